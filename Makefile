@@ -1,0 +1,51 @@
+# Everything runs from .venv, which is made when it is missing or older than what it is made from.
+# Another Python: make clean, then make PYTHON=python3.12 test
+
+PYTHON ?= python3
+BENCH ?= ppo-cartpole
+WORKERS ?= 2
+BIN := .venv/bin
+STAMP := .venv/.installed
+PYTEST := $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile
+
+.DEFAULT_GOAL := help
+.PHONY: help train test test-all bench lint clean
+
+help:
+	@echo "make train     train the driving policy (ARGS='--total-steps 100000' and the like are passed on)"
+	@echo "make test      lint, then the tests (test-all: the slow ones too)"
+	@echo "make bench     one benchmark, BENCH=$(BENCH)"
+	@echo "make lint      ruff and mypy"
+	@echo "make clean     remove .venv and the caches; runs/ stays"
+
+NEW_ENOUGH := import sys; sys.exit(sys.version_info < (3, 11))
+
+# A .venv that works is kept (and brought up to date); a broken or half-made one is replaced.
+$(STAMP): pyproject.toml constraints.txt
+	@$(PYTHON) -c '$(NEW_ENOUGH)' 2>/dev/null || { \
+	  echo "longhaul needs Python 3.11 or newer, but '$(PYTHON)' is older or does not run: make PYTHON=/path/to/python3.12 $(MAKECMDGOALS)" >&2; \
+	  exit 1; }
+	@echo "installing into .venv (about a minute)"
+	@$(BIN)/python -c 'import pip; $(NEW_ENOUGH)' 2>/dev/null || { rm -rf .venv; $(PYTHON) -m venv .venv; }
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[test]'
+	@touch $@
+
+train: $(STAMP)
+	$(BIN)/longhaul train driving $(ARGS)
+
+test: lint
+	$(PYTEST) $(ARGS)
+
+test-all: lint
+	$(PYTEST) -m "slow or not slow" $(ARGS)
+
+bench: $(STAMP)
+	$(BIN)/longhaul bench $(BENCH) $(ARGS)
+
+lint: $(STAMP)
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+
+clean:
+	rm -rf .venv build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	find . -name __pycache__ -type d -not -path './.git/*' -prune -exec rm -rf {} +

@@ -1,0 +1,7 @@
+"""Longhaul: reinforcement learning for billions of environment steps, end to end on the device.
+
+Importing the package imports neither JAX's backends nor any optional dependency; import what you use:
+`from longhaul import run`, `from longhaul.algorithms import ppo`, `from longhaul.driving import simulator`.
+"""
+
+__version__ = "0.1.0"

@@ -1,0 +1,371 @@
+"use strict";
+// Plays the recordings of each .player on the page; driving/player.py says how the data is packed.
+(() => {
+  const NOWHERE = -32768;
+  const VIEW = 80; // metres across at zoom 1
+  const KINDS = { 1: "vehicle", 2: "pedestrian", 3: "cyclist", 4: "other" };
+  const PLAY = '<svg viewBox="0 0 14 14" aria-hidden="true"><path d="M2 0l11 7-11 7z"/></svg>';
+  const PAUSE = '<svg viewBox="0 0 14 14" aria-hidden="true"><path d="M1 0h4v14H1zM9 0h4v14H9z"/></svg>';
+
+  function units(text) {
+    const bytes = Uint8Array.from(atob(text), (c) => c.charCodeAt(0));
+    const view = new DataView(bytes.buffer);
+    return Float64Array.from({ length: bytes.length / 2 }, (_, i) => view.getInt16(2 * i, true));
+  }
+  const points = (p) => units(p.d).map((u, i) => (u === NOWHERE ? NaN : p.o[i % 2] + u * p.s));
+  const headings = (text) => units(text).map((u) => u * 1e-4);
+  const number = (v) => (v === null ? "\u2013" : String(Number(v.toPrecision(3))));
+  const words = (name) => name.replaceAll("_", " ");
+
+  function trace(path, xy, from, count, close) {
+    path.moveTo(xy[2 * from], xy[2 * from + 1]);
+    for (let i = from + 1; i < from + count; i++) path.lineTo(xy[2 * i], xy[2 * i + 1]);
+    if (close) path.closePath();
+  }
+
+  // What to paint of a map, in order. Kinds are those of the Waymo Open Motion Dataset (datasets/log.py).
+  const LAYERS = [
+    { role: "road", kinds: [1, 2], width: 4 },
+    { role: "road", kinds: [20], fill: true },
+    { role: "bike", kinds: [3], width: 1.8 },
+    { role: "crosswalk", kinds: [18], fill: true },
+    { role: "bump", kinds: [19], fill: true },
+    { role: "line", kinds: [7, 8], width: 0.2 },
+    { role: "line", kinds: [6], width: 0.2, dash: [3, 4.5] },
+    { role: "yellow", kinds: [11, 12, 13], width: 0.2 },
+    { role: "yellow", kinds: [9, 10], width: 0.2, dash: [3, 4.5] },
+    { role: "edge", kinds: [15, 16], width: 0.28 },
+    { role: "stop", kinds: [17], fill: true },
+  ];
+
+  function layers(map) {
+    const xy = points(map.points);
+    const paths = LAYERS.map(() => new Path2D());
+    let from = 0;
+    map.kinds.forEach((kind, i) => {
+      const layer = LAYERS.findIndex((l) => l.kinds.includes(kind));
+      if (kind === 17) {
+        for (let k = 0; k < 8; k++) {
+          const a = ((k + 0.5) * Math.PI) / 4;
+          const x = xy[2 * from] + 0.8 * Math.cos(a), y = xy[2 * from + 1] + 0.8 * Math.sin(a);
+          k ? paths[layer].lineTo(x, y) : paths[layer].moveTo(x, y);
+        }
+        paths[layer].closePath();
+      } else if (layer >= 0) {
+        trace(paths[layer], xy, from, map.counts[i], LAYERS[layer].fill);
+      }
+      from += map.counts[i];
+    });
+    return paths;
+  }
+
+  function unpack(r) {
+    const route = new Path2D(), line = points(r.route);
+    if (line.length > 2) trace(route, line, 0, line.length / 2, false);
+    return {
+      ...r, route, position: points(r.position), heading: headings(r.heading), lights: points(r.lights), camera: points(r.camera),
+      expert: r.expert && points(r.expert), expertHeading: r.expert && headings(r.expertHeading),
+    };
+  }
+
+  // The pose of item i of n at a time between two frames.
+  function between(xy, heading, n, i, time, frames) {
+    const t = Math.min(Math.floor(time), frames - 1), u = Math.min(t + 1, frames - 1), share = time - t;
+    const a = t * n + i, b = u * n + i;
+    const x = xy[2 * a], y = xy[2 * a + 1];
+    if (Number.isNaN(x)) return null;
+    if (Number.isNaN(xy[2 * b])) return { x, y, heading: heading[a] };
+    const turn = heading[b] - heading[a];
+    const shortest = Math.atan2(Math.sin(turn), Math.cos(turn));
+    return {
+      x: x + share * (xy[2 * b] - x), y: y + share * (xy[2 * b + 1] - y), heading: heading[a] + share * shortest,
+    };
+  }
+
+  function body(c, pose, length, width) {
+    c.save();
+    c.translate(pose.x, pose.y);
+    c.rotate(pose.heading);
+    c.beginPath();
+    c.rect(-length / 2, -width / 2, length, width);
+    c.restore();
+  }
+
+  function agent(c, ink, pose, kind, role, length, width, pixel) {
+    c.fillStyle = ink(role);
+    c.strokeStyle = ink("outline");
+    c.lineWidth = 1.2 * pixel;
+    if (kind === 2) {
+      c.beginPath();
+      c.arc(pose.x, pose.y, Math.max(length, width, 1.2) / 2, 0, 2 * Math.PI);
+    } else {
+      body(c, pose, length, width);
+    }
+    c.fill();
+    c.stroke();
+    if (kind === 2 || width <= 1) return;
+    c.save();
+    c.translate(pose.x, pose.y);
+    c.rotate(pose.heading);
+    c.beginPath();
+    c.moveTo(0.36 * length, 0);
+    c.lineTo(0.12 * length, 0.3 * width);
+    c.lineTo(0.12 * length, -0.3 * width);
+    c.closePath();
+    c.fillStyle = ink("outline");
+    c.fill();
+    c.restore();
+  }
+
+  // Red is a square, yellow a diamond, green a disc: told apart without colours.
+  function light(c, ink, x, y, state, pixel) {
+    c.beginPath();
+    if (state === "1") c.rect(x - 0.9, y - 0.9, 1.8, 1.8);
+    else if (state === "2") { c.moveTo(x - 1.2, y); c.lineTo(x, y + 1.2); c.lineTo(x + 1.2, y); c.lineTo(x, y - 1.2); c.closePath(); }
+    else c.arc(x, y, 0.95, 0, 2 * Math.PI);
+    c.fillStyle = ink({ 1: "red", 2: "amber", 3: "green" }[state] || "unknown");
+    c.strokeStyle = ink("ink");
+    c.lineWidth = pixel;
+    c.fill();
+    c.stroke();
+  }
+
+  function mount(root) {
+    const part = (role) => root.querySelector(`[data-role="${role}"]`);
+    const data = JSON.parse(root.querySelector('script[type="application/json"]').textContent);
+    const recordings = data.recordings.map(unpack);
+    const maps = data.maps.map(layers);
+    const canvas = part("canvas"), c = canvas.getContext("2d");
+    const state = { chosen: recordings[0], time: 0, playing: false, zoom: 1, last: 0 };
+    let theme = {};
+    const ink = (role) => theme[role] || "#888";
+
+    function readTheme() {
+      const style = getComputedStyle(document.documentElement);
+      const roles = ["ground", "road", "bike", "line", "yellow", "edge", "crosswalk", "bump", "stop", "route", "ego", "vehicle",
+        "pedestrian", "cyclist", "other", "outline", "ghost", "red", "amber", "green", "unknown", "fault", "good", "ink", "muted", "panel"];
+      theme = Object.fromEntries(roles.map((role) => [role, style.getPropertyValue(`--map-${role}`).trim()]));
+    }
+
+    function drawMap(r) {
+      LAYERS.forEach((layer, i) => {
+        const path = maps[r.map][i];
+        c.fillStyle = c.strokeStyle = ink(layer.role);
+        if (layer.fill) return c.fill(path);
+        c.lineWidth = layer.width;
+        c.lineCap = layer.dash ? "butt" : "round";
+        c.lineJoin = "round";
+        c.setLineDash(layer.dash || []);
+        c.stroke(path);
+      });
+      c.setLineDash([]);
+      c.strokeStyle = ink("route");
+      c.lineWidth = 1;
+      c.stroke(r.route);
+    }
+
+    function drawAgents(r, pixel) {
+      const n = r.kinds.length, frame = Math.min(Math.floor(state.time), r.frames - 1);
+      r.lightStates.forEach((states, i) => light(c, ink, r.lights[2 * i], r.lights[2 * i + 1], states[frame], pixel));
+      const order = [...r.kinds.keys()].sort((a, b) => r.controlled[a] - r.controlled[b] || (a === r.ego) - (b === r.ego));
+      for (const i of order) {
+        const pose = between(r.position, r.heading, n, i, state.time, r.frames);
+        const role = r.controlled[i] ? "ego" : KINDS[r.kinds[i]] || "other";
+        if (pose) agent(c, ink, pose, r.kinds[i], role, r.sizes[i][0], r.sizes[i][1], pixel);
+      }
+      if (r.expert && part("ghost").checked) {
+        const pose = between(r.expert, r.expertHeading, 1, 0, state.time, r.frames);
+        if (pose) {
+          body(c, pose, r.sizes[r.ego][0], r.sizes[r.ego][1]);
+          c.strokeStyle = ink("ghost");
+          c.lineWidth = 1.6 * pixel;
+          c.stroke();
+        }
+      }
+      for (const event of r.events) {
+        if (event.frame > state.time) continue;
+        c.beginPath();
+        c.arc(r.camera[2 * event.frame], r.camera[2 * event.frame + 1], 4.2, 0, 2 * Math.PI);
+        c.strokeStyle = ink(event.good ? "good" : "fault");
+        c.lineWidth = 3 * pixel;
+        c.stroke();
+      }
+    }
+
+    function drawText(r, width, height, scale) {
+      const frame = Math.min(Math.floor(state.time), r.frames - 1), speed = r.speed[frame];
+      const lines = [`${(state.time * r.dt).toFixed(1)} s`, speed === null ? "ended" : `${speed.toFixed(1)} m/s`];
+      c.textBaseline = "middle";
+      c.font = "600 14px system-ui, sans-serif";
+      c.fillStyle = ink("panel");
+      c.beginPath();
+      c.roundRect(10, 10, 148, 30, 5);
+      c.roundRect(10, height - 42, 10 * scale + 16, 32, 5);
+      c.fill();
+      c.fillStyle = ink("ink");
+      c.textAlign = "right";
+      c.fillText(lines[0], 68, 26);
+      c.fillText(lines[1], 148, 26);
+      c.font = "12px system-ui, sans-serif";
+      c.textAlign = "center";
+      c.fillText("10 m", 18 + 5 * scale, height - 30);
+      c.strokeStyle = ink("ink");
+      c.lineWidth = 2;
+      c.beginPath();
+      c.moveTo(18, height - 23); c.lineTo(18, height - 18); c.lineTo(18 + 10 * scale, height - 18); c.lineTo(18 + 10 * scale, height - 23);
+      c.stroke();
+    }
+
+    function draw() {
+      const r = state.chosen, ratio = window.devicePixelRatio || 1;
+      const width = canvas.clientWidth, height = canvas.clientHeight;
+      if (!width || !height) return;
+      if (canvas.width !== Math.round(width * ratio) || canvas.height !== Math.round(height * ratio)) {
+        canvas.width = Math.round(width * ratio);
+        canvas.height = Math.round(height * ratio);
+      }
+      const scale = (width / VIEW) * state.zoom;
+      const eye = between(r.camera, new Float64Array(r.frames), 1, 0, state.time, r.frames);
+      c.setTransform(1, 0, 0, 1, 0, 0);
+      c.fillStyle = ink("ground");
+      c.fillRect(0, 0, canvas.width, canvas.height);
+      const k = scale * ratio;
+      c.setTransform(k, 0, 0, -k, canvas.width / 2 - k * eye.x, canvas.height / 2 + k * eye.y);
+      drawMap(r);
+      drawAgents(r, 1 / scale);
+      c.setTransform(ratio, 0, 0, ratio, 0, 0);
+      drawText(r, width, height, scale);
+      part("slider").value = String(Math.floor(state.time));
+      part("clock").textContent = `${(state.time * r.dt).toFixed(1)} / ${((r.frames - 1) * r.dt).toFixed(1)} s`;
+    }
+
+    function tick(now) {
+      if (!state.playing) return;
+      const passed = state.last ? (now - state.last) / 1000 : 0;
+      state.last = now;
+      state.time += (passed * Number(part("rate").value)) / state.chosen.dt;
+      if (state.time >= state.chosen.frames - 1) { state.time = state.chosen.frames - 1; play(false); }
+      draw();
+      if (state.playing) requestAnimationFrame(tick);
+    }
+
+    function play(on) {
+      const start = on && !state.playing;
+      state.playing = on;
+      part("play").innerHTML = on ? PAUSE : PLAY;
+      if (!start) return;
+      if (state.time >= state.chosen.frames - 1) state.time = 0;
+      state.last = 0;
+      requestAnimationFrame(tick);
+    }
+
+    function seek(frame) {
+      play(false);
+      state.time = Math.max(0, Math.min(state.chosen.frames - 1, frame));
+      draw();
+    }
+
+    function item(list, name, value, className) {
+      const term = document.createElement("dt"), description = document.createElement("dd");
+      term.textContent = name;
+      description.textContent = value;
+      if (className) description.className = className;
+      list.append(term, description);
+    }
+
+    function showFacts(r) {
+      const facts = part("facts"), ticks = part("ticks");
+      facts.replaceChildren();
+      ticks.replaceChildren();
+      for (const event of r.events) {
+        const className = event.good ? "good" : "fault", share = r.frames > 1 ? event.frame / (r.frames - 1) : 0;
+        item(facts, words(event.name), `at ${(event.frame * r.dt).toFixed(1)} s`, className);
+        const mark = document.createElement("span");
+        mark.textContent = words(event.name);
+        mark.className = `${className} ${share < 0.1 ? "start" : share > 0.9 ? "end" : ""}`;
+        mark.style.left = `calc(8px + ${share} * (100% - 16px))`;
+        ticks.append(mark);
+      }
+      if (!r.events.length) item(facts, "events", "none");
+      for (const [name, value] of Object.entries(r.metrics)) item(facts, words(name), number(value));
+    }
+
+    function legend(r) {
+      const kinds = new Set(r.kinds.filter((_, i) => !r.controlled[i]));
+      const box = (role) => `<rect width="20" height="10" y="1" rx="1" fill="var(--map-${role})"/>`;
+      const disc = (role) => `<circle cx="10" cy="6" r="6" fill="var(--map-${role})"/>`;
+      const square = (role) => `<rect x="4" width="12" height="12" fill="var(--map-${role})"/>`;
+      const diamond = (role) => `<path d="M3 6l7-7 7 7-7 7z" fill="var(--map-${role})"/>`;
+      const entries = [["driven", box("ego")], ["route", '<rect width="20" height="5" y="4" fill="var(--map-route)"/>']];
+      if (r.expert) entries.push(["log", '<rect x="1" y="1" width="18" height="10" fill="none" stroke="var(--map-ghost)" stroke-width="2"/>']);
+      for (const [kind, name] of Object.entries(KINDS)) {
+        if (kinds.has(Number(kind))) entries.push([name, name === "pedestrian" ? disc(name) : box(name)]);
+      }
+      if (r.lights.some((v) => !Number.isNaN(v))) entries.push(["red", square("red")], ["yellow", diamond("amber")], ["green", disc("green")]);
+      part("legend").innerHTML = entries.map(([name, shape]) => `<li><svg viewBox="0 0 20 12" aria-hidden="true">${shape}</svg>${name}</li>`).join("");
+    }
+
+    function options(select, names) {
+      select.replaceChildren(...names.map((name, i) => {
+        const option = document.createElement("option");
+        option.value = String(i);
+        option.textContent = name;
+        return option;
+      }));
+          }
+
+    const ids = [...new Set(recordings.map((r) => r.id))];
+    const ofScenario = () => recordings.filter((r) => r.id === ids[Number(part("scenario").value)]);
+
+    function choose(keepTime) {
+      state.chosen = ofScenario()[Number(part("policy").value)];
+      state.time = keepTime ? Math.min(state.time, state.chosen.frames - 1) : 0;
+      part("slider").max = String(state.chosen.frames - 1);
+      showFacts(state.chosen);
+      legend(state.chosen);
+      draw();
+    }
+
+    function chooseScenario() {
+      const before = part("policy").selectedOptions[0]?.textContent;
+      const labels = ofScenario().map((r) => r.label);
+      options(part("policy"), labels);
+      part("policy").value = String(Math.max(0, labels.indexOf(before)));
+      choose(false);
+    }
+
+    function zoom(factor) {
+      state.zoom = Math.max(0.3, Math.min(4, state.zoom * factor));
+      draw();
+    }
+
+    readTheme();
+    options(part("scenario"), ids);
+    part("scenario").addEventListener("change", chooseScenario);
+    part("policy").addEventListener("change", () => choose(true));
+    part("play").addEventListener("click", () => play(!state.playing));
+    part("slider").addEventListener("input", (e) => seek(Number(e.target.value)));
+    part("ghost").addEventListener("change", draw);
+    part("nearer").addEventListener("click", () => zoom(1.25));
+    part("farther").addEventListener("click", () => zoom(0.8));
+    canvas.addEventListener("wheel", (e) => {
+      if (!e.ctrlKey) return; // a plain wheel goes on to scroll the page
+      e.preventDefault();
+      zoom(Math.exp(-e.deltaY / 400));
+    }, { passive: false });
+    root.addEventListener("keydown", (e) => {
+      if (e.target !== canvas) return;
+      if (e.key === " ") play(!state.playing);
+      else if (e.key === "ArrowRight") seek(Math.floor(state.time) + 1);
+      else if (e.key === "ArrowLeft") seek(Math.ceil(state.time) - 1);
+      else return;
+      e.preventDefault();
+    });
+    matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => { readTheme(); draw(); });
+    new ResizeObserver(draw).observe(canvas);
+    chooseScenario();
+    play(false);
+  }
+
+  document.querySelectorAll(".player").forEach(mount);
+})();

@@ -1,0 +1,187 @@
+"""Learning curves as SVG, made on the server side: no script is needed to read them, a small one shows values on hover.
+
+Text and lines take their colours from the page (assets/page.css, assets/curves.css).
+"""
+
+from __future__ import annotations
+
+import html
+import math
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+POINTS = 2000
+"""Points that a line keeps at most; longer ones keep the least and the greatest of each stretch."""
+
+SMOOTH_FROM = 80
+"""Points from which a line is drawn faint with its running mean over it."""
+
+WIDTH, HEIGHT = 360, 210
+LEFT, RIGHT, TOP, BOTTOM = 46, 10, 10, 34
+"""The figure and the margins around its axes, in SVG units (pixels at the usual size)."""
+
+PREFIXES = ((1e9, "G"), (1e6, "M"), (1e3, "k"))
+
+
+class Series(NamedTuple):
+    """One line. NaN in `y` is a gap; `x` ascends."""
+
+    name: str
+    x: np.ndarray  # float64 [P]
+    y: np.ndarray  # float64 [P]
+
+
+class Axes(NamedTuple):
+    """From values to places in the figure."""
+
+    left: float
+    right: float
+    low: float
+    high: float
+
+    def x(self, values: np.ndarray | float) -> np.ndarray:
+        share = (np.asarray(values) - self.left) / (self.right - self.left)
+        return LEFT + share * (WIDTH - LEFT - RIGHT)
+
+    def y(self, values: np.ndarray | float) -> np.ndarray:
+        share = (np.asarray(values) - self.low) / (self.high - self.low)
+        return HEIGHT - BOTTOM - share * (HEIGHT - TOP - BOTTOM)
+
+
+def figure(title: str, series: Sequence[Series], x_label: str, unit: str = "") -> str:
+    """A `<figure>` with the curves of `series`, or an empty string where no line has a finite value."""
+    drawn = [thin(line) for line in series if np.isfinite(line.y).any()]
+    if not drawn:
+        return ""
+    axes = _axes(drawn)
+    names = [line.name for line in drawn]
+    entries = "".join(f'<li class="s{i % 5}">{html.escape(name)} <b></b></li>' for i, name in enumerate(names))
+    legend = f"<ul>{entries}</ul>" if len(names) > 1 else ""
+    heading = html.escape(title) + (f" <small>{html.escape(unit)}</small>" if unit else "")
+    lines = "".join(_line(line, axes, i % 5) for i, line in enumerate(drawn))
+    bounds = f'data-x="{axes.left:.9g} {axes.right:.9g}" data-y="{axes.low:.9g} {axes.high:.9g}"'
+    frame = f'data-frame="{LEFT} {TOP} {WIDTH - RIGHT} {HEIGHT - BOTTOM}"'
+    return (
+        f'<figure class="curve"><figcaption><span>{heading}</span><output></output></figcaption>'
+        f'<svg viewBox="0 0 {WIDTH} {HEIGHT}" role="img" aria-label="{html.escape(title)}" {bounds} {frame}>'
+        f"{_grid(axes, x_label)}{lines}"
+        f'<line class="cursor" y1="{TOP}" y2="{HEIGHT - BOTTOM}"/></svg>'
+        f"{legend}</figure>"
+    )
+
+
+def thin(line: Series, limit: int = POINTS) -> Series:
+    """At most `limit` points, a stretch's least and greatest value kept, so that no spike is lost."""
+    count = len(line.x)
+    if count <= limit:
+        return line
+    kept: list[int] = []
+    for part in np.array_split(np.arange(count), limit // 2):
+        values = line.y[part]
+        if np.isfinite(values).any():
+            kept += sorted({int(part[np.nanargmin(values)]), int(part[np.nanargmax(values)])})
+        else:
+            kept.append(int(part[0]))
+    return Series(line.name, line.x[kept], line.y[kept])
+
+
+def smooth(y: np.ndarray, window: int) -> np.ndarray:
+    """The mean of the finite values within `window` points (odd) around each; NaN where there are none."""
+    known = np.isfinite(y)
+    kernel = np.ones(window)
+    total = np.convolve(np.where(known, y, 0.0), kernel, "same")
+    count = np.convolve(known.astype(float), kernel, "same")
+    return np.where(count > 0.5, total / np.maximum(count, 1.0), np.nan)
+
+
+def ticks(low: float, high: float, count: int = 5) -> list[float]:
+    """Round values within low .. high, about `count` of them, in steps of 1, 2 or 5 times a power of ten."""
+    if not high > low:
+        return [low]
+    rough = (high - low) / count
+    power = 10.0 ** math.floor(math.log10(rough))
+    step = next(factor * power for factor in (1, 2, 5, 10) if factor * power >= 0.7 * rough)
+    first, last = math.ceil(low / step - 1e-9), math.floor(high / step + 1e-9)
+    return [i * step for i in range(first, last + 1)]
+
+
+def short(value: float, step: float | None = None) -> str:
+    """A number for an axis: 1.5M, 200k, 0.25, 3e-4; with a `step`, just the digits that tell its multiples apart."""
+    if value == 0:
+        return "0"
+    size = abs(value)
+    if size < 1e-3:
+        return f"{value:.1e}".replace(".0e", "e").replace("e-0", "e-")
+    scale, letter = next(((scale, letter) for scale, letter in PREFIXES if size >= scale), (1.0, ""))
+    if step is None:
+        return f"{value / scale:.3g}{letter}"
+    digits = min(max(0, -math.floor(math.log10(step / scale) + 1e-9)), 6)
+    return f"{value / scale:.{digits}f}{letter}"
+
+
+def _axes(series: Sequence[Series]) -> Axes:
+    x = np.concatenate([line.x for line in series])
+    y = np.concatenate([line.y[np.isfinite(line.y)] for line in series])
+    left, right, low, high = float(x.min()), float(x.max()), float(y.min()), float(y.max())
+    if not right > left:
+        left, right = left - 0.5 * max(abs(left), 1.0), left + 0.5 * max(abs(left), 1.0)
+    if high - low < 1e-9 * max(abs(high), abs(low), 1e-6):
+        low, high = low - 0.5 * max(abs(low), 1e-3), high + 0.5 * max(abs(high), 1e-3)
+    margin = 0.06 * (high - low)
+    # a quantity that is never negative keeps its axis there, so that a glance at it is not misled
+    bottom = 0.0 if 0 <= low < 0.25 * high else low - margin
+    return Axes(left, right, bottom, high + margin)
+
+
+def _grid(axes: Axes, x_label: str) -> str:
+    across, up = ticks(axes.left, axes.right, 4), ticks(axes.low, axes.high, 4)
+    steps = [marks[1] - marks[0] if len(marks) > 1 else None for marks in (across, up)]
+    parts = []
+    for value in up:
+        y = float(axes.y(value))
+        parts.append(f'<line class="grid" x1="{LEFT}" x2="{WIDTH - RIGHT}" y1="{y:.1f}" y2="{y:.1f}"/>')
+        parts.append(f'<text class="up" x="{LEFT - 6}" y="{y + 3.5:.1f}">{short(value, steps[1])}</text>')
+    for value in across:
+        x = float(axes.x(value))
+        parts.append(
+            f'<line class="tick" x1="{x:.1f}" x2="{x:.1f}" y1="{HEIGHT - BOTTOM}" y2="{HEIGHT - BOTTOM + 4}"/>'
+        )
+        parts.append(f'<text class="across" x="{x:.1f}" y="{HEIGHT - BOTTOM + 15}">{short(value, steps[0])}</text>')
+    base = HEIGHT - BOTTOM
+    parts.append(f'<line class="axis" x1="{LEFT}" x2="{WIDTH - RIGHT}" y1="{base}" y2="{base}"/>')
+    middle = (LEFT + WIDTH - RIGHT) / 2
+    parts.append(f'<text class="across label" x="{middle}" y="{HEIGHT - 4}">{html.escape(x_label)}</text>')
+    return "".join(parts)
+
+
+def _line(line: Series, axes: Axes, colour: int) -> str:
+    raw = _path(line.x, line.y, axes)
+    if np.isfinite(line.y).sum() < SMOOTH_FROM:
+        return f'<path class="line s{colour}" data-line d="{raw}"/>' + _dots(line, axes, colour)
+    window = 2 * (len(line.y) // 60) + 1
+    mean = _path(line.x, smooth(line.y, window), axes)
+    return f'<path class="faint s{colour}" data-line d="{raw}"/><path class="line s{colour}" d="{mean}"/>'
+
+
+def _path(x: np.ndarray, y: np.ndarray, axes: Axes) -> str:
+    """The `d` of an SVG path through the finite points, with a new start after each gap."""
+    parts, pen = [], "M"
+    for px, py in zip(axes.x(x).tolist(), axes.y(y).tolist(), strict=True):
+        if math.isfinite(py):
+            parts.append(f"{pen}{px:.2f} {py:.2f}")
+            pen = "L"
+        else:
+            pen = "M"
+    return "".join(parts)
+
+
+def _dots(line: Series, axes: Axes, colour: int) -> str:
+    """Discs at points without neighbours, of which a line shows nothing."""
+    known = np.concatenate([[False], np.isfinite(line.y), [False]])
+    alone = known[1:-1] & ~known[:-2] & ~known[2:]
+    xs, ys = axes.x(line.x[alone]).tolist(), axes.y(line.y[alone]).tolist()
+    return "".join(
+        f'<circle class="s{colour}" cx="{x:.2f}" cy="{y:.2f}" r="2.5"/>' for x, y in zip(xs, ys, strict=True)
+    )

@@ -1,0 +1,180 @@
+"""Pickles that hold plain values and arrays of numbers, read without running anything of them.
+
+A pickle is a program. This reader is Python's own unpickler in pure Python (the one in C allocates whatever a forged
+length asks for) without every instruction that makes objects of classes, and the few names that files of scenarios do
+need are answered with stand-ins of ours: nothing of the file is ever imported, called or set. Arrays are made from
+their bytes, by dtypes of plain numbers and text only.
+"""
+
+from __future__ import annotations
+
+import io
+import math
+import pickle
+import re
+import struct
+from typing import Any, ClassVar
+
+import numpy as np
+
+from longhaul.datasets.wire import Malformed
+
+WRONG = (KeyError, IndexError, TypeError, ValueError, AttributeError, OverflowError, RecursionError)
+"""What Python and NumPy raise where a document has another structure than expected."""
+
+
+class Bag(dict):
+    """Stands for defaultdict and OrderedDict; what they are made with is passed over."""
+
+    __slots__ = ()
+
+    def __init__(self, *_: object) -> None:
+        super().__init__()
+
+    def __setstate__(self, state: object) -> None:
+        raise Malformed("a dictionary with attributes of its own")
+
+
+class Blank:
+    """Stands for a class that is only named (`ndarray`, the `int` of a defaultdict) or an object of no interest."""
+
+    __slots__ = ()
+
+    def __init__(self, *_: object) -> None:
+        pass
+
+    def __setstate__(self, state: object) -> None:
+        raise Malformed("a bare object with a state")
+
+
+class Latin(bytes):
+    """Stands for _codecs.encode(text, "latin1"), as which the oldest pickles spell bytes."""
+
+    __slots__ = ()
+
+    def __new__(cls, text: object = "", *_: object) -> Latin:
+        if not isinstance(text, str):
+            raise Malformed("bytes made of something else than text")
+        return super().__new__(cls, text.encode("latin1"))
+
+    def __setstate__(self, state: object) -> None:
+        raise Malformed("bytes with a state")
+
+
+class Dtype:
+    """Stands for numpy.dtype: its name and, in the state, its byte order."""
+
+    __slots__ = ("name", "order")
+
+    def __init__(self, name: object = "", *_: object) -> None:
+        self.name, self.order = name, "="
+
+    def __setstate__(self, state: Any) -> None:
+        self.order = state[1]
+
+    def real(self) -> np.dtype:
+        """The dtype, if it is one of plain numbers or text."""
+        name = self.name if isinstance(self.name, str) else ""
+        if not PLAIN.fullmatch(name):
+            raise Malformed("an array of something else than numbers and text")
+        return np.dtype(name).newbyteorder(">" if self.order == ">" else "<")
+
+
+PLAIN = re.compile(r"b1|[iu][1248]|f[248]|[SU][1-9][0-9]{0,3}")
+"""The dtypes that an array may have."""
+
+
+class Array:
+    """Stands for an array, or a scalar of NumPy, until `values` makes it."""
+
+    __slots__ = ("parts",)
+
+    def __init__(self, *arguments: object) -> None:
+        # scalar(dtype, bytes) is whole; _reconstruct(ndarray, (0,), b"b") is followed by a state
+        self.parts: Any = (1, (), arguments[0], False, arguments[1]) if len(arguments) == 2 else None
+
+    def __setstate__(self, state: Any) -> None:
+        self.parts = state
+
+    def __int__(self) -> int:
+        return int(self.real().item())
+
+    def __float__(self) -> float:
+        return float(self.real().item())
+
+    def real(self) -> np.ndarray:
+        """The array; read-only. `Malformed` where its parts do not fit together."""
+        try:
+            return self._real()
+        except (struct.error, *WRONG) as error:
+            raise Malformed(f"an array that does not fit together: {str(error)[:100]}") from error
+
+    def plain(self) -> list[Any]:
+        """Its values as a list; this way arrays of objects are read too."""
+        if self.parts and isinstance(self.parts[-1], list):
+            return self.parts[-1]
+        return self.real().tolist()
+
+    def _real(self) -> np.ndarray:
+        _, shape, dtype, fortran, data = self.parts
+        if not isinstance(dtype, Dtype) or not isinstance(data, bytes):
+            raise Malformed("an array of something else than numbers")
+        array = np.frombuffer(data, dtype.real())
+        if not all(isinstance(size, int) and 0 <= size <= len(array) for size in shape) or math.prod(shape) != len(
+            array
+        ):
+            raise Malformed(f"an array of shape {shape} with {len(array)} numbers")
+        return array.reshape(shape, order="F" if fortran else "C")
+
+
+NAMES: dict[tuple[str, str], type] = {
+    ("builtins", "int"): Blank,
+    ("builtins", "float"): Blank,
+    ("builtins", "list"): Blank,
+    ("builtins", "dict"): Blank,
+    ("collections", "defaultdict"): Bag,
+    ("collections", "OrderedDict"): Bag,
+    ("builtins", "set"): Blank,
+    ("_codecs", "encode"): Latin,
+    ("numpy", "ndarray"): Blank,
+    ("numpy", "dtype"): Dtype,
+    **{(f"numpy.{core}.multiarray", name): Array for core in ("core", "_core") for name in ("_reconstruct", "scalar")},
+}
+"""Every name that a file may use, and what it gets."""
+
+REFUSED = (
+    *(pickle.PERSID, pickle.BINPERSID, pickle.INST, pickle.OBJ, pickle.NEWOBJ, pickle.NEWOBJ_EX),
+    *(pickle.EXT1, pickle.EXT2, pickle.EXT4, pickle.BYTEARRAY8, pickle.NEXT_BUFFER, pickle.READONLY_BUFFER),
+)
+"""Instructions that no scenario needs."""
+
+
+class Unpickler(pickle._Unpickler):
+    """Python's unpickler, able to make plain values and the stand-ins of `NAMES` alone."""
+
+    dispatch: ClassVar = {code: act for code, act in pickle._Unpickler.dispatch.items() if bytes([code]) not in REFUSED}
+
+    def find_class(self, module: str, name: str) -> type:
+        """The stand-in for a name; `Malformed` for any that a scenario does not need."""
+        try:
+            return NAMES[module, name]
+        except (KeyError, TypeError):
+            raise Malformed(f"it asks for {module}.{name}, which no scenario needs and which is never run") from None
+
+
+def unpickle(data: bytes) -> Any:
+    """The plain values of a pickle, arrays as `Array`; `Malformed` where it holds anything else."""
+    try:
+        return Unpickler(io.BytesIO(data)).load()
+    except Malformed:
+        raise
+    except (
+        pickle.UnpicklingError,
+        EOFError,
+        MemoryError,
+        ArithmeticError,
+        AssertionError,
+        struct.error,
+        *WRONG,
+    ) as error:
+        raise Malformed(f"it is no usable pickle: {type(error).__name__}: {str(error)[:200]}") from error

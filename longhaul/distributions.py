@@ -1,0 +1,148 @@
+"""Policies' distributions over actions: masked categorical, multi-categorical, tanh-Gaussian.
+
+A distribution works on a *raw* action, the one that log-probabilities are of; `action(raw)` is what the environment gets. For choices
+they are the same. For a bounded vector the raw action is the Gaussian's sample before tanh: keeping it avoids the inverse of
+tanh, which loses everything where it saturates.
+
+Leading axes are free: parameters [..., size], masks bool [..., n] (or None), raw actions int32 [...], int32 [..., k] or float32 [..., d].
+At least one action of a mask must be legal.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from longhaul import randomness
+from longhaul.types import Action, Box, Discrete, Key, MultiDiscrete
+
+
+class Distribution(NamedTuple):
+    size: int  # parameters that the network gives
+    free: int  # parameters that no observation changes (a Gaussian's log standard deviations), appended to them
+    sample: Callable[[jax.Array, jax.Array | None, Key], jax.Array]  # (parameters, mask, key) -> raw
+    mode: Callable[[jax.Array, jax.Array | None], jax.Array]  # (parameters, mask) -> raw
+    log_prob: Callable[[jax.Array, jax.Array | None, jax.Array], jax.Array]  # (parameters, mask, raw) -> float32 [...]
+    entropy: Callable[[jax.Array, jax.Array | None], jax.Array]  # (parameters, mask) -> float32 [...], nats
+    action: Callable[[jax.Array], jax.Array]  # raw -> the environment's action
+
+
+def distribution(action: Action) -> Distribution:
+    """The distribution for a space of actions."""
+    match action:
+        case Discrete(n):
+            return _multi_categorical((n,), scalar=True)
+        case MultiDiscrete(sizes):
+            return _multi_categorical(sizes, scalar=False)
+        case Box(low, high):
+            return _tanh_gaussian(np.asarray(low, np.float32), np.asarray(high, np.float32))
+
+
+def _masked(logits: jax.Array, mask: jax.Array | None) -> jax.Array:
+    return logits if mask is None else jnp.where(mask, logits, jnp.finfo(jnp.float32).min)
+
+
+def _choose(logits: jax.Array, uniform: jax.Array) -> jax.Array:
+    """The choice whose cumulated probability first passes `uniform`: one random number a choice, and never an impossible one."""
+    weight = jnp.exp(logits - jnp.max(logits, axis=-1, keepdims=True))
+    n = logits.shape[-1]
+    cumulated = jnp.matmul(weight, jnp.triu(jnp.ones((n, n), jnp.float32)), precision=jax.lax.Precision.HIGHEST)
+    passed = cumulated[..., :-1] <= uniform[..., None] * cumulated[..., -1:]
+    return jnp.sum(passed, axis=-1, dtype=jnp.int32)
+
+
+def _take(log_p: jax.Array, choice: jax.Array) -> jax.Array:
+    """log_p[..., choice] as a masked sum, whose gradient is no scatter."""
+    chosen = jax.nn.one_hot(choice, log_p.shape[-1], dtype=jnp.bool_)
+    return jnp.sum(jnp.where(chosen, log_p, 0.0), axis=-1)
+
+
+def _multi_categorical(sizes: tuple[int, ...], scalar: bool) -> Distribution:
+    """Independent choices; `scalar`: just one, whose action has no axis of its own."""
+    edges = (0, *itertools.accumulate(sizes))
+
+    def parts(parameters: jax.Array, mask: jax.Array | None) -> list[jax.Array]:
+        logits = _masked(parameters, mask)
+        return [logits[..., a:b] for a, b in itertools.pairwise(edges)]
+
+    def join(choices: list[jax.Array]) -> jax.Array:
+        return choices[0] if scalar else jnp.stack(choices, axis=-1)
+
+    def sample(parameters: jax.Array, mask: jax.Array | None, key: Key) -> jax.Array:
+        uniform = randomness.uniform(key, (len(sizes), *parameters.shape[:-1]))
+        return join([_choose(logits, uniform[i]) for i, logits in enumerate(parts(parameters, mask))])
+
+    def mode(parameters: jax.Array, mask: jax.Array | None) -> jax.Array:
+        return join([jnp.argmax(logits, axis=-1).astype(jnp.int32) for logits in parts(parameters, mask)])
+
+    def log_prob(parameters: jax.Array, mask: jax.Array | None, raw: jax.Array) -> jax.Array:
+        choices = [raw] if scalar else [raw[..., i] for i in range(len(sizes))]
+        each = zip(parts(parameters, mask), choices, strict=True)
+        return sum((_take(jax.nn.log_softmax(logits), choice) for logits, choice in each), jnp.float32(0.0))
+
+    def entropy(parameters: jax.Array, mask: jax.Array | None) -> jax.Array:
+        total = jnp.float32(0.0)
+        for logits in parts(parameters, mask):
+            log_p = jax.nn.log_softmax(logits)
+            p = jnp.exp(log_p)
+            total = total - jnp.sum(jnp.where(p > 0.0, p * log_p, 0.0), axis=-1)
+        return total
+
+    return Distribution(edges[-1], 0, sample, mode, log_prob, entropy, lambda raw: raw)
+
+
+def _along(constant: np.ndarray, values: jax.Array) -> jax.Array:
+    """A vector [d] spread over the leading axes of values [..., d]."""
+    return jnp.broadcast_to(constant, values.shape)
+
+
+def _tanh_gaussian(low: np.ndarray, high: np.ndarray) -> Distribution:
+    """A diagonal Gaussian squashed into low .. high (Haarnoja et al. 2018, appendix C).
+
+    Entropy has no closed form: E[log(1 - tanh(x)^2)] is taken by Gauss-Hermite quadrature, without a sample's noise.
+    """
+    d = low.size
+    centre, half = (high + low) / 2, (high - low) / 2
+    nodes, weights = np.polynomial.hermite_e.hermegauss(8)
+    weights = weights / weights.sum()
+
+    def split(parameters: jax.Array) -> tuple[jax.Array, jax.Array]:
+        mean, log_std = parameters[..., :d], parameters[..., d:]
+        return mean, jnp.clip(log_std, -10.0, 2.0)
+
+    def log_slope(raw: jax.Array) -> jax.Array:
+        """log d action / d raw = log half + log(1 - tanh(raw)^2), stable for any raw."""
+        return _along(np.log(half), raw) + 2.0 * (math.log(2.0) - raw - jax.nn.softplus(-2.0 * raw))
+
+    def sample(parameters: jax.Array, mask: jax.Array | None, key: Key) -> jax.Array:
+        mean, log_std = split(parameters)
+        return mean + jnp.exp(log_std) * randomness.normal(key, mean.shape)
+
+    def log_prob(parameters: jax.Array, mask: jax.Array | None, raw: jax.Array) -> jax.Array:
+        mean, log_std = split(parameters)
+        z = (raw - mean) * jnp.exp(-log_std)
+        gaussian = -0.5 * z * z - log_std - 0.5 * math.log(2.0 * math.pi)
+        return jnp.sum(gaussian - log_slope(raw), axis=-1)
+
+    def entropy(parameters: jax.Array, mask: jax.Array | None) -> jax.Array:
+        mean, log_std = split(parameters)
+        gaussian = log_std + 0.5 * math.log(2.0 * math.pi * math.e)
+        std = jnp.exp(log_std)
+        slope = sum((w * log_slope(mean + x * std) for x, w in zip(nodes.tolist(), weights.tolist(), strict=True)), jnp.float32(0.0))
+        return jnp.sum(gaussian + slope, axis=-1)
+
+    return Distribution(
+        size=d,
+        free=d,
+        sample=sample,
+        mode=lambda parameters, mask: split(parameters)[0],
+        log_prob=log_prob,
+        entropy=entropy,
+        action=lambda raw: _along(centre, raw) + _along(half, raw) * jnp.tanh(raw),
+    )

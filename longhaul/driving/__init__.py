@@ -1,0 +1,1 @@
+"""Driving: scenarios, a simulator on the device, and a procedural generator."""

@@ -1,0 +1,147 @@
+"""Plane geometry of driving, in JAX: oriented boxes, the road's distance field, routes.
+
+Everything works on scalars or arrays that broadcast; batches come from `jax.vmap`. A frame is a point with a heading:
+x forward, y to the left. Boxes are compared by the separating axes of both (Gottschalk, Lin and Manocha, "OBBTree",
+1996) in the frame of one of them, where half of the work is an absolute value; so no cheaper test stands before it.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from longhaul.driving.scenario import CELL, ROUTE_SPACING
+
+OPEN = 10.0
+"""Metres to the road's edge where a scenario has no edges: the clearance is -OPEN everywhere."""
+
+
+class Field(NamedTuple):
+    """The signed distance to the road's edge of one scenario, as a part of one flat array; negative on the road."""
+
+    cells: jax.Array  # int16 [cells of all scenarios], centimetres
+    start: jax.Array  # int32 scalar, where this scenario's begin
+    shape: jax.Array  # int32 [2]: rows (y), columns (x); less than 2 where there are no edges
+    origin: jax.Array  # float32 [2]: x, y of the first cell
+
+
+class Projection(NamedTuple):
+    """Where a pose is along a route."""
+
+    s: jax.Array  # arc length, m
+    lateral: jax.Array  # offset to the left, m
+    heading: jax.Array  # of the route there, rad
+
+
+def wrap(angle: jax.Array) -> jax.Array:
+    """The same angle within [-pi, pi)."""
+    return jnp.mod(angle + jnp.pi, 2 * jnp.pi) - jnp.pi
+
+
+def into(x: jax.Array, y: jax.Array, cos: jax.Array, sin: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """A vector in the frame whose heading has this cosine and sine."""
+    return x * cos + y * sin, y * cos - x * sin
+
+
+def out_of(x: jax.Array, y: jax.Array, cos: jax.Array, sin: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """The reverse of `into`."""
+    return x * cos - y * sin, x * sin + y * cos
+
+
+def corners(half_length: jax.Array, half_width: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """x and y [4] of a box's corners in its own frame: front left, front right, rear right, rear left."""
+    forward = np.array([1.0, 1.0, -1.0, -1.0], np.float32)
+    left = np.array([1.0, -1.0, -1.0, 1.0], np.float32)
+    return half_length * forward, half_width * left
+
+
+def separation(
+    x: jax.Array,
+    y: jax.Array,
+    cos: jax.Array,
+    sin: jax.Array,
+    half: tuple[jax.Array, jax.Array],
+    other: tuple[jax.Array, jax.Array],
+) -> jax.Array:
+    """The largest gap along the four axes of two boxes, m: negative where they overlap, never above their distance.
+
+    `x`, `y`: the other's centre in the frame of the one; `cos`, `sin`: of the difference of headings; `half` and
+    `other`: half length and half width.
+    """
+    length, width = half
+    other_length, other_width = other
+    c, s = jnp.abs(cos), jnp.abs(sin)
+    along = jnp.abs(x) - length - other_length * c - other_width * s
+    beside = jnp.abs(y) - width - other_length * s - other_width * c
+    u, v = into(x, y, cos, sin)
+    their_along = jnp.abs(u) - other_length - length * c - width * s
+    their_beside = jnp.abs(v) - other_width - length * s - width * c
+    return jnp.maximum(jnp.maximum(along, beside), jnp.maximum(their_along, their_beside))
+
+
+def clearance(field: Field, x: jax.Array, y: jax.Array) -> jax.Array:
+    """Signed distance to the road's edge at points, m, bilinear between the samples.
+
+    Outside the sampled rectangle it is the value at the rectangle's border plus the distance from it: who leaves the
+    neighbourhood of all routes is off the road sooner or later.
+    """
+    rows, columns = field.shape[0], field.shape[1]
+    column = (x - field.origin[0]) / CELL
+    row = (y - field.origin[1]) / CELL
+    inside_column = jnp.clip(column, 0.0, (columns - 1).astype(jnp.float32))
+    inside_row = jnp.clip(row, 0.0, (rows - 1).astype(jnp.float32))
+    beyond = CELL * (jnp.abs(column - inside_column) + jnp.abs(row - inside_row))
+    left = jnp.clip(inside_column.astype(jnp.int32), 0, columns - 2)
+    low = jnp.clip(inside_row.astype(jnp.int32), 0, rows - 2)
+    across = inside_column - left.astype(jnp.float32)
+    up = inside_row - low.astype(jnp.float32)
+    first = field.start + low * columns + left
+
+    def at(index: jax.Array) -> jax.Array:
+        return field.cells.at[index].get(mode="clip").astype(jnp.float32)
+
+    bottom = at(first) * (1.0 - across) + at(first + 1) * across
+    top = at(first + columns) * (1.0 - across) + at(first + columns + 1) * across
+    value = 0.01 * (bottom * (1.0 - up) + top * up) + beyond
+    return jnp.where(jnp.minimum(rows, columns) >= 2, value, -OPEN)
+
+
+def project(window: jax.Array, first: jax.Array, x: jax.Array, y: jax.Array) -> Projection:
+    """The nearest place of a route to a point, among the segments of a window.
+
+    `window`: float32 [3, W], rows x, y, heading of points ROUTE_SPACING apart; `first`: the index of the window's
+    first point in the route. The heading is interpolated between the two points, the offset is measured from the
+    segment's line.
+    """
+    ax, ay = window[0, :-1], window[1, :-1]
+    dx, dy = window[0, 1:] - ax, window[1, 1:] - ay
+    square = jnp.maximum(dx * dx + dy * dy, 1e-6)
+    part = jnp.clip(((x - ax) * dx + (y - ay) * dy) / square, 0.0, 1.0)
+    far_x, far_y = x - ax - part * dx, y - ay - part * dy
+    nearest = jnp.argmin(far_x * far_x + far_y * far_y)
+    left = (dx * (y - ay) - dy * (x - ax)) * lax.rsqrt(square)
+    t = part[nearest]
+    heading = window[2, nearest]
+    turn = wrap(window[2, nearest + 1] - heading)
+    s = ROUTE_SPACING * ((first + nearest).astype(jnp.float32) + t)
+    return Projection(s, left[nearest], heading + t * turn)
+
+
+def blocked(
+    points: tuple[jax.Array, jax.Array],
+    boxes: tuple[jax.Array, jax.Array, jax.Array, jax.Array],
+    half: tuple[jax.Array, jax.Array],
+    margin: tuple[float | jax.Array, float | jax.Array],
+) -> jax.Array:
+    """bool [N, M]: which of M points of a path lie within which of N boxes that are larger by a margin.
+
+    `boxes`: x, y, cosine and sine of the heading, each [N]; `half`: half lengths and widths [N]; `margin`: along and
+    beside, m. With half of a vehicle's width as the margin, these are the boxes that it would touch on its way.
+    """
+    x, y, cos, sin = (value[:, None] for value in boxes)
+    u, v = into(points[0][None, :] - x, points[1][None, :] - y, cos, sin)
+    return (jnp.abs(u) <= half[0][:, None] + margin[0]) & (jnp.abs(v) <= half[1][:, None] + margin[1])

@@ -1,0 +1,178 @@
+"""What a driver sees: a few dozen numbers about itself, its route, the road, the lights and its nearest neighbours.
+
+All in the agent's own frame and within about [-1, 1]. Distances are squashed, d / (scale + |d|), so that a metre
+counts more nearby than far away; nothing is cut off. Whoever comes closest within the next seconds, if all keep their
+velocity, is among the neighbours even while it is far.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from longhaul.datasets.log import CYCLIST, PEDESTRIAN, VEHICLE
+from longhaul.driving.dynamics import MAX_ACCELERATION, MAX_CURVATURE, steerable
+from longhaul.driving.features import FAN, Features, Pose
+from longhaul.driving.geometry import into, wrap
+from longhaul.driving.tables import AHEAD, ahead_of
+from longhaul.driving.traffic import FREE, Scene
+
+EGO = 24
+NEIGHBOUR = 18
+LIGHTS = 6
+WAYPOINT = 4
+
+MAX_WAYPOINTS = 20
+
+RANGE = 60.0
+"""Metres within which neighbours are seen."""
+
+HORIZON = 4.0
+"""Seconds over which a closest approach is looked for."""
+
+
+class Observation(NamedTuple):
+    """One agent's view, float32 arrays (or their shapes). M waypoints, P points of the fan, K neighbours."""
+
+    ego: Any  # [EGO]
+    route: Any  # [M * WAYPOINT]: the way ahead, in order
+    road: Any  # [P]: clearance at the points of the fan, negative on the road
+    lights: Any  # [LIGHTS]: the next stop line
+    agents: Any  # [K, NEIGHBOUR], the last feature 1 where there is one; nearest first
+
+
+class Motives(NamedTuple):
+    """What an agent knows of itself beside its features, float32 scalars."""
+
+    speed: jax.Array  # m/s
+    acceleration: jax.Array  # m/s^2, in the last step
+    curvature: jax.Array  # 1/m, likewise
+    half_length: jax.Array  # m
+    half_width: jax.Array  # m
+    left: jax.Array  # m of the route to its end
+    time: jax.Array  # s until the log ends
+
+
+def squash(value: jax.Array, scale: float) -> jax.Array:
+    """value / (scale + |value|): within (-1, 1), finest around 0."""
+    return value / (scale + jnp.abs(value))
+
+
+def shapes(neighbours: int, waypoints: int) -> Observation:
+    """The shapes of one agent's observation."""
+
+    def leaf(*shape: int) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct(shape, jnp.float32)
+
+    return Observation(
+        leaf(EGO), leaf(waypoints * WAYPOINT), leaf(len(FAN)), leaf(LIGHTS), leaf(neighbours, NEIGHBOUR)
+    )
+
+
+def waypoint_offsets(count: int) -> np.ndarray:
+    """Metres ahead of `count` waypoints (at most MAX_WAYPOINTS): dense at first, the last near the window's end."""
+    share = np.arange(1, count + 1) / count
+    spread = 0.35 * share + 0.65 * share**2
+    return np.maximum(np.round((AHEAD - 4) * spread), np.arange(1, count + 1)).astype(np.int64)
+
+
+def observe(
+    features: Features, here: Scene, pose: Pose, motives: Motives, neighbours: int, offsets: np.ndarray
+) -> Observation:
+    """The observation of one agent."""
+    return Observation(
+        ego=view_self(features, motives),
+        route=view_route(features, pose, offsets),
+        road=jnp.clip(features.fan_clearance / 5.0, -1.0, 1.0),
+        lights=view_lights(features, motives.speed),
+        agents=view_neighbours(features, here, neighbours),
+    )
+
+
+def view_self(features: Features, motives: Motives) -> jax.Array:
+    """Float32 [EGO]."""
+    speed = motives.speed
+    left, time = jnp.maximum(motives.left, 0.0), jnp.maximum(motives.time, 0.0)
+    required = jnp.minimum(left / jnp.maximum(time, 0.2), 30.0)
+    led = features.gap < FREE
+    closing = jnp.where(led, speed - features.leader_speed, 0.0)
+    needed = jnp.where(led, jnp.square(jnp.maximum(closing, 0.0)) / (2.0 * jnp.maximum(features.gap, 0.5)), 0.0)
+    error = features.heading_error
+    values = [
+        speed / 20.0,
+        squash(speed, 3.0),
+        motives.half_length / 4.0,
+        motives.half_width / 2.0,
+        motives.acceleration / MAX_ACCELERATION,
+        motives.curvature / MAX_CURVATURE,
+        motives.curvature / steerable(speed),
+        jnp.clip(motives.curvature * speed * speed / 6.0, -1.5, 1.5),
+        jnp.clip(features.lateral / 4.0, -1.5, 1.5),
+        squash(features.lateral, 0.5),
+        jnp.sin(error),
+        jnp.cos(error),
+        squash(left, 10.0),
+        (motives.left > 0.0).astype(jnp.float32),
+        squash(time, 3.0),
+        required / 20.0,
+        jnp.clip((required - speed) / 10.0, -1.5, 1.5),
+        jnp.where(led, squash(features.gap, 8.0), 1.0),
+        jnp.clip(closing / 10.0, -1.5, 1.5),
+        jnp.clip(needed / MAX_ACCELERATION, 0.0, 1.5),
+    ]
+    return jnp.concatenate([jnp.stack(values), jnp.clip(features.corner_clearance / 3.0, -1.0, 1.0)])
+
+
+def view_route(features: Features, pose: Pose, offsets: np.ndarray) -> jax.Array:
+    """Float32 [M * WAYPOINT]: x, y, and the sine and cosine of the heading, of the way ahead."""
+    x, y, heading = ahead_of(features.route, features.route_first, features.s, offsets)
+    x, y = into(x - pose.x, y - pose.y, jnp.cos(pose.heading), jnp.sin(pose.heading))
+    turn = wrap(heading - pose.heading)
+    return jnp.stack([x / AHEAD, squash(y, 5.0), jnp.sin(turn), jnp.cos(turn)], axis=-1).reshape(-1)
+
+
+def view_lights(features: Features, speed: jax.Array) -> jax.Array:
+    """Float32 [LIGHTS]: presence, distance, red, yellow, green, and the braking that a stop would need."""
+    distance, known = features.light_distance, features.light_distance < FREE
+    braking = jnp.square(speed) / (2.0 * jnp.maximum(distance, 0.5)) / MAX_ACCELERATION
+    states = [(features.light_state == state).astype(jnp.float32) for state in (1, 2, 3)]
+    near = jnp.where(known, squash(distance, 8.0), 1.0)
+    return jnp.stack([known.astype(jnp.float32), near, *states, jnp.where(known, jnp.minimum(braking, 1.5), 0.0)])
+
+
+def view_neighbours(features: Features, here: Scene, count: int) -> jax.Array:
+    """Float32 [K, NEIGHBOUR]: the `count` that are nearest, now and at their closest approach."""
+    f = features
+    square = f.vx * f.vx + f.vy * f.vy
+    when = jnp.clip(-(f.x * f.vx + f.y * f.vy) / jnp.maximum(square, 1e-2), 0.0, HORIZON)
+    then_x, then_y = f.x + when * f.vx, f.y + when * f.vy
+    now, then = jnp.hypot(f.x, f.y), jnp.hypot(then_x, then_y)
+    counts = f.seen & (now < RANGE)
+    rank = jnp.where(counts, now + then, FREE)
+    chosen = lax.top_k(-rank, min(count, rank.shape[0]))[1]
+    values = [
+        squash(f.x, 10.0),
+        squash(f.y, 10.0),
+        f.cos,
+        f.sin,
+        f.vx / 20.0,
+        f.vy / 20.0,
+        squash(f.separation, 2.0),
+        here.half_length / 4.0,
+        here.half_width / 2.0,
+        (here.kind == VEHICLE).astype(jnp.float32),
+        (here.kind == PEDESTRIAN).astype(jnp.float32),
+        (here.kind == CYCLIST).astype(jnp.float32),
+        when / HORIZON,
+        squash(then_x, 3.0),
+        squash(then_y, 3.0),
+        jnp.where(f.blocks < FREE, 1.0 - squash(jnp.maximum(f.blocks, 0.0), 8.0), 0.0),
+        jnp.exp(-now / 20.0),
+    ]
+    table = jnp.stack([*values, jnp.ones_like(now)], axis=-1)
+    table = jnp.where(counts[:, None], table, 0.0)[chosen]
+    return jnp.concatenate([table, jnp.zeros((count - table.shape[0], NEIGHBOUR), jnp.float32)])

@@ -1,0 +1,47 @@
+"""What the simulator runs on: one log compiled to fixed shapes, and a bank of many.
+
+A `Scenario` is local: the origin is the ego's position at the log's current step, axes stay those of the source, float32.
+N agents (padded), T steps **from the current step on** (t = 0 is where simulation starts), A controlled agents, R route points
+one metre apart, L lights of one route, C cells of a distance field.
+
+No JAX here: scenarios are made on the host, by NumPy, in parallel processes; `Bank` holds arrays of either kind.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+
+ROUTE_SPACING = 1.0
+"""Metres between two points of a route."""
+
+CELL = 0.5
+"""Metres between two samples of a distance field."""
+
+
+class Scenario(NamedTuple):
+    id: str
+    steps: int  # T of this scenario; a policy acts at most T - 1 times
+    dt: float
+    # what moves
+    pose: np.ndarray  # float32 [T, N, 3]: x, y, heading
+    velocity: np.ndarray  # float32 [T, N, 2]
+    present: np.ndarray  # bool [T, N]
+    size: np.ndarray  # float32 [N, 2]: length, width
+    kind: np.ndarray  # int8 [N]: log.VEHICLE ...; 0 is padding
+    # who is driven, ego first; -1 is padding
+    controlled: np.ndarray  # int32 [A], index into N
+    # the route of each controlled agent: s = ROUTE_SPACING * index from where it starts
+    route: np.ndarray  # float32 [A, R, 3]: x, y, heading; past `route_length` it goes on for lookahead
+    route_length: np.ndarray  # float32 [A]: the logged path's length, m: the goal
+    route_points: np.ndarray  # int32 [A]: how many of R are real
+    expert_s: np.ndarray  # float32 [A, T]: the log's own arc length along the route over time
+    # lights that the route meets
+    light_s: np.ndarray  # float32 [A, L]: arc length of the stop line; inf is padding
+    light_state: np.ndarray  # int8 [A, L, T]: 0 none or unknown, 1 red, 2 yellow, 3 green
+    # signed distance to the edge of the road, metres, negative on the road; sampled every CELL metres around the routes
+    field: np.ndarray  # int16 [H, W] centimetres; row = y, column = x. Empty [0, 0] where the source has no road edges
+    field_origin: np.ndarray  # float32 [2]: x, y of sample [0, 0]
+    # for pictures only: polylines, [(kind, float32 [P, 2])]
+    drawing: tuple[tuple[int, np.ndarray], ...]

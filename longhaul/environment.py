@@ -1,0 +1,167 @@
+"""Many worlds as one: vectorise, reset where an episode ended, count what episodes scored.
+
+`vectorise` keeps the successor of an ended step beside the first observation of the next episode (`types.TimeStep`). Resets are cheap:
+fresh episodes come from a small bank that is drawn once a rollout (`Worlds.fresh`), so that a step only chooses between two
+states that exist. A world that ends more often within one rollout than its bank has starts meets the same starts again, in order.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from longhaul import randomness
+from longhaul.types import Environment, Key, PyTree, Spec, TimeStep, transition
+
+
+class Starts(NamedTuple):
+    """Fresh episodes, R a world: leaves [R, W, ...]."""
+
+    state: PyTree
+    observation: PyTree
+
+
+class WorldsState(NamedTuple):
+    state: PyTree  # [W, ...]
+    episode_return: jax.Array  # float32 [B], of the running episode
+    episode_length: jax.Array  # int32 [B]
+
+
+class Tally(NamedTuple):
+    """Sums over the episodes that ended, a column each: what a rollout reports."""
+
+    start: jax.Array  # int32 [W]: starts used
+    episodes: jax.Array  # float32 [B]
+    sums: dict[str, jax.Array]  # float32 [B] each: "return", "length" and the environment's metrics
+
+
+class Worlds(NamedTuple):
+    """W worlds of one environment; B = W x A columns, a world's agents side by side."""
+
+    spec: Spec
+    worlds: int
+    columns: int
+    reset: Callable[[Key], tuple[WorldsState, PyTree]]
+    fresh: Callable[[Key, int], Starts]
+    tally: Callable[[], Tally]
+    step: Callable[[WorldsState, Tally, jax.Array, Key, Starts], tuple[WorldsState, Tally, TimeStep]]
+    valid: Callable[[WorldsState], jax.Array]  # bool [B]: whose next step will count
+
+
+def vectorise(environment: Environment, worlds: int) -> Worlds:
+    """`worlds` copies of `environment` that reset themselves."""
+    if worlds < 1:
+        raise ValueError(f"num_envs is {worlds}; at least 1 environment is needed")
+    spec = environment.spec
+    agents = spec.agents or 1
+    columns = worlds * agents
+
+    def flat(tree: PyTree) -> PyTree:
+        """[W, A, ...] -> [B, ...]"""
+        if spec.agents is None:
+            return tree
+        return jax.tree.map(lambda leaf: leaf.reshape(columns, *leaf.shape[2:]), tree)
+
+    def by_world(tree: PyTree) -> PyTree:
+        """[B, ...] -> [W, A, ...]"""
+        if spec.agents is None:
+            return tree
+        return jax.tree.map(lambda leaf: leaf.reshape(worlds, agents, *leaf.shape[1:]), tree)
+
+    def reset(key: Key) -> tuple[WorldsState, PyTree]:
+        state, observation = jax.vmap(environment.reset)(randomness.split(key, worlds))
+        zero = jnp.zeros(columns, jnp.float32)
+        return WorldsState(state, zero, zero.astype(jnp.int32)), flat(observation)
+
+    def fresh(key: Key, count: int) -> Starts:
+        keys = randomness.split(key, count * worlds).reshape(count, worlds)
+        return Starts(*jax.vmap(jax.vmap(environment.reset))(keys))
+
+    names = sorted(jax.eval_shape(lambda key: environment.metrics(environment.reset(key)[0]), jax.random.key(0)))
+
+    def tally() -> Tally:
+        zero = jnp.zeros(columns, jnp.float32)
+        return Tally(jnp.zeros(worlds, jnp.int32), zero, {name: zero for name in ["return", "length", *names]})
+
+    def valid(state: WorldsState) -> jax.Array:
+        if spec.agents is None:
+            return jnp.ones(columns, bool)
+        return flat(jax.vmap(environment.active)(state.state))
+
+    def step(
+        state: WorldsState, sums: Tally, action: jax.Array, key: Key, starts: Starts
+    ) -> tuple[WorldsState, Tally, TimeStep]:
+        counts = valid(state)
+        keys = randomness.split(key, worlds)
+        following, led_to = jax.vmap(environment.step)(keys, state.state, by_world(action))
+        ended = flat(led_to.terminated | led_to.truncated) & counts
+
+        episode_return = state.episode_return + jnp.where(counts, flat(led_to.reward), 0.0)
+        episode_length = state.episode_length + counts
+        scored = flat(jax.vmap(environment.metrics)(following))
+        scored |= {"return": episode_return, "length": episode_length.astype(jnp.float32)}
+        added = {name: total + jnp.where(ended, scored[name], 0.0) for name, total in sums.sums.items()}
+
+        over = ended if spec.agents is None else ~jnp.any(jax.vmap(environment.active)(following), axis=-1)
+        which = sums.start % jax.tree.leaves(starts)[0].shape[0]
+        world = jnp.arange(worlds)
+
+        def restart(new: jax.Array, bank: jax.Array) -> jax.Array:
+            chosen = bank[which, world]
+            return jnp.where(over.reshape(worlds, *([1] * (new.ndim - 1))), chosen, new)
+
+        begun = jax.tree.map(restart, following, starts.state)
+        observation = jax.tree.map(restart, led_to.successor, starts.observation)
+        time_step = TimeStep(
+            flat(observation), flat(led_to.reward), flat(led_to.terminated), flat(led_to.truncated), flat(led_to.successor)
+        )
+        new_state = WorldsState(
+            begun, jnp.where(ended, 0.0, episode_return), jnp.where(ended, 0, episode_length)
+        )
+        return new_state, Tally(sums.start + over, sums.episodes + ended, added), time_step
+
+    return Worlds(spec, worlds, columns, reset, fresh, tally, step, valid)
+
+
+class _Timed(NamedTuple):
+    state: PyTree
+    steps: jax.Array  # int32 [] or [A]
+
+
+@dataclass(frozen=True)
+class _TimeLimit:
+    environment: Environment
+    limit: int
+
+    @property
+    def spec(self) -> Spec:
+        inner = self.environment.spec
+        interval = min(self.limit, inner.truncation_interval or self.limit)
+        return replace(inner, max_steps=min(self.limit, inner.max_steps or self.limit), truncation_interval=interval)
+
+    def reset(self, key: Key) -> tuple[_Timed, PyTree]:
+        state, observation = self.environment.reset(key)
+        return _Timed(state, jnp.int32(0)), observation
+
+    def step(self, key: Key, state: _Timed, action: jax.Array) -> tuple[_Timed, TimeStep]:
+        inner, led_to = self.environment.step(key, state.state, action)
+        steps = state.steps + 1
+        truncated = led_to.truncated | (steps >= self.limit)
+        return _Timed(inner, steps), transition(led_to.observation, led_to.reward, led_to.terminated, truncated)
+
+    def active(self, state: _Timed) -> jax.Array:
+        return self.environment.active(state.state) & (state.steps < self.limit)
+
+    def metrics(self, state: _Timed) -> dict[str, jax.Array]:
+        return self.environment.metrics(state.state)
+
+
+def time_limit(environment: Environment, steps: int) -> Environment:
+    """`environment`, truncated after `steps` steps of an episode."""
+    if steps < 1:
+        raise ValueError(f"a time limit of {steps} steps; at least 1 is needed")
+    return _TimeLimit(environment, steps)

@@ -1,0 +1,58 @@
+"""The names of the environments that ship with Longhaul.
+
+A plain table of functions: to add an environment, write the function that makes it and one line here.
+"""
+
+from __future__ import annotations
+
+import difflib
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+from longhaul.envs import classic, probes
+from longhaul.types import Environment
+
+TABLE: dict[str, tuple[Callable[..., Environment], str]] = {
+    "cartpole": (classic.cartpole, "CartPole-v1: keep a pole upright; 2 actions, 500 steps"),
+    "pendulum": (classic.pendulum, "Pendulum-v1: swing a rod up and hold it; 1 continuous action, 200 steps"),
+    "mountaincar": (classic.mountaincar, "MountainCar-v0: rock a car out of a valley; 3 actions, 200 steps"),
+    "mountaincar-continuous": (
+        classic.mountaincar_continuous,
+        "MountainCarContinuous-v0: the same with a force; 1 continuous action, 999 steps",
+    ),
+    "acrobot": (classic.acrobot, "Acrobot-v1: swing a two-link arm up; 3 actions, 500 steps"),
+}
+"""Name -> (function that makes it, one line about it)."""
+
+PROBE = "probe/"
+
+
+def names() -> list[tuple[str, str]]:
+    """Every name with one line about it, probes last."""
+    ours = [(name, line) for name, (_, line) in TABLE.items()]
+    return ours + [(PROBE + name, (maker.__doc__ or "").splitlines()[0]) for name, maker in probes.PROBES.items()]
+
+
+def make(name: str, **options: Any) -> Environment:
+    """The environment of that name; the options are those of the function that makes it (`max_steps`, say).
+
+    Raises ValueError for an unknown name or option, with the nearest ones, and where the function finds a bad value.
+    """
+    known = [known_name for known_name, _ in names()]
+    if name not in known:
+        raise ValueError(f"no environment is named {name!r}; {_suggest(name, known)}")
+    maker = probes.PROBES[name.removeprefix(PROBE)] if name.startswith(PROBE) else TABLE[name][0]
+    takes = list(inspect.signature(maker).parameters)
+    for option in options:
+        if option not in takes:
+            raise ValueError(f"{name} has no option {option!r}; {_suggest(option, takes)}")
+    made = maker(**options)
+    return made.environment if isinstance(made, probes.Probe) else made
+
+
+def _suggest(given: str, known: list[str]) -> str:
+    if not known:
+        return "it takes none"
+    near = difflib.get_close_matches(given.lower(), known, n=3, cutoff=0.5)
+    return f"did you mean {' or '.join(near)}?" if near else f"there are {', '.join(known)}"

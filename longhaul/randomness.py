@@ -1,0 +1,69 @@
+"""Random numbers inside compiled loops: the bits of `jax.random`, in one fused kernel.
+
+JAX lowers Threefry to a rolled loop on the CPU, which costs a dozen small kernels for every draw inside a `lax.scan`. Here
+the twenty rounds are written out, so that XLA fuses them with whatever consumes the bits. The stream is the same as
+`jax.random.bits` with a partitionable Threefry key (a test compares them bit by bit), so keys may be shared freely with JAX.
+
+Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", SC 2011.
+"""
+
+from __future__ import annotations
+
+import math
+
+import jax
+import jax.numpy as jnp
+
+from longhaul.types import Key
+
+_ROTATIONS = ((13, 15, 26, 6), (17, 29, 16, 24))
+_PARITY = 0x1BD11BDA
+
+
+def _threefry(key: jax.Array, high: jax.Array, low: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Threefry-2x32 with 20 rounds of the counters (high, low), uint32 of any shape, under key data uint32 [2]."""
+    k0, k1 = key[0], key[1]
+    schedule = (k0, k1, k0 ^ k1 ^ jnp.uint32(_PARITY))
+    x, y = high + k0, low + k1
+    for group in range(5):
+        for rotation in _ROTATIONS[group % 2]:
+            x = x + y
+            y = (y << rotation) | (y >> (32 - rotation))
+            y = x ^ y
+        x = x + schedule[(group + 1) % 3]
+        y = y + schedule[(group + 2) % 3] + jnp.uint32(group + 1)
+    return x, y
+
+
+def _counters(shape: tuple[int, ...]) -> jax.Array:
+    size = math.prod(shape)
+    if size >= 2**32:
+        raise ValueError(f"{size} random numbers in one draw; the bound is 2**32 - 1: draw them in parts")
+    return jnp.arange(size, dtype=jnp.uint32).reshape(shape)
+
+
+def bits(key: Key, shape: tuple[int, ...]) -> jax.Array:
+    """uint32 [*shape]; equal to `jax.random.bits(key, shape)`."""
+    low = _counters(shape)
+    x, y = _threefry(jax.random.key_data(key), jnp.zeros_like(low), low)
+    return x ^ y
+
+
+def uniform(key: Key, shape: tuple[int, ...]) -> jax.Array:
+    """float32 [*shape] in [0, 1), with 23 random bits each; equal to `jax.random.uniform(key, shape)`."""
+    mantissa = (bits(key, shape) >> 9) | jnp.uint32(0x3F800000)
+    return jax.lax.bitcast_convert_type(mantissa, jnp.float32) - 1.0
+
+
+def normal(key: Key, shape: tuple[int, ...]) -> jax.Array:
+    """float32 [*shape], standard normal, by the inverse error function (|x| < 5.6)."""
+    u = uniform(key, shape)
+    low = -1.0 + 2.0**-24  # never -1, where the inverse is infinite
+    return math.sqrt(2.0) * jax.lax.erf_inv(jnp.maximum(2.0 * u - 1.0, low))
+
+
+def split(key: Key, count: int) -> Key:
+    """[count] keys; equal to `jax.random.split(key, count)`."""
+    low = _counters((count,))
+    x, y = _threefry(jax.random.key_data(key), jnp.zeros_like(low), low)
+    return jax.random.wrap_key_data(jnp.stack([x, y], axis=-1), impl="threefry2x32")

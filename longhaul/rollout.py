@@ -1,0 +1,183 @@
+"""Experience: a collector for training, and episodes for evaluation."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from longhaul import randomness
+from longhaul.environment import Worlds, WorldsState
+from longhaul.types import Collector, Environment, Key, Metrics, Params, PyTree, Rollout, Successors
+
+Act = Callable[[Params, PyTree, PyTree, Key | None], tuple[jax.Array, PyTree, PyTree]]
+
+
+class Carry(NamedTuple):
+    """What one rollout hands to the next; leaves start with [W] or [B], so that a mesh can split them."""
+
+    worlds: WorldsState
+    observation: PyTree  # [B, ...]
+    memory: PyTree  # [B, ...]
+
+
+def _where_column(condition: jax.Array, new: PyTree, old: PyTree) -> PyTree:
+    """`new` where condition [B], else `old`, leaf by leaf."""
+
+    def choose(x: jax.Array, y: jax.Array) -> jax.Array:
+        return jnp.where(condition.reshape(-1, *([1] * (x.ndim - 1))), x, y)
+
+    return jax.tree.map(choose, new, old)
+
+
+def _keep(slots: PyTree, used: jax.Array, truncated: jax.Array, successor: PyTree) -> PyTree:
+    """The successors of truncated steps written to each column's next free slot; slots [K, B, ...]."""
+
+    def write(slot: jax.Array, value: jax.Array) -> jax.Array:
+        column = jnp.arange(value.shape[0])
+        if slot.shape[0] == 1:
+            return _where_column(truncated, value, slot[0])[None]
+        where = jnp.where(truncated, used, slot.shape[0])  # out of range: dropped
+        return slot.at[where, column].set(value, mode="drop")
+
+    return jax.tree.map(write, slots, successor)
+
+
+def collector(
+    worlds: Worlds,
+    act: Act,
+    memory: Callable[[int], PyTree],
+    *,
+    steps: int,
+    starts: int | None = None,
+    unroll: int = 1,
+) -> Collector:
+    """Rollouts of `steps` steps of every world.
+
+    `starts` fresh episodes a world are drawn for each rollout (default: one for every 8 steps, at most 16).
+    """
+    if steps < 1:
+        raise ValueError(f"num_steps is {steps}; at least 1 is needed")
+    starts = min(16, math.ceil(steps / 8)) if starts is None else starts
+    slots = math.ceil(steps / (worlds.spec.truncation_interval or steps))
+    masked = worlds.spec.agents is not None
+
+    def start(key: Key) -> Carry:
+        state, observation = worlds.reset(key)
+        return Carry(state, observation, memory(worlds.columns))
+
+    def collect(params: Params, carry: Carry, key: Key, version: jax.Array) -> tuple[Carry, Rollout, Metrics]:
+        key_starts, key_steps = jax.random.split(key)
+        bank = worlds.fresh(key_starts, starts)
+        initial_memory = memory(worlds.columns)
+        kept = jax.tree.map(lambda leaf: jnp.zeros((slots, *leaf.shape), leaf.dtype), carry.observation)
+
+        def one_step(scanned: Any, key_t: Key) -> tuple[Any, Any]:
+            (state, observation, remembered), tally, kept, used = scanned
+            key_act, key_world = randomness.split(key_t, 2)
+            valid = worlds.valid(state) if masked else None
+            action, remembered, extras = act(params, remembered, observation, key_act)
+            state, tally, led_to = worlds.step(state, tally, action, key_world, bank)
+            ended = led_to.terminated | led_to.truncated
+            # A step that did both is an end: its value is zero, and it needs no successor.
+            truncated = led_to.truncated & ~led_to.terminated
+            if valid is not None:
+                ended, truncated = ended & valid, truncated & valid
+            kept = _keep(kept, used, truncated, led_to.successor)
+            remembered = _where_column(ended, initial_memory, remembered)
+            row = (observation, action, led_to.reward, led_to.terminated, truncated, valid, extras)
+            after = Carry(state, led_to.observation, remembered)
+            return (after, tally, kept, used + truncated), row
+
+        scanned = (carry, worlds.tally(), kept, jnp.zeros(worlds.columns, jnp.int32))
+        keys = randomness.split(key_steps, steps)
+        (after, tally, kept, _), rows = jax.lax.scan(one_step, scanned, keys, unroll=unroll)
+        observation, action, reward, terminated, truncated, valid, extras = rows
+        if valid is None:
+            valid = jnp.ones(reward.shape, bool)
+        data = Rollout(
+            observation, action, reward, terminated, truncated, valid, extras,
+            Successors(after.observation, kept), carry.memory, version,
+        )  # fmt: skip
+        sums = {f"episode/{name}": jnp.sum(total) for name, total in tally.sums.items()}
+        return after, data, {"episodes": jnp.sum(tally.episodes)} | sums
+
+    return Collector(start, collect, steps * worlds.columns, steps * worlds.worlds)
+
+
+class Episodes(NamedTuple):
+    """What whole episodes scored, float32 [E, A] each (A = 1 without agents), with `valid` bool [E, A]."""
+
+    scores: dict[str, jax.Array]
+    valid: jax.Array
+    finished: jax.Array  # bool [E, A]: ended within the steps given
+
+
+def play(
+    environment: Environment,
+    act: Act,
+    memory: Callable[[int], PyTree],
+    *,
+    steps: int,
+    observe: Callable[[PyTree], PyTree] | None = None,
+) -> Callable[[Params, tuple[PyTree, PyTree], Key | None, Key], tuple[Episodes, PyTree]]:
+    """A function (params, starts, key, world_key) -> (episodes, frames) that plays one episode from each start.
+
+    `starts` is (state, observation) with leaves [E, ...]. `key` None acts by the policy's mode. Frames are `observe(state)` of each
+    step, [T+1, E, ...], before the step; () without `observe`. Nothing resets: an ended agent waits.
+    """
+    agents = environment.spec.agents
+
+    def run(params: Params, starts: tuple[PyTree, PyTree], key: Key | None, world_key: Key) -> tuple[Episodes, PyTree]:
+        state, observation = starts
+        count = jax.tree.leaves(state)[0].shape[0]
+        columns = count * (agents or 1)
+
+        def flat(tree: PyTree) -> PyTree:
+            return tree if agents is None else jax.tree.map(lambda x: x.reshape(columns, *x.shape[2:]), tree)
+
+        def per_agent(x: jax.Array) -> jax.Array:
+            return x.reshape(count, agents or 1, *x.shape[1:])
+
+        present = jnp.ones((count, 1), bool) if agents is None else jax.vmap(environment.active)(state)
+        names = sorted(jax.eval_shape(jax.vmap(environment.metrics), state))
+        scores = {name: jnp.zeros((count, agents or 1), jnp.float32) for name in ["return", "length", *names]}
+
+        def one_step(carried: Any, t: jax.Array) -> tuple[Any, PyTree]:
+            state, observation, remembered, playing, scores = carried
+            frame = () if observe is None else jax.vmap(observe)(state)
+            chosen = None if key is None else jax.random.fold_in(key, t)
+            action, remembered, _ = act(params, remembered, flat(observation), chosen)
+            action = action if agents is None else per_agent(action)
+            keys = randomness.split(jax.random.fold_in(world_key, t), count)
+            following, led_to = jax.vmap(environment.step)(keys, state, action)
+            ended = (led_to.terminated | led_to.truncated).reshape(count, -1)
+            reward = led_to.reward.reshape(count, -1)
+            scored = {k: v.reshape(count, -1) for k, v in jax.vmap(environment.metrics)(following).items()}
+            scored["return"] = scores["return"] + reward
+            scored["length"] = scores["length"] + 1.0
+            scores = {k: jnp.where(playing, scored[k], scores[k]) for k in scores}
+            still = playing & ~ended
+            # A single world that ended stays where it ended, for the pictures.
+            kept = _where_column(jnp.any(playing, axis=-1), following, state)
+            return (kept, led_to.observation, remembered, still, scores), frame
+
+        carried = (state, observation, memory(columns), present, scores)
+        carried, frames = jax.lax.scan(one_step, carried, jnp.arange(steps))
+        state, _, _, playing, scores = carried
+        if observe is not None:
+            last = jax.vmap(observe)(state)
+            frames = jax.tree.map(lambda all_, end: jnp.concatenate([all_, end[None]]), frames, last)
+        return Episodes(scores, present, ~playing), frames
+
+    return run
+
+
+def starts(environment: Environment, key: Key, episodes: int) -> tuple[PyTree, PyTree]:
+    """`episodes` fresh starts: (state, observation), leaves [E, ...]."""
+    if episodes < 1:
+        raise ValueError(f"{episodes} evaluation episodes; at least 1 is needed")
+    return jax.vmap(environment.reset)(jax.random.split(key, episodes))

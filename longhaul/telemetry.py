@@ -1,0 +1,338 @@
+"""Where a run's metrics go: a file of JSON lines, TensorBoard, and the console.
+
+A record is a flat dict: "update", "env_steps", "agent_steps", "wall_seconds", "sps", then "group/name" metrics; its
+values are numbers (Python's, NumPy's or JAX's scalars) or strings. A sink is a pair of functions, `write(record)` and
+`close()`; `fan` makes one of several. What is not finite becomes null in JSON, which has no other word for it, and is
+left out of TensorBoard.
+
+Exact resume: `truncate_after(path, update)` before `jsonl(path)`, and `tensorboard(folder, after=agent_steps)`, with
+the numbers of the checkpoint. Each record up to a checkpoint must have been written before that is saved. A line or an
+event is with the operating system when `write` returns: a killed process loses none.
+"""
+
+from __future__ import annotations
+
+import errno
+import json
+import math
+import os
+import socket
+import struct
+import sys
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, NamedTuple, TextIO
+
+Record = Mapping[str, Any]
+
+COUNTS = ("update", "env_steps", "agent_steps")
+
+
+class MetricsError(OSError):
+    """Metrics cannot be written; the message is one line."""
+
+
+class Sink(NamedTuple):
+    write: Callable[[Record], None]
+    close: Callable[[], None]
+
+
+class Console(NamedTuple):
+    """A sink that shows progress; `note` prints one line beside it."""
+
+    write: Callable[[Record], None]
+    close: Callable[[], None]
+    note: Callable[[str], None]
+
+
+def fan(*sinks: Sink | Console) -> Sink:
+    """One sink that writes to all. `close` closes all, also where one fails, and raises the first failure."""
+
+    def write(record: Record) -> None:
+        for sink in sinks:
+            sink.write(record)
+
+    def close() -> None:
+        failures = []
+        for sink in sinks:
+            try:
+                sink.close()
+            except OSError as error:
+                failures.append(error)
+        if failures:
+            raise failures[0]
+
+    return Sink(write, close)
+
+
+# ------------------------------------------------------------------------------------------------------ JSON lines
+
+
+def jsonl(path: str | os.PathLike[str]) -> Sink:
+    """Appends one line a record. A torn last line of a killed process is cut off first."""
+    file = Path(path)
+    with _clear(file):
+        file.parent.mkdir(parents=True, exist_ok=True)
+        descriptor = os.open(file, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o666)
+        os.ftruncate(descriptor, _whole(descriptor))
+
+    def write(record: Record) -> None:
+        _append(descriptor, file, json.dumps(_plain(record), allow_nan=False).encode() + b"\n")
+
+    return Sink(write, _closer(descriptor))
+
+
+def read(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
+    """The records of a file; a torn last line is left out. Raises ValueError where another line is no record."""
+    return [record for _, record in _lines(Path(path))]
+
+
+def truncate_after(path: str | os.PathLike[str], update: int) -> dict[str, Any] | None:
+    """Drops the records after `update`, and a torn last line; -> the last one kept, None where none is.
+
+    The file is replaced by one that is whole, so that being killed here changes nothing. A missing file stays missing.
+    """
+    file = Path(path)
+    if not file.exists():
+        return None
+    last = None
+    other = file.with_name(file.name + ".partial")
+    with _clear(file):
+        with open(other, "wb") as kept:
+            for line, record in _lines(file):
+                if _number(record, "update", file) <= update:
+                    kept.write(line)
+                    last = record
+            kept.flush()
+            os.fsync(kept.fileno())
+        os.replace(other, file)
+    return last
+
+
+def _plain(record: Record) -> dict[str, Any]:
+    """A record as JSON can hold it. Raises ValueError for a value that is neither a number nor a string."""
+    plain: dict[str, Any] = {}
+    for name, value in record.items():
+        if value is None or isinstance(value, (str, bool, int)):
+            plain[name] = value
+            continue
+        try:
+            number = float(value)
+        except (TypeError, ValueError) as error:
+            raise ValueError(f"metric {name} is a {type(value).__name__}: give a number or a string") from error
+        plain[name] = int(value) if name in COUNTS else number if math.isfinite(number) else None
+    return plain
+
+
+def _lines(file: Path) -> Iterator[tuple[bytes, dict[str, Any]]]:
+    """(line, record) of each whole line."""
+    with open(file, "rb") as lines:
+        for number, line in enumerate(lines, 1):
+            if not line.endswith(b"\n"):
+                return
+            try:
+                record = json.loads(line)
+            except ValueError:
+                record = None
+            if not isinstance(record, dict):
+                raise ValueError(f"line {number} of {file} is not a record: {line[:60]!r}; remove the line")
+            yield line, record
+
+
+def _number(record: dict[str, Any], name: str, file: Path) -> int:
+    value = record.get(name)
+    if not isinstance(value, int):
+        raise ValueError(f"a record in {file} has {name!r}: {value!r}, not a whole number: remove its line")
+    return value
+
+
+def _whole(descriptor: int) -> int:
+    """The size in bytes up to the end of the last whole line."""
+    end = os.fstat(descriptor).st_size
+    while end:
+        start = max(0, end - 65536)
+        found = os.pread(descriptor, end - start, start).rfind(b"\n")
+        if found >= 0:
+            return start + found + 1
+        end = start
+    return 0
+
+
+def _append(descriptor: int, file: Path, data: bytes) -> None:
+    """Appends all of `data` or nothing."""
+    before = os.fstat(descriptor).st_size
+    try:
+        written = os.write(descriptor, data)
+        if written < len(data):  # a disk that fills takes a part first; the next call says why
+            written += os.write(descriptor, data[written:])
+        if written < len(data):
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+    except OSError as error:
+        os.ftruncate(descriptor, before)
+        raise _error(file, error) from error
+
+
+def _closer(descriptor: int) -> Callable[[], None]:
+    """Closes once; a second call does nothing."""
+    open_ones = [descriptor]
+
+    def close() -> None:
+        while open_ones:
+            os.close(open_ones.pop())
+
+    return close
+
+
+@contextmanager
+def _clear(file: Path) -> Iterator[None]:
+    """Within it, an OSError becomes a MetricsError that names `file`."""
+    try:
+        yield
+    except OSError as error:
+        raise _error(file, error) from error
+
+
+def _error(file: Path, error: OSError) -> MetricsError:
+    full = error.errno in (errno.ENOSPC, errno.EDQUOT)
+    reason = "the disk is full" if full else error.strerror or str(error)
+    return MetricsError(f"cannot write metrics to {file}: {reason}; {'make room' if full else 'see to it'} and resume")
+
+
+# ----------------------------------------------------------------------------------------------------- TensorBoard
+
+
+def tensorboard(folder: str | os.PathLike[str], *, after: int | None = None) -> Sink:
+    """Writes an event file in which a step is an agent step.
+
+    On resuming, `after` is the checkpoint's agent steps: what older files have beyond it, TensorBoard then forgets.
+    tensorboardX gives the format. Its writer is not used: its thread loses the last events of a killed process, and
+    waits for ever where the disk is full.
+    """
+    from tensorboardX.proto.event_pb2 import Event, SessionLog
+    from tensorboardX.proto.summary_pb2 import Summary
+    from tensorboardX.record_writer import masked_crc32c
+
+    def frame(event: Any) -> bytes:
+        data = event.SerializeToString()
+        length = struct.pack("<Q", len(data))
+        return length + struct.pack("<I", masked_crc32c(length)) + data + struct.pack("<I", masked_crc32c(data))
+
+    file = _event_file(Path(folder))
+    with _clear(file):
+        file.parent.mkdir(parents=True, exist_ok=True)
+        descriptor = os.open(file, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_APPEND, 0o666)
+    _append(descriptor, file, frame(Event(wall_time=time.time(), file_version="brain.Event:2")))
+    if after is not None:
+        start = SessionLog(status=SessionLog.START)
+        _append(descriptor, file, frame(Event(wall_time=time.time(), step=after + 1, session_log=start)))
+
+    def write(record: Record) -> None:
+        numbers = {name: value for name, value in _plain(record).items() if isinstance(value, (int, float))}
+        step = numbers.pop("agent_steps")
+        values = [Summary.Value(tag=name, simple_value=value) for name, value in numbers.items()]
+        _append(descriptor, file, frame(Event(wall_time=time.time(), step=step, summary=Summary(value=values))))
+
+    return Sink(write, _closer(descriptor))
+
+
+def _event_file(folder: Path) -> Path:
+    """A new name that sorts after those there, since TensorBoard reads files in that order."""
+    taken = [int(path.name.split(".")[3]) for path in folder.glob("events.out.tfevents.[0-9]*.*")]
+    seconds = max(int(time.time()), max(taken, default=0) + 1)
+    return folder / f"events.out.tfevents.{seconds}.{socket.gethostname()}"
+
+
+# --------------------------------------------------------------------------------------------------------- console
+
+
+class Rate:
+    """Steps per second over the last `window` reports."""
+
+    def __init__(self, window: int = 16):
+        self._reports: deque[tuple[float, float]] = deque(maxlen=window + 1)
+
+    def update(self, steps: float, seconds: float) -> float:
+        """Steps so far, at `seconds` by any clock; -> the rate, 0 until two reports differ in time."""
+        self._reports.append((steps, seconds))
+        (first_steps, first_seconds), (last_steps, last_seconds) = self._reports[0], self._reports[-1]
+        passed = last_seconds - first_seconds
+        return (last_steps - first_steps) / passed if passed > 0 else 0.0
+
+
+def console(
+    total_steps: int,
+    stream: TextIO | None = None,
+    *,
+    start: int = 0,
+    show: str = "episode/return",
+    clock: Callable[[], float] = time.monotonic,
+) -> Console:
+    """Progress towards `total_steps` agent steps on `stream` (stderr), from `start` on, with rate and time left.
+
+    `show` is the metric beside it. On a terminal: a bar, in colours unless NO_COLOR is set. Elsewhere: one plain line
+    a record, without control characters.
+    """
+    stream = sys.stderr if stream is None else stream
+    rate = Rate()
+
+    def words(record: Record) -> tuple[int, str]:
+        """-> (agent steps, what to say of them)."""
+        plain = _plain(record)
+        steps = plain["agent_steps"]
+        speed = rate.update(steps, clock()) or plain.get("sps") or 0.0
+        left = duration((total_steps - steps) / speed) if speed > 0 else "?"
+        value = plain.get(show)
+        said = f"  {show.rpartition('/')[2]} {value:.4g}" if isinstance(value, (int, float)) else ""
+        return steps, f"{speed:,.0f}/s  {left} left{said}"
+
+    terminal = stream.isatty() and os.environ.get("TERM") not in ("dumb", "unknown")
+    return _bar(total_steps, stream, start, words) if terminal else _plain_lines(total_steps, stream, words)
+
+
+def _plain_lines(total_steps: int, stream: TextIO, words: Callable[[Record], tuple[int, str]]) -> Console:
+    def note(text: str) -> None:
+        print("".join(c if c.isprintable() else " " for c in text), file=stream, flush=True)
+
+    def write(record: Record) -> None:
+        steps, text = words(record)
+        note(f"{steps:,} of {total_steps:,} agent steps ({_share(steps, total_steps)})  {text}")
+
+    return Console(write, lambda: None, note)
+
+
+def _bar(total_steps: int, stream: TextIO, start: int, words: Callable[[Record], tuple[int, str]]) -> Console:
+    from rich.console import Console as Terminal
+    from rich.progress import BarColumn, Progress, TextColumn
+
+    columns = (BarColumn(bar_width=16), TextColumn("{task.description}", markup=False))
+    terminal = Terminal(file=stream, no_color="NO_COLOR" in os.environ, highlight=False, markup=False)
+    bar = Progress(*columns, console=terminal, redirect_stdout=False, redirect_stderr=False)
+    task = bar.add_task(f"{total_steps:,} agent steps", total=total_steps, completed=start)
+    bar.start()
+
+    def write(record: Record) -> None:
+        steps, text = words(record)
+        said = f"{_share(steps, total_steps)} of {total_steps:,} agent steps  {text}"
+        bar.update(task, completed=steps, description=said)
+
+    return Console(write, bar.stop, bar.console.print)
+
+
+def _share(steps: int, total_steps: int) -> str:
+    return f"{steps / max(total_steps, 1):.1%}"
+
+
+def duration(seconds: float) -> str:
+    """42 -> "42 s", 200 -> "3:20 min", 3723 -> "1:02:03 h", 200000 -> "2 d 7 h"."""
+    whole = max(0, round(seconds))
+    minutes, rest = divmod(whole, 60)
+    hours, minutes = divmod(minutes, 60)
+    days, hours = divmod(hours, 24)
+    if days:
+        return f"{days} d {hours} h"
+    if hours:
+        return f"{hours}:{minutes:02}:{rest:02} h"
+    return f"{minutes}:{rest:02} min" if minutes else f"{rest} s"

@@ -1,0 +1,1 @@
+"""Topologies: where environments and policies run, and what travels between them."""

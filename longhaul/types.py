@@ -1,0 +1,191 @@
+"""The types that everything speaks.
+
+Axes, once and for all: T time, B batch (columns), K slots, A controlled agents of one world; time first. A *column* of the
+batch is one agent's stream of experience: B = worlds x A. All lengths are metres, angles radians, times seconds.
+
+The one invariant that the whole package rests on: **an episode ends in two ways, and they are not the same.**
+`terminated` says that the task is over: nothing follows, its value is zero. `truncated` says that we stopped watching: the
+episode would have gone on from `successor`, the observation that the step truly led to, and its value counts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, NamedTuple, Protocol
+
+import jax
+
+PyTree = Any
+Key = jax.Array
+Params = PyTree
+Metrics = dict[str, jax.Array]
+
+
+@dataclass(frozen=True)
+class Discrete:
+    """Actions 0 .. n-1 as int32 scalars."""
+
+    n: int
+
+
+@dataclass(frozen=True)
+class MultiDiscrete:
+    """A vector of independent choices, int32 [len(sizes)]; choice i is in 0 .. sizes[i]-1."""
+
+    sizes: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Box:
+    """A float32 vector within `low` .. `high`, both of the action's length."""
+
+    low: tuple[float, ...]
+    high: tuple[float, ...]
+
+
+Action = Discrete | MultiDiscrete | Box
+
+
+class Masked(NamedTuple):
+    """An observation that comes with the set of actions that are legal now."""
+
+    observation: PyTree
+    mask: jax.Array  # bool [..., n]: True where the action is legal
+
+
+@dataclass(frozen=True)
+class Spec:
+    """What an environment takes and gives.
+
+    `observation` is a pytree of `jax.ShapeDtypeStruct` for ONE agent (a `Masked` where actions can be illegal).
+    `agents` is None for an ordinary environment, whose arrays have no agent axis; with a number A, observation, reward,
+    terminated and truncated have a leading [A], and `Environment.active` says which agents still play.
+    `truncation_interval` is a promise: no agent is truncated twice within fewer steps (None: never). It bounds the memory that the
+    successors of truncated steps take in a rollout; 1 is always right, a time limit is much better.
+    `max_steps` bounds an episode's length; None where nothing does.
+    """
+
+    observation: PyTree
+    action: Action
+    agents: int | None = None
+    truncation_interval: int | None = 1
+    max_steps: int | None = None
+
+
+class TimeStep(NamedTuple):
+    """What a step led to.
+
+    From an environment: `observation` and `successor` are the same object. From `environment.vectorise`, which resets:
+    `observation` is what the next action is chosen on (the first of a new episode where one ended) and `successor` what the
+    step truly led to. They differ only where `terminated | truncated`.
+    """
+
+    observation: PyTree
+    reward: jax.Array
+    terminated: jax.Array
+    truncated: jax.Array
+    successor: PyTree
+
+
+def transition(observation: PyTree, reward: jax.Array, terminated: jax.Array, truncated: jax.Array) -> TimeStep:
+    """The time step of an environment that does not reset itself."""
+    return TimeStep(observation, reward, terminated, truncated, observation)
+
+
+class Environment(Protocol):
+    """One world, as pure functions; `environment.vectorise` makes many of it.
+
+    After an agent's episode ended, `step` may be called again before `reset`; its results are then ignored.
+    """
+
+    @property
+    def spec(self) -> Spec: ...
+
+    def reset(self, key: Key) -> tuple[PyTree, PyTree]:
+        """-> (state, observation) of a fresh episode."""
+
+    def step(self, key: Key, state: PyTree, action: jax.Array) -> tuple[PyTree, TimeStep]: ...
+
+    def active(self, state: PyTree) -> jax.Array:
+        """bool: whether an episode is running; with `spec.agents` = A: bool [A], which agents still play."""
+
+    def metrics(self, state: PyTree) -> dict[str, jax.Array]:
+        """What an episode that ends in `state` scored beside its return, float32 scalars ([A] with agents); may be empty."""
+
+
+class Successors(NamedTuple):
+    """The successors of a rollout, kept where they are not a copy of the next observation.
+
+    The successor of step t in column b is `observation[t + 1, b]` (`last[b]` for t = T-1), except where the step was
+    truncated: there it is `truncated[k, b]`, k being the number of truncations of column b before step t. Terminated steps
+    have none: their value is zero. K = ceil(T / spec.truncation_interval) slots always suffice.
+
+    Example, one column, T = 4, truncated at t = 1: observations o0 o1 | p0 p1, last = p2; K >= 1, truncated[0] = o2. The
+    successors are o1, o2, p1, p2.
+    """
+
+    last: PyTree  # [B, ...]
+    truncated: PyTree  # [K, B, ...]
+
+
+class Rollout(NamedTuple):
+    """Experience, [T, B, ...], time first, with the memory that it began with.
+
+    `valid` is False where a column's agent was not playing (it ended earlier than its world, or the slot is empty): such
+    steps mean nothing and count nowhere. `extras` is what `act` gave beside the action (log-probabilities, say). `version` counts
+    the updates that had made the weights which acted.
+    """
+
+    observation: PyTree  # [T, B, ...], what the action was chosen on
+    action: jax.Array  # [T, B, ...]
+    reward: jax.Array  # float32 [T, B]
+    terminated: jax.Array  # bool [T, B]
+    truncated: jax.Array  # bool [T, B]
+    valid: jax.Array  # bool [T, B]
+    extras: PyTree  # [T, B, ...]
+    successors: Successors
+    memory: PyTree  # [B, ...], before the first step
+    version: jax.Array  # int32 scalar
+
+
+class Algorithm(NamedTuple):
+    """A learner as pure functions; written for one shard, and ignorant of devices.
+
+    `policy(state)` is what `act` needs of the state (parameters, normalisers). `memory(B)` is the memory at an episode's
+    start, `()` where there is none; the caller puts it back where an episode ended. `act` with `key=None` takes the mode of the
+    policy instead of a sample.
+    """
+
+    init: Callable[[Key], PyTree]  # key -> State
+    policy: Callable[[PyTree], Params]  # State -> what acting needs
+    memory: Callable[[int], PyTree]  # B -> memory at an episode's start
+    act: Callable[[Params, PyTree, PyTree, Key | None], tuple[jax.Array, PyTree, PyTree]]
+    #     (params, memory, observation [B, ...], key) -> (action, memory, extras)
+    learn: Callable[[PyTree, PyTree, Key], tuple[PyTree, Metrics]]  # (State, data, key) -> (State, metrics)
+
+
+class Collector(NamedTuple):
+    """Experience as pure functions: `start(key) -> carry`; `collect(params, carry, key, version) -> (carry, data, metrics)`."""
+
+    start: Callable[[Key], PyTree]
+    collect: Callable[[Params, PyTree, Key, jax.Array], tuple[PyTree, PyTree, Metrics]]
+    steps: int  # agent steps (B x T) that one call gathers on one shard
+    env_steps: int  # the same in steps of worlds
+
+
+class Progress(NamedTuple):
+    """A training run between two updates: with the Run itself, all that is needed to go on exactly."""
+
+    state: PyTree  # the algorithm's
+    carry: PyTree  # the collector's
+    key: Key
+    updates: jax.Array  # int32: finished updates
+
+
+class Weights(Protocol):
+    """The way of parameters from a learner to whoever acts; versions only grow."""
+
+    def publish(self, version: int, params: Params) -> None: ...
+
+    def latest(self) -> tuple[int, Params]: ...

@@ -1,0 +1,62 @@
+"""What every test runs under: the CPU, four forced devices, no implicit rank promotion, real logs where they are.
+
+Warnings are errors (pyproject.toml). The persistent compilation cache stays off: a test that loads a program of
+yesterday proves nothing about the code of today, and an entry half-written by a killed worker would break the next run.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+# Before JAX starts, and inherited by the processes that tests start. NPROC sizes XLA's pool of CPU threads (otherwise:
+# one a core, or one a device). On two cores and one device that pool has two threads, and a vmapped training run or a
+# chain of collectives can hang there, all threads waiting for one another; four are enough. Idle threads sleep, so that
+# workers of pytest-xdist do not slow each other down by them.
+os.environ["JAX_PLATFORMS"] = "cpu"
+os.environ["NPROC"] = "4"
+# One thread each for the libraries that would otherwise take all cores in each worker of pytest-xdist.
+for variable in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"):
+    os.environ.setdefault(variable, "1")
+os.environ.setdefault("MPLBACKEND", "Agg")
+# A run of the tests must not depend on what the user's shell has set, nor ask for a terminal.
+for variable in ("JAX_COMPILATION_CACHE_DIR", "JAX_ENABLE_X64", "JAX_DISABLE_JIT", "JAX_DEBUG_NANS", "XLA_FLAGS"):
+    os.environ.pop(variable, None)
+
+DEVICES = 4
+ROOT = Path(__file__).resolve().parent.parent
+
+import jax  # noqa: E402  (the environment must be set first)
+from jaxtyping import install_import_hook  # noqa: E402
+
+jax.config.update("jax_num_cpu_devices", DEVICES)
+jax.config.update("jax_numpy_rank_promotion", "raise")
+
+# Shapes in annotations are checked where a file states any. Not in all files: beartype would look at every other
+# annotation there too, and stumbles over Protocols, which must not be made checkable at run time for a test's sake.
+SHAPED = [
+    "longhaul." + ".".join(path.relative_to(ROOT / "longhaul").with_suffix("").parts)
+    for path in (ROOT / "longhaul").rglob("*.py")
+    if "from jaxtyping import" in path.read_text()
+]
+install_import_hook(SHAPED, "beartype.beartype")
+
+
+@pytest.fixture(scope="session")
+def logs() -> Path:
+    """The folder of real driving logs: LONGHAUL_DATA, else ../shared/data beside the project. Skips without one."""
+    folder = Path(os.environ.get("LONGHAUL_DATA", "../shared/data"))
+    folder = folder if folder.is_absolute() else ROOT / folder
+    if not folder.is_dir():
+        pytest.skip(f"no real logs at {folder}: set LONGHAUL_DATA to a folder with womd/ and gpudrive/")
+    return folder
+
+
+@pytest.fixture
+def runs_dir(tmp_path: Path) -> Path:
+    """An empty folder for runs, the test's own."""
+    folder = tmp_path / "runs"
+    folder.mkdir()
+    return folder

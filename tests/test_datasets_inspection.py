@@ -1,0 +1,149 @@
+"""Counts of a log whose contents are known, and of the real files."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from longhaul.datasets import inspection, tfrecord
+from tests import fixtures_logs as made
+
+STRAIGHT = {
+    "id": "straight",
+    "steps": 91,
+    "tracks": 6,
+    "vehicles": 3,
+    "pedestrians": 1,
+    "cyclists": 1,
+    "others": 1,
+    "valid_steps": 6 * 91 - 10 - 5,
+    "sdc_index": 2,
+    "road_points": 51 + 51 + 101 + 101 + 101 + 101 + 1 + 4 + 4 + 4,
+    "lanes": 3,
+    "road_lines": 1,
+    "road_edges": 2,
+    "crosswalks": 1,
+    "stop_signs": 1,
+    "speed_bumps": 1,
+    "lights_max": 2,
+    "tracks_to_predict": 2,
+}
+
+
+def test_counts_of_every_format(tmp_path: Path) -> None:
+    log = made.make_log()
+    for kind, path in made.write_all(log, tmp_path).items():
+        report = inspection.inspect([str(path)])
+        bare = kind in ("womd-scenario", "scenarionet")
+        expected = STRAIGHT | {"road_points": STRAIGHT["road_points"] - bare}
+        assert report == {
+            "files": [{"path": str(path), "format": kind, "scenarios": [expected], "error": None}],
+            "scenarios": 1,
+            "errors": 0,
+        }
+        assert json.loads(json.dumps(report)) == report
+
+
+def test_what_a_format_does_not_have_is_null(tmp_path: Path) -> None:
+    pytest.importorskip("pyarrow")
+    (file,) = inspection.inspect([str(made.argoverse(made.make_log(), tmp_path))])["files"]
+    lines, edges = 2 * 51 + 101, 4 + 4  # of each area the three sides that are not shared
+    assert file["scenarios"] == [
+        STRAIGHT
+        | {"lights_max": None, "stop_signs": None, "speed_bumps": None}
+        | {"road_lines": 3, "road_edges": 2, "road_points": 203 + lines + edges + 4}
+    ]
+
+
+def test_without_light_states_the_lights_are_null(tmp_path: Path) -> None:
+    document = made.gpudrive(made.make_log())
+    for lights, expected in (({}, 0), (None, None)):
+        document["tl_states"] = lights
+        path = tmp_path / "a.json"
+        path.write_text(json.dumps(document))
+        assert inspection.inspect([str(path)])["files"][0]["scenarios"][0]["lights_max"] == expected
+
+
+def test_errors_are_reported_by_file_and_never_raised(tmp_path: Path) -> None:
+    log = made.make_log(11, 5)
+    good, cut, foreign = (tmp_path / name for name in ("good.json", "cut.tfrecord", "foreign.dat"))
+    good.write_text(json.dumps(made.gpudrive(log)))
+    tfrecord.write(cut, [made.scenario(log)] * 2)
+    cut.write_bytes(cut.read_bytes()[:-1])
+    foreign.write_bytes(b"something else")
+    report = inspection.inspect([str(good), str(cut), str(foreign), str(tmp_path / "none"), str(good)])
+    found = [(file["format"], len(file["scenarios"]), file["error"] is None) for file in report["files"]]
+    assert found == [("gpudrive", 1, True), ("womd-scenario", 1, False), (None, 0, False), (None, 0, False)]
+    assert (report["scenarios"], report["errors"]) == (2, 3)
+    for file in report["files"][1:]:
+        assert file["error"].startswith(file["path"])
+
+
+REAL: dict[str, tuple[str, dict[str, Any]]] = {
+    "womd/motion_data_one_example.tfrecord": (
+        "womd-example",
+        {
+            "id": "a3bb37c25ce56418",
+            "steps": 91,
+            "tracks": 128,
+            "vehicles": 119,
+            "pedestrians": 8,
+            "cyclists": 1,
+            "others": 0,
+        }
+        | {"valid_steps": 6228, "sdc_index": 8, "road_points": 20000, "lights_max": 16, "tracks_to_predict": 8}
+        | {"lanes": 131, "road_lines": 78, "road_edges": 45, "crosswalks": 0, "stop_signs": 0, "speed_bumps": 0},
+    ),
+    "womd/motion_data_one_scenario.tfrecord": (
+        "womd-scenario",
+        {
+            "id": "637f20cafde22ff8",
+            "steps": 91,
+            "tracks": 83,
+            "vehicles": 70,
+            "pedestrians": 10,
+            "cyclists": 3,
+            "others": 0,
+        }
+        | {"valid_steps": 4596, "sdc_index": 82, "road_points": 19628, "lights_max": 12, "tracks_to_predict": 3}
+        | {"lanes": 199, "road_lines": 59, "road_edges": 28, "crosswalks": 4, "stop_signs": 8, "speed_bumps": 3},
+    ),
+    "gpudrive/tfrecord-00000-of-01000_325.json": (
+        "gpudrive",
+        {"tracks": 62, "valid_steps": 3751, "road_points": 10527, "steps": 91, "sdc_index": 61, "lights_max": 0}
+        | {"lanes": 61, "road_lines": 16, "road_edges": 17, "crosswalks": 4, "stop_signs": 6, "speed_bumps": 0},
+    ),
+    "gpudrive/tfrecord-00000-of-01000_4.json": (
+        "gpudrive",
+        {"tracks": 81, "valid_steps": 4802, "road_points": 5388, "steps": 91, "sdc_index": 80, "cyclists": 1},
+    ),
+    "scenarionet/sd_nuscenes_v1.0-mini_scene-0061.pkl": (
+        "scenarionet",
+        {"tracks": 226, "steps": 191, "valid_steps": 22611, "road_points": 17030, "lights_max": 0, "others": 136},
+    ),
+    "scenarionet/sd_waymo_v1.2_eb4b91b10ca94ff2.pkl": (
+        "scenarionet",
+        {"tracks": 45, "vehicles": 45, "steps": 199, "valid_steps": 4618, "road_points": 27597, "lights_max": 14},
+    ),
+    "argoverse2/scenario_0a1e6f0a-1817-4a98-b02e-db8c9327d151.parquet": (
+        "argoverse2",
+        {"tracks": 58, "vehicles": 32, "pedestrians": 12, "others": 14, "steps": 110, "valid_steps": 2434}
+        | {"lanes": 71, "crosswalks": 6, "road_edges": 2, "lights_max": None, "stop_signs": None},
+    ),
+}
+
+
+@pytest.mark.parametrize("name", REAL)
+def test_counts_of_real_logs(logs: Path, name: str) -> None:
+    if name.startswith("argoverse2"):
+        pytest.importorskip("pyarrow")
+    if not (logs / name).exists():
+        pytest.skip(f"no {name} among the real logs")
+    (file,) = inspection.inspect([str(logs / name)])["files"]
+    kind, expected = REAL[name]
+    assert (file["format"], file["error"]) == (kind, None)
+    (found,) = file["scenarios"]
+    assert {key: found[key] for key in expected} == expected

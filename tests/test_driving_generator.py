@@ -1,0 +1,255 @@
+"""The generator: the same seed gives the same log, the ego's log is clean by an oracle of its own, and the draws differ."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import Counter
+
+import numpy as np
+import pytest
+
+from longhaul.datasets.log import (
+    CROSSWALK,
+    CYCLIST,
+    EDGE_BOUNDARY,
+    EDGE_MEDIAN,
+    LANE_STREET,
+    LIGHT_RED,
+    LIGHT_STOP,
+    PEDESTRIAN,
+    VEHICLE,
+    Log,
+)
+from longhaul.driving import bodies, flow, roads
+from longhaul.driving.edges import make_edges, signed_distance
+from longhaul.driving.generator import generate, generate_many
+
+SEEDS = range(40)
+
+
+@pytest.fixture(scope="module")
+def logs() -> list[Log]:
+    return generate_many(range(100))
+
+
+def arrays(value: object) -> list[np.ndarray]:
+    """All arrays of a log, in the order of its fields."""
+    if isinstance(value, np.ndarray):
+        return [value]
+    if dataclasses.is_dataclass(value):
+        return [a for field in dataclasses.fields(value) for a in arrays(getattr(value, field.name))]
+    if isinstance(value, tuple):
+        return [a for item in value for a in arrays(item)]
+    return [np.array(value)] if value is not None else []
+
+
+def same(a: Log, b: Log) -> bool:
+    return all(
+        x.dtype == y.dtype and x.shape == y.shape and x.tobytes() == y.tobytes()
+        for x, y in zip(arrays(a), arrays(b), strict=True)
+    )
+
+
+def outline(log: Log, i: int, t: int) -> np.ndarray:
+    """The corners [4, 2] of track i's box at step t, around it; written independently of the package."""
+    x, y = log.tracks.position[i, t, :2]
+    length, width = (float(v) / 2 for v in log.tracks.size[i, t, :2])
+    turn = np.exp(1j * float(log.tracks.heading[i, t]))
+    z = np.array([length + 1j * width, -length + 1j * width, -length - 1j * width, length - 1j * width]) * turn
+    return np.stack([x + z.real, y + z.imag], -1)
+
+
+def inside(points: np.ndarray, polygon: np.ndarray) -> bool:
+    """Whether one of `points` lies in a convex polygon that runs counter-clockwise."""
+    edge = np.roll(polygon, -1, 0) - polygon
+    to = points[:, None] - polygon[None]
+    return bool((edge[None, :, 0] * to[..., 1] - edge[None, :, 1] * to[..., 0] > 0).all(1).any())
+
+
+def overlap(a: np.ndarray, b: np.ndarray) -> bool:
+    """Whether two convex polygons meet: a corner of one in the other, or sides that cross. Not the separating axis theorem."""
+    if inside(a, b) or inside(b, a):
+        return True
+    p, r = a, np.roll(a, -1, 0) - a
+    q, s = b, np.roll(b, -1, 0) - b
+    gap = q[None] - p[:, None]
+    cross = r[:, None, 0] * s[None, :, 1] - r[:, None, 1] * s[None, :, 0]
+    with np.errstate(divide="ignore", invalid="ignore"):
+        t = (gap[..., 0] * s[None, :, 1] - gap[..., 1] * s[None, :, 0]) / cross
+        u = (gap[..., 0] * r[:, None, 1] - gap[..., 1] * r[:, None, 0]) / cross
+        return bool(((t >= 0) & (t <= 1) & (u >= 0) & (u <= 1)).any())
+
+
+def off_road(point: np.ndarray, segments: np.ndarray) -> bool:
+    """Whether `point` is right of its nearest segment [M, 2, 2]; of those that tie, the one whose line is farthest decides."""
+    start, chord = segments[:, 0], segments[:, 1] - segments[:, 0]
+    to = point - start
+    size = np.hypot(*chord.T)
+    share = np.clip((to * chord).sum(1) / size**2, 0, 1)
+    away = np.hypot(*(to - share[:, None] * chord).T)
+    side = (chord[:, 0] * to[:, 1] - chord[:, 1] * to[:, 0]) / size
+    tied = away < away.min() + 1e-6
+    return bool(side[tied][np.abs(side[tied]).argmax()] < 0)
+
+
+def test_the_same_seed_gives_the_same_log(logs: list[Log]) -> None:
+    assert same(generate(7), logs[7])
+    assert not same(generate(7), dataclasses.replace(logs[8], id=logs[7].id))
+
+
+def test_other_processes_give_the_same_logs_in_order(logs: list[Log]) -> None:
+    made = generate_many(range(3, 6), workers=2)
+    assert [log.id for log in made] == [log.id for log in logs[3:6]]
+    assert all(same(a, b) for a, b in zip(made, logs[3:6], strict=True))
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_the_egos_log_is_clean(logs: list[Log], seed: int) -> None:
+    log = logs[seed]
+    tracks, ego, steps = log.tracks, log.sdc, len(log.times)
+    assert tracks.valid[ego].all()
+    edges = [f.points[:, :2] for f in log.features if f.kind in (EDGE_BOUNDARY, EDGE_MEDIAN)]
+    segments = np.concatenate([np.stack([e[:-1], e[1:]], 1) for e in edges])
+    for t in range(0, steps, 2):
+        box = outline(log, ego, t)
+        assert not any(off_road(corner, segments) for corner in box), t
+        away = np.hypot(*(tracks.position[:, t, :2] - tracks.position[ego, t, :2]).T)
+        for i in np.flatnonzero((away < 12.0) & tracks.valid[:, t]):
+            assert i == ego or not overlap(box, outline(log, i, t)), (t, i)
+
+
+def test_the_ego_never_passes_a_red_light(logs: list[Log]) -> None:
+    crossings = 0
+    for log in logs:
+        lanes = {f.id: f.points[:, :2] for f in log.features if f.kind == LANE_STREET}
+        heading = log.tracks.heading[log.sdc].astype(float)
+        direction = np.stack([np.cos(heading), np.sin(heading)], -1)
+        front = log.tracks.position[log.sdc, :, :2] + direction * log.tracks.size[log.sdc, :, :1] / 2
+        for lane, stop, state in zip(log.lights.lane, log.lights.position, log.lights.state, strict=True):
+            ahead = lanes[lane][1] - lanes[lane][0]
+            ahead /= np.hypot(*ahead)
+            along = (front - stop[:2]) @ ahead
+            beside = np.abs((front - stop[:2]) @ np.array([-ahead[1], ahead[0]]))
+            for t in np.flatnonzero((along[:-1] < 0) & (along[1:] >= 0) & (beside[1:] < 1.5)):
+                crossings += 1
+                assert state[t] not in LIGHT_RED
+                assert state[t + 1] not in LIGHT_RED
+    assert crossings > 10
+
+
+def test_the_ego_moves_like_a_vehicle(logs: list[Log]) -> None:
+    for log in logs:
+        dt = np.diff(log.times)
+        xy, v = log.tracks.position[log.sdc, :, :2], log.tracks.velocity[log.sdc].astype(float)
+        heading = np.unwrap(log.tracks.heading[log.sdc].astype(float))
+        assert np.abs(np.diff(xy, axis=0) / dt[:, None] - (v[1:] + v[:-1]) / 2).max() < 0.35  # the box follows its velocity
+        speed = np.hypot(*v.T)
+        np.testing.assert_allclose(v, speed[:, None] * np.stack([np.cos(heading), np.sin(heading)], -1), atol=1e-3)
+        assert np.diff(speed).min() > -5.0 * 0.1
+        assert np.diff(speed).max() < 2.0 * 0.1
+        assert (np.abs(np.diff(heading)) / dt * speed[1:]).max() < 4.0  # lateral acceleration, m/s^2
+
+
+def test_every_kind_of_road_and_situation_appears(logs: list[Log]) -> None:
+    kinds = Counter(log.id.split("-")[-1] for log in logs)
+    assert set(kinds) == set(roads.KINDS)
+    length, braking, turning, red = [], [], [], []
+    for log in logs:
+        xy = log.tracks.position[log.sdc, log.current :, :2]
+        length.append(np.hypot(*np.diff(xy, axis=0).T).sum())
+        speed = np.hypot(*log.tracks.velocity[log.sdc, log.current :].T)
+        braking.append((np.diff(speed) < -0.15).any())
+        heading = np.unwrap(log.tracks.heading[log.sdc, log.current :].astype(float))
+        turning.append(abs(heading[-1] - heading[0]) > np.radians(45))
+        red.append((log.lights.state == LIGHT_STOP).any())
+    share = {name: float(np.mean(v)) for name, v in (("brake", braking), ("turn", turning), ("red", red))}
+    assert np.mean((np.array(length) > 30) & (np.array(length) < 120)) > 0.75
+    assert 40 < np.median(length) < 90
+    assert 0.25 < share["brake"] < 0.9, share
+    assert 0.15 < share["turn"] < 0.6, share
+    assert 0.15 < share["red"] < 0.5, share
+    everyone = Counter(int(k) for log in logs for k in log.tracks.kind)
+    assert everyone[VEHICLE] > 1000
+    assert everyone[PEDESTRIAN] > 30
+    assert everyone[CYCLIST] > 3
+    assert sum(any(f.kind == CROSSWALK for f in log.features) for log in logs) > 15
+    assert max(len(log.tracks.id) for log in logs) <= 64
+
+
+def test_seeds_differ(logs: list[Log]) -> None:
+    places = {tuple(np.round(log.tracks.position[log.sdc, 0], 3)) for log in logs}
+    assert len(places) == len(logs)
+
+
+def test_lanes_lie_on_the_road_and_lead_into_each_other(logs: list[Log]) -> None:
+    for log in logs[:30]:
+        edges = make_edges([f.points for f in log.features if f.kind in (EDGE_BOUNDARY, EDGE_MEDIAN)])
+        lanes = {f.id: f for f in log.features if f.kind == LANE_STREET}
+        for lane in lanes.values():
+            assert signed_distance(lane.points[:, :2], edges).max() < -1.5, (log.id, lane.id)
+            assert lane.speed_limit is not None
+            assert 8.0 <= lane.speed_limit <= 22.0
+            for other in lane.exit:
+                assert lane.id in lanes[other].entry
+                np.testing.assert_allclose(lanes[other].points[0], lane.points[-1], atol=1e-5)
+
+
+def test_density_is_obeyed() -> None:
+    def moving(density: float) -> float:
+        made = generate_many(range(200, 212), density=density)
+        return float(np.mean([(np.hypot(*log.tracks.velocity[:, 0].T) > 2.0).sum() for log in made]))
+
+    empty, some, full = moving(0.0), moving(0.3), moving(1.0)
+    assert empty < 1.6  # the ego, and a cyclist here and there
+    assert some > 2 * empty
+    assert full > 1.5 * some
+
+
+def test_a_log_of_another_length() -> None:
+    log = generate(3, steps=151, current=0)
+    assert log.current == 0
+    assert log.tracks.position.shape[1] == len(log.times) == 151
+    assert log.tracks.valid[log.sdc].all()
+
+
+@pytest.mark.parametrize(("options", "word"), [({"density": 2.0}, "density is 2.0"), ({"current": 90}, "current is 90")])
+def test_bad_options_are_named(options: dict[str, float], word: str) -> None:
+    with pytest.raises(ValueError, match=word):
+        generate(0, **options)  # type: ignore[arg-type]
+
+
+def test_the_driver_model_at_rest_and_at_its_speed() -> None:
+    far = np.array([np.inf])
+    assert flow.acceleration(np.array([10.0]), np.array([10.0]), far, far * 0 + 10, far)[0] == 0.0
+    assert flow.acceleration(np.array([0.0]), np.array([10.0]), far, np.array([0.0]), far)[0] == flow.PUSH
+    # behind a leader of equal speed v the gap settles where 1 - (v/v0)^4 = (s*/s)^2
+    v, wanted = 6.0, 12.0
+    gap = (flow.ROOM + flow.HEADWAY * v) / np.sqrt(1 - (v / wanted) ** 4)
+    settled = flow.acceleration(np.array([v]), np.array([wanted]), np.array([gap]), np.array([v]), far)
+    np.testing.assert_allclose(settled, 0.0, atol=1e-12)
+
+
+def test_a_queue_forms_before_a_red_light_and_leaves_on_green() -> None:
+    world = roads.crossing(np.random.default_rng(0), "crossing", 0.0)
+    net = flow.tabulate(world)
+    ways = np.flatnonzero((net.leg == 0) & (np.array([p.turn for p in world.paths]) == 0))[:1].repeat(3)
+    stop = net.bound[ways[0], 0]
+    cars = flow.Vehicles(ways, stop - np.array([20.0, 35.0, 50.0]), np.full(3, 8.0), np.full(3, 4.8), np.ones((3, 300)))
+    lights = np.full((4, 300), LIGHT_STOP, np.int8)
+    lights[:, 200:] = 6
+    s, v = flow.run(net, cars, lights, np.zeros((0, 300, 2)), 300)
+    at_rest = s[:, 199]
+    assert v[:, 199].max() < 0.15
+    assert 0.5 < stop - (at_rest[0] + 2.4) < 2.5
+    assert (np.abs(-np.diff(at_rest) - 4.8 - flow.ROOM) < 1.0).all()
+    assert (s[:, -1] > stop).all()
+
+
+def test_the_box_check_agrees_with_the_oracle() -> None:
+    rng = np.random.default_rng(1)
+    pose = np.concatenate([rng.uniform(-4, 4, (400, 2, 2)), rng.uniform(-4, 4, (400, 2, 1))], -1)
+    size = rng.uniform(0.5, 5.0, (400, 2, 2))
+    got = bodies.touch(pose[:, 0], size[:, 0], pose[:, 1], size[:, 1])
+    corners = bodies.corners(pose, size)[..., [0, 3, 2, 1], :]  # counter-clockwise
+    assert (got == [overlap(a, b) for a, b in corners]).all()
+    assert 50 < got.sum() < 350

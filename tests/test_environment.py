@@ -1,0 +1,126 @@
+"""Vectorising: resets, successors, episode statistics, and the columns of many agents."""
+
+from dataclasses import dataclass
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from longhaul.environment import time_limit, vectorise
+from longhaul.types import Discrete, Spec, transition
+
+
+@dataclass(frozen=True)
+class Counter:
+    """Counts steps from a random start below 0.5; terminates at `end`; pays its count."""
+
+    end: int = 10**6
+
+    @property
+    def spec(self):
+        return Spec(jax.ShapeDtypeStruct((1,), jnp.float32), Discrete(2), truncation_interval=None)
+
+    def reset(self, key):
+        state = jax.random.uniform(key, (1,), maxval=0.5)
+        return state, state
+
+    def step(self, key, state, action):
+        state = state + 1.0
+        return state, transition(state, state[0], state[0] >= self.end, jnp.bool_(False))
+
+    def active(self, state):
+        return state[0] < self.end
+
+    def metrics(self, state):
+        return {"count": state[0]}
+
+
+def roll(environment, worlds, steps, starts=4):
+    """The time steps of `steps` steps as NumPy, the observations acted upon, and the tally."""
+    many = vectorise(environment, worlds)
+    state, observation = many.reset(jax.random.key(0))
+    bank = many.fresh(jax.random.key(1), starts)
+    step, tally, rows = jax.jit(many.step), many.tally(), []
+    for t in range(steps):
+        action = jnp.zeros((many.columns,), jnp.int32)
+        state, tally, led_to = step(state, tally, action, jax.random.key(t), bank)
+        rows.append((observation, led_to))
+        observation = led_to.observation
+    return rows, tally, bank
+
+
+def test_the_time_limit_truncates_and_keeps_the_successor():
+    rows, tally, bank = roll(time_limit(Counter(), 3), 2, 7)
+    for t, (observation, led_to) in enumerate(rows):
+        np.testing.assert_allclose(led_to.successor, observation + 1.0)
+        ended = (t + 1) % 3 == 0
+        assert np.all(led_to.truncated == ended) and not np.any(led_to.terminated)
+        if ended:
+            np.testing.assert_array_equal(led_to.observation, bank.observation[t // 3])
+        else:
+            np.testing.assert_array_equal(led_to.observation, led_to.successor)
+    np.testing.assert_array_equal(tally.episodes, [2, 2])
+    np.testing.assert_array_equal(tally.sums["length"], [6, 6])
+    starts = np.stack([rows[0][0], bank.observation[0]])[:, :, 0]
+    np.testing.assert_allclose(tally.sums["return"], (3 * starts + 6).sum(0), rtol=1e-6)
+    np.testing.assert_allclose(tally.sums["count"], (starts + 3).sum(0), rtol=1e-6)
+
+
+def test_termination_is_no_truncation_and_starts_come_round():
+    rows, tally, bank = roll(Counter(end=2), 1, 7, starts=2)
+    assert [bool(led_to.terminated[0]) for _, led_to in rows] == [False, True] * 3 + [False]
+    assert not any(bool(led_to.truncated[0]) for _, led_to in rows)
+    begun = [float(led_to.observation[0, 0]) for _, led_to in rows[1::2]]
+    bank = np.asarray(bank.observation)[:, 0, 0]
+    np.testing.assert_array_equal(begun, [bank[0], bank[1], bank[0]])
+    assert tally.episodes[0] == 3
+
+
+@dataclass(frozen=True)
+class Team:
+    """Three agents; agent j plays j + 1 steps; slot 3 is empty. Pays 10 (j + 1) a step."""
+
+    spec = Spec(jax.ShapeDtypeStruct((2,), jnp.float32), Discrete(2), agents=4, truncation_interval=None)
+
+    def observe(self, state):
+        return jnp.stack([jnp.arange(4.0), jnp.full(4, state, jnp.float32)], axis=-1)
+
+    def reset(self, key):
+        return jnp.int32(0), self.observe(jnp.int32(0))
+
+    def step(self, key, state, action):
+        reward = 10.0 * (jnp.arange(4) + 1)
+        state = state + 1
+        return state, transition(self.observe(state), reward, state == jnp.arange(4) + 1, jnp.zeros(4, bool))
+
+    def active(self, state):
+        return (state < jnp.arange(4) + 1) & (jnp.arange(4) < 3)
+
+    def metrics(self, state):
+        return {}
+
+
+def test_agents_are_columns_and_a_world_waits_for_its_last():
+    many = vectorise(Team(), 2)
+    assert many.columns == 8
+    state, observation = many.reset(jax.random.key(0))
+    bank, tally = many.fresh(jax.random.key(1), 1), many.tally()
+    valid, seen = [], []
+    for t in range(6):
+        valid.append(np.asarray(many.valid(state))[:4])
+        seen.append(np.asarray(observation)[:4, 1])
+        state, tally, led_to = many.step(state, tally, jnp.zeros(8, jnp.int32), jax.random.key(t), bank)
+        observation = led_to.observation
+    expected = np.array([[1, 1, 1, 0], [0, 1, 1, 0], [0, 0, 1, 0]] * 2, bool)
+    np.testing.assert_array_equal(valid, expected)
+    np.testing.assert_array_equal(np.array(seen)[:, 0], [0, 1, 2, 0, 1, 2])
+    np.testing.assert_array_equal(tally.episodes.reshape(2, 4), [[2, 2, 2, 0]] * 2)
+    np.testing.assert_array_equal(tally.sums["return"].reshape(2, 4)[0], [20, 80, 180, 0])
+
+
+def test_impossible_sizes_are_named():
+    with pytest.raises(ValueError, match="num_envs is 0"):
+        vectorise(Counter(), 0)
+    with pytest.raises(ValueError, match="time limit of 0"):
+        time_limit(Counter(), 0)

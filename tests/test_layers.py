@@ -1,0 +1,231 @@
+"""The design's layers, held: who may import whom, who stays free of JAX, who may import flax.
+
+The rules read the syntax tree (imports inside functions count too); what is imported transitively is asked of a fresh
+process. Every rule is also fed a violation, so that it can be seen to fail.
+"""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+
+PACKAGE = Path(__file__).resolve().parent.parent / "longhaul"
+
+# Layer, then its files. A file may import from lower layers, and from the files named before it on its own line.
+TABLE = """
+0  __init__ types telemetry randomness leaves pages
+0  algorithms/__init__
+0  datasets/__init__ datasets/log
+0  driving/__init__
+0  envs/__init__
+0  topologies/__init__
+1  returns distributions networks normalise mesh shuffle
+1  datasets/wire datasets/soundness datasets/tfrecord datasets/plain_pickle
+1  driving/scenario driving/polylines driving/edges driving/routes driving/roads driving/compile driving/bank
+2  environment rollout
+2  datasets/womd datasets/womd_scenario datasets/gpudrive datasets/scenarionet datasets/argoverse
+2  driving/flow driving/generator
+2  driving/geometry driving/dynamics driving/tables
+3  datasets/sources datasets/inspection
+3  driving/traffic driving/features driving/observation driving/objectives driving/simulator
+3  driving/recording driving/frames driving/player driving/render
+3  envs/probes envs/classic envs/registry
+3  algorithms/ppo
+3  checkpoint
+4  topologies/fused
+5  curves evaluation report run
+6  recipes bench
+7  cli __main__
+"""
+
+NO_JAX = ("datasets/*", *(f"driving/{name}" for name in ("scenario", "compile", "generator", "roads", "bank")))
+"""Files that start fast and run in worker processes: NumPy only, transitively."""
+
+FORBIDDEN = {
+    "topologies/*": ("algorithms", "envs", "driving"),
+    "algorithms/*": ("environment", "envs", "driving", "datasets"),
+    "datasets/*": ("driving/simulator", "environment"),
+}
+"""What a folder may not import, whatever the layers say."""
+
+CORE = {
+    *("jax", "optax", "orbax", "flax", "numpy", "tyro", "rich", "matplotlib", "jaxtyping", "google_crc32c"),
+    "tensorboardX",
+    "PIL",
+}
+OPTIONAL = {
+    *("stoa", "gymnax", "brax", "jumanji", "mujoco_playground", "navix", "craftax", "gymnasium", "envpool", "torch"),
+    *("ray", "grpc", "pyarrow", "tensorboard", "wandb", "tokenizers", "safetensors", "tensorflow"),
+    *("beartype", "imageio_ffmpeg"),
+}
+"""Import names: what pyproject.toml asks for always, and with an extra."""
+
+
+class Place(NamedTuple):
+    layer: int
+    before: frozenset[str]  # the files named before it on its line
+
+
+class Import(NamedTuple):
+    module: str  # "longhaul.driving.bank", "numpy"
+    line: int
+    on_load: bool  # False inside a function or under TYPE_CHECKING
+
+
+def read_table(table: str) -> dict[str, Place]:
+    places = {}
+    for layer, *files in (line.split() for line in table.strip().splitlines()):
+        for i, name in enumerate(files):
+            assert name not in places, f"{name} stands twice in the table"
+            places[name] = Place(int(layer), frozenset(files[:i]))
+    return places
+
+
+PLACES = read_table(TABLE)
+
+
+def imports(source: str, name: str) -> Iterator[Import]:
+    """Every import of the file `name` ("driving/bank"); `from a import b` gives a.b where the table has such a file."""
+    package = ["longhaul", *name.split("/")[:-1]]
+
+    def visit(node: ast.AST, on_load: bool) -> Iterator[Import]:
+        if isinstance(node, ast.Import):
+            yield from (Import(alias.name, node.lineno, on_load) for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            prefix = package[: len(package) - node.level + 1] if node.level else []
+            base = ".".join([*prefix, *([node.module] if node.module else [])])
+            for alias in node.names:
+                inner = f"{base}.{alias.name}"
+                yield Import(inner if as_file(inner) in PLACES else base, node.lineno, on_load)
+        else:
+            lazy = isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda) or (
+                isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test)
+            )
+            for child in ast.iter_child_nodes(node):
+                yield from visit(child, on_load and not lazy)
+
+    yield from visit(ast.parse(source), True)
+
+
+def as_file(module: str) -> str:
+    """ "longhaul.driving.bank" -> "driving/bank"; "longhaul.driving" -> "driving/__init__"; others -> ""."""
+    head, *rest = module.split(".")
+    if head != "longhaul":
+        return ""
+    inner = "/".join(rest)
+    return f"{inner}/__init__".lstrip("/") if not inner or (PACKAGE / inner).is_dir() else inner
+
+
+def matches(name: str, pattern: str) -> bool:
+    return name == pattern or name.startswith(pattern.removesuffix("*").rstrip("/") + "/")
+
+
+def violations(name: str, source: str) -> list[str]:
+    """What the file `name` with the text `source` does against the rules, one sentence each."""
+    if name not in PLACES:
+        return [f"longhaul/{name}.py stands in no layer: add it to TABLE in tests/test_layers.py"]
+    found = []
+    for module, line, on_load in imports(source, name):
+        where = f"longhaul/{name}.py:{line} imports {module}"
+        root, target = module.split(".")[0], as_file(module)
+        if target:
+            there = PLACES.get(target)
+            if there is None:
+                found.append(f"{where}, which stands in no layer")
+            elif there.layer >= PLACES[name].layer and target not in PLACES[name].before:
+                found.append(f"{where} (layer {there.layer}) from layer {PLACES[name].layer}: only downwards")
+            for folder, banned in FORBIDDEN.items():
+                if matches(name, folder) and any(matches(target, pattern) for pattern in banned):
+                    found.append(f"{where}: {folder} must not know of it")
+        elif root == "flax" and name != "networks":
+            found.append(f"{where}: only networks.py imports flax")
+        elif root in OPTIONAL:
+            if on_load:
+                found.append(f"{where} on loading: an optional dependency belongs inside the function that needs it")
+        elif root not in CORE and root not in sys.stdlib_module_names:
+            found.append(f"{where}, which pyproject.toml does not ask for")
+    return found
+
+
+def brought_in(modules: list[str], banned: set[str]) -> list[str]:
+    """The first of `modules`, imported one after the other in a fresh process, that brings in one of `banned`."""
+    program = (
+        "import importlib, sys\n"
+        f"for module in {modules!r}:\n"
+        "    importlib.import_module(module)\n"
+        f"    found = sorted({banned!r} & sys.modules.keys())\n"
+        "    if found:\n"
+        "        print(f'{module} imports {found}')\n"
+        "        break\n"
+    )
+    command = [sys.executable, "-c", program]
+    done = subprocess.run(command, cwd=PACKAGE.parent, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    return done.stdout.splitlines()
+
+
+FILES = sorted(str(path.relative_to(PACKAGE).with_suffix("")) for path in PACKAGE.rglob("*.py"))
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_a_file_keeps_to_its_layer(name: str) -> None:
+    assert violations(name, (PACKAGE / f"{name}.py").read_text()) == []
+
+
+def test_the_readers_and_makers_of_scenarios_import_no_jax() -> None:
+    files = [name for name in FILES if any(matches(name, pattern) for pattern in NO_JAX)]
+    assert "datasets/log" in files
+    modules = [f"longhaul.{name.replace('/', '.').removesuffix('.__init__')}" for name in files]
+    assert brought_in(modules, {"jax", "jaxlib", "flax"} | OPTIONAL) == []
+
+
+def test_the_package_starts_with_nothing() -> None:
+    assert brought_in(["longhaul"], {"jax", "numpy", *CORE, *OPTIONAL}) == []
+
+
+@pytest.mark.parametrize(
+    ("name", "line", "word"),
+    [
+        ("types", "from longhaul import returns", "downwards"),
+        ("types", "def f():\n    import longhaul.cli", "downwards"),
+        ("returns", "from longhaul.distributions import action", "downwards"),
+        ("driving/bank", "from ..run import Run", "downwards"),
+        ("topologies/fused", "from longhaul.algorithms import ppo", "must not know"),
+        ("topologies/fused", "from longhaul.envs.probes import credit", "must not know"),
+        ("algorithms/ppo", "def f():\n    from longhaul.environment import vectorise", "must not know"),
+        ("algorithms/ppo", "from longhaul import driving", "must not know"),
+        ("rollout", "import flax.linen as nn", "only networks.py"),
+        ("evaluation", "import pyarrow", "optional"),
+        ("evaluation", "import pandas", "does not ask"),
+        ("evaluation", "import longhaul.surprise_module", "no layer"),
+        ("surprise_module", "", "no layer"),
+    ],
+)
+def test_the_rules_can_fail(name: str, line: str, word: str) -> None:
+    found = violations(name, line)
+    assert len(found) == 1 or word == "must not know"
+    assert any(word in sentence for sentence in found)
+
+
+@pytest.mark.parametrize(
+    ("name", "line"),
+    [
+        ("distributions", "from longhaul import returns"),
+        ("networks", "import flax.linen as nn"),
+        ("datasets/argoverse", "def f():\n    import pyarrow"),
+        ("cli", "import tyro\nfrom longhaul.recipes import find"),
+        ("driving/bank", "from .scenario import Scenario"),
+    ],
+)
+def test_the_rules_can_hold(name: str, line: str) -> None:
+    assert violations(name, line) == []
+
+
+def test_a_hidden_import_of_jax_is_seen() -> None:
+    assert brought_in(["longhaul.types"], {"jax"}) == ["longhaul.types imports ['jax']"]

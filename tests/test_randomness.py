@@ -1,0 +1,34 @@
+"""Oracle: JAX's own Threefry."""
+
+import jax
+import numpy as np
+import pytest
+
+from longhaul import randomness
+
+SHAPES = [(), (1,), (5,), (4, 3), (7, 1, 2)]
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_the_stream_is_that_of_jax(shape):
+    key = jax.random.key(7)
+    assert np.array_equal(randomness.bits(key, shape), jax.random.bits(key, shape))
+    assert np.array_equal(randomness.uniform(key, shape), jax.random.uniform(key, shape))
+
+
+def test_split_gives_the_keys_of_jax():
+    ours, theirs = randomness.split(jax.random.key(3), 6), jax.random.split(jax.random.key(3), 6)
+    assert np.array_equal(jax.random.key_data(ours), jax.random.key_data(theirs))
+
+
+def test_normal_has_the_moments_and_tails_of_a_gaussian():
+    x = np.asarray(randomness.normal(jax.random.key(0), (200_000,)), np.float64)
+    assert np.all(np.isfinite(x))
+    assert abs(x.mean()) < 0.01 and abs(x.std() - 1.0) < 0.01
+    assert abs(np.mean(np.abs(x) > 1.959964) - 0.05) < 0.003
+    assert abs(np.mean(x**4) - 3.0) < 0.1
+
+
+def test_too_many_numbers_are_refused():
+    with pytest.raises(ValueError, match=r"2\*\*32"):
+        jax.eval_shape(lambda: randomness.bits(jax.random.key(0), (2**32,)))
