@@ -112,12 +112,15 @@ class Checkpoints:
         if error is not None:
             raise error
 
-    def latest(self, like: PyTree) -> Restored | None:
+    def latest(self, like: PyTree, *, part: bool = False) -> Restored | None:
         """The newest intact checkpoint, or None where there is none at all.
 
         `like` has the structure, shapes and dtypes, as arrays or `jax.ShapeDtypeStruct`s; restored leaves take its
         shardings. Each damaged checkpoint is named by a warning and skipped for the one before. Raises CheckpointError
         where all are damaged, ValueError where the newest intact one does not fit `like`.
+
+        With `part` the checkpoint may have leaves that `like` has not: `progress._replace(carry=(), key=())` restores
+        the algorithm's state without the collector's.
         """
         self.wait()
         found = _steps(self._folder)
@@ -130,7 +133,7 @@ class Checkpoints:
                 reasons.append(f"{path.name} ({damage})")
                 self._warn(f"checkpoint {path.name} in {self._folder} is damaged and skipped: {damage}")
                 continue
-            return Restored(step, _restore(path, manifest, like), manifest["metadata"])
+            return Restored(step, _restore(path, manifest, like, part), manifest["metadata"])
         if found:
             raise CheckpointError(
                 f"all {len(found)} checkpoints in {self._folder} are damaged: {'; '.join(reasons)}; "
@@ -208,22 +211,17 @@ class Checkpoints:
         )
 
 
-def _restore(path: Path, manifest: dict[str, Any], like: PyTree) -> PyTree:
+def _restore(path: Path, manifest: dict[str, Any], like: PyTree, part: bool) -> PyTree:
     """The pytree of a verified checkpoint, placed as `like` is."""
     table, named = manifest["leaves"], leaves.name(like)
     where = f"checkpoint {path.name} in {path.parent}"
-    leaves.fit(table, named, where)
+    leaves.fit(table, named, where, part=part)
     targets = {name: leaves.target(leaf, table[name]) for name, leaf in named.items() if leaves.is_stored(table[name])}
-    values: dict[str, Any] = {}
-    if targets:
-        reader = _checkpointer()
-        try:
-            values = reader.restore(path / ARRAYS, targets)
-        except Exception as error:
-            remedy = "use the package versions in the run's run.json"
-            raise CheckpointError(f"{where} is intact, but Orbax cannot read it: {_reason(error)}; {remedy}") from error
-        finally:
-            reader.close()
+    try:
+        values = _read(path / ARRAYS, targets) if targets else {}
+    except Exception as error:
+        remedy = "use the package versions in the run's run.json"
+        raise CheckpointError(f"{where} is intact, but Orbax cannot read it: {_reason(error)}; {remedy}") from error
     placed = [leaves.place(values.get(name), leaf, table[name]) for name, leaf in named.items()]
     return jax.tree_util.tree_unflatten(jax.tree_util.tree_structure(like), placed)
 
@@ -365,14 +363,25 @@ def _print(line: str) -> None:
     print(line, file=sys.stderr)
 
 
+def _read(path: Path, targets: dict[str, Any]) -> dict[str, Any]:
+    """The arrays of `targets`, of all that Orbax wrote."""
+    import orbax.checkpoint as ocp
+
+    places = ocp.checkpoint_utils.construct_restore_args(targets)
+    with ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as reader:
+        arguments = ocp.args.PyTreeRestore(item=targets, restore_args=places, partial_restore=True)
+        values: dict[str, Any] = reader.restore(path, args=arguments)
+    return values
+
+
 def _checkpointer() -> Any:
-    """Orbax, imported here as that takes a while. It logs the traceback of a failed save, which is raised anyway."""
-    import orbax.checkpoint
+    """What writes. Orbax is imported late, as that takes a while; it logs tracebacks of failures, which we raise."""
+    import orbax.checkpoint as ocp
 
     logger = logging.getLogger("absl")
     if _is_no_traceback not in logger.filters:
         logger.addFilter(_is_no_traceback)
-    return orbax.checkpoint.StandardCheckpointer()
+    return ocp.StandardCheckpointer()
 
 
 def _is_no_traceback(record: logging.LogRecord) -> bool:

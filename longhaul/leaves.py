@@ -72,8 +72,11 @@ def is_stored(entry: Entry) -> bool:
     return "value" not in entry and 0 not in entry["shape"]
 
 
-def fit(table: dict[str, Entry], like: dict[str, Any], where: str) -> None:
-    """Raises ValueError, naming the leaf, where the table does not describe the named leaves of `like`."""
+def fit(table: dict[str, Entry], like: dict[str, Any], where: str, *, part: bool = False) -> None:
+    """Raises ValueError, naming the leaf, where the table does not describe the named leaves of `like`.
+
+    With `part` the table may have more.
+    """
     for leaf_name, leaf in like.items():
         wanted = describe(leaf_name, leaf)
         if leaf_name not in table:
@@ -83,7 +86,7 @@ def fit(table: dict[str, Entry], like: dict[str, Any], where: str) -> None:
             both = f"{_words(found)} in {where}, and {_words(wanted)} in this run"
             raise ValueError(f"leaf {leaf_name} is {both}: {REMEDY}")
     surplus = sorted(table.keys() - like.keys())
-    if surplus:
+    if surplus and not part:
         found = table[surplus[0]]
         raise ValueError(f"{where} has a leaf {surplus[0]} ({_words(found)}), which this run has not: {REMEDY}")
 

@@ -55,7 +55,7 @@ def commit(package: Path) -> str | None:
 def params_sha256(params: PyTree) -> str:
     """SHA-256 over names, dtypes, shapes and bytes of the leaves in sorted order of names.
 
-    It is equal exactly where the parameters are, bit for bit, on whatever devices they lie. Names are the leaves' paths.
+    It is equal exactly where the parameters are, bit for bit, wherever they lie. Names are the leaves' paths.
     """
     arrays, table = leaves.split(params)
     digest = hashlib.sha256()

@@ -123,6 +123,22 @@ def test_restores_into_shapes_without_values(tmp_path: Path) -> None:
     assert_same(found.progress, step_progress(5))
 
 
+def test_restores_a_part(tmp_path: Path) -> None:
+    progress = every_leaf()
+    with closing(Checkpoints(tmp_path)) as checkpoints:
+        checkpoints.save(20, progress)
+        for part in (progress._replace(carry=(), key=()), Progress((), (), progress.key, progress.updates), ()):
+            found = checkpoints.latest(part, part=True)
+            assert found is not None
+            assert_same(found.progress, part)
+        with pytest.raises(
+            ValueError, match=r"has a leaf \.carry\['many'\] \(key<fry> \[3\]\), which this run has not"
+        ):
+            checkpoints.latest(progress._replace(carry=()))
+        with pytest.raises(ValueError, match=r"has no leaf \.carry \(float32 \[\]\), which this run has"):
+            checkpoints.latest(progress._replace(carry=jnp.float32(1)), part=True)
+
+
 @pytest.mark.parametrize("leaves", [{"n": 3}, {}, jnp.arange(3), {"none": jnp.zeros((0,))}])
 def test_saves_trees_of_nothing_to_store_and_single_leaves(tmp_path: Path, leaves: Any) -> None:
     with closing(Checkpoints(tmp_path)) as checkpoints:

@@ -83,23 +83,20 @@ def text(value: str) -> bytes:
         opcodes(b"\x95" + struct.pack("<Q", 1 << 62)),  # a frame
         opcodes(b"\x8b" + struct.pack("<i", -5)),  # LONG4 of negative length
         opcodes(b"h\x05"),  # a memo that is not there
-        opcodes(b"ccollections\ndefaultdict\n", b"N}b"),  # a state for a class
+        opcodes(b"ccollections\ndefaultdict\n", b"}b"),  # a state for a class
         opcodes(b"ccollections\ndefaultdict\n", b")R", b"}", text("clear"), b"Ns", b"b"),  # and for a dictionary
         opcodes(b"cnumpy\nndarray\n", b"N}", text("__init__"), b"Ns\x86b"),  # attributes set on one of our classes
         opcodes(b"0"),
-        opcodes(b"(" * 10000, b"t" * 10000),
         b"",
         b"\x80\x04",
         b"\x80\x09N.",
     ],
 )
 def test_instructions_that_no_scenario_needs(program: bytes) -> None:
-    names = dict(vars(plain_pickle))
+    names = {name: dict(vars(each)) for name, each in vars(plain_pickle).items() if isinstance(each, type)}
     with pytest.raises(Malformed):
-        value = unpickle(program)
-        raise Malformed if isinstance(value, tuple) else AssertionError(f"read as {value!r}")
-    assert vars(plain_pickle) == names
-    assert plain_pickle.Blank().__class__ is plain_pickle.Blank
+        unpickle(program)
+    assert names == {name: dict(vars(each)) for name, each in vars(plain_pickle).items() if isinstance(each, type)}
 
 
 @pytest.mark.parametrize("protocol", [2, 3, 4, 5])
@@ -142,9 +139,9 @@ def forged(shape: Any, dtype: str, data: Any) -> Array:
     """An array with parts that no array has."""
     buffer = io.BytesIO()
     state = (1, shape, np.dtype(dtype), False, data)
-    whole = pickle.dumps(np.zeros(1), protocol=2)
+    whole = pickle.dumps(np.zeros(1), protocol=3)
     assert whole.endswith(b"b.")
-    pickle.Pickler(buffer, protocol=2).dump(state)
+    pickle.Pickler(buffer, protocol=3).dump(state)
     start = whole.index(b"R")  # up to the call of _reconstruct; what follows is its state
     return unpickle(whole[: start + 1] + buffer.getvalue()[2:-1] + b"b.")
 

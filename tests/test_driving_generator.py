@@ -1,4 +1,4 @@
-"""The generator: the same seed gives the same log, the ego's log is clean by an oracle of its own, and the draws differ."""
+"""The generator: the same seed gives the same log, the ego's log is clean by an oracle, and the draws differ."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def inside(points: np.ndarray, polygon: np.ndarray) -> bool:
 
 
 def overlap(a: np.ndarray, b: np.ndarray) -> bool:
-    """Whether two convex polygons meet: a corner of one in the other, or sides that cross. Not the separating axis theorem."""
+    """Whether two convex polygons meet: a corner of one in the other, or sides that cross. No separating axes here."""
     if inside(a, b) or inside(b, a):
         return True
     p, r = a, np.roll(a, -1, 0) - a
@@ -81,7 +81,7 @@ def overlap(a: np.ndarray, b: np.ndarray) -> bool:
 
 
 def off_road(point: np.ndarray, segments: np.ndarray) -> bool:
-    """Whether `point` is right of its nearest segment [M, 2, 2]; of those that tie, the one whose line is farthest decides."""
+    """Whether `point` is right of its nearest segment [M, 2, 2]; of those that tie, the farthest line decides."""
     start, chord = segments[:, 0], segments[:, 1] - segments[:, 0]
     to = point - start
     size = np.hypot(*chord.T)
@@ -142,12 +142,14 @@ def test_the_ego_moves_like_a_vehicle(logs: list[Log]) -> None:
         dt = np.diff(log.times)
         xy, v = log.tracks.position[log.sdc, :, :2], log.tracks.velocity[log.sdc].astype(float)
         heading = np.unwrap(log.tracks.heading[log.sdc].astype(float))
-        assert np.abs(np.diff(xy, axis=0) / dt[:, None] - (v[1:] + v[:-1]) / 2).max() < 0.35  # the box follows its velocity
+        assert (
+            np.abs(np.diff(xy, axis=0) / dt[:, None] - (v[1:] + v[:-1]) / 2).max() < 0.35
+        )  # the box follows its velocity
         speed = np.hypot(*v.T)
         np.testing.assert_allclose(v, speed[:, None] * np.stack([np.cos(heading), np.sin(heading)], -1), atol=1e-3)
         assert np.diff(speed).min() > -5.0 * 0.1
         assert np.diff(speed).max() < 2.0 * 0.1
-        assert (np.abs(np.diff(heading)) / dt * speed[1:]).max() < 4.0  # lateral acceleration, m/s^2
+        assert (np.abs(np.diff(heading)) / dt * speed[1:]).max() < 3.5  # lateral acceleration, m/s^2
 
 
 def test_every_kind_of_road_and_situation_appears(logs: list[Log]) -> None:
@@ -165,7 +167,7 @@ def test_every_kind_of_road_and_situation_appears(logs: list[Log]) -> None:
     share = {name: float(np.mean(v)) for name, v in (("brake", braking), ("turn", turning), ("red", red))}
     assert np.mean((np.array(length) > 30) & (np.array(length) < 120)) > 0.75
     assert 40 < np.median(length) < 90
-    assert 0.25 < share["brake"] < 0.9, share
+    assert 0.2 < share["brake"] < 0.9, share
     assert 0.15 < share["turn"] < 0.6, share
     assert 0.15 < share["red"] < 0.5, share
     everyone = Counter(int(k) for log in logs for k in log.tracks.kind)
@@ -212,7 +214,9 @@ def test_a_log_of_another_length() -> None:
     assert log.tracks.valid[log.sdc].all()
 
 
-@pytest.mark.parametrize(("options", "word"), [({"density": 2.0}, "density is 2.0"), ({"current": 90}, "current is 90")])
+@pytest.mark.parametrize(
+    ("options", "word"), [({"density": 2.0}, "density is 2.0"), ({"current": 90}, "current is 90")]
+)
 def test_bad_options_are_named(options: dict[str, float], word: str) -> None:
     with pytest.raises(ValueError, match=word):
         generate(0, **options)  # type: ignore[arg-type]
@@ -220,7 +224,7 @@ def test_bad_options_are_named(options: dict[str, float], word: str) -> None:
 
 def test_the_driver_model_at_rest_and_at_its_speed() -> None:
     far = np.array([np.inf])
-    assert flow.acceleration(np.array([10.0]), np.array([10.0]), far, far * 0 + 10, far)[0] == 0.0
+    assert flow.acceleration(np.array([10.0]), np.array([10.0]), far, np.array([10.0]), far)[0] == 0.0
     assert flow.acceleration(np.array([0.0]), np.array([10.0]), far, np.array([0.0]), far)[0] == flow.PUSH
     # behind a leader of equal speed v the gap settles where 1 - (v/v0)^4 = (s*/s)^2
     v, wanted = 6.0, 12.0

@@ -25,12 +25,12 @@ TABLE = """
 0  driving/__init__
 0  envs/__init__
 0  topologies/__init__
-1  returns distributions networks normalise mesh shuffle
+1  returns distributions networks normalise mesh shuffle provenance
 1  datasets/wire datasets/soundness datasets/tfrecord datasets/plain_pickle
 1  driving/scenario driving/polylines driving/edges driving/routes driving/roads driving/compile driving/bank
 2  environment rollout
 2  datasets/womd datasets/womd_scenario datasets/gpudrive datasets/scenarionet datasets/argoverse
-2  driving/flow driving/generator
+2  driving/bodies driving/flow driving/generator
 2  driving/geometry driving/dynamics driving/tables
 3  datasets/sources datasets/inspection
 3  driving/traffic driving/features driving/observation driving/objectives driving/simulator
@@ -39,12 +39,13 @@ TABLE = """
 3  algorithms/ppo
 3  checkpoint
 4  topologies/fused
-5  curves evaluation report run
+4  worlds curves
+5  report run evaluation
 6  recipes bench
 7  cli __main__
 """
 
-NO_JAX = ("datasets/*", *(f"driving/{name}" for name in ("scenario", "compile", "generator", "roads", "bank")))
+NO_JAX = ("datasets/*", "worlds", *(f"driving/{name}" for name in ("scenario", "compile", "generator", "roads", "bank")))
 """Files that start fast and run in worker processes: NumPy only, transitively."""
 
 FORBIDDEN = {

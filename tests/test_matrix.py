@@ -32,7 +32,7 @@ class Learner:
 def ppo_config(probe: Probe, **options: Any) -> ppo.Config:
     return ppo.Config(
         lr=1e-2, gamma=probe.gamma, gae_lambda=probe.gae_lambda, hidden_dim=32, num_layers=1, ent_coef=0.0,
-        clip_value=False, num_minibatches=2, max_grad_norm=1.0, ent_coef_final=0.0, **options,
+        clip_value=False, num_minibatches=2, max_grad_norm=1.0, **options,
     )  # fmt: skip
 
 
@@ -47,7 +47,7 @@ def ppo_learner(**options: Any) -> Learner:
 LEARNERS = {
     "ppo": ppo_learner(),
     "ppo-gru": ppo_learner(memory=16),
-    "ppo-normalised": ppo_learner(normalise_observation=True, kl_stop=0.2),
+    "ppo-normalised": ppo_learner(normalise_observation=True, ent_coef_final=0.001),
 }
 
 
@@ -57,7 +57,8 @@ def run_fused(probe: Probe, learner: Learner, devices: int) -> tuple[Any, Algori
     worlds = vectorise(probe.environment, 64 // devices)
     collect = collector(worlds, algorithm.act, algorithm.memory, steps=16)
     progress = fused.start(algorithm, collect, jax.random.key(0), mesh)
-    for progress, _, metrics in fused.fused(algorithm, collect, progress, fused.Config(UPDATES, block=50), mesh):
+    program = fused.compiled(algorithm, collect, progress, mesh, block=50)
+    for progress, _, metrics in fused.fused(program, progress, updates=UPDATES, block=50):
         assert np.all(np.isfinite(jax.device_get(metrics)["ppo/value_loss"]))
     return jax.device_get(algorithm.policy(progress.state)), algorithm
 
@@ -67,14 +68,21 @@ TOPOLOGIES = {
     "fused-4-devices": lambda probe, learner: run_fused(probe, learner, 4),
 }
 
+TWICE = ("memory", "masked", "agents")
+"""The probes that the variants of a learner see on several devices too."""
+
+IMPOSSIBLE = {
+    ("ppo", "memory"), ("ppo-normalised", "memory"),  # its own test below
+    # What follows a truncation is never lived through here, so a recurrent critic never sees it with its memory.
+    ("ppo-gru", "successor"), ("ppo-gru", "agents"),
+}  # fmt: skip
+
 CELLS = [
     (name, topology, probe)
     for name in LEARNERS
     for topology in TOPOLOGIES
     for probe in PROBES
-    # A learner without memory can't solve the memory probe (its own test below); the variants need not see every probe twice.
-    if (probe != "memory" or name == "ppo-gru")
-    and (name == "ppo" or topology == "fused" or probe in ("memory", "successor", "agents"))
+    if (name, probe) not in IMPOSSIBLE and (name == "ppo" or topology == "fused" or probe in TWICE)
 ]
 
 

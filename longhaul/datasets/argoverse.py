@@ -264,7 +264,7 @@ def _counterclockwise(outline: np.ndarray) -> np.ndarray:
 
 
 def _pieces(ring: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """-> (where the pieces of a closed ring begin [Q, 2], at most `PIECE` apart; which of these are points of the ring)."""
+    """-> (where pieces of at most `PIECE` begin on a closed ring [Q, 2]; which of these are points of the ring)."""
     lengths = np.linalg.norm(np.diff(ring, axis=0), axis=1)
     if not lengths.sum() < LONGEST:
         raise Malformed(f"a drivable area's outline is {lengths.sum():g} m long")

@@ -13,6 +13,7 @@ import math
 import pickle
 import re
 import struct
+import sys
 from typing import Any, ClassVar
 
 import numpy as np
@@ -48,7 +49,7 @@ class Blank:
 
 
 class Latin(bytes):
-    """Stands for _codecs.encode(text, "latin1"), as which the oldest pickles spell bytes."""
+    """Stands for _codecs.encode(text, "latin1") and bytes(), as which the oldest pickles spell bytes."""
 
     __slots__ = ()
 
@@ -89,9 +90,12 @@ class Array:
 
     __slots__ = ("parts",)
 
-    def __init__(self, *arguments: object) -> None:
-        # scalar(dtype, bytes) is whole; _reconstruct(ndarray, (0,), b"b") is followed by a state
-        self.parts: Any = (1, (), arguments[0], False, arguments[1]) if len(arguments) == 2 else None
+    def __init__(self, *arguments: Any) -> None:
+        self.parts: Any = None  # of _reconstruct(ndarray, (0,), b"b"): a state follows
+        if len(arguments) == 2:  # scalar(dtype, bytes)
+            self.parts = (1, (), arguments[0], False, arguments[1])
+        elif len(arguments) in (4, 5):  # _frombuffer(bytes, dtype, shape, order, axes)
+            self.parts = (1, arguments[2], arguments[1], arguments[3] == "F", arguments[0])
 
     def __setstate__(self, state: Any) -> None:
         self.parts = state
@@ -120,39 +124,50 @@ class Array:
         if not isinstance(dtype, Dtype) or not isinstance(data, bytes):
             raise Malformed("an array of something else than numbers")
         array = np.frombuffer(data, dtype.real())
-        if not all(isinstance(size, int) and 0 <= size <= len(array) for size in shape) or math.prod(shape) != len(
-            array
-        ):
+        whole = all(isinstance(size, int) and size >= 0 for size in shape)
+        if not whole or math.prod(shape) != len(array):
             raise Malformed(f"an array of shape {shape} with {len(array)} numbers")
         return array.reshape(shape, order="F" if fortran else "C")
 
 
+BUILTINS = ("builtins", "__builtin__")
+"""The module of Python's own names, and how pickles up to protocol 2 call it."""
+
 NAMES: dict[tuple[str, str], type] = {
-    ("builtins", "int"): Blank,
-    ("builtins", "float"): Blank,
-    ("builtins", "list"): Blank,
-    ("builtins", "dict"): Blank,
+    **{(module, name): Blank for module in BUILTINS for name in ("int", "long", "float", "list", "dict", "set")},
+    **{(module, "bytes"): Latin for module in BUILTINS},
+    ("_codecs", "encode"): Latin,
     ("collections", "defaultdict"): Bag,
     ("collections", "OrderedDict"): Bag,
-    ("builtins", "set"): Blank,
-    ("_codecs", "encode"): Latin,
     ("numpy", "ndarray"): Blank,
     ("numpy", "dtype"): Dtype,
     **{(f"numpy.{core}.multiarray", name): Array for core in ("core", "_core") for name in ("_reconstruct", "scalar")},
+    **{(f"numpy.{core}.numeric", "_frombuffer"): Array for core in ("core", "_core")},
 }
 """Every name that a file may use, and what it gets."""
 
 REFUSED = (
     *(pickle.PERSID, pickle.BINPERSID, pickle.INST, pickle.OBJ, pickle.NEWOBJ, pickle.NEWOBJ_EX),
-    *(pickle.EXT1, pickle.EXT2, pickle.EXT4, pickle.BYTEARRAY8, pickle.NEXT_BUFFER, pickle.READONLY_BUFFER),
+    *(pickle.EXT1, pickle.EXT2, pickle.EXT4, pickle.NEXT_BUFFER, pickle.READONLY_BUFFER),
 )
 """Instructions that no scenario needs."""
+
+
+def _load_bytes(unpickler: Any) -> None:
+    """The instruction BYTEARRAY8, as bytes: it reads what is there and allocates nothing before."""
+    (size,) = struct.unpack("<Q", unpickler.read(8))
+    data = unpickler.read(min(size, sys.maxsize))
+    if len(data) != size:
+        raise Malformed(f"{size} bytes are announced and {len(data)} are there")
+    unpickler.append(bytes(data))
 
 
 class Unpickler(pickle._Unpickler):
     """Python's unpickler, able to make plain values and the stand-ins of `NAMES` alone."""
 
-    dispatch: ClassVar = {code: act for code, act in pickle._Unpickler.dispatch.items() if bytes([code]) not in REFUSED}
+    dispatch: ClassVar = {
+        code: act for code, act in pickle._Unpickler.dispatch.items() if bytes([code]) not in REFUSED
+    } | {pickle.BYTEARRAY8[0]: _load_bytes}
 
     def find_class(self, module: str, name: str) -> type:
         """The stand-in for a name; `Malformed` for any that a scenario does not need."""

@@ -134,7 +134,9 @@ def _guarded(reader: Callable[[], Log], where: str) -> Log:
         with np.errstate(all="ignore"):  # numbers out of range are found by their value
             return reader()
     except Malformed as error:
-        raise BadData(f"{where}: {error}; fetch or convert it again".replace("\n", " ")) from error
+        # a file's own words may be long, or control a terminal
+        told = "".join(letter if letter.isprintable() else "?" for letter in str(error)[:300])
+        raise BadData(f"{where}: {told}; fetch or convert it again") from error
 
 
 def _whole(path: Path) -> bytes:

@@ -24,9 +24,9 @@ FIELD_BEYOND = 15.0
 """Metres of a route after its logged part that the distance field still covers."""
 DRAWN, DRAWN_TOLERANCE = 80.0, 0.1
 """Metres around the routes that are drawn, and by how much drawn lines may be simplified."""
-LEVEL, SLOPE = 3.0, 0.08
-"""An edge belongs to another level if its height differs from the nearest route point's by more than `LEVEL` metres,
-and `SLOPE` of the distance to it: roads climb."""
+LEVEL, SLOPE, BRIDGE = 3.0, 0.08, 5.0
+"""An edge belongs to another level if its height differs from the nearest route point's by more than `LEVEL` metres and
+`SLOPE` of the distance to it, since roads climb; in any case by more than `BRIDGE`."""
 
 
 class Signals(NamedTuple):
@@ -202,7 +202,7 @@ def road_field(log: Log, routes: list[Route], origin: np.ndarray, margin: float)
         points = feature.points - origin
         away = np.hypot(*(points[:, None, :2] - near[None, ::5, :2]).transpose(2, 0, 1))
         closest = away.argmin(1)
-        level = np.abs(points[:, 2] - near[::5, 2][closest]) <= LEVEL + SLOPE * away.min(1)
+        level = np.abs(points[:, 2] - near[::5, 2][closest]) <= np.minimum(LEVEL + SLOPE * away.min(1), BRIDGE)
         lines += [points[run] for run in runs(level)]
     low, high = near[:, :2].min(0) - margin, near[:, :2].max(0) + margin
     return distance_field(make_edges(lines), low, high)

@@ -98,10 +98,10 @@ def generate_many(
 def draw_scene(rng: np.random.Generator, world: World, net: flow.Network, level: float, steps: int) -> Scene:
     """Traffic at the first step, the lights' programme, and who walks and stands beside the road."""
     turns = np.array([p.turn for p in world.paths])
-    weight = np.where(turns == 0, 1.0, 1.7) * np.where(net.priority < net.priority.max(), 1.2, 1.0)
+    weight = np.choose(turns + 1, (1.8, 1.0, 2.6)) * np.where(net.priority < net.priority.max(), 1.2, 1.0)
     ego = int(rng.choice(len(turns), p=weight / weight.sum()))
     if np.isfinite(net.bound[ego, 0]):
-        ego_s = net.bound[ego, 0] - float(rng.uniform(8.0, 45.0))
+        ego_s = net.bound[ego, 0] - float(rng.uniform(6.0, 36.0))
     else:
         ego_s = float(rng.uniform(20.0, 110.0))
     lights, waits = draw_lights(rng, world, net.leg[ego], steps)
@@ -150,7 +150,7 @@ def place_traffic(
 ) -> list[tuple[int, float]]:
     """(path, arc length) of the other vehicles: on approach and exit lanes, with room around the ego."""
     placed: list[tuple[int, float]] = []
-    lead = rng.random() < 0.35 and level > 0.0
+    lead = rng.random() < 0.45 and level > 0.0
     for part in (0, 2) if np.isfinite(net.bound).all() else (0,):
         for lane in np.unique(net.lane[:, part]):
             choices = np.flatnonzero(net.lane[:, part] == lane)
@@ -179,10 +179,10 @@ def provoke(rng: np.random.Generator, path: np.ndarray, s: np.ndarray, urge: np.
     ahead = np.flatnonzero((path == path[0]) & (s > s[0]))
     what = rng.random()
     share, when = float(rng.uniform(0.35, 0.7)), int(rng.integers(10, 60))
-    if not len(ahead) or what > 0.5:
+    if not len(ahead) or what > 0.65:
         return
     leader = ahead[s[ahead].argmin()]
-    if what < 0.3:
+    if what < 0.4:
         urge[leader] *= share
     else:
         urge[leader, when:] = np.maximum(urge[leader, when:] - 0.035 * np.arange(urge.shape[1] - when), 0.0)

@@ -30,6 +30,9 @@ AHEAD = 60
 PATH_SPACING = 2.0
 """Metres between two points of the path that a reactive vehicle follows."""
 
+NOWHERE = 1e6
+"""An arc length, m, that nobody reaches."""
+
 PATH_WINDOW = 24
 """Points of such a path that are read at once."""
 
@@ -50,9 +53,9 @@ class Paths(NamedTuple):
 
 
 class Tables(NamedTuple):
-    """A bank on the device. C is 6, or 7 with reactive traffic."""
+    """A bank on the device. C is 6, or 8 with reactive traffic."""
 
-    motion: Array  # float32 [S, T, C, N]: x, y, heading, velocity x and y, present, (arc length)
+    motion: Array  # float32 [S, T, C, N]: x, y, heading, velocity x and y, present, (arc length, wall)
     body: Array  # float32 [S, 4, N]: half length, half width, kind, slot among the controlled or -1
     steps: Array  # int32 [S]
     dt: Array  # float32 [S]
@@ -85,8 +88,9 @@ def tabulate(bank: Bank, agents: int, reactive: bool) -> Tables:
     channels.append(bank.present.astype(np.float32))
     paths = None
     if reactive:
-        paths, travelled = follow(bank, slot >= 0)
-        channels.append(travelled)
+        travelled = arc_lengths(bank.pose, bank.present)
+        paths = follow(bank, travelled, slot >= 0)
+        channels += [travelled, walls(bank, travelled)]
     half = 0.5 * bank.size
     host = Tables(
         motion=np.stack(channels, 2).astype(np.float32),
@@ -135,9 +139,8 @@ def top_speed(bank: Bank, agents: int) -> np.ndarray:
     return np.where(bank.route_length[:, :agents] < 0.5, 0.0, np.maximum(1.1 * fastest, 3.0)).astype(np.float32)
 
 
-def follow(bank: Bank, driven: np.ndarray) -> tuple[Paths, np.ndarray]:
-    """The paths of all agents of a bank, and the arc length [S, T, N] at which the log has them."""
-    travelled = arc_lengths(bank.pose, bank.present)
+def follow(bank: Bank, travelled: np.ndarray, driven: np.ndarray) -> Paths:
+    """The paths of all agents of a bank, given the arc lengths [S, T, N] at which the log has them."""
     length = travelled[:, -1]
     speed = np.where(bank.present, np.hypot(bank.velocity[..., 0], bank.velocity[..., 1]), 0.0)
     cruise = speed.max(1)
@@ -157,7 +160,7 @@ def follow(bank: Bank, driven: np.ndarray) -> tuple[Paths, np.ndarray]:
         points[i, n, 0] = np.interp(at, s[knots], x) + further * np.cos(heading[-1])
         points[i, n, 1] = np.interp(at, s[knots], y) + further * np.sin(heading[-1])
         points[i, n, 2] = np.interp(at, s[knots], np.unwrap(heading))
-    return Paths(points, end.astype(np.float32), cruise.astype(np.float32), reactive), travelled
+    return Paths(points, end.astype(np.float32), cruise.astype(np.float32), reactive)
 
 
 def arc_lengths(pose: np.ndarray, present: np.ndarray) -> np.ndarray:
@@ -171,6 +174,20 @@ def arc_lengths(pose: np.ndarray, present: np.ndarray) -> np.ndarray:
         anchor = np.where((counts | (present[:, t] & ~seen))[..., None], pose[:, t, :, :2], anchor)
         seen |= present[:, t]
     return travelled
+
+
+def walls(bank: Bank, travelled: np.ndarray) -> np.ndarray:
+    """The arc length [S, T, N] that an agent may not pass yet: where its log waits now, or waits next.
+
+    A log waits where it stands below half a metre a second. NOWHERE where it does not wait any more.
+    """
+    waits = bank.present & (np.hypot(bank.velocity[..., 0], bank.velocity[..., 1]) < 0.5)
+    wall = np.full(travelled.shape, NOWHERE, np.float32)
+    following = np.full(travelled[:, 0].shape, NOWHERE, np.float32)
+    for t in range(travelled.shape[1] - 1, -1, -1):
+        following = np.where(waits[:, t], travelled[:, t], following)
+        wall[:, t] = following
+    return wall
 
 
 def field(tables: Tables, scenario: jax.Array) -> Field:

@@ -7,22 +7,17 @@ number. Over a mesh each shard has its own environments; gradients meet in the a
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Callable, Iterator
 
 import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh, PartitionSpec
 
 from longhaul import mesh as meshes
-from longhaul.types import Algorithm, Collector, Key, Metrics, Progress, PyTree
+from longhaul.types import Algorithm, Collector, Key, Metrics, Progress
 
-
-@dataclass(frozen=True)
-class Config:
-    updates: int  # of the whole run
-    block: int = 32  # most updates a compiled call
+Program = Callable[[Progress, jax.Array], tuple[Progress, Metrics]]
+"""(progress, n) -> (progress, metrics [block, ...]): n <= block updates, of which the first n rows tell. Donates its progress."""
 
 
 def start(algorithm: Algorithm, collector: Collector, key: Key, mesh: Mesh) -> Progress:
@@ -42,22 +37,19 @@ def layout() -> Progress:
     return Progress(everywhere, PartitionSpec(meshes.DATA), everywhere, everywhere)  # type: ignore[arg-type]
 
 
-def updater(algorithm: Algorithm, collector: Collector, mesh: Mesh, block: int) -> Any:
-    """The compiled program (progress, n) -> (progress, metrics [block, ...]): n <= block updates; donates its progress."""
-    sharded = mesh.size > 1
+def compiled(algorithm: Algorithm, collector: Collector, progress: Progress, mesh: Mesh, *, block: int) -> Program:
+    """The program for runs like `progress`, compiled ahead: it can't compile again, whatever comes."""
+    if block < 1:
+        raise ValueError(f"a compiled call of {block} updates; at least 1 is needed: raise log_interval")
 
     def update(progress: Progress) -> tuple[Progress, Metrics]:
         key = jax.random.fold_in(progress.key, progress.updates)
-        key_data, key_learn = jax.random.split(key)
-        shard = meshes.shard_index()
-        params = algorithm.policy(progress.state)
-        carry, data, scores = collector.collect(
-            params, progress.carry, jax.random.fold_in(key_data, shard), progress.updates
-        )
-        # Each shard shuffles its own rows; the same order everywhere would do, but would tie columns together.
-        state, metrics = algorithm.learn(progress.state, data, jax.random.fold_in(key_learn, shard))
-        if sharded:
-            scores = jax.tree.map(lambda x: x * mesh.size, meshes.mean_over_data(scores))
+        # Shards draw and shuffle apart from each other; the same order everywhere would tie their columns together.
+        key_data, key_learn = jax.random.split(jax.random.fold_in(key, meshes.shard_index()))
+        policy = algorithm.policy(progress.state)
+        carry, data, scores = collector.collect(policy, progress.carry, key_data, progress.updates)
+        state, metrics = algorithm.learn(progress.state, data, key_learn)
+        scores = jax.tree.map(lambda x: x * mesh.size, meshes.mean_over_data(scores))
         return Progress(state, carry, progress.key, progress.updates + 1), metrics | scores
 
     def run(progress: Progress, n: jax.Array) -> tuple[Progress, Metrics]:
@@ -72,24 +64,23 @@ def updater(algorithm: Algorithm, collector: Collector, mesh: Mesh, block: int) 
         return jax.lax.fori_loop(0, n, body, (progress, empty))
 
     everywhere = PartitionSpec()
-    program = meshes.per_shard(run, mesh, (layout(), everywhere), (layout(), everywhere))
-    return jax.jit(program, donate_argnums=0)
+    program = jax.jit(meshes.per_shard(run, mesh, (layout(), everywhere), (layout(), everywhere)), donate_argnums=0)
+    count = jax.device_put(jnp.int32(block), meshes.replicated(mesh))
+    executable = program.lower(progress, count).compile()
+    return lambda progress, n: executable(progress, jax.device_put(n, meshes.replicated(mesh)))
 
 
 def fused(
-    algorithm: Algorithm, collector: Collector, progress: Progress, config: Config, mesh: Mesh
-) -> Iterator[tuple[Progress, int, PyTree]]:
-    """Yields (progress, n, metrics) after every compiled call of n updates, without waiting for it.
+    program: Program, progress: Progress, *, updates: int, block: int
+) -> Iterator[tuple[Progress, int, Metrics]]:
+    """Goes on from `progress` to `updates` finished updates; yields (progress, n, metrics) after each call of n, unawaited.
 
     `metrics` are device arrays [block, ...] whose first n rows count: read them one call late and the device never waits.
     `progress` is taken back (donated) when the iterator is advanced: save it before.
     """
-    if config.block < 1 or config.updates < 1:
-        raise ValueError(f"block is {config.block} and updates {config.updates}; both must be at least 1")
-    program = updater(algorithm, collector, mesh, config.block)
     done = int(progress.updates)
-    while done < config.updates:
-        n = min(config.block, config.updates - done)
+    while done < updates:
+        n = min(block, updates - done)
         progress, metrics = program(progress, jnp.int32(n))
         done += n
         yield progress, n, metrics

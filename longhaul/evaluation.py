@@ -1,0 +1,131 @@
+"""What a policy scores on whole episodes, beside the policies that one wants to see it beside."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from longhaul import mesh as meshes
+from longhaul import rollout, worlds
+from longhaul.algorithms import ppo
+from longhaul.driving import recording, simulator
+from longhaul.driving.bank import Bank, stack
+from longhaul.driving.recording import Recording
+from longhaul.driving.scenario import Scenario
+from longhaul.run import Driving, Run, cores
+from longhaul.types import Environment, Params
+
+POLICIES = ("run", "untrained", "idm", "log", "constant")
+"""Who can be evaluated: the run's policy, the same before training, and drivers that no learning made."""
+
+FAULTS = ("collision", "offroad", "red_light", "goal")
+
+
+class Scores(NamedTuple):
+    """float64 [E] each, an agent's episode a row; `names` [E] says of which scenario ("" where there is none)."""
+
+    metrics: dict[str, np.ndarray]
+    names: list[str]
+
+    def means(self) -> dict[str, Any]:
+        """The means, and how many `episodes` there were."""
+        return {name: float(np.mean(values)) for name, values in self.metrics.items()} | {"episodes": len(self.names)}
+
+
+def play_classic(run: Run, environment: Environment, policy: Params, episodes: int) -> Scores:
+    """`episodes` episodes by the policy's mode, from starts that do not depend on training."""
+    algorithm = ppo.ppo(environment.spec, run.algorithm, updates=1, mean=meshes.identity)
+    limit = environment.spec.max_steps
+    if limit is None:
+        raise ValueError("episodes of this environment may never end; give it a time limit to evaluate in it")
+    player = jax.jit(rollout.play(environment, algorithm.act, algorithm.memory, steps=limit), static_argnums=2)
+    begun = jax.jit(rollout.starts, static_argnums=(0, 2))(environment, jax.random.key(run.seed + 10_000), episodes)
+    episodes_played, _ = player(policy, begun, None, jax.random.key(run.seed + 20_000))
+    return _scores(episodes_played, [""] * episodes)
+
+
+def _scores(episodes: rollout.Episodes, names: Sequence[str]) -> Scores:
+    episodes = jax.device_get(episodes)
+    valid = np.asarray(episodes.valid)
+    metrics = {name: np.asarray(values, np.float64)[valid] for name, values in episodes.scores.items()}
+    return Scores(metrics, [name for name, row in zip(names, valid, strict=True) for _ in range(int(row.sum()))])
+
+
+class Drives(NamedTuple):
+    """A set of scenarios to be driven by one policy after the other."""
+
+    run: Run
+    scenarios: list[Scenario]
+    bank: Bank
+
+    def play(self, policy: Params | None, driver: str, record: Sequence[int] = ()) -> tuple[Scores, list[Recording]]:
+        """Each scenario once. `driver` is the simulator's: "policy", "idm", "log" or "constant".
+
+        `record` numbers the scenarios to make pictures of.
+        """
+        task = self.run.environment
+        assert isinstance(task, Driving)
+        environment = simulator.driving(self.bank, dataclasses.replace(task.simulator, driver=driver))
+        algorithm = ppo.ppo(environment.spec, self.run.algorithm, updates=1, mean=meshes.identity)
+        acting = policy if policy is not None else algorithm.policy(algorithm.init(jax.random.key(0)))
+        steps = environment.spec.max_steps
+        assert steps is not None
+        player = rollout.play(environment, algorithm.act, algorithm.memory, steps=steps)
+        index = jnp.arange(environment.scenarios)
+        played, _ = jax.jit(lambda p: player(p, jax.vmap(environment.start)(index), None, jax.random.key(1)))(acting)
+        scores = _scores(played, [s.id for s in self.scenarios])
+        if not record:
+            return scores, []
+        filmed = rollout.play(
+            environment, algorithm.act, algorithm.memory, steps=steps,
+            observe=lambda s: (environment.frame(s), environment.active(s), environment.metrics(s)),
+        )  # fmt: skip
+        some = jnp.array(record)
+        _, frames = jax.jit(lambda p: filmed(p, jax.vmap(environment.start)(some), None, jax.random.key(1)))(acting)
+        frames = jax.device_get(frames)
+        return scores, [self._film(frames, i, which, driver) for i, which in enumerate(record)]
+
+    def _film(self, frames: Any, i: int, which: int, label: str) -> Recording:
+        """The recording of scenario `which` from the stacked frames [T+1, E, ...] of episode i."""
+        frame, active, metrics = jax.tree.map(lambda leaf: leaf[:, i], frames)
+        scenario = self.scenarios[which]
+        playing = np.any(active, axis=-1)
+        end = len(playing) if playing.all() else int(np.argmin(playing)) + 1
+        ego = {name: float(values[end - 1, 0]) for name, values in metrics.items()}
+        events = {name: _first(metrics[name][:end, 0]) for name in FAULTS if name in metrics}
+        return Recording(
+            id=scenario.id, dt=scenario.dt, pose=frame.pose[:end], size=frame.size[0], kind=frame.kind[0].astype(np.int8),
+            present=frame.present[:end], controlled=frame.controlled[0], expert=frame.expert[:end],
+            route=scenario.route[0, : int(scenario.route_points[0]), :2],
+            light_position=frame.light_position[0], light_state=frame.light_state[:end].T.astype(np.int8),
+            drawing=scenario.drawing, events=events, label=label, metrics=ego,
+        )  # fmt: skip
+
+
+def _first(values: np.ndarray) -> int | None:
+    """The first frame at which a metric that starts at 0 is above it."""
+    return int(np.argmax(values > 0)) if np.any(values > 0) else None
+
+
+def drives(run: Run, data: Sequence[str] = (), count: int | None = None) -> Drives:
+    """The scenarios of `data`; else those that the run trained in where it had data; else generated ones never trained in."""
+    task = run.environment
+    assert isinstance(task, Driving)
+    agents, horizon = task.simulator.agents, task.horizon
+    paths = tuple(data) or task.data
+    if paths:
+        scenarios = worlds.from_logs(paths, agents=agents, horizon=horizon)[:count]
+    else:
+        count = count or run.evaluation_episodes or 128
+        scenarios = worlds.generated(worlds.HELD_OUT, count, agents=agents, horizon=horizon, workers=cores())
+    return Drives(run, scenarios, stack(scenarios, agents=agents))
+
+
+def label(recordings: Sequence[Recording], policy: str) -> list[Recording]:
+    recording.check(recordings)
+    return [r._replace(label=policy) for r in recordings]

@@ -1,0 +1,297 @@
+"""A Run: one whole experiment as plain data, the folder that keeps it, and its assembly into functions.
+
+`run.json` holds the Run with every default resolved, so that a folder alone says how to go on, evaluate and repeat.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import re
+import time
+import types
+import typing
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+from jax.sharding import Mesh
+
+from longhaul import mesh as meshes
+from longhaul.algorithms import ppo
+from longhaul.driving import simulator
+from longhaul.environment import vectorise
+from longhaul.envs import registry
+from longhaul.rollout import collector
+from longhaul.topologies import fused
+from longhaul.types import Algorithm, Collector, Environment, Progress
+
+FORMAT = 1
+"""Of run.json and what lies beside it; a folder of another format is refused."""
+
+TOPOLOGIES = ("fused",)
+
+MOST_RECORDS = 4096
+"""Records of metrics in a run, about, however long it is: a record sums up as many updates as that takes."""
+
+
+class RunError(ValueError):
+    """A run that can't be made, found or gone on with; the message is one line."""
+
+
+@dataclass(frozen=True)
+class Named:
+    """An environment of the registry."""
+
+    env: str = "cartpole"
+
+
+@dataclass(frozen=True)
+class Driving:
+    """Driving in logs, or in generated scenarios where `data` is empty."""
+
+    data: tuple[str, ...] = ()  # files, folders, globs
+    scenarios: int = 512  # generated ones to train in
+    horizon: int | None = None  # most steps of a scenario; None: to the log's end
+    simulator: simulator.Config = field(default_factory=simulator.Config)
+
+
+@dataclass(frozen=True)
+class Run:
+    """One experiment. Steps are agent steps; None is chosen by `resolve`."""
+
+    recipe: str
+    environment: Named | Driving
+    algorithm: ppo.Config = field(default_factory=ppo.Config)
+    topology: str = "fused"
+    total_steps: int = 1_000_000
+    num_envs: int = 64  # worlds
+    num_steps: int = 128  # of each world an update
+    seed: int = 0
+    devices: int | None = None  # shards of the `data` axis
+    log_interval: int | None = None  # updates a record of metrics, and a compiled call
+    save_interval_minutes: float = 10.0
+    save_interval: int | None = None  # updates, instead of minutes
+    keep: int = 3  # checkpoints
+    evaluation_episodes: int | None = None
+
+
+class Assembly(NamedTuple):
+    """A Run as functions, on its mesh."""
+
+    environment: Environment
+    algorithm: Algorithm
+    collector: Collector
+    mesh: Mesh
+    updates: int
+    steps_per_update: int  # agent steps, over all shards
+    env_steps_per_update: int
+
+    def start(self, seed: int) -> Progress:
+        return fused.start(self.algorithm, self.collector, jax.random.key(seed), self.mesh)
+
+
+def agents(run: Run) -> int:
+    """Columns of the batch that one world makes."""
+    return run.environment.simulator.agents if isinstance(run.environment, Driving) else 1
+
+
+def cores() -> int:
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def resolve(run: Run) -> Run:
+    """`run` with every None decided and every size checked. Raises RunError naming value, bound and remedy."""
+    for name in ("total_steps", "num_envs", "num_steps", "keep"):
+        if getattr(run, name) < 1:
+            raise RunError(f"--{_flag(name)} is {getattr(run, name)}; it must be at least 1")
+    for name in ("devices", "log_interval", "save_interval", "evaluation_episodes"):
+        value = getattr(run, name)
+        if value is not None and value < 1:
+            raise RunError(f"--{_flag(name)} is {value}; it must be at least 1")
+    if not run.save_interval_minutes > 0:
+        raise RunError(f"--save-interval-minutes is {run.save_interval_minutes}; it must be above 0")
+    if run.topology not in TOPOLOGIES:
+        raise RunError(f"--topology is {run.topology!r}; it must be one of {', '.join(TOPOLOGIES)}")
+    devices = run.devices or _default_devices(run)
+    if run.num_envs % devices:
+        raise RunError(
+            f"--num-envs is {run.num_envs}, which {devices} devices can't share evenly; "
+            f"choose a multiple of {devices}, or --mesh data=1"
+        )
+    columns = run.num_envs // devices * agents(run)
+    try:
+        ppo.check(run.algorithm, columns=columns, steps=run.num_steps)
+    except ValueError as error:
+        raise RunError(f"--{error}") from error
+    steps = run.num_envs * agents(run) * run.num_steps
+    updates = run.total_steps // steps
+    if updates < 1:
+        raise RunError(
+            f"--total-steps is {run.total_steps}, less than one update of {steps} (num_envs x agents x num_steps); "
+            f"give at least {steps}"
+        )
+    # Many small updates a call, so that the host costs nothing; but some calls a second, so that it can stop and save.
+    block = max(1, min(64, 32_768 // steps), -(-updates // MOST_RECORDS))
+    episodes = run.evaluation_episodes or (128 if isinstance(run.environment, Driving) else 100)
+    return dataclasses.replace(
+        run, devices=devices, log_interval=min(run.log_interval or block, updates), evaluation_episodes=episodes
+    )
+
+
+def _default_devices(run: Run) -> int:
+    """All local devices. On a CPU that is a shard a core, where batches are large enough to be worth cutting."""
+    if os.environ.get("JAX_PLATFORMS", "").startswith("cpu") or not _has_accelerator():
+        shards = cores() if run.num_envs >= 64 else 1
+    else:
+        shards = jax.local_device_count()
+    while run.num_envs % shards:
+        shards -= 1
+    return shards
+
+
+def _has_accelerator() -> bool:
+    """Whether a GPU or TPU is there, told without starting JAX (which then could not make several CPU devices)."""
+    return any(Path(place).exists() for place in ("/dev/nvidia0", "/dev/kfd", "/dev/accel0", "/dev/vfio/0"))
+
+
+def prepare_devices(devices: int) -> None:
+    """Makes the CPU show `devices` devices; does nothing once JAX runs. Call it before anything computes."""
+    if devices == 1:
+        # One thread: a pool of them only gets in the way of many small kernels (1.4 times slower at 4 environments).
+        os.environ.setdefault("NPROC", "1")
+    try:
+        jax.config.update("jax_num_cpu_devices", devices)
+    except RuntimeError:
+        if len(jax.devices()) < devices:
+            raise RunError(f"{devices} devices are wanted, and JAX already runs with {len(jax.devices())}") from None
+
+
+def assemble(run: Run, environment: Environment) -> Assembly:
+    """The functions of a resolved run in `environment`."""
+    assert run.devices is not None
+    mesh = meshes.make_mesh(run.devices)
+    worlds = vectorise(environment, run.num_envs // run.devices)
+    steps = run.num_envs * agents(run) * run.num_steps
+    updates = run.total_steps // steps
+    algorithm = ppo.ppo(environment.spec, run.algorithm, updates=updates, mean=meshes.mean_over_data)
+    collect = collector(worlds, algorithm.act, algorithm.memory, steps=run.num_steps)
+    return Assembly(environment, algorithm, collect, mesh, updates, steps, run.num_envs * run.num_steps)
+
+
+def named(environment: Named) -> Environment:
+    """The environment of that name; RunError with the nearest names where there is none."""
+    try:
+        return registry.make(environment.env)
+    except ValueError as error:
+        raise RunError(str(error)) from error
+
+
+# ---------------------------------------------------------------------------------------------------------- folders
+
+
+def new_folder(runs_dir: Path, run: Run, name: str | None) -> Path:
+    """Makes the folder of a new run. Raises RunError where `name` is taken or is no name."""
+    if name is not None and not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}", name):
+        raise RunError(f"--run-name is {name!r}; use letters, digits, '.', '_' and '-', at most 100")
+    runs_dir.mkdir(parents=True, exist_ok=True)
+    stem = name or f"{run.recipe}-{time.strftime('%Y%m%d-%H%M%S')}"
+    for attempt in range(1000):
+        folder = runs_dir / (stem if attempt == 0 else f"{stem}-{attempt + 1}")
+        try:
+            folder.mkdir()
+        except FileExistsError:
+            if name is not None:
+                raise RunError(
+                    f"run {name!r} exists in {runs_dir}; choose another --run-name, or --resume {name}"
+                ) from None
+            continue
+        return folder
+    raise RunError(f"{runs_dir} holds a thousand runs of this second; give a --run-name")
+
+
+def find_folder(runs_dir: Path, run_id: str) -> Path:
+    """The folder of a run by its name or path; RunError with the nearest names where there is none."""
+    import difflib
+
+    for folder in (runs_dir / run_id, Path(run_id)):
+        if (folder / "run.json").is_file():
+            return folder
+    there = sorted(p.parent.name for p in runs_dir.glob("*/run.json"))
+    near = difflib.get_close_matches(run_id, there, n=3, cutoff=0.4) or there[-3:]
+    hint = f"did you mean {' or '.join(near)}?" if near else "there are none yet: longhaul train makes one"
+    raise RunError(f"no run {run_id!r} in {runs_dir}; {hint}")
+
+
+def write_json(path: Path, value: Any) -> None:
+    """Writes at once or not at all."""
+    partial_path = path.with_name(path.name + ".partial")
+    with open(partial_path, "w") as file:
+        json.dump(value, file, indent=2)
+        file.write("\n")
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(partial_path, path)
+
+
+def save_run(folder: Path, run: Run, about: dict[str, Any]) -> None:
+    """Writes run.json."""
+    write_json(folder / "run.json", {"format": FORMAT, "id": folder.name, "recipe": run.recipe, "run": to_dict(run), **about})
+
+
+def load_run(folder: Path) -> Run:
+    """The Run of a folder. Raises RunError where run.json can't be read or is of another version."""
+    path = folder / "run.json"
+    try:
+        data = json.loads(path.read_text())
+    except (OSError, ValueError) as error:
+        raise RunError(f"{path} can't be read ({error}); it was not written by longhaul, or is damaged") from error
+    found = data.get("format") if isinstance(data, dict) else None
+    if found != FORMAT:
+        raise RunError(f"{path} has format {found}, and this longhaul reads format {FORMAT}; use the version that wrote it")
+    try:
+        return from_dict(Run, data["run"])
+    except (KeyError, TypeError, ValueError) as error:
+        raise RunError(f"{path} is no run of this version ({error}); use the version that wrote it") from error
+
+
+def to_dict(value: Any) -> Any:
+    """A dataclass as JSON can hold it; `kind` names the class where a field may have several."""
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        fields = {f.name: to_dict(getattr(value, f.name)) for f in dataclasses.fields(value)}
+        return {"kind": type(value).__name__, **fields} if isinstance(value, (Named, Driving)) else fields
+    return [to_dict(v) for v in value] if isinstance(value, (list, tuple)) else value
+
+
+def from_dict(kind: Any, value: Any) -> Any:
+    """The inverse of `to_dict`. Raises TypeError or KeyError where a field is missing, unknown or of another type."""
+    if typing.get_origin(kind) in (typing.Union, types.UnionType):
+        options = typing.get_args(kind)
+        if isinstance(value, dict) and "kind" in value:
+            named_kind = {o.__name__: o for o in options}[value["kind"]]
+            return from_dict(named_kind, {k: v for k, v in value.items() if k != "kind"})
+        if value is None:
+            return None
+        return from_dict(next(o for o in options if o is not type(None)), value)
+    if dataclasses.is_dataclass(kind):
+        hints = typing.get_type_hints(kind)
+        names = {f.name for f in dataclasses.fields(kind)}
+        if set(value) != names:
+            odd = sorted(set(value) ^ names)
+            raise TypeError(f"fields {', '.join(odd)} do not fit")
+        return typing.cast(Any, kind)(**{name: from_dict(hints[name], value[name]) for name in names})
+    if typing.get_origin(kind) is tuple:
+        return tuple(from_dict(typing.get_args(kind)[0], v) for v in value)
+    if kind is float and isinstance(value, int) and not isinstance(value, bool):
+        return float(value)
+    if kind in (int, float, str, bool) and type(value) is not kind:
+        raise TypeError(f"{value!r} is no {kind.__name__}")
+    return value
+
+
+def _flag(name: str) -> str:
+    return name.replace("_", "-")
+
+
