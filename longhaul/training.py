@@ -88,7 +88,7 @@ def train(run: Run, folder: Path, *, resumed: bool) -> Outcome:
         save_run(folder, run, about)
     assembly = assemble(run, environment)
     with listening() as stop, closing(Checkpoints(folder / "checkpoints", keep=run.keep)) as checkpoints:
-        state = _loop(run, folder, assembly, checkpoints, stop, prepared)
+        state = _loop(run, folder, assembly, checkpoints, stop, prepared, resumed=resumed)
         if state is None:
             return Outcome(STOPPED, None)
         progress, seconds = state
@@ -104,7 +104,7 @@ class Seconds(NamedTuple):
 
 
 def _loop(
-    run: Run, folder: Path, assembly: Assembly, checkpoints: Checkpoints, stop: Stop, prepared: float
+    run: Run, folder: Path, assembly: Assembly, checkpoints: Checkpoints, stop: Stop, prepared: float, *, resumed: bool
 ) -> tuple[Progress, Seconds] | None:
     """All updates that are left; None where a signal came first (and what was done is saved)."""
     assert run.log_interval is not None
@@ -129,7 +129,7 @@ def _loop(
     total = assembly.updates * assembly.steps_per_update
     with (
         closing(telemetry.jsonl(metrics)) as lines,
-        closing(telemetry.tensorboard(folder, after=steps if restored else None)) as events,
+        closing(telemetry.tensorboard(folder, after=steps if resumed else None)) as events,
         closing(telemetry.console(total, start=steps)) as console,
     ):
         log = _logger(assembly, telemetry.fan(lines, events, console), done, lambda: wall + time.perf_counter() - began)

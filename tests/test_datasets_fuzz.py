@@ -13,6 +13,7 @@ import pytest
 
 from longhaul.datasets import sources, tfrecord
 from longhaul.datasets.log import BadData, Log
+from tests import fixtures_argoverse
 from tests import fixtures_logs as made
 
 STEPS, CURRENT = 12, 4
@@ -97,7 +98,7 @@ def test_payloads_cut_anywhere(kind: str, tmp_path: Path) -> None:
 
 def test_damaged_parquets_and_maps(tmp_path: Path) -> None:
     pytest.importorskip("pyarrow")
-    path = made.argoverse(made.make_log(STEPS, CURRENT), tmp_path)
+    path = fixtures_argoverse.write(made.make_log(STEPS, CURRENT), tmp_path)
     where = tmp_path / "log_map_archive_straight.json"
     table, document = path.read_bytes(), where.read_bytes()
     random = np.random.default_rng(3)

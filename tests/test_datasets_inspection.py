@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from longhaul.datasets import inspection, tfrecord
+from tests import fixtures_argoverse
 from tests import fixtures_logs as made
 
 STRAIGHT = {
@@ -49,7 +50,7 @@ def test_counts_of_every_format(tmp_path: Path) -> None:
 
 def test_what_a_format_does_not_have_is_null(tmp_path: Path) -> None:
     pytest.importorskip("pyarrow")
-    (file,) = inspection.inspect([str(made.argoverse(made.make_log(), tmp_path))])["files"]
+    (file,) = inspection.inspect([str(fixtures_argoverse.write(made.make_log(), tmp_path))])["files"]
     lines, edges = 2 * 51 + 101, 4 + 4  # of each area the three sides that are not shared
     assert file["scenarios"] == [
         STRAIGHT

@@ -13,6 +13,7 @@ import pytest
 from longhaul.datasets import argoverse, gpudrive, scenarionet, sources, tfrecord, womd, womd_scenario
 from longhaul.datasets.log import EDGE_BOUNDARY, LANE_STREET, BadData, Feature, Lights
 from longhaul.datasets.wire import Malformed, encode
+from tests import fixtures_argoverse
 from tests import fixtures_logs as made
 
 HERE = Path("here.json")
@@ -190,7 +191,7 @@ def test_scenarionet_numbers_features_of_foreign_ids() -> None:
 def test_argoverse_gives_tracks_sizes_by_type_and_edges_of_the_union(tmp_path: Path) -> None:
     pytest.importorskip("pyarrow")
     log = made.make_log(steps=110, current=49)
-    (found,) = sources.read(made.argoverse(log, tmp_path))
+    (found,) = sources.read(fixtures_argoverse.write(log, tmp_path))
     np.testing.assert_array_equal(found.tracks.valid, log.tracks.valid)
     np.testing.assert_array_equal(found.tracks.position, log.tracks.position * [1, 1, 0])
     np.testing.assert_array_equal(found.tracks.heading, log.tracks.heading)
@@ -214,7 +215,7 @@ def test_argoverse_gives_tracks_sizes_by_type_and_edges_of_the_union(tmp_path: P
 
 def test_argoverse_makes_centre_lines_where_there_are_none(tmp_path: Path) -> None:
     pytest.importorskip("pyarrow")
-    path = made.argoverse(made.make_log(), tmp_path)
+    path = fixtures_argoverse.write(made.make_log(), tmp_path)
     where = tmp_path / "log_map_archive_straight.json"
     document = json.loads(where.read_text())
     for lane in document["lane_segments"].values():
@@ -228,12 +229,20 @@ def test_argoverse_makes_centre_lines_where_there_are_none(tmp_path: Path) -> No
 
 def test_argoverse_says_what_is_missing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("pyarrow")
-    path = made.argoverse(made.make_log(), tmp_path)
+    path = fixtures_argoverse.write(made.make_log(), tmp_path)
     (tmp_path / "log_map_archive_straight.json").rename(tmp_path / "elsewhere.json")
     with pytest.raises(BadData, match=r"its map log_map_archive_straight\.json cannot be read.*put it beside"):
         list(sources.read(path))
     monkeypatch.setitem(__import__("sys").modules, "pyarrow", None)
     with pytest.raises(BadData, match=r'pip install "longhaul\[data\]"'):
+        list(sources.read(path))
+
+
+def test_argoverse_takes_no_more_rows_than_there_is_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("pyarrow")
+    path = fixtures_argoverse.write(made.make_log(), tmp_path)
+    monkeypatch.setattr(argoverse, "MOST_ROWS", 500)
+    with pytest.raises(BadData, match="it has 531 rows; 500 are possible"):
         list(sources.read(path))
 
 

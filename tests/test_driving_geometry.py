@@ -8,7 +8,19 @@ import numpy as np
 import pytest
 
 from longhaul.driving.bank import sample
-from longhaul.driving.geometry import OPEN, Field, blocked, clearance, corners, into, out_of, project, separation, wrap
+from longhaul.driving.geometry import (
+    FREE,
+    OPEN,
+    Field,
+    blocked,
+    clearance,
+    corners,
+    into,
+    out_of,
+    project,
+    separation,
+    wrap,
+)
 from longhaul.driving.scenario import CELL
 
 
@@ -143,18 +155,27 @@ def test_projection_is_the_nearest_of_ten_thousand_points() -> None:
         assert np.sign(float(found.lateral)) == np.sign(side) or away.min() < 1e-3
 
 
-def test_blocked_says_which_points_are_in_enlarged_boxes() -> None:
+def test_blocked_finds_the_first_point_of_a_way_in_each_enlarged_box() -> None:
     rng = np.random.default_rng(4)
     boxes = rng.uniform([-8, -8, -3, 0.3, 0.3], [8, 8, 3, 3, 1.5], (40, 5))
-    points = rng.uniform(-10, 10, (60, 2))
+    points = rng.uniform(-10, 10, (3, 2, 30))
+    along = np.sort(rng.uniform(-5, 40, (3, 30)), axis=1)
     x, y, heading, length, width = (jnp.asarray(c, jnp.float32) for c in boxes.T)
-    path = (jnp.asarray(points[:, 0], jnp.float32), jnp.asarray(points[:, 1], jnp.float32))
-    found = np.asarray(blocked(path, (x, y, jnp.cos(heading), jnp.sin(heading)), (length, width), (0.5, 1.0)))
-    for n, (cx, cy, h, hl, hw) in enumerate(boxes):
-        u = (points[:, 0] - cx) * np.cos(h) + (points[:, 1] - cy) * np.sin(h)
-        v = -(points[:, 0] - cx) * np.sin(h) + (points[:, 1] - cy) * np.cos(h)
-        np.testing.assert_array_equal(found[n], (np.abs(u) <= hl + 0.5) & (np.abs(v) <= hw + 1.0))
-    assert found.any() and not found.all()
+    way = (jnp.asarray(points[:, 0], jnp.float32), jnp.asarray(points[:, 1], jnp.float32))
+    find = jax.jit(blocked)
+    found = np.asarray(
+        find(way, jnp.asarray(along, jnp.float32), (x, y, jnp.cos(heading), jnp.sin(heading)), (length, width), (0.5, 1.0))
+    )
+    assert found.shape == (3, 40)
+    for w in range(3):
+        for n, (cx, cy, h, hl, hw) in enumerate(boxes):
+            u = (points[w, 0] - cx) * np.cos(h) + (points[w, 1] - cy) * np.sin(h)
+            v = -(points[w, 0] - cx) * np.sin(h) + (points[w, 1] - cy) * np.cos(h)
+            inside = (np.abs(u) <= hl + 0.5) & (np.abs(v) <= hw + 1.0) & (along[w] > 0)
+            expected = along[w][inside][0] if inside.any() else FREE
+            assert found[w, n] == pytest.approx(expected, rel=1e-6)
+    assert (found < FREE).any()
+    assert (found == FREE).any()
 
 
 def test_projection_works_in_a_batch() -> None:

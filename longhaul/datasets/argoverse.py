@@ -85,7 +85,7 @@ COLUMNS = (
     *("velocity_x", "velocity_y", "observed", "scenario_id"),
 )
 
-MOST_STEPS, MOST_STATES = 1 << 16, 1 << 24
+MOST_STEPS, MOST_STATES, MOST_ROWS = 1 << 16, 1 << 24, 1 << 22
 
 PIECE, ASIDE = 1.0, 0.25
 """Metres: edges are looked at in pieces of this length, so far beside them."""
@@ -118,8 +118,12 @@ def _parquet(path: Path) -> dict[str, list[Any]]:
     except ImportError as error:
         raise BadData(f'{path}: Argoverse 2 needs pyarrow: pip install "longhaul[data]"') from error
     try:
-        table = parquet.ParquetFile(path).read(columns=list(COLUMNS), use_threads=False)
-        columns = table.to_pydict()
+        with parquet.ParquetFile(path) as file:
+            if file.metadata.num_rows > MOST_ROWS:  # few bytes can stand for many equal rows
+                raise Malformed(f"it has {file.metadata.num_rows} rows; {MOST_ROWS} are possible")
+            columns = file.read(columns=list(COLUMNS), use_threads=False).to_pydict()
+    except Malformed:
+        raise
     except (pa.ArrowException, MemoryError, OSError, *WRONG) as error:
         raise Malformed(f"it is no usable parquet: {str(error)[:200]}") from error
     missing = [name for name in COLUMNS if name not in columns]

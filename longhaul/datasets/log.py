@@ -23,7 +23,7 @@ LIGHT_UNKNOWN, LIGHT_STOP, LIGHT_CAUTION, LIGHT_GO = 0, 4, 5, 6
 LIGHT_RED = (1, 4, 7)
 LIGHT_YELLOW = (2, 5, 8)
 LIGHT_GREEN = (3, 6)
-"""States of a traffic light, likewise: 1-3 arrow stop, caution, go; 4-6 the same without arrow; 7, 8 flashing stop, caution."""
+"""States of a light, likewise: 1-3 arrow stop, caution, go; 4-6 the same without arrow; 7, 8 flashing stop, caution."""
 
 
 @dataclass(frozen=True)
@@ -43,8 +43,8 @@ class Tracks:
 class Feature:
     """One feature of the map: a polyline, a polygon's outline (crosswalk, speed bump) or a point (stop sign).
 
-    Road edges run with the road on their left, so that a point to the right of its nearest edge is off the road. Lane centres run
-    in the direction of travel.
+    Road edges run with the road on their left, so that a point to the right of its nearest edge is off the road. Lane
+    centres run in the direction of travel.
     """
 
     id: int

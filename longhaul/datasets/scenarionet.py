@@ -230,9 +230,9 @@ def _shape(feature: dict[str, Any]) -> np.ndarray:
 
 
 def _limit(feature: dict[str, Any]) -> float | None:
-    """The speed limit, m/s; 0 stands for none."""
+    """The speed limit, m/s."""
     for name, unit in (("speed_limit_mph", MPH), ("speed_limit_kmh", 1 / 3.6)):
-        if feature.get(name):
+        if feature.get(name) is not None:
             return float(values(feature[name]).reshape(-1)[0]) * unit
     return None
 

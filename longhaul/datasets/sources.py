@@ -24,7 +24,7 @@ TFRECORD = "tfrecord"
 
 KNOWN = "a TFRecord (WOMD tf.Example or Scenario), GPUDrive JSON, a ScenarioNet pickle, an Argoverse 2 parquet"
 
-LARGEST = 1 << 30
+LARGEST = 1 << 28
 """Bytes of a file that is read whole; TFRecords are read record by record."""
 
 

@@ -9,9 +9,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from longhaul.driving import tables as bank
-from longhaul.driving.geometry import blocked, clearance, corners, into, out_of, project, separation, wrap
+from longhaul.driving.geometry import FREE, blocked, clearance, corners, into, out_of, project, separation, wrap
 from longhaul.driving.tables import Tables
-from longhaul.driving.traffic import FREE, MARGIN, Scene
+from longhaul.driving.traffic import MARGIN, Scene
 
 FAN = np.array(
     [(r * np.cos(a), r * np.sin(a)) for r in (4.0, 9.0, 17.0) for a in np.deg2rad([-90, -50, -22, 0, 22, 50, 90])]
@@ -89,11 +89,12 @@ def extract(tables: Tables, search: int, scenario: jax.Array, t: jax.Array, here
     ahead = bank.ahead_of(route, first, place.s, CORRIDOR)
     boxes = (here.x, here.y, here.cos, here.sin)
     margin = half[1] + MARGIN
-    hit = blocked(ahead[:2], boxes, (here.half_length, here.half_width), (margin, margin))
-    blocks = jnp.min(jnp.where(hit, CORRIDOR.astype(np.float32)[None, :] - half[0], FREE), axis=1)
-    blocks = jnp.where(seen, blocks, FREE)
-    leader = jnp.argmin(blocks)
-    along = ahead[2][jnp.argmax(hit[leader])]
+    offset = jnp.asarray(CORRIDOR, jnp.float32)
+    near = blocked(ahead[:2], offset, boxes, (here.half_length, here.half_width), (margin, margin))
+    near = jnp.where(seen, near, FREE)
+    leader = jnp.argmin(near)
+    along = ahead[2][jnp.minimum(jnp.sum(offset < near[leader]), len(CORRIDOR) - 1)]
+    blocks = jnp.where(near < FREE, near - half[0], FREE)
 
     stop = tables.light_s[scenario, pose.slot]
     lights = tables.light_state[scenario, t, pose.slot]

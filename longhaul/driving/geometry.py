@@ -20,6 +20,10 @@ OPEN = 10.0
 """Metres to the road's edge where a scenario has no edges: the clearance is -OPEN everywhere."""
 
 
+FREE = 1e3
+"""Metres to what is ahead, where nothing is."""
+
+
 class Field(NamedTuple):
     """The signed distance to the road's edge of one scenario, as a part of one flat array; negative on the road."""
 
@@ -133,15 +137,25 @@ def project(window: jax.Array, first: jax.Array, x: jax.Array, y: jax.Array) -> 
 
 def blocked(
     points: tuple[jax.Array, jax.Array],
+    along: jax.Array,
     boxes: tuple[jax.Array, jax.Array, jax.Array, jax.Array],
     half: tuple[jax.Array, jax.Array],
     margin: tuple[float | jax.Array, float | jax.Array],
 ) -> jax.Array:
-    """bool [N, M]: which of M points of a path lie within which of N boxes that are larger by a margin.
+    """[..., N]: where each of N boxes first stands in each of many ways: `along` of its first point in the box, or FREE.
 
+    `points`: x and y [..., M] of a way; `along` [..., M]: metres ahead, growing; points with none or less do not count.
     `boxes`: x, y, cosine and sine of the heading, each [N]; `half`: half lengths and widths [N]; `margin`: along and
-    beside, m. With half of a vehicle's width as the margin, these are the boxes that it would touch on its way.
+    beside, m (or [..., 1]), by which the boxes are larger. With half of a vehicle's width as the margin, these are the
+    boxes that it would touch on its way. The loop over points is unrolled: so every operation runs along N.
     """
-    x, y, cos, sin = (value[:, None] for value in boxes)
-    u, v = into(points[0][None, :] - x, points[1][None, :] - y, cos, sin)
-    return (jnp.abs(u) <= half[0][:, None] + margin[0]) & (jnp.abs(v) <= half[1][:, None] + margin[1])
+    x, y, cos, sin = boxes
+    own_u, own_v = into(x, y, cos, sin)
+    length, width = half[0] + margin[0], half[1] + margin[1]
+    near = jnp.full(jnp.broadcast_shapes((*along.shape[:-1], 1), x.shape), FREE)
+    for j in reversed(range(along.shape[-1])):
+        at = along[..., j, None]
+        u, v = into(points[0][..., j, None], points[1][..., j, None], cos, sin)
+        hit = (jnp.abs(u - own_u) <= length) & (jnp.abs(v - own_v) <= width) & (at > 0.0)
+        near = jnp.where(hit, at, near)
+    return near

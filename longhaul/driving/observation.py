@@ -17,9 +17,9 @@ from jax import lax
 from longhaul.datasets.log import CYCLIST, PEDESTRIAN, VEHICLE
 from longhaul.driving.dynamics import MAX_ACCELERATION, MAX_CURVATURE, steerable
 from longhaul.driving.features import FAN, Features, Pose
-from longhaul.driving.geometry import into, wrap
+from longhaul.driving.geometry import FREE, into, wrap
 from longhaul.driving.tables import AHEAD, ahead_of
-from longhaul.driving.traffic import FREE, Scene
+from longhaul.driving.traffic import Scene
 
 EGO = 24
 NEIGHBOUR = 18

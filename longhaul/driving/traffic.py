@@ -3,8 +3,8 @@
 Reactive vehicles keep to their logged way and choose their speed by the Intelligent Driver Model (Treiber, Hennecke
 and Helbing, "Congested traffic states in empirical observations and microscopic simulations", 2000). A leader is
 whatever stands in the corridor ahead, with its present pose. Two things stand in for what a log does not tell: a
-vehicle slows for the bends of its way, and it does not pass a place where its log is waiting at that moment (a red
-light, mostly).
+vehicle slows for the bends of its way, and it does not pass a place where its log waits, now or next (mostly at a red
+light), before its log leaves it.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import numpy as np
 from jax import lax
 
 from longhaul.driving.dynamics import MAX_ACCELERATION, Motion, travel
-from longhaul.driving.geometry import blocked, wrap
+from longhaul.driving.geometry import FREE, blocked, wrap
 from longhaul.driving.tables import PATH_SPACING, PATH_WINDOW, STIR, Paths, Tables
 
 HEADWAY = 1.2  # s
@@ -26,10 +26,6 @@ ACCELERATION = 2.0  # m/s^2
 BRAKING = 3.0  # m/s^2, comfortable
 BEND = 2.5  # m/s^2 of lateral acceleration that a reactive vehicle takes
 MARGIN = 0.2  # m, kept beside a corridor
-
-FREE = 1e3
-"""A gap, m, where nothing is ahead."""
-
 
 class Scene(NamedTuple):
     """Everybody of one world at one time, each [N]."""
@@ -164,10 +160,9 @@ def react(tables: Tables, scenario: jax.Array, t: jax.Array, here: Scene, state:
     acceleration = respond(paths, scenario, here, state)
     now, after = slice_at(tables, scenario, t), slice_at(tables, scenario, t + 1)
     logged_speed = jnp.hypot(after[3], after[4])
-    # not past a place where the log waits now; the wall stands where the vehicle would rest STANDSTILL before it
-    waits = (logged_speed < 0.5) & (state.s <= after[6] + STIR)
-    wall = jnp.where(waits, after[6], paths.end[scenario]) - state.s + STANDSTILL
-    wall = jnp.minimum(wall, paths.end[scenario] - state.s + STANDSTILL)
+    # who is past the place where its log waits has nothing more to wait for
+    wall = jnp.where(state.s <= after[7] + STIR, after[7], paths.end[scenario])
+    wall = jnp.minimum(wall, paths.end[scenario]) - state.s + STANDSTILL  # vehicles rest STANDSTILL before it
     stop = ACCELERATION * (1.0 - interaction(state.speed, wall, jnp.zeros_like(wall)))
     acceleration = jnp.maximum(jnp.minimum(acceleration, stop), -MAX_ACCELERATION)
     distance, speed = travel(state.speed, acceleration, tables.dt[scenario])
@@ -183,22 +178,16 @@ def respond(paths: Paths, scenario: jax.Array, here: Scene, state: Reactive) -> 
     stride = 2
     index = jnp.clip(state.s / PATH_SPACING, 0, paths.points.shape[3] - PATH_WINDOW).astype(jnp.int32)
     points = read(paths, scenario, index, PATH_WINDOW)
-    start = PATH_SPACING * index.astype(jnp.float32) - state.s
-    offset = PATH_SPACING * np.arange(0, PATH_WINDOW, stride, dtype=np.float32)
+    offset = PATH_SPACING * np.arange(PATH_WINDOW, dtype=np.float32)
+    along = (PATH_SPACING * index.astype(jnp.float32) - state.s)[:, None] + offset[None, ::stride]
+    way = (points[:, 0, ::stride], points[:, 1, ::stride])
+    margin = here.half_width[:, None] + MARGIN
     boxes = (here.x, here.y, here.cos, here.sin)
-    half = (here.half_length, here.half_width)
-
-    def one(own: jax.Array, line: jax.Array, at: jax.Array, n: jax.Array, speed: jax.Array) -> jax.Array:
-        along = at + offset  # [M], m ahead of the centre
-        hit = blocked((line[0, ::stride], line[1, ::stride]), boxes, half, (PATH_SPACING, own + MARGIN))
-        hit = hit & (along > 0.0)[None, :]
-        near = jnp.min(jnp.where(hit, along[None, :], FREE), axis=1)
-        gap = near - here.half_length[n]
-        leader = jnp.maximum(here.vx * here.cos[n] + here.vy * here.sin[n], 0.0)
-        counts = here.present & (near < FREE) & (jnp.arange(near.shape[0]) != n)
-        return jnp.max(jnp.where(counts, interaction(speed, gap, leader), 0.0))
-
-    numbers = jnp.arange(state.s.shape[0], dtype=jnp.int32)
-    hindrance = jax.vmap(one)(here.half_width, points, start, numbers, state.speed)
-    bend = bend_speed(points[:, 2], PATH_SPACING, PATH_SPACING * np.arange(PATH_WINDOW, dtype=np.float32))
+    near = blocked(way, along, boxes, (here.half_length, here.half_width), (PATH_SPACING, margin))
+    speed, count = state.speed[:, None], near.shape[0]
+    theirs = here.vx[None, :] * here.cos[:, None] + here.vy[None, :] * here.sin[:, None]
+    cost = interaction(speed, near - here.half_length[:, None], jnp.maximum(theirs, 0.0))
+    counts = here.present[None, :] & (near < FREE) & ~np.eye(count, dtype=bool)
+    hindrance = jnp.max(jnp.where(counts, cost, 0.0), axis=1)
+    bend = bend_speed(points[:, 2], PATH_SPACING, offset)
     return idm(state.speed, jnp.minimum(paths.cruise[scenario], bend), hindrance)
