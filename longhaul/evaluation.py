@@ -90,6 +90,11 @@ class Drives(NamedTuple):
         frames = jax.device_get(frames)
         return scores, [self._film(frames, i, which, driver) for i, which in enumerate(record)]
 
+    def only(self, which: int) -> Drives:
+        """The drive in scenario number `which` alone."""
+        scenarios = [self.scenarios[which]]
+        return Drives(self.run, scenarios, stack(scenarios, agents=self.bank.controlled.shape[1]))
+
     def _film(self, frames: Any, i: int, which: int, label: str) -> Recording:
         """The recording of scenario `which` from the stacked frames [T+1, E, ...] of episode i."""
         frame, active, metrics = jax.tree.map(lambda leaf: leaf[:, i], frames)

@@ -51,7 +51,12 @@ def driving() -> Run:
     )  # fmt: skip
 
 
-RECIPES: dict[str, Callable[[], Run]] = {"cartpole": cartpole, "pendulum": pendulum, "driving": driving}
+def general() -> Run:
+    """PPO with PureJaxRL's settings in any environment: give --env NAME."""
+    return Run("ppo", Named("cartpole"), ppo.Config(), total_steps=1_000_000, num_envs=64, num_steps=128)
+
+
+RECIPES: dict[str, Callable[[], Run]] = {"cartpole": cartpole, "pendulum": pendulum, "driving": driving, "ppo": general}
 
 
 def recipe(name: str) -> Run:

@@ -87,7 +87,9 @@ def collector(
             if valid is not None:
                 ended, truncated = ended & valid, truncated & valid
             kept = _keep(kept, used, truncated, led_to.successor)
-            remembered = _where_column(ended, initial_memory, remembered)
+            # Who waits for its world remembers nothing of it when the next episode begins.
+            begins = ended if valid is None else ended | ~valid
+            remembered = _where_column(begins, initial_memory, remembered)
             row = (observation, action, led_to.reward, led_to.terminated, truncated, valid, extras)
             after = Carry(state, led_to.observation, remembered)
             return (after, tally, kept, used + truncated), row

@@ -6,12 +6,16 @@
 from __future__ import annotations
 
 import dataclasses
+import fcntl
 import json
+import math
 import os
 import re
 import time
 import types
 import typing
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -27,11 +31,15 @@ from longhaul.envs import registry
 from longhaul.rollout import collector
 from longhaul.topologies import fused
 from longhaul.types import Algorithm, Collector, Environment, Progress
+from longhaul.worlds import HELD_OUT
 
 FORMAT = 1
 """Of run.json and what lies beside it; a folder of another format is refused."""
 
 TOPOLOGIES = ("fused",)
+
+MOST = 2**31 - 1
+"""Of what JAX counts in int32."""
 
 MOST_RECORDS = 4096
 """Records of metrics in a run, about, however long it is: a record sums up as many updates as that takes."""
@@ -71,7 +79,8 @@ class Run:
     num_steps: int = 128  # of each world an update
     seed: int = 0
     devices: int | None = None  # shards of the `data` axis
-    log_interval: int | None = None  # updates a record of metrics, and a compiled call
+    log_interval: int | None = None  # updates that a record of metrics sums up
+    block: int | None = None  # updates of a compiled call: a run logs, saves and stops between calls
     save_interval_minutes: float = 10.0
     save_interval: int | None = None  # updates, instead of minutes
     keep: int = 3  # checkpoints
@@ -104,15 +113,9 @@ def cores() -> int:
 
 def resolve(run: Run) -> Run:
     """`run` with every None decided and every size checked. Raises RunError naming value, bound and remedy."""
-    for name in ("total_steps", "num_envs", "num_steps", "keep"):
-        if getattr(run, name) < 1:
-            raise RunError(f"--{_flag(name)} is {getattr(run, name)}; it must be at least 1")
-    for name in ("devices", "log_interval", "save_interval", "evaluation_episodes"):
-        value = getattr(run, name)
-        if value is not None and value < 1:
-            raise RunError(f"--{_flag(name)} is {value}; it must be at least 1")
-    if not run.save_interval_minutes > 0:
-        raise RunError(f"--save-interval-minutes is {run.save_interval_minutes}; it must be above 0")
+    _check_numbers(run)
+    if isinstance(run.environment, Driving):
+        _check_driving(run.environment)
     if run.topology not in TOPOLOGIES:
         raise RunError(f"--topology is {run.topology!r}; it must be one of {', '.join(TOPOLOGIES)}")
     devices = run.devices or _default_devices(run)
@@ -122,23 +125,77 @@ def resolve(run: Run) -> Run:
             f"choose a multiple of {devices}, or --mesh data=1"
         )
     columns = run.num_envs // devices * agents(run)
+    if columns * run.num_steps > MOST:
+        raise RunError(
+            f"--num-envs x agents x --num-steps is {columns * run.num_steps} on a device; it must be at most {MOST}"
+        )
     try:
         ppo.check(run.algorithm, columns=columns, steps=run.num_steps)
     except ValueError as error:
-        raise RunError(f"--{error}") from error
+        name, _, rest = str(error).partition(" ")
+        raise RunError(f"--{_flag(name)} {rest}") from error
     steps = run.num_envs * agents(run) * run.num_steps
     updates = run.total_steps // steps
-    if updates < 1:
+    if not 1 <= updates <= MOST:
         raise RunError(
-            f"--total-steps is {run.total_steps}, less than one update of {steps} (num_envs x agents x num_steps); "
-            f"give at least {steps}"
+            f"--total-steps is {run.total_steps}, which is {updates} updates of {steps} "
+            f"(num_envs x agents x num_steps); give {steps} to {steps * MOST}"
         )
-    # Many small updates a call, so that the host costs nothing; but some calls a second, so that it can stop and save.
-    block = max(1, min(64, 32_768 // steps), -(-updates // MOST_RECORDS))
-    episodes = run.evaluation_episodes or (128 if isinstance(run.environment, Driving) else 100)
+    log_interval, block = _intervals(run, updates, steps)
+    task = run.environment
+    if isinstance(task, Driving):  # found again from wherever the run is gone on with
+        task = dataclasses.replace(task, data=tuple(os.path.abspath(os.path.expanduser(path)) for path in task.data))
+    episodes = run.evaluation_episodes or (128 if isinstance(task, Driving) else 100)
     return dataclasses.replace(
-        run, devices=devices, log_interval=min(run.log_interval or block, updates), evaluation_episodes=episodes
+        run, environment=task, devices=devices, log_interval=log_interval, block=block, evaluation_episodes=episodes
     )
+
+
+def _check_numbers(run: Run) -> None:
+    for name in ("total_steps", "num_envs", "num_steps", "keep"):
+        if getattr(run, name) < 1:
+            raise RunError(f"--{_flag(name)} is {getattr(run, name)}; it must be at least 1")
+    for name in ("devices", "log_interval", "block", "save_interval", "evaluation_episodes"):
+        value = getattr(run, name)
+        if value is not None and value < 1:
+            raise RunError(f"--{_flag(name)} is {value}; it must be at least 1")
+    if not 0 <= run.seed <= MOST:  # JAX would take others, and cut them down
+        raise RunError(f"--seed is {run.seed}; it must lie in 0 to {MOST}")
+    if not run.save_interval_minutes > 0:
+        raise RunError(f"--save-interval-minutes is {run.save_interval_minutes}; it must be above 0")
+    for name, value in _floats(to_dict(run)):
+        if not math.isfinite(value):
+            raise RunError(f"--{_flag(name)} is {value}; it must be finite")
+
+
+def _floats(value: Any, name: str = "") -> Iterator[tuple[str, float]]:
+    """(name of its field, value) of every float in what `to_dict` made."""
+    if isinstance(value, float):
+        yield name, value
+    for key, inner in value.items() if isinstance(value, dict) else ():
+        yield from _floats(inner, key)
+
+
+def _check_driving(task: Driving) -> None:
+    if not 1 <= task.scenarios <= HELD_OUT:
+        raise RunError(
+            f"--scenarios is {task.scenarios}; it must lie in 1 to {HELD_OUT} (those after are for evaluation)"
+        )
+    if task.horizon is not None and task.horizon < 2:
+        raise RunError(f"--horizon is {task.horizon}; a scenario has at least 2 steps")
+    if task.simulator.agents < 1:
+        raise RunError(f"--agents is {task.simulator.agents}; it must be at least 1")
+
+
+def _intervals(run: Run, updates: int, steps: int) -> tuple[int, int]:
+    """(updates of a record, updates of a compiled call); a record sums up whole calls."""
+    # Many small updates a call, so that the host costs nothing; but some calls a second, so that it can stop and save.
+    wanted = min(run.log_interval or updates, updates)
+    block = max(1, min(run.block or min(64, 32_768 // steps, run.save_interval or updates), wanted))
+    if run.log_interval is None:
+        return block * -(-updates // (block * MOST_RECORDS)), block
+    calls = -(-wanted // block)
+    return calls * (wanted // calls), wanted // calls
 
 
 def _default_devices(run: Run) -> int:
@@ -196,7 +253,10 @@ def new_folder(runs_dir: Path, run: Run, name: str | None) -> Path:
     """Makes the folder of a new run. Raises RunError where `name` is taken or is no name."""
     if name is not None and not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}", name):
         raise RunError(f"--run-name is {name!r}; use letters, digits, '.', '_' and '-', at most 100")
-    runs_dir.mkdir(parents=True, exist_ok=True)
+    try:
+        runs_dir.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise RunError(f"--runs-dir {runs_dir} can't be made ({error.strerror}); give another folder") from error
     stem = name or f"{run.recipe}-{time.strftime('%Y%m%d-%H%M%S')}"
     for attempt in range(1000):
         folder = runs_dir / (stem if attempt == 0 else f"{stem}-{attempt + 1}")
@@ -225,20 +285,45 @@ def find_folder(runs_dir: Path, run_id: str) -> Path:
     raise RunError(f"no run {run_id!r} in {runs_dir}; {hint}")
 
 
+@contextmanager
+def alone(folder: Path) -> Iterator[None]:
+    """Within it no other process trains in `folder`; RunError where one does. A process that is killed lets go too."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise RunError(f"another process trains in {folder}; let it end, or stop it, before --resume") from None
+        except OSError:
+            pass  # a file system without locks: no harm as long as only one comes
+        yield
+    finally:
+        os.close(descriptor)
+
+
 def write_json(path: Path, value: Any) -> None:
-    """Writes at once or not at all."""
+    """Writes at once or not at all; what is not finite becomes null, since JSON has no word for it."""
     partial_path = path.with_name(path.name + ".partial")
     with open(partial_path, "w") as file:
-        json.dump(value, file, indent=2)
+        json.dump(_finite(value), file, indent=2, allow_nan=False)
         file.write("\n")
         file.flush()
         os.fsync(file.fileno())
     os.replace(partial_path, path)
 
 
+def _finite(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {name: _finite(inner) for name, inner in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_finite(inner) for inner in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
 def save_run(folder: Path, run: Run, about: dict[str, Any]) -> None:
     """Writes run.json."""
-    write_json(folder / "run.json", {"format": FORMAT, "id": folder.name, "recipe": run.recipe, "run": to_dict(run), **about})
+    head = {"format": FORMAT, "id": folder.name, "recipe": run.recipe, "run": to_dict(run)}
+    write_json(folder / "run.json", head | about)
 
 
 def load_run(folder: Path) -> Run:
@@ -250,11 +335,14 @@ def load_run(folder: Path) -> Run:
         raise RunError(f"{path} can't be read ({error}); it was not written by longhaul, or is damaged") from error
     found = data.get("format") if isinstance(data, dict) else None
     if found != FORMAT:
-        raise RunError(f"{path} has format {found}, and this longhaul reads format {FORMAT}; use the version that wrote it")
+        raise RunError(f"{path} has format {found}, and this version reads {FORMAT}; use the one that wrote it")
     try:
-        return from_dict(Run, data["run"])
+        run: Run = from_dict(Run, data["run"])
+        if resolve(run) != run:
+            raise TypeError("what it leaves open was decided in the run that wrote it")
     except (KeyError, TypeError, ValueError) as error:
         raise RunError(f"{path} is no run of this version ({error}); use the version that wrote it") from error
+    return run
 
 
 def to_dict(value: Any) -> Any:
@@ -266,15 +354,19 @@ def to_dict(value: Any) -> Any:
 
 
 def from_dict(kind: Any, value: Any) -> Any:
-    """The inverse of `to_dict`. Raises TypeError or KeyError where a field is missing, unknown or of another type."""
+    """The inverse of `to_dict`. Raises TypeError where a field is missing, unknown or of another type."""
     if typing.get_origin(kind) in (typing.Union, types.UnionType):
         options = typing.get_args(kind)
         if isinstance(value, dict) and "kind" in value:
-            named_kind = {o.__name__: o for o in options}[value["kind"]]
+            named_kind = {o.__name__: o for o in options}.get(value["kind"])
+            if named_kind is None:
+                raise TypeError(f"kind {value['kind']!r} is unknown")
             return from_dict(named_kind, {k: v for k, v in value.items() if k != "kind"})
         if value is None:
             return None
         return from_dict(next(o for o in options if o is not type(None)), value)
+    if (dataclasses.is_dataclass(kind), typing.get_origin(kind) is tuple) != (type(value) is dict, type(value) is list):
+        raise TypeError(f"{value!r} is no {getattr(kind, '__name__', kind)}")
     if dataclasses.is_dataclass(kind):
         hints = typing.get_type_hints(kind)
         names = {f.name for f in dataclasses.fields(kind)}

@@ -1,32 +1,51 @@
 """The loop around a topology: logs, saves, stops, goes on, evaluates, reports.
 
-Exactness: metrics up to a checkpoint are on disk before it is saved, and those after it are dropped on resume; every random number
-comes from the run's seed and the update's number; so a run killed anywhere and resumed ends with the same parameters, bit by bit,
-and a metrics file without gap or repeat.
+Exactness: metrics up to a checkpoint are on disk before it is saved, and those after it are dropped on resume; every
+random number comes from the run's seed and the update's number; so a run killed anywhere and resumed ends with the same
+parameters, bit by bit, and a metrics file without gap or repeat.
 """
 
 from __future__ import annotations
 
+import dataclasses
+import json
+import os
 import signal
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import closing, contextmanager
+from contextlib import ExitStack, closing, contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from longhaul import evaluation, report, telemetry, worlds
+from longhaul import mesh as meshes
+from longhaul.algorithms import ppo
 from longhaul.checkpoint import Checkpoints
 from longhaul.driving import simulator
 from longhaul.driving.bank import stack
 from longhaul.driving.recording import Recording
 from longhaul.provenance import params_sha256, provenance
+from longhaul.records import Sums
 from longhaul.run import (
-    Assembly, Driving, Run, RunError, assemble, cores, load_run, named, prepare_devices, save_run, write_json,
-)  # fmt: skip
+    Assembly,
+    Driving,
+    Run,
+    RunError,
+    alone,
+    assemble,
+    cores,
+    load_run,
+    named,
+    prepare_devices,
+    save_run,
+    write_json,
+)
 from longhaul.topologies import fused
 from longhaul.types import Environment, Params, Progress
 
@@ -40,27 +59,81 @@ class Outcome(NamedTuple):
 
 
 class Stop:
-    """Whether SIGINT or SIGTERM came; a second one ends the process at once."""
+    """Whether SIGINT or SIGTERM came. A second one ends the process at once.
+
+    Within `later` it is only noted, as what was done is to be saved first. Elsewhere, where nothing is lost (before the
+    first update, in the evaluation), it raises KeyboardInterrupt.
+    """
 
     def __init__(self) -> None:
         self.signal: int | None = None
+        self._noted = False
 
     def __call__(self, number: int, frame: Any) -> None:
         if self.signal is not None:
             signal.signal(number, signal.SIG_DFL)
             signal.raise_signal(number)
         self.signal = number
+        if not self._noted:
+            raise KeyboardInterrupt
+
+    @contextmanager
+    def later(self) -> Iterator[None]:
+        self._noted = True
+        try:
+            yield
+        finally:
+            self._noted = False
 
 
 @contextmanager
 def listening() -> Iterator[Stop]:
+    """Signals go to the main thread alone: in another one, nothing is heard."""
     stop = Stop()
+    if threading.current_thread() is not threading.main_thread():
+        yield stop
+        return
     before = {number: signal.signal(number, stop) for number in (signal.SIGINT, signal.SIGTERM)}
     try:
         yield stop
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
+
+
+class Seconds(NamedTuple):
+    """Of the whole run, over all its resumes; what a kill undid counts not."""
+
+    train: float = 0.0  # in updates, logging and saving
+    compile: float = 0.0
+    wall: float = 0.0  # these, and preparing data
+
+
+class Clock:
+    """Reads the Seconds of a run, of which `before` passed in earlier processes."""
+
+    def __init__(self) -> None:
+        self.before = Seconds()
+        self._born = time.perf_counter()
+        self._compile = 0.0
+        self._training: float | None = None
+
+    @contextmanager
+    def compiling(self) -> Iterator[None]:
+        began = time.perf_counter()
+        yield
+        self._compile += time.perf_counter() - began
+
+    def train(self) -> None:
+        """Training begins."""
+        self._training = time.perf_counter()
+
+    def read(self) -> Seconds:
+        now = time.perf_counter()
+        train = 0.0 if self._training is None else now - self._training
+        return Seconds(
+            self.before.train + train, self.before.compile + self._compile, self.before.wall + now - self._born
+        )
 
 
 def make_environment(run: Run) -> Environment:
@@ -77,134 +150,142 @@ def make_environment(run: Run) -> Environment:
 
 
 def train(run: Run, folder: Path, *, resumed: bool) -> Outcome:
-    """Trains the resolved `run` in `folder` to its end, from its newest intact checkpoint if `resumed`."""
-    assert run.devices is not None
-    prepare_devices(run.devices)
-    about = provenance()
-    began = time.perf_counter()
-    environment = make_environment(run)  # before anything is written: bad data is an error, not a run
-    prepared = time.perf_counter() - began
-    if not resumed:
-        save_run(folder, run, about)
-    assembly = assemble(run, environment)
-    with listening() as stop, closing(Checkpoints(folder / "checkpoints", keep=run.keep)) as checkpoints:
-        state = _loop(run, folder, assembly, checkpoints, stop, prepared, resumed=resumed)
-        if state is None:
+    """Trains the resolved `run` in `folder` to its end, from its newest intact checkpoint if `resumed`.
+
+    A signal before there is anything to go on with raises KeyboardInterrupt, as one without this function would.
+    """
+    with alone(folder), listening() as stop:
+        try:
+            return _train(run, folder, stop, resumed=resumed)
+        except KeyboardInterrupt:
+            if stop.signal is None or not (folder / "run.json").exists():
+                raise
+            _say(f"{signal.Signals(stop.signal).name}: nothing was left to save; go on with --resume {folder.name}")
             return Outcome(STOPPED, None)
-        progress, seconds = state
-        return Outcome(0, _finish(run, folder, assembly, progress, seconds))
 
 
-class Seconds(NamedTuple):
-    """Of the whole run, over all its resumes."""
+def _train(run: Run, folder: Path, stop: Stop, *, resumed: bool) -> Outcome:
+    assert run.devices is not None
+    clock = Clock()
+    if resumed and (folder / "result.json").exists():
+        _say(f"run {folder.name} is done already")
+        return Outcome(0, json.loads((folder / "result.json").read_text()))
+    prepare_devices(run.devices)
+    environment = make_environment(run)
+    assembly = assemble(run, environment)
+    if not resumed:  # not before: bad data or sizes are an error, not a run
+        save_run(folder, run, provenance())
+    with closing(Checkpoints(folder / "checkpoints", keep=run.keep)) as checkpoints:
+        with clock.compiling():
+            progress = assembly.start(run.seed)
+        untrained = _on_host(assembly.algorithm.policy(progress.state))
+        restored = checkpoints.latest(progress)
+        sums = Sums()
+        if restored is not None:
+            progress, about = restored.progress, restored.metadata
+            clock.before, sums = Seconds(**about["seconds"]), Sums(about["pending"])
+        if int(progress.updates) < assembly.updates:
+            progress = _loop(run, folder, assembly, progress, checkpoints, stop, clock, sums, resumed=resumed)
+        if stop.signal is not None:
+            return Outcome(STOPPED, None)
+        policy = _on_host(assembly.algorithm.policy(progress.state))
+        return Outcome(0, _finish(run, folder, assembly, policy, untrained, clock.read()))
 
-    train: float  # in updates, logging and saving
-    compile: float
-    wall: float  # train, compile and preparing data
+
+def _say(line: str) -> None:
+    print(line, file=sys.stderr, flush=True)
+
+
+def _on_host(policy: Params) -> Params:
+    """A copy of its own: what device_get gives may lie in a buffer that is donated next."""
+    return jax.tree.map(np.array, jax.device_get(policy))
 
 
 def _loop(
-    run: Run, folder: Path, assembly: Assembly, checkpoints: Checkpoints, stop: Stop, prepared: float, *, resumed: bool
-) -> tuple[Progress, Seconds] | None:
-    """All updates that are left; None where a signal came first (and what was done is saved)."""
-    assert run.log_interval is not None
-    progress = assembly.start(run.seed)
-    restored = checkpoints.latest(progress)
-    spent, wall = {"train": 0.0, "compile": 0.0}, prepared
-    if restored is not None:
-        progress = restored.progress
-        spent, wall = restored.metadata["seconds"], prepared + restored.metadata["wall_seconds"]
-    done = int(progress.updates)
-    metrics = folder / "metrics.jsonl"
-    telemetry.truncate_after(metrics, done)
-    began = time.perf_counter()
-    program = fused.compiled(
-        assembly.algorithm, assembly.collector, progress, assembly.mesh, block=run.log_interval
-    )
-    spent["compile"] += time.perf_counter() - began
-    wall += time.perf_counter() - began
-    began = saved_at = time.perf_counter()
-    base = spent["train"]
-    steps = done * assembly.steps_per_update
-    total = assembly.updates * assembly.steps_per_update
-    with (
-        closing(telemetry.jsonl(metrics)) as lines,
-        closing(telemetry.tensorboard(folder, after=steps if resumed else None)) as events,
-        closing(telemetry.console(total, start=steps)) as console,
-    ):
-        log = _logger(assembly, telemetry.fan(lines, events, console), done, lambda: wall + time.perf_counter() - began)
-
-        def save(progress: Progress, done: int) -> None:
-            spent["train"] = base + time.perf_counter() - began
-            metadata = {"seconds": spent, "wall_seconds": wall + time.perf_counter() - began}
-            checkpoints.save(done, progress, metadata)
-
+    run: Run, folder: Path, assembly: Assembly, progress: Progress, checkpoints: Checkpoints, stop: Stop, clock: Clock,
+    sums: Sums, *, resumed: bool,
+) -> Progress:  # fmt: skip
+    """All updates that are left, or those until a signal comes; what was done is saved."""
+    assert run.block is not None and run.log_interval is not None
+    done, metrics = int(progress.updates), folder / "metrics.jsonl"
+    last = telemetry.truncate_after(metrics, done)
+    if (last["update"] if last else 0) != done - sums.updates:
+        _say(f"{metrics} lacks records before update {done}; the run goes on without them")
+    with clock.compiling():
+        program = fused.compiled(assembly.algorithm, assembly.collector, progress, assembly.mesh, block=run.block)
+    steps, total = (updates * assembly.steps_per_update for updates in (done, assembly.updates))
+    with ExitStack() as closed:
+        sinks = [closed.enter_context(closing(telemetry.jsonl(metrics)))]
+        sinks.append(closed.enter_context(closing(telemetry.tensorboard(folder, after=steps if resumed else None))))
+        console = closed.enter_context(closing(telemetry.console(total, start=steps)))
+        log = _logger(run, assembly, telemetry.fan(*sinks, console), sums, clock)
+        closed.enter_context(stop.later())
+        clock.train()
+        saved_at = time.perf_counter()
         waiting: tuple[int, int, Any] | None = None
-        for progress, n, rows in fused.fused(program, progress, updates=assembly.updates, block=run.log_interval):
-            if waiting is not None:
+        for progress, n, rows in fused.fused(program, progress, updates=assembly.updates, block=run.block):
+            if waiting is not None:  # of the call before: the device works meanwhile
                 log(*waiting)
             done, waiting = done + n, (done + n, n, rows)
-            now = time.perf_counter()
-            due = now - saved_at >= 60.0 * run.save_interval_minutes
+            due = time.perf_counter() - saved_at >= 60.0 * run.save_interval_minutes
             if run.save_interval is not None:
                 due = done // run.save_interval > (done - n) // run.save_interval
-            if due or stop.signal is not None or done == assembly.updates:
+            stopping = stop.signal
+            if due or stopping is not None or done == assembly.updates:
                 log(*waiting)
-                waiting, saved_at = None, now
-                save(progress, done)
-            if stop.signal is not None and done < assembly.updates:
-                checkpoints.wait()
-                name = signal.Signals(stop.signal).name
-                console.note(f"{name}: saved after update {done}; go on with --resume {folder.name}")
-                return None
+                waiting, saved_at = None, time.perf_counter()
+                _sync(metrics)
+                checkpoints.save(done, progress, {"seconds": clock.read()._asdict(), "pending": sums.pending()})
+            if stopping is not None:
+                break
         checkpoints.wait()
-    spent["train"] = base + time.perf_counter() - began
-    return progress, Seconds(spent["train"], spent["compile"], wall + time.perf_counter() - began)
+        if stop.signal is not None:
+            name = signal.Signals(stop.signal).name
+            console.note(f"{name}: saved after update {done}; go on with --resume {folder.name}")
+    return progress
+
+
+def _sync(path: Path) -> None:
+    """Makes a file durable, which a checkpoint is too: a machine that fails must not lose the one alone."""
+    with open(path, "rb") as file:
+        os.fsync(file.fileno())
 
 
 def _logger(
-    assembly: Assembly, sink: telemetry.Sink, done: int, clock: Callable[[], float]
+    run: Run, assembly: Assembly, sink: telemetry.Sink, sums: Sums, clock: Clock
 ) -> Callable[[int, int, Any], None]:
-    """(update, n, rows) -> writes the record of the n updates up to `update`; waits for the device to have made them."""
-    last = [done, clock()]
+    """(update, n, rows) -> counts the n updates up to `update`, waiting for them; writes the record that they end."""
+    assert run.log_interval is not None
+    interval = run.log_interval
+    last = clock.read().wall
+    fresh = 0  # updates since `last`
 
     def log(update: int, n: int, rows: Any) -> None:
-        rows = {name: np.asarray(values[:n], np.float64) for name, values in jax.device_get(rows).items()}
-        now = clock()
-        elapsed = max(now - last[1], 1e-9)
+        nonlocal last, fresh
+        sums.add(n, jax.device_get(rows))
+        fresh += n
+        if sums.updates < interval and update < assembly.updates:
+            return
+        now = clock.read().wall
         record = {
             "update": update,
             "env_steps": update * assembly.env_steps_per_update,
             "agent_steps": update * assembly.steps_per_update,
             "wall_seconds": now,
-            "sps": n * assembly.steps_per_update / elapsed,
+            "sps": fresh * assembly.steps_per_update / max(now - last, 1e-9),
         }
-        sink.write(record | summarise(rows))
-        last[:] = [update, now]
+        sink.write(record | sums.take())
+        last, fresh = now, 0
 
     return log
 
 
-def summarise(rows: dict[str, np.ndarray]) -> dict[str, float]:
-    """Updates' rows as one record: episodes' sums over their number (NaN where none ended), the rest by their mean."""
-    episodes = float(np.sum(rows["episodes"]))
-    record = {"episode/count": episodes}
-    for name, values in sorted(rows.items()):
-        if name.startswith("episode/"):
-            record[name] = float(np.sum(values)) / episodes if episodes else float("nan")
-        elif name != "episodes":
-            record[name] = float(np.mean(values))
-    return record
-
-
-def _finish(run: Run, folder: Path, assembly: Assembly, progress: Progress, seconds: Seconds) -> dict[str, Any]:
-    """Evaluates, and writes result.json and report.html."""
-    on_one = jax.devices()[0]
-    policy = jax.device_put(jax.device_get(assembly.algorithm.policy(progress.state)), on_one)
-    begun = assembly.algorithm.policy(assembly.algorithm.init(jax.random.split(jax.random.key(run.seed), 3)[0]))
-    untrained = jax.device_put(jax.device_get(begun), on_one)
-    print("evaluating", file=sys.stderr, flush=True)
-    scores, recordings = evaluate_all(run, assembly.environment, policy, untrained)
+def _finish(
+    run: Run, folder: Path, assembly: Assembly, policy: Params, untrained: Params, seconds: Seconds
+) -> dict[str, Any]:
+    """Evaluates, and writes report.html and result.json."""
+    _say("evaluating")
+    scores, recordings = evaluate_all(run, assembly.environment, *jax.device_put((policy, untrained), jax.devices()[0]))
     steps = assembly.updates * assembly.steps_per_update
     result = {
         "status": "done",
@@ -214,7 +295,7 @@ def _finish(run: Run, folder: Path, assembly: Assembly, progress: Progress, seco
         "compile_seconds": seconds.compile,
         "wall_seconds": seconds.wall,
         "sps": steps / max(seconds.train, 1e-9),
-        "params_sha256": params_sha256(jax.device_get(policy.params)),
+        "params_sha256": params_sha256(policy.params),
         "evaluation": scores,
     }
     write_report(folder, result, recordings)
@@ -245,25 +326,28 @@ def evaluate_all(
 
 
 def write_report(folder: Path, result: dict[str, Any], recordings: list[Recording]) -> None:
-    import json
-
     about = json.loads((folder / "run.json").read_text())
     records = telemetry.read(folder / "metrics.jsonl")
     report.write_report(folder / "report.html", run=about, records=records, result=result, recordings=recordings)
 
 
 def restore_policy(folder: Path) -> tuple[Run, Params, Params]:
-    """(run, its policy from the newest intact checkpoint, the untrained policy), on one device, to evaluate."""
+    """(run, its policy from the newest intact checkpoint, the untrained policy), on the host, to evaluate.
+
+    The policy alone is restored, so that no scenario to train in is made again: any tells what it sees and does.
+    """
     run = load_run(folder)
     assert run.devices is not None
     prepare_devices(run.devices)
-    environment = make_environment(run)
-    assembly = assemble(run, environment)
-    progress = assembly.start(run.seed)
-    untrained = jax.device_get(assembly.algorithm.policy(progress.state))
+    task = run.environment
+    if isinstance(task, Driving):
+        task = dataclasses.replace(task, data=(), scenarios=1)
+    environment = make_environment(dataclasses.replace(run, environment=task))
+    algorithm = ppo.ppo(environment.spec, run.algorithm, updates=1, mean=meshes.identity)
+    begun = jax.jit(algorithm.init)(jax.random.split(jax.random.key(run.seed), 3)[0])  # as `fused.start` has it
+    progress = Progress(begun, (), (), jnp.int32(0))  # type: ignore[arg-type]
     with closing(Checkpoints(folder / "checkpoints")) as checkpoints:
-        restored = checkpoints.latest(progress)
+        restored = checkpoints.latest(progress, part=True)
     if restored is None:
         raise RunError(f"{folder} has no checkpoint yet; go on with --resume {folder.name}, or wait for its first save")
-    trained = jax.device_get(assembly.algorithm.policy(restored.progress.state))
-    return run, trained, untrained
+    return run, _on_host(algorithm.policy(restored.progress.state)), _on_host(algorithm.policy(begun))

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import os
+import signal
+import threading
 from collections.abc import Sequence
 from concurrent.futures import ProcessPoolExecutor
 from functools import partial
-from multiprocessing import get_context
+from multiprocessing import get_context, parent_process
 
 from longhaul.datasets import sources
 from longhaul.datasets.log import BadData, Log
@@ -34,8 +36,21 @@ def generated(first: int, count: int, *, agents: int, horizon: int | None, worke
         return [make(seed) for seed in seeds]
     # Fresh processes: a fork of one that runs JAX's threads may hang. They make scenarios with NumPy alone.
     os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
-    with ProcessPoolExecutor(workers, mp_context=get_context("spawn")) as pool:
+    with ProcessPoolExecutor(workers, mp_context=get_context("spawn"), initializer=_attend) as pool:
         return list(pool.map(make, seeds, chunksize=8))
+
+
+def _attend() -> None:
+    """In a worker: leaves Ctrl-C to its parent, and ends when that ends, be it killed."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    threading.Thread(target=_end_with_parent, daemon=True).start()
+
+
+def _end_with_parent() -> None:
+    parent = parent_process()
+    if parent is not None:
+        parent.join()
+        os._exit(1)
 
 
 def _generate(seed: int, *, agents: int, horizon: int | None) -> Scenario:

@@ -3,22 +3,26 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import lru_cache
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from longhaul.datasets.log import VEHICLE
 from longhaul.driving.bank import Bank, stack
 from longhaul.driving.scenario import CELL, Scenario
 from longhaul.driving.simulator import Config, Simulator, driving
+from longhaul.driving.tables import Tables
 
 LANE = 5.0
 """Metres from the middle of the road to its edge."""
 
 RED, GREEN = 1, 3
 DT = 0.1
+MOST = 121
+"""Steps of the longest world."""
+
 STRAIGHT = (3, 6)
 """The discrete action that changes nothing."""
 
@@ -90,31 +94,55 @@ def bank(*scenarios: Scenario, agents: int = 1) -> Bank:
 
 
 class Trip:
-    """One scenario driven to its end: what happened at each step."""
+    """One world driven to its log's end: what happened at each step."""
 
-    def __init__(self, environment: Simulator, actions: Any = STRAIGHT, index: int = 0, steps: int | None = None):
-        agents = environment.config.agents
-        kind = jnp.int32 if environment.config.actions == "discrete" else jnp.float32
-        count = int(environment.tables.steps[index]) - 1 if steps is None else steps
-        plan = jnp.broadcast_to(jnp.asarray(actions, kind), (count, agents, 2))
-
-        def roll(index: jax.Array) -> Any:
-            state, observation = environment.start(index)
-
-            def body(state: Any, action: jax.Array) -> Any:
-                following, step = environment.step(jax.random.key(0), state, action)
-                return following, (following, step)
-
-            last, (states, steps) = jax.lax.scan(body, state, plan)
-            return observation, states, steps, environment.metrics(last)
-
-        first, states, time_steps, metrics = jax.tree.map(np.asarray, jax.jit(roll)(jnp.int32(index)))
-        self.first = first  # the observation before the first step
-        self.states = states  # after each step, [T, ...]
-        self.steps = time_steps
-        self.metrics = {name: value.tolist() for name, value in metrics.items()}
+    def __init__(self, environment: Simulator, actions: Any = STRAIGHT):
+        config, tables = environment.config, same_shapes(environment.tables)
+        count = int(tables.steps[0]) - 1
+        plan = np.zeros((MOST - 1, config.agents, 2), np.int32)
+        plan[:count] = actions
+        first, states, steps, metrics = _program(config, environment.search)(tables, plan)
+        self.first = jax.tree.map(np.asarray, first)  # the observation before the first step
+        self.states = jax.tree.map(lambda x: np.asarray(x)[:count], states)  # after each step, [T, ...]
+        self.steps = jax.tree.map(lambda x: np.asarray(x)[:count], steps)
+        self.metrics = {name: np.asarray(value)[count - 1].tolist() for name, value in metrics.items()}
 
 
-def trip(made: Scenario, actions: Any = STRAIGHT, steps: int | None = None, **config: Any) -> Trip:
-    agents = config.get("agents", 1)
-    return Trip(driving(bank(made, agents=agents), Config(**config)), actions, steps=steps)
+def same_shapes(tables: Tables) -> Tables:
+    """The tables of one scenario, padded so that all tests of one configuration share one compiled program."""
+
+    def pad(array: Any, axis: int, size: int) -> np.ndarray:
+        widths = [(0, 0)] * array.ndim
+        widths[axis] = (0, size - array.shape[axis])
+        return np.pad(np.asarray(array), widths)
+
+    paths = tables.paths
+    if paths is not None:
+        paths = paths._replace(points=pad(paths.points, 3, 120))
+    return tables._replace(
+        motion=pad(tables.motion, 1, MOST),
+        light_state=pad(tables.light_state, 1, MOST),
+        cells=pad(tables.cells, 0, 360 * 81),
+        paths=paths,
+    )
+
+
+@lru_cache
+def _program(config: Config, search: int) -> Any:
+    """(tables, actions [MOST - 1, A, 2]) -> first observation; states, time steps and metrics by step."""
+
+    def roll(tables: Tables, plan: jax.Array) -> Any:
+        environment = Simulator(config, tables, None, search)  # type: ignore[arg-type]
+        state, observation = environment.start(0)
+
+        def body(state: Any, action: jax.Array) -> Any:
+            following, step = environment.step(jax.random.key(0), state, action)
+            return following, (following, step, environment.metrics(following))
+
+        return observation, *jax.lax.scan(body, state, plan)[1]
+
+    return jax.jit(roll)
+
+
+def trip(made: Scenario, actions: Any = STRAIGHT, **config: Any) -> Trip:
+    return Trip(driving(bank(made, agents=config.get("agents", 1)), Config(**config)), actions)

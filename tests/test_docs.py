@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import re
+import shlex
 import sys
 from pathlib import Path
 from types import ModuleType
 
 import pytest
 
+from longhaul import cli, recipes
+
 ROOT = Path(__file__).resolve().parent.parent
 PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/*.md")])
 BLOCK = re.compile(r"^```python\n(.*?)^```", re.MULTILINE | re.DOTALL)
+COMMAND = re.compile(r"^    longhaul (.*)$|`longhaul ([^`]+)`", re.MULTILINE)
+FLAG = re.compile(r"`(--[a-z-]+)")
 LINK = re.compile(r"\]\((?!https?:|#)([^)#]+)")
 
 
@@ -53,3 +58,26 @@ def test_links_lead_to_files(page: Path) -> None:
 def test_the_index_lists_every_page() -> None:
     listed = set(LINK.findall((ROOT / "docs/index.md").read_text()))
     assert {page.name for page in ROOT.glob("docs/*.md")} - {"index.md"} <= listed
+
+
+def help_of(command: str, capsys: pytest.CaptureFixture[str]) -> str:
+    """What `longhaul COMMAND --help` prints."""
+    assert cli.main([*command.split(), "--help"]) == 0
+    return capsys.readouterr().out
+
+
+def test_commands_and_flags_of_the_pages_exist(capsys: pytest.CaptureFixture[str]) -> None:
+    plain = [name for name in cli.COMMANDS if name != "train"]
+    helps = {name: help_of(name, capsys) for name in [*plain, *(f"train {recipe}" for recipe in recipes.RECIPES)]}
+    for page in PAGES:
+        text = page.read_text()
+        for found in COMMAND.finditer(text):
+            words = shlex.split(found.group(1) or found.group(2), comments=True)
+            command = " ".join(words[:2]) if words[0] in ("data", "train") and len(words) > 1 else words[0]
+            if command in ("train", "train RECIPE"):
+                command = "train driving"
+            assert command in helps or command.startswith("--"), f"{page.name}: longhaul {command}"
+            for flag in (word for word in words if word.startswith("--") and word not in ("--help", command)):
+                assert flag in helps[command], f"{page.name}: longhaul {command} {flag}"
+        for flag in FLAG.findall(text):
+            assert any(flag in shown for shown in helps.values()), f"{page.name}: {flag}"

@@ -10,7 +10,9 @@ from longhaul.driving import dynamics
 from longhaul.driving.dynamics import MAX_ACCELERATION, MAX_CURVATURE, MAX_LATERAL, MAX_SPEED, Motion
 
 
-def integrate(x: float, y: float, h: float, v: float, a: float, k: float, dt: float) -> tuple[float, float, float, float]:
+def integrate(
+    x: float, y: float, h: float, v: float, a: float, k: float, dt: float
+) -> tuple[float, float, float, float]:
     """The same differential equation in two thousand midpoint steps, float64, with the bounds of the speed."""
     count = 2000
     tick = dt / count

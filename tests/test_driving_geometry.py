@@ -163,9 +163,8 @@ def test_blocked_finds_the_first_point_of_a_way_in_each_enlarged_box() -> None:
     x, y, heading, length, width = (jnp.asarray(c, jnp.float32) for c in boxes.T)
     way = (jnp.asarray(points[:, 0], jnp.float32), jnp.asarray(points[:, 1], jnp.float32))
     find = jax.jit(blocked)
-    found = np.asarray(
-        find(way, jnp.asarray(along, jnp.float32), (x, y, jnp.cos(heading), jnp.sin(heading)), (length, width), (0.5, 1.0))
-    )
+    places = (x, y, jnp.cos(heading), jnp.sin(heading))
+    found = np.asarray(find(way, jnp.asarray(along, jnp.float32), places, (length, width), (0.5, 1.0)))
     assert found.shape == (3, 40)
     for w in range(3):
         for n, (cx, cy, h, hl, hw) in enumerate(boxes):

@@ -42,20 +42,21 @@ def test_who_keeps_to_a_clean_log_scores_all(driver: str) -> None:
         assert ended == int(np.ceil((30.0 - 0.6) / 0.6 - 1e-3))
 
 
+TERMS = Weights(progress=0.5, goal=3.0, lateral=0.0, heading=0.0, discomfort=0.0)
+
+
 def test_the_return_is_made_of_the_terms() -> None:
-    weights = Weights(progress=0.5, goal=3.0, lateral=0.0, heading=0.0, discomfort=0.0)
-    driven = trip(scenario([EGO]), weights=weights)
-    ended = int(np.argmax(driven.steps.terminated[:, 0])) + 1
-    assert driven.steps.reward.sum() == pytest.approx(0.5 * 0.6 * ended + 3.0, abs=1e-3)
-    assert (driven.steps.reward[ended:] == 0.0).all()
+    driven = trip(scenario([EGO]), weights=TERMS, terminations=())
+    np.testing.assert_allclose(np.delete(driven.steps.reward[:, 0], 48), 0.5 * 0.6, atol=1e-4)
+    assert driven.steps.reward[48, 0] == pytest.approx(0.3 + 3.0, abs=1e-4)  # 29.4 m, 2 % before the end
+    assert not driven.steps.terminated.any()
 
 
 def test_progress_beyond_the_goal_is_worth_nothing() -> None:
-    weights = Weights(progress=1.0, goal=0.0, lateral=0.0, heading=0.0, discomfort=0.0)
     slow = line((0, 0), (2, 0), T)  # 10 metres; the policy keeps 6 m/s
     made = scenario([slow])._replace(velocity=np.gradient(EGO[:, None, :2], DT, axis=0).astype(np.float32))
-    driven = trip(made, weights=weights, terminations=())
-    assert driven.steps.reward.sum() == pytest.approx(10.0, abs=1e-3)
+    driven = trip(made, weights=TERMS, terminations=())
+    assert driven.steps.reward.sum() == pytest.approx(0.5 * 10.0 + 3.0, abs=1e-3)
     assert driven.metrics["progress"] == [1.0]
 
 
@@ -76,14 +77,14 @@ def test_an_agent_that_the_log_does_not_have_is_no_obstacle() -> None:
 
 
 def test_without_its_termination_an_event_counts_but_does_not_end() -> None:
-    driven = trip(scenario([EGO, line((15, 0), (0, 0), T)]), terminations=("goal",))
+    driven = trip(scenario([EGO, line((15, 0), (0, 0), T)]), weights=TERMS, terminations=())
     assert driven.metrics["collision"] == [1.0]
     assert driven.metrics["progress"] == [1.0]
     assert (driven.steps.reward < -1.0).sum() == 1  # paid once
 
 
 def test_off_road_begins_when_a_corner_is_beyond_the_edge() -> None:
-    # drifting to the left at 1 m/s: the corner, 1 m beside the centre and 2 m ahead, leaves the road 5 m from its middle
+    # drifting left at 1 m/s: the corner, 1 m beside the centre and 2 m ahead, leaves the road 5 m from its middle
     path = line((0, 0), (6, 1), T)
     made = scenario([path])
     driven = trip(made)
@@ -116,7 +117,7 @@ def test_a_light_that_turns_red_behind_the_bumper_is_no_event() -> None:
 def test_idm_waits_at_a_red_light_and_goes_on_green() -> None:
     states = np.where(np.arange(121) < 70, RED, GREEN)
     ego = line((0, 0), (6, 0), 121)
-    driven = trip(scenario([ego], lights=[(30.0, states)]), driver="idm", terminations=("collision", "red_light"))
+    driven = trip(scenario([ego], lights=[(30.0, states)]), driver="idm")
     front = driven.states.motion.x[:70, 0] + 2.0
     assert driven.metrics["red_light"] == [0.0]
     assert 25.0 < front.max() < 30.0
@@ -152,14 +153,13 @@ def test_the_logs_end_truncates_whoever_still_plays_once() -> None:
 
 
 def test_agents_are_columns_and_an_ended_one_is_gone() -> None:
-    # two agents drive towards each other's lane; the first runs into a post and goes, the second passes through its place
+    # the first runs into a post and is gone, the second, behind it, passes through its place
     first, second = line((0, 0), (6, 0), T), line((-14, 0), (6, 0), T)
     post = line((7, 1.6), (0, 0), T)
     post_there = np.ones((T, 3), bool)
     post_there[15:, 2] = False
     made = scenario([first, second, post], drivers=2, sizes=[(4, 2), (4, 2), (1, 1.5)], present=post_there)
-    actions = np.broadcast_to(np.array(STRAIGHT), (T - 1, 2, 2)).copy()
-    driven = trip(made, actions, agents=3)
+    driven = trip(made, agents=3)
     assert driven.metrics["collision"] == [1.0, 0.0, 0.0]
     assert driven.metrics["goal"][:2] == [0.0, 1.0]
     assert driven.states.playing[0].tolist() == [True, True, False]  # the third slot is empty
@@ -171,16 +171,11 @@ def test_agents_are_columns_and_an_ended_one_is_gone() -> None:
     assert seen[ended] == 2
     assert seen[ended + 1] == 1  # only the post
     assert seen[20] == 0
-    # one that stays is a collision for whoever comes from behind
-    stay = trip(scenario([first, second, post], drivers=2, sizes=[(4, 2), (4, 2), (1, 1.5)]), actions, agents=2,
-                terminations=("goal",))  # fmt: skip
-    assert stay.metrics["collision"][0] == 1.0
 
 
 def test_agents_see_each_other_where_they_are_and_not_where_the_log_has_them() -> None:
     made = scenario([line((0, 0), (6, 0), T), line((20, 3), (6, 0), T)], drivers=2)
-    actions = np.broadcast_to(np.array([STRAIGHT, (0, 6)]), (T - 1, 2, 2))
-    driven = trip(made, actions, agents=2, neighbours=1)
+    driven = trip(made, np.array([STRAIGHT, (0, 6), STRAIGHT]), agents=3)
     squashed = driven.steps.observation.agents[9, 0, 0, 0]
     x = driven.states.motion.x[9]
     assert 10.0 * squashed / (1.0 - squashed) == pytest.approx(x[1] - x[0], abs=1e-3)
@@ -188,7 +183,7 @@ def test_agents_see_each_other_where_they_are_and_not_where_the_log_has_them() -
 
 def test_the_ego_alone_scores_as_among_more_slots() -> None:
     made = scenario([EGO, line((20, 0.5), (0, 0), T)])
-    alone, among = trip(made, terminations=("goal",)), trip(made, terminations=("goal",), agents=4)
+    alone, among = trip(made), trip(made, agents=3)
     assert {name: value[:1] for name, value in among.metrics.items()} == alone.metrics
     np.testing.assert_array_equal(among.steps.reward[:, 0], alone.steps.reward[:, 0])
     jax.tree.map(
@@ -202,7 +197,7 @@ def test_observation_of_a_known_scene() -> None:
     made = scenario(
         [EGO, line((12, 0), (2, 0), T), line((-5, 3), (6, 0), T)], lights=[(24.0, [RED] * T)], kinds=[1, 1, 3]
     )
-    seen = trip(made, neighbours=3).first
+    seen = trip(made).first
     route = seen.route[0].reshape(-1, 4)
     np.testing.assert_allclose(route[:, 0] * 60, waypoint_offsets(10), atol=1e-3)
     np.testing.assert_allclose(route[:, 1:], np.broadcast_to([0.0, 0.0, 1.0], (10, 3)), atol=1e-5)
@@ -214,18 +209,18 @@ def test_observation_of_a_known_scene() -> None:
     light = seen.lights[0]
     assert light[[0, 2, 3, 4]].tolist() == [1, 1, 0, 0]
     assert 8.0 * light[1] / (1 - light[1]) == pytest.approx(24.0 - 2.0, abs=1e-3)
-    near, far, none = seen.agents[0]
+    near, far, *nobody = seen.agents[0]
     x, y = (10.0 * near[:2] / (1 - np.abs(near[:2]))).tolist()
     assert (x, y) == pytest.approx((-5.0, 3.0), abs=1e-3)
     assert near[11] == 1.0  # a cyclist
     assert far[4] == pytest.approx(-0.2)
     assert far[-1] == 1.0
-    assert not none.any()
+    assert not np.any(nobody)
 
 
 def test_features_of_the_same_scene_do_not_depend_on_where_it_lies() -> None:
     """Turned and moved as a whole, a world without a map looks the same to its driver."""
-    poses = [EGO, line((12, 3), (2, 0.5), T), line((30, -10), (0, 2), T)]
+    poses = [EGO, line((12, -4), (2, -0.3), T), line((30, -18), (0, 2), T)]
     c, s = np.cos(2.0), np.sin(2.0)
 
     def moved(pose: np.ndarray) -> np.ndarray:
@@ -236,38 +231,33 @@ def test_features_of_the_same_scene_do_not_depend_on_where_it_lies() -> None:
     jax.tree.map(
         lambda a, b: np.testing.assert_allclose(a, b, atol=2e-3), here.steps.observation, there.steps.observation
     )
-    assert here.metrics == pytest.approx(there.metrics, abs=1e-3)
+    for name, value in here.metrics.items():
+        assert value == pytest.approx(there.metrics[name], abs=1e-3)
 
 
-@pytest.mark.parametrize("actions", ["discrete", "continuous"])
-@pytest.mark.parametrize("others", ["log", "idm"])
-def test_random_driving_keeps_the_contract(actions: str, others: str) -> None:
-    crowd = [line((12 * i - 30, 3.0 * (-1) ** i), (4.0 - i, 0.3 * i), T) for i in range(1, 6)]
+CROWD = [line((12 * i - 30, 3.0 * (-1) ** i), (4.0 - i, 0.3 * i), T) for i in range(1, 6)]
+
+
+def test_random_driving_gives_finite_bounded_numbers() -> None:
     states = np.tile([RED, GREEN, 0], 17)
-    worlds = [
-        scenario([EGO, line((-9, 0), (6, 0), T), *crowd], drivers=2, lights=[(9.0, states)]),
-        scenario([EGO[:31], *[c[:31] for c in crowd]], road=None),
-    ]
-    config = Config(agents=2, actions=actions, traffic=others, terminations=("offroad", "goal"), neighbours=4)
-    environment = driving(bank(*worlds, agents=2), config)
-    check_environment(environment)
+    made = scenario([EGO, line((-9, 0), (6, 0), T), *CROWD], drivers=2, lights=[(9.0, states)])
+    rng = np.random.default_rng(0)
+    for _ in range(10):
+        driven = trip(made, rng.integers(0, [7, 13], (T - 1, 3, 2)), agents=3)
+        for leaf in jax.tree.leaves((driven.first, driven.states, driven.steps, driven.metrics)):
+            assert np.isfinite(leaf).all()
+        for leaf in driven.steps.observation:
+            assert np.abs(leaf).max() <= 2.0
+        assert np.abs(driven.steps.reward).max() < 10.0
 
-    def roll(key: jax.Array) -> tuple[jax.Array, jax.Array]:
-        state, observation = environment.reset(key)
 
-        def body(state, key):
-            low = jax.random.uniform(key, (2, 2), minval=-1.0)
-            action = low if actions == "continuous" else (jnp.array([[3.5, 6.5]]) * (low + 1)).astype(jnp.int32)
-            state, step = environment.step(key, state, action)
-            return state, (step.observation, step.reward, environment.metrics(state))
-
-        _, seen = jax.lax.scan(body, state, jax.random.split(key, 80))  # past the end as well
-        leaves = jax.tree.leaves((observation, seen))
-        return jnp.stack([jnp.all(jnp.isfinite(x)) for x in leaves]), jnp.max(jnp.abs(seen[0].ego))
-
-    finite, largest = jax.jit(jax.vmap(roll))(jax.random.split(jax.random.key(0), 8))
-    assert bool(finite.all())
-    assert float(largest.max()) <= 2.0
+def test_the_contract_of_environments_is_kept() -> None:
+    worlds = bank(
+        scenario([EGO, line((-9, 0), (6, 0), T), *CROWD], drivers=2, lights=[(9.0, np.tile([RED, GREEN, 0], 17))]),
+        scenario([EGO[:31], *[c[:31] for c in CROWD]], road=None),
+        agents=2,
+    )
+    check_environment(driving(worlds, Config(agents=2, actions="continuous", neighbours=4)))
 
 
 def test_the_state_is_small_and_holds_no_map() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -41,9 +42,9 @@ def test_replay_puts_everybody_where_the_log_has_them() -> None:
     present[:20, 2] = False
     made = scenario([line((0, 0), (5, 0), T), other, walker], kinds=[VEHICLE, VEHICLE, PEDESTRIAN], present=present)
     environment = driving(bank(made), Config())
-    state, _ = environment.start(0)
+    picture = jax.jit(lambda t: environment.frame(environment.start(0)[0]._replace(t=t)))
     for t in (0, 19, 20, 60):
-        frame = environment.frame(state._replace(t=jnp.int32(t)))
+        frame = picture(jnp.int32(t))
         np.testing.assert_allclose(frame.pose[1:3], np.stack([other[t], walker[t]]), atol=1e-5)
         assert np.asarray(frame.present[:4]).tolist() == [True, True, t >= 20, False]
     assert np.asarray(frame.kind[:4]).tolist() == [VEHICLE, VEHICLE, PEDESTRIAN, 0]
@@ -111,9 +112,9 @@ def test_paths_go_through_the_logged_places() -> None:
     pose = np.stack([20 * np.sin(angle), 20 - 20 * np.cos(angle), angle], -1)  # a circle of 20 m at 5 m/s
     made = scenario([line((0, -40), (0, 0), T), pose], road=None)
     world = driving(bank(made), Config(traffic="idm")).tables
-    s = np.linspace(0, 29, 15)
-    for value in s:
-        x, y, heading = (float(v[1]) for v in traffic.on_path(world.paths, jnp.int32(0), jnp.full(16, value)))
+    place = jax.jit(lambda s: traffic.on_path(world.paths, jnp.int32(0), s))
+    for value in np.linspace(0, 29, 15):
+        x, y, heading = (float(v[1]) for v in place(jnp.full(16, value)))
         expected = [20 * np.sin(value / 20), 20 - 20 * np.cos(value / 20)]
         np.testing.assert_allclose([x, y], expected, atol=0.06)  # chords of two metres
         assert heading == pytest.approx(value / 20, abs=0.03)

@@ -19,7 +19,7 @@ PACKAGE = Path(__file__).resolve().parent.parent / "longhaul"
 
 # Layer, then its files. A file may import from lower layers, and from the files named before it on its own line.
 TABLE = """
-0  __init__ types telemetry randomness leaves pages
+0  __init__ types telemetry randomness leaves pages records
 0  algorithms/__init__
 0  datasets/__init__ datasets/log
 0  driving/__init__
@@ -40,12 +40,15 @@ TABLE = """
 3  checkpoint
 4  topologies/fused
 4  worlds curves
-5  report run evaluation
+5  report run evaluation training
 6  recipes bench
-7  cli __main__
+7  printing flags settings commands cli __main__
 """
 
-NO_JAX = ("datasets/*", "worlds", *(f"driving/{name}" for name in ("scenario", "compile", "generator", "roads", "bank")))
+NO_JAX = (
+    *("datasets/*", "worlds", "cli", "flags", "printing"),
+    *(f"driving/{name}" for name in ("scenario", "compile", "generator", "roads", "bank")),
+)
 """Files that start fast and run in worker processes: NumPy only, transitively."""
 
 FORBIDDEN = {

@@ -142,8 +142,8 @@ def _values(
 
 
 def _begins(data: Rollout) -> jax.Array:
-    """bool [T, B]: the step is the first of an episode (the first row begins with the memory of the rollout)."""
-    ended = data.terminated | data.truncated
+    """bool [T, B]: memory was put back before the step (the first row begins with the memory of the rollout)."""
+    ended = data.terminated | data.truncated | ~data.valid
     return jnp.concatenate([jnp.zeros_like(ended[:1]), ended[:-1]])
 
 
@@ -194,10 +194,12 @@ def _loss(network: networks.ActorCritic, policy: Distribution, config: Config) -
 
 def _moments(x: jax.Array, weight: jax.Array | None, mean: Callable[[PyTree], PyTree]) -> tuple[jax.Array, jax.Array]:
     """Mean and variance of x over all shards, where weight is 1."""
-    ones = jnp.ones_like(x) if weight is None else weight
-    first, second, share = mean((jnp.mean(x * ones), jnp.mean(x * x * ones), jnp.mean(ones)))
-    share = jnp.maximum(share, 1e-8)
-    return first / share, jnp.maximum(second / share - (first / share) ** 2, 0.0)
+    if weight is None:  # no share to agree on: a shard has nothing to tell but two numbers
+        first, second = mean((jnp.mean(x), jnp.mean(x * x)))
+    else:
+        first, second, share = mean((jnp.mean(x * weight), jnp.mean(x * x * weight), jnp.mean(weight)))
+        first, second = (s / jnp.maximum(share, 1e-8) for s in (first, second))
+    return first, jnp.maximum(second - first**2, 0.0)
 
 
 def _parts(spec: Spec, config: Config) -> tuple[PyTree, Distribution, networks.ActorCritic]:

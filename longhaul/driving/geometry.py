@@ -142,17 +142,19 @@ def blocked(
     half: tuple[jax.Array, jax.Array],
     margin: tuple[float | jax.Array, float | jax.Array],
 ) -> jax.Array:
-    """[..., N]: where each of N boxes first stands in each of many ways: `along` of its first point in the box, or FREE.
+    """[..., N]: where each of N boxes first stands in each of many ways: `along` of its first point there, or FREE.
 
     `points`: x and y [..., M] of a way; `along` [..., M]: metres ahead, growing; points with none or less do not count.
     `boxes`: x, y, cosine and sine of the heading, each [N]; `half`: half lengths and widths [N]; `margin`: along and
-    beside, m (or [..., 1]), by which the boxes are larger. With half of a vehicle's width as the margin, these are the
-    boxes that it would touch on its way. The loop over points is unrolled: so every operation runs along N.
+    beside, m (each a number or [..., 1]), by which the boxes are larger. With half of a vehicle's width as the margin,
+    these are the boxes that it would touch on its way. The loop over points is unrolled: every operation runs along N,
+    which is several times faster on a CPU than a reduction over points.
     """
-    x, y, cos, sin = boxes
+    rows = (1,) * (along.ndim - 1)
+    x, y, cos, sin, half_length, half_width = (value.reshape(*rows, -1) for value in (*boxes, *half))
     own_u, own_v = into(x, y, cos, sin)
-    length, width = half[0] + margin[0], half[1] + margin[1]
-    near = jnp.full(jnp.broadcast_shapes((*along.shape[:-1], 1), x.shape), FREE)
+    length, width = half_length + margin[0], half_width + margin[1]
+    near = jnp.full((*along.shape[:-1], x.shape[-1]), FREE)
     for j in reversed(range(along.shape[-1])):
         at = along[..., j, None]
         u, v = into(points[0][..., j, None], points[1][..., j, None], cos, sin)

@@ -39,6 +39,14 @@ def layout() -> Progress:
 
 def compiled(algorithm: Algorithm, collector: Collector, progress: Progress, mesh: Mesh, *, block: int) -> Program:
     """The program for runs like `progress`, compiled ahead: it can't compile again, whatever comes."""
+    executable = lowered(algorithm, collector, progress, mesh, block=block).compile()
+    return lambda progress, n: executable(progress, jax.device_put(n, meshes.replicated(mesh)))
+
+
+def lowered(
+    algorithm: Algorithm, collector: Collector, progress: Progress, mesh: Mesh, *, block: int
+) -> jax.stages.Lowered:
+    """The program traced but not compiled yet: what a test or a profile reads."""
     if block < 1:
         raise ValueError(f"a compiled call of {block} updates; at least 1 is needed: raise log_interval")
 
@@ -66,8 +74,7 @@ def compiled(algorithm: Algorithm, collector: Collector, progress: Progress, mes
     everywhere = PartitionSpec()
     program = jax.jit(meshes.per_shard(run, mesh, (layout(), everywhere), (layout(), everywhere)), donate_argnums=0)
     count = jax.device_put(jnp.int32(block), meshes.replicated(mesh))
-    executable = program.lower(progress, count).compile()
-    return lambda progress, n: executable(progress, jax.device_put(n, meshes.replicated(mesh)))
+    return program.lower(progress, count)
 
 
 def fused(

@@ -1,0 +1,185 @@
+"""The command `longhaul`: which command, and what its end means.
+
+Exit codes: 0 done; 1 a run or check failed; 2 bad input, one line on stderr; 75 stopped by a signal after saving.
+What is heavy is imported where it is needed, so that `longhaul --help` and `longhaul data inspect` start at once.
+"""
+
+from __future__ import annotations
+
+import io
+import os
+import sys
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import longhaul
+from longhaul import flags, printing
+from longhaul.flags import DEBUG, PATH, TEXT, Flag, FlagError
+
+COMMANDS = {
+    "train": "train by a recipe, or go on with a run",
+    "evaluate": "what a policy scores, by metric and scenario",
+    "render": "a picture of a policy driving: .gif, .mp4, .html, .png",
+    "data inspect": "what is in driving logs",
+    "recipes": "the recipes of longhaul train",
+    "envs": "the environments of longhaul train ppo --env NAME",
+    "status": "how far a run is",
+    "bench": "a benchmark by its name, one JSON object per figure",
+}
+
+FAILED, BAD_INPUT = 1, 2
+
+LONGEST = 600
+"""Characters of an error's line."""
+
+
+def main(words: Sequence[str] | None = None) -> int:
+    """Runs one command; -> its exit code. `words` default to those of the process."""
+    words = list(sys.argv[1:] if words is None else words)
+    debug = "--debug" in words
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="replace")  # names in files may hold what a terminal's encoding has not
+    try:
+        code = _run(words)
+        sys.stdout.flush()
+        return code
+    except SystemExit as end:  # tyro's, after a help
+        return end.code if isinstance(end.code, int) else 0
+    except BrokenPipeError:  # whoever read our output has enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+        return FAILED
+    except KeyboardInterrupt:
+        return _say("interrupted; nothing was saved", FAILED)
+    except Exception as error:
+        if debug:
+            import traceback
+
+            traceback.print_exc()
+        return _say(_line(error), BAD_INPUT if isinstance(error, (ValueError, OSError)) else FAILED)
+
+
+def _say(line: str, code: int) -> int:
+    print(f"longhaul: error: {line}", file=sys.stderr, flush=True)
+    return code
+
+
+def _line(error: Exception) -> str:
+    """An error as one line, without what could control a terminal."""
+    text = str(error)
+    if isinstance(error, OSError) and error.filename is not None and error.strerror:
+        text = f"{error.filename}: {error.strerror}"
+    elif not isinstance(error, (ValueError, OSError)):
+        text = f"{type(error).__name__}: {text}" if text else type(error).__name__
+    text = printing.clean(" ".join(text.split())) or type(error).__name__
+    return text if len(text) <= LONGEST else text[:LONGEST] + " ..."
+
+
+def _run(words: list[str]) -> int:
+    rest = [word for word in words if word != "--debug"]
+    if not rest or rest[0] in ("-h", "--help", "help"):
+        _help()
+        return 0 if rest else BAD_INPUT
+    if rest[0] == "--version":
+        print(f"longhaul {longhaul.__version__}")
+        return 0
+    if rest[0] == "data":
+        return _data(rest[1:])
+    command, names = rest[0], [name for name in COMMANDS if " " not in name]
+    if command not in names:
+        what = "flag" if command.startswith("-") else "command"
+        otherwise = f"there are {', '.join(COMMANDS)}"
+        raise FlagError(f"longhaul has no {what} {command!r}; {flags.suggestion(command, [*names, 'data'], otherwise)}")
+    if command == "bench":
+        return _bench(rest[1:])
+    return _heavy(command)(rest[1:])
+
+
+def _heavy(command: str) -> Callable[[Sequence[str]], int]:
+    """A command that needs JAX."""
+    from longhaul import commands
+
+    return {
+        "train": commands.train,
+        "evaluate": commands.evaluate,
+        "render": commands.render,
+        "recipes": commands.show_recipes,
+        "envs": commands.show_envs,
+        "status": commands.status,
+    }[command]
+
+
+def _help() -> None:
+    print("usage: longhaul COMMAND [...]\n")
+    print("Reinforcement learning for billions of environment steps, end to end on the device.\n")
+    printing.listing((f"  {name}", line) for name, line in COMMANDS.items())
+    print(
+        "\nlonghaul COMMAND --help says more; --debug shows the traceback of an error; --version."
+        "\nExit codes: 0 done, 1 failed, 2 bad input, 75 stopped by a signal after saving."
+    )
+
+
+def _data(words: Sequence[str]) -> int:
+    """`longhaul data inspect PATH... [--json FILE]`."""
+    if not words or words[0] != "inspect":
+        if words and words[0] in ("-h", "--help"):
+            print("usage: longhaul data inspect PATH... [--json FILE]")
+            return 0
+        given = f"no command {words[0]!r}" if words else "a command of its own"
+        raise FlagError(f"longhaul data has {given}; there is longhaul data inspect PATH... [--json FILE]")
+    paths = Flag("PATH", PATH, (), "files, folders, globs", many=True, shown="")
+    out = Flag("json", PATH, None, "write the counts to this file; - is stdout", shown="")
+    about = "Counts what is in driving logs, as they have it."
+    parsed = flags.parse("data inspect", about, {"": [paths, out, DEBUG]}, words[1:]).values
+    if not parsed["PATH"]:
+        raise FlagError("which logs? longhaul data inspect PATH... [--json FILE]")
+    printing.check_json(parsed["json"])
+
+    from longhaul.datasets import inspection, sources
+
+    sources.expand(parsed["PATH"])  # a path that means nothing is bad input; a bad file is a finding
+    report = inspection.inspect(parsed["PATH"])
+    if parsed["json"] != "-":
+        _print_files(report["files"])
+    if parsed["json"] is not None:
+        printing.write_json(parsed["json"], report)
+    for file in report["files"]:
+        if file["error"] is not None:
+            _say(printing.clean(file["error"]), FAILED)
+    return FAILED if report["errors"] else 0
+
+
+def _print_files(files: Sequence[dict[str, Any]]) -> None:
+    """A row a scenario, a table a file."""
+    for file in files:
+        scenarios = file["scenarios"]
+        what = f"{len(scenarios)} scenario{'' if len(scenarios) == 1 else 's'}"
+        print(printing.clean(f"{file['path']}: {file['format'] or 'unknown format'}, {what}"))
+        if scenarios:
+            names = [name for name in scenarios[0] if name != "id"]
+            rows = [[str(each["id"]), *(printing.number(each[name]) for name in names)] for each in scenarios]
+            printing.table(["scenario", *names], rows)
+
+
+def _bench(words: Sequence[str]) -> int:
+    """`longhaul bench NAME [--json FILE]`."""
+    name = Flag("NAME", TEXT, None, "which; without: lists them", shown="")
+    out = Flag("json", PATH, None, "write the figures as a list to this file, too", shown="")
+    parsed = flags.parse("bench", "Measures; one JSON object per figure.", {"": [name, out, DEBUG]}, words).values
+    printing.check_json(parsed["json"])
+
+    from longhaul import bench
+
+    if parsed["NAME"] is None:
+        printing.listing(bench.NAMES.items())
+        return 0
+    if parsed["NAME"] not in bench.NAMES:
+        hint = flags.suggestion(parsed["NAME"], list(bench.NAMES), f"there are {', '.join(bench.NAMES)}")
+        raise FlagError(f"no benchmark is named {parsed['NAME']!r}; {hint}")
+    figures = []
+    for figure in bench.run(parsed["NAME"]):
+        figures.append(figure)
+        printing.write_line(figure)
+    if parsed["json"] not in (None, "-"):
+        printing.write_json(parsed["json"], figures)
+    return 0

@@ -1,0 +1,114 @@
+"""Results on stdout: tables for people, JSON for machines. Progress and errors go to stderr, elsewhere."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import sys
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any, TextIO
+
+FIRST = ("accuracy", "progress", "collision", "offroad", "red_light", "goal", "comfort", "return", "length")
+"""Metrics in the order of a table's columns; others follow by name."""
+
+
+def table(header: Sequence[str], rows: Sequence[Sequence[str]], *, footer: Sequence[str] | None = None) -> None:
+    """Prints rows of text; the first column to the left, the others to the right. `footer` is a last row set apart.
+
+    On a terminal by rich, in colours unless NO_COLOR is set; elsewhere as plain lines of any width.
+    """
+    lines = [[clean(cell) for cell in row] for row in (header, *rows, *([footer] if footer else []))]
+    if is_terminal(sys.stdout):
+        _rich(lines, footer is not None)
+        return
+    widths = [max(len(line[i]) for line in lines) for i in range(len(header))]
+    for line in lines:
+        cells = [cell.ljust(w) if i == 0 else cell.rjust(w) for i, (cell, w) in enumerate(zip(line, widths))]
+        print("  ".join(cells).rstrip())
+
+
+def _rich(lines: Sequence[Sequence[str]], has_footer: bool) -> None:
+    from rich import box
+    from rich.console import Console
+    from rich.table import Table
+    from rich.text import Text
+
+    made = Table(box=box.SIMPLE, pad_edge=False)
+    for i, name in enumerate(lines[0]):
+        made.add_column(Text(name), justify="left" if i == 0 else "right", overflow="fold")
+    for i, line in enumerate(lines[1:], 2):
+        last = has_footer and i == len(lines)
+        if last:
+            made.add_section()
+        made.add_row(*(Text(cell, style="bold" if last else "") for cell in line))
+    Console(file=sys.stdout, no_color=bool(os.environ.get("NO_COLOR")), highlight=False).print(made)
+
+
+def listing(rows: Iterable[tuple[str, str]]) -> None:
+    """Prints a name and one line about it a row."""
+    rows = list(rows)
+    width = max((len(name) for name, _ in rows), default=0)
+    for name, line in rows:
+        print(f"{clean(name).ljust(width)}  {clean(line)}")
+
+
+def scores(means: dict[str, dict[str, Any]]) -> None:
+    """Prints a table of an evaluation: policy -> means by metric and `episodes`."""
+    names = columns(name for scored in means.values() for name in scored if name != "episodes")
+    header = ["policy", *names, "episodes"]
+    table(header, [[policy, *(number(scored.get(name)) for name in header[1:])] for policy, scored in means.items()])
+
+
+def columns(names: Iterable[str]) -> list[str]:
+    """The distinct names in the order of a table's columns."""
+    return sorted(set(names), key=lambda name: (FIRST.index(name) if name in FIRST else len(FIRST), name))
+
+
+def number(value: Any) -> str:
+    """A value in a table: three decimals; "-" where there is none."""
+    if value is None:
+        return "-"
+    return f"{value:.3f}" if isinstance(value, float) else str(value)
+
+
+def clean(text: str) -> str:
+    """`text` without what could control a terminal: names in files may hold anything."""
+    return "".join(letter if letter.isprintable() else "?" for letter in text)
+
+
+def is_terminal(stream: TextIO) -> bool:
+    return stream.isatty() and os.environ.get("TERM") not in ("dumb", "unknown")
+
+
+def check_json(path: str | None) -> None:
+    """Raises ValueError where `--json path` can't be written, before work is done for it."""
+    if path is None or path == "-":
+        return
+    if Path(path).is_dir() or not Path(path).absolute().parent.is_dir():
+        raise ValueError(f"--json is {path!r}; it must be a file in a folder that exists, or - for stdout")
+
+
+def write_json(path: str, value: Any) -> None:
+    """Writes a file at once or not at all; "-" is stdout. What is not finite becomes null."""
+    text = json.dumps(_finite(value), indent=2, allow_nan=False) + "\n"
+    if path == "-":
+        sys.stdout.write(text)
+        return
+    partial = Path(path + ".partial")
+    partial.write_text(text, encoding="utf-8")
+    os.replace(partial, path)
+
+
+def write_line(value: Any) -> None:
+    """Prints a JSON object as one line of stdout."""
+    print(json.dumps(_finite(value), allow_nan=False), flush=True)
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {name: _finite(inner) for name, inner in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_finite(inner) for inner in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value

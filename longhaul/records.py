@@ -1,0 +1,44 @@
+"""Updates' rows of metrics summed up as records, so that what a run logs does not grow with its length."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+Record = dict[str, float]
+
+
+class Sums:
+    """Sums over the updates since the last record. What is `pending` goes with a checkpoint, and comes back with it."""
+
+    def __init__(self, pending: Mapping[str, Any] | None = None):
+        self.updates: int = pending["updates"] if pending else 0
+        self._totals: Record = dict(pending["totals"]) if pending else {}
+
+    def add(self, n: int, rows: Mapping[str, np.ndarray]) -> None:
+        """Adds the first n updates of `rows`, arrays [n or more] by name.
+
+        "episodes" counts those that ended, "episode/..." sum over them, the others are an update's own.
+        """
+        for name, values in rows.items():
+            total = float(np.sum(np.asarray(values[:n], np.float64)))
+            self._totals[name] = self._totals.get(name, 0.0) + total
+        self.updates += n
+
+    def pending(self) -> dict[str, Any]:
+        """As JSON can hold it, every bit."""
+        return {"updates": self.updates, "totals": dict(self._totals)}
+
+    def take(self) -> Record:
+        """The record of at least one update: an episode's mean (NaN where none ended), the rest's; and begins anew."""
+        totals, updates = self._totals, self.updates
+        episodes = totals.pop("episodes")
+        record = {"episode/count": episodes}
+        for name, total in sorted(totals.items()):
+            count = episodes if name.startswith("episode/") else updates
+            record[name] = total / count if count else math.nan
+        self.updates, self._totals = 0, {}
+        return record

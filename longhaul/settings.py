@@ -1,0 +1,233 @@
+"""A Run as flags: one for each of its fields, flat, with the recipe's values as defaults."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import types
+import typing
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from longhaul import flags, networks
+from longhaul.driving import objectives, simulator
+from longhaul.flags import DEBUG, FLOAT, INT, PATH, SWITCH, TEXT, Flag, FlagError, Kind, choice, optional
+from longhaul.run import TOPOLOGIES, Run, RunError, load_run
+
+HELP = {
+    "total-steps": "agent steps to train for",
+    "num-envs": "worlds that are stepped at once",
+    "num-steps": "steps of each world between two updates",
+    "seed": "all random numbers come from it",
+    "mesh": "devices that share the worlds, as data=N or data=N,model=1",
+    "topology": "how acting and learning are laid out",
+    "evaluation-episodes": "episodes, or scenarios never trained in, of the evaluation at the end",
+    "env": "the environment; longhaul envs lists them",
+    "data": "driving logs to train in: files, folders, globs; without: generated scenarios",
+    "scenarios": "generated scenarios to train in",
+    "horizon": "most steps of a scenario; none: to the log's end",
+    "agents": "controlled agents of a world",
+    "traffic": "the others replay the log, or react by the Intelligent Driver Model",
+    "actions": "what the policy chooses from",
+    "terminations": "events that end an episode",
+    "neighbours": "nearest others that an agent sees",
+    "waypoints": "points of the route ahead that it sees",
+    "reward-progress": "for a metre along the route",
+    "reward-collision": "for a collision",
+    "reward-offroad": "for leaving the road",
+    "reward-red-light": "for running a red light",
+    "reward-goal": "for reaching the goal",
+    "reward-discomfort": "for each exceeded limit of comfort, a step",
+    "reward-lateral": "for a metre beside the route, a step",
+    "reward-heading": "for 1 - cos of the angle to the route, a step",
+    "lr": "learning rate of Adam",
+    "anneal": "let the learning rate fall to 0 over the run",
+    "gamma": "discount of a step",
+    "gae-lambda": "lambda of the advantage estimate",
+    "num-minibatches": "minibatches of an epoch; must divide a device's batch",
+    "update-epochs": "passes over the batch of an update",
+    "clip-eps": "how far the policy's ratio may move",
+    "clip-value": "clip the value's loss, too",
+    "vf-coef": "weight of the value's loss",
+    "ent-coef": "weight of the entropy",
+    "ent-coef-final": "what ent-coef goes to over the run; none: constant",
+    "max-grad-norm": "longer gradients are cut to it",
+    "normalise-advantage": "advantages of a batch get mean 0 and deviation 1",
+    "normalise-observation": "observations by running mean and deviation",
+    "reward-scale": "factor on rewards for learning",
+    "kl-stop": "end an update once approx_kl passed it",
+    "torso": "network before the heads; deepset: neighbours without order",
+    "hidden-dim": "width of a layer",
+    "num-layers": "layers of the torso",
+    "activation": "between layers",
+    "memory": "width of the recurrent unit; 0: none",
+    "chunk": "rows of a minibatch whose gradient is taken at once; a matter of speed",
+    "log-interval": "updates of a record of metrics",
+    "block": "updates of a compiled call; between calls a run logs, saves and stops",
+    "save-interval-minutes": "minutes between two checkpoints",
+    "save-interval": "updates between two checkpoints, instead of minutes",
+    "keep": "newest checkpoints that stay",
+}
+"""Every flag of a Run; those that no field has are below."""
+
+CHOICES: dict[str, tuple[str, ...]] = {
+    "topology": TOPOLOGIES,
+    "traffic": simulator.TRAFFICS,
+    "actions": simulator.ACTIONS,
+    "terminations": objectives.EVENTS,
+    "torso": networks.TORSOS,
+    "activation": tuple(networks.ACTIVATIONS),
+}
+
+HIDDEN = ("recipe", "driver")
+"""Fields that are no flag: the recipe is named before, and who learns drives by the policy."""
+
+AUTO = ("mesh", "evaluation-episodes", "log-interval", "block")
+"""Flags whose None is decided from the rest."""
+
+FREE = ("log-interval", "block", "save-interval-minutes", "save-interval", "keep")
+"""Flags that may differ when a run is gone on with: they change no number."""
+
+GROUPS = {
+    "run": "The run.",
+    "environment": "What it trains in.",
+    "algorithm": "How it learns: PPO.",
+    "saving": "What is kept, how often and where.",
+}
+
+SAVING = ("log_interval", "block", "save_interval_minutes", "save_interval", "keep")
+
+RUNS_DIR = Flag("runs-dir", PATH, "runs", "folder of all runs")
+
+FOLDERS = (
+    RUNS_DIR,
+    Flag("run-name", TEXT, None, "name of the run's folder", shown="recipe and time"),
+    Flag("resume", TEXT, None, "go on with this run (its name or folder) to its end", shown=""),
+)
+
+
+class Setting(NamedTuple):
+    """One field of a Run: its flag, and where it lies."""
+
+    flag: Flag
+    group: str
+    path: tuple[str, ...]
+
+
+def settings(run: Run) -> list[Setting]:
+    """The flags of `run`, with its values as defaults."""
+    return list(_settings(run, (), "run"))
+
+
+def _settings(value: Any, path: tuple[str, ...], group: str) -> Iterator[Setting]:
+    hints = typing.get_type_hints(type(value))
+    for field in dataclasses.fields(value):
+        inner, where = getattr(value, field.name), (*path, field.name)
+        if field.name in HIDDEN:
+            continue
+        if dataclasses.is_dataclass(inner):
+            yield from _settings(inner, where, field.name if field.name in GROUPS else group)
+            continue
+        name = _name(where)
+        shown = "auto" if name in AUTO and inner is None else "" if inner in ((), None) and name == "data" else None
+        flag = Flag(name, _kind(name, hints[field.name]), inner, HELP.get(name, ""), isinstance(inner, tuple), shown)
+        yield Setting(flag, "saving" if field.name in SAVING else group, where)
+
+
+def _name(path: tuple[str, ...]) -> str:
+    """The flag of the field at `path`."""
+    name = path[-1].replace("_", "-")
+    if name == "devices":
+        return "mesh"
+    return f"reward-{name}" if "weights" in path else name
+
+
+def _kind(name: str, hint: Any) -> Kind:
+    if name == "mesh":
+        return MESH
+    if name in CHOICES:
+        return choice(CHOICES[name])
+    if name == "data":
+        return PATH
+    if typing.get_origin(hint) in (typing.Union, types.UnionType):
+        return optional(_kind(name, next(kind for kind in typing.get_args(hint) if kind is not type(None))))
+    return {int: INT, float: FLOAT, str: TEXT, bool: SWITCH}[hint]
+
+
+def _mesh(word: str) -> int:
+    """ "data=8,model=1" -> 8."""
+    axes = dict(part.split("=") for part in word.split(","))
+    data, model = int(axes.pop("data", "1")), int(axes.pop("model", "1"))
+    if axes or data < 1 or model != 1:
+        raise ValueError(word)
+    return data
+
+
+MESH = Kind("data=N", "data=N or data=N,model=1 with N at least 1 (no device holds only a part of the model)", _mesh)
+
+
+def table(run: Run) -> dict[str, list[Flag]]:
+    """All flags of `longhaul train RECIPE` by heading, as `flags.parse` takes them."""
+    groups: dict[str, list[Flag]] = {f"{name}: {about}": [] for name, about in GROUPS.items()}
+    for setting in settings(run):
+        groups[f"{setting.group}: {GROUPS[setting.group]}"].append(setting.flag)
+    groups[f"saving: {GROUPS['saving']}"] += FOLDERS
+    groups[""] = [DEBUG]
+    return groups
+
+
+def apply(run: Run, values: Mapping[str, Any]) -> Run:
+    """`run` with the values of some of its flags."""
+    for setting in settings(run):
+        if setting.flag.name in values:
+            run = _replace(run, setting.path, values[setting.flag.name])
+    return run
+
+
+def _replace(value: Any, path: tuple[str, ...], new: Any) -> Any:
+    inner = _replace(getattr(value, path[0]), path[1:], new) if len(path) > 1 else new
+    return dataclasses.replace(value, **{path[0]: inner})
+
+
+def chosen(recipe: Run, parsed: flags.Parsed) -> Run:
+    """The recipe's Run as the flags change it."""
+    names = {setting.flag.name for setting in settings(recipe)}
+    return apply(recipe, {name: parsed.values[name] for name in names & parsed.given})
+
+
+def resumed(folder: Path, recipe: str, parsed: flags.Parsed) -> Run:
+    """The Run of a folder that is gone on with. Raises RunError where a flag was given that says otherwise.
+
+    What `FREE` names is taken from the flags.
+    """
+    stored = load_run(folder)
+    if stored.recipe != recipe:
+        raise RunError(
+            f"run {folder.name} is of recipe {stored.recipe}, and {recipe} is asked for; "
+            f"longhaul train {stored.recipe} --resume {folder.name}"
+        )
+    if "run-name" in parsed.given:
+        raise RunError(f"--run-name and --resume {folder.name} are both given; a run that goes on keeps its name")
+    before = {setting.flag.name: setting.flag for setting in settings(stored)}
+    free: dict[str, Any] = {}
+    for name in sorted(parsed.given):
+        value = parsed.values[name]
+        if name == "data":  # as `resolve` keeps them
+            value = tuple(os.path.abspath(os.path.expanduser(path)) for path in value)
+        if name in FREE:
+            free[name] = value
+        elif name in before and value != before[name].default:
+            raise RunError(
+                f"--{name} is {_said(value)}, and run {folder.name} has {_said(before[name].default)}; "
+                f"leave --{name} out, or start a new run without --resume"
+            )
+        elif name not in before and name in HELP:
+            raise FlagError(f"run {folder.name} has no --{name}; leave it out")
+    return apply(stored, free)
+
+
+def _said(value: Any) -> str:
+    if isinstance(value, tuple):
+        return " ".join(map(str, value)) or "none"
+    return "none" if value is None else f"{value:g}" if isinstance(value, float) else str(value)

@@ -1,0 +1,118 @@
+"""Runs that take a second, and what two runs must have in common to be the same."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import jax
+import pytest
+
+from longhaul import run as runs
+from longhaul import telemetry, training
+from longhaul.algorithms import ppo
+from longhaul.provenance import params_sha256
+from longhaul.run import Assembly, Named, Run
+from longhaul.topologies import fused
+from longhaul.types import Environment
+
+TIMES = ("wall_seconds", "sps")
+"""What may differ between records of two runs that are the same."""
+
+
+def small(**changes: Any) -> Run:
+    """CartPole, 60 updates of 8 worlds in calls of 2; a record every 4, a checkpoint every 6."""
+    settings: dict[str, Any] = {
+        "algorithm": ppo.Config(hidden_dim=8, num_minibatches=2, update_epochs=1, lr=3e-3),
+        "environment": Named("cartpole"),
+        "total_steps": 8 * 16 * 60,
+        "num_envs": 8,
+        "num_steps": 16,
+        "seed": 3,
+        "devices": 1,
+        "log_interval": 4,
+        "block": 2,
+        "save_interval": 6,
+        "evaluation_episodes": 4,
+    }
+    return runs.resolve(Run("small", **(settings | changes)))
+
+
+def begin(run: Run, folder: Path) -> training.Outcome:
+    """Trains from the start in a new folder."""
+    folder.mkdir(parents=True)
+    return training.train(run, folder, resumed=False)
+
+
+def resume(folder: Path) -> training.Outcome:
+    return training.train(runs.load_run(folder), folder, resumed=True)
+
+
+def records(folder: Path) -> list[dict[str, Any]]:
+    """The records of a run, without the times."""
+    return [{k: v for k, v in r.items() if k not in TIMES} for r in telemetry.read(folder / "metrics.jsonl")]
+
+
+def result(folder: Path) -> dict[str, Any]:
+    """result.json, without the times."""
+    found: dict[str, Any] = json.loads((folder / "result.json").read_text())
+    return {k: v for k, v in found.items() if not k.endswith("seconds") and k not in TIMES}
+
+
+def checkpoints(folder: Path) -> list[int]:
+    """The updates at which there are checkpoints."""
+    return sorted(int(path.name) for path in (folder / "checkpoints").iterdir())
+
+
+def make_quick(patch: pytest.MonkeyPatch) -> None:
+    """Until `patch` is undone, runs of the same shape share what is compiled, and no episode is played at the end.
+
+    Compiling takes far longer than these runs do. The stand-in of an evaluation tells policies apart by every bit.
+    """
+    assemblies: dict[str, Assembly] = {}
+    programs: dict[tuple[int, int], fused.Program] = {}
+    starts: dict[tuple[int, int], Any] = {}
+    assemble, compiled, start = runs.assemble, fused.compiled, Assembly.start
+
+    def assemble_once(run: Run, environment: Environment) -> Assembly:
+        shape = repr((run.environment, run.algorithm, run.total_steps, run.num_envs, run.num_steps, run.devices))
+        if shape not in assemblies:
+            assemblies[shape] = assemble(run, environment)
+        return assemblies[shape]
+
+    def compiled_once(algorithm: Any, collector: Any, progress: Any, mesh: Any, *, block: int) -> fused.Program:
+        key = id(algorithm), block
+        if key not in programs:
+            programs[key] = compiled(algorithm, collector, progress, mesh, block=block)
+        return programs[key]
+
+    def start_once(assembly: Assembly, seed: int) -> Any:
+        key = id(assembly.algorithm), seed
+        if key not in starts:
+            starts[key] = start(assembly, seed)
+        return jax.tree.map(lambda leaf: leaf.copy(), starts[key])  # the loop donates what it gets
+
+    def digests(run: Run, environment: Environment, policy: Any, untrained: Any) -> tuple[dict[str, Any], list[Any]]:
+        return {"trained": {"digest": params_sha256(policy)}, "untrained": {"digest": params_sha256(untrained)}}, []
+
+    patch.setattr(training, "assemble", assemble_once)
+    patch.setattr(training, "evaluate_all", digests)
+    patch.setattr(fused, "compiled", compiled_once)
+    patch.setattr(Assembly, "start", start_once)
+
+
+def after(calls: int, act: Callable[[], object], function: Callable[..., Any]) -> Callable[..., Any]:
+    """`function`, which also does `act()` at the end of its call number `calls`, counted from 1."""
+    count = 0
+
+    def counted(*args: Any, **kwargs: Any) -> Any:
+        nonlocal count
+        value = function(*args, **kwargs)
+        count += 1
+        if count == calls:
+            act()
+        return value
+
+    return counted
