@@ -67,8 +67,11 @@ def _begin(runs_dir: Path, run: Run, name: str | None) -> tuple[Path, training.O
 
     A run that is refused before it began (by a damaged log, say) leaves no folder.
     """
-    if isinstance(run.environment, Driving) and run.environment.data:
-        sources.expand(run.environment.data)  # what is missing is said before anything is made
+    task = run.environment
+    if not isinstance(task, Driving):
+        named(task)  # what is unknown or missing is said before anything is made
+    elif task.data:
+        sources.expand(task.data)
     assert run.devices is not None
     training.prepare_devices(run.devices)
     about = provenance()

@@ -1,11 +1,11 @@
 """Policies' distributions over actions: masked categorical, multi-categorical, tanh-Gaussian.
 
-A distribution works on a *raw* action, the one that log-probabilities are of; `action(raw)` is what the environment gets. For choices
-they are the same. For a bounded vector the raw action is the Gaussian's sample before tanh: keeping it avoids the inverse of
-tanh, which loses everything where it saturates.
+A distribution works on a *raw* action, the one that log-probabilities are of; `action(raw)` is what the environment
+gets. For choices they are the same. For a bounded vector the raw action is the Gaussian's sample before tanh: keeping
+it avoids the inverse of tanh, which loses everything where it saturates.
 
-Leading axes are free: parameters [..., size], masks bool [..., n] (or None), raw actions int32 [...], int32 [..., k] or float32 [..., d].
-At least one action of a mask must be legal.
+Leading axes are free: parameters [..., size], masks bool [..., n] (or None), raw actions int32 [...], int32 [..., k]
+or float32 [..., d]. At least one action of a mask must be legal.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ def _masked(logits: jax.Array, mask: jax.Array | None) -> jax.Array:
 
 
 def _choose(logits: jax.Array, uniform: jax.Array) -> jax.Array:
-    """The choice whose cumulated probability first passes `uniform`: one random number a choice, and never an impossible one."""
+    """The choice whose cumulated probability first passes `uniform`: one random number, never an impossible choice."""
     weight = jnp.exp(logits - jnp.max(logits, axis=-1, keepdims=True))
     n = logits.shape[-1]
     cumulated = jnp.matmul(weight, jnp.triu(jnp.ones((n, n), jnp.float32)), precision=jax.lax.Precision.HIGHEST)

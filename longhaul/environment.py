@@ -1,8 +1,9 @@
 """Many worlds as one: vectorise, reset where an episode ended, count what episodes scored.
 
-`vectorise` keeps the successor of an ended step beside the first observation of the next episode (`types.TimeStep`). Resets are cheap:
-fresh episodes come from a small bank that is drawn once a rollout (`Worlds.fresh`), so that a step only chooses between two
-states that exist. A world that ends more often within one rollout than its bank has starts meets the same starts again, in order.
+`vectorise` keeps the successor of an ended step beside the first observation of the next episode
+(`types.TimeStep`). Resets are cheap: fresh episodes come from a small bank that is drawn once a rollout (`Worlds.fresh`), so that a step only chooses
+between two states that exist. A world that ends more often within one rollout than its bank has starts meets the same
+starts again, in order.
 """
 
 from __future__ import annotations
@@ -117,7 +118,8 @@ def vectorise(environment: Environment, worlds: int) -> Worlds:
         begun = jax.tree.map(restart, following, starts.state)
         observation = jax.tree.map(restart, led_to.successor, starts.observation)
         time_step = TimeStep(
-            flat(observation), flat(led_to.reward), flat(led_to.terminated), flat(led_to.truncated), flat(led_to.successor)
+            flat(observation), flat(led_to.reward), flat(led_to.terminated), flat(led_to.truncated),
+            flat(led_to.successor)
         )
         new_state = WorldsState(
             begun, jnp.where(ended, 0.0, episode_return), jnp.where(ended, 0, episode_length)

@@ -104,9 +104,9 @@ class Drives(NamedTuple):
         ego = {name: float(values[end - 1, 0]) for name, values in metrics.items()}
         events = {name: _first(metrics[name][:end, 0]) for name in FAULTS if name in metrics}
         return Recording(
-            id=scenario.id, dt=scenario.dt, pose=frame.pose[:end], size=frame.size[0], kind=frame.kind[0].astype(np.int8),
-            present=frame.present[:end], controlled=frame.controlled[0], expert=frame.expert[:end],
-            route=scenario.route[0, : int(scenario.route_points[0]), :2],
+            id=scenario.id, dt=scenario.dt, pose=frame.pose[:end], size=frame.size[0],
+            kind=frame.kind[0].astype(np.int8), present=frame.present[:end], controlled=frame.controlled[0],
+            expert=frame.expert[:end], route=scenario.route[0, : int(scenario.route_points[0]), :2],
             light_position=frame.light_position[0], light_state=frame.light_state[:end].T.astype(np.int8),
             drawing=scenario.drawing, events=events, label=label, metrics=ego,
         )  # fmt: skip
@@ -118,7 +118,7 @@ def _first(values: np.ndarray) -> int | None:
 
 
 def drives(run: Run, data: Sequence[str] = (), count: int | None = None) -> Drives:
-    """The scenarios of `data`; else those that the run trained in where it had data; else generated ones never trained in."""
+    """The scenarios of `data`; else those of the run's own data; else generated ones that no run trains in."""
     task = run.environment
     assert isinstance(task, Driving)
     agents, horizon = task.simulator.agents, task.horizon

@@ -1,11 +1,11 @@
 """Actor-critic networks as pairs of pure functions; the only file that knows Flax.
 
-Two torsos: `mlp` flattens and joins all leaves of an observation; `deepset` (Zaheer et al. 2017) embeds each item of a rank-2 leaf
-[items, features] with one shared layer and takes the maximum over items, so that the order of neighbours does not matter. The last
-feature of an item says whether it is there (1) or padding (0).
+Two torsos: `mlp` flattens and joins all leaves of an observation; `deepset` (Zaheer et al. 2017) embeds each item of a
+rank-2 leaf [items, features] with one shared layer and takes the maximum over items, so that the order of neighbours
+does not matter. The last feature of an item says whether it is there (1) or padding (0).
 
-Without memory the actor and the critic are two towers (PureJaxRL's layout); with `memory > 0` they share a torso and a gated
-recurrent unit (Cho et al. 2014) of that width.
+Without memory the actor and the critic are two towers (PureJaxRL's layout); with `memory > 0` they share a torso and a
+gated recurrent unit (Cho et al. 2014) of that width.
 """
 
 from __future__ import annotations
@@ -115,7 +115,9 @@ def actor_critic(
     if activation not in ACTIVATIONS:
         raise ValueError(f"activation is {activation!r}; it must be one of {', '.join(ACTIVATIONS)}")
     if not sizes or min(sizes) < 1 or memory < 0:
-        raise ValueError(f"sizes are {tuple(sizes)} and memory {memory}; give at least one positive size and memory >= 0")
+        raise ValueError(
+            f"sizes are {tuple(sizes)} and memory {memory}; give at least one positive size and memory >= 0"
+        )
     leaves = jax.tree.leaves(observation)
     ranks = tuple(len(leaf.shape) for leaf in leaves)
     network = _Network(torso, tuple(sizes), activation, ranks, outputs, free, memory)

@@ -15,7 +15,7 @@ CLIP = 10.0
 
 
 class Moments(NamedTuple):
-    count: jax.Array  # float32 scalar, in updates' worth of samples (relative weights are all that matters)
+    samples: jax.Array  # float32 scalar
     mean: PyTree
     variance: PyTree
 
@@ -45,7 +45,7 @@ def update(
     squares = jax.tree.map(spread, batch, moments.mean)
     share, shifted, squares = mean((share, shifted, squares))
     count = share * ones.size
-    total = moments.count + count
+    total = moments.samples + count
     weight = jnp.where(total > 0.0, count / jnp.maximum(total, 1e-6), 0.0)
     safe = jnp.maximum(share, 1e-8)
 

@@ -1,8 +1,9 @@
 """Random numbers inside compiled loops: the bits of `jax.random`, in one fused kernel.
 
-JAX lowers Threefry to a rolled loop on the CPU, which costs a dozen small kernels for every draw inside a `lax.scan`. Here
-the twenty rounds are written out, so that XLA fuses them with whatever consumes the bits. The stream is the same as
-`jax.random.bits` with a partitionable Threefry key (a test compares them bit by bit), so keys may be shared freely with JAX.
+JAX lowers Threefry to a rolled loop on the CPU, which costs a dozen small kernels for every draw inside a `lax.scan`.
+Here the twenty rounds are written out, so that XLA fuses them with whatever consumes the bits. The stream is the same
+as `jax.random.bits` with a partitionable Threefry key (a test compares them bit by bit), so keys may be shared freely
+with JAX.
 
 Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", SC 2011.
 """

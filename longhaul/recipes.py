@@ -42,8 +42,8 @@ def driving() -> Run:
         "driving",
         Driving(),
         ppo.Config(
-            lr=5e-4, gamma=0.98, gae_lambda=0.95, ent_coef=0.005, ent_coef_final=0.0, clip_value=False, num_minibatches=8,
-            update_epochs=4, hidden_dim=128, num_layers=2, activation="tanh", torso="deepset",
+            lr=5e-4, gamma=0.98, gae_lambda=0.95, ent_coef=0.005, ent_coef_final=0.0, clip_value=False,
+            num_minibatches=8, update_epochs=4, hidden_dim=128, num_layers=2, activation="tanh", torso="deepset",
         ),
         total_steps=6_000_000,
         num_envs=256,

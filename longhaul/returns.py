@@ -1,7 +1,7 @@
 """Returns and advantages of one stream of experience [T]; batch them with `jax.vmap(..., in_axes=1, out_axes=1)`.
 
-Every function takes `terminated` and `truncated` apart: the first ends the task (nothing follows), the second only our watching
-(the successor's value counts, but the next step of the stream belongs to another episode).
+Every function takes `terminated` and `truncated` apart: the first ends the task (nothing follows), the second only our
+watching (the successor's value counts, but the next step of the stream belongs to another episode).
 """
 
 from __future__ import annotations

@@ -128,8 +128,9 @@ def play(
 ) -> Callable[[Params, tuple[PyTree, PyTree], Key | None, Key], tuple[Episodes, PyTree]]:
     """A function (params, starts, key, world_key) -> (episodes, frames) that plays one episode from each start.
 
-    `starts` is (state, observation) with leaves [E, ...]. `key` None acts by the policy's mode. Frames are `observe(state)` of each
-    step, [T+1, E, ...], before the step; () without `observe`. Nothing resets: an ended agent waits.
+    `starts` is (state, observation) with leaves [E, ...]. `key` None acts by the policy's mode. Frames are
+    `observe(state)` of each step, [T+1, E, ...], before the step; () without `observe`. Nothing resets: an ended agent
+    waits.
     """
     agents = environment.spec.agents
 

@@ -1,11 +1,11 @@
 """The types that everything speaks.
 
-Axes, once and for all: T time, B batch (columns), K slots, A controlled agents of one world; time first. A *column* of the
-batch is one agent's stream of experience: B = worlds x A. All lengths are metres, angles radians, times seconds.
+Axes, once and for all: T time, B batch (columns), K slots, A controlled agents of one world; time first. A *column* of
+the batch is one agent's stream of experience: B = worlds x A. All lengths are metres, angles radians, times seconds.
 
 The one invariant that the whole package rests on: **an episode ends in two ways, and they are not the same.**
-`terminated` says that the task is over: nothing follows, its value is zero. `truncated` says that we stopped watching: the
-episode would have gone on from `successor`, the observation that the step truly led to, and its value counts.
+`terminated` says that the task is over: nothing follows, its value is zero. `truncated` says that we stopped watching:
+the episode would have gone on from `successor`, the observation that the step truly led to, and its value counts.
 """
 
 from __future__ import annotations
@@ -61,8 +61,8 @@ class Spec:
     `observation` is a pytree of `jax.ShapeDtypeStruct` for ONE agent (a `Masked` where actions can be illegal).
     `agents` is None for an ordinary environment, whose arrays have no agent axis; with a number A, observation, reward,
     terminated and truncated have a leading [A], and `Environment.active` says which agents still play.
-    `truncation_interval` is a promise: no agent is truncated twice within fewer steps (None: never). It bounds the memory that the
-    successors of truncated steps take in a rollout; 1 is always right, a time limit is much better.
+    `truncation_interval` is a promise: no agent is truncated twice within fewer steps (None: never). It bounds the
+    memory that the successors of truncated steps take in a rollout; 1 is always right, a time limit is much better.
     `max_steps` bounds an episode's length; None where nothing does.
     """
 
@@ -77,8 +77,8 @@ class TimeStep(NamedTuple):
     """What a step led to.
 
     From an environment: `observation` and `successor` are the same object. From `environment.vectorise`, which resets:
-    `observation` is what the next action is chosen on (the first of a new episode where one ended) and `successor` what the
-    step truly led to. They differ only where `terminated | truncated`.
+    `observation` is what the next action is chosen on (the first of a new episode where one ended) and `successor`
+    what the step truly led to. They differ only where `terminated | truncated`.
     """
 
     observation: PyTree
@@ -111,18 +111,19 @@ class Environment(Protocol):
         """bool: whether an episode is running; with `spec.agents` = A: bool [A], which agents still play."""
 
     def metrics(self, state: PyTree) -> dict[str, jax.Array]:
-        """What an episode that ends in `state` scored beside its return, float32 scalars ([A] with agents); may be empty."""
+        """What an episode that ends in `state` scored beside its return, float32 scalars ([A] with agents); may be
+        empty."""
 
 
 class Successors(NamedTuple):
     """The successors of a rollout, kept where they are not a copy of the next observation.
 
     The successor of step t in column b is `observation[t + 1, b]` (`last[b]` for t = T-1), except where the step was
-    truncated: there it is `truncated[k, b]`, k being the number of truncations of column b before step t. Terminated steps
-    have none: their value is zero. K = ceil(T / spec.truncation_interval) slots always suffice.
+    truncated: there it is `truncated[k, b]`, k being the number of truncations of column b before step t. Terminated
+    steps have none: their value is zero. K = ceil(T / spec.truncation_interval) slots always suffice.
 
-    Example, one column, T = 4, truncated at t = 1: observations o0 o1 | p0 p1, last = p2; K >= 1, truncated[0] = o2. The
-    successors are o1, o2, p1, p2.
+    Example, one column, T = 4, truncated at t = 1: observations o0 o1 | p0 p1, last = p2; K >= 1, truncated[0] = o2.
+    The successors are o1, o2, p1, p2.
     """
 
     last: PyTree  # [B, ...]
@@ -132,9 +133,9 @@ class Successors(NamedTuple):
 class Rollout(NamedTuple):
     """Experience, [T, B, ...], time first, with the memory that it began with.
 
-    `valid` is False where a column's agent was not playing (it ended earlier than its world, or the slot is empty): such
-    steps mean nothing and count nowhere. `extras` is what `act` gave beside the action (log-probabilities, say). `version` counts
-    the updates that had made the weights which acted.
+    `valid` is False where a column's agent was not playing (it ended earlier than its world, or the slot is empty):
+    such steps mean nothing and count nowhere. `extras` is what `act` gave beside the action (log-probabilities, say).
+    `version` counts the updates that had made the weights which acted.
     """
 
     observation: PyTree  # [T, B, ...], what the action was chosen on
@@ -152,9 +153,9 @@ class Rollout(NamedTuple):
 class Algorithm(NamedTuple):
     """A learner as pure functions; written for one shard, and ignorant of devices.
 
-    `policy(state)` is what `act` needs of the state (parameters, normalisers). `memory(B)` is the memory at an episode's
-    start, `()` where there is none; the caller puts it back where an episode ended. `act` with `key=None` takes the mode of the
-    policy instead of a sample.
+    `policy(state)` is what `act` needs of the state (parameters, normalisers). `memory(B)` is the memory at an
+    episode's start, `()` where there is none; the caller puts it back where an episode ended. `act` with `key=None`
+    takes the mode of the policy instead of a sample.
     """
 
     init: Callable[[Key], PyTree]  # key -> State
@@ -166,7 +167,8 @@ class Algorithm(NamedTuple):
 
 
 class Collector(NamedTuple):
-    """Experience as pure functions: `start(key) -> carry`; `collect(params, carry, key, version) -> (carry, data, metrics)`."""
+    """Experience as pure functions: `start(key) -> carry`; `collect(params, carry, key, version) -> (carry, data,
+    metrics)`."""
 
     start: Callable[[Key], PyTree]
     collect: Callable[[Params, PyTree, Key, jax.Array], tuple[PyTree, PyTree, Metrics]]

@@ -1,7 +1,7 @@
 """Oracle: mean and variance of all samples at once."""
 
-import jax.numpy as jnp
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from longhaul import mesh, normalise

@@ -220,7 +220,8 @@ def _flip(path: Path) -> None:
 
 
 def _largest(step: Path) -> Path:
-    return max((p for p in step.rglob("*") if p.is_file() and p.name != "manifest.json"), key=lambda p: p.stat().st_size)
+    files = (path for path in step.rglob("*") if path.is_file() and path.name != "manifest.json")
+    return max(files, key=lambda path: path.stat().st_size)
 
 
 DAMAGES: dict[str, Callable[[Path], object]] = {
@@ -270,7 +271,7 @@ def test_where_all_checkpoints_are_damaged_nothing_begins_anew(stopped: Path, tm
     for step in (folder / "checkpoints").iterdir():
         _flip(_largest(step))
     before = (folder / "metrics.jsonl").read_bytes()
-    with pytest.raises(CheckpointError, match="all 3 checkpoints in .* are damaged"):
+    with pytest.raises(CheckpointError, match=r"all 3 checkpoints in .* are damaged"):
         resume(folder)
     assert (folder / "metrics.jsonl").read_bytes() == before
 
@@ -344,7 +345,7 @@ def test_a_run_that_is_done_is_not_done_again(
 def test_two_processes_never_train_in_one_folder(stopped: Path) -> None:
     files = sorted(stopped.rglob("*"))
     holder = subprocess.Popen(
-        [sys.executable, "-c", "import fcntl, os, sys; fcntl.flock(os.open(sys.argv[1], 0), 2); print(flush=True); input()",
+        [sys.executable, "-c", "import fcntl, os, sys; fcntl.flock(os.open(sys.argv[1], 0), 2); print(); input()",
          str(stopped)], stdin=subprocess.PIPE, stdout=subprocess.PIPE,
     )  # fmt: skip
     with holder:

@@ -1,9 +1,10 @@
 """Proximal policy optimisation (Schulman et al. 2017), with generalised advantage estimation.
 
-Where we differ from the usual code: values are not stored while acting but computed here, all at once and from the current
-parameters, so that V(s) and V(successor) can never come from two networks; a truncated step bootstraps from its own successor; the
-gradient of a minibatch is summed over chunks that fit a core's cache, which is the same gradient, 1.5 times faster on the CPU at
-large batches; minibatches are drawn by a bijection instead of a sort; advantages are normalised once over the whole batch.
+Where we differ from the usual code: values are not stored while acting but computed here, all at once and from the
+current parameters, so that V(s) and V(successor) can never come from two networks; a truncated step bootstraps from
+its own successor; the gradient of a minibatch is summed over chunks that fit a core's cache, which is the same
+gradient, 1.5 times faster on the CPU at large batches; minibatches are drawn by a bijection instead of a sort;
+advantages are normalised once over the whole batch.
 
 With memory, minibatches are whole columns, replayed from the memory that the rollout began with.
 """
@@ -102,7 +103,7 @@ def check(config: Config, *, columns: int, steps: int) -> None:
 def _along_time(
     network: networks.ActorCritic, params: Params, memory: jax.Array, observation: PyTree, begins: jax.Array
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """The recurrent network along time: parameters [T, B, n], values [T, B], and the memory after each step [T, B, width]."""
+    """The recurrent network along time: parameters [T, B, n], values [T, B], memory after each step [T, B, width]."""
     initial = jnp.zeros_like(memory)
 
     def step(memory: jax.Array, now: tuple[PyTree, jax.Array]) -> tuple[jax.Array, Any]:
@@ -330,7 +331,8 @@ def _optimise(
             new = jax.tree.map(lambda p, d: p - lr * d, params, directions)
             if config.kl_stop is not None:
                 stopped = stopped | (mean(parts["approx_kl"]) > config.kl_stop * norm)
-                new, new_state = jax.tree.map(lambda a, b: jnp.where(stopped, a, b), (params, opt_state), (new, new_state))
+                old = (params, opt_state)
+                new, new_state = jax.tree.map(lambda a, b: jnp.where(stopped, a, b), old, (new, new_state))
             return (new, new_state, jax.tree.map(jnp.add, totals, parts), stopped), None
 
         def epoch(carried: Any, key: Key) -> tuple[Any, None]:

@@ -1,8 +1,8 @@
 """What the simulator runs on: one log compiled to fixed shapes, and a bank of many.
 
-A `Scenario` is local: the origin is the ego's position at the log's current step, axes stay those of the source, float32.
-N agents (padded), T steps **from the current step on** (t = 0 is where simulation starts), A controlled agents, R route points
-one metre apart, L lights of one route, C cells of a distance field.
+A `Scenario` is local: the origin is the ego's position at the log's current step, axes stay those of the source,
+float32. N agents (padded), T steps **from the current step on** (t = 0 is where simulation starts), A controlled
+agents, R route points one metre apart, L lights of one route, C cells of a distance field.
 
 No JAX here: scenarios are made on the host, by NumPy, in parallel processes; `Bank` holds arrays of either kind.
 """

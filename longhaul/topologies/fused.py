@@ -1,8 +1,10 @@
-"""The `fused` topology: environments, policy and learning in one compiled program on the device (Anakin; Hessel et al. 2021).
+"""The `fused` topology: environments, policy and learning in one compiled program on the device (Anakin; Hessel et al.
+2021).
 
-One compiled call runs up to `block` updates in a loop whose length is an argument, so that a run compiles once, and where it is cut
-(for saving, at its end) changes no number. All that varies from update to update is drawn from the run's key and the update's
-number. Over a mesh each shard has its own environments; gradients meet in the algorithm's `mean`.
+One compiled call runs up to `block` updates in a loop whose length is an argument, so that a run compiles once, and
+where it is cut (for saving, at its end) changes no number. All that varies from update to update is drawn from the
+run's key and the update's number. Over a mesh each shard has its own environments; gradients meet in the algorithm's
+`mean`.
 """
 
 from __future__ import annotations
@@ -17,7 +19,8 @@ from longhaul import mesh as meshes
 from longhaul.types import Algorithm, Collector, Key, Metrics, Progress
 
 Program = Callable[[Progress, jax.Array], tuple[Progress, Metrics]]
-"""(progress, n) -> (progress, metrics [block, ...]): n <= block updates, of which the first n rows tell. Donates its progress."""
+"""(progress, n) -> (progress, metrics [block, ...]): n <= block updates, of which the first n rows tell. Donates its
+progress."""
 
 
 def start(algorithm: Algorithm, collector: Collector, key: Key, mesh: Mesh) -> Progress:
@@ -80,10 +83,11 @@ def lowered(
 def fused(
     program: Program, progress: Progress, *, updates: int, block: int
 ) -> Iterator[tuple[Progress, int, Metrics]]:
-    """Goes on from `progress` to `updates` finished updates; yields (progress, n, metrics) after each call of n, unawaited.
+    """Goes on from `progress` to `updates` finished updates; yields (progress, n, metrics) after each call of n,
+    unawaited.
 
-    `metrics` are device arrays [block, ...] whose first n rows count: read them one call late and the device never waits.
-    `progress` is taken back (donated) when the iterator is advanced: save it before.
+    `metrics` are device arrays [block, ...] whose first n rows count: read them one call late and the device never
+    waits. `progress` is taken back (donated) when the iterator is advanced: save it before.
     """
     done = int(progress.updates)
     while done < updates:

@@ -1,0 +1,50 @@
+"""The mesh: its size, its layouts, and where shards meet."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import PartitionSpec
+
+from longhaul import mesh as meshes
+
+
+def test_the_mesh_takes_the_first_devices_or_all():
+    assert meshes.make_mesh().size == len(jax.devices()) == 4
+    mesh = meshes.make_mesh(3)
+    assert mesh.axis_names == ("data",)
+    assert list(mesh.devices.flat) == jax.devices()[:3]
+
+
+@pytest.mark.parametrize("data", [0, -1, 5])
+def test_impossible_sizes_are_named_with_the_bound(data):
+    with pytest.raises(ValueError, match=rf"data={data}, but this machine has 4 device\(s\); give 1 to 4"):
+        meshes.make_mesh(data)
+
+
+def test_each_shard_has_its_part_and_its_number_and_they_meet_in_the_mean():
+    mesh = meshes.make_mesh(4)
+
+    def shard(x: jax.Array, scale: jax.Array) -> tuple[jax.Array, jax.Array]:
+        assert x.shape == (2,)
+        tree = meshes.mean_over_data({"mean": jnp.mean(x) * scale})
+        return x + 100.0 * meshes.shard_index(), tree["mean"]
+
+    run = jax.jit(
+        meshes.per_shard(
+            shard, mesh, (PartitionSpec("data"), PartitionSpec()), (PartitionSpec("data"), PartitionSpec())
+        )
+    )
+    parts, mean = run(jnp.arange(8.0), jnp.float32(2.0))
+    np.testing.assert_array_equal(parts, np.arange(8.0) + 100.0 * np.repeat(np.arange(4), 2))
+    assert mean == 7.0
+    assert meshes.identity((parts, mean)) == (parts, mean)
+
+
+def test_layouts_split_the_leading_axis_or_copy():
+    mesh = meshes.make_mesh(2)
+    x = np.arange(12.0).reshape(4, 3)
+    split, copies = (jax.device_put(x, layout(mesh)) for layout in (meshes.sharded, meshes.replicated))
+    assert [s.data.shape for s in split.addressable_shards] == [(2, 3)] * 2
+    np.testing.assert_array_equal(split.addressable_shards[1].data, x[2:])
+    assert [s.data.shape for s in copies.addressable_shards] == [(4, 3)] * 2

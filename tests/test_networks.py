@@ -1,0 +1,155 @@
+"""Networks: shapes, memory, what a set of items may not depend on, initial scales, errors."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from longhaul.networks import actor_critic
+
+SEEN = {
+    "ego": jax.ShapeDtypeStruct((3,), jnp.float32),
+    "items": jax.ShapeDtypeStruct((5, 4), jnp.float32),
+    "grid": jax.ShapeDtypeStruct((2, 2, 2), jnp.int32),
+}
+
+
+def observation(*lead: int, seed: int = 0) -> dict[str, jax.Array]:
+    """Observations [*lead, ...] of which the items 0, 1 and 4 are there."""
+    rng = np.random.default_rng(seed)
+    items = rng.normal(size=(*lead, 5, 4))
+    items[..., -1] = [1, 1, 0, 0, 1]
+    return {
+        "ego": jnp.asarray(rng.normal(size=(*lead, 3)), jnp.float32),
+        "items": jnp.asarray(items, jnp.float32),
+        "grid": jnp.asarray(rng.integers(0, 3, size=(*lead, 2, 2, 2)), jnp.int32),
+    }
+
+
+@pytest.mark.parametrize("torso", ["mlp", "deepset"])
+@pytest.mark.parametrize("memory", [0, 6])
+def test_leading_axes_are_free_and_rows_do_not_mix(torso, memory):
+    network = actor_critic(SEEN, 3, free=2, torso=torso, sizes=(8, 7), memory=memory)
+    params = network.init(jax.random.key(0))
+    seen = observation(4)
+    remembered = network.memory(4)
+    assert remembered == () if not memory else remembered.shape == (4, 6)
+    parameters, value, after = network.apply(params, remembered, seen)
+    assert parameters.shape == (4, 5)
+    assert value.shape == (4,)
+    assert parameters.dtype == value.dtype == jnp.float32
+    np.testing.assert_allclose(parameters[:, 3:], -0.5)  # the free ones, whatever is seen
+    one = jax.tree.map(lambda x: x[2:3], (remembered, seen))
+    alone = network.apply(params, *one)
+    for all_, mine in zip((parameters, value, *jax.tree.leaves(after)), jax.tree.leaves(alone), strict=True):
+        np.testing.assert_allclose(all_[2:3], mine, rtol=1e-4, atol=1e-6)
+    if not memory:
+        deep = jax.tree.map(lambda x: x.reshape(2, 2, *x.shape[1:]), seen)
+        np.testing.assert_allclose(network.apply(params, (), deep)[1], value.reshape(2, 2), rtol=1e-4, atol=1e-6)
+
+
+def test_without_memory_actor_and_critic_share_nothing():
+    network = actor_critic(SEEN, 3, sizes=(8,))
+    params, seen = network.init(jax.random.key(0)), observation(4)
+    assert set(params) == {"actor", "critic", "policy", "value"}
+    of_value = jax.grad(lambda p: jnp.sum(network.apply(p, (), seen)[1]))(params)
+    of_policy = jax.grad(lambda p: jnp.sum(network.apply(p, (), seen)[0] ** 2))(params)
+    size = lambda tree: sum(float(jnp.abs(x).sum()) for x in jax.tree.leaves(tree))  # noqa: E731
+    assert size(of_value["actor"]) == size(of_value["policy"]) == 0.0
+    assert size(of_policy["critic"]) == size(of_policy["value"]) == 0.0
+    assert size(of_value["critic"]) > 0
+    assert size(of_policy["actor"]) > 0
+
+
+def sigmoid(x: np.ndarray) -> np.ndarray:
+    return 1.0 / (1.0 + np.exp(-x))
+
+
+def test_memory_is_a_gated_recurrent_unit():
+    """Cho et al. 2014, in NumPy, for two steps; and what was seen first still matters at the second."""
+    network = actor_critic(SEEN["ego"], 2, sizes=(5,), memory=4)
+    params = network.init(jax.random.key(1))
+    assert set(params) == {"torso", "memory", "policy", "value"}
+    p = jax.tree.map(lambda x: np.asarray(x, np.float64), params)
+    memory = network.memory(1)
+    np.testing.assert_array_equal(memory, 0.0)
+    by_hand = np.zeros((1, 4))
+    for step in range(2):
+        seen = observation(1, seed=step)["ego"]
+        _, value, memory = network.apply(params, memory, seen)
+        x = np.tanh(np.asarray(seen) @ p["torso"]["layer_0"]["kernel"] + p["torso"]["layer_0"]["bias"])
+        unit = p["memory"]
+        gate = {
+            g: sigmoid(x @ unit[f"i{g}"]["kernel"] + unit[f"i{g}"]["bias"] + by_hand @ unit[f"h{g}"]["kernel"])
+            for g in "rz"
+        }
+        new = x @ unit["in"]["kernel"] + unit["in"]["bias"]
+        new = np.tanh(new + gate["r"] * (by_hand @ unit["hn"]["kernel"] + unit["hn"]["bias"]))
+        by_hand = (1.0 - gate["z"]) * new + gate["z"] * by_hand
+        np.testing.assert_allclose(memory, by_hand, rtol=1e-5, atol=1e-6)
+        expected = by_hand @ p["value"]["kernel"][:, 0] + p["value"]["bias"]
+        np.testing.assert_allclose(value, expected, rtol=1e-5, atol=1e-6)
+    forgot = network.apply(params, network.memory(1), observation(1, seed=1)["ego"])[1]
+    assert abs(float(forgot[0] - value[0])) > 1e-4
+
+
+def test_a_set_has_no_order_and_what_is_not_there_does_not_count():
+    network = actor_critic(SEEN, 3, torso="deepset", sizes=(16, 8))
+    params = jax.tree.map(lambda x: x + 0.1, network.init(jax.random.key(0)))
+    seen = observation(6)
+    run = jax.jit(lambda items: network.apply(params, (), seen | {"items": items})[:2])
+    parameters, value = run(seen["items"])
+    np.testing.assert_array_equal(run(seen["items"][:, jnp.array([4, 2, 0, 3, 1])]), (parameters, value))
+    absent = seen["items"][..., -1:] == 0.0
+    noise = jnp.where(absent, seen["items"] + 100.0, seen["items"]).at[..., -1].set(seen["items"][..., -1])
+    np.testing.assert_array_equal(run(noise)[1], value)
+    there = seen["items"].at[:, 0, 0].add(1.0)
+    assert float(jnp.abs(run(there)[1] - value).max()) > 1e-4
+    plain = actor_critic(SEEN, 3, torso="mlp", sizes=(16, 8))
+    weights = plain.init(jax.random.key(0))
+    turned = [
+        plain.apply(weights, (), seen | {"items": seen["items"][:, order]})[1]
+        for order in (slice(None), slice(None, None, -1))
+    ]
+    assert float(jnp.abs(turned[0] - turned[1]).max()) > 1e-4, "an MLP sees the order"
+
+
+def test_layers_begin_orthogonal_with_their_scales():
+    network = actor_critic(SEEN["ego"], 3, sizes=(16, 16))
+    params = network.init(jax.random.key(0))
+    for name, scale in (("policy", 0.01), ("value", 1.0)):
+        kernel = np.asarray(params[name]["kernel"])
+        np.testing.assert_allclose(kernel.T @ kernel, scale**2 * np.eye(kernel.shape[1]), atol=1e-6)
+    for tower in ("actor", "critic"):
+        kernel = np.asarray(params[tower]["layer_1"]["kernel"])
+        np.testing.assert_allclose(kernel.T @ kernel, 2.0 * np.eye(16), atol=1e-5)
+        np.testing.assert_array_equal(params[tower]["layer_1"]["bias"], 0.0)
+    other = network.init(jax.random.key(1))
+    assert np.any(params["actor"]["layer_0"]["kernel"] != other["actor"]["layer_0"]["kernel"])
+    assert np.any(params["actor"]["layer_0"]["kernel"] != params["critic"]["layer_0"]["kernel"])
+
+
+@pytest.mark.parametrize(("name", "function"), [("tanh", np.tanh), ("relu", lambda x: np.maximum(x, 0))])
+def test_activations_by_name(name, function):
+    network = actor_critic(SEEN["ego"], 2, sizes=(6,), activation=name)
+    params, seen = network.init(jax.random.key(0)), observation(5)["ego"]
+    p = jax.tree.map(np.asarray, params)
+    hidden = function(np.asarray(seen) @ p["critic"]["layer_0"]["kernel"])
+    np.testing.assert_allclose(
+        network.apply(params, (), seen)[1], hidden @ p["value"]["kernel"][:, 0], rtol=1e-4, atol=1e-6
+    )
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"torso": "cnn"}, "torso is 'cnn'; it must be one of mlp, deepset"),
+        ({"activation": "sine"}, "activation is 'sine'; it must be one of tanh, relu"),
+        ({"sizes": ()}, "give at least one positive size"),
+        ({"sizes": (8, 0)}, "give at least one positive size"),
+        ({"memory": -1}, "memory -1"),
+    ],
+)
+def test_impossible_networks_are_named(options, words):
+    with pytest.raises(ValueError, match=words):
+        actor_critic(SEEN, 3, **options)
