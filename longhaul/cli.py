@@ -67,8 +67,8 @@ def _say(line: str, code: int) -> int:
 def _line(error: Exception) -> str:
     """An error as one line, without what could control a terminal."""
     text = str(error)
-    if isinstance(error, OSError) and error.filename is not None and error.strerror:
-        text = f"{error.filename}: {error.strerror}"
+    if isinstance(error, OSError) and error.strerror:
+        text = error.strerror if error.filename is None else f"{error.filename}: {error.strerror}"
     elif not isinstance(error, (ValueError, OSError)):
         text = f"{type(error).__name__}: {text}" if text else type(error).__name__
     text = printing.clean(" ".join(text.split())) or type(error).__name__

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -63,32 +63,38 @@ class Drives(NamedTuple):
     scenarios: list[Scenario]
     bank: Bank
 
-    def play(self, policy: Params | None, driver: str, record: Sequence[int] = ()) -> tuple[Scores, list[Recording]]:
-        """Each scenario once. `driver` is the simulator's: "policy", "idm", "log" or "constant".
+    def player(self, driver: str, record: Sequence[int] = ()) -> Callable[[Params | None], tuple[Scores, list[Recording]]]:
+        """policy -> what it scores on each scenario once, and recordings of those that `record` numbers.
 
-        `record` numbers the scenarios to make pictures of.
+        `driver` is the simulator's: "policy", or one that needs none: "idm", "log", "constant". Compiles once.
         """
         task = self.run.environment
         assert isinstance(task, Driving)
         environment = simulator.driving(self.bank, dataclasses.replace(task.simulator, driver=driver))
         algorithm = ppo.ppo(environment.spec, self.run.algorithm, updates=1, mean=meshes.identity)
-        acting = policy if policy is not None else algorithm.policy(algorithm.init(jax.random.key(0)))
+        act, memory = (algorithm.act, algorithm.memory) if driver == "policy" else (_hands_off, lambda count: ())
+        some = np.array(record, np.int32)
+
+        def observe(state: Any) -> Any:
+            chosen = jax.tree.map(lambda leaf: leaf[some], state)
+            return jax.vmap(lambda s: (environment.frame(s), environment.active(s), environment.metrics(s)))(chosen)
+
         steps = environment.spec.max_steps
         assert steps is not None
-        player = rollout.play(environment, algorithm.act, algorithm.memory, steps=steps)
+        through = rollout.play(environment, act, memory, steps=steps, observe=observe if record else None)
         index = jnp.arange(environment.scenarios)
-        played, _ = jax.jit(lambda p: player(p, jax.vmap(environment.start)(index), None, jax.random.key(1)))(acting)
-        scores = _scores(played, [s.id for s in self.scenarios])
-        if not record:
-            return scores, []
-        filmed = rollout.play(
-            environment, algorithm.act, algorithm.memory, steps=steps,
-            observe=lambda s: (environment.frame(s), environment.active(s), environment.metrics(s)),
-        )  # fmt: skip
-        some = jnp.array(record)
-        _, frames = jax.jit(lambda p: filmed(p, jax.vmap(environment.start)(some), None, jax.random.key(1)))(acting)
-        frames = jax.device_get(frames)
-        return scores, [self._film(frames, i, which, driver) for i, which in enumerate(record)]
+        program = jax.jit(lambda p: through(p, jax.vmap(environment.start)(index), None, jax.random.key(1)))
+
+        def play(policy: Params | None) -> tuple[Scores, list[Recording]]:
+            episodes, frames = jax.device_get(program(policy))
+            films = [self._film(frames, i, which, driver) for i, which in enumerate(record)]
+            return _scores(episodes, [s.id for s in self.scenarios]), films
+
+        return play
+
+    def play(self, policy: Params | None, driver: str, record: Sequence[int] = ()) -> tuple[Scores, list[Recording]]:
+        """One policy, as `player` has it."""
+        return self.player(driver, record)(policy)
 
     def only(self, which: int) -> Drives:
         """The drive in scenario number `which` alone."""
@@ -110,6 +116,12 @@ class Drives(NamedTuple):
             light_position=frame.light_position[0], light_state=frame.light_state[:end].T.astype(np.int8),
             drawing=scenario.drawing, events=events, label=label, metrics=ego,
         )  # fmt: skip
+
+
+def _hands_off(policy: Params, memory: Any, observation: Any, key: Any) -> tuple[jax.Array, Any, Any]:
+    """Who acts where the simulator drives: its actions are not looked at."""
+    count = jax.tree.leaves(observation)[0].shape[0]
+    return jnp.zeros((count, 2), jnp.int32), memory, ()
 
 
 def _first(values: np.ndarray) -> int | None:

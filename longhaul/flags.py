@@ -257,6 +257,6 @@ def _unknown(command: str, flags: Sequence[Flag], unknown: Sequence[str]) -> str
     if first is None:
         return f"{unknown[0]!r} is one word too many; see longhaul {command} --help"
     name = _split(first)[0] if first.startswith("--") else first[1:]
-    names = {f"--{flag.name}": flag for flag in flags if not flag.positional}
-    hint = suggestion(f"--{name}", list(names), f"see longhaul {command} --help")
+    near = nearest(name, [flag.name for flag in flags if not flag.positional])  # without "--", which is like any other
+    hint = f"did you mean --{' or --'.join(near)}?" if near else f"see longhaul {command} --help"
     return f"longhaul {command} has no flag {first.partition('=')[0]}; {hint}"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import shutil
 import sys
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -17,13 +18,13 @@ FIRST = ("accuracy", "progress", "collision", "offroad", "red_light", "goal", "c
 def table(header: Sequence[str], rows: Sequence[Sequence[str]], *, footer: Sequence[str] | None = None) -> None:
     """Prints rows of text; the first column to the left, the others to the right. `footer` is a last row set apart.
 
-    On a terminal by rich, in colours unless NO_COLOR is set; elsewhere as plain lines of any width.
+    On a terminal that is wide enough by rich, in bold unless NO_COLOR is set; elsewhere as plain lines of any width.
     """
     lines = [[clean(cell) for cell in row] for row in (header, *rows, *([footer] if footer else []))]
-    if is_terminal(sys.stdout):
+    widths = [max(len(line[i]) for line in lines) for i in range(len(header))]
+    if is_terminal(sys.stdout) and sum(widths) + 3 * len(widths) <= shutil.get_terminal_size().columns:
         _rich(lines, footer is not None)
         return
-    widths = [max(len(line[i]) for line in lines) for i in range(len(header))]
     for line in lines:
         cells = [cell.ljust(w) if i == 0 else cell.rjust(w) for i, (cell, w) in enumerate(zip(line, widths))]
         print("  ".join(cells).rstrip())
@@ -35,15 +36,16 @@ def _rich(lines: Sequence[Sequence[str]], has_footer: bool) -> None:
     from rich.table import Table
     from rich.text import Text
 
-    made = Table(box=box.SIMPLE, pad_edge=False)
+    plain = bool(os.environ.get("NO_COLOR"))
+    made = Table(box=box.SIMPLE, pad_edge=False, header_style="" if plain else "bold")
     for i, name in enumerate(lines[0]):
         made.add_column(Text(name), justify="left" if i == 0 else "right", overflow="fold")
     for i, line in enumerate(lines[1:], 2):
         last = has_footer and i == len(lines)
         if last:
             made.add_section()
-        made.add_row(*(Text(cell, style="bold" if last else "") for cell in line))
-    Console(file=sys.stdout, no_color=bool(os.environ.get("NO_COLOR")), highlight=False).print(made)
+        made.add_row(*(Text(cell, style="bold" if last and not plain else "") for cell in line))
+    Console(file=sys.stdout, no_color=plain, highlight=False).print(made)
 
 
 def listing(rows: Iterable[tuple[str, str]]) -> None:

@@ -129,8 +129,8 @@ def play(
     """A function (params, starts, key, world_key) -> (episodes, frames) that plays one episode from each start.
 
     `starts` is (state, observation) with leaves [E, ...]. `key` None acts by the policy's mode. Frames are
-    `observe(state)` of each step, [T+1, E, ...], before the step; () without `observe`. Nothing resets: an ended agent
-    waits.
+    `observe(states)` of all [E, ...] states before each step and at the end, [T+1, ...]; () without `observe`. Nothing
+    resets: an ended agent waits.
     """
     agents = environment.spec.agents
 
@@ -151,7 +151,7 @@ def play(
 
         def one_step(carried: Any, t: jax.Array) -> tuple[Any, PyTree]:
             state, observation, remembered, playing, scores = carried
-            frame = () if observe is None else jax.vmap(observe)(state)
+            frame = () if observe is None else observe(state)
             chosen = None if key is None else jax.random.fold_in(key, t)
             action, remembered, _ = act(params, remembered, flat(observation), chosen)
             action = action if agents is None else per_agent(action)
@@ -172,7 +172,7 @@ def play(
         carried, frames = jax.lax.scan(one_step, carried, jnp.arange(steps))
         state, _, _, playing, scores = carried
         if observe is not None:
-            last = jax.vmap(observe)(state)
+            last = observe(state)
             frames = jax.tree.map(lambda all_, end: jnp.concatenate([all_, end[None]]), frames, last)
         return Episodes(scores, present, ~playing), frames
 

@@ -316,10 +316,11 @@ def evaluate_all(
     scores: dict[str, Any] = {}
     recordings: list[Recording] = []
     shown = range(min(6, len(drives.scenarios)))
-    for name, params, driver in (
-        ("trained", policy, "policy"), ("untrained", untrained, "policy"), ("idm", None, "idm"), ("log", None, "log"),
+    by_policy, idm, log = drives.player("policy", shown), drives.player("idm", shown), drives.player("log")
+    for name, play, params in (
+        ("trained", by_policy, policy), ("untrained", by_policy, untrained), ("idm", idm, None), ("log", log, None),
     ):  # fmt: skip
-        played, films = drives.play(params, driver, shown if name == "trained" else ())
+        played, films = play(params)
         scores[name] = played.means()
         recordings += evaluation.label(films, name) if films else []
     return scores, recordings

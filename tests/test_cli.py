@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import io
 import json
 import os
 import signal
@@ -11,7 +12,7 @@ import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import jax
 import pytest
@@ -57,9 +58,8 @@ def trained(monkeypatch: pytest.MonkeyPatch) -> list[Run]:
     return runs
 
 
-def in_process(folder: Path, *words: str, devices: int = 1, timeout: float = 120) -> subprocess.CompletedProcess[str]:
+def in_process(folder: Path, *words: str, timeout: float = 120) -> subprocess.CompletedProcess[str]:
     """The command in a process of its own."""
-    del devices
     return subprocess.run(
         [sys.executable, "-m", "longhaul", *words], cwd=folder, env=environment(), capture_output=True, text=True,
         timeout=timeout, check=False,
@@ -117,7 +117,7 @@ BAD = [
     ("train cartpole --keep 0", ["--keep is 0"]),
     ("train cartpole --seed -1", ["--seed is -1"]),
     ("train cartpole --num-minibatches 7", ["--num-minibatches is 7, which does not divide", "choose a divisor"]),
-    ("train cartpole --total-steps 100", ["--total-steps is 100", "one update" if False else "2048"]),
+    ("train cartpole --total-steps 100", ["--total-steps is 100", "2048 (num_envs x agents x num_steps)"]),
     ("train cartpole --gamma 1.5", ["--gamma is 1.5; it must lie in 0 to 1"]),
     ("train cartpole --save-interval 0", ["--save-interval is 0"]),
     ("train cartpole --save-interval-minutes 0", ["--save-interval-minutes is 0"]),
@@ -145,7 +145,7 @@ BAD = [
     ("evaluate nobody", ["no run 'nobody' in runs"]),
     ("evaluate nobody --policy best", ["--policy is 'best'; it must be one of run, untrained, idm, log, constant"]),
     ("evaluate damaged", ["damaged/run.json can't be read"]),
-    ("evaluate future", ["future/run.json has format 99, and this longhaul reads format 1"]),
+    ("evaluate future", ["future/run.json has format 99, and this"]),
     ("train cartpole --resume future", ["has format 99"]),
     ("train cartpole --run-name damaged", ["run 'damaged' exists in runs", "--resume damaged"]),
     ("evaluate cartpole --policy idm", ["--policy is 'idm', a driver, and run cartpole is cartpole"]),
@@ -168,7 +168,7 @@ BAD = [
 
 @pytest.fixture
 def workplace(tmp_path: Path) -> Path:
-    """A folder with what bad input may name: an empty folder, a file, a damaged run, one of another format, a new one."""
+    """A folder with what bad input may name: an empty folder, a file, runs that are damaged, of another format, new."""
     (tmp_path / "empty").mkdir()
     (tmp_path / "file.txt").write_text("not a log\n")
     for name, text in (("damaged", '{"format": 1, "ru'), ("future", '{"format": 99}')):
@@ -215,6 +215,7 @@ def test_debug_shows_the_traceback_and_the_line(longhaul: Any) -> None:
     [
         (RuntimeError("the device\n  is gone"), 1, "RuntimeError: the device is gone"),
         (OSError(28, "No space left on device", "runs/x"), 2, "runs/x: No space left on device"),
+        (OSError(28, "No space left on device"), 2, "No space left on device"),
         (ValueError("bad \x1b[31mword"), 2, "bad ?[31mword"),
         (ValueError("x" * 2000), 2, "x" * cli.LONGEST + " ..."),
         (KeyboardInterrupt(), 1, "interrupted; nothing was saved"),
@@ -257,7 +258,7 @@ def test_without_flags_a_recipe_is_what_it_says(longhaul: Any, trained: list[Run
 
 def test_flags_change_their_fields_and_no_other(longhaul: Any, trained: list[Run]) -> None:
     words = (
-        "--total-steps 1e6 --num_envs=8 --num-steps 16 --seed 3 --mesh data=2,model=1 --save-interval 7 --keep 2 "
+        "--total-steps 1e6 --num_envs=16 --num-steps 16 --seed 3 --mesh data=2,model=1 --save-interval 7 --keep 2 "
         "--lr 1e-3 --no-anneal --ent-coef -0.1 --kl-stop 0.02 --memory 16 --evaluation-episodes 5 --topology fused "
         "--log-interval 3 --save-interval-minutes 0.5 --clip-value"
     )
@@ -267,7 +268,7 @@ def test_flags_change_their_fields_and_no_other(longhaul: Any, trained: list[Run
         base.algorithm, lr=1e-3, anneal=False, ent_coef=-0.1, kl_stop=0.02, memory=16, clip_value=True
     )
     expected = dataclasses.replace(
-        base, total_steps=1_000_000, num_envs=8, num_steps=16, seed=3, devices=2, save_interval=7, keep=2,
+        base, total_steps=1_000_000, num_envs=16, num_steps=16, seed=3, devices=2, save_interval=7, keep=2,
         evaluation_episodes=5, log_interval=3, save_interval_minutes=0.5, algorithm=algorithm,
     )  # fmt: skip
     assert trained == [resolve(expected)]
@@ -278,8 +279,8 @@ def test_flags_of_driving(longhaul: Any, trained: list[Run], tmp_path: Path) -> 
         (tmp_path / name).mkdir()
         fixtures_logs.write_all(fixtures_logs.make_log(), tmp_path / name)
     words = (
-        "--data one two/*.json --agents 2 --traffic idm --actions continuous --reward-collision -9 --reward-red-light -2 "
-        "--terminations collision goal --horizon 40 --ent-coef-final none"
+        "--data one two/*.json --agents 2 --traffic idm --actions continuous --reward-collision -9 "
+        "--reward-red-light -2 --terminations collision goal --horizon 40 --ent-coef-final none"
     )
     assert longhaul("train", "driving", *words.split())[0] == 75
     (run,) = trained
@@ -409,7 +410,7 @@ def test_the_help_of_a_recipe_has_each_flag_with_its_default(longhaul: Any, reci
         assert f"{heading} options" in words
     for setting in settings.settings(recipes.recipe(recipe)):
         assert f"--{setting.flag.name}" in words
-        assert settings.HELP[setting.flag.name] in words
+        assert "".join(settings.HELP[setting.flag.name].split()) in "".join(words.split())
     assert f"agent steps to train for (default: {recipes.recipe(recipe).total_steps})" in words
     assert ("--data PATH..." in words) == (recipe == "driving")
     assert ("--env TEXT" in words) == (recipe == "cartpole")
@@ -431,6 +432,28 @@ def test_a_plain_table_is_aligned_and_keeps_control_characters_out(capsys: pytes
     printing.table(["name", "value"], [["a\x1b[31m", "1.000"], ["longer", "-"]], footer=["mean", "12.500"])
     out = capsys.readouterr().out
     assert out == "name     value\na?[31m   1.000\nlonger       -\nmean    12.500\n"
+
+
+def test_a_terminal_gets_a_table_in_colours_unless_they_are_unwanted(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Terminal(io.StringIO):
+        def isatty(self) -> bool:
+            return True
+
+    def shown() -> str:
+        with monkeypatch.context() as patch:
+            patch.setattr(sys, "stdout", stream := Terminal())
+            printing.table(["name", "value"], [["a", "1.000"], ["b[red]", "-"]], footer=["mean", "12.500"])
+        return stream.getvalue()
+
+    monkeypatch.setenv("TERM", "dumb")
+    assert shown() == "name     value\na        1.000\nb[red]       -\nmean    12.500\n"
+    monkeypatch.setenv("TERM", "xterm-256color")
+    monkeypatch.delenv("NO_COLOR", raising=False)
+    assert "\x1b[1m" in shown()
+    assert "b[red]" in shown()
+    monkeypatch.setenv("NO_COLOR", "1")
+    assert "b[red]" in shown()
+    assert "\x1b" not in shown()
 
 
 def test_what_is_not_finite_is_null_in_json(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -477,7 +500,7 @@ def test_inspect_counts_and_names_errors(longhaul: Any, tmp_path: Path) -> None:
 
 def test_bench_prints_an_object_a_line(longhaul: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     class Bench:
-        NAMES = {"ppo-cartpole": "speed of PPO"}
+        NAMES: ClassVar = {"ppo-cartpole": "speed of PPO"}
 
         @staticmethod
         def run(name: str) -> Any:
@@ -525,7 +548,7 @@ def test_train_evaluate_and_status_from_end_to_end(longhaul: Any, tmp_path: Path
     assert (told["state"], told["checkpoints"], told["updates"]) == ("done", "8", "8, in 1 records")
 
 
-def test_a_signal_saves_and_resuming_goes_on_to_the_end(tmp_path: Path) -> None:
+def test_a_signal_saves_and_the_last_line_says_how_to_go_on(tmp_path: Path) -> None:
     words = "train cartpole --total-steps 400000000 --num-envs 16 --num-steps 32 --evaluation-episodes 4 --run-name a"
     process = subprocess.Popen(
         [sys.executable, "-m", "longhaul", *words.split()], cwd=tmp_path, env=environment(), text=True,
@@ -545,14 +568,15 @@ def test_a_signal_saves_and_resuming_goes_on_to_the_end(tmp_path: Path) -> None:
 
 
 def test_a_generated_scenario_is_drawn_and_inspected_logs_too(longhaul: Any, tmp_path: Path) -> None:
-    done = in_process(tmp_path, *"render --policy constant --out a.png".split())
+    done = in_process(tmp_path, "render", "--policy", "constant", "--out", "a.png")
     assert (done.returncode, done.stdout) == (0, "a.png\n"), done.stderr
     assert (tmp_path / "a.png").read_bytes().startswith(b"\x89PNG")
     paths = fixtures_logs.write_all(fixtures_logs.make_log(steps=31), tmp_path)
     words = f"render --policy log --data {paths['womd-example']} --scenario straight --out b.html"
     assert longhaul(*words.split())[:2] == (0, "b.html\n")
     assert "straight" in (tmp_path / "b.html").read_text()
-    assert_refused(longhaul(*words.replace("--scenario straight", "--scenario strait").split()), "did you mean straight?")
+    words = words.replace("--scenario straight", "--scenario strait")
+    assert_refused(longhaul(*words.split()), "no scenario is named 'strait'; did you mean straight?")
 
 
 def test_driving_is_scored_by_scenario(longhaul: Any, tmp_path: Path) -> None:

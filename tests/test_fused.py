@@ -1,4 +1,4 @@
-"""The fused topology: where a run is cut changes no number, shards stay apart, and only gradients cross between them."""
+"""The fused topology: where a run is cut changes no number, shards stay apart, only gradients cross between them."""
 
 import re
 from typing import Any

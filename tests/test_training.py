@@ -1,0 +1,331 @@
+"""The loop: what it logs, when it saves, what it writes, and that nothing in it grows or compiles again."""
+
+from __future__ import annotations
+
+import dataclasses
+import gc
+import json
+import math
+import re
+import shutil
+import signal
+import threading
+import tracemalloc
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+
+from longhaul import run as runs
+from longhaul import telemetry, training
+from longhaul.checkpoint import Checkpoints
+from longhaul.driving import simulator
+from longhaul.provenance import params_sha256
+from longhaul.records import Sums
+from longhaul.run import Driving, RunError
+from longhaul.topologies import fused
+from tests import fixtures_logs
+from tests.small_runs import after, begin, checkpoints, make_quick, records, result, resume, small
+
+
+@pytest.fixture
+def _quick(shared: pytest.MonkeyPatch) -> None:
+    """See `make_quick`: for the tests that are not about compiling or evaluating."""
+
+
+@pytest.fixture(scope="module")
+def shared() -> Iterator[pytest.MonkeyPatch]:
+    with pytest.MonkeyPatch.context() as patch:
+        make_quick(patch)
+        yield patch
+
+
+# ----------------------------------------------------------------------------------------------- with all its parts
+
+
+def test_a_run_compiles_nothing_after_its_first_call_and_leaves_what_the_contract_says(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Saving, logging and a call that is cut short included. Nothing else has compiled for it before."""
+    jax.clear_caches()
+    compiled: list[str] = []
+
+    def listen(name: str, *_: Any, **__: Any) -> None:
+        compiled.append(name)
+
+    jax.monitoring.register_event_duration_secs_listener(listen)
+    counts: list[int] = []
+
+    def count() -> int:
+        return sum(name == "/jax/core/compile/backend_compile_duration" for name in compiled)
+
+    calls = fused.fused
+
+    def watched(*args: Any, **kwargs: Any) -> Iterator[Any]:
+        for call in calls(*args, **kwargs):
+            jax.block_until_ready(call[2])
+            counts.append(count())
+            yield call
+        counts.append(count())
+
+    monkeypatch.setattr(fused, "fused", watched)
+    run, folder = small(block=4, log_interval=8, total_steps=8 * 16 * 58), tmp_path / "run"
+    try:
+        outcome = begin(run, folder)
+    finally:
+        jax.monitoring.unregister_event_duration_listener(listen)
+    assert counts[0] > 0
+    assert counts == [counts[0]] * (15 + 1)
+    assert checkpoints(folder) == [48, 56, 58], "saved at the end of the call that a multiple of 6 lies in"
+
+    shown = capfd.readouterr()
+    assert shown.out == ""
+    *lines, last = shown.err.splitlines()
+    assert [re.match(r"[\d,]+ of 7,424 agent steps", line) is not None for line in lines] == [True] * 8
+    assert last == "evaluating"
+
+    assert outcome.result == json.loads((folder / "result.json").read_text())
+    found = dict(outcome.result or {})
+    seconds = [found.pop(f"{name}_seconds") for name in ("train", "compile", "wall")]
+    assert found.pop("sps") == pytest.approx(58 * 128 / seconds[0])
+    assert 0 < seconds[0] < seconds[2]
+    assert 0 < seconds[1] < seconds[2]
+    assert found.pop("evaluation").keys() == {"trained", "untrained"}
+    _, trained, untrained = training.restore_policy(folder)
+    assert found == {
+        "status": "done",
+        "agent_steps": 58 * 128,
+        "env_steps": 58 * 128,
+        "params_sha256": params_sha256(trained.params),
+    }
+    assert params_sha256(untrained.params) != params_sha256(trained.params)
+    assert {path.name.partition(".tfevents")[0] for path in folder.iterdir()} == {
+        "run.json", "metrics.jsonl", "checkpoints", "report.html", "result.json", "events.out",
+    }  # fmt: skip
+    about = json.loads((folder / "run.json").read_text())
+    assert {"format", "run", "versions", "commit", "host", "command"} <= about.keys()
+    assert runs.load_run(folder) == run
+
+
+def test_a_driving_run_in_logs_is_gone_on_with_and_evaluated_in_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two formats of one log. The whole `train`, evaluation and report, stopped once on its way."""
+    fixtures_logs.write_all(fixtures_logs.make_log(), tmp_path)
+    monkeypatch.chdir(tmp_path)
+    task = Driving(("womd-example.tfrecord", "gpudrive.json"), simulator=simulator.Config(neighbours=2, waypoints=2))
+    run = small(environment=task, total_steps=8 * 16 * 6, log_interval=1, block=1, save_interval=None)
+    folder = tmp_path / "run"
+    with monkeypatch.context() as patch:
+        patch.setattr(Sums, "add", after(2, lambda: signal.raise_signal(signal.SIGINT), Sums.add))
+        assert begin(run, folder) == (training.STOPPED, None)
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path / "elsewhere")
+    assert resume(folder).code == 0
+    scores = result(folder)["evaluation"]
+    assert scores.keys() == {"trained", "untrained", "idm", "log"}
+    assert [s["episodes"] for s in scores.values()] == [2] * 4
+    assert scores["log"]["accuracy"] == 1.0
+    assert scores["log"]["log_divergence"] == 0.0
+    assert [r["update"] for r in records(folder)] == [1, 2, 3, 4, 5, 6]
+
+
+# ---------------------------------------------------------------------------------------------------------- records
+
+
+@pytest.mark.usefixtures("_quick")
+def test_how_a_run_is_cut_changes_no_number(tmp_path: Path) -> None:
+    """Calls of 1, 2 and 7 updates; records of 6 updates are the means of six records of one."""
+    fine, coarse, odd = tmp_path / "fine", tmp_path / "coarse", tmp_path / "odd"
+    begin(small(log_interval=1, block=1), fine)
+    begin(small(log_interval=6, block=2, save_interval=1), coarse)
+    begin(small(log_interval=7, block=7), odd)
+    assert result(fine) == result(coarse) == result(odd)
+    assert [r["update"] for r in records(odd)] == [7, 14, 21, 28, 35, 42, 49, 56, 60]
+    one_by_one = records(fine)
+    for i, record in enumerate(records(coarse)):
+        part = one_by_one[6 * i : 6 * i + 6]
+        assert record["update"] == part[-1]["update"] == 6 * (i + 1)
+        assert record["agent_steps"] == record["env_steps"] == 128 * record["update"]
+        episodes = [r["episode/count"] for r in part]
+        assert record["episode/count"] == sum(episodes) > 0
+        returns = sum((r["episode/return"] or 0.0) * n for r, n in zip(part, episodes, strict=True))
+        assert record["episode/return"] == pytest.approx(returns / sum(episodes))
+        for name in (name for name in record if name.startswith("ppo/")):
+            assert record[name] == pytest.approx(float(np.mean([r[name] for r in part])), rel=1e-6, abs=1e-9)
+
+
+def test_sums_give_means_and_go_on_bit_by_bit_from_what_was_pending() -> None:
+    rows = {
+        "episodes": np.array([1.0, 0.0, 3.0, 99.0], np.float32),
+        "episode/return": np.array([0.1, 0.0, 7.3, 99.0], np.float32),
+        "ppo/loss": np.array([1 / 3, -2.0, 5.0, 99.0], np.float32),
+    }
+    sums, other = Sums(), Sums()
+    for added in (sums, other):
+        added.add(3, rows)
+    resumed = Sums(json.loads(json.dumps(other.pending())))
+    for added in (sums, resumed):
+        added.add(1, {name: values[2:] for name, values in rows.items()})
+    assert sums.updates == resumed.updates == 4
+    record = sums.take()
+    assert resumed.take() == record
+    thirds = [float(np.float32(x)) for x in (1 / 3, -2.0, 5.0, 5.0)]
+    returned = [float(np.float32(x)) for x in (0.1, 7.3, 7.3)]
+    assert record == {
+        "episode/count": 7.0,
+        "episode/return": pytest.approx(sum(returned) / 7),
+        "ppo/loss": pytest.approx(sum(thirds) / 4),
+    }
+    sums.add(1, {"episodes": np.zeros(1), "episode/return": np.zeros(1), "ppo/loss": np.full(1, np.nan)})
+    record = sums.take()
+    assert record["episode/count"] == 0.0
+    assert math.isnan(record["episode/return"])
+    assert math.isnan(record["ppo/loss"])
+
+
+@pytest.mark.usefixtures("_quick")
+def test_a_long_run_keeps_no_more_in_memory_and_on_disk_than_a_short_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """A million updates, with a learner that does nothing: 4096 records, and memory that does not grow."""
+    run = small(total_steps=8 * 16 * 1_000_000, log_interval=None, block=None, save_interval=None)
+    sizes: list[int] = []
+
+    def idle(program: Any, progress: Any, *, updates: int, block: int) -> Iterator[tuple[Any, int, Any]]:
+        tracemalloc.start()
+        done = 0
+        while done < updates:
+            n = min(block, updates - done)
+            done += n
+            if done in (block * 1600, block * 15_000):
+                gc.collect()
+                sizes.append(tracemalloc.get_traced_memory()[0])
+            rows = np.full(block, 0.5, np.float32)
+            yield progress, n, {"episodes": rows, "episode/return": rows, "ppo/loss": rows}
+        tracemalloc.stop()
+
+    monkeypatch.setattr(fused, "compiled", lambda *_, **__: None)
+    monkeypatch.setattr(fused, "fused", idle)
+    begin(run, tmp_path / "run")
+    assert len(capfd.readouterr().err.splitlines()) < 4100
+    written = records(tmp_path / "run")
+    assert 3000 < len(written) <= 4096
+    assert written[-1]["update"] == 1_000_000
+    assert sizes[1] - sizes[0] < 20_000, "bytes in 857,600 updates"
+
+
+# ----------------------------------------------------------------------------------------------- when it is saved
+
+
+@pytest.mark.usefixtures("_quick")
+def test_it_saves_by_minutes_by_updates_and_at_the_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    saved: list[int] = []
+    save, now, calls = Checkpoints.save, [0.0], fused.fused
+
+    def noted(self: Checkpoints, step: int, *rest: Any) -> None:
+        saved.append(step)
+        save(self, step, *rest)
+
+    def minutely(*args: Any, **kwargs: Any) -> Iterator[Any]:
+        for call in calls(*args, **kwargs):
+            now[0] += 60.0
+            yield call
+
+    monkeypatch.setattr(Checkpoints, "save", noted)
+    with monkeypatch.context() as patch:
+        patch.setattr(fused, "fused", minutely)
+        patch.setattr(training.time, "perf_counter", lambda: now[0])
+        begin(small(save_interval=None, save_interval_minutes=7.0), tmp_path / "minutes")
+    assert saved == [14, 28, 42, 56, 60], "calls of 2 updates, a minute each"
+    assert checkpoints(tmp_path / "minutes") == [42, 56, 60]
+    assert telemetry.read(tmp_path / "minutes" / "metrics.jsonl")[-1]["wall_seconds"] == 1800.0
+    saved.clear()
+    begin(small(save_interval=25, keep=9), tmp_path / "updates")
+    assert saved == checkpoints(tmp_path / "updates") == [26, 50, 60]
+
+
+@pytest.mark.usefixtures("_quick")
+def test_seconds_add_up_over_resumes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By a clock that a call of 2 updates takes 1 s of, compiling 10 s, preparing 100 s."""
+    now, calls, compiled, prepare = [0.0], fused.fused, fused.compiled, training.make_environment
+
+    def takes(seconds: float) -> None:
+        now[0] += seconds
+
+    def slow_calls(*args: Any, **kwargs: Any) -> Iterator[Any]:
+        for call in calls(*args, **kwargs):
+            takes(1.0)
+            yield call
+
+    monkeypatch.setattr(training.time, "perf_counter", lambda: now[0])
+    monkeypatch.setattr(fused, "fused", slow_calls)
+    monkeypatch.setattr(fused, "compiled", lambda *a, **k: (takes(10.0), compiled(*a, **k))[1])
+    monkeypatch.setattr(training, "make_environment", lambda run: (takes(100.0), prepare(run))[1])
+    folder = tmp_path / "run"
+    with monkeypatch.context() as patch:
+        patch.setattr(Checkpoints, "save", after(1, lambda: signal.raise_signal(signal.SIGINT), Checkpoints.save))
+        begin(small(), folder)  # stops after update 8
+    takes(1e6)  # away
+    with monkeypatch.context() as patch:  # fails in the call after update 18: what it did is done again
+        patch.setattr(Checkpoints, "save", after(3, lambda: shutil.rmtree(folder / "checkpoints"), lambda *_: None))
+        patch.setattr(Sums, "add", after(7, lambda: 1 / 0, Sums.add))
+        with pytest.raises(ZeroDivisionError):
+            resume(folder)
+    found = resume(folder).result
+    assert found is not None
+    assert (found["train_seconds"], found["compile_seconds"], found["wall_seconds"]) == (30.0, 20.0, 250.0)
+    assert found["sps"] == 60 * 128 / 30.0
+    walls = [r["wall_seconds"] for r in telemetry.read(folder / "metrics.jsonl")]
+    assert walls == [112.0, 114.0, *np.arange(226.0, 251.0, 2.0)]
+
+
+# ---------------------------------------------------------------------------------------------------- what goes wrong
+
+
+@pytest.mark.usefixtures("_quick")
+def test_after_an_error_no_thread_handler_or_lock_is_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = tmp_path / "run"
+    handlers = [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)]
+    with monkeypatch.context() as patch:
+        patch.setattr(Sums, "add", after(7, lambda: 1 / 0, Sums.add))  # a save is under way
+        with pytest.raises(ZeroDivisionError):
+            begin(small(), folder)
+    assert [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)] == handlers
+    assert "checkpoint" not in [thread.name for thread in threading.enumerate()]
+    assert checkpoints(folder) == [6, 12]
+    assert resume(folder).code == 0
+    assert checkpoints(folder) == [48, 54, 60]
+
+
+@pytest.mark.usefixtures("_quick")
+def test_it_trains_in_a_thread_where_no_signal_can_be_heard(tmp_path: Path) -> None:
+    outcomes: list[training.Outcome] = []
+    thread = threading.Thread(target=lambda: outcomes.append(begin(small(), tmp_path / "run")))
+    thread.start()
+    thread.join()
+    assert [outcome.code for outcome in outcomes] == [0]
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"environment": runs.Named("cartpol")}, "no environment is named 'cartpol'; did you mean cartpole"),
+        ({"algorithm": dataclasses.replace(small().algorithm, activation="tanhh")}, "activation is 'tanhh'"),
+        ({"environment": Driving(("nowhere",))}, "nowhere: no such file or folder"),
+    ],
+)
+def test_what_can_not_be_made_is_no_run(tmp_path: Path, change: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message) as raised:
+        begin(small(**change), tmp_path / "run")
+    assert "\n" not in str(raised.value)
+    assert list((tmp_path / "run").iterdir()) == []
+
+
+def test_a_policy_without_a_checkpoint_is_an_error(tmp_path: Path, shared: pytest.MonkeyPatch) -> None:
+    runs.save_run(tmp_path, small(), {})
+    with pytest.raises(RunError, match=r"has no checkpoint yet; go on with --resume"):
+        training.restore_policy(tmp_path)
