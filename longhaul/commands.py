@@ -73,7 +73,7 @@ def _begin(runs_dir: Path, run: Run, name: str | None) -> tuple[Path, training.O
     elif task.data:
         sources.expand(task.data)
     assert run.devices is not None
-    training.prepare_devices(run.devices)
+    training.prepare_devices(run.devices, run.threads)
     about = provenance()
     folder = new_folder(runs_dir, run, name)
     try:
@@ -130,7 +130,7 @@ def _policy(folder: Path, who: str) -> tuple[Run, Any]:
     if not isinstance(run.environment, Driving):
         task = run.environment.env
         raise FlagError(f"--policy is {who!r}, a driver, and run {folder.name} is {task}; give run or untrained")
-    training.prepare_devices(run.devices or 1)
+    training.prepare_devices(run.devices or 1, run.threads)
     return run, None
 
 

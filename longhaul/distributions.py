@@ -134,7 +134,8 @@ def _tanh_gaussian(low: np.ndarray, high: np.ndarray) -> Distribution:
         mean, log_std = split(parameters)
         gaussian = log_std + 0.5 * math.log(2.0 * math.pi * math.e)
         std = jnp.exp(log_std)
-        slope = sum((w * log_slope(mean + x * std) for x, w in zip(nodes.tolist(), weights.tolist(), strict=True)), jnp.float32(0.0))
+        terms = (w * log_slope(mean + x * std) for x, w in zip(nodes.tolist(), weights.tolist(), strict=True))
+        slope = sum(terms, jnp.float32(0.0))
         return jnp.sum(gaussian + slope, axis=-1)
 
     return Distribution(

@@ -1,9 +1,9 @@
 """Many worlds as one: vectorise, reset where an episode ended, count what episodes scored.
 
-`vectorise` keeps the successor of an ended step beside the first observation of the next episode
-(`types.TimeStep`). Resets are cheap: fresh episodes come from a small bank that is drawn once a rollout (`Worlds.fresh`), so that a step only chooses
-between two states that exist. A world that ends more often within one rollout than its bank has starts meets the same
-starts again, in order.
+`vectorise` keeps the successor of an ended step beside the first observation of the next episode (`types.TimeStep`).
+Resets are cheap: fresh episodes come from a small bank that is drawn once a rollout (`Worlds.fresh`), so that a step
+only chooses between two states that exist. A world that ends more often within one rollout than its bank has starts
+meets the same starts again, in order.
 """
 
 from __future__ import annotations

@@ -63,7 +63,9 @@ class Drives(NamedTuple):
     scenarios: list[Scenario]
     bank: Bank
 
-    def player(self, driver: str, record: Sequence[int] = ()) -> Callable[[Params | None], tuple[Scores, list[Recording]]]:
+    def player(
+        self, driver: str, record: Sequence[int] = ()
+    ) -> Callable[[Params | None], tuple[Scores, list[Recording]]]:
         """policy -> what it scores on each scenario once, and recordings of those that `record` numbers.
 
         `driver` is the simulator's: "policy", or one that needs none: "idm", "log", "constant". Compiles once.

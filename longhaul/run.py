@@ -79,6 +79,7 @@ class Run:
     num_steps: int = 128  # of each world an update
     seed: int = 0
     devices: int | None = None  # shards of the `data` axis
+    threads: int | None = None  # of the CPU; how sums are cut, and so their last bits, depends on it
     log_interval: int | None = None  # updates that a record of metrics sums up
     block: int | None = None  # updates of a compiled call: a run logs, saves and stops between calls
     save_interval_minutes: float = 10.0
@@ -147,15 +148,16 @@ def resolve(run: Run) -> Run:
         task = dataclasses.replace(task, data=tuple(os.path.abspath(os.path.expanduser(path)) for path in task.data))
     episodes = run.evaluation_episodes or (128 if isinstance(task, Driving) else 100)
     return dataclasses.replace(
-        run, environment=task, devices=devices, log_interval=log_interval, block=block, evaluation_episodes=episodes
-    )
+        run, environment=task, devices=devices, threads=run.threads or _default_threads(devices),
+        log_interval=log_interval, block=block, evaluation_episodes=episodes,
+    )  # fmt: skip
 
 
 def _check_numbers(run: Run) -> None:
     for name in ("total_steps", "num_envs", "num_steps", "keep"):
         if getattr(run, name) < 1:
             raise RunError(f"--{_flag(name)} is {getattr(run, name)}; it must be at least 1")
-    for name in ("devices", "log_interval", "block", "save_interval", "evaluation_episodes"):
+    for name in ("devices", "threads", "log_interval", "block", "save_interval", "evaluation_episodes"):
         value = getattr(run, name)
         if value is not None and value < 1:
             raise RunError(f"--{_flag(name)} is {value}; it must be at least 1")
@@ -214,11 +216,19 @@ def _has_accelerator() -> bool:
     return any(Path(place).exists() for place in ("/dev/nvidia0", "/dev/kfd", "/dev/accel0", "/dev/vfio/0"))
 
 
-def prepare_devices(devices: int) -> None:
-    """Makes the CPU show `devices` devices; does nothing once JAX runs. Call it before anything computes."""
-    if devices == 1:
-        # One thread: a pool of them only gets in the way of many small kernels (1.4 times slower at 4 environments).
-        os.environ.setdefault("NPROC", "1")
+def _default_threads(devices: int) -> int:
+    given = os.environ.get("NPROC", "")
+    if given.isdecimal() and int(given) > 0:
+        return int(given)
+    # One thread: a pool of them only gets in the way of many small kernels (1.4 times slower at 4 environments).
+    return 1 if devices == 1 else max(cores(), devices)
+
+
+def prepare_devices(devices: int, threads: int | None = None) -> None:
+    """Makes the CPU show `devices` devices, with `threads` in all. Call it before JAX runs; then it changes nothing."""
+    os.environ["NPROC"] = str(threads or _default_threads(devices))
+    # A bank of scenarios that a program closes over stays an array beside it; else it is text inside of it, and larger.
+    jax.config.update("jax_use_simplified_jaxpr_constants", True)
     try:
         jax.config.update("jax_num_cpu_devices", devices)
     except RuntimeError:

@@ -21,6 +21,7 @@ HELP = {
     "num-steps": "steps of each world between two updates",
     "seed": "all random numbers come from it",
     "mesh": "devices that share the worlds, as data=N or data=N,model=1",
+    "threads": "of the CPU, in all; the last bits of sums depend on it",
     "topology": "how acting and learning are laid out",
     "evaluation-episodes": "episodes, or scenarios never trained in, of the evaluation at the end",
     "env": "the environment; longhaul envs lists them",
@@ -39,6 +40,7 @@ HELP = {
     "reward-red-light": "for running a red light",
     "reward-goal": "for reaching the goal",
     "reward-discomfort": "for each exceeded limit of comfort, a step",
+    "reward-haste": "for needing to brake hard, a step",
     "reward-lateral": "for a metre beside the route, a step",
     "reward-heading": "for 1 - cos of the angle to the route, a step",
     "lr": "learning rate of Adam",
@@ -83,7 +85,7 @@ CHOICES: dict[str, tuple[str, ...]] = {
 HIDDEN = ("recipe", "driver")
 """Fields that are no flag: the recipe is named before, and who learns drives by the policy."""
 
-AUTO = ("mesh", "evaluation-episodes", "log-interval", "block")
+AUTO = ("mesh", "threads", "evaluation-episodes", "log-interval", "block")
 """Flags whose None is decided from the rest."""
 
 FREE = ("log-interval", "block", "save-interval-minutes", "save-interval", "keep")

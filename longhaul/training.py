@@ -170,7 +170,7 @@ def _train(run: Run, folder: Path, stop: Stop, *, resumed: bool) -> Outcome:
     if resumed and (folder / "result.json").exists():
         _say(f"run {folder.name} is done already")
         return Outcome(0, json.loads((folder / "result.json").read_text()))
-    prepare_devices(run.devices)
+    prepare_devices(run.devices, run.threads)
     environment = make_environment(run)
     assembly = assemble(run, environment)
     if not resumed:  # not before: bad data or sizes are an error, not a run
@@ -339,7 +339,7 @@ def restore_policy(folder: Path) -> tuple[Run, Params, Params]:
     """
     run = load_run(folder)
     assert run.devices is not None
-    prepare_devices(run.devices)
+    prepare_devices(run.devices, run.threads)
     task = run.environment
     if isinstance(task, Driving):
         task = dataclasses.replace(task, data=(), scenarios=1)

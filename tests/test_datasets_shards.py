@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import struct
 import zlib
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -137,7 +136,7 @@ def test_a_writer_that_fails_leaves_the_old_shard(tmp_path: Path) -> None:
     path = tmp_path / "a.lhs"
     shards.write(path, [small()])
     before = path.read_bytes()
-    with pytest.raises(ValueError, match="steps"):
+    with pytest.raises(ValueError, match="velocity"):
         shards.write(path, [small(), small()._replace(velocity=np.zeros((1, 1, 2)))])
     assert path.read_bytes() == before
     assert list(tmp_path.iterdir()) == [path]
@@ -145,20 +144,20 @@ def test_a_writer_that_fails_leaves_the_old_shard(tmp_path: Path) -> None:
 
 def attempt(path: Path) -> int:
     """How many scenarios could be read; anything but scenarios or one clear line is a failure of the test."""
-    read = 0
+    read, told = 0, []
     try:
         shard = shards.open(path)
         for index in range(len(shard)):
             try:
-                scenario = shard[index]
-                assert np.isfinite(scenario.pose).all()
+                assert np.isfinite(shard[index].pose).all()
                 read += 1
             except BadData as error:
-                assert f"record {index} of {len(shard)}" in str(error)
+                told.append((f"{path}: record {index} of {len(shard)}", str(error)))
     except BadData as error:
-        assert str(error).startswith(str(path))
-        assert "\n" not in str(error)
-        assert ": " in str(error).split(";")[0]
+        told.append((f"{path}: ", str(error)))
+    for start, message in told:
+        assert message.startswith(start)
+        assert "\n" not in message
     return read
 
 
@@ -260,11 +259,11 @@ def test_an_index_that_points_elsewhere(tmp_path: Path) -> None:
             shards.open(path)
 
 
-REAL: dict[str, Callable[[int], bool]] = {
-    "womd/motion_data_one_example.tfrecord": lambda size: size <= 250_000,
-    "womd/motion_data_one_scenario.tfrecord": lambda size: size <= 250_000,
-    "scenarionet/sd_waymo_v1.2_eb4b91b10ca94ff2.pkl": lambda size: size <= 250_000,
-}
+REAL = (
+    "womd/motion_data_one_example.tfrecord",
+    "womd/motion_data_one_scenario.tfrecord",
+    "scenarionet/sd_waymo_v1.2_eb4b91b10ca94ff2.pkl",
+)
 
 
 @pytest.mark.parametrize("name", REAL)
@@ -275,5 +274,5 @@ def test_real_logs_keep_the_bounds_and_the_size(logs: Path, tmp_path: Path, name
     for agents in (1, 64):
         given = compile_log(log, agents=agents)
         size = shards.write(tmp_path / "a.lhs", [given])
-        assert REAL[name](size)
+        assert size <= 250_000
         assert_close(shards.open(tmp_path / "a.lhs")[0], given)

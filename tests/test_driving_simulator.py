@@ -67,7 +67,7 @@ def test_a_collision_is_seen_at_the_step_at_which_boxes_meet() -> None:
     assert driven.metrics["accuracy"] == [0.0]
     assert driven.metrics["progress"] == pytest.approx([16.2 / 30.0], abs=1e-3)
     assert np.flatnonzero(driven.steps.terminated[:, 0]).tolist() == [26]
-    assert driven.steps.reward[26, 0] == pytest.approx(-4.0 + 0.06, abs=1e-3)
+    assert driven.steps.reward[26, 0] == pytest.approx(-4.0 + 0.06 - 0.1, abs=1e-3)  # the event, the way, the haste
 
 
 def test_an_agent_that_the_log_does_not_have_is_no_obstacle() -> None:
@@ -203,9 +203,10 @@ def test_observation_of_a_known_scene() -> None:
     np.testing.assert_allclose(route[:, 1:], np.broadcast_to([0.0, 0.0, 1.0], (10, 3)), atol=1e-5)
     assert seen.ego[0, 0] == pytest.approx(6.0 / 20.0)
     np.testing.assert_allclose(seen.ego[0, -4:], -1.0, atol=1e-6)  # 4 m to the edge from each corner, cut at 3 m
-    gap = 8.0 * seen.ego[0, 17] / (1 - seen.ego[0, 17])
+    gap = 8.0 * seen.ego[0, 14] / (1 - seen.ego[0, 14])
     assert gap == pytest.approx(12.0 - 2.0 - 2.0, abs=1.5)  # between the bumpers, on a grid of one metre
-    assert seen.ego[0, 18] == pytest.approx(0.4)  # closing at 4 m/s
+    assert seen.ego[0, 15] == pytest.approx(0.4)  # closing at 4 m/s
+    assert seen.ego[0, 16] == pytest.approx(4.0**2 / (2 * gap) / 6.0, rel=1e-4)  # what it takes not to touch
     light = seen.lights[0]
     assert light[[0, 2, 3, 4]].tolist() == [1, 1, 0, 0]
     assert 8.0 * light[1] / (1 - light[1]) == pytest.approx(24.0 - 2.0, abs=1e-3)
@@ -233,6 +234,29 @@ def test_features_of_the_same_scene_do_not_depend_on_where_it_lies() -> None:
     )
     for name, value in here.metrics.items():
         assert value == pytest.approx(there.metrics[name], abs=1e-3)
+
+
+def test_a_red_light_is_something_not_to_pass_and_haste_towards_it_costs() -> None:
+    weights = replace(TERMS, progress=0.0, goal=0.0, collision=0.0, red_light=0.0)
+    red, green = (
+        trip(scenario([EGO], lights=[(15.3, [state] * T)]), weights=weights, terminations=()) for state in (RED, GREEN)
+    )
+    assert not green.steps.reward.any()
+    distance = 15.3 - 2.0 - 0.6 * np.arange(1, T)
+    needed = np.where(distance > 0, 6.0**2 / (2.0 * np.maximum(distance, 0.5)), 0.0)
+    expected = -0.05 * np.clip(needed / objectives.HARD - 1.0, 0.0, 2.0)
+    np.testing.assert_allclose(red.steps.reward[:, 0], expected, atol=1e-4)
+    assert expected.min() < -0.05
+    ahead = 8.0 * red.first.ego[0, 14] / (1 - red.first.ego[0, 14])
+    assert ahead == pytest.approx(13.3, abs=1e-3)
+    assert green.first.ego[0, 14] == 1.0
+
+
+def test_agents_do_not_see_the_time() -> None:
+    """A log's end truncates; an observation that tells of it has a value that no reward ever corrects."""
+    long, short = (trip(scenario([line((0, 0), (0, 0), steps)])) for steps in (T, 11))
+    for leaf, other in zip(long.steps.observation, short.steps.observation, strict=True):
+        np.testing.assert_array_equal(leaf[:10], other)
 
 
 CROWD = [line((12 * i - 30, 3.0 * (-1) ** i), (4.0 - i, 0.3 * i), T) for i in range(1, 6)]

@@ -41,7 +41,7 @@ TABLE = """
 4  topologies/fused
 4  worlds curves
 5  report run evaluation training
-6  recipes bench
+6  recipes workloads bench
 7  printing flags settings commands cli __main__
 """
 

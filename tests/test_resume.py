@@ -71,7 +71,8 @@ def stop_at(monkeypatch: pytest.MonkeyPatch, save: int, folder: Path) -> None:
 def spawn(folder: Path, run: runs.Run) -> subprocess.Popen:
     """A process that trains or resumes, with one device and one thread."""
     folder.mkdir(parents=True, exist_ok=True)
-    environment = {k: v for k, v in os.environ.items() if k != "NPROC"} | {"PYTHONPATH": str(Path.cwd())}
+    environment = {k: v for k, v in os.environ.items() if k != "NPROC"}
+    environment["PYTHONPATH"] = str(Path(__file__).resolve().parent.parent)
     command = [sys.executable, "-c", TRAIN, str(folder), json.dumps(runs.to_dict(run))]
     return subprocess.Popen(command, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE)
 
@@ -95,7 +96,7 @@ def kill_when(process: subprocess.Popen, ready: Callable[[], bool], delay: float
 def test_killed_three_times_it_ends_bit_identical(whole: Path, tmp_path: Path) -> None:
     """Two kills at random moments and one within a save, with 1 thread; the end here, as `whole`, with 4 devices."""
     rng = random.Random(7)
-    run, folder = small(save_interval=2), tmp_path / "run"
+    run, folder = small(save_interval=2, threads=1), tmp_path / "run"
     saving = folder / "checkpoints"
     first, last = rng.randint(8, 16), rng.randint(36, 44)
     kept: list[bytes] = []
@@ -120,7 +121,7 @@ def test_killed_three_times_it_ends_bit_identical(whole: Path, tmp_path: Path) -
 def test_tortured_it_ends_bit_identical(tmp_path: Path) -> None:
     """Kills and signals at a dozen moments, from the start of the process on."""
     rng = random.Random(11)
-    run = small(total_steps=8 * 16 * 600, save_interval=2)
+    run = small(total_steps=8 * 16 * 600, save_interval=2, threads=1)
     folder, whole = tmp_path / "tortured", tmp_path / "whole"
     assert begin(run, whole).code == 0
     for turn in range(14):

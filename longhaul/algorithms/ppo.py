@@ -161,7 +161,9 @@ def _by_chunks(function: Callable[[PyTree], jax.Array], rows: PyTree, chunk: int
     return jnp.concatenate([done, function(jax.tree.map(lambda x: x[whole:], rows))])
 
 
-def _loss(network: networks.ActorCritic, policy: Distribution, config: Config) -> Callable[..., tuple[jax.Array, Metrics]]:
+def _loss(
+    network: networks.ActorCritic, policy: Distribution, config: Config
+) -> Callable[..., tuple[jax.Array, Metrics]]:
     """(params, batch, entropy weight) -> sums over rows of the loss (the paper's equation 9) and of its parts."""
 
     def loss(params: Params, batch: Batch, entropy_weight: jax.Array) -> tuple[jax.Array, Metrics]:
@@ -273,7 +275,8 @@ def ppo(spec: Spec, config: Config, *, updates: int, mean: Callable[[PyTree], Py
         params, opt_state, metrics = optimise(state.params, state.opt_state, state.updates, batch, key)
         metrics["explained_variance"] = 1.0 - unexplained / jnp.maximum(spread, 1e-8)
         moments = state.moments
-        if isinstance(moments, normalise.Moments):  # after the update: this batch was acted and learnt with the old ones
+        # After the update: this batch was acted and learnt with the old ones.
+        if isinstance(moments, normalise.Moments):
             raw = data.observation.observation if masked else data.observation
             moments = normalise.update(moments, raw, None if weight is None else data.valid, mean)
         return State(params, opt_state, moments, state.updates + 1), {f"ppo/{k}": v for k, v in metrics.items()}

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from longhaul.datasets import sources
+from longhaul.datasets import shards, sources
 from longhaul.datasets.log import (
     CROSSWALK,
     CYCLIST,
@@ -19,6 +19,7 @@ from longhaul.datasets.log import (
     LANE_BIKE,
     LANE_FREEWAY,
     LANE_STREET,
+    OTHER,
     PEDESTRIAN,
     ROAD_LINES,
     SPEED_BUMP,
@@ -27,6 +28,7 @@ from longhaul.datasets.log import (
     BadData,
     Log,
 )
+from longhaul.driving.scenario import Scenario
 
 FEATURES = {
     "lanes": (LANE_FREEWAY, LANE_STREET, LANE_BIKE),
@@ -39,6 +41,12 @@ FEATURES = {
 
 BARE_SIGNS = (sources.WOMD_SCENARIO, sources.SCENARIONET)
 """Formats that keep a stop sign's position apart from the points of the road."""
+
+COUNTS = (
+    *("id", "steps", "tracks", "vehicles", "pedestrians", "cyclists", "others", "valid_steps", "sdc_index"),
+    *("road_points", *FEATURES, "lights_max", "tracks_to_predict"),
+)
+"""What is told of each scenario, in this order."""
 
 ABSENT = {sources.ARGOVERSE: ("stop_signs", "speed_bumps")}
 """What a format has no place for."""
@@ -72,12 +80,26 @@ def _file(path: Path) -> dict[str, Any]:
     entry: dict[str, Any] = {"path": str(path), "format": None, "scenarios": [], "error": None}
     try:
         entry["format"] = sources.detect(path)
+        if entry["format"] == sources.SHARD:
+            for scenario in shards.open(path):
+                entry["scenarios"].append(compiled(scenario))
+            return entry
         for kind, log in sources.scan(path):
             entry["format"] = kind
             entry["scenarios"].append(summary(log, kind))
     except BadData as error:
         entry["error"] = str(error)
     return entry
+
+
+def compiled(scenario: Scenario) -> dict[str, Any]:
+    """The counts of a scenario in a shard: steps from the current one on, agents that were kept; None for the rest."""
+    kinds = scenario.kind[scenario.kind > 0]
+    known: dict[str, Any] = {"id": scenario.id, "steps": scenario.steps, "tracks": len(kinds), "sdc_index": 0}
+    for name, kind in (("vehicles", VEHICLE), ("pedestrians", PEDESTRIAN), ("cyclists", CYCLIST), ("others", OTHER)):
+        known[name] = (kinds == kind).sum().item()
+    known["valid_steps"] = scenario.present.sum().item()
+    return dict.fromkeys(COUNTS) | known
 
 
 def summary(log: Log, kind: str) -> dict[str, Any]:

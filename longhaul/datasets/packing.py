@@ -9,8 +9,8 @@ floats. What a round trip may change, beside float32's own rounding:
     size, route_length, expert_s      0.5 mm        1 mm
     everything else                   nothing
 
-Positions are the coarsest: the change of a pose from step to step is off by up to 1 cm, so that accelerations are better
-taken from `velocity`. A record that is unpacked and packed again has the same bytes.
+Positions are the coarsest: the change of a pose from step to step is off by up to 1 cm, so that accelerations are
+better taken from `velocity`. A record that is unpacked and packed again has the same bytes.
 
 The differences follow the way in which a column is smooth (along time, along a route, the distance field along both its
 axes) and are folded, so that small ones of either sign become small numbers; a column's low bytes stand before its
@@ -76,7 +76,7 @@ COLUMNS = {
 LETTERS = "TNARLHWGP"
 
 HEAD = struct.Struct("<9IdIIH")
-"""Sizes in the order of `LETTERS`, dt, bytes before compression, one bit a column of 32-bit numbers, bytes of the id."""
+"""Sizes in the order of `LETTERS`, dt, bytes before compression, a bit for each column of 32 bits, bytes of the id."""
 
 LONGEST_ID = 1 << 12
 
@@ -108,7 +108,7 @@ def pack(scenario: Scenario) -> bytes:
         wide |= is_wide << place
     body = b"".join(parts)
     if len(body) > LARGEST:
-        raise ValueError(f"scenario {scenario.id} has {len(body)} bytes; a record has {LARGEST} at most: cut its horizon")
+        raise ValueError(f"scenario {scenario.id} has {len(body)} bytes, above {LARGEST}: compile a shorter horizon")
     identity = scenario.id.encode(errors="replace")[:LONGEST_ID]
     head = HEAD.pack(*(sizes[letter] for letter in LETTERS), scenario.dt, len(body), wide, len(identity))
     return head + identity + zlib.compress(body, LEVEL)

@@ -166,13 +166,18 @@ def _tracks(named: dict[Any, Any], steps: int) -> Tracks:
     def column(name: str, width: int) -> np.ndarray:
         return np.where(valid[..., None], np.stack([_column(state, name, steps, width) for state in states]), 0.0)
 
+    kind = np.array([KINDS.get(str(track["type"]), OTHER) for track in named.values()], np.int8)
+    size = np.concatenate([column(name, 1) for name in ("length", "width", "height")], axis=-1)
+    # The nuScenes converter writes the ego's width as its length: no vehicle is wider than it is long.
+    crosswise = (kind == VEHICLE)[:, None] & (size[..., 0] < size[..., 1])
+    size[..., :2] = np.where(crosswise[..., None], size[..., 1::-1], size[..., :2])
     return Tracks(
         id=np.array([number(key, index) for index, key in enumerate(named)], np.int64),
-        kind=np.array([KINDS.get(str(track["type"]), OTHER) for track in named.values()], np.int8),
+        kind=kind,
         position=column("position", 3),
         heading=column("heading", 1)[..., 0].astype(np.float32),
         velocity=column("velocity", 2).astype(np.float32),
-        size=np.concatenate([column(name, 1) for name in ("length", "width", "height")], axis=-1).astype(np.float32),
+        size=size.astype(np.float32),
         valid=valid,
     )
 

@@ -14,15 +14,20 @@ from pathlib import Path
 
 import numpy as np
 
-from longhaul.datasets import argoverse, gpudrive, scenarionet, tfrecord, womd, womd_scenario
+from longhaul.datasets import argoverse, gpudrive, scenarionet, shards, tfrecord, womd, womd_scenario
 from longhaul.datasets.log import BadData, Log
 from longhaul.datasets.wire import BYTES, Malformed, fields
 
 WOMD_EXAMPLE, WOMD_SCENARIO = "womd-example", "womd-scenario"
 GPUDRIVE, SCENARIONET, ARGOVERSE = "gpudrive", "scenarionet", "argoverse2"
 TFRECORD = "tfrecord"
+SHARD = "shard"
+"""Scenarios that are compiled already: no logs; `scenarios` reads them."""
 
-KNOWN = "a TFRecord (WOMD tf.Example or Scenario), GPUDrive JSON, a ScenarioNet pickle, an Argoverse 2 parquet"
+KNOWN = (
+    "a TFRecord (WOMD tf.Example or Scenario), GPUDrive JSON, a ScenarioNet pickle, an Argoverse 2 parquet, "
+    f"a {shards.SUFFIX} shard of converted logs"
+)
 
 LARGEST = 1 << 28
 """Bytes of a file that is read whole; TFRecords are read record by record."""
@@ -86,7 +91,7 @@ def _known(path: Path) -> bool:
         return not name.startswith(argoverse.MAP_PREFIX)
     if name.endswith(".pkl"):
         return name not in scenarionet.SUMMARIES
-    return ".tfrecord" in name or name.endswith((".tfrecords", ".parquet"))
+    return ".tfrecord" in name or name.endswith((".tfrecords", ".parquet", shards.SUFFIX))
 
 
 def load(paths: Sequence[str], limit: int | None = None) -> list[Log]:
@@ -109,6 +114,8 @@ def read(path: Path) -> Iterator[Log]:
 def scan(path: Path) -> Iterator[tuple[str, Log]]:
     """(format, log) of each scenario of a file, as `read`."""
     kind = detect(path)
+    if kind == SHARD:
+        raise BadData(f"{path}: holds compiled scenarios, no logs: give the logs that it was converted from")
     if kind == TFRECORD:
         for number, (offset, payload) in enumerate(tfrecord.read(path)):
             kind = _message(payload)
@@ -168,6 +175,8 @@ def detect(path: Path) -> str:
         raise BadData(
             f"{path}: record 0 at byte 0: the length's checksum is wrong: no TFRecord, or damaged; {tfrecord.REMEDY}"
         )
+    if shards.begins(head):
+        return SHARD
     if head[:4] == b"PAR1":
         return ARGOVERSE
     if head[0] == 0x80 and len(head) > 1 and 2 <= head[1] <= 5:

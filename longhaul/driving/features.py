@@ -50,6 +50,9 @@ class Features(NamedTuple):
     route_first: jax.Array  # index of its first point
     gap: jax.Array  # m from the front bumper to the nearest that blocks the corridor; FREE if none does
     leader_speed: jax.Array  # its speed along the route, m/s
+    headway: jax.Array  # m from the front bumper to what it must not pass now: the leader or a red light; else FREE
+    closing: jax.Array  # the speed at which it comes nearer to that, m/s
+    braking: jax.Array  # the steady braking that meets it without touching, m/s^2; 0 where it does not come nearer
     light_distance: jax.Array  # m from the front bumper to the next stop line; FREE if none is ahead
     light_state: jax.Array  # int32: 0 unknown or none, 1 red, 2 yellow, 3 green
     ran_red: jax.Array  # bool: the front bumper passed a stop line in this step, red before and after
@@ -94,7 +97,6 @@ def extract(tables: Tables, search: int, scenario: jax.Array, t: jax.Array, here
     near = jnp.where(seen, near, FREE)
     leader = jnp.argmin(near)
     along = ahead[2][jnp.minimum(jnp.sum(offset < near[leader]), len(CORRIDOR) - 1)]
-    blocks = jnp.where(near < FREE, near - half[0], FREE)
 
     stop = tables.light_s[scenario, pose.slot]
     lights = tables.light_state[scenario, t, pose.slot]
@@ -106,6 +108,14 @@ def extract(tables: Tables, search: int, scenario: jax.Array, t: jax.Array, here
     distance = jnp.where(stop > front, stop - front, FREE)
     next_light = jnp.argmin(distance)
     known = distance[next_light] < FREE
+    light_state = jnp.where(known, lights[next_light].astype(jnp.int32), 0)
+    speed = here.vx[own] * cos + here.vy[own] * sin
+    gap = jnp.where(near[leader] < FREE, near[leader] - half[0], FREE)
+    leader_speed = here.vx[leader] * jnp.cos(along) + here.vy[leader] * jnp.sin(along)
+    red = jnp.where(light_state == RED, distance[next_light], FREE)
+    headway, closing = jnp.minimum(gap, red), jnp.where(red < gap, speed, speed - leader_speed)
+    closing = jnp.where(headway < FREE, closing, 0.0)
+    braking = jnp.square(jnp.maximum(closing, 0.0)) / (2.0 * jnp.maximum(headway, 0.5))
     return Features(
         x=x,
         y=y,
@@ -115,7 +125,7 @@ def extract(tables: Tables, search: int, scenario: jax.Array, t: jax.Array, here
         vy=vy,
         seen=seen,
         separation=separation(x, y, relative_cos, relative_sin, half, (here.half_length, here.half_width)),
-        blocks=blocks,
+        blocks=jnp.where(near < FREE, near - half[0], FREE),
         corner_clearance=road[:4],
         fan_clearance=road[4:],
         s=place.s,
@@ -123,9 +133,12 @@ def extract(tables: Tables, search: int, scenario: jax.Array, t: jax.Array, here
         heading_error=heading_error,
         route=route,
         route_first=first,
-        gap=blocks[leader],
-        leader_speed=here.vx[leader] * jnp.cos(along) + here.vy[leader] * jnp.sin(along),
+        gap=gap,
+        leader_speed=leader_speed,
+        headway=headway,
+        closing=closing,
+        braking=braking,
         light_distance=distance[next_light],
-        light_state=jnp.where(known, lights[next_light].astype(jnp.int32), 0),
+        light_state=light_state,
         ran_red=jnp.any(passed) & on_route,
     )

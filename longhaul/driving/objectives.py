@@ -32,6 +32,9 @@ MIN_COMFORT_LONGITUDINAL, MAX_COMFORT_LONGITUDINAL = -4.05, 2.40  # m/s^2
 MAX_COMFORT_JERK = 8.3  # m/s^3
 MAX_COMFORT_YAW = 0.95  # rad/s
 
+HARD = 3.0
+"""Braking, m/s^2, that nobody should come to need: the sooner a driver feels it, the sooner it learns to stop."""
+
 STILL = 0.5
 """A route shorter than this, m, has nothing to reach."""
 
@@ -51,6 +54,7 @@ class Weights:
     red_light: float = -4.0
     goal: float = 2.0
     discomfort: float = -0.01  # each limit of comfort exceeded by itself, at most twice
+    haste: float = -0.05  # needed braking (`Features.braking`) above HARD, in parts of HARD, at most twice
     lateral: float = -0.01  # a metre beside the route, at most 4
     heading: float = -0.02  # 1 - cos of the angle to the route
 
@@ -121,6 +125,7 @@ def reward(
     metres = jnp.minimum(jnp.maximum(features.s, tally.furthest), jnp.maximum(route_length, tally.furthest))
     total = weights.progress * (metres - tally.furthest)
     total = total + weights.discomfort * excess(ride)
+    total = total + weights.haste * jnp.clip(features.braking / HARD - 1.0, 0.0, 2.0)
     total = total + weights.lateral * jnp.minimum(jnp.abs(features.lateral), 4.0)
     total = total + weights.heading * (1.0 - jnp.cos(features.heading_error))
     for name in EVENTS:

@@ -3,6 +3,10 @@
 All in the agent's own frame and within about [-1, 1]. Distances are squashed, d / (scale + |d|), so that a metre
 counts more nearby than far away; nothing is cut off. Whoever comes closest within the next seconds, if all keep their
 velocity, is among the neighbours even while it is far.
+
+The time is not seen. A log's end truncates: its value is that of going on. Where an agent saw the end coming, it never
+acted from there and that value never met a reward; it grew by itself, and policies learnt to wait short of the goal
+(measured: the share of goals rose to 0.75 and fell to 0.14 again).
 """
 
 from __future__ import annotations
@@ -21,7 +25,7 @@ from longhaul.driving.geometry import FREE, into, wrap
 from longhaul.driving.tables import AHEAD, ahead_of
 from longhaul.driving.traffic import Scene
 
-EGO = 24
+EGO = 22
 NEIGHBOUR = 18
 LIGHTS = 6
 WAYPOINT = 4
@@ -54,7 +58,6 @@ class Motives(NamedTuple):
     half_length: jax.Array  # m
     half_width: jax.Array  # m
     left: jax.Array  # m of the route to its end
-    time: jax.Array  # s until the log ends
 
 
 def squash(value: jax.Array, scale: float) -> jax.Array:
@@ -96,11 +99,9 @@ def observe(
 def view_self(features: Features, motives: Motives) -> jax.Array:
     """Float32 [EGO]."""
     speed = motives.speed
-    left, time = jnp.maximum(motives.left, 0.0), jnp.maximum(motives.time, 0.0)
-    required = jnp.minimum(left / jnp.maximum(time, 0.2), 30.0)
-    led = features.gap < FREE
-    closing = jnp.where(led, speed - features.leader_speed, 0.0)
-    needed = jnp.where(led, jnp.square(jnp.maximum(closing, 0.0)) / (2.0 * jnp.maximum(features.gap, 0.5)), 0.0)
+    left = jnp.maximum(motives.left, 0.0)
+    hindered = features.headway < FREE
+    closing = jnp.where(hindered, features.closing, 0.0)
     error = features.heading_error
     values = [
         speed / 20.0,
@@ -117,12 +118,10 @@ def view_self(features: Features, motives: Motives) -> jax.Array:
         jnp.cos(error),
         squash(left, 10.0),
         (motives.left > 0.0).astype(jnp.float32),
-        squash(time, 3.0),
-        required / 20.0,
-        jnp.clip((required - speed) / 10.0, -1.5, 1.5),
-        jnp.where(led, squash(features.gap, 8.0), 1.0),
+        jnp.where(hindered, squash(features.headway, 8.0), 1.0),
         jnp.clip(closing / 10.0, -1.5, 1.5),
-        jnp.clip(needed / MAX_ACCELERATION, 0.0, 1.5),
+        jnp.clip(features.braking / MAX_ACCELERATION, 0.0, 1.5),
+        squash(features.braking, 1.0),
     ]
     return jnp.concatenate([jnp.stack(values), jnp.clip(features.corner_clearance / 3.0, -1.0, 1.0)])
 

@@ -233,7 +233,6 @@ class Simulator:
     def _observe(self, state: State, here: Scene, features: Features) -> Observation:
         tables, config = self.tables, self.config
         own = jnp.maximum(tables.controlled[state.scenario], 0)
-        left = (tables.steps[state.scenario] - 1 - state.t).astype(jnp.float32) * tables.dt[state.scenario]
         motives = Motives(
             speed=state.motion.speed,
             acceleration=state.acceleration,
@@ -241,7 +240,6 @@ class Simulator:
             half_length=here.half_length[own],
             half_width=here.half_width[own],
             left=tables.route_length[state.scenario] - features.s,
-            time=jnp.broadcast_to(left, own.shape),
         )
         offsets = waypoint_offsets(config.waypoints)
 

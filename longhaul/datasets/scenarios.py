@@ -1,0 +1,73 @@
+"""Paths to compiled scenarios: logs are compiled, shards hold them ready."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from pathlib import Path
+
+from longhaul.datasets import shards, sources
+from longhaul.datasets.log import BadData
+from longhaul.driving.compile import compile_log
+from longhaul.driving.scenario import Scenario
+
+
+def load(paths: Sequence[str], *, agents: int = 1, horizon: int | None = None) -> list[Scenario]:
+    """Every scenario of the files at `paths`, in their order, with `agents` controlled agents, for at most `horizon`
+    steps. `BadData`, one line, at the first that can't be used, and where there is none."""
+    found = [scenario for path in sources.expand(paths) for scenario in read(path, agents=agents, horizon=horizon)]
+    if not found:
+        raise BadData(f"{', '.join(map(str, paths))}: the files hold no scenario; give other data")
+    return found
+
+
+def read(path: Path, *, agents: int = 1, horizon: int | None = None) -> Iterator[Scenario]:
+    """The scenarios of one file, one at a time."""
+    for make in makers(path, agents=agents, horizon=horizon):
+        yield make()
+
+
+def makers(path: Path, *, agents: int = 1, horizon: int | None = None) -> Iterator[Callable[[], Scenario]]:
+    """One function for each scenario of a file. Calling it may raise `BadData` without an end to the others; where the
+    file itself is damaged, going on raises it."""
+    if sources.detect(path) == sources.SHARD:
+        shard = shards.open(path)
+        for index in range(len(shard)):
+            yield partial(_stored, shard, index, agents, horizon)
+        return
+    for log in sources.read(path):
+        yield partial(compile_log, log, agents=agents, horizon=horizon)
+
+
+def _stored(shard: shards.Shard, index: int, agents: int, horizon: int | None) -> Scenario:
+    return cut(shard[index], agents=agents, horizon=horizon, where=f"{shard.path}: record {index} of {len(shard)}")
+
+
+def cut(scenario: Scenario, *, agents: int, horizon: int | None, where: str) -> Scenario:
+    """The scenario with its first `agents` controlled agents, for at most `horizon` steps; the goals move with the end.
+
+    `BadData`, which names `where`, if it was compiled for fewer agents. Compiling with fewer steps from the log itself
+    may control other agents: those that move within them.
+    """
+    if horizon is not None and horizon < 2:
+        raise ValueError(f"horizon is {horizon}: a scenario has at least 2 steps")
+    if len(scenario.controlled) < agents:
+        raise BadData(
+            f"{where}: was compiled for {len(scenario.controlled)} controlled agents, fewer than {agents}: "
+            f"convert the logs again with agents = {agents}"
+        )
+    steps = scenario.steps if horizon is None else min(horizon, scenario.steps)
+    whole = steps == scenario.steps
+    return scenario._replace(
+        steps=steps,
+        pose=scenario.pose[:steps],
+        velocity=scenario.velocity[:steps],
+        present=scenario.present[:steps],
+        controlled=scenario.controlled[:agents],
+        route=scenario.route[:agents],
+        route_length=scenario.route_length[:agents] if whole else scenario.expert_s[:agents, steps - 1],
+        route_points=scenario.route_points[:agents],
+        expert_s=scenario.expert_s[:agents, :steps],
+        light_s=scenario.light_s[:agents],
+        light_state=scenario.light_state[:agents, :, :steps],
+    )

@@ -1,0 +1,218 @@
+"""What the benchmarks measure: programs with their inputs, ready to be repeated.
+
+What a repeat computes is returned, so that no compiler leaves it out.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import time
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import PartitionSpec
+
+from longhaul import mesh as meshes
+from longhaul import randomness, recipes, training, worlds
+from longhaul.algorithms import ppo
+from longhaul.driving import dynamics, geometry, simulator, tables
+from longhaul.driving.bank import Bank, stack
+from longhaul.driving.dynamics import Motion
+from longhaul.driving.tables import Tables
+from longhaul.environment import vectorise
+from longhaul.run import Driving, Named, Run, assemble, cores, prepare_devices, resolve
+from longhaul.topologies import fused
+from longhaul.types import PyTree
+
+
+class Prepared(NamedTuple):
+    """A figure ready to be measured."""
+
+    config: dict[str, Any]
+    steps: int  # of one repeat
+    unit: str
+    compile_seconds: float  # tracing and compiling everything that a repeat runs, wall
+    begin: Callable[[int], Any]  # number of the repeat -> what `work` takes; not measured
+    work: Callable[[Any], dict[str, float]]  # waits for all its results
+
+
+def ppo_cartpole(num_envs: int, total_steps: int, devices: int | None) -> Prepared:
+    made = Run(
+        "bench", Named("cartpole"), ppo.Config(), total_steps=total_steps, num_envs=num_envs, num_steps=128,
+        devices=devices,
+    )  # fmt: skip
+    return _training(made, "env steps", {})
+
+
+def driving_train(total_steps: int, num_envs: int, scenarios: int, devices: int | None) -> Prepared:
+    recipe = recipes.recipe("driving")
+    assert isinstance(recipe.environment, Driving)
+    task = dataclasses.replace(recipe.environment, scenarios=scenarios)
+    made = dataclasses.replace(recipe, environment=task, total_steps=total_steps, num_envs=num_envs, devices=devices)
+    return _training(made, "agent steps", {"scenarios": scenarios, "agents": task.simulator.agents})
+
+
+def _training(made: Run, unit: str, more: dict[str, Any]) -> Prepared:
+    """Whole runs of `made`, without files: blocks of updates, whose metrics the host reads one call late."""
+    made = resolve(made)
+    assert made.devices is not None
+    assert made.block is not None
+    prepare_devices(made.devices)
+    assembly = assemble(made, training.make_environment(made))
+    began = time.perf_counter()
+    start = assembly.start(made.seed)
+    program = fused.compiled(assembly.algorithm, assembly.collector, start, assembly.mesh, block=made.block)
+    compiled = time.perf_counter() - began
+    block, updates = made.block, assembly.updates
+
+    def begin(number: int) -> PyTree:
+        key = jax.device_put(jax.random.key(number), meshes.replicated(assembly.mesh))
+        return jax.tree.map(jnp.copy, start._replace(key=key))  # the program takes it back
+
+    def work(progress: PyTree) -> dict[str, float]:
+        rows: list[Any] = []
+        for _, n, metrics in fused.fused(program, progress, updates=updates, block=block):
+            rows.append((n, metrics))
+            rows[-2:-1] = [(n, jax.device_get(late)) for n, late in rows[-2:-1]]  # while the device goes on
+        rows = [{k: np.asarray(v)[:n] for k, v in jax.device_get(metrics).items()} for n, metrics in rows]
+        scores = {k: np.concatenate([row[k] for row in rows]) for k in ("episodes", "episode/return")}
+        ended, total = (np.sum(scores[k][-max(1, updates // 10) :]) for k in ("episodes", "episode/return"))
+        return {"mean_return": float(total / ended) if ended else float("nan")}
+
+    names = ("num_envs", "num_steps", "total_steps", "devices")
+    config = {name: getattr(made, name) for name in names} | more | dataclasses.asdict(made.algorithm)
+    return Prepared(config, updates * assembly.steps_per_update, unit, compiled, begin, work)
+
+
+def _bank(objects: int, scenarios: int) -> Bank:
+    """The first generated scenarios with objects / 2 < N <= objects, so that padding is never most of the work."""
+    if objects < 32 or objects & (objects - 1):
+        raise ValueError(f"objects is {objects}; choose a power of two, at least 32: a bank is padded to one")
+    found: list[Any] = []
+    for first in itertools.count(0, 64):
+        some = worlds.generated(first, 64, agents=1, horizon=None, workers=cores())
+        found += [one for one in some if objects // 2 < one.kind.shape[0] <= objects]
+        if len(found) >= scenarios or (first >= 1024 and not found):
+            break
+    if not found:
+        raise ValueError(f"no generated scenario has {objects // 2 + 1} to {objects} objects; choose fewer")
+    return stack(found[:scenarios], agents=1)
+
+
+def driving_step(objects: int, batch: int, num_steps: int, scenarios: int, devices: int | None) -> Prepared:
+    devices = _prepare(batch, devices)
+    sizes = {"objects": objects, "batch": batch, "num_steps": num_steps, "scenarios": scenarios, "devices": devices}
+    known = tables.tabulate(_bank(objects, scenarios), 1, False)
+
+    def shard(key: jax.Array) -> dict[str, jax.Array]:
+        key = jax.random.fold_in(key, meshes.shard_index())
+        scenario = jax.random.randint(key, (batch // devices,), 0, known.scenarios)
+        logged = known.motion[scenario, 0]
+        begun = Motion(logged[:, 0], logged[:, 1], logged[:, 2], jnp.hypot(logged[:, 3], logged[:, 4]))
+        throttle, steering = (randomness.normal(k, begun.x.shape) for k in jax.random.split(key))
+
+        def step(carried: Any, _: None) -> tuple[Any, None]:
+            motion, hit, off, sums = carried
+            # Who hit something brakes, and who left the road turns round: so nothing of a step can be left out.
+            pull = jnp.where(hit, -6.0, throttle)
+            turn = jnp.where(off, 0.1, 0.02 * steering)
+            motion, hit, off = jax.vmap(lambda *world: _all_objects(known, *world))(scenario, motion, pull, turn)
+            return (motion, hit, off, (sums[0] + jnp.sum(hit), sums[1] + jnp.sum(off))), None
+
+        never = jnp.zeros(begun.x.shape, bool)
+        carried = (begun, never, never, (jnp.int32(0), jnp.int32(0)))
+        moved, _, _, (hits, offs) = jax.lax.scan(step, carried, None, num_steps)[0]
+        found = {"collisions": hits, "offroads": offs, "mean_speed": jnp.mean(moved.speed)}
+        return meshes.mean_over_data(jax.tree.map(jnp.float32, found))
+
+    return _sharded(shard, devices, batch * num_steps, sizes)
+
+
+def _all_objects(
+    known: Tables, scenario: jax.Array, motion: Motion, acceleration: jax.Array, curvature: jax.Array
+) -> tuple[Motion, jax.Array, jax.Array]:
+    """One step of all [N] objects of one world: their motion, who overlaps another, who left the road."""
+    body = known.body[scenario]
+    half, present = (body[0], body[1]), body[2] > 0.0
+    motion = dynamics.advance(motion, acceleration, curvature, known.dt[scenario])
+    cos, sin = jnp.cos(motion.heading), jnp.sin(motion.heading)
+    mine = (cos[:, None], sin[:, None])
+    dx, dy = motion.x[None, :] - motion.x[:, None], motion.y[None, :] - motion.y[:, None]
+    x, y = geometry.into(dx, dy, *mine)
+    relative = geometry.into(jnp.broadcast_to(cos[None, :], x.shape), jnp.broadcast_to(sin[None, :], x.shape), *mine)
+    wide = [jnp.broadcast_to(h[:, None], x.shape) for h in half], [jnp.broadcast_to(h[None, :], x.shape) for h in half]
+    gap = geometry.separation(x, y, *relative, (wide[0][0], wide[0][1]), (wide[1][0], wide[1][1]))
+    pair = present[None, :] & present[:, None] & ~np.eye(x.shape[0], dtype=bool)
+    corner_x, corner_y = jax.vmap(geometry.corners)(*half)
+    corner_x, corner_y = geometry.out_of(corner_x, corner_y, *mine)
+    road = geometry.clearance(tables.field(known, scenario), corner_x + motion.x[:, None], corner_y + motion.y[:, None])
+    return motion, jnp.any(pair & (gap < 0.0), axis=-1), present & jnp.any(road > 0.0, axis=-1)
+
+
+def driving_env(objects: int, batch: int, num_steps: int, scenarios: int, devices: int | None) -> Prepared:
+    devices = _prepare(batch, devices)
+    sizes = {"objects": objects, "batch": batch, "num_steps": num_steps, "scenarios": scenarios, "devices": devices}
+    many = vectorise(simulator.driving(_bank(objects, scenarios)), batch // devices)
+    choices = np.array([len(dynamics.ACCELERATIONS), len(dynamics.STEERINGS)], np.uint32)
+    length = min(32, num_steps)  # a rollout, for which fresh starts are drawn as `rollout.collector` does
+
+    def shard(key: jax.Array) -> dict[str, jax.Array]:
+        key_reset, key_run = jax.random.split(jax.random.fold_in(key, meshes.shard_index()))
+
+        def rollout(carried: Any, key: jax.Array) -> tuple[Any, None]:
+            bank = many.fresh(key, min(16, -(-length // 8)))
+
+            def step(carried: Any, key: jax.Array) -> tuple[Any, None]:
+                state, tally, _ = carried
+                drawn = randomness.bits(key, (many.columns, 2)) % jnp.broadcast_to(choices, (many.columns, 2))
+                state, tally, led_to = many.step(state, tally, drawn.astype(jnp.int32), key, bank)
+                return (state, tally, led_to.observation), None
+
+            return jax.lax.scan(step, carried, randomness.split(key, length))[0], None
+
+        state, seen = many.reset(key_reset)
+        carried = (state, many.tally(), seen)
+        keys = jax.random.split(key_run, num_steps // length)
+        _, tally, seen = jax.lax.scan(rollout, carried, keys)[0]
+        totals = {name: jnp.sum(total) for name, total in tally.sums.items()} | {"episodes": jnp.sum(tally.episodes)}
+        seen = jnp.mean(jnp.stack([jnp.mean(leaf) for leaf in jax.tree.leaves(seen)]))
+        totals, seen = meshes.mean_over_data((totals, seen))
+        episodes = totals.pop("episodes")
+        means = {name: total / jnp.maximum(episodes, 1.0) for name, total in totals.items()}
+        return means | {"episodes": episodes * devices, "observation": seen}
+
+    return _sharded(shard, devices, batch * (num_steps // length) * length, sizes)
+
+
+def _sharded(
+    shard: Callable[[jax.Array], dict[str, jax.Array]], devices: int, steps: int, config: dict[str, Any]
+) -> Prepared:
+    """A program of a key alone, on `devices` shards."""
+    mesh = meshes.make_mesh(devices)
+    everywhere = PartitionSpec()
+    began = time.perf_counter()
+    program = jax.jit(meshes.per_shard(shard, mesh, everywhere, everywhere)).lower(_key(mesh, 0)).compile()
+    compiled = time.perf_counter() - began
+
+    def work(key: jax.Array) -> dict[str, float]:
+        return {name: float(value) for name, value in jax.device_get(program(key)).items()}
+
+    return Prepared(config, steps, "env steps", compiled, lambda number: _key(mesh, number), work)
+
+
+def _key(mesh: Any, number: int) -> jax.Array:
+    return jax.device_put(jax.random.key(number), meshes.replicated(mesh))
+
+
+def _prepare(batch: int, devices: int | None) -> int:
+    """As many devices as a training run with so many environments takes, if it is not said."""
+    settings = ppo.Config(num_minibatches=1)
+    run = Run("bench", Named(), settings, total_steps=batch, num_envs=batch, num_steps=1, devices=devices)
+    found = resolve(run).devices
+    assert found is not None
+    prepare_devices(found)
+    return found

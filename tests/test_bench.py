@@ -1,0 +1,124 @@
+"""Benchmarks at tiny sizes: the records' fields, their arithmetic, the peer's turn, and that the work is done."""
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from longhaul import bench, workloads
+from longhaul.driving import tables
+from longhaul.driving.dynamics import Motion
+from tests.driving_worlds import bank, line, scenario
+
+FIELDS = [
+    *("name", "config", "steps", "unit", "wall_seconds", "cpu_seconds", "per_second", "per_cpu_second"),
+    *("compile_seconds", "repeats", "versions", "commit", "device"),
+]
+"""The contract's."""
+
+PEER = """
+import jax, jax.numpy as jnp
+
+def make_train(config):
+    assert config["NUM_ENVS"] == 4 and config["NUM_STEPS"] == 128 and config["ANNEAL_LR"] and config["LR"] == 2.5e-4
+    updates = config["TOTAL_TIMESTEPS"] // 512
+    print("this is no figure")
+
+    def train(key):
+        score = jnp.full((updates, 128, 4), 7.0)
+        return {"metrics": {"returned_episode": score > 0, "returned_episode_returns": score}}
+
+    return train
+"""
+"""What PureJaxRL's ppo.py looks like from outside."""
+
+
+def check(record: dict[str, Any]) -> None:
+    assert [field for field in record if field in FIELDS] == FIELDS
+    assert json.loads(json.dumps(record)) == record
+    assert record["name"] in bench.NAMES
+    assert record["unit"] in ("env steps", "agent steps", "world steps", "bytes")
+    assert record["repeats"] >= 5
+    for field in ("wall_seconds", "cpu_seconds", "compile_seconds"):
+        assert record[field] > 0.0
+    assert math.isclose(record["per_second"], record["steps"] / record["wall_seconds"])
+    assert math.isclose(record["per_cpu_second"], record["steps"] / record["cpu_seconds"])
+    assert {"longhaul", "jax"} <= record["versions"].keys()
+    assert record["device"].endswith(" x cpu")
+
+
+def test_ppo_cartpole_takes_turns_with_a_peer(tmp_path: Path) -> None:
+    import sys
+
+    (tmp_path / "ppo.py").write_text(PEER)
+    peer = {"peer_python": sys.executable, "peer_path": str(tmp_path)}
+    (record,) = bench.run("ppo-cartpole", num_envs=(4,), total_steps=3_000, **peer)
+    check(record)
+    assert record["steps"] == 2_560, "whole updates of 4 x 128 steps"
+    assert record["config"]["devices"] == 1
+    assert record["config"]["hidden_dim"] == 64
+    assert record["device"] == "1 x cpu"
+    assert 9.0 < record["mean_return"] < 100.0, "CartPole by a beginner"
+    assert math.isclose(record["ratio"], record["per_second"] / record["reference_per_second"])
+    other = record["peer"]
+    assert other["mean_return"] == 7.0
+    assert other["steps"] == record["steps"]
+    assert math.isclose(other["per_second"], other["steps"] / other["wall_seconds"])
+    assert 0.0 < record["peer_ratio"] < 1.0, "the peer does nothing"
+    assert 0.0 < record["peer_cpu_ratio"] < 1.0
+
+
+def test_driving_step_moves_all_objects() -> None:
+    (record,) = bench.run("driving-step", objects=(32,), batch=8, num_steps=8, scenarios=4)
+    check(record)
+    assert record["steps"] == 64
+    assert 0.0 < record["mean_speed"] < 35.0
+    assert 0 < record["offroads"] < 64 * 32
+    assert 0 <= record["collisions"] < 64 * 32
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("name", "sizes", "steps"),
+    [
+        ("driving-env", {"objects": (64,), "batch": 16, "num_steps": 64, "scenarios": 4, "devices": 2}, 1024),
+        ("driving-train", {"total_steps": 2048, "num_envs": 16, "scenarios": 4}, 2048),
+    ],
+)
+def test_whole_driving_works(name: str, sizes: dict[str, Any], steps: int) -> None:
+    (record,) = bench.run(name, **sizes)
+    check(record)
+    assert record["steps"] == steps
+    if name == "driving-env":
+        assert record["device"] == "2 x cpu"
+        assert record["episodes"] > 0
+        assert 1.0 <= record["length"] <= 80.0
+        assert 0.0 <= record["accuracy"] <= 1.0
+
+
+def test_all_objects_are_judged_and_absent_ones_are_not() -> None:
+    """Two cars in one place, one beside the road, one alone; the rest of the slots is empty."""
+    poses = [line(start, (5.0, 0.0), 3) for start in ((0.0, 0.0), (2.0, 0.5), (30.0, 8.0), (60.0, 0.0))]
+    known = tables.tabulate(bank(scenario(poses)), 1, False)
+    logged = known.motion[0, 0]
+    motion = Motion(logged[0], logged[1], logged[2], jnp.hypot(logged[3], logged[4]))
+    zeros = jnp.zeros_like(logged[0])
+    moved, hit, off = jax.jit(lambda *a: workloads._all_objects(known, *a))(jnp.int32(0), motion, zeros, zeros)
+    np.testing.assert_array_equal(np.flatnonzero(hit), [0, 1])
+    np.testing.assert_array_equal(np.flatnonzero(off), [2])
+    np.testing.assert_allclose(moved.x[:4], [0.5, 2.5, 30.5, 60.5], rtol=1e-5)
+
+
+def test_what_can_not_be_measured_is_named(capfd: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(ValueError, match="no benchmark is named 'sack'; there are ppo-cartpole"):
+        next(bench.run("sack"))
+    with pytest.raises(ValueError, match="4 repeats; a median of fewer than 5"):
+        next(bench.run("driving-step", repeats=4))
+    with pytest.raises(RuntimeError, match="ended with code 1"):
+        next(bench.run("driving-step", objects=(9,)))
+    assert "objects is 9; choose a power of two" in capfd.readouterr().err
