@@ -105,7 +105,9 @@ class Assembly(NamedTuple):
 
 def agents(run: Run) -> int:
     """Columns of the batch that one world makes."""
-    return run.environment.simulator.agents if isinstance(run.environment, Driving) else 1
+    if isinstance(run.environment, Driving):
+        return run.environment.simulator.agents
+    return named(run.environment).spec.agents or 1
 
 
 def cores() -> int:

@@ -19,7 +19,7 @@ PACKAGE = Path(__file__).resolve().parent.parent / "longhaul"
 
 # Layer, then its files. A file may import from lower layers, and from the files named before it on its own line.
 TABLE = """
-0  __init__ types telemetry randomness leaves pages records
+0  __init__ types telemetry randomness leaves pages records workers
 0  algorithms/__init__
 0  datasets/__init__ datasets/log
 0  driving/__init__
@@ -29,10 +29,11 @@ TABLE = """
 1  datasets/wire datasets/soundness datasets/tfrecord datasets/plain_pickle
 1  driving/scenario driving/polylines driving/edges driving/routes driving/roads driving/compile driving/bank
 2  environment rollout
+2  datasets/packing datasets/shards
 2  datasets/womd datasets/womd_scenario datasets/gpudrive datasets/scenarionet datasets/argoverse
 2  driving/bodies driving/flow driving/generator
 2  driving/geometry driving/dynamics driving/tables
-3  datasets/sources datasets/inspection
+3  datasets/sources datasets/inspection datasets/scenarios datasets/journal datasets/convert datasets/stream
 3  driving/traffic driving/features driving/observation driving/objectives driving/simulator
 3  driving/recording driving/frames driving/player driving/render
 3  envs/probes envs/classic envs/registry

@@ -35,7 +35,7 @@ from longhaul.datasets.log import BadData
 from longhaul.datasets.packing import pack
 from longhaul.workers import pool
 
-INDEX, LOCK = "index.json", ".lock"
+LOCK = ".lock"
 
 AHEAD = 2
 """Files that are read ahead for each worker."""
@@ -95,7 +95,7 @@ def convert(
     with _alone(out):
         stamps = [stamp(path) for path in files]
         lines = resume(out, settings, stamps)
-        (out / INDEX).unlink(missing_ok=True)
+        (out / shards.INDEX).unlink(missing_ok=True)
         rewrite(out, settings, lines)
         if not (lines and lines[-1].last):
             lines += _run(out, files, stamps, lines, settings, workers, progress)
@@ -259,5 +259,5 @@ def _finish(out: Path, files: list[Path], settings: Settings, lines: list[Line])
         "shards": [{"name": each.shard, "scenarios": each.scenarios, "bytes": each.bytes} for each in written],
         "errors": [{"path": path, "message": message} for path, message in errors],
     }
-    replace_text(out / INDEX, json.dumps(document, indent=1) + "\n")
+    replace_text(out / shards.INDEX, json.dumps(document, indent=1) + "\n")
     return report

@@ -36,6 +36,9 @@ from longhaul.driving.scenario import Scenario
 
 SUFFIX = ".lhs"
 
+INDEX = "index.json"
+"""Beside the shards of a conversion: its totals, no log."""
+
 MAGIC = b"\x89LHSHRD\n"
 """The first byte is no text, and a transfer that changes line ends is seen."""
 

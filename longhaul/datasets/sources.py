@@ -88,7 +88,7 @@ def _known(path: Path) -> bool:
     if name.startswith("."):
         return False
     if name.endswith(".json"):
-        return not name.startswith(argoverse.MAP_PREFIX)
+        return name != shards.INDEX and not name.startswith(argoverse.MAP_PREFIX)
     if name.endswith(".pkl"):
         return name not in scenarionet.SUMMARIES
     return ".tfrecord" in name or name.endswith((".tfrecords", ".parquet", shards.SUFFIX))
