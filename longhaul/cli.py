@@ -10,17 +10,19 @@ import io
 import os
 import sys
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import longhaul
 from longhaul import flags, printing
-from longhaul.flags import DEBUG, PATH, TEXT, Flag, FlagError
+from longhaul.flags import DEBUG, INT, PATH, TEXT, Flag, FlagError
 
 COMMANDS = {
     "train": "train by a recipe, or go on with a run",
     "evaluate": "what a policy scores, by metric and scenario",
     "render": "a picture of a policy driving: .gif, .mp4, .html, .png",
     "data inspect": "what is in driving logs",
+    "data convert": "driving logs to shards, compact and checked, to train on",
     "recipes": "the recipes of longhaul train",
     "envs": "the environments of longhaul train ppo --env NAME",
     "status": "how far a run is",
@@ -119,18 +121,54 @@ def _help() -> None:
     )
 
 
+DATA_USAGE = "longhaul data inspect PATH... [--json FILE], longhaul data convert SRC... OUT"
+
+
 def _data(words: Sequence[str]) -> int:
+    """`longhaul data inspect` and `longhaul data convert`."""
+    if words and words[0] in ("inspect", "convert"):
+        return {"inspect": _inspect, "convert": _convert}[words[0]](words[1:])
+    if words and words[0] in ("-h", "--help"):
+        print(f"usage: {DATA_USAGE.replace(', ', chr(10) + '       ')}")
+        return 0
+    given = f"no command {words[0]!r}" if words else "a command of its own"
+    raise FlagError(f"longhaul data has {given}; there are {DATA_USAGE}")
+
+
+def _convert(words: Sequence[str]) -> int:
+    """`longhaul data convert SRC... OUT`; files with errors are counted and listed, with exit code 1."""
+    paths = Flag("PATH", PATH, (), "files, folders, globs; the last is the folder to write", many=True, shown="")
+    workers = Flag("workers", INT, None, "processes", shown="one a core")
+    per_shard = Flag("per_shard", INT, 256, "scenarios of a shard")
+    agents = Flag("agents", INT, 1, "controlled agents of a scenario, at most")
+    horizon = Flag("horizon", INT, None, "most steps of a scenario", shown="to the log's end")
+    about = "Packs driving logs into shards to train on: compact and checked. Goes on where it was stopped."
+    sizes = [workers, per_shard, agents, horizon]
+    parsed = flags.parse("data convert", about, {"": [paths, *sizes, DEBUG]}, words).values
+    if len(parsed["PATH"]) < 2:
+        raise FlagError("from where to where? longhaul data convert SRC... OUT")
+
+    from longhaul.datasets.convert import Progress, convert
+
+    def show(now: Progress) -> None:
+        print(f"{now.files:,} of {now.of:,} files, {now.scenarios:,} scenarios", file=sys.stderr, flush=True)
+
+    *given, out = parsed["PATH"]
+    sizes_given = {name: parsed[name] for name in ("per_shard", "agents", "horizon")}
+    count = os.cpu_count() or 1 if parsed["workers"] is None else parsed["workers"]
+    report = convert(given, Path(out), workers=count, progress=show, **sizes_given)
+    print(f"{out}: {report.scenarios:,} scenarios in {len(report.shards)} shards, {report.bytes:,} bytes")
+    for path, message in report.errors:
+        _say(printing.clean(f"{path}: {message}" if path not in message else message), FAILED)
+    return FAILED if report.errors else 0
+
+
+def _inspect(words: Sequence[str]) -> int:
     """`longhaul data inspect PATH... [--json FILE]`."""
-    if not words or words[0] != "inspect":
-        if words and words[0] in ("-h", "--help"):
-            print("usage: longhaul data inspect PATH... [--json FILE]")
-            return 0
-        given = f"no command {words[0]!r}" if words else "a command of its own"
-        raise FlagError(f"longhaul data has {given}; there is longhaul data inspect PATH... [--json FILE]")
     paths = Flag("PATH", PATH, (), "files, folders, globs", many=True, shown="")
     out = Flag("json", PATH, None, "write the counts to this file; - is stdout", shown="")
     about = "Counts what is in driving logs, as they have it."
-    parsed = flags.parse("data inspect", about, {"": [paths, out, DEBUG]}, words[1:]).values
+    parsed = flags.parse("data inspect", about, {"": [paths, out, DEBUG]}, words).values
     if not parsed["PATH"]:
         raise FlagError("which logs? longhaul data inspect PATH... [--json FILE]")
     printing.check_json(parsed["json"])

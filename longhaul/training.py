@@ -58,32 +58,45 @@ class Outcome(NamedTuple):
     result: dict[str, Any] | None
 
 
+class Stopped(Exception):
+    """A signal ended the run after `done` updates, which are saved."""
+
+    def __init__(self, done: int):
+        super().__init__(done)
+        self.done = done
+
+
 class Stop:
     """Whether SIGINT or SIGTERM came. A second one ends the process at once.
 
-    Within `later` it is only noted, as what was done is to be saved first. Elsewhere, where nothing is lost (before the
-    first update, in the evaluation), it raises KeyboardInterrupt.
+    It is noted, for what was done is to be saved first; where it is looked at, the run ends. Within `at_once` it raises
+    KeyboardInterrupt; not while a program compiles, which JAX may answer by a crash at the end of the process.
     """
 
     def __init__(self) -> None:
         self.signal: int | None = None
-        self._noted = False
+        self._raises = False
 
     def __call__(self, number: int, frame: Any) -> None:
         if self.signal is not None:
             signal.signal(number, signal.SIG_DFL)
             signal.raise_signal(number)
         self.signal = number
-        if not self._noted:
+        if self._raises:
             raise KeyboardInterrupt
 
+    def look(self, done: int) -> None:
+        """Raises Stopped if a signal came; `done` updates are saved."""
+        if self.signal is not None:
+            raise Stopped(done)
+
     @contextmanager
-    def later(self) -> Iterator[None]:
-        self._noted = True
+    def at_once(self) -> Iterator[None]:
+        self._raises = True
         try:
             yield
         finally:
-            self._noted = False
+            self._raises = False
 
 
 @contextmanager
@@ -152,26 +165,33 @@ def make_environment(run: Run) -> Environment:
 def train(run: Run, folder: Path, *, resumed: bool) -> Outcome:
     """Trains the resolved `run` in `folder` to its end, from its newest intact checkpoint if `resumed`.
 
-    A signal before there is anything to go on with raises KeyboardInterrupt, as one without this function would.
+    A signal before the folder is that of a run raises KeyboardInterrupt, as one without this function would.
     """
     with alone(folder), listening() as stop:
         try:
-            return _train(run, folder, stop, resumed=resumed)
+            return Outcome(0, _train(run, folder, stop, resumed=resumed))
+        except Stopped as stopped:
+            where = f"saved after update {stopped.done}" if stopped.done else "stopped before its first update"
         except KeyboardInterrupt:
             if stop.signal is None or not (folder / "run.json").exists():
                 raise
-            _say(f"{signal.Signals(stop.signal).name}: nothing was left to save; go on with --resume {folder.name}")
-            return Outcome(STOPPED, None)
+            where = "nothing was left to save"
+        assert stop.signal is not None
+        _say(f"{signal.Signals(stop.signal).name}: {where}; go on with --resume {folder.name}")
+        return Outcome(STOPPED, None)
 
 
-def _train(run: Run, folder: Path, stop: Stop, *, resumed: bool) -> Outcome:
+def _train(run: Run, folder: Path, stop: Stop, *, resumed: bool) -> dict[str, Any]:
+    """The result; raises Stopped."""
     assert run.devices is not None
     clock = Clock()
     if resumed and (folder / "result.json").exists():
         _say(f"run {folder.name} is done already")
-        return Outcome(0, json.loads((folder / "result.json").read_text()))
+        result: dict[str, Any] = json.loads((folder / "result.json").read_text())
+        return result
     prepare_devices(run.devices, run.threads)
-    environment = make_environment(run)
+    with stop.at_once():
+        environment = make_environment(run)
     assembly = assemble(run, environment)
     if not resumed:  # not before: bad data or sizes are an error, not a run
         save_run(folder, run, provenance())
@@ -184,12 +204,11 @@ def _train(run: Run, folder: Path, stop: Stop, *, resumed: bool) -> Outcome:
         if restored is not None:
             progress, about = restored.progress, restored.metadata
             clock.before, sums = Seconds(**about["seconds"]), Sums(about["pending"])
+        stop.look(int(progress.updates))
         if int(progress.updates) < assembly.updates:
             progress = _loop(run, folder, assembly, progress, checkpoints, stop, clock, sums, resumed=resumed)
-        if stop.signal is not None:
-            return Outcome(STOPPED, None)
         policy = _on_host(assembly.algorithm.policy(progress.state))
-        return Outcome(0, _finish(run, folder, assembly, policy, untrained, clock.read()))
+        return _finish(run, folder, assembly, policy, untrained, clock.read(), stop)
 
 
 def _say(line: str) -> None:
@@ -205,7 +224,7 @@ def _loop(
     run: Run, folder: Path, assembly: Assembly, progress: Progress, checkpoints: Checkpoints, stop: Stop, clock: Clock,
     sums: Sums, *, resumed: bool,
 ) -> Progress:  # fmt: skip
-    """All updates that are left, or those until a signal comes; what was done is saved."""
+    """All updates that are left; what was done is saved. Raises Stopped."""
     assert run.block is not None and run.log_interval is not None
     done, metrics = int(progress.updates), folder / "metrics.jsonl"
     last = telemetry.truncate_after(metrics, done)
@@ -219,7 +238,7 @@ def _loop(
         sinks.append(closed.enter_context(closing(telemetry.tensorboard(folder, after=steps if resumed else None))))
         console = closed.enter_context(closing(telemetry.console(total, start=steps)))
         log = _logger(run, assembly, telemetry.fan(*sinks, console), sums, clock)
-        closed.enter_context(stop.later())
+        stop.look(done)
         clock.train()
         saved_at = time.perf_counter()
         waiting: tuple[int, int, Any] | None = None
@@ -239,9 +258,7 @@ def _loop(
             if stopping is not None:
                 break
         checkpoints.wait()
-        if stop.signal is not None:
-            name = signal.Signals(stop.signal).name
-            console.note(f"{name}: saved after update {done}; go on with --resume {folder.name}")
+    stop.look(done)
     return progress
 
 
@@ -281,11 +298,17 @@ def _logger(
 
 
 def _finish(
-    run: Run, folder: Path, assembly: Assembly, policy: Params, untrained: Params, seconds: Seconds
+    run: Run, folder: Path, assembly: Assembly, policy: Params, untrained: Params, seconds: Seconds, stop: Stop
 ) -> dict[str, Any]:
-    """Evaluates, and writes report.html and result.json."""
+    """Evaluates, and writes report.html and result.json. Raises Stopped."""
     _say("evaluating")
-    scores, recordings = evaluate_all(run, assembly.environment, *jax.device_put((policy, untrained), jax.devices()[0]))
+    scores: dict[str, Any] = {}
+    recordings: list[Recording] = []
+    both = jax.device_put((policy, untrained), jax.devices()[0])
+    for name, means, films in evaluations(run, assembly.environment, *both):
+        scores[name] = means
+        recordings += films
+        stop.look(assembly.updates)
     steps = assembly.updates * assembly.steps_per_update
     result = {
         "status": "done",
@@ -303,27 +326,23 @@ def _finish(
     return result
 
 
-def evaluate_all(
+def evaluations(
     run: Run, environment: Environment, policy: Params, untrained: Params
-) -> tuple[dict[str, Any], list[Recording]]:
-    """Means by policy, and for driving some recordings."""
+) -> Iterator[tuple[str, dict[str, Any], list[Recording]]]:
+    """Of each policy its name, the means that it scores, and for driving some recordings."""
     assert run.evaluation_episodes is not None
     if not isinstance(run.environment, Driving):
-        both = {"trained": policy, "untrained": untrained}
-        episodes = run.evaluation_episodes
-        return {k: evaluation.play_classic(run, environment, p, episodes).means() for k, p in both.items()}, []
+        for name, params in (("trained", policy), ("untrained", untrained)):
+            yield name, evaluation.play_classic(run, environment, params, run.evaluation_episodes).means(), []
+        return
     drives = evaluation.drives(run)
-    scores: dict[str, Any] = {}
-    recordings: list[Recording] = []
     shown = range(min(6, len(drives.scenarios)))
     by_policy, idm, log = drives.player("policy", shown), drives.player("idm", shown), drives.player("log")
     for name, play, params in (
         ("trained", by_policy, policy), ("untrained", by_policy, untrained), ("idm", idm, None), ("log", log, None),
     ):  # fmt: skip
-        played, films = play(params)
-        scores[name] = played.means()
-        recordings += evaluation.label(films, name) if films else []
-    return scores, recordings
+        scores, films = play(params)
+        yield name, scores.means(), evaluation.label(films, name) if films else []
 
 
 def write_report(folder: Path, result: dict[str, Any], recordings: list[Recording]) -> None:

@@ -121,13 +121,15 @@ def driving_step(objects: int, batch: int, num_steps: int, scenarios: int, devic
             pull = jnp.where(hit, -6.0, throttle)
             turn = jnp.where(off, 0.1, 0.02 * steering)
             motion, hit, off = jax.vmap(lambda *world: _all_objects(known, *world))(scenario, motion, pull, turn)
-            return (motion, hit, off, (sums[0] + jnp.sum(hit), sums[1] + jnp.sum(off))), None
+            return (motion, hit, off, (sums[0] + hit, sums[1] + off)), None
 
         never = jnp.zeros(begun.x.shape, bool)
-        carried = (begun, never, never, (jnp.int32(0), jnp.int32(0)))
+        none = jnp.zeros(begun.x.shape, jnp.int32)
+        carried = (begun, never, never, (none, none))
         moved, _, _, (hits, offs) = jax.lax.scan(step, carried, None, num_steps)[0]
-        found = {"collisions": hits, "offroads": offs, "mean_speed": jnp.mean(moved.speed)}
-        return meshes.mean_over_data(jax.tree.map(jnp.float32, found))
+        slots = num_steps * hits.size
+        found = {"collision": jnp.sum(hits) / slots, "offroad": jnp.sum(offs) / slots, "speed": jnp.mean(moved.speed)}
+        return meshes.mean_over_data(found)
 
     return _sharded(shard, devices, batch * num_steps, sizes)
 

@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-import os
-import signal
-import threading
 from collections.abc import Sequence
-from concurrent.futures import ProcessPoolExecutor
 from functools import partial
-from multiprocessing import get_context, parent_process
 
-from longhaul.datasets import sources
-from longhaul.datasets.log import BadData, Log
+from longhaul import workers as processes
+from longhaul.datasets import scenarios
+from longhaul.datasets.log import Log
 from longhaul.driving.compile import compile_log
 from longhaul.driving.generator import generate
 from longhaul.driving.scenario import Scenario
@@ -21,11 +17,11 @@ HELD_OUT = 1_000_000
 
 
 def from_logs(paths: Sequence[str], *, agents: int, horizon: int | None) -> list[Scenario]:
-    """Every scenario of the files at `paths`. Raises BadData, one line, where one can't be used."""
-    logs = sources.load(paths)
-    if not logs:
-        raise BadData(f"{', '.join(paths)}: the files hold no scenario; give other --data")
-    return [compile_log(log, agents=agents, horizon=horizon) for log in logs]
+    """Every scenario of the files (logs, and shards of `longhaul data convert`) at `paths`.
+
+    Raises BadData, one line, where one can't be used.
+    """
+    return scenarios.load(paths, agents=agents, horizon=horizon)
 
 
 def generated(first: int, count: int, *, agents: int, horizon: int | None, workers: int) -> list[Scenario]:
@@ -34,23 +30,8 @@ def generated(first: int, count: int, *, agents: int, horizon: int | None, worke
     seeds = range(first, first + count)
     if workers <= 1 or count < 16:
         return [make(seed) for seed in seeds]
-    # Fresh processes: a fork of one that runs JAX's threads may hang. They make scenarios with NumPy alone.
-    os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
-    with ProcessPoolExecutor(workers, mp_context=get_context("spawn"), initializer=_attend) as pool:
+    with processes.pool(workers) as pool:
         return list(pool.map(make, seeds, chunksize=8))
-
-
-def _attend() -> None:
-    """In a worker: leaves Ctrl-C to its parent, and ends when that ends, be it killed."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    threading.Thread(target=_end_with_parent, daemon=True).start()
-
-
-def _end_with_parent() -> None:
-    parent = parent_process()
-    if parent is not None:
-        parent.join()
-        os._exit(1)
 
 
 def _generate(seed: int, *, agents: int, horizon: int | None) -> Scenario:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -94,11 +94,12 @@ def make_quick(patch: pytest.MonkeyPatch) -> None:
             starts[key] = start(assembly, seed)
         return jax.tree.map(lambda leaf: leaf.copy(), starts[key])  # the loop donates what it gets
 
-    def digests(run: Run, environment: Environment, policy: Any, untrained: Any) -> tuple[dict[str, Any], list[Any]]:
-        return {"trained": {"digest": params_sha256(policy)}, "untrained": {"digest": params_sha256(untrained)}}, []
+    def digests(run: Run, environment: Environment, policy: Any, untrained: Any) -> Iterator[tuple[str, Any, list]]:
+        for name, params in (("trained", policy), ("untrained", untrained)):
+            yield name, {"digest": params_sha256(params)}, []
 
     patch.setattr(training, "assemble", assemble_once)
-    patch.setattr(training, "evaluate_all", digests)
+    patch.setattr(training, "evaluations", digests)
     patch.setattr(fused, "compiled", compiled_once)
     patch.setattr(Assembly, "start", start_once)
 

@@ -77,9 +77,9 @@ def test_driving_step_moves_all_objects() -> None:
     (record,) = bench.run("driving-step", objects=(32,), batch=8, num_steps=8, scenarios=4)
     check(record)
     assert record["steps"] == 64
-    assert 0.0 < record["mean_speed"] < 35.0
-    assert 0 < record["offroads"] < 64 * 32
-    assert 0 <= record["collisions"] < 64 * 32
+    assert 0.0 < record["speed"] < 35.0
+    assert 0.0 < record["offroad"] < 1.0
+    assert 0.0 <= record["collision"] < 1.0
 
 
 @pytest.mark.slow

@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from longhaul.datasets import argoverse, gpudrive, scenarionet, sources, tfrecord, womd, womd_scenario
+from longhaul.datasets import argoverse, gpudrive, outlines, scenarionet, sources, tfrecord, womd, womd_scenario
 from longhaul.datasets.log import EDGE_BOUNDARY, LANE_STREET, BadData, Feature, Lights
 from longhaul.datasets.wire import Malformed, encode
 from tests import fixtures_argoverse
@@ -249,7 +249,7 @@ def test_argoverse_takes_no_more_rows_than_there_is_memory(tmp_path: Path, monke
 def test_points_inside_a_ring() -> None:
     ring = np.array([[0, 0], [4, 0], [4, 4], [2, 1], [0, 4], [0, 0]], float)
     points = np.array([[1, 1], [2, 2], [3, 1], [5, 1], [-1, 0.5], [2, 0.9]])
-    assert argoverse.inside(points, ring).tolist() == [True, False, True, False, False, True]
+    assert outlines.inside(points, [ring]).tolist() == [True, False, True, False, False, True]
 
 
 @pytest.mark.parametrize(

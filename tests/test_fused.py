@@ -197,7 +197,7 @@ def test_one_all_reduce_a_step_of_the_optimiser(agents):
     config = ppo.Config(hidden_dim=8, num_layers=1, num_minibatches=3, update_epochs=2)
     algorithm = ppo.ppo(environment.spec, config, updates=4, mean=meshes.mean_over_data)
     collect = collector(vectorise(environment, WORLDS), algorithm.act, algorithm.memory, steps=4)
-    progress = fused.start(algorithm, collect, jax.random.key(0), mesh)
+    progress = jax.eval_shape(lambda: fused.start(algorithm, collect, jax.random.key(0), mesh))
     text = fused.lowered(algorithm, collect, progress, mesh, block=2).compile().as_text()
     assert sorted(collectives(text)) == [(1, "all-reduce"), (1, "all-reduce"), (3, "all-reduce")]
     assert "callback" not in text

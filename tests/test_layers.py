@@ -26,20 +26,22 @@ TABLE = """
 0  envs/__init__
 0  topologies/__init__
 1  returns distributions networks normalise mesh shuffle provenance
-1  datasets/wire datasets/soundness datasets/tfrecord datasets/plain_pickle
+1  datasets/projection
+1  datasets/wire datasets/soundness datasets/tfrecord datasets/plain_pickle datasets/outlines datasets/geopackage
 1  driving/scenario driving/polylines driving/edges driving/routes driving/roads driving/compile driving/bank
 2  environment rollout
 2  datasets/packing datasets/shards
 2  datasets/womd datasets/womd_scenario datasets/gpudrive datasets/scenarionet datasets/argoverse
 2  driving/bodies driving/flow driving/generator
 2  driving/geometry driving/dynamics driving/tables
-3  datasets/sources datasets/inspection datasets/scenarios datasets/journal datasets/convert datasets/stream
+3  datasets/nuplan_map datasets/nuplan datasets/sources datasets/inspection datasets/scenarios datasets/journal
 3  driving/traffic driving/features driving/observation driving/objectives driving/simulator
 3  driving/recording driving/frames driving/player driving/render
 3  envs/probes envs/classic envs/registry
 3  algorithms/ppo
 3  checkpoint
 4  topologies/fused
+4  datasets/convert datasets/stream
 4  worlds curves
 5  report run evaluation training
 6  recipes workloads bench
@@ -47,7 +49,7 @@ TABLE = """
 """
 
 NO_JAX = (
-    *("datasets/*", "worlds", "cli", "flags", "printing"),
+    *("datasets/*", "workers", "worlds", "cli", "flags", "printing"),
     *(f"driving/{name}" for name in ("scenario", "compile", "generator", "roads", "bank")),
 )
 """Files that start fast and run in worker processes: NumPy only, transitively."""

@@ -1,11 +1,13 @@
 """Networks: shapes, memory, what a set of items may not depend on, initial scales, errors."""
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from longhaul.networks import actor_critic
+from longhaul.networks import ActorCritic, actor_critic
 
 SEEN = {
     "ego": jax.ShapeDtypeStruct((3,), jnp.float32),
@@ -26,11 +28,18 @@ def observation(*lead: int, seed: int = 0) -> dict[str, jax.Array]:
     }
 
 
+def drawn(network: ActorCritic, seed: int = 0) -> Any:
+    """Parameters of the right shapes, without the work of making layers orthogonal."""
+    rng = np.random.default_rng(seed)
+    shapes = jax.eval_shape(network.init, jax.random.key(0))
+    return jax.tree.map(lambda x: jnp.asarray(rng.normal(scale=0.4, size=x.shape), jnp.float32), shapes)
+
+
 @pytest.mark.parametrize("torso", ["mlp", "deepset"])
 @pytest.mark.parametrize("memory", [0, 6])
 def test_leading_axes_are_free_and_rows_do_not_mix(torso, memory):
     network = actor_critic(SEEN, 3, free=2, torso=torso, sizes=(8, 7), memory=memory)
-    params = network.init(jax.random.key(0))
+    params = drawn(network)
     seen = observation(4)
     remembered = network.memory(4)
     assert remembered == () if not memory else remembered.shape == (4, 6)
@@ -38,7 +47,7 @@ def test_leading_axes_are_free_and_rows_do_not_mix(torso, memory):
     assert parameters.shape == (4, 5)
     assert value.shape == (4,)
     assert parameters.dtype == value.dtype == jnp.float32
-    np.testing.assert_allclose(parameters[:, 3:], -0.5)  # the free ones, whatever is seen
+    np.testing.assert_array_equal(parameters[:, 3:], np.tile(params["log_std"], (4, 1)))  # whatever is seen
     one = jax.tree.map(lambda x: x[2:3], (remembered, seen))
     alone = network.apply(params, *one)
     for all_, mine in zip((parameters, value, *jax.tree.leaves(after)), jax.tree.leaves(alone), strict=True):
@@ -50,7 +59,7 @@ def test_leading_axes_are_free_and_rows_do_not_mix(torso, memory):
 
 def test_without_memory_actor_and_critic_share_nothing():
     network = actor_critic(SEEN, 3, sizes=(8,))
-    params, seen = network.init(jax.random.key(0)), observation(4)
+    params, seen = drawn(network), observation(4)
     assert set(params) == {"actor", "critic", "policy", "value"}
     of_value = jax.grad(lambda p: jnp.sum(network.apply(p, (), seen)[1]))(params)
     of_policy = jax.grad(lambda p: jnp.sum(network.apply(p, (), seen)[0] ** 2))(params)
@@ -68,7 +77,7 @@ def sigmoid(x: np.ndarray) -> np.ndarray:
 def test_memory_is_a_gated_recurrent_unit():
     """Cho et al. 2014, in NumPy, for two steps; and what was seen first still matters at the second."""
     network = actor_critic(SEEN["ego"], 2, sizes=(5,), memory=4)
-    params = network.init(jax.random.key(1))
+    params = drawn(network, 1)
     assert set(params) == {"torso", "memory", "policy", "value"}
     p = jax.tree.map(lambda x: np.asarray(x, np.float64), params)
     memory = network.memory(1)
@@ -95,7 +104,7 @@ def test_memory_is_a_gated_recurrent_unit():
 
 def test_a_set_has_no_order_and_what_is_not_there_does_not_count():
     network = actor_critic(SEEN, 3, torso="deepset", sizes=(16, 8))
-    params = jax.tree.map(lambda x: x + 0.1, network.init(jax.random.key(0)))
+    params = drawn(network)
     seen = observation(6)
     run = jax.jit(lambda items: network.apply(params, (), seen | {"items": items})[:2])
     parameters, value = run(seen["items"])
@@ -108,14 +117,14 @@ def test_a_set_has_no_order_and_what_is_not_there_does_not_count():
     there = seen["items"].at[:, 0, 0].add(1.0)
     assert float(jnp.abs(run(there)[1] - value).max()) > 1e-4
     plain = actor_critic(SEEN, 3, torso="mlp", sizes=(16, 8))
-    weights = plain.init(jax.random.key(0))
+    weights = drawn(plain)
     orders = (seen["items"], seen["items"][:, ::-1])
     ahead, back = (plain.apply(weights, (), seen | {"items": items})[1] for items in orders)
     assert float(jnp.abs(ahead - back).max()) > 1e-4, "an MLP sees the order"
 
 
 def test_layers_begin_orthogonal_with_their_scales():
-    network = actor_critic(SEEN["ego"], 3, sizes=(16, 16))
+    network = actor_critic(SEEN["ego"], 3, free=2, sizes=(16, 16))
     params = network.init(jax.random.key(0))
     for name, scale in (("policy", 0.01), ("value", 1.0)):
         kernel = np.asarray(params[name]["kernel"])
@@ -124,6 +133,7 @@ def test_layers_begin_orthogonal_with_their_scales():
         kernel = np.asarray(params[tower]["layer_1"]["kernel"])
         np.testing.assert_allclose(kernel.T @ kernel, 2.0 * np.eye(16), atol=1e-5)
         np.testing.assert_array_equal(params[tower]["layer_1"]["bias"], 0.0)
+    np.testing.assert_array_equal(params["log_std"], [-0.5, -0.5])
     other = network.init(jax.random.key(1))
     assert np.any(params["actor"]["layer_0"]["kernel"] != other["actor"]["layer_0"]["kernel"])
     assert np.any(params["actor"]["layer_0"]["kernel"] != params["critic"]["layer_0"]["kernel"])
@@ -132,12 +142,11 @@ def test_layers_begin_orthogonal_with_their_scales():
 @pytest.mark.parametrize(("name", "function"), [("tanh", np.tanh), ("relu", lambda x: np.maximum(x, 0))])
 def test_activations_by_name(name, function):
     network = actor_critic(SEEN["ego"], 2, sizes=(6,), activation=name)
-    params, seen = network.init(jax.random.key(0)), observation(5)["ego"]
+    params, seen = drawn(network), observation(5)["ego"]
     p = jax.tree.map(np.asarray, params)
-    hidden = function(np.asarray(seen) @ p["critic"]["layer_0"]["kernel"])
-    np.testing.assert_allclose(
-        network.apply(params, (), seen)[1], hidden @ p["value"]["kernel"][:, 0], rtol=1e-4, atol=1e-6
-    )
+    hidden = function(np.asarray(seen) @ p["critic"]["layer_0"]["kernel"] + p["critic"]["layer_0"]["bias"])
+    expected = hidden @ p["value"]["kernel"][:, 0] + p["value"]["bias"]
+    np.testing.assert_allclose(network.apply(params, (), seen)[1], expected, rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize(

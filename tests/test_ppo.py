@@ -41,21 +41,23 @@ def gather(environment: Chaos, algorithm: Algorithm, state: Any) -> Rollout:
     return jax.tree.map(lambda x: x[1], last)
 
 
-def stirred(state: ppo.State, environment: Chaos, config: Config) -> ppo.State:
-    """Parameters with some life in them (a new policy's last layer is almost zero), moments of some observations."""
-    leaves, structure = jax.tree.flatten(state.params)
-    keys = jax.random.split(jax.random.key(7), len(leaves))
-    moved = [x + 0.3 * jax.random.normal(k, x.shape) for x, k in zip(leaves, keys, strict=True)]
+def stirred(algorithm: Algorithm, config: Config) -> ppo.State:
+    """A state with life in it: a new policy's last layer is almost zero, and so would be all its gradients."""
+    shapes = jax.eval_shape(algorithm.init, jax.random.key(3))
+    state = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)
+    rng = np.random.default_rng(7)
+    params = jax.tree.map(lambda x: jnp.asarray(rng.normal(scale=0.5, size=x.shape), jnp.float32), state.params)
     moments = state.moments
     if config.normalise_observation:
-        batch = jax.random.normal(jax.random.key(8), (9, 5, 2)) + 0.5
+        moments = normalise.start(Chaos().spec.observation)
+        batch = jnp.asarray(rng.normal(0.5, 1.0, size=(9, 5, 2)), jnp.float32)
         moments = normalise.update(moments, batch, None, meshes.identity)
-    return state._replace(params=jax.tree.unflatten(structure, moved), moments=moments)
+    return state._replace(params=params, moments=moments)
 
 
 def made(environment: Chaos, config: Config) -> tuple[Algorithm, ppo.State, Rollout]:
     algorithm = ppo.ppo(environment.spec, config, updates=10, mean=meshes.identity)
-    state = stirred(algorithm.init(jax.random.key(3)), environment, config)
+    state = stirred(algorithm, config)
     return algorithm, state, gather(environment, algorithm, state)
 
 
@@ -91,7 +93,7 @@ def test_at_learning_rate_zero_nothing_moves(kind):
         np.testing.assert_array_equal(one, other)
     assert after.updates == state.updates + 1
     if config.normalise_observation:
-        assert after.moments.count == state.moments.count + STEPS * WORLDS
+        assert after.moments.samples == state.moments.samples + STEPS * WORLDS
 
 
 def values_by_hand(
@@ -183,7 +185,8 @@ def test_the_objective_is_the_papers(clip_value):
     mask[:, 0] = True
     raw = np.array([rng.choice(np.flatnonzero(m)) for m in mask], np.int32)
     network = actor_critic(jax.ShapeDtypeStruct((4,), jnp.float32), n, sizes=(5,))
-    params = jax.tree.map(lambda x: x + 0.5, network.init(jax.random.key(0)))
+    shapes = jax.eval_shape(network.init, jax.random.key(0))
+    params = jax.tree.map(lambda x: jnp.asarray(rng.normal(scale=0.7, size=x.shape), jnp.float32), shapes)
     np64 = jax.tree.map(lambda x: np.asarray(x, np.float64), params)
     hidden = {
         k: np.tanh(observation @ np64[k]["layer_0"]["kernel"] + np64[k]["layer_0"]["bias"]) for k in ("actor", "critic")

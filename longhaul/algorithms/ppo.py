@@ -238,7 +238,10 @@ def ppo(spec: Spec, config: Config, *, updates: int, mean: Callable[[PyTree], Py
     """PPO for environments of `spec`, annealed over `updates` updates; `mean` averages over the shards."""
     masked = isinstance(spec.observation, Masked)
     seen, policy, network = _parts(spec, config)
-    optimiser = optax.chain(optax.clip_by_global_norm(config.max_grad_norm), optax.scale_by_adam(eps=1e-5))
+    # On one flat vector: Adam on a dozen small leaves is dozens of small kernels.
+    optimiser = optax.flatten(
+        optax.chain(optax.clip_by_global_norm(config.max_grad_norm), optax.scale_by_adam(eps=1e-5))
+    )
     optimise = _optimise(_loss(network, policy, config), optimiser, config, updates, mean)
 
     def init(key: Key) -> State:
@@ -320,7 +323,7 @@ def _optimise(
             batch = jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), batch)
         rows = batch.advantage.shape[axis]
         deep = 1 if axis == 0 else batch.advantage.shape[0]
-        chunk = largest_divisor(rows // config.num_minibatches, max(1, config.chunk // deep))
+        chunk = chunk_of(rows // config.num_minibatches, max(1, config.chunk // deep))
         share = jnp.float32(1.0) if batch.weight is None else jnp.maximum(mean(jnp.mean(batch.weight)), 1e-8)
         norm = share * (deep * rows // config.num_minibatches)  # one for the whole batch: no minibatch weighs more
         lr, weight = rate(update), entropy_weight(update)
@@ -352,6 +355,7 @@ def _optimise(
     return optimise
 
 
-def largest_divisor(n: int, most: int) -> int:
-    """The largest divisor of n that is at most `most`."""
-    return next(d for d in range(min(n, most), 0, -1) if n % d == 0)
+def chunk_of(n: int, most: int) -> int:
+    """The largest divisor of n that is at most `most`; n itself where that would make far too many chunks (n prime)."""
+    best = next(d for d in range(min(n, most), 0, -1) if n % d == 0)
+    return best if 8 * best >= min(n, most) else n

@@ -9,7 +9,6 @@ the stretches where two areas meet.
 from __future__ import annotations
 
 import json
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +18,6 @@ from longhaul.datasets.gpudrive import coordinates, number
 from longhaul.datasets.log import (
     CROSSWALK,
     CYCLIST,
-    EDGE_BOUNDARY,
     LANE_BIKE,
     LANE_STREET,
     OTHER,
@@ -30,6 +28,7 @@ from longhaul.datasets.log import (
     Log,
     Tracks,
 )
+from longhaul.datasets.outlines import edges
 from longhaul.datasets.plain_pickle import WRONG
 from longhaul.datasets.soundness import check
 from longhaul.datasets.wire import Malformed
@@ -86,12 +85,6 @@ COLUMNS = (
 )
 
 MOST_STEPS, MOST_STATES, MOST_ROWS = 1 << 16, 1 << 24, 1 << 22
-
-PIECE, ASIDE = 1.0, 0.25
-"""Metres: edges are looked at in pieces of this length, so far beside them."""
-
-LONGEST = 1e5
-"""Metres of one drivable area's outline."""
 
 
 def read(path: Path) -> Log:
@@ -215,7 +208,7 @@ def _features(document: dict[str, Any]) -> tuple[Feature, ...]:
                 lines += 1
                 features.append(Feature(-lines, MARKS[mark], points))
     areas = document["drivable_areas"].values()
-    features += edges([int(area["id"]) for area in areas], [_flat(area["area_boundary"])[:, :2] for area in areas])
+    features += edges([int(area["id"]) for area in areas], [[_flat(area["area_boundary"])[:, :2]] for area in areas])
     for crossing in document["pedestrian_crossings"].values():
         points = np.concatenate([_flat(crossing["edge1"]), _flat(crossing["edge2"])[::-1]])
         features.append(Feature(int(crossing["id"]), CROSSWALK, points))
@@ -232,58 +225,3 @@ def _between(left: np.ndarray, right: np.ndarray) -> np.ndarray:
         return np.stack([np.interp(at, lengths, points[:, axis]) for axis in range(3)], axis=1)
 
     return (spread(left) + spread(right)) / 2
-
-
-def edges(ids: list[int], outlines: list[np.ndarray]) -> list[Feature]:
-    """The edges of the union of drivable areas: outlines [P, 2] without the pieces that have another area outside."""
-    features = []
-    pairs = [(identity, _counterclockwise(outline)) for identity, outline in zip(ids, outlines) if len(outline) > 2]
-    rings = [ring for _, ring in pairs]
-    for place, (identity, ring) in enumerate(pairs):
-        begins, corner = _pieces(ring)
-        ends = np.roll(begins, -1, axis=0)
-        along = ends - begins
-        length = np.maximum(np.linalg.norm(along, axis=1, keepdims=True), 1e-9)
-        outside = (begins + ends) / 2 + ASIDE * np.stack([along[:, 1], -along[:, 0]], axis=1) / length
-        within = np.zeros(len(begins), bool)
-        for other, around in enumerate(rings):
-            if other != place:
-                within |= inside(outside, around)
-        # start behind a piece that goes, so that no stretch is cut where the outline happens to begin
-        order = np.roll(np.arange(len(begins)), -int(within.argmax()) - 1) if within.any() else np.arange(len(begins))
-        for run in np.split(order, np.flatnonzero(np.diff(within[order].astype(int))) + 1):
-            if not within[run[0]]:
-                kept = np.concatenate([run[:1], run[1:][corner[run[1:]]]])
-                points = np.concatenate([begins[kept], ends[run[-1:]]])
-                flat = np.concatenate([points, np.zeros((len(points), 1))], axis=1)
-                features.append(Feature(identity, EDGE_BOUNDARY, flat))
-    return features
-
-
-def _counterclockwise(outline: np.ndarray) -> np.ndarray:
-    """The outline closed, its inside on the left."""
-    ring = outline if (outline[0] == outline[-1]).all() else np.concatenate([outline, outline[:1]])
-    x, y = ring[:, 0] - ring[0, 0], ring[:, 1] - ring[0, 1]
-    return ring if (x[:-1] * y[1:] - x[1:] * y[:-1]).sum() > 0 else ring[::-1]
-
-
-def _pieces(ring: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """-> (where pieces of at most `PIECE` begin on a closed ring [Q, 2]; which of these are points of the ring)."""
-    lengths = np.linalg.norm(np.diff(ring, axis=0), axis=1)
-    if not lengths.sum() < LONGEST:
-        raise Malformed(f"a drivable area's outline is {lengths.sum():g} m long")
-    counts = np.maximum(np.ceil(lengths / PIECE), 1).astype(int)
-    start = np.repeat(np.arange(len(counts)), counts)
-    step = np.arange(len(start)) - np.repeat(np.cumsum(counts) - counts, counts)
-    return ring[start] + (ring[start + 1] - ring[start]) * (step / counts[start])[:, None], step == 0
-
-
-def inside(points: np.ndarray, ring: np.ndarray) -> np.ndarray:
-    """Whether points [P, 2] lie within a closed ring [R, 2]: by the parity of crossings of a ray to the right."""
-    result = np.zeros(len(points), bool)
-    x, y = points[:, 0], points[:, 1]
-    for (x0, y0), (x1, y1) in pairwise(ring):
-        if y0 != y1:
-            crosses = (y0 > y) != (y1 > y)
-            result ^= crosses & (x < (x1 - x0) * (y - y0) / (y1 - y0) + x0)
-    return result

@@ -48,7 +48,7 @@ COUNTS = (
 )
 """What is told of each scenario, in this order."""
 
-ABSENT = {sources.ARGOVERSE: ("stop_signs", "speed_bumps")}
+ABSENT = {sources.ARGOVERSE: ("stop_signs", "speed_bumps"), sources.NUPLAN: ("tracks_to_predict",)}
 """What a format has no place for."""
 
 

@@ -11,22 +11,36 @@ import os
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
+from typing import TypeVar
 
 import numpy as np
 
-from longhaul.datasets import argoverse, gpudrive, scenarionet, shards, tfrecord, womd, womd_scenario
+from longhaul.datasets import (
+    argoverse,
+    geopackage,
+    gpudrive,
+    nuplan,
+    scenarionet,
+    shards,
+    tfrecord,
+    womd,
+    womd_scenario,
+)
 from longhaul.datasets.log import BadData, Log
-from longhaul.datasets.wire import BYTES, Malformed, fields
+from longhaul.datasets.wire import BYTES, Malformed, fields, told
+
+Found = TypeVar("Found")
 
 WOMD_EXAMPLE, WOMD_SCENARIO = "womd-example", "womd-scenario"
 GPUDRIVE, SCENARIONET, ARGOVERSE = "gpudrive", "scenarionet", "argoverse2"
+NUPLAN = "nuplan"
 TFRECORD = "tfrecord"
 SHARD = "shard"
 """Scenarios that are compiled already: no logs; `scenarios` reads them."""
 
 KNOWN = (
     "a TFRecord (WOMD tf.Example or Scenario), GPUDrive JSON, a ScenarioNet pickle, an Argoverse 2 parquet, "
-    f"a {shards.SUFFIX} shard of converted logs"
+    f"a nuPlan .db, a {shards.SUFFIX} shard of converted logs"
 )
 
 LARGEST = 1 << 28
@@ -46,17 +60,18 @@ def expand(paths: Sequence[str]) -> list[Path]:
 
 
 def _expand(given: str) -> list[Path]:
-    path = Path(given).expanduser()
     try:
-        if path.is_dir():
-            files = _within(path)
-            if not files:
-                raise BadData(f"{given}: no driving logs in this folder: put {KNOWN} there, or name another")
-            return files
-        if path.exists():
-            return [path]
-    except (OSError, ValueError) as error:
+        path = Path(given).expanduser()
+        folder, there = path.is_dir(), path.exists()
+    except (OSError, RuntimeError, ValueError) as error:  # no right to look, no such user's home, a zero byte
         raise BadData(f"{given}: cannot be read: {error}") from error
+    if folder:
+        files = _within(path)
+        if not files:
+            raise BadData(f"{given}: no driving logs in this folder: put {KNOWN} there, or name another")
+        return files
+    if there:
+        return [path]
     if not glob.has_magic(given):
         raise BadData(f"{given}: no such file or folder: check the path")
     files = []
@@ -91,7 +106,7 @@ def _known(path: Path) -> bool:
         return name != shards.INDEX and not name.startswith(argoverse.MAP_PREFIX)
     if name.endswith(".pkl"):
         return name not in scenarionet.SUMMARIES
-    return ".tfrecord" in name or name.endswith((".tfrecords", ".parquet", shards.SUFFIX))
+    return ".tfrecord" in name or name.endswith((".tfrecords", ".parquet", ".db", shards.SUFFIX))
 
 
 def load(paths: Sequence[str], limit: int | None = None) -> list[Log]:
@@ -127,6 +142,11 @@ def scan(path: Path) -> Iterator[tuple[str, Log]]:
             reader = womd.read if kind == WOMD_EXAMPLE else womd_scenario.read
             yield kind, _guarded(partial(reader, payload), f"{where}: no usable {kind} record")
         return
+    if kind == NUPLAN:
+        logs = nuplan.read(path)
+        while (log := _guarded(lambda: next(logs, None), f"{path}: no usable {kind} file")) is not None:
+            yield kind, log
+        return
     readers: dict[str, Callable[[], Log]] = {
         GPUDRIVE: lambda: gpudrive.read(_whole(path), path),
         SCENARIONET: lambda: scenarionet.read(_whole(path)),
@@ -135,15 +155,13 @@ def scan(path: Path) -> Iterator[tuple[str, Log]]:
     yield kind, _guarded(readers[kind], f"{path}: no usable {kind} file")
 
 
-def _guarded(reader: Callable[[], Log], where: str) -> Log:
+def _guarded(reader: Callable[[], Found], where: str) -> Found:
     """What `reader` gives, its `Malformed` as `BadData`."""
     try:
         with np.errstate(all="ignore"):  # numbers out of range are found by their value
             return reader()
     except Malformed as error:
-        # a file's own words may be long, or control a terminal
-        told = "".join(letter if letter.isprintable() else "?" for letter in str(error)[:300])
-        raise BadData(f"{where}: {told}; fetch or convert it again") from error
+        raise BadData(f"{where}: {told(error)}; fetch or convert it again") from error
 
 
 def _whole(path: Path) -> bytes:
@@ -162,7 +180,7 @@ def detect(path: Path) -> str:
     """The format of a file by its first bytes; `BadData` where it has none that is known."""
     try:
         with open(path, "rb") as file:
-            head = file.read(64)
+            head = file.read(72)
     except OSError as error:
         raise BadData(
             f"{path}: cannot be read: {error.strerror or error}; check the path and its permissions"
@@ -177,6 +195,10 @@ def detect(path: Path) -> str:
         )
     if shards.begins(head):
         return SHARD
+    if head.startswith(geopackage.MAGIC):
+        if head[geopackage.APPLICATION] == b"GPKG":
+            raise BadData(f"{path}: is a GeoPackage, a map and no log: give the logs (.db)")
+        return NUPLAN
     if head[:4] == b"PAR1":
         return ARGOVERSE
     if head[0] == 0x80 and len(head) > 1 and 2 <= head[1] <= 5:

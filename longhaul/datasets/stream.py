@@ -159,7 +159,7 @@ def batches(
     share = len(range(host, len(library), hosts))
     if position[0] < 0 or not 0 <= position[1] < share:
         raise ValueError(
-            f"position is {tuple(position)}: its index must lie in 0 .. {share - 1}, for other data perhaps"
+            f"position is {tuple(position)}; this host has {share} scenarios: it is of other data, or other hosts"
         )
 
     def load(index: int) -> Scenario:

@@ -24,6 +24,11 @@ class Malformed(ValueError):
     """Bytes that are no such message. Readers of files turn it into `BadData` with the path."""
 
 
+def told(error: Malformed) -> str:
+    """What is wrong, on one line: a file's own words may be long, or control a terminal."""
+    return "".join(letter if letter.isprintable() else "?" for letter in str(error)[:300])
+
+
 class Field(NamedTuple):
     """One field of a message: a varint's value is in `value`; the others lie in data[start:stop]."""
 
