@@ -205,9 +205,10 @@ class Checkpoints:
                 error = later if _is_full(later) else error
         shutil.rmtree(partial, ignore_errors=True)
         remedy = "make room and resume" if _is_full(error) else "see to the folder and resume"
+        needed = contents["bytes"] + MARGIN
         return CheckpointError(
-            f"cannot save checkpoint {contents['step']} of {contents['bytes']} bytes in {self._folder} "
-            f"({_free_bytes(self._folder)} bytes free): {_reason(error)}; those before it are intact: {remedy}"
+            f"cannot save checkpoint {contents['step']} in {self._folder} ({needed} bytes wanted, "
+            f"{_free_bytes(self._folder)} free): {_reason(error)}; those before it are intact: {remedy}"
         )
 
 

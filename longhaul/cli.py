@@ -6,10 +6,14 @@ What is heavy is imported where it is needed, so that `longhaul --help` and `lon
 
 from __future__ import annotations
 
+import errno
 import io
 import os
+import signal
 import sys
-from collections.abc import Callable, Sequence
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +33,11 @@ COMMANDS = {
     "bench": "a benchmark by its name, one JSON object per figure",
 }
 
+FLAGS = ("--help", "--version", "--debug")
+
 FAILED, BAD_INPUT = 1, 2
+
+INTERRUPTED = "interrupted; nothing was saved"
 
 LONGEST = 600
 """Characters of an error's line."""
@@ -52,7 +60,7 @@ def main(words: Sequence[str] | None = None) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
         return FAILED
     except KeyboardInterrupt:
-        return _say("interrupted; nothing was saved", FAILED)
+        return _say(INTERRUPTED, FAILED)
     except Exception as error:
         if debug:
             import traceback
@@ -70,7 +78,9 @@ def _line(error: Exception) -> str:
     """An error as one line, without what could control a terminal."""
     text = str(error)
     if isinstance(error, OSError) and error.strerror:
-        text = error.strerror if error.filename is None else f"{error.filename}: {error.strerror}"
+        full = error.errno in (errno.ENOSPC, errno.EDQUOT)
+        text = "the disk is full; make room, then try again or --resume the run" if full else error.strerror
+        text = text if error.filename is None else f"{error.filename}: {text}"
     elif not isinstance(error, (ValueError, OSError)):
         text = f"{type(error).__name__}: {text}" if text else type(error).__name__
     text = printing.clean(" ".join(text.split())) or type(error).__name__
@@ -89,12 +99,13 @@ def _run(words: list[str]) -> int:
         return _data(rest[1:])
     command, names = rest[0], [name for name in COMMANDS if " " not in name]
     if command not in names:
-        what = "flag" if command.startswith("-") else "command"
-        otherwise = f"there are {', '.join(COMMANDS)}"
-        raise FlagError(f"longhaul has no {what} {command!r}; {flags.suggestion(command, [*names, 'data'], otherwise)}")
+        what, there = ("flag", list(FLAGS)) if command.startswith("-") else ("command", [*names, "data"])
+        otherwise = f"there are {', '.join(FLAGS if what == 'flag' else COMMANDS)}"
+        raise FlagError(f"longhaul has no {what} {command!r}; {flags.suggestion(command, there, otherwise)}")
     if command == "bench":
         return _bench(rest[1:])
-    return _heavy(command)(rest[1:])
+    with _ending_at_once():
+        return _heavy(command)(rest[1:])
 
 
 def _heavy(command: str) -> Callable[[Sequence[str]], int]:
@@ -109,6 +120,19 @@ def _heavy(command: str) -> Callable[[Sequence[str]], int]:
         "envs": commands.show_envs,
         "status": commands.status,
     }[command]
+
+
+@contextmanager
+def _ending_at_once() -> Iterator[None]:
+    """Within it Ctrl-C ends the process where `training` does not listen: JAX swallows some KeyboardInterrupts."""
+    if threading.current_thread() is not threading.main_thread():  # which alone hears signals
+        yield
+        return
+    before = signal.signal(signal.SIGINT, lambda number, frame: os._exit(_say(INTERRUPTED, FAILED)))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
 
 
 def _help() -> None:
@@ -131,8 +155,8 @@ def _data(words: Sequence[str]) -> int:
     if words and words[0] in ("-h", "--help"):
         print(f"usage: {DATA_USAGE.replace(', ', chr(10) + '       ')}")
         return 0
-    given = f"no command {words[0]!r}" if words else "a command of its own"
-    raise FlagError(f"longhaul data has {given}; there are {DATA_USAGE}")
+    given = f"longhaul data has no command {words[0]!r}" if words else "name what to do with the data"
+    raise FlagError(f"{given}; there are {DATA_USAGE}")
 
 
 def _convert(words: Sequence[str]) -> int:

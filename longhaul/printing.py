@@ -11,6 +11,8 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any, TextIO
 
+from longhaul import pages
+
 FIRST = ("accuracy", "progress", "collision", "offroad", "red_light", "goal", "comfort", "return", "length")
 """Metrics in the order of a table's columns; others follow by name."""
 
@@ -98,9 +100,7 @@ def write_json(path: str, value: Any) -> None:
     if path == "-":
         sys.stdout.write(text)
         return
-    partial = Path(path + ".partial")
-    partial.write_text(text, encoding="utf-8")
-    os.replace(partial, path)
+    pages.write(path, text)
 
 
 def write_line(value: Any) -> None:

@@ -24,6 +24,7 @@ import jax
 from jax.sharding import Mesh
 
 from longhaul import mesh as meshes
+from longhaul import pages
 from longhaul.algorithms import ppo
 from longhaul.driving import simulator
 from longhaul.environment import vectorise
@@ -61,7 +62,7 @@ class Driving:
     """Driving in logs, or in generated scenarios where `data` is empty."""
 
     data: tuple[str, ...] = ()  # files, folders, globs
-    scenarios: int = 512  # generated ones to train in
+    scenarios: int = 1024  # generated ones to train in
     horizon: int | None = None  # most steps of a scenario; None: to the log's end
     simulator: simulator.Config = field(default_factory=simulator.Config)
 
@@ -187,8 +188,12 @@ def _check_driving(task: Driving) -> None:
         )
     if task.horizon is not None and task.horizon < 2:
         raise RunError(f"--horizon is {task.horizon}; a scenario has at least 2 steps")
-    if task.simulator.agents < 1:
-        raise RunError(f"--agents is {task.simulator.agents}; it must be at least 1")
+    for name in ("agents", "neighbours", "waypoints"):
+        value = getattr(task.simulator, name)
+        if value < 1:
+            raise RunError(f"--{name} is {value}; it must be at least 1")
+    if task.simulator.waypoints > simulator.MAX_WAYPOINTS:
+        raise RunError(f"--waypoints is {task.simulator.waypoints}; it must be at most {simulator.MAX_WAYPOINTS}")
 
 
 def _intervals(run: Run, updates: int, steps: int) -> tuple[int, int]:
@@ -316,12 +321,13 @@ def alone(folder: Path) -> Iterator[None]:
 def write_json(path: Path, value: Any) -> None:
     """Writes at once or not at all; what is not finite becomes null, since JSON has no word for it."""
     partial_path = path.with_name(path.name + ".partial")
-    with open(partial_path, "w") as file:
-        json.dump(_finite(value), file, indent=2, allow_nan=False)
-        file.write("\n")
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(partial_path, path)
+    with pages.naming(path):
+        with open(partial_path, "w") as file:
+            json.dump(_finite(value), file, indent=2, allow_nan=False)
+            file.write("\n")
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(partial_path, path)
 
 
 def _finite(value: Any) -> Any:
@@ -397,5 +403,3 @@ def from_dict(kind: Any, value: Any) -> Any:
 
 def _flag(name: str) -> str:
     return name.replace("_", "-")
-
-

@@ -87,10 +87,13 @@ def assert_refused(result: Result, *phrases: str) -> None:
 
 # ------------------------------------------------------------------------------------------------------- bad input
 
+FULL = "the disk is full; make room, then try again or --resume the run"
+
 BAD = [
     ("frobnicate", ["no command 'frobnicate'"]),
     ("trian cartpole", ["did you mean train?"]),
-    ("--verson", ["no flag '--verson'"]),
+    ("--verson", ["no flag '--verson'; did you mean --version?"]),
+    ("data", ["name what to do with the data; there are longhaul data inspect"]),
     ("data inspekt x", ["no command 'inspekt'", "longhaul data inspect PATH"]),
     ("data inspect", ["which logs?"]),
     ("train", ["name a recipe first", "cartpole, pendulum, driving"]),
@@ -135,6 +138,7 @@ BAD = [
     ("train driving --agents 0", ["--agents is 0; it must be at least 1"]),
     ("train driving --scenarios 0", ["--scenarios is 0"]),
     ("train driving --horizon 1", ["--horizon is 1"]),
+    ("train driving --waypoints 50", ["--waypoints is 50; it must be at most 20"]),
     ("train driving --data", ["--data has no value"]),
     ("train driving --data a --data b", ["--data is given twice"]),
     ("train driving --data missing.json", ["missing.json: no such file or folder"]),
@@ -192,9 +196,7 @@ def test_bad_input_is_one_line_and_changes_nothing(
 
 @pytest.mark.parametrize("words", ["train driving --data {}", "render --policy log --out x.gif --data {}"])
 @pytest.mark.parametrize("damage", ["foreign", "truncated", "flipped"])
-def test_a_log_that_cannot_be_read_leaves_no_run(
-    longhaul: Any, tmp_path: Path, words: str, damage: str
-) -> None:
+def test_a_log_that_cannot_be_read_leaves_no_run(longhaul: Any, tmp_path: Path, words: str, damage: str) -> None:
     file = fixtures_logs.write_all(fixtures_logs.make_log(), tmp_path)["womd-example"]
     data = file.read_bytes()
     flipped = data[:999] + bytes([data[999] ^ 4]) + data[1000:]
@@ -214,8 +216,10 @@ def test_debug_shows_the_traceback_and_the_line(longhaul: Any) -> None:
     ("error", "code", "line"),
     [
         (RuntimeError("the device\n  is gone"), 1, "RuntimeError: the device is gone"),
-        (OSError(28, "No space left on device", "runs/x"), 2, "runs/x: No space left on device"),
-        (OSError(28, "No space left on device"), 2, "No space left on device"),
+        (OSError(2, "No such file or directory", "runs/x"), 2, "runs/x: No such file or directory"),
+        (OSError(2, "No such file or directory"), 2, "No such file or directory"),
+        (OSError(28, "No space left on device", "runs/x"), 2, f"runs/x: {FULL}"),
+        (OSError(28, "No space left on device"), 2, FULL),
         (ValueError("bad \x1b[31mword"), 2, "bad ?[31mword"),
         (ValueError("x" * 2000), 2, "x" * cli.LONGEST + " ..."),
         (KeyboardInterrupt(), 1, "interrupted; nothing was saved"),
@@ -546,6 +550,21 @@ def test_train_evaluate_and_status_from_end_to_end(longhaul: Any, tmp_path: Path
     assert code == 0
     told = dict(line.split(maxsplit=1) for line in out.splitlines())
     assert (told["state"], told["checkpoints"], told["updates"]) == ("done", "8", "8, in 1 records")
+
+
+@pytest.mark.skipif(not Path("/proc/self/maps").exists(), reason="tells from /proc that JAX is being imported")
+def test_ctrl_c_while_jax_is_imported_ends_the_command(tmp_path: Path) -> None:
+    process = subprocess.Popen(
+        [sys.executable, "-m", "longhaul", "train", "cartpole", "--run-name", "a"], cwd=tmp_path, env=environment(),
+        text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+    )  # fmt: skip
+    deadline = time.monotonic() + 60
+    while "jaxlib" not in Path(f"/proc/{process.pid}/maps").read_text() and time.monotonic() < deadline:
+        time.sleep(0.005)
+    process.send_signal(signal.SIGINT)
+    out, err = process.communicate(timeout=60)
+    assert (process.returncode, out, err) == (1, "", "longhaul: error: interrupted; nothing was saved\n")
+    assert not (tmp_path / "runs").exists()
 
 
 def test_a_signal_saves_and_the_last_line_says_how_to_go_on(tmp_path: Path) -> None:

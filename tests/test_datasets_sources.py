@@ -66,7 +66,13 @@ def test_paths_that_mean_nothing(tmp_path: Path, name: str, message: str) -> Non
     with pytest.raises(BadData, match=message) as caught:
         sources.expand([str(tmp_path / name)])
     assert str(caught.value).startswith(str(tmp_path / name))
+    assert str(caught.value).count(name) == 1
     assert "\n" not in str(caught.value)
+
+
+def test_the_home_of_nobody_is_bad_data() -> None:
+    with pytest.raises(BadData, match=r"^~nobody-of-this-name/logs: cannot be read: "):
+        sources.expand(["~nobody-of-this-name/logs"])
 
 
 def test_load_reads_in_order_up_to_a_limit(tmp_path: Path) -> None:

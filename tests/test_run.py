@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+import errno
 import json
 import math
+import os
 import re
 from pathlib import Path
 from typing import Any
@@ -56,6 +58,9 @@ BASE = Run("cartpole", Named("cartpole"), devices=1)
         ({"environment": Driving(scenarios=1_000_001)}, "(those after are for evaluation)"),
         ({"environment": Driving(horizon=1)}, "--horizon is 1; a scenario has at least 2 steps"),
         ({"environment": Driving(simulator=simulator.Config(agents=0))}, "--agents is 0; it must be at least 1"),
+        ({"environment": Driving(simulator=simulator.Config(neighbours=0))}, "--neighbours is 0; it must be at least"),
+        ({"environment": Driving(simulator=simulator.Config(waypoints=0))}, "--waypoints is 0; it must be at least 1"),
+        ({"environment": Driving(simulator=simulator.Config(waypoints=21))}, "--waypoints is 21; it must be at most"),
     ],
 )  # fmt: skip
 def test_what_can_not_work_is_one_line_with_value_bound_and_remedy(change: dict[str, Any], message: str) -> None:
@@ -206,6 +211,17 @@ def test_json_is_written_whole_or_not_at_all_and_holds_what_json_has(tmp_path: P
     with pytest.raises(TypeError):
         runs.write_json(path, {"a": object()})
     assert path.read_bytes() == before
+
+
+def test_a_file_that_cannot_be_written_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(descriptor: int) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(os, "fsync", full)
+    with pytest.raises(OSError, match="No space left") as caught:
+        runs.write_json(tmp_path / "result.json", {})
+    assert (caught.value.errno, caught.value.filename) == (errno.ENOSPC, str(tmp_path / "result.json"))
+    assert not (tmp_path / "result.json").exists()
 
 
 def test_folders_are_new_and_names_are_names(tmp_path: Path) -> None:

@@ -66,7 +66,7 @@ def mp4(recordings: Sequence[Recording], path: Path | str, fps: int = 10) -> Non
     path = Path(path)
     program = _ffmpeg()
     if program is None:
-        raise ValueError(f"{str(path)!r} needs ffmpeg; install it or write a .gif")
+        raise ValueError(f"{str(path)!r} needs ffmpeg; install it, or longhaul's extra video, or write a .gif")
     path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_name(f".{path.stem}.{os.getpid()}.partial.mp4")
     source = ["-f", "rawvideo", "-pix_fmt", "rgb24", "-s", f"{SIZE[0]}x{SIZE[1]}", "-r", str(fps), "-i", "-"]
