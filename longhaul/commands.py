@@ -117,7 +117,8 @@ def evaluate(words: Sequence[str]) -> int:
 
 def _folder(parsed: dict[str, Any], command: str) -> Path:
     if parsed["RUN"] is None:
-        raise FlagError(f"which run? longhaul {command} RUN [--flags]: RUN first, or before --data")
+        hint = " [--flags]: RUN first, or before --data" if command == "evaluate" else ""
+        raise FlagError(f"which run? longhaul {command} RUN{hint}")
     return find_folder(Path(parsed["runs-dir"]), parsed["RUN"])
 
 

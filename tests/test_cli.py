@@ -162,6 +162,7 @@ BAD = [
     ("render cartpole --out x.gif", ["only driving can be drawn, and run cartpole is cartpole"]),
     ("data inspect missing.json", ["missing.json: no such file or folder"]),
     ("data inspect empty", ["empty: no driving logs in this folder"]),
+    ("status", ["which run? longhaul status RUN"]),
     ("status nobody", ["no run 'nobody' in runs"]),
     ("recipes now", ["'now' is one word too many"]),
     ("train cartpole --resume cartpole --seed 9", ["--seed is 9, and run cartpole has 0; leave --seed out"]),
@@ -584,6 +585,19 @@ def test_a_signal_saves_and_the_last_line_says_how_to_go_on(tmp_path: Path) -> N
     out, err = process.communicate(timeout=120)
     assert (process.returncode, out) == (75, ""), err
     assert "go on with --resume a" in err.splitlines()[-1]
+
+
+def test_convert_packs_what_can_be_read_and_names_what_can_not(longhaul: Any, tmp_path: Path) -> None:
+    (tmp_path / "logs").mkdir()
+    paths = fixtures_logs.write_all(fixtures_logs.make_log(), tmp_path / "logs")
+    (tmp_path / "logs" / "broken.json").write_text("{")
+    code, out, err = longhaul("data", "convert", str(tmp_path / "logs"), "packed", "--workers", "1")
+    assert code == 1 and f"{len(paths)} scenarios in 1 shards" in out
+    assert "broken.json" in err.splitlines()[-1]
+    code, out, err = longhaul("data", "inspect", "packed", "--json", "-")
+    assert code == 0 and json.loads(out)["scenarios"] == len(paths)
+    assert_refused(longhaul("data", "convert", "logs"), "from where to where?")
+    assert_refused(longhaul("data", "convert", "nowhere", "out"), "nowhere: no such file or folder")
 
 
 def test_a_generated_scenario_is_drawn_and_inspected_logs_too(longhaul: Any, tmp_path: Path) -> None:
