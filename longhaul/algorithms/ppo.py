@@ -301,7 +301,7 @@ def _optimise(
     axis = 1 if config.memory else 0
 
     def take(batch: Batch, index: jax.Array) -> Batch:
-        rows = jax.tree.map(lambda x: jnp.take(x, index, axis=axis), batch._replace(memory=()))
+        rows = jax.tree.map(lambda x: jnp.take(x, index, axis=axis, mode="clip"), batch._replace(memory=()))
         return rows._replace(memory=jax.tree.map(lambda x: x[index], batch.memory))
 
     def gradient(params: Params, batch: Batch, index: jax.Array, weight: jax.Array) -> tuple[PyTree, Metrics]:
