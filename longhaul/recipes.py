@@ -10,7 +10,10 @@ from longhaul.run import Driving, Named, Run, RunError
 
 
 def cartpole() -> Run:
-    """CartPole-v1 by PPO: balance a pole; mean return 500 of 500 after 500,000 steps."""
+    """CartPole-v1 by PPO: balance a pole.
+
+    Mean return 500 of 500 on 100 episodes after 500,000 steps, for seeds 0, 1 and 2.
+    """
     return Run(
         "cartpole",
         Named("cartpole"),
@@ -22,7 +25,10 @@ def cartpole() -> Run:
 
 
 def pendulum() -> Run:
-    """Pendulum-v1 by PPO: swing a rod up and hold it."""
+    """Pendulum-v1 by PPO: swing a rod up and hold it.
+
+    Mean return -167, -165 and -175 on 100 episodes after 2 M steps, for seeds 0, 1 and 2.
+    """
     return Run(
         "pendulum",
         Named("pendulum"),
@@ -37,7 +43,11 @@ def pendulum() -> Run:
 
 
 def driving() -> Run:
-    """Driving among logged traffic by PPO, in generated scenarios or, with --data, in real logs."""
+    """Driving among logged traffic by PPO, in generated scenarios or, with --data, in real logs.
+
+    Accuracy 0.961 and progress 0.986 on 128 generated scenarios not trained in after 6 M steps (2.5 minutes of two
+    cores); 1.0 and 1.0 on each of three real logs trained in.
+    """
     return Run(
         "driving",
         Driving(),

@@ -60,3 +60,9 @@ def runs_dir(tmp_path: Path) -> Path:
     folder = tmp_path / "runs"
     folder.mkdir()
     return folder
+
+
+@pytest.fixture(autouse=True)
+def same_threads(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each test starts with NPROC as above: a run that an earlier one made in this process has set its own."""
+    monkeypatch.setenv("NPROC", "4")
