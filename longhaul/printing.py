@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 import os
 import shutil
 import sys
@@ -96,7 +95,7 @@ def check_json(path: str | None) -> None:
 
 def write_json(path: str, value: Any) -> None:
     """Writes a file at once or not at all; "-" is stdout. What is not finite becomes null."""
-    text = json.dumps(_finite(value), indent=2, allow_nan=False) + "\n"
+    text = json.dumps(pages.finite(value), indent=2, allow_nan=False) + "\n"
     if path == "-":
         sys.stdout.write(text)
         return
@@ -105,12 +104,4 @@ def write_json(path: str, value: Any) -> None:
 
 def write_line(value: Any) -> None:
     """Prints a JSON object as one line of stdout."""
-    print(json.dumps(_finite(value), allow_nan=False), flush=True)
-
-
-def _finite(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {name: _finite(inner) for name, inner in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [_finite(inner) for inner in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value
+    print(json.dumps(pages.finite(value), allow_nan=False), flush=True)

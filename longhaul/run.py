@@ -323,19 +323,11 @@ def write_json(path: Path, value: Any) -> None:
     partial_path = path.with_name(path.name + ".partial")
     with pages.naming(path):
         with open(partial_path, "w") as file:
-            json.dump(_finite(value), file, indent=2, allow_nan=False)
+            json.dump(pages.finite(value), file, indent=2, allow_nan=False)
             file.write("\n")
             file.flush()
             os.fsync(file.fileno())
         os.replace(partial_path, path)
-
-
-def _finite(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {name: _finite(inner) for name, inner in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [_finite(inner) for inner in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def save_run(folder: Path, run: Run, about: dict[str, Any]) -> None:
