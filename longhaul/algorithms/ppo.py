@@ -326,7 +326,7 @@ def _optimise(
         chunk = chunk_of(rows // config.num_minibatches, max(1, config.chunk // deep))
         share = jnp.float32(1.0) if batch.weight is None else jnp.maximum(mean(jnp.mean(batch.weight)), 1e-8)
         norm = share * (deep * rows // config.num_minibatches)  # one for the whole batch: no minibatch weighs more
-        lr, weight = rate(update), entropy_weight(update)
+        lr, weight = jnp.maximum(rate(update), 0.0), entropy_weight(update)  # rounding may end just below 0
 
         def minibatch(carried: Any, index: jax.Array) -> tuple[Any, None]:
             params, opt_state, totals, stopped = carried
