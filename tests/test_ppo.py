@@ -351,5 +351,8 @@ def test_impossible_settings_are_named_with_the_remedy(change, words):
 
 
 def test_possible_settings_pass():
+    """With memory a minibatch is whole columns: as many as there are divide them, one more does not."""
     ppo.check(SMALL, columns=WORLDS, steps=STEPS)
-    ppo.check(replace(SMALL, memory=4, num_minibatches=8), columns=WORLDS, steps=STEPS)
+    ppo.check(replace(SMALL, memory=4, num_minibatches=WORLDS), columns=WORLDS, steps=STEPS)
+    with pytest.raises(ValueError, match="does not divide"):
+        ppo.check(replace(SMALL, memory=4, num_minibatches=WORLDS + 1), columns=WORLDS, steps=STEPS)
