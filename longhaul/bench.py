@@ -8,6 +8,7 @@ compare CPU-seconds.
 
 from __future__ import annotations
 
+import inspect
 import json
 import os
 import resource
@@ -53,6 +54,12 @@ def run(name: str, **options: Any) -> Iterator[dict[str, Any]]:
     common = {key: options.pop(key) for key in ("repeats", "peer_python", "peer_path") if key in options}
     for case in CASES[name](**options):
         yield figure(name, case, **common)
+
+
+def sizes(name: str) -> frozenset[str]:
+    """What `run` takes beside the name, of one benchmark."""
+    mine = frozenset(inspect.signature(CASES[name]).parameters)
+    return mine | sizes("driving-step") if "sizes" in mine else mine
 
 
 def figure(
@@ -231,9 +238,17 @@ def _driving(
     num_steps: int = 256,
     scenarios: int = 64,
     devices: int | None = None,
+    data: Sequence[str] = (),
 ) -> list[dict[str, Any]]:
-    sizes = {"batch": batch, "num_steps": num_steps, "scenarios": scenarios, "devices": devices}
+    sizes = {"batch": batch, "num_steps": num_steps, "scenarios": scenarios, "devices": devices, "data": list(data)}
     return [{"objects": n} | sizes for n in objects]
+
+
+def _driving_env(
+    *, agents: Sequence[int] = (1,), road_points: int = 0, objects: Sequence[int] = (32, 64), **sizes: Any
+) -> list[dict[str, Any]]:
+    cases = _driving(objects=objects, **sizes)
+    return [case | {"agents": n, "road_points": road_points} for case in cases for n in agents]
 
 
 def _driving_train(
@@ -245,7 +260,7 @@ def _driving_train(
 CASES: dict[str, Callable[..., list[dict[str, Any]]]] = {
     "ppo-cartpole": _ppo_cartpole,
     "driving-step": _driving,
-    "driving-env": _driving,
+    "driving-env": _driving_env,
     "driving-train": _driving_train,
 }
 """Name -> (sizes) -> the workload's arguments, one case a figure. `devices` None: as many as a training run takes."""

@@ -30,6 +30,7 @@ COMMANDS = {
     "recipes": "the recipes of longhaul train",
     "envs": "the environments of longhaul train ppo --env NAME",
     "status": "how far a run is",
+    "scaling": "a grid of runs over model sizes and scenarios, and the law through it",
     "bench": "a benchmark by its name, one JSON object per figure",
 }
 
@@ -110,15 +111,17 @@ def _run(words: list[str]) -> int:
 
 def _heavy(command: str) -> Callable[[Sequence[str]], int]:
     """A command that needs JAX."""
-    from longhaul import commands
+    from longhaul import assessment, commands
+    from longhaul.scaling import command as scaling
 
     return {
         "train": commands.train,
-        "evaluate": commands.evaluate,
-        "render": commands.render,
+        "evaluate": assessment.evaluate,
+        "render": assessment.render,
         "recipes": commands.show_recipes,
         "envs": commands.show_envs,
         "status": commands.status,
+        "scaling": scaling.scaling,
     }[command]
 
 
@@ -145,7 +148,10 @@ def _help() -> None:
     )
 
 
-DATA_USAGE = "longhaul data inspect PATH... [--json FILE], longhaul data convert SRC... OUT"
+DATA_USAGE = (
+    "longhaul data inspect PATH... [--json FILE] [--picture FILE] [--pictures FOLDER], "
+    "longhaul data convert SRC... OUT"
+)
 
 
 def _data(words: Sequence[str]) -> int:
@@ -188,19 +194,21 @@ def _convert(words: Sequence[str]) -> int:
 
 
 def _inspect(words: Sequence[str]) -> int:
-    """`longhaul data inspect PATH... [--json FILE]`."""
+    """`longhaul data inspect PATH... [--json FILE] [--picture FILE] [--pictures FOLDER]`."""
     paths = Flag("PATH", PATH, (), "files, folders, globs", many=True, shown="")
-    out = Flag("json", PATH, None, "write the counts to this file; - is stdout", shown="")
-    about = "Counts what is in driving logs, as they have it."
-    parsed = flags.parse("data inspect", about, {"": [paths, out, DEBUG]}, words).values
+    out = Flag("json", PATH, None, "write the counts and ranges to this file; - is stdout", shown="")
+    one = Flag("picture", PATH, None, "draw the first scenario to this .png, .svg or .html", shown="")
+    each = Flag("pictures", PATH, None, "draw every scenario to this folder, as .png", shown="")
+    about = "Counts and ranges of what is in driving logs, as they have it."
+    parsed = flags.parse("data inspect", about, {"": [paths, out, one, each, DEBUG]}, words).values
     if not parsed["PATH"]:
-        raise FlagError("which logs? longhaul data inspect PATH... [--json FILE]")
+        raise FlagError("which logs? longhaul data inspect PATH... [--json FILE] [--picture FILE]")
     printing.check_json(parsed["json"])
 
     from longhaul.datasets import inspection, sources
 
     sources.expand(parsed["PATH"])  # a path that means nothing is bad input; a bad file is a finding
-    report = inspection.inspect(parsed["PATH"])
+    report = inspection.inspect(parsed["PATH"], _drawing(parsed["picture"], parsed["pictures"]))
     if parsed["json"] != "-":
         _print_files(report["files"])
     if parsed["json"] is not None:
@@ -211,23 +219,65 @@ def _inspect(words: Sequence[str]) -> int:
     return FAILED if report["errors"] else 0
 
 
+def _drawing(one: str | None, folder: str | None) -> Callable[[Path, Any], None] | None:
+    """What draws each scenario that is inspected; None where no picture is asked for."""
+    if one is None and folder is None:
+        return None
+
+    from longhaul.driving import overview
+
+    if one is not None and Path(one).suffix.lower() not in overview.SUFFIXES:
+        raise FlagError(f"--picture {one}: name a file that ends in {', '.join(overview.SUFFIXES)}")
+    drawn: set[str] = set()
+
+    def draw(_: Path, shown: Any) -> None:
+        if one is not None and not drawn:
+            overview.save(shown, Path(one))
+        name = "".join(letter if letter.isalnum() or letter in "-_." else "_" for letter in shown.id)[:100]
+        while name in drawn:
+            name += "-again"
+        drawn.add(name)
+        if folder is not None:
+            overview.save(shown, Path(folder) / f"{name}.png")
+
+    return draw
+
+
 def _print_files(files: Sequence[dict[str, Any]]) -> None:
-    """A row a scenario, a table a file."""
+    """A row a scenario, a table a file; then a table of ranges."""
     for file in files:
         scenarios = file["scenarios"]
         what = f"{len(scenarios)} scenario{'' if len(scenarios) == 1 else 's'}"
         print(printing.clean(f"{file['path']}: {file['format'] or 'unknown format'}, {what}"))
         if scenarios:
-            names = [name for name in scenarios[0] if name != "id"]
+            names = [name for name in scenarios[0] if name not in ("id", "ranges")]
             rows = [[str(each["id"]), *(printing.number(each[name]) for name in names)] for each in scenarios]
             printing.table(["scenario", *names], rows)
+            names = [name for name in scenarios[0]["ranges"] if name != "sizes"]
+            rows = [[str(each["id"]), *(printing.span(each["ranges"][name]) for name in names)] for each in scenarios]
+            printing.table(["scenario", *names], rows)
+            rows = [
+                [str(each["id"]), kind, *(printing.span(box.get(side)) for side in ("length", "width", "height"))]
+                for each in scenarios
+                for kind, box in each["ranges"]["sizes"].items()
+            ]
+            printing.table(["scenario", "kind", "length", "width", "height"], rows)
 
 
 def _bench(words: Sequence[str]) -> int:
     """`longhaul bench NAME [--json FILE]`."""
     name = Flag("NAME", TEXT, None, "which; without: lists them", shown="")
     out = Flag("json", PATH, None, "write the figures as a list to this file, too", shown="")
-    parsed = flags.parse("bench", "Measures; one JSON object per figure.", {"": [name, out, DEBUG]}, words).values
+    driving = [
+        Flag("data", PATH, (), "of driving-step, driving-env: the logs; without: generated scenarios", True, ""),
+        Flag("objects", INT, (), "likewise: objects at most, a figure for each; a power of two", True, "32, 64"),
+        Flag("batch", INT, None, "likewise: worlds", shown="256"),
+        Flag("devices", INT, None, "likewise: devices", shown="as a training run"),
+        Flag("agents", INT, (), "of driving-env: controlled agents at most, a figure for each", True, "1"),
+        Flag("road_points", INT, None, "of driving-env: pieces of road that an agent sees", shown="0"),
+    ]
+    groups = {"": [name, out, DEBUG], "sizes": driving}
+    parsed = flags.parse("bench", "Measures; one JSON object per figure.", groups, words).values
     printing.check_json(parsed["json"])
 
     from longhaul import bench
@@ -238,8 +288,12 @@ def _bench(words: Sequence[str]) -> int:
     if parsed["NAME"] not in bench.NAMES:
         hint = flags.suggestion(parsed["NAME"], list(bench.NAMES), f"there are {', '.join(bench.NAMES)}")
         raise FlagError(f"no benchmark is named {parsed['NAME']!r}; {hint}")
+    sizes = {f.name: parsed[f.name] for f in driving if parsed[f.name] not in (None, (), [])}
+    unknown = [name for name in sizes if name not in bench.sizes(parsed["NAME"])]
+    if unknown:
+        raise FlagError(f"{parsed['NAME']} has no --{unknown[0].replace('_', '-')}; see longhaul bench --help")
     figures = []
-    for figure in bench.run(parsed["NAME"]):
+    for figure in bench.run(parsed["NAME"], **sizes):
         figures.append(figure)
         printing.write_line(figure)
     if parsed["json"] not in (None, "-"):

@@ -1,4 +1,4 @@
-"""What the commands that need JAX do; their flags, their output, their exit codes."""
+"""The commands `train` and `status`, and those that say what there is; their flags, their output, their exit codes."""
 
 from __future__ import annotations
 
@@ -9,23 +9,17 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
-from longhaul import evaluation, flags, printing, recipes, settings, telemetry, training
-from longhaul.datasets import sources
-from longhaul.driving import render as pictures
-from longhaul.driving.recording import Recording
+from longhaul import flags, printing, recipes, settings, telemetry, training
 from longhaul.envs import registry
-from longhaul.flags import DEBUG, INT, PATH, TEXT, Flag, FlagError, choice
+from longhaul.feed import feed
+from longhaul.flags import DEBUG, TEXT, Flag, FlagError
+from longhaul.folders import find_folder, load_run, new_folder, save_run
 from longhaul.provenance import provenance
-from longhaul.run import Driving, Run, RunError, agents, find_folder, load_run, named, new_folder, resolve, save_run
+from longhaul.run import Driving, Run, agents, named, resolve
+from longhaul.scaling import command as scaling
 from longhaul.settings import RUNS_DIR
 
 RUN = Flag("RUN", TEXT, None, "a run's name or folder", shown="")
-DATA = Flag("data", PATH, (), "driving logs: files, folders, globs", many=True, shown="")
-JSON = Flag("json", PATH, None, "write the result to this file; - is stdout", shown="")
-
-PICTURES = (".gif", ".mp4", ".html", ".png")
 
 
 def train(words: Sequence[str]) -> int:
@@ -35,8 +29,10 @@ def train(words: Sequence[str]) -> int:
             _train_help()
             return 0
         raise FlagError(f"name a recipe first: longhaul train RECIPE [--flags]; there are {', '.join(recipes.RECIPES)}")
+    if words[0] in recipes.GRIDS:
+        return scaling.run(words[0], words[1:], f"train {words[0]}")
     recipe = recipes.recipe(words[0])
-    about = (recipes.RECIPES[recipe.recipe].__doc__ or "").splitlines()[0]
+    about = recipes.about(recipe.recipe)
     parsed = flags.parse(f"train {recipe.recipe}", about, settings.table(recipe), words[1:])
     runs_dir = Path(parsed.values["runs-dir"])
     if parsed.values["resume"] is not None:
@@ -70,150 +66,19 @@ def _begin(runs_dir: Path, run: Run, name: str | None) -> tuple[Path, training.O
     task = run.environment
     if not isinstance(task, Driving):
         named(task)  # what is unknown or missing is said before anything is made
-    elif task.data:
-        sources.expand(task.data)
     assert run.devices is not None
     training.prepare_devices(run.devices, run.threads)
-    about = provenance()
+    source = feed(run) if isinstance(task, Driving) and task.data else None
+    about = provenance() | {"data": source.about if source else None}
     folder = new_folder(runs_dir, run, name)
     try:
         save_run(folder, run, about)
         print(folder, flush=True)
-        return folder, training.train(run, folder, resumed=False)
+        return folder, training.train(run, folder, resumed=False, source=source)
     except (ValueError, OSError):
         if {path.name for path in folder.iterdir()} <= {"run.json", "run.json.partial"}:
             shutil.rmtree(folder)
         raise
-
-
-# ------------------------------------------------------------------------------------------------------- evaluation
-
-
-def evaluate(words: Sequence[str]) -> int:
-    """`longhaul evaluate RUN [--policy ...] [--data PATH...] [--episodes N] [--json FILE]`."""
-    policy = Flag("policy", choice(evaluation.POLICIES), "run", "the run's policy, the untrained one, or a driver")
-    episodes = Flag("episodes", INT, None, "how many; with --data, at most as many as it holds", shown="as in the run")
-    groups = {"": [RUN, policy, DATA, episodes, JSON, RUNS_DIR, DEBUG]}
-    parsed = flags.parse("evaluate", "What a policy scores on whole episodes.", groups, words).values
-    folder = _folder(parsed, "evaluate")
-    printing.check_json(parsed["json"])
-    who, count = parsed["policy"], parsed["episodes"]
-    if count is not None and count < 1:
-        raise FlagError(f"--episodes is {count}; it must be at least 1")
-    run, acting = _policy(folder, who)
-    if isinstance(run.environment, Driving):
-        drives = evaluation.drives(run, parsed["data"], count)
-        scores, _ = drives.play(acting, _driver(who))
-    elif parsed["data"]:
-        raise FlagError(f"--data is for driving, and run {folder.name} is {run.environment.env}; leave --data out")
-    else:
-        scores = evaluation.play_classic(run, named(run.environment), acting, count or run.evaluation_episodes or 100)
-    if parsed["json"] != "-":
-        _print_scores(scores, by_scenario=isinstance(run.environment, Driving))
-    if parsed["json"] is not None:
-        printing.write_json(parsed["json"], _report(folder.name, who, scores))
-    return 0
-
-
-def _folder(parsed: dict[str, Any], command: str) -> Path:
-    if parsed["RUN"] is None:
-        hint = " [--flags]: RUN first, or before --data" if command == "evaluate" else ""
-        raise FlagError(f"which run? longhaul {command} RUN{hint}")
-    return find_folder(Path(parsed["runs-dir"]), parsed["RUN"])
-
-
-def _policy(folder: Path, who: str) -> tuple[Run, Any]:
-    """(the run, the policy that acts in it): None for a driver that no learning made."""
-    if who in ("run", "untrained"):
-        run, trained, untrained = training.restore_policy(folder)
-        return run, trained if who == "run" else untrained
-    run = load_run(folder)
-    if not isinstance(run.environment, Driving):
-        task = run.environment.env
-        raise FlagError(f"--policy is {who!r}, a driver, and run {folder.name} is {task}; give run or untrained")
-    training.prepare_devices(run.devices or 1, run.threads)
-    return run, None
-
-
-def _driver(who: str) -> str:
-    return "policy" if who in ("run", "untrained") else who
-
-
-def _print_scores(scores: evaluation.Scores, *, by_scenario: bool) -> None:
-    names = printing.columns(scores.metrics)
-    columns = [np.asarray(scores.metrics[name], float) for name in names]
-    if by_scenario:
-        rows = [[scenario, *(printing.number(float(c[i])) for c in columns)] for i, scenario in enumerate(scores.names)]
-        mean = [f"mean of {len(scores.names)}", *(printing.number(float(c.mean())) for c in columns)]
-        printing.table(["scenario", *names], rows, footer=mean)
-        return
-    rows = [
-        [name, *(printing.number(float(f(c))) for f in (np.mean, np.std, np.min, np.max))]
-        for name, c in zip(names, columns)
-    ]
-    printing.table([f"{len(scores.names)} episodes", "mean", "std", "min", "max"], rows)
-
-
-def _report(run_id: str, who: str, scores: evaluation.Scores) -> dict[str, Any]:
-    """What --json holds. With several agents a scenario has as many entries."""
-    values = {name: np.asarray(column, float).tolist() for name, column in scores.metrics.items()}
-    entries = [{"id": name} | {m: column[i] for m, column in values.items()} for i, name in enumerate(scores.names)]
-    return {
-        "run": run_id,
-        "policy": who,
-        "episodes": len(scores.names),
-        "mean": {name: float(np.mean(column)) for name, column in values.items()},
-        "std": {name: float(np.std(column)) for name, column in values.items()},
-        "scenarios": [entry for entry in entries if entry["id"]],
-    }
-
-
-# --------------------------------------------------------------------------------------------------------- pictures
-
-
-def render(words: Sequence[str]) -> int:
-    """`longhaul render RUN|--policy ... [--data PATH...] [--scenario ID] --out FILE`."""
-    policy = Flag("policy", choice(evaluation.POLICIES), "run", "who drives; without RUN: idm, log or constant")
-    scenario = Flag("scenario", TEXT, None, "the scenario's id", shown="the first")
-    out = Flag("out", PATH, None, ".gif, .mp4, .html (a page with a player) or .png (a film strip)", shown="needed")
-    groups = {"": [RUN, policy, DATA, scenario, out, RUNS_DIR, DEBUG]}
-    parsed = flags.parse("render", "Draws one scenario as a policy drives it.", groups, words).values
-    who = parsed["policy"]
-    _check_out(parsed["out"])
-    if parsed["RUN"] is not None:
-        folder = find_folder(Path(parsed["runs-dir"]), parsed["RUN"])
-        stored = load_run(folder).environment
-        if not isinstance(stored, Driving):
-            raise FlagError(f"only driving can be drawn, and run {folder.name} is {stored.env}; name another run")
-        run, acting = _policy(folder, who)
-    elif who in ("run", "untrained"):
-        raise FlagError("whose drive? give a RUN, or --policy idm, log or constant")
-    else:
-        run, acting = resolve(recipes.recipe("driving")), None
-    recording = _film(run, acting, who, parsed["data"], parsed["scenario"])
-    pictures.save([recording], parsed["out"], fps=max(1, min(50, round(1 / recording.dt))))
-    print(parsed["out"])
-    return 0
-
-
-def _check_out(out: str | None) -> None:
-    """Raises FlagError before work is done for nothing."""
-    if out is None:
-        raise FlagError("where to? give --out drive.gif (or .mp4, .html, .png)")
-    if Path(out).suffix.lower() not in PICTURES:
-        raise FlagError(f"--out is {out!r}; its suffix must be one of {', '.join(PICTURES)}")
-
-
-def _film(run: Run, acting: Any, who: str, data: Sequence[str], scenario: str | None) -> Recording:
-    """The recording of one scenario, by its id, else the first."""
-    drives = evaluation.drives(run, data, 1 if scenario is None else None)
-    ids = [each.id for each in drives.scenarios]
-    if scenario is not None and scenario not in ids:
-        hint = flags.suggestion(scenario, ids, f"there are {', '.join(ids[:3])}" + (" ..." if len(ids) > 3 else ""))
-        raise RunError(f"no scenario is named {scenario!r}; {hint}")
-    which = 0 if scenario is None else ids.index(scenario)
-    recording = drives.only(which).play(acting, _driver(who), [0])[1][0]
-    return recording._replace(label="trained" if who == "run" else who)
 
 
 # ---------------------------------------------------------------------------------------------------- what there is
@@ -236,7 +101,9 @@ def show_envs(words: Sequence[str]) -> int:
 def status(words: Sequence[str]) -> int:
     """`longhaul status RUN`."""
     parsed = flags.parse("status", "How far a run is.", {"": [RUN, RUNS_DIR, DEBUG]}, words).values
-    folder = _folder(parsed, "status")
+    if parsed["RUN"] is None:
+        raise FlagError("which run? longhaul status RUN")
+    folder = find_folder(Path(parsed["runs-dir"]), parsed["RUN"])
     run = load_run(folder)
     about = json.loads((folder / "run.json").read_text())
     last, lines = _last_record(folder / "metrics.jsonl")

@@ -14,9 +14,10 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 
 from longhaul import randomness
-from longhaul.types import Environment, Key, PyTree, Spec, TimeStep, transition
+from longhaul.types import Environment, Key, Measure, PyTree, Spec, TimeStep, transition
 
 
 class Starts(NamedTuple):
@@ -37,7 +38,8 @@ class Tally(NamedTuple):
 
     start: jax.Array  # int32 [W]: starts used
     episodes: jax.Array  # float32 [B]
-    sums: dict[str, jax.Array]  # float32 [B] each: "return", "length" and the environment's metrics
+    sums: dict[str, jax.Array]  # float32 [B] each: "return", "length" and the environment's metrics where valid
+    counts: dict[str, jax.Array]  # float32 [B] each: of the environment's metrics, in how many episodes they were valid
 
 
 class Worlds(NamedTuple):
@@ -86,26 +88,46 @@ def vectorise(environment: Environment, worlds: int) -> Worlds:
 
     def tally() -> Tally:
         zero = jnp.zeros(columns, jnp.float32)
-        return Tally(jnp.zeros(worlds, jnp.int32), zero, {name: zero for name in ["return", "length", *names]})
+        sums = {name: zero for name in ["return", "length", *names]}
+        return Tally(jnp.zeros(worlds, jnp.int32), zero, sums, {name: zero for name in names})
 
     def valid(state: WorldsState) -> jax.Array:
         if spec.agents is None:
             return jnp.ones(columns, bool)
         return flat(jax.vmap(environment.active)(state.state))
 
+    def score(sums: Tally, following: PyTree, ended: jax.Array) -> tuple[dict[str, jax.Array], dict[str, jax.Array]]:
+        """The sums and counts of the environment's metrics after a step.
+
+        Behind a condition: mostly nothing has ended, and no compiler then repeats a whole step inside each of the sums.
+        """
+
+        def add() -> tuple[dict[str, jax.Array], dict[str, jax.Array]]:
+            scored = flat(jax.vmap(environment.metrics)(following))
+            known = {name: ended & scored[name].valid for name in names}
+            added = {name: sums.sums[name] + jnp.where(known[name], scored[name].value, 0.0) for name in names}
+            return added, {name: sums.counts[name] + known[name] for name in names}
+
+        if not names:
+            return {}, {}
+        return lax.cond(jnp.any(ended), add, lambda: ({name: sums.sums[name] for name in names}, sums.counts))
+
     def step(
         state: WorldsState, sums: Tally, action: jax.Array, key: Key, starts: Starts
     ) -> tuple[WorldsState, Tally, TimeStep]:
-        counts = valid(state)
+        played = valid(state)
         keys = randomness.split(key, worlds)
         following, led_to = jax.vmap(environment.step)(keys, state.state, by_world(action))
-        ended = flat(led_to.terminated | led_to.truncated) & counts
+        ended = flat(led_to.terminated | led_to.truncated) & played
 
-        episode_return = state.episode_return + jnp.where(counts, flat(led_to.reward), 0.0)
-        episode_length = state.episode_length + counts
-        scored = flat(jax.vmap(environment.metrics)(following))
-        scored |= {"return": episode_return, "length": episode_length.astype(jnp.float32)}
-        added = {name: total + jnp.where(ended, scored[name], 0.0) for name, total in sums.sums.items()}
+        episode_return = state.episode_return + jnp.where(played, flat(led_to.reward), 0.0)
+        episode_length = state.episode_length + played
+        added = {
+            "return": sums.sums["return"] + jnp.where(ended, episode_return, 0.0),
+            "length": sums.sums["length"] + jnp.where(ended, episode_length.astype(jnp.float32), 0.0),
+        }
+        more, counts = score(sums, following, ended)
+        added |= more
 
         over = ended if spec.agents is None else ~jnp.any(jax.vmap(environment.active)(following), axis=-1)
         which = sums.start % jax.tree.leaves(starts)[0].shape[0]
@@ -124,7 +146,7 @@ def vectorise(environment: Environment, worlds: int) -> Worlds:
         new_state = WorldsState(
             begun, jnp.where(ended, 0.0, episode_return), jnp.where(ended, 0, episode_length)
         )
-        return new_state, Tally(sums.start + over, sums.episodes + ended, added), time_step
+        return new_state, Tally(sums.start + over, sums.episodes + ended, added, counts), time_step
 
     return Worlds(spec, worlds, columns, reset, fresh, tally, step, valid)
 
@@ -158,7 +180,7 @@ class _TimeLimit:
     def active(self, state: _Timed) -> jax.Array:
         return self.environment.active(state.state) & (state.steps < self.limit)
 
-    def metrics(self, state: _Timed) -> dict[str, jax.Array]:
+    def metrics(self, state: _Timed) -> dict[str, Measure]:
         return self.environment.metrics(state.state)
 
 

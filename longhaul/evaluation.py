@@ -13,28 +13,45 @@ import numpy as np
 from longhaul import mesh as meshes
 from longhaul import rollout, worlds
 from longhaul.algorithms import ppo
-from longhaul.driving import recording, simulator
+from longhaul.datasets import sources
+from longhaul.datasets.log import BadData
+from longhaul.driving import config, recording, scores, simulator
 from longhaul.driving.bank import Bank, stack
-from longhaul.driving.recording import Recording
+from longhaul.driving.recording import Recording, Verdict
 from longhaul.driving.scenario import Scenario
 from longhaul.run import Driving, Run, cores
-from longhaul.types import Environment, Params
+from longhaul.types import Environment, Measure, Params
 
 POLICIES = ("run", "untrained", "idm", "log", "constant")
 """Who can be evaluated: the run's policy, the same before training, and drivers that no learning made."""
 
-FAULTS = ("collision", "offroad", "red_light", "goal")
+TRAFFICS = (*config.TRAFFICS, "self")
+"""Who the others are, where an evaluation says so: replayed by "log" and the like around the ego alone; with "self" the
+policy drives all that can be driven."""
+
+MOST = 64
+"""Agents that a policy drives at most in one scenario with "self"."""
+
+EVENTS = ("collision", "offroad", "red_light", "goal")
 
 
 class Scores(NamedTuple):
-    """float64 [E] each, an agent's episode a row; `names` [E] says of which scenario ("" where there is none)."""
+    """An agent's episode a row, [E] each; `names` [E] says of which scenario ("" where there is none)."""
 
-    metrics: dict[str, np.ndarray]
+    metrics: dict[str, Measure]  # NumPy: value float64, valid bool
     names: list[str]
+    scenario: np.ndarray | None = None  # int [E]: its number; None where every episode is by itself
+    agent: np.ndarray | None = None  # int [E]: the agent, an index into the scenario's
+
+    def groups(self) -> np.ndarray:
+        """int [E]: equal for episodes of one scenario."""
+        return np.arange(len(self.names)) if self.scenario is None else self.scenario
 
     def means(self) -> dict[str, Any]:
-        """The means, and how many `episodes` there were."""
-        return {name: float(np.mean(values)) for name, values in self.metrics.items()} | {"episodes": len(self.names)}
+        """The means over the episodes that tell a metric (left out where none does), and how many `episodes` there
+        were."""
+        told = {name: float(np.mean(m.value[m.valid])) for name, m in self.metrics.items() if m.valid.any()}
+        return told | {"episodes": len(self.names)}
 
 
 def play_classic(run: Run, environment: Environment, policy: Params, episodes: int) -> Scores:
@@ -52,8 +69,12 @@ def play_classic(run: Run, environment: Environment, policy: Params, episodes: i
 def _scores(episodes: rollout.Episodes, names: Sequence[str]) -> Scores:
     episodes = jax.device_get(episodes)
     valid = np.asarray(episodes.valid)
-    metrics = {name: np.asarray(values, np.float64)[valid] for name, values in episodes.scores.items()}
-    return Scores(metrics, [name for name, row in zip(names, valid, strict=True) for _ in range(int(row.sum()))])
+    metrics = {
+        name: Measure(np.asarray(score.value, np.float64)[valid], np.asarray(score.valid)[valid])
+        for name, score in episodes.scores.items()
+    }
+    scenario, slot = np.nonzero(valid)
+    return Scores(metrics, [names[i] for i in scenario.tolist()], None, slot)
 
 
 class Drives(NamedTuple):
@@ -62,6 +83,20 @@ class Drives(NamedTuple):
     run: Run
     scenarios: list[Scenario]
     bank: Bank
+    files: tuple[str, ...] = ()  # where each is from; () where they were generated
+
+    def simulator(self, driver: str, **changes: Any) -> simulator.Simulator:
+        """The environment of the scenarios, as the run has it but for `changes` of its configuration."""
+        task = self.run.environment
+        assert isinstance(task, Driving)
+        return simulator.driving(self.bank, dataclasses.replace(task.simulator, driver=driver, **changes))
+
+    def actor(self, environment: Environment, driver: str) -> tuple[rollout.Act, Callable[[int], Any]]:
+        """(act, memory) of the run's policy, or of nobody where the simulator drives."""
+        if driver != "policy":
+            return _hands_off, lambda count: ()
+        algorithm = ppo.ppo(environment.spec, self.run.algorithm, updates=1, mean=meshes.identity)
+        return algorithm.act, algorithm.memory
 
     def player(
         self, driver: str, record: Sequence[int] = ()
@@ -70,11 +105,8 @@ class Drives(NamedTuple):
 
         `driver` is the simulator's: "policy", or one that needs none: "idm", "log", "constant". Compiles once.
         """
-        task = self.run.environment
-        assert isinstance(task, Driving)
-        environment = simulator.driving(self.bank, dataclasses.replace(task.simulator, driver=driver))
-        algorithm = ppo.ppo(environment.spec, self.run.algorithm, updates=1, mean=meshes.identity)
-        act, memory = (algorithm.act, algorithm.memory) if driver == "policy" else (_hands_off, lambda count: ())
+        environment = self.simulator(driver)
+        act, memory = self.actor(environment, driver)
         some = np.array(record, np.int32)
 
         def observe(state: Any) -> Any:
@@ -90,7 +122,7 @@ class Drives(NamedTuple):
         def play(policy: Params | None) -> tuple[Scores, list[Recording]]:
             episodes, frames = jax.device_get(program(policy))
             films = [self._film(frames, i, which, driver) for i, which in enumerate(record)]
-            return _scores(episodes, [s.id for s in self.scenarios]), films
+            return self._scored(_scores(episodes, [s.id for s in self.scenarios]), episodes.valid), films
 
         return play
 
@@ -98,10 +130,17 @@ class Drives(NamedTuple):
         """One policy, as `player` has it."""
         return self.player(driver, record)(policy)
 
-    def only(self, which: int) -> Drives:
-        """The drive in scenario number `which` alone."""
-        scenarios = [self.scenarios[which]]
-        return Drives(self.run, scenarios, stack(scenarios, agents=self.bank.controlled.shape[1]))
+    def _scored(self, found: Scores, valid: np.ndarray) -> Scores:
+        """Of whom each row is, and the benchmarks' scores beside what was measured."""
+        scenario, slot = np.nonzero(valid)
+        agent = np.array([self.scenarios[i].controlled[j] for i, j in zip(scenario, slot, strict=True)], int)
+        return Scores(scores.aggregates(found.metrics) | found.metrics, found.names, scenario, agent)
+
+    def some(self, which: Sequence[int]) -> Drives:
+        """The drives in these scenarios alone."""
+        chosen = [self.scenarios[i] for i in which]
+        files = tuple(self.files[i] for i in which) if self.files else ()
+        return Drives(self.run, chosen, stack(chosen, agents=self.bank.controlled.shape[1]), files)
 
     def _film(self, frames: Any, i: int, which: int, label: str) -> Recording:
         """The recording of scenario `which` from the stacked frames [T+1, E, ...] of episode i."""
@@ -109,15 +148,25 @@ class Drives(NamedTuple):
         scenario = self.scenarios[which]
         playing = np.any(active, axis=-1)
         end = len(playing) if playing.all() else int(np.argmin(playing)) + 1
-        ego = {name: float(values[end - 1, 0]) for name, values in metrics.items()}
-        events = {name: _first(metrics[name][:end, 0]) for name in FAULTS if name in metrics}
+        slots = np.flatnonzero(active[0]) if active[0].any() else np.zeros(1, int)
+        verdicts = [_verdict(int(scenario.controlled[slot]), slot, end, metrics) for slot in slots.tolist() if slot > 0]
+        ego = _verdict(int(scenario.controlled[0]), 0, end, metrics)
         return Recording(
             id=scenario.id, dt=scenario.dt, pose=frame.pose[:end], size=frame.size[0],
             kind=frame.kind[0].astype(np.int8), present=frame.present[:end], controlled=frame.controlled[0],
             expert=frame.expert[:end], route=scenario.route[0, : int(scenario.route_points[0]), :2],
             light_position=frame.light_position[0], light_state=frame.light_state[:end].T.astype(np.int8),
-            drawing=scenario.drawing, events=events, label=label, metrics=ego,
+            drawing=scenario.drawing, events=ego.events, label=label, metrics=ego.metrics, ego=ego.agent,
+            others=tuple(verdicts),
         )  # fmt: skip
+
+
+def _verdict(agent: int, slot: int, end: int, metrics: dict[str, Measure]) -> Verdict:
+    """What an agent did and scored until frame `end`; metrics are [T+1, A]."""
+    told = {name: float(m.value[end - 1, slot]) for name, m in metrics.items() if m.valid[end - 1, slot]}
+    happened = {name: metrics[name].value[:end, slot] for name in EVENTS if name in metrics}
+    events = {name: _first(values) if name in told else None for name, values in happened.items()}
+    return Verdict(agent, events, told)
 
 
 def _hands_off(policy: Params, memory: Any, observation: Any, key: Any) -> tuple[jax.Array, Any, Any]:
@@ -131,18 +180,52 @@ def _first(values: np.ndarray) -> int | None:
     return int(np.argmax(values > 0)) if np.any(values > 0) else None
 
 
-def drives(run: Run, data: Sequence[str] = (), count: int | None = None) -> Drives:
-    """The scenarios of `data`; else those of the run's own data; else generated ones that no run trains in."""
+def drives(run: Run, data: Sequence[str] = (), count: int | None = None, traffic: str | None = None) -> Drives:
+    """The scenarios of `data`; else those of the run's own data; else generated ones that no run trains in.
+
+    At most `count` are made; without it, all of `data`, or as many as the run says. `traffic` is one of `TRAFFICS`, by
+    default the run's own, with the agents that it trains. Raises BadData, one line, where data can't be used.
+    """
     task = run.environment
     assert isinstance(task, Driving)
-    agents, horizon = task.simulator.agents, task.horizon
+    settings = task.simulator
+    if traffic is not None:
+        agents = min(MOST, task.objects) if traffic == "self" else 1
+        settings = dataclasses.replace(settings, agents=agents, traffic="log" if traffic == "self" else traffic)
+    task = dataclasses.replace(task, simulator=settings)
     paths = tuple(data) or task.data
+    files: tuple[str, ...] = ()
     if paths:
-        scenarios = worlds.from_logs(paths, agents=agents, horizon=horizon)[:count]
+        found = _from_files(task, paths, count if data else count or run.evaluation_episodes)
+        files, scenarios = tuple(file for file, _ in found), [scenario for _, scenario in found]
     else:
         count = count or run.evaluation_episodes or 128
-        scenarios = worlds.generated(worlds.HELD_OUT, count, agents=agents, horizon=horizon, workers=cores())
-    return Drives(run, scenarios, stack(scenarios, agents=agents))
+        scenarios = worlds.generated(
+            worlds.HELD_OUT, count, agents=settings.agents, horizon=task.horizon, workers=cores(),
+            control=settings.control,
+        )  # fmt: skip
+    if traffic == "self":  # no slots that nobody has
+        most = max(int(np.sum(scenario.controlled >= 0)) for scenario in scenarios)
+        task = dataclasses.replace(task, simulator=dataclasses.replace(settings, agents=max(most, 1)))
+    run = dataclasses.replace(run, environment=task)
+    return Drives(run, scenarios, stack(scenarios, agents=task.simulator.agents), files)
+
+
+def _from_files(task: Driving, paths: Sequence[str], count: int | None) -> list[tuple[str, Scenario]]:
+    """The first `count` scenarios of the files at `paths`, each with the path of its file; no more are compiled."""
+    found: list[tuple[str, Scenario]] = []
+    for path in sources.expand(paths):
+        left = None if count is None else count - len(found)
+        if left == 0:
+            break
+        made = worlds.from_logs(
+            [str(path)], agents=task.simulator.agents, horizon=task.horizon, objects=task.objects, count=left,
+            control=task.simulator.control,
+        )  # fmt: skip
+        found += [(str(path), scenario) for scenario in made]
+    if not found:
+        raise BadData(f"{', '.join(map(str, paths))}: no scenario to evaluate in; give other data")
+    return found
 
 
 def label(recordings: Sequence[Recording], policy: str) -> list[Recording]:

@@ -12,8 +12,14 @@ from typing import Any, TextIO
 
 from longhaul import pages
 
-FIRST = ("accuracy", "progress", "collision", "offroad", "red_light", "goal", "comfort", "return", "length")
+FIRST = (
+    *("accuracy", "progress", "collision", "offroad", "red_light", "goal", "comfort", "vmax_score", "nuplan_score"),
+    *("realism", "return", "length"),
+)
 """Metrics in the order of a table's columns; others follow by name."""
+
+MOST = len(FIRST)
+"""Columns of metrics that a table can have; where there are more, those of FIRST are shown."""
 
 
 def table(header: Sequence[str], rows: Sequence[Sequence[str]], *, footer: Sequence[str] | None = None) -> None:
@@ -59,14 +65,15 @@ def listing(rows: Iterable[tuple[str, str]]) -> None:
 
 def scores(means: dict[str, dict[str, Any]]) -> None:
     """Prints a table of an evaluation: policy -> means by metric and `episodes`."""
-    names = columns(name for scored in means.values() for name in scored if name != "episodes")
+    names = columns((name for scored in means.values() for name in scored if name != "episodes"), most=MOST)
     header = ["policy", *names, "episodes"]
     table(header, [[policy, *(number(scored.get(name)) for name in header[1:])] for policy, scored in means.items()])
 
 
-def columns(names: Iterable[str]) -> list[str]:
-    """The distinct names in the order of a table's columns."""
-    return sorted(set(names), key=lambda name: (FIRST.index(name) if name in FIRST else len(FIRST), name))
+def columns(names: Iterable[str], most: int | None = None) -> list[str]:
+    """The distinct names in the order of a table's columns; where there are more than `most`, only those of FIRST."""
+    found = sorted(set(names), key=lambda name: (FIRST.index(name) if name in FIRST else len(FIRST), name))
+    return found if most is None or len(found) <= most else [name for name in found if name in FIRST]
 
 
 def number(value: Any) -> str:
@@ -74,6 +81,14 @@ def number(value: Any) -> str:
     if value is None:
         return "-"
     return f"{value:.3f}" if isinstance(value, float) else str(value)
+
+
+def span(value: Any) -> str:
+    """A range [least, greatest], or one number, in a table; "-" where there is none."""
+    if not isinstance(value, list | tuple):
+        return "-" if value is None else f"{value:g}"
+    low, high = (f"{each:.6g}" if isinstance(each, float) else str(each) for each in value)
+    return low if low == high else f"{low} .. {high}"
 
 
 def clean(text: str) -> str:
@@ -86,16 +101,25 @@ def is_terminal(stream: TextIO) -> bool:
 
 
 def check_json(path: str | None) -> None:
-    """Raises ValueError where `--json path` can't be written, before work is done for it."""
+    """`check_output` of --json."""
+    check_output("json", path)
+
+
+def check_output(flag: str, path: str | None) -> None:
+    """Raises ValueError where `--flag path` can't be written, before work is done for it."""
     if path is None or path == "-":
         return
     if Path(path).is_dir() or not Path(path).absolute().parent.is_dir():
-        raise ValueError(f"--json is {path!r}; it must be a file in a folder that exists, or - for stdout")
+        raise ValueError(f"--{flag} is {path!r}; it must be a file in a folder that exists, or - for stdout")
 
 
 def write_json(path: str, value: Any) -> None:
     """Writes a file at once or not at all; "-" is stdout. What is not finite becomes null."""
-    text = json.dumps(pages.finite(value), indent=2, allow_nan=False) + "\n"
+    write_text(path, json.dumps(pages.finite(value), indent=2, allow_nan=False) + "\n")
+
+
+def write_text(path: str, text: str) -> None:
+    """Writes a file at once or not at all; "-" is stdout."""
     if path == "-":
         sys.stdout.write(text)
         return

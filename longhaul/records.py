@@ -21,7 +21,8 @@ class Sums:
     def add(self, n: int, rows: Mapping[str, np.ndarray]) -> None:
         """Adds the first n updates of `rows`, arrays [n or more] by name.
 
-        "episodes" counts those that ended, "episode/..." sum over them, the others are an update's own.
+        "episodes" counts those that ended, "episode/NAME" sums over those of them that tell it: "episodes/NAME", or
+        all where there is no such count. The others are an update's own.
         """
         for name, values in rows.items():
             total = float(np.sum(np.asarray(values[:n], np.float64)))
@@ -33,12 +34,18 @@ class Sums:
         return {"updates": self.updates, "totals": dict(self._totals)}
 
     def take(self) -> Record:
-        """The record of at least one update: an episode's mean (NaN where none ended), the rest's; and begins anew."""
+        """The record of at least one update: an episode's mean, the rest's; and begins anew.
+
+        Where no episode ended, its return is NaN; a metric that no episode told is left out.
+        """
         totals, updates = self._totals, self.updates
         episodes = totals.pop("episodes")
+        counts = {name: totals.pop(name) for name in list(totals) if name.startswith("episodes/")}
         record = {"episode/count": episodes}
         for name, total in sorted(totals.items()):
-            count = episodes if name.startswith("episode/") else updates
-            record[name] = total / count if count else math.nan
+            told = "episodes/" + name.removeprefix("episode/")
+            count = counts.get(told, episodes) if name.startswith("episode/") else updates
+            if count or told not in counts:
+                record[name] = total / count if count else math.nan
         self.updates, self._totals = 0, {}
         return record

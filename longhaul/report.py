@@ -26,8 +26,19 @@ COUNTERS = ("update", "env_steps", "agent_steps", "wall_seconds")
 AXIS = ("agent_steps", "env_steps", "update")
 """What curves run over: the first of these that the records have."""
 
-HIGHER, LOWER = ("return", "accuracy", "progress", "goal", "comfort"), ("collision", "offroad", "red_light")
+HIGHER = (
+    *("return", "accuracy", "progress", "goal", "comfort", "vmax_score", "nuplan_score", "puffer_score", "completion"),
+    *("accuracy_at_fault", "making_progress", "driving_direction", "time_to_collision", "smallest_ttc", "speed_limit"),
+    *("lanes", "comfortable"),
+)
+LOWER = (
+    *("collision", "offroad", "red_light", "at_fault_collision", "wrong_way", "off_route", "log_divergence"),
+    *("final_divergence", "kinematic_infeasibility"),
+)
 """Metrics of an evaluation of which more, or less, is better, in the order of columns; of others no best is marked."""
+
+MAIN = (*HIGHER[:7], *LOWER[:3], "length")
+"""Metrics that are shown at once; a table of the others is folded."""
 
 POLICIES = ("trained", "untrained", "idm", "log", "constant")
 """The order of an evaluation's rows."""
@@ -142,6 +153,17 @@ def _evaluation(evaluation: Any) -> str:
     columns = sorted(present - {"episodes"}, key=lambda name: _rank(name, HIGHER + LOWER))
     if not columns:
         return ""
+    shown = [name for name in columns if name in MAIN] or columns
+    note = (
+        '<p class="muted note">Means over the episodes that tell a metric; the best of a column is marked, '
+        "↑ where more is better, ↓ where less is.</p>"
+    )
+    others = [name for name in columns if name not in shown]
+    more = f"<details><summary>Further metrics ({len(others)})</summary>{_table(rows, others)}</details>"
+    return _table(rows, shown) + note + more * bool(others)
+
+
+def _table(rows: Mapping[str, Mapping[str, Any]], columns: Sequence[str]) -> str:
     heads = "".join(f'<th scope="col">{_text(_words(column))}{_arrow(column)}</th>' for column in columns)
     body = []
     best = {column: best_policies(column, rows) for column in columns}
@@ -151,11 +173,7 @@ def _evaluation(evaluation: Any) -> str:
         episodes = _text(_count(_number(means.get("episodes"))) or DASH)
         body.append(f'<tr><th scope="row">{_text(policy)}</th>{cells}<td class="muted">{episodes}</td></tr>')
     top = f'<thead><tr><th scope="col">policy</th>{heads}<th scope="col">episodes</th></tr></thead>'
-    return (
-        f'<div class="card table"><table>{top}<tbody>{"".join(body)}</tbody></table></div>'
-        '<p class="muted note">Means over the episodes; the best of a column is marked, '
-        "↑ where more is better, ↓ where less is.</p>"
-    )
+    return f'<div class="card table"><table>{top}<tbody>{"".join(body)}</tbody></table></div>'
 
 
 def _cell(value: Any, digits: int, best: bool) -> str:

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 
 from longhaul import randomness
 from longhaul.environment import Worlds, WorldsState
-from longhaul.types import Collector, Environment, Key, Metrics, Params, PyTree, Rollout, Successors
+from longhaul.types import Collector, Environment, Key, Measure, Metrics, Params, PyTree, Rollout, Successors
 
 Act = Callable[[Params, PyTree, PyTree, Key | None], tuple[jax.Array, PyTree, PyTree]]
 
@@ -57,7 +57,9 @@ def collector(
 ) -> Collector:
     """Rollouts of `steps` steps of every world.
 
-    `starts` fresh episodes a world are drawn for each rollout (default: one for every 8 steps, at most 16).
+    `starts` fresh episodes a world are drawn for each rollout (default: one for every 8 steps, at most 16). The metrics
+    of a rollout are sums over the episodes that ended in it, "episodes" of them: "episode/return", "episode/length" and
+    each "episode/NAME" of the environment, which was valid in "episodes/NAME" of them.
     """
     if steps < 1:
         raise ValueError(f"num_steps is {steps}; at least 1 is needed")
@@ -105,16 +107,17 @@ def collector(
             Successors(after.observation, kept), carry.memory, version,
         )  # fmt: skip
         sums = {f"episode/{name}": jnp.sum(total) for name, total in tally.sums.items()}
-        return after, data, {"episodes": jnp.sum(tally.episodes)} | sums
+        counts = {f"episodes/{name}": jnp.sum(count) for name, count in tally.counts.items()}
+        return after, data, {"episodes": jnp.sum(tally.episodes)} | sums | counts
 
     return Collector(start, collect, steps * worlds.columns, steps * worlds.worlds)
 
 
 class Episodes(NamedTuple):
-    """What whole episodes scored, float32 [E, A] each (A = 1 without agents), with `valid` bool [E, A]."""
+    """What whole episodes scored, [E, A] each (A = 1 without agents)."""
 
-    scores: dict[str, jax.Array]
-    valid: jax.Array
+    scores: dict[str, Measure]
+    valid: jax.Array  # bool [E, A]: who played at all; no score is valid elsewhere
     finished: jax.Array  # bool [E, A]: ended within the steps given
 
 
@@ -147,7 +150,8 @@ def play(
 
         present = jnp.ones((count, 1), bool) if agents is None else jax.vmap(environment.active)(state)
         names = sorted(jax.eval_shape(jax.vmap(environment.metrics), state))
-        scores = {name: jnp.zeros((count, agents or 1), jnp.float32) for name in ["return", "length", *names]}
+        nothing = jnp.zeros((count, agents or 1), jnp.float32)
+        scores = {name: Measure(nothing, present) for name in ["return", "length", *names]}
 
         def one_step(carried: Any, t: jax.Array) -> tuple[Any, PyTree]:
             state, observation, remembered, playing, scores = carried
@@ -159,10 +163,10 @@ def play(
             following, led_to = jax.vmap(environment.step)(keys, state, action)
             ended = (led_to.terminated | led_to.truncated).reshape(count, -1)
             reward = led_to.reward.reshape(count, -1)
-            scored = {k: v.reshape(count, -1) for k, v in jax.vmap(environment.metrics)(following).items()}
-            scored["return"] = scores["return"] + reward
-            scored["length"] = scores["length"] + 1.0
-            scores = {k: jnp.where(playing, scored[k], scores[k]) for k in scores}
+            scored = jax.tree.map(lambda v: v.reshape(count, -1), jax.vmap(environment.metrics)(following))
+            scored["return"] = Measure(scores["return"].value + reward, present)
+            scored["length"] = Measure(scores["length"].value + 1.0, present)
+            scores = jax.tree.map(lambda new, old: jnp.where(playing, new, old), scored, scores)
             still = playing & ~ended
             # A single world that ended stays where it ended, for the pictures.
             kept = _where_column(jnp.any(playing, axis=-1), following, state)

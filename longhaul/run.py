@@ -1,21 +1,13 @@
-"""A Run: one whole experiment as plain data, the folder that keeps it, and its assembly into functions.
-
-`run.json` holds the Run with every default resolved, so that a folder alone says how to go on, evaluate and repeat.
-"""
+"""A Run: one whole experiment as plain data, and its assembly into functions."""
 
 from __future__ import annotations
 
 import dataclasses
-import fcntl
-import json
 import math
 import os
-import re
-import time
 import types
 import typing
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -24,18 +16,14 @@ import jax
 from jax.sharding import Mesh
 
 from longhaul import mesh as meshes
-from longhaul import pages
 from longhaul.algorithms import ppo
 from longhaul.driving import simulator
 from longhaul.environment import vectorise
 from longhaul.envs import registry
 from longhaul.rollout import collector
 from longhaul.topologies import fused
-from longhaul.types import Algorithm, Collector, Environment, Progress
+from longhaul.types import Algorithm, Collector, Environment, Progress, PyTree, Spec
 from longhaul.worlds import HELD_OUT
-
-FORMAT = 1
-"""Of run.json and what lies beside it; a folder of another format is refused."""
 
 TOPOLOGIES = ("fused",)
 
@@ -44,6 +32,10 @@ MOST = 2**31 - 1
 
 MOST_RECORDS = 4096
 """Records of metrics in a run, about, however long it is: a record sums up as many updates as that takes."""
+
+
+VISITS, EPISODE = 8, 80
+"""How often a scenario of a bank is driven before others come, taking an episode to have so many steps."""
 
 
 class RunError(ValueError):
@@ -62,8 +54,12 @@ class Driving:
     """Driving in logs, or in generated scenarios where `data` is empty."""
 
     data: tuple[str, ...] = ()  # files, folders, globs
+    bank: int | None = None  # scenarios of `data` that are held at once; None: all
+    bank_updates: int | None = None  # updates in the same ones
     scenarios: int = 1024  # generated ones to train in
     horizon: int | None = None  # most steps of a scenario; None: to the log's end
+    objects: int = 128  # most agents of a scenario
+    least: int = 1  # agents that a generated scenario must have to control, to be trained in
     simulator: simulator.Config = field(default_factory=simulator.Config)
 
 
@@ -92,16 +88,17 @@ class Run:
 class Assembly(NamedTuple):
     """A Run as functions, on its mesh."""
 
-    environment: Environment
+    spec: Spec
     algorithm: Algorithm
-    collector: Collector
+    collector_in: fused.CollectorIn
+    enter: fused.Enter
     mesh: Mesh
     updates: int
     steps_per_update: int  # agent steps, over all shards
     env_steps_per_update: int
 
-    def start(self, seed: int) -> Progress:
-        return fused.start(self.algorithm, self.collector, jax.random.key(seed), self.mesh)
+    def start(self, seed: int, context: PyTree) -> Progress:
+        return fused.start(self.algorithm, self.enter, context, jax.random.key(seed), self.mesh)
 
 
 def agents(run: Run) -> int:
@@ -148,7 +145,8 @@ def resolve(run: Run) -> Run:
     log_interval, block = _intervals(run, updates, steps)
     task = run.environment
     if isinstance(task, Driving):  # found again from wherever the run is gone on with
-        task = dataclasses.replace(task, data=tuple(os.path.abspath(os.path.expanduser(path)) for path in task.data))
+        data = tuple(os.path.abspath(os.path.expanduser(path)) for path in task.data)
+        task = dataclasses.replace(task, data=data, bank_updates=_bank_updates(task, run.num_envs * run.num_steps))
     episodes = run.evaluation_episodes or (128 if isinstance(task, Driving) else 100)
     return dataclasses.replace(
         run, environment=task, devices=devices, threads=run.threads or _default_threads(devices),
@@ -182,18 +180,34 @@ def _floats(value: Any, name: str = "") -> Iterator[tuple[str, float]]:
 
 
 def _check_driving(task: Driving) -> None:
+    try:
+        simulator.check_settings(task.simulator)
+    except ValueError as error:
+        name, _, rest = str(error).partition(" ")
+        raise RunError(f"--{_flag(name)} {rest}") from error
     if not 1 <= task.scenarios <= HELD_OUT:
         raise RunError(
             f"--scenarios is {task.scenarios}; it must lie in 1 to {HELD_OUT} (those after are for evaluation)"
         )
+    if task.bank is not None and task.bank < 1:
+        raise RunError(f"--bank is {task.bank}; it must be at least 1")
+    if task.bank is not None and not task.data:
+        raise RunError(f"--bank is {task.bank}, and there is no --data; of generated scenarios, --scenarios are held")
+    if task.bank_updates is not None and (task.bank is None or task.bank_updates < 1):
+        raise RunError(f"--bank-updates is {task.bank_updates}; it must be at least 1, and needs --bank")
+    if not 1 <= task.least <= task.simulator.agents:
+        raise RunError(f"--least is {task.least}; it must lie in 1 to --agents, {task.simulator.agents}")
+    if task.objects < task.simulator.agents:
+        raise RunError(f"--objects is {task.objects}; it must be at least --agents, {task.simulator.agents}")
     if task.horizon is not None and task.horizon < 2:
         raise RunError(f"--horizon is {task.horizon}; a scenario has at least 2 steps")
-    for name in ("agents", "neighbours", "waypoints"):
-        value = getattr(task.simulator, name)
-        if value < 1:
-            raise RunError(f"--{name} is {value}; it must be at least 1")
-    if task.simulator.waypoints > simulator.MAX_WAYPOINTS:
-        raise RunError(f"--waypoints is {task.simulator.waypoints}; it must be at most {simulator.MAX_WAYPOINTS}")
+
+
+def _bank_updates(task: Driving, steps: int) -> int | None:
+    """So many updates of `steps` steps that each scenario of the bank is driven about `VISITS` times."""
+    if task.bank is None or task.bank_updates is not None:
+        return task.bank_updates
+    return -(-VISITS * task.bank * min(EPISODE, task.horizon or EPISODE) // steps)
 
 
 def _intervals(run: Run, updates: int, steps: int) -> tuple[int, int]:
@@ -243,16 +257,25 @@ def prepare_devices(devices: int, threads: int | None = None) -> None:
             raise RunError(f"{devices} devices are wanted, and JAX already runs with {len(jax.devices())}") from None
 
 
-def assemble(run: Run, environment: Environment) -> Assembly:
-    """The functions of a resolved run in `environment`."""
+def assemble(run: Run, within: Callable[[PyTree], Environment], context: PyTree) -> Assembly:
+    """The functions of a resolved run.
+
+    What environments read and never write is their context, () for most; `within` gives the environment in a context,
+    also while a program is traced. `context` is one of them: all have the same shapes and the same spec.
+    """
     assert run.devices is not None
-    mesh = meshes.make_mesh(run.devices)
-    worlds = vectorise(environment, run.num_envs // run.devices)
+    mesh, worlds = meshes.make_mesh(run.devices), run.num_envs // run.devices
+    spec = within(context).spec
     steps = run.num_envs * agents(run) * run.num_steps
     updates = run.total_steps // steps
-    algorithm = ppo.ppo(environment.spec, run.algorithm, updates=updates, mean=meshes.mean_over_data)
-    collect = collector(worlds, algorithm.act, algorithm.memory, steps=run.num_steps)
-    return Assembly(environment, algorithm, collect, mesh, updates, steps, run.num_envs * run.num_steps)
+    algorithm = ppo.ppo(spec, run.algorithm, updates=updates, mean=meshes.mean_over_data)
+
+    def collector_in(context: PyTree) -> Collector:
+        many = vectorise(within(context), worlds)
+        return collector(many, algorithm.act, algorithm.memory, steps=run.num_steps)
+
+    enter = fused.entering(collector_in, mesh)
+    return Assembly(spec, algorithm, collector_in, enter, mesh, updates, steps, run.num_envs * run.num_steps)
 
 
 def named(environment: Named) -> Environment:
@@ -263,96 +286,7 @@ def named(environment: Named) -> Environment:
         raise RunError(str(error)) from error
 
 
-# ---------------------------------------------------------------------------------------------------------- folders
-
-
-def new_folder(runs_dir: Path, run: Run, name: str | None) -> Path:
-    """Makes the folder of a new run. Raises RunError where `name` is taken or is no name."""
-    if name is not None and not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}", name):
-        raise RunError(f"--run-name is {name!r}; use letters, digits, '.', '_' and '-', at most 100")
-    try:
-        runs_dir.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise RunError(f"--runs-dir {runs_dir} can't be made ({error.strerror}); give another folder") from error
-    stem = name or f"{run.recipe}-{time.strftime('%Y%m%d-%H%M%S')}"
-    for attempt in range(1000):
-        folder = runs_dir / (stem if attempt == 0 else f"{stem}-{attempt + 1}")
-        try:
-            folder.mkdir()
-        except FileExistsError:
-            if name is not None:
-                raise RunError(
-                    f"run {name!r} exists in {runs_dir}; choose another --run-name, or --resume {name}"
-                ) from None
-            continue
-        return folder
-    raise RunError(f"{runs_dir} holds a thousand runs of this second; give a --run-name")
-
-
-def find_folder(runs_dir: Path, run_id: str) -> Path:
-    """The folder of a run by its name or path; RunError with the nearest names where there is none."""
-    import difflib
-
-    for folder in (runs_dir / run_id, Path(run_id)):
-        if (folder / "run.json").is_file():
-            return folder
-    there = sorted(p.parent.name for p in runs_dir.glob("*/run.json"))
-    near = difflib.get_close_matches(run_id, there, n=3, cutoff=0.4) or there[-3:]
-    hint = f"did you mean {' or '.join(near)}?" if near else "there are none yet: longhaul train makes one"
-    raise RunError(f"no run {run_id!r} in {runs_dir}; {hint}")
-
-
-@contextmanager
-def alone(folder: Path) -> Iterator[None]:
-    """Within it no other process trains in `folder`; RunError where one does. A process that is killed lets go too."""
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise RunError(f"another process trains in {folder}; let it end, or stop it, before --resume") from None
-        except OSError:
-            pass  # a file system without locks: no harm as long as only one comes
-        yield
-    finally:
-        os.close(descriptor)
-
-
-def write_json(path: Path, value: Any) -> None:
-    """Writes at once or not at all; what is not finite becomes null, since JSON has no word for it."""
-    partial_path = path.with_name(path.name + ".partial")
-    with pages.naming(path):
-        with open(partial_path, "w") as file:
-            json.dump(pages.finite(value), file, indent=2, allow_nan=False)
-            file.write("\n")
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(partial_path, path)
-
-
-def save_run(folder: Path, run: Run, about: dict[str, Any]) -> None:
-    """Writes run.json."""
-    head = {"format": FORMAT, "id": folder.name, "recipe": run.recipe, "run": to_dict(run)}
-    write_json(folder / "run.json", head | about)
-
-
-def load_run(folder: Path) -> Run:
-    """The Run of a folder. Raises RunError where run.json can't be read or is of another version."""
-    path = folder / "run.json"
-    try:
-        data = json.loads(path.read_text())
-    except (OSError, ValueError) as error:
-        raise RunError(f"{path} can't be read ({error}); it was not written by longhaul, or is damaged") from error
-    found = data.get("format") if isinstance(data, dict) else None
-    if found != FORMAT:
-        raise RunError(f"{path} has format {found}, and this version reads {FORMAT}; use the one that wrote it")
-    try:
-        run: Run = from_dict(Run, data["run"])
-        if resolve(run) != run:
-            raise TypeError("what it leaves open was decided in the run that wrote it")
-    except (KeyError, TypeError, ValueError) as error:
-        raise RunError(f"{path} is no run of this version ({error}); use the version that wrote it") from error
-    return run
+# ------------------------------------------------------------------------------------------------------- plain data
 
 
 def to_dict(value: Any) -> Any:

@@ -11,9 +11,10 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from longhaul import flags, networks
-from longhaul.driving import objectives, simulator
+from longhaul.driving import config, objectives
 from longhaul.flags import DEBUG, FLOAT, INT, PATH, SWITCH, TEXT, Flag, FlagError, Kind, choice, optional
-from longhaul.run import TOPOLOGIES, Run, RunError, load_run
+from longhaul.folders import load_run
+from longhaul.run import TOPOLOGIES, Run, RunError
 
 HELP = {
     "total-steps": "agent steps to train for",
@@ -26,14 +27,29 @@ HELP = {
     "evaluation-episodes": "episodes, or scenarios never trained in, of the evaluation at the end",
     "env": "the environment; longhaul envs lists them",
     "data": "driving logs to train in: files, folders, globs; without: generated scenarios",
+    "bank": "scenarios of the shards in --data that are held at once, others after --bank-updates; none: all",
+    "bank-updates": "updates in the same scenarios of the bank",
     "scenarios": "generated scenarios to train in",
+    "objects": "most agents of a scenario, the nearest to the ego's path",
     "horizon": "most steps of a scenario; none: to the log's end",
     "agents": "controlled agents of a world",
-    "traffic": "the others replay the log, or react by the Intelligent Driver Model",
+    "least": "agents that a generated scenario must have to control, to be trained in",
+    "control": "whom the agents may be: vehicles, or all that move, cyclists and pedestrians too",
+    "dynamics": "how agents move, and what actions are: acceleration and curvature, or wheels, moves, jerks",
+    "goal": "who reaches its goal is removed, stops there, or begins anew",
+    "crash": "who ends by another event is removed, or stops there",
+    "conditioning": "drivers draw reward weights of their own, and see them",
+    "traffic": "the others replay the log, react by the Intelligent Driver Model, or keep their velocity",
     "actions": "what the policy chooses from",
     "terminations": "events that end an episode",
     "neighbours": "nearest others that an agent sees",
     "waypoints": "points of the route ahead that it sees",
+    "road-points": "pieces of road around an agent that it sees; 200 reach about 60 m",
+    "observation-noise": "deviations of others' position (m), heading (rad) and velocity (m/s) as an agent sees them",
+    "observation-mask": "chance that an agent misses one of the others, or a piece of road, in a step",
+    "view-range": "metres beyond which an agent sees neither others nor road; none: any",
+    "view-angle": "radians of an agent's field of view, around straight ahead",
+    "view-occlusion": "boxes hide who is behind them",
     "reward-progress": "for a metre along the route",
     "reward-collision": "for a collision",
     "reward-offroad": "for leaving the road",
@@ -59,12 +75,15 @@ HELP = {
     "normalise-observation": "observations by running mean and deviation",
     "reward-scale": "factor on rewards for learning",
     "kl-stop": "end an update once approx_kl passed it",
-    "torso": "network before the heads; deepset: neighbours without order",
+    "torso": "network before the heads; deepset: neighbours without order; latent, wayformer, mtr: by attention",
     "hidden-dim": "width of a layer",
-    "num-layers": "layers of the torso",
-    "activation": "between layers",
+    "num-layers": "layers of the torso, or blocks of an encoder by attention",
+    "model-size": "millions of parameters, 0.3 to 25, from which hidden-dim and num-layers follow; none: they count",
+    "activation": "between layers of mlp and deepset",
     "memory": "width of the recurrent unit; 0: none",
     "chunk": "rows of a minibatch whose gradient is taken at once; a matter of speed",
+    "precision": "what the torso computes in; parameters and losses are fp32",
+    "remat": "compute an encoder's blocks again for the gradient: less memory, a third more work",
     "log-interval": "updates of a record of metrics",
     "block": "updates of a compiled call; between calls a run logs, saves and stops",
     "save-interval-minutes": "minutes between two checkpoints",
@@ -75,17 +94,22 @@ HELP = {
 
 CHOICES: dict[str, tuple[str, ...]] = {
     "topology": TOPOLOGIES,
-    "traffic": simulator.TRAFFICS,
-    "actions": simulator.ACTIONS,
+    "traffic": config.TRAFFICS,
+    "actions": config.ACTIONS,
+    "control": config.CONTROLS,
+    "dynamics": config.DYNAMICS,
+    "goal": config.GOALS,
+    "crash": config.CRASHES,
     "terminations": objectives.EVENTS,
     "torso": networks.TORSOS,
     "activation": tuple(networks.ACTIVATIONS),
+    "precision": tuple(networks.PRECISIONS),
 }
 
 HIDDEN = ("recipe", "driver")
 """Fields that are no flag: the recipe is named before, and who learns drives by the policy."""
 
-AUTO = ("mesh", "threads", "evaluation-episodes", "log-interval", "block")
+AUTO = ("mesh", "threads", "bank-updates", "evaluation-episodes", "log-interval", "block")
 """Flags whose None is decided from the rest."""
 
 FREE = ("log-interval", "block", "save-interval-minutes", "save-interval", "keep")
@@ -154,6 +178,8 @@ def _kind(name: str, hint: Any) -> Kind:
         return PATH
     if typing.get_origin(hint) in (typing.Union, types.UnionType):
         return optional(_kind(name, next(kind for kind in typing.get_args(hint) if kind is not type(None))))
+    if typing.get_origin(hint) is tuple:
+        return _kind(name, typing.get_args(hint)[0])
     return {int: INT, float: FLOAT, str: TEXT, bool: SWITCH}[hint]
 
 

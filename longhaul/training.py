@@ -7,15 +7,13 @@ parameters, bit by bit, and a metrics file without gap or repeat.
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import os
 import signal
 import sys
-import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, closing, contextmanager
+from contextlib import ExitStack, closing
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -23,31 +21,21 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from longhaul import evaluation, report, telemetry, worlds
+from longhaul import evaluation, networks, report, telemetry
+from longhaul import feed as feeds
 from longhaul import mesh as meshes
 from longhaul.algorithms import ppo
 from longhaul.checkpoint import Checkpoints
-from longhaul.driving import simulator
-from longhaul.driving.bank import stack
+from longhaul.clock import Clock, Seconds
 from longhaul.driving.recording import Recording
+from longhaul.feed import Feed, Feeding, feed
+from longhaul.folders import alone, load_run, save_run, write_json
 from longhaul.provenance import params_sha256, provenance
 from longhaul.records import Sums
-from longhaul.run import (
-    Assembly,
-    Driving,
-    Run,
-    RunError,
-    alone,
-    assemble,
-    cores,
-    load_run,
-    named,
-    prepare_devices,
-    save_run,
-    write_json,
-)
+from longhaul.run import Assembly, Driving, Run, RunError, assemble, named, prepare_devices
+from longhaul.stopping import Stop, Stopped, listening
 from longhaul.topologies import fused
-from longhaul.types import Environment, Params, Progress
+from longhaul.types import Params, Progress
 
 STOPPED = 75
 """Exit code of a run that a signal stopped after it had saved: resume me."""
@@ -58,118 +46,16 @@ class Outcome(NamedTuple):
     result: dict[str, Any] | None
 
 
-class Stopped(Exception):
-    """A signal ended the run after `done` updates, which are saved."""
-
-    def __init__(self, done: int):
-        super().__init__(done)
-        self.done = done
-
-
-class Stop:
-    """Whether SIGINT or SIGTERM came. A second one ends the process at once.
-
-    It is noted, for what was done is to be saved first; where it is looked at, the run ends. Within `at_once` it raises
-    KeyboardInterrupt; not while a program compiles, which JAX may answer by a crash at the end of the process.
-    """
-
-    def __init__(self) -> None:
-        self.signal: int | None = None
-        self._raises = False
-
-    def __call__(self, number: int, frame: Any) -> None:
-        if self.signal is not None:
-            signal.signal(number, signal.SIG_DFL)
-            signal.raise_signal(number)
-        self.signal = number
-        if self._raises:
-            raise KeyboardInterrupt
-
-    def look(self, done: int) -> None:
-        """Raises Stopped if a signal came; `done` updates are saved."""
-        if self.signal is not None:
-            raise Stopped(done)
-
-    @contextmanager
-    def at_once(self) -> Iterator[None]:
-        self._raises = True
-        try:
-            yield
-        finally:
-            self._raises = False
-
-
-@contextmanager
-def listening() -> Iterator[Stop]:
-    """Signals go to the main thread alone: in another one, nothing is heard."""
-    stop = Stop()
-    if threading.current_thread() is not threading.main_thread():
-        yield stop
-        return
-    before = {number: signal.signal(number, stop) for number in (signal.SIGINT, signal.SIGTERM)}
-    try:
-        yield stop
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
-
-
-class Seconds(NamedTuple):
-    """Of the whole run, over all its resumes; what a kill undid counts not."""
-
-    train: float = 0.0  # in updates, logging and saving
-    compile: float = 0.0
-    wall: float = 0.0  # these, and preparing data
-
-
-class Clock:
-    """Reads the Seconds of a run, of which `before` passed in earlier processes."""
-
-    def __init__(self) -> None:
-        self.before = Seconds()
-        self._born = time.perf_counter()
-        self._compile = 0.0
-        self._training: float | None = None
-
-    @contextmanager
-    def compiling(self) -> Iterator[None]:
-        began = time.perf_counter()
-        yield
-        self._compile += time.perf_counter() - began
-
-    def train(self) -> None:
-        """Training begins."""
-        self._training = time.perf_counter()
-
-    def read(self) -> Seconds:
-        now = time.perf_counter()
-        train = 0.0 if self._training is None else now - self._training
-        return Seconds(
-            self.before.train + train, self.before.compile + self._compile, self.before.wall + now - self._born
-        )
-
-
-def make_environment(run: Run) -> Environment:
-    """The environment that a run trains in."""
-    task = run.environment
-    if not isinstance(task, Driving):
-        return named(task)
-    agents = task.simulator.agents
-    if task.data:
-        scenarios = worlds.from_logs(task.data, agents=agents, horizon=task.horizon)
-    else:
-        scenarios = worlds.generated(0, task.scenarios, agents=agents, horizon=task.horizon, workers=cores())
-    return simulator.driving(stack(scenarios, agents=agents), task.simulator)
-
-
-def train(run: Run, folder: Path, *, resumed: bool) -> Outcome:
+def train(run: Run, folder: Path, *, resumed: bool, source: Feed | None = None) -> Outcome:
     """Trains the resolved `run` in `folder` to its end, from its newest intact checkpoint if `resumed`.
+
+    `source` is what it trains in, where that has been made already.
 
     A signal before the folder is that of a run raises KeyboardInterrupt, as one without this function would.
     """
     with alone(folder), listening() as stop:
         try:
-            return Outcome(0, _train(run, folder, stop, resumed=resumed))
+            return Outcome(0, _train(run, folder, stop, source, resumed=resumed))
         except Stopped as stopped:
             where = f"saved after update {stopped.done}" if stopped.done else "stopped before its first update"
         except KeyboardInterrupt:
@@ -181,7 +67,7 @@ def train(run: Run, folder: Path, *, resumed: bool) -> Outcome:
         return Outcome(STOPPED, None)
 
 
-def _train(run: Run, folder: Path, stop: Stop, *, resumed: bool) -> dict[str, Any]:
+def _train(run: Run, folder: Path, stop: Stop, source: Feed | None, *, resumed: bool) -> dict[str, Any]:
     """The result; raises Stopped."""
     assert run.devices is not None
     clock = Clock()
@@ -191,24 +77,36 @@ def _train(run: Run, folder: Path, stop: Stop, *, resumed: bool) -> dict[str, An
         return result
     prepare_devices(run.devices, run.threads)
     with stop.at_once():
-        environment = make_environment(run)
-    assembly = assemble(run, environment)
-    if not resumed:  # not before: bad data or sizes are an error, not a run
-        save_run(folder, run, provenance())
-    with closing(Checkpoints(folder / "checkpoints", keep=run.keep)) as checkpoints:
+        source = source or feed(run)
+        if resumed:
+            feeds.check(run, source, json.loads((folder / "run.json").read_text()), folder.name)
+        feeding = Feeding(source)
+    with closing(feeding), closing(Checkpoints(folder / "checkpoints", keep=run.keep)) as checkpoints:
+        assembly = assemble(run, source.within, feeding.now.context)
+        if not resumed:  # not before: bad data or sizes are an error, not a run
+            save_run(folder, run, provenance() | {"data": source.about, "parameters": _parameters(assembly)})
         with clock.compiling():
-            progress = assembly.start(run.seed)
+            progress = assembly.start(run.seed, feeding.now.context)
         untrained = _on_host(assembly.algorithm.policy(progress.state))
+        _say(f"{networks.count(untrained.params):,} parameters")
         restored = checkpoints.latest(progress)
         sums = Sums()
         if restored is not None:
             progress, about = restored.progress, restored.metadata
             clock.before, sums = Seconds(**about["seconds"]), Sums(about["pending"])
+            with stop.at_once():
+                feeding.move(feeds.place(about["place"]))
         stop.look(int(progress.updates))
         if int(progress.updates) < assembly.updates:
-            progress = _loop(run, folder, assembly, progress, checkpoints, stop, clock, sums, resumed=resumed)
+            progress = _loop(run, folder, assembly, feeding, progress, checkpoints, stop, clock, sums, resumed=resumed)
         policy = _on_host(assembly.algorithm.policy(progress.state))
         return _finish(run, folder, assembly, policy, untrained, clock.read(), stop)
+
+
+def _parameters(assembly: Assembly) -> int:
+    """How many numbers are learnt."""
+    algorithm = assembly.algorithm
+    return networks.count(jax.eval_shape(lambda: algorithm.policy(algorithm.init(jax.random.key(0))).params))
 
 
 def _say(line: str) -> None:
@@ -221,8 +119,8 @@ def _on_host(policy: Params) -> Params:
 
 
 def _loop(
-    run: Run, folder: Path, assembly: Assembly, progress: Progress, checkpoints: Checkpoints, stop: Stop, clock: Clock,
-    sums: Sums, *, resumed: bool,
+    run: Run, folder: Path, assembly: Assembly, feeding: Feeding, progress: Progress, checkpoints: Checkpoints,
+    stop: Stop, clock: Clock, sums: Sums, *, resumed: bool,
 ) -> Progress:  # fmt: skip
     """All updates that are left; what was done is saved. Raises Stopped."""
     assert run.block is not None and run.log_interval is not None
@@ -230,8 +128,7 @@ def _loop(
     last = telemetry.truncate_after(metrics, done)
     if (last["update"] if last else 0) != done - sums.updates:
         _say(f"{metrics} lacks records before update {done}; the run goes on without them")
-    with clock.compiling():
-        program = fused.compiled(assembly.algorithm, assembly.collector, progress, assembly.mesh, block=run.block)
+    program = _compiled(run, assembly, feeding, progress, clock)
     steps, total = (updates * assembly.steps_per_update for updates in (done, assembly.updates))
     with ExitStack() as closed:
         sinks = [closed.enter_context(closing(telemetry.jsonl(metrics)))]
@@ -242,7 +139,7 @@ def _loop(
         clock.train()
         saved_at = time.perf_counter()
         waiting: tuple[int, int, Any] | None = None
-        for progress, n, rows in fused.fused(program, progress, updates=assembly.updates, block=run.block):
+        for progress, n, rows in _calls(run, assembly, feeding, progress, clock, program):
             if waiting is not None:  # of the call before: the device works meanwhile
                 log(*waiting)
             done, waiting = done + n, (done + n, n, rows)
@@ -254,12 +151,39 @@ def _loop(
                 log(*waiting)
                 waiting, saved_at = None, time.perf_counter()
                 _sync(metrics)
-                checkpoints.save(done, progress, {"seconds": clock.read()._asdict(), "pending": sums.pending()})
+                about = {"seconds": clock.read()._asdict(), "pending": sums.pending()}
+                checkpoints.save(done, progress, about | {"place": feeding.place(done).plain()})
             if stopping is not None:
                 break
         checkpoints.wait()
     stop.look(done)
     return progress
+
+
+def _compiled(run: Run, assembly: Assembly, feeding: Feeding, progress: Progress, clock: Clock) -> fused.Program:
+    assert run.block is not None
+    collector_in, context = assembly.collector_in, feeding.now.context
+    with clock.compiling():
+        return fused.compiled(assembly.algorithm, collector_in, progress, context, assembly.mesh, block=run.block)
+
+
+def _calls(
+    run: Run, assembly: Assembly, feeding: Feeding, progress: Progress, clock: Clock, program: fused.Program
+) -> Iterator[tuple[Progress, int, Any]]:
+    """All calls that are left, as `fused.fused` has them, through one context after the other."""
+    assert run.block is not None
+    done, room = int(progress.updates), feeding.now.place.room
+    while done < assembly.updates:
+        if feeding.ends(done):
+            jax.block_until_ready(progress.updates)  # nothing computes any more with the context that is given up
+            feeding.turn(done)
+            progress = fused.entered(progress, assembly.enter, feeding.now.context)
+        if feeding.now.place.room != room:
+            program, room = _compiled(run, assembly, feeding, progress, clock), feeding.now.place.room
+        until = min(assembly.updates, feeding.until(done) or assembly.updates)
+        for progress, n, rows in fused.fused(program, progress, feeding.now.context, updates=until, block=run.block):
+            done += n
+            yield progress, n, rows
 
 
 def _sync(path: Path) -> None:
@@ -305,7 +229,7 @@ def _finish(
     scores: dict[str, Any] = {}
     recordings: list[Recording] = []
     both = jax.device_put((policy, untrained), jax.devices()[0])
-    for name, means, films in evaluations(run, assembly.environment, *both):
+    for name, means, films in evaluations(run, *both):
         scores[name] = means
         recordings += films
         stop.look(assembly.updates)
@@ -319,6 +243,7 @@ def _finish(
         "wall_seconds": seconds.wall,
         "sps": steps / max(seconds.train, 1e-9),
         "params_sha256": params_sha256(policy.params),
+        "parameters": networks.count(policy.params),
         "evaluation": scores,
     }
     write_report(folder, result, recordings)
@@ -326,12 +251,11 @@ def _finish(
     return result
 
 
-def evaluations(
-    run: Run, environment: Environment, policy: Params, untrained: Params
-) -> Iterator[tuple[str, dict[str, Any], list[Recording]]]:
+def evaluations(run: Run, policy: Params, untrained: Params) -> Iterator[tuple[str, dict[str, Any], list[Recording]]]:
     """Of each policy its name, the means that it scores, and for driving some recordings."""
     assert run.evaluation_episodes is not None
     if not isinstance(run.environment, Driving):
+        environment = named(run.environment)
         for name, params in (("trained", policy), ("untrained", untrained)):
             yield name, evaluation.play_classic(run, environment, params, run.evaluation_episodes).means(), []
         return
@@ -359,11 +283,7 @@ def restore_policy(folder: Path) -> tuple[Run, Params, Params]:
     run = load_run(folder)
     assert run.devices is not None
     prepare_devices(run.devices, run.threads)
-    task = run.environment
-    if isinstance(task, Driving):
-        task = dataclasses.replace(task, data=(), scenarios=1)
-    environment = make_environment(dataclasses.replace(run, environment=task))
-    algorithm = ppo.ppo(environment.spec, run.algorithm, updates=1, mean=meshes.identity)
+    algorithm = ppo.ppo(feeds.spec(run), run.algorithm, updates=1, mean=meshes.identity)
     begun = jax.jit(algorithm.init)(jax.random.split(jax.random.key(run.seed), 3)[0])  # as `fused.start` has it
     progress = Progress(begun, (), (), jnp.int32(0))  # type: ignore[arg-type]
     with closing(Checkpoints(folder / "checkpoints")) as checkpoints:

@@ -47,6 +47,18 @@ class Box:
 Action = Discrete | MultiDiscrete | Box
 
 
+class Measure(NamedTuple):
+    """A number with its validity: a mask travels with its value.
+
+    Not every episode can tell every metric: without a light, nobody knows whether the agent heeds red. Where `valid` is
+    False, `value` means nothing and counts nowhere. Example: of Measure([1.0, 7.0, 0.0], [True, False, True]) the mean
+    is 0.5, over 2 episodes.
+    """
+
+    value: Any  # float32 [...]
+    valid: Any  # bool [...]
+
+
 class Masked(NamedTuple):
     """An observation that comes with the set of actions that are legal now."""
 
@@ -110,8 +122,8 @@ class Environment(Protocol):
     def active(self, state: PyTree) -> jax.Array:
         """bool: whether an episode is running; with `spec.agents` = A: bool [A], which agents still play."""
 
-    def metrics(self, state: PyTree) -> dict[str, jax.Array]:
-        """What an episode that ends in `state` scored beside its return, float32 scalars ([A] with agents); may be
+    def metrics(self, state: PyTree) -> dict[str, Measure]:
+        """What an episode that ends in `state` scored beside its return and length, scalars ([A] with agents); may be
         empty."""
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -17,16 +17,24 @@ import numpy as np
 from jax.sharding import PartitionSpec
 
 from longhaul import mesh as meshes
-from longhaul import randomness, recipes, training, worlds
+from longhaul import randomness, recipes, worlds
 from longhaul.algorithms import ppo
+from longhaul.datasets import sources
+from longhaul.datasets.log import Log
 from longhaul.driving import dynamics, geometry, simulator, tables
 from longhaul.driving.bank import Bank, stack
+from longhaul.driving.compile import compile_log
 from longhaul.driving.dynamics import Motion
+from longhaul.driving.scenario import CELL, Scenario
 from longhaul.driving.tables import Tables
 from longhaul.environment import vectorise
+from longhaul.feed import Feeding, feed
 from longhaul.run import Driving, Named, Run, assemble, cores, prepare_devices, resolve
 from longhaul.topologies import fused
-from longhaul.types import PyTree
+from longhaul.types import MultiDiscrete, PyTree
+
+MARGIN = 25.0
+"""Metres that a distance field reaches beyond its routes, if nothing else is asked for."""
 
 
 class Prepared(NamedTuple):
@@ -62,10 +70,14 @@ def _training(made: Run, unit: str, more: dict[str, Any]) -> Prepared:
     assert made.devices is not None
     assert made.block is not None
     prepare_devices(made.devices)
-    assembly = assemble(made, training.make_environment(made))
+    source = feed(made)
+    context = Feeding(source).now.context
+    assembly = assemble(made, source.within, context)
     began = time.perf_counter()
-    start = assembly.start(made.seed)
-    program = fused.compiled(assembly.algorithm, assembly.collector, start, assembly.mesh, block=made.block)
+    start = assembly.start(made.seed, context)
+    program = fused.compiled(
+        assembly.algorithm, assembly.collector_in, start, context, assembly.mesh, block=made.block
+    )
     compiled = time.perf_counter() - began
     block, updates = made.block, assembly.updates
 
@@ -75,7 +87,7 @@ def _training(made: Run, unit: str, more: dict[str, Any]) -> Prepared:
 
     def work(progress: PyTree) -> dict[str, float]:
         rows: list[Any] = []
-        for _, n, metrics in fused.fused(program, progress, updates=updates, block=block):
+        for _, n, metrics in fused.fused(program, progress, context, updates=updates, block=block):
             rows.append((n, metrics))
             rows[-2:-1] = [(n, jax.device_get(late)) for n, late in rows[-2:-1]]  # while the device goes on
         rows = [{k: np.asarray(v)[:n] for k, v in jax.device_get(metrics).items()} for n, metrics in rows]
@@ -88,30 +100,65 @@ def _training(made: Run, unit: str, more: dict[str, Any]) -> Prepared:
     return Prepared(config, updates * assembly.steps_per_update, unit, compiled, begin, work)
 
 
-def _bank(objects: int, scenarios: int) -> Bank:
-    """The first generated scenarios with objects / 2 < N <= objects, so that padding is never most of the work."""
+def _bank(objects: int, scenarios: int, agents: int = 1, data: Sequence[str] = (), covering: bool = False) -> Bank:
+    """The scenarios of the files at `data`, with at most `objects` objects; without any, the first generated ones with
+    objects / 2 < N <= objects, so that padding is never most of the work.
+
+    At most `agents` are controlled, and never more than the scenario with most has. With `covering` the distance fields
+    of logs reach so far that all objects are within them as long as the log lasts.
+    """
     if objects < 32 or objects & (objects - 1):
         raise ValueError(f"objects is {objects}; choose a power of two, at least 32: a bank is padded to one")
-    found: list[Any] = []
+    if agents < 1:
+        raise ValueError(f"agents is {agents}; at least 1 is controlled")
+    if data:
+        logs = [log for path in sources.expand(list(data)) for log in sources.read(path)]
+        found = [_of_log(log, min(agents, objects), objects, covering) for log in logs]
+    else:
+        found = _generated(objects, scenarios, agents)
+    return stack(found, agents=max(int((one.controlled >= 0).sum()) for one in found))
+
+
+def _generated(objects: int, scenarios: int, agents: int) -> list[Scenario]:
+    found: list[Scenario] = []
     for first in itertools.count(0, 64):
-        some = worlds.generated(first, 64, agents=1, horizon=None, workers=cores())
+        some = worlds.generated(first, 64, agents=agents, horizon=None, workers=cores())
         found += [one for one in some if objects // 2 < one.kind.shape[0] <= objects]
         if len(found) >= scenarios or (first >= 1024 and not found):
             break
     if not found:
         raise ValueError(f"no generated scenario has {objects // 2 + 1} to {objects} objects; choose fewer")
-    return stack(found[:scenarios], agents=1)
+    return found[:scenarios]
 
 
-def driving_step(objects: int, batch: int, num_steps: int, scenarios: int, devices: int | None) -> Prepared:
+def _of_log(log: Log, agents: int, objects: int, covering: bool) -> Scenario:
+    made = compile_log(log, agents=agents, objects=objects)
+    if not (covering and made.field.size):
+        return made
+    places = made.pose[..., :2][made.present]
+    top = made.field_origin + CELL * np.array(made.field.shape[::-1])
+    missing = np.maximum(made.field_origin - places.min(0), places.max(0) - top).max()
+    return compile_log(log, agents=agents, objects=objects, route_margin=MARGIN + max(float(missing) + 5.0, 0.0))
+
+
+def _bytes(tree: PyTree) -> int:
+    return sum(int(np.prod(leaf.shape)) * leaf.dtype.itemsize for leaf in jax.tree.leaves(tree))
+
+
+def driving_step(
+    objects: int, batch: int, num_steps: int, scenarios: int, devices: int | None, data: Sequence[str] = ()
+) -> Prepared:
     devices = _prepare(batch, devices)
-    sizes = {"objects": objects, "batch": batch, "num_steps": num_steps, "scenarios": scenarios, "devices": devices}
-    known = tables.tabulate(_bank(objects, scenarios), 1, False)
+    known = tables.tabulate(_bank(objects, scenarios, data=data, covering=True), 1, False)
+    sizes = {
+        "objects": objects, "batch": batch, "num_steps": num_steps, "scenarios": known.scenarios, "devices": devices,
+        "data": list(data), "scenario_bytes": _bytes(known) // known.scenarios,
+    }  # fmt: skip
 
     def shard(key: jax.Array) -> dict[str, jax.Array]:
         key = jax.random.fold_in(key, meshes.shard_index())
         scenario = jax.random.randint(key, (batch // devices,), 0, known.scenarios)
-        logged = known.motion[scenario, 0]
+        logged = jax.vmap(lambda s: tables.slice_at(known, s, jnp.int32(0)))(scenario)
         begun = Motion(logged[:, 0], logged[:, 1], logged[:, 2], jnp.hypot(logged[:, 3], logged[:, 4]))
         throttle, steering = (randomness.normal(k, begun.x.shape) for k in jax.random.split(key))
 
@@ -155,11 +202,30 @@ def _all_objects(
     return motion, jnp.any(pair & (gap < 0.0), axis=-1), present & jnp.any(road > 0.0, axis=-1)
 
 
-def driving_env(objects: int, batch: int, num_steps: int, scenarios: int, devices: int | None) -> Prepared:
+def driving_env(
+    objects: int,
+    batch: int,
+    num_steps: int,
+    scenarios: int,
+    devices: int | None,
+    data: Sequence[str] = (),
+    agents: int = 1,
+    road_points: int = 0,
+) -> Prepared:
     devices = _prepare(batch, devices)
-    sizes = {"objects": objects, "batch": batch, "num_steps": num_steps, "scenarios": scenarios, "devices": devices}
-    many = vectorise(simulator.driving(_bank(objects, scenarios)), batch // devices)
-    choices = np.array([len(dynamics.ACCELERATIONS), len(dynamics.STEERINGS)], np.uint32)
+    bank = _bank(objects, scenarios, agents, data)
+    agents = bank.controlled.shape[1]
+    world = simulator.driving(bank, simulator.Config(agents=agents, road_points=road_points))
+    state = jax.eval_shape(lambda key: world.reset(key)[0], jax.random.key(0))
+    sizes = {
+        "objects": objects, "batch": batch, "num_steps": num_steps, "scenarios": world.scenarios, "devices": devices,
+        "data": list(data), "agents": agents, "road_points": road_points,
+        "scenario_bytes": _bytes(world.tables) // world.scenarios, "state_bytes": _bytes(state),
+    }  # fmt: skip
+    driven = float((bank.controlled >= 0).sum(1).mean())  # slots without an agent count for nothing
+    many = vectorise(world, batch // devices)
+    assert isinstance(world.spec.action, MultiDiscrete)
+    choices = np.array(world.spec.action.sizes, np.uint32)
     length = min(32, num_steps)  # a rollout, for which fresh starts are drawn as `rollout.collector` does
 
     def shard(key: jax.Array) -> dict[str, jax.Array]:
@@ -181,17 +247,25 @@ def driving_env(objects: int, batch: int, num_steps: int, scenarios: int, device
         keys = jax.random.split(key_run, num_steps // length)
         _, tally, seen = jax.lax.scan(rollout, carried, keys)[0]
         totals = {name: jnp.sum(total) for name, total in tally.sums.items()} | {"episodes": jnp.sum(tally.episodes)}
+        counts = {name: jnp.sum(count) for name, count in tally.counts.items()}
         seen = jnp.mean(jnp.stack([jnp.mean(leaf) for leaf in jax.tree.leaves(seen)]))
-        totals, seen = meshes.mean_over_data((totals, seen))
+        totals, counts, seen = meshes.mean_over_data((totals, counts, seen))
         episodes = totals.pop("episodes")
-        means = {name: total / jnp.maximum(episodes, 1.0) for name, total in totals.items()}
+        means = {name: total / jnp.maximum(counts.get(name, episodes), 1.0) for name, total in totals.items()}
         return means | {"episodes": episodes * devices, "observation": seen}
 
-    return _sharded(shard, devices, batch * (num_steps // length) * length, sizes)
+    steps = batch * (num_steps // length) * length
+    if agents == 1:
+        return _sharded(shard, devices, steps, sizes)
+    return _sharded(shard, devices, round(steps * driven), sizes, "agent steps")
 
 
 def _sharded(
-    shard: Callable[[jax.Array], dict[str, jax.Array]], devices: int, steps: int, config: dict[str, Any]
+    shard: Callable[[jax.Array], dict[str, jax.Array]],
+    devices: int,
+    steps: int,
+    config: dict[str, Any],
+    unit: str = "env steps",
 ) -> Prepared:
     """A program of a key alone, on `devices` shards."""
     mesh = meshes.make_mesh(devices)
@@ -203,7 +277,7 @@ def _sharded(
     def work(key: jax.Array) -> dict[str, float]:
         return {name: float(value) for name, value in jax.device_get(program(key)).items()}
 
-    return Prepared(config, steps, "env steps", compiled, lambda number: _key(mesh, number), work)
+    return Prepared(config, steps, unit, compiled, lambda number: _key(mesh, number), work)
 
 
 def _key(mesh: Any, number: int) -> jax.Array:

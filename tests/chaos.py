@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from longhaul.types import Action, Box, Discrete, Key, Masked, MultiDiscrete, Spec, TimeStep, transition
+from longhaul.types import Action, Box, Discrete, Key, Masked, Measure, MultiDiscrete, Spec, TimeStep, transition
 
 MODULUS = 4096
 NONSENSE = -1e4
@@ -97,8 +97,10 @@ class Chaos:
     def active(self, state: ChaosState) -> jax.Array:
         return state.playing
 
-    def metrics(self, state: ChaosState) -> dict[str, jax.Array]:
-        return {"score": state.n.astype(jnp.float32)}
+    def metrics(self, state: ChaosState) -> dict[str, Measure]:
+        """The score, known where it is no multiple of three; and what nobody ever knows."""
+        score = state.n.astype(jnp.float32)
+        return {"score": Measure(score, state.n % 3 != 0), "unknown": Measure(score, jnp.zeros_like(state.playing))}
 
 
 BOX = Box((-1.0, -2.0), (1.0, 2.0))

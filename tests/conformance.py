@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from longhaul.types import Box, Discrete, Environment, Masked, MultiDiscrete, Spec, TimeStep
+from longhaul.types import Box, Discrete, Environment, Masked, Measure, MultiDiscrete, Spec, TimeStep
 
 WORLDS = 3
 
@@ -113,7 +113,8 @@ def _check_shapes(environment: Environment) -> None:
     assert _form(step.truncated)[1] == [flag], f"truncated is {step.truncated}, not bool {lead}"
     assert _form(jax.eval_shape(environment.active, state))[1] == [flag], f"active does not give bool {lead}"
     for name, score in jax.eval_shape(environment.metrics, state).items():
-        assert (score.shape, score.dtype) == number[:2], f"metric {name} is {score}, not float32 {lead}"
+        assert isinstance(score, Measure), f"metric {name} is {score}, not a Measure: a value with its validity"
+        assert _form(score)[1] == [number, flag], f"metric {name} is {score}, not float32 and bool {lead}"
 
 
 def _check_object(environment: Environment) -> None:

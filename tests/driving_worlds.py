@@ -105,7 +105,9 @@ class Trip:
         self.first = jax.tree.map(np.asarray, first)  # the observation before the first step
         self.states = jax.tree.map(lambda x: np.asarray(x)[:count], states)  # after each step, [T, ...]
         self.steps = jax.tree.map(lambda x: np.asarray(x)[:count], steps)
-        self.metrics = {name: np.asarray(value)[count - 1].tolist() for name, value in metrics.items()}
+        told = {name: [np.asarray(leaf)[count - 1].tolist() for leaf in measure] for name, measure in metrics.items()}
+        self.metrics = {name: value for name, (value, _) in told.items()}  # by agent, [A]
+        self.valid = {name: valid for name, (_, valid) in told.items()}
 
 
 def same_shapes(tables: Tables) -> Tables:
@@ -116,14 +118,22 @@ def same_shapes(tables: Tables) -> Tables:
         widths[axis] = (0, size - array.shape[axis])
         return np.pad(np.asarray(array), widths)
 
+    def lay(lines: Any, size: int) -> Any:
+        return lines._replace(points=pad(lines.points, 1, size))
+
+    rows = {name: pad(getattr(tables.map, name), 0, 4096) for name in ("place", "shape", "lane", "directory")}
+    blocks = {"points": pad(tables.map.points, 0, 256), "lanes": pad(tables.map.lanes, 0, 256 * 16)}
     paths = tables.paths
     if paths is not None:
-        paths = paths._replace(points=pad(paths.points, 3, 120))
+        paths = paths._replace(lines=lay(paths.lines, 120 * 16))
     return tables._replace(
-        motion=pad(tables.motion, 1, MOST),
-        light_state=pad(tables.light_state, 1, MOST),
-        cells=pad(tables.cells, 0, 360 * 81),
+        motion=pad(tables.motion, 0, MOST),
+        routes=lay(tables.routes, 16 * 240),
+        lights=tables.lights._replace(states=pad(tables.lights.states, 0, 16 * MOST)),
+        cells=pad(tables.cells, 0, 45 * 11 * 81),
+        tiles=pad(tables.tiles, 0, 45 * 11),
         paths=paths,
+        map=tables.map._replace(**rows, **blocks),
     )
 
 

@@ -10,7 +10,7 @@ import io
 import json
 import pickle
 from dataclasses import fields, replace
-from pathlib import Path
+from pathlib import Path as FilePath
 from typing import Any
 
 import numpy as np
@@ -31,6 +31,7 @@ from longhaul.datasets.log import (
     Feature,
     Lights,
     Log,
+    Path,
     Tracks,
 )
 from longhaul.datasets.wire import encode, encode_varint
@@ -119,7 +120,7 @@ def make_features() -> tuple[Feature, ...]:
     east = np.arange(0.0, LENGTH + 1, 2.0)
     return (
         Feature(101, LANE_STREET, line(east[:51], EAST), exit=(102,), speed_limit=20.1168),
-        Feature(102, LANE_STREET, line(east[50:], EAST), entry=(101,), speed_limit=20.1168),
+        Feature(102, LANE_STREET, line(east[50:], EAST), entry=(101,), speed_limit=20.1168, junction=True),
         Feature(103, LANE_STREET, line(east[::-1], WEST)),
         Feature(104, 12, line(east, 0.0)),
         Feature(105, EDGE_BOUNDARY, line(east, -3.5)),
@@ -149,6 +150,7 @@ def assert_same(found: Log, expected: Log, *, times: float = 1e-6) -> None:
     assert len(found.features) == len(expected.features)
     for one, other in zip(found.features, expected.features):
         assert (one.id, one.kind, one.entry, one.exit) == (other.id, other.kind, other.entry, other.exit)
+        assert one.junction == other.junction
         assert one.speed_limit == other.speed_limit or abs(one.speed_limit - other.speed_limit) < 1e-9
         np.testing.assert_array_equal(one.points, other.points)
 
@@ -208,7 +210,20 @@ def example(log: Log, *, spare: int = 3, slots: int = 4) -> dict[str, np.ndarray
     }.items():
         features[f"roadgraph_samples/{name}"] = np.concatenate([np.repeat(values, counts), np.full(5, -1)])
     features["roadgraph_samples/valid"] = np.concatenate([np.ones(sum(counts), np.int64), np.zeros(5, np.int64)])
-    return features
+    return features | path_samples(log.paths) if log.paths else features
+
+
+def path_samples(paths: tuple[Path, ...], *, count: int = 3, points: int = 300) -> dict[str, np.ndarray | list[bytes]]:
+    """WOMD's `path_samples` of `count` paths with room for `points`; what is not used is invalid."""
+    xyz, valid = np.full((count, points, 3), -1.0, np.float32), np.zeros((count, points), np.int64)
+    lengths, on_route = np.full((count, points), -1.0, np.float32), np.zeros((count, 1), np.int64)
+    for i, path in enumerate(paths):
+        used = len(path.points)
+        xyz[i, :used], valid[i, :used], on_route[i] = path.points, 1, path.on_route
+        step = np.linalg.norm(np.diff(path.points[:, :2], axis=0), axis=-1)
+        lengths[i, :used] = np.append(0.0, np.cumsum(step))
+    columns = {"xyz": xyz, "valid": valid, "id": valid * 7 - 1, "arc_length": lengths, "on_route": on_route}
+    return {f"path_samples/{name}": values.reshape(-1) for name, values in columns.items()}
 
 
 def scenario(log: Log) -> bytes:
@@ -247,6 +262,7 @@ def _state(tracks: Tracks, index: int, step: int) -> bytes:
 def _feature(feature: Feature) -> bytes:
     if feature.kind == LANE_STREET:
         body = b"" if feature.speed_limit is None else encode(1, feature.speed_limit / 0.44704)
+        body += encode(3, 1) if feature.junction else b""
         body += encode(2, feature.kind) + b"".join(encode(8, _point(point)) for point in feature.points)
         body += encode(9, b"".join(map(encode_varint, feature.entry))) if feature.entry else b""
         body += b"".join(encode(10, lane) for lane in feature.exit)  # unpacked, which readers must take too
@@ -343,6 +359,7 @@ def scenarionet(log: Log) -> dict[str, Any]:
                 "speed_limit_mph": limit,
                 "entry_lanes": list(each.entry),
                 "exit_lanes": list(each.exit),
+                "interpolating": each.junction,
             }
     lights = {}
     for row, lane in enumerate(log.lights.lane.tolist()):
@@ -384,7 +401,7 @@ def payloads(log: Log) -> dict[str, bytes]:
     }
 
 
-def write_all(log: Log, folder: Path) -> dict[str, Path]:
+def write_all(log: Log, folder: FilePath) -> dict[str, FilePath]:
     """The log as a file of each of these formats -> format: path."""
     suffixes = {
         "womd-example": ".tfrecord",

@@ -10,13 +10,12 @@ from typing import Any
 import jax
 import pytest
 
+from longhaul import folders, telemetry, training
 from longhaul import run as runs
-from longhaul import telemetry, training
 from longhaul.algorithms import ppo
 from longhaul.provenance import params_sha256
 from longhaul.run import Assembly, Named, Run
 from longhaul.topologies import fused
-from longhaul.types import Environment
 
 TIMES = ("wall_seconds", "sps")
 """What may differ between records of two runs that are the same."""
@@ -47,7 +46,7 @@ def begin(run: Run, folder: Path) -> training.Outcome:
 
 
 def resume(folder: Path) -> training.Outcome:
-    return training.train(runs.load_run(folder), folder, resumed=True)
+    return training.train(folders.load_run(folder), folder, resumed=True)
 
 
 def records(folder: Path) -> list[dict[str, Any]]:
@@ -72,29 +71,31 @@ def make_quick(patch: pytest.MonkeyPatch) -> None:
     Compiling takes far longer than these runs do. The stand-in of an evaluation tells policies apart by every bit.
     """
     assemblies: dict[str, Assembly] = {}
-    programs: dict[tuple[int, int], fused.Program] = {}
+    programs: dict[tuple[Any, ...], fused.Program] = {}
     starts: dict[tuple[int, int], Any] = {}
     assemble, compiled, start = runs.assemble, fused.compiled, Assembly.start
 
-    def assemble_once(run: Run, environment: Environment) -> Assembly:
+    def assemble_once(run: Run, within: Any, context: Any) -> Assembly:
         shape = repr((run.environment, run.algorithm, run.total_steps, run.num_envs, run.num_steps, run.devices))
         if shape not in assemblies:
-            assemblies[shape] = assemble(run, environment)
+            assemblies[shape] = assemble(run, within, context)
         return assemblies[shape]
 
-    def compiled_once(algorithm: Any, collector: Any, progress: Any, mesh: Any, *, block: int) -> fused.Program:
-        key = id(algorithm), block
+    def compiled_once(
+        algorithm: Any, collector_in: Any, progress: Any, context: Any, mesh: Any, *, block: int
+    ) -> fused.Program:
+        key = id(algorithm), block, *(leaf.shape for leaf in jax.tree.leaves(context))
         if key not in programs:
-            programs[key] = compiled(algorithm, collector, progress, mesh, block=block)
+            programs[key] = compiled(algorithm, collector_in, progress, context, mesh, block=block)
         return programs[key]
 
-    def start_once(assembly: Assembly, seed: int) -> Any:
+    def start_once(assembly: Assembly, seed: int, context: Any) -> Any:
         key = id(assembly.algorithm), seed
         if key not in starts:
-            starts[key] = start(assembly, seed)
+            starts[key] = start(assembly, seed, context)
         return jax.tree.map(lambda leaf: leaf.copy(), starts[key])  # the loop donates what it gets
 
-    def digests(run: Run, environment: Environment, policy: Any, untrained: Any) -> Iterator[tuple[str, Any, list]]:
+    def digests(run: Run, policy: Any, untrained: Any) -> Iterator[tuple[str, Any, list]]:
         for name, params in (("trained", policy), ("untrained", untrained)):
             yield name, {"digest": params_sha256(params)}, []
 

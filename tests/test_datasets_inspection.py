@@ -3,12 +3,19 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from xml.etree import ElementTree as ET
 
+import numpy as np
 import pytest
+from PIL import Image
 
-from longhaul.datasets import inspection, tfrecord
+from longhaul.datasets import inspection, shards, sources, tfrecord
+from longhaul.driving import overview
+from longhaul.driving.compile import compile_log
+from longhaul.driving.frames import COLOURS
 from tests import fixtures_argoverse
 from tests import fixtures_logs as made
 
@@ -38,19 +45,89 @@ def test_counts_of_every_format(tmp_path: Path) -> None:
     log = made.make_log()
     for kind, path in made.write_all(log, tmp_path).items():
         report = inspection.inspect([str(path)])
-        bare = kind in ("womd-scenario", "scenarionet")
+        assert json.loads(json.dumps(report)) == report
+        bare = kind in ("womd-scenario", "scenarionet")  # these have speed limits, too
         expected = STRAIGHT | {"road_points": STRAIGHT["road_points"] - bare}
+        assert_ranges(report["files"][0]["scenarios"][0].pop("ranges"), [20.1168, 20.1168] if bare else None)
         assert report == {
             "files": [{"path": str(path), "format": kind, "scenarios": [expected], "error": None}],
             "scenarios": 1,
             "errors": 0,
         }
-        assert json.loads(json.dumps(report)) == report
+
+
+def assert_ranges(ranges: dict[str, Any], limits: list[float] | None) -> None:
+    """Those of the log that all formats hold: everybody's way over nine seconds, where it is known."""
+    assert tuple(ranges) == inspection.RANGES
+    expected = {
+        "duration": 9.0,
+        "dt": [0.1, 0.1],
+        "x": [0.0, 196.0],  # the last vehicle is first known half a second after it stood at 200
+        "y": [-5.0, 8.5],
+        "z": [1.0, 1.0],
+        "speed": [0.0, 10.0],
+        "valid_share": (6 * 91 - 15) / (6 * 91),
+        "speed_limit": limits,
+        "track_ids": [3, 1 << 30],
+        "feature_ids": [101, 110],
+    }
+    sizes = ranges.pop("sizes")
+    for name, value in expected.items():
+        assert ranges[name] == (None if value is None else pytest.approx(value, abs=1e-5)), name
+    assert sizes == {
+        "vehicle": {"length": [4.5, 12.0], "width": [2.0, 2.5], "height": [1.5, 3.0]},
+        "pedestrian": {"length": [0.5, 0.5], "width": [0.5, 0.5], "height": [1.75, 1.75]},
+        "cyclist": {"length": [1.75, 1.75], "width": [0.5, 0.5], "height": [1.75, 1.75]},
+        "other": {"length": [0.5, 0.5], "width": [0.5, 0.5], "height": [1.0, 1.0]},
+    }
+
+
+def test_ranges_of_a_shard_are_those_of_its_scenarios(tmp_path: Path) -> None:
+    path = tmp_path / "a.lhs"
+    shards.write(path, [compile_log(made.make_log())])
+    ranges = inspection.inspect([str(path)])["files"][0]["scenarios"][0]["ranges"]
+    assert (ranges["z"], ranges["speed_limit"], ranges["track_ids"]) == (None, None, None)
+    assert ranges["duration"] == pytest.approx(8.0, abs=1e-5)
+    assert ranges["x"] == pytest.approx([-10.0 + 10.0, 192.0 - 10.0], abs=0.02)  # from the ego at the current step
+    assert ranges["sizes"]["vehicle"]["length"] == pytest.approx([4.5, 12.0])
+    assert 0.9 < ranges["valid_share"] <= 1.0
+
+
+def test_pictures_show_every_body_and_the_whole_way(tmp_path: Path) -> None:
+    """A log, and the shard made of it: in the picture there are pixels of each kind, at the ego's place its own."""
+    log = made.make_log()
+    for shown in (log, compile_log(log)):
+        drawn = overview.sketch(shown)
+        overview.save(shown, tmp_path / "a.png")
+        with Image.open(tmp_path / "a.png") as image:
+            picture = np.asarray(image)
+        scale = overview.scale_of(drawn)
+        assert picture.shape[1] == pytest.approx((drawn.high - drawn.low)[0] * scale, abs=2)
+        x, y = (np.array([-drawn.low[0], drawn.high[1]]) * scale).astype(int)
+        assert tuple(picture[y, x]) == COLOURS["ego"]
+        for role in ("vehicle", "pedestrian", "cyclist", "road", "edge"):
+            assert (picture == COLOURS[role]).all(-1).any(), role
+        overview.save(shown, tmp_path / "a.svg")
+        root = ET.fromstring((tmp_path / "a.svg").read_text())
+        assert len(root) == 2 + len(list(overview.visible(drawn)))
+        overview.save(shown, tmp_path / "a.html")
+        assert "straight" in (tmp_path / "a.html").read_text()
+    with pytest.raises(ValueError, match=r"none of .png, .svg, .html"):
+        overview.save(log, tmp_path / "a.gif")
+
+
+def test_a_log_without_a_map_is_drawn(tmp_path: Path) -> None:
+    log = made.make_log(11, 5)
+    bare = replace(log, features=(), tracks=replace(log.tracks, valid=log.tracks.valid & (np.arange(6) == 2)[:, None]))
+    overview.save(bare, tmp_path / "a.png")
+    with Image.open(tmp_path / "a.png") as picture:
+        assert picture.size[0] > 100
 
 
 def test_what_a_format_does_not_have_is_null(tmp_path: Path) -> None:
     pytest.importorskip("pyarrow")
     (file,) = inspection.inspect([str(fixtures_argoverse.write(made.make_log(), tmp_path))])["files"]
+    assert file["scenarios"][0].pop("ranges")["z"] is None
     lines, edges = 2 * 51 + 101, 4 + 4  # of each area the three sides that are not shared
     assert file["scenarios"] == [
         STRAIGHT
@@ -148,3 +225,22 @@ def test_counts_of_real_logs(logs: Path, name: str) -> None:
     assert (file["format"], file["error"]) == (kind, None)
     (found,) = file["scenarios"]
     assert {key: found[key] for key in expected} == expected
+
+
+def test_the_counts_of_every_real_log_are_known(logs: Path) -> None:
+    found = {str(path.relative_to(logs)) for path in sources.expand([str(logs)])}
+    assert found <= set(REAL)
+
+
+def test_ranges_of_real_logs_are_plausible(logs: Path) -> None:
+    """Values that a mistake in units or columns would throw out: cars of cars' size at cars' speed, 10 or 20 Hz."""
+    name = "womd/motion_data_one_scenario.tfrecord"
+    if not (logs / name).exists():
+        pytest.skip(f"no {name} among the real logs")
+    (file,) = inspection.inspect([str(logs / name)])["files"]
+    ranges = file["scenarios"][0]["ranges"]
+    assert ranges["duration"] == pytest.approx(9.0, abs=0.01)
+    assert ranges["speed_limit"][1] == pytest.approx(45 * 0.44704, abs=1e-3)  # miles an hour
+    assert ranges["valid_share"] == pytest.approx(4596 / (83 * 91), abs=1e-6)
+    assert 3.0 < ranges["sizes"]["vehicle"]["length"][0] < ranges["sizes"]["vehicle"]["length"][1] < 25.0
+    assert 10.0 < ranges["speed"][1] < 40.0

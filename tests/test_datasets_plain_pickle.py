@@ -15,7 +15,7 @@ import pytest
 
 from longhaul.datasets import plain_pickle, scenarionet, sources
 from longhaul.datasets.log import BadData
-from longhaul.datasets.plain_pickle import Array, unpickle
+from longhaul.datasets.plain_pickle import Array, unpickle, weigh
 from longhaul.datasets.wire import Malformed
 from tests import fixtures_logs as made
 
@@ -176,7 +176,7 @@ def test_references_cannot_stand_for_more_than_there_is_memory() -> None:
         scenarionet.read(pickle.dumps(document))
     row = [0.0, 0.0] * 5000
     document["map_features"]["101"] = {"type": "LANE_FREEWAY", "polyline": [row] * 100_000}
-    with pytest.raises(Malformed, match="too many numbers"):
+    with pytest.raises(Malformed, match="stands for"):
         scenarionet.read(pickle.dumps(document))
     document = made.scenarionet(log)
     one = document["tracks"]["3"]
@@ -186,6 +186,66 @@ def test_references_cannot_stand_for_more_than_there_is_memory() -> None:
         scenarionet.read(pickle.dumps(document))
     line = np.zeros((1 << 14, 3))
     document = made.scenarionet(log)
-    document["map_features"] = {str(index): {"type": "CROSSWALK", "polygon": line} for index in range(1100)}
-    with pytest.raises(Malformed, match="more than 16777216 points"):
+    document["map_features"] = {str(index): {"type": "CROSSWALK", "polygon": line} for index in range(300)}
+    with pytest.raises(Malformed, match="more than 4194304 points"):
         scenarionet.read(pickle.dumps(document))
+
+
+def doubled(depth: int) -> tuple:
+    """A few references that stand for 2 ** depth numbers."""
+    value: tuple = (0.0, 0.0)
+    for _ in range(depth - 1):
+        value = (value, value)
+    return value
+
+
+def test_no_key_takes_for_ever_to_hash_and_no_name_to_be_written_out() -> None:
+    pair = b"K\x00" + b"2\x86" * 45  # a number, then 45 times: the pair of what is there and itself
+    for program in (
+        b"}" + pair + b"K\x01s.",
+        b"}(" + pair + b"K\x01u.",
+        b"(" + pair + b"K\x01d.",
+        b"\x8f(" + pair + b"\x90.",
+    ):
+        with pytest.raises(Malformed, match="neither a number nor text"):
+            unpickle(b"\x80\x04" + program)
+    with pytest.raises(Malformed, match="neither a number nor text"):
+        unpickle(b"\x80\x04(" + pair + b"\x91.")
+    document = made.scenarionet(made.make_log(11, 5))
+    for path in (("id",), ("metadata", "sdc_id"), ("tracks", "7", "type"), ("map_features", "101", "entry_lanes")):
+        holder: Any = document
+        for key in path[:-1]:
+            holder = holder[key]
+        before, holder[path[-1]] = holder[path[-1]], doubled(40)
+        with pytest.raises(Malformed, match="stands for"):
+            scenarionet.read(pickle.dumps(document))
+        holder[path[-1]] = before
+    assert scenarionet.read(pickle.dumps(document)).id == "straight"
+
+
+def test_a_shape_that_is_none_is_not_written_out() -> None:
+    array = np.arange(4.0)
+    program = pickle.dumps(array, 2)
+    assert unpickle(program).real().tolist() == [0, 1, 2, 3]
+    forged_ = Array()
+    forged_.__setstate__((1, (doubled(40),), None, False, b""))
+    with pytest.raises(Malformed):
+        forged_.real()
+
+
+def test_what_holds_itself_and_text_made_bytes_again_and_again_are_refused() -> None:
+    with pytest.raises(Malformed, match="holds itself"):
+        unpickle(b"\x80\x04]q\x00h\x00a.")
+    encode = b"c_codecs\nencode\nq\x00X\x40\x42\x0f\x00" + b"x" * 1_000_000 + b"q\x01"
+    calls = b"h\x00h\x01\x85R" * 20
+    with pytest.raises(Malformed, match="again and again"):
+        unpickle(b"\x80\x04](" + encode + calls + b"e.")
+    assert len(unpickle(b"\x80\x04](" + encode + b"h\x00h\x01\x85Re.")[-1]) == 1_000_000
+
+
+def test_a_document_weighs_what_it_stands_for() -> None:
+    shared = [1, 2, 3]
+    assert weigh({"a": shared, "b": shared}) == 1 + 2 + 2 * 4
+    assert weigh(doubled(20)) == 2**21 - 1
+    assert weigh(["x" * 80, b"y" * 16]) == 1 + 11 + 3
+    assert weigh(5) == 1

@@ -5,22 +5,22 @@ from __future__ import annotations
 import json
 import pickle
 from dataclasses import replace
-from pathlib import Path
+from pathlib import Path as FilePath
 
 import numpy as np
 import pytest
 
 from longhaul.datasets import argoverse, gpudrive, outlines, scenarionet, sources, tfrecord, womd, womd_scenario
-from longhaul.datasets.log import EDGE_BOUNDARY, LANE_STREET, BadData, Feature, Lights
+from longhaul.datasets.log import EDGE_BOUNDARY, LANE_STREET, BadData, Feature, Lights, Path
 from longhaul.datasets.wire import Malformed, encode
 from tests import fixtures_argoverse
 from tests import fixtures_logs as made
 
-HERE = Path("here.json")
+HERE = FilePath("here.json")
 
 
 @pytest.mark.parametrize(("steps", "current"), [(91, 10), (11, 10), (199, 0), (2, 1)])
-def test_every_format_gives_the_log_back(tmp_path: Path, steps: int, current: int) -> None:
+def test_every_format_gives_the_log_back(tmp_path: FilePath, steps: int, current: int) -> None:
     log = made.make_log(steps, current)
     for kind, path in made.write_all(log, tmp_path).items():
         (found,) = sources.read(path)
@@ -66,12 +66,27 @@ def test_tfexample_takes_times_from_the_ego_or_falls_back() -> None:
     np.testing.assert_allclose(womd.read(tfrecord.serialise(features)).times, np.arange(91) * 0.1)
 
 
-def test_tfexample_passes_over_path_samples_and_lives_without_lights_and_map() -> None:
-    log = made.make_log()
+def test_tfexample_gives_the_paths_of_the_ego() -> None:
+    x = np.arange(40.0)
+    ways = (np.stack([x, 0.0 * x, x * 0.25], 1), np.stack([x, x, 0.0 * x], 1)[:7], np.zeros((1, 3)))
+    log = replace(made.make_log(), paths=tuple(Path(way, i == 1) for i, way in enumerate(ways)))
     features = made.example(log)
-    features["path_samples/xyz"] = np.zeros(10 * 300 * 3, np.float32)
-    features["path_samples/on_route"] = np.array([1, 0])
-    made.assert_same(womd.read(tfrecord.serialise(features)), made.bare(log))
+    found = womd.read(tfrecord.serialise(features))
+    made.assert_same(found, made.bare(log))
+    assert [path.on_route for path in found.paths] == [False, True]  # the third has one point: it is no way
+    for path, way in zip(found.paths, ways[:2], strict=True):
+        np.testing.assert_array_equal(path.points, way)
+    del features["path_samples/valid"]
+    with pytest.raises(Malformed, match="path_samples/valid"):
+        womd.read(tfrecord.serialise(features))
+    features = made.example(log) | {"path_samples/on_route": np.array([1, 0])}
+    features["path_samples/valid"] = features["path_samples/valid"][:-1]
+    with pytest.raises(Malformed, match="path_samples has"):
+        womd.read(tfrecord.serialise(features))
+
+
+def test_tfexample_lives_without_lights_and_map() -> None:
+    features = made.example(made.make_log())
     less = {name: values for name, values in features.items() if name.startswith(("state/", "scenario/"))}
     found = womd.read(tfrecord.serialise(less))
     assert not found.has_lights
@@ -188,7 +203,7 @@ def test_scenarionet_numbers_features_of_foreign_ids() -> None:
     np.testing.assert_array_equal(found.tracks.position, log.tracks.position * [1, 1, 0])
 
 
-def test_argoverse_gives_tracks_sizes_by_type_and_edges_of_the_union(tmp_path: Path) -> None:
+def test_argoverse_gives_tracks_sizes_by_type_and_edges_of_the_union(tmp_path: FilePath) -> None:
     pytest.importorskip("pyarrow")
     log = made.make_log(steps=110, current=49)
     (found,) = sources.read(fixtures_argoverse.write(log, tmp_path))
@@ -213,7 +228,7 @@ def test_argoverse_gives_tracks_sizes_by_type_and_edges_of_the_union(tmp_path: P
     assert not ((np.abs(middle[:, 0] - 100) < 0.5) & (np.abs(middle[:, 1]) < 3)).any()
 
 
-def test_argoverse_makes_centre_lines_where_there_are_none(tmp_path: Path) -> None:
+def test_argoverse_makes_centre_lines_where_there_are_none(tmp_path: FilePath) -> None:
     pytest.importorskip("pyarrow")
     path = fixtures_argoverse.write(made.make_log(), tmp_path)
     where = tmp_path / "log_map_archive_straight.json"
@@ -227,7 +242,7 @@ def test_argoverse_makes_centre_lines_where_there_are_none(tmp_path: Path) -> No
         np.testing.assert_allclose(one.points, other.points * [1, 1, 0], atol=1e-9)
 
 
-def test_argoverse_says_what_is_missing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_argoverse_says_what_is_missing(tmp_path: FilePath, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("pyarrow")
     path = fixtures_argoverse.write(made.make_log(), tmp_path)
     (tmp_path / "log_map_archive_straight.json").rename(tmp_path / "elsewhere.json")
@@ -238,7 +253,7 @@ def test_argoverse_says_what_is_missing(tmp_path: Path, monkeypatch: pytest.Monk
         list(sources.read(path))
 
 
-def test_argoverse_takes_no_more_rows_than_there_is_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_argoverse_takes_no_more_rows_than_there_is_memory(tmp_path: FilePath, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("pyarrow")
     path = fixtures_argoverse.write(made.make_log(), tmp_path)
     monkeypatch.setattr(argoverse, "MOST_ROWS", 500)

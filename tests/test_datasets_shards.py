@@ -17,7 +17,7 @@ from longhaul.datasets.log import BadData
 from longhaul.datasets.wire import Malformed
 from longhaul.driving.compile import compile_log
 from longhaul.driving.generator import generate
-from longhaul.driving.scenario import Scenario
+from longhaul.driving.scenario import Road, Scenario
 from tests import fixtures_logs as made
 
 ROUNDING = 2.0**-23
@@ -28,6 +28,7 @@ BOUNDS = {
     "velocity": (0.005, 0.005),
     "size": (0.0005, 0.0005),
     "route": (0.005, 0.005, 0.0001),
+    "onward": (0.005, 0.005),
     "route_length": (0.0005,),
     "expert_s": (0.0005,),
 }
@@ -46,6 +47,11 @@ def assert_close(found: Scenario, given: Scenario) -> None:
             for (_, line), (_, expected) in zip(one, other):
                 assert line.dtype == np.float32
                 np.testing.assert_allclose(line, expected, rtol=ROUNDING, atol=0.005)
+        elif name == "road":
+            assert len(other.kind)
+            for column, array, expected in zip(other._fields, one, other, strict=True):
+                assert (array.dtype, array.flags.writeable) == (expected.dtype, True), column
+                np.testing.assert_array_equal(array, expected, err_msg=column)
         elif isinstance(other, np.ndarray):
             assert (one.shape, one.dtype) == (other.shape, other.dtype), name
             assert one.flags.c_contiguous
@@ -105,7 +111,8 @@ def test_no_agents_lights_field_or_drawing() -> None:
 
 
 def test_every_part_of_a_scenario_is_stored() -> None:
-    stored = set(packing.COLUMNS) | {"id", "steps", "dt", "drawing"}
+    stored = set(packing.COLUMNS) | {"id", "steps", "dt", "drawing", "road"}
+    assert {f"road_{name}" for name in Road._fields} - stored == {"road_near", "road_near_lanes"}
     assert set(Scenario._fields) <= stored
 
 
@@ -245,7 +252,7 @@ def test_an_index_that_points_elsewhere(tmp_path: Path) -> None:
     _, _, count, offset, length, _ = shards.HEAD.unpack_from(data)
 
     def rewritten(index: bytes) -> None:
-        head = shards.HEAD.pack(shards.MAGIC, 1, count, offset, len(index), google_crc32c.value(index))
+        head = shards.HEAD.pack(shards.MAGIC, shards.VERSION, count, offset, len(index), google_crc32c.value(index))
         path.write_bytes(head + struct.pack("<I", google_crc32c.value(head)) + data[len(head) + 4 : offset] + index)
 
     good = bytes(data[offset : offset + length])

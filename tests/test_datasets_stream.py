@@ -143,7 +143,7 @@ def test_reading_ahead_is_bounded_and_ends_with_the_stream() -> None:
     before = threading.active_count()
     found = stream.prefetch(items(), 3)
     assert next(found) == 0
-    for _ in range(5):  # the one given, three that wait, and the one in the thread's hand
+    for _ in range(4):  # the one given, and three that wait
         assert made_so_far.acquire(timeout=10)
     assert not made_so_far.acquire(timeout=0.3)
     found.close()

@@ -67,8 +67,9 @@ def help_of(command: str, capsys: pytest.CaptureFixture[str]) -> str:
 
 
 def test_commands_and_flags_of_the_pages_exist(capsys: pytest.CaptureFixture[str]) -> None:
-    plain = [name for name in cli.COMMANDS if name != "train"]
-    helps = {name: help_of(name, capsys) for name in [*plain, *(f"train {recipe}" for recipe in recipes.RECIPES)]}
+    named = [name for name in cli.COMMANDS if name != "train"]
+    named += [f"train {recipe}" for recipe in (*recipes.RECIPES, *recipes.GRIDS)]
+    helps = {name: help_of(name, capsys) for name in named}
     for page in PAGES:
         text = page.read_text()
         for found in COMMAND.finditer(text):

@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from longhaul.driving import tiles
 from longhaul.driving.bank import sample
 from longhaul.driving.geometry import (
     FREE,
@@ -16,6 +17,7 @@ from longhaul.driving.geometry import (
     clearance,
     corners,
     into,
+    nearest,
     out_of,
     project,
     separation,
@@ -102,14 +104,15 @@ def fields() -> tuple[Field, list[np.ndarray], list[np.ndarray]]:
     rng = np.random.default_rng(1)
     grids = [rng.integers(-3000, 3000, shape).astype(np.int16) for shape in ((7, 13), (31, 5), (2, 2))]
     origins = [np.array(origin, np.float32) for origin in ((-3.0, 4.0), (10.0, -2.0), (0.0, 0.0))]
-    starts = np.cumsum([0] + [g.size for g in grids[:-1]])
-    cells = np.concatenate([g.reshape(-1) for g in grids])
+    packed = tiles.tile(grids)
     shapes = np.array([g.shape for g in grids], np.int32)
-    return Field(*map(jnp.asarray, (cells, starts.astype(np.int32), shapes, np.stack(origins)))), grids, origins
+    coded = [100.0 * tiles.decode(tiles.encode(0.01 * g)) for g in grids]
+    flat = Field(*map(jnp.asarray, (packed.cells, packed.tiles, packed.start, shapes, np.stack(origins))))
+    return flat, coded, origins
 
 
 def one(fields: Field, i: int) -> Field:
-    return Field(fields.cells, fields.start[i], fields.shape[i], fields.origin[i])
+    return Field(fields.cells, fields.tiles, fields.start[i], fields.shape[i], fields.origin[i])
 
 
 @pytest.mark.parametrize("i", [0, 1, 2])
@@ -128,7 +131,7 @@ def test_clearance_is_bilinear_between_samples_and_grows_outside(fields, i: int)
 
 
 def test_no_edges_means_on_the_road_everywhere() -> None:
-    empty = Field(jnp.zeros(1, jnp.int16), jnp.int32(0), jnp.zeros(2, jnp.int32), jnp.zeros(2))
+    empty = Field(jnp.zeros(1, jnp.int8), jnp.zeros(1, jnp.int32), jnp.int32(0), jnp.zeros(2, jnp.int32), jnp.zeros(2))
     assert np.asarray(clearance(empty, jnp.array([0.0, 1e3]), jnp.array([5.0, -1e3]))).tolist() == [-OPEN, -OPEN]
 
 
@@ -183,3 +186,14 @@ def test_projection_works_in_a_batch() -> None:
     batch = jax.vmap(lambda x: project(window, jnp.int32(0), x, jnp.float32(1.0)))(x)
     np.testing.assert_allclose(batch.s, x, atol=1e-6)
     np.testing.assert_allclose(batch.lateral, np.ones(3), atol=1e-6)
+
+
+def test_nearest_ranks_as_a_stable_sort_does_and_takes_zero_and_infinity() -> None:
+    rng = np.random.default_rng(6)
+    values = np.round(rng.uniform(0.0, 100.0, (50, 37)), 1).astype(np.float32)  # with ties
+    values[:, rng.integers(0, 37, 4)] = np.inf
+    values[:, 11] = 0.0
+    found = np.asarray(jax.vmap(lambda row: nearest(row, 8))(jnp.asarray(values)))
+    np.testing.assert_array_equal(found, np.argsort(values, axis=1, kind="stable")[:, :8])
+    assert np.asarray(nearest(jnp.array([3.0, jnp.inf, 1.0]), 5)).tolist() == [2, 0, 1]
+    assert np.asarray(nearest(jnp.array([7.0]), 1)).tolist() == [0]

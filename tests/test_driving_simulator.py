@@ -10,12 +10,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from longhaul.driving import objectives
+from longhaul.driving import measures, objectives
 from longhaul.driving.bank import stack
 from longhaul.driving.compile import compile_log
 from longhaul.driving.objectives import Weights
 from longhaul.driving.observation import MAX_WAYPOINTS, waypoint_offsets
 from longhaul.driving.simulator import Config, driving
+from longhaul.types import Measure
 from tests.conformance import check_environment
 from tests.driving_worlds import DT, GREEN, RED, STRAIGHT, bank, line, scenario, trip
 
@@ -39,7 +40,7 @@ def test_who_keeps_to_a_clean_log_scores_all(driver: str) -> None:
     assert driven.steps.terminated.sum() == 1
     assert driven.steps.truncated.sum() == 0
     if driver != "idm":  # 2 % of 30 m before its end
-        assert ended == int(np.ceil((30.0 - 0.6) / 0.6 - 1e-3))
+        assert ended in (49, 50)  # there at 29.4 m, but for the millimetres that routes are rounded by
 
 
 TERMS = Weights(progress=0.5, goal=3.0, lateral=0.0, heading=0.0, discomfort=0.0)
@@ -47,8 +48,10 @@ TERMS = Weights(progress=0.5, goal=3.0, lateral=0.0, heading=0.0, discomfort=0.0
 
 def test_the_return_is_made_of_the_terms() -> None:
     driven = trip(scenario([EGO]), weights=TERMS, terminations=())
-    np.testing.assert_allclose(np.delete(driven.steps.reward[:, 0], 48), 0.5 * 0.6, atol=1e-4)
-    assert driven.steps.reward[48, 0] == pytest.approx(0.3 + 3.0, abs=1e-4)  # 29.4 m, 2 % before the end
+    there = int(np.argmax(driven.steps.reward[:, 0]))
+    np.testing.assert_allclose(np.delete(driven.steps.reward[:, 0], there), 0.5 * 0.6, atol=3e-3)  # routes are rounded
+    assert there in (48, 49)  # 29.4 m, 2 % before the end
+    assert driven.steps.reward[there, 0] == pytest.approx(0.3 + 3.0, abs=3e-3)
     assert not driven.steps.terminated.any()
 
 
@@ -199,7 +202,7 @@ def test_observation_of_a_known_scene() -> None:
     )
     seen = trip(made).first
     route = seen.route[0].reshape(-1, 4)
-    np.testing.assert_allclose(route[:, 0] * 60, waypoint_offsets(10), atol=1e-3)
+    np.testing.assert_allclose(route[:, 0] * 60, waypoint_offsets(10), atol=5e-3)
     np.testing.assert_allclose(route[:, 1:], np.broadcast_to([0.0, 0.0, 1.0], (10, 3)), atol=1e-5)
     assert seen.ego[0, 0] == pytest.approx(6.0 / 20.0)
     np.testing.assert_allclose(seen.ego[0, -4:], -1.0, atol=1e-6)  # 4 m to the edge from each corner, cut at 3 m
@@ -230,10 +233,11 @@ def test_features_of_the_same_scene_do_not_depend_on_where_it_lies() -> None:
 
     here, there = (trip(scenario(p, road=None), (4, 7)) for p in (poses, [moved(p) for p in poses]))
     jax.tree.map(
-        lambda a, b: np.testing.assert_allclose(a, b, atol=2e-3), here.steps.observation, there.steps.observation
+        lambda a, b: np.testing.assert_allclose(a, b, atol=1e-2), here.steps.observation, there.steps.observation
     )
     for name, value in here.metrics.items():
-        assert value == pytest.approx(there.metrics[name], abs=1e-3)
+        unit = {"smallest_ttc": measures.TTC_UNIT, "final_divergence": measures.FINAL_UNIT}.get(name, 0.0)
+        assert value == pytest.approx(there.metrics[name], abs=1e-3 + unit), name
 
 
 def test_a_red_light_is_something_not_to_pass_and_haste_towards_it_costs() -> None:
@@ -255,7 +259,8 @@ def test_a_red_light_is_something_not_to_pass_and_haste_towards_it_costs() -> No
 def test_agents_do_not_see_the_time() -> None:
     """A log's end truncates; an observation that tells of it has a value that no reward ever corrects."""
     long, short = (trip(scenario([line((0, 0), (0, 0), steps)])) for steps in (T, 11))
-    for leaf, other in zip(long.steps.observation, short.steps.observation, strict=True):
+    pair = (jax.tree.leaves(one.steps.observation) for one in (long, short))
+    for leaf, other in zip(*pair, strict=True):
         np.testing.assert_array_equal(leaf[:10], other)
 
 
@@ -270,7 +275,7 @@ def test_random_driving_gives_finite_bounded_numbers() -> None:
         driven = trip(made, rng.integers(0, [7, 13], (T - 1, 3, 2)), agents=3)
         for leaf in jax.tree.leaves((driven.first, driven.states, driven.steps, driven.metrics)):
             assert np.isfinite(leaf).all()
-        for leaf in driven.steps.observation:
+        for leaf in jax.tree.leaves(driven.steps.observation):
             assert np.abs(leaf).max() <= 2.0
         assert np.abs(driven.steps.reward).max() < 10.0
 
@@ -354,7 +359,7 @@ def test_real_logs_replayed_are_clean(logs: Path) -> None:
     found = sources.load([str(logs / "womd"), str(logs / "gpudrive")])
     worlds = driving(stack([compile_log(log) for log in found]), Config(driver="log"))
 
-    def whole(index: jax.Array) -> dict[str, jax.Array]:
+    def whole(index: jax.Array) -> dict[str, Measure]:
         state, _ = worlds.start(index)
         state, _ = jax.lax.scan(
             lambda s, _: (worlds.step(jax.random.key(0), s, jnp.zeros((1, 2), jnp.int32))[0], None),
@@ -363,7 +368,7 @@ def test_real_logs_replayed_are_clean(logs: Path) -> None:
         )
         return worlds.metrics(state)
 
-    metrics = jax.jit(jax.vmap(whole))(jnp.arange(worlds.scenarios))
+    metrics = {name: m.value for name, m in jax.jit(jax.vmap(whole))(jnp.arange(worlds.scenarios)).items()}
     assert metrics["accuracy"].tolist() == [[1.0]] * len(found)
     assert metrics["progress"].tolist() == [[1.0]] * len(found)
     assert float(metrics["log_divergence"].max()) < 1e-4

@@ -9,8 +9,10 @@ import pytest
 
 from longhaul.datasets.log import PEDESTRIAN, VEHICLE
 from longhaul.driving import tables, traffic
+from longhaul.driving.dynamics import Motion
+from longhaul.driving.scenario import ONWARD, ONWARD_SPACING, Scenario
 from longhaul.driving.simulator import Config, driving
-from tests.driving_worlds import DT, bank, line, scenario, trip
+from tests.driving_worlds import DT, Trip, bank, line, scenario, trip
 
 T = 61
 
@@ -45,7 +47,9 @@ def test_replay_puts_everybody_where_the_log_has_them() -> None:
     picture = jax.jit(lambda t: environment.frame(environment.start(0)[0]._replace(t=t)))
     for t in (0, 19, 20, 60):
         frame = picture(jnp.int32(t))
-        np.testing.assert_allclose(frame.pose[1:3], np.stack([other[t], walker[t]]), atol=1e-5)
+        logged = np.stack([other[t], walker[t]])
+        np.testing.assert_allclose(frame.pose[1:3, :2], logged[:, :2], atol=1e-3)
+        np.testing.assert_allclose(np.cos(frame.pose[1:3, 2] - logged[:, 2]), 1.0, atol=1e-6)
         assert np.asarray(frame.present[:4]).tolist() == [True, True, t >= 20, False]
     assert np.asarray(frame.kind[:4]).tolist() == [VEHICLE, VEHICLE, PEDESTRIAN, 0]
     assert np.asarray(frame.size[1]).tolist() == [4.0, 2.0]
@@ -118,3 +122,139 @@ def test_paths_go_through_the_logged_places() -> None:
         expected = [20 * np.sin(value / 20), 20 - 20 * np.cos(value / 20)]
         np.testing.assert_allclose([x, y], expected, atol=0.06)  # chords of two metres
         assert heading == pytest.approx(value / 20, abs=0.03)
+
+
+def crossing(steps: int, meets: float, speed: float) -> np.ndarray:
+    """Poses of who comes from the right, northwards, and is on the x axis at x = 20 after `meets` seconds."""
+    return line((20, -speed * meets), (0, speed), steps)
+
+
+def test_a_reactive_vehicle_gives_way_to_who_will_cross_before_it() -> None:
+    """By present poses alone it would brake only when the other one is in its corridor, a few metres ahead."""
+    ego, mine = line((0, -60), (0, 0), T), line((-10, 0), (8, 0), T)
+    first = crossing(T, 2.6, 9.0)  # is there while mine would be: at 3.1 .. 4.3 s with both bodies' lengths
+    driven = trip(scenario([ego, mine, first], road=None, kinds=[VEHICLE, VEHICLE, PEDESTRIAN]), traffic="idm")
+    pace = driven.states.reactive.speed[:, 1]
+    assert pace[15:28].min() < 6.0  # slows down in time
+    gap = separation_by_step(driven, 1, first)
+    assert gap.min() > 0.5
+    alone = trip(scenario([ego, mine], road=None), traffic="idm")
+    assert alone.states.reactive.speed[:30, 1].min() > 7.0
+
+
+def separation_by_step(driven: Trip, n: int, other: np.ndarray) -> np.ndarray:
+    """A lower bound of the distance between a reactive vehicle on the x axis, from x = -10 on, and another box."""
+    x = -10.0 + driven.states.reactive.s[:, n]
+    aside = np.abs(other[1 : len(x) + 1, 1]) - 1.0 - 2.0
+    ahead = np.abs(other[1 : len(x) + 1, 0] - x) - 2.0 - 1.0
+    return np.maximum(aside, ahead)
+
+
+def test_nobody_waits_for_who_crosses_long_before_or_after_it() -> None:
+    ego, mine = line((0, -60), (0, 0), T), line((-10, 0), (8, 0), T)
+    for meets in (0.2, 5.8):
+        other = crossing(T, meets, 9.0)
+        driven = trip(scenario([ego, mine, other], road=None, kinds=[VEHICLE, VEHICLE, PEDESTRIAN]), traffic="idm")
+        assert driven.states.reactive.speed[:30, 1].min() > 6.5
+
+
+def test_what_the_log_came_past_does_not_hold_anybody_up() -> None:
+    """A parked car two hands beside the logged way, nearer than the margin that is kept to traffic."""
+    ego, mine, parked = line((0, -60), (0, 0), T), line((-20, 0), (8, 0), T), line((0, 2.05), (0, 0), T)
+    driven = trip(scenario([ego, mine, parked], road=None), traffic="idm")
+    assert driven.states.reactive.s[-1, 1] > 45.0
+    blocking = trip(scenario([ego, mine, line((0, 1.5), (0, 0), T)], road=None), traffic="idm")
+    assert blocking.states.reactive.s[-1, 1] < 20.0
+
+
+def test_a_vehicle_goes_on_along_its_lane_where_the_log_ends() -> None:
+    """The lane turns left in an arc of 20 m where the log stops, at 6 m/s; then it is driven on for three seconds."""
+    steps = 41
+    mine = line((-24, 0), (6, 0), steps)
+    angle = ONWARD_SPACING * np.arange(1, ONWARD + 1) / 20.0
+    arc = np.stack([20 * np.sin(angle), 20 - 20 * np.cos(angle)], -1).astype(np.float32)
+    made = scenario([line((0, -60), (0, 0), steps), mine], road=None)
+    made = made._replace(onward_of=np.array([1], np.int16), onward=arc)
+    paths = driving(bank(made), Config(traffic="idm")).tables.paths
+    assert float(paths.end[0, 1]) == pytest.approx(24.0 + ONWARD * ONWARD_SPACING, abs=0.1)
+    place = jax.jit(lambda s: traffic.on_path(paths, jnp.int32(0), s))
+    for s in np.linspace(1.0, 38.0, 12):
+        x, y, heading = (float(v[1]) for v in place(jnp.full(16, 24.0 + s)))
+        np.testing.assert_allclose([x, y], [20 * np.sin(s / 20), 20 - 20 * np.cos(s / 20)], atol=0.1)
+        assert heading == pytest.approx(s / 20, abs=0.1)
+    straight = driving(bank(made._replace(onward=arc + 50.0)), Config(traffic="idm")).tables.paths  # not where it ends
+    assert float(straight.end[0, 1]) == pytest.approx(24.0 + tables.EXTENSION, abs=0.1)
+
+
+def test_a_vehicle_that_is_held_up_does_not_vanish_on_its_way_and_stops_at_its_end() -> None:
+    """The log loses it after two seconds; held up behind a standing ego it stays; without one it is gone in time."""
+    ego, mine = line((0, 0), (0, 0), T), line((-20, 0), (8, 0), T)
+    present = np.ones((T, 2), bool)
+    present[21:, 1] = False
+    assert presence(scenario([ego, mine], present=present)).all()
+    free = presence(scenario([line((0, -60), (0, 0), T), mine], present=present, road=None))
+    assert free[:18].all()
+    assert not free[24:].any()
+    tables_ = driving(bank(scenario([ego, mine])), Config(traffic="idm")).tables
+
+    @jax.jit
+    def pushed(s: jax.Array) -> tuple[jax.Array, traffic.Reactive]:
+        state, t = traffic.Reactive(s, jnp.zeros_like(s)), jnp.int32(5)
+        here = traffic.scene(tables_, jnp.int32(0), t, still(), jnp.array([True]), state)
+        return here.present, traffic.react(tables_, jnp.int32(0), t, here, state)
+
+    there, after = pushed(jnp.full(16, 500.0))
+    assert bool(there[1])
+    assert float(after.s[1]) == float(tables_.paths.end[0, 1])
+    assert float(after.speed[1]) == 0.0
+
+
+def still() -> Motion:
+    return Motion(*(jnp.zeros(1) for _ in Motion._fields))
+
+
+def presence(made: Scenario) -> np.ndarray:
+    """bool [T]: whether agent 1 is in the world after each step."""
+    paths, states = driving(bank(made), Config(traffic="idm")).tables.paths, trip(made, traffic="idm").states
+    there = jax.vmap(lambda t, state: traffic.inside(paths, jnp.int32(0), t, state)[1])
+    return np.asarray(there(jnp.asarray(states.t), jax.tree.map(jnp.asarray, states.reactive))) > 0.5
+
+
+def test_who_appears_waits_until_his_place_is_free() -> None:
+    """A vehicle that the log sees from 2 s on; first there stands the ego, then nobody."""
+    mine = line((-5, 0), (4, 0), T)
+    present = np.ones((T, 2), bool)
+    present[:20, 1] = False
+    entry = mine[20]
+    free = trip(scenario([line((0, -60), (0, 0), T), mine], present=present, road=None), traffic="idm")
+    assert (free.states.reactive.s[:19, 1] == traffic.OUTSIDE).all()
+    assert free.states.reactive.s[19, 1] == 0.0
+    assert free.states.reactive.speed[19, 1] == pytest.approx(4.0, abs=0.01)
+    blocked = trip(scenario([line(entry[:2] + [2.0, 0.0], (0, 0), T), mine], present=present), traffic="idm")
+    assert (blocked.states.reactive.s[:, 1] == traffic.OUTSIDE).all()
+    assert blocked.metrics["collision"] == [0.0]
+
+
+def test_constant_traffic_keeps_the_velocity_of_its_first_step() -> None:
+    """Someone who turns, someone who comes later, and a car that only jitters."""
+    t = DT * np.arange(T)
+    angle = 0.25 * t
+    turns = np.stack([20 * np.sin(angle), 20 - 20 * np.cos(angle), angle], -1)
+    later = line((30, 5), (-3, 1), T)
+    jitters = line((40, -3), (0.05, 0), T)
+    present = np.ones((T, 4), bool)
+    present[:20, 2] = False
+    present[50:, 2] = False
+    made = scenario([line((0, -60), (0, 0), T), turns, later, jitters], present=present, road=None)
+    environment = driving(bank(made), Config(traffic="constant"))
+    picture = jax.jit(lambda t: environment.frame(environment.start(0)[0]._replace(t=t)))
+    start = np.hypot(*made.velocity[0, 1])
+    for step in (0, 10, 20, 49, 60):
+        frame = picture(jnp.int32(step))
+        along = made.pose[0, 1, :2] + DT * step * made.velocity[0, 1]
+        np.testing.assert_allclose(frame.pose[1], [*along, 0.0], atol=2e-2)
+        assert np.asarray(frame.present[:4]).tolist() == [True, True, 20 <= step < 50, True]
+        np.testing.assert_allclose(frame.pose[3], jitters[0], atol=2e-3)
+        if 20 <= step < 50:
+            np.testing.assert_allclose(frame.pose[2], later[step], atol=2e-2)
+    assert start == pytest.approx(5.0, abs=0.05)

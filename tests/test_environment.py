@@ -8,14 +8,18 @@ import numpy as np
 import pytest
 
 from longhaul.environment import time_limit, vectorise
-from longhaul.types import Discrete, Spec, transition
+from longhaul.types import Discrete, Measure, Spec, transition
 
 
 @dataclass(frozen=True)
 class Counter:
-    """Counts steps from a random start below 0.5; terminates at `end`; pays its count."""
+    """Counts steps from a random start below 0.5; terminates at `end`; pays its count.
+
+    Metrics: the count, and the count where it is above `high`.
+    """
 
     end: int = 10**6
+    high: float = 3.25
 
     @property
     def spec(self):
@@ -33,7 +37,7 @@ class Counter:
         return state[0] < self.end
 
     def metrics(self, state):
-        return {"count": state[0]}
+        return {"count": Measure(state[0], jnp.bool_(True)), "high": Measure(state[0], state[0] > self.high)}
 
 
 def roll(environment, worlds, steps, starts=4):
@@ -65,6 +69,11 @@ def test_the_time_limit_truncates_and_keeps_the_successor():
     starts = np.stack([rows[0][0], bank.observation[0]])[:, :, 0]
     np.testing.assert_allclose(tally.sums["return"], (3 * starts + 6).sum(0), rtol=1e-6)
     np.testing.assert_allclose(tally.sums["count"], (starts + 3).sum(0), rtol=1e-6)
+    np.testing.assert_array_equal(tally.counts["count"], [2, 2])
+    high = starts + 3 > 3.25
+    assert 0 < high.sum() < high.size, "some episodes should tell it, and some not"
+    np.testing.assert_array_equal(tally.counts["high"], high.sum(0))
+    np.testing.assert_allclose(tally.sums["high"], np.where(high, starts + 3, 0.0).sum(0), rtol=1e-6)
 
 
 def test_termination_is_no_truncation_and_starts_come_round():

@@ -34,15 +34,18 @@ def simple(rate: float = 0.1) -> Algorithm:
     return Algorithm(lambda key: jnp.float32(0.5), lambda state: state, lambda columns: (), act, learn)
 
 
-def parts(devices: int, rate: float = 0.1) -> tuple[Algorithm, Collector, Mesh]:
+Parts = tuple[Algorithm, fused.CollectorIn, Mesh]
+
+
+def parts(devices: int, rate: float = 0.1) -> Parts:
     algorithm = simple(rate)
     collect = collector(vectorise(Chaos(), WORLDS), algorithm.act, algorithm.memory, steps=5)
-    return algorithm, collect, meshes.make_mesh(devices)
+    return algorithm, lambda context: collect, meshes.make_mesh(devices)
 
 
-def begin(made: tuple[Algorithm, Collector, Mesh]) -> Progress:
-    algorithm, collect, mesh = made
-    return fused.start(algorithm, collect, jax.random.key(0), mesh)
+def begin(made: Parts, context: Any = ()) -> Progress:
+    algorithm, collector_in, mesh = made
+    return fused.start(algorithm, fused.entering(collector_in, mesh), context, jax.random.key(0), mesh)
 
 
 def plain(tree: Any) -> Any:
@@ -60,16 +63,16 @@ def assert_same(one: Any, other: Any) -> None:
 
 
 @pytest.fixture(scope="module")
-def two() -> tuple[tuple[Algorithm, Collector, Mesh], fused.Program]:
+def two() -> tuple[Parts, fused.Program]:
     made = parts(2)
-    algorithm, collect, mesh = made
-    return made, fused.compiled(algorithm, collect, begin(made), mesh, block=UPDATES)
+    algorithm, collector_in, mesh = made
+    return made, fused.compiled(algorithm, collector_in, begin(made), (), mesh, block=UPDATES)
 
 
 def whole(program: fused.Program, progress: Progress, block: int) -> tuple[Any, Any, list[int]]:
     """(the last progress, rows of metrics, sizes of the calls)."""
     rows, sizes = [], []
-    for progress, n, metrics in fused.fused(program, progress, updates=UPDATES, block=block):
+    for progress, n, metrics in fused.fused(program, progress, (), updates=UPDATES, block=block):
         rows.append(jax.tree.map(lambda x: np.asarray(x)[:n], metrics))  # noqa: B023
         sizes.append(n)
     return plain(progress), jax.tree.map(lambda *x: np.concatenate(x), *rows), sizes
@@ -87,8 +90,8 @@ def test_where_a_run_is_cut_changes_no_number(two):
         assert sizes == calls
         assert_same(progress, expected)
         assert_same(other, rows)
-    algorithm, collect, mesh = made
-    smaller = fused.compiled(algorithm, collect, begin(made), mesh, block=3)
+    algorithm, collector_in, mesh = made
+    smaller = fused.compiled(algorithm, collector_in, begin(made), (), mesh, block=3)
     progress, other, _ = whole(smaller, begin(made), 3)
     assert_same(progress, expected)
     assert_same(other, rows)
@@ -98,17 +101,17 @@ def test_a_run_goes_on_from_what_was_saved_of_it(two):
     """Also when progress has been to the host and back."""
     made, program = two
     expected, _, _ = whole(program, begin(made), UPDATES)
-    progress, _ = program(begin(made), jnp.int32(5))
+    progress, _ = program(begin(made), (), jnp.int32(5))
     shardings = jax.tree.map(lambda x: x.sharding, progress)
     bits = plain(progress)._replace(key=progress.key)
     returned = jax.tree.map(jax.device_put, bits, shardings)
     assert_same(whole(program, returned, UPDATES)[0], expected)
-    assert list(fused.fused(program, returned._replace(updates=jnp.int32(UPDATES)), updates=UPDATES, block=3)) == []
+    assert list(fused.fused(program, returned._replace(updates=jnp.int32(UPDATES)), (), updates=UPDATES, block=3)) == []
 
 
 def test_progress_is_donated_and_nothing_compiles_or_moves_after_the_first_call(two):
     made, program = two
-    progress, _ = program(begin(made), jnp.int32(1))
+    progress, _ = program(begin(made), (), jnp.int32(1))
     compiled: list[str] = []
 
     def listen(event: str, seconds: float, **words: Any) -> None:
@@ -120,7 +123,7 @@ def test_progress_is_donated_and_nothing_compiles_or_moves_after_the_first_call(
     jax.monitoring.register_event_duration_secs_listener(listen)
     try:
         with jax.transfer_guard("disallow"):
-            progress, metrics = program(progress, count)
+            progress, metrics = program(progress, (), count)
             jax.block_until_ready((progress, metrics))
         assert compiled == []
         jax.jit(lambda x: x * 3.25)(1.0)
@@ -138,15 +141,15 @@ def test_shards_are_independent_runs(monkeypatch):
     And scores are the sums over both.
     """
     made = parts(2, rate=0.0)
-    algorithm, collect, mesh = made
-    together = fused.compiled(algorithm, collect, begin(made), mesh, block=UPDATES)
+    algorithm, collector_in, mesh = made
+    together = fused.compiled(algorithm, collector_in, begin(made), (), mesh, block=UPDATES)
     everyone, rows, _ = whole(together, begin(made), UPDATES)
     alone = []
     for shard in (0, 1):
         monkeypatch.setattr(meshes, "shard_index", lambda: jnp.int32(shard))  # noqa: B023
         made = parts(1, rate=0.0)
-        algorithm, collect, mesh = made
-        program = fused.compiled(algorithm, collect, begin(made), mesh, block=UPDATES)
+        algorithm, collector_in, mesh = made
+        program = fused.compiled(algorithm, collector_in, begin(made), (), mesh, block=UPDATES)
         progress, scores, _ = whole(program, begin(made), UPDATES)
         mine = jax.tree.map(lambda x: x[shard * WORLDS : (shard + 1) * WORLDS], everyone.carry)  # noqa: B023
         assert_same(progress.carry, mine)
@@ -197,13 +200,44 @@ def test_one_all_reduce_a_step_of_the_optimiser(agents):
     config = ppo.Config(hidden_dim=8, num_layers=1, num_minibatches=3, update_epochs=2)
     algorithm = ppo.ppo(environment.spec, config, updates=4, mean=meshes.mean_over_data)
     collect = collector(vectorise(environment, WORLDS), algorithm.act, algorithm.memory, steps=4)
-    progress = jax.eval_shape(lambda: fused.start(algorithm, collect, jax.random.key(0), mesh))
-    text = fused.lowered(algorithm, collect, progress, mesh, block=2).compile().as_text()
+    made = algorithm, lambda context: collect, mesh
+    progress = jax.eval_shape(lambda: begin(made))
+    text = fused.lowered(algorithm, lambda context: collect, progress, (), mesh, block=2).compile().as_text()
     assert sorted(collectives(text)) == [(1, "all-reduce"), (1, "all-reduce"), (3, "all-reduce")]
     assert "callback" not in text
 
 
+def test_a_context_is_an_argument_that_may_change_between_calls():
+    """The program holds none: its text is the same for another, and it goes on in another without compiling."""
+
+    def collector_in(context: jax.Array) -> Collector:
+        plain_one = collector(vectorise(Chaos(), WORLDS), algorithm.act, algorithm.memory, steps=5)
+
+        def collect(params: Any, carry: Any, key: Any, version: Any) -> Any:
+            after, data, scores = plain_one.collect(params, carry, key, version)
+            return after, data._replace(reward=data.reward + context[1]), scores | {"context": context[0]}
+
+        return plain_one._replace(collect=collect)
+
+    algorithm, mesh = simple(), meshes.make_mesh(2)
+    one, other = (jax.device_put(jnp.array([n, n / 8]), meshes.replicated(mesh)) for n in (1.0, 2.0))
+    enter = fused.entering(collector_in, mesh)
+    begun = fused.start(algorithm, enter, one, jax.random.key(0), mesh)
+    texts = {fused.lowered(algorithm, collector_in, begun, each, mesh, block=2).as_text() for each in (one, other)}
+    assert len(texts) == 1
+    program = fused.compiled(algorithm, collector_in, begun, one, mesh, block=2)
+    first, rows = program(begun, one, jnp.int32(2))
+    assert rows["context"].tolist() == [2.0, 2.0], "the sum over two shards"
+    before = plain(first)
+    second, rows = program(fused.entered(first, enter, other), other, jnp.int32(2))
+    assert rows["context"].tolist() == [4.0, 4.0]
+    assert not np.any(one.is_deleted() or other.is_deleted())
+    begun = fused.start(algorithm, enter, one, jax.random.key(0), mesh)
+    assert np.any(plain(fused.entered(begun, enter, one).carry.observation) != plain(begun.carry.observation))
+    assert np.any(plain(second.carry.observation) != before.carry.observation)
+
+
 def test_an_empty_call_is_named():
-    algorithm, collect, mesh = parts(1)
+    algorithm, collector_in, mesh = made = parts(1)
     with pytest.raises(ValueError, match="compiled call of 0 updates"):
-        fused.compiled(algorithm, collect, begin((algorithm, collect, mesh)), mesh, block=0)
+        fused.compiled(algorithm, collector_in, begin(made), (), mesh, block=0)

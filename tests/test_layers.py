@@ -17,40 +17,46 @@ import pytest
 
 PACKAGE = Path(__file__).resolve().parent.parent / "longhaul"
 
-# Layer, then its files. A file may import from lower layers, and from the files named before it on its own line.
+# Layer, then its files. A file may import from lower layers, and from the files named before it on its own line;
+# an indented line goes on with the one before.
 TABLE = """
-0  __init__ types telemetry randomness leaves pages records workers
+0  __init__ types telemetry randomness leaves pages records workers clock stopping
 0  algorithms/__init__
 0  datasets/__init__ datasets/log
 0  driving/__init__
 0  envs/__init__
 0  topologies/__init__
-1  returns distributions networks normalise mesh shuffle provenance
+0  scaling/__init__
+1  returns distributions encoders networks dial normalise mesh shuffle provenance
 1  datasets/projection
+1  scaling/law
 1  datasets/wire datasets/soundness datasets/tfrecord datasets/plain_pickle datasets/outlines datasets/geopackage
-1  driving/scenario driving/polylines driving/edges driving/routes driving/roads driving/compile driving/bank
+1  driving/scenario driving/codes driving/tiles driving/polylines driving/edges driving/lanes driving/routes
+   driving/guides driving/roads driving/compile driving/bank
 2  environment rollout
 2  datasets/packing datasets/shards
 2  datasets/womd datasets/womd_scenario datasets/gpudrive datasets/scenarionet datasets/argoverse
 2  driving/bodies driving/flow driving/generator
-2  driving/geometry driving/dynamics driving/tables
+2  driving/geometry driving/roadmap driving/conduct driving/dynamics driving/kinds driving/actions driving/tables
+2  driving/scores driving/behaviour driving/realism
 3  datasets/nuplan_map datasets/nuplan datasets/sources datasets/inspection datasets/scenarios datasets/journal
-3  driving/traffic driving/features driving/observation driving/objectives driving/simulator
-3  driving/recording driving/frames driving/player driving/render
+3  driving/traffic driving/features driving/perception driving/observation driving/objectives driving/measures
+   driving/goals driving/conditioning driving/drivers driving/config driving/simulator
+3  driving/recording driving/frames driving/player driving/render driving/overview
 3  envs/probes envs/classic envs/registry
 3  algorithms/ppo
 3  checkpoint
 4  topologies/fused
 4  datasets/convert datasets/stream
 4  worlds curves
-5  report run evaluation training
+5  report intervals run folders feed evaluation resimulation training scaling/page scaling/grid
 6  recipes workloads bench
-7  printing flags settings commands cli __main__
+7  printing flags settings scaling/command commands assessment cli __main__
 """
 
 NO_JAX = (
     *("datasets/*", "workers", "worlds", "cli", "flags", "printing"),
-    *(f"driving/{name}" for name in ("scenario", "compile", "generator", "roads", "bank")),
+    *(f"driving/{name}" for name in ("scenario", "compile", "generator", "roads", "lanes", "bank")),
 )
 """Files that start fast and run in worker processes: NumPy only, transitively."""
 
@@ -87,7 +93,7 @@ class Import(NamedTuple):
 
 def read_table(table: str) -> dict[str, Place]:
     places = {}
-    for layer, *files in (line.split() for line in table.strip().splitlines()):
+    for layer, *files in (line.split() for line in table.strip().replace("\n  ", " ").splitlines()):
         for i, name in enumerate(files):
             assert name not in places, f"{name} stands twice in the table"
             places[name] = Place(int(layer), frozenset(files[:i]))

@@ -47,6 +47,7 @@ def ppo_learner(**options: Any) -> Learner:
 LEARNERS = {
     "ppo": ppo_learner(),
     "ppo-gru": ppo_learner(memory=16),
+    "ppo-bf16": ppo_learner(precision="bf16"),
     "ppo-normalised": ppo_learner(normalise_observation=True, ent_coef_final=0.001),
 }
 
@@ -56,9 +57,9 @@ def run_fused(probe: Probe, learner: Learner, devices: int) -> tuple[Any, Algori
     algorithm = learner.make(probe, meshes.mean_over_data)
     worlds = vectorise(probe.environment, 64 // devices)
     collect = collector(worlds, algorithm.act, algorithm.memory, steps=16)
-    progress = fused.start(algorithm, collect, jax.random.key(0), mesh)
-    program = fused.compiled(algorithm, collect, progress, mesh, block=50)
-    for progress, _, metrics in fused.fused(program, progress, updates=UPDATES, block=50):
+    progress = fused.start(algorithm, fused.entering(lambda _: collect, mesh), (), jax.random.key(0), mesh)
+    program = fused.compiled(algorithm, lambda _: collect, progress, (), mesh, block=50)
+    for progress, _, metrics in fused.fused(program, progress, (), updates=UPDATES, block=50):
         assert np.all(np.isfinite(jax.device_get(metrics)["ppo/value_loss"]))
     return jax.device_get(algorithm.policy(progress.state)), algorithm
 
@@ -68,7 +69,11 @@ TOPOLOGIES = {
     "fused-4-devices": lambda probe, learner: run_fused(probe, learner, 4),
 }
 
-FEW = {"ppo-gru": ("memory", "masked", "time_limit"), "ppo-normalised": ("masked", "agents", "time_limit")}
+FEW = {
+    "ppo-gru": ("memory", "masked", "time_limit"),
+    "ppo-bf16": ("masked", "time_limit"),
+    "ppo-normalised": ("masked", "agents", "time_limit"),
+}
 """The probes that a variant sees. A recurrent critic is asked for the values of first observations only, and it never
 meets what follows a truncation with the memory of what went before: most probes tell nothing of it."""
 
@@ -91,7 +96,7 @@ def check(probe: Probe, algorithm: Algorithm, policy: Any, value: Callable) -> N
     episodes, _ = play(environment, algorithm.act, algorithm.memory, steps=environment.spec.max_steps)(
         policy, begun, None, jax.random.key(2)
     )
-    score = np.asarray(episodes.scores["return"])[np.asarray(episodes.valid)]
+    score = np.asarray(episodes.scores["return"].value)[np.asarray(episodes.valid)]
     if probe.policy is not None or probe.memory:  # else the return only says which starts were drawn
         assert abs(score.mean() - probe.best_return) <= 0.05 * max(1.0, abs(probe.best_return))
 

@@ -16,6 +16,10 @@ SEEN = {
 }
 
 
+QUICK = {"xla_backend_optimization_level": 0}
+"""Most of these programs run once; compiling them takes longer than running them ever does."""
+
+
 def observation(*lead: int, seed: int = 0) -> dict[str, jax.Array]:
     """Observations [*lead, ...] of which the items 0, 1 and 4 are there."""
     rng = np.random.default_rng(seed)
@@ -35,26 +39,27 @@ def drawn(network: ActorCritic, seed: int = 0) -> Any:
     return jax.tree.map(lambda x: jnp.asarray(rng.normal(scale=0.4, size=x.shape), jnp.float32), shapes)
 
 
-@pytest.mark.parametrize("torso", ["mlp", "deepset"])
+@pytest.mark.parametrize("torso", ["mlp", "deepset", "latent"])
 @pytest.mark.parametrize("memory", [0, 6])
 def test_leading_axes_are_free_and_rows_do_not_mix(torso, memory):
     network = actor_critic(SEEN, 3, free=2, torso=torso, sizes=(8, 7), memory=memory)
     params = drawn(network)
+    apply = jax.jit(network.apply, compiler_options=QUICK)
     seen = observation(4)
     remembered = network.memory(4)
     assert remembered == () if not memory else remembered.shape == (4, 6)
-    parameters, value, after = network.apply(params, remembered, seen)
+    parameters, value, after = apply(params, remembered, seen)
     assert parameters.shape == (4, 5)
     assert value.shape == (4,)
     assert parameters.dtype == value.dtype == jnp.float32
     np.testing.assert_array_equal(parameters[:, 3:], np.tile(params["log_std"], (4, 1)))  # whatever is seen
     one = jax.tree.map(lambda x: x[2:3], (remembered, seen))
-    alone = network.apply(params, *one)
+    alone = apply(params, *one)
     for all_, mine in zip((parameters, value, *jax.tree.leaves(after)), jax.tree.leaves(alone), strict=True):
         np.testing.assert_allclose(all_[2:3], mine, rtol=1e-4, atol=1e-6)
     if not memory:
         deep = jax.tree.map(lambda x: x.reshape(2, 2, *x.shape[1:]), seen)
-        np.testing.assert_allclose(network.apply(params, (), deep)[1], value.reshape(2, 2), rtol=1e-4, atol=1e-6)
+        np.testing.assert_allclose(apply(params, (), deep)[1], value.reshape(2, 2), rtol=1e-4, atol=1e-6)
 
 
 def test_without_memory_actor_and_critic_share_nothing():
@@ -68,6 +73,45 @@ def test_without_memory_actor_and_critic_share_nothing():
     assert size(of_policy["critic"]) == size(of_policy["value"]) == 0.0
     assert size(of_value["critic"]) > 0
     assert size(of_policy["actor"]) > 0
+
+
+def test_an_encoder_by_attention_is_shared_and_each_head_has_a_layer_of_its_own():
+    network = actor_critic(SEEN, 3, torso="wayformer", sizes=(32,))
+    params, seen = drawn(network), observation(4)
+    assert set(params) == {"torso", "policy_hidden", "value_hidden", "policy", "value"}
+    slope = jax.grad(lambda p: jnp.sum(network.apply(p, (), seen)[1]))
+    of_value = jax.jit(slope, compiler_options=QUICK)(params)
+    size = lambda tree: sum(float(jnp.abs(x).sum()) for x in jax.tree.leaves(tree))  # noqa: E731
+    assert size(of_value["policy_hidden"]) == size(of_value["policy"]) == 0.0
+    assert size(of_value["torso"]) > 0
+    assert size(of_value["value_hidden"]) > 0
+    begin = lambda key: network.apply(network.init(key), (), observation(64))[0]  # noqa: E731
+    parameters = jax.jit(begin, compiler_options=QUICK)(jax.random.key(0))
+    assert float(jnp.abs(parameters).max()) < 0.1, "whatever is seen, a new policy chooses almost evenly"
+
+
+@pytest.mark.parametrize(("torso", "memory"), [("mlp", 6), ("deepset", 0), ("latent", 6)])
+def test_bf16_is_in_the_torso_alone(torso, memory):
+    """Parameters, gradients, memory, policy and values stay float32; the difference is bfloat16's 8 bits."""
+    options = {"torso": torso, "sizes": (32,), "memory": memory}
+    full, low = (actor_critic(SEEN, 3, precision=precision, **options) for precision in ("fp32", "bf16"))
+    params, seen = jax.tree.map(lambda x: x / 3, drawn(full)), observation(16)
+    assert jax.eval_shape(full.init, jax.random.key(0)) == jax.eval_shape(low.init, jax.random.key(0))
+    found = []
+    for network in (full, low):
+        apply = lambda p, network=network: network.apply(p, network.memory(16), seen)  # noqa: E731
+        slope = jax.grad(lambda p, apply=apply: jnp.sum(apply(p)[1]))
+        both = jax.jit(lambda p, apply=apply, slope=slope: (apply(p), slope(p)), compiler_options=QUICK)
+        out, gradient = both(params)
+        assert all(leaf.dtype == jnp.float32 for leaf in jax.tree.leaves((out, gradient)))
+        found.append((out, gradient))
+    for exact, rounded in zip(jax.tree.leaves(found[0][0]), jax.tree.leaves(found[1][0]), strict=True):
+        error = float(jnp.sqrt(jnp.mean((exact - rounded) ** 2) / jnp.mean(exact**2)))
+        assert 1e-5 < error < 0.05
+    lines = str(jax.make_jaxpr(lambda p: low.apply(p, low.memory(16), seen))(params)).splitlines()
+    products = [line for line in lines if "dot_general[" in line]
+    assert any(":bf16[" in line for line in products)
+    assert any(":f32[16,3]" in line for line in products), "the policy's own layer"
 
 
 def sigmoid(x: np.ndarray) -> np.ndarray:
@@ -152,7 +196,8 @@ def test_activations_by_name(name, function):
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ({"torso": "cnn"}, "torso is 'cnn'; it must be one of mlp, deepset"),
+        ({"torso": "cnn"}, "torso is 'cnn'; it must be one of mlp, deepset, latent, wayformer, mtr"),
+        ({"precision": "fp8"}, "precision is 'fp8'; it must be one of fp32, bf16"),
         ({"activation": "sine"}, "activation is 'sine'; it must be one of tanh, relu"),
         ({"sizes": ()}, "give at least one positive size"),
         ({"sizes": (8, 0)}, "give at least one positive size"),

@@ -11,14 +11,14 @@ import pytest
 from jax.sharding import PartitionSpec
 
 from longhaul import mesh as meshes
-from longhaul import normalise
+from longhaul import networks, normalise
 from longhaul.algorithms import ppo
 from longhaul.algorithms.ppo import Batch, Config
 from longhaul.distributions import distribution
 from longhaul.environment import vectorise
 from longhaul.networks import actor_critic
 from longhaul.rollout import collector
-from longhaul.types import Algorithm, Discrete, Masked, Rollout
+from longhaul.types import Algorithm, Discrete, Masked, Rollout, Spec
 from tests.chaos import BOX, PAIR, Chaos
 
 STEPS, WORLDS = 12, 8
@@ -342,6 +342,7 @@ def test_illegal_actions_are_never_taken():
         ({"lr": float("nan")}, "lr is nan; it must be at least 0"),
         ({"clip_eps": -1.0}, "clip_eps is -1.0"),
         ({"max_grad_norm": -1.0}, "max_grad_norm is -1.0"),
+        ({"model_size": 0.001}, "model_size is 0.001; it must lie in 0.01 to 1000"),
     ],
 )
 def test_impossible_settings_are_named_with_the_remedy(change, words):
@@ -356,3 +357,23 @@ def test_possible_settings_pass():
     ppo.check(replace(SMALL, memory=4, num_minibatches=WORLDS), columns=WORLDS, steps=STEPS)
     with pytest.raises(ValueError, match="does not divide"):
         ppo.check(replace(SMALL, memory=4, num_minibatches=WORLDS + 1), columns=WORLDS, steps=STEPS)
+
+
+SET = Spec(
+    {"ego": jax.ShapeDtypeStruct((3,), jnp.float32), "items": jax.ShapeDtypeStruct((4, 5), jnp.float32)}, Discrete(2)
+)
+
+
+def test_a_model_size_decides_width_and_depth():
+    config = Config(torso="latent", model_size=0.3, hidden_dim=7, num_layers=9)
+    algorithm = ppo.ppo(SET, config, updates=1, mean=meshes.identity)
+    state = jax.eval_shape(algorithm.init, jax.random.key(0))
+    assert networks.count(state.params) == pytest.approx(0.3e6, rel=0.1)
+
+
+def test_presence_is_not_normalised():
+    """An item's last feature says whether it is there: normalised, one that always is would not be."""
+    config = Config(torso="deepset", normalise_observation=True)
+    with pytest.raises(ValueError, match="normalise_observation is on, and torso deepset reads"):
+        ppo.ppo(SET, config, updates=1, mean=meshes.identity)
+    ppo.ppo(SET, replace(config, torso="mlp"), updates=1, mean=meshes.identity)

@@ -11,7 +11,7 @@ import pytest
 
 from longhaul.envs import classic, registry
 from longhaul.envs.probes import PROBES
-from longhaul.types import Discrete, Environment, Key, Spec, TimeStep, transition
+from longhaul.types import Discrete, Environment, Key, Measure, Spec, TimeStep, transition
 from tests.conformance import check_environment
 
 NAMES = [name for name, _ in registry.names()]
@@ -83,7 +83,7 @@ class Spoiled:
     def active(self, state: classic.ClassicState) -> jax.Array:
         return jnp.ones((), bool) if self.awake else self.inner.active(state)
 
-    def metrics(self, state: classic.ClassicState) -> dict[str, jax.Array]:
+    def metrics(self, state: classic.ClassicState) -> dict[str, Measure]:
         return {}
 
 

@@ -13,7 +13,7 @@ from PIL import Image
 
 from longhaul.datasets import log
 from longhaul.driving import frames, player, polylines, render
-from longhaul.driving.recording import Recording, camera, check, replay, speeds
+from longhaul.driving.recording import Recording, Verdict, camera, check, replay, speeds
 from longhaul.driving.scenario import Scenario
 
 CENTRE = (frames.SIZE[0] // 2, frames.SIZE[1] // 2)
@@ -198,6 +198,24 @@ def test_html_holds_the_recording_and_needs_nothing_else(tmp_path: Path) -> None
     assert first["kinds"] == [1, 1], "padding is not kept"
 
 
+def test_a_page_keeps_whoever_is_driven_and_what_is_known_of_them() -> None:
+    """Agents far from the ego are left out, but for the driven ones; places are counted anew."""
+    recorded = recording(6)
+    pose = np.repeat(recorded.pose[:, :1], 4, axis=1)
+    pose[:, 1:3, 0] += 400.0
+    recorded = recorded._replace(
+        pose=pose, size=np.full((4, 2), 2.0, np.float32), kind=np.ones(4, np.int8), present=np.ones((6, 4), bool),
+        controlled=np.array([False, False, True, True]), ego=3,
+        others=(Verdict(2, {"offroad": 4, "goal": None}, {"progress": np.nan}),),
+    )  # fmt: skip
+    packed = player.encode([recorded])["recordings"][0]
+    assert (len(packed["kinds"]), packed["ego"], packed["controlled"]) == (3, 2, [0, 1, 1])
+    assert packed["numbers"] == [0, 2, 3]
+    assert packed["others"] == [
+        {"agent": 1, "events": [{"name": "offroad", "frame": 4, "good": False}], "metrics": {"progress": None}}
+    ]
+
+
 def test_mp4_without_ffmpeg_says_what_to_do(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(render, "_ffmpeg", lambda: None)
     with pytest.raises(ValueError, match=r"drive\.mp4' needs ffmpeg; install it, .* or write a \.gif"):
@@ -241,6 +259,8 @@ def test_another_suffix_names_the_choices(name: str, tmp_path: Path) -> None:
         ({"pose": np.zeros((5, 3, 3), np.float32)}, r"pose has shape \(5, 3, 3\), expected \(6, 3, 3\)"),
         ({"ego": 3}, r"ego is 3, expected 0 \.\. 2"),
         ({"events": {"goal": 6}}, r"goal at frame 6, expected 0 \.\. 5"),
+        ({"others": (Verdict(3, {}, {}),)}, r"others has agent 3, expected 0 \.\. 2"),
+        ({"others": (Verdict(1, {"goal": 9}, {}),)}, r"goal at frame 9, expected 0 \.\. 5"),
         ({"light_state": np.zeros((1, 6), np.int8)}, "light_state has shape"),
         ({"route": np.full((2, 2), np.nan)}, "not finite"),
         ({"dt": 0.0}, "dt is 0.0"),

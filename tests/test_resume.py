@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 
-from longhaul import checkpoint, telemetry, training
+from longhaul import checkpoint, folders, telemetry, training
 from longhaul import run as runs
 from longhaul.checkpoint import CheckpointError, Checkpoints
 from longhaul.run import RunError
@@ -27,9 +27,9 @@ from tests.small_runs import after, begin, checkpoints, make_quick, records, res
 TRAIN = """
 import json, sys
 from pathlib import Path
-from longhaul import run as runs, training
+from longhaul import folders, run as runs, training
 folder, resumed = Path(sys.argv[1]), Path(sys.argv[1], "run.json").exists()
-run = runs.load_run(folder) if resumed else runs.from_dict(runs.Run, json.loads(sys.argv[2]))
+run = folders.load_run(folder) if resumed else runs.from_dict(runs.Run, json.loads(sys.argv[2]))
 sys.exit(training.train(run, folder, resumed=resumed).code)
 """
 
@@ -181,7 +181,7 @@ def test_a_signal_before_the_first_update_or_in_the_evaluation_ends_the_run(
         return capfd.readouterr().err.splitlines()[-1]
 
     assert stopped(training, "save_run") == "SIGTERM: stopped before its first update; go on with --resume run"
-    assert stopped(training, "make_environment") == "SIGTERM: nothing was left to save; go on with --resume run"
+    assert stopped(training, "feed") == "SIGTERM: nothing was left to save; go on with --resume run"
     assert stopped(fused, "compiled") == "SIGTERM: stopped before its first update; go on with --resume run"
     assert not (folder / "checkpoints").exists()
     assert stopped(training, "evaluations") == "SIGTERM: saved after update 60; go on with --resume run"
@@ -199,7 +199,7 @@ def test_a_signal_before_the_first_update_or_in_the_evaluation_ends_the_run(
 
 def test_a_signal_before_a_run_is_one_leaves_nothing_to_resume(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = tmp_path / "run"
-    monkeypatch.setattr(training, "make_environment", lambda _: signal.raise_signal(signal.SIGTERM))
+    monkeypatch.setattr(training, "feed", lambda _: signal.raise_signal(signal.SIGTERM))
     with pytest.raises(KeyboardInterrupt):
         begin(small(), folder)
     assert list(folder.iterdir()) == []
@@ -359,5 +359,5 @@ def test_two_processes_never_train_in_one_folder(stopped: Path) -> None:
         with pytest.raises(RunError, match=r"another process trains in .*run; let it end"):
             resume(stopped)
         holder.kill()
-    with runs.alone(stopped):  # who is killed lets go
+    with folders.alone(stopped):  # who is killed lets go
         assert sorted(stopped.rglob("*")) == files

@@ -73,16 +73,20 @@ def check_tally(environment: Chaos, rollouts: list[Any], metrics: list[Any]) -> 
     gained, length = np.zeros(columns), np.zeros(columns)
     for data, sums in zip(rollouts, metrics, strict=True):
         expected = {"episodes": 0.0, "episode/return": 0.0, "episode/length": 0.0, "episode/score": 0.0}
+        expected |= {"episodes/score": 0.0, "episode/unknown": 0.0, "episodes/unknown": 0.0}
         n = follow(*decode(data.observation), np.asarray(data.action), environment.interval).n
         for t in range(STEPS):
             valid = np.asarray(data.valid[t])
             gained, length = gained + np.where(valid, data.reward[t], 0.0), length + valid
             ended = valid & np.asarray(data.terminated[t] | data.truncated[t])
             expected["episodes"] += ended.sum()
-            for name, values in (("return", gained), ("length", length), ("score", n[t])):
+            known = n[t] % 3 != 0
+            for name, values in (("return", gained), ("length", length), ("score", np.where(known, n[t], 0.0))):
                 expected[f"episode/{name}"] += values[ended].sum()
+            expected["episodes/score"] += known[ended].sum()
             gained, length = np.where(ended, 0.0, gained), np.where(ended, 0.0, length)
         assert expected["episodes"] > 5
+        assert 0 < expected["episodes/score"] < expected["episodes"]
         assert set(sums) == set(expected)
         for name, value in expected.items():
             np.testing.assert_allclose(sums[name], value, rtol=1e-6, err_msg=name)
@@ -150,7 +154,10 @@ def check_episodes(environment: Chaos, begun: Any, episodes: Any, frames: np.nda
         np.testing.assert_array_equal(episodes.valid[e], present)
         np.testing.assert_array_equal(episodes.finished[e], ~playing)
         for name, value in expected.items():
-            np.testing.assert_allclose(np.asarray(episodes.scores[name][e])[present], value[present], err_msg=name)
+            scored = episodes.scores[name]
+            np.testing.assert_allclose(np.asarray(scored.value[e])[present], value[present], err_msg=name)
+            known = present & (value % 3 != 0) if name == "score" else present
+            np.testing.assert_array_equal(np.asarray(scored.valid[e])[present], known[present], err_msg=name)
 
 
 @pytest.mark.parametrize("environment", [Chaos(), Chaos(agents=3)], ids=["alone", "agents"])
@@ -168,8 +175,8 @@ def test_play_without_observe_has_no_frames_and_samples_with_a_key():
     run = jax.jit(play(Chaos(), act, no_memory, steps=9))
     (one, frames), (same, _), (other, _) = (run((), begun, jax.random.key(k), jax.random.key(5)) for k in (1, 1, 2))
     assert frames == ()
-    np.testing.assert_array_equal(one.scores["return"], same.scores["return"])
-    assert np.any(one.scores["return"] != other.scores["return"])
+    np.testing.assert_array_equal(one.scores["return"].value, same.scores["return"].value)
+    assert np.any(one.scores["return"].value != other.scores["return"].value)
 
 
 def test_impossible_sizes_are_named():

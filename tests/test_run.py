@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from longhaul import recipes
+from longhaul import folders, recipes
 from longhaul import run as runs
 from longhaul.algorithms import ppo
 from longhaul.driving import simulator
@@ -85,7 +85,7 @@ def test_records_and_calls_stay_bounded_however_long_a_run_is() -> None:
     """A call takes no longer in a long run: it must still be able to stop and save."""
     for name in recipes.RECIPES:
         recipe = dataclasses.replace(recipes.recipe(name), devices=1)
-        steps = recipe.num_envs * recipe.num_steps
+        steps = recipe.num_envs * recipe.num_steps * runs.agents(recipe)
         blocks = set()
         for total in (10**6, 10**7, 10**9, 10**12):
             run = runs.resolve(dataclasses.replace(recipe, total_steps=total))
@@ -141,12 +141,14 @@ def test_data_is_found_again_from_elsewhere(tmp_path: Path, monkeypatch: pytest.
 def test_every_recipe_comes_back_from_its_folder(tmp_path: Path) -> None:
     for name in recipes.RECIPES:
         run = runs.resolve(recipes.recipe(name))
-        runs.save_run(tmp_path, run, {"commit": None})
-        assert runs.load_run(tmp_path) == run
-    task = Driving(("/a", "/b*"), 3, 5, simulator.Config(terminations=("collision",), agents=2))
+        folders.save_run(tmp_path, run, {"commit": None})
+        assert folders.load_run(tmp_path) == run
+    task = Driving(
+        ("/a", "/b*"), bank=3, bank_updates=5, simulator=simulator.Config(terminations=("collision",), agents=2)
+    )
     run = runs.resolve(dataclasses.replace(BASE, environment=task, algorithm=ppo.Config(kl_stop=0.5, lr=1)))
-    runs.save_run(tmp_path, run, {})
-    found = runs.load_run(tmp_path)
+    folders.save_run(tmp_path, run, {})
+    found = folders.load_run(tmp_path)
     assert found == run
     assert found.environment == task
 
@@ -191,13 +193,13 @@ def _damages() -> dict[str, Any]:
 
 @pytest.mark.parametrize("damage", _damages())
 def test_a_folder_of_another_version_or_damaged_is_refused_in_one_line(tmp_path: Path, damage: str) -> None:
-    runs.save_run(tmp_path, runs.resolve(dataclasses.replace(BASE, environment=Driving(("/a",)))), {})
+    folders.save_run(tmp_path, runs.resolve(dataclasses.replace(BASE, environment=Driving(("/a",)))), {})
     path = tmp_path / "run.json"
     changed = _damages()[damage](json.loads(path.read_text()))
     path.write_bytes(changed if isinstance(changed, bytes) else json.dumps(changed).encode())
     before = path.read_bytes()
     with pytest.raises(RunError, match=re.escape(str(path))) as raised:
-        runs.load_run(tmp_path)
+        folders.load_run(tmp_path)
     assert "\n" not in str(raised.value)
     assert "use the" in str(raised.value) or "can't be read" in str(raised.value)
     assert path.read_bytes() == before
@@ -205,11 +207,11 @@ def test_a_folder_of_another_version_or_damaged_is_refused_in_one_line(tmp_path:
 
 def test_json_is_written_whole_or_not_at_all_and_holds_what_json_has(tmp_path: Path) -> None:
     path = tmp_path / "it.json"
-    runs.write_json(path, {"a": (1, math.nan, [-math.inf]), "b": None})
+    folders.write_json(path, {"a": (1, math.nan, [-math.inf]), "b": None})
     assert json.loads(path.read_text(), parse_constant=pytest.fail) == {"a": [1, None, [None]], "b": None}
     before = path.read_bytes()
     with pytest.raises(TypeError):
-        runs.write_json(path, {"a": object()})
+        folders.write_json(path, {"a": object()})
     assert path.read_bytes() == before
 
 
@@ -219,39 +221,39 @@ def test_a_file_that_cannot_be_written_is_named(tmp_path: Path, monkeypatch: pyt
 
     monkeypatch.setattr(os, "fsync", full)
     with pytest.raises(OSError, match="No space left") as caught:
-        runs.write_json(tmp_path / "result.json", {})
+        folders.write_json(tmp_path / "result.json", {})
     assert (caught.value.errno, caught.value.filename) == (errno.ENOSPC, str(tmp_path / "result.json"))
     assert not (tmp_path / "result.json").exists()
 
 
 def test_folders_are_new_and_names_are_names(tmp_path: Path) -> None:
     runs_dir = tmp_path / "a" / "runs"
-    first, second = (runs.new_folder(runs_dir, BASE, None) for _ in range(2))
+    first, second = (folders.new_folder(runs_dir, BASE, None) for _ in range(2))
     assert first != second
     assert first.is_dir()
     assert second.is_dir()
-    named = runs.new_folder(runs_dir, BASE, "mine")
+    named = folders.new_folder(runs_dir, BASE, "mine")
     assert named == runs_dir / "mine"
     with pytest.raises(RunError, match=r"run 'mine' exists in .*; choose another --run-name, or --resume mine"):
-        runs.new_folder(runs_dir, BASE, "mine")
+        folders.new_folder(runs_dir, BASE, "mine")
     for name in ("", "..", "a/b", "-x", "a b", "x" * 101, "ä"):
         with pytest.raises(RunError, match="--run-name is"):
-            runs.new_folder(runs_dir, BASE, name)
+            folders.new_folder(runs_dir, BASE, name)
     (tmp_path / "file").write_text("")
     with pytest.raises(RunError, match=r"--runs-dir .*file can't be made \(.*\); give another folder"):
-        runs.new_folder(tmp_path / "file", BASE, None)
+        folders.new_folder(tmp_path / "file", BASE, None)
 
 
 def test_runs_are_found_by_name_or_path_or_the_nearest_are_named(tmp_path: Path) -> None:
-    folder = runs.new_folder(tmp_path, BASE, "first-run")
-    runs.new_folder(tmp_path, BASE, "no-run-yet")
-    runs.save_run(folder, runs.resolve(BASE), {})
-    assert runs.find_folder(tmp_path, "first-run") == folder
-    assert runs.find_folder(tmp_path / "elsewhere", str(folder)) == folder
+    folder = folders.new_folder(tmp_path, BASE, "first-run")
+    folders.new_folder(tmp_path, BASE, "no-run-yet")
+    folders.save_run(folder, runs.resolve(BASE), {})
+    assert folders.find_folder(tmp_path, "first-run") == folder
+    assert folders.find_folder(tmp_path / "elsewhere", str(folder)) == folder
     with pytest.raises(RunError, match=r"no run 'fist-run' in .*first-run"):
-        runs.find_folder(tmp_path, "fist-run")
+        folders.find_folder(tmp_path, "fist-run")
     with pytest.raises(RunError, match="no run 'no-run-yet'"):
-        runs.find_folder(tmp_path, "no-run-yet")
+        folders.find_folder(tmp_path, "no-run-yet")
 
 
 def test_unknown_recipes_and_environments_name_the_nearest() -> None:

@@ -19,8 +19,8 @@ import jax
 import numpy as np
 import pytest
 
+from longhaul import folders, telemetry, training
 from longhaul import run as runs
-from longhaul import telemetry, training
 from longhaul.checkpoint import Checkpoints
 from longhaul.driving import simulator
 from longhaul.provenance import params_sha256
@@ -83,7 +83,8 @@ def test_a_run_compiles_nothing_after_its_first_call_and_leaves_what_the_contrac
 
     shown = capfd.readouterr()
     assert shown.out == ""
-    *lines, last = shown.err.splitlines()
+    counted, *lines, last = shown.err.splitlines()
+    assert re.fullmatch(r"[\d,]+ parameters", counted)
     assert [re.match(r"[\d,]+ of 7,424 agent steps", line) is not None for line in lines] == [True] * 8
     assert last == "evaluating"
 
@@ -99,6 +100,7 @@ def test_a_run_compiles_nothing_after_its_first_call_and_leaves_what_the_contrac
         "status": "done",
         "agent_steps": 58 * 128,
         "env_steps": 58 * 128,
+        "parameters": sum(leaf.size for leaf in jax.tree.leaves(trained.params)),
         "params_sha256": params_sha256(trained.params),
     }
     assert params_sha256(untrained.params) != params_sha256(trained.params)
@@ -107,7 +109,7 @@ def test_a_run_compiles_nothing_after_its_first_call_and_leaves_what_the_contrac
     }  # fmt: skip
     about = json.loads((folder / "run.json").read_text())
     assert {"format", "run", "versions", "commit", "host", "command"} <= about.keys()
-    assert runs.load_run(folder) == run
+    assert folders.load_run(folder) == run
 
 
 @pytest.mark.slow
@@ -163,6 +165,8 @@ def test_sums_give_means_and_go_on_bit_by_bit_from_what_was_pending() -> None:
     rows = {
         "episodes": np.array([1.0, 0.0, 3.0, 99.0], np.float32),
         "episode/return": np.array([0.1, 0.0, 7.3, 99.0], np.float32),
+        "episode/light": np.array([1.0, 0.0, 0.5, 99.0], np.float32),
+        "episodes/light": np.array([1.0, 0.0, 2.0, 99.0], np.float32),
         "ppo/loss": np.array([1 / 3, -2.0, 5.0, 99.0], np.float32),
     }
     sums, other = Sums(), Sums()
@@ -179,10 +183,13 @@ def test_sums_give_means_and_go_on_bit_by_bit_from_what_was_pending() -> None:
     assert record == {
         "episode/count": 7.0,
         "episode/return": pytest.approx(sum(returned) / 7),
+        "episode/light": pytest.approx((1.0 + 0.5 + 0.5) / 5),
         "ppo/loss": pytest.approx(sum(thirds) / 4),
     }
-    sums.add(1, {"episodes": np.zeros(1), "episode/return": np.zeros(1), "ppo/loss": np.full(1, np.nan)})
+    none = {"episodes": np.zeros(1), "episode/return": np.zeros(1), "ppo/loss": np.full(1, np.nan)}
+    sums.add(1, none | {"episodes/light": np.zeros(1), "episode/light": np.zeros(1)})
     record = sums.take()
+    assert set(record) == {"episode/count", "episode/return", "ppo/loss"}, "what no episode tells is left out"
     assert record["episode/count"] == 0.0
     assert math.isnan(record["episode/return"])
     assert math.isnan(record["ppo/loss"])
@@ -196,7 +203,7 @@ def test_a_long_run_keeps_no_more_in_memory_and_on_disk_than_a_short_one(
     run = small(total_steps=8 * 16 * 1_000_000, log_interval=None, block=None, save_interval=None)
     sizes: list[int] = []
 
-    def idle(program: Any, progress: Any, *, updates: int, block: int) -> Iterator[tuple[Any, int, Any]]:
+    def idle(program: Any, progress: Any, context: Any, *, updates: int, block: int) -> Iterator[tuple[Any, int, Any]]:
         done = 0
         while done < updates:
             n = min(block, updates - done)
@@ -251,7 +258,7 @@ def test_it_saves_by_minutes_by_updates_and_at_the_end(tmp_path: Path, monkeypat
 @pytest.mark.usefixtures("_quick")
 def test_seconds_add_up_over_resumes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """By a clock that a call of 2 updates takes 1 s of, compiling 10 s, preparing 100 s."""
-    now, calls, compiled, prepare = [0.0], fused.fused, fused.compiled, training.make_environment
+    now, calls, compiled, prepare = [0.0], fused.fused, fused.compiled, training.feed
 
     def takes(seconds: float) -> None:
         now[0] += seconds
@@ -264,7 +271,7 @@ def test_seconds_add_up_over_resumes(tmp_path: Path, monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(training.time, "perf_counter", lambda: now[0])
     monkeypatch.setattr(fused, "fused", slow_calls)
     monkeypatch.setattr(fused, "compiled", lambda *a, **k: (takes(10.0), compiled(*a, **k))[1])
-    monkeypatch.setattr(training, "make_environment", lambda run: (takes(100.0), prepare(run))[1])
+    monkeypatch.setattr(training, "feed", lambda run: (takes(100.0), prepare(run))[1])
     folder = tmp_path / "run"
     with monkeypatch.context() as patch:
         patch.setattr(Checkpoints, "save", after(1, lambda: signal.raise_signal(signal.SIGINT), Checkpoints.save))
@@ -326,6 +333,6 @@ def test_what_can_not_be_made_is_no_run(tmp_path: Path, change: dict[str, Any], 
 
 
 def test_a_policy_without_a_checkpoint_is_an_error(tmp_path: Path, shared: pytest.MonkeyPatch) -> None:
-    runs.save_run(tmp_path, small(), {})
+    folders.save_run(tmp_path, small(), {})
     with pytest.raises(RunError, match=r"has no checkpoint yet; go on with --resume"):
         training.restore_policy(tmp_path)

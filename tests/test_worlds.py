@@ -18,7 +18,7 @@ SLOW = """
 import os, sys, time
 from longhaul import worlds
 
-def make(seed, agents, horizon):
+def make(seed, agents, horizon, control):
     with open(os.path.join(sys.argv[1], str(os.getpid())), "w"):
         time.sleep(3600)
 

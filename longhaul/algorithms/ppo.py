@@ -19,7 +19,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from longhaul import networks, normalise, returns, shuffle
+from longhaul import dial, networks, normalise, returns, shuffle
 from longhaul.distributions import Distribution, distribution
 from longhaul.types import Algorithm, Key, Masked, Metrics, Params, PyTree, Rollout, Spec
 
@@ -47,9 +47,12 @@ class Config:
     torso: str = "mlp"
     hidden_dim: int = 64
     num_layers: int = 2
-    activation: str = "tanh"
+    model_size: float | None = None  # millions of parameters, from which hidden_dim and num_layers follow
+    activation: str = "tanh"  # of mlp and deepset
     memory: int = 0  # width of the recurrent unit; 0: none
     chunk: int = 1024  # rows of a minibatch whose gradient is taken at once
+    precision: str = "fp32"  # of the torso; "bf16": in bfloat16, with parameters, heads and losses in float32
+    remat: bool = False  # compute an encoder's blocks again for the gradient instead of keeping them
 
 
 class State(NamedTuple):
@@ -98,6 +101,11 @@ def check(config: Config, *, columns: int, steps: int) -> None:
     for name in ("lr", "clip_eps", "max_grad_norm"):
         if not getattr(config, name) >= 0.0:
             raise ValueError(f"{name} is {getattr(config, name)}; it must be at least 0")
+    if config.model_size is not None and not dial.LEAST <= config.model_size <= dial.MOST:
+        raise ValueError(
+            f"model_size is {config.model_size}; it must lie in {dial.LEAST:g} to {dial.MOST:g} (millions of "
+            "parameters)"
+        )
 
 
 def _along_time(
@@ -209,11 +217,19 @@ def _parts(spec: Spec, config: Config) -> tuple[PyTree, Distribution, networks.A
     """What the network sees of one observation, the policy's distribution, and the network."""
     seen = spec.observation.observation if isinstance(spec.observation, Masked) else spec.observation
     policy = distribution(spec.action)
-    network = networks.actor_critic(
-        seen, policy.size, free=policy.free, torso=config.torso, sizes=(config.hidden_dim,) * config.num_layers,
-        activation=config.activation, memory=config.memory,
-    )  # fmt: skip
-    return seen, policy, network
+    if config.normalise_observation and config.torso != "mlp" and any(len(x.shape) == 2 for x in jax.tree.leaves(seen)):
+        raise ValueError(
+            f"normalise_observation is on, and torso {config.torso} reads from an item's last feature whether it is "
+            "there, which would be normalised too; turn it off, or take torso mlp"
+        )
+    options: dict[str, Any] = {
+        "free": policy.free, "torso": config.torso, "activation": config.activation, "memory": config.memory,
+        "precision": config.precision, "remat": config.remat,
+    }  # fmt: skip
+    width, depth = config.hidden_dim, config.num_layers
+    if config.model_size is not None:
+        width, depth = dial.shape(seen, policy.size, config.model_size, **options)
+    return seen, policy, networks.actor_critic(seen, policy.size, sizes=(width,) * depth, **options)
 
 
 def _look(moments: normalise.Moments | tuple[()], observation: PyTree) -> tuple[PyTree, jax.Array | None]:

@@ -62,8 +62,9 @@
   function unpack(r) {
     const route = new Path2D(), line = points(r.route);
     if (line.length > 2) trace(route, line, 0, line.length / 2, false);
+    const verdicts = new Map([[r.ego, { events: r.events, metrics: r.metrics }], ...r.others.map((v) => [v.agent, v])]);
     return {
-      ...r, route, position: points(r.position), heading: headings(r.heading), lights: points(r.lights), camera: points(r.camera),
+      ...r, route, verdicts, position: points(r.position), heading: headings(r.heading), lights: points(r.lights), camera: points(r.camera),
       expert: r.expert && points(r.expert), expertHeading: r.expert && headings(r.expertHeading),
     };
   }
@@ -80,6 +81,33 @@
     return {
       x: x + share * (xy[2 * b] - x), y: y + share * (xy[2 * b + 1] - y), heading: heading[a] + share * shortest,
     };
+  }
+
+  // Where agent i is at a frame, or was last, or comes first.
+  function whereabouts(r, i, frame) {
+    const n = r.kinds.length, known = (t) => !Number.isNaN(r.position[2 * (t * n + i)]);
+    let t = Math.min(Math.floor(frame), r.frames - 1);
+    while (t > 0 && !known(t)) t--;
+    while (t < r.frames - 1 && !known(t)) t++;
+    return { x: r.position[2 * (t * n + i)], y: r.position[2 * (t * n + i) + 1] };
+  }
+
+  // The speed of agent i at a frame, m/s, over up to two frames on either side; null where it is not there.
+  function speedOf(r, i, frame) {
+    if (i === r.ego) return r.speed[frame];
+    const n = r.kinds.length, at = (t) => 2 * (t * n + i);
+    const known = (t) => t >= 0 && t < r.frames && !Number.isNaN(r.position[at(t)]);
+    if (!known(frame)) return null;
+    let a = frame, b = frame;
+    while (a > frame - 2 && known(a - 1)) a--;
+    while (b < frame + 2 && known(b + 1)) b++;
+    if (a === b) return 0;
+    return Math.hypot(r.position[at(b)] - r.position[at(a)], r.position[at(b) + 1] - r.position[at(a) + 1]) / ((b - a) * r.dt);
+  }
+
+  function nameOf(r, i) {
+    if (i === r.ego) return "ego";
+    return `${KINDS[r.kinds[i]] || "other"} ${r.numbers[i]}${r.controlled[i] ? ", driven" : ""}`;
   }
 
   function body(c, pose, length, width) {
@@ -136,7 +164,7 @@
     const recordings = data.recordings.map(unpack);
     const maps = data.maps.map(layers);
     const canvas = part("canvas"), c = canvas.getContext("2d");
-    const state = { chosen: recordings[0], time: 0, playing: false, zoom: 1, last: 0 };
+    const state = { chosen: recordings[0], follow: recordings[0].ego, time: 0, playing: false, zoom: 1, last: 0 };
     let theme = {};
     const ink = (role) => theme[role] || "#888";
 
@@ -171,7 +199,16 @@
       for (const i of order) {
         const pose = between(r.position, r.heading, n, i, state.time, r.frames);
         const role = r.controlled[i] ? "ego" : KINDS[r.kinds[i]] || "other";
-        if (pose) agent(c, ink, pose, r.kinds[i], role, r.sizes[i][0], r.sizes[i][1], pixel);
+        if (!pose) continue;
+        agent(c, ink, pose, r.kinds[i], role, r.sizes[i][0], r.sizes[i][1], pixel);
+        if (i === state.follow && i !== r.ego) {
+          body(c, pose, r.sizes[i][0] + 1.6, r.sizes[i][1] + 1.6);
+          c.setLineDash([0.8, 0.8]);
+          c.strokeStyle = ink("ink");
+          c.lineWidth = 1.6 * pixel;
+          c.stroke();
+          c.setLineDash([]);
+        }
       }
       if (r.expert && part("ghost").checked) {
         const pose = between(r.expert, r.expertHeading, 1, 0, state.time, r.frames);
@@ -182,19 +219,22 @@
           c.stroke();
         }
       }
-      for (const event of r.events) {
-        if (event.frame > state.time) continue;
-        c.beginPath();
-        c.arc(r.camera[2 * event.frame], r.camera[2 * event.frame + 1], 4.2, 0, 2 * Math.PI);
-        c.strokeStyle = ink(event.good ? "good" : "fault");
-        c.lineWidth = 3 * pixel;
-        c.stroke();
+      for (const [i, verdict] of r.verdicts) {
+        for (const event of verdict.events) {
+          if (event.frame > state.time) continue;
+          const place = whereabouts(r, i, event.frame);
+          c.beginPath();
+          c.arc(place.x, place.y, 4.2, 0, 2 * Math.PI);
+          c.strokeStyle = ink(event.good ? "good" : "fault");
+          c.lineWidth = 3 * pixel;
+          c.stroke();
+        }
       }
     }
 
     function drawText(r, width, height, scale) {
-      const frame = Math.min(Math.floor(state.time), r.frames - 1), speed = r.speed[frame];
-      const lines = [`${(state.time * r.dt).toFixed(1)} s`, speed === null ? "ended" : `${speed.toFixed(1)} m/s`];
+      const frame = Math.min(Math.floor(state.time), r.frames - 1), speed = speedOf(r, state.follow, frame);
+      const lines = [`${(state.time * r.dt).toFixed(1)} s`, speed === null ? "not there" : `${speed.toFixed(1)} m/s`];
       c.textBaseline = "middle";
       c.font = "600 14px system-ui, sans-serif";
       c.fillStyle = ink("panel");
@@ -216,6 +256,37 @@
       c.stroke();
     }
 
+    // What the canvas shows: its middle in metres, and pixels of the page a metre.
+    function view() {
+      const r = state.chosen, n = r.kinds.length;
+      const eye = state.follow === r.ego
+        ? between(r.camera, new Float64Array(r.frames), 1, 0, state.time, r.frames)
+        : between(r.position, r.heading, n, state.follow, state.time, r.frames) || whereabouts(r, state.follow, state.time);
+      return { eye, scale: (canvas.clientWidth / VIEW) * state.zoom };
+    }
+
+    // The agent under a point of the canvas, or null: within its box and a few pixels around, the nearest.
+    function agentAt(x, y) {
+      const r = state.chosen, { eye, scale } = view();
+      const px = eye.x + (x - canvas.clientWidth / 2) / scale, py = eye.y - (y - canvas.clientHeight / 2) / scale;
+      const near = r.kinds.map((_, i) => {
+        const pose = between(r.position, r.heading, r.kinds.length, i, state.time, r.frames);
+        if (!pose) return { i, away: Infinity };
+        const dx = px - pose.x, dy = py - pose.y, cos = Math.cos(pose.heading), sin = Math.sin(pose.heading);
+        const inside = Math.abs(dx * cos + dy * sin) <= r.sizes[i][0] / 2 + 6 / scale
+          && Math.abs(dy * cos - dx * sin) <= r.sizes[i][1] / 2 + 6 / scale;
+        return { i, away: inside ? Math.hypot(dx, dy) : Infinity };
+      }).reduce((best, one) => (one.away < best.away ? one : best), { i: null, away: Infinity });
+      return near.i;
+    }
+
+    function follow(i) {
+      state.follow = i;
+      part("follow").value = String(i);
+      showFacts(state.chosen);
+      draw();
+    }
+
     function draw() {
       const r = state.chosen, ratio = window.devicePixelRatio || 1;
       const width = canvas.clientWidth, height = canvas.clientHeight;
@@ -224,8 +295,7 @@
         canvas.width = Math.round(width * ratio);
         canvas.height = Math.round(height * ratio);
       }
-      const scale = (width / VIEW) * state.zoom;
-      const eye = between(r.camera, new Float64Array(r.frames), 1, 0, state.time, r.frames);
+      const { eye, scale } = view();
       c.setTransform(1, 0, 0, 1, 0, 0);
       c.fillStyle = ink("ground");
       c.fillRect(0, 0, canvas.width, canvas.height);
@@ -253,6 +323,7 @@
       const start = on && !state.playing;
       state.playing = on;
       part("play").innerHTML = on ? PAUSE : PLAY;
+      part("play").setAttribute("aria-pressed", String(on));
       if (!start) return;
       if (state.time >= state.chosen.frames - 1) state.time = 0;
       state.last = 0;
@@ -273,21 +344,28 @@
       list.append(term, description);
     }
 
+    // What is known of the agent that is followed; its events on the time line, the ego's where it has none of its own.
     function showFacts(r) {
-      const facts = part("facts"), ticks = part("ticks");
+      const facts = part("facts"), ticks = part("ticks"), i = state.follow, verdict = r.verdicts.get(i);
       facts.replaceChildren();
       ticks.replaceChildren();
-      for (const event of r.events) {
+      item(facts, "agent", nameOf(r, i));
+      item(facts, "size", `${number(r.sizes[i][0])} \u00d7 ${number(r.sizes[i][1])} m`);
+      for (const event of (verdict || r.verdicts.get(r.ego)).events) {
         const className = event.good ? "good" : "fault", share = r.frames > 1 ? event.frame / (r.frames - 1) : 0;
-        item(facts, words(event.name), `at ${(event.frame * r.dt).toFixed(1)} s`, className);
-        const mark = document.createElement("span");
+        const mark = document.createElement("button");
+        mark.type = "button";
         mark.textContent = words(event.name);
+        mark.title = `${words(event.name)} at ${(event.frame * r.dt).toFixed(1)} s`;
         mark.className = `${className} ${share < 0.1 ? "start" : share > 0.9 ? "end" : ""}`;
         mark.style.left = `calc(8px + ${share} * (100% - 16px))`;
+        mark.addEventListener("click", () => seek(event.frame));
         ticks.append(mark);
+        if (verdict) item(facts, words(event.name), `at ${(event.frame * r.dt).toFixed(1)} s`, className);
       }
-      if (!r.events.length) item(facts, "events", "none");
-      for (const [name, value] of Object.entries(r.metrics)) item(facts, words(name), number(value));
+      if (!verdict) return item(facts, "metrics", "none: it is not driven");
+      if (!verdict.events.length) item(facts, "events", "none");
+      for (const [name, value] of Object.entries(verdict.metrics)) item(facts, words(name), number(value));
     }
 
     function legend(r) {
@@ -305,20 +383,26 @@
       part("legend").innerHTML = entries.map(([name, shape]) => `<li><svg viewBox="0 0 20 12" aria-hidden="true">${shape}</svg>${name}</li>`).join("");
     }
 
-    function options(select, names) {
+    function options(select, names, values) {
       select.replaceChildren(...names.map((name, i) => {
         const option = document.createElement("option");
-        option.value = String(i);
+        option.value = String(values ? values[i] : i);
         option.textContent = name;
         return option;
       }));
-          }
+    }
 
     const ids = [...new Set(recordings.map((r) => r.id))];
     const ofScenario = () => recordings.filter((r) => r.id === ids[Number(part("scenario").value)]);
 
     function choose(keepTime) {
-      state.chosen = ofScenario()[Number(part("policy").value)];
+      const before = state.chosen, r = ofScenario()[Number(part("policy").value)];
+      const same = before.id === r.id && before.kinds.length === r.kinds.length; // who is followed stays who it is
+      state.chosen = r;
+      state.follow = same ? state.follow : r.ego;
+      const order = [...r.kinds.keys()].sort((a, b) => (b === r.ego) - (a === r.ego) || r.controlled[b] - r.controlled[a]);
+      options(part("follow"), order.map((i) => nameOf(r, i)), order);
+      part("follow").value = String(state.follow);
       state.time = keepTime ? Math.min(state.time, state.chosen.frames - 1) : 0;
       part("slider").max = String(state.chosen.frames - 1);
       showFacts(state.chosen);
@@ -346,6 +430,14 @@
     part("play").addEventListener("click", () => play(!state.playing));
     part("slider").addEventListener("input", (e) => seek(Number(e.target.value)));
     part("ghost").addEventListener("change", draw);
+    part("follow").addEventListener("change", (e) => follow(Number(e.target.value)));
+    canvas.addEventListener("click", (e) => {
+      const found = agentAt(e.offsetX, e.offsetY);
+      if (found !== null) follow(found);
+    });
+    canvas.addEventListener("mousemove", (e) => {
+      canvas.style.cursor = agentAt(e.offsetX, e.offsetY) === null ? "" : "pointer";
+    });
     part("nearer").addEventListener("click", () => zoom(1.25));
     part("farther").addEventListener("click", () => zoom(0.8));
     canvas.addEventListener("wheel", (e) => {
@@ -358,6 +450,11 @@
       if (e.key === " ") play(!state.playing);
       else if (e.key === "ArrowRight") seek(Math.floor(state.time) + 1);
       else if (e.key === "ArrowLeft") seek(Math.ceil(state.time) - 1);
+      else if (e.key === "Home") seek(0);
+      else if (e.key === "End") seek(state.chosen.frames - 1);
+      else if (e.key === "+" || e.key === "=") zoom(1.25);
+      else if (e.key === "-") zoom(0.8);
+      else if (e.key === "Escape") follow(state.chosen.ego);
       else return;
       e.preventDefault();
     });

@@ -201,6 +201,7 @@ def _features(document: dict[str, Any]) -> tuple[Feature, ...]:
                 points=_flat(lane["centerline"]) if lane.get("centerline") else _between(left, right),
                 entry=tuple(int(each) for each in lane["predecessors"]),
                 exit=tuple(int(each) for each in lane["successors"]),
+                junction=lane.get("is_intersection") is True,
             )
         )
         for points, mark in ((left, lane["left_lane_mark_type"]), (right, lane["right_lane_mark_type"])):

@@ -1,4 +1,4 @@
-"""What is in driving logs: the counts that each source has, before any padding or thinning.
+"""What is in driving logs: the counts and ranges that each source has, before any padding or thinning.
 
 `road_points` are the points of polylines, outlines and lists of points as the source keeps them; the bare position of
 a stop sign (Scenario protos and ScenarioNet have it apart) is none. Features are counted by distinct id.
@@ -6,9 +6,11 @@ a stop sign (Scenario protos and ScenarioNet have it apart) is none. Features ar
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
+
+import numpy as np
 
 from longhaul.datasets import shards, sources
 from longhaul.datasets.log import (
@@ -52,11 +54,22 @@ ABSENT = {sources.ARGOVERSE: ("stop_signs", "speed_bumps"), sources.NUPLAN: ("tr
 """What a format has no place for."""
 
 
-def inspect(paths: Sequence[str]) -> dict[str, Any]:
+FLAT = (sources.ARGOVERSE, sources.NUPLAN)
+"""Formats without heights."""
+
+NAMES = {VEHICLE: "vehicle", PEDESTRIAN: "pedestrian", CYCLIST: "cyclist", OTHER: "other"}
+
+RANGES = ("duration", "dt", "x", "y", "z", "speed", "sizes", "valid_share", "speed_limit", "track_ids", "feature_ids")
+"""What `ranges` tells of each scenario: s, m (of valid steps), m/s; sizes by kind as {"length": [m, m], ...}. A range
+is [least, greatest], and null where there is nothing."""
+
+
+def inspect(paths: Sequence[str], seen_each: Callable[[Path, Log | Scenario], None] | None = None) -> dict[str, Any]:
     """The report of `longhaul data inspect`: {"files": [...], "scenarios": how many, "errors": how many}.
 
-    Never raises `BadData`. A file that cannot be read, or a path that means nothing, has its message in
-    `error`; scenarios before the fault are kept.
+    `seen_each` is called with every log, or scenario of a shard, and its file. Never raises `BadData` of its own. A
+    file that cannot be read, or a path that means nothing, has its message in `error`; scenarios before the fault are
+    kept.
     """
     files: list[dict[str, Any]] = []
     seen: set[Path] = set()
@@ -68,7 +81,7 @@ def inspect(paths: Sequence[str]) -> dict[str, Any]:
             continue
         fresh = [path for path in found if path.resolve() not in seen]
         seen.update(path.resolve() for path in fresh)
-        files += [_file(path) for path in fresh]
+        files += [_file(path, seen_each) for path in fresh]
     return {
         "files": files,
         "scenarios": sum(len(file["scenarios"]) for file in files),
@@ -76,17 +89,21 @@ def inspect(paths: Sequence[str]) -> dict[str, Any]:
     }
 
 
-def _file(path: Path) -> dict[str, Any]:
+def _file(path: Path, seen_each: Callable[[Path, Log | Scenario], None] | None) -> dict[str, Any]:
     entry: dict[str, Any] = {"path": str(path), "format": None, "scenarios": [], "error": None}
     try:
         entry["format"] = sources.detect(path)
         if entry["format"] == sources.SHARD:
             for scenario in shards.open(path):
                 entry["scenarios"].append(compiled(scenario))
+                if seen_each:
+                    seen_each(path, scenario)
             return entry
         for kind, log in sources.scan(path):
             entry["format"] = kind
             entry["scenarios"].append(summary(log, kind))
+            if seen_each:
+                seen_each(path, log)
     except BadData as error:
         entry["error"] = str(error)
     return entry
@@ -99,7 +116,57 @@ def compiled(scenario: Scenario) -> dict[str, Any]:
     for name, kind in (("vehicles", VEHICLE), ("pedestrians", PEDESTRIAN), ("cyclists", CYCLIST), ("others", OTHER)):
         known[name] = (kinds == kind).sum().item()
     known["valid_steps"] = scenario.present.sum().item()
-    return dict.fromkeys(COUNTS) | known
+    present, real = scenario.present[:, : len(scenario.kind)], scenario.kind > 0
+    place, velocity = scenario.pose[..., :2][present], scenario.velocity[present]
+    ranges: dict[str, Any] = dict.fromkeys(RANGES) | {
+        "duration": round(scenario.dt * (scenario.steps - 1), 6),
+        "dt": span(np.array([scenario.dt])),
+        "x": span(place[:, 0]),
+        "y": span(place[:, 1]),
+        "speed": span(np.hypot(*velocity.T)),
+        "sizes": _sizes(scenario.size[real], scenario.kind[real]),
+        "valid_share": round(float(present[:, real].mean()), 6) if real.any() else None,
+    }
+    return dict.fromkeys(COUNTS) | known | {"ranges": ranges}
+
+
+def span(values: np.ndarray) -> list[float] | None:
+    """[least, greatest], rounded to a micrometre; None where there are no values."""
+    if not values.size:
+        return None
+    return [round(float(values.min()), 6), round(float(values.max()), 6)]
+
+
+def _sizes(size: np.ndarray, kind: np.ndarray) -> dict[str, Any]:
+    """Ranges of the sides [M, 2 or 3] of M boxes, by kind."""
+    sides = ("length", "width", "height")
+    return {
+        name: {side: span(column) for side, column in zip(sides, size[kind == number].T)}
+        for number, name in NAMES.items()
+        if (kind == number).any()
+    }
+
+
+def ranges_of(log: Log, kind: str) -> dict[str, Any]:
+    """The ranges of one log of the format `kind`; see `RANGES`."""
+    tracks, valid = log.tracks, log.tracks.valid
+    used = valid.any(axis=1)
+    place = tracks.position[valid]
+    row = np.nonzero(valid)[0]
+    x, y, z = (span(place[:, axis]) for axis in range(3))
+    limits = [each.speed_limit for each in log.features if each.speed_limit is not None]
+    values = (
+        round(float(log.times[-1] - log.times[0]), 6),
+        span(np.diff(log.times)),
+        *(x, y, None if kind in FLAT else z),
+        span(np.hypot(*tracks.velocity[valid].astype(np.float64).T)),
+        _sizes(tracks.size[valid], tracks.kind[row]),
+        round(float(valid[used].mean()), 6) if used.any() else None,
+        span(np.array(limits)),
+        [int(tracks.id[used].min()), int(tracks.id[used].max())] if used.any() else None,
+        [min(f.id for f in log.features), max(f.id for f in log.features)] if log.features else None,
+    )
+    return dict(zip(RANGES, values, strict=True))
 
 
 def summary(log: Log, kind: str) -> dict[str, Any]:
@@ -124,4 +191,4 @@ def summary(log: Log, kind: str) -> dict[str, Any]:
         report[name] = len({feature.id for feature in log.features if feature.kind in group})
     report["lights_max"] = log.lights.valid.sum(axis=0).max(initial=0).item() if log.has_lights else None
     report["tracks_to_predict"] = len(log.predict)
-    return report | dict.fromkeys(ABSENT.get(kind, ()))
+    return report | dict.fromkeys(ABSENT.get(kind, ())) | {"ranges": ranges_of(log, kind)}

@@ -53,6 +53,15 @@ class Feature:
     entry: tuple[int, ...] = ()  # lanes that lead into this one, where the source knows
     exit: tuple[int, ...] = ()
     speed_limit: float | None = None  # m/s
+    junction: bool = False  # a lane within an intersection, where the source says so
+
+
+@dataclass(frozen=True)
+class Path:
+    """A way on which the ego could go, as WOMD's `path_samples` has them (from 1.3.1 on; ScenarioMax too)."""
+
+    points: np.ndarray  # float64 [P, 3]
+    on_route: bool  # whether it leads where the ego went
 
 
 @dataclass(frozen=True)
@@ -77,6 +86,7 @@ class Log:
     features: tuple[Feature, ...]
     lights: Lights
     has_lights: bool = True  # False where the format has no such thing
+    paths: tuple[Path, ...] = ()  # of the ego, where the source has any
 
 
 class BadData(ValueError):

@@ -227,6 +227,7 @@ def _lanes(reader: _Reader) -> list[Feature]:
                 entry=tuple(entry[identity]),
                 exit=tuple(leave[identity]),
                 speed_limit=float(limit) if sound else None,
+                junction=identity in connectors,
             )
         )
     return features

@@ -29,7 +29,17 @@ from typing import NamedTuple
 import numpy as np
 
 from longhaul.datasets.wire import Malformed
-from longhaul.driving.scenario import Scenario
+from longhaul.driving.lanes import (
+    HALF_MOST,
+    JUNCTION,
+    LIMIT_INFERRED,
+    LIMIT_MOST,
+    LIMIT_UNIT,
+    MOST_BLOCKS,
+    MOST_ROWS,
+    look_around,
+)
+from longhaul.driving.scenario import NO_ROAD, ONWARD, Road, Scenario
 
 LEVEL = 6
 """zlib's: 9 takes 1 % less room and several times as long."""
@@ -39,11 +49,15 @@ LARGEST = 1 << 26
 
 MOST_STEPS = 1 << 16
 
+FARTHEST, SLOWEST = 1e6, 3600.0
+"""Metres from a scenario's origin, and seconds of a step, beyond which a record is damaged."""
+
 METRE, MILLI, TURN = 0.01, 0.001, 2 * math.pi / 65536
 
 
 class Column(NamedTuple):
-    """How an array is stored; letters of `shape` as in `Scenario`, and G polylines with P points together drawn."""
+    """How an array is stored; letters of `shape` as in `Scenario`, M rows, V lanes, B blocks and Y rows by X columns of
+    cells of the road, K ways after the log's with E points together, and G polylines with P points drawn."""
 
     shape: str
     dtype: str
@@ -67,15 +81,30 @@ COLUMNS = {
     "light_state": Column("ALT", "|i1"),
     "field": Column("HW", "<i2", (1.0,), (), (0, 1)),
     "field_origin": Column("2", "<f4"),
+    "road_origin": Column("2", "<f4"),
+    "road_place": Column("M2", "<i2", (1.0,), (1, 0), (1,)),
+    "road_half": Column("M2", "<i2", (1.0,), (1, 0), (1,)),
+    "road_kind": Column("M", "|i1"),
+    "road_lane": Column("M", "<i2", (1.0,), (), (0,)),
+    "road_lane_limit": Column("V", "<f4", (LIMIT_UNIT,)),
+    "road_lane_flags": Column("V", "|i1"),
+    "road_corner": Column("2", "<f4"),
+    "road_cells": Column("B2", "<i2", (1.0,), (1, 0), (1,)),
+    "road_directory": Column("YX", "<i2", (1.0,), (), (1,)),
+    "onward_of": Column("K", "<i2"),
+    "onward": Column("E2", "<f4", (METRE,), (1, 0), (1,)),
     "drawn_kind": Column("G", "<i4"),
     "drawn_count": Column("G", "<i4"),
     "drawn": Column("P2", "<f4", (METRE,), (1, 0), (1,)),
 }
 """The arrays of a record in their order. Another table is another version of the format: `shards.VERSION`."""
 
-LETTERS = "TNARLHWGP"
+LETTERS = "TNARLHWMVBYXKEGP"
 
-HEAD = struct.Struct("<9IdIIH")
+STORED = Road._fields[:-2]
+"""What is stored of a road; the rest follows from it."""
+
+HEAD = struct.Struct("<16IdIIH")
 """Sizes in the order of `LETTERS`, dt, bytes before compression, a bit for each column of 32 bits, bytes of the id."""
 
 LONGEST_ID = 1 << 12
@@ -84,6 +113,7 @@ LONGEST_ID = 1 << 12
 def pack(scenario: Scenario) -> bytes:
     """The record of `scenario`. `ValueError` where its arrays do not fit together or hold what is not finite."""
     arrays = {name: np.asarray(getattr(scenario, name)) for name in COLUMNS if name in Scenario._fields}
+    arrays |= {f"road_{name}": np.asarray(getattr(scenario.road, name)) for name in STORED}
     lines = [np.asarray(points, np.float32).reshape(-1, 2) for _, points in scenario.drawing]
     arrays["drawn_kind"] = np.array([kind for kind, _ in scenario.drawing], np.int32)
     arrays["drawn_count"] = np.array([len(line) for line in lines], np.int32)
@@ -135,6 +165,12 @@ def _packed(array: np.ndarray, column: Column) -> tuple[bytes, bool]:
     return folded.reshape(-1, 1).view(np.uint8).T.tobytes(), wide
 
 
+def outline(record: bytes) -> tuple[tuple[int, ...], float]:
+    """A record's sizes, in the order of `LETTERS`, and its dt, s: what its head says."""
+    *sizes, dt, _, _, _ = HEAD.unpack_from(record)
+    return tuple(sizes), dt
+
+
 def unpack(record: bytes) -> Scenario:
     """The scenario of a record; `Malformed` where it is none."""
     if len(record) < HEAD.size:
@@ -163,7 +199,8 @@ def unpack(record: bytes) -> Scenario:
     kinds, count, drawn = (arrays.pop(name) for name in ("drawn_kind", "drawn_count", "drawn"))
     lines = np.split(drawn, np.cumsum(count)[:-1]) if len(count) else []
     drawing = tuple(zip(kinds.tolist(), lines))
-    return Scenario(id=identity, steps=sizes["T"], dt=dt, drawing=drawing, **arrays)
+    road = look_around(NO_ROAD._replace(**{name: arrays.pop(f"road_{name}") for name in STORED}))
+    return Scenario(id=identity, steps=sizes["T"], dt=dt, drawing=drawing, road=road, **arrays)
 
 
 def _bytes(count: int, column: Column, wide: bool) -> int:
@@ -209,14 +246,26 @@ def _unpacked(data: bytes, column: Column, shape: tuple[int, ...], wide: bool) -
 def _check(arrays: dict[str, np.ndarray], dt: float) -> None:
     """What the simulator relies on, so that no index of damaged data leads anywhere."""
     agents, points = len(arrays["kind"]), arrays["route"].shape[1]
+    lane, cells, directory = arrays["road_lane"], arrays["road_cells"], arrays["road_directory"]
     for wrong, what in [
-        (not 0 < dt < math.inf, "a time step that is not above 0"),
+        (not 0 < dt <= SLOWEST, f"a time step that is not above 0, and up to {SLOWEST:g} s"),
         (_outside(arrays["kind"], 0, 4), "a kind of agent that does not exist"),
         (_outside(arrays["controlled"], -1, agents - 1), "a controlled agent that does not exist"),
         (_outside(arrays["route_points"], 0, points), "a route longer than its points"),
         (_outside(arrays["light_state"], 0, 3), "a state of a light that does not exist"),
         (np.isnan(arrays["light_s"]).any(), "a light nowhere"),
-        (not np.isfinite(arrays["field_origin"]).all(), "a distance field nowhere"),
+        (_outside(arrays["onward_of"], 0, agents - 1), "the way of an agent that does not exist"),
+        (len(arrays["onward"]) != ONWARD * len(arrays["onward_of"]), "ways of another length"),
+        (not (np.abs(arrays["field_origin"]) <= FARTHEST).all(), "a distance field nowhere"),
+        (not (np.abs(arrays["road_origin"]) <= FARTHEST).all(), "a road nowhere"),
+        (_outside(arrays["road_half"], -HALF_MOST, HALF_MOST), "a piece of road that is too long"),
+        (_outside(arrays["road_kind"], 0, 63), "a kind of road that does not exist"),
+        (_outside(lane, -1, len(arrays["road_lane_limit"]) - 1), "a lane that does not exist"),
+        (len(lane) > MOST_ROWS or (np.diff(lane >= 0) & (lane[1:] >= 0)).any(), "lanes that are out of order"),
+        (_outside(arrays["road_lane_limit"], 0.0, LIMIT_UNIT * LIMIT_MOST + 0.01), "a speed limit that cannot be"),
+        (len(cells) > MOST_BLOCKS or _outside(directory, 0, max(len(cells) - 1, 0)), "a block that does not exist"),
+        (not directory.size or not (np.abs(arrays["road_corner"]) <= FARTHEST).all(), "a grid nowhere"),
+        (_outside(arrays["road_lane_flags"], 0, LIMIT_INFERRED | JUNCTION), "a flag of a lane that does not exist"),
         ((arrays["drawn_count"] < 0).any(), "a polyline of fewer than 0 points"),
         (arrays["drawn_count"].sum(dtype=np.int64) != len(arrays["drawn"]), "polylines that miss points"),
     ]:
@@ -224,5 +273,5 @@ def _check(arrays: dict[str, np.ndarray], dt: float) -> None:
             raise Malformed(f"it has {what}")
 
 
-def _outside(values: np.ndarray, low: int, high: int) -> bool:
+def _outside(values: np.ndarray, low: float, high: float) -> bool:
     return bool((values < low).any() or (values > high).any())

@@ -3,7 +3,8 @@
 A pickle is a program. This reader is Python's own unpickler in pure Python (the one in C allocates whatever a forged
 length asks for) without every instruction that makes objects of classes, and the few names that files of scenarios do
 need are answered with stand-ins of ours: nothing of the file is ever imported, called or set. Arrays are made from
-their bytes, by dtypes of plain numbers and text only.
+their bytes, by dtypes of plain numbers and text only. A few references can stand for more values than there is
+memory; so keys are plain, and what a file stands for is counted before anybody looks at it.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import pickle
 import re
 import struct
 import sys
+from collections.abc import Callable
 from typing import Any, ClassVar
 
 import numpy as np
@@ -126,7 +128,7 @@ class Array:
         array = np.frombuffer(data, dtype.real())
         whole = all(isinstance(size, int) and size >= 0 for size in shape)
         if not whole or math.prod(shape) != len(array):
-            raise Malformed(f"an array of shape {shape} with {len(array)} numbers")
+            raise Malformed(f"an array of {len(array)} numbers has a shape for more, or fewer")
         return array.reshape(shape, order="F" if fortran else "C")
 
 
@@ -146,6 +148,14 @@ NAMES: dict[tuple[str, str], type] = {
 }
 """Every name that a file may use, and what it gets."""
 
+MOST_VALUES = 1 << 24
+"""Values that a pickle may stand for; a file of real logs has some 100,000."""
+
+PLAIN_KEYS = (str, int, float, bytes, type(None), Array)
+"""What may be a key or an element of a set."""
+
+CONTAINERS = (dict, list, tuple, set, frozenset, Array)
+
 REFUSED = (
     *(pickle.PERSID, pickle.BINPERSID, pickle.INST, pickle.OBJ, pickle.NEWOBJ, pickle.NEWOBJ_EX),
     *(pickle.EXT1, pickle.EXT2, pickle.EXT4, pickle.NEXT_BUFFER, pickle.READONLY_BUFFER),
@@ -162,25 +172,95 @@ def _load_bytes(unpickler: Any) -> None:
     unpickler.append(bytes(data))
 
 
+def _hashing(code: bytes, keys: slice) -> Callable[[Any], None]:
+    """The instruction `code`, which hashes `stack[keys]`, for plain ones alone: a tuple of tuples of one another takes
+    for ever to hash."""
+    act = pickle._Unpickler.dispatch[code[0]]
+
+    def load(unpickler: Any) -> None:
+        if not all(isinstance(key, PLAIN_KEYS) for key in unpickler.stack[keys]):
+            raise Malformed("a key that is neither a number nor text")
+        act(unpickler)
+
+    return load
+
+
 class Unpickler(pickle._Unpickler):
     """Python's unpickler, able to make plain values and the stand-ins of `NAMES` alone."""
 
-    dispatch: ClassVar = {
-        code: act for code, act in pickle._Unpickler.dispatch.items() if bytes([code]) not in REFUSED
-    } | {pickle.BYTEARRAY8[0]: _load_bytes}
+    dispatch: ClassVar = (
+        {code: act for code, act in pickle._Unpickler.dispatch.items() if bytes([code]) not in REFUSED}
+        | {pickle.BYTEARRAY8[0]: _load_bytes}
+        | {code[0]: _hashing(code, slice(None, None, 2)) for code in (pickle.SETITEMS, pickle.DICT)}
+        | {code[0]: _hashing(code, slice(None)) for code in (pickle.ADDITEMS, pickle.FROZENSET)}
+        | {pickle.SETITEM[0]: _hashing(pickle.SETITEM, slice(-2, -1))}
+    )
 
-    def find_class(self, module: str, name: str) -> type:
+    def __init__(self, data: bytes):
+        super().__init__(io.BytesIO(data))
+        self.room = 4 * len(data) + 1024  # of bytes made of text: once for each text, and some
+
+    def find_class(self, module: str, name: str) -> Callable[..., Any]:
         """The stand-in for a name; `Malformed` for any that a scenario does not need."""
         try:
-            return NAMES[module, name]
+            found = NAMES[module, name]
         except (KeyError, TypeError):
             raise Malformed(f"it asks for {module}.{name}, which no scenario needs and which is never run") from None
+        return self._latin if found is Latin else found
+
+    def _latin(self, text: object = "", *_: object) -> Latin:
+        found = Latin(text)
+        self.room -= len(found)
+        if self.room < 0:
+            raise Malformed("the same text is made bytes again and again")
+        return found
+
+
+def weigh(document: Any) -> int:
+    """How many values `document` stands for, what is referred to twice counted twice; `Malformed` where a container
+    holds itself."""
+    weights: dict[int, int] = {}  # of finished containers, by identity: all are alive as long as the document
+    open_: set[int] = set()
+    left: list[tuple[Any, bool]] = [(document, False)]
+    while left:
+        value, finished = left.pop()
+        inner = _inner(value)
+        if id(value) in weights or inner is None:
+            continue
+        if finished:
+            open_.discard(id(value))
+            weights[id(value)] = 1 + sum(weights.get(id(each), _weight(each)) for each in inner)
+            continue
+        if id(value) in open_:
+            raise Malformed("a value that holds itself")
+        open_.add(id(value))
+        left.append((value, True))
+        left += [(each, False) for each in inner if isinstance(each, CONTAINERS)]
+    return weights.get(id(document), 1)
+
+
+def _inner(value: Any) -> list[Any] | None:
+    """What a container holds; None where `value` is none."""
+    if isinstance(value, dict):
+        return [*value, *value.values()]
+    if isinstance(value, list | tuple | set | frozenset):
+        return list(value)
+    if isinstance(value, Array):
+        return list(value.parts) if isinstance(value.parts, tuple) else [value.parts]
+    return None
+
+
+def _weight(value: Any) -> int:
+    return 1 + len(value) // 8 if isinstance(value, str | bytes) else 1
 
 
 def unpickle(data: bytes) -> Any:
     """The plain values of a pickle, arrays as `Array`; `Malformed` where it holds anything else."""
     try:
-        return Unpickler(io.BytesIO(data)).load()
+        document = Unpickler(data).load()
+        if (total := weigh(document)) > MOST_VALUES:
+            raise Malformed(f"it stands for {total:.3g} values; {MOST_VALUES} are possible")
+        return document
     except Malformed:
         raise
     except (

@@ -44,7 +44,7 @@ from longhaul.datasets.womd_scenario import MPH
 SUMMARIES = ("dataset_summary.pkl", "dataset_mapping.pkl")
 """Files of a ScenarioNet folder that hold no scenario."""
 
-MOST_STATES = 1 << 24
+MOST_STATES = 1 << 22
 """Tracks times steps, points of the map, lights times steps: what a file could repeat by reference."""
 
 KINDS = {"VEHICLE": VEHICLE, "PEDESTRIAN": PEDESTRIAN, "CYCLIST": CYCLIST}
@@ -217,6 +217,7 @@ def _features(named: dict[Any, Any]) -> tuple[Feature, ...]:
                     entry=tuple(ids[str(lane)] for lane in listed(each.get("entry_lanes")) if str(lane) in ids),
                     exit=tuple(ids[str(lane)] for lane in listed(each.get("exit_lanes")) if str(lane) in ids),
                     speed_limit=_limit(each),
+                    junction=each.get("interpolating") is True,
                 )
             )
     return tuple(features)

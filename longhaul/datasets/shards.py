@@ -5,7 +5,8 @@ A shard (`*.lhs`, little-endian throughout):
     head      40 bytes: magic, version (uint32), scenarios (uint32), index offset, index bytes (uint64), checksum of the
               index, 4 bytes of zeros, checksum of the head's other bytes
     records   one behind the other, as `packing` writes them
-    index     of each scenario: offset (uint64), bytes, checksum (uint32); then the ids, a JSON list in UTF-8
+    index     of each scenario: offset (uint64), bytes, checksum (uint32), dt (float64), sizes (uint32 each, as
+              `packing.LETTERS` names them); then the ids, a JSON list in UTF-8
 
 Checksums are CRC-32C. A file is written whole beside its place and then renamed, so that a shard under its own name is
 complete, whatever was killed. The same scenarios give the same bytes. There is no appending: shards are many and small.
@@ -30,7 +31,7 @@ import google_crc32c
 import numpy as np
 
 from longhaul.datasets.log import BadData
-from longhaul.datasets.packing import pack, unpack
+from longhaul.datasets.packing import LETTERS, outline, pack, unpack
 from longhaul.datasets.wire import Malformed
 from longhaul.driving.scenario import Scenario
 
@@ -42,13 +43,15 @@ INDEX = "index.json"
 MAGIC = b"\x89LHSHRD\n"
 """The first byte is no text, and a transfer that changes line ends is seen."""
 
-VERSION = 1
+VERSION = 3
 """Of the file and of the records: grows with every change of `packing.COLUMNS`."""
 
 HEAD = struct.Struct("<8sIIQQI")
 HEAD_BYTES = HEAD.size + 4
 
-ENTRY = np.dtype([("offset", "<u8"), ("length", "<u4"), ("crc", "<u4")])
+ENTRY = np.dtype(
+    [("offset", "<u8"), ("length", "<u4"), ("crc", "<u4"), ("dt", "<f8"), ("sizes", "<u4", (len(LETTERS),))]
+)
 
 REMEDY = "convert the logs again"
 
@@ -81,7 +84,7 @@ class Shard:
         if not -len(self) <= index < len(self):
             raise IndexError(f"{self.path}: scenario {index} of {len(self)}")
         index %= len(self)
-        offset, length, crc = (int(value) for value in self.entries[index])
+        offset, length, crc = (int(self.entries[name][index]) for name in ("offset", "length", "crc"))
         record = self.view[offset : offset + length]
         if google_crc32c.value(record) != crc:
             raise BadData(
@@ -114,7 +117,8 @@ def write_records(path: Path, records: Iterable[tuple[str, bytes]]) -> int:
             ids, entries, offset = [], [], HEAD_BYTES
             for identity, record in records:
                 ids.append(identity.encode(errors="replace").decode())
-                entries.append((offset, len(record), google_crc32c.value(record)))
+                sizes, dt = outline(record)
+                entries.append((offset, len(record), google_crc32c.value(record), dt, sizes))
                 file.write(record)
                 offset += len(record)
             index = np.array(entries, ENTRY).tobytes() + json.dumps(ids, ensure_ascii=False).encode()

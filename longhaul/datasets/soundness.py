@@ -64,6 +64,10 @@ def check(log: Log) -> Log:
             raise Malformed(f"the speed limit of map feature {feature.id} is {feature.speed_limit} m/s")
     if log.features:
         _bounded(np.concatenate([feature.points for feature in log.features]), FARTHEST, "a point of the map")
+    for path in log.paths:
+        if path.points.ndim != 2 or path.points.shape[1] != 3 or len(path.points) < 2:
+            raise Malformed(f"the points of a path have shape {path.points.shape}, not (2 or more, 3)")
+        _bounded(path.points, FARTHEST, "a point of a path")
     rows = len(lights.lane)
     if lights.state.shape != (rows, t) or lights.valid.shape != (rows, t) or lights.position.shape != (rows, 3):
         raise Malformed(f"its lights have shapes {lights.state.shape} and {lights.position.shape}, not ({rows}, {t})")

@@ -6,7 +6,7 @@ stands is a `Position` of two numbers. Of H hosts, host h has every H-th place o
 scenario once an epoch, whatever n is. Batches are always full; they go over from one epoch into the next.
 
 A thread reads ahead. What `make` does to a batch, it does there: `partial(bank.stack, agents=A)`, or a transfer to the
-device after that.
+device after that. Never do more than 1 + `ahead` batches exist: who asks for the next has let go of the one before.
 
 Example:
     library = stream.open(["shards"])
@@ -19,18 +19,21 @@ arbitrary finite domains", 2002).
 
 from __future__ import annotations
 
+import hashlib
+import json
 import queue
 import threading
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 
 from longhaul.datasets import shards, sources
 from longhaul.datasets.log import BadData
+from longhaul.datasets.packing import LETTERS
 from longhaul.datasets.scenarios import cut
 from longhaul.driving.scenario import Scenario
 
@@ -58,6 +61,9 @@ class Library:
 
     paths: tuple[Path, ...]
     ends: np.ndarray  # int64 [shards]: how many scenarios lie up to the end of each
+    sizes: dict[str, np.ndarray]  # int64 [scenarios] for each of `packing.LETTERS`
+    dt: np.ndarray  # float64 [scenarios], s
+    digest: str  # SHA-256 of all ids and checksums, in order: other data have another
     opened: OrderedDict[int, shards.Shard] = field(default_factory=OrderedDict, repr=False, compare=False)
 
     def __len__(self) -> int:
@@ -81,16 +87,19 @@ class Library:
 def open(paths: Sequence[str]) -> Library:
     """The shards at `paths`: files, folders (what `data convert` wrote), patterns. `BadData` where there is none, or
     where something else is named."""
-    found, counts = [], []
+    found, entries, digest = [], [], hashlib.sha256()
     for path in sources.expand(paths):
         shard = shards.open(path)
         if len(shard):
             found.append(path)
-            counts.append(len(shard))
+            entries.append(shard.entries)
+            digest.update(json.dumps([shard.ids, shard.entries["crc"].tolist()]).encode())
         shard.close()
     if not found:
         raise BadData(f"{', '.join(map(str, paths))}: the shards hold no scenario; convert some logs first")
-    return Library(tuple(found), np.cumsum(counts))
+    every = np.concatenate(entries)
+    sizes = {letter: every["sizes"][:, i].astype(np.int64) for i, letter in enumerate(LETTERS)}
+    return Library(tuple(found), np.cumsum([len(each) for each in entries]), sizes, every["dt"], digest.hexdigest())
 
 
 def permute(place: np.ndarray, count: int, seed: int, epoch: int) -> np.ndarray:
@@ -142,13 +151,14 @@ def batches(
     hosts: int = 1,
     agents: int | None = None,
     horizon: int | None = None,
+    objects: int | None = None,
     make: Callable[[list[Scenario]], Batch] = list,  # type: ignore[assignment]
     ahead: int = 2,
-) -> Iterator[tuple[Batch, Position]]:
+) -> Generator[tuple[Batch, Position]]:
     """Batches of `size` scenarios without end, each with the position to resume from after it.
 
-    Scenarios are cut to `agents` controlled agents and `horizon` steps (None: as they are). `ahead` batches are read in
-    advance. Raises `BadData` where a record is damaged, when its batch is due.
+    Scenarios are cut to `agents` controlled agents, `horizon` steps and `objects` agents (None: as they are). `ahead`
+    batches are read in advance. Raises `BadData` where a record is damaged, when its batch is due.
     """
     if size < 1 or ahead < 1:
         raise ValueError(f"size is {size} and ahead {ahead}: give at least 1 of each")
@@ -164,9 +174,8 @@ def batches(
 
     def load(index: int) -> Scenario:
         scenario = library[index]
-        if agents is None and horizon is None:
-            return scenario
-        return cut(scenario, agents=agents or len(scenario.controlled), horizon=horizon, where=f"scenario {index}")
+        driven = agents or len(scenario.controlled)
+        return cut(scenario, agents=driven, horizon=horizon, objects=objects, where=f"scenario {index}")
 
     def produce() -> Iterator[tuple[Batch, Position]]:
         at = Position(*position)
@@ -177,42 +186,46 @@ def batches(
     return prefetch(produce(), ahead)
 
 
-def prefetch(items: Iterator[Batch], ahead: int) -> Iterator[Batch]:
+def prefetch(items: Iterator[Batch], ahead: int) -> Generator[Batch]:
     """The same items, up to `ahead` of them made in advance by a thread, which ends with this iterator. What making an
-    item raises is raised in its place."""
-    ready: queue.Queue[tuple[str, object]] = queue.Queue(ahead)
+    item raises is raised in its place.
+
+    Who asks for the next item is taken to have let go of the one before: no more than 1 + `ahead` are held at a time.
+    """
+    ready: queue.SimpleQueue[tuple[str, Any]] = queue.SimpleQueue()
+    room = threading.Semaphore(1 + ahead)
     unwanted = threading.Event()
 
     def work() -> None:
         try:
-            for item in items:
-                if not _put(ready, ("item", item), unwanted):
-                    return
-            _put(ready, ("end", None), unwanted)
+            while _acquire(room, unwanted):
+                ready.put(("item", next(items)))  # held nowhere else: what is given away can be freed
+        except StopIteration:
+            ready.put(("end", None))
         except Exception as error:
-            _put(ready, ("error", error), unwanted)
+            ready.put(("error", error))
 
     thread = threading.Thread(target=work, name="longhaul-prefetch", daemon=True)
     thread.start()
     try:
         while True:
-            kind, item = ready.get()
+            kind, value = ready.get()
             if kind == "end":
                 return
             if kind == "error":
-                assert isinstance(item, Exception)
-                raise item
-            yield item  # type: ignore[misc]
+                raise value
+            taken = [value]
+            del value
+            yield taken.pop()
+            room.release()
     finally:
         unwanted.set()
         thread.join()
 
 
-def _put(ready: queue.Queue[tuple[str, object]], item: tuple[str, object], unwanted: threading.Event) -> bool:
+def _acquire(room: threading.Semaphore, unwanted: threading.Event) -> bool:
+    """Waits for room; False as soon as nothing more is wanted."""
     while not unwanted.is_set():
-        try:
-            ready.put(item, timeout=PATIENCE)
+        if room.acquire(timeout=PATIENCE):
             return True
-        except queue.Full:
-            continue
     return False

@@ -3,8 +3,8 @@
 Source: waymo.com/open/data/motion/tfexample. Tracks are [slots, T] with past, current and future apart; lights are
 time-major [T, slots], and a lane may change its slot; the map is one list of points with (id, type). The number of
 slots, points and steps is whatever the file has; the test split has no future. Indices of tracks stay those of the
-file: only slots behind the last used one are dropped, so `Log.sdc` is the file's own. `path_samples` (from 1.3.1 on)
-are passed over.
+file: only slots behind the last used one are dropped, so `Log.sdc` is the file's own. `path_samples` (from 1.3.1 on):
+[paths, points] of the ego, of which `arc_length` and `id` are passed over.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from longhaul.datasets.log import (
     Feature,
     Lights,
     Log,
+    Path,
     Tracks,
 )
 from longhaul.datasets.soundness import MOST_STEPS, check
@@ -61,6 +62,7 @@ def read(payload: bytes) -> Log:
             features=_features(example),
             lights=no_lights(steps) if lights is None else lights,
             has_lights=lights is not None,
+            paths=_paths(example),
         )
     )
 
@@ -182,6 +184,19 @@ def group(identity: np.ndarray, kind: np.ndarray, points: np.ndarray) -> tuple[F
         Feature(int(identity[part[0]]), UNDEFINED.get(int(kind[part[0]]), int(kind[part[0]])), points[part])
         for part in np.split(order, bounds)
     )
+
+
+def _paths(example: tfrecord.Example) -> tuple[Path, ...]:
+    """The ego's ways, without their invalid points; those of fewer than two points are left out."""
+    if not _has(example, "path_samples/xyz"):
+        return ()
+    points = _numbers(example, "path_samples/xyz").astype(np.float64)
+    valid, on_route = _ints(example, "path_samples/valid"), _ints(example, "path_samples/on_route")
+    count = len(on_route)
+    if len(points) != 3 * len(valid) or count == 0 or len(valid) % count:
+        raise Malformed(f"path_samples has {len(points)} / 3 points, {len(valid)} valids, {count} paths")
+    rows = zip(points.reshape(count, -1, 3), valid.reshape(count, -1) == 1, on_route == 1, strict=True)
+    return tuple(Path(row[known], bool(on)) for row, known, on in rows if known.sum() > 1)
 
 
 def _lights(example: tfrecord.Example, steps: int) -> Lights | None:

@@ -60,6 +60,7 @@ class Outline(NamedTuple):
     entry: tuple[int, ...]
     exit: tuple[int, ...]
     speed_limit: float | None
+    junction: bool  # a lane between two others (interpolating)
 
 
 def read(payload: bytes) -> Log:
@@ -164,7 +165,7 @@ def _features(message: Message, parts: list[Field]) -> tuple[Feature, ...]:
     points = table(message.data, message.view, begins, lengths, POINT)
     sizes = [sum(map(len, outline.begins)) for outline in outlines]
     return tuple(
-        Feature(outline.id, outline.kind, part, outline.entry, outline.exit, outline.speed_limit)
+        Feature(outline.id, outline.kind, part, outline.entry, outline.exit, outline.speed_limit, outline.junction)
         for outline, part in zip(outlines, np.split(points, np.cumsum(sizes)[:-1]))
     )
 
@@ -179,7 +180,7 @@ def _outline(message: Message, part: Field) -> Outline | None:
             chosen = field
     if chosen is None:
         return None
-    begins, lengths, kind, limit = [], [], 0, None
+    begins, lengths, kind, limit, junction = [], [], 0, None, False
     lanes: dict[int, list[int]] = {9: [], 10: []}
     for item in runs(message.data, message.view, chosen.start, chosen.stop):
         if isinstance(item, Run) and item.number == SHAPE[chosen.number]:
@@ -191,8 +192,11 @@ def _outline(message: Message, part: Field) -> Outline | None:
             kind = signed(item.value)
         elif isinstance(item, Field) and chosen.number == LANE and item.number == 1 and item.wire == FIXED64:
             limit = float(np.frombuffer(message.data, "<f8", 1, item.start)[0]) * MPH
+        elif isinstance(item, Field) and chosen.number == LANE and item.number == 3 and item.wire == VARINT:
+            junction = item.value != 0
     kind = AREAS.get(chosen.number, {LANE: 0, LINE: 5, EDGE: 14}.get(chosen.number, 0) + kind)
-    return Outline(identity, UNDEFINED.get(kind, kind), begins, lengths, tuple(lanes[9]), tuple(lanes[10]), limit)
+    kind = UNDEFINED.get(kind, kind)
+    return Outline(identity, kind, begins, lengths, tuple(lanes[9]), tuple(lanes[10]), limit, junction)
 
 
 def _lane_ids(message: Message, item: Field | Run) -> list[int]:

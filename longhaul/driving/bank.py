@@ -12,7 +12,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from longhaul.driving.scenario import CELL, ROUTE_SPACING, Scenario
+from longhaul.driving.lanes import Roadmap, join
+from longhaul.driving.scenario import CELL, ONWARD, ROUTE_SPACING, Scenario
 
 Array = Any  # numpy.ndarray or jax.Array
 
@@ -37,6 +38,7 @@ class Bank(NamedTuple):
     present: Array  # bool [S, T, N]
     size: Array  # float32 [S, N, 2]: length, width
     kind: Array  # int32 [S, N]: log.VEHICLE ...; 0 is padding
+    onward: Array  # float32 [S, N, ONWARD, 2]: the way after the log's; NaN where it is not known
     steps: Array  # int32 [S]
     dt: Array  # float32 [S], s
     controlled: Array  # int32 [S, A], index into N; -1 is padding
@@ -50,13 +52,31 @@ class Bank(NamedTuple):
     field_start: Array  # int32 [S]
     field_shape: Array  # int32 [S, 2]: H, W
     field_origin: Array  # float32 [S, 2]: x, y of sample [0, 0]
+    map: Roadmap
 
 
-def stack(scenarios: Sequence[Scenario], *, agents: int = 1) -> Bank:
+class Sizes(NamedTuple):
+    """What the scenarios of a bank are padded to."""
+
+    steps: int  # T
+    objects: int  # N
+    points: int  # R
+    lights: int  # L
+
+
+def sizes_of(steps: int, objects: int, points: int, lights: int) -> Sizes:
+    """The sizes of a bank whose largest scenario has these, so that banks of like scenarios share compiled programs.
+
+    Objects are padded to a power of two, at least 16; route points and lights to multiples.
+    """
+    return Sizes(steps, bucket(objects), multiple(points, ROUTE_MULTIPLE), multiple(lights, LIGHT_MULTIPLE))
+
+
+def stack(scenarios: Sequence[Scenario], *, agents: int = 1, sizes: Sizes | None = None) -> Bank:
     """The bank of `scenarios`, with `agents` controlled agents each: the first ones, padded where a scenario has fewer.
 
-    Agents are padded to a power of two, at least 16; route points and lights to multiples. Raises `ValueError` if
-    there is no scenario, or if the distance fields have 2^31 cells or more together.
+    All are padded to `sizes`, by default those of the largest (see `sizes_of`). Raises `ValueError` if there is no
+    scenario, or if the distance fields have 2^31 cells or more together.
     """
     if not scenarios:
         raise ValueError("a bank of 0 scenarios: give at least 1")
@@ -67,21 +87,22 @@ def stack(scenarios: Sequence[Scenario], *, agents: int = 1) -> Bank:
         raise ValueError(
             f"the distance fields of {len(scenarios)} scenarios have {cells} cells, not below 2^31: make several banks"
         )
-    steps = max(s.steps for s in scenarios)
-    objects = bucket(max(s.kind.shape[0] for s in scenarios))
-    points = multiple(max(s.route.shape[1] for s in scenarios), ROUTE_MULTIPLE)
-    lights = multiple(max(s.light_s.shape[1] for s in scenarios), LIGHT_MULTIPLE)
-    rows = [pad(s, steps, objects, agents, points, lights) for s in scenarios]
+    to = sizes
+    if to is None:
+        extents = [(s.steps, s.kind.shape[0], s.route.shape[1], s.light_s.shape[1]) for s in scenarios]
+        to = sizes_of(*(max(each) for each in zip(*extents, strict=True)))
+    rows = [pad(s, to.steps, to.objects, agents, to.points, to.lights) for s in scenarios]
     columns = {name: np.stack([row[name] for row in rows]) for name in rows[0]}
-    sizes = np.array([s.field.size for s in scenarios], np.int64)
+    taken = np.array([s.field.size for s in scenarios], np.int64)
     flat = [s.field.reshape(-1) for s in scenarios] if cells else [np.full(1, -32000, np.int16)]
     return Bank(
         steps=np.array([s.steps for s in scenarios], np.int32),
         dt=np.array([s.dt for s in scenarios], np.float32),
         field=np.concatenate(flat).astype(np.int16),
-        field_start=(np.cumsum(sizes) - sizes).astype(np.int32),
+        field_start=(np.cumsum(taken) - taken).astype(np.int32),
         field_shape=np.array([s.field.shape for s in scenarios], np.int32).reshape(-1, 2),
         field_origin=np.array([s.field_origin for s in scenarios], np.float32).reshape(-1, 2),
+        map=join([s.road for s in scenarios]),
         **columns,
     )
 
@@ -95,6 +116,7 @@ def pad(scenario: Scenario, steps: int, objects: int, agents: int, points: int, 
         "present": grow(grow(s.present, 0, steps), 1, objects),
         "size": grow(s.size, 0, objects),
         "kind": grow(s.kind.astype(np.int32), 0, objects),
+        "onward": go_on(s, objects),
         "controlled": grow(s.controlled.astype(np.int32), 0, agents, -1),
         "route": grow(extend(s.route[:agents], s.route_points[:agents], points), 0, agents),
         "route_length": grow(s.route_length, 0, agents),
@@ -103,6 +125,14 @@ def pad(scenario: Scenario, steps: int, objects: int, agents: int, points: int, 
         "light_s": grow(grow(s.light_s, 1, lights, np.inf), 0, agents, np.inf),
         "light_state": grow(grow(grow(s.light_state, 2, steps), 1, lights), 0, agents),
     }
+
+
+def go_on(scenario: Scenario, objects: int) -> np.ndarray:
+    """float32 [objects, ONWARD, 2]: every agent's way after the log's."""
+    out = np.full((objects, ONWARD, 2), np.nan, np.float32)
+    fits = scenario.onward_of < min(objects, len(scenario.kind))
+    out[scenario.onward_of[fits]] = scenario.onward.reshape(-1, ONWARD, 2)[fits]
+    return out
 
 
 def bucket(count: int, least: int = 16) -> int:

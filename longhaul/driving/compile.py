@@ -7,26 +7,62 @@ done once, on the host, in NumPy, and may be done in many processes.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
 
-from longhaul.datasets.log import CROSSWALK, DRIVEWAY, EDGE_BOUNDARY, EDGE_MEDIAN, SPEED_BUMP, VEHICLE, BadData, Log
+from longhaul.datasets.log import (
+    CROSSWALK,
+    CYCLIST,
+    DRIVEWAY,
+    EDGE_BOUNDARY,
+    EDGE_MEDIAN,
+    PEDESTRIAN,
+    SPEED_BUMP,
+    VEHICLE,
+    BadData,
+    Log,
+)
 from longhaul.driving.edges import distance_field, make_edges, simplify
-from longhaul.driving.routes import STATES, Lane, Route, find_lanes, lights_disputed, make_route, meet_lights
-from longhaul.driving.scenario import ROUTE_SPACING, Scenario
+from longhaul.driving.guides import guide
+from longhaul.driving.lanes import BRIDGE, LEVEL, SLOPE, lay_grid, make_road
+from longhaul.driving.routes import (
+    STATES,
+    Lane,
+    Route,
+    arc_length,
+    at,
+    continuation,
+    find_lanes,
+    lane_at,
+    lights_disputed,
+    make_lane,
+    make_route,
+    meet_lights,
+)
+from longhaul.driving.scenario import ONWARD, ONWARD_SPACING, ROUTE_SPACING, Scenario
 
+CONTROLS = {"vehicles": (VEHICLE,), "all": (VEHICLE, CYCLIST, PEDESTRIAN)}
+"""Whom to control beside the ego, by kind."""
 MOVES = 2.0
-"""Metres that a vehicle beside the ego must travel in the log to be worth controlling."""
+"""Metres that an agent beside the ego must travel in the log to be worth controlling."""
+ROUTES = ("log", "lanes")
+"""Along what routes may run."""
 FAR = 100.0
 """Metres from the ego's path beyond which a standing agent is left out."""
 FIELD_BEYOND = 15.0
 """Metres of a route after its logged part that the distance field still covers."""
 DRAWN, DRAWN_TOLERANCE = 80.0, 0.1
 """Metres around the routes that are drawn, and by how much drawn lines may be simplified."""
-LEVEL, SLOPE, BRIDGE = 3.0, 0.08, 5.0
-"""An edge belongs to another level if its height differs from the nearest route point's by more than `LEVEL` metres and
-`SLOPE` of the distance to it, since roads climb; in any case by more than `BRIDGE`."""
+
+LONGEST, MOST_AREA = 2e4, 4e6
+"""Metres of one agent's path, and square metres of the box around all routes: who is farther is no traffic, but an
+error of the source, and would take the memory of thousands of scenarios."""
+UNDER_WAY = 0.3
+"""Metres within the last half second before a vehicle is lost, above which it goes on."""
+PAIRS = 1 << 20
+"""Pairs of points that are looked at together."""
 
 
 class Signals(NamedTuple):
@@ -38,14 +74,28 @@ class Signals(NamedTuple):
 
 
 def compile_log(
-    log: Log, *, agents: int = 1, route_margin: float = 25.0, horizon: int | None = None, objects: int = 128
+    log: Log,
+    *,
+    agents: int = 1,
+    route_margin: float = 25.0,
+    horizon: int | None = None,
+    objects: int = 128,
+    routes: str = "log",
+    control: str | Sequence[int] = "vehicles",
 ) -> Scenario:
     """The scenario of `log`, from its current step on, for at most `horizon` steps (None: as long as the ego is known).
 
-    `agents` are controlled: the ego, then other vehicles that are there from the start and move, nearest first. At
-    most `objects` agents are kept. The distance field reaches `route_margin` metres beyond the box around the routes.
-    Raises `BadData` for a log that nothing can be driven in.
+    `agents` are controlled: the ego, then others that are there from the start and move, nearest first: vehicles, with
+    `control` "all" cyclists and pedestrians too, or of the log's tracks those of these indices. At most `objects`
+    agents are kept. The distance field reaches `route_margin` metres beyond the box around the routes.
+    `routes` run along the agents' logged ways ("log"), or with "lanes" along the ego's given path or the lanes that
+    they followed, where these fit (`guides` says why this is not the rule). Raises `BadData` for a log that nothing can
+    be driven in.
     """
+    if routes not in ROUTES:
+        raise ValueError(f"routes is {routes!r}: choose from {', '.join(ROUTES)}")
+    if isinstance(control, str) and control not in CONTROLS:
+        raise ValueError(f"control is {control!r}: choose from {', '.join(CONTROLS)}")
     if agents < 1 or objects < agents:
         raise ValueError(f"agents is {agents}, objects {objects}: there must be 1 <= agents <= objects")
     steps = usable_steps(log, horizon)
@@ -56,13 +106,22 @@ def compile_log(
     position = fill(tracks.position[:, window] - origin, valid)
     heading = fill(tracks.heading[:, window].astype(np.float64), valid)
     chosen = choose(position, valid, log.sdc, objects)
-    driven = controlled(position[chosen], valid[chosen], tracks.kind[chosen], agents)
+    if isinstance(control, str):
+        fit = np.isin(tracks.kind[chosen], CONTROLS[control])
+    else:
+        fit = np.isin(chosen, control)
+    driven = controlled(position[chosen], valid[chosen], fit, agents)
     lanes = find_lanes(log.features, origin)
-    routes = [make_route(position[i], heading[i], valid[i], lanes) for i in chosen[driven]]
+    found = [
+        route_of(position[i], heading[i], valid[i], lanes, given(log, origin) if i == log.sdc else [], routes)
+        for i in chosen[driven]
+    ]
     size = first_size(tracks.size[chosen][:, window], valid[chosen])
-    signals = [signals_of(log, window, r, size[i, 0] / 2, origin, lanes) for r, i in zip(routes, driven, strict=True)]
-    field, field_origin = road_field(log, routes, origin, route_margin)
+    signals = [signals_of(log, window, r, size[i, 0] / 2, origin, lanes) for r, i in zip(found, driven, strict=True)]
+    field, field_origin = road_field(log, found, origin, route_margin)
     pose = np.concatenate([position[chosen, :, :2], heading[chosen][..., None]], -1)
+    ways = pad_routes(found, signals, agents, steps)
+    road = make_road(log.features, np.concatenate([r.points[:, :3] for r in found]), origin)
     return Scenario(
         id=log.id,
         steps=steps,
@@ -73,11 +132,52 @@ def compile_log(
         size=size.astype(np.float32),
         kind=tracks.kind[chosen].astype(np.int8),
         controlled=np.array(driven + [-1] * (agents - len(driven)), np.int32),
-        **pad_routes(routes, signals, agents, steps),
+        **ways,
         field=field,
         field_origin=field_origin.astype(np.float32),
-        drawing=draw(log, routes, origin),
+        drawing=draw(log, found, origin),
+        road=lay_grid(road, ways["route"], ways["route_length"], ways["route_points"]),
+        **onward(position[chosen], heading[chosen], valid[chosen], tracks.kind[chosen], lanes),
     )
+
+
+def onward(
+    position: np.ndarray, heading: np.ndarray, valid: np.ndarray, kind: np.ndarray, lanes: dict[int, Lane]
+) -> dict[str, np.ndarray]:
+    """How vehicles go on along the lanes from where the log sees them last; those that stand, or are on no lane, do
+    not."""
+    which, ways = [], []
+    where = ONWARD_SPACING * np.arange(1, ONWARD + 1)
+    for i in np.flatnonzero(kind == VEHICLE):
+        last = valid.shape[1] - 1 - int(valid[i, ::-1].argmax())
+        end, turn = position[i, last], float(heading[i, last])
+        before = position[i, max(last - 5, 0)]
+        if np.hypot(*(end - before)[:2]) < UNDER_WAY or lane_at(end, turn, lanes) is None:
+            continue
+        line = np.concatenate([end[None], continuation(end, turn, lanes)])[:, :2]
+        which.append(i)
+        ways.append(at(line, arc_length(line), where))
+    points = np.concatenate([np.zeros((0, 2)), *ways]).astype(np.float32)
+    return {"onward_of": np.array(which, np.int16), "onward": points}
+
+
+def route_of(
+    position: np.ndarray,
+    heading: np.ndarray,
+    valid: np.ndarray,
+    lanes: dict[int, Lane],
+    paths: list[Lane],
+    routes: str,
+) -> Route:
+    """One agent's route; see `compile_log`."""
+    guided = guide(position, heading, valid, lanes, paths) if routes == "lanes" else None
+    return guided or make_route(position, heading, valid, lanes, paths)
+
+
+def given(log: Log, origin: np.ndarray) -> list[Lane]:
+    """The ego's paths that lead where it went, relative to `origin`."""
+    made = [make_lane(i, path.points - origin) for i, path in enumerate(log.paths) if path.on_route]
+    return [lane for lane in made if lane is not None]
 
 
 def usable_steps(log: Log, horizon: int | None) -> int:
@@ -104,6 +204,9 @@ def usable_steps(log: Log, horizon: int | None) -> int:
         raise BadData(
             f"{log.id}: the ego's position is not finite at a step that is said to be valid; leave this log out"
         )
+    way = np.hypot(*np.diff(log.tracks.position[log.sdc, log.current : log.current + steps, :2], axis=0).T).sum()
+    if way > LONGEST:
+        raise BadData(f"{log.id}: the ego goes {way:.3g} m in {steps} steps, beyond {LONGEST:g}; leave this log out")
     return steps
 
 
@@ -130,12 +233,12 @@ def choose(position: np.ndarray, valid: np.ndarray, sdc: int, objects: int) -> n
     return order[np.isfinite(away[order])]
 
 
-def controlled(position: np.ndarray, valid: np.ndarray, kind: np.ndarray, agents: int) -> list[int]:
-    """The ego, 0, and up to `agents` - 1 further vehicles, nearest to its path first, that are there at step 0 and
+def controlled(position: np.ndarray, valid: np.ndarray, fit: np.ndarray, agents: int) -> list[int]:
+    """The ego, 0, and up to `agents` - 1 others, nearest to its path first, that are `fit` [N], there at step 0, and
     move."""
     path = np.hypot(*np.diff(position[..., :2], axis=1).transpose(2, 0, 1)).sum(1)
     far = np.hypot(*(position[:, -1, :2] - position[:, 0, :2]).T)
-    fit = valid[:, 0] & (kind == VEHICLE) & (np.minimum(path, far) >= MOVES) & (valid.sum(1) > 1)
+    fit = valid[:, 0] & fit & (np.minimum(path, far) >= MOVES) & (valid.sum(1) > 1) & (path < LONGEST)
     return [0, *(int(i) for i in np.flatnonzero(fit) if i > 0)][:agents]
 
 
@@ -195,17 +298,30 @@ def road_field(log: Log, routes: list[Route], origin: np.ndarray, margin: float)
     """The distance field around `routes` and its origin; edges of other levels of the road (bridges) do not count."""
     parts = [r.points[: int((r.length + FIELD_BEYOND) / ROUTE_SPACING) + 1] for r in routes]
     near = np.concatenate(parts)
+    low, high = near[:, :2].min(0) - margin, near[:, :2].max(0) + margin
+    if (high - low).prod() > MOST_AREA:
+        wide, tall = (high - low) / 1000.0
+        raise BadData(
+            f"{log.id}: its routes lie {wide:.3g} km by {tall:.3g} km apart, beyond {MOST_AREA * 1e-6:g} square km: "
+            "control fewer agents, or leave this log out"
+        )
     lines = []
     for feature in log.features:
         if feature.kind not in (EDGE_BOUNDARY, EDGE_MEDIAN) or len(feature.points) < 2:
             continue
         points = feature.points - origin
-        away = np.hypot(*(points[:, None, :2] - near[None, ::5, :2]).transpose(2, 0, 1))
-        closest = away.argmin(1)
-        level = np.abs(points[:, 2] - near[::5, 2][closest]) <= np.minimum(LEVEL + SLOPE * away.min(1), BRIDGE)
+        away, closest = approach(points[:, :2], near[::5, :2])
+        level = np.abs(points[:, 2] - near[::5, 2][closest]) <= np.minimum(LEVEL + SLOPE * away, BRIDGE)
         lines += [points[run] for run in runs(level)]
-    low, high = near[:, :2].min(0) - margin, near[:, :2].max(0) + margin
     return distance_field(make_edges(lines), low, high)
+
+
+def approach(points: np.ndarray, near: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """How far each of `points` [P, 2] is from the nearest of `near` [R, 2], and that one's index; in bounded memory."""
+    block = max(1, PAIRS // len(near))
+    parts = [points[begin : begin + block] for begin in range(0, len(points), block)]
+    closest = np.concatenate([((part[:, None] - near[None]) ** 2).sum(-1).argmin(1) for part in parts])
+    return np.hypot(*(points - near[closest]).T), closest
 
 
 def runs(flags: np.ndarray) -> list[slice]:
@@ -222,7 +338,7 @@ def draw(log: Log, routes: list[Route], origin: np.ndarray) -> tuple[tuple[int, 
         if not len(feature.points):
             continue
         points = feature.points[:, :2] - origin[:2]
-        close = np.hypot(*(points[:, None] - near[None]).transpose(2, 0, 1)).min(1) < DRAWN
+        close = approach(points, near)[0] < DRAWN
         if feature.kind in (CROSSWALK, SPEED_BUMP, DRIVEWAY):
             close[:] = close.any()
         pieces = [points[run] for run in runs(close)]

@@ -19,8 +19,8 @@ import numpy as np
 
 from longhaul.driving.scenario import CELL
 
-MERGE = 0.01
-"""Metres by which a merged edge may differ from its points: the field's own resolution."""
+MERGE = 0.002
+"""Metres by which a merged edge may differ from its points: a fifth of the field's own resolution."""
 JOIN = 0.1
 """Metres within which one edge's end is taken for another one's start."""
 TILE, COARSE = 8, 64

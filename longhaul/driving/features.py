@@ -9,7 +9,20 @@ import jax.numpy as jnp
 import numpy as np
 
 from longhaul.driving import tables as bank
-from longhaul.driving.geometry import FREE, blocked, clearance, corners, into, out_of, project, separation, wrap
+from longhaul.driving.conduct import OnLanes, Towards, on_lanes, towards
+from longhaul.driving.geometry import (
+    FREE,
+    blocked,
+    clearance,
+    corners,
+    into,
+    nearest,
+    out_of,
+    project,
+    separation,
+    wrap,
+)
+from longhaul.driving.roadmap import lanes_at
 from longhaul.driving.tables import Tables
 from longhaul.driving.traffic import MARGIN, Scene
 
@@ -56,6 +69,10 @@ class Features(NamedTuple):
     light_distance: jax.Array  # m from the front bumper to the next stop line; FREE if none is ahead
     light_state: jax.Array  # int32: 0 unknown or none, 1 red, 2 yellow, 3 green
     ran_red: jax.Array  # bool: the front bumper passed a stop line in this step, red before and after
+    lit: jax.Array  # bool: the state of some light of the route is known
+    kind: jax.Array  # float32: of the agent, log.VEHICLE ...
+    towards: Towards
+    lanes: OnLanes
 
 
 class Pose(NamedTuple):
@@ -95,18 +112,17 @@ def extract(tables: Tables, search: int, scenario: jax.Array, t: jax.Array, here
     offset = jnp.asarray(CORRIDOR, jnp.float32)
     near = blocked(ahead[:2], offset, boxes, (here.half_length, here.half_width), (margin, margin))
     near = jnp.where(seen, near, FREE)
-    leader = jnp.argmin(near)
+    leader = nearest(near, 1)[0]
     along = ahead[2][jnp.minimum(jnp.sum(offset < near[leader]), len(CORRIDOR) - 1)]
 
-    stop = tables.light_s[scenario, pose.slot]
-    lights = tables.light_state[scenario, t, pose.slot]
-    lights_before = tables.light_state[scenario, jnp.maximum(t - 1, 0), pose.slot]
+    stop, lights = bank.lights_at(tables, scenario, t, pose.slot)
+    _, lights_before = bank.lights_at(tables, scenario, t - 1, pose.slot)
     front, front_before = place.s + half[0], pose.s + half[0]
     passed = (front_before < stop) & (stop <= front) & (lights == RED) & (lights_before == RED)
     heading_error = wrap(pose.heading - place.heading)
     on_route = (jnp.abs(place.lateral) <= BEYOND_LINE) & (jnp.abs(heading_error) < np.float32(np.pi / 2))
     distance = jnp.where(stop > front, stop - front, FREE)
-    next_light = jnp.argmin(distance)
+    next_light = nearest(distance, 1)[0]
     known = distance[next_light] < FREE
     light_state = jnp.where(known, lights[next_light].astype(jnp.int32), 0)
     speed = here.vx[own] * cos + here.vy[own] * sin
@@ -116,6 +132,13 @@ def extract(tables: Tables, search: int, scenario: jax.Array, t: jax.Array, here
     headway, closing = jnp.minimum(gap, red), jnp.where(red < gap, speed, speed - leader_speed)
     closing = jnp.where(headway < FREE, closing, 0.0)
     braking = jnp.square(jnp.maximum(closing, 0.0)) / (2.0 * jnp.maximum(headway, 0.5))
+    kind, sizes = here.kind[own], (here.half_length, here.half_width)
+    gaps = separation(x, y, relative_cos, relative_sin, half, sizes)
+    lanes = on_lanes(lanes_at(tables.map, scenario, pose.x, pose.y), cos, sin, half, kind)
+    others = towards(
+        x, y, relative_cos, relative_sin, vx, vy, half, sizes, seen=seen, touches=seen & (gaps < 0.0), kind=here.kind,
+        speed=speed, straddles=lanes.straddles,
+    )  # fmt: skip
     return Features(
         x=x,
         y=y,
@@ -124,7 +147,7 @@ def extract(tables: Tables, search: int, scenario: jax.Array, t: jax.Array, here
         vx=vx,
         vy=vy,
         seen=seen,
-        separation=separation(x, y, relative_cos, relative_sin, half, (here.half_length, here.half_width)),
+        separation=gaps,
         blocks=jnp.where(near < FREE, near - half[0], FREE),
         corner_clearance=road[:4],
         fan_clearance=road[4:],
@@ -141,4 +164,8 @@ def extract(tables: Tables, search: int, scenario: jax.Array, t: jax.Array, here
         light_distance=distance[next_light],
         light_state=light_state,
         ran_red=jnp.any(passed) & on_route,
+        lit=jnp.any(jnp.isfinite(stop) & (lights > 0)),
+        kind=kind,
+        towards=others,
+        lanes=lanes,
     )

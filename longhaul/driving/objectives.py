@@ -1,20 +1,17 @@
-"""What a driver is to do and to leave: events, reward, and the metrics of an episode.
+"""What a driver is to do and to leave: events and reward.
 
 Events, of one agent in one step (after its motion, t >= 1):
 
 - collision: its box overlaps the box of anybody present.
-- offroad: one of its four corners has a positive signed distance to the road's edge.
+- offroad: one of its four corners has a positive signed distance to the road's edge; never for pedestrians.
 - red_light: its front bumper, half a length ahead of its place s on the route, passes a stop line of the route
   (s_before + l/2 < light_s <= s + l/2) and the light is red both before and after the step; only within 5 m and 90
   degrees of the route.
 - goal: s >= route_length - min(1 m, 2 % of it). Where the log moved less than 0.5 m there is nothing to reach: the
   goal is then to be still within 2 m of there when the log ends.
 
-Metrics of an episode: each event 1 if it ever was; accuracy 1 if none of collision, offroad and red_light ever was;
-progress the largest s / route_length within [0, 1], 1 where the goal was reached or the log moved less than 0.5 m
-(facts of V-Max, arXiv 2503.08388); comfort the share of steps within the limits below (nuPlan's, arXiv 2106.11810, as
-V-Max sets them; theirs is one verdict for an episode, a share says more); log_divergence the mean distance to where
-the log had the agent, over the steps at which it had (Waymax, arXiv 2310.08710).
+The limits of comfort are V-Max's (arXiv 2503.08388), after nuPlan (arXiv 2106.11810). What an episode is worth in the
+end is told by `measures`.
 """
 
 from __future__ import annotations
@@ -25,6 +22,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
+from longhaul.datasets.log import PEDESTRIAN
 from longhaul.driving.features import Features
 
 MAX_COMFORT_LATERAL = 2.0  # m/s^2
@@ -77,30 +75,13 @@ class Ride(NamedTuple):
     yaw: jax.Array  # rad/s
 
 
-class Tally(NamedTuple):
-    """What an episode has scored so far, each [A]."""
-
-    happened: Events
-    furthest: jax.Array  # m along the route
-    steps: jax.Array  # int16: steps played
-    comfortable: jax.Array  # int16: of them
-    divergence: jax.Array  # float32: mean over the steps at which the log had the agent, m
-    logged: jax.Array  # int16: those steps
-
-
-def begin(agents: int, s: jax.Array) -> Tally:
-    """Nothing scored yet, at arc lengths `s` [A]."""
-    no, none = jnp.zeros(agents, bool), jnp.zeros(agents, jnp.int16)
-    return Tally(Events(no, no, no, no), s, none, none, jnp.zeros(agents, jnp.float32), none)
-
-
 def judge(features: Features, route_length: jax.Array, over: jax.Array) -> Events:
     """The events of a step; `over`: whether the log ends with it."""
     arrived = features.s >= route_length - jnp.minimum(1.0, 0.02 * route_length)
     stayed = over & (jnp.abs(features.s) <= STAY) & (jnp.abs(features.lateral) <= STAY)
     return Events(
         collision=jnp.any(features.seen & (features.separation < 0.0), axis=-1),
-        offroad=jnp.max(features.corner_clearance, axis=-1) > 0.0,
+        offroad=(jnp.max(features.corner_clearance, axis=-1) > 0.0) & (features.kind != PEDESTRIAN),
         red_light=features.ran_red,
         goal=jnp.where(route_length < STILL, stayed, arrived),
     )
@@ -119,57 +100,22 @@ def excess(ride: Ride) -> jax.Array:
 
 
 def reward(
-    weights: Weights, events: Events, tally: Tally, features: Features, ride: Ride, route_length: jax.Array
+    weights: Weights,
+    events: Events,
+    happened: Events,
+    furthest: jax.Array,
+    features: Features,
+    ride: Ride,
+    route_length: jax.Array,
 ) -> jax.Array:
-    """The reward [A] of a step; `tally` is the one before it."""
-    metres = jnp.minimum(jnp.maximum(features.s, tally.furthest), jnp.maximum(route_length, tally.furthest))
-    total = weights.progress * (metres - tally.furthest)
+    """The reward [A] of a step; what has `happened`, and the `furthest` arc length, are those before it."""
+    metres = jnp.minimum(jnp.maximum(features.s, furthest), jnp.maximum(route_length, furthest))
+    total = weights.progress * (metres - furthest)
     total = total + weights.discomfort * excess(ride)
     total = total + weights.haste * jnp.clip(features.braking / HARD - 1.0, 0.0, 2.0)
     total = total + weights.lateral * jnp.minimum(jnp.abs(features.lateral), 4.0)
     total = total + weights.heading * (1.0 - jnp.cos(features.heading_error))
     for name in EVENTS:
-        first = getattr(events, name) & ~getattr(tally.happened, name)
+        first = getattr(events, name) & ~getattr(happened, name)
         total = total + getattr(weights, name) * first.astype(jnp.float32)
     return total
-
-
-def score(
-    tally: Tally,
-    playing: jax.Array,
-    events: Events,
-    features: Features,
-    ride: Ride,
-    divergence: jax.Array,
-    logged: jax.Array,
-) -> Tally:
-    """The tally after a step, unchanged for those who are not `playing`; `divergence` counts where `logged`."""
-    counts = playing & logged
-    number = tally.logged + counts.astype(jnp.int16)
-    share = jnp.where(counts, divergence - tally.divergence, 0.0) / jnp.maximum(number, 1).astype(jnp.float32)
-    return Tally(
-        happened=jax.tree.map(lambda before, now: before | (now & playing), tally.happened, events),
-        furthest=jnp.where(playing, jnp.maximum(tally.furthest, features.s), tally.furthest),
-        steps=tally.steps + playing.astype(jnp.int16),
-        comfortable=tally.comfortable + (playing & (excess(ride) <= 0.0)).astype(jnp.int16),
-        divergence=tally.divergence + share,
-        logged=number,
-    )
-
-
-def metrics(tally: Tally, route_length: jax.Array) -> dict[str, jax.Array]:
-    """An episode's metrics, float32 [A]."""
-    happened = tally.happened
-    bad = happened.collision | happened.offroad | happened.red_light
-    progress = jnp.clip(tally.furthest / jnp.maximum(route_length, STILL), 0.0, 1.0)
-    steps = jnp.maximum(tally.steps, 1).astype(jnp.float32)
-    return {
-        "accuracy": (~bad).astype(jnp.float32),
-        "collision": happened.collision.astype(jnp.float32),
-        "offroad": happened.offroad.astype(jnp.float32),
-        "red_light": happened.red_light.astype(jnp.float32),
-        "progress": jnp.where((route_length < STILL) | happened.goal, 1.0, progress),
-        "goal": happened.goal.astype(jnp.float32),
-        "comfort": tally.comfortable.astype(jnp.float32) / steps,
-        "log_divergence": tally.divergence,
-    }

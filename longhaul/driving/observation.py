@@ -16,12 +16,12 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
 
 from longhaul.datasets.log import CYCLIST, PEDESTRIAN, VEHICLE
 from longhaul.driving.dynamics import MAX_ACCELERATION, MAX_CURVATURE, steerable
 from longhaul.driving.features import FAN, Features, Pose
-from longhaul.driving.geometry import FREE, into, wrap
+from longhaul.driving.geometry import FREE, into, nearest, pick
+from longhaul.driving.roadmap import ROAD
 from longhaul.driving.tables import AHEAD, ahead_of
 from longhaul.driving.traffic import Scene
 
@@ -47,6 +47,7 @@ class Observation(NamedTuple):
     road: Any  # [P]: clearance at the points of the fan, negative on the road
     lights: Any  # [LIGHTS]: the next stop line
     agents: Any  # [K, NEIGHBOUR], the last feature 1 where there is one; nearest first
+    points: Any = None  # [P, ROAD], pieces of road likewise, in no order; None where none are asked for
 
 
 class Motives(NamedTuple):
@@ -65,14 +66,19 @@ def squash(value: jax.Array, scale: float) -> jax.Array:
     return value / (scale + jnp.abs(value))
 
 
-def shapes(neighbours: int, waypoints: int) -> Observation:
+def shapes(neighbours: int, waypoints: int, road_points: int = 0) -> Observation:
     """The shapes of one agent's observation."""
 
     def leaf(*shape: int) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct(shape, jnp.float32)
 
     return Observation(
-        leaf(EGO), leaf(waypoints * WAYPOINT), leaf(len(FAN)), leaf(LIGHTS), leaf(neighbours, NEIGHBOUR)
+        leaf(EGO),
+        leaf(waypoints * WAYPOINT),
+        leaf(len(FAN)),
+        leaf(LIGHTS),
+        leaf(neighbours, NEIGHBOUR),
+        leaf(road_points, ROAD) if road_points else None,
     )
 
 
@@ -130,8 +136,8 @@ def view_route(features: Features, pose: Pose, offsets: np.ndarray) -> jax.Array
     """Float32 [M * WAYPOINT]: x, y, and the sine and cosine of the heading, of the way ahead."""
     x, y, heading = ahead_of(features.route, features.route_first, features.s, offsets)
     x, y = into(x - pose.x, y - pose.y, jnp.cos(pose.heading), jnp.sin(pose.heading))
-    turn = wrap(heading - pose.heading)
-    return jnp.stack([x / AHEAD, squash(y, 5.0), jnp.sin(turn), jnp.cos(turn)], axis=-1).reshape(-1)
+    turn = heading - pose.heading
+    return jnp.stack([x / AHEAD, squash(y, 5.0), jnp.sin(turn), jnp.cos(turn)]).T.reshape(-1)
 
 
 def view_lights(features: Features, speed: jax.Array) -> jax.Array:
@@ -143,35 +149,42 @@ def view_lights(features: Features, speed: jax.Array) -> jax.Array:
     return jnp.stack([known.astype(jnp.float32), near, *states, jnp.where(known, jnp.minimum(braking, 1.5), 0.0)])
 
 
+def approach(x: jax.Array, y: jax.Array, vx: jax.Array, vy: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Where others are at their closest approach within HORIZON, if all keep their velocity, and when, s."""
+    when = jnp.clip(-(x * vx + y * vy) / jnp.maximum(vx * vx + vy * vy, 1e-2), 0.0, HORIZON)
+    return x + when * vx, y + when * vy, when
+
+
 def view_neighbours(features: Features, here: Scene, count: int) -> jax.Array:
     """Float32 [K, NEIGHBOUR]: the `count` that are nearest, now and at their closest approach."""
     f = features
-    square = f.vx * f.vx + f.vy * f.vy
-    when = jnp.clip(-(f.x * f.vx + f.y * f.vy) / jnp.maximum(square, 1e-2), 0.0, HORIZON)
-    then_x, then_y = f.x + when * f.vx, f.y + when * f.vy
-    now, then = jnp.hypot(f.x, f.y), jnp.hypot(then_x, then_y)
-    counts = f.seen & (now < RANGE)
-    rank = jnp.where(counts, now + then, FREE)
-    chosen = lax.top_k(-rank, min(count, rank.shape[0]))[1]
+    then_x, then_y, _ = approach(f.x, f.y, f.vx, f.vy)
+    now, then = jnp.sqrt(f.x * f.x + f.y * f.y), jnp.sqrt(then_x * then_x + then_y * then_y)
+    chosen = nearest(jnp.where(f.seen & (now < RANGE), now + then, FREE), count)
+    # first choose, then count: most are not seen
+    x, y, vx, vy, blocks, kind = (pick(v, chosen) for v in (f.x, f.y, f.vx, f.vy, f.blocks, here.kind))
+    then_x, then_y, when = approach(x, y, vx, vy)
+    now = jnp.sqrt(x * x + y * y)
     values = [
-        squash(f.x, 10.0),
-        squash(f.y, 10.0),
-        f.cos,
-        f.sin,
-        f.vx / 20.0,
-        f.vy / 20.0,
-        squash(f.separation, 2.0),
-        here.half_length / 4.0,
-        here.half_width / 2.0,
-        (here.kind == VEHICLE).astype(jnp.float32),
-        (here.kind == PEDESTRIAN).astype(jnp.float32),
-        (here.kind == CYCLIST).astype(jnp.float32),
+        squash(x, 10.0),
+        squash(y, 10.0),
+        pick(f.cos, chosen),
+        pick(f.sin, chosen),
+        vx / 20.0,
+        vy / 20.0,
+        squash(pick(f.separation, chosen), 2.0),
+        pick(here.half_length, chosen) / 4.0,
+        pick(here.half_width, chosen) / 2.0,
+        (kind == VEHICLE).astype(jnp.float32),
+        (kind == PEDESTRIAN).astype(jnp.float32),
+        (kind == CYCLIST).astype(jnp.float32),
         when / HORIZON,
         squash(then_x, 3.0),
         squash(then_y, 3.0),
-        jnp.where(f.blocks < FREE, 1.0 - squash(jnp.maximum(f.blocks, 0.0), 8.0), 0.0),
+        jnp.where(blocks < FREE, 1.0 - squash(jnp.maximum(blocks, 0.0), 8.0), 0.0),
         jnp.exp(-now / 20.0),
+        jnp.ones_like(now),
     ]
-    table = jnp.stack([*values, jnp.ones_like(now)], axis=-1)
-    table = jnp.where(counts[:, None], table, 0.0)[chosen]
+    # stacked along the major axis: along the minor one it is several times as slow on a CPU
+    table = jnp.where((pick(f.seen, chosen) & (now < RANGE))[None], jnp.stack(values), 0.0).T
     return jnp.concatenate([table, jnp.zeros((count - table.shape[0], NEIGHBOUR), jnp.float32)])

@@ -9,7 +9,7 @@ from __future__ import annotations
 import base64
 import html
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -122,15 +122,17 @@ def _pack_map(recording: Recording) -> dict[str, Any]:
 def _pack_episode(r: Recording) -> dict[str, Any]:
     there = r.present & (r.kind > 0)
     distance = np.linalg.norm(r.pose[:, :, :2] - camera(r)[:, None], axis=-1)
-    near = np.any(there & (distance < REACH), axis=0)
+    near = np.any(there & ((distance < REACH) | r.controlled), axis=0)
     near[r.ego] = True
+    place = np.cumsum(near) - 1  # of those that are kept
     position = np.where(there[:, near, None], r.pose[:, near, :2], np.nan)
     return {
         "id": r.id,
         "label": r.label,
         "dt": round(float(r.dt), 6),
         "frames": len(r.present),
-        "ego": int(near[: r.ego].sum()),
+        "ego": int(place[r.ego]),
+        "numbers": np.flatnonzero(near).tolist(),
         "kinds": r.kind[near].tolist(),
         "sizes": np.round(np.nan_to_num(r.size[near].astype(float)), 2).tolist(),
         "controlled": r.controlled[near].astype(int).tolist(),
@@ -143,12 +145,23 @@ def _pack_episode(r: Recording) -> dict[str, Any]:
         "lightStates": ["".join(str(int(state)) for state in row) for row in r.light_state],
         "speed": [finite(speed, 2) for speed in speeds(r).tolist()],
         "camera": pack(camera(r)),
+        **_pack_verdict(r.events, r.metrics),
+        "others": [
+            {"agent": int(place[v.agent]), **_pack_verdict(v.events, v.metrics)}
+            for v in r.others
+            if near[v.agent] and v.agent != r.ego
+        ],
+    }
+
+
+def _pack_verdict(events: Mapping[str, int | None], metrics: Mapping[str, float]) -> dict[str, Any]:
+    return {
         "events": [
             {"name": name, "frame": int(frame), "good": name in GOOD_EVENTS}
-            for name, frame in r.events.items()
+            for name, frame in events.items()
             if frame is not None
         ],
-        "metrics": {name: finite(value, 5) for name, value in r.metrics.items()},
+        "metrics": {name: finite(value, 5) for name, value in metrics.items()},
     }
 
 

@@ -33,6 +33,14 @@ LIGHT = {role: light for role, (light, _) in ROLES.items()}
 DARK = {role: dark for role, (_, dark) in ROLES.items()}
 
 
+class Verdict(NamedTuple):
+    """What an agent other than the ego did and scored."""
+
+    agent: int  # index into N
+    events: dict[str, int | None]  # as those of a Recording
+    metrics: dict[str, float]
+
+
 class Recording(NamedTuple):
     """An episode of one world. Metres, radians, seconds; x east, y north.
 
@@ -63,6 +71,7 @@ class Recording(NamedTuple):
     label: str  # the policy's name
     metrics: dict[str, float]
     ego: int = 0  # index into N
+    others: tuple[Verdict, ...] = ()  # of further agents, those that are known
 
 
 def check(recordings: Sequence[Recording]) -> None:
@@ -91,7 +100,13 @@ def check(recordings: Sequence[Recording]) -> None:
         }
         if r.expert is not None:
             expected["expert"] = (r.expert, (frames, 3))
-        for event, frame in r.events.items():
+        for verdict in r.others:
+            if not 0 <= verdict.agent < agents:
+                raise ValueError(
+                    f"recording {r.id!r} ({r.label}): others has agent {verdict.agent}, expected 0 .. {agents - 1}"
+                )
+        everything = [r.events, *(verdict.events for verdict in r.others)]
+        for event, frame in (item for events in everything for item in events.items()):
             if frame is not None and not 0 <= frame < frames:
                 raise ValueError(
                     f"recording {r.id!r} ({r.label}): {event} at frame {frame}, expected 0 .. {frames - 1} or None"

@@ -54,13 +54,11 @@ def find_lanes(features: Sequence[Feature], origin: np.ndarray) -> dict[int, Lan
     """The lanes for motor vehicles, by id, relative to `origin` [3]."""
     lanes = {}
     for feature in features:
-        if feature.kind not in (LANE_FREEWAY, LANE_STREET) or len(feature.points) < 2:
+        if feature.kind not in (LANE_FREEWAY, LANE_STREET):
             continue
-        points = feature.points - origin
-        step = np.hypot(*np.diff(points[:, :2], axis=0).T)
-        points = points[np.append(True, step > 1e-3)]
-        if len(points) > 1:
-            lanes[feature.id] = Lane(feature.id, points, arc_length(points), feature.exit)
+        lane = make_lane(feature.id, feature.points - origin, feature.exit)
+        if lane is not None:
+            lanes[lane.id] = lane
     return lanes
 
 
@@ -74,9 +72,24 @@ def at(line: np.ndarray, s: np.ndarray, where: np.ndarray) -> np.ndarray:
     return np.stack([np.interp(where, s, column) for column in line.T], -1)
 
 
-def make_route(position: np.ndarray, heading: np.ndarray, valid: np.ndarray, lanes: dict[int, Lane]) -> Route:
+def make_lane(identity: int, points: np.ndarray, exit: tuple[int, ...] = ()) -> Lane | None:
+    """The lane with `points` [P, 3] in which none is repeated; None if fewer than two are left."""
+    if len(points) < 2:
+        return None
+    step = np.hypot(*np.diff(points[:, :2], axis=0).T)
+    points = points[np.append(True, step > 1e-3)]
+    return Lane(identity, points, arc_length(points), exit) if len(points) > 1 else None
+
+
+def make_route(
+    position: np.ndarray,
+    heading: np.ndarray,
+    valid: np.ndarray,
+    lanes: dict[int, Lane],
+    paths: Sequence[Lane] = (),
+) -> Route:
     """The route of an agent that was at `position` [T, 3] with `heading` [T] where `valid` [T]; it must be valid at
-    step 0."""
+    step 0. After the log it goes on along one of `paths`, if one fits, else along a lane."""
     knots, expert_s = trace(position, heading, valid)
     length = float(expert_s[-1])
     last = int(np.flatnonzero(valid)[-1])
@@ -84,13 +97,29 @@ def make_route(position: np.ndarray, heading: np.ndarray, valid: np.ndarray, lan
         ahead = np.array([np.cos(heading[0]), np.sin(heading[0]), 0.0])
         line = np.stack([position[0], position[0] + (BEYOND + 2.0) * ahead])
     else:
-        line = np.concatenate([knots, continuation(knots[-1], float(heading[last]), lanes)])
+        ways = {path.id: path for path in paths}
+        ways = ways if lane_at(knots[-1], float(heading[last]), ways) is not None else lanes
+        line = np.concatenate([knots, continuation(knots[-1], float(heading[last]), ways)])
+    route = lay(line, length, expert_s)
+    if STANDING <= length < 2.0:
+        where = ROUTE_SPACING * np.arange(len(route.points))
+        turns = np.interp(where, expert_s[valid], np.unwrap(heading[valid]))
+        route.points[:, 3] = np.where(where < length, turns, route.points[:, 3])
+    return route
+
+
+def lay(line: np.ndarray, length: float, expert_s: np.ndarray) -> Route:
+    """The route on a line [P, 3] from its beginning on, whose goal is after `length` metres; straight on beyond the
+    line."""
     s = arc_length(line)
+    missing = length + BEYOND + 2.0 - s[-1]
+    if missing > 0.0:
+        chord = (line[-1] - line[-2]) * np.array([1.0, 1.0, 0.0])
+        line = np.concatenate([line, line[-1:] + missing * chord / max(float(np.hypot(*chord[:2])), 1e-9)])
+        s = np.append(s, s[-1] + missing)
     where = ROUTE_SPACING * np.arange(int(np.ceil((length + BEYOND) / ROUTE_SPACING)) + 1)
     after, before = (at(line[:, :2], s, np.clip(where + d, 0.0, s[-1])) for d in (1.0, -1.0))
     turn = np.arctan2(*(after - before).T[::-1])
-    if STANDING <= length < 2.0:
-        turn = np.where(where < length, np.interp(where, expert_s[valid], np.unwrap(heading[valid])), turn)
     return Route(np.concatenate([at(line, s, where), turn[:, None]], -1), length, expert_s)
 
 

@@ -20,6 +20,46 @@ CELL = 0.5
 """Metres between two samples of a distance field."""
 
 
+ONWARD, ONWARD_SPACING = 16, 2.5
+"""Points, and metres between them, of a vehicle's way after the log's last sight of it."""
+
+
+class Road(NamedTuple):
+    """The road around the routes as M directed segments (rows), those of its W lanes first, and a grid of G blocks
+    along the routes that says which rows are near; made by `lanes.make_road`. The last two columns follow from the
+    others."""
+
+    origin: np.ndarray  # float32 [2]: x, y from which places count
+    place: np.ndarray  # int16 [M, 2], 2 cm: a row's middle
+    half: np.ndarray  # int16 [M, 2], 2 mm: from its middle to its end
+    kind: np.ndarray  # int8 [M]: see `lanes.CODES`
+    lane: np.ndarray  # int16 [M]: number of the lane, 0 .. W-1; -1: none
+    lane_limit: np.ndarray  # float32 [W]: speed limit, m/s; 0 unknown
+    lane_flags: np.ndarray  # int8 [W]: bits `lanes.LIMIT_INFERRED`, `lanes.JUNCTION`
+    corner: np.ndarray  # float32 [2]: x, y of the grid's first cell
+    cells: np.ndarray  # int16 [G, 2]: column and row of each block
+    directory: np.ndarray  # int16 [rows, columns]: the block of a cell, or the nearest one
+    near: np.ndarray  # int16 [G, lanes.CANDIDATES]: rows for an observation, nearest first; -1 is none
+    near_lanes: np.ndarray  # int16 [G, FINE * FINE, NEAREST]: lanes' rows near each part of a block; -1 is none
+
+
+NO_ROAD = Road(
+    origin=np.zeros(2, np.float32),
+    place=np.zeros((0, 2), np.int16),
+    half=np.zeros((0, 2), np.int16),
+    kind=np.zeros(0, np.int8),
+    lane=np.zeros(0, np.int16),
+    lane_limit=np.zeros(0, np.float32),
+    lane_flags=np.zeros(0, np.int8),
+    corner=np.zeros(2, np.float32),
+    cells=np.zeros((0, 2), np.int16),
+    directory=np.zeros((1, 1), np.int16),
+    near=np.zeros((0, 0), np.int16),
+    near_lanes=np.zeros((0, 0, 0), np.int16),
+)
+"""Where the source has no map."""
+
+
 class Scenario(NamedTuple):
     id: str
     steps: int  # T of this scenario; a policy acts at most T - 1 times
@@ -45,3 +85,8 @@ class Scenario(NamedTuple):
     field_origin: np.ndarray  # float32 [2]: x, y of sample [0, 0]
     # for pictures only: polylines, [(kind, float32 [P, 2])]
     drawing: tuple[tuple[int, np.ndarray], ...]
+    # the road around the routes, for lanes and observations
+    road: Road = NO_ROAD
+    # how K vehicles that are under way when the log ends, or loses them, go on along the lanes
+    onward_of: np.ndarray = np.zeros(0, np.int16)  # int16 [K], index into N
+    onward: np.ndarray = np.zeros((0, 2), np.float32)  # float32 [K * ONWARD, 2]: x, y, ONWARD_SPACING apart

@@ -5,54 +5,35 @@ is read from the tables, one slice a step. Each geometric quantity is computed o
 reward, termination and metrics share it. A reset is a new scenario number.
 
 An agent ends by one of `Config.terminations`, or is truncated when the log ends. Whoever ended is gone for the others
-from the next step on.
+from the next step on, if `Config.goal` and `Config.crash` do not say otherwise (`goals`).
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from longhaul.driving import dynamics, objectives, traffic
+from longhaul import randomness
+from longhaul.datasets.log import CYCLIST, PEDESTRIAN
+from longhaul.driving import conditioning, drivers, dynamics, goals, kinds, measures, objectives, traffic
 from longhaul.driving import tables as banks
+from longhaul.driving.actions import make_actions
 from longhaul.driving.bank import Bank
-from longhaul.driving.dynamics import Motion
-from longhaul.driving.features import RED, Features, Pose, extract
-from longhaul.driving.geometry import wrap
-from longhaul.driving.objectives import EVENTS, Ride, Tally, Weights
-from longhaul.driving.observation import MAX_WAYPOINTS, Motives, Observation, observe, shapes, waypoint_offsets
+from longhaul.driving.config import Config, check_settings, sight_of
+from longhaul.driving.dynamics import MODELS, WHEELBASE, Drive, Limits, Motion
+from longhaul.driving.features import Features, Pose, extract
+from longhaul.driving.measures import Course, Tally
+from longhaul.driving.objectives import Events, Weights
+from longhaul.driving.observation import Motives, Observation, observe, shapes, waypoint_offsets
+from longhaul.driving.perception import Sight, perceive, perceive_road
+from longhaul.driving.roadmap import describe, pieces
 from longhaul.driving.tables import Tables
 from longhaul.driving.traffic import Reactive, Scene
-from longhaul.types import Action, Box, Key, MultiDiscrete, Spec, TimeStep, transition
-
-TRAFFICS = ("log", "idm")
-DRIVERS = ("policy", "log", "idm", "constant")
-ACTIONS = ("discrete", "continuous")
-
-
-@dataclass(frozen=True)
-class Config:
-    """One way to drive in a bank."""
-
-    agents: int = 1
-    """Controlled agents of a world; 1 is the ego alone. The bank must have as many."""
-    traffic: str = "log"
-    """The others: "log" replays them, with "idm" vehicles react along their logged way."""
-    driver: str = "policy"
-    """Who drives the agents: the "policy", or a baseline that ignores actions: "log", "idm", "constant" (speed)."""
-    actions: str = "discrete"
-    """"discrete": acceleration and steering from grids; "continuous": both within [-1, 1]."""
-    terminations: tuple[str, ...] = EVENTS
-    """The events that end an episode."""
-    weights: Weights = field(default_factory=Weights)
-    neighbours: int = 8
-    """How many of the nearest others an agent sees."""
-    waypoints: int = 10
-    """Points of the route ahead that it sees."""
+from longhaul.types import Key, Measure, Spec, TimeStep, transition
 
 
 class State(NamedTuple):
@@ -64,9 +45,20 @@ class State(NamedTuple):
     acceleration: jax.Array  # m/s^2, in the last step
     curvature: jax.Array  # 1/m, likewise
     s: jax.Array  # arc length along the route, m: the cursor
-    playing: jax.Array  # bool
+    stage: jax.Array  # uint8, see `goals`
     reactive: Reactive | None
     tally: Tally
+    goals: jax.Array | None = None  # int8: how often it reached its goal; None unless it begins anew
+    episode: jax.Array | None = None  # uint32 scalar, see `conditioning`; None without
+
+    @property
+    def playing(self) -> jax.Array:
+        """bool [A]: whose episode is running."""
+        return goals.playing(self.stage)
+
+    @property
+    def drive(self) -> Drive:
+        return Drive(self.motion, self.acceleration, self.curvature)
 
 
 class Frame(NamedTuple):
@@ -84,14 +76,6 @@ class Frame(NamedTuple):
     t: jax.Array  # int32
 
 
-class Drive(NamedTuple):
-    """How the controlled agents moved in one step, each [A]."""
-
-    motion: Motion
-    acceleration: jax.Array
-    curvature: jax.Array
-
-
 @dataclass(frozen=True, eq=False)
 class Simulator:
     """An `Environment`; made by `driving`."""
@@ -105,12 +89,23 @@ class Simulator:
     def scenarios(self) -> int:
         return self.tables.scenarios
 
+    @property
+    def sight(self) -> Sight:
+        return sight_of(self.config)
+
     def reset(self, key: Key) -> tuple[State, Observation]:
         """A scenario drawn from all with equal chances."""
-        return self.start(jax.random.randint(key, (), 0, self.scenarios, jnp.int32))
+        index = jax.random.randint(key, (), 0, self.scenarios, jnp.int32)
+        seeing = jax.random.fold_in(key, 2) if self.sight.draws else None
+        if not self.config.conditioning:
+            return self.start(index, key=seeing)
+        return self.start(index, jax.random.bits(jax.random.fold_in(key, 1), (), jnp.uint32) | 1, key=seeing)
 
-    def start(self, index: jax.Array | int) -> tuple[State, Observation]:
-        """Scenario `index` (0 .. scenarios - 1) from its beginning."""
+    def start(
+        self, index: jax.Array | int, episode: jax.Array | int = 0, key: Key | None = None
+    ) -> tuple[State, Observation]:
+        """Scenario `index` (0 .. scenarios - 1) from its beginning; `episode` is of `conditioning`. What chance hides
+        in the first observation is drawn from `key`, or where there is none, from the scenario's number."""
         tables, agents = self.tables, self.config.agents
         scenario = jnp.asarray(index, jnp.int32)
         t = jnp.zeros((), jnp.int32)
@@ -123,24 +118,31 @@ class Simulator:
             acceleration=zeros,
             curvature=zeros,
             s=tables.start_s[scenario],
-            playing=there,
+            stage=goals.begin(there),
             reactive=traffic.begin(tables, scenario),
-            tally=objectives.begin(agents, zeros),
+            tally=measures.begin(agents, zeros),
+            goals=jnp.zeros(agents, jnp.int8) if self.config.goal == "respawn" else None,
+            episode=jnp.asarray(episode, jnp.uint32) if self.config.conditioning else None,
         )
         here = self._scene(state)
         features = self._features(state, here)
-        state = state._replace(s=features.s, tally=objectives.begin(agents, features.s))
-        return state, self._observe(state, here, features)
+        state = state._replace(s=features.s, tally=measures.begin(agents, features.s))
+        if key is None and self.sight.draws:
+            key = jax.random.fold_in(jax.random.key(0), scenario)
+        return state, self._observe(state, here, features, key)
 
     def step(self, key: Key, state: State, action: jax.Array) -> tuple[State, TimeStep]:
-        """Action: int32 [A, 2] or float32 [A, 2], by `Config.actions`; ignored unless the policy drives."""
-        del key  # nothing is drawn: scenarios differ, their course does not
+        """Action: [A, ...] as `spec.action` says, by `Config.dynamics` and `actions`; ignored unless the policy
+        drives. What is drawn from `key` is what chance hides from sight: scenarios differ, their course does not."""
         tables, config = self.tables, self.config
         dt, length = tables.dt[state.scenario], tables.route_length[state.scenario]
         last = tables.steps[state.scenario] - 1
+        state, held = self._put_back(state)
         if config.driver == "idm" or state.reactive is not None:
             before = self._scene(state)
         drive = self._drive(state, before if config.driver == "idm" else None, action, dt)
+        if held is not None:
+            drive = drivers.rest(state.drive, held, drive)
         reactive = state.reactive
         if reactive is not None:
             reactive = traffic.react(tables, state.scenario, state.t, before, reactive)
@@ -156,40 +158,69 @@ class Simulator:
         over = after.t >= last
         logged, present = self._logged(state.scenario, after.t)
         events = objectives.judge(features, length, over)
+        counts = paid = state.playing if held is None else state.playing & ~held
         if config.driver == "log":  # where the log has lost an agent, nothing can be said about it
             events = jax.tree.map(lambda event: event & present, events)
-        ride = self._ride(state, drive, dt)
-        reward = objectives.reward(config.weights, events, state.tally, features, ride, length)
-        terminated = jnp.zeros_like(state.playing)
+            counts = counts & present & self._logged(state.scenario, state.t)[1]
+        events = self._spared(state, events)
+        ride = drivers.feel(state.drive, drive, state.t == 0, dt)
+        happened, furthest = _payable(state), state.tally.furthest
+        reward = objectives.reward(self._weights(state), events, happened, furthest, features, ride, length)
+        failed, arrived = jnp.zeros_like(state.playing), events.goal & ("goal" in config.terminations)
         for name in config.terminations:
-            terminated = terminated | getattr(events, name)
+            failed = failed | getattr(events, name) if name != "goal" else failed
+        terminated = failed | arrived
+        if config.goal == "respawn":
+            arrived = arrived & (length >= objectives.STILL)
+            terminated = failed | (terminated & ~arrived)
         divergence = jnp.hypot(drive.motion.x - logged.x, drive.motion.y - logged.y)
+        if state.goals is not None:  # who begins anew has left its log
+            present = present & (state.goals == 0)
+        mean_speed = 0.5 * (state.motion.speed + drive.motion.speed)
+        course = Course(after.t, dt, mean_speed, tables.desired[state.scenario] / 1.1, divergence, present)
         after = after._replace(
             s=features.s,
-            tally=objectives.score(state.tally, state.playing, events, features, ride, divergence, present),
-            playing=state.playing & ~terminated & ~over,
+            tally=measures.score(state.tally, counts, events, features, ride, course),
+            stage=goals.following(state.stage, failed, arrived, over, goals.clear(features), config.goal, config.crash),
         )
+        if state.goals is not None:
+            after = after._replace(goals=state.goals + (state.playing & events.goal))
+        if "stop" in (config.goal, config.crash):
+            after = after._replace(**drivers.halt(after.drive, after.stage == goals.STANDING)._asdict())
         terminated = terminated & state.playing
         truncated = state.playing & ~terminated & over
-        observation = self._observe(after, here, features)
-        return after, transition(observation, jnp.where(state.playing, reward, 0.0), terminated, truncated)
+        observation = self._observe(after, here, features, key)
+        return after, transition(observation, jnp.where(paid, reward, 0.0), terminated, truncated)
 
     def active(self, state: State) -> jax.Array:
         """bool [A]: who still plays."""
         return state.playing
 
-    def metrics(self, state: State) -> dict[str, jax.Array]:
-        """See `objectives`; float32 [A]."""
-        return objectives.metrics(state.tally, self.tables.route_length[state.scenario])
+    def metrics(self, state: State) -> dict[str, Measure]:
+        """See `measures`; [A]. Where agents begin anew, how often each reached its goal, too: `goals`."""
+        tables, scenario = self.tables, state.scenario
+        found = measures.metrics(
+            state.tally,
+            measures.Trip(
+                s=state.s,
+                start=tables.start_s[scenario],
+                length=tables.route_length[scenario],
+                kind=self._bodies(scenario)[0],
+                dt=tables.dt[scenario],
+                edged=jnp.min(tables.field_shape[scenario]) >= 2,
+            ),
+        )
+        if state.goals is not None:
+            found["goals"] = Measure(state.goals.astype(jnp.float32), jnp.ones(state.goals.shape, bool))
+        return found
 
     def frame(self, state: State) -> Frame:
         """A picture of the world as it is now."""
         tables, here = self.tables, self._scene(state)
         logged, _ = self._logged(state.scenario, state.t)
-        stop = tables.light_s[state.scenario, 0]
-        place = jnp.clip(jnp.where(jnp.isfinite(stop), stop, 0.0), 0.0, tables.route.shape[3] - banks.BEHIND - 1)
-        index = banks.BEHIND + place.astype(jnp.int32)
-        line = tables.route[state.scenario, 0, :2, index]
+        stop, lights = banks.lights_at(tables, state.scenario, state.t, jnp.int32(0))
+        place = jnp.floor(jnp.where(jnp.isfinite(stop), stop, 0.0))
+        line = jax.vmap(lambda s: banks.place_on(tables, state.scenario, jnp.int32(0), s))(place)[:, :2]
         return Frame(
             pose=jnp.stack([here.x, here.y, here.heading], -1),
             size=2.0 * jnp.stack([here.half_length, here.half_width], -1),
@@ -198,26 +229,23 @@ class Simulator:
             controlled=here.slot >= 0,
             expert=jnp.stack([logged.x[0], logged.y[0], logged.heading[0]]),
             light_position=jnp.where(jnp.isfinite(stop)[:, None], line, jnp.nan),
-            light_state=tables.light_state[state.scenario, self._time(state.t), 0].astype(jnp.int32),
+            light_state=lights.astype(jnp.int32),
             scenario=state.scenario,
             t=state.t,
         )
 
-    def _time(self, t: jax.Array) -> jax.Array:
-        return jnp.minimum(t, self.tables.motion.shape[1] - 1)
-
     def _logged(self, scenario: jax.Array, t: jax.Array) -> tuple[Motion, jax.Array]:
         """Where the log has the controlled agents at step t, and whether it has them: each [A]."""
         controlled = self.tables.controlled[scenario]
-        logged = self.tables.motion[scenario, self._time(t), :, jnp.maximum(controlled, 0)]
-        x, y, heading, vx, vy, present = (logged[:, i] for i in range(6))
+        x, y, heading, vx, vy, present = banks.logged_at(self.tables, scenario, t, jnp.maximum(controlled, 0))
         return Motion(x, y, heading, jnp.hypot(vx, vy)), (present > 0.5) & (controlled >= 0)
 
     def _scene(self, state: State) -> Scene:
-        there = state.playing
+        there = goals.present(state.stage)
         if self.config.driver == "log":
             there = there & self._logged(state.scenario, state.t)[1]
-        return traffic.scene(self.tables, state.scenario, self._time(state.t), state.motion, there, state.reactive)
+        drift = self.config.traffic == "constant"
+        return traffic.scene(self.tables, state.scenario, state.t, state.motion, there, state.reactive, drift)
 
     def _poses(self, state: State) -> Pose:
         slots = jnp.arange(self.config.agents, dtype=jnp.int32)
@@ -226,12 +254,12 @@ class Simulator:
 
     def _features(self, state: State, here: Scene) -> Features:
         def one(pose: Pose) -> Features:
-            return extract(self.tables, self.search, state.scenario, self._time(state.t), here, pose)
+            return extract(self.tables, self.search, state.scenario, state.t, here, pose)
 
         return jax.vmap(one)(self._poses(state))
 
-    def _observe(self, state: State, here: Scene, features: Features) -> Observation:
-        tables, config = self.tables, self.config
+    def _observe(self, state: State, here: Scene, features: Features, key: Key | None) -> Observation:
+        tables, config, sight = self.tables, self.config, self.sight
         own = jnp.maximum(tables.controlled[state.scenario], 0)
         motives = Motives(
             speed=state.motion.speed,
@@ -243,64 +271,99 @@ class Simulator:
         )
         offsets = waypoint_offsets(config.waypoints)
 
-        def one(features: Features, pose: Pose, motives: Motives) -> Observation:
-            return observe(features, here, pose, motives, config.neighbours, offsets)
+        def one(features: Features, pose: Pose, motives: Motives, key: Key | None) -> Observation:
+            seen = here
+            if not sight.perfect:
+                seen = perceive(sight, here, pose, key)
+                features = extract(tables, self.search, state.scenario, state.t, seen, pose)
+            found = observe(features, seen, pose, motives, config.neighbours, offsets)
+            if not config.road_points:
+                return found
+            cos, sin = jnp.cos(pose.heading), jnp.sin(pose.heading)
+            road = pieces(tables.map, state.scenario, pose.x, pose.y, cos, sin, config.road_points)
+            return found._replace(points=describe(perceive_road(sight, road, key)))
 
-        return jax.vmap(one)(features, self._poses(state), motives)
+        keys = randomness.split(key, config.agents) if key is not None and sight.draws else None
+        seen = jax.vmap(one, in_axes=(0, 0, 0, None if keys is None else 0))(
+            features, self._poses(state), motives, keys
+        )
+        if state.episode is None:
+            return seen
+        return seen._replace(ego=jnp.concatenate([seen.ego, conditioning.draws(state.episode, config.agents)], -1))
 
     def _drive(self, state: State, here: Scene | None, action: jax.Array, dt: jax.Array) -> Drive:
-        """The next motion of the controlled agents."""
-        speed, zeros = state.motion.speed, jnp.zeros_like(state.motion.speed)
-        if self.config.driver == "log":
-            logged, present = self._logged(state.scenario, state.t + 1)
-            motion = jax.tree.map(lambda new, old: jnp.where(present, new, old), logged, state.motion)
-            return Drive(motion, *dynamics.invert(state.motion, motion, dt))
+        """The next motion of the controlled agents; `here` for IDM alone."""
+        config = self.config
+        if config.driver == "log":
+            return drivers.replay(state.drive, *self._logged(state.scenario, state.t + 1), dt)
         if here is not None:
-            return self._follow(state, here, dt)
-        if self.config.driver == "constant":
-            acceleration, curvature = zeros, zeros
-        else:
-            scale = dynamics.discrete if self.config.actions == "discrete" else dynamics.continuous
-            acceleration, curvature = scale(action, speed)
-        motion = dynamics.advance(state.motion, acceleration, curvature, dt)
-        return Drive(motion, (motion.speed - speed) / dt, curvature)
+            return drivers.follow(self.tables, state.scenario, state.drive, self._features(state, here), dt)
+        if config.driver == "constant":
+            return drivers.coast(state.drive, dt)
+        limits = self._limits(state.scenario)
+        return drivers.act(state.drive, action, limits, dt, config.dynamics, config.actions)
 
-    def _follow(self, state: State, here: Scene, dt: jax.Array) -> Drive:
-        """IDM along the own route: behind leaders, before red lights, slowly through bends."""
-        features, speed = self._features(state, here), state.motion.speed
-        hindrance = traffic.interaction(speed, features.gap, jnp.maximum(features.leader_speed, 0.0))
-        # a red light counts while a stop is possible
-        stop = features.light_distance
-        braking = jnp.square(speed) / (2.0 * jnp.maximum(stop, 0.1))
-        red = ((features.light_state == RED) & (braking < 8.0)) | ((features.light_state == RED + 1) & (braking < 3.0))
-        halt = traffic.interaction(speed, stop + 1.0, jnp.zeros_like(stop))
-        hindrance = jnp.maximum(hindrance, jnp.where(red, halt, 0.0))
-        offsets = np.arange(banks.AHEAD, dtype=np.float32)
-        bend = traffic.bend_speed(features.route[:, 2, banks.BEHIND :], 1.0, offsets)
-        desired = jnp.minimum(self.tables.desired[state.scenario], bend)
-        distance, after = dynamics.travel(speed, traffic.idm(speed, desired, hindrance), dt)
-        s = features.s + distance
+    def _bodies(self, scenario: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """Kind, int32, and length, m, of the controlled agents, each [A]."""
+        half_length, _, kind, _ = self.tables.body[scenario][:, jnp.maximum(self.tables.controlled[scenario], 0)]
+        return kind.astype(jnp.int32), 2.0 * half_length
 
-        def place(slot: jax.Array, s: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
-            points, first = banks.window(self.tables, state.scenario, slot, s, 2)
-            x, y, heading = banks.ahead_of(points, first, s, np.zeros(1, np.int64))
-            return x[0], y[0], wrap(heading[0])
+    def _limits(self, scenario: jax.Array) -> Limits:
+        """What the controlled agents can do."""
+        kind, length = self._bodies(scenario)
+        if self.config.control == "all":
+            return kinds.limits_of(kind, length)
+        return dynamics.VEHICLE._replace(wheelbase=WHEELBASE * length)
 
-        x, y, heading = jax.vmap(place)(jnp.arange(self.config.agents, dtype=jnp.int32), s)
-        moves = distance > 1e-3  # who stands keeps the pose that the log gave it
-        old = state.motion
-        motion = Motion(
-            jnp.where(moves, x, old.x), jnp.where(moves, y, old.y), jnp.where(moves, heading, old.heading), after
+    def _weights(self, state: State) -> Weights:
+        """What things are worth to each agent."""
+        if state.episode is None:
+            return self.config.weights
+        return conditioning.weigh(self.config.weights, conditioning.draws(state.episode, self.config.agents))
+
+    def _spared(self, state: State, events: Events) -> Events:
+        """The events without those that mean nothing: ghosts collide with nobody, and people may leave the road."""
+        if self.config.goal == "respawn":
+            events = events._replace(collision=events.collision & (state.stage != goals.GHOST))
+        if self.config.control == "all":
+            events = events._replace(offroad=events.offroad & (self._bodies(state.scenario)[0] != PEDESTRIAN))
+        return events
+
+    def _put_back(self, state: State) -> tuple[State, jax.Array | None]:
+        """The state with everybody who arrived at its log's beginning, and who is not driven in this step: bool [A],
+        or None where that is nobody for sure."""
+        if self.config.goal != "respawn":
+            stands = state.stage == goals.STANDING
+            return state, stands if "stop" in (self.config.goal, self.config.crash) else None
+        back = state.stage == goals.ARRIVED
+        start, _ = self._logged(state.scenario, jnp.zeros_like(state.t))
+        s = self.tables.start_s[state.scenario]
+        zeros = jnp.zeros_like(s)
+        motion = jax.tree.map(lambda new, old: jnp.where(back, new, old), start, state.motion)
+        state = state._replace(
+            motion=motion,
+            acceleration=jnp.where(back, zeros, state.acceleration),
+            curvature=jnp.where(back, zeros, state.curvature),
+            s=jnp.where(back, s, state.s),
+            stage=jnp.where(back, goals.GHOST, state.stage).astype(jnp.uint8),
+            tally=state.tally._replace(furthest=jnp.where(back, s, state.tally.furthest)),
         )
-        return Drive(motion, (after - speed) / dt, dynamics.invert(state.motion, motion, dt)[1])
+        return state, back | (state.stage == goals.STANDING)
 
-    def _ride(self, state: State, drive: Drive, dt: jax.Array) -> Ride:
-        """How a step felt; the first has no jerk, for nothing is known of what was before."""
-        before, after = state.motion, drive.motion
-        longitudinal = (after.speed - before.speed) / dt
-        yaw = wrap(after.heading - before.heading) / dt
-        jerk = jnp.where(state.t > 0, (longitudinal - state.acceleration) / dt, 0.0)
-        return Ride(longitudinal, yaw * 0.5 * (before.speed + after.speed), jerk, yaw)
+
+def _shapes(config: Config) -> Observation:
+    """The shapes of one agent's observation."""
+    seen = shapes(config.neighbours, config.waypoints, config.road_points)
+    more = len(conditioning.RANGES) if config.conditioning else 0
+    return seen._replace(ego=jax.ShapeDtypeStruct((seen.ego.shape[0] + more,), jnp.float32))
+
+
+def _payable(state: State) -> Events:
+    """What happened before a step, with each goal as if it were the first where agents begin anew."""
+    happened = state.tally.happened
+    if state.goals is None:
+        return happened
+    return happened._replace(goal=jnp.zeros_like(happened.goal))
 
 
 def driving(bank: Bank, config: Config | None = None) -> Simulator:
@@ -310,38 +373,38 @@ def driving(bank: Bank, config: Config | None = None) -> Simulator:
     """
     config = config or Config()
     check(bank, config)
-    tables = banks.tabulate(bank, config.agents, config.traffic == "idm")
-    action: Action = MultiDiscrete((len(dynamics.ACCELERATIONS), len(dynamics.STEERINGS)))
-    if config.actions == "continuous":
-        action = Box((-1.0, -1.0), (1.0, 1.0))
+    made = outline(config, least=int(bank.steps.min()), most=int(bank.steps.max()), dt=float(bank.dt.max()))
+    return replace(made, tables=banks.tabulate(bank, config.agents, config.traffic == "idm"))
+
+
+def outline(config: Config, *, least: int, most: int, dt: float) -> Simulator:
+    """The environment without tables, for all that hold scenarios of `least` to `most` steps of at most `dt` seconds.
+
+    `dataclasses.replace(outline(...), tables=tables)` drives in them.
+    """
+    if config.driver == "log" and config.goal == "respawn":  # a log is not driven twice
+        config = replace(config, goal="remove")
     spec = Spec(
-        observation=shapes(config.neighbours, config.waypoints),
-        action=action,
+        observation=_shapes(config),
+        action=make_actions(config.actions, MODELS[config.dynamics]().grids).action,
         agents=config.agents,
-        truncation_interval=int(bank.steps.min()) - 1,
-        max_steps=int(bank.steps.max()) - 1,
+        truncation_interval=least - 1,
+        max_steps=most - 1,
     )
-    search = max(8, int(np.ceil(1.3 * dynamics.MAX_SPEED * float(bank.dt.max()))) + 2)
-    return Simulator(config, tables, spec, search)
+    search = max(8, int(np.ceil(1.3 * dynamics.MAX_SPEED * dt)) + 2)
+    return Simulator(config, None, spec, search)  # type: ignore[arg-type]
 
 
 def check(bank: Bank, config: Config) -> None:
-    """Raises ValueError where config and bank do not fit."""
+    """Raises ValueError where a setting is none, or config and bank do not fit."""
+    check_settings(config)
     available = bank.controlled.shape[1]
-    if not 1 <= config.agents <= available:
+    if config.agents > available:
         raise ValueError(f"agents is {config.agents}: the bank has 1 .. {available}; stack it with more")
-    for name, value, known in (
-        ("traffic", config.traffic, TRAFFICS),
-        ("driver", config.driver, DRIVERS),
-        ("actions", config.actions, ACTIONS),
-        *(("terminations", value, EVENTS) for value in config.terminations),
-    ):
-        if value not in known:
-            raise ValueError(f"{name} is {value!r}: choose from {', '.join(known)}")
-    if config.neighbours < 1:
-        raise ValueError(f"neighbours is {config.neighbours}: an agent sees at least 1")
-    if not 1 <= config.waypoints <= MAX_WAYPOINTS:
-        raise ValueError(f"waypoints is {config.waypoints}: choose 1 .. {MAX_WAYPOINTS}")
+    driven = np.take_along_axis(bank.kind, np.maximum(bank.controlled[:, 1 : config.agents], 0), 1)
+    slow = ((bank.controlled[:, 1 : config.agents] >= 0) & np.isin(driven, (PEDESTRIAN, CYCLIST))).sum()
+    if slow and config.control == "vehicles":
+        raise ValueError(f"control is 'vehicles': the bank has {slow} cyclists and pedestrians to control; choose all")
     if bank.steps.min() < 2:
         raise ValueError(f"scenario {int(bank.steps.argmin())} has {int(bank.steps.min())} step: leave it out")
     if not bank.dt.min() > 0:

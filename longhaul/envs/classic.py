@@ -18,7 +18,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from longhaul.types import Action, Box, Discrete, Key, Spec, TimeStep, transition
+from longhaul.types import Action, Box, Discrete, Key, Measure, Spec, TimeStep, transition
 
 
 class ClassicState(NamedTuple):
@@ -57,7 +57,7 @@ class Classic:
         """Whether an episode is running."""
         return ~self.ended(state.physics) & (state.steps < self.max_steps)
 
-    def metrics(self, state: ClassicState) -> dict[str, jax.Array]:
+    def metrics(self, state: ClassicState) -> dict[str, Measure]:
         """Nothing beside the return."""
         return {}
 

@@ -18,7 +18,19 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from longhaul.types import Action, Box, Discrete, Environment, Key, Masked, MultiDiscrete, Spec, TimeStep, transition
+from longhaul.types import (
+    Action,
+    Box,
+    Discrete,
+    Environment,
+    Key,
+    Masked,
+    Measure,
+    MultiDiscrete,
+    Spec,
+    TimeStep,
+    transition,
+)
 
 POISON = -10.0
 """The reward of what must never count: an illegal action, a step after the end."""
@@ -99,7 +111,7 @@ class Walk:
         """Which agents still play."""
         return state.playing
 
-    def metrics(self, state: WalkState) -> dict[str, jax.Array]:
+    def metrics(self, state: WalkState) -> dict[str, Measure]:
         """Nothing beside the return."""
         return {}
 
@@ -330,7 +342,7 @@ class Aim:
         """Whether the episode runs."""
         return state.playing
 
-    def metrics(self, state: AimState) -> dict[str, jax.Array]:
+    def metrics(self, state: AimState) -> dict[str, Measure]:
         """Nothing beside the return."""
         return {}
 

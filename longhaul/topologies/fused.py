@@ -5,6 +5,10 @@ One compiled call runs up to `block` updates in a loop whose length is an argume
 where it is cut (for saving, at its end) changes no number. All that varies from update to update is drawn from the
 run's key and the update's number. Over a mesh each shard has its own environments; gradients meet in the algorithm's
 `mean`.
+
+What environments read and never write (a bank of scenarios) is the *context*: an argument of the compiled program, the
+same on every shard, that may change between two calls as long as its shapes do not. What it is, only `collector_in`
+knows: the collector in a context, made while the program is traced.
 """
 
 from __future__ import annotations
@@ -16,75 +20,108 @@ import jax.numpy as jnp
 from jax.sharding import Mesh, PartitionSpec
 
 from longhaul import mesh as meshes
-from longhaul.types import Algorithm, Collector, Key, Metrics, Progress
+from longhaul.types import Algorithm, Collector, Key, Metrics, Progress, PyTree
 
-Program = Callable[[Progress, jax.Array], tuple[Progress, Metrics]]
-"""(progress, n) -> (progress, metrics [block, ...]): n <= block updates, of which the first n rows tell. Donates its
-progress."""
+CollectorIn = Callable[[PyTree], Collector]
+"""context -> the collector in it."""
+
+Program = Callable[[Progress, PyTree, jax.Array], tuple[Progress, Metrics]]
+"""(progress, context, n) -> (progress, metrics [block, ...]): n <= block updates, of which the first n rows tell.
+Donates its progress, and leaves the context as it is."""
+
+Enter = Callable[[Key, PyTree], PyTree]
+"""(key, context) -> a carry that begins in it, laid out on the mesh."""
+
+ENTRIES = 2**32 - 1
+"""What the run's key is folded with for the keys of new contexts: no update has this number."""
+
+EVERYWHERE: PartitionSpec = PartitionSpec()
 
 
-def start(algorithm: Algorithm, collector: Collector, key: Key, mesh: Mesh) -> Progress:
+def start(algorithm: Algorithm, enter: Enter, context: PyTree, key: Key, mesh: Mesh) -> Progress:
     """The progress of a run that has made no update yet, laid out on `mesh`."""
     key_state, key_carry, key_run = jax.random.split(key, 3)
+    state, key_run, updates = jax.jit(
+        lambda: (algorithm.init(key_state), key_run, jnp.int32(0)), out_shardings=meshes.replicated(mesh)
+    )()
+    return Progress(state, enter(key_carry, context), key_run, updates)
 
-    def begin() -> Progress:
-        carry = collector.start(jax.random.fold_in(key_carry, meshes.shard_index()))
-        return Progress(algorithm.init(key_state), carry, key_run, jnp.int32(0))
 
-    return jax.jit(meshes.per_shard(begin, mesh, (), layout()))()
+def entering(collector_in: CollectorIn, mesh: Mesh) -> Enter:
+    """How a run gets into a context. Compiles once for contexts of the same shapes."""
+
+    def begin(key: Key, context: PyTree) -> PyTree:
+        return collector_in(context).start(jax.random.fold_in(key, meshes.shard_index()))
+
+    program = jax.jit(meshes.per_shard(begin, mesh, (EVERYWHERE, EVERYWHERE), PartitionSpec(meshes.DATA)))
+    return lambda key, context: program(jax.device_put(key, meshes.replicated(mesh)), context)
+
+
+def entered(progress: Progress, enter: Enter, context: PyTree) -> Progress:
+    """`progress` with all worlds at the beginning of episodes in another context; those under way end unfinished.
+
+    The last rollout before has counted them as going on. The new ones are drawn from the run's key and its updates.
+    """
+    key = jax.random.fold_in(jax.random.fold_in(progress.key, ENTRIES), progress.updates)
+    return progress._replace(carry=enter(key, context))
 
 
 def layout() -> Progress:
     """How a Progress lies on the mesh: the carry is split by its leading axis, the rest is on every device."""
-    everywhere = PartitionSpec()
-    return Progress(everywhere, PartitionSpec(meshes.DATA), everywhere, everywhere)  # type: ignore[arg-type]
+    return Progress(EVERYWHERE, PartitionSpec(meshes.DATA), EVERYWHERE, EVERYWHERE)  # type: ignore[arg-type]
 
 
-def compiled(algorithm: Algorithm, collector: Collector, progress: Progress, mesh: Mesh, *, block: int) -> Program:
-    """The program for runs like `progress`, compiled ahead: it can't compile again, whatever comes."""
-    executable = lowered(algorithm, collector, progress, mesh, block=block).compile()
-    return lambda progress, n: executable(progress, jax.device_put(n, meshes.replicated(mesh)))
+def compiled(
+    algorithm: Algorithm, collector_in: CollectorIn, progress: Progress, context: PyTree, mesh: Mesh, *, block: int
+) -> Program:
+    """The program for runs like `progress` in contexts like `context`, compiled ahead: it can't compile again, whatever
+    comes."""
+    executable = lowered(algorithm, collector_in, progress, context, mesh, block=block).compile()
+    return lambda progress, context, n: executable(progress, context, jax.device_put(n, meshes.replicated(mesh)))
 
 
 def lowered(
-    algorithm: Algorithm, collector: Collector, progress: Progress, mesh: Mesh, *, block: int
+    algorithm: Algorithm, collector_in: CollectorIn, progress: Progress, context: PyTree, mesh: Mesh, *, block: int
 ) -> jax.stages.Lowered:
-    """The program traced but not compiled yet: what a test or a profile reads."""
+    """The program traced but not compiled yet: what a test or a profile reads. A context lies on each device of `mesh`.
+    """
     if block < 1:
         raise ValueError(f"a compiled call of {block} updates; at least 1 is needed: raise log_interval")
 
-    def update(progress: Progress) -> tuple[Progress, Metrics]:
+    def update(collector: Collector, progress: Progress) -> tuple[Progress, Metrics]:
         key = jax.random.fold_in(progress.key, progress.updates)
         # Shards draw and shuffle apart from each other; the same order everywhere would tie their columns together.
         key_data, key_learn = jax.random.split(jax.random.fold_in(key, meshes.shard_index()))
         policy = algorithm.policy(progress.state)
         carry, data, scores = collector.collect(policy, progress.carry, key_data, progress.updates)
         state, metrics = algorithm.learn(progress.state, data, key_learn)
-        scores = jax.tree.map(lambda x: x * mesh.size, meshes.mean_over_data(scores))
-        return Progress(state, carry, progress.key, progress.updates + 1), metrics | scores
+        # As one vector: a score that no shard can have would cross devices alone, as a constant.
+        sums = mesh.size * meshes.mean_over_data(jnp.stack(list(scores.values())))
+        return Progress(state, carry, progress.key, progress.updates + 1), metrics | dict(zip(scores, sums))
 
-    def run(progress: Progress, n: jax.Array) -> tuple[Progress, Metrics]:
-        shapes = jax.eval_shape(update, progress)[1]
+    def run(progress: Progress, context: PyTree, n: jax.Array) -> tuple[Progress, Metrics]:
+        collector = collector_in(context)
+        shapes = jax.eval_shape(lambda progress: update(collector, progress), progress)[1]
         empty = jax.tree.map(lambda x: jnp.zeros((block, *x.shape), x.dtype), shapes)
 
         def body(i: jax.Array, carried: tuple[Progress, Metrics]) -> tuple[Progress, Metrics]:
             progress, rows = carried
-            progress, row = update(progress)
+            progress, row = update(collector, progress)
             return progress, jax.tree.map(lambda all_, one: all_.at[i].set(one), rows, row)
 
         return jax.lax.fori_loop(0, n, body, (progress, empty))
 
-    everywhere = PartitionSpec()
-    program = jax.jit(meshes.per_shard(run, mesh, (layout(), everywhere), (layout(), everywhere)), donate_argnums=0)
+    specs = layout(), EVERYWHERE, EVERYWHERE
+    program = jax.jit(meshes.per_shard(run, mesh, specs, (layout(), EVERYWHERE)), donate_argnums=0)
     count = jax.device_put(jnp.int32(block), meshes.replicated(mesh))
-    return program.lower(progress, count)
+    return program.lower(progress, context, count)
 
 
 def fused(
-    program: Program, progress: Progress, *, updates: int, block: int
+    program: Program, progress: Progress, context: PyTree, *, updates: int, block: int
 ) -> Iterator[tuple[Progress, int, Metrics]]:
-    """Goes on from `progress` to `updates` finished updates; yields (progress, n, metrics) after each call of n,
-    unawaited.
+    """Goes on from `progress` to `updates` finished updates in one context; yields (progress, n, metrics) after each
+    call of n, unawaited.
 
     `metrics` are device arrays [block, ...] whose first n rows count: read them one call late and the device never
     waits. `progress` is taken back (donated) when the iterator is advanced: save it before.
@@ -92,6 +129,6 @@ def fused(
     done = int(progress.updates)
     while done < updates:
         n = min(block, updates - done)
-        progress, metrics = program(progress, jnp.int32(n))
+        progress, metrics = program(progress, context, jnp.int32(n))
         done += n
         yield progress, n, metrics

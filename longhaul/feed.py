@@ -1,0 +1,293 @@
+"""What a run trains in: one context for all of it, or chunks of scenarios one after the other.
+
+Scenarios that fit on the device lie there as one bank. Of shards that hold more than `Driving.bank`, chunks of so many
+are drawn (`datasets.stream`: shuffled by the run's seed, each once an epoch, each host its share); a thread reads,
+compiles and sends the next one while the run trains in the one before, so that two are on the device at a time. After
+`Driving.bank_updates` updates all worlds begin new episodes in the next chunk. Which chunk comes when follows from the
+seed and the number of updates alone.
+
+All chunks of a run have the same shapes. What a scenario's sizes tell is known from the shards' indices: steps, agents,
+lights. What only laying it out tells (how many tiles the distance fields take) gets room by the first chunk, and some
+more; should a later chunk need more still, the program is compiled again.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+import math
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from types import MappingProxyType
+from typing import Any, NamedTuple
+
+import google_crc32c
+import jax
+import numpy as np
+
+from longhaul import mesh as meshes
+from longhaul import worlds
+from longhaul.datasets import sources, stream
+from longhaul.datasets.log import BadData
+from longhaul.datasets.stream import Library, Position
+from longhaul.driving import bank as banks
+from longhaul.driving import simulator, tables
+from longhaul.driving.bank import Sizes
+from longhaul.driving.scenario import Scenario
+from longhaul.driving.tables import Tables
+from longhaul.run import Driving, Run, RunError, cores, named
+from longhaul.types import Environment, PyTree, Spec
+
+AHEAD = 1
+"""Chunks that are made in advance."""
+
+DEVIATIONS = 3.0
+"""How much more room than by the first chunk: so many deviations of a sum, where a scenario's is as large as its mean.
+"""
+
+Room = Mapping[str, int]
+"""How long each array of `tables.FLAT` is, in all chunks alike."""
+
+
+class Place(NamedTuple):
+    """Where a run stands in its stream: what a checkpoint holds to find the chunk again."""
+
+    swaps: int = 0  # chunks before this one
+    position: Position = Position(0, 0)  # of its first scenario
+    room: Room = MappingProxyType({})
+
+    def plain(self) -> dict[str, Any]:
+        """As JSON can hold it."""
+        return {"swaps": self.swaps, "position": list(self.position), "room": dict(self.room)}
+
+
+def place(plain: dict[str, Any]) -> Place:
+    """The inverse of `Place.plain`."""
+    return Place(plain["swaps"], Position(*plain["position"]), plain["room"])
+
+
+class Fed(NamedTuple):
+    """A context that a run trains in."""
+
+    context: PyTree  # on the mesh
+    place: Place
+    following: Place  # of the next one
+
+
+class Feed(NamedTuple):
+    """What a run trains in."""
+
+    within: Callable[[PyTree], Environment]  # the environment in a context
+    open: Callable[[Place], Generator[Fed]]  # the contexts from a place on
+    period: int | None = None  # updates in each; None: there is one
+    about: dict[str, Any] | None = None  # what tells its data from others, for run.json
+
+
+class Feeding:
+    """A feed under way: the context of now, and a thread that makes the next."""
+
+    def __init__(self, source: Feed):
+        self._source = source
+        self._contexts = source.open(Place())
+        self.now = next(self._contexts)
+
+    def move(self, to: Place) -> None:
+        """Goes on at another place."""
+        if to != self.now.place:
+            del self.now
+            self.close()
+            self._contexts = self._source.open(to)
+            self.now = next(self._contexts)
+
+    def ends(self, updates: int) -> bool:
+        """Whether a run that has made `updates` is to begin in another context."""
+        period = self._source.period
+        return period is not None and updates > 0 and updates % period == 0
+
+    def turn(self, updates: int) -> None:
+        """Takes the context of a run that has made `updates`; the one before is to be held nowhere else."""
+        if self.place(updates) != self.now.place:
+            del self.now
+            self.now = next(self._contexts)
+
+    def until(self, updates: int) -> int | None:
+        """At how many updates the context of a run that has made `updates` ends; None: never."""
+        period = self._source.period
+        return None if period is None else (updates // period + 1) * period
+
+    def place(self, updates: int) -> Place:
+        """Where a run that has made `updates` goes on."""
+        over = self.ends(updates) and self.now.place.swaps < updates // (self._source.period or 1)
+        return self.now.following if over else self.now.place
+
+    def close(self) -> None:
+        """Ends the thread."""
+        self._contexts.close()
+
+
+def feed(run: Run) -> Feed:
+    """What the resolved `run` trains in; its data are read, or where they are streamed, their indices.
+
+    Devices must have been prepared. Raises RunError or BadData, one line, where data can't be used.
+    """
+    task = run.environment
+    if not isinstance(task, Driving):
+        environment = named(task)
+        return Feed(lambda context: environment, once(()))
+    if task.bank is not None:
+        for path in sources.expand(task.data):
+            if sources.detect(path) != sources.SHARD:
+                raise BadData(f"{path}: is no shard, of which --bank holds a part; longhaul data convert makes shards")
+        library = stream.open(task.data)
+        _check(library, task)
+        if len(library) > task.bank:
+            return _streamed(run, task, library)
+    return _resident(run, task)
+
+
+def once(context: PyTree) -> Callable[[Place], Generator[Fed]]:
+    """The contexts of a feed that has one."""
+    return lambda at: (Fed(context, at, at) for _ in range(1))
+
+
+def _resident(run: Run, task: Driving) -> Feed:
+    """All scenarios as one bank."""
+    agents, about = task.simulator.agents, None
+    if task.data:
+        scenarios = worlds.from_logs(
+            task.data, agents=agents, horizon=task.horizon, objects=task.objects, control=task.simulator.control
+        )
+        about = {"scenarios": len(scenarios), "sha256": digest(scenarios)}
+    else:
+        scenarios = worlds.generated(
+            0, task.scenarios, agents=agents, horizon=task.horizon, workers=cores(), control=task.simulator.control,
+            least=task.least,
+        )  # fmt: skip
+    bank = banks.stack(scenarios, agents=agents)
+    simulator.check(bank, task.simulator)
+    span = (int(bank.steps.min()), int(bank.steps.max()), float(bank.dt.max()))
+    host = tables.arrange(bank, agents, task.simulator.traffic == "idm")
+    return Feed(_within(task, *span), once(_send(run, host)), about=about)
+
+
+def _streamed(run: Run, task: Driving, library: Library) -> Feed:
+    """Chunks of the library."""
+    assert task.bank is not None and task.bank_updates is not None
+    steps = np.minimum(library.sizes["T"], task.horizon or np.iinfo(np.int64).max)
+    objects = min(int(library.sizes["N"].max()), task.objects)
+    extents = objects, int(library.sizes["R"].max()), int(library.sizes["L"].max())
+    sizes = banks.sizes_of(int(steps.max()), *extents)
+
+    def contexts(at: Place) -> Generator[Fed]:
+        return _chunks(run, task, library, sizes, at)
+
+    about = {"scenarios": len(library), "sha256": library.digest}
+    within = _within(task, int(steps.min()), int(steps.max()), float(library.dt.max()))
+    return Feed(within, contexts, task.bank_updates, about)
+
+
+def _chunks(run: Run, task: Driving, library: Library, sizes: Sizes, at: Place) -> Generator[Fed]:
+    agents, size, room = task.simulator.agents, task.bank, at.room
+    assert size is not None
+
+    def make(scenarios: list[Scenario]) -> tuple[Tables, Room]:
+        nonlocal room
+        host = tables.arrange(
+            banks.stack(scenarios, agents=agents, sizes=sizes), agents, task.simulator.traffic == "idm"
+        )
+        room = widened(host, room, size)
+        return _send(run, padded(host, room)), room
+
+    batches = stream.batches(
+        library, size=size, seed=run.seed, position=at.position, host=jax.process_index(), hosts=jax.process_count(),
+        agents=agents, horizon=task.horizon, objects=task.objects, make=make, ahead=AHEAD,
+    )  # fmt: skip
+    try:
+        swaps, begin = at.swaps, at.position
+        while True:
+            (context, wide), end = next(batches)
+            fed = [Fed(context, Place(swaps, begin, wide), Place(swaps + 1, end, wide))]
+            del context
+            yield fed.pop()
+            swaps, begin = swaps + 1, end
+    finally:
+        batches.close()
+
+
+def _within(task: Driving, least: int, most: int, dt: float) -> Callable[[PyTree], Environment]:
+    made = simulator.outline(task.simulator, least=least, most=most, dt=dt)
+    return lambda context: dataclasses.replace(made, tables=context)
+
+
+def _send(run: Run, host: Tables) -> Tables:
+    """The tables on each device of the run's mesh."""
+    sent: Tables = jax.device_put(host, meshes.replicated(meshes.make_mesh(run.devices)))
+    return sent
+
+
+def widened(host: Tables, room: Room, scenarios: int) -> Room:
+    """`room` if a chunk of so many scenarios fits into it; else room for it, and for what chance brings together."""
+    lengths = {name: leaf.shape[tables.FLAT[name]] for name, leaf in _leaves(host) if name in tables.FLAT}
+    if all(length <= room.get(name, 0) for name, length in lengths.items()):
+        return room
+    more = 1.0 + DEVIATIONS / math.sqrt(scenarios)
+    return {name: max(room.get(name, 0), math.ceil(more * length)) for name, length in lengths.items()}
+
+
+def padded(host: Tables, room: Room) -> Tables:
+    """The tables with zeros where there is room behind the last scenario."""
+
+    def pad(path: Any, leaf: np.ndarray) -> np.ndarray:
+        name = jax.tree_util.keystr(path)
+        widths = [(0, 0)] * leaf.ndim
+        if name in tables.FLAT:
+            widths[tables.FLAT[name]] = (0, room[name] - leaf.shape[tables.FLAT[name]])
+        return np.pad(leaf, widths)
+
+    longer: Tables = jax.tree_util.tree_map_with_path(pad, host)
+    return longer
+
+
+def _leaves(host: Tables) -> Iterator[tuple[str, np.ndarray]]:
+    return ((jax.tree_util.keystr(path), leaf) for path, leaf in jax.tree_util.tree_leaves_with_path(host))
+
+
+def digest(scenarios: Sequence[Scenario]) -> str:
+    """SHA-256 of the ids, courses, routes and fields of scenarios, in order: other data have another."""
+
+    def checksum(array: np.ndarray) -> int:
+        return int(google_crc32c.value(np.ascontiguousarray(array).tobytes()))
+
+    rows = [(s.id, *(checksum(array) for array in (s.pose, s.route, s.field))) for s in scenarios]
+    return hashlib.sha256(json.dumps(rows).encode()).hexdigest()
+
+
+def check(run: Run, source: Feed, about: dict[str, Any], name: str) -> None:
+    """Raises RunError where `source` is not what the run of that name began with, by what its run.json says."""
+    before, now = about.get("data"), source.about
+    if before is None or now is None or before == now:
+        return
+    assert isinstance(run.environment, Driving)
+    where, count = " ".join(run.environment.data), now["scenarios"]
+    what = f"{count} scenarios, and {before['scenarios']} when"
+    if count == before["scenarios"]:
+        what = f"{count} other scenarios than when"
+    raise RunError(f"--data {where} holds {what} run {name} began; bring those data back, or start a new run")
+
+
+def spec(run: Run) -> Spec:
+    """What the environments of `run` take and give, without any data: of driving, not how long episodes are."""
+    task = run.environment
+    if isinstance(task, Driving):
+        return simulator.outline(task.simulator, least=2, most=2, dt=0.1).spec
+    return named(task).spec
+
+
+def _check(library: Library, task: Driving) -> None:
+    """Raises BadData where some scenario of the library can't be driven, before it is due."""
+    driven = library.sizes["A"]
+    if driven.min() < task.simulator.agents:
+        raise BadData(
+            f"{' '.join(task.data)}: scenario {int(driven.argmin())} was compiled for {int(driven.min())} controlled "
+            f"agents, fewer than {task.simulator.agents}: convert the logs again with --agents {task.simulator.agents}"
+        )

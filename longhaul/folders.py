@@ -1,0 +1,111 @@
+"""The folder of a run: made, found, locked, written and read.
+
+`run.json` holds the Run with every default resolved, so that a folder alone says how to go on, evaluate and repeat.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import re
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from longhaul import pages
+from longhaul.run import Run, RunError, from_dict, resolve, to_dict
+
+FORMAT = 1
+"""Of run.json and what lies beside it; a folder of another format is refused."""
+
+
+def new_folder(runs_dir: Path, run: Run, name: str | None) -> Path:
+    """Makes the folder of a new run. Raises RunError where `name` is taken or is no name."""
+    if name is not None and not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}", name):
+        raise RunError(f"--run-name is {name!r}; use letters, digits, '.', '_' and '-', at most 100")
+    try:
+        runs_dir.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise RunError(f"--runs-dir {runs_dir} can't be made ({error.strerror}); give another folder") from error
+    stem = name or f"{run.recipe}-{time.strftime('%Y%m%d-%H%M%S')}"
+    for attempt in range(1000):
+        folder = runs_dir / (stem if attempt == 0 else f"{stem}-{attempt + 1}")
+        try:
+            folder.mkdir()
+        except FileExistsError:
+            if name is not None:
+                raise RunError(
+                    f"run {name!r} exists in {runs_dir}; choose another --run-name, or --resume {name}"
+                ) from None
+            continue
+        return folder
+    raise RunError(f"{runs_dir} holds a thousand runs of this second; give a --run-name")
+
+
+def find_folder(runs_dir: Path, run_id: str) -> Path:
+    """The folder of a run by its name or path; RunError with the nearest names where there is none."""
+    import difflib
+
+    for folder in (runs_dir / run_id, Path(run_id)):
+        if (folder / "run.json").is_file():
+            return folder
+    there = sorted(p.parent.name for p in runs_dir.glob("*/run.json"))
+    near = difflib.get_close_matches(run_id, there, n=3, cutoff=0.4) or there[-3:]
+    hint = f"did you mean {' or '.join(near)}?" if near else "there are none yet: longhaul train makes one"
+    raise RunError(f"no run {run_id!r} in {runs_dir}; {hint}")
+
+
+@contextmanager
+def alone(folder: Path) -> Iterator[None]:
+    """Within it no other process trains in `folder`; RunError where one does. A process that is killed lets go too."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise RunError(f"another process trains in {folder}; let it end, or stop it, before --resume") from None
+        except OSError:
+            pass  # a file system without locks: no harm as long as only one comes
+        yield
+    finally:
+        os.close(descriptor)
+
+
+def write_json(path: Path, value: Any) -> None:
+    """Writes at once or not at all; what is not finite becomes null, since JSON has no word for it."""
+    partial_path = path.with_name(path.name + ".partial")
+    with pages.naming(path):
+        with open(partial_path, "w") as file:
+            json.dump(pages.finite(value), file, indent=2, allow_nan=False)
+            file.write("\n")
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(partial_path, path)
+
+
+def save_run(folder: Path, run: Run, about: dict[str, Any]) -> None:
+    """Writes run.json."""
+    head = {"format": FORMAT, "id": folder.name, "recipe": run.recipe, "run": to_dict(run)}
+    write_json(folder / "run.json", head | about)
+
+
+def load_run(folder: Path) -> Run:
+    """The Run of a folder. Raises RunError where run.json can't be read or is of another version."""
+    path = folder / "run.json"
+    try:
+        data = json.loads(path.read_text())
+    except (OSError, ValueError) as error:
+        raise RunError(f"{path} can't be read ({error}); it was not written by longhaul, or is damaged") from error
+    found = data.get("format") if isinstance(data, dict) else None
+    if found != FORMAT:
+        raise RunError(f"{path} has format {found}, and this version reads {FORMAT}; use the one that wrote it")
+    try:
+        run: Run = from_dict(Run, data["run"])
+        if resolve(run) != run:
+            raise TypeError("what it leaves open was decided in the run that wrote it")
+    except (KeyError, TypeError, ValueError) as error:
+        raise RunError(f"{path} is no run of this version ({error}); use the version that wrote it") from error
+    return run

@@ -1,0 +1,146 @@
+"""A scaling law through measured losses: loss(N, D) = E + A N^-alpha + B D^-beta, by a robust fit with intervals.
+
+N is the size of the model, D that of its data (Hoffmann et al. 2022, arXiv 2203.15556, section 3.3). As there, the
+Huber loss of the residuals of log loss is minimised from a grid of starts; we differ in how (damped Gauss-Newton steps
+with Huber's weights, all starts at once) and in giving intervals: residuals of the fit are drawn anew onto it and
+fitted again, which leaves the grid of (N, D) as it is (with nine cells, drawing cells would often leave too few).
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from typing import NamedTuple
+
+import numpy as np
+
+HUBER = 1e-3
+"""The residual of log loss from which on it counts linearly (the paper's delta)."""
+
+STEPS = 150
+
+LEAST_CELLS, LEAST_KINDS = 6, 3
+"""Five numbers are fitted; and an exponent needs three different sizes to tell it from a floor."""
+
+FLOOR, STEEPEST = 1e-6, 3.0
+"""Bounds of E relative to the least loss, and of the exponents."""
+
+
+class Law(NamedTuple):
+    """Loss in the unit of the data; N and D in the units that were fitted."""
+
+    e: float  # what neither model nor data reduce
+    a: float
+    alpha: float
+    b: float
+    beta: float
+
+    def at(self, n: np.ndarray | float, d: np.ndarray | float) -> np.ndarray:
+        """The loss of models of size n on data of size d."""
+        n, d = np.asarray(n, float), np.asarray(d, float)
+        return self.e + self.a * n**-self.alpha + self.b * d**-self.beta
+
+
+class Fit(NamedTuple):
+    law: Law
+    error: float  # root mean square of the residuals of log loss
+    intervals: dict[str, tuple[float, float]]  # of each number of the law, where 90 % of the draws lie
+
+
+class TooFew(ValueError):
+    """Not enough cells, or too few different sizes, for a law."""
+
+
+def fit(n: np.ndarray, d: np.ndarray, loss: np.ndarray, *, draws: int = 200, seed: int = 0) -> Fit:
+    """The law through `loss` [cells] > 0, measured at `n` and `d` [cells] > 0. Raises TooFew, or ValueError."""
+    n, d, loss = (np.asarray(x, float) for x in (n, d, loss))
+    if not (n.shape == d.shape == loss.shape and n.ndim == 1):
+        raise ValueError(f"n, d and loss have shapes {n.shape}, {d.shape} and {loss.shape}; give three equal vectors")
+    if not all(np.all(np.isfinite(x) & (x > 0)) for x in (n, d, loss)):
+        raise ValueError("n, d and loss must be finite and above 0; a loss of 0 has no logarithm")
+    kinds = min(len(np.unique(n)), len(np.unique(d)))
+    if len(loss) < LEAST_CELLS or kinds < LEAST_KINDS:
+        raise TooFew(
+            f"{len(loss)} cells with {len(np.unique(n))} sizes of model and {len(np.unique(d))} of data; a law needs "
+            f"{LEAST_CELLS} cells and {LEAST_KINDS} of each"
+        )
+    # In logarithms about their middle: the numbers are then of one size, and their normal equations well conditioned.
+    middle = np.log(n).mean(), np.log(d).mean()
+    x, y = np.log(n) - middle[0], np.log(d) - middle[1]
+    target = np.log(loss)
+    found, cost = _minimise(x, y, target[None], _starts(target))
+    best = found[np.argmin(cost)]
+    residual = target - _log_loss(best[None], x, y)[0][0]
+    rng = np.random.default_rng(seed)
+    spread = residual * np.sqrt(len(loss) / max(len(loss) - 5, 1))  # a fit leaves less than there was
+    drawn = (target - residual)[None] + rng.choice(spread, (draws, len(loss)))
+    around = best[None] + rng.normal(scale=0.1, size=(draws, 5))
+    again = np.array([_law(p, middle) for p in _minimise(x, y, drawn, around)[0]])
+    ends = np.quantile(again, (0.05, 0.95), axis=0)
+    names = Law._fields
+    intervals = {name: (float(ends[0, i]), float(ends[1, i])) for i, name in enumerate(names)}
+    return Fit(_law(best, middle), float(np.sqrt(np.mean(residual**2))), intervals)
+
+
+def _law(p: np.ndarray, middle: tuple[float, float]) -> Law:
+    """(log E, log A, alpha, log B, beta) about the middle, as a law."""
+    e, a, alpha, b, beta = (float(v) for v in p)
+    return Law(math.exp(e), math.exp(a + alpha * middle[0]), alpha, math.exp(b + beta * middle[1]), beta)
+
+
+def _starts(target: np.ndarray) -> np.ndarray:
+    """Starts [S, 5]: floors and shares of the loss, exponents from flat to steep."""
+    low, middle = target.min(), np.median(target)
+    grid = itertools.product(
+        (low - 5.0, low - 1.0, low - 0.2), (middle - 0.7, middle - 2.0), (0.2, 0.6, 1.2), (middle - 0.7, middle - 2.0),
+        (0.2, 0.6, 1.2),
+    )  # fmt: skip
+    return np.array(list(grid))
+
+
+def _log_loss(p: np.ndarray, x: np.ndarray, y: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """(log loss [S, cells], its shares of the floor, of the model and of the data [3, S, cells])."""
+    terms = np.stack(
+        [
+            np.broadcast_to(p[:, :1], (len(p), len(x))),
+            p[:, 1:2] - p[:, 2:3] * x[None],
+            p[:, 3:4] - p[:, 4:5] * y[None],
+        ]
+    )
+    top = terms.max(0)
+    total = top + np.log(np.exp(terms - top).sum(0))
+    return total, np.exp(terms - total)
+
+
+def _cost(residual: np.ndarray) -> np.ndarray:
+    """The Huber loss, summed over cells."""
+    size = np.abs(residual)
+    return np.where(size <= HUBER, 0.5 * size**2, HUBER * (size - 0.5 * HUBER)).sum(-1)
+
+
+def _minimise(x: np.ndarray, y: np.ndarray, target: np.ndarray, p: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """From starts `p` [S, 5] to minima for `target` ([S, cells], or one for all), and their cost [S].
+
+    A step solves for residuals weighted as Huber's loss has them; one that makes things worse is not taken, and the
+    next is damped more (Levenberg-Marquardt).
+    """
+    damping = np.full(len(p), 1e-2)
+    low = np.array([target.min() + np.log(FLOOR), -np.inf, 0.0, -np.inf, 0.0])
+    high = np.array([target.max(), np.inf, STEEPEST, np.inf, STEEPEST])
+    p = np.clip(p, low, high)
+    cost = _cost(target - _log_loss(p, x, y)[0])
+    for _ in range(STEPS):
+        value, (floor, model, data) = _log_loss(p, x, y)
+        residual = target - value
+        slope = np.stack([floor, model, -x[None] * model, data, -y[None] * data], axis=-1)  # [S, cells, 5]
+        weight = HUBER / np.maximum(np.abs(residual), HUBER)
+        normal = np.einsum("sci,sc,scj->sij", slope, weight, slope)
+        scale = np.einsum("sii->si", normal) + 1e-9
+        damped = normal + damping[:, None, None] * (scale[:, :, None] * np.eye(5))
+        step = np.linalg.solve(damped, np.einsum("sci,sc->si", slope, weight * residual)[..., None])[..., 0]
+        tried = np.clip(p + np.clip(step, -2.0, 2.0), low, high)
+        cost_tried = _cost(target - _log_loss(tried, x, y)[0])
+        better = cost_tried < cost
+        p, cost = np.where(better[:, None], tried, p), np.where(better, cost_tried, cost)
+        damping = np.clip(np.where(better, damping / 3.0, damping * 4.0), 1e-9, 1e6)
+    return p, cost

@@ -1,0 +1,65 @@
+"""Signals that ask a run to stop: noted when they come, heeded where all that was done is saved."""
+
+from __future__ import annotations
+
+import signal
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+
+class Stopped(Exception):
+    """A signal ended the run after `done` updates, which are saved."""
+
+    def __init__(self, done: int):
+        super().__init__(done)
+        self.done = done
+
+
+class Stop:
+    """Whether SIGINT or SIGTERM came. A second one ends the process at once.
+
+    It is noted, for what was done is to be saved first; where it is looked at, the run ends. Within `at_once` it raises
+    KeyboardInterrupt; not while a program compiles, which JAX may answer by a crash at the end of the process.
+    """
+
+    def __init__(self) -> None:
+        self.signal: int | None = None
+        self._raises = False
+
+    def __call__(self, number: int, frame: Any) -> None:
+        if self.signal is not None:
+            signal.signal(number, signal.SIG_DFL)
+            signal.raise_signal(number)
+        self.signal = number
+        if self._raises:
+            raise KeyboardInterrupt
+
+    def look(self, done: int) -> None:
+        """Raises Stopped if a signal came; `done` updates are saved."""
+        if self.signal is not None:
+            raise Stopped(done)
+
+    @contextmanager
+    def at_once(self) -> Iterator[None]:
+        self._raises = True
+        try:
+            yield
+        finally:
+            self._raises = False
+
+
+@contextmanager
+def listening() -> Iterator[Stop]:
+    """Signals go to the main thread alone: in another one, nothing is heard."""
+    stop = Stop()
+    if threading.current_thread() is not threading.main_thread():
+        yield stop
+        return
+    before = {number: signal.signal(number, stop) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield stop
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
