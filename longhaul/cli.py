@@ -167,13 +167,17 @@ def _data(words: Sequence[str]) -> int:
 
 def _convert(words: Sequence[str]) -> int:
     """`longhaul data convert SRC... OUT`; files with errors are counted and listed, with exit code 1."""
+    from longhaul.driving.compile import CONTROLS, ROUTES
+
     paths = Flag("PATH", PATH, (), "files, folders, globs; the last is the folder to write", many=True, shown="")
     workers = Flag("workers", INT, None, "processes", shown="one a core")
     per_shard = Flag("per_shard", INT, 256, "scenarios of a shard")
     agents = Flag("agents", INT, 1, "controlled agents of a scenario, at most")
     horizon = Flag("horizon", INT, None, "most steps of a scenario", shown="to the log's end")
     about = "Packs driving logs into shards to train on: compact and checked. Goes on where it was stopped."
-    sizes = [workers, per_shard, agents, horizon]
+    control = Flag("control", flags.choice(tuple(CONTROLS)), "vehicles", "whom they may be: vehicles, or all that move")
+    routes = Flag("routes", flags.choice(ROUTES), "log", "along what routes lead: the logged ways, or lanes")
+    sizes = [workers, per_shard, agents, horizon, control, routes]
     parsed = flags.parse("data convert", about, {"": [paths, *sizes, DEBUG]}, words).values
     if len(parsed["PATH"]) < 2:
         raise FlagError("from where to where? longhaul data convert SRC... OUT")
@@ -184,7 +188,7 @@ def _convert(words: Sequence[str]) -> int:
         print(f"{now.files:,} of {now.of:,} files, {now.scenarios:,} scenarios", file=sys.stderr, flush=True)
 
     *given, out = parsed["PATH"]
-    sizes_given = {name: parsed[name] for name in ("per_shard", "agents", "horizon")}
+    sizes_given = {name: parsed[name] for name in ("per_shard", "agents", "horizon", "control", "routes")}
     count = os.cpu_count() or 1 if parsed["workers"] is None else parsed["workers"]
     report = convert(given, Path(out), workers=count, progress=show, **sizes_given)
     print(f"{out}: {report.scenarios:,} scenarios in {len(report.shards)} shards, {report.bytes:,} bytes")

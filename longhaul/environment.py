@@ -55,100 +55,120 @@ class Worlds(NamedTuple):
     valid: Callable[[WorldsState], jax.Array]  # bool [B]: whose next step will count
 
 
+class _Shape(NamedTuple):
+    """How worlds and agents make columns."""
+
+    worlds: int
+    agents: int | None
+
+    @property
+    def columns(self) -> int:
+        return self.worlds * (self.agents or 1)
+
+    def flat(self, tree: PyTree) -> PyTree:
+        """[W, A, ...] -> [B, ...]"""
+        if self.agents is None:
+            return tree
+        return jax.tree.map(lambda leaf: leaf.reshape(self.columns, *leaf.shape[2:]), tree)
+
+    def by_world(self, tree: PyTree) -> PyTree:
+        """[B, ...] -> [W, A, ...]"""
+        if self.agents is None:
+            return tree
+        return jax.tree.map(lambda leaf: leaf.reshape(self.worlds, self.agents, *leaf.shape[1:]), tree)
+
+
 def vectorise(environment: Environment, worlds: int) -> Worlds:
     """`worlds` copies of `environment` that reset themselves."""
     if worlds < 1:
         raise ValueError(f"num_envs is {worlds}; at least 1 environment is needed")
     spec = environment.spec
-    agents = spec.agents or 1
-    columns = worlds * agents
-
-    def flat(tree: PyTree) -> PyTree:
-        """[W, A, ...] -> [B, ...]"""
-        if spec.agents is None:
-            return tree
-        return jax.tree.map(lambda leaf: leaf.reshape(columns, *leaf.shape[2:]), tree)
-
-    def by_world(tree: PyTree) -> PyTree:
-        """[B, ...] -> [W, A, ...]"""
-        if spec.agents is None:
-            return tree
-        return jax.tree.map(lambda leaf: leaf.reshape(worlds, agents, *leaf.shape[1:]), tree)
+    shape = _Shape(worlds, spec.agents)
+    score = _scorer(environment, shape)
+    names = sorted(jax.eval_shape(lambda key: environment.metrics(environment.reset(key)[0]), jax.random.key(0)))
 
     def reset(key: Key) -> tuple[WorldsState, PyTree]:
         state, observation = jax.vmap(environment.reset)(randomness.split(key, worlds))
-        zero = jnp.zeros(columns, jnp.float32)
-        return WorldsState(state, zero, zero.astype(jnp.int32)), flat(observation)
+        zero = jnp.zeros(shape.columns, jnp.float32)
+        return WorldsState(state, zero, zero.astype(jnp.int32)), shape.flat(observation)
 
     def fresh(key: Key, count: int) -> Starts:
         keys = randomness.split(key, count * worlds).reshape(count, worlds)
         return Starts(*jax.vmap(jax.vmap(environment.reset))(keys))
 
-    names = sorted(jax.eval_shape(lambda key: environment.metrics(environment.reset(key)[0]), jax.random.key(0)))
-
     def tally() -> Tally:
-        zero = jnp.zeros(columns, jnp.float32)
+        zero = jnp.zeros(shape.columns, jnp.float32)
         sums = {name: zero for name in ["return", "length", *names]}
         return Tally(jnp.zeros(worlds, jnp.int32), zero, sums, {name: zero for name in names})
 
     def valid(state: WorldsState) -> jax.Array:
         if spec.agents is None:
-            return jnp.ones(columns, bool)
-        return flat(jax.vmap(environment.active)(state.state))
-
-    def score(sums: Tally, following: PyTree, ended: jax.Array) -> tuple[dict[str, jax.Array], dict[str, jax.Array]]:
-        """The sums and counts of the environment's metrics after a step.
-
-        Behind a condition: mostly nothing has ended, and no compiler then repeats a whole step inside each of the sums.
-        """
-
-        def add() -> tuple[dict[str, jax.Array], dict[str, jax.Array]]:
-            scored = flat(jax.vmap(environment.metrics)(following))
-            known = {name: ended & scored[name].valid for name in names}
-            added = {name: sums.sums[name] + jnp.where(known[name], scored[name].value, 0.0) for name in names}
-            return added, {name: sums.counts[name] + known[name] for name in names}
-
-        if not names:
-            return {}, {}
-        return lax.cond(jnp.any(ended), add, lambda: ({name: sums.sums[name] for name in names}, sums.counts))
+            return jnp.ones(shape.columns, bool)
+        return shape.flat(jax.vmap(environment.active)(state.state))
 
     def step(
         state: WorldsState, sums: Tally, action: jax.Array, key: Key, starts: Starts
     ) -> tuple[WorldsState, Tally, TimeStep]:
         played = valid(state)
         keys = randomness.split(key, worlds)
-        following, led_to = jax.vmap(environment.step)(keys, state.state, by_world(action))
-        ended = flat(led_to.terminated | led_to.truncated) & played
-
-        episode_return = state.episode_return + jnp.where(played, flat(led_to.reward), 0.0)
+        following, led_to = jax.vmap(environment.step)(keys, state.state, shape.by_world(action))
+        ended = shape.flat(led_to.terminated | led_to.truncated) & played
+        episode_return = state.episode_return + jnp.where(played, shape.flat(led_to.reward), 0.0)
         episode_length = state.episode_length + played
+        scored = score(sums, following, ended, episode_return, episode_length)
+
+        over = ended if spec.agents is None else ~jnp.any(jax.vmap(environment.active)(following), axis=-1)
+        begun, observation = _restart((following, led_to.successor), starts, sums.start, over)
+        time_step = shape.flat(led_to._replace(observation=observation))
+        new_state = WorldsState(begun, jnp.where(ended, 0.0, episode_return), jnp.where(ended, 0, episode_length))
+        return new_state, Tally(sums.start + over, sums.episodes + ended, *scored), time_step
+
+    return Worlds(spec, worlds, shape.columns, reset, fresh, tally, step, valid)
+
+
+Sums = dict[str, jax.Array]
+
+
+def _scorer(environment: Environment, shape: _Shape) -> Callable[..., tuple[Sums, Sums]]:
+    """-> the sums and counts of a tally after a step that led to `following` and ended some episodes.
+
+    The environment's metrics are behind a condition: mostly nothing has ended, and no compiler then repeats a whole
+    step inside each of the sums.
+    """
+
+    def score(
+        sums: Tally, following: PyTree, ended: jax.Array, episode_return: jax.Array, episode_length: jax.Array
+    ) -> tuple[Sums, Sums]:
         added = {
             "return": sums.sums["return"] + jnp.where(ended, episode_return, 0.0),
             "length": sums.sums["length"] + jnp.where(ended, episode_length.astype(jnp.float32), 0.0),
         }
-        more, counts = score(sums, following, ended)
-        added |= more
+        names = sorted(sums.counts)
 
-        over = ended if spec.agents is None else ~jnp.any(jax.vmap(environment.active)(following), axis=-1)
-        which = sums.start % jax.tree.leaves(starts)[0].shape[0]
-        world = jnp.arange(worlds)
+        def add() -> tuple[Sums, Sums]:
+            scored = shape.flat(jax.vmap(environment.metrics)(following))
+            known = {name: ended & scored[name].valid for name in names}
+            more = {name: sums.sums[name] + jnp.where(known[name], scored[name].value, 0.0) for name in names}
+            return more, {name: sums.counts[name] + known[name] for name in names}
 
-        def restart(new: jax.Array, bank: jax.Array) -> jax.Array:
-            chosen = bank[which, world]
-            return jnp.where(over.reshape(worlds, *([1] * (new.ndim - 1))), chosen, new)
+        if not names:
+            return added, {}
+        more, counts = lax.cond(jnp.any(ended), add, lambda: ({name: sums.sums[name] for name in names}, sums.counts))
+        return added | more, counts
 
-        begun = jax.tree.map(restart, following, starts.state)
-        observation = jax.tree.map(restart, led_to.successor, starts.observation)
-        time_step = TimeStep(
-            flat(observation), flat(led_to.reward), flat(led_to.terminated), flat(led_to.truncated),
-            flat(led_to.successor)
-        )
-        new_state = WorldsState(
-            begun, jnp.where(ended, 0.0, episode_return), jnp.where(ended, 0, episode_length)
-        )
-        return new_state, Tally(sums.start + over, sums.episodes + ended, added, counts), time_step
+    return score
 
-    return Worlds(spec, worlds, columns, reset, fresh, tally, step, valid)
+
+def _restart(now: tuple[PyTree, PyTree], starts: Starts, used: jax.Array, over: jax.Array) -> tuple[PyTree, PyTree]:
+    """State and observation [W, ...], of worlds that are `over` [W] those of their next start; `used` [W] so far."""
+    which = used % jax.tree.leaves(starts)[0].shape[0]
+    world = jnp.arange(len(over))
+
+    def choose(new: jax.Array, bank: jax.Array) -> jax.Array:
+        return jnp.where(over.reshape(-1, *([1] * (new.ndim - 1))), bank[which, world], new)
+
+    state, observation = (jax.tree.map(choose, *pair) for pair in zip(now, starts, strict=True))
+    return state, observation
 
 
 class _Timed(NamedTuple):

@@ -6,9 +6,8 @@ compiles and sends the next one while the run trains in the one before, so that 
 `Driving.bank_updates` updates all worlds begin new episodes in the next chunk. Which chunk comes when follows from the
 seed and the number of updates alone.
 
-All chunks of a run have the same shapes. What a scenario's sizes tell is known from the shards' indices: steps, agents,
-lights. What only laying it out tells (how many tiles the distance fields take) gets room by the first chunk, and some
-more; should a later chunk need more still, the program is compiled again.
+All chunks of a run have the same shapes, known before any is read: the shards' indices say what each scenario needs,
+and which scenarios come together is known too, so the room is that of the largest chunk of the run.
 """
 
 from __future__ import annotations
@@ -16,9 +15,7 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
-import math
-from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
-from types import MappingProxyType
+from collections.abc import Callable, Generator, Sequence
 from typing import Any, NamedTuple
 
 import google_crc32c
@@ -29,10 +26,13 @@ from longhaul import mesh as meshes
 from longhaul import worlds
 from longhaul.datasets import sources, stream
 from longhaul.datasets.log import BadData
+from longhaul.datasets.packing import CONTROLS
+from longhaul.datasets.scenarios import agrees, disagreement
 from longhaul.datasets.stream import Library, Position
 from longhaul.driving import bank as banks
 from longhaul.driving import simulator, tables
 from longhaul.driving.bank import Sizes
+from longhaul.driving.room import Room, needs, padded
 from longhaul.driving.scenario import Scenario
 from longhaul.driving.tables import Tables
 from longhaul.run import Driving, Run, RunError, cores, named
@@ -41,12 +41,8 @@ from longhaul.types import Environment, PyTree, Spec
 AHEAD = 1
 """Chunks that are made in advance."""
 
-DEVIATIONS = 3.0
-"""How much more room than by the first chunk: so many deviations of a sum, where a scenario's is as large as its mean.
-"""
-
-Room = Mapping[str, int]
-"""How long each array of `tables.FLAT` is, in all chunks alike."""
+MOST = 2**31 - 1
+"""Places of an array that int32 counts."""
 
 
 class Place(NamedTuple):
@@ -54,16 +50,15 @@ class Place(NamedTuple):
 
     swaps: int = 0  # chunks before this one
     position: Position = Position(0, 0)  # of its first scenario
-    room: Room = MappingProxyType({})
 
     def plain(self) -> dict[str, Any]:
         """As JSON can hold it."""
-        return {"swaps": self.swaps, "position": list(self.position), "room": dict(self.room)}
+        return {"swaps": self.swaps, "position": list(self.position)}
 
 
 def place(plain: dict[str, Any]) -> Place:
     """The inverse of `Place.plain`."""
-    return Place(plain["swaps"], Position(*plain["position"]), plain["room"])
+    return Place(plain["swaps"], Position(*plain["position"]))
 
 
 class Fed(NamedTuple):
@@ -177,26 +172,42 @@ def _streamed(run: Run, task: Driving, library: Library) -> Feed:
     objects = min(int(library.sizes["N"].max()), task.objects)
     extents = objects, int(library.sizes["R"].max()), int(library.sizes["L"].max())
     sizes = banks.sizes_of(int(steps.max()), *extents)
+    room = room_for(run, task, library)
 
     def contexts(at: Place) -> Generator[Fed]:
-        return _chunks(run, task, library, sizes, at)
+        return _chunks(run, task, library, sizes, room, at)
 
     about = {"scenarios": len(library), "sha256": library.digest}
     within = _within(task, int(steps.min()), int(steps.max()), float(library.dt.max()))
     return Feed(within, contexts, task.bank_updates, about)
 
 
-def _chunks(run: Run, task: Driving, library: Library, sizes: Sizes, at: Place) -> Generator[Fed]:
-    agents, size, room = task.simulator.agents, task.bank, at.room
+def room_for(run: Run, task: Driving, library: Library) -> Room:
+    """The room that the chunks of the whole run need, whichever of them is next."""
+    assert task.bank is not None and task.bank_updates is not None
+    needed = needs(
+        library.sizes, library.extents, agents=task.simulator.agents, horizon=task.horizon,
+        reactive=task.simulator.traffic == "idm",
+    )  # fmt: skip
+    updates = run.total_steps // (run.num_envs * task.simulator.agents * run.num_steps)
+    chunks = -(-updates // task.bank_updates) + AHEAD
+    each = np.stack(list(needed.each.values()))
+    most = stream.largest(each, task.bank, chunks, seed=run.seed, hosts=jax.process_count())
+    room = {name: max(needed.shared[name] + int(more), 1) for name, more in zip(needed.each, most, strict=True)}
+    name = max(room, key=room.__getitem__)
+    if room[name] > MOST:
+        raise BadData(f"--bank is {task.bank}; {name} of that many takes {room[name]} places, above {MOST}: hold fewer")
+    return room
+
+
+def _chunks(run: Run, task: Driving, library: Library, sizes: Sizes, room: Room, at: Place) -> Generator[Fed]:
+    agents, size = task.simulator.agents, task.bank
     assert size is not None
 
-    def make(scenarios: list[Scenario]) -> tuple[Tables, Room]:
-        nonlocal room
-        host = tables.arrange(
-            banks.stack(scenarios, agents=agents, sizes=sizes), agents, task.simulator.traffic == "idm"
-        )
-        room = widened(host, room, size)
-        return _send(run, padded(host, room)), room
+    def make(scenarios: list[Scenario]) -> Tables:
+        bank = banks.stack(scenarios, agents=agents, sizes=sizes)
+        simulator.check(bank, task.simulator)
+        return _send(run, padded(tables.arrange(bank, agents, task.simulator.traffic == "idm"), room))
 
     batches = stream.batches(
         library, size=size, seed=run.seed, position=at.position, host=jax.process_index(), hosts=jax.process_count(),
@@ -205,8 +216,8 @@ def _chunks(run: Run, task: Driving, library: Library, sizes: Sizes, at: Place) 
     try:
         swaps, begin = at.swaps, at.position
         while True:
-            (context, wide), end = next(batches)
-            fed = [Fed(context, Place(swaps, begin, wide), Place(swaps + 1, end, wide))]
+            context, end = next(batches)
+            fed = [Fed(context, Place(swaps, begin), Place(swaps + 1, end))]
             del context
             yield fed.pop()
             swaps, begin = swaps + 1, end
@@ -223,33 +234,6 @@ def _send(run: Run, host: Tables) -> Tables:
     """The tables on each device of the run's mesh."""
     sent: Tables = jax.device_put(host, meshes.replicated(meshes.make_mesh(run.devices)))
     return sent
-
-
-def widened(host: Tables, room: Room, scenarios: int) -> Room:
-    """`room` if a chunk of so many scenarios fits into it; else room for it, and for what chance brings together."""
-    lengths = {name: leaf.shape[tables.FLAT[name]] for name, leaf in _leaves(host) if name in tables.FLAT}
-    if all(length <= room.get(name, 0) for name, length in lengths.items()):
-        return room
-    more = 1.0 + DEVIATIONS / math.sqrt(scenarios)
-    return {name: max(room.get(name, 0), math.ceil(more * length)) for name, length in lengths.items()}
-
-
-def padded(host: Tables, room: Room) -> Tables:
-    """The tables with zeros where there is room behind the last scenario."""
-
-    def pad(path: Any, leaf: np.ndarray) -> np.ndarray:
-        name = jax.tree_util.keystr(path)
-        widths = [(0, 0)] * leaf.ndim
-        if name in tables.FLAT:
-            widths[tables.FLAT[name]] = (0, room[name] - leaf.shape[tables.FLAT[name]])
-        return np.pad(leaf, widths)
-
-    longer: Tables = jax.tree_util.tree_map_with_path(pad, host)
-    return longer
-
-
-def _leaves(host: Tables) -> Iterator[tuple[str, np.ndarray]]:
-    return ((jax.tree_util.keystr(path), leaf) for path, leaf in jax.tree_util.tree_leaves_with_path(host))
 
 
 def digest(scenarios: Sequence[Scenario]) -> str:
@@ -285,9 +269,22 @@ def spec(run: Run) -> Spec:
 
 def _check(library: Library, task: Driving) -> None:
     """Raises BadData where some scenario of the library can't be driven, before it is due."""
-    driven = library.sizes["A"]
+    driven, wanted = library.sizes["A"], task.simulator.control
     if driven.min() < task.simulator.agents:
         raise BadData(
             f"{' '.join(task.data)}: scenario {int(driven.argmin())} was compiled for {int(driven.min())} controlled "
             f"agents, fewer than {task.simulator.agents}: convert the logs again with --agents {task.simulator.agents}"
+        )
+    if task.simulator.agents == 1:
+        return  # the ego, whatever it is
+    others = np.array([not agrees(each, wanted) for each in CONTROLS])[library.control]
+    if others.any():
+        first = int(others.argmax())
+        where = f"{' '.join(task.data)}: scenario {first}"
+        raise BadData(disagreement(where, CONTROLS[library.control[first]], wanted))
+    slow = library.extents["slow"] < task.simulator.agents
+    if slow.any() and wanted == "vehicles":
+        raise BadData(
+            f"{' '.join(task.data)}: --control is vehicles; {int(slow.sum())} scenarios, the first of them "
+            f"{int(slow.argmax())}, have cyclists or pedestrians to control: choose --control all"
         )

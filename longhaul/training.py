@@ -139,7 +139,7 @@ def _loop(
         clock.train()
         saved_at = time.perf_counter()
         waiting: tuple[int, int, Any] | None = None
-        for progress, n, rows in _calls(run, assembly, feeding, progress, clock, program):
+        for progress, n, rows in _calls(run, assembly, feeding, progress, program):
             if waiting is not None:  # of the call before: the device works meanwhile
                 log(*waiting)
             done, waiting = done + n, (done + n, n, rows)
@@ -168,18 +168,16 @@ def _compiled(run: Run, assembly: Assembly, feeding: Feeding, progress: Progress
 
 
 def _calls(
-    run: Run, assembly: Assembly, feeding: Feeding, progress: Progress, clock: Clock, program: fused.Program
+    run: Run, assembly: Assembly, feeding: Feeding, progress: Progress, program: fused.Program
 ) -> Iterator[tuple[Progress, int, Any]]:
     """All calls that are left, as `fused.fused` has them, through one context after the other."""
     assert run.block is not None
-    done, room = int(progress.updates), feeding.now.place.room
+    done = int(progress.updates)
     while done < assembly.updates:
         if feeding.ends(done):
             jax.block_until_ready(progress.updates)  # nothing computes any more with the context that is given up
             feeding.turn(done)
             progress = fused.entered(progress, assembly.enter, feeding.now.context)
-        if feeding.now.place.room != room:
-            program, room = _compiled(run, assembly, feeding, progress, clock), feeding.now.place.room
         until = min(assembly.updates, feeding.until(done) or assembly.updates)
         for progress, n, rows in fused.fused(program, progress, feeding.now.context, updates=until, block=run.block):
             done += n

@@ -11,6 +11,9 @@ from typing import NamedTuple
 
 import numpy as np
 
+MERGED = 0.1
+"""Metres by which lanes may have been moved when they were simplified: a slack in what is said about lanes."""
+
 PEDESTRIAN, CYCLIST = 2, 3
 RED = 1
 Box = tuple[float, float, float, float, float]  # x, y, heading, half length, half width
@@ -175,11 +178,15 @@ def on_lanes(world: World, t: int, slack: float) -> Here:
             to_point = np.array([x, y]) - a[i]
             left = float(direction[0] * to_point[1] - direction[1] * to_point[0])
             offsets.append((float(away[i]), left if cos > 0.0 else -left, float(away[i]) - reach))
-    own = min(offsets)[1] if offsets else 0.0
-    gaps = [(abs(left - own), nearest) for _, left, nearest in offsets]
-    straddles = any(apart >= 2.0 - slack and nearest < min(apart / 2, 1.75) + slack for apart, nearest in gaps)
+    owns = [left for away, left, _ in offsets if away <= min(offsets)[0] + abs(slack)]  # which is nearest may be open
+    gaps = [[(abs(left - own), nearest) for _, left, nearest in offsets] for own in owns]
+    either = any if slack > 0.0 else all
+    straddles = bool(owns) and either(
+        any(apart >= 2.0 - slack and nearest < min(apart / 2, 1.75) + slack for apart, nearest in each) for each in gaps
+    )
     known = along <= 5.0
-    return Here(near <= 5.0 - slack, along, opposed and not other, straddles, limit if known else 0.0, inferred)
+    limit, inferred = (limit, inferred) if known else (0.0, False)
+    return Here(near <= 5.0 - slack, along, opposed and not other, straddles, limit, inferred)
 
 
 # ------------------------------------------------------------------------------------------------------------ others
@@ -254,7 +261,7 @@ def measure(world: World, slack: float = 0.0) -> Found:
     steps = [t for t in range(1, len(world.pose)) if world.counts[t]]
     walks, dt, count = world.kind == PEDESTRIAN, world.dt, max(len(steps), 1)
     s, lateral, heading = follow(world)
-    here = {t: on_lanes(world, t, slack) for t in steps}
+    here = {t: on_lanes(world, t, slack + np.sign(slack) * MERGED) for t in steps}
     mean = {t: 0.5 * (world.speed[t] + world.speed[t - 1]) for t in steps}
     hits = {t: contacts(world, t, slack) for t in steps}
     blamed = any(

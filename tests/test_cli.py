@@ -602,6 +602,8 @@ def test_convert_packs_what_can_be_read_and_names_what_can_not(longhaul: Any, tm
     assert "broken.json" in err.splitlines()[-1]
     code, out, err = longhaul("data", "inspect", "packed", "--json", "-")
     assert code == 0 and json.loads(out)["scenarios"] == len(paths)
+    assert_refused(longhaul("data", "convert", "logs", "--control", "nobody"), "one of vehicles, all")
+    assert_refused(longhaul("data", "convert", "logs", "packed", "--control", "all"), "made with control = vehicles")
     assert_refused(longhaul("data", "convert", "logs"), "from where to where?")
     assert_refused(longhaul("data", "convert", "nowhere", "out"), "nowhere: no such file or folder")
 

@@ -264,3 +264,36 @@ def test_shards_are_data_as_logs_are(tmp_path: Path) -> None:
     expected = {"id": "0-0", "steps": 26, "tracks": 5, "vehicles": 3, "others": 0, "sdc_index": 0, "lanes": None}
     assert {name: first[name] for name in expected} == expected
     assert list(first) == list(inspection.inspect([str(folder / "1.json")])["files"][0]["scenarios"][0])
+
+
+def test_settings_are_those_of_compiling(tmp_path: Path) -> None:
+    """Whom to control and where routes run: each as `compile_log` has it, and no shard of one passes for the other."""
+    given, base = [str(logs_in(tmp_path / "in"))], {"control": "vehicles", "routes": "log"}
+    for changes in ({}, {"control": "all"}, {"routes": "lanes"}):
+        settings = base | changes
+        out = tmp_path / "-".join(settings.values())
+        convert.convert(given, out, agents=4, **settings)  # type: ignore[arg-type]
+        index = json.loads((out / "index.json").read_text())
+        assert {name: index[name] for name in base} == settings
+        found = shards.open(out / "shard-00000.lhs")[0]
+        expected = compile_log(replace(LOG, id=IDS[0]), agents=4, **settings)  # type: ignore[arg-type]
+        assert found.control == settings["control"]
+        assert_close(found, expected)
+    with pytest.raises(BadData, match="made with control = all: name another folder"):
+        convert.convert(given, tmp_path / "all-log", agents=4)
+    for name in base:
+        with pytest.raises(ValueError, match=f"{name} is 'none': choose from {base[name]}"):
+            convert.convert(given, tmp_path / "out", **base | {name: "none"})  # type: ignore[arg-type]
+
+
+def test_a_shard_keeps_whom_it_controls(tmp_path: Path) -> None:
+    """Converted again with another control its scenarios are errors, unless the ego is all that is kept."""
+    given = [str(logs_in(tmp_path / "in"))]
+    convert.convert(given, tmp_path / "all", agents=4, control="all")
+    again = convert.convert([str(tmp_path / "all")], tmp_path / "again", agents=4, control="all")
+    assert (again.scenarios, again.errors) == (12, ())
+    assert contents(tmp_path / "all")["shard-00000.lhs"] == contents(tmp_path / "again")["shard-00000.lhs"]
+    wrong = convert.convert([str(tmp_path / "all")], tmp_path / "wrong", agents=4)
+    assert (wrong.scenarios, len(wrong.errors)) == (0, 12)
+    assert "was compiled for the control of all, not vehicles" in wrong.errors[0][1]
+    assert convert.convert([str(tmp_path / "all")], tmp_path / "ego").scenarios == 12

@@ -111,8 +111,8 @@ def test_no_agents_lights_field_or_drawing() -> None:
 
 
 def test_every_part_of_a_scenario_is_stored() -> None:
-    stored = set(packing.COLUMNS) | {"id", "steps", "dt", "drawing", "road"}
-    assert {f"road_{name}" for name in Road._fields} - stored == {"road_near", "road_near_lanes"}
+    stored = set(packing.COLUMNS) | {"id", "steps", "dt", "drawing", "road", "control"}
+    assert {f"road_{name}" for name in Road._fields} - stored == {"road_near"}
     assert set(Scenario._fields) <= stored
 
 

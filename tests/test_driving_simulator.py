@@ -290,11 +290,15 @@ def test_the_contract_of_environments_is_kept() -> None:
 
 
 def test_the_state_is_small_and_holds_no_map() -> None:
+    """At most 4,096 bytes with 64 agents and 64 objects, all that react elsewhere, and every option."""
     many = [line((5.0 * i, 0), (3, 0), 5) for i in range(64)]
-    worlds = bank(scenario(many, drivers=64, road=None), agents=64)
-    for config in (Config(agents=64, traffic="idm"), Config(agents=1, traffic="idm"), Config()):
+    worlds = bank(scenario(many, drivers=64, road=None), scenario(many, road=None), agents=64)
+    every = Config(agents=64, traffic="idm", goal="respawn", crash="stop", conditioning=True, road_points=50)
+    for config in (every, Config(agents=64, traffic="idm"), Config(agents=1, traffic="idm"), Config()):
         state, _ = jax.eval_shape(driving(worlds, config).start, jnp.int32(0))
         assert sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(state)) <= 4096
+        assert (state.reactive is None) == (config.traffic != "idm")
+        assert {x.dtype for x in jax.tree.leaves((state.motion, state.s))} == {jnp.dtype("float32")}
 
 
 def test_reset_draws_every_scenario_and_start_takes_the_one_asked_for() -> None:

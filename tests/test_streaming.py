@@ -12,9 +12,7 @@ import sys
 import time
 import weakref
 from collections.abc import Iterator
-from itertools import pairwise
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import jax
@@ -26,7 +24,6 @@ from longhaul import feed as feeds
 from longhaul import run as runs
 from longhaul import training
 from longhaul.checkpoint import Checkpoints
-from longhaul.clock import Clock
 from longhaul.datasets import shards, stream
 from longhaul.driving import bank as banks
 from longhaul.driving import simulator, tables
@@ -34,7 +31,7 @@ from longhaul.driving.scenario import Scenario
 from longhaul.feed import Feeding, Place
 from longhaul.run import Driving, Run, RunError
 from longhaul.topologies import fused
-from longhaul.types import Discrete, Measure, Progress, Spec, TimeStep, transition
+from longhaul.types import Discrete, Measure, Spec, TimeStep, transition
 from tests.driving_worlds import GREEN, RED, line, scenario
 from tests.small_runs import after, begin, checkpoints, make_quick, records, result, resume, small
 
@@ -57,13 +54,16 @@ def different(number: int) -> Scenario:
 SCENARIOS = [different(number) for number in range(COUNT)]
 
 
-@pytest.fixture(scope="module")
-def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def written(folder: Path) -> Path:
     """The scenarios in shards of 4, 0 and 3."""
-    folder = tmp_path_factory.mktemp("shards")
     for name, part in (("a", SCENARIOS[:4]), ("b", []), ("c", SCENARIOS[4:])):
         shards.write(folder / f"{name}.lhs", part)
     return folder
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return written(tmp_path_factory.mktemp("shards"))
 
 
 class Glanced(NamedTuple):
@@ -223,7 +223,7 @@ def test_never_more_than_two_chunks_are_held(data: Path, monkeypatch: pytest.Mon
         return sent
 
     monkeypatch.setattr(feeds, "_send", watched)
-    feeding = Feeding(feeds.feed(streaming(data)))
+    feeding = Feeding(feeds.feed(streaming(data, updates=30 * PERIOD)))
     for updates in range(PERIOD, 30 * PERIOD, PERIOD):
         assert feeding.ends(updates)
         feeding.turn(updates)
@@ -323,39 +323,6 @@ def test_worlds_begin_anew_in_another_chunk(data: Path, quick: pytest.MonkeyPatc
     assert any(np.any(a != b) for a, b in zip(first, plain(entered.carry), strict=True))
     assert_same(entered.state, progress.state)
     feeding.close()
-
-
-def test_where_room_was_too_small_the_program_is_compiled_again(data: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Chunks with no room beyond the largest up to now; programs that do nothing."""
-    monkeypatch.setattr(feeds, "DEVIATIONS", 0.0)
-    made = []
-
-    def shapes(context: Any) -> list[Any]:
-        return [leaf.shape for leaf in jax.tree.leaves(context)]
-
-    def compiled(algorithm: Any, collector_in: Any, progress: Any, context: Any, mesh: Any, *, block: int) -> Any:
-        made.append(shapes(context))
-
-        def program(progress: Progress, given: Any, n: Any) -> Any:
-            assert shapes(given) == made[-1]
-            return progress._replace(updates=progress.updates + n), {}
-
-        return program
-
-    monkeypatch.setattr(fused, "compiled", compiled)
-    run, clock = streaming(data), Clock()
-    feeding = Feeding(feeds.feed(run))
-    assembly: Any = SimpleNamespace(
-        algorithm=None, collector_in=None, mesh=None, updates=11, enter=lambda key, context: context.steps
-    )
-    progress = Progress((), feeding.now.context.steps, jax.random.key(0), jnp.int32(0))
-    program = training._compiled(run, assembly, feeding, progress, clock)
-    calls = [n for _, n, _ in training._calls(run, assembly, feeding, progress, clock, program)]
-    feeding.close()
-    assert calls == [2, 2, 2, 2, 2, 1]
-    assert 1 < len(made) < 6
-    rooms = [fed.place.room for fed in contexts(run, 6)]
-    assert all(one[name] <= other[name] for one, other in pairwise(rooms) for name in one)
 
 
 # ------------------------------------------------------------------------------------------------------------ data

@@ -33,6 +33,7 @@ from longhaul.datasets import scenarios, shards, sources
 from longhaul.datasets.journal import Input, Line, Settings, Stamp, add, replace_text, resume, rewrite, stamp
 from longhaul.datasets.log import BadData
 from longhaul.datasets.packing import pack
+from longhaul.driving.compile import CONTROLS, ROUTES
 from longhaul.workers import pool
 
 LOCK = ".lock"
@@ -74,19 +75,25 @@ def convert(
     per_shard: int = 256,
     agents: int = 1,
     horizon: int | None = None,
+    control: str = "vehicles",
+    routes: str = "log",
     progress: Callable[[Progress], None] | None = None,
 ) -> Report:
     """Converts all logs (and shards) at `given` to shards in the folder `out`, with `workers` processes.
 
-    `agents` and `horizon` as of `compile_log`. `progress` is called after each file. `BadData` where a path means
-    nothing, or `out` holds, or is just getting, another conversion; errors of files are in the report.
+    `agents`, `horizon`, `control` and `routes` as of `compile_log`; shards keep their routes. `progress` is called
+    after each file. `BadData` where a path means nothing, or `out` holds, or is just getting, another conversion;
+    errors of files are in the report.
     """
     for name, value, least in (("workers", workers, 1), ("per_shard", per_shard, 1), ("agents", agents, 1)):
         if value < least:
             raise ValueError(f"{name} is {value}: give at least {least}")
     if horizon is not None and horizon < 2:
         raise ValueError(f"horizon is {horizon}: a scenario has at least 2 steps")
-    settings = Settings(shards.VERSION, per_shard, agents, horizon)
+    for name, kind, choices in (("control", control, tuple(CONTROLS)), ("routes", routes, ROUTES)):
+        if kind not in choices:
+            raise ValueError(f"{name} is {kind!r}: choose from {', '.join(choices)}")
+    settings = Settings(shards.VERSION, per_shard, agents, horizon, control, routes)
     inside = out.resolve()
     files = [path for path in sources.expand(given) if inside not in path.resolve().parents]
     if not files:
@@ -137,7 +144,7 @@ def _run(
     waiting: list[tuple[str, bytes]] = []
     ended: list[Input] = []
     made: list[Line] = []
-    work = partial(pack_file, agents=settings.agents, horizon=settings.horizon)
+    work = partial(pack_file, settings=settings)
 
     def close(taken: int, begun: Stamp | None, last: bool) -> None:
         """Writes the next shard, then the line that says so."""
@@ -167,11 +174,13 @@ def _run(
     return made
 
 
-def pack_file(path: Path, *, agents: int, horizon: int | None) -> Packed:
+def pack_file(path: Path, settings: Settings) -> Packed:
     """The records of all scenarios of a file, and what is wrong with it; never raises."""
     packed = Packed([], [])
     try:
-        for make in scenarios.makers(path, agents=agents, horizon=horizon):
+        for make in scenarios.makers(
+            path, agents=settings.agents, horizon=settings.horizon, control=settings.control, routes=settings.routes
+        ):
             try:
                 scenario = make()
                 packed.records.append((scenario.id, pack(scenario)))

@@ -29,6 +29,8 @@ class Settings:
     per_shard: int
     agents: int
     horizon: int | None
+    control: str
+    routes: str
 
 
 class Input(NamedTuple):

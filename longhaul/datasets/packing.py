@@ -29,7 +29,10 @@ from typing import NamedTuple
 import numpy as np
 
 from longhaul.datasets.wire import Malformed
+from longhaul.driving import compile
+from longhaul.driving.extents import Extents, extents
 from longhaul.driving.lanes import (
+    FINE,
     HALF_MOST,
     JUNCTION,
     LIMIT_INFERRED,
@@ -37,6 +40,7 @@ from longhaul.driving.lanes import (
     LIMIT_UNIT,
     MOST_BLOCKS,
     MOST_ROWS,
+    NEAREST,
     look_around,
 )
 from longhaul.driving.scenario import NO_ROAD, ONWARD, Road, Scenario
@@ -56,8 +60,9 @@ METRE, MILLI, TURN = 0.01, 0.001, 2 * math.pi / 65536
 
 
 class Column(NamedTuple):
-    """How an array is stored; letters of `shape` as in `Scenario`, M rows, V lanes, B blocks and Y rows by X columns of
-    cells of the road, K ways after the log's with E points together, and G polylines with P points drawn."""
+    """How an array is stored; letters of `shape` as in `Scenario`, M rows, V lanes, B blocks with Q parts and Y rows by
+    X columns of cells of the road, K ways after the log's with E points together, and G polylines with P points drawn.
+    """
 
     shape: str
     dtype: str
@@ -91,6 +96,7 @@ COLUMNS = {
     "road_corner": Column("2", "<f4"),
     "road_cells": Column("B2", "<i2", (1.0,), (1, 0), (1,)),
     "road_directory": Column("YX", "<i2", (1.0,), (), (1,)),
+    "road_near_lanes": Column("Q9", "<i2", (1.0,)),
     "onward_of": Column("K", "<i2"),
     "onward": Column("E2", "<f4", (METRE,), (1, 0), (1,)),
     "drawn_kind": Column("G", "<i4"),
@@ -99,13 +105,27 @@ COLUMNS = {
 }
 """The arrays of a record in their order. Another table is another version of the format: `shards.VERSION`."""
 
-LETTERS = "TNARLHWMVBYXKEGP"
+LETTERS = "TNARLHWMVBYXQKEGP"
 
-STORED = Road._fields[:-2]
+STORED = tuple(name for name in Road._fields if name != "near")
 """What is stored of a road; the rest follows from it."""
 
-HEAD = struct.Struct("<16IdIIH")
-"""Sizes in the order of `LETTERS`, dt, bytes before compression, a bit for each column of 32 bits, bytes of the id."""
+CONTROLS = (*compile.CONTROLS, compile.CHOSEN)
+"""A record has the number of `Scenario.control` here."""
+
+HEAD = struct.Struct(f"<{len(LETTERS)}I{len(Extents._fields)}IIdIIH")
+"""Sizes in the order of `LETTERS`, extents, who is controlled, dt, bytes before compression, a bit for each column of
+32 bits, bytes of the id."""
+
+
+class Outline(NamedTuple):
+    """What a record's head says."""
+
+    sizes: tuple[int, ...]  # in the order of `LETTERS`
+    extents: Extents
+    control: int  # index into CONTROLS
+    dt: float  # s
+
 
 LONGEST_ID = 1 << 12
 
@@ -114,6 +134,7 @@ def pack(scenario: Scenario) -> bytes:
     """The record of `scenario`. `ValueError` where its arrays do not fit together or hold what is not finite."""
     arrays = {name: np.asarray(getattr(scenario, name)) for name in COLUMNS if name in Scenario._fields}
     arrays |= {f"road_{name}": np.asarray(getattr(scenario.road, name)) for name in STORED}
+    arrays["road_near_lanes"] = arrays["road_near_lanes"].reshape(-1, NEAREST)
     lines = [np.asarray(points, np.float32).reshape(-1, 2) for _, points in scenario.drawing]
     arrays["drawn_kind"] = np.array([kind for kind, _ in scenario.drawing], np.int32)
     arrays["drawn_count"] = np.array([len(line) for line in lines], np.int32)
@@ -139,8 +160,13 @@ def pack(scenario: Scenario) -> bytes:
     body = b"".join(parts)
     if len(body) > LARGEST:
         raise ValueError(f"scenario {scenario.id} has {len(body)} bytes, above {LARGEST}: compile a shorter horizon")
+    if scenario.control not in CONTROLS:
+        raise ValueError(f"scenario {scenario.id}: control is {scenario.control!r}, not one of {', '.join(CONTROLS)}")
     identity = scenario.id.encode(errors="replace")[:LONGEST_ID]
-    head = HEAD.pack(*(sizes[letter] for letter in LETTERS), scenario.dt, len(body), wide, len(identity))
+    unit = np.array(COLUMNS["pose"].unit)
+    known = extents(scenario, (np.rint(arrays["pose"] / unit) * unit).astype(np.float32))
+    about = CONTROLS.index(scenario.control), scenario.dt, len(body), wide, len(identity)
+    head = HEAD.pack(*(sizes[letter] for letter in LETTERS), *known, *about)
     return head + identity + zlib.compress(body, LEVEL)
 
 
@@ -165,17 +191,20 @@ def _packed(array: np.ndarray, column: Column) -> tuple[bytes, bool]:
     return folded.reshape(-1, 1).view(np.uint8).T.tobytes(), wide
 
 
-def outline(record: bytes) -> tuple[tuple[int, ...], float]:
-    """A record's sizes, in the order of `LETTERS`, and its dt, s: what its head says."""
-    *sizes, dt, _, _, _ = HEAD.unpack_from(record)
-    return tuple(sizes), dt
+def outline(record: bytes) -> Outline:
+    """What the head of a record says."""
+    *counts, control, dt, _, _, _ = HEAD.unpack_from(record)
+    many = len(LETTERS)
+    return Outline(tuple(counts[:many]), Extents(*counts[many:]), control, dt)
 
 
 def unpack(record: bytes) -> Scenario:
     """The scenario of a record; `Malformed` where it is none."""
     if len(record) < HEAD.size:
         raise Malformed(f"it has {len(record)} bytes, fewer than a record's head")
-    *counts, dt, total, wide, letters = HEAD.unpack_from(record)
+    *counts, control, dt, total, wide, letters = HEAD.unpack_from(record)
+    if control >= len(CONTROLS):
+        raise Malformed(f"it has agents that are controlled in a way that does not exist, {control}")
     sizes = dict(zip(LETTERS, counts))
     if not (2 <= sizes["T"] <= MOST_STEPS and sizes["N"] >= 1 and sizes["A"] >= 1 and sizes["R"] >= 1):
         raise Malformed(f"it has {sizes['T']} steps, {sizes['N']} agents, {sizes['A']} controlled, {sizes['R']} points")
@@ -199,8 +228,10 @@ def unpack(record: bytes) -> Scenario:
     kinds, count, drawn = (arrays.pop(name) for name in ("drawn_kind", "drawn_count", "drawn"))
     lines = np.split(drawn, np.cumsum(count)[:-1]) if len(count) else []
     drawing = tuple(zip(kinds.tolist(), lines))
-    road = look_around(NO_ROAD._replace(**{name: arrays.pop(f"road_{name}") for name in STORED}))
-    return Scenario(id=identity, steps=sizes["T"], dt=dt, drawing=drawing, road=road, **arrays)
+    arrays["road_near_lanes"] = arrays["road_near_lanes"].reshape(-1, FINE * FINE, NEAREST)
+    road = NO_ROAD._replace(**{name: arrays.pop(f"road_{name}") for name in STORED})
+    road, chosen = look_around(road, road.near_lanes), CONTROLS[control]
+    return Scenario(id=identity, steps=sizes["T"], dt=dt, drawing=drawing, road=road, control=chosen, **arrays)
 
 
 def _bytes(count: int, column: Column, wide: bool) -> int:
@@ -247,6 +278,7 @@ def _check(arrays: dict[str, np.ndarray], dt: float) -> None:
     """What the simulator relies on, so that no index of damaged data leads anywhere."""
     agents, points = len(arrays["kind"]), arrays["route"].shape[1]
     lane, cells, directory = arrays["road_lane"], arrays["road_cells"], arrays["road_directory"]
+    near = arrays["road_near_lanes"]
     for wrong, what in [
         (not 0 < dt <= SLOWEST, f"a time step that is not above 0, and up to {SLOWEST:g} s"),
         (_outside(arrays["kind"], 0, 4), "a kind of agent that does not exist"),
@@ -264,6 +296,8 @@ def _check(arrays: dict[str, np.ndarray], dt: float) -> None:
         (len(lane) > MOST_ROWS or (np.diff(lane >= 0) & (lane[1:] >= 0)).any(), "lanes that are out of order"),
         (_outside(arrays["road_lane_limit"], 0.0, LIMIT_UNIT * LIMIT_MOST + 0.01), "a speed limit that cannot be"),
         (len(cells) > MOST_BLOCKS or _outside(directory, 0, max(len(cells) - 1, 0)), "a block that does not exist"),
+        (len(near) != FINE * FINE * len(cells), "blocks without their lanes"),
+        (_outside(near, -1, int((lane >= 0).sum()) - 1), "a lane near a block that does not exist"),
         (not directory.size or not (np.abs(arrays["road_corner"]) <= FARTHEST).all(), "a grid nowhere"),
         (_outside(arrays["road_lane_flags"], 0, LIMIT_INFERRED | JUNCTION), "a flag of a lane that does not exist"),
         ((arrays["drawn_count"] < 0).any(), "a polyline of fewer than 0 points"),

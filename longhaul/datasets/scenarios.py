@@ -11,7 +11,7 @@ import numpy as np
 
 from longhaul.datasets import shards, sources
 from longhaul.datasets.log import BadData
-from longhaul.driving.compile import compile_log
+from longhaul.driving.compile import CHOSEN, compile_log
 from longhaul.driving.scenario import ONWARD, Scenario
 
 OBJECTS = 128
@@ -45,22 +45,40 @@ def read(
 
 
 def makers(
-    path: Path, *, agents: int = 1, horizon: int | None = None, objects: int = OBJECTS, control: str = "vehicles"
-) -> Iterator[Callable[[], Scenario]]:
-    """One function for each scenario of a file; shards hold ready who is controlled. Calling it may raise `BadData`
-    without an end to the others; where the file itself is damaged, going on raises it."""
+    path: Path, *, agents: int = 1, horizon: int | None = None, objects: int = OBJECTS, control: str = "vehicles",
+    routes: str = "log",
+) -> Iterator[Callable[[], Scenario]]:  # fmt: skip
+    """One function for each scenario of a file; shards hold ready who is controlled and along what routes. Calling it
+    may raise `BadData` without an end to the others; where the file itself is damaged, going on raises it."""
     if sources.detect(path) == sources.SHARD:
         shard = shards.open(path)
         for index in range(len(shard)):
-            yield partial(_stored, shard, index, agents, horizon, objects)
+            yield partial(_stored, shard, index, agents, horizon, objects, control)
         return
     for log in sources.read(path):
-        yield partial(compile_log, log, agents=agents, horizon=horizon, objects=objects, control=control)
+        yield partial(compile_log, log, agents=agents, horizon=horizon, objects=objects, control=control, routes=routes)
 
 
-def _stored(shard: shards.Shard, index: int, agents: int, horizon: int | None, objects: int) -> Scenario:
+def _stored(shard: shards.Shard, index: int, agents: int, horizon: int | None, objects: int, control: str) -> Scenario:
     where = f"{shard.path}: record {index} of {len(shard)}"
-    return cut(shard[index], agents=agents, horizon=horizon, objects=objects, where=where)
+    scenario = shard[index]
+    if agents > 1 and not agrees(scenario.control, control):
+        raise BadData(disagreement(where, scenario.control, control))
+    return cut(scenario, agents=agents, horizon=horizon, objects=objects, where=where)
+
+
+def agrees(compiled: str, control: str) -> bool:
+    """Whether a scenario that was compiled with one `control` is what another asks for, of more than the ego."""
+    return compiled in (control, CHOSEN)
+
+
+def disagreement(where: str, compiled: str, control: str) -> str:
+    """What to say where `agrees` does not hold. Nothing is cut to fit: who is left of all that were near is not who
+    compiling would choose."""
+    return (
+        f"{where}: was compiled for the control of {compiled}, not {control}: convert the logs again with "
+        f"--control {control}, or choose --control {compiled}"
+    )
 
 
 def cut(

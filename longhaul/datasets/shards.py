@@ -5,8 +5,9 @@ A shard (`*.lhs`, little-endian throughout):
     head      40 bytes: magic, version (uint32), scenarios (uint32), index offset, index bytes (uint64), checksum of the
               index, 4 bytes of zeros, checksum of the head's other bytes
     records   one behind the other, as `packing` writes them
-    index     of each scenario: offset (uint64), bytes, checksum (uint32), dt (float64), sizes (uint32 each, as
-              `packing.LETTERS` names them); then the ids, a JSON list in UTF-8
+    index     of each scenario: offset (uint64), bytes, checksum (uint32), dt (float64), who is controlled (an index
+              into `packing.CONTROLS`), sizes (uint32 each, as `packing.LETTERS` names them), extents (likewise, as
+              `Extents` does); then the ids, a JSON list in UTF-8
 
 Checksums are CRC-32C. A file is written whole beside its place and then renamed, so that a shard under its own name is
 complete, whatever was killed. The same scenarios give the same bytes. There is no appending: shards are many and small.
@@ -33,6 +34,7 @@ import numpy as np
 from longhaul.datasets.log import BadData
 from longhaul.datasets.packing import LETTERS, outline, pack, unpack
 from longhaul.datasets.wire import Malformed
+from longhaul.driving.extents import Extents
 from longhaul.driving.scenario import Scenario
 
 SUFFIX = ".lhs"
@@ -43,14 +45,17 @@ INDEX = "index.json"
 MAGIC = b"\x89LHSHRD\n"
 """The first byte is no text, and a transfer that changes line ends is seen."""
 
-VERSION = 3
+VERSION = 4
 """Of the file and of the records: grows with every change of `packing.COLUMNS`."""
 
 HEAD = struct.Struct("<8sIIQQI")
 HEAD_BYTES = HEAD.size + 4
 
 ENTRY = np.dtype(
-    [("offset", "<u8"), ("length", "<u4"), ("crc", "<u4"), ("dt", "<f8"), ("sizes", "<u4", (len(LETTERS),))]
+    [
+        *(("offset", "<u8"), ("length", "<u4"), ("crc", "<u4"), ("dt", "<f8"), ("control", "<u4")),
+        *(("sizes", "<u4", (len(LETTERS),)), ("extents", "<u4", (len(Extents._fields),))),
+    ]
 )
 
 REMEDY = "convert the logs again"
@@ -117,8 +122,8 @@ def write_records(path: Path, records: Iterable[tuple[str, bytes]]) -> int:
             ids, entries, offset = [], [], HEAD_BYTES
             for identity, record in records:
                 ids.append(identity.encode(errors="replace").decode())
-                sizes, dt = outline(record)
-                entries.append((offset, len(record), google_crc32c.value(record), dt, sizes))
+                known, crc = outline(record), google_crc32c.value(record)
+                entries.append((offset, len(record), crc, known.dt, known.control, known.sizes, known.extents))
                 file.write(record)
                 offset += len(record)
             index = np.array(entries, ENTRY).tobytes() + json.dumps(ids, ensure_ascii=False).encode()

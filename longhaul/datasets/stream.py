@@ -35,6 +35,7 @@ from longhaul.datasets import shards, sources
 from longhaul.datasets.log import BadData
 from longhaul.datasets.packing import LETTERS
 from longhaul.datasets.scenarios import cut
+from longhaul.driving.extents import Extents
 from longhaul.driving.scenario import Scenario
 
 Batch = TypeVar("Batch")
@@ -43,6 +44,9 @@ ROUNDS = 6
 
 MOST_OPEN = 128
 """Shards that are kept open at once: each needs a file handle."""
+
+TOGETHER = 1 << 16
+"""Scenarios that are looked at together when batches are planned."""
 
 PATIENCE = 0.1
 """Seconds after which a thread that waits looks whether it is still wanted."""
@@ -62,6 +66,8 @@ class Library:
     paths: tuple[Path, ...]
     ends: np.ndarray  # int64 [shards]: how many scenarios lie up to the end of each
     sizes: dict[str, np.ndarray]  # int64 [scenarios] for each of `packing.LETTERS`
+    extents: dict[str, np.ndarray]  # int64 [scenarios] for each field of `Extents`
+    control: np.ndarray  # int64 [scenarios], indices into `packing.CONTROLS`
     dt: np.ndarray  # float64 [scenarios], s
     digest: str  # SHA-256 of all ids and checksums, in order: other data have another
     opened: OrderedDict[int, shards.Shard] = field(default_factory=OrderedDict, repr=False, compare=False)
@@ -99,7 +105,9 @@ def open(paths: Sequence[str]) -> Library:
         raise BadData(f"{', '.join(map(str, paths))}: the shards hold no scenario; convert some logs first")
     every = np.concatenate(entries)
     sizes = {letter: every["sizes"][:, i].astype(np.int64) for i, letter in enumerate(LETTERS)}
-    return Library(tuple(found), np.cumsum([len(each) for each in entries]), sizes, every["dt"], digest.hexdigest())
+    extents = {name: every["extents"][:, i].astype(np.int64) for i, name in enumerate(Extents._fields)}
+    ends, control = np.cumsum([len(each) for each in entries]), every["control"].astype(np.int64)
+    return Library(tuple(found), ends, sizes, extents, control, every["dt"], digest.hexdigest())
 
 
 def permute(place: np.ndarray, count: int, seed: int, epoch: int) -> np.ndarray:
@@ -139,6 +147,21 @@ def picks(
         if given == share:
             epoch, given = epoch + 1, 0
     return np.concatenate(parts), Position(epoch, given)
+
+
+def largest(values: np.ndarray, size: int, count: int, *, seed: int, hosts: int = 1) -> np.ndarray:
+    """Of `values` [K, scenarios] the greatest sums [K] over one of the first `count` batches of `size` scenarios, on
+    any host."""
+    greatest = np.zeros(len(values), values.dtype)
+    together = max(1, TOGETHER // size)
+    for host in range(hosts):
+        at = Position(0, 0)
+        for begin in range(0, count, together):
+            some = min(together, count - begin)
+            chosen, at = picks(values.shape[1], some * size, at, seed=seed, host=host, hosts=hosts)
+            sums = [row[chosen].reshape(some, size).sum(1).max() for row in values]
+            greatest = np.maximum(greatest, sums)
+    return greatest
 
 
 def batches(

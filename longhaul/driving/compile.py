@@ -45,6 +45,8 @@ from longhaul.driving.scenario import ONWARD, ONWARD_SPACING, ROUTE_SPACING, Sce
 
 CONTROLS = {"vehicles": (VEHICLE,), "all": (VEHICLE, CYCLIST, PEDESTRIAN)}
 """Whom to control beside the ego, by kind."""
+CHOSEN = "chosen"
+"""What a scenario says of tracks that were controlled by their number."""
 MOVES = 2.0
 """Metres that an agent beside the ego must travel in the log to be worth controlling."""
 ROUTES = ("log", "lanes")
@@ -138,6 +140,7 @@ def compile_log(
         drawing=draw(log, found, origin),
         road=lay_grid(road, ways["route"], ways["route_length"], ways["route_points"]),
         **onward(position[chosen], heading[chosen], valid[chosen], tracks.kind[chosen], lanes),
+        control=control if isinstance(control, str) else CHOSEN,
     )
 
 

@@ -7,7 +7,7 @@ of the distance field are.
 
 The grid has blocks of `BLOCK` metres along the routes, as a list; a directory tells the block of each cell, and where
 a cell has none, the nearest one. A block holds candidates for an observation, and for each of its FINE x FINE cells
-the lane segments that are nearest somewhere in it. It follows from rows and routes, so shards do not store it.
+the lane segments that are nearest somewhere in it. The candidates follow from the rest, so shards do not store them.
 
 M rows, lanes' rows first, W lanes, G blocks. No JAX here.
 """
@@ -85,8 +85,8 @@ GOES_ON = 20.0
 """Metres of a route after its goal that still have blocks."""
 RANGE = 60.0
 """Metres from a block's middle within which its candidates lie."""
-NEAREST = 8
-"""Rows of a cell's list of lanes."""
+NEAREST, SECOND = 9, 3
+"""Rows of a cell's list of lanes; by how many ranks a lane's second row comes later."""
 CANDIDATES, NEARBY = 384, 256
 """Rows of a block's list for observations. Where more lie within RANGE, NEARBY of them are the nearest and the rest are
 spread evenly over the others, two and one by turns and the spread ones in bit-reversed order, so that any beginning of
@@ -280,15 +280,16 @@ def lay_grid(road: Road, route: np.ndarray, route_length: np.ndarray, route_poin
     )
 
 
-def look_around(road: Road) -> Road:
-    """`road`, which has cells, with the lists of what is near them."""
+def look_around(road: Road, near_lanes: np.ndarray | None = None) -> Road:
+    """`road`, which has cells, with the lists of what is near them; `near_lanes` where it is known already: it takes
+    most of the work."""
     if not len(road.cells):
         return NO_ROAD
     centre = road.corner + np.float32(BLOCK) * (road.cells + np.float32(0.5))
     middle, half = middles(road), halves(road)
-    return road._replace(
-        near=candidates(middle, half, centre), near_lanes=nearest_lanes(middle, half, road.lane, centre)
-    )
+    if near_lanes is None:
+        near_lanes = nearest_lanes(middle, half, road.lane, centre)
+    return road._replace(near=candidates(middle, half, centre), near_lanes=near_lanes)
 
 
 def candidates(middle: np.ndarray, half: np.ndarray, centre: np.ndarray) -> np.ndarray:
@@ -301,7 +302,9 @@ def candidates(middle: np.ndarray, half: np.ndarray, centre: np.ndarray) -> np.n
     for g, place in enumerate(centre):
         away = segment_distance(place, middle - half, 2 * half)
         rows = np.flatnonzero(away < RANGE)
-        rows = rows[np.argsort(away[rows], kind="stable")]
+        # whole numbers that hold distance and row are sorted faster than indices by floats
+        bits = away[rows].astype(np.float32).view(np.uint32).astype(np.uint64)
+        rows = (np.sort(bits << np.uint64(32) | rows.astype(np.uint64)) & np.uint64(0xFFFFFFFF)).astype(np.int64)
         if len(rows) > CANDIDATES:
             out[g, share] = rows[:NEARBY]
             out[g, ~share] = rows[NEARBY + (len(rows) - NEARBY) * turn // spread]
@@ -329,13 +332,25 @@ def nearest_lanes(middle: np.ndarray, half: np.ndarray, lane: np.ndarray, centre
             rows = rows[nearest_first(away[rows], MOST_LANES)]
         gap = segment_distance((place + probes)[:, :, None], start[rows], vector[rows])  # [cells, probes, rows]
         most = min(NEAREST, len(rows))
-        best = nearest_first(gap, most)
+        best = nearest_first(np.where(of_its_lane(gap, lane[rows]), gap, gap + FARTHEST), most)
         rank = np.full(gap.shape, NEAREST, np.float32)
         np.put_along_axis(rank, best, np.broadcast_to(np.arange(most, dtype=np.float32), best.shape), -1)
-        # the best rank at any probe counts, and of equal ones the distance from the middle
-        chosen = nearest_first(rank.min(1) * FARTHEST + np.minimum(gap[:, 0], 0.9 * FARTHEST), most)
+        # the best rank at any probe counts, and of equal ones the distance from the middle; a second row of a lane
+        # is worth less than the first of another one
+        worth = rank.min(1) * FARTHEST + np.minimum(gap[:, 0], 0.9 * FARTHEST)
+        chosen = nearest_first(np.where(of_its_lane(worth, lane[rows]), worth, worth + SECOND * FARTHEST), most)
         out[g, :, :most] = rows[chosen]
     return out
+
+
+def of_its_lane(gap: np.ndarray, lane: np.ndarray) -> np.ndarray:
+    """bool [..., rows]: which rows are the nearest of their `lane` [rows], by their distances `gap` [..., rows]."""
+    order = np.argsort(lane, kind="stable")
+    _, first, number = np.unique(lane[order], return_index=True, return_inverse=True)
+    least = np.minimum.reduceat(gap[..., order], first, axis=-1)
+    each = np.empty(len(lane), np.int64)
+    each[order] = number
+    return gap <= least[..., each]
 
 
 def nearest_first(values: np.ndarray, count: int) -> np.ndarray:

@@ -37,6 +37,8 @@ play, and those in which a replayed log has lost the agent, count nowhere. Verdi
 - `off_route` (Waymax, likewise): 1 if ever farther than 5 m beside the route, or 2 m farther than from such a lane.
 - `speed_limit`, `lanes`, `driving_direction`, `wrong_way` are valid where a lane was within 5 m at any step, and not
   for pedestrians. `off_route` needs the route alone.
+- Lanes are known some 8 m around the routes of a scenario's agents, and 20 m after their goals; farther away they are
+  found no more, or those nearest to the routes are. In the densest junctions a few are missing (`roadmap.lanes_at`).
 - `log_divergence`: the mean distance to where the log has the agent, over the steps at which it has (Waymax; ADE);
   `final_divergence`: that of the last such step (FDE), within 1 cm, at most 655 m. Valid if there was any.
 - `kinematic_infeasibility` (Waymax): 1 if any step needs more than 10.4 m/s^2 or a curvature above 0.3 1/m of a

@@ -42,8 +42,8 @@ class State(NamedTuple):
     scenario: jax.Array  # int32
     t: jax.Array  # int32
     motion: Motion
-    acceleration: jax.Array  # m/s^2, in the last step
-    curvature: jax.Array  # 1/m, likewise
+    acceleration: jax.Array  # float16, m/s^2, in the last step
+    curvature: jax.Array  # float16, 1/m, likewise
     s: jax.Array  # arc length along the route, m: the cursor
     stage: jax.Array  # uint8, see `goals`
     reactive: Reactive | None
@@ -58,7 +58,12 @@ class State(NamedTuple):
 
     @property
     def drive(self) -> Drive:
-        return Drive(self.motion, self.acceleration, self.curvature)
+        return Drive(self.motion, self.acceleration.astype(jnp.float32), self.curvature.astype(jnp.float32))
+
+    def moved(self, drive: Drive) -> State:
+        """The state after a motion."""
+        acceleration, curvature = (value.astype(jnp.float16) for value in drive[1:])
+        return self._replace(motion=drive.motion, acceleration=acceleration, curvature=curvature)
 
 
 class Frame(NamedTuple):
@@ -115,8 +120,8 @@ class Simulator:
             scenario=scenario,
             t=t,
             motion=motion,
-            acceleration=zeros,
-            curvature=zeros,
+            acceleration=zeros.astype(jnp.float16),
+            curvature=zeros.astype(jnp.float16),
             s=tables.start_s[scenario],
             stage=goals.begin(there),
             reactive=traffic.begin(tables, scenario),
@@ -146,13 +151,7 @@ class Simulator:
         reactive = state.reactive
         if reactive is not None:
             reactive = traffic.react(tables, state.scenario, state.t, before, reactive)
-        after = state._replace(
-            t=state.t + 1,
-            motion=drive.motion,
-            acceleration=drive.acceleration,
-            curvature=drive.curvature,
-            reactive=reactive,
-        )
+        after = state.moved(drive)._replace(t=state.t + 1, reactive=reactive)
         here = self._scene(after)
         features = self._features(after, here)
         over = after.t >= last
@@ -186,7 +185,7 @@ class Simulator:
         if state.goals is not None:
             after = after._replace(goals=state.goals + (state.playing & events.goal))
         if "stop" in (config.goal, config.crash):
-            after = after._replace(**drivers.halt(after.drive, after.stage == goals.STANDING)._asdict())
+            after = after.moved(drivers.halt(after.drive, after.stage == goals.STANDING))
         terminated = terminated & state.playing
         truncated = state.playing & ~terminated & over
         observation = self._observe(after, here, features, key)
@@ -263,8 +262,8 @@ class Simulator:
         own = jnp.maximum(tables.controlled[state.scenario], 0)
         motives = Motives(
             speed=state.motion.speed,
-            acceleration=state.acceleration,
-            curvature=state.curvature,
+            acceleration=state.drive.acceleration,
+            curvature=state.drive.curvature,
             half_length=here.half_length[own],
             half_width=here.half_width[own],
             left=tables.route_length[state.scenario] - features.s,
@@ -338,7 +337,7 @@ class Simulator:
         back = state.stage == goals.ARRIVED
         start, _ = self._logged(state.scenario, jnp.zeros_like(state.t))
         s = self.tables.start_s[state.scenario]
-        zeros = jnp.zeros_like(s)
+        zeros = jnp.zeros_like(state.acceleration)
         motion = jax.tree.map(lambda new, old: jnp.where(back, new, old), start, state.motion)
         state = state._replace(
             motion=motion,

@@ -22,6 +22,8 @@ from longhaul.datasets.log import VEHICLE
 from longhaul.driving import tiles
 from longhaul.driving.bank import Bank
 from longhaul.driving.codes import MOST, NOTHING, TURN, decode, encode, encode_angle, scale_for
+from longhaul.driving.extents import MOVES, arc_lengths
+from longhaul.driving.extents import courses as different
 from longhaul.driving.geometry import Field, wrap
 from longhaul.driving.lanes import Roadmap
 from longhaul.driving.scenario import ONWARD, ONWARD_SPACING, ROUTE_SPACING
@@ -42,9 +44,6 @@ NOWHERE = 1e6
 
 PATH_WINDOW = 24
 """Points of such a path that are read at once."""
-
-STIR = 0.5
-"""A logged vehicle that moves by less than this, m, stands still: trackers jitter."""
 
 EXTENSION = 30.0
 """Metres that the path of a vehicle still under way when the log sees it last goes straight on, where no lane is
@@ -222,10 +221,7 @@ def share_lights(bank: Bank, agents: int) -> Lights:
     course = np.zeros(s.shape, np.int16)
     parts, courses = [], []
     for i, steps in enumerate(bank.steps):
-        rows = np.where(np.isfinite(s[i])[..., None], state[i, ..., :steps], 0).reshape(-1, steps)
-        dark = np.zeros((1, steps), rows.dtype)
-        each, number = np.unique(np.concatenate([dark, rows]), axis=0, return_inverse=True)
-        course[i] = number.reshape(-1)[1:].reshape(s[i].shape)
+        each, course[i] = different(s[i], state[i, ..., :steps])
         parts.append(np.ascontiguousarray(each.T).reshape(-1))
         courses.append(len(each))
     sizes = np.array([part.size for part in parts])
@@ -273,7 +269,7 @@ def follow(bank: Bank, travelled: np.ndarray, driven: np.ndarray) -> Paths:
     cruise = speed.max(1)
     last = bank.present.shape[1] - 1 - np.argmax(bank.present[:, ::-1], axis=1)
     leaves = np.take_along_axis(speed, last[:, None], 1)[:, 0] > 1.0
-    reactive = (bank.kind == VEHICLE) & (length >= 1.0) & ~driven
+    reactive = (bank.kind == VEHICLE) & (length >= MOVES) & ~driven
     knows = np.isfinite(bank.onward).all((2, 3))
     place = np.take_along_axis(bank.pose, last[:, None, :, None], 1)[:, 0, :, :2]
     near = np.hypot(*np.moveaxis(np.nan_to_num(bank.onward[:, :, 0]) - place, -1, 0)) < 2.0 * ONWARD_SPACING
@@ -306,19 +302,6 @@ def prolonged(line: np.ndarray, s: np.ndarray, onward: np.ndarray) -> tuple[np.n
     steps = np.diff(np.concatenate([line[-1:, :2], onward]), axis=0)
     more = np.concatenate([onward, np.arctan2(steps[:, 1], steps[:, 0])[:, None]], -1)
     return np.concatenate([line, more]), np.concatenate([s, s[-1] + np.cumsum(np.hypot(*steps.T))])
-
-
-def arc_lengths(pose: np.ndarray, present: np.ndarray) -> np.ndarray:
-    """The way [S, T, N] that agents have come since the log first saw them, m, in steps of at least STIR."""
-    travelled = np.zeros(present.shape, np.float32)
-    anchor, seen = pose[:, 0, :, :2].copy(), present[:, 0].copy()
-    for t in range(1, present.shape[1]):
-        moved = np.linalg.norm(pose[:, t, :, :2] - anchor, axis=-1)
-        counts = present[:, t] & seen & (moved >= STIR)
-        travelled[:, t] = travelled[:, t - 1] + np.where(counts, moved, 0.0)
-        anchor = np.where((counts | (present[:, t] & ~seen))[..., None], pose[:, t, :, :2], anchor)
-        seen |= present[:, t]
-    return travelled
 
 
 def walls(bank: Bank, travelled: np.ndarray) -> np.ndarray:
