@@ -257,11 +257,18 @@ def _driving_train(
     return [{"total_steps": total_steps, "num_envs": num_envs, "scenarios": scenarios, "devices": devices}]
 
 
+def _hackmatrix_env(
+    *, num_envs: int = 256, num_steps: int = 32, rollouts: int = 20, devices: int | None = None
+) -> list[dict[str, Any]]:
+    return [{"num_envs": num_envs, "num_steps": num_steps, "rollouts": rollouts, "devices": devices}]
+
+
 CASES: dict[str, Callable[..., list[dict[str, Any]]]] = {
     "ppo-cartpole": _ppo_cartpole,
     "driving-step": _driving,
     "driving-env": _driving_env,
     "driving-train": _driving_train,
+    "hackmatrix-env": _hackmatrix_env,
 }
 """Name -> (sizes) -> the workload's arguments, one case a figure. `devices` None: as many as a training run takes."""
 
@@ -270,4 +277,5 @@ WORKLOADS: dict[str, Callable[..., Prepared]] = {
     "driving-step": workloads.driving_step,
     "driving-env": workloads.driving_env,
     "driving-train": workloads.driving_train,
+    "hackmatrix-env": workloads.hackmatrix_env,
 }

@@ -132,6 +132,25 @@ def driving_scaling() -> Grid:
     return Grid(base, sizes=(0.03, 0.1, 0.3, 1.0), scenarios=(16, 64, 256, 1024), seeds=2)
 
 
+def hackmatrix() -> Run:
+    """HackMatrix by PPO with masked actions, with the settings of the game's own trainer.
+
+    Rewards as they are, from -0.01 to above 1,500. Where we differ: actor and critic are two towers, orthogonal at the
+    start, and advantages are normalised over the whole batch. Measured so far: 655,360 steps of seed 0, from a mean
+    return of -2.6 to -1.83, entropy 0.77, approx_kl at most 0.005; not the 10 million that it is set to.
+    """
+    return Run(
+        "hackmatrix",
+        Named("hackmatrix"),
+        ppo.Config(
+            lr=2.5e-4, anneal=False, ent_coef=0.15, clip_value=False, hidden_dim=256, num_layers=2, activation="relu",
+        ),
+        total_steps=10_000_000,
+        num_envs=256,
+        num_steps=128,
+    )  # fmt: skip
+
+
 def general() -> Run:
     """PPO with PureJaxRL's settings in any environment: give --env NAME."""
     return Run("ppo", Named("cartpole"), ppo.Config(), total_steps=1_000_000, num_envs=64, num_steps=128)
@@ -144,6 +163,7 @@ RECIPES: dict[str, Callable[[], Run]] = {
     "driving-selfplay": selfplay,
     "driving-log": logged,
     "driving-large": large,
+    "hackmatrix": hackmatrix,
     "ppo": general,
 }
 

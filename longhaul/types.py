@@ -75,7 +75,8 @@ class Spec:
     terminated and truncated have a leading [A], and `Environment.active` says which agents still play.
     `truncation_interval` is a promise: no agent is truncated twice within fewer steps (None: never). It bounds the
     memory that the successors of truncated steps take in a rollout; 1 is always right, a time limit is much better.
-    `max_steps` bounds an episode's length; None where nothing does.
+    `max_steps` bounds an episode's length; None where nothing does. `expand` turns stored observations [..., *shape]
+    (without their mask) into what a network takes, where that is not the same: rollouts then keep the small form.
     """
 
     observation: PyTree
@@ -83,6 +84,7 @@ class Spec:
     agents: int | None = None
     truncation_interval: int | None = 1
     max_steps: int | None = None
+    expand: Callable[[PyTree], PyTree] | None = None
 
 
 class TimeStep(NamedTuple):

@@ -28,6 +28,7 @@ from longhaul.driving.dynamics import Motion
 from longhaul.driving.scenario import CELL, Scenario
 from longhaul.driving.tables import Tables
 from longhaul.environment import vectorise
+from longhaul.envs.hackmatrix import game, world
 from longhaul.feed import Feeding, feed
 from longhaul.run import Driving, Named, Run, assemble, cores, prepare_devices, resolve
 from longhaul.topologies import fused
@@ -258,6 +259,39 @@ def driving_env(
     if agents == 1:
         return _sharded(shard, devices, steps, sizes)
     return _sharded(shard, devices, round(steps * driven), sizes, "agent steps")
+
+
+def hackmatrix_env(num_envs: int, num_steps: int, rollouts: int, devices: int | None) -> Prepared:
+    """Whole steps of the game by random legal actions, with observation, mask and reset; `rollouts` times num_steps."""
+    devices = _prepare(num_envs, devices)
+    many = vectorise(game.hackmatrix(), num_envs // devices)
+
+    def shard(key: jax.Array) -> dict[str, jax.Array]:
+        key_reset, key_run = jax.random.split(jax.random.fold_in(key, meshes.shard_index()))
+
+        def rollout(carried: Any, key: jax.Array) -> tuple[Any, None]:
+            bank = many.fresh(key, min(16, -(-num_steps // 8)))
+
+            def step(carried: Any, key: jax.Array) -> tuple[Any, None]:
+                state, tally, seen = carried
+                key_act, key_step = randomness.split(key, 2)
+                lot = randomness.bits(key_act, (many.columns, world.ACTIONS)) >> 9 | 1
+                action = jnp.argmax(jnp.where(seen.mask, lot, 0), axis=-1).astype(jnp.int32)
+                state, tally, led_to = many.step(state, tally, action, key_step, bank)
+                return (state, tally, led_to.observation), None
+
+            return jax.lax.scan(step, carried, randomness.split(key, num_steps))[0], None
+
+        state, seen = many.reset(key_reset)
+        _, tally, seen = jax.lax.scan(rollout, (state, many.tally(), seen), jax.random.split(key_run, rollouts))[0]
+        totals = {name: jnp.sum(tally.sums[name]) for name in ("return", "length", "stage")}
+        read = jnp.mean(jnp.stack([jnp.mean(leaf.astype(jnp.float32)) for leaf in jax.tree.leaves(seen)]))
+        totals, episodes, read = meshes.mean_over_data((totals, jnp.sum(tally.episodes), read))
+        means = {name: total / jnp.maximum(episodes, 1.0) for name, total in totals.items()}
+        return means | {"episodes": episodes * devices, "observation": read}
+
+    config = {"num_envs": num_envs, "num_steps": num_steps, "rollouts": rollouts, "devices": devices}
+    return _sharded(shard, devices, num_envs * num_steps * rollouts, config)
 
 
 def _sharded(

@@ -24,7 +24,7 @@ TABLE = """
 0  algorithms/__init__
 0  datasets/__init__ datasets/log
 0  driving/__init__
-0  envs/__init__
+0  envs/__init__ envs/hackmatrix/__init__
 0  topologies/__init__
 0  scaling/__init__
 1  returns distributions encoders networks dial normalise mesh shuffle provenance
@@ -32,18 +32,20 @@ TABLE = """
 1  scaling/law
 1  datasets/wire datasets/soundness datasets/tfrecord datasets/plain_pickle datasets/outlines datasets/geopackage
 1  driving/scenario driving/codes driving/tiles driving/polylines driving/edges driving/lanes driving/routes
-   driving/guides driving/roads driving/compile driving/bank
+   driving/guides driving/roads driving/extents driving/compile driving/bank
 2  environment rollout
 2  datasets/packing datasets/shards
 2  datasets/womd datasets/womd_scenario datasets/gpudrive datasets/scenarionet datasets/argoverse
 2  driving/bodies driving/flow driving/generator
 2  driving/geometry driving/roadmap driving/conduct driving/dynamics driving/kinds driving/actions driving/tables
+   driving/room
 2  driving/scores driving/behaviour driving/realism
 3  datasets/nuplan_map datasets/nuplan datasets/sources datasets/inspection datasets/scenarios datasets/journal
 3  driving/traffic driving/features driving/perception driving/observation driving/objectives driving/measures
    driving/goals driving/conditioning driving/drivers driving/config driving/simulator
 3  driving/recording driving/frames driving/player driving/render driving/overview
-3  envs/probes envs/classic envs/registry
+3  envs/hackmatrix/world envs/hackmatrix/boards envs/hackmatrix/actions envs/hackmatrix/turn envs/hackmatrix/reward
+   envs/hackmatrix/observation envs/hackmatrix/game envs/probes envs/classic envs/registry
 3  algorithms/ppo
 3  checkpoint
 4  topologies/fused

@@ -216,6 +216,12 @@ def _moments(x: jax.Array, weight: jax.Array | None, mean: Callable[[PyTree], Py
 def _parts(spec: Spec, config: Config) -> tuple[PyTree, Distribution, networks.ActorCritic]:
     """What the network sees of one observation, the policy's distribution, and the network."""
     seen = spec.observation.observation if isinstance(spec.observation, Masked) else spec.observation
+    if spec.expand is not None:
+        if config.normalise_observation:
+            raise ValueError(
+                "normalise_observation is on, and this environment's observations are stored packed; turn it off"
+            )
+        seen = jax.eval_shape(spec.expand, seen)
     policy = distribution(spec.action)
     if config.normalise_observation and config.torso != "mlp" and any(len(x.shape) == 2 for x in jax.tree.leaves(seen)):
         raise ValueError(
@@ -229,7 +235,19 @@ def _parts(spec: Spec, config: Config) -> tuple[PyTree, Distribution, networks.A
     width, depth = config.hidden_dim, config.num_layers
     if config.model_size is not None:
         width, depth = dial.shape(seen, policy.size, config.model_size, **options)
-    return seen, policy, networks.actor_critic(seen, policy.size, sizes=(width,) * depth, **options)
+    network = networks.actor_critic(seen, policy.size, sizes=(width,) * depth, **options)
+    return seen, policy, _expanding(network, spec.expand)
+
+
+def _expanding(network: networks.ActorCritic, expand: Callable[[PyTree], PyTree] | None) -> networks.ActorCritic:
+    """`network` for stored observations: they are expanded where they are used, never kept so."""
+    if expand is None:
+        return network
+
+    def apply(params: Params, memory: PyTree, observation: PyTree) -> tuple[jax.Array, jax.Array, PyTree]:
+        return network.apply(params, memory, expand(observation))
+
+    return network._replace(apply=apply)
 
 
 def _look(moments: normalise.Moments | tuple[()], observation: PyTree) -> tuple[PyTree, jax.Array | None]:

@@ -11,6 +11,7 @@ from collections.abc import Callable
 from typing import Any
 
 from longhaul.envs import classic, probes
+from longhaul.envs.hackmatrix import game
 from longhaul.types import Environment
 
 TABLE: dict[str, tuple[Callable[..., Environment], str]] = {
@@ -21,6 +22,7 @@ TABLE: dict[str, tuple[Callable[..., Environment], str]] = {
         classic.mountaincar_continuous,
         "MountainCarContinuous-v0: the same with a force; 1 continuous action, 999 steps",
     ),
+    "hackmatrix": (game.hackmatrix, "HackMatrix: a turn-based game of 8 stages; 28 masked actions, no time limit"),
     "acrobot": (classic.acrobot, "Acrobot-v1: swing a two-link arm up; 3 actions, 500 steps"),
 }
 """Name -> (function that makes it, one line about it)."""

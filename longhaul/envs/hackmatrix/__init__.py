@@ -1,0 +1,1 @@
+"""HackMatrix, a turn-based game on six by six cells, as an environment."""

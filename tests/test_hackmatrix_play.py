@@ -1,0 +1,330 @@
+"""HackMatrix under random play: what holds in any game, what it shows, its fixes, and packed observations in PPO."""
+
+from __future__ import annotations
+
+import functools
+import operator
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from longhaul.algorithms import ppo
+from longhaul.environment import vectorise
+from longhaul.envs.hackmatrix import boards, observation, reward, world
+from longhaul.envs.hackmatrix.game import FIXES, Game, hackmatrix
+from longhaul.envs.hackmatrix.world import CORNERS, SIPHON, UNDO, UP, WAIT, State
+from longhaul.rollout import collector
+from longhaul.types import Environment, Masked
+
+GAMES, STEPS = 96, 48
+
+
+def _rich(game: Game, key: jax.Array) -> State:
+    """A game in the middle: some stage on a board of the bank, with programs, credits, energy and siphons."""
+    state, _ = game.reset(key)
+    words = jax.random.bits(key, (6,))
+    corner = jnp.asarray(CORNERS)[words[0] % 4]
+    stage = 1 + (words[1] % 7).astype(jnp.int32)
+    state = state._replace(row=corner // 6, col=corner % 6, stage=stage, programs=words[2] >> 9)
+    stocks = {"credits": words[3] % 12, "energy": words[3] // 12 % 12, "siphons": words[4] % 4}
+    state = state._replace(**{name: value.astype(jnp.int32) for name, value in stocks.items()})
+    return game.advance(state, words[4:])
+
+
+@functools.cache
+def _played(fixes: tuple[str, ...] = ()) -> Any:
+    """(states [T + 1, B], masks, packed observations, actions [T, B], rewards, parts [T, B, 15], ended) of random legal
+    play, in NumPy."""
+    game = hackmatrix(256, fixes=fixes)
+
+    def run(key: jax.Array) -> Any:
+        keys = jax.random.split(key, GAMES)
+        state = jax.vmap(lambda k: _rich(game, k))(keys)
+        if "undo" in fixes:
+            state = state._replace(past=state._replace(past=()))
+
+        def step(state: State, key: jax.Array) -> Any:
+            seen = jax.vmap(game._see)(state)
+            key_act, key_step = jax.random.split(key)
+            action = jax.random.categorical(key_act, jnp.where(seen.mask, 0.0, -jnp.inf)).astype(jnp.int32)
+            after, led_to = jax.vmap(game.step)(jax.random.split(key_step, GAMES), state, action)
+            parts = after.tally.parts - state.tally.parts
+            ended = led_to.terminated
+            fresh = jax.vmap(lambda k: _rich(game, k))(jax.random.split(key_act, GAMES))
+            if "undo" in fixes:
+                fresh = fresh._replace(past=fresh._replace(past=()))
+            kept = jax.tree.map(lambda a, b: jnp.where(ended.reshape(-1, *[1] * (a.ndim - 1)), a, b), fresh, after)
+            row = (state, seen, action, led_to.reward, parts, after, ended)
+            return kept, row
+
+        return jax.lax.scan(step, state, jax.random.split(key, STEPS))[1]
+
+    return jax.device_get(jax.jit(run)(jax.random.key(1))), game
+
+
+def test_what_holds_in_any_game() -> None:
+    (state, seen, action, gained, parts, after, _), game = _played()
+    assert (state.hp > 0).all()
+    assert after.hp.min() >= 0
+    assert after.hp.max() <= 3
+    for name in ("row", "col"):
+        assert ((getattr(after, name) >= 0) & (getattr(after, name) < 6)).all()
+        for slots in (after.enemies, after.pending):
+            assert ((getattr(slots, name) >= 0) & (getattr(slots, name) < 6)).all()
+    for name in ("credits", "energy", "siphons", "score"):
+        assert getattr(after, name).min() >= 0, f"{name} below 0 in legal play"
+    assert set(np.unique(after.attack)) <= {1, 2, 3}
+    assert ((after.enemies.hp > 0) | ~after.enemies.alive).all()
+    assert (after.spawn >= 0).all()
+    assert not (after.siphoned & after.pickup).any(), "what is siphoned is a block"
+    legal = np.moveaxis(seen.mask, -1, 0)
+    for program in range(world.PROGRAMS):
+        which = legal[5 + program]
+        assert (state.programs[which] >> program & 1).all(), "a program that is not owned is offered"
+        assert (state.credits[which] >= world.CREDITS[5 + program]).all()
+        assert (state.energy[which] >= world.ENERGY[5 + program]).all()
+    assert seen.mask.any(-1).all()
+    np.testing.assert_allclose(parts.sum(-1), gained, atol=2e-3, rtol=1e-5)
+    assert (parts[..., 0] < 0).all()
+    assert len(np.unique(action)) > 24, "nearly every action was played"
+    assert (after.stage > state.stage).any()
+    assert game.spec.max_steps == 1000
+
+
+def _shown(game: Game, s: Any) -> np.ndarray:
+    """The 1,545 numbers of one game by section 9 of the rules, cell by cell and slot by slot."""
+    code = game.bank.cell[s.board]
+    about = [
+        *(s.row / 5, s.col / 5, s.hp / 3, min(s.credits / 50, 1), min(s.energy / 50, 1), (s.stage - 1) / 7),
+        *(s.siphons / 10, (s.attack - 1) / 2, float(s.show), float(s.calm)),
+    ]
+    owned = [float(s.programs >> i & 1) for i in range(23)]
+    grid = np.zeros((6, 6, 42))
+    for cell in range(36):
+        here = grid[cell // 6, cell % 6]
+        sets = (s.siphoned, s.centre, s.collected, s.pickup)
+        in_set = [bool(int(words[cell // 18]) >> cell % 18 & 1) for words in sets]
+        kind, points, program = code[cell] & 3, code[cell] >> 2 & 15, code[cell] >> 6 & 31
+        here[7:10] = [kind == k for k in (1, 2, 3)]
+        here[10], here[11], here[35] = points / 9, in_set[0], s.spawn[cell] / 9
+        if kind >= 2:
+            here[12 + program] = 1
+        if not in_set[2]:
+            here[37:39] = (code[cell] >> 15 & 3) / 3, (code[cell] >> 17 & 3) / 3
+        here[39], here[40], here[41] = in_set[3], cell == CORNERS[s.exit], in_set[1]
+    e, p = s.enemies, s.pending
+    for i in range(20):
+        if e.alive[i] and (e.kind[i] != 3 or e.row[i] == s.row or e.col[i] == s.col or s.show):
+            here = grid[e.row[i], e.col[i]]
+            here[e.kind[i]] = 1
+            here[4:7] = e.hp[i] / 3, e.stunned[i], e.siphoned[i]
+        if p.turns[i] > 0:
+            grid[p.row[i], p.col[i], 36] = min(p.turns[i] / 4, 1)
+    return np.concatenate([about, owned, grid.reshape(-1)])
+
+
+def test_the_observation_is_that_of_the_rules() -> None:
+    (state, seen, *_), game = _played()
+    expanded = np.asarray(observation.expand(seen.observation))
+    assert expanded.shape == (STEPS, GAMES, 1545)
+    assert expanded.dtype == np.float32
+    stunned = 0
+    for t in range(0, STEPS, 3):
+        for b in range(0, GAMES, 5):
+            one = jax.tree.map(operator.itemgetter((t, b)), state)
+            np.testing.assert_allclose(expanded[t, b], _shown(game, one), atol=1e-6)
+            stunned += bool(one.enemies.stunned.any())
+    channels = expanded[..., 33:].reshape(-1, 42)
+    shown = set(np.flatnonzero(channels.any(0)).tolist())
+    assert set(range(42)) - shown <= {5, 9}, "every channel but stunned and question blocks was seen"
+
+
+def test_a_packed_observation_is_small() -> None:
+    shapes = jax.tree.leaves(observation.shapes())
+    assert sum(int(np.prod(leaf.shape)) * leaf.dtype.itemsize for leaf in shapes) < 240
+
+
+# ------------------------------------------------------------------------------------------------------------ fixes
+
+
+def _middle(fixes: tuple[str, ...], **values: Any) -> tuple[Game, State]:
+    game = hackmatrix(64, fixes=fixes)
+    state, _ = game.reset(jax.random.key(0))
+    plain = {name: jnp.asarray(value, getattr(state, name).dtype) for name, value in values.items()}
+    state = state._replace(**plain)
+    return game, state._replace(past=state._replace(past=())) if "undo" in fixes else state
+
+
+def _foe(state: State, row: int, col: int, kind: int = world.VIRUS, hp: int = 2) -> State:
+    e = state.enemies
+    values = (True, kind, row, col, hp, False, False)
+    return state._replace(enemies=type(e)(*(x.at[0].set(v) for x, v in zip(e, values, strict=True))))
+
+
+def _do(game: Game, state: State, action: int) -> tuple[State, dict[str, float]]:
+    after, _ = jax.jit(game.step)(jax.random.key(3), state, jnp.int32(action))
+    parts = np.asarray(after.tally.parts - state.tally.parts)
+    return after, dict(zip(reward.PARTS, (round(float(x), 4) for x in parts), strict=True))
+
+
+def test_an_unknown_fix_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"'all'; there are start, undo"):
+        hackmatrix(8, fixes=("all",))
+
+
+def test_fix_start_gives_the_first_stage_a_board() -> None:
+    game, state = _middle(("start",))
+    assert 5 <= (np.asarray(game.bank.cell[state.board]) & 3 > 0).sum() <= 11
+    assert int((state.pending.turns > 0).sum()) == 1
+    assert np.flatnonzero(world.spread_bits(state.pickup)).tolist() == [5, 30]
+    assert (int(state.hp), int(state.stage)) == (3, 1)
+    assert not np.any(np.asarray(game.bank.cell[_middle(())[1].board]))
+
+
+def test_fix_undo_goes_back() -> None:
+    game, state = _middle(("undo",), row=3, col=3, programs=1 << UNDO - 5, credits=2)
+    moved, _ = _do(game, state, UP)
+    back, _ = _do(game, moved, UNDO)
+    assert (int(moved.row), int(back.row), int(back.turn), int(back.credits)) == (4, 3, 0, 1)
+    assert not bool(back.undo)
+    done, _ = _do(*_middle(("undo",), row=4, col=5), UP)
+    assert int(done.stage) == 2
+    assert not bool(done.undo), "no way back to an earlier stage"
+
+
+def test_fix_boards_joins_all_corners() -> None:
+    joined = boards.joined(boards.draw(0, 400, connected=True).distance)
+    assert joined.all()
+    assert 0.2 < boards.joined(boards.draw(0, 400).distance).mean() < 0.9
+
+
+@pytest.mark.parametrize(("fixes", "kills"), [((), 0.3), (("kills",), 0.0)])
+def test_fix_kills_pays_for_no_stage(fixes: tuple[str, ...], kills: float) -> None:
+    game, state = _middle(fixes, row=5, col=4)
+    _, parts = _do(game, _foe(state, 0, 0), world.RIGHT)
+    assert parts["kills"] == kills
+
+
+@pytest.mark.parametrize(("fixes", "hp"), [((), 2), (("exit",), 3)])
+def test_fix_exit_is_safe(fixes: tuple[str, ...], hp: int) -> None:
+    game, state = _middle(fixes, row=5, col=4, hp=2)
+    after, _ = _do(game, _foe(state, 3, 5), world.RIGHT)
+    assert (int(after.stage), int(after.hp)) == (2, hp), "struck on the exit, and one regained"
+
+
+@pytest.mark.parametrize(("fixes", "cells"), [((), 1), (("spread",), 2)])
+def test_fix_spread_stacks_nothing(fixes: tuple[str, ...], cells: int) -> None:
+    game, state = _middle(fixes, row=3, col=3, siphons=1)
+    cell = game.bank.cell.copy()
+    cell[-1, 27] = boards.pack(*(np.int64(x) for x in (world.PROGRAM, 0, 4, 2, 0, 0)))
+    game = replace(game, bank=game.bank._replace(cell=cell))
+    after, _ = _do(game, state._replace(spawn=state.spawn.at[27].set(2)), SIPHON)
+    sent = np.asarray(after.pending.turns) > 0
+    places = (6 * np.asarray(after.pending.row) + np.asarray(after.pending.col))[sent]
+    assert sent.sum() == 2
+    assert len(set(places.tolist())) == cells
+    assert (27 in places) == (not fixes)
+    assert 21 not in places
+
+
+@pytest.mark.parametrize(("fixes", "lost", "won"), [((), 0.0, 0.0), (("health",), -1.0, 1.0)])
+def test_fix_health_tells_both(fixes: tuple[str, ...], lost: float, won: float) -> None:
+    game, state = _middle(fixes, row=5, col=4, hp=2)
+    _, parts = _do(game, _foe(state, 3, 5), world.RIGHT)
+    assert (parts["damage_penalty"], parts["hp_recovery"]) == (lost, won)
+
+
+def test_fix_shaping_pays_the_last_step() -> None:
+    _, parts = _do(*_middle(("shaping",), row=5, col=4), world.RIGHT)
+    assert parts["distance_shaping"] == 0.05
+
+
+def test_all_fixes_together_keep_the_books() -> None:
+    (_, seen, _, gained, parts, after, _), _ = _played(tuple(FIXES))
+    np.testing.assert_allclose(parts.sum(-1), gained, atol=2e-3, rtol=1e-5)
+    assert min(after.credits.min(), after.energy.min(), after.siphons.min()) >= 0
+    assert seen.mask.any(-1).all()
+
+
+def test_boxed_in_the_turn_passes() -> None:
+    game, state = _middle(())
+    cell = game.bank.cell.copy()
+    cell[-1, [1, 6]] = boards.pack(*(np.int64(x) for x in (world.DATA, 3, 0, 3, 0, 0)))
+    game = replace(game, bank=game.bank._replace(cell=cell))
+    assert np.flatnonzero(jax.jit(game._see)(state).mask).tolist() == [UP]
+    after, _ = _do(game, _foe(state, 5, 5, world.DAEMON, 3), UP)
+    assert (int(after.row), int(after.col), int(after.turn), int(after.energy)) == (0, 0, 1, 0)
+    assert int(after.enemies.row[0]) == 4
+    rich = state._replace(energy=jnp.int32(9), credits=jnp.int32(9))
+    assert WAIT not in np.flatnonzero(jax.jit(game._see)(rich).mask), "not owned"
+
+
+# ---------------------------------------------------------------------------------------------- packed observations
+
+
+@dataclass(frozen=True, eq=False)
+class Expanded:
+    """The game with its observations expanded, as a trainer without `Spec.expand` would have it."""
+
+    inner: Game
+
+    @property
+    def spec(self) -> Any:
+        seen = self.inner.spec.observation
+        wide = jax.eval_shape(observation.expand, seen.observation)
+        return replace(self.inner.spec, observation=Masked(wide, seen.mask), expand=None)
+
+    def reset(self, key: jax.Array) -> Any:
+        state, seen = self.inner.reset(key)
+        return state, seen._replace(observation=observation.expand(seen.observation))
+
+    def step(self, key: jax.Array, state: Any, action: jax.Array) -> Any:
+        state, led_to = self.inner.step(key, state, action)
+        seen = led_to.observation._replace(observation=observation.expand(led_to.observation.observation))
+        return state, led_to._replace(observation=seen, successor=seen)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.inner, name)
+
+
+def _trained(environment: Environment) -> Any:
+    """(rollout, state after two updates of PPO)."""
+    config = ppo.Config(hidden_dim=8, num_minibatches=2, update_epochs=2, chunk=16, anneal=False)
+    learner = ppo.ppo(environment.spec, config, updates=2, mean=lambda x: x)
+    gather = collector(vectorise(environment, 4), learner.act, learner.memory, steps=16)
+
+    @jax.jit
+    def update(state: Any, carry: Any, key: jax.Array) -> Any:
+        carry, data, _ = gather.collect(learner.policy(state), carry, key, jnp.int32(0))
+        state, metrics = learner.learn(state, data, jax.random.fold_in(key, 1))
+        return state, carry, data, metrics
+
+    state, carry = jax.jit(learner.init)(jax.random.key(5)), jax.jit(gather.start)(jax.random.key(6))
+    for number in range(2):
+        state, carry, data, metrics = update(state, carry, jax.random.key(number))
+    return data, state, metrics
+
+
+@pytest.mark.slow
+def test_ppo_stores_packed_observations_and_learns_the_same() -> None:
+    game = hackmatrix(64)
+    packed, state, metrics = _trained(game)
+    wide, wide_state, wide_metrics = _trained(Expanded(game))
+    stored = packed.observation.observation
+    assert isinstance(stored, observation.Packed)
+    assert jax.tree.map(lambda x: (x.shape[2:], x.dtype), stored) == jax.tree.map(
+        lambda x: (x.shape, x.dtype), observation.shapes()
+    )
+    np.testing.assert_array_equal(observation.expand(stored), wide.observation.observation)
+    same: Callable[..., Any] = np.testing.assert_array_equal
+    jax.tree.map(same, (packed.action, state, metrics), (wide.action, wide_state, wide_metrics))
+
+
+def test_packed_observations_cannot_be_normalised() -> None:
+    with pytest.raises(ValueError, match="stored packed"):
+        ppo.ppo(hackmatrix(8).spec, ppo.Config(normalise_observation=True), updates=1, mean=lambda x: x)
