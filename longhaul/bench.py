@@ -32,6 +32,7 @@ NAMES = {
     "driving-step": "dynamics, collision and off-road of all objects of driving worlds",
     "driving-env": "whole environment steps of driving: observation, reward, ends, metrics, resets",
     "driving-train": "training by the driving recipe",
+    "hackmatrix-env": "whole steps of HackMatrix by random legal actions: mask, observation, reward, resets",
 }
 
 LEAST_REPEATS = 5

@@ -138,3 +138,7 @@ def test_what_can_not_be_measured_is_named(capfd: pytest.CaptureFixture[str]) ->
     with pytest.raises(RuntimeError, match="ended with code 1"):
         next(bench.run("driving-step", objects=(9,)))
     assert "objects is 9; choose a power of two" in capfd.readouterr().err
+
+
+def test_every_benchmark_has_sizes_a_workload_and_a_line() -> None:
+    assert list(bench.NAMES) == list(bench.CASES) == list(bench.WORKLOADS)
