@@ -69,9 +69,9 @@ def selfplay() -> Run:
 
     Worlds with 12 agents or more to control, of which 16 are driven; nobody knows where others are bound. Measured
     after 40 M agent steps (26 CPU-minutes, one seed): of the 2,952 agents of 256 generated scenarios that neither
-    training nor the choice of these settings saw, whatever their number, 97.0 % reached their goal, 0.5 % collided and 0.5 %
-    left the road; of the 730 that met a light that was known, 9.2 % ran it red. Curve, and the much weaker figures on
-    real logs: benchmarks/results/driving-selfplay.json.
+    training nor the choice of these settings saw, whatever their number, 97.0 % reached their goal, 0.5 % collided and
+    0.5 % left the road; of the 730 that met a light that was known, 9.2 % ran it red. Curve, and the much weaker
+    figures on real logs: benchmarks/results/driving-selfplay.json.
     """
     return Run(
         "driving-selfplay",
