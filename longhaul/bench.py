@@ -16,9 +16,10 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import jax
@@ -32,6 +33,8 @@ NAMES = {
     "driving-step": "dynamics, collision and off-road of all objects of driving worlds",
     "driving-env": "whole environment steps of driving: observation, reward, ends, metrics, resets",
     "driving-train": "training by the driving recipe",
+    "hackmatrix-ppo": "training by the hackmatrix recipe, with peak memory",
+    "hackmatrix": "the same with its starts, cold and warm, and shares; --grid: over sizes and precisions",
     "hackmatrix-env": "whole steps of HackMatrix by random legal actions: mask, observation, reward, resets",
 }
 
@@ -80,29 +83,30 @@ def figure(
         raise ValueError(f"{repeats} repeats; a median of fewer than {LEAST_REPEATS} says little")
     with ExitStack() as workers:
         command = [sys.executable, "-c", OURS, json.dumps([name, case])]
-        ours = workers.enter_context(_Worker(command, {}))
+        ours = workers.enter_context(Worker(command, {"LONGHAUL_CACHE": "off"}))  # compile_seconds are the compiler's
         others = None
         if name == "ppo-cartpole" and peer_python is not None and peer_path is not None:
             command = [peer_python, "-c", PEER, str(Path(peer_path).resolve()), json.dumps(ours.about)]
             # One thread where we have one, as `run.prepare_devices` says.
             few = {"NPROC": "1"} if ours.about["config"]["devices"] == 1 else {}
-            others = workers.enter_context(_Worker(command, few))
+            others = workers.enter_context(Worker(command, few))
         pairs = [(ours.ask(), others.ask() if others else None) for _ in range(repeats)]
     mine, theirs = [one for one, _ in pairs], [other for _, other in pairs if other is not None]
     about = {key: ours.about[key] for key in ("versions", "commit", "device")}
-    record = {"name": name, "config": ours.about["config"], **_medians(ours.about, mine), "repeats": repeats, **about}
+    record = {"name": name, "config": ours.about["config"], **medians(ours.about, mine), "repeats": repeats, **about}
     reference = REFERENCE.get(case.get("num_envs", 0)) if name == "ppo-cartpole" else None
     if reference is not None:
         record |= {"reference_per_second": reference, "ratio": record["per_second"] / reference}
     if others is not None:
-        record["peer"] = _medians(others.about, theirs) | {"versions": others.about["versions"]}
+        record["peer"] = medians(others.about, theirs) | {"versions": others.about["versions"]}
         share = ours.about["steps"] / others.about["steps"]
         for ratio, key in (("peer_ratio", "wall_seconds"), ("peer_cpu_ratio", "cpu_seconds")):
             record[ratio] = statistics.median(share * b[key] / a[key] for a, b in zip(mine, theirs, strict=True))
     return record
 
 
-def _medians(about: dict[str, Any], rows: Sequence[dict[str, float]]) -> dict[str, Any]:
+def medians(about: dict[str, Any], rows: Sequence[dict[str, float]]) -> dict[str, Any]:
+    """What a record says of one program's repeats; `about` is what its worker said."""
     middle = {key: statistics.median(row[key] for row in rows) for key in rows[0]}
     wall, cpu, steps = middle.pop("wall_seconds"), middle.pop("cpu_seconds"), about["steps"]
     return {
@@ -157,12 +161,16 @@ for i, _ in enumerate(sys.stdin):
 """Drives PureJaxRL's `make_train` as `serve` drives our program; runs under its own Python."""
 
 
-class _Worker:
-    """The process of a figure. `about` is what it said when it was ready."""
+class Worker:
+    """The process of a figure: `ask` is one repeat, `about` is what it said when it was ready."""
 
-    def __init__(self, command: list[str], defaults: dict[str, str]) -> None:
+    def __init__(
+        self, command: list[str], defaults: dict[str, str], settings: Mapping[str, str] = MappingProxyType({})
+    ) -> None:
+        """`defaults` are variables of its environment where ours has none, `settings` in any case."""
+        variables = defaults | dict(os.environ) | dict(settings)
         self.process = subprocess.Popen(
-            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=defaults | dict(os.environ)
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=variables
         )
         try:
             self.about = self._answer()
@@ -170,10 +178,10 @@ class _Worker:
             self.__exit__()
             raise
 
-    def ask(self) -> dict[str, float]:
-        """One repeat."""
+    def ask(self, what: str = "go") -> dict[str, float]:
+        """One repeat, or what else its program knows by a line."""
         assert self.process.stdin is not None
-        self.process.stdin.write("go\n")
+        self.process.stdin.write(f"{what}\n")
         self.process.stdin.flush()
         return self._answer()
 
@@ -184,7 +192,7 @@ class _Worker:
                 return json.loads(line[len(MARK) :])
         raise RuntimeError(f"the benchmark's process ended with code {self.process.wait()}; its message is above")
 
-    def __enter__(self) -> _Worker:
+    def __enter__(self) -> Worker:
         return self
 
     def __exit__(self, *error: object) -> None:
@@ -200,25 +208,27 @@ def serve() -> None:
     about = provenance()
     device = ", ".join(f"{count} x {kind}" for kind, count in about["devices"].items())
     ready = {"config": prepared.config, "steps": prepared.steps, "unit": prepared.unit, "device": device}
-    _tell(ready | {key: about[key] for key in ("versions", "commit")} | {"compile_seconds": prepared.compile_seconds})
+    tell(ready | {key: about[key] for key in ("versions", "commit")} | {"compile_seconds": prepared.compile_seconds})
     for i, _ in enumerate(sys.stdin):
-        _tell(measure(prepared, i + 1))
+        tell(measure(prepared, i + 1))
 
 
 def measure(prepared: Prepared, number: int) -> dict[str, float]:
     """One repeat: its wall and CPU seconds (of all threads, and of children that ended), and what it found."""
     given = jax.block_until_ready(prepared.begin(number))
-    used, began = _cpu_seconds(), time.perf_counter()
+    used, began = cpu_seconds(), time.perf_counter()
     found = prepared.work(given)
-    return {"wall_seconds": time.perf_counter() - began, "cpu_seconds": _cpu_seconds() - used} | found
+    return {"wall_seconds": time.perf_counter() - began, "cpu_seconds": cpu_seconds() - used} | found
 
 
-def _cpu_seconds() -> float:
+def cpu_seconds() -> float:
+    """Of all threads of the process, and of children that ended."""
     both = resource.getrusage(resource.RUSAGE_SELF), resource.getrusage(resource.RUSAGE_CHILDREN)
     return sum(usage.ru_utime + usage.ru_stime for usage in both)
 
 
-def _tell(what: dict[str, Any]) -> None:
+def tell(what: dict[str, Any]) -> None:
+    """A worker's answer."""
     print(MARK + json.dumps(what), flush=True)
 
 
@@ -226,8 +236,9 @@ def _tell(what: dict[str, Any]) -> None:
 
 
 def _ppo_cartpole(
-    *, num_envs: Sequence[int] = (4, 512, 2048), total_steps: int | None = None, devices: int | None = None
+    *, num_envs: Sequence[int] | int = (4, 512, 2048), total_steps: int | None = None, devices: int | None = None
 ) -> list[dict[str, Any]]:
+    num_envs = (num_envs,) if isinstance(num_envs, int) else num_envs
     steps = {n: total_steps or (499_712 if n < 64 else 2_097_152) for n in num_envs}
     return [{"num_envs": n, "total_steps": steps[n], "devices": devices} for n in num_envs]
 
@@ -259,9 +270,22 @@ def _driving_train(
 
 
 def _hackmatrix_env(
-    *, num_envs: int = 256, num_steps: int = 32, rollouts: int = 20, devices: int | None = None
+    *, num_envs: int = 256, num_steps: int = 32, rollouts: int = 20, devices: int | None = None, rules: str = "jax"
 ) -> list[dict[str, Any]]:
-    return [{"num_envs": num_envs, "num_steps": num_steps, "rollouts": rollouts, "devices": devices}]
+    sizes = {"num_envs": num_envs, "num_steps": num_steps, "rollouts": rollouts, "devices": devices}
+    return [sizes | {"rules": rules}]
+
+
+def _hackmatrix_ppo(
+    *,
+    num_envs: int = 256,
+    num_steps: int = 128,
+    precision: str = "fp32",
+    total_steps: int | None = None,
+    devices: int | None = None,
+) -> list[dict[str, Any]]:
+    sizes = {"num_envs": num_envs, "num_steps": num_steps, "precision": precision}
+    return [sizes | {"total_steps": total_steps, "devices": devices}]
 
 
 CASES: dict[str, Callable[..., list[dict[str, Any]]]] = {
@@ -269,6 +293,8 @@ CASES: dict[str, Callable[..., list[dict[str, Any]]]] = {
     "driving-step": _driving,
     "driving-env": _driving_env,
     "driving-train": _driving_train,
+    "hackmatrix-ppo": _hackmatrix_ppo,
+    "hackmatrix": _hackmatrix_ppo,
     "hackmatrix-env": _hackmatrix_env,
 }
 """Name -> (sizes) -> the workload's arguments, one case a figure. `devices` None: as many as a training run takes."""
@@ -278,5 +304,8 @@ WORKLOADS: dict[str, Callable[..., Prepared]] = {
     "driving-step": workloads.driving_step,
     "driving-env": workloads.driving_env,
     "driving-train": workloads.driving_train,
+    "hackmatrix-ppo": workloads.hackmatrix_ppo,
+    "hackmatrix": workloads.hackmatrix_ppo,
     "hackmatrix-env": workloads.hackmatrix_env,
 }
+"""Of `hackmatrix` the whole figure is made by `scaling.speed`; here it is its training alone."""

@@ -9,7 +9,9 @@ A checkpoint is written as `20.partial` and takes its name only after its files 
 a folder whose name is a number was complete once, and a process that is killed leaves the checkpoints before it. A step
 that is saved again becomes `20.1`, `20.2`, ... and the older ones of its step go after that.
 
-Keys, Python numbers and arrays of no elements, which Orbax refuses, are `leaves`' matter. One process writes a folder.
+Keys, Python numbers and arrays of no elements, which Orbax refuses, are `leaves`' matter. One run writes a folder: of
+its processes, each writes and reads what lies on its devices, and all call `save`, `latest` and `wait` alike. The first
+one makes folders, decides what is intact, and writes the manifest when all have written their parts.
 """
 
 from __future__ import annotations
@@ -29,7 +31,7 @@ from typing import Any, NamedTuple
 
 import jax
 
-from longhaul import leaves
+from longhaul import hosts, leaves
 from longhaul.types import PyTree
 
 FORMAT = 1
@@ -54,6 +56,22 @@ class Restored(NamedTuple):
     metadata: dict[str, Any]
 
 
+class Found(NamedTuple):
+    """A checkpoint each of whose bytes is as it was written."""
+
+    name: str
+    manifest: dict[str, Any]
+
+    @property
+    def step(self) -> int:
+        return int(self.manifest["step"])
+
+    @property
+    def metadata(self) -> dict[str, Any]:
+        metadata: dict[str, Any] = self.manifest["metadata"]
+        return metadata
+
+
 class Checkpoints:
     """The checkpoints of one run. Reading changes nothing on disk; the first save removes what a killed process left.
 
@@ -66,22 +84,34 @@ class Checkpoints:
         checkpoints.close()
     """
 
-    def __init__(self, folder: str | os.PathLike[str], *, keep: int = 3, warn: Callable[[str], None] | None = None):
-        """`keep` newest steps stay, at least 1; `warn` takes a line on each damaged checkpoint (default: stderr)."""
+    def __init__(
+        self, folder: str | os.PathLike[str], *, keep: int = 3, every: int | None = None,
+        warn: Callable[[str], None] | None = None, turn: int = 0,
+    ):  # fmt: skip
+        """`keep` newest steps stay, at least 1; `warn` takes a line on each damaged checkpoint (default: stderr).
+
+        With `every` there stays, too, the first one at or after each multiple of so many steps. `turn` tells apart the
+        Checkpoints of processes that open some one after the other.
+        """
         if keep < 1:
             raise ValueError(f"keep is {keep}, and at least 1 checkpoint must be kept: set keep >= 1")
         self._folder = Path(folder).absolute()
-        self._keep = keep
+        self._keep, self._every = keep, every
         self._warn = warn or _print
         self._writer: Any = None
         self._thread: threading.Thread | None = None
         self._error: CheckpointError | None = None
         self._damaged: set[str] = set()
+        self._turn, self._asked = turn, 0
 
-    def save(self, step: int, progress: PyTree, metadata: dict[str, Any] | None = None) -> None:
+    def save(
+        self, step: int, progress: PyTree, metadata: dict[str, Any] | None = None, *,
+        before: Callable[[], object] | None = None,
+    ) -> None:  # fmt: skip
         """Begins to save; returns when `progress` may be changed or donated. `metadata` is what JSON can hold.
 
-        A step may be saved again; the last one counts. Waits for the save before this one. Raises ValueError for what
+        A step may be saved again; the last one counts. Waits for the save before this one. `before` is done by the
+        first process, in time to fail the save in all. Raises ValueError for what
         cannot be saved; CheckpointError where the disk is full or cannot be written, and leaves no partial step then.
         """
         if step < 0:
@@ -92,10 +122,9 @@ class Checkpoints:
         self.wait()
         partial = self._folder / f"{step}{PARTIAL}"
         try:
-            self._prepare()
-            partial.mkdir()
-            if _free_bytes(self._folder) < size + MARGIN:  # Orbax would find out too, but litter stderr
-                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+            hosts.share(f"save {self._turn}/{step}", lambda: self._prepare(partial, size, before))
+            if self._writer is None:
+                self._writer = _checkpointer()
             if arrays:
                 self._writer.save(partial / ARRAYS, arrays)
         except Exception as error:
@@ -122,18 +151,32 @@ class Checkpoints:
         With `part` the checkpoint may have leaves that `like` has not: `progress._replace(carry=(), key=())` restores
         the algorithm's state without the collector's.
         """
+        found = self.newest()
+        return None if found is None else self.restore(found, like, part=part)
+
+    def newest(self) -> Found | None:
+        """The newest intact checkpoint with its metadata, not restored yet; warns and raises as `latest` does."""
         self.wait()
+        self._asked += 1
+        newest = hosts.share(f"newest checkpoint {self._turn}/{self._asked}", self._newest)
+        return None if newest is None else Found(*newest)
+
+    def restore(self, found: Found, like: PyTree, *, part: bool = False) -> Restored:
+        """What `newest` found, as `latest` has it."""
+        progress = _restore(self._folder / found.name, found.manifest, like, part)
+        return Restored(found.step, progress, found.metadata)
+
+    def _newest(self) -> tuple[str, dict[str, Any]] | None:
+        """(name, manifest) of the newest intact checkpoint, None where there is none at all."""
         found = _steps(self._folder)
         reasons = []
         for step, path in found:
             try:
-                manifest = _verify(path, step)
+                return path.name, _verify(path, step)
             except Damaged as damage:
                 self._damaged.add(path.name)
                 reasons.append(f"{path.name} ({damage})")
                 self._warn(f"checkpoint {path.name} in {self._folder} is damaged and skipped: {damage}")
-                continue
-            return Restored(step, _restore(path, manifest, like, part), manifest["metadata"])
         if found:
             raise CheckpointError(
                 f"all {len(found)} checkpoints in {self._folder} are damaged: {'; '.join(reasons)}; "
@@ -150,20 +193,25 @@ class Checkpoints:
             if writer is not None:
                 writer.close()
 
-    def _prepare(self) -> None:
-        """Makes the folder, removes what an interrupted save left, starts Orbax."""
+    def _prepare(self, partial: Path, size: int, before: Callable[[], object] | None) -> None:
+        """Makes the folders, and removes what an interrupted save left."""
+        if before is not None:
+            before()
         if not self._folder.is_dir():
             self._folder.mkdir(parents=True)
             _sync(self._folder.parent)
         for left in self._folder.glob(f"*{PARTIAL}"):
             shutil.rmtree(left)
-        if self._writer is None:
-            self._writer = _checkpointer()
+        partial.mkdir()
+        if _free_bytes(self._folder) < size + MARGIN:  # Orbax would find out too, but litter stderr
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     def _finish(self, contents: dict[str, Any], partial: Path) -> None:
         """The rest of a save, in its thread: waits for Orbax, makes all durable, names the step, removes old ones."""
         try:
-            self._writer.wait_until_finished()
+            self._writer.wait_until_finished()  # all processes wrote their parts
+            if hosts.index() > 0:
+                return
             contents["files"] = {name: _digest(path, sync=True) for name, path in _files(partial)}
             for folder in (partial, *(path for path in partial.rglob("*") if path.is_dir())):
                 _sync(folder)
@@ -180,14 +228,21 @@ class Checkpoints:
             self._warn(f"cannot remove old checkpoints in {self._folder}: {_reason(error)}")
 
     def _prune(self, step: int, final: Path) -> None:
-        """Removes all but the `keep` newest steps up to `step`, and those found damaged; `final` is intact and stays.
+        """Removes those found damaged, and of the steps up to `step` all but the `keep` newest and those that stay;
+        `final` is intact and is one of them.
 
         Each is renamed first, so that one half removed does not pass for a checkpoint.
         """
         kept: set[int] = set()
-        for number, path in _steps(self._folder):
+        found = _steps(self._folder)
+        stay = {} if self._every is None else {
+            number // self._every: number for number, path in found  # newest first: the oldest of a stretch remains
+            if number >= self._every and path.name not in self._damaged
+        }  # fmt: skip
+        for number, path in found:
             damaged = path.name in self._damaged
-            surplus = number <= step and (number in kept or len(kept) == self._keep)
+            old = len(kept) >= self._keep and number not in stay.values()
+            surplus = number <= step and (number in kept or old)
             if path != final and (damaged or surplus):
                 doomed = path.with_name(path.name + PARTIAL)
                 os.rename(path, doomed)
@@ -382,7 +437,8 @@ def _checkpointer() -> Any:
     logger = logging.getLogger("absl")
     if _is_no_traceback not in logger.filters:
         logger.addFilter(_is_no_traceback)
-    return ocp.StandardCheckpointer()
+    everyone = ocp.options.MultiprocessingOptions(active_processes=set(range(hosts.count())))  # then threads may wait
+    return ocp.StandardCheckpointer(**({"multiprocessing_options": everyone} if hosts.together() else {}))
 
 
 def _is_no_traceback(record: logging.LogRecord) -> bool:

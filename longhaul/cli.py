@@ -19,7 +19,7 @@ from typing import Any
 
 import longhaul
 from longhaul import flags, printing
-from longhaul.flags import DEBUG, INT, PATH, TEXT, Flag, FlagError
+from longhaul.flags import DEBUG, INT, PATH, TEXT, Flag, FlagError, choice
 
 COMMANDS = {
     "train": "train by a recipe, or go on with a run",
@@ -27,10 +27,15 @@ COMMANDS = {
     "render": "a picture of a policy driving: .gif, .mp4, .html, .png",
     "data inspect": "what is in driving logs",
     "data convert": "driving logs to shards, compact and checked, to train on",
+    "play": "HackMatrix in the terminal: play it, or watch an agent",
     "recipes": "the recipes of longhaul train",
     "envs": "the environments of longhaul train ppo --env NAME",
+    "launch": "a training run in several processes on this machine, looked after: launch --hosts N -- train ...",
     "status": "how far a run is",
+    "doctor": "whether a run is in good health, or a recipe fit for many devices",
     "scaling": "a grid of runs over model sizes and scenarios, and the law through it",
+    "profile": "where the time of a recipe's updates goes, from a trace",
+    "plan": "time, cost, memory of a run on 1 to 1,024 devices",
     "bench": "a benchmark by its name, one JSON object per figure",
 }
 
@@ -48,6 +53,9 @@ def main(words: Sequence[str] | None = None) -> int:
     """Runs one command; -> its exit code. `words` default to those of the process."""
     words = list(sys.argv[1:] if words is None else words)
     debug = "--debug" in words
+    # Before anything loads it: its threads gain nothing here and cost seconds where cores are busy, and the last bits
+    # of initial weights would depend on their number.
+    os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="replace")  # names in files may hold what a terminal's encoding has not
@@ -105,23 +113,32 @@ def _run(words: list[str]) -> int:
         raise FlagError(f"longhaul has no {what} {command!r}; {flags.suggestion(command, there, otherwise)}")
     if command == "bench":
         return _bench(rest[1:])
+    if command == "launch":
+        from longhaul import launch
+
+        return launch.launch(rest[1:])
     with _ending_at_once():
         return _heavy(command)(rest[1:])
 
 
 def _heavy(command: str) -> Callable[[Sequence[str]], int]:
     """A command that needs JAX."""
-    from longhaul import assessment, commands
+    from longhaul import assessment, commands, play
     from longhaul.scaling import command as scaling
+    from longhaul.scaling import doctor, plan_command, profile_command
 
     return {
         "train": commands.train,
         "evaluate": assessment.evaluate,
         "render": assessment.render,
+        "play": play.play,
         "recipes": commands.show_recipes,
         "envs": commands.show_envs,
         "status": commands.status,
+        "doctor": doctor.doctor,
         "scaling": scaling.scaling,
+        "profile": profile_command.profile,
+        "plan": plan_command.command,
     }[command]
 
 
@@ -270,6 +287,10 @@ def _print_files(files: Sequence[dict[str, Any]]) -> None:
 
 def _bench(words: Sequence[str]) -> int:
     """`longhaul bench NAME [--json FILE]`."""
+    if words and words[0] == "hackmatrix":
+        from longhaul.scaling import speed_command
+
+        return speed_command.run(words[1:])
     name = Flag("NAME", TEXT, None, "which; without: lists them", shown="")
     out = Flag("json", PATH, None, "write the figures as a list to this file, too", shown="")
     driving = [
@@ -279,9 +300,15 @@ def _bench(words: Sequence[str]) -> int:
         Flag("devices", INT, None, "likewise: devices", shown="as a training run"),
         Flag("agents", INT, (), "of driving-env: controlled agents at most, a figure for each", True, "1"),
         Flag("road_points", INT, None, "of driving-env: pieces of road that an agent sees", shown="0"),
+        Flag("num_envs", INT, None, "of cartpole, driving-train, hackmatrix-env, hackmatrix-ppo: worlds", shown="256"),
+        Flag("num_steps", INT, None, "of all but those of cartpole and driving-train: steps of each", shown="its own"),
+        Flag("precision", choice(("fp32", "bf16")), None, "of hackmatrix-ppo", shown="fp32"),
+        Flag("rules", choice(("jax", "canonical")), None, "of hackmatrix-env", shown="jax"),
     ]
     groups = {"": [name, out, DEBUG], "sizes": driving}
-    parsed = flags.parse("bench", "Measures; one JSON object per figure.", groups, words).values
+    about = "Measures; one JSON object per figure. longhaul bench hackmatrix has flags of its own: --grid --num-envs "
+    about += "--num-steps --precision --devices --repeats --json --page; see longhaul bench hackmatrix --help."
+    parsed = flags.parse("bench", about, groups, words).values
     printing.check_json(parsed["json"])
 
     from longhaul import bench

@@ -3,33 +3,71 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
+import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from longhaul import flags, printing, recipes, settings, telemetry, training
+import jax
+
+from longhaul import flags, hosts, printing, pulse, recipes, resumption, settings, telemetry, tracking, training
 from longhaul.envs import registry
 from longhaul.feed import feed
 from longhaul.flags import DEBUG, TEXT, Flag, FlagError
 from longhaul.folders import find_folder, load_run, new_folder, save_run
 from longhaul.provenance import provenance
-from longhaul.run import Driving, Run, agents, named, resolve
+from longhaul.run import Driving, Run, RunError, agents, from_dict, named, on_cpu, resolve, to_dict
 from longhaul.scaling import command as scaling
 from longhaul.settings import RUNS_DIR
 
 RUN = Flag("RUN", TEXT, None, "a run's name or folder", shown="")
 
+SEEN = 30.0
+"""Seconds in which a folder that one host made must appear on the others."""
+
 
 def train(words: Sequence[str]) -> int:
-    """`longhaul train RECIPE [--flags]`."""
+    """`longhaul train RECIPE [--flags]`, with other processes where the environment says so."""
+    if {"-h", "--help"} & set(words):
+        return _train(words)
+    hosts.start(hosts.find(os.environ, tpu=hosts.on_tpu(os.environ)))
+    if hosts.together() and not on_cpu():
+        jax.devices()  # which comes when all ask, and would be asked for later here than there
+    return hosts.follow(_follow) if hosts.index() > 0 else hosts.lead(lambda: _train(words))
+
+
+def _follow() -> None:
+    """What process 0 was told to train."""
+    run = from_dict(Run, hosts.hear("run"))
+    training.prepare_devices(run.devices, run.threads)
+    jax.devices()
+    told = hosts.hear("folder")
+    folder, deadline = Path(told["folder"]), time.monotonic() + SEEN
+    while not (folder / "run.json").is_file():  # a network's file system takes its time
+        if time.monotonic() > deadline:
+            raise RunError(f"{folder} is not seen here; --runs-dir must be a folder that all hosts share")
+        time.sleep(0.1)
+    training.train(run, folder, resumed=told["resumed"])
+
+
+def _told(run: Run) -> Run:
+    """`run`, of which the other processes hear."""
+    hosts.tell("run", to_dict(run))
+    return run
+
+
+def _train(words: Sequence[str]) -> int:
     if not words or words[0].startswith("-"):
         if words and words[0] in ("-h", "--help"):
             _train_help()
             return 0
         raise FlagError(f"name a recipe first: longhaul train RECIPE [--flags]; there are {', '.join(recipes.RECIPES)}")
     if words[0] in recipes.GRIDS:
+        if hosts.together():
+            raise FlagError(f"{words[0]} is a grid of runs, each in one process; leave longhaul launch out")
         return scaling.run(words[0], words[1:], f"train {words[0]}")
     recipe = recipes.recipe(words[0])
     about = recipes.about(recipe.recipe)
@@ -37,16 +75,44 @@ def train(words: Sequence[str]) -> int:
     runs_dir = Path(parsed.values["runs-dir"])
     if parsed.values["resume"] is not None:
         folder = find_folder(runs_dir, parsed.values["resume"])
-        run = resolve(settings.resumed(folder, recipe.recipe, parsed))
+        tracked = tracking.chosen(parsed.values, parsed.given, recipe.recipe, tracking.load(folder))
+        run = _told(resolve(settings.resumed(folder, recipe.recipe, _fitting(parsed, folder))))
+        tracking.save(folder, tracked)
+        _say_unused(parsed, tracked)
         print(folder, flush=True)
         outcome = training.train(run, folder, resumed=True)
     else:
-        run = resolve(settings.chosen(recipe, parsed))
-        folder, outcome = _begin(runs_dir, run, parsed.values["run-name"])
+        tracked = tracking.chosen(parsed.values, parsed.given, recipe.recipe)
+        _say_unused(parsed, tracked)
+        run = _told(resolve(settings.chosen(recipe, parsed)))
+        folder, outcome = _begin(runs_dir, run, parsed, tracked)
     if outcome.result is not None:
         printing.scores(outcome.result["evaluation"])
         print(f"report: {folder / 'report.html'}")
     return outcome.code
+
+
+def _fitting(parsed: flags.Parsed, folder: Path) -> flags.Parsed:
+    """`parsed`, on fewer devices where some are gone. Under a launcher alone, which starts again with nobody there."""
+    if pulse.DESCRIPTOR not in os.environ or on_cpu():
+        return parsed
+    run = load_run(folder)
+    wanted, envs = (
+        parsed.values[flag] if flag in parsed.given else stored
+        for flag, stored in (("mesh", run.devices), ("num-envs", run.num_envs))
+    )
+    there = [sum(device.process_index == i for device in jax.devices()) for i in range(hosts.count())]
+    assert wanted is not None and envs is not None
+    left = resumption.fewer(wanted, there, envs)
+    if left == wanted:
+        return parsed
+    print(f"{sum(there)} of {wanted} devices are there; goes on with {left}", file=sys.stderr, flush=True)
+    return parsed._replace(values=parsed.values | {"mesh": left}, given=parsed.given | {"mesh"})
+
+
+def _say_unused(parsed: flags.Parsed, tracked: tracking.Tracking | None) -> None:
+    for flag in tracking.unused(parsed.given, tracked):
+        print(f"{flag} does nothing without --wandb", file=sys.stderr)
 
 
 def _train_help() -> None:
@@ -58,7 +124,9 @@ def _train_help() -> None:
     )
 
 
-def _begin(runs_dir: Path, run: Run, name: str | None) -> tuple[Path, training.Outcome]:
+def _begin(
+    runs_dir: Path, run: Run, parsed: flags.Parsed, tracked: tracking.Tracking | None
+) -> tuple[Path, training.Outcome]:
     """A new run from its folder on. Whoever has read the folder's name can go on with it, be it killed at once.
 
     A run that is refused before it began (by a damaged log, say) leaves no folder.
@@ -70,13 +138,14 @@ def _begin(runs_dir: Path, run: Run, name: str | None) -> tuple[Path, training.O
     training.prepare_devices(run.devices, run.threads)
     source = feed(run) if isinstance(task, Driving) and task.data else None
     about = provenance() | {"data": source.about if source else None}
-    folder = new_folder(runs_dir, run, name)
+    folder = new_folder(runs_dir, run, parsed.values["run-name"], parsed.values["run-suffix"])
     try:
+        tracking.save(folder, tracked)
         save_run(folder, run, about)
         print(folder, flush=True)
         return folder, training.train(run, folder, resumed=False, source=source)
     except (ValueError, OSError):
-        if {path.name for path in folder.iterdir()} <= {"run.json", "run.json.partial"}:
+        if {path.name for path in folder.iterdir()} <= {"run.json", "run.json.partial", tracking.FILE}:
             shutil.rmtree(folder)
         raise
 
@@ -110,7 +179,8 @@ def status(words: Sequence[str]) -> int:
     result = folder / "result.json"
     saved = sorted({int(name) for path in folder.glob("checkpoints/*") if (name := path.name.split(".")[0]).isdigit()})
     update = run.num_envs * agents(run) * run.num_steps
-    done, total = last.get("agent_steps", 0), run.total_steps // update * update
+    done = last.get("agent_steps", 0)
+    total = done + (run.total_steps - done) // update * update  # `done` may be in updates of other sizes
     going_on = f"not done; longhaul train {run.recipe} --resume {folder.name} goes on"
     rows = [
         ("run", str(folder)),
@@ -121,8 +191,13 @@ def status(words: Sequence[str]) -> int:
         ("updates", f"{last.get('update', 0)}, in {lines} records"),
         ("checkpoints", ", ".join(map(str, saved)) or "none"),
     ]
+    tracked = tracking.load(folder)
+    if tracked is not None:
+        rows.append(("W&B", f"{tracked.id} in project {tracked.project}{'' if tracked.on else ', no more'}"))
     shown = ("wall_seconds", "sps", "episode/return")
     rows += [(name, f"{last[name]:,.1f}") for name in shown if last.get(name) is not None]
+    if about.get("detours"):
+        rows.append(("detours", f"{len(about['detours'])} of {run.rollbacks}, around numbers that were not finite"))
     if lines:
         age = time.time() - (folder / "metrics.jsonl").stat().st_mtime
         rows.append(("last record", f"{max(0, round(age))} s ago"))

@@ -40,6 +40,7 @@ class Tally(NamedTuple):
     episodes: jax.Array  # float32 [B]
     sums: dict[str, jax.Array]  # float32 [B] each: "return", "length" and the environment's metrics where valid
     counts: dict[str, jax.Array]  # float32 [B] each: of the environment's metrics, in how many episodes they were valid
+    peaks: dict[str, jax.Array]  # float32 [B] each: the greatest of `Spec.peaks` where valid; -inf where none was
 
 
 class Worlds(NamedTuple):
@@ -99,7 +100,8 @@ def vectorise(environment: Environment, worlds: int) -> Worlds:
     def tally() -> Tally:
         zero = jnp.zeros(shape.columns, jnp.float32)
         sums = {name: zero for name in ["return", "length", *names]}
-        return Tally(jnp.zeros(worlds, jnp.int32), zero, sums, {name: zero for name in names})
+        peaks = {name: jnp.full_like(zero, -jnp.inf) for name in spec.peaks}
+        return Tally(jnp.zeros(worlds, jnp.int32), zero, sums, {name: zero for name in names}, peaks)
 
     def valid(state: WorldsState) -> jax.Array:
         if spec.agents is None:
@@ -129,8 +131,8 @@ def vectorise(environment: Environment, worlds: int) -> Worlds:
 Sums = dict[str, jax.Array]
 
 
-def _scorer(environment: Environment, shape: _Shape) -> Callable[..., tuple[Sums, Sums]]:
-    """-> the sums and counts of a tally after a step that led to `following` and ended some episodes.
+def _scorer(environment: Environment, shape: _Shape) -> Callable[..., tuple[Sums, Sums, Sums]]:
+    """-> the sums, counts and peaks of a tally after a step that led to `following` and ended some episodes.
 
     The environment's metrics are behind a condition: mostly nothing has ended, and no compiler then repeats a whole
     step inside each of the sums.
@@ -138,23 +140,28 @@ def _scorer(environment: Environment, shape: _Shape) -> Callable[..., tuple[Sums
 
     def score(
         sums: Tally, following: PyTree, ended: jax.Array, episode_return: jax.Array, episode_length: jax.Array
-    ) -> tuple[Sums, Sums]:
+    ) -> tuple[Sums, Sums, Sums]:
         added = {
             "return": sums.sums["return"] + jnp.where(ended, episode_return, 0.0),
             "length": sums.sums["length"] + jnp.where(ended, episode_length.astype(jnp.float32), 0.0),
         }
         names = sorted(sums.counts)
 
-        def add() -> tuple[Sums, Sums]:
+        def add() -> tuple[Sums, Sums, Sums]:
             scored = shape.flat(jax.vmap(environment.metrics)(following))
             known = {name: ended & scored[name].valid for name in names}
             more = {name: sums.sums[name] + jnp.where(known[name], scored[name].value, 0.0) for name in names}
-            return more, {name: sums.counts[name] + known[name] for name in names}
+            peaks = {
+                name: jnp.maximum(peak, jnp.where(known[name], scored[name].value, -jnp.inf))
+                for name, peak in sums.peaks.items()
+            }
+            return more, {name: sums.counts[name] + known[name] for name in names}, peaks
 
         if not names:
-            return added, {}
-        more, counts = lax.cond(jnp.any(ended), add, lambda: ({name: sums.sums[name] for name in names}, sums.counts))
-        return added | more, counts
+            return added, {}, {}
+        same = {name: sums.sums[name] for name in names}, sums.counts, sums.peaks
+        more, counts, peaks = lax.cond(jnp.any(ended), add, lambda: same)
+        return added | more, counts, peaks
 
     return score
 

@@ -54,16 +54,28 @@ class Scores(NamedTuple):
         return told | {"episodes": len(self.names)}
 
 
-def play_classic(run: Run, environment: Environment, policy: Params, episodes: int) -> Scores:
-    """`episodes` episodes by the policy's mode, from starts that do not depend on training."""
+def classic_player(run: Run, environment: Environment, episodes: int) -> Callable[[Params], Scores]:
+    """policy -> what it scores by its mode in `episodes` episodes, whose starts do not depend on training.
+
+    Compiles once.
+    """
     algorithm = ppo.ppo(environment.spec, run.algorithm, updates=1, mean=meshes.identity)
     limit = environment.spec.max_steps
     if limit is None:
         raise ValueError("episodes of this environment may never end; give it a time limit to evaluate in it")
     player = jax.jit(rollout.play(environment, algorithm.act, algorithm.memory, steps=limit), static_argnums=2)
     begun = jax.jit(rollout.starts, static_argnums=(0, 2))(environment, jax.random.key(run.seed + 10_000), episodes)
-    episodes_played, _ = player(policy, begun, None, jax.random.key(run.seed + 20_000))
-    return _scores(episodes_played, [""] * episodes)
+
+    def play(policy: Params) -> Scores:
+        played, _ = player(policy, begun, None, jax.random.key(run.seed + 20_000))
+        return _scores(played, [""] * episodes)
+
+    return play
+
+
+def play_classic(run: Run, environment: Environment, policy: Params, episodes: int) -> Scores:
+    """One policy, as `classic_player` has it."""
+    return classic_player(run, environment, episodes)(policy)
 
 
 def _scores(episodes: rollout.Episodes, names: Sequence[str]) -> Scores:

@@ -1,7 +1,7 @@
 """What a run trains in: one context for all of it, or chunks of scenarios one after the other.
 
 Scenarios that fit on the device lie there as one bank. Of shards that hold more than `Driving.bank`, chunks of so many
-are drawn (`datasets.stream`: shuffled by the run's seed, each once an epoch, each host its share); a thread reads,
+are drawn (`datasets.stream`: shuffled by the run's seed, each once an epoch; the same on all hosts); a thread reads,
 compiles and sends the next one while the run trains in the one before, so that two are on the device at a time. After
 `Driving.bank_updates` updates all worlds begin new episodes in the next chunk. Which chunk comes when follows from the
 seed and the number of updates alone.
@@ -19,7 +19,6 @@ from collections.abc import Callable, Generator, Sequence
 from typing import Any, NamedTuple
 
 import google_crc32c
-import jax
 import numpy as np
 
 from longhaul import mesh as meshes
@@ -35,7 +34,7 @@ from longhaul.driving.bank import Sizes
 from longhaul.driving.room import Room, needs, padded
 from longhaul.driving.scenario import Scenario
 from longhaul.driving.tables import Tables
-from longhaul.run import Driving, Run, RunError, cores, named
+from longhaul.run import BEGINNING, Driving, Origin, Run, RunError, cores, last_update, named
 from longhaul.types import Environment, PyTree, Spec
 
 AHEAD = 1
@@ -81,8 +80,10 @@ class Feed(NamedTuple):
 class Feeding:
     """A feed under way: the context of now, and a thread that makes the next."""
 
-    def __init__(self, source: Feed):
+    def __init__(self, source: Feed, origin: Origin = BEGINNING):
+        """`origin`: from where the run counts the updates that it makes in each context."""
         self._source = source
+        self._origin = origin
         self._contexts = source.open(Place())
         self.now = next(self._contexts)
 
@@ -96,8 +97,8 @@ class Feeding:
 
     def ends(self, updates: int) -> bool:
         """Whether a run that has made `updates` is to begin in another context."""
-        period = self._source.period
-        return period is not None and updates > 0 and updates % period == 0
+        period, made = self._source.period, updates - self._origin.updates
+        return period is not None and made > 0 and made % period == 0
 
     def turn(self, updates: int) -> None:
         """Takes the context of a run that has made `updates`; the one before is to be held nowhere else."""
@@ -107,12 +108,13 @@ class Feeding:
 
     def until(self, updates: int) -> int | None:
         """At how many updates the context of a run that has made `updates` ends; None: never."""
-        period = self._source.period
-        return None if period is None else (updates // period + 1) * period
+        period, first = self._source.period, self._origin.updates
+        return None if period is None else first + ((updates - first) // period + 1) * period
 
     def place(self, updates: int) -> Place:
         """Where a run that has made `updates` goes on."""
-        over = self.ends(updates) and self.now.place.swaps < updates // (self._source.period or 1)
+        due = self._origin.swaps + (updates - self._origin.updates) // (self._source.period or 1)
+        over = self.ends(updates) and self.now.place.swaps < due
         return self.now.following if over else self.now.place
 
     def close(self) -> None:
@@ -120,8 +122,8 @@ class Feeding:
         self._contexts.close()
 
 
-def feed(run: Run) -> Feed:
-    """What the resolved `run` trains in; its data are read, or where they are streamed, their indices.
+def feed(run: Run, origin: Origin = BEGINNING) -> Feed:
+    """What the resolved `run` trains in from `origin` on; its data are read, or where they are streamed, their indices.
 
     Devices must have been prepared. Raises RunError or BadData, one line, where data can't be used.
     """
@@ -136,7 +138,7 @@ def feed(run: Run) -> Feed:
         library = stream.open(task.data)
         _check(library, task)
         if len(library) > task.bank:
-            return _streamed(run, task, library)
+            return _streamed(run, task, library, origin)
     return _resident(run, task)
 
 
@@ -165,14 +167,14 @@ def _resident(run: Run, task: Driving) -> Feed:
     return Feed(_within(task, *span), once(_send(run, host)), about=about)
 
 
-def _streamed(run: Run, task: Driving, library: Library) -> Feed:
+def _streamed(run: Run, task: Driving, library: Library, origin: Origin = BEGINNING) -> Feed:
     """Chunks of the library."""
     assert task.bank is not None and task.bank_updates is not None
     steps = np.minimum(library.sizes["T"], task.horizon or np.iinfo(np.int64).max)
     objects = min(int(library.sizes["N"].max()), task.objects)
     extents = objects, int(library.sizes["R"].max()), int(library.sizes["L"].max())
     sizes = banks.sizes_of(int(steps.max()), *extents)
-    room = room_for(run, task, library)
+    room = room_for(run, task, library, origin)
 
     def contexts(at: Place) -> Generator[Fed]:
         return _chunks(run, task, library, sizes, room, at)
@@ -182,17 +184,17 @@ def _streamed(run: Run, task: Driving, library: Library) -> Feed:
     return Feed(within, contexts, task.bank_updates, about)
 
 
-def room_for(run: Run, task: Driving, library: Library) -> Room:
+def room_for(run: Run, task: Driving, library: Library, origin: Origin = BEGINNING) -> Room:
     """The room that the chunks of the whole run need, whichever of them is next."""
     assert task.bank is not None and task.bank_updates is not None
     needed = needs(
         library.sizes, library.extents, agents=task.simulator.agents, horizon=task.horizon,
         reactive=task.simulator.traffic == "idm",
     )  # fmt: skip
-    updates = run.total_steps // (run.num_envs * task.simulator.agents * run.num_steps)
-    chunks = -(-updates // task.bank_updates) + AHEAD
+    updates = last_update(run, origin) - origin.updates
+    chunks = origin.swaps - (-updates // task.bank_updates) + AHEAD
     each = np.stack(list(needed.each.values()))
-    most = stream.largest(each, task.bank, chunks, seed=run.seed, hosts=jax.process_count())
+    most = stream.largest(each, task.bank, chunks, seed=run.seed)
     room = {name: max(needed.shared[name] + int(more), 1) for name, more in zip(needed.each, most, strict=True)}
     name = max(room, key=room.__getitem__)
     if room[name] > MOST:
@@ -210,8 +212,8 @@ def _chunks(run: Run, task: Driving, library: Library, sizes: Sizes, room: Room,
         return _send(run, padded(tables.arrange(bank, agents, task.simulator.traffic == "idm"), room))
 
     batches = stream.batches(
-        library, size=size, seed=run.seed, position=at.position, host=jax.process_index(), hosts=jax.process_count(),
-        agents=agents, horizon=task.horizon, objects=task.objects, make=make, ahead=AHEAD,
+        library, size=size, seed=run.seed, position=at.position, agents=agents, horizon=task.horizon,
+        objects=task.objects, make=make, ahead=AHEAD,
     )  # fmt: skip
     try:
         swaps, begin = at.swaps, at.position
@@ -232,7 +234,7 @@ def _within(task: Driving, least: int, most: int, dt: float) -> Callable[[PyTree
 
 def _send(run: Run, host: Tables) -> Tables:
     """The tables on each device of the run's mesh."""
-    sent: Tables = jax.device_put(host, meshes.replicated(meshes.make_mesh(run.devices)))
+    sent: Tables = meshes.everywhere(host, meshes.make_mesh(run.devices))
     return sent
 
 

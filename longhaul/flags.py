@@ -38,6 +38,7 @@ class Flag(NamedTuple):
     help: str
     many: bool = False
     shown: str | None = None  # what the help says of the default, where its value does not say it
+    aliases: tuple[str, ...] = ()  # other words for it: "total-timesteps"
 
     @property
     def positional(self) -> bool:
@@ -118,6 +119,7 @@ def parse(command: str, about: str, groups: Mapping[str, Sequence[Flag]], words:
 
     flags = [flag for group in groups.values() for flag in group]
     asked = any(word in ("-h", "--help") for word in words)
+    words = list(words) if asked else _without_aliases(flags, words)
     given = frozenset() if asked else _check(command, flags, words)
     made: Any = _dataclass(groups)
     try:
@@ -195,7 +197,8 @@ def _annotation(flag: Flag) -> Any:
         is_instance=lambda value: True, str_from_instance=write,
     )  # fmt: skip
     name = None if flag.positional else flag.name
-    argument = tyro.conf.arg(name=name, help=flag.help, help_behavior_hint=hint)
+    others = tuple(f"--{alias}" for alias in flag.aliases) or None
+    argument = tyro.conf.arg(name=name, aliases=others, help=flag.help, help_behavior_hint=hint)
     return Annotated[(Any, spec, argument, *((tyro.conf.Positional,) if flag.positional else ()))]
 
 
@@ -219,6 +222,25 @@ def _split(word: str) -> tuple[str, bool, str]:
     """ "--num_envs=4" -> ("num-envs", True, "4")."""
     name, equals, value = word[2:].partition("=")
     return name.replace("_", "-"), bool(equals), value
+
+
+def _without_aliases(flags: Sequence[Flag], words: Sequence[str]) -> list[str]:
+    """`words` with each flag by its own name. Raises FlagError where two names of one are given different values."""
+    own = {alias: flag for flag in flags for alias in flag.aliases}
+    named = {flag.name: flag for flag in flags if flag.aliases} | own
+    seen: dict[str, tuple[str, str]] = {}
+    plain = list(words)
+    for i, word in enumerate(words):
+        name, equals, value = _split(word) if word.startswith("--") else ("", False, "")
+        if name not in named:
+            continue
+        flag = named[name]
+        plain[i] = f"--{flag.name}={value}" if equals else f"--{flag.name}"
+        value = value if equals else "".join(words[i + 1 : i + 2])
+        before, known = seen.setdefault(flag.name, (name, value))
+        if before != name and known != value:
+            raise FlagError(f"--{before} is {known} and --{name}, another word for it, is {value}; give one of them")
+    return plain
 
 
 def _check(command: str, flags: Sequence[Flag], words: Sequence[str]) -> frozenset[str]:
@@ -257,6 +279,7 @@ def _unknown(command: str, flags: Sequence[Flag], unknown: Sequence[str]) -> str
     if first is None:
         return f"{unknown[0]!r} is one word too many; see longhaul {command} --help"
     name = _split(first)[0] if first.startswith("--") else first[1:]
-    near = nearest(name, [flag.name for flag in flags if not flag.positional])  # without "--", which is like any other
+    names = [name for flag in flags if not flag.positional for name in (flag.name, *flag.aliases)]
+    near = nearest(name, names)  # without "--", which is like any other
     hint = f"did you mean --{' or --'.join(near)}?" if near else f"see longhaul {command} --help"
     return f"longhaul {command} has no flag {first.partition('=')[0]}; {hint}"

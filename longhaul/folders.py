@@ -15,22 +15,28 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from longhaul import pages
+from longhaul import hosts, pages, tracking
 from longhaul.run import Run, RunError, from_dict, resolve, to_dict
 
 FORMAT = 1
 """Of run.json and what lies beside it; a folder of another format is refused."""
 
 
-def new_folder(runs_dir: Path, run: Run, name: str | None) -> Path:
-    """Makes the folder of a new run. Raises RunError where `name` is taken or is no name."""
-    if name is not None and not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}", name):
-        raise RunError(f"--run-name is {name!r}; use letters, digits, '.', '_' and '-', at most 100")
+def new_folder(runs_dir: Path, run: Run, name: str | None, suffix: str | None = None) -> Path:
+    """Makes the folder of a new run. Raises RunError where `name` is taken or is no name.
+
+    Without a name it is called after recipe and time, and `suffix`.
+    """
+    for flag, word in (("run-name", name), ("run-suffix", suffix)):
+        if word is not None and not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}", word):
+            raise RunError(f"--{flag} is {word!r}; use letters, digits, '.', '_' and '-', at most 100")
+    if name is not None and suffix is not None:
+        raise RunError(f"--run-suffix {suffix} and --run-name {name} are both given; leave one out")
     try:
         runs_dir.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise RunError(f"--runs-dir {runs_dir} can't be made ({error.strerror}); give another folder") from error
-    stem = name or f"{run.recipe}-{time.strftime('%Y%m%d-%H%M%S')}"
+    stem = name or "-".join(filter(None, (run.recipe, time.strftime("%Y%m%d-%H%M%S"), suffix)))
     for attempt in range(1000):
         folder = runs_dir / (stem if attempt == 0 else f"{stem}-{attempt + 1}")
         try:
@@ -46,13 +52,16 @@ def new_folder(runs_dir: Path, run: Run, name: str | None) -> Path:
 
 
 def find_folder(runs_dir: Path, run_id: str) -> Path:
-    """The folder of a run by its name or path; RunError with the nearest names where there is none."""
+    """The folder of a run by its name, path or W&B id; RunError with the nearest names where there is none."""
     import difflib
 
     for folder in (runs_dir / run_id, Path(run_id)):
         if (folder / "run.json").is_file():
             return folder
     there = sorted(p.parent.name for p in runs_dir.glob("*/run.json"))
+    for name in there:
+        if run_id in (tracking.run_id(name), tracking.known_id(runs_dir / name)):
+            return runs_dir / name
     near = difflib.get_close_matches(run_id, there, n=3, cutoff=0.4) or there[-3:]
     hint = f"did you mean {' or '.join(near)}?" if near else "there are none yet: longhaul train makes one"
     raise RunError(f"no run {run_id!r} in {runs_dir}; {hint}")
@@ -60,7 +69,13 @@ def find_folder(runs_dir: Path, run_id: str) -> Path:
 
 @contextmanager
 def alone(folder: Path) -> Iterator[None]:
-    """Within it no other process trains in `folder`; RunError where one does. A process that is killed lets go too."""
+    """Within it no other process trains in `folder`; RunError where one does. A process that is killed lets go too.
+
+    Of processes that train together, the first one locks it.
+    """
+    if hosts.index() > 0:
+        yield
+        return
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         try:

@@ -117,7 +117,22 @@ def place(value: Any, leaf: Any, entry: Entry) -> Any:
     elif entry.get("weak"):
         value = _weaken(np.asarray(value))
     sharding = _sharding(leaf)
-    return jnp.asarray(value) if sharding is None else jax.device_put(value, sharding)
+    return jnp.asarray(value) if sharding is None else put(value, sharding)
+
+
+def put(value: Any, sharding: jax.sharding.Sharding) -> jax.Array:
+    """An array, NumPy's or JAX's, laid out so. Where other processes have a part of it, all have the same value, and
+    each takes its own part of that: none asks the others, or waits for them.
+    """
+    if sharding.is_fully_addressable:
+        return jax.device_put(value, sharding)
+    if isinstance(value, jax.Array) and value.sharding == sharding:
+        return value
+    if _is_key(value):
+        data = put(jax.random.key_data(value), sharding)
+        return jax.random.wrap_key_data(data, impl=jax.random.key_impl(value))
+    whole = np.asarray(value)
+    return jax.make_array_from_callback(whole.shape, sharding, lambda index: whole[index])
 
 
 def _is_key(leaf: Any) -> bool:

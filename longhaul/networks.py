@@ -6,9 +6,10 @@ does not matter. The last feature of an item says whether it is there (1) or pad
 `mtr` attend to the items (encoders.py); their width is the first of `sizes`, their depth how many there are, and GELU
 their activation.
 
-Without memory the actor and the critic of `mlp` and `deepset` are two towers (PureJaxRL's layout); with `memory > 0`
-they share a torso and a gated recurrent unit (Cho et al. 2014) of that width. An encoder by attention is shared, for it
-is nearly all of the work; each head then has a hidden layer of its own.
+Without memory the actor and the critic of `mlp` and `deepset` are two towers (PureJaxRL's layout), unless they are to
+be `shared`: then they have one torso, and an `mlp` is computed as perceptron.py has it. With `memory > 0` they share a
+torso and a gated recurrent unit (Cho et al. 2014) of that width. An encoder by attention is shared, for it is nearly
+all of the work; each head then has a hidden layer of its own.
 
 With `precision` "bf16" the torso computes in bfloat16; parameters, memory (in which rounding would add up along time)
 and the last layers stay in float32.
@@ -25,12 +26,16 @@ import jax.numpy as jnp
 import numpy as np
 
 from longhaul import encoders
+from longhaul.perceptron import perceptron
 from longhaul.types import Key, Params, PyTree
 
 ACTIVATIONS: dict[str, Callable[[jax.Array], jax.Array]] = {
     "tanh": nn.tanh, "relu": nn.relu, "silu": nn.silu, "gelu": nn.gelu,
 }  # fmt: skip
 TORSOS = ("mlp", "deepset", *encoders.ENCODERS)
+INITS = ("orthogonal", "lecun")
+"""How kernels begin: orthogonal with a scale of their own (0.01 for the policy's), or as Flax does if not told."""
+
 PRECISIONS = {"fp32": jnp.float32, "bf16": jnp.bfloat16}
 """What a torso computes in."""
 
@@ -44,6 +49,8 @@ class ActorCritic(NamedTuple):
     init: Callable[[Key], Params]
     apply: Callable[[Params, PyTree, PyTree], tuple[jax.Array, jax.Array, PyTree]]
     memory: Callable[[int], PyTree]  # B -> memory at an episode's start
+    live: Callable[[Params], Params] = lambda params: params
+    """What has a gradient of the parameters; `apply` takes it as well. Found once, it serves many chunks of a batch."""
 
 
 def count(params: Params) -> int:
@@ -51,8 +58,13 @@ def count(params: Params) -> int:
     return sum(int(np.prod(leaf.shape)) for leaf in jax.tree.leaves(params))
 
 
-def _dense(features: int, scale: float, name: str, dtype: Any = jnp.float32) -> nn.Dense:
-    return nn.Dense(features, dtype=dtype, kernel_init=nn.initializers.orthogonal(scale), name=name)
+def _kernels(begin: str) -> Callable[[float], Callable[..., jax.Array]]:
+    """scale -> what draws a kernel."""
+    return nn.initializers.orthogonal if begin == "orthogonal" else lambda scale: nn.initializers.lecun_normal()
+
+
+def _dense(features: int, scale: float, name: str, begin: str, dtype: Any = jnp.float32) -> nn.Dense:
+    return nn.Dense(features, dtype=dtype, kernel_init=_kernels(begin)(scale), name=name)
 
 
 class _Torso(nn.Module):
@@ -64,6 +76,7 @@ class _Torso(nn.Module):
     ranks: Sequence[int]  # the rank of each leaf of one observation
     dtype: Any
     remat: bool
+    begin: str
 
     @nn.compact
     def __call__(self, observation: PyTree) -> jax.Array:
@@ -76,13 +89,13 @@ class _Torso(nn.Module):
         for i, (leaf, rank) in enumerate(zip(leaves, self.ranks, strict=True)):
             x = leaf.astype(jnp.float32)
             if self.kind == "deepset" and rank == 2:
-                items = act(_dense(self.sizes[0] // 2, np.sqrt(2.0), f"item_{i}", self.dtype)(x))
+                items = act(_dense(self.sizes[0] // 2, np.sqrt(2.0), f"item_{i}", self.begin, self.dtype)(x))
                 parts.append(jnp.max(items * x[..., -1:].astype(items.dtype), axis=-2))
             else:
                 parts.append(x.reshape(*x.shape[:lead], -1).astype(self.dtype))
         x = jnp.concatenate(parts, axis=-1) if len(parts) > 1 else parts[0]
         for i, size in enumerate(self.sizes):
-            x = act(_dense(size, np.sqrt(2.0), f"layer_{i}", self.dtype)(x))
+            x = act(_dense(size, np.sqrt(2.0), f"layer_{i}", self.begin, self.dtype)(x))
         return x
 
     def _attend(self, observation: PyTree) -> jax.Array:
@@ -104,30 +117,32 @@ class _Network(nn.Module):
     ranks: Sequence[int]
     dtype: Any
     remat: bool
+    begin: str
     outputs: int
     free: int
     width: int
+    shared: bool
 
     @nn.compact
     def __call__(self, memory: PyTree, observation: PyTree) -> tuple[jax.Array, jax.Array, PyTree]:
-        torso = (self.kind, self.sizes, self.activation, self.ranks, self.dtype, self.remat)
+        torso = (self.kind, self.sizes, self.activation, self.ranks, self.dtype, self.remat, self.begin)
         attends = self.kind in encoders.ENCODERS
         if self.width:
             features = _Torso(*torso, name="torso")(observation)
             memory, features = nn.GRUCell(self.width, name="memory")(memory, features.astype(jnp.float32))
             for_actor = for_critic = features
-        elif attends:
+        elif attends or self.shared:
             for_actor = for_critic = _Torso(*torso, name="torso")(observation)
         else:
             for_actor = _Torso(*torso, name="actor")(observation)
             for_critic = _Torso(*torso, name="critic")(observation)
         if attends:
             for_actor, for_critic = (
-                nn.gelu(_dense(self.sizes[0], np.sqrt(2.0), name, self.dtype)(features))
+                nn.gelu(_dense(self.sizes[0], np.sqrt(2.0), name, self.begin, self.dtype)(features))
                 for features, name in ((for_actor, "policy_hidden"), (for_critic, "value_hidden"))
             )
-        parameters = _dense(self.outputs, 0.01, "policy")(for_actor)
-        value = _dense(1, 1.0, "value")(for_critic)[..., 0]
+        parameters = _dense(self.outputs, 0.01, "policy", self.begin)(for_actor)
+        value = _dense(1, 1.0, "value", self.begin)(for_critic)[..., 0]
         if self.free:
             extra = self.param("log_std", nn.initializers.constant(-0.5), (self.free,))
             extra = jnp.broadcast_to(extra, (*parameters.shape[:-1], self.free))
@@ -146,11 +161,16 @@ def actor_critic(
     memory: int = 0,
     precision: str = "fp32",
     remat: bool = False,
+    shared: bool = False,
+    begin: str = "orthogonal",
+    live: Sequence[int] | None = None,
 ) -> ActorCritic:
     """The network for observations like `observation` (a pytree of ShapeDtypeStruct) and `outputs` policy parameters.
 
     `free` more parameters do not depend on the observation. `memory` is the width of the recurrent unit, 0 for none.
     With `remat` the blocks of an encoder are computed again for the gradient: less memory, about a third more work.
+    `begin` is one of INITS. `live`, where `takes_live` allows it: the network is applied only to the inputs at these
+    places, the others being 0 in any observation.
     """
     if torso not in TORSOS:
         raise ValueError(f"torso is {torso!r}; it must be one of {', '.join(TORSOS)}")
@@ -158,13 +178,24 @@ def actor_critic(
         raise ValueError(f"activation is {activation!r}; it must be one of {', '.join(ACTIVATIONS)}")
     if precision not in PRECISIONS:
         raise ValueError(f"precision is {precision!r}; it must be one of {', '.join(PRECISIONS)}")
+    if begin not in INITS:
+        raise ValueError(f"init is {begin!r}; it must be one of {', '.join(INITS)}")
     if not sizes or min(sizes) < 1 or memory < 0:
         raise ValueError(
             f"sizes are {tuple(sizes)} and memory {memory}; give at least one positive size and memory >= 0"
         )
     leaves = jax.tree.leaves(observation)
     ranks = tuple(len(leaf.shape) for leaf in leaves)
-    network = _Network(torso, tuple(sizes), activation, ranks, PRECISIONS[precision], remat, outputs, free, memory)
+    if takes_live(torso, shared, memory):
+        made = perceptron(
+            count(observation), ranks, outputs, free=free, sizes=sizes, activation=ACTIVATIONS[activation],
+            dtype=PRECISIONS[precision], kernels=_kernels(begin), live=live,
+        )  # fmt: skip
+        return ActorCritic(made.init, lambda p, carried, seen: (*made.apply(p, seen), carried), lambda _: (), made.live)
+    assert live is None, "only `takes_live` may be asked for it"
+    network = _Network(
+        torso, tuple(sizes), activation, ranks, PRECISIONS[precision], remat, begin, outputs, free, memory, shared
+    )
 
     def initial(batch: int) -> PyTree:
         return jnp.zeros((batch, memory), jnp.float32) if memory else ()
@@ -177,3 +208,8 @@ def actor_critic(
         return network.apply({"params": params}, carried, observed)  # type: ignore[return-value]
 
     return ActorCritic(init, apply, initial)
+
+
+def takes_live(torso: str, shared: bool, memory: int) -> bool:
+    """Whether such a network can leave out inputs that are always 0."""
+    return torso == "mlp" and shared and not memory

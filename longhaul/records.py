@@ -22,9 +22,15 @@ class Sums:
         """Adds the first n updates of `rows`, arrays [n or more] by name.
 
         "episodes" counts those that ended, "episode/NAME" sums over those of them that tell it: "episodes/NAME", or
-        all where there is no such count. The others are an update's own.
+        all where there is no such count. "peak/NAME" is the greatest of an update, -inf where there was none. The
+        others are an update's own.
         """
         for name, values in rows.items():
+            if name.startswith("peak/"):
+                peak = float(np.max(values[:n], initial=-math.inf))
+                if peak > self._totals.get(name, -math.inf):
+                    self._totals[name] = peak
+                continue
             total = float(np.sum(np.asarray(values[:n], np.float64)))
             self._totals[name] = self._totals.get(name, 0.0) + total
         self.updates += n
@@ -34,7 +40,7 @@ class Sums:
         return {"updates": self.updates, "totals": dict(self._totals)}
 
     def take(self) -> Record:
-        """The record of at least one update: an episode's mean, the rest's; and begins anew.
+        """The record of at least one update: an episode's mean, the greatest of peaks, the rest's mean; begins anew.
 
         Where no episode ended, its return is NaN; a metric that no episode told is left out.
         """
@@ -43,6 +49,9 @@ class Sums:
         counts = {name: totals.pop(name) for name in list(totals) if name.startswith("episodes/")}
         record = {"episode/count": episodes}
         for name, total in sorted(totals.items()):
+            if name.startswith("peak/"):
+                record[name] = total
+                continue
             told = "episodes/" + name.removeprefix("episode/")
             count = counts.get(told, episodes) if name.startswith("episode/") else updates
             if count or told not in counts:

@@ -19,6 +19,7 @@ import numpy as np
 from longhaul import curves, pages
 from longhaul.driving import player
 from longhaul.driving.recording import Recording
+from longhaul.health import Finding
 
 COUNTERS = ("update", "env_steps", "agent_steps", "wall_seconds")
 """Fields of a record that count how far it is; all others are metrics."""
@@ -81,6 +82,7 @@ def write_report(
     records: Sequence[Mapping[str, Any]],
     result: Mapping[str, Any],
     recordings: Sequence[Recording] = (),
+    findings: Sequence[Finding] = (),
 ) -> None:
     """Writes `path`, at once or not at all.
 
@@ -97,6 +99,7 @@ def write_report(
         _section("Evaluation", _evaluation(result.get("evaluation"))),
         _section("Driving", f'<div class="card">{player.section(recordings)}</div>' if recordings else ""),
         *_curves(records),
+        _section("Health", _health(findings)),
         _section("Where it comes from", _provenance(run)),
         _section("Configuration", _folded("run.json", whole) + _folded("result.json", result)),
     ]
@@ -195,6 +198,21 @@ def best_policies(column: str, rows: Mapping[str, Mapping[str, Any]]) -> set[str
         return set()
     best = max(values.values()) if column in HIGHER else min(values.values())
     return {policy for policy, value in values.items() if value == best}
+
+
+def _health(findings: Sequence[Finding]) -> str:
+    """What went wrong, from which update to which."""
+    if not findings:
+        return ""
+    heads = "".join(f'<th scope="col">{name}</th>' for name in ("what", "from update", "to", "remedy"))
+    body = []
+    for found in findings:
+        until = "the end" if found.until is None else _count(float(found.until))
+        cells = (_count(float(found.since)), until, _text(found.remedy))
+        row = "".join(f"<td>{cell}</td>" for cell in cells)
+        body.append(f'<tr><th scope="row">{_text(found.says)}</th>{row}</tr>')
+    table = f"<table><thead><tr>{heads}</tr></thead><tbody>{''.join(body)}</tbody></table>"
+    return f'<div class="card table">{table}</div>'
 
 
 def _curves(records: Sequence[Mapping[str, Any]]) -> list[str]:

@@ -11,7 +11,19 @@ import jax.numpy as jnp
 
 from longhaul import randomness
 from longhaul.environment import Worlds, WorldsState
-from longhaul.types import Collector, Environment, Key, Measure, Metrics, Params, PyTree, Rollout, Successors
+from longhaul.types import (
+    ENVIRONMENT,
+    INFERENCE,
+    Collector,
+    Environment,
+    Key,
+    Measure,
+    Metrics,
+    Params,
+    PyTree,
+    Rollout,
+    Successors,
+)
 
 Act = Callable[[Params, PyTree, PyTree, Key | None], tuple[jax.Array, PyTree, PyTree]]
 
@@ -59,7 +71,8 @@ def collector(
 
     `starts` fresh episodes a world are drawn for each rollout (default: one for every 8 steps, at most 16). The metrics
     of a rollout are sums over the episodes that ended in it, "episodes" of them: "episode/return", "episode/length" and
-    each "episode/NAME" of the environment, which was valid in "episodes/NAME" of them.
+    each "episode/NAME" of the environment, which was valid in "episodes/NAME" of them; "peak/NAME" is the greatest of
+    `Spec.peaks`, -inf where none was valid.
     """
     if steps < 1:
         raise ValueError(f"num_steps is {steps}; at least 1 is needed")
@@ -73,7 +86,8 @@ def collector(
 
     def collect(params: Params, carry: Carry, key: Key, version: jax.Array) -> tuple[Carry, Rollout, Metrics]:
         key_starts, key_steps = jax.random.split(key)
-        bank = worlds.fresh(key_starts, starts)
+        with jax.named_scope(ENVIRONMENT):
+            bank = worlds.fresh(key_starts, starts)
         initial_memory = memory(worlds.columns)
         kept = jax.tree.map(lambda leaf: jnp.zeros((slots, *leaf.shape), leaf.dtype), carry.observation)
 
@@ -81,8 +95,10 @@ def collector(
             (state, observation, remembered), tally, kept, used = scanned
             key_act, key_world = randomness.split(key_t, 2)
             valid = worlds.valid(state) if masked else None
-            action, remembered, extras = act(params, remembered, observation, key_act)
-            state, tally, led_to = worlds.step(state, tally, action, key_world, bank)
+            with jax.named_scope(INFERENCE):
+                action, remembered, extras = act(params, remembered, observation, key_act)
+            with jax.named_scope(ENVIRONMENT):
+                state, tally, led_to = worlds.step(state, tally, action, key_world, bank)
             ended = led_to.terminated | led_to.truncated
             # A step that did both is an end: its value is zero, and it needs no successor.
             truncated = led_to.truncated & ~led_to.terminated
@@ -108,7 +124,8 @@ def collector(
         )  # fmt: skip
         sums = {f"episode/{name}": jnp.sum(total) for name, total in tally.sums.items()}
         counts = {f"episodes/{name}": jnp.sum(count) for name, count in tally.counts.items()}
-        return after, data, {"episodes": jnp.sum(tally.episodes)} | sums | counts
+        peaks = {f"peak/{name}": jnp.max(peak) for name, peak in tally.peaks.items()}
+        return after, data, {"episodes": jnp.sum(tally.episodes)} | sums | counts | peaks
 
     return Collector(start, collect, steps * worlds.columns, steps * worlds.worlds)
 

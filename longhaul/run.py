@@ -15,12 +15,15 @@ from typing import Any, NamedTuple
 import jax
 from jax.sharding import Mesh
 
+from longhaul import compilation, hosts
 from longhaul import mesh as meshes
 from longhaul.algorithms import ppo
 from longhaul.driving import simulator
 from longhaul.environment import vectorise
 from longhaul.envs import registry
+from longhaul.health import Bounds
 from longhaul.rollout import collector
+from longhaul.scaling import rules
 from longhaul.topologies import fused
 from longhaul.types import Algorithm, Collector, Environment, Progress, PyTree, Spec
 from longhaul.worlds import HELD_OUT
@@ -74,6 +77,9 @@ class Run:
     total_steps: int = 1_000_000
     num_envs: int = 64  # worlds
     num_steps: int = 128  # of each world an update
+    scaling: str = "none"  # rule by which minibatches and epochs that are None follow from the batch
+    lr_rule: str = "none"  # how the learning rate follows from the batch
+    base_batch: int | None = None  # steps of the batch that the learning rate is meant for; None: the run's own
     seed: int = 0
     devices: int | None = None  # shards of the `data` axis
     threads: int | None = None  # of the CPU; how sums are cut, and so their last bits, depends on it
@@ -82,7 +88,22 @@ class Run:
     save_interval_minutes: float = 10.0
     save_interval: int | None = None  # updates, instead of minutes
     keep: int = 3  # checkpoints
+    keep_every: int | None = None  # updates, of each of which a checkpoint stays for good
+    rollbacks: int = 3  # how often the run goes back from numbers that are not finite, and on with other random ones
     evaluation_episodes: int | None = None
+    health: Bounds = field(default_factory=Bounds)
+
+
+class Origin(NamedTuple):
+    """From where a run counts with the sizes that it has now: the end of what was done with others."""
+
+    updates: int = 0
+    agent_steps: int = 0
+    env_steps: int = 0
+    swaps: int = 0  # chunks of its data before
+
+
+BEGINNING = Origin()
 
 
 class Assembly(NamedTuple):
@@ -93,12 +114,20 @@ class Assembly(NamedTuple):
     collector_in: fused.CollectorIn
     enter: fused.Enter
     mesh: Mesh
-    updates: int
+    updates: int  # at its end
     steps_per_update: int  # agent steps, over all shards
     env_steps_per_update: int
+    origin: Origin = BEGINNING
 
     def start(self, seed: int, context: PyTree) -> Progress:
         return fused.start(self.algorithm, self.enter, context, jax.random.key(seed), self.mesh)
+
+    def agent_steps(self, updates: int) -> int:
+        """Of a run that has made `updates`, which are no fewer than its origin's."""
+        return self.origin.agent_steps + (updates - self.origin.updates) * self.steps_per_update
+
+    def env_steps(self, updates: int) -> int:
+        return self.origin.env_steps + (updates - self.origin.updates) * self.env_steps_per_update
 
 
 def agents(run: Run) -> int:
@@ -119,7 +148,7 @@ def resolve(run: Run) -> Run:
         _check_driving(run.environment)
     if run.topology not in TOPOLOGIES:
         raise RunError(f"--topology is {run.topology!r}; it must be one of {', '.join(TOPOLOGIES)}")
-    devices = run.devices or _default_devices(run)
+    devices, processes = run.devices or _default_devices(run), hosts.count()
     if run.num_envs % devices:
         raise RunError(
             f"--num-envs is {run.num_envs}, which {devices} devices can't share evenly; "
@@ -130,12 +159,13 @@ def resolve(run: Run) -> Run:
         raise RunError(
             f"--num-envs x agents x --num-steps is {columns * run.num_steps} on a device; it must be at most {MOST}"
         )
+    steps = run.num_envs * agents(run) * run.num_steps
+    algorithm = _learning(run, steps, columns)
     try:
-        ppo.check(run.algorithm, columns=columns, steps=run.num_steps)
+        ppo.check(algorithm, columns=columns, steps=run.num_steps)
     except ValueError as error:
         name, _, rest = str(error).partition(" ")
         raise RunError(f"--{_flag(name)} {rest}") from error
-    steps = run.num_envs * agents(run) * run.num_steps
     updates = run.total_steps // steps
     if not 1 <= updates <= MOST:
         raise RunError(
@@ -149,7 +179,8 @@ def resolve(run: Run) -> Run:
         task = dataclasses.replace(task, data=data, bank_updates=_bank_updates(task, run.num_envs * run.num_steps))
     episodes = run.evaluation_episodes or (128 if isinstance(task, Driving) else 100)
     return dataclasses.replace(
-        run, environment=task, devices=devices, threads=run.threads or _default_threads(devices),
+        run, environment=task, algorithm=algorithm, base_batch=run.base_batch or steps, devices=devices,
+        threads=run.threads or _default_threads(-(-devices // processes)) * processes,
         log_interval=log_interval, block=block, evaluation_episodes=episodes,
     )  # fmt: skip
 
@@ -158,7 +189,14 @@ def _check_numbers(run: Run) -> None:
     for name in ("total_steps", "num_envs", "num_steps", "keep"):
         if getattr(run, name) < 1:
             raise RunError(f"--{_flag(name)} is {getattr(run, name)}; it must be at least 1")
-    for name in ("devices", "threads", "log_interval", "block", "save_interval", "evaluation_episodes"):
+    if run.rollbacks < 0:
+        raise RunError(f"--rollbacks is {run.rollbacks}; it must be at least 0")
+    for name, allowed in (("scaling", rules.SCALINGS), ("lr_rule", rules.LR_RULES)):
+        if getattr(run, name) not in allowed:
+            raise RunError(f"--{_flag(name)} is {getattr(run, name)!r}; it must be one of {', '.join(allowed)}")
+    optional = ("devices", "threads", "log_interval", "block", "save_interval", "evaluation_episodes", "base_batch",
+                "keep_every")  # fmt: skip
+    for name in optional:
         value = getattr(run, name)
         if value is not None and value < 1:
             raise RunError(f"--{_flag(name)} is {value}; it must be at least 1")
@@ -169,6 +207,15 @@ def _check_numbers(run: Run) -> None:
     for name, value in _floats(to_dict(run)):
         if not math.isfinite(value):
             raise RunError(f"--{_flag(name)} is {value}; it must be finite")
+
+
+def _learning(run: Run, steps: int, columns: int) -> ppo.Config:
+    """The algorithm with minibatches and epochs for a batch of `steps` steps, `columns` columns of it on a device."""
+    config = run.algorithm
+    rows = columns if config.memory else columns * run.num_steps
+    given = config.num_minibatches, config.update_epochs
+    minibatches, epochs = rules.decide(steps, rows, run.scaling, *given)
+    return dataclasses.replace(config, num_minibatches=minibatches, update_epochs=epochs)
 
 
 def _floats(value: Any, name: str = "") -> Iterator[tuple[str, float]]:
@@ -217,19 +264,28 @@ def _intervals(run: Run, updates: int, steps: int) -> tuple[int, int]:
     block = max(1, min(run.block or min(64, 32_768 // steps, run.save_interval or updates), wanted))
     if run.log_interval is None:
         return block * -(-updates // (block * MOST_RECORDS)), block
-    calls = -(-wanted // block)
+    whole = next(n for n in range(block, 0, -1) if wanted % n == 0)
+    if 3 * whole >= block:
+        return wanted, whole
+    calls = -(-wanted // block)  # a record of a little less, rather than calls that are far too short
     return calls * (wanted // calls), wanted // calls
 
 
 def _default_devices(run: Run) -> int:
     """All local devices. On a CPU that is a shard a core, where batches are large enough to be worth cutting."""
-    if os.environ.get("JAX_PLATFORMS", "").startswith("cpu") or not _has_accelerator():
-        shards = cores() if run.num_envs >= 64 else 1
+    processes = hosts.count()
+    if on_cpu():
+        own = int(os.environ.get(hosts.DEVICES, 0)) or (cores() if run.num_envs >= 64 else 1)
     else:
-        shards = jax.local_device_count()
-    while run.num_envs % shards:
-        shards -= 1
-    return shards
+        own = jax.local_device_count()
+    while own > 1 and run.num_envs % (processes * own):
+        own -= 1
+    return processes * own
+
+
+def on_cpu() -> bool:
+    """Whether a run computes on the CPU, told without starting JAX."""
+    return os.environ.get("JAX_PLATFORMS", "").startswith("cpu") or not _has_accelerator()
 
 
 def _has_accelerator() -> bool:
@@ -246,19 +302,34 @@ def _default_threads(devices: int) -> int:
 
 
 def prepare_devices(devices: int, threads: int | None = None) -> None:
-    """Makes the CPU show `devices` devices, with `threads` in all. Call it before JAX runs; then it changes nothing."""
-    os.environ["NPROC"] = str(threads or _default_threads(devices))
+    """Makes the CPU show `devices` devices, with `threads` in all. Call it before JAX runs; then it changes nothing.
+
+    Of several processes each has an equal part of both.
+    """
+    processes, all_devices = hosts.count(), devices
+    if devices % processes:
+        raise RunError(
+            f"--mesh is data={devices}, which {processes} processes can't share evenly; choose a multiple of "
+            f"{processes}, or another number of processes"
+        )
+    devices //= processes
+    threads = threads or _default_threads(devices) * processes
+    os.environ["NPROC"] = str(threads if processes == 1 else max(threads // processes, devices))
+    compilation.keep(int(os.environ["NPROC"]), on_cpu=on_cpu())
     # A bank of scenarios that a program closes over stays an array beside it; else it is text inside of it, and larger.
     jax.config.update("jax_use_simplified_jaxpr_constants", True)
     try:
         jax.config.update("jax_num_cpu_devices", devices)
     except RuntimeError:
-        if len(jax.devices()) < devices:
-            raise RunError(f"{devices} devices are wanted, and JAX already runs with {len(jax.devices())}") from None
+        if len(jax.devices()) < all_devices:
+            there = len(jax.devices())
+            raise RunError(f"{all_devices} devices are wanted, and JAX already runs with {there}") from None
 
 
-def assemble(run: Run, within: Callable[[PyTree], Environment], context: PyTree) -> Assembly:
-    """The functions of a resolved run.
+def assemble(
+    run: Run, within: Callable[[PyTree], Environment], context: PyTree, origin: Origin = BEGINNING
+) -> Assembly:
+    """The functions of a resolved run, from `origin` on.
 
     What environments read and never write is their context, () for most; `within` gives the environment in a context,
     also while a program is traced. `context` is one of them: all have the same shapes and the same spec.
@@ -267,15 +338,39 @@ def assemble(run: Run, within: Callable[[PyTree], Environment], context: PyTree)
     mesh, worlds = meshes.make_mesh(run.devices), run.num_envs // run.devices
     spec = within(context).spec
     steps = run.num_envs * agents(run) * run.num_steps
-    updates = run.total_steps // steps
-    algorithm = ppo.ppo(spec, run.algorithm, updates=updates, mean=meshes.mean_over_data)
+    updates = last_update(run, origin)
+    algorithm = ppo.ppo(
+        spec, dataclasses.replace(run.algorithm, lr=learning_rate(run)), updates=updates, mean=meshes.mean_over_data,
+        first=origin.updates, done=origin.agent_steps / run.total_steps,
+    )  # fmt: skip
 
     def collector_in(context: PyTree) -> Collector:
         many = vectorise(within(context), worlds)
         return collector(many, algorithm.act, algorithm.memory, steps=run.num_steps)
 
     enter = fused.entering(collector_in, mesh)
-    return Assembly(spec, algorithm, collector_in, enter, mesh, updates, steps, run.num_envs * run.num_steps)
+    return Assembly(spec, algorithm, collector_in, enter, mesh, updates, steps, run.num_envs * run.num_steps, origin)
+
+
+def last_update(run: Run, origin: Origin = BEGINNING) -> int:
+    """The number of a run's last update: what is left of its steps from `origin` on, in whole updates."""
+    return origin.updates + (run.total_steps - origin.agent_steps) // (run.num_envs * agents(run) * run.num_steps)
+
+
+def decisions(run: Run) -> list[str]:
+    """Lines on what followed from the batch of a resolved run."""
+    config, steps = run.algorithm, run.num_envs * agents(run) * run.num_steps
+    assert run.devices is not None and config.num_minibatches is not None and config.update_epochs is not None
+    rows = steps // run.devices // (run.num_steps if config.memory else 1)
+    chosen = rules.Passes(config.num_minibatches, config.update_epochs)
+    return rules.describe(steps, run.base_batch or steps, run.scaling, chosen, rows, run.lr_rule, config.lr)
+
+
+def learning_rate(run: Run) -> float:
+    """The learning rate of a resolved run at its batch, before it is annealed."""
+    steps = run.num_envs * agents(run) * run.num_steps
+    factor = rules.lr_factor(run.lr_rule, steps, run.base_batch or steps)
+    return run.algorithm.lr if factor == 1.0 else run.algorithm.lr * factor
 
 
 def named(environment: Named) -> Environment:

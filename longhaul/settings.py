@@ -10,16 +10,21 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from longhaul import flags, networks
+from longhaul import flags, networks, resumption, tracking
 from longhaul.driving import config, objectives
 from longhaul.flags import DEBUG, FLOAT, INT, PATH, SWITCH, TEXT, Flag, FlagError, Kind, choice, optional
 from longhaul.folders import load_run
-from longhaul.run import TOPOLOGIES, Run, RunError
+from longhaul.run import TOPOLOGIES, Run, RunError, agents
+from longhaul.scaling import rules
 
 HELP = {
     "total-steps": "agent steps to train for",
     "num-envs": "worlds that are stepped at once",
     "num-steps": "steps of each world between two updates",
+    "scaling": "minibatches and epochs that are not given: 4 and 4, or by the batch where it is above 32,768 steps",
+    "lr-rule": "how lr follows from the batch, against that of --base-batch: not, linearly, by the square root",
+    "base-batch": "agent steps of the update that lr is meant for",
+    "warmup": "updates over which the learning rate rises to lr at the beginning",
     "seed": "all random numbers come from it",
     "mesh": "devices that share the worlds, as data=N or data=N,model=1",
     "threads": "of the CPU, in all; the last bits of sums depend on it",
@@ -63,14 +68,15 @@ HELP = {
     "anneal": "let the learning rate fall to 0 over the run",
     "gamma": "discount of a step",
     "gae-lambda": "lambda of the advantage estimate",
-    "num-minibatches": "minibatches of an epoch; must divide a device's batch",
-    "update-epochs": "passes over the batch of an update",
+    "num-minibatches": "minibatches of an epoch, which must divide a device's batch; none: by --scaling",
+    "update-epochs": "passes over the batch of an update; none: by --scaling",
     "clip-eps": "how far the policy's ratio may move",
     "clip-value": "clip the value's loss, too",
     "vf-coef": "weight of the value's loss",
     "ent-coef": "weight of the entropy",
     "ent-coef-final": "what ent-coef goes to over the run; none: constant",
     "max-grad-norm": "longer gradients are cut to it",
+    "adam-eps": "what Adam adds to the root of its second moment",
     "normalise-advantage": "advantages of a batch get mean 0 and deviation 1",
     "normalise-observation": "observations by running mean and deviation",
     "reward-scale": "factor on rewards for learning",
@@ -80,6 +86,8 @@ HELP = {
     "num-layers": "layers of the torso, or blocks of an encoder by attention",
     "model-size": "millions of parameters, 0.3 to 25, from which hidden-dim and num-layers follow; none: they count",
     "activation": "between layers of mlp and deepset",
+    "shared": "actor and critic of mlp and deepset have one torso, without memory, too",
+    "init": "first weights of mlp, deepset and heads; lecun: Flax's default",
     "memory": "width of the recurrent unit; 0: none",
     "chunk": "rows of a minibatch whose gradient is taken at once; a matter of speed",
     "precision": "what the torso computes in; parameters and losses are fp32",
@@ -89,11 +97,21 @@ HELP = {
     "save-interval-minutes": "minutes between two checkpoints",
     "save-interval": "updates between two checkpoints, instead of minutes",
     "keep": "newest checkpoints that stay",
+    "keep-every": "of each so many updates one checkpoint stays for good, beside the newest; none: only those",
+    "rollbacks": "goings back from updates with NaN or infinity, each on with other random numbers; then the run fails",
+    "health": "say it when a run falls ill, or gets well again",
+    "health-entropy": "nats below which the policy has collapsed; none: chosen by the actions",
+    "health-kl": "approx_kl above which the policy moves too far an update; none: any",
+    "health-clip": "clip fraction above which too many steps are cut off; none: any",
+    "health-window": "share of the run in which the return should rise; none: it need not",
+    "health-solved": "mean return from which on it need not rise; none: there is no such",
 }
 """Every flag of a Run; those that no field has are below."""
 
 CHOICES: dict[str, tuple[str, ...]] = {
     "topology": TOPOLOGIES,
+    "scaling": rules.SCALINGS,
+    "lr-rule": rules.LR_RULES,
     "traffic": config.TRAFFICS,
     "actions": config.ACTIONS,
     "control": config.CONTROLS,
@@ -103,34 +121,68 @@ CHOICES: dict[str, tuple[str, ...]] = {
     "terminations": objectives.EVENTS,
     "torso": networks.TORSOS,
     "activation": tuple(networks.ACTIVATIONS),
+    "init": networks.INITS,
     "precision": tuple(networks.PRECISIONS),
 }
 
 HIDDEN = ("recipe", "driver")
 """Fields that are no flag: the recipe is named before, and who learns drives by the policy."""
 
-AUTO = ("mesh", "threads", "bank-updates", "evaluation-episodes", "log-interval", "block")
+AUTO = ("mesh", "threads", "bank-updates", "evaluation-episodes", "log-interval", "block", "base-batch")
 """Flags whose None is decided from the rest."""
 
-FREE = ("log-interval", "block", "save-interval-minutes", "save-interval", "keep")
+FREE = (
+    *("log-interval", "block", "save-interval-minutes", "save-interval", "keep", "keep-every", "rollbacks"),
+    *("health", "health-entropy", "health-kl", "health-clip", "health-window", "health-solved"),
+)
 """Flags that may differ when a run is gone on with: they change no number."""
+
+CHANGEABLE = (
+    *("num-envs", "num-steps", "mesh", "threads", "scaling", "lr-rule", "base-batch"),
+    *("num-minibatches", "update-epochs", "lr", "anneal", "warmup", "gamma", "gae-lambda", "clip-eps", "clip-value"),
+    *("vf-coef", "ent-coef", "ent-coef-final", "max-grad-norm", "normalise-advantage", "reward-scale", "kl-stop"),
+    *("chunk", "precision", "remat"),
+)
+"""Flags that may differ, too, and change what comes: how much is done at once and how it is learnt, not what."""
 
 GROUPS = {
     "run": "The run.",
     "environment": "What it trains in.",
     "algorithm": "How it learns: PPO.",
     "saving": "What is kept, how often and where.",
+    "health": "What a healthy run keeps to, at most or at least.",
 }
 
-SAVING = ("log_interval", "block", "save_interval_minutes", "save_interval", "keep")
+SAVING = ("log_interval", "block", "save_interval_minutes", "save_interval", "keep", "keep_every", "rollbacks")
 
-RUNS_DIR = Flag("runs-dir", PATH, "runs", "folder of all runs")
+ALIASES = {"total-steps": ("total-timesteps",)}
+"""Other words for flags of a Run: those of PureJaxRL and of HackMatrix's own trainer."""
+
+RUNS_DIR = Flag(
+    "runs-dir", PATH, "runs", "folder of all runs; a run's is NAME in it, and its checkpoints are in NAME/checkpoints",
+    aliases=("checkpoint-dir",),
+)  # fmt: skip
 
 FOLDERS = (
     RUNS_DIR,
     Flag("run-name", TEXT, None, "name of the run's folder", shown="recipe and time"),
-    Flag("resume", TEXT, None, "go on with this run (its name or folder) to its end", shown=""),
-)
+    Flag("run-suffix", TEXT, None, "added to recipe and time, where no run-name is given", shown=""),
+    Flag(
+        "resume", TEXT, None, "go on with this run (its name, folder or W&B id) to its end", shown="",
+        aliases=("resume-run",),
+    ),
+)  # fmt: skip
+
+TRACKING = (
+    Flag("wandb", SWITCH, False, "send metrics to Weights & Biases, too; a run that goes on keeps to it"),
+    Flag("project", TEXT, None, "of W&B", shown="WANDB_PROJECT, or the recipe"),
+    Flag("entity", TEXT, None, "of W&B: a user or a team", shown="WANDB_ENTITY, or the user's own"),
+    Flag(
+        "wandb-mode", optional(choice(tracking.MODES)), None, "send now, write to a folder, or do nothing",
+        shown="WANDB_MODE, or online where there are credentials, else offline",
+    ),
+)  # fmt: skip
+"""How a run is tracked: no part of a Run, since no number depends on it."""
 
 
 class Setting(NamedTuple):
@@ -157,7 +209,8 @@ def _settings(value: Any, path: tuple[str, ...], group: str) -> Iterator[Setting
             continue
         name = _name(where)
         shown = "auto" if name in AUTO and inner is None else "" if inner in ((), None) and name == "data" else None
-        flag = Flag(name, _kind(name, hints[field.name]), inner, HELP.get(name, ""), isinstance(inner, tuple), shown)
+        many, others = isinstance(inner, tuple), ALIASES.get(name, ())
+        flag = Flag(name, _kind(name, hints[field.name]), inner, HELP.get(name, ""), many, shown, others)
         yield Setting(flag, "saving" if field.name in SAVING else group, where)
 
 
@@ -166,6 +219,8 @@ def _name(path: tuple[str, ...]) -> str:
     name = path[-1].replace("_", "-")
     if name == "devices":
         return "mesh"
+    if path[0] == "health":
+        return "health" if name == "watch" else f"health-{name}"
     return f"reward-{name}" if "weights" in path else name
 
 
@@ -201,6 +256,7 @@ def table(run: Run) -> dict[str, list[Flag]]:
     for setting in settings(run):
         groups[f"{setting.group}: {GROUPS[setting.group]}"].append(setting.flag)
     groups[f"saving: {GROUPS['saving']}"] += FOLDERS
+    groups["tracking: Weights & Biases, beside the run's own metrics.jsonl."] = list(TRACKING)
     groups[""] = [DEBUG]
     return groups
 
@@ -221,13 +277,15 @@ def _replace(value: Any, path: tuple[str, ...], new: Any) -> Any:
 def chosen(recipe: Run, parsed: flags.Parsed) -> Run:
     """The recipe's Run as the flags change it."""
     names = {setting.flag.name for setting in settings(recipe)}
+    base = recipe.num_envs * agents(recipe) * recipe.num_steps  # before --num-envs and the like change it
+    recipe = dataclasses.replace(recipe, base_batch=recipe.base_batch or base)
     return apply(recipe, {name: parsed.values[name] for name in names & parsed.given})
 
 
 def resumed(folder: Path, recipe: str, parsed: flags.Parsed) -> Run:
     """The Run of a folder that is gone on with. Raises RunError where a flag was given that says otherwise.
 
-    What `FREE` names is taken from the flags.
+    What `FREE` and `CHANGEABLE` name is taken from the flags; what was not chosen then follows from it again.
     """
     stored = load_run(folder)
     if stored.recipe != recipe:
@@ -243,7 +301,7 @@ def resumed(folder: Path, recipe: str, parsed: flags.Parsed) -> Run:
         value = parsed.values[name]
         if name == "data":  # as `resolve` keeps them
             value = tuple(os.path.abspath(os.path.expanduser(path)) for path in value)
-        if name in FREE:
+        if name in FREE or (name in CHANGEABLE and name in before):
             free[name] = value
         elif name in before and value != before[name].default:
             raise RunError(
@@ -252,6 +310,9 @@ def resumed(folder: Path, recipe: str, parsed: flags.Parsed) -> Run:
             )
         elif name not in before and name in HELP:
             raise FlagError(f"run {folder.name} has no --{name}; leave it out")
+    if any(value != before[name].default for name, value in free.items() if name in CHANGEABLE):
+        fields = frozenset("devices" if name == "mesh" else name.replace("-", "_") for name in free)
+        stored = resumption.reopened(stored, fields)
     return apply(stored, free)
 
 

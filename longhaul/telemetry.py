@@ -28,6 +28,9 @@ from typing import Any, NamedTuple, TextIO
 
 Record = Mapping[str, Any]
 
+MOST_WAITING = 10_000
+"""Records that wait for room on a disk."""
+
 COUNTS = ("update", "env_steps", "agent_steps")
 
 
@@ -48,7 +51,53 @@ class Console(NamedTuple):
     note: Callable[[str], None]
 
 
-def fan(*sinks: Sink | Console) -> Sink:
+class Patient(NamedTuple):
+    """A sink that outlasts a full disk; `flush` writes what waits, and raises OSError where there is no room yet."""
+
+    write: Callable[[Record], None]
+    close: Callable[[], None]
+    flush: Callable[[], None]
+
+
+def patient(sink: Sink, warn: Callable[[str], None]) -> Patient:
+    """`sink`, whose records wait in memory while the disk is full; `warn` takes a line when they begin to.
+
+    At most `MOST_WAITING` of them do. `close` raises MetricsError where there is still no room.
+    """
+    waiting: deque[Record] = deque()
+
+    def empty() -> None:
+        while waiting:
+            sink.write(waiting[0])
+            waiting.popleft()
+
+    def write(record: Record) -> None:
+        began = not waiting
+        waiting.append(record)
+        try:
+            empty()
+        except MetricsError as error:
+            if not _is_full(error.__cause__) or len(waiting) > MOST_WAITING:
+                raise
+            if began:
+                warn(f"warning: {error}; until there is room, records wait in memory")
+
+    def flush() -> None:
+        try:
+            empty()
+        except MetricsError as error:
+            raise error.__cause__ or error from None
+
+    def close() -> None:
+        try:
+            empty()
+        finally:
+            sink.close()
+
+    return Patient(write, close, flush)
+
+
+def fan(*sinks: Sink | Patient | Console) -> Sink:
     """One sink that writes to all. `close` closes all, also where one fails, and raises the first failure."""
 
     def write(record: Record) -> None:
@@ -195,8 +244,12 @@ def _clear(file: Path) -> Iterator[None]:
         raise _error(file, error) from error
 
 
+def _is_full(error: BaseException | None) -> bool:
+    return isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT)
+
+
 def _error(file: Path, error: OSError) -> MetricsError:
-    full = error.errno in (errno.ENOSPC, errno.EDQUOT)
+    full = _is_full(error)
     reason = "the disk is full" if full else error.strerror or str(error)
     return MetricsError(f"cannot write metrics to {file}: {reason}; {'make room' if full else 'see to it'} and resume")
 
@@ -273,7 +326,7 @@ def console(
     """Progress towards `total_steps` agent steps on `stream` (stderr), from `start` on, with rate and time left.
 
     `show` is the metric beside it. On a terminal: a bar, in colours unless NO_COLOR is set. Elsewhere: one plain line
-    a record, without control characters.
+    a record, without control characters, with `SHOWN` too, so that a log alone tells how a run is doing.
     """
     stream = sys.stderr if stream is None else stream
     rate = Rate()
@@ -292,13 +345,22 @@ def console(
     return _bar(total_steps, stream, start, words) if terminal else _plain_lines(total_steps, stream, words)
 
 
+SHOWN = {
+    "episode/length": "length", "ppo/entropy": "entropy", "ppo/approx_kl": "kl", "ppo/clip_fraction": "clip",
+}  # fmt: skip
+"""Metrics on a plain line, and what they are called there."""
+
+
 def _plain_lines(total_steps: int, stream: TextIO, words: Callable[[Record], tuple[int, str]]) -> Console:
     def note(text: str) -> None:
         print("".join(c if c.isprintable() else " " for c in text), file=stream, flush=True)
 
     def write(record: Record) -> None:
         steps, text = words(record)
-        note(f"{steps:,} of {total_steps:,} agent steps ({_share(steps, total_steps)})  {text}")
+        plain = _plain(record)
+        values = {said: plain.get(name) for name, said in SHOWN.items()}
+        more = "".join(f"  {said} {value:.3g}" for said, value in values.items() if isinstance(value, (int, float)))
+        note(f"{steps:,} of {total_steps:,} agent steps ({_share(steps, total_steps)})  {text}{more}")
 
     return Console(write, lambda: None, note)
 

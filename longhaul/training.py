@@ -7,6 +7,7 @@ parameters, bit by bit, and a metrics file without gap or repeat.
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import signal
@@ -21,18 +22,21 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from longhaul import evaluation, networks, report, telemetry
+from longhaul import evaluation, hosts, networks, poison, pulse, report, resumption, telemetry, tracking, watch
 from longhaul import feed as feeds
 from longhaul import mesh as meshes
 from longhaul.algorithms import ppo
-from longhaul.checkpoint import Checkpoints
+from longhaul.checkpoint import CheckpointError, Checkpoints
 from longhaul.clock import Clock, Seconds
+from longhaul.compilation import Ledger
 from longhaul.driving.recording import Recording
 from longhaul.feed import Feed, Feeding, feed
 from longhaul.folders import alone, load_run, save_run, write_json
+from longhaul.health import Plan
+from longhaul.poison import Poisoned
 from longhaul.provenance import params_sha256, provenance
 from longhaul.records import Sums
-from longhaul.run import Assembly, Driving, Run, RunError, assemble, named, prepare_devices
+from longhaul.run import Assembly, Driving, Run, RunError, assemble, decisions, named, prepare_devices
 from longhaul.stopping import Stop, Stopped, listening
 from longhaul.topologies import fused
 from longhaul.types import Params, Progress
@@ -49,58 +53,93 @@ class Outcome(NamedTuple):
 def train(run: Run, folder: Path, *, resumed: bool, source: Feed | None = None) -> Outcome:
     """Trains the resolved `run` in `folder` to its end, from its newest intact checkpoint if `resumed`.
 
-    `source` is what it trains in, where that has been made already.
+    `source` is what it trains in, where that has been made already. Of several processes all call this, with the same
+    run; process 0 writes whatever is written once, evaluates, and alone has a result.
 
     A signal before the folder is that of a run raises KeyboardInterrupt, as one without this function would.
     """
+    hosts.tell("folder", {"folder": str(folder.absolute()), "resumed": resumed})
     with alone(folder), listening() as stop:
         try:
-            return Outcome(0, _train(run, folder, stop, source, resumed=resumed))
+            return Outcome(0, _through(run, folder, stop, source, resumed=resumed))
         except Stopped as stopped:
             where = f"saved after update {stopped.done}" if stopped.done else "stopped before its first update"
         except KeyboardInterrupt:
             if stop.signal is None or not (folder / "run.json").exists():
                 raise
             where = "nothing was left to save"
-        assert stop.signal is not None
-        _say(f"{signal.Signals(stop.signal).name}: {where}; go on with --resume {folder.name}")
+        who = "another process was stopped" if stop.signal is None else signal.Signals(stop.signal).name
+        _say(f"{who}: {where}; go on with --resume {folder.name}")
         return Outcome(STOPPED, None)
 
 
-def _train(run: Run, folder: Path, stop: Stop, source: Feed | None, *, resumed: bool) -> dict[str, Any]:
-    """The result; raises Stopped."""
+def _through(run: Run, folder: Path, stop: Stop, source: Feed | None, *, resumed: bool) -> dict[str, Any]:
+    """The result, around updates whose numbers are not finite; raises Stopped, and RunError where they come again."""
+    detours = hosts.share("detours", lambda: poison.detours(folder)) if resumed else 0
+    turn = 0
+    while True:
+        try:
+            return _train(run, folder, stop, source, resumed=resumed, turn=turn, detours=detours)
+        except Poisoned as poisoned:
+            detours, line = hosts.share(f"detour {turn}", functools.partial(poison.keep, run, folder, poisoned))
+        _say(line)
+        source, resumed, turn = None, True, turn + 1
+
+
+def _train(
+    run: Run, folder: Path, stop: Stop, source: Feed | None, *, resumed: bool, turn: int, detours: int
+) -> dict[str, Any]:
+    """The result; raises Stopped and Poisoned. This is attempt `turn` of the process, on the last of the `detours`."""
     assert run.devices is not None
-    clock = Clock()
     if resumed and (folder / "result.json").exists():
         _say(f"run {folder.name} is done already")
         result: dict[str, Any] = json.loads((folder / "result.json").read_text())
         return result
     prepare_devices(run.devices, run.threads)
-    with stop.at_once():
-        source = source or feed(run)
-        if resumed:
-            feeds.check(run, source, json.loads((folder / "run.json").read_text()), folder.name)
-        feeding = Feeding(source)
-    with closing(feeding), closing(Checkpoints(folder / "checkpoints", keep=run.keep)) as checkpoints:
-        assembly = assemble(run, source.within, feeding.now.context)
-        if not resumed:  # not before: bad data or sizes are an error, not a run
-            save_run(folder, run, provenance() | {"data": source.about, "parameters": _parameters(assembly)})
+    saving = Checkpoints(folder / "checkpoints", keep=run.keep, every=run.keep_every, turn=turn)
+    with closing(saving) as checkpoints, ExitStack() as closed:
+        clock = Clock(closed.enter_context(closing(Ledger())))
+        found = checkpoints.newest() if resumed else None
+        now = resumption.standing(run, found)
+        with stop.at_once():
+            source = source or feed(run, now.origin)
+            if resumed:
+                feeds.check(run, source, json.loads((folder / "run.json").read_text()), folder.name)
+            feeding = closed.enter_context(closing(Feeding(source, now.origin)))
+        assembly = assemble(run, source.within, feeding.now.context, now.origin)
+        decided = decisions(run)
+        about = {"data": source.about, "parameters": _parameters(assembly), "decisions": decided}
+        if not resumed and hosts.index() == 0:  # not before: bad data or sizes are an error, not a run
+            save_run(folder, run, provenance() | about)
+        for line in decided:
+            _say(line)
         with clock.compiling():
             progress = assembly.start(run.seed, feeding.now.context)
         untrained = _on_host(assembly.algorithm.policy(progress.state))
         _say(f"{networks.count(untrained.params):,} parameters")
-        restored = checkpoints.latest(progress)
         sums = Sums()
-        if restored is not None:
-            progress, about = restored.progress, restored.metadata
-            clock.before, sums = Seconds(**about["seconds"]), Sums(about["pending"])
+        if found is not None:
+            clock.before, sums = Seconds(**found.metadata["seconds"]), Sums(found.metadata["pending"])
             with stop.at_once():
-                feeding.move(feeds.place(about["place"]))
-        stop.look(int(progress.updates))
+                feeding.move(feeds.place(found.metadata["place"]))
+            progress = resumption.restored(checkpoints, found, progress, now, source, assembly, feeding.now.context)
+        progress = poison.around(progress, found, detours, assembly.mesh)
+        if resumed and hosts.index() == 0:
+            resumption.record(folder, run, now, source, {"decisions": decided})
+        _look(stop, int(progress.updates), assembly)
         if int(progress.updates) < assembly.updates:
-            progress = _loop(run, folder, assembly, feeding, progress, checkpoints, stop, clock, sums, resumed=resumed)
+            try:
+                progress = _loop(
+                    run, folder, assembly, feeding, progress, checkpoints, stop, clock, sums, resumed=resumed,
+                    about={"detours": detours},
+                )  # fmt: skip
+            except Poisoned as poisoned:
+                poisoned.before = checkpoints.newest()
+                raise
         policy = _on_host(assembly.algorithm.policy(progress.state))
-        return _finish(run, folder, assembly, policy, untrained, clock.read(), stop)
+        if hosts.index() > 0:
+            return {}
+        return _finish(run, folder, assembly, policy, untrained, clock, stop)
 
 
 def _parameters(assembly: Assembly) -> int:
@@ -110,7 +149,14 @@ def _parameters(assembly: Assembly) -> int:
 
 
 def _say(line: str) -> None:
-    print(line, file=sys.stderr, flush=True)
+    if hosts.index() == 0:
+        print(line, file=sys.stderr, flush=True)
+
+
+def _look(stop: Stop, done: int, assembly: Assembly) -> None:
+    """Raises Stopped if a signal came, to whichever process; `done` updates are saved."""
+    if any(meshes.asking(assembly.mesh)(stop.signal is not None)):
+        raise Stopped(done)
 
 
 def _on_host(policy: Params) -> Params:
@@ -120,44 +166,108 @@ def _on_host(policy: Params) -> Params:
 
 def _loop(
     run: Run, folder: Path, assembly: Assembly, feeding: Feeding, progress: Progress, checkpoints: Checkpoints,
-    stop: Stop, clock: Clock, sums: Sums, *, resumed: bool,
+    stop: Stop, clock: Clock, sums: Sums, *, resumed: bool, about: dict[str, Any],
 ) -> Progress:  # fmt: skip
-    """All updates that are left; what was done is saved. Raises Stopped."""
+    """All updates that are left; what was done is saved, with `about` beside. Raises Stopped and Poisoned."""
     assert run.block is not None and run.log_interval is not None
-    done, metrics = int(progress.updates), folder / "metrics.jsonl"
-    last = telemetry.truncate_after(metrics, done)
-    if (last["update"] if last else 0) != done - sums.updates:
+    done, metrics, writes = int(progress.updates), folder / "metrics.jsonl", hosts.index() == 0
+    last = telemetry.truncate_after(metrics, done) if writes else None
+    if writes and (last["update"] if last else 0) != done - sums.updates:
         _say(f"{metrics} lacks records before update {done}; the run goes on without them")
     program = _compiled(run, assembly, feeding, progress, clock)
-    steps, total = (updates * assembly.steps_per_update for updates in (done, assembly.updates))
+    seconds = clock.read()
+    _say(f"compiled in {seconds.compile - clock.before.compile:.1f} s, {seconds.trace - clock.before.trace:.1f} s of "
+         f"that traced; {clock.ledger.found}")  # fmt: skip
     with ExitStack() as closed:
-        sinks = [closed.enter_context(closing(telemetry.jsonl(metrics)))]
-        sinks.append(closed.enter_context(closing(telemetry.tensorboard(folder, after=steps if resumed else None))))
-        console = closed.enter_context(closing(telemetry.console(total, start=steps)))
-        log = _logger(run, assembly, telemetry.fan(*sinks, console), sums, clock)
-        stop.look(done)
+        out = _outlets(run, folder, assembly, closed, stop, done, resumed=resumed) if writes else SILENT
+        tell = pulse.teller(os.environ)
+        log = _logger(run, assembly, out.sink, sums, clock, tell)
+        _look(stop, done, assembly)
+        ask = meshes.asking(assembly.mesh, late=True)
         clock.train()
         saved_at = time.perf_counter()
         waiting: tuple[int, int, Any] | None = None
-        for progress, n, rows in _calls(run, assembly, feeding, progress, program):
+        stopping = False
+        tell(pulse.WORKS)
+        for progress, n, rows in _calls(run, assembly, feeding, progress, program, tell):
             if waiting is not None:  # of the call before: the device works meanwhile
-                log(*waiting)
+                log(*waiting, progress)
             done, waiting = done + n, (done + n, n, rows)
-            due = time.perf_counter() - saved_at >= 60.0 * run.save_interval_minutes
+            due = writes and time.perf_counter() - saved_at >= 60.0 * run.save_interval_minutes
+            if due:  # all hear of it, of several processes one call later
+                saved_at = time.perf_counter()
+            due, stopping = ask(due, stop.signal is not None)
             if run.save_interval is not None:
                 due = done // run.save_interval > (done - n) // run.save_interval
-            stopping = stop.signal
-            if due or stopping is not None or done == assembly.updates:
-                log(*waiting)
-                waiting, saved_at = None, time.perf_counter()
-                _sync(metrics)
-                about = {"seconds": clock.read()._asdict(), "pending": sums.pending()}
-                checkpoints.save(done, progress, about | {"place": feeding.place(done).plain()})
-            if stopping is not None:
+            if due or stopping or done == assembly.updates:
+                log(*waiting, progress)
+                waiting = None
+                now = about | {"seconds": clock.read()._asdict(), "pending": sums.pending()}
+                now |= {"place": feeding.place(done).plain()} | resumption.counted(run, assembly, done)
+                tell(pulse.RESTS)
+                _save(checkpoints, done, progress, now, out, last=stopping or done == assembly.updates)
+                tell(pulse.WORKS)
+            if stopping:
                 break
+        tell(pulse.RESTS)
         checkpoints.wait()
-    stop.look(done)
+    if stopping:
+        raise Stopped(done)
+    if writes:  # the others wait for what this process does
+        stop.look(done)
     return progress
+
+
+def _save(
+    checkpoints: Checkpoints, done: int, progress: Progress, about: dict[str, Any], out: Outlets, *, last: bool
+) -> None:
+    """Begins to save. Where that fails the run trains on, as a later one may do; the `last` raises CheckpointError."""
+
+    def warn(error: CheckpointError) -> None:
+        out.note(f"warning: {error}; until then it trains on, and tries to save when that is due")
+
+    try:
+        checkpoints.wait()
+    except CheckpointError as error:  # of the save before
+        warn(error)
+    try:
+        checkpoints.save(done, progress, about, before=out.settle)
+    except CheckpointError as error:
+        if last:
+            raise
+        warn(error)
+
+
+class Outlets(NamedTuple):
+    """Where a run writes what it tells."""
+
+    sink: telemetry.Sink
+    note: Callable[[str], None]  # takes a line beside the progress
+    settle: Callable[[], None]  # makes the records durable; OSError where some wait for room
+
+
+SILENT = Outlets(telemetry.fan(), lambda line: None, lambda: None)
+"""Of a process that is not the first."""
+
+
+def _outlets(
+    run: Run, folder: Path, assembly: Assembly, closed: ExitStack, stop: Stop, done: int, *, resumed: bool
+) -> Outlets:
+    """Where the records of a run that has made `done` updates go, until `closed`."""
+    steps, total = (assembly.agent_steps(updates) for updates in (done, assembly.updates))
+    console = closed.enter_context(closing(telemetry.console(total, start=steps)))
+    metrics = folder / "metrics.jsonl"
+    files = telemetry.jsonl(metrics), telemetry.tensorboard(folder, after=steps if resumed else None)
+    lines, events = (closed.enter_context(closing(telemetry.patient(file, console.note))) for file in files)
+    plan = Plan(assembly.updates, watch.least_entropy(assembly.spec.action))
+    health = closed.enter_context(closing(watch.watch(folder, plan, run.health, console.note)))
+    mirror = closed.enter_context(tracking.mirror(folder, console.note, lambda: stop.signal is not None))
+
+    def settle() -> None:
+        lines.flush()
+        _sync(metrics)
+
+    return Outlets(telemetry.fan(lines, events, health, mirror, console), console.note, settle)
 
 
 def _compiled(run: Run, assembly: Assembly, feeding: Feeding, progress: Progress, clock: Clock) -> fused.Program:
@@ -168,7 +278,7 @@ def _compiled(run: Run, assembly: Assembly, feeding: Feeding, progress: Progress
 
 
 def _calls(
-    run: Run, assembly: Assembly, feeding: Feeding, progress: Progress, program: fused.Program
+    run: Run, assembly: Assembly, feeding: Feeding, progress: Progress, program: fused.Program, tell: pulse.Tell
 ) -> Iterator[tuple[Progress, int, Any]]:
     """All calls that are left, as `fused.fused` has them, through one context after the other."""
     assert run.block is not None
@@ -176,7 +286,9 @@ def _calls(
     while done < assembly.updates:
         if feeding.ends(done):
             jax.block_until_ready(progress.updates)  # nothing computes any more with the context that is given up
+            tell(pulse.RESTS)
             feeding.turn(done)
+            tell(pulse.WORKS)
             progress = fused.entered(progress, assembly.enter, feeding.now.context)
         until = min(assembly.updates, feeding.until(done) or assembly.updates)
         for progress, n, rows in fused.fused(program, progress, feeding.now.context, updates=until, block=run.block):
@@ -191,25 +303,28 @@ def _sync(path: Path) -> None:
 
 
 def _logger(
-    run: Run, assembly: Assembly, sink: telemetry.Sink, sums: Sums, clock: Clock
-) -> Callable[[int, int, Any], None]:
-    """(update, n, rows) -> counts the n updates up to `update`, waiting for them; writes the record that they end."""
+    run: Run, assembly: Assembly, sink: telemetry.Sink, sums: Sums, clock: Clock, tell: pulse.Tell
+) -> Callable[[int, int, Any, Progress], None]:
+    """(update, n, rows, progress) -> counts the n updates up to `update`, waiting for them; writes the record that they
+    end. Raises Poisoned where their numbers are not finite, with the `progress` there is."""
     assert run.log_interval is not None
     interval = run.log_interval
     last = clock.read().wall
     fresh = 0  # updates since `last`
 
-    def log(update: int, n: int, rows: Any) -> None:
+    def log(update: int, n: int, rows: Any, progress: Progress) -> None:
         nonlocal last, fresh
-        sums.add(n, jax.device_get(rows))
+        sums.add(n, poison.look(jax.device_get(rows), n, update, progress))
+        tell(pulse.CALL)
+        clock.started()
         fresh += n
         if sums.updates < interval and update < assembly.updates:
             return
         now = clock.read().wall
         record = {
             "update": update,
-            "env_steps": update * assembly.env_steps_per_update,
-            "agent_steps": update * assembly.steps_per_update,
+            "env_steps": assembly.env_steps(update),
+            "agent_steps": assembly.agent_steps(update),
             "wall_seconds": now,
             "sps": fresh * assembly.steps_per_update / max(now - last, 1e-9),
         }
@@ -220,25 +335,29 @@ def _logger(
 
 
 def _finish(
-    run: Run, folder: Path, assembly: Assembly, policy: Params, untrained: Params, seconds: Seconds, stop: Stop
+    run: Run, folder: Path, assembly: Assembly, policy: Params, untrained: Params, clock: Clock, stop: Stop
 ) -> dict[str, Any]:
     """Evaluates, and writes report.html and result.json. Raises Stopped."""
+    seconds, ledger = clock.read(), clock.ledger
     _say("evaluating")
     scores: dict[str, Any] = {}
     recordings: list[Recording] = []
-    both = jax.device_put((policy, untrained), jax.devices()[0])
+    both = jax.device_put((policy, untrained), jax.local_devices()[0])
     for name, means, films in evaluations(run, *both):
         scores[name] = means
         recordings += films
         stop.look(assembly.updates)
-    steps = assembly.updates * assembly.steps_per_update
+    steps = assembly.agent_steps(assembly.updates)
     result = {
         "status": "done",
         "agent_steps": steps,
-        "env_steps": assembly.updates * assembly.env_steps_per_update,
+        "env_steps": assembly.env_steps(assembly.updates),
         "train_seconds": seconds.train,
         "compile_seconds": seconds.compile,
+        "trace_seconds": seconds.trace,
         "wall_seconds": seconds.wall,
+        "start_seconds": seconds.start,
+        "cache": {"hits": ledger.hits, "misses": ledger.misses} if ledger.hits + ledger.misses else None,
         "sps": steps / max(seconds.train, 1e-9),
         "params_sha256": params_sha256(policy.params),
         "parameters": networks.count(policy.params),
@@ -253,9 +372,9 @@ def evaluations(run: Run, policy: Params, untrained: Params) -> Iterator[tuple[s
     """Of each policy its name, the means that it scores, and for driving some recordings."""
     assert run.evaluation_episodes is not None
     if not isinstance(run.environment, Driving):
-        environment = named(run.environment)
+        once = evaluation.classic_player(run, named(run.environment), run.evaluation_episodes)
         for name, params in (("trained", policy), ("untrained", untrained)):
-            yield name, evaluation.play_classic(run, environment, params, run.evaluation_episodes).means(), []
+            yield name, once(params).means(), []
         return
     drives = evaluation.drives(run)
     shown = range(min(6, len(drives.scenarios)))
@@ -270,7 +389,10 @@ def evaluations(run: Run, policy: Params, untrained: Params) -> Iterator[tuple[s
 def write_report(folder: Path, result: dict[str, Any], recordings: list[Recording]) -> None:
     about = json.loads((folder / "run.json").read_text())
     records = telemetry.read(folder / "metrics.jsonl")
-    report.write_report(folder / "report.html", run=about, records=records, result=result, recordings=recordings)
+    report.write_report(
+        folder / "report.html", run=about, records=records, result=result, recordings=recordings,
+        findings=watch.read(folder),
+    )  # fmt: skip
 
 
 def restore_policy(folder: Path) -> tuple[Run, Params, Params]:

@@ -21,6 +21,9 @@ Key = jax.Array
 Params = PyTree
 Metrics = dict[str, jax.Array]
 
+ENVIRONMENT, INFERENCE, LEARNING = "environment", "inference", "learning"
+"""Scopes of a compiled program's instructions, by which a profile tells them apart."""
+
 
 @dataclass(frozen=True)
 class Discrete:
@@ -66,6 +69,13 @@ class Masked(NamedTuple):
     mask: jax.Array  # bool [..., n]: True where the action is legal
 
 
+class Compact(NamedTuple):
+    """A long input without the numbers that are 0 in every observation."""
+
+    expand: Callable[[PyTree], jax.Array]  # stored observations [..., *shape] -> float32 [..., len(places)]
+    places: tuple[int, ...]  # of these numbers in the whole input
+
+
 @dataclass(frozen=True)
 class Spec:
     """What an environment takes and gives.
@@ -77,6 +87,8 @@ class Spec:
     memory that the successors of truncated steps take in a rollout; 1 is always right, a time limit is much better.
     `max_steps` bounds an episode's length; None where nothing does. `expand` turns stored observations [..., *shape]
     (without their mask) into what a network takes, where that is not the same: rollouts then keep the small form.
+    `compact` is the same for networks that can leave out what is always 0 of one long vector.
+    `peaks` names metrics of which a run is told the greatest value, too.
     """
 
     observation: PyTree
@@ -85,6 +97,8 @@ class Spec:
     truncation_interval: int | None = 1
     max_steps: int | None = None
     expand: Callable[[PyTree], PyTree] | None = None
+    compact: Compact | None = None
+    peaks: tuple[str, ...] = ()
 
 
 class TimeStep(NamedTuple):

@@ -7,8 +7,11 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import resource
+import sys
 import time
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
@@ -63,6 +66,37 @@ def driving_train(total_steps: int, num_envs: int, scenarios: int, devices: int 
     task = dataclasses.replace(recipe.environment, scenarios=scenarios)
     made = dataclasses.replace(recipe, environment=task, total_steps=total_steps, num_envs=num_envs, devices=devices)
     return _training(made, "agent steps", {"scenarios": scenarios, "agents": task.simulator.agents})
+
+
+def hackmatrix_ppo(
+    num_envs: int, num_steps: int, precision: str, total_steps: int | None, devices: int | None
+) -> Prepared:
+    """The recipe `hackmatrix`; without `total_steps` a repeat is 131,072 steps, or one update where that is more."""
+    recipe = recipes.recipe("hackmatrix")
+    batch = num_envs * num_steps
+    made = dataclasses.replace(
+        recipe, algorithm=dataclasses.replace(recipe.algorithm, precision=precision), num_envs=num_envs,
+        num_steps=num_steps, total_steps=total_steps or max(1, 131_072 // batch) * batch, devices=devices,
+    )  # fmt: skip
+    prepared = _training(made, "env steps", {})
+
+    def work(progress: PyTree) -> dict[str, float]:
+        return prepared.work(progress) | {"peak_bytes": peak_bytes()}
+
+    return prepared._replace(work=work)
+
+
+def peak_bytes() -> float:
+    """The most memory that this process held so far: of the first device where it has a count, else of the host."""
+    counted = jax.devices()[0].memory_stats()
+    if counted and "peak_bytes_in_use" in counted:
+        return float(counted["peak_bytes_in_use"])
+    status = Path("/proc/self/status")
+    lines = status.read_text().splitlines() if status.exists() else []
+    for line in lines:  # getrusage would tell the peak of the parent, too, where that was higher
+        if line.startswith("VmHWM:"):
+            return 1024.0 * int(line.split()[1])
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1.0 if sys.platform == "darwin" else 1024.0)
 
 
 def _training(made: Run, unit: str, more: dict[str, Any]) -> Prepared:
@@ -261,10 +295,10 @@ def driving_env(
     return _sharded(shard, devices, round(steps * driven), sizes, "agent steps")
 
 
-def hackmatrix_env(num_envs: int, num_steps: int, rollouts: int, devices: int | None) -> Prepared:
+def hackmatrix_env(num_envs: int, num_steps: int, rollouts: int, devices: int | None, rules: str) -> Prepared:
     """Whole steps of the game by random legal actions, with observation, mask and reset; `rollouts` times num_steps."""
     devices = _prepare(num_envs, devices)
-    many = vectorise(game.hackmatrix(), num_envs // devices)
+    many = vectorise(game.hackmatrix(rules=rules), num_envs // devices)
 
     def shard(key: jax.Array) -> dict[str, jax.Array]:
         key_reset, key_run = jax.random.split(jax.random.fold_in(key, meshes.shard_index()))
@@ -290,7 +324,7 @@ def hackmatrix_env(num_envs: int, num_steps: int, rollouts: int, devices: int | 
         means = {name: total / jnp.maximum(episodes, 1.0) for name, total in totals.items()}
         return means | {"episodes": episodes * devices, "observation": read}
 
-    config = {"num_envs": num_envs, "num_steps": num_steps, "rollouts": rollouts, "devices": devices}
+    config = {"num_envs": num_envs, "num_steps": num_steps, "rollouts": rollouts, "devices": devices, "rules": rules}
     return _sharded(shard, devices, num_envs * num_steps * rollouts, config)
 
 

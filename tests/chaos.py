@@ -66,13 +66,14 @@ class Chaos:
     agents: int | None = None
     interval: int = 1
     masked: bool = False
+    peaks: tuple[str, ...] = ()
 
     @property
     def spec(self) -> Spec:
         seen: Any = jax.ShapeDtypeStruct((2,), jnp.float32)
         if self.masked:
             seen = Masked(seen, jax.ShapeDtypeStruct((3,), jnp.bool_))
-        return Spec(seen, self.action, self.agents, self.interval)
+        return Spec(seen, self.action, self.agents, self.interval, peaks=self.peaks)
 
     def observe(self, n: jax.Array, age: jax.Array) -> Any:
         seen = jnp.stack([n / MODULUS - 0.5, age / 8], axis=-1)

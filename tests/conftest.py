@@ -17,6 +17,7 @@ import pytest
 # workers of pytest-xdist do not slow each other down by them.
 os.environ["JAX_PLATFORMS"] = "cpu"
 os.environ["NPROC"] = "4"
+os.environ["LONGHAUL_CACHE"] = "off"
 # One thread each for the libraries that would otherwise take all cores in each worker of pytest-xdist.
 for variable in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"):
     os.environ.setdefault(variable, "1")

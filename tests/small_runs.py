@@ -14,7 +14,7 @@ from longhaul import folders, telemetry, training
 from longhaul import run as runs
 from longhaul.algorithms import ppo
 from longhaul.provenance import params_sha256
-from longhaul.run import Assembly, Named, Run
+from longhaul.run import BEGINNING, Assembly, Named, Origin, Run
 from longhaul.topologies import fused
 
 TIMES = ("wall_seconds", "sps")
@@ -75,10 +75,11 @@ def make_quick(patch: pytest.MonkeyPatch) -> None:
     starts: dict[tuple[int, int], Any] = {}
     assemble, compiled, start = runs.assemble, fused.compiled, Assembly.start
 
-    def assemble_once(run: Run, within: Any, context: Any) -> Assembly:
-        shape = repr((run.environment, run.algorithm, run.total_steps, run.num_envs, run.num_steps, run.devices))
+    def assemble_once(run: Run, within: Any, context: Any, origin: Origin = BEGINNING) -> Assembly:
+        sizes = run.total_steps, run.num_envs, run.num_steps, run.devices, run.lr_rule, run.base_batch
+        shape = repr((run.environment, run.algorithm, *sizes, origin))
         if shape not in assemblies:
-            assemblies[shape] = assemble(run, within, context)
+            assemblies[shape] = assemble(run, within, context, origin)
         return assemblies[shape]
 
     def compiled_once(

@@ -104,12 +104,16 @@ def test_driving_on_logs_counts_agents_and_bytes() -> None:
     [
         ("driving-env", {"objects": (64,), "batch": 16, "num_steps": 64, "scenarios": 4, "devices": 2}, 1024),
         ("driving-train", {"total_steps": 2048, "num_envs": 16, "scenarios": 4}, 2048),
+        ("hackmatrix-ppo", {"total_steps": 256, "num_envs": 16, "num_steps": 8, "devices": 1}, 256),
     ],
 )
-def test_whole_driving_works(name: str, sizes: dict[str, Any], steps: int) -> None:
+def test_whole_training_works(name: str, sizes: dict[str, Any], steps: int) -> None:
     (record,) = bench.run(name, **sizes)
     check(record)
     assert record["steps"] == steps
+    if name == "hackmatrix-ppo":
+        assert record["config"]["shared"]
+        assert 2**27 < record["peak_bytes"] < 2**34
     if name == "driving-env":
         assert record["device"] == "2 x cpu"
         assert record["episodes"] > 0

@@ -12,7 +12,7 @@ import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import closing, suppress
 from pathlib import Path
 from types import SimpleNamespace
@@ -185,6 +185,53 @@ def test_what_is_donated_or_overwritten_after_save_is_saved_as_it_was(tmp_path: 
             found = checkpoints.latest((jax.tree.map(jnp.zeros_like, device), host))
             assert found is not None
             assert all(np.all(np.asarray(leaf) == i) for leaf in jax.tree.leaves(found.progress))
+
+
+@pytest.mark.parametrize(
+    ("steps", "keep", "every", "stay"),
+    [
+        (range(1, 10), 2, 4, [4, 8, 9]),
+        (range(1, 13), 2, 4, [4, 8, 11, 12]),
+        ((3, 7, 11, 15, 19, 23), 1, 10, [11, 23]),  # the first at or after 10 and after 20
+        ((3, 7, 11, 15, 19, 23, 27), 1, 10, [11, 23, 27]),
+        ((3, 7), 1, 10, [7]),
+    ],
+)
+def test_of_every_so_many_steps_one_stays(
+    tmp_path: Path, steps: Iterable[int], keep: int, every: int, stay: list[int]
+) -> None:
+    with closing(Checkpoints(tmp_path, keep=keep, every=every)) as checkpoints:
+        for step in steps:
+            checkpoints.save(step, {"n": np.int32(step)})
+    assert sorted(int(path.name) for path in tmp_path.iterdir()) == stay
+
+
+def test_a_damaged_one_that_stayed_is_passed_over_and_goes(tmp_path: Path) -> None:
+    said: list[str] = []
+    with closing(Checkpoints(tmp_path, keep=1, every=4, warn=said.append)) as checkpoints:
+        for step in (4, 8, 9):
+            checkpoints.save(step, {"n": np.int32(step)})
+        checkpoints.wait()
+        for name in ("8", "9"):
+            (tmp_path / name / "manifest.json").write_text("{}")
+        restored = checkpoints.latest({"n": np.int32(0)})
+        assert restored is not None
+        assert restored.step == 4
+        assert [line.split()[1] for line in said] == ["9", "8"]
+        checkpoints.save(10, {"n": np.int32(10)})
+    assert sorted(int(path.name) for path in tmp_path.iterdir()) == [4, 10]
+
+
+def test_what_is_to_be_done_before_fails_the_save(tmp_path: Path) -> None:
+    def no_room() -> None:
+        raise OSError(errno.ENOSPC, "")
+
+    with closing(Checkpoints(tmp_path)) as checkpoints:
+        checkpoints.save(1, {"n": np.int32(1)})
+        with pytest.raises(CheckpointError, match=r"checkpoint 2 .*the disk is full; those before it are intact"):
+            checkpoints.save(2, {"n": np.int32(2)}, before=no_room)
+        checkpoints.save(3, {"n": np.int32(3)})
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["1", "3"]
 
 
 def test_keeps_the_newest_and_the_last_save_of_a_step(tmp_path: Path) -> None:

@@ -101,7 +101,7 @@ BAD = [
     ("train --seed 1 cartpole", ["name a recipe first"]),
     ("train cartpol", ["no recipe is named 'cartpol'", "did you mean cartpole?"]),
     ("train cartpole --total-step 4", ["no flag --total-step; did you mean --total-steps?"]),
-    ("train cartpole --sede=4", ["no flag --sede; did you mean --seed?"]),
+    ("train cartpole --sede=4", ["no flag --sede; did you mean --seed"]),
     ("train cartpole --data x", ["longhaul train cartpole has no flag --data"]),
     ("train driving --env cartpole", ["longhaul train driving has no flag --env"]),
     ("train cartpole 7", ["'7' is one word too many"]),
@@ -278,6 +278,7 @@ def test_flags_change_their_fields_and_no_other(longhaul: Any, trained: list[Run
     expected = dataclasses.replace(
         base, total_steps=1_000_000, num_envs=16, num_steps=16, seed=3, devices=2, save_interval=7, keep=2,
         evaluation_episodes=5, log_interval=3, save_interval_minutes=0.5, algorithm=algorithm,
+        base_batch=base.num_envs * base.num_steps,
     )  # fmt: skip
     assert trained == [resolve(expected)]
 

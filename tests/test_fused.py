@@ -39,7 +39,7 @@ Parts = tuple[Algorithm, fused.CollectorIn, Mesh]
 
 def parts(devices: int, rate: float = 0.1) -> Parts:
     algorithm = simple(rate)
-    collect = collector(vectorise(Chaos(), WORLDS), algorithm.act, algorithm.memory, steps=5)
+    collect = collector(vectorise(Chaos(peaks=("score",)), WORLDS), algorithm.act, algorithm.memory, steps=5)
     return algorithm, lambda context: collect, meshes.make_mesh(devices)
 
 
@@ -138,7 +138,7 @@ def test_progress_is_donated_and_nothing_compiles_or_moves_after_the_first_call(
 def test_shards_are_independent_runs(monkeypatch):
     """Without learning, a shard's experience is that of a run on one device that goes by the shard's number.
 
-    And scores are the sums over both.
+    And scores are the sums over both, or the greater one.
     """
     made = parts(2, rate=0.0)
     algorithm, collector_in, mesh = made
@@ -158,6 +158,7 @@ def test_shards_are_independent_runs(monkeypatch):
     assert np.any(first.carry.observation != second.carry.observation), "both shards live the same"
     for name in ("episodes", "episode/return", "episode/length", "episode/score"):
         np.testing.assert_array_equal(rows[name], one[name] + other[name])
+    np.testing.assert_array_equal(rows["peak/score"], np.maximum(one["peak/score"], other["peak/score"]))
     assert rows["episodes"].sum() > UPDATES
 
 

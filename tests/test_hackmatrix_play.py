@@ -13,11 +13,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from longhaul import networks, recipes
 from longhaul.algorithms import ppo
 from longhaul.environment import vectorise
+from longhaul.envs import registry
 from longhaul.envs.hackmatrix import boards, observation, reward, world
 from longhaul.envs.hackmatrix.game import FIXES, Game, hackmatrix
-from longhaul.envs.hackmatrix.world import CORNERS, SIPHON, UNDO, UP, WAIT, State
+from longhaul.envs.hackmatrix.world import CELLS, CORNERS, SIPHON, UNDO, UP, WAIT, State
 from longhaul.rollout import collector
 from longhaul.types import Environment, Masked
 
@@ -172,6 +174,12 @@ def _do(game: Game, state: State, action: int) -> tuple[State, dict[str, float]]
     return after, dict(zip(reward.PARTS, (round(float(x), 4) for x in parts), strict=True))
 
 
+def test_the_registered_game_without_defects_has_every_fix() -> None:
+    fixed, trainers = (registry.make(name, boards=8) for name in ("hackmatrix-fixed", "hackmatrix"))
+    assert isinstance(fixed, Game) and isinstance(trainers, Game)
+    assert (fixed.fixes, trainers.fixes) == (tuple(FIXES), ())
+
+
 def test_an_unknown_fix_is_refused() -> None:
     with pytest.raises(ValueError, match=r"'all'; there are start, undo"):
         hackmatrix(8, fixes=("all",))
@@ -292,9 +300,11 @@ class Expanded:
         return getattr(self.inner, name)
 
 
-def _trained(environment: Environment) -> Any:
+SMALL = ppo.Config(hidden_dim=8, num_minibatches=2, update_epochs=2, chunk=16, anneal=False)
+
+
+def _trained(environment: Environment, config: ppo.Config = SMALL) -> Any:
     """(rollout, state after two updates of PPO)."""
-    config = ppo.Config(hidden_dim=8, num_minibatches=2, update_epochs=2, chunk=16, anneal=False)
     learner = ppo.ppo(environment.spec, config, updates=2, mean=lambda x: x)
     gather = collector(vectorise(environment, 4), learner.act, learner.memory, steps=16)
 
@@ -323,6 +333,74 @@ def test_ppo_stores_packed_observations_and_learns_the_same() -> None:
     np.testing.assert_array_equal(observation.expand(stored), wide.observation.observation)
     same: Callable[..., Any] = np.testing.assert_array_equal
     jax.tree.map(same, (packed.action, state, metrics), (wide.action, wide_state, wide_metrics))
+
+
+def test_what_a_network_takes_leaves_out_only_what_is_never_there() -> None:
+    (_, seen, *_), _ = _played()
+    packed = seen.observation
+    whole, short = np.asarray(observation.expand(packed)), np.asarray(observation.TRAINER.expand(packed))
+    places = np.array(observation.TRAINER.places)
+    assert (len(places), len(set(places.tolist()))) == (1325, 1325)
+    np.testing.assert_array_equal(short, whole[..., places])
+    assert not np.delete(whole, places, axis=-1).any()
+
+
+def test_any_words_expand_as_their_bits_say() -> None:
+    """Cells of any content, question blocks and the stunned among them, read one by one."""
+    rng = np.random.default_rng(0)
+    n = 40
+    board = [rng.integers(0, most, (n, CELLS)) for most in (4, 10, 23, 10, 4, 4, 2, 2, 2, 2)]
+    life = [rng.integers(0, most, (n, CELLS)) for most in (16, 4, 2, 2, 5)]
+    words = sum(part << shift for part, shift in zip(board, (0, 2, 6, 11, 15, 17, 19, 20, 21, 22), strict=True))
+    alive = sum(part << shift for part, shift in zip(life, (0, 4, 6, 7, 8), strict=True))
+    player = rng.integers(0, 4, (n, 9))
+    owned = rng.integers(0, 1 << 23, n)
+    packed = observation.Packed(
+        jnp.asarray(player, jnp.int16), jnp.asarray(owned, jnp.uint32), jnp.asarray(words, jnp.int32),
+        jnp.asarray(alive, jnp.int16),
+    )  # fmt: skip
+    expected = np.zeros((n, CELLS, 42))
+    kind, points, program, spawn, credits, energy, siphoned, centre, pickup, leads = board
+    for channel, value in enumerate((*((life[0] >> k & 1) for k in range(4)), life[1] / 3, life[2], life[3])):
+        expected[..., channel] = value
+    for k in (1, 2, 3):
+        expected[..., 6 + k] = kind == k
+    expected[..., 10], expected[..., 11] = points / 9, siphoned
+    for p in range(23):
+        expected[..., 12 + p] = (program == p) & (kind >= 2)
+    tail = (spawn / 9, life[4] / 4, credits / 3, energy / 3, pickup, leads, centre)
+    for channel, value in enumerate(tail, start=35):
+        expected[..., channel] = value
+    scale = np.array([5, 5, 3, 50, 50, 7, 10, 2])
+    about = (player[:, :8] - np.array([0, 0, 0, 0, 0, 1, 0, 1])) / scale
+    flags = np.stack([player[:, 8] & 1, player[:, 8] >> 1 & 1], -1)
+    programs = owned[:, None] >> np.arange(23) & 1
+    expected = np.concatenate([about, flags, programs, expected.reshape(n, -1)], -1)
+    found = jax.jit(observation.expand)(packed)
+    np.testing.assert_allclose(found, expected, atol=1e-6)
+    one = jax.tree.map(lambda x: x[3], packed)
+    np.testing.assert_array_equal(observation.expand(one), found[3])
+
+
+def test_the_recipes_network_is_the_trainers() -> None:
+    """1545 inputs, two shared layers of 256, 28 actions and a value."""
+    settings = recipes.recipe("hackmatrix").algorithm
+    network = ppo.network(hackmatrix(8).spec, settings)
+    shapes = jax.eval_shape(network.init, jax.random.key(0))
+    assert networks.count(shapes) == 469_021
+    assert shapes["torso"]["layer_0"]["kernel"].shape == (1545, 256)
+    assert (settings.adam_eps, settings.init) == (1e-8, "lecun")
+
+
+@pytest.mark.slow
+def test_without_a_learning_rate_the_policy_stays_what_acted() -> None:
+    """The trainer's own approx_kl is then 1e-5 to 4e-5: it pairs actions with other observations."""
+    changes = {"lr": 0.0, "hidden_dim": 32, "num_minibatches": 2, "chunk": 32}
+    settings = replace(recipes.recipe("hackmatrix").algorithm, **changes)
+    _, _, metrics = _trained(hackmatrix(64), settings)
+    assert abs(float(metrics["ppo/approx_kl"])) < 1e-6
+    assert float(metrics["ppo/clip_fraction"]) == 0.0
+    assert float(metrics["ppo/grad_norm"]) > 1e-3
 
 
 def test_packed_observations_cannot_be_normalised() -> None:

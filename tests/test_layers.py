@@ -20,16 +20,19 @@ PACKAGE = Path(__file__).resolve().parent.parent / "longhaul"
 # Layer, then its files. A file may import from lower layers, and from the files named before it on its own line;
 # an indented line goes on with the one before.
 TABLE = """
-0  __init__ types telemetry randomness leaves pages records workers clock stopping
+0  __init__ types pulse telemetry randomness leaves pages records workers compilation clock stopping terminal tracking
+   tracker
 0  algorithms/__init__
 0  datasets/__init__ datasets/log
 0  driving/__init__
 0  envs/__init__ envs/hackmatrix/__init__
 0  topologies/__init__
 0  scaling/__init__
-1  returns distributions encoders networks dial normalise mesh shuffle provenance
+0  verdicts
+1  trends health watch
+1  returns distributions encoders perceptron networks dial normalise mesh hosts shuffle provenance
 1  datasets/projection
-1  scaling/law
+1  scaling/law scaling/rules scaling/compiled scaling/instructions scaling/trace scaling/chips scaling/plan
 1  datasets/wire datasets/soundness datasets/tfrecord datasets/plain_pickle datasets/outlines datasets/geopackage
 1  driving/scenario driving/codes driving/tiles driving/polylines driving/edges driving/lanes driving/routes
    driving/guides driving/roads driving/extents driving/compile driving/bank
@@ -45,19 +48,25 @@ TABLE = """
    driving/goals driving/conditioning driving/drivers driving/config driving/simulator
 3  driving/recording driving/frames driving/player driving/render driving/overview
 3  envs/hackmatrix/world envs/hackmatrix/boards envs/hackmatrix/actions envs/hackmatrix/turn envs/hackmatrix/reward
-   envs/hackmatrix/observation envs/hackmatrix/game envs/probes envs/classic envs/registry
-3  algorithms/ppo
+   envs/hackmatrix/observation envs/hackmatrix/canonical_world envs/hackmatrix/canonical_boards
+   envs/hackmatrix/canonical_actions envs/hackmatrix/canonical_turn envs/hackmatrix/canonical_undo
+   envs/hackmatrix/canonical_reward envs/hackmatrix/canonical envs/hackmatrix/game envs/hackmatrix/view
+   envs/hackmatrix/hints envs/hackmatrix/screen
+   envs/probes envs/classic envs/registry
+3  algorithms/values algorithms/ppo
 3  checkpoint
 4  topologies/fused
 4  datasets/convert datasets/stream
-4  worlds curves
-5  report intervals run folders feed evaluation resimulation training scaling/page scaling/grid
-6  recipes workloads bench
-7  printing flags settings scaling/command commands assessment cli __main__
+4  worlds curves legacy matches spectating
+5  report intervals run folders feed resumption evaluation resimulation poison training scaling/page scaling/grid
+6  recipes workloads bench scaling/speed scaling/profile scaling/subject scaling/agreement scaling/checks
+7  printing flags settings scaling/command scaling/speed_command scaling/profile_command scaling/plan_command
+   scaling/doctor
+   commands assessment console play launch cli __main__
 """
 
 NO_JAX = (
-    *("datasets/*", "workers", "worlds", "cli", "flags", "printing"),
+    *("datasets/*", "workers", "worlds", "cli", "flags", "printing", "hosts", "launch", "pulse"),
     *(f"driving/{name}" for name in ("scenario", "compile", "generator", "roads", "lanes", "bank")),
 )
 """Files that start fast and run in worker processes: NumPy only, transitively."""

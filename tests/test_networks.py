@@ -75,6 +75,34 @@ def test_without_memory_actor_and_critic_share_nothing():
     assert size(of_policy["actor"]) > 0
 
 
+def test_a_shared_set_serves_policy_and_value():
+    network = actor_critic(SEEN, 3, torso="deepset", sizes=(8,), shared=True)
+    params, seen = drawn(network), observation(4)
+    assert set(params) == {"torso", "policy", "value"}
+    for pick, idle in ((0, "value"), (1, "policy")):
+        slope = jax.grad(lambda p, pick=pick: jnp.sum(network.apply(p, (), seen)[pick] ** 2))(params)
+        size = {name: sum(float(jnp.abs(x).sum()) for x in jax.tree.leaves(slope[name])) for name in slope}
+        assert size[idle] == 0.0
+        assert size["torso"] > 0.0
+
+
+@pytest.mark.parametrize("options", [{}, {"shared": True}, {"torso": "deepset"}])
+def test_layers_begin_as_flax_has_it(options):
+    """lecun_normal: mean 0, variance 1 / inputs, cut at two deviations of the normal before; biases 0; heads, too."""
+    seen = jax.ShapeDtypeStruct((40, 16), jnp.float32)
+    params = actor_critic(seen, 50, sizes=(128, 128), begin="lecun", **options).init(jax.random.key(0))
+    assert set(params) >= {"policy", "value"}
+    for path, leaf in jax.tree_util.tree_leaves_with_path(params):
+        if path[-1].key == "bias":
+            np.testing.assert_array_equal(leaf, 0.0)
+            continue
+        scaled = np.asarray(leaf, np.float64) * np.sqrt(leaf.shape[0])
+        assert abs(scaled.mean()) < 5 / np.sqrt(scaled.size)
+        assert abs(scaled.std() - 1.0) < 4 / np.sqrt(scaled.size)
+        assert np.abs(scaled).max() <= 2.0 / 0.87962566 + 1e-5
+        assert np.abs(scaled).max() > 1.6
+
+
 def test_an_encoder_by_attention_is_shared_and_each_head_has_a_layer_of_its_own():
     network = actor_critic(SEEN, 3, torso="wayformer", sizes=(32,))
     params, seen = drawn(network), observation(4)
@@ -198,6 +226,7 @@ def test_activations_by_name(name, function):
     [
         ({"torso": "cnn"}, "torso is 'cnn'; it must be one of mlp, deepset, latent, wayformer, mtr"),
         ({"precision": "fp8"}, "precision is 'fp8'; it must be one of fp32, bf16"),
+        ({"begin": "zeros"}, "init is 'zeros'; it must be one of orthogonal, lecun"),
         ({"activation": "sine"}, "activation is 'sine'; it must be one of tanh, relu"),
         ({"sizes": ()}, "give at least one positive size"),
         ({"sizes": (8, 0)}, "give at least one positive size"),

@@ -65,6 +65,7 @@ NORMALISED = replace(SMALL, normalise_observation=True, reward_scale=0.5)
 KINDS = {
     "categorical": (Chaos(interval=4), SMALL),
     "masked": (Chaos(masked=True), SMALL),
+    "shared": (Chaos(interval=4), replace(SMALL, shared=True)),
     "multi_categorical-normalised": (Chaos(PAIR), NORMALISED),
     "tanh_gaussian-memory": (Chaos(BOX), replace(SMALL, memory=6)),
     "agents-memory": (Chaos(agents=2), replace(SMALL, memory=6)),
@@ -147,6 +148,18 @@ def test_advantages_and_targets_are_those_of_a_step_by_step_oracle(kind):
     scaled = (advantage[valid] - advantage[valid].mean()) / advantage[valid].std()
     # At ratio 1 the policy's loss is minus the mean of the normalised advantages: zero, whatever the minibatches.
     np.testing.assert_allclose(float(metrics["ppo/policy_loss"]), -scaled.mean(), atol=1e-5)
+
+
+def test_values_of_acting_count_only_if_these_parameters_gave_them():
+    """A rollout of an older version brings values that are not looked at."""
+    *_, state, data, learn = case("shared")
+    wrong = data._replace(extras=data.extras | {"value": data.extras["value"] + 1.0})
+    losses = [float(learn(state, d, jax.random.key(2))[1]["ppo/value_loss"]) for d in (data, wrong)]
+    assert abs(losses[0] - losses[1]) > 1e-3, "taken where they are these parameters' own"
+    later = state._replace(updates=data.version + 1)
+    computed, metrics = learn(later, data, jax.random.key(2))
+    jax.tree.map(np.testing.assert_array_equal, learn(later, wrong, jax.random.key(2)), (computed, metrics))
+    np.testing.assert_allclose(metrics["ppo/value_loss"], losses[0], rtol=1e-5)
 
 
 def test_what_is_not_valid_counts_nowhere():
@@ -289,6 +302,17 @@ def test_kl_stop_ends_the_update(one_step):
     assert counts == [1]
 
 
+def test_adam_adds_its_epsilon_to_the_root(one_step):
+    """Adam's first step (Kingma and Ba 2015, algorithm 1): lr g / (|g| + eps), in NumPy."""
+    state, data, _, _ = one_step
+    config = replace(ONE_STEP, adam_eps=0.02, anneal=False)
+    after, _ = learning(config)(state, data, jax.random.key(2))
+    g = np.asarray(gradient(after), np.float64) / 0.1
+    before, moved = (np.concatenate([np.ravel(x) for x in jax.tree.leaves(s.params)]) for s in (state, after))
+    np.testing.assert_allclose(before - moved, config.lr * g / (np.abs(g) + config.adam_eps), atol=2e-7)
+    assert 0.1 < np.abs(before - moved).max() / config.lr < 0.999
+
+
 def test_annealing_is_linear_and_falls_to_zero(one_step):
     """The learning rate as reported and as it moves parameters; the weight of entropy by its part of the gradient."""
     state, data, _, learn = one_step
@@ -341,6 +365,7 @@ def test_illegal_actions_are_never_taken():
         ({"gae_lambda": -0.1}, "gae_lambda is -0.1"),
         ({"lr": float("nan")}, "lr is nan; it must be at least 0"),
         ({"clip_eps": -1.0}, "clip_eps is -1.0"),
+        ({"adam_eps": 0.0}, "adam_eps is 0.0; it must be above 0"),
         ({"max_grad_norm": -1.0}, "max_grad_norm is -1.0"),
         ({"model_size": 0.001}, "model_size is 0.001; it must lie in 0.01 to 1000"),
     ],

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import random
@@ -18,6 +19,7 @@ import pytest
 
 from longhaul import checkpoint, folders, telemetry, training
 from longhaul import run as runs
+from longhaul.algorithms import ppo
 from longhaul.checkpoint import CheckpointError, Checkpoints
 from longhaul.run import RunError
 from longhaul.telemetry import MetricsError
@@ -144,6 +146,20 @@ def test_tortured_it_ends_bit_identical(tmp_path: Path) -> None:
     assert records(folder) == records(whole)
 
 
+@pytest.mark.slow
+def test_the_game_killed_ends_bit_identical(tmp_path: Path) -> None:
+    """HackMatrix, whose observations are packed and whose actions are masked: a kill after the first save."""
+    config = ppo.Config(hidden_dim=8, num_minibatches=2, update_epochs=1, shared=True, init="lecun")
+    run = small(environment=runs.Named("hackmatrix"), algorithm=config, total_steps=8 * 16 * 40, threads=1)
+    folder, whole = tmp_path / "run", tmp_path / "whole"
+    assert begin(run, whole).code == 0
+    kill_when(spawn(folder, run), lambda: finished(folder) >= 12, delay=0.0)
+    assert finished(folder) < 40
+    assert resume(folder).code == 0
+    assert result(folder) == result(whole)
+    assert records(folder) == records(whole)
+
+
 # ---------------------------------------------------------------------------------------------------------- signals
 
 
@@ -199,7 +215,7 @@ def test_a_signal_before_the_first_update_or_in_the_evaluation_ends_the_run(
 
 def test_a_signal_before_a_run_is_one_leaves_nothing_to_resume(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = tmp_path / "run"
-    monkeypatch.setattr(training, "feed", lambda _: signal.raise_signal(signal.SIGTERM))
+    monkeypatch.setattr(training, "feed", lambda *_: signal.raise_signal(signal.SIGTERM))
     with pytest.raises(KeyboardInterrupt):
         begin(small(), folder)
     assert list(folder.iterdir()) == []
@@ -295,20 +311,51 @@ def test_records_that_are_missing_are_said_to_be(
 # -------------------------------------------------------------------------------------------------------- full disk
 
 
-def test_a_disk_that_fills_while_saving_is_one_error_and_the_run_goes_on(
-    whole: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_a_disk_that_stays_full_is_one_error_at_the_end_and_the_older_checkpoints_are_intact(
+    whole: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
+    """Until then the run trains on, and says at each save what is missing."""
     folder = tmp_path / "run"
     with monkeypatch.context() as patch:
         patch.setattr(
             checkpoint.Checkpoints, "save",
             after(3, lambda: patch.setattr(checkpoint, "_free_bytes", lambda _: 0), checkpoint.Checkpoints.save),
         )  # fmt: skip
-        with pytest.raises(CheckpointError, match=r"checkpoint 24 .*the disk is full.*make room and resume") as raised:
+        with pytest.raises(CheckpointError, match=r"checkpoint 60 .*the disk is full.*make room and resume") as raised:
             begin(small(), folder)
     assert "\n" not in str(raised.value)
+    assert capfd.readouterr().err.count("until then it trains on") == 6, "at updates 24, 30, ... 54"
     assert checkpoints(folder) == [6, 12, 18]
     assert resume(folder).code == 0
+    assert_same(folder, whole)
+
+
+def test_a_disk_that_is_full_for_a_while_costs_a_save_and_nothing_else(
+    whole: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Records wait in memory, too, and come to the file in their order."""
+    folder, write, full = tmp_path / "run", os.write, [False]
+
+    def filling(descriptor: int, data: bytes) -> int:
+        if full[0] and data.startswith(b'{"update"'):
+            raise OSError(errno.ENOSPC, "")
+        return write(descriptor, data)
+
+    def fill() -> None:
+        full[0] = True
+
+    def make_room() -> None:
+        full[0] = False
+
+    with monkeypatch.context() as patch:
+        patch.setattr(telemetry.os, "write", filling)
+        patch.setattr(training.Sums, "add", after(20, make_room, after(9, fill, training.Sums.add)))
+        assert begin(small(), folder).code == 0
+    err = capfd.readouterr().err
+    assert err.count("records wait in memory") == 1
+    assert [f"cannot save checkpoint {step}" in err for step in (18, 24, 30, 36, 42, 48)] == [
+        False, True, True, True, False, False,
+    ]  # fmt: skip
     assert_same(folder, whole)
 
 

@@ -74,6 +74,7 @@ def check_tally(environment: Chaos, rollouts: list[Any], metrics: list[Any]) -> 
     for data, sums in zip(rollouts, metrics, strict=True):
         expected = {"episodes": 0.0, "episode/return": 0.0, "episode/length": 0.0, "episode/score": 0.0}
         expected |= {"episodes/score": 0.0, "episode/unknown": 0.0, "episodes/unknown": 0.0}
+        expected |= {f"peak/{name}": -np.inf for name in environment.peaks}
         n = follow(*decode(data.observation), np.asarray(data.action), environment.interval).n
         for t in range(STEPS):
             valid = np.asarray(data.valid[t])
@@ -84,6 +85,8 @@ def check_tally(environment: Chaos, rollouts: list[Any], metrics: list[Any]) -> 
             for name, values in (("return", gained), ("length", length), ("score", np.where(known, n[t], 0.0))):
                 expected[f"episode/{name}"] += values[ended].sum()
             expected["episodes/score"] += known[ended].sum()
+            if environment.peaks:
+                expected["peak/score"] = max([expected["peak/score"], *n[t][ended & known]])
             gained, length = np.where(ended, 0.0, gained), np.where(ended, 0.0, length)
         assert expected["episodes"] > 5
         assert 0 < expected["episodes/score"] < expected["episodes"]
@@ -93,7 +96,9 @@ def check_tally(environment: Chaos, rollouts: list[Any], metrics: list[Any]) -> 
 
 
 @pytest.mark.parametrize(
-    "environment", [Chaos(), Chaos(interval=3), Chaos(agents=3)], ids=["every_step", "interval", "agents"]
+    "environment",
+    [Chaos(), Chaos(interval=3, peaks=("score", "unknown")), Chaos(agents=3, peaks=("score",))],
+    ids=["every_step", "interval", "agents"],
 )
 def test_a_rollout_is_what_its_observations_and_actions_say(environment):
     collect = collector(vectorise(environment, WORLDS), act, no_memory, steps=STEPS)

@@ -74,7 +74,10 @@ def test_resolving_leaves_nothing_open_and_twice_is_once(monkeypatch: pytest.Mon
     for name in recipes.RECIPES:
         for changes in ({}, {"devices": 1}, {"save_interval": 5}, {"log_interval": 67}, {"block": 3}, {"seed": 9}):
             run = runs.resolve(dataclasses.replace(recipes.recipe(name), **changes))
-            assert {f.name for f in dataclasses.fields(run) if getattr(run, f.name) is None} <= {"save_interval"}
+            assert {f.name for f in dataclasses.fields(run) if getattr(run, f.name) is None} <= {
+                "save_interval",
+                "keep_every",
+            }
             assert runs.resolve(run) == run
             assert run.log_interval is not None
             assert run.block is not None
@@ -104,10 +107,12 @@ def test_records_and_calls_stay_bounded_however_long_a_run_is() -> None:
         ({"save_interval": 5}, (5, 5)),  # saved when it is asked for, not at the end of a longer call
         ({"log_interval": 10}, (10, 10)),
         ({"log_interval": 128}, (128, 64)),
-        ({"log_interval": 130}, (129, 43)),  # whole calls; rounded down
+        ({"log_interval": 130}, (130, 26)),
+        ({"log_interval": 131}, (129, 43)),  # whole calls of some length; rounded down
         ({"log_interval": 130, "save_interval": 13}, (130, 13)),
-        ({"log_interval": 10**6}, (992, 62)),  # no longer than the run
-        ({"block": 10, "log_interval": 25}, (24, 8)),
+        ({"log_interval": 10**6}, (1000, 50)),  # no longer than the run
+        ({"block": 10, "log_interval": 25}, (25, 5)),
+        ({"block": 4, "log_interval": 10}, (10, 2)),
         ({"block": 4096}, (1000, 1000)),
     ],
 )

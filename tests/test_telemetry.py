@@ -258,10 +258,12 @@ def test_a_missing_or_undefined_return_is_not_shown() -> None:
     shown.write(record(1))
     shown.write(record(2, **{"episode/return": float("nan")}))
     shown.write({**record(3), "sps": 0.0})
+    shown.write(record(4, **{"ppo/entropy": 1.2345, "ppo/approx_kl": 0.00123456, "ppo/clip_fraction": float("nan")}))
     assert stream.getvalue().split("\n") == [
         "20 of 100 agent steps (20.0%)  40/s  2 s left",
         "40 of 100 agent steps (40.0%)  40/s  2 s left",
         "60 of 100 agent steps (60.0%)  0/s  ? left",
+        "80 of 100 agent steps (80.0%)  40/s  0 s left  entropy 1.23  kl 0.00123",
         "",
     ]
 
@@ -308,3 +310,53 @@ def test_the_rate_is_that_of_the_last_reports() -> None:
 )
 def test_durations_read_well(seconds: float, text: str) -> None:
     assert duration(seconds) == text
+
+
+# ------------------------------------------------------------------------------------------------------- a full disk
+
+
+def test_records_wait_for_room_in_their_order_and_are_written_once(tmp_path: Path) -> None:
+    full, written, said = [False], [], []
+
+    def write(record: telemetry.Record) -> None:
+        if full[0]:
+            raise telemetry.MetricsError("the disk is full") from OSError(errno.ENOSPC, "")
+        written.append(record["update"])
+
+    sink = telemetry.patient(telemetry.Sink(write, lambda: written.append("closed")), said.append)
+    sink.write({"update": 1})
+    full[0] = True
+    for update in (2, 3):
+        sink.write({"update": update})
+    with pytest.raises(OSError) as raised:
+        sink.flush()
+    assert raised.value.errno == errno.ENOSPC
+    assert (written, len(said)) == ([1], 1)
+    full[0] = False
+    sink.write({"update": 4})
+    sink.flush()
+    assert written == [1, 2, 3, 4]
+    full[0] = True
+    sink.write({"update": 5})
+    assert len(said) == 2, "said again when it is full again"
+    with pytest.raises(telemetry.MetricsError):
+        sink.close()
+    assert written[-1] == "closed"
+
+
+def test_other_failures_and_too_many_records_are_raised(monkeypatch: pytest.MonkeyPatch) -> None:
+    failure = [errno.EIO]
+
+    def write(record: telemetry.Record) -> None:
+        raise telemetry.MetricsError("no") from OSError(failure[0], "")
+
+    sink = telemetry.patient(telemetry.Sink(write, lambda: None), lambda line: None)
+    with pytest.raises(telemetry.MetricsError):
+        sink.write({"update": 1})
+    failure[0] = errno.ENOSPC
+    monkeypatch.setattr(telemetry, "MOST_WAITING", 3)
+    sink = telemetry.patient(telemetry.Sink(write, lambda: None), lambda line: None)
+    for update in range(3):
+        sink.write({"update": update})
+    with pytest.raises(telemetry.MetricsError):
+        sink.write({"update": 3})

@@ -83,8 +83,9 @@ def test_a_run_compiles_nothing_after_its_first_call_and_leaves_what_the_contrac
 
     shown = capfd.readouterr()
     assert shown.out == ""
-    counted, *lines, last = shown.err.splitlines()
+    counted, compiled, *lines, last = shown.err.splitlines()
     assert re.fullmatch(r"[\d,]+ parameters", counted)
+    assert re.fullmatch(r"compiled in [\d.]+ s, [\d.]+ s of that traced", compiled.partition(";")[0])
     assert [re.match(r"[\d,]+ of 7,424 agent steps", line) is not None for line in lines] == [True] * 8
     assert last == "evaluating"
 
@@ -94,6 +95,8 @@ def test_a_run_compiles_nothing_after_its_first_call_and_leaves_what_the_contrac
     assert found.pop("sps") == pytest.approx(58 * 128 / seconds[0])
     assert 0 < seconds[0] < seconds[2]
     assert 0 < seconds[1] < seconds[2]
+    assert 0 < found.pop("trace_seconds") < seconds[1] < found.pop("start_seconds")
+    assert found.pop("cache") is None  # it is off in tests
     assert found.pop("evaluation").keys() == {"trained", "untrained"}
     _, trained, untrained = training.restore_policy(folder)
     assert found == {
@@ -168,6 +171,8 @@ def test_sums_give_means_and_go_on_bit_by_bit_from_what_was_pending() -> None:
         "episode/light": np.array([1.0, 0.0, 0.5, 99.0], np.float32),
         "episodes/light": np.array([1.0, 0.0, 2.0, 99.0], np.float32),
         "ppo/loss": np.array([1 / 3, -2.0, 5.0, 99.0], np.float32),
+        "peak/light": np.array([0.5, -np.inf, -3.0, 99.0], np.float32),
+        "peak/never": np.full(4, -np.inf, np.float32),
     }
     sums, other = Sums(), Sums()
     for added in (sums, other):
@@ -185,6 +190,7 @@ def test_sums_give_means_and_go_on_bit_by_bit_from_what_was_pending() -> None:
         "episode/return": pytest.approx(sum(returned) / 7),
         "episode/light": pytest.approx((1.0 + 0.5 + 0.5) / 5),
         "ppo/loss": pytest.approx(sum(thirds) / 4),
+        "peak/light": 0.5,
     }
     none = {"episodes": np.zeros(1), "episode/return": np.zeros(1), "ppo/loss": np.full(1, np.nan)}
     sums.add(1, none | {"episodes/light": np.zeros(1), "episode/light": np.zeros(1)})
@@ -213,7 +219,7 @@ def test_a_long_run_keeps_no_more_in_memory_and_on_disk_than_a_short_one(
                 held = (each for each in gc.get_objects() if isinstance(each, (list, dict, set, deque)))
                 sizes.append(sum(map(sys.getsizeof, held)))
             rows = np.full(block, 0.5, np.float32)
-            yield progress, n, {"episodes": rows, "episode/return": rows, "ppo/loss": rows}
+            yield progress, n, {"episodes": rows, "episode/return": rows, "ppo/loss": rows, fused.FINITE: rows > 0}
 
     monkeypatch.setattr(fused, "compiled", lambda *_, **__: None)
     monkeypatch.setattr(fused, "fused", idle)
@@ -233,9 +239,9 @@ def test_it_saves_by_minutes_by_updates_and_at_the_end(tmp_path: Path, monkeypat
     saved: list[int] = []
     save, now, calls = Checkpoints.save, [0.0], fused.fused
 
-    def noted(self: Checkpoints, step: int, *rest: Any) -> None:
+    def noted(self: Checkpoints, step: int, *rest: Any, **more: Any) -> None:
         saved.append(step)
-        save(self, step, *rest)
+        save(self, step, *rest, **more)
 
     def minutely(*args: Any, **kwargs: Any) -> Iterator[Any]:
         for call in calls(*args, **kwargs):
@@ -271,7 +277,7 @@ def test_seconds_add_up_over_resumes(tmp_path: Path, monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(training.time, "perf_counter", lambda: now[0])
     monkeypatch.setattr(fused, "fused", slow_calls)
     monkeypatch.setattr(fused, "compiled", lambda *a, **k: (takes(10.0), compiled(*a, **k))[1])
-    monkeypatch.setattr(training, "feed", lambda run: (takes(100.0), prepare(run))[1])
+    monkeypatch.setattr(training, "feed", lambda *a: (takes(100.0), prepare(*a))[1])
     folder = tmp_path / "run"
     with monkeypatch.context() as patch:
         patch.setattr(Checkpoints, "save", after(1, lambda: signal.raise_signal(signal.SIGINT), Checkpoints.save))

@@ -1,8 +1,9 @@
 """Proximal policy optimisation (Schulman et al. 2017), with generalised advantage estimation.
 
-Where we differ from the usual code: values are not stored while acting but computed here, all at once and from the
-current parameters, so that V(s) and V(successor) can never come from two networks; a truncated step bootstraps from
-its own successor; the gradient of a minibatch is summed over chunks that fit a core's cache, which is the same
+Where we differ from the usual code: V(s) and V(successor) can never come from two networks, for values are computed
+here, all at once and from the current parameters. Where acting gives them for nothing (a shared torso) its values are
+taken, if it was by these very parameters: the rollout's version says so. A truncated step bootstraps from its own
+successor; the gradient of a minibatch is summed over chunks that fit a core's cache, which is the same
 gradient, 1.5 times faster on the CPU at large batches; minibatches are drawn by a bijection instead of a sort;
 advantages are normalised once over the whole batch.
 
@@ -20,7 +21,9 @@ import jax.numpy as jnp
 import optax
 
 from longhaul import dial, networks, normalise, returns, shuffle
+from longhaul.algorithms import values
 from longhaul.distributions import Distribution, distribution
+from longhaul.scaling import rules
 from longhaul.types import Algorithm, Key, Masked, Metrics, Params, PyTree, Rollout, Spec
 
 
@@ -30,16 +33,18 @@ class Config:
 
     lr: float = 2.5e-4
     anneal: bool = True  # the learning rate falls to 0 over the run, linearly
+    warmup: int = 0  # updates over which the learning rate rises to it at the beginning, linearly
     gamma: float = 0.99
     gae_lambda: float = 0.95
-    num_minibatches: int = 4
-    update_epochs: int = 4
+    num_minibatches: int | None = 4  # None: chosen by `run.resolve`, else 4, or what divides the batch
+    update_epochs: int | None = 4
     clip_eps: float = 0.2
     clip_value: bool = True
     vf_coef: float = 0.5
     ent_coef: float = 0.01
     ent_coef_final: float | None = None  # annealed to, linearly; None: constant
     max_grad_norm: float = 0.5
+    adam_eps: float = 1e-5  # added to the root of Adam's second moment
     normalise_advantage: bool = True
     normalise_observation: bool = False
     reward_scale: float = 1.0
@@ -49,6 +54,8 @@ class Config:
     num_layers: int = 2
     model_size: float | None = None  # millions of parameters, from which hidden_dim and num_layers follow
     activation: str = "tanh"  # of mlp and deepset
+    shared: bool = False  # actor and critic of mlp and deepset have one torso, without memory, too
+    init: str = "orthogonal"  # of mlp, deepset and heads; "lecun" is Flax's default
     memory: int = 0  # width of the recurrent unit; 0: none
     chunk: int = 1024  # rows of a minibatch whose gradient is taken at once
     precision: str = "fp32"  # of the torso; "bf16": in bfloat16, with parameters, heads and losses in float32
@@ -88,9 +95,12 @@ def check(config: Config, *, columns: int, steps: int) -> None:
     """Raises ValueError, naming value, bound and remedy, where the sizes of one shard can't work."""
     rows, unit = (columns, "environments") if config.memory else (columns * steps, "steps of a batch")
     for name in ("num_minibatches", "update_epochs", "chunk", "hidden_dim", "num_layers"):
-        if getattr(config, name) < 1:
+        value = getattr(config, name)
+        if value is not None and value < 1:
             raise ValueError(f"{name} is {getattr(config, name)}; it must be at least 1")
-    if rows % config.num_minibatches:
+    if config.warmup < 0:
+        raise ValueError(f"warmup is {config.warmup}; it must be at least 0")
+    if rows % (config.num_minibatches or 1):
         raise ValueError(
             f"num_minibatches is {config.num_minibatches}, which does not divide the {rows} {unit} of one device; "
             f"choose a divisor of {rows}, or change num_envs or num_steps"
@@ -98,6 +108,8 @@ def check(config: Config, *, columns: int, steps: int) -> None:
     for name in ("gamma", "gae_lambda"):
         if not 0.0 <= getattr(config, name) <= 1.0:
             raise ValueError(f"{name} is {getattr(config, name)}; it must lie in 0 to 1")
+    if not config.adam_eps > 0.0:  # 0 / 0 where an input is never there
+        raise ValueError(f"adam_eps is {config.adam_eps}; it must be above 0")
     for name in ("lr", "clip_eps", "max_grad_norm"):
         if not getattr(config, name) >= 0.0:
             raise ValueError(f"{name} is {getattr(config, name)}; it must be at least 0")
@@ -106,67 +118,6 @@ def check(config: Config, *, columns: int, steps: int) -> None:
             f"model_size is {config.model_size}; it must lie in {dial.LEAST:g} to {dial.MOST:g} (millions of "
             "parameters)"
         )
-
-
-def _along_time(
-    network: networks.ActorCritic, params: Params, memory: jax.Array, observation: PyTree, begins: jax.Array
-) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """The recurrent network along time: parameters [T, B, n], values [T, B], memory after each step [T, B, width]."""
-    initial = jnp.zeros_like(memory)
-
-    def step(memory: jax.Array, now: tuple[PyTree, jax.Array]) -> tuple[jax.Array, Any]:
-        seen, begin = now
-        memory = jnp.where(begin[:, None], initial, memory)
-        parameters, value, memory = network.apply(params, memory, seen)
-        return memory, (parameters, value, memory)
-
-    return jax.lax.scan(step, memory, (observation, begins))[1]
-
-
-def _values(
-    network: networks.ActorCritic, params: Params, data: Rollout, observation: PyTree, chunk: int
-) -> tuple[jax.Array, jax.Array]:
-    """V(observation) and V(successor), float32 [T, B] each, all from `params`.
-
-    `observation` is (of the steps, of `successors.last`, of `successors.truncated`), as the network sees them.
-    """
-    steps, last, truncated = observation
-    t, b = data.reward.shape
-    if isinstance(data.memory, tuple):
-        k = jax.tree.leaves(truncated)[0].shape[0]
-        rows = jax.tree.map(lambda x, y, z: jnp.concatenate([x, y[None], z]), steps, last, truncated)
-        rows = jax.tree.map(lambda x: x.reshape((t + 1 + k) * b, *x.shape[2:]), rows)
-        value = _by_chunks(lambda part: network.apply(params, (), part)[1], rows, chunk).reshape(t + 1 + k, b)
-        return value[:t], returns.successor_values(value[:t], value[t], value[t + 1 :], data.truncated)
-    _, value, after = _along_time(network, params, data.memory, steps, _begins(data))
-    ended = (data.terminated | data.truncated)[-1]
-    last_value = network.apply(params, jnp.where(ended[:, None], jnp.zeros_like(after[-1]), after[-1]), last)[1]
-    # A truncated episode would have gone on with the memory after its last step: pick it out, slot by slot.
-    slot = jnp.cumsum(data.truncated, axis=0) - data.truncated
-    which = jnp.arange(jax.tree.leaves(truncated)[0].shape[0])
-    here = data.truncated[None] & (slot[None] == which[:, None, None])  # [K, T, B]
-    remembered = jnp.take_along_axis(after, jnp.argmax(here, axis=1)[..., None], axis=0)
-    truncated_value = network.apply(params, remembered, truncated)[1]
-    return value, returns.successor_values(value, last_value, truncated_value, data.truncated)
-
-
-def _begins(data: Rollout) -> jax.Array:
-    """bool [T, B]: memory was put back before the step (the first row begins with the memory of the rollout)."""
-    ended = data.terminated | data.truncated | ~data.valid
-    return jnp.concatenate([jnp.zeros_like(ended[:1]), ended[:-1]])
-
-
-def _by_chunks(function: Callable[[PyTree], jax.Array], rows: PyTree, chunk: int) -> jax.Array:
-    """function(rows), `chunk` rows at a time where there are more: what one core computes stays in its cache."""
-    n = jax.tree.leaves(rows)[0].shape[0]
-    whole = n - n % chunk
-    if whole <= chunk:
-        return function(rows)
-    blocks = jax.tree.map(lambda x: x[:whole].reshape(whole // chunk, chunk, *x.shape[1:]), rows)
-    done = jax.lax.map(function, blocks).reshape(whole)
-    if whole == n:
-        return done
-    return jnp.concatenate([done, function(jax.tree.map(lambda x: x[whole:], rows))])
 
 
 def _loss(
@@ -178,7 +129,7 @@ def _loss(
         if batch.begins is None:
             parameters, value, _ = network.apply(params, (), batch.observation)
         else:
-            parameters, value, _ = _along_time(network, params, batch.memory, batch.observation, batch.begins)
+            parameters, value, _ = values.along_time(network, params, batch.memory, batch.observation, batch.begins)
         log_ratio = policy.log_prob(parameters, batch.mask, batch.raw) - batch.log_prob
         ratio = jnp.exp(log_ratio)
         clipped = jnp.clip(ratio, 1.0 - config.clip_eps, 1.0 + config.clip_eps)
@@ -230,13 +181,16 @@ def _parts(spec: Spec, config: Config) -> tuple[PyTree, Distribution, networks.A
         )
     options: dict[str, Any] = {
         "free": policy.free, "torso": config.torso, "activation": config.activation, "memory": config.memory,
-        "precision": config.precision, "remat": config.remat,
+        "precision": config.precision, "remat": config.remat, "shared": config.shared, "begin": config.init,
     }  # fmt: skip
     width, depth = config.hidden_dim, config.num_layers
     if config.model_size is not None:
         width, depth = dial.shape(seen, policy.size, config.model_size, **options)
-    network = networks.actor_critic(seen, policy.size, sizes=(width,) * depth, **options)
-    return seen, policy, _expanding(network, spec.expand)
+    expand, live = spec.expand, None
+    if spec.compact is not None and networks.takes_live(config.torso, config.shared, config.memory):
+        expand, live = spec.compact
+    network = networks.actor_critic(seen, policy.size, sizes=(width,) * depth, live=live, **options)
+    return seen, policy, _expanding(network, expand)
 
 
 def _expanding(network: networks.ActorCritic, expand: Callable[[PyTree], PyTree] | None) -> networks.ActorCritic:
@@ -268,31 +222,67 @@ def critic(spec: Spec, config: Config) -> Callable[[Policy, PyTree, PyTree], jax
     return value
 
 
-def ppo(spec: Spec, config: Config, *, updates: int, mean: Callable[[PyTree], PyTree]) -> Algorithm:
-    """PPO for environments of `spec`, annealed over `updates` updates; `mean` averages over the shards."""
+def network(spec: Spec, config: Config) -> networks.ActorCritic:
+    """The network of a `Policy`, which `apply` takes for parameters: what it would do, and what it believes in."""
+    inner = _parts(spec, config)[2]
+
+    def apply(policy: Policy, memory: PyTree, observation: PyTree) -> tuple[jax.Array, jax.Array, PyTree]:
+        return inner.apply(policy.params, memory, _look(policy.moments, observation)[0])
+
+    return inner._replace(apply=apply)
+
+
+def annealing(updates: int, first: int = 0, done: float = 0.0) -> Callable[[float, float], optax.Schedule]:
+    """(begin, end) -> update -> what goes from `begin` to `end` over a run, of which `done` is past at `first`."""
+
+    def schedule(begin: float, end: float) -> optax.Schedule:
+        return optax.linear_schedule(begin + (end - begin) * done, end, updates - first, transition_begin=first)
+
+    return schedule
+
+
+def ppo(
+    spec: Spec,
+    config: Config,
+    *,
+    updates: int,
+    mean: Callable[[PyTree], PyTree],
+    first: int = 0,
+    done: float = 0.0,
+) -> Algorithm:
+    """PPO for environments of `spec`, annealed over `updates` updates; `mean` averages over the shards.
+
+    A run that goes on from update `first` with batches of another size has the share `done` of it behind it there.
+    """
     masked = isinstance(spec.observation, Masked)
     seen, policy, network = _parts(spec, config)
     # On one flat vector: Adam on a dozen small leaves is dozens of small kernels.
     optimiser = optax.flatten(
-        optax.chain(optax.clip_by_global_norm(config.max_grad_norm), optax.scale_by_adam(eps=1e-5))
+        optax.chain(optax.clip_by_global_norm(config.max_grad_norm), optax.scale_by_adam(eps=config.adam_eps))
     )
-    optimise = _optimise(_loss(network, policy, config), optimiser, config, updates, mean)
+    schedule = annealing(updates, first, done)
+    optimise = _optimise(_loss(network, policy, config), network.live, optimiser, config, schedule, mean)
 
     def init(key: Key) -> State:
         params = network.init(key)
         moments = normalise.start(seen) if config.normalise_observation else ()
         return State(params, optimiser.init(params), moments, jnp.int32(0))
 
+    free = config.shared and not config.memory  # values come with the policy
+
     def act(acting: Policy, memory: PyTree, observation: PyTree, key: Key | None) -> tuple[jax.Array, PyTree, Any]:
         visible, mask = _look(acting.moments, observation)
-        parameters, _, memory = network.apply(acting.params, memory, visible)
+        parameters, value, memory = network.apply(acting.params, memory, visible)
         raw = policy.mode(parameters, mask) if key is None else policy.sample(parameters, mask, key)
-        return policy.action(raw), memory, {"raw": raw, "log_prob": policy.log_prob(parameters, mask, raw)}
+        extras = {"raw": raw, "log_prob": policy.log_prob(parameters, mask, raw)}
+        return policy.action(raw), memory, extras | ({"value": value} if free else {})
 
     def learn(state: State, data: Rollout, key: Key) -> tuple[State, Metrics]:
         visible, mask = _look(state.moments, data.observation)
         others = [_look(state.moments, o)[0] for o in data.successors]
-        value, successor = _values(network, state.params, data, (visible, *others), config.chunk)
+        value, successor = values.estimates(
+            network, state.params, data, (visible, *others), config.chunk, state.updates
+        )
         estimate = jax.vmap(
             lambda r, v, s, end, cut: returns.gae(r, v, s, end, cut, gamma=config.gamma, lam=config.gae_lambda),
             in_axes=1, out_axes=1,
@@ -304,7 +294,7 @@ def ppo(spec: Spec, config: Config, *, updates: int, mean: Callable[[PyTree], Py
         if config.normalise_advantage:
             centre, variance = _moments(advantage, weight, mean)
             advantage = (advantage - centre) / (jnp.sqrt(variance) + 1e-8)
-        begins = _begins(data) if config.memory else None
+        begins = values.begins(data) if config.memory else None
         batch = Batch(
             visible, mask, data.extras["raw"], data.extras["log_prob"], value, advantage, target, weight, begins,
             data.memory,
@@ -323,15 +313,16 @@ def ppo(spec: Spec, config: Config, *, updates: int, mean: Callable[[PyTree], Py
 
 def _optimise(
     loss: Callable[..., tuple[jax.Array, Metrics]],
+    live: Callable[[Params], Params],
     optimiser: optax.GradientTransformation,
     config: Config,
-    updates: int,
+    schedule: Callable[[float, float], optax.Schedule],
     mean: Callable[[PyTree], PyTree],
 ) -> Callable[..., tuple[Params, optax.OptState, Metrics]]:
     """(params, opt_state, update, batch, key) -> all epochs over the batch; metrics are means over rows and steps."""
-    rate = optax.linear_schedule(config.lr, 0.0 if config.anneal else config.lr, updates)
+    rate = schedule(config.lr, 0.0 if config.anneal else config.lr)
     final = config.ent_coef if config.ent_coef_final is None else config.ent_coef_final
-    entropy_weight = optax.linear_schedule(config.ent_coef, final, updates)
+    entropy_weight = schedule(config.ent_coef, final)
     axis = 1 if config.memory else 0
 
     def take(batch: Batch, index: jax.Array) -> Batch:
@@ -340,15 +331,19 @@ def _optimise(
 
     def gradient(params: Params, batch: Batch, index: jax.Array, weight: jax.Array) -> tuple[PyTree, Metrics]:
         """Sums over the rows index [chunks, rows]."""
+        params, back = jax.vjp(live, params)
         grad = jax.grad(loss, has_aux=True)
-        if index.shape[0] == 1:
-            return grad(params, take(batch, index[0]), weight)
 
         def add(total: Any, chunk: jax.Array) -> tuple[Any, None]:
             return jax.tree.map(jnp.add, total, grad(params, take(batch, chunk), weight)), None
 
-        shapes = jax.eval_shape(grad, params, take(batch, index[0]), weight)
-        return jax.lax.scan(add, jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes), index)[0]
+        if index.shape[0] == 1:
+            total, parts = grad(params, take(batch, index[0]), weight)
+        else:
+            shapes = jax.eval_shape(grad, params, take(batch, index[0]), weight)
+            zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)
+            total, parts = jax.lax.scan(add, zeros, index)[0]
+        return back(total)[0], parts
 
     def optimise(
         params: Params, opt_state: optax.OptState, update: jax.Array, batch: Batch, key: Key
@@ -356,11 +351,15 @@ def _optimise(
         if not config.memory:
             batch = jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), batch)
         rows = batch.advantage.shape[axis]
+        given = config.num_minibatches, config.update_epochs
+        minibatches, epochs = rules.decide(rows, rows, "none", *given)
         deep = 1 if axis == 0 else batch.advantage.shape[0]
-        chunk = chunk_of(rows // config.num_minibatches, max(1, config.chunk // deep))
+        chunk = chunk_of(rows // minibatches, max(1, config.chunk // deep))
         share = jnp.float32(1.0) if batch.weight is None else jnp.maximum(mean(jnp.mean(batch.weight)), 1e-8)
-        norm = share * (deep * rows // config.num_minibatches)  # one for the whole batch: no minibatch weighs more
+        norm = share * (deep * rows // minibatches)  # one for the whole batch: no minibatch weighs more
         lr, weight = jnp.maximum(rate(update), 0.0), entropy_weight(update)  # rounding may end just below 0
+        if config.warmup:
+            lr = lr * jnp.minimum((update + 1).astype(jnp.float32) / config.warmup, 1.0)
 
         def minibatch(carried: Any, index: jax.Array) -> tuple[Any, None]:
             params, opt_state, totals, stopped = carried
@@ -376,15 +375,17 @@ def _optimise(
             return (new, new_state, jax.tree.map(jnp.add, totals, parts), stopped), None
 
         def epoch(carried: Any, key: Key) -> tuple[Any, None]:
-            index = shuffle.permutation(key, rows).reshape(config.num_minibatches, -1, chunk)
+            index = shuffle.permutation(key, rows).reshape(minibatches, -1, chunk)
             return jax.lax.scan(minibatch, carried, index)[0], None
 
         names = ("policy_loss", "value_loss", "entropy", "approx_kl", "clip_fraction", "grad_norm")
         carried = (params, opt_state, {name: jnp.float32(0.0) for name in names}, jnp.bool_(False))
-        keys = jax.random.split(key, config.update_epochs)
+        keys = jax.random.split(key, epochs)
         (params, opt_state, totals, _), _ = jax.lax.scan(epoch, carried, keys)
-        steps = config.update_epochs * config.num_minibatches
-        return params, opt_state, mean(jax.tree.map(lambda x: x / (norm * steps), totals)) | {"lr": lr}
+        steps = epochs * minibatches
+        told = mean(jax.tree.map(lambda x: x / (norm * steps), totals))
+        told["total_loss"] = told["policy_loss"] + config.vf_coef * told["value_loss"] - weight * told["entropy"]
+        return params, opt_state, told | {"lr": lr}
 
     return optimise
 

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from typing import Any
 
 from longhaul.envs import classic, probes
-from longhaul.envs.hackmatrix import game
+from longhaul.envs.hackmatrix import canonical, game
 from longhaul.types import Environment
 
 TABLE: dict[str, tuple[Callable[..., Environment], str]] = {
@@ -23,6 +23,11 @@ TABLE: dict[str, tuple[Callable[..., Environment], str]] = {
         "MountainCarContinuous-v0: the same with a force; 1 continuous action, 999 steps",
     ),
     "hackmatrix": (game.hackmatrix, "HackMatrix: a turn-based game of 8 stages; 28 masked actions, no time limit"),
+    "hackmatrix-fixed": (game.fixed, "HackMatrix with eight defects of its trainer's rules put right"),
+    "hackmatrix-canonical": (
+        canonical.canonical,
+        "HackMatrix by the rules of the game itself: enemies stay, plan their way, and hit first",
+    ),
     "acrobot": (classic.acrobot, "Acrobot-v1: swing a two-link arm up; 3 actions, 500 steps"),
 }
 """Name -> (function that makes it, one line about it)."""

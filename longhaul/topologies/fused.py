@@ -13,6 +13,7 @@ knows: the collector in a context, made while the program is traced.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator
 
 import jax
@@ -20,7 +21,7 @@ import jax.numpy as jnp
 from jax.sharding import Mesh, PartitionSpec
 
 from longhaul import mesh as meshes
-from longhaul.types import Algorithm, Collector, Key, Metrics, Progress, PyTree
+from longhaul.types import LEARNING, Algorithm, Collector, Key, Metrics, Progress, PyTree
 
 CollectorIn = Callable[[PyTree], Collector]
 """context -> the collector in it."""
@@ -35,6 +36,9 @@ Enter = Callable[[Key, PyTree], PyTree]
 ENTRIES = 2**32 - 1
 """What the run's key is folded with for the keys of new contexts: no update has this number."""
 
+FINITE = "finite"
+"""Beside the metrics of an update: whether its state and what it told of learning are finite numbers throughout."""
+
 EVERYWHERE: PartitionSpec = PartitionSpec()
 
 
@@ -47,6 +51,12 @@ def start(algorithm: Algorithm, enter: Enter, context: PyTree, key: Key, mesh: M
     return Progress(state, enter(key_carry, context), key_run, updates)
 
 
+def is_finite(tree: PyTree) -> jax.Array:
+    """Whether all floating-point numbers of a pytree are finite."""
+    numbers = [leaf for leaf in jax.tree.leaves(tree) if jnp.issubdtype(leaf.dtype, jnp.floating)]
+    return functools.reduce(jnp.logical_and, (jnp.all(jnp.isfinite(leaf)) for leaf in numbers), jnp.bool_(True))
+
+
 def entering(collector_in: CollectorIn, mesh: Mesh) -> Enter:
     """How a run gets into a context. Compiles once for contexts of the same shapes."""
 
@@ -54,7 +64,7 @@ def entering(collector_in: CollectorIn, mesh: Mesh) -> Enter:
         return collector_in(context).start(jax.random.fold_in(key, meshes.shard_index()))
 
     program = jax.jit(meshes.per_shard(begin, mesh, (EVERYWHERE, EVERYWHERE), PartitionSpec(meshes.DATA)))
-    return lambda key, context: program(jax.device_put(key, meshes.replicated(mesh)), context)
+    return lambda key, context: program(meshes.everywhere(key, mesh), context)
 
 
 def entered(progress: Progress, enter: Enter, context: PyTree) -> Progress:
@@ -77,7 +87,7 @@ def compiled(
     """The program for runs like `progress` in contexts like `context`, compiled ahead: it can't compile again, whatever
     comes."""
     executable = lowered(algorithm, collector_in, progress, context, mesh, block=block).compile()
-    return lambda progress, context, n: executable(progress, context, jax.device_put(n, meshes.replicated(mesh)))
+    return lambda progress, context, n: executable(progress, context, meshes.everywhere(n, mesh))
 
 
 def lowered(
@@ -94,26 +104,30 @@ def lowered(
         key_data, key_learn = jax.random.split(jax.random.fold_in(key, meshes.shard_index()))
         policy = algorithm.policy(progress.state)
         carry, data, scores = collector.collect(policy, progress.carry, key_data, progress.updates)
-        state, metrics = algorithm.learn(progress.state, data, key_learn)
+        with jax.named_scope(LEARNING):
+            state, metrics = algorithm.learn(progress.state, data, key_learn)
         # As one vector: a score that no shard can have would cross devices alone, as a constant.
+        peaks = {name: meshes.max_over_data(scores.pop(name)) for name in list(scores) if name.startswith("peak/")}
         sums = mesh.size * meshes.mean_over_data(jnp.stack(list(scores.values())))
-        return Progress(state, carry, progress.key, progress.updates + 1), metrics | dict(zip(scores, sums))
+        told = metrics | dict(zip(scores, sums)) | peaks | {FINITE: is_finite((state, metrics))}
+        return Progress(state, carry, progress.key, progress.updates + 1), told
 
     def run(progress: Progress, context: PyTree, n: jax.Array) -> tuple[Progress, Metrics]:
         collector = collector_in(context)
-        shapes = jax.eval_shape(lambda progress: update(collector, progress), progress)[1]
+        once = jax.jit(lambda progress: update(collector, progress), inline=True)  # traced once, for both uses
+        shapes = jax.eval_shape(once, progress)[1]
         empty = jax.tree.map(lambda x: jnp.zeros((block, *x.shape), x.dtype), shapes)
 
         def body(i: jax.Array, carried: tuple[Progress, Metrics]) -> tuple[Progress, Metrics]:
             progress, rows = carried
-            progress, row = update(collector, progress)
+            progress, row = once(progress)
             return progress, jax.tree.map(lambda all_, one: all_.at[i].set(one), rows, row)
 
         return jax.lax.fori_loop(0, n, body, (progress, empty))
 
     specs = layout(), EVERYWHERE, EVERYWHERE
     program = jax.jit(meshes.per_shard(run, mesh, specs, (layout(), EVERYWHERE)), donate_argnums=0)
-    count = jax.device_put(jnp.int32(block), meshes.replicated(mesh))
+    count = meshes.everywhere(jnp.int32(block), mesh)
     return program.lower(progress, context, count)
 
 

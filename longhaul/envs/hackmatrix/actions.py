@@ -99,19 +99,19 @@ def legal(state: State, cells: Cells) -> jax.Array:
         w.HACK: jnp.any((cells.blocks & state.siphoned) > 0),
     }
     # A word of bits instead of a concatenation, which the compiler would build element by element.
-    can = _word(able) & (state.programs << w.FIRST_PROGRAM)
-    can &= _paid(state.credits, w.CREDITS) & _paid(state.energy, w.ENERGY)
-    can |= _word({action: moves[action] for action in range(4)} | {w.SIPHON: state.siphons > 0})
+    can = word(able) & (state.programs << w.FIRST_PROGRAM)
+    can &= paid(state.credits, w.CREDITS) & paid(state.energy, w.ENERGY)
+    can |= word({action: moves[action] for action in range(4)} | {w.SIPHON: state.siphons > 0})
     can = jnp.where(can == 0, jnp.uint32(1 << w.UP), can)
     return ((can >> np.arange(w.ACTIONS, dtype=np.uint32)) & 1).astype(bool)
 
 
-def _word(flags: dict[int, jax.Array]) -> jax.Array:
+def word(flags: dict[int, jax.Array]) -> jax.Array:
     """uint32: the flags as bits, by action."""
     return functools.reduce(jnp.bitwise_or, (flag.astype(jnp.uint32) << action for action, flag in flags.items()))
 
 
-def _paid(stock: jax.Array, costs: np.ndarray) -> jax.Array:
+def paid(stock: jax.Array, costs: np.ndarray) -> jax.Array:
     """uint32: the actions that `stock` suffices for, as bits."""
     able = jnp.uint32(0)
     for cost in sorted(set(costs.tolist())):

@@ -6,6 +6,7 @@ corner; the compiled game only picks one. No search is left in a step.
 
 from __future__ import annotations
 
+import functools
 from typing import NamedTuple
 
 import numpy as np
@@ -38,8 +39,9 @@ def pack(
     return block | points << 2 | program << 6 | spawn << 11 | credits << 15 | energy << 17
 
 
+@functools.lru_cache(maxsize=2)  # a run makes its environment several times before it starts
 def draw(seed: int, count: int = BOARDS, connected: bool = False) -> Boards:
-    """`count` boards of the trainer's rules, which test none for a way to the exit.
+    """`count` boards of the trainer's rules, which test none for a way to the exit; to be read only.
 
     With `connected` there is one from each corner to each other, without siphoning.
     """
@@ -89,20 +91,20 @@ def distances(blocks: np.ndarray) -> np.ndarray:
 
     A way may begin on a block, and not go over one.
     """
-    count = len(blocks)
-    walls = blocks.reshape(count, 1, SIDE, SIDE)
-    far = 100
-    start = np.full((4, CELLS), far, np.int64)
-    start[np.arange(4), CORNERS] = 0
-    steps = np.broadcast_to(start.reshape(1, 4, SIDE, SIDE), (count, 4, SIDE, SIDE))
+    # Boards along the last axis, and a border around each: so a wave is a few passes over bytes.
+    far, edge = 100, SIDE + 1
+    walls = np.ascontiguousarray(blocks.T).reshape(SIDE, SIDE, 1, len(blocks))
+    steps = np.full((SIDE + 2, SIDE + 2, 4, len(blocks)), far, np.int8)
+    for corner, cell in enumerate(CORNERS.tolist()):
+        steps[1 + cell // SIDE, 1 + cell % SIDE, corner] = 0
+    inner = steps[1:edge, 1:edge]
     while True:
-        open_ = np.where(walls & (steps > 0), far, steps)
-        padded = np.pad(open_, ((0, 0), (0, 0), (1, 1), (1, 1)), constant_values=far)
+        before = inner.copy()
+        inner[:] = np.where(walls & (before > 0), np.int8(far), before)  # a way goes on from no block
         near = np.minimum(
-            np.minimum(padded[:, :, 2:, 1:-1], padded[:, :, :-2, 1:-1]),
-            np.minimum(padded[:, :, 1:-1, 2:], padded[:, :, 1:-1, :-2]),
+            np.minimum(steps[2:, 1:edge], steps[:SIDE, 1:edge]), np.minimum(steps[1:edge, 2:], steps[1:edge, :SIDE])
         )
-        following = np.minimum(steps, near + 1)
-        if (following == steps).all():
-            return np.where(steps >= far, 0, steps).reshape(count, 4, CELLS).astype(np.int8)
-        steps = following
+        np.minimum(before, near + np.int8(1), out=inner)
+        if (inner == before).all():
+            found = np.where(inner >= far, np.int8(0), inner).reshape(CELLS, 4, -1)
+            return np.ascontiguousarray(found.transpose(2, 1, 0))

@@ -7,7 +7,7 @@ stage begins with a lookup; nothing in a step searches, sorts or scans.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal, overload
 
 import jax
 import jax.numpy as jnp
@@ -18,11 +18,14 @@ from longhaul.envs.hackmatrix import boards as drawn
 from longhaul.envs.hackmatrix import observation, reward, turn
 from longhaul.envs.hackmatrix import world as w
 from longhaul.envs.hackmatrix.actions import Cells, act, ends_turn, legal, unpack
+from longhaul.envs.hackmatrix.canonical import Canonical, canonical
 from longhaul.envs.hackmatrix.world import SIDE, SLOTS, Enemies, Pending, State, Tally
 from longhaul.types import Discrete, Key, Masked, Measure, Spec, TimeStep, transition
 
 WORDS = 8
 """Random words of a step."""
+
+RULES = ("jax", "canonical")
 
 CORNER_BITS = np.array([[1, 0], [1 << 5, 0], [0, 1 << 12], [0, 1 << 17]], np.uint32)
 """The sets of the single corners."""
@@ -181,14 +184,7 @@ class Game:
 
     def metrics(self, state: State) -> dict[str, Measure]:
         """The parts of the return, the shares of actions, and how far it came."""
-        tally, yes = state.tally, jnp.ones((), bool)
-        steps = jnp.maximum(tally.moves + tally.siphons + tally.programs, 1).astype(jnp.float32)
-        values = {f"reward_{name}": tally.parts[i] for i, name in enumerate(reward.PARTS)}
-        for name in ("moves", "siphons", "programs"):
-            values[f"{name.removesuffix('s')}_frac"] = getattr(tally, name).astype(jnp.float32) / steps
-        values["stage"] = tally.stage.astype(jnp.float32)
-        values["score"] = state.score.astype(jnp.float32)
-        return {name: Measure(value, yes) for name, value in values.items()}
+        return reward.metrics(state.tally, state.score)
 
 
 def _with_past(state: State, before: State, action: jax.Array, completed: jax.Array) -> State:
@@ -203,17 +199,48 @@ def _with_past(state: State, before: State, action: jax.Array, completed: jax.Ar
     return chosen._replace(past=kept)
 
 
+@overload
 def hackmatrix(
-    boards: int = drawn.BOARDS, board_seed: int = 0, max_steps: int | None = 1000, fixes: tuple[str, ...] = ()
-) -> Game:
+    boards: int = ..., board_seed: int = ..., max_steps: int | None = ..., fixes: tuple[str, ...] = ...,
+    rules: Literal["jax"] = ...,
+) -> Game: ...  # fmt: skip
+@overload
+def hackmatrix(
+    boards: int = ..., board_seed: int = ..., max_steps: int | None = ..., fixes: tuple[str, ...] = ..., *,
+    rules: Literal["canonical"],
+) -> Canonical: ...  # fmt: skip
+@overload
+def hackmatrix(
+    boards: int = ..., board_seed: int = ..., max_steps: int | None = ..., fixes: tuple[str, ...] = ...,
+    rules: str = ...,
+) -> Game | Canonical: ...  # fmt: skip
+def hackmatrix(
+    boards: int = drawn.BOARDS,
+    board_seed: int = 0,
+    max_steps: int | None = 1000,
+    fixes: tuple[str, ...] = (),
+    rules: str = "jax",
+) -> Game | Canonical:
     """The game on `boards` boards drawn from `board_seed`; `fixes`: some of FIXES.
 
     The trainer's rules end no game early; `max_steps`, at which its evaluation stops, truncates ours (None: nothing).
+    `rules`: "jax", those of the trainer [J], or "canonical", those of the Swift game [S], whose fixes are its own
+    (`canonical.FIXES`); also registered as hackmatrix-canonical.
     """
+    if rules not in RULES:
+        raise ValueError(f"rules is {rules!r}; there are {', '.join(RULES)}")
+    if rules == "canonical":
+        return canonical(boards, board_seed, max_steps, fixes)
     check_fixes(fixes)
     if max_steps is not None and max_steps < 1:
         raise ValueError(f"max_steps is {max_steps}; at least 1 is needed")
     mask: Any = jax.ShapeDtypeStruct((w.ACTIONS,), jnp.bool_)
     seen = Masked(observation.shapes(), mask)
-    spec = Spec(seen, Discrete(w.ACTIONS), None, max_steps, max_steps, observation.expand)
+    forms = observation.expand, observation.TRAINER
+    spec = Spec(seen, Discrete(w.ACTIONS), None, max_steps, max_steps, *forms, peaks=("stage",))
     return Game(drawn.draw(board_seed, boards, connected="boards" in fixes), spec, fixes)
+
+
+def fixed(boards: int = drawn.BOARDS, board_seed: int = 0, max_steps: int | None = 1000) -> Game:
+    """The game by the trainer's rules with all of FIXES."""
+    return hackmatrix(boards, board_seed, max_steps, tuple(FIXES), "jax")

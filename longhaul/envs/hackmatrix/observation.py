@@ -6,6 +6,7 @@ each cell, row by row from the bottom.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -15,6 +16,7 @@ import numpy as np
 from longhaul.envs.hackmatrix import world as w
 from longhaul.envs.hackmatrix.actions import Cells
 from longhaul.envs.hackmatrix.world import CELLS, SIDE, SLOTS, State
+from longhaul.types import Compact
 
 CHANNELS = 42
 SIZE = 10 + w.PROGRAMS + CELLS * CHANNELS
@@ -75,32 +77,98 @@ def _life(state: State) -> jax.Array:
     return (kinds | last | coming).astype(jnp.int16)
 
 
+# --------------------------------------------------------------------------------------------------- what networks take
+
+
+class Feature(NamedTuple):
+    """A number read from a word: its bits, or whether they are `equals`, times `scale`."""
+
+    word: int
+    shift: int
+    mask: int
+    equals: int  # -1: the bits themselves
+    scale: float
+
+
+BOARD, LIFE = 0, 1
+"""The two words of a cell. In its board's word, bits 23-27 are the program + 1 here, 0 for none."""
+
+
+def _bits(word: int, shift: int, mask: int = 1, scale: float = 1.0, equals: int = -1) -> Feature:
+    return Feature(word, shift, mask, equals, scale)
+
+
+CELL = (
+    *(_bits(LIFE, kind) for kind in range(4)), _bits(LIFE, 4, 3, 1 / 3), _bits(LIFE, 6), _bits(LIFE, 7),
+    *(_bits(BOARD, 0, 3, equals=kind) for kind in (w.DATA, w.PROGRAM, w.QUESTION)),
+    _bits(BOARD, 2, 15, 1 / 9), _bits(BOARD, 19), *(_bits(BOARD, 23, 31, equals=i + 1) for i in range(w.PROGRAMS)),
+    _bits(BOARD, 11, 15, 1 / 9), _bits(LIFE, 8, 7, 1 / 4), _bits(BOARD, 15, 3, 1 / 3), _bits(BOARD, 17, 3, 1 / 3),
+    _bits(BOARD, 21), _bits(BOARD, 22), _bits(BOARD, 20),
+)  # fmt: skip
+"""The channels of a cell."""
+
+HEAD = (
+    *(_bits(i, 0, -1, 1 / most) for i, most in enumerate((5, 5, 3, 50, 50, 7, 10, 2))), _bits(8, 0), _bits(8, 1),
+    *(_bits(9, i) for i in range(w.PROGRAMS)),
+)  # fmt: skip
+"""About the player: words 0 to 8 are `Packed.player` (stage and attack less 1), word 9 the programs."""
+
+QUESTION, SIPHONED, CREDITS, ENERGY, PICKUP, EXIT = 9, 11, 37, 38, 39, 40
+"""Some channels."""
+
+OF_BLOCKS = (7, 8, QUESTION, 10, *range(12, 36))
+
+
+def compact(corner: frozenset[int], inner: frozenset[int]) -> Compact:
+    """What networks take, without the channels `corner` of corner cells and `inner` of the others."""
+    groups = []
+    for cells, dead in ((w.CORNERS.tolist(), corner), (sorted({*range(CELLS)} - {*w.CORNERS.tolist()}), inner)):
+        groups.append((np.array(cells), [channel for channel in range(CHANNELS) if channel not in dead]))
+    places = [*range(len(HEAD))]
+    for cells, channels in groups:
+        places += [len(HEAD) + CHANNELS * cell + channel for cell in cells.tolist() for channel in channels]
+
+    def expand(packed: Packed) -> jax.Array:
+        # Rows along the minor axis: each number is then the same few operations on whole rows of words.
+        lead = packed.programs.shape
+        head, words = _words(packed)
+        parts = [_read(jnp.stack([head[f.word] for f in HEAD]), HEAD)]
+        for cells, channels in groups:
+            features = [CELL[channel] for channel in channels]
+            of_life = np.array([f.word == LIFE for f in features])[None, :, None]
+            board, life = (word[cells][:, None] for word in words)
+            parts.append(_read(jnp.where(of_life, life, board), features).reshape(len(cells) * len(channels), -1))
+        return jnp.moveaxis(jnp.concatenate(parts).reshape(len(places), *lead), 0, -1)
+
+    return Compact(expand, tuple(places))
+
+
+def _words(packed: Packed) -> tuple[list[jax.Array], tuple[jax.Array, jax.Array]]:
+    """int32: the player's words, [rows] each, and the two of the cells, [CELLS, rows] each."""
+    player = packed.player.reshape(-1, 9).astype(jnp.int32) - np.array([[0, 0, 0, 0, 0, 1, 0, 1, 0]], np.int32)
+    board = packed.board.reshape(-1, CELLS)
+    program = jnp.where(board & 2 > 0, (board >> 6 & 31) + 1, 0)
+    board = board & (1 << 23) - 1 | program << 23
+    life = packed.life.reshape(-1, CELLS).astype(jnp.int32)
+    return [*player.T, packed.programs.reshape(-1).astype(jnp.int32)], (board.T, life.T)
+
+
+def _read(words: jax.Array, features: Sequence[Feature]) -> jax.Array:
+    """float32 [..., len(features), rows], of words [..., len(features) or 1, rows]."""
+    shape = (1,) * (words.ndim - 2) + (-1, 1)
+    shift, mask, equals = (np.array([f[i] for f in features], np.int32).reshape(shape) for i in (1, 2, 3))
+    scale = np.array([f.scale for f in features], np.float32).reshape(shape)
+    value = words >> shift & mask
+    return jnp.where(equals < 0, value, (value == equals).astype(jnp.int32)).astype(jnp.float32) * scale
+
+
+WHOLE = compact(frozenset(), frozenset())
+
+
 def expand(packed: Packed) -> jax.Array:
-    """float32 [..., SIZE]: what the network takes."""
-    player, board, life = packed.player.astype(jnp.float32), packed.board, packed.life.astype(jnp.int32)
-    row, col, hp, credits, energy, stage, siphons, attack, _ = jnp.moveaxis(player, -1, 0)
-    flags = packed.player[..., 8].astype(jnp.int32)
-    about = [
-        row / 5, col / 5, hp / 3, credits / 50, energy / 50, (stage - 1) / 7, siphons / 10, (attack - 1) / 2,
-        (flags & 1).astype(jnp.float32), (flags >> 1).astype(jnp.float32),
-    ]  # fmt: skip
-    index = np.arange(w.PROGRAMS, dtype=np.uint32).reshape((1,) * packed.programs.ndim + (-1,))
-    owned = ((packed.programs[..., None] >> index) & 1).astype(jnp.float32)
-    block = board & 3
-    program = jnp.where((block == w.PROGRAM) | (block == w.QUESTION), (board >> 6) & 31, -1)
+    """float32 [..., SIZE]: what a network takes, in the trainer's order."""
+    return jnp.take(WHOLE.expand(packed), np.argsort(WHOLE.places), axis=-1)
 
-    def bit(words: jax.Array, place: int) -> jax.Array:
-        return ((words >> place) & 1).astype(jnp.float32)
 
-    def part(words: jax.Array, place: int, mask: int, scale: float) -> jax.Array:
-        return ((words >> place) & mask).astype(jnp.float32) / scale
-
-    channels = [bit(life, kind) for kind in range(4)]
-    channels += [part(life, 4, 3, 3.0), bit(life, 6), bit(life, 7)]
-    channels += [(block == kind).astype(jnp.float32) for kind in (w.DATA, w.PROGRAM, w.QUESTION)]
-    channels += [part(board, 2, 15, 9.0), bit(board, 19)]
-    channels += [(program == index).astype(jnp.float32) for index in range(w.PROGRAMS)]
-    channels += [part(board, 11, 15, 9.0), part(life, 8, 7, 4.0), part(board, 15, 3, 3.0), part(board, 17, 3, 3.0)]
-    channels += [bit(board, 21), bit(board, 22), bit(board, 20)]
-    cells = jnp.stack(channels, axis=-1)
-    return jnp.concatenate([jnp.stack(about, -1), owned, cells.reshape(*cells.shape[:-2], -1)], axis=-1)
+TRAINER = compact(frozenset({*OF_BLOCKS, SIPHONED, CREDITS, ENERGY}), frozenset({QUESTION, PICKUP, EXIT}))
+"""By the rules [J] corners have neither blocks nor resources, and nothing else has exits and data siphons."""

@@ -11,7 +11,8 @@ import numpy as np
 
 from longhaul.envs.hackmatrix import world as w
 from longhaul.envs.hackmatrix.actions import Cells
-from longhaul.envs.hackmatrix.world import SIDE, State
+from longhaul.envs.hackmatrix.world import SIDE, State, Tally
+from longhaul.types import Measure
 
 PARTS = (
     "step_penalty", "stage_completion", "score_gain", "kills", "data_siphon", "distance_shaping", "damage_penalty",
@@ -68,6 +69,18 @@ def parts(before: State, after: State, action: jax.Array, events: Events) -> jax
     return w.join(values)
 
 
+def metrics(tally: Tally, score: jax.Array) -> dict[str, Measure]:
+    """The parts of the return of a game, the shares of actions, and how far it came."""
+    yes = jnp.ones((), bool)
+    steps = jnp.maximum(tally.moves + tally.siphons + tally.programs, 1).astype(jnp.float32)
+    values = {f"reward_{name}": tally.parts[i] for i, name in enumerate(PARTS)}
+    for name in ("moves", "siphons", "programs"):
+        values[f"{name.removesuffix('s')}_frac"] = getattr(tally, name).astype(jnp.float32) / steps
+    values["stage"] = tally.stage.astype(jnp.float32)
+    values["score"] = score.astype(jnp.float32)
+    return {name: Measure(value, yes) for name, value in values.items()}
+
+
 def missed(state: State, cells: Cells) -> jax.Array:
     """float32: credits and energy that the player misses by siphoning from where it stands; 0 without a siphon.
 
@@ -79,9 +92,9 @@ def missed(state: State, cells: Cells) -> jax.Array:
     programs = jnp.where(walls & (cells.block == w.PROGRAM) & new, jnp.left_shift(1, cells.program), 0)
     stocks = jnp.where(cells.block == w.NONE, cells.credits | cells.energy << 8, 0)
     standing = cells.block == w.NONE
-    data = jnp.where(standing, _cross(data, jnp.add), 0)
-    programs = jnp.where(standing, _cross(programs, jnp.bitwise_or), 0)
-    stocks = jnp.where(standing, _cross(stocks, jnp.add), 0)
+    data = jnp.where(standing, cross(data, jnp.add), 0)
+    programs = jnp.where(standing, cross(programs, jnp.bitwise_or), 0)
+    stocks = jnp.where(standing, cross(stocks, jnp.add), 0)
     credits, energy = stocks & 255, stocks >> 8
     own = SIDE * state.row + state.col
     more_credits, more_energy = credits - credits[own], energy - energy[own]
@@ -91,7 +104,7 @@ def missed(state: State, cells: Cells) -> jax.Array:
     return jnp.where(state.siphons > 0, most, 0).astype(jnp.float32)
 
 
-def _cross(values: jax.Array, join: Callable[[jax.Array, jax.Array], jax.Array]) -> jax.Array:
+def cross(values: jax.Array, join: Callable[[jax.Array, jax.Array], jax.Array]) -> jax.Array:
     """[CELLS]: each cell joined with its four neighbours."""
     grid = jnp.pad(values.reshape(SIDE, SIDE), 1)
     around = [grid[1:-1, 1:-1], grid[2:, 1:-1], grid[:-2, 1:-1], grid[1:-1, 2:], grid[1:-1, :-2]]

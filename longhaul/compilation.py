@@ -1,0 +1,171 @@
+"""Compiled programs kept on disk, so that a run which is started again need not wait for the compiler.
+
+The store is JAX's own persistent cache. What is decided here: where it lies, how large it gets, that nothing wrong with
+it stops a run, and what is told of it.
+
+    LONGHAUL_CACHE              off, or a folder
+    JAX_COMPILATION_CACHE_DIR   a folder, where LONGHAUL_CACHE says nothing; else $XDG_CACHE_HOME/longhaul/xla,
+                                which is ~/.cache/longhaul/xla
+
+Entries are told apart by program, compiler, options and device, but for two things that a CPU's programs depend on,
+too: the number of threads, by which sums are cut (and with them their last bits), and the processor. So those of each
+have a folder of their own. JAX does not bound the store without a further package; here the entries that were not used
+for longest go when a process starts. Who can write to the folder can have us run anything, so it is the user's alone.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import platform
+import re
+import sys
+import warnings
+from pathlib import Path
+from typing import Any
+
+import jax
+
+MOST_BYTES = 2 << 30
+"""Of the whole store, unless JAX_COMPILATION_CACHE_MAX_SIZE says otherwise."""
+
+COMPILE = "/jax/core/compile/backend_compile_duration"
+HIT, MISS = "/jax/compilation_cache/cache_hits", "/jax/compilation_cache/cache_misses"
+
+FAULT = r"Error (reading|writing) persistent compilation cache entry for '([^']*)': (.*)"
+
+
+def root() -> Path | None:
+    """The folder of the store; None where it is switched off."""
+    named = os.environ.get("LONGHAUL_CACHE") or os.environ.get("JAX_COMPILATION_CACHE_DIR")
+    if named == "off":
+        return None
+    if named:
+        return Path(named).expanduser().absolute()
+    cache = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
+    return Path(cache).expanduser().absolute() / "longhaul" / "xla"
+
+
+def part(threads: int, *, on_cpu: bool) -> str:
+    """The folder below `root` of programs for this machine."""
+    if not on_cpu:
+        return ""
+    return f"cpu-{threads}-threads-{_processor()}"
+
+
+def _processor() -> str:
+    """What tells this processor from another, as far as programs for one may not run on the other."""
+    about = [platform.machine()]
+    try:
+        text = Path("/proc/cpuinfo").read_text().split("\n\n")[0]
+        telling = r"(vendor_id|model name|flags|Features)\b"
+        about += sorted(line for line in text.splitlines() if re.match(telling, line))
+    except OSError:
+        about.append(platform.processor())
+    return hashlib.sha256("\n".join(about).encode()).hexdigest()[:12]
+
+
+def keep(threads: int, *, on_cpu: bool) -> Path | None:
+    """From now on programs are kept, and found again; -> the folder, None where that is off or not possible.
+
+    `threads` are those of the CPU's programs. Changes nothing the second time.
+    """
+    store = root()
+    if store is None:
+        jax.config.update("jax_enable_compilation_cache", False)
+        return None
+    folder = store / part(threads, on_cpu=on_cpu)
+    if jax.config.jax_compilation_cache_dir == str(folder):  # type: ignore[attr-defined]
+        return folder
+    try:
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        if not os.access(folder, os.W_OK | os.X_OK):
+            raise PermissionError(13, "it can't be written")
+        limit = jax.config.jax_compilation_cache_max_size  # type: ignore[attr-defined]
+        trim(store, MOST_BYTES if limit < 0 else limit)
+    except OSError as error:
+        _say(f"no compilation cache in {folder} ({error.strerror}): programs are compiled anew")
+        jax.config.update("jax_enable_compilation_cache", False)
+        return None
+    jax.config.update("jax_compilation_cache_max_size", -1)  # a bound of JAX's own needs a package that we do not
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
+    jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
+    jax.config.update("jax_compilation_cache_dir", str(folder))
+    _quieten(folder)
+    return folder
+
+
+def trim(store: Path, most: int) -> None:
+    """Removes the entries that were not used for longest until the store has at most `most` bytes."""
+    found = []
+    for path in store.rglob("*-cache"):
+        try:
+            about = path.stat()
+        except FileNotFoundError:  # another process trims, too
+            continue
+        found.append((max(about.st_atime, about.st_mtime), about.st_size, path))
+    total = sum(size for _, size, _ in found)
+    for _, size, path in sorted(found):
+        if total <= most:
+            return
+        path.unlink(missing_ok=True)
+        total -= size
+
+
+def _quieten(folder: Path) -> None:
+    """What JAX warns of, a program at a time, becomes one line; a broken entry goes, to be written again next time."""
+    before, said = warnings.showwarning, False
+
+    def show(message: Any, category: Any, filename: str, lineno: int, file: Any = None, line: Any = None) -> None:
+        nonlocal said
+        fault = re.match(FAULT, str(message), re.DOTALL)
+        if fault is None:
+            before(message, category, filename, lineno, file, line)
+            return
+        verb, name, reason = fault.groups()
+        for broken in folder.glob(f"{name}-*-cache"):  # a torn one is never replaced by JAX
+            try:
+                broken.unlink(missing_ok=True)
+            except OSError:
+                break
+        if not said:
+            short = " ".join(reason.split())[:200]
+            _say(f"the compilation cache in {folder} failed in {verb} {name} ({short}); it was compiled anew")
+        said = True
+
+    warnings.showwarning = show
+    warnings.filterwarnings("always", message="Error (reading|writing) persistent compilation cache entry")
+
+
+def _say(line: str) -> None:
+    print(line, file=sys.stderr, flush=True)
+
+
+class Ledger:
+    """What was compiled since it was opened, in this process; `close` it."""
+
+    def __init__(self) -> None:
+        self.seconds = 0.0  # in the compiler, or in reading what it made before
+        self.hits = 0
+        self.misses = 0
+        jax.monitoring.register_event_duration_secs_listener(self._took)
+        jax.monitoring.register_event_listener(self._happened)
+
+    def _took(self, event: str, duration_secs: float, **_: str | int) -> None:
+        if event == COMPILE:
+            self.seconds += duration_secs
+
+    def _happened(self, event: str, **_: str | int) -> None:
+        self.hits += event == HIT
+        self.misses += event == MISS
+
+    @property
+    def found(self) -> str:
+        """Where the programs came from."""
+        if not self.hits + self.misses:
+            return "no compilation cache"
+        return f"{self.hits} of {self.hits + self.misses} programs from the compilation cache"
+
+    def close(self) -> None:
+        jax.monitoring.unregister_event_duration_listener(self._took)
+        jax.monitoring.unregister_event_listener(self._happened)

@@ -1,0 +1,102 @@
+"""What chips can do at most: operations and bytes a second, memory, links; from their makers' data sheets.
+
+Dense products without sparsity. Prices are what clouds asked for about on demand, an hour a chip, in dollars; they
+change: give your own where they matter.
+"""
+
+from __future__ import annotations
+
+import time
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+
+class Chip(NamedTuple):
+    """One device, as JAX counts them."""
+
+    name: str
+    bf16: float  # operations a second
+    fp32: float  # of products whose inputs are float32, at JAX's default precision
+    memory_bandwidth: float  # bytes a second
+    memory: float  # bytes
+    link: float  # bytes a second to other devices of its host or slice, one way
+    per_host: int  # devices of a host
+    price: float  # dollars an hour
+
+
+CHIPS = {
+    chip.name: chip
+    for chip in (
+        Chip("l4", 121e12, 60e12, 300e9, 24e9, 32e9, 8, 0.7),
+        Chip("a100", 312e12, 156e12, 2039e9, 80e9, 300e9, 8, 3.7),
+        Chip("h100", 989e12, 494e12, 3350e9, 80e9, 450e9, 8, 6.0),
+        Chip("h200", 989e12, 494e12, 4800e9, 141e9, 450e9, 8, 7.0),
+        Chip("b200", 2250e12, 1125e12, 8000e9, 180e9, 900e9, 8, 9.0),
+        Chip("tpu-v4", 275e12, 275e12, 1228e9, 32e9, 150e9, 4, 3.2),
+        Chip("tpu-v5e", 197e12, 197e12, 819e9, 16e9, 100e9, 4, 1.2),
+        Chip("tpu-v5p", 459e12, 459e12, 2765e9, 95e9, 300e9, 4, 4.2),
+        Chip("tpu-v6e", 918e12, 918e12, 1640e9, 32e9, 224e9, 4, 2.7),
+    )
+}
+"""TPUs take float32 inputs of a product in bfloat16 by default, GPUs from the A100 on in TensorFloat-32."""
+
+KINDS = {
+    "l4": "l4", "a100": "a100", "h100": "h100", "h200": "h200", "b200": "b200", "tpu v4": "tpu-v4",
+    "tpu v5 lite": "tpu-v5e", "tpu v5e": "tpu-v5e", "tpu v5p": "tpu-v5p", "tpu v5": "tpu-v5p", "tpu v6": "tpu-v6e",
+}  # fmt: skip
+"""A part of what JAX calls a device -> its name here; the first that fits counts."""
+
+
+def known(kind: str) -> Chip | None:
+    """The chip that JAX calls `kind` ("NVIDIA H100 80GB HBM3", "TPU v4"), None where it is not listed."""
+    words = kind.lower()
+    return next((CHIPS[name] for part, name in KINDS.items() if part in words), None)
+
+
+def here(devices: int = 1) -> Chip:
+    """The device that this process has: listed, or else measured in about a second.
+
+    A CPU is shared by `devices` devices, each of which gets its part.
+    """
+    device = jax.devices()[0]
+    chip = known(device.device_kind)
+    if chip is not None:
+        return chip
+    memory = (device.memory_stats() or {}).get("bytes_limit") or _host_memory()
+    products, stream = _products() / devices, _stream() / devices
+    return Chip(device.platform, products, products, stream, memory / devices, stream, devices, 0.0)
+
+
+def _host_memory() -> float:
+    try:
+        with open("/proc/meminfo") as lines:
+            return 1024.0 * next(float(line.split()[1]) for line in lines if line.startswith("MemTotal"))
+    except (OSError, StopIteration):
+        return 16e9
+
+
+def _best(work: jax.stages.Compiled, *arguments: jax.Array) -> float:
+    """Seconds of the fastest of five runs."""
+    taken = []
+    for _ in range(6):
+        began = time.perf_counter()
+        jax.block_until_ready(work(*arguments))
+        taken.append(time.perf_counter() - began)
+    return min(taken[1:])
+
+
+def _products() -> float:
+    """Operations a second of float32 products of the size that torsos have."""
+    x, w = jnp.ones((4096, 1024), jnp.float32), jnp.ones((1024, 1024), jnp.float32)
+    work = jax.jit(jnp.matmul).lower(x, w).compile()
+    return 2.0 * x.size * w.shape[1] / _best(work, x, w)
+
+
+def _stream() -> float:
+    """Bytes a second of reading one large array and writing another."""
+    x = jnp.asarray(np.zeros(32 * 2**20, np.float32))
+    work = jax.jit(lambda x: x + 1.0).lower(x).compile()
+    return 2.0 * x.nbytes / _best(work, x)

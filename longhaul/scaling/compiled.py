@@ -1,0 +1,162 @@
+"""What crosses devices, or leaves for the host, in a compiled program: read from its text (`compiled.as_text()`, HLO).
+
+An instruction stands in a computation; computations call others, and loops call their bodies. So what an operation
+costs an update is what it moves times the trips of all loops around it. XLA writes the number of trips beside a loop
+where it knows it; of the loop over updates, whose length is an argument, it does not.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterator
+from typing import NamedTuple
+
+COLLECTIVES = (
+    *("all-reduce", "all-gather", "all-to-all", "ragged-all-to-all", "reduce-scatter", "collective-permute"),
+    "collective-broadcast",
+)
+
+BITS = {
+    "pred": 8, "s2": 2, "u2": 2, "s4": 4, "u4": 4, "s8": 8, "u8": 8, "s16": 16, "u16": 16, "f16": 16, "bf16": 16,
+    "s32": 32, "u32": 32, "f32": 32, "s64": 64, "u64": 64, "f64": 64, "c64": 64, "c128": 128,
+}  # fmt: skip
+"""Bits of an element by its kind; of kinds like f8e4m3fn the number after the first letter says it."""
+
+_HEAD = re.compile(r"^(ENTRY )?%?([\w.\-]+) \(.*\{\s*$")
+_LINE = re.compile(r"^\s+(?:ROOT )?%?([\w.\-]+) = (.*)$")
+_OPCODE = re.compile(r"^([a-z][\w\-]*)\(")
+_ARRAY = re.compile(r"\b([a-z]+\d*\w*)\[([\d,]*)\]")
+_TRIPS = re.compile(r'"known_trip_count":\{"n":"(\d+)"\}')
+_TARGET = re.compile(r'custom_call_target="([^"]*)"')
+_CALLED = re.compile(r"\b(?:calls|to_apply|true_computation|false_computation)=%?([\w.\-]+)")
+_BRANCHES = re.compile(r"\bbranch_computations=\{([^}]*)\}")
+_LOOP = re.compile(r"\b(condition|body)=%?([\w.\-]+)")
+_HOST_TARGET = re.compile(r"callback|HostExecute|MoveToHost", re.IGNORECASE)
+HOST_SPACE = "S(5)"
+"""How a layout says that an array lies in the host's memory."""
+
+
+class Line(NamedTuple):
+    """One instruction."""
+
+    name: str
+    opcode: str
+    result: str  # its type: "f32[4,64]{1,0}"
+    rest: str  # operands and attributes
+
+
+class Crossing(NamedTuple):
+    """A collective operation."""
+
+    operation: str  # one of COLLECTIVES
+    bytes: int  # of its result on one device, each time
+    loops: tuple[int | None, ...]  # trips of the loops around it, the outermost first; None where XLA knows none
+
+    def times(self) -> int:
+        """How often it runs within one trip of the loops whose length is not known."""
+        return math.prod(trips for trips in self.loops if trips is not None)
+
+
+def crossings(text: str) -> list[Crossing]:
+    """All collectives that a program runs, in its order; one in both branches of a condition counts twice."""
+    found = []
+    for line, loops in _visit(computations(text)):
+        operation = line.opcode.removesuffix("-start")
+        if operation in COLLECTIVES:
+            found.append(Crossing(operation, _moved(line, operation), loops))
+    return found
+
+
+def host_calls(text: str) -> list[str]:
+    """What a program sends to the host, or asks of it, while it runs; its arguments and results are no such thing."""
+    found = []
+    for line, _ in _visit(computations(text)):
+        target = _TARGET.search(line.rest)
+        if line.opcode in ("infeed", "outfeed"):
+            found.append(line.opcode)
+        elif line.opcode in ("send", "recv") and "is_host_transfer=true" in line.rest:
+            found.append(f"{line.opcode} of the host")
+        elif line.opcode == "custom-call" and target and _HOST_TARGET.search(target.group(1)):
+            found.append(target.group(1))
+        elif line.opcode in ("copy", "copy-start") and HOST_SPACE in line.result:
+            found.append(f"{line.opcode} to the host's memory")
+    return found
+
+
+def size(result: str) -> int:
+    """Bytes of a type: "(f32[4]{0}, pred[])" -> 17."""
+    return sum(-(-_bits(kind) * _elements(dims) // 8) for kind, dims in _ARRAY.findall(_plain(result)))
+
+
+def computations(text: str) -> dict[str, list[Line]]:
+    """The instructions of each computation; that of the program itself is named "" too."""
+    found: dict[str, list[Line]] = {}
+    lines: list[Line] | None = None
+    for row in text.splitlines():
+        head = _HEAD.match(row)
+        if head:
+            lines = found.setdefault(head.group(2), [])
+            if head.group(1):
+                found[""] = lines
+        elif lines is not None and (match := _LINE.match(row)):
+            result, rest = _split(match.group(2))
+            opcode = _OPCODE.match(rest)
+            if opcode:
+                lines.append(Line(match.group(1), opcode.group(1), result, rest))
+    return found
+
+
+def _split(text: str) -> tuple[str, str]:
+    """What follows "name = " -> (type, the rest)."""
+    if not text.startswith("("):
+        result, _, rest = text.partition(" ")
+        return result, rest
+    depth = 0
+    for i, letter in enumerate(text):
+        depth += (letter == "(") - (letter == ")")
+        if depth == 0:
+            return text[: i + 1], text[i + 1 :].lstrip()
+    return text, ""
+
+
+def _visit(parts: dict[str, list[Line]], name: str = "", loops: tuple[int | None, ...] = ()) -> Iterator[
+    tuple[Line, tuple[int | None, ...]]
+]:  # fmt: skip
+    """Every instruction that `name` runs, with the trips of the loops around it."""
+    for line in parts.get(name, ()):
+        yield line, loops
+        if line.opcode.removesuffix("-start") in COLLECTIVES or line.opcode.endswith(("-done", "-update")):
+            continue  # what they name is how to add two numbers, or what their start has run already
+        if line.opcode == "while":
+            trips = _TRIPS.search(line.rest)
+            for _, inner in _LOOP.findall(line.rest):
+                yield from _visit(parts, inner, (*loops, int(trips.group(1)) if trips else None))
+            continue
+        branches = _BRANCHES.search(line.rest)
+        called = [each.strip().lstrip("%") for each in branches.group(1).split(",")] if branches else []
+        for inner in (*_CALLED.findall(line.rest), *called):
+            yield from _visit(parts, inner, loops)
+
+
+def _moved(line: Line, operation: str) -> int:
+    """Bytes of a collective's result. One that is started apart may hold its operand, too, in a pair."""
+    if line.opcode == operation or operation == "all-reduce":
+        return size(line.result)
+    return max((size(f"{kind}[{dims}]") for kind, dims in _ARRAY.findall(_plain(line.result))), default=0)
+
+
+def _plain(result: str) -> str:
+    """A type without its layouts, whose tiles look like arrays."""
+    return re.sub(r"\{[^}]*\}", "", result)
+
+
+def _elements(dims: str) -> int:
+    return math.prod(int(each) for each in dims.split(",") if each)
+
+
+def _bits(kind: str) -> int:
+    if kind in BITS:
+        return BITS[kind]
+    number = re.match(r"f(\d+)", kind)
+    return int(number.group(1)) if number else 0  # tokens and opaque handles hold no data

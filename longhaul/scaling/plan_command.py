@@ -1,0 +1,157 @@
+"""The command `plan`: its flags, its tables, and the check of its model against a measurement."""
+
+from __future__ import annotations
+
+import tempfile
+from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+
+from longhaul import flags, printing, recipes, settings
+from longhaul.flags import FLOAT, INT, PATH, Flag, FlagError, choice, optional
+from longhaul.run import Run, resolve
+from longhaul.scaling import chips, plan, profile
+from longhaul.scaling.chips import CHIPS
+from longhaul.scaling.plan import Assumptions, Measured
+
+DEVICES = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024)
+
+ABOUT = "What a run takes on 1 to 1,024 devices: time, money, memory, checkpoints; from a short run and a model."
+
+FLAGS = [
+    Flag("steps", FLOAT, None, "agent steps of the run", shown="the recipe's"),
+    Flag("hardware", choice(("here", *CHIPS)), "here", "the devices to plan for"),
+    Flag("on", INT, DEVICES, "numbers of devices", many=True),
+    Flag("share", choice(("weak", "strong")), "weak", "weak: every device keeps its batch; strong: they share it"),
+    Flag("network", FLOAT, 400.0, "gigabits a second between hosts, a device"),
+    Flag("latency", FLOAT, 5.0, "microseconds of a message between devices"),
+    Flag("efficiency", FLOAT, 0.4, "share of the chip's peaks that is reached, on other hardware"),
+    Flag("price", optional(FLOAT), None, "dollars an hour a device", shown="of a list"),
+    Flag("calls", INT, 3, "compiled calls that are measured"),
+    Flag("json", PATH, None, "write the plan to this file; - is stdout", shown=""),
+]
+
+
+def command(words: Sequence[str]) -> int:
+    """`longhaul plan RECIPE [--steps N] [--hardware NAME] [--on N...] [--flags of longhaul train]`."""
+    if not words or words[0].startswith("-"):
+        if words and words[0] in ("-h", "--help"):
+            flags.parse("plan RECIPE", f"{ABOUT} All flags of longhaul train count, too.", {"": FLAGS}, words)
+        raise FlagError(f"name a recipe first: longhaul plan RECIPE; there are {', '.join(recipes.RECIPES)}")
+    recipe = recipes.recipe(words[0])
+    groups = settings.table(recipe)
+    groups[""] = [*FLAGS, *groups[""]]
+    parsed = flags.parse(f"plan {recipe.recipe}", ABOUT, groups, words[1:])
+    values = parsed.values
+    _check(values)
+    run = resolve(settings.chosen(recipe, parsed))
+    found = planned(run, values)
+    if values["json"] != "-":
+        show(found)
+    if values["json"] is not None:
+        printing.write_json(values["json"], found)
+    return 0
+
+
+def _check(values: dict[str, Any]) -> None:
+    """Raises FlagError, before anything is measured."""
+    for name, least in (("calls", 1), ("steps", 1.0), ("network", 1e-3), ("latency", 0.0), ("price", 0.0)):
+        if values[name] is not None and values[name] < least:
+            raise FlagError(f"--{name} is {values[name]:g}; it must be at least {least:g}")
+    if not 0.0 < values["efficiency"] <= 1.0:
+        raise FlagError(f"--efficiency is {values['efficiency']:g}; it must lie in 0 to 1")
+    for devices in values["on"]:
+        if not 1 <= devices <= 1_000_000:
+            raise FlagError(f"--on is {devices}; it must lie in 1 to 1,000,000")
+    printing.check_json(values["json"])
+
+
+def planned(run: Run, values: dict[str, Any]) -> dict[str, Any]:
+    """The plan for a resolved run, as JSON can hold it."""
+    what, devices = short_run(run, values["calls"])
+    here = values["hardware"] == "here"
+    chip = chips.here(devices) if here else CHIPS[values["hardware"]]
+    bf16, strong = run.algorithm.precision == "bf16", values["share"] == "strong"
+    assumed = Assumptions(
+        values["network"] * 1e9 / 8, values["latency"] * 1e-6, values["efficiency"], run.save_interval_minutes,
+        run.keep, values["price"],
+    )  # fmt: skip
+    steps = float(values["steps"] or run.total_steps)
+    rows = plan.plan(what, chip, assumed, values["on"], steps, here=here, bf16=bf16, strong=strong)
+    modelled = plan.compute_seconds(what, chips.here(devices), assumed._replace(efficiency=1.0), bf16=False)
+    return {
+        "recipe": run.recipe, "hardware": chip.name, "steps": steps, "share": values["share"],
+        "measured": {
+            "devices": devices, "steps_per_update": what.steps * devices, "compute_seconds": what.compute_seconds,
+            "roofline_seconds": modelled, "memory": what.memory, "state_bytes": what.state_bytes,
+            "carry_bytes": what.carry_bytes,
+            "collectives": [{"runs": runs, "bytes": size} for runs, size in what.collectives],
+        },
+        "assumptions": dict(plan.said(chip, assumed, here=here, bf16=bf16, strong=strong)),
+        "plan": plan.plain(rows),
+    }  # fmt: skip
+
+
+def short_run(run: Run, calls: int) -> tuple[Measured, int]:
+    """A short measured run of a resolved `run`; -> (what the model needs of it, its devices)."""
+    with tempfile.TemporaryDirectory() as folder:
+        traced = profile.measure(run, Path(folder), calls)
+    sample, devices = traced.sample, traced.sample.assembly.mesh.size
+    shares = profile.reading(traced.events, traced.program)["shares"]
+    memory = profile.memory(sample.executable)
+    begun = sample.assembly.start(run.seed, sample.context)
+    runs = Counter(event.instruction for event in traced.events)
+    what = plan.measured(
+        traced.update_seconds, shares["collectives"], traced.updates, devices, sample.assembly.steps_per_update, runs,
+        traced.program, memory=float(memory.get("peak", 0)), state_bytes=_bytes(begun.state),
+        carry_bytes=_bytes(begun.carry) / devices,
+    )  # fmt: skip
+    return what, devices
+
+
+def _bytes(tree: Any) -> float:
+    leaves = [leaf for leaf in jax.tree.leaves(tree) if hasattr(leaf, "nbytes")]
+    return float(sum(leaf.nbytes for leaf in leaves))
+
+
+def show(found: dict[str, Any]) -> None:
+    """Prints what `planned` found."""
+    about = found["measured"]
+    collectives = sum(each["runs"] for each in about["collectives"])
+    moved = sum(each["runs"] * each["bytes"] for each in about["collectives"])
+    printing.listing(
+        [
+            ("recipe", f"{found['recipe']}, {found['steps']:,.0f} agent steps on {found['hardware']}"),
+            ("measured", f"{about['compute_seconds']:.4g} s an update on {about['devices']} device(s) here, "
+             f"{about['steps_per_update']:,} agent steps, {collectives:,.0f} collectives of {moved / 1e6:,.2f} MB"),
+            *found["assumptions"].items(),
+        ]
+    )  # fmt: skip
+    print()
+    header = [
+        "devices", "batch", "s/update", "in collectives", "efficiency", "steps/s", "hours", "dollars", "memory",
+        "checkpoint", "written",
+    ]  # fmt: skip
+    rows = [
+        [
+            f"{each['devices']:,}", f"{each['batch']:,}", f"{each['update_seconds']:.3g}",
+            f"{each['communication_seconds'] / each['update_seconds']:.1%}", f"{each['efficiency']:.1%}",
+            f"{each['steps_per_second']:,.0f}", f"{each['hours']:,.2f}", f"{each['dollars']:,.0f}",
+            _size(each["memory"]) + ("" if each["fits"] else " (too much)"), _size(each["checkpoint"]),
+            _size(each["written"]),
+        ]
+        for each in found["plan"]
+    ]  # fmt: skip
+    printing.table(header, rows)
+
+
+def _size(count: float) -> str:
+    """1234567 -> "1.2 MB"."""
+    for unit in ("B", "kB", "MB", "GB", "TB"):
+        if count < 1000 or unit == "TB":
+            return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"
+        count /= 1000
+    return ""

@@ -1,0 +1,90 @@
+"""What follows from the size of a batch: minibatches, epochs and the learning rate. Pure numbers.
+
+The rule "batch" is that of the HackMatrix trainer: a batch above 32,768 steps is learnt from in more minibatches, so
+that each keeps about its size, and in fewer epochs. Learning rates: linear (Goyal et al. 2017) or by the square root
+(Krizhevsky 2014), with a warm-up.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+SCALINGS = ("none", "batch")
+LR_RULES = ("none", "linear", "sqrt")
+
+LARGE = 32_768
+"""Agent steps of a batch above which the rule "batch" changes anything."""
+
+MINIBATCHES, EPOCHS = 4, 4
+"""Of a batch that is not large."""
+
+MOST_MINIBATCHES, LEAST_EPOCHS = 64, 2
+
+
+class Passes(NamedTuple):
+    """How a batch is learnt from."""
+
+    minibatches: int
+    epochs: int
+
+
+def passes(batch: int, scaling: str) -> Passes:
+    """For a batch of `batch` agent steps: of 262,144 by "batch", 32 minibatches and 2 epochs."""
+    scale = batch // LARGE if scaling == "batch" and batch > LARGE else 1
+    return Passes(min(MINIBATCHES * scale, MOST_MINIBATCHES), max(LEAST_EPOCHS, EPOCHS // scale))
+
+
+def decide(batch: int, rows: int, scaling: str, minibatches: int | None, epochs: int | None) -> Passes:
+    """What was given, and by the rule what was not (None).
+
+    Where minibatches are given, the user has chosen how to learn, and epochs are not the rule's either. A number of
+    minibatches that is not given divides `rows`, the steps of one device's batch (with memory: its columns).
+    """
+    wanted = passes(batch, scaling if minibatches is None else "none")
+    chosen = nearest_divisor(rows, wanted.minibatches) if minibatches is None else minibatches
+    return Passes(chosen, wanted.epochs if epochs is None else epochs)
+
+
+def nearest_divisor(n: int, wanted: int) -> int:
+    """The divisor of n that is nearest to `wanted`, the larger one of two; n and `wanted` at least 1."""
+    for distance in range(wanted):
+        for divisor in (wanted + distance, wanted - distance):
+            if n % divisor == 0:
+                return divisor
+    return 1
+
+
+def lr_factor(rule: str, batch: int, base: int) -> float:
+    """What the learning rate of a batch of `base` steps is multiplied with for one of `batch`."""
+    ratio = batch / base
+    return {"none": 1.0, "linear": ratio, "sqrt": math.sqrt(ratio)}[rule]
+
+
+def describe(batch: int, base: int, scaling: str, chosen: Passes, rows: int, lr_rule: str, lr: float) -> list[str]:
+    """Lines on what the rules made of a batch; none where they changed nothing.
+
+    `rows` as in `decide`; `lr` before the rule.
+    """
+    lines = []
+    wanted = passes(batch, scaling)
+    ruled = Passes(nearest_divisor(rows, wanted.minibatches), wanted.epochs)
+    if wanted != passes(batch, "none") and chosen == ruled:
+        differs = ruled.minibatches != wanted.minibatches
+        more = f" (not {wanted.minibatches}, which does not divide {rows:,})" * differs
+        lines.append(
+            f"the batch is {batch:,} steps: {chosen.minibatches} minibatches{more} and {chosen.epochs} epochs, "
+            "by --scaling batch"
+        )
+    elif wanted != passes(batch, "none"):
+        lines.append(
+            f"the batch is {batch:,} steps: --scaling batch would take {ruled.minibatches} minibatches and "
+            f"{ruled.epochs} epochs, and {chosen.minibatches} and {chosen.epochs} are given"
+        )
+    factor = lr_factor(lr_rule, batch, base)
+    if factor != 1.0:
+        lines.append(
+            f"the learning rate is {lr * factor:.4g}: {lr:g} x {factor:.4g}, by --lr-rule {lr_rule} for a batch of "
+            f"{batch:,} steps instead of {base:,}"
+        )
+    return lines

@@ -1,0 +1,174 @@
+"""A recipe's compiled program on a bench: made, run for some updates, timed. What the doctor's checks look at."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from contextlib import closing, contextmanager
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from longhaul import mesh as meshes
+from longhaul import networks
+from longhaul.compilation import Ledger
+from longhaul.feed import Feed, Feeding, feed
+from longhaul.provenance import params_sha256
+from longhaul.run import Assembly, Run, assemble
+from longhaul.topologies import fused
+from longhaul.types import Key, Progress, PyTree
+
+
+class Subject(NamedTuple):
+    """A resolved run and its program."""
+
+    run: Run
+    assembly: Assembly
+    source: Feed
+    context: PyTree
+    executable: jax.stages.Compiled
+    start_seconds: float  # to make its first state
+    trace_seconds: float
+    compile_seconds: float
+    hit: bool  # it came from the persistent compilation cache
+    parameters: int
+    begin: Callable[[Key], Progress]  # like `Assembly.start`, compiled once
+
+    @property
+    def optimiser_steps(self) -> int:
+        """Of an update."""
+        config = self.run.algorithm
+        assert config.num_minibatches is not None and config.update_epochs is not None
+        return config.num_minibatches * config.update_epochs
+
+    def start(self, seed: int) -> Progress:
+        return self.begin(jax.random.key(seed))
+
+    def call(self, progress: Progress, n: int) -> tuple[Progress, dict[str, Any]]:
+        """`n` more updates, at most a block of them, unawaited; takes `progress` back."""
+        count = meshes.everywhere(jnp.int32(n), self.assembly.mesh)
+        progress, rows = self.executable(progress, self.context, count)
+        return progress, rows
+
+    def updates(self, progress: Progress, n: int) -> tuple[Progress, dict[str, np.ndarray]]:
+        """`n` more updates, waited for, and their rows of metrics, [n] each."""
+        assert self.run.block is not None
+        parts = []
+        while n > 0:
+            now = min(n, self.run.block)
+            progress, rows = self.call(progress, now)
+            parts.append({name: np.asarray(values)[:now] for name, values in jax.device_get(rows).items()})
+            n -= now
+        return progress, {name: np.concatenate([part[name] for part in parts]) for name in parts[0]}
+
+    def text(self) -> str:
+        """The compiled program's, as XLA writes it."""
+        return self.executable.as_text() or ""
+
+    def digest(self, progress: Progress) -> str:
+        """Of the parameters, as in result.json."""
+        return params_sha256(jax.device_get(self.assembly.algorithm.policy(progress.state).params))
+
+
+def subject(run: Run, source: Feed | None = None) -> Subject:
+    """The program of a resolved run, as `longhaul train` compiles it. Devices have been prepared."""
+    assert run.block is not None
+    source = source or feed(run)
+    with closing(Feeding(source)) as feeding:
+        context = feeding.now.context
+    assembly = assemble(run, source.within, context)
+    algorithm, mesh = assembly.algorithm, assembly.mesh
+    init = jax.jit(algorithm.init, out_shardings=meshes.replicated(mesh))
+
+    def begin(key: Key) -> Progress:
+        key_state, key_carry, key_run = jax.random.split(key, 3)  # as `fused.start` has it
+        state, rest = init(key_state), meshes.everywhere((key_run, jnp.int32(0)), mesh)
+        return Progress(state, assembly.enter(key_carry, context), *rest)
+
+    began = time.perf_counter()
+    progress = begin(jax.random.key(run.seed))
+    started = time.perf_counter()
+    lowered = fused.lowered(algorithm, assembly.collector_in, progress, context, mesh, block=run.block)
+    traced = time.perf_counter()
+    with closing(Ledger()) as ledger:
+        executable = lowered.compile()
+    compiled = time.perf_counter()
+    return Subject(
+        run, assembly, source, context, executable, started - began, traced - started, compiled - traced,
+        ledger.hits > 0, networks.count(algorithm.policy(progress.state).params), begin,
+    )  # fmt: skip
+
+
+def smaller(run: Run, *, devices: int, batch: int = 2048, **algorithm: Any) -> Run:
+    """`run` with the same network and environment, and a batch of about `batch` steps, on `devices`; not resolved.
+
+    For what does not depend on sizes. Its compiled call makes two updates.
+    """
+    envs = devices * max(1, min(run.num_envs, batch // run.num_steps) // devices)
+    while envs * run.num_steps > batch and run.num_steps > 16:
+        run = dataclasses.replace(run, num_steps=run.num_steps // 2)
+    rows = envs // devices if run.algorithm.memory else envs // devices * run.num_steps
+    wanted = run.algorithm.num_minibatches or 4
+    minibatches = next(n for n in range(min(wanted, rows), 0, -1) if rows % n == 0)
+    config = dataclasses.replace(run.algorithm, num_minibatches=minibatches, **algorithm)
+    return dataclasses.replace(
+        run, num_envs=envs, devices=devices, threads=None, algorithm=config, block=2, log_interval=2,
+        total_steps=10**9, base_batch=None, save_interval=None,
+    )  # fmt: skip
+
+
+# ------------------------------------------------------------------------------------------------------------- cache
+
+
+@contextmanager
+def fresh_cache() -> Iterator[Path]:
+    """Within it programs are kept in an empty persistent cache of their own, whatever the user's settings are."""
+    from jax.experimental.compilation_cache import compilation_cache
+
+    names = ("jax_enable_compilation_cache", "jax_compilation_cache_dir", "jax_persistent_cache_min_compile_time_secs",
+             "jax_persistent_cache_min_entry_size_bytes")  # fmt: skip
+    before = {name: getattr(jax.config, name) for name in names}
+    with tempfile.TemporaryDirectory(prefix="longhaul-doctor-") as folder:
+        try:
+            for name, value in zip(names, (True, folder, 0.0, 0), strict=True):
+                jax.config.update(name, value)
+            compilation_cache.reset_cache()
+            yield Path(folder)
+        finally:
+            for name, value in before.items():
+                jax.config.update(name, value)
+            compilation_cache.reset_cache()
+
+
+# ------------------------------------------------------------------------------------------------------------ timing
+
+
+def seconds_of(work: Callable[[], Any], repeats: int = 5) -> float:
+    """The least wall time of `work` after one to warm up: what it takes where nothing disturbs it."""
+    work()
+    taken = []
+    for _ in range(repeats):
+        began = time.perf_counter()
+        work()
+        taken.append(time.perf_counter() - began)
+    return min(taken)
+
+
+def memory_of(device: jax.Device) -> int | None:
+    """Bytes that a device has; of a CPU device its share of this machine's memory. None where nobody says."""
+    counted = device.memory_stats() if device.platform != "cpu" else None
+    if counted and "bytes_limit" in counted:
+        return int(counted["bytes_limit"])
+    if device.platform != "cpu" or not hasattr(os, "sysconf"):
+        return None
+    total = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    limit = Path("/sys/fs/cgroup/memory.max")  # a container's
+    if limit.exists() and (text := limit.read_text().strip()).isdigit():
+        total = min(total, int(text))
+    return total

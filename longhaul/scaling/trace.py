@@ -1,0 +1,84 @@
+"""A trace of a program's run, read back: what each instruction took, on each device.
+
+JAX writes it (`jax.profiler.trace`) as an `xplane.pb`, which its own reader understands. An event of an instruction
+carries the statistic "hlo_op". Loops and calls hold others, and are left out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import NamedTuple
+
+import jax
+
+
+class Event(NamedTuple):
+    """One run of one instruction."""
+
+    instruction: str
+    device: int
+    start: float  # seconds by the trace's clock
+    end: float
+
+
+class Spent(NamedTuple):
+    """Of all runs of an instruction, over all devices."""
+
+    seconds: float
+    runs: int
+
+
+def events(folder: Path, module: str) -> list[Event]:
+    """The runs of instructions of programs named `module` ("jit_run") in the newest trace of `folder`.
+
+    Raises FileNotFoundError where there is no trace.
+    """
+    files = sorted(Path(folder).glob("plugins/profile/*/*.xplane.pb"))
+    if not files:
+        raise FileNotFoundError(f"{folder} has no trace (plugins/profile/*/*.xplane.pb)")
+    found = []
+    for place, plane in enumerate(jax.profiler.ProfileData.from_file(str(files[-1])).planes):
+        for line in plane.lines:
+            for event in line.events:
+                about = dict(event.stats)
+                name = about.get("hlo_op")
+                if name is None or not str(about.get("hlo_module", module)).startswith(module):
+                    continue
+                device = about.get("device_ordinal", place)
+                start = event.start_ns * 1e-9
+                found.append(Event(str(name), int(device), start, start + event.duration_ns * 1e-9))
+    return found
+
+
+def spent(found: Iterable[Event]) -> dict[str, Spent]:
+    """Instruction -> what it took."""
+    total: dict[str, Spent] = {}
+    for event in found:
+        before = total.get(event.instruction, Spent(0.0, 0))
+        total[event.instruction] = Spent(before.seconds + event.end - event.start, before.runs + 1)
+    return total
+
+
+def busy(found: Iterable[Event]) -> dict[int, tuple[float, float]]:
+    """Device -> (seconds in which it ran something, seconds from its first instruction to its last one's end)."""
+    by_device: dict[int, list[tuple[float, float]]] = {}
+    for event in found:
+        by_device.setdefault(event.device, []).append((event.start, event.end))
+    return {device: _union(sorted(spans)) for device, spans in by_device.items()}
+
+
+def _union(spans: list[tuple[float, float]]) -> tuple[float, float]:
+    covered, until = 0.0, spans[0][0]
+    for start, end in spans:
+        covered += max(end - max(start, until), 0.0)
+        until = max(until, end)
+    return covered, until - spans[0][0]
+
+
+def shares(taken: dict[str, Spent], group: Callable[[str], str]) -> dict[str, float]:
+    """Group -> seconds of the instructions in it."""
+    total: dict[str, float] = {}
+    for name, each in taken.items():
+        total[group(name)] = total.get(group(name), 0.0) + each.seconds
+    return total

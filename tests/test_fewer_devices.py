@@ -1,0 +1,55 @@
+"""A run that goes on where devices are gone."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from longhaul import commands, flags, folders, pulse, recipes, resumption, settings
+from longhaul.run import RunError
+from tests.small_runs import small
+
+
+@pytest.mark.parametrize(
+    ("devices", "there", "envs", "left"),
+    [
+        (8, [8], 64, 8),
+        (8, [16], 64, 8),  # no more than it had
+        (8, [7], 64, 4),  # 64 worlds are shared evenly by 4
+        (8, [7], 70, 7),
+        (8, [4, 3], 60, 6),
+        (8, [4, 3], 64, 4),
+        (8, [1], 63, 1),
+    ],
+)
+def test_as_many_as_are_there_and_share_the_worlds(devices: int, there: list[int], envs: int, left: int) -> None:
+    assert resumption.fewer(devices, there, envs) == left
+
+
+def test_none_left_is_an_error() -> None:
+    with pytest.raises(RunError, match="of 8 devices 2 are there, which can't share 7 worlds"):
+        resumption.fewer(8, [1, 1], 7)
+
+
+def test_under_a_launcher_alone_it_goes_on_with_fewer(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Four devices are there (tests/conftest.py), and no CPU is said to be."""
+    run = small(num_envs=8, devices=8)
+    folders.save_run(tmp_path, run, {})
+    recipe = recipes.recipe("cartpole")
+
+    def fitting(*words: str) -> flags.Parsed:
+        parsed = flags.parse("train", "", settings.table(recipe), words)
+        return commands._fitting(parsed, tmp_path)
+
+    monkeypatch.setattr(commands, "on_cpu", lambda: False)
+    assert "mesh" not in fitting().given
+    monkeypatch.setenv(pulse.DESCRIPTOR, "9")
+    assert fitting().values["mesh"] == 4
+    assert "mesh" in fitting().given
+    assert fitting("--mesh", "data=2").values["mesh"] == 2
+    assert "4 of 8 devices are there; goes on with 4" in capfd.readouterr().err
+    monkeypatch.setattr(commands, "on_cpu", lambda: True)  # whose devices are as many as one asks for
+    assert "mesh" not in fitting().given

@@ -1,0 +1,121 @@
+"""Other words for a flag: they mean the same wherever they stand, and two that disagree are an error."""
+
+from __future__ import annotations
+
+import shlex
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from longhaul import commands, flags, recipes, settings, tracking, training
+from longhaul.cli import main
+from longhaul.run import Run
+
+FLAGS = {"": [flags.Flag("count", flags.INT, 1, "how many", aliases=("total-count", "n")), settings.RUNS_DIR]}
+
+DOCUMENT = "--wandb --total-timesteps 100000000 --num-envs 2048 --num-steps 256 --checkpoint-dir checkpoints"
+"""The command of the specification, after the name of the script."""
+
+OLD = {
+    "num-envs": 512, "num-steps": 64, "total-timesteps": 2**21, "lr": 1e-3, "gamma": 0.9, "gae-lambda": 0.8,
+    "num-minibatches": 8, "update-epochs": 2, "clip-eps": 0.1, "vf-coef": 0.25, "ent-coef": 0.05, "max-grad-norm": 1.5,
+    "hidden-dim": 32, "num-layers": 1, "log-interval": 4, "seed": 7, "save-interval-minutes": 10.0, "save-interval": 3,
+}  # fmt: skip
+"""The old trainer's flags of numbers, each with a value that is not its default."""
+
+
+@pytest.mark.parametrize("words", ["--count 7", "--total-count 7", "--total_count=7", "--n 7 --count 7", "--n=7 --n 7"])
+def test_each_name_means_the_same(words: str) -> None:
+    parsed = flags.parse("try", "Tries.", FLAGS, words.split())
+    assert parsed.values == {"count": 7, "runs-dir": "runs"}
+    assert parsed.given == {"count"}
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ("--count 7 --n 8", "--count is 7 and --n, another word for it, is 8; give one of them"),
+        ("--n=8 --total-count 7", "--n is 8 and --total-count, another word for it, is 7; give one of them"),
+        ("--total-count x", "--count is 'x'; it must be a whole number"),
+        ("--total-count", "--count has no value; it must be a whole number"),
+        ("--total-cuont 3", "longhaul try has no flag --total-cuont; did you mean --total-count"),
+    ],
+)
+def test_what_cannot_be_is_one_line(words: str, message: str) -> None:
+    with pytest.raises(flags.FlagError) as raised:
+        flags.parse("try", "Tries.", FLAGS, words.split())
+    assert str(raised.value).startswith(message)
+    assert "\n" not in str(raised.value)
+
+
+@pytest.fixture
+def begun(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[tuple[Run, Path]]:
+    """The runs that `longhaul train` would train in an empty folder, without W&B's say."""
+    runs: list[tuple[Run, Path]] = []
+
+    def train(run: Run, folder: Path, *, resumed: bool, source: Any = None) -> training.Outcome:
+        runs.append((run, folder))
+        return training.Outcome(training.STOPPED, None)
+
+    monkeypatch.setattr(training, "train", train)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    for name in ("WANDB_PROJECT", "WANDB_ENTITY", "WANDB_RUN_ID"):
+        monkeypatch.delenv(name, raising=False)
+    return runs
+
+
+def test_the_command_of_the_specification_starts_and_is_gone_on_with(begun: list[tuple[Run, Path]]) -> None:
+    assert commands.train(["hackmatrix", *DOCUMENT.split()]) == training.STOPPED
+    ((run, folder),) = begun
+    assert (run.total_steps, run.num_envs, run.num_steps) == (100_000_000, 2048, 256)
+    assert folder.parent == Path("checkpoints")
+    assert tracking.load(folder) == tracking.Tracking(tracking.run_id(folder.name), True, "hackmatrix")
+    words = ["hackmatrix", "--resume-run", tracking.run_id(folder.name), "--checkpoint-dir", "checkpoints"]
+    assert commands.train([*words, "--no-wandb"]) == training.STOPPED
+    assert begun[1] == (run, folder)
+    tracked = tracking.load(folder)
+    assert tracked is not None
+    assert not tracked.on
+
+
+@pytest.mark.parametrize("recipe", recipes.RECIPES)
+def test_every_recipe_has_the_old_flags(begun: list[tuple[Run, Path]], recipe: str) -> None:
+    words = shlex.join(word for name, value in OLD.items() for word in (f"--{name}", str(value)))
+    more = "--wandb --project mine --entity us --run-suffix big --checkpoint-dir there --mesh data=1"
+    assert commands.train([recipe, *words.split(), *more.split()]) == training.STOPPED
+    run, folder = begun[0]
+    found = {setting.flag.name: setting.flag.default for setting in settings.settings(run)}
+    found["total-timesteps"] = found["total-steps"]
+    assert {name: found[name] for name in OLD} == OLD
+    assert folder.parent == Path("there")
+    assert folder.name.startswith(f"{recipe}-20")
+    assert folder.name.endswith("-big")
+    tracked = tracking.load(folder)
+    assert tracked is not None
+    assert tracked[:4] == (tracking.run_id(folder.name), True, "mine", "us")
+
+
+def test_the_help_shows_each_other_word(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["train", "pendulum", "--help"]) == 0
+    text = " ".join(capsys.readouterr().out.replace("│", " ").split())
+    for other, own in (("total-timesteps", "total-steps"), ("checkpoint-dir", "runs-dir"), ("resume-run", "resume")):
+        assert f"--{other} " in text
+        assert f"--{own} " in text
+    assert "{online,offline,disabled}" in text
+
+
+def test_flags_of_a_run_that_is_not_tracked_are_said_to_do_nothing(
+    begun: list[tuple[Run, Path]], capsys: pytest.CaptureFixture[str]
+) -> None:
+    commands.train(["cartpole", "--project", "mine"])
+    assert capsys.readouterr().err == "--project does nothing without --wandb\n"
+    commands.train(["cartpole", "--project", "mine", "--wandb"])
+    assert capsys.readouterr().err == ""
+
+
+def test_a_name_and_a_suffix_exclude_each_other(begun: list[tuple[Run, Path]]) -> None:
+    with pytest.raises(ValueError, match="--run-suffix b and --run-name a are both given; leave one out"):
+        commands.train(["cartpole", "--run-name", "a", "--run-suffix", "b"])
+    assert begun == []

@@ -1,0 +1,103 @@
+"""The compute planner: its cost model against numbers worked out by hand, and the command."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from longhaul.cli import main
+from longhaul.scaling import instructions, plan
+from longhaul.scaling.chips import Chip
+from longhaul.scaling.plan import Assumptions, Measured
+
+CHIP = Chip("h-toy", bf16=2000.0, fp32=1000.0, memory_bandwidth=100.0, memory=50.0, link=10.0, per_host=4, price=3.0)
+ASSUMED = Assumptions(network=5.0, latency=0.5, efficiency=0.5, save_minutes=30.0, keep=3)
+WHAT = Measured(
+    compute_seconds=10.0, steps=100, work=((2.0, 1500.0, 10.0), (1.0, 0.0, 200.0)), collectives=((3.0, 20.0),),
+    memory=40.0, state_bytes=7.0, carry_bytes=2.0,
+)  # fmt: skip
+
+
+def test_a_roofline_takes_the_longer_of_operations_and_bytes() -> None:
+    # 2 x 1500 operations at 500/s, and once 200 bytes at 50/s.
+    assert plan.compute_seconds(WHAT, CHIP, ASSUMED, bf16=False) == pytest.approx(2 * 3.0 + 4.0)
+    assert plan.compute_seconds(WHAT, CHIP, ASSUMED, bf16=True) == pytest.approx(2 * 1.5 + 4.0)
+
+
+def test_launches_do_not_shrink_with_the_batch() -> None:
+    many = WHAT._replace(work=((1e6, 1e-9, 1e-9),))
+    whole, half = (plan.compute_seconds(many, CHIP, ASSUMED, bf16=False, share=share) for share in (1.0, 0.5))
+    assert whole == half == pytest.approx(1e6 * plan.LAUNCH["gpu"])
+
+
+def test_collectives_cost_a_ring_and_hops() -> None:
+    assert plan.communication_seconds(WHAT, CHIP, ASSUMED, 1) == 0.0
+    # Within a host: 3 x (2 x 3/4 x 20 / 10 + 2 x 2 x 0.5).
+    assert plan.communication_seconds(WHAT, CHIP, ASSUMED, 4) == pytest.approx(3 * (3.0 + 2.0))
+    # Beyond it by the network: 3 x (2 x 7/8 x 20 / 5 + 2 x 3 x 0.5).
+    assert plan.communication_seconds(WHAT, CHIP, ASSUMED, 8) == pytest.approx(3 * (7.0 + 3.0))
+
+
+def test_weak_scaling_keeps_the_batch_of_a_device() -> None:
+    row = plan.row(WHAT, CHIP, ASSUMED, 4, steps=72_000.0, here=True, bf16=False, strong=False)
+    assert (row.batch, row.update_seconds) == (400, pytest.approx(25.0))
+    assert row.efficiency == pytest.approx(10.0 / 25.0)
+    assert row.hours == pytest.approx(72_000 / (400 / 25.0) / 3600)
+    assert row.dollars == pytest.approx(row.hours * 4 * 3.0)
+    assert row.checkpoint == 7.0 + 4 * 2.0
+    assert row.written == row.checkpoint * 3  # 75 minutes, a save every 30
+
+
+def test_strong_scaling_shares_it() -> None:
+    row = plan.row(WHAT, CHIP, ASSUMED, 4, steps=72_000.0, here=True, bf16=False, strong=True)
+    assert (row.batch, row.update_seconds) == (100, pytest.approx(2.5 + 15.0))
+    assert row.efficiency == pytest.approx(10.0 / (4 * 17.5))
+
+
+def test_what_does_not_fit_is_said() -> None:
+    rows = [
+        plan.row(WHAT._replace(memory=m), CHIP, ASSUMED, 1, 1e6, here=True, bf16=False, strong=False) for m in (50, 51)
+    ]
+    assert [row.fits for row in rows] == [True, False]
+
+
+def test_a_profile_becomes_the_work_of_one_device_in_one_update() -> None:
+    program = {
+        "dot": instructions.Instruction("dot", "dot", "", "f32[2]", 100.0, 16.0),
+        "sum": instructions.Instruction("sum", "all-reduce", "", "(f32[3]{0}, f32[2]{0})", 0.0, 40.0),
+        "loop": instructions.Instruction("loop", "while", "", "f32[2]", 0.0, 0.0),
+    }
+    found = plan.measured(
+        8.0, 0.25, 5, 2, 640, {"dot": 30, "sum": 10, "loop": 10, "gone": 1}, program,
+        memory=1.0, state_bytes=2.0, carry_bytes=3.0,
+    )  # fmt: skip
+    assert found == Measured(6.0, 320, ((3.0, 100.0, 16.0),), ((1.0, 20.0),), 1.0, 2.0, 3.0)
+
+
+def test_a_real_run_is_planned(capsys: pytest.CaptureFixture[str]) -> None:
+    """The collectives of CartPole's update: its gradient once a minibatch, and little else."""
+    words = ["--num-envs", "64", "--num-steps", "16", "--mesh", "data=2", "--calls", "1", "--on", "1", "512"]
+    assert main(["plan", "cartpole", *words, "--steps", "1e9", "--hardware", "h100", "--json", "-"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    moved = sum(each["runs"] * each["bytes"] for each in found["measured"]["collectives"])
+    parameters = 2 * (4 * 64 + 64 + 64 * 64 + 64) + 64 * 2 + 2 + 64 + 1
+    assert 16 * 4 * parameters <= moved <= 16 * 4 * parameters + 1000
+    alone, many = found["plan"]
+    assert (alone["devices"], alone["efficiency"], many["devices"]) == (1, 1.0, 512)
+    assert 0.0 < many["efficiency"] < 1.0
+    assert many["hours"] < alone["hours"]
+    assert "none of it overlaps" in found["assumptions"]["collectives"]
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["--efficiency", "1.5"], "--efficiency is 1.5; it must lie in 0 to 1"),
+        (["--on", "0"], "--on is 0; it must lie in 1 to 1,000,000"),
+        (["--hardware", "h101"], "did you mean h100"),
+    ],
+)
+def test_bad_words_are_refused(words: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", "cartpole", *words]) == 2
+    assert said in capsys.readouterr().err
