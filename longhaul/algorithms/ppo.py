@@ -21,7 +21,7 @@ import jax.numpy as jnp
 import optax
 
 from longhaul import dial, networks, normalise, returns, shuffle
-from longhaul.algorithms import values
+from longhaul.algorithms import flat, values
 from longhaul.distributions import Distribution, distribution
 from longhaul.scaling import rules
 from longhaul.types import Algorithm, Key, Masked, Metrics, Params, PyTree, Rollout, Spec
@@ -249,19 +249,19 @@ def ppo(
     mean: Callable[[PyTree], PyTree],
     first: int = 0,
     done: float = 0.0,
+    split: bool = False,
 ) -> Algorithm:
     """PPO for environments of `spec`, annealed over `updates` updates; `mean` averages over the shards.
 
     A run that goes on from update `first` with batches of another size has the share `done` of it behind it there.
+    Say `split` where parameters are split over devices: then the optimiser takes them one by one.
     """
     masked = isinstance(spec.observation, Masked)
     seen, policy, network = _parts(spec, config)
-    # On one flat vector: Adam on a dozen small leaves is dozens of small kernels.
-    optimiser = optax.flatten(
-        optax.chain(optax.clip_by_global_norm(config.max_grad_norm), optax.scale_by_adam(eps=config.adam_eps))
-    )
+    optimiser = optax.chain(optax.clip_by_global_norm(config.max_grad_norm), optax.scale_by_adam(eps=config.adam_eps))
     schedule = annealing(updates, first, done)
-    optimise = _optimise(_loss(network, policy, config), network.live, optimiser, config, schedule, mean)
+    working = optimiser if split else optax.flatten(optimiser)
+    optimise = _optimise(_loss(network, policy, config), network.live, working, config, schedule, mean)
 
     def init(key: Key) -> State:
         params = network.init(key)
@@ -299,7 +299,10 @@ def ppo(
             visible, mask, data.extras["raw"], data.extras["log_prob"], value, advantage, target, weight, begins,
             data.memory,
         )  # fmt: skip
-        params, opt_state, metrics = optimise(state.params, state.opt_state, state.updates, batch, key)
+        before = state.opt_state if split else flat.pack(state.opt_state, state.params)
+        params, opt_state, metrics = optimise(state.params, before, state.updates, batch, key)
+        if not split:
+            opt_state = flat.unpack(opt_state, state.opt_state, params)
         metrics["explained_variance"] = 1.0 - unexplained / jnp.maximum(spread, 1e-8)
         moments = state.moments
         # After the update: this batch was acted and learnt with the old ones.

@@ -15,12 +15,14 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh, PartitionSpec
 
 from longhaul import mesh as meshes
+from longhaul import partition
 from longhaul.types import LEARNING, Algorithm, Collector, Key, Metrics, Progress, PyTree
 
 CollectorIn = Callable[[PyTree], Collector]
@@ -45,8 +47,10 @@ EVERYWHERE: PartitionSpec = PartitionSpec()
 def start(algorithm: Algorithm, enter: Enter, context: PyTree, key: Key, mesh: Mesh) -> Progress:
     """The progress of a run that has made no update yet, laid out on `mesh`."""
     key_state, key_carry, key_run = jax.random.split(key, 3)
+    everywhere = meshes.replicated(mesh)
+    layouts = partition.shardings(jax.eval_shape(algorithm.init, key_state), mesh), everywhere, everywhere
     state, key_run, updates = jax.jit(
-        lambda: (algorithm.init(key_state), key_run, jnp.int32(0)), out_shardings=meshes.replicated(mesh)
+        lambda: (algorithm.init(key_state), key_run, jnp.int32(0)), out_shardings=layouts
     )()
     return Progress(state, enter(key_carry, context), key_run, updates)
 
@@ -77,7 +81,7 @@ def entered(progress: Progress, enter: Enter, context: PyTree) -> Progress:
 
 
 def layout() -> Progress:
-    """How a Progress lies on the mesh: the carry is split by its leading axis, the rest is on every device."""
+    """How a Progress lies along `data`: the carry is split by its leading axis, the rest is in every shard."""
     return Progress(EVERYWHERE, PartitionSpec(meshes.DATA), EVERYWHERE, EVERYWHERE)  # type: ignore[arg-type]
 
 
@@ -98,6 +102,8 @@ def lowered(
     if block < 1:
         raise ValueError(f"a compiled call of {block} updates; at least 1 is needed: raise log_interval")
 
+    lies, keep = _over_model(progress, mesh)
+
     def update(collector: Collector, progress: Progress) -> tuple[Progress, Metrics]:
         key = jax.random.fold_in(progress.key, progress.updates)
         # Shards draw and shuffle apart from each other; the same order everywhere would tie their columns together.
@@ -108,9 +114,9 @@ def lowered(
             state, metrics = algorithm.learn(progress.state, data, key_learn)
         # As one vector: a score that no shard can have would cross devices alone, as a constant.
         peaks = {name: meshes.max_over_data(scores.pop(name)) for name in list(scores) if name.startswith("peak/")}
-        sums = mesh.size * meshes.mean_over_data(jnp.stack(list(scores.values())))
+        sums = mesh.shape[meshes.DATA] * meshes.mean_over_data(jnp.stack(list(scores.values())))
         told = metrics | dict(zip(scores, sums)) | peaks | {FINITE: is_finite((state, metrics))}
-        return Progress(state, carry, progress.key, progress.updates + 1), told
+        return keep(Progress(state, carry, progress.key, progress.updates + 1)), told
 
     def run(progress: Progress, context: PyTree, n: jax.Array) -> tuple[Progress, Metrics]:
         collector = collector_in(context)
@@ -126,9 +132,28 @@ def lowered(
         return jax.lax.fori_loop(0, n, body, (progress, empty))
 
     specs = layout(), EVERYWHERE, EVERYWHERE
-    program = jax.jit(meshes.per_shard(run, mesh, specs, (layout(), EVERYWHERE)), donate_argnums=0)
+    shard = meshes.per_shard(run, mesh, specs, (layout(), EVERYWHERE))
+    program = jax.jit(shard, donate_argnums=0, out_shardings=lies)
     count = meshes.everywhere(jnp.int32(block), mesh)
     return program.lower(progress, context, count)
+
+
+def _over_model(progress: Progress, mesh: Mesh) -> tuple[Any, Callable[[Progress], Progress]]:
+    """(the layout of what a call gives, where it must be said; what keeps a Progress in it from update to update)."""
+    model = mesh.shape[meshes.MODEL]
+    if model == 1:
+        return None, lambda progress: progress
+    specs = partition.specs(progress.state, model)
+    everywhere = meshes.replicated(mesh)
+    state = partition.shardings(progress.state, mesh)
+
+    def keep(progress: Progress) -> Progress:
+        """Else the compiler might split worlds over `model`, or put parameters together."""
+        state = jax.lax.with_sharding_constraint(progress.state, specs)
+        carry = jax.lax.with_sharding_constraint(progress.carry, EVERYWHERE)
+        return progress._replace(state=state, carry=carry)
+
+    return (Progress(state, meshes.sharded(mesh), everywhere, everywhere), everywhere), keep
 
 
 def fused(
