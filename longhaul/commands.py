@@ -18,6 +18,7 @@ from longhaul.envs import registry
 from longhaul.feed import feed
 from longhaul.flags import DEBUG, TEXT, Flag, FlagError
 from longhaul.folders import find_folder, load_run, new_folder, save_run
+from longhaul.mesh import Shape
 from longhaul.provenance import provenance
 from longhaul.run import Driving, Run, RunError, agents, from_dict, named, on_cpu, resolve, to_dict
 from longhaul.scaling import command as scaling
@@ -42,7 +43,7 @@ def train(words: Sequence[str]) -> int:
 def _follow() -> None:
     """What process 0 was told to train."""
     run = from_dict(Run, hosts.hear("run"))
-    training.prepare_devices(run.devices, run.threads)
+    training.prepare_devices(run.all_devices, run.threads)
     jax.devices()
     told = hosts.hear("folder")
     folder, deadline = Path(told["folder"]), time.monotonic() + SEEN
@@ -99,14 +100,15 @@ def _fitting(parsed: flags.Parsed, folder: Path) -> flags.Parsed:
     run = load_run(folder)
     wanted, envs = (
         parsed.values[flag] if flag in parsed.given else stored
-        for flag, stored in (("mesh", run.devices), ("num-envs", run.num_envs))
+        for flag, stored in (("mesh", run.mesh), ("num-envs", run.num_envs))
     )
     there = [sum(device.process_index == i for device in jax.devices()) for i in range(hosts.count())]
     assert wanted is not None and envs is not None
-    left = resumption.fewer(wanted, there, envs)
+    left = Shape(resumption.fewer(wanted.data, there, envs, wanted.model), wanted.model)
     if left == wanted:
         return parsed
-    print(f"{sum(there)} of {wanted} devices are there; goes on with {left}", file=sys.stderr, flush=True)
+    count = wanted.data * wanted.model
+    print(f"{sum(there)} of {count} devices are there; goes on with {left}", file=sys.stderr, flush=True)
     return parsed._replace(values=parsed.values | {"mesh": left}, given=parsed.given | {"mesh"})
 
 
@@ -135,7 +137,7 @@ def _begin(
     if not isinstance(task, Driving):
         named(task)  # what is unknown or missing is said before anything is made
     assert run.devices is not None
-    training.prepare_devices(run.devices, run.threads)
+    training.prepare_devices(run.all_devices, run.threads)
     source = feed(run) if isinstance(task, Driving) and task.data else None
     about = provenance() | {"data": source.about if source else None}
     folder = new_folder(runs_dir, run, parsed.values["run-name"], parsed.values["run-suffix"])

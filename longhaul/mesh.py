@@ -124,6 +124,17 @@ def gathered(tree: PyTree, mesh: Mesh) -> PyTree:
     return jax.jit(lambda tree: tree, out_shardings=replicated(mesh))(tree)
 
 
+def here(leaf: jax.Array) -> np.ndarray:
+    """An array, which may be split over the mesh, as far as it lies in this process; 0 where it does not."""
+    first = leaf.addressable_data(0)
+    if first.shape == leaf.shape:
+        return np.asarray(first)
+    whole = np.zeros(leaf.shape, leaf.dtype)
+    for shard in leaf.addressable_shards:
+        whole[shard.index] = shard.data
+    return whole
+
+
 Ask = Callable[..., tuple[bool, ...]]
 """Answers of this process, yes or no -> to each, whether any process says yes; all processes learn the same."""
 

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import math
 import re
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
@@ -55,7 +55,25 @@ def specs(tree: PyTree, model: int) -> PyTree:
 
 def shardings(tree: PyTree, mesh: Mesh) -> PyTree:
     """The layout of each leaf of an algorithm's state on the mesh."""
-    return jax.tree.map(lambda each: NamedSharding(mesh, each), specs(tree, mesh.shape[MODEL]))
+    return jax.tree.map(lambda each: NamedSharding(mesh, each), specs(tree, mesh.shape[MODEL]), is_leaf=_is_spec)
+
+
+class Shares(NamedTuple):
+    """Bytes of a pytree."""
+
+    whole: int
+    own: int  # on each device
+
+
+def shares(tree: PyTree, model: int) -> Shares:
+    """How much of a pytree of shapes lies on each of `model` devices."""
+    sizes = [leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(tree)]
+    split = [MODEL in each for each in jax.tree.leaves(specs(tree, model), is_leaf=_is_spec)]
+    return Shares(sum(sizes), sum(size // (model if apart else 1) for size, apart in zip(sizes, split, strict=True)))
+
+
+def _is_spec(value: Any) -> bool:
+    return isinstance(value, PartitionSpec)
 
 
 def names(path: tuple[Any, ...]) -> tuple[str, ...]:

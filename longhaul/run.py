@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import jax
 from jax.sharding import Mesh
 
-from longhaul import compilation, hosts
+from longhaul import compilation, hosts, partition
 from longhaul import mesh as meshes
 from longhaul.algorithms import ppo
 from longhaul.driving import simulator
@@ -82,6 +82,7 @@ class Run:
     base_batch: int | None = None  # steps of the batch that the learning rate is meant for; None: the run's own
     seed: int = 0
     devices: int | None = None  # shards of the `data` axis
+    model: int = 1  # parts that parameters and optimiser are split into, a device each: those of the `model` axis
     threads: int | None = None  # of the CPU; how sums are cut, and so their last bits, depends on it
     log_interval: int | None = None  # updates that a record of metrics sums up
     block: int | None = None  # updates of a compiled call: a run logs, saves and stops between calls
@@ -92,6 +93,16 @@ class Run:
     rollbacks: int = 3  # how often the run goes back from numbers that are not finite, and on with other random ones
     evaluation_episodes: int | None = None
     health: Bounds = field(default_factory=Bounds)
+
+    @property
+    def mesh(self) -> meshes.Shape:
+        return meshes.Shape(self.devices, self.model)
+
+    @property
+    def all_devices(self) -> int:
+        """Devices of a resolved run, over both axes."""
+        assert self.devices is not None
+        return self.devices * self.model
 
 
 class Origin(NamedTuple):
@@ -152,7 +163,7 @@ def resolve(run: Run) -> Run:
     if run.num_envs % devices:
         raise RunError(
             f"--num-envs is {run.num_envs}, which {devices} devices can't share evenly; "
-            f"choose a multiple of {devices}, or --mesh data=1"
+            f"choose a multiple of {devices}, or --mesh {meshes.Shape(1, run.model)}"
         )
     columns = run.num_envs // devices * agents(run)
     if columns * run.num_steps > MOST:
@@ -180,12 +191,14 @@ def resolve(run: Run) -> Run:
     episodes = run.evaluation_episodes or (128 if isinstance(task, Driving) else 100)
     return dataclasses.replace(
         run, environment=task, algorithm=algorithm, base_batch=run.base_batch or steps, devices=devices,
-        threads=run.threads or _default_threads(-(-devices // processes)) * processes,
+        threads=run.threads or _default_threads(-(-devices * run.model // processes)) * processes,
         log_interval=log_interval, block=block, evaluation_episodes=episodes,
     )  # fmt: skip
 
 
 def _check_numbers(run: Run) -> None:
+    if run.model < 1:
+        raise RunError(f"--mesh is {run.mesh}; model must be at least 1")
     for name in ("total_steps", "num_envs", "num_steps", "keep"):
         if getattr(run, name) < 1:
             raise RunError(f"--{_flag(name)} is {getattr(run, name)}; it must be at least 1")
@@ -272,15 +285,15 @@ def _intervals(run: Run, updates: int, steps: int) -> tuple[int, int]:
 
 
 def _default_devices(run: Run) -> int:
-    """All local devices. On a CPU that is a shard a core, where batches are large enough to be worth cutting."""
-    processes = hosts.count()
+    """Shards on all local devices. On a CPU one a core, where batches are large enough to be worth cutting."""
+    processes, model = hosts.count(), run.model
     if on_cpu():
         own = int(os.environ.get(hosts.DEVICES, 0)) or (cores() if run.num_envs >= 64 else 1)
     else:
         own = jax.local_device_count()
-    while own > 1 and run.num_envs % (processes * own):
+    while own > 1 and ((processes * own) % model or run.num_envs % (processes * own // model)):
         own -= 1
-    return processes * own
+    return max(1, processes * own // model)
 
 
 def on_cpu() -> bool:
@@ -304,12 +317,12 @@ def _default_threads(devices: int) -> int:
 def prepare_devices(devices: int, threads: int | None = None) -> None:
     """Makes the CPU show `devices` devices, with `threads` in all. Call it before JAX runs; then it changes nothing.
 
-    Of several processes each has an equal part of both.
+    They are those of both axes of the mesh; of several processes each has an equal part of both.
     """
     processes, all_devices = hosts.count(), devices
     if devices % processes:
         raise RunError(
-            f"--mesh is data={devices}, which {processes} processes can't share evenly; choose a multiple of "
+            f"--mesh is of {devices} devices, which {processes} processes can't share evenly; choose a multiple of "
             f"{processes}, or another number of processes"
         )
     devices //= processes
@@ -335,14 +348,15 @@ def assemble(
     also while a program is traced. `context` is one of them: all have the same shapes and the same spec.
     """
     assert run.devices is not None
-    mesh, worlds = meshes.make_mesh(run.devices), run.num_envs // run.devices
+    mesh, worlds = meshes.make_mesh(*run.mesh), run.num_envs // run.devices
     spec = within(context).spec
     steps = run.num_envs * agents(run) * run.num_steps
     updates = last_update(run, origin)
     algorithm = ppo.ppo(
         spec, dataclasses.replace(run.algorithm, lr=learning_rate(run)), updates=updates, mean=meshes.mean_over_data,
-        first=origin.updates, done=origin.agent_steps / run.total_steps,
+        first=origin.updates, done=origin.agent_steps / run.total_steps, split=run.model > 1,
     )  # fmt: skip
+    _check_split(run, algorithm)
 
     def collector_in(context: PyTree) -> Collector:
         many = vectorise(within(context), worlds)
@@ -350,6 +364,23 @@ def assemble(
 
     enter = fused.entering(collector_in, mesh)
     return Assembly(spec, algorithm, collector_in, enter, mesh, updates, steps, run.num_envs * run.num_steps, origin)
+
+
+def _check_split(run: Run, algorithm: Algorithm) -> None:
+    if run.model == 1:
+        return
+    shares = shares_of(algorithm, run.model)
+    if shares.own == shares.whole:
+        raise RunError(
+            f"--mesh is {run.mesh}, and no parameters of this network can be split into {run.model} parts: choose "
+            f"--mesh data=N alone, a model that divides the layers' width, or a wider network "
+            f"(leaves of less than {partition.LEAST} numbers stay whole)"
+        )
+
+
+def shares_of(algorithm: Algorithm, model: int) -> partition.Shares:
+    """What of an algorithm's state lies on a device of a mesh that splits it over `model`."""
+    return partition.shares(jax.eval_shape(lambda: algorithm.init(jax.random.key(0))), model)
 
 
 def last_update(run: Run, origin: Origin = BEGINNING) -> int:
@@ -364,6 +395,17 @@ def decisions(run: Run) -> list[str]:
     rows = steps // run.devices // (run.num_steps if config.memory else 1)
     chosen = rules.Passes(config.num_minibatches, config.update_epochs)
     return rules.describe(steps, run.base_batch or steps, run.scaling, chosen, rows, run.lr_rule, config.lr)
+
+
+def split(run: Run, algorithm: Algorithm) -> list[str]:
+    """A line on what of parameters and optimiser lies on a device, where they are split."""
+    if run.model == 1:
+        return []
+    whole, own = shares_of(algorithm, run.model)
+    return [
+        f"parameters and optimiser are split over {run.model} devices: {own / 1e6:,.3g} of {whole / 1e6:,.3g} MB lie "
+        f"on each ({own / whole:.0%})"
+    ]
 
 
 def learning_rate(run: Run) -> float:

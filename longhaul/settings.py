@@ -14,6 +14,7 @@ from longhaul import flags, networks, resumption, tracking
 from longhaul.driving import config, objectives
 from longhaul.flags import DEBUG, FLOAT, INT, PATH, SWITCH, TEXT, Flag, FlagError, Kind, choice, optional
 from longhaul.folders import load_run
+from longhaul.mesh import Shape
 from longhaul.run import TOPOLOGIES, Run, RunError, agents
 from longhaul.scaling import rules
 
@@ -26,7 +27,7 @@ HELP = {
     "base-batch": "agent steps of the update that lr is meant for",
     "warmup": "updates over which the learning rate rises to lr at the beginning",
     "seed": "all random numbers come from it",
-    "mesh": "devices that share the worlds, as data=N or data=N,model=1",
+    "mesh": "devices: data=N of them share the worlds; with model=M each of these is M, which share the parameters",
     "threads": "of the CPU, in all; the last bits of sums depend on it",
     "topology": "how acting and learning are laid out",
     "evaluation-episodes": "episodes, or scenarios never trained in, of the evaluation at the end",
@@ -125,8 +126,8 @@ CHOICES: dict[str, tuple[str, ...]] = {
     "precision": tuple(networks.PRECISIONS),
 }
 
-HIDDEN = ("recipe", "driver")
-"""Fields that are no flag: the recipe is named before, and who learns drives by the policy."""
+HIDDEN = ("recipe", "driver", "model")
+"""Fields that are no flag: the recipe is named before, who learns drives by the policy, and --mesh says both sizes."""
 
 AUTO = ("mesh", "threads", "bank-updates", "evaluation-episodes", "log-interval", "block", "base-batch")
 """Flags whose None is decided from the rest."""
@@ -208,8 +209,9 @@ def _settings(value: Any, path: tuple[str, ...], group: str) -> Iterator[Setting
             yield from _settings(inner, where, field.name if field.name in GROUPS else group)
             continue
         name = _name(where)
+        inner = value.mesh if name == "mesh" and value.devices else inner
         shown = "auto" if name in AUTO and inner is None else "" if inner in ((), None) and name == "data" else None
-        many, others = isinstance(inner, tuple), ALIASES.get(name, ())
+        many, others = isinstance(inner, tuple) and name != "mesh", ALIASES.get(name, ())
         flag = Flag(name, _kind(name, hints[field.name]), inner, HELP.get(name, ""), many, shown, others)
         yield Setting(flag, "saving" if field.name in SAVING else group, where)
 
@@ -238,16 +240,16 @@ def _kind(name: str, hint: Any) -> Kind:
     return {int: INT, float: FLOAT, str: TEXT, bool: SWITCH}[hint]
 
 
-def _mesh(word: str) -> int:
-    """ "data=8,model=1" -> 8."""
+def _mesh(word: str) -> Shape:
+    """ "data=8,model=2" -> Shape(8, 2)."""
     axes = dict(part.split("=") for part in word.split(","))
-    data, model = int(axes.pop("data", "1")), int(axes.pop("model", "1"))
-    if axes or data < 1 or model != 1:
+    shape = Shape(int(axes.pop("data", "1")), int(axes.pop("model", "1")))
+    if axes or min(shape) < 1:
         raise ValueError(word)
-    return data
+    return shape
 
 
-MESH = Kind("data=N", "data=N or data=N,model=1 with N at least 1 (no device holds only a part of the model)", _mesh)
+MESH = Kind("data=N", "data=N or data=N,model=M with N and M at least 1", _mesh)
 
 
 def table(run: Run) -> dict[str, list[Flag]]:
@@ -264,8 +266,13 @@ def table(run: Run) -> dict[str, list[Flag]]:
 def apply(run: Run, values: Mapping[str, Any]) -> Run:
     """`run` with the values of some of its flags."""
     for setting in settings(run):
-        if setting.flag.name in values:
-            run = _replace(run, setting.path, values[setting.flag.name])
+        if setting.flag.name not in values:
+            continue
+        value = values[setting.flag.name]
+        if setting.flag.name == "mesh":
+            run = dataclasses.replace(run, devices=value.data, model=value.model)
+        else:
+            run = _replace(run, setting.path, value)
     return run
 
 
@@ -317,6 +324,6 @@ def resumed(folder: Path, recipe: str, parsed: flags.Parsed) -> Run:
 
 
 def _said(value: Any) -> str:
-    if isinstance(value, tuple):
+    if isinstance(value, tuple) and not isinstance(value, Shape):
         return " ".join(map(str, value)) or "none"
     return "none" if value is None else f"{value:g}" if isinstance(value, float) else str(value)

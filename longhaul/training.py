@@ -21,6 +21,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import Mesh
 
 from longhaul import evaluation, hosts, networks, poison, pulse, report, resumption, telemetry, tracking, watch
 from longhaul import feed as feeds
@@ -36,7 +37,7 @@ from longhaul.health import Plan
 from longhaul.poison import Poisoned
 from longhaul.provenance import params_sha256, provenance
 from longhaul.records import Sums
-from longhaul.run import Assembly, Driving, Run, RunError, assemble, decisions, named, prepare_devices
+from longhaul.run import Assembly, Driving, Run, RunError, assemble, decisions, named, prepare_devices, split
 from longhaul.stopping import Stop, Stopped, listening
 from longhaul.topologies import fused
 from longhaul.types import Params, Progress
@@ -90,12 +91,11 @@ def _train(
     run: Run, folder: Path, stop: Stop, source: Feed | None, *, resumed: bool, turn: int, detours: int
 ) -> dict[str, Any]:
     """The result; raises Stopped and Poisoned. This is attempt `turn` of the process, on the last of the `detours`."""
-    assert run.devices is not None
     if resumed and (folder / "result.json").exists():
         _say(f"run {folder.name} is done already")
         result: dict[str, Any] = json.loads((folder / "result.json").read_text())
         return result
-    prepare_devices(run.devices, run.threads)
+    prepare_devices(run.all_devices, run.threads)
     saving = Checkpoints(folder / "checkpoints", keep=run.keep, every=run.keep_every, turn=turn)
     with closing(saving) as checkpoints, ExitStack() as closed:
         clock = Clock(closed.enter_context(closing(Ledger())))
@@ -107,7 +107,7 @@ def _train(
                 feeds.check(run, source, json.loads((folder / "run.json").read_text()), folder.name)
             feeding = closed.enter_context(closing(Feeding(source, now.origin)))
         assembly = assemble(run, source.within, feeding.now.context, now.origin)
-        decided = decisions(run)
+        decided = [*decisions(run), *split(run, assembly.algorithm)]
         about = {"data": source.about, "parameters": _parameters(assembly), "decisions": decided}
         if not resumed and hosts.index() == 0:  # not before: bad data or sizes are an error, not a run
             save_run(folder, run, provenance() | about)
@@ -115,7 +115,7 @@ def _train(
             _say(line)
         with clock.compiling():
             progress = assembly.start(run.seed, feeding.now.context)
-        untrained = _on_host(assembly.algorithm.policy(progress.state))
+        untrained = _on_host(assembly.algorithm.policy(progress.state), assembly.mesh)
         _say(f"{networks.count(untrained.params):,} parameters")
         sums = Sums()
         if found is not None:
@@ -136,7 +136,7 @@ def _train(
             except Poisoned as poisoned:
                 poisoned.before = checkpoints.newest()
                 raise
-        policy = _on_host(assembly.algorithm.policy(progress.state))
+        policy = _on_host(assembly.algorithm.policy(progress.state), assembly.mesh)
         if hosts.index() > 0:
             return {}
         return _finish(run, folder, assembly, policy, untrained, clock, stop)
@@ -159,8 +159,10 @@ def _look(stop: Stop, done: int, assembly: Assembly) -> None:
         raise Stopped(done)
 
 
-def _on_host(policy: Params) -> Params:
-    """A copy of its own: what device_get gives may lie in a buffer that is donated next."""
+def _on_host(policy: Params, mesh: Mesh | None = None) -> Params:
+    """A copy of its own: what device_get gives may lie in a buffer that is donated next. Of a mesh, all processes ask.
+    """
+    policy = policy if mesh is None else meshes.gathered(policy, mesh)
     return jax.tree.map(np.array, jax.device_get(policy))
 
 
@@ -401,8 +403,7 @@ def restore_policy(folder: Path) -> tuple[Run, Params, Params]:
     The policy alone is restored, so that no scenario to train in is made again: any tells what it sees and does.
     """
     run = load_run(folder)
-    assert run.devices is not None
-    prepare_devices(run.devices, run.threads)
+    prepare_devices(run.all_devices, run.threads)
     algorithm = ppo.ppo(feeds.spec(run), run.algorithm, updates=1, mean=meshes.identity)
     begun = jax.jit(algorithm.init)(jax.random.split(jax.random.key(run.seed), 3)[0])  # as `fused.start` has it
     progress = Progress(begun, (), (), jnp.int32(0))  # type: ignore[arg-type]

@@ -30,7 +30,7 @@ TABLE = """
 0  scaling/__init__
 0  verdicts
 1  trends health watch
-1  returns distributions encoders perceptron networks dial normalise mesh hosts shuffle provenance
+1  returns distributions encoders perceptron networks dial normalise mesh partition hosts shuffle provenance
 1  datasets/projection
 1  scaling/law scaling/rules scaling/compiled scaling/instructions scaling/trace scaling/chips scaling/plan
 1  datasets/wire datasets/soundness datasets/tfrecord datasets/plain_pickle datasets/outlines datasets/geopackage
@@ -53,7 +53,7 @@ TABLE = """
    envs/hackmatrix/canonical_reward envs/hackmatrix/canonical envs/hackmatrix/game envs/hackmatrix/view
    envs/hackmatrix/hints envs/hackmatrix/screen
    envs/probes envs/classic envs/registry
-3  algorithms/values algorithms/ppo
+3  algorithms/values algorithms/flat algorithms/ppo
 3  checkpoint
 4  topologies/fused
 4  datasets/convert datasets/stream

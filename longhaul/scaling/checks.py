@@ -221,28 +221,38 @@ def host(made: Subject) -> Check:
 
 
 def crossings(made: Subject) -> Check:
-    """One all-reduce of the gradients an optimiser step, some numbers an update, and nothing else crosses devices."""
-    found = compiled.crossings(made.text())
-    size, wanted = 4 * made.parameters, made.optimiser_steps
+    """One all-reduce of the gradients an optimiser step, some numbers an update, and nothing else crosses shards.
+
+    What devices say to each other that share the parameters follows from how these are split; it is told, not judged.
+    """
+    model = made.assembly.mesh.shape[meshes.MODEL]
+    every, wanted = compiled.crossings(made.text()), made.optimiser_steps
+    found = [each for each in every if each.over_shards(model)]
+    within_shard = [each for each in every if not each.over_shards(model)]
+    size = 4 * made.parameters // model
     gradients = [each for each in found if each.operation == "all-reduce" and each.bytes >= size]
     others = [each for each in found if each not in gradients]
     times, count = sum(each.times() for each in gradients), sum(each.times() for each in others)
     extra, moved = sum(each.times() * each.bytes for each in others), sum(e.times() * e.bytes for e in gradients)
     odd = sorted({each.operation for each in others} - {"all-reduce"})
-    fits = times == wanted and moved <= wanted * (size + SMALL_BYTES)
+    fits = times == wanted and moved <= wanted * (made.own_bytes + SMALL_BYTES)
     steps = 1 + (made.run.algorithm.kl_stop is not None) * wanted  # which asks at each step
     good = fits and not odd and extra <= SMALL_BYTES * steps and count <= SMALL_COUNT * steps
     value = (
         f"{times} all-reduces of {_bytes(moved / max(times, 1))}, {count} others of {_bytes(extra)} in all, an update"
     )
+    if within_shard:
+        inside = sum(each.times() * each.bytes for each in within_shard)
+        value += f"; {sum(each.times() for each in within_shard)} of {_bytes(inside)} among {model} parts of the model"
     remedy = (
         f"{', '.join(odd)} cross devices: see that nothing is sharded that each device needs whole"
         if odd else "gradients must meet in one mean: give the whole tree to `mean` at once, and nothing else"
     )  # fmt: skip
-    bound = f"{wanted} all-reduces of {_bytes(size)}, <= {SMALL_COUNT} others"
+    bound = f"{wanted} all-reduces of {_bytes(made.own_bytes)}, <= {SMALL_COUNT} others"
     return within(
         "collectives", value, bound, remedy, good=good, devices=made.assembly.mesh.size, gradients=times,
-        gradient_bytes=moved, others=count, other_bytes=extra, operations=sorted({e.operation for e in found}),
+        gradient_bytes=moved, others=count, other_bytes=extra,
+        operations=sorted({e.operation for e in found}), within=sum(e.times() * e.bytes for e in within_shard),
     )  # fmt: skip
 
 
@@ -269,8 +279,8 @@ def update_seconds(made: Subject) -> float:
 
 def all_reduce(made: Subject, update_seconds: float) -> Check:
     """The time of a mean of all gradients over the mesh, and its share of an update."""
-    mesh, n = made.assembly.mesh, 10
-    if mesh.size < 2:
+    mesh, n, size = made.assembly.mesh, 10, made.own_bytes // 4
+    if mesh.shape[meshes.DATA] < 2:
         return skipped("all-reduce", "one device", "ask again with --mesh data=N on a machine with several devices")
 
     def shard(x: jax.Array) -> jax.Array:
@@ -278,13 +288,13 @@ def all_reduce(made: Subject, update_seconds: float) -> Check:
 
     everywhere = PartitionSpec()
     program = jax.jit(meshes.per_shard(shard, mesh, (everywhere,), everywhere))
-    x = meshes.everywhere(jnp.zeros(made.parameters, jnp.float32), mesh)
+    x = meshes.everywhere(jnp.zeros(size, jnp.float32), mesh)
     one = seconds_of(lambda: jax.block_until_ready(program(x))) / n
     share = one * made.optimiser_steps / update_seconds
     verdict = FAIL if share > SLOWER_COLLECTIVES else WARN if share > SLOW_COLLECTIVES else PASS
-    value = f"{1e3 * one:.3g} ms for {_bytes(4 * made.parameters)}, {share:.1%} of an update on {mesh.size} devices"
+    value = f"{1e3 * one:.3g} ms for {_bytes(4 * size)}, {share:.1%} of an update on {mesh.size} devices"
     remedy = "larger minibatches (fewer --num-minibatches or --update-epochs, more --num-envs), or fewer devices"
-    figures = {"seconds": one, "share": share, "devices": mesh.size, "bytes": 4 * made.parameters}
+    figures = {"seconds": one, "share": share, "devices": mesh.size, "bytes": 4 * size}
     return Check("all-reduce", verdict, value, f"<= {SLOW_COLLECTIVES:.0%}", "" if verdict == PASS else remedy, figures)
 
 

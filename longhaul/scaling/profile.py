@@ -55,8 +55,8 @@ class Sample(NamedTuple):
 
 def sample(run: Run) -> Sample:
     """`run` (resolved) made ready as `longhaul train` would make it."""
-    assert run.devices is not None and run.block is not None
-    prepare_devices(run.devices, run.threads)
+    assert run.block is not None
+    prepare_devices(run.all_devices, run.threads)
     source = feed(run)
     feeding = Feeding(source)
     try:

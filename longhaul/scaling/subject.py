@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from longhaul import mesh as meshes
-from longhaul import networks
+from longhaul import networks, partition
 from longhaul.compilation import Ledger
 from longhaul.feed import Feed, Feeding, feed
 from longhaul.provenance import params_sha256
@@ -38,6 +38,7 @@ class Subject(NamedTuple):
     compile_seconds: float
     hit: bool  # it came from the persistent compilation cache
     parameters: int
+    own_bytes: int  # of the parameters, on a device
     begin: Callable[[Key], Progress]  # like `Assembly.start`, compiled once
 
     @property
@@ -84,7 +85,8 @@ def subject(run: Run, source: Feed | None = None) -> Subject:
         context = feeding.now.context
     assembly = assemble(run, source.within, context)
     algorithm, mesh = assembly.algorithm, assembly.mesh
-    init = jax.jit(algorithm.init, out_shardings=meshes.replicated(mesh))
+    layout = partition.shardings(jax.eval_shape(algorithm.init, jax.random.key(0)), mesh)
+    init = jax.jit(algorithm.init, out_shardings=layout)
 
     def begin(key: Key) -> Progress:
         key_state, key_carry, key_run = jax.random.split(key, 3)  # as `fused.start` has it
@@ -99,9 +101,10 @@ def subject(run: Run, source: Feed | None = None) -> Subject:
     with closing(Ledger()) as ledger:
         executable = lowered.compile()
     compiled = time.perf_counter()
+    params = algorithm.policy(progress.state).params
     return Subject(
         run, assembly, source, context, executable, started - began, traced - started, compiled - traced,
-        ledger.hits > 0, networks.count(algorithm.policy(progress.state).params), begin,
+        ledger.hits > 0, networks.count(params), partition.shares(params, mesh.shape[meshes.MODEL]).own, begin,
     )  # fmt: skip
 
 

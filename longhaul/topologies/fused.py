@@ -67,7 +67,8 @@ def entering(collector_in: CollectorIn, mesh: Mesh) -> Enter:
     def begin(key: Key, context: PyTree) -> PyTree:
         return collector_in(context).start(jax.random.fold_in(key, meshes.shard_index()))
 
-    program = jax.jit(meshes.per_shard(begin, mesh, (EVERYWHERE, EVERYWHERE), PartitionSpec(meshes.DATA)))
+    shard = meshes.per_shard(begin, mesh, (EVERYWHERE, EVERYWHERE), PartitionSpec(meshes.DATA))
+    program = jax.jit(shard, out_shardings=meshes.sharded(mesh))
     return lambda key, context: program(meshes.everywhere(key, mesh), context)
 
 
