@@ -76,7 +76,7 @@ def make_quick(patch: pytest.MonkeyPatch) -> None:
     assemble, compiled, start = runs.assemble, fused.compiled, Assembly.start
 
     def assemble_once(run: Run, within: Any, context: Any, origin: Origin = BEGINNING) -> Assembly:
-        sizes = run.total_steps, run.num_envs, run.num_steps, run.devices, run.lr_rule, run.base_batch
+        sizes = run.total_steps, run.num_envs, run.num_steps, run.mesh, run.lr_rule, run.base_batch
         shape = repr((run.environment, run.algorithm, *sizes, origin))
         if shape not in assemblies:
             assemblies[shape] = assemble(run, within, context, origin)

@@ -74,7 +74,9 @@ def test_moments_lie_beside_their_parameters(settings: dict[str, Any]) -> None:
     found = partition.specs(state, 2)
     adam = next(part for part in found.opt_state if hasattr(part, "mu"))
     assert adam.mu == adam.nu == found.params
-    assert any("model" in each for each in jax.tree.leaves(found.params, is_leaf=lambda x: isinstance(x, WHOLE.__class__)))
+    assert any(
+        "model" in each for each in jax.tree.leaves(found.params, is_leaf=lambda x: isinstance(x, WHOLE.__class__))
+    )
 
 
 def test_what_is_said_to_lie_on_a_device_does() -> None:
