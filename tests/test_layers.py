@@ -53,7 +53,7 @@ TABLE = """
    envs/hackmatrix/canonical_reward envs/hackmatrix/canonical envs/hackmatrix/game envs/hackmatrix/view
    envs/hackmatrix/hints envs/hackmatrix/screen
    envs/probes envs/classic envs/registry
-3  algorithms/values algorithms/flat algorithms/ppo
+3  algorithms/actor_critic algorithms/values algorithms/flat algorithms/ppo algorithms/impala learners
 3  checkpoint
 4  topologies/fused
 4  datasets/convert datasets/stream
