@@ -100,7 +100,7 @@ def test_numbers_are_those_of_whole_parameters(pair: tuple[Made, Made]) -> None:
 
 
 def test_who_acts_is_who_learns(pair: tuple[Made, Made]) -> None:
-    """At a learning rate of 0, to which it falls at a run's end, the policy that learns says what it said as it acted."""
+    """At a learning rate of 0, to which it falls at a run's end, the policy that learns is that which acted."""
     made = pair[1]
     progress = jax.tree.map(lambda x: x.copy(), made.progress)
     end = meshes.everywhere(jnp.int32(made.assembly.updates), made.assembly.mesh)
@@ -115,7 +115,7 @@ def test_who_acts_is_who_learns(pair: tuple[Made, Made]) -> None:
 
 def test_each_device_holds_its_part(pair: tuple[Made, Made]) -> None:
     whole, split = pair
-    shares = runs.shares_of(split.assembly.algorithm, 2)
+    shares = partition.shares(jax.eval_shape(lambda: split.progress.state), 2)
     assert shares.own < 0.8 * shares.whole
     arguments = [made.executable.memory_analysis().argument_size_in_bytes for made in pair]
     assert arguments[0] - arguments[1] == shares.whole - shares.own
@@ -241,7 +241,7 @@ def test_sizes_that_cannot_be_are_refused(changes: dict[str, Any], words: str) -
 def test_a_network_that_cannot_be_split_is_refused() -> None:
     for run in (cartpole(model=3, devices=1), cartpole(model=2, algorithm=ppo.Config(hidden_dim=8))):
         source = feeds.feed(run)
-        with pytest.raises(RunError, match=r"no parameters of this network can be split into [23] parts: choose"):
+        with pytest.raises(ValueError, match=r"no parameters of this network can be split into [23] parts: choose"):
             runs.assemble(run, source.within, ())
 
 
