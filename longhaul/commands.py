@@ -98,12 +98,10 @@ def _fitting(parsed: flags.Parsed, folder: Path) -> flags.Parsed:
     if pulse.DESCRIPTOR not in os.environ or on_cpu():
         return parsed
     run = load_run(folder)
-    wanted, envs = (
-        parsed.values[flag] if flag in parsed.given else stored
-        for flag, stored in (("mesh", run.mesh), ("num-envs", run.num_envs))
-    )
+    wanted: Shape = parsed.values["mesh"] if "mesh" in parsed.given else run.mesh
+    envs: int = parsed.values["num-envs"] if "num-envs" in parsed.given else run.num_envs
     there = [sum(device.process_index == i for device in jax.devices()) for i in range(hosts.count())]
-    assert wanted is not None and envs is not None
+    assert wanted.data is not None
     left = Shape(resumption.fewer(wanted.data, there, envs, wanted.model), wanted.model)
     if left == wanted:
         return parsed

@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 import jax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from longhaul.mesh import MODEL
+from longhaul.mesh import MODEL, Shape
 from longhaul.types import PyTree
 
 LEAST = 1024
@@ -70,6 +70,30 @@ def shares(tree: PyTree, model: int) -> Shares:
     sizes = [leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(tree)]
     split = [MODEL in each for each in jax.tree.leaves(specs(tree, model), is_leaf=_is_spec)]
     return Shares(sum(sizes), sum(size // (model if apart else 1) for size, apart in zip(sizes, split, strict=True)))
+
+
+def check(tree: PyTree, mesh: Shape) -> None:
+    """Raises ValueError where a mesh shall split an algorithm's state (its shapes), and nothing of it can be."""
+    if mesh.model == 1:
+        return
+    share = shares(tree, mesh.model)
+    if share.own == share.whole:
+        raise ValueError(
+            f"--mesh is {mesh}, and no parameters of this network can be split into {mesh.model} parts: choose a "
+            f"model that divides the layers' width, a wider network (leaves of less than {LEAST} numbers stay whole), "
+            "or --mesh data=N alone"
+        )
+
+
+def describe(tree: PyTree, mesh: Shape) -> list[str]:
+    """A line on what of an algorithm's state (its shapes) lies on a device, where it is split."""
+    if mesh.model == 1:
+        return []
+    whole, own = shares(tree, mesh.model)
+    return [
+        f"parameters and optimiser are split over {mesh.model} devices: {own / 1e6:,.3g} of {whole / 1e6:,.3g} MB lie "
+        f"on each ({own / whole:.0%})"
+    ]
 
 
 def _is_spec(value: Any) -> bool:

@@ -356,7 +356,7 @@ def assemble(
         spec, dataclasses.replace(run.algorithm, lr=learning_rate(run)), updates=updates, mean=meshes.mean_over_data,
         first=origin.updates, done=origin.agent_steps / run.total_steps, split=run.model > 1,
     )  # fmt: skip
-    _check_split(run, algorithm)
+    partition.check(jax.eval_shape(algorithm.init, jax.random.key(0)), run.mesh)
 
     def collector_in(context: PyTree) -> Collector:
         many = vectorise(within(context), worlds)
@@ -364,23 +364,6 @@ def assemble(
 
     enter = fused.entering(collector_in, mesh)
     return Assembly(spec, algorithm, collector_in, enter, mesh, updates, steps, run.num_envs * run.num_steps, origin)
-
-
-def _check_split(run: Run, algorithm: Algorithm) -> None:
-    if run.model == 1:
-        return
-    shares = shares_of(algorithm, run.model)
-    if shares.own == shares.whole:
-        raise RunError(
-            f"--mesh is {run.mesh}, and no parameters of this network can be split into {run.model} parts: choose "
-            f"--mesh data=N alone, a model that divides the layers' width, or a wider network "
-            f"(leaves of less than {partition.LEAST} numbers stay whole)"
-        )
-
-
-def shares_of(algorithm: Algorithm, model: int) -> partition.Shares:
-    """What of an algorithm's state lies on a device of a mesh that splits it over `model`."""
-    return partition.shares(jax.eval_shape(lambda: algorithm.init(jax.random.key(0))), model)
 
 
 def last_update(run: Run, origin: Origin = BEGINNING) -> int:
@@ -395,17 +378,6 @@ def decisions(run: Run) -> list[str]:
     rows = steps // run.devices // (run.num_steps if config.memory else 1)
     chosen = rules.Passes(config.num_minibatches, config.update_epochs)
     return rules.describe(steps, run.base_batch or steps, run.scaling, chosen, rows, run.lr_rule, config.lr)
-
-
-def split(run: Run, algorithm: Algorithm) -> list[str]:
-    """A line on what of parameters and optimiser lies on a device, where they are split."""
-    if run.model == 1:
-        return []
-    whole, own = shares_of(algorithm, run.model)
-    return [
-        f"parameters and optimiser are split over {run.model} devices: {own / 1e6:,.3g} of {whole / 1e6:,.3g} MB lie "
-        f"on each ({own / whole:.0%})"
-    ]
 
 
 def learning_rate(run: Run) -> float:

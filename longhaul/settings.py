@@ -255,10 +255,10 @@ def _kind(name: str, hint: Any) -> Kind:
 def _mesh(word: str) -> Shape:
     """ "data=8,model=2" -> Shape(8, 2)."""
     axes = dict(part.split("=") for part in word.split(","))
-    shape = Shape(int(axes.pop("data", "1")), int(axes.pop("model", "1")))
-    if axes or min(shape) < 1:
+    data, model = int(axes.pop("data", "1")), int(axes.pop("model", "1"))
+    if axes or data < 1 or model < 1:
         raise ValueError(word)
-    return shape
+    return Shape(data, model)
 
 
 MESH = Kind("data=N", "data=N or data=N,model=M with N and M at least 1", _mesh)

@@ -23,7 +23,19 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
-from longhaul import evaluation, hosts, networks, poison, pulse, report, resumption, telemetry, tracking, watch
+from longhaul import (
+    evaluation,
+    hosts,
+    networks,
+    partition,
+    poison,
+    pulse,
+    report,
+    resumption,
+    telemetry,
+    tracking,
+    watch,
+)
 from longhaul import feed as feeds
 from longhaul import mesh as meshes
 from longhaul.checkpoint import CheckpointError, Checkpoints
@@ -37,7 +49,7 @@ from longhaul.learners import make
 from longhaul.poison import Poisoned
 from longhaul.provenance import params_sha256, provenance
 from longhaul.records import Sums
-from longhaul.run import Assembly, Driving, Run, RunError, assemble, decisions, named, prepare_devices, split
+from longhaul.run import Assembly, Driving, Run, RunError, assemble, decisions, named, prepare_devices
 from longhaul.stopping import Stop, Stopped, listening
 from longhaul.topologies import fused
 from longhaul.types import Params, Progress
@@ -107,7 +119,8 @@ def _train(
                 feeds.check(run, source, json.loads((folder / "run.json").read_text()), folder.name)
             feeding = closed.enter_context(closing(Feeding(source, now.origin)))
         assembly = assemble(run, source.within, feeding.now.context, now.origin)
-        decided = [*decisions(run), *split(run, assembly.algorithm)]
+        shapes = jax.eval_shape(assembly.algorithm.init, jax.random.key(run.seed))
+        decided = [*decisions(run), *partition.describe(shapes, run.mesh)]
         about = {"data": source.about, "parameters": _parameters(assembly), "decisions": decided}
         if not resumed and hosts.index() == 0:  # not before: bad data or sizes are an error, not a run
             save_run(folder, run, provenance() | about)

@@ -154,7 +154,8 @@ def _over_model(progress: Progress, mesh: Mesh) -> tuple[Any, Callable[[Progress
         carry = jax.lax.with_sharding_constraint(progress.carry, EVERYWHERE)
         return progress._replace(state=state, carry=carry)
 
-    return (Progress(state, meshes.sharded(mesh), everywhere, everywhere), everywhere), keep
+    lies = Progress(state, meshes.sharded(mesh), everywhere, everywhere)  # type: ignore[arg-type]
+    return (lies, everywhere), keep
 
 
 def fused(
