@@ -14,6 +14,7 @@ from longhaul import flags, networks, resumption, tracking
 from longhaul.driving import config, objectives
 from longhaul.flags import DEBUG, FLOAT, INT, PATH, SWITCH, TEXT, Flag, FlagError, Kind, choice, optional
 from longhaul.folders import load_run
+from longhaul.precision import PRECISIONS, REMATS
 from longhaul.run import TOPOLOGIES, Run, RunError, agents
 from longhaul.scaling import rules
 
@@ -90,8 +91,9 @@ HELP = {
     "init": "first weights of mlp, deepset and heads; lecun: Flax's default",
     "memory": "width of the recurrent unit; 0: none",
     "chunk": "rows of a minibatch whose gradient is taken at once; a matter of speed",
+    "accumulate": "pieces of a minibatch, at least, over which its gradient is summed: the same one, in less memory",
     "precision": "what the torso computes in; parameters and losses are fp32",
-    "remat": "compute an encoder's blocks again for the gradient: less memory, a third more work",
+    "remat": "what of the torso is computed again for its gradient, in less memory: nothing, all, all but products",
     "log-interval": "updates of a record of metrics",
     "block": "updates of a compiled call; between calls a run logs, saves and stops",
     "save-interval-minutes": "minutes between two checkpoints",
@@ -122,7 +124,8 @@ CHOICES: dict[str, tuple[str, ...]] = {
     "torso": networks.TORSOS,
     "activation": tuple(networks.ACTIVATIONS),
     "init": networks.INITS,
-    "precision": tuple(networks.PRECISIONS),
+    "precision": tuple(PRECISIONS),
+    "remat": REMATS,
 }
 
 HIDDEN = ("recipe", "driver")
@@ -141,7 +144,7 @@ CHANGEABLE = (
     *("num-envs", "num-steps", "mesh", "threads", "scaling", "lr-rule", "base-batch"),
     *("num-minibatches", "update-epochs", "lr", "anneal", "warmup", "gamma", "gae-lambda", "clip-eps", "clip-value"),
     *("vf-coef", "ent-coef", "ent-coef-final", "max-grad-norm", "normalise-advantage", "reward-scale", "kl-stop"),
-    *("chunk", "precision", "remat"),
+    *("chunk", "accumulate", "precision", "remat"),
 )
 """Flags that may differ, too, and change what comes: how much is done at once and how it is learnt, not what."""
 
@@ -155,8 +158,11 @@ GROUPS = {
 
 SAVING = ("log_interval", "block", "save_interval_minutes", "save_interval", "keep", "keep_every", "rollbacks")
 
-ALIASES = {"total-steps": ("total-timesteps",)}
-"""Other words for flags of a Run: those of PureJaxRL and of HackMatrix's own trainer."""
+ALIASES = {"total-steps": ("total-timesteps",), "accumulate": ("micro-batches",)}
+"""Other words for flags of a Run: those of PureJaxRL and of HackMatrix's own trainer, and what others call them."""
+
+BARE = {"remat": ("full", "none")}
+"""What --remat and --no-remat mean, alone: it was a switch once."""
 
 RUNS_DIR = Flag(
     "runs-dir", PATH, "runs", "folder of all runs; a run's is NAME in it, and its checkpoints are in NAME/checkpoints",
@@ -210,7 +216,8 @@ def _settings(value: Any, path: tuple[str, ...], group: str) -> Iterator[Setting
         name = _name(where)
         shown = "auto" if name in AUTO and inner is None else "" if inner in ((), None) and name == "data" else None
         many, others = isinstance(inner, tuple), ALIASES.get(name, ())
-        flag = Flag(name, _kind(name, hints[field.name]), inner, HELP.get(name, ""), many, shown, others)
+        kind = _kind(name, hints[field.name])
+        flag = Flag(name, kind, inner, HELP.get(name, ""), many, shown, others, BARE.get(name, ()))
         yield Setting(flag, "saving" if field.name in SAVING else group, where)
 
 
