@@ -146,9 +146,7 @@ def _features(shape: tuple[int, ...]) -> int:
     return shape[-1] if len(shape) == 2 else math.prod(shape)
 
 
-def _tokens(
-    params: Params, leaves: list[jax.Array], shapes: list[tuple[int, ...]], dtype: Any, remat: str
-) -> Tokens:
+def _tokens(params: Params, leaves: list[jax.Array], shapes: list[tuple[int, ...]], dtype: Any, remat: str) -> Tokens:
     """The tokens of all leaves, one leaf after the other."""
     values, presents, positions, embed = [], [], [], rematerialised(_embed, remat)
     for i, (leaf, shape) in enumerate(zip(leaves, shapes, strict=True)):

@@ -31,6 +31,7 @@ TABLE = """
 0  verdicts
 1  trends health watch
 1  precision returns distributions encoders perceptron networks dial normalise mesh hosts shuffle provenance
+   footprint
 1  datasets/projection
 1  scaling/law scaling/rules scaling/compiled scaling/instructions scaling/trace scaling/chips scaling/plan
 1  datasets/wire datasets/soundness datasets/tfrecord datasets/plain_pickle datasets/outlines datasets/geopackage
