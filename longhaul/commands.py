@@ -13,18 +13,33 @@ from typing import Any
 
 import jax
 
-from longhaul import flags, hosts, printing, pulse, recipes, resumption, settings, telemetry, tracking, training
+from longhaul import (
+    flags,
+    footprint,
+    hosts,
+    printing,
+    pulse,
+    recipes,
+    resumption,
+    settings,
+    telemetry,
+    tracking,
+    training,
+)
 from longhaul.envs import registry
 from longhaul.feed import feed
-from longhaul.flags import DEBUG, TEXT, Flag, FlagError
+from longhaul.flags import ALONE, DEBUG, TEXT, Flag, FlagError
 from longhaul.folders import find_folder, load_run, new_folder, save_run
 from longhaul.mesh import Shape
 from longhaul.provenance import provenance
 from longhaul.run import Driving, Run, RunError, agents, from_dict, named, on_cpu, resolve, to_dict
 from longhaul.scaling import command as scaling
+from longhaul.scaling.subject import subject
 from longhaul.settings import RUNS_DIR
 
 RUN = Flag("RUN", TEXT, None, "a run's name or folder", shown="")
+
+DRY_RUN = Flag("dry-run", ALONE, False, "compile, tell the memory that it takes, and stop", shown="")
 
 SEEN = 30.0
 """Seconds in which a folder that one host made must appear on the others."""
@@ -72,8 +87,12 @@ def _train(words: Sequence[str]) -> int:
         return scaling.run(words[0], words[1:], f"train {words[0]}")
     recipe = recipes.recipe(words[0])
     about = recipes.about(recipe.recipe)
-    parsed = flags.parse(f"train {recipe.recipe}", about, settings.table(recipe), words[1:])
+    table = settings.table(recipe)
+    table[""] = [DRY_RUN, *table[""]]
+    parsed = flags.parse(f"train {recipe.recipe}", about, table, words[1:])
     runs_dir = Path(parsed.values["runs-dir"])
+    if parsed.values["dry-run"]:
+        return _dry(runs_dir, recipe, parsed)
     if parsed.values["resume"] is not None:
         folder = find_folder(runs_dir, parsed.values["resume"])
         tracked = tracking.chosen(parsed.values, parsed.given, recipe.recipe, tracking.load(folder))
@@ -91,6 +110,33 @@ def _train(words: Sequence[str]) -> int:
         printing.scores(outcome.result["evaluation"])
         print(f"report: {folder / 'report.html'}")
     return outcome.code
+
+
+def _dry(runs_dir: Path, recipe: Run, parsed: flags.Parsed) -> int:
+    """Compiles the run that is asked for, and prints what it takes of a device's memory; leaves no folder."""
+    if hosts.together():
+        raise FlagError("--dry-run is of one process; leave longhaul launch out")
+    if parsed.values["resume"] is None:
+        run = resolve(settings.chosen(recipe, parsed))
+    else:
+        folder = find_folder(runs_dir, parsed.values["resume"])
+        run = resolve(settings.resumed(folder, recipe.recipe, _fitting(parsed, folder)))
+    if not isinstance(run.environment, Driving):
+        named(run.environment)
+    assert run.devices is not None
+    training.prepare_devices(run.devices, run.threads)
+    made = subject(run)
+    parts = footprint.parts(made.assembly.algorithm, made.start(run.seed), made.context)
+    found = footprint.footprint(made.executable, made.assembly.mesh, parts)
+    if found is None:
+        print("the compiler does not say what memory the run takes")
+        return 0
+    if refusal := found.refusal():
+        raise RunError(refusal)
+    printing.listing(found.rows())
+    if warning := found.warning():
+        print(warning, file=sys.stderr)
+    return 0
 
 
 def _fitting(parsed: flags.Parsed, folder: Path) -> flags.Parsed:

@@ -16,6 +16,7 @@ from longhaul.driving import config, objectives
 from longhaul.flags import DEBUG, FLOAT, INT, PATH, SWITCH, TEXT, Flag, FlagError, Kind, choice, optional
 from longhaul.folders import load_run
 from longhaul.mesh import Shape
+from longhaul.precision import PRECISIONS, REMATS
 from longhaul.run import TOPOLOGIES, Run, RunError, agents
 from longhaul.scaling import rules
 
@@ -100,8 +101,9 @@ HELP = {
     "init": "first weights of mlp, deepset and heads; lecun: Flax's default",
     "memory": "width of the recurrent unit; 0: none",
     "chunk": "rows of a minibatch whose gradient is taken at once; a matter of speed",
+    "accumulate": "pieces of a minibatch, at least, over which its gradient is summed: the same one, in less memory",
     "precision": "what the torso computes in; parameters and losses are fp32",
-    "remat": "compute an encoder's blocks again for the gradient: less memory, a third more work",
+    "remat": "what of the torso is computed again for its gradient, in less memory: nothing, all, all but products",
     "log-interval": "updates of a record of metrics",
     "block": "updates of a compiled call; between calls a run logs, saves and stops",
     "save-interval-minutes": "minutes between two checkpoints",
@@ -134,7 +136,8 @@ CHOICES: dict[str, tuple[str, ...]] = {
     "init": networks.INITS,
     "optimiser": impala.OPTIMISERS,
     "reward-clip": impala.REWARD_CLIPS,
-    "precision": tuple(networks.PRECISIONS),
+    "precision": tuple(PRECISIONS),
+    "remat": REMATS,
 }
 
 HIDDEN = ("recipe", "driver", "model")
@@ -154,7 +157,7 @@ CHANGEABLE = (
     *("num-minibatches", "update-epochs", "lr", "anneal", "warmup", "gamma", "gae-lambda", "clip-eps", "clip-value"),
     *("vf-coef", "ent-coef", "ent-coef-final", "max-grad-norm", "normalise-advantage", "reward-scale", "kl-stop"),
     *("rms-decay", "rms-eps", "vtrace-lambda", "rho-clip", "c-clip", "reward-clip"),
-    *("chunk", "precision", "remat"),
+    *("chunk", "accumulate", "precision", "remat"),
 )
 """Flags that may differ, too, and change what comes: how much is done at once and how it is learnt, not what."""
 
@@ -168,8 +171,11 @@ GROUPS = {
 
 SAVING = ("log_interval", "block", "save_interval_minutes", "save_interval", "keep", "keep_every", "rollbacks")
 
-ALIASES = {"total-steps": ("total-timesteps",)}
-"""Other words for flags of a Run: those of PureJaxRL and of HackMatrix's own trainer."""
+ALIASES = {"total-steps": ("total-timesteps",), "accumulate": ("micro-batches",)}
+"""Other words for flags of a Run: those of PureJaxRL and of HackMatrix's own trainer, and what others call them."""
+
+BARE = {"remat": ("full", "none")}
+"""What --remat and --no-remat mean, alone: it was a switch once."""
 
 RUNS_DIR = Flag(
     "runs-dir", PATH, "runs", "folder of all runs; a run's is NAME in it, and its checkpoints are in NAME/checkpoints",
@@ -224,7 +230,8 @@ def _settings(value: Any, path: tuple[str, ...], group: str) -> Iterator[Setting
         inner = value.mesh if name == "mesh" and value.devices else inner
         shown = "auto" if name in AUTO and inner is None else "" if inner in ((), None) and name == "data" else None
         many, others = isinstance(inner, tuple) and name != "mesh", ALIASES.get(name, ())
-        flag = Flag(name, _kind(name, hints[field.name]), inner, HELP.get(name, ""), many, shown, others)
+        kind = _kind(name, hints[field.name])
+        flag = Flag(name, kind, inner, HELP.get(name, ""), many, shown, others, BARE.get(name, ()))
         yield Setting(flag, "saving" if field.name in SAVING else group, where)
 
 

@@ -37,6 +37,7 @@ from longhaul import (
     watch,
 )
 from longhaul import feed as feeds
+from longhaul import footprint as footprints
 from longhaul import mesh as meshes
 from longhaul.checkpoint import CheckpointError, Checkpoints
 from longhaul.clock import Clock, Seconds
@@ -193,6 +194,7 @@ def _loop(
     seconds = clock.read()
     _say(f"compiled in {seconds.compile - clock.before.compile:.1f} s, {seconds.trace - clock.before.trace:.1f} s of "
          f"that traced; {clock.ledger.found}")  # fmt: skip
+    _weigh(folder, program, footprints.parts(assembly.algorithm, progress, feeding.now.context))
     with ExitStack() as closed:
         out = _outlets(run, folder, assembly, closed, stop, done, resumed=resumed) if writes else SILENT
         tell = pulse.teller(os.environ)
@@ -289,7 +291,26 @@ def _compiled(run: Run, assembly: Assembly, feeding: Feeding, progress: Progress
     assert run.block is not None
     collector_in, context = assembly.collector_in, feeding.now.context
     with clock.compiling():
-        return fused.compiled(assembly.algorithm, collector_in, progress, context, assembly.mesh, block=run.block)
+        try:
+            return fused.compiled(assembly.algorithm, collector_in, progress, context, assembly.mesh, block=run.block)
+        except jax.errors.JaxRuntimeError as error:
+            if not str(error).startswith("RESOURCE_EXHAUSTED"):
+                raise
+            raise RunError(f"the compiler finds no room on a device ({error}); give {footprints.REMEDY}") from error
+
+
+def _weigh(folder: Path, program: fused.Program, parts: dict[str, int]) -> None:
+    """Tells what the run takes of a device's memory, before its first update. Raises RunError where it can't fit."""
+    found = footprints.footprint(program.executable, program.mesh, parts)
+    if found is None:
+        return
+    if refusal := found.refusal():  # nothing is written: a run that never began leaves no folder
+        raise RunError(refusal)
+    _say(found.line())
+    if warning := found.warning():
+        _say(warning)
+    if hosts.index() == 0:
+        write_json(folder / footprints.FILE, found.plain())
 
 
 def _calls(
@@ -376,11 +397,19 @@ def _finish(
         "sps": steps / max(seconds.train, 1e-9),
         "params_sha256": params_sha256(policy.params),
         "parameters": networks.count(policy.params),
+        "memory": _memory(folder),
         "evaluation": scores,
     }
     write_report(folder, result, recordings)
     write_json(folder / "result.json", result)  # last: who sees it sees a run that is complete
     return result
+
+
+def _memory(folder: Path) -> dict[str, Any] | None:
+    """What `_weigh` wrote."""
+    path = folder / footprints.FILE
+    found: dict[str, Any] | None = json.loads(path.read_text()) if path.exists() else None
+    return found
 
 
 def evaluations(run: Run, policy: Params, untrained: Params) -> Iterator[tuple[str, dict[str, Any], list[Recording]]]:

@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 from jax.sharding import PartitionSpec
 
-from longhaul import cli, feed, health, recipes, telemetry, training, verdicts, watch
+from longhaul import cli, feed, footprint, health, recipes, telemetry, training, verdicts, watch
 from longhaul import mesh as meshes
 from longhaul import run as runs
 from longhaul.algorithms import ppo
@@ -229,7 +229,7 @@ def test_a_program_stays_on_its_devices_and_fits(pair: Subject) -> None:
 def test_memory_that_is_not_there_fails(pair: Subject, monkeypatch: pytest.MonkeyPatch) -> None:
     needed = checks.memory(pair).figures["needed"]
     for total, verdict in ((needed // 2, verdicts.FAIL), (int(needed * 1.1), verdicts.WARN)):
-        monkeypatch.setattr(checks, "memory_of", lambda device, total=total: 2 * total)
+        monkeypatch.setattr(footprint, "memory_of", lambda device, total=total: 2 * total)
         assert checks.memory(pair).verdict == verdict
 
 

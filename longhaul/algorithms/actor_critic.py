@@ -43,7 +43,7 @@ class Design(NamedTuple):
     init: str
     memory: int
     precision: str
-    remat: bool
+    remat: str
     normalise_observation: bool
 
 
@@ -53,7 +53,7 @@ def check(config: Any, *, columns: int, steps: int, shares: Sequence[str], least
     The fields in `shares` must lie in 0 to 1; those in `least` must be at least 0, or None where that may be.
     """
     rows, unit = (columns, "environments") if config.memory else (columns * steps, "steps of a batch")
-    for name in ("num_minibatches", "update_epochs", "chunk", "hidden_dim", "num_layers"):
+    for name in ("num_minibatches", "update_epochs", "chunk", "accumulate", "hidden_dim", "num_layers"):
         value = getattr(config, name)
         if value is not None and value < 1:
             raise ValueError(f"{name} is {getattr(config, name)}; it must be at least 1")
@@ -63,6 +63,13 @@ def check(config: Any, *, columns: int, steps: int, shares: Sequence[str], least
         raise ValueError(
             f"num_minibatches is {config.num_minibatches}, which does not divide the {rows} {unit} of one device; "
             f"choose a divisor of {rows}, or change num_envs or num_steps"
+        )
+    minibatch = rows // (config.num_minibatches or 1)
+    if config.accumulate is not None and minibatch % config.accumulate:
+        divisors = [str(n) for n in range(1, minibatch + 1) if minibatch % n == 0]
+        raise ValueError(
+            f"accumulate is {config.accumulate}, which does not divide the {minibatch} {unit.split()[0]} of a "
+            f"minibatch; choose one of {', '.join(divisors[:8])}{', ...' if len(divisors) > 8 else ''}"
         )
     for name in shares:
         if not 0.0 <= getattr(config, name) <= 1.0:

@@ -3,9 +3,9 @@
 Where we differ from the usual code: V(s) and V(successor) can never come from two networks, for values are computed
 here, all at once and from the current parameters. Where acting gives them for nothing (a shared torso) its values are
 taken, if it was by these very parameters: the rollout's version says so. A truncated step bootstraps from its own
-successor; the gradient of a minibatch is summed over chunks that fit a core's cache, which is the same
-gradient, 1.5 times faster on the CPU at large batches; minibatches are drawn by a bijection instead of a sort;
-advantages are normalised once over the whole batch.
+successor; the gradient of a minibatch is accumulated over chunks that fit a core's cache (with `accumulate`, a device's
+memory), which is the same gradient, 1.5 times faster on the CPU at large batches; minibatches are drawn by a bijection
+instead of a sort; advantages are normalised once over the whole batch.
 
 With memory, minibatches are whole columns, replayed from the memory that the rollout began with.
 """
@@ -63,9 +63,10 @@ class Config:
     shared: bool = False  # actor and critic of mlp and deepset have one torso, without memory, too
     init: str = "orthogonal"  # of mlp, deepset and heads; "lecun" is Flax's default
     memory: int = 0  # width of the recurrent unit; 0: none
-    chunk: int = 1024  # rows of a minibatch whose gradient is taken at once
+    chunk: int = 1024  # most rows of a minibatch whose gradient is taken at once
+    accumulate: int | None = None  # pieces, at least, in which it is taken; None: as `chunk` has it
     precision: str = "fp32"  # of the torso; "bf16": in bfloat16, with parameters, heads and losses in float32
-    remat: bool = False  # compute an encoder's blocks again for the gradient instead of keeping them
+    remat: str = "none"  # what of the torso is computed again for the gradient instead of kept: precision.REMATS
 
 
 class Batch(NamedTuple):
@@ -244,7 +245,7 @@ def optimiser_steps(
         given = config.num_minibatches, config.update_epochs
         minibatches, epochs = rules.decide(rows, rows, "none", *given)
         deep = 1 if axis == 0 else batch.advantage.shape[0]
-        chunk = chunk_of(rows // minibatches, max(1, config.chunk // deep))
+        chunk = chunk_of(rows // minibatches // (config.accumulate or 1), max(1, config.chunk // deep))
         share = jnp.float32(1.0) if batch.weight is None else jnp.maximum(mean(jnp.mean(batch.weight)), 1e-8)
         norm = share * (deep * rows // minibatches)  # one for the whole batch: no minibatch weighs more
         lr, weight = jnp.maximum(rate(update), 0.0), entropy_weight(update)  # rounding may end just below 0

@@ -18,13 +18,14 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import PartitionSpec
 
-from longhaul import learners, recipes, telemetry
+from longhaul import footprint, learners, recipes, telemetry
 from longhaul import mesh as meshes
 from longhaul.feed import Feeding
+from longhaul.footprint import size as _bytes
 from longhaul.records import Sums
 from longhaul.run import Run, RunError, agents, learning_rate, resolve
 from longhaul.scaling import agreement, compiled, rules
-from longhaul.scaling.subject import Subject, fresh_cache, memory_of, seconds_of, smaller, subject
+from longhaul.scaling.subject import Subject, fresh_cache, seconds_of, smaller, subject
 from longhaul.topologies import fused
 from longhaul.verdicts import FAIL, PASS, WARN, Check, skipped, within
 
@@ -42,9 +43,6 @@ SMALL_BYTES, SMALL_COUNT = 16_384, 16
 
 WARM = 0.25
 """Share of a cold compilation that loading it again may take."""
-
-FULL, TIGHT = 1.0, 0.8
-"""Shares of a device's memory."""
 
 SLOW_COLLECTIVES, SLOWER_COLLECTIVES = 0.2, 0.5
 """Shares of an update that its all-reduces may take."""
@@ -177,37 +175,16 @@ def compilation(run: Run) -> tuple[list[Check], Subject]:
 
 def memory(made: Subject) -> Check:
     """What the program needs on a device against what that has."""
-    found = made.executable.memory_analysis()
-    device = made.assembly.mesh.devices.flat[0]
-    total = memory_of(device)
+    found = footprint.footprint(made.executable, made.assembly.mesh)
     if found is None:
         return skipped("memory", "the compiler does not say", "watch the first update")
-    parts = {
-        "arguments": found.argument_size_in_bytes, "outputs": found.output_size_in_bytes,
-        "shared": found.alias_size_in_bytes, "temporary": found.temp_size_in_bytes,
-        "code": found.generated_code_size_in_bytes,
-    }  # fmt: skip
-    needed = parts["arguments"] + parts["outputs"] - parts["shared"] + parts["temporary"] + parts["code"]
-    value = f"{_bytes(needed)} a device, {_bytes(parts['temporary'])} of it while it computes"
-    figures = {"needed": needed, "total": total, **parts}
-    if total is None:
+    value = f"{_bytes(found.need.total)} a device, {_bytes(found.need.temporaries)} of it while it computes"
+    figures = found.plain()
+    if found.capacity is None:
         return Check("memory", PASS, value, "", "", figures)
-    if device.platform == "cpu":  # all of them are this machine
-        total //= made.assembly.mesh.size
-        figures["total"] = total
-    share, bound = needed / total, f"{TIGHT:.0%} of {_bytes(total)}"
-    verdict = FAIL if share > FULL else WARN if share > TIGHT else PASS
-    remedy = "fewer --num-envs or --num-steps, more devices, a smaller --chunk, or --remat"
-    return Check("memory", verdict, value, bound, remedy if verdict != PASS else "", figures)
-
-
-def _bytes(n: float) -> str:
-    """1,500,000 -> "1.5 MB"."""
-    for unit in ("B", "kB", "MB", "GB"):
-        if n < 1000:
-            return f"{n:.3g} {unit}"
-        n /= 1000
-    return f"{n:.3g} TB"
+    bound = f"{footprint.TIGHT:.0%} of {_bytes(found.capacity)}"
+    verdict = FAIL if found.refusal() else WARN if found.warning() else PASS
+    return Check("memory", verdict, value, bound, footprint.REMEDY if verdict != PASS else "", figures)
 
 
 def host(made: Subject) -> Check:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import os
 import tempfile
 import time
 from collections.abc import Callable, Iterator
@@ -161,17 +160,3 @@ def seconds_of(work: Callable[[], Any], repeats: int = 5) -> float:
         work()
         taken.append(time.perf_counter() - began)
     return min(taken)
-
-
-def memory_of(device: jax.Device) -> int | None:
-    """Bytes that a device has; of a CPU device its share of this machine's memory. None where nobody says."""
-    counted = device.memory_stats() if device.platform != "cpu" else None
-    if counted and "bytes_limit" in counted:
-        return int(counted["bytes_limit"])
-    if device.platform != "cpu" or not hasattr(os, "sysconf"):
-        return None
-    total = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    limit = Path("/sys/fs/cgroup/memory.max")  # a container's
-    if limit.exists() and (text := limit.read_text().strip()).isdigit():
-        total = min(total, int(text))
-    return total

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -28,9 +28,20 @@ from longhaul.types import LEARNING, Algorithm, Collector, Key, Metrics, Progres
 CollectorIn = Callable[[PyTree], Collector]
 """context -> the collector in it."""
 
-Program = Callable[[Progress, PyTree, jax.Array], tuple[Progress, Metrics]]
-"""(progress, context, n) -> (progress, metrics [block, ...]): n <= block updates, of which the first n rows tell.
-Donates its progress, and leaves the context as it is."""
+
+class Program(NamedTuple):
+    """(progress, context, n) -> (progress, metrics [block, ...]): n <= block updates, of which the first n rows tell.
+
+    Donates its progress, and leaves the context as it is.
+    """
+
+    executable: jax.stages.Compiled
+    mesh: Mesh
+
+    def __call__(self, progress: Progress, context: PyTree, n: jax.Array) -> tuple[Progress, Metrics]:
+        progress, metrics = self.executable(progress, context, meshes.everywhere(n, self.mesh))
+        return progress, metrics
+
 
 Enter = Callable[[Key, PyTree], PyTree]
 """(key, context) -> a carry that begins in it, laid out on the mesh."""
@@ -91,8 +102,7 @@ def compiled(
 ) -> Program:
     """The program for runs like `progress` in contexts like `context`, compiled ahead: it can't compile again, whatever
     comes."""
-    executable = lowered(algorithm, collector_in, progress, context, mesh, block=block).compile()
-    return lambda progress, context, n: executable(progress, context, meshes.everywhere(n, mesh))
+    return Program(lowered(algorithm, collector_in, progress, context, mesh, block=block).compile(), mesh)
 
 
 def lowered(
