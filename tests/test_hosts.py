@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from longhaul import hosts, launch, leaves
+from longhaul import hosts, leaves, processes
 from longhaul import mesh as meshes
 from longhaul import run as runs
 from longhaul.checkpoint import Checkpoints
@@ -98,12 +98,12 @@ def test_the_first_node_of_slurms_lists(nodes: str, first: str) -> None:
 
 
 def test_what_the_launcher_sets_is_found() -> None:
-    made = launch.environment({"HOME": "x"}, 1, 3, 4567, 2, 9, 10)
+    made = processes.environment({"HOME": "x"}, 1, 3, 4567, 2)
     assert hosts.find(made) == Hosts(1, 3, "127.0.0.1:4567", "LONGHAUL_COORDINATOR, LONGHAUL_PROCESS_ID, "
                                      "LONGHAUL_NUM_PROCESSES")  # fmt: skip
     assert made["JAX_LOCAL_DEVICE_IDS"] == "2,3" and made["HOME"] == "x"
-    assert "JAX_LOCAL_DEVICE_IDS" not in launch.environment({}, 1, 3, 4567, None, 9, 10)
-    assert hosts.find(launch.environment({}, 0, 1, 4567, None, 9, 10)) == ALONE
+    assert "JAX_LOCAL_DEVICE_IDS" not in processes.environment({}, 1, 3, 4567, None)
+    assert hosts.find(processes.environment({}, 0, 1, 4567, None)) == ALONE
 
 
 # ------------------------------------------------------------------------------------------------------------- alone
@@ -130,7 +130,7 @@ def test_a_port_that_is_taken_is_named() -> None:
         for here in (True, False):
             with pytest.raises(HostsError, match=rf"port {port} can't be had on process 0 .*LONGHAUL_COORDINATOR"):
                 hosts._check_port(f"127.0.0.1:{port}", here=here)
-    hosts._check_port(f"127.0.0.1:{launch._free_port()}", here=True)
+    hosts._check_port(f"127.0.0.1:{processes.free_port()}", here=True)
 
 
 def test_the_devices_and_threads_of_a_run_are_shared_by_its_processes(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -185,7 +185,7 @@ sys.exit(hosts.follow(work) if hosts.index() else hosts.lead(work))
 
 def together(step: str, folder: Path) -> list[tuple[int, str]]:
     """Runs the function `step` of this file in two processes of two devices; -> (exit code, stderr) of each."""
-    port = launch._free_port()
+    port = processes.free_port()
     children = []
     for i in range(2):
         environment = {k: v for k, v in os.environ.items() if k != "NPROC"}

@@ -62,11 +62,12 @@ TABLE = """
 6  recipes workloads bench scaling/speed scaling/profile scaling/subject scaling/agreement scaling/checks
 7  printing flags settings scaling/command scaling/speed_command scaling/profile_command scaling/plan_command
    scaling/doctor
-   commands assessment console play launch cli __main__
+   commands assessment console play gang processes cluster launch cli __main__
 """
 
 NO_JAX = (
     *("datasets/*", "workers", "worlds", "cli", "flags", "printing", "hosts", "launch", "pulse"),
+    *("gang", "processes", "cluster"),
     *(f"driving/{name}" for name in ("scenario", "compile", "generator", "roads", "lanes", "bank")),
 )
 """Files that start fast and run in worker processes: NumPy only, transitively."""
