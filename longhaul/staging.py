@@ -1,4 +1,4 @@
-"""A copy of arrays on CPU devices, made in memory that is kept for the next one: what a save reads while training goes on.
+"""A copy of arrays on CPU devices in memory that is kept for the next one: what a save reads while training goes on.
 
 On the CPU what is saved and what trains are the same memory. A buffer that is still being read can't be donated, so
 that XLA would copy it in the next update, into fresh pages: that takes about four times as long as copying into pages
@@ -60,7 +60,7 @@ def _is_large(array: Any) -> bool:
     """Whether it is an array of CPU devices that is worth a copy here, of a dtype that NumPy lays out alike."""
     if not isinstance(array, jax.Array) or array.nbytes < LEAST or array.is_deleted():
         return False
-    on_cpu = all(device.platform == "cpu" for device in array.sharding.addressable_devices)
+    on_cpu = all(shard.device.platform == "cpu" for shard in array.addressable_shards)
     return on_cpu and array.dtype.kind in "fiub"
 
 

@@ -54,7 +54,6 @@ def nodes(*cores: int) -> Iterator[Nodes]:
     """A cluster; all of its processes are gone afterwards."""
     command = [sys.executable, "-m", "tests.ray_nodes", *map(str, cores)]
     variables = {k: v for k, v in os.environ.items() if k != "NPROC"} | {"PYTHONPATH": str(ROOT)}
-    # The nodes' processes carry the name of the session in their words.
     process = subprocess.Popen(
         command, cwd=ROOT, env=variables, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL,
         text=True, start_new_session=True,
@@ -63,13 +62,10 @@ def nodes(*cores: int) -> Iterator[Nodes]:
         found = Nodes(process)
         yield found
     finally:
-        assert process.stdin is not None
-        process.stdin.close()
         try:
-            process.wait(60)
-        finally:
-            if process.poll() is None:
-                os.killpg(process.pid, signal.SIGKILL)
+            process.communicate(timeout=120)
+        except subprocess.TimeoutExpired:
+            os.killpg(process.pid, signal.SIGKILL)
             process.communicate()
     end = time.monotonic() + 30
     while left(found.address):
