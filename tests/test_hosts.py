@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from longhaul import hosts, leaves, processes
+from longhaul import compilation, hosts, leaves, processes
 from longhaul import mesh as meshes
 from longhaul import run as runs
 from longhaul.checkpoint import Checkpoints
@@ -266,6 +266,44 @@ def test_two_processes_speak_agree_and_save(tmp_path: Path) -> None:
         if jnp.issubdtype(one.dtype, jax.dtypes.prng_key):
             one, other = jax.random.key_data(one), jax.random.key_data(other)
         np.testing.assert_array_equal(np.asarray(one), np.asarray(other))
+
+
+def remember(folder: Path) -> int:
+    """Compiles a program of all devices and one of this process's own, with a store; says where they came from."""
+    compilation.keep(2, on_cpu=True, process=hosts.index())
+    ledger = compilation.Ledger()
+    mesh = meshes.make_mesh(4)
+    total = jax.jit(lambda x: jnp.sum(x * 3.0), out_shardings=meshes.replicated(mesh))
+    assert float(total(progress(mesh, 0)["split"])) == 3.0 * 66.0
+    assert float(jax.jit(lambda x: x * 5.0)(2.0)) == 10.0
+    (folder / f"found-{hosts.index()}").write_text(json.dumps([ledger.hits, ledger.misses]))
+    return 0
+
+
+def test_each_process_finds_its_programs_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """JAX would have all but the first compile anew at each start. On the CPU each has a folder of its own."""
+    monkeypatch.setenv("LONGHAUL_CACHE", str(tmp_path / "store"))
+    found = []
+    for _ in range(2):
+        ended = together("remember", tmp_path)
+        assert [code for code, _ in ended] == [0, 0], ended
+        found.append([json.loads((tmp_path / f"found-{i}").read_text()) for i in range(2)])
+    for (_, missed), (hits, left) in zip(*found, strict=True):
+        assert missed >= 2 and (hits, left) == (missed, 0)
+    mine = tmp_path / "store" / compilation.part(2, on_cpu=True, process=1)
+    assert mine.name == "process-1" and len(list(mine.glob("*-cache"))) == found[0][1][1]
+
+
+def test_where_jax_has_moved_nothing_is_patched(monkeypatch: pytest.MonkeyPatch) -> None:
+    from jax._src import compiler
+
+    def other(key: str, executable: object) -> None: ...
+
+    monkeypatch.setattr(compiler, "_cache_write", other)
+    assert not compilation._write_too()
+    assert compiler._cache_write is other
+    monkeypatch.delattr(compiler, "_cache_write")
+    assert not compilation._write_too()
 
 
 def fail(folder: Path) -> int:

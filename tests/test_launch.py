@@ -355,3 +355,31 @@ def test_killed_processes_end_the_launch_and_the_run_goes_on_bit_identical(tmp_p
     assert outcome.code == 0
     assert result(folder) == result(whole)
     assert records(folder) == records(whole)
+
+
+DRIVING = shlex.split(
+    "--scenarios 8 --num-envs 8 --num-steps 16 --hidden-dim 8 --num-layers 1 --num-minibatches 2 --update-epochs 1 "
+    "--lr 3e-3 --no-anneal --seed 3 --block 2 --log-interval 10 --evaluation-episodes 4"
+)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("recipe", "own"), [("cartpole", FLAGS), ("driving", DRIVING)])
+def test_two_processes_of_two_devices_are_one_of_four_after_fifty_updates(
+    recipe: str, own: list[str], tmp_path: Path
+) -> None:
+    """The same shards, each with its worlds and keys: what may differ is the order of a sum over four devices."""
+    environment = {k: v for k, v in os.environ.items() if k != "NPROC"} | {"PYTHONPATH": str(ROOT)}
+    train = ["train", recipe, *own, "--total-steps", str(8 * 16 * 50), "--runs-dir", str(tmp_path)]
+    start = [sys.executable, "-m", "longhaul", "launch", "--hosts", "2", "--devices-per-host", "2", "--"]
+    done = subprocess.run([*start, *train, "--run-name", "both"], env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert cli.main([*train, "--mesh", "data=4", "--run-name", "whole"]) == 0
+    both, whole = tmp_path / "both", tmp_path / "whole"
+    _, one, begun = training.restore_policy(both)
+    _, other, begun_alone = training.restore_policy(whole)
+    assert params_sha256(begun.params) == params_sha256(begun_alone.params) != params_sha256(one.params)
+    for a, b in zip(jax.tree.leaves(one.params), jax.tree.leaves(other.params), strict=True):
+        np.testing.assert_allclose(a, b, rtol=0.0, atol=1e-5)
+    assert [r["update"] for r in records(both)] == [r["update"] for r in records(whole)]
+    assert result(both)["agent_steps"] == result(whole)["agent_steps"] == 8 * 16 * 50

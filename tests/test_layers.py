@@ -20,8 +20,8 @@ PACKAGE = Path(__file__).resolve().parent.parent / "longhaul"
 # Layer, then its files. A file may import from lower layers, and from the files named before it on its own line;
 # an indented line goes on with the one before.
 TABLE = """
-0  __init__ types pulse telemetry randomness leaves staging pages records workers compilation clock stopping terminal tracking
-   tracker
+0  __init__ types pulse telemetry randomness leaves staging pages records workers compilation clock stopping terminal
+   tracking tracker
 0  algorithms/__init__
 0  datasets/__init__ datasets/log
 0  driving/__init__
