@@ -328,7 +328,7 @@ def prepare_devices(devices: int, threads: int | None = None) -> None:
     devices //= processes
     threads = threads or _default_threads(devices) * processes
     os.environ["NPROC"] = str(threads if processes == 1 else max(threads // processes, devices))
-    compilation.keep(int(os.environ["NPROC"]), on_cpu=on_cpu())
+    compilation.keep(int(os.environ["NPROC"]), on_cpu=on_cpu(), process=hosts.index())
     # A bank of scenarios that a program closes over stays an array beside it; else it is text inside of it, and larger.
     jax.config.update("jax_use_simplified_jaxpr_constants", True)
     try:

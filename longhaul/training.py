@@ -192,8 +192,9 @@ def _loop(
         _say(f"{metrics} lacks records before update {done}; the run goes on without them")
     program = _compiled(run, assembly, feeding, progress, clock)
     seconds = clock.read()
-    _say(f"compiled in {seconds.compile - clock.before.compile:.1f} s, {seconds.trace - clock.before.trace:.1f} s of "
-         f"that traced; {clock.ledger.found}")  # fmt: skip
+    # Of each process: all wait for the one that compiles.
+    print(f"compiled in {seconds.compile - clock.before.compile:.1f} s, {seconds.trace - clock.before.trace:.1f} s of "
+          f"that traced; {clock.ledger.found}", file=sys.stderr, flush=True)  # fmt: skip
     _weigh(folder, program, footprints.parts(assembly.algorithm, progress, feeding.now.context))
     with ExitStack() as closed:
         out = _outlets(run, folder, assembly, closed, stop, done, resumed=resumed) if writes else SILENT

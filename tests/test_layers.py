@@ -20,8 +20,8 @@ PACKAGE = Path(__file__).resolve().parent.parent / "longhaul"
 # Layer, then its files. A file may import from lower layers, and from the files named before it on its own line;
 # an indented line goes on with the one before.
 TABLE = """
-0  __init__ types pulse telemetry randomness leaves pages records workers compilation clock stopping terminal tracking
-   tracker
+0  __init__ types pulse telemetry randomness leaves staging pages records workers compilation clock stopping terminal
+   tracking tracker
 0  algorithms/__init__
 0  datasets/__init__ datasets/log
 0  driving/__init__
@@ -63,11 +63,12 @@ TABLE = """
 6  recipes workloads bench scaling/speed scaling/profile scaling/subject scaling/agreement scaling/checks
 7  printing flags settings scaling/command scaling/speed_command scaling/profile_command scaling/plan_command
    scaling/doctor
-   commands assessment console play launch cli __main__
+   commands assessment console play gang processes cluster launch cli __main__
 """
 
 NO_JAX = (
     *("datasets/*", "workers", "worlds", "cli", "flags", "printing", "hosts", "launch", "pulse"),
+    *("gang", "processes", "cluster"),
     *(f"driving/{name}" for name in ("scenario", "compile", "generator", "roads", "lanes", "bank")),
 )
 """Files that start fast and run in worker processes: NumPy only, transitively."""
