@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import jax
 from jax.sharding import Mesh
 
-from longhaul import compilation, hosts
+from longhaul import compilation, hosts, shards
 from longhaul import mesh as meshes
 from longhaul.algorithms import ppo
 from longhaul.driving import simulator
@@ -82,6 +82,7 @@ class Run:
     base_batch: int | None = None  # steps of the batch that the learning rate is meant for; None: the run's own
     seed: int = 0
     devices: int | None = None  # shards of the `data` axis
+    deterministic: bool = False  # the same numbers on any number of devices that divides `shards.VIRTUAL`
     threads: int | None = None  # of the CPU; how sums are cut, and so their last bits, depends on it
     log_interval: int | None = None  # updates that a record of metrics sums up
     block: int | None = None  # updates of a compiled call: a run logs, saves and stops between calls
@@ -117,6 +118,7 @@ class Assembly(NamedTuple):
     updates: int  # at its end
     steps_per_update: int  # agent steps, over all shards
     env_steps_per_update: int
+    shards: shards.Shards
     origin: Origin = BEGINNING
 
     def start(self, seed: int, context: PyTree) -> Progress:
@@ -137,6 +139,11 @@ def agents(run: Run) -> int:
     return named(run.environment).spec.agents or 1
 
 
+def parts(run: Run, devices: int) -> int:
+    """In how many the batch is computed."""
+    return shards.VIRTUAL if run.deterministic else devices
+
+
 def cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
@@ -154,7 +161,9 @@ def resolve(run: Run) -> Run:
             f"--num-envs is {run.num_envs}, which {devices} devices can't share evenly; "
             f"choose a multiple of {devices}, or --mesh data=1"
         )
-    columns = run.num_envs // devices * agents(run)
+    if run.deterministic and (odd := shards.refusal(devices, run.num_envs)):
+        raise RunError(odd)
+    columns = run.num_envs // parts(run, devices) * agents(run)
     if columns * run.num_steps > MOST:
         raise RunError(
             f"--num-envs x agents x --num-steps is {columns * run.num_steps} on a device; it must be at most {MOST}"
@@ -278,7 +287,7 @@ def _default_devices(run: Run) -> int:
         own = int(os.environ.get(hosts.DEVICES, 0)) or (cores() if run.num_envs >= 64 else 1)
     else:
         own = jax.local_device_count()
-    while own > 1 and run.num_envs % (processes * own):
+    while own > 1 and (run.num_envs % (processes * own) or (run.deterministic and shards.VIRTUAL % (processes * own))):
         own -= 1
     return processes * own
 
@@ -335,21 +344,23 @@ def assemble(
     also while a program is traced. `context` is one of them: all have the same shapes and the same spec.
     """
     assert run.devices is not None
-    mesh, worlds = meshes.make_mesh(run.devices), run.num_envs // run.devices
+    mesh = meshes.make_mesh(run.devices)
+    parted = shards.virtual(mesh) if run.deterministic else shards.by_device(mesh)
+    worlds = run.num_envs // parted.number
     spec = within(context).spec
     steps = run.num_envs * agents(run) * run.num_steps
     updates = last_update(run, origin)
     algorithm = ppo.ppo(
-        spec, dataclasses.replace(run.algorithm, lr=learning_rate(run)), updates=updates, mean=meshes.mean_over_data,
-        first=origin.updates, done=origin.agent_steps / run.total_steps,
+        spec, dataclasses.replace(run.algorithm, lr=learning_rate(run)), updates=updates, mean=parted.mean,
+        apart=parted.apart, first=origin.updates, done=origin.agent_steps / run.total_steps,
     )  # fmt: skip
 
     def collector_in(context: PyTree) -> Collector:
         many = vectorise(within(context), worlds)
         return collector(many, algorithm.act, algorithm.memory, steps=run.num_steps)
 
-    enter = fused.entering(collector_in, mesh)
-    return Assembly(spec, algorithm, collector_in, enter, mesh, updates, steps, run.num_envs * run.num_steps, origin)
+    enter, env_steps = fused.entering(collector_in, mesh, parted), run.num_envs * run.num_steps
+    return Assembly(spec, algorithm, collector_in, enter, mesh, updates, steps, env_steps, parted, origin)
 
 
 def last_update(run: Run, origin: Origin = BEGINNING) -> int:
@@ -361,7 +372,7 @@ def decisions(run: Run) -> list[str]:
     """Lines on what followed from the batch of a resolved run."""
     config, steps = run.algorithm, run.num_envs * agents(run) * run.num_steps
     assert run.devices is not None and config.num_minibatches is not None and config.update_epochs is not None
-    rows = steps // run.devices // (run.num_steps if config.memory else 1)
+    rows = steps // parts(run, run.devices) // (run.num_steps if config.memory else 1)
     chosen = rules.Passes(config.num_minibatches, config.update_epochs)
     return rules.describe(steps, run.base_batch or steps, run.scaling, chosen, rows, run.lr_rule, config.lr)
 

@@ -274,7 +274,9 @@ def _compiled(run: Run, assembly: Assembly, feeding: Feeding, progress: Progress
     assert run.block is not None
     collector_in, context = assembly.collector_in, feeding.now.context
     with clock.compiling():
-        return fused.compiled(assembly.algorithm, collector_in, progress, context, assembly.mesh, block=run.block)
+        return fused.compiled(
+            assembly.algorithm, collector_in, progress, context, assembly.mesh, block=run.block, shards=assembly.shards
+        )
 
 
 def _calls(

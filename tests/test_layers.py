@@ -30,7 +30,7 @@ TABLE = """
 0  scaling/__init__
 0  verdicts
 1  trends health watch
-1  returns distributions encoders perceptron networks dial normalise mesh hosts shuffle provenance
+1  returns distributions encoders perceptron networks dial normalise mesh shards hosts shuffle provenance
 1  datasets/projection
 1  scaling/law scaling/rules scaling/compiled scaling/instructions scaling/trace scaling/chips scaling/plan
 1  datasets/wire datasets/soundness datasets/tfrecord datasets/plain_pickle datasets/outlines datasets/geopackage

@@ -62,6 +62,10 @@ class Config:
     remat: bool = False  # compute an encoder's blocks again for the gradient instead of keeping them
 
 
+Apart = Callable[[Callable[..., Any]], Callable[..., Any]]
+"""A function of one shard -> the same, computed apart from what is around it (shards.py)."""
+
+
 class State(NamedTuple):
     params: Params
     opt_state: optax.OptState
@@ -154,12 +158,15 @@ def _loss(
     return loss
 
 
-def _moments(x: jax.Array, weight: jax.Array | None, mean: Callable[[PyTree], PyTree]) -> tuple[jax.Array, jax.Array]:
+def _moments(
+    x: jax.Array, weight: jax.Array | None, mean: Callable[[PyTree], PyTree], apart: Apart
+) -> tuple[jax.Array, jax.Array]:
     """Mean and variance of x over all shards, where weight is 1."""
     if weight is None:  # no share to agree on: a shard has nothing to tell but two numbers
-        first, second = mean((jnp.mean(x), jnp.mean(x * x)))
+        first, second = mean(apart(lambda x: (jnp.mean(x), jnp.mean(x * x)))(x))
     else:
-        first, second, share = mean((jnp.mean(x * weight), jnp.mean(x * x * weight), jnp.mean(weight)))
+        sums = apart(lambda x, weight: (jnp.mean(x * weight), jnp.mean(x * x * weight), jnp.mean(weight)))
+        first, second, share = mean(sums(x, weight))
         first, second = (s / jnp.maximum(share, 1e-8) for s in (first, second))
     return first, jnp.maximum(second - first**2, 0.0)
 
@@ -247,10 +254,13 @@ def ppo(
     *,
     updates: int,
     mean: Callable[[PyTree], PyTree],
+    apart: Apart = lambda function: function,
     first: int = 0,
     done: float = 0.0,
 ) -> Algorithm:
     """PPO for environments of `spec`, annealed over `updates` updates; `mean` averages over the shards.
+
+    Between two means, what is computed of a shard's numbers goes through `apart`.
 
     A run that goes on from update `first` with batches of another size has the share `done` of it behind it there.
     """
@@ -261,7 +271,7 @@ def ppo(
         optax.chain(optax.clip_by_global_norm(config.max_grad_norm), optax.scale_by_adam(eps=config.adam_eps))
     )
     schedule = annealing(updates, first, done)
-    optimise = _optimise(_loss(network, policy, config), network.live, optimiser, config, schedule, mean)
+    optimise = _optimise(_loss(network, policy, config), network.live, optimiser, config, schedule, mean, apart)
 
     def init(key: Key) -> State:
         params = network.init(key)
@@ -277,7 +287,8 @@ def ppo(
         extras = {"raw": raw, "log_prob": policy.log_prob(parameters, mask, raw)}
         return policy.action(raw), memory, extras | ({"value": value} if free else {})
 
-    def learn(state: State, data: Rollout, key: Key) -> tuple[State, Metrics]:
+    def see(state: State, data: Rollout) -> Batch:
+        """The batch of one shard, whose advantages are not normalised yet."""
         visible, mask = _look(state.moments, data.observation)
         others = [_look(state.moments, o)[0] for o in data.successors]
         value, successor = values.estimates(
@@ -288,24 +299,27 @@ def ppo(
             in_axes=1, out_axes=1,
         )  # fmt: skip
         advantage = estimate(data.reward * config.reward_scale, value, successor, data.terminated, data.truncated)
-        target = advantage + value
         weight = data.valid.astype(jnp.float32) if spec.agents is not None else None
-        unexplained, spread = (_moments(x, weight, mean)[1] for x in (advantage, target))
-        if config.normalise_advantage:
-            centre, variance = _moments(advantage, weight, mean)
-            advantage = (advantage - centre) / (jnp.sqrt(variance) + 1e-8)
         begins = values.begins(data) if config.memory else None
-        batch = Batch(
-            visible, mask, data.extras["raw"], data.extras["log_prob"], value, advantage, target, weight, begins,
-            data.memory,
+        return Batch(
+            visible, mask, data.extras["raw"], data.extras["log_prob"], value, advantage, advantage + value, weight,
+            begins, data.memory,
         )  # fmt: skip
+
+    def learn(state: State, data: Rollout, key: Key) -> tuple[State, Metrics]:
+        batch = apart(see)(state, data)
+        weight = batch.weight
+        unexplained, spread = (_moments(x, weight, mean, apart)[1] for x in (batch.advantage, batch.target))
+        if config.normalise_advantage:
+            centre, variance = _moments(batch.advantage, weight, mean, apart)
+            batch = batch._replace(advantage=(batch.advantage - centre) / (jnp.sqrt(variance) + 1e-8))
         params, opt_state, metrics = optimise(state.params, state.opt_state, state.updates, batch, key)
         metrics["explained_variance"] = 1.0 - unexplained / jnp.maximum(spread, 1e-8)
         moments = state.moments
         # After the update: this batch was acted and learnt with the old ones.
         if isinstance(moments, normalise.Moments):
             raw = data.observation.observation if masked else data.observation
-            moments = normalise.update(moments, raw, None if weight is None else data.valid, mean)
+            moments = normalise.update(moments, raw, None if weight is None else data.valid, mean, apart)
         return State(params, opt_state, moments, state.updates + 1), {f"ppo/{k}": v for k, v in metrics.items()}
 
     return Algorithm(init, lambda state: Policy(state.params, state.moments), network.memory, act, learn)
@@ -318,6 +332,7 @@ def _optimise(
     config: Config,
     schedule: Callable[[float, float], optax.Schedule],
     mean: Callable[[PyTree], PyTree],
+    apart: Apart,
 ) -> Callable[..., tuple[Params, optax.OptState, Metrics]]:
     """(params, opt_state, update, batch, key) -> all epochs over the batch; metrics are means over rows and steps."""
     rate = schedule(config.lr, 0.0 if config.anneal else config.lr)
@@ -355,7 +370,7 @@ def _optimise(
         minibatches, epochs = rules.decide(rows, rows, "none", *given)
         deep = 1 if axis == 0 else batch.advantage.shape[0]
         chunk = chunk_of(rows // minibatches, max(1, config.chunk // deep))
-        share = jnp.float32(1.0) if batch.weight is None else jnp.maximum(mean(jnp.mean(batch.weight)), 1e-8)
+        share = jnp.float32(1.0) if batch.weight is None else jnp.maximum(mean(apart(jnp.mean)(batch.weight)), 1e-8)
         norm = share * (deep * rows // minibatches)  # one for the whole batch: no minibatch weighs more
         lr, weight = jnp.maximum(rate(update), 0.0), entropy_weight(update)  # rounding may end just below 0
         if config.warmup:
@@ -363,7 +378,7 @@ def _optimise(
 
         def minibatch(carried: Any, index: jax.Array) -> tuple[Any, None]:
             params, opt_state, totals, stopped = carried
-            grads, parts = gradient(params, batch, index, weight)
+            grads, parts = apart(gradient)(params, batch, index, weight)
             grads = mean(jax.tree.map(lambda g: g / norm, grads))
             parts = parts | {"grad_norm": optax.tree.norm(grads) * norm}
             directions, new_state = optimiser.update(grads, opt_state)
