@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import jax
 from jax.sharding import Mesh
 
-from longhaul import compilation, hosts, learners, partition
+from longhaul import compilation, hosts, learners, partition, shards
 from longhaul import mesh as meshes
 from longhaul.algorithms import ppo
 from longhaul.driving import simulator
@@ -83,6 +83,7 @@ class Run:
     seed: int = 0
     devices: int | None = None  # shards of the `data` axis
     model: int = 1  # parts that parameters and optimiser are split into, a device each: those of the `model` axis
+    deterministic: bool = False  # the same numbers on any number of devices that divides `shards.VIRTUAL`
     threads: int | None = None  # of the CPU; how sums are cut, and so their last bits, depends on it
     log_interval: int | None = None  # updates that a record of metrics sums up
     block: int | None = None  # updates of a compiled call: a run logs, saves and stops between calls
@@ -128,6 +129,7 @@ class Assembly(NamedTuple):
     updates: int  # at its end
     steps_per_update: int  # agent steps, over all shards
     env_steps_per_update: int
+    shards: shards.Shards
     origin: Origin = BEGINNING
 
     def start(self, seed: int, context: PyTree) -> Progress:
@@ -148,6 +150,11 @@ def agents(run: Run) -> int:
     return named(run.environment).spec.agents or 1
 
 
+def parts(run: Run, devices: int) -> int:
+    """In how many the batch is computed."""
+    return shards.VIRTUAL if run.deterministic else devices
+
+
 def cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
@@ -165,7 +172,14 @@ def resolve(run: Run) -> Run:
             f"--num-envs is {run.num_envs}, which {devices} devices can't share evenly; "
             f"choose a multiple of {devices}, or --mesh {meshes.Shape(1, run.model)}"
         )
-    columns = run.num_envs // devices * agents(run)
+    if run.deterministic and (odd := shards.refusal(devices, run.num_envs)):
+        raise RunError(odd)
+    if run.deterministic and run.model > 1:
+        raise RunError(
+            f"--deterministic with --mesh {meshes.Shape(devices, run.model)}: sums over the model axis have no fixed "
+            "order; choose model=1"
+        )
+    columns = run.num_envs // parts(run, devices) * agents(run)
     if columns * run.num_steps > MOST:
         raise RunError(
             f"--num-envs x agents x --num-steps is {columns * run.num_steps} on a device; it must be at most {MOST}"
@@ -291,7 +305,11 @@ def _default_devices(run: Run) -> int:
         own = int(os.environ.get(hosts.DEVICES, 0)) or (cores() if run.num_envs >= 64 else 1)
     else:
         own = jax.local_device_count()
-    while own > 1 and ((processes * own) % model or run.num_envs % (processes * own // model)):
+    def odd(all_: int) -> bool:
+        shares = max(1, all_ // model)
+        return bool(all_ % model or run.num_envs % shares or (run.deterministic and shards.VIRTUAL % shares))
+
+    while own > 1 and odd(processes * own):
         own -= 1
     return max(1, processes * own // model)
 
@@ -348,13 +366,15 @@ def assemble(
     also while a program is traced. `context` is one of them: all have the same shapes and the same spec.
     """
     assert run.devices is not None
-    mesh, worlds = meshes.make_mesh(*run.mesh), run.num_envs // run.devices
+    mesh = meshes.make_mesh(*run.mesh)
+    parted = shards.virtual(mesh) if run.deterministic else shards.by_device(mesh)
+    worlds = run.num_envs // parted.number
     spec = within(context).spec
     steps = run.num_envs * agents(run) * run.num_steps
     updates = last_update(run, origin)
     algorithm = learners.make(
-        spec, dataclasses.replace(run.algorithm, lr=learning_rate(run)), updates=updates, mean=meshes.mean_over_data,
-        first=origin.updates, done=origin.agent_steps / run.total_steps, split=run.model > 1,
+        spec, dataclasses.replace(run.algorithm, lr=learning_rate(run)), updates=updates, mean=parted.mean,
+        apart=parted.apart, first=origin.updates, done=origin.agent_steps / run.total_steps, split=run.model > 1,
     )  # fmt: skip
     partition.check(jax.eval_shape(algorithm.init, jax.random.key(0)), run.mesh)
 
@@ -362,8 +382,8 @@ def assemble(
         many = vectorise(within(context), worlds)
         return collector(many, algorithm.act, algorithm.memory, steps=run.num_steps)
 
-    enter = fused.entering(collector_in, mesh)
-    return Assembly(spec, algorithm, collector_in, enter, mesh, updates, steps, run.num_envs * run.num_steps, origin)
+    enter, env_steps = fused.entering(collector_in, mesh, parted), run.num_envs * run.num_steps
+    return Assembly(spec, algorithm, collector_in, enter, mesh, updates, steps, env_steps, parted, origin)
 
 
 def last_update(run: Run, origin: Origin = BEGINNING) -> int:
@@ -375,7 +395,7 @@ def decisions(run: Run) -> list[str]:
     """Lines on what followed from the batch of a resolved run."""
     config, steps = run.algorithm, run.num_envs * agents(run) * run.num_steps
     assert run.devices is not None and config.num_minibatches is not None and config.update_epochs is not None
-    rows = steps // run.devices // (run.num_steps if config.memory else 1)
+    rows = steps // parts(run, run.devices) // (run.num_steps if config.memory else 1)
     chosen = rules.Passes(config.num_minibatches, config.update_epochs)
     return rules.describe(steps, run.base_batch or steps, run.scaling, chosen, rows, run.lr_rule, config.lr)
 

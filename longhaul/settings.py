@@ -30,6 +30,7 @@ HELP = {
     "warmup": "updates over which the learning rate rises to lr at the beginning",
     "seed": "all random numbers come from it",
     "mesh": "devices: data=N of them share the worlds; with model=M each of these is M, which share the parameters",
+    "deterministic": "the same parameters on 1, 2, 4 and 8 devices, bit for bit",
     "threads": "of the CPU, in all; the last bits of sums depend on it",
     "topology": "how acting and learning are laid out",
     "evaluation-episodes": "episodes, or scenarios never trained in, of the evaluation at the end",

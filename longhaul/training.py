@@ -293,7 +293,10 @@ def _compiled(run: Run, assembly: Assembly, feeding: Feeding, progress: Progress
     collector_in, context = assembly.collector_in, feeding.now.context
     with clock.compiling():
         try:
-            return fused.compiled(assembly.algorithm, collector_in, progress, context, assembly.mesh, block=run.block)
+            return fused.compiled(
+                assembly.algorithm, collector_in, progress, context, assembly.mesh, block=run.block,
+                shards=assembly.shards,
+            )  # fmt: skip
         except jax.errors.JaxRuntimeError as error:
             if not str(error).startswith("RESOURCE_EXHAUSTED"):
                 raise

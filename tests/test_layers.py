@@ -30,8 +30,8 @@ TABLE = """
 0  scaling/__init__
 0  verdicts
 1  trends health watch
-1  precision returns distributions encoders perceptron networks dial normalise mesh partition hosts shuffle provenance
-   footprint
+1  precision returns distributions encoders perceptron networks dial normalise mesh partition shards hosts shuffle
+   provenance footprint
 1  datasets/projection
 1  scaling/law scaling/rules scaling/compiled scaling/instructions scaling/trace scaling/chips scaling/plan
 1  datasets/wire datasets/soundness datasets/tfrecord datasets/plain_pickle datasets/outlines datasets/geopackage

@@ -16,6 +16,9 @@ from longhaul import dial, networks, normalise
 from longhaul.distributions import Distribution, distribution
 from longhaul.types import Key, Masked, Params, PyTree, Spec
 
+Apart = Callable[[Callable[..., Any]], Callable[..., Any]]
+"""A function of one shard -> the same, computed apart from what is around it (shards.py)."""
+
 
 class State(NamedTuple):
     params: Params
@@ -188,12 +191,15 @@ def network(spec: Spec, config: Any) -> networks.ActorCritic:
     return inner._replace(apply=apply)
 
 
-def moments_of(x: jax.Array, weight: jax.Array | None, mean: Callable[[PyTree], PyTree]) -> tuple[jax.Array, jax.Array]:
+def moments_of(
+    x: jax.Array, weight: jax.Array | None, mean: Callable[[PyTree], PyTree], apart: Apart
+) -> tuple[jax.Array, jax.Array]:
     """Mean and variance of x over all shards, where weight is 1."""
     if weight is None:  # no share to agree on: a shard has nothing to tell but two numbers
-        first, second = mean((jnp.mean(x), jnp.mean(x * x)))
+        first, second = mean(apart(lambda x: (jnp.mean(x), jnp.mean(x * x)))(x))
     else:
-        first, second, share = mean((jnp.mean(x * weight), jnp.mean(x * x * weight), jnp.mean(weight)))
+        sums = apart(lambda x, weight: (jnp.mean(x * weight), jnp.mean(x * x * weight), jnp.mean(weight)))
+        first, second, share = mean(sums(x, weight))
         first, second = (s / jnp.maximum(share, 1e-8) for s in (first, second))
     return first, jnp.maximum(second - first**2, 0.0)
 

@@ -22,11 +22,11 @@ import optax
 
 from longhaul import networks, normalise, returns, shuffle
 from longhaul.algorithms import actor_critic, flat, values
+from longhaul.algorithms.actor_critic import Apart, look, moments_of
 from longhaul.algorithms.actor_critic import Policy as Policy
 from longhaul.algorithms.actor_critic import State as State
 from longhaul.algorithms.actor_critic import annealing as annealing
 from longhaul.algorithms.actor_critic import critic as critic
-from longhaul.algorithms.actor_critic import look, moments_of
 from longhaul.algorithms.actor_critic import network as network
 from longhaul.distributions import Distribution
 from longhaul.scaling import rules
@@ -137,11 +137,14 @@ def ppo(
     *,
     updates: int,
     mean: Callable[[PyTree], PyTree],
+    apart: Apart = lambda function: function,
     first: int = 0,
     done: float = 0.0,
     split: bool = False,
 ) -> Algorithm:
     """PPO for environments of `spec`, annealed over `updates` updates; `mean` averages over the shards.
+
+    Between two means, what is computed of a shard's numbers goes through `apart`.
 
     A run that goes on from update `first` with batches of another size has the share `done` of it behind it there.
     Say `split` where parameters are split over devices: then the optimiser takes them one by one.
@@ -152,10 +155,11 @@ def ppo(
     optimiser = optax.chain(optax.clip_by_global_norm(config.max_grad_norm), optax.scale_by_adam(eps=config.adam_eps))
     schedule = annealing(updates, first, done)
     optimise = optimiser_steps(
-        _loss(network, made.policy, config), network.live, optimiser, config, schedule, mean, PARTS, split=split
+        _loss(network, made.policy, config), network.live, optimiser, config, schedule, mean, apart, PARTS, split=split
     )
 
-    def learn(state: State, data: Rollout, key: Key) -> tuple[State, Metrics]:
+    def see(state: State, data: Rollout) -> Batch:
+        """The batch of one shard, whose advantages are not normalised yet."""
         visible, mask = look(state.moments, data.observation)
         others = [look(state.moments, o)[0] for o in data.successors]
         value, successor = values.estimates(
@@ -166,24 +170,27 @@ def ppo(
             in_axes=1, out_axes=1,
         )  # fmt: skip
         advantage = estimate(data.reward * config.reward_scale, value, successor, data.terminated, data.truncated)
-        target = advantage + value
         weight = data.valid.astype(jnp.float32) if spec.agents is not None else None
-        unexplained, spread = (moments_of(x, weight, mean)[1] for x in (advantage, target))
-        if config.normalise_advantage:
-            centre, variance = moments_of(advantage, weight, mean)
-            advantage = (advantage - centre) / (jnp.sqrt(variance) + 1e-8)
         begins = values.begins(data) if config.memory else None
-        batch = Batch(
-            visible, mask, data.extras["raw"], data.extras["log_prob"], value, advantage, target, weight, begins,
-            data.memory,
+        return Batch(
+            visible, mask, data.extras["raw"], data.extras["log_prob"], value, advantage, advantage + value, weight,
+            begins, data.memory,
         )  # fmt: skip
+
+    def learn(state: State, data: Rollout, key: Key) -> tuple[State, Metrics]:
+        batch = apart(see)(state, data)
+        weight = batch.weight
+        unexplained, spread = (moments_of(x, weight, mean, apart)[1] for x in (batch.advantage, batch.target))
+        if config.normalise_advantage:
+            centre, variance = moments_of(batch.advantage, weight, mean, apart)
+            batch = batch._replace(advantage=(batch.advantage - centre) / (jnp.sqrt(variance) + 1e-8))
         params, opt_state, metrics = optimise(state.params, state.opt_state, state.updates, batch, key)
         metrics["explained_variance"] = 1.0 - unexplained / jnp.maximum(spread, 1e-8)
         moments = state.moments
         # After the update: this batch was acted and learnt with the old ones.
         if isinstance(moments, normalise.Moments):
             raw = data.observation.observation if masked else data.observation
-            moments = normalise.update(moments, raw, None if weight is None else data.valid, mean)
+            moments = normalise.update(moments, raw, None if weight is None else data.valid, mean, apart)
         return State(params, opt_state, moments, state.updates + 1), {f"ppo/{k}": v for k, v in metrics.items()}
 
     return Algorithm(
@@ -199,6 +206,7 @@ def optimiser_steps(
     config: Any,
     schedule: Callable[[float, float], optax.Schedule],
     mean: Callable[[PyTree], PyTree],
+    apart: Apart,
     told: Sequence[str],
     *,
     split: bool,
@@ -246,7 +254,7 @@ def optimiser_steps(
         minibatches, epochs = rules.decide(rows, rows, "none", *given)
         deep = 1 if axis == 0 else batch.advantage.shape[0]
         chunk = chunk_of(rows // minibatches // (config.accumulate or 1), max(1, config.chunk // deep))
-        share = jnp.float32(1.0) if batch.weight is None else jnp.maximum(mean(jnp.mean(batch.weight)), 1e-8)
+        share = jnp.float32(1.0) if batch.weight is None else jnp.maximum(mean(apart(jnp.mean)(batch.weight)), 1e-8)
         norm = share * (deep * rows // minibatches)  # one for the whole batch: no minibatch weighs more
         lr, weight = jnp.maximum(rate(update), 0.0), entropy_weight(update)  # rounding may end just below 0
         if config.warmup:
@@ -254,7 +262,7 @@ def optimiser_steps(
 
         def minibatch(carried: Any, index: jax.Array) -> tuple[Any, None]:
             params, opt_state, totals, stopped = carried
-            grads, parts = gradient(params, batch, index, weight)
+            grads, parts = apart(gradient)(params, batch, index, weight)
             grads = mean(jax.tree.map(lambda g: g / norm, grads))
             parts = parts | {"grad_norm": optax.tree.norm(grads) * norm}
             directions, new_state = working.update(grads, opt_state)

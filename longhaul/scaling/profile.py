@@ -66,8 +66,9 @@ def sample(run: Run) -> Sample:
         progress = assembly.start(run.seed, context)
         began = time.perf_counter()
         lowered = fused.lowered(
-            assembly.algorithm, assembly.collector_in, progress, context, assembly.mesh, block=run.block
-        )
+            assembly.algorithm, assembly.collector_in, progress, context, assembly.mesh, block=run.block,
+            shards=assembly.shards,
+        )  # fmt: skip
         executable = lowered.compile()
         return Sample(run, assembly, context, progress, executable, time.perf_counter() - began)
     finally:

@@ -95,7 +95,9 @@ def subject(run: Run, source: Feed | None = None) -> Subject:
     began = time.perf_counter()
     progress = begin(jax.random.key(run.seed))
     started = time.perf_counter()
-    lowered = fused.lowered(algorithm, assembly.collector_in, progress, context, mesh, block=run.block)
+    lowered = fused.lowered(
+        algorithm, assembly.collector_in, progress, context, mesh, block=run.block, shards=assembly.shards
+    )
     traced = time.perf_counter()
     with closing(Ledger()) as ledger:
         executable = lowered.compile()

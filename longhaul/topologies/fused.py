@@ -23,6 +23,7 @@ from jax.sharding import Mesh, PartitionSpec
 
 from longhaul import mesh as meshes
 from longhaul import partition
+from longhaul.shards import Shards, by_device
 from longhaul.types import LEARNING, Algorithm, Collector, Key, Metrics, Progress, PyTree
 
 CollectorIn = Callable[[PyTree], Collector]
@@ -72,11 +73,13 @@ def is_finite(tree: PyTree) -> jax.Array:
     return functools.reduce(jnp.logical_and, (jnp.all(jnp.isfinite(leaf)) for leaf in numbers), jnp.bool_(True))
 
 
-def entering(collector_in: CollectorIn, mesh: Mesh) -> Enter:
-    """How a run gets into a context. Compiles once for contexts of the same shapes."""
+def entering(collector_in: CollectorIn, mesh: Mesh, shards: Shards | None = None) -> Enter:
+    """How a run gets into a context. Compiles once for contexts of the same shapes. `shards`: else one a device."""
+    shards = shards or by_device(mesh)
+    start = shards.apart(lambda context, key: collector_in(context).start(key))
 
     def begin(key: Key, context: PyTree) -> PyTree:
-        return collector_in(context).start(jax.random.fold_in(key, meshes.shard_index()))
+        return shards.each(lambda number, _: (start(context, jax.random.fold_in(key, number)), ()))(())[0]
 
     shard = meshes.per_shard(begin, mesh, (EVERYWHERE, EVERYWHERE), PartitionSpec(meshes.DATA))
     program = jax.jit(shard, out_shardings=meshes.sharded(mesh))
@@ -98,40 +101,62 @@ def layout() -> Progress:
 
 
 def compiled(
-    algorithm: Algorithm, collector_in: CollectorIn, progress: Progress, context: PyTree, mesh: Mesh, *, block: int
+    algorithm: Algorithm,
+    collector_in: CollectorIn,
+    progress: Progress,
+    context: PyTree,
+    mesh: Mesh,
+    *,
+    block: int,
+    shards: Shards | None = None,
 ) -> Program:
     """The program for runs like `progress` in contexts like `context`, compiled ahead: it can't compile again, whatever
     comes."""
-    return Program(lowered(algorithm, collector_in, progress, context, mesh, block=block).compile(), mesh)
+    program = lowered(algorithm, collector_in, progress, context, mesh, block=block, shards=shards)
+    return Program(program.compile(), mesh)
 
 
 def lowered(
-    algorithm: Algorithm, collector_in: CollectorIn, progress: Progress, context: PyTree, mesh: Mesh, *, block: int
+    algorithm: Algorithm,
+    collector_in: CollectorIn,
+    progress: Progress,
+    context: PyTree,
+    mesh: Mesh,
+    *,
+    block: int,
+    shards: Shards | None = None,
 ) -> jax.stages.Lowered:
     """The program traced but not compiled yet: what a test or a profile reads. A context lies on each device of `mesh`.
+
+    `shards` say in which parts a batch is computed; else in one a device.
     """
+    shards = shards or by_device(mesh)
     if block < 1:
         raise ValueError(f"a compiled call of {block} updates; at least 1 is needed: raise log_interval")
 
     lies, keep = _over_model(progress, mesh)
+    collect = shards.apart(lambda context, *args: collector_in(context).collect(*args))
 
-    def update(collector: Collector, progress: Progress) -> tuple[Progress, Metrics]:
+    def update(context: PyTree, progress: Progress) -> tuple[Progress, Metrics]:
         key = jax.random.fold_in(progress.key, progress.updates)
-        # Shards draw and shuffle apart from each other; the same order everywhere would tie their columns together.
-        key_data, key_learn = jax.random.split(jax.random.fold_in(key, meshes.shard_index()))
-        policy = algorithm.policy(progress.state)
-        carry, data, scores = collector.collect(policy, progress.carry, key_data, progress.updates)
-        with jax.named_scope(LEARNING):
-            state, metrics = algorithm.learn(progress.state, data, key_learn)
-        # As one vector: a score that no shard can have would cross devices alone, as a constant.
-        peaks = {name: meshes.max_over_data(scores.pop(name)) for name in list(scores) if name.startswith("peak/")}
-        sums = mesh.shape[meshes.DATA] * meshes.mean_over_data(jnp.stack(list(scores.values())))
-        told = metrics | dict(zip(scores, sums)) | peaks | {FINITE: is_finite((state, metrics))}
+
+        def shard(number: jax.Array, carry: PyTree) -> tuple[PyTree, tuple[PyTree, Metrics]]:
+            # Shards draw and shuffle apart from each other; the same order everywhere would tie their columns together.
+            key_data, key_learn = jax.random.split(jax.random.fold_in(key, number))
+            policy = algorithm.policy(progress.state)
+            carry, data, scores = collect(context, policy, carry, key_data, progress.updates)
+            with jax.named_scope(LEARNING):
+                state, metrics = algorithm.learn(progress.state, data, key_learn)
+            # As one vector: a score that no shard can have would cross devices alone, as a constant.
+            peaks = {name: shards.most(scores.pop(name)) for name in list(scores) if name.startswith("peak/")}
+            sums = shards.number * shards.mean(jnp.stack(list(scores.values())))
+            return carry, (state, metrics | dict(zip(scores, sums)) | peaks | {FINITE: is_finite((state, metrics))})
+
+        carry, (state, told) = shards.each(shard)(progress.carry)
         return keep(Progress(state, carry, progress.key, progress.updates + 1)), told
 
     def run(progress: Progress, context: PyTree, n: jax.Array) -> tuple[Progress, Metrics]:
-        collector = collector_in(context)
-        once = jax.jit(lambda progress: update(collector, progress), inline=True)  # traced once, for both uses
+        once = jax.jit(lambda progress: update(context, progress), inline=True)  # traced once, for both uses
         shapes = jax.eval_shape(once, progress)[1]
         empty = jax.tree.map(lambda x: jnp.zeros((block, *x.shape), x.dtype), shapes)
 
