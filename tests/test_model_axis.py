@@ -159,6 +159,18 @@ def test_the_doctor_tells_parts_from_shards(pair: tuple[Made, Made]) -> None:
         assert ("among 2 parts of the model" in found.value) == (model == 2)
 
 
+@pytest.mark.parametrize("odd", [jnp.nan, jnp.inf])
+def test_a_number_that_is_not_finite_is_seen_in_whichever_part_it_lies(odd: float) -> None:
+    mesh = meshes.make_mesh(2, 2)
+    look = jax.jit(meshes.per_shard(fused.is_finite, mesh, (fused.EVERYWHERE,), fused.EVERYWHERE))
+    sound = {"kernel": jnp.ones((32, 64))}
+    layout = partition.shardings(sound, mesh)
+    assert look(jax.device_put(sound, layout))
+    for row, column in ((0, 0), (0, 63), (31, 63)):
+        broken = {"kernel": sound["kernel"].at[row, column].set(odd)}
+        assert not look(jax.device_put(broken, layout))
+
+
 def test_a_checkpoint_fits_any_mesh(pair: tuple[Made, Made], tmp_path: Path) -> None:
     """Saved in parts, restored whole, in other parts or over other shards: bit by bit what it was."""
     made = pair[1]
