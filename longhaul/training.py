@@ -174,8 +174,7 @@ def _look(stop: Stop, done: int, assembly: Assembly) -> None:
 
 
 def _on_host(policy: Params, mesh: Mesh | None = None) -> Params:
-    """A copy of its own: what device_get gives may lie in a buffer that is donated next. Of a mesh, all processes ask.
-    """
+    """A copy of its own: what device_get gives may lie in a buffer that is donated next. On a mesh all must ask."""
     policy = policy if mesh is None else meshes.gathered(policy, mesh)
     return jax.tree.map(np.array, jax.device_get(policy))
 

@@ -143,7 +143,7 @@ def test_the_devices_and_threads_of_a_run_are_shared_by_its_processes(monkeypatc
         assert (resolved.devices, resolved.threads) == (wanted, max(wanted, 4) if wanted > 2 else 2)
     monkeypatch.setenv(hosts.DEVICES, "3")
     assert small(devices=None, num_envs=64, total_steps=64 * 16 * 5).devices == 4, "6 can't share 64 worlds"
-    with pytest.raises(runs.RunError, match=r"data=3, which 2 processes can't share evenly; choose a multiple of 2"):
+    with pytest.raises(runs.RunError, match=r"of 3 devices, which 2 processes can't share evenly; choose a multiple"):
         runs.prepare_devices(3)
 
 
