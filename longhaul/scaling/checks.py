@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import math
 import queue
 import tempfile
 import threading
@@ -25,6 +26,7 @@ from longhaul.records import Sums
 from longhaul.run import Run, RunError, agents, learning_rate, resolve
 from longhaul.scaling import agreement, compiled, rules
 from longhaul.scaling.subject import Subject, fresh_cache, memory_of, seconds_of, smaller, subject
+from longhaul.shards import VIRTUAL
 from longhaul.topologies import fused
 from longhaul.verdicts import FAIL, PASS, WARN, Check, skipped, within
 
@@ -221,25 +223,35 @@ def host(made: Subject) -> Check:
 
 
 def crossings(made: Subject) -> Check:
-    """One all-reduce of the gradients an optimiser step, some numbers an update, and nothing else crosses devices."""
+    """One mean of the gradients an optimiser step, some numbers an update, and nothing else crosses devices.
+
+    A mean is an all-reduce; of a deterministic run, an all-to-all and an all-gather (`shards.mean_in_order`).
+    """
     found = compiled.crossings(made.text())
     size, wanted = 4 * made.parameters, made.optimiser_steps
-    gradients = [each for each in found if each.operation == "all-reduce" and each.bytes >= size]
+    ways = {"all-reduce": size}
+    if made.run.deterministic:  # slices of all shards' gradients to each device, and the sum of a slice to all
+        ways = {"all-to-all": size * VIRTUAL // made.assembly.mesh.size, "all-gather": size}
+    gradients = [each for each in found if each.bytes >= ways.get(each.operation, math.inf)]
     others = [each for each in found if each not in gradients]
-    times, count = sum(each.times() for each in gradients), sum(each.times() for each in others)
+    counts = {way: sum(each.times() for each in gradients if each.operation == way) for way in ways}
+    times, count = max(counts.values()), sum(each.times() for each in others)
     extra, moved = sum(each.times() * each.bytes for each in others), sum(e.times() * e.bytes for e in gradients)
-    odd = sorted({each.operation for each in others} - {"all-reduce"})
-    fits = times == wanted and moved <= wanted * (size + SMALL_BYTES)
+    odd = sorted({each.operation for each in others} - {"all-reduce", *ways})
+    fits = set(counts.values()) == {wanted} and moved <= wanted * (sum(ways.values()) + len(ways) * SMALL_BYTES)
     steps = 1 + (made.run.algorithm.kl_stop is not None) * wanted  # which asks at each step
-    good = fits and not odd and extra <= SMALL_BYTES * steps and count <= SMALL_COUNT * steps
+    most = SMALL_COUNT * len(ways)
+    good = fits and not odd and extra <= SMALL_BYTES * steps and count <= most * steps
+    named = " and ".join(f"{way}s" for way in ways)
     value = (
-        f"{times} all-reduces of {_bytes(moved / max(times, 1))}, {count} others of {_bytes(extra)} in all, an update"
+        f"{' and '.join(map(str, counts.values()))} {named} of {_bytes(moved / max(times, 1))}, {count} others of "
+        f"{_bytes(extra)} in all, an update"
     )
     remedy = (
         f"{', '.join(odd)} cross devices: see that nothing is sharded that each device needs whole"
         if odd else "gradients must meet in one mean: give the whole tree to `mean` at once, and nothing else"
     )  # fmt: skip
-    bound = f"{wanted} all-reduces of {_bytes(size)}, <= {SMALL_COUNT} others"
+    bound = f"{wanted} {named} of {_bytes(sum(ways.values()))}, <= {most} others"
     return within(
         "collectives", value, bound, remedy, good=good, devices=made.assembly.mesh.size, gradients=times,
         gradient_bytes=moved, others=count, other_bytes=extra, operations=sorted({e.operation for e in found}),
@@ -269,12 +281,15 @@ def update_seconds(made: Subject) -> float:
 
 def all_reduce(made: Subject, update_seconds: float) -> Check:
     """The time of a mean of all gradients over the mesh, and its share of an update."""
-    mesh, n = made.assembly.mesh, 10
+    mesh, shards, n = made.assembly.mesh, made.assembly.shards, 10
     if mesh.size < 2:
         return skipped("all-reduce", "one device", "ask again with --mesh data=N on a machine with several devices")
 
     def shard(x: jax.Array) -> jax.Array:
-        return jax.lax.fori_loop(0, n, lambda i, y: meshes.mean_over_data(y) + 1e-3, x)
+        times: jax.Array = shards.each(
+            lambda number, carry: (carry, jax.lax.fori_loop(0, n, lambda i, y: shards.mean(y) + 1e-3, x))
+        )(())[1]
+        return times
 
     everywhere = PartitionSpec()
     program = jax.jit(meshes.per_shard(shard, mesh, (everywhere,), everywhere))
