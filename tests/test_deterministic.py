@@ -100,12 +100,14 @@ def on_devices(name: str, *devices: int, deterministic: bool = True, threads: in
     return found
 
 
-def test_a_run_is_the_same_on_1_2_4_and_8_devices() -> None:
+@pytest.mark.parametrize("devices", [(1, 8), pytest.param((1, 2, 4), marks=pytest.mark.slow)])  # to compile takes long
+def test_a_run_is_the_same_on_1_2_4_and_8_devices(devices: tuple[int, ...]) -> None:
     """Parameters, optimiser, normaliser, environments and metrics; minibatches of odd sizes, in several chunks."""
-    first, *others = on_devices("cartpole", 1, 2, 4, 8)
-    assert others == [first] * 3
+    first, *others = on_devices("cartpole", *devices)
+    assert others == [first] * (len(devices) - 1)
 
 
+@pytest.mark.slow
 def test_without_being_asked_for_it_is_not() -> None:
     first, other = on_devices("cartpole", 1, 4, deterministic=False)
     assert first["params"] != other["params"]
@@ -139,6 +141,7 @@ def test_two_processes_of_two_devices_make_the_parameters_of_one_device(tmp_path
     assert result["params_sha256"] == alone["params_sha256"]
 
 
+@pytest.mark.slow
 def test_moved_to_another_number_of_devices_it_goes_on_as_if_it_had_not_been(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
