@@ -30,6 +30,7 @@ from longhaul.workloads import Prepared
 
 NAMES = {
     "ppo-cartpole": "PPO at PureJaxRL's CartPole settings, with 4, 512 and 2,048 environments",
+    "deterministic": "the same training without and with --deterministic, on 1 device and on 8",
     "driving-step": "dynamics, collision and off-road of all objects of driving worlds",
     "driving-env": "whole environment steps of driving: observation, reward, ends, metrics, resets",
     "driving-train": "training by the driving recipe",
@@ -243,6 +244,15 @@ def _ppo_cartpole(
     return [{"num_envs": n, "total_steps": steps[n], "devices": devices} for n in num_envs]
 
 
+def _deterministic(*, num_envs: Sequence[int] | int = 512, total_steps: int = 262_144) -> list[dict[str, Any]]:
+    return [
+        case | {"deterministic": flag}
+        for devices in (1, 8)
+        for case in _ppo_cartpole(num_envs=num_envs, total_steps=total_steps, devices=devices)
+        for flag in (False, True)
+    ]
+
+
 def _driving(
     *,
     objects: Sequence[int] = (32, 64),
@@ -290,6 +300,7 @@ def _hackmatrix_ppo(
 
 CASES: dict[str, Callable[..., list[dict[str, Any]]]] = {
     "ppo-cartpole": _ppo_cartpole,
+    "deterministic": _deterministic,
     "driving-step": _driving,
     "driving-env": _driving_env,
     "driving-train": _driving_train,
@@ -301,6 +312,7 @@ CASES: dict[str, Callable[..., list[dict[str, Any]]]] = {
 
 WORKLOADS: dict[str, Callable[..., Prepared]] = {
     "ppo-cartpole": workloads.ppo_cartpole,
+    "deterministic": workloads.ppo_cartpole,
     "driving-step": workloads.driving_step,
     "driving-env": workloads.driving_env,
     "driving-train": workloads.driving_train,

@@ -125,7 +125,8 @@ def _sum(rows: jax.Array) -> jax.Array:
 
 def apart(function: Callable[..., Any]) -> Callable[..., Any]:
     """`function`, compiled as if there were nothing else; of several shards, one after the other."""
-    alone = jax.custom_batching.custom_vmap(_alone(function))
+    function = _alone(jax.jit(function, inline=True))  # traced once for all uses
+    alone = jax.custom_batching.custom_vmap(function)
 
     @alone.def_vmap
     def one_by_one(size: int, batched: PyTree, *args: PyTree) -> tuple[PyTree, PyTree]:
@@ -135,7 +136,7 @@ def apart(function: Callable[..., Any]) -> Callable[..., Any]:
         def one(moving: list[jax.Array]) -> PyTree:
             rest = iter(moving)
             parts = [next(rest) if x else y for x, y in zip(own, given, strict=True)]
-            return _alone(function)(*jax.tree.unflatten(tree, parts))
+            return function(*jax.tree.unflatten(tree, parts))
 
         out = jax.lax.map(one, [y for x, y in zip(own, given, strict=True) if x])
         return out, jax.tree.map(lambda _: True, out)

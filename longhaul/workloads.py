@@ -52,10 +52,10 @@ class Prepared(NamedTuple):
     work: Callable[[Any], dict[str, float]]  # waits for all its results
 
 
-def ppo_cartpole(num_envs: int, total_steps: int, devices: int | None) -> Prepared:
+def ppo_cartpole(num_envs: int, total_steps: int, devices: int | None, deterministic: bool = False) -> Prepared:
     made = Run(
         "bench", Named("cartpole"), ppo.Config(), total_steps=total_steps, num_envs=num_envs, num_steps=128,
-        devices=devices,
+        devices=devices, deterministic=deterministic,
     )  # fmt: skip
     return _training(made, "env steps", {})
 
@@ -131,7 +131,7 @@ def _training(made: Run, unit: str, more: dict[str, Any]) -> Prepared:
         ended, total = (np.sum(scores[k][-max(1, updates // 10) :]) for k in ("episodes", "episode/return"))
         return {"mean_return": float(total / ended) if ended else float("nan")}
 
-    names = ("num_envs", "num_steps", "total_steps", "devices")
+    names = ("num_envs", "num_steps", "total_steps", "devices", "deterministic")
     config = {name: getattr(made, name) for name in names} | more | dataclasses.asdict(made.algorithm)
     return Prepared(config, updates * assembly.steps_per_update, unit, compiled, begin, work)
 

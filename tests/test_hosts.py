@@ -175,23 +175,23 @@ import jax
 jax.config.update("jax_num_cpu_devices", 2)
 from longhaul import hosts
 sys.path.insert(0, sys.argv[1])
-from tests import test_hosts
+import importlib
 hosts.start(hosts.find(os.environ))
-step = getattr(test_hosts, sys.argv[2])
+step = getattr(importlib.import_module(f"tests.{sys.argv[4]}"), sys.argv[2])
 work = lambda: step(Path(sys.argv[3]))
 sys.exit(hosts.follow(work) if hosts.index() else hosts.lead(work))
 """
 
 
-def together(step: str, folder: Path) -> list[tuple[int, str]]:
-    """Runs the function `step` of this file in two processes of two devices; -> (exit code, stderr) of each."""
+def together(step: str, folder: Path, module: str = "test_hosts") -> list[tuple[int, str]]:
+    """Runs the function `step` of a file of tests in two processes of two devices; -> (exit code, stderr) of each."""
     port = processes.free_port()
     children = []
     for i in range(2):
         environment = {k: v for k, v in os.environ.items() if k != "NPROC"}
         environment |= {"LONGHAUL_COORDINATOR": f"127.0.0.1:{port}", "LONGHAUL_PROCESS_ID": str(i), "NPROC": "2"}
         environment |= {"LONGHAUL_NUM_PROCESSES": "2", "PYTHONPATH": str(ROOT)}
-        command = [sys.executable, "-c", PAIR, str(ROOT), step, str(folder)]
+        command = [sys.executable, "-c", PAIR, str(ROOT), step, str(folder), module]
         children.append(subprocess.Popen(command, env=environment, stderr=subprocess.PIPE, text=True))
     errors = [child.communicate(timeout=300)[1] for child in children]
     return [(child.returncode, error) for child, error in zip(children, errors, strict=True)]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import math
 import queue
 import tempfile
 import threading
@@ -26,6 +27,7 @@ from longhaul.records import Sums
 from longhaul.run import Run, RunError, agents, learning_rate, resolve
 from longhaul.scaling import agreement, compiled, rules
 from longhaul.scaling.subject import Subject, fresh_cache, seconds_of, smaller, subject
+from longhaul.shards import VIRTUAL
 from longhaul.topologies import fused
 from longhaul.verdicts import FAIL, PASS, WARN, Check, skipped, within
 
@@ -198,25 +200,34 @@ def host(made: Subject) -> Check:
 
 
 def crossings(made: Subject) -> Check:
-    """One all-reduce of the gradients an optimiser step, some numbers an update, and nothing else crosses shards.
+    """One mean of the gradients an optimiser step, some numbers an update, and nothing else crosses shards.
 
-    What devices say to each other that share the parameters follows from how these are split; it is told, not judged.
+    A mean is an all-reduce; of a deterministic run, an all-to-all and an all-gather (`shards.mean_in_order`). What
+    devices say to each other that share the parameters follows from how these are split; it is told, not judged.
     """
-    model = made.assembly.mesh.shape[meshes.MODEL]
+    data, model = made.assembly.mesh.shape[meshes.DATA], made.assembly.mesh.shape[meshes.MODEL]
     every, wanted = compiled.crossings(made.text()), made.optimiser_steps
     found = [each for each in every if each.over_shards(model)]
     within_shard = [each for each in every if not each.over_shards(model)]
     size = 4 * made.parameters // model
-    gradients = [each for each in found if each.operation == "all-reduce" and each.bytes >= size]
+    ways, whole = {"all-reduce": size}, made.own_bytes
+    if made.run.deterministic:  # slices of all shards' gradients to each device, and the sum of a slice to all
+        ways = {"all-to-all": size * VIRTUAL // data, "all-gather": size}
+        whole = sum(ways.values())
+    gradients = [each for each in found if each.bytes >= ways.get(each.operation, math.inf)]
     others = [each for each in found if each not in gradients]
-    times, count = sum(each.times() for each in gradients), sum(each.times() for each in others)
+    counts = {way: sum(each.times() for each in gradients if each.operation == way) for way in ways}
+    times, count = max(counts.values()), sum(each.times() for each in others)
     extra, moved = sum(each.times() * each.bytes for each in others), sum(e.times() * e.bytes for e in gradients)
-    odd = sorted({each.operation for each in others} - {"all-reduce"})
-    fits = times == wanted and moved <= wanted * (made.own_bytes + SMALL_BYTES)
+    odd = sorted({each.operation for each in others} - {"all-reduce", *ways})
+    fits = set(counts.values()) == {wanted} and moved <= wanted * (whole + len(ways) * SMALL_BYTES)
     steps = 1 + (made.run.algorithm.kl_stop is not None) * wanted  # which asks at each step
-    good = fits and not odd and extra <= SMALL_BYTES * steps and count <= SMALL_COUNT * steps
+    most = SMALL_COUNT * len(ways)
+    good = fits and not odd and extra <= SMALL_BYTES * steps and count <= most * steps
+    named = " and ".join(f"{way}s" for way in ways)
     value = (
-        f"{times} all-reduces of {_bytes(moved / max(times, 1))}, {count} others of {_bytes(extra)} in all, an update"
+        f"{' and '.join(map(str, counts.values()))} {named} of {_bytes(moved / max(times, 1))}, {count} others of "
+        f"{_bytes(extra)} in all, an update"
     )
     if within_shard:
         inside = sum(each.times() * each.bytes for each in within_shard)
@@ -225,7 +236,7 @@ def crossings(made: Subject) -> Check:
         f"{', '.join(odd)} cross devices: see that nothing is sharded that each device needs whole"
         if odd else "gradients must meet in one mean: give the whole tree to `mean` at once, and nothing else"
     )  # fmt: skip
-    bound = f"{wanted} all-reduces of {_bytes(made.own_bytes)}, <= {SMALL_COUNT} others"
+    bound = f"{wanted} {named} of {_bytes(whole)}, <= {most} others"
     return within(
         "collectives", value, bound, remedy, good=good, devices=made.assembly.mesh.size, gradients=times,
         gradient_bytes=moved, others=count, other_bytes=extra,
@@ -256,12 +267,15 @@ def update_seconds(made: Subject) -> float:
 
 def all_reduce(made: Subject, update_seconds: float) -> Check:
     """The time of a mean of all gradients over the mesh, and its share of an update."""
-    mesh, n, size = made.assembly.mesh, 10, made.own_bytes // 4
+    mesh, shards, n, size = made.assembly.mesh, made.assembly.shards, 10, made.own_bytes // 4
     if mesh.shape[meshes.DATA] < 2:
         return skipped("all-reduce", "one device", "ask again with --mesh data=N on a machine with several devices")
 
     def shard(x: jax.Array) -> jax.Array:
-        return jax.lax.fori_loop(0, n, lambda i, y: meshes.mean_over_data(y) + 1e-3, x)
+        times: jax.Array = shards.each(
+            lambda number, carry: (carry, jax.lax.fori_loop(0, n, lambda i, y: shards.mean(y) + 1e-3, x))
+        )(())[1]
+        return times
 
     everywhere = PartitionSpec()
     program = jax.jit(meshes.per_shard(shard, mesh, (everywhere,), everywhere))

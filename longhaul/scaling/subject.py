@@ -19,7 +19,7 @@ from longhaul import networks, partition
 from longhaul.compilation import Ledger
 from longhaul.feed import Feed, Feeding, feed
 from longhaul.provenance import params_sha256
-from longhaul.run import Assembly, Run, assemble
+from longhaul.run import Assembly, Run, assemble, parts
 from longhaul.topologies import fused
 from longhaul.types import Key, Progress, PyTree
 
@@ -114,10 +114,11 @@ def smaller(run: Run, *, devices: int, batch: int = 2048, **algorithm: Any) -> R
 
     For what does not depend on sizes. Its compiled call makes two updates.
     """
-    envs = devices * max(1, min(run.num_envs, batch // run.num_steps) // devices)
+    share = parts(run, devices)
+    envs = share * max(1, min(run.num_envs, batch // run.num_steps) // share)
     while envs * run.num_steps > batch and run.num_steps > 16:
         run = dataclasses.replace(run, num_steps=run.num_steps // 2)
-    rows = envs // devices if run.algorithm.memory else envs // devices * run.num_steps
+    rows = envs // share if run.algorithm.memory else envs // share * run.num_steps
     wanted = run.algorithm.num_minibatches or 4
     minibatches = next(n for n in range(min(wanted, rows), 0, -1) if rows % n == 0)
     config = dataclasses.replace(run.algorithm, num_minibatches=minibatches, **algorithm)
