@@ -39,20 +39,21 @@ def curve(folder: Path) -> list[dict[str, Any]]:
 def compare(curves: Mapping[str, Sequence[Sequence[Mapping[str, Any]]]]) -> dict[str, Any]:
     """side -> curves of its seeds; -> their ends where all have come to, and the difference of the sides' means.
 
-    `spread` is the widest difference of two seeds of one side: what is meant by their noise.
+    `spread` is the widest difference of two seeds of one side, which is meant by noise; of one seed a side, None.
     """
     every = [one for side in curves.values() for one in side]
     reached = min((one[-1]["agent_steps"] if one else 0 for one in every), default=0)
     ends = {
-        side: [[point for point in one if point["agent_steps"] <= reached][-LAST:] for one in several]
-        for side, several in curves.items()
+        side: [[point for point in one if point["agent_steps"] <= reached][-LAST:] for one in all_of_it]
+        for side, all_of_it in curves.items()
     }
     found: dict[str, Any] = {"agent_steps": reached}
     if not reached:
         return found
     for name in NAMES:
         means = {side: [statistics.fmean(p[name] for p in one) for one in several] for side, several in ends.items()}
-        spread = max(max(each) - min(each) for each in means.values())
+        several = min(map(len, means.values())) > 1
+        spread = max(max(each) - min(each) for each in means.values()) if several else None
         apart = statistics.fmean(means["lean"]) - statistics.fmean(means["plain"])
         found[name] = means | {"difference": apart, "spread": spread}
     return found
