@@ -44,16 +44,16 @@ def compare(curves: Mapping[str, Sequence[Sequence[Mapping[str, Any]]]]) -> dict
     every = [one for side in curves.values() for one in side]
     reached = min((one[-1]["agent_steps"] if one else 0 for one in every), default=0)
     ends = {
-        side: [[point for point in one if point["agent_steps"] <= reached][-LAST:] for one in all_of_it]
-        for side, all_of_it in curves.items()
+        side: [[point for point in one if point["agent_steps"] <= reached][-LAST:] for one in seeds]
+        for side, seeds in curves.items()
     }
     found: dict[str, Any] = {"agent_steps": reached}
     if not reached:
         return found
     for name in NAMES:
         means = {side: [statistics.fmean(p[name] for p in one) for one in several] for side, several in ends.items()}
-        several = min(map(len, means.values())) > 1
-        spread = max(max(each) - min(each) for each in means.values()) if several else None
+        enough = min(map(len, means.values())) > 1
+        spread = max(max(each) - min(each) for each in means.values()) if enough else None
         apart = statistics.fmean(means["lean"]) - statistics.fmean(means["plain"])
         found[name] = means | {"difference": apart, "spread": spread}
     return found
