@@ -226,23 +226,26 @@ def _split(word: str) -> tuple[str, bool, str]:
 
 
 def _with_values(flags: Sequence[Flag], words: Sequence[str]) -> list[str]:
-    """`words` with a value for each flag that can be written as if it were a switch."""
+    """`words` with a value for each flag that can also be written as if it were a switch."""
     bare = {flag.name: flag.bare for flag in flags if flag.bare}
     plain: list[str] = []
+    waits = ""  # the flag whose value comes next
     for i, word in enumerate(words):
-        name, equals, value = _split(word) if word.startswith("--") else ("", False, "")
-        on, off = bare.get(name, ("", "")) or ("", "")
-        before = _split(words[i - 1])[0] if i and words[i - 1].startswith("--") and "=" not in words[i - 1] else ""
-        if on and not equals and not _is_value(words[i + 1 : i + 2]):
-            plain.append(f"--{name}={on}")
-        elif on and equals:
-            plain.append(f"--{name}={ {'true': on, 'false': off}.get(value, value) }")
-        elif name.removeprefix("no-") in bare and name.startswith("no-") and not equals:
-            plain.append(f"--{name.removeprefix('no-')}={bare[name.removeprefix('no-')][1]}")
-        elif before in bare and word in ("true", "false"):
-            plain.append(bare[before][word == "false"])
-        else:
+        name, equals, value = _split(word) if word.startswith("--") else (waits, True, word)
+        waits = ""
+        positive = name.removeprefix("no-")
+        if positive not in bare:
             plain.append(word)
+            continue
+        on, off = bare[positive]
+        if name != positive and not equals:
+            plain.append(f"--{positive}={off}")
+        elif equals:
+            plain.append(f"--{name}={ {'true': on, 'false': off}.get(value, value)}")
+        elif _is_value(words[i + 1 : i + 2]):
+            waits = name
+        else:
+            plain.append(f"--{name}={on}")
     return plain
 
 

@@ -6,12 +6,12 @@ beside the program on the device (another process, what the host holds where the
 
 from __future__ import annotations
 
+import math
 import os
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
-import numpy as np
 from jax.sharding import Mesh
 
 from longhaul.types import Algorithm, Progress, PyTree
@@ -125,13 +125,7 @@ def parts(algorithm: Algorithm, progress: Progress, context: PyTree) -> dict[str
 
 def held(tree: PyTree) -> int:
     """Bytes of a pytree of arrays on the first device that has a part of it."""
-    return sum(_bytes(leaf) for leaf in jax.tree.leaves(tree))
-
-
-def _bytes(leaf: jax.Array) -> int:
-    if jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.prng_key):
-        leaf = jax.random.key_data(leaf)
-    return int(np.prod(leaf.sharding.shard_shape(leaf.shape))) * leaf.dtype.itemsize
+    return sum(math.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize for leaf in jax.tree.leaves(tree))
 
 
 def memory_of(device: jax.Device) -> int | None:

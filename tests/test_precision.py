@@ -37,7 +37,6 @@ KINDS: dict[str, dict[str, Any]] = {
     "deepset": {"torso": "deepset"},
     "recurrent": {"torso": "deepset", "memory": 6},
     "latent": {"torso": "latent"},
-    "wayformer": {"torso": "wayformer"},
     "mtr": {"torso": "mtr"},
 }
 
@@ -79,8 +78,8 @@ def relative(one: Any, other: Any) -> float:
 
 # --------------------------------------------------------------------------------------------------- rematerialisation
 
-CASES = [*((kind, "full") for kind in KINDS if kind != "wayformer"), ("shared", "dots"), ("latent", "dots-no-batch")]
-"""A wayformer's parts are those of the two others."""
+CASES = [*((kind, "full") for kind in KINDS), ("shared", "dots"), ("latent", "dots-no-batch")]
+"""A wayformer's parts are those of latent and mtr."""
 
 
 @cache
@@ -102,7 +101,7 @@ def test_a_policy_keeps_what_it_says(kind: str) -> None:
     none, full, dots, projections = (kept(kind, remat) for remat in REMATS)
     assert full < none
     assert full <= projections <= dots
-    if kind in ("latent", "wayformer", "mtr"):
+    if kind in ("latent", "mtr"):
         assert full < 0.6 * none, "a block's input is a small part of what it computes"
         assert projections < dots < none, "attention's products are the difference"
 
@@ -172,7 +171,7 @@ def learner(config: Config) -> tuple[Any, ppo.State, Rollout]:
         drawn(SEEN, STEPS, COLUMNS, seed=4), raw, drawn(jnp.zeros(()), STEPS, COLUMNS, seed=5), ends,
         jnp.zeros_like(ends), jnp.asarray(rng.random((STEPS, COLUMNS)) < 0.7),
         {"raw": raw, "log_prob": jnp.log(jnp.asarray(rng.uniform(0.2, 0.5, (STEPS, COLUMNS)), jnp.float32))},
-        Successors(drawn(SEEN, COLUMNS, seed=6), drawn(SEEN, 0, COLUMNS)),
+        Successors(drawn(SEEN, COLUMNS, seed=6), drawn(SEEN, 1, COLUMNS)),
         drawn(jax.eval_shape(lambda: algorithm.memory(COLUMNS)), seed=7), jnp.int32(0),
     )  # fmt: skip
     return jax.jit(algorithm.learn, compiler_options=QUICK), state, data
@@ -191,9 +190,6 @@ def test_accumulated_it_is_the_gradient_of_one_big_batch(kind: str) -> None:
     pieces, parts = learner(replace(config, accumulate=4))[0](state, data, jax.random.key(2))
     assert float(np.linalg.norm(gradient(whole))) > 1e-3
     assert all(leaf.dtype in (jnp.float32, jnp.int32) for leaf in jax.tree.leaves(pieces))
-    if config.precision == "bf16":  # a kernel's gradient is rounded piece by piece
-        assert 1e-7 < relative(gradient(pieces), gradient(whole)) < 1e-2
-        return
     assert relative(gradient(pieces), gradient(whole)) < 1e-6
     assert relative(pieces.params, whole.params) < 1e-6
     for name in told:
@@ -238,7 +234,7 @@ def test_memory_falls_as_shapes_foretell() -> None:
     """A quarter of the rows at once need a quarter of what is kept; blocks computed again keep their inputs alone."""
     rows, need = 512, {}
     for remat, accumulate in (("none", 1), ("none", 4), ("full", 1)):
-        network = networks.actor_critic(SEEN, 3, torso="latent", sizes=(32, 32, 32, 32), remat=remat)
+        network = networks.actor_critic(SEEN, 3, torso="latent", sizes=(32, 32, 32), remat=remat)
         params, seen = jax.eval_shape(network.init, jax.random.key(0)), drawn(SEEN, accumulate, rows // accumulate)
 
         def slope(params: Any, seen: Any, network: Any = network) -> Any:
@@ -248,7 +244,7 @@ def test_memory_falls_as_shapes_foretell() -> None:
 
             return jax.lax.scan(add, jax.tree.map(jnp.zeros_like, params), seen)[0]
 
-        found = footprint.need(jax.jit(slope).lower(params, seen).compile())
+        found = footprint.need(jax.jit(slope).lower(params, seen).compile(compiler_options=QUICK))
         assert found is not None
         need[remat, accumulate] = found.temporaries
     assert 0.2 < need["none", 4] / need["none", 1] < 0.35
@@ -305,14 +301,7 @@ def test_the_footprint_is_told_before_the_first_update(
     written = json.loads((tmp_path / "tight" / footprint.FILE).read_text())
     assert found is not None
     assert found["memory"] == written
-    assert (
-        written["needed"]
-        == need.total
-        == sum(written["parts"].values())
-        + need.temporaries
-        + need.code
-        + (written["needed"] - sum(written["parts"].values()) - need.temporaries - need.code)
-    )
+    assert written["needed"] == need.total
     assert written["share"] == pytest.approx(0.95, rel=1e-3)
 
     monkeypatch.setattr(footprint, "memory_of", lambda device: 2 * (need.total - 1))
@@ -325,16 +314,11 @@ def test_the_footprint_is_told_before_the_first_update(
     assert not (tmp_path / "runs" / "large").exists()
 
 
-def test_a_dry_run_tells_and_leaves_nothing(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_dry_run_tells_and_leaves_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     words = ["train", "cartpole", "--dry-run", "--runs-dir", str(tmp_path / "runs"), "--mesh", "data=1"]
     words += ["--num-envs", "4", "--num-steps", "8", "--hidden-dim", "8", "--num-layers", "1"]
     assert cli.main(words) == 0
     rows = dict(re.split(r"\s{2,}", line) for line in capsys.readouterr().out.splitlines())
-    assert rows["parameters"] == "364 B", "two towers of 4 x 8 + 8, and heads of 8 x 2 + 2 and 8 + 1"
+    assert rows["parameters"] == "428 B", "two towers of 4 x 8 + 8, and heads of 8 x 2 + 2 and 8 + 1"
     assert rows["memory a device"].endswith(f"of {footprint.size(footprint.memory_of(jax.devices()[0]) or 0)}")
     assert not (tmp_path / "runs").exists()
-    monkeypatch.setattr(footprint, "memory_of", lambda device: 1000)
-    assert cli.main(words) == 2
-    assert "and one has 1,000" in capsys.readouterr().err
