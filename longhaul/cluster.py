@@ -70,7 +70,7 @@ def room(nodes: Sequence[Node], devices: int, *, strict: bool) -> int:
 def _capacities(nodes: Sequence[Node]) -> list[int]:
     """Devices of each node."""
     gpus = any(node.gpus for node in nodes)
-    return [min(node.gpus, node.cpus) if gpus else node.cpus for node in nodes]
+    return [node.cpus if not gpus else node.gpus if node.cpus else 0 for node in nodes]
 
 
 def share(nodes: Sequence[Node], count: int, *, strict: bool) -> int:
