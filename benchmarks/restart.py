@@ -1,8 +1,8 @@
 """How long from `kill -9` of one process to the next update, under `longhaul launch`: `python -m benchmarks.restart`.
 
-Trains CartPole in `--hosts` processes with a compilation cache of its own, which a first run fills. Then one process
-after the other is killed, in turn, each after a new checkpoint, and the seconds to the first record after the new start
-are taken. Prints one JSON object. `--base FOLDER` measures another checkout in turn with this one.
+Trains CartPole in `--hosts` processes with a compilation cache of its own, which its start and a first new one fill.
+Then one process after the other is killed, in turn, each after a new checkpoint, and the seconds to the first record
+after the new start are taken. Prints one JSON object. `--base FOLDER` measures another checkout, too, after this one.
 """
 
 from __future__ import annotations
@@ -32,17 +32,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--hosts", type=int, default=2)
     parser.add_argument("--kills", type=int, default=4)
-    parser.add_argument("--base", type=Path, help="another checkout, measured in turn with this one")
+    parser.add_argument("--base", type=Path, help="another checkout, measured after this one")
     given = parser.parse_args()
     checkouts = {"this": ROOT} | ({} if given.base is None else {"base": given.base.resolve()})
     with tempfile.TemporaryDirectory() as folder:
         homes = {name: Path(folder) / name for name in checkouts}
-        found: dict[str, list[float]] = {name: [] for name in checkouts}
-        for name, checkout in checkouts.items():  # fills the caches, of a new start too
-            kills(checkout, homes[name], given.hosts, [0])
-        for turn in range(given.kills):
-            for name, checkout in checkouts.items():
-                found[name] += kills(checkout, homes[name], given.hosts, [turn % given.hosts])
+        victims = [turn % given.hosts for turn in range(given.kills + 1)]
+        found = {name: kills(checkout, homes[name], given.hosts, victims)[1:] for name, checkout in checkouts.items()}
     load = os.getloadavg()[0]
     rows = {name: {"median": statistics.median(some), "seconds": some} for name, some in found.items()}
     print(json.dumps({"name": "restart", "hosts": given.hosts, "load": load} | rows))

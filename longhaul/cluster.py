@@ -70,7 +70,7 @@ def room(nodes: Sequence[Node], devices: int, *, strict: bool) -> int:
 def _capacities(nodes: Sequence[Node]) -> list[int]:
     """Devices of each node."""
     gpus = any(node.gpus for node in nodes)
-    return [min(node.gpus, node.cpus) if gpus else node.cpus for node in nodes]
+    return [node.cpus if not gpus else node.gpus if node.cpus else 0 for node in nodes]
 
 
 def share(nodes: Sequence[Node], count: int, *, strict: bool) -> int:
@@ -177,10 +177,20 @@ def joined(address: str) -> Iterator[None]:
         raise HostsError(
             f"no Ray cluster can be joined at {named} ({short}); start one by `ray start --head`, or give --address"
         ) from error
+    _quieten()
     try:
         yield
     finally:
         ray.shutdown()
+
+
+def _quieten() -> None:
+    """Keeps what Ray tells of its nodes, which is in its own logs, out of standard output, which is for results."""
+    with contextlib.suppress(ImportError):
+        from ray._private import worker
+
+        if callable(getattr(worker, "print_to_stdstream", None)):
+            worker.print_to_stdstream = lambda *args, **kwargs: None
 
 
 def starter(wanted: Wanted, say: Callable[[str], None]) -> Callable[[Sequence[str], Printed], Gang]:

@@ -126,6 +126,10 @@ def watch(gang: Gang, asked: Sequence[int], deadline: float) -> Ended:
             codes = [look.code for look in looks]
             vigil = vigil or Vigil(len(looks), deadline, time.monotonic())
             first = first or first_to_fail(codes)
+            lost = [Death(i, -signal.SIGKILL, look.lost) for i, look in enumerate(looks) if look.lost]
+            if lost and (first is None or first.code == -signal.SIGABRT):  # the others abort for its sake
+                first = lost[0]
+                break
             if None not in codes:
                 break
             if first is None:
@@ -155,7 +159,7 @@ class Vigil:
         self._listeners = [pulse.Listener(now, deadline) for _ in range(count)]
 
     def hung(self, looks: Sequence[Look], now: float) -> Death | None:
-        """A process that lives and does not go on, or of which nothing is seen."""
+        """A process that lives and does not go on; one that is stopped before those that wait for it."""
         away, self._looked = now - self._looked > AWAY, now
         for listener, look in zip(self._listeners, looks, strict=True):
             if look.signs:
@@ -163,12 +167,11 @@ class Vigil:
             listener.see(look.stopped, now)
             if away:
                 listener.forgive(now)
-        verdicts = [listener.verdict(now) for listener in self._listeners]
-        found = [(i, verdicts[i] or "") for i, look in enumerate(looks) if look.code is None]
-        lost = [Death(i, -signal.SIGKILL, looks[i].lost) for i, _ in found if looks[i].lost]
-        hung = [Death(i, -signal.SIGKILL, f"{why}, and was killed") for i, why in found if why]
-        # The others are silent because they wait for who is lost or stopped.
-        return min([*lost, *hung], key=lambda death: (death not in lost, "stopped" not in death.why), default=None)
+        verdicts = [
+            listener.verdict(now) if look.code is None else None for listener, look in zip(self._listeners, looks)
+        ]
+        hung = [Death(i, -signal.SIGKILL, f"{why}, and was killed") for i, why in enumerate(verdicts) if why]
+        return min(hung, key=lambda death: "stopped" not in death.why, default=None)
 
 
 def first_to_fail(codes: Sequence[int | None]) -> Death | None:
