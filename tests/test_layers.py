@@ -20,8 +20,8 @@ PACKAGE = Path(__file__).resolve().parent.parent / "longhaul"
 # Layer, then its files. A file may import from lower layers, and from the files named before it on its own line;
 # an indented line goes on with the one before.
 TABLE = """
-0  __init__ types pulse telemetry randomness leaves pages records workers compilation clock stopping terminal tracking
-   tracker
+0  __init__ forms types pulse telemetry randomness leaves pages records workers compilation clock stopping terminal
+   tracking tracker
 0  algorithms/__init__
 0  datasets/__init__ datasets/log
 0  driving/__init__
@@ -30,6 +30,7 @@ TABLE = """
 0  scaling/__init__
 0  verdicts
 1  trends health watch
+1  vectors
 1  returns distributions encoders perceptron networks dial normalise mesh hosts shuffle provenance
 1  datasets/projection
 1  scaling/law scaling/rules scaling/compiled scaling/instructions scaling/trace scaling/chips scaling/plan
@@ -66,7 +67,7 @@ TABLE = """
 """
 
 NO_JAX = (
-    *("datasets/*", "workers", "worlds", "cli", "flags", "printing", "hosts", "launch", "pulse"),
+    *("datasets/*", "workers", "worlds", "cli", "flags", "printing", "hosts", "launch", "pulse", "forms", "vectors"),
     *(f"driving/{name}" for name in ("scenario", "compile", "generator", "roads", "lanes", "bank")),
 )
 """Files that start fast and run in worker processes: NumPy only, transitively."""
