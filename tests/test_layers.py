@@ -54,6 +54,7 @@ TABLE = """
    envs/hackmatrix/canonical_reward envs/hackmatrix/canonical envs/hackmatrix/game envs/hackmatrix/view
    envs/hackmatrix/hints envs/hackmatrix/screen
    envs/probes envs/classic envs/registry
+   envs/host_spaces envs/host_gymnasium envs/host_numpy envs/batched envs/host_torch envs/host_jax envs/host
 3  algorithms/values algorithms/ppo
 3  checkpoint
 4  topologies/fused
@@ -68,6 +69,7 @@ TABLE = """
 
 NO_JAX = (
     *("datasets/*", "workers", "worlds", "cli", "flags", "printing", "hosts", "launch", "pulse", "forms", "vectors"),
+    *(f"envs/{name}" for name in ("host", "host_spaces", "host_gymnasium", "host_numpy", "host_torch", "batched")),
     *(f"driving/{name}" for name in ("scenario", "compile", "generator", "roads", "lanes", "bank")),
 )
 """Files that start fast and run in worker processes: NumPy only, transitively."""
@@ -85,7 +87,8 @@ CORE = {
     "PIL",
 }
 OPTIONAL = {
-    *("stoa", "gymnax", "brax", "jumanji", "mujoco_playground", "navix", "craftax", "gymnasium", "envpool", "torch"),
+    *("stoa", "gymnax", "brax", "jumanji", "mujoco_playground", "navix", "craftax", "gymnasium", "ale_py", "envpool"),
+    "torch",
     *("ray", "grpc", "pyarrow", "tensorboard", "wandb", "tokenizers", "safetensors", "tensorflow"),
     *("beartype", "imageio_ffmpeg"),
 }
