@@ -62,9 +62,9 @@ class Count(VectorEnv):
         return self.seen() if seen is None else seen, reward, terminated, truncated, infos
 
 
-def sync(num_envs: int, mode: str = "SameStep", name: str = "CartPole-v1", **options: Any) -> VectorEnv:
+def sync(num_envs: int, mode: str = "SameStep", env_id: str = "CartPole-v1", **options: Any) -> VectorEnv:
     """Gymnasium's own loop."""
-    makers = [lambda: gym.make(name, **options) for _ in range(num_envs)]
+    makers = [lambda: gym.make(env_id, **options) for _ in range(num_envs)]
     return SyncVectorEnv(makers, autoreset_mode=mode)
 
 
@@ -75,7 +75,7 @@ def ale(num_envs: int, mode: str = "SameStep", **options: Any) -> VectorEnv:
 
 
 class Tensors:
-    """Isaac Lab's convention: episodes of 4 steps end by time, or by choosing 1 (above 0) at once; reset in the step."""
+    """Isaac Lab's convention: episodes end after 4 steps, or at once by an action above 0; reset in the same step."""
 
     def __init__(self, num_envs: int, tell: bool = False) -> None:
         import torch

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import pickle
 import subprocess
 import sys
@@ -15,7 +16,7 @@ import pytest
 from longhaul import vectors
 from longhaul.algorithms import ppo
 from longhaul.envs import batched, host, host_gymnasium, host_spaces, registry
-from longhaul.forms import Box, Discrete, Leaf, Masked, MultiDiscrete, leaves, mapped
+from longhaul.forms import Box, Leaf, Masked, MultiDiscrete, leaves, mapped
 from longhaul.mesh import identity
 from longhaul.vectors import Description, HostStep, HostVector
 from tests.host_conformance import actions, check_vector, roll, same
@@ -138,16 +139,15 @@ def test_in_each_autoreset_mode_the_transitions_are_those_that_follow_from_the_r
     ("name", "options"),
     [
         (SYNC, {"max_episode_steps": 12}),
-        (SYNC, {"name": "Taxi-v4", "max_episode_steps": 12, "mask": "action_mask"}),
+        (SYNC, {"env_id": "Taxi-v4", "max_episode_steps": 12, "mask": "action_mask"}),
         (ALE, {**SHORT, "truncation_interval": 15}),
         (ALE, {**SHORT, "truncation_interval": 15, "episodic_life": True}),
     ],
 )
 def test_the_modes_of_an_environment_give_the_same_transitions(name: str, options: dict[str, Any]) -> None:
     chosen = np.random.default_rng(3).integers(0, 2, (3, 60))
-    each = [
-        transitions(made(name, mode=mode, **options), 5, 40, lambda column, n: chosen[column, n]) for mode in MODES
-    ]
+    modes = MODES[:2] if name == ALE else MODES  # the emulator has no third
+    each = [transitions(made(name, mode=mode, **options), 5, 40, lambda column, n: chosen[column, n]) for mode in modes]
     for column in range(3):
         compared = min(len(found[column]) for found in each)
         assert compared >= 30
@@ -156,7 +156,7 @@ def test_the_modes_of_an_environment_give_the_same_transitions(name: str, option
     ends = [row for rows in each[0] for row in rows if row[2] or row[3]]
     assert any(row[3] for row in ends)
     # What ended an episode is not what the next begins with.
-    firsts = [following[0] for rows in each[0] for row, following in zip(rows, rows[1:]) if row[2] or row[3]]
+    firsts = [following[0] for rows in each[0] for row, following in itertools.pairwise(rows) if row[2] or row[3]]
     assert any(not same(row[4], first) for row, first in zip(ends, firsts, strict=False))
 
 
@@ -204,9 +204,8 @@ def test_our_own_environments_equal_the_pure_functions_with_the_same_keys() -> N
     vector, world = made("jax/cartpole", 16, max_steps=9), registry.make("cartpole", max_steps=9)
     taken = roll(vector, 4, 40)
     step = jax.jit(world.step)
-    random, chosen = np.random.default_rng(4), []
-    for _ in taken:
-        chosen.append(actions(vector.spec, 16, None, random))
+    random = np.random.default_rng(4)
+    chosen = [actions(vector.spec, 16, None, random) for _ in taken]
     for column in (0, 13):
         key = jax.random.fold_in(jax.random.key(4), column)
         episodes, steps = jax.random.fold_in(key, 0), jax.random.fold_in(key, 1)
@@ -237,14 +236,6 @@ def test_agents_are_columns_and_wait_for_their_world() -> None:
             assert step.finals.columns.tolist() == [t, 3 + t]
             assert step.truncated[[t, 3 + t]].tolist() == [t == 1] * 2
             assert step.terminated[[t, 3 + t]].tolist() == [t != 1] * 2
-
-
-def test_what_scores_an_episode_comes_with_its_end() -> None:
-    class Scored:
-        """CartPole that says how many steps it took."""
-
-    vector = made("jax/hackmatrix", 1) if False else None
-    assert vector is None and Scored is not None
 
 
 def test_a_description_is_plain_data_and_processes_start_without_jax() -> None:
@@ -287,7 +278,7 @@ def test_spaces_become_forms() -> None:
     assert grid.form == MultiDiscrete((2, 3, 4, 5))
     assert grid.convert(np.array([[1, 2, 3, 4]], np.int32)).tolist() == [[[2, 3], [3, 4]]]
     free = spaces.Box(-np.inf, np.inf, (2,))
-    with pytest.raises(ValueError, match="action_bound=1.0 gives them some"):
+    with pytest.raises(ValueError, match=r"action_bound=1\.0 gives them some"):
         host_spaces.action(free)
     assert host_spaces.action(free, 1.5).form == Box((-1.5, -1.5), (1.5, 1.5))
     with pytest.raises(ValueError, match="they must be Discrete"):
@@ -354,10 +345,8 @@ def test_what_is_missing_is_named_with_its_remedy(monkeypatch: pytest.MonkeyPatc
 
 def test_a_broken_promise_of_truncation_is_found() -> None:
     vector = made(COUNT, 3, truncation_interval=20)
-    vector.reset(0)
-    with pytest.raises(ValueError, match="truncates an episode 10 steps after another.*truncation_interval=10"):
-        for _ in range(40):
-            vector.step(np.zeros(3, np.int32))
+    with pytest.raises(ValueError, match=r"truncates an episode 10 steps after another.*truncation_interval=10"):
+        roll(vector, 0, 40)
 
 
 def test_a_spoiled_vector_fails_the_check() -> None:
