@@ -300,10 +300,10 @@ def test_what_means_no_quantity_is_seen_as_one_of_many() -> None:
 def test_an_algorithm_acts_on_what_a_vector_gives() -> None:
     vector = made("gymnasium/Taxi-v4", 2, mask="action_mask")
     algorithm = ppo.ppo(vectors.specification(vector.spec), ppo.Config(), updates=1, mean=identity)
-    policy = algorithm.policy(algorithm.init(jax.random.key(0)))
-    seen = vector.reset(1)
+    policy = algorithm.policy(jax.jit(algorithm.init)(jax.random.key(0)))
+    seen, act = vector.reset(1), jax.jit(algorithm.act)
     for t in range(8):
-        action, _, _ = algorithm.act(policy, (), seen, jax.random.key(t))
+        action, _, _ = act(policy, (), seen, jax.random.key(t))
         assert np.take_along_axis(seen.mask, np.asarray(action)[:, None], 1).all()
         seen = vector.step(np.asarray(action)).observation
 

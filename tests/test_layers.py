@@ -54,12 +54,13 @@ TABLE = """
    envs/hackmatrix/canonical_reward envs/hackmatrix/canonical envs/hackmatrix/game envs/hackmatrix/view
    envs/hackmatrix/hints envs/hackmatrix/screen
    envs/probes envs/classic envs/registry
-   envs/host_spaces envs/host_gymnasium envs/host_numpy envs/batched envs/host_torch envs/host_jax envs/host
+   envs/host_spaces envs/host_gymnasium envs/host_numpy envs/batched envs/host_torch envs/host_jax
 3  algorithms/values algorithms/ppo
 3  checkpoint
 4  topologies/fused
 4  datasets/convert datasets/stream
 4  worlds curves legacy matches spectating
+4  envs/host_driving envs/host envs/gym_export
 5  report intervals run folders feed resumption evaluation resimulation poison training scaling/page scaling/grid
 6  recipes workloads bench scaling/speed scaling/profile scaling/subject scaling/agreement scaling/checks
 7  printing flags settings scaling/command scaling/speed_command scaling/profile_command scaling/plan_command
@@ -70,6 +71,7 @@ TABLE = """
 NO_JAX = (
     *("datasets/*", "workers", "worlds", "cli", "flags", "printing", "hosts", "launch", "pulse", "forms", "vectors"),
     *(f"envs/{name}" for name in ("host", "host_spaces", "host_gymnasium", "host_numpy", "host_torch", "batched")),
+    "envs/gym_export",
     *(f"driving/{name}" for name in ("scenario", "compile", "generator", "roads", "lanes", "bank")),
 )
 """Files that start fast and run in worker processes: NumPy only, transitively."""
@@ -88,7 +90,7 @@ CORE = {
 }
 OPTIONAL = {
     *("stoa", "gymnax", "brax", "jumanji", "mujoco_playground", "navix", "craftax", "gymnasium", "ale_py", "envpool"),
-    "torch",
+    *("torch", "stable_baselines3"),
     *("ray", "grpc", "pyarrow", "tensorboard", "wandb", "tokenizers", "safetensors", "tensorflow"),
     *("beartype", "imageio_ffmpeg"),
 }

@@ -53,6 +53,10 @@ KINDS: dict[str, Kind] = {
         "longhaul.envs.host_jax", "named", (), "", "jax/cartpole",
         "Longhaul's own environments, stepped in batches by a compiled call",
     ),
+    "driving": Kind(
+        "longhaul.envs.host_driving", "driving", (), "", "driving/generated",
+        "driving in generated scenarios, or driving/PATH in logs; an agent is a column",
+    ),
 }  # fmt: skip
 
 
