@@ -42,7 +42,7 @@ KINDS: dict[str, Kind] = {
         "EnvPool, synchronous",
     ),
     "torch": Kind(
-        "longhaul.envs.host_torch", "torch", ("gymnasium", "torch"), "longhaul[host] and torch",
+        "longhaul.envs.host_torch", "torch", ("gymnasium", "torch"), "longhaul[host] torch",
         "torch/my_package:make", "vector environments of torch tensors, as Isaac Lab has them",
     ),
     "numpy": Kind(
