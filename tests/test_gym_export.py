@@ -152,3 +152,22 @@ def test_stable_baselines_trains_on_it() -> None:
     assert after > 80
     driving = gym_export.stable_baselines("driving", 4, **DRIVING)
     stable.PPO("MultiInputPolicy", driving, n_steps=16, batch_size=32, seed=0, device="cpu").learn(128)
+
+
+@pytest.mark.slow
+def test_rllib_trains_on_it() -> None:
+    pytest.importorskip("torch")
+    ray = pytest.importorskip("ray")
+    ppo, tune = pytest.importorskip("ray.rllib.algorithms.ppo"), pytest.importorskip("ray.tune")
+    tune.register_env("ours", lambda _: gym_export.single("cartpole", max_steps=200))
+    ray.init(address="local", num_cpus=1, include_dashboard=False, log_to_driver=False)
+    try:
+        config = ppo.PPOConfig().environment("ours").env_runners(num_env_runners=0, num_envs_per_env_runner=4)
+        algorithm = config.training(train_batch_size_per_learner=512, minibatch_size=128, num_epochs=2).build_algo()
+        told = algorithm.train()["env_runners"]
+        assert told["num_env_steps_sampled_lifetime"] >= 512
+        assert told["episode_len_mean"] > 8
+        assert abs(told["episode_return_mean"] - told["episode_len_mean"]) < 0.5  # 1 a step
+        algorithm.stop()
+    finally:
+        ray.shutdown()

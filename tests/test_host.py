@@ -295,6 +295,8 @@ def test_what_means_no_quantity_is_seen_as_one_of_many() -> None:
     seen = blackjack.expand(tuple(np.array([n], np.int32) for n in (17, 3, 1)))
     assert [x.shape for x in seen] == [(1, 32), (1, 11), (1, 2)]
     assert vectors.specification(made("gymnasium/CartPole-v1").spec).expand is None
+    assert host.specification(made("gymnasium/FrozenLake-v1")).expand is not None
+    assert host.specification(made("jax/cartpole")) == registry.make("cartpole").spec
 
 
 def test_an_algorithm_acts_on_what_a_vector_gives() -> None:

@@ -8,9 +8,13 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
+from longhaul import vectors
 from longhaul.vectors import Description, HostVector
+
+if TYPE_CHECKING:
+    from longhaul import types
 
 
 class Kind(NamedTuple):
@@ -83,6 +87,13 @@ def make(description: Description, num_envs: int, seed: int = 0) -> HostVector:
         if "argument" in str(error):  # an option that it does not take
             raise ValueError(f"{description}: {error}") from error
         raise
+
+
+def specification(vector: HostVector) -> types.Spec:
+    """What algorithms are told of a vector: of our own environments all they say, packed observations among it."""
+    from longhaul.envs.host_jax import JaxVector
+
+    return vector.programs.environment.spec if isinstance(vector, JaxVector) else vectors.specification(vector.spec)
 
 
 def missing(kind: Kind) -> list[str]:
