@@ -59,8 +59,7 @@ TABLE = """
 3  checkpoint
 4  topologies/fused
 4  datasets/convert datasets/stream
-4  worlds curves legacy matches spectating
-4  envs/host_driving envs/host envs/gym_export
+4  worlds curves legacy matches spectating envs/host_driving envs/host envs/gym_export
 5  report intervals run folders feed resumption evaluation resimulation poison training scaling/page scaling/grid
 6  recipes workloads bench scaling/speed scaling/profile scaling/subject scaling/agreement scaling/checks
 7  printing flags settings scaling/command scaling/speed_command scaling/profile_command scaling/plan_command
