@@ -20,7 +20,8 @@ PACKAGE = Path(__file__).resolve().parent.parent / "longhaul"
 # Layer, then its files. A file may import from lower layers, and from the files named before it on its own line;
 # an indented line goes on with the one before.
 TABLE = """
-0  __init__ types pulse telemetry randomness leaves staging pages records workers compilation clock stopping terminal
+0  __init__ forms types pulse telemetry randomness leaves staging pages records workers compilation clock stopping
+   terminal
    tracking tracker
 0  algorithms/__init__
 0  datasets/__init__ datasets/log
@@ -30,6 +31,7 @@ TABLE = """
 0  scaling/__init__
 0  verdicts
 1  trends health watch
+1  vectors
 1  precision returns distributions encoders perceptron networks dial normalise mesh partition shards hosts shuffle
    provenance footprint
 1  datasets/projection
@@ -54,11 +56,12 @@ TABLE = """
    envs/hackmatrix/canonical_reward envs/hackmatrix/canonical envs/hackmatrix/game envs/hackmatrix/view
    envs/hackmatrix/hints envs/hackmatrix/screen
    envs/probes envs/classic envs/registry
+   envs/host_spaces envs/host_gymnasium envs/host_numpy envs/batched envs/host_torch envs/host_jax
 3  algorithms/actor_critic algorithms/values algorithms/flat algorithms/ppo algorithms/impala learners
 3  checkpoint
 4  topologies/fused
 4  datasets/convert datasets/stream
-4  worlds curves legacy matches spectating
+4  worlds curves legacy matches spectating envs/host_driving envs/host envs/gym_export
 5  report intervals run folders feed resumption evaluation resimulation poison training scaling/page scaling/grid
 6  recipes workloads bench scaling/speed scaling/profile scaling/subject scaling/agreement scaling/checks
 7  printing flags settings scaling/command scaling/speed_command scaling/profile_command scaling/plan_command
@@ -67,8 +70,9 @@ TABLE = """
 """
 
 NO_JAX = (
-    *("datasets/*", "workers", "worlds", "cli", "flags", "printing", "hosts", "launch", "pulse"),
-    *("gang", "processes", "cluster"),
+    *("datasets/*", "workers", "worlds", "cli", "flags", "printing", "hosts", "launch", "pulse", "forms", "vectors"),
+    *("gang", "processes", "cluster", "envs/gym_export"),
+    *(f"envs/{name}" for name in ("host", "host_spaces", "host_gymnasium", "host_numpy", "host_torch", "batched")),
     *(f"driving/{name}" for name in ("scenario", "compile", "generator", "roads", "lanes", "bank")),
 )
 """Files that start fast and run in worker processes: NumPy only, transitively."""
@@ -86,7 +90,8 @@ CORE = {
     "PIL",
 }
 OPTIONAL = {
-    *("stoa", "gymnax", "brax", "jumanji", "mujoco_playground", "navix", "craftax", "gymnasium", "envpool", "torch"),
+    *("stoa", "gymnax", "brax", "jumanji", "mujoco_playground", "navix", "craftax", "gymnasium", "ale_py", "envpool"),
+    *("torch", "stable_baselines3"),
     *("ray", "grpc", "pyarrow", "tensorboard", "wandb", "tokenizers", "safetensors", "tensorflow"),
     *("beartype", "imageio_ffmpeg"),
 }
