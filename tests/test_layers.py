@@ -27,10 +27,12 @@ TABLE = """
 0  driving/__init__
 0  envs/__init__ envs/hackmatrix/__init__
 0  topologies/__init__
+0  actors/__init__
 0  scaling/__init__
 0  verdicts
 1  trends health watch
 1  returns distributions encoders perceptron networks dial normalise mesh hosts shuffle provenance
+1  actors/tickets actors/memory actors/doorbell actors/lane actors/desk actors/worker actors/crew actors/settings
 1  datasets/projection
 1  scaling/law scaling/rules scaling/compiled scaling/instructions scaling/trace scaling/chips scaling/plan
 1  datasets/wire datasets/soundness datasets/tfrecord datasets/plain_pickle datasets/outlines datasets/geopackage
@@ -55,10 +57,10 @@ TABLE = """
    envs/probes envs/classic envs/registry
 3  algorithms/values algorithms/ppo
 3  checkpoint
-4  topologies/fused
+4  topologies/fused topologies/actors
 4  datasets/convert datasets/stream
 4  worlds curves legacy matches spectating
-5  report intervals run folders feed resumption evaluation resimulation poison training scaling/page scaling/grid
+5  report intervals run folders feed resumption acting evaluation resimulation poison training scaling/page scaling/grid
 6  recipes workloads bench scaling/speed scaling/profile scaling/subject scaling/agreement scaling/checks
 7  printing flags settings scaling/command scaling/speed_command scaling/profile_command scaling/plan_command
    scaling/doctor
@@ -66,7 +68,7 @@ TABLE = """
 """
 
 NO_JAX = (
-    *("datasets/*", "workers", "worlds", "cli", "flags", "printing", "hosts", "launch", "pulse"),
+    *("datasets/*", "actors/*", "workers", "worlds", "cli", "flags", "printing", "hosts", "launch", "pulse"),
     *(f"driving/{name}" for name in ("scenario", "compile", "generator", "roads", "lanes", "bank")),
 )
 """Files that start fast and run in worker processes: NumPy only, transitively."""
