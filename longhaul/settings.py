@@ -10,11 +10,14 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from longhaul import flags, networks, resumption, tracking
+from longhaul import flags, learners, networks, resumption, tracking
 from longhaul.actors.settings import KINDS
+from longhaul.algorithms import impala
 from longhaul.driving import config, objectives
 from longhaul.flags import DEBUG, FLOAT, INT, PATH, SWITCH, TEXT, Flag, FlagError, Kind, choice, optional
 from longhaul.folders import load_run
+from longhaul.mesh import Shape
+from longhaul.precision import PRECISIONS, REMATS
 from longhaul.run import TOPOLOGIES, Run, RunError, agents
 from longhaul.scaling import rules
 
@@ -27,7 +30,8 @@ HELP = {
     "base-batch": "agent steps of the update that lr is meant for",
     "warmup": "updates over which the learning rate rises to lr at the beginning",
     "seed": "all random numbers come from it",
-    "mesh": "devices that share the worlds, as data=N or data=N,model=1",
+    "mesh": "devices: data=N of them share the worlds; with model=M each of these is M, which share the parameters",
+    "deterministic": "the same parameters on 1, 2, 4 and 8 devices, bit for bit",
     "threads": "of the CPU, in all; the last bits of sums depend on it",
     "topology": "how acting and learning are laid out",
     "actors": "of the topology actors: who share the worlds",
@@ -69,10 +73,17 @@ HELP = {
     "reward-haste": "for needing to brake hard, a step",
     "reward-lateral": "for a metre beside the route, a step",
     "reward-heading": "for 1 - cos of the angle to the route, a step",
-    "lr": "learning rate of Adam",
+    "lr": "learning rate",
+    "optimiser": "RMSProp, or Adam",
+    "rms-decay": "share of its past that RMSProp's second moment keeps in a step",
+    "rms-eps": "what RMSProp adds to its second moment, within the root",
+    "momentum": "of RMSProp's steps",
     "anneal": "let the learning rate fall to 0 over the run",
     "gamma": "discount of a step",
     "gae-lambda": "lambda of the advantage estimate",
+    "vtrace-lambda": "lambda of V-trace: below 1 its targets reach less far",
+    "rho-clip": "most that the policy's ratio to the actor's may be in errors and gradients; none: any",
+    "c-clip": "most that it may be in the trace; none: any",
     "num-minibatches": "minibatches of an epoch, which must divide a device's batch; none: by --scaling",
     "update-epochs": "passes over the batch of an update; none: by --scaling",
     "clip-eps": "how far the policy's ratio may move",
@@ -85,6 +96,7 @@ HELP = {
     "normalise-advantage": "advantages of a batch get mean 0 and deviation 1",
     "normalise-observation": "observations by running mean and deviation",
     "reward-scale": "factor on rewards for learning",
+    "reward-clip": "rewards within -1 and 1, or 0.3 min(tanh r, 0) + 5 max(tanh r, 0)",
     "kl-stop": "end an update once approx_kl passed it",
     "torso": "network before the heads; deepset: neighbours without order; latent, wayformer, mtr: by attention",
     "hidden-dim": "width of a layer",
@@ -95,8 +107,9 @@ HELP = {
     "init": "first weights of mlp, deepset and heads; lecun: Flax's default",
     "memory": "width of the recurrent unit; 0: none",
     "chunk": "rows of a minibatch whose gradient is taken at once; a matter of speed",
+    "accumulate": "pieces of a minibatch, at least, over which its gradient is summed: the same one, in less memory",
     "precision": "what the torso computes in; parameters and losses are fp32",
-    "remat": "compute an encoder's blocks again for the gradient: less memory, a third more work",
+    "remat": "what of the torso is computed again for its gradient, in less memory: nothing, all, all but products",
     "log-interval": "updates of a record of metrics",
     "block": "updates of a compiled call; between calls a run logs, saves and stops",
     "save-interval-minutes": "minutes between two checkpoints",
@@ -128,11 +141,14 @@ CHOICES: dict[str, tuple[str, ...]] = {
     "torso": networks.TORSOS,
     "activation": tuple(networks.ACTIVATIONS),
     "init": networks.INITS,
-    "precision": tuple(networks.PRECISIONS),
+    "optimiser": impala.OPTIMISERS,
+    "reward-clip": impala.REWARD_CLIPS,
+    "precision": tuple(PRECISIONS),
+    "remat": REMATS,
 }
 
-HIDDEN = ("recipe", "driver")
-"""Fields that are no flag: the recipe is named before, and who learns drives by the policy."""
+HIDDEN = ("recipe", "driver", "model")
+"""Fields that are no flag: the recipe is named before, who learns drives by the policy, and --mesh says both sizes."""
 
 AUTO = ("mesh", "actors", "threads", "bank-updates", "evaluation-episodes", "log-interval", "block", "base-batch")
 """Flags whose None is decided from the rest."""
@@ -147,22 +163,26 @@ CHANGEABLE = (
     *("num-envs", "num-steps", "mesh", "threads", "scaling", "lr-rule", "base-batch"),
     *("num-minibatches", "update-epochs", "lr", "anneal", "warmup", "gamma", "gae-lambda", "clip-eps", "clip-value"),
     *("vf-coef", "ent-coef", "ent-coef-final", "max-grad-norm", "normalise-advantage", "reward-scale", "kl-stop"),
-    *("chunk", "precision", "remat"),
+    *("rms-decay", "rms-eps", "vtrace-lambda", "rho-clip", "c-clip", "reward-clip"),
+    *("chunk", "accumulate", "precision", "remat"),
 )
 """Flags that may differ, too, and change what comes: how much is done at once and how it is learnt, not what."""
 
 GROUPS = {
     "run": "The run.",
     "environment": "What it trains in.",
-    "algorithm": "How it learns: PPO.",
+    "algorithm": "How it learns.",
     "saving": "What is kept, how often and where.",
     "health": "What a healthy run keeps to, at most or at least.",
 }
 
 SAVING = ("log_interval", "block", "save_interval_minutes", "save_interval", "keep", "keep_every", "rollbacks")
 
-ALIASES = {"total-steps": ("total-timesteps",)}
-"""Other words for flags of a Run: those of PureJaxRL and of HackMatrix's own trainer."""
+ALIASES = {"total-steps": ("total-timesteps",), "accumulate": ("micro-batches",)}
+"""Other words for flags of a Run: those of PureJaxRL and of HackMatrix's own trainer, and what others call them."""
+
+BARE = {"remat": ("full", "none")}
+"""What --remat and --no-remat mean, alone: it was a switch once."""
 
 RUNS_DIR = Flag(
     "runs-dir", PATH, "runs", "folder of all runs; a run's is NAME in it, and its checkpoints are in NAME/checkpoints",
@@ -214,9 +234,11 @@ def _settings(value: Any, path: tuple[str, ...], group: str) -> Iterator[Setting
             yield from _settings(inner, where, field.name if field.name in GROUPS else group)
             continue
         name = _name(where)
+        inner = value.mesh if name == "mesh" and value.devices else inner
         shown = "auto" if name in AUTO and inner is None else "" if inner in ((), None) and name == "data" else None
-        many, others = isinstance(inner, tuple), ALIASES.get(name, ())
-        flag = Flag(name, _kind(name, hints[field.name]), inner, HELP.get(name, ""), many, shown, others)
+        many, others = isinstance(inner, tuple) and name != "mesh", ALIASES.get(name, ())
+        kind = _kind(name, hints[field.name])
+        flag = Flag(name, kind, inner, HELP.get(name, ""), many, shown, others, BARE.get(name, ()))
         yield Setting(flag, "saving" if field.name in SAVING else group, where)
 
 
@@ -244,24 +266,25 @@ def _kind(name: str, hint: Any) -> Kind:
     return {int: INT, float: FLOAT, str: TEXT, bool: SWITCH}[hint]
 
 
-def _mesh(word: str) -> int:
-    """ "data=8,model=1" -> 8."""
+def _mesh(word: str) -> Shape:
+    """ "data=8,model=2" -> Shape(8, 2)."""
     axes = dict(part.split("=") for part in word.split(","))
     data, model = int(axes.pop("data", "1")), int(axes.pop("model", "1"))
-    if axes or data < 1 or model != 1:
+    if axes or data < 1 or model < 1:
         raise ValueError(word)
-    return data
+    return Shape(data, model)
 
 
-MESH = Kind("data=N", "data=N or data=N,model=1 with N at least 1 (no device holds only a part of the model)", _mesh)
+MESH = Kind("data=N", "data=N or data=N,model=M with N and M at least 1", _mesh)
 
 
 def table(run: Run) -> dict[str, list[Flag]]:
     """All flags of `longhaul train RECIPE` by heading, as `flags.parse` takes them."""
-    groups: dict[str, list[Flag]] = {f"{name}: {about}": [] for name, about in GROUPS.items()}
+    headings = GROUPS | {"algorithm": f"How it learns: {learners.of(run.algorithm).title}."}
+    groups: dict[str, list[Flag]] = {f"{name}: {about}": [] for name, about in headings.items()}
     for setting in settings(run):
-        groups[f"{setting.group}: {GROUPS[setting.group]}"].append(setting.flag)
-    groups[f"saving: {GROUPS['saving']}"] += FOLDERS
+        groups[f"{setting.group}: {headings[setting.group]}"].append(setting.flag)
+    groups[f"saving: {headings['saving']}"] += FOLDERS
     groups["tracking: Weights & Biases, beside the run's own metrics.jsonl."] = list(TRACKING)
     groups[""] = [DEBUG]
     return groups
@@ -270,8 +293,13 @@ def table(run: Run) -> dict[str, list[Flag]]:
 def apply(run: Run, values: Mapping[str, Any]) -> Run:
     """`run` with the values of some of its flags."""
     for setting in settings(run):
-        if setting.flag.name in values:
-            run = _replace(run, setting.path, values[setting.flag.name])
+        if setting.flag.name not in values:
+            continue
+        value = values[setting.flag.name]
+        if setting.flag.name == "mesh":
+            run = dataclasses.replace(run, devices=value.data, model=value.model)
+        else:
+            run = _replace(run, setting.path, value)
     return run
 
 
@@ -323,6 +351,6 @@ def resumed(folder: Path, recipe: str, parsed: flags.Parsed) -> Run:
 
 
 def _said(value: Any) -> str:
-    if isinstance(value, tuple):
+    if isinstance(value, tuple) and not isinstance(value, Shape):
         return " ".join(map(str, value)) or "none"
     return "none" if value is None else f"{value:g}" if isinstance(value, float) else str(value)
