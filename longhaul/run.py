@@ -222,7 +222,7 @@ def _acting(run: Run, devices: int) -> Acting:
     if run.deterministic:
         raise RunError("--deterministic needs --topology fused; actors repeat with --staleness 0, or with --pin")
     if run.model > 1:
-        raise RunError(f"--mesh is {run.mesh}, and the learner of --topology actors has whole parameters: choose model=1")
+        raise RunError(f"--mesh is {run.mesh}, and the learner of actors has whole parameters: choose model=1")
     if hosts.together():
         raise RunError("--topology is actors, which trains in one process; leave longhaul launch out")
     if isinstance(run.environment, Driving):

@@ -50,8 +50,11 @@ class Flight(NamedTuple):
 
 
 class Program(NamedTuple):
-    """The learner's compiled update; donates the state. `executable`: (state, key, updates, data, scores) -> (state, updates,
-    metrics, weights), of which data and scores are flat lists of [N, ...], and weights are bytes."""
+    """The learner's compiled update; donates the state.
+
+    `executable`: (state, key, updates, data, scores) -> (state, updates, metrics, weights), of which data and scores
+    are flat lists of [N, ...], and weights are bytes.
+    """
 
     executable: jax.stages.Compiled
     mesh: Mesh
