@@ -26,7 +26,7 @@ from longhaul import (
     tracking,
     training,
 )
-from longhaul.envs import registry
+from longhaul.envs import host, registry
 from longhaul.feed import feed
 from longhaul.flags import ALONE, DEBUG, TEXT, Flag, FlagError
 from longhaul.folders import find_folder, load_run, new_folder, save_run
@@ -210,6 +210,8 @@ def show_envs(words: Sequence[str]) -> int:
     """`longhaul envs`."""
     flags.parse("envs", "The environments of longhaul train ppo --env NAME.", {"": [DEBUG]}, words)
     printing.listing([*registry.names(), ("driving", "the recipe driving: generated scenarios, or logs by --data")])
+    print("\nOn the host, for actors:")
+    printing.listing(host.names())
     return 0
 
 

@@ -16,6 +16,13 @@ from typing import Any, NamedTuple, Protocol
 
 import jax
 
+from longhaul.forms import Action as Action
+from longhaul.forms import Box as Box
+from longhaul.forms import Discrete as Discrete
+from longhaul.forms import Masked as Masked
+from longhaul.forms import Measure as Measure
+from longhaul.forms import MultiDiscrete as MultiDiscrete
+
 PyTree = Any
 Key = jax.Array
 Params = PyTree
@@ -23,50 +30,6 @@ Metrics = dict[str, jax.Array]
 
 ENVIRONMENT, INFERENCE, LEARNING = "environment", "inference", "learning"
 """Scopes of a compiled program's instructions, by which a profile tells them apart."""
-
-
-@dataclass(frozen=True)
-class Discrete:
-    """Actions 0 .. n-1 as int32 scalars."""
-
-    n: int
-
-
-@dataclass(frozen=True)
-class MultiDiscrete:
-    """A vector of independent choices, int32 [len(sizes)]; choice i is in 0 .. sizes[i]-1."""
-
-    sizes: tuple[int, ...]
-
-
-@dataclass(frozen=True)
-class Box:
-    """A float32 vector within `low` .. `high`, both of the action's length."""
-
-    low: tuple[float, ...]
-    high: tuple[float, ...]
-
-
-Action = Discrete | MultiDiscrete | Box
-
-
-class Measure(NamedTuple):
-    """A number with its validity: a mask travels with its value.
-
-    Not every episode can tell every metric: without a light, nobody knows whether the agent heeds red. Where `valid` is
-    False, `value` means nothing and counts nowhere. Example: of Measure([1.0, 7.0, 0.0], [True, False, True]) the mean
-    is 0.5, over 2 episodes.
-    """
-
-    value: Any  # float32 [...]
-    valid: Any  # bool [...]
-
-
-class Masked(NamedTuple):
-    """An observation that comes with the set of actions that are legal now."""
-
-    observation: PyTree
-    mask: jax.Array  # bool [..., n]: True where the action is legal
 
 
 class Compact(NamedTuple):

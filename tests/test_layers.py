@@ -20,7 +20,7 @@ PACKAGE = Path(__file__).resolve().parent.parent / "longhaul"
 # Layer, then its files. A file may import from lower layers, and from the files named before it on its own line;
 # an indented line goes on with the one before.
 TABLE = """
-0  __init__ types pulse telemetry randomness leaves staging pages records workers compilation clock stopping terminal
+0  __init__ forms types pulse telemetry randomness leaves staging pages records workers compilation clock stopping terminal
    tracking tracker
 0  algorithms/__init__
 0  datasets/__init__ datasets/log
@@ -34,6 +34,7 @@ TABLE = """
 1  precision returns distributions encoders perceptron networks dial normalise mesh partition shards hosts shuffle
    provenance footprint
 1  actors/tickets actors/memory actors/doorbell actors/lane actors/desk actors/worker actors/crew actors/settings
+1  vectors
 1  datasets/projection
 1  scaling/law scaling/rules scaling/compiled scaling/instructions scaling/trace scaling/chips scaling/plan
 1  datasets/wire datasets/soundness datasets/tfrecord datasets/plain_pickle datasets/outlines datasets/geopackage
@@ -56,11 +57,13 @@ TABLE = """
    envs/hackmatrix/canonical_reward envs/hackmatrix/canonical envs/hackmatrix/game envs/hackmatrix/view
    envs/hackmatrix/hints envs/hackmatrix/screen
    envs/probes envs/classic envs/registry
+   envs/host_spaces envs/host_gymnasium envs/host_numpy envs/batched envs/host_torch envs/host_jax
 3  algorithms/actor_critic algorithms/values algorithms/flat algorithms/ppo algorithms/impala learners
 3  checkpoint
 4  topologies/fused topologies/actors
 4  datasets/convert datasets/stream
 4  worlds curves legacy matches spectating
+4  envs/host_driving envs/host envs/gym_export
 5  report intervals run folders feed resumption acting evaluation resimulation poison training scaling/page
    scaling/grid
 6  recipes workloads bench scaling/speed scaling/profile scaling/subject scaling/agreement scaling/checks
@@ -71,7 +74,10 @@ TABLE = """
 
 NO_JAX = (
     *("datasets/*", "actors/*", "workers", "worlds", "cli", "flags", "printing", "hosts", "launch", "pulse"),
+    *("forms", "vectors"),
     *("gang", "processes", "cluster"),
+    *(f"envs/{name}" for name in ("host", "host_spaces", "host_gymnasium", "host_numpy", "host_torch", "batched")),
+    "envs/gym_export",
     *(f"driving/{name}" for name in ("scenario", "compile", "generator", "roads", "lanes", "bank")),
 )
 """Files that start fast and run in worker processes: NumPy only, transitively."""
@@ -89,7 +95,8 @@ CORE = {
     "PIL",
 }
 OPTIONAL = {
-    *("stoa", "gymnax", "brax", "jumanji", "mujoco_playground", "navix", "craftax", "gymnasium", "envpool", "torch"),
+    *("stoa", "gymnax", "brax", "jumanji", "mujoco_playground", "navix", "craftax", "gymnasium", "ale_py", "envpool"),
+    *("torch", "stable_baselines3"),
     *("ray", "grpc", "pyarrow", "tensorboard", "wandb", "tokenizers", "safetensors", "tensorflow"),
     *("beartype", "imageio_ffmpeg"),
 }
