@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from longhaul import flags, learners, networks, resumption, tracking
+from longhaul.actors.settings import KINDS
 from longhaul.algorithms import impala
 from longhaul.driving import config, objectives
 from longhaul.flags import DEBUG, FLOAT, INT, PATH, SWITCH, TEXT, Flag, FlagError, Kind, choice, optional
@@ -33,6 +34,10 @@ HELP = {
     "deterministic": "the same parameters on 1, 2, 4 and 8 devices, bit for bit",
     "threads": "of the CPU, in all; the last bits of sums depend on it",
     "topology": "how acting and learning are laid out",
+    "actors": "of the topology actors: who share the worlds",
+    "actor-kind": "actors in processes of their own, or in threads of the learner's",
+    "staleness": "updates that the weights which acted may be behind; 0: none, as fused; none: without bound",
+    "pin": "act with exactly the weights that --staleness allows, so that the run can be repeated bit for bit",
     "evaluation-episodes": "episodes, or scenarios never trained in, of the evaluation at the end",
     "env": "the environment; longhaul envs lists them",
     "data": "driving logs to train in: files, folders, globs; without: generated scenarios",
@@ -123,6 +128,7 @@ HELP = {
 
 CHOICES: dict[str, tuple[str, ...]] = {
     "topology": TOPOLOGIES,
+    "actor-kind": KINDS,
     "scaling": rules.SCALINGS,
     "lr-rule": rules.LR_RULES,
     "traffic": config.TRAFFICS,
@@ -144,7 +150,7 @@ CHOICES: dict[str, tuple[str, ...]] = {
 HIDDEN = ("recipe", "driver", "model")
 """Fields that are no flag: the recipe is named before, who learns drives by the policy, and --mesh says both sizes."""
 
-AUTO = ("mesh", "threads", "bank-updates", "evaluation-episodes", "log-interval", "block", "base-batch")
+AUTO = ("mesh", "actors", "threads", "bank-updates", "evaluation-episodes", "log-interval", "block", "base-batch")
 """Flags whose None is decided from the rest."""
 
 FREE = (

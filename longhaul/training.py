@@ -13,7 +13,7 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from contextlib import ExitStack, closing
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -24,6 +24,7 @@ import numpy as np
 from jax.sharding import Mesh
 
 from longhaul import (
+    acting,
     evaluation,
     hosts,
     networks,
@@ -52,6 +53,7 @@ from longhaul.provenance import params_sha256, provenance
 from longhaul.records import Sums
 from longhaul.run import Assembly, Driving, Run, RunError, assemble, decisions, named, prepare_devices
 from longhaul.stopping import Stop, Stopped, listening
+from longhaul.topologies import actors as acted
 from longhaul.topologies import fused
 from longhaul.types import Params, Progress
 
@@ -194,7 +196,11 @@ def _loop(
     # Of each process: all wait for the one that compiles.
     print(f"compiled in {seconds.compile - clock.before.compile:.1f} s, {seconds.trace - clock.before.trace:.1f} s of "
           f"that traced; {clock.ledger.found}", file=sys.stderr, flush=True)  # fmt: skip
-    _weigh(folder, program, footprints.parts(assembly.algorithm, progress, feeding.now.context))
+    if isinstance(program, acting.Prepared):
+        on_device = footprints.parts(assembly.algorithm, progress._replace(carry=()), ())
+        _weigh(folder, program.program, on_device)
+    else:
+        _weigh(folder, program, footprints.parts(assembly.algorithm, progress, feeding.now.context))
     with ExitStack() as closed:
         out = _outlets(run, folder, assembly, closed, stop, done, resumed=resumed) if writes else SILENT
         tell = pulse.teller(os.environ)
@@ -206,7 +212,11 @@ def _loop(
         waiting: tuple[int, int, Any] | None = None
         stopping = False
         tell(pulse.WORKS)
-        for progress, n, rows in _calls(run, assembly, feeding, progress, program, tell):
+        if isinstance(program, acting.Prepared):
+            calls = acting.calls(run, folder, assembly, program, progress, out.note)
+        else:
+            calls = _calls(run, assembly, feeding, progress, program, tell)
+        for progress, n, rows in closed.enter_context(closing(calls)):
             if waiting is not None:  # of the call before: the device works meanwhile
                 log(*waiting, progress)
             done, waiting = done + n, (done + n, n, rows)
@@ -287,10 +297,14 @@ def _outlets(
     return Outlets(telemetry.fan(lines, events, health, mirror, console), console.note, settle)
 
 
-def _compiled(run: Run, assembly: Assembly, feeding: Feeding, progress: Progress, clock: Clock) -> fused.Program:
+def _compiled(
+    run: Run, assembly: Assembly, feeding: Feeding, progress: Progress, clock: Clock
+) -> fused.Program | acting.Prepared:
     assert run.block is not None
     collector_in, context = assembly.collector_in, feeding.now.context
     with clock.compiling():
+        if run.topology == "actors":
+            return acting.prepare(run, assembly, context, progress)
         try:
             return fused.compiled(
                 assembly.algorithm, collector_in, progress, context, assembly.mesh, block=run.block,
@@ -302,7 +316,7 @@ def _compiled(run: Run, assembly: Assembly, feeding: Feeding, progress: Progress
             raise RunError(f"the compiler finds no room on a device ({error}); give {footprints.REMEDY}") from error
 
 
-def _weigh(folder: Path, program: fused.Program, parts: dict[str, int]) -> None:
+def _weigh(folder: Path, program: fused.Program | acted.Program, parts: dict[str, int]) -> None:
     """Tells what the run takes of a device's memory, before its first update. Raises RunError where it can't fit."""
     found = footprints.footprint(program.executable, program.mesh, parts)
     if found is None:
@@ -318,7 +332,7 @@ def _weigh(folder: Path, program: fused.Program, parts: dict[str, int]) -> None:
 
 def _calls(
     run: Run, assembly: Assembly, feeding: Feeding, progress: Progress, program: fused.Program, tell: pulse.Tell
-) -> Iterator[tuple[Progress, int, Any]]:
+) -> Generator[tuple[Progress, int, Any]]:
     """All calls that are left, as `fused.fused` has them, through one context after the other."""
     assert run.block is not None
     done = int(progress.updates)

@@ -28,12 +28,14 @@ TABLE = """
 0  driving/__init__
 0  envs/__init__ envs/hackmatrix/__init__
 0  topologies/__init__
+0  actors/__init__
 0  scaling/__init__
 0  verdicts
 1  trends health watch
-1  vectors
 1  precision returns distributions encoders perceptron networks dial normalise mesh partition shards hosts shuffle
    provenance footprint
+1  actors/tickets actors/memory actors/doorbell actors/lane actors/desk actors/worker actors/crew actors/settings
+1  vectors
 1  datasets/projection
 1  scaling/law scaling/rules scaling/compiled scaling/instructions scaling/trace scaling/chips scaling/plan
 1  datasets/wire datasets/soundness datasets/tfrecord datasets/plain_pickle datasets/outlines datasets/geopackage
@@ -59,10 +61,12 @@ TABLE = """
    envs/host_spaces envs/host_gymnasium envs/host_numpy envs/batched envs/host_torch envs/host_jax
 3  algorithms/actor_critic algorithms/values algorithms/flat algorithms/ppo algorithms/impala learners
 3  checkpoint
-4  topologies/fused
+4  topologies/fused topologies/actors
 4  datasets/convert datasets/stream
-4  worlds curves legacy matches spectating envs/host_driving envs/host envs/gym_export
-5  report intervals run folders feed resumption evaluation resimulation poison training scaling/page scaling/grid
+4  worlds curves legacy matches spectating
+4  envs/host_driving envs/host envs/gym_export
+5  report intervals run folders feed resumption acting evaluation resimulation poison training scaling/page
+   scaling/grid
 6  recipes workloads bench scaling/speed scaling/profile scaling/subject scaling/agreement scaling/checks
 7  printing flags settings scaling/command scaling/speed_command scaling/profile_command scaling/plan_command
    scaling/doctor
@@ -70,8 +74,8 @@ TABLE = """
 """
 
 NO_JAX = (
-    *("datasets/*", "workers", "worlds", "cli", "flags", "printing", "hosts", "launch", "pulse", "forms", "vectors"),
-    *("gang", "processes", "cluster", "envs/gym_export"),
+    *("datasets/*", "actors/*", "workers", "worlds", "cli", "flags", "printing", "hosts", "launch", "pulse"),
+    *("forms", "vectors", "gang", "processes", "cluster", "envs/gym_export"),
     *(f"envs/{name}" for name in ("host", "host_spaces", "host_gymnasium", "host_numpy", "host_torch", "batched")),
     *(f"driving/{name}" for name in ("scenario", "compile", "generator", "roads", "lanes", "bank")),
 )
