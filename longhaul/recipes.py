@@ -35,7 +35,7 @@ def impala_cartpole() -> Run:
         "impala-cartpole",
         Named("cartpole"),
         impala.Config(lr=5e-3, ent_coef=0.01),
-        total_steps=1_000_000,
+        total_steps=500_000,
         num_envs=32,
         num_steps=20,
         health=Bounds(solved=475.0),
