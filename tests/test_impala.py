@@ -60,8 +60,12 @@ def case(kind: str) -> Case:
     @functools.partial(jax.jit, compiler_options=QUICK)
     def second(policy: Any) -> Rollout:
         """Of a fresh run by this policy: it begins in the middle of episodes."""
-        carry = collect.collect(policy, collect.start(jax.random.key(0)), jax.random.key(1), jnp.int32(0))[0]
-        return collect.collect(policy, carry, jax.random.key(2), jnp.int32(0))[1]
+
+        def one(carry: Any, key: jax.Array) -> tuple[Any, Rollout]:
+            return collect.collect(policy, carry, key, jnp.int32(0))[:2]
+
+        rollouts = jax.lax.scan(one, collect.start(jax.random.key(0)), jax.random.split(jax.random.key(1), 2))[1]
+        return jax.tree.map(lambda x: x[1], rollouts)
 
     own = second(algorithm.policy(state))._replace(version=jnp.int32(VERSION))
     old = second(algorithm.policy(state._replace(params=before)))
@@ -176,29 +180,27 @@ def test_what_is_not_valid_counts_nowhere() -> None:
 
 
 ONE_STEP = replace(
-    SMALL,
-    optimiser="adam",
-    max_grad_norm=1e9,
-    lr=1e-2,
-    anneal=False,
-    ent_coef=0.3,
-    vf_coef=0.7,
-    rho_clip=1.0,
-    c_clip=1.0,
-)
+    SMALL, optimiser="adam", max_grad_norm=1e9, lr=1e-2, anneal=False, ent_coef=0.3, vf_coef=0.7, rho_clip=1.0,
+    c_clip=1.0, vtrace_lambda=1.0,
+)  # fmt: skip
 """One optimiser step on the whole batch: Adam's first moment is then a tenth of the gradient."""
 
 
-def step_of(config: Any, data: Rollout, updates: int = VERSION) -> State:
-    """The state of "categorical" after one update by `config`."""
+@cache
+def learning(config: Any) -> tuple[Algorithm, Any]:
+    """The algorithm of a config in the world of "categorical", and its compiled `learn`."""
     make = impala.impala if isinstance(config, Config) else ppo.ppo
     algorithm = make(Chaos(interval=4).spec, config, updates=10, mean=meshes.identity)
-    params = case("categorical").state.params
+    return algorithm, jax.jit(algorithm.learn, compiler_options=QUICK)
+
+
+def step_of(config: Any, data: Rollout) -> State:
+    """The state of "categorical" after one update by `config`."""
+    algorithm, learn = learning(config)
     state = jax.eval_shape(algorithm.init, jax.random.key(0))
-    state = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), state)._replace(
-        params=params, updates=jnp.int32(updates)
-    )
-    return jax.jit(algorithm.learn, compiler_options=QUICK)(state, data, jax.random.key(2))[0]
+    state = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), state)
+    state = state._replace(params=case("categorical").state.params, updates=jnp.int32(VERSION))
+    return learn(state, data, jax.random.key(2))[0]
 
 
 @cache
@@ -238,7 +240,7 @@ def test_on_policy_without_lambda_it_is_ppo_without_its_clips() -> None:
         hidden_dim=8, num_layers=1, lr=1e-2, anneal=False, gamma=0.9, gae_lambda=1.0, num_minibatches=1,
         update_epochs=1, clip_value=False, vf_coef=0.7, ent_coef=0.3, max_grad_norm=1e9, normalise_advantage=False,
     )  # fmt: skip
-    ours = step_of(replace(ONE_STEP, vtrace_lambda=1.0), data)
+    ours = step_of(ONE_STEP, data)
     reference = step_of(theirs, data)
     assert_close(gradient(ours), gradient(reference), 1e-5)
     assert_close(ours.params, reference.params, 1e-5)
@@ -254,6 +256,7 @@ def test_rmsprop_divides_by_the_root_of_its_moment() -> None:
     np.testing.assert_allclose(before - moved, 1e-2 * g / np.sqrt(0.1 * g**2 + 1e-4), atol=2e-6)
 
 
+@pytest.mark.slow
 def test_two_shards_have_the_gradient_of_one_with_all_columns() -> None:
     made, config = case("categorical"), ONE_STEP
     data, columns, everywhere = made.old, PartitionSpec(None, "data"), PartitionSpec()

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from longhaul import mesh as meshes
-from longhaul.algorithms import ppo
+from longhaul.algorithms import actor_critic, impala, ppo
 from longhaul.environment import vectorise
 from longhaul.envs.probes import PROBES, Probe
 from longhaul.rollout import collector, play, starts
@@ -44,11 +44,30 @@ def ppo_learner(**options: Any) -> Learner:
     return Learner(make, lambda probe: ppo.critic(probe.environment.spec, ppo_config(probe, **options)))
 
 
+def impala_config(probe: Probe, **options: Any) -> impala.Config:
+    settings = {"lr": 1e-2, "hidden_dim": 32, "num_layers": 1, "ent_coef": 0.0, "max_grad_norm": 1.0}
+    return impala.Config(gamma=probe.gamma, vtrace_lambda=probe.gae_lambda, **(settings | options))
+
+
+def impala_learner(**options: Any) -> Learner:
+    def make(probe: Probe, mean: Callable) -> Algorithm:
+        return impala.impala(probe.environment.spec, impala_config(probe, **options), updates=UPDATES, mean=mean)
+
+    return Learner(make, lambda probe: actor_critic.critic(probe.environment.spec, impala_config(probe, **options)))
+
+
+APPO: dict[str, Any] = {
+    "optimiser": "adam", "clip_eps": 0.2, "num_minibatches": 2, "update_epochs": 4, "normalise_advantage": True
+}  # fmt: skip
+
 LEARNERS = {
     "ppo": ppo_learner(),
     "ppo-gru": ppo_learner(memory=16),
     "ppo-bf16": ppo_learner(precision="bf16"),
     "ppo-normalised": ppo_learner(normalise_observation=True, ent_coef_final=0.001),
+    "impala": impala_learner(),
+    "impala-gru": impala_learner(memory=16, **APPO),
+    "appo": impala_learner(**APPO),
 }
 
 
@@ -60,7 +79,9 @@ def run_fused(probe: Probe, learner: Learner, devices: int) -> tuple[Any, Algori
     progress = fused.start(algorithm, fused.entering(lambda _: collect, mesh), (), jax.random.key(0), mesh)
     program = fused.compiled(algorithm, lambda _: collect, progress, (), mesh, block=50)
     for progress, _, metrics in fused.fused(program, progress, (), updates=UPDATES, block=50):
-        assert np.all(np.isfinite(jax.device_get(metrics)["ppo/value_loss"]))
+        losses = [v for k, v in jax.device_get(metrics).items() if k.endswith("/value_loss")]
+        assert losses
+        assert np.all(np.isfinite(losses))
     return jax.device_get(algorithm.policy(progress.state)), algorithm
 
 
@@ -73,15 +94,22 @@ FEW = {
     "ppo-gru": ("memory", "masked", "time_limit"),
     "ppo-bf16": ("masked", "time_limit"),
     "ppo-normalised": ("masked", "agents", "time_limit"),
+    "impala": ("time_limit", "action", "successor", "agents"),
+    "impala-gru": ("memory",),
+    "appo": ("masked", "multi_discrete"),
 }
 """The probes that a variant sees. A recurrent critic is asked for the values of first observations only, and it never
 meets what follows a truncation with the memory of what went before: most probes tell nothing of it."""
+
+ON_MANY = {"impala": ("agents",), "impala-gru": (), "appo": ()}
+"""Where a learner shares with another what meets across devices, the probes that it sees there, too."""
 
 CELLS = [
     (name, topology, probe)
     for name in LEARNERS
     for topology in TOPOLOGIES
     for probe in FEW.get(name, [probe for probe in PROBES if probe != "memory"])  # that one is below
+    if topology == "fused" or probe in ON_MANY.get(name, PROBES)
 ]
 
 
