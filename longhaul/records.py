@@ -11,6 +11,11 @@ import numpy as np
 Record = dict[str, float]
 
 
+def _is_peak(name: str) -> bool:
+    """Whether the greatest counts, not the mean."""
+    return name.startswith("peak/") or name.endswith("_max")
+
+
 class Sums:
     """Sums over the updates since the last record. What is `pending` goes with a checkpoint, and comes back with it."""
 
@@ -22,11 +27,11 @@ class Sums:
         """Adds the first n updates of `rows`, arrays [n or more] by name.
 
         "episodes" counts those that ended, "episode/NAME" sums over those of them that tell it: "episodes/NAME", or
-        all where there is no such count. "peak/NAME" is the greatest of an update, -inf where there was none. The
-        others are an update's own.
+        all where there is no such count. "peak/NAME" is the greatest of an update, -inf where there was none, and
+        so is "NAME_max". The others are an update's own.
         """
         for name, values in rows.items():
-            if name.startswith("peak/"):
+            if _is_peak(name):
                 peak = float(np.max(values[:n], initial=-math.inf))
                 if peak > self._totals.get(name, -math.inf):
                     self._totals[name] = peak
@@ -49,7 +54,7 @@ class Sums:
         counts = {name: totals.pop(name) for name in list(totals) if name.startswith("episodes/")}
         record = {"episode/count": episodes}
         for name, total in sorted(totals.items()):
-            if name.startswith("peak/"):
+            if _is_peak(name):
                 record[name] = total
                 continue
             told = "episodes/" + name.removeprefix("episode/")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -128,6 +128,27 @@ def collector(
         return after, data, {"episodes": jnp.sum(tally.episodes)} | sums | counts | peaks
 
     return Collector(start, collect, steps * worlds.columns, steps * worlds.worlds)
+
+
+def join(rollouts: Sequence[Rollout]) -> Rollout:
+    """Rollouts side by side, as one of all their columns. Its version is the oldest."""
+    if len(rollouts) == 1:
+        return rollouts[0]
+
+    def along(axis: int, *trees: PyTree) -> PyTree:
+        return jax.tree.map(lambda *leaves: jnp.concatenate(leaves, axis), *trees)
+
+    def one(rollout: Rollout) -> tuple[PyTree, PyTree]:
+        """What is [T, B, ...], and what is [B, ...]."""
+        successors = rollout.successors
+        wide = rollout._replace(successors=successors.truncated, memory=(), version=())  # type: ignore[arg-type]
+        return wide, (successors.last, rollout.memory)
+
+    wide, narrow = zip(*map(one, rollouts))
+    last, memory = along(0, *narrow)
+    whole = along(1, *wide)
+    oldest = jnp.min(jnp.stack([rollout.version for rollout in rollouts]))
+    return whole._replace(successors=Successors(last, whole.successors), memory=memory, version=oldest)
 
 
 class Episodes(NamedTuple):

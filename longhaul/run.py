@@ -17,6 +17,8 @@ from jax.sharding import Mesh
 
 from longhaul import compilation, hosts
 from longhaul import mesh as meshes
+from longhaul.actors import settings as layouts
+from longhaul.actors.settings import Acting
 from longhaul.algorithms import ppo
 from longhaul.driving import simulator
 from longhaul.environment import vectorise
@@ -24,11 +26,12 @@ from longhaul.envs import registry
 from longhaul.health import Bounds
 from longhaul.rollout import collector
 from longhaul.scaling import rules
+from longhaul.topologies import actors as acted
 from longhaul.topologies import fused
 from longhaul.types import Algorithm, Collector, Environment, Progress, PyTree, Spec
 from longhaul.worlds import HELD_OUT
 
-TOPOLOGIES = ("fused",)
+TOPOLOGIES = ("fused", "actors")
 
 MOST = 2**31 - 1
 """Of what JAX counts in int32."""
@@ -74,6 +77,7 @@ class Run:
     environment: Named | Driving
     algorithm: ppo.Config = field(default_factory=ppo.Config)
     topology: str = "fused"
+    acting: Acting = field(default_factory=Acting)  # of the topology `actors`
     total_steps: int = 1_000_000
     num_envs: int = 64  # worlds
     num_steps: int = 128  # of each world an update
@@ -154,6 +158,7 @@ def resolve(run: Run) -> Run:
             f"--num-envs is {run.num_envs}, which {devices} devices can't share evenly; "
             f"choose a multiple of {devices}, or --mesh data=1"
         )
+    acting = _acting(run, devices)
     columns = run.num_envs // devices * agents(run)
     if columns * run.num_steps > MOST:
         raise RunError(
@@ -179,10 +184,28 @@ def resolve(run: Run) -> Run:
         task = dataclasses.replace(task, data=data, bank_updates=_bank_updates(task, run.num_envs * run.num_steps))
     episodes = run.evaluation_episodes or (128 if isinstance(task, Driving) else 100)
     return dataclasses.replace(
-        run, environment=task, algorithm=algorithm, base_batch=run.base_batch or steps, devices=devices,
+        run, environment=task, algorithm=algorithm, acting=acting, base_batch=run.base_batch or steps, devices=devices,
         threads=run.threads or _default_threads(-(-devices // processes)) * processes,
         log_interval=log_interval, block=block, evaluation_episodes=episodes,
     )  # fmt: skip
+
+
+def _acting(run: Run, devices: int) -> Acting:
+    """Who acts, where that is no matter of the learner's program."""
+    if run.topology != "actors":
+        return run.acting
+    if hosts.together():
+        raise RunError("--topology is actors, which trains in one process; leave longhaul launch out")
+    if isinstance(run.environment, Driving):
+        if run.environment.bank is not None:
+            raise RunError("--bank needs --topology fused; leave it out, and all scenarios are held")
+        if run.acting.actor_kind != "thread":
+            raise RunError("--actor-kind is process, and driving's scenarios lie in one; choose --actor-kind thread")
+    try:
+        return layouts.decided(run.acting, envs=run.num_envs, devices=devices, cores=cores())
+    except ValueError as error:
+        name, _, rest = str(error).partition(" ")
+        raise RunError(f"--{_flag(name)} {rest}") from error
 
 
 def _check_numbers(run: Run) -> None:
@@ -274,6 +297,8 @@ def _intervals(run: Run, updates: int, steps: int) -> tuple[int, int]:
 def _default_devices(run: Run) -> int:
     """All local devices. On a CPU that is a shard a core, where batches are large enough to be worth cutting."""
     processes = hosts.count()
+    if on_cpu() and run.topology == "actors":  # which have the cores
+        return 1
     if on_cpu():
         own = int(os.environ.get(hosts.DEVICES, 0)) or (cores() if run.num_envs >= 64 else 1)
     else:
@@ -335,7 +360,10 @@ def assemble(
     also while a program is traced. `context` is one of them: all have the same shapes and the same spec.
     """
     assert run.devices is not None
-    mesh, worlds = meshes.make_mesh(run.devices), run.num_envs // run.devices
+    mesh, shares = meshes.make_mesh(run.devices), run.devices
+    if run.topology == "actors":
+        shares = run.acting.actors or 1
+    worlds = run.num_envs // shares
     spec = within(context).spec
     steps = run.num_envs * agents(run) * run.num_steps
     updates = last_update(run, origin)
@@ -349,6 +377,8 @@ def assemble(
         return collector(many, algorithm.act, algorithm.memory, steps=run.num_steps)
 
     enter = fused.entering(collector_in, mesh)
+    if run.topology == "actors":
+        enter = acted.entering(collector_in, shares)
     return Assembly(spec, algorithm, collector_in, enter, mesh, updates, steps, run.num_envs * run.num_steps, origin)
 
 

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from longhaul import flags, networks, resumption, tracking
+from longhaul.actors.settings import KINDS
 from longhaul.driving import config, objectives
 from longhaul.flags import DEBUG, FLOAT, INT, PATH, SWITCH, TEXT, Flag, FlagError, Kind, choice, optional
 from longhaul.folders import load_run
@@ -29,6 +30,10 @@ HELP = {
     "mesh": "devices that share the worlds, as data=N or data=N,model=1",
     "threads": "of the CPU, in all; the last bits of sums depend on it",
     "topology": "how acting and learning are laid out",
+    "actors": "of the topology actors: who share the worlds",
+    "actor-kind": "actors in processes of their own, or in threads of the learner's",
+    "staleness": "updates that the weights which acted may be behind; 0: none, as fused; none: without bound",
+    "pin": "act with exactly the weights that --staleness allows, so that the run can be repeated bit for bit",
     "evaluation-episodes": "episodes, or scenarios never trained in, of the evaluation at the end",
     "env": "the environment; longhaul envs lists them",
     "data": "driving logs to train in: files, folders, globs; without: generated scenarios",
@@ -110,6 +115,7 @@ HELP = {
 
 CHOICES: dict[str, tuple[str, ...]] = {
     "topology": TOPOLOGIES,
+    "actor-kind": KINDS,
     "scaling": rules.SCALINGS,
     "lr-rule": rules.LR_RULES,
     "traffic": config.TRAFFICS,
@@ -128,7 +134,7 @@ CHOICES: dict[str, tuple[str, ...]] = {
 HIDDEN = ("recipe", "driver")
 """Fields that are no flag: the recipe is named before, and who learns drives by the policy."""
 
-AUTO = ("mesh", "threads", "bank-updates", "evaluation-episodes", "log-interval", "block", "base-batch")
+AUTO = ("mesh", "actors", "threads", "bank-updates", "evaluation-episodes", "log-interval", "block", "base-batch")
 """Flags whose None is decided from the rest."""
 
 FREE = (

@@ -22,7 +22,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from longhaul import evaluation, hosts, networks, poison, pulse, report, resumption, telemetry, tracking, watch
+from longhaul import acting, evaluation, hosts, networks, poison, pulse, report, resumption, telemetry, tracking, watch
 from longhaul import feed as feeds
 from longhaul import mesh as meshes
 from longhaul.algorithms import ppo
@@ -189,7 +189,11 @@ def _loop(
         waiting: tuple[int, int, Any] | None = None
         stopping = False
         tell(pulse.WORKS)
-        for progress, n, rows in _calls(run, assembly, feeding, progress, program, tell):
+        if isinstance(program, acting.Prepared):
+            calls = acting.calls(run, folder, assembly, program, progress, out.note)
+        else:
+            calls = _calls(run, assembly, feeding, progress, program, tell)
+        for progress, n, rows in closed.enter_context(closing(calls)):
             if waiting is not None:  # of the call before: the device works meanwhile
                 log(*waiting, progress)
             done, waiting = done + n, (done + n, n, rows)
@@ -270,10 +274,14 @@ def _outlets(
     return Outlets(telemetry.fan(lines, events, health, mirror, console), console.note, settle)
 
 
-def _compiled(run: Run, assembly: Assembly, feeding: Feeding, progress: Progress, clock: Clock) -> fused.Program:
+def _compiled(
+    run: Run, assembly: Assembly, feeding: Feeding, progress: Progress, clock: Clock
+) -> fused.Program | acting.Prepared:
     assert run.block is not None
     collector_in, context = assembly.collector_in, feeding.now.context
     with clock.compiling():
+        if run.topology == "actors":
+            return acting.prepare(run, assembly, context, progress)
         return fused.compiled(assembly.algorithm, collector_in, progress, context, assembly.mesh, block=run.block)
 
 

@@ -1,0 +1,85 @@
+"""A run's actors: what they are told, and the run's updates from what they bring.
+
+In threads they share the learner's environment; processes make their own, from the Run as plain data.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import time
+from collections.abc import Callable, Iterator
+from contextlib import closing, suppress
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+
+from longhaul import mesh as meshes
+from longhaul import pages
+from longhaul.actors import settings
+from longhaul.actors.crew import Crew
+from longhaul.actors.worker import Collect
+from longhaul.algorithms import ppo
+from longhaul.environment import vectorise
+from longhaul.rollout import collector, join
+from longhaul.run import Assembly, Named, Run, from_dict, named, to_dict
+from longhaul.topologies import actors
+from longhaul.types import Metrics, Progress, PyTree
+
+LIVE = "live.json"
+"""In a run's folder, while it runs: what its actors are at."""
+
+EVERY = 1.0
+"""Seconds between two of them."""
+
+
+class Prepared(NamedTuple):
+    """A run's learner, compiled, and what its actors do."""
+
+    program: actors.Program
+    acting: actors.Acting
+
+
+def prepare(run: Run, assembly: Assembly, context: PyTree, progress: Progress) -> Prepared:
+    """Compiles the learner of a run like `progress`."""
+    assert run.acting.actors is not None
+    policy = jax.eval_shape(assembly.algorithm.policy, progress.state)
+    acting = actors.acting(assembly.collector_in(context), policy)
+    program = actors.compiled(
+        assembly.algorithm, acting, join, progress, assembly.mesh, actors=run.acting.actors
+    )  # fmt: skip
+    return Prepared(program, acting)
+
+
+def process(plain: dict[str, Any], actor: int) -> Collect:
+    """What an actor of a Run in JSON's words does, made in its own process."""
+    run: Run = from_dict(Run, plain)
+    assert isinstance(run.environment, Named) and run.acting.actors is not None
+    environment = named(run.environment)
+    algorithm = ppo.ppo(environment.spec, run.algorithm, updates=1, mean=meshes.identity)
+    worlds = vectorise(environment, run.num_envs // run.acting.actors)
+    collect = collector(worlds, algorithm.act, algorithm.memory, steps=run.num_steps)
+    policy = jax.eval_shape(lambda key: algorithm.policy(algorithm.init(key)), jax.random.key(0))
+    return actors.acting(collect, policy).collect
+
+
+def calls(
+    run: Run, folder: Path, assembly: Assembly, prepared: Prepared, progress: Progress, note: Callable[[str], None]
+) -> Iterator[tuple[Progress, int, Metrics]]:
+    """All updates that are left, as `fused.fused` has them. Close it: then no actor is left."""
+    make: Callable[[int], Collect] = lambda actor: prepared.acting.collect  # noqa: E731
+    if run.acting.actor_kind == "process":
+        make = functools.partial(process, to_dict(run))
+    rule = settings.rule(run.acting, assembly.updates)
+    publish = actors.weights_of(assembly.algorithm)
+    with closing(Crew(rule, prepared.acting.shapes, make, kind=run.acting.actor_kind)) as crew:
+        told = 0.0
+        for progress, n, rows in actors.actors(prepared.program, crew, progress, publish, updates=assembly.updates):
+            while crew.news:
+                note(crew.news.pop(0))
+            if time.monotonic() - told >= EVERY:
+                told = time.monotonic()
+                with suppress(OSError):  # no matter for the run
+                    pages.write(folder / LIVE, json.dumps(pages.finite(crew.report())))
+            yield progress, n, rows

@@ -1,0 +1,340 @@
+"""The crew: actors begun, watched and begun again; what they finished handed to the learner in order.
+
+An actor that ended, hangs, or writes what it was not asked for is ended for good (killed, and waited for) before another
+takes its place, so that never two write one slot. The other begins where it left off: its orders and the states of its
+environments lie on the desk. Who fails again and again without one rollout ends the run, with its last words.
+"""
+
+from __future__ import annotations
+
+import os
+import pickle
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple, Protocol
+
+import numpy as np
+
+from longhaul.actors import desk as desks
+from longhaul.actors import memory, tickets, worker
+from longhaul.actors.desk import Desk, Garbage, Head, Shapes, Size
+from longhaul.actors.doorbell import Bell, bell
+from longhaul.actors.tickets import Book, Rule, Ticket
+from longhaul.actors.worker import Collect, Description
+
+WATCH = 0.2
+"""Seconds between two looks at the actors."""
+
+HANG, TIMES = 10.0, 4.0
+"""A rollout that takes longer than so many seconds, and so many times the longest one before, hangs."""
+
+STARTING = 600.0
+"""Seconds that an actor may take until its first rollout is done: it compiles."""
+
+BACK_OFF, LONGEST = 0.1, 10.0
+"""Seconds before an actor is begun again: the first, doubled with each failure without a rollout, at most the last."""
+
+LEAVE = 3.0
+"""Seconds for all to leave of themselves, at the end of a run."""
+
+FAILURES = 5
+"""So many failures of one actor, without a rollout between them, end the run."""
+
+
+class CrewError(RuntimeError):
+    """Actors that can't go on; one line."""
+
+
+class Hand(Protocol):
+    """One life of an actor."""
+
+    def ended(self) -> str | None:
+        """How it ended; None while it lives."""
+
+    def end(self, within: float) -> None:
+        """Waits for its end; kills it where that takes more than so many seconds."""
+
+
+class ThreadHand:
+    """An actor in a thread of this process."""
+
+    def __init__(self, desk: Desk, actor: int, make: Callable[[int], Collect], orders: Bell, learner: Bell) -> None:
+        self._failed: str | None = None
+        self._orders = orders
+
+        def run() -> None:
+            try:
+                worker.work(desk, actor, make(actor), orders, learner)
+            except Exception as error:
+                worker.failed(desk, actor, error)
+                self._failed = "it failed"
+                learner.ring()
+
+        self._thread = threading.Thread(target=run, name=f"actor {actor}", daemon=True)
+        self._thread.start()
+
+    def ended(self) -> str | None:
+        return None if self._thread.is_alive() else self._failed or "it ended"
+
+    def end(self, within: float) -> None:
+        """Waits: a thread can't be killed."""
+        self._orders.ring()
+        self._thread.join(max(within, HANG))
+
+
+class ProcessHand:
+    """An actor in a process of its own."""
+
+    def __init__(self, about: Description) -> None:
+        ends = (about.memory, about.hears, about.rings)
+        # JAX's choice of platform and threads is this process's; an actor computes on the CPU, with one thread.
+        variables = os.environ | {"JAX_PLATFORMS": "cpu", "NPROC": "1", "OPENBLAS_NUM_THREADS": "1"}
+        command = [sys.executable, "-m", "longhaul.actors.worker"]
+        self._process = subprocess.Popen(command, stdin=subprocess.PIPE, pass_fds=ends, env=variables)
+        assert self._process.stdin is not None
+        try:
+            with self._process.stdin as pipe:
+                pipe.write(pickle.dumps(about))
+        except BrokenPipeError:
+            pass  # it ended at once, which `ended` tells
+        self.id = self._process.pid
+
+    def ended(self) -> str | None:
+        code = self._process.poll()
+        if code is None:
+            return None
+        return f"it was ended by {signal.Signals(-code).name}" if code < 0 else f"it ended with code {code}"
+
+    def end(self, within: float) -> None:
+        try:
+            self._process.wait(timeout=within)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+
+
+class Station(NamedTuple):
+    """An actor as the crew knows it."""
+
+    hand: Hand | None  # None: it is to be begun at `due`
+    due: float = 0.0
+    failures: int = 0  # since its last rollout
+    rollouts: int = 0  # when it was begun
+    restarts: int = 0
+
+
+class Batch(NamedTuple):
+    """A whole batch: views of [N, ...] arrays, which hold until the update that learns from it is finished."""
+
+    data: list[np.ndarray]
+    scores: list[np.ndarray]
+    heads: list[Head]
+
+
+class Crew:
+    """N actors, and the learner's side of the desk. Call `close` at the end.
+
+        crew.open(version, key, weights, carry, turns)
+        while ...:
+            batch = crew.take()                      # waits
+            ... learn from it ...
+            crew.learnt(weights)                     # the next version
+    """  # fmt: skip
+
+    def __init__(
+        self, rule: Rule, shapes: Shapes, make: Callable[[int], Collect], *, kind: str
+    ) -> None:  # fmt: skip
+        """`make` gives what actor a does; for processes (`kind` "process", else "thread") it is importable."""
+        self._rule, self._make, self._kind = rule, make, kind
+        self.news: list[str] = []
+        """Lines on what befell actors; whoever tells them takes them out."""
+        self._size = Size(rule.places, rule.rooms, rule.turns, rule.ahead + 2)
+        self._memory = memory.create(desks.planned(shapes, self._size).size)
+        self.desk = Desk(self._memory, shapes, self._size)
+        self._learner = bell()
+        self._orders = [bell() for _ in range(rule.places)]
+        self._stations = [Station(None) for _ in range(rule.places)]
+        self._heads: dict[Ticket, Head] = {}
+        self._looked = 0.0
+        self.waited = 0.0  # seconds of the learner, for actors
+        self.book: Book = tickets.opened(rule, 0)
+
+    def open(
+        self, version: int, key: np.ndarray, weights: Sequence[tuple[int, np.ndarray]], carry: Sequence[np.ndarray]
+    ) -> None:
+        """Begins with `version` finished updates: with the run's key, policies by version, the last of them `version`,
+        and the states of the environments, [N, ...] each."""
+        self.book = tickets.opened(self._rule, version)
+        self.desk.key[: key.size] = key.ravel()
+        self.desk.set_carry([turn - 1 for turn in self.book.turn], carry)
+        for number, policy in weights:
+            self.desk.lane.publish(number, policy)
+        self._hand_out()
+        self._watch(time.monotonic())
+
+    def take(self) -> Batch:
+        """The learner's next batch; waits until it is whole."""
+        began = time.perf_counter()
+        while True:
+            self._drain()
+            if not tickets.missing(self.book):
+                break
+            self._learner.wait(WATCH)
+            now = time.monotonic()
+            if now - self._looked >= WATCH:
+                self._watch(now)
+        self.waited += time.perf_counter() - began
+        number = self.book.version
+        mine = sorted((t for t in self._heads if t.batch == number), key=lambda t: t.place)
+        data, scores = self.desk.batch(number)
+        return Batch(data, scores, [self._heads.pop(ticket) for ticket in mine])
+
+    def learnt(self, weights: np.ndarray) -> None:
+        """The update is finished and nothing reads its batch any more; `weights` are what it made."""
+        self.book = tickets.learnt(self.book)
+        self.desk.lane.publish(self.book.version, weights)
+        self._hand_out()
+
+    def carry(self) -> list[np.ndarray]:
+        """The states of the environments after the last batch that was learnt from, [N, ...] each: views, which hold
+        until the next one is."""
+        turns = [turn - len(given) - 1 for turn, given in zip(self.book.turn, self.book.given)]
+        return self.desk.carry(turns)
+
+    @property
+    def queue(self) -> int:
+        """Rollouts that wait for the learner."""
+        return tickets.queue(self.book)
+
+    @property
+    def restarts(self) -> int:
+        """How often an actor was begun again."""
+        return sum(station.restarts for station in self._stations)
+
+    def worked(self) -> tuple[float, float]:
+        """Seconds that actors spent in rollouts, and waiting for orders, all together since they began."""
+        acted, waited = self.desk.vitals[:, [desks.ACTED_NS, desks.WAITED_NS]].sum(axis=0)
+        return acted / 1e9, waited / 1e9
+
+    def report(self) -> dict[str, Any]:
+        """What everybody is at, as JSON can hold it."""
+        now, rows = time.monotonic(), []
+        for actor, (vitals, station) in enumerate(zip(self.desk.vitals, self._stations)):
+            acted, waited = vitals[desks.ACTED_NS] / 1e9, vitals[desks.WAITED_NS] / 1e9
+            rows.append(
+                {
+                    "actor": actor,
+                    "state": desks.STATES[int(vitals[desks.STATE])] if station.hand is not None else "ended",
+                    "since": now - vitals[desks.BEAT] / 1e9,
+                    "process": int(vitals[desks.PROCESS]),
+                    "rollouts": int(vitals[desks.ROLLOUTS]),
+                    "seconds_acting": acted,
+                    "seconds_waiting": waited,
+                    "queue": self.book.done[actor],
+                    "restarts": station.restarts,
+                }
+            )
+        return {"time": time.time(), "updates": self.book.version, "queue": self.queue, "actors": rows}
+
+    def close(self) -> None:
+        """Ends all actors. Nothing of them is left."""
+        self.desk.closed[0] = 1
+        for door in self._orders:
+            door.ring()
+        deadline = time.monotonic() + LEAVE
+        for actor, station in enumerate(self._stations):
+            if station.hand is not None:
+                starts = self.desk.vitals[actor, desks.STATE] == desks.STARTS
+                station.hand.end(within=0.0 if starts else max(0.0, deadline - time.monotonic()))
+        for door in (*self._orders, self._learner):
+            door.close()
+        os.close(self._memory)
+
+    # ------------------------------------------------------------------------------------------------------ inside
+
+    def _hand_out(self) -> None:
+        self.book, out = tickets.hand_out(self.book)
+        for actor, ticket in out:
+            self.desk.order(actor, ticket)
+        for actor in {actor for actor, _ in out}:
+            self._orders[actor].ring()
+
+    def _drain(self) -> None:
+        """Notes what was finished since."""
+        moved = False
+        for actor in range(self._rule.places):
+            while self._finished(actor) < self.desk.finished[actor]:
+                ticket = self.book.given[actor][self.book.done[actor]]
+                try:
+                    self._heads[ticket] = self.desk.check(actor, ticket)
+                except (Garbage, IndexError) as error:
+                    self._reject(actor, str(error))
+                    break
+                self.book, _ = tickets.finished(self.book, actor)
+                moved = True
+        if moved and self._rule.staleness is None:
+            self._hand_out()
+
+    def _finished(self, actor: int) -> int:
+        """Rollouts of an actor that were taken note of, in all."""
+        return int(self.desk.ordered[actor]) - len(self.book.given[actor]) + self.book.done[actor]
+
+    def _reject(self, actor: int, why: str) -> None:
+        """What an actor wrote counts not; another does it again."""
+        station = self._stations[actor]
+        if station.hand is not None:
+            station.hand.end(within=0.0)
+        self.desk.finished[actor] = self._finished(actor)
+        self._failed(actor, why)
+
+    def _watch(self, now: float) -> None:
+        """Begins who is due, and ends who hangs."""
+        self._looked = now
+        for actor, station in enumerate(self._stations):
+            if station.hand is None:
+                if now >= station.due:
+                    self._begin(actor, station)
+                continue
+            how = station.hand.ended()
+            if how is not None:
+                self._failed(actor, f"{how}: {words}" if (words := self.desk.said(actor)) else how)
+            elif self._hangs(actor, now):
+                station.hand.end(within=0.0)
+                self._failed(actor, f"it was silent for {now - self.desk.vitals[actor, desks.BEAT] / 1e9:.0f} s")
+
+    def _begin(self, actor: int, station: Station) -> None:
+        vitals = self.desk.vitals[actor]
+        vitals[desks.INCARNATION] += 1
+        self.desk.at(actor, desks.STARTS)
+        self.desk.say(actor, "")
+        vitals[desks.LONGEST_NS] = 0
+        orders, learner = self._orders[actor], self._learner
+        if self._kind == "thread":
+            hand: Hand = ThreadHand(self.desk, actor, self._make, orders, learner)
+            vitals[desks.PROCESS] = os.getpid()
+        else:
+            shapes, ends = self.desk.shapes, (self._memory, orders.heard, learner.rings)
+            hand = ProcessHand(Description(actor, self._make, shapes, self._size, *ends, os.getpid()))
+            vitals[desks.PROCESS] = hand.id
+        self._stations[actor] = station._replace(hand=hand, rollouts=int(vitals[desks.ROLLOUTS]))
+
+    def _failed(self, actor: int, why: str) -> None:
+        """An actor has ended; another one is begun after a while. Raises CrewError where that helps not."""
+        station, done = self._stations[actor], int(self.desk.vitals[actor, desks.ROLLOUTS])
+        failures = 1 if done > station.rollouts else station.failures + 1
+        if failures >= FAILURES:
+            raise CrewError(f"actor {actor} failed {failures} times without one rollout; {why}")
+        wait = min(LONGEST, BACK_OFF * 2 ** (failures - 1))
+        self.news.append(f"actor {actor}: {why}; another takes its place in {wait:.1f} s")
+        self._stations[actor] = Station(None, time.monotonic() + wait, failures, done, station.restarts + 1)
+
+    def _hangs(self, actor: int, now: float) -> bool:
+        vitals = self.desk.vitals[actor]
+        silent, longest = now - vitals[desks.BEAT] / 1e9, vitals[desks.LONGEST_NS] / 1e9
+        if vitals[desks.STATE] == desks.STARTS or not longest:
+            return silent > STARTING
+        return bool(silent > max(HANG, TIMES * longest))

@@ -1,0 +1,66 @@
+"""The weights' lane: versions of a policy in shared memory, one flat buffer each; written once, read by any number.
+
+Version v lies in place v % H, so that the H newest ones can be read. Who writes never waits: it makes the place's mark
+odd, copies, and makes it even again (a sequence lock; Lameter, "Effective synchronization on Linux/NUMA systems",
+2005). Who reads copies, and looks at the mark before and after; where it changed, the copy counts not.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+
+from longhaul.actors.memory import Leaf
+
+PATIENCE = 1000
+"""Times that a reader tries before it says that the lane is broken."""
+
+
+def regions(size: int, places: int) -> Iterator[tuple[str, Leaf]]:
+    """What a lane for policies of `size` bytes needs in memory."""
+    yield "lane/latest", Leaf((8,), "int64")
+    yield "lane/marks", Leaf((places, 8), "int64")
+    yield "lane/weights", Leaf((places, size), "uint8")
+
+
+class Lane:
+    """`publish` belongs to one process. Bytes come out as they went in: what they mean is the caller's matter."""
+
+    def __init__(self, arrays: dict[str, np.ndarray]) -> None:
+        self._latest, self._marks = arrays["lane/latest"], arrays["lane/marks"]
+        self._weights = arrays["lane/weights"]
+
+    def publish(self, version: int, weights: np.ndarray) -> None:
+        """`weights` are bytes, as many as the lane is wide. Versions grow, or begin anew before anyone reads."""
+        place = version % len(self._weights)
+        mark = self._marks[place]
+        mark[0] |= 1  # being written
+        mark[1] = version
+        self._weights[place] = weights
+        mark[0] += 1
+        self._latest[0] = version + 1
+
+    @property
+    def latest(self) -> int:
+        """The newest version; -1 where there is none."""
+        return int(self._latest[0]) - 1
+
+    def read(self, version: int, out: np.ndarray) -> int:
+        """Copies a version, or the newest where it is negative, to `out`; -> which one.
+
+        LookupError where it is not there: it never was, or has been written over.
+        """
+        for _ in range(PATIENCE):
+            wanted = self.latest if version < 0 else version
+            if wanted < 0:
+                raise LookupError("no weights were published yet")
+            place = wanted % len(self._weights)
+            before, found = int(self._marks[place, 0]), int(self._marks[place, 1])
+            if not before & 1 and found == wanted:
+                out[...] = self._weights[place]
+                if int(self._marks[place, 0]) == before:
+                    return wanted
+            elif not before & 1 and version >= 0:
+                raise LookupError(f"version {version} of the weights is not there; the newest is {self.latest}")
+        raise LookupError("the weights change faster than they can be read")
