@@ -56,6 +56,9 @@ def form(
     return Form(replace(spec, observation=Masked(seen.form, legal)), read, done.convert)
 
 
+Begin = Callable[[int], tuple[Any, Any, dict[str, Any]]]
+
+
 class Interval:
     """Holds an environment to its `truncation_interval`, by which memory is measured."""
 
@@ -79,15 +82,13 @@ class Interval:
 
 
 class Vector:
-    """A Gymnasium vector environment. `begin(seed)` -> (environment, observations, infos) of fresh episodes."""
+    """A Gymnasium vector environment `made`. `begin(seed)` -> (environment, observations, infos) of fresh episodes."""
 
-    def __init__(
-        self, begin: Callable[[int], tuple[Any, Any, dict[str, Any]]], made: Any, form: Form, mode: str
-    ) -> None:
+    def __init__(self, begin: Begin, made: Any, worlds: int, form: Form, mode: str) -> None:
         if mode not in (SAME_STEP, NEXT_STEP, DISABLED):
             raise ValueError(f"autoreset mode {mode!r}; it must be one of {SAME_STEP}, {NEXT_STEP}, {DISABLED}")
         self.spec, self._form, self._mode, self._begin, self._inner = form.spec, form, mode, begin, made
-        self.worlds = self.columns = int(made.num_envs)
+        self.worlds = self.columns = worlds
         self._waits = np.zeros(self.columns, bool)  # whose next step only resets
         self._interval, self._none = Interval(self.spec, self.columns), no_finals(self.spec)
 
@@ -265,23 +266,17 @@ def envpool(
 
     def begin(seed: int) -> tuple[Any, Any, dict[str, Any]]:
         fresh = made(seed)
-        return fresh, *fresh.reset()
+        with _plainly(name):
+            return fresh, *fresh.reset()
 
-    first = _Sized(made(seed), num_envs)
-    limit = int(first.inner.spec.config.max_episode_steps)
-    spaces = form(
-        first.inner.observation_space, first.inner.action_space, limit=limit, interval=truncation_interval, mask=mask,
-        bound=action_bound,
-    )  # fmt: skip
-    return Vector(begin, first, spaces, NEXT_STEP)
-
-
-class _Sized(NamedTuple):
-    inner: Any
-    num_envs: int
-
-    def close(self) -> None:
-        self.inner.close()
+    first = made(seed)
+    limit = int(first.spec.config.max_episode_steps)
+    with _plainly(name):  # its bounds are of 64 bits, of which Gymnasium warns
+        spaces = form(
+            first.observation_space, first.action_space, limit=limit, interval=truncation_interval, mask=mask,
+            bound=action_bound,
+        )  # fmt: skip
+    return Vector(begin, first, num_envs, spaces, NEXT_STEP)
 
 
 def _vector(
@@ -296,7 +291,7 @@ def _vector(
     spaces = form(
         made.single_observation_space, made.single_action_space, limit=limit, interval=interval, mask=mask, bound=bound
     )
-    return Vector(begin, made, spaces, made.metadata["autoreset_mode"].value)
+    return Vector(begin, made, made.num_envs, spaces, made.metadata["autoreset_mode"].value)
 
 
 def load(name: str) -> Callable[..., Any]:

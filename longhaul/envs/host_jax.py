@@ -7,7 +7,7 @@ that ended, a few at a time, by a second compiled call.
 
 from __future__ import annotations
 
-from functools import partial
+import functools
 from typing import Any, NamedTuple
 
 import jax
@@ -36,28 +36,21 @@ class Running(NamedTuple):
 def host_spec(environment: Environment) -> HostSpec:
     """An environment's spec without JAX."""
     spec = environment.spec
-    leaf = partial(jax.tree.map, lambda x: Leaf(tuple(x.shape), np.dtype(x.dtype)))
+    leaf = functools.partial(jax.tree.map, lambda x: Leaf(tuple(x.shape), np.dtype(x.dtype)))
     return HostSpec(leaf(spec.observation), spec.action, spec.agents, spec.truncation_interval, spec.max_steps)
 
 
-class JaxVector:
-    """`worlds` worlds of `environment`. Its `spec` is without JAX; algorithms may take `environment.spec` as it is."""
+class Programs:
+    """What is compiled for `worlds` worlds of `environment`: vectors of the same may share it."""
 
     def __init__(self, environment: Environment, worlds: int) -> None:
-        self.environment, self.worlds = environment, worlds
-        self.spec = host_spec(environment)
-        self._none = no_finals(self.spec)
-        self.columns = worlds * (self.spec.agents or 1)
-        self._chunk = max(1, worlds // 8)  # worlds that one call begins anew
-        shape, _ = action_shape(self.spec.action)
-        self._shape = (worlds, *shape) if self.spec.agents is None else (worlds, self.spec.agents, *shape)
-        self._running: Running | None = None
-        self._begin = jax.jit(self._all_anew)
-        self._advance = jax.jit(self._one_step, donate_argnums=0)
-        self._restart = jax.jit(self._anew, donate_argnums=0)
-        self._score = jax.jit(jax.vmap(environment.metrics))
-
-    # ------------------------------------------------------------------------------------------ what is compiled
+        self.environment, self.worlds, self.spec = environment, worlds, host_spec(environment)
+        self.chunk = max(1, worlds // 8)  # worlds that one call begins anew
+        self.begin = jax.jit(self._all_anew)
+        self.advance = jax.jit(self._one_step, donate_argnums=0)
+        self.restart = jax.jit(self._anew, donate_argnums=0)
+        self.score = jax.jit(jax.vmap(environment.metrics))
+        self.likeness: Running = jax.eval_shape(self._all_anew, jax.random.key(0))[0]
 
     def _playing(self, state: PyTree) -> jax.Array:
         active: jax.Array = jax.vmap(self.environment.active)(state)
@@ -99,11 +92,21 @@ class JaxVector:
         kept = jax.tree.map(put, running.state, state)
         return running._replace(state=kept, episode=episode, valid=valid), jax.tree.map(put, observation, first)
 
-    # ---------------------------------------------------------------------------------------------- what is called
+
+class JaxVector:
+    """Worlds as `programs` step them. Algorithms may take `programs.environment.spec` as it is."""
+
+    def __init__(self, programs: Programs) -> None:
+        self._programs, self.spec, self.worlds = programs, programs.spec, programs.worlds
+        self.columns = self.worlds * (self.spec.agents or 1)
+        self._none = no_finals(self.spec)
+        shape, _ = action_shape(self.spec.action)
+        self._shape = (self.worlds, *shape) if self.spec.agents is None else (self.worlds, self.spec.agents, *shape)
+        self._running: Running | None = None
 
     def reset(self, seed: int, out: Slot | None = None) -> Tree:
         out = slot(self.spec, self.columns) if out is None else out
-        self._running, observation = self._begin(jax.random.key(seed))
+        self._running, observation = self._programs.begin(jax.random.key(seed))
         write(out.observation, self._flat(observation))
         return out.observation
 
@@ -113,7 +116,7 @@ class JaxVector:
         action = check_action(self.spec, self.columns, action).reshape(self._shape)
         out = slot(self.spec, self.columns) if out is None else out
         valid = np.array(self._running.valid).reshape(-1)
-        running, led_to, ended, over = self._advance(self._running, action)
+        running, led_to, ended, over = self._programs.advance(self._running, action)
         flags = (led_to.reward, led_to.terminated, led_to.truncated)
         write((out.reward, out.terminated, out.truncated), tuple(np.asarray(x).reshape(-1) for x in flags))
         out.valid[:] = valid
@@ -121,10 +124,10 @@ class JaxVector:
             flag *= valid
         finals = self._finals(running, led_to.successor, np.asarray(ended).reshape(-1))
         observation, over = led_to.observation, np.flatnonzero(np.asarray(over))
-        for i in range(0, len(over), self._chunk):
-            which = np.full(self._chunk, self.worlds, np.int32)
-            which[: len(over) - i] = over[i : i + self._chunk]
-            running, observation = self._restart(running, observation, which)
+        for i in range(0, len(over), self._programs.chunk):
+            which = np.full(self._programs.chunk, self.worlds, np.int32)
+            which[: len(over) - i] = over[i : i + self._programs.chunk]
+            running, observation = self._programs.restart(running, observation, which)
         self._running = running
         write(out.observation, self._flat(observation))
         return HostStep(*out, finals)
@@ -139,7 +142,7 @@ class JaxVector:
         rows = np.flatnonzero(ended)
         scores = {
             name: Measure(*(np.asarray(part).reshape(self.columns)[rows] for part in measure))
-            for name, measure in self._score(running.state).items()
+            for name, measure in self._programs.score(running.state).items()
         }
         return Finals(rows.astype(np.int32), take(self._flat(successor), rows), scores)
 
@@ -148,8 +151,7 @@ class JaxVector:
 
     def restore(self, state: Tree) -> None:
         """Of any vector of the same environment and size; ValueError where it is of another."""
-        likeness = jax.eval_shape(self._all_anew, jax.random.key(0))[0]
-        wanted, form = jax.tree.flatten(likeness)
+        wanted, form = jax.tree.flatten(self._programs.likeness)
         stored = [jax.eval_shape(jax.random.key_data, x) if _is_key(x) else x for x in wanted]
         if [(x.shape, x.dtype) for x in stored] != [(x.shape, x.dtype) for x in state]:
             raise ValueError("the state is of another environment, or of another number of worlds")
@@ -178,6 +180,11 @@ def _again(value: np.ndarray, like: Any) -> jax.Array:
     return jax.random.wrap_key_data(fresh, impl=jax.random.key_impl(like)) if _is_key(like) else fresh
 
 
+@functools.cache
+def _programs(name: str, worlds: int, options: tuple[tuple[str, Any], ...]) -> Programs:
+    return Programs(registry.make(name, **dict(options)), worlds)
+
+
 def named(name: str, num_envs: int, seed: int, **options: Any) -> JaxVector:
-    """An environment of `envs.registry` by name, with its options."""
-    return JaxVector(registry.make(name, **options), num_envs)
+    """An environment of `envs.registry` by name, with its options; what is compiled is shared with others like it."""
+    return JaxVector(_programs(name, num_envs, tuple(sorted(options.items()))))
