@@ -10,9 +10,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from longhaul import learners, rollout, worlds
 from longhaul import mesh as meshes
-from longhaul import rollout, worlds
-from longhaul.algorithms import ppo
 from longhaul.datasets import sources
 from longhaul.datasets.log import BadData
 from longhaul.driving import config, recording, scores, simulator
@@ -59,7 +58,7 @@ def classic_player(run: Run, environment: Environment, episodes: int) -> Callabl
 
     Compiles once.
     """
-    algorithm = ppo.ppo(environment.spec, run.algorithm, updates=1, mean=meshes.identity)
+    algorithm = learners.make(environment.spec, run.algorithm, updates=1, mean=meshes.identity)
     limit = environment.spec.max_steps
     if limit is None:
         raise ValueError("episodes of this environment may never end; give it a time limit to evaluate in it")
@@ -107,7 +106,7 @@ class Drives(NamedTuple):
         """(act, memory) of the run's policy, or of nobody where the simulator drives."""
         if driver != "policy":
             return _hands_off, lambda count: ()
-        algorithm = ppo.ppo(environment.spec, self.run.algorithm, updates=1, mean=meshes.identity)
+        algorithm = learners.make(environment.spec, self.run.algorithm, updates=1, mean=meshes.identity)
         return algorithm.act, algorithm.memory
 
     def player(

@@ -18,6 +18,7 @@ from collections.abc import Callable, Container, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+from longhaul.telemetry import of_learning
 from longhaul.trends import trend
 
 Record = Mapping[str, Any]
@@ -34,7 +35,7 @@ SMOOTH, MOST_SMOOTH = 0.02, 5
 MEMORY = 1024
 """Records that medians of the past go over."""
 
-USUAL = {"sps": "speed", "ppo/value_loss": "value loss"}
+USUAL = {"sps": "speed", "value_loss": "value loss"}
 """Metrics whose past is kept, with the check that compares them with it."""
 
 BACK = 0.8
@@ -160,7 +161,7 @@ class Past:
         self._calls: deque[tuple[float, float]] = deque(maxlen=MEMORY)  # (agent steps, seconds) of each record
         self._smooth: int | None = None
         self._steps = 0.0
-        self.largest_lr = 0.0
+        self.lr, self.largest_lr = math.inf, 0.0
         self.heard = 0  # the last update that an episode's end was told of
         self.first: Block | None = None
         self.best = -math.inf  # median of three blocks
@@ -178,15 +179,17 @@ class Past:
         if self._smooth is None:
             planned = self.plan.updates / max(self.update, 1)
             self._smooth = int(min(max(SMOOTH * planned, 1), MOST_SMOOTH))
-        self._recent.append(self.now)
+        told = self.now | {short: value for name, value in self.now.items() if (short := of_learning(name))}
+        self.lr = told.get("lr", math.inf)
+        self._recent.append(told)
         for name, series in self._series.items():
-            if self.warm and USUAL[name] not in ill and math.isfinite(value := self.now.get(name, math.nan)):
+            if self.warm and USUAL[name] not in ill and math.isfinite(value := told.get(name, math.nan)):
                 series.append(value)
         steps, sps = self.now.get("agent_steps", math.nan), self.now.get("sps", math.nan)
         if steps > self._steps and sps > 0:
             self._calls.append((steps - self._steps, (steps - self._steps) / sps))
         self._steps = steps
-        self.largest_lr = max(self.largest_lr, self.now.get("ppo/lr", 0.0))
+        self.largest_lr = max(self.largest_lr, told.get("lr", 0.0))
         self._hear(since)
 
     def _hear(self, since: int) -> None:
@@ -207,7 +210,8 @@ class Past:
             self._open = []
 
     def recent(self, name: str) -> float | None:
-        """The median of the last records' values; None where there is none."""
+        """The median of the last records' values; None where there is none. A metric of learning goes without the name
+        of the algorithm."""
         values = [record[name] for record in list(self._recent)[-(self._smooth or 1) :] if name in record]
         values = [value for value in values if math.isfinite(value)]
         return statistics.median(values) if values else None
@@ -273,14 +277,14 @@ def _finite(past: Past) -> Reading:
 
 
 def _lr(past: Past) -> Reading | None:
-    value = past.recent("ppo/lr")
+    value = past.recent("lr")
     if value is None or not past.warm or past.update > 0.99 * past.plan.updates:
         return None
     return Reading(value, 0.0, value == 0.0, value > 0.0, "the learning rate is 0")
 
 
 def _entropy(past: Past) -> Reading | None:
-    value, bound = past.recent("ppo/entropy"), past.bounds.entropy
+    value, bound = past.recent("entropy"), past.bounds.entropy
     bound = past.plan.entropy if bound is None else bound
     if value is None or bound is None or not past.warm:
         return None
@@ -289,13 +293,13 @@ def _entropy(past: Past) -> Reading | None:
 
 
 def _value_loss(past: Past) -> Reading | None:
-    usual = past.usual("ppo/value_loss")
-    return _most(past, "ppo/value_loss", EXPLODES * usual, "value loss") if usual else None
+    usual = past.usual("value_loss")
+    return _most(past, "value_loss", EXPLODES * usual, "value loss") if usual else None
 
 
 def _critic(past: Past) -> Reading | None:
     """Where the return has risen, values that say little do no harm: targets of a solved task hardly differ."""
-    value = past.recent("ppo/explained_variance")
+    value = past.recent("explained_variance")
     if value is None or len(past.blocks) < BLOCKS:
         return None
     noise = trend([block.returns for block in past.blocks]).noise
@@ -316,7 +320,7 @@ def _plateau(past: Past) -> Reading | None:
     found = trend([block.returns for block in past.blocks])
     enough = max(found.noise, LITTLE * past.gained())
     flat = found.z < FLAT and found.gain <= enough
-    cool = past.now.get("ppo/lr", math.inf) < COOL * past.largest_lr
+    cool = past.lr < COOL * past.largest_lr
     first, last = past.blocks[0], past.blocks[-1]
     says = f"the return has not risen: {last.returns:.4g}, {found.gain:+.2g} over {past.update - first.update} updates"
     bad = flat and not cool and not past.solved()
@@ -362,8 +366,8 @@ CHECKS: dict[str, Callable[[Past], Reading | None]] = {
     "finite": _finite,
     "lr": _lr,
     "entropy": _entropy,
-    "kl": lambda past: _most(past, "ppo/approx_kl", past.bounds.kl, "approx_kl", " nats"),
-    "clip": lambda past: _most(past, "ppo/clip_fraction", past.bounds.clip, "clip fraction"),
+    "kl": lambda past: _most(past, "approx_kl", past.bounds.kl, "approx_kl", " nats"),
+    "clip": lambda past: _most(past, "clip_fraction", past.bounds.clip, "clip fraction"),
     "value loss": _value_loss,
     "critic": _critic,
     "episodes": _episodes,

@@ -12,7 +12,8 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from longhaul.algorithms import ppo
+from longhaul import learners
+from longhaul.algorithms.actor_critic import Policy
 from longhaul.distributions import distribution
 from longhaul.types import Environment, Key, Masked, PyTree
 
@@ -21,8 +22,8 @@ class Agent(NamedTuple):
     """Who plays: a policy, and how its network is made."""
 
     label: str
-    config: ppo.Config
-    policy: ppo.Policy
+    config: learners.Config
+    policy: Policy
 
 
 class Moment(NamedTuple):
@@ -79,13 +80,13 @@ def step(environment: Environment, key: Key, t: jax.Array, moment: Moment, actio
 
 
 def chooser(
-    environment: Environment, config: ppo.Config, greedy: bool
-) -> tuple[Callable[[Moment], Moment], Callable[[ppo.Policy, Key, jax.Array, Moment], Choice]]:
+    environment: Environment, config: learners.Config, greedy: bool
+) -> tuple[Callable[[Moment], Moment], Callable[[Policy, Key, jax.Array, Moment], Choice]]:
     """(moment -> the same with the agent's memory at the start, (policy, key, t, moment) -> what it does)."""
-    network = ppo.network(environment.spec, config)
+    network = learners.network(environment.spec, config)
     policy_of = distribution(environment.spec.action)
 
-    def choose(policy: ppo.Policy, key: Key, t: jax.Array, moment: Moment) -> Choice:
+    def choose(policy: Policy, key: Key, t: jax.Array, moment: Moment) -> Choice:
         one = jax.tree.map(lambda leaf: leaf[None], moment.observation)
         logits, value, memory = network.apply(policy, moment.memory, one)
         key_act = jax.random.fold_in(key, 2 * t + 2)
@@ -97,12 +98,12 @@ def chooser(
 
 
 def player(
-    environment: Environment, config: ppo.Config, *, greedy: bool, limit: int
-) -> Callable[[ppo.Policy, int, jax.Array], Played]:
+    environment: Environment, config: learners.Config, *, greedy: bool, limit: int
+) -> Callable[[Policy, int, jax.Array], Played]:
     """A function (policy, seed, numbers [E]) -> the games of those numbers, all at once, of at most `limit` steps."""
     remember, choose = chooser(environment, config, greedy)
 
-    def one(policy: ppo.Policy, seed: int, episode: jax.Array) -> Played:
+    def one(policy: Policy, seed: int, episode: jax.Array) -> Played:
         key = keys(seed, episode)
 
         def goes_on(carried: Any) -> jax.Array:

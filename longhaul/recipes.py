@@ -6,7 +6,7 @@ import dataclasses
 import difflib
 from collections.abc import Callable
 
-from longhaul.algorithms import ppo
+from longhaul.algorithms import impala, ppo
 from longhaul.driving import simulator
 from longhaul.health import Bounds
 from longhaul.run import Driving, Named, Run, RunError
@@ -27,6 +27,35 @@ def cartpole() -> Run:
         num_steps=64,
         health=Bounds(solved=475.0),  # as Gymnasium has it
     )
+
+
+def impala_cartpole() -> Run:
+    """CartPole-v1 by IMPALA: V-trace, RMSProp, one step of it an update."""
+    return Run(
+        "impala-cartpole",
+        Named("cartpole"),
+        impala.Config(lr=5e-3, ent_coef=0.01),
+        total_steps=1_000_000,
+        num_envs=32,
+        num_steps=20,
+        health=Bounds(solved=475.0),
+    )
+
+
+def appo_cartpole() -> Run:
+    """CartPole-v1 by APPO: V-trace, a clipped surrogate, several steps of Adam an update."""
+    return Run(
+        "appo-cartpole",
+        Named("cartpole"),
+        impala.Config(
+            lr=2.5e-3, optimiser="adam", vtrace_lambda=0.95, clip_eps=0.2, num_minibatches=4, update_epochs=4,
+            max_grad_norm=0.5, normalise_advantage=True,
+        ),
+        total_steps=500_000,
+        num_envs=32,
+        num_steps=64,
+        health=Bounds(solved=475.0),
+    )  # fmt: skip
 
 
 def pendulum() -> Run:
@@ -194,6 +223,8 @@ def general() -> Run:
 
 RECIPES: dict[str, Callable[[], Run]] = {
     "cartpole": cartpole,
+    "impala-cartpole": impala_cartpole,
+    "appo-cartpole": appo_cartpole,
     "pendulum": pendulum,
     "driving": driving,
     "driving-selfplay": selfplay,

@@ -6,6 +6,8 @@ watching (the successor's value counts, but the next step of the stream belongs 
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
@@ -36,6 +38,64 @@ def gae(
 
     start = jnp.zeros_like(delta[0])
     return jax.lax.scan(backward, start, (delta, trace), reverse=True, unroll=16)[1]
+
+
+class VTrace(NamedTuple):
+    """What V-trace makes of a stream; a constant to any gradient."""
+
+    target: jax.Array  # [T], v_s: of the value
+    advantage: jax.Array  # [T], of the policy's gradient, weighted: rho_s (r_s + gamma v_{s+1} - V(x_s))
+
+
+def vtrace(
+    log_ratio: Float[Array, " T"],
+    reward: Float[Array, " T"],
+    value: Float[Array, " T"],
+    successor_value: Float[Array, " T"],
+    terminated: Bool[Array, " T"],
+    truncated: Bool[Array, " T"],
+    *,
+    gamma: float,
+    lam: float = 1.0,
+    rho_clip: float = 1.0,
+    c_clip: float = 1.0,
+    pg_rho_clip: float | None = None,
+) -> VTrace:
+    """V-trace (Espeholt et al. 2018, equation 1, and remark 2 for `lam`): off-policy targets of values and policy.
+
+    `log_ratio[t]` is log pi(a_t) - log mu(a_t), of the policy that is judged over that which acted. `rho_clip` and
+    `c_clip` bound the ratio in the temporal difference and in the trace, `pg_rho_clip` (None: as `rho_clip`) that of
+    the policy's gradient; infinity leaves it as it is. The paper wants c_clip <= rho_clip; nothing here needs it.
+
+    Where we differ: the paper knows of one kind of end. Here the trace stops at an end of either kind; at a truncated
+    step, as at the last of the stream, v_{s+1} is `successor_value`, and at a terminated one 0. With `lam` below 1 the
+    policy's gradient has v_{s+1} as the paper's section 4.2 does, which holds lambda once, being itself a target;
+    mixing it with V(x_{s+1}) by lambda once more, as some do, would make GAE of it where pi = mu. Raises ValueError.
+    """
+    pg_rho_clip = rho_clip if pg_rho_clip is None else pg_rho_clip
+    for name, clip in (("rho_clip", rho_clip), ("c_clip", c_clip), ("pg_rho_clip", pg_rho_clip)):
+        if not clip >= 0.0:
+            raise ValueError(f"{name} is {clip}; it must be at least 0 (infinity: no bound)")
+    for name, share in (("gamma", gamma), ("lam", lam)):
+        if not 0.0 <= share <= 1.0:
+            raise ValueError(f"{name} is {share}; it must lie in 0 to 1")
+    ratio = jax.lax.stop_gradient(jnp.exp(log_ratio))
+    value, successor_value = jax.lax.stop_gradient((value, successor_value))
+    ended = terminated | truncated
+    discount = jnp.where(terminated, 0.0, gamma)
+    delta = jnp.minimum(rho_clip, ratio) * (reward + discount * successor_value - value)
+    trace = jnp.where(ended, 0.0, gamma * lam * jnp.minimum(c_clip, ratio))
+
+    def backward(correction: jax.Array, step: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
+        delta_t, trace_t = step
+        correction = delta_t + trace_t * correction  # v_s - V(x_s)
+        return correction, correction
+
+    correction = jax.lax.scan(backward, jnp.zeros_like(delta[0]), (delta, trace), reverse=True, unroll=16)[1]
+    following = jnp.concatenate([correction[1:], jnp.zeros_like(correction[:1])])
+    next_target = successor_value + jnp.where(ended, 0.0, following)
+    advantage = jnp.minimum(pg_rho_clip, ratio) * (reward + discount * next_target - value)
+    return VTrace(value + correction, advantage)
 
 
 def successor_values(

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import jax
 from jax.sharding import Mesh
 
-from longhaul import compilation, hosts
+from longhaul import compilation, hosts, learners
 from longhaul import mesh as meshes
 from longhaul.actors import settings as layouts
 from longhaul.actors.settings import Acting
@@ -75,7 +75,7 @@ class Run:
 
     recipe: str
     environment: Named | Driving
-    algorithm: ppo.Config = field(default_factory=ppo.Config)
+    algorithm: learners.Config = field(default_factory=ppo.Config)
     topology: str = "fused"
     acting: Acting = field(default_factory=Acting)  # of the topology `actors`
     total_steps: int = 1_000_000
@@ -167,7 +167,7 @@ def resolve(run: Run) -> Run:
     steps = run.num_envs * agents(run) * run.num_steps
     algorithm = _learning(run, steps, columns)
     try:
-        ppo.check(algorithm, columns=columns, steps=run.num_steps)
+        learners.check(algorithm, columns=columns, steps=run.num_steps)
     except ValueError as error:
         name, _, rest = str(error).partition(" ")
         raise RunError(f"--{_flag(name)} {rest}") from error
@@ -232,7 +232,7 @@ def _check_numbers(run: Run) -> None:
             raise RunError(f"--{_flag(name)} is {value}; it must be finite")
 
 
-def _learning(run: Run, steps: int, columns: int) -> ppo.Config:
+def _learning(run: Run, steps: int, columns: int) -> learners.Config:
     """The algorithm with minibatches and epochs for a batch of `steps` steps, `columns` columns of it on a device."""
     config = run.algorithm
     rows = columns if config.memory else columns * run.num_steps
@@ -367,7 +367,7 @@ def assemble(
     spec = within(context).spec
     steps = run.num_envs * agents(run) * run.num_steps
     updates = last_update(run, origin)
-    algorithm = ppo.ppo(
+    algorithm = learners.make(
         spec, dataclasses.replace(run.algorithm, lr=learning_rate(run)), updates=updates, mean=meshes.mean_over_data,
         first=origin.updates, done=origin.agent_steps / run.total_steps,
     )  # fmt: skip
@@ -414,11 +414,17 @@ def named(environment: Named) -> Environment:
 # ------------------------------------------------------------------------------------------------------- plain data
 
 
+KINDS: dict[type, str] = {Named: "Named", Driving: "Driving"} | {
+    config: learner.name for config, learner in learners.LEARNERS.items()
+}
+"""What JSON calls a class, where a field may have several; a value that does not say is of the field's first."""
+
+
 def to_dict(value: Any) -> Any:
     """A dataclass as JSON can hold it; `kind` names the class where a field may have several."""
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         fields = {f.name: to_dict(getattr(value, f.name)) for f in dataclasses.fields(value)}
-        return {"kind": type(value).__name__, **fields} if isinstance(value, (Named, Driving)) else fields
+        return {"kind": KINDS[type(value)], **fields} if type(value) in KINDS else fields
     return [to_dict(v) for v in value] if isinstance(value, (list, tuple)) else value
 
 
@@ -427,7 +433,7 @@ def from_dict(kind: Any, value: Any) -> Any:
     if typing.get_origin(kind) in (typing.Union, types.UnionType):
         options = typing.get_args(kind)
         if isinstance(value, dict) and "kind" in value:
-            named_kind = {o.__name__: o for o in options}.get(value["kind"])
+            named_kind = {KINDS[o]: o for o in options if o in KINDS}.get(value["kind"])
             if named_kind is None:
                 raise TypeError(f"kind {value['kind']!r} is unknown")
             return from_dict(named_kind, {k: v for k, v in value.items() if k != "kind"})

@@ -10,8 +10,9 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from longhaul import flags, networks, resumption, tracking
+from longhaul import flags, learners, networks, resumption, tracking
 from longhaul.actors.settings import KINDS
+from longhaul.algorithms import impala
 from longhaul.driving import config, objectives
 from longhaul.flags import DEBUG, FLOAT, INT, PATH, SWITCH, TEXT, Flag, FlagError, Kind, choice, optional
 from longhaul.folders import load_run
@@ -69,10 +70,17 @@ HELP = {
     "reward-haste": "for needing to brake hard, a step",
     "reward-lateral": "for a metre beside the route, a step",
     "reward-heading": "for 1 - cos of the angle to the route, a step",
-    "lr": "learning rate of Adam",
+    "lr": "learning rate",
+    "optimiser": "RMSProp, or Adam",
+    "rms-decay": "share of its past that RMSProp's second moment keeps in a step",
+    "rms-eps": "what RMSProp adds to its second moment, within the root",
+    "momentum": "of RMSProp's steps",
     "anneal": "let the learning rate fall to 0 over the run",
     "gamma": "discount of a step",
     "gae-lambda": "lambda of the advantage estimate",
+    "vtrace-lambda": "lambda of V-trace: below 1 its targets reach less far",
+    "rho-clip": "most that the policy's ratio to the actor's may be in errors and gradients; none: any",
+    "c-clip": "most that it may be in the trace; none: any",
     "num-minibatches": "minibatches of an epoch, which must divide a device's batch; none: by --scaling",
     "update-epochs": "passes over the batch of an update; none: by --scaling",
     "clip-eps": "how far the policy's ratio may move",
@@ -85,6 +93,7 @@ HELP = {
     "normalise-advantage": "advantages of a batch get mean 0 and deviation 1",
     "normalise-observation": "observations by running mean and deviation",
     "reward-scale": "factor on rewards for learning",
+    "reward-clip": "rewards within -1 and 1, or 0.3 min(tanh r, 0) + 5 max(tanh r, 0)",
     "kl-stop": "end an update once approx_kl passed it",
     "torso": "network before the heads; deepset: neighbours without order; latent, wayformer, mtr: by attention",
     "hidden-dim": "width of a layer",
@@ -128,6 +137,8 @@ CHOICES: dict[str, tuple[str, ...]] = {
     "torso": networks.TORSOS,
     "activation": tuple(networks.ACTIVATIONS),
     "init": networks.INITS,
+    "optimiser": impala.OPTIMISERS,
+    "reward-clip": impala.REWARD_CLIPS,
     "precision": tuple(networks.PRECISIONS),
 }
 
@@ -147,6 +158,7 @@ CHANGEABLE = (
     *("num-envs", "num-steps", "mesh", "threads", "scaling", "lr-rule", "base-batch"),
     *("num-minibatches", "update-epochs", "lr", "anneal", "warmup", "gamma", "gae-lambda", "clip-eps", "clip-value"),
     *("vf-coef", "ent-coef", "ent-coef-final", "max-grad-norm", "normalise-advantage", "reward-scale", "kl-stop"),
+    *("rms-decay", "rms-eps", "vtrace-lambda", "rho-clip", "c-clip", "reward-clip"),
     *("chunk", "precision", "remat"),
 )
 """Flags that may differ, too, and change what comes: how much is done at once and how it is learnt, not what."""
@@ -154,7 +166,7 @@ CHANGEABLE = (
 GROUPS = {
     "run": "The run.",
     "environment": "What it trains in.",
-    "algorithm": "How it learns: PPO.",
+    "algorithm": "How it learns.",
     "saving": "What is kept, how often and where.",
     "health": "What a healthy run keeps to, at most or at least.",
 }
@@ -258,10 +270,11 @@ MESH = Kind("data=N", "data=N or data=N,model=1 with N at least 1 (no device hol
 
 def table(run: Run) -> dict[str, list[Flag]]:
     """All flags of `longhaul train RECIPE` by heading, as `flags.parse` takes them."""
-    groups: dict[str, list[Flag]] = {f"{name}: {about}": [] for name, about in GROUPS.items()}
+    headings = GROUPS | {"algorithm": f"How it learns: {learners.of(run.algorithm).title}."}
+    groups: dict[str, list[Flag]] = {f"{name}: {about}": [] for name, about in headings.items()}
     for setting in settings(run):
-        groups[f"{setting.group}: {GROUPS[setting.group]}"].append(setting.flag)
-    groups[f"saving: {GROUPS['saving']}"] += FOLDERS
+        groups[f"{setting.group}: {headings[setting.group]}"].append(setting.flag)
+    groups[f"saving: {headings['saving']}"] += FOLDERS
     groups["tracking: Weights & Biases, beside the run's own metrics.jsonl."] = list(TRACKING)
     groups[""] = [DEBUG]
     return groups

@@ -345,10 +345,18 @@ def console(
     return _bar(total_steps, stream, start, words) if terminal else _plain_lines(total_steps, stream, words)
 
 
-SHOWN = {
-    "episode/length": "length", "ppo/entropy": "entropy", "ppo/approx_kl": "kl", "ppo/clip_fraction": "clip",
-}  # fmt: skip
-"""Metrics on a plain line, and what they are called there."""
+EPISODES = ("episode", "episodes", "peak")
+"""Groups of metrics that tell of episodes."""
+
+
+def of_learning(name: str) -> str | None:
+    """ "ppo/entropy" -> "entropy", as every algorithm calls it; None for a metric that is not of learning."""
+    group, slash, rest = name.partition("/")
+    return rest if slash and group not in EPISODES else None
+
+
+SHOWN = {"episode/length": "length", "entropy": "entropy", "approx_kl": "kl", "clip_fraction": "clip"}
+"""Metrics on a plain line, those of learning without the algorithm's name, and what they are called there."""
 
 
 def _plain_lines(total_steps: int, stream: TextIO, words: Callable[[Record], tuple[int, str]]) -> Console:
@@ -358,6 +366,7 @@ def _plain_lines(total_steps: int, stream: TextIO, words: Callable[[Record], tup
     def write(record: Record) -> None:
         steps, text = words(record)
         plain = _plain(record)
+        plain |= {short: value for name, value in plain.items() if (short := of_learning(name))}
         values = {said: plain.get(name) for name, said in SHOWN.items()}
         more = "".join(f"  {said} {value:.3g}" for said, value in values.items() if isinstance(value, (int, float)))
         note(f"{steps:,} of {total_steps:,} agent steps ({_share(steps, total_steps)})  {text}{more}")

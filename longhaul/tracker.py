@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from longhaul import tracking
-from longhaul.telemetry import Record
+from longhaul.telemetry import Record, of_learning
 from longhaul.tracking import Tracking
 
 MOST_SECONDS = 600.0
@@ -35,12 +35,6 @@ MARK = "longhaul-run"
 """A file in an offline folder that names the run's folder."""
 
 NAMES = {
-    "ppo/policy_loss": "train/pg_loss",
-    "ppo/value_loss": "train/vf_loss",
-    "ppo/total_loss": "train/total_loss",
-    "ppo/entropy": "train/entropy",
-    "ppo/approx_kl": "train/approx_kl",
-    "ppo/clip_fraction": "train/clip_frac",
     "episode/return": "train/mean_episode_return",
     "episode/length": "train/mean_episode_length",
     "episode/move_frac": "actions/move_frac",
@@ -51,6 +45,16 @@ NAMES = {
     "sps": "train/steps_per_second",
 }
 """A record's names -> those of HackMatrix's own trainer, for dashboards and sweeps that know them."""
+
+LEARNING = {
+    "policy_loss": "train/pg_loss",
+    "value_loss": "train/vf_loss",
+    "total_loss": "train/total_loss",
+    "entropy": "train/entropy",
+    "approx_kl": "train/approx_kl",
+    "clip_fraction": "train/clip_frac",
+}
+"""The same of metrics of learning, without the algorithm's name."""
 
 PARTS = "episode/reward_", "reward/"
 """Parts of an episode's return -> of a step's reward."""
@@ -85,13 +89,13 @@ def renamed(record: Record, before: Record | None = None) -> dict[str, Any]:
         if name.startswith(mine) and length:
             found[theirs + name.removeprefix(mine)] = value / length
         elif name != "episode/count":
-            found[NAMES.get(name, name)] = value
+            found[NAMES.get(name) or LEARNING.get(of_learning(name) or "", name)] = value
     updates = record["update"] - (before["update"] if before else 0)
     steps = record["agent_steps"] - (before["agent_steps"] if before else 0)
     if "episode/count" in told:
         found["train/num_episodes"] = told["episode/count"] / updates
-    if "ppo/entropy" in told:
-        found["train/ent_loss"] = -told["ppo/entropy"]
+    if "train/entropy" in found:
+        found["train/ent_loss"] = -found["train/entropy"]
     if "sps" in told and steps:
         found["train/updates_per_second"] = told["sps"] * updates / steps
     if returned is not None and length:

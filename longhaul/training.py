@@ -25,7 +25,6 @@ import numpy as np
 from longhaul import acting, evaluation, hosts, networks, poison, pulse, report, resumption, telemetry, tracking, watch
 from longhaul import feed as feeds
 from longhaul import mesh as meshes
-from longhaul.algorithms import ppo
 from longhaul.checkpoint import CheckpointError, Checkpoints
 from longhaul.clock import Clock, Seconds
 from longhaul.compilation import Ledger
@@ -33,6 +32,7 @@ from longhaul.driving.recording import Recording
 from longhaul.feed import Feed, Feeding, feed
 from longhaul.folders import alone, load_run, save_run, write_json
 from longhaul.health import Plan
+from longhaul.learners import make
 from longhaul.poison import Poisoned
 from longhaul.provenance import params_sha256, provenance
 from longhaul.records import Sums
@@ -411,7 +411,7 @@ def restore_policy(folder: Path) -> tuple[Run, Params, Params]:
     run = load_run(folder)
     assert run.devices is not None
     prepare_devices(run.devices, run.threads)
-    algorithm = ppo.ppo(feeds.spec(run), run.algorithm, updates=1, mean=meshes.identity)
+    algorithm = make(feeds.spec(run), run.algorithm, updates=1, mean=meshes.identity)
     begun = jax.jit(algorithm.init)(jax.random.split(jax.random.key(run.seed), 3)[0])  # as `fused.start` has it
     progress = Progress(begun, (), (), jnp.int32(0))  # type: ignore[arg-type]
     with closing(Checkpoints(folder / "checkpoints")) as checkpoints:

@@ -55,7 +55,7 @@ TABLE = """
    envs/hackmatrix/hints envs/hackmatrix/screen
    envs/probes envs/classic envs/registry
    envs/host_spaces envs/host_gymnasium envs/host_numpy envs/batched envs/host_torch envs/host_jax envs/host
-3  algorithms/values algorithms/ppo
+3  algorithms/actor_critic algorithms/values algorithms/ppo algorithms/impala learners
 3  checkpoint
 4  topologies/fused
 4  datasets/convert datasets/stream

@@ -158,6 +158,26 @@ def test_every_recipe_comes_back_from_its_folder(tmp_path: Path) -> None:
     assert found.environment == task
 
 
+def test_a_run_says_by_which_algorithm_and_one_that_does_not_is_of_the_first(tmp_path: Path) -> None:
+    """Folders of before there was a choice are PPO's."""
+    for name, kind in (("cartpole", "ppo"), ("impala-cartpole", "impala"), ("appo-cartpole", "impala")):
+        run = runs.resolve(dataclasses.replace(recipes.recipe(name), devices=1))
+        folders.save_run(tmp_path, run, {})
+        path = tmp_path / "run.json"
+        about = json.loads(path.read_text())
+        assert about["run"]["algorithm"].pop("kind") == kind
+        path.write_text(json.dumps(about))
+        if kind == "ppo":
+            assert folders.load_run(tmp_path) == run
+        else:
+            with pytest.raises(RunError, match="do not fit"):
+                folders.load_run(tmp_path)
+        about["run"]["algorithm"]["kind"] = "sarsa"
+        path.write_text(json.dumps(about))
+        with pytest.raises(RunError, match="kind 'sarsa' is unknown"):
+            folders.load_run(tmp_path)
+
+
 def _damages() -> dict[str, Any]:
     """What is done to the JSON of a run; -> its bytes, or the changed object."""
 

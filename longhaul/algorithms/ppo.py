@@ -12,7 +12,7 @@ With memory, minibatches are whole columns, replayed from the memory that the ro
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -20,9 +20,15 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from longhaul import dial, networks, normalise, returns, shuffle
-from longhaul.algorithms import values
-from longhaul.distributions import Distribution, distribution
+from longhaul import networks, normalise, returns, shuffle
+from longhaul.algorithms import actor_critic, values
+from longhaul.algorithms.actor_critic import Policy as Policy
+from longhaul.algorithms.actor_critic import State as State
+from longhaul.algorithms.actor_critic import annealing as annealing
+from longhaul.algorithms.actor_critic import critic as critic
+from longhaul.algorithms.actor_critic import look, moments_of
+from longhaul.algorithms.actor_critic import network as network
+from longhaul.distributions import Distribution
 from longhaul.scaling import rules
 from longhaul.types import Algorithm, Key, Masked, Metrics, Params, PyTree, Rollout, Spec
 
@@ -62,20 +68,6 @@ class Config:
     remat: bool = False  # compute an encoder's blocks again for the gradient instead of keeping them
 
 
-class State(NamedTuple):
-    params: Params
-    opt_state: optax.OptState
-    moments: normalise.Moments | tuple[()]
-    updates: jax.Array  # int32
-
-
-class Policy(NamedTuple):
-    """What acting needs."""
-
-    params: Params
-    moments: normalise.Moments | tuple[()]
-
-
 class Batch(NamedTuple):
     """Rows of a rollout, [rows, ...]; with memory: whole columns, [T, columns, ...]."""
 
@@ -93,31 +85,15 @@ class Batch(NamedTuple):
 
 def check(config: Config, *, columns: int, steps: int) -> None:
     """Raises ValueError, naming value, bound and remedy, where the sizes of one shard can't work."""
-    rows, unit = (columns, "environments") if config.memory else (columns * steps, "steps of a batch")
-    for name in ("num_minibatches", "update_epochs", "chunk", "hidden_dim", "num_layers"):
-        value = getattr(config, name)
-        if value is not None and value < 1:
-            raise ValueError(f"{name} is {getattr(config, name)}; it must be at least 1")
-    if config.warmup < 0:
-        raise ValueError(f"warmup is {config.warmup}; it must be at least 0")
-    if rows % (config.num_minibatches or 1):
-        raise ValueError(
-            f"num_minibatches is {config.num_minibatches}, which does not divide the {rows} {unit} of one device; "
-            f"choose a divisor of {rows}, or change num_envs or num_steps"
-        )
-    for name in ("gamma", "gae_lambda"):
-        if not 0.0 <= getattr(config, name) <= 1.0:
-            raise ValueError(f"{name} is {getattr(config, name)}; it must lie in 0 to 1")
+    actor_critic.check(
+        config, columns=columns, steps=steps, shares=("gamma", "gae_lambda"), least=("lr", "clip_eps", "max_grad_norm")
+    )
     if not config.adam_eps > 0.0:  # 0 / 0 where an input is never there
         raise ValueError(f"adam_eps is {config.adam_eps}; it must be above 0")
-    for name in ("lr", "clip_eps", "max_grad_norm"):
-        if not getattr(config, name) >= 0.0:
-            raise ValueError(f"{name} is {getattr(config, name)}; it must be at least 0")
-    if config.model_size is not None and not dial.LEAST <= config.model_size <= dial.MOST:
-        raise ValueError(
-            f"model_size is {config.model_size}; it must lie in {dial.LEAST:g} to {dial.MOST:g} (millions of "
-            "parameters)"
-        )
+
+
+PARTS = ("policy_loss", "value_loss", "entropy", "approx_kl", "clip_fraction")
+"""Of the loss, as they are told."""
 
 
 def _loss(
@@ -154,93 +130,6 @@ def _loss(
     return loss
 
 
-def _moments(x: jax.Array, weight: jax.Array | None, mean: Callable[[PyTree], PyTree]) -> tuple[jax.Array, jax.Array]:
-    """Mean and variance of x over all shards, where weight is 1."""
-    if weight is None:  # no share to agree on: a shard has nothing to tell but two numbers
-        first, second = mean((jnp.mean(x), jnp.mean(x * x)))
-    else:
-        first, second, share = mean((jnp.mean(x * weight), jnp.mean(x * x * weight), jnp.mean(weight)))
-        first, second = (s / jnp.maximum(share, 1e-8) for s in (first, second))
-    return first, jnp.maximum(second - first**2, 0.0)
-
-
-def _parts(spec: Spec, config: Config) -> tuple[PyTree, Distribution, networks.ActorCritic]:
-    """What the network sees of one observation, the policy's distribution, and the network."""
-    seen = spec.observation.observation if isinstance(spec.observation, Masked) else spec.observation
-    if spec.expand is not None:
-        if config.normalise_observation:
-            raise ValueError(
-                "normalise_observation is on, and this environment's observations are stored packed; turn it off"
-            )
-        seen = jax.eval_shape(spec.expand, seen)
-    policy = distribution(spec.action)
-    if config.normalise_observation and config.torso != "mlp" and any(len(x.shape) == 2 for x in jax.tree.leaves(seen)):
-        raise ValueError(
-            f"normalise_observation is on, and torso {config.torso} reads from an item's last feature whether it is "
-            "there, which would be normalised too; turn it off, or take torso mlp"
-        )
-    options: dict[str, Any] = {
-        "free": policy.free, "torso": config.torso, "activation": config.activation, "memory": config.memory,
-        "precision": config.precision, "remat": config.remat, "shared": config.shared, "begin": config.init,
-    }  # fmt: skip
-    width, depth = config.hidden_dim, config.num_layers
-    if config.model_size is not None:
-        width, depth = dial.shape(seen, policy.size, config.model_size, **options)
-    expand, live = spec.expand, None
-    if spec.compact is not None and networks.takes_live(config.torso, config.shared, config.memory):
-        expand, live = spec.compact
-    network = networks.actor_critic(seen, policy.size, sizes=(width,) * depth, live=live, **options)
-    return seen, policy, _expanding(network, expand)
-
-
-def _expanding(network: networks.ActorCritic, expand: Callable[[PyTree], PyTree] | None) -> networks.ActorCritic:
-    """`network` for stored observations: they are expanded where they are used, never kept so."""
-    if expand is None:
-        return network
-
-    def apply(params: Params, memory: PyTree, observation: PyTree) -> tuple[jax.Array, jax.Array, PyTree]:
-        return network.apply(params, memory, expand(observation))
-
-    return network._replace(apply=apply)
-
-
-def _look(moments: normalise.Moments | tuple[()], observation: PyTree) -> tuple[PyTree, jax.Array | None]:
-    """What the network sees of an observation, and the mask of legal actions."""
-    visible, mask = observation if isinstance(observation, Masked) else (observation, None)
-    if isinstance(moments, normalise.Moments):
-        visible = normalise.apply(moments, visible)
-    return visible, mask
-
-
-def critic(spec: Spec, config: Config) -> Callable[[Policy, PyTree, PyTree], jax.Array]:
-    """(policy, memory, observation [B, ...]) -> the value that the learner believes in, float32 [B]."""
-    network = _parts(spec, config)[2]
-
-    def value(policy: Policy, memory: PyTree, observation: PyTree) -> jax.Array:
-        return network.apply(policy.params, memory, _look(policy.moments, observation)[0])[1]
-
-    return value
-
-
-def network(spec: Spec, config: Config) -> networks.ActorCritic:
-    """The network of a `Policy`, which `apply` takes for parameters: what it would do, and what it believes in."""
-    inner = _parts(spec, config)[2]
-
-    def apply(policy: Policy, memory: PyTree, observation: PyTree) -> tuple[jax.Array, jax.Array, PyTree]:
-        return inner.apply(policy.params, memory, _look(policy.moments, observation)[0])
-
-    return inner._replace(apply=apply)
-
-
-def annealing(updates: int, first: int = 0, done: float = 0.0) -> Callable[[float, float], optax.Schedule]:
-    """(begin, end) -> update -> what goes from `begin` to `end` over a run, of which `done` is past at `first`."""
-
-    def schedule(begin: float, end: float) -> optax.Schedule:
-        return optax.linear_schedule(begin + (end - begin) * done, end, updates - first, transition_begin=first)
-
-    return schedule
-
-
 def ppo(
     spec: Spec,
     config: Config,
@@ -255,31 +144,20 @@ def ppo(
     A run that goes on from update `first` with batches of another size has the share `done` of it behind it there.
     """
     masked = isinstance(spec.observation, Masked)
-    seen, policy, network = _parts(spec, config)
+    made = actor_critic.parts(spec, config)
+    network = made.network
     # On one flat vector: Adam on a dozen small leaves is dozens of small kernels.
     optimiser = optax.flatten(
         optax.chain(optax.clip_by_global_norm(config.max_grad_norm), optax.scale_by_adam(eps=config.adam_eps))
     )
     schedule = annealing(updates, first, done)
-    optimise = _optimise(_loss(network, policy, config), network.live, optimiser, config, schedule, mean)
-
-    def init(key: Key) -> State:
-        params = network.init(key)
-        moments = normalise.start(seen) if config.normalise_observation else ()
-        return State(params, optimiser.init(params), moments, jnp.int32(0))
-
-    free = config.shared and not config.memory  # values come with the policy
-
-    def act(acting: Policy, memory: PyTree, observation: PyTree, key: Key | None) -> tuple[jax.Array, PyTree, Any]:
-        visible, mask = _look(acting.moments, observation)
-        parameters, value, memory = network.apply(acting.params, memory, visible)
-        raw = policy.mode(parameters, mask) if key is None else policy.sample(parameters, mask, key)
-        extras = {"raw": raw, "log_prob": policy.log_prob(parameters, mask, raw)}
-        return policy.action(raw), memory, extras | ({"value": value} if free else {})
+    optimise = optimiser_steps(
+        _loss(network, made.policy, config), network.live, optimiser, config, schedule, mean, PARTS
+    )
 
     def learn(state: State, data: Rollout, key: Key) -> tuple[State, Metrics]:
-        visible, mask = _look(state.moments, data.observation)
-        others = [_look(state.moments, o)[0] for o in data.successors]
+        visible, mask = look(state.moments, data.observation)
+        others = [look(state.moments, o)[0] for o in data.successors]
         value, successor = values.estimates(
             network, state.params, data, (visible, *others), config.chunk, state.updates
         )
@@ -290,9 +168,9 @@ def ppo(
         advantage = estimate(data.reward * config.reward_scale, value, successor, data.terminated, data.truncated)
         target = advantage + value
         weight = data.valid.astype(jnp.float32) if spec.agents is not None else None
-        unexplained, spread = (_moments(x, weight, mean)[1] for x in (advantage, target))
+        unexplained, spread = (moments_of(x, weight, mean)[1] for x in (advantage, target))
         if config.normalise_advantage:
-            centre, variance = _moments(advantage, weight, mean)
+            centre, variance = moments_of(advantage, weight, mean)
             advantage = (advantage - centre) / (jnp.sqrt(variance) + 1e-8)
         begins = values.begins(data) if config.memory else None
         batch = Batch(
@@ -308,28 +186,37 @@ def ppo(
             moments = normalise.update(moments, raw, None if weight is None else data.valid, mean)
         return State(params, opt_state, moments, state.updates + 1), {f"ppo/{k}": v for k, v in metrics.items()}
 
-    return Algorithm(init, lambda state: Policy(state.params, state.moments), network.memory, act, learn)
+    return Algorithm(
+        actor_critic.starting(made, config, optimiser), lambda state: Policy(state.params, state.moments),
+        network.memory, actor_critic.acting(made, config), learn,
+    )  # fmt: skip
 
 
-def _optimise(
+def optimiser_steps(
     loss: Callable[..., tuple[jax.Array, Metrics]],
     live: Callable[[Params], Params],
     optimiser: optax.GradientTransformation,
-    config: Config,
+    config: Any,
     schedule: Callable[[float, float], optax.Schedule],
     mean: Callable[[PyTree], PyTree],
+    told: Sequence[str],
 ) -> Callable[..., tuple[Params, optax.OptState, Metrics]]:
-    """(params, opt_state, update, batch, key) -> all epochs over the batch; metrics are means over rows and steps."""
+    """(params, opt_state, update, batch, key) -> all epochs over the batch; metrics are means over rows and steps.
+
+    `config` is this algorithm's or one with the same fields for how a batch is learnt from. `loss` takes (params,
+    batch, entropy weight) to sums over rows of the loss and of its parts, which are named `told`. A batch is a
+    NamedTuple of rows, with `memory`, `weight` and `advantage` among them.
+    """
     rate = schedule(config.lr, 0.0 if config.anneal else config.lr)
     final = config.ent_coef if config.ent_coef_final is None else config.ent_coef_final
     entropy_weight = schedule(config.ent_coef, final)
     axis = 1 if config.memory else 0
 
-    def take(batch: Batch, index: jax.Array) -> Batch:
+    def take(batch: Any, index: jax.Array) -> Any:
         rows = jax.tree.map(lambda x: jnp.take(x, index, axis=axis, mode="clip"), batch._replace(memory=()))
         return rows._replace(memory=jax.tree.map(lambda x: x[index], batch.memory))
 
-    def gradient(params: Params, batch: Batch, index: jax.Array, weight: jax.Array) -> tuple[PyTree, Metrics]:
+    def gradient(params: Params, batch: Any, index: jax.Array, weight: jax.Array) -> tuple[PyTree, Metrics]:
         """Sums over the rows index [chunks, rows]."""
         params, back = jax.vjp(live, params)
         grad = jax.grad(loss, has_aux=True)
@@ -346,7 +233,7 @@ def _optimise(
         return back(total)[0], parts
 
     def optimise(
-        params: Params, opt_state: optax.OptState, update: jax.Array, batch: Batch, key: Key
+        params: Params, opt_state: optax.OptState, update: jax.Array, batch: Any, key: Key
     ) -> tuple[Params, optax.OptState, Metrics]:
         if not config.memory:
             batch = jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), batch)
@@ -378,14 +265,14 @@ def _optimise(
             index = shuffle.permutation(key, rows).reshape(minibatches, -1, chunk)
             return jax.lax.scan(minibatch, carried, index)[0], None
 
-        names = ("policy_loss", "value_loss", "entropy", "approx_kl", "clip_fraction", "grad_norm")
-        carried = (params, opt_state, {name: jnp.float32(0.0) for name in names}, jnp.bool_(False))
+        totals = {name: jnp.float32(0.0) for name in (*told, "grad_norm")}
+        carried = (params, opt_state, totals, jnp.bool_(False))
         keys = jax.random.split(key, epochs)
         (params, opt_state, totals, _), _ = jax.lax.scan(epoch, carried, keys)
         steps = epochs * minibatches
-        told = mean(jax.tree.map(lambda x: x / (norm * steps), totals))
-        told["total_loss"] = told["policy_loss"] + config.vf_coef * told["value_loss"] - weight * told["entropy"]
-        return params, opt_state, told | {"lr": lr}
+        means = mean(jax.tree.map(lambda x: x / (norm * steps), totals))
+        means["total_loss"] = means["policy_loss"] + config.vf_coef * means["value_loss"] - weight * means["entropy"]
+        return params, opt_state, means | {"lr": lr}
 
     return optimise
 

@@ -1,4 +1,4 @@
-"""V(s) and V(successor) of a rollout, and the recurrent network along time."""
+"""V(s) and V(successor) of a rollout, its log-probabilities by other parameters; the recurrent network along time."""
 
 from __future__ import annotations
 
@@ -53,6 +53,14 @@ def estimates(
         value = by_chunks(lambda part: network.apply(params, (), part)[1], rows, chunk).reshape(t + 1 + k, b)
         return value[:t], returns.successor_values(value[:t], value[t], value[t + 1 :], data.truncated)
     _, value, after = along_time(network, params, data.memory, steps, begins(data))
+    return value, _following(network, params, data, value, after, last, truncated)
+
+
+def _following(
+    network: networks.ActorCritic, params: Params, data: Rollout, value: jax.Array, after: jax.Array, last: PyTree,
+    truncated: PyTree,
+) -> jax.Array:  # fmt: skip
+    """V(successor) with memory, of which `after` [T, B, width] is that after each step."""
     ended = (data.terminated | data.truncated)[-1]
     last_value = network.apply(params, jnp.where(ended[:, None], jnp.zeros_like(after[-1]), after[-1]), last)[1]
     # A truncated episode would have gone on with the memory after its last step: pick it out, slot by slot.
@@ -61,7 +69,43 @@ def estimates(
     here = data.truncated[None] & (slot[None] == which[:, None, None])  # [K, T, B]
     remembered = jnp.take_along_axis(after, jnp.argmax(here, axis=1)[..., None], axis=0)
     truncated_value = network.apply(params, remembered, truncated)[1]
-    return value, returns.successor_values(value, last_value, truncated_value, data.truncated)
+    return returns.successor_values(value, last_value, truncated_value, data.truncated)
+
+
+def judgements(
+    network: networks.ActorCritic, log_prob: Callable[[jax.Array, Any], jax.Array], params: Params, data: Rollout,
+    observation: PyTree, taken: PyTree, chunk: int, updates: jax.Array,
+) -> tuple[jax.Array, jax.Array, jax.Array]:  # fmt: skip
+    """What `params`, made by so many updates, make of a rollout that any others may have acted: log pi(a | s), V(s) and
+    V(successor), float32 [T, B] each.
+
+    `observation` as in `estimates`; `log_prob` takes (the policy's parameters, `taken`), which is [T, B, ...].
+    """
+    steps, last, truncated = observation
+    t, b = data.reward.shape
+    if not isinstance(data.memory, tuple):
+        parameters, value, after = along_time(network, params, data.memory, steps, begins(data))
+        return log_prob(parameters, taken), value, _following(network, params, data, value, after, last, truncated)
+
+    def judge(rows: tuple[PyTree, PyTree]) -> tuple[jax.Array, jax.Array]:
+        parameters, value, _ = network.apply(params, (), rows[0])
+        return log_prob(parameters, rows[1]), value
+
+    def of_steps() -> tuple[jax.Array, jax.Array]:
+        rows = jax.tree.map(lambda x: x.reshape(t * b, *x.shape[2:]), (steps, taken))
+        found: tuple[jax.Array, jax.Array] = jax.tree.map(lambda x: x.reshape(t, b), by_chunks(judge, rows, chunk))
+        return found
+
+    if "value" in data.extras:  # acting told both: taken, if it was by these very parameters
+        known = data.extras["log_prob"], data.extras["value"]
+        pi, value = jax.lax.cond(jnp.all(data.version == updates), lambda: known, of_steps)
+    else:
+        pi, value = of_steps()
+    k = jax.tree.leaves(truncated)[0].shape[0]
+    others = jax.tree.map(lambda x, y: jnp.concatenate([x[None], y]), last, truncated)
+    others = jax.tree.map(lambda x: x.reshape((1 + k) * b, *x.shape[2:]), others)
+    ahead = by_chunks(lambda rows: network.apply(params, (), rows)[1], others, chunk).reshape(1 + k, b)
+    return pi, value, returns.successor_values(value, ahead[0], ahead[1:], data.truncated)
 
 
 def begins(data: Rollout) -> jax.Array:
@@ -70,14 +114,16 @@ def begins(data: Rollout) -> jax.Array:
     return jnp.concatenate([jnp.zeros_like(ended[:1]), ended[:-1]])
 
 
-def by_chunks(function: Callable[[PyTree], jax.Array], rows: PyTree, chunk: int) -> jax.Array:
-    """function(rows), `chunk` rows at a time where there are more: what one core computes stays in its cache."""
+def by_chunks(function: Callable[[PyTree], Any], rows: PyTree, chunk: int) -> Any:
+    """function(rows), arrays [rows], `chunk` rows at a time where there are more: what a core computes stays in its
+    cache."""
     n = jax.tree.leaves(rows)[0].shape[0]
     whole = n - n % chunk
     if whole <= chunk:
         return function(rows)
     blocks = jax.tree.map(lambda x: x[:whole].reshape(whole // chunk, chunk, *x.shape[1:]), rows)
-    done = jax.lax.map(function, blocks).reshape(whole)
+    done = jax.tree.map(lambda x: x.reshape(whole), jax.lax.map(function, blocks))
     if whole == n:
         return done
-    return jnp.concatenate([done, function(jax.tree.map(lambda x: x[whole:], rows))])
+    rest = function(jax.tree.map(lambda x: x[whole:], rows))
+    return jax.tree.map(lambda x, y: jnp.concatenate([x, y]), done, rest)

@@ -18,8 +18,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import PartitionSpec
 
+from longhaul import learners, recipes, telemetry
 from longhaul import mesh as meshes
-from longhaul import recipes, telemetry
 from longhaul.feed import Feeding
 from longhaul.records import Sums
 from longhaul.run import Run, RunError, agents, learning_rate, resolve
@@ -130,7 +130,7 @@ def still(run: Run) -> Check:
     made = subject(resolve(smaller(run, devices=run.devices, lr=0.0, ent_coef_final=None, kl_stop=None)))
     progress = made.start(run.seed)
     _, rows = made.updates(progress._replace(state=_scattered(progress.state, run.seed)), SHORT)
-    kl = float(abs(rows["ppo/approx_kl"]).max())
+    kl = float(abs(rows[f"{learners.of(run.algorithm).name}/approx_kl"]).max())
     bound = STILL if run.algorithm.precision == "fp32" else COARSE * STILL
     verdict = PASS if kl < bound else WARN if kl < COARSE * bound else FAIL
     remedy = {

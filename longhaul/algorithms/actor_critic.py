@@ -1,0 +1,200 @@
+"""What algorithms with an actor and a critic in one network have in common: how it is made, its state, how it acts.
+
+A config of such an algorithm has the fields of `Design` and `normalise_observation`, `shared` and `memory` among them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from longhaul import dial, networks, normalise
+from longhaul.distributions import Distribution, distribution
+from longhaul.types import Key, Masked, Params, PyTree, Spec
+
+
+class State(NamedTuple):
+    params: Params
+    opt_state: optax.OptState
+    moments: normalise.Moments | tuple[()]
+    updates: jax.Array  # int32
+
+
+class Policy(NamedTuple):
+    """What acting needs."""
+
+    params: Params
+    moments: normalise.Moments | tuple[()]
+
+
+class Design(NamedTuple):
+    """The fields of a config that say how its network is made; `ppo.Config` says what they mean."""
+
+    torso: str
+    hidden_dim: int
+    num_layers: int
+    model_size: float | None
+    activation: str
+    shared: bool
+    init: str
+    memory: int
+    precision: str
+    remat: bool
+    normalise_observation: bool
+
+
+def check(config: Any, *, columns: int, steps: int, shares: Sequence[str], least: Sequence[str]) -> None:
+    """Raises ValueError, naming value, bound and remedy, where the sizes of one shard can't work.
+
+    The fields in `shares` must lie in 0 to 1; those in `least` must be at least 0, or None where that may be.
+    """
+    rows, unit = (columns, "environments") if config.memory else (columns * steps, "steps of a batch")
+    for name in ("num_minibatches", "update_epochs", "chunk", "hidden_dim", "num_layers"):
+        value = getattr(config, name)
+        if value is not None and value < 1:
+            raise ValueError(f"{name} is {getattr(config, name)}; it must be at least 1")
+    if config.warmup < 0:
+        raise ValueError(f"warmup is {config.warmup}; it must be at least 0")
+    if rows % (config.num_minibatches or 1):
+        raise ValueError(
+            f"num_minibatches is {config.num_minibatches}, which does not divide the {rows} {unit} of one device; "
+            f"choose a divisor of {rows}, or change num_envs or num_steps"
+        )
+    for name in shares:
+        if not 0.0 <= getattr(config, name) <= 1.0:
+            raise ValueError(f"{name} is {getattr(config, name)}; it must lie in 0 to 1")
+    for name in least:
+        value = getattr(config, name)
+        if value is not None and not value >= 0.0:
+            raise ValueError(f"{name} is {value}; it must be at least 0")
+    if config.model_size is not None and not dial.LEAST <= config.model_size <= dial.MOST:
+        raise ValueError(
+            f"model_size is {config.model_size}; it must lie in {dial.LEAST:g} to {dial.MOST:g} (millions of "
+            "parameters)"
+        )
+
+
+class Parts(NamedTuple):
+    seen: PyTree  # what the network sees of one observation, as ShapeDtypeStruct
+    policy: Distribution
+    network: networks.ActorCritic
+
+
+def parts(spec: Spec, config: Any) -> Parts:
+    """The network of a config for environments of `spec`. Raises ValueError where the two don't fit."""
+    design = Design(*(getattr(config, name) for name in Design._fields))
+    seen = spec.observation.observation if isinstance(spec.observation, Masked) else spec.observation
+    if spec.expand is not None:
+        if design.normalise_observation:
+            raise ValueError(
+                "normalise_observation is on, and this environment's observations are stored packed; turn it off"
+            )
+        seen = jax.eval_shape(spec.expand, seen)
+    policy = distribution(spec.action)
+    if design.normalise_observation and design.torso != "mlp" and any(len(x.shape) == 2 for x in jax.tree.leaves(seen)):
+        raise ValueError(
+            f"normalise_observation is on, and torso {design.torso} reads from an item's last feature whether it is "
+            "there, which would be normalised too; turn it off, or take torso mlp"
+        )
+    options: dict[str, Any] = {
+        "free": policy.free, "torso": design.torso, "activation": design.activation, "memory": design.memory,
+        "precision": design.precision, "remat": design.remat, "shared": design.shared, "begin": design.init,
+    }  # fmt: skip
+    width, depth = design.hidden_dim, design.num_layers
+    if design.model_size is not None:
+        width, depth = dial.shape(seen, policy.size, design.model_size, **options)
+    expand, live = spec.expand, None
+    if spec.compact is not None and networks.takes_live(design.torso, design.shared, design.memory):
+        expand, live = spec.compact
+    network = networks.actor_critic(seen, policy.size, sizes=(width,) * depth, live=live, **options)
+    return Parts(seen, policy, _expanding(network, expand))
+
+
+def _expanding(network: networks.ActorCritic, expand: Callable[[PyTree], PyTree] | None) -> networks.ActorCritic:
+    """`network` for stored observations: they are expanded where they are used, never kept so."""
+    if expand is None:
+        return network
+
+    def apply(params: Params, memory: PyTree, observation: PyTree) -> tuple[jax.Array, jax.Array, PyTree]:
+        return network.apply(params, memory, expand(observation))
+
+    return network._replace(apply=apply)
+
+
+def look(moments: normalise.Moments | tuple[()], observation: PyTree) -> tuple[PyTree, jax.Array | None]:
+    """What the network sees of an observation, and the mask of legal actions."""
+    visible, mask = observation if isinstance(observation, Masked) else (observation, None)
+    if isinstance(moments, normalise.Moments):
+        visible = normalise.apply(moments, visible)
+    return visible, mask
+
+
+def starting(made: Parts, config: Any, optimiser: optax.GradientTransformation) -> Callable[[Key], State]:
+    """key -> the state before any update."""
+
+    def init(key: Key) -> State:
+        params = made.network.init(key)
+        moments = normalise.start(made.seen) if config.normalise_observation else ()
+        return State(params, optimiser.init(params), moments, jnp.int32(0))
+
+    return init
+
+
+def acting(made: Parts, config: Any) -> Callable[..., tuple[jax.Array, PyTree, PyTree]]:
+    """`Algorithm.act`. Its extras are the raw action and its log-probability; and the value, where that comes with the
+    policy for nothing (one torso, no memory).
+    """
+    _, policy, network = made
+    free = config.shared and not config.memory
+
+    def act(acting: Policy, memory: PyTree, observation: PyTree, key: Key | None) -> tuple[jax.Array, PyTree, Any]:
+        visible, mask = look(acting.moments, observation)
+        parameters, value, memory = network.apply(acting.params, memory, visible)
+        raw = policy.mode(parameters, mask) if key is None else policy.sample(parameters, mask, key)
+        extras = {"raw": raw, "log_prob": policy.log_prob(parameters, mask, raw)}
+        return policy.action(raw), memory, extras | ({"value": value} if free else {})
+
+    return act
+
+
+def critic(spec: Spec, config: Any) -> Callable[[Policy, PyTree, PyTree], jax.Array]:
+    """(policy, memory, observation [B, ...]) -> the value that the learner believes in, float32 [B]."""
+    inner = parts(spec, config).network
+
+    def value(policy: Policy, memory: PyTree, observation: PyTree) -> jax.Array:
+        return inner.apply(policy.params, memory, look(policy.moments, observation)[0])[1]
+
+    return value
+
+
+def network(spec: Spec, config: Any) -> networks.ActorCritic:
+    """The network of a `Policy`, which `apply` takes for parameters: what it would do, and what it believes in."""
+    inner = parts(spec, config).network
+
+    def apply(policy: Policy, memory: PyTree, observation: PyTree) -> tuple[jax.Array, jax.Array, PyTree]:
+        return inner.apply(policy.params, memory, look(policy.moments, observation)[0])
+
+    return inner._replace(apply=apply)
+
+
+def moments_of(x: jax.Array, weight: jax.Array | None, mean: Callable[[PyTree], PyTree]) -> tuple[jax.Array, jax.Array]:
+    """Mean and variance of x over all shards, where weight is 1."""
+    if weight is None:  # no share to agree on: a shard has nothing to tell but two numbers
+        first, second = mean((jnp.mean(x), jnp.mean(x * x)))
+    else:
+        first, second, share = mean((jnp.mean(x * weight), jnp.mean(x * x * weight), jnp.mean(weight)))
+        first, second = (s / jnp.maximum(share, 1e-8) for s in (first, second))
+    return first, jnp.maximum(second - first**2, 0.0)
+
+
+def annealing(updates: int, first: int = 0, done: float = 0.0) -> Callable[[float, float], optax.Schedule]:
+    """(begin, end) -> update -> what goes from `begin` to `end` over a run, of which `done` is past at `first`."""
+
+    def schedule(begin: float, end: float) -> optax.Schedule:
+        return optax.linear_schedule(begin + (end - begin) * done, end, updates - first, transition_begin=first)
+
+    return schedule

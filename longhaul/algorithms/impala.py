@@ -1,0 +1,242 @@
+"""IMPALA (Espeholt et al. 2018): an actor-critic that learns from what older policies did, by V-trace; and APPO.
+
+With `clip_eps` the policy's gradient is that of a clipped surrogate (APPO, after Luo et al. 2020): its ratio is over
+the policy at the update's beginning, its advantages are V-trace's, and so weighted by what that policy would have done
+over what the actor did (the decoupled objective of Hilton et al. 2022). Its first step is IMPALA's.
+
+Where we differ from the paper: losses are means over the batch where its code takes sums, so that nothing depends on
+the batch's size; norms of gradients, and what RMSProp adds to its second moment, are of that scale. Values,
+log-probabilities and V-trace are computed once an update, from the parameters at its beginning, or taken from acting
+where that gave both and was by these very parameters. A truncated step bootstraps from its own successor.
+
+With memory, minibatches are whole columns, replayed from the memory that the rollout began with.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from longhaul import networks, normalise, returns
+from longhaul.algorithms import actor_critic, ppo, values
+from longhaul.algorithms.actor_critic import Policy, State, look, moments_of
+from longhaul.distributions import Distribution
+from longhaul.types import Algorithm, Key, Masked, Metrics, Params, PyTree, Rollout, Spec
+
+OPTIMISERS = ("rmsprop", "adam")
+
+REWARD_CLIPS = ("none", "unit", "asymmetric")
+"""As they are, within -1 and 1, or as the paper has them for DMLab-30: 0.3 min(tanh r, 0) + 5 max(tanh r, 0)."""
+
+NOTICED = 1e-3
+"""By so much of itself a ratio must pass its clip to count as clipped: rounding alone cuts nothing."""
+
+
+@dataclass(frozen=True)
+class Config:
+    """IMPALA's hyperparameters. None for a clip leaves ratios as they are."""
+
+    lr: float = 6e-4
+    anneal: bool = True  # the learning rate falls to 0 over the run, linearly
+    warmup: int = 0  # updates over which the learning rate rises to it at the beginning, linearly
+    optimiser: str = "rmsprop"  # or "adam"
+    rms_decay: float = 0.99
+    rms_eps: float = 1e-5  # added to RMSProp's second moment, within the root
+    momentum: float = 0.0  # of RMSProp
+    adam_eps: float = 1e-5  # added to the root of Adam's second moment
+    gamma: float = 0.99
+    vtrace_lambda: float = 1.0
+    rho_clip: float | None = 1.0  # of the ratio in temporal differences and in the policy's gradient
+    c_clip: float | None = 1.0  # of the ratio in the trace
+    clip_eps: float | None = None  # APPO's clip; None: IMPALA's policy gradient
+    num_minibatches: int | None = 1
+    update_epochs: int | None = 1
+    vf_coef: float = 0.5
+    ent_coef: float = 0.01
+    ent_coef_final: float | None = None  # annealed to, linearly; None: constant
+    max_grad_norm: float = 40.0
+    normalise_advantage: bool = False
+    normalise_observation: bool = False
+    reward_scale: float = 1.0
+    reward_clip: str = "none"  # of what reward_scale made; one of REWARD_CLIPS
+    kl_stop: float | None = None  # no further step of an update once approx_kl passed it
+    torso: str = "mlp"
+    hidden_dim: int = 64
+    num_layers: int = 2
+    model_size: float | None = None  # millions of parameters, from which hidden_dim and num_layers follow
+    activation: str = "tanh"  # of mlp and deepset
+    shared: bool = False  # actor and critic of mlp and deepset have one torso, without memory, too
+    init: str = "orthogonal"  # of mlp, deepset and heads; "lecun" is Flax's default
+    memory: int = 0  # width of the recurrent unit; 0: none
+    chunk: int = 1024  # rows of a minibatch whose gradient is taken at once
+    precision: str = "fp32"  # of the torso; "bf16": in bfloat16, with parameters, heads and losses in float32
+    remat: bool = False  # compute an encoder's blocks again for the gradient instead of keeping them
+
+
+class Batch(NamedTuple):
+    """Rows of a rollout, [rows, ...]; with memory: whole columns, [T, columns, ...]."""
+
+    observation: PyTree
+    mask: jax.Array | None
+    raw: jax.Array
+    acted: jax.Array  # the log-probability by which it was acted
+    begun: jax.Array  # by the policy at the update's beginning
+    advantage: jax.Array  # V-trace's, with its ratio
+    target: jax.Array  # for the value
+    weight: jax.Array | None  # float32; None where every row counts alike
+    begins: jax.Array | None  # bool [T, columns]: an episode begins here, so memory is put back
+    memory: PyTree  # [columns, width] or ()
+
+
+def check(config: Config, *, columns: int, steps: int) -> None:
+    """Raises ValueError, naming value, bound and remedy, where the sizes of one shard can't work."""
+    for name, allowed in (("optimiser", OPTIMISERS), ("reward_clip", REWARD_CLIPS)):
+        if getattr(config, name) not in allowed:
+            raise ValueError(f"{name} is {getattr(config, name)!r}; it must be one of {', '.join(allowed)}")
+    actor_critic.check(
+        config, columns=columns, steps=steps, shares=("gamma", "vtrace_lambda", "rms_decay", "momentum"),
+        least=("lr", "max_grad_norm", "rho_clip", "c_clip", "clip_eps"),
+    )  # fmt: skip
+    for name in ("adam_eps", "rms_eps"):
+        if not getattr(config, name) > 0.0:  # 0 / 0 where an input is never there
+            raise ValueError(f"{name} is {getattr(config, name)}; it must be above 0")
+
+
+def _optimiser(config: Config) -> optax.GradientTransformation:
+    """On one flat vector: on a dozen small leaves it would be dozens of small kernels."""
+    if config.optimiser == "adam":
+        steps = [optax.scale_by_adam(eps=config.adam_eps)]
+    else:
+        steps = [optax.scale_by_rms(decay=config.rms_decay, eps=config.rms_eps, eps_in_sqrt=True)]
+        steps += [optax.trace(config.momentum)] * (config.momentum > 0.0)
+    return optax.flatten(optax.chain(optax.clip_by_global_norm(config.max_grad_norm), *steps))
+
+
+def shaped(reward: jax.Array, scale: float, clip: str) -> jax.Array:
+    """A reward as it is learnt from."""
+    reward = reward * scale
+    if clip == "unit":
+        return jnp.clip(reward, -1.0, 1.0)
+    if clip == "asymmetric":
+        squeezed = jnp.tanh(reward)
+        return 0.3 * jnp.minimum(squeezed, 0.0) + 5.0 * jnp.maximum(squeezed, 0.0)
+    return reward
+
+
+def _loss(
+    network: networks.ActorCritic, policy: Distribution, config: Config
+) -> Callable[..., tuple[jax.Array, Metrics]]:
+    """(params, batch, entropy weight) -> sums over rows of the loss and of its parts (the paper's section 4.2)."""
+
+    def loss(params: Params, batch: Batch, entropy_weight: jax.Array) -> tuple[jax.Array, Metrics]:
+        if batch.begins is None:
+            parameters, value, _ = network.apply(params, (), batch.observation)
+        else:
+            parameters, value, _ = values.along_time(network, params, batch.memory, batch.observation, batch.begins)
+        log_prob = policy.log_prob(parameters, batch.mask, batch.raw)
+        entropy = policy.entropy(parameters, batch.mask)
+        off = log_prob - batch.acted
+        parts = {
+            "value_loss": 0.5 * jnp.square(value - batch.target),
+            "entropy": entropy,
+            "approx_kl": jnp.expm1(off) - off,
+        }
+        if config.clip_eps is None:
+            parts["policy_loss"] = -log_prob * batch.advantage
+        else:
+            ratio = jnp.exp(log_prob - batch.begun)
+            clipped = jnp.clip(ratio, 1.0 - config.clip_eps, 1.0 + config.clip_eps)
+            parts["policy_loss"] = -jnp.minimum(ratio * batch.advantage, clipped * batch.advantage)
+            parts["clip_fraction"] = (jnp.abs(ratio - 1.0) > config.clip_eps).astype(jnp.float32)
+        total = parts["policy_loss"] + config.vf_coef * parts["value_loss"] - entropy_weight * entropy
+        if batch.weight is not None:
+            total, parts = jax.tree.map(lambda x: x * batch.weight, (total, parts))
+        return jnp.sum(total), jax.tree.map(jnp.sum, parts)
+
+    return loss
+
+
+def impala(
+    spec: Spec,
+    config: Config,
+    *,
+    updates: int,
+    mean: Callable[[PyTree], PyTree],
+    first: int = 0,
+    done: float = 0.0,
+) -> Algorithm:
+    """IMPALA for environments of `spec`, annealed over `updates` updates; `mean` averages over the shards.
+
+    A run that goes on from update `first` with batches of another size has the share `done` of it behind it there.
+    """
+    masked = isinstance(spec.observation, Masked)
+    made = actor_critic.parts(spec, config)
+    network, policy = made.network, made.policy
+    optimiser = _optimiser(config)
+    told = ["policy_loss", "value_loss", "entropy", "approx_kl"]
+    told += [] if config.clip_eps is None else ["clip_fraction"]
+    optimise = ppo.optimiser_steps(
+        _loss(network, policy, config), network.live, optimiser, config,
+        actor_critic.annealing(updates, first, done), mean, told,
+    )  # fmt: skip
+    rho_clip, c_clip = (math.inf if clip is None else clip for clip in (config.rho_clip, config.c_clip))
+
+    def log_prob(parameters: jax.Array, taken: tuple[jax.Array | None, jax.Array]) -> jax.Array:
+        return policy.log_prob(parameters, *taken)
+
+    def trace(*columns: jax.Array) -> returns.VTrace:
+        return returns.vtrace(
+            *columns, gamma=config.gamma, lam=config.vtrace_lambda, rho_clip=rho_clip, c_clip=c_clip
+        )  # fmt: skip
+
+    def learn(state: State, data: Rollout, key: Key) -> tuple[State, Metrics]:
+        visible, mask = look(state.moments, data.observation)
+        others = [look(state.moments, o)[0] for o in data.successors]
+        raw, acted = data.extras["raw"], data.extras["log_prob"]
+        begun, value, successor = values.judgements(
+            network, log_prob, state.params, data, (visible, *others), (mask, raw), config.chunk, state.updates
+        )
+        log_ratio = begun - acted if spec.agents is None else jnp.where(data.valid, begun - acted, 0.0)
+        reward = shaped(data.reward, config.reward_scale, config.reward_clip)
+        target, advantage = jax.vmap(trace, in_axes=1, out_axes=1)(
+            log_ratio, reward, value, successor, data.terminated, data.truncated
+        )
+        weight = data.valid.astype(jnp.float32) if spec.agents is not None else None
+        unexplained, spread = (moments_of(x, weight, mean)[1] for x in (target - value, target))
+        if config.normalise_advantage:
+            centre, variance = moments_of(advantage, weight, mean)
+            advantage = (advantage - centre) / (jnp.sqrt(variance) + 1e-8)
+        begins = values.begins(data) if config.memory else None
+        batch = Batch(visible, mask, raw, acted, begun, advantage, target, weight, begins, data.memory)
+        params, opt_state, metrics = optimise(state.params, state.opt_state, state.updates, batch, key)
+        metrics["explained_variance"] = 1.0 - unexplained / jnp.maximum(spread, 1e-8)
+        metrics |= _staleness(log_ratio, rho_clip, state.updates - data.version, weight, mean)
+        moments = state.moments
+        # After the update: this batch was acted and learnt with the old ones.
+        if isinstance(moments, normalise.Moments):
+            seen = data.observation.observation if masked else data.observation
+            moments = normalise.update(moments, seen, None if weight is None else data.valid, mean)
+        return State(params, opt_state, moments, state.updates + 1), {f"impala/{k}": v for k, v in metrics.items()}
+
+    return Algorithm(
+        actor_critic.starting(made, config, optimiser), lambda state: Policy(state.params, state.moments),
+        network.memory, actor_critic.acting(made, config), learn,
+    )  # fmt: skip
+
+
+def _staleness(
+    log_ratio: jax.Array, clip: float, age: jax.Array, weight: jax.Array | None, mean: Callable[[PyTree], PyTree]
+) -> Metrics:
+    """How far the policy at an update's beginning is from those that acted: in updates, and in ratios."""
+    rho = jnp.exp(log_ratio)
+    count = jnp.ones_like(rho) if weight is None else weight
+    clipped = (rho > clip * (1.0 + NOTICED)).astype(jnp.float32)
+    sums = mean(jnp.stack([jnp.mean(x * count) for x in (rho, clipped, age.astype(jnp.float32), jnp.ones_like(rho))]))
+    rho, clipped, age = sums[:3] / jnp.maximum(sums[3], 1e-8)
+    return {"rho": rho, "rho_clipped": clipped, "staleness": age}
