@@ -9,7 +9,7 @@ import functools
 import json
 import time
 from collections.abc import Callable, Iterator
-from contextlib import closing, suppress
+from contextlib import ExitStack, closing, suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -23,7 +23,7 @@ from longhaul.actors.worker import Collect
 from longhaul.algorithms import ppo
 from longhaul.environment import vectorise
 from longhaul.rollout import collector, join
-from longhaul.run import Assembly, Named, Run, from_dict, named, to_dict
+from longhaul.run import Assembly, Named, Run, from_dict, named, prepare_devices, to_dict
 from longhaul.topologies import actors
 from longhaul.types import Metrics, Progress, PyTree
 
@@ -55,6 +55,7 @@ def prepare(run: Run, assembly: Assembly, context: PyTree, progress: Progress) -
 def process(plain: dict[str, Any], actor: int) -> Collect:
     """What an actor of a Run in JSON's words does, made in its own process."""
     run: Run = from_dict(Run, plain)
+    prepare_devices(1, 1)
     assert isinstance(run.environment, Named) and run.acting.actors is not None
     environment = named(run.environment)
     algorithm = ppo.ppo(environment.spec, run.algorithm, updates=1, mean=meshes.identity)
@@ -71,9 +72,11 @@ def calls(
     make: Callable[[int], Collect] = lambda actor: prepared.acting.collect  # noqa: E731
     if run.acting.actor_kind == "process":
         make = functools.partial(process, to_dict(run))
-    rule = settings.rule(run.acting, assembly.updates)
+    rule = settings.rule(run.acting, assembly.updates, assembly.origin.updates)
     publish = actors.weights_of(assembly.algorithm)
-    with closing(Crew(rule, prepared.acting.shapes, make, kind=run.acting.actor_kind)) as crew:
+    with ExitStack() as closed:
+        closed.callback((folder / LIVE).unlink, missing_ok=True)
+        crew = closed.enter_context(closing(Crew(rule, prepared.acting.shapes, make, kind=run.acting.actor_kind)))
         told = 0.0
         for progress, n, rows in actors.actors(prepared.program, crew, progress, publish, updates=assembly.updates):
             while crew.news:

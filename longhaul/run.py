@@ -378,7 +378,9 @@ def assemble(
 
     enter = fused.entering(collector_in, mesh)
     if run.topology == "actors":
-        enter = acted.entering(collector_in, shares)
+        pinned = layouts.rule(run.acting, updates).pinned
+        key = jax.random.key(0)
+        enter = acted.entering(collector_in, shares, pinned, lambda: algorithm.policy(algorithm.init(key)))
     return Assembly(spec, algorithm, collector_in, enter, mesh, updates, steps, run.num_envs * run.num_steps, origin)
 
 

@@ -149,10 +149,11 @@ class Crew:
         self, rule: Rule, shapes: Shapes, make: Callable[[int], Collect], *, kind: str
     ) -> None:  # fmt: skip
         """`make` gives what actor a does; for processes (`kind` "process", else "thread") it is importable."""
-        self._rule, self._make, self._kind = rule, make, kind
+        self._make, self._kind = make, kind
         self.news: list[str] = []
         """Lines on what befell actors; whoever tells them takes them out."""
-        self._size = Size(rule.places, rule.rooms, rule.turns, rule.ahead + 2)
+        self._size = Size(rule.places, rule.rooms, rule.turns, rule.versions)
+        self.rule = rule
         self._memory = memory.create(desks.planned(shapes, self._size).size)
         self.desk = Desk(self._memory, shapes, self._size)
         self._learner = bell()
@@ -164,15 +165,16 @@ class Crew:
         self.book: Book = tickets.opened(rule, 0)
 
     def open(
-        self, version: int, key: np.ndarray, weights: Sequence[tuple[int, np.ndarray]], carry: Sequence[np.ndarray]
+        self, version: int, key: np.ndarray, weights: Sequence[np.ndarray], carry: Sequence[np.ndarray]
     ) -> None:
-        """Begins with `version` finished updates: with the run's key, policies by version, the last of them `version`,
-        and the states of the environments, [N, ...] each."""
-        self.book = tickets.opened(self._rule, version)
+        """Begins with `version` finished updates: with the run's key, its weights (the last ones are `version`'s, those
+        before them of the versions before) and the states of the environments, [N, ...] each."""
+        self.book = tickets.opened(self.rule, version)
         self.desk.key[: key.size] = key.ravel()
         self.desk.set_carry([turn - 1 for turn in self.book.turn], carry)
-        for number, policy in weights:
-            self.desk.lane.publish(number, policy)
+        for back, policy in zip(range(len(weights) - 1, -1, -1), weights, strict=True):
+            if version - back >= self.rule.oldest:
+                self.desk.lane.publish(version - back, policy)
         self._hand_out()
         self._watch(time.monotonic())
 
@@ -240,6 +242,11 @@ class Crew:
             )
         return {"time": time.time(), "updates": self.book.version, "queue": self.queue, "actors": rows}
 
+    def past(self) -> tuple[np.ndarray, ...]:
+        """The weights of the versions before the newest one that a pinned run needs to go on: views, as `carry`'s."""
+        newest = self.book.version
+        return tuple(self.desk.lane.held(newest - back) for back in range(self.rule.pinned, 0, -1))
+
     def close(self) -> None:
         """Ends all actors. Nothing of them is left."""
         self.desk.closed[0] = 1
@@ -266,7 +273,7 @@ class Crew:
     def _drain(self) -> None:
         """Notes what was finished since."""
         moved = False
-        for actor in range(self._rule.places):
+        for actor in range(self.rule.places):
             while self._finished(actor) < self.desk.finished[actor]:
                 ticket = self.book.given[actor][self.book.done[actor]]
                 try:
@@ -276,7 +283,7 @@ class Crew:
                     break
                 self.book, _ = tickets.finished(self.book, actor)
                 moved = True
-        if moved and self._rule.staleness is None:
+        if moved and self.rule.staleness is None:
             self._hand_out()
 
     def _finished(self, actor: int) -> int:

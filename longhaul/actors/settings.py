@@ -50,7 +50,7 @@ def decided(acting: Acting, *, envs: int, devices: int, cores: int) -> Acting:
     return acting
 
 
-def rule(acting: Acting, updates: int) -> tickets.Rule:
-    """The tickets' rule of a decided run that ends after so many updates."""
+def rule(acting: Acting, updates: int, oldest: int = 0) -> tickets.Rule:
+    """The tickets' rule of a decided run from update `oldest` to `updates`."""
     assert acting.actors is not None
-    return tickets.Rule(acting.actors, acting.staleness, acting.pin, updates)
+    return tickets.Rule(acting.actors, acting.staleness, acting.pin, updates, oldest)

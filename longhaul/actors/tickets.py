@@ -34,8 +34,9 @@ class Rule(NamedTuple):
 
     places: int  # N, tickets of a batch; as many as actors
     staleness: int | None  # S; None: no bound but room
-    pin: bool = False  # act with exactly version max(0, b - S)
+    pin: bool = False  # act with exactly version b - S
     until: int = 2**62  # batches of the run; no ticket after them is given out
+    oldest: int = 0  # version that can be pinned
 
     @property
     def ahead(self) -> int:
@@ -46,6 +47,16 @@ class Rule(NamedTuple):
     def rooms(self) -> int:
         """Batches that lie in memory at once: those under way, and the last one learnt."""
         return self.ahead + 2
+
+    @property
+    def versions(self) -> int:
+        """Versions of the weights that lie in memory at once: all that may act yet, and the one that is written."""
+        return self.ahead + 2
+
+    @property
+    def pinned(self) -> int:
+        """Versions before the newest one that must be known to go on exactly."""
+        return (self.staleness or 0) if self.pin else 0
 
     @property
     def turns(self) -> int:
@@ -95,7 +106,7 @@ def hand_out(book: Book) -> tuple[Book, list[tuple[int, Ticket]]]:
                 actor = place
                 if turn[actor] > batch:
                     continue
-            version = max(0, batch - (rule.staleness or 0)) if rule.pin else LATEST
+            version = max(rule.oldest, batch - (rule.staleness or 0)) if rule.pin else LATEST
             ticket = Ticket(batch, place, version, turn[actor])
             given[actor] += (ticket,)
             turn[actor] += 1

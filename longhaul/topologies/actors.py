@@ -41,6 +41,13 @@ class Acting(NamedTuple):
     scores: Metrics  # of its scores
 
 
+class Flight(NamedTuple):
+    """The carry of a pinned run: what it needs beside the environments' states to go on exactly."""
+
+    carry: PyTree
+    weights: tuple[np.ndarray, ...]  # bytes of the S versions before the newest, oldest first
+
+
 class Program(NamedTuple):
     """The learner's compiled update; donates the state. `run`: (state, key, updates, data, scores) -> (state, updates,
     metrics, weights), of which data and scores are flat lists of [N, ...], and weights are bytes."""
@@ -100,9 +107,13 @@ def _leaf(shape: Any) -> Leaf:
     return Leaf(tuple(shape.shape), str(shape.dtype))
 
 
-def entering(collector_in: fused.CollectorIn, actors: int) -> fused.Enter:
+def entering(
+    collector_in: fused.CollectorIn, actors: int, pinned: int = 0, policy: Callable[[], Params] | None = None
+) -> fused.Enter:
     """How a run with so many actors gets into a context: the states of all their environments, as NumPy arrays, one
     actor's after the other's. So lies the carry of `fused` on a mesh of as many devices.
+
+    Of a run that keeps `pinned` versions of the weights, `policy` gives their shapes, and the carry is a Flight.
     """
 
     def enter(key: Key, context: PyTree) -> PyTree:
@@ -110,7 +121,11 @@ def entering(collector_in: fused.CollectorIn, actors: int) -> fused.Enter:
         one = jax.jit(lambda key, place: _raw(start(jax.random.fold_in(key, place))))
         each = [jax.device_get(one(key, jnp.int32(place))) for place in range(actors)]
         structure = jax.tree.structure(jax.eval_shape(start, key))
-        return structure.unflatten([np.concatenate(parts) for parts in zip(*each)])
+        carry = structure.unflatten([np.concatenate(parts) for parts in zip(*each)])
+        if not pinned or policy is None:
+            return carry
+        size = sum(_leaf(x).nbytes for x in jax.eval_shape(lambda: _raw(policy())))
+        return Flight(carry, tuple(np.zeros(size, np.uint8) for _ in range(pinned)))
 
     return enter
 
@@ -183,24 +198,26 @@ def actors(
 
     `progress` is taken back when the iterator is advanced, its carry too: save it before.
     """
-    structure = jax.tree.structure(progress.carry)
-    n = crew.desk.size.actors
+    n, pinned = crew.desk.size.actors, crew.rule.pinned
+    flight = progress.carry if pinned else Flight(progress.carry, ())
+    structure = jax.tree.structure(flight.carry)
     layout = meshes.sharded(program.mesh)
-    begun = [np.asarray(x).reshape(n, -1, *x.shape[1:]) for x in _raw(progress.carry)]
+    begun = [np.asarray(x).reshape(n, -1, *x.shape[1:]) for x in _raw(flight.carry)]
     done = int(progress.updates)
-    crew.open(done, np.asarray(jax.random.key_data(progress.key)), [(done, publish(progress.state))], begun)
+    weights = [*flight.weights, publish(progress.state)]
+    crew.open(done, np.asarray(jax.random.key_data(progress.key)), weights, begun)
     state, key, count = progress.state, progress.key, progress.updates
     meter = _Meter(crew)
     while done < updates:
         batch = crew.take()
         data, scores = jax.device_put((batch.data, batch.scores), layout)
-        state, count, rows, weights = program.run(state, key, count, data, scores)
+        state, count, rows, made = program.run(state, key, count, data, scores)
         versions = [head.version for head in batch.heads]
-        crew.learnt(_on_host(weights))  # waits for the update, which ends with it
-        carry = structure.unflatten([x.reshape(-1, *x.shape[2:]) for x in crew.carry()])
+        crew.learnt(_on_host(made))  # waits for the update, which ends with it
         told = meter.read(done, versions)
         done += 1
-        yield Progress(state, carry, key, count), 1, rows | told
+        carry = structure.unflatten([x.reshape(-1, *x.shape[2:]) for x in crew.carry()])
+        yield Progress(state, Flight(carry, crew.past()) if pinned else carry, key, count), 1, rows | told
 
 
 class _Meter:
