@@ -24,6 +24,9 @@ from longhaul.vectors import HostSpec
 
 pytest.importorskip("grpc")
 
+BARE = Codec(CODEC.layout._replace(scores=()))
+"""What an actor knows before the server has told which scores it wants."""
+
 
 def random_spec(rng: np.random.Generator) -> HostSpec:
     """Any observation, any action."""
@@ -145,7 +148,7 @@ def lane() -> Iterator[GrpcLane]:
 
 async def play_well(address: str, over: asyncio.Event, life: int) -> int:
     """Actor 0, which must get the answers to its own steps, in order, whatever others do; -> steps."""
-    rng, line = np.random.default_rng(5), GrpcLine(CODEC, SLOTS, address, actor=0, credentials=Credentials())
+    rng, line = np.random.default_rng(5), GrpcLine(BARE, SLOTS, address, actor=0, credentials=Credentials())
     assert await line.open() == [0, life], "another one was actor 0 meanwhile"
     wanted, done = [0, 0], 0
 
@@ -237,7 +240,7 @@ def test_very_many_malformed_frames_harm_nobody_else(lane: GrpcLane) -> None:
 # ------------------------------------------------------------------------------------------------- who may speak at all
 
 
-async def greet(lane: GrpcLane, credentials: Credentials = Credentials(), codec: Codec = CODEC, **ours: Any) -> None:
+async def greet(lane: GrpcLane, credentials: Credentials = Credentials(), codec: Codec = BARE, **ours: Any) -> None:
     """Says HELLO and is welcome; raises what GrpcLine.open raises."""
     line = GrpcLine(codec, SLOTS, ours.get("address", lane.address), actor=ours.get("actor", 0), credentials=credentials)
     try:
@@ -248,11 +251,11 @@ async def greet(lane: GrpcLane, credentials: Credentials = Credentials(), codec:
 
 def test_another_environment_is_refused_with_the_difference(lane: GrpcLane) -> None:
     others = {
-        "columns 7": wire.layout(HostSpec(CODEC.layout.form, Discrete(4)), 7, CODEC.layout.scores),
+        "columns 7": wire.layout(HostSpec(CODEC.layout.form, Discrete(4)), 7),
         "observation/1 float64 5": wire.layout(
-            HostSpec(CODEC.layout.form | {"speed": Leaf((5,), np.dtype(float))}, Discrete(4)), COLUMNS, ("goal", "crash")
+            HostSpec(CODEC.layout.form | {"speed": Leaf((5,), np.dtype(float))}, Discrete(4)), COLUMNS
         ),
-        "action float32 1": wire.layout(HostSpec(CODEC.layout.form, Box((0.0,), (1.0,))), COLUMNS, ("goal", "crash")),
+        "action float32 1": wire.layout(HostSpec(CODEC.layout.form, Box((0.0,), (1.0,))), COLUMNS),
     }  # fmt: skip
     for word, layout in others.items():
         with pytest.raises(WireError, match=f"another environment: the server has .* where the actor has '{word}'"):
@@ -263,7 +266,7 @@ def test_an_actor_that_is_here_is_not_pushed_out_by_another_process(lane: GrpcLa
     import grpc
 
     async def both() -> str:
-        line = GrpcLine(CODEC, SLOTS, lane.address, actor=2, credentials=Credentials())
+        line = GrpcLine(BARE, SLOTS, lane.address, actor=2, credentials=Credentials())
         await line.open()
         async with grpc.aio.insecure_channel(lane.address) as channel:
             call = channel.stream_stream(PATH)()

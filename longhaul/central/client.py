@@ -33,10 +33,10 @@ FIRST, LONGEST = 0.2, 5.0
 T = TypeVar("T")
 
 
-async def play(line: Line, vectors: Sequence[HostVector], codec: Codec, *, steps: int | None = None) -> None:
-    """Steps group i of environments, `vectors[i]`, as the line says; for ever, or for so many steps of all groups."""
+async def play(line: Line, vectors: Sequence[HostVector]) -> None:
+    """Steps group i of environments, `vectors[i]`, as the line says, for ever."""
     seeds = await line.open()
-    outs = []
+    codec, outs = line.codec, []
     for slot, (vector, block, seed) in enumerate(zip(vectors, line.blocks, seeds, strict=True)):
         block.reward[:] = 0.0
         block.flags[:] = False
@@ -44,8 +44,7 @@ async def play(line: Line, vectors: Sequence[HostVector], codec: Codec, *, steps
         vector.reset(seed, out=outs[slot])
         await line.post(slot, 0)
     names = codec.layout.scores
-    done = 0
-    while steps is None or done < steps:
+    while True:
         slot, action = await line.next()
         finals = vectors[slot].step(action, out=outs[slot]).finals
         count = len(finals.columns)
@@ -58,7 +57,6 @@ async def play(line: Line, vectors: Sequence[HostVector], codec: Codec, *, steps
                 if name in finals.scores:
                     block.scores[i], block.known[i] = finals.scores[name]
         await line.post(slot, count)
-        done += 1
 
 
 def straight(work: Coroutine[Any, Any, T]) -> T:
@@ -70,7 +68,7 @@ def straight(work: Coroutine[Any, Any, T]) -> T:
     raise RuntimeError("a line of shared memory suspended")
 
 
-async def stay(connect: Callable[[], Line], vectors: Sequence[HostVector], codec: Codec, patience: float) -> None:
+async def stay(connect: Callable[[], Line], vectors: Sequence[HostVector], patience: float) -> None:
     """Plays, and connects again where the server went away. ConnectionError once it was away for `patience` seconds.
 
     Raises WireError where the server refuses: another try would be refused, too.
@@ -80,7 +78,7 @@ async def stay(connect: Callable[[], Line], vectors: Sequence[HostVector], codec
         line = connect()
         began = time.monotonic()
         try:
-            await play(line, vectors, codec)
+            await play(line, vectors)
         except ConnectionError as error:
             now = time.monotonic()
             if now - began > 10.0:  # it was there
@@ -93,12 +91,14 @@ async def stay(connect: Callable[[], Line], vectors: Sequence[HostVector], codec
         wait = min(2.0 * wait, LONGEST)
 
 
-def make(description: Description, worlds: int, slots: int) -> tuple[list[HostVector], Codec]:
+def make(
+    description: Description, worlds: int, slots: int, scores: Sequence[str] = ()
+) -> tuple[list[HostVector], Codec]:
     """The environments of an actor, `slots` groups of `worlds`."""
     from longhaul.envs import host
 
     vectors = [host.make(description, worlds) for _ in range(slots)]
-    return vectors, Codec(wire.layout(vectors[0].spec, vectors[0].columns))
+    return vectors, Codec(wire.layout(vectors[0].spec, vectors[0].columns, tuple(scores)))
 
 
 def remote(
@@ -113,7 +113,7 @@ def remote(
     def connect() -> Line:
         return GrpcLine(codec, slots, address, actor=actor, credentials=credentials)
 
-    asyncio.run(stay(connect, vectors, codec, patience))
+    asyncio.run(stay(connect, vectors, patience))
 
 
 def main() -> int:
@@ -128,9 +128,9 @@ def main() -> int:
         if lane == "shm":
             from longhaul.central.shared_lane import Ends, SharedLine
 
-            vectors, codec = make(description, worlds, slots)
+            vectors, codec = make(description, worlds, slots, about["scores"])
             *ends, seeds = about["ends"]
-            straight(play(SharedLine(codec, slots, Ends(*ends, tuple(seeds))), vectors, codec))
+            straight(play(SharedLine(codec, slots, Ends(*ends, tuple(seeds))), vectors))
         else:
             authority = None if about["authority"] is None else Path(about["authority"]).read_bytes()
             credentials = load(about["token_file"])._replace(authority=authority)

@@ -223,7 +223,7 @@ class GrpcLane:
         if head.kind != wire.HELLO:
             raise WireError(f"a stream begins with a frame of kind {head.kind}; it must begin with HELLO, {wire.HELLO}")
         theirs = wire.text(data)
-        if head.digest != self._codec.digest or theirs != self._codec.layout.text:
+        if theirs != self._codec.layout.text:
             found = wire.difference(self._codec.layout.text, theirs)
             raise WireError(f"another environment: {found}; give the actor the run's --env and sizes")
         if head.finals != self._slots:
@@ -248,7 +248,8 @@ class GrpcLane:
     def _welcome(self, life: _Life) -> bytes:
         seeds = np.asarray(self._seeds(life.actor, life.number), "<u8")
         head = Head(wire.WELCOME, life.actor * self._slots, life.number, columns=self._codec.layout.columns)
-        return wire.frame(head._replace(finals=self._slots, digest=self._codec.digest), seeds.tobytes())
+        names = "\n".join(self._codec.layout.scores).encode()
+        return wire.frame(head._replace(finals=self._slots, digest=self._codec.digest), seeds.tobytes() + names)
 
     async def _hear(self, context: Any, life: _Life) -> None:
         """Reads until the stream ends, by either side."""
@@ -311,51 +312,60 @@ class GrpcLine:
     """The actor's side, a `lane.Line`: one stream, in one event loop."""
 
     def __init__(self, codec: Codec, slots: int, address: str, *, actor: int, credentials: Credentials) -> None:
-        self._codec, self._slots, self._address = codec, slots, address
+        """`codec` is of a layout without scores: which are wanted, the server says."""
+        self.codec, self._slots, self._address = codec, slots, address
         self._actor, self._credentials = actor, credentials
-        self._memory = [bytearray(codec.block_bytes(codec.layout.columns)) for _ in range(slots)]
         self._steps = [0] * slots
-        self.blocks = [codec.block(memory, 0) for memory in self._memory]
         self._life = self._first = 0
+        self._channel: Any = None
+        self._call: Any = None
 
     async def open(self) -> list[int]:
-        self._channel = channel(self._address, self._credentials, _options(self._codec.most))
-        call = self._channel.stream_stream(PATH)
+        codec = self.codec
+        self._channel = channel(self._address, self._credentials, _options(codec.most))
         token = self._credentials.token
-        self._call = call(metadata=() if token is None else ((TOKEN, token),))
+        self._call = self._channel.stream_stream(PATH)(metadata=() if token is None else ((TOKEN, token),))
         await self._call.initial_metadata()  # the server's, or the end
         if self._call.done():
             raise self._gone(await self._call.code(), await self._call.details())
-        text = self._codec.layout.text.encode()
-        hello = Head(wire.HELLO, self._actor, 0, NAME, self._codec.layout.columns, self._slots, self._codec.digest)
-        await self._write(wire.frame(hello, text))
+        hello = Head(wire.HELLO, self._actor, 0, NAME, codec.layout.columns, self._slots, codec.digest)
+        await self._write(wire.frame(hello, codec.layout.text.encode()))
         data, head = await self._read()
-        if head.kind != wire.WELCOME or head.length != 8 * self._slots or head.finals != self._slots:
+        size = 8 * self._slots
+        if head.kind != wire.WELCOME or head.length < size or head.finals != self._slots:
             raise WireError(f"the server answers HELLO with a frame of kind {head.kind}; give both the same version")
-        self._life, self._first, self._steps = head.incarnation, head.group, [0] * self._slots
+        names = wire.text(data, size).split("\n")
+        self.codec = codec = Codec(codec.layout._replace(scores=tuple(name for name in names if name)))
+        if head.digest != codec.digest:
+            raise WireError("the server wants scores of another layout; give both the same version")
+        self._memory = [bytearray(codec.block_bytes(codec.layout.columns)) for _ in range(self._slots)]
+        self.blocks = [codec.block(memory, 0) for memory in self._memory]
+        self._life, self._first = head.incarnation, head.group
         return [int(seed) for seed in np.frombuffer(data, "<u8", self._slots, wire.HEAD_BYTES)]
 
     async def post(self, slot: int, finals: int) -> None:
-        codec = self._codec
+        codec = self.codec
         head = Head(wire.OBSERVE, self._first + slot, self._life, self._steps[slot], codec.layout.columns, finals)
         payload = memoryview(self._memory[slot])[: codec.block_bytes(finals)]
         await self._write(wire.frame(head._replace(digest=codec.digest), payload))
 
     def ended(self, slot: int, finals: int) -> wire.Block:
-        return self._codec.block(self._memory[slot], finals)
+        return self.codec.block(self._memory[slot], finals)
 
     async def next(self) -> tuple[int, np.ndarray]:
         data, head = await self._read()
         slot = head.group - self._first
         if not 0 <= slot < self._slots:
             raise WireError(f"actions for group {head.group}, which is not this actor's")
-        self._codec.check_head(head, Due(wire.ACT, head.group, self._life, self._steps[slot]))
+        self.codec.check_head(head, Due(wire.ACT, head.group, self._life, self._steps[slot]))
         self._steps[slot] += 1
-        return slot, self._codec.action(data, wire.HEAD_BYTES)
+        return slot, self.codec.action(data, wire.HEAD_BYTES)
 
     async def close(self) -> None:
-        self._call.cancel()
-        await self._channel.close()
+        if self._call is not None:
+            self._call.cancel()
+        if self._channel is not None:
+            await self._channel.close()
 
     async def _write(self, frame: bytes) -> None:
         import grpc
@@ -382,7 +392,7 @@ class GrpcLine:
             raise self._gone(error.code(), error.details()) from error
         if data is grpc.aio.EOF:
             raise ConnectionError(f"{self._address}: the stream ended")
-        head = wire.read(data, self._codec.most)
+        head = wire.read(data, self.codec.most)
         if head.kind == wire.REFUSE:
             kind = ConnectionError if head.step else WireError
             raise kind(f"{self._address} refuses: {wire.text(data)}")

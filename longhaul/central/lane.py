@@ -12,7 +12,7 @@ from typing import NamedTuple, Protocol
 
 import numpy as np
 
-from longhaul.central.wire import Block
+from longhaul.central.wire import Block, Codec
 
 
 class Arrival(NamedTuple):
@@ -66,6 +66,7 @@ class Line(Protocol):
     Methods that wait are awaited; those of shared memory never suspend.
     """
 
+    codec: Codec  # with the scores that are wanted, once it is open; as the blocks
     blocks: list[Block]
 
     async def open(self) -> list[int]:

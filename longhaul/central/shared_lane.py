@@ -154,6 +154,7 @@ class SharedLine:
     """The actor's side, a `lane.Line`, over the descriptors of `Ends`. ConnectionError once the server is gone."""
 
     def __init__(self, codec: Codec, slots: int, ends: Ends) -> None:
+        self.codec = codec
         self._views, self._seeds, self._slots = _Views(ends.memory, codec, slots), ends.seeds, slots
         self._hears, self._server = Bell(ends.hears, -1), Bell(-1, ends.rings)
         self.blocks = [self._views.block(slot, 0) for slot in range(slots)]

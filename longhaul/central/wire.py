@@ -7,7 +7,8 @@ what a frame says of itself. A frame that is not exactly what was due raises `Wi
 
     HELLO    actor -> server   I am actor `group`, with `finals` groups of `columns` columns, and `step` is a number by
                                which to know me again; payload: my layout, as text
-    WELCOME  server -> actor   your first group is `group`, this is your life `incarnation`; payload: a seed a group
+    WELCOME  server -> actor   your first group is `group`, this is your life `incarnation`; payload: a seed a group,
+                               then the names of the scores that are wanted, as text
     OBSERVE  actor -> server   what step `step` of a group led to, and what the next action is chosen on
     ACT      server -> actor   the actions that follow on it
     REFUSE   server -> actor   the stream ends; payload: why, as text; `step` 1: trying again later may help
@@ -89,19 +90,19 @@ class Layout(NamedTuple):
     columns: int
     observation: tuple[Field, ...]  # the leaves, in order
     action: Field
-    scores: tuple[str, ...]  # what the environment says of an episode that ended
+    scores: tuple[str, ...]  # what the server wants to know of an episode that ended
     form: Tree  # of Leaf: the tree that the leaves make
 
     @property
     def text(self) -> str:
-        """All that two sides must agree on."""
-        fields = [*self.observation, self.action, *(Field(f"score/{name}", "float32", ()) for name in self.scores)]
+        """All that two sides must agree on before they speak."""
+        fields = [*self.observation, self.action]
         lines = [f"{name} {dtype} {'x'.join(map(str, shape)) or 'scalar'}" for name, dtype, shape in fields]
         return "\n".join([f"columns {self.columns}", *lines])
 
     @property
     def digest(self) -> int:
-        return int.from_bytes(hashlib.sha256(self.text.encode()).digest()[:8], "little")
+        return int.from_bytes(hashlib.sha256("\n".join([self.text, *self.scores]).encode()).digest()[:8], "little")
 
     def tree(self, arrays: list[np.ndarray]) -> Tree:
         """The observation's tree of these leaves."""
@@ -269,12 +270,12 @@ def read(data: bytes, most: int) -> Head:
     return head
 
 
-def text(data: bytes) -> str:
-    """The payload of a frame that has text; WireError where it is none."""
+def text(data: bytes, offset: int = 0) -> str:
+    """The payload of a frame that has text, from `offset` on; WireError where it is none."""
     if len(data) - HEAD_BYTES > MOST_TEXT:
         raise WireError(f"a text of {len(data) - HEAD_BYTES} bytes; at most {MOST_TEXT} are read")
     try:
-        return data[HEAD_BYTES:].decode()
+        return data[HEAD_BYTES + offset :].decode()
     except UnicodeDecodeError as error:
         raise WireError("a text that is not UTF-8") from error
 
