@@ -8,7 +8,7 @@ from __future__ import annotations
 import functools
 import json
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator
 from contextlib import ExitStack, closing, suppress
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -67,7 +67,7 @@ def process(plain: dict[str, Any], actor: int) -> Collect:
 
 def calls(
     run: Run, folder: Path, assembly: Assembly, prepared: Prepared, progress: Progress, note: Callable[[str], None]
-) -> Iterator[tuple[Progress, int, Metrics]]:
+) -> Generator[tuple[Progress, int, Metrics]]:
     """All updates that are left, as `fused.fused` has them. Close it: then no actor is left."""
     make: Callable[[int], Collect] = lambda actor: prepared.acting.collect  # noqa: E731
     if run.acting.actor_kind == "process":

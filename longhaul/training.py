@@ -13,7 +13,7 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from contextlib import ExitStack, closing
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -292,7 +292,7 @@ def _compiled(
 
 def _calls(
     run: Run, assembly: Assembly, feeding: Feeding, progress: Progress, program: fused.Program, tell: pulse.Tell
-) -> Iterator[tuple[Progress, int, Any]]:
+) -> Generator[tuple[Progress, int, Any]]:
     """All calls that are left, as `fused.fused` has them, through one context after the other."""
     assert run.block is not None
     done = int(progress.updates)

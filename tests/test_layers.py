@@ -27,11 +27,16 @@ TABLE = """
 0  driving/__init__
 0  envs/__init__ envs/hackmatrix/__init__
 0  topologies/__init__
+0  central/__init__
+0  actors/__init__
 0  scaling/__init__
 0  verdicts
 1  trends health watch
 1  vectors
 1  returns distributions encoders perceptron networks dial normalise mesh hosts shuffle provenance
+1  actors/tickets actors/memory actors/doorbell actors/lane actors/desk actors/worker actors/crew actors/settings
+1  central/credentials central/wire central/lane central/grpc_lane central/shared_lane central/batcher central/places
+   central/crew central/trajectories central/inference central/server central/settings
 1  datasets/projection
 1  scaling/law scaling/rules scaling/compiled scaling/instructions scaling/trace scaling/chips scaling/plan
 1  datasets/wire datasets/soundness datasets/tfrecord datasets/plain_pickle datasets/outlines datasets/geopackage
@@ -57,10 +62,10 @@ TABLE = """
    envs/host_spaces envs/host_gymnasium envs/host_numpy envs/batched envs/host_torch envs/host_jax envs/host
 3  algorithms/actor_critic algorithms/values algorithms/ppo algorithms/impala learners
 3  checkpoint
-4  topologies/fused
+4  topologies/fused topologies/actors topologies/central central/client
 4  datasets/convert datasets/stream
 4  worlds curves legacy matches spectating
-5  report intervals run folders feed resumption evaluation resimulation poison training scaling/page scaling/grid
+5  report intervals run folders feed resumption acting serving evaluation resimulation poison training scaling/page scaling/grid
 6  recipes workloads bench scaling/speed scaling/profile scaling/subject scaling/agreement scaling/checks
 7  printing flags settings scaling/command scaling/speed_command scaling/profile_command scaling/plan_command
    scaling/doctor
@@ -68,8 +73,11 @@ TABLE = """
 """
 
 NO_JAX = (
-    *("datasets/*", "workers", "worlds", "cli", "flags", "printing", "hosts", "launch", "pulse", "forms", "vectors"),
-    *(f"envs/{name}" for name in ("host", "host_spaces", "host_gymnasium", "host_numpy", "host_torch", "batched")),
+    *("datasets/*", "actors/*", "workers", "worlds", "cli", "flags", "printing", "hosts", "launch", "pulse"),
+    *("forms", "vectors", *(f"envs/{name}" for name in ("host", "host_spaces", "host_gymnasium"))),
+    *("envs/host_numpy", "envs/host_torch", "envs/batched"),
+    *(f"central/{name}" for name in ("wire", "credentials", "lane", "grpc_lane", "shared_lane", "batcher", "places")),
+    *("central/crew", "central/client", "central/settings"),
     *(f"driving/{name}" for name in ("scenario", "compile", "generator", "roads", "lanes", "bank")),
 )
 """Files that start fast and run in worker processes: NumPy only, transitively."""

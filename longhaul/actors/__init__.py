@@ -1,1 +1,1 @@
-"""What actors are made of: tickets, shared memory, weights' lane, the actor itself, and the crew that looks after them."""
+"""What actors are made of: tickets, shared memory, the lane of weights, the actor itself, its crew."""

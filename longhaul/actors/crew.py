@@ -1,12 +1,13 @@
 """The crew: actors begun, watched and begun again; what they finished handed to the learner in order.
 
-An actor that ended, hangs, or writes what it was not asked for is ended for good (killed, and waited for) before another
-takes its place, so that never two write one slot. The other begins where it left off: its orders and the states of its
-environments lie on the desk. Who fails again and again without one rollout ends the run, with its last words.
+An actor that ended, hangs, or writes what it was not asked for is ended for good (killed, and waited for) before
+another takes its place, so that never two write one slot. The other begins where it left off: its orders and the states
+of its environments lie on the desk. Who fails again and again without one rollout ends the run, with its last words.
 """
 
 from __future__ import annotations
 
+import math
 import os
 import pickle
 import signal
@@ -19,6 +20,7 @@ from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
+from longhaul import pulse
 from longhaul.actors import desk as desks
 from longhaul.actors import memory, tickets, worker
 from longhaul.actors.desk import Desk, Garbage, Head, Shapes, Size
@@ -31,6 +33,9 @@ WATCH = 0.2
 
 HANG, TIMES = 10.0, 4.0
 """A rollout that takes longer than so many seconds, and so many times the longest one before, hangs."""
+
+FROZEN = 5.0
+"""Seconds that a process may be stopped (by SIGSTOP, say)."""
 
 STARTING = 600.0
 """Seconds that an actor may take until its first rollout is done: it compiles."""
@@ -160,13 +165,12 @@ class Crew:
         self._orders = [bell() for _ in range(rule.places)]
         self._stations = [Station(None) for _ in range(rule.places)]
         self._heads: dict[Ticket, Head] = {}
+        self._stopped = [math.inf] * rule.places  # since when a process does not run
         self._looked = 0.0
         self.waited = 0.0  # seconds of the learner, for actors
         self.book: Book = tickets.opened(rule, 0)
 
-    def open(
-        self, version: int, key: np.ndarray, weights: Sequence[np.ndarray], carry: Sequence[np.ndarray]
-    ) -> None:
+    def open(self, version: int, key: np.ndarray, weights: Sequence[np.ndarray], carry: Sequence[np.ndarray]) -> None:
         """Begins with `version` finished updates: with the run's key, its weights (the last ones are `version`'s, those
         before them of the versions before) and the states of the environments, [N, ...] each."""
         self.book = tickets.opened(self.rule, version)
@@ -314,6 +318,7 @@ class Crew:
                 self._failed(actor, f"it was silent for {now - self.desk.vitals[actor, desks.BEAT] / 1e9:.0f} s")
 
     def _begin(self, actor: int, station: Station) -> None:
+        self._stopped[actor] = math.inf
         vitals = self.desk.vitals[actor]
         vitals[desks.INCARNATION] += 1
         self.desk.at(actor, desks.STARTS)
@@ -342,6 +347,13 @@ class Crew:
     def _hangs(self, actor: int, now: float) -> bool:
         vitals = self.desk.vitals[actor]
         silent, longest = now - vitals[desks.BEAT] / 1e9, vitals[desks.LONGEST_NS] / 1e9
+        if self._kind == "process":
+            stops = pulse.stopped(int(vitals[desks.PROCESS]))
+            since = self._stopped[actor] = min(self._stopped[actor], now) if stops else math.inf
+            if now - since > FROZEN:
+                return True
+        if vitals[desks.STATE] == desks.WAITS:
+            return bool(silent > HANG)
         if vitals[desks.STATE] == desks.STARTS or not longest:
-            return silent > STARTING
+            return bool(silent > STARTING)
         return bool(silent > max(HANG, TIMES * longest))

@@ -1,12 +1,12 @@
 """The desk between actors and learner: orders, slots for rollouts, states of environments, vitals, in one memory.
 
-Every word has one writer. An order is a ticket that its actor finds when `ordered` has grown; a rollout is the learner's
-when `finished` has grown. So an actor that dies at any instruction leaves its orders where its successor finds them, and
-the slot that it was writing, which nobody has read, is written again.
+Every word has one writer. An order is a ticket that its actor finds when `ordered` has grown; a rollout is the
+learner's when `finished` has grown. So an actor that dies at any instruction leaves its orders where its successor
+finds them, and the slot that it was writing, which nobody has read, is written again.
 
 Slots of a batch lie side by side, [rooms, N, ...] an array: what the learner takes of one is an array that is there
-already, [N, ...], and no copy of it is made on the host. The environment's state after turn j lies at j % turns, so that
-a rollout that is done again begins where it began.
+already, [N, ...], and no copy of it is made on the host. The environment's state after turn j lies at j % turns, so
+that a rollout that is done again begins where it began.
 """
 
 from __future__ import annotations
@@ -33,7 +33,8 @@ INCARNATION, STATE, BEAT, ACTED_NS, WAITED_NS, STEPPED_NS, ROLLOUTS, LONGEST_NS,
 waiting, of the rollouts those in the environment where that is known; rollouts; the longest; its process."""
 
 BEGUN, WRITTEN, OWNER, ACTED_BY = range(4)
-"""Head of a slot: the ticket's number plus 1 when writing began, and when it ended; who wrote, in which life; version."""
+"""Head of a slot: the ticket's number plus 1 when writing began, and when it ended; who wrote, in which life; the
+version that acted."""
 
 
 class Shapes(NamedTuple):

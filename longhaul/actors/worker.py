@@ -22,14 +22,15 @@ from longhaul.actors.desk import Desk, Shapes, Size
 from longhaul.actors.doorbell import Bell
 from longhaul.actors.tickets import Ticket
 
-BEAT = 1.0
+BEAT = 0.5
 """Seconds between two signs of life of an actor that waits."""
 
 Leaves = Sequence[Any]
 """Arrays, NumPy's or what NumPy can read without a copy."""
 
 Collect = Callable[[list[np.ndarray], Leaves, np.ndarray, Ticket, int], tuple[Leaves, Leaves, Leaves]]
-"""(weights, state of the environments, the run's key, ticket, version) -> (state after, data, scores). Waits for them."""
+"""(weights, state of the environments, the run's key, ticket, version) -> (state after, data, scores), which it waits
+for."""
 
 
 class Description(NamedTuple):

@@ -1,9 +1,10 @@
-"""The `actors` topology: N actors gather experience, a learner on the mesh learns from it (IMPALA; Espeholt et al. 2018).
+"""The `actors` topology: N actors gather experience, a learner on the mesh learns from it (IMPALA, Espeholt et al.
+2018).
 
 Where we differ: how stale experience may be is a number S that holds by construction (`actors.tickets`); every random
 key comes from (run, batch, place in it), never from an actor; environments' states travel with the rollouts. So with
-S = 0 a run is that of `fused` on a mesh of N devices, bit for bit where the compiled programs round alike, whoever acts,
-in threads or processes, and whoever is killed meanwhile.
+S = 0 a run is that of `fused` on a mesh of N devices, bit for bit where the compiled programs round alike, whoever
+acts, in threads or processes, and whoever is killed meanwhile.
 
 Batches lie in shared memory as the learner takes them; it moves them and never looks inside.
 """
@@ -98,9 +99,8 @@ def _raw(tree: PyTree) -> list[Any]:
 def _tree(shapes: PyTree, leaves: Leaves) -> PyTree:
     """The inverse of `_raw`."""
     likes, structure = jax.tree.flatten(shapes)
-    return structure.unflatten(
-        jax.random.wrap_key_data(x) if _is_key(like) else x for like, x in zip(likes, leaves, strict=True)
-    )
+    pairs = zip(likes, leaves, strict=True)
+    return jax.tree.unflatten(structure, [jax.random.wrap_key_data(x) if _is_key(like) else x for like, x in pairs])
 
 
 def _leaf(shape: Any) -> Leaf:
@@ -121,7 +121,7 @@ def entering(
         one = jax.jit(lambda key, place: _raw(start(jax.random.fold_in(key, place))))
         each = [jax.device_get(one(key, jnp.int32(place))) for place in range(actors)]
         structure = jax.tree.structure(jax.eval_shape(start, key))
-        carry = structure.unflatten([np.concatenate(parts) for parts in zip(*each)])
+        carry = jax.tree.unflatten(structure, [np.concatenate(parts) for parts in zip(*each)])
         if not pinned or policy is None:
             return carry
         size = sum(_leaf(x).nbytes for x in jax.eval_shape(lambda: _raw(policy())))
@@ -133,7 +133,9 @@ def entering(
 # ---------------------------------------------------------------------------------------------- the learner's side
 
 
-def compiled(algorithm: Algorithm, acting: Acting, join: Join, progress: Progress, mesh: Mesh, *, actors: int) -> Program:
+def compiled(
+    algorithm: Algorithm, acting: Acting, join: Join, progress: Progress, mesh: Mesh, *, actors: int
+) -> Program:
     """The learner's update for runs like `progress`, compiled ahead."""
     executable = lowered(algorithm, acting, join, progress, mesh, actors=actors).compile()
     return Program(executable, mesh)
@@ -216,7 +218,7 @@ def actors(
         crew.learnt(_on_host(made))  # waits for the update, which ends with it
         told = meter.read(done, versions)
         done += 1
-        carry = structure.unflatten([x.reshape(-1, *x.shape[2:]) for x in crew.carry()])
+        carry = jax.tree.unflatten(structure, [x.reshape(-1, *x.shape[2:]) for x in crew.carry()])
         yield Progress(state, Flight(carry, crew.past()) if pinned else carry, key, count), 1, rows | told
 
 
@@ -231,7 +233,7 @@ class _Meter:
         acted, waited = self._crew.worked()
         return np.array([time.perf_counter(), self._crew.waited, acted, waited])
 
-    def read(self, update: int, versions: Sequence[int]) -> Metrics:
+    def read(self, update: int, versions: Sequence[int]) -> dict[str, Any]:
         now = self._now()
         wall, learner, acted, waited = now - self._before
         self._before = now

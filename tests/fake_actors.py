@@ -1,0 +1,86 @@
+"""Actors and a learner of a few NumPy sums, which start at once, and tell any mistake by their last number.
+
+What an actor brings depends on its weights, the state of its environment, the run's key and its ticket; and it does
+what a plan says, once: is killed, stops, fails, writes nonsense, is slow.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+import signal
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from longhaul.actors.crew import Crew
+from longhaul.actors.desk import Shapes
+from longhaul.actors.memory import Leaf
+from longhaul.actors.tickets import Rule, Ticket
+
+SHAPES = Shapes(
+    weights=(Leaf((3,), "float32"), Leaf((), "int32")),
+    carry=(Leaf((2,), "int64"),),
+    data=(Leaf((4, 2), "int64"), Leaf((), "int64")),
+    scores=(Leaf((), "float32"),),
+)
+
+Plan = dict[tuple[int, int], str]
+"""(actor, batch) -> what befalls it there, once."""
+
+
+def make(plan: Plan, marks: str, actor: int) -> Any:
+    """What actor `actor` does."""
+
+    def collect(weights: Any, state: Any, key: Any, ticket: Ticket, version: int) -> Any:
+        _befall(plan.get((actor, ticket.batch), ""), Path(marks) / f"{actor}-{ticket.batch}")
+        assert int(weights[1]) == version
+        seed = int(key[0]) + 31 * ticket.batch + 7 * ticket.place + version
+        after = (np.asarray(state[0]) * 5 + seed + int(weights[0].sum())) % 10_007
+        data = np.arange(8, dtype=np.int64).reshape(4, 2) * seed % 101 + after
+        return [after], [data, np.int64(version)], [np.float32(ticket.batch)]
+
+    return collect
+
+
+def _befall(what: str, mark: Path) -> None:
+    if not what or (what != "always" and mark.exists()):
+        return
+    mark.touch()
+    if what == "kill":
+        os.kill(os.getpid(), signal.SIGKILL)
+    if what == "stop":
+        os.kill(os.getpid(), signal.SIGSTOP)
+    if what in ("fail", "always"):
+        raise ValueError("the environment broke")
+    if what == "slow":
+        time.sleep(0.3)
+
+
+def weights(version: int, total: int) -> np.ndarray:
+    parts = np.array([total % 97, version, total % 7], np.float32), np.int32(version)
+    return np.concatenate([np.frombuffer(np.asarray(x).tobytes(), np.uint8) for x in parts])
+
+
+def crew(rule: Rule, plan: Plan, marks: Path, kind: str) -> Crew:
+    return Crew(rule, SHAPES, functools.partial(make, plan, str(marks)), kind=kind)
+
+
+def begin(mine: Crew) -> None:
+    n = mine.rule.places
+    mine.open(0, np.array([11, 12], np.uint32), [weights(0, 0)], [np.arange(2 * n, dtype=np.int64).reshape(n, 2)])
+
+
+def learn(mine: Crew, updates: int) -> tuple[int, list[int]]:
+    """(a number that tells all that was learnt from, in order; the staleness of every rollout)."""
+    total, ages = 0, []
+    for version in range(updates):
+        batch = mine.take()
+        for place, (data, acted, score, head) in enumerate(zip(*batch.data, batch.scores[0], batch.heads)):
+            assert (int(acted), int(score)) == (head.version, version)
+            total = (total * 13 + int(data.sum()) * (place + 1)) % 1_000_003
+            ages.append(version - head.version)
+        mine.learnt(weights(version + 1, total))
+    return total, ages

@@ -1,0 +1,108 @@
+"""Shared memory between two processes: what is read was written whole, also where the writer is killed meanwhile."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import numpy as np
+import pytest
+
+from longhaul.actors import lane, memory
+from longhaul.actors.doorbell import Bell, bell
+from longhaul.actors.lane import Lane
+from longhaul.actors.memory import Leaf
+
+SIZE, PLACES = 1 << 16, 3
+
+WRITER = f"""
+import sys, numpy as np
+from longhaul.actors import lane, memory
+arrays = memory.arrays(int(sys.argv[1]), memory.plan(lane.regions({SIZE}, {PLACES})))
+mine = lane.Lane(arrays)
+version = 0
+while True:
+    mine.publish(version, np.full({SIZE}, version % 251, np.uint8))
+    version += 1
+"""
+
+
+def test_arrays_have_lines_of_their_own_and_are_the_same_memory() -> None:
+    planned = memory.plan([("a", Leaf((3,), "int8")), ("none", Leaf((0, 4), "float32")), ("b", Leaf((2, 2), "float64"))])
+    assert [region.offset % memory.LINE for region in planned.regions.values()] == [0, 0, 0]
+    assert planned.size == 128
+    block = memory.create(planned.size)
+    one, other = memory.arrays(block, planned), memory.arrays(block, planned)
+    os.close(block)
+    one["b"][1, 0] = 4.5
+    one["a"][:] = [1, 2, 3]
+    assert other["b"].tolist() == [[0.0, 0.0], [4.5, 0.0]]
+    assert other["a"].tolist() == [1, 2, 3]
+    assert other["none"].shape == (0, 4)
+    with pytest.raises(ValueError, match="two arrays"):
+        memory.plan([("a", Leaf((), "int8"))] * 2)
+
+
+def test_weights_are_read_whole_while_another_process_writes_and_when_it_is_killed() -> None:
+    planned = memory.plan(lane.regions(SIZE, PLACES))
+    block = memory.create(planned.size)
+    mine, out = Lane(memory.arrays(block, planned)), np.empty(SIZE, np.uint8)
+    with pytest.raises(LookupError, match="no weights"):
+        mine.read(-1, out)
+    with subprocess.Popen([sys.executable, "-c", WRITER, str(block)], pass_fds=(block,)) as writer:
+        try:
+            deadline = time.monotonic() + 30.0
+            while mine.latest < 0 and time.monotonic() < deadline:
+                time.sleep(0.01)
+            seen = []
+            for _ in range(300):
+                seen.append(mine.read(-1, out))
+                assert np.all(out == seen[-1] % 251), "torn"
+            assert seen == sorted(seen)
+            assert seen[-1] > seen[0]
+        finally:
+            writer.send_signal(signal.SIGKILL)
+    last = mine.read(-1, out)
+    assert np.all(out == last % 251)
+    with pytest.raises(LookupError, match="is not there"):
+        mine.read(last - PLACES, out)
+    os.close(block)
+
+
+def test_versions_are_kept_as_long_as_there_are_places() -> None:
+    planned = memory.plan(lane.regions(4, PLACES))
+    block = memory.create(planned.size)
+    mine, out = Lane(memory.arrays(block, planned)), np.empty(4, np.uint8)
+    os.close(block)
+    for version in range(5):
+        mine.publish(version, np.full(4, version, np.uint8))
+    assert [mine.read(version, out) for version in (2, 3, 4)] == [2, 3, 4]
+    assert mine.held(3).tolist() == [3] * 4
+    assert mine.held(1).tolist() == [0] * 4
+    for gone in (0, 1, 5):
+        with pytest.raises(LookupError, match=f"version {gone}"):
+            mine.read(gone, out)
+
+
+def test_a_bell_is_heard_once_and_tells_that_nobody_is_left() -> None:
+    door = bell()
+    for _ in range(200_000):  # more than a pipe holds
+        door.ring()
+    assert door.wait(1.0)
+    while door._poll.poll(0):
+        door.wait(0.0)
+    began = time.monotonic()
+    assert door.wait(0.05)
+    assert time.monotonic() - began >= 0.04
+    os.close(door.rings)
+    door.rings = -1
+    assert not door.wait(5.0)
+    door.close()
+    gone = Bell(*os.pipe())
+    os.close(gone.heard)
+    gone.heard = -1
+    gone.ring()
+    gone.close()

@@ -1,0 +1,136 @@
+"""Tickets: whatever happens in whatever order, staleness keeps its bound, and every ticket is learnt from once."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as some
+
+from longhaul.actors import tickets
+from longhaul.actors.settings import Acting, decided
+from longhaul.actors.tickets import LATEST, Book, Rule, Ticket
+
+RULES = some.builds(
+    Rule, some.integers(1, 4), some.sampled_from([None, 0, 1, 2, 5]), some.just(False), some.integers(1, 12), some.just(0)
+)
+
+
+def play(rule: Rule, choose: Any) -> list[tuple[Ticket, int, int]]:
+    """A whole run in an order that `choose` makes: (ticket, version that acted, update that learnt from it)."""
+    book, _ = out = tickets.hand_out(tickets.opened(rule, 0))
+    started: dict[Ticket, int] = {}  # and the version that acts
+    doing: list[list[Ticket]] = [[] for _ in range(rule.places)]
+    learnt = []
+    for actor, ticket in out[1]:
+        doing[actor].append(ticket)
+    while book.version < rule.until:
+        idle = [a for a, mine in enumerate(doing) if mine and mine[0] not in started]
+        busy = [a for a, mine in enumerate(doing) if mine and mine[0] in started]
+        events = [("start", a) for a in idle] + [("finish", a) for a in busy]
+        events += [("learn", -1)] * (not tickets.missing(book))
+        assert events, "nobody can do anything: a deadlock"
+        event, actor = events[choose(len(events))]
+        if event == "start":
+            started[doing[actor][0]] = book.version
+        elif event == "finish":
+            book, ticket = tickets.finished(book, actor)
+            assert ticket == doing[actor].pop(0)
+        else:
+            batch = sorted(t for mine in book.given for t in mine if t.batch == book.version)
+            learnt += [(t, started[t], book.version) for t in batch]
+            book = tickets.learnt(book)
+        book, new = tickets.hand_out(book)
+        for who, ticket in new:
+            doing[who].append(ticket)
+        check(book)
+    return learnt
+
+
+def check(book: Book) -> None:
+    """What memory there is, is enough."""
+    rule = book.rule
+    rooms: dict[int, set[int]] = {}
+    for mine in book.given:
+        assert len(mine) <= rule.turns - 1, "the state that the oldest one begins with is written over"
+        for ticket in mine:
+            rooms.setdefault(ticket.batch % rule.rooms, set()).add(ticket.batch)
+    assert all(len(batches) == 1 for batches in rooms.values())
+    assert (book.version - 1) % rule.rooms not in rooms, "the batch whose update may still run is written over"
+
+
+@settings(max_examples=80, deadline=None)
+@given(RULES, some.data())
+def test_every_ticket_is_learnt_from_once_in_order_and_none_too_late(rule: Rule, data: some.DataObject) -> None:
+    learnt = play(rule, lambda n: data.draw(some.integers(0, n - 1)))
+    assert [(t.batch, t.place) for t, _, _ in learnt] == [(b, k) for b in range(rule.until) for k in range(rule.places)]
+    for ticket, version, update in learnt:
+        assert ticket.batch == update
+        assert 0 <= update - version <= (rule.ahead if rule.staleness is None else rule.staleness)
+    for place in range(rule.places):
+        turns = [t.turn for t, _, _ in learnt if t.place == place]
+        assert rule.staleness is None or turns == list(range(rule.until))
+
+
+@pytest.mark.parametrize("bound", [0, 1, 3])
+def test_the_bound_is_reached_when_actors_are_quick(bound: int) -> None:
+    """Who always acts before the learner learns is as stale as the rule allows, but for the beginning."""
+    learnt = play(Rule(2, bound, until=10), lambda n: 0)
+    assert [update - version for _, version, update in learnt] == [min(bound, u) for u in range(10) for _ in range(2)]
+
+
+def test_pinned_tickets_name_the_version_that_acts() -> None:
+    book, out = tickets.hand_out(tickets.opened(Rule(1, 2, pin=True, until=9), 0))
+    assert [t.version for _, t in out] == [0, 0, 0]
+    for _ in range(3):
+        book, _ = tickets.finished(book, 0)
+    for expected in (1, 2, 3):
+        book, out = tickets.hand_out(tickets.learnt(book))
+        assert [(t.batch, t.version) for _, t in out] == [(expected + 2, expected)]
+        book, _ = tickets.finished(book, 0)
+    resumed = tickets.hand_out(tickets.opened(Rule(1, 2, pin=True, until=9, oldest=4), 5))[1]
+    assert [(t.batch, t.version) for _, t in resumed] == [(5, 4), (6, 4), (7, 5)]
+    assert tickets.hand_out(tickets.opened(Rule(1, 2), 0))[1][0][1].version == LATEST
+
+
+def test_without_a_bound_a_slow_actor_holds_up_its_own_tickets_alone() -> None:
+    """Two actors, of which one does nothing for a while: the other does five of six tickets."""
+    book, out = tickets.hand_out(tickets.opened(Rule(2, None), 0))
+    assert [(actor, t.batch, t.place) for actor, t in out] == [(0, 0, 0), (1, 0, 1), (0, 1, 0), (1, 1, 1)]
+    assert tickets.missing(book) == [0, 1]
+    for _ in range(3):
+        book, _ = tickets.finished(book, 1)
+        book, _ = tickets.hand_out(book)
+    assert tickets.missing(book) == [0]
+    assert tickets.queue(book) == 3
+
+
+def test_what_nobody_ordered_and_what_is_not_whole_is_refused() -> None:
+    book, _ = tickets.hand_out(tickets.opened(Rule(2, 0), 0))
+    with pytest.raises(ValueError, match="before it was whole"):
+        tickets.learnt(book)
+    book, _ = tickets.finished(book, 0)
+    with pytest.raises(ValueError, match="nobody asked for"):
+        tickets.finished(book, 0)
+
+
+@pytest.mark.parametrize(
+    ("acting", "words"),
+    [
+        (Acting(3), "actors is 3, which can't share 8 worlds evenly"),
+        (Acting(1), "the learner's 2 devices"),
+        (Acting(0), "actors is 0; it must lie in 1"),
+        (Acting(2, "ray"), "actor_kind is 'ray'"),
+        (Acting(2, staleness=-1), "staleness is -1"),
+        (Acting(2, staleness=None, pin=True), "give a --staleness"),
+    ],
+)
+def test_settings_that_can_not_be_are_named(acting: Acting, words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        decided(acting, envs=8, devices=2, cores=4)
+
+
+def test_actors_are_as_many_as_cores_that_can_share_the_work() -> None:
+    assert [decided(Acting(), envs=n, devices=1, cores=4).actors for n in (8, 6, 5)] == [4, 3, 1]
+    assert decided(Acting(), envs=8, devices=2, cores=1).actors == 2
