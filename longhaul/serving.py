@@ -67,7 +67,7 @@ def prepare(run: Run, assembly: Assembly, progress: Progress) -> Prepared:
 
 def calls(
     run: Run, assembly: Assembly, prepared: Prepared, progress: Progress, note: Callable[[str], None]
-) -> Iterator[tuple[Progress, int, Metrics]]:
+) -> Generator[tuple[Progress, int, Metrics]]:
     """All updates that are left, as `fused.fused` has them. Close it: then neither server nor actor is left."""
     assert run.acting.actors is not None
     slots, begun = run.central.slots, int(progress.updates)

@@ -22,10 +22,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from longhaul import acting, evaluation, hosts, networks, poison, pulse, report, resumption, serving, telemetry, tracking
-from longhaul import watch
+from longhaul import acting, evaluation, hosts, networks, poison, pulse, report, resumption, telemetry, tracking, watch
 from longhaul import feed as feeds
 from longhaul import mesh as meshes
+from longhaul import serving as served
 from longhaul.checkpoint import CheckpointError, Checkpoints
 from longhaul.clock import Clock, Seconds
 from longhaul.compilation import Ledger
@@ -192,8 +192,8 @@ def _loop(
         tell(pulse.WORKS)
         if isinstance(program, acting.Prepared):
             calls = acting.calls(run, folder, assembly, program, progress, out.note)
-        elif isinstance(program, serving.Prepared):
-            calls = serving.calls(run, assembly, program, progress, out.note)
+        elif isinstance(program, served.Prepared):
+            calls = served.calls(run, assembly, program, progress, out.note)
         else:
             calls = _calls(run, assembly, feeding, progress, program, tell)
         for progress, n, rows in closed.enter_context(closing(calls)):
@@ -279,14 +279,14 @@ def _outlets(
 
 def _compiled(
     run: Run, assembly: Assembly, feeding: Feeding, progress: Progress, clock: Clock
-) -> fused.Program | acting.Prepared | serving.Prepared:
+) -> fused.Program | acting.Prepared | served.Prepared:
     assert run.block is not None
     collector_in, context = assembly.collector_in, feeding.now.context
     with clock.compiling():
         if run.topology == "actors":
             return acting.prepare(run, assembly, context, progress)
         if run.topology == "central":
-            return serving.prepare(run, assembly, progress)
+            return served.prepare(run, assembly, progress)
         return fused.compiled(assembly.algorithm, collector_in, progress, context, assembly.mesh, block=run.block)
 
 

@@ -35,14 +35,14 @@ TABLE = """
 1  vectors
 1  returns distributions encoders perceptron networks dial normalise mesh hosts shuffle provenance
 1  actors/tickets actors/memory actors/doorbell actors/lane actors/desk actors/worker actors/crew actors/settings
-1  central/credentials central/wire central/lane central/grpc_lane central/shared_lane central/batcher central/places
-   central/crew central/trajectories central/inference central/server central/settings
 1  datasets/projection
 1  scaling/law scaling/rules scaling/compiled scaling/instructions scaling/trace scaling/chips scaling/plan
 1  datasets/wire datasets/soundness datasets/tfrecord datasets/plain_pickle datasets/outlines datasets/geopackage
 1  driving/scenario driving/codes driving/tiles driving/polylines driving/edges driving/lanes driving/routes
    driving/guides driving/roads driving/extents driving/compile driving/bank
 2  environment rollout
+2  central/credentials central/wire central/lane central/grpc_lane central/shared_lane central/batcher central/places
+   central/crew central/trajectories central/inference central/server central/settings
 2  datasets/packing datasets/shards
 2  datasets/womd datasets/womd_scenario datasets/gpudrive datasets/scenarionet datasets/argoverse
 2  driving/bodies driving/flow driving/generator
@@ -65,7 +65,8 @@ TABLE = """
 4  topologies/fused topologies/actors topologies/central central/client
 4  datasets/convert datasets/stream
 4  worlds curves legacy matches spectating
-5  report intervals run folders feed resumption acting serving evaluation resimulation poison training scaling/page scaling/grid
+5  report intervals run folders feed resumption acting serving evaluation resimulation poison training scaling/page
+   scaling/grid
 6  recipes workloads bench scaling/speed scaling/profile scaling/subject scaling/agreement scaling/checks
 7  printing flags settings scaling/command scaling/speed_command scaling/profile_command scaling/plan_command
    scaling/doctor

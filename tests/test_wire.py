@@ -12,15 +12,15 @@ from typing import Any
 
 import numpy as np
 import pytest
-from tests.wire_fuzz import CODEC, COLUMNS, SLOTS, hello, malformed, observe, step
 
 from longhaul.central import wire
-from longhaul.central.credentials import Credentials, check_bind, load, split
-from longhaul.central.grpc_lane import PATH, TOKEN, GrpcLane, GrpcLine
+from longhaul.central.credentials import NOBODY, Credentials, check_bind, load, split
+from longhaul.central.grpc_lane import PATH, GrpcLane, GrpcLine
 from longhaul.central.lane import Answer, Arrival, Lost
-from longhaul.central.wire import Codec, Due, Head, WireError
+from longhaul.central.wire import Codec, Due, WireError
 from longhaul.forms import Box, Discrete, Leaf, Masked, MultiDiscrete
 from longhaul.vectors import HostSpec
+from tests.wire_fuzz import CODEC, COLUMNS, SLOTS, hello, malformed, observe
 
 pytest.importorskip("grpc")
 
@@ -240,9 +240,9 @@ def test_very_many_malformed_frames_harm_nobody_else(lane: GrpcLane) -> None:
 # ------------------------------------------------------------------------------------------------- who may speak at all
 
 
-async def greet(lane: GrpcLane, credentials: Credentials = Credentials(), codec: Codec = BARE, **ours: Any) -> None:
+async def greet(lane: GrpcLane, credentials: Credentials = NOBODY, codec: Codec = BARE) -> None:
     """Says HELLO and is welcome; raises what GrpcLine.open raises."""
-    line = GrpcLine(codec, SLOTS, ours.get("address", lane.address), actor=ours.get("actor", 0), credentials=credentials)
+    line = GrpcLine(codec, SLOTS, lane.address, actor=0, credentials=credentials)
     try:
         await line.open()
     finally:
@@ -360,7 +360,7 @@ def test_beyond_loopback_token_and_tls_are_asked_for(host: str) -> None:
     full = Credentials(SECRET, b"certificate", b"key")
     check_bind(f"{host}:7777", full)
     for lacking, word in (({"token": None}, "--token-file"), ({"certificate": None}, "--tls-cert and --tls-key")):
-        with pytest.raises(ValueError, match=f"--bind is .*:7777, which other machines can reach: give {word}, or bind"):
+        with pytest.raises(ValueError, match=f"--bind is .*, which other machines can reach: give {word}, or bind"):
             check_bind(f"{host}:7777", full._replace(**lacking))
 
 

@@ -19,7 +19,7 @@ from typing import Any, TypeVar
 
 from longhaul.actors.worker import end_with_parent
 from longhaul.central import wire
-from longhaul.central.credentials import Credentials, load
+from longhaul.central.credentials import NOBODY, Credentials, load
 from longhaul.central.lane import Line
 from longhaul.central.wire import Codec, WireError
 from longhaul.vectors import Description, HostVector, Slot, write
@@ -64,7 +64,7 @@ def straight(work: Coroutine[Any, Any, T]) -> T:
     try:
         work.send(None)
     except StopIteration as done:
-        return done.value  # type: ignore[no-any-return]
+        return done.value
     raise RuntimeError("a line of shared memory suspended")
 
 
@@ -103,7 +103,7 @@ def make(
 
 def remote(
     address: str, description: Description, worlds: int, slots: int, *, actor: int = wire.ANY,
-    credentials: Credentials = Credentials(), patience: float = PATIENCE,
+    credentials: Credentials = NOBODY, patience: float = PATIENCE,
 ) -> None:  # fmt: skip
     """An actor for a server elsewhere. Raises WireError, ConnectionError, ValueError."""
     from longhaul.central.grpc_lane import GrpcLine
@@ -129,8 +129,7 @@ def main() -> int:
             from longhaul.central.shared_lane import Ends, SharedLine
 
             vectors, codec = make(description, worlds, slots, about["scores"])
-            *ends, seeds = about["ends"]
-            straight(play(SharedLine(codec, slots, Ends(*ends, tuple(seeds))), vectors))
+            straight(play(SharedLine(codec, slots, Ends(*about["ends"])), vectors))
         else:
             authority = None if about["authority"] is None else Path(about["authority"]).read_bytes()
             credentials = load(about["token_file"])._replace(authority=authority)

@@ -16,6 +16,10 @@ class Credentials(NamedTuple):
     authority: bytes | None = None
 
 
+NOBODY = Credentials()
+"""Without any: enough on loopback."""
+
+
 def load(
     token_file: str | None = None, tls_cert: str | None = None, tls_key: str | None = None, tls_ca: str | None = None
 ) -> Credentials:

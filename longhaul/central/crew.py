@@ -16,8 +16,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 BACK_OFF, LONGEST = 0.1, 10.0
-"""Seconds before an actor is begun again: the first, doubled with each failure soon after a beginning, at most the last.
-"""
+"""Seconds before an actor is begun again: the first, doubled with each failure in a row, at most the last."""
 
 FAILURES, SOON = 5, 60.0
 """So many failures, each within so many seconds of its beginning, end the run."""

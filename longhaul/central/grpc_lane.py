@@ -25,7 +25,7 @@ import numpy as np
 
 from longhaul.actors.doorbell import bell
 from longhaul.central import wire
-from longhaul.central.credentials import Credentials, channel, check_bind, server_credentials
+from longhaul.central.credentials import NOBODY, Credentials, channel, check_bind, server_credentials
 from longhaul.central.lane import Answer, Arrival, Lost
 from longhaul.central.wire import Codec, Due, Head, WireError
 
@@ -91,7 +91,7 @@ class GrpcLane:
 
     def __init__(
         self, codec: Codec, actors: int, slots: int, seeds: Seeds, *, bind: str = "127.0.0.1:0",
-        credentials: Credentials = Credentials(),
+        credentials: Credentials = NOBODY,
     ) -> None:  # fmt: skip
         check_bind(bind, credentials)
         self._codec, self._actors, self._slots, self._seeds = codec, actors, slots, seeds

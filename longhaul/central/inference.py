@@ -1,4 +1,4 @@
-"""The policy as the server runs it: compiled once for each size of a batch, with all environments' memory on the device.
+"""The policy as the server runs it: compiled once for each size of a batch, all environments' memory on the device.
 
 Every action is drawn by a key of its own, fold_in of (run, batch, step, column): so what an environment is answered
 depends on no other one, nor on which of them happened to be inferred together.
@@ -46,7 +46,7 @@ class Inference:
         self._act, self._initial = act, memory
         self._key = np.asarray(jax.random.key_data(key))
         self._program = jax.jit(self._infer, donate_argnums=1)
-        leaves, self._structure = jax.tree.flatten(observation)
+        leaves, self._structure = jax.tree.leaves(observation), jax.tree.structure(observation)
         self._stages = {
             n: [np.zeros((n * columns, *leaf.shape), leaf.dtype) for leaf in leaves] for n in self.sizes
         }  # fmt: skip
@@ -54,10 +54,10 @@ class Inference:
         for size, stage in self._stages.items():
             nobody = np.full((size, 4), groups, np.int32), np.zeros((size, columns), bool)
             *found, self._memory = self._program(
-                policy, self._memory, self._key, *nobody, self._structure.unflatten(stage)
+                policy, self._memory, self._key, *nobody, jax.tree.unflatten(self._structure, stage)
             )  # fmt: skip
-        one = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), found)
-        self.shapes = Shapes(observation, *one)  # of one column
+        action, extras, before = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), found)
+        self.shapes = Shapes(observation, action, extras, before)  # of one column
 
     def _infer(
         self, policy: Params, memory: PyTree, key: jax.Array, about: jax.Array, begins: jax.Array, observation: PyTree
@@ -98,19 +98,19 @@ class Inference:
             for into, leaf in zip(stage, group, strict=True):
                 into[row * c : (row + 1) * c] = leaf
         action, extras, before, self._memory = self._program(
-            policy, self._memory, self._key, full, starts, self._structure.unflatten(stage)
+            policy, self._memory, self._key, full, starts, jax.tree.unflatten(self._structure, stage)
         )
         picked = (rows[:, None] * c + np.arange(c)).ravel() if self._fixed else slice(n * c)
         # Waits, so that the stage may be written again.
         parts = ([np.asarray(x)[picked] for x in jax.tree.leaves(tree)] for tree in (action, extras, before))
-        (acted,), *others = parts
-        return Inferred(acted, *others)
+        (acted,), drawn, memory = parts
+        return Inferred(acted, drawn, memory)
 
 
 def _fold(key: jax.Array, data: jax.Array) -> jax.Array:
     """`jax.random.fold_in` of key data [2, ...] and whole numbers [...], elementwise."""
     low = data.astype(jnp.uint32)
-    return jnp.stack(randomness._threefry(key, jnp.zeros_like(low), low))
+    return jnp.stack(randomness.threefry(key, jnp.zeros_like(low), low))
 
 
 def _like(flags: jax.Array, leaf: jax.Array) -> jax.Array:

@@ -10,7 +10,6 @@ had begun counts nowhere, so that nothing is counted twice.
 from __future__ import annotations
 
 import time
-from collections import Counter
 from collections.abc import Callable
 from typing import NamedTuple, Protocol
 
@@ -20,7 +19,7 @@ from longhaul.central import batcher
 from longhaul.central.inference import Inference
 from longhaul.central.lane import Answer, Arrival, Lane, Lost
 from longhaul.central.places import Place, Places
-from longhaul.central.trajectories import Overrun, Trajectories
+from longhaul.central.trajectories import Overrun, Sums, Trajectories
 from longhaul.central.wire import Block
 from longhaul.types import Params, Rollout
 
@@ -54,7 +53,7 @@ class _Group:
         self.step: Block | None = None  # what it waits with for an answer
         self.owes: float | None = None  # since when it is to send a step
         self.longest = 0.0  # seconds between an answer and its step
-        self.sums: Counter[str] = Counter()  # of the episodes that ended in its trajectory
+        self.sums: Sums = {}  # of the episodes that ended in its trajectory
 
 
 class Meter(NamedTuple):
@@ -68,13 +67,18 @@ class Meter(NamedTuple):
     waited: float = 0.0  # seconds without anything to infer
     inferred: float = 0.0  # seconds of inference
 
+    def since(self, before: Meter) -> Meter:
+        """What was counted since then."""
+        return Meter(*(now - then for now, then in zip(self, before, strict=True)))  # type: ignore[arg-type]
+
 
 class Server:
     """`slots` groups of `inference.columns` environments for each of so many actors."""
 
     def __init__(
-        self, lane: Lane, inference: Inference, places: Places, store: Trajectories, *, slots: int, scores: tuple[str, ...],
-        crew: Crew | None = None, deadline: float = batcher.DEADLINE, note: Callable[[str], None] = lambda line: None,
+        self, lane: Lane, inference: Inference, places: Places, store: Trajectories, *, slots: int,
+        scores: tuple[str, ...], crew: Crew | None = None, deadline: float = batcher.DEADLINE,
+        note: Callable[[str], None] = lambda line: None,
     ) -> None:  # fmt: skip
         self._lane, self._inference, self._places, self._store = lane, inference, places, store
         self._crew, self._note, self._slots, self._scores = crew, note, slots, scores
@@ -97,7 +101,7 @@ class Server:
         """The policy of `version`, from the next batch on."""
         self._policy = policy
 
-    def gather(self) -> tuple[Rollout, Counter[str], np.ndarray]:
+    def gather(self) -> tuple[Rollout, Sums, np.ndarray]:
         """Serves until the learner's next batch is whole -> (its rollout, sums of its episodes, versions)."""
         while not self._places.whole():
             self.serve()
@@ -158,7 +162,7 @@ class Server:
         if self._places.lose(g):
             self.meter = self.meter._replace(discarded=self.meter.discarded + group.t * self._c)
         group.place = group.step = group.owes = None
-        group.sums = Counter()
+        group.sums = {}
         self._waiting.pop(g, None)
         if g in self._held:
             self._held.remove(g)
@@ -189,7 +193,7 @@ class Server:
         if group.t == self._store.steps:
             self._places.fill(g)
             self._store.filled(*group.place, step.observation, group.sums)
-            group.place, group.sums = None, Counter()
+            group.place, group.sums = None, {}
 
     def _count(self, g: int, group: _Group, step: Block) -> None:
         """Returns and lengths of episodes; what ended is remembered no more."""
@@ -206,13 +210,16 @@ class Server:
         ended = step.columns
         if not len(ended):
             return
-        sums = group.sums
-        sums["episodes"] += len(ended)
-        sums["episode/return"] += float(self._return[g, ended].sum())
-        sums["episode/length"] += float(self._length[g, ended].sum())
+
+        def add(name: str, value: float) -> None:
+            group.sums[name] = group.sums.get(name, 0.0) + float(value)
+
+        add("episodes", len(ended))
+        add("episode/return", self._return[g, ended].sum())
+        add("episode/length", self._length[g, ended].sum())
         for name, value, known in zip(self._scores, step.scores, step.known, strict=True):
-            sums[f"episode/{name}"] += float(value[known].sum())
-            sums[f"episodes/{name}"] += int(known.sum())
+            add(f"episode/{name}", value[known].sum())
+            add(f"episodes/{name}", known.sum())
         self._return[g, ended] = 0.0
         self._length[g, ended] = 0
         begins[ended] = True

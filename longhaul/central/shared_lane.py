@@ -185,5 +185,3 @@ class SharedLine:
         with contextlib.suppress(OSError):
             self._hears.close()
             self._server.close()
-
-

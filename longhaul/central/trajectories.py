@@ -8,7 +8,6 @@ place is full; a group that is lost leaves rows that are written over. Successor
 from __future__ import annotations
 
 import math
-from collections import Counter
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -17,6 +16,10 @@ import numpy as np
 
 from longhaul.central.wire import Block
 from longhaul.types import PyTree, Rollout, Successors
+
+
+Sums = dict[str, float]
+"""Of the episodes that ended: "episodes", "episode/return" ..., as `records.Sums` takes them."""
 
 
 class Overrun(ValueError):
@@ -44,7 +47,7 @@ class Room(NamedTuple):
     cut: list[np.ndarray]  # [K, B, ...]: successors of truncated steps
     memory: list[np.ndarray]  # [B, ...]
     version: np.ndarray  # int32 [T, places]: of the weights that acted
-    sums: Counter[str]  # of the episodes that ended
+    sums: Sums  # of the episodes that ended
 
 
 class Trajectories:
@@ -64,7 +67,7 @@ class Trajectories:
                 many(shapes.observation, steps, b), many(shapes.action, steps, b)[0], np.zeros((steps, b), np.float32),
                 np.zeros((3, steps, b), bool), many(shapes.extras, steps, b), many(shapes.observation, b),
                 many(shapes.observation, slots, b), many(shapes.memory, b), np.zeros((steps, places), np.int32),
-                Counter(),
+                {},
             )
             for _ in range(rooms)
         ]  # fmt: skip
@@ -117,25 +120,28 @@ class Trajectories:
         if not step.flags[2].all():
             room.flags[:2, t, span] &= step.flags[2]
 
-    def filled(self, batch: int, place: int, last: Sequence[np.ndarray], sums: Counter[str]) -> None:
+    def filled(self, batch: int, place: int, last: Sequence[np.ndarray], sums: Sums) -> None:
         """A place is full; `last` is what its last step led to, `sums` are of the episodes that ended meanwhile."""
         room = self.rooms[batch % len(self.rooms)]
         for into, leaf in zip(room.last, last, strict=True):
             into[self._span(place)] = leaf
-        room.sums.update(sums)
+        for name, value in sums.items():
+            room.sums[name] = room.sums.get(name, 0.0) + value
 
-    def batch(self, number: int) -> tuple[Rollout, Counter[str], np.ndarray]:
+    def batch(self, number: int) -> tuple[Rollout, Sums, np.ndarray]:
         """A whole batch: (rollout, sums, versions [T, places]); views, which hold until its room is begun again."""
-        room = self.rooms[number % len(self.rooms)]
-        tree = jax.tree.structure(self._shapes.observation)
+        room, shapes = self.rooms[number % len(self.rooms)], self._shapes
         oldest = np.int32(room.version.min())
-        data = Rollout(
-            tree.unflatten(room.observation), room.action, room.reward, *room.flags,
-            jax.tree.structure(self._shapes.extras).unflatten(room.extras),
-            Successors(tree.unflatten(room.last), tree.unflatten(room.cut)),
-            jax.tree.structure(self._shapes.memory).unflatten(room.memory), oldest,
-        )  # type: ignore[arg-type]  # fmt: skip
-        return data, room.sums, room.version
+
+        def tree(like: PyTree, leaves: list[np.ndarray]) -> PyTree:
+            return jax.tree.unflatten(jax.tree.structure(like), leaves)
+
+        seen, cut = tree(shapes.observation, room.observation), tree(shapes.observation, room.cut)
+        parts: list[Any] = [
+            seen, room.action, room.reward, *room.flags, tree(shapes.extras, room.extras),
+            Successors(tree(shapes.observation, room.last), cut), tree(shapes.memory, room.memory), oldest,
+        ]  # fmt: skip
+        return Rollout(*parts), room.sums, room.version
 
     def empty(self, number: int) -> None:
         """A batch was learnt from; its room may be begun again."""

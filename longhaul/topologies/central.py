@@ -10,7 +10,6 @@ Batches lie in memory as the learner takes them; it moves them and never looks i
 from __future__ import annotations
 
 import time
-from collections import Counter
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
@@ -21,6 +20,7 @@ from jax.sharding import Mesh, PartitionSpec
 
 from longhaul import mesh as meshes
 from longhaul.central.server import Meter, Server
+from longhaul.central.trajectories import Sums
 from longhaul.topologies import fused
 from longhaul.types import LEARNING, Algorithm, Key, Metrics, Params, Progress, PyTree, Rollout, Successors
 
@@ -111,9 +111,9 @@ class _Telling:
         """The learner's batch is whole."""
         self._waited = time.perf_counter() - self._began
 
-    def read(self, update: int, sums: Counter[str], versions: np.ndarray) -> Metrics:
+    def read(self, update: int, sums: Sums, versions: np.ndarray) -> Metrics:
         now, meter = time.perf_counter(), self._server.meter
-        new = Meter(*(a - b for a, b in zip(meter, self._before, strict=True)))
+        new = meter.since(self._before)
         wall, age = max(now - self._began, 1e-9), update - versions
         self._before, self._began = meter, now
         told = {
@@ -129,4 +129,4 @@ class _Telling:
         }
         episodes = {"episodes": 0.0, "episode/return": 0.0, "episode/length": 0.0} | dict(sums)
         rows = episodes | {f"central/{name}": value for name, value in told.items()}
-        return {name: np.array([value], np.float32) for name, value in rows.items()}
+        return {name: jnp.array([value], jnp.float32) for name, value in rows.items()}
