@@ -15,12 +15,11 @@ from typing import Any, NamedTuple
 
 import jax
 
+from longhaul import learners, pages
 from longhaul import mesh as meshes
-from longhaul import pages
 from longhaul.actors import settings
 from longhaul.actors.crew import Crew
 from longhaul.actors.worker import Collect
-from longhaul.algorithms import ppo
 from longhaul.environment import vectorise
 from longhaul.rollout import collector, join
 from longhaul.run import Assembly, Named, Run, from_dict, named, prepare_devices, to_dict
@@ -58,7 +57,7 @@ def process(plain: dict[str, Any], actor: int) -> Collect:
     prepare_devices(1, 1)
     assert isinstance(run.environment, Named) and run.acting.actors is not None
     environment = named(run.environment)
-    algorithm = ppo.ppo(environment.spec, run.algorithm, updates=1, mean=meshes.identity)
+    algorithm = learners.make(environment.spec, run.algorithm, updates=1, mean=meshes.identity)
     worlds = vectorise(environment, run.num_envs // run.acting.actors)
     collect = collector(worlds, algorithm.act, algorithm.memory, steps=run.num_steps)
     policy = jax.eval_shape(lambda key: algorithm.policy(algorithm.init(key)), jax.random.key(0))

@@ -146,7 +146,7 @@ def policy_of(folder: Path, who: str) -> tuple[Run, Any]:
     if not isinstance(run.environment, Driving):
         task = run.environment.env
         raise FlagError(f"--policy is {who!r}, a driver, and run {folder.name} is {task}; give run or untrained")
-    training.prepare_devices(run.devices or 1, run.threads)
+    training.prepare_devices(run.all_devices, run.threads)
     return run, None
 
 

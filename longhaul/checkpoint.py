@@ -31,7 +31,7 @@ from typing import Any, NamedTuple
 
 import jax
 
-from longhaul import hosts, leaves
+from longhaul import hosts, leaves, staging
 from longhaul.types import PyTree
 
 FORMAT = 1
@@ -99,6 +99,7 @@ class Checkpoints:
         self._keep, self._every = keep, every
         self._warn = warn or _print
         self._writer: Any = None
+        self._staging = staging.Staging()
         self._thread: threading.Thread | None = None
         self._error: CheckpointError | None = None
         self._damaged: set[str] = set()
@@ -126,7 +127,7 @@ class Checkpoints:
             if self._writer is None:
                 self._writer = _checkpointer()
             if arrays:
-                self._writer.save(partial / ARRAYS, arrays)
+                self._writer.save(partial / ARRAYS, self._staging.copy(arrays))
         except Exception as error:
             raise self._failure(contents, partial, error) from error
         self._thread = threading.Thread(target=self._finish, args=(contents, partial), name="checkpoint")
@@ -140,6 +141,10 @@ class Checkpoints:
         error, self._error = self._error, None
         if error is not None:
             raise error
+
+    def saving(self) -> bool:
+        """Whether a save is under way."""
+        return self._thread is not None and self._thread.is_alive()
 
     def latest(self, like: PyTree, *, part: bool = False) -> Restored | None:
         """The newest intact checkpoint, or None where there is none at all.

@@ -13,17 +13,33 @@ from typing import Any
 
 import jax
 
-from longhaul import flags, hosts, printing, pulse, recipes, resumption, settings, telemetry, tracking, training
+from longhaul import (
+    flags,
+    footprint,
+    hosts,
+    printing,
+    pulse,
+    recipes,
+    resumption,
+    settings,
+    telemetry,
+    tracking,
+    training,
+)
 from longhaul.envs import registry
 from longhaul.feed import feed
-from longhaul.flags import DEBUG, TEXT, Flag, FlagError
+from longhaul.flags import ALONE, DEBUG, TEXT, Flag, FlagError
 from longhaul.folders import find_folder, load_run, new_folder, save_run
+from longhaul.mesh import Shape
 from longhaul.provenance import provenance
 from longhaul.run import Driving, Run, RunError, agents, from_dict, named, on_cpu, resolve, to_dict
 from longhaul.scaling import command as scaling
+from longhaul.scaling.subject import subject
 from longhaul.settings import RUNS_DIR
 
 RUN = Flag("RUN", TEXT, None, "a run's name or folder", shown="")
+
+DRY_RUN = Flag("dry-run", ALONE, False, "compile, tell the memory that it takes, and stop", shown="")
 
 SEEN = 30.0
 """Seconds in which a folder that one host made must appear on the others."""
@@ -42,7 +58,7 @@ def train(words: Sequence[str]) -> int:
 def _follow() -> None:
     """What process 0 was told to train."""
     run = from_dict(Run, hosts.hear("run"))
-    training.prepare_devices(run.devices, run.threads)
+    training.prepare_devices(run.all_devices, run.threads)
     jax.devices()
     told = hosts.hear("folder")
     folder, deadline = Path(told["folder"]), time.monotonic() + SEEN
@@ -71,8 +87,12 @@ def _train(words: Sequence[str]) -> int:
         return scaling.run(words[0], words[1:], f"train {words[0]}")
     recipe = recipes.recipe(words[0])
     about = recipes.about(recipe.recipe)
-    parsed = flags.parse(f"train {recipe.recipe}", about, settings.table(recipe), words[1:])
+    table = settings.table(recipe)
+    table[""] = [DRY_RUN, *table[""]]
+    parsed = flags.parse(f"train {recipe.recipe}", about, table, words[1:])
     runs_dir = Path(parsed.values["runs-dir"])
+    if parsed.values["dry-run"]:
+        return _dry(runs_dir, recipe, parsed)
     if parsed.values["resume"] is not None:
         folder = find_folder(runs_dir, parsed.values["resume"])
         tracked = tracking.chosen(parsed.values, parsed.given, recipe.recipe, tracking.load(folder))
@@ -92,21 +112,47 @@ def _train(words: Sequence[str]) -> int:
     return outcome.code
 
 
+def _dry(runs_dir: Path, recipe: Run, parsed: flags.Parsed) -> int:
+    """Compiles the run that is asked for, and prints what it takes of a device's memory; leaves no folder."""
+    if hosts.together():
+        raise FlagError("--dry-run is of one process; leave longhaul launch out")
+    if parsed.values["resume"] is None:
+        run = resolve(settings.chosen(recipe, parsed))
+    else:
+        folder = find_folder(runs_dir, parsed.values["resume"])
+        run = resolve(settings.resumed(folder, recipe.recipe, _fitting(parsed, folder)))
+    if not isinstance(run.environment, Driving):
+        named(run.environment)
+    assert run.devices is not None
+    training.prepare_devices(run.devices, run.threads)
+    made = subject(run)
+    parts = footprint.parts(made.assembly.algorithm, made.start(run.seed), made.context)
+    found = footprint.footprint(made.executable, made.assembly.mesh, parts)
+    if found is None:
+        print("the compiler does not say what memory the run takes")
+        return 0
+    if refusal := found.refusal():
+        raise RunError(refusal)
+    printing.listing(found.rows())
+    if warning := found.warning():
+        print(warning, file=sys.stderr)
+    return 0
+
+
 def _fitting(parsed: flags.Parsed, folder: Path) -> flags.Parsed:
     """`parsed`, on fewer devices where some are gone. Under a launcher alone, which starts again with nobody there."""
     if pulse.DESCRIPTOR not in os.environ or on_cpu():
         return parsed
     run = load_run(folder)
-    wanted, envs = (
-        parsed.values[flag] if flag in parsed.given else stored
-        for flag, stored in (("mesh", run.devices), ("num-envs", run.num_envs))
-    )
+    wanted: Shape = parsed.values["mesh"] if "mesh" in parsed.given else run.mesh
+    envs: int = parsed.values["num-envs"] if "num-envs" in parsed.given else run.num_envs
     there = [sum(device.process_index == i for device in jax.devices()) for i in range(hosts.count())]
-    assert wanted is not None and envs is not None
-    left = resumption.fewer(wanted, there, envs)
+    assert wanted.data is not None
+    left = Shape(resumption.fewer(wanted.data, there, envs, wanted.model), wanted.model)
     if left == wanted:
         return parsed
-    print(f"{sum(there)} of {wanted} devices are there; goes on with {left}", file=sys.stderr, flush=True)
+    count = wanted.data * wanted.model
+    print(f"{sum(there)} of {count} devices are there; goes on with {left}", file=sys.stderr, flush=True)
     return parsed._replace(values=parsed.values | {"mesh": left}, given=parsed.given | {"mesh"})
 
 
@@ -135,7 +181,7 @@ def _begin(
     if not isinstance(task, Driving):
         named(task)  # what is unknown or missing is said before anything is made
     assert run.devices is not None
-    training.prepare_devices(run.devices, run.threads)
+    training.prepare_devices(run.all_devices, run.threads)
     source = feed(run) if isinstance(task, Driving) and task.data else None
     about = provenance() | {"data": source.about if source else None}
     folder = new_folder(runs_dir, run, parsed.values["run-name"], parsed.values["run-suffix"])

@@ -11,11 +11,15 @@ Entries are told apart by program, compiler, options and device, but for two thi
 too: the number of threads, by which sums are cut (and with them their last bits), and the processor. So those of each
 have a folder of their own. JAX does not bound the store without a further package; here the entries that were not used
 for longest go when a process starts. Who can write to the folder can have us run anything, so it is the user's alone.
+
+Of several processes JAX lets only the first write. On GPUs and TPUs that is enough: all have the same keys. On the CPU
+each process's programs have keys of their own, so each keeps its own here, in a folder of its own.
 """
 
 from __future__ import annotations
 
 import hashlib
+import inspect
 import os
 import platform
 import re
@@ -46,11 +50,12 @@ def root() -> Path | None:
     return Path(cache).expanduser().absolute() / "longhaul" / "xla"
 
 
-def part(threads: int, *, on_cpu: bool) -> str:
-    """The folder below `root` of programs for this machine."""
+def part(threads: int, *, on_cpu: bool, process: int = 0) -> str:
+    """The folder below `root` of programs for this machine, and on the CPU for the process of this number."""
     if not on_cpu:
         return ""
-    return f"cpu-{threads}-threads-{_processor()}"
+    mine = f"cpu-{threads}-threads-{_processor()}"
+    return mine if process == 0 else f"{mine}/process-{process}"
 
 
 def _processor() -> str:
@@ -65,16 +70,16 @@ def _processor() -> str:
     return hashlib.sha256("\n".join(about).encode()).hexdigest()[:12]
 
 
-def keep(threads: int, *, on_cpu: bool) -> Path | None:
+def keep(threads: int, *, on_cpu: bool, process: int = 0) -> Path | None:
     """From now on programs are kept, and found again; -> the folder, None where that is off or not possible.
 
-    `threads` are those of the CPU's programs. Changes nothing the second time.
+    `threads` are those of the CPU's programs, `process` is the number of this one. Changes nothing the second time.
     """
     store = root()
     if store is None:
         jax.config.update("jax_enable_compilation_cache", False)
         return None
-    folder = store / part(threads, on_cpu=on_cpu)
+    folder = store / part(threads, on_cpu=on_cpu, process=process)
     if jax.config.jax_compilation_cache_dir == str(folder):  # type: ignore[attr-defined]
         return folder
     try:
@@ -92,7 +97,38 @@ def keep(threads: int, *, on_cpu: bool) -> Path | None:
     jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
     jax.config.update("jax_compilation_cache_dir", str(folder))
     _quieten(folder)
+    if process > 0 and on_cpu and not _write_too():
+        _say("this JAX keeps programs of process 0 alone: this process compiles its own anew at each start")
     return folder
+
+
+def _write_too() -> bool:
+    """Has this process write what it compiled, though it is not the first; -> whether this JAX lets it.
+
+    JAX 0.10 to 0.12 have no option for it: what writes an entry returns at once in all processes but 0.
+    """
+    try:
+        from jax._src import compilation_cache, compiler
+
+        write, put = compiler._cache_write, compilation_cache.put_executable_and_time
+    except (ImportError, AttributeError):
+        return False
+    names = ["cache_key", "compile_time_secs", "module_name", "backend", "executable"]
+    takes = [list(inspect.signature(function).parameters) for function in (write, put)]
+    if takes[0][:5] != names or takes[1] != ["cache_key", "module_name", "executable", "backend", "compile_time"]:
+        return False
+
+    def mine(key: str, seconds: float, name: str, backend: Any, executable: Any, callbacks: Any = ()) -> None:
+        if callbacks:  # of Python: they are lost with the process
+            return
+        try:
+            put(key, name, executable, backend, int(seconds))
+        except Exception as error:  # in JAX's own words, which `_quieten` knows
+            reason = f"{type(error).__name__}: {error}"
+            warnings.warn(f"Error writing persistent compilation cache entry for '{name}': {reason}", stacklevel=2)
+
+    compiler._cache_write = mine  # type: ignore[assignment]
+    return True
 
 
 def trim(store: Path, most: int) -> None:

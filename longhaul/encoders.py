@@ -34,6 +34,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from longhaul import randomness
+from longhaul.precision import rematerialised
 from longhaul.types import Key, Params, PyTree
 
 ENCODERS = ("latent", "wayformer", "mtr")
@@ -82,11 +83,11 @@ def latents_of(kind: str, depth: int) -> int:
     return {"latent": 4, "wayformer": 8, "mtr": 0}[kind] * depth
 
 
-def encoder(observation: PyTree, kind: str, width: int, depth: int, *, dtype: Any, remat: bool = False) -> Encoder:
+def encoder(observation: PyTree, kind: str, width: int, depth: int, *, dtype: Any, remat: str = "none") -> Encoder:
     """The encoder for observations like `observation` (a pytree of ShapeDtypeStruct).
 
     `width` features of a token, `depth` blocks of self-attention; `dtype` is what is computed in, parameters are
-    float32. With `remat`, what a block computed is computed again for the gradient instead of being kept.
+    float32. `remat`, of precision.REMATS: what of tokens and blocks is computed again for the gradient.
     """
     if kind not in ENCODERS:
         raise ValueError(f"encoder is {kind!r}; it must be one of {', '.join(ENCODERS)}")
@@ -112,7 +113,7 @@ def encoder(observation: PyTree, kind: str, width: int, depth: int, *, dtype: An
         return params
 
     def apply(params: Params, observed: PyTree) -> jax.Array:
-        seen = _tokens(params, jax.tree.leaves(observed), shapes, dtype)
+        seen, block = _tokens(params, jax.tree.leaves(observed), shapes, dtype, remat), rematerialised(_block, remat)
         vectors = [part for part, shape in zip(_split(seen.value, shapes), shapes, strict=True) if len(shape) != 2]
         value, near, turn = seen.value, None, None
 
@@ -122,19 +123,19 @@ def encoder(observation: PyTree, kind: str, width: int, depth: int, *, dtype: An
             return sum((jnp.broadcast_to(vector, learned.shape) for vector in vectors), start=learned)
 
         if latents:
-            value = _block(params["reduce"], queries("latents", latents), value, seen.present[..., None, None, :])
+            value = block(params["reduce"], queries("latents", latents), value, seen.present[..., None, None, :])
         else:
             near, turn = _near(seen)[..., None, :, :], _turns(seen.position)
 
-        def body(carried: jax.Array, block: Params) -> tuple[jax.Array, None]:
-            return _block(block, carried, None, near, turn), None
+        def body(carried: jax.Array, own: Params) -> tuple[jax.Array, None]:
+            return _block(own, carried, None, near, turn), None
 
-        value = jax.lax.scan(jax.checkpoint(body) if remat else body, value, params["blocks"])[0]
+        value = jax.lax.scan(rematerialised(body, remat, scanned=True), value, params["blocks"])[0]
         if kind == "latent":
             pooled = jnp.mean(value.astype(jnp.float32), axis=-2)
         else:
             mask = None if latents else seen.present[..., None, None, :]
-            pooled = _block(params["pool"], queries("query", 1), value, mask)[..., 0, :]
+            pooled = block(params["pool"], queries("query", 1), value, mask)[..., 0, :]
         return _normalise(params["norm"], pooled).astype(jnp.float32)
 
     return Encoder(init, apply)
@@ -145,9 +146,9 @@ def _features(shape: tuple[int, ...]) -> int:
     return shape[-1] if len(shape) == 2 else math.prod(shape)
 
 
-def _tokens(params: Params, leaves: list[jax.Array], shapes: list[tuple[int, ...]], dtype: Any) -> Tokens:
+def _tokens(params: Params, leaves: list[jax.Array], shapes: list[tuple[int, ...]], dtype: Any, remat: str) -> Tokens:
     """The tokens of all leaves, one leaf after the other."""
-    values, presents, positions = [], [], []
+    values, presents, positions, embed = [], [], [], rematerialised(_embed, remat)
     for i, (leaf, shape) in enumerate(zip(leaves, shapes, strict=True)):
         lead = leaf.shape[: leaf.ndim - len(shape)]
         if len(shape) == 2:
@@ -159,12 +160,16 @@ def _tokens(params: Params, leaves: list[jax.Array], shapes: list[tuple[int, ...
         else:
             x = leaf.astype(jnp.float32).reshape(*lead, 1, math.prod(shape))
             present, position = jnp.ones((*lead, 1), bool), jnp.zeros((*lead, 1, 2), jnp.float32)
-        own: Mapping[str, jax.Array] = params[f"embed_{i}"]
-        values.append(_plus(jax.nn.gelu(_plus(_times(x.astype(dtype), own["kernel"]), own["bias"])), own["kind"]))
+        values.append(embed(params[f"embed_{i}"], x.astype(dtype)))
         presents.append(present)
         positions.append(position)
     where = jax.lax.stop_gradient(jnp.concatenate(positions, -2))
     return Tokens(jnp.concatenate(values, -2), jnp.concatenate(presents, -1), where)
+
+
+def _embed(own: Mapping[str, jax.Array], x: jax.Array) -> jax.Array:
+    """Tokens [..., S, width] of one leaf's items [..., S, features]."""
+    return _plus(jax.nn.gelu(_plus(_times(x, own["kernel"]), own["bias"])), own["kind"])
 
 
 def _split(value: jax.Array, shapes: list[tuple[int, ...]]) -> list[jax.Array]:

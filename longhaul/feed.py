@@ -234,7 +234,7 @@ def _within(task: Driving, least: int, most: int, dt: float) -> Callable[[PyTree
 
 def _send(run: Run, host: Tables) -> Tables:
     """The tables on each device of the run's mesh."""
-    sent: Tables = meshes.everywhere(host, meshes.make_mesh(run.devices))
+    sent: Tables = meshes.everywhere(host, meshes.make_mesh(*run.mesh))
     return sent
 
 

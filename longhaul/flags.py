@@ -39,6 +39,7 @@ class Flag(NamedTuple):
     many: bool = False
     shown: str | None = None  # what the help says of the default, where its value does not say it
     aliases: tuple[str, ...] = ()  # other words for it: "total-timesteps"
+    bare: tuple[str, ...] = ()  # what --name without a value, or with true, and --no-name, or false, mean
 
     @property
     def positional(self) -> bool:
@@ -119,7 +120,7 @@ def parse(command: str, about: str, groups: Mapping[str, Sequence[Flag]], words:
 
     flags = [flag for group in groups.values() for flag in group]
     asked = any(word in ("-h", "--help") for word in words)
-    words = list(words) if asked else _without_aliases(flags, words)
+    words = list(words) if asked else _without_aliases(flags, _with_values(flags, words))
     given = frozenset() if asked else _check(command, flags, words)
     made: Any = _dataclass(groups)
     try:
@@ -222,6 +223,27 @@ def _split(word: str) -> tuple[str, bool, str]:
     """ "--num_envs=4" -> ("num-envs", True, "4")."""
     name, equals, value = word[2:].partition("=")
     return name.replace("_", "-"), bool(equals), value
+
+
+def _with_values(flags: Sequence[Flag], words: Sequence[str]) -> list[str]:
+    """`words` with a value for each flag that can be written as if it were a switch."""
+    bare = {flag.name: flag.bare for flag in flags if flag.bare}
+    plain: list[str] = []
+    for i, word in enumerate(words):
+        name, equals, value = _split(word) if word.startswith("--") else ("", False, "")
+        on, off = bare.get(name, ("", "")) or ("", "")
+        before = _split(words[i - 1])[0] if i and words[i - 1].startswith("--") and "=" not in words[i - 1] else ""
+        if on and not equals and not _is_value(words[i + 1 : i + 2]):
+            plain.append(f"--{name}={on}")
+        elif on and equals:
+            plain.append(f"--{name}={ {'true': on, 'false': off}.get(value, value) }")
+        elif name.removeprefix("no-") in bare and name.startswith("no-") and not equals:
+            plain.append(f"--{name.removeprefix('no-')}={bare[name.removeprefix('no-')][1]}")
+        elif before in bare and word in ("true", "false"):
+            plain.append(bare[before][word == "false"])
+        else:
+            plain.append(word)
+    return plain
 
 
 def _without_aliases(flags: Sequence[Flag], words: Sequence[str]) -> list[str]:

@@ -107,6 +107,14 @@ def save_run(folder: Path, run: Run, about: dict[str, Any]) -> None:
     write_json(folder / "run.json", head | about)
 
 
+def _as_now(run: dict[str, Any]) -> dict[str, Any]:
+    """A Run of a run.json with the fields of this version: what was not there yet is as if it still were not."""
+    algorithm = {"accumulate": None} | run["algorithm"]
+    if isinstance(algorithm.get("remat"), bool):  # a switch, once
+        algorithm["remat"] = "full" if algorithm["remat"] else "none"
+    return run | {"algorithm": algorithm}
+
+
 def load_run(folder: Path) -> Run:
     """The Run of a folder. Raises RunError where run.json can't be read or is of another version."""
     path = folder / "run.json"
@@ -118,7 +126,7 @@ def load_run(folder: Path) -> Run:
     if found != FORMAT:
         raise RunError(f"{path} has format {found}, and this version reads {FORMAT}; use the one that wrote it")
     try:
-        run: Run = from_dict(Run, data["run"])
+        run: Run = from_dict(Run, _as_now(data["run"]))
         if resolve(run) != run:
             raise TypeError("what it leaves open was decided in the run that wrote it")
     except (KeyError, TypeError, ValueError) as error:

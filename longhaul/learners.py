@@ -24,7 +24,7 @@ class Learner(NamedTuple):
 
     name: str  # what run.json says, and what its metrics begin with: "ppo/entropy"
     title: str  # what a user reads
-    make: Callable[..., Algorithm]  # (spec, config, *, updates, mean, first, done)
+    make: Callable[..., Algorithm]  # (spec, config, *, updates, mean, apart, first, done, split)
     check: Callable[..., None]  # (config, *, columns, steps); raises ValueError
     network: Callable[[Spec, Any], networks.ActorCritic]  # what a policy does and believes in; it takes a policy
 
@@ -46,15 +46,22 @@ def make(
     *,
     updates: int,
     mean: Callable[[PyTree], PyTree],
+    apart: actor_critic.Apart = lambda function: function,
     first: int = 0,
     done: float = 0.0,
+    split: bool = False,
 ) -> Algorithm:
     """The algorithm of a config for environments of `spec`, annealed over `updates` updates; `mean` averages over the
     shards.
 
+    Between two means, what is computed of a shard's numbers goes through `apart` (shards.py).
+
     A run that goes on from update `first` with batches of another size has the share `done` of it behind it there.
+    Say `split` where parameters are split over devices: then the optimiser takes them one by one.
     """
-    return of(config).make(spec, config, updates=updates, mean=mean, first=first, done=done)
+    return of(config).make(
+        spec, config, updates=updates, mean=mean, apart=apart, first=first, done=done, split=split
+    )
 
 
 def check(config: Config, *, columns: int, steps: int) -> None:

@@ -1,4 +1,7 @@
-"""The mesh of devices: a `data` axis for environments and learning, a `model` axis for parameters (of size 1 for now).
+"""The mesh of devices: a `data` axis for environments and learning, a `model` axis for parameters (partition.py).
+
+Programs are written for one shard of `data` and meet in collectives of their own; over `model` they are written as for
+one device, and the compiler splits them as their parameters lie (GSPMD; Xu et al. 2021, arXiv 2105.04663).
 
 Wraps what moved between JAX versions; nothing else in the package names `shard_map` or a mesh.
 """
@@ -6,7 +9,7 @@ Wraps what moved between JAX versions; nothing else in the package names `shard_
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -16,34 +19,57 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 from longhaul import leaves
 from longhaul.types import PyTree
 
-DATA = "data"
+DATA, MODEL = "data", "model"
 
 
-def make_mesh(data: int | None = None) -> Mesh:
-    """A mesh over `data` devices, of each process the first ones; all by default."""
+class Shape(NamedTuple):
+    """So many shards of the worlds, and so many parts of the parameters; a device holds one of each."""
+
+    data: int | None  # None: as many as there are devices for
+    model: int = 1
+
+    def __str__(self) -> str:
+        """As `--mesh` takes it."""
+        return f"data={self.data or 'all'}" + f",model={self.model}" * (self.model > 1)
+
+
+def make_mesh(data: int | None = None, model: int = 1) -> Mesh:
+    """A mesh over `data` x `model` devices, of each process the first ones; all by default.
+
+    The parts of the parameters lie side by side, and so in one process where its devices are enough for them.
+    """
     devices, processes = jax.devices(), jax.process_count()
-    data = len(devices) if data is None else data
+    if model < 1:
+        raise ValueError(f"--mesh model={model}; it must be at least 1")
+    data = len(devices) // model if data is None else data
     if processes > 1:
-        return _over_processes(data, processes)
-    if not 1 <= data <= len(devices):
-        raise ValueError(
-            f"--mesh data={data}, but this machine has {len(devices)} device(s); give 1 to {len(devices)}"
-        )
-    # Explicit axes are make_mesh's default, and ordinary programs fail on them.
-    return jax.make_mesh((data,), (DATA,), axis_types=(AxisType.Auto,), devices=devices[:data])
+        return _over_processes(data, model, processes)
+    if not 1 <= data * model <= len(devices):
+        most = len(devices) // model
+        remedy = f"give 1 to {most}" if model == 1 else f"give at most {len(devices)} in all"
+        raise ValueError(f"--mesh {_words(data, model)}, but this machine has {len(devices)} device(s); {remedy}")
+    return _mesh(data, model, devices[: data * model])
 
 
-def _over_processes(data: int, processes: int) -> Mesh:
+def _over_processes(data: int, model: int, processes: int) -> Mesh:
     """A mesh with as many devices of each process, side by side."""
     own = [[device for device in jax.devices() if device.process_index == i] for i in range(processes)]
-    most = processes * min(map(len, own))
-    if data % processes or not 1 <= data <= most:
+    most, count = processes * min(map(len, own)), data * model
+    if count % processes or not 1 <= count <= most:
         raise ValueError(
-            f"--mesh data={data}, but {processes} processes have {most} device(s) to share in equal parts; "
-            f"give a multiple of {processes} up to {most}"
+            f"--mesh {_words(data, model)}, but {processes} processes have {most} device(s) to share in equal parts; "
+            f"give a multiple of {processes} up to {most}" + " in all" * (model > 1)
         )
-    devices = [device for some in own for device in some[: data // processes]]
-    return jax.make_mesh((data,), (DATA,), axis_types=(AxisType.Auto,), devices=devices)
+    return _mesh(data, model, [device for some in own for device in some[: count // processes]])
+
+
+def _mesh(data: int, model: int, devices: list[jax.Device]) -> Mesh:
+    # Explicit axes are make_mesh's default, and ordinary programs fail on them.
+    return jax.make_mesh((data, model), (DATA, MODEL), axis_types=(AxisType.Auto,) * 2, devices=devices)
+
+
+def _words(data: int, model: int) -> str:
+    return f"data={data}" + f",model={model}" * (model > 1)
 
 
 def mean_over_data(tree: PyTree) -> PyTree:
@@ -66,8 +92,12 @@ def shard_index() -> jax.Array:
 
 
 def per_shard(function: Callable[..., Any], mesh: Mesh, in_specs: PyTree, out_specs: PyTree) -> Callable[..., Any]:
-    """`function` run on each shard with its part of the arguments."""
-    return jax.shard_map(function, mesh=mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False)
+    """`function` run on each shard of `data` with its part of the arguments; the specs are of that axis alone."""
+    # Where nothing is split over `model` the compiler shall not look for what could be.
+    manual = {DATA} if mesh.shape[MODEL] > 1 else {DATA, MODEL}
+    return jax.shard_map(
+        function, mesh=mesh, in_specs=in_specs, out_specs=out_specs, axis_names=manual, check_vma=False
+    )
 
 
 def replicated(mesh: Mesh) -> NamedSharding:
@@ -87,6 +117,24 @@ def everywhere(tree: PyTree, mesh: Mesh) -> PyTree:
     return jax.tree.map(lambda leaf: leaves.put(leaf, layout), tree)
 
 
+def gathered(tree: PyTree, mesh: Mesh) -> PyTree:
+    """`tree`, which may be split over the mesh, whole on each of its devices. All processes ask alike."""
+    if all(leaf.is_fully_replicated for leaf in jax.tree.leaves(tree)):
+        return tree
+    return jax.jit(lambda tree: tree, out_shardings=replicated(mesh))(tree)
+
+
+def here(leaf: jax.Array) -> np.ndarray:
+    """An array, which may be split over the mesh, as far as it lies in this process; 0 where it does not."""
+    first = leaf.addressable_data(0)
+    if first.shape == leaf.shape:
+        return np.asarray(first)
+    whole = np.zeros(leaf.shape, leaf.dtype)
+    for shard in leaf.addressable_shards:
+        whole[shard.index] = shard.data
+    return whole
+
+
 Ask = Callable[..., tuple[bool, ...]]
 """Answers of this process, yes or no -> to each, whether any process says yes; all processes learn the same."""
 
@@ -99,12 +147,13 @@ def asking(mesh: Mesh, *, late: bool = False) -> Ask:
     if not mesh.is_multi_process:
         return lambda *answers: answers
     count = jax.jit(lambda votes: jnp.sum(votes, axis=0), out_shardings=replicated(mesh))
+    each = NamedSharding(mesh, PartitionSpec(mesh.axis_names))  # a vote of each device
     before: list[jax.Array] = []
 
     def ask(*answers: bool) -> tuple[bool, ...]:
         shape = mesh.size, len(answers)
         votes = jax.make_array_from_callback(
-            shape, sharded(mesh), lambda index: np.broadcast_to(np.array(answers, np.int32), shape)[index]
+            shape, each, lambda index: np.broadcast_to(np.array(answers, np.int32), shape)[index]
         )
         before.append(count(votes))
         if late and len(before) == 1:

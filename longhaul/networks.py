@@ -27,6 +27,7 @@ import numpy as np
 
 from longhaul import encoders
 from longhaul.perceptron import perceptron
+from longhaul.precision import POLICIES, PRECISIONS, REMATS
 from longhaul.types import Key, Params, PyTree
 
 ACTIVATIONS: dict[str, Callable[[jax.Array], jax.Array]] = {
@@ -35,9 +36,6 @@ ACTIVATIONS: dict[str, Callable[[jax.Array], jax.Array]] = {
 TORSOS = ("mlp", "deepset", *encoders.ENCODERS)
 INITS = ("orthogonal", "lecun")
 """How kernels begin: orthogonal with a scale of their own (0.01 for the policy's), or as Flax does if not told."""
-
-PRECISIONS = {"fp32": jnp.float32, "bf16": jnp.bfloat16}
-"""What a torso computes in."""
 
 
 class ActorCritic(NamedTuple):
@@ -67,6 +65,11 @@ def _dense(features: int, scale: float, name: str, begin: str, dtype: Any = jnp.
     return nn.Dense(features, dtype=dtype, kernel_init=_kernels(begin)(scale), name=name)
 
 
+def _rematerialised(part: Any, remat: str) -> Any:
+    """`precision.rematerialised` for what has parameters by Flax: a module, or a function of one."""
+    return part if remat == "none" else nn.remat(part, policy=POLICIES[remat])
+
+
 class _Torso(nn.Module):
     """An observation -> features [..., sizes[-1]]."""
 
@@ -75,28 +78,36 @@ class _Torso(nn.Module):
     activation: str
     ranks: Sequence[int]  # the rank of each leaf of one observation
     dtype: Any
-    remat: bool
+    remat: str
     begin: str
 
     @nn.compact
     def __call__(self, observation: PyTree) -> jax.Array:
         if self.kind in encoders.ENCODERS:
             return self._attend(observation)
-        act = ACTIVATIONS[self.activation]
         leaves = jax.tree.leaves(observation)
         lead = leaves[0].ndim - self.ranks[0]
         parts = []
         for i, (leaf, rank) in enumerate(zip(leaves, self.ranks, strict=True)):
             x = leaf.astype(jnp.float32)
             if self.kind == "deepset" and rank == 2:
-                items = act(_dense(self.sizes[0] // 2, np.sqrt(2.0), f"item_{i}", self.begin, self.dtype)(x))
-                parts.append(jnp.max(items * x[..., -1:].astype(items.dtype), axis=-2))
+                parts.append(self._through(x, self.sizes[0] // 2, f"item_{i}", pooled=True))
             else:
                 parts.append(x.reshape(*x.shape[:lead], -1).astype(self.dtype))
         x = jnp.concatenate(parts, axis=-1) if len(parts) > 1 else parts[0]
         for i, size in enumerate(self.sizes):
-            x = act(_dense(size, np.sqrt(2.0), f"layer_{i}", self.begin, self.dtype)(x))
+            x = self._through(x, size, f"layer_{i}")
         return x
+
+    def _through(self, x: jax.Array, size: int, name: str, *, pooled: bool = False) -> jax.Array:
+        """A layer; `pooled`: the greatest of each feature over items [..., items, features] that are there."""
+
+        def layer(torso: _Torso, x: jax.Array) -> jax.Array:
+            found = ACTIVATIONS[torso.activation](_dense(size, np.sqrt(2.0), name, torso.begin, torso.dtype)(x))
+            return jnp.max(found * x[..., -1:].astype(found.dtype), axis=-2) if pooled else found
+
+        through: jax.Array = _rematerialised(layer, self.remat)(self, x)
+        return through
 
     def _attend(self, observation: PyTree) -> jax.Array:
         one = jax.tree.unflatten(
@@ -116,7 +127,7 @@ class _Network(nn.Module):
     activation: str
     ranks: Sequence[int]
     dtype: Any
-    remat: bool
+    remat: str
     begin: str
     outputs: int
     free: int
@@ -129,7 +140,8 @@ class _Network(nn.Module):
         attends = self.kind in encoders.ENCODERS
         if self.width:
             features = _Torso(*torso, name="torso")(observation)
-            memory, features = nn.GRUCell(self.width, name="memory")(memory, features.astype(jnp.float32))
+            cell = _rematerialised(nn.GRUCell, self.remat)(self.width, name="memory")
+            memory, features = cell(memory, features.astype(jnp.float32))
             for_actor = for_critic = features
         elif attends or self.shared:
             for_actor = for_critic = _Torso(*torso, name="torso")(observation)
@@ -160,7 +172,7 @@ def actor_critic(
     activation: str = "tanh",
     memory: int = 0,
     precision: str = "fp32",
-    remat: bool = False,
+    remat: str = "none",
     shared: bool = False,
     begin: str = "orthogonal",
     live: Sequence[int] | None = None,
@@ -168,7 +180,7 @@ def actor_critic(
     """The network for observations like `observation` (a pytree of ShapeDtypeStruct) and `outputs` policy parameters.
 
     `free` more parameters do not depend on the observation. `memory` is the width of the recurrent unit, 0 for none.
-    With `remat` the blocks of an encoder are computed again for the gradient: less memory, about a third more work.
+    `remat`, of precision.REMATS: what is computed again for the gradient; less memory, up to a third more work.
     `begin` is one of INITS. `live`, where `takes_live` allows it: the network is applied only to the inputs at these
     places, the others being 0 in any observation.
     """
@@ -178,6 +190,8 @@ def actor_critic(
         raise ValueError(f"activation is {activation!r}; it must be one of {', '.join(ACTIVATIONS)}")
     if precision not in PRECISIONS:
         raise ValueError(f"precision is {precision!r}; it must be one of {', '.join(PRECISIONS)}")
+    if remat not in REMATS:
+        raise ValueError(f"remat is {remat!r}; it must be one of {', '.join(REMATS)}")
     if begin not in INITS:
         raise ValueError(f"init is {begin!r}; it must be one of {', '.join(INITS)}")
     if not sizes or min(sizes) < 1 or memory < 0:
@@ -189,7 +203,7 @@ def actor_critic(
     if takes_live(torso, shared, memory):
         made = perceptron(
             count(observation), ranks, outputs, free=free, sizes=sizes, activation=ACTIVATIONS[activation],
-            dtype=PRECISIONS[precision], kernels=_kernels(begin), live=live,
+            dtype=PRECISIONS[precision], kernels=_kernels(begin), live=live, remat=remat,
         )  # fmt: skip
         return ActorCritic(made.init, lambda p, carried, seen: (*made.apply(p, seen), carried), lambda _: (), made.live)
     assert live is None, "only `takes_live` may be asked for it"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -27,24 +27,16 @@ def start(observation: PyTree) -> Moments:
 
 
 def update(
-    moments: Moments, batch: PyTree, valid: jax.Array | None, mean: Callable[[PyTree], PyTree]
-) -> Moments:
-    """Moments with a batch [T, B, ...] merged in; `valid` bool [T, B] leaves steps out, `mean` averages over shards."""
-    ones = jnp.ones(jax.tree.leaves(batch)[0].shape[:2], jnp.float32) if valid is None else valid.astype(jnp.float32)
+    moments: Moments, batch: PyTree, valid: jax.Array | None, mean: Callable[[PyTree], PyTree],
+    apart: Callable[[Callable[..., Any]], Callable[..., Any]] = lambda function: function,
+) -> Moments:  # fmt: skip
+    """Moments with a batch [T, B, ...] merged in; `valid` bool [T, B] leaves steps out, `mean` averages over shards.
 
-    def average(leaf: jax.Array) -> jax.Array:
-        weight = ones.reshape(*ones.shape, *([1] * (leaf.ndim - 2)))
-        return jnp.sum(leaf * weight, axis=(0, 1)) / ones.size
-
-    def spread(leaf: jax.Array, centre: jax.Array) -> jax.Array:
-        return average((leaf - centre[None, None]) ** 2)
-
-    share = jnp.sum(ones) / ones.size
-    # Sums about the running mean rather than about zero: no cancellation for observations far from the origin.
-    shifted = jax.tree.map(lambda leaf, centre: average(leaf - centre[None, None]), batch, moments.mean)
-    squares = jax.tree.map(spread, batch, moments.mean)
-    share, shifted, squares = mean((share, shifted, squares))
-    count = share * ones.size
+    What is summed within a shard goes through `apart`.
+    """
+    share, shifted, squares = mean(apart(_sums)(moments, batch, valid))
+    size = jax.tree.leaves(batch)[0].shape
+    count = share * (size[0] * size[1])
     total = moments.samples + count
     weight = jnp.where(total > 0.0, count / jnp.maximum(total, 1e-6), 0.0)
     safe = jnp.maximum(share, 1e-8)
@@ -59,6 +51,24 @@ def update(
     new_variance = jax.tree.map(merge_variance, moments.variance, shifted, squares)
     # No float32 count beyond 1e7 samples: the statistics then follow slow drifts instead of freezing.
     return Moments(jnp.minimum(total, 1e7), new_mean, new_variance)
+
+
+def _sums(moments: Moments, batch: PyTree, valid: jax.Array | None) -> tuple[jax.Array, PyTree, PyTree]:
+    """Of one shard: the share of steps that count, and about the running mean their first and second moments."""
+    ones = jnp.ones(jax.tree.leaves(batch)[0].shape[:2], jnp.float32) if valid is None else valid.astype(jnp.float32)
+
+    def average(leaf: jax.Array) -> jax.Array:
+        weight = ones.reshape(*ones.shape, *([1] * (leaf.ndim - 2)))
+        return jnp.sum(leaf * weight, axis=(0, 1)) / ones.size
+
+    def spread(leaf: jax.Array, centre: jax.Array) -> jax.Array:
+        return average((leaf - centre[None, None]) ** 2)
+
+    share = jnp.sum(ones) / ones.size
+    # Sums about the running mean rather than about zero: no cancellation for observations far from the origin.
+    shifted = jax.tree.map(lambda leaf, centre: average(leaf - centre[None, None]), batch, moments.mean)
+    squares = jax.tree.map(spread, batch, moments.mean)
+    return share, shifted, squares
 
 
 def apply(moments: Moments, observation: PyTree) -> PyTree:

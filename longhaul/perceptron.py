@@ -17,6 +17,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from longhaul.precision import rematerialised
 from longhaul.types import Key, Params, PyTree
 
 
@@ -86,11 +87,12 @@ def perceptron(
     dtype: Any,
     kernels: Callable[[float], Callable[..., jax.Array]],
     live: Sequence[int] | None = None,
+    remat: str = "none",
 ) -> Perceptron:
     """The perceptron for observations of `inputs` numbers in leaves of `ranks`; `kernels(scale)` begins a kernel.
 
     `outputs` policy parameters depend on the observation, and `free` more do not. With `live` an observation has one
-    leaf, of the inputs at these places.
+    leaf, of the inputs at these places. `remat`, of precision.REMATS: what of a layer is computed again.
     """
     cut = (lambda kernel: kernel) if live is None else _cut(live, inputs)
     count = inputs if live is None else len(live)
@@ -115,11 +117,16 @@ def perceptron(
             return params
         return params | {"torso": params["torso"] | {names[0]: first | {"kernel": cut(first["kernel"])}}}
 
+    def forward(own: Params, x: jax.Array) -> jax.Array:
+        return activation(affine(**own, x=x.astype(dtype)))
+
+    through = rematerialised(forward, remat)
+
     def apply(params: Params, observation: PyTree) -> tuple[jax.Array, jax.Array]:
         params = living(params)
         x, lead = _rows(observation, ranks)
         for name in names:
-            x = activation(affine(**params["torso"][name], x=x.astype(dtype)))
+            x = through(params["torso"][name], x)
         heads = jax.tree.map(lambda *parts: jnp.concatenate(parts, -1), params["policy"], params["value"])
         found = affine(**heads, x=x).reshape(outputs + 1, *lead)
         parameters, value = jnp.moveaxis(found[:outputs], 0, -1), found[outputs]

@@ -109,7 +109,7 @@ def keep(run: Run, folder: Path, poisoned: Poisoned) -> tuple[int, str]:
 def _told(poisoned: Poisoned) -> dict[str, Any]:
     """What poison.json says."""
     progress = poisoned.progress
-    state = jax.tree.map(lambda leaf: np.asarray(leaf.addressable_data(0)), progress.state)
+    state = jax.tree.map(meshes.here, progress.state)
     metrics = {name: value if math.isfinite(value) else str(value) for name, value in poisoned.metrics.items()}
     after = int(progress.updates.addressable_data(0))
     told = {"after": after, "sha256": params_sha256(state), "not_finite": _odd(state)}

@@ -26,7 +26,7 @@ from longhaul.run import BEGINNING, Assembly, Origin, Run, RunError, agents, res
 from longhaul.topologies import fused
 from longhaul.types import Progress, PyTree
 
-SIZES = ("num_envs", "num_steps", "devices")
+SIZES = ("num_envs", "num_steps", "devices", "model")
 
 BEGIN_ANEW = "the environments begin anew, and episodes under way are dropped"
 PERIOD = "the updates in these scenarios are counted anew"
@@ -111,15 +111,20 @@ def _word(value: Any) -> str:
     return f"{value:g}" if isinstance(value, float) else str(value)
 
 
-def fewer(devices: int, there: Sequence[int], envs: int) -> int:
-    """Of `devices`, how many a run of `envs` worlds can have where each process has so many as `there` says.
+def fewer(shards: int, there: Sequence[int], envs: int, model: int = 1) -> int:
+    """Of `shards`, of `model` devices each, how many a run of `envs` worlds can have where each process has so many
+    devices as `there` says.
 
-    As many of each process, sharing the worlds evenly. Raises RunError where there are none.
+    As many devices of each process, sharing the worlds evenly. Raises RunError where there are none.
     """
+    devices = shards * model
     for own in range(min(*there, devices // len(there)), 0, -1):
-        if envs % (own * len(there)) == 0:
-            return own * len(there)
-    raise RunError(f"of {devices} devices {sum(there)} are there, which can't share {envs} worlds; give a --num-envs")
+        left, rest = divmod(own * len(there), model)
+        if not rest and envs % left == 0:
+            return left
+    what = f"{envs} worlds" if model == 1 else f"{envs} worlds and {model} parts of the parameters"
+    raise RunError(f"of {devices} devices {sum(there)} are there, which can't share {what}; give a --num-envs"
+                   + " or --mesh" * (model > 1))  # fmt: skip
 
 
 def changes(before: Run, now: Run) -> dict[str, list[Any]]:

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import jax
 from jax.sharding import Mesh
 
-from longhaul import compilation, hosts, learners
+from longhaul import compilation, hosts, learners, partition, shards
 from longhaul import mesh as meshes
 from longhaul.actors import settings as layouts
 from longhaul.actors.settings import Acting
@@ -89,6 +89,8 @@ class Run:
     base_batch: int | None = None  # steps of the batch that the learning rate is meant for; None: the run's own
     seed: int = 0
     devices: int | None = None  # shards of the `data` axis
+    model: int = 1  # parts that parameters and optimiser are split into, a device each: those of the `model` axis
+    deterministic: bool = False  # the same numbers on any number of devices that divides `shards.VIRTUAL`
     threads: int | None = None  # of the CPU; how sums are cut, and so their last bits, depends on it
     log_interval: int | None = None  # updates that a record of metrics sums up
     block: int | None = None  # updates of a compiled call: a run logs, saves and stops between calls
@@ -99,6 +101,16 @@ class Run:
     rollbacks: int = 3  # how often the run goes back from numbers that are not finite, and on with other random ones
     evaluation_episodes: int | None = None
     health: Bounds = field(default_factory=Bounds)
+
+    @property
+    def mesh(self) -> meshes.Shape:
+        return meshes.Shape(self.devices, self.model)
+
+    @property
+    def all_devices(self) -> int:
+        """Devices of a resolved run, over both axes."""
+        assert self.devices is not None
+        return self.devices * self.model
 
 
 class Origin(NamedTuple):
@@ -124,6 +136,7 @@ class Assembly(NamedTuple):
     updates: int  # at its end
     steps_per_update: int  # agent steps, over all shards
     env_steps_per_update: int
+    shards: shards.Shards
     origin: Origin = BEGINNING
 
     def start(self, seed: int, context: PyTree) -> Progress:
@@ -144,6 +157,11 @@ def agents(run: Run) -> int:
     return named(run.environment).spec.agents or 1
 
 
+def parts(run: Run, devices: int) -> int:
+    """In how many the batch is computed."""
+    return shards.VIRTUAL if run.deterministic else devices
+
+
 def cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
@@ -159,10 +177,17 @@ def resolve(run: Run) -> Run:
     if run.num_envs % devices:
         raise RunError(
             f"--num-envs is {run.num_envs}, which {devices} devices can't share evenly; "
-            f"choose a multiple of {devices}, or --mesh data=1"
+            f"choose a multiple of {devices}, or --mesh {meshes.Shape(1, run.model)}"
         )
     acting = _acting(run, devices)
-    columns = run.num_envs // devices * agents(run)
+    if run.deterministic and (odd := shards.refusal(devices, run.num_envs)):
+        raise RunError(odd)
+    if run.deterministic and run.model > 1:
+        raise RunError(
+            f"--deterministic with --mesh {meshes.Shape(devices, run.model)}: sums over the model axis have no fixed "
+            "order; choose model=1"
+        )
+    columns = run.num_envs // parts(run, devices) * agents(run)
     if columns * run.num_steps > MOST:
         raise RunError(
             f"--num-envs x agents x --num-steps is {columns * run.num_steps} on a device; it must be at most {MOST}"
@@ -188,7 +213,7 @@ def resolve(run: Run) -> Run:
     episodes = run.evaluation_episodes or (128 if isinstance(task, Driving) else 100)
     return dataclasses.replace(
         run, environment=task, algorithm=algorithm, acting=acting, base_batch=run.base_batch or steps, devices=devices,
-        threads=run.threads or _default_threads(-(-devices // processes)) * processes,
+        threads=run.threads or _default_threads(-(-devices * run.model // processes)) * processes,
         log_interval=log_interval, block=block, evaluation_episodes=episodes,
     )  # fmt: skip
 
@@ -197,6 +222,10 @@ def _acting(run: Run, devices: int) -> Acting:
     """Who acts, where that is no matter of the learner's program."""
     if run.topology == "fused":
         return run.acting
+    if run.deterministic:
+        raise RunError("--deterministic needs --topology fused; actors repeat with --staleness 0, or with --pin")
+    if run.model > 1:
+        raise RunError(f"--mesh is {run.mesh}, and the learner of {run.topology} has whole parameters: choose model=1")
     if hosts.together():
         raise RunError(f"--topology is {run.topology}, which trains in one process; leave longhaul launch out")
     if run.topology == "central":
@@ -238,6 +267,8 @@ def _served(run: Run, devices: int) -> Acting:
 
 
 def _check_numbers(run: Run) -> None:
+    if run.model < 1:
+        raise RunError(f"--mesh is {run.mesh}; model must be at least 1")
     for name in ("total_steps", "num_envs", "num_steps", "keep"):
         if getattr(run, name) < 1:
             raise RunError(f"--{_flag(name)} is {getattr(run, name)}; it must be at least 1")
@@ -324,17 +355,21 @@ def _intervals(run: Run, updates: int, steps: int) -> tuple[int, int]:
 
 
 def _default_devices(run: Run) -> int:
-    """All local devices. On a CPU that is a shard a core, where batches are large enough to be worth cutting."""
-    processes = hosts.count()
+    """Shards on all local devices. On a CPU one a core, where batches are large enough to be worth cutting."""
+    processes, model = hosts.count(), run.model
     if on_cpu() and run.topology != "fused":  # actors have the cores
         return 1
     if on_cpu():
         own = int(os.environ.get(hosts.DEVICES, 0)) or (cores() if run.num_envs >= 64 else 1)
     else:
         own = jax.local_device_count()
-    while own > 1 and run.num_envs % (processes * own):
+    def odd(all_: int) -> bool:
+        shares = max(1, all_ // model)
+        return bool(all_ % model or run.num_envs % shares or (run.deterministic and shards.VIRTUAL % shares))
+
+    while own > 1 and odd(processes * own):
         own -= 1
-    return processes * own
+    return max(1, processes * own // model)
 
 
 def on_cpu() -> bool:
@@ -358,18 +393,18 @@ def _default_threads(devices: int) -> int:
 def prepare_devices(devices: int, threads: int | None = None) -> None:
     """Makes the CPU show `devices` devices, with `threads` in all. Call it before JAX runs; then it changes nothing.
 
-    Of several processes each has an equal part of both.
+    They are those of both axes of the mesh; of several processes each has an equal part of both.
     """
     processes, all_devices = hosts.count(), devices
     if devices % processes:
         raise RunError(
-            f"--mesh is data={devices}, which {processes} processes can't share evenly; choose a multiple of "
+            f"--mesh is of {devices} devices, which {processes} processes can't share evenly; choose a multiple of "
             f"{processes}, or another number of processes"
         )
     devices //= processes
     threads = threads or _default_threads(devices) * processes
     os.environ["NPROC"] = str(threads if processes == 1 else max(threads // processes, devices))
-    compilation.keep(int(os.environ["NPROC"]), on_cpu=on_cpu())
+    compilation.keep(int(os.environ["NPROC"]), on_cpu=on_cpu(), process=hosts.index())
     # A bank of scenarios that a program closes over stays an array beside it; else it is text inside of it, and larger.
     jax.config.update("jax_use_simplified_jaxpr_constants", True)
     try:
@@ -389,30 +424,29 @@ def assemble(
     also while a program is traced. `context` is one of them: all have the same shapes and the same spec.
     """
     assert run.devices is not None
-    mesh, shares = meshes.make_mesh(run.devices), run.devices
-    if run.topology == "actors":
-        shares = run.acting.actors or 1
-    worlds = run.num_envs // shares
+    mesh = meshes.make_mesh(*run.mesh)
+    parted = shards.virtual(mesh) if run.deterministic else shards.by_device(mesh)
+    count = run.acting.actors if run.topology == "actors" and run.acting.actors else parted.number
+    worlds = run.num_envs // count
     spec = within(context).spec
     steps = run.num_envs * agents(run) * run.num_steps
     updates = last_update(run, origin)
     algorithm = learners.make(
-        spec, dataclasses.replace(run.algorithm, lr=learning_rate(run)), updates=updates, mean=meshes.mean_over_data,
-        first=origin.updates, done=origin.agent_steps / run.total_steps,
+        spec, dataclasses.replace(run.algorithm, lr=learning_rate(run)), updates=updates, mean=parted.mean,
+        apart=parted.apart, first=origin.updates, done=origin.agent_steps / run.total_steps, split=run.model > 1,
     )  # fmt: skip
+    partition.check(jax.eval_shape(algorithm.init, jax.random.key(0)), run.mesh)
 
     def collector_in(context: PyTree) -> Collector:
         many = vectorise(within(context), worlds)
         return collector(many, algorithm.act, algorithm.memory, steps=run.num_steps)
 
-    enter = fused.entering(collector_in, mesh)
+    enter, env_steps = fused.entering(collector_in, mesh, parted), run.num_envs * run.num_steps
     if run.topology == "actors":
-        pinned = layouts.rule(run.acting, updates).pinned
-        key = jax.random.key(0)
-        enter = acted.entering(collector_in, shares, pinned, lambda: algorithm.policy(algorithm.init(key)))
+        enter = acted.entering(collector_in, count, layouts.rule(run.acting, updates).pinned, algorithm)
     if run.topology == "central":
         enter = lambda key, context: ()  # noqa: E731  environments are the actors'
-    return Assembly(spec, algorithm, collector_in, enter, mesh, updates, steps, run.num_envs * run.num_steps, origin)
+    return Assembly(spec, algorithm, collector_in, enter, mesh, updates, steps, env_steps, parted, origin)
 
 
 def last_update(run: Run, origin: Origin = BEGINNING) -> int:
@@ -424,7 +458,7 @@ def decisions(run: Run) -> list[str]:
     """Lines on what followed from the batch of a resolved run."""
     config, steps = run.algorithm, run.num_envs * agents(run) * run.num_steps
     assert run.devices is not None and config.num_minibatches is not None and config.update_epochs is not None
-    rows = steps // run.devices // (run.num_steps if config.memory else 1)
+    rows = steps // parts(run, run.devices) // (run.num_steps if config.memory else 1)
     chosen = rules.Passes(config.num_minibatches, config.update_epochs)
     return rules.describe(steps, run.base_batch or steps, run.scaling, chosen, rows, run.lr_rule, config.lr)
 

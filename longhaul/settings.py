@@ -17,6 +17,8 @@ from longhaul.central.settings import LANES
 from longhaul.driving import config, objectives
 from longhaul.flags import DEBUG, FLOAT, INT, PATH, SWITCH, TEXT, Flag, FlagError, Kind, choice, optional
 from longhaul.folders import load_run
+from longhaul.mesh import Shape
+from longhaul.precision import PRECISIONS, REMATS
 from longhaul.run import TOPOLOGIES, Run, RunError, agents
 from longhaul.scaling import rules
 
@@ -29,7 +31,8 @@ HELP = {
     "base-batch": "agent steps of the update that lr is meant for",
     "warmup": "updates over which the learning rate rises to lr at the beginning",
     "seed": "all random numbers come from it",
-    "mesh": "devices that share the worlds, as data=N or data=N,model=1",
+    "mesh": "devices: data=N of them share the worlds; with model=M each of these is M, which share the parameters",
+    "deterministic": "the same parameters on 1, 2, 4 and 8 devices, bit for bit",
     "threads": "of the CPU, in all; the last bits of sums depend on it",
     "topology": "how acting and learning are laid out",
     "actors": "of the topologies actors and central: who share the worlds",
@@ -111,8 +114,9 @@ HELP = {
     "init": "first weights of mlp, deepset and heads; lecun: Flax's default",
     "memory": "width of the recurrent unit; 0: none",
     "chunk": "rows of a minibatch whose gradient is taken at once; a matter of speed",
+    "accumulate": "pieces of a minibatch, at least, over which its gradient is summed: the same one, in less memory",
     "precision": "what the torso computes in; parameters and losses are fp32",
-    "remat": "compute an encoder's blocks again for the gradient: less memory, a third more work",
+    "remat": "what of the torso is computed again for its gradient, in less memory: nothing, all, all but products",
     "log-interval": "updates of a record of metrics",
     "block": "updates of a compiled call; between calls a run logs, saves and stops",
     "save-interval-minutes": "minutes between two checkpoints",
@@ -147,11 +151,12 @@ CHOICES: dict[str, tuple[str, ...]] = {
     "init": networks.INITS,
     "optimiser": impala.OPTIMISERS,
     "reward-clip": impala.REWARD_CLIPS,
-    "precision": tuple(networks.PRECISIONS),
+    "precision": tuple(PRECISIONS),
+    "remat": REMATS,
 }
 
-HIDDEN = ("recipe", "driver")
-"""Fields that are no flag: the recipe is named before, and who learns drives by the policy."""
+HIDDEN = ("recipe", "driver", "model")
+"""Fields that are no flag: the recipe is named before, who learns drives by the policy, and --mesh says both sizes."""
 
 AUTO = ("mesh", "actors", "threads", "bank-updates", "evaluation-episodes", "log-interval", "block", "base-batch")
 """Flags whose None is decided from the rest."""
@@ -168,7 +173,7 @@ CHANGEABLE = (
     *("num-minibatches", "update-epochs", "lr", "anneal", "warmup", "gamma", "gae-lambda", "clip-eps", "clip-value"),
     *("vf-coef", "ent-coef", "ent-coef-final", "max-grad-norm", "normalise-advantage", "reward-scale", "kl-stop"),
     *("rms-decay", "rms-eps", "vtrace-lambda", "rho-clip", "c-clip", "reward-clip"),
-    *("chunk", "precision", "remat"),
+    *("chunk", "accumulate", "precision", "remat"),
 )
 """Flags that may differ, too, and change what comes: how much is done at once and how it is learnt, not what."""
 
@@ -182,8 +187,11 @@ GROUPS = {
 
 SAVING = ("log_interval", "block", "save_interval_minutes", "save_interval", "keep", "keep_every", "rollbacks")
 
-ALIASES = {"total-steps": ("total-timesteps",)}
-"""Other words for flags of a Run: those of PureJaxRL and of HackMatrix's own trainer."""
+ALIASES = {"total-steps": ("total-timesteps",), "accumulate": ("micro-batches",)}
+"""Other words for flags of a Run: those of PureJaxRL and of HackMatrix's own trainer, and what others call them."""
+
+BARE = {"remat": ("full", "none")}
+"""What --remat and --no-remat mean, alone: it was a switch once."""
 
 RUNS_DIR = Flag(
     "runs-dir", PATH, "runs", "folder of all runs; a run's is NAME in it, and its checkpoints are in NAME/checkpoints",
@@ -235,9 +243,11 @@ def _settings(value: Any, path: tuple[str, ...], group: str) -> Iterator[Setting
             yield from _settings(inner, where, field.name if field.name in GROUPS else group)
             continue
         name = _name(where)
+        inner = value.mesh if name == "mesh" and value.devices else inner
         shown = "auto" if name in AUTO and inner is None else "" if inner in ((), None) and name == "data" else None
-        many, others = isinstance(inner, tuple), ALIASES.get(name, ())
-        flag = Flag(name, _kind(name, hints[field.name]), inner, HELP.get(name, ""), many, shown, others)
+        many, others = isinstance(inner, tuple) and name != "mesh", ALIASES.get(name, ())
+        kind = _kind(name, hints[field.name])
+        flag = Flag(name, kind, inner, HELP.get(name, ""), many, shown, others, BARE.get(name, ()))
         yield Setting(flag, "saving" if field.name in SAVING else group, where)
 
 
@@ -265,16 +275,16 @@ def _kind(name: str, hint: Any) -> Kind:
     return {int: INT, float: FLOAT, str: TEXT, bool: SWITCH}[hint]
 
 
-def _mesh(word: str) -> int:
-    """ "data=8,model=1" -> 8."""
+def _mesh(word: str) -> Shape:
+    """ "data=8,model=2" -> Shape(8, 2)."""
     axes = dict(part.split("=") for part in word.split(","))
     data, model = int(axes.pop("data", "1")), int(axes.pop("model", "1"))
-    if axes or data < 1 or model != 1:
+    if axes or data < 1 or model < 1:
         raise ValueError(word)
-    return data
+    return Shape(data, model)
 
 
-MESH = Kind("data=N", "data=N or data=N,model=1 with N at least 1 (no device holds only a part of the model)", _mesh)
+MESH = Kind("data=N", "data=N or data=N,model=M with N and M at least 1", _mesh)
 
 
 def table(run: Run) -> dict[str, list[Flag]]:
@@ -292,8 +302,13 @@ def table(run: Run) -> dict[str, list[Flag]]:
 def apply(run: Run, values: Mapping[str, Any]) -> Run:
     """`run` with the values of some of its flags."""
     for setting in settings(run):
-        if setting.flag.name in values:
-            run = _replace(run, setting.path, values[setting.flag.name])
+        if setting.flag.name not in values:
+            continue
+        value = values[setting.flag.name]
+        if setting.flag.name == "mesh":
+            run = dataclasses.replace(run, devices=value.data, model=value.model)
+        else:
+            run = _replace(run, setting.path, value)
     return run
 
 
@@ -345,6 +360,6 @@ def resumed(folder: Path, recipe: str, parsed: flags.Parsed) -> Run:
 
 
 def _said(value: Any) -> str:
-    if isinstance(value, tuple):
+    if isinstance(value, tuple) and not isinstance(value, Shape):
         return " ".join(map(str, value)) or "none"
     return "none" if value is None else f"{value:g}" if isinstance(value, float) else str(value)

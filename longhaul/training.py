@@ -21,11 +21,26 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import Mesh
 
-from longhaul import acting, evaluation, hosts, networks, poison, pulse, report, resumption, telemetry, tracking, watch
+from longhaul import (
+    acting,
+    evaluation,
+    hosts,
+    networks,
+    partition,
+    poison,
+    pulse,
+    report,
+    resumption,
+    serving,
+    telemetry,
+    tracking,
+    watch,
+)
 from longhaul import feed as feeds
+from longhaul import footprint as footprints
 from longhaul import mesh as meshes
-from longhaul import serving as served
 from longhaul.checkpoint import CheckpointError, Checkpoints
 from longhaul.clock import Clock, Seconds
 from longhaul.compilation import Ledger
@@ -39,6 +54,8 @@ from longhaul.provenance import params_sha256, provenance
 from longhaul.records import Sums
 from longhaul.run import Assembly, Driving, Run, RunError, assemble, decisions, named, prepare_devices
 from longhaul.stopping import Stop, Stopped, listening
+from longhaul.topologies import actors as acted
+from longhaul.topologies import central
 from longhaul.topologies import fused
 from longhaul.types import Params, Progress
 
@@ -91,12 +108,11 @@ def _train(
     run: Run, folder: Path, stop: Stop, source: Feed | None, *, resumed: bool, turn: int, detours: int
 ) -> dict[str, Any]:
     """The result; raises Stopped and Poisoned. This is attempt `turn` of the process, on the last of the `detours`."""
-    assert run.devices is not None
     if resumed and (folder / "result.json").exists():
         _say(f"run {folder.name} is done already")
         result: dict[str, Any] = json.loads((folder / "result.json").read_text())
         return result
-    prepare_devices(run.devices, run.threads)
+    prepare_devices(run.all_devices, run.threads)
     saving = Checkpoints(folder / "checkpoints", keep=run.keep, every=run.keep_every, turn=turn)
     with closing(saving) as checkpoints, ExitStack() as closed:
         clock = Clock(closed.enter_context(closing(Ledger())))
@@ -108,7 +124,8 @@ def _train(
                 feeds.check(run, source, json.loads((folder / "run.json").read_text()), folder.name)
             feeding = closed.enter_context(closing(Feeding(source, now.origin)))
         assembly = assemble(run, source.within, feeding.now.context, now.origin)
-        decided = decisions(run)
+        shapes = jax.eval_shape(assembly.algorithm.init, jax.random.key(run.seed))
+        decided = [*decisions(run), *partition.describe(shapes, run.mesh)]
         about = {"data": source.about, "parameters": _parameters(assembly), "decisions": decided}
         if not resumed and hosts.index() == 0:  # not before: bad data or sizes are an error, not a run
             save_run(folder, run, provenance() | about)
@@ -116,7 +133,7 @@ def _train(
             _say(line)
         with clock.compiling():
             progress = assembly.start(run.seed, feeding.now.context)
-        untrained = _on_host(assembly.algorithm.policy(progress.state))
+        untrained = _on_host(assembly.algorithm.policy(progress.state), assembly.mesh)
         _say(f"{networks.count(untrained.params):,} parameters")
         sums = Sums()
         if found is not None:
@@ -137,7 +154,7 @@ def _train(
             except Poisoned as poisoned:
                 poisoned.before = checkpoints.newest()
                 raise
-        policy = _on_host(assembly.algorithm.policy(progress.state))
+        policy = _on_host(assembly.algorithm.policy(progress.state), assembly.mesh)
         if hosts.index() > 0:
             return {}
         return _finish(run, folder, assembly, policy, untrained, clock, stop)
@@ -160,8 +177,10 @@ def _look(stop: Stop, done: int, assembly: Assembly) -> None:
         raise Stopped(done)
 
 
-def _on_host(policy: Params) -> Params:
-    """A copy of its own: what device_get gives may lie in a buffer that is donated next."""
+def _on_host(policy: Params, mesh: Mesh | None = None) -> Params:
+    """A copy of its own: what device_get gives may lie in a buffer that is donated next. Of a mesh, all processes ask.
+    """
+    policy = policy if mesh is None else meshes.gathered(policy, mesh)
     return jax.tree.map(np.array, jax.device_get(policy))
 
 
@@ -177,8 +196,14 @@ def _loop(
         _say(f"{metrics} lacks records before update {done}; the run goes on without them")
     program = _compiled(run, assembly, feeding, progress, clock)
     seconds = clock.read()
-    _say(f"compiled in {seconds.compile - clock.before.compile:.1f} s, {seconds.trace - clock.before.trace:.1f} s of "
-         f"that traced; {clock.ledger.found}")  # fmt: skip
+    # Of each process: all wait for the one that compiles.
+    print(f"compiled in {seconds.compile - clock.before.compile:.1f} s, {seconds.trace - clock.before.trace:.1f} s of "
+          f"that traced; {clock.ledger.found}", file=sys.stderr, flush=True)  # fmt: skip
+    if isinstance(program, acting.Prepared | serving.Prepared):
+        on_device = footprints.parts(assembly.algorithm, progress._replace(carry=()), ())
+        _weigh(folder, program.program, on_device)
+    else:
+        _weigh(folder, program, footprints.parts(assembly.algorithm, progress, feeding.now.context))
     with ExitStack() as closed:
         out = _outlets(run, folder, assembly, closed, stop, done, resumed=resumed) if writes else SILENT
         tell = pulse.teller(os.environ)
@@ -192,8 +217,8 @@ def _loop(
         tell(pulse.WORKS)
         if isinstance(program, acting.Prepared):
             calls = acting.calls(run, folder, assembly, program, progress, out.note)
-        elif isinstance(program, served.Prepared):
-            calls = served.calls(run, assembly, program, progress, out.note)
+        elif isinstance(program, serving.Prepared):
+            calls = serving.calls(run, assembly, program, progress, out.note)
         else:
             calls = _calls(run, assembly, feeding, progress, program, tell)
         for progress, n, rows in closed.enter_context(closing(calls)):
@@ -279,15 +304,37 @@ def _outlets(
 
 def _compiled(
     run: Run, assembly: Assembly, feeding: Feeding, progress: Progress, clock: Clock
-) -> fused.Program | acting.Prepared | served.Prepared:
+) -> fused.Program | acting.Prepared | serving.Prepared:
     assert run.block is not None
     collector_in, context = assembly.collector_in, feeding.now.context
     with clock.compiling():
         if run.topology == "actors":
             return acting.prepare(run, assembly, context, progress)
         if run.topology == "central":
-            return served.prepare(run, assembly, progress)
-        return fused.compiled(assembly.algorithm, collector_in, progress, context, assembly.mesh, block=run.block)
+            return serving.prepare(run, assembly, progress)
+        try:
+            return fused.compiled(
+                assembly.algorithm, collector_in, progress, context, assembly.mesh, block=run.block,
+                shards=assembly.shards,
+            )  # fmt: skip
+        except jax.errors.JaxRuntimeError as error:
+            if not str(error).startswith("RESOURCE_EXHAUSTED"):
+                raise
+            raise RunError(f"the compiler finds no room on a device ({error}); give {footprints.REMEDY}") from error
+
+
+def _weigh(folder: Path, program: fused.Program | acted.Program | central.Program, parts: dict[str, int]) -> None:
+    """Tells what the run takes of a device's memory, before its first update. Raises RunError where it can't fit."""
+    found = footprints.footprint(program.executable, program.mesh, parts)
+    if found is None:
+        return
+    if refusal := found.refusal():  # nothing is written: a run that never began leaves no folder
+        raise RunError(refusal)
+    _say(found.line())
+    if warning := found.warning():
+        _say(warning)
+    if hosts.index() == 0:
+        write_json(folder / footprints.FILE, found.plain())
 
 
 def _calls(
@@ -374,11 +421,19 @@ def _finish(
         "sps": steps / max(seconds.train, 1e-9),
         "params_sha256": params_sha256(policy.params),
         "parameters": networks.count(policy.params),
+        "memory": _memory(folder),
         "evaluation": scores,
     }
     write_report(folder, result, recordings)
     write_json(folder / "result.json", result)  # last: who sees it sees a run that is complete
     return result
+
+
+def _memory(folder: Path) -> dict[str, Any] | None:
+    """What `_weigh` wrote."""
+    path = folder / footprints.FILE
+    found: dict[str, Any] | None = json.loads(path.read_text()) if path.exists() else None
+    return found
 
 
 def evaluations(run: Run, policy: Params, untrained: Params) -> Iterator[tuple[str, dict[str, Any], list[Recording]]]:
@@ -414,8 +469,7 @@ def restore_policy(folder: Path) -> tuple[Run, Params, Params]:
     The policy alone is restored, so that no scenario to train in is made again: any tells what it sees and does.
     """
     run = load_run(folder)
-    assert run.devices is not None
-    prepare_devices(run.devices, run.threads)
+    prepare_devices(run.all_devices, run.threads)
     algorithm = make(feeds.spec(run), run.algorithm, updates=1, mean=meshes.identity)
     begun = jax.jit(algorithm.init)(jax.random.split(jax.random.key(run.seed), 3)[0])  # as `fused.start` has it
     progress = Progress(begun, (), (), jnp.int32(0))  # type: ignore[arg-type]

@@ -111,8 +111,9 @@ def _training(made: Run, unit: str, more: dict[str, Any]) -> Prepared:
     began = time.perf_counter()
     start = assembly.start(made.seed, context)
     program = fused.compiled(
-        assembly.algorithm, assembly.collector_in, start, context, assembly.mesh, block=made.block
-    )
+        assembly.algorithm, assembly.collector_in, start, context, assembly.mesh, block=made.block,
+        shards=assembly.shards,
+    )  # fmt: skip
     compiled = time.perf_counter() - began
     block, updates = made.block, assembly.updates
 

@@ -25,10 +25,10 @@ FULL, CHANCE = "FAULTS_FULL", "FAULTS_CHANCE"
 def main() -> int:
     import pytest
 
-    from longhaul import checkpoint, cli, launch, telemetry
+    from longhaul import checkpoint, cli, processes, telemetry
     from tests import nan_worlds
 
-    launch.PROGRAM = (sys.executable, "-m", "tests.faults")
+    processes.PROGRAM = (sys.executable, "-m", "tests.faults")
     patch = pytest.MonkeyPatch()
     if CHANCE in os.environ and "train" in sys.argv[1:2]:
         nan_worlds.add(patch, "poisonous", float(os.environ[CHANCE]))

@@ -76,18 +76,18 @@ def make_quick(patch: pytest.MonkeyPatch) -> None:
     assemble, compiled, start = runs.assemble, fused.compiled, Assembly.start
 
     def assemble_once(run: Run, within: Any, context: Any, origin: Origin = BEGINNING) -> Assembly:
-        sizes = run.total_steps, run.num_envs, run.num_steps, run.devices, run.lr_rule, run.base_batch
-        shape = repr((run.environment, run.algorithm, *sizes, origin))
+        sizes = run.total_steps, run.num_envs, run.num_steps, run.mesh, run.lr_rule, run.base_batch
+        shape = repr((run.environment, run.algorithm, run.deterministic, *sizes, origin))
         if shape not in assemblies:
             assemblies[shape] = assemble(run, within, context, origin)
         return assemblies[shape]
 
     def compiled_once(
-        algorithm: Any, collector_in: Any, progress: Any, context: Any, mesh: Any, *, block: int
+        algorithm: Any, collector_in: Any, progress: Any, context: Any, mesh: Any, *, block: int, shards: Any
     ) -> fused.Program:
         key = id(algorithm), block, *(leaf.shape for leaf in jax.tree.leaves(context))
         if key not in programs:
-            programs[key] = compiled(algorithm, collector_in, progress, context, mesh, block=block)
+            programs[key] = compiled(algorithm, collector_in, progress, context, mesh, block=block, shards=shards)
         return programs[key]
 
     def start_once(assembly: Assembly, seed: int, context: Any) -> Any:

@@ -1,5 +1,4 @@
-"""Actors in processes: killed, stopped, failing or writing nonsense, they change no number; and nothing is left of them.
-"""
+"""Actors in processes: killed, stopped, failing or writing nonsense, they change no number; nothing is left of them."""
 
 from __future__ import annotations
 
@@ -91,9 +90,9 @@ def test_faults_of_processes_change_no_number(tmp_path: Path, bound: int, monkey
 
 def test_a_bound_holds_where_actors_run_free(tmp_path: Path) -> None:
     """Not pinned: whoever is slow, nothing is older than 2 updates, and something is."""
-    total, ages, _ = run(Rule(2, 2, until=UPDATES), {(0, 3): "slow"}, tmp_path, "thread")
+    _, ages, _ = run(Rule(2, 2, until=UPDATES), {(0, 3): "slow"}, tmp_path, "thread")
     assert max(ages) == 2
-    total, ages, _ = run(Rule(2, None, until=UPDATES), {(0, 3): "slow"}, tmp_path, "thread")
+    _, ages, _ = run(Rule(2, None, until=UPDATES), {(0, 3): "slow"}, tmp_path, "thread")
     assert len(ages) == UPDATES * 2
     assert max(ages) <= 2
 
@@ -120,9 +119,10 @@ def test_nonsense_is_rejected_and_done_again(tmp_path: Path, monkeypatch: pytest
 def test_who_always_fails_ends_the_run_with_its_words(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(crews, "FAILURES", 2)
     mine = fake_actors.crew(Rule(2, 0), {(1, 0): "always"}, tmp_path, "process")
-    with closing(mine), pytest.raises(CrewError, match="actor 1 failed 2 times .* the environment broke"):
+    with closing(mine):
         fake_actors.begin(mine)
-        fake_actors.learn(mine, 3)
+        with pytest.raises(CrewError, match=r"actor 1 failed 2 times .* the environment broke"):
+            fake_actors.learn(mine, 3)
 
 
 LEARNER = """

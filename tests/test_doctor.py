@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 from jax.sharding import PartitionSpec
 
-from longhaul import cli, feed, health, recipes, telemetry, training, verdicts, watch
+from longhaul import cli, feed, footprint, health, recipes, telemetry, training, verdicts, watch
 from longhaul import mesh as meshes
 from longhaul import run as runs
 from longhaul.algorithms import ppo
@@ -44,7 +44,7 @@ def on_two(function: Callable[..., Any], *, out: PartitionSpec = EVERYWHERE) -> 
 
 def test_a_mean_is_one_all_reduce_of_its_bytes() -> None:
     text = text_of(on_two(lambda x: meshes.mean_over_data(jnp.sum(x, axis=0))), jnp.ones((4, 7)))
-    assert compiled.crossings(text) == [Crossing("all-reduce", 7 * 4, ())]
+    assert compiled.crossings(text) == [Crossing("all-reduce", 7 * 4, (), (0, 1))]
     assert compiled.host_calls(text) == []
 
 
@@ -62,7 +62,7 @@ def test_what_stands_in_loops_counts_with_their_trips() -> None:
 
     program = meshes.per_shard(steps, meshes.make_mesh(2), (EVERYWHERE, EVERYWHERE), EVERYWHERE)
     (found,) = compiled.crossings(text_of(program, jnp.eye(6), jnp.int32(3)))
-    assert found == Crossing("all-reduce", 6 * 6 * 4, (None, 7, 5))
+    assert found == Crossing("all-reduce", 6 * 6 * 4, (None, 7, 5), (0, 1))
     assert found.times() == 35
 
 
@@ -139,10 +139,34 @@ backend_config={"known_trip_count":{"n":"12"},"other":1}
 def test_operations_that_are_started_apart_count_once() -> None:
     assert compiled.crossings(GPU) == [
         Crossing("all-reduce", 1024 * 4 * 2, (12,)),
-        Crossing("all-gather", 64, ()),
+        Crossing("all-gather", 64, (), (0, 1)),
         Crossing("all-gather", 64, ()),
     ]
     assert compiled.host_calls(GPU) == ["copy-start to the host's memory", "send of the host"]
+
+
+@pytest.mark.parametrize(
+    ("groups", "first", "over"),
+    [
+        ("{{0,2},{1,3}}", (0, 2), True),
+        ("{{0,1},{2,3}}", (0, 1), False),
+        ("[2,2]<=[4]", (0, 1), False),
+        ("[2,2]<=[2,2]T(1,0)", (0, 2), True),
+        ("[1,4]<=[4]", (0, 1, 2, 3), True),
+        ("mesh['a'=2,'b'=2] {'a'}", (0, 2), True),
+        ("mesh['a'=2,'b'=2] {'b'}", (0, 1), False),
+        ("mesh['a'=2,'b'=2], device_ids=([2,2]T(1,0)) {'a'}", (0, 1), False),
+        ("mesh['a'=1,'b'=2,'c'=2], device_ids=([2,2]T(1,0)) {'b','c'}", (0, 2, 1, 3), True),
+        ("{}", (), True),  # all
+    ],
+)
+def test_who_meets_in_a_collective_is_read(groups: str, first: tuple[int, ...], over: bool) -> None:
+    """And whether they are of different shards, where two devices side by side make one."""
+    line = f"%r = f32[2]{{0}} all-reduce(%a), channel_id=1, replica_groups={groups}, to_apply=%add"
+    (found,) = compiled.crossings(f"ENTRY %main (a: f32[2]) -> f32[2] {{\n  ROOT {line}\n}}\n")
+    assert found == Crossing("all-reduce", 8, (), first)
+    assert found.over_shards(2) is over
+    assert found.over_shards(1)
 
 
 def test_sizes_of_types() -> None:
@@ -205,7 +229,7 @@ def test_a_program_stays_on_its_devices_and_fits(pair: Subject) -> None:
 def test_memory_that_is_not_there_fails(pair: Subject, monkeypatch: pytest.MonkeyPatch) -> None:
     needed = checks.memory(pair).figures["needed"]
     for total, verdict in ((needed // 2, verdicts.FAIL), (int(needed * 1.1), verdicts.WARN)):
-        monkeypatch.setattr(checks, "memory_of", lambda device, total=total: 2 * total)
+        monkeypatch.setattr(footprint, "memory_of", lambda device, total=total: 2 * total)
         assert checks.memory(pair).verdict == verdict
 
 

@@ -45,7 +45,7 @@ def observation(*lead: int, seed: int = 0, present: float = 0.7) -> dict[str, ja
 
 
 @cache
-def made(kind: str, width: int = 40, depth: int = 2, dtype: Any = jnp.float32, remat: bool = False) -> tuple[Any, ...]:
+def made(kind: str, width: int = 40, depth: int = 2, dtype: Any = jnp.float32, remat: str = "none") -> tuple[Any, ...]:
     """(apply, compiled; parameters with life in all of them; apply itself)."""
     built = encoder(SEEN, kind, width, depth, dtype=dtype, remat=remat)
     return jax.jit(built.apply, compiler_options=QUICK), lively(built), built.apply
@@ -262,7 +262,7 @@ def test_with_remat_the_gradient_is_the_same_and_blocks_are_computed_twice():
     seen = observation(3)
     weights = jnp.asarray(np.random.default_rng(5).normal(size=(3, 40)), jnp.float32)
     found, products = [], []
-    for remat in (False, True):
+    for remat in ("none", "full"):
         _, params, apply = made("latent", remat=remat)
         slope = jax.grad(lambda p, f=apply: jnp.sum(f(p, seen) * weights))
         found.append(jax.tree.leaves(jax.jit(slope, compiler_options=QUICK)(params)))

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from longhaul import commands, flags, folders, pulse, recipes, resumption, settings
+from longhaul.mesh import Shape
 from longhaul.run import RunError
 from tests.small_runs import small
 
@@ -25,6 +26,18 @@ from tests.small_runs import small
 )
 def test_as_many_as_are_there_and_share_the_worlds(devices: int, there: list[int], envs: int, left: int) -> None:
     assert resumption.fewer(devices, there, envs) == left
+
+
+@pytest.mark.parametrize(
+    ("shards", "model", "there", "envs", "left"),
+    [(4, 2, [8], 64, 4), (4, 2, [7], 64, 2), (4, 2, [7], 66, 3), (2, 4, [7], 64, 1), (4, 2, [3, 4], 64, 2)],
+)
+def test_each_shard_keeps_all_parts_of_the_parameters(
+    shards: int, model: int, there: list[int], envs: int, left: int
+) -> None:
+    assert resumption.fewer(shards, there, envs, model) == left
+    with pytest.raises(RunError, match="of 8 devices 3 are there, which can't share 64 worlds and 4 parts"):
+        resumption.fewer(2, [3], 64, 4)
 
 
 def test_none_left_is_an_error() -> None:
@@ -47,9 +60,10 @@ def test_under_a_launcher_alone_it_goes_on_with_fewer(
     monkeypatch.setattr(commands, "on_cpu", lambda: False)
     assert "mesh" not in fitting().given
     monkeypatch.setenv(pulse.DESCRIPTOR, "9")
-    assert fitting().values["mesh"] == 4
+    assert fitting().values["mesh"] == Shape(4)
     assert "mesh" in fitting().given
-    assert fitting("--mesh", "data=2").values["mesh"] == 2
-    assert "4 of 8 devices are there; goes on with 4" in capfd.readouterr().err
+    assert fitting("--mesh", "data=2").values["mesh"] == Shape(2)
+    assert fitting("--mesh", "data=4,model=2").values["mesh"] == Shape(2, 2)
+    assert "4 of 8 devices are there; goes on with data=4" in capfd.readouterr().err
     monkeypatch.setattr(commands, "on_cpu", lambda: True)  # whose devices are as many as one asks for
     assert "mesh" not in fitting().given

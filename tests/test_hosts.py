@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from longhaul import hosts, launch, leaves
+from longhaul import compilation, hosts, leaves, processes
 from longhaul import mesh as meshes
 from longhaul import run as runs
 from longhaul.checkpoint import Checkpoints
@@ -98,12 +98,12 @@ def test_the_first_node_of_slurms_lists(nodes: str, first: str) -> None:
 
 
 def test_what_the_launcher_sets_is_found() -> None:
-    made = launch.environment({"HOME": "x"}, 1, 3, 4567, 2, 9, 10)
+    made = processes.environment({"HOME": "x"}, 1, 3, 4567, 2)
     assert hosts.find(made) == Hosts(1, 3, "127.0.0.1:4567", "LONGHAUL_COORDINATOR, LONGHAUL_PROCESS_ID, "
                                      "LONGHAUL_NUM_PROCESSES")  # fmt: skip
     assert made["JAX_LOCAL_DEVICE_IDS"] == "2,3" and made["HOME"] == "x"
-    assert "JAX_LOCAL_DEVICE_IDS" not in launch.environment({}, 1, 3, 4567, None, 9, 10)
-    assert hosts.find(launch.environment({}, 0, 1, 4567, None, 9, 10)) == ALONE
+    assert "JAX_LOCAL_DEVICE_IDS" not in processes.environment({}, 1, 3, 4567, None)
+    assert hosts.find(processes.environment({}, 0, 1, 4567, None)) == ALONE
 
 
 # ------------------------------------------------------------------------------------------------------------- alone
@@ -130,7 +130,7 @@ def test_a_port_that_is_taken_is_named() -> None:
         for here in (True, False):
             with pytest.raises(HostsError, match=rf"port {port} can't be had on process 0 .*LONGHAUL_COORDINATOR"):
                 hosts._check_port(f"127.0.0.1:{port}", here=here)
-    hosts._check_port(f"127.0.0.1:{launch._free_port()}", here=True)
+    hosts._check_port(f"127.0.0.1:{processes.free_port()}", here=True)
 
 
 def test_the_devices_and_threads_of_a_run_are_shared_by_its_processes(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -185,7 +185,7 @@ sys.exit(hosts.follow(work) if hosts.index() else hosts.lead(work))
 
 def together(step: str, folder: Path) -> list[tuple[int, str]]:
     """Runs the function `step` of this file in two processes of two devices; -> (exit code, stderr) of each."""
-    port = launch._free_port()
+    port = processes.free_port()
     children = []
     for i in range(2):
         environment = {k: v for k, v in os.environ.items() if k != "NPROC"}
@@ -266,6 +266,44 @@ def test_two_processes_speak_agree_and_save(tmp_path: Path) -> None:
         if jnp.issubdtype(one.dtype, jax.dtypes.prng_key):
             one, other = jax.random.key_data(one), jax.random.key_data(other)
         np.testing.assert_array_equal(np.asarray(one), np.asarray(other))
+
+
+def remember(folder: Path) -> int:
+    """Compiles a program of all devices and one of this process's own, with a store; says where they came from."""
+    compilation.keep(2, on_cpu=True, process=hosts.index())
+    ledger = compilation.Ledger()
+    mesh = meshes.make_mesh(4)
+    total = jax.jit(lambda x: jnp.sum(x * 3.0), out_shardings=meshes.replicated(mesh))
+    assert float(total(progress(mesh, 0)["split"])) == 3.0 * 66.0
+    assert float(jax.jit(lambda x: x * 5.0)(2.0)) == 10.0
+    (folder / f"found-{hosts.index()}").write_text(json.dumps([ledger.hits, ledger.misses]))
+    return 0
+
+
+def test_each_process_finds_its_programs_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """JAX would have all but the first compile anew at each start. On the CPU each has a folder of its own."""
+    monkeypatch.setenv("LONGHAUL_CACHE", str(tmp_path / "store"))
+    found = []
+    for _ in range(2):
+        ended = together("remember", tmp_path)
+        assert [code for code, _ in ended] == [0, 0], ended
+        found.append([json.loads((tmp_path / f"found-{i}").read_text()) for i in range(2)])
+    for (_, missed), (hits, left) in zip(*found, strict=True):
+        assert missed >= 2 and (hits, left) == (missed, 0)
+    mine = tmp_path / "store" / compilation.part(2, on_cpu=True, process=1)
+    assert mine.name == "process-1" and len(list(mine.glob("*-cache"))) == found[0][1][1]
+
+
+def test_where_jax_has_moved_nothing_is_patched(monkeypatch: pytest.MonkeyPatch) -> None:
+    from jax._src import compiler
+
+    def other(key: str, executable: object) -> None: ...
+
+    monkeypatch.setattr(compiler, "_cache_write", other)
+    assert not compilation._write_too()
+    assert compiler._cache_write is other
+    monkeypatch.delattr(compiler, "_cache_write")
+    assert not compilation._write_too()
 
 
 def fail(folder: Path) -> int:

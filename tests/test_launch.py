@@ -10,15 +10,16 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 
 import jax
 import numpy as np
 import pytest
 
-from longhaul import cli, launch, pulse, training
+from longhaul import cli, gang, launch, processes, pulse, training
 from longhaul.flags import FlagError
-from longhaul.launch import Death, Ended
+from longhaul.gang import Death, Ended
 from longhaul.provenance import params_sha256
 from tests.small_runs import records, result, resume
 
@@ -49,14 +50,14 @@ KILL, TERM, ABORT = -signal.SIGKILL, -signal.SIGTERM, -signal.SIGABRT
     ],
 )
 def test_the_exit_code_of_all(codes: tuple[int | None, ...], asked: list[int], there: bool, code: int) -> None:
-    assert launch.verdict(Ended(codes, launch._first(codes)), asked, there) == code
+    assert launch.verdict(Ended(codes, gang.first_to_fail(codes)), asked, there) == code
 
 
 def test_who_died_of_what_is_one_line() -> None:
     """A killed process comes before those that abort for its sake, and those before one that complains."""
-    assert launch._first([ABORT, KILL, 1]) == Death(1, KILL)
-    assert launch._first([None, ABORT]) == Death(1, ABORT)
-    assert launch._first([0, 75, None]) is None
+    assert gang.first_to_fail([ABORT, KILL, 1]) == Death(1, KILL)
+    assert gang.first_to_fail([None, ABORT]) == Death(1, ABORT)
+    assert gang.first_to_fail([0, 75, None]) is None
     said = launch.report(Ended((ABORT, KILL, None), Death(1, KILL)))
     assert said == "process 1 was ended by SIGKILL; after it: process 0 was ended by SIGABRT, 2 had to be killed"
     assert launch.report(Ended((3, 0), Death(0, 3))) == "process 0 ended with exit code 3"
@@ -144,10 +145,14 @@ time.sleep(60)
 
 @pytest.fixture
 def dummies(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(launch, "PROGRAM", (sys.executable, "-c", PROCESS))
-    monkeypatch.setattr(launch, "HANGING", 0.3)
-    monkeypatch.setattr(launch, "LINGER", 0.3)
+    monkeypatch.setattr(processes, "PROGRAM", (sys.executable, "-c", PROCESS))
+    monkeypatch.setattr(gang, "HANGING", 0.3)
+    monkeypatch.setattr(gang, "LINGER", 0.3)
     monkeypatch.setattr(launch, "PAUSES", (0.01, 0.02))
+
+
+def supervise(words: list[str], count: int, restarts: int, deadline: float = launch.DEADLINE) -> int:
+    return launch.supervise(words, partial(processes.local, count=count, devices=None), restarts, deadline)
 
 
 def assert_gone(folder: Path) -> None:
@@ -157,20 +162,20 @@ def assert_gone(folder: Path) -> None:
 
 
 def test_output_is_passed_on_and_codes_count(dummies: None, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    assert launch.supervise([str(tmp_path), "end", "0", "0", "0"], 3, None, 0) == 0
+    assert supervise([str(tmp_path), "end", "0", "0", "0"], 3, 0) == 0
     out, err = capfd.readouterr()
     assert out == f"{tmp_path}\nprocess 0 of 3\n"
     assert sorted(err.splitlines()) == [f"[{k}] on stderr" for k in range(3)]
-    assert launch.supervise([str(tmp_path), "end", "75", "75"], 2, None, 5) == 75
-    assert launch.supervise([str(tmp_path), "end", "2", "1"], 2, None, 5) == 2
-    assert launch.supervise([str(tmp_path), "end", "0", "3"], 2, None, 0) == 1
+    assert supervise([str(tmp_path), "end", "75", "75"], 2, 5) == 75
+    assert supervise([str(tmp_path), "end", "2", "1"], 2, 5) == 2
+    assert supervise([str(tmp_path), "end", "0", "3"], 2, 0) == 1
     assert "longhaul launch: process 1 ended with exit code 3\n" in capfd.readouterr().err
 
 
 def test_where_one_dies_the_others_are_ended_and_it_is_named(
     dummies: None, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    assert launch.supervise([str(tmp_path), "die"], 2, None, 0) == 1
+    assert supervise([str(tmp_path), "die"], 2, 0) == 1
     assert "process 1 was ended by SIGKILL; after it: 0 had to be killed" in capfd.readouterr().err
     assert_gone(tmp_path)
 
@@ -178,11 +183,11 @@ def test_where_one_dies_the_others_are_ended_and_it_is_named(
 def test_new_starts_are_counted_and_go_on_with_the_run(
     dummies: None, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    assert launch.supervise([str(tmp_path), "recover"], 2, None, 1) == 0
+    assert supervise([str(tmp_path), "recover"], 2, 1) == 0
     out, err = capfd.readouterr()
     assert "starts again (1 of 1), from update 0" in err
     assert out.count(f"{tmp_path}\n") == 1, "the folder is said once"
-    assert launch.supervise([str(tmp_path), "die"], 2, None, 2) == 1
+    assert supervise([str(tmp_path), "die"], 2, 2) == 1
     assert capfd.readouterr().err.count("process 1 was ended by SIGKILL") == 3
     assert_gone(tmp_path)
 
@@ -199,7 +204,7 @@ def test_who_lives_and_hangs_is_killed_and_all_start_again(
     """The silent one has done some calls; the other one, which waits for it, is not named."""
     monkeypatch.setattr(pulse, "FROZEN" if words == "stopped" else "SILENCE", 0.5)
     deadline = 2.0 if words == "deadline" else 60.0
-    assert launch.supervise([str(tmp_path), "hang", words], 2, None, 1, deadline) == 0
+    assert supervise([str(tmp_path), "hang", words], 2, 1, deadline) == 0
     err = capfd.readouterr().err
     assert said in err
     assert "and was killed" in err
@@ -211,18 +216,18 @@ def test_a_launcher_that_was_away_forgives(
     dummies: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     """It has not looked for longer than silence may last; its processes end meanwhile, and well."""
-    monkeypatch.setattr(launch, "AWAY", 0.02)  # every look comes late
+    monkeypatch.setattr(gang, "AWAY", 0.02)  # every look comes late
     monkeypatch.setattr(pulse, "FROZEN", 0.2)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(launch, "PROGRAM", (sys.executable, "-c", "import time; time.sleep(1)"))
-        assert launch.supervise([], 1, None, 0, 0.3) == 0
+        patch.setattr(processes, "PROGRAM", (sys.executable, "-c", "import time; time.sleep(1)"))
+        assert supervise([], 1, 0, 0.3) == 0
     assert "killed" not in capfd.readouterr().err
 
 
 def test_a_signal_is_passed_to_all(dummies: None, tmp_path: Path) -> None:
     program = (
-        "import sys; from longhaul import launch; launch.PROGRAM = (sys.executable, '-c', sys.argv[1])\n"
-        "sys.exit(launch.supervise([sys.argv[2], 'listen'], 2, None, 3))"
+        "import sys; from longhaul import processes; processes.PROGRAM = (sys.executable, '-c', sys.argv[1])\n"
+        "from tests.test_launch import supervise; sys.exit(supervise([sys.argv[2], 'listen'], 2, 3))"
     )
     command = [sys.executable, "-c", program, PROCESS, str(tmp_path)]
     with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as launcher:
@@ -350,3 +355,31 @@ def test_killed_processes_end_the_launch_and_the_run_goes_on_bit_identical(tmp_p
     assert outcome.code == 0
     assert result(folder) == result(whole)
     assert records(folder) == records(whole)
+
+
+DRIVING = shlex.split(
+    "--scenarios 8 --num-envs 8 --num-steps 16 --hidden-dim 8 --num-layers 1 --num-minibatches 2 --update-epochs 1 "
+    "--lr 3e-3 --no-anneal --seed 3 --block 2 --log-interval 10 --evaluation-episodes 4"
+)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("recipe", "own"), [("cartpole", FLAGS), ("driving", DRIVING)])
+def test_two_processes_of_two_devices_are_one_of_four_after_fifty_updates(
+    recipe: str, own: list[str], tmp_path: Path
+) -> None:
+    """The same shards, each with its worlds and keys: what may differ is the order of a sum over four devices."""
+    environment = {k: v for k, v in os.environ.items() if k != "NPROC"} | {"PYTHONPATH": str(ROOT)}
+    train = ["train", recipe, *own, "--total-steps", str(8 * 16 * 50), "--runs-dir", str(tmp_path)]
+    start = [sys.executable, "-m", "longhaul", "launch", "--hosts", "2", "--devices-per-host", "2", "--"]
+    done = subprocess.run([*start, *train, "--run-name", "both"], env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert cli.main([*train, "--mesh", "data=4", "--run-name", "whole"]) == 0
+    both, whole = tmp_path / "both", tmp_path / "whole"
+    _, one, begun = training.restore_policy(both)
+    _, other, begun_alone = training.restore_policy(whole)
+    assert params_sha256(begun.params) == params_sha256(begun_alone.params) != params_sha256(one.params)
+    for a, b in zip(jax.tree.leaves(one.params), jax.tree.leaves(other.params), strict=True):
+        np.testing.assert_allclose(a, b, rtol=0.0, atol=1e-5)
+    assert [r["update"] for r in records(both)] == [r["update"] for r in records(whole)]
+    assert result(both)["agent_steps"] == result(whole)["agent_steps"] == 8 * 16 * 50

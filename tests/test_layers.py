@@ -20,7 +20,7 @@ PACKAGE = Path(__file__).resolve().parent.parent / "longhaul"
 # Layer, then its files. A file may import from lower layers, and from the files named before it on its own line;
 # an indented line goes on with the one before.
 TABLE = """
-0  __init__ forms types pulse telemetry randomness leaves pages records workers compilation clock stopping terminal
+0  __init__ forms types pulse telemetry randomness leaves staging pages records workers compilation clock stopping terminal
    tracking tracker
 0  algorithms/__init__
 0  datasets/__init__ datasets/log
@@ -33,7 +33,8 @@ TABLE = """
 0  verdicts
 1  trends health watch
 1  vectors
-1  returns distributions encoders perceptron networks dial normalise mesh hosts shuffle provenance
+1  precision returns distributions encoders perceptron networks dial normalise mesh partition shards hosts shuffle
+   provenance footprint
 1  actors/tickets actors/memory actors/doorbell actors/lane actors/desk actors/worker actors/crew actors/settings
 1  datasets/projection
 1  scaling/law scaling/rules scaling/compiled scaling/instructions scaling/trace scaling/chips scaling/plan
@@ -60,7 +61,7 @@ TABLE = """
    envs/hackmatrix/hints envs/hackmatrix/screen
    envs/probes envs/classic envs/registry
    envs/host_spaces envs/host_gymnasium envs/host_numpy envs/batched envs/host_torch envs/host_jax envs/host
-3  algorithms/actor_critic algorithms/values algorithms/ppo algorithms/impala learners
+3  algorithms/actor_critic algorithms/values algorithms/flat algorithms/ppo algorithms/impala learners
 3  checkpoint
 4  topologies/fused topologies/actors topologies/central central/client
 4  datasets/convert datasets/stream
@@ -70,7 +71,7 @@ TABLE = """
 6  recipes workloads bench scaling/speed scaling/profile scaling/subject scaling/agreement scaling/checks
 7  printing flags settings scaling/command scaling/speed_command scaling/profile_command scaling/plan_command
    scaling/doctor
-   commands assessment console play launch cli __main__
+   commands assessment console play gang processes cluster launch cli __main__
 """
 
 NO_JAX = (
@@ -79,6 +80,7 @@ NO_JAX = (
     *("envs/host_numpy", "envs/host_torch", "envs/batched"),
     *(f"central/{name}" for name in ("wire", "credentials", "lane", "grpc_lane", "shared_lane", "batcher", "places")),
     *("central/crew", "central/client", "central/settings"),
+    *("gang", "processes", "cluster"),
     *(f"driving/{name}" for name in ("scenario", "compile", "generator", "roads", "lanes", "bank")),
 )
 """Files that start fast and run in worker processes: NumPy only, transitively."""

@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import PartitionSpec
+from jax.sharding import NamedSharding, PartitionSpec
 
 from longhaul import mesh as meshes
 
@@ -12,8 +12,22 @@ from longhaul import mesh as meshes
 def test_the_mesh_takes_the_first_devices_or_all():
     assert meshes.make_mesh().size == len(jax.devices()) == 4
     mesh = meshes.make_mesh(3)
-    assert mesh.axis_names == ("data",)
+    assert mesh.axis_names == ("data", "model")
+    assert mesh.devices.shape == (3, 1)
     assert list(mesh.devices.flat) == jax.devices()[:3]
+
+
+def test_parts_of_the_parameters_lie_side_by_side():
+    """And so in one process, whose devices follow each other."""
+    mesh = meshes.make_mesh(2, 2)
+    assert mesh.devices.tolist() == [jax.devices()[:2], jax.devices()[2:]]
+    assert meshes.make_mesh(model=4).devices.shape == (1, 4)
+    assert meshes.make_mesh(model=3).devices.shape == (1, 3)
+    for data, model in ((3, 2), (1, 5), (0, 2)):
+        with pytest.raises(ValueError, match=f"--mesh data={data},model={model}, but this machine has 4 device"):
+            meshes.make_mesh(data, model)
+    with pytest.raises(ValueError, match=r"model=0; it must be at least 1"):
+        meshes.make_mesh(1, 0)
 
 
 @pytest.mark.parametrize("data", [0, -1, 5])
@@ -39,6 +53,17 @@ def test_each_shard_has_its_part_and_its_number_and_they_meet_in_the_mean():
     np.testing.assert_array_equal(parts, np.arange(8.0) + 100.0 * np.repeat(np.arange(4), 2))
     assert mean == 7.0
     assert meshes.identity((parts, mean)) == (parts, mean)
+
+
+def test_what_is_split_comes_together_on_every_device_and_on_the_host():
+    mesh = meshes.make_mesh(2, 2)
+    x = np.arange(24.0).reshape(4, 6)
+    split = jax.device_put(x, NamedSharding(mesh, PartitionSpec(None, "model")))
+    np.testing.assert_array_equal(meshes.here(split), x)
+    (whole,) = meshes.gathered([split], mesh)
+    assert whole.is_fully_replicated
+    np.testing.assert_array_equal(meshes.here(whole), x)
+    assert meshes.gathered(whole, mesh) is whole
 
 
 def test_layouts_split_the_leading_axis_or_copy():

@@ -31,7 +31,8 @@ while True:
 
 
 def test_arrays_have_lines_of_their_own_and_are_the_same_memory() -> None:
-    planned = memory.plan([("a", Leaf((3,), "int8")), ("none", Leaf((0, 4), "float32")), ("b", Leaf((2, 2), "float64"))])
+    named = [("a", Leaf((3,), "int8")), ("none", Leaf((0, 4), "float32")), ("b", Leaf((2, 2), "float64"))]
+    planned = memory.plan(named)
     assert [region.offset % memory.LINE for region in planned.regions.values()] == [0, 0, 0]
     assert planned.size == 128
     block = memory.create(planned.size)

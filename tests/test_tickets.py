@@ -12,9 +12,8 @@ from longhaul.actors import tickets
 from longhaul.actors.settings import Acting, decided
 from longhaul.actors.tickets import LATEST, Book, Rule, Ticket
 
-RULES = some.builds(
-    Rule, some.integers(1, 4), some.sampled_from([None, 0, 1, 2, 5]), some.just(False), some.integers(1, 12), some.just(0)
-)
+BOUNDS = some.sampled_from([None, 0, 1, 2, 5])
+RULES = some.builds(Rule, some.integers(1, 4), BOUNDS, some.just(False), some.integers(1, 12), some.just(0))
 
 
 def play(rule: Rule, choose: Any) -> list[tuple[Ticket, int, int]]:

@@ -16,6 +16,9 @@ from longhaul import dial, networks, normalise
 from longhaul.distributions import Distribution, distribution
 from longhaul.types import Key, Masked, Params, PyTree, Spec
 
+Apart = Callable[[Callable[..., Any]], Callable[..., Any]]
+"""A function of one shard -> the same, computed apart from what is around it (shards.py)."""
+
 
 class State(NamedTuple):
     params: Params
@@ -43,7 +46,7 @@ class Design(NamedTuple):
     init: str
     memory: int
     precision: str
-    remat: bool
+    remat: str
     normalise_observation: bool
 
 
@@ -53,7 +56,7 @@ def check(config: Any, *, columns: int, steps: int, shares: Sequence[str], least
     The fields in `shares` must lie in 0 to 1; those in `least` must be at least 0, or None where that may be.
     """
     rows, unit = (columns, "environments") if config.memory else (columns * steps, "steps of a batch")
-    for name in ("num_minibatches", "update_epochs", "chunk", "hidden_dim", "num_layers"):
+    for name in ("num_minibatches", "update_epochs", "chunk", "accumulate", "hidden_dim", "num_layers"):
         value = getattr(config, name)
         if value is not None and value < 1:
             raise ValueError(f"{name} is {getattr(config, name)}; it must be at least 1")
@@ -63,6 +66,13 @@ def check(config: Any, *, columns: int, steps: int, shares: Sequence[str], least
         raise ValueError(
             f"num_minibatches is {config.num_minibatches}, which does not divide the {rows} {unit} of one device; "
             f"choose a divisor of {rows}, or change num_envs or num_steps"
+        )
+    minibatch = rows // (config.num_minibatches or 1)
+    if config.accumulate is not None and minibatch % config.accumulate:
+        divisors = [str(n) for n in range(1, minibatch + 1) if minibatch % n == 0]
+        raise ValueError(
+            f"accumulate is {config.accumulate}, which does not divide the {minibatch} {unit.split()[0]} of a "
+            f"minibatch; choose one of {', '.join(divisors[:8])}{', ...' if len(divisors) > 8 else ''}"
         )
     for name in shares:
         if not 0.0 <= getattr(config, name) <= 1.0:
@@ -181,12 +191,15 @@ def network(spec: Spec, config: Any) -> networks.ActorCritic:
     return inner._replace(apply=apply)
 
 
-def moments_of(x: jax.Array, weight: jax.Array | None, mean: Callable[[PyTree], PyTree]) -> tuple[jax.Array, jax.Array]:
+def moments_of(
+    x: jax.Array, weight: jax.Array | None, mean: Callable[[PyTree], PyTree], apart: Apart
+) -> tuple[jax.Array, jax.Array]:
     """Mean and variance of x over all shards, where weight is 1."""
     if weight is None:  # no share to agree on: a shard has nothing to tell but two numbers
-        first, second = mean((jnp.mean(x), jnp.mean(x * x)))
+        first, second = mean(apart(lambda x: (jnp.mean(x), jnp.mean(x * x)))(x))
     else:
-        first, second, share = mean((jnp.mean(x * weight), jnp.mean(x * x * weight), jnp.mean(weight)))
+        sums = apart(lambda x, weight: (jnp.mean(x * weight), jnp.mean(x * x * weight), jnp.mean(weight)))
+        first, second, share = mean(sums(x, weight))
         first, second = (s / jnp.maximum(share, 1e-8) for s in (first, second))
     return first, jnp.maximum(second - first**2, 0.0)
 

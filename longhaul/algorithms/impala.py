@@ -25,7 +25,7 @@ import optax
 
 from longhaul import networks, normalise, returns
 from longhaul.algorithms import actor_critic, ppo, values
-from longhaul.algorithms.actor_critic import Policy, State, look, moments_of
+from longhaul.algorithms.actor_critic import Apart, Policy, State, look, moments_of
 from longhaul.distributions import Distribution
 from longhaul.types import Algorithm, Key, Masked, Metrics, Params, PyTree, Rollout, Spec
 
@@ -74,9 +74,10 @@ class Config:
     shared: bool = False  # actor and critic of mlp and deepset have one torso, without memory, too
     init: str = "orthogonal"  # of mlp, deepset and heads; "lecun" is Flax's default
     memory: int = 0  # width of the recurrent unit; 0: none
-    chunk: int = 1024  # rows of a minibatch whose gradient is taken at once
+    chunk: int = 1024  # most rows of a minibatch whose gradient is taken at once
+    accumulate: int | None = None  # pieces, at least, in which it is taken; None: as `chunk` has it
     precision: str = "fp32"  # of the torso; "bf16": in bfloat16, with parameters, heads and losses in float32
-    remat: bool = False  # compute an encoder's blocks again for the gradient instead of keeping them
+    remat: str = "none"  # what of the torso is computed again for the gradient instead of kept: precision.REMATS
 
 
 class Batch(NamedTuple):
@@ -109,13 +110,12 @@ def check(config: Config, *, columns: int, steps: int) -> None:
 
 
 def _optimiser(config: Config) -> optax.GradientTransformation:
-    """On one flat vector: on a dozen small leaves it would be dozens of small kernels."""
     if config.optimiser == "adam":
         steps = [optax.scale_by_adam(eps=config.adam_eps)]
     else:
         steps = [optax.scale_by_rms(decay=config.rms_decay, eps=config.rms_eps, eps_in_sqrt=True)]
         steps += [optax.trace(config.momentum)] * (config.momentum > 0.0)
-    return optax.flatten(optax.chain(optax.clip_by_global_norm(config.max_grad_norm), *steps))
+    return optax.chain(optax.clip_by_global_norm(config.max_grad_norm), *steps)
 
 
 def shaped(reward: jax.Array, scale: float, clip: str) -> jax.Array:
@@ -168,12 +168,17 @@ def impala(
     *,
     updates: int,
     mean: Callable[[PyTree], PyTree],
+    apart: Apart = lambda function: function,
     first: int = 0,
     done: float = 0.0,
+    split: bool = False,
 ) -> Algorithm:
     """IMPALA for environments of `spec`, annealed over `updates` updates; `mean` averages over the shards.
 
+    Between two means, what is computed of a shard's numbers goes through `apart`.
+
     A run that goes on from update `first` with batches of another size has the share `done` of it behind it there.
+    Say `split` where parameters are split over devices: then the optimiser takes them one by one.
     """
     masked = isinstance(spec.observation, Masked)
     made = actor_critic.parts(spec, config)
@@ -183,7 +188,7 @@ def impala(
     told += [] if config.clip_eps is None else ["clip_fraction"]
     optimise = ppo.optimiser_steps(
         _loss(network, policy, config), network.live, optimiser, config,
-        actor_critic.annealing(updates, first, done), mean, told,
+        actor_critic.annealing(updates, first, done), mean, apart, told, split=split,
     )  # fmt: skip
     rho_clip, c_clip = (math.inf if clip is None else clip for clip in (config.rho_clip, config.c_clip))
 
@@ -195,7 +200,8 @@ def impala(
             *columns, gamma=config.gamma, lam=config.vtrace_lambda, rho_clip=rho_clip, c_clip=c_clip
         )  # fmt: skip
 
-    def learn(state: State, data: Rollout, key: Key) -> tuple[State, Metrics]:
+    def see(state: State, data: Rollout) -> tuple[Batch, jax.Array, jax.Array]:
+        """The batch of one shard, whose advantages are not normalised yet; V(s); log of the ratios of what acted."""
         visible, mask = look(state.moments, data.observation)
         others = [look(state.moments, o)[0] for o in data.successors]
         raw, acted = data.extras["raw"], data.extras["log_prob"]
@@ -208,20 +214,26 @@ def impala(
             log_ratio, reward, value, successor, data.terminated, data.truncated
         )
         weight = data.valid.astype(jnp.float32) if spec.agents is not None else None
-        unexplained, spread = (moments_of(x, weight, mean)[1] for x in (target - value, target))
-        if config.normalise_advantage:
-            centre, variance = moments_of(advantage, weight, mean)
-            advantage = (advantage - centre) / (jnp.sqrt(variance) + 1e-8)
         begins = values.begins(data) if config.memory else None
         batch = Batch(visible, mask, raw, acted, begun, advantage, target, weight, begins, data.memory)
+        return batch, value, log_ratio
+
+    def learn(state: State, data: Rollout, key: Key) -> tuple[State, Metrics]:
+        batch, value, log_ratio = apart(see)(state, data)
+        weight = batch.weight
+        errors = apart(jnp.subtract)(batch.target, value)
+        unexplained, spread = (moments_of(x, weight, mean, apart)[1] for x in (errors, batch.target))
+        if config.normalise_advantage:
+            centre, variance = moments_of(batch.advantage, weight, mean, apart)
+            batch = batch._replace(advantage=(batch.advantage - centre) / (jnp.sqrt(variance) + 1e-8))
         params, opt_state, metrics = optimise(state.params, state.opt_state, state.updates, batch, key)
         metrics["explained_variance"] = 1.0 - unexplained / jnp.maximum(spread, 1e-8)
-        metrics |= _staleness(log_ratio, rho_clip, state.updates - data.version, weight, mean)
+        metrics |= _staleness(log_ratio, rho_clip, state.updates - data.version, weight, mean, apart)
         moments = state.moments
         # After the update: this batch was acted and learnt with the old ones.
         if isinstance(moments, normalise.Moments):
             seen = data.observation.observation if masked else data.observation
-            moments = normalise.update(moments, seen, None if weight is None else data.valid, mean)
+            moments = normalise.update(moments, seen, None if weight is None else data.valid, mean, apart)
         return State(params, opt_state, moments, state.updates + 1), {f"impala/{k}": v for k, v in metrics.items()}
 
     return Algorithm(
@@ -231,12 +243,21 @@ def impala(
 
 
 def _staleness(
-    log_ratio: jax.Array, clip: float, age: jax.Array, weight: jax.Array | None, mean: Callable[[PyTree], PyTree]
+    log_ratio: jax.Array,
+    clip: float,
+    age: jax.Array,
+    weight: jax.Array | None,
+    mean: Callable[[PyTree], PyTree],
+    apart: Apart,
 ) -> Metrics:
     """How far the policy at an update's beginning is from those that acted: in updates, and in ratios."""
-    rho = jnp.exp(log_ratio)
-    count = jnp.ones_like(rho) if weight is None else weight
-    clipped = (rho > clip * (1.0 + NOTICED)).astype(jnp.float32)
-    sums = mean(jnp.stack([jnp.mean(x * count) for x in (rho, clipped, age.astype(jnp.float32), jnp.ones_like(rho))]))
+
+    def local(log_ratio: jax.Array, age: jax.Array, weight: jax.Array | None) -> jax.Array:
+        rho = jnp.exp(log_ratio)
+        count = jnp.ones_like(rho) if weight is None else weight
+        clipped = (rho > clip * (1.0 + NOTICED)).astype(jnp.float32)
+        return jnp.stack([jnp.mean(x * count) for x in (rho, clipped, age.astype(jnp.float32), jnp.ones_like(rho))])
+
+    sums = mean(apart(local)(log_ratio, age, weight))
     rho, clipped, age = sums[:3] / jnp.maximum(sums[3], 1e-8)
     return {"rho": rho, "rho_clipped": clipped, "staleness": age}

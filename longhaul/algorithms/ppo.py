@@ -3,9 +3,9 @@
 Where we differ from the usual code: V(s) and V(successor) can never come from two networks, for values are computed
 here, all at once and from the current parameters. Where acting gives them for nothing (a shared torso) its values are
 taken, if it was by these very parameters: the rollout's version says so. A truncated step bootstraps from its own
-successor; the gradient of a minibatch is summed over chunks that fit a core's cache, which is the same
-gradient, 1.5 times faster on the CPU at large batches; minibatches are drawn by a bijection instead of a sort;
-advantages are normalised once over the whole batch.
+successor; the gradient of a minibatch is accumulated over chunks that fit a core's cache (with `accumulate`, a device's
+memory), which is the same gradient, 1.5 times faster on the CPU at large batches; minibatches are drawn by a bijection
+instead of a sort; advantages are normalised once over the whole batch.
 
 With memory, minibatches are whole columns, replayed from the memory that the rollout began with.
 """
@@ -21,12 +21,12 @@ import jax.numpy as jnp
 import optax
 
 from longhaul import networks, normalise, returns, shuffle
-from longhaul.algorithms import actor_critic, values
+from longhaul.algorithms import actor_critic, flat, values
+from longhaul.algorithms.actor_critic import Apart, look, moments_of
 from longhaul.algorithms.actor_critic import Policy as Policy
 from longhaul.algorithms.actor_critic import State as State
 from longhaul.algorithms.actor_critic import annealing as annealing
 from longhaul.algorithms.actor_critic import critic as critic
-from longhaul.algorithms.actor_critic import look, moments_of
 from longhaul.algorithms.actor_critic import network as network
 from longhaul.distributions import Distribution
 from longhaul.scaling import rules
@@ -63,9 +63,10 @@ class Config:
     shared: bool = False  # actor and critic of mlp and deepset have one torso, without memory, too
     init: str = "orthogonal"  # of mlp, deepset and heads; "lecun" is Flax's default
     memory: int = 0  # width of the recurrent unit; 0: none
-    chunk: int = 1024  # rows of a minibatch whose gradient is taken at once
+    chunk: int = 1024  # most rows of a minibatch whose gradient is taken at once
+    accumulate: int | None = None  # pieces, at least, in which it is taken; None: as `chunk` has it
     precision: str = "fp32"  # of the torso; "bf16": in bfloat16, with parameters, heads and losses in float32
-    remat: bool = False  # compute an encoder's blocks again for the gradient instead of keeping them
+    remat: str = "none"  # what of the torso is computed again for the gradient instead of kept: precision.REMATS
 
 
 class Batch(NamedTuple):
@@ -136,26 +137,29 @@ def ppo(
     *,
     updates: int,
     mean: Callable[[PyTree], PyTree],
+    apart: Apart = lambda function: function,
     first: int = 0,
     done: float = 0.0,
+    split: bool = False,
 ) -> Algorithm:
     """PPO for environments of `spec`, annealed over `updates` updates; `mean` averages over the shards.
 
+    Between two means, what is computed of a shard's numbers goes through `apart`.
+
     A run that goes on from update `first` with batches of another size has the share `done` of it behind it there.
+    Say `split` where parameters are split over devices: then the optimiser takes them one by one.
     """
     masked = isinstance(spec.observation, Masked)
     made = actor_critic.parts(spec, config)
     network = made.network
-    # On one flat vector: Adam on a dozen small leaves is dozens of small kernels.
-    optimiser = optax.flatten(
-        optax.chain(optax.clip_by_global_norm(config.max_grad_norm), optax.scale_by_adam(eps=config.adam_eps))
-    )
+    optimiser = optax.chain(optax.clip_by_global_norm(config.max_grad_norm), optax.scale_by_adam(eps=config.adam_eps))
     schedule = annealing(updates, first, done)
     optimise = optimiser_steps(
-        _loss(network, made.policy, config), network.live, optimiser, config, schedule, mean, PARTS
+        _loss(network, made.policy, config), network.live, optimiser, config, schedule, mean, apart, PARTS, split=split
     )
 
-    def learn(state: State, data: Rollout, key: Key) -> tuple[State, Metrics]:
+    def see(state: State, data: Rollout) -> Batch:
+        """The batch of one shard, whose advantages are not normalised yet."""
         visible, mask = look(state.moments, data.observation)
         others = [look(state.moments, o)[0] for o in data.successors]
         value, successor = values.estimates(
@@ -166,24 +170,27 @@ def ppo(
             in_axes=1, out_axes=1,
         )  # fmt: skip
         advantage = estimate(data.reward * config.reward_scale, value, successor, data.terminated, data.truncated)
-        target = advantage + value
         weight = data.valid.astype(jnp.float32) if spec.agents is not None else None
-        unexplained, spread = (moments_of(x, weight, mean)[1] for x in (advantage, target))
-        if config.normalise_advantage:
-            centre, variance = moments_of(advantage, weight, mean)
-            advantage = (advantage - centre) / (jnp.sqrt(variance) + 1e-8)
         begins = values.begins(data) if config.memory else None
-        batch = Batch(
-            visible, mask, data.extras["raw"], data.extras["log_prob"], value, advantage, target, weight, begins,
-            data.memory,
+        return Batch(
+            visible, mask, data.extras["raw"], data.extras["log_prob"], value, advantage, advantage + value, weight,
+            begins, data.memory,
         )  # fmt: skip
+
+    def learn(state: State, data: Rollout, key: Key) -> tuple[State, Metrics]:
+        batch = apart(see)(state, data)
+        weight = batch.weight
+        unexplained, spread = (moments_of(x, weight, mean, apart)[1] for x in (batch.advantage, batch.target))
+        if config.normalise_advantage:
+            centre, variance = moments_of(batch.advantage, weight, mean, apart)
+            batch = batch._replace(advantage=(batch.advantage - centre) / (jnp.sqrt(variance) + 1e-8))
         params, opt_state, metrics = optimise(state.params, state.opt_state, state.updates, batch, key)
         metrics["explained_variance"] = 1.0 - unexplained / jnp.maximum(spread, 1e-8)
         moments = state.moments
         # After the update: this batch was acted and learnt with the old ones.
         if isinstance(moments, normalise.Moments):
             raw = data.observation.observation if masked else data.observation
-            moments = normalise.update(moments, raw, None if weight is None else data.valid, mean)
+            moments = normalise.update(moments, raw, None if weight is None else data.valid, mean, apart)
         return State(params, opt_state, moments, state.updates + 1), {f"ppo/{k}": v for k, v in metrics.items()}
 
     return Algorithm(
@@ -199,14 +206,19 @@ def optimiser_steps(
     config: Any,
     schedule: Callable[[float, float], optax.Schedule],
     mean: Callable[[PyTree], PyTree],
+    apart: Apart,
     told: Sequence[str],
+    *,
+    split: bool,
 ) -> Callable[..., tuple[Params, optax.OptState, Metrics]]:
     """(params, opt_state, update, batch, key) -> all epochs over the batch; metrics are means over rows and steps.
 
     `config` is this algorithm's or one with the same fields for how a batch is learnt from. `loss` takes (params,
     batch, entropy weight) to sums over rows of the loss and of its parts, which are named `told`. A batch is a
-    NamedTuple of rows, with `memory`, `weight` and `advantage` among them.
+    NamedTuple of rows, with `memory`, `weight` and `advantage` among them. Say `split` where parameters are split over
+    devices: then the optimiser takes them one by one.
     """
+    working = optimiser if split else optax.flatten(optimiser)
     rate = schedule(config.lr, 0.0 if config.anneal else config.lr)
     final = config.ent_coef if config.ent_coef_final is None else config.ent_coef_final
     entropy_weight = schedule(config.ent_coef, final)
@@ -241,8 +253,8 @@ def optimiser_steps(
         given = config.num_minibatches, config.update_epochs
         minibatches, epochs = rules.decide(rows, rows, "none", *given)
         deep = 1 if axis == 0 else batch.advantage.shape[0]
-        chunk = chunk_of(rows // minibatches, max(1, config.chunk // deep))
-        share = jnp.float32(1.0) if batch.weight is None else jnp.maximum(mean(jnp.mean(batch.weight)), 1e-8)
+        chunk = chunk_of(rows // minibatches // (config.accumulate or 1), max(1, config.chunk // deep))
+        share = jnp.float32(1.0) if batch.weight is None else jnp.maximum(mean(apart(jnp.mean)(batch.weight)), 1e-8)
         norm = share * (deep * rows // minibatches)  # one for the whole batch: no minibatch weighs more
         lr, weight = jnp.maximum(rate(update), 0.0), entropy_weight(update)  # rounding may end just below 0
         if config.warmup:
@@ -250,10 +262,10 @@ def optimiser_steps(
 
         def minibatch(carried: Any, index: jax.Array) -> tuple[Any, None]:
             params, opt_state, totals, stopped = carried
-            grads, parts = gradient(params, batch, index, weight)
+            grads, parts = apart(gradient)(params, batch, index, weight)
             grads = mean(jax.tree.map(lambda g: g / norm, grads))
             parts = parts | {"grad_norm": optax.tree.norm(grads) * norm}
-            directions, new_state = optimiser.update(grads, opt_state)
+            directions, new_state = working.update(grads, opt_state)
             new = jax.tree.map(lambda p, d: p - lr * d, params, directions)
             if config.kl_stop is not None:
                 stopped = stopped | (mean(parts["approx_kl"]) > config.kl_stop * norm)
@@ -266,9 +278,11 @@ def optimiser_steps(
             return jax.lax.scan(minibatch, carried, index)[0], None
 
         totals = {name: jnp.float32(0.0) for name in (*told, "grad_norm")}
-        carried = (params, opt_state, totals, jnp.bool_(False))
+        begun = opt_state if split else flat.pack(opt_state, params)
+        carried = (params, begun, totals, jnp.bool_(False))
         keys = jax.random.split(key, epochs)
-        (params, opt_state, totals, _), _ = jax.lax.scan(epoch, carried, keys)
+        (params, ended, totals, _), _ = jax.lax.scan(epoch, carried, keys)
+        opt_state = ended if split else flat.unpack(ended, opt_state, params)
         steps = epochs * minibatches
         means = mean(jax.tree.map(lambda x: x / (norm * steps), totals))
         means["total_loss"] = means["policy_loss"] + config.vf_coef * means["value_loss"] - weight * means["entropy"]

@@ -18,13 +18,14 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import PartitionSpec
 
-from longhaul import learners, recipes, telemetry
+from longhaul import footprint, learners, recipes, telemetry
 from longhaul import mesh as meshes
 from longhaul.feed import Feeding
+from longhaul.footprint import size as _bytes
 from longhaul.records import Sums
 from longhaul.run import Run, RunError, agents, learning_rate, resolve
 from longhaul.scaling import agreement, compiled, rules
-from longhaul.scaling.subject import Subject, fresh_cache, memory_of, seconds_of, smaller, subject
+from longhaul.scaling.subject import Subject, fresh_cache, seconds_of, smaller, subject
 from longhaul.topologies import fused
 from longhaul.verdicts import FAIL, PASS, WARN, Check, skipped, within
 
@@ -42,9 +43,6 @@ SMALL_BYTES, SMALL_COUNT = 16_384, 16
 
 WARM = 0.25
 """Share of a cold compilation that loading it again may take."""
-
-FULL, TIGHT = 1.0, 0.8
-"""Shares of a device's memory."""
 
 SLOW_COLLECTIVES, SLOWER_COLLECTIVES = 0.2, 0.5
 """Shares of an update that its all-reduces may take."""
@@ -177,37 +175,16 @@ def compilation(run: Run) -> tuple[list[Check], Subject]:
 
 def memory(made: Subject) -> Check:
     """What the program needs on a device against what that has."""
-    found = made.executable.memory_analysis()
-    device = made.assembly.mesh.devices.flat[0]
-    total = memory_of(device)
+    found = footprint.footprint(made.executable, made.assembly.mesh)
     if found is None:
         return skipped("memory", "the compiler does not say", "watch the first update")
-    parts = {
-        "arguments": found.argument_size_in_bytes, "outputs": found.output_size_in_bytes,
-        "shared": found.alias_size_in_bytes, "temporary": found.temp_size_in_bytes,
-        "code": found.generated_code_size_in_bytes,
-    }  # fmt: skip
-    needed = parts["arguments"] + parts["outputs"] - parts["shared"] + parts["temporary"] + parts["code"]
-    value = f"{_bytes(needed)} a device, {_bytes(parts['temporary'])} of it while it computes"
-    figures = {"needed": needed, "total": total, **parts}
-    if total is None:
+    value = f"{_bytes(found.need.total)} a device, {_bytes(found.need.temporaries)} of it while it computes"
+    figures = found.plain()
+    if found.capacity is None:
         return Check("memory", PASS, value, "", "", figures)
-    if device.platform == "cpu":  # all of them are this machine
-        total //= made.assembly.mesh.size
-        figures["total"] = total
-    share, bound = needed / total, f"{TIGHT:.0%} of {_bytes(total)}"
-    verdict = FAIL if share > FULL else WARN if share > TIGHT else PASS
-    remedy = "fewer --num-envs or --num-steps, more devices, a smaller --chunk, or --remat"
-    return Check("memory", verdict, value, bound, remedy if verdict != PASS else "", figures)
-
-
-def _bytes(n: float) -> str:
-    """1,500,000 -> "1.5 MB"."""
-    for unit in ("B", "kB", "MB", "GB"):
-        if n < 1000:
-            return f"{n:.3g} {unit}"
-        n /= 1000
-    return f"{n:.3g} TB"
+    bound = f"{footprint.TIGHT:.0%} of {_bytes(found.capacity)}"
+    verdict = FAIL if found.refusal() else WARN if found.warning() else PASS
+    return Check("memory", verdict, value, bound, footprint.REMEDY if verdict != PASS else "", figures)
 
 
 def host(made: Subject) -> Check:
@@ -221,28 +198,38 @@ def host(made: Subject) -> Check:
 
 
 def crossings(made: Subject) -> Check:
-    """One all-reduce of the gradients an optimiser step, some numbers an update, and nothing else crosses devices."""
-    found = compiled.crossings(made.text())
-    size, wanted = 4 * made.parameters, made.optimiser_steps
+    """One all-reduce of the gradients an optimiser step, some numbers an update, and nothing else crosses shards.
+
+    What devices say to each other that share the parameters follows from how these are split; it is told, not judged.
+    """
+    model = made.assembly.mesh.shape[meshes.MODEL]
+    every, wanted = compiled.crossings(made.text()), made.optimiser_steps
+    found = [each for each in every if each.over_shards(model)]
+    within_shard = [each for each in every if not each.over_shards(model)]
+    size = 4 * made.parameters // model
     gradients = [each for each in found if each.operation == "all-reduce" and each.bytes >= size]
     others = [each for each in found if each not in gradients]
     times, count = sum(each.times() for each in gradients), sum(each.times() for each in others)
     extra, moved = sum(each.times() * each.bytes for each in others), sum(e.times() * e.bytes for e in gradients)
     odd = sorted({each.operation for each in others} - {"all-reduce"})
-    fits = times == wanted and moved <= wanted * (size + SMALL_BYTES)
+    fits = times == wanted and moved <= wanted * (made.own_bytes + SMALL_BYTES)
     steps = 1 + (made.run.algorithm.kl_stop is not None) * wanted  # which asks at each step
     good = fits and not odd and extra <= SMALL_BYTES * steps and count <= SMALL_COUNT * steps
     value = (
         f"{times} all-reduces of {_bytes(moved / max(times, 1))}, {count} others of {_bytes(extra)} in all, an update"
     )
+    if within_shard:
+        inside = sum(each.times() * each.bytes for each in within_shard)
+        value += f"; {sum(each.times() for each in within_shard)} of {_bytes(inside)} among {model} parts of the model"
     remedy = (
         f"{', '.join(odd)} cross devices: see that nothing is sharded that each device needs whole"
         if odd else "gradients must meet in one mean: give the whole tree to `mean` at once, and nothing else"
     )  # fmt: skip
-    bound = f"{wanted} all-reduces of {_bytes(size)}, <= {SMALL_COUNT} others"
+    bound = f"{wanted} all-reduces of {_bytes(made.own_bytes)}, <= {SMALL_COUNT} others"
     return within(
         "collectives", value, bound, remedy, good=good, devices=made.assembly.mesh.size, gradients=times,
-        gradient_bytes=moved, others=count, other_bytes=extra, operations=sorted({e.operation for e in found}),
+        gradient_bytes=moved, others=count, other_bytes=extra,
+        operations=sorted({e.operation for e in found}), within=sum(e.times() * e.bytes for e in within_shard),
     )  # fmt: skip
 
 
@@ -269,8 +256,8 @@ def update_seconds(made: Subject) -> float:
 
 def all_reduce(made: Subject, update_seconds: float) -> Check:
     """The time of a mean of all gradients over the mesh, and its share of an update."""
-    mesh, n = made.assembly.mesh, 10
-    if mesh.size < 2:
+    mesh, n, size = made.assembly.mesh, 10, made.own_bytes // 4
+    if mesh.shape[meshes.DATA] < 2:
         return skipped("all-reduce", "one device", "ask again with --mesh data=N on a machine with several devices")
 
     def shard(x: jax.Array) -> jax.Array:
@@ -278,13 +265,13 @@ def all_reduce(made: Subject, update_seconds: float) -> Check:
 
     everywhere = PartitionSpec()
     program = jax.jit(meshes.per_shard(shard, mesh, (everywhere,), everywhere))
-    x = meshes.everywhere(jnp.zeros(made.parameters, jnp.float32), mesh)
+    x = meshes.everywhere(jnp.zeros(size, jnp.float32), mesh)
     one = seconds_of(lambda: jax.block_until_ready(program(x))) / n
     share = one * made.optimiser_steps / update_seconds
     verdict = FAIL if share > SLOWER_COLLECTIVES else WARN if share > SLOW_COLLECTIVES else PASS
-    value = f"{1e3 * one:.3g} ms for {_bytes(4 * made.parameters)}, {share:.1%} of an update on {mesh.size} devices"
+    value = f"{1e3 * one:.3g} ms for {_bytes(4 * size)}, {share:.1%} of an update on {mesh.size} devices"
     remedy = "larger minibatches (fewer --num-minibatches or --update-epochs, more --num-envs), or fewer devices"
-    figures = {"seconds": one, "share": share, "devices": mesh.size, "bytes": 4 * made.parameters}
+    figures = {"seconds": one, "share": share, "devices": mesh.size, "bytes": 4 * size}
     return Check("all-reduce", verdict, value, f"<= {SLOW_COLLECTIVES:.0%}", "" if verdict == PASS else remedy, figures)
 
 

@@ -12,6 +12,8 @@ import re
 from collections.abc import Iterator
 from typing import NamedTuple
 
+import numpy as np
+
 COLLECTIVES = (
     *("all-reduce", "all-gather", "all-to-all", "ragged-all-to-all", "reduce-scatter", "collective-permute"),
     "collective-broadcast",
@@ -32,6 +34,11 @@ _TARGET = re.compile(r'custom_call_target="([^"]*)"')
 _CALLED = re.compile(r"\b(?:calls|to_apply|true_computation|false_computation)=%?([\w.\-]+)")
 _BRANCHES = re.compile(r"\bbranch_computations=\{([^}]*)\}")
 _LOOP = re.compile(r"\b(condition|body)=%?([\w.\-]+)")
+_GROUPS = re.compile(r"(?:replica_groups|source_target_pairs)=\{\{([\d,]+)\}")
+_TABLE = re.compile(r"replica_groups=\[([\d,]+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?")
+_MESH = re.compile(
+    r"replica_groups=mesh\[([^\]]*)\](?:, device_ids=\(\[([\d,]+)\](?:T\(([\d,]+)\))?\))? \{((?:'[^':]+',?)+)\}"
+)
 _HOST_TARGET = re.compile(r"callback|HostExecute|MoveToHost", re.IGNORECASE)
 HOST_SPACE = "S(5)"
 """How a layout says that an array lies in the host's memory."""
@@ -52,10 +59,15 @@ class Crossing(NamedTuple):
     operation: str  # one of COLLECTIVES
     bytes: int  # of its result on one device, each time
     loops: tuple[int | None, ...]  # trips of the loops around it, the outermost first; None where XLA knows none
+    group: tuple[int, ...] = ()  # devices of the first group that meets, by their number in the mesh; () is all
 
     def times(self) -> int:
         """How often it runs within one trip of the loops whose length is not known."""
         return math.prod(trips for trips in self.loops if trips is not None)
+
+    def over_shards(self, model: int) -> bool:
+        """Whether devices of different shards meet in it, where `model` devices side by side make a shard."""
+        return model == 1 or len({device // model for device in self.group or (0, model)}) > 1
 
 
 def crossings(text: str) -> list[Crossing]:
@@ -64,8 +76,37 @@ def crossings(text: str) -> list[Crossing]:
     for line, loops in _visit(computations(text)):
         operation = line.opcode.removesuffix("-start")
         if operation in COLLECTIVES:
-            found.append(Crossing(operation, _moved(line, operation), loops))
+            found.append(Crossing(operation, _moved(line, operation), loops, _group(line)))
     return found
+
+
+def _group(line: Line) -> tuple[int, ...]:
+    """The first of its groups. XLA writes "{{0,2},{1,3}}", a table whose rows they are, "[2,2]<=[2,2]T(1,0)", or a
+    table and along which of its axes they lie, "mesh['a'=2,'b'=2], device_ids=([2,2]T(1,0)) {'b'}": all are (0, 2)."""
+    listed = _GROUPS.search(line.rest)
+    if listed:
+        return tuple(int(each) for each in listed.group(1).split(","))
+    table = _TABLE.search(line.rest)
+    if table:
+        shape, sizes, order = (_elements_of(text) for text in table.groups())
+        return tuple(_devices(shape, sizes, order)[0].tolist())
+    mesh = _MESH.search(line.rest)
+    if mesh is None:
+        return ()
+    axes = dict(re.findall(r"'([^']+)'=(\d+)", mesh.group(1)))
+    shape, along = [int(size) for size in axes.values()], re.findall(r"'([^']+)'", mesh.group(4))
+    devices = _devices(shape, _elements_of(mesh.group(2)) or [math.prod(shape)], _elements_of(mesh.group(3)))
+    return tuple(devices[tuple(slice(None) if name in along else 0 for name in axes)].reshape(-1).tolist())
+
+
+def _elements_of(text: str | None) -> list[int]:
+    return [int(each) for each in (text or "").split(",") if each]
+
+
+def _devices(shape: list[int], sizes: list[int], order: list[int]) -> np.ndarray:
+    """All devices in their order, as a table of `sizes` whose axes are put into `order`, and that read as `shape`."""
+    devices = np.arange(math.prod(sizes)).reshape(sizes)
+    return (devices.transpose(order) if order else devices).reshape(shape)
 
 
 def host_calls(text: str) -> list[str]:

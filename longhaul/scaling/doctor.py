@@ -16,6 +16,7 @@ import jax
 
 from longhaul import feed as feeds
 from longhaul import flags, health, printing, recipes, settings, telemetry, watch
+from longhaul import mesh as meshes
 from longhaul.flags import ALONE, DEBUG, INT, PATH, Flag, FlagError
 from longhaul.folders import find_folder, load_run
 from longhaul.health import Finding, Plan, Reading
@@ -213,7 +214,7 @@ def checkup(run: Run, *, quick: bool, seeds: int, updates: int | None) -> Iterat
         return
     yield checks.memory(made)
     yield checks.host(made)
-    many = made if made.assembly.mesh.size > 1 else None
+    many = made if made.assembly.mesh.shape[meshes.DATA] > 1 else None
     if many is None and several:
         many = subject(resolve(dataclasses.replace(run, devices=several)))
     yield checks.crossings(many) if many else elsewhere(run)
@@ -228,7 +229,7 @@ def checkup(run: Run, *, quick: bool, seeds: int, updates: int | None) -> Iterat
         yield skipped("convergence", "one device", "ask again on a machine with several devices")
         return
     yield checks.all_reduce(many, seconds if many is made else checks.update_seconds(many))
-    one = made if made.assembly.mesh.size == 1 else subject(resolve(dataclasses.replace(run, devices=1)))
+    one = made if made.assembly.mesh.shape[meshes.DATA] == 1 else subject(resolve(dataclasses.replace(run, devices=1)))
     fitting = int(MINUTE / (2 * seeds * max(seconds, 1e-6)))
     n = updates or min(max(fitting, LEAST_UPDATES), MOST_UPDATES)
     yield checks.convergence(one, many, seeds=seeds, updates=n)
@@ -245,9 +246,8 @@ def _guarded(name: str, work: Callable[[], Any]) -> Iterator[Any]:
 
 def _prepare(run: Run, resolved: Run) -> int | None:
     """Starts JAX with at least two devices where they can be forced; -> how many others than one can be asked of."""
-    assert resolved.devices is not None
-    prepare_devices(max(resolved.devices, 2), max(resolved.threads or 1, 2))
-    there = len(jax.devices())
+    prepare_devices(max(resolved.all_devices, 2), max(resolved.threads or 1, 2))
+    there = len(jax.devices()) // run.model
     for devices in range(there, 1, -1):
         try:
             resolve(dataclasses.replace(run, devices=devices))
@@ -264,8 +264,8 @@ WORKER = "from longhaul.scaling.doctor import serve; serve()"
 
 
 def elsewhere(run: Run) -> Check:
-    """The collectives of a small batch on two forced CPU devices, in a process of its own."""
-    environment = os.environ | {"JAX_PLATFORMS": "cpu", "NPROC": "2"}
+    """The collectives of a small batch on two shards of forced CPU devices, in a process of its own."""
+    environment = os.environ | {"JAX_PLATFORMS": "cpu", "NPROC": str(2 * run.model)}
     small = json.dumps(to_dict(smaller(run, devices=2)))
     command = [sys.executable, "-c", WORKER]
     done = subprocess.run(command, input=small, capture_output=True, text=True, env=environment, check=False)
@@ -280,6 +280,6 @@ def elsewhere(run: Run) -> Check:
 def serve() -> None:
     """What that process does: reads a Run, prints its check."""
     run: Run = resolve(from_dict(Run, json.loads(sys.stdin.read())))
-    prepare_devices(2, 2)
+    prepare_devices(run.all_devices, run.all_devices)
     made: Subject = subject(run)
     printing.write_line(checks.crossings(made).plain())

@@ -11,6 +11,7 @@ from typing import Any
 import jax
 
 from longhaul import flags, printing, recipes, settings
+from longhaul import mesh as meshes
 from longhaul.flags import FLOAT, INT, PATH, Flag, FlagError, choice, optional
 from longhaul.run import Run, resolve
 from longhaul.scaling import chips, plan, profile
@@ -107,7 +108,7 @@ def short_run(run: Run, calls: int) -> tuple[Measured, int]:
     what = plan.measured(
         traced.update_seconds, shares["collectives"], traced.updates, devices, sample.assembly.steps_per_update, runs,
         traced.program, memory=float(memory.get("peak", 0)), state_bytes=_bytes(begun.state),
-        carry_bytes=_bytes(begun.carry) / devices,
+        carry_bytes=_bytes(begun.carry) / sample.assembly.mesh.shape[meshes.DATA],
     )  # fmt: skip
     return what, devices
 

@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
+from longhaul import footprint
 from longhaul import mesh as meshes
 from longhaul.feed import Feeding, feed
 from longhaul.provenance import provenance
@@ -55,8 +56,8 @@ class Sample(NamedTuple):
 
 def sample(run: Run) -> Sample:
     """`run` (resolved) made ready as `longhaul train` would make it."""
-    assert run.devices is not None and run.block is not None
-    prepare_devices(run.devices, run.threads)
+    assert run.block is not None
+    prepare_devices(run.all_devices, run.threads)
     source = feed(run)
     feeding = Feeding(source)
     try:
@@ -65,8 +66,9 @@ def sample(run: Run) -> Sample:
         progress = assembly.start(run.seed, context)
         began = time.perf_counter()
         lowered = fused.lowered(
-            assembly.algorithm, assembly.collector_in, progress, context, assembly.mesh, block=run.block
-        )
+            assembly.algorithm, assembly.collector_in, progress, context, assembly.mesh, block=run.block,
+            shards=assembly.shards,
+        )  # fmt: skip
         executable = lowered.compile()
         return Sample(run, assembly, context, progress, executable, time.perf_counter() - began)
     finally:
@@ -134,11 +136,11 @@ def profile(run: Run, folder: Path, calls: int) -> dict[str, Any]:
 
 def memory(executable: jax.stages.Compiled) -> dict[str, int]:
     """Bytes that a compiled program takes on each device: what goes in, what is donated, what it needs meanwhile."""
-    about = executable.memory_analysis()
-    if about is None:
+    found = footprint.need(executable)
+    if found is None:
         return {}
-    parts = {name: int(getattr(about, f"{name}_size_in_bytes")) for name in ("argument", "output", "temp", "alias")}
-    return parts | {"peak": parts["argument"] + parts["output"] + parts["temp"] - parts["alias"]}
+    parts = {"argument": found.arguments, "output": found.outputs, "temp": found.temporaries, "alias": found.donated}
+    return parts | {"peak": found.total}
 
 
 def reading(found: list[trace.Event], program: Mapping[str, Instruction]) -> dict[str, Any]:

@@ -177,7 +177,7 @@ def prepare(cell: Cell) -> tuple[Ready, Progress]:
     """The program of a cell after its first update."""
     run = cell.run()
     assert run.devices is not None
-    prepare_devices(run.devices, run.threads)
+    prepare_devices(run.all_devices, run.threads)
     source = feed(run)
     context = Feeding(source).now.context
     times = [time.perf_counter()]
@@ -207,7 +207,7 @@ def parts(ready: Ready, progress: Progress) -> dict[str, float]:
     """Seconds of a rollout by random legal actions, of one by the policy, and of an update; of CPU time on a CPU."""
     assembly, context = ready.assembly, ready.context
     environment = feed(ready.run).within(context)
-    many = vectorise(environment, ready.run.num_envs // assembly.mesh.size)
+    many = vectorise(environment, ready.run.num_envs // assembly.mesh.shape[meshes.DATA])
     by_chance = rollout.collector(
         many, _at_random(environment.spec.action), assembly.algorithm.memory, steps=ready.run.num_steps
     )

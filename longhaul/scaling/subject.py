@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import os
 import tempfile
 import time
 from collections.abc import Callable, Iterator
@@ -16,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from longhaul import mesh as meshes
-from longhaul import networks
+from longhaul import networks, partition
 from longhaul.compilation import Ledger
 from longhaul.feed import Feed, Feeding, feed
 from longhaul.provenance import params_sha256
@@ -38,6 +37,7 @@ class Subject(NamedTuple):
     compile_seconds: float
     hit: bool  # it came from the persistent compilation cache
     parameters: int
+    own_bytes: int  # of the parameters, on a device
     begin: Callable[[Key], Progress]  # like `Assembly.start`, compiled once
 
     @property
@@ -84,7 +84,8 @@ def subject(run: Run, source: Feed | None = None) -> Subject:
         context = feeding.now.context
     assembly = assemble(run, source.within, context)
     algorithm, mesh = assembly.algorithm, assembly.mesh
-    init = jax.jit(algorithm.init, out_shardings=meshes.replicated(mesh))
+    layout = partition.shardings(jax.eval_shape(algorithm.init, jax.random.key(0)), mesh)
+    init = jax.jit(algorithm.init, out_shardings=layout)
 
     def begin(key: Key) -> Progress:
         key_state, key_carry, key_run = jax.random.split(key, 3)  # as `fused.start` has it
@@ -94,14 +95,17 @@ def subject(run: Run, source: Feed | None = None) -> Subject:
     began = time.perf_counter()
     progress = begin(jax.random.key(run.seed))
     started = time.perf_counter()
-    lowered = fused.lowered(algorithm, assembly.collector_in, progress, context, mesh, block=run.block)
+    lowered = fused.lowered(
+        algorithm, assembly.collector_in, progress, context, mesh, block=run.block, shards=assembly.shards
+    )
     traced = time.perf_counter()
     with closing(Ledger()) as ledger:
         executable = lowered.compile()
     compiled = time.perf_counter()
+    params = algorithm.policy(progress.state).params
     return Subject(
         run, assembly, source, context, executable, started - began, traced - started, compiled - traced,
-        ledger.hits > 0, networks.count(algorithm.policy(progress.state).params), begin,
+        ledger.hits > 0, networks.count(params), partition.shares(params, mesh.shape[meshes.MODEL]).own, begin,
     )  # fmt: skip
 
 
@@ -158,17 +162,3 @@ def seconds_of(work: Callable[[], Any], repeats: int = 5) -> float:
         work()
         taken.append(time.perf_counter() - began)
     return min(taken)
-
-
-def memory_of(device: jax.Device) -> int | None:
-    """Bytes that a device has; of a CPU device its share of this machine's memory. None where nobody says."""
-    counted = device.memory_stats() if device.platform != "cpu" else None
-    if counted and "bytes_limit" in counted:
-        return int(counted["bytes_limit"])
-    if device.platform != "cpu" or not hasattr(os, "sysconf"):
-        return None
-    total = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    limit = Path("/sys/fs/cgroup/memory.max")  # a container's
-    if limit.exists() and (text := limit.read_text().strip()).isdigit():
-        total = min(total, int(text))
-    return total

@@ -50,10 +50,10 @@ class Flight(NamedTuple):
 
 
 class Program(NamedTuple):
-    """The learner's compiled update; donates the state. `run`: (state, key, updates, data, scores) -> (state, updates,
+    """The learner's compiled update; donates the state. `executable`: (state, key, updates, data, scores) -> (state, updates,
     metrics, weights), of which data and scores are flat lists of [N, ...], and weights are bytes."""
 
-    run: Callable[..., Any]
+    executable: jax.stages.Compiled
     mesh: Mesh
 
 
@@ -108,12 +108,12 @@ def _leaf(shape: Any) -> Leaf:
 
 
 def entering(
-    collector_in: fused.CollectorIn, actors: int, pinned: int = 0, policy: Callable[[], Params] | None = None
+    collector_in: fused.CollectorIn, actors: int, pinned: int = 0, algorithm: Algorithm | None = None
 ) -> fused.Enter:
     """How a run with so many actors gets into a context: the states of all their environments, as NumPy arrays, one
     actor's after the other's. So lies the carry of `fused` on a mesh of as many devices.
 
-    Of a run that keeps `pinned` versions of the weights, `policy` gives their shapes, and the carry is a Flight.
+    Of a run that keeps `pinned` versions of the `algorithm`'s weights the carry is a Flight.
     """
 
     def enter(key: Key, context: PyTree) -> PyTree:
@@ -122,9 +122,10 @@ def entering(
         each = [jax.device_get(one(key, jnp.int32(place))) for place in range(actors)]
         structure = jax.tree.structure(jax.eval_shape(start, key))
         carry = jax.tree.unflatten(structure, [np.concatenate(parts) for parts in zip(*each)])
-        if not pinned or policy is None:
+        if not pinned or algorithm is None:
             return carry
-        size = sum(_leaf(x).nbytes for x in jax.eval_shape(lambda: _raw(policy())))
+        shapes = jax.eval_shape(lambda key: _raw(algorithm.policy(algorithm.init(key))), key)
+        size = sum(_leaf(x).nbytes for x in shapes)
         return Flight(carry, tuple(np.zeros(size, np.uint8) for _ in range(pinned)))
 
     return enter
@@ -213,7 +214,7 @@ def actors(
     while done < updates:
         batch = crew.take()
         data, scores = jax.device_put((batch.data, batch.scores), layout)
-        state, count, rows, made = program.run(state, key, count, data, scores)
+        state, count, rows, made = program.executable(state, key, count, data, scores)
         versions = [head.version for head in batch.heads]
         crew.learnt(_on_host(made))  # waits for the update, which ends with it
         told = meter.read(done, versions)

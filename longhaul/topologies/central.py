@@ -10,7 +10,7 @@ Batches lie in memory as the learner takes them; it moves them and never looks i
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import jax
@@ -32,10 +32,10 @@ AROUND = 0.005
 
 
 class Program(NamedTuple):
-    """The learner's compiled update; donates the state. `run`: (state, key, updates, data) -> (state, updates, metrics,
-    policy)."""
+    """The learner's compiled update; donates the state. `executable`: (state, key, updates, data) -> (state, updates,
+    metrics, policy)."""
 
-    run: Callable[..., Any]
+    executable: jax.stages.Compiled
     mesh: Mesh
 
 
@@ -90,7 +90,7 @@ def central(
     while done < updates:
         data, sums, versions = server.gather()
         meter.gathered()
-        state, count, rows, policy = program.run(state, key, count, data)
+        state, count, rows, policy = program.executable(state, key, count, data)
         while server.can_act and not count.is_ready():
             server.serve(AROUND)
         jax.block_until_ready(count)

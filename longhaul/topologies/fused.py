@@ -15,20 +15,34 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh, PartitionSpec
 
 from longhaul import mesh as meshes
+from longhaul import partition
+from longhaul.shards import Shards, by_device
 from longhaul.types import LEARNING, Algorithm, Collector, Key, Metrics, Progress, PyTree
 
 CollectorIn = Callable[[PyTree], Collector]
 """context -> the collector in it."""
 
-Program = Callable[[Progress, PyTree, jax.Array], tuple[Progress, Metrics]]
-"""(progress, context, n) -> (progress, metrics [block, ...]): n <= block updates, of which the first n rows tell.
-Donates its progress, and leaves the context as it is."""
+
+class Program(NamedTuple):
+    """(progress, context, n) -> (progress, metrics [block, ...]): n <= block updates, of which the first n rows tell.
+
+    Donates its progress, and leaves the context as it is.
+    """
+
+    executable: jax.stages.Compiled
+    mesh: Mesh
+
+    def __call__(self, progress: Progress, context: PyTree, n: jax.Array) -> tuple[Progress, Metrics]:
+        progress, metrics = self.executable(progress, context, meshes.everywhere(n, self.mesh))
+        return progress, metrics
+
 
 Enter = Callable[[Key, PyTree], PyTree]
 """(key, context) -> a carry that begins in it, laid out on the mesh."""
@@ -45,8 +59,10 @@ EVERYWHERE: PartitionSpec = PartitionSpec()
 def start(algorithm: Algorithm, enter: Enter, context: PyTree, key: Key, mesh: Mesh) -> Progress:
     """The progress of a run that has made no update yet, laid out on `mesh`."""
     key_state, key_carry, key_run = jax.random.split(key, 3)
+    everywhere = meshes.replicated(mesh)
+    layouts = partition.shardings(jax.eval_shape(algorithm.init, key_state), mesh), everywhere, everywhere
     state, key_run, updates = jax.jit(
-        lambda: (algorithm.init(key_state), key_run, jnp.int32(0)), out_shardings=meshes.replicated(mesh)
+        lambda: (algorithm.init(key_state), key_run, jnp.int32(0)), out_shardings=layouts
     )()
     return Progress(state, enter(key_carry, context), key_run, updates)
 
@@ -57,13 +73,16 @@ def is_finite(tree: PyTree) -> jax.Array:
     return functools.reduce(jnp.logical_and, (jnp.all(jnp.isfinite(leaf)) for leaf in numbers), jnp.bool_(True))
 
 
-def entering(collector_in: CollectorIn, mesh: Mesh) -> Enter:
-    """How a run gets into a context. Compiles once for contexts of the same shapes."""
+def entering(collector_in: CollectorIn, mesh: Mesh, shards: Shards | None = None) -> Enter:
+    """How a run gets into a context. Compiles once for contexts of the same shapes. `shards`: else one a device."""
+    shards = shards or by_device(mesh)
+    start = shards.apart(lambda context, key: collector_in(context).start(key))
 
     def begin(key: Key, context: PyTree) -> PyTree:
-        return collector_in(context).start(jax.random.fold_in(key, meshes.shard_index()))
+        return shards.each(lambda number, _: (start(context, jax.random.fold_in(key, number)), ()))(())[0]
 
-    program = jax.jit(meshes.per_shard(begin, mesh, (EVERYWHERE, EVERYWHERE), PartitionSpec(meshes.DATA)))
+    shard = meshes.per_shard(begin, mesh, (EVERYWHERE, EVERYWHERE), PartitionSpec(meshes.DATA))
+    program = jax.jit(shard, out_shardings=meshes.sharded(mesh))
     return lambda key, context: program(meshes.everywhere(key, mesh), context)
 
 
@@ -77,44 +96,67 @@ def entered(progress: Progress, enter: Enter, context: PyTree) -> Progress:
 
 
 def layout() -> Progress:
-    """How a Progress lies on the mesh: the carry is split by its leading axis, the rest is on every device."""
+    """How a Progress lies along `data`: the carry is split by its leading axis, the rest is in every shard."""
     return Progress(EVERYWHERE, PartitionSpec(meshes.DATA), EVERYWHERE, EVERYWHERE)  # type: ignore[arg-type]
 
 
 def compiled(
-    algorithm: Algorithm, collector_in: CollectorIn, progress: Progress, context: PyTree, mesh: Mesh, *, block: int
+    algorithm: Algorithm,
+    collector_in: CollectorIn,
+    progress: Progress,
+    context: PyTree,
+    mesh: Mesh,
+    *,
+    block: int,
+    shards: Shards | None = None,
 ) -> Program:
     """The program for runs like `progress` in contexts like `context`, compiled ahead: it can't compile again, whatever
     comes."""
-    executable = lowered(algorithm, collector_in, progress, context, mesh, block=block).compile()
-    return lambda progress, context, n: executable(progress, context, meshes.everywhere(n, mesh))
+    program = lowered(algorithm, collector_in, progress, context, mesh, block=block, shards=shards)
+    return Program(program.compile(), mesh)
 
 
 def lowered(
-    algorithm: Algorithm, collector_in: CollectorIn, progress: Progress, context: PyTree, mesh: Mesh, *, block: int
+    algorithm: Algorithm,
+    collector_in: CollectorIn,
+    progress: Progress,
+    context: PyTree,
+    mesh: Mesh,
+    *,
+    block: int,
+    shards: Shards | None = None,
 ) -> jax.stages.Lowered:
     """The program traced but not compiled yet: what a test or a profile reads. A context lies on each device of `mesh`.
+
+    `shards` say in which parts a batch is computed; else in one a device.
     """
+    shards = shards or by_device(mesh)
     if block < 1:
         raise ValueError(f"a compiled call of {block} updates; at least 1 is needed: raise log_interval")
 
-    def update(collector: Collector, progress: Progress) -> tuple[Progress, Metrics]:
+    lies, keep = _over_model(progress, mesh)
+    collect = shards.apart(lambda context, *args: collector_in(context).collect(*args))
+
+    def update(context: PyTree, progress: Progress) -> tuple[Progress, Metrics]:
         key = jax.random.fold_in(progress.key, progress.updates)
-        # Shards draw and shuffle apart from each other; the same order everywhere would tie their columns together.
-        key_data, key_learn = jax.random.split(jax.random.fold_in(key, meshes.shard_index()))
-        policy = algorithm.policy(progress.state)
-        carry, data, scores = collector.collect(policy, progress.carry, key_data, progress.updates)
-        with jax.named_scope(LEARNING):
-            state, metrics = algorithm.learn(progress.state, data, key_learn)
-        # As one vector: a score that no shard can have would cross devices alone, as a constant.
-        peaks = {name: meshes.max_over_data(scores.pop(name)) for name in list(scores) if name.startswith("peak/")}
-        sums = mesh.size * meshes.mean_over_data(jnp.stack(list(scores.values())))
-        told = metrics | dict(zip(scores, sums)) | peaks | {FINITE: is_finite((state, metrics))}
-        return Progress(state, carry, progress.key, progress.updates + 1), told
+
+        def shard(number: jax.Array, carry: PyTree) -> tuple[PyTree, tuple[PyTree, Metrics]]:
+            # Shards draw and shuffle apart from each other; the same order everywhere would tie their columns together.
+            key_data, key_learn = jax.random.split(jax.random.fold_in(key, number))
+            policy = algorithm.policy(progress.state)
+            carry, data, scores = collect(context, policy, carry, key_data, progress.updates)
+            with jax.named_scope(LEARNING):
+                state, metrics = algorithm.learn(progress.state, data, key_learn)
+            # As one vector: a score that no shard can have would cross devices alone, as a constant.
+            peaks = {name: shards.most(scores.pop(name)) for name in list(scores) if name.startswith("peak/")}
+            sums = shards.number * shards.mean(jnp.stack(list(scores.values())))
+            return carry, (state, metrics | dict(zip(scores, sums)) | peaks | {FINITE: is_finite((state, metrics))})
+
+        carry, (state, told) = shards.each(shard)(progress.carry)
+        return keep(Progress(state, carry, progress.key, progress.updates + 1)), told
 
     def run(progress: Progress, context: PyTree, n: jax.Array) -> tuple[Progress, Metrics]:
-        collector = collector_in(context)
-        once = jax.jit(lambda progress: update(collector, progress), inline=True)  # traced once, for both uses
+        once = jax.jit(lambda progress: update(context, progress), inline=True)  # traced once, for both uses
         shapes = jax.eval_shape(once, progress)[1]
         empty = jax.tree.map(lambda x: jnp.zeros((block, *x.shape), x.dtype), shapes)
 
@@ -126,9 +168,29 @@ def lowered(
         return jax.lax.fori_loop(0, n, body, (progress, empty))
 
     specs = layout(), EVERYWHERE, EVERYWHERE
-    program = jax.jit(meshes.per_shard(run, mesh, specs, (layout(), EVERYWHERE)), donate_argnums=0)
+    shard = meshes.per_shard(run, mesh, specs, (layout(), EVERYWHERE))
+    program = jax.jit(shard, donate_argnums=0, out_shardings=lies)
     count = meshes.everywhere(jnp.int32(block), mesh)
     return program.lower(progress, context, count)
+
+
+def _over_model(progress: Progress, mesh: Mesh) -> tuple[Any, Callable[[Progress], Progress]]:
+    """(the layout of what a call gives, where it must be said; what keeps a Progress in it from update to update)."""
+    model = mesh.shape[meshes.MODEL]
+    if model == 1:
+        return None, lambda progress: progress
+    specs = partition.specs(progress.state, model)
+    everywhere = meshes.replicated(mesh)
+    state = partition.shardings(progress.state, mesh)
+
+    def keep(progress: Progress) -> Progress:
+        """Else the compiler might split worlds over `model`, or put parameters together."""
+        state = jax.lax.with_sharding_constraint(progress.state, specs)
+        carry = jax.lax.with_sharding_constraint(progress.carry, EVERYWHERE)
+        return progress._replace(state=state, carry=carry)
+
+    lies = Progress(state, meshes.sharded(mesh), everywhere, everywhere)  # type: ignore[arg-type]
+    return (lies, everywhere), keep
 
 
 def fused(

@@ -1,0 +1,171 @@
+"""What an update's learning takes of a device's memory, by precision, accumulation and rematerialisation.
+
+    python -m benchmarks.memory [--torso latent] [--size 0.3] [--rows 1024] [--seconds] [--json FILE]
+
+One JSON object a line: `temp_bytes`, what the compiler needs beside arguments and outputs of PPO's `learn` with the
+settings of the recipe `driving`, an encoder by attention, and two minibatches of `--rows` steps; `predicted_bytes`
+by shapes alone, before anything is compiled:
+
+    rows / accumulate x (what the way forward keeps of a row + what the widest part that is computed again needs)
+
+With --seconds every program is run, too, and `cpu_seconds` of an update are told. Without, the compiler's last steps,
+which change no buffer, are left out, for its sake.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import statistics
+import sys
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from longhaul import footprint, mesh, networks, pages, recipes
+from longhaul.algorithms import ppo
+from longhaul.bench import cpu_seconds
+from longhaul.driving import observation
+from longhaul.provenance import provenance
+from longhaul.types import Algorithm, Discrete, PyTree, Rollout, Spec, Successors
+
+STEPS, MINIBATCHES, REPEATS = 32, 2, 3
+
+SPEC = Spec(observation.shapes(16, 10, 64), Discrete(91), agents=1)
+"""What an agent sees of 16 others, 10 points of its route and 64 pieces of road; its actions as the recipe has them."""
+
+
+def config(asked: argparse.Namespace, precision: str, accumulate: int, remat: str) -> ppo.Config:
+    return replace(
+        recipes.recipe("driving").algorithm, torso=asked.torso, model_size=asked.size, num_minibatches=MINIBATCHES,
+        update_epochs=1, chunk=asked.rows, precision=precision, accumulate=accumulate, remat=remat,
+    )  # fmt: skip
+
+
+def experience(algorithm: Algorithm, state: PyTree, rows: int) -> Rollout:
+    """Shapes of MINIBATCHES x `rows` agent steps."""
+    columns = MINIBATCHES * rows // STEPS
+
+    def like(*lead: int) -> PyTree:
+        return jax.tree.map(lambda x: jax.ShapeDtypeStruct((*lead, *x.shape), x.dtype), SPEC.observation)
+
+    def of(kind: Any) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct((STEPS, columns), kind)
+
+    acted = jax.eval_shape(algorithm.act, algorithm.policy(state), (), like(columns), jax.random.key(0))
+    extras = jax.tree.map(lambda x: jax.ShapeDtypeStruct((STEPS, *x.shape), x.dtype), acted[2])
+    successors = Successors(like(columns), like(1, columns))
+    return Rollout(
+        like(STEPS, columns), of(jnp.int32), of(jnp.float32), of(bool), of(bool), of(bool), extras, successors, (),
+        jax.ShapeDtypeStruct((), jnp.int32),
+    )  # fmt: skip
+
+
+def predicted(made: ppo.Config, rows: int) -> int:
+    """Bytes that the gradient of `rows` rows at once takes, by shapes."""
+    network = ppo.network(SPEC, made)
+    params = jax.eval_shape(network.init, jax.random.key(0))
+    seen = jax.tree.map(lambda x: jax.ShapeDtypeStruct((rows, *x.shape), x.dtype), SPEC.observation)
+
+    def value(params: PyTree, seen: PyTree) -> jax.Array:
+        parameters, value, _ = network.apply(ppo.Policy(params, ()), (), seen)
+        return jnp.sum(parameters) + jnp.sum(value)
+
+    kept = jax.eval_shape(lambda p, x: jax.vjp(lambda p: value(p, x), p)[1], params, seen)
+    again = [_kept(each) for each in _parts(jax.make_jaxpr(value)(params, seen).jaxpr)]
+    return _bytes(kept) - _bytes(params) + max(again, default=0)
+
+
+def _parts(jaxpr: Any) -> Iterator[Any]:
+    """The equations of what is computed again, loops and all."""
+    for equation in jaxpr.eqns:
+        if equation.primitive.name in ("checkpoint", "remat", "remat2"):
+            yield equation
+            continue
+        for inner in jax.tree.leaves(list(equation.params.values()), is_leaf=lambda x: hasattr(x, "eqns")):
+            inner = getattr(inner, "jaxpr", inner)
+            if hasattr(inner, "eqns"):
+                yield from _parts(inner)
+
+
+def _kept(equation: Any) -> int:
+    """Bytes that a part keeps, computed once more, beside its arguments."""
+    shapes = [jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype) for v in equation.invars]
+
+    def run(*values: Any) -> Any:
+        return jax.core.eval_jaxpr(equation.params["jaxpr"], (), *values)
+
+    return max(0, _bytes(jax.eval_shape(lambda *x: jax.vjp(run, *x)[1], *shapes)) - _bytes(shapes))
+
+
+def _bytes(tree: PyTree) -> int:
+    return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(tree))
+
+
+def filled(shapes: PyTree, seed: int = 0) -> PyTree:
+    """Arrays of these shapes with numbers that no step is odd by."""
+    rng = np.random.default_rng(seed)
+
+    def fill(x: jax.ShapeDtypeStruct) -> jax.Array:
+        drawn = rng.normal(scale=0.1, size=x.shape) if jnp.issubdtype(x.dtype, jnp.floating) else np.zeros(x.shape)
+        return jnp.asarray(drawn + (x.dtype == bool), x.dtype)
+
+    return jax.tree.map(fill, shapes)
+
+
+def figure(asked: argparse.Namespace, precision: str, accumulate: int, remat: str) -> dict[str, Any]:
+    made = config(asked, precision, accumulate, remat)
+    algorithm = ppo.ppo(SPEC, made, updates=100, mean=mesh.identity)
+    state = jax.eval_shape(algorithm.init, jax.random.key(0))
+    data = experience(algorithm, state, asked.rows)
+    lowered = jax.jit(algorithm.learn, donate_argnums=0).lower(state, data, jax.random.key(0))
+    quick: Any = {} if asked.seconds else {"xla_backend_optimization_level": 0}
+    program = lowered.compile(compiler_options=quick)
+    need = footprint.need(program)
+    assert need is not None
+    found: dict[str, Any] = {
+        "name": "memory", "precision": precision, "accumulate": accumulate, "remat": remat,
+        "temp_bytes": need.temporaries, "predicted_bytes": predicted(made, asked.rows // accumulate),
+    }  # fmt: skip
+    if asked.seconds:
+        now, batch, used = filled(state), filled(data, 1), []
+        for _ in range(REPEATS + 1):
+            before = cpu_seconds()
+            now, _ = jax.block_until_ready(program(now, batch, jax.random.key(0)))
+            used.append(cpu_seconds() - before)
+        found["cpu_seconds"] = statistics.median(used[1:])
+    return found | {
+        "torso": asked.torso, "parameters": networks.count(state.params), "rows": asked.rows,
+        "minibatches": MINIBATCHES,
+    }  # fmt: skip
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--torso", default="latent", choices=networks.TORSOS)
+    parser.add_argument("--size", type=float, default=0.3, help="million parameters")
+    parser.add_argument("--rows", type=int, default=1024, help="agent steps of a minibatch")
+    parser.add_argument("--precision", nargs="+", default=["fp32", "bf16"])
+    parser.add_argument("--accumulate", nargs="+", type=int, default=[1, 4])
+    parser.add_argument("--remat", nargs="+", default=["none", "full"])
+    parser.add_argument("--seconds", action="store_true", help="run them, too")
+    parser.add_argument("--json", help="the file to write, too")
+    asked = parser.parse_args()
+    about = provenance()
+    shared = {"versions": about["versions"], "commit": about["commit"], "device": about["devices"]}
+    lines = []
+    for each in itertools.product(asked.precision, asked.accumulate, asked.remat):
+        lines.append(json.dumps(figure(asked, *each) | shared))
+        print(lines[-1], flush=True)
+        if asked.json:
+            pages.write(asked.json, "\n".join(lines) + "\n")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,192 @@
+"""`longhaul plan`'s model of 1 -> 2 processes against a measurement: `python -m benchmarks.plan_check RECIPE [FLAGS]`.
+
+Measured are, each in processes of its own, pinned to a core each, which speak by gloo over the loopback:
+
+    alone   seconds of an update of one process with one device
+    pair    the same of two processes with one device each, the batch of a device kept (weak scaling); and what an
+            all-reduce of 4 bytes and of 4 MB takes between them, from which follow latency and link of this "chip"
+    traced  how often an update of two devices has which collectives, as `longhaul plan` counts them
+
+From `alone`, the collectives, latency and link the planner predicts the pair's steps a second. `alone` and `pair` are
+measured in turn, `--turns` times, so that both meet the same load; of each the median counts. Prints one JSON object.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from longhaul import hosts
+from longhaul.processes import free_port
+
+ROOT = Path(__file__).resolve().parent.parent
+
+LARGE = 4 * 2**20
+"""Bytes of the all-reduce that tells the link."""
+
+AROUND = 50
+"""All-reduces of a timed call."""
+
+
+def main(words: Sequence[str]) -> int:
+    turns, calls = 3, 5
+    alone, pair = [], []
+    recipe = list(words) or ["cartpole", "--num-envs", "256", "--num-steps", "64"]
+    for _ in range(turns):
+        alone.append(start("alone", recipe, calls, 1))
+        pair.append(start("pair", recipe, calls, 2))
+    traced = start("traced", recipe, calls, 1)
+    print(json.dumps(compare(recipe, alone, pair, traced)))
+    return 0
+
+
+def compare(
+    recipe: list[str], alone: list[dict[str, Any]], pair: list[dict[str, Any]], traced: dict[str, Any]
+) -> dict[str, Any]:
+    """What the planner says of two processes, and what they did."""
+    from longhaul.provenance import provenance
+    from longhaul.scaling import plan
+    from longhaul.scaling.chips import Chip
+
+    def middle(rows: list[dict[str, Any]], name: str) -> float:
+        return float(statistics.median(row[name] for row in rows))
+
+    small, large = middle(pair, "small_seconds"), middle(pair, "large_seconds")
+    link = LARGE / max(large - small, 1e-9)
+    chip = Chip("cpu over gloo", 0.0, 0.0, 0.0, float("inf"), link, 2, 0.0)
+    what = plan.Measured(
+        middle(alone, "update_seconds"), int(alone[0]["steps"]), (), tuple(map(tuple, traced["collectives"])), 0.0, 0.0,
+        0.0,
+    )  # fmt: skip
+    assumed = plan.Assumptions(network=link, latency=small / 2)
+    one, two = (plan.row(what, chip, assumed, n, 1e6, here=True, bf16=False, strong=False) for n in (1, 2))
+    measured = pair[0]["steps"] / middle(pair, "update_seconds")
+    about = provenance()
+    return {
+        "name": "plan-check", "recipe": recipe, "turns": len(pair), "steps_per_update": [one.batch, two.batch],
+        "alone_steps_per_second": one.steps_per_second, "predicted_steps_per_second": two.steps_per_second,
+        "measured_steps_per_second": measured, "error": two.steps_per_second / measured - 1.0,
+        "predicted_efficiency": two.efficiency, "measured_efficiency": measured / 2.0 / one.steps_per_second,
+        "latency_seconds": assumed.latency, "link_bytes_per_second": link, "collectives": traced["collectives"],
+        "update_seconds": {name: [row["update_seconds"] for row in rows] for name, rows in
+                           (("alone", alone), ("pair", pair))},
+        "load": os.getloadavg()[0], "versions": about["versions"], "commit": about["commit"],
+    }  # fmt: skip
+
+
+def start(what: str, recipe: list[str], calls: int, count: int) -> dict[str, Any]:
+    """Runs `what` in so many processes; -> what process 0 found."""
+    port, cores = free_port(), sorted(os.sched_getaffinity(0))
+    children = []
+    for i in range(count):
+        variables = {k: v for k, v in os.environ.items() if k != "NPROC"} | {"PYTHONPATH": str(ROOT)}
+        variables |= {hosts.COORDINATOR: f"127.0.0.1:{port}", hosts.INDEX: str(i), hosts.COUNT: str(count)}
+        pinned = cores if what == "traced" else [cores[i % len(cores)]]
+        command = [sys.executable, "-m", "benchmarks.plan_check", "--worker", what, json.dumps([recipe, calls, pinned])]
+        children.append(subprocess.Popen(command, cwd=ROOT, env=variables, stdout=subprocess.PIPE, text=True))
+    said = [child.communicate()[0] for child in children]
+    if any(child.returncode for child in children):
+        raise SystemExit(f"{what} failed; its message is above")
+    found: dict[str, Any] = json.loads(said[0].strip().splitlines()[-1])
+    return found
+
+
+def worker(what: str, about: str) -> int:
+    recipe, calls, pinned = json.loads(about)
+    os.sched_setaffinity(0, set(pinned))
+    hosts.start(hosts.find(os.environ))
+    work = {"alone": timed, "pair": paired, "traced": counted}[what]
+
+    def run() -> int:
+        found = work(recipe, calls)
+        if hosts.index() == 0:
+            print(json.dumps(found), flush=True)
+        return 0
+
+    return hosts.follow(run) if hosts.index() else hosts.lead(run)
+
+
+def resolved(recipe: list[str], devices: int) -> Any:
+    """The recipe's run on so many devices, each with the batch that `recipe` says."""
+    from longhaul import flags, recipes, settings
+    from longhaul.run import resolve
+
+    known = recipes.recipe(recipe[0])
+    table = settings.table(known)
+    words = [*recipe[1:], "--mesh", f"data={devices}"]
+    run = settings.chosen(known, flags.parse("plan", "", table, words))
+    each = run.num_envs if "--num-envs" in words else resolve(run).num_envs
+    words += ["--num-envs", str(devices * each)]
+    if "--num-envs" in recipe:
+        at = words.index("--num-envs")
+        del words[at : at + 2]
+    return resolve(settings.chosen(known, flags.parse("plan", "", table, words)))
+
+
+def timed(recipe: list[str], calls: int, devices: int = 1) -> dict[str, Any]:
+    """Seconds of an update, the median over calls after one to warm up."""
+    import jax
+    import jax.numpy as jnp
+
+    from longhaul import mesh as meshes
+    from longhaul.scaling import profile
+
+    run = resolved(recipe, devices)
+    ready = profile.sample(run)
+    progress, taken = ready.progress, []
+    for _ in range(calls + 1):
+        count = meshes.everywhere(jnp.int32(run.block), ready.assembly.mesh)
+        began = time.perf_counter()
+        progress, rows = ready.executable(progress, ready.context, count)
+        jax.block_until_ready((progress, rows))
+        taken.append((time.perf_counter() - began) / run.block)
+    return {"update_seconds": statistics.median(taken[1:]), "steps": ready.assembly.steps_per_update}
+
+
+def paired(recipe: list[str], calls: int) -> dict[str, Any]:
+    """The same of two processes, and what an all-reduce takes between them, little and large."""
+    found = timed(recipe, calls, 2)
+    return found | {"small_seconds": all_reduce(4), "large_seconds": all_reduce(LARGE)}
+
+
+def all_reduce(size: int) -> float:
+    """Seconds of one over all devices, of so many bytes each, among others of a compiled program."""
+    import jax
+    import jax.numpy as jnp
+    from jax.sharding import PartitionSpec
+
+    from longhaul import mesh as meshes
+
+    mesh = meshes.make_mesh()
+
+    def around(x: jax.Array) -> jax.Array:
+        return jax.lax.fori_loop(0, AROUND, lambda i, x: meshes.mean_over_data(x) + 1.0, x)
+
+    same = PartitionSpec()
+    work = jax.jit(meshes.per_shard(around, mesh, same, same))
+    x = meshes.everywhere(jnp.zeros(size // 4, jnp.float32), mesh)
+    taken = []
+    for _ in range(6):
+        began = time.perf_counter()
+        jax.block_until_ready(work(x))
+        taken.append((time.perf_counter() - began) / AROUND)
+    return statistics.median(taken[1:])
+
+
+def counted(recipe: list[str], calls: int) -> dict[str, Any]:
+    """The collectives of an update of two devices: (how often, bytes)."""
+    from longhaul.scaling import plan_command
+
+    what, _ = plan_command.short_run(resolved(recipe, 2), 1)
+    return {"collectives": what.collectives}
+
+
+if __name__ == "__main__":
+    sys.exit(worker(*sys.argv[2:]) if sys.argv[1:2] == ["--worker"] else main(sys.argv[1:]))

@@ -1,0 +1,113 @@
+"""How long from `kill -9` of one process to the next update, under `longhaul launch`: `python -m benchmarks.restart`.
+
+Trains CartPole in `--hosts` processes with a compilation cache of its own, which a first run fills. Then one process
+after the other is killed, in turn, each after a new checkpoint, and the seconds to the first record after the new start
+are taken. Prints one JSON object. `--base FOLDER` measures another checkout in turn with this one.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import re
+import signal
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from longhaul.launch import newest_step
+
+ROOT = Path(__file__).resolve().parent.parent
+
+TRAIN = ("--num-envs", "8", "--num-steps", "16", "--block", "2", "--log-interval", "2", "--save-interval", "200",
+         "--total-steps", str(10**9), "--mesh", "data={hosts}", "--seed", "3")  # fmt: skip
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--hosts", type=int, default=2)
+    parser.add_argument("--kills", type=int, default=4)
+    parser.add_argument("--base", type=Path, help="another checkout, measured in turn with this one")
+    given = parser.parse_args()
+    checkouts = {"this": ROOT} | ({} if given.base is None else {"base": given.base.resolve()})
+    with tempfile.TemporaryDirectory() as folder:
+        homes = {name: Path(folder) / name for name in checkouts}
+        found: dict[str, list[float]] = {name: [] for name in checkouts}
+        for name, checkout in checkouts.items():  # fills the caches, of a new start too
+            kills(checkout, homes[name], given.hosts, [0])
+        for turn in range(given.kills):
+            for name, checkout in checkouts.items():
+                found[name] += kills(checkout, homes[name], given.hosts, [turn % given.hosts])
+    load = os.getloadavg()[0]
+    rows = {name: {"median": statistics.median(some), "seconds": some} for name, some in found.items()}
+    print(json.dumps({"name": "restart", "hosts": given.hosts, "load": load} | rows))
+
+
+def kills(checkout: Path, home: Path, hosts: int, victims: list[int]) -> list[float]:
+    """Seconds from the kill of each victim to the next record of a run that begins for it."""
+    home.mkdir(exist_ok=True)
+    name = f"run-{time.time_ns()}"
+    folder, variables = home / name, {k: v for k, v in os.environ.items() if k != "NPROC"}
+    variables |= {"PYTHONPATH": str(checkout), "LONGHAUL_CACHE": str(home / "cache"), "JAX_PLATFORMS": "cpu"}
+    train = [word.format(hosts=hosts) for word in TRAIN]
+    command = [sys.executable, "-m", "longhaul", "launch", "--hosts", str(hosts), "--restarts", "9", "--"]
+    command += ["train", "cartpole", *train, "--runs-dir", str(home), "--run-name", name]
+    taken = []
+    with open(home / "log", "ab") as log:
+        launcher = subprocess.Popen(command, env=variables, cwd=checkout, stdout=log, stderr=log)
+    try:
+        for victim in victims:
+            before = newest_step(folder)
+            wait(lambda before=before: newest_step(folder) > before, launcher, log.name)
+            process = pids(launcher.pid)[victim]
+            os.kill(process, signal.SIGKILL)
+            began = time.monotonic()
+            wait(lambda: not pids(launcher.pid), launcher, log.name)
+            # Records after the newest checkpoint go when the run starts again; then new ones come.
+            step, written = newest_step(folder), (folder / "metrics.jsonl").stat().st_mtime_ns
+            wait(lambda step=step, written=written: is_past(folder, step, written), launcher, log.name)
+            taken.append(round(time.monotonic() - began, 2))
+    finally:
+        launcher.terminate()
+        launcher.wait()
+    return taken
+
+
+def is_past(folder: Path, step: int, written: int) -> bool:
+    """Whether the records were written since, and the last is of an update after `step`."""
+    metrics = folder / "metrics.jsonl"
+    if metrics.stat().st_mtime_ns == written:
+        return False
+    found = re.findall(rb'^{"update": ?(\d+)', metrics.read_bytes(), re.MULTILINE)
+    return bool(found) and int(found[-1]) > step
+
+
+def pids(launcher: int) -> dict[int, int]:
+    """The launcher's children that train: number -> process id."""
+    found = {}
+    for child in Path(f"/proc/{launcher}/task/{launcher}/children").read_text().split():
+        try:
+            variables = Path(f"/proc/{child}/environ").read_bytes().split(b"\0")
+            number = next(v for v in variables if v.startswith(b"LONGHAUL_PROCESS_ID="))
+            if Path(f"/proc/{child}/cmdline").read_bytes():  # else it has ended
+                found[int(number.partition(b"=")[2])] = int(child)
+        except (OSError, StopIteration):
+            continue
+    return found
+
+
+def wait(ready: Callable[[], bool], launcher: subprocess.Popen[bytes], log: str, seconds: float = 300.0) -> None:
+    end = time.monotonic() + seconds
+    while not ready():
+        if launcher.poll() is not None or time.monotonic() > end:
+            raise SystemExit(f"the run ended, or nothing happened for long:\n{Path(log).read_text()[-2000:]}")
+        time.sleep(0.01)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,117 @@
+"""The rule that splits parameters: what it chooses where, for any shape, and what then lies on a device."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax.sharding import PartitionSpec
+
+from longhaul import encoders, partition
+from longhaul import mesh as meshes
+from longhaul.algorithms import flat, ppo
+from longhaul.types import Discrete, Spec
+
+WHOLE = PartitionSpec()
+COLUMNS, ROWS = PartitionSpec(None, "model"), PartitionSpec("model", None)
+
+
+@pytest.mark.parametrize(
+    ("path", "shape", "model", "wanted"),
+    [
+        ("params torso layer_0 kernel", (8, 256), 2, COLUMNS),
+        ("params torso layer_1 kernel", (256, 256), 2, ROWS),  # a pair: one sum, after the second
+        ("params torso layer_2 kernel", (256, 256), 2, COLUMNS),
+        ("opt_state 1 mu torso layer_1 kernel", (256, 256), 2, ROWS),  # moments lie as their parameter
+        ("params torso encoder blocks query", (3, 64, 64), 4, PartitionSpec(None, None, "model")),
+        ("params torso encoder blocks out", (3, 64, 64), 4, PartitionSpec(None, "model", None)),
+        ("params torso encoder blocks narrow", (3, 256, 64), 4, PartitionSpec(None, "model", None)),
+        ("params torso encoder embed_0 kernel", (7, 256), 2, COLUMNS),
+        ("params policy kernel", (256, 5), 2, ROWS),  # its outputs can't be shared evenly
+        ("params torso layer_1 kernel", (255, 256), 2, COLUMNS),  # nor the inputs of this one
+        ("params torso table", (9, 3, 1000), 3, PartitionSpec(None, "model", None)),
+        ("params torso blocks wide", (6, 25, 35), 3, PartitionSpec("model", None, None)),
+        ("params torso layer_0 kernel", (255, 257), 2, WHOLE),  # nothing can be
+        ("params torso layer_0 kernel", (4, 64), 2, WHOLE),  # little
+        ("params torso layer_0 bias", (64,), 2, WHOLE),
+        ("params torso layer_0 bias", (4096,), 2, PartitionSpec("model")),
+        ("updates", (), 2, WHOLE),
+        ("params torso layer_0 kernel", (8, 256), 1, WHOLE),
+    ],
+)
+def test_the_rule(path: str, shape: tuple[int, ...], model: int, wanted: PartitionSpec) -> None:
+    assert partition.spec(tuple(path.split()), shape, model) == wanted
+
+
+def test_any_shape_is_split_once_and_evenly_where_that_can_be() -> None:
+    rng, split = np.random.default_rng(0), 0
+    for _ in range(2000):
+        shape = tuple(int(n) for n in rng.integers(1, 70, rng.integers(0, 4)))
+        model, name = int(rng.integers(1, 9)), str(rng.choice(["kernel", "out", "layer_3", "bias"]))
+        found = partition.spec(("params", name), shape, model)
+        parts = [axis for axis, over in enumerate(found) if over is not None]
+        can = model > 1 and math.prod(shape) >= partition.LEAST and any(n % model == 0 for n in shape)
+        assert len(parts) == can, (shape, model, found)
+        assert all(shape[axis] % model == 0 for axis in parts)
+        split += len(parts)
+    assert 200 < split < 1800, "both kinds must have been drawn"
+
+
+def algorithm(**settings: Any) -> ppo.Algorithm:
+    spec = Spec(jax.ShapeDtypeStruct((6,), jnp.float32), Discrete(3))
+    config = ppo.Config(**{"hidden_dim": 48, "num_layers": 3, **settings})
+    return ppo.ppo(spec, config, updates=1, mean=meshes.identity)
+
+
+@pytest.mark.parametrize("settings", [{}, {"shared": True}, {"memory": 32}, {"torso": "wayformer"}])
+def test_moments_lie_beside_their_parameters(settings: dict[str, Any]) -> None:
+    state = jax.eval_shape(algorithm(**settings).init, jax.random.key(0))
+    found = partition.specs(state, 2)
+    adam = next(part for part in found.opt_state if hasattr(part, "mu"))
+    assert adam.mu == adam.nu == found.params
+    assert any(
+        "model" in each for each in jax.tree.leaves(found.params, is_leaf=lambda x: isinstance(x, WHOLE.__class__))
+    )
+
+
+def test_what_is_said_to_lie_on_a_device_does() -> None:
+    made = algorithm()
+    state = made.init(jax.random.key(0))
+    for data, model in ((2, 2), (1, 4), (4, 1), (1, 3)):
+        mesh = meshes.make_mesh(data, model)
+        placed = jax.device_put(state, partition.shardings(state, mesh))
+        share = partition.shares(jax.eval_shape(lambda: state), model)
+        for device in mesh.devices.flat:
+            here = [s.data.nbytes for x in jax.tree.leaves(placed) for s in x.addressable_shards if s.device == device]
+            assert sum(here) == share.own
+        assert share.whole == sum(x.nbytes for x in jax.tree.leaves(state))
+        assert share.own < 1.4 * share.whole / model
+
+
+def test_kernels_of_an_encoder_come_in_pairs() -> None:
+    """Of a block all that is multiplied first is split by its outputs, all that takes these by its inputs."""
+    encoder = encoders.encoder(jax.ShapeDtypeStruct((5, 8), jnp.float32), "latent", 64, 2, dtype=jnp.float32)
+    blocks = partition.specs(jax.eval_shape(encoder.init, jax.random.key(0)), 2)["blocks"]
+    axes = {name: each.index("model") for name, each in blocks.items() if isinstance(each, PartitionSpec) and each}
+    kernels = {name: axis for name, axis in axes.items() if "bias" not in name}
+    assert kernels == {"query": 2, "key": 2, "value": 2, "wide": 2, "out": 1, "narrow": 1}
+
+
+def test_an_optimisers_state_as_one_vector_is_that_of_optax() -> None:
+    """`flat.pack` makes what `optax.flatten` would have made, after some steps too; `unpack` takes it back."""
+    rng = np.random.default_rng(1)
+    params = {"a": {"kernel": jnp.asarray(rng.normal(size=(3, 4)), jnp.float32)}, "b": jnp.ones(5), "c": jnp.ones(())}
+    inner = optax.chain(optax.clip_by_global_norm(1e6), optax.scale_by_adam())
+    outer = optax.flatten(inner)
+    leafwise, whole = inner.init(params), outer.init(params)
+    for _ in range(3):
+        grads = jax.tree.map(lambda x: jnp.asarray(rng.normal(size=x.shape), jnp.float32), params)
+        leafwise, whole = inner.update(grads, leafwise)[1], outer.update(grads, whole)[1]
+        packed = flat.pack(leafwise, params)
+        jax.tree.map(np.testing.assert_array_equal, packed, whole)
+        jax.tree.map(np.testing.assert_array_equal, flat.unpack(whole, leafwise, params), leafwise)
