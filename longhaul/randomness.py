@@ -21,7 +21,7 @@ _ROTATIONS = ((13, 15, 26, 6), (17, 29, 16, 24))
 _PARITY = 0x1BD11BDA
 
 
-def _threefry(key: jax.Array, high: jax.Array, low: jax.Array) -> tuple[jax.Array, jax.Array]:
+def threefry(key: jax.Array, high: jax.Array, low: jax.Array) -> tuple[jax.Array, jax.Array]:
     """Threefry-2x32 with 20 rounds of the counters (high, low), uint32 of any shape, under key data uint32 [2]."""
     k0, k1 = key[0], key[1]
     schedule = (k0, k1, k0 ^ k1 ^ jnp.uint32(_PARITY))
@@ -46,7 +46,7 @@ def _counters(shape: tuple[int, ...]) -> jax.Array:
 def bits(key: Key, shape: tuple[int, ...]) -> jax.Array:
     """uint32 [*shape]; equal to `jax.random.bits(key, shape)`."""
     low = _counters(shape)
-    x, y = _threefry(jax.random.key_data(key), jnp.zeros_like(low), low)
+    x, y = threefry(jax.random.key_data(key), jnp.zeros_like(low), low)
     return x ^ y
 
 
@@ -66,5 +66,5 @@ def normal(key: Key, shape: tuple[int, ...]) -> jax.Array:
 def split(key: Key, count: int) -> Key:
     """[count] keys; equal to `jax.random.split(key, count)`."""
     low = _counters((count,))
-    x, y = _threefry(jax.random.key_data(key), jnp.zeros_like(low), low)
+    x, y = threefry(jax.random.key_data(key), jnp.zeros_like(low), low)
     return jax.random.wrap_key_data(jnp.stack([x, y], axis=-1), impl="threefry2x32")

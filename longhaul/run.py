@@ -20,6 +20,8 @@ from longhaul import mesh as meshes
 from longhaul.actors import settings as layouts
 from longhaul.actors.settings import Acting
 from longhaul.algorithms import ppo
+from longhaul.central import settings as lanes
+from longhaul.central.settings import Central
 from longhaul.driving import simulator
 from longhaul.environment import vectorise
 from longhaul.envs import registry
@@ -31,7 +33,7 @@ from longhaul.topologies import fused
 from longhaul.types import Algorithm, Collector, Environment, Progress, PyTree, Spec
 from longhaul.worlds import HELD_OUT
 
-TOPOLOGIES = ("fused", "actors")
+TOPOLOGIES = ("fused", "actors", "central")
 
 MOST = 2**31 - 1
 """Of what JAX counts in int32."""
@@ -77,7 +79,8 @@ class Run:
     environment: Named | Driving
     algorithm: learners.Config = field(default_factory=ppo.Config)
     topology: str = "fused"
-    acting: Acting = field(default_factory=Acting)  # of the topology `actors`
+    acting: Acting = field(default_factory=Acting)  # of the topologies `actors` and `central`
+    central: Central = field(default_factory=Central)  # of the topology `central`
     total_steps: int = 1_000_000
     num_envs: int = 64  # worlds
     num_steps: int = 128  # of each world an update
@@ -217,14 +220,16 @@ def resolve(run: Run) -> Run:
 
 def _acting(run: Run, devices: int) -> Acting:
     """Who acts, where that is no matter of the learner's program."""
-    if run.topology != "actors":
+    if run.topology == "fused":
         return run.acting
     if run.deterministic:
         raise RunError("--deterministic needs --topology fused; actors repeat with --staleness 0, or with --pin")
     if run.model > 1:
-        raise RunError(f"--mesh is {run.mesh}, and the learner of actors has whole parameters: choose model=1")
+        raise RunError(f"--mesh is {run.mesh}, and the learner of {run.topology} has whole parameters: choose model=1")
     if hosts.together():
-        raise RunError("--topology is actors, which trains in one process; leave longhaul launch out")
+        raise RunError(f"--topology is {run.topology}, which trains in one process; leave longhaul launch out")
+    if run.topology == "central":
+        return _served(run, devices)
     if isinstance(run.environment, Driving):
         if run.environment.bank is not None:
             raise RunError("--bank needs --topology fused; leave it out, and all scenarios are held")
@@ -235,6 +240,30 @@ def _acting(run: Run, devices: int) -> Acting:
     except ValueError as error:
         name, _, rest = str(error).partition(" ")
         raise RunError(f"--{_flag(name)} {rest}") from error
+
+
+def _served(run: Run, devices: int) -> Acting:
+    """Who acts by central inference."""
+    if isinstance(run.environment, Driving):
+        raise RunError("--topology is central, whose actors have no scenarios; choose fused or actors for driving")
+    if run.acting.pin:
+        raise RunError("--pin is on, and central inference acts with the newest weights; choose --topology actors")
+    groups = run.central.slots * devices  # columns of a batch are cut among devices, and among groups
+    acting = run.acting
+    if acting.actors is None:
+        fit = [n for n in range(1, cores() + 1) if run.num_envs % (n * groups) == 0]
+        acting = dataclasses.replace(acting, actors=fit[-1] if fit else 1)
+    assert acting.actors is not None
+    try:
+        if not 1 <= acting.actors <= layouts.MOST:
+            raise ValueError(f"actors is {acting.actors}; it must lie in 1 to {layouts.MOST}")
+        if acting.staleness is not None and acting.staleness < 0:
+            raise ValueError(f"staleness is {acting.staleness}; it must be at least 0, or none")
+        lanes.check(run.central, envs=run.num_envs, actors=acting.actors)
+    except ValueError as error:
+        name, _, rest = str(error).partition(" ")
+        raise RunError(str(error) if name.startswith("--") else f"--{_flag(name)} {rest}") from error
+    return acting
 
 
 def _check_numbers(run: Run) -> None:
@@ -328,7 +357,7 @@ def _intervals(run: Run, updates: int, steps: int) -> tuple[int, int]:
 def _default_devices(run: Run) -> int:
     """Shards on all local devices. On a CPU one a core, where batches are large enough to be worth cutting."""
     processes, model = hosts.count(), run.model
-    if on_cpu() and run.topology == "actors":  # which have the cores
+    if on_cpu() and run.topology != "fused":  # actors have the cores
         return 1
     if on_cpu():
         own = int(os.environ.get(hosts.DEVICES, 0)) or (cores() if run.num_envs >= 64 else 1)
@@ -415,6 +444,8 @@ def assemble(
     enter, env_steps = fused.entering(collector_in, mesh, parted), run.num_envs * run.num_steps
     if run.topology == "actors":
         enter = acted.entering(collector_in, count, layouts.rule(run.acting, updates).pinned, algorithm)
+    if run.topology == "central":
+        enter = lambda key, context: ()  # noqa: E731  environments are the actors'
     return Assembly(spec, algorithm, collector_in, enter, mesh, updates, steps, env_steps, parted, origin)
 
 

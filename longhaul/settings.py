@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 from longhaul import flags, learners, networks, resumption, tracking
 from longhaul.actors.settings import KINDS
 from longhaul.algorithms import impala
+from longhaul.central.settings import LANES
 from longhaul.driving import config, objectives
 from longhaul.flags import DEBUG, FLOAT, INT, PATH, SWITCH, TEXT, Flag, FlagError, Kind, choice, optional
 from longhaul.folders import load_run
@@ -34,10 +35,16 @@ HELP = {
     "deterministic": "the same parameters on 1, 2, 4 and 8 devices, bit for bit",
     "threads": "of the CPU, in all; the last bits of sums depend on it",
     "topology": "how acting and learning are laid out",
-    "actors": "of the topology actors: who share the worlds",
+    "actors": "of the topologies actors and central: who share the worlds",
     "actor-kind": "actors in processes of their own, or in threads of the learner's",
     "staleness": "updates that the weights which acted may be behind; 0: none, as fused; none: without bound",
     "pin": "act with exactly the weights that --staleness allows, so that the run can be repeated bit for bit",
+    "lane": "of the topology central, how observations come: by shared memory, or by gRPC",
+    "slots": "groups of worlds of an actor of the topology central: it steps one while the others wait for actions",
+    "bind": "HOST:PORT at which --lane grpc waits for longhaul actor; none: the run begins its actors itself",
+    "token-file": "a file with the token that actors must show",
+    "tls-cert": "the server's certificate (PEM); needed beyond loopback, with its key and a token",
+    "tls-key": "the certificate's key (PEM)",
     "evaluation-episodes": "episodes, or scenarios never trained in, of the evaluation at the end",
     "env": "the environment; longhaul envs lists them",
     "data": "driving logs to train in: files, folders, globs; without: generated scenarios",
@@ -129,6 +136,7 @@ HELP = {
 CHOICES: dict[str, tuple[str, ...]] = {
     "topology": TOPOLOGIES,
     "actor-kind": KINDS,
+    "lane": LANES,
     "scaling": rules.SCALINGS,
     "lr-rule": rules.LR_RULES,
     "traffic": config.TRAFFICS,
@@ -155,6 +163,7 @@ AUTO = ("mesh", "actors", "threads", "bank-updates", "evaluation-episodes", "log
 
 FREE = (
     *("log-interval", "block", "save-interval-minutes", "save-interval", "keep", "keep-every", "rollbacks"),
+    *("lane", "bind", "token-file", "tls-cert", "tls-key"),
     *("health", "health-entropy", "health-kl", "health-clip", "health-window", "health-solved"),
 )
 """Flags that may differ when a run is gone on with: they change no number."""
@@ -257,8 +266,8 @@ def _kind(name: str, hint: Any) -> Kind:
         return MESH
     if name in CHOICES:
         return choice(CHOICES[name])
-    if name == "data":
-        return PATH
+    if name in ("data", "token-file", "tls-cert", "tls-key"):
+        return PATH if name == "data" else optional(PATH)
     if typing.get_origin(hint) in (typing.Union, types.UnionType):
         return optional(_kind(name, next(kind for kind in typing.get_args(hint) if kind is not type(None))))
     if typing.get_origin(hint) is tuple:

@@ -33,6 +33,7 @@ from longhaul import (
     pulse,
     report,
     resumption,
+    serving,
     telemetry,
     tracking,
     watch,
@@ -54,6 +55,7 @@ from longhaul.records import Sums
 from longhaul.run import Assembly, Driving, Run, RunError, assemble, decisions, named, prepare_devices
 from longhaul.stopping import Stop, Stopped, listening
 from longhaul.topologies import actors as acted
+from longhaul.topologies import central
 from longhaul.topologies import fused
 from longhaul.types import Params, Progress
 
@@ -196,7 +198,7 @@ def _loop(
     # Of each process: all wait for the one that compiles.
     print(f"compiled in {seconds.compile - clock.before.compile:.1f} s, {seconds.trace - clock.before.trace:.1f} s of "
           f"that traced; {clock.ledger.found}", file=sys.stderr, flush=True)  # fmt: skip
-    if isinstance(program, acting.Prepared):
+    if isinstance(program, acting.Prepared | serving.Prepared):
         on_device = footprints.parts(assembly.algorithm, progress._replace(carry=()), ())
         _weigh(folder, program.program, on_device)
     else:
@@ -214,6 +216,8 @@ def _loop(
         tell(pulse.WORKS)
         if isinstance(program, acting.Prepared):
             calls = acting.calls(run, folder, assembly, program, progress, out.note)
+        elif isinstance(program, serving.Prepared):
+            calls = serving.calls(run, assembly, program, progress, out.note)
         else:
             calls = _calls(run, assembly, feeding, progress, program, tell)
         for progress, n, rows in closed.enter_context(closing(calls)):
@@ -299,12 +303,14 @@ def _outlets(
 
 def _compiled(
     run: Run, assembly: Assembly, feeding: Feeding, progress: Progress, clock: Clock
-) -> fused.Program | acting.Prepared:
+) -> fused.Program | acting.Prepared | serving.Prepared:
     assert run.block is not None
     collector_in, context = assembly.collector_in, feeding.now.context
     with clock.compiling():
         if run.topology == "actors":
             return acting.prepare(run, assembly, context, progress)
+        if run.topology == "central":
+            return serving.prepare(run, assembly, progress)
         try:
             return fused.compiled(
                 assembly.algorithm, collector_in, progress, context, assembly.mesh, block=run.block,
@@ -316,7 +322,7 @@ def _compiled(
             raise RunError(f"the compiler finds no room on a device ({error}); give {footprints.REMEDY}") from error
 
 
-def _weigh(folder: Path, program: fused.Program | acted.Program, parts: dict[str, int]) -> None:
+def _weigh(folder: Path, program: fused.Program | acted.Program | central.Program, parts: dict[str, int]) -> None:
     """Tells what the run takes of a device's memory, before its first update. Raises RunError where it can't fit."""
     found = footprints.footprint(program.executable, program.mesh, parts)
     if found is None:

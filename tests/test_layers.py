@@ -28,6 +28,7 @@ TABLE = """
 0  driving/__init__
 0  envs/__init__ envs/hackmatrix/__init__
 0  topologies/__init__
+0  central/__init__
 0  actors/__init__
 0  scaling/__init__
 0  verdicts
@@ -42,6 +43,8 @@ TABLE = """
 1  driving/scenario driving/codes driving/tiles driving/polylines driving/edges driving/lanes driving/routes
    driving/guides driving/roads driving/extents driving/compile driving/bank
 2  environment rollout
+2  central/credentials central/wire central/lane central/grpc_lane central/shared_lane central/batcher central/places
+   central/crew central/trajectories central/inference central/server central/settings
 2  datasets/packing datasets/shards
 2  datasets/womd datasets/womd_scenario datasets/gpudrive datasets/scenarionet datasets/argoverse
 2  driving/bodies driving/flow driving/generator
@@ -61,11 +64,13 @@ TABLE = """
    envs/host_spaces envs/host_gymnasium envs/host_numpy envs/batched envs/host_torch envs/host_jax
 3  algorithms/actor_critic algorithms/values algorithms/flat algorithms/ppo algorithms/impala learners
 3  checkpoint
-4  topologies/fused topologies/actors
+4  topologies/fused topologies/actors topologies/central
 4  datasets/convert datasets/stream
 4  worlds curves legacy matches spectating
+4  worlds curves legacy matches spectating
 4  envs/host_driving envs/host envs/gym_export
-5  report intervals run folders feed resumption acting evaluation resimulation poison training scaling/page
+4  central/client
+5  report intervals run folders feed resumption acting serving evaluation resimulation poison training scaling/page
    scaling/grid
 6  recipes workloads bench scaling/speed scaling/profile scaling/subject scaling/agreement scaling/checks
 7  printing flags settings scaling/command scaling/speed_command scaling/profile_command scaling/plan_command
@@ -77,6 +82,8 @@ NO_JAX = (
     *("datasets/*", "actors/*", "workers", "worlds", "cli", "flags", "printing", "hosts", "launch", "pulse"),
     *("forms", "vectors", "gang", "processes", "cluster", "envs/gym_export"),
     *(f"envs/{name}" for name in ("host", "host_spaces", "host_gymnasium", "host_numpy", "host_torch", "batched")),
+    *(f"central/{name}" for name in ("wire", "credentials", "lane", "grpc_lane", "shared_lane", "batcher", "places")),
+    *("central/crew", "central/client", "central/settings"),
     *(f"driving/{name}" for name in ("scenario", "compile", "generator", "roads", "lanes", "bank")),
 )
 """Files that start fast and run in worker processes: NumPy only, transitively."""

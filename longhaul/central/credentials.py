@@ -1,0 +1,93 @@
+"""Who may speak with the inference server: a token, and TLS; both are asked for beyond loopback."""
+
+from __future__ import annotations
+
+import ipaddress
+from pathlib import Path
+from typing import Any, NamedTuple
+
+
+class Credentials(NamedTuple):
+    """What a side brings. Server: `certificate` and its `key`. Actor: `authority`, by which it knows the server."""
+
+    token: str | None = None
+    certificate: bytes | None = None  # PEM, as the others
+    key: bytes | None = None
+    authority: bytes | None = None
+
+
+NOBODY = Credentials()
+"""Without any: enough on loopback."""
+
+
+def load(
+    token_file: str | None = None, tls_cert: str | None = None, tls_key: str | None = None, tls_ca: str | None = None
+) -> Credentials:
+    """The credentials in files. ValueError, one line, where one can't be used."""
+    token = None if token_file is None else _read("--token-file", token_file).decode(errors="replace").strip()
+    if token is not None and (len(token) < 16 or not token.isascii() or not token.isprintable()):
+        raise ValueError(
+            f"--token-file {token_file} has {len(token)} characters; a token is one line of 16 or more ASCII ones"
+        )
+    if (tls_cert is None) != (tls_key is None):
+        raise ValueError("--tls-cert and --tls-key belong together; give both, or none")
+    parts = (("--tls-cert", tls_cert), ("--tls-key", tls_key), ("--tls-ca", tls_ca))
+    return Credentials(token, *(None if path is None else _read(flag, path) for flag, path in parts))
+
+
+def _read(flag: str, path: str) -> bytes:
+    try:
+        return Path(path).read_bytes()
+    except OSError as error:
+        raise ValueError(f"{flag} {path}: {error.strerror}") from error
+
+
+def split(address: str) -> tuple[str, int]:
+    """HOST:PORT. ValueError where it is none."""
+    host, colon, port = address.rpartition(":")
+    if not colon or not host or not port.isascii() or not port.isdigit() or int(port) > 65_535:
+        raise ValueError(f"{address!r} is no address; write HOST:PORT, such as 127.0.0.1:7777")
+    return host.strip("[]"), int(port)
+
+
+def is_loopback(host: str) -> bool:
+    """Whether only this machine can reach it. A name counts only if it is localhost: others may change."""
+    if host == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False
+
+
+def check_bind(address: str, credentials: Credentials) -> None:
+    """Raises ValueError where a server may not listen there."""
+    host, _ = split(address)
+    lacking = [
+        *(["--token-file"] if credentials.token is None else []),
+        *(["--tls-cert and --tls-key"] if credentials.certificate is None else []),
+    ]
+    if lacking and not is_loopback(host):
+        raise ValueError(
+            f"--bind is {address}, which other machines can reach: give {' and '.join(lacking)}, or bind to 127.0.0.1"
+        )
+
+
+def server_credentials(credentials: Credentials) -> Any:
+    """What gRPC takes for them; None without TLS."""
+    import grpc
+
+    if credentials.certificate is None:
+        return None
+    return grpc.ssl_server_credentials([(credentials.key, credentials.certificate)])
+
+
+def channel(address: str, credentials: Credentials, options: list[tuple[str, int]]) -> Any:
+    """A channel of grpc.aio to a server; with TLS where it is known by an authority, or is not on this machine."""
+    import grpc
+
+    host, _ = split(address)
+    if credentials.authority is None and is_loopback(host):
+        return grpc.aio.insecure_channel(address, options=options)
+    secure = grpc.ssl_channel_credentials(credentials.authority)
+    return grpc.aio.secure_channel(address, secure, options=options)

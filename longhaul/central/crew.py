@@ -1,0 +1,111 @@
+"""The processes of actors that a run begins itself: watched, and begun again.
+
+An actor is ended for good (killed, and waited for) before another takes its place. Who fails again and again within a
+short time ends the run.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+BACK_OFF, LONGEST = 0.1, 10.0
+"""Seconds before an actor is begun again: the first, doubled with each failure in a row, at most the last."""
+
+FAILURES, SOON = 5, 60.0
+"""So many failures, each within so many seconds of its beginning, end the run."""
+
+
+class CrewError(RuntimeError):
+    """Actors that can't go on; one line."""
+
+
+class Orders(NamedTuple):
+    """What a process that is to be an actor is told, as JSON can hold it, and the descriptors that it gets."""
+
+    about: dict[str, Any]
+    descriptors: tuple[int, ...] = ()  # closed here once it has them
+
+
+class _Place(NamedTuple):
+    process: subprocess.Popen[bytes] | None = None
+    begun: float = 0.0
+    due: float = 0.0  # when another is to begin
+    failures: int = 0
+
+
+class Processes:
+    """`actors` processes of `client.main`; a `server.Crew`. Call `close` at the end."""
+
+    def __init__(
+        self, actors: int, orders: Callable[[int], Orders], lost: Callable[[int, str], None],
+        note: Callable[[str], None] = lambda line: None,
+    ) -> None:  # fmt: skip
+        """`orders(a)`: what a new actor a is told. `lost(a, why)`: its process has ended."""
+        self._orders, self._lost, self._note = orders, lost, note
+        self._places = [_Place() for _ in range(actors)]
+        self.restarts = 0
+
+    def ids(self) -> list[int | None]:
+        """The actors' processes; None where one is yet to begin."""
+        return [place.process.pid if place.process else None for place in self._places]
+
+    def look(self, now: float) -> None:
+        for actor, place in enumerate(self._places):
+            if place.process is None:
+                if now >= place.due:
+                    self._places[actor] = place._replace(process=self._begin(actor), begun=now)
+            elif (code := place.process.poll()) is not None:
+                how = f"it was ended by {signal.Signals(-code).name}" if code < 0 else f"it ended with code {code}"
+                self._ended(actor, how)
+                self._lost(actor, how)
+
+    def _begin(self, actor: int) -> subprocess.Popen[bytes]:
+        orders = self._orders(actor)
+        # An actor computes on the CPU, with one thread; it inherits our choice of nothing else.
+        few = {"JAX_PLATFORMS": "cpu", "NPROC": "1", "OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1"}
+        process = subprocess.Popen(
+            [sys.executable, "-m", "longhaul.central.client"], stdin=subprocess.PIPE, pass_fds=orders.descriptors,
+            env=os.environ | few,
+        )  # fmt: skip
+        for descriptor in orders.descriptors:
+            os.close(descriptor)
+        assert process.stdin is not None
+        try:
+            with process.stdin as pipe:
+                pipe.write(json.dumps(orders.about | {"parent": os.getpid(), "actor": actor}).encode())
+        except BrokenPipeError:
+            pass  # it ended at once, which the next look tells
+        return process
+
+    def _ended(self, actor: int, why: str) -> None:
+        """Another one is to begin after a while. Raises CrewError where that helps not."""
+        place, now = self._places[actor], time.monotonic()
+        failures = place.failures + 1 if now - place.begun < SOON else 1
+        if failures >= FAILURES:
+            raise CrewError(f"actor {actor} failed {failures} times within {SOON:.0f} s of its beginning; {why}")
+        wait = min(LONGEST, BACK_OFF * 2 ** (failures - 1))
+        self.restarts += 1
+        self._places[actor] = _Place(None, 0.0, now + wait, failures)
+
+    def end(self, actor: int, why: str) -> None:
+        process = self._places[actor].process
+        if process is not None:
+            process.kill()
+            process.wait()
+            self._ended(actor, why)
+
+    def close(self) -> None:
+        """Ends them all. Nothing of them is left."""
+        running: Sequence[subprocess.Popen[bytes]] = [p.process for p in self._places if p.process is not None]
+        for process in running:
+            process.kill()
+        for process in running:
+            process.wait()
+        self._places = [_Place(due=float("inf")) for _ in self._places]

@@ -1,0 +1,117 @@
+"""The policy as the server runs it: compiled once for each size of a batch, all environments' memory on the device.
+
+Every action is drawn by a key of its own, fold_in of (run, batch, step, column): so what an environment is answered
+depends on no other one, nor on which of them happened to be inferred together.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from longhaul import randomness
+from longhaul.central import batcher
+from longhaul.central.trajectories import Shapes
+from longhaul.types import INFERENCE, Key, Params, PyTree
+
+GROUP, PLACE, BATCH, STEP = range(4)
+"""Of what is said about a group: which it is, its place in which batch, and the step of its trajectory."""
+
+Act = Callable[[Params, PyTree, PyTree, Key | None], tuple[jax.Array, PyTree, PyTree]]
+
+
+class Inferred(NamedTuple):
+    """Of so many groups, [n x C, ...] each, as NumPy arrays."""
+
+    action: np.ndarray
+    extras: list[np.ndarray]
+    memory: list[np.ndarray]  # before the step; [] where there is none
+
+
+class Inference:
+    """`groups` groups of `columns` environments each, of which any number is inferred at once."""
+
+    def __init__(
+        self, act: Act, memory: Callable[[int], PyTree], key: Key, policy: Params, observation: PyTree,
+        *, groups: int, columns: int, fixed: bool,
+    ) -> None:  # fmt: skip
+        """`observation` is of one column, in ShapeDtypeStructs. Compiles all sizes; `fixed`: there is only one, so that
+        every row is rounded alike, whoever else is there."""
+        self.columns, self.sizes, self._fixed = columns, batcher.buckets(groups, fixed=fixed), fixed
+        self._memory = memory(groups * columns)
+        self._act, self._initial = act, memory
+        self._key = np.asarray(jax.random.key_data(key))
+        self._program = jax.jit(self._infer, donate_argnums=1)
+        leaves, self._structure = jax.tree.leaves(observation), jax.tree.structure(observation)
+        self._stages = {
+            n: [np.zeros((n * columns, *leaf.shape), leaf.dtype) for leaf in leaves] for n in self.sizes
+        }  # fmt: skip
+        self._absent = groups
+        for size, stage in self._stages.items():
+            nobody = np.full((size, 4), groups, np.int32), np.zeros((size, columns), bool)
+            *found, self._memory = self._program(
+                policy, self._memory, self._key, *nobody, jax.tree.unflatten(self._structure, stage)
+            )  # fmt: skip
+        action, extras, before = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), found)
+        self.shapes = Shapes(observation, action, extras, before)  # of one column
+
+    def _infer(
+        self, policy: Params, memory: PyTree, key: jax.Array, about: jax.Array, begins: jax.Array, observation: PyTree
+    ) -> tuple[jax.Array, PyTree, PyTree, PyTree]:
+        """-> action, extras, memory before the step [n x C, ...], and that of all environments after it."""
+        column = jnp.arange(self.columns)
+        mine = (about[:, GROUP, None] * self.columns + column).ravel()
+        keys = _fold(_fold(key[:, None], about[:, BATCH]), about[:, STEP])
+        keys = _fold(keys[:, :, None], about[:, PLACE, None] * self.columns + column)
+        drawn = jax.random.wrap_key_data(keys.reshape(2, -1).T, impl="threefry2x32")
+        with jax.named_scope(INFERENCE):
+            fresh = self._initial(mine.size)
+            found = jax.tree.map(lambda leaf: leaf.at[mine].get(mode="clip"), memory)
+            before = jax.tree.map(lambda new, old: jnp.where(_like(begins.ravel(), old), new, old), fresh, found)
+
+            def one(memory: PyTree, observation: PyTree, key: Key) -> Any:
+                row = jax.tree.map(lambda leaf: leaf[None], (memory, observation))
+                return jax.tree.map(lambda leaf: leaf[0], self._act(policy, *row, key))
+
+            action, after, extras = jax.vmap(one)(before, observation, drawn)
+            # Groups that fill up a size are none: theirs are beyond the end, and dropped.
+            kept = jax.tree.map(lambda all_, new: all_.at[mine].set(new, mode="drop"), memory, after)
+        return action, extras, before, kept
+
+    def run(
+        self, policy: Params, about: np.ndarray, begins: np.ndarray, leaves: Sequence[Sequence[np.ndarray]]
+    ) -> Inferred:
+        """`about` int32 [n, 4]; `begins` bool [n, C]: memory is put back; `leaves`: the observations of each group."""
+        n, c = len(about), self.columns
+        size = batcher.bucket(self.sizes, n)
+        # Where there is one size, each group has rows of its own: how a row is rounded may depend on where it lies.
+        rows = about[:, GROUP] if self._fixed else np.arange(n)
+        full, starts = np.zeros((size, 4), np.int32), np.zeros((size, c), bool)
+        full[:, GROUP] = self._absent
+        full[rows], starts[rows] = about, begins
+        stage = self._stages[size]
+        for row, group in zip(rows.tolist(), leaves, strict=True):
+            for into, leaf in zip(stage, group, strict=True):
+                into[row * c : (row + 1) * c] = leaf
+        action, extras, before, self._memory = self._program(
+            policy, self._memory, self._key, full, starts, jax.tree.unflatten(self._structure, stage)
+        )
+        picked = (rows[:, None] * c + np.arange(c)).ravel() if self._fixed else slice(n * c)
+        # Waits, so that the stage may be written again.
+        parts = ([np.asarray(x)[picked] for x in jax.tree.leaves(tree)] for tree in (action, extras, before))
+        (acted,), drawn, memory = parts
+        return Inferred(acted, drawn, memory)
+
+
+def _fold(key: jax.Array, data: jax.Array) -> jax.Array:
+    """`jax.random.fold_in` of key data [2, ...] and whole numbers [...], elementwise."""
+    low = data.astype(jnp.uint32)
+    return jnp.stack(randomness.threefry(key, jnp.zeros_like(low), low))
+
+
+def _like(flags: jax.Array, leaf: jax.Array) -> jax.Array:
+    return flags.reshape(-1, *([1] * (leaf.ndim - 1)))

@@ -1,0 +1,123 @@
+"""A run's inference server: made from the Run, with the actors that it begins, and the updates from what they bring."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, closing
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+
+from longhaul.central import wire
+from longhaul.central.crew import Orders, Processes
+from longhaul.central.grpc_lane import GrpcLane
+from longhaul.central.inference import Inference
+from longhaul.central.lane import Lane
+from longhaul.central.places import Places
+from longhaul.central.server import Server
+from longhaul.central.settings import load
+from longhaul.central.shared_lane import SharedLane
+from longhaul.central.trajectories import Trajectories
+from longhaul.central.wire import Codec
+from longhaul.envs import host, host_jax
+from longhaul.run import Assembly, Named, Run, RunError, agents, named
+from longhaul.topologies import central
+from longhaul.types import Metrics, Progress
+from longhaul.vectors import Description
+
+
+class Prepared(NamedTuple):
+    """A run's learner and policy, compiled, and what holds its trajectories."""
+
+    program: central.Program
+    inference: Inference
+    places: Places
+    store: Trajectories
+    codec: Codec
+
+
+def description(run: Run) -> Description:
+    """The environment of a run, as its actors make it."""
+    assert isinstance(run.environment, Named)
+    return host.describe(f"jax/{run.environment.env}")
+
+
+def prepare(run: Run, assembly: Assembly, progress: Progress) -> Prepared:
+    """Compiles what a run like `progress` needs."""
+    assert isinstance(run.environment, Named) and run.acting.actors is not None
+    environment, groups = named(run.environment), run.acting.actors * run.central.slots
+    columns = run.num_envs // groups * agents(run)
+    names = jax.eval_shape(lambda key: environment.metrics(environment.reset(key)[0]), jax.random.key(0))
+    codec = Codec(wire.layout(host_jax.host_spec(environment), columns, tuple(sorted(names))))
+    algorithm, staleness = assembly.algorithm, run.acting.staleness
+    policy = central.local(jax.jit(algorithm.policy)(progress.state))
+    inference = Inference(
+        algorithm.act, algorithm.memory, central.acting_key(progress), policy, assembly.spec.observation,
+        groups=groups, columns=columns, fixed=staleness == 0,
+    )  # fmt: skip
+    places = Places(groups, staleness, int(progress.updates), assembly.updates)
+    store = Trajectories(
+        inference.shapes, rooms=places.rooms, steps=run.num_steps, places=groups, columns=columns,
+        interval=assembly.spec.truncation_interval,
+    )  # fmt: skip
+    program = central.compiled(algorithm, store.batch(places.version)[0], progress, assembly.mesh)
+    return Prepared(program, inference, places, store, codec)
+
+
+def calls(
+    run: Run, assembly: Assembly, prepared: Prepared, progress: Progress, note: Callable[[str], None]
+) -> Generator[tuple[Progress, int, Metrics]]:
+    """All updates that are left, as `fused.fused` has them. Close it: then neither server nor actor is left."""
+    assert run.acting.actors is not None
+    slots, begun = run.central.slots, int(progress.updates)
+    policy = central.local(jax.jit(assembly.algorithm.policy)(progress.state))
+
+    def seeds(actor: int, life: int) -> list[int]:
+        """Of an actor's groups; no life's are another's, nor those before a checkpoint those after it."""
+        sequence = np.random.SeedSequence([run.seed, begun, actor, life])
+        return [int(seed) >> 1 for seed in sequence.generate_state(slots, np.uint32)]
+
+    with ExitStack() as closed:
+        lane = closed.enter_context(closing(_lane(run, prepared.codec, seeds)))
+        crew = None
+        if run.central.bind is None:
+            crew = closed.enter_context(closing(_crew(run, prepared.codec, lane)))
+        elif isinstance(lane, GrpcLane):
+            note(f"waits for {run.acting.actors} actors at {lane.address}")
+        server = Server(
+            lane, prepared.inference, prepared.places, prepared.store, slots=slots,
+            scores=prepared.codec.layout.scores, crew=crew, note=note,
+        )  # fmt: skip
+        yield from central.central(prepared.program, server, progress, policy, updates=assembly.updates)
+
+
+def _lane(run: Run, codec: Codec, seeds: Callable[[int, int], list[int]]) -> Lane:
+    assert run.acting.actors is not None
+    if run.central.lane == "shm":
+        return SharedLane(codec, run.acting.actors, run.central.slots, seeds)
+    try:
+        bind, held = run.central.bind or "127.0.0.1:0", load(run.central)
+        return GrpcLane(codec, run.acting.actors, run.central.slots, seeds, bind=bind, credentials=held)
+    except ValueError as error:
+        raise RunError(str(error)) from error
+
+
+def _crew(run: Run, codec: Codec, lane: Lane) -> Processes:
+    """Actors on this machine."""
+    assert run.acting.actors is not None
+    groups = run.acting.actors * run.central.slots
+    about: dict[str, Any] = {
+        "environment": list(description(run)), "worlds": run.num_envs // groups, "slots": run.central.slots,
+        "scores": list(codec.layout.scores), "lane": run.central.lane,
+    }  # fmt: skip
+
+    def orders(actor: int) -> Orders:
+        if isinstance(lane, SharedLane):
+            ends = lane.join(actor)
+            return Orders(about | {"ends": list(ends)}, ends[:3])
+        assert isinstance(lane, GrpcLane)
+        found = {"address": lane.address, "token_file": run.central.token_file, "authority": run.central.tls_cert}
+        return Orders(about | found)
+
+    return Processes(run.acting.actors, orders, lane.cut)
