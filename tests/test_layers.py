@@ -66,9 +66,7 @@ TABLE = """
 3  checkpoint
 4  topologies/fused topologies/actors topologies/central
 4  datasets/convert datasets/stream
-4  worlds curves legacy matches spectating
-4  envs/host_driving envs/host envs/gym_export
-4  central/client
+4  worlds curves legacy matches spectating envs/host_driving envs/host envs/gym_export central/client
 5  report intervals run folders feed resumption acting serving evaluation resimulation poison training scaling/page
    scaling/grid
 6  recipes workloads bench scaling/speed scaling/profile scaling/subject scaling/agreement scaling/checks
