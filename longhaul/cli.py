@@ -30,7 +30,7 @@ COMMANDS = {
     "play": "HackMatrix in the terminal: play it, or watch an agent",
     "recipes": "the recipes of longhaul train",
     "envs": "the environments of longhaul train ppo --env NAME",
-    "launch": "a training run in several processes on this machine, looked after: launch --hosts N -- train ...",
+    "launch": "a training run in several processes, here or on Ray, looked after: launch --hosts N -- train ...",
     "status": "how far a run is",
     "doctor": "whether a run is in good health, or a recipe fit for many devices",
     "scaling": "a grid of runs over model sizes and scenarios, and the law through it",
