@@ -20,8 +20,8 @@ PACKAGE = Path(__file__).resolve().parent.parent / "longhaul"
 # Layer, then its files. A file may import from lower layers, and from the files named before it on its own line;
 # an indented line goes on with the one before.
 TABLE = """
-0  __init__ forms types pulse telemetry randomness leaves staging pages records workers compilation clock stopping terminal
-   tracking tracker
+0  __init__ forms types pulse telemetry randomness leaves staging pages records workers compilation clock stopping
+   terminal tracking tracker
 0  algorithms/__init__
 0  datasets/__init__ datasets/log
 0  driving/__init__
@@ -63,7 +63,7 @@ TABLE = """
 4  topologies/fused topologies/actors
 4  datasets/convert datasets/stream
 4  worlds curves legacy matches spectating
-4  envs/host_driving envs/host envs/gym_export
+4  envs/host_driving envs/host envs/gym_export hosted
 5  report intervals run folders feed resumption acting evaluation resimulation poison training scaling/page
    scaling/grid
 6  recipes workloads bench scaling/speed scaling/profile scaling/subject scaling/agreement scaling/checks
