@@ -154,7 +154,8 @@ AUTO = ("mesh", "actors", "threads", "bank-updates", "evaluation-episodes", "log
 """Flags whose None is decided from the rest."""
 
 FREE = (
-    *("actor-kind", "log-interval", "block", "save-interval-minutes", "save-interval", "keep", "keep-every", "rollbacks"),
+    "actor-kind",
+    *("log-interval", "block", "save-interval-minutes", "save-interval", "keep", "keep-every", "rollbacks"),
     *("health", "health-entropy", "health-kl", "health-clip", "health-window", "health-solved"),
 )
 """Flags that may differ when a run is gone on with: they change no number."""

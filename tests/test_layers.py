@@ -34,6 +34,7 @@ TABLE = """
 1  precision returns distributions encoders perceptron networks dial normalise mesh partition shards hosts shuffle
    provenance footprint
 1  actors/tickets actors/memory actors/doorbell actors/lane actors/desk actors/worker actors/crew actors/settings
+   actors/slots
 1  vectors
 1  datasets/projection
 1  scaling/law scaling/rules scaling/compiled scaling/instructions scaling/trace scaling/chips scaling/plan
@@ -66,7 +67,8 @@ TABLE = """
 4  envs/host_driving envs/host envs/gym_export hosted
 5  report intervals run folders feed resumption acting evaluation resimulation poison training scaling/page
    scaling/grid
-6  recipes workloads bench scaling/speed scaling/profile scaling/subject scaling/agreement scaling/checks
+6  recipes workloads acting_workloads bench scaling/speed scaling/profile scaling/subject scaling/agreement
+   scaling/checks
 7  printing flags settings scaling/command scaling/speed_command scaling/profile_command scaling/plan_command
    scaling/doctor
    commands assessment console play gang processes cluster launch cli __main__
