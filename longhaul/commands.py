@@ -17,6 +17,8 @@ from longhaul import (
     flags,
     footprint,
     hosts,
+    learners,
+    partition,
     printing,
     pulse,
     recipes,
@@ -27,10 +29,10 @@ from longhaul import (
     training,
 )
 from longhaul.envs import host, registry
-from longhaul.feed import feed
+from longhaul.feed import feed, spec
 from longhaul.flags import ALONE, DEBUG, TEXT, Flag, FlagError
 from longhaul.folders import find_folder, load_run, new_folder, save_run
-from longhaul.mesh import Shape
+from longhaul.mesh import Shape, identity
 from longhaul.provenance import provenance
 from longhaul.run import Driving, Run, RunError, agents, from_dict, named, on_cpu, resolve, to_dict
 from longhaul.scaling import command as scaling
@@ -183,6 +185,9 @@ def _begin(
     assert run.devices is not None
     training.prepare_devices(run.all_devices, run.threads)
     source = feed(run) if isinstance(task, Driving) and task.data else None
+    if run.model > 1:
+        algorithm = learners.make(spec(run), run.algorithm, updates=1, mean=identity)
+        partition.check(jax.eval_shape(algorithm.init, jax.random.key(0)), run.mesh)
     about = provenance() | {"data": source.about if source else None}
     folder = new_folder(runs_dir, run, parsed.values["run-name"], parsed.values["run-suffix"])
     try:

@@ -220,9 +220,8 @@ def resolve(run: Run) -> Run:
 
 def _acting(run: Run, devices: int) -> Acting:
     """Who acts, where that is no matter of the learner's program."""
-    hosted_env = isinstance(run.environment, Named) and hosted.is_hosted(run.environment.env)
     if run.topology == "fused":
-        if hosted_env:
+        if isinstance(run.environment, Named) and hosted.is_hosted(run.environment.env):
             raise RunError(f"--env {run.environment.env} is stepped on the host; choose --topology actors or central")
         return run.acting
     if run.deterministic:

@@ -64,9 +64,9 @@ TABLE = """
    envs/host_spaces envs/host_gymnasium envs/host_numpy envs/batched envs/host_torch envs/host_jax
 3  algorithms/actor_critic algorithms/values algorithms/flat algorithms/ppo algorithms/impala learners
 3  checkpoint
-4  topologies/fused topologies/actors topologies/central
 4  datasets/convert datasets/stream
-4  worlds curves legacy matches spectating envs/host_driving envs/host envs/gym_export hosted central/client
+4  topologies/fused topologies/actors topologies/central worlds curves legacy matches spectating
+   envs/host_driving envs/host envs/gym_export hosted central/client
 5  report intervals run folders feed resumption acting serving evaluation resimulation poison training scaling/page
    scaling/grid
 6  recipes workloads acting_workloads bench scaling/speed scaling/profile scaling/subject scaling/agreement
