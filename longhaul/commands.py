@@ -17,6 +17,7 @@ from longhaul import (
     flags,
     footprint,
     hosts,
+    live,
     printing,
     pulse,
     recipes,
@@ -233,6 +234,7 @@ def status(words: Sequence[str]) -> int:
     rows = [
         ("run", str(folder)),
         ("recipe", run.recipe),
+        ("topology", run.topology),
         ("commit", str(about.get("commit") or "unknown")),
         ("state", "done" if result.is_file() else going_on),
         ("agent steps", f"{done:,} of {total:,} ({done / total:.1%})"),
@@ -250,6 +252,7 @@ def status(words: Sequence[str]) -> int:
         age = time.time() - (folder / "metrics.jsonl").stat().st_mtime
         rows.append(("last record", f"{max(0, round(age))} s ago"))
     printing.listing(rows)
+    live.show(folder)
     if result.is_file():
         printing.scores(json.loads(result.read_text())["evaluation"])
     return 0

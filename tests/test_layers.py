@@ -61,15 +61,14 @@ TABLE = """
    envs/host_spaces envs/host_gymnasium envs/host_numpy envs/batched envs/host_torch envs/host_jax
 3  algorithms/actor_critic algorithms/values algorithms/flat algorithms/ppo algorithms/impala learners
 3  checkpoint
-4  topologies/fused topologies/actors
 4  datasets/convert datasets/stream
-4  worlds curves legacy matches spectating
-4  envs/host_driving envs/host envs/gym_export hosted
+4  worlds curves legacy matches spectating topologies/fused topologies/actors envs/host_driving envs/host envs/gym_export
+   hosted
 5  report intervals run folders feed resumption acting evaluation resimulation poison training scaling/page
    scaling/grid
 6  recipes workloads acting_workloads bench scaling/speed scaling/profile scaling/subject scaling/agreement
    scaling/checks
-7  printing flags settings scaling/command scaling/speed_command scaling/profile_command scaling/plan_command
+7  printing live flags settings scaling/command scaling/speed_command scaling/profile_command scaling/plan_command
    scaling/doctor
    commands assessment console play gang processes cluster launch cli __main__
 """
