@@ -307,7 +307,7 @@ def _bench(words: Sequence[str]) -> int:
         Flag("actors", INT, None, "of actors: how many", shown="2"),
         Flag("actor_kind", choice(("process", "thread")), None, "of actors", shown="process"),
         Flag("staleness", INT, None, "of actors", shown="1"),
-        Flag("streams", INT, None, "of transport: slots of the client", shown="8"),
+        Flag("streams", INT, None, "of transport: slots of the client", shown="16"),
         Flag("rules", choice(("jax", "canonical")), None, "of hackmatrix-env", shown="jax"),
     ]
     groups = {"": [name, out, DEBUG], "sizes": driving}

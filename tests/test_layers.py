@@ -71,7 +71,7 @@ TABLE = """
    scaling/grid
 6  recipes workloads acting_workloads bench scaling/speed scaling/profile scaling/subject scaling/agreement
    scaling/checks
-7  printing flags settings scaling/command scaling/speed_command scaling/profile_command scaling/plan_command
+7  printing live flags settings scaling/command scaling/speed_command scaling/profile_command scaling/plan_command
    scaling/doctor
    commands assessment console play gang processes cluster launch cli __main__
 """
