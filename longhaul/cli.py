@@ -303,6 +303,11 @@ def _bench(words: Sequence[str]) -> int:
         Flag("num_envs", INT, None, "of cartpole, driving-train, hackmatrix-env, hackmatrix-ppo: worlds", shown="256"),
         Flag("num_steps", INT, None, "of all but those of cartpole and driving-train: steps of each", shown="its own"),
         Flag("precision", choice(("fp32", "bf16")), None, "of hackmatrix-ppo", shown="fp32"),
+        Flag("env", TEXT, (), "of actors: environments, a figure for each", True, "three CartPoles"),
+        Flag("actors", INT, None, "of actors: how many", shown="2"),
+        Flag("actor_kind", choice(("process", "thread")), None, "of actors", shown="process"),
+        Flag("staleness", INT, None, "of actors", shown="1"),
+        Flag("streams", INT, None, "of transport: slots of the client", shown="16"),
         Flag("rules", choice(("jax", "canonical")), None, "of hackmatrix-env", shown="jax"),
     ]
     groups = {"": [name, out, DEBUG], "sizes": driving}

@@ -17,6 +17,7 @@ from longhaul import (
     flags,
     footprint,
     hosts,
+    live,
     printing,
     pulse,
     recipes,
@@ -26,7 +27,7 @@ from longhaul import (
     tracking,
     training,
 )
-from longhaul.envs import registry
+from longhaul.envs import host, registry
 from longhaul.feed import feed
 from longhaul.flags import ALONE, DEBUG, TEXT, Flag, FlagError
 from longhaul.folders import find_folder, load_run, new_folder, save_run
@@ -210,6 +211,8 @@ def show_envs(words: Sequence[str]) -> int:
     """`longhaul envs`."""
     flags.parse("envs", "The environments of longhaul train ppo --env NAME.", {"": [DEBUG]}, words)
     printing.listing([*registry.names(), ("driving", "the recipe driving: generated scenarios, or logs by --data")])
+    print("\nOn the host, for actors:")
+    printing.listing(host.names())
     return 0
 
 
@@ -231,6 +234,7 @@ def status(words: Sequence[str]) -> int:
     rows = [
         ("run", str(folder)),
         ("recipe", run.recipe),
+        ("topology", run.topology),
         ("commit", str(about.get("commit") or "unknown")),
         ("state", "done" if result.is_file() else going_on),
         ("agent steps", f"{done:,} of {total:,} ({done / total:.1%})"),
@@ -248,6 +252,7 @@ def status(words: Sequence[str]) -> int:
         age = time.time() - (folder / "metrics.jsonl").stat().st_mtime
         rows.append(("last record", f"{max(0, round(age))} s ago"))
     printing.listing(rows)
+    live.show(folder)
     if result.is_file():
         printing.scores(json.loads(result.read_text())["evaluation"])
     return 0

@@ -159,7 +159,10 @@ def check_action(spec: HostSpec, columns: int, action: Any) -> np.ndarray:
 
 
 def specification(spec: HostSpec) -> types.Spec:
-    """The same for algorithms. What means no quantity (`Leaf.choices`) is stored as it is, and seen as ones of many."""
+    """The same for algorithms; of a whole vector `envs.host.specification` knows more.
+
+    What means no quantity (`Leaf.choices`) is stored as it is, and seen by networks as ones of many.
+    """
     import jax
     import jax.numpy as jnp
 

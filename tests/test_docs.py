@@ -30,10 +30,11 @@ def run_blocks(text: str, name: str, monkeypatch: pytest.MonkeyPatch) -> dict[st
     return module.__dict__
 
 
-@pytest.mark.parametrize(("name", "result"), [("add-an-environment", "mean_length"), ("add-an-algorithm", "probe")])
-def test_the_examples_of_a_page_reach_what_they_claim(
-    name: str, result: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.mark.parametrize(
+    ("name", "result"),
+    [("add-an-environment", "mean_length"), ("add-an-algorithm", "probe"), ("environments", "mean_return")],
+)
+def test_the_examples_of_a_page_reach_what_they_claim(name: str, result: str, monkeypatch: pytest.MonkeyPatch) -> None:
     assert result in run_blocks((ROOT / f"docs/{name}.md").read_text(), name, monkeypatch)
 
 

@@ -15,7 +15,7 @@ import pytest
 
 from longhaul import vectors
 from longhaul.algorithms import ppo
-from longhaul.envs import batched, host, host_gymnasium, host_spaces, registry
+from longhaul.envs import batched, host, host_gymnasium, host_spaces, host_torch, registry
 from longhaul.forms import Box, Leaf, Masked, MultiDiscrete, leaves, mapped
 from longhaul.mesh import identity
 from longhaul.vectors import Description, HostStep, HostVector
@@ -295,15 +295,17 @@ def test_what_means_no_quantity_is_seen_as_one_of_many() -> None:
     seen = blackjack.expand(tuple(np.array([n], np.int32) for n in (17, 3, 1)))
     assert [x.shape for x in seen] == [(1, 32), (1, 11), (1, 2)]
     assert vectors.specification(made("gymnasium/CartPole-v1").spec).expand is None
+    assert host.specification(made("gymnasium/FrozenLake-v1")).expand is not None
+    assert host.specification(made("jax/cartpole")) == registry.make("cartpole").spec
 
 
 def test_an_algorithm_acts_on_what_a_vector_gives() -> None:
     vector = made("gymnasium/Taxi-v4", 2, mask="action_mask")
     algorithm = ppo.ppo(vectors.specification(vector.spec), ppo.Config(), updates=1, mean=identity)
-    policy = algorithm.policy(algorithm.init(jax.random.key(0)))
-    seen = vector.reset(1)
+    policy = algorithm.policy(jax.jit(algorithm.init)(jax.random.key(0)))
+    seen, act = vector.reset(1), jax.jit(algorithm.act)
     for t in range(8):
-        action, _, _ = algorithm.act(policy, (), seen, jax.random.key(t))
+        action, _, _ = act(policy, (), seen, jax.random.key(t))
         assert np.take_along_axis(seen.mask, np.asarray(action)[:, None], 1).all()
         seen = vector.step(np.asarray(action)).observation
 
@@ -379,3 +381,42 @@ def test_interval_starts_anew() -> None:
     with pytest.raises(ValueError, match="1 steps after another"):
         interval.check(np.array([True]))
     assert leaves(made(COUNT).spec.observation)[0].choices == (4,)
+
+
+def test_tensors_are_seen_in_their_own_memory_and_finals_are_told_or_not() -> None:
+    torch = pytest.importorskip("torch")
+    name = "torch/tests.host_worlds:Tensors"
+    for tell in (True, False):
+        options = {"tell": tell, "final_observations": tell, "action_bound": 1.0}
+        check_vector(lambda options=options: made(name, 3, **options), steps=20)
+        vector = made(name, 3, **options)
+        seen = vector.reset(2).copy()
+        assert vector.spec.true_successors == tell
+        assert vector.spec.observation == Leaf((2,), np.dtype(np.float32))
+        for t in range(1, 9):
+            step = vector.step(np.array([[-1.0], [-1.0], [1.0 if t == 3 else -1.0]], np.float32))
+            final = step.finals
+            for row, column in enumerate(final.columns):
+                expected = seen[column] + [tell, 0.0]  # the step's number, where the environment tells it
+                assert np.array_equal(final.observation[row], expected)
+            assert step.terminated.tolist() == [False, False, t == 3]
+            assert step.truncated[:2].tolist() == [t in (4, 8)] * 2
+            seen = step.observation.copy()
+    with pytest.raises(ValueError, match=r"without bounds; the option action_bound=1\.0"):
+        made(name)
+    tensor = torch.arange(6.0).reshape(2, 3)
+    assert np.shares_memory(host_torch._numpy(tensor), tensor.numpy())
+    vector = made(name, 3, action_bound=1.0)
+    vector.reset(0)
+    led_to = vector.on_device(jax.numpy.full((3, 1), -0.5))  # type: ignore[attr-defined]
+    assert led_to.reward.tolist() == [1.0] * 3
+    assert led_to.observation.shape == (3, 2)
+    assert not led_to.terminated.any()
+
+
+@pytest.mark.parametrize("name", ["CartPole-v1", "Pendulum-v1", "FrozenLake-v1"])
+def test_envpool_keeps_the_contract(name: str) -> None:
+    pytest.importorskip("envpool")
+    taken = check_vector(lambda: made(f"envpool/{name}", max_episode_steps=20), steps=50)
+    assert any(not step.valid.all() for step in taken)
+    assert any(len(step.finals.columns) for step in taken)

@@ -20,8 +20,8 @@ PACKAGE = Path(__file__).resolve().parent.parent / "longhaul"
 # Layer, then its files. A file may import from lower layers, and from the files named before it on its own line;
 # an indented line goes on with the one before.
 TABLE = """
-0  __init__ forms types pulse telemetry randomness leaves staging pages records workers compilation clock stopping terminal
-   tracking tracker
+0  __init__ forms types pulse telemetry randomness leaves staging pages records workers compilation clock stopping
+   terminal tracking tracker
 0  algorithms/__init__
 0  datasets/__init__ datasets/log
 0  driving/__init__
@@ -32,10 +32,11 @@ TABLE = """
 0  scaling/__init__
 0  verdicts
 1  trends health watch
-1  vectors
 1  precision returns distributions encoders perceptron networks dial normalise mesh partition shards hosts shuffle
    provenance footprint
 1  actors/tickets actors/memory actors/doorbell actors/lane actors/desk actors/worker actors/crew actors/settings
+   actors/slots
+1  vectors
 1  datasets/projection
 1  scaling/law scaling/rules scaling/compiled scaling/instructions scaling/trace scaling/chips scaling/plan
 1  datasets/wire datasets/soundness datasets/tfrecord datasets/plain_pickle datasets/outlines datasets/geopackage
@@ -60,27 +61,29 @@ TABLE = """
    envs/hackmatrix/canonical_reward envs/hackmatrix/canonical envs/hackmatrix/game envs/hackmatrix/view
    envs/hackmatrix/hints envs/hackmatrix/screen
    envs/probes envs/classic envs/registry
-   envs/host_spaces envs/host_gymnasium envs/host_numpy envs/batched envs/host_torch envs/host_jax envs/host
+   envs/host_spaces envs/host_gymnasium envs/host_numpy envs/batched envs/host_torch envs/host_jax
 3  algorithms/actor_critic algorithms/values algorithms/flat algorithms/ppo algorithms/impala learners
 3  checkpoint
-4  topologies/fused topologies/actors topologies/central central/client
 4  datasets/convert datasets/stream
-4  worlds curves legacy matches spectating
+4  worlds curves legacy matches spectating topologies/fused topologies/actors topologies/central
+   envs/host_driving envs/host envs/gym_export hosted central/client
 5  report intervals run folders feed resumption acting serving evaluation resimulation poison training scaling/page
    scaling/grid
-6  recipes workloads bench scaling/speed scaling/profile scaling/subject scaling/agreement scaling/checks
-7  printing flags settings scaling/command scaling/speed_command scaling/profile_command scaling/plan_command
+6  recipes workloads acting_workloads bench scaling/speed scaling/profile scaling/subject scaling/agreement
+   scaling/checks
+7  printing live flags settings scaling/command scaling/speed_command scaling/profile_command scaling/plan_command
    scaling/doctor
    commands assessment console play gang processes cluster launch cli __main__
 """
 
 NO_JAX = (
     *("datasets/*", "actors/*", "workers", "worlds", "cli", "flags", "printing", "hosts", "launch", "pulse"),
-    *("forms", "vectors", *(f"envs/{name}" for name in ("host", "host_spaces", "host_gymnasium"))),
-    *("envs/host_numpy", "envs/host_torch", "envs/batched"),
+    *("forms", "vectors"),
+    *("gang", "processes", "cluster"),
+    *(f"envs/{name}" for name in ("host", "host_spaces", "host_gymnasium", "host_numpy", "host_torch", "batched")),
+    "envs/gym_export",
     *(f"central/{name}" for name in ("wire", "credentials", "lane", "grpc_lane", "shared_lane", "batcher", "places")),
     *("central/crew", "central/client", "central/settings"),
-    *("gang", "processes", "cluster"),
     *(f"driving/{name}" for name in ("scenario", "compile", "generator", "roads", "lanes", "bank")),
 )
 """Files that start fast and run in worker processes: NumPy only, transitively."""
@@ -99,7 +102,7 @@ CORE = {
 }
 OPTIONAL = {
     *("stoa", "gymnax", "brax", "jumanji", "mujoco_playground", "navix", "craftax", "gymnasium", "ale_py", "envpool"),
-    "torch",
+    *("torch", "stable_baselines3"),
     *("ray", "grpc", "pyarrow", "tensorboard", "wandb", "tokenizers", "safetensors", "tensorflow"),
     *("beartype", "imageio_ffmpeg"),
 }

@@ -8,9 +8,13 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
+from longhaul import vectors
 from longhaul.vectors import Description, HostVector
+
+if TYPE_CHECKING:
+    from longhaul import types
 
 
 class Kind(NamedTuple):
@@ -42,7 +46,7 @@ KINDS: dict[str, Kind] = {
         "EnvPool, synchronous",
     ),
     "torch": Kind(
-        "longhaul.envs.host_torch", "torch", ("gymnasium", "torch"), "longhaul[host] and torch",
+        "longhaul.envs.host_torch", "torch", ("gymnasium", "torch"), "longhaul[host] torch",
         "torch/my_package:make", "vector environments of torch tensors, as Isaac Lab has them",
     ),
     "numpy": Kind(
@@ -52,6 +56,10 @@ KINDS: dict[str, Kind] = {
     "jax": Kind(
         "longhaul.envs.host_jax", "named", (), "", "jax/cartpole",
         "Longhaul's own environments, stepped in batches by a compiled call",
+    ),
+    "driving": Kind(
+        "longhaul.envs.host_driving", "driving", (), "", "driving/generated",
+        "driving in generated scenarios, or driving/PATH in logs; an agent is a column",
     ),
 }  # fmt: skip
 
@@ -79,6 +87,13 @@ def make(description: Description, num_envs: int, seed: int = 0) -> HostVector:
         if "argument" in str(error):  # an option that it does not take
             raise ValueError(f"{description}: {error}") from error
         raise
+
+
+def specification(vector: HostVector) -> types.Spec:
+    """What algorithms are told of a vector: of our own environments all they say, packed observations among it."""
+    from longhaul.envs.host_jax import JaxVector
+
+    return vector.programs.environment.spec if isinstance(vector, JaxVector) else vectors.specification(vector.spec)
 
 
 def missing(kind: Kind) -> list[str]:

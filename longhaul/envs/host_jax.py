@@ -97,7 +97,7 @@ class JaxVector:
     """Worlds as `programs` step them. Algorithms may take `programs.environment.spec` as it is."""
 
     def __init__(self, programs: Programs) -> None:
-        self._programs, self.spec, self.worlds = programs, programs.spec, programs.worlds
+        self.programs, self.spec, self.worlds = programs, programs.spec, programs.worlds
         self.columns = self.worlds * (self.spec.agents or 1)
         self._none = no_finals(self.spec)
         shape, _ = action_shape(self.spec.action)
@@ -106,7 +106,7 @@ class JaxVector:
 
     def reset(self, seed: int, out: Slot | None = None) -> Tree:
         out = slot(self.spec, self.columns) if out is None else out
-        self._running, observation = self._programs.begin(jax.random.key(seed))
+        self._running, observation = self.programs.begin(jax.random.key(seed))
         write(out.observation, self._flat(observation))
         return out.observation
 
@@ -116,7 +116,7 @@ class JaxVector:
         action = check_action(self.spec, self.columns, action).reshape(self._shape)
         out = slot(self.spec, self.columns) if out is None else out
         valid = np.array(self._running.valid).reshape(-1)
-        running, led_to, ended, over = self._programs.advance(self._running, action)
+        running, led_to, ended, over = self.programs.advance(self._running, action)
         flags = (led_to.reward, led_to.terminated, led_to.truncated)
         write((out.reward, out.terminated, out.truncated), tuple(np.asarray(x).reshape(-1) for x in flags))
         out.valid[:] = valid
@@ -124,10 +124,10 @@ class JaxVector:
             flag *= valid
         finals = self._finals(running, led_to.successor, np.asarray(ended).reshape(-1))
         observation, over = led_to.observation, np.flatnonzero(np.asarray(over))
-        for i in range(0, len(over), self._programs.chunk):
-            which = np.full(self._programs.chunk, self.worlds, np.int32)
-            which[: len(over) - i] = over[i : i + self._programs.chunk]
-            running, observation = self._programs.restart(running, observation, which)
+        for i in range(0, len(over), self.programs.chunk):
+            which = np.full(self.programs.chunk, self.worlds, np.int32)
+            which[: len(over) - i] = over[i : i + self.programs.chunk]
+            running, observation = self.programs.restart(running, observation, which)
         self._running = running
         write(out.observation, self._flat(observation))
         return HostStep(*out, finals)
@@ -142,7 +142,7 @@ class JaxVector:
         rows = np.flatnonzero(ended)
         scores = {
             name: Measure(*(np.asarray(part).reshape(self.columns)[rows] for part in measure))
-            for name, measure in self._programs.score(running.state).items()
+            for name, measure in self.programs.score(running.state).items()
         }
         return Finals(rows.astype(np.int32), take(self._flat(successor), rows), scores)
 
@@ -151,7 +151,7 @@ class JaxVector:
 
     def restore(self, state: Tree) -> None:
         """Of any vector of the same environment and size; ValueError where it is of another."""
-        wanted, form = jax.tree.flatten(self._programs.likeness)
+        wanted, form = jax.tree.flatten(self.programs.likeness)
         stored = [jax.eval_shape(jax.random.key_data, x) if _is_key(x) else x for x in wanted]
         if [(x.shape, x.dtype) for x in stored] != [(x.shape, x.dtype) for x in state]:
             raise ValueError("the state is of another environment, or of another number of worlds")

@@ -1,0 +1,51 @@
+"""Driving as an environment on the host: in generated scenarios, or in logs on disk."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import jax
+
+from longhaul import worlds
+from longhaul.driving import bank, simulator
+from longhaul.driving.config import Config
+from longhaul.envs.host_jax import JaxVector, Programs
+
+GENERATED = "generated"
+
+
+def environment(
+    name: str = GENERATED, *, scenarios: int = 64, first: int = 0, horizon: int | None = None, objects: int = 128,
+    least: int = 1, **settings: Any,
+) -> simulator.Simulator:  # fmt: skip
+    """Driving in `scenarios` generated ones from seed `first` on, or in the files that the path `name` means.
+
+    `settings` are those of `driving.config.Config`: agents, traffic, dynamics, actions ...; `horizon`, `objects` and
+    `least` those of `run.Driving`. Raises ValueError or BadData, one line, where they can't be used.
+    """
+    if name == GENERATED and scenarios < 1:
+        raise ValueError(f"scenarios is {scenarios}; at least 1 is needed")
+    try:
+        config = Config(**settings)
+    except TypeError as error:
+        raise ValueError(f"driving: {error}") from error
+    # The bank stays an array beside the program; else it is text inside of it, and larger.
+    jax.config.update("jax_use_simplified_jaxpr_constants", True)
+    if name == GENERATED:
+        made = worlds.generated(
+            first, scenarios, agents=config.agents, horizon=horizon, workers=1, control=config.control, least=least
+        )
+    else:
+        made = worlds.from_logs([name], agents=config.agents, horizon=horizon, objects=objects, control=config.control)
+    return simulator.driving(bank.stack(made, agents=config.agents), config)
+
+
+@functools.cache
+def _programs(name: str, num_envs: int, options: tuple[tuple[str, Any], ...]) -> Programs:
+    return Programs(environment(name, **dict(options)), num_envs)
+
+
+def driving(name: str, num_envs: int, seed: int, **options: Any) -> JaxVector:
+    """`environment(name, **options)`, each agent a column; those with the same options share scenarios and programs."""
+    return JaxVector(_programs(name, num_envs, tuple(sorted(options.items()))))
