@@ -156,7 +156,9 @@ def by_hand(
             acted.append(action)
             steps = [v.step(action[g * c : (g + 1) * c]) for g, v in enumerate(vectors)]
             seen = [np.array(step.observation) for step in steps]
-            flags = [np.concatenate([np.array(getattr(s, n)) for s in steps]) for n in ("reward", "terminated", "truncated")]
+            flags = [
+                np.concatenate([np.array(getattr(s, n)) for s in steps]) for n in ("reward", "terminated", "truncated")
+            ]
             rows.append((observation, action, *flags, extras))
         from longhaul.types import Rollout, Successors
 

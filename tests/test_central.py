@@ -71,7 +71,9 @@ def test_without_staleness_it_is_the_synchronous_loop_by_either_lane() -> None:
     np.testing.assert_array_equal(shared_acted, sent_acted)
     for one, other in zip(shared, sent, strict=True):
         np.testing.assert_array_equal(one, other)  # bit for bit: only the way of the bytes differs
-    assert any((a != b).any() for a, b in zip(wanted, jax.tree.leaves(algorithm.policy(algorithm.init(jax.random.key(0))))))
+    assert any(
+        (a != b).any() for a, b in zip(wanted, jax.tree.leaves(algorithm.policy(algorithm.init(jax.random.key(0)))))
+    )
 
 
 # ------------------------------------------------------------------------------------------------- what was learnt from
