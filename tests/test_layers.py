@@ -73,7 +73,8 @@ TABLE = """
    scaling/checks
 7  printing live flags settings scaling/command scaling/speed_command scaling/profile_command scaling/plan_command
    scaling/doctor
-   commands assessment console play gang processes cluster launch cli __main__
+   commands assessment console play gang processes cluster launch actor_command cli
+   __main__
 """
 
 NO_JAX = (
