@@ -300,7 +300,7 @@ def test_rewards_are_shaped_as_the_paper_has_it() -> None:
     [
         ({"optimiser": "sgd"}, "optimiser is 'sgd'; it must be one of rmsprop, adam"),
         ({"reward_clip": "some"}, "reward_clip is 'some'; it must be one of none, unit, asymmetric"),
-        ({"accumulate": 7}, "accumulate is 7, which does not divide the 96 steps of a minibatch; choose one of 1, 2, 3"),
+        ({"accumulate": 7}, "accumulate is 7, which does not divide the 96 steps of a minibatch; choose one of 1, 2"),
         ({"num_minibatches": 5}, "num_minibatches is 5, which does not divide the 96 steps of a batch"),
         ({"num_minibatches": 16, "memory": 4}, "num_minibatches is 16, which does not divide the 8 environments"),
         ({"vtrace_lambda": 1.5}, "vtrace_lambda is 1.5; it must lie in 0 to 1"),
