@@ -55,9 +55,9 @@ def records(folder: Path) -> list[dict[str, Any]]:
 
 
 def result(folder: Path) -> dict[str, Any]:
-    """result.json, without the times."""
+    """result.json, without the times, and without the memory, which depends on how many updates a call has."""
     found: dict[str, Any] = json.loads((folder / "result.json").read_text())
-    return {k: v for k, v in found.items() if not k.endswith("seconds") and k not in TIMES}
+    return {k: v for k, v in found.items() if not k.endswith("seconds") and k not in {*TIMES, "memory"}}
 
 
 def checkpoints(folder: Path) -> list[int]:
