@@ -62,8 +62,8 @@ TABLE = """
 3  algorithms/actor_critic algorithms/values algorithms/flat algorithms/ppo algorithms/impala learners
 3  checkpoint
 4  datasets/convert datasets/stream
-4  worlds curves legacy matches spectating topologies/fused topologies/actors envs/host_driving envs/host envs/gym_export
-   hosted
+4  worlds curves legacy matches spectating topologies/fused topologies/actors envs/host_driving envs/host
+   envs/gym_export hosted
 5  report intervals run folders feed resumption acting evaluation resimulation poison training scaling/page
    scaling/grid
 6  recipes workloads acting_workloads bench scaling/speed scaling/profile scaling/subject scaling/agreement
