@@ -55,8 +55,7 @@ from longhaul.records import Sums
 from longhaul.run import Assembly, Driving, Run, RunError, assemble, decisions, named, prepare_devices
 from longhaul.stopping import Stop, Stopped, listening
 from longhaul.topologies import actors as acted
-from longhaul.topologies import central
-from longhaul.topologies import fused
+from longhaul.topologies import central, fused
 from longhaul.types import Params, Progress
 
 STOPPED = 75

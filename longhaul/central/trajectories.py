@@ -17,7 +17,6 @@ import numpy as np
 from longhaul.central.wire import Block
 from longhaul.types import PyTree, Rollout, Successors
 
-
 Sums = dict[str, float]
 """Of the episodes that ended: "episodes", "episode/return" ..., as `records.Sums` takes them."""
 

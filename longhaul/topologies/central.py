@@ -19,7 +19,7 @@ import numpy as np
 from jax.sharding import Mesh, PartitionSpec
 
 from longhaul import mesh as meshes
-from longhaul.central.server import Meter, Server
+from longhaul.central.server import Server
 from longhaul.central.trajectories import Sums
 from longhaul.topologies import fused
 from longhaul.types import LEARNING, Algorithm, Key, Metrics, Params, Progress, PyTree, Rollout, Successors
