@@ -7,15 +7,16 @@ from __future__ import annotations
 
 import functools
 import json
+import os
 import time
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Iterator
 from contextlib import ExitStack, closing, suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
 
-from longhaul import learners, pages
+from longhaul import hosted, learners, pages
 from longhaul import mesh as meshes
 from longhaul.actors import settings
 from longhaul.actors.crew import Crew
@@ -24,7 +25,7 @@ from longhaul.environment import vectorise
 from longhaul.rollout import collector, join
 from longhaul.run import Assembly, Named, Run, from_dict, named, prepare_devices, to_dict
 from longhaul.topologies import actors
-from longhaul.types import Metrics, Progress, PyTree
+from longhaul.types import Algorithm, Collector, Metrics, Progress, PyTree
 
 LIVE = "live.json"
 """In a run's folder, while it runs: what its actors are at."""
@@ -44,7 +45,7 @@ def prepare(run: Run, assembly: Assembly, context: PyTree, progress: Progress) -
     """Compiles the learner of a run like `progress`."""
     assert run.acting.actors is not None
     policy = jax.eval_shape(assembly.algorithm.policy, progress.state)
-    acting = actors.acting(assembly.collector_in(context), policy)
+    acting = _acting(run, assembly.algorithm, policy, lambda: assembly.collector_in(context))
     program = actors.compiled(
         assembly.algorithm, acting, join, progress, assembly.mesh, actors=run.acting.actors
     )  # fmt: skip
@@ -56,32 +57,91 @@ def process(plain: dict[str, Any], actor: int) -> Collect:
     run: Run = from_dict(Run, plain)
     prepare_devices(1, 1)
     assert isinstance(run.environment, Named) and run.acting.actors is not None
-    environment = named(run.environment)
+    environment, share = named(run.environment), run.num_envs // run.acting.actors
     algorithm = learners.make(environment.spec, run.algorithm, updates=1, mean=meshes.identity)
-    worlds = vectorise(environment, run.num_envs // run.acting.actors)
-    collect = collector(worlds, algorithm.act, algorithm.memory, steps=run.num_steps)
     policy = jax.eval_shape(lambda key: algorithm.policy(algorithm.init(key)), jax.random.key(0))
-    return actors.acting(collect, policy).collect
+
+    def on_device() -> Collector:
+        return collector(vectorise(environment, share), algorithm.act, algorithm.memory, steps=run.num_steps)
+
+    return _acting(run, algorithm, policy, on_device).collect
+
+
+def _acting(run: Run, algorithm: Algorithm, policy: PyTree, on_device: Callable[[], Collector]) -> actors.Acting:
+    """What one actor of `run` does: on the host, or as the collector does that `on_device` makes."""
+    if not isinstance(run.environment, Named) or not hosted.is_hosted(run.environment.env):
+        return actors.acting(on_device(), policy)
+    assert run.acting.actors is not None
+    sizes = hosted.Sizes(run.num_envs // run.acting.actors, run.num_steps)
+    return hosted.acting(run.environment.env, algorithm, policy, sizes)
+
+
+def _nobody() -> Collector:
+    raise AssertionError("an environment on the host has no collector on the device")
+
+
+class Opened(NamedTuple):
+    """A run's actors at work."""
+
+    crew: Crew
+    calls: Iterator[tuple[Progress, int, Metrics]]  # all updates that are left, as `fused.fused` has them
+
+    def processes(self) -> list[int]:
+        """The processes of actors that are not this one."""
+        return [row["process"] for row in self.crew.report()["actors"] if row["process"] not in (0, os.getpid())]
+
+
+def opened(run: Run, assembly: Assembly, prepared: Prepared, progress: Progress, closed: ExitStack) -> Opened:
+    """Begins with the actors of a run; when `closed` is, none is left."""
+    policy = jax.eval_shape(assembly.algorithm.policy, progress.state)
+
+    def make(actor: int) -> Collect:
+        if isinstance(run.environment, Named) and hosted.is_hosted(run.environment.env):  # a vector is one thread's
+            return _acting(run, assembly.algorithm, policy, _nobody).collect
+        return prepared.acting.collect
+
+    kind, rule = run.acting.actor_kind, settings.rule(run.acting, assembly.updates, assembly.origin.updates)
+    making = functools.partial(process, to_dict(run)) if kind == "process" else make
+    crew = closed.enter_context(closing(Crew(rule, prepared.acting.shapes, making, kind=kind)))
+    publish = actors.weights_of(assembly.algorithm)
+    return Opened(crew, actors.actors(prepared.program, crew, progress, publish, updates=assembly.updates))
 
 
 def calls(
     run: Run, folder: Path, assembly: Assembly, prepared: Prepared, progress: Progress, note: Callable[[str], None]
 ) -> Generator[tuple[Progress, int, Metrics]]:
-    """All updates that are left, as `fused.fused` has them. Close it: then no actor is left."""
-    make: Callable[[int], Collect] = lambda actor: prepared.acting.collect  # noqa: E731
-    if run.acting.actor_kind == "process":
-        make = functools.partial(process, to_dict(run))
-    rule = settings.rule(run.acting, assembly.updates, assembly.origin.updates)
-    publish = actors.weights_of(assembly.algorithm)
+    """All updates that are left, as `fused.fused` has them; tells what befell actors, and writes `LIVE`. Close it: then
+    no actor is left."""
     with ExitStack() as closed:
         closed.callback((folder / LIVE).unlink, missing_ok=True)
-        crew = closed.enter_context(closing(Crew(rule, prepared.acting.shapes, make, kind=run.acting.actor_kind)))
+        crew, updates = opened(run, assembly, prepared, progress, closed)
         told = 0.0
-        for progress, n, rows in actors.actors(prepared.program, crew, progress, publish, updates=assembly.updates):
+        for progress, n, rows in updates:
             while crew.news:
                 note(crew.news.pop(0))
             if time.monotonic() - told >= EVERY:
                 told = time.monotonic()
                 with suppress(OSError):  # no matter for the run
-                    pages.write(folder / LIVE, json.dumps(pages.finite(crew.report())))
+                    pages.write(folder / LIVE, json.dumps(pages.finite(_live(run, assembly, crew, rows))))
             yield progress, n, rows
+
+
+def _live(run: Run, assembly: Assembly, crew: Crew, rows: Metrics) -> dict[str, Any]:
+    """What everybody is at, and who holds the others up."""
+    now = {name.partition("/")[2]: float(rows[name][0]) for name in rows if name.startswith("actors/")}
+    return crew.report() | {
+        "steps_per_update": assembly.steps_per_update,
+        "staleness": run.acting.staleness,
+        "kind": run.acting.actor_kind,
+        "bottleneck": bottleneck(now),
+        "metrics": now,
+    }
+
+
+def bottleneck(told: dict[str, float]) -> str:
+    """Who holds the others up, of an update's metrics (without "actors/"): the learner, or within the actors what takes
+    longest."""
+    if told["actor_wait"] > told["learner_wait"]:
+        return "learner"
+    inner = {name: told.get(f"{name}_seconds", 0.0) for name in ("environment", "inference")}
+    return max(inner, key=lambda name: inner[name]) if any(inner.values()) else "actors"

@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 from jax.sharding import PartitionSpec
 
+from longhaul import health, tracker
 from longhaul import mesh as meshes
 from longhaul.algorithms import actor_critic, impala, ppo
 from longhaul.algorithms.actor_critic import State
@@ -321,3 +322,15 @@ def test_possible_settings_pass() -> None:
     impala.check(
         replace(SMALL, rho_clip=None, c_clip=0.0, clip_eps=None, memory=4, num_minibatches=8), columns=8, steps=9
     )
+
+
+def test_its_metrics_are_known_by_what_follows_the_slash() -> None:
+    """To health, whose bounds are any algorithm's, and to dashboards."""
+    records = [
+        {"update": i, "agent_steps": i * 8, "impala/entropy": 0.001, "episode/entropy": 1.0, "impala/approx_kl": 0.5}
+        for i in range(1, 100)
+    ]
+    found = health.review(records, health.Plan(100, 0.01), health.Bounds()).findings()
+    assert {"entropy", "kl"} <= {each.check for each in found}
+    told = tracker.renamed(records[0])
+    assert (told["train/entropy"], told["train/ent_loss"], told["episode/entropy"]) == (0.001, -0.001, 1.0)

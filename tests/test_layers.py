@@ -21,8 +21,7 @@ PACKAGE = Path(__file__).resolve().parent.parent / "longhaul"
 # an indented line goes on with the one before.
 TABLE = """
 0  __init__ forms types pulse telemetry randomness leaves staging pages records workers compilation clock stopping
-   terminal
-   tracking tracker
+   terminal tracking tracker
 0  algorithms/__init__
 0  datasets/__init__ datasets/log
 0  driving/__init__
@@ -36,6 +35,7 @@ TABLE = """
 1  precision returns distributions encoders perceptron networks dial normalise mesh partition shards hosts shuffle
    provenance footprint
 1  actors/tickets actors/memory actors/doorbell actors/lane actors/desk actors/worker actors/crew actors/settings
+   actors/slots
 1  vectors
 1  datasets/projection
 1  scaling/law scaling/rules scaling/compiled scaling/instructions scaling/trace scaling/chips scaling/plan
@@ -64,15 +64,17 @@ TABLE = """
    envs/host_spaces envs/host_gymnasium envs/host_numpy envs/batched envs/host_torch envs/host_jax
 3  algorithms/actor_critic algorithms/values algorithms/flat algorithms/ppo algorithms/impala learners
 3  checkpoint
-4  topologies/fused topologies/actors topologies/central
 4  datasets/convert datasets/stream
-4  worlds curves legacy matches spectating envs/host_driving envs/host envs/gym_export central/client
+4  topologies/fused topologies/actors topologies/central worlds curves legacy matches spectating
+   envs/host_driving envs/host envs/gym_export hosted central/client
 5  report intervals run folders feed resumption acting serving evaluation resimulation poison training scaling/page
    scaling/grid
-6  recipes workloads bench scaling/speed scaling/profile scaling/subject scaling/agreement scaling/checks
-7  printing flags settings scaling/command scaling/speed_command scaling/profile_command scaling/plan_command
+6  recipes workloads acting_workloads bench scaling/speed scaling/profile scaling/subject scaling/agreement
+   scaling/checks
+7  printing live flags settings scaling/command scaling/speed_command scaling/profile_command scaling/plan_command
    scaling/doctor
-   commands assessment console play gang processes cluster launch cli __main__
+   commands assessment console play gang processes cluster launch actor_command cli
+   __main__
 """
 
 NO_JAX = (
