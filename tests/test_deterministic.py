@@ -127,8 +127,9 @@ def test_threads_of_the_cpu_change_nothing() -> None:
 
 def pair(folder: Path) -> int:
     """In each of two processes of two devices: trains what the folder is named after."""
-    training.evaluations = lambda *_: iter(())  # which takes long to compile, and changes no parameter
-    training.train(run_of(folder.name, 4), folder, resumed=False)
+    with pytest.MonkeyPatch.context() as patch:  # evaluations take long to compile, and change no parameter
+        patch.setattr(training, "evaluations", lambda *_: iter(()))
+        training.train(run_of(folder.name, 4), folder, resumed=False)
     return 0
 
 
