@@ -28,7 +28,7 @@ from longhaul.algorithms import ppo
 from longhaul.feed import Feeding, feed
 from longhaul.run import Driving, Run, RunError
 from longhaul.topologies import fused
-from tests.small_runs import begin, make_quick, resume, small
+from tests.small_runs import begin, make_quick, records, resume, small
 from tests.test_hosts import together
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -126,19 +126,28 @@ def test_threads_of_the_cpu_change_nothing() -> None:
 
 
 def pair(folder: Path) -> int:
-    """In each of two processes of two devices."""
-    training.train(run_of("cartpole", 4), folder, resumed=False)
+    """In each of two processes of two devices: trains what the folder is named after."""
+    with pytest.MonkeyPatch.context() as patch:  # evaluations take long to compile, and change no parameter
+        patch.setattr(training, "evaluations", lambda *_: iter(()))
+        training.train(run_of(folder.name, 4), folder, resumed=False)
     return 0
 
 
 @pytest.mark.slow
-def test_two_processes_of_two_devices_make_the_parameters_of_one_device(tmp_path: Path) -> None:
-    (tmp_path / "two").mkdir()
-    assert [code for code, _ in together("pair", tmp_path / "two", "test_deterministic")] == [0, 0]
-    result = json.loads((tmp_path / "two" / "result.json").read_text())
-    alone = begin(run_of("cartpole", 1), tmp_path / "one").result
+@pytest.mark.parametrize("name", ["cartpole", "driving"])
+def test_two_processes_of_two_devices_make_the_parameters_of_one_device(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And so those of four in one process, which others here compare with one."""
+    monkeypatch.setattr(training, "evaluations", lambda *_: iter(()))
+    two, one = tmp_path / "two" / name, tmp_path / "one"
+    two.mkdir(parents=True)
+    ended = together("pair", two, "test_deterministic")
+    assert [code for code, _ in ended] == [0, 0], ended
+    alone = begin(run_of(name, 1), one).result
     assert alone is not None
-    assert result["params_sha256"] == alone["params_sha256"]
+    assert json.loads((two / "result.json").read_text())["params_sha256"] == alone["params_sha256"]
+    assert records(two) == records(one)
 
 
 @pytest.mark.slow

@@ -193,7 +193,7 @@ def together(step: str, folder: Path, module: str = "test_hosts") -> list[tuple[
         environment |= {"LONGHAUL_NUM_PROCESSES": "2", "PYTHONPATH": str(ROOT)}
         command = [sys.executable, "-c", PAIR, str(ROOT), step, str(folder), module]
         children.append(subprocess.Popen(command, env=environment, stderr=subprocess.PIPE, text=True))
-    errors = [child.communicate(timeout=300)[1] for child in children]
+    errors = [child.communicate(timeout=900)[1] for child in children]
     return [(child.returncode, error) for child, error in zip(children, errors, strict=True)]
 
 

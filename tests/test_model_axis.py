@@ -64,8 +64,12 @@ def driving(**changes: Any) -> Run:
 
 def make(run: Run) -> Made:
     """`run` after its first updates, as training makes them."""
-    made = subject(run)
-    progress = made.assembly.start(run.seed, made.context)
+    jax.config.update("jax_disable_most_optimizations", True)  # compiling takes longer than these runs ever do
+    try:
+        made = subject(run)
+        progress = made.start(run.seed)
+    finally:
+        jax.config.update("jax_disable_most_optimizations", False)
     begun = jax.tree.map(np.array, jax.device_get(progress.state))
     progress, _ = made.updates(progress, UPDATES - 1)
     progress, rows = made.updates(progress, 1)  # what a call gives, the next one takes
@@ -204,6 +208,7 @@ class Enough(Exception):
     """What was to be seen is seen."""
 
 
+@pytest.mark.slow
 def test_a_run_is_gone_on_with_whole(
     cartpoles: tuple[Made, Made], tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -215,8 +220,7 @@ def test_a_run_is_gone_on_with_whole(
         seen.append(jax.tree.map(np.array, jax.device_get(progress.state)))
         if run.model == 1:
             raise Enough
-        mesh = assembly.mesh
-        return lambda progress, context, n: split.executable(progress, context, meshes.everywhere(n, mesh))
+        return fused.Program(split.executable, assembly.mesh)
 
     make_quick(monkeypatch)
     monkeypatch.setattr(training, "assemble", lambda run, *_: cartpoles[run.model - 1].assembly)

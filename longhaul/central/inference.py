@@ -74,8 +74,8 @@ class Inference:
             before = jax.tree.map(lambda new, old: jnp.where(_like(begins.ravel(), old), new, old), fresh, found)
 
             def one(memory: PyTree, observation: PyTree, key: Key) -> Any:
-                memory, observation = jax.tree.map(lambda leaf: leaf[None], (memory, observation))
-                return jax.tree.map(lambda leaf: leaf[0], self._act(policy, memory, observation, key))
+                held, seen = jax.tree.map(lambda leaf: leaf[None], (memory, observation))
+                return jax.tree.map(lambda leaf: leaf[0], self._act(policy, held, seen, key))
 
             action, after, extras = jax.vmap(one)(before, observation, drawn)
             # Groups that fill up a size are none: theirs are beyond the end, and dropped.
