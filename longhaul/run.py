@@ -236,7 +236,8 @@ def _acting(run: Run, devices: int) -> Acting:
         if run.environment.bank is not None:
             raise RunError("--bank needs --topology fused; leave it out, and all scenarios are held")
         if run.acting.actor_kind != "thread":
-            raise RunError("--actor-kind is process, and driving's scenarios lie in one; choose --actor-kind thread")
+            kind = run.acting.actor_kind
+            raise RunError(f"--actor-kind is {kind}, and driving's scenarios lie in one; choose --actor-kind thread")
     try:
         return layouts.decided(run.acting, envs=run.num_envs, devices=devices, cores=cores())
     except ValueError as error:
