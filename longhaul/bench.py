@@ -301,7 +301,7 @@ def _hackmatrix_ppo(
 
 
 def _transport(
-    *, rows: int = 64, width: int = 128, streams: int = 8, messages: int = 100_000
+    *, rows: int = 64, width: int = 128, streams: int = 16, messages: int = 100_000
 ) -> list[dict[str, Any]]:
     sizes = {"rows": rows, "width": width, "streams": streams, "messages": messages}
     return [sizes | {"copies": copies} for copies in (1, 2)]

@@ -18,6 +18,7 @@ from longhaul import (
     footprint,
     hosts,
     learners,
+    live,
     partition,
     printing,
     pulse,
@@ -238,6 +239,7 @@ def status(words: Sequence[str]) -> int:
     rows = [
         ("run", str(folder)),
         ("recipe", run.recipe),
+        ("topology", run.topology),
         ("commit", str(about.get("commit") or "unknown")),
         ("state", "done" if result.is_file() else going_on),
         ("agent steps", f"{done:,} of {total:,} ({done / total:.1%})"),
@@ -255,6 +257,7 @@ def status(words: Sequence[str]) -> int:
         age = time.time() - (folder / "metrics.jsonl").stat().st_mtime
         rows.append(("last record", f"{max(0, round(age))} s ago"))
     printing.listing(rows)
+    live.show(folder)
     if result.is_file():
         printing.scores(json.loads(result.read_text())["evaluation"])
     return 0

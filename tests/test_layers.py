@@ -65,15 +65,16 @@ TABLE = """
 3  algorithms/actor_critic algorithms/values algorithms/flat algorithms/ppo algorithms/impala learners
 3  checkpoint
 4  datasets/convert datasets/stream
-4  topologies/fused topologies/actors topologies/central worlds curves legacy matches spectating
+4  worlds curves legacy matches spectating topologies/fused topologies/actors topologies/central
    envs/host_driving envs/host envs/gym_export hosted central/client
 5  report intervals run folders feed resumption acting serving evaluation resimulation poison training scaling/page
    scaling/grid
 6  recipes workloads acting_workloads bench scaling/speed scaling/profile scaling/subject scaling/agreement
    scaling/checks
-7  printing flags settings scaling/command scaling/speed_command scaling/profile_command scaling/plan_command
+7  printing live flags settings scaling/command scaling/speed_command scaling/profile_command scaling/plan_command
    scaling/doctor
-   commands assessment console play gang processes cluster launch cli __main__
+   commands assessment console play gang processes cluster launch actor_command cli
+   __main__
 """
 
 NO_JAX = (
