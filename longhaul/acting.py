@@ -33,9 +33,6 @@ LIVE = "live.json"
 EVERY = 1.0
 """Seconds between two of them."""
 
-ON_RAY = "--actor-kind ray"
-"""The option that joins a cluster."""
-
 
 class Prepared(NamedTuple):
     """A run's learner, compiled, and what its actors do."""
@@ -47,7 +44,7 @@ class Prepared(NamedTuple):
 def prepare(run: Run, assembly: Assembly, context: PyTree, progress: Progress) -> Prepared:
     """Compiles the learner of a run like `progress`."""
     if run.acting.actor_kind == "ray":
-        membership.check(run.acting.ray_address, ON_RAY)
+        membership.check(run.acting.ray_address, membership.ACTORS)
     assert run.acting.actors is not None
     policy = jax.eval_shape(assembly.algorithm.policy, progress.state)
     acting = _acting(run, assembly.algorithm, policy, lambda: assembly.collector_in(context))
@@ -108,7 +105,7 @@ def opened(run: Run, assembly: Assembly, prepared: Prepared, progress: Progress,
     kind, rule = run.acting.actor_kind, settings.rule(run.acting, assembly.updates, assembly.origin.updates)
     making = make if kind == "thread" else functools.partial(process, to_dict(run))
     if kind == "ray":
-        closed.enter_context(membership.joined(run.acting.ray_address, ON_RAY))
+        closed.enter_context(membership.joined(run.acting.ray_address, membership.ACTORS))
     crew = closed.enter_context(closing(Crew(rule, prepared.acting.shapes, making, kind=kind)))
     publish = actors.weights_of(assembly.algorithm)
     return Opened(crew, actors.actors(prepared.program, crew, progress, publish, updates=assembly.updates))

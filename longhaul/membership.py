@@ -13,6 +13,9 @@ from typing import Any
 
 from longhaul.hosts import HostsError
 
+ACTORS = "--actor-kind ray"
+"""The option by which a run has its actors on a cluster."""
+
 
 def check(address: str, wants: str) -> str:
     """The cluster that `address` means, where there may be one. HostsError, one line, where there is none; `wants` is
@@ -35,7 +38,7 @@ def check(address: str, wants: str) -> str:
 
 
 def _nobody(address: str, error: Exception, wants: str) -> HostsError:
-    flag = "--ray-address" if wants.startswith("--actor") else "--address"
+    flag = "--ray-address" if wants == ACTORS else "--address"
     short = " ".join(str(error).split())[:200]
     return HostsError(
         f"no Ray cluster can be joined at {address} ({short}); start one by `ray start --head`, or give {flag}"

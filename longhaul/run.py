@@ -262,7 +262,7 @@ def _served(run: Run, devices: int) -> Acting:
             raise ValueError(f"actors is {acting.actors}; it must lie in 1 to {layouts.MOST}")
         if acting.staleness is not None and acting.staleness < 0:
             raise ValueError(f"staleness is {acting.staleness}; it must be at least 0, or none")
-        lanes.check(run.central, envs=run.num_envs, actors=acting.actors)
+        lanes.check(run.central, envs=run.num_envs, actors=acting.actors, kind=acting.actor_kind)
     except ValueError as error:
         name, _, rest = str(error).partition(" ")
         raise RunError(str(error) if name.startswith("--") else f"--{_flag(name)} {rest}") from error

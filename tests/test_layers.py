@@ -66,7 +66,7 @@ TABLE = """
 3  checkpoint
 4  datasets/convert datasets/stream
 4  worlds curves legacy matches spectating topologies/fused topologies/actors topologies/central
-   envs/host_driving envs/host envs/gym_export hosted central/client
+   envs/host_driving envs/host envs/gym_export hosted central/client central/far
 5  report intervals run folders feed resumption acting serving evaluation resimulation poison training scaling/page
    scaling/grid
 6  recipes workloads acting_workloads bench scaling/speed scaling/profile scaling/subject scaling/agreement
@@ -82,7 +82,7 @@ NO_JAX = (
     *("forms", "vectors", "gang", "processes", "cluster", "membership", "envs/gym_export"),
     *(f"envs/{name}" for name in ("host", "host_spaces", "host_gymnasium", "host_numpy", "host_torch", "batched")),
     *(f"central/{name}" for name in ("wire", "credentials", "lane", "grpc_lane", "shared_lane", "batcher", "places")),
-    *("central/crew", "central/client", "central/settings"),
+    *("central/crew", "central/client", "central/far", "central/settings"),
     *(f"driving/{name}" for name in ("scenario", "compile", "generator", "roads", "lanes", "bank")),
 )
 """Files that start fast and run in worker processes: NumPy only, transitively."""
