@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Generator
 from contextlib import ExitStack, closing
 from typing import Any, NamedTuple
 
@@ -81,34 +81,44 @@ def prepare(run: Run, assembly: Assembly, progress: Progress) -> Prepared:
     return Prepared(program, inference, places, store, codec)
 
 
+def opened(
+    run: Run, prepared: Prepared, begun: int, closed: ExitStack, note: Callable[[str], None]
+) -> tuple[Server, Callable[[], list[int | None]]]:
+    """A server with its actors, until `closed`; and a function that tells the processes that were begun.
+
+    `begun` updates are finished: no life's seeds are another's, nor those before a checkpoint those after it.
+    """
+    assert run.acting.actors is not None
+    slots = run.central.slots
+
+    def seeds(actor: int, life: int) -> list[int]:
+        sequence = np.random.SeedSequence([run.seed, begun, actor, life])
+        return [int(seed) >> 1 for seed in sequence.generate_state(slots, np.uint32)]
+
+    on_ray = run.acting.actor_kind == "ray"
+    if on_ray:
+        closed.enter_context(membership.joined(run.acting.ray_address, membership.ACTORS))
+    at = _found(run)
+    lane = closed.enter_context(closing(_lane(run, prepared.codec, seeds, at)))
+    crew = None
+    if on_ray or run.central.bind is None:
+        crew = closed.enter_context(closing(_crew(run, prepared.codec, lane, at)))
+    elif isinstance(lane, GrpcLane):
+        note(f"waits for {run.acting.actors} actors: {_command(run, lane.address)}")
+    server = Server(
+        lane, prepared.inference, prepared.places, prepared.store, slots=slots,
+        scores=prepared.codec.layout.scores, crew=crew, note=note,
+    )  # fmt: skip
+    return server, lambda: [] if crew is None else crew.ids()
+
+
 def calls(
     run: Run, assembly: Assembly, prepared: Prepared, progress: Progress, note: Callable[[str], None]
 ) -> Generator[tuple[Progress, int, Metrics]]:
     """All updates that are left, as `fused.fused` has them. Close it: then neither server nor actor is left."""
-    assert run.acting.actors is not None
-    slots, begun = run.central.slots, int(progress.updates)
     policy = central.local(jax.jit(assembly.algorithm.policy)(progress.state))
-
-    def seeds(actor: int, life: int) -> list[int]:
-        """Of an actor's groups; no life's are another's, nor those before a checkpoint those after it."""
-        sequence = np.random.SeedSequence([run.seed, begun, actor, life])
-        return [int(seed) >> 1 for seed in sequence.generate_state(slots, np.uint32)]
-
     with ExitStack() as closed:
-        on_ray = run.acting.actor_kind == "ray"
-        if on_ray:
-            closed.enter_context(membership.joined(run.acting.ray_address, membership.ACTORS))
-        at = _found(run)
-        lane = closed.enter_context(closing(_lane(run, prepared.codec, seeds, at)))
-        crew = None
-        if on_ray or run.central.bind is None:
-            crew = closed.enter_context(closing(_crew(run, prepared.codec, lane, at)))
-        elif isinstance(lane, GrpcLane):
-            note(f"waits for {run.acting.actors} actors: {_command(run, lane.address)}")
-        server = Server(
-            lane, prepared.inference, prepared.places, prepared.store, slots=slots,
-            scores=prepared.codec.layout.scores, crew=crew, note=note,
-        )  # fmt: skip
+        server, _ = opened(run, prepared, int(progress.updates), closed, note)
         yield from central.central(prepared.program, server, progress, policy, updates=assembly.updates)
 
 

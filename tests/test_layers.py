@@ -69,8 +69,8 @@ TABLE = """
    envs/host_driving envs/host envs/gym_export hosted central/client central/far
 5  report intervals run folders feed resumption acting serving evaluation resimulation poison training scaling/page
    scaling/grid
-6  recipes workloads acting_workloads bench scaling/speed scaling/profile scaling/subject scaling/agreement
-   scaling/checks
+6  recipes workloads acting_workloads central_workloads bench scaling/speed scaling/profile scaling/subject
+   scaling/agreement scaling/checks
 7  printing live flags settings scaling/command scaling/speed_command scaling/profile_command scaling/plan_command
    scaling/doctor
    commands assessment console play gang processes cluster launch actor_command cli
