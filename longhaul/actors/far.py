@@ -47,7 +47,8 @@ class Remote:
         os.environ |= FEW  # before anything imports JAX
         make: Callable[[int], Collect] = pickle.loads(made)
         self._collect = make(actor)
-        self._version, self._weights = -1, []
+        self._version = -1
+        self._weights: list[np.ndarray] = []
         self._after: Leaves = []
         return os.getpid()
 
@@ -83,7 +84,7 @@ class Board:
         import ray
 
         alone = {"num_cpus": 1, "max_restarts": 0, "max_task_retries": 0, "scheduling_strategy": "SPREAD"}
-        remote = ray.remote(Remote).options(**alone).remote()
+        remote: Any = ray.remote(Remote).options(**alone).remote()
         return remote, remote.begin.remote(self._made, actor)
 
     def weights(self, version: int, leaves: Sequence[np.ndarray]) -> Any:

@@ -63,8 +63,10 @@ def is_loopback(host: str) -> bool:
 
 
 def self_signed(host: str) -> Credentials:
-    """A key and a certificate for a server at an address or name, made anew; good for a year. ValueError where OpenSSL's
-    program, which makes them, is not there."""
+    """A key and a certificate for a server at an address or name, made anew; good for a year.
+
+    ValueError where OpenSSL's program, which makes them, is not there.
+    """
     try:
         ipaddress.ip_address(host)
         kind = "IP"

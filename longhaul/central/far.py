@@ -64,7 +64,7 @@ class FarLife:
         import ray
 
         alone = {"num_cpus": 1, "max_restarts": 0, "max_task_retries": 0, "scheduling_strategy": "SPREAD"}
-        self._remote = ray.remote(Remote).options(**alone).remote()
+        self._remote: Any = ray.remote(Remote).options(**alone).remote()
         self._begun: Any = self._remote.begin.remote()
         self._since = time.monotonic()
         self._why = self._remote.play.remote(about, credentials)

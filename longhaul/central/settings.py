@@ -36,7 +36,7 @@ def check(central: Central, *, envs: int, actors: int, kind: str) -> None:
             f"multiple of {groups}"
         )
     if kind == "ray" and central.lane != "grpc":
-        raise ValueError(f"lane is {central.lane}, and --actor-kind is ray, whose nodes share no memory; give --lane grpc")
+        raise ValueError(f"lane is {central.lane}, and --actor-kind is ray, without shared memory; choose --lane grpc")
     if central.lane == "shm":
         for name in ("bind", "token_file", "tls_cert", "tls_key"):
             if getattr(central, name) is not None:
