@@ -120,8 +120,9 @@ def marked(tmp_path: Path) -> list[str]:
 def training(folder: Path, updates: int, *words: str) -> Iterator[subprocess.Popen[bytes]]:
     """`longhaul train` to a run folder; what it says is in FOLDER.log."""
     environment = {k: v for k, v in os.environ.items() if k != "NPROC"} | {"PYTHONPATH": str(ROOT)}
-    command = [sys.executable, "-m", "longhaul", "train", "cartpole", *WORDS.split(), "--total-steps", str(updates * STEPS)]
-    command += ["--runs-dir", str(folder.parent), "--run-name", folder.name, *words]
+    command = [sys.executable, "-m", "longhaul", "train", "cartpole", *WORDS.split()]
+    command += ["--total-steps", str(updates * STEPS), *words]
+    command += ["--runs-dir", str(folder.parent), "--run-name", folder.name]
     with open(folder.with_suffix(".log"), "wb") as file:
         process = subprocess.Popen(command, cwd=ROOT, env=environment, stdout=file, stderr=file)
     try:
