@@ -146,7 +146,8 @@ def _acting(run: Run, devices: int) -> Acting:
         if run.environment.bank is not None:
             raise RunError("--bank needs --topology fused; leave it out, and all scenarios are held")
         if run.acting.actor_kind != "thread":
-            raise RunError("--actor-kind is process, and driving's scenarios lie in one; choose --actor-kind thread")
+            kind = run.acting.actor_kind
+            raise RunError(f"--actor-kind is {kind}, and driving's scenarios lie in one; choose --actor-kind thread")
     try:
         return layouts.decided(run.acting, envs=run.num_envs, devices=devices, cores=cores())
     except ValueError as error:
@@ -171,7 +172,7 @@ def _served(run: Run, devices: int) -> Acting:
             raise ValueError(f"actors is {acting.actors}; it must lie in 1 to {layouts.MOST}")
         if acting.staleness is not None and acting.staleness < 0:
             raise ValueError(f"staleness is {acting.staleness}; it must be at least 0, or none")
-        lanes.check(run.central, envs=run.num_envs, actors=acting.actors)
+        lanes.check(run.central, envs=run.num_envs, actors=acting.actors, kind=acting.actor_kind)
     except ValueError as error:
         name, _, rest = str(error).partition(" ")
         raise RunError(str(error) if name.startswith("--") else f"--{_flag(name)} {rest}") from error
