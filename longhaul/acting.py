@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 import jax
 
-from longhaul import learners, pages
+from longhaul import hosted, learners, pages
 from longhaul import mesh as meshes
 from longhaul.actors import settings
 from longhaul.actors.crew import Crew
@@ -24,7 +24,7 @@ from longhaul.environment import vectorise
 from longhaul.rollout import collector, join
 from longhaul.run import Assembly, Named, Run, from_dict, named, prepare_devices, to_dict
 from longhaul.topologies import actors
-from longhaul.types import Metrics, Progress, PyTree
+from longhaul.types import Algorithm, Collector, Metrics, Progress, PyTree
 
 LIVE = "live.json"
 """In a run's folder, while it runs: what its actors are at."""
@@ -44,7 +44,7 @@ def prepare(run: Run, assembly: Assembly, context: PyTree, progress: Progress) -
     """Compiles the learner of a run like `progress`."""
     assert run.acting.actors is not None
     policy = jax.eval_shape(assembly.algorithm.policy, progress.state)
-    acting = actors.acting(assembly.collector_in(context), policy)
+    acting = _acting(run, assembly.algorithm, policy, lambda: assembly.collector_in(context))
     program = actors.compiled(
         assembly.algorithm, acting, join, progress, assembly.mesh, actors=run.acting.actors
     )  # fmt: skip
@@ -56,19 +56,40 @@ def process(plain: dict[str, Any], actor: int) -> Collect:
     run: Run = from_dict(Run, plain)
     prepare_devices(1, 1)
     assert isinstance(run.environment, Named) and run.acting.actors is not None
-    environment = named(run.environment)
+    environment, share = named(run.environment), run.num_envs // run.acting.actors
     algorithm = learners.make(environment.spec, run.algorithm, updates=1, mean=meshes.identity)
-    worlds = vectorise(environment, run.num_envs // run.acting.actors)
-    collect = collector(worlds, algorithm.act, algorithm.memory, steps=run.num_steps)
     policy = jax.eval_shape(lambda key: algorithm.policy(algorithm.init(key)), jax.random.key(0))
-    return actors.acting(collect, policy).collect
+
+    def on_device() -> Collector:
+        return collector(vectorise(environment, share), algorithm.act, algorithm.memory, steps=run.num_steps)
+
+    return _acting(run, algorithm, policy, on_device).collect
+
+
+def _acting(run: Run, algorithm: Algorithm, policy: PyTree, on_device: Callable[[], Collector]) -> actors.Acting:
+    """What one actor of `run` does: on the host, or as the collector does that `on_device` makes."""
+    if not isinstance(run.environment, Named) or not hosted.is_hosted(run.environment.env):
+        return actors.acting(on_device(), policy)
+    assert run.acting.actors is not None
+    sizes = hosted.Sizes(run.num_envs // run.acting.actors, run.num_steps)
+    return hosted.acting(run.environment.env, algorithm, policy, sizes)
+
+
+def _nobody() -> Collector:
+    raise AssertionError("an environment on the host has no collector on the device")
 
 
 def calls(
     run: Run, folder: Path, assembly: Assembly, prepared: Prepared, progress: Progress, note: Callable[[str], None]
 ) -> Generator[tuple[Progress, int, Metrics]]:
     """All updates that are left, as `fused.fused` has them. Close it: then no actor is left."""
-    make: Callable[[int], Collect] = lambda actor: prepared.acting.collect  # noqa: E731
+    policy = jax.eval_shape(assembly.algorithm.policy, progress.state)
+
+    def make(actor: int) -> Collect:
+        if isinstance(run.environment, Named) and hosted.is_hosted(run.environment.env):  # a vector is one thread's
+            return _acting(run, assembly.algorithm, policy, _nobody).collect
+        return prepared.acting.collect
+
     if run.acting.actor_kind == "process":
         make = functools.partial(process, to_dict(run))
     rule = settings.rule(run.acting, assembly.updates, assembly.origin.updates)

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from longhaul import learners, rollout, worlds
+from longhaul import hosted, learners, rollout, worlds
 from longhaul import mesh as meshes
 from longhaul.datasets import sources
 from longhaul.datasets.log import BadData
@@ -72,9 +72,21 @@ def classic_player(run: Run, environment: Environment, episodes: int) -> Callabl
     return play
 
 
+def player(run: Run, environment: Environment, episodes: int) -> Callable[[Params], Scores]:
+    """As `classic_player`, of environments on the host, too."""
+    if not isinstance(environment, hosted.Hosted):
+        return classic_player(run, environment, episodes)
+    algorithm = learners.make(environment.spec, run.algorithm, updates=1, mean=meshes.identity)
+
+    def play(policy: Params) -> Scores:
+        return Scores(hosted.play(environment.name, algorithm, policy, episodes, run.seed + 10_000), [""] * episodes)
+
+    return play
+
+
 def play_classic(run: Run, environment: Environment, policy: Params, episodes: int) -> Scores:
-    """One policy, as `classic_player` has it."""
-    return classic_player(run, environment, episodes)(policy)
+    """One policy, as `player` has it."""
+    return player(run, environment, episodes)(policy)
 
 
 def _scores(episodes: rollout.Episodes, names: Sequence[str]) -> Scores:

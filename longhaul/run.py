@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import jax
 from jax.sharding import Mesh
 
-from longhaul import compilation, hosts, learners, partition, shards
+from longhaul import compilation, hosted, hosts, learners, partition, shards
 from longhaul import mesh as meshes
 from longhaul.actors import settings as layouts
 from longhaul.actors.settings import Acting
@@ -221,6 +221,8 @@ def resolve(run: Run) -> Run:
 def _acting(run: Run, devices: int) -> Acting:
     """Who acts, where that is no matter of the learner's program."""
     if run.topology == "fused":
+        if isinstance(run.environment, Named) and hosted.is_hosted(run.environment.env):
+            raise RunError(f"--env {run.environment.env} is stepped on the host; choose --topology actors")
         return run.acting
     if run.deterministic:
         raise RunError("--deterministic needs --topology fused; actors repeat with --staleness 0, or with --pin")
@@ -443,7 +445,11 @@ def assemble(
 
     enter, env_steps = fused.entering(collector_in, mesh, parted), run.num_envs * run.num_steps
     if run.topology == "actors":
-        enter = acted.entering(collector_in, count, layouts.rule(run.acting, updates).pinned, algorithm)
+        if isinstance(run.environment, Named) and hosted.is_hosted(run.environment.env):
+            enter = hosted.entering(run.environment.env, algorithm, hosted.Sizes(worlds, run.num_steps), count)
+        else:
+            enter = acted.entering(collector_in, count)
+        enter = acted.kept(enter, layouts.rule(run.acting, updates).pinned, algorithm)
     if run.topology == "central":
         enter = lambda key, context: ()  # noqa: E731  environments are the actors'
     return Assembly(spec, algorithm, collector_in, enter, mesh, updates, steps, env_steps, parted, origin)
@@ -473,7 +479,7 @@ def learning_rate(run: Run) -> float:
 def named(environment: Named) -> Environment:
     """The environment of that name; RunError with the nearest names where there is none."""
     try:
-        return registry.make(environment.env)
+        return hosted.hosted(environment.env) if hosted.is_hosted(environment.env) else registry.make(environment.env)
     except ValueError as error:
         raise RunError(str(error)) from error
 

@@ -438,7 +438,7 @@ def evaluations(run: Run, policy: Params, untrained: Params) -> Iterator[tuple[s
     """Of each policy its name, the means that it scores, and for driving some recordings."""
     assert run.evaluation_episodes is not None
     if not isinstance(run.environment, Driving):
-        once = evaluation.classic_player(run, named(run.environment), run.evaluation_episodes)
+        once = evaluation.player(run, named(run.environment), run.evaluation_episodes)
         for name, params in (("trained", policy), ("untrained", untrained)):
             yield name, once(params).means(), []
         return

@@ -21,8 +21,7 @@ PACKAGE = Path(__file__).resolve().parent.parent / "longhaul"
 # an indented line goes on with the one before.
 TABLE = """
 0  __init__ forms types pulse telemetry randomness leaves staging pages records workers compilation clock stopping
-   terminal
-   tracking tracker
+   terminal tracking tracker
 0  algorithms/__init__
 0  datasets/__init__ datasets/log
 0  driving/__init__
@@ -66,7 +65,8 @@ TABLE = """
 3  checkpoint
 4  topologies/fused topologies/actors topologies/central
 4  datasets/convert datasets/stream
-4  worlds curves legacy matches spectating envs/host_driving envs/host envs/gym_export central/client
+4  worlds curves legacy matches spectating
+4  envs/host_driving envs/host envs/gym_export hosted central/client
 5  report intervals run folders feed resumption acting serving evaluation resimulation poison training scaling/page
    scaling/grid
 6  recipes workloads bench scaling/speed scaling/profile scaling/subject scaling/agreement scaling/checks

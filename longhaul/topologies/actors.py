@@ -74,7 +74,7 @@ def acting(collector: Collector, policy: Params) -> Acting:
         batch, place, version = where
         drawn = jax.random.fold_in(jax.random.fold_in(jax.random.wrap_key_data(key), batch), place)
         key_data, _ = jax.random.split(drawn)  # the other is what a shard of `fused` learns with
-        after, data, scores = collector.collect(_tree(policy, weights), _tree(carry, state), key_data, version)
+        after, data, scores = collector.collect(tree(policy, weights), tree(carry, state), key_data, version)
         return _raw(after), _raw(data), _raw(scores)
 
     words = jax.random.key_data(jax.random.key(0)).size
@@ -86,8 +86,12 @@ def acting(collector: Collector, policy: Params) -> Acting:
         after, data, scores = jax.block_until_ready(program(weights, list(state), key[:words], where))
         return after, [np.asarray(x) for x in data], [np.asarray(x) for x in scores]
 
-    shapes = Shapes(*(tuple(map(_leaf, jax.eval_shape(_raw, tree))) for tree in (policy, carry, data, scores)))
-    return Acting(collect, shapes, data, scores)
+    return Acting(collect, shapes(policy, carry, data, scores), data, scores)
+
+
+def shapes(policy: PyTree, carry: PyTree, data: PyTree, scores: PyTree) -> Shapes:
+    """What travels, of the shapes of these pytrees."""
+    return Shapes(*(tuple(map(_leaf, jax.eval_shape(_raw, tree))) for tree in (policy, carry, data, scores)))
 
 
 def _is_key(x: Any) -> bool:
@@ -99,7 +103,7 @@ def _raw(tree: PyTree) -> list[Any]:
     return [jax.random.key_data(x) if _is_key(x) else x for x in jax.tree.leaves(tree)]
 
 
-def _tree(shapes: PyTree, leaves: Leaves) -> PyTree:
+def tree(shapes: PyTree, leaves: Leaves) -> PyTree:
     """The inverse of `_raw`."""
     likes, structure = jax.tree.flatten(shapes)
     pairs = zip(likes, leaves, strict=True)
@@ -110,13 +114,9 @@ def _leaf(shape: Any) -> Leaf:
     return Leaf(tuple(shape.shape), str(shape.dtype))
 
 
-def entering(
-    collector_in: fused.CollectorIn, actors: int, pinned: int = 0, algorithm: Algorithm | None = None
-) -> fused.Enter:
+def entering(collector_in: fused.CollectorIn, actors: int) -> fused.Enter:
     """How a run with so many actors gets into a context: the states of all their environments, as NumPy arrays, one
-    actor's after the other's. So lies the carry of `fused` on a mesh of as many devices.
-
-    Of a run that keeps `pinned` versions of the `algorithm`'s weights the carry is a Flight.
+    actor's after the other's, [N, ...]: that of `fused` on a mesh of as many devices, cut.
     """
 
     def enter(key: Key, context: PyTree) -> PyTree:
@@ -124,14 +124,22 @@ def entering(
         one = jax.jit(lambda key, place: _raw(start(jax.random.fold_in(key, place))))
         each = [jax.device_get(one(key, jnp.int32(place))) for place in range(actors)]
         structure = jax.tree.structure(jax.eval_shape(start, key))
-        carry = jax.tree.unflatten(structure, [np.concatenate(parts) for parts in zip(*each)])
-        if not pinned or algorithm is None:
-            return carry
-        shapes = jax.eval_shape(lambda key: _raw(algorithm.policy(algorithm.init(key))), key)
-        size = sum(_leaf(x).nbytes for x in shapes)
-        return Flight(carry, tuple(np.zeros(size, np.uint8) for _ in range(pinned)))
+        return jax.tree.unflatten(structure, [np.stack(parts) for parts in zip(*each)])
 
     return enter
+
+
+def kept(enter: fused.Enter, pinned: int, algorithm: Algorithm) -> fused.Enter:
+    """`enter` of a run that keeps so many versions of the weights: its carry is a Flight, where they are any."""
+    if not pinned:
+        return enter
+
+    def begin(key: Key, context: PyTree) -> PyTree:
+        shapes = jax.eval_shape(lambda key: _raw(algorithm.policy(algorithm.init(key))), key)
+        size = sum(_leaf(x).nbytes for x in shapes)
+        return Flight(enter(key, context), tuple(np.zeros(size, np.uint8) for _ in range(pinned)))
+
+    return begin
 
 
 # ---------------------------------------------------------------------------------------------- the learner's side
@@ -153,10 +161,10 @@ def lowered(
     def update(state: PyTree, key: Key, updates: jax.Array, data: Leaves, scores: Leaves) -> Any:
         drawn = jax.random.fold_in(jax.random.fold_in(key, updates), meshes.shard_index())
         _, key_learn = jax.random.split(drawn)
-        rollouts = [_tree(acting.data, [x[i] for x in data]) for i in range(actors // mesh.size)]
+        rollouts = [tree(acting.data, [x[i] for x in data]) for i in range(actors // mesh.size)]
         with jax.named_scope(LEARNING):
             state, metrics = algorithm.learn(state, join(rollouts), key_learn)
-        told = metrics | _scored(_tree(acting.scores, scores), mesh)
+        told = metrics | _scored(tree(acting.scores, scores), mesh)
         told[fused.FINITE] = fused.is_finite((state, metrics))
         weights = _bytes(_raw(algorithm.policy(state)))
         return state, updates + 1, jax.tree.map(lambda x: x[None], told), weights
@@ -204,11 +212,11 @@ def actors(
 
     `progress` is taken back when the iterator is advanced, its carry too: save it before.
     """
-    n, pinned = crew.desk.size.actors, crew.rule.pinned
+    pinned = crew.rule.pinned
     flight = progress.carry if pinned else Flight(progress.carry, ())
     structure = jax.tree.structure(flight.carry)
     layout = meshes.sharded(program.mesh)
-    begun = [np.asarray(x).reshape(n, -1, *x.shape[1:]) for x in _raw(flight.carry)]
+    begun = [np.asarray(x) for x in _raw(flight.carry)]
     done = int(progress.updates)
     weights = [*flight.weights, publish(progress.state)]
     crew.open(done, np.asarray(jax.random.key_data(progress.key)), weights, begun)
@@ -222,7 +230,7 @@ def actors(
         crew.learnt(_on_host(made))  # waits for the update, which ends with it
         told = meter.read(done, versions)
         done += 1
-        carry = jax.tree.unflatten(structure, [x.reshape(-1, *x.shape[2:]) for x in crew.carry()])
+        carry = jax.tree.unflatten(structure, crew.carry())
         yield Progress(state, Flight(carry, crew.past()) if pinned else carry, key, count), 1, rows | told
 
 
