@@ -6,11 +6,16 @@ import dataclasses
 import difflib
 from collections.abc import Callable
 
+from longhaul.actors.settings import Acting
 from longhaul.algorithms import impala, ppo
 from longhaul.driving import simulator
 from longhaul.health import Bounds
 from longhaul.run import Driving, Named, Run, RunError
 from longhaul.scaling.grid import Grid
+
+
+PONG = "ale/pong?img_height=42&img_width=42"
+"""Four frames of 42x42, of which each step sees the last 16."""
 
 
 def cartpole() -> Run:
@@ -61,6 +66,24 @@ def appo_cartpole() -> Run:
         num_envs=32,
         num_steps=64,
         health=Bounds(solved=475.0),
+    )  # fmt: skip
+
+
+def impala_pong() -> Run:
+    """Pong by IMPALA, from pixels: actors step Atari on the host."""
+    return Run(
+        "impala-pong",
+        Named(PONG),
+        impala.Config(
+            lr=6e-4, optimiser="adam", torso="nature", shared=True, ent_coef=0.01, reward_clip="unit",
+        ),
+        topology="actors",
+        acting=Acting(actor_kind="process"),
+        total_steps=10_000_000,
+        num_envs=64,
+        num_steps=20,
+        evaluation_episodes=10,
+        health=Bounds(solved=18.0),
     )  # fmt: skip
 
 
@@ -231,6 +254,7 @@ RECIPES: dict[str, Callable[[], Run]] = {
     "cartpole": cartpole,
     "impala-cartpole": impala_cartpole,
     "appo-cartpole": appo_cartpole,
+    "impala-pong": impala_pong,
     "pendulum": pendulum,
     "driving": driving,
     "driving-selfplay": selfplay,
