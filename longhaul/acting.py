@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import functools
 import json
+import os
 import time
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Iterator
 from contextlib import ExitStack, closing, suppress
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -79,10 +80,19 @@ def _nobody() -> Collector:
     raise AssertionError("an environment on the host has no collector on the device")
 
 
-def calls(
-    run: Run, folder: Path, assembly: Assembly, prepared: Prepared, progress: Progress, note: Callable[[str], None]
-) -> Generator[tuple[Progress, int, Metrics]]:
-    """All updates that are left, as `fused.fused` has them. Close it: then no actor is left."""
+class Opened(NamedTuple):
+    """A run's actors at work."""
+
+    crew: Crew
+    calls: Iterator[tuple[Progress, int, Metrics]]  # all updates that are left, as `fused.fused` has them
+
+    def processes(self) -> list[int]:
+        """The processes of actors that are not this one."""
+        return [row["process"] for row in self.crew.report()["actors"] if row["process"] not in (0, os.getpid())]
+
+
+def opened(run: Run, assembly: Assembly, prepared: Prepared, progress: Progress, closed: ExitStack) -> Opened:
+    """Begins with the actors of a run; when `closed` is, none is left."""
     policy = jax.eval_shape(assembly.algorithm.policy, progress.state)
 
     def make(actor: int) -> Collect:
@@ -90,19 +100,48 @@ def calls(
             return _acting(run, assembly.algorithm, policy, _nobody).collect
         return prepared.acting.collect
 
-    if run.acting.actor_kind == "process":
-        make = functools.partial(process, to_dict(run))
-    rule = settings.rule(run.acting, assembly.updates, assembly.origin.updates)
+    kind, rule = run.acting.actor_kind, settings.rule(run.acting, assembly.updates, assembly.origin.updates)
+    making = functools.partial(process, to_dict(run)) if kind == "process" else make
+    crew = closed.enter_context(closing(Crew(rule, prepared.acting.shapes, making, kind=kind)))
     publish = actors.weights_of(assembly.algorithm)
+    return Opened(crew, actors.actors(prepared.program, crew, progress, publish, updates=assembly.updates))
+
+
+def calls(
+    run: Run, folder: Path, assembly: Assembly, prepared: Prepared, progress: Progress, note: Callable[[str], None]
+) -> Generator[tuple[Progress, int, Metrics]]:
+    """All updates that are left, as `fused.fused` has them; tells what befell actors, and writes `LIVE`. Close it: then
+    no actor is left."""
     with ExitStack() as closed:
         closed.callback((folder / LIVE).unlink, missing_ok=True)
-        crew = closed.enter_context(closing(Crew(rule, prepared.acting.shapes, make, kind=run.acting.actor_kind)))
+        crew, updates = opened(run, assembly, prepared, progress, closed)
         told = 0.0
-        for progress, n, rows in actors.actors(prepared.program, crew, progress, publish, updates=assembly.updates):
+        for progress, n, rows in updates:
             while crew.news:
                 note(crew.news.pop(0))
             if time.monotonic() - told >= EVERY:
                 told = time.monotonic()
                 with suppress(OSError):  # no matter for the run
-                    pages.write(folder / LIVE, json.dumps(pages.finite(crew.report())))
+                    pages.write(folder / LIVE, json.dumps(pages.finite(_live(run, assembly, crew, rows))))
             yield progress, n, rows
+
+
+def _live(run: Run, assembly: Assembly, crew: Crew, rows: Metrics) -> dict[str, Any]:
+    """What everybody is at, and who holds the others up."""
+    now = {name.partition("/")[2]: float(rows[name][0]) for name in rows if name.startswith("actors/")}
+    return crew.report() | {
+        "steps_per_update": assembly.steps_per_update,
+        "staleness": run.acting.staleness,
+        "kind": run.acting.actor_kind,
+        "bottleneck": bottleneck(now),
+        "metrics": now,
+    }
+
+
+def bottleneck(told: dict[str, float]) -> str:
+    """Who holds the others up, of an update's metrics (without "actors/"): the learner, or within the actors what takes
+    longest."""
+    if told["actor_wait"] > told["learner_wait"]:
+        return "learner"
+    inner = {name: told.get(f"{name}_seconds", 0.0) for name in ("environment", "inference")}
+    return max(inner, key=lambda name: inner[name]) if any(inner.values()) else "actors"

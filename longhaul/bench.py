@@ -24,7 +24,7 @@ from typing import Any
 
 import jax
 
-from longhaul import workloads
+from longhaul import acting_workloads, workloads
 from longhaul.provenance import provenance
 from longhaul.workloads import Prepared
 
@@ -36,6 +36,8 @@ NAMES = {
     "driving-train": "training by the driving recipe",
     "hackmatrix-ppo": "training by the hackmatrix recipe, with peak memory",
     "hackmatrix": "the same with its starts, cold and warm, and shares; --grid: over sizes and precisions",
+    "transport": "questions and answers between two processes through shared memory, 64 x 128 float32 each",
+    "actors": "CartPole by actors on the host, training included; --actors --staleness --env",
     "hackmatrix-env": "whole steps of HackMatrix by random legal actions: mask, observation, reward, resets",
 }
 
@@ -298,6 +300,27 @@ def _hackmatrix_ppo(
     return [sizes | {"total_steps": total_steps, "devices": devices}]
 
 
+def _transport(
+    *, rows: int = 64, width: int = 128, streams: int = 16, messages: int = 100_000
+) -> list[dict[str, Any]]:
+    sizes = {"rows": rows, "width": width, "streams": streams, "messages": messages}
+    return [sizes | {"copies": copies} for copies in (1, 2)]
+
+
+def _actors(
+    *,
+    env: Sequence[str] = ("numpy/longhaul.envs.batched:cartpole", "gymnasium/CartPole-v1", "cartpole"),
+    num_envs: int = 512,
+    num_steps: int = 64,
+    actors: int = 2,
+    actor_kind: str = "process",
+    staleness: int = 1,
+    updates: int = 20,
+) -> list[dict[str, Any]]:
+    sizes = {"num_envs": num_envs, "num_steps": num_steps, "actors": actors, "actor_kind": actor_kind}
+    return [sizes | {"env": name, "staleness": staleness, "updates": updates} for name in env]
+
+
 CASES: dict[str, Callable[..., list[dict[str, Any]]]] = {
     "ppo-cartpole": _ppo_cartpole,
     "deterministic": _deterministic,
@@ -307,6 +330,8 @@ CASES: dict[str, Callable[..., list[dict[str, Any]]]] = {
     "hackmatrix-ppo": _hackmatrix_ppo,
     "hackmatrix": _hackmatrix_ppo,
     "hackmatrix-env": _hackmatrix_env,
+    "transport": _transport,
+    "actors": _actors,
 }
 """Name -> (sizes) -> the workload's arguments, one case a figure. `devices` None: as many as a training run takes."""
 
@@ -319,5 +344,7 @@ WORKLOADS: dict[str, Callable[..., Prepared]] = {
     "hackmatrix-ppo": workloads.hackmatrix_ppo,
     "hackmatrix": workloads.hackmatrix_ppo,
     "hackmatrix-env": workloads.hackmatrix_env,
+    "transport": acting_workloads.transport,
+    "actors": acting_workloads.actors,
 }
 """Of `hackmatrix` the whole figure is made by `scaling.speed`; here it is its training alone."""

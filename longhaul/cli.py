@@ -30,6 +30,7 @@ COMMANDS = {
     "play": "HackMatrix in the terminal: play it, or watch an agent",
     "recipes": "the recipes of longhaul train",
     "envs": "the environments of longhaul train ppo --env NAME",
+    "actor": "environments on this machine for a run's inference server on another",
     "launch": "a training run in several processes, here or on Ray, looked after: launch --hosts N -- train ...",
     "status": "how far a run is",
     "doctor": "whether a run is in good health, or a recipe fit for many devices",
@@ -113,6 +114,11 @@ def _run(words: list[str]) -> int:
         raise FlagError(f"longhaul has no {what} {command!r}; {flags.suggestion(command, there, otherwise)}")
     if command == "bench":
         return _bench(rest[1:])
+    if command == "actor":
+        from longhaul import actor_command
+
+        with _ending_at_once():
+            return actor_command.actor(rest[1:])
     if command == "launch":
         from longhaul import launch
 
@@ -303,6 +309,11 @@ def _bench(words: Sequence[str]) -> int:
         Flag("num_envs", INT, None, "of cartpole, driving-train, hackmatrix-env, hackmatrix-ppo: worlds", shown="256"),
         Flag("num_steps", INT, None, "of all but those of cartpole and driving-train: steps of each", shown="its own"),
         Flag("precision", choice(("fp32", "bf16")), None, "of hackmatrix-ppo", shown="fp32"),
+        Flag("env", TEXT, (), "of actors: environments, a figure for each", True, "three CartPoles"),
+        Flag("actors", INT, None, "of actors: how many", shown="2"),
+        Flag("actor_kind", choice(("process", "thread")), None, "of actors", shown="process"),
+        Flag("staleness", INT, None, "of actors", shown="1"),
+        Flag("streams", INT, None, "of transport: slots of the client", shown="16"),
         Flag("rules", choice(("jax", "canonical")), None, "of hackmatrix-env", shown="jax"),
     ]
     groups = {"": [name, out, DEBUG], "sizes": driving}

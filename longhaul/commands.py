@@ -17,6 +17,9 @@ from longhaul import (
     flags,
     footprint,
     hosts,
+    learners,
+    live,
+    partition,
     printing,
     pulse,
     recipes,
@@ -27,10 +30,10 @@ from longhaul import (
     training,
 )
 from longhaul.envs import host, registry
-from longhaul.feed import feed
+from longhaul.feed import feed, spec
 from longhaul.flags import ALONE, DEBUG, TEXT, Flag, FlagError
 from longhaul.folders import find_folder, load_run, new_folder, save_run
-from longhaul.mesh import Shape
+from longhaul.mesh import Shape, identity
 from longhaul.provenance import provenance
 from longhaul.run import Driving, Run, RunError, agents, from_dict, named, on_cpu, resolve, to_dict
 from longhaul.scaling import command as scaling
@@ -183,6 +186,9 @@ def _begin(
     assert run.devices is not None
     training.prepare_devices(run.all_devices, run.threads)
     source = feed(run) if isinstance(task, Driving) and task.data else None
+    if run.model > 1:
+        algorithm = learners.make(spec(run), run.algorithm, updates=1, mean=identity)
+        partition.check(jax.eval_shape(algorithm.init, jax.random.key(0)), run.mesh)
     about = provenance() | {"data": source.about if source else None}
     folder = new_folder(runs_dir, run, parsed.values["run-name"], parsed.values["run-suffix"])
     try:
@@ -233,6 +239,7 @@ def status(words: Sequence[str]) -> int:
     rows = [
         ("run", str(folder)),
         ("recipe", run.recipe),
+        ("topology", run.topology),
         ("commit", str(about.get("commit") or "unknown")),
         ("state", "done" if result.is_file() else going_on),
         ("agent steps", f"{done:,} of {total:,} ({done / total:.1%})"),
@@ -250,6 +257,7 @@ def status(words: Sequence[str]) -> int:
         age = time.time() - (folder / "metrics.jsonl").stat().st_mtime
         rows.append(("last record", f"{max(0, round(age))} s ago"))
     printing.listing(rows)
+    live.show(folder)
     if result.is_file():
         printing.scores(json.loads(result.read_text())["evaluation"])
     return 0

@@ -22,7 +22,7 @@ _PARITY = 0x1BD11BDA
 
 
 def threefry(key: jax.Array, high: jax.Array, low: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Threefry-2x32 with 20 rounds of the counters (high, low), uint32 of any shape, under key data uint32 [2]."""
+    """Threefry-2x32 with 20 rounds of the counters (high, low), uint32 of any shape, under key data uint32 [2, ...]."""
     k0, k1 = key[0], key[1]
     schedule = (k0, k1, k0 ^ k1 ^ jnp.uint32(_PARITY))
     x, y = high + k0, low + k1

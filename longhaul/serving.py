@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Generator
 from contextlib import ExitStack, closing
 from typing import Any, NamedTuple
 
 import jax
 import numpy as np
 
+from longhaul import hosted
 from longhaul.central import wire
 from longhaul.central.crew import Orders, Processes
 from longhaul.central.grpc_lane import GrpcLane
@@ -40,16 +41,28 @@ class Prepared(NamedTuple):
 def description(run: Run) -> Description:
     """The environment of a run, as its actors make it."""
     assert isinstance(run.environment, Named)
-    return host.describe(f"jax/{run.environment.env}")
+    name = run.environment.env
+    return host.describe(name if hosted.is_hosted(name) else f"jax/{name}")
+
+
+def _layout(run: Run, groups: int) -> wire.Layout:
+    """What travels between a run and its actors."""
+    assert isinstance(run.environment, Named)
+    columns = run.num_envs // groups * agents(run)
+    if hosted.is_hosted(run.environment.env):
+        with closing(host.make(description(run), 1)) as vector:
+            return wire.layout(vector.spec, columns)
+    environment = named(run.environment)
+    names = jax.eval_shape(lambda key: environment.metrics(environment.reset(key)[0]), jax.random.key(0))
+    return wire.layout(host_jax.host_spec(environment), columns, tuple(names))
 
 
 def prepare(run: Run, assembly: Assembly, progress: Progress) -> Prepared:
     """Compiles what a run like `progress` needs."""
-    assert isinstance(run.environment, Named) and run.acting.actors is not None
-    environment, groups = named(run.environment), run.acting.actors * run.central.slots
-    columns = run.num_envs // groups * agents(run)
-    names = jax.eval_shape(lambda key: environment.metrics(environment.reset(key)[0]), jax.random.key(0))
-    codec = Codec(wire.layout(host_jax.host_spec(environment), columns, tuple(sorted(names))))
+    assert run.acting.actors is not None
+    groups = run.acting.actors * run.central.slots
+    codec = Codec(_layout(run, groups))
+    columns = codec.layout.columns
     algorithm, staleness = assembly.algorithm, run.acting.staleness
     policy = central.local(jax.jit(algorithm.policy)(progress.state))
     inference = Inference(
@@ -84,12 +97,22 @@ def calls(
         if run.central.bind is None:
             crew = closed.enter_context(closing(_crew(run, prepared.codec, lane)))
         elif isinstance(lane, GrpcLane):
-            note(f"waits for {run.acting.actors} actors at {lane.address}")
+            note(f"waits for {run.acting.actors} actors: {_command(run, lane.address)}")
         server = Server(
             lane, prepared.inference, prepared.places, prepared.store, slots=slots,
             scores=prepared.codec.layout.scores, crew=crew, note=note,
         )  # fmt: skip
         yield from central.central(prepared.program, server, progress, policy, updates=assembly.updates)
+
+
+def _command(run: Run, address: str) -> str:
+    """What begins an actor on another machine."""
+    assert isinstance(run.environment, Named) and run.acting.actors is not None
+    worlds = run.num_envs // (run.acting.actors * run.central.slots)
+    words = f"longhaul actor --connect {address} --env {run.environment.env}"
+    words += f" --worlds {worlds} --slots {run.central.slots}"
+    words += " --token-file FILE" if run.central.token_file else ""
+    return words + (" --tls-ca FILE" if run.central.tls_cert else "")
 
 
 def _lane(run: Run, codec: Codec, seeds: Callable[[int, int], list[int]]) -> Lane:

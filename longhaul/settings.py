@@ -162,8 +162,9 @@ AUTO = ("mesh", "actors", "threads", "bank-updates", "evaluation-episodes", "log
 """Flags whose None is decided from the rest."""
 
 FREE = (
-    *("actor-kind", "log-interval", "block", "save-interval-minutes", "save-interval", "keep", "keep-every"),
-    *("rollbacks", "lane", "bind", "token-file", "tls-cert", "tls-key"),
+    "actor-kind",
+    *("log-interval", "block", "save-interval-minutes", "save-interval", "keep", "keep-every", "rollbacks"),
+    *("lane", "bind", "token-file", "tls-cert", "tls-key"),
     *("health", "health-entropy", "health-kl", "health-clip", "health-window", "health-solved"),
 )
 """Flags that may differ when a run is gone on with: they change no number."""

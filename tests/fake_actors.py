@@ -55,6 +55,8 @@ def _befall(what: str, mark: Path) -> None:
         os.kill(os.getpid(), signal.SIGSTOP)
     if what in ("fail", "always"):
         raise ValueError("the environment broke")
+    if what == "hang":
+        time.sleep(600.0)
     if what == "slow":
         time.sleep(0.3)
 

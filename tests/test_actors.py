@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import functools
+import json
+import os
 import signal
 import time
 from collections.abc import Callable
@@ -15,15 +17,17 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from longhaul import acting, rollout
+from longhaul import acting, learners, rollout, training
 from longhaul import mesh as meshes
 from longhaul.actors.crew import Crew
 from longhaul.actors.settings import Acting
 from longhaul.actors.tickets import Rule, Ticket
+from longhaul.algorithms import ppo
 from longhaul.environment import vectorise
+from longhaul.envs import probes
 from longhaul.records import Sums
 from longhaul.rollout import collector, join
-from longhaul.run import RunError
+from longhaul.run import Named, RunError
 from longhaul.topologies import actors, fused
 from longhaul.types import Algorithm, Progress
 from tests.chaos import Chaos
@@ -195,6 +199,49 @@ def test_a_pinned_run_that_was_stopped_ends_as_one_that_was_not(
     ]
     assert told[0] == told[1]
     assert [record["actors/staleness_max"] for record in told[0]] == [0.0, 1.0] + [2.0] * 18
+
+
+@pytest.mark.slow
+def test_processes_end_as_fused_does_also_when_an_actor_is_killed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """The parameters after 100 updates of PPO, bit for bit; the actor in the middle of them."""
+    sizes: dict[str, Any] = {"devices": 2, "total_steps": 8 * 16 * 100, "threads": 4}
+    begin(small(**sizes), tmp_path / "fused")
+
+    def kill() -> None:
+        told = json.loads((tmp_path / "acted" / "live.json").read_text())
+        os.kill(told["actors"][1]["process"], signal.SIGKILL)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Sums, "add", after(40, kill, Sums.add))
+        begin(small(topology="actors", acting=Acting(2, "process"), **sizes), tmp_path / "acted")
+    assert "actor 1: it was ended by SIGKILL" in capfd.readouterr().err
+    one, other = result(tmp_path / "fused"), result(tmp_path / "acted")
+    assert one["params_sha256"] == other["params_sha256"]
+    kept = [[r["ppo/total_loss"] for r in records(tmp_path / name)] for name in ("fused", "acted")]
+    assert kept[0] == kept[1]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["credit", "time_limit", "successor", "agents", "continuous"])
+def test_ppo_by_actors_finds_the_values_of_the_probes(name: str, tmp_path: Path) -> None:
+    """In threads, one update behind, values within 0.1 of the oracle: bootstraps, masks and columns are right."""
+    probe = probes.PROBES[name]()
+    config = ppo.Config(
+        lr=3e-3, gamma=probe.gamma, gae_lambda=probe.gae_lambda, ent_coef=0.0, clip_value=False, hidden_dim=32,
+        num_minibatches=2,
+    )  # fmt: skip
+    made = small(
+        environment=Named(f"probe/{name}"), algorithm=config, topology="actors", acting=Acting(2, "thread", 1),
+        num_envs=16, num_steps=32, total_steps=16 * 32 * 300 * (probe.environment.spec.agents or 1), save_interval=None,
+    )  # fmt: skip
+    begin(made, tmp_path / "run")
+    _, policy, _ = training.restore_policy(tmp_path / "run")
+    value = learners.critic(probe.environment.spec, made.algorithm)
+    for seen, worth in probe.value:
+        observation = jax.tree.map(lambda x: jnp.asarray(x)[None], seen)
+        assert float(value(policy, (), observation)[0]) == pytest.approx(worth, abs=0.1)
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import subprocess
@@ -14,6 +15,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from longhaul import acting, live
 from longhaul.actors import crew as crews
 from longhaul.actors import desk as desks
 from longhaul.actors.crew import Crew, CrewError
@@ -157,3 +159,48 @@ def _lives(process: int) -> bool:
         return Path(f"/proc/{process}/stat").read_bytes().rpartition(b")")[2].split()[0] not in (b"Z", b"X")
     except OSError:
         return False
+
+
+def test_an_actor_that_was_silent_for_too_long_is_replaced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It runs, and nothing comes of it: it is no stopped process."""
+    monkeypatch.setattr(crews, "HANG", 2.0)
+    rule = Rule(2, 0, pin=True, until=UPDATES)
+    total, _, mine = run(rule, {(1, 3): "hang"}, tmp_path, "process")
+    assert total == alone(rule)
+    assert len(mine.news) == 1
+    assert "actor 1: it was silent" in mine.news[0]
+
+
+# ------------------------------------------------------------------------------------------------ longhaul status
+
+
+def test_what_actors_are_at_is_told_in_rows_and_a_table(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with closing(fake_actors.crew(Rule(2, 1), {}, tmp_path, "thread")) as mine:
+        fake_actors.begin(mine)
+        fake_actors.learn(mine, 4)
+        told = mine.report()
+    names = ("staleness_mean", "learner_wait", "actor_wait", "restarts", "environment_seconds")
+    told |= {"staleness": 1, "kind": "thread", "metrics": dict.fromkeys(names, 0.25)}
+    told["bottleneck"] = acting.bottleneck(told["metrics"] | {"learner_wait": 0.5})
+    (tmp_path / "live.json").write_text(json.dumps(told | {"time": told["time"] - 60.0}))
+    live.show(tmp_path)
+    shown = capsys.readouterr().out
+    for words in (
+        "0.25, bound 1",
+        "learner 25%",
+        "bottleneck  environment",
+        "60 s ago, which is long",
+        str(os.getpid()),
+    ):
+        assert words in shown
+    assert shown.count("\n") == 7 + 3
+    live.show(tmp_path / "nowhere")
+    assert capsys.readouterr().out == ""
+
+
+def test_the_bottleneck_is_whom_others_wait_for() -> None:
+    waits = {"learner_wait": 0.1, "actor_wait": 0.6}
+    assert acting.bottleneck(waits) == "learner"
+    waits |= {"learner_wait": 0.9, "environment_seconds": 1.0, "inference_seconds": 3.0}
+    assert acting.bottleneck(waits) == "inference"
+    assert acting.bottleneck({"learner_wait": 0.9, "actor_wait": 0.6}) == "actors"

@@ -32,9 +32,10 @@ TABLE = """
 0  scaling/__init__
 0  verdicts
 1  trends health watch
-1  precision returns distributions encoders perceptron networks dial normalise mesh partition shards hosts shuffle
+1  precision returns distributions encoders convolutions perceptron networks dial normalise mesh partition shards hosts shuffle
    provenance footprint
 1  actors/tickets actors/memory actors/doorbell actors/lane actors/desk actors/worker actors/crew actors/settings
+   actors/slots
 1  vectors
 1  datasets/projection
 1  scaling/law scaling/rules scaling/compiled scaling/instructions scaling/trace scaling/chips scaling/plan
@@ -63,16 +64,18 @@ TABLE = """
    envs/host_spaces envs/host_gymnasium envs/host_numpy envs/batched envs/host_torch envs/host_jax
 3  algorithms/actor_critic algorithms/values algorithms/flat algorithms/ppo algorithms/impala learners
 3  checkpoint
-4  topologies/fused topologies/actors topologies/central
 4  datasets/convert datasets/stream
-4  worlds curves legacy matches spectating
-4  envs/host_driving envs/host envs/gym_export hosted central/client
-5  report intervals run folders feed resumption acting serving evaluation resimulation poison training scaling/page
+4  topologies/fused topologies/actors topologies/central worlds curves legacy matches spectating
+   envs/host_driving envs/host envs/gym_export hosted central/client
+5  report intervals experiment run folders feed resumption acting serving evaluation resimulation poison ending training
+   scaling/page
    scaling/grid
-6  recipes workloads bench scaling/speed scaling/profile scaling/subject scaling/agreement scaling/checks
-7  printing flags settings scaling/command scaling/speed_command scaling/profile_command scaling/plan_command
+6  recipes workloads acting_workloads bench scaling/speed scaling/profile scaling/subject scaling/agreement
+   scaling/checks
+7  printing live flags settings scaling/command scaling/speed_command scaling/profile_command scaling/plan_command
    scaling/doctor
-   commands assessment console play gang processes cluster launch cli __main__
+   commands assessment console play gang processes cluster launch actor_command cli
+   __main__
 """
 
 NO_JAX = (

@@ -191,7 +191,7 @@ class GrpcLane:
             for task in done:
                 task.result()
             if life.ended is not None and not context.cancelled():
-                raise WireError(life.ended)
+                raise (Busy if self._stop.is_set() else WireError)(life.ended)  # who ends may begin again
         except WireError as error:
             why = str(error)
             if life is not None:

@@ -63,11 +63,11 @@ class Inference:
         self, policy: Params, memory: PyTree, key: jax.Array, about: jax.Array, begins: jax.Array, observation: PyTree
     ) -> tuple[jax.Array, PyTree, PyTree, PyTree]:
         """-> action, extras, memory before the step [n x C, ...], and that of all environments after it."""
-        column = jnp.arange(self.columns)
+        column = jnp.arange(self.columns)[None]
         mine = (about[:, GROUP, None] * self.columns + column).ravel()
-        keys = _fold(_fold(key[:, None], about[:, BATCH]), about[:, STEP])
-        keys = _fold(keys[:, :, None], about[:, PLACE, None] * self.columns + column)
-        drawn = jax.random.wrap_key_data(keys.reshape(2, -1).T, impl="threefry2x32")
+        keys = _fold(_fold(key, about[:, BATCH]), about[:, STEP])
+        keys = _fold([word[:, None] for word in keys], about[:, PLACE, None] * self.columns + column)
+        drawn = jax.random.wrap_key_data(jnp.stack(keys, -1).reshape(-1, 2), impl="threefry2x32")
         with jax.named_scope(INFERENCE):
             fresh = self._initial(mine.size)
             found = jax.tree.map(lambda leaf: leaf.at[mine].get(mode="clip"), memory)
@@ -107,10 +107,10 @@ class Inference:
         return Inferred(acted, drawn, memory)
 
 
-def _fold(key: jax.Array, data: jax.Array) -> jax.Array:
-    """`jax.random.fold_in` of key data [2, ...] and whole numbers [...], elementwise."""
+def _fold(key: Any, data: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """`jax.random.fold_in` of keys' two words, as they lie beside the whole numbers [...]."""
     low = data.astype(jnp.uint32)
-    return jnp.stack(randomness.threefry(key, jnp.zeros_like(low), low))
+    return randomness.threefry(key, jnp.zeros_like(low), low)
 
 
 def _like(flags: jax.Array, leaf: jax.Array) -> jax.Array:

@@ -113,9 +113,7 @@ class Server:
         self._places.learnt()
         self.version = self._places.version
         self.acts_with(policy)
-        held, self._held = self._held, []
-        for group in held:
-            self._begin(group)
+        self._release()
 
     @property
     def can_act(self) -> bool:
@@ -151,6 +149,7 @@ class Server:
     def _lose(self, lost: Lost) -> None:
         for g in range(lost.actor * self._slots, (lost.actor + 1) * self._slots):
             self._drop(g)
+        self._release()  # without a bound others fill what it had begun
         self.meter = self.meter._replace(lost=self.meter.lost + 1)
         self._note(f"actor {lost.actor}: {lost.why}")
         if self._crew is not None:
@@ -223,6 +222,12 @@ class Server:
         self._return[g, ended] = 0.0
         self._length[g, ended] = 0
         begins[ended] = True
+
+    def _release(self) -> None:
+        """Who waited for a place may have one now."""
+        held, self._held = self._held, []
+        for group in held:
+            self._begin(group)
 
     def _begin(self, g: int) -> None:
         """A group begins its next trajectory, or waits for the learner."""

@@ -1,0 +1,147 @@
+"""What the benchmarks of actors measure: questions and answers through shared memory, and whole training by actors."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import subprocess
+import sys
+import time
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+
+from longhaul import acting
+from longhaul.actors import memory, slots
+from longhaul.actors.doorbell import Bell, bell
+from longhaul.actors.memory import Leaf
+from longhaul.actors.settings import Acting
+from longhaul.actors.slots import Slots
+from longhaul.algorithms import ppo
+from longhaul.feed import Feeding, feed
+from longhaul.run import Named, Run, assemble, prepare_devices, resolve
+from longhaul.workloads import Prepared
+
+TICK = os.sysconf("SC_CLK_TCK") if hasattr(os, "sysconf") else 100
+
+
+def cpu_of(processes: list[int]) -> float:
+    """CPU seconds of these processes so far, all their threads."""
+    total = 0.0
+    for process in processes:
+        fields = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()
+        total += (int(fields[11]) + int(fields[12])) / TICK
+    return total
+
+
+CLIENT = """
+import sys
+import numpy as np
+from longhaul.actors import memory, slots
+from longhaul.actors.doorbell import Bell
+from longhaul.actors.memory import Leaf
+descriptor, count, rows, width, hears, rings = map(int, sys.argv[1:])
+questions, answers = [Leaf((rows, width), "float32")], [Leaf((rows,), "int32")]
+planned = memory.plan(slots.regions(count, questions, answers))
+mine = slots.Slots(memory.arrays(descriptor, planned))
+hear, ring = Bell(hears, -1), Bell(-1, rings)
+seen, all_ = np.ones((rows, width), np.float32), np.arange(count)
+waiting = np.zeros(count, bool)
+while True:
+    free = all_ if not waiting.any() else mine.told(all_)
+    if not len(free):
+        if not hear.wait(1.0):
+            break
+        continue
+    if len(free) == count:
+        mine.questions[0][:] = seen
+    else:
+        mine.questions[0][free] = seen
+    waiting[free] = True
+    mine.ask(free)
+    ring.ring()
+"""
+"""A client with `count` slots: it asks again as soon as it has its answer."""
+
+
+def transport(rows: int, width: int, streams: int, messages: int, copies: int) -> Prepared:
+    """Questions [rows, width] of float32 from another process, answered by int32 [rows].
+
+    They are copied in there; with two `copies` out here, too, else only where not all slots are open.
+
+    A step is a row: what one world would send in one step.
+    """
+    leaves = [Leaf((rows, width), "float32")], [Leaf((rows,), "int32")]
+    descriptor, planned = slots.create(streams, *leaves)
+    mine = Slots(memory.arrays(descriptor, planned))
+    ours, theirs = bell(), bell()
+    numbers = [descriptor, streams, rows, width, theirs.heard, ours.rings]
+    client = subprocess.Popen(
+        [sys.executable, "-c", CLIENT, *map(str, numbers)], pass_fds=(descriptor, theirs.heard, ours.rings)
+    )
+    os.close(theirs.heard)  # it ends when we do
+    asks = Bell(-1, theirs.rings)
+    staging = np.empty((streams, rows, width), np.float32)
+
+    def work(_: Any) -> dict[str, float]:
+        used, done, batches = time.process_time() + cpu_of([client.pid]), 0, 0
+        while done < messages:
+            which = mine.open()
+            if not len(which):
+                ours.wait(1.0)
+                continue
+            if copies > 1 or len(which) < streams:  # else the slots themselves are the batch
+                np.take(mine.questions[0], which, axis=0, out=staging[: len(which)])
+            mine.answers[0][which] = batches
+            mine.close(which)
+            asks.ring()
+            done, batches = done + len(which), batches + 1
+        used = time.process_time() + cpu_of([client.pid]) - used
+        return {"cpu_seconds": used * messages / done, "messages_per_batch": done / batches}
+
+    config = {"rows": rows, "width": width, "streams": streams, "messages": messages, "copies": copies}
+    return Prepared(config, messages * rows, "env steps", 0.0, lambda number: None, work)
+
+
+def actors(
+    env: str, num_envs: int, num_steps: int, actors: int, actor_kind: str, staleness: int, updates: int
+) -> Prepared:
+    """Whole training by actors, whose CPU time counts; `updates` a repeat, of one run that goes on all the time."""
+    steps = num_envs * num_steps
+    made = resolve(
+        Run(
+            "bench", Named(env), ppo.Config(lr=2.5e-3, anneal=False), topology="actors",
+            acting=Acting(actors, actor_kind, staleness), total_steps=steps * 1_000_000, num_envs=num_envs,
+            num_steps=num_steps, devices=1,
+        )
+    )  # fmt: skip
+    prepare_devices(1, made.threads)
+    source = feed(made)
+    context = Feeding(source).now.context
+    assembly = assemble(made, source.within, context)
+    began = time.perf_counter()
+    progress = assembly.start(made.seed, context)
+    prepared = acting.prepare(made, assembly, context, progress)
+    compiled = time.perf_counter() - began
+    closed = ExitStack()
+    calls = acting.opened(made, assembly, prepared, progress, closed)
+    found: list[Any] = []
+
+    def work(_: Any) -> dict[str, float]:
+        processes = calls.processes()
+        used = time.process_time() + cpu_of(processes)
+        found.clear()
+        for _, (_, _, rows) in zip(range(updates), calls.calls, strict=False):
+            found.append(jax.device_get(rows))
+        used = time.process_time() + cpu_of(processes) - used
+        names = ("actors/learner_wait", "actors/actor_wait", "actors/staleness_mean")
+        told = {name.partition("/")[2]: float(np.mean([row[name] for row in found])) for name in names}
+        ended, total = (sum(float(row[name][0]) for row in found) for name in ("episodes", "episode/return"))
+        return told | {"cpu_seconds": used, "mean_return": total / ended if ended else float("nan")}
+
+    config = {"env": env, "num_envs": num_envs, "num_steps": num_steps, **dataclasses.asdict(made.acting)}
+    config |= dataclasses.asdict(made.algorithm)
+    return Prepared(config, updates * steps, "env steps", compiled, lambda number: None, work)
