@@ -102,6 +102,8 @@ def test_every_number_of_known_worlds_is_in_its_place(mode: str, monkeypatch: py
 def test_another_actor_goes_on_exactly_where_the_state_can_be_told() -> None:
     """Its second rollout is that of the actor that did the first, bit for bit; so is one that is done twice."""
     does, begun = acting(CARTPOLE, Sizes(4, 20))
+    assert [str(np.asarray(x).dtype) for x in jax.tree.leaves(begun)] == [leaf.dtype for leaf in does.shapes.carry]
+    assert "float64" in [leaf.dtype for leaf in does.shapes.carry], "nothing is cut on its way"
     first, _, _ = turn(does, jax.tree.leaves(begun), 0)
     first = [np.array(x) for x in first]
     other, _ = acting(CARTPOLE, Sizes(4, 20))
