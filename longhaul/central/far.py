@@ -12,7 +12,7 @@ import os
 import secrets
 import time
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 from longhaul.central import client
 from longhaul.central.credentials import Credentials, is_loopback, self_signed, split
@@ -64,7 +64,7 @@ class FarLife:
         import ray
 
         alone = {"num_cpus": 1, "max_restarts": 0, "max_task_retries": 0, "scheduling_strategy": "SPREAD"}
-        self._remote: Any = ray.remote(Remote).options(**alone).remote()
+        self._remote = cast(Any, ray.remote(Remote).options(**alone).remote())
         self._begun: Any = self._remote.begin.remote()
         self._since = time.monotonic()
         self._why = self._remote.play.remote(about, credentials)
