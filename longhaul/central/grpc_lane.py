@@ -289,7 +289,7 @@ class GrpcLane:
 
     def _hand(self, life: _Life, slot: int, step: wire.Block | None) -> None:
         self._inbox.append((life, slot, step))
-        if len(self._inbox) == 1:
+        if len(self._inbox) == 1 and not self._ending:
             self._loop.call_soon(self._loop.stop)  # after whatever else came by then
 
     def _leave(self, life: _Life, why: str = "its stream ended") -> None:
