@@ -115,8 +115,8 @@ def greatest(x: jax.Array) -> jax.Array:
 def encoder(observation: PyTree, kind: str, kernels: Initialise, *, dtype: Any, remat: str = "none") -> Encoder:
     """The encoder for observations like `observation` (a pytree of ShapeDtypeStruct).
 
-    `dtype` is what is computed in, parameters are float32. `remat`, of precision.REMATS: what of a layer of `nature`, or
-    of a section of `impala`, is computed again for the gradient. ValueError where the observation is no such image.
+    `dtype` is what is computed in, parameters are float32. `remat`, of precision.REMATS: what of a layer of `nature`,
+    or of a section of `impala`, is computed again for the gradient. ValueError where the observation is no such image.
     """
     seen = check(observation, kind)
     sides = sizes(kind, seen)

@@ -32,8 +32,8 @@ TABLE = """
 0  scaling/__init__
 0  verdicts
 1  trends health watch
-1  precision returns distributions encoders convolutions perceptron networks dial normalise mesh partition shards hosts shuffle
-   provenance footprint
+1  precision returns distributions encoders convolutions perceptron networks dial normalise mesh partition shards hosts
+   shuffle provenance footprint
 1  actors/tickets actors/memory actors/doorbell actors/lane actors/desk actors/worker actors/crew actors/settings
    actors/slots
 1  vectors
