@@ -256,6 +256,12 @@ def test_a_description_is_plain_data_and_processes_start_without_jax() -> None:
     assert (done.stdout, done.stderr) == ("False False\n", "")
 
 
+def test_options_may_stand_in_a_name_and_other_question_marks_are_a_path() -> None:
+    named = host.describe("ale/pong?img_height=42&episodic_life=True&roms=here")
+    assert named == host.describe("ale/pong", img_height=42, episodic_life=True, roms="here")
+    assert host.describe("driving/logs/part-?.tfrecord").name == "logs/part-?.tfrecord"
+
+
 def test_spaces_become_forms() -> None:
     spaces = gym.spaces
     box = host_spaces.observation(spaces.Box(0, 255, (4, 5), np.uint8))
