@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 import jax
 
-from longhaul import hosted, learners, pages
+from longhaul import hosted, learners, membership, pages
 from longhaul import mesh as meshes
 from longhaul.actors import settings
 from longhaul.actors.crew import Crew
@@ -43,6 +43,8 @@ class Prepared(NamedTuple):
 
 def prepare(run: Run, assembly: Assembly, context: PyTree, progress: Progress) -> Prepared:
     """Compiles the learner of a run like `progress`."""
+    if run.acting.actor_kind == "ray":
+        membership.check(run.acting.ray_address, membership.ACTORS)
     assert run.acting.actors is not None
     policy = jax.eval_shape(assembly.algorithm.policy, progress.state)
     acting = _acting(run, assembly.algorithm, policy, lambda: assembly.collector_in(context))
@@ -101,7 +103,9 @@ def opened(run: Run, assembly: Assembly, prepared: Prepared, progress: Progress,
         return prepared.acting.collect
 
     kind, rule = run.acting.actor_kind, settings.rule(run.acting, assembly.updates, assembly.origin.updates)
-    making = functools.partial(process, to_dict(run)) if kind == "process" else make
+    making = make if kind == "thread" else functools.partial(process, to_dict(run))
+    if kind == "ray":
+        closed.enter_context(membership.joined(run.acting.ray_address, membership.ACTORS))
     crew = closed.enter_context(closing(Crew(rule, prepared.acting.shapes, making, kind=kind)))
     publish = actors.weights_of(assembly.algorithm)
     return Opened(crew, actors.actors(prepared.program, crew, progress, publish, updates=assembly.updates))

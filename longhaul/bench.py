@@ -24,7 +24,7 @@ from typing import Any
 
 import jax
 
-from longhaul import acting_workloads, workloads
+from longhaul import acting_workloads, central_workloads, workloads
 from longhaul.provenance import provenance
 from longhaul.workloads import Prepared
 
@@ -38,6 +38,8 @@ NAMES = {
     "hackmatrix": "the same with its starts, cold and warm, and shares; --grid: over sizes and precisions",
     "transport": "questions and answers between two processes through shared memory, 64 x 128 float32 each",
     "actors": "CartPole by actors on the host, training included; --actors --staleness --env",
+    "central": "central inference for CartPole in actors' processes, without a learner; --actors --worlds --lane",
+    "transport-grpc": "the same by gRPC, beside a bare gRPC echo of as many bytes",
     "hackmatrix-env": "whole steps of HackMatrix by random legal actions: mask, observation, reward, resets",
 }
 
@@ -300,9 +302,7 @@ def _hackmatrix_ppo(
     return [sizes | {"total_steps": total_steps, "devices": devices}]
 
 
-def _transport(
-    *, rows: int = 64, width: int = 128, streams: int = 16, messages: int = 100_000
-) -> list[dict[str, Any]]:
+def _transport(*, rows: int = 64, width: int = 128, streams: int = 16, messages: int = 100_000) -> list[dict[str, Any]]:
     sizes = {"rows": rows, "width": width, "streams": streams, "messages": messages}
     return [sizes | {"copies": copies} for copies in (1, 2)]
 
@@ -321,6 +321,31 @@ def _actors(
     return [sizes | {"env": name, "staleness": staleness, "updates": updates} for name in env]
 
 
+def _central(
+    *,
+    env: Sequence[str] = ("gymnasium/CartPole-v1", "numpy/longhaul.envs.batched:cartpole"),
+    actors: int = 2,
+    worlds: Sequence[int] = (256, 128),
+    slots: int = 2,
+    lane: Sequence[str] = ("shm", "grpc"),
+    num_steps: int = 64,
+    batches: int = 10,
+) -> list[dict[str, Any]]:
+    sizes = {"actors": actors, "slots": slots, "num_steps": num_steps, "batches": batches}
+    return [sizes | {"env": e, "worlds": w, "lane": by} for e in env for w in worlds for by in lane]
+
+
+def _transport_grpc(
+    *,
+    rows: int = 64,
+    width: int = 128,
+    streams: int = 16,
+    messages: int = 4_000,
+    lane: Sequence[str] = ("grpc", "bare"),
+) -> list[dict[str, Any]]:
+    return [{"rows": rows, "width": width, "streams": streams, "messages": messages, "lane": by} for by in lane]
+
+
 CASES: dict[str, Callable[..., list[dict[str, Any]]]] = {
     "ppo-cartpole": _ppo_cartpole,
     "deterministic": _deterministic,
@@ -332,6 +357,8 @@ CASES: dict[str, Callable[..., list[dict[str, Any]]]] = {
     "hackmatrix-env": _hackmatrix_env,
     "transport": _transport,
     "actors": _actors,
+    "central": _central,
+    "transport-grpc": _transport_grpc,
 }
 """Name -> (sizes) -> the workload's arguments, one case a figure. `devices` None: as many as a training run takes."""
 
@@ -346,5 +373,7 @@ WORKLOADS: dict[str, Callable[..., Prepared]] = {
     "hackmatrix-env": workloads.hackmatrix_env,
     "transport": acting_workloads.transport,
     "actors": acting_workloads.actors,
+    "central": central_workloads.central,
+    "transport-grpc": central_workloads.transport,
 }
 """Of `hackmatrix` the whole figure is made by `scaling.speed`; here it is its training alone."""

@@ -10,12 +10,10 @@ an actor that does not answer for `MUTE` seconds is lost, and signs of life from
 from __future__ import annotations
 
 import contextlib
-import logging
 import os
-import socket
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from longhaul import hosts, processes
@@ -156,41 +154,6 @@ class Host:
 
 
 # ------------------------------------------------------------------------------------------------------ the launcher
-
-
-@contextlib.contextmanager
-def joined(address: str) -> Iterator[None]:
-    """Within it this process is a driver of the cluster at `address`; of a new one, on this machine, for "local"."""
-    try:
-        import ray
-    except ImportError as error:
-        raise HostsError(f"--on ray needs Ray ({error}); install longhaul[cluster]") from error
-    named = (os.environ.get("RAY_ADDRESS") or "auto") if address == "auto" else address
-    more: dict[str, Any] = {"include_dashboard": False} if named == "local" else {}
-    try:
-        if ":" in named and "://" not in named:
-            host, _, port = named.rpartition(":")
-            socket.create_connection((host, int(port)), timeout=5.0).close()  # Ray itself tries for minutes
-        ray.init(address=named, log_to_driver=False, logging_level=logging.ERROR, **more)
-    except (OSError, ValueError, RuntimeError) as error:  # a ConnectionError is an OSError
-        short = " ".join(str(error).split())[:200]
-        raise HostsError(
-            f"no Ray cluster can be joined at {named} ({short}); start one by `ray start --head`, or give --address"
-        ) from error
-    _quieten()
-    try:
-        yield
-    finally:
-        ray.shutdown()
-
-
-def _quieten() -> None:
-    """Keeps what Ray tells of its nodes, which is in its own logs, out of standard output, which is for results."""
-    with contextlib.suppress(ImportError):
-        from ray._private import worker
-
-        if callable(getattr(worker, "print_to_stdstream", None)):
-            worker.print_to_stdstream = lambda *args, **kwargs: None
 
 
 def starter(wanted: Wanted, say: Callable[[str], None]) -> Callable[[Sequence[str], Printed], Gang]:

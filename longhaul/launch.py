@@ -78,13 +78,13 @@ def launch(words: Sequence[str]) -> int:
 
 
 def _on_ray(command: Sequence[str], values: dict[str, Any]) -> int:
-    from longhaul import cluster
+    from longhaul import cluster, membership
 
     count, fewest = values["hosts"], values["fewest"] or values["hosts"]
     if fewest > count:
         raise FlagError(f"--fewest is {fewest}; it must be at most --hosts, {count}")
     wanted = cluster.Wanted(count, fewest, values["devices_per_host"], values["place"], values["patience"])
-    with cluster.joined(values["address"]):
+    with membership.joined(values["address"]):
         return supervise(command, cluster.starter(wanted, say), values["restarts"], values["deadline"])
 
 

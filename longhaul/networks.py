@@ -4,12 +4,12 @@ Torsos: `mlp` flattens and joins all leaves of an observation; `deepset` (Zaheer
 rank-2 leaf [items, features] with one shared layer and takes the maximum over items, so that the order of neighbours
 does not matter. The last feature of an item says whether it is there (1) or padding (0). `latent`, `wayformer` and
 `mtr` attend to the items (encoders.py); their width is the first of `sizes`, their depth how many there are, and GELU
-their activation.
+their activation. `nature` and `impala` see one image (convolutions.py), with sizes and ReLU of their own.
 
 Without memory the actor and the critic of `mlp` and `deepset` are two towers (PureJaxRL's layout), unless they are to
 be `shared`: then they have one torso, and an `mlp` is computed as perceptron.py has it. With `memory > 0` they share a
-torso and a gated recurrent unit (Cho et al. 2014) of that width. An encoder by attention is shared, for it is nearly
-all of the work; each head then has a hidden layer of its own.
+torso and a gated recurrent unit (Cho et al. 2014) of that width. An encoder of sets or images is shared, for it is
+nearly all of the work; after one by attention, each head has a hidden layer of its own.
 
 With `precision` "bf16" the torso computes in bfloat16; parameters, memory (in which rounding would add up along time)
 and the last layers stay in float32.
@@ -25,7 +25,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from longhaul import encoders
+from longhaul import convolutions, encoders
 from longhaul.perceptron import perceptron
 from longhaul.precision import POLICIES, PRECISIONS, REMATS
 from longhaul.types import Key, Params, PyTree
@@ -33,7 +33,10 @@ from longhaul.types import Key, Params, PyTree
 ACTIVATIONS: dict[str, Callable[[jax.Array], jax.Array]] = {
     "tanh": nn.tanh, "relu": nn.relu, "silu": nn.silu, "gelu": nn.gelu,
 }  # fmt: skip
-TORSOS = ("mlp", "deepset", *encoders.ENCODERS)
+TORSOS = ("mlp", "deepset", *encoders.ENCODERS, *convolutions.CONVOLUTIONS)
+ENCODED = (*encoders.ENCODERS, *convolutions.CONVOLUTIONS)
+"""Torsos that are nearly all of the work: actor and critic have one together."""
+
 INITS = ("orthogonal", "lecun")
 """How kernels begin: orthogonal with a scale of their own (0.01 for the policy's), or as Flax does if not told."""
 
@@ -83,8 +86,8 @@ class _Torso(nn.Module):
 
     @nn.compact
     def __call__(self, observation: PyTree) -> jax.Array:
-        if self.kind in encoders.ENCODERS:
-            return self._attend(observation)
+        if self.kind in ENCODED:
+            return self._encode(observation)
         leaves = jax.tree.leaves(observation)
         lead = leaves[0].ndim - self.ranks[0]
         parts = []
@@ -109,7 +112,7 @@ class _Torso(nn.Module):
         through: jax.Array = _rematerialised(layer, self.remat)(self, x)
         return through
 
-    def _attend(self, observation: PyTree) -> jax.Array:
+    def _encode(self, observation: PyTree) -> jax.Array:
         one = jax.tree.unflatten(
             jax.tree.structure(observation),
             [
@@ -117,7 +120,12 @@ class _Torso(nn.Module):
                 for leaf, rank in zip(jax.tree.leaves(observation), self.ranks, strict=True)
             ],
         )
-        encoder = encoders.encoder(one, self.kind, self.sizes[0], len(self.sizes), dtype=self.dtype, remat=self.remat)
+        options: dict[str, Any] = {"dtype": self.dtype, "remat": self.remat}
+        encoder: encoders.Encoder | convolutions.Encoder
+        if self.kind in convolutions.CONVOLUTIONS:
+            encoder = convolutions.encoder(one, self.kind, _kernels(self.begin)(np.sqrt(2.0)), **options)
+        else:
+            encoder = encoders.encoder(one, self.kind, self.sizes[0], len(self.sizes), **options)
         return encoder.apply(self.param("encoder", encoder.init), observation)
 
 
@@ -143,7 +151,7 @@ class _Network(nn.Module):
             cell = _rematerialised(nn.GRUCell, self.remat)(self.width, name="memory")
             memory, features = cell(memory, features.astype(jnp.float32))
             for_actor = for_critic = features
-        elif attends or self.shared:
+        elif self.kind in ENCODED or self.shared:
             for_actor = for_critic = _Torso(*torso, name="torso")(observation)
         else:
             for_actor = _Torso(*torso, name="actor")(observation)
@@ -198,6 +206,8 @@ def actor_critic(
         raise ValueError(
             f"sizes are {tuple(sizes)} and memory {memory}; give at least one positive size and memory >= 0"
         )
+    if torso in convolutions.CONVOLUTIONS:
+        convolutions.check(observation, torso)
     leaves = jax.tree.leaves(observation)
     ranks = tuple(len(leaf.shape) for leaf in leaves)
     if takes_live(torso, shared, memory):

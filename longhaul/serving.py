@@ -9,9 +9,10 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-from longhaul import hosted
-from longhaul.central import wire
-from longhaul.central.crew import Orders, Processes
+from longhaul import hosted, membership
+from longhaul.central import far, wire
+from longhaul.central.credentials import Credentials
+from longhaul.central.crew import Orders, Process, Processes
 from longhaul.central.grpc_lane import GrpcLane
 from longhaul.central.inference import Inference
 from longhaul.central.lane import Lane
@@ -59,6 +60,8 @@ def _layout(run: Run, groups: int) -> wire.Layout:
 
 def prepare(run: Run, assembly: Assembly, progress: Progress) -> Prepared:
     """Compiles what a run like `progress` needs."""
+    if run.acting.actor_kind == "ray":
+        membership.check(run.acting.ray_address, membership.ACTORS)
     assert run.acting.actors is not None
     groups = run.acting.actors * run.central.slots
     codec = Codec(_layout(run, groups))
@@ -78,30 +81,44 @@ def prepare(run: Run, assembly: Assembly, progress: Progress) -> Prepared:
     return Prepared(program, inference, places, store, codec)
 
 
+def opened(
+    run: Run, prepared: Prepared, begun: int, closed: ExitStack, note: Callable[[str], None]
+) -> tuple[Server, Callable[[], list[int | None]]]:
+    """A server with its actors, until `closed`; and a function that tells the processes that were begun.
+
+    `begun` updates are finished: no life's seeds are another's, nor those before a checkpoint those after it.
+    """
+    assert run.acting.actors is not None
+    slots = run.central.slots
+
+    def seeds(actor: int, life: int) -> list[int]:
+        sequence = np.random.SeedSequence([run.seed, begun, actor, life])
+        return [int(seed) >> 1 for seed in sequence.generate_state(slots, np.uint32)]
+
+    on_ray = run.acting.actor_kind == "ray"
+    if on_ray:
+        closed.enter_context(membership.joined(run.acting.ray_address, membership.ACTORS))
+    at = _found(run)
+    lane = closed.enter_context(closing(_lane(run, prepared.codec, seeds, at)))
+    crew = None
+    if on_ray or run.central.bind is None:
+        crew = closed.enter_context(closing(_crew(run, prepared.codec, lane, at)))
+    elif isinstance(lane, GrpcLane):
+        note(f"waits for {run.acting.actors} actors: {_command(run, lane.address)}")
+    server = Server(
+        lane, prepared.inference, prepared.places, prepared.store, slots=slots,
+        scores=prepared.codec.layout.scores, crew=crew, note=note,
+    )  # fmt: skip
+    return server, lambda: [] if crew is None else crew.ids()
+
+
 def calls(
     run: Run, assembly: Assembly, prepared: Prepared, progress: Progress, note: Callable[[str], None]
 ) -> Generator[tuple[Progress, int, Metrics]]:
     """All updates that are left, as `fused.fused` has them. Close it: then neither server nor actor is left."""
-    assert run.acting.actors is not None
-    slots, begun = run.central.slots, int(progress.updates)
     policy = central.local(jax.jit(assembly.algorithm.policy)(progress.state))
-
-    def seeds(actor: int, life: int) -> list[int]:
-        """Of an actor's groups; no life's are another's, nor those before a checkpoint those after it."""
-        sequence = np.random.SeedSequence([run.seed, begun, actor, life])
-        return [int(seed) >> 1 for seed in sequence.generate_state(slots, np.uint32)]
-
     with ExitStack() as closed:
-        lane = closed.enter_context(closing(_lane(run, prepared.codec, seeds)))
-        crew = None
-        if run.central.bind is None:
-            crew = closed.enter_context(closing(_crew(run, prepared.codec, lane)))
-        elif isinstance(lane, GrpcLane):
-            note(f"waits for {run.acting.actors} actors: {_command(run, lane.address)}")
-        server = Server(
-            lane, prepared.inference, prepared.places, prepared.store, slots=slots,
-            scores=prepared.codec.layout.scores, crew=crew, note=note,
-        )  # fmt: skip
+        server, _ = opened(run, prepared, int(progress.updates), closed, note)
         yield from central.central(prepared.program, server, progress, policy, updates=assembly.updates)
 
 
@@ -115,19 +132,29 @@ def _command(run: Run, address: str) -> str:
     return words + (" --tls-ca FILE" if run.central.tls_cert else "")
 
 
-def _lane(run: Run, codec: Codec, seeds: Callable[[int, int], list[int]]) -> Lane:
-    assert run.acting.actors is not None
-    if run.central.lane == "shm":
-        return SharedLane(codec, run.acting.actors, run.central.slots, seeds)
+def _found(run: Run) -> tuple[str, Credentials]:
+    """(where the server listens, what it shows and asks for)."""
     try:
-        bind, held = run.central.bind or "127.0.0.1:0", load(run.central)
-        return GrpcLane(codec, run.acting.actors, run.central.slots, seeds, bind=bind, credentials=held)
+        given = load(run.central)
+        if run.acting.actor_kind == "ray":
+            return far.found(run.central.bind, given)
+        return run.central.bind or "127.0.0.1:0", given
     except ValueError as error:
         raise RunError(str(error)) from error
 
 
-def _crew(run: Run, codec: Codec, lane: Lane) -> Processes:
-    """Actors on this machine."""
+def _lane(run: Run, codec: Codec, seeds: Callable[[int, int], list[int]], at: tuple[str, Credentials]) -> Lane:
+    assert run.acting.actors is not None
+    if run.central.lane == "shm":
+        return SharedLane(codec, run.acting.actors, run.central.slots, seeds)
+    try:
+        return GrpcLane(codec, run.acting.actors, run.central.slots, seeds, bind=at[0], credentials=at[1])
+    except ValueError as error:
+        raise RunError(str(error)) from error
+
+
+def _crew(run: Run, codec: Codec, lane: Lane, at: tuple[str, Credentials]) -> Processes:
+    """Actors on this machine, or on the nodes of a Ray cluster."""
     assert run.acting.actors is not None
     groups = run.acting.actors * run.central.slots
     about: dict[str, Any] = {
@@ -143,4 +170,5 @@ def _crew(run: Run, codec: Codec, lane: Lane) -> Processes:
         found = {"address": lane.address, "token_file": run.central.token_file, "authority": run.central.tls_cert}
         return Orders(about | found)
 
-    return Processes(run.acting.actors, orders, lane.cut)
+    begin = far.beginning(at[1]) if run.acting.actor_kind == "ray" else Process
+    return Processes(run.acting.actors, orders, lane.cut, begin=begin)

@@ -36,7 +36,8 @@ HELP = {
     "threads": "of the CPU, in all; the last bits of sums depend on it",
     "topology": "how acting and learning are laid out",
     "actors": "of the topologies actors and central: who share the worlds",
-    "actor-kind": "actors in processes of their own, or in threads of the learner's",
+    "actor-kind": "actors in processes of their own, in threads of the learner's, or on the nodes of a Ray cluster",
+    "ray-address": "HOST:PORT of the cluster of --actor-kind ray; auto: RAY_ADDRESS, or one here; local: a new one",
     "staleness": "updates that the weights which acted may be behind; 0: none, as fused; none: without bound",
     "pin": "act with exactly the weights that --staleness allows, so that the run can be repeated bit for bit",
     "lane": "of the topology central, how observations come: by shared memory, or by gRPC",
@@ -162,7 +163,7 @@ AUTO = ("mesh", "actors", "threads", "bank-updates", "evaluation-episodes", "log
 """Flags whose None is decided from the rest."""
 
 FREE = (
-    "actor-kind",
+    *("actor-kind", "ray-address"),
     *("log-interval", "block", "save-interval-minutes", "save-interval", "keep", "keep-every", "rollbacks"),
     *("lane", "bind", "token-file", "tls-cert", "tls-key"),
     *("health", "health-entropy", "health-kl", "health-clip", "health-window", "health-solved"),

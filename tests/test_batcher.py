@@ -82,7 +82,7 @@ def test_each_place_is_filled_once_and_never_too_early(
                 assert place.batch < until
                 assert place not in mine.values(), "two fill one place"
                 if staleness is not None:
-                    assert place.index == group
+                    assert place.number == group
                 mine[group] = place
         elif chance < 0.2:
             assert places.lose(group)

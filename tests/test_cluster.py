@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from longhaul import cluster, hosts, launch, training
+from longhaul import cluster, hosts, launch, membership, training
 from longhaul.cluster import Layout, Node, Wanted
 from longhaul.flags import FlagError
 from longhaul.hosts import Hosts, HostsError
@@ -236,6 +236,6 @@ def test_without_a_cluster_a_line_says_the_remedy() -> None:
     pytest.importorskip("ray")
     with (
         pytest.raises(HostsError, match=r"no Ray cluster can be joined at 127\.0\.0\.1:1 .*ray start --head"),
-        cluster.joined("127.0.0.1:1"),
+        membership.joined("127.0.0.1:1"),
     ):
         pass

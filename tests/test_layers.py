@@ -32,10 +32,10 @@ TABLE = """
 0  scaling/__init__
 0  verdicts
 1  trends health watch
-1  precision returns distributions encoders perceptron networks dial normalise mesh partition shards hosts shuffle
-   provenance footprint
-1  actors/tickets actors/memory actors/doorbell actors/lane actors/desk actors/worker actors/crew actors/settings
-   actors/slots
+1  precision returns distributions encoders convolutions perceptron networks dial normalise mesh partition shards
+   hosts shuffle provenance footprint membership
+1  actors/tickets actors/memory actors/doorbell actors/lane actors/desk actors/worker actors/far actors/crew
+   actors/settings actors/slots
 1  vectors
 1  datasets/projection
 1  scaling/law scaling/rules scaling/compiled scaling/instructions scaling/trace scaling/chips scaling/plan
@@ -66,11 +66,12 @@ TABLE = """
 3  checkpoint
 4  datasets/convert datasets/stream
 4  topologies/fused topologies/actors topologies/central worlds curves legacy matches spectating
-   envs/host_driving envs/host envs/gym_export hosted central/client
-5  report intervals run folders feed resumption acting serving evaluation resimulation poison training scaling/page
+   envs/host_driving envs/host envs/gym_export hosted central/client central/far
+5  report intervals experiment run folders feed resumption acting serving evaluation resimulation poison ending training
+   scaling/page
    scaling/grid
-6  recipes workloads acting_workloads bench scaling/speed scaling/profile scaling/subject scaling/agreement
-   scaling/checks
+6  recipes workloads acting_workloads central_workloads bench scaling/speed scaling/profile scaling/subject
+   scaling/agreement scaling/checks
 7  printing live flags settings scaling/command scaling/speed_command scaling/profile_command scaling/plan_command
    scaling/doctor
    commands assessment console play gang processes cluster launch actor_command cli
@@ -79,10 +80,10 @@ TABLE = """
 
 NO_JAX = (
     *("datasets/*", "actors/*", "workers", "worlds", "cli", "flags", "printing", "hosts", "launch", "pulse"),
-    *("forms", "vectors", "gang", "processes", "cluster", "envs/gym_export"),
+    *("forms", "vectors", "gang", "processes", "cluster", "membership", "envs/gym_export"),
     *(f"envs/{name}" for name in ("host", "host_spaces", "host_gymnasium", "host_numpy", "host_torch", "batched")),
     *(f"central/{name}" for name in ("wire", "credentials", "lane", "grpc_lane", "shared_lane", "batcher", "places")),
-    *("central/crew", "central/client", "central/settings"),
+    *("central/crew", "central/client", "central/far", "central/settings"),
     *(f"driving/{name}" for name in ("scenario", "compile", "generator", "roads", "lanes", "bank")),
 )
 """Files that start fast and run in worker processes: NumPy only, transitively."""

@@ -22,7 +22,7 @@ import numpy as np
 
 from longhaul import pulse
 from longhaul.actors import desk as desks
-from longhaul.actors import memory, tickets, worker
+from longhaul.actors import far, memory, tickets, worker
 from longhaul.actors.desk import Desk, Garbage, Head, Shapes, Size
 from longhaul.actors.doorbell import Bell, bell
 from longhaul.actors.tickets import Book, Rule, Ticket
@@ -153,8 +153,10 @@ class Crew:
     def __init__(
         self, rule: Rule, shapes: Shapes, make: Callable[[int], Collect], *, kind: str
     ) -> None:  # fmt: skip
-        """`make` gives what actor a does; for processes (`kind` "process", else "thread") it is importable."""
+        """`make` gives what actor a does; for processes (`kind` "process", or "ray" for those on a cluster that was
+        joined; else "thread") it is importable."""
         self._make, self._kind = make, kind
+        self._board = far.Board(make, rule.versions) if kind == "ray" else None
         self.news: list[str] = []
         """Lines on what befell actors; whoever tells them takes them out."""
         self._size = Size(rule.places, rule.rooms, rule.turns, rule.versions)
@@ -328,6 +330,8 @@ class Crew:
         if self._kind == "thread":
             hand: Hand = ThreadHand(self.desk, actor, self._make, orders, learner)
             vitals[desks.PROCESS] = os.getpid()
+        elif self._board is not None:
+            hand = far.FarHand(self.desk, actor, self._board, orders, learner)
         else:
             shapes, ends = self.desk.shapes, (self._memory, orders.heard, learner.rings)
             hand = ProcessHand(Description(actor, self._make, shapes, self._size, *ends, os.getpid()))

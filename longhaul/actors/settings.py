@@ -7,10 +7,10 @@ from dataclasses import dataclass
 
 from longhaul.actors import tickets
 
-KINDS = ("process", "thread")
+KINDS = ("process", "thread", "ray")
 
 MOST = 1024
-"""Actors of one host."""
+"""Actors of one run."""
 
 
 @dataclass(frozen=True)
@@ -21,6 +21,7 @@ class Acting:
     actor_kind: str = "process"
     staleness: int | None = 0  # updates that what is learnt from may be behind; None: no bound
     pin: bool = False  # act with exactly the weights that the bound allows, so that a run can be repeated
+    ray_address: str = "auto"  # of the cluster, where actor_kind is "ray"
 
 
 def decided(acting: Acting, *, envs: int, devices: int, cores: int) -> Acting:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import ipaddress
+import subprocess
+import tempfile
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -58,6 +60,31 @@ def is_loopback(host: str) -> bool:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:
         return False
+
+
+def self_signed(host: str) -> Credentials:
+    """A key and a certificate for a server at an address or name, made anew; good for a year.
+
+    ValueError where OpenSSL's program, which makes them, is not there.
+    """
+    try:
+        ipaddress.ip_address(host)
+        kind = "IP"
+    except ValueError:
+        kind = "DNS"
+    with tempfile.TemporaryDirectory() as folder:  # readable by us alone
+        key, certificate = Path(folder, "key.pem"), Path(folder, "certificate.pem")
+        made = ["openssl", "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes"]
+        made += ["-days", "365", "-subj", "/CN=longhaul", "-addext", f"subjectAltName={kind}:{host}"]
+        try:
+            subprocess.run(
+                [*made, "-keyout", str(key), "-out", str(certificate)], check=True, capture_output=True, timeout=60.0
+            )  # fmt: skip
+        except (OSError, subprocess.SubprocessError) as error:
+            raise ValueError(
+                f"no certificate for {host} can be made ({error}); give --tls-cert and --tls-key"
+            ) from error
+        return Credentials(certificate=certificate.read_bytes(), key=key.read_bytes())
 
 
 def check_bind(address: str, credentials: Credentials) -> None:

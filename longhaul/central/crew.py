@@ -13,7 +13,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 BACK_OFF, LONGEST = 0.1, 10.0
 """Seconds before an actor is begun again: the first, doubled with each failure in a row, at most the last."""
@@ -33,44 +33,29 @@ class Orders(NamedTuple):
     descriptors: tuple[int, ...] = ()  # closed here once it has them
 
 
-class _Place(NamedTuple):
-    process: subprocess.Popen[bytes] | None = None
-    begun: float = 0.0
-    due: float = 0.0  # when another is to begin
-    failures: int = 0
+class Life(Protocol):
+    """One life of an actor."""
+
+    @property
+    def id(self) -> int | None:
+        """Its process, where that is one of this machine."""
+
+    def ended(self) -> str | None:
+        """How it ended; None while it lives."""
+
+    def kill(self) -> None: ...
+
+    def wait(self) -> None:
+        """Until nothing of it is left that could do harm."""
 
 
-class Processes:
-    """`actors` processes of `client.main`; a `server.Crew`. Call `close` at the end."""
+class Process:
+    """An actor in a process of this machine."""
 
-    def __init__(
-        self, actors: int, orders: Callable[[int], Orders], lost: Callable[[int, str], None],
-        note: Callable[[str], None] = lambda line: None,
-    ) -> None:  # fmt: skip
-        """`orders(a)`: what a new actor a is told. `lost(a, why)`: its process has ended."""
-        self._orders, self._lost, self._note = orders, lost, note
-        self._places = [_Place() for _ in range(actors)]
-        self.restarts = 0
-
-    def ids(self) -> list[int | None]:
-        """The actors' processes; None where one is yet to begin."""
-        return [place.process.pid if place.process else None for place in self._places]
-
-    def look(self, now: float) -> None:
-        for actor, place in enumerate(self._places):
-            if place.process is None:
-                if now >= place.due:
-                    self._places[actor] = place._replace(process=self._begin(actor), begun=now)
-            elif (code := place.process.poll()) is not None:
-                how = f"it was ended by {signal.Signals(-code).name}" if code < 0 else f"it ended with code {code}"
-                self._ended(actor, how)
-                self._lost(actor, how)
-
-    def _begin(self, actor: int) -> subprocess.Popen[bytes]:
-        orders = self._orders(actor)
+    def __init__(self, actor: int, orders: Orders) -> None:
         # An actor computes on the CPU, with one thread; it inherits our choice of nothing else.
         few = {"JAX_PLATFORMS": "cpu", "NPROC": "1", "OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1"}
-        process = subprocess.Popen(
+        self._process = process = subprocess.Popen(
             [sys.executable, "-m", "longhaul.central.client"], stdin=subprocess.PIPE, pass_fds=orders.descriptors,
             env=os.environ | few,
         )  # fmt: skip
@@ -81,8 +66,57 @@ class Processes:
             with process.stdin as pipe:
                 pipe.write(json.dumps(orders.about | {"parent": os.getpid(), "actor": actor}).encode())
         except BrokenPipeError:
-            pass  # it ended at once, which the next look tells
-        return process
+            pass  # it ended at once, which `ended` tells
+
+    @property
+    def id(self) -> int | None:
+        return self._process.pid
+
+    def ended(self) -> str | None:
+        code = self._process.poll()
+        if code is None:
+            return None
+        return f"it was ended by {signal.Signals(-code).name}" if code < 0 else f"it ended with code {code}"
+
+    def kill(self) -> None:
+        self._process.kill()
+
+    def wait(self) -> None:
+        self._process.wait()
+
+
+class _Place(NamedTuple):
+    life: Life | None = None
+    begun: float = 0.0
+    due: float = 0.0  # when another is to begin
+    failures: int = 0
+
+
+class Processes:
+    """`actors` lives, of processes of this machine unless `begin` makes others; a `server.Crew`. Call `close` at the
+    end."""
+
+    def __init__(
+        self, actors: int, orders: Callable[[int], Orders], lost: Callable[[int, str], None],
+        note: Callable[[str], None] = lambda line: None, begin: Callable[[int, Orders], Life] = Process,
+    ) -> None:  # fmt: skip
+        """`orders(a)`: what a new actor a is told. `lost(a, why)`: its life has ended."""
+        self._orders, self._lost, self._note, self._begin = orders, lost, note, begin
+        self._places = [_Place() for _ in range(actors)]
+        self.restarts = 0
+
+    def ids(self) -> list[int | None]:
+        """The actors' processes on this machine; None where one is yet to begin."""
+        return [place.life.id if place.life else None for place in self._places]
+
+    def look(self, now: float) -> None:
+        for actor, place in enumerate(self._places):
+            if place.life is None:
+                if now >= place.due:
+                    self._places[actor] = place._replace(life=self._begin(actor, self._orders(actor)), begun=now)
+            elif (how := place.life.ended()) is not None:
+                self._ended(actor, how)
+                self._lost(actor, how)
 
     def _ended(self, actor: int, why: str) -> None:
         """Another one is to begin after a while. Raises CrewError where that helps not."""
@@ -95,17 +129,17 @@ class Processes:
         self._places[actor] = _Place(None, 0.0, now + wait, failures)
 
     def end(self, actor: int, why: str) -> None:
-        process = self._places[actor].process
-        if process is not None:
-            process.kill()
-            process.wait()
+        life = self._places[actor].life
+        if life is not None:
+            life.kill()
+            life.wait()
             self._ended(actor, why)
 
     def close(self) -> None:
         """Ends them all. Nothing of them is left."""
-        running: Sequence[subprocess.Popen[bytes]] = [p.process for p in self._places if p.process is not None]
-        for process in running:
-            process.kill()
-        for process in running:
-            process.wait()
+        running: Sequence[Life] = [place.life for place in self._places if place.life is not None]
+        for life in running:
+            life.kill()
+        for life in running:
+            life.wait()
         self._places = [_Place(due=float("inf")) for _ in self._places]

@@ -19,7 +19,7 @@ AHEAD = 2
 
 class Place(NamedTuple):
     batch: int
-    index: int  # 0 .. N-1 in it
+    number: int  # 0 .. N-1 in it
 
 
 class Places:
@@ -69,8 +69,8 @@ class Places:
         place = self._mine[group]
         assert place is not None
         filled = self._filled.setdefault(place.batch, set())
-        assert place.index not in filled, "a trajectory counted twice"
-        filled.add(place.index)
+        assert place.number not in filled, "a trajectory counted twice"
+        filled.add(place.number)
         self._mine[group] = None
         self._batch[group] = place.batch + 1
         return place

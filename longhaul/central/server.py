@@ -247,7 +247,7 @@ class Server:
         about = np.empty((len(take), 4), np.int32)
         for row, g, group in zip(about, take, groups, strict=True):
             assert group.place is not None
-            row[:] = g, group.place.index, group.place.batch, group.t
+            row[:] = g, group.place.number, group.place.batch, group.t
         seen = [group.step.observation for group in groups if group.step is not None]
         found = self._inference.run(self._policy, about, self._begins[list(take)], seen)
         answers = []

@@ -23,7 +23,7 @@ class Central:
     tls_key: str | None = None
 
 
-def check(central: Central, *, envs: int, actors: int) -> None:
+def check(central: Central, *, envs: int, actors: int, kind: str) -> None:
     """Raises ValueError naming the field, its value, the bound and the remedy."""
     if central.lane not in LANES:
         raise ValueError(f"lane is {central.lane!r}; it must be one of {', '.join(LANES)}")
@@ -35,12 +35,14 @@ def check(central: Central, *, envs: int, actors: int) -> None:
             f"num_envs is {envs}, which {actors} actors with {central.slots} groups each can't share evenly; choose a "
             f"multiple of {groups}"
         )
+    if kind == "ray" and central.lane != "grpc":
+        raise ValueError(f"lane is {central.lane}, and --actor-kind is ray, without shared memory; choose --lane grpc")
     if central.lane == "shm":
         for name in ("bind", "token_file", "tls_cert", "tls_key"):
             if getattr(central, name) is not None:
                 raise ValueError(f"{name} is given, and --lane is shm, which has no address; choose --lane grpc")
     held = load(central)
-    if central.bind is not None:
+    if central.bind is not None and kind != "ray":  # whose run makes what lacks
         credentials.check_bind(central.bind, held)
 
 

@@ -215,7 +215,7 @@ def _padded(size: int) -> int:
 def check_block(step: Block, *, first: bool) -> None:
     """Raises WireError where a step contradicts itself. `first`: it begins a life, and ends nothing."""
     # As bytes: a bool that is neither 0 nor 1 is no bool, and NumPy does not look.
-    if (step.flags.view(np.uint8) > 1).any() or (step.known.view(np.uint8) > 1).any():
+    if step.flags.view(np.uint8).max(initial=0) > 1 or step.known.view(np.uint8).max(initial=0) > 1:
         raise WireError("a flag is neither 0 nor 1")
     if first:
         if len(step.columns):

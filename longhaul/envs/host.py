@@ -6,8 +6,10 @@ needed, JAX least of all.
 
 from __future__ import annotations
 
+import ast
 import importlib
 import importlib.util
+import re
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from longhaul import vectors
@@ -65,11 +67,29 @@ KINDS: dict[str, Kind] = {
 
 
 def describe(name: str, **options: Any) -> Description:
-    """ "kind/name" as plain data. ValueError where there is no such kind."""
-    kind, _, rest = name.partition("/")
+    """ "kind/name" as plain data; options may follow it as in an address. ValueError where there is no such kind.
+
+    Example: "ale/pong?img_height=42&img_width=42". Values are Python's literals, or else text.
+    """
+    path, _, query = name.partition("?") if _QUERY.search(name) else (name, "", "")
+    kind, _, rest = path.partition("/")
     if kind not in KINDS or not rest:
         raise ValueError(f"{name!r} is no environment on the host; write KIND/NAME, KIND one of {', '.join(KINDS)}")
-    return Description(kind, rest, tuple(sorted(options.items())))
+    told = dict(pair.split("=", 1) for pair in query.split("&")) if query else {}
+    return Description(
+        kind, rest, tuple(sorted(({key: _literal(text) for key, text in told.items()} | options).items()))
+    )
+
+
+_QUERY = re.compile(r"\?\w+=[^&]*(&\w+=[^&]*)*$")
+"""Options at the end of a name; other question marks are a path's."""
+
+
+def _literal(text: str) -> Any:
+    try:
+        return ast.literal_eval(text)
+    except (ValueError, SyntaxError):
+        return text
 
 
 def make(description: Description, num_envs: int, seed: int = 0) -> HostVector:

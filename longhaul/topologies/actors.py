@@ -90,8 +90,13 @@ def acting(collector: Collector, policy: Params) -> Acting:
 
 
 def shapes(policy: PyTree, carry: PyTree, data: PyTree, scores: PyTree) -> Shapes:
-    """What travels, of the shapes of these pytrees."""
-    return Shapes(*(tuple(map(_leaf, jax.eval_shape(_raw, tree))) for tree in (policy, carry, data, scores)))
+    """What travels, of the shapes of these pytrees. NumPy's leaves keep their 64 bits, which JAX would cut."""
+
+    def of(tree: PyTree) -> tuple[Leaf, ...]:
+        leaves = jax.tree.leaves(tree)
+        return tuple(_leaf(jax.eval_shape(jax.random.key_data, x) if _is_key(x) else x) for x in leaves)
+
+    return Shapes(of(policy), of(carry), of(data), of(scores))
 
 
 def _is_key(x: Any) -> bool:

@@ -1,0 +1,89 @@
+"""This process as a member of a Ray cluster: joined for a while, and left without a trace."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import signal
+import socket
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+from longhaul.hosts import HostsError
+
+ACTORS = "--actor-kind ray"
+"""The option by which a run has its actors on a cluster."""
+
+
+def check(address: str, wants: str) -> str:
+    """The cluster that `address` means, where there may be one. HostsError, one line, where there is none; `wants` is
+    the option that needs it.
+
+    Ray itself tries for minutes to reach an address at which nobody is.
+    """
+    try:
+        import ray  # noqa: F401
+    except ImportError as error:
+        raise HostsError(f"{wants} needs Ray ({error}); install longhaul[cluster]") from error
+    named = (os.environ.get("RAY_ADDRESS") or "auto") if address == "auto" else address
+    if ":" in named and "://" not in named:
+        host, _, port = named.rpartition(":")
+        try:
+            socket.create_connection((host, int(port)), timeout=5.0).close()
+        except (OSError, ValueError) as error:
+            raise _nobody(named, error, wants) from error
+    return named
+
+
+def _nobody(address: str, error: Exception, wants: str) -> HostsError:
+    flag = "--ray-address" if wants == ACTORS else "--address"
+    short = " ".join(str(error).split())[:200]
+    return HostsError(
+        f"no Ray cluster can be joined at {address} ({short}); start one by `ray start --head`, or give {flag}"
+    )
+
+
+@contextlib.contextmanager
+def joined(address: str, wants: str = "--on ray") -> Iterator[None]:
+    """Within it this process is a driver of the cluster at `address`; of a new one, on this machine, for "local".
+
+    One that is a driver already stays what it is. HostsError, one line, where no cluster can be joined.
+    """
+    named = check(address, wants)
+    import ray
+
+    if ray.is_initialized():
+        yield
+        return
+    more: dict[str, Any] = {"include_dashboard": False} if named == "local" else {}
+    before = _handlers()
+    try:
+        ray.init(address=named, log_to_driver=False, logging_level=logging.ERROR, **more)
+    except (OSError, ValueError, RuntimeError) as error:  # a ConnectionError is an OSError
+        raise _nobody(named, error, wants) from error
+    finally:
+        for number, handler in before.items():  # Ray takes SIGTERM, by which a run saves and stops
+            signal.signal(number, handler)
+    _quieten()
+    try:
+        yield
+    finally:
+        ray.shutdown()
+
+
+def _handlers() -> dict[int, Any]:
+    """What this process does on signals to end; nothing that a thread beside the main one could put back."""
+    if threading.current_thread() is not threading.main_thread():
+        return {}
+    return {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
+
+
+def _quieten() -> None:
+    """Keeps what Ray tells of its nodes, which is in its own logs, out of standard output, which is for results."""
+    with contextlib.suppress(ImportError):
+        from ray._private import worker
+
+        if callable(getattr(worker, "print_to_stdstream", None)):
+            worker.print_to_stdstream = lambda *args, **kwargs: None
