@@ -79,8 +79,13 @@ def relative(one: Any, other: Any) -> float:
 
 # --------------------------------------------------------------------------------------------------- rematerialisation
 
-CASES = [*((kind, "full") for kind in KINDS), ("shared", "dots"), ("latent", "dots-no-batch")]
-"""A wayformer's parts are those of latent and mtr."""
+DEAR = ("latent", "mtr")
+"""Torsos that take long to compile; a wayformer's parts are theirs."""
+
+CASES = [
+    pytest.param(kind, remat, marks=[pytest.mark.slow] * (kind in DEAR))
+    for kind, remat in [*((kind, "full") for kind in KINDS), ("shared", "dots"), ("latent", "dots-no-batch")]
+]
 
 
 @cache
@@ -96,13 +101,13 @@ def test_what_is_computed_again_gives_the_same_gradient(kind: str, remat: str) -
     assert relative(descended(kind, remat), descended(kind, "none")) < 1e-6
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", [pytest.param(kind, marks=[pytest.mark.slow] * (kind in DEAR)) for kind in KINDS])
 def test_a_policy_keeps_what_it_says(kind: str) -> None:
     """Nothing but inputs, then products with kernels too, then all products, then everything."""
     none, full, dots, projections = (kept(kind, remat) for remat in REMATS)
     assert full < none
     assert full <= projections <= dots
-    if kind in ("latent", "mtr"):
+    if kind in DEAR:
         assert full < 0.6 * none, "a block's input is a small part of what it computes"
         assert projections < dots < none, "attention's products are the difference"
 
@@ -183,7 +188,7 @@ def gradient(state: ppo.State) -> Any:
 
 
 @pytest.mark.parametrize(
-    "kind", ["mlp", "lean", *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("memory", "encoder"))]
+    "kind", ["lean", *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("mlp", "memory", "encoder"))]
 )
 def test_accumulated_it_is_the_gradient_of_one_big_batch(kind: str) -> None:
     """Also where pieces have different numbers of steps that count; parameters and moments are float32 throughout."""
@@ -233,6 +238,7 @@ def test_pieces_that_do_not_divide_are_named_with_those_that_do(change: dict[str
         resolve(replace(run, algorithm=replace(run.algorithm, **change)))
 
 
+@pytest.mark.slow
 def test_memory_falls_as_shapes_foretell() -> None:
     """A quarter of the rows at once need a quarter of what is kept; blocks computed again keep their inputs alone."""
     rows, need = 512, {}
@@ -317,6 +323,7 @@ def test_the_footprint_is_told_before_the_first_update(
     assert not (tmp_path / "runs" / "large").exists()
 
 
+@pytest.mark.slow
 def test_a_dry_run_tells_and_leaves_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     words = ["train", "cartpole", "--dry-run", "--runs-dir", str(tmp_path / "runs"), "--mesh", "data=1"]
     words += ["--num-envs", "4", "--num-steps", "8", "--hidden-dim", "8", "--num-layers", "1"]
