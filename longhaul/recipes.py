@@ -68,8 +68,8 @@ def appo_cartpole() -> Run:
 def impala_pong() -> Run:
     """Pong from pixels by IMPALA: actors step Atari on the host, for a large CPU with a GPU.
 
-    The settings of the paper for Atari as remembered, not looked up, for means where its losses are sums over 640 steps: gradients are
-    clipped at 40 / 640, and RMSProp adds 0.01 / 640^2. Not measured at length: see `appo-pong` for what was.
+    The paper's settings for Atari as remembered, not looked up, for means where its losses are sums over 640 steps:
+    gradients are clipped at 40 / 640, and RMSProp adds 0.01 / 640^2. Not measured: `appo-pong` says what was.
     """
     return Run(
         "impala-pong",
