@@ -26,7 +26,8 @@ def _by_loops(x: np.ndarray, kernel: np.ndarray, stride: int, before: int, after
 
 
 def _network(kind: str, seen: jax.ShapeDtypeStruct = ATARI, **options: object) -> networks.ActorCritic:
-    return networks.actor_critic(seen, 6, torso=kind, **options)  # type: ignore[arg-type]
+    made = networks.actor_critic(seen, 6, torso=kind, begin="lecun", **options)  # type: ignore[arg-type]
+    return made._replace(init=jax.jit(made.init), apply=jax.jit(made.apply))
 
 
 @pytest.mark.parametrize("padding", ["VALID", "SAME"])
