@@ -302,9 +302,7 @@ def _hackmatrix_ppo(
     return [sizes | {"total_steps": total_steps, "devices": devices}]
 
 
-def _transport(
-    *, rows: int = 64, width: int = 128, streams: int = 16, messages: int = 100_000
-) -> list[dict[str, Any]]:
+def _transport(*, rows: int = 64, width: int = 128, streams: int = 16, messages: int = 100_000) -> list[dict[str, Any]]:
     sizes = {"rows": rows, "width": width, "streams": streams, "messages": messages}
     return [sizes | {"copies": copies} for copies in (1, 2)]
 
@@ -338,7 +336,12 @@ def _central(
 
 
 def _transport_grpc(
-    *, rows: int = 64, width: int = 128, streams: int = 16, messages: int = 4_000, lane: Sequence[str] = ("grpc", "bare")
+    *,
+    rows: int = 64,
+    width: int = 128,
+    streams: int = 16,
+    messages: int = 4_000,
+    lane: Sequence[str] = ("grpc", "bare"),
 ) -> list[dict[str, Any]]:
     return [{"rows": rows, "width": width, "streams": streams, "messages": messages, "lane": by} for by in lane]
 

@@ -134,12 +134,13 @@ def transport(rows: int, width: int, streams: int, messages: int, lane: str) -> 
     def work(_: Any) -> dict[str, float]:
         while not count[0]:
             time.sleep(0.01)  # it begins
-        used, first = time.process_time() + cpu_of([process.pid]), count[0]
+        own, theirs, first = time.process_time(), cpu_of([process.pid]), count[0]
         while count[0] - first < messages:
             time.sleep(0.02)
         done = count[0] - first
-        used = time.process_time() + cpu_of([process.pid]) - used
-        return {"cpu_seconds": used * messages / done}
+        own, theirs = time.process_time() - own, cpu_of([process.pid]) - theirs
+        each = {"server_microseconds": 1e6 * own / done, "client_microseconds": 1e6 * theirs / done}
+        return {"cpu_seconds": (own + theirs) * messages / done} | each
 
     config = {"rows": rows, "width": width, "streams": streams, "messages": messages, "lane": lane}
     return Prepared(config, messages * rows, "env steps", 0.0, lambda number: None, work)

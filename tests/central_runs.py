@@ -45,6 +45,9 @@ class Sizes(NamedTuple):
         return self.actors * self.slots
 
 
+FEW = Sizes()
+
+
 class Site(NamedTuple):
     """A server, what it acts with, and the way to begin an actor in a thread."""
 
@@ -61,7 +64,7 @@ def seeds(sizes: Sizes) -> Callable[[int, int], list[int]]:
 
 @contextmanager
 def site(
-    algorithm: Algorithm, spec: Spec, make: Make, sizes: Sizes = Sizes(), *, lane: str = "shm", begun: bool = True,
+    algorithm: Algorithm, spec: Spec, make: Make, sizes: Sizes = FEW, *, lane: str = "shm", begun: bool = True,
     key: Any = None, crew: Any = None,
 ) -> Iterator[Site]:  # fmt: skip
     """Open until the block is left; then all its threads have ended."""

@@ -16,18 +16,22 @@ import numpy as np
 import pytest
 
 from longhaul import training
+from longhaul.actors.settings import Acting
 from longhaul.algorithms import ppo
 from longhaul.central import server as servers
 from longhaul.central import wire
 from longhaul.central.places import AHEAD
+from longhaul.central.settings import Central
 from longhaul.envs import host
 from longhaul.envs.host_jax import JaxVector, Programs
 from longhaul.envs.probes import PROBES, Probe
-from longhaul.run import Named, Run, RunError, resolve
+from longhaul.run import Named, Run, RunError
+from longhaul.topologies import central as topology
 from longhaul.types import Algorithm
-from longhaul.vectors import HostSpec, HostStep, HostVector, Slot, specification
-from tests import chaos, central_runs
+from longhaul.vectors import HostStep, HostVector, Slot, specification
+from tests import central_runs, chaos
 from tests.central_runs import Gone, Site, Sizes, by_hand, processes, site
+from tests.small_runs import begin, records, resume, small
 from tests.test_matrix import LEARNERS, check
 
 POLES = host.describe("numpy/longhaul.envs.batched:cartpole")
@@ -44,9 +48,9 @@ def of_poles() -> tuple[Any, Algorithm]:
     return spec, ppo.ppo(spec, SMALL, updates=100, mean=lambda tree: tree)
 
 
-def learnt(lane: str, updates: int, sizes: Sizes = Sizes()) -> tuple[list[np.ndarray], list[np.ndarray]]:
+def learnt(lane: str, updates: int) -> tuple[list[np.ndarray], list[np.ndarray]]:
     """(parameters, all actions) after so many updates."""
-    spec, algorithm = of_poles()
+    sizes, (spec, algorithm) = Sizes(), of_poles()
     learn = jax.jit(algorithm.learn)
     state, actions = jax.jit(algorithm.init)(jax.random.key(0)), []
     with site(algorithm, spec, poles, sizes, lane=lane) as here:
@@ -284,7 +288,7 @@ def probed(probe: Probe, name: str, lane: str, staleness: int | None) -> tuple[A
     ("probe", "name", "lane", "staleness"),
     [
         ("successor", "ppo", "shm", 0),
-        ("memory", "ppo-gru", "shm", 0),
+        pytest.param("memory", "ppo-gru", "shm", 0, marks=pytest.mark.slow),
         pytest.param("agents", "ppo", "grpc", 0, marks=pytest.mark.slow),
         pytest.param("time_limit", "ppo", "shm", 1, marks=pytest.mark.slow),
         pytest.param("masked", "ppo", "grpc", None, marks=pytest.mark.slow),
@@ -296,3 +300,64 @@ def test_the_known_values_are_learnt(probe: str, name: str, lane: str, staleness
     made = PROBES[probe]()
     policy, algorithm = probed(made, name, lane, staleness)
     check(made, algorithm, policy, LEARNERS[name].value(made))
+
+
+# ------------------------------------------------------------------------------------------------------- in processes
+
+
+def in_processes(**changes: Any) -> Run:
+    settings: dict[str, Any] = {
+        "environment": Named(str(POLES)), "topology": "central", "acting": Acting(2, staleness=1), "num_envs": 16,
+        "total_steps": 8 * 16 * 60, "num_steps": 8,
+    }  # fmt: skip
+    return small(**(settings | changes))
+
+
+def test_a_killed_actor_is_replaced_and_a_run_goes_on_from_its_last_save(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An actor is killed in one update, the whole run stopped in a later one: each update is made once."""
+    before, run, real = processes(), in_processes(), topology.central
+    monkeypatch.setattr(training, "evaluations", lambda *args: iter(()))
+    killed: list[int] = []
+
+    def central(*args: Any, **options: Any) -> Any:
+        for progress, n, rows in real(*args, **options):
+            if int(progress.updates) == 5:
+                killed.extend(sorted(processes() - before)[:1])
+                os.kill(killed[-1], signal.SIGKILL)
+            if int(progress.updates) == 40 and len(killed) == 1:
+                os.kill(os.getpid(), signal.SIGTERM)
+            yield progress, n, rows
+
+    monkeypatch.setattr(topology, "central", central)
+    folder = tmp_path / "run"
+    assert begin(run, folder).code == training.STOPPED
+    assert processes() == before, "something is left"
+    killed.append(-1)
+    assert resume(folder).code == 0
+    assert processes() == before
+    found = records(folder)
+    assert [row["update"] for row in found] == sorted({row["update"] for row in found})
+    assert found[-1]["update"] == 60
+    assert found[-1]["agent_steps"] == 60 * 128
+    assert sum(row["central/lost"] for row in found) > 0, "nobody was killed"
+    assert max(row["central/staleness_max"] for row in found) == 1
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"acting": Acting(3)}, "--num-envs is 16, which 3 actors with 2 groups each .* choose a multiple of 6"),
+        ({"acting": Acting(2, pin=True, staleness=1)}, "--pin is on, and central inference acts with the newest"),
+        ({"acting": Acting(2, staleness=-1)}, "--staleness is -1; it must be at least 0, or none"),
+        ({"central": Central(slots=0)}, "--slots is 0; it must lie in 1 to 8"),
+        ({"central": Central("pigeon")}, "--lane is 'pigeon'; it must be one of shm, grpc"),
+        ({"central": Central(bind="127.0.0.1:1")}, "--bind is given, and --lane is shm, which has no address"),
+        ({"central": Central("grpc", bind="0.0.0.0:1")}, "--bind is 0.0.0.0:1, .* give --token-file and --tls-cert"),
+        ({"central": Central("grpc", bind="nowhere")}, "'nowhere' is no address; write HOST:PORT"),
+    ],
+)
+def test_runs_that_can_not_be_are_named(changes: dict[str, Any], words: str) -> None:
+    with pytest.raises(RunError, match=words):
+        in_processes(**changes)

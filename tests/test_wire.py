@@ -6,7 +6,7 @@ import asyncio
 import subprocess
 import threading
 from collections.abc import Iterator
-from contextlib import closing
+from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -140,10 +140,35 @@ class Echo:
         self._thread.join()
 
 
+@contextmanager
+def turning(lane: GrpcLane) -> Iterator[GrpcLane]:
+    """A lane whose streams are heard, in a thread; what comes is left for who asks later."""
+    over = threading.Event()
+
+    def turn() -> None:
+        while not over.is_set():
+            lane.wait(0.02)
+
+    thread = threading.Thread(target=turn)
+    thread.start()
+    try:
+        yield lane
+    finally:
+        over.set()
+        thread.join()
+
+
 @pytest.fixture
-def lane() -> Iterator[GrpcLane]:
+def silent() -> Iterator[GrpcLane]:
+    """A lane that nobody turns yet."""
     with closing(GrpcLane(CODEC, 5, SLOTS, lambda actor, life: [actor, life])) as lane:
         yield lane
+
+
+@pytest.fixture
+def lane(silent: GrpcLane) -> Iterator[GrpcLane]:
+    with turning(silent):
+        yield silent
 
 
 async def play_well(address: str, over: asyncio.Event, life: int) -> int:
@@ -228,13 +253,13 @@ def under_attack(lane: GrpcLane, frames: int) -> None:
         assert echo.most <= 5 * (SLOTS + 2), "more waited than one step for each group"
 
 
-def test_malformed_frames_harm_nobody_else(lane: GrpcLane) -> None:
-    under_attack(lane, 2_000)
+def test_malformed_frames_harm_nobody_else(silent: GrpcLane) -> None:
+    under_attack(silent, 2_000)
 
 
 @pytest.mark.slow
-def test_very_many_malformed_frames_harm_nobody_else(lane: GrpcLane) -> None:
-    under_attack(lane, 100_000)
+def test_very_many_malformed_frames_harm_nobody_else(silent: GrpcLane) -> None:
+    under_attack(silent, 100_000)
 
 
 # ------------------------------------------------------------------------------------------------- who may speak at all
@@ -319,7 +344,10 @@ SECRET = "0123456789abcdef-correct"
 
 
 def test_a_wrong_token_is_refused() -> None:
-    with closing(GrpcLane(CODEC, 1, SLOTS, lambda a, life: [0, 0], credentials=Credentials(SECRET))) as lane:
+    with (
+        closing(GrpcLane(CODEC, 1, SLOTS, lambda a, life: [0, 0], credentials=Credentials(SECRET))) as lane,
+        turning(lane),
+    ):
         asyncio.run(greet(lane, Credentials(SECRET)))
         for wrong in (None, SECRET[:-1], SECRET + "x", "0123456789abcdef-another"):
             with pytest.raises(WireError, match="the token is missing or wrong"):
@@ -347,7 +375,7 @@ def test_with_tls_only_who_knows_the_server_speaks_to_it(certificate: tuple[Path
     token.write_text(SECRET + "\n")
     theirs = load(str(token), cert, key)
     ours = load(str(token), tls_ca=cert)
-    with closing(GrpcLane(CODEC, 1, SLOTS, lambda a, life: [0, 0], bind="127.0.0.1:0", credentials=theirs)) as lane:
+    with closing(GrpcLane(CODEC, 1, SLOTS, lambda a, life: [0, 0], credentials=theirs)) as lane, turning(lane):
         asyncio.run(greet(lane, ours))
         with pytest.raises(WireError, match="token"):
             asyncio.run(greet(lane, ours._replace(token="0123456789abcdef-another")))

@@ -1,9 +1,10 @@
 """The lane between machines: frames over bidirectional gRPC streams, one for each actor (as in SEED RL; Espeholt et al.
 2020).
 
-The server's side has an event loop in a thread of its own; frames are checked there, and only whole steps that are due
-reach the thread that infers. A stream that says anything else is ended with the reason, and nobody else hears of it.
-What waits is bounded: one step for each group, and frames that gRPC refuses above the longest one that the layout has.
+The server's event loop runs in the thread that infers, whenever that waits or answers: handing each frame from a thread
+to another costs more than all else that is done with it. What the network needs meanwhile, gRPC's own threads do. Only
+whole steps that are due come out. A stream that says anything else is ended with the reason, and nobody else hears of
+it. What waits is bounded: one step for each group, and frames that gRPC refuses above the longest that the layout has.
 
 No protobuf: messages are the frames' bytes. A token travels in the call's metadata, and is looked at before anything
 is read.
@@ -15,15 +16,12 @@ import asyncio
 import contextlib
 import hmac
 import os
-import threading
 from collections import deque
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future
 from typing import Any
 
 import numpy as np
 
-from longhaul.actors.doorbell import bell
 from longhaul.central import wire
 from longhaul.central.credentials import NOBODY, Credentials, channel, check_bind, server_credentials
 from longhaul.central.lane import Answer, Arrival, Lost
@@ -96,24 +94,34 @@ class GrpcLane:
         check_bind(bind, credentials)
         self._codec, self._actors, self._slots, self._seeds = codec, actors, slots, seeds
         self._credentials = credentials
-        self._lives: dict[int, _Life] = {}  # of the event loop's thread, as `_numbers`
+        self._lives: dict[int, _Life] = {}
         self._numbers = [0] * actors
         self._inbox: deque[tuple[_Life, int, wire.Block | None]] = deque()
-        self._bell = bell()
+        self._ending = self._unsent = False
         self._loop = asyncio.new_event_loop()
-        self._stop = asyncio.Event()
-        begun: Future[str] = Future()
-        self._thread = threading.Thread(target=self._run, args=(bind, begun), name="gRPC lane", daemon=True)
-        self._thread.start()
-        self.address = begun.result()
-
-    # ---------------------------------------------------------------------------------------- the inferring thread's
+        try:
+            self._server, self.address = self._loop.run_until_complete(self._serve(bind))
+        except BaseException:
+            self._loop.close()
+            raise
 
     def wait(self, seconds: float) -> None:
-        if not self._inbox:
-            self._bell.wait(seconds)
+        self._turn(0.0 if self._inbox else seconds)
+
+    def _turn(self, seconds: float) -> None:
+        """Runs the event loop until something came, or for so long; 0: once. What there is to say is said."""
+        self._unsent = False
+        if seconds > 0.0:
+            over = self._loop.call_later(seconds, self._loop.stop)
+            self._loop.run_forever()
+            over.cancel()
+        else:
+            self._loop.call_soon(self._loop.stop)
+            self._loop.run_forever()
 
     def take(self) -> list[Arrival | Lost]:
+        if self._unsent:
+            self._turn(0.0)
         found: list[Arrival | Lost] = []
         while self._inbox:
             life, slot, step = self._inbox.popleft()
@@ -124,51 +132,51 @@ class GrpcLane:
         return found
 
     def answer(self, answers: Sequence[Answer]) -> None:
-        self._post(self._send, [(group, life, action.tobytes()) for group, life, action in answers])
+        columns, digest = self._codec.layout.columns, self._codec.digest
+        for group, number, action in answers:
+            actor, slot = divmod(group, self._slots)
+            life = self._lives.get(actor)
+            if life is None or life.number != number or life.due[slot]:
+                continue
+            head = Head(wire.ACT, group, life.number, life.step[slot], columns, 0, digest)
+            life.step[slot] += 1
+            life.due[slot] = True
+            data = action.tobytes()
+            life.send(wire.frame(head, data + bytes(-len(data) % 8)))
+            self._unsent = True
 
     def cut(self, actor: int, why: str) -> None:
-        self._post(self._cut, actor, why)
+        if actor in self._lives:
+            self._leave(self._lives[actor], why)
 
     def live(self) -> frozenset[int]:
         return frozenset(self._lives)
 
     def close(self) -> None:
-        self._post(self._stop.set)
-        self._thread.join()
-        self._bell.close()
+        self._ending = True
+        for life in list(self._lives.values()):
+            life.end("the server ends")
+        self._loop.run_until_complete(self._server.stop(grace=1.0))
+        self._loop.run_until_complete(self._loop.shutdown_asyncgens())
+        self._loop.close()
 
-    def _post(self, function: Callable[..., None], *arguments: Any) -> None:
-        with contextlib.suppress(RuntimeError):  # the loop is closed
-            self._loop.call_soon_threadsafe(function, *arguments)
+    # ----------------------------------------------------------------------------------------------------- inside
 
-    # ------------------------------------------------------------------------------------------- the loop's thread's
-
-    def _run(self, bind: str, begun: Future[str]) -> None:
-        asyncio.set_event_loop(self._loop)
-        try:
-            self._loop.run_until_complete(self._serve(bind, begun))
-        finally:
-            self._loop.close()
-
-    async def _serve(self, bind: str, begun: Future[str]) -> None:
+    async def _serve(self, bind: str) -> tuple[Any, str]:
+        """-> (server, address)."""
         import grpc
 
+        handler = grpc.stream_stream_rpc_method_handler(self._play)
+        streams = self._actors + SPARE
+        server = grpc.aio.server(options=_options(self._codec.most), maximum_concurrent_rpcs=streams)
+        server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(SERVICE, {METHOD: handler}),))
         try:
-            handler = grpc.stream_stream_rpc_method_handler(self._play)
-            streams = self._actors + SPARE
-            server = grpc.aio.server(options=_options(self._codec.most), maximum_concurrent_rpcs=streams)
-            server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(SERVICE, {METHOD: handler}),))
             secure = server_credentials(self._credentials)
             port = server.add_insecure_port(bind) if secure is None else server.add_secure_port(bind, secure)
             await server.start()
-        except BaseException as error:
-            begun.set_exception(ValueError(f"--bind {bind}: {error}"))
-            return
-        begun.set_result(f"{bind.rpartition(':')[0]}:{port}")
-        await self._stop.wait()
-        for life in list(self._lives.values()):
-            life.end("the server ends")
-        await server.stop(grace=1.0)
+        except (RuntimeError, ValueError) as error:
+            raise ValueError(f"--bind {bind}: {error}") from error
+        return server, f"{bind.rpartition(':')[0]}:{port}"
 
     async def _play(self, _: Any, context: Any) -> None:
         """One stream."""
@@ -191,7 +199,7 @@ class GrpcLane:
             for task in done:
                 task.result()
             if life.ended is not None and not context.cancelled():
-                raise (Busy if self._stop.is_set() else WireError)(life.ended)  # who ends may begin again
+                raise (Busy if self._ending else WireError)(life.ended)  # who ends may begin again
         except WireError as error:
             why = str(error)
             if life is not None:
@@ -280,26 +288,9 @@ class GrpcLane:
                 await life.something.wait()
 
     def _hand(self, life: _Life, slot: int, step: wire.Block | None) -> None:
-        idle = not self._inbox
         self._inbox.append((life, slot, step))
-        if idle:
-            self._bell.ring()
-
-    def _send(self, answers: list[tuple[int, int, bytes]]) -> None:
-        columns, digest = self._codec.layout.columns, self._codec.digest
-        for group, number, action in answers:
-            actor, slot = divmod(group, self._slots)
-            life = self._lives.get(actor)
-            if life is None or life.number != number or life.due[slot]:
-                continue
-            head = Head(wire.ACT, group, life.number, life.step[slot], columns, 0, digest)
-            life.step[slot] += 1
-            life.due[slot] = True
-            life.send(wire.frame(head, action + bytes(-len(action) % 8)))
-
-    def _cut(self, actor: int, why: str) -> None:
-        if actor in self._lives:
-            self._leave(self._lives[actor], why)
+        if len(self._inbox) == 1:
+            self._loop.call_soon(self._loop.stop)  # after whatever else came by then
 
     def _leave(self, life: _Life, why: str = "its stream ended") -> None:
         life.end(why)
