@@ -13,7 +13,7 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Callable, Generator
 from contextlib import ExitStack, closing
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -25,13 +25,12 @@ from jax.sharding import Mesh
 
 from longhaul import (
     acting,
-    evaluation,
+    ending,
     hosts,
     networks,
     partition,
     poison,
     pulse,
-    report,
     resumption,
     serving,
     telemetry,
@@ -44,15 +43,14 @@ from longhaul import mesh as meshes
 from longhaul.checkpoint import CheckpointError, Checkpoints
 from longhaul.clock import Clock, Seconds
 from longhaul.compilation import Ledger
-from longhaul.driving.recording import Recording
 from longhaul.feed import Feed, Feeding, feed
 from longhaul.folders import alone, load_run, save_run, write_json
 from longhaul.health import Plan
 from longhaul.learners import make
 from longhaul.poison import Poisoned
-from longhaul.provenance import params_sha256, provenance
+from longhaul.provenance import provenance
 from longhaul.records import Sums
-from longhaul.run import Assembly, Driving, Run, RunError, assemble, decisions, named, prepare_devices
+from longhaul.run import Assembly, Run, RunError, assemble, decisions, prepare_devices
 from longhaul.stopping import Stop, Stopped, listening
 from longhaul.topologies import actors as acted
 from longhaul.topologies import central, fused
@@ -156,7 +154,8 @@ def _train(
         policy = _on_host(assembly.algorithm.policy(progress.state), assembly.mesh)
         if hosts.index() > 0:
             return {}
-        return _finish(run, folder, assembly, policy, untrained, clock, stop)
+        _say("evaluating")
+        return ending.finish(run, folder, assembly, policy, untrained, clock, stop)
 
 
 def _parameters(assembly: Assembly) -> int:
@@ -390,75 +389,6 @@ def _logger(
         last, fresh = now, 0
 
     return log
-
-
-def _finish(
-    run: Run, folder: Path, assembly: Assembly, policy: Params, untrained: Params, clock: Clock, stop: Stop
-) -> dict[str, Any]:
-    """Evaluates, and writes report.html and result.json. Raises Stopped."""
-    seconds, ledger = clock.read(), clock.ledger
-    _say("evaluating")
-    scores: dict[str, Any] = {}
-    recordings: list[Recording] = []
-    both = jax.device_put((policy, untrained), jax.local_devices()[0])
-    for name, means, films in evaluations(run, *both):
-        scores[name] = means
-        recordings += films
-        stop.look(assembly.updates)
-    steps = assembly.agent_steps(assembly.updates)
-    result = {
-        "status": "done",
-        "agent_steps": steps,
-        "env_steps": assembly.env_steps(assembly.updates),
-        "train_seconds": seconds.train,
-        "compile_seconds": seconds.compile,
-        "trace_seconds": seconds.trace,
-        "wall_seconds": seconds.wall,
-        "start_seconds": seconds.start,
-        "cache": {"hits": ledger.hits, "misses": ledger.misses} if ledger.hits + ledger.misses else None,
-        "sps": steps / max(seconds.train, 1e-9),
-        "params_sha256": params_sha256(policy.params),
-        "parameters": networks.count(policy.params),
-        "memory": _memory(folder),
-        "evaluation": scores,
-    }
-    write_report(folder, result, recordings)
-    write_json(folder / "result.json", result)  # last: who sees it sees a run that is complete
-    return result
-
-
-def _memory(folder: Path) -> dict[str, Any] | None:
-    """What `_weigh` wrote."""
-    path = folder / footprints.FILE
-    found: dict[str, Any] | None = json.loads(path.read_text()) if path.exists() else None
-    return found
-
-
-def evaluations(run: Run, policy: Params, untrained: Params) -> Iterator[tuple[str, dict[str, Any], list[Recording]]]:
-    """Of each policy its name, the means that it scores, and for driving some recordings."""
-    assert run.evaluation_episodes is not None
-    if not isinstance(run.environment, Driving):
-        once = evaluation.player(run, named(run.environment), run.evaluation_episodes)
-        for name, params in (("trained", policy), ("untrained", untrained)):
-            yield name, once(params).means(), []
-        return
-    drives = evaluation.drives(run)
-    shown = range(min(6, len(drives.scenarios)))
-    by_policy, idm, log = drives.player("policy", shown), drives.player("idm", shown), drives.player("log")
-    for name, play, params in (
-        ("trained", by_policy, policy), ("untrained", by_policy, untrained), ("idm", idm, None), ("log", log, None),
-    ):  # fmt: skip
-        scores, films = play(params)
-        yield name, scores.means(), evaluation.label(films, name) if films else []
-
-
-def write_report(folder: Path, result: dict[str, Any], recordings: list[Recording]) -> None:
-    about = json.loads((folder / "run.json").read_text())
-    records = telemetry.read(folder / "metrics.jsonl")
-    report.write_report(
-        folder / "report.html", run=about, records=records, result=result, recordings=recordings,
-        findings=watch.read(folder),
-    )  # fmt: skip
 
 
 def restore_policy(folder: Path) -> tuple[Run, Params, Params]:

@@ -10,7 +10,7 @@ from typing import Any
 import jax
 import pytest
 
-from longhaul import folders, telemetry, training
+from longhaul import ending, folders, telemetry, training
 from longhaul import run as runs
 from longhaul.algorithms import ppo
 from longhaul.provenance import params_sha256
@@ -101,7 +101,7 @@ def make_quick(patch: pytest.MonkeyPatch) -> None:
             yield name, {"digest": params_sha256(params)}, []
 
     patch.setattr(training, "assemble", assemble_once)
-    patch.setattr(training, "evaluations", digests)
+    patch.setattr(ending, "evaluations", digests)
     patch.setattr(fused, "compiled", compiled_once)
     patch.setattr(Assembly, "start", start_once)
 

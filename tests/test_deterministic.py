@@ -165,13 +165,14 @@ def test_moved_to_another_number_of_devices_it_goes_on_as_if_it_had_not_been(
     assert result["params_sha256"] == expected["params_sha256"]
 
 
-@pytest.mark.parametrize(("devices", "envs", "words"), [
-    (3, 24, r"8 virtual shards, which 3 devices can't share evenly; choose --mesh data=N with N one of 1, 2, 4, 8"),
-    (4, 12, r"--num-envs is 12, which the 8 virtual shards .* choose a multiple of 8"),
+@pytest.mark.parametrize(("devices", "model", "envs", "words"), [
+    (3, 1, 24, r"8 virtual shards, which 3 devices can't share evenly; choose --mesh data=N with N one of 1, 2, 4, 8"),
+    (4, 1, 12, r"--num-envs is 12, which the 8 virtual shards .* choose a multiple of 8"),
+    (4, 2, 24, r"--deterministic with --mesh data=4,model=2: sums over the model axis .* choose model=1"),
 ])  # fmt: skip
-def test_sizes_that_can_not_be_are_refused(devices: int, envs: int, words: str) -> None:
+def test_sizes_that_can_not_be_are_refused(devices: int, model: int, envs: int, words: str) -> None:
     with pytest.raises(RunError, match=words):
-        small(deterministic=True, devices=devices, num_envs=envs)
+        small(deterministic=True, devices=devices, model=model, num_envs=envs)
 
 
 def test_devices_that_nobody_chose_can_share_the_shards(monkeypatch: pytest.MonkeyPatch) -> None:

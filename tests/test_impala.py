@@ -247,6 +247,21 @@ def test_on_policy_without_lambda_it_is_ppo_without_its_clips() -> None:
     assert_close(ours.params, reference.params, 1e-5)
 
 
+def test_accumulated_and_computed_again_it_is_the_gradient_of_one_big_batch(monkeypatch: pytest.MonkeyPatch) -> None:
+    largest: list[int] = []
+    chunk_of = ppo.chunk_of
+
+    def noted(n: int, most: int) -> int:
+        largest.append(n)
+        return chunk_of(n, most)
+
+    monkeypatch.setattr(ppo, "chunk_of", noted)
+    pieces = step_of(replace(ONE_STEP, accumulate=4, remat="full"), case("categorical").old)
+    assert largest == [STEPS * WORLDS // 4]
+    assert_close(gradient(pieces), gradient(one_step()), 1e-6)
+    assert_close(pieces.params, one_step().params, 1e-6)
+
+
 def test_rmsprop_divides_by_the_root_of_its_moment() -> None:
     """One step from nothing: lr g / sqrt((1 - decay) g^2 + eps)."""
     config = replace(ONE_STEP, optimiser="rmsprop", rms_decay=0.9, rms_eps=1e-4)
@@ -286,6 +301,7 @@ def test_rewards_are_shaped_as_the_paper_has_it() -> None:
     [
         ({"optimiser": "sgd"}, "optimiser is 'sgd'; it must be one of rmsprop, adam"),
         ({"reward_clip": "some"}, "reward_clip is 'some'; it must be one of none, unit, asymmetric"),
+        ({"accumulate": 7}, "accumulate is 7, which does not divide the 96 steps of a minibatch; choose one of 1, 2"),
         ({"num_minibatches": 5}, "num_minibatches is 5, which does not divide the 96 steps of a batch"),
         ({"num_minibatches": 16, "memory": 4}, "num_minibatches is 16, which does not divide the 8 environments"),
         ({"vtrace_lambda": 1.5}, "vtrace_lambda is 1.5; it must lie in 0 to 1"),

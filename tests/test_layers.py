@@ -65,9 +65,10 @@ TABLE = """
 3  algorithms/actor_critic algorithms/values algorithms/flat algorithms/ppo algorithms/impala learners
 3  checkpoint
 4  datasets/convert datasets/stream
-4  worlds curves legacy matches spectating topologies/fused topologies/actors topologies/central
+4  topologies/fused topologies/actors topologies/central worlds curves legacy matches spectating
    envs/host_driving envs/host envs/gym_export hosted central/client central/far
-5  report intervals run folders feed resumption acting serving evaluation resimulation poison training scaling/page
+5  report intervals experiment run folders feed resumption acting serving evaluation resimulation poison ending training
+   scaling/page
    scaling/grid
 6  recipes workloads acting_workloads central_workloads bench scaling/speed scaling/profile scaling/subject
    scaling/agreement scaling/checks

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from longhaul import cli, flags, folders, footprint, networks, recipes, settings, training
+from longhaul import cli, ending, flags, folders, footprint, networks, recipes, settings
 from longhaul import mesh as meshes
 from longhaul.algorithms import ppo
 from longhaul.algorithms.ppo import Config
@@ -291,7 +291,7 @@ def test_the_footprint_is_told_before_the_first_update(
     assert need is not None
     program = fused.Program(made.executable, made.assembly.mesh)
     monkeypatch.setattr(fused, "compiled", lambda *args, **words: program)
-    monkeypatch.setattr(training, "evaluations", lambda *args: iter(()))
+    monkeypatch.setattr(ending, "evaluations", lambda *args: iter(()))
     monkeypatch.setattr(footprint, "memory_of", lambda device: 2 * need.total * 20 // 19)
     run = small(devices=2, total_steps=8 * 16 * 2)
     found = begin(run, tmp_path / "tight").result

@@ -1,0 +1,88 @@
+"""The end of a run: it is evaluated, and its report and result are written."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import jax
+
+from longhaul import evaluation, networks, report, telemetry, watch
+from longhaul import footprint as footprints
+from longhaul.clock import Clock
+from longhaul.driving.recording import Recording
+from longhaul.folders import write_json
+from longhaul.provenance import params_sha256
+from longhaul.run import Assembly, Driving, Run, named
+from longhaul.stopping import Stop
+from longhaul.types import Params
+
+
+def finish(
+    run: Run, folder: Path, assembly: Assembly, policy: Params, untrained: Params, clock: Clock, stop: Stop
+) -> dict[str, Any]:
+    """Evaluates, and writes report.html and result.json. Raises Stopped."""
+    seconds, ledger = clock.read(), clock.ledger
+    scores: dict[str, Any] = {}
+    recordings: list[Recording] = []
+    both = jax.device_put((policy, untrained), jax.local_devices()[0])
+    for name, means, films in evaluations(run, *both):
+        scores[name] = means
+        recordings += films
+        stop.look(assembly.updates)
+    steps = assembly.agent_steps(assembly.updates)
+    result = {
+        "status": "done",
+        "agent_steps": steps,
+        "env_steps": assembly.env_steps(assembly.updates),
+        "train_seconds": seconds.train,
+        "compile_seconds": seconds.compile,
+        "trace_seconds": seconds.trace,
+        "wall_seconds": seconds.wall,
+        "start_seconds": seconds.start,
+        "cache": {"hits": ledger.hits, "misses": ledger.misses} if ledger.hits + ledger.misses else None,
+        "sps": steps / max(seconds.train, 1e-9),
+        "params_sha256": params_sha256(policy.params),
+        "parameters": networks.count(policy.params),
+        "memory": _memory(folder),
+        "evaluation": scores,
+    }
+    write_report(folder, result, recordings)
+    write_json(folder / "result.json", result)  # last: who sees it sees a run that is complete
+    return result
+
+
+def _memory(folder: Path) -> dict[str, Any] | None:
+    """What the run takes of a device, as it was told before its first update."""
+    path = folder / footprints.FILE
+    found: dict[str, Any] | None = json.loads(path.read_text()) if path.exists() else None
+    return found
+
+
+def evaluations(run: Run, policy: Params, untrained: Params) -> Iterator[tuple[str, dict[str, Any], list[Recording]]]:
+    """Of each policy its name, the means that it scores, and for driving some recordings."""
+    assert run.evaluation_episodes is not None
+    if not isinstance(run.environment, Driving):
+        once = evaluation.player(run, named(run.environment), run.evaluation_episodes)
+        for name, params in (("trained", policy), ("untrained", untrained)):
+            yield name, once(params).means(), []
+        return
+    drives = evaluation.drives(run)
+    shown = range(min(6, len(drives.scenarios)))
+    by_policy, idm, log = drives.player("policy", shown), drives.player("idm", shown), drives.player("log")
+    for name, play, params in (
+        ("trained", by_policy, policy), ("untrained", by_policy, untrained), ("idm", idm, None), ("log", log, None),
+    ):  # fmt: skip
+        scores, films = play(params)
+        yield name, scores.means(), evaluation.label(films, name) if films else []
+
+
+def write_report(folder: Path, result: dict[str, Any], recordings: list[Recording]) -> None:
+    about = json.loads((folder / "run.json").read_text())
+    records = telemetry.read(folder / "metrics.jsonl")
+    report.write_report(
+        folder / "report.html", run=about, records=records, result=result, recordings=recordings,
+        findings=watch.read(folder),
+    )  # fmt: skip
