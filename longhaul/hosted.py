@@ -178,7 +178,7 @@ class _Collector:
         if self._vector is None:
             self._vector = host.make(host.describe(self._name), self._sizes.worlds)
         if state is not self._after:  # another life, or the first turn
-            if carry.state != ():
+            if jax.tree.leaves(carry.state):
                 self._vector.restore(carry.state)
             else:
                 anew = 0 if ticket.turn == 0 else self._sizes.worlds
@@ -229,7 +229,7 @@ class _Collector:
                 for to, x in zip(jax.tree.leaves(data.successors.truncated), jax.tree.leaves(finals.observation)):
                     to[used[columns], columns] = np.asarray(x)[cut]
                 used[columns] += 1
-            if self._initial != ():
+            if jax.tree.leaves(self._initial):
                 begins = data.terminated[t] | data.truncated[t] | ~data.valid[t]
                 memory = jax.tree.map(functools.partial(_put_back, begins), memory, self._initial)
             inference += acted - began
@@ -268,8 +268,8 @@ def play(name: str, algorithm: Algorithm, policy: PyTree, episodes: int, seed: i
             returns[first], lengths[first] = total[first], length[first]
             if not np.isnan(returns).any():
                 break
-            begins = (led_to.terminated | led_to.truncated) & led_to.valid
-            memory = jax.tree.map(functools.partial(_put_back, begins), memory, initial) if initial != () else memory
+            begins = led_to.terminated | led_to.truncated | ~led_to.valid
+            memory = jax.tree.map(functools.partial(_put_back, begins), memory, initial)
             seen = led_to.observation
     finally:
         vector.close()

@@ -224,7 +224,7 @@ def test_processes_end_as_fused_does_also_when_an_actor_is_killed(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["credit", "time_limit", "successor", "agents", "continuous"])
+@pytest.mark.parametrize("name", ["two_step", "time_limit", "successor", "agents", "masked"])
 def test_ppo_by_actors_finds_the_values_of_the_probes(name: str, tmp_path: Path) -> None:
     """In threads, one update behind, values within 0.1 of the oracle: bootstraps, masks and columns are right."""
     probe = probes.PROBES[name]()
