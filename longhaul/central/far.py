@@ -68,7 +68,8 @@ class FarLife:
 
         alone = {"num_cpus": 1, "max_restarts": 0, "max_task_retries": 0}
         where = membership.placement(turn)
-        self._remote: Any = ray.remote(Remote).options(**alone, scheduling_strategy=where).remote()
+        made: Any = ray.remote(Remote)
+        self._remote = made.options(**alone, scheduling_strategy=where).remote()
         self._begun: Any = self._remote.begin.remote()
         self._since = time.monotonic()
         self._why = self._remote.play.remote(about, credentials)
