@@ -69,6 +69,7 @@ def test_parameters_are_as_many_as_the_papers_have() -> None:
     assert convolutions.sizes("impala", convolutions.image(ATARI)) == [(42, 42), (21, 21), (11, 11)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", convolutions.CONVOLUTIONS)
 def test_an_image_is_the_same_with_channels_first_or_last_in_bytes_or_shares(kind: str) -> None:
     rng = np.random.default_rng(2)
@@ -85,6 +86,7 @@ def test_an_image_is_the_same_with_channels_first_or_last_in_bytes_or_shares(kin
                      by_last.apply(params, (), other)[:2])  # fmt: skip
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", convolutions.CONVOLUTIONS)
 def test_rematerialised_gradients_are_the_same_and_bf16_is_near(kind: str) -> None:
     seen = jax.ShapeDtypeStruct((36, 36, 2), jnp.uint8)

@@ -18,6 +18,7 @@ from typing import Any
 
 import numpy as np
 
+from longhaul import membership
 from longhaul.actors import worker
 from longhaul.actors.desk import Desk
 from longhaul.actors.doorbell import Bell
@@ -78,13 +79,15 @@ class Board:
         self._made, self._versions = pickle.dumps(make), versions
         self._weights: dict[int, Any] = {}
         self._lock = threading.Lock()
+        self._turn = 0
 
     def place(self, actor: int) -> tuple[Any, Any]:
-        """A new actor, on the node that has fewest -> (it, its process, which will come)."""
+        """A new actor, on a node that is there -> (it, its process, which will come)."""
         import ray
 
-        alone = {"num_cpus": 1, "max_restarts": 0, "max_task_retries": 0, "scheduling_strategy": "SPREAD"}
-        remote: Any = ray.remote(Remote).options(**alone).remote()
+        alone = {"num_cpus": 1, "max_restarts": 0, "max_task_retries": 0}
+        where, self._turn = membership.placement(self._turn), self._turn + 1
+        remote: Any = ray.remote(Remote).options(**alone, scheduling_strategy=where).remote()
         return remote, remote.begin.remote(self._made, actor)
 
     def weights(self, version: int, leaves: Sequence[np.ndarray]) -> Any:

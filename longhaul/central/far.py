@@ -8,12 +8,14 @@ stream ends ends, and the crew begins another, elsewhere where its node has died
 from __future__ import annotations
 
 import asyncio
+import itertools
 import os
 import secrets
 import time
 from collections.abc import Callable
-from typing import Any, cast
+from typing import Any
 
+from longhaul import membership
 from longhaul.central import client
 from longhaul.central.credentials import Credentials, is_loopback, self_signed, split
 from longhaul.central.crew import Orders
@@ -60,11 +62,13 @@ class FarLife:
 
     id = None
 
-    def __init__(self, about: dict[str, Any], credentials: Credentials) -> None:
+    def __init__(self, about: dict[str, Any], credentials: Credentials, turn: int) -> None:
+        """`turn`: so many lives were begun before."""
         import ray
 
-        alone = {"num_cpus": 1, "max_restarts": 0, "max_task_retries": 0, "scheduling_strategy": "SPREAD"}
-        self._remote = cast(Any, ray.remote(Remote).options(**alone).remote())
+        alone = {"num_cpus": 1, "max_restarts": 0, "max_task_retries": 0}
+        made: Any = ray.remote(Remote)
+        self._remote = made.options(**alone, scheduling_strategy=membership.placement(turn)).remote()
         self._begun: Any = self._remote.begin.remote()
         self._since = time.monotonic()
         self._why = self._remote.play.remote(about, credentials)
@@ -101,7 +105,8 @@ class FarLife:
 def beginning(credentials: Credentials) -> Callable[[int, Orders], FarLife]:
     """(actor, orders) -> a new life of it, which shows the token and knows the server by its certificate."""
     shown = Credentials(credentials.token, authority=credentials.certificate)
-    return lambda actor, orders: FarLife(orders.about | {"actor": actor}, shown)
+    turns = itertools.count()
+    return lambda actor, orders: FarLife(orders.about | {"actor": actor}, shown, next(turns))
 
 
 def found(bind: str | None, given: Credentials) -> tuple[str, Credentials]:
