@@ -34,7 +34,7 @@ TABLE = """
 1  trends health watch
 1  precision returns distributions encoders convolutions perceptron networks dial normalise mesh partition shards
    hosts shuffle provenance footprint membership
-1  actors/tickets actors/memory actors/doorbell actors/lane actors/desk actors/worker actors/far actors/crew
+   actors/tickets actors/memory actors/doorbell actors/lane actors/desk actors/worker actors/far actors/crew
    actors/settings actors/slots
 1  vectors
 1  datasets/projection
