@@ -313,6 +313,7 @@ def in_processes(**changes: Any) -> Run:
     return small(**(settings | changes))
 
 
+@pytest.mark.slow
 def test_a_killed_actor_is_replaced_and_a_run_goes_on_from_its_last_save(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -104,8 +104,24 @@ meets what follows a truncation with the memory of what went before: most probes
 ON_MANY = {"impala": ("agents",), "impala-gru": (), "appo": ()}
 """Where a learner shares with another what meets across devices, the probes that it sees there, too."""
 
+DAILY: dict[str, tuple[str, ...]] = {
+    "ppo-gru": ("memory",),
+    "ppo-bf16": ("masked",),
+    "ppo-normalised": ("agents",),
+    "impala": ("successor", "agents"),
+    "impala-gru": (),
+    "appo": ("masked",),
+}
+"""What of a variant is not slow: on one device, these probes."""
+
+
+def cell(name: str, topology: str, probe: str) -> Any:
+    daily = name not in DAILY or (topology == "fused" and probe in DAILY[name])
+    return pytest.param(name, topology, probe, marks=() if daily else pytest.mark.slow)
+
+
 CELLS = [
-    (name, topology, probe)
+    cell(name, topology, probe)
     for name in LEARNERS
     for topology in TOPOLOGIES
     for probe in FEW.get(name, [probe for probe in PROBES if probe != "memory"])  # that one is below

@@ -48,7 +48,12 @@ def run_old(probe: Probe, learner: Learner, age: int) -> tuple[Any, Algorithm, d
 
 
 @pytest.mark.parametrize(
-    ("name", "probe", "age"), [("impala", "action", 2), ("impala", "action", FROZEN), ("appo", "masked", FROZEN)]
+    ("name", "probe", "age"),
+    [
+        pytest.param("impala", "action", 2, marks=pytest.mark.slow),
+        ("impala", "action", FROZEN),
+        pytest.param("appo", "masked", FROZEN, marks=pytest.mark.slow),
+    ],
 )
 def test_values_are_known_from_what_older_policies_did(name: str, probe: str, age: int) -> None:
     made, learner = PROBES[probe](), LEARNERS[name]

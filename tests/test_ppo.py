@@ -82,7 +82,12 @@ def case(kind: str) -> tuple[Chaos, Config, Algorithm, ppo.State, Rollout, Any]:
     return environment, config, algorithm, state, data, learn
 
 
-@pytest.mark.parametrize("kind", KINDS)
+DAILY = ("categorical", "masked", "tanh_gaussian-memory")
+
+
+@pytest.mark.parametrize(
+    "kind", [pytest.param(kind, marks=() if kind in DAILY else pytest.mark.slow) for kind in KINDS]
+)
 def test_at_learning_rate_zero_nothing_moves(kind):
     """So the log-probabilities of acting are reproduced exactly, over ends inside the rollout, by memory too."""
     _, config, _, state, data, learn = case(kind)
