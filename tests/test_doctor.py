@@ -377,6 +377,7 @@ def longhaul(capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: py
     return run
 
 
+@pytest.mark.slow
 def test_a_learning_rate_of_ten_is_a_run_that_fails(longhaul: Any, capsys: pytest.CaptureFixture[str]) -> None:
     """A policy that no longer looks: found while it trains, by the doctor afterwards, and on the report's page."""
     ill = ppo.Config(hidden_dim=8, num_minibatches=2, update_epochs=1, lr=10.0)

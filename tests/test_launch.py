@@ -278,6 +278,7 @@ def alone(folder: Path, devices: int, updates: int, *more: str) -> Path:
     return folder
 
 
+@pytest.mark.slow
 def test_two_processes_of_two_devices_train_as_one_of_four_and_stop_together(tmp_path: Path) -> None:
     """Up to the order of a sum over four devices. Who writes, writes once; a signal is heard by all and saves."""
     both = tmp_path / "both"

@@ -208,7 +208,9 @@ def impala(
         begun, value, successor = values.judgements(
             network, log_prob, state.params, data, (visible, *others), (mask, raw), config.chunk, state.updates
         )
-        log_ratio = begun - acted if spec.agents is None else jnp.where(data.valid, begun - acted, 0.0)
+        if spec.agents is not None:  # whatever stands where nobody played
+            acted = jnp.where(data.valid, acted, begun)
+        log_ratio = begun - acted
         reward = shaped(data.reward, config.reward_scale, config.reward_clip)
         target, advantage = jax.vmap(trace, in_axes=1, out_axes=1)(
             log_ratio, reward, value, successor, data.terminated, data.truncated
