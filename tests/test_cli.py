@@ -610,6 +610,7 @@ def test_convert_packs_what_can_be_read_and_names_what_can_not(longhaul: Any, tm
     assert_refused(longhaul("data", "convert", "nowhere", "out"), "nowhere: no such file or folder")
 
 
+@pytest.mark.slow
 def test_a_generated_scenario_is_drawn_and_inspected_logs_too(longhaul: Any, tmp_path: Path) -> None:
     done = in_process(tmp_path, "render", "--policy", "constant", "--out", "a.png")
     assert (done.returncode, done.stdout) == (0, "a.png\n"), done.stderr

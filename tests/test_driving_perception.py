@@ -182,6 +182,7 @@ def ride(**settings: Any) -> Ridden:
     return jax.tree.map(np.asarray, jax.jit(jax.vmap(program), compiler_options=QUICK)(keys))
 
 
+@pytest.mark.slow
 def test_options_change_what_is_seen_and_nothing_else() -> None:
     plain = ride()
     found = ride(road_points=64, observation_noise=(0.3, 0.05, 0.5), observation_mask=0.2)

@@ -132,6 +132,7 @@ def test_enemies_approach_or_attack(enemy: tuple[int, int, int], ends: Any, hp: 
     assert g.value("hp") == hp
 
 
+@pytest.mark.slow
 def test_of_equally_good_steps_each_is_taken() -> None:
     g = World((0, 0), energy=1).own(WAIT).enemy(DAEMON, 2, 2)
     g.do(WAIT)

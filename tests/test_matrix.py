@@ -114,9 +114,12 @@ DAILY: dict[str, tuple[str, ...]] = {
 }
 """What of a variant is not slow: on one device, these probes."""
 
+MANY = ("masked", "agents", "successor", "time_limit")
+"""The same of PPO on four devices."""
+
 
 def cell(name: str, topology: str, probe: str) -> Any:
-    daily = name not in DAILY or (topology == "fused" and probe in DAILY[name])
+    daily = probe in DAILY.get(name, PROBES) if topology == "fused" else name == "ppo" and probe in MANY
     return pytest.param(name, topology, probe, marks=() if daily else pytest.mark.slow)
 
 

@@ -386,6 +386,7 @@ def params(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
+@pytest.mark.slow
 def test_watching_takes_legal_actions_only_and_the_table_counts_the_same_games(longhaul: Any, params: Path) -> None:
     """What is played step by step is what is played all at once; and another step of ours would find it illegal."""
     words = ("hackmatrix", "--params", str(params), "--episodes", "3", "--sample", "--max-steps", "60")
