@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import shutil
 import signal
@@ -13,7 +14,7 @@ import jax
 import numpy as np
 import pytest
 
-from longhaul import flags, folders, resumption, settings, telemetry, training
+from longhaul import flags, folders, learners, resumption, settings, telemetry, training
 from longhaul import run as runs
 from longhaul.algorithms import ppo
 from longhaul.checkpoint import Checkpoints
@@ -267,7 +268,8 @@ def test_what_the_run_is_cannot_change(stopped: Path, words: tuple[str, str]) ->
 
 
 def test_every_flag_that_may_change_is_one() -> None:
-    names = {setting.flag.name for setting in settings.settings(small())}
+    of_any = (dataclasses.replace(small(), algorithm=config()) for config in learners.LEARNERS)
+    names = {setting.flag.name for run in of_any for setting in settings.settings(run)}
     assert set(settings.CHANGEABLE) <= names
     assert not set(settings.CHANGEABLE) & set(settings.FREE)
 
