@@ -15,7 +15,7 @@ import jax
 import numpy as np
 import pytest
 
-from longhaul import training
+from longhaul import ending, training
 from longhaul.actors.settings import Acting
 from longhaul.algorithms import ppo
 from longhaul.central import server as servers
@@ -319,7 +319,7 @@ def test_a_killed_actor_is_replaced_and_a_run_goes_on_from_its_last_save(
 ) -> None:
     """An actor is killed in one update, the whole run stopped in a later one: each update is made once."""
     before, run, real = processes(), in_processes(), topology.central
-    monkeypatch.setattr(training, "evaluations", lambda *args: iter(()))
+    monkeypatch.setattr(ending, "evaluations", lambda *args: iter(()))
     killed: list[int] = []
 
     def central(*args: Any, **options: Any) -> Any:

@@ -21,7 +21,7 @@ import numpy as np
 import pytest
 from jax.sharding import PartitionSpec
 
-from longhaul import folders, recipes, shards, training
+from longhaul import ending, folders, recipes, shards, training
 from longhaul import mesh as meshes
 from longhaul import run as runs
 from longhaul.algorithms import ppo
@@ -128,7 +128,7 @@ def test_threads_of_the_cpu_change_nothing() -> None:
 def pair(folder: Path) -> int:
     """In each of two processes of two devices: trains what the folder is named after."""
     with pytest.MonkeyPatch.context() as patch:  # evaluations take long to compile, and change no parameter
-        patch.setattr(training, "evaluations", lambda *_: iter(()))
+        patch.setattr(ending, "evaluations", lambda *_: iter(()))
         training.train(run_of(folder.name, 4), folder, resumed=False)
     return 0
 
@@ -139,7 +139,7 @@ def test_two_processes_of_two_devices_make_the_parameters_of_one_device(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """And so those of four in one process, which others here compare with one."""
-    monkeypatch.setattr(training, "evaluations", lambda *_: iter(()))
+    monkeypatch.setattr(ending, "evaluations", lambda *_: iter(()))
     two, one = tmp_path / "two" / name, tmp_path / "one"
     two.mkdir(parents=True)
     ended = together("pair", two, "test_deterministic")

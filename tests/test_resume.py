@@ -17,7 +17,7 @@ from typing import Any
 
 import pytest
 
-from longhaul import checkpoint, folders, telemetry, training
+from longhaul import checkpoint, ending, folders, telemetry, training
 from longhaul import run as runs
 from longhaul.algorithms import ppo
 from longhaul.checkpoint import CheckpointError, Checkpoints
@@ -200,7 +200,7 @@ def test_a_signal_before_the_first_update_or_in_the_evaluation_ends_the_run(
     assert stopped(training, "feed") == "SIGTERM: nothing was left to save; go on with --resume run"
     assert stopped(fused, "compiled") == "SIGTERM: stopped before its first update; go on with --resume run"
     assert not (folder / "checkpoints").exists()
-    assert stopped(training, "evaluations") == "SIGTERM: saved after update 60; go on with --resume run"
+    assert stopped(ending, "evaluations") == "SIGTERM: saved after update 60; go on with --resume run"
     assert checkpoints(folder)[-1] == 60
     assert not (folder / "result.json").exists()
     with monkeypatch.context() as patch:  # all updates are made: nothing is compiled, nothing is trained
