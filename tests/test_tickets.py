@@ -120,7 +120,7 @@ def test_what_nobody_ordered_and_what_is_not_whole_is_refused() -> None:
         (Acting(3), "actors is 3, which can't share 8 worlds evenly"),
         (Acting(1), "the learner's 2 devices"),
         (Acting(0), "actors is 0; it must lie in 1"),
-        (Acting(2, "ray"), "actor_kind is 'ray'"),
+        (Acting(2, "fibre"), "actor_kind is 'fibre'"),
         (Acting(2, staleness=-1), "staleness is -1"),
         (Acting(2, staleness=None, pin=True), "give a --staleness"),
     ],

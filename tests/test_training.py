@@ -86,7 +86,7 @@ def test_a_run_compiles_nothing_after_its_first_call_and_leaves_what_the_contrac
     counted, compiled, weighed, *lines, last = shown.err.splitlines()
     assert re.fullmatch(r"[\d,]+ parameters", counted)
     assert re.fullmatch(r"compiled in [\d.]+ s, [\d.]+ s of that traced", compiled.partition(";")[0])
-    assert re.match(r"memory a device [\d.]+ \wB of ", weighed)
+    assert re.match(r"memory a device: [\d.]+ \wB of ", weighed)
     assert [re.match(r"[\d,]+ of 7,424 agent steps", line) is not None for line in lines] == [True] * 8
     assert last == "evaluating"
 
