@@ -98,6 +98,7 @@ def test_a_run_compiles_nothing_after_its_first_call_and_leaves_what_the_contrac
     assert 0 < seconds[1] < seconds[2]
     assert 0 < found.pop("trace_seconds") < seconds[1] < found.pop("start_seconds")
     assert found.pop("cache") is None  # it is off in tests
+    assert found.pop("memory") == json.loads((folder / "memory.json").read_text())
     assert found.pop("evaluation").keys() == {"trained", "untrained"}
     _, trained, untrained = training.restore_policy(folder)
     assert found == {
@@ -110,6 +111,7 @@ def test_a_run_compiles_nothing_after_its_first_call_and_leaves_what_the_contrac
     assert params_sha256(untrained.params) != params_sha256(trained.params)
     assert {path.name.partition(".tfevents")[0] for path in folder.iterdir()} == {
         "run.json", "metrics.jsonl", "checkpoints", "report.html", "result.json", "events.out",
+        "memory.json",
     }  # fmt: skip
     about = json.loads((folder / "run.json").read_text())
     assert {"format", "run", "versions", "commit", "host", "command"} <= about.keys()
@@ -223,6 +225,7 @@ def test_a_long_run_keeps_no_more_in_memory_and_on_disk_than_a_short_one(
             yield progress, n, {"episodes": rows, "episode/return": rows, "ppo/loss": rows, fused.FINITE: rows > 0}
 
     monkeypatch.setattr(fused, "compiled", lambda *_, **__: None)
+    monkeypatch.setattr(training, "_weigh", lambda *_: None)
     monkeypatch.setattr(fused, "fused", idle)
     begin(run, tmp_path / "run")
     assert len(capfd.readouterr().err.splitlines()) < 4100
