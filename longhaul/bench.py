@@ -36,11 +36,11 @@ NAMES = {
     "driving-train": "training by the driving recipe",
     "hackmatrix-ppo": "training by the hackmatrix recipe, with peak memory",
     "hackmatrix": "the same with its starts, cold and warm, and shares; --grid: over sizes and precisions",
+    "hackmatrix-env": "whole steps of HackMatrix by random legal actions: mask, observation, reward, resets",
     "transport": "questions and answers between two processes through shared memory, 64 x 128 float32 each",
     "actors": "CartPole by actors on the host, training included; --actors --staleness --env",
     "central": "central inference for CartPole in actors' processes, without a learner; --actors --worlds --lane",
     "transport-grpc": "the same by gRPC, beside a bare gRPC echo of as many bytes",
-    "hackmatrix-env": "whole steps of HackMatrix by random legal actions: mask, observation, reward, resets",
 }
 
 LEAST_REPEATS = 5
