@@ -44,6 +44,7 @@ def test_gymnasiums_checker_finds_nothing(name: str, options: dict[str, Any]) ->
     environment.close()
 
 
+@pytest.mark.slow
 def test_driving_agents_are_columns_with_finals_and_scores_by_gymnasiums_convention() -> None:
     made = gym_export.vector("driving", 3, **PAIRS)
     assert (made.num_envs, made.metadata["autoreset_mode"]) == (6, AutoresetMode.SAME_STEP)
