@@ -264,9 +264,7 @@ def measure(world: World, slack: float = 0.0) -> Found:
     here = {t: on_lanes(world, t, slack + np.sign(slack) * MERGED) for t in steps}
     mean = {t: 0.5 * (world.speed[t] + world.speed[t - 1]) for t in steps}
     hits = {t: contacts(world, t, slack) for t in steps}
-    blamed = any(
-        to_blame(world, t, n, here[t].straddles, slack) for t in steps if not hits.get(t - 1) for n in hits[t]
-    )
+    blamed = any(to_blame(world, t, n, here[t].straddles, slack) for t in steps if not hits.get(t - 1) for n in hits[t])
     ttc = min((time_to_collision(world, t, slack) for t in steps), default=np.inf)
     off = world.road is not None and any(
         clearance(world, corner) > -slack for t in steps for corner in corners(box_of(world, t))

@@ -55,6 +55,7 @@ def check(record: dict[str, Any]) -> None:
     assert record["device"].endswith(" x cpu")
 
 
+@pytest.mark.slow
 def test_ppo_cartpole_takes_turns_with_a_peer(tmp_path: Path) -> None:
     import sys
 

@@ -108,6 +108,7 @@ def test_with_other_threads_programs_are_others(cold: tuple[Path, dict[str, Any]
     assert {path.parent.name for path in entries(store)} == {compilation.part(1, on_cpu=True)}
 
 
+@pytest.mark.slow
 def test_torn_entries_are_compiled_anew_said_once_and_replaced(
     cold: tuple[Path, dict[str, Any]], tmp_path: Path
 ) -> None:

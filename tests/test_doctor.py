@@ -299,6 +299,7 @@ def test_the_chance_of_a_permutation_is_exact() -> None:
     assert np.mean(np.array(chances) <= 0.05) < 0.09, "no more often than it says"
 
 
+@pytest.mark.slow
 def test_a_learning_rate_of_zero_leaves_the_policy_where_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
     """And a rollout that keeps another observation than the policy saw is found: HackMatrix's own trainer did that."""
     run = resolve(tiny(devices=1))

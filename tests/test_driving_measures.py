@@ -357,6 +357,7 @@ def test_what_no_vehicle_can_do() -> None:
     assert driven([speeds(leap), line(AWAY, (0, 0), T)])[0]["kinematic_infeasibility"] == 1.0
 
 
+@pytest.mark.slow
 def test_divergence_from_the_log() -> None:
     """At a constant 6 m/s, while the log brakes to 3 m/s and is lost from step 31 on."""
     log = speeds(np.concatenate([np.full(11, 6.0), np.full(T - 11, 3.0)]))
@@ -380,6 +381,7 @@ def test_a_red_light_and_one_that_is_unknown() -> None:
 # ------------------------------------------------------------------------------------------------ pieces, many at once
 
 
+@pytest.mark.slow
 def test_time_to_contact_against_small_steps() -> None:
     rng = np.random.default_rng(3)
     count = 400

@@ -220,6 +220,7 @@ def offroad_agrees(maps: list[Log], agents: int, count: int, monkeypatch: pytest
     assert far.mean() <= (0.0 if agents == 1 else 0.0003)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("agents", [1, 64])
 def test_offroad_agrees_with_the_exact_distance(maps: list[Log], agents: int, monkeypatch: pytest.MonkeyPatch) -> None:
     offroad_agrees(maps, agents, FEW // 2, monkeypatch)

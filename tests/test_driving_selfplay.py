@@ -39,6 +39,7 @@ STOP: dict[str, Any] = {"agents": 2, "goal": "stop", "crash": "stop"}
 RESPAWN: dict[str, Any] = {"agents": 2, "goal": "respawn"}
 
 
+@pytest.mark.slow
 def test_who_stops_at_its_goal_is_met_by_who_follows() -> None:
     # 11.76 m are 2 % short of the goal: step 20, at 12 m; the follower's front is there after 16 m: step 27
     driven = trip(pair(0.0, -8.0), **STOP)
@@ -118,6 +119,7 @@ def test_who_ends_goes_or_stands_by_what_ended_it(goal: str, crash: str) -> None
 MIXED: dict[str, Any] = {"agents": 2, "control": "all", "conditioning": True, "terminations": ()}
 
 
+@pytest.mark.slow
 def test_people_may_leave_the_road_and_run_no_faster_than_they_can() -> None:
     paths = [line((0, 0), (6, 1), T), line((0, -3), (0, 1.5), T)]
     made = scenario(paths, drivers=2, kinds=[VEHICLE, PEDESTRIAN], sizes=[(4.0, 2.0), (0.6, 0.6)])
@@ -212,6 +214,7 @@ def test_weights_lie_within_their_ranges_around_the_configured_ones() -> None:
     assert not conditioning.draws(jnp.uint32(0), 3).any()
 
 
+@pytest.mark.slow
 def test_each_driver_of_a_drawn_episode_sees_weights_of_its_own() -> None:
     environment = driving(bank(pair(0.0, 25.0), agents=2), Config(agents=2, conditioning=True))
     keys = jax.random.split(jax.random.key(0), 2)

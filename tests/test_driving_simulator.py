@@ -29,7 +29,9 @@ def outcome(metrics: dict[str, list[float]]) -> dict[str, list[float]]:
     return {name: metrics[name] for name in CLEAN}
 
 
-@pytest.mark.parametrize("driver", ["policy", "log", "idm", "constant"])
+@pytest.mark.parametrize(
+    "driver", ["log", "idm", *(pytest.param(driver, marks=pytest.mark.slow) for driver in ("policy", "constant"))]
+)
 def test_who_keeps_to_a_clean_log_scores_all(driver: str) -> None:
     driven = trip(scenario([EGO, line((10, 4), (6, 0), T)]), driver=driver)
     assert outcome(driven.metrics) == CLEAN
@@ -280,6 +282,7 @@ def test_random_driving_gives_finite_bounded_numbers() -> None:
         assert np.abs(driven.steps.reward).max() < 10.0
 
 
+@pytest.mark.slow
 def test_the_contract_of_environments_is_kept() -> None:
     worlds = bank(
         scenario([EGO, line((-9, 0), (6, 0), T), *CROWD], drivers=2, lights=[(9.0, np.tile([RED, GREEN, 0], 17))]),

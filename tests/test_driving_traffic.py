@@ -55,6 +55,7 @@ def test_replay_puts_everybody_where_the_log_has_them() -> None:
     assert np.asarray(frame.size[1]).tolist() == [4.0, 2.0]
 
 
+@pytest.mark.slow
 def test_reactive_vehicles_follow_an_undisturbed_log_closely() -> None:
     ego, other = line((0, 0), (0, 0), T), line((-10, 3.5), (8, 0), T)
     driven = trip(scenario([ego, other]), traffic="idm")

@@ -135,6 +135,7 @@ def test_generated_scenarios_are_those_that_no_run_trains_in(generated: Drives) 
     assert not {s.id for s in train} & {s.id for s in wanted}
 
 
+@pytest.mark.slow
 def test_who_replays_the_log_makes_no_fault(generated: Drives) -> None:
     scores, films = generated.play(None, "log", [2, 0])
     assert scores.names == [s.id for s in generated.scenarios]
@@ -158,6 +159,7 @@ def test_who_replays_the_log_makes_no_fault(generated: Drives) -> None:
     assert [film.label for film in named] == ["the log"] * 2
 
 
+@pytest.mark.slow
 def test_a_log_is_driven_in_as_the_run_had_it_or_as_it_is_asked_for(tmp_path: Path) -> None:
     """The log's own driver in two formats of one log scores alike, and each scenario once."""
     paths = fixtures_logs.write_all(fixtures_logs.make_log(), tmp_path)

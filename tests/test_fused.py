@@ -135,6 +135,7 @@ def test_progress_is_donated_and_nothing_compiles_or_moves_after_the_first_call(
         np.asarray(given[0])
 
 
+@pytest.mark.slow
 def test_shards_are_independent_runs(monkeypatch):
     """Without learning, a shard's experience is that of a run on one device that goes by the shard's number.
 

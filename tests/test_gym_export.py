@@ -70,6 +70,7 @@ def test_driving_agents_are_columns_with_finals_and_scores_by_gymnasiums_convent
         gym_export.single("driving", **PAIRS)
 
 
+@pytest.mark.slow
 def test_driving_on_the_host_keeps_the_contract_and_goes_on_exactly() -> None:
     description = host.describe("driving/generated", **PAIRS)
     taken = check_vector(lambda: host.make(description, 3), steps=24)

@@ -87,7 +87,7 @@ def _columns(without: tuple[int, ...]) -> Any:
     return jax.tree.map(lambda *leaves: np.stack(leaves), *_played(without))
 
 
-@pytest.mark.parametrize("without", [(), MOVERS])
+@pytest.mark.parametrize("without", [(), pytest.param(MOVERS, marks=pytest.mark.slow)])
 def test_what_holds_in_any_game(without: tuple[int, ...]) -> None:
     state, seen, action, led_to, after = _columns(without)
     assert (state.hp > 0).all()

@@ -194,6 +194,7 @@ def test_fix_start_gives_the_first_stage_a_board() -> None:
     assert not np.any(np.asarray(game.bank.cell[_middle(())[1].board]))
 
 
+@pytest.mark.slow
 def test_fix_undo_goes_back() -> None:
     game, state = _middle(("undo",), row=3, col=3, programs=1 << UNDO - 5, credits=2)
     moved, _ = _do(game, state, UP)
@@ -211,13 +212,14 @@ def test_fix_boards_joins_all_corners() -> None:
     assert 0.2 < boards.joined(boards.draw(0, 400).distance).mean() < 0.9
 
 
-@pytest.mark.parametrize(("fixes", "kills"), [((), 0.3), (("kills",), 0.0)])
+@pytest.mark.parametrize(("fixes", "kills"), [((), 0.3), pytest.param(("kills",), 0.0, marks=pytest.mark.slow)])
 def test_fix_kills_pays_for_no_stage(fixes: tuple[str, ...], kills: float) -> None:
     game, state = _middle(fixes, row=5, col=4)
     _, parts = _do(game, _foe(state, 0, 0), world.RIGHT)
     assert parts["kills"] == kills
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("fixes", "hp"), [((), 2), (("exit",), 3)])
 def test_fix_exit_is_safe(fixes: tuple[str, ...], hp: int) -> None:
     game, state = _middle(fixes, row=5, col=4, hp=2)
@@ -225,6 +227,7 @@ def test_fix_exit_is_safe(fixes: tuple[str, ...], hp: int) -> None:
     assert (int(after.stage), int(after.hp)) == (2, hp), "struck on the exit, and one regained"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("fixes", "cells"), [((), 1), (("spread",), 2)])
 def test_fix_spread_stacks_nothing(fixes: tuple[str, ...], cells: int) -> None:
     game, state = _middle(fixes, row=3, col=3, siphons=1)
@@ -240,13 +243,16 @@ def test_fix_spread_stacks_nothing(fixes: tuple[str, ...], cells: int) -> None:
     assert 21 not in places
 
 
-@pytest.mark.parametrize(("fixes", "lost", "won"), [((), 0.0, 0.0), (("health",), -1.0, 1.0)])
+@pytest.mark.parametrize(
+    ("fixes", "lost", "won"), [((), 0.0, 0.0), pytest.param(("health",), -1.0, 1.0, marks=pytest.mark.slow)]
+)
 def test_fix_health_tells_both(fixes: tuple[str, ...], lost: float, won: float) -> None:
     game, state = _middle(fixes, row=5, col=4, hp=2)
     _, parts = _do(game, _foe(state, 3, 5), world.RIGHT)
     assert (parts["damage_penalty"], parts["hp_recovery"]) == (lost, won)
 
 
+@pytest.mark.slow
 def test_fix_shaping_pays_the_last_step() -> None:
     _, parts = _do(*_middle(("shaping",), row=5, col=4), world.RIGHT)
     assert parts["distance_shaping"] == 0.05

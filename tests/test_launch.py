@@ -161,7 +161,10 @@ def assert_gone(folder: Path) -> None:
             os.kill(int(path.read_text()), 0)
 
 
-def test_output_is_passed_on_and_codes_count(dummies: None, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_output_is_passed_on_and_codes_count(
+    dummies: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(gang, "LINGER", 60.0)  # each ends by itself, however busy the machine
     assert supervise([str(tmp_path), "end", "0", "0", "0"], 3, 0) == 0
     out, err = capfd.readouterr()
     assert out == f"{tmp_path}\nprocess 0 of 3\n"

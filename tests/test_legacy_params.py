@@ -81,6 +81,7 @@ def seen(game: Game) -> Any:
     return jax.jit(jax.vmap(one))(jax.random.split(jax.random.key(3), 48))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("width", "depth"), [(256, 2), (1, 1), (33, 3), (8, 5)])
 def test_our_network_gives_what_theirs_gives(width: int, depth: int, game: Game, seen: Any, tmp_path: Path) -> None:
     made = arrays(width, depth)

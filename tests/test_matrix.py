@@ -105,16 +105,17 @@ ON_MANY = {"impala": ("agents",), "impala-gru": (), "appo": ()}
 """Where a learner shares with another what meets across devices, the probes that it sees there, too."""
 
 DAILY: dict[str, tuple[str, ...]] = {
+    "ppo": ("action", "two_step", "successor", "time_limit", "masked", "agents", "multi_discrete", "continuous"),
     "ppo-gru": ("memory",),
     "ppo-bf16": ("masked",),
-    "ppo-normalised": ("agents",),
-    "impala": ("successor", "agents"),
+    "ppo-normalised": (),
+    "impala": ("successor",),
     "impala-gru": (),
     "appo": ("masked",),
 }
 """What of a variant is not slow: on one device, these probes."""
 
-MANY = ("masked", "agents", "successor", "time_limit")
+MANY = ("successor",)
 """The same of PPO on four devices."""
 
 

@@ -118,7 +118,9 @@ def test_an_encoder_by_attention_is_shared_and_each_head_has_a_layer_of_its_own(
     assert float(jnp.abs(parameters).max()) < 0.1, "whatever is seen, a new policy chooses almost evenly"
 
 
-@pytest.mark.parametrize(("torso", "memory"), [("mlp", 6), ("deepset", 0), ("latent", 6)])
+@pytest.mark.parametrize(
+    ("torso", "memory"), [("mlp", 6), ("deepset", 0), pytest.param("latent", 6, marks=pytest.mark.slow)]
+)
 def test_bf16_is_in_the_torso_alone(torso, memory):
     """Parameters, gradients, memory, policy and values stay float32; the difference is bfloat16's 8 bits."""
     options = {"torso": torso, "sizes": (32,), "memory": memory}

@@ -51,7 +51,7 @@ def run_old(probe: Probe, learner: Learner, age: int) -> tuple[Any, Algorithm, d
     ("name", "probe", "age"),
     [
         pytest.param("impala", "action", 2, marks=pytest.mark.slow),
-        ("impala", "action", FROZEN),
+        pytest.param("impala", "action", FROZEN, marks=pytest.mark.slow),
         pytest.param("appo", "masked", FROZEN, marks=pytest.mark.slow),
     ],
 )

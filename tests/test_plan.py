@@ -75,6 +75,7 @@ def test_a_profile_becomes_the_work_of_one_device_in_one_update() -> None:
     assert found == Measured(6.0, 320, ((3.0, 100.0, 16.0),), ((1.0, 20.0),), 1.0, 2.0, 3.0)
 
 
+@pytest.mark.slow
 def test_a_real_run_is_planned(capsys: pytest.CaptureFixture[str]) -> None:
     """The collectives of CartPole's update: its gradient once a minibatch, and little else."""
     words = ["--num-envs", "64", "--num-steps", "16", "--mesh", "data=2", "--calls", "1", "--on", "1", "512"]

@@ -430,6 +430,7 @@ def saved(runs_dir: Path, name: str, env: str = "hackmatrix") -> ppo.Policy:
     return ppo.Policy(state.params, state.moments)
 
 
+@pytest.mark.slow
 def test_a_run_or_the_latest_one_plays_with_its_own_policy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     first = saved(tmp_path / "runs", "first")

@@ -143,6 +143,7 @@ def test_stopped_on_a_detour_it_goes_on_exactly(
     assert [entry["update"] for entry in detours(folder)] == [entry["update"] for entry in detours(survived)]
 
 
+@pytest.mark.slow
 def test_where_it_comes_again_and_again_the_run_fails_with_one_line(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:

@@ -270,6 +270,7 @@ def made() -> Subject:
         return subject(small(devices=2))
 
 
+@pytest.mark.slow
 def test_all_of_progress_is_donated(made: Subject) -> None:
     """By the compiled program itself: each part of it has its result in its place, and no byte is there twice."""
     progress = made.start(0)

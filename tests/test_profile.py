@@ -136,6 +136,7 @@ def test_unknown_chips_are_not_guessed() -> None:
     assert chips.known("cpu") is None
 
 
+@pytest.mark.slow
 def test_profile_counts_the_products_of_a_recipe(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Of CartPole by PPO the products are known: those of the network, forth and back, a known number of times."""
     out = tmp_path / "trace"

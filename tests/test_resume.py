@@ -95,6 +95,7 @@ def kill_when(process: subprocess.Popen, ready: Callable[[], bool], delay: float
     assert process.returncode == -signal.SIGKILL, f"it ended before it was killed: {errors.decode()}"
 
 
+@pytest.mark.slow
 def test_killed_three_times_it_ends_bit_identical(whole: Path, tmp_path: Path) -> None:
     """Two kills at random moments and one within a save, with 1 thread; the end here, as `whole`, with 4 devices."""
     rng = random.Random(7)

@@ -180,6 +180,7 @@ def test_a_kill_before_the_new_sizes_were_checked_changes_nothing(stopped: Path,
     assert (folder / "run.json").read_bytes() == text
 
 
+@pytest.mark.slow
 def test_sizes_may_change_twice_and_back(stopped: Path, tmp_path: Path) -> None:
     folder = shutil.copytree(stopped, tmp_path / "run")
     stop_after(1, change(folder, "--num-envs", "16", "--num-steps", "32"), folder)
@@ -193,6 +194,7 @@ def test_sizes_may_change_twice_and_back(stopped: Path, tmp_path: Path) -> None:
     assert len(json.loads((folder / "run.json").read_text())["history"]) == 2
 
 
+@pytest.mark.slow
 def test_with_only_other_lengths_the_worlds_go_on(
     stopped: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:

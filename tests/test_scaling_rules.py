@@ -135,6 +135,7 @@ def test_a_resolved_run_is_resolved() -> None:
     assert run.base_batch == 100
 
 
+@pytest.mark.slow
 def test_a_warm_up_rises_to_the_rate() -> None:
     """The learning rate that an update reports: 1/4, 2/4, 3/4 of it, then what it would be without."""
     spec = classic.cartpole().spec

@@ -186,6 +186,7 @@ def test_room_is_where_scenarios_lie_one_behind_the_other_and_nowhere_else() -> 
     assert tables.FLAT.keys() <= seen
 
 
+@pytest.mark.slow
 def test_worlds_in_a_chunk_are_driven_as_in_a_bank_of_all(data: Path) -> None:
     """Room and padding change nothing, and neither does who else is in the chunk."""
     run = streaming(data)

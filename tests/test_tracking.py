@@ -254,6 +254,7 @@ def test_a_run_is_found_by_its_id(tmp_path: Path) -> None:
 # ----------------------------------------------------------------------------------------------------------- offline
 
 
+@pytest.mark.slow
 def test_going_on_offline_gives_one_history_of_all_records(tmp_path: Path) -> None:
     """Three sessions, of which the second goes back to an earlier checkpoint, and the last has no update to make."""
     folder, notes = tracked_folder(tmp_path), []
@@ -292,6 +293,7 @@ KILLED = """
 """
 
 
+@pytest.mark.slow
 def test_killed_at_once_it_leaves_its_last_record_too(tmp_path: Path) -> None:
     """The run is killed while its tracker has not even begun: that sends what is in the file, and ends by itself."""
     folder = tracked_folder(tmp_path)
@@ -302,6 +304,7 @@ def test_killed_at_once_it_leaves_its_last_record_too(tmp_path: Path) -> None:
     assert read(folder).steps == list(range(1, 10))
 
 
+@pytest.mark.slow
 def test_the_folder_of_another_run_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Two runs of one name share an id, and here the folder that wandb writes to as well."""
     monkeypatch.setenv("WANDB_DIR", str(tmp_path / "shared"))

@@ -145,6 +145,7 @@ def test_a_driving_run_in_logs_is_gone_on_with_and_evaluated_in_them(
 # ---------------------------------------------------------------------------------------------------------- records
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("_quick")
 def test_how_a_run_is_cut_changes_no_number(tmp_path: Path) -> None:
     """Calls of 1, 2 and 7 updates; records of 6 updates are the means of six records of one."""
