@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import jax
 from jax.sharding import Mesh
 
-from longhaul.types import Algorithm, Progress, PyTree
+from longhaul.types import Algorithm, Progress, PyTree, is_local
 
 FILE = "memory.json"
 """In a run's folder: `Footprint.plain` of the last start."""
@@ -115,12 +115,14 @@ def parts(algorithm: Algorithm, progress: Progress, context: PyTree) -> dict[str
     `optimiser` is all of a learner's state but what acts: Adam's moments, and counters.
     """
     parameters = held(algorithm.policy(progress.state))
-    return {
+    replay = held([x for x in jax.tree.leaves(progress.state, is_leaf=is_local) if is_local(x)])
+    found = {
         "parameters": parameters,
-        "optimiser": held(progress.state) - parameters,
+        "optimiser": held(progress.state) - parameters - replay,
         "environments": held(progress.carry),
         "bank": held(context),
     }
+    return found | ({"replay": replay} if replay else {})
 
 
 def held(tree: PyTree) -> int:

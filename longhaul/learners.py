@@ -12,10 +12,17 @@ from typing import Any, NamedTuple
 import jax
 
 from longhaul import networks
-from longhaul.algorithms import actor_critic, impala, ppo
+from longhaul.algorithms import actor_critic, impala, ppo, sac
+from longhaul.replay import Sizes
 from longhaul.types import Algorithm, PyTree, Spec
 
-Config = ppo.Config | impala.Config
+OnPolicy = ppo.Config | impala.Config
+"""Of algorithms that pass over a rollout in minibatches, and forget it."""
+
+OffPolicy = sac.Config
+"""Of algorithms that learn from a replay (algorithms/off_policy.py)."""
+
+Config = OnPolicy | OffPolicy
 """Of any algorithm. A run.json that does not say which is of the first."""
 
 
@@ -24,20 +31,29 @@ class Learner(NamedTuple):
 
     name: str  # what run.json says, and what its metrics begin with: "ppo/entropy"
     title: str  # what a user reads
-    make: Callable[..., Algorithm]  # (spec, config, *, updates, mean, apart, first, done, split)
-    check: Callable[..., None]  # (config, *, columns, steps); raises ValueError
+    make: Callable[..., Algorithm]  # (spec, config, *, updates, mean, apart), and: on-policy first, done, split;
+    #     off-policy sizes
+    check: Callable[..., None]  # (config, *, columns, steps), off-policy shards, too; raises ValueError
     network: Callable[[Spec, Any], networks.ActorCritic]  # what a policy does and believes in; it takes a policy
 
 
 LEARNERS: dict[type, Learner] = {
     ppo.Config: Learner("ppo", "PPO", ppo.ppo, ppo.check, actor_critic.network),
     impala.Config: Learner("impala", "IMPALA, or APPO", impala.impala, impala.check, actor_critic.network),
+    sac.Config: Learner("sac", "SAC", sac.sac, sac.check, sac.network),
 }
 
 
 def of(config: Config) -> Learner:
     """The algorithm of a config."""
     return LEARNERS[type(config)]
+
+
+def on_policy(config: Config) -> OnPolicy:
+    """`config`, where it is of an algorithm that passes over a rollout in minibatches; else ValueError."""
+    if isinstance(config, OffPolicy):
+        raise ValueError(f"{of(config).title} learns from a replay, and this is for algorithms without: PPO, IMPALA")
+    return config
 
 
 def make(
@@ -50,6 +66,7 @@ def make(
     first: int = 0,
     done: float = 0.0,
     split: bool = False,
+    sizes: Sizes | None = None,
 ) -> Algorithm:
     """The algorithm of a config for environments of `spec`, annealed over `updates` updates; `mean` averages over the
     shards.
@@ -57,16 +74,18 @@ def make(
     Between two means, what is computed of a shard's numbers goes through `apart` (shards.py).
 
     A run that goes on from update `first` with batches of another size has the share `done` of it behind it there.
-    Say `split` where parameters are split over devices: then the optimiser takes them one by one.
+    Say `split` where parameters are split over devices: then the optimiser takes them one by one. `sizes` are the
+    run's; who learns from a replay can only act without.
     """
-    return of(config).make(
-        spec, config, updates=updates, mean=mean, apart=apart, first=first, done=done, split=split
-    )
+    if isinstance(config, OffPolicy):
+        return of(config).make(spec, config, updates=updates, mean=mean, apart=apart, sizes=sizes)
+    return of(config).make(spec, config, updates=updates, mean=mean, apart=apart, first=first, done=done, split=split)
 
 
-def check(config: Config, *, columns: int, steps: int) -> None:
-    """Raises ValueError, naming value, bound and remedy, where the sizes of one shard can't work."""
-    of(config).check(config, columns=columns, steps=steps)
+def check(config: Config, sizes: Sizes) -> None:
+    """Raises ValueError, naming value, bound and remedy, where the sizes can't work."""
+    shards = {"shards": sizes.shards} if isinstance(config, OffPolicy) else {}
+    of(config).check(config, columns=sizes.columns, steps=sizes.steps, **shards)
 
 
 def network(spec: Spec, config: Config) -> networks.ActorCritic:

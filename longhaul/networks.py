@@ -170,6 +170,66 @@ class _Network(nn.Module):
         return parameters, value, memory
 
 
+class Tower(NamedTuple):
+    """`apply(params, observation) -> float32 [..., outputs]`; leading axes of the observation are free."""
+
+    init: Callable[[Key], Params]
+    apply: Callable[[Params, PyTree], jax.Array]
+
+
+class _Tower(nn.Module):
+    torso: Sequence[Any]  # of _Torso
+    outputs: int
+    scale: float
+
+    @nn.compact
+    def __call__(self, observation: PyTree) -> jax.Array:
+        torso = _Torso(*self.torso, name="torso")
+        features = torso(observation)
+        if torso.kind in encoders.ENCODERS:
+            features = nn.gelu(_dense(torso.sizes[0], np.sqrt(2.0), "hidden", torso.begin, torso.dtype)(features))
+        return _dense(self.outputs, self.scale, "head", torso.begin)(features).astype(jnp.float32)
+
+
+def tower(
+    observation: PyTree, outputs: int, *, torso: str, sizes: Sequence[int], activation: str, precision: str,
+    remat: str, begin: str, scale: float = 1.0,
+) -> Tower:  # fmt: skip
+    """A torso with one head, whose kernel begins with `scale`; the rest is as `actor_critic` has it, and so are errors.
+
+    A critic of vectors takes (what is seen, action) for its observation; a torso of images takes one image alone.
+    """
+    _check(observation, torso, sizes, activation, precision, remat, begin)
+    ranks = tuple(len(leaf.shape) for leaf in jax.tree.leaves(observation))
+    parts = (torso, tuple(sizes), activation, ranks, PRECISIONS[precision], remat, begin)
+    module = _Tower(parts, outputs, scale)
+
+    def init(key: Key) -> Params:
+        example = jax.tree.map(lambda leaf: jnp.zeros((1, *leaf.shape), leaf.dtype), observation)
+        return module.init(key, example)["params"]
+
+    return Tower(init, lambda params, seen: module.apply({"params": params}, seen))  # type: ignore[arg-type, return-value]
+
+
+def _check(
+    observation: PyTree, torso: str, sizes: Sequence[int], activation: str, precision: str, remat: str, begin: str
+) -> None:
+    if torso not in TORSOS:
+        raise ValueError(f"torso is {torso!r}; it must be one of {', '.join(TORSOS)}")
+    if activation not in ACTIVATIONS:
+        raise ValueError(f"activation is {activation!r}; it must be one of {', '.join(ACTIVATIONS)}")
+    if precision not in PRECISIONS:
+        raise ValueError(f"precision is {precision!r}; it must be one of {', '.join(PRECISIONS)}")
+    if remat not in REMATS:
+        raise ValueError(f"remat is {remat!r}; it must be one of {', '.join(REMATS)}")
+    if begin not in INITS:
+        raise ValueError(f"init is {begin!r}; it must be one of {', '.join(INITS)}")
+    if not sizes or min(sizes) < 1:
+        raise ValueError(f"sizes are {tuple(sizes)}; give at least one, all positive")
+    if torso in convolutions.CONVOLUTIONS:
+        convolutions.check(observation, torso)
+
+
 def actor_critic(
     observation: PyTree,
     outputs: int,
@@ -192,22 +252,11 @@ def actor_critic(
     `begin` is one of INITS. `live`, where `takes_live` allows it: the network is applied only to the inputs at these
     places, the others being 0 in any observation.
     """
-    if torso not in TORSOS:
-        raise ValueError(f"torso is {torso!r}; it must be one of {', '.join(TORSOS)}")
-    if activation not in ACTIVATIONS:
-        raise ValueError(f"activation is {activation!r}; it must be one of {', '.join(ACTIVATIONS)}")
-    if precision not in PRECISIONS:
-        raise ValueError(f"precision is {precision!r}; it must be one of {', '.join(PRECISIONS)}")
-    if remat not in REMATS:
-        raise ValueError(f"remat is {remat!r}; it must be one of {', '.join(REMATS)}")
-    if begin not in INITS:
-        raise ValueError(f"init is {begin!r}; it must be one of {', '.join(INITS)}")
     if not sizes or min(sizes) < 1 or memory < 0:
         raise ValueError(
             f"sizes are {tuple(sizes)} and memory {memory}; give at least one positive size and memory >= 0"
         )
-    if torso in convolutions.CONVOLUTIONS:
-        convolutions.check(observation, torso)
+    _check(observation, torso, sizes, activation, precision, remat, begin)
     leaves = jax.tree.leaves(observation)
     ranks = tuple(len(leaf.shape) for leaf in leaves)
     if takes_live(torso, shared, memory):

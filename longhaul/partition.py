@@ -20,8 +20,8 @@ from typing import Any, NamedTuple
 import jax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from longhaul.mesh import MODEL, Shape
-from longhaul.types import PyTree
+from longhaul.mesh import DATA, MODEL, Shape
+from longhaul.types import PyTree, is_local
 
 LEAST = 1024
 """Numbers of a leaf below which each device has it whole."""
@@ -49,13 +49,21 @@ def spec(path: tuple[str, ...], shape: tuple[int, ...], model: int) -> Partition
 
 
 def specs(tree: PyTree, model: int) -> PyTree:
-    """`spec` of each leaf of a pytree of arrays or shapes."""
-    return jax.tree_util.tree_map_with_path(lambda path, leaf: spec(names(path), tuple(leaf.shape), model), tree)
+    """`spec` of each leaf of a pytree of arrays or shapes. What is `Local` is not split over `model`."""
+
+    def one(path: tuple[Any, ...], leaf: Any) -> PyTree:
+        if is_local(leaf):
+            return jax.tree.map(lambda _: PartitionSpec(), leaf)
+        return spec(names(path), tuple(leaf.shape), model)
+
+    return jax.tree_util.tree_map_with_path(one, tree, is_leaf=is_local)
 
 
 def shardings(tree: PyTree, mesh: Mesh) -> PyTree:
-    """The layout of each leaf of an algorithm's state on the mesh."""
-    return jax.tree.map(lambda each: NamedSharding(mesh, each), specs(tree, mesh.shape[MODEL]), is_leaf=_is_spec)
+    """The layout of each leaf of an algorithm's state on the mesh: what is `Local` lies where its shard is."""
+    laid = jax.tree.map(lambda each: NamedSharding(mesh, each), specs(tree, mesh.shape[MODEL]), is_leaf=_is_spec)
+    own = NamedSharding(mesh, PartitionSpec(DATA))
+    return jax.tree.map(lambda x: jax.tree.map(lambda _: own, x) if is_local(x) else x, laid, is_leaf=is_local)
 
 
 class Shares(NamedTuple):

@@ -6,8 +6,9 @@ import dataclasses
 import difflib
 from collections.abc import Callable
 
+from longhaul import learners
 from longhaul.actors.settings import Acting
-from longhaul.algorithms import impala, ppo
+from longhaul.algorithms import impala, ppo, sac
 from longhaul.driving import simulator
 from longhaul.health import Bounds
 from longhaul.run import Driving, Named, Run, RunError
@@ -134,6 +135,22 @@ def pendulum() -> Run:
     )  # fmt: skip
 
 
+def pendulum_sac() -> Run:
+    """Pendulum-v1 by SAC: swing a rod up and hold it, learnt from a replay in few steps.
+
+    Measured: TODO
+    """
+    return Run(
+        "pendulum-sac",
+        Named("pendulum"),
+        sac.Config(lr=1e-3, batch_size=128, hidden_dim=64, gradient_steps=8, learning_starts=1_000, replay_size=30_000),
+        total_steps=30_000,
+        num_envs=4,
+        num_steps=2,
+        health=Bounds(solved=-200.0),
+    )
+
+
 def driving() -> Run:
     """Driving among logged traffic by PPO, in generated scenarios or, with --data, in real logs.
 
@@ -220,7 +237,7 @@ def driving_scaling() -> Grid:
     """A law: failure of driving over a model's size and the number of scenarios it was trained in."""
     base = dataclasses.replace(
         driving(), recipe="driving-scaling", evaluation_episodes=1024,
-        algorithm=dataclasses.replace(driving().algorithm, model_size=0.3),
+        algorithm=dataclasses.replace(learners.on_policy(driving().algorithm), model_size=0.3),
     )  # fmt: skip
     return Grid(base, sizes=(0.03, 0.1, 0.3, 1.0), scenarios=(16, 64, 256, 1024), seeds=2)
 
@@ -267,7 +284,8 @@ def hackmatrix_best() -> Run:
     return dataclasses.replace(
         theirs, recipe="hackmatrix-best", environment=Named("hackmatrix-fixed"), num_steps=32,
         algorithm=dataclasses.replace(
-            theirs.algorithm, lr=1e-3, anneal=True, ent_coef=0.05, ent_coef_final=0.005, reward_scale=0.1
+            learners.on_policy(theirs.algorithm), lr=1e-3, anneal=True, ent_coef=0.05, ent_coef_final=0.005,
+            reward_scale=0.1,
         ),
         total_steps=20_000_000,
     )  # fmt: skip
@@ -286,6 +304,7 @@ RECIPES: dict[str, Callable[[], Run]] = {
     "seed-pong": seed_pong,
     "appo-pong": appo_pong,
     "pendulum": pendulum,
+    "pendulum-sac": pendulum_sac,
     "driving": driving,
     "driving-selfplay": selfplay,
     "driving-log": logged,

@@ -19,6 +19,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from longhaul import learners
 from longhaul.checkpoint import Checkpoints, Found
 from longhaul.feed import Feed
 from longhaul.folders import load_run, write_json
@@ -57,6 +58,11 @@ def standing(run: Run, found: Found | None) -> Standing:
         return Standing(BEGINNING, {})
     sizes, steps = found.metadata["sizes"], found.metadata["steps"]
     resized = {name: (sizes[name], getattr(run, name)) for name in SIZES if sizes[name] != getattr(run, name)}
+    if resized and isinstance(run.algorithm, learners.OffPolicy):
+        name, (before, now) = next(iter(resized.items()))
+        raise RunError(
+            f"{name} is {now}, and this run's replay is laid out for {before}; go on with {before}, or start a new run"
+        )
     if resized.keys().isdisjoint(("num_envs", "num_steps")):
         return Standing(Origin(**found.metadata["origin"]), resized, found.step, steps["agent_steps"])
     origin = Origin(found.step, steps["agent_steps"], steps["env_steps"], found.metadata["place"]["swaps"])

@@ -32,6 +32,7 @@ from longhaul.experiment import from_dict as from_dict
 from longhaul.experiment import named as named
 from longhaul.experiment import parts as parts
 from longhaul.experiment import to_dict as to_dict
+from longhaul.replay import Sizes
 from longhaul.rollout import collector
 from longhaul.scaling import rules
 from longhaul.topologies import actors as acted
@@ -105,7 +106,7 @@ def resolve(run: Run) -> Run:
     steps = run.num_envs * agents(run) * run.num_steps
     algorithm = _learning(run, steps, columns)
     try:
-        learners.check(algorithm, columns=columns, steps=run.num_steps)
+        learners.check(algorithm, Sizes(parts(run, devices), columns, run.num_steps))
     except ValueError as error:
         name, _, rest = str(error).partition(" ")
         raise RunError(f"--{_flag(name)} {rest}") from error
@@ -208,6 +209,8 @@ def _check_numbers(run: Run) -> None:
 def _learning(run: Run, steps: int, columns: int) -> learners.Config:
     """The algorithm with minibatches and epochs for a batch of `steps` steps, `columns` columns of it on a device."""
     config = run.algorithm
+    if isinstance(config, learners.OffPolicy):
+        return config
     rows = columns if config.memory else columns * run.num_steps
     given = config.num_minibatches, config.update_epochs
     minibatches, epochs = rules.decide(steps, rows, run.scaling, *given)
@@ -348,6 +351,7 @@ def assemble(
     algorithm = learners.make(
         spec, dataclasses.replace(run.algorithm, lr=learning_rate(run)), updates=updates, mean=parted.mean,
         apart=parted.apart, first=origin.updates, done=origin.agent_steps / run.total_steps, split=run.model > 1,
+        sizes=Sizes(parted.number, run.num_envs // parted.number * agents(run), run.num_steps),
     )  # fmt: skip
     partition.check(jax.eval_shape(algorithm.init, jax.random.key(0)), run.mesh)
 
@@ -375,6 +379,9 @@ def last_update(run: Run, origin: Origin = BEGINNING) -> int:
 def decisions(run: Run) -> list[str]:
     """Lines on what followed from the batch of a resolved run."""
     config, steps = run.algorithm, run.num_envs * agents(run) * run.num_steps
+    if isinstance(config, learners.OffPolicy):
+        each = config.batch_size * config.gradient_steps / steps
+        return [f"each update adds {steps} steps to the replay; each step is learnt from {each:.3g} times on the mean"]
     assert run.devices is not None and config.num_minibatches is not None and config.update_epochs is not None
     rows = steps // parts(run, run.devices) // (run.num_steps if config.memory else 1)
     chosen = rules.Passes(config.num_minibatches, config.update_epochs)

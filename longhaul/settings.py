@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 from longhaul import flags, learners, networks, resumption, tracking
 from longhaul.actors.settings import KINDS
-from longhaul.algorithms import impala
+from longhaul.algorithms import impala, off_policy
 from longhaul.central.settings import LANES
 from longhaul.driving import config, objectives
 from longhaul.flags import DEBUG, FLOAT, INT, PATH, SWITCH, TEXT, Flag, FlagError, Kind, choice, optional
@@ -118,6 +118,17 @@ HELP = {
     "accumulate": "pieces of a minibatch, at least, over which its gradient is summed: the same one, in less memory",
     "precision": "what the torso computes in; parameters and losses are fp32",
     "remat": "what of the torso is computed again for its gradient, in less memory: nothing, all, all but products",
+    "tau": "how far target networks follow, a step of the optimiser",
+    "n-step": "rewards that a target sums before it trusts a critic",
+    "temperature": "weight of SAC's entropy; none: learnt",
+    "target-entropy": "nats that SAC's temperature aims at; none: -1 a dimension, or half of what choices allow",
+    "batch-size": "steps of a step of the optimiser, drawn from the replay, over all devices",
+    "gradient-steps": "of the optimiser, an update",
+    "learning-starts": "steps in the replay before learning; until then actions are drawn evenly",
+    "replay-size": "steps that the replay holds, over all devices",
+    "replay-precision": "how float observations are kept in the replay; bf16 takes half the memory",
+    "priority-exponent": "of the error, for the chance of a step to be sampled; none: all alike",
+    "importance-exponent": "of the weights that make up for priorities; rises to 1 over the run",
     "log-interval": "updates of a record of metrics",
     "block": "updates of a compiled call; between calls a run logs, saves and stops",
     "save-interval-minutes": "minutes between two checkpoints",
@@ -153,6 +164,7 @@ CHOICES: dict[str, tuple[str, ...]] = {
     "optimiser": impala.OPTIMISERS,
     "reward-clip": impala.REWARD_CLIPS,
     "precision": tuple(PRECISIONS),
+    "replay-precision": off_policy.STORES,
     "remat": REMATS,
 }
 
@@ -176,6 +188,7 @@ CHANGEABLE = (
     *("vf-coef", "ent-coef", "ent-coef-final", "max-grad-norm", "normalise-advantage", "reward-scale", "kl-stop"),
     *("rms-decay", "rms-eps", "vtrace-lambda", "rho-clip", "c-clip", "reward-clip"),
     *("chunk", "accumulate", "precision", "remat"),
+    *("tau", "temperature", "target-entropy", "batch-size", "gradient-steps", "importance-exponent"),
 )
 """Flags that may differ, too, and change what comes: how much is done at once and how it is learnt, not what."""
 

@@ -17,7 +17,7 @@ from jax.sharding import Mesh
 
 from longhaul import mesh as meshes
 from longhaul.mesh import DATA
-from longhaul.types import PyTree
+from longhaul.types import Local, PyTree, is_local
 
 VIRTUAL = 8
 """Virtual shards of a deterministic run, a power of two: the most devices that it can have."""
@@ -56,6 +56,18 @@ class Shards(NamedTuple):
     each: Callable[[Callable[..., Any]], Callable[..., Any]]
     """f(number of the shard, its carry) -> (carry, what is the same on all shards), for one shard -> the same, of
     carries [columns of the device, ...]."""
+
+
+def part(state: PyTree) -> tuple[PyTree, list[PyTree]]:
+    """(what all shards have of an algorithm's state, with `()` for what each has for itself; that)."""
+    own = [x.value for x in jax.tree.leaves(state, is_leaf=is_local) if is_local(x)]
+    return jax.tree.map(lambda x: Local(()) if is_local(x) else x, state, is_leaf=is_local), own
+
+
+def whole(common: PyTree, own: list[PyTree]) -> PyTree:
+    """The inverse of `part`."""
+    rest = iter(own)
+    return jax.tree.map(lambda x: Local(next(rest)) if is_local(x) else x, common, is_leaf=is_local)
 
 
 def together(function: Function) -> Function:

@@ -141,6 +141,20 @@ class Rollout(NamedTuple):
     version: jax.Array  # int32 scalar
 
 
+class Local(NamedTuple):
+    """What of an algorithm's State each shard has for itself, and never meets with the others': its part of a replay.
+
+    A shard sees leaves [1, ...]; those of all shards together are [shards, ...].
+    """
+
+    value: PyTree
+
+
+def is_local(tree: PyTree) -> bool:
+    """Whether a part of a State is such a one."""
+    return isinstance(tree, Local)
+
+
 class Algorithm(NamedTuple):
     """A learner as pure functions; written for one shard, and ignorant of devices.
 

@@ -37,6 +37,7 @@ TABLE = """
    actors/tickets actors/memory actors/doorbell actors/lane actors/desk actors/worker actors/far actors/crew
    actors/settings actors/slots
 1  vectors
+1  priorities replay
 1  datasets/projection
 1  scaling/law scaling/rules scaling/compiled scaling/instructions scaling/trace scaling/chips scaling/plan
 1  datasets/wire datasets/soundness datasets/tfrecord datasets/plain_pickle datasets/outlines datasets/geopackage
@@ -62,7 +63,8 @@ TABLE = """
    envs/hackmatrix/hints envs/hackmatrix/screen
    envs/probes envs/classic envs/registry
    envs/host_spaces envs/host_gymnasium envs/host_numpy envs/batched envs/host_torch envs/host_jax
-3  algorithms/actor_critic algorithms/values algorithms/flat algorithms/ppo algorithms/impala learners
+3  algorithms/actor_critic algorithms/values algorithms/flat algorithms/ppo algorithms/impala
+   algorithms/off_policy algorithms/sac learners
 3  checkpoint
 4  datasets/convert datasets/stream
 4  topologies/fused topologies/actors topologies/central worlds curves legacy matches spectating

@@ -96,7 +96,7 @@ def batch(run: Run) -> int:
 def rate(run: Run) -> Check:
     """The learning rate's rule and the effective batch."""
     assert run.devices is not None
-    config, steps = run.algorithm, batch(run)
+    config, steps = learners.on_policy(run.algorithm), batch(run)
     assert config.num_minibatches is not None and config.update_epochs is not None
     lr = learning_rate(run)
     made, minibatch = config.num_minibatches * config.update_epochs, steps // config.num_minibatches
@@ -221,7 +221,7 @@ def crossings(made: Subject) -> Check:
     extra, moved = sum(each.times() * each.bytes for each in others), sum(e.times() * e.bytes for e in gradients)
     odd = sorted({each.operation for each in others} - {"all-reduce", *ways})
     fits = set(counts.values()) == {wanted} and moved <= wanted * (whole + len(ways) * SMALL_BYTES)
-    steps = 1 + (made.run.algorithm.kl_stop is not None) * wanted  # which asks at each step
+    steps = 1 + (learners.on_policy(made.run.algorithm).kl_stop is not None) * wanted  # which asks at each step
     most = SMALL_COUNT * len(ways)
     good = fits and not odd and extra <= SMALL_BYTES * steps and count <= most * steps
     named = " and ".join(f"{way}s" for way in ways)

@@ -23,7 +23,7 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-from longhaul import training
+from longhaul import learners, training
 from longhaul.folders import alone, load_run, write_json
 from longhaul.run import Driving, Run, RunError, from_dict, resolve, to_dict
 from longhaul.scaling import law, page
@@ -67,7 +67,7 @@ def run_of(grid: Grid, cell: Cell) -> Run:
     """The resolved Run of a cell. Raises RunError."""
     task = grid.base.environment
     assert isinstance(task, Driving)
-    algorithm = dataclasses.replace(grid.base.algorithm, model_size=cell.size)
+    algorithm = dataclasses.replace(learners.on_policy(grid.base.algorithm), model_size=cell.size)
     environment = dataclasses.replace(task, scenarios=cell.scenarios)
     return resolve(dataclasses.replace(grid.base, algorithm=algorithm, environment=environment, seed=cell.seed))
 

@@ -14,8 +14,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from longhaul import learners, networks, partition
 from longhaul import mesh as meshes
-from longhaul import networks, partition
 from longhaul.compilation import Ledger
 from longhaul.feed import Feed, Feeding, feed
 from longhaul.provenance import params_sha256
@@ -43,7 +43,7 @@ class Subject(NamedTuple):
     @property
     def optimiser_steps(self) -> int:
         """Of an update."""
-        config = self.run.algorithm
+        config = learners.on_policy(self.run.algorithm)
         assert config.num_minibatches is not None and config.update_epochs is not None
         return config.num_minibatches * config.update_epochs
 
@@ -118,10 +118,11 @@ def smaller(run: Run, *, devices: int, batch: int = 2048, **algorithm: Any) -> R
     envs = share * max(1, min(run.num_envs, batch // run.num_steps) // share)
     while envs * run.num_steps > batch and run.num_steps > 16:
         run = dataclasses.replace(run, num_steps=run.num_steps // 2)
-    rows = envs // share if run.algorithm.memory else envs // share * run.num_steps
-    wanted = run.algorithm.num_minibatches or 4
+    learner = learners.on_policy(run.algorithm)
+    rows = envs // share if learner.memory else envs // share * run.num_steps
+    wanted = learner.num_minibatches or 4
     minibatches = next(n for n in range(min(wanted, rows), 0, -1) if rows % n == 0)
-    config = dataclasses.replace(run.algorithm, num_minibatches=minibatches, **algorithm)
+    config = dataclasses.replace(learner, num_minibatches=minibatches, **algorithm)
     return dataclasses.replace(
         run, num_envs=envs, devices=devices, threads=None, algorithm=config, block=2, log_interval=2,
         total_steps=10**9, base_batch=None, save_interval=None,

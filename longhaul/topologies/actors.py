@@ -26,6 +26,7 @@ from longhaul.actors.desk import Shapes
 from longhaul.actors.memory import Leaf
 from longhaul.actors.tickets import Ticket
 from longhaul.actors.worker import Collect, Leaves
+from longhaul.shards import part
 from longhaul.topologies import fused
 from longhaul.types import LEARNING, Algorithm, Collector, Key, Metrics, Params, Progress, PyTree
 
@@ -170,13 +171,15 @@ def lowered(
         with jax.named_scope(LEARNING):
             state, metrics = algorithm.learn(state, join(rollouts), key_learn)
         told = metrics | _scored(tree(acting.scores, scores), mesh)
-        told[fused.FINITE] = fused.is_finite((state, metrics))
+        told[fused.FINITE] = fused.is_finite((part(state)[0], metrics))
         weights = _bytes(_raw(algorithm.policy(state)))
         return state, updates + 1, jax.tree.map(lambda x: x[None], told), weights
 
     everywhere, split = fused.EVERYWHERE, PartitionSpec(meshes.DATA)
-    specs = everywhere, everywhere, everywhere, split, split
-    program = jax.jit(meshes.per_shard(update, mesh, specs, everywhere), donate_argnums=0)
+    state = fused.layout(progress).state
+    specs = state, everywhere, everywhere, split, split
+    results = state, everywhere, everywhere, everywhere
+    program = jax.jit(meshes.per_shard(update, mesh, specs, results), donate_argnums=0)
     layout = meshes.sharded(mesh)
     flat = [
         [jax.ShapeDtypeStruct((actors, *leaf.shape), leaf.dtype, sharding=layout) for leaf in leaves]

@@ -21,6 +21,7 @@ from jax.sharding import Mesh, PartitionSpec
 from longhaul import mesh as meshes
 from longhaul.central.server import Server
 from longhaul.central.trajectories import Sums
+from longhaul.shards import part
 from longhaul.topologies import fused
 from longhaul.types import LEARNING, Algorithm, Key, Metrics, Params, Progress, PyTree, Rollout, Successors
 
@@ -63,14 +64,16 @@ def compiled(algorithm: Algorithm, data: Rollout, progress: Progress, mesh: Mesh
         _, key_learn = jax.random.split(drawn)  # as in `fused`
         with jax.named_scope(LEARNING):
             state, metrics = algorithm.learn(state, data, key_learn)
-        told = metrics | {fused.FINITE: fused.is_finite((state, metrics))}
+        told = metrics | {fused.FINITE: fused.is_finite((part(state)[0], metrics))}
         # The policy is what actors act with until the next one is there, which takes the state's memory.
         policy = jax.tree.map(jnp.copy, algorithm.policy(state))
         return state, updates + 1, jax.tree.map(lambda x: x[None], told), policy
 
     everywhere = fused.EVERYWHERE
-    specs = everywhere, everywhere, everywhere, _layout()
-    program = jax.jit(meshes.per_shard(update, mesh, specs, everywhere), donate_argnums=0)
+    laid = fused.layout(progress).state
+    specs = laid, everywhere, everywhere, _layout()
+    results = laid, everywhere, everywhere, everywhere
+    program = jax.jit(meshes.per_shard(update, mesh, specs, results), donate_argnums=0)
     return Program(program.lower(progress.state, progress.key, progress.updates, data).compile(), mesh)
 
 

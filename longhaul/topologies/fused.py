@@ -23,8 +23,8 @@ from jax.sharding import Mesh, PartitionSpec
 
 from longhaul import mesh as meshes
 from longhaul import partition
-from longhaul.shards import Shards, by_device
-from longhaul.types import LEARNING, Algorithm, Collector, Key, Metrics, Progress, PyTree
+from longhaul.shards import Shards, by_device, part, whole
+from longhaul.types import LEARNING, Algorithm, Collector, Key, Metrics, Progress, PyTree, is_local
 
 CollectorIn = Callable[[PyTree], Collector]
 """context -> the collector in it."""
@@ -95,9 +95,12 @@ def entered(progress: Progress, enter: Enter, context: PyTree) -> Progress:
     return progress._replace(carry=enter(key, context))
 
 
-def layout() -> Progress:
-    """How a Progress lies along `data`: the carry is split by its leading axis, the rest is in every shard."""
-    return Progress(EVERYWHERE, PartitionSpec(meshes.DATA), EVERYWHERE, EVERYWHERE)  # type: ignore[arg-type]
+def layout(progress: Progress) -> Progress:
+    """How a Progress lies along `data`: the carry is split by its leading axis, and so is what of the state is `Local`;
+    the rest is in every shard."""
+    split = PartitionSpec(meshes.DATA)
+    state = jax.tree.map(lambda x: split if is_local(x) else EVERYWHERE, progress.state, is_leaf=is_local)
+    return Progress(state, split, EVERYWHERE, EVERYWHERE)  # type: ignore[arg-type]
 
 
 def compiled(
@@ -140,20 +143,27 @@ def lowered(
     def update(context: PyTree, progress: Progress) -> tuple[Progress, Metrics]:
         key = jax.random.fold_in(progress.key, progress.updates)
 
-        def shard(number: jax.Array, carry: PyTree) -> tuple[PyTree, tuple[PyTree, Metrics]]:
+        common, own = part(progress.state)
+
+        def shard(number: jax.Array, mine: PyTree) -> tuple[PyTree, tuple[PyTree, Metrics]]:
+            carry, own = mine
+            before = whole(common, own)
             # Shards draw and shuffle apart from each other; the same order everywhere would tie their columns together.
             key_data, key_learn = jax.random.split(jax.random.fold_in(key, number))
-            policy = algorithm.policy(progress.state)
+            policy = algorithm.policy(before)
             carry, data, scores = collect(context, policy, carry, key_data, progress.updates)
             with jax.named_scope(LEARNING):
-                state, metrics = algorithm.learn(progress.state, data, key_learn)
+                state, metrics = algorithm.learn(before, data, key_learn)
+            after, own = part(state)
             # As one vector: a score that no shard can have would cross devices alone, as a constant.
             peaks = {name: shards.most(scores.pop(name)) for name in list(scores) if name.startswith("peak/")}
             sums = shards.number * shards.mean(jnp.stack(list(scores.values())))
-            return carry, (state, metrics | dict(zip(scores, sums)) | peaks | {FINITE: is_finite((state, metrics))})
+            told = metrics | dict(zip(scores, sums)) | peaks
+            # A replay is as large as it is, and what is not finite in it shows in what is learnt from it.
+            return (carry, own), (after, told | {FINITE: is_finite((after, metrics))})
 
-        carry, (state, told) = shards.each(shard)(progress.carry)
-        return keep(Progress(state, carry, progress.key, progress.updates + 1)), told
+        (carry, own), (common, told) = shards.each(shard)((progress.carry, own))
+        return keep(Progress(whole(common, own), carry, progress.key, progress.updates + 1)), told
 
     def run(progress: Progress, context: PyTree, n: jax.Array) -> tuple[Progress, Metrics]:
         once = jax.jit(lambda progress: update(context, progress), inline=True)  # traced once, for both uses
@@ -167,8 +177,8 @@ def lowered(
 
         return jax.lax.fori_loop(0, n, body, (progress, empty))
 
-    specs = layout(), EVERYWHERE, EVERYWHERE
-    shard = meshes.per_shard(run, mesh, specs, (layout(), EVERYWHERE))
+    specs = layout(progress), EVERYWHERE, EVERYWHERE
+    shard = meshes.per_shard(run, mesh, specs, (layout(progress), EVERYWHERE))
     program = jax.jit(shard, donate_argnums=0, out_shardings=lies)
     count = meshes.everywhere(jnp.int32(block), mesh)
     return program.lower(progress, context, count)

@@ -1,0 +1,226 @@
+"""What algorithms that learn from a replay have in common: their state, how a rollout is learnt from, how they act.
+
+A rollout goes into the replay; then come `gradient_steps` steps of the optimiser, each on a sample of its own, with one
+mean of gradients over the shards each. All of it is one compiled loop, in which the replay is written in place. Before
+`learning_starts` steps are in the replay nothing is learnt, and actions are drawn evenly.
+
+A config of such an algorithm has the fields of `Design`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from longhaul import networks, randomness, replay
+from longhaul.algorithms.actor_critic import Apart
+from longhaul.replay import Cursor, Sizes, Transitions
+from longhaul.types import Algorithm, Discrete, Key, Local, Masked, Metrics, Params, PyTree, Rollout, Spec
+
+STORES = ("fp32", "bf16")
+"""How float32 observations are kept in the replay."""
+
+
+class State(NamedTuple):
+    params: dict[str, Params]
+    target: dict[str, Params]  # of some of `params`, which they follow
+    opt_state: optax.OptState
+    replay: Local | tuple[()]  # of replay.Ring; () for one that only acts
+    cursor: Cursor
+    updates: jax.Array  # int32
+
+
+class Policy(NamedTuple):
+    """What acting needs."""
+
+    params: Params
+    random: jax.Array  # float32: the share of actions that are drawn evenly among the legal ones
+
+
+class Design(NamedTuple):
+    """The fields of a config that this module reads; `sac.Config` says what they mean."""
+
+    lr: float
+    adam_eps: float
+    max_grad_norm: float | None
+    gamma: float
+    tau: float
+    n_step: int
+    batch_size: int
+    gradient_steps: int
+    learning_starts: int
+    replay_size: int
+    replay_precision: str
+    priority_exponent: float | None
+    importance_exponent: float
+    torso: str
+    hidden_dim: int
+    num_layers: int
+    activation: str
+    init: str
+    precision: str
+    remat: str
+
+
+class Parts(NamedTuple):
+    """What makes one algorithm of this kind."""
+
+    name: str  # its metrics begin with it
+    init: Callable[[Key], dict[str, Params]]
+    followed: tuple[str, ...]  # which of `params` have a target
+    loss: Callable[[dict[str, Params], dict[str, Params], Transitions, Key], tuple[jax.Array, Metrics, jax.Array]]
+    #     (params, target, batch, key) -> the loss of each row [n], what is told of each [n], its error for priorities
+    keep: Callable[[jax.Array], jax.Array]  # an action -> how it is kept
+    kept: jax.ShapeDtypeStruct  # such a one
+    acts: str  # which of `params` acts
+    explore: Callable[[jax.Array], jax.Array]  # finished updates -> the share of random actions, once it learns
+
+
+def design(config: Any) -> Design:
+    return Design(*(getattr(config, name) for name in Design._fields))
+
+
+def check(config: Any, *, shards: int, columns: int, steps: int, shares: Sequence[str] = ()) -> None:
+    """Raises ValueError, naming value, bound and remedy, where the sizes can't work. `shares` must lie in 0 to 1."""
+    made = design(config)
+    for name in ("batch_size", "gradient_steps", "n_step", "hidden_dim", "num_layers", "replay_size"):
+        if getattr(made, name) < 1:
+            raise ValueError(f"{name} is {getattr(made, name)}; it must be at least 1")
+    for name in ("lr", "learning_starts", "max_grad_norm", "priority_exponent", "importance_exponent"):
+        value = getattr(made, name)
+        if value is not None and not value >= 0:
+            raise ValueError(f"{name} is {value}; it must be at least 0")
+    for name in ("gamma", "tau", *shares):
+        if not 0.0 <= getattr(config, name) <= 1.0:
+            raise ValueError(f"{name} is {getattr(config, name)}; it must lie in 0 to 1")
+    if not made.adam_eps > 0.0:
+        raise ValueError(f"adam_eps is {made.adam_eps}; it must be above 0")
+    if made.batch_size % shards:
+        raise ValueError(
+            f"batch_size is {made.batch_size}, which {shards} devices can't share evenly; choose a multiple of {shards}"
+        )
+    if made.replay_precision not in STORES:
+        raise ValueError(f"replay_precision is {made.replay_precision!r}; it must be one of {', '.join(STORES)}")
+    room = replay.rows_of(made.replay_size, Sizes(shards, columns, steps)) * shards * columns
+    if not steps * columns * shards <= made.learning_starts <= room:
+        raise ValueError(
+            f"learning_starts is {made.learning_starts}; it must lie between the steps of an update, "
+            f"{steps * columns * shards}, and what the replay holds, {room}"
+        )
+    if not made.n_step < room // (shards * columns):
+        raise ValueError(f"n_step is {made.n_step}; it must be below the replay's {room // (shards * columns)} rows")
+
+
+def tower(config: Any, seen: PyTree, outputs: int, scale: float = 1.0) -> networks.Tower:
+    """A network as the config has it."""
+    made = design(config)
+    return networks.tower(
+        seen, outputs, torso=made.torso, sizes=(made.hidden_dim,) * made.num_layers, activation=made.activation,
+        precision=made.precision, remat=made.remat, begin=made.init, scale=scale,
+    )  # fmt: skip
+
+
+class Sight(NamedTuple):
+    """What networks see of observations."""
+
+    shape: PyTree  # of one
+    look: Callable[[PyTree], tuple[PyTree, jax.Array | None]]  # stored -> (what is seen, which actions are legal)
+
+
+def sight(spec: Spec) -> Sight:
+    """Observations without their mask, and unpacked where they are stored packed."""
+    stored = spec.observation.observation if isinstance(spec.observation, Masked) else spec.observation
+    expand = spec.expand or (lambda x: x)
+
+    def look(observation: PyTree) -> tuple[PyTree, jax.Array | None]:
+        visible, mask = observation if isinstance(observation, Masked) else (observation, None)
+        return expand(visible), mask
+
+    return Sight(jax.eval_shape(expand, stored), look)
+
+
+def evenly(key: Key, mask: jax.Array | None, actions: int, rows: int) -> jax.Array:
+    """int32 [rows]: one of the legal actions each, all with the same chance."""
+    legal = jnp.ones((rows, actions), bool) if mask is None else mask
+    return jnp.argmax(jnp.where(legal, randomness.uniform(key, (rows, actions)), -1.0), axis=-1).astype(jnp.int32)
+
+
+def kept_choice(action: Discrete) -> jax.ShapeDtypeStruct:
+    """How a choice is kept."""
+    return jax.ShapeDtypeStruct((), jnp.uint8 if action.n <= 256 else jnp.int32)
+
+
+def algorithm(
+    spec: Spec, config: Any, parts: Parts, act: Callable[..., tuple[jax.Array, PyTree, PyTree]], *, updates: int,
+    mean: Callable[[PyTree], PyTree], apart: Apart, sizes: Sizes | None,
+) -> Algorithm:  # fmt: skip
+    """The algorithm of these parts, in a run of `updates` updates; without `sizes` one that can't learn."""
+    made = design(config)
+    clip = [] if made.max_grad_norm is None else [optax.clip_by_global_norm(made.max_grad_norm)]
+    optimiser = optax.chain(*clip, optax.adam(made.lr, eps=made.adam_eps))
+    store = None if sizes is None else replay.replay(
+        spec, parts.kept, sizes, made.replay_size, n_step=made.n_step, half=made.replay_precision == "bf16",
+        prioritised=made.priority_exponent is not None,
+    )  # fmt: skip
+
+    def init(key: Key) -> State:
+        params = parts.init(key)
+        target = {name: jax.tree.map(jnp.copy, params[name]) for name in parts.followed}
+        rings = Local(store.start()) if store else ()
+        return State(params, target, optimiser.init(params), rings, replay.begun(), jnp.int32(0))
+
+    def held(cursor: Cursor) -> jax.Array:
+        """Steps in the replay, over all shards."""
+        return cursor.filled * (sizes.shards * sizes.columns if sizes else 1)
+
+    def policy(state: State) -> Policy:
+        learns = held(state.cursor) >= made.learning_starts
+        return Policy(state.params[parts.acts], jnp.where(learns, parts.explore(state.updates), 1.0))
+
+    def gradient(params: Any, target: Any, batch: Transitions, key: Key) -> tuple[Any, Metrics, jax.Array]:
+        share = batch.weight / jnp.maximum(jnp.sum(batch.weight > 0.0), 1)
+
+        def total(params: Any) -> tuple[jax.Array, tuple[Metrics, jax.Array]]:
+            rows, told, error = parts.loss(params, target, batch, key)
+            return jnp.sum(share * rows), ({name: jnp.sum(share * x) for name, x in told.items()}, error)
+
+        grads, (told, error) = jax.grad(total, has_aux=True)(params)
+        return grads, told, error
+
+    def learn(state: State, data: Rollout, key: Key) -> tuple[State, Metrics]:
+        assert store is not None and sizes is not None and isinstance(state.replay, Local), "it can't learn: no sizes"
+        ring = jax.tree.map(lambda x: x[0], state.replay.value)
+        ring, cursor = store.add(ring, state.cursor, data._replace(action=parts.keep(data.action)))
+        rows = made.batch_size // sizes.shards
+        keys = randomness.split(key, made.gradient_steps)
+        passed = jnp.minimum(state.updates / updates, 1.0)
+        beta = made.importance_exponent + (1.0 - made.importance_exponent) * passed
+
+        def step(i: jax.Array, carried: Any) -> Any:
+            params, target, opt_state, ring, told = carried
+            key_sample, key_loss = randomness.split(keys[i], 2)
+            batch = store.sample(ring, cursor, key_sample, rows, beta)
+            grads, now, error = apart(gradient)(params, target, batch, key_loss)
+            grads, now = mean((grads, now))
+            change, opt_state = optimiser.update(grads, opt_state, params)
+            params = optax.apply_updates(params, change)
+            target = {name: optax.incremental_update(params[name], old, made.tau) for name, old in target.items()}
+            if made.priority_exponent is not None:
+                ring = store.prioritise(ring, batch.chosen, (jnp.abs(error) + 1e-6) ** made.priority_exponent)
+            return params, target, opt_state, ring, {name: told.get(name, 0.0) + x for name, x in now.items()}
+
+        steps = jnp.where(held(cursor) >= made.learning_starts, made.gradient_steps, 0)
+        begun = state.params, state.target, state.opt_state, ring
+        nothing = {name: jnp.float32(0.0) for name in jax.eval_shape(step, 0, (*begun, {}))[-1]}
+        params, target, opt_state, ring, told = jax.lax.fori_loop(0, steps, step, (*begun, nothing))
+        told = {name: total / jnp.maximum(steps, 1) for name, total in told.items()}
+        told["replay"] = held(cursor).astype(jnp.float32)
+        rings = Local(jax.tree.map(lambda x: x[None], ring))
+        after = State(params, target, opt_state, rings, cursor, state.updates + 1)
+        return after, {f"{parts.name}/{name}": value for name, value in told.items()}
+
+    return Algorithm(init, policy, lambda columns: (), act, learn)

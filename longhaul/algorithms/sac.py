@@ -1,0 +1,276 @@
+"""SAC (Haarnoja et al. 2018, arXiv 1812.05905): off-policy, twin critics, a temperature that keeps the policy random.
+
+For a Box the policy is a tanh-Gaussian and critics take its action, within -1 to 1. For choices (Christodoulou 2019,
+arXiv 1910.07207) critics tell the value of each, and expectations over them are exact.
+
+Where we differ: actor, critics and temperature step together, by one gradient at the same parameters, so that shards
+meet once a step; the paper updates one after the other. The entropy wanted of choices is half of the greatest that the
+legal ones allow, in each state; Christodoulou's 0.98 of it leaves little to learn.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from longhaul import networks, randomness, replay
+from longhaul.algorithms import off_policy
+from longhaul.algorithms.actor_critic import Apart
+from longhaul.algorithms.off_policy import Parts, Policy, Sight, State
+from longhaul.distributions import Distribution, distribution
+from longhaul.replay import Sizes, Transitions
+from longhaul.types import Algorithm, Box, Discrete, Key, Metrics, Params, PyTree, Spec
+
+
+@dataclass(frozen=True)
+class Config:
+    """SAC's hyperparameters. Steps are agent steps."""
+
+    lr: float = 3e-4
+    adam_eps: float = 1e-8
+    max_grad_norm: float | None = None  # None: gradients are not cut
+    gamma: float = 0.99
+    tau: float = 0.005  # how far targets follow, a step of the optimiser
+    n_step: int = 1  # rewards that a target sums before it trusts a critic
+    temperature: float | None = None  # the entropy's weight; None: learnt
+    target_entropy: float | None = None  # nats that the learnt one aims at; None: -1 a dimension, half of log n
+    batch_size: int = 256  # of a step of the optimiser, over all devices
+    gradient_steps: int = 1  # of the optimiser, an update
+    learning_starts: int = 1000  # steps in the replay before learning; until then actions are drawn evenly
+    replay_size: int = 1_000_000  # steps that the replay holds, over all devices
+    replay_precision: str = "fp32"  # how float observations are kept: off_policy.STORES
+    priority_exponent: float | None = None  # of the error, for the chance of a step to be sampled; None: all alike
+    importance_exponent: float = 0.4  # of the weights that make up for it; rises to 1 over the run
+    reward_scale: float = 1.0
+    torso: str = "mlp"
+    hidden_dim: int = 256
+    num_layers: int = 2
+    activation: str = "relu"  # of mlp and deepset
+    init: str = "lecun"  # of mlp, deepset and heads
+    precision: str = "fp32"  # of the torso
+    remat: str = "none"  # what of the torso is computed again for the gradient: precision.REMATS
+
+
+def check(config: Config, *, shards: int, columns: int, steps: int) -> None:
+    """Raises ValueError, naming value, bound and remedy, where the sizes can't work."""
+    off_policy.check(config, shards=shards, columns=columns, steps=steps)
+    if config.temperature is not None and not config.temperature >= 0.0:
+        raise ValueError(f"temperature is {config.temperature}; it must be at least 0, or none")
+
+
+class _Networks:
+    """The networks of a config for environments of `spec`: of the actor, and of one critic."""
+
+    def __init__(self, spec: Spec, config: Config) -> None:
+        self.sight: Sight = off_policy.sight(spec)
+        self.policy: Distribution = distribution(spec.action)
+        seen = self.sight.shape
+        match spec.action:
+            case Box(low, _):
+                size = self.policy.size + self.policy.free  # a deviation of its own for each observation
+                action = jax.ShapeDtypeStruct((len(low),), jnp.float32)
+                self.actor = off_policy.tower(config, seen, size, 0.01)
+                self.critic = off_policy.tower(config, (seen, action), 1)
+            case Discrete(n):
+                self.actor = off_policy.tower(config, seen, n, 0.01)
+                self.critic = off_policy.tower(config, seen, n)
+            case _:
+                raise ValueError(f"SAC learns one choice or a vector, and this environment takes {spec.action}")
+
+
+def _twins(critic: networks.Tower, params: tuple[Params, Params], seen: PyTree) -> jax.Array:
+    """float32 [2, ..., n]: what both critics say."""
+    return jnp.stack([critic.apply(each, seen) for each in params])
+
+
+def _pair(critic: networks.Tower, params: tuple[Params, Params], seen: PyTree, action: jax.Array) -> jax.Array:
+    """float32 [2, ...]: what both critics say of a vector within -1 to 1."""
+    return _twins(critic, params, (seen, action))[..., 0]
+
+
+Loss = Callable[[dict[str, Params], dict[str, Params], Transitions, Key], tuple[jax.Array, Metrics, jax.Array]]
+
+
+def _temperature(config: Config, params: dict[str, Params]) -> jax.Array:
+    if config.temperature is not None:
+        return jnp.float32(config.temperature)
+    return jax.lax.stop_gradient(jnp.exp(params["temperature"]))
+
+
+def _together(
+    config: Config, params: dict[str, Params], q: jax.Array, target: jax.Array, actor: jax.Array, surplus: jax.Array
+) -> tuple[jax.Array, Metrics, jax.Array]:
+    """The loss of each row: both critics' q [2, n] against `target`, the `actor`'s own, and the temperature's, of which
+    the policy has a `surplus` of entropy."""
+    error = q - jax.lax.stop_gradient(target)[None]
+    critic = 0.5 * jnp.sum(jnp.square(error), axis=0)
+    total = critic + actor
+    if config.temperature is None:
+        total = total + params["temperature"] * jax.lax.stop_gradient(surplus)
+    alpha = jnp.broadcast_to(_temperature(config, params), critic.shape)
+    told = {"value_loss": critic, "policy_loss": actor, "q": jnp.mean(q, axis=0), "temperature": alpha}
+    return total, told, jnp.mean(jnp.abs(error), axis=0)
+
+
+def _of_vectors(config: Config, made: _Networks, box: Box) -> Loss:
+    """Haarnoja et al.'s losses. Entropies are of actions within -1 to 1."""
+    policy, look = made.policy, made.sight.look
+    half = (np.asarray(box.high, np.float32) - np.asarray(box.low, np.float32)) / 2
+    shift = float(np.sum(np.log(half)))  # from the density in the environment's units to that within -1 to 1
+    wanted = -float(len(box.low)) if config.target_entropy is None else config.target_entropy
+
+    def drawn(params: Params, seen: PyTree, key: Key) -> tuple[jax.Array, jax.Array]:
+        """(action within -1 to 1, its log-probability)."""
+        parameters = made.actor.apply(params, seen)
+        raw = policy.sample(parameters, None, key)
+        return jnp.tanh(raw), policy.log_prob(parameters, None, raw) + shift
+
+    def loss(params: dict[str, Params], target: dict[str, Params], batch: Transitions, key: Key) -> Any:
+        key_now, key_next = randomness.split(key, 2)
+        seen, following = look(batch.observation)[0], look(batch.successor)[0]
+        alpha = _temperature(config, params)
+        action, log_prob = drawn(params["actor"], following, key_next)
+        ahead = jnp.min(_pair(made.critic, target["critics"], following, action), axis=0) - alpha * log_prob
+        reward, discount = replay.discounted(batch, config.gamma)
+        goal = config.reward_scale * reward + discount * ahead
+        q = _pair(made.critic, params["critics"], seen, batch.action)
+        action, log_prob = drawn(params["actor"], seen, key_now)
+        frozen = jax.lax.stop_gradient(params["critics"])
+        worth = jnp.min(_pair(made.critic, frozen, seen, action), axis=0)
+        rows, told, error = _together(config, params, q, goal, alpha * log_prob - worth, -log_prob - wanted)
+        return rows, told | {"entropy": shift - log_prob}, error
+
+    return loss
+
+
+def _of_choices(config: Config, made: _Networks) -> Loss:
+    """Christodoulou's losses, with legal choices only."""
+    look = made.sight.look
+
+    def chances(params: Params, seen: PyTree, mask: jax.Array | None) -> tuple[jax.Array, jax.Array]:
+        """(probabilities [n, choices], their logarithms, 0 where a choice is not legal)."""
+        logits = made.actor.apply(params, seen)
+        logits = logits if mask is None else jnp.where(mask, logits, jnp.finfo(jnp.float32).min)
+        log_p = jax.nn.log_softmax(logits)
+        return jnp.exp(log_p), log_p if mask is None else jnp.where(mask, log_p, 0.0)
+
+    def loss(params: dict[str, Params], target: dict[str, Params], batch: Transitions, key: Key) -> Any:
+        seen, mask = look(batch.observation)
+        following, mask_next = look(batch.successor)
+        alpha = _temperature(config, params)
+        p, log_p = chances(params["actor"], following, mask_next)
+        ahead = jnp.min(_twins(made.critic, target["critics"], following), axis=0)
+        reward, discount = replay.discounted(batch, config.gamma)
+        goal = config.reward_scale * reward + discount * jnp.sum(p * (ahead - alpha * log_p), axis=-1)
+        all_q = _twins(made.critic, params["critics"], seen)
+        chosen = jax.nn.one_hot(batch.action, all_q.shape[-1], dtype=bool)
+        q = jnp.sum(jnp.where(chosen, all_q, 0.0), axis=-1)
+        p, log_p = chances(params["actor"], seen, mask)
+        worth = jax.lax.stop_gradient(jnp.min(all_q, axis=0))
+        actor = jnp.sum(p * (alpha * log_p - worth), axis=-1)
+        entropy = -jnp.sum(p * log_p, axis=-1)
+        legal = all_q.shape[-1] if mask is None else jnp.sum(mask, axis=-1)
+        wanted = 0.5 * jnp.log(legal) if config.target_entropy is None else config.target_entropy
+        rows, told, error = _together(config, params, q, goal, actor, entropy - wanted)
+        return rows, told | {"entropy": entropy}, error
+
+    return loss
+
+
+def sac(
+    spec: Spec,
+    config: Config,
+    *,
+    updates: int,
+    mean: Callable[[PyTree], PyTree],
+    apart: Apart = lambda function: function,
+    sizes: Sizes | None = None,
+) -> Algorithm:
+    """SAC for environments of `spec`, in a run of `updates` updates; `mean` averages over the shards.
+
+    Without `sizes` it acts and does not learn.
+    """
+    made = _Networks(spec, config)
+    box = spec.action if isinstance(spec.action, Box) else None
+
+    def init(key: Key) -> dict[str, Params]:
+        actor, *critics = jax.random.split(key, 3)
+        params = {"actor": made.actor.init(actor), "critics": tuple(map(made.critic.init, critics))}
+        return params | ({"temperature": jnp.float32(0.0)} if config.temperature is None else {})
+
+    loss = _of_vectors(config, made, box) if box else _of_choices(config, made)
+    keep, kept = _keeping(spec)
+    parts = Parts("sac", init, ("critics",), loss, keep, kept, "actor", lambda updates: jnp.float32(0.0))
+    return off_policy.algorithm(
+        spec, config, parts, _acting(spec, made), updates=updates, mean=mean, apart=apart, sizes=sizes
+    )
+
+
+def _keeping(spec: Spec) -> tuple[Callable[[jax.Array], jax.Array], jax.ShapeDtypeStruct]:
+    """(how an action is kept, such a one): vectors within -1 to 1."""
+    if isinstance(spec.action, Discrete):
+        return lambda action: action, off_policy.kept_choice(spec.action)
+    assert isinstance(spec.action, Box)
+    low, high = np.asarray(spec.action.low, np.float32), np.asarray(spec.action.high, np.float32)
+
+    def within(action: jax.Array) -> jax.Array:
+        centre, half = (jnp.broadcast_to(x, action.shape) for x in ((high + low) / 2, (high - low) / 2))
+        return jnp.clip((action - centre) / half, -1.0, 1.0)
+
+    return within, jax.ShapeDtypeStruct(low.shape, jnp.float32)
+
+
+def _acting(spec: Spec, made: _Networks) -> Callable[..., tuple[jax.Array, PyTree, PyTree]]:
+    """`Algorithm.act`, without extras: what is learnt from is the action alone."""
+    policy = made.policy
+
+    def act(acting: Policy, memory: PyTree, observation: PyTree, key: Key | None) -> tuple[jax.Array, PyTree, PyTree]:
+        seen, mask = made.sight.look(observation)
+        parameters = made.actor.apply(acting.params, seen)
+        if key is None:
+            return policy.action(policy.mode(parameters, mask)), memory, ()
+        key_policy, key_even, key_which = randomness.split(key, 3)
+        action = policy.action(policy.sample(parameters, mask, key_policy))
+        rows = parameters.shape[0]
+        even = randomness.uniform(key_which, (rows,)) < acting.random
+        if isinstance(spec.action, Box):
+            low, high = (jnp.broadcast_to(np.asarray(x, np.float32), action.shape)
+                         for x in (spec.action.low, spec.action.high))  # fmt: skip
+            drawn = low + (high - low) * randomness.uniform(key_even, action.shape)
+            return jnp.where(even[:, None], drawn, action), memory, ()
+        return jnp.where(even, off_policy.evenly(key_even, mask, parameters.shape[-1], rows), action), memory, ()
+
+    return act
+
+
+def critic(spec: Spec, config: Config) -> Callable[[State, PyTree], jax.Array]:
+    """(state, observation [B, ...]) -> the lesser of the critics' values of what the policy would do by its mode
+    (a vector), or on the mean (choices), float32 [B]; without the entropy."""
+    made = _Networks(spec, config)
+
+    def value(state: State, observation: PyTree) -> jax.Array:
+        seen, mask = made.sight.look(observation)
+        parameters = made.actor.apply(state.params["actor"], seen)
+        if isinstance(spec.action, Box):
+            action = jnp.tanh(made.policy.mode(parameters, None))
+            return jnp.min(_pair(made.critic, state.params["critics"], seen, action), axis=0)
+        p = jax.nn.softmax(parameters if mask is None else jnp.where(mask, parameters, -jnp.inf))
+        return jnp.sum(p * jnp.min(_twins(made.critic, state.params["critics"], seen), axis=0), axis=-1)
+
+    return value
+
+
+def network(spec: Spec, config: Config) -> networks.ActorCritic:
+    """The actor, which `apply` takes a `Policy` for. What it believes in only its critics tell: 0 here."""
+    made = _Networks(spec, config)
+
+    def apply(policy: Policy, memory: PyTree, observation: PyTree) -> tuple[jax.Array, jax.Array, PyTree]:
+        parameters = made.actor.apply(policy.params, made.sight.look(observation)[0])
+        return parameters, jnp.zeros(parameters.shape[:-1], jnp.float32), memory
+
+    return networks.ActorCritic(made.actor.init, apply, lambda columns: ())

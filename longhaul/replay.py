@@ -1,0 +1,280 @@
+"""Replay on the device: a ring of experience [rows, columns], sampled evenly, by priority, or in sequences.
+
+Lin 1992; priorities after Schaul et al. 2016 (arXiv 1511.05952), n-step targets after Hessel et al. 2018 (arXiv
+1710.02298). Where we differ:
+
+- Observations are stored once. A step's successor is the next row's observation, except where the step was truncated:
+  what such steps led to lies behind the ring, in as many rows as `Spec.truncation_interval` allows, so that either is
+  one look-up. Terminated and truncated stay two things.
+- Priorities are sums of segments of `FANOUT`, not a binary tree: three or four look-ups instead of 24, each a random
+  choice of its own, so that no float32 sum over all of the ring has to tell single steps apart. An update sets leaves
+  and sums their segments again, in which nothing drifts. Cost does not depend on the fill.
+- An n-step return ends early where the ring's newest row is reached: with fewer rewards, never with a wrong successor.
+- A column that began anew between two rollouts (other scenarios, an actor put back) loses the step before that, whose
+  successor was not kept.
+
+Functions are of one shard; each shard has a ring of its own (`types.Local`) and samples from it alone. All rings have
+the same rows filled, so one `Cursor` serves them. Floats are kept in bfloat16 where `half` says so, as their bits:
+some compilers would widen a whole ring of bfloat16 to write a row of it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from longhaul import priorities, randomness
+from longhaul.priorities import Tree
+from longhaul.types import Key, PyTree, Rollout, Spec, Successors
+
+ON, TERMINATED, NOBODY = -1, -2, -3
+"""How a row ends: it goes on; its value is zero; nobody played. 0 and more: truncated, its successor's place."""
+
+MOST = 2**31 - 1
+"""Of steps on a shard: they are counted in int32."""
+
+
+class Sizes(NamedTuple):
+    """Of a run, as far as replay depends on them."""
+
+    shards: int
+    columns: int  # of each shard
+    steps: int  # rows of a rollout
+
+
+class Cursor(NamedTuple):
+    """Where the rings are written next; the same on all shards."""
+
+    at: jax.Array  # int32: row
+    filled: jax.Array  # int32: rows that can be sampled, those before `at`
+
+
+class Ring(NamedTuple):
+    """Of one shard. R rows, B columns, K places for successors of truncated steps."""
+
+    observation: PyTree  # [R + K, B, ...], packed; the row at the cursor is the newest step's successor
+    action: jax.Array  # [R, B, ...]
+    reward: jax.Array  # float32 [R, B]
+    ending: jax.Array  # [R, B]: ON, TERMINATED, NOBODY or a place
+    cuts: jax.Array  # int32 [B]: the next free place
+    tree: Tree | tuple[()]  # priorities of the steps, row by row
+    greatest: jax.Array  # float32: priority of a step that was never learnt from
+
+
+class Transitions(NamedTuple):
+    """A sample of n steps of experience."""
+
+    observation: PyTree  # [n, ...]
+    action: jax.Array  # [n, ...]
+    rewards: jax.Array  # float32 [n_step, n], 0 past an end
+    counts: jax.Array  # int32 [n]: how many of them count, m
+    terminated: jax.Array  # bool [n]: the last of them ended the episode, whose value is zero
+    successor: PyTree  # [n, ...]: where m steps led
+    weight: jax.Array  # float32 [n]: importance, at most 1; 0 where nobody played
+    chosen: jax.Array  # int32 [n]: what `Replay.prioritise` takes
+
+
+class Replay(NamedTuple):
+    """A ring's functions."""
+
+    rows: int
+    start: Callable[[], Ring]  # of all shards, leaves [shards, ...]
+    add: Callable[[Ring, Cursor, Rollout], tuple[Ring, Cursor]]
+    sample: Callable[[Ring, Cursor, Key, int, jax.Array | float], Transitions]
+    #     (ring, cursor, key, n, exponent of the importance weights)
+    sequences: Callable[[Ring, Cursor, Key, int, int], Rollout]  # (ring, cursor, key, n, length) -> [length, n]
+    prioritise: Callable[[Ring, jax.Array, jax.Array], Ring]  # (ring, index [n], priority float32 [n] >= 0)
+
+
+def begun() -> Cursor:
+    """Nothing written."""
+    return Cursor(jnp.int32(0), jnp.int32(0))
+
+
+def rows_of(size: int, sizes: Sizes) -> int:
+    """Rows of a ring, whole rollouts, for about `size` steps over all shards. Raises ValueError where they can't be."""
+    wanted = size // (sizes.shards * sizes.columns)
+    rows = max(2, math.ceil(wanted / sizes.steps)) * sizes.steps
+    if rows * sizes.columns > MOST:
+        raise ValueError(f"replay_size is {size}, {rows * sizes.columns} steps a device; it must be at most {MOST}")
+    return rows
+
+
+def discounted(batch: Transitions, gamma: float) -> tuple[jax.Array, jax.Array]:
+    """(the sum of a sample's rewards, each discounted; the discount of its successor's value), float32 [n] each."""
+    powers = gamma ** jnp.arange(batch.rewards.shape[0], dtype=jnp.float32)
+    ahead = jnp.float32(gamma) ** batch.counts.astype(jnp.float32)
+    return jnp.sum(powers[:, None] * batch.rewards, axis=0), jnp.where(batch.terminated, 0.0, ahead)
+
+
+def replay(
+    spec: Spec, action: jax.ShapeDtypeStruct, sizes: Sizes, size: int, *, n_step: int = 1, half: bool = False,
+    prioritised: bool = False,
+) -> Replay:  # fmt: skip
+    """A ring of about `size` steps over all shards, for environments of `spec` and actions like `action` (of one agent,
+    as it is to be kept).
+
+    `half` keeps float32 observations in bfloat16; other dtypes stay as they are. Without `prioritised` all steps are
+    alike.
+    """
+    rows, columns = rows_of(size, sizes), sizes.columns
+    places = min(rows, math.ceil(rows / spec.truncation_interval)) if spec.truncation_interval else 1
+    kept = jnp.int8 if places <= 127 else jnp.int16 if places <= 32_767 else jnp.int32
+    pack, unpack = _packing(spec.observation, half)
+    count = rows * columns
+
+    def start() -> Ring:
+        packed = jax.eval_shape(lambda: pack(jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), spec.observation)))
+        observation = jax.tree.map(lambda x: jnp.zeros((rows + places, columns, *x.shape), x.dtype), packed)
+        ring = Ring(
+            observation,
+            jnp.zeros((rows, columns, *action.shape), action.dtype),
+            jnp.zeros((rows, columns), jnp.float32),
+            jnp.full((rows, columns), NOBODY, kept),
+            jnp.zeros(columns, jnp.int32),
+            priorities.start(count) if prioritised else (),
+            jnp.float32(1.0),
+        )
+        return jax.tree.map(lambda x: jnp.broadcast_to(x, (sizes.shards, *x.shape)), ring)
+
+    def add(ring: Ring, cursor: Cursor, data: Rollout) -> tuple[Ring, Cursor]:
+        assert data.reward.shape == (sizes.steps, columns), (data.reward.shape, sizes)
+        at, after = cursor.at, (cursor.at + sizes.steps) % rows
+        before = (at - 1) % rows
+        new, last, truncated = (pack(x) for x in (data.observation, *data.successors))
+        broken = _differ(_row(ring.observation, at), jax.tree.map(lambda x: x[0], new))
+        broken = broken & (ring.ending[before] == ON)
+        # Read before it is written: else the compiler copies the whole ring, to have it both ways.
+        stored, broken = jax.lax.optimization_barrier((ring.observation, broken))
+        cut = data.truncated & ~data.terminated & data.valid
+        place = (ring.cuts[None] + jnp.cumsum(cut, axis=0) - cut) % places
+        ending = jnp.where(cut, place, jnp.where(data.terminated, TERMINATED, ON))
+        ending = jnp.where(data.valid, ending, NOBODY).astype(kept)
+        # A rollout's k-th truncation of a column goes to the k-th place free; what is out of range is dropped.
+        k = jnp.arange(jax.tree.leaves(truncated)[0].shape[0])[:, None]
+        where = jnp.where(k < jnp.sum(cut, axis=0)[None], rows + (ring.cuts[None] + k) % places, rows + places)
+
+        def write(store: jax.Array, new: jax.Array, last: jax.Array, truncated: jax.Array) -> jax.Array:
+            store = _put(_put(store, new, at), last[None], after)
+            return store.at[where, jnp.arange(columns)].set(truncated, mode="drop")
+
+        endings = _put(ring.ending, jnp.where(broken, NOBODY, ring.ending[before]).astype(kept)[None], before)
+        ring = ring._replace(
+            observation=jax.tree.map(write, stored, new, last, truncated),
+            action=_put(ring.action, data.action.astype(action.dtype), at),
+            reward=_put(ring.reward, data.reward, at),
+            ending=_put(endings, ending, at),
+            cuts=(ring.cuts + jnp.sum(cut, axis=0, dtype=jnp.int32)) % places,
+        )
+        if isinstance(ring.tree, Tree):
+            worth = jnp.where(data.valid, ring.greatest, 0.0).reshape(-1)
+            tree = priorities.write(ring.tree, at * columns, worth)
+            # The row at the cursor has the newest step's successor for its observation: it can't be sampled.
+            tree = priorities.write(tree, after * columns, jnp.zeros(columns))
+            old = jax.lax.dynamic_slice(tree.leaves, (before * columns,), (columns,))
+            tree = priorities.write(tree, before * columns, jnp.where(broken, 0.0, old))
+            ring = ring._replace(tree=tree)
+        return ring, Cursor(after, jnp.minimum(cursor.filled + sizes.steps, rows - 1))
+
+    def look(ring: Ring, row: jax.Array, column: jax.Array) -> PyTree:
+        return unpack(jax.tree.map(lambda x: x[row, column], ring.observation))
+
+    def sample(ring: Ring, cursor: Cursor, key: Key, n: int, beta: jax.Array | float) -> Transitions:
+        if isinstance(ring.tree, Tree):
+            index, priority = priorities.draw(ring.tree, key, n)
+            row, column = index // columns, index % columns
+            least = jnp.min(jnp.where(priority > 0.0, priority, jnp.inf))
+            weight = jnp.where(priority > 0.0, (jnp.maximum(priority, least) / least) ** -beta, 0.0)
+        else:
+            drawn = randomness.bits(key, (2, n))
+            row = (_below(drawn[0], jnp.maximum(cursor.filled, 1)) + cursor.at - cursor.filled) % rows
+            column = _below(drawn[1], columns)
+            index, weight = row * columns + column, jnp.ones(n, jnp.float32)
+        ahead = jnp.arange(n_step)[:, None]
+        newest = (cursor.at - 1 - row) % rows  # rows after this one, to the newest
+        window = (row[None] + ahead) % rows, jnp.broadcast_to(column[None], (n_step, n))
+        ending = ring.ending[window].astype(jnp.int32)
+        there = (ending != NOBODY) & (ahead <= newest[None])
+        goes_on = jnp.cumprod(there & (ending == ON), axis=0, dtype=jnp.int32)
+        counts = there & jnp.concatenate([jnp.ones((1, n), bool), goes_on[:-1] > 0])
+        m = jnp.sum(counts, axis=0, dtype=jnp.int32)
+        last = jnp.take_along_axis(ending, jnp.maximum(m - 1, 0)[None], axis=0)[0]
+        following = jnp.where(last >= 0, rows + last, (row + m) % rows)
+        return Transitions(
+            look(ring, row, column), ring.action[row, column], jnp.where(counts, ring.reward[window], 0.0), m,
+            last == TERMINATED, look(ring, following, column), jnp.where(m > 0, weight, 0.0), index,
+        )  # fmt: skip
+
+    def sequences(ring: Ring, cursor: Cursor, key: Key, n: int, length: int) -> Rollout:
+        drawn = randomness.bits(key, (2, n))
+        first = _below(drawn[0], jnp.maximum(cursor.filled - length + 1, 1))
+        column = jnp.broadcast_to(_below(drawn[1], columns), (length, n))
+        t = jnp.arange(length)[:, None]
+        row = (first[None] + t + cursor.at - cursor.filled) % rows
+        ending = jnp.where(first[None] + t < cursor.filled, ring.ending[row, column].astype(jnp.int32), NOBODY)
+        cut = ending >= 0
+        slots = math.ceil(length / (spec.truncation_interval or length))
+        number = jnp.cumsum(cut, axis=0) - cut
+        here = cut[None] & (number[None] == jnp.arange(slots)[:, None, None])  # [slots, length, n]
+        where = rows + jnp.sum(jnp.where(here, ending[None], 0), axis=1)
+        last = look(ring, (row[-1] + 1) % rows, column[0])
+        return Rollout(
+            look(ring, row, column), ring.action[row, column], ring.reward[row, column], ending == TERMINATED, cut,
+            ending != NOBODY, (), Successors(last, look(ring, where, jnp.broadcast_to(column[0], where.shape))), (),
+            jnp.int32(0),
+        )  # fmt: skip
+
+    def prioritise(ring: Ring, index: jax.Array, priority: jax.Array) -> Ring:
+        if not isinstance(ring.tree, Tree):
+            return ring
+        greatest = jnp.maximum(ring.greatest, jnp.max(priority))
+        # Who has none (nobody played) is never drawn, and so never gets one, unless all there are have none.
+        priority = jnp.where(ring.tree.leaves[index] > 0.0, priority, 0.0)
+        return ring._replace(tree=priorities.assign(ring.tree, index, priority), greatest=greatest)
+
+    return Replay(rows, start, add, sample, sequences, prioritise)
+
+
+def _packing(observation: PyTree, half: bool) -> tuple[Callable[[PyTree], PyTree], Callable[[PyTree], PyTree]]:
+    """(what is seen -> what is kept, and back), leading axes free."""
+    halved = jax.tree.map(lambda x: half and x.dtype == jnp.float32, observation)
+
+    def pack(seen: PyTree) -> PyTree:
+        def one(x: jax.Array, halve: bool) -> jax.Array:
+            return jax.lax.bitcast_convert_type(x.astype(jnp.bfloat16), jnp.uint16) if halve else x
+
+        return jax.tree.map(one, seen, halved)
+
+    def unpack(packed: PyTree) -> PyTree:
+        def one(x: jax.Array, halve: bool) -> jax.Array:
+            return jax.lax.bitcast_convert_type(x, jnp.bfloat16).astype(jnp.float32) if halve else x
+
+        return jax.tree.map(one, packed, halved)
+
+    return pack, unpack
+
+
+def _put(store: jax.Array, rows: jax.Array, at: jax.Array) -> jax.Array:
+    return jax.lax.dynamic_update_slice_in_dim(store, rows, at, axis=0)
+
+
+def _row(tree: PyTree, at: jax.Array) -> PyTree:
+    return jax.tree.map(lambda x: jax.lax.dynamic_index_in_dim(x, at, 0, keepdims=False), tree)
+
+
+def _differ(one: PyTree, other: PyTree) -> jax.Array:
+    """bool [B]: whether any leaf [B, ...] does."""
+
+    def leaf(x: jax.Array, y: jax.Array) -> jax.Array:
+        return jnp.any((x != y).reshape(x.shape[0], -1), axis=-1)
+
+    return jnp.any(jnp.stack(jax.tree.leaves(jax.tree.map(leaf, one, other))), axis=0)
+
+
+def _below(bits: jax.Array, bound: Any) -> jax.Array:
+    """Random bits as int32 below `bound`; uneven by less than bound / 2^32."""
+    return (bits % jnp.asarray(bound, jnp.uint32)).astype(jnp.int32)

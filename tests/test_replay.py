@@ -1,0 +1,304 @@
+"""The replay against a model in NumPy that keeps whole transitions; its chances, its memory, its place in a program."""
+
+import functools
+import math
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from longhaul import priorities, replay
+from longhaul.priorities import FANOUT
+from longhaul.replay import Cursor, Sizes
+from longhaul.types import Discrete, Rollout, Spec, Successors
+
+T, B, ROWS, N_STEP, GAMMA, INTERVAL = 4, 3, 24, 3, 0.9, 3
+ACTION = jax.ShapeDtypeStruct((), jnp.uint8)
+
+
+def spec(interval: int | None = INTERVAL) -> Spec:
+    seen = {"near": jax.ShapeDtypeStruct((2,), jnp.float32), "tile": jax.ShapeDtypeStruct((), jnp.uint8)}
+    return Spec(seen, Discrete(5), None, interval, None)
+
+
+class Step(NamedTuple):
+    """A transition as a model keeps it, of numbers that stand for observations."""
+
+    seen: int
+    action: int
+    reward: float
+    ending: str  # "on", "terminated", "truncated", "nobody"
+    led_to: int
+
+
+class World:
+    """Columns of episodes in which every observation is a number of its own."""
+
+    def __init__(self, seed: int) -> None:
+        self.draw = np.random.default_rng(seed)
+        self.count = 0
+        self.now = [self._new() for _ in range(B)]
+        self.since = np.zeros(B, int)  # steps since a column's last truncation
+        self.waits = np.zeros(B, bool)
+
+    def _new(self) -> int:
+        self.count += 1
+        return self.count
+
+    def restart(self) -> None:
+        """Begins anew without a word, as other scenarios do."""
+        self.now = [self._new() for _ in range(B)]
+
+    def rollout(self) -> tuple[Rollout, list[list[Step]]]:
+        """(a rollout, the same as steps [T][B])."""
+        rows: list[list[Step]] = []
+        slots = math.ceil(T / INTERVAL)
+        kept, used = np.zeros((slots, B), int), np.zeros(B, int)
+        for _ in range(T):
+            row = []
+            for b in range(B):
+                ending = self.draw.choice(["on", "on", "on", "terminated", "truncated", "nobody"])
+                self.since[b] += 1
+                if ending == "truncated" and self.since[b] < INTERVAL:
+                    ending = "on"
+                # Nobody plays after an end only, until the next episode begins.
+                ending = (
+                    "nobody" if self.waits[b] and self.draw.random() < 0.5 else "on" if ending == "nobody" else ending
+                )
+                self.waits[b] = ending in ("terminated", "nobody")
+                seen, led_to = self.now[b], self._new()
+                self.now[b] = led_to if ending == "on" else self._new()
+                if ending == "truncated":
+                    self.since[b] = 0
+                    kept[used[b], b], used[b] = led_to, used[b] + 1
+                row.append(Step(seen, int(self.draw.integers(5)), float(self.draw.normal()), ending, led_to))
+            rows.append(row)
+        field = lambda name: np.array([[getattr(step, name) for step in row] for row in rows])  # noqa: E731
+        ending = field("ending")
+        data = Rollout(
+            observe(field("seen")), field("action").astype(np.int32), field("reward").astype(np.float32),
+            ending == "terminated", ending == "truncated", ending != "nobody", (),
+            Successors(observe(np.array(self.now)), observe(kept)), (), jnp.int32(0),
+        )  # fmt: skip
+        return jax.tree.map(jnp.asarray, data), rows
+
+
+def observe(number: Any) -> dict[str, np.ndarray]:
+    number = np.asarray(number)
+    near = np.stack([number % 251, number // 251], axis=-1).astype(np.float32)
+    return {"near": near, "tile": (number % 256).astype(np.uint8)}
+
+
+def number(observation: dict[str, Any]) -> np.ndarray:
+    """The inverse of `observe`."""
+    near = np.asarray(observation["near"]).astype(int)
+    found = near[..., 0] + 251 * near[..., 1]
+    assert np.array_equal(found % 256, observation["tile"])
+    return found
+
+
+class Model:
+    """The last ROWS - 1 rows, whole."""
+
+    def __init__(self) -> None:
+        self.rows: list[list[Step]] = []
+
+    def add(self, rows: list[list[Step]]) -> None:
+        for b in range(B):
+            if self.rows and self.rows[-1][b].ending == "on" and self.rows[-1][b].led_to != rows[0][b].seen:
+                self.rows[-1][b] = self.rows[-1][b]._replace(ending="nobody")
+        self.rows = [*self.rows, *[list(row) for row in rows]][-(ROWS - 1) :]
+
+    def transition(self, seen: int) -> tuple[float, float, int, bool] | None:
+        """(discounted rewards, discount, where they led, whether that counts) of n steps from one; None of nobody."""
+        t, b = next((t, b) for t, row in enumerate(self.rows) for b, step in enumerate(row) if step.seen == seen)
+        if self.rows[t][b].ending == "nobody":
+            return None
+        total, factor = 0.0, 1.0
+        for row in self.rows[t : t + N_STEP]:
+            step = row[b]
+            if step.ending == "nobody":
+                return total, factor, step.seen, True
+            total, factor = total + factor * step.reward, factor * GAMMA
+            if step.ending != "on":
+                break
+        return total, 0.0 if step.ending == "terminated" else factor, step.led_to, step.ending != "terminated"
+
+
+@pytest.fixture(scope="module", params=[False, True], ids=["even", "prioritised"])
+def store(request: pytest.FixtureRequest) -> replay.Replay:
+    made = replay.replay(
+        spec(), ACTION, Sizes(1, B, T), ROWS * B, n_step=N_STEP, half=True, prioritised=request.param
+    )  # fmt: skip
+    assert made.rows == ROWS
+    jitted = {name: jax.jit(getattr(made, name), static_argnums=i) for name, i in
+              (("add", ()), ("sample", 3), ("sequences", (3, 4)), ("prioritise", ()))}  # fmt: skip
+    return made._replace(**jitted)
+
+
+def empty(store: replay.Replay) -> Any:
+    return jax.tree.map(lambda x: x[0], store.start()), replay.begun()
+
+
+def test_samples_are_what_a_model_keeps(store: replay.Replay) -> None:
+    """Ends of every kind, wraps, columns that begin anew without a word, n-step returns, priorities that were set.
+
+    Samples of 256, and priorities of as many, after each of 40 rollouts: some 20,000 operations.
+    """
+    (ring, cursor), world, model = empty(store), World(0), Model()
+    set_, prioritised = {}, isinstance(ring.tree, priorities.Tree)
+    for i in range(40):
+        if i % 7 == 6:
+            world.restart()
+        data, rows = world.rollout()
+        ring, cursor = store.add(ring, cursor, data)
+        model.add(rows)
+        batch = jax.device_get(store.sample(ring, cursor, jax.random.key(i), 256, 1.0))
+        total, factor = jax.device_get(replay.discounted(batch, GAMMA))
+        seen, led_to = number(batch.observation), number(batch.successor)
+        alive = {step.seen for row in model.rows for step in row}
+        assert set(seen.tolist()) <= alive
+        if i > 3 and not prioritised:
+            assert len(set(seen.tolist())) > 0.8 * len([s for r in model.rows for s in r if s.ending != "nobody"])
+        for j in range(256):
+            wanted = model.transition(seen[j])
+            assert (batch.weight[j] > 0) == (wanted is not None)
+            if wanted is None:
+                continue
+            np.testing.assert_allclose((total[j], factor[j]), wanted[:2], rtol=1e-5, atol=1e-5)
+            assert led_to[j] == wanted[2] or not wanted[3]
+        if prioritised:
+            leaves = np.asarray(ring.tree.leaves)[batch.chosen]
+            known = {n: p for n, p in set_.items() if n in alive}
+            for n, leaf in zip(seen.tolist(), leaves.tolist(), strict=True):
+                assert leaf == pytest.approx(known.get(n, float(ring.greatest)))
+            least = min(leaves)
+            np.testing.assert_allclose(batch.weight, least / leaves, rtol=1e-5)
+            new = np.random.default_rng(i).random(256).astype(np.float32)
+            new = np.array([new[seen.tolist().index(n)] for n in seen.tolist()])  # one for each step
+            ring = store.prioritise(ring, batch.chosen, new)
+            set_ |= dict(zip(seen.tolist(), new.tolist(), strict=True))
+            for below, above in zip((ring.tree.leaves, *ring.tree.sums), ring.tree.sums):
+                np.testing.assert_allclose(np.asarray(below).reshape(-1, FANOUT).sum(1), above[: len(below) // FANOUT],
+                                           rtol=1e-5)  # fmt: skip
+
+
+def test_sequences_are_rollouts_of_other_times(store: replay.Replay) -> None:
+    (ring, cursor), world, model = empty(store), World(1), Model()
+    for _ in range(9):
+        data, rows = world.rollout()
+        ring, cursor = store.add(ring, cursor, data)
+        model.add(rows)
+    found = jax.device_get(store.sequences(ring, cursor, jax.random.key(0), 64, 7))
+    seen, last, cuts = (number(x) for x in (found.observation, found.successors.last, found.successors.truncated))
+    where = {step.seen: (t, b) for t, row in enumerate(model.rows) for b, step in enumerate(row)}
+    for j in range(64):
+        t, b = where[int(seen[0, j])]
+        steps, used = [row[b] for row in model.rows[t : t + 7]], 0
+        assert [step.seen for step in steps] == seen[:, j].tolist()
+        assert [step.ending == "terminated" for step in steps] == found.terminated[:, j].tolist()
+        assert [step.ending != "nobody" for step in steps] == found.valid[:, j].tolist()
+        np.testing.assert_allclose([step.reward for step in steps], found.reward[:, j], rtol=1e-6)
+        for i, step in enumerate(steps):
+            assert found.truncated[i, j] == (step.ending == "truncated")
+            if step.ending == "truncated":
+                assert cuts[used, j] == step.led_to
+                used += 1
+        if steps[-1].ending == "on":
+            assert last[j] == steps[-1].led_to
+
+
+@pytest.mark.parametrize("n", [1, FANOUT, FANOUT + 1, 5000, 300_000])
+def test_weights_are_chances(n: int) -> None:
+    """Chi-square of 200,000 draws over at most 100 groups of places, whose weights span three decades."""
+    draw = np.random.default_rng(n)
+    weights = (10.0 ** draw.uniform(-2, 1, n)).astype(np.float32)
+    weights[draw.random(n) < 0.3] = 0.0
+    weights[0] = 1.0
+    tree = jax.jit(priorities.write)(priorities.start(n), jnp.int32(0), jnp.asarray(weights))
+    count = 200_000
+    index, weight = jax.jit(priorities.draw, static_argnums=2)(tree, jax.random.key(n), count)
+    assert np.all(np.asarray(weight) > 0.0) and np.array_equal(weights[index], weight)
+    groups = np.array_split(np.arange(n), min(n, 100))
+    wanted = np.array([weights[g].sum(dtype=np.float64) for g in groups])
+    counts = np.bincount(np.asarray(index), minlength=n)
+    found = np.array([counts[g].sum() for g in groups])
+    there = wanted > 0
+    wanted = wanted / wanted.sum() * count
+    chi = np.sum((found[there] - wanted[there]) ** 2 / wanted[there])
+    free = there.sum() - 1
+    assert found[~there].sum() == 0 and chi < free + 5.0 * math.sqrt(2.0 * max(free, 1))
+
+
+def test_a_million_operations_on_priorities_leave_exact_sums() -> None:
+    """Weights set in places and in rows, a quarter of a million of each: leaves equal NumPy's, sums are theirs."""
+    n, rounds, k = 5000, 250, 1000
+
+    def both(i: jax.Array, tree: priorities.Tree) -> priorities.Tree:
+        keys = jax.random.split(jax.random.fold_in(jax.random.key(0), i), 4)
+        tree = priorities.write(tree, jax.random.randint(keys[0], (), 0, n - k), jax.random.uniform(keys[1], (k,)))
+        # Distinct places: of equal ones any may win.
+        where = (jax.random.randint(keys[2], (), 0, n) + 7 * jnp.arange(k)) % n
+        drawn, _ = priorities.draw(tree, keys[3], k)
+        return priorities.assign(priorities.assign(tree, where, jnp.cos(1.0 * where) + 1.0), drawn, jnp.zeros(k))
+
+    tree = jax.jit(lambda: jax.lax.fori_loop(0, rounds, both, priorities.start(n)))()
+    model = np.zeros(n, np.float32)
+    keys = jax.jit(lambda i: jax.random.split(jax.random.fold_in(jax.random.key(0), i), 4))
+    draw = jax.jit(priorities.draw, static_argnums=2)
+    numbers = jax.jit(lambda key, other: (jax.random.randint(key, (), 0, n - k), jax.random.uniform(other, (k,))))
+    first = jax.jit(lambda key: jax.random.randint(key, (), 0, n))
+    write = jax.jit(priorities.write)
+    for i in range(rounds):
+        a, b, c, d = keys(i)
+        at, values = numbers(a, b)
+        model[int(at) : int(at) + k] = values
+        mirrored = write(priorities.start(n), jnp.int32(0), jnp.asarray(model))
+        drawn, weight = draw(mirrored, d, k)
+        where = (int(first(c)) + 7 * np.arange(k)) % n
+        assert np.array_equal(model[np.asarray(drawn)], weight)
+        model[where] = np.asarray(jnp.cos(1.0 * jnp.asarray(where)) + 1.0)
+        model[np.asarray(drawn)] = 0.0
+    np.testing.assert_array_equal(np.asarray(tree.leaves)[:n], model)
+    np.testing.assert_allclose(float(jnp.sum(tree.sums[-1])), model.sum(dtype=np.float64), rtol=1e-5)
+
+
+def test_ten_million_steps_of_64_floats_are_below_3_gib_and_stay_in_place() -> None:
+    """Compiled, not run: what a program of adding, sampling and new priorities takes beside the ring it is given."""
+    columns, steps = 1024, 8
+    wide = Spec(jax.ShapeDtypeStruct((64,), jnp.float32), Discrete(5), None, 500, None)
+    made = replay.replay(wide, ACTION, Sizes(1, columns, steps), 10_000_000, n_step=3, half=True, prioritised=True)
+    assert made.rows * columns >= 10_000_000
+
+    def update(ring: Any, cursor: Cursor, data: Rollout, key: jax.Array) -> Any:
+        ring, cursor = made.add(ring, cursor, data)
+
+        def once(i: jax.Array, ring: Any) -> Any:
+            batch = made.sample(ring, cursor, jax.random.fold_in(key, i), 256, 0.4)
+            return made.prioritise(
+                ring, batch.chosen, jnp.abs(jnp.sum(batch.observation, -1) + jnp.sum(batch.successor, -1))
+            )
+
+        return jax.lax.fori_loop(0, 4, once, ring), cursor
+
+    ring, cursor = jax.eval_shape(lambda: (jax.tree.map(lambda x: x[0], made.start()), replay.begun()))
+    seen = functools.partial(jax.ShapeDtypeStruct, dtype=jnp.float32)
+    flag = jax.ShapeDtypeStruct((steps, columns), bool)
+    data = Rollout(
+        seen((steps, columns, 64)), jax.ShapeDtypeStruct((steps, columns), jnp.int32), seen((steps, columns)), flag, flag, flag, (),
+        Successors(seen((columns, 64)), seen((1, columns, 64))), (), jax.ShapeDtypeStruct((), jnp.int32),
+    )  # fmt: skip
+    program = jax.jit(update, donate_argnums=0).lower(ring, cursor, data, jax.eval_shape(lambda: jax.random.key(0)))
+    memory = program.compile().memory_analysis()
+    held = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(ring))
+    assert held < 1.5 * 2**30 and memory.argument_size_in_bytes < 3 * 2**30
+    assert memory.alias_size_in_bytes >= held  # the ring comes back where it was
+    assert memory.temp_size_in_bytes < 0.02 * held  # and no copy of it is made on the way
+
+
+@pytest.mark.parametrize(("size", "word"), [(2**33, "replay_size")])
+def test_what_can_not_be_counted_is_refused(size: int, word: str) -> None:
+    with pytest.raises(ValueError, match=word):
+        replay.rows_of(size, Sizes(1, 4, 2))
