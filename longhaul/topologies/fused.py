@@ -84,9 +84,11 @@ def entering(collector_in: CollectorIn, mesh: Mesh, shards: Shards | None = None
 def beginning(collector_in: CollectorIn, shards: Shards) -> Enter:
     """(key, context) -> the carry of one device's shards, which begins in the context."""
     start = shards.apart(lambda context, key: collector_in(context).start(key))
-    return lambda key, context: shards.each(
-        lambda number, _: (start(context, jax.random.fold_in(key, number)), ())
-    )(())[0]
+
+    def begin(key: Key, context: PyTree) -> PyTree:
+        return shards.each(lambda number, _: (start(context, jax.random.fold_in(key, number)), ()))(())[0]
+
+    return begin
 
 
 def entered(progress: Progress, enter: Enter, context: PyTree) -> Progress:
@@ -180,7 +182,7 @@ def updating(
 
 
 def repeating(update: Update, block: int) -> Callable[[Progress, PyTree, jax.Array], tuple[Progress, Metrics]]:
-    """(progress, context, n) -> n <= block updates later, with a row of metrics [block, ...] for each of the first n."""
+    """(progress, context, n) -> n <= block updates later; of metrics [block, ...] the first n rows tell."""
 
     def run(progress: Progress, context: PyTree, n: jax.Array) -> tuple[Progress, Metrics]:
         once = jax.jit(lambda progress: update(context, progress), inline=True)  # traced once, for both uses

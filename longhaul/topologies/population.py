@@ -1,4 +1,4 @@
-"""The `fused` topology for many runs at once: each member of a population is a run of its own, and none hears of another.
+"""The `fused` topology for many runs at once: each member of a population is a run, and none hears of another.
 
 A member's update is that of `fused` on one shard. Members lie side by side along the leading axis of state, carry and
 key, which the mesh cuts: a device has its own members, and between devices nothing travels. On a device `width` of them
@@ -12,7 +12,7 @@ wait for ever. See docs/seeds.md, with what was measured.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -66,7 +66,8 @@ def starting(
             scored = Scored(begin(key_carry, context), jnp.float32(0.0), jnp.float32(0.0))
             return init(own, key_state), scored, key_run
 
-        return Progress(*jax.lax.map(one, (own, keys)), jnp.int32(0))
+        state, carry, key = jax.lax.map(one, (own, keys))
+        return Progress(state, carry, key, jnp.int32(0))
 
     program = jax.jit(meshes.per_shard(shard, mesh, (MEMBERS, MEMBERS, ALL), layout()))
     return lambda own, keys, context: program(own, keys, meshes.everywhere(context, mesh))
@@ -98,14 +99,15 @@ def compiled(
 
     def shard(progress: Progress, context: PyTree, n: jax.Array) -> tuple[Progress, Metrics]:
         def one(member: tuple[PyTree, PyTree, Key]) -> tuple[tuple[PyTree, PyTree, Key], Metrics]:
-            after, rows = run(Progress(*member, progress.updates), context, n)
+            state, carry, key = member
+            after, rows = run(Progress(state, carry, key, progress.updates), context, n)
             return (after.state, after.carry, after.key), rows
 
         member = progress.state, progress.carry, progress.key
         own = progress.key.shape[0]
-        after, rows = _by_groups(one, member, own, min(width, own))
+        (state, carry, key), rows = _by_groups(one, member, own, min(width, own))
         rows = jax.tree.map(lambda row: jnp.moveaxis(row, 0, 1), rows)
-        return Progress(*after, progress.updates + n), rows
+        return Progress(state, carry, key, progress.updates + n), rows
 
     specs = layout(), ALL, ALL
     mapped = meshes.per_shard(shard, mesh, specs, (layout(), PartitionSpec(None, meshes.DATA)))
@@ -113,7 +115,7 @@ def compiled(
     return fused.Program(lowered.compile(), mesh)
 
 
-def _by_groups(one: Callable[[PyTree], PyTree], members: PyTree, count: int, width: int) -> PyTree:
+def _by_groups(one: Callable[[Any], Any], members: PyTree, count: int, width: int) -> Any:
     if width == count:
         return jax.vmap(one)(members) if count > 1 else jax.lax.map(one, members)
     return jax.lax.map(one, members, batch_size=None if width == 1 else width)
