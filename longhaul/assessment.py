@@ -24,6 +24,7 @@ from longhaul.settings import RUNS_DIR
 from longhaul.types import Measure
 
 RUN = Flag("RUN", TEXT, None, "a run's name or folder", shown="")
+MEMBER = Flag("member", INT, None, "which of the runs that --seeds and --sweep trained in one folder", shown="")
 DATA = Flag("data", PATH, (), "driving logs: files, folders, globs", many=True, shown="")
 JSON = Flag("json", PATH, None, "write the result to this file; - is stdout", shown="")
 TRAFFIC = Flag(
@@ -53,7 +54,7 @@ def evaluate(words: Sequence[str]) -> int:
     parsed = flags.parse("evaluate", about, _evaluate_flags(), words).values
     folder = _folder(parsed)
     _check_evaluate(parsed)
-    run, acting = policy_of(folder, parsed["policy"])
+    run, acting = policy_of(folder, parsed["policy"], parsed["member"])
     if isinstance(run.environment, Driving):
         result = _drive(run, acting, parsed)
     else:
@@ -74,6 +75,7 @@ def _evaluate_flags() -> dict[str, list[Flag]]:
     return {
         "": [
             RUN,
+            MEMBER,
             Flag("policy", choice(evaluation.POLICIES), "run", "the run's policy, the untrained one, or a driver"),
             DATA,
             TRAFFIC,
@@ -137,10 +139,10 @@ def _drive(run: Run, acting: Any, parsed: dict[str, Any]) -> Result:
     return Result(scores, estimates, drives, resimulation.score(drives, acting, who, parsed["rollouts"]))
 
 
-def policy_of(folder: Path, who: str) -> tuple[Run, Any]:
+def policy_of(folder: Path, who: str, member: int | None = None) -> tuple[Run, Any]:
     """(the run, the policy that acts in it): None for a driver that no learning made."""
     if who in ("run", "untrained"):
-        run, trained, untrained = training.restore_policy(folder)
+        run, trained, untrained = training.restore_policy(folder, member)
         return run, trained if who == "run" else untrained
     run = load_run(folder)
     if not isinstance(run.environment, Driving):
@@ -307,7 +309,7 @@ def render(words: Sequence[str]) -> int:
     policy = Flag("policy", choice(evaluation.POLICIES), "run", "who drives; without RUN: idm, log or constant")
     scenario = Flag("scenario", TEXT, None, "the scenario's id", shown="the first")
     out = Flag("out", PATH, None, ".gif, .mp4, .html (a page with a player) or .png (a film strip)", shown="needed")
-    groups = {"": [RUN, policy, DATA, scenario, TRAFFIC, out, RUNS_DIR, DEBUG]}
+    groups = {"": [RUN, MEMBER, policy, DATA, scenario, TRAFFIC, out, RUNS_DIR, DEBUG]}
     parsed = flags.parse("render", "Draws one scenario as a policy drives it.", groups, words).values
     who = parsed["policy"]
     _check_out(parsed["out"])
@@ -316,7 +318,7 @@ def render(words: Sequence[str]) -> int:
         stored = load_run(folder).environment
         if not isinstance(stored, Driving):
             raise FlagError(f"only driving can be drawn, and run {folder.name} is {stored.env}; name another run")
-        run, acting = policy_of(folder, who)
+        run, acting = policy_of(folder, who, parsed["member"])
     elif who in ("run", "untrained"):
         raise FlagError("whose drive? give a RUN, or --policy idm, log or constant")
     else:

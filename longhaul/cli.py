@@ -172,8 +172,7 @@ def _help() -> None:
 
 
 DATA_USAGE = (
-    "longhaul data inspect PATH... [--json FILE] [--picture FILE] [--pictures FOLDER], "
-    "longhaul data convert SRC... OUT"
+    "longhaul data inspect PATH... [--json FILE] [--picture FILE] [--pictures FOLDER], longhaul data convert SRC... OUT"
 )
 
 

@@ -22,6 +22,7 @@ from longhaul import (
     partition,
     printing,
     pulse,
+    ranking,
     recipes,
     resumption,
     settings,
@@ -110,9 +111,18 @@ def _train(words: Sequence[str]) -> int:
         run = _told(resolve(settings.chosen(recipe, parsed)))
         folder, outcome = _begin(runs_dir, run, parsed, tracked)
     if outcome.result is not None:
-        printing.scores(outcome.result["evaluation"])
+        _show(outcome.result)
         print(f"report: {folder / 'report.html'}")
     return outcome.code
+
+
+def _show(result: dict[str, Any]) -> None:
+    """The table of a result: of policies, or of runs."""
+    if "members" not in result:
+        printing.scores(result["evaluation"])
+        return
+    header, rows, footer = ranking.columns(result["members"])
+    printing.table(header, [[printing.number(value) for value in row] for row in rows], footer=footer)
 
 
 def _dry(runs_dir: Path, recipe: Run, parsed: flags.Parsed) -> int:
@@ -259,7 +269,7 @@ def status(words: Sequence[str]) -> int:
     printing.listing(rows)
     live.show(folder)
     if result.is_file():
-        printing.scores(json.loads(result.read_text())["evaluation"])
+        _show(json.loads(result.read_text()))
     return 0
 
 

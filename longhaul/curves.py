@@ -31,6 +31,8 @@ class Series(NamedTuple):
     name: str
     x: np.ndarray  # float64 [P]
     y: np.ndarray  # float64 [P]
+    low: np.ndarray | None = None  # float64 [P]: of a band around the line, drawn up to `high`
+    high: np.ndarray | None = None
 
 
 class Axes(NamedTuple):
@@ -84,7 +86,8 @@ def thin(line: Series, limit: int = POINTS) -> Series:
             kept += sorted({int(part[np.nanargmin(values)]), int(part[np.nanargmax(values)])})
         else:
             kept.append(int(part[0]))
-    return Series(line.name, line.x[kept], line.y[kept])
+    low, high = (None if edge is None else edge[kept] for edge in (line.low, line.high))
+    return Series(line.name, line.x[kept], line.y[kept], low, high)
 
 
 def smooth(y: np.ndarray, window: int) -> np.ndarray:
@@ -123,7 +126,8 @@ def short(value: float, step: float | None = None) -> str:
 
 def _axes(series: Sequence[Series]) -> Axes:
     x = np.concatenate([line.x for line in series])
-    y = np.concatenate([line.y[np.isfinite(line.y)] for line in series])
+    ends = [edge for line in series for edge in (line.y, line.low, line.high) if edge is not None]
+    y = np.concatenate([edge[np.isfinite(edge)] for edge in ends])
     left, right, low, high = float(x.min()), float(x.max()), float(y.min()), float(y.max())
     if not right > left:
         left, right = left - 0.5 * max(abs(left), 1.0), left + 0.5 * max(abs(left), 1.0)
@@ -158,6 +162,11 @@ def _grid(axes: Axes, x_label: str) -> str:
 
 def _line(line: Series, axes: Axes, colour: int) -> str:
     raw = _path(line.x, line.y, axes)
+    if line.low is not None and line.high is not None:
+        known = np.isfinite(line.low) & np.isfinite(line.high)
+        around = np.concatenate([line.x[known], line.x[known][::-1]])
+        edge = _path(around, np.concatenate([line.high[known], line.low[known][::-1]]), axes)
+        return f'<path class="band s{colour}" d="{edge}Z"/><path class="line s{colour}" data-line d="{raw}"/>'
     if np.isfinite(line.y).sum() < SMOOTH_FROM:
         return f'<path class="line s{colour}" data-line d="{raw}"/>' + _dots(line, axes, colour)
     window = 2 * (len(line.y) // 60) + 1

@@ -9,9 +9,9 @@ from typing import Any
 
 import jax
 
-from longhaul import evaluation, networks, report, telemetry, watch
+from longhaul import evaluation, networks, ranking, report, telemetry, watch
 from longhaul import footprint as footprints
-from longhaul.clock import Clock
+from longhaul.clock import Clock, Seconds
 from longhaul.driving.recording import Recording
 from longhaul.folders import write_json
 from longhaul.provenance import params_sha256
@@ -24,16 +24,31 @@ def finish(
     run: Run, folder: Path, assembly: Assembly, policy: Params, untrained: Params, clock: Clock, stop: Stop
 ) -> dict[str, Any]:
     """Evaluates, and writes report.html and result.json. Raises Stopped."""
-    seconds, ledger = clock.read(), clock.ledger
-    scores: dict[str, Any] = {}
-    recordings: list[Recording] = []
+    seconds = clock.read()
     both = jax.device_put((policy, untrained), jax.local_devices()[0])
-    for name, means, films in evaluations(run, *both):
-        scores[name] = means
-        recordings += films
-        stop.look(assembly.updates)
-    steps = assembly.agent_steps(assembly.updates)
-    result = {
+    recordings: list[Recording] = []
+    if run.many:
+        told = ranking.evaluated(run, assembly.members, both[0], both[1], lambda: stop.look(assembly.updates))
+        parameters = networks.count(policy.params) // len(assembly.members)
+    else:
+        scores: dict[str, Any] = {}
+        for name, means, films in evaluations(run, *both):
+            scores[name] = means
+            recordings += films
+            stop.look(assembly.updates)
+        told, parameters = {"evaluation": scores}, networks.count(policy.params)
+    result = _facts(assembly, clock, seconds) | {
+        "params_sha256": params_sha256(policy.params), "parameters": parameters, "memory": _memory(folder), **told,
+    }  # fmt: skip
+    write_report(folder, result, recordings, ranking.section(run, folder, result) if run.many else "")
+    write_json(folder / "result.json", result)  # last: who sees it sees a run that is complete
+    return result
+
+
+def _facts(assembly: Assembly, clock: Clock, seconds: Seconds) -> dict[str, Any]:
+    """How far and how fast; steps are those of each run, and `sps` is of all together."""
+    steps, ledger = assembly.agent_steps(assembly.updates), clock.ledger
+    return {
         "status": "done",
         "agent_steps": steps,
         "env_steps": assembly.env_steps(assembly.updates),
@@ -43,15 +58,8 @@ def finish(
         "wall_seconds": seconds.wall,
         "start_seconds": seconds.start,
         "cache": {"hits": ledger.hits, "misses": ledger.misses} if ledger.hits + ledger.misses else None,
-        "sps": steps / max(seconds.train, 1e-9),
-        "params_sha256": params_sha256(policy.params),
-        "parameters": networks.count(policy.params),
-        "memory": _memory(folder),
-        "evaluation": scores,
+        "sps": steps * max(1, len(assembly.members)) / max(seconds.train, 1e-9),
     }
-    write_report(folder, result, recordings)
-    write_json(folder / "result.json", result)  # last: who sees it sees a run that is complete
-    return result
 
 
 def _memory(folder: Path) -> dict[str, Any] | None:
@@ -79,10 +87,10 @@ def evaluations(run: Run, policy: Params, untrained: Params) -> Iterator[tuple[s
         yield name, scores.means(), evaluation.label(films, name) if films else []
 
 
-def write_report(folder: Path, result: dict[str, Any], recordings: list[Recording]) -> None:
+def write_report(folder: Path, result: dict[str, Any], recordings: list[Recording], runs: str = "") -> None:
     about = json.loads((folder / "run.json").read_text())
     records = telemetry.read(folder / "metrics.jsonl")
     report.write_report(
         folder / "report.html", run=about, records=records, result=result, recordings=recordings,
-        findings=watch.read(folder),
+        findings=watch.read(folder), runs=runs,
     )  # fmt: skip

@@ -53,33 +53,34 @@ class Scores(NamedTuple):
         return told | {"episodes": len(self.names)}
 
 
-def classic_player(run: Run, environment: Environment, episodes: int) -> Callable[[Params], Scores]:
-    """policy -> what it scores by its mode in `episodes` episodes, whose starts do not depend on training.
+def classic_player(run: Run, environment: Environment, episodes: int) -> Callable[..., Scores]:
+    """(policy, seed) -> what it scores by its mode in `episodes` episodes, whose starts do not depend on training.
 
-    Compiles once.
+    The seed is by default the run's. Compiles once.
     """
     algorithm = learners.make(environment.spec, run.algorithm, updates=1, mean=meshes.identity)
     limit = environment.spec.max_steps
     if limit is None:
         raise ValueError("episodes of this environment may never end; give it a time limit to evaluate in it")
     player = jax.jit(rollout.play(environment, algorithm.act, algorithm.memory, steps=limit), static_argnums=2)
-    begun = jax.jit(rollout.starts, static_argnums=(0, 2))(environment, jax.random.key(run.seed + 10_000), episodes)
+    begin = jax.jit(rollout.starts, static_argnums=(0, 2))
 
-    def play(policy: Params) -> Scores:
-        played, _ = player(policy, begun, None, jax.random.key(run.seed + 20_000))
+    def play(policy: Params, seed: int = run.seed) -> Scores:
+        begun = begin(environment, jax.random.key(seed + 10_000), episodes)
+        played, _ = player(policy, begun, None, jax.random.key(seed + 20_000))
         return _scores(played, [""] * episodes)
 
     return play
 
 
-def player(run: Run, environment: Environment, episodes: int) -> Callable[[Params], Scores]:
+def player(run: Run, environment: Environment, episodes: int) -> Callable[..., Scores]:
     """As `classic_player`, of environments on the host, too."""
     if not isinstance(environment, hosted.Hosted):
         return classic_player(run, environment, episodes)
     algorithm = learners.make(environment.spec, run.algorithm, updates=1, mean=meshes.identity)
 
-    def play(policy: Params) -> Scores:
-        return Scores(hosted.play(environment.name, algorithm, policy, episodes, run.seed + 10_000), [""] * episodes)
+    def play(policy: Params, seed: int = run.seed) -> Scores:
+        return Scores(hosted.play(environment.name, algorithm, policy, episodes, seed + 10_000), [""] * episodes)
 
     return play
 

@@ -16,6 +16,7 @@ from longhaul.central.settings import Central
 from longhaul.driving import simulator
 from longhaul.envs import registry
 from longhaul.health import Bounds
+from longhaul.population import Population
 from longhaul.types import Environment
 
 TOPOLOGIES = ("fused", "actors", "central")
@@ -59,6 +60,7 @@ class Run:
     topology: str = "fused"
     acting: Acting = field(default_factory=Acting)  # of the topologies `actors` and `central`
     central: Central = field(default_factory=Central)  # of the topology `central`
+    population: Population = field(default_factory=Population)  # runs side by side; sizes and steps are of each
     total_steps: int = 1_000_000
     num_envs: int = 64  # worlds
     num_steps: int = 128  # of each world an update
@@ -83,6 +85,11 @@ class Run:
     @property
     def mesh(self) -> meshes.Shape:
         return meshes.Shape(self.devices, self.model)
+
+    @property
+    def many(self) -> bool:
+        """Whether it is a population of runs."""
+        return self.population.many
 
     @property
     def all_devices(self) -> int:
@@ -112,7 +119,7 @@ def agents(run: Run) -> int:
 
 def parts(run: Run, devices: int) -> int:
     """In how many the batch is computed."""
-    return shards.VIRTUAL if run.deterministic else devices
+    return 1 if run.many else shards.VIRTUAL if run.deterministic else devices
 
 
 def named(environment: Named) -> Environment:

@@ -241,7 +241,7 @@ def _with_values(flags: Sequence[Flag], words: Sequence[str]) -> list[str]:
         if name != positive and not equals:
             plain.append(f"--{positive}={off}")
         elif equals:
-            plain.append(f"--{name}={ {'true': on, 'false': off}.get(value, value)}")
+            plain.append(f"--{name}={ {'true': on, 'false': off}.get(value, value) }")
         elif _is_value(words[i + 1 : i + 2]):
             waits = name
         else:

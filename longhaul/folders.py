@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from longhaul import hosts, pages, tracking
+from longhaul.population import Population
 from longhaul.run import Run, RunError, from_dict, resolve, to_dict
 
 FORMAT = 1
@@ -112,7 +113,7 @@ def _as_now(run: dict[str, Any]) -> dict[str, Any]:
     algorithm = {"accumulate": None} | run["algorithm"]
     if isinstance(algorithm.get("remat"), bool):  # a switch, once
         algorithm["remat"] = "full" if algorithm["remat"] else "none"
-    return run | {"algorithm": algorithm}
+    return {"population": to_dict(Population())} | run | {"algorithm": algorithm}
 
 
 def load_run(folder: Path) -> Run:

@@ -61,6 +61,25 @@ def bootstrap(
     return found
 
 
+def around(values: np.ndarray, *, resamples: int = RESAMPLES, seed: int = 0) -> tuple[np.ndarray, ...]:
+    """(mean, low, high) [P] of runs' values [P, M] at points that they share: NaN is a run that tells none there.
+
+    Runs are drawn with replacement, the same ones at every point; of one run alone low and high are NaN.
+    """
+    count = values.shape[1]
+    known = np.isfinite(values).astype(float)
+    sums = np.where(known > 0, values, 0.0)
+    number = known.sum(1)
+    mean = np.where(number > 0, sums.sum(1) / np.maximum(number, 1.0), np.nan)
+    if count < 2:
+        return mean, np.full_like(mean, np.nan), np.full_like(mean, np.nan)
+    times = np.random.default_rng(seed).multinomial(count, np.full(count, 1.0 / count), resamples).T
+    drawn = known @ times
+    means = np.where(drawn > 0, sums @ times / np.maximum(drawn, 1.0), mean[:, None])
+    low, high = np.quantile(means, [(1 - SHARE) / 2, (1 + SHARE) / 2], axis=1)
+    return mean, np.where(number > 1, low, np.nan), np.where(number > 1, high, np.nan)
+
+
 def _resampled(sums: np.ndarray, counts: np.ndarray, resamples: int, draw: np.random.Generator) -> np.ndarray:
     """float64 [resamples, M]: means over drawn groups, from each group's sums and counts [G, M]; NaN of nothing."""
     groups = len(sums)

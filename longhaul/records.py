@@ -11,7 +11,7 @@ import numpy as np
 Record = dict[str, float]
 
 
-def _is_peak(name: str) -> bool:
+def is_peak(name: str) -> bool:
     """Whether the greatest counts, not the mean."""
     return name.startswith("peak/") or name.endswith("_max")
 
@@ -31,7 +31,7 @@ class Sums:
         so is "NAME_max". The others are an update's own.
         """
         for name, values in rows.items():
-            if _is_peak(name):
+            if is_peak(name):
                 peak = float(np.max(values[:n], initial=-math.inf))
                 if peak > self._totals.get(name, -math.inf):
                     self._totals[name] = peak
@@ -54,7 +54,7 @@ class Sums:
         counts = {name: totals.pop(name) for name in list(totals) if name.startswith("episodes/")}
         record = {"episode/count": episodes}
         for name, total in sorted(totals.items()):
-            if _is_peak(name):
+            if is_peak(name):
                 record[name] = total
                 continue
             told = "episodes/" + name.removeprefix("episode/")

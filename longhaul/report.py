@@ -83,6 +83,7 @@ def write_report(
     result: Mapping[str, Any],
     recordings: Sequence[Recording] = (),
     findings: Sequence[Finding] = (),
+    runs: str = "",
 ) -> None:
     """Writes `path`, at once or not at all.
 
@@ -90,12 +91,15 @@ def write_report(
     all optional; all of it is shown as the configuration. `records` are the objects of metrics.jsonl in order, `result`
     is result.json (`{}` before the run's end). Every text is escaped. Raises ValueError where a recording's arrays do
     not fit together.
+
+    `runs` is what to say of runs side by side, as HTML.
     """
     whole, run = run, {**_mapping(run.get("provenance")), **run}
     name = str(run.get("id") or Path(path).absolute().parent.name)
     parts = [
         _header(name, run, result),
         _section("Key figures", _key_figures(records, result)),
+        _section("Runs", runs),
         _section("Evaluation", _evaluation(result.get("evaluation"))),
         _section("Driving", f'<div class="card">{player.section(recordings)}</div>' if recordings else ""),
         *_curves(records),

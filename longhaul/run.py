@@ -5,14 +5,14 @@ from __future__ import annotations
 import dataclasses
 import math
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
 from jax.sharding import Mesh
 
-from longhaul import compilation, hosted, hosts, learners, partition, shards
+from longhaul import compilation, hosted, hosts, learners, members, partition, population, shards
 from longhaul import mesh as meshes
 from longhaul.actors import settings as layouts
 from longhaul.actors.settings import Acting
@@ -32,12 +32,14 @@ from longhaul.experiment import from_dict as from_dict
 from longhaul.experiment import named as named
 from longhaul.experiment import parts as parts
 from longhaul.experiment import to_dict as to_dict
+from longhaul.population import Member
 from longhaul.replay import Sizes
 from longhaul.rollout import collector
 from longhaul.scaling import rules
 from longhaul.topologies import actors as acted
 from longhaul.topologies import fused
-from longhaul.types import Algorithm, Collector, Environment, Progress, PyTree, Spec
+from longhaul.topologies import population as populations
+from longhaul.types import Algorithm, Collector, Environment, Params, Progress, PyTree, Spec
 from longhaul.worlds import HELD_OUT
 
 MOST_RECORDS = 4096
@@ -61,9 +63,17 @@ class Assembly(NamedTuple):
     env_steps_per_update: int
     shards: shards.Shards
     origin: Origin = BEGINNING
+    members: tuple[Member, ...] = ()  # of a population; steps are those of each
+    begin: populations.Start | None = None  # how it begins
 
     def start(self, seed: int, context: PyTree) -> Progress:
+        if self.begin is not None:
+            return self.begin(population.own(self.members), members.keys(self.members), context)
         return fused.start(self.algorithm, self.enter, context, jax.random.key(seed), self.mesh)
+
+    def policy(self, state: PyTree) -> Params:
+        """What acts; of a population with a leading axis of members."""
+        return jax.vmap(self.algorithm.policy)(state).state if self.members else self.algorithm.policy(state)
 
     def agent_steps(self, updates: int) -> int:
         """Of a run that has made `updates`, which are no fewer than its origin's."""
@@ -84,8 +94,14 @@ def resolve(run: Run) -> Run:
         _check_driving(run.environment)
     if run.topology not in TOPOLOGIES:
         raise RunError(f"--topology is {run.topology!r}; it must be one of {', '.join(TOPOLOGIES)}")
-    devices, processes = run.devices or _default_devices(run), hosts.count()
-    if run.num_envs % devices:
+    siblings = members.of(run)
+    runs = len(siblings)
+    devices, processes = run.devices or _default_devices(run, runs), hosts.count()
+    if run.many and runs % devices:
+        raise RunError(
+            f"--mesh is {run.mesh}, whose devices can't share {runs} runs evenly; choose data=N with N a divisor"
+        )
+    if run.num_envs % devices and not run.many:
         raise RunError(
             f"--num-envs is {run.num_envs}, which {devices} devices can't share evenly; "
             f"choose a multiple of {devices}, or --mesh {meshes.Shape(1, run.model)}"
@@ -106,7 +122,9 @@ def resolve(run: Run) -> Run:
     steps = run.num_envs * agents(run) * run.num_steps
     algorithm = _learning(run, steps, columns)
     try:
-        learners.check(algorithm, Sizes(parts(run, devices), columns, run.num_steps))
+        sizes = Sizes(parts(run, devices), columns, run.num_steps)
+        for values in ({}, *(member.values for member in siblings if run.population.sweep)):
+            learners.check(_valued(algorithm, values), sizes)
     except ValueError as error:
         name, _, rest = str(error).partition(" ")
         raise RunError(f"--{_flag(name)} {rest}") from error
@@ -116,7 +134,9 @@ def resolve(run: Run) -> Run:
             f"--total-steps is {run.total_steps}, which is {updates} updates of {steps} "
             f"(num_envs x agents x num_steps); give {steps} to {steps * MOST}"
         )
-    log_interval, block = _intervals(run, updates, steps)
+    log_interval, block = _intervals(run, updates, steps * runs)
+    together = run.population.together or (1 if on_cpu() else runs // devices)
+    many = dataclasses.replace(run.population, together=together) if run.many else run.population
     task = run.environment
     if isinstance(task, Driving):  # found again from wherever the run is gone on with
         data = tuple(os.path.abspath(os.path.expanduser(path)) for path in task.data)
@@ -125,7 +145,7 @@ def resolve(run: Run) -> Run:
     return dataclasses.replace(
         run, environment=task, algorithm=algorithm, acting=acting, base_batch=run.base_batch or steps, devices=devices,
         threads=run.threads or _default_threads(-(-devices * run.model // processes)) * processes,
-        log_interval=log_interval, block=block, evaluation_episodes=episodes,
+        log_interval=log_interval, block=block, evaluation_episodes=episodes, population=many,
     )  # fmt: skip
 
 
@@ -270,8 +290,14 @@ def _intervals(run: Run, updates: int, steps: int) -> tuple[int, int]:
     return calls * (wanted // calls), wanted // calls
 
 
-def _default_devices(run: Run) -> int:
-    """Shards on all local devices. On a CPU one a core, where batches are large enough to be worth cutting."""
+def _default_devices(run: Run, runs: int) -> int:
+    """Shards on all local devices. On a CPU one a core, where batches are large enough to be worth cutting.
+
+    Of a population as many as share its `runs` evenly.
+    """
+    if run.many:
+        there = cores() if on_cpu() else jax.local_device_count()
+        return max(n for n in range(1, min(there, runs) + 1) if runs % n == 0)
     processes, model = hosts.count(), run.model
     if on_cpu() and run.topology != "fused":  # actors have the cores
         return 1
@@ -342,17 +368,24 @@ def assemble(
     """
     assert run.devices is not None
     mesh = meshes.make_mesh(*run.mesh)
-    parted = shards.virtual(mesh) if run.deterministic else shards.by_device(mesh)
+    parted = shards.alone() if run.many else shards.virtual(mesh) if run.deterministic else shards.by_device(mesh)
     count = run.acting.actors if run.topology == "actors" and run.acting.actors else parted.number
     worlds = run.num_envs // count
     spec = within(context).spec
     steps = run.num_envs * agents(run) * run.num_steps
     updates = last_update(run, origin)
-    algorithm = learners.make(
-        spec, dataclasses.replace(run.algorithm, lr=learning_rate(run)), updates=updates, mean=parted.mean,
-        apart=parted.apart, first=origin.updates, done=origin.agent_steps / run.total_steps, split=run.model > 1,
-        sizes=Sizes(parted.number, run.num_envs // parted.number * agents(run), run.num_steps),
-    )  # fmt: skip
+    sizes = Sizes(parted.number, run.num_envs // parted.number * agents(run), run.num_steps)
+
+    def make(values: Mapping[str, Any]) -> Algorithm:
+        config = _valued(run.algorithm, values)
+        return learners.make(
+            spec, dataclasses.replace(config, lr=_scaled(run, config.lr)), updates=updates, mean=parted.mean,
+            apart=parted.apart, first=origin.updates, done=origin.agent_steps / run.total_steps, split=run.model > 1,
+            sizes=sizes,
+        )  # fmt: skip
+
+    siblings = members.of(run) if run.many else ()
+    algorithm, init = members.tuned(make, siblings) if siblings else (make({}), None)
     partition.check(jax.eval_shape(algorithm.init, jax.random.key(0)), run.mesh)
 
     def collector_in(context: PyTree) -> Collector:
@@ -368,7 +401,10 @@ def assemble(
         enter = acted.kept(enter, layouts.rule(run.acting, updates).pinned, algorithm)
     if run.topology == "central":
         enter = lambda key, context: ()  # noqa: E731  environments are the actors'
-    return Assembly(spec, algorithm, collector_in, enter, mesh, updates, steps, env_steps, parted, origin)
+    begin = populations.starting(init, collector_in, mesh) if init is not None else None
+    return Assembly(
+        spec, algorithm, collector_in, enter, mesh, updates, steps, env_steps, parted, origin, siblings, begin
+    )
 
 
 def last_update(run: Run, origin: Origin = BEGINNING) -> int:
@@ -390,9 +426,18 @@ def decisions(run: Run) -> list[str]:
 
 def learning_rate(run: Run) -> float:
     """The learning rate of a resolved run at its batch, before it is annealed."""
+    return float(_scaled(run, run.algorithm.lr))
+
+
+def _valued(config: learners.Config, values: Mapping[str, Any]) -> learners.Config:
+    return dataclasses.replace(config, **values)
+
+
+def _scaled(run: Run, lr: Any) -> Any:
+    """A learning rate, be it a number or an array, at the run's batch."""
     steps = run.num_envs * agents(run) * run.num_steps
     factor = rules.lr_factor(run.lr_rule, steps, run.base_batch or steps)
-    return run.algorithm.lr if factor == 1.0 else run.algorithm.lr * factor
+    return lr if factor == 1.0 else lr * factor
 
 
 def _flag(name: str) -> str:

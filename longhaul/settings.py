@@ -30,6 +30,10 @@ HELP = {
     "lr-rule": "how lr follows from the batch, against that of --base-batch: not, linearly, by the square root",
     "base-batch": "agent steps of the update that lr is meant for",
     "warmup": "updates over which the learning rate rises to lr at the beginning",
+    "seeds": "runs side by side in one program, each as if alone: with the seed, the next, ...",
+    "sweep": "runs side by side, too: lr=1e-4..1e-3:8, lr=1e-4,3e-4; of several hyperparameters every combination",
+    "pbt-interval": "updates after which a sweep's worst runs go on from its best ones, with values beside theirs",
+    "together": "of the runs on a device, how many are computed at once; a matter of speed, and of last bits",
     "seed": "all random numbers come from it",
     "mesh": "devices: data=N of them share the worlds; with model=M each of these is M, which share the parameters",
     "deterministic": "the same parameters on 1, 2, 4 and 8 devices, bit for bit",
@@ -171,7 +175,17 @@ CHOICES: dict[str, tuple[str, ...]] = {
 HIDDEN = ("recipe", "driver", "model")
 """Fields that are no flag: the recipe is named before, who learns drives by the policy, and --mesh says both sizes."""
 
-AUTO = ("mesh", "actors", "threads", "bank-updates", "evaluation-episodes", "log-interval", "block", "base-batch")
+AUTO = (
+    "mesh",
+    "together",
+    "actors",
+    "threads",
+    "bank-updates",
+    "evaluation-episodes",
+    "log-interval",
+    "block",
+    "base-batch",
+)
 """Flags whose None is decided from the rest."""
 
 FREE = (

@@ -84,6 +84,15 @@ def by_device(mesh: Mesh) -> Shards:
     return Shards(mesh.shape[DATA], meshes.mean_over_data, meshes.max_over_data, together, each)
 
 
+def alone() -> Shards:
+    """One shard that meets no other: a run beside others, on a device that all of it lies on."""
+
+    def each(function: Callable[..., Any]) -> Callable[..., Any]:
+        return lambda carry: function(jnp.int32(0), carry)
+
+    return Shards(1, meshes.identity, meshes.identity, together, each)
+
+
 def virtual(mesh: Mesh) -> Shards:
     """`VIRTUAL` shards, whatever the devices: the same numbers on any of them, bit for bit.
 

@@ -120,8 +120,10 @@ def fan(*sinks: Sink | Patient | Console) -> Sink:
 # ------------------------------------------------------------------------------------------------------ JSON lines
 
 
-def jsonl(path: str | os.PathLike[str]) -> Sink:
-    """Appends one line a record. A torn last line of a killed process is cut off first."""
+def jsonl(path: str | os.PathLike[str], plain: Callable[[Record], dict[str, Any]] | None = None) -> Sink:
+    """Appends one line a record, as `plain` makes it fit for JSON. A torn last line of a killed process is cut off
+    first."""
+    plain = plain or _plain
     file = Path(path)
     with _clear(file):
         file.parent.mkdir(parents=True, exist_ok=True)
@@ -129,7 +131,7 @@ def jsonl(path: str | os.PathLike[str]) -> Sink:
         os.ftruncate(descriptor, _whole(descriptor))
 
     def write(record: Record) -> None:
-        _append(descriptor, file, json.dumps(_plain(record), allow_nan=False).encode() + b"\n")
+        _append(descriptor, file, json.dumps(plain(record), allow_nan=False).encode() + b"\n")
 
     return Sink(write, _closer(descriptor))
 

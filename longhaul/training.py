@@ -19,7 +19,6 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
@@ -27,6 +26,7 @@ from longhaul import (
     acting,
     ending,
     hosts,
+    member_records,
     networks,
     partition,
     poison,
@@ -40,20 +40,23 @@ from longhaul import (
 from longhaul import feed as feeds
 from longhaul import footprint as footprints
 from longhaul import mesh as meshes
+from longhaul import population as pbt
 from longhaul.checkpoint import CheckpointError, Checkpoints
 from longhaul.clock import Clock, Seconds
 from longhaul.compilation import Ledger
 from longhaul.feed import Feed, Feeding, feed
-from longhaul.folders import alone, load_run, save_run, write_json
+from longhaul.folders import alone, save_run, write_json
+from longhaul.folders import load_run as load_run
 from longhaul.health import Plan
-from longhaul.learners import make
 from longhaul.poison import Poisoned
+from longhaul.policies import restore_policy as restore_policy
 from longhaul.provenance import provenance
 from longhaul.records import Sums
 from longhaul.run import Assembly, Run, RunError, assemble, decisions, prepare_devices
 from longhaul.stopping import Stop, Stopped, listening
 from longhaul.topologies import actors as acted
 from longhaul.topologies import central, fused
+from longhaul.topologies import population as populations
 from longhaul.types import Params, Progress
 
 STOPPED = 75
@@ -130,11 +133,11 @@ def _train(
             _say(line)
         with clock.compiling():
             progress = assembly.start(run.seed, feeding.now.context)
-        untrained = _on_host(assembly.algorithm.policy(progress.state), assembly.mesh)
-        _say(f"{networks.count(untrained.params):,} parameters")
-        sums = Sums()
+        untrained = _on_host(assembly.policy(progress.state), assembly.mesh)
+        _say(f"{about['parameters']:,} parameters" + f" in each of {len(assembly.members)} runs" * run.many)
+        sums = _sums(assembly)
         if found is not None:
-            clock.before, sums = Seconds(**found.metadata["seconds"]), Sums(found.metadata["pending"])
+            clock.before, sums = Seconds(**found.metadata["seconds"]), _sums(assembly, found.metadata["pending"])
             with stop.at_once():
                 feeding.move(feeds.place(found.metadata["place"]))
             progress = resumption.restored(checkpoints, found, progress, now, source, assembly, feeding.now.context)
@@ -151,7 +154,7 @@ def _train(
             except Poisoned as poisoned:
                 poisoned.before = checkpoints.newest()
                 raise
-        policy = _on_host(assembly.algorithm.policy(progress.state), assembly.mesh)
+        policy = _on_host(assembly.policy(progress.state), assembly.mesh)
         if hosts.index() > 0:
             return {}
         _say("evaluating")
@@ -161,7 +164,14 @@ def _train(
 def _parameters(assembly: Assembly) -> int:
     """How many numbers are learnt."""
     algorithm = assembly.algorithm
-    return networks.count(jax.eval_shape(lambda: algorithm.policy(algorithm.init(jax.random.key(0))).params))
+    acting = jax.eval_shape(lambda: algorithm.policy(algorithm.init(jax.random.key(0))))
+    return networks.count((acting.state if assembly.members else acting).params)
+
+
+def _sums(assembly: Assembly, pending: dict[str, Any] | None = None) -> Sums | member_records.MemberSums:
+    """Of a run, or of those of a population."""
+    siblings = len(assembly.members)
+    return member_records.MemberSums(siblings, pending) if siblings else Sums(pending)
 
 
 def _say(line: str) -> None:
@@ -183,12 +193,14 @@ def _on_host(policy: Params, mesh: Mesh | None = None) -> Params:
 
 def _loop(
     run: Run, folder: Path, assembly: Assembly, feeding: Feeding, progress: Progress, checkpoints: Checkpoints,
-    stop: Stop, clock: Clock, sums: Sums, *, resumed: bool, about: dict[str, Any],
+    stop: Stop, clock: Clock, sums: Sums | member_records.MemberSums, *, resumed: bool, about: dict[str, Any],
 ) -> Progress:  # fmt: skip
     """All updates that are left; what was done is saved, with `about` beside. Raises Stopped and Poisoned."""
     assert run.block is not None and run.log_interval is not None
     done, metrics, writes = int(progress.updates), folder / "metrics.jsonl", hosts.index() == 0
     last = telemetry.truncate_after(metrics, done) if writes else None
+    if run.many:
+        telemetry.truncate_after(folder / member_records.FILE, done)
     if writes and (last["update"] if last else 0) != done - sums.updates:
         _say(f"{metrics} lacks records before update {done}; the run goes on without them")
     program = _compiled(run, assembly, feeding, progress, clock)
@@ -204,7 +216,7 @@ def _loop(
     with ExitStack() as closed:
         out = _outlets(run, folder, assembly, closed, stop, done, resumed=resumed) if writes else SILENT
         tell = pulse.teller(os.environ)
-        log = _logger(run, assembly, out.sink, sums, clock, tell)
+        log = _logger(run, assembly, out, sums, clock, tell)
         _look(stop, done, assembly)
         ask = meshes.asking(assembly.mesh, late=True)
         clock.train()
@@ -216,6 +228,8 @@ def _loop(
             calls = acting.calls(run, folder, assembly, program, progress, out.note)
         elif isinstance(program, serving.Prepared):
             calls = serving.calls(run, assembly, program, progress, out.note)
+        elif run.many:
+            calls = _together(run, assembly, feeding, progress, program)
         else:
             calls = _calls(run, assembly, feeding, progress, program, tell)
         for progress, n, rows in closed.enter_context(closing(calls)):
@@ -273,9 +287,10 @@ class Outlets(NamedTuple):
     sink: telemetry.Sink
     note: Callable[[str], None]  # takes a line beside the progress
     settle: Callable[[], None]  # makes the records durable; OSError where some wait for room
+    members: telemetry.Sink | telemetry.Patient  # of a population's records, run by run
 
 
-SILENT = Outlets(telemetry.fan(), lambda line: None, lambda: None)
+SILENT = Outlets(telemetry.fan(), lambda line: None, lambda: None, telemetry.fan())
 """Of a process that is not the first."""
 
 
@@ -288,6 +303,10 @@ def _outlets(
     metrics = folder / "metrics.jsonl"
     files = telemetry.jsonl(metrics), telemetry.tensorboard(folder, after=steps if resumed else None)
     lines, events = (closed.enter_context(closing(telemetry.patient(file, console.note))) for file in files)
+    single: telemetry.Sink | telemetry.Patient = telemetry.fan()
+    if run.many:
+        apart = telemetry.jsonl(folder / member_records.FILE, member_records.plain)
+        single = closed.enter_context(closing(telemetry.patient(apart, console.note)))
     plan = Plan(assembly.updates, watch.least_entropy(assembly.spec.action))
     health = closed.enter_context(closing(watch.watch(folder, plan, run.health, console.note)))
     mirror = closed.enter_context(tracking.mirror(folder, console.note, lambda: stop.signal is not None))
@@ -295,8 +314,11 @@ def _outlets(
     def settle() -> None:
         lines.flush()
         _sync(metrics)
+        if isinstance(single, telemetry.Patient):
+            single.flush()
+            _sync(folder / member_records.FILE)
 
-    return Outlets(telemetry.fan(lines, events, health, mirror, console), console.note, settle)
+    return Outlets(telemetry.fan(lines, events, health, mirror, console), console.note, settle, single)
 
 
 def _compiled(
@@ -310,6 +332,12 @@ def _compiled(
         if run.topology == "central":
             return serving.prepare(run, assembly, progress)
         try:
+            if run.many:
+                assert run.population.together is not None
+                return populations.compiled(
+                    assembly.algorithm, collector_in, progress, context, assembly.mesh, block=run.block,
+                    width=run.population.together,
+                )  # fmt: skip
             return fused.compiled(
                 assembly.algorithm, collector_in, progress, context, assembly.mesh, block=run.block,
                 shards=assembly.shards,
@@ -353,6 +381,19 @@ def _calls(
             yield progress, n, rows
 
 
+def _together(
+    run: Run, assembly: Assembly, feeding: Feeding, progress: Progress, program: fused.Program
+) -> Generator[tuple[Progress, int, Any]]:
+    """All calls that are left of a population, in its one context."""
+    assert run.block is not None
+    evolve = populations.evolving(pbt.evolve(pbt.bounds(assembly.members)), assembly.mesh)
+    every = run.population.pbt_interval
+    yield from populations.populations(
+        program, progress, feeding.now.context, updates=assembly.updates, block=run.block,
+        evolve=evolve if every else None, every=every,
+    )  # fmt: skip
+
+
 def _sync(path: Path) -> None:
     """Makes a file durable, which a checkpoint is too: a machine that fails must not lose the one alone."""
     with open(path, "rb") as file:
@@ -360,7 +401,7 @@ def _sync(path: Path) -> None:
 
 
 def _logger(
-    run: Run, assembly: Assembly, sink: telemetry.Sink, sums: Sums, clock: Clock, tell: pulse.Tell
+    run: Run, assembly: Assembly, out: Outlets, sums: Sums | member_records.MemberSums, clock: Clock, tell: pulse.Tell
 ) -> Callable[[int, int, Any, Progress], None]:
     """(update, n, rows, progress) -> counts the n updates up to `update`, waiting for them; writes the record that they
     end. Raises Poisoned where their numbers are not finite, with the `progress` there is."""
@@ -368,10 +409,13 @@ def _logger(
     interval = run.log_interval
     last = clock.read().wall
     fresh = 0  # updates since `last`
+    runs = max(1, len(assembly.members))
+    watched = member_records.Watch(runs, out.note) if run.many else None
 
     def log(update: int, n: int, rows: Any, progress: Progress) -> None:
         nonlocal last, fresh
-        sums.add(n, poison.look(jax.device_get(rows), n, update, progress))
+        found = jax.device_get(rows)
+        sums.add(n, watched.look(found, n, update) if watched else poison.look(found, n, update, progress))
         tell(pulse.CALL)
         clock.started()
         fresh += n
@@ -383,26 +427,11 @@ def _logger(
             "env_steps": assembly.env_steps(update),
             "agent_steps": assembly.agent_steps(update),
             "wall_seconds": now,
-            "sps": fresh * assembly.steps_per_update / max(now - last, 1e-9),
+            "sps": fresh * runs * assembly.steps_per_update / max(now - last, 1e-9),
         }
-        sink.write(record | sums.take())
+        out.sink.write(record | sums.take())
+        if isinstance(sums, member_records.MemberSums):
+            out.members.write(record | sums.each)
         last, fresh = now, 0
 
     return log
-
-
-def restore_policy(folder: Path) -> tuple[Run, Params, Params]:
-    """(run, its policy from the newest intact checkpoint, the untrained policy), on the host, to evaluate.
-
-    The policy alone is restored, so that no scenario to train in is made again: any tells what it sees and does.
-    """
-    run = load_run(folder)
-    prepare_devices(run.all_devices, run.threads)
-    algorithm = make(feeds.spec(run), run.algorithm, updates=1, mean=meshes.identity)
-    begun = jax.jit(algorithm.init)(jax.random.split(jax.random.key(run.seed), 3)[0])  # as `fused.start` has it
-    progress = Progress(begun, (), (), jnp.int32(0))  # type: ignore[arg-type]
-    with closing(Checkpoints(folder / "checkpoints")) as checkpoints:
-        restored = checkpoints.latest(progress, part=True)
-    if restored is None:
-        raise RunError(f"{folder} has no checkpoint yet; go on with --resume {folder.name}, or wait for its first save")
-    return run, _on_host(algorithm.policy(restored.progress.state)), _on_host(algorithm.policy(begun))

@@ -64,12 +64,13 @@ TABLE = """
    envs/probes envs/classic envs/registry
    envs/host_spaces envs/host_gymnasium envs/host_numpy envs/batched envs/host_torch envs/host_jax
 3  algorithms/actor_critic algorithms/values algorithms/flat algorithms/ppo algorithms/impala
-   algorithms/off_policy algorithms/sac learners
+   algorithms/off_policy algorithms/sac learners population
 3  checkpoint
 4  datasets/convert datasets/stream
-4  topologies/fused topologies/actors topologies/central worlds curves legacy matches spectating
+4  topologies/fused topologies/population topologies/actors topologies/central worlds curves legacy matches spectating
    envs/host_driving envs/host envs/gym_export hosted central/client central/far
-5  report intervals experiment run folders feed resumption acting serving evaluation resimulation poison ending training
+5  report intervals experiment members run folders feed resumption acting serving evaluation resimulation poison
+   policies member_records ranking ending training
    scaling/page
    scaling/grid
 6  recipes workloads acting_workloads central_workloads bench scaling/speed scaling/profile scaling/subject

@@ -262,9 +262,7 @@ def delta(moves: np.ndarray, slips: np.ndarray, turns: np.ndarray) -> Model:
     return Model((moves, slips, turns), scale, share, step, inverse)
 
 
-def jerk(
-    along: np.ndarray, across: np.ndarray, bounds: tuple[float, float, float], most: float, rate: float
-) -> Model:
+def jerk(along: np.ndarray, across: np.ndarray, bounds: tuple[float, float, float], most: float, rate: float) -> Model:
     """Longitudinal and lateral jerk, m/s^3, within `bounds` (braking, pushing, sideways); the wheels' angle stays
     within `most`, rad, and changes by at most `rate`, rad/s.
 

@@ -19,7 +19,7 @@ from longhaul import mesh as meshes
 from longhaul.compilation import Ledger
 from longhaul.feed import Feed, Feeding, feed
 from longhaul.provenance import params_sha256
-from longhaul.run import Assembly, Run, assemble, parts
+from longhaul.run import Assembly, Run, RunError, assemble, parts
 from longhaul.topologies import fused
 from longhaul.types import Key, Progress, PyTree
 
@@ -78,6 +78,8 @@ class Subject(NamedTuple):
 
 def subject(run: Run, source: Feed | None = None) -> Subject:
     """The program of a resolved run, as `longhaul train` compiles it. Devices have been prepared."""
+    if run.many:
+        raise RunError("this looks at one run; leave --seeds and --sweep out")
     assert run.block is not None
     source = source or feed(run)
     with closing(Feeding(source)) as feeding:

@@ -75,15 +75,20 @@ def is_finite(tree: PyTree) -> jax.Array:
 
 def entering(collector_in: CollectorIn, mesh: Mesh, shards: Shards | None = None) -> Enter:
     """How a run gets into a context. Compiles once for contexts of the same shapes. `shards`: else one a device."""
-    shards = shards or by_device(mesh)
+    begin = beginning(collector_in, shards or by_device(mesh))
+    shard = meshes.per_shard(begin, mesh, (EVERYWHERE, EVERYWHERE), PartitionSpec(meshes.DATA))
+    program = jax.jit(shard, out_shardings=meshes.sharded(mesh))
+    return lambda key, context: program(meshes.everywhere(key, mesh), context)
+
+
+def beginning(collector_in: CollectorIn, shards: Shards) -> Enter:
+    """(key, context) -> the carry of one device's shards, which begins in the context."""
     start = shards.apart(lambda context, key: collector_in(context).start(key))
 
     def begin(key: Key, context: PyTree) -> PyTree:
         return shards.each(lambda number, _: (start(context, jax.random.fold_in(key, number)), ()))(())[0]
 
-    shard = meshes.per_shard(begin, mesh, (EVERYWHERE, EVERYWHERE), PartitionSpec(meshes.DATA))
-    program = jax.jit(shard, out_shardings=meshes.sharded(mesh))
-    return lambda key, context: program(meshes.everywhere(key, mesh), context)
+    return begin
 
 
 def entered(progress: Progress, enter: Enter, context: PyTree) -> Progress:
@@ -136,8 +141,26 @@ def lowered(
     shards = shards or by_device(mesh)
     if block < 1:
         raise ValueError(f"a compiled call of {block} updates; at least 1 is needed: raise log_interval")
-
     lies, keep = _over_model(progress, mesh)
+    run = repeating(updating(algorithm, collector_in, shards, keep), block)
+    specs = layout(progress), EVERYWHERE, EVERYWHERE
+    shard = meshes.per_shard(run, mesh, specs, (layout(progress), EVERYWHERE))
+    program = jax.jit(shard, donate_argnums=0, out_shardings=lies)
+    count = meshes.everywhere(jnp.int32(block), mesh)
+    return program.lower(progress, context, count)
+
+
+Update = Callable[[PyTree, Progress], tuple[Progress, Metrics]]
+"""(context, progress) -> the progress one update later, and what it told."""
+
+
+def updating(
+    algorithm: Algorithm,
+    collector_in: CollectorIn,
+    shards: Shards,
+    keep: Callable[[Progress], Progress] = lambda progress: progress,
+) -> Update:
+    """One update: every shard of it collects, then learns. `keep` is put around the progress that it leads to."""
     collect = shards.apart(lambda context, *args: collector_in(context).collect(*args))
 
     def update(context: PyTree, progress: Progress) -> tuple[Progress, Metrics]:
@@ -165,6 +188,12 @@ def lowered(
         (carry, own), (common, told) = shards.each(shard)((progress.carry, own))
         return keep(Progress(whole(common, own), carry, progress.key, progress.updates + 1)), told
 
+    return update
+
+
+def repeating(update: Update, block: int) -> Callable[[Progress, PyTree, jax.Array], tuple[Progress, Metrics]]:
+    """(progress, context, n) -> n <= block updates later; of metrics [block, ...] the first n rows tell."""
+
     def run(progress: Progress, context: PyTree, n: jax.Array) -> tuple[Progress, Metrics]:
         once = jax.jit(lambda progress: update(context, progress), inline=True)  # traced once, for both uses
         shapes = jax.eval_shape(once, progress)[1]
@@ -177,11 +206,7 @@ def lowered(
 
         return jax.lax.fori_loop(0, n, body, (progress, empty))
 
-    specs = layout(progress), EVERYWHERE, EVERYWHERE
-    shard = meshes.per_shard(run, mesh, specs, (layout(progress), EVERYWHERE))
-    program = jax.jit(shard, donate_argnums=0, out_shardings=lies)
-    count = meshes.everywhere(jnp.int32(block), mesh)
-    return program.lower(progress, context, count)
+    return run
 
 
 def _over_model(progress: Progress, mesh: Mesh) -> tuple[Any, Callable[[Progress], Progress]]:

@@ -288,9 +288,7 @@ def _program(state: State, cells: Cells, action: jax.Array, words: jax.Array) ->
             col=jnp.clip(e.col + shift * away_col, 0, SIDE - 1),
         ),
         pending=p._replace(
-            turns=jnp.where(
-                warps & to_sent, 0, p.turns + jnp.where((action == w.DELAY) & (p.turns > 0), 3, 0)
-            )
+            turns=jnp.where(warps & to_sent, 0, p.turns + jnp.where((action == w.DELAY) & (p.turns > 0), 3, 0))
         ),
     )
 

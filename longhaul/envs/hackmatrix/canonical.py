@@ -262,7 +262,5 @@ def canonical(
         raise ValueError(f"max_steps is {max_steps}; at least 1 is needed")
     mask: Any = jax.ShapeDtypeStruct((w.ACTIONS,), jnp.bool_)
     seen = Masked(observation.shapes(), mask)
-    spec = Spec(
-        seen, Discrete(w.ACTIONS), None, max_steps, max_steps, observation.expand, SHORT, peaks=("stage",)
-    )
+    spec = Spec(seen, Discrete(w.ACTIONS), None, max_steps, max_steps, observation.expand, SHORT, peaks=("stage",))
     return Canonical(drawn.draw(board_seed, boards), spec, fixes)

@@ -1,0 +1,162 @@
+"""The `fused` topology for many runs at once: each member of a population is a run, and none hears of another.
+
+A member's update is that of `fused` on one shard. Members lie side by side along the leading axis of state, carry and
+key, which the mesh cuts: a device has its own members, and between devices nothing travels. On a device `width` of them
+are computed together (`vmap`), one such group after the other; within a group's turn all updates of a call are made, so
+that what a member needs stays in a core's cache.
+
+Why members aren't simply one large `vmap`: on a CPU it makes of every small matrix product a batch of them, and it can
+wait for ever. See docs/seeds.md, with what was measured.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh, PartitionSpec
+
+from longhaul import mesh as meshes
+from longhaul import shards
+from longhaul.topologies import fused
+from longhaul.types import Algorithm, Key, Metrics, Progress, PyTree
+
+MEMBERS, ALL = PartitionSpec(meshes.DATA), PartitionSpec()
+
+Start = Callable[[PyTree, Key, PyTree], Progress]
+"""(what is a member's own, its key, context) -> its progress before the first update."""
+
+Evolve = Callable[[PyTree, jax.Array, Key], PyTree]
+"""(states [M, ...], scores float32 [M], key) -> the states that go on."""
+
+
+class Scored(NamedTuple):
+    """A member's carry, and what its episodes returned since the population last evolved."""
+
+    carry: PyTree
+    total: jax.Array  # float32: of returns
+    episodes: jax.Array  # float32
+
+    def mean(self) -> jax.Array:
+        """The mean return of an episode; -inf where none ended."""
+        return jnp.where(self.episodes > 0, self.total / jnp.maximum(self.episodes, 1.0), -jnp.inf)
+
+
+def layout() -> Progress:
+    """How a population's Progress lies along `data`: members are split, the number of updates is everybody's."""
+    return Progress(MEMBERS, MEMBERS, MEMBERS, ALL)  # type: ignore[arg-type]
+
+
+def starting(
+    init: Callable[[PyTree, Key], PyTree], collector_in: fused.CollectorIn, mesh: Mesh
+) -> Callable[[PyTree, Key, PyTree], Progress]:
+    """(own [M, ...], keys [M], context) -> the progress of a population that has made no update yet, laid out on
+    `mesh`. `init` makes a member's state of what is its own and a key.
+
+    A member draws as `fused.start` does for a run with its key on one device.
+    """
+    begin = fused.beginning(collector_in, shards.alone())
+
+    def shard(own: PyTree, keys: Key, context: PyTree) -> Progress:
+        def one(member: tuple[PyTree, Key]) -> tuple[PyTree, PyTree, Key]:
+            own, key = member
+            key_state, key_carry, key_run = jax.random.split(key, 3)
+            scored = Scored(begin(key_carry, context), jnp.float32(0.0), jnp.float32(0.0))
+            return init(own, key_state), scored, key_run
+
+        state, carry, key = jax.lax.map(one, (own, keys))
+        return Progress(state, carry, key, jnp.int32(0))
+
+    program = jax.jit(meshes.per_shard(shard, mesh, (MEMBERS, MEMBERS, ALL), layout()))
+    return lambda own, keys, context: program(own, keys, meshes.everywhere(context, mesh))
+
+
+def compiled(
+    algorithm: Algorithm,
+    collector_in: fused.CollectorIn,
+    progress: Progress,
+    context: PyTree,
+    mesh: Mesh,
+    *,
+    block: int,
+    width: int,
+) -> fused.Program:
+    """The program of a population like `progress`: its metrics are [block, M]. `width` members of a device are computed
+    together, 1 being one after the other."""
+    if block < 1 or width < 1:
+        raise ValueError(f"a compiled call of {block} updates, {width} members together; at least 1 is needed")
+    once = fused.updating(algorithm, collector_in, shards.alone())
+
+    def update(context: PyTree, progress: Progress) -> tuple[Progress, Metrics]:
+        scored = progress.carry
+        after, told = once(context, progress._replace(carry=scored.carry))
+        carry = Scored(after.carry, scored.total + told["episode/return"], scored.episodes + told["episodes"])
+        return after._replace(carry=carry), told
+
+    run = fused.repeating(update, block)
+
+    def shard(progress: Progress, context: PyTree, n: jax.Array) -> tuple[Progress, Metrics]:
+        def one(member: tuple[PyTree, PyTree, Key]) -> tuple[tuple[PyTree, PyTree, Key], Metrics]:
+            state, carry, key = member
+            after, rows = run(Progress(state, carry, key, progress.updates), context, n)
+            return (after.state, after.carry, after.key), rows
+
+        member = progress.state, progress.carry, progress.key
+        own = progress.key.shape[0]
+        (state, carry, key), rows = _by_groups(one, member, own, min(width, own))
+        rows = jax.tree.map(lambda row: jnp.moveaxis(row, 0, 1), rows)
+        return Progress(state, carry, key, progress.updates + n), rows
+
+    specs = layout(), ALL, ALL
+    mapped = meshes.per_shard(shard, mesh, specs, (layout(), PartitionSpec(None, meshes.DATA)))
+    lowered = jax.jit(mapped, donate_argnums=0).lower(progress, context, meshes.everywhere(jnp.int32(block), mesh))
+    return fused.Program(lowered.compile(), mesh)
+
+
+def _by_groups(one: Callable[[Any], Any], members: PyTree, count: int, width: int) -> Any:
+    if width == count:
+        return jax.vmap(one)(members) if count > 1 else jax.lax.map(one, members)
+    return jax.lax.map(one, members, batch_size=None if width == 1 else width)
+
+
+def evolving(evolve: Evolve, mesh: Mesh) -> Callable[[Progress], Progress]:
+    """A population between two updates, after those who do badly have learnt from those who do well; scores begin
+    anew. What is drawn follows from the first member's key and the number of updates."""
+
+    def step(progress: Progress) -> Progress:
+        key = jax.random.fold_in(jax.random.fold_in(progress.key[0], fused.ENTRIES), progress.updates)
+        scored = progress.carry
+        state = evolve(progress.state, scored.mean(), key)
+        zero = jnp.zeros_like(scored.total)
+        return progress._replace(state=state, carry=Scored(scored.carry, zero, zero))
+
+    split, everywhere = meshes.sharded(mesh), meshes.replicated(mesh)
+    return jax.jit(step, donate_argnums=0, out_shardings=Progress(split, split, split, everywhere))  # type: ignore[arg-type]
+
+
+def populations(
+    program: fused.Program,
+    progress: Progress,
+    context: PyTree,
+    *,
+    updates: int,
+    block: int,
+    evolve: Callable[[Progress], Progress] | None = None,
+    every: int | None = None,
+) -> Iterator[tuple[Progress, int, Metrics]]:
+    """As `fused.fused`; with `evolve` a population evolves after each `every` updates, but for its last.
+
+    What is yielded at such an update has not evolved yet: so a checkpoint of it is gone on with alike.
+    """
+    done = int(progress.updates)
+    while done < updates:
+        until = updates
+        if evolve is not None and every is not None:
+            if done and done % every == 0:
+                progress = evolve(progress)
+            until = min(updates, (done // every + 1) * every)
+        for progress, n, rows in fused.fused(program, progress, context, updates=until, block=block):
+            done += n
+            yield progress, n, rows
