@@ -30,6 +30,7 @@ TABLE = """
 0  central/__init__
 0  actors/__init__
 0  scaling/__init__
+0  sync/__init__
 0  verdicts
 1  trends health watch
 1  precision returns distributions encoders convolutions perceptron networks dial normalise mesh partition shards
@@ -37,6 +38,7 @@ TABLE = """
    actors/tickets actors/memory actors/doorbell actors/lane actors/desk actors/worker actors/far actors/crew
    actors/settings actors/slots
 1  vectors
+1  sync/manifest sync/images sync/protocol sync/wire
 1  datasets/projection
 1  scaling/law scaling/rules scaling/compiled scaling/instructions scaling/trace scaling/chips scaling/plan
 1  datasets/wire datasets/soundness datasets/tfrecord datasets/plain_pickle datasets/outlines datasets/geopackage
@@ -45,6 +47,8 @@ TABLE = """
 2  environment rollout
 2  central/credentials central/wire central/lane central/grpc_lane central/shared_lane central/batcher central/places
    central/crew central/trajectories central/inference central/server central/settings
+2  sync/buffers sync/lanes/base sync/lanes/sockets sync/lanes/shared sync/lanes/tcp sync/lanes/folder
+   sync/lanes/__init__ sync/engine sync/receiver
 2  datasets/packing datasets/shards
 2  datasets/womd datasets/womd_scenario datasets/gpudrive datasets/scenarionet datasets/argoverse
 2  driving/bodies driving/flow driving/generator
@@ -83,6 +87,10 @@ NO_JAX = (
     *("forms", "vectors", "gang", "processes", "cluster", "membership", "envs/gym_export"),
     *(f"envs/{name}" for name in ("host", "host_spaces", "host_gymnasium", "host_numpy", "host_torch", "batched")),
     *(f"central/{name}" for name in ("wire", "credentials", "lane", "grpc_lane", "shared_lane", "batcher", "places")),
+    *(
+        f"sync/{name}"
+        for name in ("manifest", "images", "protocol", "wire", "buffers", "lanes/*", "engine", "receiver")
+    ),
     *("central/crew", "central/client", "central/far", "central/settings"),
     *(f"driving/{name}" for name in ("scenario", "compile", "generator", "roads", "lanes", "bank")),
 )
@@ -99,10 +107,12 @@ CORE = {
     *("jax", "optax", "orbax", "flax", "numpy", "tyro", "rich", "matplotlib", "jaxtyping", "google_crc32c"),
     "tensorboardX",
     "PIL",
+    "ml_dtypes",
 }
 OPTIONAL = {
     *("stoa", "gymnax", "brax", "jumanji", "mujoco_playground", "navix", "craftax", "gymnasium", "ale_py", "envpool"),
     *("torch", "stable_baselines3"),
+    *("xxhash", "zstandard", "numba"),
     *("ray", "grpc", "pyarrow", "tensorboard", "wandb", "tokenizers", "safetensors", "tensorflow"),
     *("beartype", "imageio_ffmpeg"),
 }
