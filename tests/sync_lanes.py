@@ -15,6 +15,7 @@ import numpy as np
 
 from longhaul.sync.lanes import connect, shared, tcp
 from longhaul.sync.lanes.base import Lane, Source
+from longhaul.sync.lanes.folder import FolderLane
 from longhaul.sync.receiver import Receiver
 
 _number = itertools.count()
@@ -32,6 +33,12 @@ def way(kind: str, folder: Path) -> Way:
     if kind == "tcp":
         address = _free()
         return Way(lambda: tcp.lane(address), lambda: connect(f"tcp:{address}", name="test"))
+    if kind == "folder":
+        return Way(
+            lambda: FolderLane(folder / "versions", shard=3000, durable=False),
+            lambda: connect(f"folder:{folder / 'versions'}"),
+            False,
+        )
     name = f"@longhaul-test-{os.getpid()}-{next(_number)}"
     return Way(lambda: shared.lane(name), lambda: connect(f"shm:{name}", name="test"))
 
@@ -43,7 +50,7 @@ def _free() -> str:
         return f"127.0.0.1:{probe.getsockname()[1]}"
 
 
-KINDS = ("shared", "tcp")
+KINDS = ("shared", "tcp", "folder")
 
 
 def tensors(version: int, size: int = 1000) -> dict[str, np.ndarray]:

@@ -96,8 +96,10 @@ def test_damage_is_found_and_the_old_version_served(lane: Way, monkeypatch: pyte
         sender.publish(1, tensors(1))
         assert receiver.wait(1, 20), receiver.errors
         sender.publish(2, tensors(2))
-        until(lambda: sum("damaged: b" in line for line in receiver.errors) >= 2)
+        if lane.answers:
+            until(lambda: sum("damaged: b" in line for line in receiver.errors) >= 2)
         assert not sender.wait(2, 5)
+        assert any("damaged" in why for _, why in sender.status()["dropped"])
         assert is_whole(*receiver.latest()) and receiver.latest()[0] == 1
         assert 2 in sender._cohort.aborted or sender._cohort.committed == 1
         sender.publish(3, tensors(3))
@@ -123,6 +125,10 @@ def test_an_older_epoch_and_another_run_change_nothing(lane: Way) -> None:
             sender.publish(1, tensors(1))
             assert receiver.wait(1, 20), receiver.errors
         for run, epoch in (("run", 4), ("other", 9)):
+            if not lane.answers:  # who writes into a folder is refused at once
+                with pytest.raises(ValueError, match=r"superseded|run run"):
+                    Publisher(run, epoch=epoch, lanes=[lane.lane()])
+                continue
             with Publisher(run, epoch=epoch, lanes=[lane.lane()]) as sender:
                 sender.publish(8, tensors(8))
                 count = len(receiver.errors)

@@ -10,8 +10,8 @@ import numpy as np
 
 from longhaul.sync.manifest import Manifest, Tensor, hasher, layout
 
-CHUNK = 1 << 19
-"""Bytes that are copied, and then digested while the processor's cache still has them."""
+CHUNK = 1 << 22
+"""Bytes that are copied, and then digested while the processor's cache still has them, or most."""
 
 
 def describe(tensors: Mapping[str, Any]) -> tuple[tuple[Tensor, ...], int]:

@@ -27,6 +27,8 @@ class Source(Protocol):
     """A receiver's end of a lane, to one sender. All calls end within `seconds`, by TimeoutError at the worst;
     ConnectionError means that the sender is gone, ProtocolError that it refused. After any of them: `close`."""
 
+    moves: bool  # whether bytes travel, or the sender's memory is mapped
+
     def bind(self, held: Held, seconds: float) -> None:
         """Says who comes, and what it serves."""
 

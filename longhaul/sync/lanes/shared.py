@@ -139,6 +139,8 @@ def _read_only(descriptor: int) -> Any:
 class SharedCollection:
     """The images that a receiver has mapped; whoever reads one keeps it from being written again."""
 
+    moves = False
+
     def __init__(self) -> None:
         self._maps: dict[int, mmap.mmap] = {}
         self._let_go: queue.SimpleQueue[int] = queue.SimpleQueue()  # whose put a finaliser may call at any moment

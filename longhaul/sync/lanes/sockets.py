@@ -42,6 +42,8 @@ class Delivery(Protocol):
 class Collection(Protocol):
     """How an image comes from a session."""
 
+    moves: bool
+
     def words(self) -> dict[str, Any]:
         """What the next frame should say of images that were let go."""
 
@@ -204,6 +206,7 @@ class SocketSource:
     def __init__(self, sock: socket.socket, token: str | None, name: str, collection: Collection) -> None:
         self.wire, self._name, self._collection = Wire(sock), name, collection
         self._open = True
+        self.moves = collection.moves
         self.lease = PATIENCE
         try:
             wire.enter(self.wire, token, PATIENCE)

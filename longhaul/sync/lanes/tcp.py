@@ -88,6 +88,8 @@ class TcpDelivery:
 class TcpCollection:
     """The stream that a receiver reads into its staging memory."""
 
+    moves = True
+
     def words(self) -> dict[str, Any]:
         return {}
 
