@@ -24,7 +24,7 @@ from typing import Any
 
 import jax
 
-from longhaul import acting_workloads, central_workloads, workloads
+from longhaul import acting_workloads, central_workloads, sync_workloads, workloads
 from longhaul.provenance import provenance
 from longhaul.workloads import Prepared
 
@@ -40,6 +40,7 @@ NAMES = {
     "transport": "questions and answers between two processes through shared memory, 64 x 128 float32 each",
     "actors": "CartPole by actors on the host, training included; --actors --staleness --env",
     "central": "central inference for CartPole in actors' processes, without a learner; --actors --worlds --lane",
+    "sync": "a model's parameters to other processes, by lane; beside the limits; --model --receivers --lane",
     "transport-grpc": "the same by gRPC, beside a bare gRPC echo of as many bytes",
 }
 
@@ -346,6 +347,13 @@ def _transport_grpc(
     return [{"rows": rows, "width": width, "streams": streams, "messages": messages, "lane": by} for by in lane]
 
 
+def _sync(
+    *, model: str = "qwen3-0.6b", receivers: int = 2, lane: Sequence[str] = ("shm", "tcp")
+) -> list[dict[str, Any]]:
+    cases = [(by, verify) for by in lane for verify in (("always", "moved") if by == "shm" else ("always",))]
+    return [{"model": model, "receivers": receivers, "lane": by, "verify": verify} for by, verify in cases]
+
+
 CASES: dict[str, Callable[..., list[dict[str, Any]]]] = {
     "ppo-cartpole": _ppo_cartpole,
     "deterministic": _deterministic,
@@ -358,6 +366,7 @@ CASES: dict[str, Callable[..., list[dict[str, Any]]]] = {
     "transport": _transport,
     "actors": _actors,
     "central": _central,
+    "sync": _sync,
     "transport-grpc": _transport_grpc,
 }
 """Name -> (sizes) -> the workload's arguments, one case a figure. `devices` None: as many as a training run takes."""
@@ -374,6 +383,7 @@ WORKLOADS: dict[str, Callable[..., Prepared]] = {
     "transport": acting_workloads.transport,
     "actors": acting_workloads.actors,
     "central": central_workloads.central,
+    "sync": sync_workloads.sync,
     "transport-grpc": central_workloads.transport,
 }
 """Of `hackmatrix` the whole figure is made by `scaling.speed`; here it is its training alone."""

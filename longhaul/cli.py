@@ -313,6 +313,9 @@ def _bench(words: Sequence[str]) -> int:
         Flag("actor_kind", choice(("process", "thread")), None, "of actors", shown="process"),
         Flag("staleness", INT, None, "of actors", shown="1"),
         Flag("streams", INT, None, "of transport: slots of the client", shown="16"),
+        Flag("model", TEXT, None, "of sync: whose parameters, by its name", shown="qwen3-0.6b"),
+        Flag("receivers", INT, None, "of sync: processes", shown="2"),
+        Flag("lane", choice(("shm", "tcp", "folder")), (), "of sync: a figure for each", True, "shm, tcp"),
         Flag("rules", choice(("jax", "canonical")), None, "of hackmatrix-env", shown="jax"),
     ]
     groups = {"": [name, out, DEBUG], "sizes": driving}

@@ -30,6 +30,7 @@ TABLE = """
 0  central/__init__
 0  actors/__init__
 0  scaling/__init__
+0  sync/__init__
 0  verdicts
 1  trends health watch
 1  precision returns distributions encoders convolutions perceptron networks dial normalise mesh partition shards
@@ -38,6 +39,7 @@ TABLE = """
    actors/settings actors/slots
 1  vectors
 1  priorities replay
+1  sync/manifest sync/images sync/protocol sync/wire sync/files
 1  datasets/projection
 1  scaling/law scaling/rules scaling/compiled scaling/instructions scaling/trace scaling/chips scaling/plan
 1  datasets/wire datasets/soundness datasets/tfrecord datasets/plain_pickle datasets/outlines datasets/geopackage
@@ -46,6 +48,8 @@ TABLE = """
 2  environment rollout
 2  central/credentials central/wire central/lane central/grpc_lane central/shared_lane central/batcher central/places
    central/crew central/trajectories central/inference central/server central/settings
+2  sync/buffers sync/lanes/base sync/lanes/sockets sync/lanes/shared sync/lanes/tcp sync/lanes/folder
+   sync/lanes/__init__ sync/engine sync/receiver sync/geometry sync/probe
 2  datasets/packing datasets/shards
 2  datasets/womd datasets/womd_scenario datasets/gpudrive datasets/scenarionet datasets/argoverse
 2  driving/bodies driving/flow driving/generator
@@ -73,8 +77,8 @@ TABLE = """
    policies member_records ranking ending training
    scaling/page
    scaling/grid
-6  recipes workloads acting_workloads central_workloads bench scaling/speed scaling/profile scaling/subject
-   scaling/agreement scaling/checks
+6  recipes workloads acting_workloads central_workloads sync_workloads bench scaling/speed scaling/profile
+   scaling/subject scaling/agreement scaling/checks
 7  printing live flags settings scaling/command scaling/speed_command scaling/profile_command scaling/plan_command
    scaling/doctor
    commands assessment console play gang processes cluster launch actor_command cli
@@ -86,6 +90,8 @@ NO_JAX = (
     *("forms", "vectors", "gang", "processes", "cluster", "membership", "envs/gym_export"),
     *(f"envs/{name}" for name in ("host", "host_spaces", "host_gymnasium", "host_numpy", "host_torch", "batched")),
     *(f"central/{name}" for name in ("wire", "credentials", "lane", "grpc_lane", "shared_lane", "batcher", "places")),
+    *(f"sync/{name}" for name in ("manifest", "images", "protocol", "wire", "files", "buffers", "lanes/*")),
+    *(f"sync/{name}" for name in ("engine", "receiver", "geometry", "probe")),
     *("central/crew", "central/client", "central/far", "central/settings"),
     *(f"driving/{name}" for name in ("scenario", "compile", "generator", "roads", "lanes", "bank")),
 )
@@ -102,10 +108,12 @@ CORE = {
     *("jax", "optax", "orbax", "flax", "numpy", "tyro", "rich", "matplotlib", "jaxtyping", "google_crc32c"),
     "tensorboardX",
     "PIL",
+    "ml_dtypes",
 }
 OPTIONAL = {
     *("stoa", "gymnax", "brax", "jumanji", "mujoco_playground", "navix", "craftax", "gymnasium", "ale_py", "envpool"),
     *("torch", "stable_baselines3"),
+    *("xxhash", "zstandard", "numba"),
     *("ray", "grpc", "pyarrow", "tensorboard", "wandb", "tokenizers", "safetensors", "tensorflow"),
     *("beartype", "imageio_ffmpeg"),
 }

@@ -1,0 +1,54 @@
+"""The forms of known models' parameters, in the order of their layers, under their Hugging Face names."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+Form = tuple[str, tuple[int, ...], str]
+"""Name, shape, dtype of a tensor."""
+
+
+class Decoder(NamedTuple):
+    """A decoder of Qwen3's kind: grouped-query attention with normed heads, gated feed-forward, tied or own head."""
+
+    layers: int
+    width: int
+    hidden: int
+    heads: int
+    key_heads: int
+    head_width: int
+    vocabulary: int
+    tied: bool
+
+
+DECODERS = {
+    "tiny": Decoder(2, 64, 128, 4, 2, 16, 512, True),
+    "qwen3-0.6b": Decoder(28, 1024, 3072, 16, 8, 128, 151_936, True),
+    "qwen3-8b": Decoder(36, 4096, 12_288, 32, 8, 128, 151_936, False),
+}
+
+
+def forms(name: str, dtype: str = "bfloat16") -> list[Form]:
+    """The tensors of a model. ValueError for one that is not known."""
+    if name not in DECODERS:
+        raise ValueError(f"no model is known as {name!r}; there are {', '.join(DECODERS)}")
+    d = DECODERS[name]
+    found: list[tuple[str, tuple[int, ...]]] = [("model.embed_tokens.weight", (d.vocabulary, d.width))]
+    for i in range(d.layers):
+        parts: dict[str, tuple[int, ...]] = {
+            "input_layernorm": (d.width,),
+            "self_attn.q_proj": (d.heads * d.head_width, d.width),
+            "self_attn.k_proj": (d.key_heads * d.head_width, d.width),
+            "self_attn.v_proj": (d.key_heads * d.head_width, d.width),
+            "self_attn.q_norm": (d.head_width,),
+            "self_attn.k_norm": (d.head_width,),
+            "self_attn.o_proj": (d.width, d.heads * d.head_width),
+            "post_attention_layernorm": (d.width,),
+            "mlp.gate_proj": (d.hidden, d.width),
+            "mlp.up_proj": (d.hidden, d.width),
+            "mlp.down_proj": (d.width, d.hidden),
+        }
+        found += [(f"model.layers.{i}.{part}.weight", shape) for part, shape in parts.items()]
+    found.append(("model.norm.weight", (d.width,)))
+    found += [] if d.tied else [("lm_head.weight", (d.vocabulary, d.width))]
+    return [(each, shape, dtype) for each, shape in found]

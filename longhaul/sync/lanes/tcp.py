@@ -1,0 +1,112 @@
+"""The lane between hosts: an image as one stream of bytes into memory that is there already, digested as it comes.
+
+Who serves from shared memory lets the kernel send it (sendfile), so the sender copies nothing. Every call has a
+deadline. Loopback is open to this machine; beyond it both sides prove that they know a token, which itself never
+travels. The bytes are not encrypted: let networks that others can read be tunnels.
+
+A receiver may serve others (`relay`): then a sender feeds a few, each of which feeds a few more.
+"""
+
+from __future__ import annotations
+
+import socket
+import time
+from typing import Any
+
+import numpy as np
+
+from longhaul.central import credentials
+from longhaul.sync.buffers import Image
+from longhaul.sync.lanes.base import Hub, Parcel, Staging
+from longhaul.sync.lanes.sockets import PATIENCE, SocketLane, SocketSource, expect
+from longhaul.sync.wire import Wire, WireError, check_token
+
+BUCKET = 1 << 20
+"""Bytes that are received, and then digested while the processor's cache still has them."""
+
+BUFFER = 4 << 20
+"""Bytes that a socket is asked to hold for us."""
+
+
+def lane(address: str = "127.0.0.1:0", token: str | None = None) -> SocketLane:
+    """Serves at HOST:PORT; port 0 is one that is free, which the lane's `address` names.
+
+    ValueError for an address that can't be served, and where other machines reach it and there is no token.
+    """
+    host, port = credentials.split(address)
+    check_token(token)
+    if token is None and not credentials.is_loopback(host):
+        raise ValueError(f"{address} can be reached by other machines: give a token, or serve 127.0.0.1")
+    listener = None
+    try:
+        family, kind, protocol, _, where = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        listener = socket.socket(family, kind, protocol)
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, BUFFER)
+        listener.bind(where)
+    except OSError as error:
+        if listener is not None:
+            listener.close()
+        raise ValueError(f"{address} can't be served: {error.strerror}; give another one") from error
+    bound = listener.getsockname()[1]
+    shown = f"[{host}]" if ":" in host else host
+    return SocketLane(listener, f"tcp:{shown}:{bound}", token, TcpDelivery)
+
+
+def connect(address: str, receiver: str, token: str | None = None) -> SocketSource:
+    """A receiver's end. OSError where nobody serves there, PermissionError where the token is another one."""
+    host, port = credentials.split(address)
+    check_token(token)
+    sock = socket.create_connection((host, port), timeout=PATIENCE)
+    try:
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, BUFFER)
+        return SocketSource(sock, token, receiver, TcpCollection())
+    except BaseException:
+        sock.close()
+        raise
+
+
+class TcpDelivery:
+    """A session's images, each poured out whole. `Session` keeps the image until it was verified, because the kernel
+    may still read it when all is sent."""
+
+    def deliver(self, connection: Wire, hub: Hub, parcel: Parcel, image: Image, words: dict[str, Any]) -> None:
+        size, seconds = parcel.manifest.size, parcel.offer.seconds
+        connection.send("whole", PATIENCE, {"size": size})
+        if image.block.descriptor >= 0:
+            connection.pour_file(image.block.descriptor, size, seconds)
+        else:
+            connection.pour(image.array[:size].data, seconds)
+
+    def released(self, words: dict[str, Any]) -> None:
+        """It lends nothing."""
+
+    def end(self) -> None:
+        """It keeps nothing."""
+
+
+class TcpCollection:
+    """The stream that a receiver reads into its staging memory."""
+
+    moves = True
+
+    def words(self) -> dict[str, Any]:
+        return {}
+
+    def collect(self, connection: Wire, parcel: Parcel, staging: Staging, seconds: float) -> np.ndarray:
+        until = time.monotonic() + seconds
+        size = parcel.manifest.size
+        image = staging.take(size)[:size]
+        connection.send("fetch", PATIENCE, {"version": parcel.offer.version})
+        words = expect(connection, min(seconds, PATIENCE), "whole").words
+        if words.get("size") != size:
+            raise WireError(f"an image of {words.get('size')} bytes where {size} were due")
+        into = image.data
+        for begin in range(0, size, BUCKET):
+            end = min(begin + BUCKET, size)
+            connection.fill(into[begin:end], until)
+            staging.arrived(image, end)
+        return image
+
+    def close(self) -> None:
+        """It keeps nothing."""

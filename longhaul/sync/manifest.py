@@ -1,0 +1,236 @@
+"""What a version of a model is: its tensors, where they lie in one flat image, and the digests by which they are known.
+
+An image holds all tensors in the order of their layers, each at the beginning of a cache line. The manifest names every
+byte range and its xxh3-128 (Collet, xxHash), and is itself known by the digest of its text, the root: two sides whose
+roots are equal hold the same bits. xxh3 finds damage, not malice: lanes beyond one machine ask for a token.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any, NamedTuple
+
+import numpy as np
+
+LINE = 64
+"""Bytes at whose multiples tensors begin."""
+
+ITEMSIZES = {
+    name: size
+    for size, names in (
+        (8, ("float64", "int64", "uint64")),
+        (4, ("float32", "int32", "uint32")),
+        (2, ("bfloat16", "float16", "int16", "uint16")),
+        (1, ("float8_e4m3fn", "float8_e5m2", "int8", "uint8", "bool")),
+    )
+    for name in names
+}
+"""What a tensor's elements may be, and their bytes."""
+
+MAGIC = b"LHMANIF1"
+DIGEST = 16
+"""Bytes of a digest."""
+
+LONGEST_NAME = 1024
+MOST_DIMENSIONS = 32
+LARGEST = 1 << 62
+"""Bytes of an image: what no honest one reaches."""
+
+
+class Tensor(NamedTuple):
+    """One tensor of an image. `sharding` is what its producer says of it ("" for whole); nobody here reads it."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: str
+    offset: int  # bytes from the image's beginning, a multiple of LINE
+    sharding: str = ""
+    digest: bytes = bytes(DIGEST)  # xxh3-128 of its bytes
+
+    @property
+    def nbytes(self) -> int:
+        return math.prod(self.shape) * ITEMSIZES[self.dtype]
+
+    @property
+    def end(self) -> int:
+        return self.offset + self.nbytes
+
+
+class Manifest(NamedTuple):
+    """A version: `run` and `epoch` say who made it (a restarted trainer has a later epoch), `base` upon which version
+    it was made (-1: upon none), `size` how many bytes its image has."""
+
+    run: str
+    epoch: int
+    version: int
+    base: int
+    size: int
+    tensors: tuple[Tensor, ...]
+
+    @property
+    def root(self) -> bytes:
+        """The digest of the whole: of names, shapes, dtypes, places and every tensor's digest."""
+        return digest(text(self))
+
+
+def layout(
+    named: Iterable[tuple[str, tuple[int, ...], str]], shardings: Mapping[str, str] | None = None
+) -> tuple[tuple[Tensor, ...], int]:
+    """(name, shape, dtype) of each tensor, in the order of layers -> tensors with their places, and the image's bytes.
+
+    ValueError for what can't be one.
+    """
+    tensors, offset = [], 0
+    for name, shape, dtype in named:
+        tensor = Tensor(name, tuple(shape), dtype, offset, (shardings or {}).get(name, ""))
+        _check_tensor(tensor)
+        tensors.append(tensor)
+        offset += -(-tensor.nbytes // LINE) * LINE
+    size = max(offset, LINE)
+    check(Manifest("layout", 0, 0, -1, size, tuple(tensors)))
+    return tuple(tensors), size
+
+
+def check(manifest: Manifest) -> None:
+    """Raises ValueError, one line, where a manifest can't be true: names, bounds, overlaps, numbers."""
+    if not _is_text(manifest.run, 256) or not manifest.run:
+        raise ValueError(f"manifest: the run is {manifest.run!r:.80}; a run's id has 1 to 256 printable characters")
+    numbers = (("epoch", manifest.epoch, 0), ("version", manifest.version, 0), ("base", manifest.base, -1))
+    for what, number, least in numbers:
+        if not least <= number < LARGEST:
+            raise ValueError(f"manifest: {what} is {number}; it must be at least {least} and below 2^62")
+    if manifest.base >= manifest.version:
+        raise ValueError(f"manifest: version {manifest.version} is made upon {manifest.base}; a base is older")
+    if not 0 < manifest.size < LARGEST:
+        raise ValueError(f"manifest: an image of {manifest.size} bytes; at least 1")
+    names = set()
+    for tensor in manifest.tensors:
+        _check_tensor(tensor)
+        if tensor.name in names:
+            raise ValueError(f"manifest: two tensors are named {tensor.name!r}")
+        names.add(tensor.name)
+    end, before = 0, ""
+    for tensor in sorted(manifest.tensors, key=lambda each: (each.offset, each.end)):
+        if tensor.offset < end:
+            raise ValueError(
+                f"manifest: {tensor.name!r} begins at {tensor.offset}, within {before!r}, which ends at {end}"
+            )
+        end, before = tensor.end, tensor.name
+    if end > manifest.size:
+        raise ValueError(f"manifest: {before!r} ends at {end}, past the image's {manifest.size} bytes")
+
+
+def text(manifest: Manifest) -> bytes:
+    """The one text of a manifest, from which its root is made."""
+    rows = [[*tensor[:-1], tensor.digest.hex()] for tensor in manifest.tensors]
+    return json.dumps({**manifest._asdict(), "tensors": rows}, sort_keys=True, separators=(",", ":")).encode()
+
+
+def to_bytes(manifest: Manifest) -> bytes:
+    """As it travels: magic, root, length, text. ValueError where it can't be true."""
+    check(manifest)
+    body = text(manifest)
+    return MAGIC + digest(body) + len(body).to_bytes(8, "little") + body
+
+
+def from_bytes(data: bytes) -> Manifest:
+    """The way back; ValueError, one line, for whatever is not exactly such bytes."""
+    start = len(MAGIC) + DIGEST + 8
+    if len(data) < start or data[: len(MAGIC)] != MAGIC:
+        raise ValueError(f"no manifest: {len(data)} bytes that begin {bytes(data[:8])!r}")
+    root, length = data[len(MAGIC) : len(MAGIC) + DIGEST], int.from_bytes(data[start - 8 : start], "little")
+    body = data[start:]
+    if len(body) != length:
+        raise ValueError(f"a manifest of {length} bytes has {len(body)}: it was cut, or something follows it")
+    if digest(body) != root:
+        raise ValueError("a manifest whose text is not what its root says: it was damaged")
+    try:
+        manifest = _parsed(json.loads(body))
+    except (TypeError, KeyError, ValueError, RecursionError) as error:
+        raise ValueError(f"a manifest whose text means nothing: {error}") from error
+    check(manifest)
+    if text(manifest) != body:
+        raise ValueError("a manifest in other words than its own: it has fields or forms that are not known")
+    return manifest
+
+
+def _parsed(found: Any) -> Manifest:
+    if not isinstance(found, dict) or set(found) != set(Manifest._fields):
+        raise ValueError("its fields are others")
+    numbers = {name: _whole(found[name]) for name in ("epoch", "version", "base", "size")}
+    if not isinstance(found["run"], str) or not isinstance(found["tensors"], list):
+        raise ValueError("run is no text, or tensors no list")
+    tensors = []
+    for row in found["tensors"]:
+        name, shape, dtype, offset, sharding, hexed = row
+        if not all(isinstance(each, str) for each in (name, dtype, sharding, hexed)):
+            raise ValueError("a name, dtype, sharding or digest is no text")
+        sizes = tuple(_whole(each) for each in shape)
+        tensors.append(Tensor(name, sizes, dtype, _whole(offset), sharding, bytes.fromhex(hexed)))
+    return Manifest(run=found["run"], tensors=tuple(tensors), **numbers)
+
+
+def _whole(number: Any) -> int:
+    if type(number) is not int:
+        raise ValueError(f"{number!r:.40} is no whole number")
+    return number
+
+
+def _check_tensor(tensor: Tensor) -> None:
+    where = f"tensor {tensor.name!r:.120}"
+    if not _is_text(tensor.name, LONGEST_NAME) or not tensor.name:
+        raise ValueError(f"{where}: a name has 1 to {LONGEST_NAME} printable characters")
+    if tensor.dtype not in ITEMSIZES:
+        raise ValueError(f"{where}: dtype {tensor.dtype!r:.40}; there are {', '.join(ITEMSIZES)}")
+    if len(tensor.shape) > MOST_DIMENSIONS or any(not 0 <= each < LARGEST for each in tensor.shape):
+        raise ValueError(f"{where}: shape {tensor.shape!s:.80}; at most {MOST_DIMENSIONS} sizes, none negative")
+    if not 0 <= tensor.offset < LARGEST or tensor.offset % LINE or tensor.nbytes >= LARGEST:
+        raise ValueError(f"{where}: {tensor.nbytes} bytes from {tensor.offset}; it begins at a multiple of {LINE}")
+    if not _is_text(tensor.sharding, 4096):
+        raise ValueError(f"{where}: its sharding is no text of at most 4096 characters")
+    if len(tensor.digest) != DIGEST:
+        raise ValueError(f"{where}: a digest of {len(tensor.digest)} bytes; xxh3-128 has {DIGEST}")
+
+
+def _is_text(words: str, most: int) -> bool:
+    return len(words) <= most and words.isprintable()
+
+
+def digest(data: Any) -> bytes:
+    """xxh3-128 of bytes, or of an array's."""
+    return hasher()(data).digest()
+
+
+def hasher() -> Any:
+    """The class of running xxh3-128 digests. ValueError where the library is not there."""
+    try:
+        import xxhash
+    except ImportError:
+        raise ValueError("longhaul.sync needs xxhash: pip install 'longhaul[sync]'") from None
+    return xxhash.xxh3_128
+
+
+def numpy_dtype(name: str) -> np.dtype:
+    """NumPy's dtype of a tensor's; bfloat16 and the float8 ones are ml_dtypes'."""
+    if name == "bfloat16" or name.startswith("float8"):
+        import ml_dtypes
+
+        return np.dtype(getattr(ml_dtypes, name))
+    return np.dtype(name)
+
+
+def views(manifest: Manifest, image: np.ndarray) -> dict[str, np.ndarray]:
+    """The tensors of an image by name, without a copy. `image` is uint8 [size]."""
+    return {
+        tensor.name: image[tensor.offset : tensor.end].view(numpy_dtype(tensor.dtype)).reshape(tensor.shape)
+        for tensor in manifest.tensors
+    }
+
+
+def damaged(manifest: Manifest, image: np.ndarray) -> Iterator[str]:
+    """The names of those tensors whose bytes are not what the manifest says."""
+    for tensor in manifest.tensors:
+        if digest(image[tensor.offset : tensor.end]) != tensor.digest:
+            yield tensor.name

@@ -1,0 +1,148 @@
+"""What `longhaul bench sync` measures: a model's parameters from one process to others, by each lane, by its stages.
+
+In the same repeat, the limits: as many private copies of shared memory, and bare loopback sockets, to the same
+processes. So both meet the same load of the machine, and `limit_ratio` is of that moment.
+"""
+
+from __future__ import annotations
+
+import json
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from typing import Any
+
+import numpy as np
+
+from longhaul.sync import geometry
+from longhaul.sync.buffers import Block
+from longhaul.sync.engine import Publisher
+from longhaul.sync.lanes import serve
+from longhaul.sync.manifest import layout, numpy_dtype
+from longhaul.sync.protocol import Settings
+from longhaul.workloads import Prepared
+
+PLACES = 3
+"""Images of the sender."""
+
+
+class Child:
+    """A process of `longhaul.sync.probe`."""
+
+    def __init__(self, address: str, size: int, descriptor: int, verify: str) -> None:
+        words = [address, size, descriptor, 2 * size, verify]
+        command = [sys.executable, "-m", "longhaul.sync.probe", *map(str, words)]
+        self.process = subprocess.Popen(
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, pass_fds=[descriptor]
+        )
+        self.answer()
+
+    def tell(self, line: str) -> None:
+        assert self.process.stdin is not None
+        self.process.stdin.write(f"{line}\n")
+        self.process.stdin.flush()
+
+    def answer(self) -> dict[str, Any]:
+        assert self.process.stdout is not None
+        line = self.process.stdout.readline()
+        if not line:
+            raise RuntimeError(f"a receiver's process ended with code {self.process.wait()}; its message is above")
+        return json.loads(line)
+
+
+def together(children: list[Child], line: str) -> list[dict[str, Any]]:
+    """The answers of all to one line."""
+    for child in children:
+        child.tell(line)
+    return [child.answer() for child in children]
+
+
+def sync(model: str, receivers: int, lane: str, verify: str) -> Prepared:
+    """A version of `model` to `receivers` processes by `lane`: from the call of `publish` until the last one serves
+    it. The trainer's tensors are in its own memory, and are copied once."""
+    forms = geometry.forms(model)
+    _, size = layout(forms)
+    tensors = {name: np.zeros(shape, numpy_dtype(dtype)) for name, shape, dtype in forms}
+    random = np.random.default_rng(0)
+    for array in tensors.values():
+        array.reshape(-1).view(np.uint16)[:] = random.integers(0, 1 << 16, array.size, np.uint16)
+    limit = Block(size, 0)
+    assert limit.map is not None
+    source = np.frombuffer(limit.map, np.uint8)
+    source[:] = 1
+    folder = tempfile.mkdtemp(prefix="longhaul-sync-")
+    where = {"shm": f"shm:{folder}/socket", "tcp": "tcp:127.0.0.1:0", "folder": f"folder:{folder}/versions"}
+    if lane not in where:
+        raise ValueError(f"no lane is {lane!r}; there are {', '.join(where)}")
+    opened = serve(where[lane])
+    sender = Publisher("bench", lanes=[opened], settings=Settings(lease=60.0), budget=PLACES * size)
+    children = [Child(opened.address, size, limit.descriptor, verify) for _ in range(receivers)]
+    versions = iter(range(1 << 30))
+
+    def publish() -> tuple[dict[str, float], list[dict[str, Any]]]:
+        version = next(versions)
+        for array in tensors.values():
+            array.reshape(-1).view(np.uint16)[0] = version
+        began = time.monotonic()
+        if not sender.publish(version, tensors):
+            raise RuntimeError("no image was free")
+        returned = time.monotonic() - began
+        found = together(children, f"wait {version}")
+        if not sender.wait(version, 60) or {each["root"] for each in found} != {sender.status()["root"]}:
+            raise RuntimeError(f"version {version} is not what was sent")
+        stages = {stage: max(each.get(stage, 0.0) for each in found) for stage in ("fetch", "verify", "decide", "swap")}
+        return {"wall": max(each["at"] for each in found) - began, "publish": returned, **stages}, found
+
+    def work(_: Any) -> dict[str, float]:
+        before = [each["cpu"] for each in together(children, "cpu")]
+        used = time.process_time()
+        took, found = publish()
+        used = time.process_time() - used
+        after = [each["cpu"] for each in together(children, "cpu")]
+        copied = together(children, "copy")
+        copies = max(each["at"] for each in copied) - min(each["began"] for each in copied)
+        bare = _streamed(children, source) if lane == "tcp" else 0.0
+        bound = bare or copies
+        return {
+            "wall_seconds": took.pop("wall"),
+            "cpu_seconds": used + sum(b - a for a, b in zip(before, after, strict=True)),
+            "gather_seconds": sender.seconds["gather"],
+            **{f"{stage}_seconds": seconds for stage, seconds in took.items()},
+            "peak_bytes": float(sender.peak_bytes + sum(each["peak"] for each in found)),
+            "budget_bytes": float(size * (PLACES + (0 if lane == "shm" else 2 * receivers))),
+            "memcpy_seconds": copies,
+            **({"socket_seconds": bare} if bare else {}),
+            "limit_seconds": bound,
+        }
+
+    def timed(given: Any) -> dict[str, float]:
+        found = work(given)
+        return found | {"limit_ratio": found["wall_seconds"] / found["limit_seconds"]}
+
+    for _ in range(PLACES):  # every image's pages are touched
+        publish()
+    config = {"model": model, "tensors": len(forms), "image_bytes": size, "receivers": receivers}
+    config |= {"lane": lane, "verify": verify}
+    return Prepared(config, receivers * size, "bytes", 0.0, lambda number: np.zeros(0), timed)
+
+
+def _streamed(children: list[Child], data: np.ndarray) -> float:
+    """Seconds in which bare sockets bring the bytes to each of the processes."""
+    with socket.create_server(("127.0.0.1", 0), backlog=len(children)) as server:
+        server.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4 << 20)
+        for child in children:
+            child.tell(f"stream {server.getsockname()[1]}")
+        socks = [server.accept()[0] for _ in children]
+        began = time.monotonic()
+        threads = [threading.Thread(target=sock.sendall, args=(data.data,)) for sock in socks]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        ended = max(child.answer()["at"] for child in children)
+        for sock in socks:
+            sock.close()
+        return ended - began

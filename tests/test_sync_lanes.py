@@ -1,0 +1,209 @@
+"""What every lane of weight synchronisation must do, run for each of them."""
+
+from __future__ import annotations
+
+import gc
+import os
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from longhaul.sync.engine import Publisher
+from longhaul.sync.protocol import Settings
+from tests.sync_lanes import KINDS, Way, is_whole, receivers, tensors, until, way
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+@pytest.fixture(params=KINDS)
+def lane(request: pytest.FixtureRequest, tmp_path: Path) -> Way:
+    return way(request.param, tmp_path)
+
+
+def test_a_version_comes_bit_by_bit_in_every_dtype(lane: Way) -> None:
+    from tests.test_sync_manifest import arrays
+
+    sent = arrays()
+    with Publisher("run", lanes=[lane.lane()]) as sender, receivers(lane) as (receiver,):
+        sender.publish(5, sent)
+        assert receiver.wait(5, 20), receiver.errors
+        version, held = receiver.latest()
+        assert version == 5 and list(held) == list(sent)
+        for name in sent:
+            assert held[name].dtype == sent[name].dtype and held[name].tobytes() == sent[name].tobytes()
+            assert not held[name].flags.writeable
+        del held
+
+
+def test_versions_come_in_order_and_each_is_whole(lane: Way) -> None:
+    seen: list[int] = []
+    with Publisher("run", lanes=[lane.lane()]) as sender, receivers(lane, on_commit=seen.append) as (receiver,):
+        for version in range(20):
+            assert sender.publish(version, tensors(version))
+            if version % 3 == 0:
+                assert receiver.wait(version, 20), receiver.errors
+                now, held = receiver.latest()
+                assert is_whole(now, held)
+                assert receiver.held.root == receiver.served.manifest.root
+                del held
+        assert receiver.wait(19, 20)
+    assert seen == sorted(set(seen)) and seen[-1] == 19
+
+
+def test_who_comes_late_gets_the_newest(lane: Way) -> None:
+    with Publisher("run", lanes=[lane.lane()]) as sender:
+        for version in (1, 2, 3):
+            sender.publish(version, tensors(version))
+            assert sender.wait(version, 20)
+        with receivers(lane, 2) as late:
+            for receiver in late:
+                assert receiver.wait(3, 20), receiver.errors
+                assert is_whole(*receiver.latest())
+
+
+def test_a_reader_keeps_its_version_while_others_come_and_go(lane: Way) -> None:
+    with Publisher("run", lanes=[lane.lane()]) as sender, receivers(lane) as (receiver,):
+        sender.publish(0, tensors(0))
+        assert receiver.wait(0, 20)
+        _, kept = receiver.latest()
+        for version in range(1, 12):
+            sender.publish(version, tensors(version))
+            assert receiver.wait(version, 20), receiver.errors
+            assert is_whole(0, kept)
+        receiver.close()
+        assert is_whole(0, kept)
+        del kept
+
+
+def test_damage_is_found_and_the_old_version_served(lane: Way, monkeypatch: pytest.MonkeyPatch) -> None:
+    from longhaul.sync import images
+
+    gather = images.gather
+
+    def spoilt(given, planned, image, *rest):  # type: ignore[no-untyped-def]
+        found = gather(given, planned, image, *rest)
+        if given["a"][0] == 2:
+            image[planned[1].offset + 3] ^= 0x10
+        return found
+
+    monkeypatch.setattr(images, "gather", spoilt)
+    settings = Settings(retries=1)
+    with Publisher("run", lanes=[lane.lane()], settings=settings) as sender, receivers(lane) as (receiver,):
+        sender.publish(1, tensors(1))
+        assert receiver.wait(1, 20), receiver.errors
+        sender.publish(2, tensors(2))
+        if lane.answers:
+            until(lambda: sum("damaged: b" in line for line in receiver.errors) >= 2)
+        assert not sender.wait(2, 5)
+        assert any("damaged" in why for _, why in sender.status()["dropped"])
+        assert is_whole(*receiver.latest()) and receiver.latest()[0] == 1
+        assert 2 in sender._cohort.aborted or sender._cohort.committed == 1
+        sender.publish(3, tensors(3))
+        assert receiver.wait(3, 20), receiver.errors  # without a restart
+        assert is_whole(*receiver.latest())
+
+
+def test_a_restarted_trainer_goes_on_in_a_new_epoch(lane: Way) -> None:
+    with receivers(lane) as (receiver,):
+        with Publisher("run", epoch=1, lanes=[lane.lane()]) as sender:
+            sender.publish(9, tensors(9))
+            assert receiver.wait(9, 20), receiver.errors
+        assert is_whole(*receiver.latest())  # it serves on without a sender
+        with Publisher("run", epoch=2, lanes=[lane.lane()]) as sender:
+            sender.publish(4, tensors(4))  # from a checkpoint before
+            until(lambda: receiver.held.epoch == 2)
+            assert receiver.latest()[0] == 4 and is_whole(*receiver.latest())
+
+
+def test_an_older_epoch_and_another_run_change_nothing(lane: Way) -> None:
+    with receivers(lane) as (receiver,):
+        with Publisher("run", epoch=5, lanes=[lane.lane()]) as sender:
+            sender.publish(1, tensors(1))
+            assert receiver.wait(1, 20), receiver.errors
+        for run, epoch in (("run", 4), ("other", 9)):
+            if not lane.answers:  # who writes into a folder is refused at once
+                with pytest.raises(ValueError, match=r"superseded|run run"):
+                    Publisher(run, epoch=epoch, lanes=[lane.lane()])
+                continue
+            with Publisher(run, epoch=epoch, lanes=[lane.lane()]) as sender:
+                sender.publish(8, tensors(8))
+                count = len(receiver.errors)
+                until(lambda: any(run in each or "epoch 4" in each for each in receiver.errors[count:]))  # noqa: B023
+                assert receiver.latest()[0] == 1 and is_whole(*receiver.latest())
+
+
+def test_memory_stays_within_the_budget(lane: Way) -> None:
+    size = 1 << 16
+    image = 4 * size + 64 * 3
+    with (
+        Publisher("run", lanes=[lane.lane()], budget=3 * image) as sender,
+        receivers(lane, 2, budget=2 * image) as both,
+    ):
+        for version in range(30):
+            sender.publish(version, tensors(version, size))
+        for receiver in both:
+            assert receiver.wait(29, 20), receiver.errors
+            assert receiver.peak_bytes <= 2 * image
+        assert sender.peak_bytes <= 3 * image
+
+
+def descriptors() -> int:
+    return len(os.listdir("/proc/self/fd"))
+
+
+@pytest.mark.skipif(not Path("/proc/self/fd").exists(), reason="this system does not list descriptors")
+def test_nothing_is_left_behind(lane: Way) -> None:
+    def once() -> None:
+        with Publisher("run", lanes=[lane.lane()]) as sender, receivers(lane, 3) as three:
+            sender.publish(0, tensors(0))
+            assert all(receiver.wait(0, 20) for receiver in three)
+
+    once()
+    gc.collect()
+    before, threads, names = descriptors(), threading.active_count(), set(os.listdir("/dev/shm"))
+    once()
+    gc.collect()
+    assert (descriptors(), threading.active_count()) == (before, threads)
+    assert set(os.listdir("/dev/shm")) <= names
+
+
+def test_lent_tensors_go_without_waiting(lane: Way) -> None:
+    with Publisher("run", lanes=[lane.lane()]) as sender, receivers(lane) as (receiver,):
+        kept = [tensors(version) for version in range(8)]
+        for version, given in enumerate(kept):
+            assert sender.publish(version, given, lent=True)
+        assert sender.wait(7, 20) and receiver.wait(7, 20)
+        assert is_whole(*receiver.latest())
+        assert np.array_equal(kept[7]["a"], receiver.latest()[1]["a"])
+
+
+OTHER = """
+import sys
+from longhaul.sync.receiver import follow
+with follow([sys.argv[1]], name="other") as receiver:
+    for version in map(int, sys.stdin):
+        assert receiver.wait(version, 30), receiver.errors
+        now, held = receiver.latest()
+        print(now, receiver.held.root.hex(), int(held["a"].min()), int(held["a"].max()), flush=True)
+        del held
+"""
+
+
+def test_a_version_reaches_another_process(lane: Way, tmp_path: Path) -> None:
+    opened = lane.lane()
+    with Publisher("run", lanes=[opened]) as sender:
+        command = [sys.executable, "-c", OTHER, opened.address]
+        with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=ROOT) as other:
+            assert other.stdin is not None and other.stdout is not None
+            for version in range(3):
+                sender.publish(version, tensors(version))
+                other.stdin.write(f"{version}\n")
+                other.stdin.flush()
+                root = sender.status()["root"] if sender.wait(version, 30) else ""
+                assert other.stdout.readline().split() == [str(version), root, str(version), str(version)]
+            other.stdin.close()
+            assert other.wait(30) == 0
