@@ -84,6 +84,7 @@ class Plan(NamedTuple):
 
     updates: int
     entropy: float | None = None  # nats below which a policy of these actions has collapsed
+    longest: int = 0  # updates that the longest episode takes; 0: not known
 
 
 class Reading(NamedTuple):
@@ -309,7 +310,7 @@ def _critic(past: Past) -> Reading | None:
 
 
 def _episodes(past: Past) -> Reading:
-    silent, bound = past.update - past.heard, math.ceil(SILENCE * past.plan.updates)
+    silent, bound = past.update - past.heard, max(math.ceil(SILENCE * past.plan.updates), past.plan.longest)
     since = past.heard + 1
     return Reading(silent, bound, silent > bound, silent == 0, f"no episode ended in {silent} updates", since)
 

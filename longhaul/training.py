@@ -47,7 +47,6 @@ from longhaul.compilation import Ledger
 from longhaul.feed import Feed, Feeding, feed
 from longhaul.folders import alone, save_run, write_json
 from longhaul.folders import load_run as load_run
-from longhaul.health import Plan
 from longhaul.poison import Poisoned
 from longhaul.policies import restore_policy as restore_policy
 from longhaul.provenance import provenance
@@ -307,7 +306,7 @@ def _outlets(
     if run.many:
         apart = telemetry.jsonl(folder / member_records.FILE, member_records.plain)
         single = closed.enter_context(closing(telemetry.patient(apart, console.note)))
-    plan = Plan(assembly.updates, watch.least_entropy(assembly.spec.action))
+    plan = watch.plan(assembly.spec, assembly.updates, run.num_steps)
     health = closed.enter_context(closing(watch.watch(folder, plan, run.health, console.note)))
     mirror = closed.enter_context(tracking.mirror(folder, console.note, lambda: stop.signal is not None))
 

@@ -18,7 +18,7 @@ import numpy as np
 
 from longhaul import telemetry
 from longhaul.health import Bounds, Event, Finding, Plan, Record, Watch
-from longhaul.types import Action, Box, Discrete, MultiDiscrete
+from longhaul.types import Action, Box, Discrete, MultiDiscrete, Spec
 
 FILE = "health.jsonl"
 
@@ -27,6 +27,11 @@ SHARE = 0.02
 
 NATS = 6.0
 """Below a uniform distribution over an action's range, for each of its numbers: a deviation of 0.06 % of the range."""
+
+
+def plan(spec: Spec, updates: int, num_steps: int) -> Plan:
+    """What a run of `updates` updates, of `num_steps` steps each, sets out to do in environments of `spec`."""
+    return Plan(updates, least_entropy(spec.action), math.ceil((spec.max_steps or 0) / num_steps))
 
 
 def least_entropy(action: Action) -> float:

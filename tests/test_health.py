@@ -123,6 +123,13 @@ def test_an_illness_that_passes_is_said_when_it_begins_and_when_it_ends(check: s
     assert ILL + 80 <= finding.until <= ILL + 130
 
 
+@pytest.mark.parametrize(("longest", "late"), [(0, True), (20, True), (60, False)])
+def test_episodes_have_the_time_that_the_longest_takes(longest: int, late: bool) -> None:
+    """None ends in 50 updates: that is silence, but where an episode may take 60."""
+    quiet = curve(lambda update, *_: ILLNESSES["episodes"](update, 0.0, {}) if ILL < update <= ILL + 50 else {})
+    assert bool(health.review(quiet, PLAN._replace(longest=longest), Bounds()).findings()) == late
+
+
 def test_values_that_waver_about_a_bound_begin_one_finding() -> None:
     """Hysteresis: between 0.8 of the bound and the bound nothing begins and nothing ends."""
     wavering = curve(lambda update, *_: {"ppo/approx_kl": 0.065 if update % 20 < 10 else 0.055})

@@ -19,7 +19,7 @@ from longhaul import flags, health, printing, recipes, settings, telemetry, watc
 from longhaul import mesh as meshes
 from longhaul.flags import ALONE, DEBUG, INT, PATH, Flag, FlagError
 from longhaul.folders import find_folder, load_run
-from longhaul.health import Finding, Plan, Reading
+from longhaul.health import Finding, Reading
 from longhaul.provenance import provenance
 from longhaul.run import Run, RunError, agents, from_dict, prepare_devices, resolve, to_dict
 from longhaul.scaling import agreement, checks
@@ -147,7 +147,7 @@ def examine(run: Run, records: Sequence[health.Record]) -> list[Check]:
         return [skipped(check, "no records", "ask again when the run has written some") for check in health.CHECKS]
     last, steps = records[-1], run.num_envs * agents(run) * run.num_steps
     left = max(0, run.total_steps - int(last["agent_steps"])) // steps
-    plan = Plan(int(last["update"]) + left, watch.least_entropy(feeds.spec(run).action))
+    plan = watch.plan(feeds.spec(run), int(last["update"]) + left, run.num_steps)
     seen = health.review(records, plan, run.health)
     findings: dict[str, list[Finding]] = {}
     for finding in seen.findings():
