@@ -44,7 +44,7 @@ TABLE = """
    driving/guides driving/roads driving/extents driving/compile driving/bank
 2  environment rollout
 2  central/credentials central/wire central/lane central/grpc_lane central/shared_lane central/batcher central/places
-   central/crew central/trajectories central/inference central/server central/settings
+   central/crew central/episodes central/trajectories central/inference central/server central/settings
 2  datasets/packing datasets/shards
 2  datasets/womd datasets/womd_scenario datasets/gpudrive datasets/scenarionet datasets/argoverse
 2  driving/bodies driving/flow driving/generator
@@ -83,7 +83,7 @@ NO_JAX = (
     *("forms", "vectors", "gang", "processes", "cluster", "membership", "envs/gym_export"),
     *(f"envs/{name}" for name in ("host", "host_spaces", "host_gymnasium", "host_numpy", "host_torch", "batched")),
     *(f"central/{name}" for name in ("wire", "credentials", "lane", "grpc_lane", "shared_lane", "batcher", "places")),
-    *("central/crew", "central/client", "central/far", "central/settings"),
+    *("central/crew", "central/episodes", "central/client", "central/far", "central/settings"),
     *(f"driving/{name}" for name in ("scenario", "compile", "generator", "roads", "lanes", "bank")),
 )
 """Files that start fast and run in worker processes: NumPy only, transitively."""
