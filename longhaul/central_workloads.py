@@ -44,16 +44,16 @@ def central(env: str, actors: int, worlds: int, slots: int, lane: str, num_steps
             devices=1,
         )
     )  # fmt: skip
-    prepare_devices(1, made.threads)
+    prepare_devices(1, made.threads, True)
     source = feed(made)
     context = Feeding(source).now.context
     assembly = assemble(made, source.within, context)
     began = time.perf_counter()
     progress = assembly.start(made.seed, context)
-    prepared = serving.prepare(made, assembly, progress)
+    served = serving.serves(made, assembly, progress)
     policy = serving.central.local(jax.jit(assembly.algorithm.policy)(progress.state))
     compiled = time.perf_counter() - began
-    server, processes = serving.opened(made, prepared, 0, ExitStack(), lambda line: print(line, file=sys.stderr))
+    server, processes = serving.opened(made, served, 0, ExitStack(), lambda line: print(line, file=sys.stderr))
     server.acts_with(policy)
 
     def work(_: Any) -> dict[str, float]:

@@ -333,11 +333,15 @@ def _default_threads(devices: int) -> int:
     return 1 if devices == 1 else max(cores(), devices)
 
 
-def prepare_devices(devices: int, threads: int | None = None) -> None:
+def prepare_devices(devices: int, threads: int | None = None, inline: bool = False) -> None:
     """Makes the CPU show `devices` devices, with `threads` in all. Call it before JAX runs; then it changes nothing.
 
-    They are those of both axes of the mesh; of several processes each has an equal part of both.
+    They are those of both axes of the mesh; of several processes each has an equal part of both. `inline`: the CPU's
+    programs run in the thread that calls them: where small ones follow on each other, handing each to a thread of JAX's
+    and waiting for it costs as much as what it computes.
     """
+    if inline:
+        jax.config.update("jax_cpu_enable_async_dispatch", False)
     processes, all_devices = hosts.count(), devices
     if devices % processes:
         raise RunError(

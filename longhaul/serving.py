@@ -29,14 +29,20 @@ from longhaul.types import Metrics, Progress
 from longhaul.vectors import Description
 
 
-class Prepared(NamedTuple):
-    """A run's learner and policy, compiled, and what holds its trajectories."""
+class Serving(NamedTuple):
+    """A run's policy, compiled, and what holds its trajectories."""
 
-    program: central.Program
     inference: Inference
     places: Places
     store: Trajectories
     codec: Codec
+
+
+class Prepared(NamedTuple):
+    """A run's learner, compiled, and what serves its actors."""
+
+    program: central.Program
+    serving: Serving
 
 
 def description(run: Run) -> Description:
@@ -60,6 +66,13 @@ def _layout(run: Run, groups: int) -> wire.Layout:
 
 def prepare(run: Run, assembly: Assembly, progress: Progress) -> Prepared:
     """Compiles what a run like `progress` needs."""
+    serving = serves(run, assembly, progress)
+    data = serving.store.batch(serving.places.version)[0]
+    return Prepared(central.compiled(assembly.algorithm, data, progress, assembly.mesh), serving)
+
+
+def serves(run: Run, assembly: Assembly, progress: Progress) -> Serving:
+    """The same without a learner."""
     if run.acting.actor_kind == "ray":
         membership.check(run.acting.ray_address, membership.ACTORS)
     assert run.acting.actors is not None
@@ -77,12 +90,11 @@ def prepare(run: Run, assembly: Assembly, progress: Progress) -> Prepared:
         inference.shapes, rooms=places.rooms, steps=run.num_steps, places=groups, columns=columns,
         interval=assembly.spec.truncation_interval,
     )  # fmt: skip
-    program = central.compiled(algorithm, store.batch(places.version)[0], progress, assembly.mesh)
-    return Prepared(program, inference, places, store, codec)
+    return Serving(inference, places, store, codec)
 
 
 def opened(
-    run: Run, prepared: Prepared, begun: int, closed: ExitStack, note: Callable[[str], None]
+    run: Run, serving: Serving, begun: int, closed: ExitStack, note: Callable[[str], None]
 ) -> tuple[Server, Callable[[], list[int | None]]]:
     """A server with its actors, until `closed`; and a function that tells the processes that were begun.
 
@@ -99,15 +111,15 @@ def opened(
     if on_ray:
         closed.enter_context(membership.joined(run.acting.ray_address, membership.ACTORS))
     at = _found(run)
-    lane = closed.enter_context(closing(_lane(run, prepared.codec, seeds, at)))
+    lane = closed.enter_context(closing(_lane(run, serving.codec, seeds, at)))
     crew = None
     if on_ray or run.central.bind is None:
-        crew = closed.enter_context(closing(_crew(run, prepared.codec, lane, at)))
+        crew = closed.enter_context(closing(_crew(run, serving.codec, lane, at)))
     elif isinstance(lane, GrpcLane):
         note(f"waits for {run.acting.actors} actors: {_command(run, lane.address)}")
     server = Server(
-        lane, prepared.inference, prepared.places, prepared.store, slots=slots,
-        scores=prepared.codec.layout.scores, crew=crew, note=note,
+        lane, serving.inference, serving.places, serving.store, slots=slots,
+        scores=serving.codec.layout.scores, crew=crew, note=note,
     )  # fmt: skip
     return server, lambda: [] if crew is None else crew.ids()
 
@@ -118,7 +130,7 @@ def calls(
     """All updates that are left, as `fused.fused` has them. Close it: then neither server nor actor is left."""
     policy = central.local(jax.jit(assembly.algorithm.policy)(progress.state))
     with ExitStack() as closed:
-        server, _ = opened(run, prepared, int(progress.updates), closed, note)
+        server, _ = opened(run, prepared.serving, int(progress.updates), closed, note)
         yield from central.central(prepared.program, server, progress, policy, updates=assembly.updates)
 
 

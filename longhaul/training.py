@@ -111,7 +111,8 @@ def _train(
         _say(f"run {folder.name} is done already")
         result: dict[str, Any] = json.loads((folder / "result.json").read_text())
         return result
-    prepare_devices(run.all_devices, run.threads)
+    # The other topologies wait for each program at once, or in a thread of their own.
+    prepare_devices(run.all_devices, run.threads, run.topology != "fused" and run.all_devices == 1)
     saving = Checkpoints(folder / "checkpoints", keep=run.keep, every=run.keep_every, turn=turn)
     with closing(saving) as checkpoints, ExitStack() as closed:
         clock = Clock(closed.enter_context(closing(Ledger())))

@@ -194,6 +194,11 @@ def test_the_numpy_cartpole_steps_as_gymnasiums_and_its_starts_know_no_history()
     fresh = batched.cartpole(5)
     fresh.reset(3)
     assert np.array_equal(fresh.restart(np.ones(5, bool))[[1, 4]], late[[1, 4]])
+    for _ in range(batched.AHEAD):  # past those that are drawn at once
+        late = ours.restart(np.ones(5, bool))
+    for world, episode in enumerate(batched.AHEAD + np.array([0, 1, 0, 0, 1])):
+        start = batched.START * (2.0 * batched.uniform(3, np.array([world]), np.array([episode]), 4) - 1.0)
+        assert np.array_equal(late[world], start[0].astype(np.float32))
     drawn = batched.uniform(1, np.arange(20_000), np.zeros(20_000, np.int64), 4)
     assert abs(drawn.mean() - 0.5) < 0.005
     assert abs(drawn.var() - 1 / 12) < 0.002

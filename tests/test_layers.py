@@ -37,7 +37,7 @@ TABLE = """
    hosts shuffle provenance footprint membership
    actors/tickets actors/memory actors/doorbell actors/lane actors/desk actors/worker actors/far actors/crew
    actors/settings actors/slots
-1  vectors
+1  vectors central/credentials
 1  priorities replay
 1  sync/manifest sync/images sync/protocol sync/wire sync/files
 1  datasets/projection
@@ -46,8 +46,8 @@ TABLE = """
 1  driving/scenario driving/codes driving/tiles driving/polylines driving/edges driving/lanes driving/routes
    driving/guides driving/roads driving/extents driving/compile driving/bank
 2  environment rollout
-2  central/credentials central/wire central/lane central/grpc_lane central/shared_lane central/batcher central/places
-   central/crew central/trajectories central/inference central/server central/settings
+2  central/wire central/lane central/grpc_lane central/shared_lane central/batcher central/places
+   central/crew central/episodes central/trajectories central/inference central/server central/settings
 2  sync/buffers sync/lanes/base sync/lanes/sockets sync/lanes/shared sync/lanes/tcp sync/lanes/folder
    sync/lanes/__init__ sync/engine sync/receiver sync/geometry sync/probe
 2  datasets/packing datasets/shards
@@ -92,7 +92,7 @@ NO_JAX = (
     *(f"central/{name}" for name in ("wire", "credentials", "lane", "grpc_lane", "shared_lane", "batcher", "places")),
     *(f"sync/{name}" for name in ("manifest", "images", "protocol", "wire", "files", "buffers", "lanes/*")),
     *(f"sync/{name}" for name in ("engine", "receiver", "geometry", "probe")),
-    *("central/crew", "central/client", "central/far", "central/settings"),
+    *("central/crew", "central/episodes", "central/client", "central/far", "central/settings"),
     *(f"driving/{name}" for name in ("scenario", "compile", "generator", "roads", "lanes", "bank")),
 )
 """Files that start fast and run in worker processes: NumPy only, transitively."""

@@ -96,10 +96,8 @@ class ProcessHand:
 
     def __init__(self, about: Description) -> None:
         ends = (about.memory, about.hears, about.rings)
-        # JAX's choice of platform and threads is this process's; an actor computes on the CPU, with one thread.
-        variables = os.environ | {"JAX_PLATFORMS": "cpu", "NPROC": "1", "OPENBLAS_NUM_THREADS": "1"}
         command = [sys.executable, "-m", "longhaul.actors.worker"]
-        self._process = subprocess.Popen(command, stdin=subprocess.PIPE, pass_fds=ends, env=variables)
+        self._process = subprocess.Popen(command, stdin=subprocess.PIPE, pass_fds=ends, env=os.environ | worker.FEW)
         assert self._process.stdin is not None
         try:
             with self._process.stdin as pipe:

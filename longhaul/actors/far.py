@@ -23,13 +23,10 @@ from longhaul.actors import worker
 from longhaul.actors.desk import Desk
 from longhaul.actors.doorbell import Bell
 from longhaul.actors.tickets import Ticket
-from longhaul.actors.worker import Collect, Leaves
+from longhaul.actors.worker import FEW, Collect, Leaves
 
 LOOK = 0.1
 """Seconds between two looks whether an actor that is waited for was given up."""
-
-FEW = {"JAX_PLATFORMS": "cpu", "NPROC": "1", "OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1"}
-"""An actor computes on the CPU, with one thread."""
 
 
 class Lost(Exception):

@@ -25,6 +25,13 @@ from longhaul.actors.tickets import Ticket
 BEAT = 0.5
 """Seconds between two signs of life of an actor that waits."""
 
+FEW = {
+    "JAX_PLATFORMS": "cpu", "NPROC": "1", "OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1",
+    "JAX_CPU_ENABLE_ASYNC_DISPATCH": "false",
+}  # fmt: skip
+"""The environment of an actor's process, whatever the learner's says: it computes on the CPU, with one thread, in which
+JAX's programs run, too (`run.prepare_devices` says why)."""
+
 Leaves = Sequence[Any]
 """Arrays, NumPy's or what NumPy can read without a copy."""
 

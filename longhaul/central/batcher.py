@@ -43,11 +43,12 @@ def decide(rule: Rule, waiting: Mapping[int, float], owing: Collection[int], now
 
 
 def buckets(groups: int, *, fixed: bool) -> tuple[int, ...]:
-    """The sizes of batches, in groups: powers of 2 up to all of them; `fixed`: all of them alone."""
+    """The sizes of batches, in groups: 1, 2, 3, 4, 6, 8, 12 ... up to all of them, so that a third of one may be filled
+    up at most; `fixed`: all of them alone."""
     if fixed:
         return (groups,)
-    sizes = {1 << i for i in range(groups.bit_length()) if 1 << i < groups}
-    return (*sorted(sizes), groups)
+    powers = [1 << i for i in range(groups.bit_length())]
+    return (*sorted({size for size in (*powers, *(3 * power for power in powers)) if size < groups}), groups)
 
 
 def bucket(sizes: tuple[int, ...], count: int) -> int:

@@ -15,6 +15,8 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, Protocol
 
+from longhaul.actors.worker import FEW
+
 BACK_OFF, LONGEST = 0.1, 10.0
 """Seconds before an actor is begun again: the first, doubled with each failure in a row, at most the last."""
 
@@ -53,11 +55,9 @@ class Process:
     """An actor in a process of this machine."""
 
     def __init__(self, actor: int, orders: Orders) -> None:
-        # An actor computes on the CPU, with one thread; it inherits our choice of nothing else.
-        few = {"JAX_PLATFORMS": "cpu", "NPROC": "1", "OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1"}
         self._process = process = subprocess.Popen(
             [sys.executable, "-m", "longhaul.central.client"], stdin=subprocess.PIPE, pass_fds=orders.descriptors,
-            env=os.environ | few,
+            env=os.environ | FEW,
         )  # fmt: skip
         for descriptor in orders.descriptors:
             os.close(descriptor)

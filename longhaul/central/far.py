@@ -16,15 +16,13 @@ from collections.abc import Callable
 from typing import Any
 
 from longhaul import membership
+from longhaul.actors.worker import FEW
 from longhaul.central import client
 from longhaul.central.credentials import Credentials, is_loopback, self_signed, split
 from longhaul.central.crew import Orders
 from longhaul.central.grpc_lane import GrpcLine
 from longhaul.central.wire import WireError
 from longhaul.vectors import Description
-
-FEW = {"JAX_PLATFORMS": "cpu", "NPROC": "1", "OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1"}
-"""An actor computes on the CPU, with one thread."""
 
 STARTING = 600.0
 """Seconds that a cluster may take to find a place for an actor."""

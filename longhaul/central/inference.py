@@ -32,6 +32,14 @@ class Inferred(NamedTuple):
     memory: list[np.ndarray]  # before the step; [] where there is none
 
 
+class _Stage(NamedTuple):
+    """What the program takes of a batch of n groups, beside what it always takes."""
+
+    about: np.ndarray  # int32 [n, 4]
+    begins: np.ndarray | None  # bool [n, C]: memory is put back; None where there is none
+    leaves: list[np.ndarray]  # [n x C, ...]: of the observations
+
+
 class Inference:
     """`groups` groups of `columns` environments each, of which any number is inferred at once."""
 
@@ -43,26 +51,32 @@ class Inference:
         every row is rounded alike, whoever else is there."""
         self.columns, self.sizes, self._fixed = columns, batcher.buckets(groups, fixed=fixed), fixed
         self._memory = memory(groups * columns)
-        self._act, self._initial = act, memory
-        self._key = np.asarray(jax.random.key_data(key))
+        self.remembers = bool(jax.tree.leaves(self._memory))
+        self._act, self._initial, self._absent = act, memory, groups
+        self._key = jnp.asarray(jax.random.key_data(key))
         self._program = jax.jit(self._infer, donate_argnums=1)
-        leaves, self._structure = jax.tree.leaves(observation), jax.tree.structure(observation)
-        self._stages = {
-            n: [np.zeros((n * columns, *leaf.shape), leaf.dtype) for leaf in leaves] for n in self.sizes
-        }  # fmt: skip
-        self._absent = groups
-        for size, stage in self._stages.items():
-            nobody = np.full((size, 4), groups, np.int32), np.zeros((size, columns), bool)
-            *found, self._memory = self._program(
-                policy, self._memory, self._key, *nobody, jax.tree.unflatten(self._structure, stage)
-            )  # fmt: skip
+        self._form = jax.tree.structure(observation)
+        self._stages = {size: self._stage(size, jax.tree.leaves(observation)) for size in self.sizes}
+        for stage in self._stages.values():
+            *found, self._memory = self._program(policy, self._memory, self._key, *stage)
         action, extras, before = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), found)
         self.shapes = Shapes(observation, action, extras, before)  # of one column
 
+    def _stage(self, size: int, leaves: list[Any]) -> _Stage:
+        """Memory for what is said of a batch, and for what its groups see."""
+        c = self.columns
+        begins = np.zeros((size, c), bool) if self.remembers else None
+        return _Stage(
+            np.full((size, 4), self._absent, np.int32), begins,
+            [np.zeros((size * c, *leaf.shape), leaf.dtype) for leaf in leaves],
+        )  # fmt: skip
+
     def _infer(
-        self, policy: Params, memory: PyTree, key: jax.Array, about: jax.Array, begins: jax.Array, observation: PyTree
-    ) -> tuple[jax.Array, PyTree, PyTree, PyTree]:
+        self, policy: Params, memory: PyTree, key: jax.Array, about: jax.Array, begins: jax.Array | None,
+        leaves: list[jax.Array],
+    ) -> tuple[jax.Array, PyTree, PyTree, PyTree]:  # fmt: skip
         """-> action, extras, memory before the step [n x C, ...], and that of all environments after it."""
+        observation = jax.tree.unflatten(self._form, leaves)
         column = jnp.arange(self.columns)[None]
         mine = (about[:, GROUP, None] * self.columns + column).ravel()
         keys = _fold(_fold(key, about[:, BATCH]), about[:, STEP])
@@ -71,7 +85,10 @@ class Inference:
         with jax.named_scope(INFERENCE):
             fresh = self._initial(mine.size)
             found = jax.tree.map(lambda leaf: leaf.at[mine].get(mode="clip"), memory)
-            before = jax.tree.map(lambda new, old: jnp.where(_like(begins.ravel(), old), new, old), fresh, found)
+            before = found
+            if begins is not None:
+                anew = begins.ravel()
+                before = jax.tree.map(lambda new, old: jnp.where(_like(anew, old), new, old), fresh, found)
 
             def one(memory: PyTree, observation: PyTree, key: Key) -> Any:
                 held, seen = jax.tree.map(lambda leaf: leaf[None], (memory, observation))
@@ -88,22 +105,25 @@ class Inference:
         """`about` int32 [n, 4]; `begins` bool [n, C]: memory is put back; `leaves`: the observations of each group."""
         n, c = len(about), self.columns
         size = batcher.bucket(self.sizes, n)
+        stage = self._stages[size]
         # Where there is one size, each group has rows of its own: how a row is rounded may depend on where it lies.
         rows = about[:, GROUP] if self._fixed else np.arange(n)
-        full, starts = np.zeros((size, 4), np.int32), np.zeros((size, c), bool)
-        full[:, GROUP] = self._absent
-        full[rows], starts[rows] = about, begins
-        stage = self._stages[size]
+        if n < size:
+            stage.about[:, GROUP] = self._absent
+        stage.about[rows] = about
+        if stage.begins is not None:
+            stage.begins[:] = False
+            stage.begins[rows] = begins
         for row, group in zip(rows.tolist(), leaves, strict=True):
-            for into, leaf in zip(stage, group, strict=True):
+            for into, leaf in zip(stage.leaves, group, strict=True):
                 into[row * c : (row + 1) * c] = leaf
-        action, extras, before, self._memory = self._program(
-            policy, self._memory, self._key, full, starts, jax.tree.unflatten(self._structure, stage)
-        )
-        picked = (rows[:, None] * c + np.arange(c)).ravel() if self._fixed else slice(n * c)
+        action, extras, before, self._memory = self._program(policy, self._memory, self._key, *stage)
         # Waits, so that the stage may be written again.
-        parts = ([np.asarray(x)[picked] for x in jax.tree.leaves(tree)] for tree in (action, extras, before))
-        (acted,), drawn, memory = parts
+        found = [np.asarray(action)], *([np.asarray(x) for x in jax.tree.leaves(tree)] for tree in (extras, before))
+        if n < size:
+            picked = (rows[:, None] * c + np.arange(c)).ravel() if self._fixed else slice(n * c)
+            found = tuple([leaf[picked] for leaf in part] for part in found)
+        (acted,), drawn, memory = found
         return Inferred(acted, drawn, memory)
 
 

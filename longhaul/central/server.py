@@ -15,7 +15,8 @@ from typing import NamedTuple, Protocol
 
 import numpy as np
 
-from longhaul.central import batcher
+from longhaul.central import batcher, episodes
+from longhaul.central.episodes import Running
 from longhaul.central.inference import Inference
 from longhaul.central.lane import Answer, Arrival, Lane, Lost
 from longhaul.central.places import Place, Places
@@ -43,6 +44,9 @@ class Crew(Protocol):
         """Ends an actor's process for good, if there is one; another one follows."""
 
 
+NOBODY = episodes.fresh(0)
+
+
 class _Group:
     """One group of environments."""
 
@@ -53,7 +57,8 @@ class _Group:
         self.step: Block | None = None  # what it waits with for an answer
         self.owes: float | None = None  # since when it is to send a step
         self.longest = 0.0  # seconds between an answer and its step
-        self.sums: Sums = {}  # of the episodes that ended in its trajectory
+        self.sums: Sums = {}  # of what episodes that ended in its trajectory scored
+        self.running: Running = NOBODY  # at the beginning of its trajectory
 
 
 class Meter(NamedTuple):
@@ -88,8 +93,6 @@ class Server:
         self._waiting: dict[int, float] = {}
         self._held: list[int] = []  # for the learner
         self._begins = np.ones((n, self._c), bool)  # memory is put back before the next action
-        self._return = np.zeros((n, self._c), np.float32)
-        self._length = np.zeros((n, self._c), np.int32)
         self._looked = 0.0
         self._policy: Params = None
         self.version = places.version
@@ -171,9 +174,8 @@ class Server:
         if event.first:
             self._drop(event.group)
             group.life = event.life
+            group.running = episodes.fresh(self._c)
             self._begins[event.group] = True
-            self._return[event.group] = 0.0
-            self._length[event.group] = 0
         else:
             if group.owes is not None:
                 group.longest = max(group.longest, time.monotonic() - group.owes)
@@ -187,41 +189,31 @@ class Server:
     def _led_to(self, g: int, group: _Group, step: Block) -> None:
         assert group.place is not None
         self._store.led_to(*group.place, group.t, step)
-        self._count(g, group, step)
+        if self._inference.remembers:
+            np.logical_not(step.flags[2], out=self._begins[g])
+            self._begins[g, step.columns] = True
+        if self._scores and len(step.columns):
+            self._score(group.sums, step)
         group.t += 1
         if group.t == self._store.steps:
-            self._places.fill(g)
-            self._store.filled(*group.place, step.observation, group.sums)
-            group.place, group.sums = None, {}
+            self._fill(g, group, step)
 
-    def _count(self, g: int, group: _Group, step: Block) -> None:
-        """Returns and lengths of episodes; what ended is remembered no more."""
-        valid = step.flags[2]
-        begins = self._begins[g]
-        if valid.all():
-            self._return[g] += step.reward
-            self._length[g] += 1
-            begins[:] = False
-        else:
-            self._return[g] += np.where(valid, step.reward, 0.0)
-            self._length[g] += valid
-            np.logical_not(valid, out=begins)
-        ended = step.columns
-        if not len(ended):
-            return
-
-        def add(name: str, value: float) -> None:
-            group.sums[name] = group.sums.get(name, 0.0) + float(value)
-
-        add("episodes", len(ended))
-        add("episode/return", self._return[g, ended].sum())
-        add("episode/length", self._length[g, ended].sum())
+    def _score(self, sums: Sums, step: Block) -> None:
+        """What the environment says of the episodes that ended."""
         for name, value, known in zip(self._scores, step.scores, step.known, strict=True):
-            add(f"episode/{name}", value[known].sum())
-            add(f"episodes/{name}", known.sum())
-        self._return[g, ended] = 0.0
-        self._length[g, ended] = 0
-        begins[ended] = True
+            for key, found in ((f"episode/{name}", value[known].sum()), (f"episodes/{name}", known.sum())):
+                sums[key] = sums.get(key, 0.0) + float(found)
+
+    def _fill(self, g: int, group: _Group, step: Block) -> None:
+        """A group's trajectory is whole; what ended in it is counted."""
+        assert group.place is not None
+        self._places.fill(g)
+        reward, (terminated, truncated, valid) = self._store.filled(*group.place, step.observation)
+        ended, group.running = episodes.count(group.running, reward, terminated | truncated, valid)
+        if ended.episodes:
+            told = {"episodes": ended.episodes, "episode/return": ended.earned, "episode/length": ended.length}
+            self._store.told(group.place.batch, group.sums | told)
+        group.place, group.sums = None, {}
 
     def _release(self) -> None:
         """Who waited for a place may have one now."""
@@ -244,21 +236,20 @@ class Server:
         began = time.perf_counter()
         take = tuple(sorted(take))
         groups = [self._groups[g] for g in take]
-        about = np.empty((len(take), 4), np.int32)
-        for row, g, group in zip(about, take, groups, strict=True):
-            assert group.place is not None
-            row[:] = g, group.place.number, group.place.batch, group.t
-        seen = [group.step.observation for group in groups if group.step is not None]
-        found = self._inference.run(self._policy, about, self._begins[list(take)], seen)
+        about, seen = [], []
+        for g, group in zip(take, groups, strict=True):
+            assert group.place is not None and group.step is not None
+            about.append((g, group.place.number, group.place.batch, group.t))
+            seen.append(group.step.observation)
+        found = self._inference.run(self._policy, np.array(about, np.int32), self._begins[list(take)], seen)
         answers = []
         now, c = time.monotonic(), self._c
         for i, (g, group, observation) in enumerate(zip(take, groups, seen, strict=True)):
             assert group.place is not None
             rows = slice(i * c, (i + 1) * c)
             action = found.action[rows]
-            self._store.acted(
-                *group.place, group.t, observation, action, [leaf[rows] for leaf in found.extras], self.version
-            )
+            drawn = [leaf[rows] for leaf in found.extras]
+            self._store.acted(*group.place, group.t, observation, action, drawn, self.version)
             if group.t == 0:
                 self._store.remembered(*group.place, [leaf[rows] for leaf in found.memory])
             answers.append(Answer(g, group.life, action))

@@ -104,26 +104,36 @@ class Trajectories:
         room, span = self.rooms[number], self._span(place)
         room.reward[t, span] = step.reward
         room.flags[:, t, span] = step.flags
-        if len(step.columns):
-            # A step that did both is an end: its value is zero, and it needs no successor.
-            room.flags[1, t, span] &= ~step.flags[0]
-            cut = room.flags[1, t, span][step.columns].nonzero()[0]
-            if len(cut):
-                columns = step.columns[cut] + span.start
-                used = self._used[number, columns]
-                if (used >= self._slots).any():
-                    raise Overrun(f"a column was truncated {self._slots + 1} times in {self.steps} steps")
-                for into, leaf in zip(room.cut, step.final, strict=True):
-                    into[used, columns] = leaf[cut]
-                self._used[number, columns] += 1
-        if not step.flags[2].all():
-            room.flags[:2, t, span] &= step.flags[2]
+        ended = step.columns
+        if not len(ended):
+            return
+        # A step that did both is an end: its value is zero, and it needs no successor.
+        terminated, truncated = step.flags[:2, ended]
+        cut = truncated & ~terminated
+        if not cut.any():
+            return
+        columns = ended[cut] + span.start
+        used = self._used[number, columns]
+        if (used >= self._slots).any():
+            raise Overrun(f"a column was truncated {self._slots + 1} times in {self.steps} steps")
+        for into, leaf in zip(room.cut, step.final, strict=True):
+            into[used, columns] = leaf[cut]
+        self._used[number, columns] += 1
 
-    def filled(self, batch: int, place: int, last: Sequence[np.ndarray], sums: Sums) -> None:
-        """A place is full; `last` is what its last step led to, `sums` are of the episodes that ended meanwhile."""
-        room = self.rooms[batch % len(self.rooms)]
+    def filled(self, batch: int, place: int, last: Sequence[np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
+        """A place is full; `last` is what its last step led to. -> reward [T, C]; flags [3, T, C], which agree now:
+        nothing ends that is not valid, nor in both ways."""
+        room, span = self.rooms[batch % len(self.rooms)], self._span(place)
         for into, leaf in zip(room.last, last, strict=True):
-            into[self._span(place)] = leaf
+            into[span] = leaf
+        flags = room.flags[:, :, span]
+        flags[:2] &= flags[2]
+        flags[1] &= ~flags[0]
+        return room.reward[:, span], flags
+
+    def told(self, batch: int, sums: Sums) -> None:
+        """Of the episodes that ended in a place that is full."""
+        room = self.rooms[batch % len(self.rooms)]
         for name, value in sums.items():
             room.sums[name] = room.sums.get(name, 0.0) + value
 

@@ -215,7 +215,7 @@ def _padded(size: int) -> int:
 def check_block(step: Block, *, first: bool) -> None:
     """Raises WireError where a step contradicts itself. `first`: it begins a life, and ends nothing."""
     # As bytes: a bool that is neither 0 nor 1 is no bool, and NumPy does not look.
-    if step.flags.view(np.uint8).max(initial=0) > 1 or step.known.view(np.uint8).max(initial=0) > 1:
+    if step.flags.view(np.uint8).max(initial=0) > 1 or (step.known.size and step.known.view(np.uint8).max() > 1):
         raise WireError("a flag is neither 0 nor 1")
     if first:
         if len(step.columns):
@@ -223,9 +223,10 @@ def check_block(step: Block, *, first: bool) -> None:
         return
     terminated, truncated, valid = step.flags
     ended = ((terminated | truncated) & valid).nonzero()[0]
-    if len(ended) != len(step.columns) or (ended != step.columns).any():
+    if ended.astype(np.int32).tobytes() != step.columns.tobytes():
         raise WireError(f"{len(ended)} episodes ended, and {len(step.columns)} final observations are of others")
-    if not np.isfinite(step.reward).all():
+    # One number that tells of all; it may overflow where no reward is at fault.
+    if not math.isfinite(step.reward.dot(step.reward)) and not np.isfinite(step.reward).all():
         raise WireError("a reward is not finite")
 
 

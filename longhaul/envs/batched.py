@@ -16,6 +16,7 @@ from longhaul.vectors import HostSpec
 GRAVITY, CART_MASS, POLE_MASS, POLE_HALF, PUSH, DT = 9.8, 1.0, 0.1, 0.5, 10.0, 0.02
 TRACK, TILT = 2.4, math.radians(12.0)
 START = 0.05  # the bound of a fresh episode's numbers
+PUSHES = np.array([-PUSH, PUSH])  # by action
 
 
 def _mix(x: np.ndarray) -> np.ndarray:
@@ -36,8 +37,16 @@ def uniform(seed: int, world: np.ndarray, episode: np.ndarray, size: int) -> np.
     return (bits >> np.uint64(11)).astype(np.float64) * 2.0**-53
 
 
+AHEAD = 16
+"""Episodes whose starts are drawn at once: one draw for many worlds and episodes costs little more than one for one."""
+
+
 class CartPole:
-    """W poles on carts; an `envs.host_numpy.Batched`."""
+    """W poles on carts; an `envs.host_numpy.Batched`.
+
+    With a few hundred worlds NumPy's calls cost more than what they compute, so there are few of them: numbers of one
+    kind lie beside each other, [4, W], and results go to memory that is there.
+    """
 
     def __init__(self, worlds: int, max_steps: int = 500) -> None:
         if max_steps < 1:
@@ -45,17 +54,34 @@ class CartPole:
         leaf = Leaf((4,), np.dtype(np.float32))
         self.spec = HostSpec(leaf, Discrete(2), truncation_interval=max_steps, max_steps=max_steps)
         self._limit, self._worlds, self._seed = max_steps, np.arange(worlds), 0
-        self._physics = np.zeros((worlds, 4))
+        self._physics = np.zeros((4, worlds))  # position, its speed, angle, its speed
         self._steps, self._episode = np.zeros(worlds, np.int64), np.zeros(worlds, np.int64)
+        self._starts, self._first = np.zeros((worlds, 0, 4)), self._episode  # of episodes from `first` on
+        self._reward = np.ones(worlds, np.float32)
+        self._change, self._scratch = np.zeros((4, worlds)), np.zeros((5, worlds))
 
     def _start(self, which: np.ndarray) -> Tree:
-        drawn = uniform(self._seed, self._worlds[which], self._episode[which], 4)
-        self._physics[which] = START * (2.0 * drawn - 1.0)
-        self._steps[which] = 0
-        return self._physics.astype(np.float32)
+        worlds = which.nonzero()[0]
+        ahead = self._episode[worlds] - self._first[worlds]
+        if not self._starts.shape[1] or ahead.max(initial=0) >= AHEAD:
+            self._draw()
+            ahead[:] = 0
+        self._physics[:, worlds] = self._starts[worlds, ahead].T
+        self._steps[worlds] = 0
+        return self._observed()
+
+    def _draw(self) -> None:
+        """The starts of every world's episode and of those that follow."""
+        worlds, self._first = len(self._worlds), self._episode.copy()
+        episodes = self._first[:, None] + np.arange(AHEAD)
+        drawn = uniform(self._seed, np.repeat(self._worlds, AHEAD), episodes.ravel(), 4)
+        self._starts = (START * (2.0 * drawn - 1.0)).reshape(worlds, AHEAD, 4)
+
+    def _observed(self) -> np.ndarray:
+        return self._physics.astype(np.float32).T
 
     def reset(self, seed: int) -> Tree:
-        self._seed = seed
+        self._seed, self._starts = seed, self._starts[:, :0]
         self._episode[:] = 0
         return self._start(np.ones(len(self._worlds), bool))
 
@@ -64,33 +90,57 @@ class CartPole:
         return self._start(which)
 
     def step(self, action: np.ndarray) -> tuple[Tree, np.ndarray, np.ndarray, np.ndarray]:
-        x, speed, angle, spin = self._physics.T
-        cos, sin = np.cos(angle), np.sin(angle)
+        x, speed, angle, spin = self._physics
+        cos, sin, thrust, leaning, below = self._scratch
+        rates = self._change  # of the four numbers
+        _, speed_up, _, spin_up = rates
         total = CART_MASS + POLE_MASS
-        thrust = (np.where(action == 1, PUSH, -PUSH) + POLE_MASS * POLE_HALF * spin**2 * sin) / total
-        spin_up = (GRAVITY * sin - cos * thrust) / (POLE_HALF * (4.0 / 3.0 - POLE_MASS * cos**2 / total))
-        speed_up = thrust - POLE_MASS * POLE_HALF * spin_up * cos / total
-        change = np.stack([speed, speed_up, spin, spin_up], axis=1)
-        self._physics = self._physics + DT * change
+        np.cos(angle, out=cos)
+        np.sin(angle, out=sin)
+        # thrust = (push + m l spin^2 sin) / total
+        np.multiply(spin, spin, out=thrust)
+        thrust *= POLE_MASS * POLE_HALF
+        thrust *= sin
+        thrust += PUSHES.take(action)
+        thrust /= total
+        # spin_up = (g sin - cos thrust) / (l (4/3 - m cos^2 / total))
+        np.multiply(sin, GRAVITY, out=spin_up)
+        np.multiply(cos, thrust, out=leaning)
+        spin_up -= leaning
+        np.multiply(cos, cos, out=below)
+        below *= -POLE_MASS * POLE_HALF / total
+        below += POLE_HALF * 4.0 / 3.0
+        spin_up /= below
+        # speed_up = thrust - m l spin_up cos / total
+        np.multiply(spin_up, cos, out=speed_up)
+        speed_up *= -POLE_MASS * POLE_HALF / total
+        speed_up += thrust
+        rates[0], rates[2] = speed, spin
+        rates *= DT
+        self._physics += rates
         self._steps += 1
-        x, angle = self._physics[:, 0], self._physics[:, 2]
-        terminated = (np.abs(x) > TRACK) | (np.abs(angle) > TILT)
-        truncated = (self._steps >= self._limit) & ~terminated
-        return self._physics.astype(np.float32), np.ones(len(x), np.float32), terminated, truncated
+        np.abs(x, out=cos)
+        np.abs(angle, out=sin)
+        terminated = cos > TRACK
+        terminated |= sin > TILT
+        truncated = self._steps >= self._limit
+        truncated &= ~terminated
+        return self._observed(), self._reward, terminated, truncated
 
     def state(self) -> Tree:
         return {
-            "physics": self._physics.copy(),
+            "physics": self._physics.T.copy(),
             "steps": self._steps.copy(),
             "episode": self._episode.copy(),
             "seed": np.int64(self._seed),
         }
 
     def restore(self, state: Tree) -> None:
-        if state["physics"].shape != self._physics.shape:
-            raise ValueError(f"a state of {len(state['physics'])} worlds for {len(self._worlds)}; sizes must be equal")
-        self._physics, self._steps = state["physics"].copy(), state["steps"].copy()
-        self._episode, self._seed = state["episode"].copy(), int(state["seed"])
+        if state["physics"].shape != self._physics.T.shape:
+            given = len(state["physics"])
+            raise ValueError(f"a state of {given} worlds for {len(self._worlds)}; sizes must be equal")
+        self._physics[:], self._steps[:], self._episode[:] = state["physics"].T, state["steps"], state["episode"]
+        self._seed, self._starts = int(state["seed"]), self._starts[:, :0]
 
 
 def cartpole(worlds: int, max_steps: int = 500) -> CartPole:

@@ -64,21 +64,20 @@ class Interval:
 
     def __init__(self, spec: HostSpec, columns: int) -> None:
         self._interval = spec.truncation_interval or 2**31
-        self._since = np.full(columns, self._interval, np.int64)
+        self._now, self._last = 0, np.full(columns, -self._interval, np.int64)  # steps; that of the last truncation
 
     def check(self, truncated: np.ndarray) -> None:
         """After a step; ValueError where the promise is broken."""
-        if self._interval == 1:
+        self._now += 1
+        if self._interval == 1 or not truncated.any():
             return
-        self._since += 1
-        if truncated.any():
-            least = int(self._since[truncated].min())
-            if least < self._interval:
-                raise ValueError(
-                    f"the environment truncates an episode {least} steps after another; its limit promises "
-                    f"{self._interval}: give the option truncation_interval={least}, or 1, which is always right"
-                )
-            self._since[truncated] = 0
+        least = self._now - int(self._last[truncated].max())
+        if least < self._interval:
+            raise ValueError(
+                f"the environment truncates an episode {least} steps after another; its limit promises "
+                f"{self._interval}: give the option truncation_interval={least}, or 1, which is always right"
+            )
+        self._last[truncated] = self._now
 
 
 class Vector:

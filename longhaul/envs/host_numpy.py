@@ -47,14 +47,16 @@ class NumpyVector:
 
     def step(self, action: np.ndarray, out: Slot | None = None) -> HostStep:
         out = slot(self.spec, self.columns) if out is None else out
-        observation, *results = self._inner.step(check_action(self.spec, self.columns, action))
-        write((out.reward, out.terminated, out.truncated), tuple(results))
+        observation, reward, terminated, truncated = self._inner.step(check_action(self.spec, self.columns, action))
+        np.copyto(out.reward, reward, casting="unsafe")
+        np.copyto(out.terminated, terminated, casting="unsafe")
+        np.copyto(out.truncated, truncated, casting="unsafe")
         out.valid[:] = True
         ended = out.terminated | out.truncated
         self._interval.check(out.truncated)
         finals = self._none
         if ended.any():
-            rows = np.flatnonzero(ended)
+            rows = ended.nonzero()[0]
             last = mapped(lambda leaf, value: value.astype(leaf.dtype), self.spec.observation, take(observation, rows))
             finals = Finals(rows.astype(np.int32), last, {})
             observation = self._inner.restart(ended)

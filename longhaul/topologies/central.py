@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NamedTuple
 
 import jax
@@ -90,17 +91,22 @@ def central(
     done = int(count)
     server.acts_with(policy)
     meter = _Telling(server)
-    while done < updates:
-        data, sums, versions = server.gather()
-        meter.gathered()
-        state, count, rows, policy = program.executable(state, key, count, data)
-        while server.can_act and not count.is_ready():
-            server.serve(AROUND)
-        jax.block_until_ready(count)
-        told = meter.read(done, sums, versions)
-        server.learnt(local(policy))
-        done += 1
-        yield Progress(state, (), key, count), 1, rows | told
+
+    def learn(*given: Any) -> Any:
+        return jax.block_until_ready(program.executable(*given))
+
+    with ThreadPoolExecutor(1, "learner") as beside:
+        while done < updates:
+            data, sums, versions = server.gather()
+            meter.gathered()
+            learning = beside.submit(learn, state, key, count, data)
+            while server.can_act and not learning.done():
+                server.serve(AROUND)
+            state, count, rows, policy = learning.result()
+            told = meter.read(done, sums, versions)
+            server.learnt(local(policy))
+            done += 1
+            yield Progress(state, (), key, count), 1, rows | told
 
 
 class _Telling:
