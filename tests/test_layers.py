@@ -72,7 +72,8 @@ TABLE = """
 5  report intervals experiment run folders feed resumption acting serving evaluation resimulation poison ending training
    scaling/page
    scaling/grid
-6  recipes workloads acting_workloads central_workloads bench scaling/speed scaling/profile scaling/subject
+6  recipes workloads acting_workloads central_workloads replay_workloads bench
+   scaling/speed scaling/profile scaling/subject
    scaling/agreement scaling/checks
 7  printing live flags settings scaling/command scaling/speed_command scaling/profile_command scaling/plan_command
    scaling/doctor
