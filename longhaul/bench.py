@@ -24,7 +24,7 @@ from typing import Any
 
 import jax
 
-from longhaul import acting_workloads, central_workloads, sync_workloads, workloads
+from longhaul import acting_workloads, central_workloads, replay_workloads, sync_workloads, workloads
 from longhaul.provenance import provenance
 from longhaul.workloads import Prepared
 
@@ -34,6 +34,8 @@ NAMES = {
     "driving-step": "dynamics, collision and off-road of all objects of driving worlds",
     "driving-env": "whole environment steps of driving: observation, reward, ends, metrics, resets",
     "driving-train": "training by the driving recipe",
+    "replay": "rows added and steps sampled in turn, evenly and by priority; --peer-python: beside flashbax",
+    "sac": "training by the pendulum-sac recipe",
     "hackmatrix-ppo": "training by the hackmatrix recipe, with peak memory",
     "hackmatrix": "the same with its starts, cold and warm, and shares; --grid: over sizes and precisions",
     "hackmatrix-env": "whole steps of HackMatrix by random legal actions: mask, observation, reward, resets",
@@ -96,6 +98,10 @@ def figure(
             # One thread where we have one, as `run.prepare_devices` says.
             few = {"NPROC": "1"} if ours.about["config"]["devices"] == 1 else {}
             others = workers.enter_context(Worker(command, few))
+        if name == "replay" and peer_python is not None:
+            others = workers.enter_context(
+                Worker([peer_python, "-c", replay_workloads.PEER, json.dumps(ours.about)], {})
+            )
         pairs = [(ours.ask(), others.ask() if others else None) for _ in range(repeats)]
     mine, theirs = [one for one, _ in pairs], [other for _, other in pairs if other is not None]
     about = {key: ours.about[key] for key in ("versions", "commit", "device")}
@@ -354,12 +360,33 @@ def _sync(
     return [{"model": model, "receivers": receivers, "lane": by, "verify": verify} for by, verify in cases]
 
 
+def _replay(
+    *,
+    columns: int = 64,
+    width: int = 64,
+    size: int = 1_000_000,
+    batch: int = 256,
+    iterations: int = 2_000,
+    half: bool = False,
+    fill: Sequence[float] | float = (0.01, 1.0),
+) -> list[dict[str, Any]]:
+    sizes = {"columns": columns, "width": width, "size": size, "batch": batch, "iterations": iterations, "half": half}
+    fills = (fill,) if isinstance(fill, float) else fill
+    return [sizes | {"prioritised": flag, "fill": share} for flag in (False, True) for share in fills]
+
+
+def _sac(*, total_steps: int = 10_000, devices: int | None = None) -> list[dict[str, Any]]:
+    return [{"total_steps": total_steps, "devices": devices}]
+
+
 CASES: dict[str, Callable[..., list[dict[str, Any]]]] = {
     "ppo-cartpole": _ppo_cartpole,
     "deterministic": _deterministic,
     "driving-step": _driving,
     "driving-env": _driving_env,
     "driving-train": _driving_train,
+    "replay": _replay,
+    "sac": _sac,
     "hackmatrix-ppo": _hackmatrix_ppo,
     "hackmatrix": _hackmatrix_ppo,
     "hackmatrix-env": _hackmatrix_env,
@@ -377,6 +404,8 @@ WORKLOADS: dict[str, Callable[..., Prepared]] = {
     "driving-step": workloads.driving_step,
     "driving-env": workloads.driving_env,
     "driving-train": workloads.driving_train,
+    "replay": replay_workloads.replay,
+    "sac": workloads.pendulum_sac,
     "hackmatrix-ppo": workloads.hackmatrix_ppo,
     "hackmatrix": workloads.hackmatrix_ppo,
     "hackmatrix-env": workloads.hackmatrix_env,

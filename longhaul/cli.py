@@ -317,6 +317,9 @@ def _bench(words: Sequence[str]) -> int:
         Flag("receivers", INT, None, "of sync: processes", shown="2"),
         Flag("lane", choice(("shm", "tcp", "folder")), (), "of sync: a figure for each", True, "shm, tcp"),
         Flag("rules", choice(("jax", "canonical")), None, "of hackmatrix-env", shown="jax"),
+        Flag("columns", INT, None, "of replay: rows are so wide", shown="64"),
+        Flag("size", INT, None, "of replay: steps that it holds", shown="1000000"),
+        Flag("peer_python", PATH, None, "of replay: the Python of an environment with flashbax, to compare", shown=""),
     ]
     groups = {"": [name, out, DEBUG], "sizes": driving}
     about = "Measures; one JSON object per figure. longhaul bench hackmatrix has flags of its own: --grid --num-envs "
@@ -333,7 +336,8 @@ def _bench(words: Sequence[str]) -> int:
         hint = flags.suggestion(parsed["NAME"], list(bench.NAMES), f"there are {', '.join(bench.NAMES)}")
         raise FlagError(f"no benchmark is named {parsed['NAME']!r}; {hint}")
     sizes = {f.name: parsed[f.name] for f in driving if parsed[f.name] not in (None, (), [])}
-    unknown = [name for name in sizes if name not in bench.sizes(parsed["NAME"])]
+    known = bench.sizes(parsed["NAME"]) | ({"peer_python"} if parsed["NAME"] == "replay" else set())
+    unknown = [name for name in sizes if name not in known]
     if unknown:
         raise FlagError(f"{parsed['NAME']} has no --{unknown[0].replace('_', '-')}; see longhaul bench --help")
     figures = []

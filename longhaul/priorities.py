@@ -8,6 +8,7 @@ corrected by differences that would add up.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import jax
@@ -36,28 +37,40 @@ def start(n: int) -> Tree:
     return Tree(leaves, tuple(sums))
 
 
-def write(tree: Tree, at: jax.Array, weights: jax.Array) -> Tree:
-    """`weights` [k] in the places from `at` on."""
-    below = jax.lax.dynamic_update_slice(tree.leaves, weights, (at,))
-    levels, count = [below], len(weights)
-    for above in tree.sums:
-        # The segments that the k places can touch; whatever else is summed again is as it was.
-        at, count = at // FANOUT, min(count // FANOUT + 2, len(below) // FANOUT)
-        at = jnp.minimum(at, len(below) // FANOUT - count)
-        part = jax.lax.dynamic_slice(below, (at * FANOUT,), (count * FANOUT,))
-        below = jax.lax.dynamic_update_slice(above, jnp.sum(part.reshape(count, FANOUT), axis=1), (at,))
-        levels.append(below)
-    return Tree(levels[0], tuple(levels[1:]))
+Rows = tuple[jax.Array, jax.Array]
+"""(the first of k places, weights [k])"""
 
 
-def assign(tree: Tree, index: jax.Array, weights: jax.Array) -> Tree:
-    """`weights` [k] in the places `index` [k]; of equal places any one wins."""
-    below = tree.leaves.at[index].set(weights)
-    levels = [below]
+def change(
+    tree: Tree, rows: Sequence[Rows] = (), index: jax.Array | None = None, weights: jax.Array | float = 0.0
+) -> Tree:
+    """New weights in `rows`, one after the other, and then `weights` in the places `index` [k].
+
+    Of equal places in `index` any one's weight wins. All of a level is written before any of it is read: else the
+    compiler would copy the level, to have it both ways.
+    """
+    below = tree.leaves
+    for at, new in rows:
+        below = jax.lax.dynamic_update_slice(below, new, (at,))
+    if index is not None:
+        below = below.at[index].set(weights)
+    levels, places = [below], [(at, len(new)) for at, new in rows]
     for above in tree.sums:
-        index = index // FANOUT
-        below = above.at[index].set(jnp.sum(_segments(below, index), axis=1))
-        levels.append(below)
+        segments = len(below) // FANOUT
+        # The segments that k places can touch; whatever else is summed again is as it was.
+        counts = [min(count // FANOUT + 2, segments) for _, count in places]
+        places = [(jnp.minimum(at // FANOUT, segments - n), n) for (at, _), n in zip(places, counts, strict=True)]
+        sums = [
+            jnp.sum(jax.lax.dynamic_slice(below, (at * FANOUT,), (n * FANOUT,)).reshape(n, FANOUT), axis=1)
+            for at, n in places
+        ]
+        if index is not None:
+            index = index // FANOUT
+            above = above.at[index].set(jnp.sum(_segments(below, index), axis=1))
+        for (at, _), new in zip(places, sums, strict=True):
+            above = jax.lax.dynamic_update_slice(above, new, (at,))
+        levels.append(above)
+        below = above
     return Tree(levels[0], tuple(levels[1:]))
 
 

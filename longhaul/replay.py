@@ -57,6 +57,8 @@ class Ring(NamedTuple):
     """Of one shard. R rows, B columns, K places for successors of truncated steps."""
 
     observation: PyTree  # [R + K, B, ...], packed; the row at the cursor is the newest step's successor
+    last: PyTree  # [B, ...], a copy of that row: who reads the ring before it writes, has the compiler copy all of it
+    open: jax.Array  # bool [B]: the newest step goes on
     action: jax.Array  # [R, B, ...]
     reward: jax.Array  # float32 [R, B]
     ending: jax.Array  # [R, B]: ON, TERMINATED, NOBODY or a place
@@ -75,7 +77,7 @@ class Transitions(NamedTuple):
     terminated: jax.Array  # bool [n]: the last of them ended the episode, whose value is zero
     successor: PyTree  # [n, ...]: where m steps led
     weight: jax.Array  # float32 [n]: importance, at most 1; 0 where nobody played
-    chosen: jax.Array  # int32 [n]: what `Replay.prioritise` takes
+    chosen: jax.Array  # int32 [n]: their places in the ring
 
 
 class Replay(NamedTuple):
@@ -87,7 +89,7 @@ class Replay(NamedTuple):
     sample: Callable[[Ring, Cursor, Key, int, jax.Array | float], Transitions]
     #     (ring, cursor, key, n, exponent of the importance weights)
     sequences: Callable[[Ring, Cursor, Key, int, int], Rollout]  # (ring, cursor, key, n, length) -> [length, n]
-    prioritise: Callable[[Ring, jax.Array, jax.Array], Ring]  # (ring, index [n], priority float32 [n] >= 0)
+    prioritise: Callable[[Ring, Transitions, jax.Array], Ring]  # (ring, a sample, its priorities float32 [n] >= 0)
 
 
 def begun() -> Cursor:
@@ -132,6 +134,8 @@ def replay(
         observation = jax.tree.map(lambda x: jnp.zeros((rows + places, columns, *x.shape), x.dtype), packed)
         ring = Ring(
             observation,
+            jax.tree.map(lambda x: jnp.zeros_like(x[0]), observation),
+            jnp.zeros(columns, bool),
             jnp.zeros((rows, columns, *action.shape), action.dtype),
             jnp.zeros((rows, columns), jnp.float32),
             jnp.full((rows, columns), NOBODY, kept),
@@ -146,10 +150,8 @@ def replay(
         at, after = cursor.at, (cursor.at + sizes.steps) % rows
         before = (at - 1) % rows
         new, last, truncated = (pack(x) for x in (data.observation, *data.successors))
-        broken = _differ(_row(ring.observation, at), jax.tree.map(lambda x: x[0], new))
-        broken = broken & (ring.ending[before] == ON)
-        # Read before it is written: else the compiler copies the whole ring, to have it both ways.
-        stored, broken = jax.lax.optimization_barrier((ring.observation, broken))
+        broken = _differ(ring.last, jax.tree.map(lambda x: x[0], new))
+        broken = broken & ring.open
         cut = data.truncated & ~data.terminated & data.valid
         place = (ring.cuts[None] + jnp.cumsum(cut, axis=0) - cut) % places
         ending = jnp.where(cut, place, jnp.where(data.terminated, TERMINATED, ON))
@@ -160,11 +162,14 @@ def replay(
 
         def write(store: jax.Array, new: jax.Array, last: jax.Array, truncated: jax.Array) -> jax.Array:
             store = _put(_put(store, new, at), last[None], after)
-            return store.at[where, jnp.arange(columns)].set(truncated, mode="drop")
+            return store.at[where, column].set(truncated, mode="drop")
 
-        endings = _put(ring.ending, jnp.where(broken, NOBODY, ring.ending[before]).astype(kept)[None], before)
+        column = jnp.arange(columns)
+        endings = ring.ending.at[jnp.where(broken, before, rows), column].set(NOBODY, mode="drop")
         ring = ring._replace(
-            observation=jax.tree.map(write, stored, new, last, truncated),
+            observation=jax.tree.map(write, ring.observation, new, last, truncated),
+            last=last,
+            open=ending[-1] == ON,
             action=_put(ring.action, data.action.astype(action.dtype), at),
             reward=_put(ring.reward, data.reward, at),
             ending=_put(endings, ending, at),
@@ -172,11 +177,12 @@ def replay(
         )
         if isinstance(ring.tree, Tree):
             worth = jnp.where(data.valid, ring.greatest, 0.0).reshape(-1)
-            tree = priorities.write(ring.tree, at * columns, worth)
-            # The row at the cursor has the newest step's successor for its observation: it can't be sampled.
-            tree = priorities.write(tree, after * columns, jnp.zeros(columns))
-            old = jax.lax.dynamic_slice(tree.leaves, (before * columns,), (columns,))
-            tree = priorities.write(tree, before * columns, jnp.where(broken, 0.0, old))
+            # The row at the cursor has the newest step's successor for its observation: it can't be sampled, nor can
+            # a step whose successor is not known.
+            rows_of_them = (at * columns, worth), (after * columns, jnp.zeros(columns))
+            tree = priorities.change(
+                ring.tree, rows_of_them, jnp.where(broken, before, after) * columns + column, jnp.zeros(columns)
+            )
             ring = ring._replace(tree=tree)
         return ring, Cursor(after, jnp.minimum(cursor.filled + sizes.steps, rows - 1))
 
@@ -228,13 +234,13 @@ def replay(
             jnp.int32(0),
         )  # fmt: skip
 
-    def prioritise(ring: Ring, index: jax.Array, priority: jax.Array) -> Ring:
+    def prioritise(ring: Ring, batch: Transitions, priority: jax.Array) -> Ring:
         if not isinstance(ring.tree, Tree):
             return ring
         greatest = jnp.maximum(ring.greatest, jnp.max(priority))
-        # Who has none (nobody played) is never drawn, and so never gets one, unless all there are have none.
-        priority = jnp.where(ring.tree.leaves[index] > 0.0, priority, 0.0)
-        return ring._replace(tree=priorities.assign(ring.tree, index, priority), greatest=greatest)
+        # Who has no weight keeps none. By it, too, what was drawn is read before it is written, without a copy.
+        priority = jnp.where(batch.weight > 0.0, priority, 0.0)
+        return ring._replace(tree=priorities.change(ring.tree, (), batch.chosen, priority), greatest=greatest)
 
     return Replay(rows, start, add, sample, sequences, prioritise)
 
@@ -260,10 +266,6 @@ def _packing(observation: PyTree, half: bool) -> tuple[Callable[[PyTree], PyTree
 
 def _put(store: jax.Array, rows: jax.Array, at: jax.Array) -> jax.Array:
     return jax.lax.dynamic_update_slice_in_dim(store, rows, at, axis=0)
-
-
-def _row(tree: PyTree, at: jax.Array) -> PyTree:
-    return jax.tree.map(lambda x: jax.lax.dynamic_index_in_dim(x, at, 0, keepdims=False), tree)
 
 
 def _differ(one: PyTree, other: PyTree) -> jax.Array:

@@ -68,6 +68,11 @@ def driving_train(total_steps: int, num_envs: int, scenarios: int, devices: int 
     return _training(made, "agent steps", {"scenarios": scenarios, "agents": task.simulator.agents})
 
 
+def pendulum_sac(total_steps: int, devices: int | None) -> Prepared:
+    made = dataclasses.replace(recipes.recipe("pendulum-sac"), total_steps=total_steps, devices=devices)
+    return _training(made, "env steps", {})
+
+
 def hackmatrix_ppo(
     num_envs: int, num_steps: int, precision: str, total_steps: int | None, devices: int | None
 ) -> Prepared:

@@ -77,8 +77,8 @@ TABLE = """
    policies member_records ranking ending training
    scaling/page
    scaling/grid
-6  recipes workloads acting_workloads central_workloads sync_workloads bench scaling/speed scaling/profile
-   scaling/subject scaling/agreement scaling/checks
+6  recipes workloads acting_workloads central_workloads replay_workloads sync_workloads bench scaling/speed
+   scaling/profile scaling/subject scaling/agreement scaling/checks
 7  printing live flags settings scaling/command scaling/speed_command scaling/profile_command scaling/plan_command
    scaling/doctor
    commands assessment console play gang processes cluster launch actor_command cli

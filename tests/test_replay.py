@@ -178,7 +178,7 @@ def test_samples_are_what_a_model_keeps(store: replay.Replay) -> None:
             np.testing.assert_allclose(batch.weight, least / leaves, rtol=1e-5)
             new = np.random.default_rng(i).random(256).astype(np.float32)
             new = np.array([new[seen.tolist().index(n)] for n in seen.tolist()])  # one for each step
-            ring = store.prioritise(ring, batch.chosen, new)
+            ring = store.prioritise(ring, batch, new)
             set_ |= dict(zip(seen.tolist(), new.tolist(), strict=True))
             for below, above in zip((ring.tree.leaves, *ring.tree.sums), ring.tree.sums):
                 np.testing.assert_allclose(np.asarray(below).reshape(-1, FANOUT).sum(1), above[: len(below) // FANOUT],
@@ -217,7 +217,7 @@ def test_weights_are_chances(n: int) -> None:
     weights = (10.0 ** draw.uniform(-2, 1, n)).astype(np.float32)
     weights[draw.random(n) < 0.3] = 0.0
     weights[0] = 1.0
-    tree = jax.jit(priorities.write)(priorities.start(n), jnp.int32(0), jnp.asarray(weights))
+    tree = jax.jit(lambda new: priorities.change(priorities.start(n), [(jnp.int32(0), new)]))(weights)
     count = 200_000
     index, weight = jax.jit(priorities.draw, static_argnums=2)(tree, jax.random.key(n), count)
     assert np.all(np.asarray(weight) > 0.0) and np.array_equal(weights[index], weight)
@@ -238,11 +238,12 @@ def test_a_million_operations_on_priorities_leave_exact_sums() -> None:
 
     def both(i: jax.Array, tree: priorities.Tree) -> priorities.Tree:
         keys = jax.random.split(jax.random.fold_in(jax.random.key(0), i), 4)
-        tree = priorities.write(tree, jax.random.randint(keys[0], (), 0, n - k), jax.random.uniform(keys[1], (k,)))
+        row = jax.random.randint(keys[0], (), 0, n - k), jax.random.uniform(keys[1], (k,))
         # Distinct places: of equal ones any may win.
         where = (jax.random.randint(keys[2], (), 0, n) + 7 * jnp.arange(k)) % n
+        tree = priorities.change(tree, [row], where, jnp.cos(1.0 * where) + 1.0)
         drawn, _ = priorities.draw(tree, keys[3], k)
-        return priorities.assign(priorities.assign(tree, where, jnp.cos(1.0 * where) + 1.0), drawn, jnp.zeros(k))
+        return priorities.change(tree, (), drawn, jnp.zeros(k))
 
     tree = jax.jit(lambda: jax.lax.fori_loop(0, rounds, both, priorities.start(n)))()
     model = np.zeros(n, np.float32)
@@ -250,16 +251,15 @@ def test_a_million_operations_on_priorities_leave_exact_sums() -> None:
     draw = jax.jit(priorities.draw, static_argnums=2)
     numbers = jax.jit(lambda key, other: (jax.random.randint(key, (), 0, n - k), jax.random.uniform(other, (k,))))
     first = jax.jit(lambda key: jax.random.randint(key, (), 0, n))
-    write = jax.jit(priorities.write)
+    made = jax.jit(lambda new: priorities.change(priorities.start(n), [(jnp.int32(0), new)]))
     for i in range(rounds):
         a, b, c, d = keys(i)
         at, values = numbers(a, b)
         model[int(at) : int(at) + k] = values
-        mirrored = write(priorities.start(n), jnp.int32(0), jnp.asarray(model))
-        drawn, weight = draw(mirrored, d, k)
         where = (int(first(c)) + 7 * np.arange(k)) % n
-        assert np.array_equal(model[np.asarray(drawn)], weight)
         model[where] = np.asarray(jnp.cos(1.0 * jnp.asarray(where)) + 1.0)
+        drawn, weight = draw(made(model), d, k)
+        assert np.array_equal(model[np.asarray(drawn)], weight)
         model[np.asarray(drawn)] = 0.0
     np.testing.assert_array_equal(np.asarray(tree.leaves)[:n], model)
     np.testing.assert_allclose(float(jnp.sum(tree.sums[-1])), model.sum(dtype=np.float64), rtol=1e-5)
@@ -277,25 +277,25 @@ def test_ten_million_steps_of_64_floats_are_below_3_gib_and_stay_in_place() -> N
 
         def once(i: jax.Array, ring: Any) -> Any:
             batch = made.sample(ring, cursor, jax.random.fold_in(key, i), 256, 0.4)
-            return made.prioritise(
-                ring, batch.chosen, jnp.abs(jnp.sum(batch.observation, -1) + jnp.sum(batch.successor, -1))
-            )
+            seen = jnp.sum(batch.observation, axis=-1) + jnp.sum(batch.successor, axis=-1)
+            return made.prioritise(ring, batch, jnp.abs(seen))
 
         return jax.lax.fori_loop(0, 4, once, ring), cursor
 
     ring, cursor = jax.eval_shape(lambda: (jax.tree.map(lambda x: x[0], made.start()), replay.begun()))
     seen = functools.partial(jax.ShapeDtypeStruct, dtype=jnp.float32)
     flag = jax.ShapeDtypeStruct((steps, columns), bool)
+    action, version = jax.ShapeDtypeStruct((steps, columns), jnp.int32), jax.ShapeDtypeStruct((), jnp.int32)
     data = Rollout(
-        seen((steps, columns, 64)), jax.ShapeDtypeStruct((steps, columns), jnp.int32), seen((steps, columns)), flag, flag, flag, (),
-        Successors(seen((columns, 64)), seen((1, columns, 64))), (), jax.ShapeDtypeStruct((), jnp.int32),
+        seen((steps, columns, 64)), action, seen((steps, columns)), flag, flag, flag, (),
+        Successors(seen((columns, 64)), seen((1, columns, 64))), (), version,
     )  # fmt: skip
     program = jax.jit(update, donate_argnums=0).lower(ring, cursor, data, jax.eval_shape(lambda: jax.random.key(0)))
     memory = program.compile().memory_analysis()
     held = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(ring))
     assert held < 1.5 * 2**30 and memory.argument_size_in_bytes < 3 * 2**30
     assert memory.alias_size_in_bytes >= held  # the ring comes back where it was
-    assert memory.temp_size_in_bytes < 0.02 * held  # and no copy of it is made on the way
+    assert memory.temp_size_in_bytes < 0.01 * held  # and no copy of it is made on the way
 
 
 @pytest.mark.parametrize(("size", "word"), [(2**33, "replay_size")])

@@ -210,7 +210,7 @@ def algorithm(
             params = optax.apply_updates(params, change)
             target = {name: optax.incremental_update(params[name], old, made.tau) for name, old in target.items()}
             if made.priority_exponent is not None:
-                ring = store.prioritise(ring, batch.chosen, (jnp.abs(error) + 1e-6) ** made.priority_exponent)
+                ring = store.prioritise(ring, batch, (jnp.abs(error) + 1e-6) ** made.priority_exponent)
             return params, target, opt_state, ring, {name: told.get(name, 0.0) + x for name, x in now.items()}
 
         steps = jnp.where(held(cursor) >= made.learning_starts, made.gradient_steps, 0)

@@ -1,0 +1,133 @@
+"""What the benchmark of the replay measures: rows added and samples drawn in turn, in one compiled loop.
+
+flashbax, another library's replay, does the same work under its own Python: rows of the same size into a buffer of as
+many steps, samples of as many pairs, priorities of as many set. It keeps items as they are, so that both keep float32.
+"""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from longhaul import replay as replays
+from longhaul.replay import Ring, Sizes
+from longhaul.types import Discrete, Rollout, Spec, Successors
+from longhaul.workloads import Prepared, peak_bytes
+
+INTERVAL = 1000
+"""Steps between truncations of the worlds that the replay is for."""
+
+
+def replay(
+    columns: int, width: int, size: int, batch: int, iterations: int, prioritised: bool, half: bool, fill: float
+) -> Prepared:
+    """`iterations` times: a row of `columns` steps of `width` floats added, `batch` steps sampled and summed.
+
+    Before that a share `fill` of the ring of `size` steps is taken to be filled; of random numbers, which cost as much.
+    """
+    spec = Spec(jax.ShapeDtypeStruct((width,), jnp.float32), Discrete(18), None, INTERVAL, None)
+    action = jax.ShapeDtypeStruct((), jnp.uint8)
+    store = replays.replay(spec, action, Sizes(1, columns, 1), size, half=half, prioritised=prioritised)
+    fill_rows = max(1, int(fill * store.rows))
+
+    def rollout(key: jax.Array) -> Rollout:
+        seen = jax.random.normal(key, (1, columns, width))
+        none = jnp.zeros((1, columns), bool)
+        successors = Successors(seen[0], seen)
+        return Rollout(
+            seen, jnp.zeros((1, columns), jnp.int32), seen[..., 0], none, none, ~none, (), successors, (), jnp.int32(0)
+        )
+
+    def once(i: jax.Array, carried: Any) -> Any:
+        ring, cursor, total, data, key = carried
+        new = data._replace(observation=data.observation + total)  # what is added is not known before
+        ring, cursor = store.add(ring, cursor, new._replace(successors=Successors(new.observation[0], new.observation)))
+        sample = store.sample(ring, cursor, jax.random.fold_in(key, i), batch, 0.4)
+        seen = jnp.sum(sample.observation) + jnp.sum(sample.successor) + jnp.sum(sample.weight)
+        ring = store.prioritise(ring, sample, jnp.abs(sample.rewards[0]) + 0.1)
+        return ring, cursor, 1e-9 * seen, data, key
+
+    def many(ring: Ring, cursor: Any, data: Rollout, key: jax.Array) -> Any:
+        return jax.lax.fori_loop(0, iterations, once, (ring, cursor, jnp.float32(0.0), data, key))[:3]
+
+    def filled(key: jax.Array) -> Any:
+        ring = jax.tree.map(lambda x: x[0], store.start())
+        add = lambda _, carried: store.add(*carried, rollout(key))  # noqa: E731
+        return jax.lax.fori_loop(0, fill_rows, add, (ring, replays.begun()))
+
+    ring, cursor = jax.block_until_ready(jax.jit(filled)(jax.random.key(0)))
+    data, held = rollout(jax.random.key(1)), sum(x.nbytes for x in jax.tree.leaves(ring))
+    began = time.perf_counter()
+    program = jax.jit(many, donate_argnums=0).lower(ring, cursor, data, jax.random.key(0)).compile()
+    compiled = time.perf_counter() - began
+    state = [ring, cursor]
+    del ring
+
+    def work(key: jax.Array) -> dict[str, float]:
+        state[0], state[1], total = program(state[0], state[1], data, key)
+        jax.block_until_ready(total)
+        return {"peak_bytes": peak_bytes(), "ring_bytes": float(held)}
+
+    config = {
+        "columns": columns, "width": width, "size": store.rows * columns, "batch": batch, "iterations": iterations,
+        "prioritised": prioritised, "half": half, "fill": fill,
+    }  # fmt: skip
+    return Prepared(config, iterations * batch, "sampled steps", compiled, lambda number: jax.random.key(number), work)
+
+
+PEER = """
+import importlib.metadata, json, resource, sys, time
+about = json.loads(sys.argv[1])
+config = about["config"]
+import flashbax, jax, jax.numpy as jnp
+size, columns, batch = config["size"], config["columns"], config["batch"]
+make = flashbax.make_prioritised_flat_buffer if config["prioritised"] else flashbax.make_flat_buffer
+buffer = make(max_length=size, min_length=columns, sample_batch_size=batch, add_batch_size=columns)
+item = dict(seen=jnp.zeros(config["width"]), action=jnp.zeros((), jnp.uint8), reward=jnp.float32(0), done=jnp.bool_(0))
+def rows(key):
+    seen = jax.random.normal(key, (columns, config["width"]))
+    return dict(seen=seen, action=jnp.zeros(columns, jnp.uint8), reward=seen[:, 0], done=jnp.zeros(columns, bool))
+def once(i, carried):
+    state, total, data, key = carried
+    state = buffer.add(state, data | {"seen": data["seen"] + total})
+    found = buffer.sample(state, jax.random.fold_in(key, i))
+    first, second = found.experience.first, found.experience.second
+    seen = jnp.sum(first["seen"]) + jnp.sum(second["seen"])
+    if config["prioritised"]:
+        seen = seen + jnp.sum(found.probabilities)
+        state = buffer.set_priorities(state, found.indices, jnp.abs(first["reward"]) + 0.1)
+    return state, 1e-9 * seen, data, key
+def many(state, data, key):
+    return jax.lax.fori_loop(0, config["iterations"], once, (state, jnp.float32(0), data, key))[:2]
+@jax.jit
+def filled(key):
+    add = lambda _, state: buffer.add(state, rows(key))
+    return jax.lax.fori_loop(0, max(2, int(config["fill"] * size / columns)), add, buffer.init(item))
+state, data = jax.block_until_ready(filled(jax.random.PRNGKey(0))), rows(jax.random.PRNGKey(1))
+held = sum(x.nbytes for x in jax.tree.leaves(state))
+began = time.perf_counter()
+program = jax.jit(many, donate_argnums=0).lower(state, data, jax.random.PRNGKey(0)).compile()
+compiled = time.perf_counter() - began
+def cpu():
+    usage = resource.getrusage(resource.RUSAGE_SELF)
+    return usage.ru_utime + usage.ru_stime
+def tell(what):
+    print("figure " + json.dumps(what), flush=True)
+def work(number):
+    global state
+    state, total = program(state, data, jax.random.PRNGKey(number))
+    jax.block_until_ready(total)
+    peak = next((1024.0 * int(line.split()[1]) for line in open("/proc/self/status") if line.startswith("VmHWM:")), 0.0)
+    return {"peak_bytes": peak, "ring_bytes": float(held)}
+work(0)
+versions = {"jax": jax.__version__, "flashbax": importlib.metadata.version("flashbax")}
+tell({"steps": about["steps"], "unit": about["unit"], "compile_seconds": compiled, "versions": versions})
+for i, _ in enumerate(sys.stdin):
+    used, began = cpu(), time.perf_counter()
+    found = work(i + 1)
+    tell({"wall_seconds": time.perf_counter() - began, "cpu_seconds": cpu() - used} | found)
+"""
+"""Drives flashbax as `bench.serve` drives our program; runs under its own Python."""
