@@ -30,6 +30,7 @@ from longhaul.workloads import Prepared
 
 NAMES = {
     "ppo-cartpole": "PPO at PureJaxRL's CartPole settings, with 4, 512 and 2,048 environments",
+    "seeds": "16 runs of PPO in one program, each with PureJaxRL's CartPole settings and 4 environments",
     "deterministic": "the same training without and with --deterministic, on 1 device and on 8",
     "driving-step": "dynamics, collision and off-road of all objects of driving worlds",
     "driving-env": "whole environment steps of driving: observation, reward, ends, metrics, resets",
@@ -93,10 +94,11 @@ def figure(
         command = [sys.executable, "-c", OURS, json.dumps([name, case])]
         ours = workers.enter_context(Worker(command, {"LONGHAUL_CACHE": "off"}))  # compile_seconds are the compiler's
         others = None
-        if name == "ppo-cartpole" and peer_python is not None and peer_path is not None:
+        if name in ("ppo-cartpole", "seeds") and peer_python is not None and peer_path is not None:
             command = [peer_python, "-c", PEER, str(Path(peer_path).resolve()), json.dumps(ours.about)]
-            # One thread where we have one, as `run.prepare_devices` says.
+            # One thread where we have one, as `run.prepare_devices` says. With two it may hang where seeds are vmapped.
             few = {"NPROC": "1"} if ours.about["config"]["devices"] == 1 else {}
+            few |= {"NPROC": "4"} if name == "seeds" else {}
             others = workers.enter_context(Worker(command, few))
         if name == "replay" and peer_python is not None:
             others = workers.enter_context(
@@ -150,15 +152,19 @@ names = dict(LR="lr", NUM_ENVS="num_envs", NUM_STEPS="num_steps", TOTAL_TIMESTEP
 settings = {theirs: config[ours] for theirs, ours in names.items()}
 settings |= dict(ACTIVATION="tanh", ENV_NAME="CartPole-v1", ANNEAL_LR=True, DEBUG=False)
 began = time.perf_counter()
-train = jax.jit(make_train(settings)).lower(jax.random.PRNGKey(0)).compile()
+runs = config.get("runs", 1)
+def key(seed):
+    return jax.random.split(jax.random.PRNGKey(seed), runs) if runs > 1 else jax.random.PRNGKey(seed)
+train = make_train(settings) if runs == 1 else jax.vmap(make_train(settings))
+train = jax.jit(train).lower(key(0)).compile()
 compiled = time.perf_counter() - began
 def cpu():
     both = resource.getrusage(resource.RUSAGE_SELF), resource.getrusage(resource.RUSAGE_CHILDREN)
     return sum(usage.ru_utime + usage.ru_stime for usage in both)
 def work(seed):
-    found = jax.block_until_ready(train(jax.random.PRNGKey(seed)))["metrics"]
-    last = -max(1, found["returned_episode"].shape[0] // 10)
-    ended, score = found["returned_episode"][last:], found["returned_episode_returns"][last:]
+    found = jax.block_until_ready(train(key(seed)))["metrics"]
+    last = -max(1, found["returned_episode"].shape[-3] // 10)
+    ended, score = (found[name][..., last:, :, :] for name in ("returned_episode", "returned_episode_returns"))
     return {"mean_return": float((score * ended).sum() / ended.sum())}
 def tell(what):
     print("figure " + json.dumps(what), flush=True)
@@ -253,6 +259,14 @@ def _ppo_cartpole(
     num_envs = (num_envs,) if isinstance(num_envs, int) else num_envs
     steps = {n: total_steps or (499_712 if n < 64 else 2_097_152) for n in num_envs}
     return [{"num_envs": n, "total_steps": steps[n], "devices": devices} for n in num_envs]
+
+
+def _seeds(
+    *, runs: int = 16, num_envs: int = 4, num_steps: int = 128, total_steps: int = 499_712, devices: int | None = None,
+    together: int | None = None,
+) -> list[dict[str, Any]]:  # fmt: skip
+    sizes = {"runs": runs, "num_envs": num_envs, "num_steps": num_steps, "total_steps": total_steps}
+    return [sizes | {"devices": devices, "together": together}]
 
 
 def _deterministic(*, num_envs: Sequence[int] | int = 512, total_steps: int = 262_144) -> list[dict[str, Any]]:
@@ -381,6 +395,7 @@ def _sac(*, total_steps: int = 10_000, devices: int | None = None) -> list[dict[
 
 CASES: dict[str, Callable[..., list[dict[str, Any]]]] = {
     "ppo-cartpole": _ppo_cartpole,
+    "seeds": _seeds,
     "deterministic": _deterministic,
     "driving-step": _driving,
     "driving-env": _driving_env,
@@ -400,6 +415,7 @@ CASES: dict[str, Callable[..., list[dict[str, Any]]]] = {
 
 WORKLOADS: dict[str, Callable[..., Prepared]] = {
     "ppo-cartpole": workloads.ppo_cartpole,
+    "seeds": workloads.seeds,
     "deterministic": workloads.ppo_cartpole,
     "driving-step": workloads.driving_step,
     "driving-env": workloads.driving_env,

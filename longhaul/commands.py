@@ -30,7 +30,7 @@ from longhaul import (
     tracking,
     training,
 )
-from longhaul.envs import host, registry
+from longhaul.envs import host, registry, suites
 from longhaul.feed import feed, spec
 from longhaul.flags import ALONE, DEBUG, TEXT, Flag, FlagError
 from longhaul.folders import find_folder, load_run, new_folder, save_run
@@ -223,9 +223,18 @@ def show_recipes(words: Sequence[str]) -> int:
 
 
 def show_envs(words: Sequence[str]) -> int:
-    """`longhaul envs`."""
-    flags.parse("envs", "The environments of longhaul train ppo --env NAME.", {"": [DEBUG]}, words)
+    """`longhaul envs [SUITE]`."""
+    suite = Flag("SUITE", TEXT, None, "list all environments of this suite", shown="")
+    asked = flags.parse(
+        "envs", "The environments of longhaul train ppo --env NAME.", {"": [suite, DEBUG]}, words
+    ).values
+    if asked["SUITE"] is not None:
+        for name in suites.names(asked["SUITE"]):
+            print(name)
+        return 0
     printing.listing([*registry.names(), ("driving", "the recipe driving: generated scenarios, or logs by --data")])
+    print("\nOf other libraries, on the device:")
+    printing.listing(suites.rows())
     print("\nOn the host, for actors:")
     printing.listing(host.names())
     return 0

@@ -33,8 +33,10 @@ from longhaul.driving.tables import Tables
 from longhaul.environment import vectorise
 from longhaul.envs.hackmatrix import game, world
 from longhaul.feed import Feeding, feed
+from longhaul.population import Population
 from longhaul.run import Driving, Named, Run, assemble, cores, prepare_devices, resolve
 from longhaul.topologies import fused
+from longhaul.topologies import population as populations
 from longhaul.types import MultiDiscrete, PyTree
 
 MARGIN = 25.0
@@ -58,6 +60,17 @@ def ppo_cartpole(num_envs: int, total_steps: int, devices: int | None, determini
         devices=devices, deterministic=deterministic,
     )  # fmt: skip
     return _training(made, "env steps", {})
+
+
+def seeds(
+    runs: int, num_envs: int, num_steps: int, total_steps: int, devices: int | None, together: int | None
+) -> Prepared:
+    """So many runs of CartPole by PPO in one program; steps are those of all."""
+    made = Run(
+        "bench", Named("cartpole"), ppo.Config(), total_steps=total_steps, num_envs=num_envs, num_steps=num_steps,
+        devices=devices, population=Population(seeds=runs, together=together),
+    )  # fmt: skip
+    return _training(made, "env steps", {"runs": runs})
 
 
 def driving_train(total_steps: int, num_envs: int, scenarios: int, devices: int | None) -> Prepared:
@@ -115,15 +128,26 @@ def _training(made: Run, unit: str, more: dict[str, Any]) -> Prepared:
     assembly = assemble(made, source.within, context)
     began = time.perf_counter()
     start = assembly.start(made.seed, context)
-    program = fused.compiled(
-        assembly.algorithm, assembly.collector_in, start, context, assembly.mesh, block=made.block,
-        shards=assembly.shards,
-    )  # fmt: skip
+    if made.many:
+        assert made.population.together is not None
+        program = populations.compiled(
+            assembly.algorithm, assembly.collector_in, start, context, assembly.mesh, block=made.block,
+            width=made.population.together,
+        )  # fmt: skip
+    else:
+        program = fused.compiled(
+            assembly.algorithm, assembly.collector_in, start, context, assembly.mesh, block=made.block,
+            shards=assembly.shards,
+        )  # fmt: skip
     compiled = time.perf_counter() - began
     block, updates = made.block, assembly.updates
 
     def begin(number: int) -> PyTree:
-        key = jax.device_put(jax.random.key(number), meshes.replicated(assembly.mesh))
+        key = jax.random.key(number)
+        if made.many:
+            key = jax.device_put(jax.random.split(key, len(assembly.members)), meshes.sharded(assembly.mesh))
+        else:
+            key = jax.device_put(key, meshes.replicated(assembly.mesh))
         return jax.tree.map(jnp.copy, start._replace(key=key))  # the program takes it back
 
     def work(progress: PyTree) -> dict[str, float]:
@@ -138,7 +162,9 @@ def _training(made: Run, unit: str, more: dict[str, Any]) -> Prepared:
 
     names = ("num_envs", "num_steps", "total_steps", "devices", "deterministic")
     config = {name: getattr(made, name) for name in names} | more | dataclasses.asdict(made.algorithm)
-    return Prepared(config, updates * assembly.steps_per_update, unit, compiled, begin, work)
+    config |= {"together": made.population.together} if made.many else {}
+    steps = updates * assembly.steps_per_update * max(1, len(assembly.members))
+    return Prepared(config, steps, unit, compiled, begin, work)
 
 
 def _bank(objects: int, scenarios: int, agents: int = 1, data: Sequence[str] = (), covering: bool = False) -> Bank:

@@ -65,7 +65,7 @@ TABLE = """
    envs/hackmatrix/canonical_actions envs/hackmatrix/canonical_turn envs/hackmatrix/canonical_undo
    envs/hackmatrix/canonical_reward envs/hackmatrix/canonical envs/hackmatrix/game envs/hackmatrix/view
    envs/hackmatrix/hints envs/hackmatrix/screen
-   envs/probes envs/classic envs/registry
+   envs/probes envs/classic envs/suite_worlds envs/suites envs/registry
    envs/host_spaces envs/host_gymnasium envs/host_numpy envs/batched envs/host_torch envs/host_jax
 3  algorithms/actor_critic algorithms/values algorithms/flat algorithms/ppo algorithms/impala
    algorithms/off_policy algorithms/sac learners population
@@ -112,6 +112,7 @@ CORE = {
 }
 OPTIONAL = {
     *("stoa", "gymnax", "brax", "jumanji", "mujoco_playground", "navix", "craftax", "gymnasium", "ale_py", "envpool"),
+    *("xminigrid", "pgx"),
     *("torch", "stable_baselines3"),
     *("xxhash", "zstandard", "numba"),
     *("ray", "grpc", "pyarrow", "tensorboard", "wandb", "tokenizers", "safetensors", "tensorflow"),

@@ -192,7 +192,7 @@ def test_a_run_json_from_before_is_of_one_run(four: tuple[Run, Path], tmp_path: 
     assert folders._as_now(about["run"])["population"]["seeds"] == 1
 
 
-# ------------------------------------------------------------------------------------------- numbers that are not finite
+# --------------------------------------------------------------------------------------- numbers that are not finite
 
 
 def test_a_run_that_diverges_harms_no_other() -> None:

@@ -10,7 +10,7 @@ import inspect
 from collections.abc import Callable
 from typing import Any
 
-from longhaul.envs import classic, probes
+from longhaul.envs import classic, probes, suites
 from longhaul.envs.hackmatrix import canonical, game
 from longhaul.types import Environment
 
@@ -46,6 +46,8 @@ def make(name: str, **options: Any) -> Environment:
 
     Raises ValueError for an unknown name or option, with the nearest ones, and where the function finds a bad value.
     """
+    if suites.is_suite(name):
+        return suites.make(name, **options)
     known = [known_name for known_name, _ in names()]
     if name not in known:
         raise ValueError(f"no environment is named {name!r}; {_suggest(name, known)}")

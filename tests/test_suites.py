@@ -1,0 +1,169 @@
+"""Environments of other libraries keep our contract: their last observations, and ends told from truncations.
+
+The adapter is tested with a world of our own. Each suite that is installed is put through the same contract, and where
+it has a reset of its own, through its own stepping, too.
+"""
+
+import importlib
+import importlib.util
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from longhaul.envs import registry, suites
+from longhaul.envs.suite_worlds import Step, World
+from longhaul.types import Discrete, Masked
+from tests.conformance import check_environment, sample_action
+
+SHORT = {
+    "gymnax": "gymnax/CartPole-v1",
+    "brax": "brax/inverted_pendulum?backend=spring",
+    "playground": "playground/CartpoleBalance",
+    "jumanji": "jumanji/Snake-v1",
+    "navix": "navix/Navix-Empty-5x5-v0",
+    "craftax": "craftax/Craftax-Classic-Symbolic-v1",
+    "xminigrid": "xminigrid/MiniGrid-Empty-5x5",
+    "pgx": "pgx/minatar-breakout",
+}
+
+
+@pytest.fixture(autouse=True)
+def as_their_code_is(request: pytest.FixtureRequest) -> Any:
+    """Suites promote ranks, which our own code may not."""
+    with jax.numpy_rank_promotion("allow" if "filterwarnings" in request.keywords else "raise"):
+        yield
+
+
+def made(kind: str, most: int | None = None) -> Any:
+    if importlib.util.find_spec(suites.SUITES[kind].module) is None:
+        pytest.skip(f"{kind} is not installed")
+    name = SHORT[kind]
+    limit = "" if most is None else f"{'&' if '?' in name else '?'}max_steps={most}"
+    return registry.make(name + limit)
+
+
+def counter(ends: int = 99, cuts: int = 99, limit: int | None = None) -> World:
+    """Counts its steps; ends after `ends` of them, and is truncated of its own after `cuts`."""
+
+    def step(key: jax.Array, state: jax.Array, action: jax.Array) -> Step:
+        after = state + 1
+        return Step(after, {"t": after.astype(jnp.float32)}, after, after >= ends, after >= cuts)
+
+    return World(
+        Discrete(2), lambda key: (jnp.int32(0), {"t": jnp.float32(0.0)}), step, limit, None if cuts == 99 else 1
+    )
+
+
+def test_the_adapter_keeps_the_contract() -> None:
+    check_environment(suites.adapted(counter(ends=7, limit=5)), steps=16)
+
+
+@pytest.mark.parametrize(
+    ("world", "most", "last", "terminated"),
+    [
+        (counter(ends=4), 9, 4, True),
+        (counter(ends=4), 4, 4, True),  # both in one step: nothing follows, so it is an end
+        (counter(limit=6), None, 6, False),
+        (counter(limit=6), 3, 3, False),
+        (counter(cuts=2), 9, 2, False),
+        (counter(ends=2, cuts=2), 9, 2, True),
+    ],
+)
+def test_ends_are_told_from_truncations(world: World, most: int | None, last: int, terminated: bool) -> None:
+    environment = suites.adapted(world, most)
+    state, _ = environment.reset(jax.random.key(0))
+    for t in range(1, last + 1):
+        assert environment.active(state)
+        state, led_to = environment.step(jax.random.key(t), state, jnp.int32(0))
+        assert float(led_to.successor["t"]) == t == float(led_to.reward)
+        assert bool(led_to.terminated | led_to.truncated) == (t == last)
+    assert bool(led_to.terminated) == terminated == (not bool(led_to.truncated))
+    assert not environment.active(state)
+
+
+def test_what_is_not_there_is_said_in_a_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(ValueError, match="pip install playground"):
+        registry.make("playground/CartpoleBalance")
+    assert all("pip install" in line for _, line in suites.rows())
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("kind", suites.SUITES)
+def test_each_suite_keeps_the_contract(kind: str) -> None:
+    check_environment(made(kind, 12), steps=32)
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("kind", suites.SUITES)
+def test_a_time_limit_truncates_and_its_successor_is_the_state_it_led_to(kind: str) -> None:
+    """With a limit of n the first n steps are those without it: the same observations, to the last."""
+    short, long = made(kind, 3), made(kind)
+    assert short.spec.max_steps == 3 < long.spec.max_steps
+    states = [each.reset(jax.random.key(1))[0] for each in (short, long)]
+    seen = long.reset(jax.random.key(1))[1]
+    steps = [jax.jit(each.step) for each in (short, long)]
+    for t in range(3):
+        key = jax.random.key(10 + t)
+        action = sample_action(long.spec, key, seen)
+        (states[0], cut), (states[1], on) = (go(key, state, action) for go, state in zip(steps, states, strict=True))
+        seen = on.successor
+        jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, rtol=1e-6), cut.successor, on.successor)
+        if bool(on.terminated):
+            assert bool(cut.terminated) and not bool(cut.truncated)
+            return
+    assert bool(cut.truncated) and not bool(cut.terminated) and not bool(on.truncated)
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_gymnax_says_the_same_when_it_resets_itself() -> None:
+    """Its own `step` tells the last observation beside the reset; ours is that one, with the same flags."""
+    ours = made("gymnax")
+    env, params = importlib.import_module("gymnax").make("CartPole-v1")
+    key = jax.random.key(3)
+    mine, _ = ours.reset(key)
+    _, theirs = env.reset_env(key, params)
+    step = jax.jit(ours.step)
+    for t in range(40):
+        key = jax.random.key(100 + t)
+        action = jnp.int32(t % 2 if t < 6 else 1)
+        _, theirs, reward, terminated, truncated, info = env.step(key, theirs, action, params)
+        mine, led_to = step(jax.random.split(key)[0], mine, action)
+        np.testing.assert_allclose(led_to.successor, info["final_observation"], rtol=1e-6)
+        assert (bool(led_to.terminated), bool(led_to.truncated)) == (bool(terminated), bool(truncated))
+        assert float(led_to.reward) == float(reward)
+        if bool(terminated):
+            assert not ours.active(mine)
+            return
+    raise AssertionError("the pole never fell")
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_brax_ends_as_its_episode_wrapper_has_it() -> None:
+    ours = made("brax", 30)
+    training = importlib.import_module("brax.envs.wrappers.training")
+    raw = importlib.import_module("brax.envs").get_environment("inverted_pendulum", backend="spring")
+    env = training.EpisodeWrapper(raw, 30, 1)
+    key = jax.random.key(0)
+    theirs, (mine, _) = env.reset(key), ours.reset(key)
+    step, own = jax.jit(ours.step), jax.jit(env.step)
+    for t in range(30):
+        action = jnp.array([0.05 * (-1) ** t])
+        theirs = own(theirs, action)
+        mine, led_to = step(key, mine, action)
+        np.testing.assert_allclose(led_to.successor, theirs.obs, rtol=1e-5, atol=1e-6)
+        cut = bool(theirs.info["truncation"] > 0)
+        over = bool(theirs.done > 0)
+        assert (bool(led_to.terminated), bool(led_to.truncated)) == (over and not cut, cut)
+        if over:
+            return
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_masks_are_those_of_the_suite() -> None:
+    environment = made("pgx")
+    _, seen = environment.reset(jax.random.key(0))
+    assert isinstance(seen, Masked) and seen.mask.shape == (environment.spec.action.n,)
