@@ -55,7 +55,7 @@ def replay(
 
     def filled(key: jax.Array) -> Any:
         ring = jax.tree.map(lambda x: x[0], store.start())
-        add = lambda _, carried: store.add(*carried, rollout(key))  # noqa: E731
+        add = lambda _, carried: store.add(carried[0], carried[1], rollout(key))  # noqa: E731
         return jax.lax.fori_loop(0, fill_rows, add, (ring, replays.begun()))
 
     ring, cursor = jax.block_until_ready(jax.jit(filled)(jax.random.key(0)))
