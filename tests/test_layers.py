@@ -32,6 +32,8 @@ TABLE = """
 0  scaling/__init__
 0  sync/__init__
 0  verdicts
+0  sync/__init__ sync/reference sync/kernels sync/loops sync/codec sync/delta
+0  sync/layout sync/plan sync/cost
 1  trends health watch
 1  precision returns distributions encoders convolutions perceptron networks dial normalise mesh partition shards
    hosts shuffle provenance footprint membership
@@ -80,13 +82,14 @@ TABLE = """
 6  recipes workloads acting_workloads central_workloads replay_workloads sync_workloads bench scaling/speed
    scaling/profile scaling/subject scaling/agreement scaling/checks
 7  printing live flags settings scaling/command scaling/speed_command scaling/profile_command scaling/plan_command
-   scaling/doctor
+   scaling/doctor sync_command
    commands assessment console play gang processes cluster launch actor_command cli
    __main__
 """
 
 NO_JAX = (
     *("datasets/*", "actors/*", "workers", "worlds", "cli", "flags", "printing", "hosts", "launch", "pulse"),
+    "sync_command",
     *("forms", "vectors", "gang", "processes", "cluster", "membership", "envs/gym_export"),
     *(f"envs/{name}" for name in ("host", "host_spaces", "host_gymnasium", "host_numpy", "host_torch", "batched")),
     *(f"central/{name}" for name in ("wire", "credentials", "lane", "grpc_lane", "shared_lane", "batcher", "places")),
@@ -94,6 +97,7 @@ NO_JAX = (
     *(f"sync/{name}" for name in ("engine", "receiver", "geometry", "probe")),
     *("central/crew", "central/episodes", "central/client", "central/far", "central/settings"),
     *(f"driving/{name}" for name in ("scenario", "compile", "generator", "roads", "lanes", "bank")),
+    *(f"sync/{name}" for name in ("reference", "loops", "codec", "delta", "layout", "plan", "cost")),
 )
 """Files that start fast and run in worker processes: NumPy only, transitively."""
 
@@ -117,8 +121,12 @@ OPTIONAL = {
     *("xxhash", "zstandard", "numba"),
     *("ray", "grpc", "pyarrow", "tensorboard", "wandb", "tokenizers", "safetensors", "tensorflow"),
     *("beartype", "imageio_ffmpeg"),
+    *("numba", "llvmlite", "xxhash", "zstandard"),
 }
 """Import names: what pyproject.toml asks for always, and with an extra."""
+
+COMPILED = {("sync/kernels", "numba"), ("sync/kernels", "llvmlite")}
+"""A file of numba's functions is numba's on loading; so it is itself imported inside functions alone."""
 
 
 class Place(NamedTuple):
@@ -200,7 +208,7 @@ def violations(name: str, source: str) -> list[str]:
         elif root == "flax" and name != "networks":
             found.append(f"{where}: only networks.py imports flax")
         elif root in OPTIONAL:
-            if on_load:
+            if on_load and (name, root) not in COMPILED:
                 found.append(f"{where} on loading: an optional dependency belongs inside the function that needs it")
         elif root not in CORE and root not in sys.stdlib_module_names:
             found.append(f"{where}, which pyproject.toml does not ask for")
