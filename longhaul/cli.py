@@ -37,6 +37,10 @@ COMMANDS = {
     "scaling": "a grid of runs over model sizes and scenarios, and the law through it",
     "profile": "where the time of a recipe's updates goes, from a trace",
     "plan": "time, cost, memory of a run on 1 to 1,024 devices",
+    "sync serve": "versions of parameters, from a folder or another server, to any number of receivers",
+    "sync pull": "the newest version of who serves, as safetensors files",
+    "sync status": "what a server of parameters has, and who follows it",
+    "sync bench": "how long a version takes from one process to others, by stages, beside the machine's limits",
     "bench": "a benchmark by its name, one JSON object per figure",
 }
 
@@ -107,9 +111,13 @@ def _run(words: list[str]) -> int:
         return 0
     if rest[0] == "data":
         return _data(rest[1:])
+    if rest[0] == "sync":
+        from longhaul import sync_shell
+
+        return sync_shell.sync(rest[1:])
     command, names = rest[0], [name for name in COMMANDS if " " not in name]
     if command not in names:
-        what, there = ("flag", list(FLAGS)) if command.startswith("-") else ("command", [*names, "data"])
+        what, there = ("flag", list(FLAGS)) if command.startswith("-") else ("command", [*names, "data", "sync"])
         otherwise = f"there are {', '.join(FLAGS if what == 'flag' else COMMANDS)}"
         raise FlagError(f"longhaul has no {what} {command!r}; {flags.suggestion(command, there, otherwise)}")
     if command == "bench":

@@ -106,9 +106,10 @@ class Publisher:
                 self._waits(version, made)
             return made is not None
 
-    def forward(self, manifest: Manifest, image: Image, epoch: int) -> None:
+    def forward(self, manifest: Manifest, image: Image) -> None:
         """A version that came from another sender, as it is: what a relay does. A later epoch begins anew."""
         with self._publishing:
+            epoch = manifest.epoch
             if manifest.run != self.run or epoch < self.epoch:
                 raise ValueError(f"version {manifest.version} of {manifest.run}, epoch {epoch} can't be forwarded here")
             if epoch > self.epoch:

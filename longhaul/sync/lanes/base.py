@@ -47,6 +47,9 @@ class Source(Protocol):
     def done(self, held: Held) -> None:
         """Says what is served after a verdict."""
 
+    def status(self) -> dict[str, Any]:
+        """What the sender tells of itself."""
+
     def interrupt(self) -> None:
         """From another thread: whoever waits in a call gets a ConnectionError soon."""
 

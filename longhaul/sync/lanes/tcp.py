@@ -73,7 +73,7 @@ class TcpDelivery:
     def deliver(self, connection: Wire, hub: Hub, parcel: Parcel, image: Image, words: dict[str, Any]) -> None:
         size, seconds = parcel.manifest.size, parcel.offer.seconds
         connection.send("whole", PATIENCE, {"size": size})
-        if image.block.descriptor >= 0:
+        if image.block is not None and image.block.descriptor >= 0:
             connection.pour_file(image.block.descriptor, size, seconds)
         else:
             connection.pour(image.array[:size].data, seconds)
