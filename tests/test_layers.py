@@ -30,8 +30,9 @@ TABLE = """
 0  central/__init__
 0  actors/__init__
 0  scaling/__init__
-0  sync/__init__
 0  verdicts
+0  sync/__init__ sync/reference sync/kernels sync/loops sync/codec sync/delta
+0  sync/layout sync/plan
 1  trends health watch
 1  precision returns distributions encoders convolutions perceptron networks dial normalise mesh partition shards
    hosts shuffle provenance footprint membership
@@ -103,6 +104,7 @@ NO_JAX = (
     *(f"sync/{name}" for name in ("engine", "receiver", "geometry", "probe", "relay")),
     *("central/crew", "central/client", "central/far", "central/settings"),
     *(f"driving/{name}" for name in ("scenario", "compile", "generator", "roads", "lanes", "bank")),
+    *(f"sync/{name}" for name in ("reference", "loops", "codec", "delta", "layout", "plan")),
 )
 """Files that start fast and run in worker processes: NumPy only, transitively."""
 
@@ -122,11 +124,14 @@ CORE = {
 OPTIONAL = {
     *("stoa", "gymnax", "brax", "jumanji", "mujoco_playground", "navix", "craftax", "gymnasium", "ale_py", "envpool"),
     *("torch", "stable_baselines3"),
-    *("xxhash", "zstandard", "numba"),
     *("ray", "grpc", "pyarrow", "tensorboard", "wandb", "tokenizers", "safetensors", "tensorflow"),
     *("beartype", "imageio_ffmpeg"),
+    *("numba", "llvmlite", "xxhash", "zstandard"),
 }
 """Import names: what pyproject.toml asks for always, and with an extra."""
+
+COMPILED = {("sync/kernels", "numba"), ("sync/kernels", "llvmlite")}
+"""A file of numba's functions is numba's on loading; so it is itself imported inside functions alone."""
 
 
 class Place(NamedTuple):
@@ -208,7 +213,7 @@ def violations(name: str, source: str) -> list[str]:
         elif root == "flax" and name != "networks":
             found.append(f"{where}: only networks.py imports flax")
         elif root in OPTIONAL:
-            if on_load:
+            if on_load and (name, root) not in COMPILED:
                 found.append(f"{where} on loading: an optional dependency belongs inside the function that needs it")
         elif root not in CORE and root not in sys.stdlib_module_names:
             found.append(f"{where}, which pyproject.toml does not ask for")

@@ -1,0 +1,365 @@
+"""The loops of the delta codec as numba kernels: 64 elements at a time, as bit masks, without Python's lock.
+
+They compute exactly what `longhaul.sync.reference` does in NumPy, many times faster: comparing 64 elements takes a
+handful of vector instructions, and only elements that changed are looked at singly, without branches on their values.
+LLVM's vector types are portable: they become AVX-512, AVX2 or NEON, whatever the machine has. Compiled programs are
+kept beside this file, or in NUMBA_CACHE_DIR. The one file that imports numba; others import it inside a function.
+"""
+
+# mypy: disable-error-code="no-untyped-def, call-arg, var-annotated, operator"
+# mypy: warn-unreachable=False
+# (numba's compiled functions are not what Python's annotations could say)
+
+from __future__ import annotations
+
+from typing import Any
+
+import llvmlite.binding as llvm
+import numpy as np
+from llvmlite import ir
+from numba import njit, types
+from numba.extending import intrinsic, register_jitable
+
+from longhaul.sync import reference
+
+LANES = 64
+"""Elements of a chunk: the bits of a mask."""
+
+CLASSES = 4
+"""Classes of exponents, whether all are used or not."""
+
+BATCH = 64
+"""Chunks whose classes are found before any of them is changed; all their counts are compared at once."""
+
+ONE, ZERO, ALL = np.uint64(1), np.uint64(0), np.uint64(0xFFFFFFFFFFFFFFFF)
+
+NEVER, FULL = 1 << 62, np.int16(32767)
+"""Ranks that no element has: of a block, and of a batch."""
+
+BMI2 = bool(llvm.get_host_cpu_features().get("bmi2"))
+"""Whether the processor deposits bits in one instruction; part of what numba keys its cache by."""
+
+jit = njit(cache=True, nogil=True, boundscheck=False)
+
+I1, I8, I32, I64 = (ir.IntType(width) for width in (1, 8, 32, 64))
+
+
+def _splat(builder: Any, value: Any, lanes: int) -> Any:
+    """A scalar in every lane."""
+    undefined = ir.Constant(ir.VectorType(value.type, lanes), ir.Undefined)
+    zeros = ir.Constant(ir.VectorType(I32, lanes), [0] * lanes)
+    return builder.shuffle_vector(builder.insert_element(undefined, value, I32(0)), undefined, zeros)
+
+
+def _load(context: Any, builder: Any, kind: Any, array: Any, start: Any, lanes: int = LANES) -> Any:
+    """`lanes` elements of a contiguous array from `start` on as a vector; the caller keeps them inside."""
+    struct = context.make_array(kind)(context, builder, array)
+    vector = ir.VectorType(ir.IntType(kind.dtype.bitwidth), lanes)
+    pointer = builder.bitcast(builder.gep(struct.data, [start]), ir.PointerType(vector))
+    loaded = builder.load(pointer, typ=vector)
+    loaded.align = kind.dtype.bitwidth // 8
+    return loaded
+
+
+@intrinsic
+def differing(typing: Any, one: Any, other: Any, start: Any) -> Any:
+    """uint64: bit i says whether one[start + i] != other[start + i]."""
+
+    def build(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        a, b = (_load(context, builder, signature.args[i], arguments[i], arguments[2]) for i in (0, 1))
+        return builder.bitcast(builder.icmp_unsigned("!=", a, b), I64)
+
+    return types.uint64(one, other, types.int64), build
+
+
+@intrinsic
+def copy(typing: Any, source: Any, target: Any, start: Any) -> Any:
+    """LANES elements from `start` on, to the same place; the two may be one."""
+
+    def build(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        chunk = _load(context, builder, signature.args[0], arguments[0], arguments[2])
+        struct = context.make_array(signature.args[1])(context, builder, arguments[1])
+        pointer = builder.bitcast(builder.gep(struct.data, [arguments[2]]), ir.PointerType(chunk.type))
+        builder.store(chunk, pointer).align = signature.args[1].dtype.bitwidth // 8
+        return context.get_dummy_value()
+
+    return types.void(source, target, types.int64), build
+
+
+@intrinsic
+def classes(typing: Any, array: Any, start: Any, skip: Any, bounds: Any) -> Any:
+    """Four uint64: the masks of the classes of the LANES elements from `start` on.
+
+    An exponent is the eight bits below the sign. Class k holds those above byte k - 1 of the uint64 `bounds` and not
+    above byte k. The first `skip` elements are left out, and the masks begin after them.
+    """
+
+    def build(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        array, start, skip, bounds = arguments
+        patterns = _load(context, builder, signature.args[0], array, start)
+        vector, width = patterns.type, signature.args[0].dtype.bitwidth
+        exponents = builder.shl(patterns, ir.Constant(vector, [1] * LANES))
+        if width > 8:
+            exponents = builder.lshr(exponents, ir.Constant(vector, [width - 8] * LANES))
+            exponents = builder.trunc(exponents, ir.VectorType(I8, LANES))
+        found, above = [], I64(-1)
+        for k in range(CLASSES - 1):
+            bound = builder.trunc(builder.lshr(bounds, I64(8 * k)), I8)
+            over = builder.bitcast(builder.icmp_unsigned(">", exponents, _splat(builder, bound, LANES)), I64)
+            found.append(builder.lshr(builder.xor(above, over), skip))
+            above = over
+        found.append(builder.lshr(above, skip))
+        return context.make_tuple(builder, signature.return_type, found)
+
+    return types.UniTuple(types.uint64, CLASSES)(array, types.int64, types.int64, types.uint64), build
+
+
+@intrinsic
+def reached(typing: Any, counts: Any, start: Any, rank: Any) -> Any:
+    """int64: how many of the BATCH int16 `counts` from `start` on are not above `rank`."""
+
+    def build(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        row = _load(context, builder, signature.args[0], arguments[0], arguments[1], BATCH)
+        rank = _splat(builder, builder.trunc(arguments[2], ir.IntType(16)), BATCH)
+        return builder.ctpop(builder.bitcast(builder.icmp_signed("<=", row, rank), I64))
+
+    return types.int64(counts, types.int64, types.int64), build
+
+
+@intrinsic
+def ones(typing: Any, mask: Any) -> Any:
+    """int64: how many bits of a uint64 are set."""
+    return types.int64(types.uint64), lambda context, builder, signature, arguments: builder.ctpop(arguments[0])
+
+
+@intrinsic
+def lowest(typing: Any, mask: Any) -> Any:
+    """int64: the place of the lowest bit that is set; 64 for none."""
+    return types.int64(types.uint64), lambda context, builder, signature, arguments: builder.cttz(arguments[0], I1(0))
+
+
+@intrinsic
+def _deposit(typing: Any, bits: Any, mask: Any) -> Any:
+    """uint64: the low bits of `bits` at the places that are set in `mask` (x86's PDEP)."""
+
+    def build(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        pdep = builder.module.declare_intrinsic("llvm.x86.bmi.pdep.64", fnty=ir.FunctionType(I64, [I64, I64]))
+        return builder.call(pdep, arguments)
+
+    return types.uint64(types.uint64, types.uint64), build
+
+
+@jit
+def place(mask, rank):
+    """The place of the bit of `mask` that has `rank` set bits below it; there must be one."""
+    if BMI2:
+        return lowest(_deposit(ONE << np.uint64(rank), mask))
+    for _ in range(rank):
+        mask &= mask - ONE
+    return lowest(mask)
+
+
+@jit
+def ordered(pattern, sign):
+    """A bit pattern as a key that grows with the number, and back: of a negative one all bits but the sign flip."""
+    return pattern ^ (-((pattern & sign) != 0) & (sign - 1))
+
+
+@jit
+def survey(base, new, every, differs, members, changed):
+    """What differs, and how that depends on the base's exponent; of at least LANES elements. -> how many differ.
+
+    Fills `differs` (uint64, a mask a chunk), `members` and `changed` (int64 [256]: elements, and those that differ, by
+    exponent, the eight bits below the sign; of every `every`-th chunk).
+    """
+    size, shift, total = base.size, base.itemsize * 8 - 8, 0
+    for i in range((size + LANES - 1) // LANES):
+        at = min(i * LANES, size - LANES)  # the last chunk begins earlier rather than end outside
+        skip = i * LANES - at
+        mask = differing(base, new, at) >> np.uint64(skip)
+        differs[i] = mask
+        total += ones(mask)
+        if i % every == 0:
+            for j in range(at + skip, at + LANES):
+                exponent = ((np.int64(base[j]) << 1) >> shift) & 255
+                members[exponent] += 1
+                changed[exponent] += base[j] != new[j]
+    return total
+
+
+@jit
+def emit(base, new, differs, bounds, table, ends, gaps, steps):
+    """Of every element that differs, by class: members of its class since the one before, and its step less one.
+
+    `differs` are the masks of `survey`, `bounds` those of `classes`, and `table` (uint8 [256]) has the class of an
+    exponent. Class k's go to `gaps` and `steps` (uint32) from ends[k] (int64) on, which is moved behind them. A step is
+    the zigzag of the keys' difference, modulo the width.
+    """
+    size, bits = base.size, base.itemsize * 8
+    sign, full, shift = np.int64(1 << (bits - 1)), np.int64((1 << bits) - 1), bits - 8
+    masks, seen, last = np.zeros(CLASSES, np.uint64), np.zeros(CLASSES, np.int64), np.zeros(CLASSES, np.int64)
+    for i in range((size + LANES - 1) // LANES):
+        at = min(i * LANES, size - LANES)
+        masks[0], masks[1], masks[2], masks[3] = classes(base, at, i * LANES - at, bounds)
+        hits = differs[i]
+        while hits != ZERO:
+            bit = hits & (~hits + ONE)
+            j = i * LANES + lowest(hits)
+            pattern = np.int64(base[j])
+            k = table[((pattern << 1) >> shift) & 255]
+            rank = seen[k] + ones(masks[k] & (bit - ONE))
+            c = ends[k]
+            ends[k] = c + 1
+            gaps[c] = rank - last[k]
+            last[k] = rank + 1
+            # Into the width, then as a signed number, then 0, -1, 1, -2 ... -> 0, 1, 2, 3 ...
+            step = (ordered(np.int64(new[j]), sign) - ordered(pattern, sign)) & full
+            step = (step ^ sign) - sign
+            steps[c] = (((step << 1) ^ (step >> 63)) & full) - 1
+            hits ^= bit
+        for k in range(CLASSES):
+            seen[k] += ones(masks[k])
+
+
+@jit
+def patch(base, out, bounds, cursors, ends, gaps, steps):
+    """Undoes `emit`: `out`, which may be `base` itself, becomes what was new. False where the gaps lead outside.
+
+    `cursors` and `ends` (int64) say where each class lies in `gaps` and `steps`; the caller has checked them. Nothing
+    outside `out` is written, whatever the gaps are. Of a batch of chunks the members of each class are counted first;
+    then a change's chunk follows from one comparison with all counts, without a branch that could be mispredicted.
+    """
+    size, bits = out.size, out.itemsize * 8
+    sign, full = np.int64(1 << (bits - 1)), np.int64((1 << bits) - 1)
+    masks, seen = np.zeros(CLASSES * BATCH, np.uint64), np.zeros(CLASSES * BATCH, np.int16)
+    coming, totals = np.empty(CLASSES, np.int64), np.empty(CLASSES, np.int64)
+    for k in range(CLASSES):
+        coming[k] = np.int64(gaps[cursors[k]]) if cursors[k] < ends[k] else NEVER
+    chunks = (size + LANES - 1) // LANES
+    for first in range(0, chunks, BATCH):
+        s0 = s1 = s2 = s3 = 0
+        count = min(BATCH, chunks - first)
+        for i in range(count):
+            here = (first + i) * LANES
+            at = min(here, size - LANES)
+            if at == here:
+                copy(base, out, at)
+            else:
+                out[here:] = base[here:]
+            m0, m1, m2, m3 = classes(base, at, here - at, bounds)
+            s0, s1, s2, s3 = s0 + ones(m0), s1 + ones(m1), s2 + ones(m2), s3 + ones(m3)
+            masks[i], masks[BATCH + i], masks[2 * BATCH + i], masks[3 * BATCH + i] = m0, m1, m2, m3
+            seen[i], seen[BATCH + i], seen[2 * BATCH + i], seen[3 * BATCH + i] = s0, s1, s2, s3
+        totals[0], totals[1], totals[2], totals[3] = s0, s1, s2, s3
+        if count < BATCH:
+            for k in range(CLASSES):
+                seen[k * BATCH + count : (k + 1) * BATCH] = FULL
+        for k in range(CLASSES):
+            c, end, rank, total = cursors[k], ends[k], coming[k], totals[k]
+            while rank < total:
+                i = reached(seen, k * BATCH, rank)
+                mask = masks[k * BATCH + i]
+                before = np.int64(seen[k * BATCH + i]) - ones(mask)
+                j = (first + i) * LANES + place(mask, rank - before)
+                step = np.int64(steps[c]) + 1
+                step = (step >> 1) ^ -(step & 1)
+                out[j] = ordered((ordered(np.int64(out[j]), sign) + step) & full, sign)
+                c += 1
+                rank = rank + 1 + np.int64(gaps[c]) if c < end else NEVER
+            cursors[k], coming[k] = c, rank - total
+    return (cursors == ends).all()
+
+
+@jit
+def pack_gaps(gaps, low, highs, lows, rest):
+    """Splits gaps into `low` raw bits (`lows`, uint8, from the lowest bit on) and what is above (`highs`, uint8).
+
+    Where that is 255 or more, the whole gap goes to `rest` (uint32). -> how many did.
+    """
+    held, filled, at, extra = np.uint64(0), 0, 0, 0
+    for i in range(gaps.size):
+        gap = np.int64(gaps[i])
+        high = gap >> low
+        if high >= 255:
+            rest[extra] = gap
+            extra += 1
+            high = 255
+        highs[i] = high
+        held |= np.uint64(gap & ((1 << low) - 1)) << np.uint64(filled)
+        filled += low
+        while filled >= 8:
+            lows[at] = held & np.uint64(255)
+            held >>= np.uint64(8)
+            filled -= 8
+            at += 1
+    if filled > 0:
+        lows[at] = held & np.uint64(255)
+    return extra
+
+
+@jit
+def unpack_gaps(highs, low, lows, rest, gaps):
+    """Undoes `pack_gaps`; -> how many of `rest` were used, -1 where there are too few. `lows` must be long enough."""
+    held, filled, at, extra = np.uint64(0), 0, 0, 0
+    for i in range(highs.size):
+        while filled < low:
+            held |= np.uint64(lows[at]) << np.uint64(filled)
+            filled += 8
+            at += 1
+        gap = (np.int64(highs[i]) << low) | (np.int64(held) & ((1 << low) - 1))
+        held >>= np.uint64(low)
+        filled -= low
+        if highs[i] == 255:
+            if extra >= rest.size:
+                return -1
+            gap = np.int64(rest[extra])
+            extra += 1
+        gaps[i] = gap
+    return extra
+
+
+@jit
+def pack_steps(steps, halves, bytes_, rest):
+    """Splits steps into half bytes, two a byte of `halves` (zero before); 15 goes on in `bytes_`, and 255 in `rest`.
+
+    -> how many of the latter two were written.
+    """
+    more = whole = 0
+    for i in range(steps.size):
+        step = np.int64(steps[i])
+        half = min(step, 15)
+        halves[i >> 1] |= half << (4 * (i & 1))
+        if half == 15:
+            byte = min(step - 15, 255)
+            bytes_[more] = byte
+            more += 1
+            if byte == 255:
+                rest[whole] = step
+                whole += 1
+    return more, whole
+
+
+@jit
+def unpack_steps(halves, bytes_, rest, steps):
+    """Undoes `pack_steps`; -> how many of `bytes_` and `rest` were used: both -1 where there are too few."""
+    more = whole = 0
+    for i in range(steps.size):
+        step = np.int64(halves[i >> 1] >> (4 * (i & 1))) & 15
+        if step == 15:
+            if more >= bytes_.size:
+                return -1, -1
+            step += np.int64(bytes_[more])
+            more += 1
+            if step == 15 + 255:
+                if whole >= rest.size:
+                    return -1, -1
+                step = np.int64(rest[whole])
+                whole += 1
+        steps[i] = step
+    return more, whole
+
+
+register_jitable(reference._bits)  # so that `merge` may call it as it is
+
+merge = jit(reference.merge)
+"""As it stands there."""
