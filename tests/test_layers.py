@@ -48,7 +48,7 @@ TABLE = """
 2  environment rollout
 2  central/credentials central/wire central/lane central/grpc_lane central/shared_lane central/batcher central/places
    central/crew central/trajectories central/inference central/server central/settings
-3  sync/buffers sync/lanes/base sync/lanes/sockets sync/lanes/shared sync/lanes/tcp sync/lanes/folder
+3  sync/changes sync/buffers sync/lanes/base sync/lanes/sockets sync/lanes/shared sync/lanes/tcp sync/lanes/folder
    sync/lanes/__init__ sync/engine sync/receiver sync/geometry sync/probe sync/relay
 2  datasets/packing datasets/shards
 2  datasets/womd datasets/womd_scenario datasets/gpudrive datasets/scenarionet datasets/argoverse
@@ -101,7 +101,7 @@ NO_JAX = (
     *(f"envs/{name}" for name in ("host", "host_spaces", "host_gymnasium", "host_numpy", "host_torch", "batched")),
     *(f"central/{name}" for name in ("wire", "credentials", "lane", "grpc_lane", "shared_lane", "batcher", "places")),
     *(f"sync/{name}" for name in ("manifest", "images", "protocol", "wire", "files", "buffers", "lanes/*")),
-    *(f"sync/{name}" for name in ("engine", "receiver", "geometry", "probe", "relay")),
+    *(f"sync/{name}" for name in ("engine", "changes", "receiver", "geometry", "probe", "relay")),
     *("central/crew", "central/client", "central/far", "central/settings"),
     *(f"driving/{name}" for name in ("scenario", "compile", "generator", "roads", "lanes", "bank")),
     *(f"sync/{name}" for name in ("reference", "loops", "codec", "delta", "layout", "plan")),

@@ -17,7 +17,7 @@ import numpy as np
 
 from longhaul.sync import images, manifest, protocol
 from longhaul.sync.buffers import Block, Pool
-from longhaul.sync.lanes.base import Parcel, Source, Staging
+from longhaul.sync.lanes.base import DAMAGED, Parcel, Source, Staging
 from longhaul.sync.manifest import Manifest
 from longhaul.sync.protocol import ProtocolError, Seat, Verdict
 
@@ -26,8 +26,6 @@ IMAGES = 3
 
 FIRST_PAUSE, LONGEST_PAUSE = 0.05, 2.0
 """Seconds before a receiver comes again: twice as long each time."""
-
-DAMAGED = "damaged"
 
 
 class Served(NamedTuple):
