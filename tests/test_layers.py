@@ -30,7 +30,6 @@ TABLE = """
 0  central/__init__
 0  actors/__init__
 0  scaling/__init__
-0  sync/__init__
 0  verdicts
 0  sync/__init__ sync/reference sync/kernels sync/loops sync/codec sync/delta
 0  sync/layout sync/plan sync/cost
@@ -50,8 +49,8 @@ TABLE = """
 2  environment rollout
 2  central/wire central/lane central/grpc_lane central/shared_lane central/batcher central/places
    central/crew central/episodes central/trajectories central/inference central/server central/settings
-2  sync/buffers sync/lanes/base sync/lanes/sockets sync/lanes/shared sync/lanes/tcp sync/lanes/folder
-   sync/lanes/__init__ sync/engine sync/receiver sync/geometry sync/probe
+3  sync/changes sync/buffers sync/lanes/base sync/lanes/sockets sync/lanes/shared sync/lanes/tcp sync/lanes/folder
+   sync/lanes/__init__ sync/engine sync/receiver sync/geometry sync/probe sync/relay
 2  datasets/packing datasets/shards
 2  datasets/womd datasets/womd_scenario datasets/gpudrive datasets/scenarionet datasets/argoverse
 2  driving/bodies driving/flow driving/generator
@@ -82,19 +81,19 @@ TABLE = """
 6  recipes workloads acting_workloads central_workloads replay_workloads sync_workloads bench scaling/speed
    scaling/profile scaling/subject scaling/agreement scaling/checks
 7  printing live flags settings scaling/command scaling/speed_command scaling/profile_command scaling/plan_command
-   scaling/doctor sync_command
+   scaling/doctor sync_command sync_shell
    commands assessment console play gang processes cluster launch actor_command cli
    __main__
 """
 
 NO_JAX = (
     *("datasets/*", "actors/*", "workers", "worlds", "cli", "flags", "printing", "hosts", "launch", "pulse"),
-    "sync_command",
+    *("sync_command", "sync_shell"),
     *("forms", "vectors", "gang", "processes", "cluster", "membership", "envs/gym_export"),
     *(f"envs/{name}" for name in ("host", "host_spaces", "host_gymnasium", "host_numpy", "host_torch", "batched")),
     *(f"central/{name}" for name in ("wire", "credentials", "lane", "grpc_lane", "shared_lane", "batcher", "places")),
     *(f"sync/{name}" for name in ("manifest", "images", "protocol", "wire", "files", "buffers", "lanes/*")),
-    *(f"sync/{name}" for name in ("engine", "receiver", "geometry", "probe")),
+    *(f"sync/{name}" for name in ("engine", "changes", "receiver", "geometry", "probe", "relay")),
     *("central/crew", "central/episodes", "central/client", "central/far", "central/settings"),
     *(f"driving/{name}" for name in ("scenario", "compile", "generator", "roads", "lanes", "bank")),
     *(f"sync/{name}" for name in ("reference", "loops", "codec", "delta", "layout", "plan", "cost")),
@@ -118,7 +117,6 @@ OPTIONAL = {
     *("stoa", "gymnax", "brax", "jumanji", "mujoco_playground", "navix", "craftax", "gymnasium", "ale_py", "envpool"),
     *("xminigrid", "pgx"),
     *("torch", "stable_baselines3"),
-    *("xxhash", "zstandard", "numba"),
     *("ray", "grpc", "pyarrow", "tensorboard", "wandb", "tokenizers", "safetensors", "tensorflow"),
     *("beartype", "imageio_ffmpeg"),
     *("numba", "llvmlite", "xxhash", "zstandard"),

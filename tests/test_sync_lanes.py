@@ -207,3 +207,41 @@ def test_a_version_reaches_another_process(lane: Way, tmp_path: Path) -> None:
                 assert other.stdout.readline().split() == [str(version), root, str(version), str(version)]
             other.stdin.close()
             assert other.wait(30) == 0
+
+
+def test_only_what_changed_travels_to_who_holds_the_version_before(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from longhaul.sync import changes, loops
+    from longhaul.sync.lanes import tcp
+
+    monkeypatch.setattr(loops, "best", loops.Plain)  # nothing need be compiled
+    poured: list[int] = []
+    pour, apply, spoil = tcp.Wire.pour, changes.apply, threading.Event()
+    monkeypatch.setattr(tcp.Wire, "pour", lambda *args: (poured.append(len(args[1])), pour(*args))[1])
+
+    def spoilt(body, *rest):  # type: ignore[no-untyped-def]
+        if spoil.is_set():
+            body[len(body) // 2] ^= 1
+            spoil.clear()
+        apply(body, *rest)
+
+    monkeypatch.setattr(changes, "apply", spoilt)
+    there = way("tcp", tmp_path)
+    draw = np.random.default_rng(0)
+    given = {"w": draw.integers(0, 1 << 16, 40_000, np.uint16), "still": np.ones(5000, np.float32)}
+    with Publisher("run", lanes=[there.lane()], send_changes=True) as sender, receivers(there, 2) as both:
+        until(lambda: len(sender.status()["receivers"]) == 2)
+        for version in range(6):
+            given["w"][draw.integers(0, 40_000, 400)] += 1
+            if version == 3:
+                spoil.set()
+            if version == 4:
+                given["w"][:] = draw.integers(0, 1 << 16, 40_000, np.uint16)  # all of it
+            sender.publish(version, given)
+            for receiver in both:
+                assert receiver.wait(version, 20), receiver.errors
+                assert receiver.latest()[1]["w"].tobytes() == given["w"].tobytes()
+                assert receiver.held.root.hex() == sender.status()["root"]
+        assert sum("damaged changes" in line for receiver in both for line in receiver.errors) == 1
+    assert len(poured) == 8 and max(poured) < 3000  # versions 1, 2, 3, 5 to both; the damaged one then came whole

@@ -25,7 +25,7 @@ class Image(NamedTuple):
     """A lent block: `array` is uint8 [size]; the block comes back when nothing refers to it or a view of it."""
 
     array: np.ndarray
-    block: Block
+    block: Block | None  # None: memory of another kind, which can't be mapped by others
 
 
 class Block:

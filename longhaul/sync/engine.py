@@ -13,8 +13,9 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NamedTuple
 
-from longhaul.sync import images, protocol
+from longhaul.sync import changes, images, protocol
 from longhaul.sync.buffers import Image, Pool
+from longhaul.sync.changes import Changes
 from longhaul.sync.lanes.base import Lane, Parcel
 from longhaul.sync.manifest import Manifest, Tensor
 from longhaul.sync.protocol import STANDARD, Held, Settings, Verdict
@@ -33,9 +34,10 @@ class Publisher:
     """A sender of versions of one run. Also the hub that its lanes speak with (`lanes.base.Hub`).
 
     `epoch` is larger with each start of the trainer: by default the time, in nanoseconds. `budget` bounds the bytes of
-    all images together. Example:
+    all images together. With `send_changes`, receivers that hold the version before get what changed since, where
+    their lane can and it is much less; then one image more is kept. Example:
 
-        with Publisher("run-7", lanes=[SharedLane("@weights")]) as weights:
+        with Publisher("run-7", lanes=[lanes.serve("shm:@weights")]) as weights:
             weights.publish(version, params)      # {name: array}; returns as soon as they are copied
     """
 
@@ -47,6 +49,7 @@ class Publisher:
         lanes: Sequence[Lane] = (),
         settings: Settings = STANDARD,
         budget: int | None = None,
+        send_changes: bool = False,
         threads: int = 2,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -55,6 +58,9 @@ class Publisher:
         self.skipped = 0  # versions for which there was no memory
         self.seconds: dict[str, float] = {}  # of the newest version: gather, round
         self._budget, self._threads, self._clock = budget, threads, clock
+        self._encodes, self._encoding = send_changes, threading.Lock()
+        self._encoded: tuple[int, Changes | None] = (-1, None)  # of the newest version that was asked for
+        self._peak_changes = 0
         self._cohort = protocol.open_cohort(run, self.epoch, settings)
         self._changed = threading.Condition(threading.RLock())
         self._publishing = threading.Lock()
@@ -106,9 +112,10 @@ class Publisher:
                 self._waits(version, made)
             return made is not None
 
-    def forward(self, manifest: Manifest, image: Image, epoch: int) -> None:
+    def forward(self, manifest: Manifest, image: Image) -> None:
         """A version that came from another sender, as it is: what a relay does. A later epoch begins anew."""
         with self._publishing:
+            epoch = manifest.epoch
             if manifest.run != self.run or epoch < self.epoch:
                 raise ValueError(f"version {manifest.version} of {manifest.run}, epoch {epoch} can't be forwarded here")
             if epoch > self.epoch:
@@ -149,8 +156,8 @@ class Publisher:
 
     @property
     def peak_bytes(self) -> int:
-        """The most that its images ever took."""
-        return 0 if self._pool is None else self._pool.peak
+        """The most that its images, and their changes, ever took."""
+        return self._peak_changes + (0 if self._pool is None else self._pool.peak)
 
     def _check(self, version: int, tensors: Mapping[str, Any]) -> None:
         if version <= self._given:
@@ -160,7 +167,8 @@ class Publisher:
         planned = images.describe(tensors)
         if self._planned is None:
             size = planned[1]
-            self._pool = Pool(size, IMAGES * size if self._budget is None else self._budget)
+            usual = (IMAGES + self._encodes) * size
+            self._pool = Pool(size, usual if self._budget is None else self._budget)
             self._planned = planned
         elif planned != self._planned:
             names = sorted({tensor.name for tensor in set(planned[0]) ^ set(self._planned[0])})
@@ -190,6 +198,7 @@ class Publisher:
                 self.gone(name, "a new epoch begins")
             self.epoch, self._given = epoch, -1
             self._made.clear()
+            self._encoded = (-1, None)
             self._cohort = protocol.open_cohort(self.run, epoch, self.settings)
 
     # ------------------------------------------------------------------------------------------------ its own thread
@@ -240,9 +249,8 @@ class Publisher:
             if (before.prepared, before.round is None) != (after.prepared, after.round is None):
                 if undecided is None:
                     self.seconds["round"] = time.perf_counter() - self._began
-                self._made = {
-                    version: made for version, made in self._made.items() if version in (after.committed, undecided)
-                }
+                keep = {after.committed, undecided, after.before[0] if self._encodes else None}
+                self._made = {version: made for version, made in self._made.items() if version in keep}
                 self._changed.notify_all()
             ended = [self._ends.pop(name, None) for name in before.members.keys() - after.members.keys()]
         for end in ended:
@@ -281,9 +289,27 @@ class Publisher:
                     return None
                 self._changed.wait(left)
 
-    def base(self, version: int) -> tuple[Manifest, Image] | None:
-        with self._changed:
-            return self._made.get(version) if version == self._cohort.committed else None
+    def changes(self, parcel: Parcel, image: Image) -> Changes | None:
+        base, version = parcel.offer.base, parcel.offer.version
+        if not self._encodes or base < 0:
+            return None
+        with self._encoding:
+            if self._encoded[0] != version:
+                self._encoded = (-1, None)
+                with self._changed:
+                    before = self._made.get(base)
+                if before is None:
+                    return None
+                began = time.perf_counter()
+                found = changes.make(before.manifest, before.image.array, parcel.manifest, image.array, self._copiers)
+                self.seconds["encode"] = time.perf_counter() - began
+                size = 0 if found is None else len(found.body)
+                if self._budget is not None and self._pool is not None and self._pool.bytes + size > self._budget:
+                    found, size = None, 0
+                self._peak_changes = max(self._peak_changes, size)
+                self._encoded = (version, found)
+            found = self._encoded[1]
+            return found if found is not None and found.base == base else None
 
     def ready(self, name: str, version: int, root: bytes, wait: float) -> Verdict:
         until = self._clock() + wait

@@ -102,6 +102,7 @@ class Cohort(NamedTuple):
     round: Round | None = None
     committed: int = -1
     root: bytes = b""  # of `committed`
+    before: tuple[int, bytes] = (-1, b"")  # what counted before it, and its root
     prepared: int = -1  # the newest version that ever was
     aborted: frozenset[int] = frozenset()
     dropped: tuple[tuple[str, str], ...] = ()  # who was, and why; the newest last, at most REMEMBERED
@@ -163,12 +164,14 @@ def offer(cohort: Cohort, name: str, now: float) -> tuple[Cohort, Offer | None]:
     one = member(cohort, name)
     if one.phase is not Phase.IDLE:
         raise ProtocolError(f"receiver {name} is {one.phase} with version {one.target}; it must end that first")
-    version, root = (cohort.committed, cohort.root) if cohort.round is None else cohort.round[:2]
+    newest, last = (cohort.committed, cohort.root), cohort.before
+    if cohort.round is not None:
+        newest, last = cohort.round[:2], newest
+    version, root = newest
     mine = one.held.run == cohort.run and one.held.epoch == cohort.epoch
     if version < 0 or (mine and one.held.version >= version):
         return cohort, None
-    based = mine and one.held.version == cohort.committed and one.held.root == cohort.root and not one.failures
-    base = cohort.committed if based and cohort.committed < version else -1
+    base = last[0] if mine and one.held[2:] == last and not one.failures else -1
     seconds = cohort.settings.deadline
     one = one._replace(phase=Phase.STAGING, target=version, deadline=now + seconds)
     return _with(cohort, name, one), Offer(cohort.run, cohort.epoch, version, base, root, seconds)
@@ -276,7 +279,8 @@ def _end(cohort: Cohort, counts: bool) -> Cohort:
     ended = cohort.round
     assert ended is not None
     if counts:
-        return cohort._replace(round=None, committed=ended.version, root=ended.root)
+        before = (cohort.committed, cohort.root)
+        return cohort._replace(round=None, committed=ended.version, root=ended.root, before=before)
     awaited = {one.target for one in cohort.members.values()}
     return cohort._replace(round=None, aborted=frozenset((cohort.aborted & awaited) | {ended.version}))
 

@@ -16,8 +16,8 @@ from typing import Any, Literal, NamedTuple
 import numpy as np
 
 from longhaul.sync import images, manifest, protocol
-from longhaul.sync.buffers import Pool
-from longhaul.sync.lanes.base import Parcel, Source, Staging
+from longhaul.sync.buffers import Block, Pool
+from longhaul.sync.lanes.base import DAMAGED, Parcel, Source, Staging
 from longhaul.sync.manifest import Manifest
 from longhaul.sync.protocol import ProtocolError, Seat, Verdict
 
@@ -27,8 +27,6 @@ IMAGES = 3
 FIRST_PAUSE, LONGEST_PAUSE = 0.05, 2.0
 """Seconds before a receiver comes again: twice as long each time."""
 
-DAMAGED = "damaged"
-
 
 class Served(NamedTuple):
     """A whole version: read-only arrays by name, good for as long as they are held."""
@@ -37,6 +35,7 @@ class Served(NamedTuple):
     tensors: Mapping[str, np.ndarray]
     manifest: Manifest
     image: np.ndarray  # uint8 [size]
+    block: Block | None = None  # where it lies, if in memory of ours
 
 
 class Receiver:
@@ -68,6 +67,7 @@ class Receiver:
         self._seat = Seat()
         self._served: Served | None = None
         self._pool: Pool | None = None
+        self._block: Block | None = None  # of what is being staged
         self._changed = threading.Condition()
         self._closed = threading.Event()
         self._current: Source | None = None
@@ -168,7 +168,7 @@ class Receiver:
             source.failed(offer.version, str(error))
             return
         self._seat = protocol.staged(self._seat, parcel.manifest.root, self._clock())
-        fresh = Served(offer.version, manifest.views(parcel.manifest, array), parcel.manifest, array)
+        fresh = Served(offer.version, manifest.views(parcel.manifest, array), parcel.manifest, array, self._block)
         began = time.perf_counter()
         found = Verdict.WAIT
         while found is Verdict.WAIT and not self._closed.is_set():
@@ -199,6 +199,7 @@ class Receiver:
     def _staged(self, source: Source, parcel: Parcel) -> np.ndarray:
         """The verified image of a parcel, read-only. LookupError where it can't be had, but the connection is good."""
         began = time.perf_counter()
+        self._block = None
         arrival = images.Arrival(parcel.manifest)
         served = self._served
         base = None if served is None else (served.manifest, served.image)
@@ -224,6 +225,7 @@ class Receiver:
         image = self._pool.take(seconds)
         if image is None:
             raise LookupError(f"readers hold all {self._pool.budget:,} bytes of images; let old versions go")
+        self._block = image.block
         return image.array
 
     def _note(self, line: str) -> None:

@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 
 from longhaul.sync import manifest
 
-HEAD = struct.Struct("<4sIQQIH2x")  # magic, number, session, digest, length of the blob, length of the words
+HEAD = struct.Struct("<4sIQQIH")  # magic, number, session, digest, length of the blob, length of the words
 MAGIC = b"LHS1"
 MOST_WORDS = 1 << 15
 MOST_BLOB = 1 << 28

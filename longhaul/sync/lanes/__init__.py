@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from longhaul.central import credentials
 from longhaul.sync.lanes.base import Lane, Source
 
 
@@ -42,4 +43,6 @@ def split(address: str) -> tuple[str, str]:
     kind, _, rest = address.partition(":")
     if not rest or kind not in ("shm", "tcp", "folder"):
         raise ValueError(f"{address!r} is no address; write shm:NAME, tcp:HOST:PORT or folder:PATH")
+    if kind == "tcp":
+        credentials.split(rest)
     return kind, rest

@@ -12,8 +12,11 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 
 from longhaul.sync.buffers import Image
+from longhaul.sync.changes import Changes
 from longhaul.sync.manifest import Manifest
 from longhaul.sync.protocol import Held, Offer, Settings, Verdict
+
+DAMAGED = "damaged"
 
 
 class Parcel(NamedTuple):
@@ -47,6 +50,9 @@ class Source(Protocol):
     def done(self, held: Held) -> None:
         """Says what is served after a verdict."""
 
+    def status(self) -> dict[str, Any]:
+        """What the sender tells of itself."""
+
     def interrupt(self) -> None:
         """From another thread: whoever waits in a call gets a ConnectionError soon."""
 
@@ -77,8 +83,8 @@ class Hub(Protocol):
     def ask(self, name: str, wait: float) -> tuple[Parcel, Image] | None:
         """What the receiver should have next. The image stays as it is as long as it is referred to."""
 
-    def base(self, version: int) -> tuple[Manifest, Image] | None:
-        """The newest committed version, where it is this one: what changes are sent against."""
+    def changes(self, parcel: Parcel, image: Image) -> Changes | None:
+        """What changed since the offer's base; None where that is not to be had, or not worth it."""
 
     def ready(self, name: str, version: int, root: bytes, wait: float) -> Verdict: ...
 

@@ -62,6 +62,12 @@ class FolderLane:
         if self._thread is not None:
             self._thread.join()
 
+    @property
+    def latest(self) -> Path | None:
+        """The folder of the latest version; None where there is none."""
+        found = files.newest(self.folder)
+        return None if found is None else self.folder / files.folder_name(*found)
+
     def _held(self) -> Held:
         """What is in the folder; NOTHING where its latest version is none."""
         latest = files.newest(self.folder)

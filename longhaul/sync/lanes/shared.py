@@ -22,6 +22,7 @@ import numpy as np
 from longhaul.sync.buffers import Block, Image
 from longhaul.sync.lanes.base import Hub, Parcel, Staging
 from longhaul.sync.lanes.sockets import PATIENCE, SocketLane, SocketSource, expect
+from longhaul.sync.protocol import ProtocolError
 from longhaul.sync.wire import Wire, WireError
 
 
@@ -101,6 +102,8 @@ class SharedDelivery:
 
     def deliver(self, connection: Wire, hub: Hub, parcel: Parcel, image: Image, words: dict[str, Any]) -> None:
         block = image.block
+        if block is None:
+            raise ProtocolError("this image is mapped from another sender: follow that one")
         stale = [serial for serial, known in self._known.items() if known.spent and serial not in self._lent]
         for serial in stale:
             del self._known[serial]
@@ -119,7 +122,8 @@ class SharedDelivery:
 
     def end(self) -> None:
         for image in self._lent.values():
-            image.block.spent = True  # someone may still read it
+            if image.block is not None:
+                image.block.spent = True  # someone may still read it
         self._lent.clear()
 
 

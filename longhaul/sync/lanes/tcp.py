@@ -4,7 +4,8 @@ Who serves from shared memory lets the kernel send it (sendfile), so the sender 
 deadline. Loopback is open to this machine; beyond it both sides prove that they know a token, which itself never
 travels. The bytes are not encrypted: let networks that others can read be tunnels.
 
-A receiver may serve others (`relay`): then a sender feeds a few, each of which feeds a few more.
+To who holds the version before, only what changed may travel (`changes`). A receiver may serve others (`relay`): then
+a sender feeds a few, each of which feeds a few more.
 """
 
 from __future__ import annotations
@@ -16,8 +17,9 @@ from typing import Any
 import numpy as np
 
 from longhaul.central import credentials
+from longhaul.sync import changes
 from longhaul.sync.buffers import Image
-from longhaul.sync.lanes.base import Hub, Parcel, Staging
+from longhaul.sync.lanes.base import DAMAGED, Hub, Parcel, Staging
 from longhaul.sync.lanes.sockets import PATIENCE, SocketLane, SocketSource, expect
 from longhaul.sync.wire import Wire, WireError, check_token
 
@@ -72,8 +74,13 @@ class TcpDelivery:
 
     def deliver(self, connection: Wire, hub: Hub, parcel: Parcel, image: Image, words: dict[str, Any]) -> None:
         size, seconds = parcel.manifest.size, parcel.offer.seconds
+        found = hub.changes(parcel, image) if words.get("changes") else None
+        if found is not None:
+            connection.send("changes", PATIENCE, {"size": len(found.body)})
+            connection.pour(memoryview(found.body), seconds)
+            return
         connection.send("whole", PATIENCE, {"size": size})
-        if image.block.descriptor >= 0:
+        if image.block is not None and image.block.descriptor >= 0:
             connection.pour_file(image.block.descriptor, size, seconds)
         else:
             connection.pour(image.array[:size].data, seconds)
@@ -97,9 +104,19 @@ class TcpCollection:
         until = time.monotonic() + seconds
         size = parcel.manifest.size
         image = staging.take(size)[:size]
-        connection.send("fetch", PATIENCE, {"version": parcel.offer.version})
-        words = expect(connection, min(seconds, PATIENCE), "whole").words
-        if words.get("size") != size:
+        based = staging.base is not None and parcel.offer.base == staging.base[0].version
+        connection.send("fetch", PATIENCE, {"version": parcel.offer.version, "changes": based})
+        frame = expect(connection, seconds, "whole", "changes")  # which may first have to be encoded
+        words = frame.words
+        if frame.kind == "changes" and staging.base is not None and 0 <= words.get("size", -1) <= size:
+            body = np.empty(words["size"], np.uint8)
+            connection.fill(body.data, until)
+            try:
+                changes.apply(body.data, *staging.base, parcel.manifest, image, None)
+            except ValueError as error:
+                raise LookupError(f"version {parcel.offer.version} came as {DAMAGED} changes: {error}") from error
+            return image
+        if frame.kind != "whole" or words.get("size") != size:
             raise WireError(f"an image of {words.get('size')} bytes where {size} were due")
         into = image.data
         for begin in range(0, size, BUCKET):

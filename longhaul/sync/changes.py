@@ -1,0 +1,90 @@
+"""What changed from one version to the next, as one body: a frame (`delta`) for each tensor that did.
+
+It is made once for all receivers that hold the base, and taken only by those: every frame knows the digest of what it
+needs and of what it makes, and the manifest knows that of the whole. Where the body is not much smaller than the image,
+the image itself goes.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Iterator
+from concurrent.futures import Executor
+from typing import NamedTuple
+
+import numpy as np
+
+from longhaul.sync import delta
+from longhaul.sync.manifest import Manifest, Tensor
+
+WORTH = 0.5
+"""The share of the image's bytes above which changes are not worth their encoding."""
+
+HEAD = struct.Struct("<IQ")  # the tensor's number in the manifest, bytes of its frame
+
+
+class Changes(NamedTuple):
+    """The changes from `base` to a version, as they travel."""
+
+    base: int
+    body: bytes
+
+
+def fits(base: Manifest, manifest: Manifest) -> bool:
+    """Whether both have the same tensors in the same places."""
+    return base.size == manifest.size and [each[:5] for each in base.tensors] == [each[:5] for each in manifest.tensors]
+
+
+def make(
+    base: Manifest, before: np.ndarray, manifest: Manifest, after: np.ndarray, pool: Executor | None = None
+) -> Changes | None:
+    """The changes between two images; None where they are not worth it."""
+    if not fits(base, manifest):
+        return None
+    parts: list[bytes] = []
+    total, most = 0, WORTH * sum(tensor.nbytes for tensor in manifest.tensors)
+    for number, (old, new) in enumerate(zip(base.tensors, manifest.tensors, strict=True)):
+        if old.digest == new.digest:
+            continue
+        place = slice(new.offset, new.end)
+        frame = delta.encode(before[place], after[place], _width(new), known=old.digest, pool=pool)
+        parts += [HEAD.pack(number, len(frame)), frame]
+        total += HEAD.size + len(frame)
+        if total > most:
+            return None
+    return Changes(base.version, b"".join(parts))
+
+
+def frames(body: memoryview, manifest: Manifest) -> Iterator[tuple[Tensor, memoryview]]:
+    """The tensors that changed, with their frames, in the manifest's order. ValueError where the body is damaged."""
+    at, last = 0, -1
+    while at < len(body):
+        if at + HEAD.size > len(body):
+            raise ValueError("the changes are cut off")
+        number, length = HEAD.unpack_from(body, at)
+        at += HEAD.size
+        if not last < number < len(manifest.tensors) or length > len(body) - at:
+            raise ValueError("the changes are damaged")
+        yield manifest.tensors[number], body[at : at + length]
+        at, last = at + length, number
+
+
+def apply(
+    body: memoryview, base: Manifest, before: np.ndarray, manifest: Manifest, after: np.ndarray, pool: Executor | None
+) -> None:
+    """Makes the image `after` from `before` and what changed. ValueError where that is not the manifest's version."""
+    if not fits(base, manifest):
+        raise ValueError(f"version {manifest.version} has another form than its base {base.version}")
+    after[:] = before[: len(after)]
+    old = {tensor.name: tensor.digest for tensor in base.tensors}
+    for tensor, frame in frames(body, manifest):
+        place = slice(tensor.offset, tensor.end)
+        delta.decode(before[place], frame, after[place], known=old[tensor.name], pool=pool)
+
+
+def _width(tensor: Tensor) -> np.dtype:
+    """An unsigned dtype of the tensor's elements' width: the codec looks at bit patterns alone."""
+    from longhaul.sync.manifest import ITEMSIZES
+
+    size = ITEMSIZES[tensor.dtype]
+    return np.dtype(f"u{min(size, 4)}")

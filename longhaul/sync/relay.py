@@ -1,0 +1,62 @@
+"""A receiver that serves others: what comes from above goes on below, as it is, from the same memory.
+
+So a sender feeds a few hosts, each of which feeds a few more (a tree), and a folder becomes a server. Those below
+hear of a version when it counts here; who comes late is fed from here, and the sender knows nothing of it.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from longhaul.sync.buffers import Image
+from longhaul.sync.engine import Publisher
+from longhaul.sync.lanes.base import Lane, Source
+from longhaul.sync.protocol import STANDARD, Settings
+from longhaul.sync.receiver import Receiver
+
+
+class Relay:
+    """Follows `sources` as a `Receiver` does, and serves what it has by `lanes`, from the first version on."""
+
+    def __init__(
+        self,
+        *sources: Callable[[], Source],
+        lanes: Sequence[Lane],
+        settings: Settings = STANDARD,
+        on_commit: Callable[[int], None] | None = None,
+        **options: Any,
+    ) -> None:
+        self._lanes, self._settings, self._on_commit = lanes, settings, on_commit
+        self.publisher: Publisher | None = None
+        self._whole = threading.Event()  # a version may come before there is a `receiver` to ask
+        self.receiver = Receiver(*sources, on_commit=self._forward, **options)
+        self._whole.set()
+
+    def _forward(self, version: int) -> None:
+        self._whole.wait()
+        served = self.receiver.served
+        if served is None:
+            return
+        manifest = served.manifest
+        if self.publisher is None:
+            self.publisher = Publisher(manifest.run, epoch=manifest.epoch, lanes=self._lanes, settings=self._settings)
+        self.publisher.forward(manifest, Image(served.image, served.block))
+        if self._on_commit is not None:
+            self._on_commit(version)
+
+    def close(self) -> None:
+        """Idempotent."""
+        self.receiver.close()
+        if self.publisher is not None:
+            self.publisher.close()
+        else:
+            for lane in self._lanes:
+                lane.close()
+
+    def __enter__(self) -> Relay:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()

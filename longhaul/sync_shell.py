@@ -1,0 +1,228 @@
+"""`longhaul sync`: versions of parameters served, fetched, looked at and measured from a shell. Starts without JAX."""
+
+from __future__ import annotations
+
+import signal
+import sys
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+from longhaul import flags, printing, sync_command
+from longhaul.central import credentials
+from longhaul.flags import DEBUG, FLOAT, INT, PATH, TEXT, Flag, FlagError, choice
+from longhaul.sync import geometry, lanes
+from longhaul.sync.files import folder_name
+from longhaul.sync.lanes.folder import FolderLane
+from longhaul.sync.relay import Relay
+
+FAILED = 1
+
+TOKEN = Flag("token-file", flags.optional(PATH), None, "a file with the token that both sides know", shown="")
+
+
+def sync(words: Sequence[str]) -> int:
+    """The group of commands."""
+    if words and words[0] in COMMANDS:
+        return COMMANDS[words[0]](words[1:])
+    usage = ", ".join(f"longhaul sync {each}" for each in USAGES)
+    if words and words[0] in ("-h", "--help"):
+        print(f"usage: {usage.replace(', ', chr(10) + '       ')}")
+        return 0
+    given = f"longhaul sync has no command {words[0]!r}" if words else "name what to do with the parameters"
+    raise FlagError(f"{given}; there are {usage}")
+
+
+def serve(words: Sequence[str]) -> int:
+    """`longhaul sync serve SOURCE --port N`."""
+    source = Flag("SOURCE", TEXT, None, "a folder of versions, or the address of who serves them", shown="")
+    port = Flag("port", INT, 7171, "of TCP; 0 is one that is free")
+    host = Flag("host", TEXT, "127.0.0.1", "the address to listen at; beyond this machine with --token-file")
+    name = Flag("shm", TEXT, None, "serve this machine's processes too: a socket's path, or @NAME", shown="")
+    about = "Serves a folder's versions, or relays another server's, to any number of receivers, until it is stopped."
+    given = flags.parse("sync serve", about, {"": [source, port, host, name, TOKEN, DEBUG]}, words).values
+    if given["SOURCE"] is None:
+        raise FlagError("what to serve? longhaul sync serve FOLDER --port N, or an address: tcp:HOST:PORT")
+
+    token = _token(given["token-file"])
+    source_address = _address(given["SOURCE"])
+    host_name = f"[{given['host']}]" if ":" in given["host"] else given["host"]
+    opened = [lanes.serve(f"tcp:{host_name}:{given['port']}", token)]
+    if given["shm"] is not None:
+        opened.append(lanes.serve(f"shm:{given['shm']}"))
+
+    def say(version: int) -> None:
+        print(f"version {version} is served", file=sys.stderr, flush=True)
+
+    with (
+        _stopped() as stop,
+        Relay(lambda: lanes.connect(source_address, token, "relay"), lanes=opened, on_commit=say),
+    ):
+        for lane in opened:
+            print(lane.address, flush=True)
+        stop.wait()
+    return 0
+
+
+def pull(words: Sequence[str]) -> int:
+    """`longhaul sync pull ADDRESS --out FOLDER`."""
+    address = Flag("ADDRESS", TEXT, None, "of who serves: tcp:HOST:PORT, shm:NAME, folder:PATH", shown="")
+    out = Flag("out", PATH, None, "the folder for versions, in Hugging Face's naming", shown="")
+    seconds = Flag("timeout", FLOAT, 60.0, "seconds to wait for a version")
+    follow = Flag("follow", flags.ALONE, False, "go on with each newer version, until stopped")
+    keep = Flag("keep", INT, 3, "versions that stay in the folder")
+    about = "Fetches the newest version, verified, as safetensors files: FOLDER/version-EPOCH-VERSION."
+    given = flags.parse("sync pull", about, {"": [address, out, seconds, follow, keep, TOKEN, DEBUG]}, words).values
+    if given["ADDRESS"] is None or given["out"] is None:
+        raise FlagError("from where to where? longhaul sync pull ADDRESS --out FOLDER")
+    if given["keep"] < 1 or not given["timeout"] > 0:
+        raise FlagError(f"--keep {given['keep']} must be at least 1, --timeout {given['timeout']} above 0")
+
+    where, token = _address(given["ADDRESS"]), _token(given["token-file"])
+    folder = FolderLane(given["out"], keep=given["keep"])
+    with _stopped() as stop, Relay(lambda: lanes.connect(where, token, "pull"), lanes=[folder]) as relay:
+        shown = None
+        while not stop.is_set():
+            if not _until(lambda: _fetched(relay, folder) not in (None, shown), stop, given["timeout"]):  # noqa: B023
+                if stop.is_set() or (given["follow"] and shown is not None):
+                    continue
+                why = "; ".join([*relay.receiver.errors, *folder.errors][-1:])
+                return _failed(f"no version came from {where} in {given['timeout']:g} s{why and ': '}{why}")
+            shown = _fetched(relay, folder)
+            print(shown, flush=True)
+            if not given["follow"]:
+                break
+    return 0
+
+
+def _fetched(relay: Relay, folder: FolderLane) -> Path | None:
+    """The folder of the version that the relay has; None where it is not complete there."""
+    held, latest = relay.receiver.held, folder.latest
+    return latest if latest is not None and latest.name == folder_name(held.epoch, held.version) else None
+
+
+def _failed(line: str) -> int:
+    print(f"longhaul: error: {printing.clean(line)}", file=sys.stderr, flush=True)
+    return FAILED
+
+
+def status(words: Sequence[str]) -> int:
+    """`longhaul sync status ADDRESS`."""
+    address = Flag("ADDRESS", TEXT, None, "of who serves: tcp:HOST:PORT, shm:NAME, folder:PATH", shown="")
+    out = Flag("json", PATH, None, "write it to this file; - is stdout", shown="")
+    about = "What a sender serves, and to whom."
+    given = flags.parse("sync status", about, {"": [address, out, TOKEN, DEBUG]}, words).values
+    if given["ADDRESS"] is None:
+        raise FlagError("of whom? longhaul sync status ADDRESS")
+    printing.check_json(given["json"])
+
+    source = lanes.connect(_address(given["ADDRESS"]), _token(given["token-file"]), "status")
+    try:
+        found = source.status()
+    finally:
+        source.close()
+    if given["json"] is not None:
+        printing.write_json(given["json"], found)
+    if given["json"] != "-":
+        about_it = (
+            f"version {found['version']} of epoch {found['epoch']}" if found["version"] >= 0 else "no version yet"
+        )
+        print(printing.clean(f"run {found['run'] or 'unknown'}: {about_it}, {found['image_bytes']:,} bytes"))
+        names = ("name", "version", "phase", "target", "failures")
+        if found["receivers"]:
+            printing.table(names, [[printing.clean(str(each[name])) for name in names] for each in found["receivers"]])
+        for name, why in found.get("dropped", []):
+            print(printing.clean(f"dropped {name}: {why}"))
+    return 0
+
+
+def bench(words: Sequence[str]) -> int:
+    """`longhaul sync bench`: `longhaul bench sync` with flags of its own."""
+    model = Flag("model", TEXT, "qwen3-0.6b", "whose parameters, by its name")
+    receivers = Flag("receivers", INT, 2, "processes that receive")
+    lane = Flag("lane", choice(("shm", "tcp", "folder")), (), "a figure for each", True, "shm, tcp")
+    repeats = Flag("repeats", INT, 5, "of which the medians are told; at least 5")
+    out = Flag("json", PATH, None, "write the figures as a list to this file, too", shown="")
+    about = "How long a version takes from one process to others, by stages, beside the limits of memory and sockets."
+    groups = {"": [model, receivers, lane, repeats, out, DEBUG]}
+    given = flags.parse("sync bench", about, groups, words).values
+    printing.check_json(given["json"])
+    if given["receivers"] < 1:
+        raise FlagError(f"--receivers is {given['receivers']}; at least 1")
+
+    geometry.forms(given["model"])
+
+    from longhaul import bench as benches
+
+    sizes = {name: given[name] for name in ("model", "receivers", "lane", "repeats") if given[name] not in ((), [])}
+    figures = []
+    for figure in benches.run("sync", **sizes):
+        figures.append(figure)
+        printing.write_line(figure)
+    if given["json"] not in (None, "-"):
+        printing.write_json(given["json"], figures)
+    return 0
+
+
+COMMANDS: dict[str, Callable[[Sequence[str]], int]] = {
+    "serve": serve,
+    "pull": pull,
+    "status": status,
+    "bench": bench,
+    "plan": sync_command.plan,
+}
+
+USAGES = (
+    "serve FOLDER|ADDRESS [--port N]",
+    "pull ADDRESS --out FOLDER",
+    "status ADDRESS",
+    "bench [--lane LANE]",
+    "plan --params N",
+)
+
+
+def _address(words: str) -> str:
+    """An address; a folder is one, too, and so is HOST:PORT."""
+    if words.partition(":")[0] in ("tcp", "shm", "folder"):
+        lanes.split(words)
+        return words
+    path = Path(words)
+    if path.is_dir():
+        if (path / "run.json").exists():
+            path = path / "weights"
+            if not path.is_dir():
+                raise FlagError(f"{words} is a run that keeps no versions of its parameters; there is no {path}")
+        return f"folder:{path}"
+    if ":" in words:
+        return f"tcp:{words}"
+    raise FlagError(f"{words}: neither a folder nor an address; write tcp:HOST:PORT, shm:NAME or folder:PATH")
+
+
+def _token(path: str | None) -> str | None:
+    return credentials.load(token_file=path).token
+
+
+@contextmanager
+def _stopped() -> Iterator[threading.Event]:
+    """An event that Ctrl-C and SIGTERM set."""
+    stop = threading.Event()
+    if threading.current_thread() is not threading.main_thread():  # which alone hears signals
+        yield stop
+        return
+    before = {number: signal.signal(number, lambda *_: stop.set()) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield stop
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def _until(what: Callable[[], bool], stop: threading.Event, seconds: float) -> bool:
+    """Whether it came to be, before the time was over or someone stopped it."""
+    for _ in range(max(1, int(seconds / 0.05))):
+        if what():
+            return True
+        if stop.wait(0.05):
+            return False
+    return what()

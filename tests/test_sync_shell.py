@@ -1,0 +1,131 @@
+"""`longhaul sync`: what is served comes out as files that others read, and wrong words are told in one line."""
+
+from __future__ import annotations
+
+import json
+import signal
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from longhaul import cli
+from longhaul.sync import files
+from longhaul.sync.engine import Publisher
+from longhaul.sync.lanes import tcp
+from longhaul.sync.lanes.folder import FolderLane
+from longhaul.sync.relay import Relay
+from tests.sync_lanes import is_whole, tensors, until, way
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+def read_with_the_library(folder: Path) -> dict[str, np.ndarray]:
+    """A version's tensors as the safetensors library, which had no part in writing, reads them."""
+    library = pytest.importorskip("safetensors.numpy", reason="safetensors, of the extra llm, is not installed")
+    found: dict[str, np.ndarray] = {}
+    for path in sorted(folder.glob("*.safetensors")):
+        found |= library.load_file(path)
+    return found
+
+
+def test_a_folder_is_served_pulled_and_looked_at(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with Publisher("run", epoch=3, lanes=[FolderLane(tmp_path / "from", shard=3000)]) as sender:
+        sender.publish(7, tensors(7))
+        assert sender.wait(7, 20)
+    token = tmp_path / "token"
+    token.write_text("0123456789abcdef\n")
+    command = [sys.executable, "-m", "longhaul", "sync", "serve", str(tmp_path / "from"), "--port", "0"]
+    command += ["--token-file", str(token)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=ROOT) as server:
+        assert server.stdout is not None and server.stderr is not None
+        guard = threading.Timer(60, server.kill)  # so that a server that says nothing fails the test
+        guard.start()
+        address = server.stdout.readline().strip()
+        assert server.stderr.readline() == "version 7 is served\n"
+        words = ["sync", "pull", address, "--out", str(tmp_path / "to"), "--token-file", str(token)]
+        for _ in range(2):  # what is there already is not fetched again
+            assert cli.main(words) == 0
+            out = Path(capsys.readouterr().out.strip())
+            assert out == tmp_path / "to" / "version-3-7"
+        assert cli.main(["sync", "status", address, "--json", "-", "--token-file", str(token)]) == 0
+        found = json.loads(capsys.readouterr().out)
+        assert (found["run"], found["epoch"], found["version"]) == ("run", 3, 7)
+        assert cli.main(["sync", "status", str(out.parent)]) == 0
+        assert "version 7 of epoch 3" in capsys.readouterr().out
+        assert cli.main(["sync", "status", address]) == 2  # without the token
+        assert "token" in capsys.readouterr().err
+        server.send_signal(signal.SIGTERM)
+        assert server.wait(30) == 0
+        guard.cancel()
+    read = read_with_the_library(out)
+    assert is_whole(7, {name: read[name] for name in tensors(7)})
+    assert files.read_manifest(out).root.hex() == found["root"]
+
+
+def test_the_index_names_the_shard_of_every_tensor(tmp_path: Path) -> None:
+    with Publisher("run", epoch=0, lanes=[FolderLane(tmp_path, shard=3000, durable=False)]) as sender:
+        sender.publish(1, tensors(1))
+        assert sender.wait(1, 20)
+        until(lambda: (tmp_path / "LATEST").exists())
+    index = json.loads((tmp_path / "version-0-1" / files.INDEX).read_text())
+    assert index["metadata"] == {"total_size": sum(array.nbytes for array in tensors(1).values())}
+    assert index["weight_map"] == {
+        "a": "model-00001-of-00002.safetensors",
+        "b": "model-00002-of-00002.safetensors",
+        "c": "model-00002-of-00002.safetensors",
+    }
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        ("sync", "name what to do"),
+        ("sync sevre", "no command 'sevre'"),
+        ("sync serve", "what to serve?"),
+        ("sync serve nowhere", "neither a folder nor an address"),
+        ("sync serve tcp:127.0.0.1:1 --host 0.0.0.0", "give a token"),
+        ("sync pull tcp:127.0.0.1:1", "from where to where?"),
+        ("sync pull tcp:127.0.0.1:x --out y", "is no address"),
+        ("sync pull tcp:127.0.0.1:1 --out y --keep 0", "--keep 0"),
+        ("sync status", "of whom?"),
+        ("sync bench --receivers 0", "at least 1"),
+        ("sync bench --model gpt-9", "no model is known"),
+    ],
+)
+def test_wrong_words_are_told_in_one_line(words: str, told: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(words.split()) == 2
+    error = capsys.readouterr().err
+    assert told in error and error.count("\n") == 1
+
+
+def test_nobody_there_is_a_failure_in_time(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["sync", "pull", "tcp:127.0.0.1:9", "--out", str(tmp_path), "--timeout", "0.2"]
+    assert cli.main(words) == 1
+    assert "no version came from tcp:127.0.0.1:9 in 0.2 s" in capsys.readouterr().err
+
+
+def test_a_tree_of_relays_feeds_who_the_sender_does_not_know(tmp_path: Path) -> None:
+    above = way("tcp", tmp_path)
+    lanes = [tcp.lane() for _ in range(2)]
+    addresses = [lane.address.removeprefix("tcp:") for lane in lanes]
+    with Publisher("run", epoch=1, lanes=[above.lane()]) as sender:
+        sender.publish(1, tensors(1))
+        with (
+            Relay(above.connect, lanes=lanes[:1]) as first,
+            Relay(lambda: tcp.connect(addresses[0], "second"), lanes=lanes[1:]) as second,
+        ):
+            for version in (2, 3, 9):
+                sender.publish(version, tensors(version))
+                until(lambda: second.receiver.served and second.receiver.served.version == version)  # noqa: B023
+                assert is_whole(*second.receiver.latest())
+                assert second.receiver.held.root == first.receiver.held.root
+            assert len(sender.status()["receivers"]) == 1
+            sender.close()
+            with Publisher("run", epoch=2, lanes=[above.lane()]) as again:
+                again.publish(4, tensors(4))
+                until(lambda: second.receiver.held.epoch == 2)
+                assert is_whole(*second.receiver.latest())
