@@ -45,6 +45,7 @@ class Design(NamedTuple):
     """The fields of a config that this module reads; `sac.Config` says what they mean."""
 
     lr: float
+    anneal: bool
     adam_eps: float
     max_grad_norm: float | None
     gamma: float
@@ -161,7 +162,8 @@ def algorithm(
     """The algorithm of these parts, in a run of `updates` updates; without `sizes` one that can't learn."""
     made = design(config)
     clip = [] if made.max_grad_norm is None else [optax.clip_by_global_norm(made.max_grad_norm)]
-    optimiser = optax.chain(*clip, optax.adam(made.lr, eps=made.adam_eps))
+    lr = optax.linear_schedule(made.lr, 0.0, updates * made.gradient_steps) if made.anneal else made.lr
+    optimiser = optax.chain(*clip, optax.adam(lr, eps=made.adam_eps))
     store = None if sizes is None else replay.replay(
         spec, parts.kept, sizes, made.replay_size, n_step=made.n_step, half=made.replay_precision == "bf16",
         prioritised=made.priority_exponent is not None,
