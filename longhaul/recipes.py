@@ -143,12 +143,15 @@ def cartpole_dqn() -> Run:
     return Run(
         "cartpole-dqn",
         Named("cartpole"),
-        dqn.Config(lr=2e-3, gradient_steps=16, batch_size=64, tau=0.005, learning_starts=1_000, replay_size=100_000),
-        total_steps=100_000,
+        dqn.Config(
+            lr=1e-3, gradient_steps=16, batch_size=64, tau=0.005, epsilon_final=0.02, exploration=0.1,
+            replay_size=200_000,
+        ),
+        total_steps=200_000,
         num_envs=8,
         num_steps=4,
         health=Bounds(solved=475.0),
-    )
+    )  # fmt: skip
 
 
 def pendulum_sac() -> Run:

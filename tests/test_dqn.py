@@ -17,6 +17,9 @@ def config(probe: Probe, **changes: Any) -> dqn.Config:
     settings: dict[str, Any] = {
         "lr": 1e-2, "gamma": probe.gamma, "tau": 0.1, "gradient_steps": 8, "learning_starts": 3 * WORLDS * STEPS,
         "replay_size": 4096, "hidden_dim": 32, "num_layers": 1,
+        # What is not legal is not seen but in the mask: of a choice that is worth more where it is the only one, the
+        # value is a mean of both, unless nobody explores any more.
+        "epsilon_final": 0.0,
     }  # fmt: skip
     return dqn.Config(**(settings | changes))
 

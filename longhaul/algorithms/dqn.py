@@ -2,7 +2,7 @@
 2016, arXiv 1511.06581), returns of several steps and priorities (Hessel et al. 2018, arXiv 1710.02298).
 
 Where we differ: targets follow by a moving average each step of the optimiser, where the papers copy them now and then;
-the loss is Huber's, as the papers clip the error's gradient; of duelling advantages the mean is over legal choices.
+the loss is Huber's, as the papers clip the error's gradient.
 """
 
 from __future__ import annotations
@@ -77,8 +77,7 @@ def _values(spec: Spec, config: Config) -> tuple[networks.Tower, Sight, Values]:
         q = tower.apply(params, seen)
         if config.duelling:
             value, advantage = q[..., :1], q[..., 1:]
-            legal = jnp.ones_like(advantage) if mask is None else mask.astype(jnp.float32)
-            q = value + advantage - jnp.sum(advantage * legal, -1, keepdims=True) / jnp.sum(legal, -1, keepdims=True)
+            q = value + advantage - jnp.mean(advantage, axis=-1, keepdims=True)
         return q if mask is None else jnp.where(mask, q, jnp.finfo(jnp.float32).min)
 
     return tower, sight, values
