@@ -193,7 +193,7 @@ CHANGEABLE = (
     *("vf-coef", "ent-coef", "ent-coef-final", "max-grad-norm", "normalise-advantage", "reward-scale", "kl-stop"),
     *("rms-decay", "rms-eps", "vtrace-lambda", "rho-clip", "c-clip", "reward-clip"),
     *("chunk", "accumulate", "precision", "remat"),
-    *("tau", "temperature", "target-entropy", "batch-size", "gradient-steps", "importance-exponent"),
+    *("tau", "target-entropy", "batch-size", "gradient-steps", "importance-exponent"),
     *("double", "epsilon", "epsilon-final", "exploration"),
 )
 """Flags that may differ, too, and change what comes: how much is done at once and how it is learnt, not what."""
