@@ -12,14 +12,14 @@ from typing import Any, NamedTuple
 import jax
 
 from longhaul import networks
-from longhaul.algorithms import actor_critic, impala, ppo, sac
+from longhaul.algorithms import actor_critic, dqn, impala, ppo, sac
 from longhaul.replay import Sizes
 from longhaul.types import Algorithm, PyTree, Spec
 
 OnPolicy = ppo.Config | impala.Config
 """Of algorithms that pass over a rollout in minibatches, and forget it."""
 
-OffPolicy = sac.Config
+OffPolicy = sac.Config | dqn.Config
 """Of algorithms that learn from a replay (algorithms/off_policy.py)."""
 
 Config = OnPolicy | OffPolicy
@@ -40,6 +40,7 @@ class Learner(NamedTuple):
 LEARNERS: dict[type, Learner] = {
     ppo.Config: Learner("ppo", "PPO", ppo.ppo, ppo.check, actor_critic.network),
     impala.Config: Learner("impala", "IMPALA, or APPO", impala.impala, impala.check, actor_critic.network),
+    dqn.Config: Learner("dqn", "DQN", dqn.dqn, dqn.check, dqn.network),
     sac.Config: Learner("sac", "SAC", sac.sac, sac.check, sac.network),
 }
 

@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 from longhaul import learners
 from longhaul.actors.settings import Acting
-from longhaul.algorithms import impala, ppo, sac
+from longhaul.algorithms import dqn, impala, ppo, sac
 from longhaul.driving import simulator
 from longhaul.health import Bounds
 from longhaul.run import Driving, Named, Run, RunError
@@ -135,10 +135,29 @@ def pendulum() -> Run:
     )  # fmt: skip
 
 
+def cartpole_dqn() -> Run:
+    """CartPole-v1 by DQN: double, duelling, returns of 3 steps, by priority.
+
+    Measured: TODO
+    """
+    return Run(
+        "cartpole-dqn",
+        Named("cartpole"),
+        dqn.Config(
+            lr=1e-3, gradient_steps=16, batch_size=64, tau=0.005, epsilon_final=0.02, exploration=0.1,
+            replay_size=200_000,
+        ),
+        total_steps=200_000,
+        num_envs=8,
+        num_steps=4,
+        health=Bounds(solved=475.0),
+    )  # fmt: skip
+
+
 def pendulum_sac() -> Run:
     """Pendulum-v1 by SAC: swing a rod up and hold it, learnt from a replay in few steps.
 
-    Measured: TODO
+    Mean return -142, -145 and -146 on 100 episodes after 30,000 steps, for seeds 0, 1 and 2.
     """
     return Run(
         "pendulum-sac",
@@ -303,6 +322,7 @@ RECIPES: dict[str, Callable[[], Run]] = {
     "impala-pong": impala_pong,
     "seed-pong": seed_pong,
     "appo-pong": appo_pong,
+    "cartpole-dqn": cartpole_dqn,
     "pendulum": pendulum,
     "pendulum-sac": pendulum_sac,
     "driving": driving,

@@ -55,7 +55,12 @@ def replay(
 
     def filled(key: jax.Array) -> Any:
         ring = jax.tree.map(lambda x: x[0], store.start())
-        add = lambda _, carried: store.add(carried[0], carried[1], rollout(key))  # noqa: E731
+        data = rollout(key)
+
+        def add(_: jax.Array, carried: tuple[Ring, replays.Cursor]) -> tuple[Ring, replays.Cursor]:
+            ring, cursor = carried
+            return store.add(ring, cursor, data)
+
         return jax.lax.fori_loop(0, fill_rows, add, (ring, replays.begun()))
 
     ring, cursor = jax.block_until_ready(jax.jit(filled)(jax.random.key(0)))

@@ -126,6 +126,11 @@ HELP = {
     "n-step": "rewards that a target sums before it trusts a critic",
     "temperature": "weight of SAC's entropy; none: learnt",
     "target-entropy": "nats that SAC's temperature aims at; none: -1 a dimension, or half of what choices allow",
+    "double": "DQN's target has the network choose, and its target network judge",
+    "duelling": "DQN's network has a value, and advantages about it",
+    "epsilon": "share of random actions when learning begins",
+    "epsilon-final": "what it goes to",
+    "exploration": "share of the run over which it goes there",
     "batch-size": "steps of a step of the optimiser, drawn from the replay, over all devices",
     "gradient-steps": "of the optimiser, an update",
     "learning-starts": "steps in the replay before learning; until then actions are drawn evenly",
@@ -202,7 +207,8 @@ CHANGEABLE = (
     *("vf-coef", "ent-coef", "ent-coef-final", "max-grad-norm", "normalise-advantage", "reward-scale", "kl-stop"),
     *("rms-decay", "rms-eps", "vtrace-lambda", "rho-clip", "c-clip", "reward-clip"),
     *("chunk", "accumulate", "precision", "remat"),
-    *("tau", "temperature", "target-entropy", "batch-size", "gradient-steps", "importance-exponent"),
+    *("tau", "target-entropy", "batch-size", "gradient-steps", "importance-exponent"),
+    *("double", "epsilon", "epsilon-final", "exploration"),
 )
 """Flags that may differ, too, and change what comes: how much is done at once and how it is learnt, not what."""
 

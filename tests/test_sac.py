@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from longhaul import learners
 from longhaul import mesh as meshes
 from longhaul.algorithms import sac
 from longhaul.environment import vectorise
@@ -56,12 +57,14 @@ def config(probe: Probe, **changes: Any) -> sac.Config:
     return sac.Config(**(settings | changes))
 
 
-def trained(probe: Probe, settings: sac.Config, devices: int = 1, wrong: Any = None) -> tuple[Any, Algorithm, Any]:
+def trained(
+    probe: Probe, settings: learners.OffPolicy, devices: int = 1, wrong: Any = None
+) -> tuple[Any, Algorithm, Any]:
     """(the last state, the algorithm, metrics of the last updates); `wrong` changes what is learnt from."""
     mesh = meshes.make_mesh(devices)
     sizes = Sizes(devices, WORLDS // devices * (probe.environment.spec.agents or 1), STEPS)
-    sac.check(settings, shards=devices, columns=sizes.columns, steps=STEPS)
-    made = sac.sac(probe.environment.spec, settings, updates=UPDATES, mean=meshes.mean_over_data, sizes=sizes)
+    learners.check(settings, sizes)
+    made = learners.make(probe.environment.spec, settings, updates=UPDATES, mean=meshes.mean_over_data, sizes=sizes)
     algorithm = made if wrong is None else made._replace(learn=lambda s, data, key: made.learn(s, wrong(data), key))
     collect = collector(vectorise(probe.environment, WORLDS // devices), algorithm.act, algorithm.memory, steps=STEPS)
     progress = fused.start(algorithm, fused.entering(lambda _: collect, mesh), (), jax.random.key(0), mesh)
@@ -72,10 +75,14 @@ def trained(probe: Probe, settings: sac.Config, devices: int = 1, wrong: Any = N
     return jax.device_get(progress.state), algorithm, jax.device_get(metrics)
 
 
-def check(probe: Probe, settings: sac.Config, state: Any, algorithm: Algorithm) -> None:
+def check(probe: Probe, settings: learners.OffPolicy, state: Any, algorithm: Algorithm) -> None:
+    """The values that a learner believes in, and the return of its mode, are those that are known."""
     observations, expected = zip(*probe.value, strict=True)
     batch = jax.tree.map(lambda *leaves: jnp.stack(leaves), *observations)
-    found = sac.critic(probe.environment.spec, settings)(state, batch)
+    if isinstance(settings, sac.Config):
+        found = sac.critic(probe.environment.spec, settings)(state, batch)
+    else:
+        found = learners.network(probe.environment.spec, settings).apply(algorithm.policy(state), (), batch)[1]
     np.testing.assert_allclose(found, expected, atol=0.05 * max(1.0, *map(abs, expected)))
     if probe.policy is not None:
         environment = probe.environment

@@ -9,6 +9,7 @@ A config of such an algorithm has the fields of `Design`.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -45,6 +46,7 @@ class Design(NamedTuple):
     """The fields of a config that this module reads; `sac.Config` says what they mean."""
 
     lr: float
+    anneal: bool
     adam_eps: float
     max_grad_norm: float | None
     gamma: float
@@ -160,8 +162,10 @@ def algorithm(
 ) -> Algorithm:  # fmt: skip
     """The algorithm of these parts, in a run of `updates` updates; without `sizes` one that can't learn."""
     made = design(config)
-    clip = [] if made.max_grad_norm is None else [optax.clip_by_global_norm(made.max_grad_norm)]
-    optimiser = optax.chain(*clip, optax.adam(made.lr, eps=made.adam_eps))
+    # Of one structure whatever the config says, so that a run may go on with another.
+    longest = math.inf if made.max_grad_norm is None else made.max_grad_norm
+    lr = optax.linear_schedule(made.lr, 0.0 if made.anneal else made.lr, updates * made.gradient_steps)
+    optimiser = optax.chain(optax.clip_by_global_norm(longest), optax.adam(lr, eps=made.adam_eps))
     store = None if sizes is None else replay.replay(
         spec, parts.kept, sizes, made.replay_size, n_step=made.n_step, half=made.replay_precision == "bf16",
         prioritised=made.priority_exponent is not None,

@@ -32,6 +32,7 @@ class Config:
     """SAC's hyperparameters. Steps are agent steps."""
 
     lr: float = 3e-4
+    anneal: bool = False  # the learning rate falls to 0 over the run, linearly
     adam_eps: float = 1e-8
     max_grad_norm: float | None = None  # None: gradients are not cut
     gamma: float = 0.99

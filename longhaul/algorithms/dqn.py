@@ -1,0 +1,149 @@
+"""DQN (Mnih et al. 2015) with double targets (van Hasselt et al. 2016, arXiv 1509.06461), duelling values (Wang et al.
+2016, arXiv 1511.06581), returns of several steps and priorities (Hessel et al. 2018, arXiv 1710.02298).
+
+Where we differ: targets follow by a moving average each step of the optimiser, where the papers copy them now and then;
+the loss is Huber's, as the papers clip the error's gradient.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from longhaul import networks, randomness, replay
+from longhaul.algorithms import off_policy
+from longhaul.algorithms.actor_critic import Apart
+from longhaul.algorithms.off_policy import Parts, Policy, Sight
+from longhaul.replay import Sizes, Transitions
+from longhaul.types import Algorithm, Discrete, Key, Params, PyTree, Spec
+
+
+@dataclass(frozen=True)
+class Config:
+    """DQN's hyperparameters. Steps are agent steps."""
+
+    lr: float = 1e-3
+    anneal: bool = True  # the learning rate falls to 0 over the run, linearly
+    adam_eps: float = 1e-8
+    max_grad_norm: float | None = 10.0  # None: gradients are not cut
+    gamma: float = 0.99
+    tau: float = 0.01  # how far targets follow, a step of the optimiser
+    n_step: int = 3  # rewards that a target sums before it trusts the network
+    double: bool = True  # the network chooses, its target judges
+    duelling: bool = True  # a value, and advantages about it
+    epsilon: float = 1.0  # share of random actions at the beginning
+    epsilon_final: float = 0.05  # and after `exploration`
+    exploration: float = 0.25  # share of the run over which the one goes to the other
+    batch_size: int = 128  # of a step of the optimiser, over all devices
+    gradient_steps: int = 1  # of the optimiser, an update
+    learning_starts: int = 1000  # steps in the replay before learning; until then actions are drawn evenly
+    replay_size: int = 100_000  # steps that the replay holds, over all devices
+    replay_precision: str = "fp32"  # how float observations are kept: off_policy.STORES
+    priority_exponent: float | None = 0.6  # of the error, for the chance of a step to be sampled; None: all alike
+    importance_exponent: float = 0.4  # of the weights that make up for it; rises to 1 over the run
+    reward_scale: float = 1.0
+    torso: str = "mlp"
+    hidden_dim: int = 128
+    num_layers: int = 2
+    activation: str = "relu"  # of mlp and deepset
+    init: str = "lecun"  # of mlp, deepset and heads
+    precision: str = "fp32"  # of the torso
+    remat: str = "none"  # what of the torso is computed again for the gradient: precision.REMATS
+
+
+def check(config: Config, *, shards: int, columns: int, steps: int) -> None:
+    """Raises ValueError, naming value, bound and remedy, where the sizes can't work."""
+    shares = ("epsilon", "epsilon_final", "exploration")
+    off_policy.check(config, shards=shards, columns=columns, steps=steps, shares=shares)
+
+
+Values = Callable[[Params, PyTree, jax.Array | None], jax.Array]
+"""(params, what is seen, which choices are legal) -> the value of each, float32 [..., n]; the least where not legal."""
+
+
+def _values(spec: Spec, config: Config) -> tuple[networks.Tower, Sight, Values]:
+    if not isinstance(spec.action, Discrete):
+        raise ValueError(f"DQN learns one choice, and this environment takes {spec.action}")
+    sight = off_policy.sight(spec)
+    n = spec.action.n
+    tower = off_policy.tower(config, sight.shape, n + config.duelling)
+
+    def values(params: Params, seen: PyTree, mask: jax.Array | None) -> jax.Array:
+        q = tower.apply(params, seen)
+        if config.duelling:
+            value, advantage = q[..., :1], q[..., 1:]
+            q = value + advantage - jnp.mean(advantage, axis=-1, keepdims=True)
+        return q if mask is None else jnp.where(mask, q, jnp.finfo(jnp.float32).min)
+
+    return tower, sight, values
+
+
+def _of(q: jax.Array, choice: jax.Array) -> jax.Array:
+    """The value of one choice, as a masked sum, whose gradient is no scatter."""
+    return jnp.sum(jnp.where(jax.nn.one_hot(choice, q.shape[-1], dtype=bool), q, 0.0), axis=-1)
+
+
+def dqn(
+    spec: Spec,
+    config: Config,
+    *,
+    updates: int,
+    mean: Callable[[PyTree], PyTree],
+    apart: Apart = lambda function: function,
+    sizes: Sizes | None = None,
+) -> Algorithm:
+    """DQN for environments of `spec`, in a run of `updates` updates; `mean` averages over the shards.
+
+    Without `sizes` it acts and does not learn.
+    """
+    tower, sight, values = _values(spec, config)
+
+    def loss(params: dict[str, Params], target: dict[str, Params], batch: Transitions, key: Key) -> Any:
+        seen, mask = sight.look(batch.observation)
+        following, mask_next = sight.look(batch.successor)
+        ahead = values(target["q"], following, mask_next)
+        judged = values(params["q"], following, mask_next) if config.double else ahead
+        best = _of(ahead, jnp.argmax(judged, axis=-1))
+        reward, discount = replay.discounted(batch, config.gamma)
+        goal = jax.lax.stop_gradient(config.reward_scale * reward + discount * best)
+        q = _of(values(params["q"], seen, mask), batch.action)
+        rows = optax.huber_loss(q, goal)
+        return rows, {"value_loss": rows, "q": q}, q - goal
+
+    def explore(done: jax.Array) -> jax.Array:
+        passed = jnp.minimum(done / max(config.exploration * updates, 1.0), 1.0)
+        return config.epsilon + (config.epsilon_final - config.epsilon) * passed
+
+    def act(acting: Policy, memory: PyTree, observation: PyTree, key: Key | None) -> tuple[jax.Array, PyTree, PyTree]:
+        seen, mask = sight.look(observation)
+        q = values(acting.params, seen, mask)
+        best = jnp.argmax(q, axis=-1).astype(jnp.int32)
+        if key is None:
+            return best, memory, ()
+        rows, n = q.shape
+        key_even, key_which = randomness.split(key, 2)
+        even = randomness.uniform(key_which, (rows,)) < acting.random
+        return jnp.where(even, off_policy.evenly(key_even, mask, n, rows), best), memory, ()
+
+    assert isinstance(spec.action, Discrete)
+    kept = off_policy.kept_choice(spec.action)
+    parts = Parts(
+        "dqn", lambda key: {"q": tower.init(key)}, ("q",), loss, lambda action: action, kept, "q", explore
+    )  # fmt: skip
+    return off_policy.algorithm(spec, config, parts, act, updates=updates, mean=mean, apart=apart, sizes=sizes)
+
+
+def network(spec: Spec, config: Config) -> networks.ActorCritic:
+    """The values of a `Policy`'s choices as if they were logits, and the greatest of them."""
+    tower, sight, values = _values(spec, config)
+
+    def apply(policy: Policy, memory: PyTree, observation: PyTree) -> tuple[jax.Array, jax.Array, PyTree]:
+        q = values(policy.params, *sight.look(observation))
+        return q, jnp.max(q, axis=-1), memory
+
+    return networks.ActorCritic(tower.init, apply, lambda columns: ())

@@ -1,0 +1,67 @@
+"""DQN on the probes, each of its parts on and off, and what it refuses."""
+
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+
+from longhaul.algorithms import dqn
+from longhaul.envs.probes import PROBES, Probe
+from tests.test_sac import STEPS, UPDATES, WORLDS, check, steered, trained
+
+SIMPLE: dict[str, Any] = {"double": False, "duelling": False, "n_step": 1, "priority_exponent": None}
+
+
+def config(probe: Probe, **changes: Any) -> dqn.Config:
+    settings: dict[str, Any] = {
+        "lr": 1e-2, "gamma": probe.gamma, "tau": 0.1, "gradient_steps": 8, "learning_starts": 3 * WORLDS * STEPS,
+        "replay_size": 4096, "hidden_dim": 32, "num_layers": 1,
+        # What is not legal is not seen but in the mask: of a choice that is worth more where it is the only one, the
+        # value is a mean of both, unless nobody explores any more.
+        "epsilon_final": 0.0,
+    }  # fmt: skip
+    return dqn.Config(**(settings | changes))
+
+
+CELLS = [
+    *(pytest.param(name, {}, marks=pytest.mark.slow) for name in
+      ("constant", "terminal_reward", "two_step", "action", "successor", "agents")),
+    ("masked", {}),
+    ("time_limit", {"replay_precision": "bf16"}),
+    *(pytest.param(name, SIMPLE, marks=pytest.mark.slow) for name in ("masked", "successor", "agents")),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("name", "changes"), CELLS)
+def test_choices_have_their_known_values(name: str, changes: dict[str, Any]) -> None:
+    probe = PROBES[name]()
+    settings = config(probe, **changes)
+    state, algorithm, _ = trained(probe, settings)
+    check(probe, settings, state, algorithm)
+
+
+@pytest.mark.slow
+def test_many_devices_learn_the_same_policy() -> None:
+    probe = PROBES["agents"]()
+    settings = config(probe)
+    state, algorithm, _ = trained(probe, settings, devices=4)
+    check(probe, settings, state, algorithm)
+
+
+def test_exploration_falls_and_what_is_told_acts_by_it() -> None:
+    probe = PROBES["masked"]()
+    settings = config(probe, epsilon=0.9, epsilon_final=0.2, exploration=0.5)
+    algorithm = dqn.dqn(probe.environment.spec, settings, updates=UPDATES, mean=lambda x: x)
+    state = algorithm.init(jax.random.key(0))
+    # Without a replay nothing is in it: what is random says the cursor alone.
+    ready = state._replace(cursor=state.cursor._replace(filled=np.int32(10**6)))
+    shares = [float(algorithm.policy(ready._replace(updates=np.int32(n))).random) for n in (0, 30, 60, 120)]
+    np.testing.assert_allclose(shares, [0.9, 0.55, 0.2, 0.2], rtol=1e-6)
+    assert float(algorithm.policy(state).random) == 1.0
+
+
+def test_a_vector_is_refused() -> None:
+    probe = steered(PROBES["constant"]())
+    with pytest.raises(ValueError, match="DQN learns one choice"):
+        dqn.dqn(probe.environment.spec, config(probe), updates=1, mean=lambda x: x)
