@@ -15,8 +15,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from longhaul import folders, member_records, population, telemetry, training
+from longhaul import folders, member_records, population, resumption, telemetry, training
 from longhaul.algorithms import ppo
+from longhaul.checkpoint import Found
 from longhaul.population import Member, Population, Tuned
 from longhaul.run import Named, Run, RunError, resolve
 from tests import small_runs
@@ -182,6 +183,15 @@ def test_a_member_must_be_named(four: tuple[Run, Path]) -> None:
     with pytest.raises(RunError, match="--member is 4; it must be 0 to 3"):
         training.restore_policy(folder, 4)
     assert training.restore_policy(folder, 1)[0].seed == 4
+
+
+def test_runs_side_by_side_keep_their_environments(four: tuple[Run, Path]) -> None:
+    run, _ = four
+    found = Found("12", {"step": 12, "metadata": {"sizes": {name: getattr(run, name) for name in resumption.SIZES},
+                                                  "steps": {"agent_steps": 0}, "origin": {}}})  # fmt: skip
+    assert resumption.standing(run, found).updates == 12
+    with pytest.raises(RunError, match="--num-envs is 16, and the runs"):
+        resumption.standing(dataclasses.replace(run, num_envs=16), found)
 
 
 def test_a_run_json_from_before_is_of_one_run(four: tuple[Run, Path], tmp_path: Path) -> None:
