@@ -63,6 +63,11 @@ def standing(run: Run, found: Found | None) -> Standing:
         raise RunError(
             f"{name} is {now}, and this run's replay is laid out for {before}; go on with {before}, or start a new run"
         )
+    if run.many and "num_envs" in resized:
+        raise RunError(
+            f"--num-envs is {run.num_envs}, and the runs that go on side by side have {sizes['num_envs']} each; "
+            "leave it out"
+        )
     if resized.keys().isdisjoint(("num_envs", "num_steps")):
         return Standing(Origin(**found.metadata["origin"]), resized, found.step, steps["agent_steps"])
     origin = Origin(found.step, steps["agent_steps"], steps["env_steps"], found.metadata["place"]["swaps"])

@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +15,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from longhaul import folders, member_records, population, telemetry, training
+from longhaul import folders, member_records, population, resumption, telemetry, training
 from longhaul.algorithms import ppo
+from longhaul.checkpoint import Found
 from longhaul.population import Member, Population, Tuned
 from longhaul.run import Named, Run, RunError, resolve
 from tests import small_runs
@@ -183,6 +185,15 @@ def test_a_member_must_be_named(four: tuple[Run, Path]) -> None:
     assert training.restore_policy(folder, 1)[0].seed == 4
 
 
+def test_runs_side_by_side_keep_their_environments(four: tuple[Run, Path]) -> None:
+    run, _ = four
+    found = Found("12", {"step": 12, "metadata": {"sizes": {name: getattr(run, name) for name in resumption.SIZES},
+                                                  "steps": {"agent_steps": 0}, "origin": {}}})  # fmt: skip
+    assert resumption.standing(run, found).updates == 12
+    with pytest.raises(RunError, match="--num-envs is 16, and the runs"):
+        resumption.standing(dataclasses.replace(run, num_envs=16), found)
+
+
 def test_a_run_json_from_before_is_of_one_run(four: tuple[Run, Path], tmp_path: Path) -> None:
     _, folder = four
     about = json.loads((folder / "run.json").read_text())
@@ -262,8 +273,29 @@ def test_two_cores_do_not_hang(together: str, tmp_path: Path) -> None:
     words += ["--together", together, "--runs-dir", str(tmp_path), "--run-name", "a", "--evaluation-episodes", "2"]
     env = {name: value for name, value in os.environ.items() if name not in ("NPROC", "XLA_FLAGS")}
     two = sorted(os.sched_getaffinity(0))[:2]
-    done = subprocess.run(
-        [sys.executable, "-m", "longhaul", *words], env=env, timeout=300, capture_output=True, text=True,
-        preexec_fn=lambda: os.sched_setaffinity(0, two),
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr
+    with open(tmp_path / "log", "w") as log:
+        child = subprocess.Popen(
+            [sys.executable, "-m", "longhaul", *words], env=env, stdout=log, stderr=log,
+            preexec_fn=lambda: os.sched_setaffinity(0, two),
+        )  # fmt: skip
+        try:
+            assert _working(child, quiet=90.0) == 0, (tmp_path / "log").read_text()
+        finally:
+            child.kill()
+            child.wait()
+
+
+def _working(child: subprocess.Popen[Any], quiet: float) -> int | None:
+    """The child's exit code; None where it used no time of a processor for `quiet` seconds: it hangs, however busy the
+    machine is."""
+    used, since = 0.0, time.monotonic()
+    while child.poll() is None and time.monotonic() - since < quiet:
+        time.sleep(0.2)
+        try:
+            fields = Path(f"/proc/{child.pid}/stat").read_text().rpartition(")")[2].split()
+        except OSError:
+            continue
+        now = (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+        if now > used + 0.05:
+            used, since = now, time.monotonic()
+    return child.poll()

@@ -46,10 +46,15 @@ class Adapted:
     world: World
     limit: int
 
+    @functools.cached_property
+    def form(self) -> PyTree:
+        """Of the suite's own state at an episode's start, which later ones are brought into."""
+        return jax.eval_shape(self.world.begin, jax.random.key(0))[0]
+
     def reset(self, key: Key) -> tuple[State, PyTree]:
         """-> (state, observation) of a fresh episode."""
         inner, observation = self.world.begin(key)
-        return State(inner, jnp.int32(0), jnp.bool_(False)), _clean(observation)
+        return State(_formed(inner, self.form), jnp.int32(0), jnp.bool_(False)), _clean(observation)
 
     def step(self, key: Key, state: State, action: jax.Array) -> tuple[State, TimeStep]:
         """One step, which never resets."""
@@ -58,7 +63,7 @@ class Adapted:
         terminated = jnp.asarray(led_to.terminated, bool).reshape(())
         truncated = (jnp.asarray(led_to.truncated, bool).reshape(()) | (steps >= self.limit)) & ~terminated
         reward = jnp.asarray(led_to.reward, jnp.float32).reshape(())
-        after = State(led_to.state, steps, terminated | truncated)
+        after = State(_formed(led_to.state, self.form), steps, terminated | truncated)
         return after, transition(_clean(led_to.observation), reward, terminated, truncated)
 
     def active(self, state: State) -> jax.Array:
@@ -71,8 +76,14 @@ class Adapted:
 
 
 def _clean(observation: PyTree) -> PyTree:
-    """An observation as arrays of at most 32 bits."""
-    return jax.tree.map(jnp.asarray, observation)
+    """An observation as arrays of at most 32 bits, of types that say what they are."""
+    return jax.tree.map(lambda x: jnp.asarray(x).astype(jnp.asarray(x).dtype), observation)
+
+
+def _formed(state: PyTree, form: PyTree) -> PyTree:
+    """`state` with the types of `form`: some suites begin with whole numbers and go on with others, or with weak types,
+    and no scan takes that."""
+    return jax.tree.map(lambda like, x: jnp.asarray(x).astype(like.dtype), form, state)
 
 
 class Suite(NamedTuple):
