@@ -30,6 +30,7 @@ TABLE = """
 0  central/__init__
 0  actors/__init__
 0  scaling/__init__
+0  reasoning/__init__ reasoning/tokens reasoning/tasks reasoning/questions
 0  verdicts
 1  trends health watch
 1  precision returns distributions encoders convolutions perceptron networks dial normalise mesh partition shards
@@ -43,6 +44,7 @@ TABLE = """
 1  driving/scenario driving/codes driving/tiles driving/polylines driving/edges driving/lanes driving/routes
    driving/guides driving/roads driving/extents driving/compile driving/bank
 2  environment rollout
+2  reasoning/model reasoning/hub
 2  central/credentials central/wire central/lane central/grpc_lane central/shared_lane central/batcher central/places
    central/crew central/trajectories central/inference central/server central/settings
 2  datasets/packing datasets/shards
@@ -83,7 +85,8 @@ NO_JAX = (
     *("forms", "vectors", "gang", "processes", "cluster", "membership", "envs/gym_export"),
     *(f"envs/{name}" for name in ("host", "host_spaces", "host_gymnasium", "host_numpy", "host_torch", "batched")),
     *(f"central/{name}" for name in ("wire", "credentials", "lane", "grpc_lane", "shared_lane", "batcher", "places")),
-    *("central/crew", "central/client", "central/far", "central/settings"),
+    *("central/crew", "central/client", "central/far", "central/settings", "reasoning/tokens"),
+    *("reasoning/tasks", "reasoning/questions"),
     *(f"driving/{name}" for name in ("scenario", "compile", "generator", "roads", "lanes", "bank")),
 )
 """Files that start fast and run in worker processes: NumPy only, transitively."""
