@@ -30,6 +30,7 @@ TABLE = """
 0  central/__init__
 0  actors/__init__
 0  scaling/__init__
+0  reasoning/__init__ reasoning/tokens reasoning/tasks reasoning/questions
 0  verdicts
 0  sync/__init__ sync/reference sync/kernels sync/loops sync/codec sync/delta
 0  sync/layout sync/plan sync/cost
@@ -47,6 +48,7 @@ TABLE = """
 1  driving/scenario driving/codes driving/tiles driving/polylines driving/edges driving/lanes driving/routes
    driving/guides driving/roads driving/extents driving/compile driving/bank
 2  environment rollout
+2  reasoning/model reasoning/hub
 2  central/wire central/lane central/grpc_lane central/shared_lane central/batcher central/places
    central/crew central/episodes central/trajectories central/inference central/server central/settings
 3  sync/changes sync/buffers sync/lanes/base sync/lanes/sockets sync/lanes/shared sync/lanes/tcp sync/lanes/folder
@@ -95,6 +97,7 @@ NO_JAX = (
     *(f"sync/{name}" for name in ("manifest", "images", "protocol", "wire", "files", "buffers", "lanes/*")),
     *(f"sync/{name}" for name in ("engine", "changes", "receiver", "geometry", "probe", "relay")),
     *("central/crew", "central/episodes", "central/client", "central/far", "central/settings"),
+    *("reasoning/tokens", "reasoning/tasks", "reasoning/questions"),
     *(f"driving/{name}" for name in ("scenario", "compile", "generator", "roads", "lanes", "bank")),
     *(f"sync/{name}" for name in ("reference", "loops", "codec", "delta", "layout", "plan", "cost")),
 )

@@ -1,0 +1,1 @@
+"""Reasoning with verifiable rewards: language models, tasks with checkers, sampling."""

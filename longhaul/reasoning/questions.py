@@ -1,0 +1,124 @@
+"""Questions with answers from a JSONL file, in GSM8K's format (Cobbe et al. 2021, arXiv 2110.14168), and checkers.
+
+No JAX.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import re
+from collections.abc import Callable
+from decimal import Decimal, InvalidOperation
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from longhaul.reasoning.tasks import SIGNS, Problem, Task
+
+
+def questions(path: Path | str, *, check: str = "numeric", mark: str = "####") -> Task:
+    """Questions of a JSONL file with `question` and `answer` a line, in GSM8K's format: the final answer after `mark`.
+
+    `check` is "numeric" (as numbers: 1,000 is 1000.0; of a completion without `mark`, its last number counts), "exact"
+    (what stands after `mark`, but for spaces), or a function of one's own by its path, "package.module:function",
+    (problem, completion) -> reward. A problem's steps are GSM8K's calculations, <<48/2=24>>; `soundness` is the share
+    of a completion's calculations that are right on numbers of the question or of calculations before.
+
+    Raises ValueError, one line with file and line, for what can't be read.
+    """
+    loaded = [_question(line, f"{path}:{number}", mark) for number, line in _lines(Path(path))]
+    solutions = {problem.prompt: solution for problem, solution in loaded}
+    if not loaded:
+        raise ValueError(f"{path}: holds no question")
+    reward = checker(check, mark)
+
+    def drawn(rng: np.random.Generator) -> Problem:
+        return loaded[int(rng.integers(len(loaded)))][0]
+
+    return Task(Path(path).stem, drawn, lambda problem, rng: solutions[problem.prompt], reward, calculated, exact=False)
+
+
+def _lines(path: Path) -> list[tuple[int, str]]:
+    try:
+        text = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ValueError(f"{path}: {error}; give a JSONL file") from error
+    return [(number, line) for number, line in enumerate(text.split("\n"), 1) if line.strip()]
+
+
+def _question(line: str, where: str, mark: str) -> tuple[Problem, str]:
+    try:
+        told = json.loads(line)
+        question, solution = told["question"], told["answer"]
+    except (ValueError, KeyError, TypeError) as error:
+        raise ValueError(f"{where}: {error!r}; each line is an object with question and answer") from error
+    if not isinstance(question, str) or not isinstance(solution, str):
+        raise ValueError(f"{where}: question and answer must be text")
+    answer = solution.rpartition(mark)[2].strip()
+    return Problem(question, answer, tuple(re.findall(r"<<([^<>]*)>>", solution))), solution
+
+
+def checker(check: str, mark: str = "####") -> Callable[[Problem, str], float]:
+    """The function that `questions` means by `check`. Raises ValueError where there is none such."""
+    if check == "exact":
+        return lambda problem, completion: float(_final(completion, mark) == problem.answer)
+    if check == "numeric":
+        return lambda problem, completion: float(_same_number(_final(completion, mark), completion, problem.answer))
+    module, colon, name = check.partition(":")
+    if not colon:
+        raise ValueError(f"check is {check!r}; it must be numeric, exact, or package.module:function")
+    try:
+        found: Any = getattr(importlib.import_module(module), name)
+    except (ImportError, AttributeError, ValueError) as error:
+        raise ValueError(f"check is {check!r}: {error}") from error
+    if not callable(found):
+        raise ValueError(f"check is {check!r}, which is no function")
+    return lambda problem, completion: float(found(problem, completion))
+
+
+def _final(completion: str, mark: str) -> str | None:
+    _, found, tail = completion.rpartition(mark)
+    return tail.strip() if found else None
+
+
+def number(text: str) -> Decimal | None:
+    """A number as people write it: "$1,000.50" is 1000.50; None for anything else."""
+    plain = text.strip().lstrip("$").rstrip(".%").replace(",", "")
+    if not re.fullmatch(r"[-+]?(\d+\.?\d*|\.\d+)", plain, re.ASCII):
+        return None
+    try:
+        return Decimal(plain)
+    except InvalidOperation:
+        return None
+
+
+def _same_number(final: str | None, completion: str, answer: str) -> bool:
+    wanted = number(answer)
+    if final is None:
+        found = re.findall(r"-?[\d,]*\.?\d+", completion, re.ASCII)
+        final = found[-1] if found else ""
+    given_number = number(final)
+    return wanted is not None and given_number is not None and wanted == given_number
+
+
+def calculated(problem: Problem, completion: str) -> float:
+    """The share of a completion's calculations, <<48/2=24>>, that are right and about the question's numbers.
+
+    Each has two numbers, both of the question or results before. 0 where there is none.
+    """
+    known = {number(found) for found in re.findall(r"[\d,]*\.?\d+", problem.prompt, re.ASCII)}
+    written = re.findall(r"<<([^<>]*)>>", completion)
+    sound = 0
+    for each in written:
+        parts = re.fullmatch(r"\s*([\d.,]+)\s*([-+*/])\s*([\d.,]+)\s*=\s*(-?[\d.,]+)\s*", each, re.ASCII)
+        if parts is None:
+            continue
+        a, b, result = (number(parts[place]) for place in (1, 3, 4))
+        if a is None or b is None or result is None:
+            continue
+        right = result * b == a if parts[2] == "/" else SIGNS[parts[2]](a, b) == result
+        sound += right and a in known and b in known
+        known |= {result} if right else set()
+    return sound / len(written) if written else 0.0

@@ -1,0 +1,280 @@
+"""Problems whose answers a program can check: chained arithmetic, addition, countdown.
+
+A task gives problems, demonstrations of how one is solved in written steps, a reward for a completion, and its
+soundness: the share of its written steps that are grounded in this very problem. That a step is right arithmetic is
+not enough: a policy learns to write right sums that are about something else.
+
+A completion of the tasks made here is steps, each ended by `;`, then `>`, the answer and `$`: "3+4=2;2-2=0;>0$". NumPy
+and plain Python only: the device works on what `sampling.bank` makes of problems.
+
+Countdown is TinyZero's (Pan et al. 2025). `questions.py` has questions from a file.
+"""
+
+from __future__ import annotations
+
+import ast
+import operator
+import re
+from collections.abc import Callable, Collection, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+
+SIGNS: dict[str, Callable[[Any, Any], Any]] = {"+": operator.add, "-": operator.sub, "*": operator.mul}
+
+ATTEMPTS = 100
+"""Draws, for each problem that is wanted, before there are taken to be no more."""
+
+
+class Problem(NamedTuple):
+    prompt: str
+    answer: str  # what is to stand between `>` and `$`; of countdown the target, which many answers reach
+    steps: tuple[str, ...] = ()  # how it is solved; () where there are many ways
+
+
+class Task(NamedTuple):
+    """Problems of one kind, as pure functions."""
+
+    name: str
+    problem: Callable[[np.random.Generator], Problem]
+    demonstration: Callable[[Problem, np.random.Generator], str]  # a completion to learn from
+    reward: Callable[[Problem, str], float]  # (problem, completion) -> 0 to 1
+    soundness: Callable[[Problem, str], float]  # (problem, completion) -> 0 to 1
+    exact: bool  # `Problem.answer` and `Problem.steps` are the only right ones, so that the device can check them
+
+
+class Written(NamedTuple):
+    """A completion, read."""
+
+    steps: tuple[str, ...]  # the last may be unfinished
+    answer: str | None  # None where it has no end
+
+
+def read(completion: str) -> Written:
+    """Example: "3+4=2;>0$" -> (("3+4=2",), "0"); "3+4=2;2-" -> (("3+4=2", "2-"), None)."""
+    head, mark, tail = completion.partition(">")
+    steps = head.split(";")
+    answer = tail.removesuffix("$") if mark and tail.endswith("$") else None
+    return Written(tuple(steps[:-1] if steps[-1] == "" else steps), answer)
+
+
+def write(steps: Sequence[str], answer: str) -> str:
+    """The inverse of `read`."""
+    return "".join(f"{step};" for step in steps) + f">{answer}$"
+
+
+def common(true: Sequence[str], written: Sequence[str]) -> float:
+    """The share of steps that are those of the problem: their longest common beginning over the longer's length."""
+    if not true and not written:
+        return 1.0
+    same = next(
+        (i for i, (a, b) in enumerate(zip(true, written, strict=False)) if a != b), min(len(true), len(written))
+    )
+    return same / max(len(true), len(written))
+
+
+def _exact_reward(problem: Problem, completion: str) -> float:
+    return float(read(completion).answer == problem.answer)
+
+
+def _common_steps(problem: Problem, completion: str) -> float:
+    return common(problem.steps, read(completion).steps)
+
+
+def problems(
+    task: Task, rng: np.random.Generator, count: int, *, without: Collection[str] = (), distinct: bool = False
+) -> list[Problem]:
+    """`count` problems whose prompts are none of `without`. Raises ValueError where there are not as many."""
+    found: list[Problem] = []
+    seen = set(without)
+    for _ in range(ATTEMPTS * count):
+        if len(found) == count:
+            return found
+        drawn = task.problem(rng)
+        if drawn.prompt not in seen:
+            found.append(drawn)
+            seen |= {drawn.prompt} if distinct else set()
+    if len(found) == count:
+        return found
+    raise ValueError(f"{count} problems of {task.name} are wanted, and {len(found)} were found; ask for fewer")
+
+
+# ------------------------------------------------------------------------------------------------------- arithmetic
+
+
+def arithmetic(fewest: int = 2, most: int = 4, *, modulus: int = 5, direct: float = 0.3, noise: float = 0.05) -> Task:
+    """Sums and differences from left to right, modulo `modulus`: "3+4-2=" is "3+4=2;2-2=0;>0$" modulo 5.
+
+    `fewest` to `most` operations, evenly. Of the demonstrations the share `direct` has the answer alone, so that a
+    policy has two habits, as a pretrained one does; in the others each step's result is, with probability `noise`, any
+    digit, with which the chain then goes on.
+    """
+    if not 1 <= fewest <= most:
+        raise ValueError(f"fewest is {fewest}; it must lie in 1 to most, {most}")
+    if not 2 <= modulus <= 10:
+        raise ValueError(f"modulus is {modulus}; it must lie in 2 to 10: a result is one digit")
+
+    def problem(rng: np.random.Generator) -> Problem:
+        count = int(rng.integers(fewest, most + 1))
+        terms = [int(term) for term in rng.integers(0, modulus, count + 1)]
+        signs = [str(sign) for sign in rng.choice(["+", "-"], count)]
+        prompt = str(terms[0]) + "".join(f"{sign}{term}" for sign, term in zip(signs, terms[1:], strict=True)) + "="
+        steps, last = _chain(terms, signs, modulus)
+        return Problem(prompt, str(last), steps)
+
+    def demonstration(problem: Problem, rng: np.random.Generator) -> str:
+        if rng.random() < direct:
+            return write((), problem.answer)
+        terms, signs = [int(digit) for digit in problem.prompt[:-1:2]], list(problem.prompt[1:-1:2])
+        wrong = [int(rng.integers(modulus)) if rng.random() < noise else None for _ in signs]
+        steps, last = _chain(terms, signs, modulus, wrong)
+        return write(steps, str(last))
+
+    return Task("arithmetic", problem, demonstration, _exact_reward, _common_steps, exact=True)
+
+
+def _chain(
+    terms: Sequence[int], signs: Sequence[str], modulus: int, instead: Sequence[int | None] | None = None
+) -> tuple[tuple[str, ...], int]:
+    """(the steps, the last result); `instead` of a step's result, where it is given, stands another."""
+    steps, now = [], terms[0]
+    for i, (sign, term) in enumerate(zip(signs, terms[1:], strict=True)):
+        other = instead[i] if instead is not None else None
+        result = SIGNS[sign](now, term) % modulus if other is None else other
+        steps.append(f"{now}{sign}{term}={result}")
+        now = result
+    return tuple(steps), now
+
+
+def addition(fewest: int = 2, most: int = 3, *, direct: float = 0.3) -> Task:
+    """Numbers of `fewest` to `most` digits, added digit by digit from the last, with what is carried.
+
+    "47+85=" is "7+5+0=12;4+8+1=13;>132$". Of the demonstrations the share `direct` has the answer alone.
+    """
+    if not 1 <= fewest <= most:
+        raise ValueError(f"fewest is {fewest}; it must lie in 1 to most, {most}")
+
+    def problem(rng: np.random.Generator) -> Problem:
+        digits = int(rng.integers(fewest, most + 1))
+        least = 10 ** (digits - 1) if digits > 1 else 0
+        a, b = (int(number) for number in rng.integers(least, 10**digits, 2))
+        steps, carry = [], 0
+        for place in range(digits):
+            x, y = (number // 10**place % 10 for number in (a, b))
+            steps.append(f"{x}+{y}+{carry}={x + y + carry}")
+            carry = (x + y + carry) // 10
+        return Problem(f"{a}+{b}=", str(a + b), tuple(steps))
+
+    def demonstration(problem: Problem, rng: np.random.Generator) -> str:
+        return write(() if rng.random() < direct else problem.steps, problem.answer)
+
+    return Task("addition", problem, demonstration, _exact_reward, _common_steps, exact=True)
+
+
+# -------------------------------------------------------------------------------------------------------- countdown
+
+
+def countdown(count: int = 3, greatest: int = 9, *, limit: int = 99, aimless: float = 0.5) -> Task:
+    """Each of `count` numbers once, by + - *, to a target: "3,5,2:13=" is "3*5=15;15-2=13;>3*5-2$", or another way.
+
+    Results lie in 0 to `limit`. Of the demonstrations the share `aimless` reaches some other number.
+    """
+    if count < 2:
+        raise ValueError(f"count is {count}; countdown needs at least 2 numbers")
+
+    def walk(numbers: Sequence[int], rng: np.random.Generator) -> tuple[list[str], str, int] | None:
+        """(steps, expression, result) of numbers combined at random; None where a result leaves the range."""
+        left = [(number, str(number)) for number in numbers]
+        steps = []
+        while len(left) > 1:
+            i, j = (int(place) for place in rng.choice(len(left), 2, replace=False))
+            sign = str(rng.choice(list(SIGNS)))
+            (a, first), (b, second) = left[i], left[j]
+            result = SIGNS[sign](a, b)
+            if not 0 <= result <= limit:
+                return None
+            steps.append(f"{a}{sign}{b}={result}")
+            left = [each for place, each in enumerate(left) if place not in (i, j)]
+            left.append((result, f"({first}{sign}{second})"))
+        result, expression = left[0]
+        return steps, expression.removeprefix("(").removesuffix(")"), result
+
+    def solved(numbers: Sequence[int], rng: np.random.Generator) -> tuple[list[str], str, int]:
+        while (found := walk(numbers, rng)) is None:
+            pass  # a sum of all is always within reach, so that this ends
+        return found
+
+    def problem(rng: np.random.Generator) -> Problem:
+        numbers = [int(number) for number in rng.integers(1, greatest + 1, count)]
+        target = solved(numbers, rng)[2]
+        return Problem(f"{','.join(map(str, numbers))}:{target}=", str(target))
+
+    def demonstration(problem: Problem, rng: np.random.Generator) -> str:
+        numbers, target = given(problem)
+        found = solved(numbers, rng)
+        if rng.random() >= aimless:
+            while found[2] != target:
+                found = solved(numbers, rng)
+        return write(found[0], found[1])
+
+    def reward(problem: Problem, completion: str) -> float:
+        answer = read(completion).answer
+        numbers, target = given(problem)
+        found = None if answer is None else evaluate(answer)
+        return float(found is not None and found[0] == target and sorted(found[1]) == sorted(numbers))
+
+    def soundness(problem: Problem, completion: str) -> float:
+        """The share of steps before the first that is wrong, or takes a number that is not there."""
+        left, sound, steps = given(problem)[0], 0, read(completion).steps
+        for step in steps:
+            read_step = re.fullmatch(r"(\d{1,4})([-+*])(\d{1,4})=(\d{1,8})", step, re.ASCII)
+            if read_step is None:
+                break
+            a, sign, b, result = read_step.groups()
+            taken = [int(a), int(b)]
+            for number in taken:
+                if number not in left:
+                    return sound / len(steps)
+                left.remove(number)
+            if SIGNS[sign](*taken) != int(result):
+                break
+            left.append(int(result))
+            sound += 1
+        return sound / max(len(steps), count - 1)
+
+    return Task("countdown", problem, demonstration, reward, soundness, exact=False)
+
+
+def given(problem: Problem) -> tuple[list[int], int]:
+    """The numbers and the target of a problem of countdown."""
+    numbers, _, target = problem.prompt.removesuffix("=").partition(":")
+    return [int(number) for number in numbers.split(",")], int(target)
+
+
+def evaluate(expression: str) -> tuple[int, list[int]] | None:
+    """(value, the numbers in it) of an expression of whole numbers, + - * and brackets; None for anything else."""
+    if len(expression) > 64 or not re.fullmatch(r"[-+*()0-9]+", expression, re.ASCII):
+        return None
+    try:
+        root = ast.parse(expression, mode="eval").body
+    except (SyntaxError, ValueError, RecursionError, MemoryError):
+        return None
+    signs: dict[type, Callable[[int, int], int]] = {
+        ast.Add: operator.add,
+        ast.Sub: operator.sub,
+        ast.Mult: operator.mul,
+    }
+    numbers: list[int] = []
+
+    def value(node: ast.expr) -> int:
+        if isinstance(node, ast.Constant) and type(node.value) is int:
+            numbers.append(node.value)
+            return node.value
+        if isinstance(node, ast.BinOp) and type(node.op) in signs:
+            return signs[type(node.op)](value(node.left), value(node.right))
+        raise ValueError(type(node).__name__)
+
+    try:
+        return value(root), numbers
+    except ValueError:
+        return None
