@@ -140,6 +140,7 @@ def test_two_processes_of_two_devices_make_the_parameters_of_one_device(
 ) -> None:
     """And so those of four in one process, which others here compare with one."""
     monkeypatch.setattr(ending, "evaluations", lambda *_: iter(()))
+    monkeypatch.setattr(training, "prepare_devices", lambda *_: None)  # other tests here need more devices than one
     two, one = tmp_path / "two" / name, tmp_path / "one"
     two.mkdir(parents=True)
     ended = together("pair", two, "test_deterministic")

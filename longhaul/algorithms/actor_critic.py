@@ -195,13 +195,32 @@ def moments_of(
     x: jax.Array, weight: jax.Array | None, mean: Callable[[PyTree], PyTree], apart: Apart
 ) -> tuple[jax.Array, jax.Array]:
     """Mean and variance of x over all shards, where weight is 1."""
+
+    def of_sums(first: jax.Array, second: jax.Array, share: jax.Array | float) -> tuple[jax.Array, jax.Array]:
+        first, second = first / share, second / share
+        return first, jnp.maximum(second - first**2, 0.0)
+
+    # Apart, too: whether a product is rounded before it is subtracted is decided by what it is compiled with.
     if weight is None:  # no share to agree on: a shard has nothing to tell but two numbers
-        first, second = mean(apart(lambda x: (jnp.mean(x), jnp.mean(x * x)))(x))
-    else:
-        sums = apart(lambda x, weight: (jnp.mean(x * weight), jnp.mean(x * x * weight), jnp.mean(weight)))
-        first, second, share = mean(sums(x, weight))
-        first, second = (s / jnp.maximum(share, 1e-8) for s in (first, second))
-    return first, jnp.maximum(second - first**2, 0.0)
+        first, second = mean(apart(lambda x: (_mean(x), _mean(x * x)))(x))
+        return apart(lambda first, second: of_sums(first, second, 1.0))(first, second)
+    sums = apart(lambda x, weight: (_mean(x * weight), _mean(x * x * weight), _mean(weight)))
+    first, second, share = mean(sums(x, weight))
+    return apart(of_sums)(first, second, jnp.maximum(share, 1e-8))
+
+
+LANES = 256
+"""Numbers that are added up side by side."""
+
+
+def _mean(x: jax.Array) -> jax.Array:
+    """The mean, added up in one order. XLA's own sums have none: the same one may be rounded otherwise in another
+    program, as it was on eight devices."""
+    rows = jnp.pad(x.reshape(-1), (0, -x.size % LANES)).reshape(-1, LANES)
+    lanes = jax.lax.scan(lambda total, row: (total + row, None), rows[0], rows[1:])[0] if len(rows) > 1 else rows[0]
+    while len(lanes) > 1:
+        lanes = lanes[0::2] + lanes[1::2]
+    return lanes[0] / x.size
 
 
 def annealing(updates: int, first: int = 0, done: float = 0.0) -> Callable[[float, float], optax.Schedule]:
