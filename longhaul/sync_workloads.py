@@ -114,6 +114,7 @@ def sync(model: str, receivers: int, lane: str, verify: str) -> Prepared:
             "peak_bytes": float(sender.peak_bytes + sum(each["peak"] for each in found)),
             "budget_bytes": float(size * (PLACES + (0 if lane == "shm" else 2 * receivers))),
             "memcpy_seconds": copies,
+            "memcpy_cpu_seconds": sum(each["used"] for each in copied),
             **({"socket_seconds": bare} if bare else {}),
             "limit_seconds": bound,
         }

@@ -14,6 +14,7 @@ import pytest
 
 from longhaul.sync.engine import Publisher
 from longhaul.sync.protocol import Settings
+from longhaul.sync.receiver import Receiver
 from tests.sync_lanes import KINDS, Way, is_whole, receivers, tensors, until, way
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -63,6 +64,21 @@ def test_who_comes_late_gets_the_newest(lane: Way) -> None:
             for receiver in late:
                 assert receiver.wait(3, 20), receiver.errors
                 assert is_whole(*receiver.latest())
+
+
+def test_who_comes_late_is_seeded_by_whoever_has_the_newest(lane: Way, tmp_path: Path) -> None:
+    store = way("folder", tmp_path / "store")
+    with Publisher("run", epoch=1, lanes=[store.lane()]) as before:
+        before.publish(5, tensors(5))
+        assert before.wait(5, 20)
+    with Publisher("run", epoch=2, lanes=[lane.lane()]) as sender:  # started anew, and has nothing yet
+        with Receiver(lane.connect, store.connect) as receiver:
+            assert receiver.wait(5, 20) and is_whole(*receiver.latest())
+            sender.publish(1, tensors(1))
+            until(lambda: receiver.held.epoch == 2)
+            assert is_whole(*receiver.latest())
+        with Receiver(store.connect, lane.connect) as receiver:  # the newest wins, wherever it is
+            until(lambda: receiver.held.epoch == 2)
 
 
 def test_a_reader_keeps_its_version_while_others_come_and_go(lane: Way) -> None:
