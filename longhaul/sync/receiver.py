@@ -42,11 +42,12 @@ class Served(NamedTuple):
 class Receiver:
     """Follows a sender in a thread of its own.
 
-    `sources` connect, each to a sender of the same run: the first is followed, the others (peers, a folder) are asked
-    where it can't be reached, and for the first version where theirs is newer. `on_commit(version)` is called after
-    each swap (flush a prefix cache, tag requests); what it raises is kept in `errors`, and undoes nothing. `budget`
-    bounds the bytes of images in memory of ours; mapped ones are the sender's. `verify` is "always", or "moved": then images that never left the sender's memory are taken at its word,
-    which it gave while it wrote them. Reading a byte costs as much as copying it.
+    `sources` connect, each to a sender of the same run: the first is followed, the others (peers, a folder) are
+    asked where it can't be reached, and for the first version where theirs is newer. `on_commit(version)` is called
+    after each swap (flush a prefix cache, tag requests); what it raises is kept in `errors`, and undoes nothing.
+    `budget` bounds the bytes of images in memory of ours; mapped ones are the sender's. `verify` is "always", or
+    "moved": then images that never left the sender's memory are taken at its word, which it gave while it wrote
+    them. Reading a byte costs as much as copying it.
     """
 
     def __init__(
