@@ -449,7 +449,7 @@ def soak(count: int, kind: str, folder: Path) -> None:
     with Publisher("run", lanes=[there.lane()]) as sender, receivers(there, 2) as both:
         chains = [b"", b""]
         wanted = b""
-        until(lambda: len(sender.status()["receivers"]) == 2)
+        until(lambda: len(sender.status()["receivers"]) == (2 if there.answers else 1))
         for version in range(count):
             given = tensors(version, 64)
             wanted = hashlib.sha256(wanted + b"".join(array.tobytes() for array in given.values())).digest()
