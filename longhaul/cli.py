@@ -37,6 +37,7 @@ COMMANDS = {
     "scaling": "a grid of runs over model sizes and scenarios, and the law through it",
     "profile": "where the time of a recipe's updates goes, from a trace",
     "plan": "time, cost, memory of a run on 1 to 1,024 devices",
+    "sync plan": "what an update of a large model's parameters costs, stage by stage",
     "sync serve": "versions of parameters, from a folder or another server, to any number of receivers",
     "sync pull": "the newest version of who serves, as safetensors files",
     "sync status": "what a server of parameters has, and who follows it",
@@ -112,9 +113,9 @@ def _run(words: list[str]) -> int:
     if rest[0] == "data":
         return _data(rest[1:])
     if rest[0] == "sync":
-        from longhaul import sync_shell
+        from longhaul import sync_command
 
-        return sync_shell.sync(rest[1:])
+        return sync_command.sync(rest[1:])
     command, names = rest[0], [name for name in COMMANDS if " " not in name]
     if command not in names:
         what, there = ("flag", list(FLAGS)) if command.startswith("-") else ("command", [*names, "data", "sync"])

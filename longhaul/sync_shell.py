@@ -22,18 +22,6 @@ FAILED = 1
 TOKEN = Flag("token-file", flags.optional(PATH), None, "a file with the token that both sides know", shown="")
 
 
-def sync(words: Sequence[str]) -> int:
-    """The group of commands."""
-    if words and words[0] in COMMANDS:
-        return COMMANDS[words[0]](words[1:])
-    usage = ", ".join(f"longhaul sync {each}" for each in USAGES)
-    if words and words[0] in ("-h", "--help"):
-        print(f"usage: {usage.replace(', ', chr(10) + '       ')}")
-        return 0
-    given = f"longhaul sync has no command {words[0]!r}" if words else "name what to do with the parameters"
-    raise FlagError(f"{given}; there are {usage}")
-
-
 def serve(words: Sequence[str]) -> int:
     """`longhaul sync serve SOURCE --port N`."""
     source = Flag("SOURCE", TEXT, None, "a folder of versions, or the address of who serves them", shown="")
@@ -166,8 +154,6 @@ def bench(words: Sequence[str]) -> int:
 
 
 COMMANDS: dict[str, Callable[[Sequence[str]], int]] = {"serve": serve, "pull": pull, "status": status, "bench": bench}
-
-USAGES = ("serve FOLDER|ADDRESS [--port N]", "pull ADDRESS --out FOLDER", "status ADDRESS", "bench [--lane LANE]")
 
 
 def _address(words: str) -> str:

@@ -32,7 +32,7 @@ TABLE = """
 0  scaling/__init__
 0  verdicts
 0  sync/__init__ sync/reference sync/kernels sync/loops sync/codec sync/delta
-0  sync/layout sync/plan
+0  sync/layout sync/plan sync/cost
 1  trends health watch
 1  precision returns distributions encoders convolutions perceptron networks dial normalise mesh partition shards
    hosts shuffle provenance footprint membership
@@ -78,25 +78,14 @@ TABLE = """
 6  recipes workloads acting_workloads central_workloads sync_workloads bench scaling/speed scaling/profile
    scaling/subject scaling/agreement scaling/checks
 7  printing live flags settings scaling/command scaling/speed_command scaling/profile_command scaling/plan_command
-   scaling/doctor sync_shell
+   scaling/doctor sync_shell sync_command
    commands assessment console play gang processes cluster launch actor_command cli
    __main__
 """
 
 NO_JAX = (
-    *(
-        "datasets/*",
-        "actors/*",
-        "workers",
-        "worlds",
-        "cli",
-        "flags",
-        "printing",
-        "hosts",
-        "launch",
-        "pulse",
-        "sync_shell",
-    ),
+    *("datasets/*", "actors/*", "workers", "worlds", "cli", "flags", "printing", "hosts", "launch", "pulse"),
+    *("sync_command", "sync_shell"),
     *("forms", "vectors", "gang", "processes", "cluster", "membership", "envs/gym_export"),
     *(f"envs/{name}" for name in ("host", "host_spaces", "host_gymnasium", "host_numpy", "host_torch", "batched")),
     *(f"central/{name}" for name in ("wire", "credentials", "lane", "grpc_lane", "shared_lane", "batcher", "places")),
@@ -104,7 +93,7 @@ NO_JAX = (
     *(f"sync/{name}" for name in ("engine", "changes", "receiver", "geometry", "probe", "relay")),
     *("central/crew", "central/client", "central/far", "central/settings"),
     *(f"driving/{name}" for name in ("scenario", "compile", "generator", "roads", "lanes", "bank")),
-    *(f"sync/{name}" for name in ("reference", "loops", "codec", "delta", "layout", "plan")),
+    *(f"sync/{name}" for name in ("reference", "loops", "codec", "delta", "layout", "plan", "cost")),
 )
 """Files that start fast and run in worker processes: NumPy only, transitively."""
 

@@ -1,0 +1,141 @@
+"""How small and how fast deltas are on a real training: `python -m benchmarks.sync_delta [--rates ...] [--json FILE]`.
+
+`sync_training` pretrains a small transformer once and branches it at each learning rate; of the bf16 parameters of the
+second half of a branch, every update's delta is taken, tensor by tensor. Prints a JSON object a learning rate and
+operation: `encode`; `decode` (the base copied and changed, both digests checked); `apply` (in place, the base's digest
+known from the version before, as a receiver has it). Bytes and seconds are of dense parameters.
+
+    ratio        dense bytes / bytes of all frames, heads and digests included
+    independent  the same where changes were independent: the entropy of which elements change, and by how many units
+    bound        bytes of the frames / that entropy: below 1, since which elements change follows from their exponents
+    xor          the same ratio by XOR and zstd -1; gaps_values: by zstd -1 of byte gaps and of new values
+    memcpy       bytes a CPU-second that copying the same took in between, as a measure of how busy the machine is
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import statistics
+import sys
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+import zstandard
+
+from benchmarks import sync_training
+from longhaul import bench
+from longhaul.provenance import provenance
+from longhaul.sync import delta, reference
+
+RATES = (1e-6, 3e-6, 1e-5, 1e-4, 3e-4)
+
+UPDATES = 32
+
+LEAST = 100 * 10**6
+"""Bytes that are timed at once: the model, again and again."""
+
+
+def main(words: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rates", type=float, nargs="+", default=RATES)
+    parser.add_argument("--updates", type=int, default=UPDATES)
+    parser.add_argument("--pretraining", type=int, default=sync_training.PRETRAINING)
+    parser.add_argument("--repeats", type=int, default=7)
+    parser.add_argument("--json", help="write the figures as lines to this file, too")
+    given = parser.parse_args(words)
+    used = bench.cpu_seconds()
+    params, loss = sync_training.pretrained(given.pretraining)
+    about = provenance()
+    about = {key: about[key] for key in ("versions", "commit")} | {"device": ", ".join(about["devices"])}
+    config = {"params": sum(map(np.size, params.values())), "updates": given.updates, "loss": loss}
+    config |= {"pretraining": given.pretraining, "pretraining_cpu_seconds": bench.cpu_seconds() - used}
+    lines = []
+    for rate in given.rates:
+        used = bench.cpu_seconds()
+        taken = list(sync_training.snapshots(params, rate, given.updates))
+        training = {"learning_rate": rate, "training_cpu_seconds": bench.cpu_seconds() - used}
+        found = sizes(taken[given.updates // 2 :])
+        for operation, row in speeds(taken[-2], taken[-1], given.repeats).items():
+            line = {"name": "sync-delta", "config": config | training | {"operation": operation}} | row
+            lines.append(json.dumps(line | {"repeats": given.repeats} | found | about))
+            print(lines[-1], flush=True)
+    if given.json:
+        with open(given.json, "w") as file:
+            file.writelines(f"{line}\n" for line in lines)
+    return 0
+
+
+def sizes(taken: Sequence[dict[str, np.ndarray]]) -> dict[str, float]:
+    """Ratios over all updates between the snapshots, and the share of elements that an update changes."""
+    dense = ours = 0
+    others = {"xor": 0, "gaps_values": 0}
+    entropy, shares = 0.0, []
+    packed = zstandard.ZstdCompressor(level=1)
+    for before, after in itertools.pairwise(taken):
+        pairs = [(before[name].reshape(-1).view(np.uint16), after[name].reshape(-1).view(np.uint16)) for name in before]
+        for base, new in pairs:
+            dense += new.nbytes
+            ours += len(delta.encode(base, new, "bfloat16"))
+            others["xor"] += len(packed.compress((base ^ new).tobytes()))
+            at = np.flatnonzero(base != new)
+            gaps = np.diff(at, prepend=-1) - 1
+            escaped = np.insert(gaps % 255, np.repeat(np.arange(gaps.size), gaps // 255), 255).astype(np.uint8)
+            others["gaps_values"] += len(packed.compress(escaped.tobytes()))
+            others["gaps_values"] += len(packed.compress(new[at].tobytes()))
+        base, new = (np.concatenate(each) for each in zip(*pairs))
+        entropy += independent(base, new)
+        shares.append(float((base != new).mean()))
+    found = {"changed": statistics.fmean(shares), "ratio": dense / ours, "independent": 8 * dense / entropy}
+    return found | {"bound": 8 * ours / entropy} | {name: dense / size for name, size in others.items()}
+
+
+def independent(base: np.ndarray, new: np.ndarray) -> float:
+    """Bits of which elements change, all alike, and by how many units in the last place."""
+    share = (base != new).mean()
+    if not 0.0 < share < 1.0:
+        return 1.0
+    steps = (reference.keys(new) - reference.keys(base))[base != new]
+    counts = np.unique(steps, return_counts=True)[1]
+    positions = -base.size * (share * np.log2(share) + (1 - share) * np.log2(1 - share))
+    return float(positions - (counts * np.log2(counts / counts.sum())).sum())
+
+
+def speeds(before: dict[str, np.ndarray], after: dict[str, np.ndarray], repeats: int) -> dict[str, dict[str, Any]]:
+    """operation -> medians; all take turns, so that each meets the same load."""
+    base, new = (np.concatenate([leaf.reshape(-1) for leaf in tree.values()]) for tree in (before, after))
+    times = -(-LEAST // base.nbytes)
+    base, new = np.tile(base, times).view(np.uint16), np.tile(new, times).view(np.uint16)
+    known, out, staging = delta.digest(base), np.empty_like(base), base.copy()
+    frame = delta.encode(base, new, "bfloat16")
+    work: dict[str, Callable[[], Any]] = {
+        "encode": lambda: delta.encode(base, new, "bfloat16"),
+        "decode": lambda: delta.decode(base, frame, out),
+        "apply": lambda: delta.apply(staging, frame, known=known),
+        "memcpy": lambda: np.copyto(staging, base),
+    }
+    rows: dict[str, list[tuple[float, float]]] = {name: [] for name in work}
+    for i in range(repeats + 1):
+        for name, call in work.items():
+            used, began = bench.cpu_seconds(), time.perf_counter()
+            call()
+            if i:
+                rows[name].append((time.perf_counter() - began, bench.cpu_seconds() - used))
+    assert np.array_equal(out, new)
+    middle = {name: [statistics.median(each) for each in zip(*found)] for name, found in rows.items()}
+    copied = base.nbytes / middle.pop("memcpy")[1]
+    return {
+        name: {
+            "steps": base.nbytes, "unit": "bytes", "wall_seconds": wall, "cpu_seconds": cpu,
+            "per_second": base.nbytes / wall, "per_cpu_second": base.nbytes / cpu, "compile_seconds": 0.0,
+            "memcpy": copied,
+        }
+        for name, (wall, cpu) in middle.items()
+    }  # fmt: skip
+
+
+if __name__ == "__main__":
+    sys.exit(main())

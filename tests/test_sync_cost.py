@@ -1,0 +1,141 @@
+"""The cost model: sums worked by hand, what a plan's bytes say, and the command that prints it."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+from pathlib import Path
+
+import pytest
+
+from longhaul import cli, sync_command
+from longhaul.sync import cost, layout, plan
+from longhaul.sync.cost import GB, Setting
+
+IDEAL = Setting(params=1e12, efficiency=1.0)
+
+
+def seconds(of: cost.Cost, name: str) -> float:
+    return sum(term.seconds for term in of.terms if term.name == name)
+
+
+@pytest.mark.parametrize(
+    ("changes", "stage", "expected"),
+    [
+        ({}, "receiver NIC", 2.5),  # 2000 GB / 16 / 50 GB/s
+        ({"per_replica": 32, "replicas": 8}, "receiver NIC", 1.25),
+        ({"itemsize": 1.0}, "receiver NIC", 1.25),
+        ({"trainers": 64, "replicas": 32, "relay": False}, "sender NIC", 20.0),
+        ({"trainers": 64, "replicas": 32}, "sender NIC", 0.625),
+        ({"trainers": 64, "replicas": 32}, "relay NIC", 2.5),
+        ({"nic": 900 * GB}, "receiver NIC", 125 / 900),
+        ({"staged": True}, "receiver PCIe", 125 / 55),
+        ({}, "staging and check", 3 * 125 / 3350),
+    ],
+)
+def test_a_full_update_takes_what_its_bytes_take(changes: dict[str, float], stage: str, expected: float) -> None:
+    assert seconds(cost.full(dataclasses.replace(IDEAL, **changes)), stage) == pytest.approx(expected)
+
+
+def test_a_delta_sends_less_but_reads_all() -> None:
+    full, delta, host = cost.costs(IDEAL)
+    assert seconds(delta, "receiver NIC") == pytest.approx(seconds(full, "receiver NIC") / 50)
+    assert seconds(delta, "diff") == pytest.approx(2 * 2000 / 256 / 3350)
+    assert seconds(delta, "decode") == pytest.approx(125 / (0.2 * 3350))
+    assert seconds(host, "decode") == pytest.approx(125 / (16 * 2))
+    assert host.bottleneck == "receiver cores"
+
+
+def test_stages_overlap_but_not_on_one_resource() -> None:
+    parts = [("a", 4.0, "x"), ("b", 1.0, "y"), ("c", 2.0, "y"), ("d", 0.5, "")]
+    terms = tuple(cost.Term(name, value, "", on) for name, value, on in parts)
+    one = cost.Cost("", terms, 1, 0.0)
+    assert one.serial == one.pipelined == 7.5  # a single bucket overlaps with nothing
+    many = one._replace(buckets=300)
+    assert many.pipelined == pytest.approx(4.0 + 3.0 / 300 + 0.5)
+    assert (many.bottleneck, many.busy) == ("x", {"x": 4.0, "y": 3.0})
+
+
+def test_a_trillion_parameters_in_seconds() -> None:
+    full, delta, _ = cost.costs(Setting(params=1e12))
+    assert full.pipelined <= 5.0
+    assert delta.pipelined <= 1.0
+    for each in (full, delta):
+        assert max(each.busy.values()) <= each.pipelined <= each.serial
+
+
+def test_the_model_counts_the_bytes_that_a_plan_moves() -> None:
+    shapes = {f"layer{i}": ((64, 64), "float32") for i in range(4)}
+    of = Setting(params=4 * 64 * 64, itemsize=4.0, trainers=8, replicas=4, per_replica=2, nic=1.0, efficiency=1.0)
+    made = plan.plan(layout.sharded(shapes, 8), layout.replicas(layout.sharded(shapes, 2, 1), 4))
+    full = cost.full(dataclasses.replace(of, relay=False))
+    assert max(sent for _, sent in made.sent) == seconds(full, "sender NIC")
+    assert {received for _, received in made.received} == {seconds(full, "receiver NIC")}
+
+
+@pytest.mark.parametrize(
+    ("name", "value"), [("params", 0.0), ("trainers", 0), ("efficiency", 1.5), ("delta_ratio", 0.5), ("nic", -1.0)]
+)
+def test_settings_that_mean_nothing(name: str, value: float) -> None:
+    with pytest.raises(ValueError, match=f"{name} is {value:g}; it must"):
+        dataclasses.replace(IDEAL, **{name: value})
+
+
+def test_local_runs_wait_for_cores() -> None:
+    rates = cost.Rates(memcpy=10 * GB, loopback=2 * GB, digest=20 * GB)
+    two = cost.local(1 * GB, 2, 2, rates, "shm", delay=0.0)
+    assert two.pipelined == pytest.approx(0.05 + 0.1 + 0.1 + 0.05)
+    assert cost.local(1 * GB, 4, 2, rates, "shm", delay=0.0).pipelined == pytest.approx(0.05 + 0.1 + 0.2 + 0.1)
+    assert cost.local(1 * GB, 2, 2, rates, "tcp", delay=0.0).pipelined == pytest.approx(0.05 + 1.0 + 0.05)
+    assert cost.local(1 * GB, 1, 2, rates, "tcp", delay=0.0).pipelined == pytest.approx(0.05 + 0.5 + 0.05)
+    with pytest.raises(ValueError, match="there are shm and tcp"):
+        cost.local(1.0, 1, 1, rates, "pigeon")
+
+
+def test_this_machine_has_rates() -> None:
+    rates = cost.measured(1 << 20, repeats=2)
+    assert all(math.isfinite(rate) and rate > 1e6 for rate in rates)
+
+
+# ------------------------------------------------------------------------------------------------------------- command
+
+WORDS = ["sync", "plan", "--params", "1e12", "--trainers", "256", "--receivers", "16x16", "--nic", "400Gb/s"]
+
+
+def test_the_command_prints_every_term(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "plan.json"
+    assert cli.main([*WORDS, "--delta-ratio", "40", "--json", str(file)]) == 0
+    printed = capsys.readouterr().out
+    found = json.loads(file.read_text())
+    assert found["setting"]["nic"] == 50e9
+    assert found["setting"]["delta_ratio"] == 40.0
+    expected = cost.costs(Setting(params=1e12, delta_ratio=40.0))
+    assert [each["seconds"] for each in found["updates"]] == [each.pipelined for each in expected]
+    for each in expected:
+        assert each.name in printed
+        assert all(term.name in printed and term.formula in printed for term in each.terms)
+    assert all(line in printed for _, line in cost.assumptions(Setting(params=1e12, delta_ratio=40.0)))
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["sync"], "there are longhaul sync"),
+        (["sync", "plane"], "longhaul sync has no command 'plane'"),
+        (["sync", "plan"], "how many parameters? longhaul sync plan --params 1e12"),
+        ([*WORDS, "--nic", "fast"], "a rate as 400Gb/s"),
+        ([*WORDS, "--receivers", "16y16"], "16x16"),
+        ([*WORDS, "--cores", "0"], "cores is 0; it must be at least 1"),
+    ],
+)
+def test_bad_words_are_one_line(words: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(words) == 2
+    err = capsys.readouterr().err
+    assert said in err
+    assert err.count("\n") == 1
+
+
+@pytest.mark.parametrize(("word", "rate"), [("400Gb/s", 5e10), ("50GB/s", 5e10), ("1.5TB/s", 1.5e12), ("1e9", 1e9)])
+def test_rates(word: str, rate: float) -> None:
+    assert sync_command.RATE.read(word) == pytest.approx(rate)
