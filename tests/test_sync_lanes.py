@@ -260,3 +260,22 @@ def test_only_what_changed_travels_to_who_holds_the_version_before(
                 assert receiver.held.root.hex() == sender.status()["root"]
         assert sum("damaged changes" in line for receiver in both for line in receiver.errors) == 1
     assert len(poured) == 8 and max(poured) < 3000  # versions 1, 2, 3, 5 to both; the damaged one then came whole
+
+
+def test_parameters_of_jax_travel_as_they_are(tmp_path: Path) -> None:
+    import jax.numpy as jnp
+
+    there = way("shared", tmp_path)
+    given = {"w": jnp.linspace(-3, 3, 12, dtype=jnp.bfloat16).reshape(3, 4), "b": jnp.float32(0.1)}
+    with Publisher("run", lanes=[there.lane()]) as sender, receivers(there) as (receiver,):
+        sender.publish(0, given)
+        assert receiver.wait(0, 20)
+        _, held = receiver.latest()
+        for name, array in given.items():
+            assert held[name].dtype == array.dtype and held[name].tobytes() == np.asarray(array).tobytes()
+            assert jnp.array_equal(jnp.asarray(held[name]), array)
+        del held
+        with pytest.raises(ValueError, match=r"another form of tensors than before \(b, w\)"):
+            sender.publish(1, {"w": given["w"].T, "b": given["w"]})
+        with pytest.raises(ValueError, match="versions grow"):
+            sender.publish(0, given)
