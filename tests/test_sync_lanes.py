@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import os
-import subprocess
 import sys
 import threading
 from pathlib import Path
@@ -15,9 +14,7 @@ import pytest
 from longhaul.sync.engine import Publisher
 from longhaul.sync.protocol import Settings
 from longhaul.sync.receiver import Receiver
-from tests.sync_lanes import KINDS, Way, is_whole, receivers, tensors, until, way
-
-ROOT = Path(__file__).resolve().parent.parent
+from tests.sync_lanes import KINDS, Way, is_whole, process, receivers, tensors, until, way
 
 
 @pytest.fixture(params=KINDS)
@@ -210,18 +207,16 @@ with follow([sys.argv[1]], name="other") as receiver:
 
 def test_a_version_reaches_another_process(lane: Way, tmp_path: Path) -> None:
     opened = lane.lane()
-    with Publisher("run", lanes=[opened]) as sender:
-        command = [sys.executable, "-c", OTHER, opened.address]
-        with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=ROOT) as other:
-            assert other.stdin is not None and other.stdout is not None
-            for version in range(3):
-                sender.publish(version, tensors(version))
-                other.stdin.write(f"{version}\n")
-                other.stdin.flush()
-                root = sender.status()["root"] if sender.wait(version, 30) else ""
-                assert other.stdout.readline().split() == [str(version), root, str(version), str(version)]
-            other.stdin.close()
-            assert other.wait(30) == 0
+    with Publisher("run", lanes=[opened]) as sender, process(sys.executable, "-c", OTHER, opened.address) as other:
+        assert other.stdin is not None and other.stdout is not None
+        for version in range(3):
+            sender.publish(version, tensors(version))
+            other.stdin.write(f"{version}\n")
+            other.stdin.flush()
+            root = sender.status()["root"] if sender.wait(version, 30) else ""
+            assert other.stdout.readline().split() == [str(version), root, str(version), str(version)]
+        other.stdin.close()
+        assert other.wait(30) == 0
 
 
 def test_only_what_changed_travels_to_who_holds_the_version_before(
