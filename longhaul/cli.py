@@ -113,9 +113,9 @@ def _run(words: list[str]) -> int:
     if rest[0] == "data":
         return _data(rest[1:])
     if rest[0] == "sync":
-        from longhaul import sync_shell
+        from longhaul import sync_command
 
-        return sync_shell.sync(rest[1:])
+        return sync_command.sync(rest[1:])
     command, names = rest[0], [name for name in COMMANDS if " " not in name]
     if command not in names:
         what, there = ("flag", list(FLAGS)) if command.startswith("-") else ("command", [*names, "data", "sync"])

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
-from longhaul import flags, printing
+from longhaul import flags, printing, sync_shell
 from longhaul.flags import DEBUG, FLOAT, INT, PATH, SWITCH, Flag, FlagError, Kind, choice
 from longhaul.sync import cost
 from longhaul.sync.cost import Cost, Setting
@@ -67,6 +67,18 @@ FLAGS = [
 ]
 
 
+def sync(words: Sequence[str]) -> int:
+    """The group of commands `longhaul sync`."""
+    if words and words[0] in COMMANDS:
+        return COMMANDS[words[0]](words[1:])
+    usage = ", ".join(f"longhaul sync {name}" for name in COMMANDS)
+    if words and words[0] in ("-h", "--help"):
+        print(f"usage: {usage.replace(', ', chr(10) + '       ')}")
+        return 0
+    given = f"longhaul sync has no command {words[0]!r}" if words else "name what to do with the parameters"
+    raise FlagError(f"{given}; there are {usage}")
+
+
 def plan(words: Sequence[str]) -> int:
     """`longhaul sync plan --params 1e12 --trainers 256 --receivers 16x16 --nic 400Gb/s [--json FILE]`."""
     values = flags.parse("sync plan", ABOUT, {"": FLAGS}, words).values
@@ -119,3 +131,6 @@ def as_json(of: Setting, found: Sequence[Cost]) -> dict[str, Any]:
 
 def _seconds(value: float) -> str:
     return f"{value:.3g}" if value < 100.0 else f"{value:,.0f}"
+
+
+COMMANDS: dict[str, Callable[[Sequence[str]], int]] = {"plan": plan, **sync_shell.COMMANDS}

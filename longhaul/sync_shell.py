@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
-from longhaul import flags, printing, sync_command
+from longhaul import flags, printing
 from longhaul.central import credentials
 from longhaul.flags import DEBUG, FLOAT, INT, PATH, TEXT, Flag, FlagError, choice
 from longhaul.sync import geometry, lanes
@@ -20,18 +20,6 @@ from longhaul.sync.relay import Relay
 FAILED = 1
 
 TOKEN = Flag("token-file", flags.optional(PATH), None, "a file with the token that both sides know", shown="")
-
-
-def sync(words: Sequence[str]) -> int:
-    """The group of commands."""
-    if words and words[0] in COMMANDS:
-        return COMMANDS[words[0]](words[1:])
-    usage = ", ".join(f"longhaul sync {each}" for each in USAGES)
-    if words and words[0] in ("-h", "--help"):
-        print(f"usage: {usage.replace(', ', chr(10) + '       ')}")
-        return 0
-    given = f"longhaul sync has no command {words[0]!r}" if words else "name what to do with the parameters"
-    raise FlagError(f"{given}; there are {usage}")
 
 
 def serve(words: Sequence[str]) -> int:
@@ -165,21 +153,7 @@ def bench(words: Sequence[str]) -> int:
     return 0
 
 
-COMMANDS: dict[str, Callable[[Sequence[str]], int]] = {
-    "serve": serve,
-    "pull": pull,
-    "status": status,
-    "bench": bench,
-    "plan": sync_command.plan,
-}
-
-USAGES = (
-    "serve FOLDER|ADDRESS [--port N]",
-    "pull ADDRESS --out FOLDER",
-    "status ADDRESS",
-    "bench [--lane LANE]",
-    "plan --params N",
-)
+COMMANDS: dict[str, Callable[[Sequence[str]], int]] = {"serve": serve, "pull": pull, "status": status, "bench": bench}
 
 
 def _address(words: str) -> str:

@@ -32,8 +32,8 @@ PLACES = 3
 class Child:
     """A process of `longhaul.sync.probe`."""
 
-    def __init__(self, address: str, size: int, descriptor: int, verify: str) -> None:
-        words = [address, size, descriptor, 2 * size, verify]
+    def __init__(self, address: str, size: int, descriptor: int, verify: str, folder: str) -> None:
+        words = [address, size, descriptor, 2 * size, verify, folder]
         command = [sys.executable, "-m", "longhaul.sync.probe", *map(str, words)]
         self.process = subprocess.Popen(
             command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, pass_fds=[descriptor]
@@ -79,7 +79,7 @@ def sync(model: str, receivers: int, lane: str, verify: str) -> Prepared:
         raise ValueError(f"no lane is {lane!r}; there are {', '.join(where)}")
     opened = serve(where[lane])
     sender = Publisher("bench", lanes=[opened], settings=Settings(lease=60.0), budget=PLACES * size)
-    children = [Child(opened.address, size, limit.descriptor, verify) for _ in range(receivers)]
+    children = [Child(opened.address, size, limit.descriptor, verify, folder) for _ in range(receivers)]
     versions = iter(range(1 << 30))
 
     def publish() -> tuple[dict[str, float], list[dict[str, Any]]]:
@@ -114,6 +114,7 @@ def sync(model: str, receivers: int, lane: str, verify: str) -> Prepared:
             "peak_bytes": float(sender.peak_bytes + sum(each["peak"] for each in found)),
             "budget_bytes": float(size * (PLACES + (0 if lane == "shm" else 2 * receivers))),
             "memcpy_seconds": copies,
+            "memcpy_cpu_seconds": sum(each["used"] for each in copied),
             **({"socket_seconds": bare} if bare else {}),
             "limit_seconds": bound,
         }

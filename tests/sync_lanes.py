@@ -5,6 +5,8 @@ from __future__ import annotations
 import itertools
 import os
 import socket
+import subprocess
+import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -17,6 +19,8 @@ from longhaul.sync.lanes import connect, shared, tcp
 from longhaul.sync.lanes.base import Lane, Source
 from longhaul.sync.lanes.folder import FolderLane
 from longhaul.sync.receiver import Receiver
+
+ROOT = Path(__file__).resolve().parent.parent
 
 _number = itertools.count()
 
@@ -69,12 +73,26 @@ def is_whole(version: int, held: object) -> bool:
     return list(held) == list(wanted) and all(np.array_equal(held[name], wanted[name]) for name in wanted)
 
 
-def until(what: Callable[[], object], seconds: float = 20.0) -> None:
+def until(what: Callable[[], object], seconds: float = 60.0) -> None:
     """Waits for what must come; AssertionError where it does not."""
     end = time.monotonic() + seconds
     while not what():
         assert time.monotonic() < end, "it did not come"
         time.sleep(0.005)
+
+
+@contextmanager
+def process(*command: str) -> Iterator[subprocess.Popen[str]]:
+    """A process with pipes, which does not outlive the block, nor 90 seconds: so that no silence of it hangs a test."""
+    pipe = subprocess.PIPE
+    with subprocess.Popen([*command], stdin=pipe, stdout=pipe, text=True, cwd=ROOT) as started:
+        guard = threading.Timer(90, started.kill)
+        guard.start()
+        try:
+            yield started
+        finally:
+            guard.cancel()
+            started.kill()
 
 
 @contextmanager

@@ -83,7 +83,7 @@ TABLE = """
 6  recipes workloads acting_workloads central_workloads replay_workloads sync_workloads bench scaling/speed
    scaling/profile scaling/subject scaling/agreement scaling/checks
 7  printing live flags settings scaling/command scaling/speed_command scaling/profile_command scaling/plan_command
-   scaling/doctor sync_command sync_shell
+   scaling/doctor sync_shell sync_command
    commands assessment console play gang processes cluster launch actor_command cli
    __main__
 """

@@ -129,3 +129,20 @@ def test_a_tree_of_relays_feeds_who_the_sender_does_not_know(tmp_path: Path) -> 
                 again.publish(4, tensors(4))
                 until(lambda: second.receiver.held.epoch == 2)
                 assert is_whole(*second.receiver.latest())
+
+
+@pytest.mark.slow
+def test_the_benchmark_keeps_its_budget_and_its_stages_make_up_its_time() -> None:
+    from longhaul import bench
+
+    figures = list(bench.run("sync", model="tiny", lane=("shm", "tcp")))
+    assert [(each["config"]["lane"], each["config"]["verify"]) for each in figures] == [
+        ("shm", "always"),
+        ("shm", "moved"),
+        ("tcp", "always"),
+    ]
+    for each in figures:
+        assert 0 < each["peak_bytes"] <= each["budget_bytes"]
+        assert each["steps"] == 2 * each["config"]["image_bytes"]
+        assert each["gather_seconds"] <= each["publish_seconds"] <= each["wall_seconds"]
+        assert ("socket_seconds" in each) == (each["config"]["lane"] == "tcp")

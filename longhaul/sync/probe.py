@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import mmap
+import shutil
 import socket
 import sys
 import threading
@@ -68,8 +69,9 @@ class Probe:
 
 
 def main() -> None:
-    """Its arguments are Probe's; every line is a command with a number, every answer one of JSON."""
-    address, size, descriptor, budget, verify = sys.argv[1:]
+    """Its arguments are Probe's, and a folder to remove at the end, which a sender that is killed can't; every line is
+    a command with a number, every answer one of JSON."""
+    address, size, descriptor, budget, verify, folder = sys.argv[1:]
     probe = Probe(address, int(size), int(descriptor), int(budget), verify)
     print(json.dumps({"ready": True}), flush=True)
     for line in sys.stdin:
@@ -85,6 +87,7 @@ def main() -> None:
         print(json.dumps({**answer, "used": time.process_time() - used}), flush=True)
     if probe.receiver is not None:
         probe.receiver.close()
+    shutil.rmtree(folder, ignore_errors=True)
 
 
 if __name__ == "__main__":

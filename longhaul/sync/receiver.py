@@ -7,9 +7,10 @@ assignment changes nothing; then the receiver comes again, after a while, to the
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Literal, NamedTuple
 
@@ -41,11 +42,12 @@ class Served(NamedTuple):
 class Receiver:
     """Follows a sender in a thread of its own.
 
-    `sources` connect, each to a sender of the same run: the first is followed, the others are asked where it can't be
-    reached. `on_commit(version)` is called after each swap (flush a prefix cache, tag requests); what it raises is
-    kept in `errors`, and undoes nothing. `budget` bounds the bytes of images in memory of ours; mapped ones are the
-    sender's. `verify` is "always", or "moved": then images that never left the sender's memory are taken at its word,
-    which it gave while it wrote them. Reading a byte costs as much as copying it.
+    `sources` connect, each to a sender of the same run: the first is followed, the others (peers, a folder) are
+    asked where it can't be reached, and for the first version where theirs is newer. `on_commit(version)` is called
+    after each swap (flush a prefix cache, tag requests); what it raises is kept in `errors`, and undoes nothing.
+    `budget` bounds the bytes of images in memory of ours; mapped ones are the sender's. `verify` is "always", or
+    "moved": then images that never left the sender's memory are taken at its word, which it gave while it wrote
+    them. Reading a byte costs as much as copying it.
     """
 
     def __init__(
@@ -125,8 +127,36 @@ class Receiver:
 
     # ----------------------------------------------------------------------------------------------- its own thread
 
+    def _seed(self) -> None:
+        """The first version, from whichever source has the newest; of equals the last, to spare the first."""
+        found: list[tuple[int, int, int]] = []
+        for which, connect in enumerate(self._sources):
+            with self._attempt(), contextlib.closing(connect()) as source:
+                told = source.status()
+                if told["version"] >= 0:
+                    found.append((int(told["epoch"]), int(told["version"]), which))
+        best = max(found)[2] if found else 0
+        if best > 0:
+            with self._attempt(), contextlib.closing(self._sources[best]()) as source:
+                source.bind(self._seat.held, 10.0)
+                parcel = source.ask(self._seat.held, 0.0)
+                if parcel is not None:
+                    self._take(source, parcel)
+
+    @contextlib.contextmanager
+    def _attempt(self) -> Iterator[None]:
+        """What fails within it is noted, and what was staged forgotten."""
+        try:
+            yield
+        except Exception as error:  # whatever it is, what is served stays, and the next try may do
+            self._note(f"{type(error).__name__}: {error}")
+        finally:
+            self._seat = protocol.lost(self._seat)
+
     def _follow(self) -> None:
         pause, which = FIRST_PAUSE, 0
+        if len(self._sources) > 1:
+            self._seed()
         while not self._closed.is_set():
             source = None
             before = self._seat.held
