@@ -177,6 +177,7 @@ class GrpcLane:
 
     def close(self) -> None:
         self._ending = True
+        self._turn(0.0)  # what came may have stopped the loop in advance
         for life in list(self._lives.values()):
             life.end("the server ends")
         self._loop.run_until_complete(self._server.stop(grace=1.0))
