@@ -309,7 +309,12 @@ def _transport(*, rows: int = 64, width: int = 128, streams: int = 16, messages:
 
 def _actors(
     *,
-    env: Sequence[str] = ("numpy/longhaul.envs.batched:cartpole", "gymnasium/CartPole-v1", "cartpole"),
+    env: Sequence[str] = (
+        "numpy/longhaul.envs.batched:cartpole",
+        "gymnasium/CartPole-v1",
+        "gymnasium/CartPole-v1?vectorised=False",  # one by one, as peers step them
+        "cartpole",
+    ),
     num_envs: int = 512,
     num_steps: int = 64,
     actors: int = 2,
