@@ -41,10 +41,10 @@ NAMES = {
     "hackmatrix": "the same with its starts, cold and warm, and shares; --grid: over sizes and precisions",
     "hackmatrix-env": "whole steps of HackMatrix by random legal actions: mask, observation, reward, resets",
     "transport": "questions and answers between two processes through shared memory, 64 x 128 float32 each",
-    "actors": "CartPole by actors on the host, training included; --actors --staleness --env",
-    "central": "central inference for CartPole in actors' processes, without a learner; --actors --worlds --lane",
+    "actors": "CartPole by actors on the host, training included; --actors --staleness --env --num-envs",
+    "central": "central inference for actors' processes, no learner; --env --actors --worlds --slots --lane",
     "sync": "a model's parameters to other processes, by lane; beside the limits; --model --receivers --lane",
-    "transport-grpc": "the same by gRPC, beside a bare gRPC echo of as many bytes",
+    "transport-grpc": "the same by gRPC, in turn with a bare gRPC echo of as many bytes",
 }
 
 LEAST_REPEATS = 5
@@ -330,7 +330,12 @@ def _transport(*, rows: int = 64, width: int = 128, streams: int = 16, messages:
 
 def _actors(
     *,
-    env: Sequence[str] = ("numpy/longhaul.envs.batched:cartpole", "gymnasium/CartPole-v1", "cartpole"),
+    env: Sequence[str] = (
+        "numpy/longhaul.envs.batched:cartpole",
+        "gymnasium/CartPole-v1",
+        "gymnasium/CartPole-v1?vectorised=False",  # one by one, as peers step them
+        "cartpole",
+    ),
     num_envs: int = 512,
     num_steps: int = 64,
     actors: int = 2,
@@ -344,16 +349,16 @@ def _actors(
 
 def _central(
     *,
-    env: Sequence[str] = ("gymnasium/CartPole-v1", "numpy/longhaul.envs.batched:cartpole"),
+    env: Sequence[str] = ("numpy/longhaul.envs.batched:cartpole", "gymnasium/CartPole-v1"),
     actors: int = 2,
-    worlds: Sequence[int] = (256, 128),
+    worlds: int = 256,
     slots: int = 2,
     lane: Sequence[str] = ("shm", "grpc"),
     num_steps: int = 64,
-    batches: int = 10,
+    batches: int = 6,
 ) -> list[dict[str, Any]]:
-    sizes = {"actors": actors, "slots": slots, "num_steps": num_steps, "batches": batches}
-    return [sizes | {"env": e, "worlds": w, "lane": by} for e in env for w in worlds for by in lane]
+    sizes = {"actors": actors, "worlds": worlds, "slots": slots, "num_steps": num_steps, "batches": batches}
+    return [sizes | {"env": name, "lane": by} for name in env for by in lane]
 
 
 def _transport_grpc(
@@ -362,9 +367,8 @@ def _transport_grpc(
     width: int = 128,
     streams: int = 16,
     messages: int = 4_000,
-    lane: Sequence[str] = ("grpc", "bare"),
 ) -> list[dict[str, Any]]:
-    return [{"rows": rows, "width": width, "streams": streams, "messages": messages, "lane": by} for by in lane]
+    return [{"rows": rows, "width": width, "streams": streams, "messages": messages}]
 
 
 def _sync(

@@ -4,10 +4,13 @@ a bare gRPC echo of the same messages."""
 from __future__ import annotations
 
 import asyncio
+import os
+import signal
 import subprocess
 import sys
 import threading
 import time
+from collections.abc import Sequence
 from contextlib import ExitStack, closing
 from typing import Any
 
@@ -121,28 +124,57 @@ def client(what: str, address: str, rows: int, width: int, streams: int) -> None
     asyncio.run(all_())
 
 
-def transport(rows: int, width: int, streams: int, messages: int, lane: str) -> Prepared:
-    """Steps [rows, width] of float32 from another process by gRPC, answered by int32 [rows]; `lane` "grpc", or "bare":
-    gRPC's own echo of as many bytes, which neither looks at nor copies them."""
-    closed = ExitStack()
-    counted = _bare(rows, closed, rows * 4) if lane == "bare" else _ours(rows, width, streams, closed)
-    address, count = counted
-    words = [lane, address, str(rows), str(width), str(streams)]
-    process = subprocess.Popen([sys.executable, "-c", CLIENT, *words], stderr=subprocess.DEVNULL)
-    closed.callback(process.kill)
+PATIENCE = 60.0
+"""Seconds for one turn."""
+
+
+class _Echo:
+    """A client in a process of its own, and what its server has answered; stopped but for its turns."""
+
+    def __init__(self, what: str, served: tuple[str, list[int]], sizes: Sequence[int], closed: ExitStack) -> None:
+        address, self._count = served
+        words = [what, address, *map(str, sizes)]
+        self._client = subprocess.Popen([sys.executable, "-c", CLIENT, *words], stderr=subprocess.DEVNULL)
+        closed.callback(self._client.kill)
+        self.turn(64 * sizes[-1])  # by then all streams are open, and none is stopped amid its greeting
+
+    def turn(self, messages: int) -> tuple[float, float]:
+        """CPU seconds of the server and of the client for so many messages."""
+        process = self._client.pid
+        os.kill(process, signal.SIGCONT)
+        own, theirs, first = time.process_time(), cpu_of([process]), self._count[0]
+        patience = time.monotonic() + PATIENCE
+        while self._count[0] - first < messages:
+            if self._client.poll() is not None or time.monotonic() > patience:
+                raise RuntimeError(f"the client stands still (code {self._client.returncode})")
+            time.sleep(0.02)
+        share = messages / (self._count[0] - first)
+        own, theirs = time.process_time() - own, cpu_of([process]) - theirs
+        os.kill(process, signal.SIGSTOP)
+        return share * own, share * theirs
+
+
+def transport(rows: int, width: int, streams: int, messages: int) -> Prepared:
+    """Steps [rows, width] of float32 from another process by gRPC, answered by int32 [rows]; and in turn with them
+    gRPC's own echo of messages of the same sizes, which looks at nothing and copies nothing.
+
+    `ratio`: how many times as much CPU time our messages take.
+    """
+    closed, sizes = ExitStack(), (rows, width, streams)
+    ours = _Echo("grpc", _ours(rows, width, streams, closed), sizes, closed)
+    echo = _Echo("bare", _bare(rows), sizes, closed)
 
     def work(_: Any) -> dict[str, float]:
-        while not count[0]:
-            time.sleep(0.01)  # it begins
-        own, theirs, first = time.process_time(), cpu_of([process.pid]), count[0]
-        while count[0] - first < messages:
-            time.sleep(0.02)
-        done = count[0] - first
-        own, theirs = time.process_time() - own, cpu_of([process.pid]) - theirs
-        each = {"server_microseconds": 1e6 * own / done, "client_microseconds": 1e6 * theirs / done}
-        return {"cpu_seconds": (own + theirs) * messages / done} | each
+        parts, most = 4, -(-messages // 4)
+        turns = [(ours.turn(most), echo.turn(most)) for _ in range(parts)]  # in turn: they meet the same load
+        mine, theirs = (np.sum([pair[i] for pair in turns], axis=0).tolist() for i in range(2))
+        done = parts * most
+        told = {f"{who}_microseconds": 1e6 * used / done for who, used in zip(("server", "client"), mine, strict=True)}
+        bare = 1e6 * sum(theirs) / done
+        told |= {"bare_microseconds": bare, "bare_per_cpu_second": 1e6 * rows / bare, "ratio": sum(mine) / sum(theirs)}
+        return told | {"cpu_seconds": sum(mine) * messages / done}
 
-    config = {"rows": rows, "width": width, "streams": streams, "messages": messages, "lane": lane}
+    config = {"rows": rows, "width": width, "streams": streams, "messages": messages}
     return Prepared(config, messages * rows, "env steps", 0.0, lambda number: None, work)
 
 
@@ -167,10 +199,10 @@ def _ours(rows: int, width: int, streams: int, closed: ExitStack) -> tuple[str, 
     return lane.address, count
 
 
-def _bare(rows: int, closed: ExitStack, size: int) -> tuple[str, list[int]]:
-    """grpcio's own server, in one event loop."""
+def _bare(rows: int) -> tuple[str, list[int]]:
+    """grpcio's own server, in one event loop -> (address, messages so far)."""
     count, found, ready = [0], [""], threading.Event()
-    answer = bytes(size)
+    answer = bytes(wire.HEAD_BYTES + 4 * rows)
 
     async def serve() -> None:
         import grpc

@@ -196,8 +196,8 @@ async def play_well(address: str, over: asyncio.Event, life: int) -> int:
     return done
 
 
-async def play_badly(call: Any, rng: np.random.Generator, actor: int) -> None:
-    """One stream with one malformed frame somewhere; it must be ended by the server."""
+async def play_badly(call: Any, rng: np.random.Generator, actor: int, more: int = 0) -> None:
+    """One stream with one malformed frame somewhere, and `more` after it; it must be ended by the server."""
     import grpc
 
     try:
@@ -215,7 +215,8 @@ async def play_badly(call: Any, rng: np.random.Generator, actor: int) -> None:
             if welcome.kind == wire.WELCOME:
                 last = actor * SLOTS + SLOTS - 1  # the group after it is another's
                 head, payload = observe(rng, last, welcome.incarnation, 0)
-                await call.write(malformed(rng, head, payload))
+                for _ in range(1 + more):
+                    await call.write(malformed(rng, head, payload))
         async with asyncio.timeout(20.0):
             while (await call.read()) is not grpc.aio.EOF:
                 pass
@@ -223,8 +224,8 @@ async def play_badly(call: Any, rng: np.random.Generator, actor: int) -> None:
         pass
 
 
-async def attack(address: str, frames: int, life: int = 1) -> int:
-    """So many malformed frames from four streams at once, while actor 0 plays; -> its steps."""
+async def attack(address: str, frames: int, life: int = 1, more: int = 0) -> int:
+    """So many malformed frames from four streams at once, while actor 0 plays; -> its steps. `more` follow in each."""
     import grpc
 
     over = asyncio.Event()
@@ -234,21 +235,21 @@ async def attack(address: str, frames: int, life: int = 1) -> int:
     async def bad(actor: int) -> None:
         rng = np.random.default_rng(actor)
         async with grpc.aio.insecure_channel(address) as channel:
-            for _ in range(frames // 4):
-                await play_badly(channel.stream_stream(PATH)(), rng, actor)
+            for _ in range(frames // 4 // (1 + more)):
+                await play_badly(channel.stream_stream(PATH)(), rng, actor, more)
 
     await asyncio.gather(*(bad(actor) for actor in range(1, 5)))
     over.set()
     return await good
 
 
-def under_attack(lane: GrpcLane, frames: int) -> None:
+def under_attack(lane: GrpcLane, frames: int, more: int = 0) -> None:
     with closing(Echo(lane)) as echo:
         asyncio.run(attack(lane.address, 200))  # all that is made once
         before = resident()
-        steps = asyncio.run(attack(lane.address, frames, life=2))
+        steps = asyncio.run(attack(lane.address, frames, life=2, more=more))
         grown = resident() - before
-        assert steps > frames / 100, "the good stream was held up"
+        assert steps > frames / (1 + more) / 100, "the good stream was held up"
         assert grown < 48 * 2**20, f"{grown / 2**20:.0f} MiB more after {frames} malformed frames"
         assert echo.most <= 5 * (SLOTS + 2), "more waited than one step for each group"
 
@@ -259,7 +260,58 @@ def test_malformed_frames_harm_nobody_else(silent: GrpcLane) -> None:
 
 @pytest.mark.slow
 def test_very_many_malformed_frames_harm_nobody_else(silent: GrpcLane) -> None:
-    under_attack(silent, 100_000)
+    """Many in each stream, whose end the sender does not wait for."""
+    under_attack(silent, 100_000, more=49)
+
+
+class Fed:
+    """A stream without a network: what its actor says is made as it is read."""
+
+    def __init__(self, rng: np.random.Generator, actor: int) -> None:
+        self._rng, self._actor, self._read = rng, actor, 0
+        self.answers: list[bytes] = []
+
+    async def send_initial_metadata(self, metadata: Any) -> None:
+        pass
+
+    def cancelled(self) -> bool:
+        return False
+
+    async def read(self) -> Any:
+        self._read += 1
+        if self._read == 1:
+            return hello(self._actor, name=int(self._rng.integers(2**60)))
+        life = wire.read(self.answers[0], CODEC.most).incarnation
+        return malformed(self._rng, *observe(self._rng, self._actor * SLOTS, life, 0))
+
+    async def write(self, frame: bytes) -> None:
+        self.answers.append(frame)
+
+
+def refused(lane: GrpcLane, streams: int) -> None:
+    """Each stream's second frame is malformed: it ends with a reason, and nothing of it arrives."""
+    rng, before = np.random.default_rng(3), 0
+    for number in range(streams):
+        fed = Fed(rng, number % 5)
+        stream = lane._loop.create_task(lane._play(None, fed))
+        while not stream.done():
+            lane._turn(0.0)
+        first, last = (wire.read(answer, CODEC.most).kind for answer in (fed.answers[0], fed.answers[-1]))
+        assert (len(fed.answers), first, last) == (2, wire.WELCOME, wire.REFUSE)
+        assert [type(event) for event in lane.take()] == [Lost]
+        assert not lane.live()
+        if number == streams // 10:
+            before = resident()
+    assert resident() - before < 16 * 2**20, "memory grows with what is refused"
+
+
+def test_a_malformed_frame_ends_its_stream(silent: GrpcLane) -> None:
+    refused(silent, 1_000)
+
+
+@pytest.mark.slow
+def test_each_of_very_many_malformed_frames_ends_its_stream(silent: GrpcLane) -> None:
+    refused(silent, 100_000)
 
 
 # ------------------------------------------------------------------------------------------------- who may speak at all

@@ -17,7 +17,7 @@ import contextlib
 import hmac
 import os
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from typing import Any
 
 import numpy as np
@@ -41,6 +41,8 @@ SPARE = 8
 
 NAME = int.from_bytes(os.urandom(8), "little")
 """By which a server knows this process again when it comes back in another stream."""
+
+Write = Callable[[bytes], Coroutine[Any, Any, None]]
 
 Seeds = Callable[[int, int], Sequence[int]]
 """(actor, life) -> a seed for each of its groups."""
@@ -67,21 +69,42 @@ class Busy(WireError):
 class _Life:
     """One stream of an actor, from HELLO to its end."""
 
-    def __init__(self, actor: int, number: int, slots: int, name: int) -> None:
-        self.actor, self.number, self.name = actor, number, name
+    def __init__(self, actor: int, number: int, slots: int, name: int, write: Write) -> None:
+        self.actor, self.number, self.name, self.write = actor, number, name, write
         self.step = [0] * slots  # of the frame that is due, or was the last to come
         self.due = [True] * slots
         self.out: deque[bytes] = deque()
-        self.something = asyncio.Event()
+        self.silent, self.over = asyncio.Event(), asyncio.Event()  # there is nothing to say; its end
         self.ended: str | None = None
-
-    def send(self, frame: bytes) -> None:
-        self.out.append(frame)
-        self.something.set()
+        self.silent.set()
 
     def end(self, why: str) -> None:
         self.ended = self.ended or why
-        self.something.set()
+        self.over.set()
+
+    def say(self, frame: bytes) -> None:
+        """Writes a frame after those before it; one at a time, as gRPC wants it."""
+        self.out.append(frame)
+        if self.silent.is_set():
+            self.silent.clear()
+            self._go_on(self._speak())
+
+    async def _speak(self) -> None:
+        try:
+            while self.out and self.ended is None:
+                await self.write(self.out.popleft())
+        except Exception as error:  # the stream is gone, which who reads may not notice
+            self.end(f"its stream ended: {error}")
+        finally:
+            self.silent.set()
+
+    def _go_on(self, work: Coroutine[Any, Any, None]) -> None:
+        """Runs it up to where it waits, and on when that is done: a task would cost as much as what it does."""
+        try:
+            waits = work.send(None)
+        except (StopIteration, asyncio.CancelledError):
+            return
+        waits.add_done_callback(lambda _: self._go_on(work))
 
 
 class GrpcLane:
@@ -142,7 +165,7 @@ class GrpcLane:
             life.step[slot] += 1
             life.due[slot] = True
             data = action.tobytes()
-            life.send(wire.frame(head, data + bytes(-len(data) % 8)))
+            life.say(wire.frame(head, data + bytes(-len(data) % 8)))
             self._unsent = True
 
     def cut(self, actor: int, why: str) -> None:
@@ -154,6 +177,7 @@ class GrpcLane:
 
     def close(self) -> None:
         self._ending = True
+        self._turn(0.0)  # what came may have stopped the loop in advance
         for life in list(self._lives.values()):
             life.end("the server ends")
         self._loop.run_until_complete(self._server.stop(grace=1.0))
@@ -186,15 +210,15 @@ class GrpcLane:
             await context.abort(grpc.StatusCode.UNAUTHENTICATED, "the token is missing or wrong")
         await context.send_initial_metadata(())  # which the other side waits for
         life: _Life | None = None
-        tasks: list[asyncio.Task[None]] = []
+        tasks: list[asyncio.Task[Any]] = []
         try:
             async with asyncio.timeout(GREETING):
                 hello = await context.read()
             if hello is grpc.aio.EOF:
                 return
-            life = self._greet(hello)
+            life = self._greet(hello, context.write)
             await context.write(self._welcome(life))
-            tasks = [asyncio.create_task(work(context, life)) for work in (self._hear, self._speak)]
+            tasks = [asyncio.create_task(work) for work in (self._hear(context, life), life.over.wait())]
             done, _pending = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
             for task in done:
                 task.result()
@@ -207,6 +231,8 @@ class GrpcLane:
             head = Head(wire.REFUSE, step=int(isinstance(error, Busy)))
             with contextlib.suppress(Exception):  # it may be gone
                 async with asyncio.timeout(1.0):
+                    if life is not None:
+                        await life.silent.wait()
                     await context.write(wire.frame(head, why.encode()[: wire.MOST_TEXT]))
         except TimeoutError:
             pass
@@ -225,7 +251,7 @@ class GrpcLane:
         found = given if isinstance(given, bytes) else given.encode()
         return hmac.compare_digest(found, wanted.encode())
 
-    def _greet(self, data: bytes) -> _Life:
+    def _greet(self, data: bytes, write: Write) -> _Life:
         """A new life for an actor that says HELLO. WireError where it can't play."""
         head = wire.read(data, self._codec.most)
         if head.kind != wire.HELLO:
@@ -249,7 +275,7 @@ class GrpcLane:
                 raise Busy(f"actor {actor} is here already")
             self._leave(self._lives[actor], "it came back in another stream")  # before we knew that it was gone
         self._numbers[actor] += 1
-        life = _Life(actor, self._numbers[actor], self._slots, head.step)
+        life = _Life(actor, self._numbers[actor], self._slots, head.step, write)
         self._lives[actor] = life
         return life
 
@@ -277,15 +303,6 @@ class GrpcLane:
             step = codec.observed(data, head)
             life.due[slot] = False
             self._hand(life, slot, step)
-
-    async def _speak(self, context: Any, life: _Life) -> None:
-        """Writes what there is to say, until the life ends."""
-        while life.ended is None:
-            while life.out:
-                await context.write(life.out.popleft())
-            life.something.clear()
-            if not life.out and life.ended is None:
-                await life.something.wait()
 
     def _hand(self, life: _Life, slot: int, step: wire.Block | None) -> None:
         self._inbox.append((life, slot, step))
@@ -335,10 +352,12 @@ class GrpcLine:
         return [int(seed) for seed in np.frombuffer(data, "<u8", self._slots, wire.HEAD_BYTES)]
 
     async def post(self, slot: int, finals: int) -> None:
-        codec = self.codec
-        head = Head(wire.OBSERVE, self._first + slot, self._life, self._steps[slot], codec.layout.columns, finals)
+        codec, columns = self.codec, self.codec.layout.columns
+        head = Head(
+            wire.OBSERVE, self._first + slot, self._life, self._steps[slot], columns, finals, codec.digest
+        )  # fmt: skip
         payload = memoryview(self._memory[slot])[: codec.block_bytes(finals)]
-        await self._write(wire.frame(head._replace(digest=codec.digest), payload))
+        await self._write(wire.frame(head, payload))
 
     def ended(self, slot: int, finals: int) -> wire.Block:
         return self.codec.block(self._memory[slot], finals)
