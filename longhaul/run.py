@@ -19,6 +19,7 @@ from longhaul.actors.settings import Acting
 from longhaul.central import settings as lanes
 from longhaul.driving import simulator
 from longhaul.environment import vectorise
+from longhaul.envs import classic
 from longhaul.experiment import BEGINNING as BEGINNING
 from longhaul.experiment import MOST as MOST
 from longhaul.experiment import TOPOLOGIES as TOPOLOGIES
@@ -48,6 +49,11 @@ MOST_RECORDS = 4096
 
 VISITS, EPISODE = 8, 80
 """How often a scenario of a bank is driven before others come, taking an episode to have so many steps."""
+
+
+UNROLL = 4
+"""Steps of a rollout that are compiled as one in runs side by side, where a step is as small as classic control's, and
+the loop itself costs. Elsewhere compiling would only take longer."""
 
 
 class Assembly(NamedTuple):
@@ -392,9 +398,12 @@ def assemble(
     algorithm, init = members.tuned(make, siblings) if siblings else (make({}), None)
     partition.check(jax.eval_shape(algorithm.init, jax.random.key(0)), run.mesh)
 
+    tiny = run.many and isinstance(within(context), classic.Classic) and worlds <= 64
+    unroll = UNROLL if tiny else 1
+
     def collector_in(context: PyTree) -> Collector:
         many = vectorise(within(context), worlds)
-        return collector(many, algorithm.act, algorithm.memory, steps=run.num_steps)
+        return collector(many, algorithm.act, algorithm.memory, steps=run.num_steps, unroll=unroll)
 
     enter, env_steps = fused.entering(collector_in, mesh, parted), run.num_envs * run.num_steps
     if run.topology == "actors":

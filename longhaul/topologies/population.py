@@ -2,11 +2,10 @@
 
 A member's update is that of `fused` on one shard. Members lie side by side along the leading axis of state, carry and
 key, which the mesh cuts: a device has its own members, and between devices nothing travels. On a device `width` of them
-are computed together (`vmap`), one such group after the other; within a group's turn all updates of a call are made, so
-that what a member needs stays in a core's cache.
+are computed together (`vmap`), one such group after the other; in a group's turn all updates of a call are made.
 
-Why members aren't simply one large `vmap`: on a CPU it makes of every small matrix product a batch of them, and it can
-wait for ever. See docs/seeds.md, with what was measured.
+Why members aren't simply one large `vmap`: on a CPU that is no faster, its last bits are not those of a run alone, and
+on two cores such programs were seen to wait for ever (docs/seeds.md).
 """
 
 from __future__ import annotations
