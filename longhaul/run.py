@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -17,7 +16,6 @@ from longhaul import mesh as meshes
 from longhaul.actors import settings as layouts
 from longhaul.actors.settings import Acting
 from longhaul.central import settings as lanes
-from longhaul.driving import simulator
 from longhaul.environment import vectorise
 from longhaul.envs import classic
 from longhaul.experiment import BEGINNING as BEGINNING
@@ -34,6 +32,7 @@ from longhaul.experiment import named as named
 from longhaul.experiment import parts as parts
 from longhaul.experiment import to_dict as to_dict
 from longhaul.population import Member
+from longhaul.refusals import check_driving, check_numbers, flag
 from longhaul.replay import Sizes
 from longhaul.rollout import collector
 from longhaul.scaling import rules
@@ -41,7 +40,6 @@ from longhaul.topologies import actors as acted
 from longhaul.topologies import fused
 from longhaul.topologies import population as populations
 from longhaul.types import Algorithm, Collector, Environment, Params, Progress, PyTree, Spec
-from longhaul.worlds import HELD_OUT
 
 MOST_RECORDS = 4096
 """Records of metrics in a run, about, however long it is: a record sums up as many updates as that takes."""
@@ -95,9 +93,9 @@ def cores() -> int:
 
 def resolve(run: Run) -> Run:
     """`run` with every None decided and every size checked. Raises RunError naming value, bound and remedy."""
-    _check_numbers(run)
+    check_numbers(run)
     if isinstance(run.environment, Driving):
-        _check_driving(run.environment)
+        check_driving(run.environment)
     if run.topology not in TOPOLOGIES:
         raise RunError(f"--topology is {run.topology!r}; it must be one of {', '.join(TOPOLOGIES)}")
     siblings = members.of(run)
@@ -133,7 +131,7 @@ def resolve(run: Run) -> Run:
             learners.check(_valued(algorithm, values), sizes)
     except ValueError as error:
         name, _, rest = str(error).partition(" ")
-        raise RunError(f"--{_flag(name)} {rest}") from error
+        raise RunError(f"--{flag(name)} {rest}") from error
     updates = run.total_steps // steps
     if not 1 <= updates <= MOST:
         raise RunError(
@@ -179,7 +177,7 @@ def _acting(run: Run, devices: int) -> Acting:
         return layouts.decided(run.acting, envs=run.num_envs, devices=devices, cores=cores())
     except ValueError as error:
         name, _, rest = str(error).partition(" ")
-        raise RunError(f"--{_flag(name)} {rest}") from error
+        raise RunError(f"--{flag(name)} {rest}") from error
 
 
 def _served(run: Run, devices: int) -> Acting:
@@ -202,34 +200,8 @@ def _served(run: Run, devices: int) -> Acting:
         lanes.check(run.central, envs=run.num_envs, actors=acting.actors, kind=acting.actor_kind)
     except ValueError as error:
         name, _, rest = str(error).partition(" ")
-        raise RunError(str(error) if name.startswith("--") else f"--{_flag(name)} {rest}") from error
+        raise RunError(str(error) if name.startswith("--") else f"--{flag(name)} {rest}") from error
     return acting
-
-
-def _check_numbers(run: Run) -> None:
-    if run.model < 1:
-        raise RunError(f"--mesh is {run.mesh}; model must be at least 1")
-    for name in ("total_steps", "num_envs", "num_steps", "keep"):
-        if getattr(run, name) < 1:
-            raise RunError(f"--{_flag(name)} is {getattr(run, name)}; it must be at least 1")
-    if run.rollbacks < 0:
-        raise RunError(f"--rollbacks is {run.rollbacks}; it must be at least 0")
-    for name, allowed in (("scaling", rules.SCALINGS), ("lr_rule", rules.LR_RULES)):
-        if getattr(run, name) not in allowed:
-            raise RunError(f"--{_flag(name)} is {getattr(run, name)!r}; it must be one of {', '.join(allowed)}")
-    optional = ("devices", "threads", "log_interval", "block", "save_interval", "evaluation_episodes", "base_batch",
-                "keep_every")  # fmt: skip
-    for name in optional:
-        value = getattr(run, name)
-        if value is not None and value < 1:
-            raise RunError(f"--{_flag(name)} is {value}; it must be at least 1")
-    if not 0 <= run.seed <= MOST:  # JAX would take others, and cut them down
-        raise RunError(f"--seed is {run.seed}; it must lie in 0 to {MOST}")
-    if not run.save_interval_minutes > 0:
-        raise RunError(f"--save-interval-minutes is {run.save_interval_minutes}; it must be above 0")
-    for name, value in _floats(to_dict(run)):
-        if not math.isfinite(value):
-            raise RunError(f"--{_flag(name)} is {value}; it must be finite")
 
 
 def _learning(run: Run, steps: int, columns: int) -> learners.Config:
@@ -241,38 +213,6 @@ def _learning(run: Run, steps: int, columns: int) -> learners.Config:
     given = config.num_minibatches, config.update_epochs
     minibatches, epochs = rules.decide(steps, rows, run.scaling, *given)
     return dataclasses.replace(config, num_minibatches=minibatches, update_epochs=epochs)
-
-
-def _floats(value: Any, name: str = "") -> Iterator[tuple[str, float]]:
-    """(name of its field, value) of every float in what `to_dict` made."""
-    if isinstance(value, float):
-        yield name, value
-    for key, inner in value.items() if isinstance(value, dict) else ():
-        yield from _floats(inner, key)
-
-
-def _check_driving(task: Driving) -> None:
-    try:
-        simulator.check_settings(task.simulator)
-    except ValueError as error:
-        name, _, rest = str(error).partition(" ")
-        raise RunError(f"--{_flag(name)} {rest}") from error
-    if not 1 <= task.scenarios <= HELD_OUT:
-        raise RunError(
-            f"--scenarios is {task.scenarios}; it must lie in 1 to {HELD_OUT} (those after are for evaluation)"
-        )
-    if task.bank is not None and task.bank < 1:
-        raise RunError(f"--bank is {task.bank}; it must be at least 1")
-    if task.bank is not None and not task.data:
-        raise RunError(f"--bank is {task.bank}, and there is no --data; of generated scenarios, --scenarios are held")
-    if task.bank_updates is not None and (task.bank is None or task.bank_updates < 1):
-        raise RunError(f"--bank-updates is {task.bank_updates}; it must be at least 1, and needs --bank")
-    if not 1 <= task.least <= task.simulator.agents:
-        raise RunError(f"--least is {task.least}; it must lie in 1 to --agents, {task.simulator.agents}")
-    if task.objects < task.simulator.agents:
-        raise RunError(f"--objects is {task.objects}; it must be at least --agents, {task.simulator.agents}")
-    if task.horizon is not None and task.horizon < 2:
-        raise RunError(f"--horizon is {task.horizon}; a scenario has at least 2 steps")
 
 
 def _bank_updates(task: Driving, steps: int) -> int | None:
@@ -451,7 +391,3 @@ def _scaled(run: Run, lr: Any) -> Any:
     steps = run.num_envs * agents(run) * run.num_steps
     factor = rules.lr_factor(run.lr_rule, steps, run.base_batch or steps)
     return lr if factor == 1.0 else lr * factor
-
-
-def _flag(name: str) -> str:
-    return name.replace("_", "-")

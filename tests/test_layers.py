@@ -76,8 +76,8 @@ TABLE = """
 4  datasets/convert datasets/stream
 4  topologies/fused topologies/population topologies/actors topologies/central worlds curves legacy matches spectating
    envs/host_driving envs/host envs/gym_export hosted central/client central/far
-5  report intervals experiment members run folders feed resumption acting serving evaluation resimulation poison
-   policies member_records ranking ending training
+5  report intervals experiment refusals members run folders feed resumption acting serving evaluation resimulation
+   poison policies member_records ranking ending training
    scaling/page
    scaling/grid
 6  recipes workloads acting_workloads central_workloads replay_workloads sync_workloads bench scaling/speed

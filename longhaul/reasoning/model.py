@@ -84,7 +84,7 @@ class Cache(NamedTuple):
     key: jax.Array  # [L, B, S, kv_heads, head_dim]
     value: jax.Array  # [L, B, S, kv_heads, head_dim]
     filled: jax.Array  # bool [B, S]: a slot holds a token, not padding
-    index: jax.Array  # int32
+    index: jax.Array  # type: ignore[assignment]  # int32; a tuple has a method of that name
 
 
 class Adapter(NamedTuple):
@@ -269,9 +269,10 @@ def trunk(
     unroll = config.layers if config.layers <= UNROLLED else 1
     x, kept = jax.lax.scan(part, x, (params["layers"], adapters or {}, kept), unroll=unroll)
     x = _norm(x, params["final_norm"], config.eps)
-    if cache is None:
+    if cache is None or kept is None:
         return x, None
-    return x, Cache(*kept, filled, cache.index + steps)
+    key, value = kept
+    return x, Cache(key, value, filled, cache.index + steps)
 
 
 class _Kernels(NamedTuple):
