@@ -111,6 +111,8 @@ def save_run(folder: Path, run: Run, about: dict[str, Any]) -> None:
 def _as_now(run: dict[str, Any]) -> dict[str, Any]:
     """A Run of a run.json with the fields of this version: what was not there yet is as if it still were not."""
     algorithm = run["algorithm"]
+    if not isinstance(algorithm, dict):
+        raise TypeError(f"its algorithm is {algorithm!r}")
     if algorithm.get("kind", "ppo") in ("ppo", "impala"):  # of one that learns from a replay nothing was written before
         algorithm = {"accumulate": None} | algorithm
     if isinstance(algorithm.get("remat"), bool):  # a switch, once
