@@ -180,8 +180,7 @@ class _Zstd(threading.local):
     """A thread's own zstd contexts, which are dear to make and can't be shared."""
 
     def __init__(self) -> None:
-        import zstandard
-
+        zstandard = loops.library("zstandard")
         common: dict[str, Any] = {"write_content_size": False, "format": zstandard.FORMAT_ZSTD1_MAGICLESS}
         alone = {"window_log": 17, "hash_log": 6, "chain_log": 6, "search_log": 1, "min_match": 7, "target_length": 0}
         huffman = zstandard.ZstdCompressionParameters(strategy=zstandard.STRATEGY_FAST, **alone, **common)

@@ -13,9 +13,10 @@ for none), digest of what it becomes (16), then a u32 length for each block of B
 
 from __future__ import annotations
 
+import functools
 import struct
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Executor
 from typing import Any, NamedTuple
 
@@ -23,7 +24,7 @@ import ml_dtypes  # noqa: F401  (NumPy then knows bfloat16 and the float8s by na
 import numpy as np
 
 from longhaul.sync import codec
-from longhaul.sync.loops import Loops
+from longhaul.sync.loops import Loops, library
 from longhaul.sync.reference import Patterns
 
 Buffer = Any
@@ -54,9 +55,7 @@ class Delta(NamedTuple):
 
 def digest(data: Buffer) -> bytes:
     """xxh3-128 of the bytes of `data`: 16 bytes. It finds damage, not malice."""
-    import xxhash
-
-    return xxhash.xxh3_128_digest(_bytes(data))
+    return library("xxhash").xxh3_128_digest(_bytes(data))
 
 
 def encode(
@@ -80,17 +79,15 @@ def encode(
     if before is not None and before.size != after.size:
         raise ValueError(f"the base has {before.nbytes} bytes, what is new {after.nbytes}; they must be of one shape")
     needed = NOTHING if before is None else known or digest(before)
-    spans = _spans(after.size)
-    blocks = _mapped(pool, lambda s: codec.encode(None if before is None else before[s], after[s], by), spans)
+    work = [functools.partial(codec.encode, None if before is None else before[s], after[s], by) for s in _spans(after)]
+    blocks, made = _done(work, after, pool)
     lengths = struct.pack(f"<{len(blocks)}I", *map(len, blocks))
-    return seal(b"".join([HEAD.pack(MAGIC, width, after.nbytes, needed, digest(after)), lengths, *blocks]))
+    return seal(b"".join([HEAD.pack(MAGIC, width, after.nbytes, needed, made), lengths, *blocks]))
 
 
 def seal(data: Buffer) -> bytes:
     """`data` with its checksum behind it."""
-    import xxhash
-
-    return bytes(data) + xxhash.xxh3_64_digest(data)
+    return bytes(data) + library("xxhash").xxh3_64_digest(data)
 
 
 def read(frame: Buffer) -> Delta:
@@ -133,13 +130,9 @@ def decode(
     head = read(frame)
     now = _writable(out, head)
     before = patterns(out, head.width) if head.base == NOTHING else _base(head, base, known)
-    spans = _spans(now.size)
-
-    def one(job: tuple[slice, memoryview]) -> None:
-        codec.decode(before[job[0]], now[job[0]], job[1], by)
-
-    _mapped(pool, one, list(zip(spans, head.blocks)))
-    if (made := digest(now)) != head.target:
+    jobs = zip(_spans(now), head.blocks)
+    work = [functools.partial(codec.decode, before[span], now[span], block, by) for span, block in jobs]
+    if (made := _done(work, now, pool)[1]) != head.target:
         raise ValueError(f"the delta is damaged: it makes {made.hex()} and should make {head.target.hex()}")
 
 
@@ -202,10 +195,20 @@ def _bytes(data: Buffer) -> memoryview:
     return memoryview(data).cast("B")
 
 
-def _spans(size: int) -> list[slice]:
-    return [slice(at, min(at + codec.BLOCK, size)) for at in range(0, size, codec.BLOCK)]
+def _spans(of: Patterns) -> list[slice]:
+    return [slice(at, min(at + codec.BLOCK, of.size)) for at in range(0, of.size, codec.BLOCK)]
 
 
-def _mapped(pool: Executor | None, function: Callable[[Any], Any], jobs: Sequence[Any] | Iterable[Any]) -> list[Any]:
-    jobs = list(jobs)
-    return [function(job) for job in jobs] if pool is None or len(jobs) < 2 else list(pool.map(function, jobs))
+def _done(work: Sequence[Callable[[], Any]], of: Patterns, pool: Executor | None) -> tuple[list[Any], bytes]:
+    """Does the work of each block; -> (results, the digest of `of` afterwards).
+
+    Without a pool a block is digested while it is still in the cache.
+    """
+    if pool is not None and len(work) > 1:
+        return list(pool.map(lambda call: call(), work)), digest(of)
+
+    results, digested = [], library("xxhash").xxh3_128()
+    for call, span in zip(work, _spans(of)):
+        results.append(call())
+        digested.update(of[span].data)
+    return results, digested.digest()

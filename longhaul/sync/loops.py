@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import importlib
 import importlib.util
 from typing import Any, NamedTuple, Protocol, TypeAlias
 
@@ -125,6 +126,14 @@ class Compiled:
 
 def _packed(bounds: U8) -> np.uint64:
     return np.uint64(int.from_bytes(bounds.tobytes(), "little"))
+
+
+def library(name: str) -> Any:
+    """A library of the extra `sync`; ValueError where it is not there."""
+    try:
+        return importlib.import_module(name)
+    except ImportError:
+        raise ValueError(f"longhaul.sync needs {name}: pip install 'longhaul[sync]'") from None
 
 
 @functools.cache
