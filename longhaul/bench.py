@@ -358,7 +358,15 @@ def _central(
     batches: int = 6,
 ) -> list[dict[str, Any]]:
     sizes = {"actors": actors, "worlds": worlds, "slots": slots, "num_steps": num_steps, "batches": batches}
-    return [sizes | {"env": name, "lane": by} for name in env for by in lane]
+    return [sizes | {"env": name, "lane": by} for name in env for by in _lanes(lane, "shm", "grpc")]
+
+
+def _lanes(wanted: Sequence[str], *there: str) -> Sequence[str]:
+    """`wanted`, where all of them are `there`; else ValueError."""
+    for name in wanted:
+        if name not in there:
+            raise ValueError(f"lane is {name!r}; this benchmark has {', '.join(there)}")
+    return wanted
 
 
 def _transport_grpc(
@@ -374,7 +382,8 @@ def _transport_grpc(
 def _sync(
     *, model: str = "qwen3-0.6b", receivers: int = 2, lane: Sequence[str] = ("shm", "tcp")
 ) -> list[dict[str, Any]]:
-    cases = [(by, verify) for by in lane for verify in (("always", "moved") if by == "shm" else ("always",))]
+    names = _lanes(lane, "shm", "tcp", "folder")
+    cases = [(by, verify) for by in names for verify in (("always", "moved") if by == "shm" else ("always",))]
     return [{"model": model, "receivers": receivers, "lane": by, "verify": verify} for by, verify in cases]
 
 
