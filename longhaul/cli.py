@@ -333,7 +333,7 @@ def _bench(words: Sequence[str]) -> int:
             "a figure for each; of central: shm, grpc; of sync: shm, tcp, folder",
             True,
             "the first two",
-        ),  # fmt: skip
+        ),
         Flag("rules", choice(("jax", "canonical")), None, "of hackmatrix-env", shown="jax"),
         Flag("columns", INT, None, "of replay: rows are so wide", shown="64"),
         Flag("size", INT, None, "of replay: steps that it holds", shown="1000000"),
