@@ -64,7 +64,7 @@ TABLE = """
    envs/probes envs/classic envs/registry
    envs/host_spaces envs/host_gymnasium envs/host_numpy envs/batched envs/host_torch envs/host_jax
 3  algorithms/actor_critic algorithms/values algorithms/flat algorithms/ppo algorithms/impala
-   algorithms/off_policy algorithms/sac algorithms/dqn learners
+   algorithms/off_policy algorithms/sac algorithms/dqn algorithms/td3 learners
 3  checkpoint
 4  datasets/convert datasets/stream
 4  topologies/fused topologies/actors topologies/central worlds curves legacy matches spectating
