@@ -12,14 +12,14 @@ from typing import Any, NamedTuple
 import jax
 
 from longhaul import networks
-from longhaul.algorithms import actor_critic, dqn, impala, ppo, sac
+from longhaul.algorithms import actor_critic, dqn, impala, ppo, sac, td3
 from longhaul.replay import Sizes
 from longhaul.types import Algorithm, PyTree, Spec
 
 OnPolicy = ppo.Config | impala.Config
 """Of algorithms that pass over a rollout in minibatches, and forget it."""
 
-OffPolicy = sac.Config | dqn.Config
+OffPolicy = sac.Config | dqn.Config | td3.Config
 """Of algorithms that learn from a replay (algorithms/off_policy.py)."""
 
 Config = OnPolicy | OffPolicy
@@ -42,6 +42,7 @@ LEARNERS: dict[type, Learner] = {
     impala.Config: Learner("impala", "IMPALA, or APPO", impala.impala, impala.check, actor_critic.network),
     dqn.Config: Learner("dqn", "DQN", dqn.dqn, dqn.check, dqn.network),
     sac.Config: Learner("sac", "SAC", sac.sac, sac.check, sac.network),
+    td3.Config: Learner("td3", "TD3", td3.td3, td3.check, td3.network),
 }
 
 

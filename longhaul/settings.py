@@ -131,6 +131,10 @@ HELP = {
     "epsilon": "share of random actions when learning begins",
     "epsilon-final": "what it goes to",
     "exploration": "share of the run over which it goes there",
+    "noise": "deviation of what TD3 adds to actions, of which the range is -1 to 1",
+    "target-noise": "and to its target's, for critics that are smooth in actions",
+    "noise-clip": "most that is added to its target's",
+    "actor-interval": "steps of the optimiser, of which TD3's actor and its targets join one",
     "batch-size": "steps of a step of the optimiser, drawn from the replay, over all devices",
     "gradient-steps": "of the optimiser, an update",
     "learning-starts": "steps in the replay before learning; until then actions are drawn evenly",
@@ -208,6 +212,7 @@ CHANGEABLE = (
     *("rms-decay", "rms-eps", "vtrace-lambda", "rho-clip", "c-clip", "reward-clip"),
     *("chunk", "accumulate", "precision", "remat"),
     *("tau", "target-entropy", "batch-size", "gradient-steps", "importance-exponent"),
+    *("noise", "target-noise", "noise-clip", "actor-interval"),
     *("double", "epsilon", "epsilon-final", "exploration"),
 )
 """Flags that may differ, too, and change what comes: how much is done at once and how it is learnt, not what."""

@@ -10,7 +10,7 @@ import pytest
 
 from longhaul import learners
 from longhaul import mesh as meshes
-from longhaul.algorithms import sac
+from longhaul.algorithms import sac, td3
 from longhaul.environment import vectorise
 from longhaul.envs import probes
 from longhaul.envs.probes import PROBES, Probe
@@ -81,6 +81,8 @@ def check(probe: Probe, settings: learners.OffPolicy, state: Any, algorithm: Alg
     batch = jax.tree.map(lambda *leaves: jnp.stack(leaves), *observations)
     if isinstance(settings, sac.Config):
         found = sac.critic(probe.environment.spec, settings)(state, batch)
+    elif isinstance(settings, td3.Config):
+        found = td3.critic(probe.environment.spec, settings)(state, batch)
     else:
         found = learners.network(probe.environment.spec, settings).apply(algorithm.policy(state), (), batch)[1]
     np.testing.assert_allclose(found, expected, atol=0.05 * max(1.0, *map(abs, expected)))

@@ -15,12 +15,13 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 
 from longhaul import networks, randomness, replay
 from longhaul.algorithms.actor_critic import Apart
 from longhaul.replay import Cursor, Sizes, Transitions
-from longhaul.types import Algorithm, Discrete, Key, Local, Masked, Metrics, Params, PyTree, Rollout, Spec
+from longhaul.types import Algorithm, Box, Discrete, Key, Local, Masked, Metrics, Params, PyTree, Rollout, Spec
 
 STORES = ("fp32", "bf16")
 """How float32 observations are kept in the replay."""
@@ -29,7 +30,7 @@ STORES = ("fp32", "bf16")
 class State(NamedTuple):
     params: dict[str, Params]
     target: dict[str, Params]  # of some of `params`, which they follow
-    opt_state: optax.OptState
+    opt_state: dict[str, optax.OptState]
     replay: Local | tuple[()]  # of replay.Ring; () for one that only acts
     cursor: Cursor
     updates: jax.Array  # int32
@@ -80,6 +81,8 @@ class Parts(NamedTuple):
     kept: jax.ShapeDtypeStruct  # such a one
     acts: str  # which of `params` acts
     explore: Callable[[jax.Array], jax.Array]  # finished updates -> the share of random actions, once it learns
+    rare: tuple[str, ...] = ()  # which of `params` step more rarely, and with them all targets
+    interval: int = 1  # in which of an update's steps: one of so many
 
 
 def design(config: Any) -> Design:
@@ -151,6 +154,28 @@ def evenly(key: Key, mask: jax.Array | None, actions: int, rows: int) -> jax.Arr
     return jnp.argmax(jnp.where(legal, randomness.uniform(key, (rows, actions)), -1.0), axis=-1).astype(jnp.int32)
 
 
+def inward(box: Box, action: jax.Array) -> jax.Array:
+    """An environment's action within -1 to 1."""
+    centre, half = _middle(box, action)
+    return jnp.clip((action - centre) / half, -1.0, 1.0)
+
+
+def outward(box: Box, action: jax.Array) -> jax.Array:
+    """The inverse of `inward`."""
+    centre, half = _middle(box, action)
+    return centre + half * action
+
+
+def _middle(box: Box, action: jax.Array) -> list[jax.Array]:
+    low, high = np.asarray(box.low, np.float32), np.asarray(box.high, np.float32)
+    return [jnp.broadcast_to(x, action.shape) for x in ((high + low) / 2, (high - low) / 2)]
+
+
+def pair(critic: networks.Tower, params: Sequence[Params], seen: PyTree, action: jax.Array) -> jax.Array:
+    """float32 [critics, ...]: what critics say of a vector within -1 to 1."""
+    return jnp.stack([critic.apply(each, (seen, action))[..., 0] for each in params])
+
+
 def kept_choice(action: Discrete) -> jax.ShapeDtypeStruct:
     """How a choice is kept."""
     return jax.ShapeDtypeStruct((), jnp.uint8 if action.n <= 256 else jnp.int32)
@@ -175,7 +200,8 @@ def algorithm(
         params = parts.init(key)
         target = {name: jax.tree.map(jnp.copy, params[name]) for name in parts.followed}
         rings = Local(store.start()) if store else ()
-        return State(params, target, optimiser.init(params), rings, replay.begun(), jnp.int32(0))
+        moments = {name: optimiser.init(each) for name, each in params.items()}
+        return State(params, target, moments, rings, replay.begun(), jnp.int32(0))
 
     def held(cursor: Cursor) -> jax.Array:
         """Steps in the replay, over all shards."""
@@ -195,6 +221,17 @@ def algorithm(
         grads, (told, error) = jax.grad(total, has_aux=True)(params)
         return grads, told, error
 
+    def _rarely(after: Any, before: Any, i: jax.Array) -> Any:
+        """`after`, without what of it does not step this time."""
+        joins = i % parts.interval == parts.interval - 1
+
+        def chosen(new: PyTree, old: PyTree) -> PyTree:
+            return jax.tree.map(lambda x, y: jnp.where(joins, x, y), new, old)
+
+        some = [{n: chosen(x, old[n]) if n in parts.rare else x for n, x in new.items()}
+                for new, old in zip(after[:2], before[:2])]  # fmt: skip
+        return (*some, chosen(after[2], before[2]))
+
     def learn(state: State, data: Rollout, key: Key) -> tuple[State, Metrics]:
         assert store is not None and sizes is not None and isinstance(state.replay, Local), "it can't learn: no sizes"
         ring = jax.tree.map(lambda x: x[0], state.replay.value)
@@ -210,9 +247,13 @@ def algorithm(
             batch = store.sample(ring, cursor, key_sample, rows, beta)
             grads, now, error = apart(gradient)(params, target, batch, key_loss)
             grads, now = mean((grads, now))
-            change, opt_state = optimiser.update(grads, opt_state, params)
-            params = optax.apply_updates(params, change)
+            before = params, opt_state, target
+            changes = {name: optimiser.update(grads[name], opt_state[name], old) for name, old in params.items()}
+            params = {name: optax.apply_updates(old, changes[name][0]) for name, old in params.items()}
+            opt_state = {name: after for name, (_, after) in changes.items()}
             target = {name: optax.incremental_update(params[name], old, made.tau) for name, old in target.items()}
+            if parts.interval > 1:
+                params, opt_state, target = _rarely((params, opt_state, target), before, i)
             if made.priority_exponent is not None:
                 ring = store.prioritise(ring, batch, (jnp.abs(error) + 1e-6) ** made.priority_exponent)
             return params, target, opt_state, ring, {name: told.get(name, 0.0) + x for name, x in now.items()}

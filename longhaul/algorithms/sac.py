@@ -34,7 +34,7 @@ class Config:
     lr: float = 3e-4
     anneal: bool = False  # the learning rate falls to 0 over the run, linearly
     adam_eps: float = 1e-8
-    max_grad_norm: float | None = None  # None: gradients are not cut
+    max_grad_norm: float | None = None  # of the actor's and the critics' gradients, each; None: they are not cut
     gamma: float = 0.99
     tau: float = 0.005  # how far targets follow, a step of the optimiser
     n_step: int = 1  # rewards that a target sums before it trusts a critic
@@ -89,11 +89,6 @@ def _twins(critic: networks.Tower, params: tuple[Params, Params], seen: PyTree) 
     return jnp.stack([critic.apply(each, seen) for each in params])
 
 
-def _pair(critic: networks.Tower, params: tuple[Params, Params], seen: PyTree, action: jax.Array) -> jax.Array:
-    """float32 [2, ...]: what both critics say of a vector within -1 to 1."""
-    return _twins(critic, params, (seen, action))[..., 0]
-
-
 Loss = Callable[[dict[str, Params], dict[str, Params], Transitions, Key], tuple[jax.Array, Metrics, jax.Array]]
 
 
@@ -136,13 +131,13 @@ def _of_vectors(config: Config, made: _Networks, box: Box) -> Loss:
         seen, following = look(batch.observation)[0], look(batch.successor)[0]
         alpha = _temperature(config, params)
         action, log_prob = drawn(params["actor"], following, key_next)
-        ahead = jnp.min(_pair(made.critic, target["critics"], following, action), axis=0) - alpha * log_prob
+        ahead = jnp.min(off_policy.pair(made.critic, target["critics"], following, action), axis=0) - alpha * log_prob
         reward, discount = replay.discounted(batch, config.gamma)
         goal = config.reward_scale * reward + discount * ahead
-        q = _pair(made.critic, params["critics"], seen, batch.action)
+        q = off_policy.pair(made.critic, params["critics"], seen, batch.action)
         action, log_prob = drawn(params["actor"], seen, key_now)
         frozen = jax.lax.stop_gradient(params["critics"])
-        worth = jnp.min(_pair(made.critic, frozen, seen, action), axis=0)
+        worth = jnp.min(off_policy.pair(made.critic, frozen, seen, action), axis=0)
         rows, told, error = _together(config, params, q, goal, alpha * log_prob - worth, -log_prob - wanted)
         return rows, told | {"entropy": shift - log_prob}, error
 
@@ -217,13 +212,8 @@ def _keeping(spec: Spec) -> tuple[Callable[[jax.Array], jax.Array], jax.ShapeDty
     if isinstance(spec.action, Discrete):
         return lambda action: action, off_policy.kept_choice(spec.action)
     assert isinstance(spec.action, Box)
-    low, high = np.asarray(spec.action.low, np.float32), np.asarray(spec.action.high, np.float32)
-
-    def within(action: jax.Array) -> jax.Array:
-        centre, half = (jnp.broadcast_to(x, action.shape) for x in ((high + low) / 2, (high - low) / 2))
-        return jnp.clip((action - centre) / half, -1.0, 1.0)
-
-    return within, jax.ShapeDtypeStruct(low.shape, jnp.float32)
+    box = spec.action
+    return lambda action: off_policy.inward(box, action), jax.ShapeDtypeStruct((len(box.low),), jnp.float32)
 
 
 def _acting(spec: Spec, made: _Networks) -> Callable[..., tuple[jax.Array, PyTree, PyTree]]:
@@ -240,9 +230,7 @@ def _acting(spec: Spec, made: _Networks) -> Callable[..., tuple[jax.Array, PyTre
         rows = parameters.shape[0]
         even = randomness.uniform(key_which, (rows,)) < acting.random
         if isinstance(spec.action, Box):
-            low, high = (jnp.broadcast_to(np.asarray(x, np.float32), action.shape)
-                         for x in (spec.action.low, spec.action.high))  # fmt: skip
-            drawn = low + (high - low) * randomness.uniform(key_even, action.shape)
+            drawn = off_policy.outward(spec.action, 2.0 * randomness.uniform(key_even, action.shape) - 1.0)
             return jnp.where(even[:, None], drawn, action), memory, ()
         return jnp.where(even, off_policy.evenly(key_even, mask, parameters.shape[-1], rows), action), memory, ()
 
@@ -259,7 +247,7 @@ def critic(spec: Spec, config: Config) -> Callable[[State, PyTree], jax.Array]:
         parameters = made.actor.apply(state.params["actor"], seen)
         if isinstance(spec.action, Box):
             action = jnp.tanh(made.policy.mode(parameters, None))
-            return jnp.min(_pair(made.critic, state.params["critics"], seen, action), axis=0)
+            return jnp.min(off_policy.pair(made.critic, state.params["critics"], seen, action), axis=0)
         p = jax.nn.softmax(parameters if mask is None else jnp.where(mask, parameters, -jnp.inf))
         return jnp.sum(p * jnp.min(_twins(made.critic, state.params["critics"], seen), axis=0), axis=-1)
 
