@@ -184,6 +184,9 @@ CHOICES: dict[str, tuple[str, ...]] = {
 HIDDEN = ("recipe", "driver", "model")
 """Fields that are no flag: the recipe is named before, who learns drives by the policy, and --mesh says both sizes."""
 
+SIDE_BY_SIDE = ("seeds", "sweep", "pbt-interval", "together")
+"""Flags that make many runs of one."""
+
 AUTO = (
     "mesh",
     "together",

@@ -516,6 +516,10 @@ def test_bench_prints_an_object_a_line(longhaul: Any, monkeypatch: pytest.Monkey
         NAMES: ClassVar = {"ppo-cartpole": "speed of PPO"}
 
         @staticmethod
+        def sizes(name: str) -> frozenset[str]:
+            return frozenset()
+
+        @staticmethod
         def run(name: str) -> Any:
             yield {"name": name, "per_second": 1.5}
             yield {"name": name, "per_second": float("nan")}

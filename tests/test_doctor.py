@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 from jax.sharding import PartitionSpec
 
-from longhaul import cli, feed, footprint, health, recipes, telemetry, training, verdicts, watch
+from longhaul import cli, feed, footprint, health, learners, recipes, telemetry, training, verdicts, watch
 from longhaul import mesh as meshes
 from longhaul import run as runs
 from longhaul.algorithms import ppo
@@ -348,7 +348,10 @@ def test_sizes_and_the_learning_rate_are_said() -> None:
     assert said.figures["batch"] == 8 * 2048
 
 
-@pytest.mark.parametrize("name", recipes.RECIPES)
+ON_POLICY = [n for n in recipes.RECIPES if not isinstance(recipes.recipe(n).algorithm, learners.OffPolicy)]
+
+
+@pytest.mark.parametrize("name", ON_POLICY)
 def test_every_recipe_has_a_smaller_self(name: str) -> None:
     for devices in (1, 2):
         run = resolve(smaller(recipes.recipe(name), devices=devices))
@@ -364,6 +367,13 @@ def test_collectives_are_counted_in_another_process_where_one_device_is_all() ->
 
 
 # ------------------------------------------------------------------------------------------------------- the command
+
+
+def test_who_learns_from_a_replay_is_refused_in_one_line(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["doctor", "pendulum-sac"]) == 2
+    assert (
+        "doctor pendulum-sac: SAC learns from a replay, and this is for algorithms without" in capsys.readouterr().err
+    )
 
 
 @pytest.fixture

@@ -421,7 +421,7 @@ def test_what_can_not_be_is_said_before_work_is_done(folder: Path, words: str, m
 
 def test_what_is_for_driving_is_refused_elsewhere(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run = small(environment=Named("cartpole"))
-    monkeypatch.setattr(assessment, "policy_of", lambda folder, who: (run, None))
+    monkeypatch.setattr(assessment, "policy_of", lambda *_: (run, None))
     for flag in ("--realism", "--traffic log", "--worst 2", "--data x"):
         name = flag.split()[0]
         with pytest.raises(ValueError, match=f"{name} is for driving, and run d is cartpole; leave {name} out"):

@@ -17,7 +17,7 @@ from longhaul.scaling.grid import METRICS, Grid
 NAMES = {"driving": "driving-scaling"}
 """What `longhaul scaling` knows, and the grid's recipe of each."""
 
-VARIED = ("model-size", "scenarios", "data", "seeds", "sweep", "pbt-interval", "together")
+VARIED = ("model-size", "scenarios", "data", *settings.SIDE_BY_SIDE)
 """Flags of a run that a grid sets itself."""
 
 ABOUT = "Trains models of several sizes on several numbers of scenarios, and fits and draws the law of their failures."

@@ -15,7 +15,7 @@ from typing import Any
 import jax
 
 from longhaul import feed as feeds
-from longhaul import flags, health, printing, recipes, settings, telemetry, watch
+from longhaul import flags, health, learners, printing, recipes, settings, telemetry, watch
 from longhaul import mesh as meshes
 from longhaul.flags import ALONE, DEBUG, INT, PATH, Flag, FlagError
 from longhaul.folders import find_folder, load_run
@@ -177,7 +177,14 @@ def _verdict(check: str, findings: Sequence[Finding], reading: Reading | None) -
 def _recipe(words: Sequence[str]) -> int:
     """`longhaul doctor RECIPE`: the scaling checklist."""
     recipe = recipes.recipe(words[0])
-    groups = settings.table(recipe)
+    try:
+        learners.on_policy(recipe.algorithm)
+    except ValueError as error:
+        raise FlagError(f"doctor {recipe.recipe}: {error}") from error
+    groups = {
+        title: [flag for flag in group if flag.name not in settings.SIDE_BY_SIDE]
+        for title, group in settings.table(recipe).items()
+    }
     groups[""] = [QUICK, SEEDS, UPDATES, JSON, *groups[""]]
     parsed = flags.parse(f"doctor {recipe.recipe}", "Is this recipe fit for many devices?", groups, words[1:])
     values = parsed.values
