@@ -30,7 +30,7 @@ def outcome(metrics: dict[str, list[float]]) -> dict[str, list[float]]:
 
 
 @pytest.mark.parametrize(
-    "driver", ["log", "idm", *(pytest.param(driver, marks=pytest.mark.slow) for driver in ("policy", "constant"))]
+    "driver", ["log", *(pytest.param(driver, marks=pytest.mark.slow) for driver in ("idm", "policy", "constant"))]
 )
 def test_who_keeps_to_a_clean_log_scores_all(driver: str) -> None:
     driven = trip(scenario([EGO, line((10, 4), (6, 0), T)]), driver=driver)

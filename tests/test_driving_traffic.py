@@ -64,6 +64,7 @@ def test_reactive_vehicles_follow_an_undisturbed_log_closely() -> None:
     np.testing.assert_allclose(s, expected, atol=0.6)  # the log's speed is its desired one
 
 
+@pytest.mark.slow
 def test_a_reactive_vehicle_stops_behind_a_standing_ego_where_replay_would_collide() -> None:
     ego = line((0, 0), (0, 0), T)
     behind = line((-30, 0), (8, 0), T)

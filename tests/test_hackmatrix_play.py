@@ -258,6 +258,7 @@ def test_fix_shaping_pays_the_last_step() -> None:
     assert parts["distance_shaping"] == 0.05
 
 
+@pytest.mark.slow
 def test_all_fixes_together_keep_the_books() -> None:
     (_, seen, _, gained, parts, after, _), _ = _played(tuple(FIXES))
     np.testing.assert_allclose(parts.sum(-1), gained, atol=2e-3, rtol=1e-5)

@@ -107,11 +107,11 @@ ON_MANY = {"impala": ("agents",), "impala-gru": (), "appo": ()}
 DAILY: dict[str, tuple[str, ...]] = {
     "ppo": ("action", "two_step", "successor", "time_limit", "masked", "agents", "multi_discrete", "continuous"),
     "ppo-gru": ("memory",),
-    "ppo-bf16": ("masked",),
+    "ppo-bf16": (),
     "ppo-normalised": (),
     "impala": ("successor",),
     "impala-gru": (),
-    "appo": ("masked",),
+    "appo": (),
 }
 """What of a variant is not slow: on one device, these probes."""
 
@@ -156,6 +156,7 @@ def test_learner_finds_the_known_values(name, topology, probe):
     check(made, algorithm, policy, learner.value(made))
 
 
+@pytest.mark.slow
 def test_without_memory_the_memory_probe_stays_unsolved():
     """The check above can fail: a blind guess earns half."""
     made = PROBES["memory"]()

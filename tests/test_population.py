@@ -104,6 +104,7 @@ def test_how_runs_are_laid_out_changes_nothing_but_last_bits(four: tuple[Run, Pa
 # --------------------------------------------------------------------------------------------------- cut and gone on
 
 
+@pytest.mark.slow
 def test_a_stopped_population_goes_on_to_the_same_end(
     four: tuple[Run, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -204,6 +204,7 @@ def test_with_only_other_lengths_the_worlds_go_on(
     assert "nothing is dropped; parameters" in capfd.readouterr().err
 
 
+@pytest.mark.slow
 def test_on_another_mesh_the_same_worlds_go_on(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     folder = tmp_path / "run"
     stop_after(1, small(devices=2, total_steps=8 * 16 * 12), folder)

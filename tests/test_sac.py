@@ -129,6 +129,7 @@ def test_a_swapped_successor_is_seen() -> None:
         check(probe, settings, state, algorithm)
 
 
+@pytest.mark.slow
 def test_a_vector_is_aimed() -> None:
     """The continuous probe, by priority and over several rewards: a temperature of 0 lets the deviation shrink."""
     probe = probes.continuous()

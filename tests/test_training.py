@@ -239,6 +239,7 @@ def test_a_long_run_keeps_no_more_in_memory_and_on_disk_than_a_short_one(
 # ----------------------------------------------------------------------------------------------- when it is saved
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("_quick")
 def test_it_saves_by_minutes_by_updates_and_at_the_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     saved: list[int] = []
