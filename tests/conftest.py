@@ -34,6 +34,7 @@ from jaxtyping import install_import_hook  # noqa: E402
 
 jax.config.update("jax_num_cpu_devices", DEVICES)
 jax.config.update("jax_numpy_rank_promotion", "raise")
+assert len(jax.devices()) == DEVICES  # from here on: a run that a test makes must not be the one that decides
 
 # Shapes in annotations are checked where a file states any. Not in all files: beartype would look at every other
 # annotation there too, and stumbles over Protocols, which must not be made checkable at run time for a test's sake.
