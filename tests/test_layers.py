@@ -44,7 +44,7 @@ TABLE = """
 1  driving/scenario driving/codes driving/tiles driving/polylines driving/edges driving/lanes driving/routes
    driving/guides driving/roads driving/extents driving/compile driving/bank
 2  environment rollout
-2  reasoning/model reasoning/hub
+2  reasoning/model reasoning/hub reasoning/sampling
 2  central/credentials central/wire central/lane central/grpc_lane central/shared_lane central/batcher central/places
    central/crew central/trajectories central/inference central/server central/settings
 2  datasets/packing datasets/shards
