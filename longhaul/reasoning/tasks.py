@@ -15,6 +15,7 @@ from __future__ import annotations
 import ast
 import operator
 import re
+from collections import Counter
 from collections.abc import Callable, Collection, Sequence
 from typing import Any, NamedTuple
 
@@ -46,16 +47,17 @@ class Task(NamedTuple):
 class Written(NamedTuple):
     """A completion, read."""
 
-    steps: tuple[str, ...]  # the last may be unfinished
+    steps: tuple[str, ...]  # those that `;` ended
+    unfinished: bool  # whether another was begun
     answer: str | None  # None where it has no end
 
 
 def read(completion: str) -> Written:
-    """Example: "3+4=2;>0$" -> (("3+4=2",), "0"); "3+4=2;2-" -> (("3+4=2", "2-"), None)."""
+    """Example: "3+4=2;>0$" -> (("3+4=2",), False, "0"); "3+4=2;2-" -> (("3+4=2",), True, None)."""
     head, mark, tail = completion.partition(">")
-    steps = head.split(";")
+    *steps, rest = head.split(";")
     answer = tail.removesuffix("$") if mark and tail.endswith("$") else None
-    return Written(tuple(steps[:-1] if steps[-1] == "" else steps), answer)
+    return Written(tuple(steps), rest not in ("", "$"), answer)
 
 
 def write(steps: Sequence[str], answer: str) -> str:
@@ -63,14 +65,12 @@ def write(steps: Sequence[str], answer: str) -> str:
     return "".join(f"{step};" for step in steps) + f">{answer}$"
 
 
-def common(true: Sequence[str], written: Sequence[str]) -> float:
+def common(true: Sequence[str], written: Written) -> float:
     """The share of steps that are those of the problem: their longest common beginning over the longer's length."""
-    if not true and not written:
-        return 1.0
-    same = next(
-        (i for i, (a, b) in enumerate(zip(true, written, strict=False)) if a != b), min(len(true), len(written))
-    )
-    return same / max(len(true), len(written))
+    longer = max(len(true), len(written.steps) + written.unfinished)
+    pairs = enumerate(zip(true, written.steps, strict=False))
+    same = next((i for i, (a, b) in pairs if a != b), min(len(true), len(written.steps)))
+    return same / longer if longer else 1.0
 
 
 def _exact_reward(problem: Problem, completion: str) -> float:
@@ -78,7 +78,7 @@ def _exact_reward(problem: Problem, completion: str) -> float:
 
 
 def _common_steps(problem: Problem, completion: str) -> float:
-    return common(problem.steps, read(completion).steps)
+    return common(problem.steps, read(completion))
 
 
 def problems(
@@ -225,22 +225,17 @@ def countdown(count: int = 3, greatest: int = 9, *, limit: int = 99, aimless: fl
 
     def soundness(problem: Problem, completion: str) -> float:
         """The share of steps before the first that is wrong, or takes a number that is not there."""
-        left, sound, steps = given(problem)[0], 0, read(completion).steps
+        left, sound, (steps, unfinished, _) = given(problem)[0], 0, read(completion)
         for step in steps:
-            read_step = re.fullmatch(r"(\d{1,4})([-+*])(\d{1,4})=(\d{1,8})", step, re.ASCII)
-            if read_step is None:
+            parts = re.fullmatch(r"(\d{1,4})([-+*])(\d{1,4})=(\d{1,8})", step, re.ASCII)
+            if parts is None or SIGNS[parts[2]](int(parts[1]), int(parts[3])) != int(parts[4]):
                 break
-            a, sign, b, result = read_step.groups()
-            taken = [int(a), int(b)]
-            for number in taken:
-                if number not in left:
-                    return sound / len(steps)
-                left.remove(number)
-            if SIGNS[sign](*taken) != int(result):
+            missing = Counter([int(parts[1]), int(parts[3])]) - Counter(left)
+            if missing:
                 break
-            left.append(int(result))
+            left = [*(Counter(left) - Counter([int(parts[1]), int(parts[3])])).elements(), int(parts[4])]
             sound += 1
-        return sound / max(len(steps), count - 1)
+        return sound / max(len(steps) + unfinished, count - 1)
 
     return Task("countdown", problem, demonstration, reward, soundness, exact=False)
 

@@ -1,0 +1,316 @@
+"""Completions: a bank of problems on the device, sampling in groups, checking, and the collector of all three.
+
+A problem's answer stands in the bank as tokens, so that rewards are computed where completions are sampled and an
+update is one compiled program. That is for tasks with one right answer (`Task.exact`); others are checked on the host.
+
+A budget is in steps, not tokens: who has written as many gets the answer's mark put after them (s1, Muennighoff et al.
+2025, arXiv 2501.19393). Such a token was not chosen, and `taken` is False for it: no loss may count it. What a policy
+learns with and what it samples with are the same `model.forward`, in float32 logits and at the same temperature.
+
+Where we differ from engines for large models: all completions of a wave take the slots of the longest that is allowed,
+so that shapes are static and what fits at first fits always. No top-p and no top-k: they would bias the ratio.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from longhaul.reasoning import model, tokens
+from longhaul.reasoning.tasks import Problem, Task, write
+from longhaul.types import INFERENCE, Collector, Key, Metrics, Params
+
+UNBOUNDED = 2**30
+"""A budget that no completion reaches."""
+
+
+class Bank(NamedTuple):
+    """M problems as tokens: prompts padded on the left, the rest on the right."""
+
+    prompt: jax.Array  # int32 [M, P]
+    solution: jax.Array  # int32 [M, N], with all steps
+    demonstration: jax.Array  # int32 [M, N]
+
+
+class Completions(NamedTuple):
+    """B completions of at most N tokens, those of one problem side by side: what is learnt from.
+
+    Example: the prompt "3+4=" and the completion ">2$" under a budget of 0 steps: `written` is True for three tokens,
+    `taken` for "2" and "$", as `>` was put there.
+    """
+
+    prompt: jax.Array  # int32 [B, P]
+    token: jax.Array  # int32 [B, N], PAD behind the end
+    written: jax.Array  # bool [B, N]: up to and with the end
+    taken: jax.Array  # bool [B, N]: chosen by the policy; what a loss may count
+    log_prob: jax.Array  # float32 [B, N], by which it was chosen; 0 where it was not
+    reward: jax.Array  # float32 [B]
+    taught: jax.Array  # bool scalar: these are demonstrations, to be imitated
+    version: jax.Array  # int32 scalar
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """How completions are drawn."""
+
+    length: int = 34  # most tokens of a completion
+    group: int = 16  # completions of a problem
+    temperature: float = 1.0  # 0: always the likeliest token
+    wave: int = 64  # rows that are decoded together; on a CPU fewer stay in its cache
+
+
+# ------------------------------------------------------------------------------------------------------------- banks
+
+
+def bank(task: Task, problems: Sequence[Problem], rng: np.random.Generator, length: int) -> Bank:
+    """The problems of a task on the device, with a demonstration of each, for completions of at most `length` tokens.
+
+    Raises ValueError where the task can't be checked there, or a text is longer.
+    """
+    if not task.exact:
+        raise ValueError(f"{task.name} has many right answers, which the device can't check; choose another task")
+    prompts = [tokens.encode(problem.prompt) for problem in problems]
+    solutions = [tokens.encode(write(problem.steps, problem.answer)) for problem in problems]
+    demonstrations = [tokens.encode(task.demonstration(problem, rng)) for problem in problems]
+    longest = max(map(len, [*solutions, *demonstrations]))
+    if longest > length:
+        raise ValueError(f"length is {length}, and a solution has {longest} tokens; give at least as many")
+    room = max(map(len, prompts))
+    left = np.array([[tokens.PAD] * (room - len(each)) + each for each in prompts], np.int32)
+    solution, demonstration = (
+        np.array([each + [tokens.PAD] * (length - len(each)) for each in some], np.int32)
+        for some in (solutions, demonstrations)
+    )
+    return Bank(jnp.asarray(left), jnp.asarray(solution), jnp.asarray(demonstration))
+
+
+# ---------------------------------------------------------------------------------------------------------- checking
+
+
+def _before(found: jax.Array) -> jax.Array:
+    """bool [B, N] -> how often it was True before each place, int32."""
+    return jnp.cumsum(found, axis=1, dtype=jnp.int32) - found
+
+
+def _answers(text: jax.Array) -> jax.Array:
+    """What stands after the first answer's mark up to the first end, moved to the front; [B, N], PAD behind."""
+    rows, length = text.shape
+    marked = _before(text == tokens.ANSWER) > 0
+    inside = marked & (_before(text == tokens.END) == 0)
+    place = jnp.where(inside, _before(inside), length)
+    nothing = jnp.full((rows, length), tokens.PAD, text.dtype)
+    return nothing.at[jnp.arange(rows)[:, None], place].set(text, mode="drop")
+
+
+def rewards(solution: jax.Array, text: jax.Array) -> jax.Array:
+    """1 where the answers of completions are those of the solutions, both [B, N], else 0: `Task.reward`."""
+    ended = jnp.any(text == tokens.END, axis=1)
+    return (ended & jnp.all(_answers(solution) == _answers(text), axis=1)).astype(jnp.float32)
+
+
+def _heads(text: jax.Array) -> jax.Array:
+    """bool [B, N]: before the answer's mark and the end."""
+    stop = (text == tokens.ANSWER) | (text == tokens.END) | (text == tokens.PAD)
+    return (_before(stop) == 0) & ~stop
+
+
+def steps(text: jax.Array) -> jax.Array:
+    """Written steps of completions [B, N], float32 [B]; one that is begun and not ended by `;` counts, too."""
+    head = _heads(text)
+    ends = head & (text == tokens.STEP)
+    last = jnp.take_along_axis(text, jnp.maximum(jnp.sum(head, axis=1) - 1, 0)[:, None], axis=1)[:, 0]
+    begun = jnp.any(head, axis=1) & (last != tokens.STEP)
+    return (jnp.sum(ends, axis=1) + begun).astype(jnp.float32)
+
+
+def soundness(solution: jax.Array, text: jax.Array) -> jax.Array:
+    """The share of the completions' steps that are the solutions', float32 [B]: `Task.soundness`."""
+    same = _before(solution != text) == 0
+    same &= (solution == text) & _heads(solution) & _heads(text)
+    common = jnp.sum(same & (text == tokens.STEP), axis=1).astype(jnp.float32)
+    longer = jnp.maximum(steps(solution), steps(text))
+    return jnp.where(longer == 0, 1.0, common / jnp.maximum(longer, 1.0))
+
+
+# ---------------------------------------------------------------------------------------------------------- sampling
+
+
+class Drawn(NamedTuple):
+    """The fields of `Completions` that sampling gives."""
+
+    token: jax.Array
+    written: jax.Array
+    taken: jax.Array
+    log_prob: jax.Array
+
+
+class _Decoding(NamedTuple):
+    """Between two tokens."""
+
+    t: jax.Array
+    cache: model.Cache
+    logits: jax.Array  # [B, V], of the next token
+    drawn: Drawn
+    steps: jax.Array  # int32 [B], written so far
+    answering: jax.Array  # bool [B]: the mark is written
+    ended: jax.Array  # bool [B]
+
+
+def scored(logits: jax.Array, temperature: float) -> jax.Array:
+    """Log-probabilities of the next token, [..., V]. Padding is never chosen: it would be read as none."""
+    never = jnp.arange(logits.shape[-1]) == tokens.PAD
+    return jax.nn.log_softmax(
+        jnp.where(never.reshape((1,) * (logits.ndim - 1) + (-1,)), model.NEVER, logits / temperature)
+    )
+
+
+def sampler(config: model.Config, length: int, temperature: float) -> Callable[..., Drawn]:
+    """(params, prompt [B, P], key, budget) -> completions of at most `length` tokens, as one loop of decode steps.
+
+    `budget` int32: the most steps of each. It ends with the longest completion. `adapters` may be given, too.
+    """
+    if temperature < 0.0:
+        raise ValueError(f"temperature is {temperature}; it must be at least 0")
+
+    def choose(logits: jax.Array, key: Key) -> tuple[jax.Array, jax.Array]:
+        """(token, its log-probability) [B]."""
+        if temperature == 0.0:
+            return jnp.argmax(scored(logits, 1.0), axis=-1).astype(jnp.int32), jnp.zeros(logits.shape[0])
+        scores = scored(logits, temperature)
+        token = jax.random.categorical(key, scores).astype(jnp.int32)
+        return token, jnp.take_along_axis(scores, token[:, None], axis=1)[:, 0]
+
+    def sample(
+        params: Params, prompt: jax.Array, key: Key, budget: jax.Array, adapters: model.Lora | None = None
+    ) -> Drawn:
+        rows, room = prompt.shape
+        cache = model.empty(config, rows, room + length)
+        hidden, filled = model.trunk(config, params, prompt, prompt != tokens.PAD, cache, adapters)
+        assert filled is not None
+        logits = model.unembed(config, params, hidden[:, -1])
+        nothing = jnp.zeros((rows, length), bool)
+        none = jnp.zeros(rows, bool)
+        blank = Drawn(jnp.full((rows, length), tokens.PAD, jnp.int32), nothing, nothing, jnp.zeros((rows, length)))
+        begun = _Decoding(jnp.int32(0), filled, logits, blank, jnp.zeros(rows, jnp.int32), none, none)
+
+        def one(now: _Decoding) -> _Decoding:
+            token, log_prob = choose(now.logits, jax.random.fold_in(key, now.t))
+            forced = (now.steps >= budget) & ~now.answering
+            token = jnp.where(now.ended, tokens.PAD, jnp.where(forced, tokens.ANSWER, token))
+            taken = ~now.ended & ~forced
+            row = Drawn(token, ~now.ended, taken, jnp.where(taken, log_prob, 0.0))
+            drawn = jax.tree.map(lambda all_, new: all_.at[:, now.t].set(new), now.drawn, row)
+            answering = now.answering | (token == tokens.ANSWER)
+            count = now.steps + ((token == tokens.STEP) & ~now.answering)
+            logits, cache = model.forward(
+                config, params, token[:, None], (~now.ended)[:, None], now.cache, adapters
+            )  # fmt: skip
+            ended = now.ended | (token == tokens.END)
+            assert cache is not None
+            return _Decoding(now.t + 1, cache, logits[:, 0], drawn, count, answering, ended)
+
+        def goes_on(now: _Decoding) -> jax.Array:
+            return (now.t < length) & ~jnp.all(now.ended)
+
+        with jax.named_scope(INFERENCE):
+            return jax.lax.while_loop(goes_on, one, begun).drawn
+
+    return sample
+
+
+def in_waves(sample: Callable[..., Drawn], wave: int) -> Callable[..., Drawn]:
+    """The same sampler, which decodes at most about `wave` rows at a time."""
+
+    def some(params: Params, prompt: jax.Array, key: Key, budget: jax.Array, *rest: Any) -> Drawn:
+        rows = prompt.shape[0]
+        count = next(n for n in range(-(-rows // wave), rows + 1) if rows % n == 0)
+        if count == 1:
+            return sample(params, prompt, key, budget, *rest)
+        parts = prompt.reshape(count, rows // count, -1)
+        drawn = jax.lax.map(
+            lambda each: sample(params, each[0], each[1], budget, *rest), (parts, jax.random.split(key, count))
+        )
+        return jax.tree.map(lambda x: x.reshape(rows, *x.shape[2:]), drawn)
+
+    return some
+
+
+def log_probs(
+    config: model.Config,
+    params: Params,
+    prompt: jax.Array,
+    text: jax.Array,
+    temperature: float,
+    adapters: model.Lora | None = None,
+) -> tuple[jax.Array, jax.Array]:
+    """(log-probability of each token, entropy of what it was chosen from), float32 [B, N], of completions [B, N].
+
+    All tokens up to the padding count as read. Differentiable.
+    """
+    whole = jnp.concatenate([prompt, text], axis=1)
+    hidden, _ = model.trunk(config, params, whole, whole != tokens.PAD, None, adapters)
+    room = prompt.shape[1]
+    logits = model.unembed(config, params, hidden[:, room - 1 : -1])
+    scores = scored(logits, temperature)
+    chosen = jnp.take_along_axis(scores, text[:, :, None], axis=2)[:, :, 0]
+    return chosen, -jnp.sum(jnp.exp(scores) * scores, axis=-1)
+
+
+# --------------------------------------------------------------------------------------------------------- collector
+
+
+def collector(config: model.Config, problems: Bank, sampling: Sampling, *, prompts: int, taught: int = 0) -> Collector:
+    """Groups of completions of `prompts` problems, drawn anew each time; demonstrations in the first `taught` updates.
+
+    `params` are those of `model.init`. Its metrics are sums over the completions: of reward ("episode/return"), tokens
+    ("episode/length"), soundness, steps, and how many were cut at the length; and of groups, how many hold something to
+    learn, as not all their rewards are equal.
+    """
+    if not sampling.temperature > 0.0:
+        raise ValueError(f"temperature is {sampling.temperature}; to learn it must be above 0")
+    rows = prompts * sampling.group
+    sample = in_waves(sampler(config, sampling.length, sampling.temperature), sampling.wave)
+    count = problems.prompt.shape[0]
+
+    def start(key: Key) -> tuple[()]:
+        return ()
+
+    def demonstrated(params: Params, key: Key) -> tuple[jax.Array, Drawn]:
+        which = jax.random.randint(key, (rows,), 0, count)
+        text = problems.demonstration[which]
+        written = text != tokens.PAD
+        return which, Drawn(text, written, written, jnp.zeros(text.shape))
+
+    def sampled(params: Params, key: Key) -> tuple[jax.Array, Drawn]:
+        key_which, key_sample = jax.random.split(key)
+        which = jnp.repeat(jax.random.randint(key_which, (prompts,), 0, count), sampling.group)
+        return which, sample(params, problems.prompt[which], key_sample, jnp.int32(UNBOUNDED))
+
+    def collect(params: Any, carry: tuple[()], key: Key, version: jax.Array) -> tuple[tuple[()], Completions, Metrics]:
+        teach = version < taught
+        which, drawn = jax.lax.cond(teach, demonstrated, sampled, params.params, key)
+        solution = problems.solution[which]
+        reward, text = rewards(solution, drawn.token), drawn.token
+        groups = reward.reshape(prompts, sampling.group)
+        ended = jnp.any(text == tokens.END, axis=1)
+        told = {
+            "episodes": jnp.float32(rows),
+            "episode/return": jnp.sum(reward),
+            "episode/length": jnp.sum(drawn.written),
+            "episode/soundness": jnp.sum(soundness(solution, text)),
+            "episode/steps": jnp.sum(steps(text)),
+            "episode/cut": jnp.sum(~ended),
+            "episode/informative": sampling.group * jnp.sum(jnp.max(groups, axis=1) > jnp.min(groups, axis=1)),
+        }
+        prompt = problems.prompt[which]
+        data = Completions(
+            prompt, text, drawn.written, drawn.taken, drawn.log_prob, reward, teach, version
+        )  # fmt: skip
+        return (), data, {name: value.astype(jnp.float32) for name, value in told.items()}
+
+    return Collector(start, collect, rows * sampling.length, prompts * sampling.length)

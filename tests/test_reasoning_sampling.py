@@ -1,0 +1,164 @@
+"""Completions: checkers on the device against those on the host, and one small sampler against the full forward."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from longhaul.algorithms.actor_critic import Policy
+from longhaul.reasoning import model, sampling, tasks, tokens
+
+CONFIG = model.Config(width=32, layers=1, heads=2, kv_heads=1, head_dim=16, hidden=48)
+LENGTH = 21
+ARITHMETIC = tasks.arithmetic(1, 3, direct=0.0, noise=0.2)
+
+
+@functools.cache
+def drawn_problems() -> tuple[list[tasks.Problem], sampling.Bank]:
+    rng = np.random.default_rng(0)
+    problems = tasks.problems(ARITHMETIC, rng, 64)
+    return problems, sampling.bank(ARITHMETIC, problems, rng, LENGTH)
+
+
+@functools.cache
+def params() -> Any:
+    """Random, and large enough that tokens are not all alike."""
+    return jax.tree.map(lambda x: x if x.ndim == 1 else 8.0 * x, model.init(jax.random.key(0), CONFIG))
+
+
+SAMPLE = jax.jit(sampling.sampler(CONFIG, LENGTH, 0.7))
+
+
+@functools.cache
+def drawn(budget: int) -> sampling.Drawn:
+    return SAMPLE(params(), drawn_problems()[1].prompt, jax.random.key(1), jnp.int32(budget))
+
+
+def padded(texts: list[str]) -> np.ndarray:
+    return np.array([(tokens.encode(text) + [tokens.PAD] * 40)[:40] for text in texts], np.int32)
+
+
+# ----------------------------------------------------------------------------------------------------------- checkers
+
+
+def garbled(rng: np.random.Generator, text: str) -> str:
+    """A completion that is right, cut, or has some characters changed, put in or left out."""
+    characters = list(text)
+    for _ in range(int(rng.integers(0, 4))):
+        place = int(rng.integers(len(characters)))
+        characters[place : place + int(rng.integers(0, 2))] = str(rng.choice(list(";>$0123+=")))
+    text = "".join(characters)[: int(rng.integers(1, 40)) if rng.random() < 0.3 else 38]
+    head, end, _ = text.partition("$")
+    return head + end
+
+
+def test_checkers_on_the_device_say_what_those_on_the_host_do() -> None:
+    rng, rows, seen = np.random.default_rng(3), [], set()
+    for task in (ARITHMETIC, tasks.addition(1, 3, direct=0.0)):
+        for problem in tasks.problems(task, rng, 400):
+            text = garbled(rng, tasks.write(problem.steps, problem.answer))
+            rows.append((problem, text, task.reward(problem, text), task.soundness(problem, text)))
+    solution = padded([tasks.write(problem.steps, problem.answer) for problem, *_ in rows])
+    text = padded([row[1] for row in rows])
+    reward, sound, steps = (np.asarray(x) for x in jax.jit(lambda a, b: (
+        sampling.rewards(a, b), sampling.soundness(a, b), sampling.steps(b)))(solution, text))  # fmt: skip
+    for i, (problem, written, wanted_reward, wanted_sound) in enumerate(rows):
+        read = tasks.read(written)
+        assert reward[i] == wanted_reward, (problem, written)
+        assert sound[i] == pytest.approx(wanted_sound), (problem, written)
+        assert steps[i] == len(read.steps) + read.unfinished, (problem, written)
+        seen.add((wanted_reward, min(wanted_sound, 0.99) // 0.34))
+    assert len(seen) == 6, "every kind of completion was asked"
+
+
+# ----------------------------------------------------------------------------------------------------------- sampling
+
+
+def test_what_is_recorded_is_what_the_learner_computes() -> None:
+    bank, found = drawn_problems()[1], drawn(sampling.UNBOUNDED)
+    log_prob, entropy = jax.jit(functools.partial(sampling.log_probs, CONFIG, temperature=0.7))(
+        params(), bank.prompt, found.token
+    )
+    taken = np.asarray(found.taken)
+    np.testing.assert_allclose(np.asarray(log_prob)[taken], np.asarray(found.log_prob)[taken], atol=2e-5)
+    assert np.all(np.asarray(found.token)[taken] != tokens.PAD)
+    assert np.all(found.taken == found.written)
+    # Surprise is entropy on average: these are samples of what the learner takes them for.
+    surprise = np.mean(-np.asarray(log_prob)[taken]) - np.mean(np.asarray(entropy)[taken])
+    assert abs(surprise) < 4 * np.std(np.asarray(log_prob)[taken]) / np.sqrt(taken.sum())
+    assert 0.5 < np.mean(np.asarray(entropy)[taken]) < 3.0
+
+
+def test_a_completion_ends_with_its_end() -> None:
+    found = drawn(sampling.UNBOUNDED)
+    ended = 0
+    for token, written in zip(np.asarray(found.token), np.asarray(found.written), strict=True):
+        length = int(written.sum())
+        assert written[:length].all()
+        assert not (token[: length - 1] == tokens.END).any()
+        assert (token[length:] == tokens.PAD).all()
+        assert length == LENGTH or token[length - 1] == tokens.END
+        ended += length < LENGTH
+    assert 5 < ended < 64
+
+
+@pytest.mark.parametrize("budget", [0, 1])
+def test_a_budget_of_steps_is_kept_and_what_it_forces_is_not_chosen(budget: int) -> None:
+    found, free = drawn(budget), drawn(sampling.UNBOUNDED)
+    token, forced = np.asarray(found.token), np.asarray(found.written & ~found.taken)
+    before_answer = np.cumsum(token == tokens.ANSWER, axis=1) == 0
+    assert ((token == tokens.STEP) & before_answer).sum(axis=1).max() == budget
+    assert (token[forced] == tokens.ANSWER).all()
+    assert (np.asarray(found.log_prob)[forced] == 0.0).all()
+    assert forced.sum(axis=1).max() == 1
+    if budget == 0:
+        assert forced[:, 0].all()
+    same = ~np.cumsum(forced, axis=1).astype(bool)  # until it is forced, a budget changes nothing
+    np.testing.assert_array_equal(token[same], np.asarray(free.token)[same])
+
+
+def test_waves_change_no_number_at_temperature_0() -> None:
+    sample, prompt = sampling.sampler(CONFIG, LENGTH, 0.0), drawn_problems()[1].prompt[:12]
+    arguments = params(), prompt, jax.random.key(2), jnp.int32(sampling.UNBOUNDED)
+    whole, waves = (jax.jit(sampling.in_waves(sample, wave))(*arguments) for wave in (12, 5))  # 5: three of 4
+    np.testing.assert_array_equal(whole.token, waves.token)
+    logits, _ = model.forward(CONFIG, params(), prompt, prompt != tokens.PAD)
+    np.testing.assert_array_equal(whole.token[:, 0], 1 + np.argmax(logits[:, -1, 1:], axis=-1))
+
+
+def test_the_collector_teaches_and_then_samples_in_groups() -> None:
+    _, bank = drawn_problems()
+    settings = sampling.Sampling(LENGTH, group=4, wave=16)
+    made = sampling.collector(CONFIG, bank, settings, prompts=8, taught=2)
+    collect = jax.jit(made.collect)
+    assert (made.steps, made.env_steps) == (32 * LENGTH, 8 * LENGTH)
+    solution = {bytes(np.asarray(p)): np.asarray(s) for p, s in zip(bank.prompt, bank.solution, strict=True)}
+    for version in (1, 2):
+        _, data, told = collect(Policy(params(), ()), (), jax.random.key(version), jnp.int32(version))
+        wanted = np.stack([solution[bytes(np.asarray(prompt))] for prompt in data.prompt])
+        np.testing.assert_array_equal(data.reward, sampling.rewards(wanted, data.token))
+        groups = np.asarray(data.prompt).reshape(8, 4, -1)
+        assert bool(data.taught) == (version < 2)
+        assert (groups == groups[:, :1]).all() == (version == 2)
+        assert float(told["episode/return"]) == data.reward.sum()
+        mixed = np.ptp(np.asarray(data.reward).reshape(8, 4), axis=1) > 0
+        assert float(told["episode/informative"]) == 4 * mixed.sum()
+        if version == 1:
+            known = {bytes(np.asarray(row)) for row in bank.demonstration}
+            assert all(bytes(np.asarray(row)) in known for row in data.token)
+            assert float(told["episode/soundness"]) > 16
+
+
+def test_what_does_not_fit_a_bank_is_named() -> None:
+    rng = np.random.default_rng(0)
+    with pytest.raises(ValueError, match="length is 12, and a solution has 21 tokens"):
+        sampling.bank(ARITHMETIC, drawn_problems()[0], rng, 12)
+    with pytest.raises(ValueError, match="countdown has many right answers"):
+        sampling.bank(tasks.countdown(), [], rng, 12)
+    with pytest.raises(ValueError, match="temperature is 0"):
+        sampling.collector(CONFIG, drawn_problems()[1], sampling.Sampling(temperature=0.0), prompts=1)
