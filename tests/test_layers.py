@@ -64,7 +64,7 @@ TABLE = """
    envs/hackmatrix/hints envs/hackmatrix/screen
    envs/probes envs/classic envs/registry
    envs/host_spaces envs/host_gymnasium envs/host_numpy envs/batched envs/host_torch envs/host_jax
-3  algorithms/actor_critic algorithms/values algorithms/flat algorithms/ppo algorithms/impala learners
+3  algorithms/actor_critic algorithms/values algorithms/flat algorithms/ppo algorithms/impala algorithms/grpo learners
 3  checkpoint
 4  datasets/convert datasets/stream
 4  topologies/fused topologies/actors topologies/central worlds curves legacy matches spectating
