@@ -1,0 +1,289 @@
+"""GRPO and its kin (Shao et al. 2024, arXiv 2402.03300): a policy gradient on groups of completions, without a critic.
+
+A completion's advantage is its reward less the mean of its group. What sets the variants apart is data, in `LOSSES`:
+whether a ratio is of tokens or of sequences, how it is clipped, what losses are averaged over, and whether advantages
+are scaled. GRPO; Dr.GRPO (Liu et al. 2025, 2503.20783); DAPO (Yu et al. 2025, 2503.14476); GSPO (Zheng et al. 2025,
+2507.18071); CISPO (MiniMax 2025, 2506.13585).
+
+Groups whose rewards are all exactly equal teach nothing, and count nowhere. What a loss is divided by is of all the
+completions of an optimiser's step, on all shards, and known before any gradient: so it is the same in one piece and in
+micro-batches. The ratio is over what the sampler recorded, and `mismatch` is by how much the learner's
+log-probabilities differ from it at the update's beginning: rounding alone where both have the same parameters.
+
+Where we differ: demonstrations are imitated by the same learner (`Completions.taught`), with a learning rate of their
+own; the KL term, where there is one, is to the policy at the end of them. No dynamic sampling: batches keep their
+shape.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from longhaul.algorithms.actor_critic import Apart, Policy
+from longhaul.reasoning import model
+from longhaul.reasoning.sampling import Completions, log_probs
+from longhaul.types import Algorithm, Key, Metrics, Params, PyTree
+
+
+class Loss(NamedTuple):
+    """What a variant is."""
+
+    level: str  # of the ratio: "token"; "sequence": the geometric mean over a completion's tokens
+    clip: str  # "pessimistic": PPO's; "weight": the ratio weighs the gradient, truncated, and nothing is cut off
+    low: float  # ratios below 1 - low are clipped
+    high: float  # ratios above 1 + high are
+    over: str  # mean over "token"s; over "sequence"s of means over theirs; "constant": as many tokens as there could be
+    scaled: bool  # advantages are divided by their group's standard deviation
+
+
+LOSSES = {
+    "grpo": Loss("token", "pessimistic", 0.2, 0.2, "sequence", True),
+    "dr_grpo": Loss("token", "pessimistic", 0.2, 0.2, "constant", False),
+    "dapo": Loss("token", "pessimistic", 0.2, 0.28, "token", True),
+    "gspo": Loss("sequence", "pessimistic", 3e-4, 4e-4, "sequence", True),
+    "cispo": Loss("token", "weight", 1.0, 0.28, "token", True),
+}
+
+
+@dataclass(frozen=True)
+class Config:
+    """GRPO's hyperparameters."""
+
+    loss: str = "dapo"  # one of LOSSES
+    clip_low: float | None = None  # None: the loss's own
+    clip_high: float | None = None
+    lr: float = 2e-4
+    lr_taught: float = 3e-3  # of imitation
+    warmup: int = 10  # steps of the optimiser over which the rate of learning from rewards rises
+    adam_b2: float = 0.98
+    max_grad_norm: float = 1.0
+    kl_coef: float = 0.0  # of the KL divergence to the policy that imitation ended with
+    temperature: float = 1.0  # at which completions are sampled
+    group: int = 16  # completions of a problem
+    taught: int = 0  # updates of imitation at the beginning
+    num_minibatches: int | None = 2
+    update_epochs: int | None = 1
+    accumulate: int = 1  # pieces in which a minibatch's gradient is taken
+    memory: int = 0  # a completion is its own memory
+    model: model.Config = field(default_factory=model.Config)
+
+
+class State(NamedTuple):
+    params: Params
+    opt_state: optax.OptState
+    reference: Params | tuple[()]  # what KL is measured to
+    updates: jax.Array  # int32
+
+
+class Batch(NamedTuple):
+    """Completions [B, ...] of an optimiser's step, with what they are worth."""
+
+    data: Completions
+    advantage: jax.Array  # float32 [B]
+    weight: jax.Array  # float32 [B, N]: a token's part of the loss; sums to 1 over all shards, but for "constant"
+    reference: jax.Array  # float32 [B, N]: log-probabilities by the reference; zeros where there is no KL
+
+
+def check(config: Config, *, columns: int, steps: int) -> None:
+    """Raises ValueError, naming value, bound and remedy, where the sizes of one shard can't work."""
+    if config.loss not in LOSSES:
+        raise ValueError(f"loss is {config.loss!r}; it must be one of {', '.join(LOSSES)}")
+    for name in ("lr", "lr_taught", "max_grad_norm", "temperature"):
+        if not getattr(config, name) > 0.0:
+            raise ValueError(f"{name} is {getattr(config, name)}; it must be above 0")
+    for name in ("clip_low", "clip_high", "kl_coef", "warmup", "taught"):
+        value = getattr(config, name)
+        if value is not None and value < 0:
+            raise ValueError(f"{name} is {value}; it must be at least 0")
+    for name in ("num_minibatches", "update_epochs", "accumulate"):
+        if getattr(config, name) is None or getattr(config, name) < 1:
+            raise ValueError(f"{name} is {getattr(config, name)}; it must be at least 1")
+    if config.group < 2:
+        raise ValueError(f"group is {config.group}; it must be at least 2: an advantage is over the group's mean")
+    if columns % config.group:
+        raise ValueError(f"group is {config.group}; it must divide the completions of a shard, {columns}")
+    assert config.num_minibatches is not None
+    if columns % (config.num_minibatches * config.accumulate):
+        raise ValueError(
+            f"num_minibatches is {config.num_minibatches}; with accumulate {config.accumulate} it must divide the "
+            f"completions of a shard, {columns}"
+        )
+    model.check(config.model)
+
+
+def advantages(reward: jax.Array, group: int, *, scaled: bool) -> tuple[jax.Array, jax.Array]:
+    """(advantages, whether the group teaches something), both [B], of rewards [B] with groups side by side.
+
+    Whether all rewards of a group are equal is asked of the numbers themselves: a deviation of rounding is none.
+    """
+    groups = reward.reshape(-1, group)
+    informative = jnp.max(groups, axis=1, keepdims=True) > jnp.min(groups, axis=1, keepdims=True)
+    centred = groups - jnp.mean(groups, axis=1, keepdims=True)
+    if scaled:
+        centred = centred / (jnp.std(groups, axis=1, keepdims=True) + 1e-4)
+    advantage = jnp.where(informative, centred, 0.0)
+    return advantage.reshape(-1), jnp.broadcast_to(informative, groups.shape).reshape(-1)
+
+
+def weights(taken: jax.Array, counted: jax.Array, over: str, mean: Callable[[PyTree], PyTree]) -> jax.Array:
+    """What each token of completions [B, N] is of the loss, [B, N]; completions that are not `counted` [B] are nothing.
+
+    `mean` is over shards: a sum of weighted losses, averaged over shards, is the average that `over` names.
+    """
+    kept = taken & counted[:, None]
+    if over == "constant":
+        return kept / jnp.float32(taken.size)
+    if over == "token":
+        return kept / jnp.maximum(mean(jnp.sum(kept, dtype=jnp.float32)), 1.0)
+    own = jnp.sum(kept, axis=1, dtype=jnp.float32)
+    return kept / jnp.maximum(own, 1.0)[:, None] / jnp.maximum(mean(jnp.sum(own > 0, dtype=jnp.float32)), 1.0)
+
+
+def surrogate(
+    loss: Loss, log_prob: jax.Array, acted: jax.Array, taken: jax.Array, advantage: jax.Array
+) -> tuple[jax.Array, jax.Array]:
+    """(the loss of each token, whether its ratio was clipped), [B, N]; `acted` are log-probabilities of sampling."""
+    log_ratio = jnp.where(taken, log_prob - acted, 0.0)
+    if loss.level == "sequence":
+        count = jnp.maximum(jnp.sum(taken, axis=1, keepdims=True), 1)
+        whole = jax.lax.stop_gradient(jnp.sum(log_ratio, axis=1, keepdims=True) / count)
+        log_ratio = jnp.where(taken, whole + log_prob - jax.lax.stop_gradient(log_prob), 0.0)  # GSPO-token's
+    ratio, worth = jnp.exp(log_ratio), advantage[:, None]
+    bounded = jnp.clip(ratio, 1.0 - loss.low, 1.0 + loss.high)
+    if loss.clip == "weight":
+        return -jax.lax.stop_gradient(bounded) * worth * log_prob, bounded != ratio
+    return -jnp.minimum(ratio * worth, bounded * worth), ratio * worth > bounded * worth
+
+
+def _optimiser(config: Config) -> optax.GradientTransformation:
+    assert config.num_minibatches is not None and config.update_epochs is not None
+    imitation = config.taught * config.num_minibatches * config.update_epochs
+    rise = optax.linear_schedule(config.lr / max(config.warmup, 1), config.lr, config.warmup)
+    rate = optax.join_schedules([optax.constant_schedule(config.lr_taught), rise], [imitation])
+    return optax.chain(optax.clip_by_global_norm(config.max_grad_norm), optax.adam(rate, b2=config.adam_b2))
+
+
+LOOKED = 64
+"""Completions of a shard of which `mismatch` is told."""
+
+
+def objective(config: Config) -> Callable[[Params, Batch], tuple[jax.Array, Metrics]]:
+    """(params, batch) -> sums over its tokens of the weighted loss, and of its parts."""
+    loss = LOSSES[config.loss]
+    loss = loss._replace(
+        low=loss.low if config.clip_low is None else config.clip_low,
+        high=loss.high if config.clip_high is None else config.clip_high,
+    )
+
+    def total(params: Params, batch: Batch) -> tuple[jax.Array, Metrics]:
+        data = batch.data
+        log_prob, entropy = log_probs(config.model, params, data.prompt, data.token, config.temperature)
+        each, clipped = surrogate(loss, log_prob, data.log_prob, data.taken, batch.advantage)
+        off = jnp.where(data.taken & ~data.taught, log_prob - data.log_prob, 0.0)
+        parts = {"entropy": entropy, "approx_kl": jnp.expm1(off) - off, "clip_fraction": clipped.astype(jnp.float32)}
+        parts["reference_kl"] = jnp.zeros_like(each)
+        if config.kl_coef > 0.0:
+            away = jnp.where(data.taken, batch.reference - log_prob, 0.0)
+            parts["reference_kl"] = jnp.expm1(away) - away  # Schulman's k3
+            each = each + config.kl_coef * parts["reference_kl"]
+        each = jnp.where(data.taught, -log_prob, each)
+        parts["loss"] = jnp.where(data.taught, 0.0, each)
+        parts["imitation_loss"] = jnp.where(data.taught, -log_prob, 0.0)
+        summed = {name: jnp.sum(batch.weight * part) for name, part in parts.items()}
+        return jnp.sum(batch.weight * each), summed
+
+    return total
+
+
+def in_pieces(function: Callable[[Params, Batch], Any], pieces: int) -> Callable[[Params, Batch], Any]:
+    """A function that sums over a batch's rows, as the sum over so many pieces of it."""
+    if pieces == 1:
+        return function
+
+    def run(params: Params, batch: Batch) -> Any:
+        parts = jax.tree.map(lambda x: x.reshape(pieces, -1, *x.shape[1:]) if x.ndim else x, batch)
+
+        def piece(i: jax.Array) -> Any:
+            return function(params, jax.tree.map(lambda x: x[i] if x.ndim else x, parts))
+
+        def add(i: jax.Array, sums: Any) -> Any:
+            return jax.tree.map(jnp.add, sums, piece(i))
+
+        return jax.lax.fori_loop(1, pieces, add, piece(jnp.int32(0)))
+
+    return run
+
+
+def grpo(
+    spec: Any,
+    config: Config,
+    *,
+    updates: int,
+    mean: Callable[[PyTree], PyTree],
+    apart: Apart = lambda function: function,
+    first: int = 0,
+    done: float = 0.0,
+    split: bool = False,
+) -> Algorithm:
+    """The learner of `Completions`; `mean` averages over the shards. Acting is `sampling.collector`'s.
+
+    `spec`, `updates`, `first`, `done` and `split` are what other algorithms take, and change nothing here.
+    """
+    assert config.num_minibatches is not None and config.update_epochs is not None
+    loss, optimiser = LOSSES[config.loss], _optimiser(config)
+    minibatches, epochs = config.num_minibatches, config.update_epochs
+    gradient = in_pieces(jax.grad(objective(config), has_aux=True), config.accumulate)
+
+    def init(key: Key) -> State:
+        params = model.init(key, config.model)
+        reference = jax.tree.map(jnp.copy, params) if config.kl_coef > 0.0 else ()
+        return State(params, optimiser.init(params), reference, jnp.int32(0))
+
+    def worths(data: Completions, reference: Params) -> Batch:
+        """The batch of one shard, whose weights are those of each minibatch."""
+        advantage, informative = advantages(data.reward, config.group, scaled=loss.scaled)
+        nothing = jnp.zeros(data.token.shape)
+        if config.kl_coef > 0.0:
+            nothing, _ = log_probs(config.model, reference, data.prompt, data.token, config.temperature)
+        return Batch(data, advantage, (informative | data.taught)[:, None] & data.taken, nothing)
+
+    def learn(state: State, data: Completions, key: Key) -> tuple[State, Metrics]:
+        reference = state.reference
+        if config.kl_coef > 0.0:
+            fresh = state.updates <= config.taught
+            reference = jax.tree.map(lambda a, b: jnp.where(fresh, a, b), state.params, reference)
+        batch = worths(data, reference)
+        rows = batch.advantage.shape[0]
+        begun, _ = log_probs(config.model, state.params, data.prompt[:LOOKED], data.token[:LOOKED], config.temperature)
+        counted = data.taken[:LOOKED] & ~data.taught
+        off = jnp.where(counted, jnp.abs(begun - data.log_prob[:LOOKED]), 0.0)
+        mismatch = mean(jnp.sum(off)) / jnp.maximum(mean(jnp.sum(counted, dtype=jnp.float32)), 1.0)
+
+        def step(carried: tuple[Params, optax.OptState], order: jax.Array) -> tuple[Any, Metrics]:
+            params, opt_state = carried
+            some = jax.tree.map(lambda x: x[order] if x.ndim else x, batch)
+            over = jnp.where(data.taught, weights(some.weight, jnp.ones(len(order), bool), "token", mean),
+                             weights(some.weight, jnp.any(some.weight, axis=1), loss.over, mean))  # fmt: skip
+            grads, parts = mean(gradient(params, some._replace(weight=over)))
+            moved, opt_state = optimiser.update(grads, opt_state, params)
+            return (optax.apply_updates(params, moved), opt_state), parts | {"grad_norm": optax.tree.norm(grads)}
+
+        keys = jax.random.split(key, epochs)
+        orders = jax.vmap(lambda each: jax.random.permutation(each, rows))(keys).reshape(-1, rows // minibatches)
+        (params, opt_state), parts = jax.lax.scan(step, (state.params, state.opt_state), orders)
+        metrics = jax.tree.map(jnp.mean, parts)
+        metrics |= {"mismatch": mismatch, "taught": data.taught.astype(jnp.float32)}
+        metrics["staleness"] = (state.updates - data.version).astype(jnp.float32)
+        after = State(params, opt_state, reference, state.updates + 1)
+        return after, {f"grpo/{name}": value for name, value in metrics.items()}
+
+    def act(params: Params, memory: PyTree, observation: PyTree, key: Key | None) -> Any:
+        raise NotImplementedError("completions are sampled by reasoning.sampling.collector, a token by a cache")
+
+    return Algorithm(init, lambda state: Policy(state.params, ()), lambda count: (), act, learn)

@@ -1,0 +1,219 @@
+"""GRPO and its kin: advantages and weights by hand, the first gradient, accumulation, shards, clipping, imitation."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from longhaul import mesh as meshes
+from longhaul.algorithms import grpo
+from longhaul.reasoning import model, sampling, tokens
+
+TINY = model.Config(width=16, layers=1, heads=1, kv_heads=1, head_dim=16, hidden=16)
+ROWS, LENGTH, GROUP = 8, 6, 4
+
+
+def config(**changes: Any) -> grpo.Config:
+    return dataclasses.replace(grpo.Config(model=TINY, group=GROUP, num_minibatches=1), **changes)
+
+
+@functools.cache
+def completions() -> tuple[Any, sampling.Completions]:
+    """Parameters, and completions of some lengths that they sampled, with a group whose rewards are equal."""
+    params = jax.tree.map(lambda x: x if x.ndim == 1 else 10.0 * x, model.init(jax.random.key(0), TINY))
+    rng = np.random.default_rng(0)
+    prompt = np.repeat(rng.integers(1, 23, (ROWS // GROUP, 3)), GROUP, axis=0).astype(np.int32)
+    token = rng.integers(1, 23, (ROWS, LENGTH)).astype(np.int32)
+    written = np.arange(LENGTH)[None] < np.array([2, 6, 3, 4, 5, 6, 1, 6])[:, None]
+    taken = written & (rng.random((ROWS, LENGTH)) < 0.8)
+    taken[:, 0] = True
+    token = np.where(written, token, tokens.PAD)
+    log_prob, _ = sampling.log_probs(TINY, params, prompt, token, 1.0)
+    reward = np.array([1, 0, 0, 0.5, 1, 1, 1, 1], np.float32)
+    arrays = map(jnp.asarray, (prompt, token, written, taken, jnp.where(taken, log_prob, 0.0), reward))
+    return params, sampling.Completions(*arrays, jnp.bool_(False), jnp.int32(0))
+
+
+def test_advantages_by_hand() -> None:
+    reward = jnp.array([1.0, 0.0, 0.0, 1.0, 0.1, 0.1, 0.1, 0.1, 3.0, 0.0, 0.0, 0.0])
+    plain, informative = grpo.advantages(reward, 4, scaled=False)
+    np.testing.assert_allclose(plain, [0.5, -0.5, -0.5, 0.5, 0, 0, 0, 0, 2.25, -0.75, -0.75, -0.75])
+    np.testing.assert_array_equal(informative, np.repeat([True, False, True], 4))
+    scaled, _ = grpo.advantages(reward, 4, scaled=True)
+    np.testing.assert_allclose(scaled[:4], [1, -1, -1, 1], rtol=1e-3)
+    assert (np.asarray(scaled[4:8]) == 0.0).all()  # exactly, though the mean of 0.1 is rounded
+    np.testing.assert_allclose(scaled[8:], np.array([2.25, -0.75, -0.75, -0.75]) / np.std([3, 0, 0, 0]), rtol=1e-3)
+
+
+@pytest.mark.parametrize(
+    ("over", "wanted"),
+    [
+        ("token", [[1 / 3, 1 / 3, 0], [0, 1 / 3, 0], [0, 0, 0]]),
+        ("sequence", [[1 / 4, 1 / 4, 0], [0, 1 / 2, 0], [0, 0, 0]]),
+        ("constant", [[1 / 9, 1 / 9, 0], [0, 1 / 9, 0], [0, 0, 0]]),
+    ],
+)
+def test_weights_by_hand(over: str, wanted: list[list[float]]) -> None:
+    taken = jnp.array([[True, True, False], [False, True, False], [True, True, True]])
+    found = grpo.weights(taken, jnp.array([True, True, False]), over, meshes.identity)
+    np.testing.assert_allclose(found, wanted, rtol=1e-6)
+
+
+def first(settings: grpo.Config, data: sampling.Completions, params: Any) -> tuple[Any, dict[str, jax.Array]]:
+    """The gradient at the parameters that sampled, and the parts of the loss."""
+    loss = grpo.LOSSES[settings.loss]
+    advantage, informative = grpo.advantages(data.reward, GROUP, scaled=loss.scaled)
+    weight = grpo.weights(data.taken, informative, loss.over, meshes.identity)
+    batch = grpo.Batch(data, advantage, weight, jnp.zeros(data.token.shape))
+    gradient = grpo.in_pieces(jax.grad(grpo.objective(settings), has_aux=True), settings.accumulate)
+    return jax.jit(gradient)(params, batch)
+
+
+def reinforce(params: Any, data: sampling.Completions, loss: grpo.Loss) -> Any:
+    """The gradient of -A log p, over the tokens or completions that the variant averages, written out."""
+    reward = np.asarray(data.reward).reshape(-1, GROUP)
+    advantage = reward - reward.mean(axis=1, keepdims=True)
+    if loss.scaled:
+        advantage = advantage / (reward.std(axis=1, keepdims=True) + 1e-4)
+    kept = np.asarray(data.taken) & (np.ptp(reward, axis=1) > 0).repeat(GROUP)[:, None]
+    advantage = jnp.asarray(advantage.reshape(-1))
+
+    def total(params: Any) -> jax.Array:
+        log_prob, _ = sampling.log_probs(TINY, params, data.prompt, data.token, 1.0)
+        each = -advantage[:, None] * log_prob * kept
+        if loss.over == "token":
+            return jnp.sum(each) / kept.sum()
+        if loss.over == "constant":
+            return jnp.sum(each) / each.size
+        rows = kept.any(axis=1)
+        return jnp.mean((jnp.sum(each, axis=1) / jnp.asarray(np.maximum(kept.sum(axis=1), 1)))[rows])
+
+    return jax.jit(jax.grad(total))(params)
+
+
+def near(found: Any, wanted: Any, tolerance: float) -> None:
+    size = max(float(jnp.max(jnp.abs(x))) for x in jax.tree.leaves(wanted))
+    assert size > 1e-3
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=tolerance * size, rtol=0), found, wanted)
+
+
+@pytest.mark.parametrize("name", grpo.LOSSES)
+def test_the_first_gradient_is_that_of_reinforce(name: str) -> None:
+    params, data = completions()
+    found, parts = first(config(loss=name), data, params)
+    near(found, reinforce(params, data, grpo.LOSSES[name]), 2e-5)
+    assert float(parts["clip_fraction"]) == 0.0
+    assert abs(float(parts["approx_kl"])) < 1e-6
+
+
+def test_pieces_of_a_batch_are_the_batch() -> None:
+    params, data = completions()
+    data = data._replace(log_prob=data.log_prob - 0.1)  # off-policy, so that ratios count
+    for name in ("dapo", "gspo"):
+        whole, told = first(config(loss=name, clip_low=0.05), data, params)
+        pieces, also = first(config(loss=name, clip_low=0.05, accumulate=4), data, params)
+        near(pieces, whole, 1e-6)
+        assert float(also["loss"]) == pytest.approx(float(told["loss"]), abs=1e-6)
+
+
+def test_ratios_are_clipped_as_each_loss_says() -> None:
+    acted, taken = jnp.zeros((1, 2)), jnp.ones((1, 2), bool)
+    log_prob = jnp.log(jnp.array([[1.5, 0.5]]))
+
+    def slope(name: str, worth: float) -> np.ndarray:
+        """d loss / d log-probability of the two tokens."""
+
+        def total(x: jax.Array) -> jax.Array:
+            return jnp.sum(grpo.surrogate(grpo.LOSSES[name], x, acted, taken, jnp.array([worth]))[0])
+
+        return np.asarray(jax.grad(total)(log_prob))[0]
+
+    np.testing.assert_allclose(slope("dapo", 1.0), [0.0, -0.5], atol=1e-6)  # too high is cut where it is good
+    np.testing.assert_allclose(slope("dapo", -1.0), [1.5, 0.0], atol=1e-6)  # too low where it is bad
+    np.testing.assert_allclose(slope("cispo", 1.0), [-1.28, -0.5], rtol=1e-5)  # truncated, and never cut
+    np.testing.assert_allclose(slope("cispo", -1.0), [1.28, 0.5], rtol=1e-5)
+    mean = np.sqrt(1.5 * 0.5)  # one ratio for both, below 1 - 3e-4
+    np.testing.assert_allclose(slope("gspo", 1.0), [-mean, -mean], rtol=1e-5)
+    np.testing.assert_allclose(slope("gspo", -1.0), [0.0, 0.0], atol=1e-6)
+
+
+@functools.cache
+def learnt() -> tuple[Any, Any, Any]:
+    """One update, with KL and two minibatches: from rewards, from demonstrations, from rewards that are all equal."""
+    settings = config(kl_coef=0.1, num_minibatches=2, taught=1, warmup=0, lr=1e-2, lr_taught=1e-2)
+    made = grpo.grpo(None, settings, updates=2, mean=meshes.identity)
+    params, data = completions()
+    begun = made.init(jax.random.key(1))
+    state = begun._replace(params=params, updates=jnp.int32(1))
+    learn = jax.jit(made.learn)
+    equal = data._replace(reward=jnp.ones(ROWS))
+    cases = data, data._replace(taught=jnp.bool_(True)), equal
+    return state, [learn(state, each, jax.random.key(2)) for each in cases], learn
+
+
+def test_an_update_raises_what_was_rewarded_and_tells_how_far_the_sampler_is() -> None:
+    state, ((after, told), *_), learn = learnt()
+    params, data = completions()
+    before, now = (sampling.log_probs(TINY, each, data.prompt, data.token, 1.0)[0] for each in (params, after.params))
+    gain = np.asarray(jnp.sum((now - before) * data.taken, axis=1))
+    assert gain[0] > 0 > gain[1] + gain[2]
+    assert float(told["grpo/mismatch"]) < 1e-5
+    _, stale = learn(state, data._replace(log_prob=data.log_prob - 0.25 * data.taken), jax.random.key(2))
+    assert float(stale["grpo/mismatch"]) == pytest.approx(0.25, abs=1e-4)
+    assert int(after.updates) == 2
+    jax.tree.map(np.testing.assert_array_equal, after.reference, params)
+
+
+def test_demonstrations_are_imitated_whatever_their_reward() -> None:
+    _, (_, (after, told), _), _ = learnt()
+    params, data = completions()
+    before, now = (sampling.log_probs(TINY, each, data.prompt, data.token, 1.0)[0] for each in (params, after.params))
+    gain = np.asarray(jnp.sum((now - before) * data.taken, axis=1))
+    assert gain.sum() > 0.5
+    assert float(told["grpo/loss"]) == 0.0
+    mean = -np.asarray(before)[np.asarray(data.taken)].mean()
+    assert float(told["grpo/imitation_loss"]) == pytest.approx(mean, rel=0.15)  # of two minibatches, one step between
+
+
+def test_groups_that_are_all_equal_teach_nothing() -> None:
+    state, (*_, (after, told)), _ = learnt()
+    assert float(told["grpo/grad_norm"]) < 1e-6
+    jax.tree.map(np.testing.assert_array_equal, after.params, state.params)
+
+
+def test_two_shards_are_one_batch() -> None:
+    params, data = completions()
+    data = data._replace(reward=jnp.array([1.0, 0, 0, 0.5, 0, 1, 1, 1]))
+    mesh = meshes.make_mesh(2, 1)
+    settings = config(loss="grpo", lr=1.0, warmup=0)
+    whole = grpo.grpo(None, settings, updates=1, mean=meshes.identity)
+    parts = grpo.grpo(None, settings, updates=1, mean=meshes.mean_over_data)
+    state = whole.init(jax.random.key(1))._replace(params=params)
+    P = jax.sharding.PartitionSpec
+    specs = sampling.Completions(*[P("data")] * 6, P(), P())
+    split = meshes.per_shard(lambda s, d: parts.learn(s, d, jax.random.key(0)), mesh, (P(), specs), (P(), P()))
+    (_, one), (_, two) = jax.jit(whole.learn)(state, data, jax.random.key(0)), jax.jit(split)(state, data)
+    for name in ("loss", "entropy", "grad_norm"):
+        assert float(two[f"grpo/{name}"]) == pytest.approx(float(one[f"grpo/{name}"]), rel=1e-4, abs=1e-6), name
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"loss": "ppo"}, "loss is 'ppo'; it must be one of grpo, dr_grpo, dapo, gspo, cispo"),
+        ({"group": 1}, "group is 1; it must be at least 2"),
+        ({"group": 3}, "group is 3; it must divide the completions of a shard, 8"),
+        ({"num_minibatches": 3}, "num_minibatches is 3"),
+        ({"lr": 0.0}, "lr is 0.0; it must be above 0"),
+        ({"kl_coef": -1.0}, "kl_coef is -1.0; it must be at least 0"),
+    ],
+)
+def test_sizes_that_can_not_work_are_named(changes: dict[str, Any], words: str) -> None:
+    with pytest.raises(ValueError, match=words.replace("[", r"\[")):
+        grpo.check(config(**changes), columns=ROWS, steps=LENGTH)
