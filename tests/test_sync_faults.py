@@ -30,17 +30,21 @@ QUICK = Settings(lease=3.0, deadline=3.0, retries=1)
 # ------------------------------------------------------------------------------------------------------ kill -9
 
 RECEIVER = """
-import sys, time
+import sys, threading, time
 from longhaul.sync.lanes import sockets
 from longhaul.sync.receiver import follow
 address, phase, version = sys.argv[1], sys.argv[2], int(sys.argv[3])
+first = threading.Lock()
+def say():  # once, whichever thread comes first
+    if first.acquire(blocking=False):
+        print("here", flush=True)
 def hang(name, after):
     before = getattr(sockets.SocketSource, name)
     def hung(self, *args):
         told = [each for each in args if getattr(getattr(each, "offer", each), "version", each) == version]
         found = before(self, *args) if after else None
         if told:
-            print("here", flush=True)
+            say()
             time.sleep(600)
         return before(self, *args) if not after else found
     setattr(sockets.SocketSource, name, hung)
@@ -50,7 +54,7 @@ if phase != "serving":
 receiver = follow([address], name="victim")
 assert receiver.wait(version, 60)
 held = receiver.latest()
-print("here", flush=True)
+say()
 time.sleep(600)
 """
 
