@@ -21,6 +21,9 @@ from longhaul.types import PyTree
 
 DATA, MODEL = "data", "model"
 
+PACKED = 2**18
+"""Bytes from which an array is worth a message of its own."""
+
 
 class Shape(NamedTuple):
     """So many shards of the worlds, and so many parts of the parameters; a device holds one of each."""
@@ -73,7 +76,28 @@ def _words(data: int, model: int) -> str:
 
 
 def mean_over_data(tree: PyTree) -> PyTree:
-    """The mean over the shards of the `data` axis: where gradients meet."""
+    """The mean over the shards of the `data` axis: where gradients meet.
+
+    Leaves of fewer than `PACKED` bytes travel in one buffer a type, as in buckets of data-parallel training (Li et al.
+    2020, arXiv 2006.15704): each array of its own costs a round trip more, on a CPU over gloo ten times the work.
+    """
+    there = [jnp.asarray(x) for x in jax.tree.leaves(tree)]
+    groups: dict[Any, list[int]] = {}
+    for i, x in enumerate(there):
+        alone = x.nbytes >= PACKED
+        groups.setdefault(i if alone else x.dtype, []).append(i)
+    packed = [[there[i] for i in group] for group in groups.values()]
+    sent = [xs[0] if len(xs) == 1 else jnp.concatenate([jnp.ravel(x) for x in xs]) for xs in packed]
+    for group, xs, mean in zip(groups.values(), packed, jax.lax.pmean(sent, DATA), strict=True):
+        ends = np.cumsum([x.size for x in xs])[:-1]
+        parts = [mean] if len(xs) == 1 else jnp.split(mean, ends)
+        for i, x, part in zip(group, xs, parts, strict=True):
+            there[i] = part.reshape(x.shape)
+    return jax.tree.unflatten(jax.tree.structure(tree), there)
+
+
+def mean_of_each(tree: PyTree) -> PyTree:
+    """The same, each leaf by itself: where leaves lie split over `model`, one buffer would bring them together."""
     return jax.lax.pmean(tree, DATA)
 
 

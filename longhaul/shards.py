@@ -16,7 +16,7 @@ from jax.flatten_util import ravel_pytree
 from jax.sharding import Mesh
 
 from longhaul import mesh as meshes
-from longhaul.mesh import DATA
+from longhaul.mesh import DATA, MODEL
 from longhaul.types import Local, PyTree, is_local
 
 VIRTUAL = 8
@@ -81,7 +81,8 @@ def by_device(mesh: Mesh) -> Shards:
     def each(function: Callable[..., Any]) -> Callable[..., Any]:
         return lambda carry: function(meshes.shard_index(), carry)
 
-    return Shards(mesh.shape[DATA], meshes.mean_over_data, meshes.max_over_data, together, each)
+    mean = meshes.mean_over_data if mesh.shape[MODEL] == 1 else meshes.mean_of_each
+    return Shards(mesh.shape[DATA], mean, meshes.max_over_data, together, each)
 
 
 def alone() -> Shards:
