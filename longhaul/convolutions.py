@@ -1,10 +1,12 @@
-"""Encoders of images by convolutions, as pure functions: the network of DQN, and the deep one of IMPALA.
+"""Encoders of images by convolutions, as pure functions: the network of DQN, the deep one of IMPALA, MinAtar's.
 
 - `nature`: 32 kernels of 8x8 every 4 pixels, 64 of 4x4 every 2, 64 of 3x3, and 512 features of all that (Mnih et al.
   2015, Nature 518, "Methods").
 - `impala`: three sections of 16, 32 and 32 channels, each a convolution of 3x3, the greatest of 3x3 every 2 pixels, and
   two residual blocks; and 256 features of all that (Espeholt et al. 2018, arXiv 1802.01561, figure 3, right, without
   its language and its LSTM; memory is networks.py's).
+- `minatar`: 16 kernels of 3x3 and 128 features of all that, for images of 10x10 (Young and Tian 2019, arXiv
+  1903.03176).
 
 An observation is one image, [H, W, C] or, as Atari's stacked frames come, [C, H, W]: what is smaller, the first axis or
 the last, are its channels. Here they are put last. Bytes are scaled to 0 to 1
@@ -17,7 +19,7 @@ Widths are the papers', whatever `hidden_dim` and `num_layers` say. Layers are n
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -27,15 +29,23 @@ import numpy as np
 from longhaul.precision import rematerialised
 from longhaul.types import Key, Params, PyTree
 
-CONVOLUTIONS = ("nature", "impala")
+CONVOLUTIONS = ("nature", "impala", "minatar")
+
+Stage = tuple[int, int, int]
 
 NATURE = ((32, 8, 4), (64, 4, 2), (64, 3, 1))
 """(kernels, their side, the stride) of its convolutions."""
 
+STACKS: dict[str, tuple[Stage, ...]] = {"nature": NATURE, "minatar": ((16, 3, 1),)}
+"""The same of every encoder that is a stack of convolutions and no more."""
+
+LEAST = {"nature": 36, "minatar": 3, "impala": 1}
+"""Pixels that an image must have at least, each way."""
+
 SECTIONS, BLOCKS = (16, 32, 32), 2
 """Channels of the sections of `impala`, and residual blocks of each."""
 
-FEATURES = {"nature": 512, "impala": 256}
+FEATURES = {"nature": 512, "impala": 256, "minatar": 128}
 
 Initialise = Callable[[Key, tuple[int, ...], Any], jax.Array]
 """(key, shape [..., inputs, outputs], dtype) -> a kernel."""
@@ -112,22 +122,30 @@ def greatest(x: jax.Array) -> jax.Array:
     return jax.lax.reduce_window(x, -jnp.inf, jax.lax.max, (1, 3, 3, 1), (1, 2, 2, 1), "SAME")
 
 
-def encoder(observation: PyTree, kind: str, kernels: Initialise, *, dtype: Any, remat: str = "none") -> Encoder:
+def encoder(
+    observation: PyTree, kind: str, kernels: Initialise, *, dtype: Any, remat: str = "none", norm: bool = False
+) -> Encoder:
     """The encoder for observations like `observation` (a pytree of ShapeDtypeStruct).
 
-    `dtype` is what is computed in, parameters are float32. `remat`, of precision.REMATS: what of a layer of `nature`,
-    or of a section of `impala`, is computed again for the gradient. ValueError where the observation is no such image.
+    `dtype` is what is computed in, parameters are float32. `remat`, of precision.REMATS: what of a layer of a stack,
+    or of a section of `impala`, is computed again for the gradient. `norm` normalises what a convolution of a stack
+    gives over its channels, and all features, before ReLU. ValueError where the observation is no such image.
     """
     seen = check(observation, kind)
     sides = sizes(kind, seen)
-    nature = kind == "nature"
-    channels = NATURE[-1][0] if nature else SECTIONS[-1]
+    stack = STACKS.get(kind)
+    channels = stack[-1][0] if stack else SECTIONS[-1]
+    last = len(sides)
 
     def init(key: Key) -> Params:
         convolutions, dense = jax.random.split(key)
-        made = (_init_nature if nature else _init_impala)(convolutions, seen.channels, kernels)
+        if stack:
+            made = _init_stack(convolutions, seen.channels, kernels, stack, norm)
+        else:
+            made = _init_impala(convolutions, seen.channels, kernels)
         inputs = math.prod(sides[-1]) * channels
-        return made | {"layer_3": _layer(dense, (inputs, FEATURES[kind]), kernels)}
+        made |= {f"norm_{last}": _norm(FEATURES[kind])} if norm else {}
+        return made | {f"layer_{last}": _layer(dense, (inputs, FEATURES[kind]), kernels)}
 
     def apply(params: Params, observed: PyTree) -> jax.Array:
         (x,) = jax.tree.leaves(observed)
@@ -137,8 +155,9 @@ def encoder(observation: PyTree, kind: str, kernels: Initialise, *, dtype: Any, 
         scale = np.float32(1 / 255) if x.dtype == jnp.uint8 else np.float32(1)
         x = (x.astype(jnp.float32) * scale).astype(dtype)
         params = jax.tree.map(lambda p: p.astype(dtype), params)
-        x = (_nature if nature else _impala)(params, x, remat)
-        x = jax.nn.relu(_affine(params["layer_3"], x.reshape(len(x), -1)))
+        x = _stack(params, x, stack, remat) if stack else _impala(params, x, remat)
+        x = _affine(params[f"layer_{last}"], x.reshape(len(x), -1))
+        x = jax.nn.relu(_normalised(params[f"norm_{last}"], x) if norm else x)
         return x.reshape(*lead, -1)
 
     return Encoder(init, apply)
@@ -151,20 +170,22 @@ def check(observation: PyTree, kind: str) -> Image:
     seen = image(observation)
     if min(sizes(kind, seen)[-1]) < 1:
         raise ValueError(
-            f"the image is {seen.height}x{seen.width}, and torso nature needs 36x36 at least; choose torso impala"
+            f"the image is {seen.height}x{seen.width}, and torso {kind} needs {LEAST[kind]}x{LEAST[kind]} at least; "
+            "choose torso impala"
         )
     return seen
 
 
 def sizes(kind: str, seen: Image) -> list[tuple[int, int]]:
-    """Height and width of what each convolution of `nature`, or section of `impala`, gives."""
+    """Height and width of what each convolution of a stack, or section of `impala`, gives."""
     found, now = [], (seen.height, seen.width)
-    for i in range(3):
-        if kind == "nature":
-            _, side, stride = NATURE[i]
-            now = ((now[0] - side) // stride + 1, (now[1] - side) // stride + 1)
-        else:
+    if kind not in STACKS:
+        for _ in SECTIONS:
             now = (-(-now[0] // 2), -(-now[1] // 2))
+            found.append(now)
+        return found
+    for _, side, stride in STACKS[kind]:
+        now = ((now[0] - side) // stride + 1, (now[1] - side) // stride + 1)
         found.append(now)
     return found
 
@@ -173,10 +194,24 @@ def _layer(key: Key, shape: tuple[int, ...], kernels: Initialise) -> Params:
     return {"kernel": kernels(key, shape, jnp.float32), "bias": jnp.zeros(shape[-1], jnp.float32)}
 
 
-def _init_nature(key: Key, channels: int, kernels: Initialise) -> Params:
+def _norm(features: int) -> Params:
+    return {"scale": jnp.ones(features, jnp.float32), "bias": jnp.zeros(features, jnp.float32)}
+
+
+def _normalised(norm: Params, x: jax.Array) -> jax.Array:
+    """Layer normalisation over the last axis, in float32 (Ba et al. 2016, arXiv 1607.06450)."""
+    wide = x.astype(jnp.float32)
+    mean = jnp.mean(wide, axis=-1, keepdims=True)
+    variance = jnp.mean(jnp.square(wide - mean), axis=-1, keepdims=True)
+    scale, bias = (norm[name].reshape((1,) * (x.ndim - 1) + (-1,)) for name in ("scale", "bias"))
+    return ((wide - mean) * jax.lax.rsqrt(variance + 1e-6) * scale + bias).astype(x.dtype)
+
+
+def _init_stack(key: Key, channels: int, kernels: Initialise, stack: Sequence[Stage], norm: bool) -> Params:
     made = {}
-    for i, (outputs, side, _) in enumerate(NATURE):
+    for i, (outputs, side, _) in enumerate(stack):
         made[f"layer_{i}"] = _layer(jax.random.fold_in(key, i), (side, side, channels, outputs), kernels)
+        made |= {f"norm_{i}": _norm(outputs)} if norm else {}
         channels = outputs
     return made
 
@@ -203,13 +238,14 @@ def _convolution(layer: Params, x: jax.Array, stride: int = 1, padding: str = "S
     return convolve(x, layer["kernel"], stride, padding) + layer["bias"].reshape(1, 1, 1, -1)
 
 
-def _nature(params: Params, x: jax.Array, remat: str) -> jax.Array:
-    for i, (_, _, stride) in enumerate(NATURE):
+def _stack(params: Params, x: jax.Array, stack: Sequence[Stage], remat: str) -> jax.Array:
+    for i, (_, _, stride) in enumerate(stack):
 
-        def part(layer: Params, x: jax.Array, stride: int = stride) -> jax.Array:
-            return jax.nn.relu(_convolution(layer, x, stride, "VALID"))
+        def part(layer: Params, norm: Params, x: jax.Array, stride: int = stride) -> jax.Array:
+            found = _convolution(layer, x, stride, "VALID")
+            return jax.nn.relu(_normalised(norm, found) if norm else found)
 
-        x = rematerialised(part, remat)(params[f"layer_{i}"], x)
+        x = rematerialised(part, remat)(params[f"layer_{i}"], params.get(f"norm_{i}", {}), x)
     return x
 
 

@@ -12,17 +12,17 @@ from typing import Any, NamedTuple
 import jax
 
 from longhaul import networks
-from longhaul.algorithms import actor_critic, dqn, impala, ppo, sac, td3
+from longhaul.algorithms import actor_critic, dqn, impala, ppo, pqn, sac, td3
 from longhaul.replay import Sizes
 from longhaul.types import Algorithm, PyTree, Spec
 
 OnPolicy = ppo.Config | impala.Config
-"""Of algorithms that pass over a rollout in minibatches, and forget it."""
+"""Of algorithms with a policy that pass over a rollout in minibatches, and forget it."""
 
 OffPolicy = sac.Config | dqn.Config | td3.Config
 """Of algorithms that learn from a replay (algorithms/off_policy.py)."""
 
-Config = OnPolicy | OffPolicy
+Config = OnPolicy | pqn.Config | OffPolicy
 """Of any algorithm. A run.json that does not say which is of the first."""
 
 
@@ -40,6 +40,7 @@ class Learner(NamedTuple):
 LEARNERS: dict[type, Learner] = {
     ppo.Config: Learner("ppo", "PPO", ppo.ppo, ppo.check, actor_critic.network),
     impala.Config: Learner("impala", "IMPALA, or APPO", impala.impala, impala.check, actor_critic.network),
+    pqn.Config: Learner("pqn", "PQN", pqn.pqn, pqn.check, pqn.network),
     dqn.Config: Learner("dqn", "DQN", dqn.dqn, dqn.check, dqn.network),
     sac.Config: Learner("sac", "SAC", sac.sac, sac.check, sac.network),
     td3.Config: Learner("td3", "TD3", td3.td3, td3.check, td3.network),
@@ -52,9 +53,11 @@ def of(config: Config) -> Learner:
 
 
 def on_policy(config: Config) -> OnPolicy:
-    """`config`, where it is of an algorithm that passes over a rollout in minibatches; else ValueError."""
+    """`config`, where it is of an algorithm with a policy, and without a replay; else ValueError."""
     if isinstance(config, OffPolicy):
         raise ValueError(f"{of(config).title} learns from a replay, and this is for algorithms without: PPO, IMPALA")
+    if isinstance(config, pqn.Config):
+        raise ValueError("PQN has values and no policy, and this is for algorithms with one: PPO, IMPALA")
     return config
 
 

@@ -4,7 +4,9 @@ Torsos: `mlp` flattens and joins all leaves of an observation; `deepset` (Zaheer
 rank-2 leaf [items, features] with one shared layer and takes the maximum over items, so that the order of neighbours
 does not matter. The last feature of an item says whether it is there (1) or padding (0). `latent`, `wayformer` and
 `mtr` attend to the items (encoders.py); their width is the first of `sizes`, their depth how many there are, and GELU
-their activation. `nature` and `impala` see one image (convolutions.py), with sizes and ReLU of their own.
+their activation. `nature`, `impala` and `minatar` see one image (convolutions.py), with sizes and ReLU of their own.
+With `norm` each layer but an encoder's by attention is normalised before its activation (Ba et al. 2016, arXiv
+1607.06450).
 
 Without memory the actor and the critic of `mlp` and `deepset` are two towers (PureJaxRL's layout), unless they are to
 be `shared`: then they have one torso, and an `mlp` is computed as perceptron.py has it. With `memory > 0` they share a
@@ -83,6 +85,7 @@ class _Torso(nn.Module):
     dtype: Any
     remat: str
     begin: str
+    norm: bool = False
 
     @nn.compact
     def __call__(self, observation: PyTree) -> jax.Array:
@@ -106,7 +109,9 @@ class _Torso(nn.Module):
         """A layer; `pooled`: the greatest of each feature over items [..., items, features] that are there."""
 
         def layer(torso: _Torso, x: jax.Array) -> jax.Array:
-            found = ACTIVATIONS[torso.activation](_dense(size, np.sqrt(2.0), name, torso.begin, torso.dtype)(x))
+            found = _dense(size, np.sqrt(2.0), name, torso.begin, torso.dtype)(x)
+            found = nn.LayerNorm(dtype=torso.dtype, name=f"{name}_norm")(found) if torso.norm else found
+            found = ACTIVATIONS[torso.activation](found)
             return jnp.max(found * x[..., -1:].astype(found.dtype), axis=-2) if pooled else found
 
         through: jax.Array = _rematerialised(layer, self.remat)(self, x)
@@ -123,7 +128,8 @@ class _Torso(nn.Module):
         options: dict[str, Any] = {"dtype": self.dtype, "remat": self.remat}
         encoder: encoders.Encoder | convolutions.Encoder
         if self.kind in convolutions.CONVOLUTIONS:
-            encoder = convolutions.encoder(one, self.kind, _kernels(self.begin)(np.sqrt(2.0)), **options)
+            kernels = _kernels(self.begin)(np.sqrt(2.0))
+            encoder = convolutions.encoder(one, self.kind, kernels, norm=self.norm, **options)
         else:
             encoder = encoders.encoder(one, self.kind, self.sizes[0], len(self.sizes), **options)
         return encoder.apply(self.param("encoder", encoder.init), observation)
@@ -141,10 +147,11 @@ class _Network(nn.Module):
     free: int
     width: int
     shared: bool
+    norm: bool
 
     @nn.compact
     def __call__(self, memory: PyTree, observation: PyTree) -> tuple[jax.Array, jax.Array, PyTree]:
-        torso = (self.kind, self.sizes, self.activation, self.ranks, self.dtype, self.remat, self.begin)
+        torso = (self.kind, self.sizes, self.activation, self.ranks, self.dtype, self.remat, self.begin, self.norm)
         attends = self.kind in encoders.ENCODERS
         if self.width:
             features = _Torso(*torso, name="torso")(observation)
@@ -243,14 +250,15 @@ def actor_critic(
     remat: str = "none",
     shared: bool = False,
     begin: str = "orthogonal",
+    norm: bool = False,
     live: Sequence[int] | None = None,
 ) -> ActorCritic:
     """The network for observations like `observation` (a pytree of ShapeDtypeStruct) and `outputs` policy parameters.
 
     `free` more parameters do not depend on the observation. `memory` is the width of the recurrent unit, 0 for none.
     `remat`, of precision.REMATS: what is computed again for the gradient; less memory, up to a third more work.
-    `begin` is one of INITS. `live`, where `takes_live` allows it: the network is applied only to the inputs at these
-    places, the others being 0 in any observation.
+    `begin` is one of INITS. `norm` normalises layers. `live`, where `takes_live` allows it: the network is applied only
+    to the inputs at these places, the others being 0 in any observation.
     """
     if not sizes or min(sizes) < 1 or memory < 0:
         raise ValueError(
@@ -259,7 +267,7 @@ def actor_critic(
     _check(observation, torso, sizes, activation, precision, remat, begin)
     leaves = jax.tree.leaves(observation)
     ranks = tuple(len(leaf.shape) for leaf in leaves)
-    if takes_live(torso, shared, memory):
+    if takes_live(torso, shared, memory, norm):
         made = perceptron(
             count(observation), ranks, outputs, free=free, sizes=sizes, activation=ACTIVATIONS[activation],
             dtype=PRECISIONS[precision], kernels=_kernels(begin), live=live, remat=remat,
@@ -267,7 +275,7 @@ def actor_critic(
         return ActorCritic(made.init, lambda p, carried, seen: (*made.apply(p, seen), carried), lambda _: (), made.live)
     assert live is None, "only `takes_live` may be asked for it"
     network = _Network(
-        torso, tuple(sizes), activation, ranks, PRECISIONS[precision], remat, begin, outputs, free, memory, shared
+        torso, tuple(sizes), activation, ranks, PRECISIONS[precision], remat, begin, outputs, free, memory, shared, norm
     )
 
     def initial(batch: int) -> PyTree:
@@ -283,6 +291,6 @@ def actor_critic(
     return ActorCritic(init, apply, initial)
 
 
-def takes_live(torso: str, shared: bool, memory: int) -> bool:
+def takes_live(torso: str, shared: bool, memory: int, norm: bool = False) -> bool:
     """Whether such a network can leave out inputs that are always 0."""
-    return torso == "mlp" and shared and not memory
+    return torso == "mlp" and shared and not memory and not norm

@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 from longhaul import learners
 from longhaul.actors.settings import Acting
-from longhaul.algorithms import dqn, impala, ppo, sac, td3
+from longhaul.algorithms import dqn, impala, ppo, pqn, sac, td3
 from longhaul.driving import simulator
 from longhaul.health import Bounds
 from longhaul.run import Driving, Named, Run, RunError
@@ -152,6 +152,22 @@ def cartpole_dqn() -> Run:
         num_steps=4,
         health=Bounds(solved=475.0),
     )  # fmt: skip
+
+
+def cartpole_pqn() -> Run:
+    """CartPole-v1 by PQN: values from many worlds at once, without a replay.
+
+    Not measured yet.
+    """
+    return Run(
+        "cartpole-pqn",
+        Named("cartpole"),
+        pqn.Config(lr=1e-3, num_minibatches=16, q_lambda=0.95, epsilon_final=0.02),
+        total_steps=500_000,
+        num_envs=32,
+        num_steps=64,
+        health=Bounds(solved=475.0),
+    )
 
 
 def pendulum_sac() -> Run:
@@ -334,6 +350,7 @@ RECIPES: dict[str, Callable[[], Run]] = {
     "seed-pong": seed_pong,
     "appo-pong": appo_pong,
     "cartpole-dqn": cartpole_dqn,
+    "cartpole-pqn": cartpole_pqn,
     "pendulum": pendulum,
     "pendulum-sac": pendulum_sac,
     "pendulum-td3": pendulum_td3,

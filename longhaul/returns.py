@@ -40,6 +40,33 @@ def gae(
     return jax.lax.scan(backward, start, (delta, trace), reverse=True, unroll=16)[1]
 
 
+def q_lambda(
+    reward: Float[Array, " T"],
+    successor_value: Float[Array, " T"],
+    terminated: Bool[Array, " T"],
+    truncated: Bool[Array, " T"],
+    *,
+    gamma: float,
+    lam: float,
+) -> Float[Array, " T"]:
+    """Returns of Q-learning over lambda: r_t + gamma ((1 - lam) max_a Q(s_{t+1}, a) + lam the next step's return).
+
+    Peng's Q(lambda) (Peng and Williams 1996), as PQN has it (Gallici et al. 2024): `successor_value[t]` is the greatest
+    value where step t truly led. A return goes on past a choice that was not the greatest, where Watkins' is cut; so
+    it is biased by as much as was drawn at random. At the end of an episode or of the stream it looks one step ahead.
+    """
+    discount = jnp.where(terminated, 0.0, gamma)
+    trace = jnp.where(terminated | truncated, 0.0, lam)
+
+    def backward(following: jax.Array, step: tuple[jax.Array, ...]) -> tuple[jax.Array, jax.Array]:
+        r, ahead, discount_t, trace_t = step
+        found = r + discount_t * ((1.0 - trace_t) * ahead + trace_t * following)
+        return found, found
+
+    steps = (reward, successor_value, discount, trace)
+    return jax.lax.scan(backward, successor_value[-1], steps, reverse=True, unroll=16)[1]
+
+
 class VTrace(NamedTuple):
     """What V-trace makes of a stream; a constant to any gradient."""
 

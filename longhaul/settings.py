@@ -93,6 +93,7 @@ HELP = {
     "anneal": "let the learning rate fall to 0 over the run",
     "gamma": "discount of a step",
     "gae-lambda": "lambda of the advantage estimate",
+    "q-lambda": "lambda of PQN's returns: 0 looks a step ahead, 1 to the rollout's end",
     "vtrace-lambda": "lambda of V-trace: below 1 its targets reach less far",
     "rho-clip": "most that the policy's ratio to the actor's may be in errors and gradients; none: any",
     "c-clip": "most that it may be in the trace; none: any",
@@ -126,8 +127,9 @@ HELP = {
     "n-step": "rewards that a target sums before it trusts a critic",
     "temperature": "weight of SAC's entropy; none: learnt",
     "target-entropy": "nats that SAC's temperature aims at; none: -1 a dimension, or half of what choices allow",
+    "layer-norm": "layers are normalised, which PQN needs to be stable",
     "double": "DQN's target has the network choose, and its target network judge",
-    "duelling": "DQN's network has a value, and advantages about it",
+    "duelling": "the network of DQN or PQN has a value, and advantages about it",
     "epsilon": "share of random actions when learning begins",
     "epsilon-final": "what it goes to",
     "exploration": "share of the run over which it goes there",
@@ -216,7 +218,7 @@ CHANGEABLE = (
     *("chunk", "accumulate", "precision", "remat"),
     *("tau", "target-entropy", "batch-size", "gradient-steps", "importance-exponent"),
     *("noise", "target-noise", "noise-clip", "actor-interval"),
-    *("double", "epsilon", "epsilon-final", "exploration"),
+    *("double", "epsilon", "epsilon-final", "exploration", "q-lambda"),
 )
 """Flags that may differ, too, and change what comes: how much is done at once and how it is learnt, not what."""
 

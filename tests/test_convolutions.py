@@ -65,6 +65,11 @@ def test_parameters_are_as_many_as_the_papers_have() -> None:
     for kind, wanted in (("nature", nature + heads[512]), ("impala", impala + heads[256])):
         shapes = jax.eval_shape(_network(kind).init, jax.random.key(0))
         assert networks.count(shapes) == wanted
+    board = jax.ShapeDtypeStruct((10, 10, 4), jnp.bool_)
+    minatar = (3 * 3 * 4 * 16 + 16) + (8 * 8 * 16 * 128 + 128) + 128 * 6 + 6 + 128 + 1
+    for norm in (False, True):  # a scale and a shift for each of 16 channels and 128 features
+        shapes = jax.eval_shape(_network("minatar", board, norm=norm).init, jax.random.key(0))
+        assert networks.count(shapes) == minatar + norm * 2 * (16 + 128)
     assert convolutions.sizes("nature", convolutions.image(ATARI)) == [(20, 20), (9, 9), (7, 7)]
     assert convolutions.sizes("impala", convolutions.image(ATARI)) == [(42, 42), (21, 21), (11, 11)]
 
@@ -128,3 +133,19 @@ def test_kernels_are_split_in_pairs_over_a_model_axis() -> None:
 def test_what_is_no_image_is_refused_in_a_line(seen: object, kind: str, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         networks.actor_critic(seen, 2, torso=kind)
+
+
+def test_normalised_layers_do_not_see_how_bright_an_image_is() -> None:
+    """Up to the shift of kernels' biases, which begin at 0: twice the image is the same one."""
+    seen = jax.ShapeDtypeStruct((6, 6, 2), jnp.float32)
+    x = jnp.asarray(np.random.default_rng(5).normal(size=(3, *seen.shape)), jnp.float32)
+    for kind in ("minatar", "mlp"):
+        network = _network(kind, seen, norm=True, shared=True)
+        params = network.init(jax.random.key(0))
+        wanted, found = (network.apply(params, (), factor * x)[0] for factor in (1.0, 2.0))
+        np.testing.assert_allclose(found, wanted, rtol=1e-3, atol=1e-4)
+        assert float(jnp.std(wanted)) > 1e-3
+        other = _network(kind, seen, shared=True)
+        assert not np.allclose(
+            *(other.apply(other.init(jax.random.key(0)), (), f * x)[0] for f in (1.0, 2.0)), rtol=0.1
+        )

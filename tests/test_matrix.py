@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from longhaul import mesh as meshes
-from longhaul.algorithms import actor_critic, impala, ppo
+from longhaul.algorithms import actor_critic, impala, ppo, pqn
 from longhaul.environment import vectorise
 from longhaul.envs.probes import PROBES, Probe
 from longhaul.rollout import collector, play, starts
@@ -56,6 +56,23 @@ def impala_learner(**options: Any) -> Learner:
     return Learner(make, lambda probe: actor_critic.critic(probe.environment.spec, impala_config(probe, **options)))
 
 
+def pqn_learner(**options: Any) -> Learner:
+    def config(probe: Probe) -> pqn.Config:
+        settings: dict[str, Any] = {
+            "lr": 1e-2, "hidden_dim": 32, "num_layers": 1, "epsilon_final": 0.0, "exploration": 0.5
+        }  # fmt: skip
+        return pqn.Config(gamma=probe.gamma, q_lambda=probe.gae_lambda, **(settings | options))
+
+    def make(probe: Probe, mean: Callable) -> Algorithm:
+        return pqn.pqn(probe.environment.spec, config(probe), updates=UPDATES, mean=mean)
+
+    def value(probe: Probe) -> Callable:
+        network = pqn.network(probe.environment.spec, config(probe))
+        return lambda policy, memory, observation: network.apply(policy, memory, observation)[1]
+
+    return Learner(make, value)
+
+
 APPO: dict[str, Any] = {
     "optimiser": "adam", "clip_eps": 0.2, "num_minibatches": 2, "update_epochs": 4, "normalise_advantage": True
 }  # fmt: skip
@@ -68,6 +85,8 @@ LEARNERS = {
     "impala": impala_learner(),
     "impala-gru": impala_learner(memory=16, **APPO),
     "appo": impala_learner(**APPO),
+    "pqn": pqn_learner(),
+    "pqn-gru": pqn_learner(memory=16, duelling=True),
 }
 
 
@@ -97,11 +116,13 @@ FEW = {
     "impala": ("time_limit", "action", "successor", "agents"),
     "impala-gru": ("memory",),
     "appo": ("masked", "multi_discrete"),
+    "pqn": ("constant", "time_limit", "terminal_reward", "two_step", "action", "successor", "agents"),
+    "pqn-gru": ("memory",),
 }
 """The probes that a variant sees. A recurrent critic is asked for the values of first observations only, and it never
 meets what follows a truncation with the memory of what went before: most probes tell nothing of it."""
 
-ON_MANY = {"impala": ("agents",), "impala-gru": (), "appo": ()}
+ON_MANY = {"impala": ("agents",), "impala-gru": (), "appo": (), "pqn": ("agents",), "pqn-gru": ()}
 """Where a learner shares with another what meets across devices, the probes that it sees there, too."""
 
 DAILY: dict[str, tuple[str, ...]] = {
@@ -112,6 +133,8 @@ DAILY: dict[str, tuple[str, ...]] = {
     "impala": ("successor",),
     "impala-gru": (),
     "appo": (),
+    "pqn": ("successor",),
+    "pqn-gru": (),
 }
 """What of a variant is not slow: on one device, these probes."""
 

@@ -59,3 +59,37 @@ def test_gae_batches_by_vmap():
     batched = jax.vmap(lambda *a: returns.gae(*a, gamma=0.97, lam=0.9), in_axes=1, out_axes=1)(*stacked)
     for i, column in enumerate(columns):
         np.testing.assert_allclose(batched[:, i], oracle(*column, 0.97, 0.9), rtol=2e-5, atol=2e-5)
+
+
+def mixture(reward, successor, terminated, truncated, gamma, lam):
+    """The forward view: of the n-step returns up to an end, (1 - lam) lam^(n-1) each and the rest on the longest."""
+    out = np.zeros(len(reward))
+    for t in range(len(reward)):
+        total, discount, weight = 0.0, 1.0, 1.0
+        for i in range(t, len(reward)):
+            total += discount * reward[i]
+            discount *= gamma
+            whole = total + (0.0 if terminated[i] else discount * successor[i])
+            last = terminated[i] or truncated[i] or i == len(reward) - 1
+            out[t] += weight * (1.0 if last else 1.0 - lam) * whole
+            weight *= lam
+            if last:
+                break
+    return out
+
+
+@pytest.mark.parametrize(("gamma", "lam"), [(0.99, 0.65), (0.9, 0.0), (1.0, 1.0)])
+def test_q_lambda_is_the_mixture_of_n_step_returns(gamma, lam):
+    reward, _, successor, terminated, truncated = stream(3)
+    ours = returns.q_lambda(*map(jnp.asarray, (reward, successor, terminated, truncated)), gamma=gamma, lam=lam)
+    np.testing.assert_allclose(
+        ours, mixture(reward, successor, terminated, truncated, gamma, lam), rtol=2e-5, atol=2e-5
+    )
+
+
+def test_q_lambda_is_gae_above_the_values_where_these_are_the_successors_before():
+    reward, value, successor, terminated, truncated = stream(4)
+    value[1:] = np.where((terminated | truncated)[:-1], value[1:], successor[:-1])
+    data = [jnp.asarray(x) for x in (reward, value, successor, terminated, truncated)]
+    ours = returns.q_lambda(data[0], *data[2:], gamma=0.97, lam=0.8)
+    np.testing.assert_allclose(ours, value + returns.gae(*data, gamma=0.97, lam=0.8), rtol=2e-5, atol=2e-5)

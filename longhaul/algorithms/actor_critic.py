@@ -94,8 +94,9 @@ class Parts(NamedTuple):
     network: networks.ActorCritic
 
 
-def parts(spec: Spec, config: Any) -> Parts:
-    """The network of a config for environments of `spec`. Raises ValueError where the two don't fit."""
+def parts(spec: Spec, config: Any, *, norm: bool = False) -> Parts:
+    """The network of a config for environments of `spec`, its layers normalised where `norm` says so. Raises ValueError
+    where the two don't fit."""
     design = Design(*(getattr(config, name) for name in Design._fields))
     seen = spec.observation.observation if isinstance(spec.observation, Masked) else spec.observation
     if spec.expand is not None:
@@ -113,12 +114,13 @@ def parts(spec: Spec, config: Any) -> Parts:
     options: dict[str, Any] = {
         "free": policy.free, "torso": design.torso, "activation": design.activation, "memory": design.memory,
         "precision": design.precision, "remat": design.remat, "shared": design.shared, "begin": design.init,
+        "norm": norm,
     }  # fmt: skip
     width, depth = design.hidden_dim, design.num_layers
     if design.model_size is not None:
         width, depth = dial.shape(seen, policy.size, design.model_size, **options)
     expand, live = spec.expand, None
-    if spec.compact is not None and networks.takes_live(design.torso, design.shared, design.memory):
+    if spec.compact is not None and networks.takes_live(design.torso, design.shared, design.memory, norm):
         expand, live = spec.compact
     network = networks.actor_critic(seen, policy.size, sizes=(width,) * depth, live=live, **options)
     return Parts(seen, policy, _expanding(network, expand))

@@ -199,6 +199,23 @@ def ppo(
     )  # fmt: skip
 
 
+class Passes(NamedTuple):
+    """What `optimiser_steps` reads of a config, for algorithms of which some is always as it is here."""
+
+    lr: float
+    anneal: bool
+    warmup: int
+    num_minibatches: int | None
+    update_epochs: int | None
+    memory: int
+    chunk: int
+    accumulate: int | None
+    kl_stop: float | None = None
+    vf_coef: float = 1.0
+    ent_coef: float = 0.0
+    ent_coef_final: float | None = None
+
+
 def optimiser_steps(
     loss: Callable[..., tuple[jax.Array, Metrics]],
     live: Callable[[Params], Params],
@@ -213,10 +230,10 @@ def optimiser_steps(
 ) -> Callable[..., tuple[Params, optax.OptState, Metrics]]:
     """(params, opt_state, update, batch, key) -> all epochs over the batch; metrics are means over rows and steps.
 
-    `config` is this algorithm's or one with the same fields for how a batch is learnt from. `loss` takes (params,
-    batch, entropy weight) to sums over rows of the loss and of its parts, which are named `told`. A batch is a
-    NamedTuple of rows, with `memory`, `weight` and `advantage` among them. Say `split` where parameters are split over
-    devices: then the optimiser takes them one by one.
+    `config` is this algorithm's, or has the fields of `Passes`. `loss` takes (params, batch, entropy weight) to sums
+    over rows of the loss and of its parts, which are named `told`. A batch is a NamedTuple of rows, with `memory`,
+    `weight` and `target` among them. Say `split` where parameters are split over devices: then the optimiser takes
+    them one by one.
     """
     working = optimiser if split else optax.flatten(optimiser)
     rate = schedule(config.lr, 0.0 if config.anneal else config.lr)
@@ -249,10 +266,10 @@ def optimiser_steps(
     ) -> tuple[Params, optax.OptState, Metrics]:
         if not config.memory:
             batch = jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), batch)
-        rows = batch.advantage.shape[axis]
+        rows = batch.target.shape[axis]
         given = config.num_minibatches, config.update_epochs
         minibatches, epochs = rules.decide(rows, rows, "none", *given)
-        deep = 1 if axis == 0 else batch.advantage.shape[0]
+        deep = 1 if axis == 0 else batch.target.shape[0]
         chunk = chunk_of(rows // minibatches // (config.accumulate or 1), max(1, config.chunk // deep))
         share = jnp.float32(1.0) if batch.weight is None else jnp.maximum(mean(apart(jnp.mean)(batch.weight)), 1e-8)
         norm = share * (deep * rows // minibatches)  # one for the whole batch: no minibatch weighs more
@@ -285,7 +302,9 @@ def optimiser_steps(
         opt_state = ended if split else flat.unpack(ended, opt_state, params)
         steps = epochs * minibatches
         means = mean(jax.tree.map(lambda x: x / (norm * steps), totals))
-        means["total_loss"] = means["policy_loss"] + config.vf_coef * means["value_loss"] - weight * means["entropy"]
+        if "policy_loss" in means:
+            value, entropy = config.vf_coef * means["value_loss"], weight * means["entropy"]
+            means["total_loss"] = means["policy_loss"] + value - entropy
         return params, opt_state, means | {"lr": lr}
 
     return optimise

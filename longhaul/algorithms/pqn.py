@@ -1,0 +1,226 @@
+"""PQN (Gallici et al. 2024, arXiv 2407.04811): Q-learning from many worlds at once, without a replay or targets.
+
+In their place are a normalised network (Ba et al. 2016) and returns over lambda of what was just acted.
+
+Where we differ: values are computed once an update, from the parameters at its beginning, or taken from acting where it
+was by these very ones. A truncated step looks ahead to its own successor. Minibatches, accumulation and memory are
+PPO's (`ppo.optimiser_steps`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from longhaul import networks, normalise, randomness, returns
+from longhaul.algorithms import actor_critic, off_policy, ppo, values
+from longhaul.algorithms.actor_critic import Apart, Parts, State, moments_of
+from longhaul.types import Algorithm, Discrete, Key, Metrics, Params, PyTree, Rollout, Spec
+
+
+@dataclass(frozen=True)
+class Config:
+    """PQN's hyperparameters. Steps are agent steps."""
+
+    lr: float = 2.5e-4
+    anneal: bool = True  # the learning rate falls to 0 over the run, linearly
+    warmup: int = 0  # updates over which the learning rate rises to it at the beginning, linearly
+    adam_eps: float = 1e-8  # added to the root of the second moment of rectified Adam
+    gamma: float = 0.99
+    q_lambda: float = 0.65
+    epsilon: float = 1.0  # share of random actions at the beginning
+    epsilon_final: float = 0.05  # and after `exploration`
+    exploration: float = 0.2  # share of the run over which the one goes to the other
+    num_minibatches: int | None = 4  # None: chosen by `run.resolve`, else 4, or what divides the batch
+    update_epochs: int | None = 4
+    max_grad_norm: float = 10.0
+    duelling: bool = False  # a value, and advantages about it
+    layer_norm: bool = True
+    normalise_observation: bool = False
+    reward_scale: float = 1.0
+    torso: str = "mlp"
+    hidden_dim: int = 128
+    num_layers: int = 2
+    model_size: float | None = None  # millions of parameters, from which hidden_dim and num_layers follow
+    activation: str = "relu"  # of mlp and deepset
+    init: str = "lecun"  # of mlp, deepset and heads
+    memory: int = 0  # width of the recurrent unit; 0: none
+    chunk: int = 1024  # most rows of a minibatch whose gradient is taken at once
+    accumulate: int | None = None  # pieces, at least, in which it is taken; None: as `chunk` has it
+    precision: str = "fp32"  # of the torso; "bf16": in bfloat16, with parameters, heads and losses in float32
+    remat: str = "none"  # what of the torso is computed again for the gradient instead of kept: precision.REMATS
+
+    @property
+    def shared(self) -> bool:
+        """There is one torso: the values of choices, and where they duel that of the place, come of it."""
+        return True
+
+
+class Policy(NamedTuple):
+    """What acting needs."""
+
+    params: Params
+    moments: normalise.Moments | tuple[()]
+    random: jax.Array  # float32: the share of actions that are drawn evenly among the legal ones
+
+
+class Batch(NamedTuple):
+    """Rows of a rollout, [rows, ...]; with memory: whole columns, [T, columns, ...]."""
+
+    seen: PyTree  # (what is seen, which choices are legal or None)
+    action: jax.Array
+    target: jax.Array  # for the value of the action
+    weight: jax.Array | None  # float32; None where every row counts alike
+    begins: jax.Array | None  # bool [T, columns]: an episode begins here, so memory is put back
+    memory: PyTree  # [columns, width] or ()
+
+
+def check(config: Config, *, columns: int, steps: int) -> None:
+    """Raises ValueError, naming value, bound and remedy, where the sizes of one shard can't work."""
+    shares = ("gamma", "q_lambda", "epsilon", "epsilon_final", "exploration")
+    actor_critic.check(config, columns=columns, steps=steps, shares=shares, least=("lr", "max_grad_norm"))
+    if not config.adam_eps > 0.0:  # 0 / 0 where an input is never there
+        raise ValueError(f"adam_eps is {config.adam_eps}; it must be above 0")
+
+
+def _make(spec: Spec, config: Config) -> Parts:
+    """A network of (what is seen, mask): the values of choices, the least number there is where one is not legal, and
+    the greatest of them."""
+    if not isinstance(spec.action, Discrete):
+        raise ValueError(f"PQN learns one choice, and this environment takes {spec.action}")
+    made = actor_critic.parts(spec, config, norm=config.layer_norm)
+    inner = made.network
+
+    def apply(params: Params, memory: PyTree, looked: PyTree) -> tuple[jax.Array, jax.Array, PyTree]:
+        seen, mask = looked
+        q, value, memory = inner.apply(params, memory, seen)
+        if config.duelling:
+            q = value[..., None] + q - jnp.mean(q, axis=-1, keepdims=True)
+        q = q if mask is None else jnp.where(mask, q, jnp.finfo(jnp.float32).min)
+        return q, jnp.max(q, axis=-1), memory
+
+    return made._replace(network=inner._replace(apply=apply))
+
+
+def _of(q: jax.Array, choice: jax.Array) -> jax.Array:
+    """The value of one choice, as a masked sum, whose gradient is no scatter."""
+    return jnp.sum(jnp.where(jax.nn.one_hot(choice, q.shape[-1], dtype=bool), q, 0.0), axis=-1)
+
+
+def _loss(network: networks.ActorCritic) -> Callable[..., tuple[jax.Array, Metrics]]:
+    """(params, batch, nothing) -> sums over rows of the loss (the paper's equation 14) and of what is told."""
+
+    def loss(params: Params, batch: Batch, _: jax.Array) -> tuple[jax.Array, Metrics]:
+        if batch.begins is None:
+            q, _, _ = network.apply(params, (), batch.seen)
+        else:
+            q, _, _ = values.along_time(network, params, batch.memory, batch.seen, batch.begins)
+        q = _of(q, batch.action)
+        total = 0.5 * jnp.square(q - batch.target)
+        if batch.weight is not None:
+            total, q = total * batch.weight, q * batch.weight
+        return jnp.sum(total), {"value_loss": jnp.sum(total), "q": jnp.sum(q)}
+
+    return loss
+
+
+def pqn(
+    spec: Spec,
+    config: Config,
+    *,
+    updates: int,
+    mean: Callable[[PyTree], PyTree],
+    apart: Apart = lambda function: function,
+    first: int = 0,
+    done: float = 0.0,
+    split: bool = False,
+) -> Algorithm:
+    """PQN for environments of `spec`, annealed over `updates` updates; `mean` averages over the shards.
+
+    Between two means, what is computed of a shard's numbers goes through `apart`. `first`, `done` and `split` as in
+    `ppo.ppo`.
+    """
+    made = _make(spec, config)
+    network = made.network
+    optimiser = optax.chain(optax.clip_by_global_norm(config.max_grad_norm), optax.scale_by_radam(eps=config.adam_eps))
+    schedule = actor_critic.annealing(updates, first, done)
+    passes = ppo.Passes(
+        config.lr, config.anneal, config.warmup, config.num_minibatches, config.update_epochs, config.memory,
+        config.chunk, config.accumulate,
+    )  # fmt: skip
+    optimise = ppo.optimiser_steps(
+        _loss(network), network.live, optimiser, passes, schedule, mean, apart, ("value_loss", "q"), split=split
+    )
+
+    def see(state: State, data: Rollout) -> tuple[Batch, jax.Array]:
+        """(the batch of one shard, its errors before the update)."""
+        seen, *others = (actor_critic.look(state.moments, o) for o in (data.observation, *data.successors))
+        ahead, successor = values.estimates(
+            network, state.params, data, (seen, *others), config.chunk, state.updates
+        )  # fmt: skip
+        reach = jax.vmap(
+            lambda r, s, end, cut: returns.q_lambda(r, s, end, cut, gamma=config.gamma, lam=config.q_lambda),
+            in_axes=1, out_axes=1,
+        )  # fmt: skip
+        target = reach(data.reward * config.reward_scale, successor, data.terminated, data.truncated)
+        weight = data.valid.astype(jnp.float32) if spec.agents is not None else None
+        begins = values.begins(data) if config.memory else None
+        return Batch(seen, data.action, target, weight, begins, data.memory), target - ahead
+
+    def learn(state: State, data: Rollout, key: Key) -> tuple[State, Metrics]:
+        batch, surplus = apart(see)(state, data)
+        unexplained, spread = (moments_of(x, batch.weight, mean, apart)[1] for x in (surplus, batch.target))
+        params, opt_state, metrics = optimise(state.params, state.opt_state, state.updates, batch, key)
+        metrics["explained_variance"] = 1.0 - unexplained / jnp.maximum(spread, 1e-8)
+        metrics["epsilon"] = explore(state.updates)
+        moments = state.moments
+        # After the update: this batch was acted and learnt with the old ones.
+        if isinstance(moments, normalise.Moments):
+            raw = actor_critic.look((), data.observation)[0]
+            moments = normalise.update(moments, raw, None if batch.weight is None else data.valid, mean, apart)
+        return State(params, opt_state, moments, state.updates + 1), {f"pqn/{k}": v for k, v in metrics.items()}
+
+    def explore(at: jax.Array) -> jax.Array:
+        passed = done + (1.0 - done) * (at - first) / (updates - first)
+        share = jnp.clip(passed / max(config.exploration, 1e-8), 0.0, 1.0)
+        return config.epsilon + (config.epsilon_final - config.epsilon) * share
+
+    def policy(state: State) -> Policy:
+        return Policy(state.params, state.moments, explore(state.updates))
+
+    starting = actor_critic.starting(made, config, optimiser)
+    return Algorithm(starting, policy, network.memory, _acting(made, config, spec.action), learn)
+
+
+def _acting(made: Parts, config: Config, action: Any) -> Callable[..., tuple[jax.Array, PyTree, Any]]:
+    """`Algorithm.act`: the choice of the greatest value, or now and then any. Its extra is that value, which comes for
+    nothing where there is no memory."""
+
+    def act(acting: Policy, memory: PyTree, observation: PyTree, key: Key | None) -> tuple[jax.Array, PyTree, Any]:
+        looked = actor_critic.look(acting.moments, observation)
+        q, ahead, memory = made.network.apply(acting.params, memory, looked)
+        best = jnp.argmax(q, axis=-1).astype(jnp.int32)
+        extras = {} if config.memory else {"value": ahead}
+        if key is None:
+            return best, memory, extras
+        rows = q.shape[0]
+        key_even, key_which = randomness.split(key, 2)
+        even = randomness.uniform(key_which, (rows,)) < acting.random
+        return jnp.where(even, off_policy.evenly(key_even, looked[1], action.n, rows), best), memory, extras
+
+    return act
+
+
+def network(spec: Spec, config: Config) -> networks.ActorCritic:
+    """The values of a `Policy`'s choices as if they were logits, and the greatest of them."""
+    inner = _make(spec, config).network
+
+    def apply(policy: Policy, memory: PyTree, observation: PyTree) -> tuple[jax.Array, jax.Array, PyTree]:
+        return inner.apply(policy.params, memory, actor_critic.look(policy.moments, observation))
+
+    return inner._replace(apply=apply)
