@@ -35,7 +35,7 @@ NAMES = {
     "driving-step": "dynamics, collision and off-road of all objects of driving worlds",
     "driving-env": "whole environment steps of driving: observation, reward, ends, metrics, resets",
     "driving-train": "training by the driving recipe",
-    "replay": "rows added and steps sampled in turn, evenly and by priority; --peer-python: beside flashbax",
+    "replay": "rows added and steps sampled in turn, evenly and by priority, beside bare look-ups; --peer-python",
     "sac": "training by the pendulum-sac recipe",
     "hackmatrix-ppo": "training by the hackmatrix recipe, with peak memory",
     "hackmatrix": "the same with its starts, cold and warm, and shares; --grid: over sizes and precisions",
@@ -100,7 +100,7 @@ def figure(
             few = {"NPROC": "1"} if ours.about["config"]["devices"] == 1 else {}
             few |= {"NPROC": "4"} if name == "seeds" else {}
             others = workers.enter_context(Worker(command, few))
-        if name == "replay" and peer_python is not None:
+        if name == "replay" and peer_python is not None and not case.get("bare"):
             others = workers.enter_context(
                 Worker([peer_python, "-c", replay_workloads.PEER, json.dumps(ours.about)], {})
             )
@@ -399,7 +399,8 @@ def _replay(
 ) -> list[dict[str, Any]]:
     sizes = {"columns": columns, "width": width, "size": size, "batch": batch, "iterations": iterations, "half": half}
     fills = (fill,) if isinstance(fill, float) else fill
-    return [sizes | {"prioritised": flag, "fill": share} for flag in (False, True) for share in fills]
+    kinds = {"prioritised": False, "bare": True}, {"prioritised": False}, {"prioritised": True}
+    return [sizes | kind | {"fill": share} for kind in kinds for share in fills]
 
 
 def _sac(*, total_steps: int = 10_000, devices: int | None = None) -> list[dict[str, Any]]:

@@ -138,7 +138,7 @@ def pendulum() -> Run:
 def cartpole_dqn() -> Run:
     """CartPole-v1 by DQN: double, duelling, returns of 3 steps, by priority.
 
-    Mean return 500 of 500 on 100 episodes after 200,000 steps, seed 0; in training 500 from 45,000 on.
+    Mean return 500 of 500 on 100 episodes after 200,000 steps, for seeds 0, 1 and 2.
     """
     return Run(
         "cartpole-dqn",
@@ -157,7 +157,7 @@ def cartpole_dqn() -> Run:
 def cartpole_pqn() -> Run:
     """CartPole-v1 by PQN: values from many worlds at once, without a replay.
 
-    Not measured yet.
+    Mean return 500 of 500 on 100 episodes after 500,000 steps, for seeds 0, 1 and 2.
     """
     return Run(
         "cartpole-pqn",
@@ -189,7 +189,7 @@ def pendulum_sac() -> Run:
 def pendulum_td3() -> Run:
     """Pendulum-v1 by TD3: swing a rod up and hold it, learnt from a replay in few steps.
 
-    Mean return -147 on 100 episodes after 30,000 steps, seed 0.
+    Mean return -146, -146 and -153 on 100 episodes after 30,000 steps, for seeds 0, 1 and 2.
     """
     return dataclasses.replace(
         pendulum_sac(), recipe="pendulum-td3",

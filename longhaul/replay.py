@@ -20,6 +20,7 @@ some compilers would widen a whole ring of bfloat16 to write a row of it.
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -123,126 +124,163 @@ def replay(
     `half` keeps float32 observations in bfloat16; other dtypes stay as they are. Without `prioritised` all steps are
     alike.
     """
-    rows, columns = rows_of(size, sizes), sizes.columns
+    rows = rows_of(size, sizes)
     places = min(rows, math.ceil(rows / spec.truncation_interval)) if spec.truncation_interval else 1
-    kept = jnp.int8 if places <= 127 else jnp.int16 if places <= 32_767 else jnp.int32
-    pack, unpack = _packing(spec.observation, half)
-    count = rows * columns
+    layout = _Layout(
+        rows, sizes.columns, places, sizes, spec, action, n_step, prioritised, *_packing(spec.observation, half)
+    )
+    of = functools.partial
+    return Replay(
+        rows, of(_start, layout), of(_add, layout), of(_sample, layout), of(_sequences, layout), _prioritise
+    )  # fmt: skip
 
-    def start() -> Ring:
-        packed = jax.eval_shape(lambda: pack(jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), spec.observation)))
-        observation = jax.tree.map(lambda x: jnp.zeros((rows + places, columns, *x.shape), x.dtype), packed)
-        ring = Ring(
-            observation,
-            jax.tree.map(lambda x: jnp.zeros_like(x[0]), observation),
-            jnp.zeros(columns, bool),
-            jnp.zeros((rows, columns, *action.shape), action.dtype),
-            jnp.zeros((rows, columns), jnp.float32),
-            jnp.full((rows, columns), NOBODY, kept),
-            jnp.zeros(columns, jnp.int32),
-            priorities.start(count) if prioritised else (),
-            jnp.float32(1.0),
-        )
-        return jax.tree.map(lambda x: jnp.broadcast_to(x, (sizes.shards, *x.shape)), ring)
 
-    def add(ring: Ring, cursor: Cursor, data: Rollout) -> tuple[Ring, Cursor]:
-        assert data.reward.shape == (sizes.steps, columns), (data.reward.shape, sizes)
-        at, after = cursor.at, (cursor.at + sizes.steps) % rows
-        before = (at - 1) % rows
-        new, last, truncated = (pack(x) for x in (data.observation, *data.successors))
-        broken = _differ(ring.last, jax.tree.map(lambda x: x[0], new))
-        broken = broken & ring.open
-        cut = data.truncated & ~data.terminated & data.valid
-        place = (ring.cuts[None] + jnp.cumsum(cut, axis=0) - cut) % places
-        ending = jnp.where(cut, place, jnp.where(data.terminated, TERMINATED, ON))
-        ending = jnp.where(data.valid, ending, NOBODY).astype(kept)
-        # A rollout's k-th truncation of a column goes to the k-th place free; what is out of range is dropped.
-        k = jnp.arange(jax.tree.leaves(truncated)[0].shape[0])[:, None]
-        where = jnp.where(k < jnp.sum(cut, axis=0)[None], rows + (ring.cuts[None] + k) % places, rows + places)
+class _Layout(NamedTuple):
+    """What a ring's functions know of it."""
 
-        def write(store: jax.Array, new: jax.Array, last: jax.Array, truncated: jax.Array) -> jax.Array:
-            store = _put(_put(store, new, at), last[None], after)
-            return store.at[where, column].set(truncated, mode="drop")
+    rows: int
+    columns: int
+    places: int  # for successors of truncated steps, of each column
+    sizes: Sizes
+    spec: Spec
+    action: jax.ShapeDtypeStruct
+    n_step: int
+    prioritised: bool
+    pack: Callable[[PyTree], PyTree]
+    unpack: Callable[[PyTree], PyTree]
 
-        column = jnp.arange(columns)
-        endings = ring.ending.at[jnp.where(broken, before, rows), column].set(NOBODY, mode="drop")
-        ring = ring._replace(
-            observation=jax.tree.map(write, ring.observation, new, last, truncated),
-            last=last,
-            open=ending[-1] == ON,
-            action=_put(ring.action, data.action.astype(action.dtype), at),
-            reward=_put(ring.reward, data.reward, at),
-            ending=_put(endings, ending, at),
-            cuts=(ring.cuts + jnp.sum(cut, axis=0, dtype=jnp.int32)) % places,
-        )
-        if isinstance(ring.tree, Tree):
-            worth = jnp.where(data.valid, ring.greatest, 0.0).reshape(-1)
-            # The row at the cursor has the newest step's successor for its observation: it can't be sampled, nor can
-            # a step whose successor is not known.
-            rows_of_them = (at * columns, worth), (after * columns, jnp.zeros(columns))
-            tree = priorities.change(
-                ring.tree, rows_of_them, jnp.where(broken, before, after) * columns + column, jnp.zeros(columns)
-            )
-            ring = ring._replace(tree=tree)
-        return ring, Cursor(after, jnp.minimum(cursor.filled + sizes.steps, rows - 1))
+    @property
+    def kept(self) -> Any:
+        """How an ending is kept, which may be a place."""
+        return jnp.int8 if self.places <= 127 else jnp.int16 if self.places <= 32_767 else jnp.int32
 
-    def look(ring: Ring, row: jax.Array, column: jax.Array) -> PyTree:
-        return unpack(jax.tree.map(lambda x: x[row, column], ring.observation))
+    def look(self, ring: Ring, row: jax.Array, column: jax.Array) -> PyTree:
+        return self.unpack(jax.tree.map(lambda x: x[row, column], ring.observation))
 
-    def sample(ring: Ring, cursor: Cursor, key: Key, n: int, beta: jax.Array | float) -> Transitions:
-        if isinstance(ring.tree, Tree):
-            index, priority = priorities.draw(ring.tree, key, n)
-            row, column = index // columns, index % columns
-            least = jnp.min(jnp.where(priority > 0.0, priority, jnp.inf))
-            weight = jnp.where(priority > 0.0, (jnp.maximum(priority, least) / least) ** -beta, 0.0)
-        else:
-            drawn = randomness.bits(key, (2, n))
-            row = (_below(drawn[0], jnp.maximum(cursor.filled, 1)) + cursor.at - cursor.filled) % rows
-            column = _below(drawn[1], columns)
-            index, weight = row * columns + column, jnp.ones(n, jnp.float32)
-        ahead = jnp.arange(n_step)[:, None]
-        newest = (cursor.at - 1 - row) % rows  # rows after this one, to the newest
-        window = (row[None] + ahead) % rows, jnp.broadcast_to(column[None], (n_step, n))
-        ending = ring.ending[window].astype(jnp.int32)
-        there = (ending != NOBODY) & (ahead <= newest[None])
-        goes_on = jnp.cumprod(there & (ending == ON), axis=0, dtype=jnp.int32)
-        counts = there & jnp.concatenate([jnp.ones((1, n), bool), goes_on[:-1] > 0])
-        m = jnp.sum(counts, axis=0, dtype=jnp.int32)
-        last = jnp.take_along_axis(ending, jnp.maximum(m - 1, 0)[None], axis=0)[0]
-        following = jnp.where(last >= 0, rows + last, (row + m) % rows)
-        return Transitions(
-            look(ring, row, column), ring.action[row, column], jnp.where(counts, ring.reward[window], 0.0), m,
-            last == TERMINATED, look(ring, following, column), jnp.where(m > 0, weight, 0.0), index,
-        )  # fmt: skip
 
-    def sequences(ring: Ring, cursor: Cursor, key: Key, n: int, length: int) -> Rollout:
-        drawn = randomness.bits(key, (2, n))
-        first = _below(drawn[0], jnp.maximum(cursor.filled - length + 1, 1))
-        column = jnp.broadcast_to(_below(drawn[1], columns), (length, n))
-        t = jnp.arange(length)[:, None]
-        row = (first[None] + t + cursor.at - cursor.filled) % rows
-        ending = jnp.where(first[None] + t < cursor.filled, ring.ending[row, column].astype(jnp.int32), NOBODY)
-        cut = ending >= 0
-        slots = math.ceil(length / (spec.truncation_interval or length))
-        number = jnp.cumsum(cut, axis=0) - cut
-        here = cut[None] & (number[None] == jnp.arange(slots)[:, None, None])  # [slots, length, n]
-        where = rows + jnp.sum(jnp.where(here, ending[None], 0), axis=1)
-        last = look(ring, (row[-1] + 1) % rows, column[0])
-        return Rollout(
-            look(ring, row, column), ring.action[row, column], ring.reward[row, column], ending == TERMINATED, cut,
-            ending != NOBODY, (), Successors(last, look(ring, where, jnp.broadcast_to(column[0], where.shape))), (),
-            jnp.int32(0),
-        )  # fmt: skip
+def _start(of: _Layout) -> Ring:
+    rows, columns = of.rows, of.columns
+    packed = jax.eval_shape(lambda: of.pack(jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), of.spec.observation)))
+    observation = jax.tree.map(lambda x: jnp.zeros((rows + of.places, columns, *x.shape), x.dtype), packed)
+    ring = Ring(
+        observation,
+        jax.tree.map(lambda x: jnp.zeros_like(x[0]), observation),
+        jnp.zeros(columns, bool),
+        jnp.zeros((rows, columns, *of.action.shape), of.action.dtype),
+        jnp.zeros((rows, columns), jnp.float32),
+        jnp.full((rows, columns), NOBODY, of.kept),
+        jnp.zeros(columns, jnp.int32),
+        priorities.start(rows * columns) if of.prioritised else (),
+        jnp.float32(1.0),
+    )
+    return jax.tree.map(lambda x: jnp.broadcast_to(x, (of.sizes.shards, *x.shape)), ring)
 
-    def prioritise(ring: Ring, batch: Transitions, priority: jax.Array) -> Ring:
-        if not isinstance(ring.tree, Tree):
-            return ring
-        greatest = jnp.maximum(ring.greatest, jnp.max(priority))
-        # Who has no weight keeps none. By it, too, what was drawn is read before it is written, without a copy.
-        priority = jnp.where(batch.weight > 0.0, priority, 0.0)
-        return ring._replace(tree=priorities.change(ring.tree, (), batch.chosen, priority), greatest=greatest)
 
-    return Replay(rows, start, add, sample, sequences, prioritise)
+def _add(of: _Layout, ring: Ring, cursor: Cursor, data: Rollout) -> tuple[Ring, Cursor]:
+    rows, steps, places, column = of.rows, of.sizes.steps, of.places, jnp.arange(of.columns)
+    assert data.reward.shape == (steps, of.columns), (data.reward.shape, of.sizes)
+    at, after = cursor.at, (cursor.at + steps) % rows
+    before = (at - 1) % rows
+    new, last, truncated = (of.pack(x) for x in (data.observation, *data.successors))
+    broken = _differ(ring.last, jax.tree.map(lambda x: x[0], new)) & ring.open
+    cut = data.truncated & ~data.terminated & data.valid
+    place = (ring.cuts[None] + jnp.cumsum(cut, axis=0) - cut) % places
+    ending = jnp.where(cut, place, jnp.where(data.terminated, TERMINATED, ON))
+    ending = jnp.where(data.valid, ending, NOBODY).astype(of.kept)
+    # A rollout's k-th truncation of a column goes to the k-th place free; what is out of range is dropped.
+    k = jnp.arange(jax.tree.leaves(truncated)[0].shape[0])[:, None]
+    where = jnp.where(k < jnp.sum(cut, axis=0)[None], rows + (ring.cuts[None] + k) % places, rows + places)
+
+    def write(store: jax.Array, new: jax.Array, last: jax.Array, truncated: jax.Array) -> jax.Array:
+        store = _put(_put(store, new, at), last[None], after)
+        return store.at[where, column].set(truncated, mode="drop")
+
+    endings = ring.ending.at[jnp.where(broken, before, rows), column].set(NOBODY, mode="drop")
+    ring = ring._replace(
+        observation=jax.tree.map(write, ring.observation, new, last, truncated),
+        last=last,
+        open=ending[-1] == ON,
+        action=_put(ring.action, data.action.astype(of.action.dtype), at),
+        reward=_put(ring.reward, data.reward, at),
+        ending=_put(endings, ending, at),
+        cuts=(ring.cuts + jnp.sum(cut, axis=0, dtype=jnp.int32)) % places,
+    )
+    if isinstance(ring.tree, Tree):
+        ring = ring._replace(tree=_worth(of, ring, ring.tree, at, after, data.valid, jnp.where(broken, before, after)))
+    return ring, Cursor(after, jnp.minimum(cursor.filled + steps, rows - 1))
+
+
+def _worth(
+    of: _Layout, ring: Ring, tree: Tree, at: jax.Array, after: jax.Array, valid: jax.Array, lost: jax.Array
+) -> Tree:
+    """The priorities of new rows. The row at the cursor has the newest step's successor for its observation: it can't
+    be sampled, nor can a step whose successor is not known, in row `lost` [B]."""
+    worth = jnp.where(valid, ring.greatest, 0.0).reshape(-1)
+    nothing = jnp.zeros(of.columns)
+    rows = (at * of.columns, worth), (after * of.columns, nothing)
+    return priorities.change(tree, rows, lost * of.columns + jnp.arange(of.columns), nothing)
+
+
+def _choose(
+    of: _Layout, ring: Ring, cursor: Cursor, key: Key, n: int, beta: jax.Array | float
+) -> tuple[jax.Array, jax.Array]:
+    """(places in the ring, row by row, their weights), [n] each."""
+    if isinstance(ring.tree, Tree):
+        index, priority = priorities.draw(ring.tree, key, n)
+        least = jnp.min(jnp.where(priority > 0.0, priority, jnp.inf))
+        return index, jnp.where(priority > 0.0, (jnp.maximum(priority, least) / least) ** -beta, 0.0)
+    drawn = randomness.bits(key, (2, n))
+    row = (_below(drawn[0], jnp.maximum(cursor.filled, 1)) + cursor.at - cursor.filled) % of.rows
+    return row * of.columns + _below(drawn[1], of.columns), jnp.ones(n, jnp.float32)
+
+
+def _sample(of: _Layout, ring: Ring, cursor: Cursor, key: Key, n: int, beta: jax.Array | float) -> Transitions:
+    rows, n_step = of.rows, of.n_step
+    index, weight = _choose(of, ring, cursor, key, n, beta)
+    row, column = index // of.columns, index % of.columns
+    ahead = jnp.arange(n_step)[:, None]
+    newest = (cursor.at - 1 - row) % rows  # rows after this one, to the newest
+    window = (row[None] + ahead) % rows, jnp.broadcast_to(column[None], (n_step, n))
+    ending = ring.ending[window].astype(jnp.int32)
+    there = (ending != NOBODY) & (ahead <= newest[None])
+    goes_on = jnp.cumprod(there & (ending == ON), axis=0, dtype=jnp.int32)
+    counts = there & jnp.concatenate([jnp.ones((1, n), bool), goes_on[:-1] > 0])
+    m = jnp.sum(counts, axis=0, dtype=jnp.int32)
+    last = jnp.take_along_axis(ending, jnp.maximum(m - 1, 0)[None], axis=0)[0]
+    following = jnp.where(last >= 0, rows + last, (row + m) % rows)
+    return Transitions(
+        of.look(ring, row, column), ring.action[row, column], jnp.where(counts, ring.reward[window], 0.0), m,
+        last == TERMINATED, of.look(ring, following, column), jnp.where(m > 0, weight, 0.0), index,
+    )  # fmt: skip
+
+
+def _sequences(of: _Layout, ring: Ring, cursor: Cursor, key: Key, n: int, length: int) -> Rollout:
+    drawn = randomness.bits(key, (2, n))
+    first = _below(drawn[0], jnp.maximum(cursor.filled - length + 1, 1))
+    column = jnp.broadcast_to(_below(drawn[1], of.columns), (length, n))
+    t = jnp.arange(length)[:, None]
+    row = (first[None] + t + cursor.at - cursor.filled) % of.rows
+    ending = jnp.where(first[None] + t < cursor.filled, ring.ending[row, column].astype(jnp.int32), NOBODY)
+    cut = ending >= 0
+    slots = math.ceil(length / (of.spec.truncation_interval or length))
+    number = jnp.cumsum(cut, axis=0) - cut
+    here = cut[None] & (number[None] == jnp.arange(slots)[:, None, None])  # [slots, length, n]
+    where = of.rows + jnp.sum(jnp.where(here, ending[None], 0), axis=1)
+    last = of.look(ring, (row[-1] + 1) % of.rows, column[0])
+    return Rollout(
+        of.look(ring, row, column), ring.action[row, column], ring.reward[row, column], ending == TERMINATED, cut,
+        ending != NOBODY, (), Successors(last, of.look(ring, where, jnp.broadcast_to(column[0], where.shape))), (),
+        jnp.int32(0),
+    )  # fmt: skip
+
+
+def _prioritise(ring: Ring, batch: Transitions, priority: jax.Array) -> Ring:
+    if not isinstance(ring.tree, Tree):
+        return ring
+    greatest = jnp.maximum(ring.greatest, jnp.max(priority))
+    # Who has no weight keeps none. By it, too, what was drawn is read before it is written, without a copy.
+    priority = jnp.where(batch.weight > 0.0, priority, 0.0)
+    return ring._replace(tree=priorities.change(ring.tree, (), batch.chosen, priority), greatest=greatest)
 
 
 def _packing(observation: PyTree, half: bool) -> tuple[Callable[[PyTree], PyTree], Callable[[PyTree], PyTree]]:

@@ -2,6 +2,9 @@
 
 flashbax, another library's replay, does the same work under its own Python: rows of the same size into a buffer of as
 many steps, samples of as many pairs, priorities of as many set. It keeps items as they are, so that both keep float32.
+
+A bare case does nothing but look up as many pairs of rows at random in an array of the ring's size and fill: what the
+machine's memory alone makes of it, beside which the replay's own cost is to be read.
 """
 
 from __future__ import annotations
@@ -12,6 +15,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from longhaul import randomness
 from longhaul import replay as replays
 from longhaul.replay import Ring, Sizes
 from longhaul.types import Discrete, Rollout, Spec, Successors
@@ -22,12 +26,15 @@ INTERVAL = 1000
 
 
 def replay(
-    columns: int, width: int, size: int, batch: int, iterations: int, prioritised: bool, half: bool, fill: float
-) -> Prepared:
+    columns: int, width: int, size: int, batch: int, iterations: int, prioritised: bool, half: bool, fill: float,
+    bare: bool = False,
+) -> Prepared:  # fmt: skip
     """`iterations` times: a row of `columns` steps of `width` floats added, `batch` steps sampled and summed.
 
     Before that a share `fill` of the ring of `size` steps is taken to be filled; of random numbers, which cost as much.
     """
+    if bare:
+        return _gathers(columns, width, size, batch, iterations, half, fill)
     spec = Spec(jax.ShapeDtypeStruct((width,), jnp.float32), Discrete(18), None, INTERVAL, None)
     action = jax.ShapeDtypeStruct((), jnp.uint8)
     store = replays.replay(spec, action, Sizes(1, columns, 1), size, half=half, prioritised=prioritised)
@@ -78,7 +85,41 @@ def replay(
 
     config = {
         "columns": columns, "width": width, "size": store.rows * columns, "batch": batch, "iterations": iterations,
-        "prioritised": prioritised, "half": half, "fill": fill,
+        "prioritised": prioritised, "half": half, "fill": fill, "bare": False,
+    }  # fmt: skip
+    return Prepared(config, iterations * batch, "sampled steps", compiled, lambda number: jax.random.key(number), work)
+
+
+def _gathers(columns: int, width: int, size: int, batch: int, iterations: int, half: bool, fill: float) -> Prepared:
+    """`iterations` times `batch` rows and those after them, looked up at random and summed; nothing is written."""
+    rows = max(2, size // columns)
+    filled = max(2, int(fill * rows))
+    store = jnp.zeros((rows, columns, width), jnp.uint16 if half else jnp.float32)
+
+    def once(i: jax.Array, carried: Any) -> Any:
+        store, total, key = carried
+        drawn = randomness.bits(jax.random.fold_in(key, i), (2, batch))
+        row, column = ((x % jnp.uint32(n)).astype(jnp.int32) for x, n in zip(drawn, (filled - 1, columns), strict=True))
+        # Places follow from the sum before, as a learner's do from its parameters: no look-up begins ahead of its time.
+        row = row + (total > 1e30)
+        seen = store[row, column].astype(jnp.float32), store[row + 1, column].astype(jnp.float32)
+        return store, total + jnp.sum(seen[0]) + jnp.sum(seen[1]), key
+
+    def many(store: jax.Array, key: jax.Array) -> jax.Array:
+        return jax.lax.fori_loop(0, iterations, once, (store, jnp.float32(0.0), key))[1]
+
+    store = jax.block_until_ready(jax.jit(lambda x: x + 1)(store))  # written, so that each page is there
+    began = time.perf_counter()
+    program = jax.jit(many).lower(store, jax.random.key(0)).compile()
+    compiled = time.perf_counter() - began
+
+    def work(key: jax.Array) -> dict[str, float]:
+        jax.block_until_ready(program(store, key))
+        return {"ring_bytes": float(store.nbytes)}
+
+    config = {
+        "columns": columns, "width": width, "size": rows * columns, "batch": batch, "iterations": iterations,
+        "prioritised": False, "half": half, "fill": fill, "bare": True,
     }  # fmt: skip
     return Prepared(config, iterations * batch, "sampled steps", compiled, lambda number: jax.random.key(number), work)
 
