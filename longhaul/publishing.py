@@ -24,6 +24,7 @@ from longhaul.central import credentials
 from longhaul.run import RunError
 from longhaul.sync import lanes
 from longhaul.sync.engine import Publisher
+from longhaul.sync.lanes.folder import FolderLane
 from longhaul.sync.producer import Producer, named
 from longhaul.sync.protocol import Settings
 from longhaul.types import Params, PyTree
@@ -36,7 +37,7 @@ FOLDER = "weights"
 
 PRECISIONS = ("as-is", "bf16")
 
-FLAGS = ("publish", "publish-every", "publish-precision", "publish-token-file")
+FLAGS = ("publish", "publish-every", "publish-precision", "publish-token-file", "publish-anchor")
 """Of `longhaul train`, in the order of `Publishing`'s fields."""
 
 SETTINGS = Settings(quorum=0, lease=30.0)
@@ -53,6 +54,7 @@ class Publishing(NamedTuple):
     every: int = 1  # updates
     precision: str = "as-is"
     token_file: str | None = None
+    anchor: int = 1  # of versions in a folder every so manyth is whole, the others what changed
 
 
 def chosen(values: Mapping[str, Any], given: frozenset[str], before: Publishing | None = None) -> Publishing | None:
@@ -63,10 +65,12 @@ def chosen(values: Mapping[str, Any], given: frozenset[str], before: Publishing 
     to = tuple(address(word) for word in found.to if word != "none")
     if not to:
         if set(changes) - {"to"}:
-            raise RunError("--publish-every, --publish-precision and --publish-token-file need --publish ADDRESS")
+            raise RunError(f"{', '.join(f'--{flag}' for flag in FLAGS[1:])} need --publish ADDRESS")
         return None
     if found.every < 1:
         raise RunError(f"--publish-every is {found.every}; it must be at least 1 update")
+    if found.anchor < 1:
+        raise RunError(f"--publish-anchor is {found.anchor}; it must be at least 1 version")
     return found._replace(to=to)
 
 
@@ -162,7 +166,8 @@ def _opened(folder: Path, asked: Publishing, note: Callable[[str], None]) -> Ite
     with ExitStack() as closed:
         opened = []
         for each in where:
-            opened.append(lanes.serve(each, token))
+            kind, rest = lanes.split(each)
+            opened.append(FolderLane(rest, anchor=asked.anchor) if kind == "folder" else lanes.serve(each, token))
             closed.callback(opened[-1].close)
         publisher = closed.enter_context(Publisher(folder.name, lanes=opened, settings=SETTINGS))
         note(f"publishes its policy to {', '.join(lane.address for lane in opened)}")

@@ -268,6 +268,7 @@ PUBLISHING = (
     Flag("publish-every", INT, 1, "updates from one version to the next"),
     Flag("publish-precision", choice(publishing.PRECISIONS), "as-is", "what parameters of fp32 are published in"),
     Flag("publish-token-file", optional(PATH), None, "a file with the token that receivers must know", shown=""),
+    Flag("publish-anchor", INT, 1, "of versions in a folder each so manyth is whole, the others what changed"),
 )  # fmt: skip
 """What a run publishes: likewise."""
 

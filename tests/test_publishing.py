@@ -195,7 +195,8 @@ def test_torch_gives_its_tensors_and_tied_ones_once() -> None:
 
 
 def test_what_is_asked_for_is_checked_and_kept(tmp_path: Path) -> None:
-    values = {"publish": ("run", "there"), "publish-every": 3, "publish-precision": "bf16", "publish-token-file": None}
+    values = {"publish": ("run", "there"), "publish-every": 3, "publish-precision": "bf16"}
+    values |= {"publish-token-file": None, "publish-anchor": 8}
     asked = chosen(values, frozenset({"publish", "publish-every"}))
     assert asked == Publishing(("run", f"folder:{Path('there').absolute()}"), 3)
     publishing.save(tmp_path, asked)
