@@ -21,6 +21,7 @@ from longhaul import (
     live,
     partition,
     printing,
+    publishing,
     pulse,
     ranking,
     recipes,
@@ -101,12 +102,15 @@ def _train(words: Sequence[str]) -> int:
         folder = find_folder(runs_dir, parsed.values["resume"])
         tracked = tracking.chosen(parsed.values, parsed.given, recipe.recipe, tracking.load(folder))
         run = _told(resolve(settings.resumed(folder, recipe.recipe, _fitting(parsed, folder))))
+        published = publishing.chosen(parsed.values, parsed.given, publishing.load(folder))
         tracking.save(folder, tracked)
+        publishing.save(folder, published)
         _say_unused(parsed, tracked)
         print(folder, flush=True)
         outcome = training.train(run, folder, resumed=True)
     else:
         tracked = tracking.chosen(parsed.values, parsed.given, recipe.recipe)
+        publishing.chosen(parsed.values, parsed.given)
         _say_unused(parsed, tracked)
         run = _told(resolve(settings.chosen(recipe, parsed)))
         folder, outcome = _begin(runs_dir, run, parsed, tracked)
@@ -203,11 +207,12 @@ def _begin(
     folder = new_folder(runs_dir, run, parsed.values["run-name"], parsed.values["run-suffix"])
     try:
         tracking.save(folder, tracked)
+        publishing.save(folder, publishing.chosen(parsed.values, parsed.given))
         save_run(folder, run, about)
         print(folder, flush=True)
         return folder, training.train(run, folder, resumed=False, source=source)
     except (ValueError, OSError):
-        if {path.name for path in folder.iterdir()} <= {"run.json", "run.json.partial", tracking.FILE}:
+        if {path.name for path in folder.iterdir()} <= {"run.json", "run.json.partial", tracking.FILE, publishing.FILE}:
             shutil.rmtree(folder)
         raise
 

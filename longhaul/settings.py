@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from longhaul import flags, learners, networks, resumption, tracking
+from longhaul import flags, learners, networks, publishing, resumption, tracking
 from longhaul.actors.settings import KINDS
 from longhaul.algorithms import impala, off_policy
 from longhaul.central.settings import LANES
@@ -264,6 +264,16 @@ TRACKING = (
 )  # fmt: skip
 """How a run is tracked: no part of a Run, since no number depends on it."""
 
+PUBLISHING = (
+    Flag("publish", TEXT, (), "tcp:HOST:PORT, shm:NAME, a folder, or run: RUN/weights; a run that goes on keeps to it; "
+         "none: stop", True, shown=""),
+    Flag("publish-every", INT, 1, "updates from one version to the next"),
+    Flag("publish-precision", choice(publishing.PRECISIONS), "as-is", "what parameters of fp32 are published in"),
+    Flag("publish-token-file", optional(PATH), None, "a file with the token that receivers must know", shown=""),
+    Flag("publish-anchor", INT, 1, "of versions in a folder each so manyth is whole, the others what changed"),
+)  # fmt: skip
+"""What a run publishes: likewise."""
+
 
 class Setting(NamedTuple):
     """One field of a Run: its flag, and where it lies."""
@@ -339,6 +349,7 @@ def table(run: Run) -> dict[str, list[Flag]]:
     for setting in settings(run):
         groups[f"{setting.group}: {headings[setting.group]}"].append(setting.flag)
     groups[f"saving: {headings['saving']}"] += FOLDERS
+    groups["publishing: the policy's versions, to whoever follows them (docs/sync.md)."] = list(PUBLISHING)
     groups["tracking: Weights & Biases, beside the run's own metrics.jsonl."] = list(TRACKING)
     groups[""] = [DEBUG]
     return groups

@@ -14,17 +14,23 @@ from longhaul.central import credentials
 from longhaul.flags import DEBUG, FLOAT, INT, PATH, TEXT, Flag, FlagError, choice
 from longhaul.sync import geometry, lanes
 from longhaul.sync.files import folder_name
+from longhaul.sync.lanes.base import Source
 from longhaul.sync.lanes.folder import FolderLane
 from longhaul.sync.relay import Relay
 
 FAILED = 1
+
+CHECKPOINTS = "checkpoints"
+"""The kind of an address that only these commands know: a run's folder that has no versions."""
+
+WHERE = "of who serves: tcp:HOST:PORT, shm:NAME, a folder of versions or of a run"
 
 TOKEN = Flag("token-file", flags.optional(PATH), None, "a file with the token that both sides know", shown="")
 
 
 def serve(words: Sequence[str]) -> int:
     """`longhaul sync serve SOURCE --port N`."""
-    source = Flag("SOURCE", TEXT, None, "a folder of versions, or the address of who serves them", shown="")
+    source = Flag("SOURCE", TEXT, None, "a folder of versions or of a run, or the address of who serves", shown="")
     port = Flag("port", INT, 7171, "of TCP; 0 is one that is free")
     host = Flag("host", TEXT, "127.0.0.1", "the address to listen at; beyond this machine with --token-file")
     name = Flag("shm", TEXT, None, "serve this machine's processes too: a socket's path, or @NAME", shown="")
@@ -45,7 +51,7 @@ def serve(words: Sequence[str]) -> int:
 
     with (
         _stopped() as stop,
-        Relay(lambda: lanes.connect(source_address, token, "relay"), lanes=opened, on_commit=say),
+        Relay(lambda: _connect(source_address, token, "relay"), lanes=opened, on_commit=say),
     ):
         for lane in opened:
             print(lane.address, flush=True)
@@ -55,7 +61,9 @@ def serve(words: Sequence[str]) -> int:
 
 def pull(words: Sequence[str]) -> int:
     """`longhaul sync pull ADDRESS --out FOLDER`."""
-    address = Flag("ADDRESS", TEXT, None, "of who serves: tcp:HOST:PORT, shm:NAME, folder:PATH", shown="")
+    address = Flag(
+        "ADDRESS", TEXT, None, "of who serves: tcp:HOST:PORT, shm:NAME, a folder of versions or of a run", shown=""
+    )
     out = Flag("out", PATH, None, "the folder for versions, in Hugging Face's naming", shown="")
     seconds = Flag("timeout", FLOAT, 60.0, "seconds to wait for a version")
     follow = Flag("follow", flags.ALONE, False, "go on with each newer version, until stopped")
@@ -69,7 +77,7 @@ def pull(words: Sequence[str]) -> int:
 
     where, token = _address(given["ADDRESS"]), _token(given["token-file"])
     folder = FolderLane(given["out"], keep=given["keep"])
-    with _stopped() as stop, Relay(lambda: lanes.connect(where, token, "pull"), lanes=[folder]) as relay:
+    with _stopped() as stop, Relay(lambda: _connect(where, token, "pull"), lanes=[folder]) as relay:
         shown = None
         while not stop.is_set():
             if not _until(lambda: _fetched(relay, folder) not in (None, shown), stop, given["timeout"]):  # noqa: B023
@@ -97,7 +105,9 @@ def _failed(line: str) -> int:
 
 def status(words: Sequence[str]) -> int:
     """`longhaul sync status ADDRESS`."""
-    address = Flag("ADDRESS", TEXT, None, "of who serves: tcp:HOST:PORT, shm:NAME, folder:PATH", shown="")
+    address = Flag(
+        "ADDRESS", TEXT, None, "of who serves: tcp:HOST:PORT, shm:NAME, a folder of versions or of a run", shown=""
+    )
     out = Flag("json", PATH, None, "write it to this file; - is stdout", shown="")
     about = "What a sender serves, and to whom."
     given = flags.parse("sync status", about, {"": [address, out, TOKEN, DEBUG]}, words).values
@@ -105,7 +115,7 @@ def status(words: Sequence[str]) -> int:
         raise FlagError("of whom? longhaul sync status ADDRESS")
     printing.check_json(given["json"])
 
-    source = lanes.connect(_address(given["ADDRESS"]), _token(given["token-file"]), "status")
+    source = _connect(_address(given["ADDRESS"]), _token(given["token-file"]), "status")
     try:
         found = source.status()
     finally:
@@ -163,14 +173,26 @@ def _address(words: str) -> str:
         return words
     path = Path(words)
     if path.is_dir():
-        if (path / "run.json").exists():
-            path = path / "weights"
-            if not path.is_dir():
-                raise FlagError(f"{words} is a run that keeps no versions of its parameters; there is no {path}")
-        return f"folder:{path}"
+        if not (path / "run.json").exists():
+            return f"folder:{path}"
+        if (path / "weights").is_dir():
+            return f"folder:{path / 'weights'}"
+        if not any(path.glob("checkpoints/*/manifest.json")):
+            raise FlagError(f"{words} is a run without checkpoints yet, and with no versions in {path / 'weights'}")
+        return f"{CHECKPOINTS}:{path}"
     if ":" in words:
         return f"tcp:{words}"
     raise FlagError(f"{words}: neither a folder nor an address; write tcp:HOST:PORT, shm:NAME or folder:PATH")
+
+
+def _connect(address: str, token: str | None, name: str) -> Source:
+    """A receiver's end of the lane at an address, or of a run's checkpoints."""
+    kind, _, rest = address.partition(":")
+    if kind == CHECKPOINTS:
+        from longhaul.sync_checkpoints import CheckpointSource
+
+        return CheckpointSource(rest)
+    return lanes.connect(address, token, name)
 
 
 def _token(path: str | None) -> str | None:

@@ -30,6 +30,7 @@ from longhaul import (
     networks,
     partition,
     poison,
+    publishing,
     pulse,
     resumption,
     serving,
@@ -216,6 +217,7 @@ def _loop(
     with ExitStack() as closed:
         out = _outlets(run, folder, assembly, closed, stop, done, resumed=resumed) if writes else SILENT
         tell = pulse.teller(os.environ)
+        publish = closed.enter_context(publishing.publishing(folder, assembly.policy, assembly.mesh, out.note))
         log = _logger(run, assembly, out, sums, clock, tell)
         _look(stop, done, assembly)
         ask = meshes.asking(assembly.mesh, late=True)
@@ -233,6 +235,7 @@ def _loop(
         else:
             calls = _calls(run, assembly, feeding, progress, program, tell)
         for progress, n, rows in closed.enter_context(closing(calls)):
+            publish(done + n, n, progress.state)
             if waiting is not None:  # of the call before: the device works meanwhile
                 log(*waiting, progress)
             done, waiting = done + n, (done + n, n, rows)

@@ -37,9 +37,10 @@ def way(kind: str, folder: Path) -> Way:
     if kind == "tcp":
         address = _free()
         return Way(lambda: tcp.lane(address), lambda: connect(f"tcp:{address}", name="test"))
-    if kind == "folder":
+    if kind in ("folder", "chain"):
+        anchor = 4 if kind == "chain" else 1
         return Way(
-            lambda: FolderLane(folder / "versions", shard=3000, durable=False),
+            lambda: FolderLane(folder / "versions", shard=3000, durable=False, anchor=anchor),
             lambda: connect(f"folder:{folder / 'versions'}"),
             False,
         )
@@ -54,7 +55,7 @@ def _free() -> str:
         return f"127.0.0.1:{probe.getsockname()[1]}"
 
 
-KINDS = ("shared", "tcp", "folder")
+KINDS = ("shared", "tcp", "folder", "chain")
 
 
 def tensors(version: int, size: int = 1000) -> dict[str, np.ndarray]:

@@ -51,8 +51,9 @@ TABLE = """
 2  reasoning/model reasoning/hub reasoning/sampling
 2  central/wire central/lane central/grpc_lane central/shared_lane central/batcher central/places
    central/crew central/episodes central/trajectories central/inference central/server central/settings
-3  sync/changes sync/buffers sync/lanes/base sync/lanes/sockets sync/lanes/shared sync/lanes/tcp sync/lanes/folder
-   sync/lanes/__init__ sync/engine sync/receiver sync/geometry sync/probe sync/relay
+3  sync/changes sync/chain sync/buffers sync/lanes/base sync/lanes/sockets sync/lanes/shared sync/lanes/tcp
+   sync/lanes/folder sync/lanes/__init__ sync/engine sync/receiver sync/geometry sync/probe sync/relay sync/producer
+   sync/consumers sync/vllm
 2  datasets/packing datasets/shards
 2  datasets/womd datasets/womd_scenario datasets/gpudrive datasets/scenarionet datasets/argoverse
 2  driving/bodies driving/flow driving/generator
@@ -77,13 +78,13 @@ TABLE = """
 4  topologies/fused topologies/population topologies/actors topologies/central worlds curves legacy matches spectating
    envs/host_driving envs/host envs/gym_export hosted central/client central/far
 5  report intervals experiment refusals members run folders feed resumption acting serving evaluation resimulation
-   poison policies member_records ranking ending training
+   poison policies member_records ranking ending publishing training
    scaling/page
    scaling/grid
 6  recipes workloads acting_workloads central_workloads replay_workloads sync_workloads bench scaling/speed
    scaling/profile scaling/subject scaling/agreement scaling/checks
 7  printing live flags settings scaling/command scaling/speed_command scaling/profile_command scaling/plan_command
-   scaling/doctor sync_shell sync_command
+   scaling/doctor sync_checkpoints sync_shell sync_command
    commands assessment console play gang processes cluster launch actor_command cli
    __main__
 """
@@ -95,7 +96,8 @@ NO_JAX = (
     *(f"envs/{name}" for name in ("host", "host_spaces", "host_gymnasium", "host_numpy", "host_torch", "batched")),
     *(f"central/{name}" for name in ("wire", "credentials", "lane", "grpc_lane", "shared_lane", "batcher", "places")),
     *(f"sync/{name}" for name in ("manifest", "images", "protocol", "wire", "files", "buffers", "lanes/*")),
-    *(f"sync/{name}" for name in ("engine", "changes", "receiver", "geometry", "probe", "relay")),
+    *(f"sync/{name}" for name in ("engine", "changes", "receiver", "geometry", "probe", "relay", "producer")),
+    *(f"sync/{name}" for name in ("consumers", "vllm", "chain")),
     *("central/crew", "central/episodes", "central/client", "central/far", "central/settings"),
     *("reasoning/tokens", "reasoning/tasks", "reasoning/questions"),
     *(f"driving/{name}" for name in ("scenario", "compile", "generator", "roads", "lanes", "bank")),
@@ -119,7 +121,7 @@ CORE = {
 OPTIONAL = {
     *("stoa", "gymnax", "brax", "jumanji", "mujoco_playground", "navix", "craftax", "gymnasium", "ale_py", "envpool"),
     *("xminigrid", "pgx"),
-    *("torch", "stable_baselines3"),
+    *("torch", "stable_baselines3", "vllm"),
     *("ray", "grpc", "pyarrow", "tensorboard", "wandb", "tokenizers", "safetensors", "tensorflow"),
     *("beartype", "imageio_ffmpeg"),
     *("numba", "llvmlite", "xxhash", "zstandard"),

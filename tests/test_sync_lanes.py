@@ -11,10 +11,17 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from longhaul.sync import loops
 from longhaul.sync.engine import Publisher
 from longhaul.sync.protocol import Settings
 from longhaul.sync.receiver import Receiver
 from tests.sync_lanes import KINDS, Way, is_whole, process, receivers, tensors, until, way
+
+
+@pytest.fixture(autouse=True)
+def plain(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing need be compiled."""
+    monkeypatch.setattr(loops, "best", loops.Plain)
 
 
 @pytest.fixture(params=KINDS)
@@ -222,10 +229,9 @@ def test_a_version_reaches_another_process(lane: Way, tmp_path: Path) -> None:
 def test_only_what_changed_travels_to_who_holds_the_version_before(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from longhaul.sync import changes, loops
+    from longhaul.sync import changes
     from longhaul.sync.lanes import tcp
 
-    monkeypatch.setattr(loops, "best", loops.Plain)  # nothing need be compiled
     poured: list[int] = []
     pour, apply, spoil = tcp.Wire.pour, changes.apply, threading.Event()
     monkeypatch.setattr(tcp.Wire, "pour", lambda *args: (poured.append(len(args[1])), pour(*args))[1])

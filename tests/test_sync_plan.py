@@ -229,3 +229,22 @@ def test_layouts_of_jax_are_where_its_shards_are() -> None:
     for rank, held in cut(whole, target).items():
         for name, part in held.items():
             assert found[rank][name].tobytes() == part.tobytes()
+
+
+def test_the_source_that_is_done_first_is_found_without_asking_all() -> None:
+    """Against the definition, over sets of ranks that overlap, with links of several speeds."""
+    draw = np.random.default_rng(3)
+    links = {rank: float(draw.choice([1.0, 2.0, 3.5])) for rank in range(6)}
+    choose, busy = plan._Chooser(links), np.zeros(8)
+    for _ in range(400):
+        ranks = tuple(sorted(draw.choice(8, draw.integers(1, 8), replace=False).tolist()))
+        nbytes = int(draw.integers(1, 50)) * 7  # so that sums are exact in binary
+        wanted = min(ranks, key=lambda rank: (busy[rank] + nbytes / links.get(rank, 1.0), rank))
+        assert choose(ranks, nbytes) == wanted
+        busy[wanted] += nbytes / links.get(wanted, 1.0)
+
+
+def test_many_small_copies_between_many_ranks_are_shared_out_evenly() -> None:
+    shapes = {f"layers.{i}.norm": ((512,), "bfloat16") for i in range(100)}
+    found = plan.plan(layout.replicated(shapes, 256), layout.replicated(shapes, 256))
+    assert {sent for _, sent in found.sent} == {received for _, received in found.received} == {100 * 1024}

@@ -219,6 +219,45 @@ def _arrays(folder: Path) -> Iterator[tuple[str, np.ndarray]]:
             raise HubError(f"{folder / file}: {error}") from error
 
 
+def exported(config: Config, params: Params) -> dict[str, np.ndarray]:
+    """The parameters by Hugging Face's names and in its shapes, in the order of layers: views of the host's copy."""
+    host = jax.tree.map(np.asarray, params)
+    found = {}
+    for name, (path, layer, turned) in _places(config).items():
+        leaf = host[path[0]] if len(path) == 1 else host[path[0]][path[1]]
+        array = leaf if layer is None else leaf[layer]
+        found[name] = array.T if turned else array
+    return {name: found[name] for name in sorted(found, key=_place_in_model)}
+
+
+def _place_in_model(name: str) -> tuple[int, int]:
+    """Embedding, layer by layer, the rest; a layer's tensors as they come."""
+    words = name.split(".")
+    return (1, int(words[2])) if words[1] == "layers" else (0 if name == WHOLE["embedding"] else 2, 0)
+
+
+def imported(config: Config, tensors: Mapping[str, np.ndarray]) -> Params:
+    """The inverse of `exported`: new arrays. HubError where one is missing or of another shape."""
+    first = next(iter(tensors.values()), np.zeros(0, np.float32))
+    params: dict[str, Any] = jax.tree.map(
+        lambda shape: np.empty(shape, first.dtype), shapes(config), is_leaf=lambda x: isinstance(x, tuple)
+    )
+    for name, (path, layer, turned) in _places(config).items():
+        into = params[path[0]] if len(path) == 1 else params[path[0]][path[1]]
+        into = into if layer is None else into[layer]
+        array = tensors.get(name)
+        if array is None or (array.T if turned else array).shape != into.shape:
+            there = "missing" if array is None else f"of shape {array.shape}"
+            raise HubError(f"{name} is {there}, and a {config.family} model of this config has it as {into.shape}")
+        into[...] = array.T if turned else array
+    return params
+
+
+def config_text(config: Config, dtype: str = "bfloat16") -> bytes:
+    """config.json."""
+    return (json.dumps(told_of(config, dtype), indent=2) + "\n").encode()
+
+
 def save(
     folder: Path | str, config: Config, params: Params, *, dtype: str = "float32", shard_bytes: int = SHARD_BYTES
 ) -> None:
@@ -229,16 +268,14 @@ def save(
     folder.mkdir(parents=True, exist_ok=True)
     shards: list[dict[str, np.ndarray]] = [{}]
     room = shard_bytes
-    for name, (path, layer, turned) in _places(config).items():
-        leaf = params[path[0]] if len(path) == 1 else params[path[0]][path[1]]
-        array = np.asarray(leaf if layer is None else leaf[layer])
-        array = np.ascontiguousarray((array.T if turned else array).astype(target))
+    for name, found in exported(config, params).items():
+        array = np.ascontiguousarray(found.astype(target))
         if shards[-1] and array.nbytes > room:
             shards.append({})
             room = shard_bytes
         shards[-1][name] = array
         room -= array.nbytes
-    (folder / "config.json").write_text(json.dumps(told_of(config, dtype), indent=2) + "\n")
+    (folder / "config.json").write_bytes(config_text(config, dtype))
     for old in (folder / INDEX, *folder.glob("model*.safetensors")):  # of a model that was here before
         with contextlib.suppress(FileNotFoundError):
             old.unlink()

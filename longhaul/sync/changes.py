@@ -48,6 +48,8 @@ def make(
             continue
         place = slice(new.offset, new.end)
         frame = delta.encode(before[place], after[place], _width(new), known=old.digest, pool=pool)
+        if delta.HEAD.unpack_from(frame)[-1] != new.digest:
+            return None  # the image is damaged, which the whole will show
         parts += [HEAD.pack(number, len(frame)), frame]
         total += HEAD.size + len(frame)
         if total > most:

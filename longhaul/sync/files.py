@@ -11,7 +11,7 @@ import contextlib
 import json
 import os
 import shutil
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -37,6 +37,10 @@ SHARD = 5 << 30
 MANIFEST, INDEX, LATEST = "manifest.longhaul", "model.safetensors.index.json", "LATEST"
 
 LONGEST_HEADER = 100 << 20
+
+
+Arrived = Callable[[np.ndarray, int], None]
+"""As of a lane's staging: told that so many bytes of an image are in place."""
 
 
 class Damaged(LookupError):
@@ -82,20 +86,30 @@ def folder_name(epoch: int, version: int) -> str:
     return f"version-{epoch}-{version}"
 
 
-def stage(manifest: Manifest, image: np.ndarray, folder: Path, most: int = SHARD, durable: bool = True) -> Path:
+def staging(folder: Path, manifest: Manifest) -> Path:
+    """The folder, beside its name, that a version is written into."""
+    found = folder / f".staging-{manifest.epoch}-{manifest.version}"
+    found.mkdir(parents=True, exist_ok=True)
+    return found
+
+
+def stage(
+    manifest: Manifest, image: np.ndarray, folder: Path, most: int = SHARD, durable: bool = True,
+    beside: Mapping[str, bytes] = {},
+) -> Path:  # fmt: skip
     """Writes a version into a folder beside its name; -> that folder. Damaged where the image is not the manifest's.
 
-    Complete shards of an interrupted attempt stay. OSError leaves what is complete, and nothing that is not.
+    Complete shards of an interrupted attempt stay. OSError leaves what is complete, and nothing that is not. `beside`
+    are more files (config.json), name -> content.
     """
-    staging = folder / f".staging-{manifest.epoch}-{manifest.version}"
-    staging.mkdir(parents=True, exist_ok=True)
+    into = staging(folder, manifest)
     planned = shards(manifest, most)
     wanted = {shard.name for shard in planned} | {MANIFEST, INDEX}
-    for path in staging.iterdir():
+    for path in into.iterdir():
         if path.name not in wanted:
             path.unlink()
     for shard in planned:
-        path = staging / shard.name
+        path = into / shard.name
         if not _is_whole(path, shard):
             _written(path, partial(_pour, shard=shard, image=image), durable)
     if len(planned) > 1:
@@ -103,13 +117,23 @@ def stage(manifest: Manifest, image: np.ndarray, folder: Path, most: int = SHARD
             "metadata": {"total_size": sum(tensor.nbytes for tensor in manifest.tensors)},
             "weight_map": {tensor.name: shard.name for shard in planned for tensor in shard.tensors},
         }
-        text = json.dumps(index, indent=1).encode()
-        _written(staging / INDEX, lambda file: file.write(text), durable)
-    body = manifests.to_bytes(manifest)
-    _written(staging / MANIFEST, lambda file: file.write(body), durable)
+        write(into / INDEX, json.dumps(index, indent=1).encode(), durable)
+    return closed(into, manifest, durable, beside)
+
+
+def closed(into: Path, manifest: Manifest, durable: bool, beside: Mapping[str, bytes]) -> Path:
+    """A staging folder with all that belongs beside the tensors."""
+    for name, content in beside.items():
+        write(into / name, content, durable)
+    write(into / MANIFEST, manifests.to_bytes(manifest), durable)
     if durable:
-        _sync_folder(staging)
-    return staging
+        _sync_folder(into)
+    return into
+
+
+def write(path: Path, content: bytes, durable: bool) -> None:
+    """A file, at once or not at all."""
+    _written(path, lambda file: file.write(content), durable)
 
 
 def _written(path: Path, pour: Callable[[Any], object], durable: bool) -> None:
@@ -166,7 +190,7 @@ def publish(staging: Path, manifest: Manifest, durable: bool = True) -> Path:
     if folder.exists():
         shutil.rmtree(folder)  # the same version, published before LATEST could be written
     staging.rename(folder)
-    _written(staging.parent / LATEST, lambda file: file.write(f"{folder.name}\n".encode()), durable)
+    write(staging.parent / LATEST, f"{folder.name}\n".encode(), durable)
     if durable:
         _sync_folder(staging.parent)
     return folder
@@ -180,13 +204,9 @@ def _sync_folder(folder: Path) -> None:
         os.close(descriptor)
 
 
-def prune(folder: Path, keep: int) -> None:
-    """Removes all but the `keep` newest versions, and staging folders of others; never the latest."""
+def tidy(folder: Path) -> None:
+    """Removes staging folders of versions that are not to come any more."""
     latest = newest(folder)
-    found = sorted(versions(folder))
-    for epoch, version in found[: max(0, len(found) - keep)]:
-        if (epoch, version) != latest:
-            shutil.rmtree(folder / folder_name(epoch, version), ignore_errors=True)
     for path in folder.glob(".staging-*-*"):
         numbers = _numbers(path.name)
         if numbers and latest and numbers <= latest:
@@ -218,7 +238,7 @@ def read_manifest(folder: Path) -> Manifest:
     return manifests.from_bytes((folder / MANIFEST).read_bytes())
 
 
-def read(folder: Path, manifest: Manifest, image: np.ndarray, arrived: Callable[[np.ndarray, int], None]) -> None:
+def read(folder: Path, manifest: Manifest, image: np.ndarray, arrived: Arrived) -> None:
     """Reads a version's files into an image; `arrived` as of a lane's staging. Damaged, OSError."""
     for name, tensors in _where(folder, manifest):
         with (folder / name).open("rb") as file:

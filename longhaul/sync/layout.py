@@ -7,6 +7,7 @@ fastest.
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import json
 import math
@@ -63,14 +64,23 @@ def make(shapes: Shapes, boxes: Callable[[str, tuple[int, ...]], Iterable[tuple[
     tensors = []
     for name, (sizes, dtype) in shapes.items():
         shape = tuple(int(size) for size in sizes)
-        held = sorted((rank, tuple((int(a), int(b)) for a, b in box)) for rank, box in boxes(name, shape))
-        for rank, box in held:
-            if len(box) != len(shape) or not all(0 <= a <= b <= size for (a, b), size in zip(box, shape)):
-                raise ValueError(f"{name}: rank {rank} holds {words(box)}, which is no part of the shape {shape}")
-        if len({rank for rank, _ in held}) < len(held):
-            raise ValueError(f"{name}: a rank is named twice; it holds one box of a tensor")
-        tensors.append(Tensor(name, shape, str(np.dtype(dtype)), tuple(each for each in held if volume(each[1]))))
+        held = _checked(shape, tuple(boxes(name, shape)))
+        if isinstance(held, str):
+            raise ValueError(f"{name}: {held}")
+        tensors.append(Tensor(name, shape, str(np.dtype(dtype)), held))
     return Layout(tuple(tensors))
+
+
+@functools.lru_cache(maxsize=256)
+def _checked(shape: tuple[int, ...], boxes: tuple[tuple[int, Box], ...]) -> tuple[tuple[int, Box], ...] | str:
+    """(rank, box) of those that hold something, by rank, once for all tensors that lie so; or what is wrong with it."""
+    held = sorted((rank, tuple((int(a), int(b)) for a, b in box)) for rank, box in boxes)
+    for rank, box in held:
+        if len(box) != len(shape) or not all(0 <= a <= b <= size for (a, b), size in zip(box, shape)):
+            return f"rank {rank} holds {words(box)}, which is no part of the shape {shape}"
+    if len({rank for rank, _ in held}) < len(held):
+        return "a rank is named twice; it holds one box of a tensor"
+    return tuple(each for each in held if volume(each[1]))
 
 
 def replicated(shapes: Shapes, ranks: int) -> Layout:
@@ -88,14 +98,17 @@ def sharded(shapes: Shapes, ranks: int, axis: Axis = 0) -> Layout:
         raise ValueError(f"{ranks} ranks; there must be one at least")
 
     def boxes(name: str, shape: tuple[int, ...]) -> Iterable[tuple[int, Box]]:
-        along = axis(name, shape) if callable(axis) else axis
+        return cut(shape, axis(name, shape) if callable(axis) else axis)
+
+    @functools.cache
+    def cut(shape: tuple[int, ...], along: int | None) -> Sequence[tuple[int, Box]]:
         whole = tuple((0, size) for size in shape)
         if along is None or not -len(shape) <= along < len(shape):
-            return [(rank, whole) for rank in range(ranks)]
+            return tuple((rank, whole) for rank in range(ranks))
         along %= len(shape)
         each, more = divmod(shape[along], ranks)
         cuts = [rank * each + min(rank, more) for rank in range(ranks + 1)]
-        return [(r, (*whole[:along], (cuts[r], cuts[r + 1]), *whole[along + 1 :])) for r in range(ranks)]
+        return tuple((r, (*whole[:along], (cuts[r], cuts[r + 1]), *whole[along + 1 :])) for r in range(ranks))
 
     return make(shapes, boxes)
 
@@ -105,8 +118,9 @@ def replicas(one: Layout, count: int) -> Layout:
     if count < 1:
         raise ValueError(f"{count} replicas; there must be one at least")
     size = max(one.ranks, default=-1) + 1
-    held = {t.name: [(i * size + rank, box) for i in range(count) for rank, box in t.boxes] for t in one.tensors}
-    return make({t.name: (t.shape, t.dtype) for t in one.tensors}, lambda name, _: held[name])
+    copied = functools.cache(lambda boxes: tuple((i * size + rank, box) for i in range(count) for rank, box in boxes))
+    held = {t.name: t.boxes for t in one.tensors}
+    return make({t.name: (t.shape, t.dtype) for t in one.tensors}, lambda name, _: copied(held[name]))
 
 
 def of_jax(arrays: Mapping[str, Any], rank: Callable[[Any], int] | None = None) -> Layout:
@@ -128,7 +142,12 @@ def of_jax(arrays: Mapping[str, Any], rank: Callable[[Any], int] | None = None) 
 
 def digest(layout: Layout) -> str:
     """Equal exactly where layouts are: 32 hexadecimal digits."""
-    return hashlib.blake2b(json.dumps(layout.tensors, separators=(",", ":")).encode(), digest_size=16).hexdigest()
+    boxes = functools.cache(_digest)  # once for all tensors that lie so
+    return _digest([(*tensor[:3], boxes(tensor.boxes)) for tensor in layout.tensors])
+
+
+def _digest(what: object) -> str:
+    return hashlib.blake2b(json.dumps(what, separators=(",", ":")).encode(), digest_size=16).hexdigest()
 
 
 # -------------------------------------------------------------------------------------------------------------- boxes

@@ -9,6 +9,8 @@ bytes: what a transfer needs of memory for buffers.
 from __future__ import annotations
 
 import functools
+import heapq
+import math
 from collections import OrderedDict, defaultdict
 from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple, TypeAlias
@@ -102,27 +104,87 @@ def plan(
 
 def _planned(source: Layout, destination: Layout, links: dict[int, float], bucket: int, together: bool) -> Plan:
     there = {tensor.name: tensor for tensor in source.tensors}
-    busy: defaultdict[int, float] = defaultdict(float)  # seconds until a source's link is free
+    choose = _Chooser(links)
     moves: list[Move] = []
     for needed in destination.tensors:
         held = _matching(there.get(needed.name), needed)
-        pieces = _pieces(tuple(box for _, box in held.boxes), tuple(box for _, box in needed.boxes))
-        if isinstance(pieces, str):
-            raise ValueError(f"{needed.name}: no source holds {pieces}, which a destination needs")
-        at = dict(held.boxes)
-        for i, box, holders in pieces:
-            rank, mine = needed.boxes[i]
-            ranks = [held.boxes[j][0] for j in holders]
-            for part in _parts(box, bucket // needed.itemsize):
-                nbytes = volume(part) * needed.itemsize
-                if together and rank in ranks:
-                    best = rank
-                else:
-                    best = min(ranks, key=lambda r: (busy[r] + nbytes / links.get(r, 1.0), r))
-                    busy[best] += nbytes / links.get(best, 1.0)
-                taken, put = (runs(part, whole, needed.itemsize) for whole in (at[best], mine))
-                moves.append(Move(needed.name, part, best, rank, nbytes, taken, put))
+        parts = _class(held.boxes, needed.boxes, needed.itemsize, bucket)
+        if isinstance(parts, str):
+            raise ValueError(f"{needed.name}: no source holds {parts}, which a destination needs")
+        name = needed.name
+        for rank, box, nbytes, holders, taken, put in parts:
+            best = rank if together and rank in holders else choose(holders, nbytes)
+            moves.append(Move(name, box, best, rank, nbytes, taken, put))
     return _counted(_bucketed(moves, bucket), together)
+
+
+class _Chooser:
+    """Of ranks that hold the same, the one whose link would be done first, the lowest of equals.
+
+    Heaps of what each link has to do, one for each set of ranks and speed of links; a rank's work only grows, so an
+    entry that has become old is put right when it comes to the top.
+    """
+
+    def __init__(self, links: Mapping[int, float]) -> None:
+        self._links = links
+        self._busy: defaultdict[int, float] = defaultdict(float)  # seconds until a source's link is free
+        self._heaps: dict[tuple[int, ...], list[tuple[float, list[tuple[float, int]]]]] = {}
+
+    def __call__(self, ranks: tuple[int, ...], nbytes: int) -> int:
+        busy, links = self._busy, self._links
+        if len(ranks) == 1:
+            best = ranks[0]
+        else:
+            best, least = -1, math.inf
+            for speed, heap in self._heaps.get(ranks) or self._begun(ranks):
+                while (now := busy[heap[0][1]]) > heap[0][0]:
+                    heapq.heapreplace(heap, (now, heap[0][1]))
+                done = heap[0][0] + nbytes / speed
+                if (done, heap[0][1]) < (least, best):
+                    best, least = heap[0][1], done
+        busy[best] += nbytes / links.get(best, 1.0)
+        return best
+
+    def _begun(self, ranks: tuple[int, ...]) -> list[tuple[float, list[tuple[float, int]]]]:
+        by_speed: defaultdict[float, list[tuple[float, int]]] = defaultdict(list)
+        for rank in ranks:
+            by_speed[self._links.get(rank, 1.0)].append((self._busy[rank], rank))
+        for heap in by_speed.values():
+            heapq.heapify(heap)
+        self._heaps[ranks] = list(by_speed.items())
+        return self._heaps[ranks]
+
+
+class _Part(NamedTuple):
+    """A move of any tensor of a class, but for its source."""
+
+    rank: int  # the destination
+    box: Box
+    nbytes: int
+    holders: tuple[int, ...]
+    taken: Runs
+    put: Runs
+
+
+@functools.lru_cache(maxsize=256)
+def _class(
+    held: tuple[tuple[int, Box], ...], needed: tuple[tuple[int, Box], ...], itemsize: int, bucket: int
+) -> tuple[_Part, ...] | str:
+    """The parts of all tensors that lie so on both sides, computed once for them; or what nobody holds, in words."""
+    pieces = _pieces(tuple(box for _, box in held), tuple(box for _, box in needed))
+    if isinstance(pieces, str):
+        return pieces
+    places = functools.cache(lambda part, whole: runs(part, whole, itemsize))  # replicas have the same ones
+    cuts = functools.cache(lambda box: [(part, volume(part) * itemsize) for part in _parts(box, bucket // itemsize)])
+    ranks = functools.cache(lambda holders: tuple(held[j][0] for j in holders))
+    found = []
+    for i, box, holders in pieces:
+        rank, mine = needed[i]
+        theirs, whose = held[holders[0]][1], ranks(holders)
+        found += [
+            _Part(rank, part, nbytes, whose, places(part, theirs), places(part, mine)) for part, nbytes in cuts(box)
+        ]
+    return tuple(found)
 
 
 def _matching(held: Tensor | None, needed: Tensor) -> Tensor:
@@ -135,9 +197,8 @@ def _matching(held: Tensor | None, needed: Tensor) -> Tensor:
     return held
 
 
-@functools.lru_cache(maxsize=256)
 def _pieces(held: tuple[Box, ...], needed: tuple[Box, ...]) -> list[tuple[int, Box, tuple[int, ...]]] | str:
-    """Cuts every needed box into pieces that one source holds whole; the same for all layers of one shape.
+    """Cuts every needed box into pieces that one source holds whole.
 
     -> (index of the needed box, piece, indices of all `held` that hold it); or what nobody holds, in words.
     """
@@ -195,28 +256,30 @@ def runs(box: Box, whole: Box, itemsize: int) -> Runs:
 def _bucketed(moves: list[Move], bucket: int) -> list[tuple[Move, ...]]:
     """In order, each bucket as full as the first rank that would have too much allows."""
     buckets: list[tuple[Move, ...]] = []
-    now: list[Move] = []
-    load: defaultdict[tuple[str, int], int] = defaultdict(int)
-    for move in moves:
-        ends = (("source", move.source), ("destination", move.destination))
-        if any(load[end] + move.nbytes > bucket for end in ends):
-            buckets.append(tuple(now))
-            now, load = [], defaultdict(int)
-        now.append(move)
-        for end in ends:
-            load[end] += move.nbytes
-    return [*buckets, tuple(now)] if now else buckets
+    begin = 0
+    out: defaultdict[int, int] = defaultdict(int)
+    into: defaultdict[int, int] = defaultdict(int)
+    for at, (_, _, source, destination, nbytes, _, _) in enumerate(moves):
+        if out[source] + nbytes > bucket or into[destination] + nbytes > bucket:
+            buckets.append(tuple(moves[begin:at]))
+            begin = at
+            out.clear()
+            into.clear()
+        out[source] += nbytes
+        into[destination] += nbytes
+    return [*buckets, tuple(moves[begin:])] if moves else buckets
 
 
 def _counted(buckets: list[tuple[Move, ...]], together: bool) -> Plan:
     sent: defaultdict[int, int] = defaultdict(int)
     received: defaultdict[int, int] = defaultdict(int)
     total = 0
-    for move in (move for bucket in buckets for move in bucket):
-        total += move.nbytes
-        if not (together and move.source == move.destination):
-            sent[move.source] += move.nbytes
-            received[move.destination] += move.nbytes
+    for bucket in buckets:
+        for _, _, source, destination, nbytes, _, _ in bucket:
+            total += nbytes
+            if not (together and source == destination):
+                sent[source] += nbytes
+                received[destination] += nbytes
     return Plan(tuple(buckets), total, tuple(sorted(sent.items())), tuple(sorted(received.items())))
 
 

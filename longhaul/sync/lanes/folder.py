@@ -13,15 +13,16 @@ import fcntl
 import shutil
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from longhaul.sync import files
+from longhaul.sync import chain, changes, files
 from longhaul.sync.buffers import Image
 from longhaul.sync.lanes.base import Hub, Parcel, Staging
+from longhaul.sync.manifest import Manifest
 from longhaul.sync.protocol import NOTHING, Held, Offer, ProtocolError, Verdict
 
 SECONDS = 600.0
@@ -35,11 +36,24 @@ PAUSE = 0.2
 
 
 class FolderLane:
-    """Writes the versions of a hub into a folder. `keep` is how many stay; shards have at most `shard` bytes."""
+    """Writes the versions of a hub into a folder. `keep` is how many stay; shards have at most `shard` bytes.
 
-    def __init__(self, folder: str | Path, *, keep: int = 3, shard: int = files.SHARD, durable: bool = True) -> None:
-        if keep < 1 or shard < 1:
-            raise ValueError(f"keep {keep} versions in shards of {shard} bytes; both at least 1")
+    Every `anchor`-th version at least is whole; between them are written what changed since the one before (`chain`),
+    where that is less than half. Then the lane holds the image that it wrote last, one more of the sender's. `beside`
+    are files that lie in each version's folder (a model's config.json), by name.
+    """
+
+    def __init__(
+        self, folder: str | Path, *, keep: int = 3, shard: int = files.SHARD, durable: bool = True, anchor: int = 1,
+        beside: Mapping[str, bytes] | None = None,
+    ) -> None:  # fmt: skip
+        if keep < 1 or shard < 1 or anchor < 1:
+            raise ValueError(f"keep {keep} versions, in shards of {shard} bytes, each {anchor}th whole: all at least 1")
+        if odd := [name for name in beside or {} if Path(name).name != name or name.startswith((".", "model"))]:
+            raise ValueError(f"{odd[0]!r} can't be a file's name beside a version's; give a plain name")
+        self._anchor, self._beside = anchor, dict(beside or {})
+        self._before: tuple[Manifest, Image] | None = None  # what was written last, for changes upon it
+        self._links = 0  # versions since the last whole one
         self.folder, self.address = Path(folder), f"folder:{folder}"
         self._keep, self._shard, self._durable = keep, shard, durable
         self._closed = threading.Event()
@@ -61,6 +75,7 @@ class FolderLane:
         self._closed.set()
         if self._thread is not None:
             self._thread.join()
+        self._before = None
 
     @property
     def latest(self) -> Path | None:
@@ -99,7 +114,7 @@ class FolderLane:
     def _take(self, hub: Hub, name: str, parcel: Parcel, image: Image) -> None:
         version, root = parcel.offer.version, parcel.offer.root
         try:
-            staging = self._staged(parcel, image)
+            staging, links = self._staged(parcel, image)
         except (OSError, files.Damaged) as error:
             full = isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT)
             why = "the disk is full" if full else str(error)
@@ -115,19 +130,41 @@ class FolderLane:
                 if (latest.epoch, latest.version) >= (parcel.offer.epoch, version):
                     raise ProtocolError(f"{self.folder} has version {latest.version} of epoch {latest.epoch} already")
                 files.publish(staging, parcel.manifest, self._durable)
-                files.prune(self.folder, self._keep)
+                chain.prune(self.folder, self._keep)
+            if self._anchor > 1:
+                self._before, self._links = (parcel.manifest, image), links
         else:
             shutil.rmtree(staging, ignore_errors=True)
         hub.done(name, self._held())
 
-    def _staged(self, parcel: Parcel, image: Image) -> Path:
-        try:
-            return files.stage(parcel.manifest, image.array, self.folder, self._shard, self._durable)
-        except OSError as error:
-            if error.errno not in (errno.ENOSPC, errno.EDQUOT):
-                raise
-        files.prune(self.folder, 1)  # what is older than the latest makes room
-        return files.stage(parcel.manifest, image.array, self.folder, self._shard, self._durable)
+    def _staged(self, parcel: Parcel, image: Image) -> tuple[Path, int]:
+        """(what is staged, how many links its chain then has)."""
+        written = self._changes(parcel.manifest, image)
+        if written is not None:
+            return written, self._links + 1
+        for room in (False, True):
+            try:
+                whole = parcel.manifest, image.array, self.folder, self._shard, self._durable, self._beside
+                return files.stage(*whole), 0
+            except OSError as error:
+                if room or error.errno not in (errno.ENOSPC, errno.EDQUOT):
+                    raise
+            chain.prune(self.folder, 1)  # what is older than the latest makes room
+        raise AssertionError
+
+    def _changes(self, manifest: Manifest, image: Image) -> Path | None:
+        """What changed since the version before, staged; None where the whole is due, or as good."""
+        if self._before is None or self._links + 1 >= self._anchor:
+            return None
+        base, before = self._before
+        if self._held().root != base.root:  # somebody else has written
+            return None
+        found = changes.make(base, before.array, manifest, image.array)
+        if found is None:
+            return None
+        with contextlib.suppress(OSError):  # full, say: the whole may tell more
+            return chain.stage(manifest, base, found.body, self.folder, self._durable, self._beside)
+        return None
 
     @contextlib.contextmanager
     def _locked(self) -> Iterator[None]:
@@ -177,8 +214,7 @@ class FolderSource:
 
     def fetch(self, parcel: Parcel, staging: Staging, seconds: float) -> np.ndarray:
         image = staging.take(parcel.manifest.size)[: parcel.manifest.size]
-        where = self.folder / files.folder_name(parcel.offer.epoch, parcel.offer.version)
-        files.read(where, parcel.manifest, image, staging.arrived)
+        chain.read(self.folder, parcel.manifest, image, staging.base, staging.arrived)
         return image
 
     def ready(self, held: Held, version: int, root: bytes, wait: float) -> Verdict:
