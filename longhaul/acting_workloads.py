@@ -63,6 +63,9 @@ while True:
 """
 """A client with `count` slots: it asks again as soon as it has its answer."""
 
+PATIENCE = 120.0
+"""Seconds without a question, after which the client is held to be lost."""
+
 
 def transport(rows: int, width: int, streams: int, messages: int, copies: int) -> Prepared:
     """Questions [rows, width] of float32 from another process, answered by int32 [rows].
@@ -77,19 +80,24 @@ def transport(rows: int, width: int, streams: int, messages: int, copies: int) -
     ours, theirs = bell(), bell()
     numbers = [descriptor, streams, rows, width, theirs.heard, ours.rings]
     client = subprocess.Popen(
-        [sys.executable, "-c", CLIENT, *map(str, numbers)], pass_fds=(descriptor, theirs.heard, ours.rings)
-    )
+        [sys.executable, "-c", CLIENT, *map(str, numbers)], pass_fds=(descriptor, theirs.heard, ours.rings),
+        stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL,
+    )  # fmt: skip
     os.close(theirs.heard)  # it ends when we do
     asks = Bell(-1, theirs.rings)
     staging = np.empty((streams, rows, width), np.float32)
 
     def work(_: Any) -> dict[str, float]:
         used, done, batches = time.process_time() + cpu_of([client.pid]), 0, 0
+        heard = time.monotonic()
         while done < messages:
             which = mine.open()
             if not len(which):
                 ours.wait(1.0)
+                if client.poll() is not None or time.monotonic() - heard > PATIENCE:
+                    raise RuntimeError(f"the client stands still (code {client.returncode})")
                 continue
+            heard = time.monotonic()
             if copies > 1 or len(which) < streams:  # else the slots themselves are the batch
                 np.take(mine.questions[0], which, axis=0, out=staging[: len(which)])
             mine.answers[0][which] = batches

@@ -16,8 +16,9 @@ import statistics
 import subprocess
 import sys
 import time
+import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -214,12 +215,27 @@ class Worker:
         return self
 
     def __exit__(self, *error: object) -> None:
+        """Waits for its end alone: what it began may hold its output open for ever."""
         self.process.kill()
-        self.process.communicate()
+        self.process.wait()
+        for pipe in (self.process.stdin, self.process.stdout):
+            assert pipe is not None
+            with suppress(BrokenPipeError):
+                pipe.close()
 
 
 def serve() -> None:
-    """What a worker of ours does: prepares the case in its arguments, then repeats it for every line that comes in."""
+    """What a worker of ours does, to its end, be that an error: no thread that a figure has begun outlives it."""
+    try:
+        _serve()
+    except BaseException:
+        traceback.print_exc()
+        sys.stderr.flush()
+        os._exit(1)
+
+
+def _serve() -> None:
+    """Prepares the case in its arguments, then repeats it for every line that comes in."""
     name, case = json.loads(sys.argv[1])
     prepared = WORKLOADS[name](**case)
     prepared.work(prepared.begin(0))

@@ -20,6 +20,7 @@ import numpy as np
 from longhaul import serving
 from longhaul.acting_workloads import cpu_of
 from longhaul.actors.settings import Acting
+from longhaul.actors.worker import end_with_parent
 from longhaul.algorithms import ppo
 from longhaul.central import wire
 from longhaul.central.grpc_lane import GrpcLane
@@ -93,8 +94,10 @@ client(sys.argv[1], sys.argv[2], *map(int, sys.argv[3:]))
 """
 
 
-def client(what: str, address: str, rows: int, width: int, streams: int) -> None:
-    """So many streams from one process, each with one message on the way, until the server is gone."""
+def client(what: str, address: str, parent: int, rows: int, width: int, streams: int) -> None:
+    """So many streams from one process, each with one message on the way, until the server is gone; no longer than the
+    process that began it, by which it may be stopped at the time."""
+    end_with_parent(parent)
     from longhaul.central.credentials import NOBODY
     from longhaul.central.grpc_lane import GrpcLine
 
@@ -124,8 +127,8 @@ def client(what: str, address: str, rows: int, width: int, streams: int) -> None
     asyncio.run(all_())
 
 
-PATIENCE = 60.0
-"""Seconds for one turn."""
+PATIENCE, STARTING = 60.0, 300.0
+"""Seconds for one turn; for a client to begin, which imports as long as others have the cores."""
 
 
 class _Echo:
@@ -133,25 +136,42 @@ class _Echo:
 
     def __init__(self, what: str, served: tuple[str, list[int]], sizes: Sequence[int], closed: ExitStack) -> None:
         address, self._count = served
-        words = [what, address, *map(str, sizes)]
-        self._client = subprocess.Popen([sys.executable, "-c", CLIENT, *words], stderr=subprocess.DEVNULL)
+        self._most = 64 * sizes[-1]
+        words = [what, address, *map(str, (os.getpid(), *sizes))]
+        # What it holds of ours it would keep open while it is stopped: our output's reader would wait for its end.
+        self._client = subprocess.Popen(
+            [sys.executable, "-c", CLIENT, *words],
+            stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
+        )  # fmt: skip
         closed.callback(self._client.kill)
-        self.turn(64 * sizes[-1])  # by then all streams are open, and none is stopped amid its greeting
+
+    def begin(self) -> None:
+        """All its streams are open: none is stopped amid its greeting."""
+        self._until(self._most, STARTING)
+
+    def stop(self) -> None:
+        os.kill(self._client.pid, signal.SIGSTOP)
 
     def turn(self, messages: int) -> tuple[float, float]:
         """CPU seconds of the server and of the client for so many messages."""
         process = self._client.pid
         os.kill(process, signal.SIGCONT)
         own, theirs, first = time.process_time(), cpu_of([process]), self._count[0]
-        patience = time.monotonic() + PATIENCE
-        while self._count[0] - first < messages:
-            if self._client.poll() is not None or time.monotonic() > patience:
-                raise RuntimeError(f"the client stands still (code {self._client.returncode})")
-            time.sleep(0.02)
+        self._until(first + messages, PATIENCE)
         share = messages / (self._count[0] - first)
         own, theirs = time.process_time() - own, cpu_of([process]) - theirs
-        os.kill(process, signal.SIGSTOP)
+        self.stop()
         return share * own, share * theirs
+
+    def _until(self, count: int, seconds: float) -> None:
+        """Waits for so many answers. RuntimeError where the client ended, or takes too long."""
+        patience = time.monotonic() + seconds
+        while self._count[0] < count:
+            if self._client.poll() is not None:
+                raise RuntimeError(f"the client ended with code {self._client.returncode}")
+            if time.monotonic() > patience:
+                raise RuntimeError(f"the client stands still: {self._count[0]} of {count} answers in {seconds:.0f} s")
+            time.sleep(0.02)
 
 
 def transport(rows: int, width: int, streams: int, messages: int) -> Prepared:
@@ -163,6 +183,10 @@ def transport(rows: int, width: int, streams: int, messages: int) -> Prepared:
     closed, sizes = ExitStack(), (rows, width, streams)
     ours = _Echo("grpc", _ours(rows, width, streams, closed), sizes, closed)
     echo = _Echo("bare", _bare(rows), sizes, closed)
+    for client in (ours, echo):
+        client.begin()
+    for client in (ours, echo):
+        client.stop()
 
     def work(_: Any) -> dict[str, float]:
         parts, most = 4, -(-messages // 4)
@@ -222,5 +246,6 @@ def _bare(rows: int) -> tuple[str, list[int]]:
         await server.wait_for_termination()
 
     threading.Thread(target=lambda: asyncio.run(serve()), daemon=True).start()
-    ready.wait()
+    if not ready.wait(PATIENCE):
+        raise RuntimeError(f"gRPC's own server has not begun for {PATIENCE:.0f} s")
     return found[0], count

@@ -77,6 +77,25 @@ def test_ppo_cartpole_takes_turns_with_a_peer(tmp_path: Path) -> None:
     assert 0.0 < record["peer_cpu_ratio"] < 1.0
 
 
+HOLDER = """
+import subprocess, sys, json
+child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(120)"], stdin=subprocess.DEVNULL)
+print("figure " + json.dumps({"child": child.pid}), flush=True)
+sys.stdin.read()
+"""
+
+
+def test_a_figure_ends_though_what_it_began_holds_its_output_open() -> None:
+    """A client that is stopped, say: whoever waited for the end of the output would wait for its end."""
+    import signal
+    import sys
+
+    with bench.Worker([sys.executable, "-c", HOLDER], {}) as worker:
+        child = int(worker.about["child"])
+    assert worker.process.returncode == -signal.SIGKILL
+    os.kill(child, signal.SIGKILL)  # ProcessLookupError where it was waited for
+
+
 def test_driving_step_moves_all_objects() -> None:
     (record,) = bench.run("driving-step", objects=(32,), batch=8, num_steps=8, scenarios=4)
     check(record)

@@ -50,8 +50,17 @@ def test_what_goes_in_comes_out_bit_for_bit(seed: int) -> None:
         data = wire.frame(head, payload)
         found = wire.read(data, codec.most)
         assert found == head._replace(length=len(payload))
-        codec.check_head(found, Due(wire.OBSERVE, 3, 2, number))
-        sent, came = codec.block(payload, head.finals), codec.observed(data, found)
+        due = Due(wire.OBSERVE, 3, 2, number)
+        codec.check_head(found, due)
+        assert codec.whole(data, due) == head.finals
+        assert codec.told(due, head.finals, payload) == data
+        act = Due(wire.ACT, 3, 2, number)
+        action = codec.action(rng.bytes(codec.action_bytes))
+        answer = codec.acts(act, action)
+        codec.check_head(wire.read(answer, codec.most), act)
+        assert codec.whole(answer, act) == 0
+        assert codec.action(answer, wire.HEAD_BYTES).tobytes() == action.tobytes()
+        sent, came = codec.block(payload, head.finals), codec.observed(data, head.finals, first=number == 0)
         for a, b in zip((*sent.observation, *sent.final, *sent[1:4]), (*came.observation, *came.final, *came[1:4])):
             assert (a.dtype, a.shape, a.tobytes()) == (b.dtype, b.shape, b.tobytes())
         assert sent.scores.tobytes() == came.scores.tobytes()
@@ -75,9 +84,7 @@ def test_arrays_of_a_block_do_not_overlap_and_fill_it() -> None:
 def accepted(data: bytes, due: Due) -> bool:
     """Whether a frame passes all checks; anything but WireError escapes."""
     try:
-        head = wire.read(data, CODEC.most)
-        CODEC.check_head(head, due)
-        CODEC.observed(data, head)
+        CODEC.observed(data, CODEC.whole(data, due), first=due.step == 0)
     except WireError:
         return False
     return True

@@ -155,17 +155,15 @@ class GrpcLane:
         return found
 
     def answer(self, answers: Sequence[Answer]) -> None:
-        columns, digest = self._codec.layout.columns, self._codec.digest
         for group, number, action in answers:
             actor, slot = divmod(group, self._slots)
             life = self._lives.get(actor)
             if life is None or life.number != number or life.due[slot]:
                 continue
-            head = Head(wire.ACT, group, life.number, life.step[slot], columns, 0, digest)
+            due = Due(wire.ACT, group, life.number, life.step[slot])
             life.step[slot] += 1
             life.due[slot] = True
-            data = action.tobytes()
-            life.say(wire.frame(head, data + bytes(-len(data) % 8)))
+            life.say(self._codec.acts(due, action))
             self._unsent = True
 
     def cut(self, actor: int, why: str) -> None:
@@ -295,12 +293,14 @@ class GrpcLane:
             if data is grpc.aio.EOF:
                 life.end("its stream ended")
                 return
-            head = wire.read(data, codec.most)
-            slot = head.group - first
+            group = wire.group(data)
+            slot = group - first
             if not 0 <= slot < slots or not life.due[slot]:
-                raise WireError(f"a frame of group {head.group}, of which none is due")
-            codec.check_head(head, Due(wire.OBSERVE, head.group, number, life.step[slot]))
-            step = codec.observed(data, head)
+                wire.read(data, codec.most)  # it may be none at all
+                raise WireError(f"a frame of group {group}, of which none is due")
+            t = life.step[slot]
+            finals = codec.whole(data, Due(wire.OBSERVE, group, number, t))
+            step = codec.observed(data, finals, first=t == 0)
             life.due[slot] = False
             self._hand(life, slot, step)
 
@@ -338,7 +338,8 @@ class GrpcLine:
             raise self._gone(await self._call.code(), await self._call.details())
         hello = Head(wire.HELLO, self._actor, 0, NAME, codec.layout.columns, self._slots, codec.digest)
         await self._write(wire.frame(hello, codec.layout.text.encode()))
-        data, head = await self._read()
+        data = await self._read()
+        head = wire.read(data, codec.most)
         size = 8 * self._slots
         if head.kind != wire.WELCOME or head.length < size or head.finals != self._slots:
             raise WireError(f"the server answers HELLO with a frame of kind {head.kind}; give both the same version")
@@ -352,22 +353,20 @@ class GrpcLine:
         return [int(seed) for seed in np.frombuffer(data, "<u8", self._slots, wire.HEAD_BYTES)]
 
     async def post(self, slot: int, finals: int) -> None:
-        codec, columns = self.codec, self.codec.layout.columns
-        head = Head(
-            wire.OBSERVE, self._first + slot, self._life, self._steps[slot], columns, finals, codec.digest
-        )  # fmt: skip
-        payload = memoryview(self._memory[slot])[: codec.block_bytes(finals)]
-        await self._write(wire.frame(head, payload))
+        due = Due(wire.OBSERVE, self._first + slot, self._life, self._steps[slot])
+        payload = bytes(memoryview(self._memory[slot])[: self.codec.block_bytes(finals)])
+        await self._write(self.codec.told(due, finals, payload))
 
     def ended(self, slot: int, finals: int) -> wire.Block:
         return self.codec.block(self._memory[slot], finals)
 
     async def next(self) -> tuple[int, np.ndarray]:
-        data, head = await self._read()
-        slot = head.group - self._first
+        data = await self._read()
+        group = wire.group(data)
+        slot = group - self._first
         if not 0 <= slot < self._slots:
-            raise WireError(f"actions for group {head.group}, which is not this actor's")
-        self.codec.check_head(head, Due(wire.ACT, head.group, self._life, self._steps[slot]))
+            raise WireError(f"actions for group {group}, which is not this actor's")
+        self.codec.whole(data, Due(wire.ACT, group, self._life, self._steps[slot]))
         self._steps[slot] += 1
         return slot, self.codec.action(data, wire.HEAD_BYTES)
 
@@ -392,7 +391,7 @@ class GrpcLine:
         fatal = code in (grpc.StatusCode.UNAUTHENTICATED, grpc.StatusCode.UNIMPLEMENTED)
         return (WireError if fatal else ConnectionError)(f"{self._address}: {details or 'the stream ended'}")
 
-    async def _read(self) -> tuple[bytes, Head]:
+    async def _read(self) -> bytes:
         """The next frame. WireError with the server's reason where it refuses; ConnectionError where it is gone."""
         import grpc
 
@@ -402,8 +401,7 @@ class GrpcLine:
             raise self._gone(error.code(), error.details()) from error
         if data is grpc.aio.EOF:
             raise ConnectionError(f"{self._address}: the stream ended")
-        head = wire.read(data, self.codec.most)
-        if head.kind == wire.REFUSE:
-            kind = ConnectionError if head.step else WireError
+        if wire.kind(data) == wire.REFUSE:
+            kind = ConnectionError if wire.read(data, self.codec.most).step else WireError
             raise kind(f"{self._address} refuses: {wire.text(data)}")
-        return data, head
+        return data

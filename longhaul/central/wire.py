@@ -46,6 +46,7 @@ MOST_TEXT, MOST_GROUPS = 65_536, 64
 _HEAD, _CHECK = struct.Struct("<4sHHIIQIIQQ"), struct.Struct("<I12x")
 HEAD_BYTES = _HEAD.size + _CHECK.size
 _END = bytes(_CHECK.size - 4)
+_WORD, _KIND, _GROUP, _FINALS = struct.Struct("<I"), 6, 8, 28  # where they lie in a head
 
 
 class WireError(ValueError):
@@ -155,9 +156,11 @@ class Codec:
         self.layout, self.digest = layout, layout.digest
         self.action_bytes = _padded(layout.columns * layout.action.nbytes)
         self._action = np.dtype(layout.action.dtype), (layout.columns, *layout.action.shape)
+        self._pad = bytes(self.action_bytes - layout.columns * layout.action.nbytes)
         self._known: dict[int, tuple[list[_Part], int]] = {}  # by finals: at most columns + 1
         self._unended: tuple[Any, ...] = ()  # of steps that ended nothing: what a block has of ends
         self._unended = self.block(bytearray(self.block_bytes(0)), 0)[3:]
+        self._first = self._parts(0)[0][: len(layout.observation) + 2]
         self.most = HEAD_BYTES + max(self.block_bytes(layout.columns), self.action_bytes, MOST_TEXT)
 
     def _parts(self, finals: int) -> tuple[list[_Part], int]:
@@ -185,8 +188,8 @@ class Codec:
         """Views of a step in `memory`, from `offset` on; read-only where that is."""
         parts, n = self._parts(finals)[0], len(self.layout.observation)
         if not finals and self._unended:
-            views = [np.ndarray(shape, dtype, memory, offset + at) for at, dtype, shape in parts[: n + 2]]
-            return Block(views[:n], views[n], views[n + 1], *self._unended)
+            *seen, reward, flags = [np.ndarray(shape, dtype, memory, offset + at) for at, dtype, shape in self._first]
+            return Block(seen, reward, flags, *self._unended)
         views = [np.ndarray(shape, dtype, memory, offset + at) for at, dtype, shape in parts]
         return Block(views[:n], views[n], views[n + 1], views[n + 2], views[n + 3 : 2 * n + 3], views[-2], views[-1])
 
@@ -208,11 +211,43 @@ class Codec:
         if head.length != wanted:
             raise WireError(f"a payload of {head.length} bytes, where the layout gives {wanted}")
 
-    def observed(self, data: bytes, head: Head) -> Block:
-        """The step in a frame whose head was checked; views of its bytes. WireError where it contradicts itself."""
-        step = self.block(data, head.finals, HEAD_BYTES)
-        check_block(step, first=head.step == 0)
+    def whole(self, data: bytes, due: Due) -> int:
+        """The finals of a frame that is the one which is due, and undamaged. Raises WireError.
+
+        What its head must be follows from what is due, and one comparison tells whether it is that; only of another one
+        is looked at what is wrong with it.
+        """
+        length = len(data) - HEAD_BYTES
+        if length > 0:
+            (finals,) = _WORD.unpack_from(data, _FINALS)
+            columns = self.layout.columns
+            begin = _HEAD.pack(MAGIC, VERSION, *due, columns, finals, self.digest, length)
+            if data.startswith(begin) and finals <= columns and length == self._length(due, finals):
+                check = google_crc32c.extend(google_crc32c.value(begin), data[HEAD_BYTES:])
+                if data[_HEAD.size : HEAD_BYTES] == _CHECK.pack(check):
+                    return int(finals)
+        head = read(data, self.most)
+        self.check_head(head, due)
+        return head.finals
+
+    def observed(self, data: bytes, finals: int, *, first: bool) -> Block:
+        """The step in a whole frame; views of its bytes. WireError where it contradicts itself."""
+        step = self.block(data, finals, HEAD_BYTES)
+        check_block(step, first=first)
         return step
+
+    def told(self, due: Due, finals: int, payload: bytes) -> bytes:
+        """The frame of a step or of actions that is due; `payload` is as long as the layout has it."""
+        begin = _HEAD.pack(MAGIC, VERSION, *due, self.layout.columns, finals, self.digest, len(payload))
+        check = google_crc32c.extend(google_crc32c.value(begin), payload)
+        return b"".join((begin, _CHECK.pack(check), payload))
+
+    def acts(self, due: Due, action: np.ndarray) -> bytes:
+        """The frame of these actions."""
+        return self.told(due, 0, action.tobytes() + self._pad)
+
+    def _length(self, due: Due, finals: int) -> int:
+        return self.block_bytes(finals) if due.kind == OBSERVE else self.action_bytes
 
 
 def _padded(size: int) -> int:
@@ -225,25 +260,35 @@ def _others(count: int) -> int:
     return int.from_bytes(b"\xfe" * count, "little")
 
 
+@functools.cache
+def _quiet(columns: int) -> bytes:
+    """The flags of a step that ended nothing, of columns that all count."""
+    return bytes(2 * columns) + b"\1" * columns
+
+
 def check_block(step: Block, *, first: bool) -> None:
     """Raises WireError where a step contradicts itself. `first`: it begins a life, and ends nothing."""
     # As bytes: a bool that is neither 0 nor 1 is no bool, and NumPy does not look. A row of them as one long number: of
     # so few, Python's arithmetic is several times as fast as NumPy's calls.
     rows, columns = step.flags.tobytes(), step.flags.shape[1]
-    number = int.from_bytes
-    terminated, truncated = number(rows[:columns], "little"), number(rows[columns : 2 * columns], "little")
-    valid = number(rows[2 * columns :], "little")
-    if (terminated | truncated | valid) & _others(columns) or (step.known.size and step.known.view(np.uint8).max() > 1):
-        raise WireError("a flag is neither 0 nor 1")
-    if first:
-        if len(step.columns):
+    if rows != _quiet(columns) or len(step.columns):
+        number = int.from_bytes
+        terminated, truncated = number(rows[:columns], "little"), number(rows[columns : 2 * columns], "little")
+        valid = number(rows[2 * columns :], "little")
+        flags = terminated | truncated | valid
+        if flags & _others(columns) or (step.known.size and step.known.view(np.uint8).max() > 1):
+            raise WireError("a flag is neither 0 nor 1")
+        if first and len(step.columns):
             raise WireError("a life that begins with the end of an episode")
+        ended = 0 if first else (terminated | truncated) & valid
+        if ended or len(step.columns):
+            where = np.frombuffer(ended.to_bytes(columns, "little"), bool).nonzero()[0]
+            if where.astype(np.int32).tobytes() != step.columns.tobytes():
+                raise WireError(
+                    f"{len(where)} episodes ended, and {len(step.columns)} final observations are of others"
+                )
+    if first:
         return
-    ended = (terminated | truncated) & valid
-    if ended or len(step.columns):
-        where = np.frombuffer(ended.to_bytes(columns, "little"), bool).nonzero()[0]
-        if where.astype(np.int32).tobytes() != step.columns.tobytes():
-            raise WireError(f"{len(where)} episodes ended, and {len(step.columns)} final observations are of others")
     # One number that tells of all; it may overflow where no reward is at fault.
     if not math.isfinite(step.reward.dot(step.reward)) and not np.isfinite(step.reward).all():
         raise WireError("a reward is not finite")
@@ -252,12 +297,24 @@ def check_block(step: Block, *, first: bool) -> None:
 # -------------------------------------------------------------------------------------------------------------- frames
 
 
-def frame(head: Head, payload: Any = b"") -> bytes:
-    """A frame's bytes; `payload` is bytes-like, and the head's length is its."""
-    body = payload if isinstance(payload, bytes) else bytes(payload)
-    begin = _HEAD.pack(MAGIC, VERSION, *head[:-1], len(body))
-    check = google_crc32c.extend(google_crc32c.value(begin), body)
-    return b"".join((begin, _CHECK.pack(check), body))
+def _checksum(begin: bytes, body: Any) -> int:
+    return int(google_crc32c.extend(google_crc32c.value(begin), body))
+
+
+def frame(head: Head, payload: bytes = b"") -> bytes:
+    """A frame's bytes; the head's length is the payload's."""
+    begin = _HEAD.pack(MAGIC, VERSION, *head[:-1], len(payload))
+    return b"".join((begin, _CHECK.pack(_checksum(begin, payload)), payload))
+
+
+def kind(data: bytes) -> int:
+    """The kind of which a frame says that it is; -1 where it is too short to be one."""
+    return data[_KIND] if len(data) >= HEAD_BYTES else -1
+
+
+def group(data: bytes) -> int:
+    """The group of which it says so; likewise."""
+    return int(_WORD.unpack_from(data, _GROUP)[0]) if len(data) >= HEAD_BYTES else -1
 
 
 def read(data: bytes, most: int) -> Head:
@@ -280,7 +337,7 @@ def read(data: bytes, most: int) -> Head:
     (check,) = _CHECK.unpack_from(data, _HEAD.size)
     if data[HEAD_BYTES - len(_END) : HEAD_BYTES] != _END:
         raise WireError("a frame whose head does not end with zeros")
-    if google_crc32c.extend(google_crc32c.value(data[: _HEAD.size]), data[HEAD_BYTES:]) != check:
+    if _checksum(data[: _HEAD.size], data[HEAD_BYTES:]) != check:
         raise WireError("a frame's checksum is not that of its bytes")
     return head
 
