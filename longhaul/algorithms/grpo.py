@@ -60,7 +60,7 @@ class Config:
     clip_low: float | None = None  # None: the loss's own
     clip_high: float | None = None
     lr: float = 2e-4
-    lr_taught: float = 6e-3  # of the warm start, whose last tenth it ends with
+    lr_taught: float = 6e-3  # of the warm start; it falls to a tenth in its last third
     lr_scaffold: float = 1e-3  # of imitation while the gate is closed
     warmup: int = 20  # steps of the optimiser over which each of these rates rises
     adam_b2: float = 0.98
@@ -174,18 +174,21 @@ def surrogate(
     return -jnp.minimum(ratio * worth, bounded * worth), ratio * worth > bounded * worth
 
 
+LAST = 0.1
+"""Of the warm start's learning rate, what it ends with: the rate falls in its last third."""
+
+
 def _rate(config: Config, state: State, data: Completions, mean: Callable[[PyTree], PyTree]) -> Callable[..., Any]:
     """Step of the optimiser within an update -> the learning rate, by what most of the completions are."""
     assert config.num_minibatches is not None and config.update_epochs is not None
     steps = config.num_minibatches * config.update_epochs
     shares = mean(jnp.mean(data.lesson[None] == jnp.array([DEMONSTRATED, SOLVED])[:, None], axis=1))
-    least = 0.1  # of the warm start's rate, at its end
 
     def rate(step: jax.Array) -> jax.Array:
         taught = steps * state.imitated + step
         rewarded = steps * (state.updates - state.imitated) + step
         left = 1.0 - taught / max(steps * config.taught, 1)
-        warm = config.lr_taught * jnp.clip((1.0 - least) * left + least, least, 1.0)
+        warm = config.lr_taught * jnp.clip(LAST + 3.0 * (1.0 - LAST) * left, LAST, 1.0)
         imitating = jnp.where(shares[0] > 0.5, warm, config.lr_scaffold)
         chosen = jnp.where(jnp.sum(shares) > 0.5, imitating, config.lr)
         count = jnp.where(jnp.sum(shares) > 0.5, taught, rewarded)
