@@ -19,7 +19,7 @@ from longhaul.evaluation import Drives, Scores
 from longhaul.flags import DEBUG, INT, PATH, TEXT, Flag, FlagError, choice
 from longhaul.folders import find_folder, load_run
 from longhaul.intervals import Estimate
-from longhaul.run import Driving, Run, RunError, named, resolve
+from longhaul.run import Driving, Named, Reasoning, Run, RunError, named, resolve
 from longhaul.settings import RUNS_DIR
 from longhaul.types import Measure
 
@@ -121,11 +121,13 @@ def _play(run: Run, acting: Any, parsed: dict[str, Any], folder: Path) -> Result
     for name, given in (("data", parsed["data"]), ("traffic", parsed["traffic"]), ("realism", parsed["realism"]),
                         ("worst", parsed["worst"])):  # fmt: skip
         if given:
-            raise FlagError(
-                f"--{name} is for driving, and run {folder.name} is {run.environment.env}; leave --{name} out"
-            )
+            what = named_task(run)
+            raise FlagError(f"--{name} is for driving, and run {folder.name} is {what}; leave --{name} out")
     count = parsed["episodes"] or run.evaluation_episodes or 100
-    scores = evaluation.play_classic(run, named(run.environment), acting, count)
+    if isinstance(run.environment, Reasoning):
+        scores = evaluation.reasoner(run, count)(acting)
+    else:
+        scores = evaluation.play_classic(run, named(run.environment), acting, count)
     return Result(scores, intervals.bootstrap(scores.metrics, scores.groups()))
 
 
@@ -146,10 +148,16 @@ def policy_of(folder: Path, who: str, member: int | None = None) -> tuple[Run, A
         return run, trained if who == "run" else untrained
     run = load_run(folder)
     if not isinstance(run.environment, Driving):
-        task = run.environment.env
+        task = named_task(run)
         raise FlagError(f"--policy is {who!r}, a driver, and run {folder.name} is {task}; give run or untrained")
     training.prepare_devices(run.all_devices, run.threads)
     return run, None
+
+
+def named_task(run: Run) -> str:
+    """What a run trains in, in a word."""
+    task = run.environment
+    return task.env if isinstance(task, Named) else task.task if isinstance(task, Reasoning) else "driving"
 
 
 def driver_of(who: str) -> str:
@@ -315,9 +323,10 @@ def render(words: Sequence[str]) -> int:
     _check_out(parsed["out"])
     if parsed["RUN"] is not None:
         folder = find_folder(Path(parsed["runs-dir"]), parsed["RUN"])
-        stored = load_run(folder).environment
-        if not isinstance(stored, Driving):
-            raise FlagError(f"only driving can be drawn, and run {folder.name} is {stored.env}; name another run")
+        stored = load_run(folder)
+        if not isinstance(stored.environment, Driving):
+            what = named_task(stored)
+            raise FlagError(f"only driving can be drawn, and run {folder.name} is {what}; name another run")
         run, acting = policy_of(folder, who, parsed["member"])
     elif who in ("run", "untrained"):
         raise FlagError("whose drive? give a RUN, or --policy idm, log or constant")

@@ -28,6 +28,7 @@ COMMANDS = {
     "data inspect": "what is in driving logs",
     "data convert": "driving logs to shards, compact and checked, to train on",
     "play": "HackMatrix in the terminal: play it, or watch an agent",
+    "reason": "a language model's chains about a problem, their votes, the answer",
     "recipes": "the recipes of longhaul train",
     "envs": "the environments of longhaul train ppo --env NAME",
     "actor": "environments on this machine for a run's inference server on another",
@@ -138,7 +139,7 @@ def _run(words: list[str]) -> int:
 
 def _heavy(command: str) -> Callable[[Sequence[str]], int]:
     """A command that needs JAX."""
-    from longhaul import assessment, commands, play
+    from longhaul import assessment, commands, play, reason_command
     from longhaul.scaling import command as scaling
     from longhaul.scaling import doctor, plan_command, profile_command
 
@@ -147,6 +148,7 @@ def _heavy(command: str) -> Callable[[Sequence[str]], int]:
         "evaluate": assessment.evaluate,
         "render": assessment.render,
         "play": play.play,
+        "reason": reason_command.reason,
         "recipes": commands.show_recipes,
         "envs": commands.show_envs,
         "status": commands.status,

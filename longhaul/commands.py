@@ -37,7 +37,7 @@ from longhaul.flags import ALONE, DEBUG, TEXT, Flag, FlagError
 from longhaul.folders import find_folder, load_run, new_folder, save_run
 from longhaul.mesh import Shape, identity
 from longhaul.provenance import provenance
-from longhaul.run import Driving, Run, RunError, agents, from_dict, named, on_cpu, resolve, to_dict
+from longhaul.run import Driving, Named, Run, RunError, agents, from_dict, named, on_cpu, resolve, to_dict
 from longhaul.scaling import command as scaling
 from longhaul.scaling.subject import subject
 from longhaul.settings import RUNS_DIR
@@ -138,7 +138,7 @@ def _dry(runs_dir: Path, recipe: Run, parsed: flags.Parsed) -> int:
     else:
         folder = find_folder(runs_dir, parsed.values["resume"])
         run = resolve(settings.resumed(folder, recipe.recipe, _fitting(parsed, folder)))
-    if not isinstance(run.environment, Driving):
+    if isinstance(run.environment, Named):
         named(run.environment)
     assert run.devices is not None
     training.prepare_devices(run.devices, run.threads)
@@ -195,7 +195,7 @@ def _begin(
     A run that is refused before it began (by a damaged log, say) leaves no folder.
     """
     task = run.environment
-    if not isinstance(task, Driving):
+    if isinstance(task, Named):
         named(task)  # what is unknown or missing is said before anything is made
     assert run.devices is not None
     training.prepare_devices(run.all_devices, run.threads)

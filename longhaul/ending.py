@@ -15,7 +15,7 @@ from longhaul.clock import Clock, Seconds
 from longhaul.driving.recording import Recording
 from longhaul.folders import write_json
 from longhaul.provenance import params_sha256
-from longhaul.run import Assembly, Driving, Run, named
+from longhaul.run import Assembly, Driving, Reasoning, Run, named
 from longhaul.stopping import Stop
 from longhaul.types import Params
 
@@ -72,6 +72,11 @@ def _memory(folder: Path) -> dict[str, Any] | None:
 def evaluations(run: Run, policy: Params, untrained: Params) -> Iterator[tuple[str, dict[str, Any], list[Recording]]]:
     """Of each policy its name, the means that it scores, and for driving some recordings."""
     assert run.evaluation_episodes is not None
+    if isinstance(run.environment, Reasoning):
+        each = evaluation.reasoner(run, run.evaluation_episodes)
+        for name, params in (("trained", policy), ("untrained", untrained)):
+            yield name, each(params).means(), []
+        return
     if not isinstance(run.environment, Driving):
         once = evaluation.player(run, named(run.environment), run.evaluation_episodes)
         for name, params in (("trained", policy), ("untrained", untrained)):

@@ -18,7 +18,8 @@ from longhaul.driving import config, recording, scores, simulator
 from longhaul.driving.bank import Bank, stack
 from longhaul.driving.recording import Recording, Verdict
 from longhaul.driving.scenario import Scenario
-from longhaul.run import Driving, Run, cores
+from longhaul.reasoning import problems, quality, sampling
+from longhaul.run import Driving, Reasoning, Run, cores
 from longhaul.types import Environment, Measure, Params
 
 POLICIES = ("run", "untrained", "idm", "log", "constant")
@@ -83,6 +84,31 @@ def player(run: Run, environment: Environment, episodes: int) -> Callable[..., S
         return Scores(hosted.play(environment.name, algorithm, policy, episodes, seed + 10_000), [""] * episodes)
 
     return play
+
+
+SAMPLES = 8
+"""Completions of a problem in an evaluation: the k of pass@k and majority@k."""
+
+
+def reasoner(run: Run, count: int) -> Callable[..., Scores]:
+    """(policy, seed) -> how well it reasons about `count` problems held out, the same for all runs of a task.
+
+    A row a problem, over `SAMPLES` completions, at the run's temperature. Compiles once.
+    """
+    task, config = run.environment, run.algorithm
+    assert isinstance(task, Reasoning) and isinstance(config, learners.Reasoner)
+    asked = problems.held_out(task, count)
+    bank = sampling.bank(problems.task(task), asked, np.random.default_rng(problems.HELD_OUT), run.num_steps)
+    how = sampling.Sampling(run.num_steps, SAMPLES, config.temperature, task.wave)
+    evaluate = quality.evaluate_reasoning(config.model, how)
+
+    def score(policy: Params, seed: int = run.seed) -> Scores:
+        found, _ = jax.device_get(evaluate(policy.params, bank, jax.random.key(seed + 10_000)))
+        told = np.ones(count, bool)
+        metrics = {name: Measure(np.asarray(value, np.float64), told) for name, value in found._asdict().items()}
+        return Scores(metrics, [problem.prompt for problem in asked])
+
+    return score
 
 
 def play_classic(run: Run, environment: Environment, policy: Params, episodes: int) -> Scores:

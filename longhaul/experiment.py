@@ -17,6 +17,7 @@ from longhaul.driving import simulator
 from longhaul.envs import registry
 from longhaul.health import Bounds
 from longhaul.population import Population
+from longhaul.reasoning.problems import Reasoning as Reasoning
 from longhaul.types import Environment
 
 TOPOLOGIES = ("fused", "actors", "central")
@@ -55,7 +56,7 @@ class Run:
     """One experiment. Steps are agent steps; None is chosen by `resolve`."""
 
     recipe: str
-    environment: Named | Driving
+    environment: Named | Driving | Reasoning
     algorithm: learners.Config = field(default_factory=ppo.Config)
     topology: str = "fused"
     acting: Acting = field(default_factory=Acting)  # of the topologies `actors` and `central`
@@ -114,6 +115,9 @@ def agents(run: Run) -> int:
     """Columns of the batch that one world makes."""
     if isinstance(run.environment, Driving):
         return run.environment.simulator.agents
+    if isinstance(run.environment, Reasoning):
+        assert isinstance(run.algorithm, learners.Reasoner)
+        return run.algorithm.group
     return named(run.environment).spec.agents or 1
 
 
@@ -130,7 +134,7 @@ def named(environment: Named) -> Environment:
         raise RunError(str(error)) from error
 
 
-KINDS: dict[type, str] = {Named: "Named", Driving: "Driving"} | {
+KINDS: dict[type, str] = {Named: "Named", Driving: "Driving", Reasoning: "Reasoning"} | {
     config: learner.name for config, learner in learners.LEARNERS.items()
 }
 """What JSON calls a class, where a field may have several; a value that does not say is of the field's first."""

@@ -34,6 +34,8 @@ from longhaul.driving.bank import Sizes
 from longhaul.driving.room import Room, needs, padded
 from longhaul.driving.scenario import Scenario
 from longhaul.driving.tables import Tables
+from longhaul.reasoning import problems
+from longhaul.reasoning.problems import Reasoning, World
 from longhaul.run import BEGINNING, Driving, Origin, Run, RunError, cores, last_update, named
 from longhaul.types import Environment, PyTree, Spec
 
@@ -71,7 +73,7 @@ class Fed(NamedTuple):
 class Feed(NamedTuple):
     """What a run trains in."""
 
-    within: Callable[[PyTree], Environment]  # the environment in a context
+    within: Callable[[PyTree], Environment | World]  # the environment in a context
     open: Callable[[Place], Generator[Fed]]  # the contexts from a place on
     period: int | None = None  # updates in each; None: there is one
     about: dict[str, Any] | None = None  # what tells its data from others, for run.json
@@ -128,6 +130,8 @@ def feed(run: Run, origin: Origin = BEGINNING) -> Feed:
     Devices must have been prepared. Raises RunError or BadData, one line, where data can't be used.
     """
     task = run.environment
+    if isinstance(task, Reasoning):
+        return _problems(run, task)
     if not isinstance(task, Driving):
         environment = named(task)
         return Feed(lambda context: environment, once(()))
@@ -140,6 +144,17 @@ def feed(run: Run, origin: Origin = BEGINNING) -> Feed:
         if len(library) > task.bank:
             return _streamed(run, task, library, origin)
     return _resident(run, task)
+
+
+def _problems(run: Run, task: Reasoning) -> Feed:
+    """The problems of the run's seed, without those that it is evaluated on."""
+    assert run.evaluation_episodes is not None
+    try:
+        bank = problems.training(task, seed=run.seed, without=run.evaluation_episodes, length=run.num_steps)
+    except ValueError as error:
+        raise RunError(f"--task {task.task}: {error}") from error
+    spec = problems.spec(task, run.num_steps)
+    return Feed(lambda context: World(spec, context), once(meshes.everywhere(bank, meshes.make_mesh(*run.mesh))))
 
 
 def once(context: PyTree) -> Callable[[Place], Generator[Fed]]:
@@ -266,7 +281,7 @@ def spec(run: Run) -> Spec:
     task = run.environment
     if isinstance(task, Driving):
         return simulator.outline(task.simulator, least=2, most=2, dt=0.1).spec
-    return named(task).spec
+    return problems.spec(task, run.num_steps) if isinstance(task, Reasoning) else named(task).spec
 
 
 def _check(library: Library, task: Driving) -> None:

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import jax
 
 from longhaul import networks
-from longhaul.algorithms import actor_critic, dqn, impala, ppo, pqn, sac, td3
+from longhaul.algorithms import actor_critic, dqn, grpo, impala, ppo, pqn, sac, td3
 from longhaul.replay import Sizes
 from longhaul.types import Algorithm, PyTree, Spec
 
@@ -22,7 +22,10 @@ OnPolicy = ppo.Config | impala.Config
 OffPolicy = sac.Config | dqn.Config | td3.Config
 """Of algorithms that learn from a replay (algorithms/off_policy.py)."""
 
-Config = OnPolicy | pqn.Config | OffPolicy
+Reasoner = grpo.Config
+"""Of algorithms that learn from completions of prompts (reasoning/sampling.py)."""
+
+Config = OnPolicy | pqn.Config | OffPolicy | Reasoner
 """Of any algorithm. A run.json that does not say which is of the first."""
 
 
@@ -44,6 +47,7 @@ LEARNERS: dict[type, Learner] = {
     dqn.Config: Learner("dqn", "DQN", dqn.dqn, dqn.check, dqn.network),
     sac.Config: Learner("sac", "SAC", sac.sac, sac.check, sac.network),
     td3.Config: Learner("td3", "TD3", td3.td3, td3.check, td3.network),
+    grpo.Config: Learner("grpo", "GRPO, or one of its kin", grpo.grpo, grpo.check, grpo.network),
 }
 
 
@@ -58,6 +62,8 @@ def on_policy(config: Config) -> OnPolicy:
         raise ValueError(f"{of(config).title} learns from a replay, and this is for algorithms without: PPO, IMPALA")
     if isinstance(config, pqn.Config):
         raise ValueError("PQN has values and no policy, and this is for algorithms with one: PPO, IMPALA")
+    if isinstance(config, Reasoner):
+        raise ValueError(f"{of(config).title} learns from completions, and this is for PPO and IMPALA")
     return config
 
 

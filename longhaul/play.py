@@ -125,7 +125,7 @@ def _check_run(folder: Path) -> None:
     """Raises RunError where a run is not of the game."""
     task = folders.load_run(folder).environment
     if not isinstance(task, Named) or task.env not in GAMES:
-        what = task.env if isinstance(task, Named) else "driving"
+        what = task.env if isinstance(task, Named) else getattr(task, "task", "driving")
         raise RunError(f"run {folder.name} is {what}, not hackmatrix; name another, or longhaul evaluate {folder.name}")
 
 

@@ -14,7 +14,7 @@ import numpy as np
 from longhaul import curves, evaluation, intervals, member_records
 from longhaul.population import Member
 from longhaul.provenance import params_sha256
-from longhaul.run import Driving, Run, named
+from longhaul.run import Driving, Reasoning, Run, named
 from longhaul.types import Params
 
 MOST_LINES = 5
@@ -56,6 +56,9 @@ def _player(run: Run) -> Callable[[Params, int], dict[str, Any]]:
     if isinstance(run.environment, Driving):
         drive = evaluation.drives(run).player("policy")
         return lambda policy, seed: drive(policy)[0].means()
+    if isinstance(run.environment, Reasoning):
+        each = evaluation.reasoner(run, run.evaluation_episodes)
+        return lambda policy, seed: each(policy, seed).means()
     once = evaluation.player(run, named(run.environment), run.evaluation_episodes)
     return lambda policy, seed: once(policy, seed).means()
 

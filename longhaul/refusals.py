@@ -7,7 +7,9 @@ from collections.abc import Iterator
 from typing import Any
 
 from longhaul.driving import simulator
-from longhaul.experiment import MOST, Driving, Run, RunError, to_dict
+from longhaul.experiment import MOST, Driving, Reasoning, Run, RunError, to_dict
+from longhaul.learners import Reasoner
+from longhaul.reasoning import problems
 from longhaul.scaling import rules
 from longhaul.worlds import HELD_OUT
 
@@ -62,6 +64,22 @@ def check_driving(task: Driving) -> None:
         raise RunError(f"--objects is {task.objects}; it must be at least --agents, {task.simulator.agents}")
     if task.horizon is not None and task.horizon < 2:
         raise RunError(f"--horizon is {task.horizon}; a scenario has at least 2 steps")
+
+
+def check_reasoning(run: Run) -> None:
+    """Likewise of what is reasoned about, and that prompts and their algorithms come together."""
+    if isinstance(run.environment, Reasoning) != isinstance(run.algorithm, Reasoner):
+        raise RunError(f"recipe {run.recipe}: GRPO and its kin learn from prompts, and nothing else does")
+    if not isinstance(run.environment, Reasoning):
+        return
+    if run.topology == "central" or (run.topology == "actors" and run.acting.actor_kind != "thread"):
+        raise RunError("completions are sampled by the learner or its threads; give --topology actors --actor-kind "
+                       "thread, or leave both out")  # fmt: skip
+    try:
+        problems.check(run.environment)
+    except ValueError as error:
+        name, _, rest = str(error).partition(" ")
+        raise RunError(f"--{flag(name)} {rest}") from error
 
 
 def _floats(value: Any, name: str = "") -> Iterator[tuple[str, float]]:

@@ -24,6 +24,7 @@ from longhaul.experiment import TOPOLOGIES as TOPOLOGIES
 from longhaul.experiment import Driving as Driving
 from longhaul.experiment import Named as Named
 from longhaul.experiment import Origin as Origin
+from longhaul.experiment import Reasoning as Reasoning
 from longhaul.experiment import Run as Run
 from longhaul.experiment import RunError as RunError
 from longhaul.experiment import agents as agents
@@ -32,7 +33,9 @@ from longhaul.experiment import named as named
 from longhaul.experiment import parts as parts
 from longhaul.experiment import to_dict as to_dict
 from longhaul.population import Member
-from longhaul.refusals import check_driving, check_numbers, flag
+from longhaul.reasoning import sampling
+from longhaul.reasoning.problems import World
+from longhaul.refusals import check_driving, check_numbers, check_reasoning, flag
 from longhaul.replay import Sizes
 from longhaul.rollout import collector
 from longhaul.scaling import rules
@@ -44,6 +47,9 @@ from longhaul.types import Algorithm, Collector, Environment, Params, Progress, 
 MOST_RECORDS = 4096
 """Records of metrics in a run, about, however long it is: a record sums up as many updates as that takes."""
 
+
+EPISODES = {Driving: 128, Reasoning: 256}
+"""Of an evaluation: scenarios, problems; 100 elsewhere."""
 
 VISITS, EPISODE = 8, 80
 """How often a scenario of a bank is driven before others come, taking an episode to have so many steps."""
@@ -96,6 +102,7 @@ def resolve(run: Run) -> Run:
     check_numbers(run)
     if isinstance(run.environment, Driving):
         check_driving(run.environment)
+    check_reasoning(run)
     if run.topology not in TOPOLOGIES:
         raise RunError(f"--topology is {run.topology!r}; it must be one of {', '.join(TOPOLOGIES)}")
     siblings = members.of(run)
@@ -145,7 +152,7 @@ def resolve(run: Run) -> Run:
     if isinstance(task, Driving):  # found again from wherever the run is gone on with
         data = tuple(os.path.abspath(os.path.expanduser(path)) for path in task.data)
         task = dataclasses.replace(task, data=data, bank_updates=_bank_updates(task, run.num_envs * run.num_steps))
-    episodes = run.evaluation_episodes or (128 if isinstance(task, Driving) else 100)
+    episodes = run.evaluation_episodes or EPISODES.get(type(task), 100)
     return dataclasses.replace(
         run, environment=task, algorithm=algorithm, acting=acting, base_batch=run.base_batch or steps, devices=devices,
         threads=run.threads or _default_threads(-(-devices * run.model // processes)) * processes,
@@ -207,7 +214,7 @@ def _served(run: Run, devices: int) -> Acting:
 def _learning(run: Run, steps: int, columns: int) -> learners.Config:
     """The algorithm with minibatches and epochs for a batch of `steps` steps, `columns` columns of it on a device."""
     config = run.algorithm
-    if isinstance(config, learners.OffPolicy):
+    if isinstance(config, learners.OffPolicy | learners.Reasoner):
         return config
     rows = columns if config.memory else columns * run.num_steps
     given = config.num_minibatches, config.update_epochs
@@ -248,7 +255,8 @@ def _default_devices(run: Run, runs: int) -> int:
     if on_cpu() and run.topology != "fused":  # actors have the cores
         return 1
     if on_cpu():
-        own = int(os.environ.get(hosts.DEVICES, 0)) or (cores() if run.num_envs >= 64 else 1)
+        columns = run.num_envs * (agents(run) if isinstance(run.environment, Reasoning) else 1)
+        own = int(os.environ.get(hosts.DEVICES, 0)) or (cores() if columns >= 64 else 1)
     else:
         own = jax.local_device_count()
 
@@ -309,7 +317,7 @@ def prepare_devices(devices: int, threads: int | None = None, inline: bool = Fal
 
 
 def assemble(
-    run: Run, within: Callable[[PyTree], Environment], context: PyTree, origin: Origin = BEGINNING
+    run: Run, within: Callable[[PyTree], Environment | World], context: PyTree, origin: Origin = BEGINNING
 ) -> Assembly:
     """The functions of a resolved run, from `origin` on.
 
@@ -342,7 +350,10 @@ def assemble(
     unroll = UNROLL if tiny else 1
 
     def collector_in(context: PyTree) -> Collector:
-        many = vectorise(within(context), worlds)
+        world = within(context)
+        if isinstance(world, World):
+            return _completing(run, world, worlds)
+        many = vectorise(world, worlds)
         return collector(many, algorithm.act, algorithm.memory, steps=run.num_steps, unroll=unroll)
 
     enter, env_steps = fused.entering(collector_in, mesh, parted), run.num_envs * run.num_steps
@@ -360,6 +371,14 @@ def assemble(
     )
 
 
+def _completing(run: Run, world: World, prompts: int) -> Collector:
+    """Completions of so many problems of a bank."""
+    config, task = run.algorithm, run.environment
+    assert isinstance(config, learners.Reasoner) and isinstance(task, Reasoning)
+    how = sampling.Sampling(run.num_steps, config.group, config.temperature, task.wave)
+    return sampling.collector(config.model, world.bank, how, prompts=prompts)
+
+
 def last_update(run: Run, origin: Origin = BEGINNING) -> int:
     """The number of a run's last update: what is left of its steps from `origin` on, in whole updates."""
     return origin.updates + (run.total_steps - origin.agent_steps) // (run.num_envs * agents(run) * run.num_steps)
@@ -371,6 +390,8 @@ def decisions(run: Run) -> list[str]:
     if isinstance(config, learners.OffPolicy):
         each = config.batch_size * config.gradient_steps / steps
         return [f"each update adds {steps} steps to the replay; each step is learnt from {each:.3g} times on the mean"]
+    if isinstance(config, learners.Reasoner):
+        return [f"each update learns from {run.num_envs} problems, {config.group} completions of each"]
     assert run.devices is not None and config.num_minibatches is not None and config.update_epochs is not None
     rows = steps // parts(run, run.devices) // (run.num_steps if config.memory else 1)
     chosen = rules.Passes(config.num_minibatches, config.update_epochs)

@@ -12,13 +12,15 @@ from typing import Any, NamedTuple
 
 from longhaul import flags, learners, networks, publishing, resumption, tracking
 from longhaul.actors.settings import KINDS
-from longhaul.algorithms import impala, off_policy
+from longhaul.algorithms import grpo, impala, off_policy
 from longhaul.central.settings import LANES
 from longhaul.driving import config, objectives
 from longhaul.flags import DEBUG, FLOAT, INT, PATH, SWITCH, TEXT, Flag, FlagError, Kind, choice, optional
 from longhaul.folders import load_run
 from longhaul.mesh import Shape
 from longhaul.precision import PRECISIONS, REMATS
+from longhaul.reasoning import model as models
+from longhaul.reasoning import problems
 from longhaul.run import TOPOLOGIES, Run, RunError, agents
 from longhaul.scaling import rules
 
@@ -125,7 +127,7 @@ HELP = {
     "remat": "what of the torso is computed again for its gradient, in less memory: nothing, all, all but products",
     "tau": "how far target networks follow, a step of the optimiser",
     "n-step": "rewards that a target sums before it trusts a critic",
-    "temperature": "weight of SAC's entropy; none: learnt",
+    "temperature": "weight of SAC's entropy; none: learnt. Of GRPO and its kin: at which completions are sampled",
     "target-entropy": "nats that SAC's temperature aims at; none: -1 a dimension, or half of what choices allow",
     "layer-norm": "layers are normalised, which PQN needs to be stable",
     "double": "DQN's target has the network choose, and its target network judge",
@@ -137,6 +139,39 @@ HELP = {
     "target-noise": "and to its target's, for critics that are smooth in actions",
     "noise-clip": "most that is added to its target's",
     "actor-interval": "steps of the optimiser, of which TD3's actor and its targets join one",
+    "task": "what problems are about; longhaul reason shows them",
+    "fewest": "operations of a problem, or digits of a number",
+    "most": "likewise",
+    "held-out-fewest": "of problems held out, on which a run is evaluated",
+    "problems": "to train on",
+    "wave": "completions that are sampled together; a matter of speed",
+    "loss": "how groups of completions are learnt from",
+    "clip-low": "how far below 1 a ratio may be; none: the loss's own",
+    "clip-high": "how far above 1 it may be",
+    "lr-taught": "learning rate of the warm start",
+    "lr-scaffold": "learning rate of imitation while the gate is closed",
+    "adam-b2": "share of its past that Adam's second moment keeps in a step",
+    "kl-coef": "weight of the KL divergence to the policy before the first update from rewards",
+    "group": "completions of a problem",
+    "taught": "updates of the warm start, which imitates demonstrations",
+    "gate-threshold": "soundness below which the policy imitates verified chains; 0: rewards teach always",
+    "gate-hysteresis": "how far below the threshold it must fall to be taught again",
+    "gate-patience": "looks without a rise after which the gate stays open",
+    "gate-rise": "of soundness, to count as one",
+    "gate-every": "updates between two looks",
+    "model-family": "of the language model: Llama, Qwen2 (biases), Qwen3 (normalised queries and keys)",
+    "model-width": "of its residual",
+    "model-layers": "of attention and a gated perceptron each",
+    "model-heads": "of queries",
+    "model-kv-heads": "of keys and values, each shared by as many heads of queries",
+    "model-head-dim": "width of a head",
+    "model-hidden": "width of the gated perceptron",
+    "model-eps": "of the root mean square normalisation",
+    "model-theta": "base of the rotary frequencies",
+    "model-tied": "the embedding is the output's kernel, too",
+    "model-context": "tokens that it is said to be trained on; no bound here",
+    "model-precision": "what its layers compute in; parameters and logits are fp32",
+    "model-remat": "what of a layer is computed again for the gradient, in less memory",
     "batch-size": "steps of a step of the optimiser, drawn from the replay, over all devices",
     "gradient-steps": "of the optimiser, an update",
     "learning-starts": "steps in the replay before learning; until then actions are drawn evenly",
@@ -181,10 +216,16 @@ CHOICES: dict[str, tuple[str, ...]] = {
     "precision": tuple(PRECISIONS),
     "replay-precision": off_policy.STORES,
     "remat": REMATS,
+    "model-family": models.FAMILIES,
+    "model-precision": tuple(PRECISIONS),
+    "model-remat": REMATS,
+    "task": tuple(problems.MADE),
+    "loss": tuple(grpo.LOSSES),
 }
 
-HIDDEN = ("recipe", "driver", "model")
-"""Fields that are no flag: the recipe is named before, who learns drives by the policy, and --mesh says both sizes."""
+HIDDEN = ("recipe", "driver", "model", "vocabulary", "rope_scaling")
+"""Fields that are no flag: the recipe is named before, who learns drives by the policy, --mesh says both sizes, a
+tokeniser how many tokens there are, and rope scaling is for models that come from elsewhere."""
 
 SIDE_BY_SIDE = ("seeds", "sweep", "pbt-interval", "together")
 """Flags that make many runs of one."""
@@ -219,6 +260,7 @@ CHANGEABLE = (
     *("tau", "target-entropy", "batch-size", "gradient-steps", "importance-exponent"),
     *("noise", "target-noise", "noise-clip", "actor-interval"),
     *("double", "epsilon", "epsilon-final", "exploration", "q-lambda"),
+    *("clip-low", "clip-high", "lr-taught", "lr-scaffold"),
 )
 """Flags that may differ, too, and change what comes: how much is done at once and how it is learnt, not what."""
 
@@ -292,7 +334,7 @@ def _settings(value: Any, path: tuple[str, ...], group: str) -> Iterator[Setting
     hints = typing.get_type_hints(type(value))
     for field in dataclasses.fields(value):
         inner, where = getattr(value, field.name), (*path, field.name)
-        if field.name in HIDDEN:
+        if field.name in HIDDEN and not dataclasses.is_dataclass(inner):
             continue
         if dataclasses.is_dataclass(inner):
             yield from _settings(inner, where, field.name if field.name in GROUPS else group)
@@ -313,7 +355,8 @@ def _name(path: tuple[str, ...]) -> str:
         return "mesh"
     if path[0] == "health":
         return "health" if name == "watch" else f"health-{name}"
-    return f"reward-{name}" if "weights" in path else name
+    inner = [prefix for field, prefix in (("gate", "gate"), ("model", "model"), ("weights", "reward")) if field in path]
+    return f"{inner[0]}-{name}" if inner and len(path) > 1 else name
 
 
 def _kind(name: str, hint: Any) -> Kind:

@@ -19,8 +19,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import PartitionSpec
 
+from longhaul import learners, randomness, recipes, worlds
 from longhaul import mesh as meshes
-from longhaul import randomness, recipes, worlds
 from longhaul.algorithms import ppo
 from longhaul.datasets import sources
 from longhaul.datasets.log import Log
@@ -92,8 +92,9 @@ def hackmatrix_ppo(
     """The recipe `hackmatrix`; without `total_steps` a repeat is 131,072 steps, or one update where that is more."""
     recipe = recipes.recipe("hackmatrix")
     batch = num_envs * num_steps
+    algorithm = dataclasses.replace(learners.on_policy(recipe.algorithm), precision=precision)
     made = dataclasses.replace(
-        recipe, algorithm=dataclasses.replace(recipe.algorithm, precision=precision), num_envs=num_envs,
+        recipe, algorithm=algorithm, num_envs=num_envs,
         num_steps=num_steps, total_steps=total_steps or max(1, 131_072 // batch) * batch, devices=devices,
     )  # fmt: skip
     prepared = _training(made, "env steps", {})

@@ -26,7 +26,7 @@ def config(**changes: Any) -> grpo.Config:
 @functools.cache
 def completions() -> tuple[Any, sampling.Completions]:
     """Parameters, and completions of some lengths that they sampled, with a group whose rewards are equal."""
-    params = jax.tree.map(lambda x: x if x.ndim == 1 else 10.0 * x, model.init(jax.random.key(0), TINY))
+    params = model.init(jax.random.key(0), TINY)
     rng = np.random.default_rng(0)
     prompt = np.repeat(rng.integers(1, 23, (ROWS // GROUP, 3)), GROUP, axis=0).astype(np.int32)
     token = rng.integers(1, 23, (ROWS, LENGTH)).astype(np.int32)
@@ -37,7 +37,8 @@ def completions() -> tuple[Any, sampling.Completions]:
     log_prob, _ = sampling.log_probs(TINY, params, prompt, token, 1.0)
     reward = np.array([1, 0, 0, 0.5, 1, 1, 1, 1], np.float32)
     arrays = map(jnp.asarray, (prompt, token, written, taken, jnp.where(taken, log_prob, 0.0), reward))
-    return params, sampling.Completions(*arrays, jnp.bool_(False), jnp.int32(0))
+    zero = jnp.zeros(ROWS, jnp.int32)
+    return params, sampling.Completions(*arrays, jnp.linspace(0.0, 0.5, ROWS), zero, zero)
 
 
 def test_advantages_by_hand() -> None:
@@ -150,10 +151,10 @@ def learnt() -> tuple[Any, Any, Any]:
     made = grpo.grpo(None, settings, updates=2, mean=meshes.identity)
     params, data = completions()
     begun = made.init(jax.random.key(1))
-    state = begun._replace(params=params, updates=jnp.int32(1))
+    state = begun._replace(params=params, updates=jnp.int32(1), imitated=jnp.int32(1))
     learn = jax.jit(made.learn)
     equal = data._replace(reward=jnp.ones(ROWS))
-    cases = data, data._replace(taught=jnp.bool_(True)), equal
+    cases = data, data._replace(lesson=jnp.full(ROWS, sampling.DEMONSTRATED)), equal
     return state, [learn(state, each, jax.random.key(2)) for each in cases], learn
 
 
@@ -196,7 +197,7 @@ def test_two_shards_are_one_batch() -> None:
     parts = grpo.grpo(None, settings, updates=1, mean=meshes.mean_over_data)
     state = whole.init(jax.random.key(1))._replace(params=params)
     P = jax.sharding.PartitionSpec
-    specs = sampling.Completions(*[P("data")] * 6, P(), P())
+    specs = sampling.Completions(*[P("data")] * 9)
     split = meshes.per_shard(lambda s, d: parts.learn(s, d, jax.random.key(0)), mesh, (P(), specs), (P(), P()))
     (_, one), (_, two) = jax.jit(whole.learn)(state, data, jax.random.key(0)), jax.jit(split)(state, data)
     for name in ("loss", "entropy", "grad_norm"):

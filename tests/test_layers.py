@@ -31,6 +31,7 @@ TABLE = """
 0  actors/__init__
 0  scaling/__init__
 0  reasoning/__init__ reasoning/tokens reasoning/tasks reasoning/questions
+   reasoning/optimiser
 0  verdicts
 0  sync/__init__ sync/reference sync/kernels sync/loops sync/codec sync/delta
 0  sync/layout sync/plan sync/cost
@@ -48,7 +49,8 @@ TABLE = """
 1  driving/scenario driving/codes driving/tiles driving/polylines driving/edges driving/lanes driving/routes
    driving/guides driving/roads driving/extents driving/compile driving/bank
 2  environment rollout
-2  reasoning/model reasoning/hub reasoning/sampling
+2  reasoning/model reasoning/hub reasoning/sampling reasoning/gate reasoning/problems reasoning/quality
+   reasoning/drawing
 2  central/wire central/lane central/grpc_lane central/shared_lane central/batcher central/places
    central/crew central/episodes central/trajectories central/inference central/server central/settings
 3  sync/changes sync/chain sync/buffers sync/lanes/base sync/lanes/sockets sync/lanes/shared sync/lanes/tcp
@@ -85,7 +87,7 @@ TABLE = """
    scaling/profile scaling/subject scaling/agreement scaling/checks
 7  printing live flags settings scaling/command scaling/speed_command scaling/profile_command scaling/plan_command
    scaling/doctor sync_checkpoints sync_shell sync_command
-   commands assessment console play gang processes cluster launch actor_command cli
+   commands assessment reason_command console play gang processes cluster launch actor_command cli
    __main__
 """
 
@@ -99,7 +101,7 @@ NO_JAX = (
     *(f"sync/{name}" for name in ("engine", "changes", "receiver", "geometry", "probe", "relay", "producer")),
     *(f"sync/{name}" for name in ("consumers", "vllm", "chain")),
     *("central/crew", "central/episodes", "central/client", "central/far", "central/settings"),
-    *("reasoning/tokens", "reasoning/tasks", "reasoning/questions"),
+    *(f"reasoning/{name}" for name in ("tokens", "tasks", "questions", "optimiser")),
     *(f"driving/{name}" for name in ("scenario", "compile", "generator", "roads", "lanes", "bank")),
     *(f"sync/{name}" for name in ("reference", "loops", "codec", "delta", "layout", "plan", "cost")),
 )

@@ -10,7 +10,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from longhaul.algorithms.actor_critic import Policy
 from longhaul.reasoning import model, sampling, tasks, tokens
 
 CONFIG = model.Config(width=32, layers=1, heads=2, kv_heads=1, head_dim=16, hidden=48)
@@ -27,8 +26,8 @@ def drawn_problems() -> tuple[list[tasks.Problem], sampling.Bank]:
 
 @functools.cache
 def params() -> Any:
-    """Random, and large enough that tokens are not all alike."""
-    return jax.tree.map(lambda x: x if x.ndim == 1 else 8.0 * x, model.init(jax.random.key(0), CONFIG))
+    """Random."""
+    return model.init(jax.random.key(0), CONFIG)
 
 
 SAMPLE = jax.jit(sampling.sampler(CONFIG, LENGTH, 0.7))
@@ -134,24 +133,30 @@ def test_waves_change_no_number_at_temperature_0() -> None:
 def test_the_collector_teaches_and_then_samples_in_groups() -> None:
     _, bank = drawn_problems()
     settings = sampling.Sampling(LENGTH, group=4, wave=16)
-    made = sampling.collector(CONFIG, bank, settings, prompts=8, taught=2)
+    made = sampling.collector(CONFIG, bank, settings, prompts=8)
     collect = jax.jit(made.collect)
     assert (made.steps, made.env_steps) == (32 * LENGTH, 8 * LENGTH)
     solution = {bytes(np.asarray(p)): np.asarray(s) for p, s in zip(bank.prompt, bank.solution, strict=True)}
-    for version in (1, 2):
-        _, data, told = collect(Policy(params(), ()), (), jax.random.key(version), jnp.int32(version))
+    for version, lesson in ((1, sampling.DEMONSTRATED), (2, sampling.SAMPLED), (3, sampling.SOLVED)):
+        speaker = sampling.Speaker(params(), jnp.int32(lesson))
+        _, data, told = collect(speaker, (), jax.random.key(version), jnp.int32(version))
         wanted = np.stack([solution[bytes(np.asarray(prompt))] for prompt in data.prompt])
         np.testing.assert_array_equal(data.reward, sampling.rewards(wanted, data.token))
         groups = np.asarray(data.prompt).reshape(8, 4, -1)
-        assert bool(data.taught) == (version < 2)
+        assert (data.lesson == lesson).all() and (data.version == version).all()
+        assert (data.taught == (lesson != sampling.SAMPLED)).all()
         assert (groups == groups[:, :1]).all() == (version == 2)
         assert float(told["episode/return"]) == data.reward.sum()
         mixed = np.ptp(np.asarray(data.reward).reshape(8, 4), axis=1) > 0
         assert float(told["episode/informative"]) == 4 * mixed.sum()
-        if version == 1:
+        assert float(told["episode/soundness"]) == pytest.approx(float(data.soundness.sum()), rel=1e-6)
+        if lesson == sampling.DEMONSTRATED:
             known = {bytes(np.asarray(row)) for row in bank.demonstration}
             assert all(bytes(np.asarray(row)) in known for row in data.token)
             assert float(told["episode/soundness"]) > 16
+        if lesson == sampling.SOLVED:
+            np.testing.assert_array_equal(data.token, wanted)
+            assert (data.reward == 1.0).all() and (data.soundness == 1.0).all()
 
 
 def test_what_does_not_fit_a_bank_is_named() -> None:

@@ -10,9 +10,9 @@ completions of an optimiser's step, on all shards, and known before any gradient
 micro-batches. The ratio is over what the sampler recorded, and `mismatch` is by how much the learner's
 log-probabilities differ from it at the update's beginning: rounding alone where both have the same parameters.
 
-Where we differ: demonstrations are imitated by the same learner (`Completions.taught`), with a learning rate of their
-own; the KL term, where there is one, is to the policy at the end of them. No dynamic sampling: batches keep their
-shape.
+Where we differ: demonstrations are imitated by the same learner (`Completions.taught`), with learning rates of their
+own: a warm start of `Config.taught` updates, and scaffolding while the gate (reasoning/gate.py) is closed. KL
+is to the policy before the first update from rewards. No dynamic sampling: batches keep their shape.
 """
 
 from __future__ import annotations
@@ -25,9 +25,10 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from longhaul.algorithms.actor_critic import Apart, Policy
+from longhaul.algorithms.actor_critic import Apart
+from longhaul.reasoning import gate as gates
 from longhaul.reasoning import model
-from longhaul.reasoning.sampling import Completions, log_probs
+from longhaul.reasoning.sampling import DEMONSTRATED, SAMPLED, SOLVED, Completions, Speaker, log_probs
 from longhaul.types import Algorithm, Key, Metrics, Params, PyTree
 
 
@@ -59,19 +60,25 @@ class Config:
     clip_low: float | None = None  # None: the loss's own
     clip_high: float | None = None
     lr: float = 2e-4
-    lr_taught: float = 3e-3  # of imitation
-    warmup: int = 10  # steps of the optimiser over which the rate of learning from rewards rises
+    lr_taught: float = 6e-3  # of the warm start; it falls to a tenth in its last third
+    lr_scaffold: float = 1e-3  # of imitation while the gate is closed
+    warmup: int = 20  # steps of the optimiser over which each of these rates rises
     adam_b2: float = 0.98
     max_grad_norm: float = 1.0
     kl_coef: float = 0.0  # of the KL divergence to the policy that imitation ended with
     temperature: float = 1.0  # at which completions are sampled
     group: int = 16  # completions of a problem
-    taught: int = 0  # updates of imitation at the beginning
+    taught: int = 0  # updates of the warm start, in which demonstrations are imitated
+    gate: gates.Config = field(default_factory=gates.Config)
     num_minibatches: int | None = 2
     update_epochs: int | None = 1
     accumulate: int = 1  # pieces in which a minibatch's gradient is taken
-    memory: int = 0  # a completion is its own memory
     model: model.Config = field(default_factory=model.Config)
+
+    @property
+    def precision(self) -> str:
+        """What the layers compute in."""
+        return self.model.precision
 
 
 class State(NamedTuple):
@@ -79,6 +86,8 @@ class State(NamedTuple):
     opt_state: optax.OptState
     reference: Params | tuple[()]  # what KL is measured to
     updates: jax.Array  # int32
+    imitated: jax.Array  # int32: of these, how many had something to imitate
+    gate: gates.Gate
 
 
 class Batch(NamedTuple):
@@ -94,7 +103,7 @@ def check(config: Config, *, columns: int, steps: int) -> None:
     """Raises ValueError, naming value, bound and remedy, where the sizes of one shard can't work."""
     if config.loss not in LOSSES:
         raise ValueError(f"loss is {config.loss!r}; it must be one of {', '.join(LOSSES)}")
-    for name in ("lr", "lr_taught", "max_grad_norm", "temperature"):
+    for name in ("lr", "lr_taught", "lr_scaffold", "max_grad_norm", "temperature"):
         if not getattr(config, name) > 0.0:
             raise ValueError(f"{name} is {getattr(config, name)}; it must be above 0")
     for name in ("clip_low", "clip_high", "kl_coef", "warmup", "taught"):
@@ -114,7 +123,11 @@ def check(config: Config, *, columns: int, steps: int) -> None:
             f"num_minibatches is {config.num_minibatches}; with accumulate {config.accumulate} it must divide the "
             f"completions of a shard, {columns}"
         )
-    model.check(config.model)
+    gates.check(config.gate)
+    try:
+        model.check(config.model)
+    except ValueError as error:
+        raise ValueError(f"model_{error}") from error
 
 
 def advantages(reward: jax.Array, group: int, *, scaled: bool) -> tuple[jax.Array, jax.Array]:
@@ -161,12 +174,27 @@ def surrogate(
     return -jnp.minimum(ratio * worth, bounded * worth), ratio * worth > bounded * worth
 
 
-def _optimiser(config: Config) -> optax.GradientTransformation:
+LAST = 0.1
+"""Of the warm start's learning rate, what it ends with: the rate falls in its last third."""
+
+
+def _rate(config: Config, state: State, data: Completions, mean: Callable[[PyTree], PyTree]) -> Callable[..., Any]:
+    """Step of the optimiser within an update -> the learning rate, by what most of the completions are."""
     assert config.num_minibatches is not None and config.update_epochs is not None
-    imitation = config.taught * config.num_minibatches * config.update_epochs
-    rise = optax.linear_schedule(config.lr / max(config.warmup, 1), config.lr, config.warmup)
-    rate = optax.join_schedules([optax.constant_schedule(config.lr_taught), rise], [imitation])
-    return optax.chain(optax.clip_by_global_norm(config.max_grad_norm), optax.adam(rate, b2=config.adam_b2))
+    steps = config.num_minibatches * config.update_epochs
+    shares = mean(jnp.mean(data.lesson[None] == jnp.array([DEMONSTRATED, SOLVED])[:, None], axis=1))
+
+    def rate(step: jax.Array) -> jax.Array:
+        taught = steps * state.imitated + step
+        rewarded = steps * (state.updates - state.imitated) + step
+        left = 1.0 - taught / max(steps * config.taught, 1)
+        warm = config.lr_taught * jnp.clip(LAST + 3.0 * (1.0 - LAST) * left, LAST, 1.0)
+        imitating = jnp.where(shares[0] > 0.5, warm, config.lr_scaffold)
+        chosen = jnp.where(jnp.sum(shares) > 0.5, imitating, config.lr)
+        count = jnp.where(jnp.sum(shares) > 0.5, taught, rewarded)
+        return chosen * jnp.clip((count + 1) / max(config.warmup, 1), 0.0, 1.0)
+
+    return rate
 
 
 LOOKED = 64
@@ -185,16 +213,17 @@ def objective(config: Config) -> Callable[[Params, Batch], tuple[jax.Array, Metr
         data = batch.data
         log_prob, entropy = log_probs(config.model, params, data.prompt, data.token, config.temperature)
         each, clipped = surrogate(loss, log_prob, data.log_prob, data.taken, batch.advantage)
-        off = jnp.where(data.taken & ~data.taught, log_prob - data.log_prob, 0.0)
+        taught = data.taught[:, None]
+        off = jnp.where(data.taken & ~taught, log_prob - data.log_prob, 0.0)
         parts = {"entropy": entropy, "approx_kl": jnp.expm1(off) - off, "clip_fraction": clipped.astype(jnp.float32)}
         parts["reference_kl"] = jnp.zeros_like(each)
         if config.kl_coef > 0.0:
             away = jnp.where(data.taken, batch.reference - log_prob, 0.0)
             parts["reference_kl"] = jnp.expm1(away) - away  # Schulman's k3
             each = each + config.kl_coef * parts["reference_kl"]
-        each = jnp.where(data.taught, -log_prob, each)
-        parts["loss"] = jnp.where(data.taught, 0.0, each)
-        parts["imitation_loss"] = jnp.where(data.taught, -log_prob, 0.0)
+        parts["loss"] = jnp.where(taught, 0.0, each)
+        parts["imitation_loss"] = jnp.where(taught, -log_prob, 0.0)
+        each = parts["loss"] + parts["imitation_loss"]
         summed = {name: jnp.sum(batch.weight * part) for name, part in parts.items()}
         return jnp.sum(batch.weight * each), summed
 
@@ -236,54 +265,86 @@ def grpo(
     `spec`, `updates`, `first`, `done` and `split` are what other algorithms take, and change nothing here.
     """
     assert config.num_minibatches is not None and config.update_epochs is not None
-    loss, optimiser = LOSSES[config.loss], _optimiser(config)
+    loss = LOSSES[config.loss]
+    optimiser = optax.chain(optax.clip_by_global_norm(config.max_grad_norm), optax.scale_by_adam(b2=config.adam_b2))
     minibatches, epochs = config.num_minibatches, config.update_epochs
     gradient = in_pieces(jax.grad(objective(config), has_aux=True), config.accumulate)
 
     def init(key: Key) -> State:
         params = model.init(key, config.model)
         reference = jax.tree.map(jnp.copy, params) if config.kl_coef > 0.0 else ()
-        return State(params, optimiser.init(params), reference, jnp.int32(0))
+        zero = jnp.int32(0)
+        return State(params, optimiser.init(params), reference, zero, zero, gates.begin(config.gate))
+
+    def policy(state: State) -> Speaker:
+        """While the gate is closed, verified chains, but for a look at the policy's own every so many updates."""
+        looks = (state.updates - config.taught) % config.gate.every == 0
+        after = jnp.where(state.gate.open | looks, SAMPLED, SOLVED)
+        return Speaker(state.params, jnp.where(state.updates < config.taught, DEMONSTRATED, after).astype(jnp.int32))
 
     def worths(data: Completions, reference: Params) -> Batch:
-        """The batch of one shard, whose weights are those of each minibatch."""
+        """The batch of one shard; `weight` says of each token whether it counts."""
         advantage, informative = advantages(data.reward, config.group, scaled=loss.scaled)
         nothing = jnp.zeros(data.token.shape)
         if config.kl_coef > 0.0:
             nothing, _ = log_probs(config.model, reference, data.prompt, data.token, config.temperature)
         return Batch(data, advantage, (informative | data.taught)[:, None] & data.taken, nothing)
 
+    def looked(state: State, data: Completions) -> tuple[gates.Gate, jax.Array]:
+        """(the gate after these completions, whether they taught nothing, being but a look through it)."""
+        own = (~data.taught).astype(jnp.float32)
+        count = mean(jnp.sum(own))
+        level = mean(jnp.sum(own * data.soundness)) / jnp.maximum(count, 1.0)
+        after = gates.look(config.gate, state.gate, level)
+        after = jax.tree.map(lambda new, old: jnp.where(count > 0.0, new, old), after, state.gate)
+        return after, (count > 0.0) & ~after.open
+
     def learn(state: State, data: Completions, key: Key) -> tuple[State, Metrics]:
         reference = state.reference
         if config.kl_coef > 0.0:
-            fresh = state.updates <= config.taught
+            fresh = state.updates == state.imitated
             reference = jax.tree.map(lambda a, b: jnp.where(fresh, a, b), state.params, reference)
         batch = worths(data, reference)
         rows = batch.advantage.shape[0]
         begun, _ = log_probs(config.model, state.params, data.prompt[:LOOKED], data.token[:LOOKED], config.temperature)
-        counted = data.taken[:LOOKED] & ~data.taught
+        counted = data.taken[:LOOKED] & ~data.taught[:LOOKED, None]
         off = jnp.where(counted, jnp.abs(begun - data.log_prob[:LOOKED]), 0.0)
         mismatch = mean(jnp.sum(off)) / jnp.maximum(mean(jnp.sum(counted, dtype=jnp.float32)), 1.0)
+        rate = _rate(config, state, data, mean)
 
-        def step(carried: tuple[Params, optax.OptState], order: jax.Array) -> tuple[Any, Metrics]:
-            params, opt_state = carried
-            some = jax.tree.map(lambda x: x[order] if x.ndim else x, batch)
-            over = jnp.where(data.taught, weights(some.weight, jnp.ones(len(order), bool), "token", mean),
-                             weights(some.weight, jnp.any(some.weight, axis=1), loss.over, mean))  # fmt: skip
+        def step(carried: tuple[Params, optax.OptState], each: tuple[jax.Array, jax.Array]) -> tuple[Any, Metrics]:
+            (params, opt_state), (order, number) = carried, each
+            some = jax.tree.map(lambda x: x[order], batch)
+            counts, taught = jnp.any(some.weight, axis=1), some.data.taught
+            over = jnp.where(taught[:, None], weights(some.weight, counts & taught, "token", mean),
+                             weights(some.weight, counts & ~taught, loss.over, mean))  # fmt: skip
             grads, parts = mean(gradient(params, some._replace(weight=over)))
             moved, opt_state = optimiser.update(grads, opt_state, params)
-            return (optax.apply_updates(params, moved), opt_state), parts | {"grad_norm": optax.tree.norm(grads)}
+            lr = rate(number)
+            after = jax.tree.map(lambda x, move: x - lr * move, params, moved)
+            return (after, opt_state), parts | {"grad_norm": optax.tree.norm(grads), "lr": lr}
 
         keys = jax.random.split(key, epochs)
         orders = jax.vmap(lambda each: jax.random.permutation(each, rows))(keys).reshape(-1, rows // minibatches)
-        (params, opt_state), parts = jax.lax.scan(step, (state.params, state.opt_state), orders)
+        before = state.params, state.opt_state
+        learnt, parts = jax.lax.scan(step, before, (orders, jnp.arange(len(orders))))
+        gate, held = looked(state, data)
+        params, opt_state = jax.tree.map(lambda new, old: jnp.where(held, old, new), learnt, before)
         metrics = jax.tree.map(jnp.mean, parts)
-        metrics |= {"mismatch": mismatch, "taught": data.taught.astype(jnp.float32)}
-        metrics["staleness"] = (state.updates - data.version).astype(jnp.float32)
-        after = State(params, opt_state, reference, state.updates + 1)
+        imitates = mean(jnp.mean(data.taught, dtype=jnp.float32))
+        metrics |= {"mismatch": mismatch, "taught": imitates, "gate_open": gate.open.astype(jnp.float32)}
+        metrics |= {"gate_visits": gate.visits.astype(jnp.float32), "gate_through": gate.through.astype(jnp.float32)}
+        metrics["staleness"] = mean(jnp.mean((state.updates - data.version).astype(jnp.float32)))
+        imitated = state.imitated + (imitates > 0.5)
+        after = State(params, opt_state, reference, state.updates + 1, imitated, gate)
         return after, {f"grpo/{name}": value for name, value in metrics.items()}
 
     def act(params: Params, memory: PyTree, observation: PyTree, key: Key | None) -> Any:
         raise NotImplementedError("completions are sampled by reasoning.sampling.collector, a token by a cache")
 
-    return Algorithm(init, lambda state: Policy(state.params, ()), lambda count: (), act, learn)
+    return Algorithm(init, policy, lambda count: (), act, learn)
+
+
+def network(spec: Any, config: Config) -> Any:
+    """Raises ValueError: a language model has none of what others ask an actor's and critic's network for."""
+    raise ValueError("a language model says nothing of values or actions; ask evaluate, or reason")

@@ -79,7 +79,7 @@ def config_of(told: Mapping[str, Any]) -> Config:
             family=family, vocabulary=told["vocab_size"], width=told["hidden_size"], layers=told["num_hidden_layers"],
             heads=heads, kv_heads=told.get("num_key_value_heads") or heads,
             head_dim=told.get("head_dim") or (128 if family == "qwen3" else told["hidden_size"] // heads),
-            hidden=told["intermediate_size"], eps=told.get("rms_norm_eps", 1e-6), theta=theta, scaling=scaling,
+            hidden=told["intermediate_size"], eps=told.get("rms_norm_eps", 1e-6), theta=theta, rope_scaling=scaling,
             tied=told.get("tie_word_embeddings", False), context=told.get("max_position_embeddings", 4096),
         )  # fmt: skip
         check(config)
@@ -129,7 +129,7 @@ def told_of(config: Config, dtype: str = "float32") -> dict[str, Any]:
     }
     if config.family != "qwen2":
         told["attention_bias"] = False
-    scaling = config.scaling
+    scaling = config.rope_scaling
     if scaling is not None:
         told["rope_scaling"] = {"rope_type": scaling.kind, "factor": scaling.factor}
     if scaling is not None and scaling.kind == "llama3":

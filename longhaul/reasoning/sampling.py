@@ -50,8 +50,25 @@ class Completions(NamedTuple):
     taken: jax.Array  # bool [B, N]: chosen by the policy; what a loss may count
     log_prob: jax.Array  # float32 [B, N], by which it was chosen; 0 where it was not
     reward: jax.Array  # float32 [B]
-    taught: jax.Array  # bool scalar: these are demonstrations, to be imitated
-    version: jax.Array  # int32 scalar
+    soundness: jax.Array  # float32 [B]
+    lesson: jax.Array  # int32 [B], one of those below
+    version: jax.Array  # int32 [B]: updates that had made the weights
+
+    @property
+    def taught(self) -> jax.Array:
+        """bool [B]: to be imitated, whatever the reward."""
+        return self.lesson != SAMPLED
+
+
+SAMPLED, DEMONSTRATED, SOLVED = range(3)
+"""Lessons: completions of the policy's own, the bank's demonstrations, its verified solutions."""
+
+
+class Speaker(NamedTuple):
+    """What sampling needs of a learner's state."""
+
+    params: Params
+    lesson: jax.Array  # int32: what the next completions are to be
 
 
 @dataclass(frozen=True)
@@ -97,7 +114,7 @@ def _before(found: jax.Array) -> jax.Array:
     return jnp.cumsum(found, axis=1, dtype=jnp.int32) - found
 
 
-def _answers(text: jax.Array) -> jax.Array:
+def answers(text: jax.Array) -> jax.Array:
     """What stands after the first answer's mark up to the first end, moved to the front; [B, N], PAD behind."""
     rows, length = text.shape
     marked = _before(text == tokens.ANSWER) > 0
@@ -110,7 +127,7 @@ def _answers(text: jax.Array) -> jax.Array:
 def rewards(solution: jax.Array, text: jax.Array) -> jax.Array:
     """1 where the answers of completions are those of the solutions, both [B, N], else 0: `Task.reward`."""
     ended = jnp.any(text == tokens.END, axis=1)
-    return (ended & jnp.all(_answers(solution) == _answers(text), axis=1)).astype(jnp.float32)
+    return (ended & jnp.all(answers(solution) == answers(text), axis=1)).astype(jnp.float32)
 
 
 def _heads(text: jax.Array) -> jax.Array:
@@ -264,12 +281,12 @@ def log_probs(
 # --------------------------------------------------------------------------------------------------------- collector
 
 
-def collector(config: model.Config, problems: Bank, sampling: Sampling, *, prompts: int, taught: int = 0) -> Collector:
-    """Groups of completions of `prompts` problems, drawn anew each time; demonstrations in the first `taught` updates.
+def collector(config: model.Config, problems: Bank, sampling: Sampling, *, prompts: int) -> Collector:
+    """Groups of completions of `prompts` problems, drawn anew each time; or as many of the bank's own, to be imitated.
 
-    `params` are those of `model.init`. Its metrics are sums over the completions: of reward ("episode/return"), tokens
-    ("episode/length"), soundness, steps, and how many were cut at the length; and of groups, how many hold something to
-    learn, as not all their rewards are equal.
+    `params` are a `Speaker`, which says what is due. Its metrics are sums over the completions: of reward
+    ("episode/return"), tokens ("episode/length"), soundness, steps, and how many were cut at the length; and of groups,
+    how many hold something to learn, as not all their rewards are equal.
     """
     if not sampling.temperature > 0.0:
         raise ValueError(f"temperature is {sampling.temperature}; to learn it must be above 0")
@@ -280,37 +297,42 @@ def collector(config: model.Config, problems: Bank, sampling: Sampling, *, promp
     def start(key: Key) -> tuple[()]:
         return ()
 
-    def demonstrated(params: Params, key: Key) -> tuple[jax.Array, Drawn]:
+    def of_the_bank(params: Params, key: Key, text: jax.Array) -> tuple[jax.Array, Drawn]:
         which = jax.random.randint(key, (rows,), 0, count)
-        text = problems.demonstration[which]
-        written = text != tokens.PAD
-        return which, Drawn(text, written, written, jnp.zeros(text.shape))
+        written = text[which] != tokens.PAD
+        return which, Drawn(text[which], written, written, jnp.zeros(written.shape))
 
     def sampled(params: Params, key: Key) -> tuple[jax.Array, Drawn]:
         key_which, key_sample = jax.random.split(key)
         which = jnp.repeat(jax.random.randint(key_which, (prompts,), 0, count), sampling.group)
         return which, sample(params, problems.prompt[which], key_sample, jnp.int32(UNBOUNDED))
 
-    def collect(params: Any, carry: tuple[()], key: Key, version: jax.Array) -> tuple[tuple[()], Completions, Metrics]:
-        teach = version < taught
-        which, drawn = jax.lax.cond(teach, demonstrated, sampled, params.params, key)
-        solution = problems.solution[which]
-        reward, text = rewards(solution, drawn.token), drawn.token
+    lessons = (
+        sampled,
+        lambda params, key: of_the_bank(params, key, problems.demonstration),
+        lambda params, key: of_the_bank(params, key, problems.solution),
+    )
+
+    def collect(
+        speaker: Speaker, carry: tuple[()], key: Key, version: jax.Array
+    ) -> tuple[tuple[()], Completions, Metrics]:
+        which, drawn = jax.lax.switch(speaker.lesson, lessons, speaker.params, key)
+        solution, text = problems.solution[which], drawn.token
+        reward, sound = rewards(solution, text), soundness(solution, text)
         groups = reward.reshape(prompts, sampling.group)
-        ended = jnp.any(text == tokens.END, axis=1)
         told = {
             "episodes": jnp.float32(rows),
             "episode/return": jnp.sum(reward),
             "episode/length": jnp.sum(drawn.written),
-            "episode/soundness": jnp.sum(soundness(solution, text)),
+            "episode/soundness": jnp.sum(sound),
             "episode/steps": jnp.sum(steps(text)),
-            "episode/cut": jnp.sum(~ended),
+            "episode/cut": jnp.sum(~jnp.any(text == tokens.END, axis=1)),
             "episode/informative": sampling.group * jnp.sum(jnp.max(groups, axis=1) > jnp.min(groups, axis=1)),
         }
-        prompt = problems.prompt[which]
+        lesson, made = (jnp.broadcast_to(x, (rows,)).astype(jnp.int32) for x in (speaker.lesson, version))
         data = Completions(
-            prompt, text, drawn.written, drawn.taken, drawn.log_prob, reward, teach, version
-        )  # fmt: skip
+            problems.prompt[which], text, drawn.written, drawn.taken, drawn.log_prob, reward, sound, lesson, made
+        )
         return (), data, {name: value.astype(jnp.float32) for name, value in told.items()}
 
     return Collector(start, collect, rows * sampling.length, prompts * sampling.length)

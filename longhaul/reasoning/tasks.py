@@ -42,6 +42,7 @@ class Task(NamedTuple):
     reward: Callable[[Problem, str], float]  # (problem, completion) -> 0 to 1
     soundness: Callable[[Problem, str], float]  # (problem, completion) -> 0 to 1
     exact: bool  # `Problem.answer` and `Problem.steps` are the only right ones, so that the device can check them
+    posed: Callable[[str], Problem] | None = None  # the problem of a prompt; ValueError where it is none of the task's
 
 
 class Written(NamedTuple):
@@ -118,7 +119,15 @@ def arithmetic(fewest: int = 2, most: int = 4, *, modulus: int = 5, direct: floa
         count = int(rng.integers(fewest, most + 1))
         terms = [int(term) for term in rng.integers(0, modulus, count + 1)]
         signs = [str(sign) for sign in rng.choice(["+", "-"], count)]
-        prompt = str(terms[0]) + "".join(f"{sign}{term}" for sign, term in zip(signs, terms[1:], strict=True)) + "="
+        rest = "".join(f"{sign}{term}" for sign, term in zip(signs, terms[1:], strict=True))
+        return posed(f"{terms[0]}{rest}=")
+
+    def posed(prompt: str) -> Problem:
+        if not re.fullmatch(r"\d([-+]\d)*=", prompt, re.ASCII):
+            raise ValueError(f"{prompt!r} is no chain of sums and differences; one looks like 3+4-2=")
+        terms, signs = [int(digit) for digit in prompt[:-1:2]], list(prompt[1:-1:2])
+        if max(terms) >= modulus:
+            raise ValueError(f"{prompt!r} has the digit {max(terms)}; sums are modulo {modulus}, and digits below it")
         steps, last = _chain(terms, signs, modulus)
         return Problem(prompt, str(last), steps)
 
@@ -130,7 +139,7 @@ def arithmetic(fewest: int = 2, most: int = 4, *, modulus: int = 5, direct: floa
         steps, last = _chain(terms, signs, modulus, wrong)
         return write(steps, str(last))
 
-    return Task("arithmetic", problem, demonstration, _exact_reward, _common_steps, exact=True)
+    return Task("arithmetic", problem, demonstration, _exact_reward, _common_steps, exact=True, posed=posed)
 
 
 def _chain(
@@ -158,17 +167,24 @@ def addition(fewest: int = 2, most: int = 3, *, direct: float = 0.3) -> Task:
         digits = int(rng.integers(fewest, most + 1))
         least = 10 ** (digits - 1) if digits > 1 else 0
         a, b = (int(number) for number in rng.integers(least, 10**digits, 2))
+        return posed(f"{a}+{b}=")
+
+    def posed(prompt: str) -> Problem:
+        found = re.fullmatch(r"(\d+)\+(\d+)=", prompt, re.ASCII)
+        if found is None:
+            raise ValueError(f"{prompt!r} is no sum of two numbers; one looks like 47+85=")
+        a, b = int(found[1]), int(found[2])
         steps, carry = [], 0
-        for place in range(digits):
+        for place in range(max(len(found[1]), len(found[2]))):
             x, y = (number // 10**place % 10 for number in (a, b))
             steps.append(f"{x}+{y}+{carry}={x + y + carry}")
             carry = (x + y + carry) // 10
-        return Problem(f"{a}+{b}=", str(a + b), tuple(steps))
+        return Problem(prompt, str(a + b), tuple(steps))
 
     def demonstration(problem: Problem, rng: np.random.Generator) -> str:
         return write(() if rng.random() < direct else problem.steps, problem.answer)
 
-    return Task("addition", problem, demonstration, _exact_reward, _common_steps, exact=True)
+    return Task("addition", problem, demonstration, _exact_reward, _common_steps, exact=True, posed=posed)
 
 
 # -------------------------------------------------------------------------------------------------------- countdown
@@ -237,7 +253,12 @@ def countdown(count: int = 3, greatest: int = 9, *, limit: int = 99, aimless: fl
             sound += 1
         return sound / max(len(steps) + unfinished, count - 1)
 
-    return Task("countdown", problem, demonstration, reward, soundness, exact=False)
+    def posed(prompt: str) -> Problem:
+        if not re.fullmatch(r"\d+(,\d+)+:\d+=", prompt, re.ASCII):
+            raise ValueError(f"{prompt!r} is no countdown; one looks like 3,5,2:13=")
+        return Problem(prompt, prompt.partition(":")[2].removesuffix("="))
+
+    return Task("countdown", problem, demonstration, reward, soundness, exact=False, posed=posed)
 
 
 def given(problem: Problem) -> tuple[list[int], int]:

@@ -26,7 +26,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
-from longhaul import bench, recipes, rollout, workloads
+from longhaul import bench, learners, recipes, rollout, workloads
 from longhaul import mesh as meshes
 from longhaul.distributions import distribution
 from longhaul.environment import vectorise
@@ -65,7 +65,7 @@ class Cell(NamedTuple):
             dataclasses.replace(
                 recipe, num_envs=self.num_envs, num_steps=self.num_steps, devices=self.devices,
                 total_steps=max(recipe.total_steps, 2 * steps), block=1, base_batch=recipe.base_batch or base,
-                algorithm=dataclasses.replace(recipe.algorithm, precision=self.precision),
+                algorithm=dataclasses.replace(learners.on_policy(recipe.algorithm), precision=self.precision),
             )
         )  # fmt: skip
 
@@ -206,7 +206,7 @@ def prepare(cell: Cell) -> tuple[Ready, Progress]:
 def parts(ready: Ready, progress: Progress) -> dict[str, float]:
     """Seconds of a rollout by random legal actions, of one by the policy, and of an update; of CPU time on a CPU."""
     assembly, context = ready.assembly, ready.context
-    environment = feed(ready.run).within(context)
+    environment: Any = feed(ready.run).within(context)
     many = vectorise(environment, ready.run.num_envs // assembly.mesh.shape[meshes.DATA])
     by_chance = rollout.collector(
         many, _at_random(environment.spec.action), assembly.algorithm.memory, steps=ready.run.num_steps

@@ -1,0 +1,54 @@
+"""Chains of a language model for `ReasoningOptimizer`: prompts as text, in batches that compile once."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from longhaul.reasoning import model, tokens
+from longhaul.reasoning.optimiser import Draw
+from longhaul.reasoning.sampling import UNBOUNDED, in_waves, sampler
+from longhaul.types import Params
+
+ROOM, ROWS = 8, 64
+"""Prompts are padded to multiples of so many tokens, and so many completions are decoded together."""
+
+
+def drawing(
+    config: model.Config,
+    params: Params,
+    *,
+    length: int,
+    temperature: float = 1.0,
+    max_reasoning_steps: int = UNBOUNDED,
+    seed: int = 0,
+) -> Draw:
+    """Draws completions of at most `length` tokens and `max_reasoning_steps` steps, each call others.
+
+    After as many steps the answer's mark is put there. Raises ValueError for a text with unknown characters.
+    """
+    if max_reasoning_steps < 0:
+        raise ValueError(f"max_reasoning_steps is {max_reasoning_steps}; it must be at least 0")
+    sample = jax.jit(in_waves(sampler(config, length, temperature), ROWS))
+    calls = 0
+
+    def draw(prompts: Sequence[str], count: int) -> list[list[tuple[str, float]]]:
+        nonlocal calls
+        encoded = [tokens.encode(prompt) for prompt in prompts for _ in range(count)]
+        room = -(-max(map(len, encoded)) // ROOM) * ROOM
+        rows = 1 << (len(encoded) - 1).bit_length()  # so that few shapes are compiled
+        padded = [[tokens.PAD] * (room - len(each)) + each for each in encoded]
+        padded += [padded[0]] * (rows - len(padded))
+        key = jax.random.fold_in(jax.random.key(seed), calls)
+        calls += 1
+        drawn = jax.device_get(sample(params, jnp.asarray(np.array(padded, np.int32)), key,
+                                      jnp.int32(max_reasoning_steps)))  # fmt: skip
+        taken = np.maximum(drawn.taken.sum(axis=1), 1)
+        means = drawn.log_prob.sum(axis=1) / taken
+        texts = [(tokens.decode(row), float(mean)) for row, mean in zip(drawn.token, means, strict=True)]
+        return [texts[i * count : (i + 1) * count] for i in range(len(prompts))]
+
+    return draw
