@@ -6,6 +6,7 @@ import math
 from collections.abc import Iterator
 from typing import Any
 
+from longhaul import learners
 from longhaul.driving import simulator
 from longhaul.experiment import MOST, Driving, Run, RunError, to_dict
 from longhaul.scaling import rules
@@ -62,6 +63,20 @@ def check_driving(task: Driving) -> None:
         raise RunError(f"--objects is {task.objects}; it must be at least --agents, {task.simulator.agents}")
     if task.horizon is not None and task.horizon < 2:
         raise RunError(f"--horizon is {task.horizon}; a scenario has at least 2 steps")
+
+
+def check_expert(run: Run) -> None:
+    """Likewise of whom a Run imitates."""
+    share, files, task = learners.guidance(run.algorithm), learners.recorded(run.algorithm), run.environment
+    if share is None and not files:
+        return
+    title = learners.of(run.algorithm).title
+    if run.topology != "fused":
+        raise RunError(f"--topology is {run.topology}, and {title} asks an expert in the same program: choose fused")
+    if files and isinstance(task, Driving):
+        raise RunError(f"--recorded is {files[0]}, and in driving the expert is asked as it goes: leave it out")
+    if share is not None and not isinstance(task, Driving):
+        raise RunError(f"{title} has nobody to imitate in {task.env}; give --recorded FILES, see docs/imitation.md")
 
 
 def _floats(value: Any, name: str = "") -> Iterator[tuple[str, float]]:

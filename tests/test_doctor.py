@@ -348,7 +348,7 @@ def test_sizes_and_the_learning_rate_are_said() -> None:
     assert said.figures["batch"] == 8 * 2048
 
 
-ON_POLICY = [n for n in recipes.RECIPES if not isinstance(recipes.recipe(n).algorithm, learners.OffPolicy)]
+ON_POLICY = [n for n in recipes.RECIPES if isinstance(recipes.recipe(n).algorithm, learners.OnPolicy)]
 
 
 @pytest.mark.parametrize("name", ON_POLICY)

@@ -285,7 +285,8 @@ def optimiser_steps(
         opt_state = ended if split else flat.unpack(ended, opt_state, params)
         steps = epochs * minibatches
         means = mean(jax.tree.map(lambda x: x / (norm * steps), totals))
-        means["total_loss"] = means["policy_loss"] + config.vf_coef * means["value_loss"] - weight * means["entropy"]
+        of_value = means.get("value_loss", jnp.float32(0.0))  # who imitates has none
+        means["total_loss"] = means["policy_loss"] + config.vf_coef * of_value - weight * means["entropy"]
         return params, opt_state, means | {"lr": lr}
 
     return optimise
