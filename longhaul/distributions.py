@@ -22,6 +22,10 @@ import numpy as np
 from longhaul import randomness
 from longhaul.types import Action, Box, Discrete, Key, MultiDiscrete
 
+WITHIN = 0.999
+"""As a share of a vector's range: nearer to the bounds, an action of others counts as one here, whose raw one is
+finite."""
+
 
 class Distribution(NamedTuple):
     size: int  # parameters that the network gives
@@ -31,6 +35,7 @@ class Distribution(NamedTuple):
     log_prob: Callable[[jax.Array, jax.Array | None, jax.Array], jax.Array]  # (parameters, mask, raw) -> float32 [...]
     entropy: Callable[[jax.Array, jax.Array | None], jax.Array]  # (parameters, mask) -> float32 [...], nats
     action: Callable[[jax.Array], jax.Array]  # raw -> the environment's action
+    raw: Callable[[jax.Array], jax.Array]  # the reverse, for actions of others: vectors within `WITHIN` of the bounds
 
 
 def distribution(action: Action) -> Distribution:
@@ -94,7 +99,7 @@ def _multi_categorical(sizes: tuple[int, ...], scalar: bool) -> Distribution:
             total = total - jnp.sum(jnp.where(p > 0.0, p * log_p, 0.0), axis=-1)
         return total
 
-    return Distribution(edges[-1], 0, sample, mode, log_prob, entropy, lambda raw: raw)
+    return Distribution(edges[-1], 0, sample, mode, log_prob, entropy, lambda raw: raw, lambda action: action)
 
 
 def _along(constant: np.ndarray, values: jax.Array) -> jax.Array:
@@ -146,4 +151,7 @@ def _tanh_gaussian(low: np.ndarray, high: np.ndarray) -> Distribution:
         log_prob=log_prob,
         entropy=entropy,
         action=lambda raw: _along(centre, raw) + _along(half, raw) * jnp.tanh(raw),
+        raw=lambda action: jnp.arctanh(
+            jnp.clip((action - _along(centre, action)) / _along(half, action), -WITHIN, WITHIN)
+        ),
     )

@@ -17,7 +17,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from longhaul import randomness
-from longhaul.types import Environment, Key, Measure, PyTree, Spec, TimeStep, transition
+from longhaul.types import Demonstrator, Environment, Key, Measure, PyTree, Spec, TimeStep, transition
 
 
 class Starts(NamedTuple):
@@ -126,6 +126,21 @@ def vectorise(environment: Environment, worlds: int) -> Worlds:
         return new_state, Tally(sums.start + over, sums.episodes + ended, *scored), time_step
 
     return Worlds(spec, worlds, shape.columns, reset, fresh, tally, step, valid)
+
+
+Advise = Callable[[WorldsState], tuple[jax.Array, jax.Array]]
+"""What an expert would do in each column: (action [B, ...], bool [B]: whether there is one to tell)."""
+
+
+def advising(environment: Demonstrator, worlds: int) -> Advise:
+    """The expert of `worlds` copies of `environment`."""
+    shape = _Shape(worlds, environment.spec.agents)
+
+    def advise(state: WorldsState) -> tuple[jax.Array, jax.Array]:
+        action, known = jax.vmap(environment.demonstrate)(state.state)
+        return shape.flat(action), shape.flat(known)
+
+    return advise
 
 
 Sums = dict[str, jax.Array]

@@ -16,13 +16,14 @@ import dataclasses
 import hashlib
 import json
 from collections.abc import Callable, Generator, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import google_crc32c
+import jax
 import numpy as np
 
+from longhaul import learners, recordings, worlds
 from longhaul import mesh as meshes
-from longhaul import worlds
 from longhaul.datasets import sources, stream
 from longhaul.datasets.log import BadData
 from longhaul.datasets.packing import CONTROLS
@@ -36,6 +37,7 @@ from longhaul.driving.scenario import Scenario
 from longhaul.driving.tables import Tables
 from longhaul.reasoning import problems
 from longhaul.reasoning.problems import Reasoning, World
+from longhaul.recordings import Recorded
 from longhaul.run import BEGINNING, Driving, Origin, Run, RunError, cores, last_update, named
 from longhaul.types import Environment, PyTree, Spec
 
@@ -134,6 +136,9 @@ def feed(run: Run, origin: Origin = BEGINNING) -> Feed:
         return _problems(run, task)
     if not isinstance(task, Driving):
         environment = named(task)
+        if files := learners.recorded(run.algorithm):
+            found = recordings.read(files, environment.spec)
+            return Feed(lambda context: environment, once(_send(run, found)), about=_told(found))
         return Feed(lambda context: environment, once(()))
     if task.bank is not None:
         for path in sources.expand(task.data):
@@ -247,19 +252,28 @@ def _within(task: Driving, least: int, most: int, dt: float) -> Callable[[PyTree
     return lambda context: dataclasses.replace(made, tables=context)
 
 
-def _send(run: Run, host: Tables) -> Tables:
-    """The tables on each device of the run's mesh."""
-    sent: Tables = meshes.everywhere(host, meshes.make_mesh(*run.mesh))
+Sent = TypeVar("Sent")
+
+
+def _send(run: Run, host: Sent) -> Sent:
+    """What the run reads, on each device of its mesh."""
+    sent: Sent = meshes.everywhere(host, meshes.make_mesh(*run.mesh))
     return sent
+
+
+def _told(found: Recorded) -> dict[str, Any]:
+    """What tells recorded steps from others."""
+    rows = [_checksum(np.asarray(leaf)) for leaf in jax.tree.leaves(found)]
+    return {"steps": found.rows, "sha256": hashlib.sha256(json.dumps(rows).encode()).hexdigest()}
+
+
+def _checksum(array: np.ndarray) -> int:
+    return int(google_crc32c.value(np.ascontiguousarray(array).tobytes()))
 
 
 def digest(scenarios: Sequence[Scenario]) -> str:
     """SHA-256 of the ids, courses, routes and fields of scenarios, in order: other data have another."""
-
-    def checksum(array: np.ndarray) -> int:
-        return int(google_crc32c.value(np.ascontiguousarray(array).tobytes()))
-
-    rows = [(s.id, *(checksum(array) for array in (s.pose, s.route, s.field))) for s in scenarios]
+    rows = [(s.id, *(_checksum(array) for array in (s.pose, s.route, s.field))) for s in scenarios]
     return hashlib.sha256(json.dumps(rows).encode()).hexdigest()
 
 
@@ -268,12 +282,11 @@ def check(run: Run, source: Feed, about: dict[str, Any], name: str) -> None:
     before, now = about.get("data"), source.about
     if before is None or now is None or before == now:
         return
-    assert isinstance(run.environment, Driving)
-    where, count = " ".join(run.environment.data), now["scenarios"]
-    what = f"{count} scenarios, and {before['scenarios']} when"
-    if count == before["scenarios"]:
-        what = f"{count} other scenarios than when"
-    raise RunError(f"--data {where} holds {what} run {name} began; bring those data back, or start a new run")
+    task, of = run.environment, "scenarios" if isinstance(run.environment, Driving) else "steps"
+    files = f"--data {' '.join(task.data)}" if isinstance(task, Driving) else "--recorded"
+    count = now[of]
+    what = f"{count} {of}, and {before[of]} when" if count != before[of] else f"{count} other {of} than when"
+    raise RunError(f"{files} holds {what} run {name} began; bring those data back, or start a new run")
 
 
 def spec(run: Run) -> Spec:

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import jax
 
 from longhaul import networks
-from longhaul.algorithms import actor_critic, dqn, grpo, impala, ppo, pqn, sac, td3
+from longhaul.algorithms import actor_critic, bc, dqn, grpo, impala, ppo, pqn, sac, td3
 from longhaul.replay import Sizes
 from longhaul.types import Algorithm, PyTree, Spec
 
@@ -25,7 +25,7 @@ OffPolicy = sac.Config | dqn.Config | td3.Config
 Reasoner = grpo.Config
 """Of algorithms that learn from completions of prompts (reasoning/sampling.py)."""
 
-Config = OnPolicy | pqn.Config | OffPolicy | Reasoner
+Config = OnPolicy | pqn.Config | OffPolicy | Reasoner | bc.Config
 """Of any algorithm. A run.json that does not say which is of the first."""
 
 
@@ -44,6 +44,7 @@ LEARNERS: dict[type, Learner] = {
     ppo.Config: Learner("ppo", "PPO", ppo.ppo, ppo.check, actor_critic.network),
     impala.Config: Learner("impala", "IMPALA, or APPO", impala.impala, impala.check, actor_critic.network),
     pqn.Config: Learner("pqn", "PQN", pqn.pqn, pqn.check, pqn.network),
+    bc.Config: Learner("bc", "behaviour cloning", bc.bc, bc.check, actor_critic.network),
     dqn.Config: Learner("dqn", "DQN", dqn.dqn, dqn.check, dqn.network),
     sac.Config: Learner("sac", "SAC", sac.sac, sac.check, sac.network),
     td3.Config: Learner("td3", "TD3", td3.td3, td3.check, td3.network),
@@ -64,7 +65,21 @@ def on_policy(config: Config) -> OnPolicy:
         raise ValueError("PQN has values and no policy, and this is for algorithms with one: PPO, IMPALA")
     if isinstance(config, Reasoner):
         raise ValueError(f"{of(config).title} learns from completions, and this is for PPO and IMPALA")
+    if isinstance(config, bc.Config):
+        raise ValueError(f"{of(config).title} learns from an expert, and this is for algorithms without: PPO, IMPALA")
     return config
+
+
+def guidance(config: Config) -> float | None:
+    """The share of the worlds that an expert drives, where the algorithm asks one; None where it asks nobody."""
+    if isinstance(config, bc.Config) and not config.recorded:
+        return config.expert_share
+    return None
+
+
+def recorded(config: Config) -> tuple[str, ...]:
+    """The files of what was recorded that the algorithm learns from, instead of from an environment."""
+    return config.recorded if isinstance(config, bc.Config) else ()
 
 
 def make(

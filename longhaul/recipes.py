@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 from longhaul import learners
 from longhaul.actors.settings import Acting
-from longhaul.algorithms import dqn, grpo, impala, ppo, pqn, sac, td3
+from longhaul.algorithms import bc, dqn, grpo, impala, ppo, pqn, sac, td3
 from longhaul.driving import simulator
 from longhaul.health import Bounds
 from longhaul.run import Driving, Named, Reasoning, Run, RunError
@@ -217,6 +217,23 @@ def driving() -> Run:
     )  # fmt: skip
 
 
+def driving_bc() -> Run:
+    """Driving by behaviour cloning: what the driver of each log did, or in generated scenarios that of the traffic."""
+    return Run(
+        "driving-bc",
+        Driving(),
+        bc.Config(lr=1e-3, hidden_dim=128, num_layers=2, activation="tanh", torso="deepset", num_minibatches=8),
+        total_steps=4_000_000,
+        num_envs=256,
+        num_steps=32,
+    )  # fmt: skip
+
+
+def cloning() -> Run:
+    """Behaviour cloning of what was recorded in any environment: give --env NAME and --recorded FILES."""
+    return Run("bc", Named("cartpole"), bc.Config(), total_steps=500_000, num_envs=16, num_steps=32)
+
+
 def selfplay() -> Run:
     """Self-play: all agents of generated worlds driven by one policy, from its own observation each.
 
@@ -371,12 +388,14 @@ RECIPES: dict[str, Callable[[], Run]] = {
     "pendulum-sac": pendulum_sac,
     "pendulum-td3": pendulum_td3,
     "driving": driving,
+    "driving-bc": driving_bc,
     "driving-selfplay": selfplay,
     "driving-log": logged,
     "driving-large": large,
     "hackmatrix": hackmatrix,
     "hackmatrix-best": hackmatrix_best,
     "reasoning-arithmetic": reasoning_arithmetic,
+    "bc": cloning,
     "ppo": general,
 }
 

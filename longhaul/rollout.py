@@ -10,12 +10,13 @@ import jax
 import jax.numpy as jnp
 
 from longhaul import randomness
-from longhaul.environment import Worlds, WorldsState
+from longhaul.environment import Advise, Worlds, WorldsState
 from longhaul.types import (
     ENVIRONMENT,
     INFERENCE,
     Collector,
     Environment,
+    Guided,
     Key,
     Measure,
     Metrics,
@@ -26,6 +27,13 @@ from longhaul.types import (
 )
 
 Act = Callable[[Params, PyTree, PyTree, Key | None], tuple[jax.Array, PyTree, PyTree]]
+
+
+class Guide(NamedTuple):
+    """An expert beside the policy, who is asked at every step."""
+
+    advise: Advise
+    share: float  # of the worlds, the first ones: there his action is done, where he has one
 
 
 class Carry(NamedTuple):
@@ -66,8 +74,9 @@ def collector(
     steps: int,
     starts: int | None = None,
     unroll: int = 1,
+    guide: Guide | None = None,
 ) -> Collector:
-    """Rollouts of `steps` steps of every world.
+    """Rollouts of `steps` steps of every world; with a `guide`, their extras are `Guided`.
 
     `starts` fresh episodes a world are drawn for each rollout (default: one for every 8 steps, at most 16). The metrics
     of a rollout are sums over the episodes that ended in it, "episodes" of them: "episode/return", "episode/length" and
@@ -79,6 +88,7 @@ def collector(
     starts = min(16, math.ceil(steps / 8)) if starts is None else starts
     slots = math.ceil(steps / (worlds.spec.truncation_interval or steps))
     masked = worlds.spec.agents is not None
+    led = round((guide.share if guide else 0.0) * worlds.worlds) * (worlds.columns // worlds.worlds)
 
     def start(key: Key) -> Carry:
         state, observation = worlds.reset(key)
@@ -97,6 +107,10 @@ def collector(
             valid = worlds.valid(state) if masked else None
             with jax.named_scope(INFERENCE):
                 action, remembered, extras = act(params, remembered, observation, key_act)
+            if guide is not None:
+                shown, known = guide.advise(state)
+                followed = known & (jnp.arange(worlds.columns) < led)
+                action, extras = _where_column(followed, shown, action), Guided(extras, shown, known, followed)
             with jax.named_scope(ENVIRONMENT):
                 state, tally, led_to = worlds.step(state, tally, action, key_world, bank)
             ended = led_to.terminated | led_to.truncated

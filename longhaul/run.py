@@ -4,19 +4,21 @@ from __future__ import annotations
 
 import dataclasses
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
 from jax.sharding import Mesh
 
-from longhaul import compilation, hosted, hosts, learners, members, partition, population, shards
+from longhaul import compilation, hosted, hosts, learners, members, partition, population, recordings, shards
 from longhaul import mesh as meshes
 from longhaul.actors import settings as layouts
 from longhaul.actors.settings import Acting
+from longhaul.algorithms import bc
 from longhaul.central import settings as lanes
-from longhaul.environment import vectorise
+from longhaul.driving.simulator import Simulator
+from longhaul.environment import advising, vectorise
 from longhaul.envs import classic
 from longhaul.experiment import BEGINNING as BEGINNING
 from longhaul.experiment import MOST as MOST
@@ -35,9 +37,9 @@ from longhaul.experiment import to_dict as to_dict
 from longhaul.population import Member
 from longhaul.reasoning import sampling
 from longhaul.reasoning.problems import World
-from longhaul.refusals import check_driving, check_numbers, check_reasoning, flag
+from longhaul.refusals import check_driving, check_expert, check_numbers, check_reasoning, flag
 from longhaul.replay import Sizes
-from longhaul.rollout import collector
+from longhaul.rollout import Guide, collector
 from longhaul.scaling import rules
 from longhaul.topologies import actors as acted
 from longhaul.topologies import fused
@@ -105,6 +107,7 @@ def resolve(run: Run) -> Run:
     check_reasoning(run)
     if run.topology not in TOPOLOGIES:
         raise RunError(f"--topology is {run.topology!r}; it must be one of {', '.join(TOPOLOGIES)}")
+    check_expert(run)
     siblings = members.of(run)
     runs = len(siblings)
     devices, processes = run.devices or _default_devices(run, runs), hosts.count()
@@ -149,15 +152,23 @@ def resolve(run: Run) -> Run:
     together = run.population.together or (1 if on_cpu() else runs // devices)
     many = dataclasses.replace(run.population, together=together) if run.many else run.population
     task = run.environment
+    if files := learners.recorded(algorithm):
+        assert isinstance(algorithm, bc.Config)
+        algorithm = dataclasses.replace(algorithm, recorded=_absolute(files))
     if isinstance(task, Driving):  # found again from wherever the run is gone on with
-        data = tuple(os.path.abspath(os.path.expanduser(path)) for path in task.data)
-        task = dataclasses.replace(task, data=data, bank_updates=_bank_updates(task, run.num_envs * run.num_steps))
+        task = dataclasses.replace(
+            task, data=_absolute(task.data), bank_updates=_bank_updates(task, run.num_envs * run.num_steps)
+        )
     episodes = run.evaluation_episodes or EPISODES.get(type(task), 100)
     return dataclasses.replace(
         run, environment=task, algorithm=algorithm, acting=acting, base_batch=run.base_batch or steps, devices=devices,
         threads=run.threads or _default_threads(-(-devices * run.model // processes)) * processes,
         log_interval=log_interval, block=block, evaluation_episodes=episodes, population=many,
     )  # fmt: skip
+
+
+def _absolute(paths: Sequence[str]) -> tuple[str, ...]:
+    return tuple(os.path.abspath(os.path.expanduser(path)) for path in paths)
 
 
 def _acting(run: Run, devices: int) -> Acting:
@@ -350,11 +361,13 @@ def assemble(
     unroll = UNROLL if tiny else 1
 
     def collector_in(context: PyTree) -> Collector:
+        if isinstance(context, recordings.Recorded):
+            return recordings.collector(context, columns=worlds * agents(run), steps=run.num_steps)
         world = within(context)
         if isinstance(world, World):
             return _completing(run, world, worlds)
-        many = vectorise(world, worlds)
-        return collector(many, algorithm.act, algorithm.memory, steps=run.num_steps, unroll=unroll)
+        many, guide = vectorise(world, worlds), _guide(run, world, worlds)
+        return collector(many, algorithm.act, algorithm.memory, steps=run.num_steps, unroll=unroll, guide=guide)
 
     enter, env_steps = fused.entering(collector_in, mesh, parted), run.num_envs * run.num_steps
     if run.topology == "actors":
@@ -377,6 +390,15 @@ def _completing(run: Run, world: World, prompts: int) -> Collector:
     assert isinstance(config, learners.Reasoner) and isinstance(task, Reasoning)
     how = sampling.Sampling(run.num_steps, config.group, config.temperature, task.wave)
     return sampling.collector(config.model, world.bank, how, prompts=prompts)
+
+
+def _guide(run: Run, environment: Environment, worlds: int) -> Guide | None:
+    """The expert of `worlds` worlds, where the algorithm asks one."""
+    share = learners.guidance(run.algorithm)
+    if share is None:
+        return None
+    assert isinstance(environment, Simulator), "check_expert lets no other pass"
+    return Guide(advising(environment, worlds), share)
 
 
 def last_update(run: Run, origin: Origin = BEGINNING) -> int:

@@ -62,6 +62,7 @@ HELP = {
     "horizon": "most steps of a scenario; none: to the log's end",
     "agents": "controlled agents of a world",
     "least": "agents that a generated scenario must have to control, to be trained in",
+    "expert": "whom imitation learns from: the log, or the Intelligent Driver Model along the route",
     "control": "whom the agents may be: vehicles, or all that move, cyclists and pedestrians too",
     "dynamics": "how agents move, and what actions are: acceleration and curvature, or wheels, moves, jerks",
     "goal": "who reaches its goal is removed, stops there, or begins anew",
@@ -87,6 +88,8 @@ HELP = {
     "reward-haste": "for needing to brake hard, a step",
     "reward-lateral": "for a metre beside the route, a step",
     "reward-heading": "for 1 - cos of the angle to the route, a step",
+    "recorded": "what to imitate: .npz files of observation and action, or folders of them; none: the expert shows it",
+    "expert-share": "of the worlds that the expert drives; in the others the policy does, and he says what he would",
     "lr": "learning rate",
     "optimiser": "RMSProp, or Adam",
     "rms-decay": "share of its past that RMSProp's second moment keeps in a step",
@@ -204,6 +207,7 @@ CHOICES: dict[str, tuple[str, ...]] = {
     "traffic": config.TRAFFICS,
     "actions": config.ACTIONS,
     "control": config.CONTROLS,
+    "expert": config.EXPERTS,
     "dynamics": config.DYNAMICS,
     "goal": config.GOALS,
     "crash": config.CRASHES,
@@ -258,6 +262,7 @@ CHANGEABLE = (
     *("rms-decay", "rms-eps", "vtrace-lambda", "rho-clip", "c-clip", "reward-clip"),
     *("chunk", "accumulate", "precision", "remat"),
     *("tau", "target-entropy", "batch-size", "gradient-steps", "importance-exponent"),
+    "expert-share",
     *("noise", "target-noise", "noise-clip", "actor-interval"),
     *("double", "epsilon", "epsilon-final", "exploration", "q-lambda"),
     *("clip-low", "clip-high", "lr-taught", "lr-scaffold"),
@@ -341,7 +346,13 @@ def _settings(value: Any, path: tuple[str, ...], group: str) -> Iterator[Setting
             continue
         name = _name(where)
         inner = value.mesh if name == "mesh" and value.devices else inner
-        shown = "auto" if name in AUTO and inner is None else "" if inner in ((), None) and name == "data" else None
+        shown = (
+            "auto"
+            if name in AUTO and inner is None
+            else ""
+            if inner in ((), None) and name in ("data", "recorded")
+            else None
+        )
         many, others = isinstance(inner, tuple) and name != "mesh", ALIASES.get(name, ())
         kind = _kind(name, hints[field.name])
         flag = Flag(name, kind, inner, HELP.get(name, ""), many, shown, others, BARE.get(name, ()))
@@ -364,8 +375,8 @@ def _kind(name: str, hint: Any) -> Kind:
         return MESH
     if name in CHOICES:
         return choice(CHOICES[name])
-    if name in ("data", "token-file", "tls-cert", "tls-key"):
-        return PATH if name == "data" else optional(PATH)
+    if name in ("data", "recorded", "token-file", "tls-cert", "tls-key"):
+        return PATH if name in ("data", "recorded") else optional(PATH)
     if typing.get_origin(hint) in (typing.Union, types.UnionType):
         return optional(_kind(name, next(kind for kind in typing.get_args(hint) if kind is not type(None))))
     if typing.get_origin(hint) is tuple:
@@ -441,7 +452,7 @@ def resumed(folder: Path, recipe: str, parsed: flags.Parsed) -> Run:
     free: dict[str, Any] = {}
     for name in sorted(parsed.given):
         value = parsed.values[name]
-        if name == "data":  # as `resolve` keeps them
+        if name in ("data", "recorded"):  # as `resolve` keeps them
             value = tuple(os.path.abspath(os.path.expanduser(path)) for path in value)
         if name in FREE or (name in CHANGEABLE and name in before):
             free[name] = value

@@ -106,6 +106,25 @@ class Environment(Protocol):
         empty."""
 
 
+class Demonstrator(Environment, Protocol):
+    """An environment with an expert whom one can ask."""
+
+    def demonstrate(self, state: PyTree) -> tuple[jax.Array, jax.Array]:
+        """(what the expert would do in `state`, an action; bool: whether there is one to tell), [A, ...] with agents.
+
+        Where nothing can be told the action is one all the same, and means nothing.
+        """
+
+
+class Guided(NamedTuple):
+    """`Rollout.extras` where an expert was asked."""
+
+    own: PyTree  # what `act` gave, as ever
+    action: jax.Array  # [T, B, ...], the expert's
+    known: jax.Array  # bool [T, B]: whether there is one
+    followed: jax.Array  # bool [T, B]: it is what was done
+
+
 class Successors(NamedTuple):
     """The successors of a rollout, kept where they are not a copy of the next observation.
 

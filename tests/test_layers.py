@@ -48,7 +48,7 @@ TABLE = """
 1  datasets/wire datasets/soundness datasets/tfrecord datasets/plain_pickle datasets/outlines datasets/geopackage
 1  driving/scenario driving/codes driving/tiles driving/polylines driving/edges driving/lanes driving/routes
    driving/guides driving/roads driving/extents driving/compile driving/bank
-2  environment rollout
+2  environment rollout recordings
 2  reasoning/model reasoning/hub reasoning/sampling reasoning/gate reasoning/problems reasoning/quality
    reasoning/drawing
 2  central/wire central/lane central/grpc_lane central/shared_lane central/batcher central/places
@@ -73,7 +73,8 @@ TABLE = """
    envs/hackmatrix/hints envs/hackmatrix/screen
    envs/probes envs/classic envs/suite_worlds envs/suites envs/registry
    envs/host_spaces envs/host_gymnasium envs/host_numpy envs/batched envs/host_torch envs/host_jax
-3  algorithms/actor_critic algorithms/values algorithms/flat algorithms/ppo algorithms/impala algorithms/grpo
+3  algorithms/actor_critic algorithms/values algorithms/flat algorithms/ppo algorithms/impala algorithms/bc
+   algorithms/grpo
    algorithms/off_policy algorithms/pqn algorithms/sac algorithms/dqn algorithms/td3 learners population
 3  checkpoint
 4  datasets/convert datasets/stream

@@ -303,8 +303,8 @@ def optimiser_steps(
         steps = epochs * minibatches
         means = mean(jax.tree.map(lambda x: x / (norm * steps), totals))
         if "policy_loss" in means:
-            value, entropy = config.vf_coef * means["value_loss"], weight * means["entropy"]
-            means["total_loss"] = means["policy_loss"] + value - entropy
+            of_value = means.get("value_loss", jnp.float32(0.0))  # who imitates has none
+            means["total_loss"] = means["policy_loss"] + config.vf_coef * of_value - weight * means["entropy"]
         return params, opt_state, means | {"lr": lr}
 
     return optimise

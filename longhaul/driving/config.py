@@ -16,6 +16,7 @@ from longhaul.driving.perception import Sight, check_sight
 
 TRAFFICS = ("log", "idm", "constant")
 DRIVERS = ("policy", "log", "idm", "constant")
+EXPERTS = ("log", "idm")
 DYNAMICS = tuple(MODELS)
 CONTROLS = tuple(compile.CONTROLS)
 GOALS, CRASHES = goals.GOALS, goals.CRASHES
@@ -32,6 +33,9 @@ class Config:
     his first velocity."""
     driver: str = "policy"
     """Who drives the agents: the "policy", or a baseline that ignores actions: "log", "idm", "constant" (speed)."""
+    expert: str = "log"
+    """Whom algorithms imitate that do: the driver of the "log" (in generated scenarios that of the traffic), or "idm",
+    the Intelligent Driver Model along the route, which has an answer off the log, too."""
     control: str = "vehicles"
     """Whom scenarios offer to be controlled: "vehicles", or "all" that move, cyclists and pedestrians too."""
     dynamics: str = "bicycle"
@@ -79,6 +83,7 @@ def check_settings(config: Config) -> None:
     for name, value, known in (
         ("traffic", config.traffic, TRAFFICS),
         ("driver", config.driver, DRIVERS),
+        ("expert", config.expert, EXPERTS),
         ("actions", config.actions, ACTIONS),
         ("control", config.control, CONTROLS),
         ("dynamics", config.dynamics, DYNAMICS),

@@ -1,4 +1,5 @@
-"""Who moves the controlled agents: the policy's actions, the log, or IDM along the route; and how it feels.
+"""Who moves the controlled agents: the policy's actions, the log, or IDM along the route; what action would have done
+the same; and how it feels.
 
 Each function takes how the agents [A] moved until now and gives how they move in the step that follows.
 """
@@ -13,7 +14,7 @@ from longhaul.driving import dynamics, tables, traffic
 from longhaul.driving.actions import make_actions
 from longhaul.driving.dynamics import MODELS, Drive, Limits, Motion
 from longhaul.driving.features import RED, Features
-from longhaul.driving.geometry import wrap
+from longhaul.driving.geometry import into, wrap
 from longhaul.driving.objectives import Ride
 from longhaul.driving.tables import Tables
 
@@ -66,6 +67,36 @@ def follow(known: Tables, scenario: jax.Array, now: Drive, features: Features, d
         jnp.where(moves, x, old.x), jnp.where(moves, y, old.y), jnp.where(moves, heading, old.heading), after
     )
     return Drive(motion, (after - speed) / dt, dynamics.invert(old, motion, dt)[1])
+
+
+PULL, STEER, SOFT = 1.0, 2.0, 1.0
+"""1/s, 1/s and m/s: what is made up for of a distance to the way that is followed, along it and beside it."""
+
+ASTRAY, TURNED = 5.0, 0.5
+"""m, and rad: who is farther from where the log has it can't be told by the log what to do."""
+
+
+def steer_back(now: Motion, aim: Motion, dt: jax.Array) -> Motion:
+    """What to aim at, a step on, so as to come (back) to the way that leads through `aim`: its speed and heading alone
+    would leave beside it whoever is beside it. The lateral part is Stanley's (Hoffmann et al. 2007)."""
+    ahead, left = into(aim.x - now.x, aim.y - now.y, jnp.cos(aim.heading), jnp.sin(aim.heading))
+    behind = ahead - 0.5 * (now.speed + aim.speed) * dt
+    heading = aim.heading + jnp.arctan(STEER * left / (SOFT + now.speed))
+    return aim._replace(speed=jnp.maximum(aim.speed + PULL * behind, 0.0), heading=wrap(heading))
+
+
+def tell(now: Drive, aim: Motion, limits: Limits, dt: jax.Array, model: str, actions: str) -> jax.Array:
+    """The action that leads nearest to `aim` in a step: inverse dynamics, within what actions can say."""
+    moves = MODELS[model]()
+    after = aim if model == "delta" else steer_back(now.motion, aim, dt)  # whose moves are told by the place itself
+    command = moves.invert(now, after, limits, dt)
+    return make_actions(actions, moves.grids).write(moves.share(command, now, limits, dt))
+
+
+def beside(now: Motion, logged: Motion) -> jax.Array:
+    """bool: near enough to where the log has it for the log to tell what to do."""
+    away = jnp.square(now.x - logged.x) + jnp.square(now.y - logged.y)
+    return (away <= ASTRAY**2) & (jnp.abs(wrap(now.heading - logged.heading)) <= TURNED)
 
 
 def rest(now: Drive, held: jax.Array, drive: Drive) -> Drive:

@@ -195,6 +195,19 @@ class Simulator:
         """bool [A]: who still plays."""
         return state.playing
 
+    def demonstrate(self, state: State) -> tuple[jax.Array, jax.Array]:
+        """What `Config.expert` would do, as `spec.action` says it, [A, ...], and for whom that is known, bool [A]: by
+        the log for who is near it and will be there in the next step."""
+        config, scenario, dt = self.config, state.scenario, self.tables.dt[state.scenario]
+        if config.expert == "idm":
+            features = self._features(state, self._scene(state))
+            aim, known = drivers.follow(self.tables, scenario, state.drive, features, dt).motion, state.playing
+        else:
+            (logged, _), (aim, there) = self._logged(scenario, state.t), self._logged(scenario, state.t + 1)
+            known = state.playing & there & drivers.beside(state.motion, logged)
+        limits = self._limits(scenario)
+        return drivers.tell(state.drive, aim, limits, dt, config.dynamics, config.actions), known
+
     def metrics(self, state: State) -> dict[str, Measure]:
         """See `measures`; [A]. Where agents begin anew, how often each reached its goal, too: `goals`."""
         tables, scenario = self.tables, state.scenario

@@ -1,0 +1,168 @@
+"""Behaviour cloning (Pomerleau 1991): the policy's likelihood of what an expert does, raised.
+
+What is learnt from are rollouts whose extras are `Guided`: the expert drives, or was asked in each state what he would
+do, or was recorded. Where he drives a share of the worlds only, the policy drives the others and learns from him what
+to do there, too, where its own mistakes lead it (DAgger; Ross et al. 2011, arXiv 1011.0686).
+
+Where we differ: the data are made anew for every update, on the device, and nothing of them is kept. The network is
+that of PPO, whose critic learns nothing here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from longhaul import networks, normalise
+from longhaul.algorithms import actor_critic, ppo, values
+from longhaul.algorithms.actor_critic import Apart, Policy, State, look
+from longhaul.distributions import Distribution
+from longhaul.types import Action, Algorithm, Box, Discrete, Guided, Key, Masked, Metrics, Params, PyTree, Rollout, Spec
+
+
+@dataclass(frozen=True)
+class Config:
+    """Behaviour cloning's hyperparameters."""
+
+    recorded: tuple[str, ...] = ()  # files of what was recorded (recordings.py); (): the environment's expert shows it
+    expert_share: float = 1.0  # of the worlds that the expert drives; in the others he says what he would do
+    lr: float = 1e-3
+    anneal: bool = True  # the learning rate falls to 0 over the run, linearly
+    warmup: int = 0  # updates over which the learning rate rises to it at the beginning, linearly
+    num_minibatches: int | None = 4
+    update_epochs: int | None = 1
+    ent_coef: float = 0.0
+    ent_coef_final: float | None = None  # annealed to, linearly; None: constant
+    max_grad_norm: float = 0.5
+    adam_eps: float = 1e-5  # added to the root of Adam's second moment
+    normalise_observation: bool = False
+    torso: str = "mlp"
+    hidden_dim: int = 64
+    num_layers: int = 2
+    model_size: float | None = None  # millions of parameters, from which hidden_dim and num_layers follow
+    activation: str = "tanh"  # of mlp and deepset
+    shared: bool = False  # actor and critic of mlp and deepset have one torso, without memory, too
+    init: str = "orthogonal"  # of mlp, deepset and heads; "lecun" is Flax's default
+    memory: int = 0  # width of the recurrent unit; 0: none
+    chunk: int = 1024  # most rows of a minibatch whose gradient is taken at once
+    accumulate: int | None = None  # pieces, at least, in which it is taken; None: as `chunk` has it
+    precision: str = "fp32"  # of the torso; "bf16": in bfloat16, with parameters, heads and losses in float32
+    remat: str = "none"  # what of the torso is computed again for the gradient instead of kept: precision.REMATS
+
+
+class Batch(NamedTuple):
+    """Rows of a rollout, [rows, ...]; with memory: whole columns, [T, columns, ...]."""
+
+    observation: PyTree
+    mask: jax.Array | None
+    raw: jax.Array  # the expert's
+    advantage: jax.Array  # float32: 1, and 0 where nothing is known of him
+    weight: jax.Array  # the same
+    begins: jax.Array | None  # bool [T, columns]: an episode begins here, so memory is put back
+    memory: PyTree  # [columns, width] or ()
+
+
+PARTS = ("policy_loss", "entropy", "error")
+"""Of the loss, as they are told. The first is the negative log-likelihood; the error that of the likeliest action: the
+share of choices that are not the expert's, or the mean distance in a vector's numbers."""
+
+
+def check(config: Config, *, columns: int, steps: int) -> None:
+    """Raises ValueError, naming value, bound and remedy, where the sizes of one shard can't work."""
+    actor_critic.check(config, columns=columns, steps=steps, shares=("expert_share",), least=("lr", "max_grad_norm"))
+    if not config.adam_eps > 0.0:
+        raise ValueError(f"adam_eps is {config.adam_eps}; it must be above 0")
+    if config.recorded and config.memory:
+        raise ValueError(f"memory is {config.memory}, and what was recorded is drawn step by step; take 0")
+
+
+def _loss(
+    network: networks.ActorCritic, policy: Distribution, action: Action
+) -> Callable[..., tuple[jax.Array, Metrics]]:
+    """(params, batch, entropy weight) -> sums over rows of the loss and of its parts."""
+
+    def loss(params: Params, batch: Batch, entropy_weight: jax.Array) -> tuple[jax.Array, Metrics]:
+        if batch.begins is None:
+            parameters, _, _ = network.apply(params, (), batch.observation)
+        else:
+            parameters, _, _ = values.along_time(network, params, batch.memory, batch.observation, batch.begins)
+        parts = {
+            "policy_loss": -policy.log_prob(parameters, batch.mask, batch.raw),
+            "entropy": policy.entropy(parameters, batch.mask),
+            "error": _error(policy, action, policy.mode(parameters, batch.mask), batch.raw),
+        }
+        parts = {name: jnp.where(batch.weight > 0.0, part, 0.0) for name, part in parts.items()}
+        return jnp.sum(parts["policy_loss"] - entropy_weight * parts["entropy"]), jax.tree.map(jnp.sum, parts)
+
+    return loss
+
+
+def _error(policy: Distribution, action: Action, mode: jax.Array, raw: jax.Array) -> jax.Array:
+    if isinstance(action, Box):
+        return jnp.mean(jnp.abs(policy.action(mode) - policy.action(raw)), axis=-1)
+    differs = (mode != raw).astype(jnp.float32)
+    return differs if isinstance(action, Discrete) else jnp.mean(differs, axis=-1)
+
+
+def _passes(config: Config) -> ppo.Config:
+    """How a batch is learnt from, as `ppo.optimiser_steps` takes it."""
+    same = ("lr", "anneal", "warmup", "num_minibatches", "update_epochs", "ent_coef", "ent_coef_final", "memory",
+            "chunk", "accumulate")  # fmt: skip
+    return ppo.Config(**{name: getattr(config, name) for name in same})
+
+
+def bc(
+    spec: Spec,
+    config: Config,
+    *,
+    updates: int,
+    mean: Callable[[PyTree], PyTree],
+    apart: Apart = lambda function: function,
+    first: int = 0,
+    done: float = 0.0,
+    split: bool = False,
+) -> Algorithm:
+    """Behaviour cloning for environments of `spec`; arguments as `ppo.ppo` has them."""
+    masked = isinstance(spec.observation, Masked)
+    made = actor_critic.parts(spec, config)
+    network, policy = made.network, made.policy
+    optimiser = optax.chain(optax.clip_by_global_norm(config.max_grad_norm), optax.scale_by_adam(eps=config.adam_eps))
+    optimise = ppo.optimiser_steps(
+        _loss(network, policy, spec.action), network.live, optimiser, _passes(config),
+        actor_critic.annealing(updates, first, done), mean, apart, PARTS, split=split,
+    )  # fmt: skip
+    acting = actor_critic.acting(made, config)
+
+    def act(params: Policy, memory: PyTree, observation: PyTree, key: Key | None) -> tuple[jax.Array, PyTree, Any]:
+        action, memory, _ = acting(params, memory, observation, key)
+        return action, memory, ()
+
+    def see(state: State, data: Rollout) -> Batch:
+        assert isinstance(data.extras, Guided), "nobody shows what to do: the collector has no guide"
+        visible, mask = look(state.moments, data.observation)
+        known = data.valid & data.extras.known
+        raw = policy.raw(data.extras.action)
+        # What means nothing may be no number, and 0 times its gradient none either.
+        raw = jnp.where(known.reshape(*known.shape, *([1] * (raw.ndim - known.ndim))), raw, 0)
+        weight, begins = known.astype(jnp.float32), values.begins(data) if config.memory else None
+        return Batch(visible, mask, raw, weight, weight, begins, data.memory)
+
+    def learn(state: State, data: Rollout, key: Key) -> tuple[State, Metrics]:
+        batch = apart(see)(state, data)
+        params, opt_state, metrics = optimise(state.params, state.opt_state, state.updates, batch, key)
+        metrics["known"] = mean(apart(jnp.mean)(batch.weight))
+        moments = state.moments
+        if isinstance(moments, normalise.Moments):  # after the update, as PPO has it
+            seen = data.observation.observation if masked else data.observation
+            moments = normalise.update(moments, seen, data.valid, mean, apart)
+        return State(params, opt_state, moments, state.updates + 1), {f"bc/{k}": v for k, v in metrics.items()}
+
+    return Algorithm(
+        actor_critic.starting(made, config, optimiser), lambda state: Policy(state.params, state.moments),
+        network.memory, act, learn,
+    )  # fmt: skip

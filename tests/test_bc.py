@@ -1,0 +1,253 @@
+"""Imitation: an expert's actions lead along his way; what is known of him is learnt, and nothing else is."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from longhaul import learners, recordings, worlds
+from longhaul import mesh as meshes
+from longhaul import run as runs
+from longhaul.algorithms import bc
+from longhaul.datasets.log import BadData
+from longhaul.driving import drivers, dynamics
+from longhaul.driving.dynamics import Drive, Motion
+from longhaul.environment import advising, vectorise
+from longhaul.envs.probes import PROBES
+from longhaul.rollout import Guide, collector
+from longhaul.run import Driving, Named, Run, RunError
+from longhaul.topologies import fused
+from longhaul.types import Box, Discrete, Guided, Masked, Rollout, Successors, TimeStep
+
+# ---------------------------------------------------------------------------------------------- the expert of a log
+
+FOLLOWED = {
+    ("bicycle", "continuous"): 0.05, ("bicycle", "discrete"): 0.1, ("delta", "continuous"): 1e-3,
+}  # fmt: skip
+"""Metres from the log within which whoever takes the expert's actions stays."""
+
+
+@pytest.fixture(scope="module")
+def logged() -> Motion:
+    """Where the egos of some generated logs are, [T, E]."""
+    made = worlds.generated(0, 6, agents=1, horizon=60, workers=1)
+    pose = np.stack([s.pose[:60, int(s.controlled[0])] for s in made], 1)
+    speed = np.stack([np.hypot(*s.velocity[:60, int(s.controlled[0])].T) for s in made], 1)
+    return Motion(*(jnp.asarray(pose[..., i]) for i in range(3)), jnp.asarray(speed))
+
+
+@pytest.mark.parametrize(("model", "actions"), FOLLOWED)
+def test_the_actions_of_a_log_lead_along_it(model: str, actions: str, logged: Motion) -> None:
+    away = _replayed(model, actions, logged, logged)
+    assert float(jnp.max(away)) < FOLLOWED[model, actions]
+    if actions == "continuous":
+        beside = logged._replace(x=logged.x.at[0].add(1.0), y=logged.y.at[0].add(-0.7))
+        came_back = _replayed(model, actions, beside, logged)
+        moving = np.asarray(logged.speed[0] > 3.0) & np.asarray(logged.speed[-1] > 3.0)
+        assert moving.sum() >= 2
+        assert np.all(np.asarray(came_back[-1])[moving] < 0.1) and float(jnp.max(came_back[0])) > 0.7
+
+
+def _replayed(model: str, actions: str, begin: Motion, logged: Motion) -> jax.Array:
+    """float32 [T, E]: metres from the log of who begins at `begin` and takes its actions."""
+    limits, dt = dynamics.VEHICLE, jnp.float32(0.1)
+
+    def step(now: Drive, aim: Motion) -> tuple[Drive, jax.Array]:
+        action = drivers.tell(now, aim, limits, dt, model, actions)
+        after = drivers.act(now, action, limits, dt, model, actions)
+        return after, jnp.hypot(after.motion.x - aim.x, after.motion.y - aim.y)
+
+    nothing = jnp.zeros_like(begin.x[0])
+    first = Drive(jax.tree.map(lambda x: x[0], begin), nothing, nothing)
+    return jax.jit(lambda: jax.lax.scan(step, first, jax.tree.map(lambda x: x[1:], logged))[1])()
+
+
+# -------------------------------------------------------------------------------------------------------- cloning
+
+
+@dataclass(frozen=True)
+class Shown:
+    """A probe with an expert: in places whose first number is positive he does `best`, of others nothing is known."""
+
+    inner: Any
+    best: Any
+    poison: Any  # what he seems to do where nothing is known
+    action: Any
+
+    @property
+    def spec(self) -> Any:
+        return replace(self.inner.spec, action=self.action)
+
+    def reset(self, key: Any) -> Any:
+        return self.inner.reset(key)
+
+    def step(self, key: Any, state: Any, action: jax.Array) -> tuple[Any, TimeStep]:
+        return self.inner.step(key, state, jnp.zeros((), jnp.int32))
+
+    def active(self, state: Any) -> jax.Array:
+        return self.inner.active(state)
+
+    def metrics(self, state: Any) -> dict:
+        return {}
+
+    def demonstrate(self, state: Any) -> tuple[jax.Array, jax.Array]:
+        known = jnp.ravel(self.inner._observe(state.place))[0] > 0.0
+        return jnp.where(known, jnp.asarray(self.best), jnp.asarray(self.poison)), known
+
+
+SETTINGS: dict[str, Any] = {"lr": 2e-2, "num_minibatches": 2, "hidden_dim": 16, "num_layers": 1}
+
+
+def test_an_expert_is_asked_everywhere_and_followed_in_his_worlds() -> None:
+    probe = PROBES["successor"]()  # one of four places has a positive first number
+    environment = Shown(probe.environment, jnp.int32(2), jnp.int32(1), Discrete(3))
+    algorithm = learners.make(environment.spec, bc.Config(**SETTINGS), updates=1, mean=meshes.identity)
+    guide = Guide(advising(environment, 8), 0.5)
+    collect = collector(vectorise(environment, 8), algorithm.act, algorithm.memory, steps=16, guide=guide)
+    policy = algorithm.policy(algorithm.init(jax.random.key(0)))
+    run = jax.jit(lambda key: collect.collect(policy, collect.start(key), key, jnp.int32(0))[1])
+    data = jax.device_get(run(jax.random.key(1)))
+    extras = data.extras
+    assert isinstance(extras, Guided) and extras.own == ()
+    np.testing.assert_array_equal(extras.known, data.observation[..., 0] > 0.0)
+    np.testing.assert_array_equal(extras.action, np.where(extras.known, 2, 1))
+    np.testing.assert_array_equal(extras.followed, extras.known & (np.arange(8) < 4))
+    assert 0.1 < extras.known.mean() < 0.5
+    assert np.all(data.action[extras.followed] == 2) and not np.all(data.action[~extras.followed] == 2)
+
+
+@pytest.mark.slow
+def test_a_vector_is_cloned_where_it_is_known() -> None:
+    """By the likelihood: the mean is the expert's, at a bound of the range, too; who is not known may be no number."""
+    seen = jnp.asarray(np.eye(4, dtype=np.float32)[np.arange(64) % 4]).reshape(4, 16, 4)
+    best = jnp.array([[0.5, 1.0], [-1.0, 4.0], [0.0, 2.0], [jnp.nan, 1e9]], jnp.float32)
+    known = seen[..., 3] == 0.0
+    spec = replace(PROBES["successor"]().environment.spec, action=Box((-1.0, 0.0), (1.0, 4.0)))
+    algorithm = learners.make(spec, bc.Config(**SETTINGS), updates=200, mean=meshes.identity)
+    nothing, never = jnp.zeros((4, 16)), jnp.zeros((4, 16), bool)
+    extras = Guided((), seen @ jnp.where(jnp.isnan(best), 0.0, best), known, known)
+    extras = extras._replace(action=jnp.where(known[..., None], extras.action, jnp.nan))
+    following = Successors(seen[0], seen[:1])
+    data = Rollout(
+        seen, jnp.zeros((4, 16, 2)), nothing, never, never, ~never, extras, following, (), jnp.int32(0)
+    )  # fmt: skip
+
+    def learn(state: Any, key: Any) -> Any:
+        return algorithm.learn(state, data, key)
+
+    run = jax.jit(lambda key: jax.lax.scan(learn, algorithm.init(key), jax.random.split(key, 200)))
+    state, metrics = run(jax.random.key(0))
+    action = algorithm.act(algorithm.policy(state), (), jnp.eye(4), None)[0]
+    np.testing.assert_allclose(action[:3], best[:3], atol=0.1)
+    loss, error = metrics["bc/policy_loss"], metrics["bc/error"]
+    assert loss[-1] < loss[0] - 2.0 and error[-1] < 0.03 < 0.3 < error[0]
+    assert float(metrics["bc/known"][0]) == 0.75
+
+
+# ------------------------------------------------------------------------------------------------------ recordings
+
+
+def test_recorded_steps_are_cloned_by_a_run(tmp_path: Path) -> None:
+    """Who is recorded pushes the pole's cart where it leans; two files, of [T, B] and [N] steps."""
+    rng = np.random.default_rng(0)
+    seen = rng.uniform(-0.2, 0.2, (40, 10, 4)).astype(np.float32)
+    action = (seen[..., 2] + 0.5 * seen[..., 3] > 0).astype(np.int64)
+    recordings.save(tmp_path / "a.npz", seen, action)
+    (tmp_path / "b").mkdir()
+    for name, array in (("observation", seen[0]), ("action", action[0])):
+        np.save(tmp_path / "b" / f"{name}.npy", array)
+    files = (str(tmp_path / "a.npz"), str(tmp_path / "b"))
+    config = bc.Config(recorded=files, lr=1e-2, hidden_dim=16, num_layers=1)
+    run = Run("small", Named("cartpole"), config, total_steps=64 * 200, num_envs=8, num_steps=8, devices=1)
+    run = runs.resolve(run)
+    found = recordings.read(files, runs.named(run.environment).spec)
+    assert found.rows == 410
+    context = jax.tree.map(jnp.asarray, found)
+    made = runs.assemble(run, lambda _: runs.named(run.environment), context)
+    progress = made.start(0, context)
+    program = fused.compiled(made.algorithm, made.collector_in, progress, context, made.mesh, block=200)
+    [(progress, _, metrics)] = list(fused.fused(program, progress, context, updates=200, block=200))
+    assert metrics["bc/error"][-1] < 0.1 < 0.2 < metrics["bc/error"][0]
+    told = np.asarray(made.algorithm.act(made.policy(progress.state), (), jnp.asarray(found.observation), None)[0])
+    assert np.mean(told == found.action) > 0.9
+
+
+def test_what_does_not_fit_is_said(tmp_path: Path) -> None:
+    spec = runs.named(Named("cartpole")).spec
+    good: dict[str, Any] = {"observation": np.zeros((5, 4), np.float32), "action": np.zeros(5, int)}
+    cases: list[tuple[dict[str, Any], str]] = [
+        ({"action": None}, "has no action; it holds observation"),
+        ({"observation": np.zeros((5, 3), np.float32)}, r"observation is float32 \(5, 3\); .* must be \(5, 4\)"),
+        ({"observation": np.zeros((4, 4), np.float32)}, r"must be \(5, 4\)"),
+        ({"observation": np.full((5, 4), np.nan, np.float32)}, "not finite"),
+        ({"action": np.array([0, 1, 2, 0, 0])}, r"action 2 is 2; it must lie in 0 to 1"),
+        ({"action": np.zeros(5)}, "of float64, and the environment's of int32"),
+        ({"action": np.zeros(0, int), "observation": np.zeros((0, 4), np.float32)}, "N at least 1"),
+    ]
+    for i, (changes, message) in enumerate(cases):
+        path = tmp_path / f"{i}.npz"
+        np.savez(path, **{name: array for name, array in (good | changes).items() if array is not None})
+        with pytest.raises(BadData, match=message):
+            recordings.read([str(path)], spec)
+    (tmp_path / "text.npz").write_text("no zip")
+    (tmp_path / "empty").mkdir()
+    for name, message in (("text.npz", "can't be read"), ("empty", "holds no .npz"), ("gone", "no such file")):
+        with pytest.raises(BadData, match=message):
+            recordings.read([str(tmp_path / name)], spec)
+
+
+def test_masks_and_names_of_parts_are_kept(tmp_path: Path) -> None:
+    probe = PROBES["masked"]()
+    spec = probe.environment.spec
+    shape = spec.observation.observation.shape
+    seen, mask = np.ones((3, *shape), np.float32), np.array([[True, False, True]] * 3)[:, : spec.action.n]
+    recordings.save(tmp_path / "a.npz", Masked(seen, mask), np.zeros(3, int))
+    found = recordings.read([str(tmp_path / "a.npz")], spec)
+    np.testing.assert_array_equal(found.observation.mask, mask)
+    spec = replace(spec, observation={"far": spec.observation.observation, "near": spec.observation.observation})
+    recordings.save(tmp_path / "b.npz", {"far": seen, "near": 2.0 * seen}, np.zeros(3, int))
+    with np.load(tmp_path / "b.npz") as arrays:
+        assert sorted(arrays.files) == ["action", "observation/far", "observation/near"]
+    np.testing.assert_array_equal(recordings.read([str(tmp_path / "b.npz")], spec).observation["near"], 2.0)
+
+
+@pytest.mark.parametrize(
+    ("run", "message"),
+    [
+        (Run("x", Named("cartpole"), bc.Config()), "nobody to imitate in cartpole; give --recorded"),
+        (Run("x", Driving(), bc.Config(recorded=("a.npz",))), "--recorded is a.npz"),
+        (Run("x", Driving(), bc.Config(), topology="actors"), "--topology is actors"),
+        (Run("x", Driving(), bc.Config(expert_share=1.5)), "--expert-share is 1.5; it must lie in 0 to 1"),
+        (Run("x", Named("cartpole"), bc.Config(recorded=("a.npz",), memory=8)), "--memory is 8"),
+    ],
+)
+def test_a_run_that_has_nobody_to_imitate_is_refused(run: Run, message: str) -> None:
+    with pytest.raises(RunError, match=message):
+        runs.resolve(replace(run, devices=1))
+
+
+@pytest.mark.slow
+def test_the_simulators_expert_drives_a_log_to_its_end() -> None:
+    """Through the whole environment: everybody who takes his actions reaches the goal and touches nothing."""
+    from longhaul.driving.bank import stack
+    from longhaul.driving.simulator import Config, driving
+
+    made = worlds.generated(1_000_000, 6, agents=1, horizon=None, workers=1)
+    environment = driving(stack(made, agents=1), Config(actions="continuous"))
+
+    def roll(index: jax.Array) -> Any:
+        def step(state: Any, _: None) -> Any:
+            action, known = environment.demonstrate(state)
+            return environment.step(jax.random.key(0), state, action)[0], known | ~state.playing
+
+        state, known = jax.lax.scan(step, environment.start(index)[0], None, length=environment.spec.max_steps)
+        return environment.metrics(state), known
+
+    metrics, known = jax.device_get(jax.jit(jax.vmap(roll))(jnp.arange(len(made))))
+    assert np.all(known) and np.all(metrics["accuracy"].value == 1.0) and np.all(metrics["goal"].value == 1.0)
