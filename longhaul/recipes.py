@@ -400,6 +400,9 @@ RECIPES: dict[str, Callable[[], Run]] = {
 }
 
 
+WHOLE = tuple(name for name in RECIPES if name != "bc")
+"""Those that run without flags; `bc` wants to know of whose steps, and in what environment."""
+
 GRIDS: dict[str, Callable[[], Grid]] = {"driving-scaling": driving_scaling}
 """Recipes of many runs."""
 

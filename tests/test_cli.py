@@ -259,7 +259,7 @@ def test_every_field_of_a_run_is_a_flag_with_a_help() -> None:
         assert len(fields) == len(settings.settings(make())) == len({s.flag.name for s in settings.settings(make())})
 
 
-@pytest.mark.parametrize("recipe", list(recipes.RECIPES))
+@pytest.mark.parametrize("recipe", recipes.WHOLE)
 def test_without_flags_a_recipe_is_what_it_says(longhaul: Any, trained: list[Run], recipe: str) -> None:
     code, out, _ = longhaul("train", recipe, "--run-name", "a")
     assert (code, out, trained) == (75, "runs/a\n", [resolve(recipes.recipe(recipe))])
