@@ -27,8 +27,8 @@ LLAMA3 = RopeScaling("llama3", 8.0, 1.0, 4.0, 16)
 CONFIGS = {
     "llama": Config(family="llama", tied=False, **TINY),
     "llama-all-heads": Config(family="llama", tied=False, **{**TINY, "kv_heads": 4}),
-    "llama3-rope": Config(family="llama", tied=True, theta=50_000.0, scaling=LLAMA3, **TINY),
-    "linear-rope": Config(family="llama", tied=True, scaling=RopeScaling("linear", 4.0), **TINY),
+    "llama3-rope": Config(family="llama", tied=True, theta=50_000.0, rope_scaling=LLAMA3, **TINY),
+    "linear-rope": Config(family="llama", tied=True, rope_scaling=RopeScaling("linear", 4.0), **TINY),
     "qwen2": Config(family="qwen2", tied=True, theta=1e6, **TINY),
     "qwen2-untied": Config(family="qwen2", tied=False, **TINY),
     "qwen3": Config(family="qwen3", tied=True, theta=1e6, **{**TINY, "head_dim": 32}),

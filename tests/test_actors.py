@@ -179,6 +179,7 @@ def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(acting, "prepare", once)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("_quick")
 def test_a_pinned_run_that_was_stopped_ends_as_one_that_was_not(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch

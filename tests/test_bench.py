@@ -96,6 +96,7 @@ def test_a_figure_ends_though_what_it_began_holds_its_output_open() -> None:
     os.kill(child, signal.SIGKILL)  # ProcessLookupError where it was waited for
 
 
+@pytest.mark.slow
 def test_driving_step_moves_all_objects() -> None:
     (record,) = bench.run("driving-step", objects=(32,), batch=8, num_steps=8, scenarios=4)
     check(record)

@@ -287,7 +287,7 @@ def probed(probe: Probe, name: str, lane: str, staleness: int | None) -> tuple[A
 @pytest.mark.parametrize(
     ("probe", "name", "lane", "staleness"),
     [
-        ("successor", "ppo", "shm", 0),
+        pytest.param("successor", "ppo", "shm", 0, marks=pytest.mark.slow),
         pytest.param("memory", "ppo-gru", "shm", 0, marks=pytest.mark.slow),
         pytest.param("agents", "ppo", "grpc", 0, marks=pytest.mark.slow),
         pytest.param("time_limit", "ppo", "shm", 1, marks=pytest.mark.slow),

@@ -580,6 +580,7 @@ def test_ctrl_c_while_jax_is_imported_ends_the_command(tmp_path: Path) -> None:
     assert not (tmp_path / "runs").exists()
 
 
+@pytest.mark.slow
 def test_a_signal_saves_and_the_last_line_says_how_to_go_on(tmp_path: Path) -> None:
     words = "train cartpole --total-steps 400000000 --num-envs 16 --num-steps 32 --evaluation-episodes 4 --run-name a"
     process = subprocess.Popen(

@@ -19,6 +19,8 @@ ITEMS = 20
 QUICK = {"xla_backend_optimization_level": 0}
 """Most of these programs run once; compiling them takes longer than running them ever does."""
 
+KINDS = [pytest.param(kind, marks=pytest.mark.slow if kind == "wayformer" else ()) for kind in ENCODERS]
+
 SEEN = {
     "ego": jax.ShapeDtypeStruct((3,), jnp.float32),
     "grid": jax.ShapeDtypeStruct((2, 2, 2), jnp.int32),
@@ -132,7 +134,7 @@ def by_hand(kind: str, params: Any, seen: dict[str, jax.Array], depth: int) -> n
     return norm(p["norm"], block_by_hand(p["pool"], query, x, every(query, x))[0])
 
 
-@pytest.mark.parametrize("kind", ENCODERS)
+@pytest.mark.parametrize("kind", KINDS)
 def test_an_encoder_is_what_its_paper_says(kind):
     apply, params, _ = made(kind)
     seen = observation(3)
@@ -149,7 +151,7 @@ def test_an_encoder_is_what_its_paper_says(kind):
 # ------------------------------------------------------------------------------------------------------------- sets
 
 
-@pytest.mark.parametrize("kind", ENCODERS)
+@pytest.mark.parametrize("kind", KINDS)
 def test_a_set_has_no_order(kind):
     apply, params, _ = made(kind)
     seen = observation(3)
@@ -160,7 +162,7 @@ def test_a_set_has_no_order(kind):
     assert float(jnp.abs(apply(params, moved) - apply(params, seen)).max()) > 1e-3
 
 
-@pytest.mark.parametrize("kind", ENCODERS)
+@pytest.mark.parametrize("kind", KINDS)
 def test_padding_counts_for_nothing_whatever_it_holds_and_however_much_there_is(kind):
     apply, params, _ = made(kind)
     seen = observation(3)
@@ -175,7 +177,7 @@ def test_padding_counts_for_nothing_whatever_it_holds_and_however_much_there_is(
     np.testing.assert_allclose(wider(params, padded), apply(params, seen), rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize("kind", ENCODERS)
+@pytest.mark.parametrize("kind", KINDS)
 def test_an_empty_set_is_finite_and_gets_no_gradient(kind):
     _, params, apply = made(kind)
     seen = observation(3, present=0.0)
@@ -195,7 +197,7 @@ def test_an_empty_set_is_finite_and_gets_no_gradient(kind):
     assert all(np.any(leaf) for leaf in of_params["embed_3"].values())
 
 
-@pytest.mark.parametrize("kind", ENCODERS)
+@pytest.mark.parametrize("kind", KINDS)
 def test_an_observation_of_nothing_but_an_empty_set_is_finite(kind):
     built = encoder(SEEN["items"], kind, 32, 1, dtype=jnp.float32)
     params = lively(built)
@@ -247,7 +249,7 @@ def test_the_dial_names_sizes_that_it_can_not_give():
         dial.shape(DRIVING, 91, 0.01, torso="mlp")
 
 
-@pytest.mark.parametrize("kind", ENCODERS)
+@pytest.mark.parametrize("kind", KINDS)
 def test_bf16_is_close(kind):
     apply, params, _ = made(kind)
     seen = observation(3)
@@ -258,6 +260,7 @@ def test_bf16_is_close(kind):
     assert 1e-5 < error < 0.05, "bfloat16 has 8 bits"
 
 
+@pytest.mark.slow
 def test_with_remat_the_gradient_is_the_same_and_blocks_are_computed_twice():
     seen = observation(3)
     weights = jnp.asarray(np.random.default_rng(5).normal(size=(3, 40)), jnp.float32)
@@ -272,7 +275,7 @@ def test_with_remat_the_gradient_is_the_same_and_blocks_are_computed_twice():
     assert products[1] > products[0]
 
 
-@pytest.mark.parametrize("kind", ENCODERS)
+@pytest.mark.parametrize("kind", KINDS)
 def test_an_untrained_encoder_tells_observations_apart(kind):
     """Also by their sets alone: what no feature shows, no policy learns."""
     built = encoder(SEEN, kind, 64, 2, dtype=jnp.float32)

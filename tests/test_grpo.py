@@ -104,7 +104,9 @@ def near(found: Any, wanted: Any, tolerance: float) -> None:
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=tolerance * size, rtol=0), found, wanted)
 
 
-@pytest.mark.parametrize("name", grpo.LOSSES)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=() if name in ("grpo", "gspo") else pytest.mark.slow) for name in grpo.LOSSES]
+)
 def test_the_first_gradient_is_that_of_reinforce(name: str) -> None:
     params, data = completions()
     found, parts = first(config(loss=name), data, params)

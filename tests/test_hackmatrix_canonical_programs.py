@@ -45,6 +45,7 @@ from tests.hackmatrix_games import World, cells, same, words
 BLOCK = (DATA, 1)
 
 
+@pytest.mark.slow
 def test_push_and_pull() -> None:
     """Case 19 [S]: no test of blocks, one enemy a cell, nobody on the player."""
     g = World((3, 3), blocks={(5, 3): BLOCK}, energy=2).own(PUSH).enemy(VIRUS, 4, 3).enemy(DAEMON, 4, 4)

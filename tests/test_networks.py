@@ -103,6 +103,7 @@ def test_layers_begin_as_flax_has_it(options):
         assert np.abs(scaled).max() > 1.6
 
 
+@pytest.mark.slow
 def test_an_encoder_by_attention_is_shared_and_each_head_has_a_layer_of_its_own():
     network = actor_critic(SEEN, 3, torso="wayformer", sizes=(32,))
     params, seen = drawn(network), observation(4)

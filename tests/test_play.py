@@ -340,6 +340,7 @@ def test_on_a_terminal_keys_play_the_game_and_q_gives_the_terminal_back() -> Non
         assert "0.120" in after
 
 
+@pytest.mark.slow
 def test_q_ctrl_c_and_an_error_give_the_terminal_back() -> None:
     """The whole command, but for the game, which takes long to compile."""
     control = "import fcntl, termios; fcntl.ioctl(0, termios.TIOCSCTTY, 0)\n"

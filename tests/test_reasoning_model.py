@@ -23,6 +23,9 @@ from longhaul.reasoning import hub, model, tokens
 from tests import reference_logits as reference
 
 TINY = dataclasses.replace(reference.CONFIGS["qwen3"], layers=2)
+FEW = ("llama", "llama3-rope", "qwen2", "qwen3-untied")
+"""What of the families is not slow."""
+SLOW = pytest.mark.slow
 ALL = np.ones(reference.TOKENS.shape, bool)
 forward = jax.jit(model.forward, static_argnums=0)
 
@@ -40,7 +43,7 @@ def relative(found: Any, wanted: Any) -> float:
 # ------------------------------------------------------------------------------------------------ transformers' files
 
 
-@pytest.mark.parametrize("name", reference.CONFIGS)
+@pytest.mark.parametrize("name", [pytest.param(name, marks=() if name in FEW else SLOW) for name in reference.CONFIGS])
 def test_logits_are_those_that_transformers_gave(name: str) -> None:
     config = reference.CONFIGS[name]
     with np.load(reference.STORED) as stored:
@@ -48,7 +51,7 @@ def test_logits_are_those_that_transformers_gave(name: str) -> None:
     found, _ = forward(config, reference.params(config), reference.TOKENS, ALL)
     assert found.dtype == jnp.float32
     assert relative(found, wanted) < 2e-4
-    plain = dataclasses.replace(config, scaling=None)
+    plain = dataclasses.replace(config, rope_scaling=None)
     if config.rope_scaling is not None:  # the reference can tell one rope from another
         assert relative(forward(plain, reference.params(config), reference.TOKENS, ALL)[0], wanted) > 2e-3
 

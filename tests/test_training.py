@@ -205,6 +205,7 @@ def test_sums_give_means_and_go_on_bit_by_bit_from_what_was_pending() -> None:
     assert math.isnan(record["ppo/loss"])
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("_quick")
 def test_a_long_run_keeps_no_more_in_memory_and_on_disk_than_a_short_one(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
