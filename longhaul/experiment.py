@@ -14,7 +14,7 @@ from longhaul.actors.settings import Acting
 from longhaul.algorithms import ppo
 from longhaul.central.settings import Central
 from longhaul.driving import simulator
-from longhaul.envs import registry
+from longhaul.envs import registry, suites
 from longhaul.health import Bounds
 from longhaul.population import Population
 from longhaul.types import Environment
@@ -114,6 +114,8 @@ def agents(run: Run) -> int:
     """Columns of the batch that one world makes."""
     if isinstance(run.environment, Driving):
         return run.environment.simulator.agents
+    if suites.is_suite(run.environment.env):  # whose import may start JAX, before it is told of its devices
+        return 1
     return named(run.environment).spec.agents or 1
 
 

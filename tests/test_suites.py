@@ -6,6 +6,8 @@ it has a reset of its own, through its own stepping, too.
 
 import importlib
 import importlib.util
+import subprocess
+import sys
 from typing import Any
 
 import jax
@@ -167,3 +169,35 @@ def test_masks_are_those_of_the_suite() -> None:
     environment = made("pgx")
     _, seen = environment.reset(jax.random.key(0))
     assert isinstance(seen, Masked) and seen.mask.shape == (environment.spec.action.n,)
+
+
+EAGER = """
+import jax
+from longhaul import run as runs
+from longhaul.envs import suites
+from longhaul.envs.suite_worlds import Step, World
+from longhaul.types import Discrete
+
+def make(name):
+    import jax.numpy as jnp
+    jnp.zeros(1)  # as brax does on import: from here on JAX has the devices that it was told of
+    return World(Discrete(2), lambda key: (jnp.int32(0), jnp.zeros(1)),
+                 lambda key, state, action: Step(state, jnp.zeros(1), jnp.float32(0), jnp.bool_(False)))
+
+suites.SUITES["eager"] = suites.Suite("json", "eager", make, lambda: ["one"], "eager/one", "")
+made = runs.resolve(runs.Run("x", runs.Named("eager/one"), num_envs=64, num_steps=1, total_steps=64, devices=2))
+runs.prepare_devices(made.all_devices, made.threads)
+assert len(jax.devices()) == 2
+try:
+    runs.resolve(runs.Run("x", runs.Named("eager/two")))
+except runs.RunError as error:
+    assert "eager/one" in str(error), error
+else:
+    raise AssertionError
+"""
+
+
+def test_a_suite_that_starts_jax_on_import_finds_all_devices() -> None:
+    """Brax does. With 64 worlds or more a run has a device a core, and was refused."""
+    done = subprocess.run([sys.executable, "-c", EAGER], capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
