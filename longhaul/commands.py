@@ -36,7 +36,7 @@ from longhaul.flags import ALONE, DEBUG, TEXT, Flag, FlagError
 from longhaul.folders import find_folder, load_run, new_folder, save_run
 from longhaul.mesh import Shape, identity
 from longhaul.provenance import provenance
-from longhaul.run import Driving, Run, RunError, agents, from_dict, named, on_cpu, resolve, to_dict
+from longhaul.run import Driving, Named, Run, RunError, agents, from_dict, named, on_cpu, resolve, to_dict
 from longhaul.scaling import command as scaling
 from longhaul.scaling.subject import subject
 from longhaul.settings import RUNS_DIR
@@ -108,12 +108,22 @@ def _train(words: Sequence[str]) -> int:
     else:
         tracked = tracking.chosen(parsed.values, parsed.given, recipe.recipe)
         _say_unused(parsed, tracked)
-        run = _told(resolve(settings.chosen(recipe, parsed)))
+        run = _there(_told(resolve(settings.chosen(recipe, parsed))))
         folder, outcome = _begin(runs_dir, run, parsed, tracked)
     if outcome.result is not None:
         _show(outcome.result)
         print(f"report: {folder / 'report.html'}")
     return outcome.code
+
+
+def _there(run: Run) -> Run:
+    """`run`, if its environment is one of a suite that is installed; else RunError, before there is a folder."""
+    if isinstance(run.environment, Named) and suites.is_suite(run.environment.env):
+        training.prepare_devices(
+            run.all_devices, run.threads
+        )  # a suite may start JAX when it is imported, as Brax does
+        named(run.environment)
+    return run
 
 
 def _show(result: dict[str, Any]) -> None:
@@ -134,10 +144,10 @@ def _dry(runs_dir: Path, recipe: Run, parsed: flags.Parsed) -> int:
     else:
         folder = find_folder(runs_dir, parsed.values["resume"])
         run = resolve(settings.resumed(folder, recipe.recipe, _fitting(parsed, folder)))
-    if not isinstance(run.environment, Driving):
-        named(run.environment)
     assert run.devices is not None
     training.prepare_devices(run.devices, run.threads)
+    if not isinstance(run.environment, Driving):
+        named(run.environment)
     made = subject(run)
     parts = footprint.parts(made.assembly.algorithm, made.start(run.seed), made.context)
     found = footprint.footprint(made.executable, made.assembly.mesh, parts)

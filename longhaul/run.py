@@ -17,7 +17,7 @@ from longhaul.actors import settings as layouts
 from longhaul.actors.settings import Acting
 from longhaul.central import settings as lanes
 from longhaul.environment import vectorise
-from longhaul.envs import classic, suites
+from longhaul.envs import classic
 from longhaul.experiment import BEGINNING as BEGINNING
 from longhaul.experiment import MOST as MOST
 from longhaul.experiment import TOPOLOGIES as TOPOLOGIES
@@ -110,11 +110,6 @@ def resolve(run: Run) -> Run:
             f"--num-envs is {run.num_envs}, which {devices} devices can't share evenly; "
             f"choose a multiple of {devices}, or --mesh {meshes.Shape(1, run.model)}"
         )
-    if isinstance(run.environment, Named) and suites.is_suite(run.environment.env):
-        prepare_devices(
-            devices * run.model, run.threads
-        )  # else the suite, once imported, may have started JAX with one
-        named(run.environment)
     acting = _acting(run, devices)
     if run.deterministic and (odd := shards.refusal(devices, run.num_envs)):
         raise RunError(odd)
