@@ -173,8 +173,8 @@ def cartpole_pqn() -> Run:
 def minatar_dqn() -> Run:
     """Breakout of MinAtar by DQN, from 10x10 pixels; needs gymnax.
 
-    Mean return 27.0 on 100 episodes of at most 1,000 steps after 500,000 steps, seed 0; 16.3 in training, where 5 % of the
-    actions are random. Curve: benchmarks/results/minatar-dqn.json.
+    Mean return 27.0 on 100 episodes of at most 1,000 steps after 500,000 steps, seed 0; 16.3 in training, where 5 % of
+    the actions are random. Curve: benchmarks/results/minatar-dqn.json.
     """
     return Run(
         "minatar-dqn",
