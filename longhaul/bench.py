@@ -25,7 +25,7 @@ from typing import Any
 
 import jax
 
-from longhaul import acting_workloads, central_workloads, replay_workloads, sync_workloads, workloads
+from longhaul import acting_workloads, central_workloads, peers, replay_workloads, sync_workloads, workloads
 from longhaul.provenance import provenance
 from longhaul.workloads import Prepared
 
@@ -37,7 +37,7 @@ NAMES = {
     "driving-env": "whole environment steps of driving: observation, reward, ends, metrics, resets",
     "driving-train": "training by the driving recipe",
     "replay": "rows added and steps sampled in turn, evenly and by priority, beside bare look-ups; --peer-python",
-    "sac": "training by the pendulum-sac recipe",
+    "sac": "training by the pendulum-sac recipe; --env brax/NAME --peer-python: beside Brax's SAC",
     "hackmatrix-ppo": "training by the hackmatrix recipe, with peak memory",
     "hackmatrix": "the same with its starts, cold and warm, and shares; --grid: over sizes and precisions",
     "hackmatrix-env": "whole steps of HackMatrix by random legal actions: mask, observation, reward, resets",
@@ -96,7 +96,7 @@ def figure(
         ours = workers.enter_context(Worker(command, {"LONGHAUL_CACHE": "off"}))  # compile_seconds are the compiler's
         others = None
         if name in ("ppo-cartpole", "seeds") and peer_python is not None and peer_path is not None:
-            command = [peer_python, "-c", PEER, str(Path(peer_path).resolve()), json.dumps(ours.about)]
+            command = [peer_python, "-c", peers.PUREJAXRL, str(Path(peer_path).resolve()), json.dumps(ours.about)]
             # One thread where we have one, as `run.prepare_devices` says. With two it may hang where seeds are vmapped.
             few = {"NPROC": "1"} if ours.about["config"]["devices"] == 1 else {}
             few |= {"NPROC": "4"} if name == "seeds" else {}
@@ -105,6 +105,9 @@ def figure(
             others = workers.enter_context(
                 Worker([peer_python, "-c", replay_workloads.PEER, json.dumps(ours.about)], {})
             )
+        if name == "sac" and peer_python is not None and (case["env"] or "").startswith("brax/"):
+            few = {"NPROC": "1"} if ours.about["config"]["devices"] == 1 else {}
+            others = workers.enter_context(Worker([peer_python, "-c", peers.BRAX_SAC, json.dumps(ours.about)], few))
         pairs = [(ours.ask(), others.ask() if others else None) for _ in range(repeats)]
     mine, theirs = [one for one, _ in pairs], [other for _, other in pairs if other is not None]
     about = {key: ours.about[key] for key in ("versions", "commit", "device")}
@@ -139,45 +142,6 @@ def medians(about: dict[str, Any], rows: Sequence[dict[str, float]]) -> dict[str
 # ---------------------------------------------------------------------------------------------------------- workers
 
 OURS = "from longhaul.bench import serve; serve()"
-
-PEER = """
-import json, resource, sys, time
-sys.path.insert(0, sys.argv[1])
-about = json.loads(sys.argv[2])
-config = about["config"]
-import jax
-from ppo import make_train
-names = dict(LR="lr", NUM_ENVS="num_envs", NUM_STEPS="num_steps", TOTAL_TIMESTEPS="total_steps",
-             UPDATE_EPOCHS="update_epochs", NUM_MINIBATCHES="num_minibatches", GAMMA="gamma", GAE_LAMBDA="gae_lambda",
-             CLIP_EPS="clip_eps", ENT_COEF="ent_coef", VF_COEF="vf_coef", MAX_GRAD_NORM="max_grad_norm")
-settings = {theirs: config[ours] for theirs, ours in names.items()}
-settings |= dict(ACTIVATION="tanh", ENV_NAME="CartPole-v1", ANNEAL_LR=True, DEBUG=False)
-began = time.perf_counter()
-runs = config.get("runs", 1)
-def key(seed):
-    return jax.random.split(jax.random.PRNGKey(seed), runs) if runs > 1 else jax.random.PRNGKey(seed)
-train = make_train(settings) if runs == 1 else jax.vmap(make_train(settings))
-train = jax.jit(train).lower(key(0)).compile()
-compiled = time.perf_counter() - began
-def cpu():
-    both = resource.getrusage(resource.RUSAGE_SELF), resource.getrusage(resource.RUSAGE_CHILDREN)
-    return sum(usage.ru_utime + usage.ru_stime for usage in both)
-def work(seed):
-    found = jax.block_until_ready(train(key(seed)))["metrics"]
-    last = -max(1, found["returned_episode"].shape[-3] // 10)
-    ended, score = (found[name][..., last:, :, :] for name in ("returned_episode", "returned_episode_returns"))
-    return {"mean_return": float((score * ended).sum() / ended.sum())}
-def tell(what):
-    print("figure " + json.dumps(what), flush=True)
-work(0)
-versions = {"jax": jax.__version__}
-tell({"steps": about["steps"], "unit": about["unit"], "compile_seconds": compiled, "versions": versions})
-for i, _ in enumerate(sys.stdin):
-    used, began = cpu(), time.perf_counter()
-    found = work(i)
-    tell({"wall_seconds": time.perf_counter() - began, "cpu_seconds": cpu() - used} | found)
-"""
-"""Drives PureJaxRL's `make_train` as `serve` drives our program; runs under its own Python."""
 
 
 class Worker:
@@ -419,8 +383,22 @@ def _replay(
     return [sizes | kind | {"fill": share} for kind in kinds for share in fills]
 
 
-def _sac(*, total_steps: int = 10_000, devices: int | None = None) -> list[dict[str, Any]]:
-    return [{"total_steps": total_steps, "devices": devices}]
+def _sac(
+    *,
+    total_steps: int | None = None,
+    devices: int | None = None,
+    env: Sequence[str] = (),
+    num_envs: int = 64,
+    gradient_steps: Sequence[int] = (1, 16),
+) -> list[dict[str, Any]]:
+    sizes = {"devices": devices, "num_envs": num_envs}
+    if not env:
+        return [sizes | {"total_steps": total_steps or 10_000, "env": None, "gradient_steps": 8}]
+    return [
+        sizes | {"total_steps": total_steps or 256 * num_envs // n, "env": name, "gradient_steps": n}
+        for name in env
+        for n in gradient_steps
+    ]
 
 
 CASES: dict[str, Callable[..., list[dict[str, Any]]]] = {

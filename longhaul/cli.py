@@ -319,7 +319,7 @@ def _bench(words: Sequence[str]) -> int:
         Flag("num_envs", INT, None, "of cartpole, driving-train, hackmatrix-env, hackmatrix-ppo: worlds", shown="256"),
         Flag("num_steps", INT, None, "of all but those of cartpole and driving-train: steps of each", shown="its own"),
         Flag("precision", choice(("fp32", "bf16")), None, "of hackmatrix-ppo", shown="fp32"),
-        Flag("env", TEXT, (), "of actors and central: environments, a figure for each", True, "CartPoles"),
+        Flag("env", TEXT, (), "of actors, central and sac: environments, a figure for each", True, "its own"),
         Flag("actors", INT, None, "likewise: how many", shown="2"),
         Flag("worlds", INT, None, "of central: worlds of each group of an actor", shown="256"),
         Flag("slots", INT, None, "likewise: groups of an actor", shown="2"),
@@ -339,7 +339,13 @@ def _bench(words: Sequence[str]) -> int:
         Flag("rules", choice(("jax", "canonical")), None, "of hackmatrix-env", shown="jax"),
         Flag("columns", INT, None, "of replay: rows are so wide", shown="64"),
         Flag("size", INT, None, "of replay: steps that it holds", shown="1000000"),
-        Flag("peer_python", PATH, None, "of replay: the Python of an environment with flashbax, to compare", shown=""),
+        Flag(
+            "peer_python",
+            PATH,
+            None,
+            "the Python of an environment with flashbax (of replay) or Brax (of sac)",
+            shown="",
+        ),
     ]
     groups = {"": [name, out, DEBUG], "sizes": driving}
     about = "Measures; one JSON object per figure. longhaul bench hackmatrix has flags of its own: --grid --num-envs "
@@ -356,7 +362,7 @@ def _bench(words: Sequence[str]) -> int:
         hint = flags.suggestion(parsed["NAME"], list(bench.NAMES), f"there are {', '.join(bench.NAMES)}")
         raise FlagError(f"no benchmark is named {parsed['NAME']!r}; {hint}")
     sizes = {f.name: parsed[f.name] for f in driving if parsed[f.name] not in (None, (), [])}
-    known = bench.sizes(parsed["NAME"]) | ({"peer_python"} if parsed["NAME"] == "replay" else set())
+    known = bench.sizes(parsed["NAME"]) | ({"peer_python"} if parsed["NAME"] in ("replay", "sac") else set())
     unknown = [name for name in sizes if name not in known]
     if unknown:
         raise FlagError(f"{parsed['NAME']} has no --{unknown[0].replace('_', '-')}; see longhaul bench --help")

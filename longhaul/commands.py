@@ -112,12 +112,22 @@ def _train(words: Sequence[str]) -> int:
         tracked = tracking.chosen(parsed.values, parsed.given, recipe.recipe)
         publishing.chosen(parsed.values, parsed.given)
         _say_unused(parsed, tracked)
-        run = _told(resolve(settings.chosen(recipe, parsed)))
+        run = _there(_told(resolve(settings.chosen(recipe, parsed))))
         folder, outcome = _begin(runs_dir, run, parsed, tracked)
     if outcome.result is not None:
         _show(outcome.result)
         print(f"report: {folder / 'report.html'}")
     return outcome.code
+
+
+def _there(run: Run) -> Run:
+    """`run`, if its environment is one of a suite that is installed; else RunError, before there is a folder."""
+    if isinstance(run.environment, Named) and suites.is_suite(run.environment.env):
+        training.prepare_devices(
+            run.all_devices, run.threads
+        )  # a suite may start JAX when it is imported, as Brax does
+        named(run.environment)
+    return run
 
 
 def _show(result: dict[str, Any]) -> None:
@@ -138,10 +148,10 @@ def _dry(runs_dir: Path, recipe: Run, parsed: flags.Parsed) -> int:
     else:
         folder = find_folder(runs_dir, parsed.values["resume"])
         run = resolve(settings.resumed(folder, recipe.recipe, _fitting(parsed, folder)))
-    if isinstance(run.environment, Named):
-        named(run.environment)
     assert run.devices is not None
     training.prepare_devices(run.devices, run.threads)
+    if isinstance(run.environment, Named):
+        named(run.environment)
     made = subject(run)
     parts = footprint.parts(made.assembly.algorithm, made.start(run.seed), made.context)
     found = footprint.footprint(made.executable, made.assembly.mesh, parts)

@@ -14,7 +14,7 @@ from longhaul.actors.settings import Acting
 from longhaul.algorithms import ppo
 from longhaul.central.settings import Central
 from longhaul.driving import simulator
-from longhaul.envs import registry
+from longhaul.envs import registry, suites
 from longhaul.health import Bounds
 from longhaul.population import Population
 from longhaul.reasoning.problems import Reasoning as Reasoning
@@ -118,6 +118,8 @@ def agents(run: Run) -> int:
     if isinstance(run.environment, Reasoning):
         assert isinstance(run.algorithm, learners.Reasoner)
         return run.algorithm.group
+    if suites.is_suite(run.environment.env):  # whose import may start JAX, before it is told of its devices
+        return 1
     return named(run.environment).spec.agents or 1
 
 

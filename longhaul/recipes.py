@@ -170,6 +170,45 @@ def cartpole_pqn() -> Run:
     )
 
 
+def minatar_dqn() -> Run:
+    """Breakout of MinAtar by DQN, from 10x10 pixels; needs gymnax.
+
+    Mean return 27.0 on 100 episodes of at most 1,000 steps after 500,000 steps, seed 0; 16.3 in training, where 5 % of
+    the actions are random. Curve: benchmarks/results/minatar-dqn.json.
+    """
+    return Run(
+        "minatar-dqn",
+        Named("gymnax/Breakout-MinAtar"),
+        dqn.Config(
+            lr=5e-4, gradient_steps=16, batch_size=32, tau=0.005, exploration=0.1, learning_starts=5_000,
+            replay_size=100_000, replay_precision="bf16", torso="minatar",
+        ),
+        total_steps=500_000,
+        num_envs=32,
+        num_steps=4,
+    )  # fmt: skip
+
+
+def brax_ant() -> Run:
+    """Brax's ant by PPO: run on four legs; needs brax.
+
+    Not measured yet.
+    """
+    return Run(
+        "brax-ant",
+        Named("brax/ant?backend=spring"),
+        ppo.Config(
+            lr=5e-4, gamma=0.97, gae_lambda=0.95, ent_coef=0.001, clip_value=False, reward_scale=0.1,
+            num_minibatches=16, update_epochs=4, max_grad_norm=1.0, normalise_observation=True, hidden_dim=128,
+            activation="silu",
+        ),
+        total_steps=1_000_000,
+        num_envs=256,
+        num_steps=16,
+        evaluation_episodes=16,
+    )  # fmt: skip
+
+
 def pendulum_sac() -> Run:
     """Pendulum-v1 by SAC: swing a rod up and hold it, learnt from a replay in few steps.
 
@@ -384,6 +423,8 @@ RECIPES: dict[str, Callable[[], Run]] = {
     "appo-pong": appo_pong,
     "cartpole-dqn": cartpole_dqn,
     "cartpole-pqn": cartpole_pqn,
+    "minatar-dqn": minatar_dqn,
+    "brax-ant": brax_ant,
     "pendulum": pendulum,
     "pendulum-sac": pendulum_sac,
     "pendulum-td3": pendulum_td3,

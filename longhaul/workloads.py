@@ -21,7 +21,7 @@ from jax.sharding import PartitionSpec
 
 from longhaul import learners, randomness, recipes, worlds
 from longhaul import mesh as meshes
-from longhaul.algorithms import ppo
+from longhaul.algorithms import ppo, sac
 from longhaul.datasets import sources
 from longhaul.datasets.log import Log
 from longhaul.driving import dynamics, geometry, simulator, tables
@@ -81,9 +81,21 @@ def driving_train(total_steps: int, num_envs: int, scenarios: int, devices: int 
     return _training(made, "agent steps", {"scenarios": scenarios, "agents": task.simulator.agents})
 
 
-def pendulum_sac(total_steps: int, devices: int | None) -> Prepared:
-    made = dataclasses.replace(recipes.recipe("pendulum-sac"), total_steps=total_steps, devices=devices)
-    return _training(made, "env steps", {})
+def pendulum_sac(
+    total_steps: int, devices: int | None, env: str | None, num_envs: int, gradient_steps: int
+) -> Prepared:  # fmt: skip
+    """The recipe `pendulum-sac`; in another environment at what Brax's SAC takes if not told, on one device."""
+    if env is None:
+        made = dataclasses.replace(recipes.recipe("pendulum-sac"), total_steps=total_steps, devices=devices)
+        return _training(made, "env steps", {})
+    settings = sac.Config(
+        batch_size=256, hidden_dim=256, num_layers=2, gradient_steps=gradient_steps, learning_starts=num_envs,
+        replay_size=max(total_steps, 65_536),
+    )  # fmt: skip
+    made = Run(
+        "bench", Named(env), settings, total_steps=total_steps, num_envs=num_envs, num_steps=1, devices=devices or 1
+    )
+    return _training(made, "env steps", {"env": env})
 
 
 def hackmatrix_ppo(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import importlib.util
 import io
 import json
 import os
@@ -18,6 +19,7 @@ import jax
 import pytest
 
 from longhaul import cli, commands, flags, printing, recipes, settings, training
+from longhaul.envs import suites
 from longhaul.folders import save_run
 from longhaul.run import Driving, Named, Run, resolve, to_dict
 from tests import fixtures_logs
@@ -261,6 +263,10 @@ def test_every_field_of_a_run_is_a_flag_with_a_help() -> None:
 
 @pytest.mark.parametrize("recipe", recipes.WHOLE)
 def test_without_flags_a_recipe_is_what_it_says(longhaul: Any, trained: list[Run], recipe: str) -> None:
+    task = recipes.recipe(recipe).environment
+    kind = task.env.partition("/")[0] if isinstance(task, Named) else ""
+    if kind in suites.SUITES and importlib.util.find_spec(suites.SUITES[kind].module) is None:
+        pytest.skip(f"{kind} is not installed")
     code, out, _ = longhaul("train", recipe, "--run-name", "a")
     assert (code, out, trained) == (75, "runs/a\n", [resolve(recipes.recipe(recipe))])
 

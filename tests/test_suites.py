@@ -6,6 +6,9 @@ it has a reset of its own, through its own stepping, too.
 
 import importlib
 import importlib.util
+import subprocess
+import sys
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -13,6 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from longhaul import cli
 from longhaul.envs import registry, suites
 from longhaul.envs.suite_worlds import Step, World
 from longhaul.types import Discrete, Masked
@@ -167,3 +171,40 @@ def test_masks_are_those_of_the_suite() -> None:
     environment = made("pgx")
     _, seen = environment.reset(jax.random.key(0))
     assert isinstance(seen, Masked) and seen.mask.shape == (environment.spec.action.n,)
+
+
+EAGER = """
+import jax
+from longhaul import commands
+from longhaul import run as runs
+from longhaul.envs import suites
+from longhaul.envs.suite_worlds import Step, World
+from longhaul.types import Discrete
+
+def make(name):
+    import jax.numpy as jnp
+    jnp.zeros(1)  # as Brax does on import: from here on JAX has the devices that it was told of
+    return World(Discrete(2), lambda key: (jnp.int32(0), jnp.zeros(1)),
+                 lambda key, state, action: Step(state, jnp.zeros(1), jnp.float32(0), jnp.bool_(False)))
+
+suites.SUITES["eager"] = suites.Suite("json", "eager", make, lambda: ["one"], "eager/one", "")
+run = runs.Run("x", runs.Named("eager/one"), num_envs=64, num_steps=1, total_steps=64, devices=2)
+commands._there(runs.resolve(run))
+assert len(jax.devices()) == 2
+"""
+
+
+def test_a_suite_that_starts_jax_on_import_finds_all_devices() -> None:
+    """Brax does. With 64 worlds or more a run has a device a core, and was refused."""
+    done = subprocess.run([sys.executable, "-c", EAGER], capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+
+
+def test_a_recipe_of_a_suite_that_is_not_installed_says_what_to_install(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    for words, package in (("brax-ant", "brax"), ("minatar-dqn", "gymnax"), ("cartpole --env pgx/x", "pgx")):
+        assert cli.main(["train", *words.split(), "--runs-dir", str(tmp_path / "runs")]) == 2
+        assert f"pip install {package}" in capsys.readouterr().err
+    assert not (tmp_path / "runs").exists()

@@ -186,8 +186,8 @@ def pqn(
         return State(params, opt_state, moments, state.updates + 1), {f"pqn/{k}": v for k, v in metrics.items()}
 
     def explore(at: jax.Array) -> jax.Array:
-        passed = done + (1.0 - done) * (at - first) / (updates - first)
-        share = jnp.clip(passed / max(config.exploration, 1e-8), 0.0, 1.0)
+        passed = done + (1.0 - done) * (at - first) / max(updates - first, 1)
+        share = jnp.clip(passed / jnp.maximum(config.exploration, 1e-8), 0.0, 1.0)
         return config.epsilon + (config.epsilon_final - config.epsilon) * share
 
     def policy(state: State) -> Policy:
