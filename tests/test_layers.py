@@ -32,7 +32,7 @@ TABLE = """
 0  scaling/__init__
 0  reasoning/__init__ reasoning/tokens reasoning/tasks reasoning/questions
 0  verdicts
-0  sync/__init__ sync/reference sync/kernels sync/loops sync/codec sync/delta
+0  sync/__init__ sync/reference sync/streams sync/kernels sync/loops sync/codec sync/delta
 0  sync/layout sync/plan sync/cost
 1  trends health watch
 1  precision returns distributions encoders convolutions perceptron networks dial normalise mesh partition shards
@@ -128,7 +128,7 @@ OPTIONAL = {
 }
 """Import names: what pyproject.toml asks for always, and with an extra."""
 
-COMPILED = {("sync/kernels", "numba"), ("sync/kernels", "llvmlite")}
+COMPILED = {(f"sync/{name}", library) for name in ("kernels", "streams") for library in ("numba", "llvmlite")}
 """A file of numba's functions is numba's on loading; so it is itself imported inside functions alone."""
 
 
