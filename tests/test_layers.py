@@ -52,8 +52,8 @@ TABLE = """
 2  central/wire central/lane central/grpc_lane central/shared_lane central/batcher central/places
    central/crew central/episodes central/trajectories central/inference central/server central/settings
 3  sync/changes sync/chain sync/buffers sync/lanes/base sync/lanes/sockets sync/lanes/shared sync/lanes/tcp
-   sync/lanes/folder sync/lanes/__init__ sync/engine sync/receiver sync/geometry sync/probe sync/relay sync/producer
-   sync/consumers sync/vllm
+   sync/torch_arrays sync/lanes/folder sync/lanes/group sync/lanes/__init__ sync/engine sync/receiver sync/geometry
+   sync/probe sync/relay sync/producer sync/consumers sync/vllm
 2  datasets/packing datasets/shards
 2  datasets/womd datasets/womd_scenario datasets/gpudrive datasets/scenarionet datasets/argoverse
 2  driving/bodies driving/flow driving/generator
@@ -97,7 +97,7 @@ NO_JAX = (
     *(f"central/{name}" for name in ("wire", "credentials", "lane", "grpc_lane", "shared_lane", "batcher", "places")),
     *(f"sync/{name}" for name in ("manifest", "images", "protocol", "wire", "files", "buffers", "lanes/*")),
     *(f"sync/{name}" for name in ("engine", "changes", "receiver", "geometry", "probe", "relay", "producer")),
-    *(f"sync/{name}" for name in ("consumers", "vllm", "chain")),
+    *(f"sync/{name}" for name in ("consumers", "vllm", "chain", "torch_arrays")),
     *("central/crew", "central/episodes", "central/client", "central/far", "central/settings"),
     *("reasoning/tokens", "reasoning/tasks", "reasoning/questions"),
     *(f"driving/{name}" for name in ("scenario", "compile", "generator", "roads", "lanes", "bank")),

@@ -1,4 +1,4 @@
-"""The ways of a version: shared memory on a host, TCP between hosts, a folder that outlives both."""
+"""The ways of a version: shared memory on a host, TCP or gloo between hosts, a folder that outlives all of them."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from longhaul.sync.lanes.base import Lane, Source
 
 
 def connect(address: str, token: str | None = None, name: str = "receiver") -> Source:
-    """A receiver's end of the lane at shm:NAME, tcp:HOST:PORT or folder:PATH. ValueError for another address."""
+    """A receiver's end of the lane at shm:NAME, tcp:HOST:PORT, folder:PATH, gloo:HOST:PORT. ValueError for another."""
     kind, rest = split(address)
     if kind == "shm":
         from longhaul.sync.lanes import shared
@@ -17,6 +17,10 @@ def connect(address: str, token: str | None = None, name: str = "receiver") -> S
         from longhaul.sync.lanes.folder import FolderSource
 
         return FolderSource(rest)
+    if kind == "gloo":
+        from longhaul.sync.lanes import group
+
+        return group.connect(rest, name, token)
     from longhaul.sync.lanes import tcp
 
     return tcp.connect(rest, name, token)
@@ -33,6 +37,10 @@ def serve(address: str, token: str | None = None) -> Lane:
         from longhaul.sync.lanes.folder import FolderLane
 
         return FolderLane(rest)
+    if kind == "gloo":
+        from longhaul.sync.lanes import group
+
+        return group.lane(rest, token)
     from longhaul.sync.lanes import tcp
 
     return tcp.lane(rest, token)
@@ -41,8 +49,8 @@ def serve(address: str, token: str | None = None) -> Lane:
 def split(address: str) -> tuple[str, str]:
     """(kind, where) of an address. ValueError where it is none."""
     kind, _, rest = address.partition(":")
-    if not rest or kind not in ("shm", "tcp", "folder"):
-        raise ValueError(f"{address!r} is no address; write shm:NAME, tcp:HOST:PORT or folder:PATH")
-    if kind == "tcp":
+    if not rest or kind not in ("shm", "tcp", "folder", "gloo"):
+        raise ValueError(f"{address!r} is no address; write shm:NAME, tcp:HOST:PORT, folder:PATH or gloo:HOST:PORT")
+    if kind in ("tcp", "gloo"):
         credentials.split(rest)
     return kind, rest
