@@ -77,7 +77,7 @@ def chosen(values: Mapping[str, Any], given: frozenset[str], before: Publishing 
 def address(word: str) -> str:
     """Where a word sends versions: `run`, an address of a lane, or a folder. RunError where it is an address in form
     alone."""
-    if word == "run" or word.partition(":")[0] not in ("tcp", "shm", "folder", "gloo"):
+    if word == "run" or word.partition(":")[0] not in lanes.KINDS:
         return word if word == "run" else f"folder:{Path(word).expanduser().absolute()}"
     try:
         lanes.split(word)

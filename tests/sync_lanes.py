@@ -17,7 +17,7 @@ from typing import NamedTuple
 import numpy as np
 import pytest
 
-from longhaul.sync.lanes import connect, group, shared, tcp
+from longhaul.sync.lanes import connect, serve, shared, tcp
 from longhaul.sync.lanes.base import Lane, Source
 from longhaul.sync.lanes.folder import FolderLane
 from longhaul.sync.receiver import Receiver
@@ -39,9 +39,9 @@ def way(kind: str, folder: Path) -> Way:
     if kind == "tcp":
         address = _free()
         return Way(lambda: tcp.lane(address), lambda: connect(f"tcp:{address}", name="test"))
-    if kind == "gloo":
-        address = _free()
-        return Way(lambda: group.lane(address), lambda: connect(f"gloo:{address}", name="test"))
+    if kind in ("gloo", "nixl"):
+        address = f"{kind}:{_free()}"
+        return Way(lambda: serve(address), lambda: connect(address, name="test"))
     if kind in ("folder", "chain"):
         anchor = 4 if kind == "chain" else 1
         return Way(
@@ -63,6 +63,7 @@ def _free() -> str:
 KINDS = (
     *("shared", "tcp", "folder", "chain"),
     pytest.param("gloo", marks=pytest.mark.skipif(find_spec("torch") is None, reason="torch is not installed")),
+    pytest.param("nixl", marks=pytest.mark.skipif(find_spec("nixl") is None, reason="NIXL is not installed")),
 )
 
 

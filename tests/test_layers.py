@@ -52,8 +52,8 @@ TABLE = """
 2  central/wire central/lane central/grpc_lane central/shared_lane central/batcher central/places
    central/crew central/episodes central/trajectories central/inference central/server central/settings
 3  sync/changes sync/chain sync/buffers sync/lanes/base sync/lanes/sockets sync/lanes/shared sync/lanes/tcp
-   sync/torch_arrays sync/lanes/folder sync/lanes/group sync/lanes/__init__ sync/engine sync/receiver sync/geometry
-   sync/probe sync/relay sync/producer sync/consumers sync/vllm
+   sync/torch_arrays sync/lanes/folder sync/lanes/group sync/lanes/nixl sync/lanes/__init__ sync/engine sync/receiver
+   sync/geometry sync/probe sync/relay sync/producer sync/consumers sync/vllm
 2  datasets/packing datasets/shards
 2  datasets/womd datasets/womd_scenario datasets/gpudrive datasets/scenarionet datasets/argoverse
 2  driving/bodies driving/flow driving/generator
@@ -121,7 +121,7 @@ CORE = {
 OPTIONAL = {
     *("stoa", "gymnax", "brax", "jumanji", "mujoco_playground", "navix", "craftax", "gymnasium", "ale_py", "envpool"),
     *("xminigrid", "pgx"),
-    *("torch", "stable_baselines3", "vllm"),
+    *("torch", "stable_baselines3", "vllm", "nixl"),
     *("ray", "grpc", "pyarrow", "tensorboard", "wandb", "tokenizers", "safetensors", "tensorflow"),
     *("beartype", "imageio_ffmpeg"),
     *("numba", "llvmlite", "xxhash", "zstandard"),
