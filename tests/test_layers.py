@@ -53,7 +53,7 @@ TABLE = """
    central/crew central/episodes central/trajectories central/inference central/server central/settings
 3  sync/changes sync/chain sync/buffers sync/lanes/base sync/lanes/sockets sync/lanes/shared sync/lanes/tcp
    sync/torch_arrays sync/lanes/folder sync/lanes/group sync/lanes/nixl sync/lanes/__init__ sync/engine sync/receiver
-   sync/geometry sync/probe sync/relay sync/producer sync/consumers sync/vllm
+   sync/geometry sync/probe sync/relay sync/rates sync/producer sync/consumers sync/vllm
 2  datasets/packing datasets/shards
 2  datasets/womd datasets/womd_scenario datasets/gpudrive datasets/scenarionet datasets/argoverse
 2  driving/bodies driving/flow driving/generator
