@@ -52,8 +52,8 @@ def _nixl() -> Any:
     os.environ.setdefault("NIXL_LOG_LEVEL", "WARN")
     try:
         from nixl import _api
-    except ImportError:
-        raise ValueError("nixl: needs NIXL: pip install nixl, or use tcp:HOST:PORT") from None
+    except ImportError as error:
+        raise ValueError(f"nixl: needs NIXL ({error}): pip install nixl, or use tcp:HOST:PORT") from None
     logging.getLogger("nixl").setLevel(logging.WARNING)
     return _api
 
