@@ -43,6 +43,9 @@ FLAGS = ("publish", "publish-every", "publish-precision", "publish-token-file", 
 SETTINGS = Settings(quorum=0, lease=30.0)
 """Nobody is waited for: each receiver takes the newest when it can."""
 
+PATIENCE, HASTE = 60.0, 5.0
+"""Seconds that a run which is done, or which a signal stops, waits at its end for who follows."""
+
 Tell = Callable[[int, int, PyTree], None]
 """(updates done, of which in this call, the algorithm's state) -> publishes, where that is due."""
 
@@ -77,7 +80,7 @@ def chosen(values: Mapping[str, Any], given: frozenset[str], before: Publishing 
 def address(word: str) -> str:
     """Where a word sends versions: `run`, an address of a lane, or a folder. RunError where it is an address in form
     alone."""
-    if word == "run" or word.partition(":")[0] not in ("tcp", "shm", "folder"):
+    if word == "run" or word.partition(":")[0] not in lanes.KINDS:
         return word if word == "run" else f"folder:{Path(word).expanduser().absolute()}"
     try:
         lanes.split(word)
@@ -107,10 +110,15 @@ def save(folder: Path, publishing: Publishing | None) -> None:
 
 @contextmanager
 def publishing(
-    folder: Path, policy: Callable[[PyTree], Params], mesh: Mesh, note: Callable[[str], None]
+    folder: Path,
+    policy: Callable[[PyTree], Params],
+    mesh: Mesh,
+    note: Callable[[str], None],
+    stopped: Callable[[], bool] = lambda: False,
 ) -> Iterator[Tell]:
     """Within it, what the run in `folder` asks for is published: call what it yields after each call of the topology,
-    before the state is donated, in all processes alike. At its end the last version is brought to who follows.
+    before the state is donated, in all processes alike. At its end the last version is brought to who follows; with
+    less patience where a signal has `stopped` the run.
     """
     asked = load(folder)
     if asked is None:
@@ -128,7 +136,7 @@ def publishing(
                 producer.publish(done, copied)
 
         yield tell
-        if producer is not None and not producer.drain():
+        if producer is not None and not producer.drain(HASTE if stopped() else PATIENCE):
             note("warning: not all who follow the run's versions have the last one")
         if producer is not None:
             note(f"{producer.published} versions were published, the newest {producer.newest}")

@@ -8,8 +8,8 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from longhaul import flags, printing, sync_shell
-from longhaul.flags import DEBUG, FLOAT, INT, PATH, SWITCH, Flag, FlagError, Kind, choice
-from longhaul.sync import cost
+from longhaul.flags import ALONE, DEBUG, FLOAT, INT, PATH, SWITCH, TEXT, Flag, FlagError, Kind, choice
+from longhaul.sync import cost, geometry
 from longhaul.sync.cost import Cost, Setting
 
 ITEMSIZES = {"float32": 4.0, "bfloat16": 2.0, "bf16": 2.0, "float16": 2.0, "fp16": 2.0, "fp32": 4.0, "fp8": 1.0}
@@ -62,6 +62,8 @@ FLAGS = [
     Flag("cores", INT, 16, "cores of a host, an accelerator"),
     Flag("core-encode", RATE, 1e9, "dense bytes that a core encodes a second", shown="1GB/s"),
     Flag("core-decode", RATE, 2e9, "likewise, decodes", shown="2GB/s"),
+    Flag("check", ALONE, False, "measures runs on this machine, and prints how far off the model is", shown=""),
+    Flag("model", TEXT, "qwen3-0.6b", "of --check: whose parameters, by its name"),
     Flag("json", PATH, None, "write all of it to this file; - is stdout", shown=""),
     DEBUG,
 ]
@@ -82,6 +84,8 @@ def sync(words: Sequence[str]) -> int:
 def plan(words: Sequence[str]) -> int:
     """`longhaul sync plan --params 1e12 --trainers 256 --receivers 16x16 --nic 400Gb/s [--json FILE]`."""
     values = flags.parse("sync plan", ABOUT, {"": FLAGS}, words).values
+    if values["check"]:
+        return check(values["model"], values["json"])
     if values["params"] is None:
         raise FlagError("how many parameters? longhaul sync plan --params 1e12")
     printing.check_json(values["json"])
@@ -97,6 +101,25 @@ def plan(words: Sequence[str]) -> int:
         show(setting, found)
     if values["json"] is not None:
         printing.write_json(values["json"], as_json(setting, found))
+    return 0
+
+
+def check(model: str, out: str | None) -> int:
+    """`longhaul sync plan --check`: what `cost.local` says of runs on this machine, beside what they take."""
+    geometry.forms(model)
+    printing.check_json(out)
+    from longhaul import bench
+
+    figures = list(bench.run("sync", model=model))
+    if out is not None:
+        printing.write_json(out, figures)
+    if out != "-":
+        rows = [
+            [f"{each['config']['lane']}, verify {each['config']['verify']}", _seconds(each["wall_seconds"]),
+             _seconds(each["model_seconds"]), f"{each['model_error']:+.0%}"]
+            for each in figures
+        ]  # fmt: skip
+        printing.table(["lane", "seconds", "model", "error"], rows)
     return 0
 
 

@@ -168,7 +168,7 @@ COMMANDS: dict[str, Callable[[Sequence[str]], int]] = {"serve": serve, "pull": p
 
 def _address(words: str) -> str:
     """An address; a folder is one, too, and so is HOST:PORT."""
-    if words.partition(":")[0] in ("tcp", "shm", "folder"):
+    if words.partition(":")[0] in lanes.KINDS:
         lanes.split(words)
         return words
     path = Path(words)

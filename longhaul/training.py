@@ -217,7 +217,9 @@ def _loop(
     with ExitStack() as closed:
         out = _outlets(run, folder, assembly, closed, stop, done, resumed=resumed) if writes else SILENT
         tell = pulse.teller(os.environ)
-        publish = closed.enter_context(publishing.publishing(folder, assembly.policy, assembly.mesh, out.note))
+        publish = closed.enter_context(
+            publishing.publishing(folder, assembly.policy, assembly.mesh, out.note, lambda: stop.signal is not None)
+        )
         log = _logger(run, assembly, out, sums, clock, tell)
         _look(stop, done, assembly)
         ask = meshes.asking(assembly.mesh, late=True)

@@ -10,12 +10,14 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from importlib.util import find_spec
 from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
+import pytest
 
-from longhaul.sync.lanes import connect, shared, tcp
+from longhaul.sync.lanes import connect, serve, shared, tcp
 from longhaul.sync.lanes.base import Lane, Source
 from longhaul.sync.lanes.folder import FolderLane
 from longhaul.sync.receiver import Receiver
@@ -37,6 +39,9 @@ def way(kind: str, folder: Path) -> Way:
     if kind == "tcp":
         address = _free()
         return Way(lambda: tcp.lane(address), lambda: connect(f"tcp:{address}", name="test"))
+    if kind in ("gloo", "nixl"):
+        address = f"{kind}:{_free()}"
+        return Way(lambda: serve(address), lambda: connect(address, name="test"))
     if kind in ("folder", "chain"):
         anchor = 4 if kind == "chain" else 1
         return Way(
@@ -55,7 +60,11 @@ def _free() -> str:
         return f"127.0.0.1:{probe.getsockname()[1]}"
 
 
-KINDS = ("shared", "tcp", "folder", "chain")
+KINDS = (
+    *("shared", "tcp", "folder", "chain"),
+    pytest.param("gloo", marks=pytest.mark.skipif(find_spec("torch") is None, reason="torch is not installed")),
+    pytest.param("nixl", marks=pytest.mark.skipif(find_spec("nixl") is None, reason="NIXL is not installed")),
+)
 
 
 def tensors(version: int, size: int = 1000) -> dict[str, np.ndarray]:

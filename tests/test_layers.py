@@ -33,7 +33,7 @@ TABLE = """
 0  reasoning/__init__ reasoning/tokens reasoning/tasks reasoning/questions
    reasoning/optimiser
 0  verdicts
-0  sync/__init__ sync/reference sync/kernels sync/loops sync/codec sync/delta
+0  sync/__init__ sync/reference sync/streams sync/kernels sync/loops sync/codec sync/delta
 0  sync/layout sync/plan sync/cost
 1  trends health watch
 1  precision returns distributions encoders convolutions perceptron networks dial normalise mesh partition shards
@@ -54,8 +54,8 @@ TABLE = """
 2  central/wire central/lane central/grpc_lane central/shared_lane central/batcher central/places
    central/crew central/episodes central/trajectories central/inference central/server central/settings
 3  sync/changes sync/chain sync/buffers sync/lanes/base sync/lanes/sockets sync/lanes/shared sync/lanes/tcp
-   sync/lanes/folder sync/lanes/__init__ sync/engine sync/receiver sync/geometry sync/probe sync/relay sync/producer
-   sync/consumers sync/vllm
+   sync/torch_arrays sync/lanes/folder sync/lanes/group sync/lanes/nixl sync/lanes/__init__ sync/engine sync/receiver
+   sync/geometry sync/probe sync/relay sync/rates sync/producer sync/consumers sync/vllm
 2  datasets/packing datasets/shards
 2  datasets/womd datasets/womd_scenario datasets/gpudrive datasets/scenarionet datasets/argoverse
 2  driving/bodies driving/flow driving/generator
@@ -100,7 +100,7 @@ NO_JAX = (
     *(f"central/{name}" for name in ("wire", "credentials", "lane", "grpc_lane", "shared_lane", "batcher", "places")),
     *(f"sync/{name}" for name in ("manifest", "images", "protocol", "wire", "files", "buffers", "lanes/*")),
     *(f"sync/{name}" for name in ("engine", "changes", "receiver", "geometry", "probe", "relay", "producer")),
-    *(f"sync/{name}" for name in ("consumers", "vllm", "chain")),
+    *(f"sync/{name}" for name in ("consumers", "vllm", "chain", "torch_arrays")),
     *("central/crew", "central/episodes", "central/client", "central/far", "central/settings"),
     *(f"reasoning/{name}" for name in ("tokens", "tasks", "questions", "optimiser")),
     *(f"driving/{name}" for name in ("scenario", "compile", "generator", "roads", "lanes", "bank")),
@@ -124,14 +124,14 @@ CORE = {
 OPTIONAL = {
     *("stoa", "gymnax", "brax", "jumanji", "mujoco_playground", "navix", "craftax", "gymnasium", "ale_py", "envpool"),
     *("xminigrid", "pgx"),
-    *("torch", "stable_baselines3", "vllm"),
+    *("torch", "stable_baselines3", "vllm", "nixl"),
     *("ray", "grpc", "pyarrow", "tensorboard", "wandb", "tokenizers", "safetensors", "tensorflow"),
     *("beartype", "imageio_ffmpeg"),
     *("numba", "llvmlite", "xxhash", "zstandard"),
 }
 """Import names: what pyproject.toml asks for always, and with an extra."""
 
-COMPILED = {("sync/kernels", "numba"), ("sync/kernels", "llvmlite")}
+COMPILED = {(f"sync/{name}", library) for name in ("kernels", "streams") for library in ("numba", "llvmlite")}
 """A file of numba's functions is numba's on loading; so it is itself imported inside functions alone."""
 
 

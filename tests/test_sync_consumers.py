@@ -20,10 +20,11 @@ from jax.sharding import NamedSharding, PartitionSpec
 from longhaul import mesh as meshes
 from longhaul.reasoning import hub, model
 from longhaul.sync import files, manifest, vllm
-from longhaul.sync.consumers import JaxWeights, TorchWeights, to_jax, to_torch, torch_tensor
+from longhaul.sync.consumers import JaxWeights, TorchWeights, to_jax, to_torch
 from longhaul.sync.engine import Publisher
 from longhaul.sync.lanes.folder import FolderLane
 from longhaul.sync.producer import named
+from longhaul.sync.torch_arrays import torch_tensor
 from longhaul.sync.vllm import Announced, Http, Phase, PhaseError, Rollout, Worker
 from tests import reference_logits as reference
 from tests.sync_lanes import until, way

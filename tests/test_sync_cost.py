@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from longhaul import cli, sync_command
-from longhaul.sync import cost, layout, plan
+from longhaul.sync import cost, layout, plan, rates
 from longhaul.sync.cost import GB, Setting
 
 IDEAL = Setting(params=1e12, efficiency=1.0)
@@ -83,19 +83,25 @@ def test_settings_that_mean_nothing(name: str, value: float) -> None:
 
 
 def test_local_runs_wait_for_cores() -> None:
-    rates = cost.Rates(memcpy=10 * GB, loopback=2 * GB, digest=20 * GB)
-    two = cost.local(1 * GB, 2, 2, rates, "shm", delay=0.0)
-    assert two.pipelined == pytest.approx(0.05 + 0.1 + 0.1 + 0.05)
-    assert cost.local(1 * GB, 4, 2, rates, "shm", delay=0.0).pipelined == pytest.approx(0.05 + 0.1 + 0.2 + 0.1)
-    assert cost.local(1 * GB, 2, 2, rates, "tcp", delay=0.0).pipelined == pytest.approx(0.05 + 1.0 + 0.05)
-    assert cost.local(1 * GB, 1, 2, rates, "tcp", delay=0.0).pipelined == pytest.approx(0.05 + 0.5 + 0.05)
+    given = cost.Rates(gather=5 * GB, loopback=2 * GB, digest=10 * GB)
+    for (receivers, cores, lane, verified), expected in {
+        (2, 2, "shm", True): 0.1 + 0.1,
+        (2, 2, "shm", False): 0.1,
+        (4, 2, "shm", True): 0.1 + 0.2,
+        (1, 1, "shm", True): 0.2 + 0.1,
+        (2, 2, "tcp", True): 0.1 + 1.0,
+        (1, 2, "tcp", True): 0.1 + 0.5,
+        (2, 4, "tcp", True): 0.1 + 0.5,
+    }.items():
+        found = cost.local(1 * GB, receivers, cores, given, lane, delay=0.0, verified=verified)
+        assert found.pipelined == pytest.approx(expected)
     with pytest.raises(ValueError, match="there are shm and tcp"):
-        cost.local(1.0, 1, 1, rates, "pigeon")
+        cost.local(1.0, 1, 1, given, "pigeon")
 
 
 def test_this_machine_has_rates() -> None:
-    rates = cost.measured(1 << 20, repeats=2)
-    assert all(math.isfinite(rate) and rate > 1e6 for rate in rates)
+    found = rates.measured(1 << 20, repeats=2)
+    assert all(math.isfinite(rate) and rate > 1e6 for rate in found)
 
 
 # ------------------------------------------------------------------------------------------------------------- command

@@ -226,6 +226,26 @@ def test_a_version_reaches_another_process(lane: Way, tmp_path: Path) -> None:
         assert other.wait(30) == 0
 
 
+@pytest.mark.parametrize("kind", [each for each in KINDS if not isinstance(each, str)])
+def test_a_receiver_killed_on_the_way_holds_up_nobody(kind: str, tmp_path: Path) -> None:
+    """Of the lanes by other libraries; test_sync_faults has all phases of our own."""
+    there = way(kind, tmp_path)
+    opened = there.lane()
+    with (
+        Publisher("run", lanes=[opened], settings=Settings(deadline=20)) as sender,
+        process(sys.executable, "-c", OTHER, opened.address) as other,
+        receivers(there) as (receiver,),
+    ):
+        until(lambda: len(sender.status()["receivers"]) == 2)
+        sender.publish(0, tensors(0, 1 << 23))
+        until(lambda: any(each["phase"] != "idle" or each["version"] == 0 for each in sender.status()["receivers"]))
+        other.kill()
+        for version in (1, 2):
+            sender.publish(version, tensors(version, 1 << 23))
+            assert receiver.wait(version, 40), receiver.errors
+            assert is_whole(*receiver.latest())
+
+
 def test_only_what_changed_travels_to_who_holds_the_version_before(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -14,6 +14,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from longhaul.sync.producer import named
+from longhaul.sync.torch_arrays import torch_tensor
 
 Arrays = Mapping[str, np.ndarray]
 """A version: read-only arrays by name."""
@@ -111,27 +112,6 @@ def to_torch(tensors: Arrays, module: Any) -> list[str]:
         for name, tensor in chosen:
             tensor.copy_(torch_tensor(tensors[name]))
     return [name for name, _ in chosen]
-
-
-class _Window:
-    """Memory of an array as `numpy.asarray` takes it, not marked read-only: torch knows no such mark, and warns."""
-
-    def __init__(self, array: np.ndarray) -> None:
-        place = (array.__array_interface__["data"][0], False)
-        self.__array_interface__ = {"data": place, "shape": (array.nbytes,), "typestr": "|u1", "version": 3}
-        self._array = array  # which keeps the memory
-
-
-def torch_tensor(array: np.ndarray) -> Any:
-    """A read-only array as a torch tensor over the same memory, where that is contiguous. Nobody may write it."""
-    import torch
-
-    array = np.ascontiguousarray(array).reshape(array.shape)
-    dtype = getattr(torch, str(array.dtype))
-    if not array.size:
-        return torch.empty(array.shape, dtype=dtype)
-    flat = torch.from_numpy(np.asarray(_Window(array)))
-    return flat.view(dtype).reshape(array.shape)
 
 
 class TorchWeights:

@@ -10,13 +10,8 @@ no overlap at all. What consumers feel is the swap alone. The rates are data she
 from __future__ import annotations
 
 import math
-import socket
-import threading
-import time
 from dataclasses import dataclass
 from typing import NamedTuple
-
-import numpy as np
 
 GB = 1e9
 
@@ -199,67 +194,32 @@ def assumptions(of: Setting) -> list[tuple[str, str]]:
 
 
 class Rates(NamedTuple):
-    """Bytes a second of this machine, of one thread each."""
+    """Bytes a second of one thread of this machine while as many work as do in a run (`rates` measures them)."""
 
-    memcpy: float  # into memory that is there already
-    loopback: float  # through a TCP socket, both ends included
-    digest: float  # xxh3-128
+    gather: float  # copied into an image that is there already, with digests
+    loopback: float  # through a TCP socket, digested as they come; both ends have a core
+    digest: float  # of an image that is mapped
 
 
-def local(nbytes: float, receivers: int, cores: int, rates: Rates, lane: str = "shm", delay: float = 2e-3) -> Cost:
+def local(
+    nbytes: float, receivers: int, cores: int, rates: Rates, lane: str = "shm", delay: float = 2e-3, threads: int = 2,
+    verified: bool = True,
+) -> Cost:  # fmt: skip
     """A run on one machine, by shared memory (`shm`) or TCP: who has no core of his own waits for one.
 
-    The publisher digests and writes once into shared memory, and each receiver copies and digests; or the publisher
-    sends each a stream. `delay` is for messages. Raises ValueError for another lane.
+    The sender copies once, with digests, in so many threads. Then receivers map the image, and each digests it where it
+    is `verified`; or the sender pours a stream to each, digested as it comes. `delay` is for messages. Nothing
+    overlaps: a version is offered when it is whole. Raises ValueError for another lane.
     """
     if lane not in ("shm", "tcp"):
         raise ValueError(f"no local lane is named {lane!r}; there are shm and tcp")
-    rounds = max(1.0, receivers / max(1, cores))
+    copied = nbytes / rates.gather / max(1, min(threads, cores))
+    gather = Term("gather", copied, "bytes / threads / copying with digests")
     messages = Term("protocol", delay, "messages")
-    digest = Term("digest", nbytes / rates.digest, "bytes / digest")
-    check = Term("check", rounds * nbytes / rates.digest, "rounds x bytes / digest")
     if lane == "shm":
-        publish = Term("publish", nbytes / rates.memcpy, "bytes / memcpy")
-        place = Term("place", rounds * nbytes / rates.memcpy, "rounds x bytes / memcpy")
-        return Cost("shared memory", (digest, publish, place, check, messages), 1, 0.0)
-    # Both ends of a stream want a core.
-    streams = max(1.0, 2.0 * receivers / max(2, cores))
+        rounds = max(1.0, receivers / max(1, cores))
+        check = Term("check", rounds * nbytes / rates.digest * verified, "rounds x bytes / digest")
+        return Cost("shared memory", (gather, check, messages), 1, 0.0)
+    streams = max(1.0, 2.0 * receivers / max(2, cores))  # both ends of a stream want a core
     wire = Term("wire", streams * nbytes / rates.loopback, "rounds x bytes / loopback")
-    return Cost("TCP", (digest, wire, check, messages), 1, 0.0)
-
-
-def measured(nbytes: int = 64 * 10**6, repeats: int = 5) -> Rates:
-    """The rates of this machine now: the best of some repeats, since others can only slow it down."""
-    import xxhash
-
-    source, target = np.ones(nbytes, np.uint8), np.zeros(nbytes, np.uint8)
-
-    def best(call: object) -> float:
-        seconds = []
-        for _ in range(repeats):
-            began = time.perf_counter()
-            call()  # type: ignore[operator]
-            seconds.append(time.perf_counter() - began)
-        return nbytes / min(seconds)
-
-    copied = best(lambda: np.copyto(target, source))
-    digested = best(lambda: xxhash.xxh3_128_digest(source.data))
-    return Rates(copied, best(lambda: _loop(source, target)), digested)
-
-
-def _loop(source: np.ndarray, target: np.ndarray) -> None:
-    """All bytes of `source` through a TCP socket of this machine into `target`."""
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        sender = socket.create_connection(server.getsockname(), timeout=60.0)
-        receiver, _ = server.accept()
-        with sender, receiver:
-            receiver.settimeout(60.0)
-            thread = threading.Thread(target=sender.sendall, args=(source.data,), daemon=True)
-            thread.start()
-            view = target.data
-            while len(view):
-                got = receiver.recv_into(view)
-                if not got:
-                    raise OSError("the loopback connection ended early")
-                view = view[got:]
-            thread.join()
+    return Cost("TCP", (gather, wire, messages), 1, 0.0)

@@ -23,6 +23,7 @@ class Decoder(NamedTuple):
 
 DECODERS = {
     "tiny": Decoder(2, 64, 128, 4, 2, 16, 512, True),
+    "small": Decoder(8, 1024, 3072, 16, 8, 128, 32_000, True),
     "qwen3-0.6b": Decoder(28, 1024, 3072, 16, 8, 128, 151_936, True),
     "qwen3-8b": Decoder(36, 4096, 12_288, 32, 8, 128, 151_936, False),
 }

@@ -15,7 +15,8 @@ from typing import Any
 import numpy as np
 
 from longhaul.sync.engine import Publisher
-from longhaul.sync.manifest import ITEMSIZES, numpy_dtype
+from longhaul.sync.manifest import ITEMSIZES
+from longhaul.sync.torch_arrays import torch_array
 
 PATIENCE = 60.0
 """Seconds that `Producer.drain` waits, unless told otherwise, for who still takes the last version."""
@@ -66,17 +67,6 @@ def of_torch(given: Any) -> dict[str, np.ndarray]:
         seen.add(place)
         found[name] = torch_array(tensor, name)
     return found
-
-
-def torch_array(tensor: Any, name: str = "a tensor") -> np.ndarray:
-    """A torch tensor as a NumPy array, over the same memory where it is contiguous and on the CPU."""
-    import torch
-
-    dtype = str(tensor.dtype).removeprefix("torch.")
-    if dtype not in ITEMSIZES:
-        raise ValueError(f"{name} has dtype {dtype}; there are {', '.join(ITEMSIZES)}")
-    flat = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
-    return flat.numpy().view(numpy_dtype(dtype)).reshape(tuple(tensor.shape))
 
 
 class Producer:

@@ -20,9 +20,9 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from enum import StrEnum
 from typing import Any, NamedTuple, Protocol
 
-from longhaul.sync.consumers import torch_tensor
 from longhaul.sync.engine import Publisher
 from longhaul.sync.receiver import Receiver, follow
+from longhaul.sync.torch_arrays import torch_tensor
 
 CHUNK = 1 << 30
 """Bytes of tensors that one call of update_weights names, at most, where they are not larger one by one."""

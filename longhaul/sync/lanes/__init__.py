@@ -1,13 +1,16 @@
-"""The ways of a version: shared memory on a host, TCP between hosts, a folder that outlives both."""
+"""The ways of a version: shared memory on a host; TCP, gloo or NIXL between hosts; a folder that outlives them all."""
 
 from __future__ import annotations
 
 from longhaul.central import credentials
 from longhaul.sync.lanes.base import Lane, Source
 
+KINDS = ("shm", "tcp", "folder", "gloo", "nixl")
+"""Of addresses."""
+
 
 def connect(address: str, token: str | None = None, name: str = "receiver") -> Source:
-    """A receiver's end of the lane at shm:NAME, tcp:HOST:PORT or folder:PATH. ValueError for another address."""
+    """A receiver's end of the lane at an address, as shm:NAME or tcp:HOST:PORT. ValueError for what is none."""
     kind, rest = split(address)
     if kind == "shm":
         from longhaul.sync.lanes import shared
@@ -17,6 +20,14 @@ def connect(address: str, token: str | None = None, name: str = "receiver") -> S
         from longhaul.sync.lanes.folder import FolderSource
 
         return FolderSource(rest)
+    if kind == "gloo":
+        from longhaul.sync.lanes import group
+
+        return group.connect(rest, name, token)
+    if kind == "nixl":
+        from longhaul.sync.lanes import nixl
+
+        return nixl.connect(rest, name, token)
     from longhaul.sync.lanes import tcp
 
     return tcp.connect(rest, name, token)
@@ -33,6 +44,14 @@ def serve(address: str, token: str | None = None) -> Lane:
         from longhaul.sync.lanes.folder import FolderLane
 
         return FolderLane(rest)
+    if kind == "gloo":
+        from longhaul.sync.lanes import group
+
+        return group.lane(rest, token)
+    if kind == "nixl":
+        from longhaul.sync.lanes import nixl
+
+        return nixl.lane(rest, token)
     from longhaul.sync.lanes import tcp
 
     return tcp.lane(rest, token)
@@ -41,8 +60,10 @@ def serve(address: str, token: str | None = None) -> Lane:
 def split(address: str) -> tuple[str, str]:
     """(kind, where) of an address. ValueError where it is none."""
     kind, _, rest = address.partition(":")
-    if not rest or kind not in ("shm", "tcp", "folder"):
-        raise ValueError(f"{address!r} is no address; write shm:NAME, tcp:HOST:PORT or folder:PATH")
-    if kind == "tcp":
+    if not rest or kind not in KINDS:
+        raise ValueError(
+            f"{address!r} is no address; write shm:NAME, tcp:HOST:PORT, folder:PATH, gloo:HOST:PORT or nixl:HOST:PORT"
+        )
+    if kind not in ("shm", "folder"):
         credentials.split(rest)
     return kind, rest

@@ -35,37 +35,47 @@ def lane(address: str = "127.0.0.1:0", token: str | None = None) -> SocketLane:
 
     ValueError for an address that can't be served, and where other machines reach it and there is no token.
     """
+    found = listener(address, token)
+    return SocketLane(found, named("tcp", credentials.split(address)[0], found), token, TcpDelivery)
+
+
+def listener(address: str, token: str | None) -> socket.socket:
+    """A bound socket, not yet listening. ValueError as `lane`."""
     host, port = credentials.split(address)
     check_token(token)
     if token is None and not credentials.is_loopback(host):
         raise ValueError(f"{address} can be reached by other machines: give a token, or serve 127.0.0.1")
-    listener = None
+    found = None
     try:
         family, kind, protocol, _, where = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
-        listener = socket.socket(family, kind, protocol)
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, BUFFER)
-        listener.bind(where)
+        found = socket.socket(family, kind, protocol)
+        found.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        found.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, BUFFER)
+        found.bind(where)
     except OSError as error:
-        if listener is not None:
-            listener.close()
+        if found is not None:
+            found.close()
         raise ValueError(f"{address} can't be served: {error.strerror}; give another one") from error
-    bound = listener.getsockname()[1]
-    shown = f"[{host}]" if ":" in host else host
-    return SocketLane(listener, f"tcp:{shown}:{bound}", token, TcpDelivery)
+    return found
+
+
+def named(kind: str, host: str, bound: socket.socket) -> str:
+    """The address of a lane on a bound socket."""
+    return f"{kind}:{f'[{host}]' if ':' in host else host}:{bound.getsockname()[1]}"
 
 
 def connect(address: str, receiver: str, token: str | None = None) -> SocketSource:
     """A receiver's end. OSError where nobody serves there, PermissionError where the token is another one."""
+    return SocketSource(connected(address, token), token, receiver, TcpCollection())
+
+
+def connected(address: str, token: str | None) -> socket.socket:
+    """A socket to who serves at an address."""
     host, port = credentials.split(address)
     check_token(token)
     sock = socket.create_connection((host, port), timeout=PATIENCE)
-    try:
-        sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, BUFFER)
-        return SocketSource(sock, token, receiver, TcpCollection())
-    except BaseException:
-        sock.close()
-        raise
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, BUFFER)
+    return sock
 
 
 class TcpDelivery:

@@ -1,0 +1,90 @@
+"""Images: gathered with the digests of what was given, whatever copies them, and within the memory that was granted."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from longhaul.sync import images
+from longhaul.sync.buffers import Pool
+from longhaul.sync.manifest import digest
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+@pytest.mark.parametrize("past", [False, True])
+def test_an_image_has_what_was_given_and_its_digests(past: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    if past and importlib.util.find_spec("numba") is None:
+        pytest.skip("numba, of the extra sync, is not installed")
+    monkeypatch.setattr(images, "LARGE", 0 if past else 1 << 60)
+    monkeypatch.setattr(images, "CHUNK", 4096)
+    draw = np.random.default_rng(0)
+    sizes = [0, 1, 7, 8, 63, 64, 65, 4095, 4096, 4097, 8192, 20_000, 40_960]
+    given = {f"t{size}": draw.integers(0, 256, size, np.uint8) for size in sizes}
+    given["odd"] = draw.integers(0, 256, 9001, np.uint8)[1:]  # not aligned to words
+    given["turned"] = draw.integers(0, 1 << 16, (60, 90), np.uint16).T
+    given["read-only"] = draw.random(5000)
+    given["read-only"].flags.writeable = False
+    planned, size = images.describe(given)
+    image = Pool(size, 2 * size).take()
+    assert image is not None
+    with ThreadPoolExecutor(2) as pool:
+        found = images.gather(given, planned, image.array, pool, 2)
+    for tensor in found:
+        held = np.ascontiguousarray(given[tensor.name]).tobytes()
+        assert image.array[tensor.offset : tensor.end].tobytes() == held
+        assert tensor.digest == digest(held)
+
+
+PEAK = """
+import json, sys
+import numpy as np
+from longhaul.sync import lanes
+from longhaul.sync.engine import Publisher
+from longhaul.sync.receiver import Receiver
+
+SIZE, SEND, RECEIVE = 32 << 20, 3, 2
+lane, folder = sys.argv[1], sys.argv[2]
+
+def memory(what):
+    return 1024 * int(next(line for line in open("/proc/self/status") if line.startswith(what)).split()[1])
+
+given = {f"layer.{i}": np.ones(SIZE // 32 // 4, np.float32) for i in range(32)}
+opened = lanes.serve(lane)
+before = memory("VmRSS")
+with open("/proc/self/clear_refs", "w") as file:
+    file.write("5")  # the high-water mark begins anew
+with Publisher("run", lanes=[opened], budget=SEND * SIZE) as sender, Receiver(
+    lambda: lanes.connect(opened.address), budget=RECEIVE * SIZE
+) as receiver:
+    for version in range(6):
+        given["layer.0"][0] = version
+        assert sender.publish(version, given, patience=60)
+        assert receiver.wait(version, 60), receiver.errors
+        assert receiver.latest()[1]["layer.0"][0] == version
+    peak = memory("VmHWM") - before
+    print(json.dumps({"peak": peak, "sender": sender.peak_bytes, "receiver": receiver.peak_bytes, "size": SIZE}))
+"""
+
+
+@pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="this system does not tell a process's peak")
+@pytest.mark.parametrize("kind", ["shm", "tcp", "folder"])
+def test_a_process_takes_no_more_memory_than_it_was_granted(kind: str, tmp_path: Path) -> None:
+    """Both sides in one process, as the system counts its pages: the images, and a little for all the rest."""
+    where = {"shm": f"shm:{tmp_path}/socket", "tcp": "tcp:127.0.0.1:0", "folder": f"folder:{tmp_path}/versions"}[kind]
+    done = subprocess.run(
+        [sys.executable, "-c", PEAK, where, str(tmp_path)], capture_output=True, text=True, cwd=ROOT, timeout=90
+    )
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)
+    granted = found["size"] * (3 + (0 if kind == "shm" else 2))
+    assert found["sender"] + found["receiver"] <= granted
+    twice = 2 if kind == "shm" else 1  # the receiver has the sender's pages mapped once more
+    assert found["size"] < found["peak"] <= twice * granted + (8 << 20)
