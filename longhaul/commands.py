@@ -123,9 +123,7 @@ def _train(words: Sequence[str]) -> int:
 def _there(run: Run) -> Run:
     """`run`, if its environment is one of a suite that is installed; else RunError, before there is a folder."""
     if isinstance(run.environment, Named) and suites.is_suite(run.environment.env):
-        training.prepare_devices(
-            run.all_devices, run.threads
-        )  # a suite may start JAX when it is imported, as Brax does
+        training.prepare_devices(run.all_devices, run.threads)  # importing a suite may start JAX, as Brax does
         named(run.environment)
     return run
 

@@ -91,6 +91,31 @@ def placement(turn: int) -> Any:
     return NodeAffinitySchedulingStrategy(answering[turn % len(answering)], soft=True)
 
 
+class Lost(Exception):
+    """A call that gives nothing any more; the message says why."""
+
+
+def placed(what: type, turn: int) -> Any:
+    """The `turn`-th of Ray's actors of this class: alone on a core, on a node that is there, and begun by Ray once."""
+    import ray
+
+    alone = {"num_cpus": 1, "max_restarts": 0, "max_task_retries": 0}
+    made: Any = ray.remote(what)
+    return made.options(**alone, scheduling_strategy=placement(turn)).remote()
+
+
+def fetched(coming: Any) -> Any:
+    """What a call gave that is done. Raises Lost where it gave nothing."""
+    import ray
+
+    try:
+        return ray.get(coming)
+    except ray.exceptions.RayTaskError as error:
+        raise Lost(f"it failed: {type(error.cause).__name__}: {error.cause}") from error
+    except ray.exceptions.RayError as error:
+        raise Lost(f"it is lost with its process or node ({type(error).__name__} of Ray)") from error
+
+
 def _answering(nodes: Sequence[Mapping[str, Any]]) -> list[str]:
     """The names of those that take a connection, in order."""
     found = []

@@ -34,7 +34,8 @@ def cartpole() -> Run:
 def impala_cartpole() -> Run:
     """CartPole-v1 by IMPALA: V-trace, RMSProp, one step of it an update.
 
-    Mean return 500 of 500 on 100 episodes after 500,000 steps, for seeds 0, 1 and 2; in training, 475 within 98,000.
+    Mean return 500 of 500 on 100 episodes after 500,000 steps, for seeds 0, 1 and 2, in every topology. In training,
+    475 within 131,000 steps by `fused`, 164,000 by 2 `actors`, threads or processes, and 229,000 by 2 of `central`.
     """
     return Run(
         "impala-cartpole",

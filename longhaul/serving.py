@@ -12,7 +12,7 @@ import numpy as np
 from longhaul import hosted, membership
 from longhaul.central import far, wire
 from longhaul.central.credentials import Credentials
-from longhaul.central.crew import Orders, Process, Processes
+from longhaul.central.crew import Orders, Processes, process
 from longhaul.central.grpc_lane import GrpcLane
 from longhaul.central.inference import Inference
 from longhaul.central.lane import Lane
@@ -182,5 +182,5 @@ def _crew(run: Run, codec: Codec, lane: Lane, at: tuple[str, Credentials]) -> Pr
         found = {"address": lane.address, "token_file": run.central.token_file, "authority": run.central.tls_cert}
         return Orders(about | found)
 
-    begin = far.beginning(at[1]) if run.acting.actor_kind == "ray" else Process
+    begin = far.beginning(at[1]) if run.acting.actor_kind == "ray" else process
     return Processes(run.acting.actors, orders, lane.cut, begin=begin)

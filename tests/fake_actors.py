@@ -10,6 +10,7 @@ import functools
 import os
 import signal
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -46,6 +47,9 @@ def make(plan: Plan, marks: str, actor: int) -> Any:
 
 
 def _befall(what: str, mark: Path) -> None:
+    if what == "waits":
+        time.sleep(0.01)
+        return
     if not what or (what != "always" and mark.exists()):
         return
     mark.touch()
@@ -75,10 +79,12 @@ def begin(mine: Crew) -> None:
     mine.open(0, np.array([11, 12], np.uint32), [weights(0, 0)], [np.arange(2 * n, dtype=np.int64).reshape(n, 2)])
 
 
-def learn(mine: Crew, updates: int) -> tuple[int, list[int]]:
-    """(a number that tells all that was learnt from, in order; the staleness of every rollout)."""
+def learn(mine: Crew, updates: int, before: Callable[[int], object] = lambda version: None) -> tuple[int, list[int]]:
+    """(a number that tells all that was learnt from, in order; the staleness of every rollout); `before` each update
+    something may be done."""
     total, ages = 0, []
     for version in range(updates):
+        before(version)
         batch = mine.take()
         for place, (data, acted, score, head) in enumerate(zip(*batch.data, batch.scores[0], batch.heads)):
             assert (int(acted), int(score)) == (head.version, version)

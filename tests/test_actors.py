@@ -33,6 +33,7 @@ from longhaul.types import Algorithm, Progress
 from tests.chaos import Chaos
 from tests.small_runs import after, begin, make_quick, records, result, resume, small
 from tests.test_fused import simple
+from tests.test_matrix import APPO, impala_config
 
 UPDATES, WORLDS, STEPS = 12, 12, 5
 
@@ -225,16 +226,25 @@ def test_processes_end_as_fused_does_also_when_an_actor_is_killed(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["two_step", "time_limit", "successor", "agents", "masked"])
-def test_ppo_by_actors_finds_the_values_of_the_probes(name: str, tmp_path: Path) -> None:
-    """In threads, one update behind, values within 0.1 of the oracle: bootstraps, masks and columns are right."""
+@pytest.mark.parametrize(
+    ("name", "algorithm", "bound"),
+    [
+        *((name, "ppo", 1) for name in ("two_step", "time_limit", "successor", "agents", "masked")),
+        ("time_limit", "impala", 2),
+        ("masked", "appo", None),
+    ],
+)
+def test_actors_find_the_values_of_the_probes(name: str, algorithm: str, bound: int | None, tmp_path: Path) -> None:
+    """In threads, behind, values within 0.1 of the oracle: bootstraps, masks and columns are right."""
     probe = probes.PROBES[name]()
-    config = ppo.Config(
-        lr=3e-3, gamma=probe.gamma, gae_lambda=probe.gae_lambda, ent_coef=0.0, clip_value=False, hidden_dim=32,
-        num_minibatches=2,
-    )  # fmt: skip
+    config: Any = impala_config(probe, **(APPO if algorithm == "appo" else {}))
+    if algorithm == "ppo":
+        config = ppo.Config(
+            lr=3e-3, gamma=probe.gamma, gae_lambda=probe.gae_lambda, ent_coef=0.0, clip_value=False, hidden_dim=32,
+            num_minibatches=2,
+        )  # fmt: skip
     made = small(
-        environment=Named(f"probe/{name}"), algorithm=config, topology="actors", acting=Acting(2, "thread", 1),
+        environment=Named(f"probe/{name}"), algorithm=config, topology="actors", acting=Acting(2, "thread", bound),
         num_envs=16, num_steps=32, total_steps=16 * 32 * 300 * (probe.environment.spec.agents or 1), save_interval=None,
     )  # fmt: skip
     begin(made, tmp_path / "run")

@@ -294,6 +294,8 @@ def probed(probe: Probe, name: str, lane: str, staleness: int | None) -> tuple[A
         pytest.param("masked", "ppo", "grpc", None, marks=pytest.mark.slow),
         pytest.param("multi_discrete", "ppo", "shm", 0, marks=pytest.mark.slow),
         pytest.param("continuous", "ppo", "shm", 0, marks=pytest.mark.slow),
+        pytest.param("time_limit", "impala", "shm", 2, marks=pytest.mark.slow),
+        pytest.param("masked", "appo", "grpc", None, marks=pytest.mark.slow),
     ],
 )
 def test_the_known_values_are_learnt(probe: str, name: str, lane: str, staleness: int | None) -> None:

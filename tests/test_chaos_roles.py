@@ -1,37 +1,71 @@
-"""Central inference under a supervisor is hit in all its roles, twenty times, and ends where it would have: with the
-target's return, and nothing left behind."""
+"""Actors, and central inference, under a supervisor are hit in all their roles, twenty times, and end where they would
+have: with the target's return, and nothing left behind. Nor do they grow while they learn."""
 
 from __future__ import annotations
 
 import asyncio
-import json
+import gc
 import os
 import random
 import shlex
 import signal
 import subprocess
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from pathlib import Path
+from typing import Any, NamedTuple
 
+import jax
 import numpy as np
 import pytest
 
-from longhaul import launch
+from longhaul import acting, launch, serving
+from longhaul.actors.settings import Acting
 from longhaul.central.grpc_lane import PATH
+from longhaul.central.settings import Central
+from longhaul.feed import Feeding, feed
+from longhaul.run import Named, Run, assemble, prepare_devices
+from longhaul.topologies import central
 from tests import faults
+from tests.small_runs import result, small
 from tests.wire_fuzz import malformed, observe
 
 pytestmark = pytest.mark.skipif(not Path("/proc/self/environ").exists(), reason="finds processes by /proc")
 
+POLES = "numpy/longhaul.envs.batched:cartpole"
+
 FLAGS = shlex.split(
-    "cartpole --env numpy/longhaul.envs.batched:cartpole --topology central --lane grpc --actors 2 --staleness 1 "
+    f"cartpole --env {POLES} --actors 2 --staleness 1 "
     "--num-envs 32 --num-steps 32 --num-minibatches 4 --update-epochs 4 --hidden-dim 32 --num-layers 2 --lr 3e-3 "
     "--seed 3 --log-interval 8 --evaluation-episodes 16 --save-interval 8"
 )
 
 UPDATES, TARGET = 240, 150.0
 """Of 1,024 steps each; the mean return of the evaluation. Who acts by chance has 22."""
+
+
+class Scene(NamedTuple):
+    """A topology, by what its actors are known, and what befalls it."""
+
+    flags: tuple[str, ...]
+    actor: str  # a word of their command line
+    hits: dict[str, int]
+
+
+SCENES = {
+    "actors": Scene(
+        ("--topology", "actors", "--pin"),
+        "longhaul.actors.worker",
+        {"kill actor": 8, "pause actor": 4, "hang actor": 3, "pause server": 2, "kill server": 3},
+    ),
+    "central": Scene(
+        ("--topology", "central", "--lane", "grpc"),
+        "longhaul.central.client",
+        {"kill actor": 6, "pause actor": 4, "garbage": 4, "hang actor": 2, "pause server": 2, "kill server": 2},
+    ),
+}
+"""The server is the process that learns."""
 
 MARK = "LONGHAUL_CHAOS"
 """A variable by which all processes of a test are known."""
@@ -84,15 +118,15 @@ async def garbage(address: str, seed: int) -> None:
 class Storm:
     """What befalls a run, and what is seen of its learner meanwhile."""
 
-    def __init__(self, folder: Path, mark: str, seed: int) -> None:
-        self.folder, self.mark, self.rng = folder, mark, random.Random(seed)
+    def __init__(self, folder: Path, mark: str, actor: str, seed: int) -> None:
+        self.folder, self.mark, self.actor, self.rng = folder, mark, actor, random.Random(seed)
         self.descriptors: dict[int, list[int]] = {}  # of each learner, after each hit
 
     def hit(self, what: str) -> None:
         actors: list[int] = []
 
         def there() -> bool:
-            actors[:] = sorted(marked(self.mark, "longhaul.central.client"))
+            actors[:] = sorted(marked(self.mark, self.actor))
             return bool(actors) and 0 in faults.pids("hit")
 
         faults.wait_for(there)
@@ -121,30 +155,91 @@ class Storm:
         faults.wait_for(lambda: launch.newest_step(self.folder) >= wanted or launcher.poll() is not None, 900.0)
 
 
+def segments() -> set[str]:
+    """Shared memory that has a name; semaphores are not ours."""
+    return {name for name in os.listdir("/dev/shm") if not name.startswith("sem.")}
+
+
+def train(folder: Path, flags: tuple[str, ...]) -> list[str]:
+    words = ["train", *FLAGS, *flags, "--total-steps", str(1024 * UPDATES)]
+    return [*words, "--runs-dir", str(folder.parent), "--run-name", folder.name]
+
+
 @pytest.mark.slow
-def test_twenty_hits_in_all_roles_end_at_the_target_with_nothing_left(tmp_path: Path) -> None:
-    hits = ["kill actor"] * 6 + ["pause actor"] * 4 + ["garbage"] * 4 + ["hang actor"] * 2 + ["pause server"] * 2
-    hits += ["kill server"] * 2
-    mark, storm = str(tmp_path), Storm(tmp_path / "hit", str(tmp_path), seed=1)
+@pytest.mark.parametrize("topology", SCENES)
+def test_twenty_hits_in_all_roles_end_at_the_target_with_nothing_left(topology: str, tmp_path: Path) -> None:
+    """By `actors`, whose versions are pinned, with the very parameters of a run that nothing befell."""
+    scene = SCENES[topology]
+    hits = [what for what, count in scene.hits.items() for _ in range(count)]
+    mark, storm = str(tmp_path), Storm(tmp_path / "hit", str(tmp_path), scene.actor, seed=1)
     storm.rng.shuffle(hits)
     assert len(hits) == 20
-    shared = set(os.listdir("/dev/shm"))
-    words = ["train", *FLAGS, "--total-steps", str(1024 * UPDATES), "--runs-dir", str(tmp_path), "--run-name", "hit"]
+    shared = segments()
     variables = {MARK: mark, "LONGHAUL_CACHE": str(tmp_path / "cache")}
     own = ("--hosts", "1", "--devices-per-host", "1", "--restarts", "4")
-    with faults.launched(words, *own, variables=variables, log=tmp_path / "log") as launcher:
+    log = tmp_path / "log"
+    with faults.launched(train(storm.folder, scene.flags), *own, variables=variables, log=log) as launcher:
         for what in hits:
             storm.wait(launcher)
-            assert launcher.poll() is None, f"it ended before {what}: {(tmp_path / 'log').read_text()}"
-            with open(tmp_path / "log", "a") as log:
-                log.write(f"--- {what} after checkpoint {launch.newest_step(storm.folder)}\n")
+            assert launcher.poll() is None, f"it ended before {what}: {log.read_text()}"
+            with open(log, "a") as file:
+                file.write(f"--- {what} after checkpoint {launch.newest_step(storm.folder)}\n")
             storm.hit(what)
-        assert launcher.wait(timeout=1800) == 0, (tmp_path / "log").read_text()
-    found = json.loads((storm.folder / "result.json").read_text())
+        assert launcher.wait(timeout=1800) == 0, log.read_text()
+    found = result(storm.folder)
     assert found["status"] == "done"
     assert found["env_steps"] == 1024 * UPDATES, "each update counts once"
     assert found["evaluation"]["trained"]["return"] >= TARGET
     faults.wait_for(lambda: not list(marked(mark, "")), 20.0)
-    assert set(os.listdir("/dev/shm")) <= shared
+    assert segments() <= shared
     for counts in storm.descriptors.values():  # saves and streams under way have some for a while
         assert min(counts[-4:]) <= min(counts[:4]) + 2, f"descriptors of a learner: {counts}"
+    if topology == "actors":
+        with faults.launched(train(tmp_path / "calm", scene.flags), *own, variables=variables, log=log) as launcher:
+            assert launcher.wait(timeout=1800) == 0, log.read_text()
+        assert found["params_sha256"] == result(tmp_path / "calm")["params_sha256"]
+
+
+# ------------------------------------------------------------------------------------------------------------- growth
+
+WARM, TIMES, MOST = 200, 3, 4.0
+"""Updates until memory has its size; so many times as many are made; MB that it may have grown by then."""
+
+
+def resident(process: int) -> float:
+    """MB of a process in memory."""
+    return int(Path(f"/proc/{process}/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE") / 2**20
+
+
+def opened(run: Run, closed: ExitStack) -> tuple[Iterator[Any], Callable[[], list[Any]]]:
+    """A run's updates, and its actors' processes."""
+    prepare_devices(1, run.threads, True)
+    source = feed(run)
+    context = Feeding(source).now.context
+    assembly = assemble(run, source.within, context)
+    progress = assembly.start(run.seed, context)
+    if run.topology == "actors":
+        made = acting.opened(run, assembly, acting.prepare(run, assembly, context, progress), progress, closed)
+        return made.calls, made.processes
+    prepared = serving.prepare(run, assembly, progress)
+    server, processes = serving.opened(run, prepared.serving, 0, closed, lambda line: None)
+    policy = central.local(jax.jit(assembly.algorithm.policy)(progress.state))
+    return central.central(prepared.program, server, progress, policy, updates=assembly.updates), processes
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("topology", "lane"), [("actors", "shm"), ("central", "shm"), ("central", "grpc")])
+def test_nobody_grows_while_they_learn(topology: str, lane: str) -> None:
+    """Neither who learns, or serves, nor an actor."""
+    given = {"acting": Acting(2, staleness=1), "central": Central(lane)}
+    run = small(environment=Named(POLES), topology=topology, total_steps=8 * 16 * WARM * TIMES, **given)
+    sizes: list[list[float]] = []
+    with ExitStack() as closed:
+        updates, processes = opened(run, closed)
+        for update, _ in enumerate(updates, 1):
+            if update % WARM == 0:
+                gc.collect()
+                sizes.append([resident(process) for process in (os.getpid(), *processes())])
+    assert len(sizes) == TIMES
+    grown = [last - first for first, last in zip(sizes[0], sizes[-1], strict=True)]
+    assert max(grown) < MOST, f"MB of the learner and its actors: {sizes}"

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
+import random
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from contextlib import closing
@@ -26,11 +29,11 @@ from tests.fake_actors import Plan
 UPDATES = 12
 
 
-def alone(rule: Rule) -> int:
+def alone(rule: Rule, updates: int = UPDATES) -> int:
     """What a run's last number must be, computed without a crew: pinned, so that nothing depends on time."""
     key, states = 11, np.arange(2 * rule.places, dtype=np.int64).reshape(-1, 2)
     totals = [0]
-    for batch in range(UPDATES):
+    for batch in range(updates):
         version = max(0, batch - (rule.staleness or 0))
         seen = fake_actors.weights(version, totals[version])[:12].view(np.float32)
         total = totals[-1]
@@ -48,7 +51,8 @@ def _nothing_is_left() -> Iterator[None]:
     """Of descriptors, shared memory with a name, or children."""
 
     def there() -> tuple[int, list[str], str]:
-        shared = sorted(os.listdir("/dev/shm")) if os.path.isdir("/dev/shm") else []
+        names = os.listdir("/dev/shm") if os.path.isdir("/dev/shm") else []
+        shared = sorted(name for name in names if not name.startswith("sem."))  # semaphores are not ours
         children = Path(f"/proc/self/task/{os.getpid()}/children")
         return len(os.listdir("/proc/self/fd")), shared, children.read_text() if children.exists() else ""
 
@@ -88,6 +92,44 @@ def test_faults_of_processes_change_no_number(tmp_path: Path, bound: int, monkey
     assert "silent" in told[2]
     assert "ValueError: the environment broke" in told[3]
     assert mine.restarts == 4
+
+
+def test_hits_at_random_moments_change_no_number(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever an actor is at: killed, stopped for a while, or stopped for good."""
+    monkeypatch.setattr(crews, "FROZEN", 0.3)
+    rng, updates, hits = random.Random(5), 60, ["kill"] * 4 + ["pause"] * 3 + ["stop"] * 3
+    rng.shuffle(hits)
+    rule = Rule(2, 1, pin=True, until=updates)
+    plan: Plan = {(actor, batch): "waits" for actor in range(2) for batch in range(updates)}  # that it takes a while
+
+    def send(process: int, number: int) -> None:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(process, number)
+
+    def hit(what: str, process: int) -> None:
+        send(process, signal.SIGKILL if what == "kill" else signal.SIGSTOP)
+        if what == "pause":
+            time.sleep(0.1)
+            send(process, signal.SIGCONT)
+
+    timers: list[threading.Timer] = []
+    with closing(fake_actors.crew(rule, plan, tmp_path, "process")) as mine:
+        fake_actors.begin(mine)
+
+        def disturb(version: int) -> None:
+            if version % 5 == 4 and hits:
+                there = [row["process"] for row in mine.report()["actors"] if row["state"] != "ended"]
+                timers.append(threading.Timer(rng.uniform(0.0, 0.03), hit, (hits.pop(), rng.choice(there))))
+                timers[-1].start()
+
+        total, ages = fake_actors.learn(mine, updates, disturb)
+        for timer in timers:
+            timer.join()
+        restarts = mine.restarts
+    assert len(timers) == 10
+    assert restarts >= 5, "seven were to be replaced; some may have been hit while they began"
+    assert len(ages) == updates * 2
+    assert total == alone(rule, updates)
 
 
 def test_a_bound_holds_where_actors_run_free(tmp_path: Path) -> None:

@@ -136,6 +136,16 @@ def returns(choose: Callable[[np.ndarray], np.ndarray], steps: int = 400) -> flo
     return float(total.mean())
 
 
+@pytest.mark.slow
+def test_stable_baselines_is_told_what_an_episode_of_driving_scored() -> None:
+    pytest.importorskip("stable_baselines3")
+    made = gym_export.stable_baselines("driving", 4, **DRIVING)
+    made.reset()
+    told = [info for _ in range(13) for info in made.step(np.zeros(4, np.int64))[3] if info]
+    assert len(told) >= 4
+    assert all({"progress", "collision", "terminal_observation"} <= set(info) for info in told)
+
+
 def test_a_learner_that_is_not_ours_learns_through_it() -> None:
     """Random search over linear policies (Mania, Guy and Recht 2018): a pole is kept up by one within a few draws."""
     random = np.random.default_rng(0)

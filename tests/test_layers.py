@@ -38,8 +38,8 @@ TABLE = """
 1  trends health watch
 1  precision returns distributions encoders convolutions perceptron networks dial normalise mesh partition shards
    hosts shuffle provenance footprint membership
-   actors/tickets actors/memory actors/doorbell actors/lane actors/desk actors/worker actors/far actors/crew
-   actors/settings actors/slots
+   actors/tickets actors/memory actors/doorbell actors/lane actors/desk actors/worker actors/children actors/far
+   actors/crew actors/settings actors/slots
 1  vectors central/credentials
 1  priorities replay
 1  sync/manifest sync/images sync/protocol sync/wire sync/files

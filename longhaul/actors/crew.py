@@ -10,9 +10,6 @@ from __future__ import annotations
 import math
 import os
 import pickle
-import signal
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -23,6 +20,7 @@ import numpy as np
 from longhaul import pulse
 from longhaul.actors import desk as desks
 from longhaul.actors import far, memory, tickets, worker
+from longhaul.actors.children import Child, CrewError, delay
 from longhaul.actors.desk import Desk, Garbage, Head, Shapes, Size
 from longhaul.actors.doorbell import Bell, bell
 from longhaul.actors.tickets import Book, Rule, Ticket
@@ -40,18 +38,11 @@ FROZEN = 5.0
 STARTING = 600.0
 """Seconds that an actor may take until its first rollout is done: it compiles."""
 
-BACK_OFF, LONGEST = 0.1, 10.0
-"""Seconds before an actor is begun again: the first, doubled with each failure without a rollout, at most the last."""
-
 LEAVE = 3.0
 """Seconds for all to leave of themselves, at the end of a run."""
 
 FAILURES = 5
 """So many failures of one actor, without a rollout between them, end the run."""
-
-
-class CrewError(RuntimeError):
-    """Actors that can't go on; one line."""
 
 
 class Hand(Protocol):
@@ -89,35 +80,6 @@ class ThreadHand:
         """Waits: a thread can't be killed."""
         self._orders.ring()
         self._thread.join(max(within, HANG))
-
-
-class ProcessHand:
-    """An actor in a process of its own."""
-
-    def __init__(self, about: Description) -> None:
-        ends = (about.memory, about.hears, about.rings)
-        command = [sys.executable, "-m", "longhaul.actors.worker"]
-        self._process = subprocess.Popen(command, stdin=subprocess.PIPE, pass_fds=ends, env=os.environ | worker.FEW)
-        assert self._process.stdin is not None
-        try:
-            with self._process.stdin as pipe:
-                pipe.write(pickle.dumps(about))
-        except BrokenPipeError:
-            pass  # it ended at once, which `ended` tells
-        self.id = self._process.pid
-
-    def ended(self) -> str | None:
-        code = self._process.poll()
-        if code is None:
-            return None
-        return f"it was ended by {signal.Signals(-code).name}" if code < 0 else f"it ended with code {code}"
-
-    def end(self, within: float) -> None:
-        try:
-            self._process.wait(timeout=within)
-        except subprocess.TimeoutExpired:
-            self._process.kill()
-            self._process.wait()
 
 
 class Station(NamedTuple):
@@ -332,8 +294,9 @@ class Crew:
             hand = far.FarHand(self.desk, actor, self._board, orders, learner)
         else:
             shapes, ends = self.desk.shapes, (self._memory, orders.heard, learner.rings)
-            hand = ProcessHand(Description(actor, self._make, shapes, self._size, *ends, os.getpid()))
-            vitals[desks.PROCESS] = hand.id
+            about = Description(actor, self._make, shapes, self._size, *ends, os.getpid())
+            hand = child = Child("longhaul.actors.worker", pickle.dumps(about), ends)
+            vitals[desks.PROCESS] = child.id
         self._stations[actor] = station._replace(hand=hand, rollouts=int(vitals[desks.ROLLOUTS]))
 
     def _failed(self, actor: int, why: str) -> None:
@@ -342,7 +305,7 @@ class Crew:
         failures = 1 if done > station.rollouts else station.failures + 1
         if failures >= FAILURES:
             raise CrewError(f"actor {actor} failed {failures} times without one rollout; {why}")
-        wait = min(LONGEST, BACK_OFF * 2 ** (failures - 1))
+        wait = delay(failures)
         self.news.append(f"actor {actor}: {why}; another takes its place in {wait:.1f} s")
         self._stations[actor] = Station(None, time.monotonic() + wait, failures, done, station.restarts + 1)
 

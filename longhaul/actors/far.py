@@ -29,10 +29,6 @@ LOOK = 0.1
 """Seconds between two looks whether an actor that is waited for was given up."""
 
 
-class Lost(Exception):
-    """An actor that can't be asked any more; the message says why."""
-
-
 class Given(Exception):
     """The actor was given up by its crew."""
 
@@ -80,11 +76,8 @@ class Board:
 
     def place(self, actor: int) -> tuple[Any, Any]:
         """A new actor, on a node that is there -> (it, its process, which will come)."""
-        import ray
-
-        alone = {"num_cpus": 1, "max_restarts": 0, "max_task_retries": 0}
-        where, self._turn = membership.placement(self._turn), self._turn + 1
-        remote: Any = ray.remote(Remote).options(**alone, scheduling_strategy=where).remote()
+        remote = membership.placed(Remote, self._turn)
+        self._turn += 1
         return remote, remote.begin.remote(self._made, actor)
 
     def weights(self, version: int, leaves: Sequence[np.ndarray]) -> Any:
@@ -116,7 +109,7 @@ class FarHand:
                 worker.work(desk, actor, self._collect, orders, learner)
             except Given:
                 pass
-            except Lost as error:
+            except membership.Lost as error:
                 self._failed = str(error)
                 learner.ring()
             except Exception as error:
@@ -152,7 +145,7 @@ class FarHand:
         return self._after, data, scores
 
     def _answer(self, coming: Any) -> Any:
-        """What a call gives. Raises Given as soon as the crew gives the actor up, and Lost where it can't answer."""
+        """What a call gives. Raises Given as soon as the crew gives the actor up, and `membership.Lost`."""
         import ray
 
         while not ray.wait([coming], timeout=LOOK)[0]:
@@ -160,9 +153,4 @@ class FarHand:
                 raise Given
         if self._given.is_set():
             raise Given
-        try:
-            return ray.get(coming)
-        except ray.exceptions.RayTaskError as error:
-            raise Lost(f"it failed: {type(error.cause).__name__}: {error.cause}") from error
-        except ray.exceptions.RayError as error:
-            raise Lost(f"it is lost with its process or node ({type(error).__name__} of Ray)") from error
+        return membership.fetched(coming)

@@ -8,24 +8,14 @@ from __future__ import annotations
 
 import json
 import os
-import signal
-import subprocess
-import sys
 import time
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, Protocol
 
-from longhaul.actors.worker import FEW
-
-BACK_OFF, LONGEST = 0.1, 10.0
-"""Seconds before an actor is begun again: the first, doubled with each failure in a row, at most the last."""
+from longhaul.actors.children import Child, CrewError, delay
 
 FAILURES, SOON = 5, 60.0
 """So many failures, each within so many seconds of its beginning, end the run."""
-
-
-class CrewError(RuntimeError):
-    """Actors that can't go on; one line."""
 
 
 class Orders(NamedTuple):
@@ -51,38 +41,14 @@ class Life(Protocol):
         """Until nothing of it is left that could do harm."""
 
 
-class Process:
+def process(actor: int, orders: Orders) -> Child:
     """An actor in a process of this machine."""
-
-    def __init__(self, actor: int, orders: Orders) -> None:
-        self._process = process = subprocess.Popen(
-            [sys.executable, "-m", "longhaul.central.client"], stdin=subprocess.PIPE, pass_fds=orders.descriptors,
-            env=os.environ | FEW,
-        )  # fmt: skip
+    about = orders.about | {"parent": os.getpid(), "actor": actor}
+    try:
+        return Child("longhaul.central.client", json.dumps(about).encode(), orders.descriptors)
+    finally:
         for descriptor in orders.descriptors:
             os.close(descriptor)
-        assert process.stdin is not None
-        try:
-            with process.stdin as pipe:
-                pipe.write(json.dumps(orders.about | {"parent": os.getpid(), "actor": actor}).encode())
-        except BrokenPipeError:
-            pass  # it ended at once, which `ended` tells
-
-    @property
-    def id(self) -> int | None:
-        return self._process.pid
-
-    def ended(self) -> str | None:
-        code = self._process.poll()
-        if code is None:
-            return None
-        return f"it was ended by {signal.Signals(-code).name}" if code < 0 else f"it ended with code {code}"
-
-    def kill(self) -> None:
-        self._process.kill()
-
-    def wait(self) -> None:
-        self._process.wait()
 
 
 class _Place(NamedTuple):
@@ -98,7 +64,7 @@ class Processes:
 
     def __init__(
         self, actors: int, orders: Callable[[int], Orders], lost: Callable[[int, str], None],
-        note: Callable[[str], None] = lambda line: None, begin: Callable[[int, Orders], Life] = Process,
+        note: Callable[[str], None] = lambda line: None, begin: Callable[[int, Orders], Life] = process,
     ) -> None:  # fmt: skip
         """`orders(a)`: what a new actor a is told. `lost(a, why)`: its life has ended."""
         self._orders, self._lost, self._note, self._begin = orders, lost, note, begin
@@ -124,9 +90,8 @@ class Processes:
         failures = place.failures + 1 if now - place.begun < SOON else 1
         if failures >= FAILURES:
             raise CrewError(f"actor {actor} failed {failures} times within {SOON:.0f} s of its beginning; {why}")
-        wait = min(LONGEST, BACK_OFF * 2 ** (failures - 1))
         self.restarts += 1
-        self._places[actor] = _Place(None, 0.0, now + wait, failures)
+        self._places[actor] = _Place(None, 0.0, now + delay(failures), failures)
 
     def end(self, actor: int, why: str) -> None:
         life = self._places[actor].life

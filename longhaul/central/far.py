@@ -62,11 +62,7 @@ class FarLife:
 
     def __init__(self, about: dict[str, Any], credentials: Credentials, turn: int) -> None:
         """`turn`: so many lives were begun before."""
-        import ray
-
-        alone = {"num_cpus": 1, "max_restarts": 0, "max_task_retries": 0}
-        made: Any = ray.remote(Remote)
-        self._remote = made.options(**alone, scheduling_strategy=membership.placement(turn)).remote()
+        self._remote = membership.placed(Remote, turn)
         self._begun: Any = self._remote.begin.remote()
         self._since = time.monotonic()
         self._why = self._remote.play.remote(about, credentials)
@@ -83,11 +79,9 @@ class FarLife:
                 self.kill()
         if self._ended is None and ray.wait([self._why], timeout=0.0)[0]:
             try:
-                self._ended = ray.get(self._why)
-            except ray.exceptions.RayTaskError as error:
-                self._ended = f"it failed: {type(error.cause).__name__}: {error.cause}"
-            except ray.exceptions.RayError as error:
-                self._ended = f"it is lost with its process or node ({type(error).__name__} of Ray)"
+                self._ended = membership.fetched(self._why)
+            except membership.Lost as error:
+                self._ended = str(error)
             self.kill()  # it would keep its core
         return self._ended
 

@@ -231,7 +231,8 @@ def _row(batch: Any) -> Any:
 
 
 def stable_baselines(name: str, num_envs: int, **options: Any) -> Any:
-    """Many worlds as a `VecEnv` of Stable-Baselines3: one compiled call a step, ends told as it wants them told."""
+    """Many worlds as a `VecEnv` of Stable-Baselines3: one compiled call a step, ends told as it wants them told, with
+    what the episode scored beside them."""
     from stable_baselines3.common.vec_env.base_vec_env import VecEnv
 
     made = vector(name, num_envs, **options)
@@ -256,6 +257,9 @@ def stable_baselines(name: str, num_envs: int, **options: Any) -> Any:
             for column in np.flatnonzero(terminated | truncated):
                 each[column]["terminal_observation"] = infos["final_obs"][column]
                 each[column]["TimeLimit.truncated"] = bool(truncated[column] & ~terminated[column])
+                scores = infos["final_info"]
+                for name in [name for name in scores if f"_{name}" in scores and scores[f"_{name}"][column]]:
+                    each[column][name] = float(scores[name][column])
             return observation, reward, terminated | truncated, each
 
         def close(self) -> None:
