@@ -339,7 +339,13 @@ def _bench(words: Sequence[str]) -> int:
         Flag("rules", choice(("jax", "canonical")), None, "of hackmatrix-env", shown="jax"),
         Flag("columns", INT, None, "of replay: rows are so wide", shown="64"),
         Flag("size", INT, None, "of replay: steps that it holds", shown="1000000"),
-        Flag("peer_python", PATH, None, "of replay: the Python of an environment with flashbax, to compare", shown=""),
+        Flag(
+            "peer_python",
+            PATH,
+            None,
+            "of replay, reasoning: the Python of an environment with flashbax, transformers, to compare",
+            shown="",
+        ),
     ]
     groups = {"": [name, out, DEBUG], "sizes": driving}
     about = "Measures; one JSON object per figure. longhaul bench hackmatrix has flags of its own: --grid --num-envs "
@@ -356,7 +362,7 @@ def _bench(words: Sequence[str]) -> int:
         hint = flags.suggestion(parsed["NAME"], list(bench.NAMES), f"there are {', '.join(bench.NAMES)}")
         raise FlagError(f"no benchmark is named {parsed['NAME']!r}; {hint}")
     sizes = {f.name: parsed[f.name] for f in driving if parsed[f.name] not in (None, (), [])}
-    known = bench.sizes(parsed["NAME"]) | ({"peer_python"} if parsed["NAME"] == "replay" else set())
+    known = bench.sizes(parsed["NAME"]) | ({"peer_python"} if parsed["NAME"] in ("replay", "reasoning") else set())
     unknown = [name for name in sizes if name not in known]
     if unknown:
         raise FlagError(f"{parsed['NAME']} has no --{unknown[0].replace('_', '-')}; see longhaul bench --help")

@@ -186,10 +186,11 @@ def scored(logits: jax.Array, temperature: float) -> jax.Array:
     )
 
 
-def sampler(config: model.Config, length: int, temperature: float) -> Callable[..., Drawn]:
+def sampler(config: model.Config, length: int, temperature: float, *, ends: bool = True) -> Callable[..., Drawn]:
     """(params, prompt [B, P], key, budget) -> completions of at most `length` tokens, as one loop of decode steps.
 
-    `budget` int32: the most steps of each. It ends with the longest completion. `adapters` may be given, too.
+    `budget` int32: the most steps of each. It ends with the longest completion; where nothing `ends`, with the last
+    token that is allowed. `adapters` may be given, too.
     """
     if temperature < 0.0:
         raise ValueError(f"temperature is {temperature}; it must be at least 0")
@@ -227,7 +228,7 @@ def sampler(config: model.Config, length: int, temperature: float) -> Callable[.
             logits, cache = model.forward(
                 config, params, token[:, None], (~now.ended)[:, None], now.cache, adapters
             )  # fmt: skip
-            ended = now.ended | (token == tokens.END)
+            ended = now.ended | (token == tokens.END) & ends
             assert cache is not None
             return _Decoding(now.t + 1, cache, logits[:, 0], drawn, count, answering, ended)
 
