@@ -152,6 +152,7 @@ HELP = {
     "kl-coef": "weight of the KL divergence to the policy before the first update from rewards",
     "group": "completions of a problem",
     "taught": "updates of the warm start, which imitates demonstrations",
+    "curriculum": "share of the warm start over which harder demonstrations join the easiest quarter; 0: all at once",
     "gate-threshold": "soundness below which the policy imitates verified chains; 0: rewards teach always",
     "gate-hysteresis": "how far below the threshold it must fall to be taught again",
     "gate-patience": "looks without a rise after which the gate stays open",
