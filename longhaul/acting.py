@@ -22,8 +22,9 @@ from longhaul.actors import settings
 from longhaul.actors.crew import Crew
 from longhaul.actors.worker import Collect
 from longhaul.environment import vectorise
+from longhaul.reasoning import sampling
 from longhaul.rollout import collector, join
-from longhaul.run import Assembly, Named, Run, from_dict, named, prepare_devices, to_dict
+from longhaul.run import Assembly, Named, Reasoning, Run, from_dict, named, prepare_devices, to_dict
 from longhaul.topologies import actors
 from longhaul.types import Algorithm, Collector, Metrics, Progress, PyTree
 
@@ -48,8 +49,9 @@ def prepare(run: Run, assembly: Assembly, context: PyTree, progress: Progress) -
     assert run.acting.actors is not None
     policy = jax.eval_shape(assembly.algorithm.policy, progress.state)
     acting = _acting(run, assembly.algorithm, policy, lambda: assembly.collector_in(context))
+    together = sampling.together if isinstance(run.environment, Reasoning) else join
     program = actors.compiled(
-        assembly.algorithm, acting, join, progress, assembly.mesh, actors=run.acting.actors
+        assembly.algorithm, acting, together, progress, assembly.mesh, actors=run.acting.actors
     )  # fmt: skip
     return Prepared(program, acting)
 

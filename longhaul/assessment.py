@@ -125,7 +125,7 @@ def _play(run: Run, acting: Any, parsed: dict[str, Any], folder: Path) -> Result
             raise FlagError(f"--{name} is for driving, and run {folder.name} is {what}; leave --{name} out")
     count = parsed["episodes"] or run.evaluation_episodes or 100
     if isinstance(run.environment, Reasoning):
-        scores = evaluation.reasoner(run, count)(acting)
+        scores, _ = evaluation.reasoner(run, count)(acting)
     else:
         scores = evaluation.play_classic(run, named(run.environment), acting, count)
     return Result(scores, intervals.bootstrap(scores.metrics, scores.groups()))

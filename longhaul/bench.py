@@ -26,6 +26,7 @@ from typing import Any
 import jax
 
 from longhaul import acting_workloads, central_workloads, peers, replay_workloads, sync_workloads, workloads
+from longhaul import reasoning_workloads as reasoning
 from longhaul.provenance import provenance
 from longhaul.workloads import Prepared
 
@@ -41,6 +42,7 @@ NAMES = {
     "hackmatrix-ppo": "training by the hackmatrix recipe, with peak memory",
     "hackmatrix": "the same with its starts, cold and warm, and shares; --grid: over sizes and precisions",
     "hackmatrix-env": "whole steps of HackMatrix by random legal actions: mask, observation, reward, resets",
+    "reasoning": "tokens sampled by a small language model, and learnt from; --peer-python: beside transformers",
     "transport": "questions and answers between two processes through shared memory, 64 x 128 float32 each",
     "actors": "CartPole by actors on the host, training included; --actors --staleness --env --num-envs",
     "central": "central inference for actors' processes, no learner; --env --actors --worlds --slots --lane",
@@ -101,10 +103,9 @@ def figure(
             few = {"NPROC": "1"} if ours.about["config"]["devices"] == 1 else {}
             few |= {"NPROC": "4"} if name == "seeds" else {}
             others = workers.enter_context(Worker(command, few))
-        if name == "replay" and peer_python is not None and not case.get("bare"):
-            others = workers.enter_context(
-                Worker([peer_python, "-c", replay_workloads.PEER, json.dumps(ours.about)], {})
-            )
+        peer = {"replay": replay_workloads.PEER, "reasoning": reasoning.PEER}.get(name)
+        if peer is not None and peer_python is not None and not case.get("bare") and case.get("what") != "train":
+            others = workers.enter_context(Worker([peer_python, "-c", peer, json.dumps(ours.about)], {}))
         if name == "sac" and peer_python is not None and (case["env"] or "").startswith("brax/"):
             few = {"NPROC": "1"} if ours.about["config"]["devices"] == 1 else {}
             others = workers.enter_context(Worker([peer_python, "-c", peers.BRAX_SAC, json.dumps(ours.about)], few))
@@ -408,6 +409,7 @@ CASES: dict[str, Callable[..., list[dict[str, Any]]]] = {
     "driving-step": _driving,
     "driving-env": _driving_env,
     "driving-train": _driving_train,
+    "reasoning": reasoning.cases,
     "replay": _replay,
     "sac": _sac,
     "hackmatrix-ppo": _hackmatrix_ppo,
@@ -428,6 +430,7 @@ WORKLOADS: dict[str, Callable[..., Prepared]] = {
     "driving-step": workloads.driving_step,
     "driving-env": workloads.driving_env,
     "driving-train": workloads.driving_train,
+    "reasoning": reasoning.reasoning,
     "replay": replay_workloads.replay,
     "sac": workloads.pendulum_sac,
     "hackmatrix-ppo": workloads.hackmatrix_ppo,

@@ -343,7 +343,7 @@ def _bench(words: Sequence[str]) -> int:
             "peer_python",
             PATH,
             None,
-            "the Python of an environment with flashbax (of replay) or Brax (of sac)",
+            "the Python of an environment with flashbax (of replay), Brax (of sac) or transformers (of reasoning)",
             shown="",
         ),
     ]
@@ -362,7 +362,8 @@ def _bench(words: Sequence[str]) -> int:
         hint = flags.suggestion(parsed["NAME"], list(bench.NAMES), f"there are {', '.join(bench.NAMES)}")
         raise FlagError(f"no benchmark is named {parsed['NAME']!r}; {hint}")
     sizes = {f.name: parsed[f.name] for f in driving if parsed[f.name] not in (None, (), [])}
-    known = bench.sizes(parsed["NAME"]) | ({"peer_python"} if parsed["NAME"] in ("replay", "sac") else set())
+    compared = ("replay", "sac", "reasoning")
+    known = bench.sizes(parsed["NAME"]) | ({"peer_python"} if parsed["NAME"] in compared else set())
     unknown = [name for name in sizes if name not in known]
     if unknown:
         raise FlagError(f"{parsed['NAME']} has no --{unknown[0].replace('_', '-')}; see longhaul bench --help")

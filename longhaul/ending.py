@@ -32,11 +32,14 @@ def finish(
         parameters = networks.count(policy.params) // len(assembly.members)
     else:
         scores: dict[str, Any] = {}
+        chains: list[dict[str, Any]] = []
         for name, means, films in evaluations(run, *both):
-            scores[name] = means
+            chains = chains or means.pop("chains", [])
+            scores[name] = {key: value for key, value in means.items() if key != "chains"}
             recordings += films
             stop.look(assembly.updates)
         told, parameters = {"evaluation": scores}, networks.count(policy.params)
+        told |= {"chains": chains} if chains else {}
     result = _facts(assembly, clock, seconds) | {
         "params_sha256": params_sha256(policy.params), "parameters": parameters, "memory": _memory(folder), **told,
     }  # fmt: skip
@@ -75,7 +78,8 @@ def evaluations(run: Run, policy: Params, untrained: Params) -> Iterator[tuple[s
     if isinstance(run.environment, Reasoning):
         each = evaluation.reasoner(run, run.evaluation_episodes)
         for name, params in (("trained", policy), ("untrained", untrained)):
-            yield name, each(params).means(), []
+            scores, chains = each(params)
+            yield name, scores.means() | {"chains": chains}, []
         return
     if not isinstance(run.environment, Driving):
         once = evaluation.player(run, named(run.environment), run.evaluation_episodes)

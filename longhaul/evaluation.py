@@ -18,7 +18,7 @@ from longhaul.driving import config, recording, scores, simulator
 from longhaul.driving.bank import Bank, stack
 from longhaul.driving.recording import Recording, Verdict
 from longhaul.driving.scenario import Scenario
-from longhaul.reasoning import problems, quality, sampling
+from longhaul.reasoning import problems, quality, sampling, tokens
 from longhaul.run import Driving, Reasoning, Run, cores
 from longhaul.types import Environment, Measure, Params
 
@@ -90,23 +90,32 @@ SAMPLES = 8
 """Completions of a problem in an evaluation: the k of pass@k and majority@k."""
 
 
-def reasoner(run: Run, count: int) -> Callable[..., Scores]:
-    """(policy, seed) -> how well it reasons about `count` problems held out, the same for all runs of a task.
+SHOWN = 12
+"""Chains that are told, of as many problems."""
+
+
+def reasoner(run: Run, count: int) -> Callable[..., tuple[Scores, list[dict[str, Any]]]]:
+    """(policy, seed) -> (how well it reasons about `count` problems held out, the same for all runs of a task; chains).
 
     A row a problem, over `SAMPLES` completions, at the run's temperature. Compiles once.
     """
     task, config = run.environment, run.algorithm
     assert isinstance(task, Reasoning) and isinstance(config, learners.Reasoner)
-    asked = problems.held_out(task, count)
-    bank = sampling.bank(problems.task(task), asked, np.random.default_rng(problems.HELD_OUT), run.num_steps)
+    made, asked = problems.task(task), problems.held_out(task, count)
+    bank = sampling.bank(made, asked, np.random.default_rng(problems.HELD_OUT), run.num_steps)
     how = sampling.Sampling(run.num_steps, SAMPLES, config.temperature, task.wave)
     evaluate = quality.evaluate_reasoning(config.model, how)
 
-    def score(policy: Params, seed: int = run.seed) -> Scores:
-        found, _ = jax.device_get(evaluate(policy.params, bank, jax.random.key(seed + 10_000)))
+    def score(policy: Params, seed: int = run.seed) -> tuple[Scores, list[dict[str, Any]]]:
+        found, drawn = jax.device_get(evaluate(policy.params, bank, jax.random.key(seed + 10_000)))
         told = np.ones(count, bool)
         metrics = {name: Measure(np.asarray(value, np.float64), told) for name, value in found._asdict().items()}
-        return Scores(metrics, [problem.prompt for problem in asked])
+        firsts = (tokens.decode(row) for row in drawn.token[: SHOWN * SAMPLES : SAMPLES])
+        chains = [
+            {"prompt": problem.prompt, "chain": text, "right": made.reward(problem, text) == 1.0}
+            for problem, text in zip(asked, firsts, strict=False)
+        ]
+        return Scores(metrics, [problem.prompt for problem in asked]), chains
 
     return score
 

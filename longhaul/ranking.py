@@ -58,7 +58,7 @@ def _player(run: Run) -> Callable[[Params, int], dict[str, Any]]:
         return lambda policy, seed: drive(policy)[0].means()
     if isinstance(run.environment, Reasoning):
         each = evaluation.reasoner(run, run.evaluation_episodes)
-        return lambda policy, seed: each(policy, seed).means()
+        return lambda policy, seed: each(policy, seed)[0].means()
     once = evaluation.player(run, named(run.environment), run.evaluation_episodes)
     return lambda policy, seed: once(policy, seed).means()
 

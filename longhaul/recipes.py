@@ -402,8 +402,8 @@ def reasoning_arithmetic() -> Run:
     return Run(
         "reasoning-arithmetic",
         Reasoning(),
-        grpo.Config(loss="dapo", taught=225),
-        total_steps=275 * 16 * 16 * 28,
+        grpo.Config(loss="dapo", taught=150),
+        total_steps=205 * 16 * 16 * 28,
         num_envs=16,
         num_steps=28,
         health=Bounds(entropy=0.0, solved=0.95),  # who is sure of a sum has no entropy left

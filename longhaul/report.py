@@ -31,14 +31,15 @@ HIGHER = (
     *("return", "accuracy", "progress", "goal", "comfort", "vmax_score", "nuplan_score", "puffer_score", "completion"),
     *("accuracy_at_fault", "making_progress", "driving_direction", "time_to_collision", "smallest_ttc", "speed_limit"),
     *("lanes", "comfortable"),
+    *("pass_at_1", "pass_at_k", "majority_at_k", "soundness"),
 )
 LOWER = (
     *("collision", "offroad", "red_light", "at_fault_collision", "wrong_way", "off_route", "log_divergence"),
-    *("final_divergence", "kinematic_infeasibility"),
+    *("final_divergence", "kinematic_infeasibility", "truncated"),
 )
 """Metrics of an evaluation of which more, or less, is better, in the order of columns; of others no best is marked."""
 
-MAIN = (*HIGHER[:7], *LOWER[:3], "length")
+MAIN = (*HIGHER[:7], *LOWER[:3], "length", *HIGHER[-4:], "steps")
 """Metrics that are shown at once; a table of the others is folded."""
 
 POLICIES = ("trained", "untrained", "idm", "log", "constant")
@@ -46,6 +47,9 @@ POLICIES = ("trained", "untrained", "idm", "log", "constant")
 
 PROVENANCE = ("commit", "machine", "host", "platform", "cpus", "backend", "devices", "python", "versions")
 """Fields of run.json that say what made a run, beside its command."""
+
+SHOWN = ("return", "accuracy", "progress", "pass_at_1")
+"""Of the trained policy's metrics, those among the key figures."""
 
 DASH = "–"
 """What stands where there is no value."""
@@ -101,6 +105,7 @@ def write_report(
         _section("Key figures", _key_figures(records, result)),
         _section("Runs", runs),
         _section("Evaluation", _evaluation(result.get("evaluation"))),
+        _section("Chains", _chains(result.get("chains"))),
         _section("Driving", f'<div class="card">{player.section(recordings)}</div>' if recordings else ""),
         *_curves(records),
         _section("Health", _health(findings)),
@@ -147,7 +152,7 @@ def _key_figures(records: Sequence[Mapping[str, Any]], result: Mapping[str, Any]
         ("steps a second", _count(known("sps", "sps"))),
     ]
     trained = _mapping(_mapping(result.get("evaluation")).get("trained"))
-    figures += [(f"{name}, trained", _value(_number(trained.get(name)))) for name in ("return", "accuracy", "progress")]
+    figures += [(f"{name}, trained", _value(_number(trained.get(name)))) for name in SHOWN]
     cards = "".join(f"<div><dt>{_text(name)}</dt><dd>{_text(value)}</dd></div>" for name, value in figures if value)
     return f'<dl class="figures">{cards}</dl>' if cards else ""
 
@@ -168,6 +173,19 @@ def _evaluation(evaluation: Any) -> str:
     others = [name for name in columns if name not in shown]
     more = f"<details><summary>Further metrics ({len(others)})</summary>{_table(rows, others)}</details>"
     return _table(rows, shown) + note + more * bool(others)
+
+
+def _chains(chains: Any) -> str:
+    """What a trained language model wrote about problems held out, one completion of each."""
+    if not chains:
+        return ""
+    body = "".join(
+        f'<tr><th scope="row"><code>{_text(each["prompt"])}</code></th><td><code>{_text(each["chain"])}</code></td>'
+        f"<td>{'right' if each['right'] else 'wrong'}</td></tr>"
+        for each in chains
+    )
+    heads = "".join(f'<th scope="col">{name}</th>' for name in ("problem", "chain", "answer"))
+    return f'<div class="card table"><table><thead><tr>{heads}</tr></thead><tbody>{body}</tbody></table></div>'
 
 
 def _table(rows: Mapping[str, Mapping[str, Any]], columns: Sequence[str]) -> str:

@@ -143,8 +143,8 @@ HELP = {
     "noise-clip": "most that is added to its target's",
     "actor-interval": "steps of the optimiser, of which TD3's actor and its targets join one",
     "task": "what problems are about; longhaul reason shows them",
-    "fewest": "operations of a problem, or digits of a number",
-    "most": "likewise",
+    "fewest": "operations of a problem, or digits of a number; at most --most",
+    "most": "likewise, at most",
     "held-out-fewest": "of problems held out, on which a run is evaluated",
     "problems": "to train on",
     "wave": "completions that are sampled together; a matter of speed",
@@ -157,6 +157,7 @@ HELP = {
     "kl-coef": "weight of the KL divergence to the policy before the first update from rewards",
     "group": "completions of a problem",
     "taught": "updates of the warm start, which imitates demonstrations",
+    "curriculum": "share of the warm start over which harder demonstrations join the easiest quarter; 0: all at once",
     "gate-threshold": "soundness below which the policy imitates verified chains; 0: rewards teach always",
     "gate-hysteresis": "how far below the threshold it must fall to be taught again",
     "gate-patience": "looks without a rise after which the gate stays open",
@@ -172,7 +173,7 @@ HELP = {
     "model-eps": "of the root mean square normalisation",
     "model-theta": "base of the rotary frequencies",
     "model-tied": "the embedding is the output's kernel, too",
-    "model-context": "tokens that it is said to be trained on; no bound here",
+    "model-context": "tokens that it is said to be trained on",
     "model-precision": "what its layers compute in; parameters and logits are fp32",
     "model-remat": "what of a layer is computed again for the gradient, in less memory",
     "batch-size": "steps of a step of the optimiser, drawn from the replay, over all devices",
@@ -229,21 +230,17 @@ CHOICES: dict[str, tuple[str, ...]] = {
 
 HIDDEN = ("recipe", "driver", "model", "vocabulary", "rope_scaling")
 """Fields that are no flag: the recipe is named before, who learns drives by the policy, --mesh says both sizes, a
-tokeniser how many tokens there are, and rope scaling is for models that come from elsewhere."""
+tokeniser the vocabulary, and rope scaling is of models from elsewhere."""
 
 SIDE_BY_SIDE = ("seeds", "sweep", "pbt-interval", "together")
 """Flags that make many runs of one."""
 
+PREFIXES = {"gate": "gate", "model": "model", "weights": "reward"}
+"""Of the flags of what lies within a field."""
+
 AUTO = (
-    "mesh",
-    "together",
-    "actors",
-    "threads",
-    "bank-updates",
-    "evaluation-episodes",
-    "log-interval",
-    "block",
-    "base-batch",
+    *("mesh", "together", "actors", "threads", "bank-updates", "evaluation-episodes"),
+    *("log-interval", "block", "base-batch"),
 )
 """Flags whose None is decided from the rest."""
 
@@ -366,8 +363,8 @@ def _name(path: tuple[str, ...]) -> str:
         return "mesh"
     if path[0] == "health":
         return "health" if name == "watch" else f"health-{name}"
-    inner = [prefix for field, prefix in (("gate", "gate"), ("model", "model"), ("weights", "reward")) if field in path]
-    return f"{inner[0]}-{name}" if inner and len(path) > 1 else name
+    inner = [prefix for field, prefix in PREFIXES.items() if field in path[:-1]]
+    return f"{inner[0]}-{name}" if inner else name
 
 
 def _kind(name: str, hint: Any) -> Kind:

@@ -220,3 +220,10 @@ def test_two_shards_are_one_batch() -> None:
 def test_sizes_that_can_not_work_are_named(changes: dict[str, Any], words: str) -> None:
     with pytest.raises(ValueError, match=words.replace("[", r"\[")):
         grpo.check(config(**changes), columns=ROWS, steps=LENGTH)
+
+
+def test_a_warm_start_comes_from_the_easiest_quarter_to_all() -> None:
+    settings = config(taught=100, curriculum=0.6)
+    shares = [float(grpo.reach(settings, jnp.int32(u))) for u in (0, 20, 40, 60, 99)]
+    assert shares == pytest.approx([0.25, 0.25, 0.625, 1.0, 1.0])
+    assert float(grpo.reach(config(taught=100, curriculum=0.0), jnp.int32(1))) == 1.0

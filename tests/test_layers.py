@@ -44,7 +44,8 @@ TABLE = """
 1  priorities replay
 1  sync/manifest sync/images sync/protocol sync/wire sync/files
 1  datasets/projection
-1  scaling/law scaling/rules scaling/compiled scaling/instructions scaling/trace scaling/chips scaling/plan
+1  scaling/law scaling/ceiling scaling/rules scaling/compiled scaling/instructions scaling/trace scaling/chips
+   scaling/plan
 1  datasets/wire datasets/soundness datasets/tfrecord datasets/plain_pickle datasets/outlines datasets/geopackage
 1  driving/scenario driving/codes driving/tiles driving/polylines driving/edges driving/lanes driving/routes
    driving/guides driving/roads driving/extents driving/compile driving/bank
@@ -84,7 +85,8 @@ TABLE = """
    poison policies member_records ranking ending publishing training
    scaling/page
    scaling/grid
-6  recipes workloads peers acting_workloads central_workloads replay_workloads sync_workloads bench scaling/speed
+6  recipes workloads peers acting_workloads central_workloads replay_workloads reasoning_workloads sync_workloads
+   bench scaling/speed
    scaling/profile scaling/subject scaling/agreement scaling/checks
 7  printing live flags settings scaling/command scaling/speed_command scaling/profile_command scaling/plan_command
    scaling/doctor sync_checkpoints sync_shell sync_command

@@ -138,7 +138,7 @@ def test_the_collector_teaches_and_then_samples_in_groups() -> None:
     assert (made.steps, made.env_steps) == (32 * LENGTH, 8 * LENGTH)
     solution = {bytes(np.asarray(p)): np.asarray(s) for p, s in zip(bank.prompt, bank.solution, strict=True)}
     for version, lesson in ((1, sampling.DEMONSTRATED), (2, sampling.SAMPLED), (3, sampling.SOLVED)):
-        speaker = sampling.Speaker(params(), jnp.int32(lesson))
+        speaker = sampling.Speaker(params(), jnp.int32(lesson), jnp.float32(1.0))
         _, data, told = collect(speaker, (), jax.random.key(version), jnp.int32(version))
         wanted = np.stack([solution[bytes(np.asarray(prompt))] for prompt in data.prompt])
         np.testing.assert_array_equal(data.reward, sampling.rewards(wanted, data.token))
@@ -157,6 +157,9 @@ def test_the_collector_teaches_and_then_samples_in_groups() -> None:
         if lesson == sampling.SOLVED:
             np.testing.assert_array_equal(data.token, wanted)
             assert (data.reward == 1.0).all() and (data.soundness == 1.0).all()
+            _, few, _ = collect(speaker._replace(reach=jnp.float32(0.1)), (), jax.random.key(0), jnp.int32(0))
+            first = {bytes(np.asarray(prompt)) for prompt in bank.prompt[:7]}
+            assert {bytes(np.asarray(prompt)) for prompt in few.prompt} <= first
 
 
 def test_what_does_not_fit_a_bank_is_named() -> None:

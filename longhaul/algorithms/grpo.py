@@ -69,6 +69,7 @@ class Config:
     temperature: float = 1.0  # at which completions are sampled
     group: int = 16  # completions of a problem
     taught: int = 0  # updates of the warm start, in which demonstrations are imitated
+    curriculum: float = 0.6  # share of the warm start over which harder ones join the easiest quarter; 0: all at once
     gate: gates.Config = field(default_factory=gates.Config)
     num_minibatches: int | None = 2
     update_epochs: int | None = 1
@@ -110,6 +111,8 @@ def check(config: Config, *, columns: int, steps: int) -> None:
         value = getattr(config, name)
         if value is not None and value < 0:
             raise ValueError(f"{name} is {value}; it must be at least 0")
+    if not 0.0 <= config.curriculum <= 1.0:
+        raise ValueError(f"curriculum is {config.curriculum}; it must lie in 0 to 1")
     for name in ("num_minibatches", "update_epochs", "accumulate"):
         if getattr(config, name) is None or getattr(config, name) < 1:
             raise ValueError(f"{name} is {getattr(config, name)}; it must be at least 1")
@@ -173,6 +176,19 @@ def surrogate(
         return -jax.lax.stop_gradient(bounded) * worth * log_prob, bounded != ratio
     return -jnp.minimum(ratio * worth, bounded * worth), ratio * worth > bounded * worth
 
+
+def reach(config: Config, updates: jax.Array) -> jax.Array:
+    """The share of demonstrations, easier ones first, that a warm start has come to after so many updates.
+
+    The result of a sum depends on both its terms and on neither alone: among many others a model finds that out after
+    hundreds of updates, or never; where a problem is one sum, soon.
+    """
+    behind = updates / jnp.maximum(config.curriculum * config.taught, 1e-6)
+    return EASIEST + (1.0 - EASIEST) * jnp.clip(1.5 * behind - 0.5, 0.0, 1.0).astype(jnp.float32)
+
+
+EASIEST = 0.25
+"""The share of demonstrations that the first third of a curriculum keeps to."""
 
 LAST = 0.1
 """Of the warm start's learning rate, what it ends with: the rate falls in its last third."""
@@ -280,7 +296,9 @@ def grpo(
         """While the gate is closed, verified chains, but for a look at the policy's own every so many updates."""
         looks = (state.updates - config.taught) % config.gate.every == 0
         after = jnp.where(state.gate.open | looks, SAMPLED, SOLVED)
-        return Speaker(state.params, jnp.where(state.updates < config.taught, DEMONSTRATED, after).astype(jnp.int32))
+        warm = state.updates < config.taught
+        lesson = jnp.where(warm, DEMONSTRATED, after).astype(jnp.int32)
+        return Speaker(state.params, lesson, jnp.where(warm, reach(config, state.updates), 1.0))
 
     def worths(data: Completions, reference: Params) -> Batch:
         """The batch of one shard; `weight` says of each token whether it counts."""

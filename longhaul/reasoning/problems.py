@@ -70,10 +70,11 @@ def held_out(config: Reasoning, count: int) -> list[Problem]:
 
 
 def training(config: Reasoning, *, seed: int, without: int, length: int) -> Bank:
-    """The bank of a run of this seed, without the first `without` problems held out; its arrays are NumPy's."""
+    """The bank of a run of this seed, without the first `without` problems held out, those of few steps first."""
     made, rng = task(config), np.random.default_rng(seed)
     never = {problem.prompt for problem in held_out(config, without)}
-    return bank(made, tasks.problems(made, rng, config.problems, without=never), rng, length)
+    found = tasks.problems(made, rng, config.problems, without=never)
+    return bank(made, sorted(found, key=lambda problem: len(problem.steps)), rng, length)
 
 
 def spec(config: Reasoning, length: int) -> Spec:

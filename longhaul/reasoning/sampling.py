@@ -30,7 +30,7 @@ UNBOUNDED = 2**30
 
 
 class Bank(NamedTuple):
-    """M problems as tokens: prompts padded on the left, the rest on the right."""
+    """M problems as tokens, easier ones first: prompts padded on the left, the rest on the right."""
 
     prompt: jax.Array  # int32 [M, P]
     solution: jax.Array  # int32 [M, N], with all steps
@@ -60,6 +60,11 @@ class Completions(NamedTuple):
         return self.lesson != SAMPLED
 
 
+def together(parts: Sequence[Completions]) -> Completions:
+    """Completions of several samplers as one batch, whole groups side by side."""
+    return jax.tree.map(lambda *each: jnp.concatenate(each), *parts)
+
+
 SAMPLED, DEMONSTRATED, SOLVED = range(3)
 """Lessons: completions of the policy's own, the bank's demonstrations, its verified solutions."""
 
@@ -69,6 +74,7 @@ class Speaker(NamedTuple):
 
     params: Params
     lesson: jax.Array  # int32: what the next completions are to be
+    reach: jax.Array  # float32: of the bank, from its beginning, the share that may be imitated
 
 
 @dataclass(frozen=True)
@@ -186,10 +192,11 @@ def scored(logits: jax.Array, temperature: float) -> jax.Array:
     )
 
 
-def sampler(config: model.Config, length: int, temperature: float) -> Callable[..., Drawn]:
+def sampler(config: model.Config, length: int, temperature: float, *, ends: bool = True) -> Callable[..., Drawn]:
     """(params, prompt [B, P], key, budget) -> completions of at most `length` tokens, as one loop of decode steps.
 
-    `budget` int32: the most steps of each. It ends with the longest completion. `adapters` may be given, too.
+    `budget` int32: the most steps of each. It ends with the longest completion; where nothing `ends`, with the last
+    token that is allowed. `adapters` may be given, too.
     """
     if temperature < 0.0:
         raise ValueError(f"temperature is {temperature}; it must be at least 0")
@@ -227,7 +234,7 @@ def sampler(config: model.Config, length: int, temperature: float) -> Callable[.
             logits, cache = model.forward(
                 config, params, token[:, None], (~now.ended)[:, None], now.cache, adapters
             )  # fmt: skip
-            ended = now.ended | (token == tokens.END)
+            ended = now.ended | (token == tokens.END) & ends
             assert cache is not None
             return _Decoding(now.t + 1, cache, logits[:, 0], drawn, count, answering, ended)
 
@@ -297,26 +304,27 @@ def collector(config: model.Config, problems: Bank, sampling: Sampling, *, promp
     def start(key: Key) -> tuple[()]:
         return ()
 
-    def of_the_bank(params: Params, key: Key, text: jax.Array) -> tuple[jax.Array, Drawn]:
-        which = jax.random.randint(key, (rows,), 0, count)
+    def of_the_bank(speaker: Speaker, key: Key, text: jax.Array) -> tuple[jax.Array, Drawn]:
+        reach = jnp.clip(jnp.ceil(count * speaker.reach).astype(jnp.int32), 1, count)
+        which = jax.random.randint(key, (rows,), 0, reach)
         written = text[which] != tokens.PAD
         return which, Drawn(text[which], written, written, jnp.zeros(written.shape))
 
-    def sampled(params: Params, key: Key) -> tuple[jax.Array, Drawn]:
+    def sampled(speaker: Speaker, key: Key) -> tuple[jax.Array, Drawn]:
         key_which, key_sample = jax.random.split(key)
         which = jnp.repeat(jax.random.randint(key_which, (prompts,), 0, count), sampling.group)
-        return which, sample(params, problems.prompt[which], key_sample, jnp.int32(UNBOUNDED))
+        return which, sample(speaker.params, problems.prompt[which], key_sample, jnp.int32(UNBOUNDED))
 
     lessons = (
         sampled,
-        lambda params, key: of_the_bank(params, key, problems.demonstration),
-        lambda params, key: of_the_bank(params, key, problems.solution),
+        lambda speaker, key: of_the_bank(speaker, key, problems.demonstration),
+        lambda speaker, key: of_the_bank(speaker, key, problems.solution),
     )
 
     def collect(
         speaker: Speaker, carry: tuple[()], key: Key, version: jax.Array
     ) -> tuple[tuple[()], Completions, Metrics]:
-        which, drawn = jax.lax.switch(speaker.lesson, lessons, speaker.params, key)
+        which, drawn = jax.lax.switch(speaker.lesson, lessons, speaker, key)
         solution, text = problems.solution[which], drawn.token
         reward, sound = rewards(solution, text), soundness(solution, text)
         groups = reward.reshape(prompts, sampling.group)

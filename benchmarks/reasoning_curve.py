@@ -1,0 +1,93 @@
+"""Curves of runs of a reasoning recipe, in one small file: quality held out at every checkpoint, reward in training.
+
+    longhaul train reasoning-arithmetic --seed 0 --run-name a --save-interval 25 --keep-every 25
+    python -m benchmarks.reasoning_curve runs/a [runs/b ...] --json FILE
+
+A point is of one record: its update, seconds, reward and soundness of the policy's own completions, or None while
+demonstrations are imitated. Where the curve of a run has bent, its ceiling is told, over updates from rewards.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from longhaul import evaluation, feed, learners, telemetry
+from longhaul import mesh as meshes
+from longhaul.checkpoint import Checkpoints, Found
+from longhaul.folders import load_run
+from longhaul.run import prepare_devices
+from longhaul.scaling import ceiling
+from longhaul.types import Progress
+
+
+def held_out(folder: Path) -> list[dict[str, Any]]:
+    """The quality of each checkpoint that was kept."""
+    run = load_run(folder)
+    prepare_devices(run.all_devices, run.threads)
+    algorithm = learners.make(feed.spec(run), run.algorithm, updates=1, mean=meshes.identity)
+    begun = jax.jit(algorithm.init)(jax.random.key(run.seed))
+    score = evaluation.reasoner(run, run.evaluation_episodes or 256)
+    like = Progress(begun, (), (), jnp.int32(0))  # type: ignore[arg-type]
+    found = []
+    with closing(Checkpoints(folder / "checkpoints")) as checkpoints:
+        for path in sorted((folder / "checkpoints").glob("[0-9]*"), key=lambda path: int(path.name.split(".")[0])):
+            manifest = json.loads((path / "manifest.json").read_text())
+            restored = checkpoints.restore(Found(path.name, manifest), like, part=True)
+            scores, _ = score(algorithm.policy(restored.progress.state))
+            means = {name: round(value, 4) for name, value in scores.means().items()}
+            found.append({"update": int(restored.progress.updates)} | means)
+    return found
+
+
+def curve(folder: Path) -> dict[str, Any]:
+    """What a run told, and where its reward ends."""
+    about, records = json.loads((folder / "run.json").read_text()), telemetry.read(folder / "metrics.jsonl")
+    taught = about["run"]["algorithm"]["taught"]
+    points = [
+        {
+            "update": row["update"], "seconds": round(row["wall_seconds"], 1),
+            "reward": None if row["grpo/taught"] > 0 else round(row["episode/return"], 4),
+            "soundness": None if row["grpo/taught"] > 0 else round(row["episode/soundness"], 4),
+            "steps": round(row["episode/steps"], 3), "imitation_loss": round(row["grpo/imitation_loss"], 4),
+            "gate_open": row["grpo/gate_open"],
+        }
+        for row in records
+    ]  # fmt: skip
+    rewarded = [point for point in points if point["reward"] is not None]
+    told: dict[str, Any] = {"ceiling": None}
+    try:
+        updates = np.array([point["update"] - taught for point in rewarded], float)
+        rewards = np.array([point["reward"] for point in rewarded])
+        fit = ceiling.fit(updates, rewards, start=float(rewards[0]) if len(rewards) else 0.0)
+        told["ceiling"] = {**fit.law._asdict(), "error": fit.error, "intervals": fit.intervals}
+    except ValueError as error:
+        told["why"] = str(error)
+    done = folder / "result.json"
+    result = json.loads(done.read_text()) if done.exists() else {}
+    shown = ("evaluation", "train_seconds", "compile_seconds", "wall_seconds", "parameters", "params_sha256")
+    return {
+        "seed": about["run"]["seed"], "commit": about.get("commit"), "devices": about["run"]["devices"],
+        "result": {name: result.get(name) for name in shown}, "held_out": held_out(folder), "points": points, **told,
+    }  # fmt: skip
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("runs", nargs="+", type=Path)
+    parser.add_argument("--json", type=Path, required=True)
+    parser.add_argument("--note", default="", help="what else to say of how it was measured")
+    given = parser.parse_args()
+    told = {"note": given.note, "curves": {folder.name: curve(folder) for folder in given.runs}}
+    given.json.write_text(json.dumps(told) + "\n")
+
+
+if __name__ == "__main__":
+    main()

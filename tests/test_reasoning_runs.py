@@ -1,0 +1,140 @@
+"""A run on prompts: held out is held out, quality by hand, and a run that was stopped ends as one that was not."""
+
+from __future__ import annotations
+
+import dataclasses
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from longhaul import run as runs
+from longhaul import training
+from longhaul.algorithms import grpo
+from longhaul.checkpoint import Checkpoints
+from longhaul.reasoning import model, problems, quality, sampling, tasks, tokens
+from longhaul.run import Reasoning, Run, RunError
+from tests.small_runs import after, begin, make_quick, records, result, resume
+
+TASK = Reasoning(problems=64, most=3)
+MODEL = model.Config(width=16, layers=1, heads=1, kv_heads=1, head_dim=16, hidden=16)
+LENGTH = 21
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _programs() -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patch:
+        make_quick(patch)
+        yield
+
+
+def small(**changes: Any) -> Run:
+    """Six updates of 2 problems in calls of 1, the first two of them taught; a checkpoint every 2."""
+    settings: dict[str, Any] = {
+        "environment": TASK,
+        "algorithm": grpo.Config(model=MODEL, group=4, taught=2, lr_taught=1e-2, lr=1e-2),
+        "total_steps": 6 * 8 * LENGTH,
+        "num_envs": 2,
+        "num_steps": LENGTH,
+        "devices": 1,
+        "block": 1,
+        "log_interval": 1,
+        "save_interval": 2,
+        "evaluation_episodes": 8,
+    }
+    return runs.resolve(Run("small-reasoning", **(settings | changes)))
+
+
+def test_a_run_that_was_stopped_ends_as_one_that_was_not(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    whole, folder = tmp_path / "whole", tmp_path / "stopped"
+    assert begin(small(), whole).code == 0
+    found = records(whole)
+    assert [record["grpo/taught"] for record in found] == [1.0, 1.0, 0.0, 0.0, 0.0, 0.0]
+    assert all(record["grpo/mismatch"] < 1e-5 for record in found)
+    for save in (1, 1):  # in the warm start, and behind it
+        with monkeypatch.context() as patch:
+            stop = after(save, lambda: signal.raise_signal(signal.SIGTERM), Checkpoints.save)
+            patch.setattr(Checkpoints, "save", stop)
+            outcome = resume(folder) if folder.exists() else begin(small(), folder)
+        assert outcome == (training.STOPPED, None)
+    assert resume(folder).code == 0
+    assert records(folder) == found
+    assert result(folder) == result(whole)
+    assert len(result(folder)["params_sha256"]) == 64
+
+
+# ---------------------------------------------------------------------------------------------------------- held out
+
+
+def test_no_run_trains_on_what_is_held_out() -> None:
+    asked = problems.held_out(TASK, 40)
+    never = {bytes(np.array(tokens.encode(problem.prompt))) for problem in asked}
+    assert len(never) == 40
+    assert min(len(problem.steps) for problem in asked) == 2
+    banks = [problems.training(TASK, seed=seed, without=40, length=LENGTH) for seed in (0, 1)]
+    for bank in banks:
+        prompts = {bytes(row[row != tokens.PAD].astype(np.int64)) for row in np.asarray(bank.prompt)}
+        assert not never & prompts
+    assert not np.array_equal(banks[0].prompt, banks[1].prompt)
+    assert problems.held_out(TASK, 60)[:40] == asked  # more are asked, and the first stay
+
+
+# ----------------------------------------------------------------------------------------------------------- quality
+
+
+def measured(texts: list[str]) -> dict[str, list[float]]:
+    """The quality of completions of "3+4-2=", and of as many of "1+1="."""
+    task = tasks.arithmetic(1, 4)
+    assert task.posed is not None
+    bank = sampling.bank(task, [task.posed("3+4-2="), task.posed("1+1=")], np.random.default_rng(0), LENGTH)
+    rows = [tokens.encode(text) for text in texts]
+    token = jnp.array([row + [tokens.PAD] * (LENGTH - len(row)) for row in rows], jnp.int32)
+    drawn = sampling.Drawn(token, token != tokens.PAD, token != tokens.PAD, jnp.zeros(token.shape))
+    found = jax.jit(quality.quality, static_argnums=2)(bank, drawn, len(texts) // 2)
+    return {name: np.asarray(value).tolist() for name, value in found._asdict().items()}
+
+
+def test_quality_by_hand() -> None:
+    found = measured(["3+4=2;2-2=0;>0$", ">1$", ">1$", "3+4=2;", "1+1=2;>2$", ">2$", ">0$", ">4$"])
+    assert found["pass_at_1"] == [0.25, 0.5]
+    assert found["pass_at_k"] == [1.0, 1.0]
+    assert found["majority_at_k"] == [0.0, 1.0]
+    assert found["soundness"] == [0.375, 0.25]
+    assert found["reasoned"] == [0.5, 0.25]
+    assert found["steps"] == [0.75, 0.25]
+    assert found["truncated"] == [0.25, 0.0]
+    assert found["length"] == [pytest.approx(27 / 4), pytest.approx((9 + 3 + 3 + 3) / 4)]
+
+
+def test_a_perfect_policy_and_one_that_never_ends() -> None:
+    perfect = measured(["3+4=2;2-2=0;>0$"] * 2 + ["1+1=2;>2$"] * 2)
+    for name in ("pass_at_1", "pass_at_k", "majority_at_k", "soundness", "reasoned"):
+        assert perfect[name] == [1.0, 1.0], name
+    endless = measured(["3+4=2;"] * 4)
+    for name in ("pass_at_1", "pass_at_k", "majority_at_k"):
+        assert endless[name] == [0.0, 0.0], name
+    assert endless["truncated"] == [1.0, 1.0]
+
+
+# ---------------------------------------------------------------------------------------------------------- refusals
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"environment": dataclasses.replace(TASK, task="countdown")}, "--task is 'countdown'; it must be one of"),
+        ({"environment": dataclasses.replace(TASK, fewest=4)}, "--fewest is 4; it must lie in 1 to --most, 3"),
+        ({"environment": runs.Named("cartpole")}, "learn from prompts, and nothing else does"),
+        ({"topology": "central"}, "completions are sampled by the learner or its threads"),
+        ({"num_envs": 3, "algorithm": grpo.Config(model=MODEL, group=3)}, "--num-minibatches is 2"),
+        ({"algorithm": grpo.Config(model=dataclasses.replace(MODEL, heads=0))}, "--model-heads is 0"),
+    ],
+)
+def test_what_can_not_be_is_one_line(changes: dict[str, Any], words: str) -> None:
+    with pytest.raises(RunError, match=words):
+        small(**changes)
