@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import jax
 
 from longhaul import networks
-from longhaul.algorithms import actor_critic, bc, dqn, impala, ppo, sac, td3
+from longhaul.algorithms import actor_critic, apg, bc, dqn, impala, ppo, sac, td3
 from longhaul.replay import Sizes
 from longhaul.types import Algorithm, PyTree, Spec
 
@@ -22,7 +22,7 @@ OnPolicy = ppo.Config | impala.Config
 OffPolicy = sac.Config | dqn.Config | td3.Config
 """Of algorithms that learn from a replay (algorithms/off_policy.py)."""
 
-Config = OnPolicy | OffPolicy | bc.Config
+Config = OnPolicy | OffPolicy | bc.Config | apg.Config
 """Of any algorithm. A run.json that does not say which is of the first."""
 
 
@@ -41,6 +41,7 @@ LEARNERS: dict[type, Learner] = {
     ppo.Config: Learner("ppo", "PPO", ppo.ppo, ppo.check, actor_critic.network),
     impala.Config: Learner("impala", "IMPALA, or APPO", impala.impala, impala.check, actor_critic.network),
     bc.Config: Learner("bc", "behaviour cloning", bc.bc, bc.check, actor_critic.network),
+    apg.Config: Learner("apg", "analytic policy gradient", apg.apg, apg.check, actor_critic.network),
     dqn.Config: Learner("dqn", "DQN", dqn.dqn, dqn.check, dqn.network),
     sac.Config: Learner("sac", "SAC", sac.sac, sac.check, sac.network),
     td3.Config: Learner("td3", "TD3", td3.td3, td3.check, td3.network),
@@ -56,8 +57,8 @@ def on_policy(config: Config) -> OnPolicy:
     """`config`, where it is of an algorithm that passes over a rollout in minibatches; else ValueError."""
     if isinstance(config, OffPolicy):
         raise ValueError(f"{of(config).title} learns from a replay, and this is for algorithms without: PPO, IMPALA")
-    if isinstance(config, bc.Config):
-        raise ValueError(f"{of(config).title} learns from an expert, and this is for algorithms without: PPO, IMPALA")
+    if not isinstance(config, OnPolicy):
+        raise ValueError(f"{of(config).title} does not learn from rewards alone; this is for PPO, IMPALA")
     return config
 
 
@@ -65,7 +66,12 @@ def guidance(config: Config) -> float | None:
     """The share of the worlds that an expert drives, where the algorithm asks one; None where it asks nobody."""
     if isinstance(config, bc.Config) and not config.recorded:
         return config.expert_share
-    return None
+    return config.expert_share if isinstance(config, sac.Config) and config.imitation else None
+
+
+def pathwise(config: Config) -> apg.Config | None:
+    """`config`, where the algorithm learns from gradients through the environment."""
+    return config if isinstance(config, apg.Config) else None
 
 
 def recorded(config: Config) -> tuple[str, ...]:
@@ -96,7 +102,8 @@ def make(
     """
     if isinstance(config, OffPolicy):
         return of(config).make(spec, config, updates=updates, mean=mean, apart=apart, sizes=sizes)
-    return of(config).make(spec, config, updates=updates, mean=mean, apart=apart, first=first, done=done, split=split)
+    more = {} if isinstance(config, apg.Config) else {"split": split}
+    return of(config).make(spec, config, updates=updates, mean=mean, apart=apart, first=first, done=done, **more)
 
 
 def check(config: Config, sizes: Sizes) -> None:

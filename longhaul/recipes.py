@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 from longhaul import learners
 from longhaul.actors.settings import Acting
-from longhaul.algorithms import bc, dqn, impala, ppo, sac, td3
+from longhaul.algorithms import apg, bc, dqn, impala, ppo, sac, td3
 from longhaul.driving import simulator
 from longhaul.health import Bounds
 from longhaul.run import Driving, Named, Run, RunError
@@ -213,6 +213,44 @@ def driving_bc() -> Run:
     )  # fmt: skip
 
 
+def driving_sac() -> Run:
+    """Driving by SAC from a replay that keeps observations in bf16."""
+    return Run(
+        "driving-sac",
+        Driving(simulator=simulator.Config(actions="continuous")),
+        sac.Config(
+            lr=5e-4, gamma=0.98, tau=0.01, batch_size=256, gradient_steps=8, learning_starts=5_000,
+            replay_size=400_000, replay_precision="bf16", torso="deepset", hidden_dim=128, num_layers=2,
+        ),
+        total_steps=1_000_000,
+        num_envs=64,
+        num_steps=4,
+        health=Bounds(solved=6.5),
+    )  # fmt: skip
+
+
+def driving_bcsac() -> Run:
+    """Driving by BC-SAC: SAC among whose worlds are some that the expert drives, whose actions it finds likely."""
+    base = driving_sac()
+    assert isinstance(base.algorithm, sac.Config)
+    return dataclasses.replace(
+        base, recipe="driving-bcsac", algorithm=dataclasses.replace(base.algorithm, imitation=0.1, expert_share=0.25)
+    )
+
+
+def pendulum_apg() -> Run:
+    """Pendulum-v1 by analytic policy gradient: through the pendulum's own motion, by next to no samples."""
+    return Run(
+        "pendulum-apg",
+        Named("pendulum"),
+        apg.Config(lr=5e-3, gamma=0.99, max_grad_norm=1.0),
+        total_steps=1_000_000,
+        num_envs=64,
+        num_steps=64,
+        health=Bounds(solved=-200.0),
+    )
+
+
 def cloning() -> Run:
     """Behaviour cloning of what was recorded in any environment: give --env NAME and --recorded FILES."""
     return Run("bc", Named("cartpole"), bc.Config(), total_steps=500_000, num_envs=16, num_steps=32)
@@ -354,8 +392,11 @@ RECIPES: dict[str, Callable[[], Run]] = {
     "pendulum": pendulum,
     "pendulum-sac": pendulum_sac,
     "pendulum-td3": pendulum_td3,
+    "pendulum-apg": pendulum_apg,
     "driving": driving,
     "driving-bc": driving_bc,
+    "driving-sac": driving_sac,
+    "driving-bcsac": driving_bcsac,
     "driving-selfplay": selfplay,
     "driving-log": logged,
     "driving-large": large,

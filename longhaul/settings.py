@@ -88,6 +88,8 @@ HELP = {
     "reward-heading": "for 1 - cos of the angle to the route, a step",
     "recorded": "what to imitate: .npz files of observation and action, or folders of them; none: the expert shows it",
     "expert-share": "of the worlds that the expert drives; in the others the policy does, and he says what he would",
+    "imitation": "weight of how unlikely SAC finds what an expert did (BC-SAC); 0: nobody is asked",
+    "detach": "APG's gradient passes through what the policy does, and not through what it sees",
     "lr": "learning rate",
     "optimiser": "RMSProp, or Adam",
     "rms-decay": "share of its past that RMSProp's second moment keeps in a step",
@@ -219,7 +221,7 @@ CHANGEABLE = (
     *("rms-decay", "rms-eps", "vtrace-lambda", "rho-clip", "c-clip", "reward-clip"),
     *("chunk", "accumulate", "precision", "remat"),
     *("tau", "target-entropy", "batch-size", "gradient-steps", "importance-exponent"),
-    "expert-share",
+    *("expert-share", "detach"),
     *("noise", "target-noise", "noise-clip", "actor-interval"),
     *("double", "epsilon", "epsilon-final", "exploration"),
 )

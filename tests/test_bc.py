@@ -20,6 +20,7 @@ from longhaul.driving import drivers, dynamics
 from longhaul.driving.dynamics import Drive, Motion
 from longhaul.environment import advising, vectorise
 from longhaul.envs.probes import PROBES
+from longhaul.feed import feed
 from longhaul.rollout import Guide, collector
 from longhaul.run import Driving, Named, Run, RunError
 from longhaul.topologies import fused
@@ -220,7 +221,6 @@ def test_masks_and_names_of_parts_are_kept(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("run", "message"),
     [
-        (Run("x", Named("cartpole"), bc.Config()), "nobody to imitate in cartpole; give --recorded"),
         (Run("x", Driving(), bc.Config(recorded=("a.npz",))), "--recorded is a.npz"),
         (Run("x", Driving(), bc.Config(), topology="actors"), "--topology is actors"),
         (Run("x", Driving(), bc.Config(expert_share=1.5)), "--expert-share is 1.5; it must lie in 0 to 1"),
@@ -230,6 +230,11 @@ def test_masks_and_names_of_parts_are_kept(tmp_path: Path) -> None:
 def test_a_run_that_has_nobody_to_imitate_is_refused(run: Run, message: str) -> None:
     with pytest.raises(RunError, match=message):
         runs.resolve(replace(run, devices=1))
+
+
+def test_without_a_record_nobody_is_there_to_imitate() -> None:
+    with pytest.raises(RunError, match="nobody to imitate in cartpole; give --recorded"):
+        feed(runs.resolve(Run("x", Named("cartpole"), bc.Config(), devices=1)))
 
 
 @pytest.mark.slow
