@@ -202,12 +202,22 @@ def driving() -> Run:
 
 
 def driving_bc() -> Run:
-    """Driving by behaviour cloning: what the driver of each log did, or in generated scenarios that of the traffic."""
+    """Driving by behaviour cloning: what the driver of each log did, or in generated scenarios that of the traffic.
+
+    In half of the worlds the policy drives and is told what he would do. After 3 M steps of seed 0, on 128 generated
+    scenarios not trained in: accuracy 0.992, no collision, nobody off the road, 0.024 of the red lights run, progress
+    0.970. Beside it, in the same scenarios, the Intelligent Driver Model: accuracy 0.992, collisions 0.008, progress
+    0.991. With the expert in all worlds (plain cloning), after 0.5 M steps in 256 scenarios: accuracy 0.805, collisions
+    0.086, off the road 0.094, progress 0.879.
+    """
     return Run(
         "driving-bc",
         Driving(),
-        bc.Config(lr=1e-3, hidden_dim=128, num_layers=2, activation="tanh", torso="deepset", num_minibatches=8),
-        total_steps=4_000_000,
+        bc.Config(
+            lr=1e-3, hidden_dim=128, num_layers=2, activation="tanh", torso="deepset", num_minibatches=8,
+            expert_share=0.5,
+        ),
+        total_steps=3_000_000,
         num_envs=256,
         num_steps=32,
     )  # fmt: skip

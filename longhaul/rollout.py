@@ -34,7 +34,7 @@ class Guide(NamedTuple):
     """An expert beside the policy, who is asked at every step."""
 
     advise: Advise
-    share: float  # of the worlds, the first ones: there his action is done, where he has one
+    share: float  # of the worlds, rounded up, the first ones: there his action is done, where he has one
 
 
 class Carry(NamedTuple):
@@ -89,7 +89,7 @@ def collector(
     starts = min(16, math.ceil(steps / 8)) if starts is None else starts
     slots = math.ceil(steps / (worlds.spec.truncation_interval or steps))
     masked = worlds.spec.agents is not None
-    led = round((guide.share if guide else 0.0) * worlds.worlds) * (worlds.columns // worlds.worlds)
+    led = math.ceil((guide.share if guide else 0.0) * worlds.worlds) * (worlds.columns // worlds.worlds)
 
     def start(key: Key) -> Carry:
         state, observation = worlds.reset(key)

@@ -14,13 +14,12 @@ from longhaul import learners
 from longhaul import mesh as meshes
 from longhaul import run as runs
 from longhaul.algorithms import apg
-from longhaul.algorithms.actor_critic import Policy
 from longhaul.environment import time_limit, vectorise
 from longhaul.rollout import pathwise
 from longhaul.run import Named, Run, RunError
 from longhaul.types import Box, Discrete, Key, Measure, Spec, TimeStep, transition
 
-PUSH, COST, STEPS = 0.5, 0.1, 8
+PUSH, COST, STEPS, GAMMA = 0.5, 1.0, 8, 0.95
 
 
 @dataclass(frozen=True)
@@ -50,71 +49,63 @@ class Regulator:
 REGULATOR = time_limit(Regulator(), STEPS)
 
 
-def best_gain() -> float:
-    """a = -gain x, of an endless horizon: the fixed point of Riccati's equation, by the definition."""
-    worth = 0.0  # of x^2 afterwards
-    for _ in range(100):
-        weight = 1.0 + worth
-        gain = weight * PUSH / (COST + weight * PUSH**2)
-        worth = weight * (1.0 - PUSH * gain) ** 2 + COST * gain**2
-    return gain
+def cost(gain: np.ndarray) -> np.ndarray:
+    """What a = -gain x costs in an episode, the mean over its beginnings: E[x^2] of -1 .. 1 is 1/3."""
+    shrinks = (1.0 - PUSH * gain[:, None]) ** 2
+    each = (GAMMA * shrinks) ** np.arange(STEPS) * (shrinks + COST * gain[:, None] ** 2)
+    return np.asarray(each.sum(axis=1) / 3.0)
 
 
-def made(updates: int, **changes: Any) -> tuple[Any, Any]:
-    settings: dict[str, Any] = {"lr": 2e-2, "gamma": 1.0, "hidden_dim": 16, "num_layers": 1}
-    how = settings | changes
-    algorithm = learners.make(REGULATOR.spec, apg.Config(**how), updates=updates, mean=meshes.identity)
-    collect = pathwise(
-        vectorise(REGULATOR, 32), algorithm.act, algorithm.memory, steps=STEPS, gamma=how["gamma"],
-        detach=how.get("detach", False),
-    )  # fmt: skip
-    return algorithm, collect
+@pytest.fixture(scope="module")
+def collected() -> Any:
+    """(algorithm, its beginning, (policy, carry, key) -> (carry, data), compiled once)."""
+    config = apg.Config(lr=2e-2, gamma=GAMMA, hidden_dim=16, num_layers=1)
+    algorithm = learners.make(REGULATOR.spec, config, updates=300, mean=meshes.identity)
+    collect = pathwise(vectorise(REGULATOR, 32), algorithm.act, algorithm.memory, steps=STEPS, gamma=GAMMA)
+    begun = algorithm.init(jax.random.key(0)), collect.start(jax.random.key(1))
+    return algorithm, begun, jax.jit(lambda policy, carry, key: collect.collect(policy, carry, key, jnp.int32(0))[:2])
 
 
-def test_the_gradient_is_that_of_finite_differences() -> None:
+def test_the_gradient_is_that_of_finite_differences(collected: Any) -> None:
     """Across an episode's end, and with a discount; along three directions of the parameters."""
-    algorithm, collect = made(1, gamma=0.9)
-    carry = collect.start(jax.random.key(1))
+    algorithm, (state, carry), collect = collected
     begun = carry.worlds.state
     carry = carry._replace(worlds=carry.worlds._replace(state=begun._replace(steps=begun.steps + 3)))
 
-    @jax.jit
-    def told(policy: Any) -> Any:
-        data = collect.collect(policy, carry, jax.random.key(2), jnp.int32(0))[1]
-        return data.told["objective"], data.gradient
+    def objective(policy: Any) -> float:
+        return float(collect(policy, carry, jax.random.key(2))[1].told["objective"])
 
-    policy = jax.tree.map(lambda x: 3.0 * x, algorithm.policy(algorithm.init(jax.random.key(0))))
-    gradient = told(policy)[1]
+    policy = jax.tree.map(lambda x: 3.0 * x, algorithm.policy(state))
+    gradient = collect(policy, carry, jax.random.key(2))[1].gradient
     rng, step = np.random.default_rng(0), 1e-2
     for _ in range(3):
         along = jax.tree.map(lambda x: jnp.asarray(rng.normal(size=x.shape) / 5, jnp.float32), policy)
-        ahead, behind = (told(jax.tree.map(lambda x, d, s=s: x + s * d, policy, along))[0] for s in (step, -step))
-        wanted = (float(ahead) - float(behind)) / (2 * step)
+        ahead, behind = (objective(jax.tree.map(lambda x, d, s=s: x + s * d, policy, along)) for s in (step, -step))
+        wanted = (ahead - behind) / (2 * step)
         found = sum(float(jnp.sum(x * d)) for x, d in zip(jax.tree.leaves(gradient), jax.tree.leaves(along)))
-        assert found == pytest.approx(wanted, rel=1e-2, abs=2e-3)
-        assert abs(wanted) > 2e-2
+        assert found == pytest.approx(wanted, rel=2e-2, abs=2e-3)
+        assert abs(wanted) > 1e-2
 
 
-def test_it_finds_the_best_gain() -> None:
-    """That of an endless horizon, near enough: the last of eight steps alone would do less."""
-    updates = 400
-    algorithm, collect = made(updates)
-
-    def update(carried: Any, i: jax.Array) -> Any:
-        state, carry = carried
-        carry, data, _ = collect.collect(algorithm.policy(state), carry, jax.random.key(i), i)
-        state, metrics = algorithm.learn(state, data, jax.random.key(0))
-        return (state, carry), metrics
-
-    begun = algorithm.init(jax.random.key(0)), collect.start(jax.random.key(1))
-    (state, _), metrics = jax.jit(lambda: jax.lax.scan(update, begun, jnp.arange(updates)))()
-    x = jnp.linspace(-0.8, 0.8, 9)[:, None]
-    action = algorithm.act(algorithm.policy(state), (), x, None)[0]
-    np.testing.assert_allclose(action, -best_gain() * x, atol=0.15)
-    objective = np.asarray(metrics["apg/objective"])
-    paid = [STEPS * np.mean(objective[k]) / STEPS for k in (slice(0, 5), slice(-20, None))]
-    assert paid[1] > 0.3 * paid[0]  # both are below 0
-    assert isinstance(algorithm.policy(state), Policy)
+def test_it_finds_the_best_gain(collected: Any) -> None:
+    """Known by trying all. Who looks one step ahead only would pay 32 % more."""
+    algorithm, (state, carry), collect = collected
+    learn = jax.jit(algorithm.learn)
+    for i in range(300):
+        carry, data = collect(algorithm.policy(state), carry, jax.random.key(i))
+        state, _ = learn(state, data, jax.random.key(0))
+    act = jax.jit(lambda x: algorithm.act(algorithm.policy(state), (), x, None)[0])
+    x = np.linspace(-1.0, 1.0, 201, dtype=np.float32)[:, None]
+    paid, weight = 0.0, np.full_like(x, 1.0 / 200)  # the mean over -1 .. 1, by the trapezoidal rule
+    weight[[0, -1]] /= 2.0
+    for t in range(STEPS):
+        action = np.asarray(act(x))
+        x = x + PUSH * action
+        paid += GAMMA**t * float(np.sum(weight * (x**2 + COST * action**2)))
+    gains = np.linspace(0.0, 2.0, 2001)
+    best, short = cost(gains).min(), cost(np.array([PUSH / (COST + PUSH**2)]))[0]
+    assert short > 1.3 * best
+    assert best * 0.98 < paid < best * 1.02
 
 
 def test_what_has_no_gradient_is_refused() -> None:
