@@ -139,6 +139,9 @@ def feed(run: Run, origin: Origin = BEGINNING) -> Feed:
         if files := learners.recorded(run.algorithm):
             found = recordings.read(files, environment.spec)
             return Feed(lambda context: environment, once(_send(run, found)), about=_told(found))
+        if learners.guidance(run.algorithm) is not None:
+            title = learners.of(run.algorithm).title
+            raise RunError(f"{title} has nobody to imitate in {task.env}; give --recorded FILES, or train driving-bc")
         return Feed(lambda context: environment, once(()))
     if task.bank is not None:
         for path in sources.expand(task.data):

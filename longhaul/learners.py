@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import jax
 
 from longhaul import networks
-from longhaul.algorithms import actor_critic, bc, dqn, grpo, impala, ppo, pqn, sac, td3
+from longhaul.algorithms import actor_critic, apg, bc, dqn, grpo, impala, ppo, pqn, sac, td3
 from longhaul.replay import Sizes
 from longhaul.types import Algorithm, PyTree, Spec
 
@@ -25,7 +25,7 @@ OffPolicy = sac.Config | dqn.Config | td3.Config
 Reasoner = grpo.Config
 """Of algorithms that learn from completions of prompts (reasoning/sampling.py)."""
 
-Config = OnPolicy | pqn.Config | OffPolicy | Reasoner | bc.Config
+Config = OnPolicy | pqn.Config | OffPolicy | Reasoner | bc.Config | apg.Config
 """Of any algorithm. A run.json that does not say which is of the first."""
 
 
@@ -45,6 +45,7 @@ LEARNERS: dict[type, Learner] = {
     impala.Config: Learner("impala", "IMPALA, or APPO", impala.impala, impala.check, actor_critic.network),
     pqn.Config: Learner("pqn", "PQN", pqn.pqn, pqn.check, pqn.network),
     bc.Config: Learner("bc", "behaviour cloning", bc.bc, bc.check, actor_critic.network),
+    apg.Config: Learner("apg", "analytic policy gradient", apg.apg, apg.check, actor_critic.network),
     dqn.Config: Learner("dqn", "DQN", dqn.dqn, dqn.check, dqn.network),
     sac.Config: Learner("sac", "SAC", sac.sac, sac.check, sac.network),
     td3.Config: Learner("td3", "TD3", td3.td3, td3.check, td3.network),
@@ -63,10 +64,8 @@ def on_policy(config: Config) -> OnPolicy:
         raise ValueError(f"{of(config).title} learns from a replay, and this is for algorithms without: PPO, IMPALA")
     if isinstance(config, pqn.Config):
         raise ValueError("PQN has values and no policy, and this is for algorithms with one: PPO, IMPALA")
-    if isinstance(config, Reasoner):
-        raise ValueError(f"{of(config).title} learns from completions, and this is for PPO and IMPALA")
-    if isinstance(config, bc.Config):
-        raise ValueError(f"{of(config).title} learns from an expert, and this is for algorithms without: PPO, IMPALA")
+    if not isinstance(config, OnPolicy):
+        raise ValueError(f"{of(config).title} does not learn from rewards alone; this is for PPO, IMPALA")
     return config
 
 
@@ -74,7 +73,12 @@ def guidance(config: Config) -> float | None:
     """The share of the worlds that an expert drives, where the algorithm asks one; None where it asks nobody."""
     if isinstance(config, bc.Config) and not config.recorded:
         return config.expert_share
-    return None
+    return config.expert_share if isinstance(config, sac.Config) and config.imitation else None
+
+
+def pathwise(config: Config) -> apg.Config | None:
+    """`config`, where the algorithm learns from gradients through the environment."""
+    return config if isinstance(config, apg.Config) else None
 
 
 def recorded(config: Config) -> tuple[str, ...]:
@@ -105,7 +109,8 @@ def make(
     """
     if isinstance(config, OffPolicy):
         return of(config).make(spec, config, updates=updates, mean=mean, apart=apart, sizes=sizes)
-    return of(config).make(spec, config, updates=updates, mean=mean, apart=apart, first=first, done=done, split=split)
+    more = {} if isinstance(config, apg.Config) else {"split": split}
+    return of(config).make(spec, config, updates=updates, mean=mean, apart=apart, first=first, done=done, **more)
 
 
 def check(config: Config, sizes: Sizes) -> None:

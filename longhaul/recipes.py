@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 from longhaul import learners
 from longhaul.actors.settings import Acting
-from longhaul.algorithms import bc, dqn, grpo, impala, ppo, pqn, sac, td3
+from longhaul.algorithms import apg, bc, dqn, grpo, impala, ppo, pqn, sac, td3
 from longhaul.driving import simulator
 from longhaul.health import Bounds
 from longhaul.run import Driving, Named, Reasoning, Run, RunError
@@ -258,15 +258,63 @@ def driving() -> Run:
 
 
 def driving_bc() -> Run:
-    """Driving by behaviour cloning: what the driver of each log did, or in generated scenarios that of the traffic."""
+    """Driving by behaviour cloning: what the driver of each log did, or in generated scenarios that of the traffic.
+
+    In half of the worlds the policy drives and is told what he would do. After 3 M steps of seed 0, on 128 generated
+    scenarios not trained in: accuracy 0.992, no collision, nobody off the road, 0.024 of the red lights run, progress
+    0.970. Beside it, in the same scenarios, the Intelligent Driver Model: accuracy 0.992, collisions 0.008, progress
+    0.991. With the expert in all worlds (plain cloning), after 0.5 M steps in 256 scenarios: accuracy 0.805, collisions
+    0.086, off the road 0.094, progress 0.879.
+    """
     return Run(
         "driving-bc",
         Driving(),
-        bc.Config(lr=1e-3, hidden_dim=128, num_layers=2, activation="tanh", torso="deepset", num_minibatches=8),
-        total_steps=4_000_000,
+        bc.Config(
+            lr=1e-3, hidden_dim=128, num_layers=2, activation="tanh", torso="deepset", num_minibatches=8,
+            expert_share=0.5,
+        ),
+        total_steps=3_000_000,
         num_envs=256,
         num_steps=32,
     )  # fmt: skip
+
+
+def driving_sac() -> Run:
+    """Driving by SAC from a replay that keeps observations in bf16."""
+    return Run(
+        "driving-sac",
+        Driving(simulator=simulator.Config(actions="continuous")),
+        sac.Config(
+            lr=5e-4, gamma=0.98, tau=0.01, batch_size=256, gradient_steps=8, learning_starts=5_000,
+            replay_size=400_000, replay_precision="bf16", torso="deepset", hidden_dim=128, num_layers=2,
+        ),
+        total_steps=1_000_000,
+        num_envs=64,
+        num_steps=4,
+        health=Bounds(solved=6.5),
+    )  # fmt: skip
+
+
+def driving_bcsac() -> Run:
+    """Driving by BC-SAC: SAC among whose worlds are some that the expert drives, whose actions it finds likely."""
+    base = driving_sac()
+    assert isinstance(base.algorithm, sac.Config)
+    return dataclasses.replace(
+        base, recipe="driving-bcsac", algorithm=dataclasses.replace(base.algorithm, imitation=0.1, expert_share=0.25)
+    )
+
+
+def pendulum_apg() -> Run:
+    """Pendulum-v1 by analytic policy gradient: through the pendulum's own motion, by next to no samples."""
+    return Run(
+        "pendulum-apg",
+        Named("pendulum"),
+        apg.Config(lr=5e-3, gamma=0.99, max_grad_norm=1.0),
+        total_steps=1_000_000,
+        num_envs=64,
+        num_steps=64,
+        health=Bounds(solved=-200.0),
+    )
 
 
 def cloning() -> Run:
@@ -429,8 +477,11 @@ RECIPES: dict[str, Callable[[], Run]] = {
     "pendulum": pendulum,
     "pendulum-sac": pendulum_sac,
     "pendulum-td3": pendulum_td3,
+    "pendulum-apg": pendulum_apg,
     "driving": driving,
     "driving-bc": driving_bc,
+    "driving-sac": driving_sac,
+    "driving-bcsac": driving_bcsac,
     "driving-selfplay": selfplay,
     "driving-log": logged,
     "driving-large": large,
@@ -441,9 +492,6 @@ RECIPES: dict[str, Callable[[], Run]] = {
     "ppo": general,
 }
 
-
-WHOLE = tuple(name for name in RECIPES if name != "bc")
-"""Those that run without flags; `bc` wants to know of whose steps, and in what environment."""
 
 GRIDS: dict[str, Callable[[], Grid]] = {"driving-scaling": driving_scaling}
 """Recipes of many runs."""

@@ -8,7 +8,7 @@ from typing import Any
 
 from longhaul import learners
 from longhaul.driving import simulator
-from longhaul.experiment import MOST, Driving, Named, Reasoning, Run, RunError, to_dict
+from longhaul.experiment import MOST, Driving, Reasoning, Run, RunError, to_dict
 from longhaul.learners import Reasoner
 from longhaul.reasoning import problems
 from longhaul.scaling import rules
@@ -84,8 +84,12 @@ def check_reasoning(run: Run) -> None:
 
 
 def check_expert(run: Run) -> None:
-    """Likewise of whom a Run imitates."""
+    """Likewise of whom a Run imitates, and of gradients through environments."""
     share, files, task = learners.guidance(run.algorithm), learners.recorded(run.algorithm), run.environment
+    if learners.pathwise(run.algorithm) and run.topology != "fused":
+        raise RunError(
+            f"--topology is {run.topology}, and gradients pass through environments in one program: choose fused"
+        )
     if share is None and not files:
         return
     title = learners.of(run.algorithm).title
@@ -93,9 +97,6 @@ def check_expert(run: Run) -> None:
         raise RunError(f"--topology is {run.topology}, and {title} asks an expert in the same program: choose fused")
     if files and isinstance(task, Driving):
         raise RunError(f"--recorded is {files[0]}, and in driving the expert is asked as it goes: leave it out")
-    if share is not None and not isinstance(task, Driving):
-        where = task.env if isinstance(task, Named) else run.recipe
-        raise RunError(f"{title} has nobody to imitate in {where}; give --recorded FILES, see docs/imitation.md")
 
 
 def _floats(value: Any, name: str = "") -> Iterator[tuple[str, float]]:

@@ -21,6 +21,7 @@ from longhaul.types import (
     Measure,
     Metrics,
     Params,
+    Pathwise,
     PyTree,
     Rollout,
     Successors,
@@ -33,7 +34,7 @@ class Guide(NamedTuple):
     """An expert beside the policy, who is asked at every step."""
 
     advise: Advise
-    share: float  # of the worlds, the first ones: there his action is done, where he has one
+    share: float  # of the worlds, rounded up, the first ones: there his action is done, where he has one
 
 
 class Carry(NamedTuple):
@@ -88,7 +89,7 @@ def collector(
     starts = min(16, math.ceil(steps / 8)) if starts is None else starts
     slots = math.ceil(steps / (worlds.spec.truncation_interval or steps))
     masked = worlds.spec.agents is not None
-    led = round((guide.share if guide else 0.0) * worlds.worlds) * (worlds.columns // worlds.worlds)
+    led = math.ceil((guide.share if guide else 0.0) * worlds.worlds) * (worlds.columns // worlds.worlds)
 
     def start(key: Key) -> Carry:
         state, observation = worlds.reset(key)
@@ -142,6 +143,43 @@ def collector(
         return after, data, {"episodes": jnp.sum(tally.episodes)} | sums | counts | peaks
 
     return Collector(start, collect, steps * worlds.columns, steps * worlds.worlds)
+
+
+def pathwise(
+    worlds: Worlds,
+    act: Act,
+    memory: Callable[[int], PyTree],
+    *,
+    steps: int,
+    gamma: float,
+    detach: bool = False,
+) -> Collector:
+    """Rollouts of `steps` steps of every world, of which the gradient is handed on: data are `Pathwise`.
+
+    The discount counts from the rollout's beginning. The gradient passes through policy, actions, environment and
+    rewards; not into the rollout before, nor from an episode into the next. `detach`: nor through what the policy sees,
+    where that path is not smooth, or so long that it explodes. A step is computed again for its gradient, so that
+    memory holds the states of worlds and little else.
+    """
+
+    def acting(
+        params: Params, memory: PyTree, observation: PyTree, key: Key | None
+    ) -> tuple[jax.Array, PyTree, PyTree]:
+        return act(params, memory, jax.lax.stop_gradient(observation) if detach else observation, key)
+
+    inner = collector(worlds._replace(step=jax.checkpoint(worlds.step)), acting, memory, steps=steps)
+
+    def collect(params: Params, carry: Carry, key: Key, version: jax.Array) -> tuple[Carry, Pathwise, Metrics]:
+        def objective(params: Params) -> tuple[jax.Array, tuple[Carry, Metrics]]:
+            after, data, metrics = inner.collect(params, carry, key, version)
+            powers = gamma ** jnp.arange(steps, dtype=jnp.float32)
+            earned = jnp.where(data.valid, data.reward, 0.0)
+            return jnp.sum(powers[:, None] * earned) / worlds.columns, (after, metrics)
+
+        (value, (after, metrics)), gradient = jax.value_and_grad(objective, has_aux=True)(params)
+        return after, Pathwise(gradient, {"objective": value}), metrics
+
+    return Collector(inner.start, collect, inner.steps, inner.env_steps)
 
 
 def join(rollouts: Sequence[Rollout]) -> Rollout:

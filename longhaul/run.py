@@ -15,7 +15,7 @@ from longhaul import compilation, hosted, hosts, learners, members, partition, p
 from longhaul import mesh as meshes
 from longhaul.actors import settings as layouts
 from longhaul.actors.settings import Acting
-from longhaul.algorithms import bc
+from longhaul.algorithms import apg, bc
 from longhaul.central import settings as lanes
 from longhaul.driving.simulator import Simulator
 from longhaul.environment import advising, vectorise
@@ -39,7 +39,7 @@ from longhaul.reasoning import sampling
 from longhaul.reasoning.problems import World
 from longhaul.refusals import check_driving, check_expert, check_numbers, check_reasoning, flag
 from longhaul.replay import Sizes
-from longhaul.rollout import Guide, collector
+from longhaul.rollout import Guide, collector, pathwise
 from longhaul.scaling import rules
 from longhaul.topologies import actors as acted
 from longhaul.topologies import fused
@@ -225,7 +225,7 @@ def _served(run: Run, devices: int) -> Acting:
 def _learning(run: Run, steps: int, columns: int) -> learners.Config:
     """The algorithm with minibatches and epochs for a batch of `steps` steps, `columns` columns of it on a device."""
     config = run.algorithm
-    if isinstance(config, learners.OffPolicy | learners.Reasoner):
+    if isinstance(config, learners.OffPolicy | learners.Reasoner | apg.Config):
         return config
     rows = columns if config.memory else columns * run.num_steps
     given = config.num_minibatches, config.update_epochs
@@ -367,6 +367,9 @@ def assemble(
         if isinstance(world, World):
             return _completing(run, world, worlds)
         many, guide = vectorise(world, worlds), _guide(run, world, worlds)
+        if through := learners.pathwise(run.algorithm):
+            how: dict[str, Any] = {"gamma": through.gamma, "detach": through.detach}
+            return pathwise(many, algorithm.act, algorithm.memory, steps=run.num_steps, **how)
         return collector(many, algorithm.act, algorithm.memory, steps=run.num_steps, unroll=unroll, guide=guide)
 
     enter, env_steps = fused.entering(collector_in, mesh, parted), run.num_envs * run.num_steps
@@ -414,6 +417,8 @@ def decisions(run: Run) -> list[str]:
         return [f"each update adds {steps} steps to the replay; each step is learnt from {each:.3g} times on the mean"]
     if isinstance(config, learners.Reasoner):
         return [f"each update learns from {run.num_envs} problems, {config.group} completions of each"]
+    if isinstance(config, apg.Config):
+        return [f"each update is one step along the gradient of {run.num_steps} steps of {run.num_envs} worlds"]
     assert run.devices is not None and config.num_minibatches is not None and config.update_epochs is not None
     rows = steps // parts(run, run.devices) // (run.num_steps if config.memory else 1)
     chosen = rules.Passes(config.num_minibatches, config.update_epochs)

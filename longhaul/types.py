@@ -125,6 +125,13 @@ class Guided(NamedTuple):
     followed: jax.Array  # bool [T, B]: it is what was done
 
 
+class Pathwise(NamedTuple):
+    """How much more the rewards of a rollout would be, by each parameter of who acted."""
+
+    gradient: PyTree  # like `params`, of "objective"
+    told: Metrics  # "objective": the discounted sum of a column's rewards, the mean over columns
+
+
 class Successors(NamedTuple):
     """The successors of a rollout, kept where they are not a copy of the next observation.
 

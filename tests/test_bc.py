@@ -20,6 +20,7 @@ from longhaul.driving import drivers, dynamics
 from longhaul.driving.dynamics import Drive, Motion
 from longhaul.environment import advising, vectorise
 from longhaul.envs.probes import PROBES
+from longhaul.feed import feed
 from longhaul.rollout import Guide, collector
 from longhaul.run import Driving, Named, Run, RunError
 from longhaul.topologies import fused
@@ -35,11 +36,12 @@ FOLLOWED = {
 
 @pytest.fixture(scope="module")
 def logged() -> Motion:
-    """Where the egos of some generated logs are, [T, E]."""
-    made = worlds.generated(0, 6, agents=1, horizon=60, workers=1)
-    pose = np.stack([s.pose[:60, int(s.controlled[0])] for s in made], 1)
-    speed = np.stack([np.hypot(*s.velocity[:60, int(s.controlled[0])].T) for s in made], 1)
-    return Motion(*(jnp.asarray(pose[..., i]) for i in range(3)), jnp.asarray(speed))
+    """Where four are on a winding road, with changing speeds, [T, E]; by fine integration."""
+    fine = np.arange(6000)[:, None] / 1000.0
+    phase = np.array([0.0, 1.0, 2.0, 4.0])
+    heading, speed = 0.4 * np.sin(0.9 * fine + phase), 7.0 + 4.0 * np.sin(0.7 * fine + 2.0 * phase)
+    x, y = (np.cumsum(speed * turn(heading), axis=0) / 1000.0 for turn in (np.cos, np.sin))
+    return Motion(*(jnp.asarray(part[::100], jnp.float32) for part in (x, y, heading, speed)))
 
 
 @pytest.mark.parametrize(("model", "actions"), FOLLOWED)
@@ -49,9 +51,7 @@ def test_the_actions_of_a_log_lead_along_it(model: str, actions: str, logged: Mo
     if actions == "continuous":
         beside = logged._replace(x=logged.x.at[0].add(1.0), y=logged.y.at[0].add(-0.7))
         came_back = _replayed(model, actions, beside, logged)
-        moving = np.asarray(logged.speed[0] > 3.0) & np.asarray(logged.speed[-1] > 3.0)
-        assert moving.sum() >= 2
-        assert np.all(np.asarray(came_back[-1])[moving] < 0.1) and float(jnp.max(came_back[0])) > 0.7
+        assert float(jnp.max(came_back[-1])) < 0.1 and float(jnp.max(came_back[0])) > 0.5
 
 
 def _replayed(model: str, actions: str, begin: Motion, logged: Motion) -> jax.Array:
@@ -220,7 +220,6 @@ def test_masks_and_names_of_parts_are_kept(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("run", "message"),
     [
-        (Run("x", Named("cartpole"), bc.Config()), "nobody to imitate in cartpole; give --recorded"),
         (Run("x", Driving(), bc.Config(recorded=("a.npz",))), "--recorded is a.npz"),
         (Run("x", Driving(), bc.Config(), topology="actors"), "--topology is actors"),
         (Run("x", Driving(), bc.Config(expert_share=1.5)), "--expert-share is 1.5; it must lie in 0 to 1"),
@@ -230,6 +229,11 @@ def test_masks_and_names_of_parts_are_kept(tmp_path: Path) -> None:
 def test_a_run_that_has_nobody_to_imitate_is_refused(run: Run, message: str) -> None:
     with pytest.raises(RunError, match=message):
         runs.resolve(replace(run, devices=1))
+
+
+def test_without_a_record_nobody_is_there_to_imitate() -> None:
+    with pytest.raises(RunError, match="nobody to imitate in cartpole; give --recorded"):
+        feed(runs.resolve(Run("x", Named("cartpole"), bc.Config(), devices=1)))
 
 
 @pytest.mark.slow

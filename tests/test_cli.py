@@ -261,7 +261,7 @@ def test_every_field_of_a_run_is_a_flag_with_a_help() -> None:
         assert len(fields) == len(settings.settings(make())) == len({s.flag.name for s in settings.settings(make())})
 
 
-@pytest.mark.parametrize("recipe", recipes.WHOLE)
+@pytest.mark.parametrize("recipe", recipes.RECIPES)
 def test_without_flags_a_recipe_is_what_it_says(longhaul: Any, trained: list[Run], recipe: str) -> None:
     task = recipes.recipe(recipe).environment
     kind = task.env.partition("/")[0] if isinstance(task, Named) else ""

@@ -75,7 +75,7 @@ TABLE = """
    envs/probes envs/classic envs/suite_worlds envs/suites envs/registry
    envs/host_spaces envs/host_gymnasium envs/host_numpy envs/batched envs/host_torch envs/host_jax
 3  algorithms/actor_critic algorithms/values algorithms/flat algorithms/ppo algorithms/impala algorithms/bc
-   algorithms/grpo
+   algorithms/apg algorithms/grpo
    algorithms/off_policy algorithms/pqn algorithms/sac algorithms/dqn algorithms/td3 learners population
 3  checkpoint
 4  datasets/convert datasets/stream

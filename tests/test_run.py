@@ -71,7 +71,7 @@ def test_what_can_not_work_is_one_line_with_value_bound_and_remedy(change: dict[
 
 def test_resolving_leaves_nothing_open_and_twice_is_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(runs, "cores", lambda: 2)
-    for name in recipes.WHOLE:
+    for name in recipes.RECIPES:
         for changes in ({}, {"devices": 1}, {"save_interval": 5}, {"log_interval": 67}, {"block": 3}, {"seed": 9}):
             run = runs.resolve(dataclasses.replace(recipes.recipe(name), **changes))
             assert {f.name for f in dataclasses.fields(run) if getattr(run, f.name) is None} <= {
@@ -86,7 +86,7 @@ def test_resolving_leaves_nothing_open_and_twice_is_once(monkeypatch: pytest.Mon
 
 def test_records_and_calls_stay_bounded_however_long_a_run_is() -> None:
     """A call takes no longer in a long run: it must still be able to stop and save."""
-    for name in recipes.WHOLE:
+    for name in recipes.RECIPES:
         recipe = dataclasses.replace(recipes.recipe(name), devices=1)
         steps = recipe.num_envs * recipe.num_steps * runs.agents(recipe)
         blocks = set()
@@ -145,7 +145,7 @@ def test_data_is_found_again_from_elsewhere(tmp_path: Path, monkeypatch: pytest.
 
 
 def test_every_recipe_comes_back_from_its_folder(tmp_path: Path) -> None:
-    for name in recipes.WHOLE:
+    for name in recipes.RECIPES:
         run = runs.resolve(recipes.recipe(name))
         folders.save_run(tmp_path, run, {"commit": None})
         assert folders.load_run(tmp_path) == run

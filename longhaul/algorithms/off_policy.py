@@ -83,6 +83,7 @@ class Parts(NamedTuple):
     explore: Callable[[jax.Array], jax.Array]  # finished updates -> the share of random actions, once it learns
     rare: tuple[str, ...] = ()  # which of `params` step more rarely, and with them all targets
     interval: int = 1  # in which of an update's steps: one of so many
+    mark: Callable[[jax.Array, Rollout], jax.Array] = lambda kept, data: kept  # what else is kept beside actions
 
 
 def design(config: Any) -> Design:
@@ -235,7 +236,7 @@ def algorithm(
     def learn(state: State, data: Rollout, key: Key) -> tuple[State, Metrics]:
         assert store is not None and sizes is not None and isinstance(state.replay, Local), "it can't learn: no sizes"
         ring = jax.tree.map(lambda x: x[0], state.replay.value)
-        ring, cursor = store.add(ring, state.cursor, data._replace(action=parts.keep(data.action)))
+        ring, cursor = store.add(ring, state.cursor, data._replace(action=parts.mark(parts.keep(data.action), data)))
         rows = made.batch_size // sizes.shards
         keys = randomness.split(key, made.gradient_steps)
         passed = jnp.minimum(state.updates / updates, 1.0)

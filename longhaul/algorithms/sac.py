@@ -3,6 +3,10 @@
 For a Box the policy is a tanh-Gaussian and critics take its action, within -1 to 1. For choices (Christodoulou 2019,
 arXiv 1910.07207) critics tell the value of each, and expectations over them are exact.
 
+With `imitation` it is BC-SAC (Lu et al. 2022, arXiv 2212.11419): in a share of the worlds an expert drives, and the
+actor's loss is joined by how unlikely it finds what he did. Where we differ from it: the expert's steps lie in the same
+replay as the policy's own, and actor and critics learn from both by SAC, too.
+
 Where we differ: actor, critics and temperature step together, by one gradient at the same parameters, so that shards
 meet once a step; the paper updates one after the other. The entropy wanted of choices is half of the greatest that the
 legal ones allow, in each state; Christodoulou's 0.98 of it leaves little to learn.
@@ -24,7 +28,7 @@ from longhaul.algorithms.actor_critic import Apart
 from longhaul.algorithms.off_policy import Parts, Policy, Sight, State
 from longhaul.distributions import Distribution, distribution
 from longhaul.replay import Sizes, Transitions
-from longhaul.types import Algorithm, Box, Discrete, Key, Metrics, Params, PyTree, Spec
+from longhaul.types import Algorithm, Box, Discrete, Guided, Key, Metrics, Params, PyTree, Rollout, Spec
 
 
 @dataclass(frozen=True)
@@ -48,6 +52,8 @@ class Config:
     priority_exponent: float | None = None  # of the error, for the chance of a step to be sampled; None: all alike
     importance_exponent: float = 0.4  # of the weights that make up for it; rises to 1 over the run
     reward_scale: float = 1.0
+    imitation: float = 0.0  # weight of the expert's negative log-likelihood (BC-SAC's lambda); 0: nobody is asked
+    expert_share: float = 0.25  # of the worlds, which the expert drives where there is imitation
     torso: str = "mlp"
     hidden_dim: int = 256
     num_layers: int = 2
@@ -59,7 +65,11 @@ class Config:
 
 def check(config: Config, *, shards: int, columns: int, steps: int) -> None:
     """Raises ValueError, naming value, bound and remedy, where the sizes can't work."""
-    off_policy.check(config, shards=shards, columns=columns, steps=steps)
+    off_policy.check(config, shards=shards, columns=columns, steps=steps, shares=("expert_share",))
+    if not config.imitation >= 0.0:
+        raise ValueError(f"imitation is {config.imitation}; it must be at least 0")
+    if config.imitation and config.expert_share == 0.0:
+        raise ValueError("expert_share is 0.0, and with imitation somebody must show what to do; take 0.25, say")
     if config.temperature is not None and not config.temperature >= 0.0:
         raise ValueError(f"temperature is {config.temperature}; it must be at least 0, or none")
 
@@ -113,6 +123,21 @@ def _together(
     return total, told, jnp.mean(jnp.abs(error), axis=0)
 
 
+def _imitated(config: Config, batch: Transitions, log_prob: Callable[[jax.Array], jax.Array]) -> Any:
+    """(the loss of each row for how unlikely the expert's action is, what is told of it); 0 for others' rows.
+
+    Its mean is the expectation over the expert's rows alone, however many of them were drawn. `log_prob` takes the
+    actions as they are kept, of whatever rows.
+    """
+    if not config.imitation:
+        return jnp.float32(0.0), {}
+    his = (batch.action[..., -1] > 0.5) & (batch.weight > 0.0)
+    rows = jnp.where(his, -log_prob(batch.action[..., :-1]), 0.0)
+    share = his.astype(jnp.float32).mean()
+    scaled = rows / jnp.maximum(share, 1.0 / rows.shape[0])
+    return config.imitation * scaled, {"imitation_loss": scaled, "expert": his.astype(jnp.float32)}
+
+
 def _of_vectors(config: Config, made: _Networks, box: Box) -> Loss:
     """Haarnoja et al.'s losses. Entropies are of actions within -1 to 1."""
     policy, look = made.policy, made.sight.look
@@ -120,9 +145,8 @@ def _of_vectors(config: Config, made: _Networks, box: Box) -> Loss:
     shift = float(np.sum(np.log(half)))  # from the density in the environment's units to that within -1 to 1
     wanted = -float(len(box.low)) if config.target_entropy is None else config.target_entropy
 
-    def drawn(params: Params, seen: PyTree, key: Key) -> tuple[jax.Array, jax.Array]:
+    def drawn(parameters: jax.Array, key: Key) -> tuple[jax.Array, jax.Array]:
         """(action within -1 to 1, its log-probability)."""
-        parameters = made.actor.apply(params, seen)
         raw = policy.sample(parameters, None, key)
         return jnp.tanh(raw), policy.log_prob(parameters, None, raw) + shift
 
@@ -130,16 +154,21 @@ def _of_vectors(config: Config, made: _Networks, box: Box) -> Loss:
         key_now, key_next = randomness.split(key, 2)
         seen, following = look(batch.observation)[0], look(batch.successor)[0]
         alpha = _temperature(config, params)
-        action, log_prob = drawn(params["actor"], following, key_next)
+        action, log_prob = drawn(made.actor.apply(params["actor"], following), key_next)
         ahead = jnp.min(off_policy.pair(made.critic, target["critics"], following, action), axis=0) - alpha * log_prob
         reward, discount = replay.discounted(batch, config.gamma)
         goal = config.reward_scale * reward + discount * ahead
-        q = off_policy.pair(made.critic, params["critics"], seen, batch.action)
-        action, log_prob = drawn(params["actor"], seen, key_now)
+        q = off_policy.pair(made.critic, params["critics"], seen, batch.action[..., : len(half)])
+        parameters = made.actor.apply(params["actor"], seen)
+        action, log_prob = drawn(parameters, key_now)
         frozen = jax.lax.stop_gradient(params["critics"])
         worth = jnp.min(off_policy.pair(made.critic, frozen, seen, action), axis=0)
         rows, told, error = _together(config, params, q, goal, alpha * log_prob - worth, -log_prob - wanted)
-        return rows, told | {"entropy": shift - log_prob}, error
+        imitated, more = _imitated(
+            config, batch,
+            lambda kept: shift + policy.log_prob(parameters, None, policy.raw(off_policy.outward(box, kept))),
+        )  # fmt: skip
+        return rows + imitated, told | more | {"entropy": shift - log_prob}, error
 
     return loss
 
@@ -202,6 +231,10 @@ def sac(
     loss = _of_vectors(config, made, box) if box else _of_choices(config, made)
     keep, kept = _keeping(spec)
     parts = Parts("sac", init, ("critics",), loss, keep, kept, "actor", lambda updates: jnp.float32(0.0))
+    if config.imitation:
+        if box is None:
+            raise ValueError(f"imitation is {config.imitation}, and it needs a vector of actions: --actions continuous")
+        parts = parts._replace(kept=jax.ShapeDtypeStruct((len(box.low) + 1,), jnp.float32), mark=_mark)
     return off_policy.algorithm(
         spec, config, parts, _acting(spec, made), updates=updates, mean=mean, apart=apart, sizes=sizes
     )
@@ -214,6 +247,12 @@ def _keeping(spec: Spec) -> tuple[Callable[[jax.Array], jax.Array], jax.ShapeDty
     assert isinstance(spec.action, Box)
     box = spec.action
     return lambda action: off_policy.inward(box, action), jax.ShapeDtypeStruct((len(box.low),), jnp.float32)
+
+
+def _mark(kept: jax.Array, data: Rollout) -> jax.Array:
+    """Vectors with one more number: whether it is what the expert did."""
+    assert isinstance(data.extras, Guided), "nobody shows what to do: the collector has no guide"
+    return jnp.concatenate([kept, data.extras.followed[..., None].astype(kept.dtype)], axis=-1)
 
 
 def _acting(spec: Spec, made: _Networks) -> Callable[..., tuple[jax.Array, PyTree, PyTree]]:

@@ -1,0 +1,103 @@
+"""Analytic policy gradient: the gradient of the return itself, through policy, environment and rewards.
+
+Of environments that JAX can differentiate: the collector (`rollout.pathwise`) gives the gradient of the discounted
+rewards of a rollout, and here it is followed. The horizon is the rollout's length, beyond which nothing is looked for
+(as Brax's APG has it; Freeman et al. 2021, arXiv 2106.13281); at an episode's end the gradient is cut, since the next
+one does not depend on what was done. Actions are sampled by the reparameterisation of the policy's Gaussian (Kingma and
+Welling 2014), so that the gradient is that of the expectation.
+
+What has no gradient, a collision say, is not felt: rewards must lead there by themselves. The network is that of PPO,
+whose critic learns nothing here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from longhaul.algorithms import actor_critic
+from longhaul.algorithms.actor_critic import Apart, Policy, State
+from longhaul.types import Algorithm, Box, Key, Metrics, Pathwise, PyTree, Spec
+
+
+@dataclass(frozen=True)
+class Config:
+    """Analytic policy gradient's hyperparameters."""
+
+    lr: float = 1e-3
+    anneal: bool = True  # the learning rate falls to 0 over the run, linearly
+    gamma: float = 0.99  # discount of a step, from the rollout's beginning
+    detach: bool = False  # the gradient does not pass through what the policy sees, only through what it does
+    max_grad_norm: float = 1.0
+    adam_eps: float = 1e-8  # added to the root of Adam's second moment
+    torso: str = "mlp"
+    hidden_dim: int = 64
+    num_layers: int = 2
+    model_size: float | None = None  # millions of parameters, from which hidden_dim and num_layers follow
+    activation: str = "tanh"  # of mlp and deepset
+    shared: bool = False  # actor and critic of mlp and deepset have one torso, without memory, too
+    init: str = "orthogonal"  # of mlp, deepset and heads; "lecun" is Flax's default
+    memory: int = 0  # width of the recurrent unit; 0: none
+    precision: str = "fp32"  # of the torso; "bf16": in bfloat16, with parameters, heads and losses in float32
+    remat: str = "none"  # what of the torso is computed again for the gradient instead of kept: precision.REMATS
+
+    @property
+    def normalise_observation(self) -> bool:
+        """Never: what the collector gives is a gradient, not what was seen."""
+        return False
+
+
+def check(config: Config, *, columns: int, steps: int) -> None:
+    """Raises ValueError, naming value, bound and remedy, where the sizes of one shard can't work."""
+    for name in ("hidden_dim", "num_layers"):
+        if getattr(config, name) < 1:
+            raise ValueError(f"{name} is {getattr(config, name)}; it must be at least 1")
+    if not 0.0 <= config.gamma <= 1.0:
+        raise ValueError(f"gamma is {config.gamma}; it must lie in 0 to 1")
+    for name in ("lr", "max_grad_norm"):
+        if not getattr(config, name) >= 0.0:
+            raise ValueError(f"{name} is {getattr(config, name)}; it must be at least 0")
+    if not config.adam_eps > 0.0:
+        raise ValueError(f"adam_eps is {config.adam_eps}; it must be above 0")
+
+
+def apg(
+    spec: Spec,
+    config: Config,
+    *,
+    updates: int,
+    mean: Callable[[PyTree], PyTree],
+    apart: Apart = lambda function: function,
+    first: int = 0,
+    done: float = 0.0,
+) -> Algorithm:
+    """Analytic policy gradient for environments of `spec`; arguments as `ppo.ppo` has them. `learn` takes what
+    `rollout.pathwise` gives."""
+    if not isinstance(spec.action, Box):
+        raise ValueError(f"APG learns a vector, and this environment takes {spec.action}; --actions continuous, say")
+    made = actor_critic.parts(spec, config)
+    optimiser = optax.chain(optax.clip_by_global_norm(config.max_grad_norm), optax.scale_by_adam(eps=config.adam_eps))
+    rate = actor_critic.annealing(updates, first, done)(config.lr, 0.0 if config.anneal else config.lr)
+    acting = actor_critic.acting(made, config)
+
+    def act(params: Policy, memory: PyTree, observation: PyTree, key: Key | None) -> tuple[jax.Array, PyTree, Any]:
+        action, memory, _ = acting(params, memory, observation, key)
+        return action, memory, ()
+
+    def learn(state: State, data: Pathwise, key: Key) -> tuple[State, Metrics]:
+        upwards, told = mean((data.gradient.params, data.told))
+        directions, opt_state = optimiser.update(jax.tree.map(jnp.negative, upwards), state.opt_state)
+        lr = jnp.maximum(rate(state.updates), 0.0)
+        params = optax.apply_updates(state.params, jax.tree.map(lambda x: -lr * x, directions))
+        metrics = told | {"grad_norm": optax.tree.norm(upwards), "lr": lr}
+        return State(params, opt_state, state.moments, state.updates + 1), {f"apg/{k}": v for k, v in metrics.items()}
+
+    return Algorithm(
+        actor_critic.starting(made, config, optimiser), lambda state: Policy(state.params, state.moments),
+        made.network.memory, act, learn,
+    )  # fmt: skip

@@ -1,0 +1,119 @@
+"""Analytic policy gradient: against finite differences, and a regulator whose best gain is known."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from longhaul import learners
+from longhaul import mesh as meshes
+from longhaul import run as runs
+from longhaul.algorithms import apg
+from longhaul.environment import time_limit, vectorise
+from longhaul.rollout import pathwise
+from longhaul.run import Named, Run, RunError
+from longhaul.types import Box, Discrete, Key, Measure, Spec, TimeStep, transition
+
+PUSH, COST, STEPS, GAMMA = 0.5, 1.0, 8, 0.95
+
+
+@dataclass(frozen=True)
+class Regulator:
+    """x' = x + PUSH a, and x'^2 + COST a^2 to be paid: linear and quadratic (Kalman 1960)."""
+
+    @property
+    def spec(self) -> Spec:
+        return Spec(jax.ShapeDtypeStruct((1,), jnp.float32), Box((-4.0,), (4.0,)))
+
+    def reset(self, key: Key) -> tuple[jax.Array, jax.Array]:
+        x = jax.random.uniform(key, (1,), minval=-1.0, maxval=1.0)
+        return x, x
+
+    def step(self, key: Key, x: jax.Array, action: jax.Array) -> tuple[jax.Array, TimeStep]:
+        after = x + PUSH * action
+        reward = -jnp.sum(jnp.square(after) + COST * jnp.square(action))
+        return after, transition(after, reward, jnp.bool_(False), jnp.bool_(False))
+
+    def active(self, state: jax.Array) -> jax.Array:
+        return jnp.bool_(True)
+
+    def metrics(self, state: jax.Array) -> dict[str, Measure]:
+        return {}
+
+
+REGULATOR = time_limit(Regulator(), STEPS)
+
+
+def cost(gain: np.ndarray) -> np.ndarray:
+    """What a = -gain x costs in an episode, the mean over its beginnings: E[x^2] of -1 .. 1 is 1/3."""
+    shrinks = (1.0 - PUSH * gain[:, None]) ** 2
+    each = (GAMMA * shrinks) ** np.arange(STEPS) * (shrinks + COST * gain[:, None] ** 2)
+    return np.asarray(each.sum(axis=1) / 3.0)
+
+
+@pytest.fixture(scope="module")
+def collected() -> Any:
+    """(algorithm, its beginning, (policy, carry, key) -> (carry, data), compiled once)."""
+    config = apg.Config(lr=2e-2, gamma=GAMMA, hidden_dim=16, num_layers=1)
+    algorithm = learners.make(REGULATOR.spec, config, updates=300, mean=meshes.identity)
+    collect = pathwise(vectorise(REGULATOR, 32), algorithm.act, algorithm.memory, steps=STEPS, gamma=GAMMA)
+    begun = algorithm.init(jax.random.key(0)), collect.start(jax.random.key(1))
+    return algorithm, begun, jax.jit(lambda policy, carry, key: collect.collect(policy, carry, key, jnp.int32(0))[:2])
+
+
+def test_the_gradient_is_that_of_finite_differences(collected: Any) -> None:
+    """Across an episode's end, and with a discount; along three directions of the parameters."""
+    algorithm, (state, carry), collect = collected
+    begun = carry.worlds.state
+    carry = carry._replace(worlds=carry.worlds._replace(state=begun._replace(steps=begun.steps + 3)))
+
+    def objective(policy: Any) -> float:
+        return float(collect(policy, carry, jax.random.key(2))[1].told["objective"])
+
+    policy = jax.tree.map(lambda x: 3.0 * x, algorithm.policy(state))
+    gradient = collect(policy, carry, jax.random.key(2))[1].gradient
+    rng, step = np.random.default_rng(0), 1e-2
+    for _ in range(3):
+        along = jax.tree.map(lambda x: jnp.asarray(rng.normal(size=x.shape) / 5, jnp.float32), policy)
+        ahead, behind = (objective(jax.tree.map(lambda x, d, s=s: x + s * d, policy, along)) for s in (step, -step))
+        wanted = (ahead - behind) / (2 * step)
+        found = sum(float(jnp.sum(x * d)) for x, d in zip(jax.tree.leaves(gradient), jax.tree.leaves(along)))
+        assert found == pytest.approx(wanted, rel=2e-2, abs=2e-3)
+        assert abs(wanted) > 1e-2
+
+
+def test_it_finds_the_best_gain(collected: Any) -> None:
+    """Known by trying all. Who looks one step ahead only would pay 32 % more."""
+    algorithm, (state, carry), collect = collected
+    learn = jax.jit(algorithm.learn)
+    for i in range(300):
+        carry, data = collect(algorithm.policy(state), carry, jax.random.key(i))
+        state, _ = learn(state, data, jax.random.key(0))
+    act = jax.jit(lambda x: algorithm.act(algorithm.policy(state), (), x, None)[0])
+    x = np.linspace(-1.0, 1.0, 201, dtype=np.float32)[:, None]
+    paid, weight = 0.0, np.full_like(x, 1.0 / 200)  # the mean over -1 .. 1, by the trapezoidal rule
+    weight[[0, -1]] /= 2.0
+    for t in range(STEPS):
+        action = np.asarray(act(x))
+        x = x + PUSH * action
+        paid += GAMMA**t * float(np.sum(weight * (x**2 + COST * action**2)))
+    gains = np.linspace(0.0, 2.0, 2001)
+    best, short = cost(gains).min(), cost(np.array([PUSH / (COST + PUSH**2)]))[0]
+    assert short > 1.3 * best
+    assert best * 0.98 < paid < best * 1.02
+
+
+def test_what_has_no_gradient_is_refused() -> None:
+    with pytest.raises(ValueError, match="APG learns a vector"):
+        learners.make(replace(Regulator().spec, action=Discrete(3)), apg.Config(), updates=1, mean=meshes.identity)
+    for changes, message in (
+        ({"topology": "actors"}, "--topology is actors, and gradients"),
+        ({"algorithm": apg.Config(gamma=1.5)}, "--gamma is 1.5; it must lie in 0 to 1"),
+    ):
+        with pytest.raises(RunError, match=message):
+            runs.resolve(replace(Run("x", Named("pendulum"), apg.Config(), devices=1), **changes))
