@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import json
-import os
 import shutil
 import threading
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -57,19 +55,15 @@ def trained(folder: Path) -> tuple[str, Any]:
     return result["params_sha256"], policy
 
 
-def published(topology: str, folder: Path) -> tuple[list[int], Any]:
-    """Trains 12 updates into `folder`, to it and to a follower; -> (the versions that came, the policy at the end)."""
+def published(topology: str, folder: Path) -> Any:
+    """Trains 12 updates, each second of which is published, into `folder`; -> the policy at the end."""
     acting = Acting() if topology == "fused" else Acting(2, "thread", 1)
-    run = small(topology=topology, acting=acting, total_steps=8 * 16 * 12)
-    name, seen = f"@longhaul-test-{os.getpid()}-{topology}", []
-    with follow([f"shm:{name}"], on_commit=seen.append) as receiver:
-        train(run, folder, Publishing(("run", f"shm:{name}"), every=2))
-        assert receiver.wait(12, 20)
-        _, policy = trained(folder)
-        for found in (held(folder / "weights")[1], receiver.latest()[1]):
-            is_policy(found, policy)
-        del found
-    return seen, policy
+    train(small(topology=topology, acting=acting, total_steps=8 * 16 * 12), folder, Publishing(("run",), every=2))
+    found, tensors = held(folder / "weights")
+    assert found.version == 12 and all(version % 2 == 0 for _, version in files.versions(folder / "weights"))
+    _, policy = trained(folder)
+    is_policy(tensors, policy)
+    return policy
 
 
 def is_policy(found: dict[str, np.ndarray], policy: Any) -> None:
@@ -78,35 +72,23 @@ def is_policy(found: dict[str, np.ndarray], policy: Any) -> None:
     assert all(found[each].tobytes() == np.asarray(wanted[each]).tobytes() for each in wanted)
 
 
-@pytest.fixture(scope="module")
-def fused(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Path, list[int], Any]]:
-    """A run of the topology `fused` that has published; of its shape others compile nothing."""
-    with pytest.MonkeyPatch.context() as patch:
-        make_quick(patch)
-        folder = tmp_path_factory.mktemp("runs") / "run"
-        yield folder, *published("fused", folder)
-
-
-def test_the_learner_publishes_what_it_has_learnt_in_order(fused: tuple[Path, list[int], Any]) -> None:
-    _, seen, _ = fused
-    assert seen == sorted(seen) and seen[-1] == 12 and all(version % 2 == 0 for version in seen)
+@pytest.mark.slow
+@pytest.mark.parametrize("topology", ["actors", "central"])
+def test_the_learner_of_the_other_topologies_publishes_what_it_has_learnt(topology: str, tmp_path: Path) -> None:
+    """Of `fused`: tests/test_training.py."""
+    published(topology, tmp_path / "run")
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("topology", ["actors", "central"])
-def test_so_does_the_learner_of_the_other_topologies(topology: str, tmp_path: Path) -> None:
-    assert published(topology, tmp_path / "run")[0][-1] == 12
-
-
 def test_a_run_that_goes_on_publishes_in_a_new_epoch_and_a_shell_can_pull_both_ways(
-    fused: tuple[Path, list[int], Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    folder, policy = tmp_path / "run", fused[2]
-    shutil.copytree(fused[0], folder)
-    publishing.save(folder, Publishing(("run",)))
+    make_quick(monkeypatch)
+    folder = tmp_path / "run"
+    policy = published("fused", folder)
+    before, _ = held(folder / "weights")
     (folder / "result.json").unlink()
     shutil.rmtree(folder / "checkpoints" / "12")  # as if it had been killed after its first save
-    before, _ = held(folder / "weights")
     resume(folder)
     after, again = held(folder / "weights")
     assert after.run == before.run == "run" and after.version == before.version == 12 and after.epoch > before.epoch
@@ -118,16 +100,25 @@ def test_a_run_that_goes_on_publishes_in_a_new_epoch_and_a_shell_can_pull_both_w
     is_policy(held(tmp_path / "other")[1], policy)
 
 
-def test_versions_with_numbers_that_are_not_finite_stay_at_home(tmp_path: Path) -> None:
+def test_who_follows_gets_each_version_but_those_whose_numbers_are_not_finite(tmp_path: Path) -> None:
+    name = f"shm:{tmp_path}/socket"
     notes: list[str] = []
-    publishing.save(tmp_path, Publishing(("run",)))
-    with publishing.publishing(tmp_path, lambda state: state, meshes.make_mesh(1), notes.append) as tell:
-        tell(1, 1, {"w": jnp.ones(3), "n": jnp.int32(1)})
-        until(lambda: (tmp_path / "weights" / "LATEST").exists())
-        tell(2, 1, {"w": jnp.array([1.0, jnp.nan, 0.0]), "n": jnp.int32(2)})
-    found, values = held(tmp_path / "weights")
-    assert found.version == 1 and values["n"] == 1
-    assert "version 2 is not published: its numbers are not finite" in notes
+    seen: list[int] = []
+    publishing.save(tmp_path, Publishing(("run", name), every=2))
+    with (
+        publishing.publishing(tmp_path, lambda state: state, meshes.make_mesh(1), notes.append) as tell,
+        follow([name], on_commit=seen.append) as receiver,
+    ):
+        for done in range(1, 9):
+            tell(done, 1, {"w": jnp.array([1.0, jnp.nan if done == 6 else 0.0]), "n": jnp.int32(done)})
+            if done in (2, 4, 8):
+                assert receiver.wait(done, 60), receiver.errors
+                assert receiver.latest()[1]["n"] == done
+            if done == 6:
+                until(lambda: "version 6 is not published: its numbers are not finite" in notes)
+    assert seen == [2, 4, 8]
+    found, values = held(tmp_path / "weights")  # what is told last is on the disk at the end
+    assert found.version == 8 and values["n"] == 8
 
 
 def test_a_copy_outlives_the_state_it_was_taken_of() -> None:

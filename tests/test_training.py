@@ -19,13 +19,16 @@ import jax
 import numpy as np
 import pytest
 
-from longhaul import folders, telemetry, training
+from longhaul import feed, folders, learners, publishing, telemetry, training
+from longhaul import mesh as meshes
 from longhaul import run as runs
 from longhaul.checkpoint import Checkpoints
 from longhaul.driving import simulator
 from longhaul.provenance import params_sha256
 from longhaul.records import Sums
 from longhaul.run import Driving, RunError
+from longhaul.sync import files, manifest
+from longhaul.sync.consumers import to_jax
 from longhaul.topologies import fused
 from tests import fixtures_logs
 from tests.small_runs import after, begin, checkpoints, make_quick, records, result, resume, small
@@ -328,6 +331,24 @@ def test_it_trains_in_a_thread_where_no_signal_can_be_heard(tmp_path: Path) -> N
     thread.start()
     thread.join()
     assert [outcome.code for outcome in outcomes] == [0]
+
+
+@pytest.mark.usefixtures("_quick")
+def test_what_a_run_publishes_last_is_what_it_has_learnt(tmp_path: Path) -> None:
+    run, folder = small(), tmp_path / "run"
+    folder.mkdir()
+    publishing.save(folder, publishing.Publishing(("run",), every=20))
+    training.train(run, folder, resumed=False)
+    latest = files.newest(folder / "weights")
+    assert latest is not None and latest[1] == 60
+    where = folder / "weights" / files.folder_name(*latest)
+    found = files.read_manifest(where)
+    image = np.zeros(found.size, np.uint8)
+    files.read(where, found, image, lambda image, count: None)
+    algorithm = learners.make(feed.spec(run), run.algorithm, updates=1, mean=meshes.identity)
+    like = jax.eval_shape(lambda: algorithm.policy(algorithm.init(jax.random.key(0))))
+    digest = params_sha256(to_jax(manifest.views(found, image), like))
+    assert digest == result(folder)["evaluation"]["trained"]["digest"]
 
 
 @pytest.mark.parametrize(
