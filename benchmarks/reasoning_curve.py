@@ -19,7 +19,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from longhaul import evaluation, feed, learners, telemetry
+from longhaul import checkpoint, evaluation, feed, learners, telemetry
 from longhaul import mesh as meshes
 from longhaul.checkpoint import Checkpoints, Found
 from longhaul.folders import load_run
@@ -29,8 +29,9 @@ from longhaul.types import Progress
 
 
 def held_out(folder: Path) -> list[dict[str, Any]]:
-    """The quality of each checkpoint that was kept."""
+    """The quality of each checkpoint that was kept, from the end of the warm start on."""
     run = load_run(folder)
+    assert isinstance(run.algorithm, learners.Reasoner)
     prepare_devices(run.all_devices, run.threads)
     algorithm = learners.make(feed.spec(run), run.algorithm, updates=1, mean=meshes.identity)
     begun = jax.jit(algorithm.init)(jax.random.key(run.seed))
@@ -39,8 +40,11 @@ def held_out(folder: Path) -> list[dict[str, Any]]:
     found = []
     with closing(Checkpoints(folder / "checkpoints")) as checkpoints:
         for path in sorted((folder / "checkpoints").glob("[0-9]*"), key=lambda path: int(path.name.split(".")[0])):
-            manifest = json.loads((path / "manifest.json").read_text())
-            restored = checkpoints.restore(Found(path.name, manifest), like, part=True)
+            step = int(path.name.split(".")[0])
+            if step < run.algorithm.taught:
+                continue
+            intact = Found(path.name, checkpoint._verify(path, step))
+            restored = checkpoints.restore(intact, like, part=True)
             scores, _ = score(algorithm.policy(restored.progress.state))
             means = {name: round(value, 4) for name, value in scores.means().items()}
             found.append({"update": int(restored.progress.updates)} | means)
