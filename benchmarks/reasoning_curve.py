@@ -1,10 +1,11 @@
-"""Curves of runs of a reasoning recipe, in one small file: quality held out at every checkpoint, reward in training.
+"""Curves of runs of a reasoning recipe, in one small file: reward in training, quality held out at the end.
 
     longhaul train reasoning-arithmetic --seed 0 --run-name a --save-interval 25 --keep-every 25
-    python -m benchmarks.reasoning_curve runs/a [runs/b ...] --json FILE
+    python -m benchmarks.reasoning_curve runs/a [runs/b ...] --json FILE [--checkpoints]
 
 A point is of one record: its update, seconds, reward and soundness of the policy's own completions, or None while
 demonstrations are imitated. Where the curve of a run has bent, its ceiling is told, over updates from rewards.
+`--checkpoints` evaluates each checkpoint that was kept, too, from the end of the warm start on.
 """
 
 from __future__ import annotations
@@ -51,7 +52,7 @@ def held_out(folder: Path) -> list[dict[str, Any]]:
     return found
 
 
-def curve(folder: Path) -> dict[str, Any]:
+def curve(folder: Path, checkpoints: bool) -> dict[str, Any]:
     """What a run told, and where its reward ends."""
     about, records = json.loads((folder / "run.json").read_text()), telemetry.read(folder / "metrics.jsonl")
     taught = about["run"]["algorithm"]["taught"]
@@ -79,7 +80,8 @@ def curve(folder: Path) -> dict[str, Any]:
     shown = ("evaluation", "train_seconds", "compile_seconds", "wall_seconds", "parameters", "params_sha256")
     return {
         "seed": about["run"]["seed"], "commit": about.get("commit"), "devices": about["run"]["devices"],
-        "result": {name: result.get(name) for name in shown}, "held_out": held_out(folder), "points": points, **told,
+        "result": {name: result.get(name) for name in shown}, "points": points, **told,
+        **({"held_out": held_out(folder)} if checkpoints else {}),
     }  # fmt: skip
 
 
@@ -87,9 +89,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("runs", nargs="+", type=Path)
     parser.add_argument("--json", type=Path, required=True)
+    parser.add_argument("--checkpoints", action="store_true")
     parser.add_argument("--note", default="", help="what else to say of how it was measured")
     given = parser.parse_args()
-    told = {"note": given.note, "curves": {folder.name: curve(folder) for folder in given.runs}}
+    told = {"note": given.note, "curves": {folder.name: curve(folder, given.checkpoints) for folder in given.runs}}
     given.json.write_text(json.dumps(told) + "\n")
 
 
