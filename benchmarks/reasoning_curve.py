@@ -1,10 +1,11 @@
-"""Curves of runs of a reasoning recipe, in one small file: quality held out at every checkpoint, reward in training.
+"""Curves of runs of a reasoning recipe, in one small file: reward in training, quality held out at the end.
 
     longhaul train reasoning-arithmetic --seed 0 --run-name a --save-interval 25 --keep-every 25
-    python -m benchmarks.reasoning_curve runs/a [runs/b ...] --json FILE
+    python -m benchmarks.reasoning_curve runs/a [runs/b ...] --json FILE [--checkpoints]
 
 A point is of one record: its update, seconds, reward and soundness of the policy's own completions, or None while
 demonstrations are imitated. Where the curve of a run has bent, its ceiling is told, over updates from rewards.
+`--checkpoints` evaluates each checkpoint that was kept, too, from the end of the warm start on.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from longhaul import evaluation, feed, learners, telemetry
+from longhaul import checkpoint, evaluation, feed, learners, telemetry
 from longhaul import mesh as meshes
 from longhaul.checkpoint import Checkpoints, Found
 from longhaul.folders import load_run
@@ -29,8 +30,9 @@ from longhaul.types import Progress
 
 
 def held_out(folder: Path) -> list[dict[str, Any]]:
-    """The quality of each checkpoint that was kept."""
+    """The quality of each checkpoint that was kept, from the end of the warm start on."""
     run = load_run(folder)
+    assert isinstance(run.algorithm, learners.Reasoner)
     prepare_devices(run.all_devices, run.threads)
     algorithm = learners.make(feed.spec(run), run.algorithm, updates=1, mean=meshes.identity)
     begun = jax.jit(algorithm.init)(jax.random.key(run.seed))
@@ -39,15 +41,18 @@ def held_out(folder: Path) -> list[dict[str, Any]]:
     found = []
     with closing(Checkpoints(folder / "checkpoints")) as checkpoints:
         for path in sorted((folder / "checkpoints").glob("[0-9]*"), key=lambda path: int(path.name.split(".")[0])):
-            manifest = json.loads((path / "manifest.json").read_text())
-            restored = checkpoints.restore(Found(path.name, manifest), like, part=True)
+            step = int(path.name.split(".")[0])
+            if step < run.algorithm.taught:
+                continue
+            intact = Found(path.name, checkpoint._verify(path, step))
+            restored = checkpoints.restore(intact, like, part=True)
             scores, _ = score(algorithm.policy(restored.progress.state))
             means = {name: round(value, 4) for name, value in scores.means().items()}
             found.append({"update": int(restored.progress.updates)} | means)
     return found
 
 
-def curve(folder: Path) -> dict[str, Any]:
+def curve(folder: Path, checkpoints: bool) -> dict[str, Any]:
     """What a run told, and where its reward ends."""
     about, records = json.loads((folder / "run.json").read_text()), telemetry.read(folder / "metrics.jsonl")
     taught = about["run"]["algorithm"]["taught"]
@@ -75,7 +80,8 @@ def curve(folder: Path) -> dict[str, Any]:
     shown = ("evaluation", "train_seconds", "compile_seconds", "wall_seconds", "parameters", "params_sha256")
     return {
         "seed": about["run"]["seed"], "commit": about.get("commit"), "devices": about["run"]["devices"],
-        "result": {name: result.get(name) for name in shown}, "held_out": held_out(folder), "points": points, **told,
+        "result": {name: result.get(name) for name in shown}, "points": points, **told,
+        **({"held_out": held_out(folder)} if checkpoints else {}),
     }  # fmt: skip
 
 
@@ -83,9 +89,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("runs", nargs="+", type=Path)
     parser.add_argument("--json", type=Path, required=True)
+    parser.add_argument("--checkpoints", action="store_true")
     parser.add_argument("--note", default="", help="what else to say of how it was measured")
     given = parser.parse_args()
-    told = {"note": given.note, "curves": {folder.name: curve(folder) for folder in given.runs}}
+    told = {"note": given.note, "curves": {folder.name: curve(folder, given.checkpoints) for folder in given.runs}}
     given.json.write_text(json.dumps(told) + "\n")
 
 
