@@ -281,7 +281,12 @@ def driving_bc() -> Run:
 
 
 def driving_sac() -> Run:
-    """Driving by SAC from a replay that keeps observations in bf16."""
+    """Driving by SAC from a replay that keeps observations in bf16.
+
+    After 0.5 M steps of seed 0 (learning rate constant), on 128 generated scenarios not trained in: accuracy 0.938,
+    collisions 0.039, off the road 0.016, progress 0.982, goals 0.938, and little comfort, 0.40. A twelfth of the steps
+    that `driving` (PPO, 0.961) was measured after; not measured longer.
+    """
     return Run(
         "driving-sac",
         Driving(simulator=simulator.Config(actions="continuous")),
@@ -297,7 +302,12 @@ def driving_sac() -> Run:
 
 
 def driving_bcsac() -> Run:
-    """Driving by BC-SAC: SAC among whose worlds are some that the expert drives, whose actions it finds likely."""
+    """Driving by BC-SAC: SAC among whose worlds are some that the expert drives, whose actions it finds likely.
+
+    After 0.4 M steps of seed 0 in 256 scenarios (learning rate constant), on 128 not trained in: accuracy 0.906,
+    collisions 0.070, off the road 0.016, progress 0.961, goals 0.828, comfort 0.60. In fewer steps and scenarios than
+    `driving-sac` was measured in, so that the two can't be told apart by these figures, but for the comfort.
+    """
     base = driving_sac()
     assert isinstance(base.algorithm, sac.Config)
     return dataclasses.replace(
@@ -306,14 +316,18 @@ def driving_bcsac() -> Run:
 
 
 def pendulum_apg() -> Run:
-    """Pendulum-v1 by analytic policy gradient: through the pendulum's own motion, by next to no samples."""
+    """Pendulum-v1 by analytic policy gradient: through the pendulum's own motion, in half a minute.
+
+    Mean return -203 on 100 episodes after 1 M steps, seed 0. The horizon, 32 steps, matters: at half the learning rate
+    16 reached -322, and 64 reached -743.
+    """
     return Run(
         "pendulum-apg",
         Named("pendulum"),
-        apg.Config(lr=5e-3, gamma=0.99, max_grad_norm=1.0),
+        apg.Config(lr=1e-2, gamma=0.99, max_grad_norm=1.0),
         total_steps=1_000_000,
         num_envs=64,
-        num_steps=64,
+        num_steps=32,
         health=Bounds(solved=-200.0),
     )
 

@@ -14,6 +14,8 @@ from longhaul import learners
 from longhaul import mesh as meshes
 from longhaul import run as runs
 from longhaul.algorithms import apg
+from longhaul.driving import drivers, dynamics
+from longhaul.driving.dynamics import Drive, Motion
 from longhaul.environment import time_limit, vectorise
 from longhaul.rollout import pathwise
 from longhaul.run import Named, Run, RunError
@@ -106,6 +108,26 @@ def test_it_finds_the_best_gain(collected: Any) -> None:
     best, short = cost(gains).min(), cost(np.array([PUSH / (COST + PUSH**2)]))[0]
     assert short > 1.3 * best
     assert best * 0.98 < paid < best * 1.02
+
+
+def test_drivings_own_dynamics_have_their_gradient() -> None:
+    """Ten steps of the bicycle, by the actions, against finite differences."""
+    limits, dt = dynamics.VEHICLE, jnp.float32(0.1)
+    zero = jnp.float32(0.0)
+    begun = Drive(Motion(zero, zero, jnp.float32(0.3), jnp.float32(8.0)), zero, zero)
+
+    @jax.jit
+    @jax.value_and_grad
+    def place(actions: jax.Array) -> jax.Array:
+        step = lambda now, action: (drivers.act(now, action, limits, dt, "bicycle", "continuous"), None)  # noqa: E731
+        motion = jax.lax.scan(step, begun, actions)[0].motion
+        return motion.x + 2.0 * motion.y
+
+    rng = np.random.default_rng(0)
+    actions, along = (rng.uniform(-0.4, 0.4, (10, 2)).astype(np.float32) for _ in range(2))
+    gradient = place(actions)[1]
+    wanted = (float(place(actions + 0.02 * along)[0]) - float(place(actions - 0.02 * along)[0])) / 0.04
+    assert float(jnp.sum(gradient * along)) == pytest.approx(wanted, rel=1e-2) and abs(wanted) > 0.1
 
 
 def test_what_has_no_gradient_is_refused() -> None:
