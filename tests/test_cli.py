@@ -18,7 +18,7 @@ from typing import Any, ClassVar
 import jax
 import pytest
 
-from longhaul import cli, commands, flags, printing, recipes, settings, training
+from longhaul import cli, commands, flags, meanings, printing, recipes, settings, training
 from longhaul.envs import suites
 from longhaul.folders import save_run
 from longhaul.run import Driving, Named, Run, resolve, to_dict
@@ -249,7 +249,7 @@ def test_what_goes_wrong_decides_the_exit_code(
 
 def test_every_field_of_a_run_is_a_flag_with_a_help() -> None:
     names = {s.flag.name for make in recipes.RECIPES.values() for s in settings.settings(make())}
-    assert names == set(settings.HELP)
+    assert names == set(meanings.HELP)
 
     def leaves(value: Any, name: str = "") -> list[str]:
         if isinstance(value, dict):
@@ -426,7 +426,7 @@ def test_the_help_of_a_recipe_has_each_flag_with_its_default(longhaul: Any, reci
         assert f"{heading} options" in words
     for setting in settings.settings(recipes.recipe(recipe)):
         assert f"--{setting.flag.name}" in words
-        assert "".join(settings.HELP[setting.flag.name].split()) in "".join(words.split())
+        assert "".join(meanings.HELP[setting.flag.name].split()) in "".join(words.split())
     assert f"agent steps to train for (default: {recipes.recipe(recipe).total_steps})" in words
     assert ("--data PATH..." in words) == (recipe == "driving")
     assert ("--env TEXT" in words) == (recipe == "cartpole")

@@ -85,11 +85,11 @@ TABLE = """
    poison policies member_records ranking ending publishing training
    scaling/page
    scaling/grid
-6  recipes workloads peers acting_workloads central_workloads replay_workloads reasoning_workloads sync_workloads
-   bench scaling/speed
+6  driving_recipes recipes workloads peers acting_workloads central_workloads replay_workloads reasoning_workloads
+   sync_workloads bench scaling/speed
    scaling/profile scaling/subject scaling/agreement scaling/checks
-7  printing live flags settings scaling/command scaling/speed_command scaling/profile_command scaling/plan_command
-   scaling/doctor sync_checkpoints sync_shell sync_command
+7  printing live flags meanings settings scaling/command scaling/speed_command scaling/profile_command
+   scaling/plan_command scaling/doctor sync_checkpoints sync_shell sync_command
    commands assessment reason_command console play gang processes cluster launch actor_command cli
    __main__
 """
