@@ -634,6 +634,7 @@ def test_a_generated_scenario_is_drawn_and_inspected_logs_too(longhaul: Any, tmp
     assert_refused(longhaul(*words.split()), "no scenario is named 'strait'; did you mean straight?")
 
 
+@pytest.mark.slow
 def test_driving_is_scored_by_scenario(longhaul: Any, tmp_path: Path) -> None:
     recipe = recipes.recipe("driving")
     (tmp_path / "runs" / "d").mkdir(parents=True)

@@ -135,6 +135,7 @@ def test_what_is_no_image_is_refused_in_a_line(seen: object, kind: str, message:
         networks.actor_critic(seen, 2, torso=kind)
 
 
+@pytest.mark.slow
 def test_normalised_layers_do_not_see_how_bright_an_image_is() -> None:
     """Up to the shift of kernels' biases, which begin at 0: twice the image is the same one."""
     seen = jax.ShapeDtypeStruct((6, 6, 2), jnp.float32)

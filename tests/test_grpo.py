@@ -190,6 +190,7 @@ def test_groups_that_are_all_equal_teach_nothing() -> None:
     jax.tree.map(np.testing.assert_array_equal, after.params, state.params)
 
 
+@pytest.mark.slow
 def test_two_shards_are_one_batch() -> None:
     params, data = completions()
     data = data._replace(reward=jnp.array([1.0, 0, 0, 0.5, 0, 1, 1, 1]))

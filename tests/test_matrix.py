@@ -126,14 +126,14 @@ ON_MANY = {"impala": ("agents",), "impala-gru": (), "appo": (), "pqn": ("agents"
 """Where a learner shares with another what meets across devices, the probes that it sees there, too."""
 
 DAILY: dict[str, tuple[str, ...]] = {
-    "ppo": ("action", "two_step", "successor", "time_limit", "masked", "agents", "multi_discrete", "continuous"),
+    "ppo": ("successor", "time_limit", "masked", "agents", "multi_discrete", "continuous"),
     "ppo-gru": ("memory",),
     "ppo-bf16": (),
     "ppo-normalised": (),
     "impala": ("successor",),
     "impala-gru": (),
     "appo": (),
-    "pqn": ("successor",),
+    "pqn": (),
     "pqn-gru": (),
 }
 """What of a variant is not slow: on one device, these probes."""

@@ -144,6 +144,7 @@ def test_words_that_are_no_actions_say_so_and_new_begins_another_game(longhaul: 
     assert longhaul("hackmatrix")[1].count("step 0") == 1, "no game was played, and there is no table"
 
 
+@pytest.mark.slow
 def test_the_command_by_itself_has_no_control_characters(tmp_path: Path) -> None:
     """A process of its own, with stdin and stdout that are no terminal."""
     command = [sys.executable, "-m", "longhaul", "play", "hackmatrix", "--seed", "0", "--fixes", "shaping"]

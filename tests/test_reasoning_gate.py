@@ -78,6 +78,7 @@ def test_while_it_is_closed_chains_are_due_but_for_looks() -> None:
     assert [int(made.policy(opened._replace(updates=jnp.int32(u))).lesson) for u in (2, 3)] == [look, look]
 
 
+@pytest.mark.slow
 def test_a_look_at_a_closed_gate_changes_nothing_but_the_gate() -> None:
     made, (params, data) = learner(), completions()
     state = made.init(jax.random.key(0))._replace(params=params, updates=jnp.int32(2), imitated=jnp.int32(2))

@@ -272,6 +272,7 @@ class Meddler:
             self._server.shutdown(socket.SHUT_RDWR)
 
 
+@pytest.mark.slow
 def test_whatever_happens_between_them_what_is_served_is_whole(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("longhaul.sync.receiver.LONGEST_PAUSE", 0.02)
     monkeypatch.setattr("longhaul.sync.receiver.FIRST_PAUSE", 0.01)

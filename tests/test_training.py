@@ -271,6 +271,7 @@ def test_it_saves_by_minutes_by_updates_and_at_the_end(tmp_path: Path, monkeypat
     assert saved == checkpoints(tmp_path / "updates") == [26, 50, 60]
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("_quick")
 def test_seconds_add_up_over_resumes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """By a clock that a call of 2 updates takes 1 s of, compiling 10 s, preparing 100 s."""

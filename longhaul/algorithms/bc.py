@@ -61,8 +61,7 @@ class Batch(NamedTuple):
     observation: PyTree
     mask: jax.Array | None
     raw: jax.Array  # the expert's
-    advantage: jax.Array  # float32: 1, and 0 where nothing is known of him
-    weight: jax.Array  # the same
+    weight: jax.Array  # float32: 1, and 0 where nothing is known of him
     begins: jax.Array | None  # bool [T, columns]: an episode begins here, so memory is put back
     memory: PyTree  # [columns, width] or ()
 
@@ -150,7 +149,7 @@ def bc(
         # What means nothing may be no number, and 0 times its gradient none either.
         raw = jnp.where(known.reshape(*known.shape, *([1] * (raw.ndim - known.ndim))), raw, 0)
         weight, begins = known.astype(jnp.float32), values.begins(data) if config.memory else None
-        return Batch(visible, mask, raw, weight, weight, begins, data.memory)
+        return Batch(visible, mask, raw, weight, begins, data.memory)
 
     def learn(state: State, data: Rollout, key: Key) -> tuple[State, Metrics]:
         batch = apart(see)(state, data)

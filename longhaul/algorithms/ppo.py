@@ -231,8 +231,8 @@ def optimiser_steps(
     """(params, opt_state, update, batch, key) -> all epochs over the batch; metrics are means over rows and steps.
 
     `config` is this algorithm's, or has the fields of `Passes`. `loss` takes (params, batch, entropy weight) to sums
-    over rows of the loss and of its parts, which are named `told`. A batch is a NamedTuple of rows, with `memory`,
-    `weight` and `target` among them. Say `split` where parameters are split over devices: then the optimiser takes
+    over rows of the loss and of its parts, which are named `told`. A batch is a NamedTuple of rows, with `memory`
+    and `weight` among them. Say `split` where parameters are split over devices: then the optimiser takes
     them one by one.
     """
     working = optimiser if split else optax.flatten(optimiser)
@@ -266,10 +266,11 @@ def optimiser_steps(
     ) -> tuple[Params, optax.OptState, Metrics]:
         if not config.memory:
             batch = jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), batch)
-        rows = batch.target.shape[axis]
+        shape = jax.tree.leaves(batch._replace(memory=()))[0].shape
+        rows = shape[axis]
         given = config.num_minibatches, config.update_epochs
         minibatches, epochs = rules.decide(rows, rows, "none", *given)
-        deep = 1 if axis == 0 else batch.target.shape[0]
+        deep = 1 if axis == 0 else shape[0]
         chunk = chunk_of(rows // minibatches // (config.accumulate or 1), max(1, config.chunk // deep))
         share = jnp.float32(1.0) if batch.weight is None else jnp.maximum(mean(apart(jnp.mean)(batch.weight)), 1e-8)
         norm = share * (deep * rows // minibatches)  # one for the whole batch: no minibatch weighs more
