@@ -73,7 +73,7 @@ HELP = {
     "rms-decay": "share of its past that RMSProp's second moment keeps in a step",
     "rms-eps": "what RMSProp adds to its second moment, within the root",
     "momentum": "of RMSProp's steps",
-    "anneal": "let the learning rate fall to 0 over the run",
+    "anneal": "let the learning rate fall to 0 over the run; of GRPO and its kin to a tenth, at its end",
     "gamma": "discount of a step",
     "gae-lambda": "lambda of the advantage estimate",
     "q-lambda": "lambda of PQN's returns: 0 looks a step ahead, 1 to the rollout's end",

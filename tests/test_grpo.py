@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from types import SimpleNamespace
 from typing import Any
 
 import jax
@@ -228,3 +229,18 @@ def test_a_warm_start_comes_from_the_easiest_quarter_to_all() -> None:
     shares = [float(grpo.reach(settings, jnp.int32(u))) for u in (0, 20, 40, 60, 99)]
     assert shares == pytest.approx([0.25, 0.25, 0.625, 1.0, 1.0])
     assert float(grpo.reach(config(taught=100, curriculum=0.0), jnp.int32(1))) == 1.0
+
+
+def test_the_rate_falls_to_a_tenth_in_the_last_third() -> None:
+    """Of the updates from rewards: 2 taught, 30 more, two steps of the optimiser each."""
+    rewards = SimpleNamespace(lesson=jnp.zeros(4, jnp.int32))
+
+    def at(updates: int, step: int = 0, **changes: Any) -> float:
+        state = SimpleNamespace(updates=jnp.int32(updates), imitated=jnp.int32(2))
+        settings = config(taught=2, lr=1e-3, warmup=0, num_minibatches=2, update_epochs=1, **changes)
+        return float(grpo._rate(settings, state, rewards, 32, meshes.identity)(jnp.int32(step)))  # type: ignore[arg-type]
+
+    assert [at(2), at(12), at(22)] == pytest.approx([1e-3] * 3)
+    assert at(27) == pytest.approx(5.5e-4)
+    assert at(31, 1) == pytest.approx(1e-4 + 9e-4 * 3 / 60)
+    assert at(31, 1, anneal=False) == pytest.approx(1e-3)

@@ -60,6 +60,7 @@ class Config:
     clip_low: float | None = None  # None: the loss's own
     clip_high: float | None = None
     lr: float = 2e-4
+    anneal: bool = True  # it falls to a tenth in the last third of the updates after the warm start
     lr_taught: float = 6e-3  # of the warm start; it falls to a tenth in its last third
     lr_scaffold: float = 1e-3  # of imitation while the gate is closed
     warmup: int = 20  # steps of the optimiser over which each of these rates rises
@@ -191,22 +192,30 @@ EASIEST = 0.25
 """The share of demonstrations that the first third of a curriculum keeps to."""
 
 LAST = 0.1
-"""Of the warm start's learning rate, what it ends with: the rate falls in its last third."""
+"""Of a learning rate, what it ends with: it falls in the last third of the warm start, and of what follows."""
 
 
-def _rate(config: Config, state: State, data: Completions, mean: Callable[[PyTree], PyTree]) -> Callable[..., Any]:
-    """Step of the optimiser within an update -> the learning rate, by what most of the completions are."""
+def _rate(
+    config: Config, state: State, data: Completions, updates: int, mean: Callable[[PyTree], PyTree]
+) -> Callable[..., Any]:
+    """Step of the optimiser within an update -> the learning rate, by what most of the completions are.
+
+    `updates` are those of the whole run.
+    """
     assert config.num_minibatches is not None and config.update_epochs is not None
     steps = config.num_minibatches * config.update_epochs
     shares = mean(jnp.mean(data.lesson[None] == jnp.array([DEMONSTRATED, SOLVED])[:, None], axis=1))
 
+    def falling(left: jax.Array) -> jax.Array:
+        return jnp.clip(LAST + 3.0 * (1.0 - LAST) * left, LAST, 1.0)
+
     def rate(step: jax.Array) -> jax.Array:
         taught = steps * state.imitated + step
         rewarded = steps * (state.updates - state.imitated) + step
-        left = 1.0 - taught / max(steps * config.taught, 1)
-        warm = config.lr_taught * jnp.clip(LAST + 3.0 * (1.0 - LAST) * left, LAST, 1.0)
+        warm = config.lr_taught * falling(1.0 - taught / max(steps * config.taught, 1))
+        left = (steps * (updates - state.updates) - step) / max(steps * (updates - config.taught), 1)
         imitating = jnp.where(shares[0] > 0.5, warm, config.lr_scaffold)
-        chosen = jnp.where(jnp.sum(shares) > 0.5, imitating, config.lr)
+        chosen = jnp.where(jnp.sum(shares) > 0.5, imitating, config.lr * (falling(left) if config.anneal else 1.0))
         count = jnp.where(jnp.sum(shares) > 0.5, taught, rewarded)
         return chosen * jnp.clip((count + 1) / max(config.warmup, 1), 0.0, 1.0)
 
@@ -328,7 +337,7 @@ def grpo(
         counted = data.taken[:LOOKED] & ~data.taught[:LOOKED, None]
         off = jnp.where(counted, jnp.abs(begun - data.log_prob[:LOOKED]), 0.0)
         mismatch = mean(jnp.sum(off)) / jnp.maximum(mean(jnp.sum(counted, dtype=jnp.float32)), 1.0)
-        rate = _rate(config, state, data, mean)
+        rate = _rate(config, state, data, updates, mean)
 
         def step(carried: tuple[Params, optax.OptState], each: tuple[jax.Array, jax.Array]) -> tuple[Any, Metrics]:
             (params, opt_state), (order, number) = carried, each
