@@ -274,6 +274,27 @@ def in_pieces(function: Callable[[Params, Batch], Any], pieces: int) -> Callable
     return run
 
 
+def _worths(config: Config, data: Completions, reference: Params) -> Batch:
+    """The batch of one shard; `weight` says of each token whether it counts."""
+    advantage, informative = advantages(data.reward, config.group, scaled=LOSSES[config.loss].scaled)
+    nothing = jnp.zeros(data.token.shape)
+    if config.kl_coef > 0.0:
+        nothing, _ = log_probs(config.model, reference, data.prompt, data.token, config.temperature)
+    return Batch(data, advantage, (informative | data.taught)[:, None] & data.taken, nothing)
+
+
+def _looked(
+    config: Config, state: State, data: Completions, mean: Callable[[PyTree], PyTree]
+) -> tuple[gates.Gate, jax.Array]:
+    """(the gate after these completions, whether they taught nothing, being but a look through it)."""
+    own = (~data.taught).astype(jnp.float32)
+    count = mean(jnp.sum(own))
+    level = mean(jnp.sum(own * data.soundness)) / jnp.maximum(count, 1.0)
+    after = gates.look(config.gate, state.gate, level)
+    after = jax.tree.map(lambda new, old: jnp.where(count > 0.0, new, old), after, state.gate)
+    return after, (count > 0.0) & ~after.open
+
+
 def grpo(
     spec: Any,
     config: Config,
@@ -287,7 +308,8 @@ def grpo(
 ) -> Algorithm:
     """The learner of `Completions`; `mean` averages over the shards. Acting is `sampling.collector`'s.
 
-    `spec`, `updates`, `first`, `done` and `split` are what other algorithms take, and change nothing here.
+    By `updates`, those of the whole run, the rate falls. `spec`, `first`, `done` and `split` are what other algorithms
+    take, and change nothing here.
     """
     assert config.num_minibatches is not None and config.update_epochs is not None
     loss = LOSSES[config.loss]
@@ -309,29 +331,12 @@ def grpo(
         lesson = jnp.where(warm, DEMONSTRATED, after).astype(jnp.int32)
         return Speaker(state.params, lesson, jnp.where(warm, reach(config, state.updates), 1.0))
 
-    def worths(data: Completions, reference: Params) -> Batch:
-        """The batch of one shard; `weight` says of each token whether it counts."""
-        advantage, informative = advantages(data.reward, config.group, scaled=loss.scaled)
-        nothing = jnp.zeros(data.token.shape)
-        if config.kl_coef > 0.0:
-            nothing, _ = log_probs(config.model, reference, data.prompt, data.token, config.temperature)
-        return Batch(data, advantage, (informative | data.taught)[:, None] & data.taken, nothing)
-
-    def looked(state: State, data: Completions) -> tuple[gates.Gate, jax.Array]:
-        """(the gate after these completions, whether they taught nothing, being but a look through it)."""
-        own = (~data.taught).astype(jnp.float32)
-        count = mean(jnp.sum(own))
-        level = mean(jnp.sum(own * data.soundness)) / jnp.maximum(count, 1.0)
-        after = gates.look(config.gate, state.gate, level)
-        after = jax.tree.map(lambda new, old: jnp.where(count > 0.0, new, old), after, state.gate)
-        return after, (count > 0.0) & ~after.open
-
     def learn(state: State, data: Completions, key: Key) -> tuple[State, Metrics]:
         reference = state.reference
         if config.kl_coef > 0.0:
             fresh = state.updates == state.imitated
             reference = jax.tree.map(lambda a, b: jnp.where(fresh, a, b), state.params, reference)
-        batch = worths(data, reference)
+        batch = _worths(config, data, reference)
         rows = batch.advantage.shape[0]
         begun, _ = log_probs(config.model, state.params, data.prompt[:LOOKED], data.token[:LOOKED], config.temperature)
         counted = data.taken[:LOOKED] & ~data.taught[:LOOKED, None]
@@ -355,7 +360,7 @@ def grpo(
         orders = jax.vmap(lambda each: jax.random.permutation(each, rows))(keys).reshape(-1, rows // minibatches)
         before = state.params, state.opt_state
         learnt, parts = jax.lax.scan(step, before, (orders, jnp.arange(len(orders))))
-        gate, held = looked(state, data)
+        gate, held = _looked(config, state, data, mean)
         params, opt_state = jax.tree.map(lambda new, old: jnp.where(held, old, new), learnt, before)
         metrics = jax.tree.map(jnp.mean, parts)
         imitates = mean(jnp.mean(data.taught, dtype=jnp.float32))

@@ -216,6 +216,12 @@ class Passes(NamedTuple):
     ent_coef_final: float | None = None
 
 
+def _take(batch: Any, index: jax.Array, axis: int) -> Any:
+    """These rows of a batch, or these columns."""
+    rows = jax.tree.map(lambda x: jnp.take(x, index, axis=axis, mode="clip"), batch._replace(memory=()))
+    return rows._replace(memory=jax.tree.map(lambda x: x[index], batch.memory))
+
+
 def optimiser_steps(
     loss: Callable[..., tuple[jax.Array, Metrics]],
     live: Callable[[Params], Params],
@@ -241,22 +247,18 @@ def optimiser_steps(
     entropy_weight = schedule(config.ent_coef, final)
     axis = 1 if config.memory else 0
 
-    def take(batch: Any, index: jax.Array) -> Any:
-        rows = jax.tree.map(lambda x: jnp.take(x, index, axis=axis, mode="clip"), batch._replace(memory=()))
-        return rows._replace(memory=jax.tree.map(lambda x: x[index], batch.memory))
-
     def gradient(params: Params, batch: Any, index: jax.Array, weight: jax.Array) -> tuple[PyTree, Metrics]:
         """Sums over the rows index [chunks, rows]."""
         params, back = jax.vjp(live, params)
         grad = jax.grad(loss, has_aux=True)
 
         def add(total: Any, chunk: jax.Array) -> tuple[Any, None]:
-            return jax.tree.map(jnp.add, total, grad(params, take(batch, chunk), weight)), None
+            return jax.tree.map(jnp.add, total, grad(params, _take(batch, chunk, axis), weight)), None
 
         if index.shape[0] == 1:
-            total, parts = grad(params, take(batch, index[0]), weight)
+            total, parts = grad(params, _take(batch, index[0], axis), weight)
         else:
-            shapes = jax.eval_shape(grad, params, take(batch, index[0]), weight)
+            shapes = jax.eval_shape(grad, params, _take(batch, index[0], axis), weight)
             zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)
             total, parts = jax.lax.scan(add, zeros, index)[0]
         return back(total)[0], parts
