@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from longhaul import assessment, evaluation, intervals, recipes, resimulation, worlds
+from longhaul import assessment, driving_recipes, evaluation, intervals, resimulation, worlds
 from longhaul import run as runs
 from longhaul.algorithms import ppo
 from longhaul.datasets.log import BadData
@@ -118,7 +118,7 @@ def test_what_may_never_end_is_refused() -> None:
 
 
 def driving(**changes: Any) -> runs.Run:
-    recipe = recipes.driving()
+    recipe = driving_recipes.driving()
     algorithm = dataclasses.replace(recipe.algorithm, hidden_dim=8, num_layers=1)
     return runs.resolve(dataclasses.replace(recipe, algorithm=algorithm, devices=1, **changes))
 
@@ -340,7 +340,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.chdir(tmp_path)
     made = tmp_path / "runs" / "d"
     made.mkdir(parents=True)
-    environment = dataclasses.replace(recipes.driving().environment, horizon=25)
+    environment = dataclasses.replace(driving_recipes.driving().environment, horizon=25)
     save_run(made, driving(evaluation_episodes=2, environment=environment), {})
     return made
 

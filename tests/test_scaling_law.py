@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 
 from longhaul import cli, training
+from longhaul.driving_recipes import driving_scaling
 from longhaul.folders import write_json
-from longhaul.recipes import driving_scaling
 from longhaul.run import Driving, Run, RunError, from_dict, to_dict
 from longhaul.scaling import grid as grids
 from longhaul.scaling import page
