@@ -364,7 +364,7 @@ def _sync(
     *, model: str = "qwen3-0.6b", receivers: int = 2, lane: Sequence[str] = ("shm", "tcp")
 ) -> list[dict[str, Any]]:
     names = _lanes(lane, "shm", "tcp", "folder")
-    cases = [(by, verify) for by in names for verify in (("always", "moved") if by == "shm" else ("always",))]
+    cases = [(by, verify) for by in names for verify in (("once", "always", "moved") if by == "shm" else ("always",))]
     return [{"model": model, "receivers": receivers, "lane": by, "verify": verify} for by, verify in cases]
 
 

@@ -30,6 +30,9 @@ from longhaul.workloads import Prepared
 PLACES = 3
 """Images of the sender."""
 
+LARGEST_SAMPLE = 512 << 20
+"""Bytes that the machine's rates are measured with: as many as are sent, up to more than its caches hold."""
+
 
 class Child:
     """A process of `longhaul.sync.probe`."""
@@ -83,7 +86,7 @@ def sync(model: str, receivers: int, lane: str, verify: str) -> Prepared:
     sender = Publisher("bench", lanes=[opened], settings=Settings(lease=60.0), budget=PLACES * size)
     children = [Child(opened.address, size, limit.descriptor, verify, folder) for _ in range(receivers)]
     versions = iter(range(1 << 30))
-    sample = Sample(together=min(2, cores()))
+    sample = Sample(min(size, LARGEST_SAMPLE), cores())
 
     def publish() -> tuple[dict[str, float], list[dict[str, Any]]]:
         version = next(versions)
@@ -138,7 +141,7 @@ def sync(model: str, receivers: int, lane: str, verify: str) -> Prepared:
 def _foreseen(size: int, receivers: int, lane: str, verify: str, sample: Sample, wall: float) -> dict[str, float]:
     """What `cost.local` says of this repeat, from the machine's rates right after it; `model_error` is its share of the
     measured time, above 0 where it says too much."""
-    said = cost.local(size, receivers, cores(), sample.rates(), lane, verified=verify == "always").pipelined
+    said = cost.local(size, receivers, cores(), sample.rates(), lane, verify=verify).pipelined
     return {"model_seconds": said, "model_error": said / wall - 1.0}
 
 

@@ -33,7 +33,7 @@ TABLE = """
 0  reasoning/__init__ reasoning/tokens reasoning/tasks reasoning/questions
    reasoning/optimiser
 0  verdicts
-0  sync/__init__ sync/reference sync/streams sync/kernels sync/loops sync/codec sync/delta
+0  sync/__init__ sync/reference sync/streams sync/kernels sync/loops sync/digests sync/codec sync/delta
 0  sync/layout sync/plan sync/cost
 1  trends health watch
 1  precision returns distributions encoders convolutions perceptron networks dial normalise mesh partition shards
@@ -42,7 +42,7 @@ TABLE = """
    actors/crew actors/settings actors/slots
 1  vectors central/credentials
 1  priorities replay
-1  sync/manifest sync/images sync/protocol sync/wire sync/files
+1  sync/manifest sync/images sync/ledger sync/protocol sync/wire sync/files
 1  datasets/projection
 1  scaling/law scaling/ceiling scaling/rules scaling/compiled scaling/instructions scaling/trace scaling/chips
    scaling/plan

@@ -84,16 +84,19 @@ def test_settings_that_mean_nothing(name: str, value: float) -> None:
 
 def test_local_runs_wait_for_cores() -> None:
     given = cost.Rates(gather=5 * GB, loopback=2 * GB, digest=10 * GB)
-    for (receivers, cores, lane, verified), expected in {
-        (2, 2, "shm", True): 0.1 + 0.1,
-        (2, 2, "shm", False): 0.1,
-        (4, 2, "shm", True): 0.1 + 0.2,
-        (1, 1, "shm", True): 0.2 + 0.1,
-        (2, 2, "tcp", True): 0.1 + 1.0,
-        (1, 2, "tcp", True): 0.1 + 0.5,
-        (2, 4, "tcp", True): 0.1 + 0.5,
+    for (receivers, cores, lane, verify), expected in {
+        (2, 2, "shm", "always"): 0.1 + 0.1,
+        (2, 2, "shm", "once"): 0.1 + 0.05,
+        (8, 2, "shm", "once"): 0.1 + 0.05,
+        (1, 2, "shm", "once"): 0.1 + 0.1,
+        (2, 2, "shm", "moved"): 0.1,
+        (4, 2, "shm", "always"): 0.1 + 0.2,
+        (1, 1, "shm", "always"): 0.2 + 0.1,
+        (2, 2, "tcp", "always"): 0.1 + 1.0,
+        (1, 2, "tcp", "once"): 0.1 + 0.5,
+        (2, 4, "tcp", "once"): 0.1 + 0.5,
     }.items():
-        found = cost.local(1 * GB, receivers, cores, given, lane, delay=0.0, verified=verified)
+        found = cost.local(1 * GB, receivers, cores, given, lane, delay=0.0, verify=verify)
         assert found.pipelined == pytest.approx(expected)
     with pytest.raises(ValueError, match="there are shm and tcp"):
         cost.local(1.0, 1, 1, given, "pigeon")

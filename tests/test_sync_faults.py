@@ -211,6 +211,37 @@ def test_silence_ends_with_the_deadline() -> None:
             mine.pour(memoryview(bytes(1 << 24)), 0.05)  # nobody reads
 
 
+def test_a_large_stream_is_told_of_as_it_comes() -> None:
+    data = np.random.default_rng(0).integers(0, 256, 3_000_001, np.uint8)
+    into = np.zeros_like(data)
+    counts: list[int] = []
+
+    def arrived(count: int) -> None:
+        begin = counts[-1] if counts else 0
+        assert np.array_equal(into[begin:count], data[begin:count])
+        counts.append(count)
+
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        near, far = socket.create_connection(server.getsockname()), server.accept()[0]
+    with closing(wire.Wire(near)) as mine, closing(wire.Wire(far)) as other:
+        mine.session = other.session = 5
+        for _ in range(2):
+            counts.clear()
+            thread = threading.Thread(target=other.pour, args=(data.data, 20))
+            thread.start()
+            mine.draw(into.data, time.monotonic() + 20, arrived)
+            thread.join()
+            assert counts[-1] == data.size and counts == sorted(set(counts))
+            other.send("word", 5)  # a few bytes wake us again
+            assert mine.receive(5).kind == "word"
+        other.pour(data[:700_000].data, 5)
+        with pytest.raises(TimeoutError):
+            mine.draw(into.data, time.monotonic() + 0.2, lambda count: None)
+        other.close()
+        with pytest.raises(ConnectionError):
+            mine.draw(into.data, time.monotonic() + 5, lambda count: None)
+
+
 def test_who_has_another_token_gets_nothing() -> None:
     lane = tcp.lane("127.0.0.1:0", "a token of sixteen")
     with Publisher("run", lanes=[lane]):

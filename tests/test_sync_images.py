@@ -11,20 +11,54 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import xxhash
 
-from longhaul.sync import images
+from longhaul.sync import digests, images
 from longhaul.sync.buffers import Pool
-from longhaul.sync.manifest import digest
+from longhaul.sync.manifest import Manifest, digest
 
 ROOT = Path(__file__).resolve().parent.parent
 
 
-@pytest.mark.parametrize("past", [False, True])
-def test_an_image_has_what_was_given_and_its_digests(past: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    if past and importlib.util.find_spec("numba") is None:
+@pytest.fixture(params=[False, True], ids=["library", "past the caches"])
+def past(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> bool:
+    """Whether images are written past the caches here."""
+    if request.param and importlib.util.find_spec("numba") is None:
         pytest.skip("numba, of the extra sync, is not installed")
-    monkeypatch.setattr(images, "LARGE", 0 if past else 1 << 60)
-    monkeypatch.setattr(images, "CHUNK", 4096)
+    monkeypatch.setattr(digests, "LEAST", 241)
+    monkeypatch.setattr(digests, "PIECE", 4096)
+    monkeypatch.setattr(images, "LARGE", 0 if request.param else 1 << 60)
+    return request.param
+
+
+LENGTHS = [*range(4), 16, 17, 128, 240, 241, 255, 256, 1023, 1024, 1025, 1088, 2047, 2048, 2049, 5000, 70_001]
+
+
+def test_a_copy_has_the_librarys_digest(past: bool) -> None:
+    draw = np.random.default_rng(1)
+    data = draw.integers(0, 256, LENGTHS[-1] + 1, np.uint8)
+    image = Pool(1 << 17, 1 << 18).take()
+    assert image is not None
+    for length in LENGTHS:
+        for begin in (0, 1):  # aligned, and not
+            part = data[begin : begin + length]
+            target = image.array[:length]
+            target[:] = 0
+            assert digests.poured(part, target, past) == xxhash.xxh3_128_digest(part.tobytes()) == digests.digest(part)
+            assert np.array_equal(target, part)
+
+
+def test_a_digest_is_the_same_however_the_bytes_come() -> None:
+    draw = np.random.default_rng(2)
+    data = draw.integers(0, 256, 5000, np.uint8)
+    for _ in range(20):
+        running = digests.Running(data)
+        for count in sorted(draw.integers(0, data.size + 1, 4)):
+            running.upto(int(count))
+        assert running.end() == digest(data)
+
+
+def test_an_image_has_what_was_given_and_its_digests(past: bool) -> None:
     draw = np.random.default_rng(0)
     sizes = [0, 1, 7, 8, 63, 64, 65, 4095, 4096, 4097, 8192, 20_000, 40_960]
     given = {f"t{size}": draw.integers(0, 256, size, np.uint8) for size in sizes}
@@ -41,6 +75,24 @@ def test_an_image_has_what_was_given_and_its_digests(past: bool, monkeypatch: py
         held = np.ascontiguousarray(given[tensor.name]).tobytes()
         assert image.array[tensor.offset : tensor.end].tobytes() == held
         assert tensor.digest == digest(held)
+
+
+def test_what_is_flipped_on_the_way_is_found(past: bool) -> None:
+    """Any one bit, in any place of a block, a stripe and what is behind them, however the bytes come."""
+    draw = np.random.default_rng(2)
+    given = {"a": draw.integers(0, 256, 5001, np.uint8), "b": draw.integers(0, 256, 300, np.uint8)}
+    planned, size = images.describe(given)
+    image = np.empty(size, np.uint8)
+    with ThreadPoolExecutor(1) as pool:
+        tensors = images.gather(given, planned, image, pool, 1)
+    manifest = Manifest("run", 0, 1, -1, size, tensors)
+    for at in (*range(0, 5001, 97), 4095, 4096, 5000, tensors[1].offset, tensors[1].end - 1):
+        image[at] ^= 1 << at % 8
+        arrival = images.Arrival(manifest)
+        for count in (100, 1500, 4096, 5001, size):
+            arrival(image, count)
+        assert arrival.complete and arrival.damaged == ["a" if at < 5001 else "b"]
+        image[at] ^= 1 << at % 8
 
 
 PEAK = """

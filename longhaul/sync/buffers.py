@@ -19,6 +19,7 @@ from typing import NamedTuple
 import numpy as np
 
 from longhaul.actors import memory
+from longhaul.sync import ledger
 
 
 class Image(NamedTuple):
@@ -29,20 +30,34 @@ class Image(NamedTuple):
 
 
 class Block:
-    """Shared memory without a name: `descriptor` may be sent to another process, and files and sockets read it."""
+    """Shared memory without a name: `descriptor` may be sent to another process, and files and sockets read it.
+
+    `notes` is a little more, which they may write (`ledger`).
+    """
 
     def __init__(self, size: int, serial: int) -> None:
         self.size, self.serial = size, serial
         self.descriptor = memory.create(size)
         self.map: mmap.mmap | None = mmap.mmap(self.descriptor, size)
+        self.notes = memory.create(ledger.SIZE)
         self.spent = False  # never to be used again: another process may still read it
+        self._turns = (-1, 0)  # a version, and how many have it mapped
+        self._lock = threading.Lock()
+
+    def turn(self, version: int) -> int:
+        """A number for the next who maps it with that version: 0, 1, 2 ..."""
+        with self._lock:
+            count = self._turns[1] if self._turns[0] == version else 0
+            self._turns = (version, count + 1)
+            return count
 
     def free(self) -> None:
         """Gives up our part of it; the system takes it back when nobody has it mapped."""
         self.map = None  # unmapped with its last view
         if self.descriptor >= 0:
             os.close(self.descriptor)
-            self.descriptor = -1
+            os.close(self.notes)
+            self.descriptor = self.notes = -1
 
 
 class Pool:

@@ -197,19 +197,20 @@ class Rates(NamedTuple):
     """Bytes a second of one thread of this machine while as many work as do in a run (`rates` measures them)."""
 
     gather: float  # copied into an image that is there already, with digests
-    loopback: float  # through a TCP socket, digested as they come; both ends have a core
+    loopback: float  # through TCP sockets, digested as they come, by two cores that carry both ends of them all
     digest: float  # of an image that is mapped
 
 
 def local(
     nbytes: float, receivers: int, cores: int, rates: Rates, lane: str = "shm", delay: float = 2e-3, threads: int = 2,
-    verified: bool = True,
+    verify: str = "once",
 ) -> Cost:  # fmt: skip
     """A run on one machine, by shared memory (`shm`) or TCP: who has no core of his own waits for one.
 
-    The sender copies once, with digests, in so many threads. Then receivers map the image, and each digests it where it
-    is `verified`; or the sender pours a stream to each, digested as it comes. `delay` is for messages. Nothing
-    overlaps: a version is offered when it is whole. Raises ValueError for another lane.
+    The sender copies once, with digests, in so many threads. Then receivers map the image, which all of them together
+    read `once` for its digests, or each of them ("always"), or none ("moved"); or the sender pours a stream to each,
+    digested as it comes. `delay` is for messages. Nothing overlaps: a version is offered when it is whole. Raises
+    ValueError for another lane.
     """
     if lane not in ("shm", "tcp"):
         raise ValueError(f"no local lane is named {lane!r}; there are shm and tcp")
@@ -217,8 +218,9 @@ def local(
     gather = Term("gather", copied, "bytes / threads / copying with digests")
     messages = Term("protocol", delay, "messages")
     if lane == "shm":
-        rounds = max(1.0, receivers / max(1, cores))
-        check = Term("check", rounds * nbytes / rates.digest * verified, "rounds x bytes / digest")
+        beside = max(1, min(receivers, cores))  # who read at once
+        passes = {"once": 1, "always": receivers, "moved": 0}[verify]
+        check = Term("check", passes * nbytes / beside / rates.digest, f"{passes} x bytes / {beside} at once / digest")
         return Cost("shared memory", (gather, check, messages), 1, 0.0)
     streams = max(1.0, 2.0 * receivers / max(2, cores))  # both ends of a stream want a core
     wire = Term("wire", streams * nbytes / rates.loopback, "rounds x bytes / loopback")

@@ -23,7 +23,7 @@ from typing import Any, NamedTuple
 import ml_dtypes  # noqa: F401  (NumPy then knows bfloat16 and the float8s by name)
 import numpy as np
 
-from longhaul.sync import codec
+from longhaul.sync import codec, digests
 from longhaul.sync.loops import Loops, library
 from longhaul.sync.reference import Patterns
 
@@ -55,7 +55,7 @@ class Delta(NamedTuple):
 
 def digest(data: Buffer) -> bytes:
     """xxh3-128 of the bytes of `data`: 16 bytes. It finds damage, not malice."""
-    return library("xxhash").xxh3_128_digest(_bytes(data))
+    return digests.digest(np.frombuffer(_bytes(data), np.uint8))
 
 
 def encode(
@@ -78,11 +78,12 @@ def encode(
     before = None if base is None else patterns(base, width)
     if before is not None and before.size != after.size:
         raise ValueError(f"the base has {before.nbytes} bytes, what is new {after.nbytes}; they must be of one shape")
-    needed = NOTHING if before is None else known or digest(before)
     work = [functools.partial(codec.encode, None if before is None else before[s], after[s], by) for s in _spans(after)]
-    blocks, made = _done(work, after, pool)
+    unknown = [] if before is None or known else [before]
+    blocks, (made, *needed) = _done(work, [after, *unknown], pool)
+    base_digest = NOTHING if before is None else known or needed[0]
     lengths = struct.pack(f"<{len(blocks)}I", *map(len, blocks))
-    return seal(b"".join([HEAD.pack(MAGIC, width, after.nbytes, needed, made), lengths, *blocks]))
+    return seal(b"".join([HEAD.pack(MAGIC, width, after.nbytes, base_digest, made), lengths, *blocks]))
 
 
 def seal(data: Buffer) -> bytes:
@@ -132,7 +133,7 @@ def decode(
     before = patterns(out, head.width) if head.base == NOTHING else _base(head, base, known)
     jobs = zip(_spans(now), head.blocks)
     work = [functools.partial(codec.decode, before[span], now[span], block, by) for span, block in jobs]
-    if (made := _done(work, now, pool)[1]) != head.target:
+    if (made := _done(work, [now], pool)[1][0]) != head.target:
         raise ValueError(f"the delta is damaged: it makes {made.hex()} and should make {head.target.hex()}")
 
 
@@ -199,16 +200,20 @@ def _spans(of: Patterns) -> list[slice]:
     return [slice(at, min(at + codec.BLOCK, of.size)) for at in range(0, of.size, codec.BLOCK)]
 
 
-def _done(work: Sequence[Callable[[], Any]], of: Patterns, pool: Executor | None) -> tuple[list[Any], bytes]:
-    """Does the work of each block; -> (results, the digest of `of` afterwards).
+def _done(
+    work: Sequence[Callable[[], Any]], of: Sequence[Patterns], pool: Executor | None
+) -> tuple[list[Any], list[bytes]]:
+    """Does the work of each block; -> (results, the digest of each of `of` afterwards).
 
     Without a pool a block is digested while it is still in the cache.
     """
     if pool is not None and len(work) > 1:
-        return list(pool.map(lambda call: call(), work)), digest(of)
+        return list(pool.map(lambda call: call(), work)), [digest(each) for each in of]
 
-    results, digested = [], library("xxhash").xxh3_128()
-    for call, span in zip(work, _spans(of)):
+    results = []
+    running = [digests.Running(each.view(np.uint8)) for each in of]
+    for call, span in zip(work, _spans(of[0])):
         results.append(call())
-        digested.update(of[span].data)
-    return results, digested.digest()
+        for each in running:
+            each.upto(span.stop * of[0].itemsize)
+    return results, [each.end() for each in running]

@@ -2,24 +2,17 @@
 
 from __future__ import annotations
 
-import functools
-import importlib.util
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
 
-from longhaul.sync.manifest import Manifest, Tensor, hasher, layout
-
-CHUNK = 1 << 18
-"""Bytes that are digested and copied together, while the second of the processor's caches has them."""
+from longhaul.sync import digests
+from longhaul.sync.manifest import Manifest, Tensor, layout
 
 LARGE = 64 << 20
-"""Bytes of an image from which it is written past the caches, which it would not fit in (`streams`)."""
-
-Pour = Callable[[np.ndarray, np.ndarray, int, int, int], None]
-"""`streams.pour`."""
+"""Bytes of an image from which it is written past the caches, which it would not fit in."""
 
 
 def describe(tensors: Mapping[str, Any]) -> tuple[tuple[Tensor, ...], int]:
@@ -33,61 +26,36 @@ def describe(tensors: Mapping[str, Any]) -> tuple[tuple[Tensor, ...], int]:
 def gather(
     tensors: Mapping[str, Any], planned: Sequence[Tensor], image: np.ndarray, pool: ThreadPoolExecutor, parts: int
 ) -> tuple[Tensor, ...]:
-    """Copies arrays into `image`, as `planned`, in `parts` threads; -> the same with their digests."""
-    pour = _pour() if len(image) >= LARGE else None
+    """Copies arrays into `image`, as `planned`, in `parts` threads; -> the same with their digests.
+
+    What is given is digested, so that the digest also tells of a copy that went wrong.
+    """
 
     def one(tensor: Tensor) -> Tensor:
         source = np.asarray(tensors[tensor.name])
         into = image[tensor.offset : tensor.end]
-        running = hasher()()
-        if source.flags.c_contiguous:
-            given = source.reshape(-1).view(np.uint8) if source.size else np.empty(0, np.uint8)
-            _copied(given, into, running, pour)
-        else:
+        if not source.flags.c_contiguous:
             into.view(source.dtype).reshape(tensor.shape)[...] = source
-            running.update(into)
-        return tensor._replace(digest=running.digest())
+            return tensor._replace(digest=digests.digest(into))
+        given = source.reshape(-1).view(np.uint8) if source.size else np.empty(0, np.uint8)
+        return tensor._replace(digest=digests.poured(given, into, past=len(image) >= LARGE))
 
     done = {tensor.name: tensor for tensor in _shared_out(planned, one, pool, parts)}
     return tuple(done[tensor.name] for tensor in planned)
-
-
-def _copied(given: np.ndarray, into: np.ndarray, running: Any, pour: Pour | None) -> None:
-    """Copies bytes, and digests what is given: so that the digest also tells of a copy that went wrong."""
-    whole = 0
-    if pour is not None and not given.ctypes.data % 8 and not into.ctypes.data % 64:
-        whole = len(given) // 64 * 64
-        source, target = given[:whole].view(np.uint64), into[:whole].view(np.uint64)
-        source.flags.writeable = False  # one kind of array for the compiled copy, whatever is given
-    for begin in range(0, len(given), CHUNK):
-        end = min(begin + CHUNK, len(given))
-        running.update(given[begin:end])
-        if end <= whole:
-            assert pour is not None
-            pour(source, target, begin // 8, end // 8, CHUNK // 8)
-        else:
-            into[begin:end] = given[begin:end]
-
-
-@functools.cache
-def _pour() -> Pour | None:
-    """None where numba is not installed: then what is large is copied as what is small."""
-    if not importlib.util.find_spec("numba"):
-        return None
-    from longhaul.sync import streams
-
-    pour: Pour = streams.pour
-    return pour
 
 
 def verify(manifest: Manifest, image: np.ndarray, pool: ThreadPoolExecutor, parts: int) -> list[str]:
     """The names of the tensors whose bytes are not what the manifest says; in `parts` threads."""
 
     def one(tensor: Tensor) -> str:
-        same = hasher()(image[tensor.offset : tensor.end]).digest() == tensor.digest
-        return "" if same else tensor.name
+        return tensor.name if is_damaged(tensor, image) else ""
 
     return [name for name in _shared_out(manifest.tensors, one, pool, parts) if name]
+
+
+def is_damaged(tensor: Tensor, image: np.ndarray) -> bool:
+    """Whether the bytes of a tensor are not what its digest says."""
+    return digests.digest(image[tensor.offset : tensor.end]) != tensor.digest
 
 
 def _shared_out(
@@ -111,24 +79,23 @@ class Arrival:
 
     def __init__(self, manifest: Manifest) -> None:
         self._tensors = sorted(manifest.tensors, key=lambda each: each.offset)
-        self._next, self._upto = 0, 0
-        self._running = hasher()()
+        self._next = 0
+        self._running: digests.Running | None = None  # of the next tensor
         self.damaged: list[str] = []
 
     def __call__(self, image: np.ndarray, count: int) -> None:
         """The first `count` bytes are in place, and will not change."""
         while self._next < len(self._tensors):
             tensor = self._tensors[self._next]
-            begin = max(self._upto, tensor.offset)
-            if begin < min(count, tensor.end):
-                self._running.update(image[begin : min(count, tensor.end)])
+            if self._running is None:
+                self._running = digests.Running(image[tensor.offset : tensor.end])
             if count < tensor.end:
+                self._running.upto(max(0, count - tensor.offset))
                 break
-            if self._running.digest() != tensor.digest:
+            if self._running.end() != tensor.digest:
                 self.damaged.append(tensor.name)
-            self._running.reset()
+            self._running = None
             self._next += 1
-        self._upto = count
 
     @property
     def complete(self) -> bool:

@@ -12,11 +12,11 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, get_args
 
 import numpy as np
 
-from longhaul.sync import images, manifest, protocol
+from longhaul.sync import images, ledger, manifest, protocol
 from longhaul.sync.buffers import Block, Pool
 from longhaul.sync.lanes.base import DAMAGED, Parcel, Source, Staging
 from longhaul.sync.manifest import Manifest
@@ -27,6 +27,10 @@ IMAGES = 3
 
 FIRST_PAUSE, LONGEST_PAUSE = 0.05, 2.0
 """Seconds before a receiver comes again: twice as long each time."""
+
+
+Verify = Literal["once", "always", "moved"]
+"""Which of the receivers that map one image verify it: one of them for all, each, or none."""
 
 
 class Served(NamedTuple):
@@ -45,9 +49,10 @@ class Receiver:
     `sources` connect, each to a sender of the same run: the first is followed, the others (peers, a folder) are
     asked where it can't be reached, and for the first version where theirs is newer. `on_commit(version)` is called
     after each swap (flush a prefix cache, tag requests); what it raises is kept in `errors`, and undoes nothing.
-    `budget` bounds the bytes of images in memory of ours; mapped ones are the sender's. `verify` is "always", or
-    "moved": then images that never left the sender's memory are taken at its word, which it gave while it wrote
-    them. Reading a byte costs as much as copying it.
+    `budget` bounds the bytes of images in memory of ours; mapped ones are the sender's. Of those, `verify` says who
+    reads them for their digests: "once", one of the receivers that map the same memory (`ledger`); "always", each;
+    "moved", none: they are taken at the sender's word, which it gave while it wrote them. What travelled is always
+    verified.
     """
 
     def __init__(
@@ -55,14 +60,14 @@ class Receiver:
         *sources: Callable[[], Source],
         budget: int | None = None,
         on_commit: Callable[[int], None] | None = None,
-        verify: Literal["always", "moved"] = "always",
+        verify: Verify = "once",
         threads: int = 1,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         if not sources:
             raise ValueError("a receiver of nothing: name a source")
-        if verify not in ("always", "moved"):
-            raise ValueError(f"verify is {verify!r}; there are 'always' and 'moved'")
+        if verify not in get_args(Verify):
+            raise ValueError(f"verify is {verify!r}; there are {', '.join(get_args(Verify))}")
         self._verify = verify
         self._sources, self._budget, self._on_commit, self._clock = sources, budget, on_commit, clock
         self._threads = max(1, threads)
@@ -233,13 +238,17 @@ class Receiver:
         arrival = images.Arrival(parcel.manifest)
         served = self._served
         base = None if served is None else (served.manifest, served.image)
-        staging = Staging(lambda size: self._room(size, parcel.offer.seconds / 2), arrival, base)
-        array = source.fetch(parcel, staging, parcel.offer.seconds)
+        seconds, shared = parcel.offer.seconds, list[ledger.Ledger]()
+        staging = Staging(lambda size: self._room(size, seconds / 2), arrival, base, shared.append)
+        array = source.fetch(parcel, staging, seconds)
         fetched = time.perf_counter()
         if arrival.complete:
             damaged = arrival.damaged
         elif self._verify == "moved" and not source.moves:
             damaged = []
+        elif self._verify == "once" and shared:
+            threads = self._threads
+            damaged = ledger.verify(parcel.manifest, array, shared[0], seconds, self._hashers, threads)
         else:
             damaged = images.verify(parcel.manifest, array, self._hashers, self._threads)
         if damaged:

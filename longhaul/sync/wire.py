@@ -14,10 +14,11 @@ import hmac
 import json
 import os
 import secrets
+import select
 import socket
 import struct
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from longhaul.sync import manifest
@@ -27,6 +28,15 @@ MAGIC = b"LHS1"
 MOST_WORDS = 1 << 15
 MOST_BLOB = 1 << 28
 """Bytes of a frame's two parts: a manifest of a million tensors fits."""
+
+MOST_DESCRIPTORS = 2
+"""That come with a frame."""
+
+PIECE = 1 << 20
+"""Bytes that are received at once at most, and then digested while the processor's cache still has them."""
+
+LOW = 256 << 10
+"""Bytes that a large stream wakes us for."""
 
 SECRET = 16
 """The fewest characters of a token."""
@@ -115,7 +125,7 @@ class Wire:
             done += got
 
     def _with_descriptors(self, into: memoryview, descriptors: list[int]) -> int:
-        room = socket.CMSG_SPACE(array.array("i").itemsize)
+        room = socket.CMSG_SPACE(MOST_DESCRIPTORS * array.array("i").itemsize)
         got, extra, _, _ = self.sock.recvmsg_into([into], room, getattr(socket, "MSG_CMSG_CLOEXEC", 0))
         for level, kind, data in extra:
             if level == socket.SOL_SOCKET and kind == socket.SCM_RIGHTS:
@@ -123,6 +133,30 @@ class Wire:
                 found.frombytes(data[: len(data) - len(data) % found.itemsize])
                 descriptors.extend(found)
         return got
+
+    def draw(self, into: memoryview, until: float, arrived: Callable[[int], None]) -> None:
+        """`fill` for what is large: `arrived(n)` is told, while they are hot, that the first n bytes are in place.
+
+        It sleeps until there is a PIECE, so that it is not woken for every packet.
+        """
+        done, low = 0, 0
+        self.sock.settimeout(0.0)
+        try:
+            while done < len(into):
+                try:
+                    got = self.sock.recv_into(into[done : done + PIECE])
+                except BlockingIOError:
+                    if low != (low := min(LOW, len(into) - done)):
+                        self.sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, low)
+                    _awaited(self.sock, select.POLLIN, until - time.monotonic(), "the other side sends no bytes")
+                    continue
+                if not got:
+                    raise ConnectionResetError("the other side has closed the connection")
+                done += got
+                arrived(done)
+        finally:
+            if low > 1:
+                self.sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, 1)
 
     def pour(self, data: memoryview, seconds: float) -> None:
         """Sends bare bytes, all within `seconds`."""
@@ -137,7 +171,7 @@ class Wire:
             try:
                 sent = os.sendfile(self.sock.fileno(), descriptor, done, min(bucket, size - done))
             except BlockingIOError:
-                _writable(self.sock, until - time.monotonic())
+                _awaited(self.sock, select.POLLOUT, until - time.monotonic(), "the other side takes no bytes")
                 continue
             if not sent:
                 raise ConnectionResetError("nothing more can be sent")
@@ -162,13 +196,12 @@ def _positive(seconds: float) -> float:
     return seconds
 
 
-def _writable(sock: socket.socket, seconds: float) -> None:
-    import select
-
+def _awaited(sock: socket.socket, event: int, seconds: float, why: str) -> None:
+    """Sleeps until a socket can be read or written; TimeoutError after so many seconds."""
     poll = select.poll()
-    poll.register(sock, select.POLLOUT)
+    poll.register(sock, event)
     if not poll.poll(_positive(seconds) * 1000):
-        raise TimeoutError("the other side takes no bytes")
+        raise TimeoutError(why)
 
 
 # ----------------------------------------------------------------------------------------------- who may speak here

@@ -13,6 +13,7 @@ import numpy as np
 
 from longhaul.sync.buffers import Image
 from longhaul.sync.changes import Changes
+from longhaul.sync.ledger import Ledger
 from longhaul.sync.manifest import Manifest
 from longhaul.sync.protocol import Held, Offer, Settings, Verdict
 
@@ -63,11 +64,13 @@ class Source(Protocol):
 class Staging(NamedTuple):
     """What a receiver gives to a source. `take(size)` is memory of the receiver's, LookupError where all of it is read.
     `arrived(image, n)` is told, once or often, that the first n bytes are in place, so that they are verified while
-    they are hot. `base` is what is served now, for who sends changes."""
+    they are hot. `base` is what is served now, for who sends changes. `shared` is told where those who map the same
+    image note what they have verified of it."""
 
     take: Callable[[int], np.ndarray]
     arrived: Callable[[np.ndarray, int], None]
     base: tuple[Manifest, np.ndarray] | None = None
+    shared: Callable[[Ledger], None] = lambda found: None
 
 
 class Hub(Protocol):

@@ -1,6 +1,7 @@
 """The lane on a host: receivers map the sender's own images, and no byte is copied for them.
 
-An image's memory has no name: its descriptor goes over a Unix socket, read-only, once for each receiver. So whatever
+An image's memory has no name: its descriptor goes over a Unix socket, read-only, once for each receiver. With it goes
+that of a few notes, which all of them may write: what one has verified, the others need not (`ledger`). So whatever
 is killed, nothing stays behind. An image that was mapped by someone who vanished without a word is never written
 again: its memory goes back to the system with the last process that has it, and the sender takes fresh one.
 """
@@ -15,10 +16,12 @@ import socket
 import stat
 import struct
 import weakref
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 
+from longhaul.sync import ledger
 from longhaul.sync.buffers import Block, Image
 from longhaul.sync.lanes.base import Hub, Parcel, Staging
 from longhaul.sync.lanes.sockets import PATIENCE, SocketLane, SocketSource, expect
@@ -107,14 +110,15 @@ class SharedDelivery:
         stale = [serial for serial, known in self._known.items() if known.spent and serial not in self._lent]
         for serial in stale:
             del self._known[serial]
-        told = {"serial": block.serial, "size": block.size, "forget": stale}
+        turn = block.turn(parcel.manifest.version)
+        told = {"serial": block.serial, "size": block.size, "forget": stale, "turn": turn}
         self._lent[block.serial] = image
         if block.serial in self._known:
             connection.send("image", PATIENCE, {**told, "fresh": False})
             return
         self._known[block.serial] = block
         with _read_only(block.descriptor) as descriptor:
-            connection.send("image", PATIENCE, {**told, "fresh": True}, descriptors=[descriptor])
+            connection.send("image", PATIENCE, {**told, "fresh": True}, descriptors=[descriptor, block.notes])
 
     def released(self, words: dict[str, Any]) -> None:
         for serial in words.get("released", ()):
@@ -146,7 +150,7 @@ class SharedCollection:
     moves = False
 
     def __init__(self) -> None:
-        self._maps: dict[int, mmap.mmap] = {}
+        self._maps: dict[int, tuple[mmap.mmap, np.ndarray]] = {}  # images, and the notes of those who map them
         self._let_go: queue.SimpleQueue[int] = queue.SimpleQueue()  # whose put a finaliser may call at any moment
 
     def words(self) -> dict[str, Any]:
@@ -160,22 +164,32 @@ class SharedCollection:
         descriptors: list[int] = []
         try:
             words = expect(connection, min(seconds, PATIENCE), "image", descriptors=descriptors).words
-            serial, size = int(words["serial"]), int(words["size"])
+            serial, size, turn = int(words["serial"]), int(words["size"]), int(words["turn"])
             for gone in words["forget"]:
                 self._maps.pop(gone, None)
             if words["fresh"]:
-                if len(descriptors) != 1 or not parcel.manifest.size <= size <= os.fstat(descriptors[0]).st_size:
-                    raise WireError("an image came without its memory")
-                self._maps[serial] = mmap.mmap(descriptors[0], size, mmap.MAP_SHARED, mmap.PROT_READ)
-            mapped = self._maps[serial]
+                self._maps[serial] = _mapped(descriptors, size)
+            mapped, notes = self._maps[serial]
+            if len(mapped) < parcel.manifest.size or turn < 0:
+                raise WireError("an image came in memory that is too small")
         except (KeyError, TypeError, ValueError) as error:
             raise WireError(f"an image that means nothing: {error}") from error
         finally:
             for descriptor in descriptors:
                 os.close(descriptor)
+        staging.shared(ledger.ledger(notes, turn))
         array = np.frombuffer(mapped, np.uint8, parcel.manifest.size)
         weakref.finalize(array.base, self._let_go.put, serial).atexit = False
         return array
 
     def close(self) -> None:
         self._maps.clear()  # each stays mapped as long as it is read
+
+
+def _mapped(descriptors: Sequence[int], size: int) -> tuple[mmap.mmap, np.ndarray]:
+    """An image's memory, which we can't write, and that of its notes. WireError where they did not come."""
+    sizes = [os.fstat(each).st_size for each in descriptors]
+    if len(sizes) != 2 or not 0 < size <= sizes[0] or sizes[1] != ledger.SIZE:
+        raise WireError("an image came without its memory")
+    image = mmap.mmap(descriptors[0], size, mmap.MAP_SHARED, mmap.PROT_READ)
+    return image, np.frombuffer(mmap.mmap(descriptors[1], ledger.SIZE), np.uint8)

@@ -23,9 +23,6 @@ from longhaul.sync.lanes.base import DAMAGED, Hub, Parcel, Staging
 from longhaul.sync.lanes.sockets import PATIENCE, SocketLane, SocketSource, expect
 from longhaul.sync.wire import Wire, WireError, check_token
 
-BUCKET = 1 << 20
-"""Bytes that are received, and then digested while the processor's cache still has them."""
-
 BUFFER = 4 << 20
 """Bytes that a socket is asked to hold for us."""
 
@@ -128,11 +125,7 @@ class TcpCollection:
             return image
         if frame.kind != "whole" or words.get("size") != size:
             raise WireError(f"an image of {words.get('size')} bytes where {size} were due")
-        into = image.data
-        for begin in range(0, size, BUCKET):
-            end = min(begin + BUCKET, size)
-            connection.fill(into[begin:end], until)
-            staging.arrived(image, end)
+        connection.draw(image.data, until, lambda count: staging.arrived(image, count))
         return image
 
     def close(self) -> None:
