@@ -22,9 +22,10 @@ from longhaul.actors import settings
 from longhaul.actors.crew import Crew
 from longhaul.actors.worker import Collect
 from longhaul.environment import vectorise
-from longhaul.reasoning import sampling
+from longhaul.reasoning import problems, sampling
+from longhaul.reasoning.problems import World
 from longhaul.rollout import collector, join
-from longhaul.run import Assembly, Named, Reasoning, Run, from_dict, named, prepare_devices, to_dict
+from longhaul.run import Assembly, Named, Reasoning, Run, completing, from_dict, named, prepare_devices, to_dict
 from longhaul.topologies import actors
 from longhaul.types import Algorithm, Collector, Metrics, Progress, PyTree
 
@@ -60,12 +61,15 @@ def process(plain: dict[str, Any], actor: int) -> Collect:
     """What an actor of a Run in JSON's words does, made in its own process."""
     run: Run = from_dict(Run, plain)
     prepare_devices(1, 1)
-    assert isinstance(run.environment, Named) and run.acting.actors is not None
-    environment, share = named(run.environment), run.num_envs // run.acting.actors
+    assert isinstance(run.environment, Named | Reasoning) and run.acting.actors is not None
+    task, share = run.environment, run.num_envs // run.acting.actors
+    environment = _problems(run, task) if isinstance(task, Reasoning) else named(task)
     algorithm = learners.make(environment.spec, run.algorithm, updates=1, mean=meshes.identity)
     policy = jax.eval_shape(lambda key: algorithm.policy(algorithm.init(key)), jax.random.key(0))
 
     def on_device() -> Collector:
+        if isinstance(environment, World):
+            return completing(run, environment, share)
         return collector(vectorise(environment, share), algorithm.act, algorithm.memory, steps=run.num_steps)
 
     return _acting(run, algorithm, policy, on_device).collect
@@ -78,6 +82,13 @@ def _acting(run: Run, algorithm: Algorithm, policy: PyTree, on_device: Callable[
     assert run.acting.actors is not None
     sizes = hosted.Sizes(run.num_envs // run.acting.actors, run.num_steps)
     return hosted.acting(run.environment.env, algorithm, policy, sizes)
+
+
+def _problems(run: Run, task: Reasoning) -> World:
+    """What completions of a resolved run are about, as its learner has it."""
+    assert run.evaluation_episodes is not None
+    bank = problems.training(task, seed=run.seed, without=run.evaluation_episodes, length=run.num_steps)
+    return World(problems.spec(task, run.num_steps), bank)
 
 
 def _nobody() -> Collector:

@@ -39,6 +39,7 @@ from longhaul.mesh import Shape, identity
 from longhaul.provenance import provenance
 from longhaul.run import Driving, Named, Run, RunError, agents, from_dict, named, on_cpu, resolve, to_dict
 from longhaul.scaling import command as scaling
+from longhaul.scaling import forecast
 from longhaul.scaling.subject import subject
 from longhaul.settings import RUNS_DIR
 
@@ -261,7 +262,8 @@ def status(words: Sequence[str]) -> int:
     folder = find_folder(Path(parsed["runs-dir"]), parsed["RUN"])
     run = load_run(folder)
     about = json.loads((folder / "run.json").read_text())
-    last, lines = _last_record(folder / "metrics.jsonl")
+    found = _records(folder / "metrics.jsonl")
+    last, lines = (found[-1] if found else {}), len(found)
     result = folder / "result.json"
     saved = sorted({int(name) for path in folder.glob("checkpoints/*") if (name := path.name.split(".")[0]).isdigit()})
     update = run.num_envs * agents(run) * run.num_steps
@@ -283,6 +285,7 @@ def status(words: Sequence[str]) -> int:
         rows.append(("W&B", f"{tracked.id} in project {tracked.project}{'' if tracked.on else ', no more'}"))
     shown = ("wall_seconds", "sps", "episode/return")
     rows += [(name, f"{last[name]:,.1f}") for name in shown if last.get(name) is not None]
+    rows += forecast.said(found)
     if about.get("detours"):
         rows.append(("detours", f"{len(about['detours'])} of {run.rollbacks}, around numbers that were not finite"))
     if lines:
@@ -295,9 +298,6 @@ def status(words: Sequence[str]) -> int:
     return 0
 
 
-def _last_record(path: Path) -> tuple[dict[str, Any], int]:
-    """(the last whole record of a metrics file, how many there are)."""
-    if not path.is_file():
-        return {}, 0
-    records = telemetry.read(path)
-    return (records[-1] if records else {}), len(records)
+def _records(path: Path) -> list[dict[str, Any]]:
+    """The whole records of a metrics file; none where there is no file."""
+    return telemetry.read(path) if path.is_file() else []

@@ -141,6 +141,8 @@ HELP = {
     "gate-patience": "looks without a rise after which the gate stays open",
     "gate-rise": "of soundness, to count as one",
     "gate-every": "updates between two looks",
+    "gate-chains": "whose verified chains it imitates: a solver's, or its own samples that are right and sound",
+    "gate-fewest": "own chains of a device's share of an update, below which it learns nothing from them",
     "model-family": "of the language model: Llama, Qwen2 (biases), Qwen3 (normalised queries and keys)",
     "model-width": "of its residual",
     "model-layers": "of attention and a gated perceptron each",

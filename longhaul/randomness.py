@@ -63,6 +63,11 @@ def normal(key: Key, shape: tuple[int, ...]) -> jax.Array:
     return math.sqrt(2.0) * jax.lax.erf_inv(jnp.maximum(2.0 * u - 1.0, low))
 
 
+def gumbel(key: Key, shape: tuple[int, ...]) -> jax.Array:
+    """float32 [*shape], of the standard Gumbel distribution; equal to `jax.random.gumbel(key, shape)`."""
+    return -jnp.log(-jnp.log(jnp.maximum(uniform(key, shape), jnp.finfo(jnp.float32).tiny)))
+
+
 def split(key: Key, count: int) -> Key:
     """[count] keys; equal to `jax.random.split(key, count)`."""
     low = _counters((count,))

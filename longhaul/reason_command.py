@@ -1,4 +1,8 @@
-"""The command `reason`: a run's policy thinks about a problem, and shows its chains, their votes and the answer."""
+"""The command `reason`: a run's policy thinks about a problem, and shows its chains, their votes and the answer.
+
+With `--curve`: about many problems held out, and shows what more steps and more samples are worth, and what an early
+stop saves.
+"""
 
 from __future__ import annotations
 
@@ -6,14 +10,17 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import jax
+import numpy as np
+
 from longhaul import flags, learners, printing, training
 from longhaul.flags import DEBUG, FLOAT, INT, PATH, TEXT, Flag, FlagError, choice
 from longhaul.folders import find_folder, load_run
-from longhaul.reasoning import optimiser, problems
+from longhaul.reasoning import optimiser, problems, thinking
 from longhaul.reasoning.drawing import drawing
 from longhaul.reasoning.optimiser import Solution
-from longhaul.reasoning.sampling import UNBOUNDED
-from longhaul.run import Reasoning, RunError
+from longhaul.reasoning.sampling import UNBOUNDED, Sampling, bank
+from longhaul.run import Reasoning, Run, RunError
 from longhaul.settings import RUNS_DIR
 
 RUN = Flag("RUN", TEXT, None, "a run's name or folder", shown="")
@@ -30,7 +37,8 @@ GROUPS = {
         Flag("steps", INT, None, "most steps of a chain, after which it must answer", shown="any"),
         Flag("temperature", FLOAT, None, "of sampling; 0: always the likeliest token", shown="the run's"),
         Flag("seed", INT, 0, "of sampling"),
-        Flag("json", PATH, None, "write the solutions to this file; - is stdout", shown=""),
+        Flag("curve", INT, None, "instead: accuracy by steps and by samples, on so many problems held out", shown=""),
+        Flag("json", PATH, None, "write the solutions, or the curve, to this file; - is stdout", shown=""),
         RUNS_DIR,
         DEBUG,
     ]
@@ -52,17 +60,18 @@ def reason(words: Sequence[str]) -> int:
     task = load_run(folder).environment
     if not isinstance(task, Reasoning):
         raise RunError(f"run {folder.name} is no language model's; name one of a recipe reasoning-...")
+    if parsed["curve"] is not None:
+        _check_curve(parsed)
+        return _curve(folder, parsed, settings)
     made = problems.task(task)
     asked = list(parsed["PROBLEM"]) or [problems.held_out(task, 1)[0].prompt]
     if made.posed is not None:
         for prompt in asked:
             made.posed(prompt)  # what is no problem is said before anything is loaded
     run, policy, _ = training.restore_policy(folder)
-    config = run.algorithm
-    assert isinstance(config, learners.Reasoner)
     draw = drawing(
-        config.model, policy.params, length=run.num_steps, seed=parsed["seed"],
-        temperature=config.temperature if parsed["temperature"] is None else parsed["temperature"],
+        _model(run).model, policy.params, length=run.num_steps, seed=parsed["seed"],
+        temperature=_temperature(run, parsed),
         max_reasoning_steps=UNBOUNDED if parsed["steps"] is None else parsed["steps"],
     )  # fmt: skip
     found = optimiser.ReasoningOptimizer(made, draw, settings).solve(asked)
@@ -71,6 +80,48 @@ def reason(words: Sequence[str]) -> int:
             _show(solution)
     if parsed["json"] is not None:
         printing.write_json(parsed["json"], [_plain(solution) for solution in found])
+    return 0
+
+
+def _model(run: Run) -> learners.Reasoner:
+    assert isinstance(run.algorithm, learners.Reasoner)
+    return run.algorithm
+
+
+def _temperature(run: Run, parsed: dict[str, Any]) -> float:
+    return _model(run).temperature if parsed["temperature"] is None else float(parsed["temperature"])
+
+
+def _check_curve(parsed: dict[str, Any]) -> None:
+    if parsed["curve"] < 1:
+        raise FlagError(f"--curve is {parsed['curve']}; it must be at least 1")
+    if parsed["PROBLEM"]:
+        raise FlagError("--curve is of problems held out; leave PROBLEM out")
+    if parsed["steps"] is not None:
+        raise FlagError(f"--steps is {parsed['steps']}, and --curve goes through all budgets; leave --steps out")
+
+
+def _curve(folder: Path, parsed: dict[str, Any], settings: optimiser.Config) -> int:
+    """What more thinking is worth to a run's policy, on problems that it never trained on."""
+    run, policy, _ = training.restore_policy(folder)
+    task = run.environment
+    assert isinstance(task, Reasoning)
+    made, asked = problems.task(task), problems.held_out(task, parsed["curve"])
+    posed = bank(made, asked, np.random.default_rng(problems.HELD_OUT), run.num_steps)
+    how = Sampling(run.num_steps, settings.samples, _temperature(run, parsed), task.wave)
+    found = thinking.think(
+        made, asked, posed, policy.params, jax.random.key(parsed["seed"]), config=_model(run).model, sampling=how,
+        settings=settings,
+    )  # fmt: skip
+    if parsed["json"] != "-":
+        for rows in (found.budgets, found.samples):
+            printing.table(list(rows[0]._fields), [[printing.number(value) for value in row] for row in rows])
+            print()
+        stop = found.stop
+        print(f"early stop: {stop.drawn:.3g} of {settings.samples} samples a problem ({stop.share:.0%}), "
+              f"{stop.accuracy:.3f} right; all samples: {stop.full:.3f}")  # fmt: skip
+    if parsed["json"] is not None:
+        printing.write_json(parsed["json"], found.plain())
     return 0
 
 

@@ -73,9 +73,9 @@ def check_reasoning(run: Run) -> None:
         raise RunError(f"recipe {run.recipe}: GRPO and its kin learn from prompts, and nothing else does")
     if not isinstance(run.environment, Reasoning):
         return
-    if run.topology == "central" or (run.topology == "actors" and run.acting.actor_kind != "thread"):
-        raise RunError("completions are sampled by the learner or its threads; give --topology actors --actor-kind "
-                       "thread, or leave both out")  # fmt: skip
+    if run.topology == "central" or (run.topology == "actors" and run.acting.actor_kind == "ray"):
+        raise RunError("completions are sampled by the learner, its threads or its processes; give --topology actors "
+                       "--actor-kind thread, or leave both out")  # fmt: skip
     try:
         problems.check(run.environment)
     except ValueError as error:

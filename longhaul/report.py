@@ -20,6 +20,7 @@ from longhaul import curves, pages
 from longhaul.driving import player
 from longhaul.driving.recording import Recording
 from longhaul.health import Finding
+from longhaul.scaling import forecast
 
 COUNTERS = ("update", "env_steps", "agent_steps", "wall_seconds")
 """Fields of a record that count how far it is; all others are metrics."""
@@ -108,6 +109,7 @@ def write_report(
         _section("Chains", _chains(result.get("chains"))),
         _section("Driving", f'<div class="card">{player.section(recordings)}</div>' if recordings else ""),
         *_curves(records),
+        _section("Forecast", _forecast(records)),
         _section("Health", _health(findings)),
         _section("Where it comes from", _provenance(run)),
         _section("Configuration", _folded("run.json", whole) + _folded("result.json", result)),
@@ -286,6 +288,13 @@ def _provenance(run: Mapping[str, Any]) -> str:
     facts += [(key, _text(_flat(run[key]))) if run.get(key) else None for key in PROVENANCE]
     rows = "".join(f"<dt>{name}</dt><dd>{value}</dd>" for name, value in filter(None, facts))
     return f'<dl class="card provenance">{rows}</dl>' if rows else ""
+
+
+def _forecast(records: Sequence[Mapping[str, Any]]) -> str:
+    """Where the reward of a reasoning run ends, which is bounded."""
+    rows = forecast.said(records) if any(forecast.TAUGHT in record for record in records) else []
+    told = "".join(f"<dt>{_text(name)}</dt><dd>{_text(line)}</dd>" for name, line in rows)
+    return f'<dl class="card provenance">{told}</dl>' if told else ""
 
 
 def _folded(title: str, value: Mapping[str, Any]) -> str:

@@ -365,7 +365,7 @@ def assemble(
             return recordings.collector(context, columns=worlds * agents(run), steps=run.num_steps)
         world = within(context)
         if isinstance(world, World):
-            return _completing(run, world, worlds)
+            return completing(run, world, worlds)
         many, guide = vectorise(world, worlds), _guide(run, world, worlds)
         if through := learners.pathwise(run.algorithm):
             how: dict[str, Any] = {"gamma": through.gamma, "detach": through.detach}
@@ -387,7 +387,7 @@ def assemble(
     )
 
 
-def _completing(run: Run, world: World, prompts: int) -> Collector:
+def completing(run: Run, world: World, prompts: int) -> Collector:
     """Completions of so many problems of a bank."""
     config, task = run.algorithm, run.environment
     assert isinstance(config, learners.Reasoner) and isinstance(task, Reasoning)

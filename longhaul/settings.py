@@ -20,8 +20,8 @@ from longhaul.folders import load_run
 from longhaul.meanings import HELP
 from longhaul.mesh import Shape
 from longhaul.precision import PRECISIONS, REMATS
+from longhaul.reasoning import gate, problems
 from longhaul.reasoning import model as models
-from longhaul.reasoning import problems
 from longhaul.run import TOPOLOGIES, Run, RunError, agents
 from longhaul.scaling import rules
 
@@ -52,6 +52,7 @@ CHOICES: dict[str, tuple[str, ...]] = {
     "model-remat": REMATS,
     "task": tuple(problems.MADE),
     "loss": tuple(grpo.LOSSES),
+    "gate-chains": gate.CHAINS,
 }
 
 HIDDEN = ("recipe", "driver", "model", "vocabulary", "rope_scaling")

@@ -44,14 +44,14 @@ TABLE = """
 1  priorities replay
 1  sync/manifest sync/images sync/ledger sync/protocol sync/wire sync/files
 1  datasets/projection
-1  scaling/law scaling/ceiling scaling/rules scaling/compiled scaling/instructions scaling/trace scaling/chips
-   scaling/plan
+1  scaling/law scaling/ceiling scaling/forecast scaling/rules scaling/compiled scaling/instructions scaling/trace
+   scaling/chips scaling/plan
 1  datasets/wire datasets/soundness datasets/tfrecord datasets/plain_pickle datasets/outlines datasets/geopackage
 1  driving/scenario driving/codes driving/tiles driving/polylines driving/edges driving/lanes driving/routes
    driving/guides driving/roads driving/extents driving/compile driving/bank
 2  environment rollout recordings
-2  reasoning/model reasoning/hub reasoning/sampling reasoning/gate reasoning/problems reasoning/quality
-   reasoning/drawing
+2  reasoning/model reasoning/hub reasoning/decoding reasoning/sampling reasoning/gate reasoning/problems
+   reasoning/quality reasoning/drawing reasoning/thinking
 2  central/wire central/lane central/grpc_lane central/shared_lane central/batcher central/places
    central/crew central/episodes central/trajectories central/inference central/server central/settings
 3  sync/changes sync/chain sync/buffers sync/lanes/base sync/lanes/sockets sync/lanes/shared sync/lanes/tcp

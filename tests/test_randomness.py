@@ -16,6 +16,11 @@ def test_the_stream_is_that_of_jax(shape):
     assert np.array_equal(randomness.uniform(key, shape), jax.random.uniform(key, shape))
 
 
+def test_gumbel_noise_is_that_of_jax():
+    key = jax.random.key(5)
+    np.testing.assert_allclose(randomness.gumbel(key, (64, 23)), jax.random.gumbel(key, (64, 23)), rtol=1e-5, atol=1e-6)
+
+
 def test_split_gives_the_keys_of_jax():
     ours, theirs = randomness.split(jax.random.key(3), 6), jax.random.split(jax.random.key(3), 6)
     assert np.array_equal(jax.random.key_data(ours), jax.random.key_data(theirs))

@@ -15,7 +15,7 @@ import pytest
 from longhaul import mesh as meshes
 from longhaul.algorithms import grpo
 from longhaul.reasoning import gate, sampling
-from tests.test_grpo import ROWS, completions, config
+from tests.test_grpo import ROWS, TINY, completions, config
 
 SETTINGS = gate.Config(threshold=0.6, hysteresis=0.1, patience=3, rise=0.05, every=4)
 LOOK = jax.jit(lambda now, level: gate.look(SETTINGS, now, level))
@@ -57,7 +57,9 @@ def test_without_a_threshold_it_is_open_for_good() -> None:
         assert not bool(now.through)
 
 
-@pytest.mark.parametrize(("name", "value"), [("threshold", 1.5), ("hysteresis", -0.1), ("patience", 0), ("every", 0)])
+@pytest.mark.parametrize(
+    ("name", "value"), [("threshold", 1.5), ("hysteresis", -0.1), ("patience", 0), ("every", 0), ("fewest", 0)]
+)
 def test_what_it_can_not_be_is_named(name: str, value: float) -> None:
     with pytest.raises(ValueError, match=f"gate_{name} is {value}"):
         grpo.check(config(gate=dataclasses.replace(SETTINGS, **{name: value})), columns=ROWS, steps=6)
@@ -98,3 +100,26 @@ def test_a_look_at_a_closed_gate_changes_nothing_but_the_gate() -> None:
     jax.tree.map(np.testing.assert_array_equal, scaffolded.gate, state.gate)  # what it copies says nothing of it
     assert float(told["grpo/lr"]) == pytest.approx(1e-3)
     assert int(scaffolded.imitated) == 3
+
+
+def test_own_chains_are_imitated_where_there_are_enough() -> None:
+    """STaR: of 8 completions 3 are verified chains and learnt, whatever the others are; 2 are too few."""
+    params, data = completions()
+    settings = dataclasses.replace(SETTINGS, chains="own", fewest=3)
+    made = grpo.grpo(None, config(gate=settings, warmup=0, lr_scaffold=1e-2), updates=9, mean=meshes.identity)
+    state = made.init(jax.random.key(0))._replace(params=params)
+    due = [int(made.policy(state._replace(updates=jnp.int32(u))).lesson) for u in (0, 1)]
+    assert due == [sampling.SAMPLED, sampling.OWN]
+    learn = jax.jit(made.learn)
+
+    def learnt(chains: jax.Array, token: jax.Array) -> Any:
+        own = data._replace(lesson=jnp.full(ROWS, sampling.OWN), taken=data.taken & chains[:, None], token=token)
+        return learn(state, own, jax.random.key(1))[0].params
+
+    three = jnp.arange(ROWS) % 3 == 0
+    after = learnt(three, data.token)
+    before, now = (sampling.log_probs(TINY, each, data.prompt, data.token, 1.0)[0] for each in (params, after))
+    assert float(jnp.sum((now - before) * data.taken * three[:, None])) > 0.1
+    others = learnt(three, jnp.where(three[:, None] | (data.token == 0), data.token, 5))
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-6), others, after)
+    jax.tree.map(np.testing.assert_array_equal, learnt(three & (jnp.arange(ROWS) > 0), data.token), params)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import json
+import os
 import signal
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,9 +17,11 @@ import pytest
 
 from longhaul import run as runs
 from longhaul import training
+from longhaul.actors.settings import Acting
 from longhaul.algorithms import grpo
 from longhaul.checkpoint import Checkpoints
 from longhaul.reasoning import model, problems, quality, sampling, tasks, tokens
+from longhaul.records import Sums
 from longhaul.run import Reasoning, Run, RunError
 from tests.small_runs import after, begin, make_quick, records, result, resume
 
@@ -66,6 +70,27 @@ def test_a_run_that_was_stopped_ends_as_one_that_was_not(tmp_path: Path, monkeyp
     assert records(folder) == found
     assert result(folder) == result(whole)
     assert len(result(folder)["params_sha256"]) == 64
+
+
+@pytest.mark.slow
+def test_samplers_in_processes_change_no_number_also_when_one_is_killed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Against two threads, whose programs are the same; one process is killed in the middle of 20 updates."""
+    sizes: dict[str, Any] = {"topology": "actors", "total_steps": 20 * 8 * LENGTH}
+    assert begin(small(acting=Acting(2, "thread"), **sizes), tmp_path / "threads").code == 0
+
+    def kill() -> None:
+        told = json.loads((tmp_path / "processes" / "live.json").read_text())
+        os.kill(told["actors"][1]["process"], signal.SIGKILL)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Sums, "add", after(8, kill, Sums.add))
+        assert begin(small(acting=Acting(2, "process"), **sizes), tmp_path / "processes").code == 0
+    assert "actor 1: it was ended by SIGKILL" in capfd.readouterr().err
+    one, other = ([row["episode/return"] for row in records(tmp_path / name)] for name in ("threads", "processes"))
+    assert one == other
+    assert result(tmp_path / "threads")["params_sha256"] == result(tmp_path / "processes")["params_sha256"]
 
 
 # ---------------------------------------------------------------------------------------------------------- held out
@@ -130,7 +155,7 @@ def test_a_perfect_policy_and_one_that_never_ends() -> None:
         ({"environment": dataclasses.replace(TASK, task="countdown")}, "--task is 'countdown'; it must be one of"),
         ({"environment": dataclasses.replace(TASK, fewest=4)}, "--fewest is 4; it must lie in 1 to --most, 3"),
         ({"environment": runs.Named("cartpole")}, "learn from prompts, and nothing else does"),
-        ({"topology": "central"}, "completions are sampled by the learner or its threads"),
+        ({"topology": "central"}, "completions are sampled by the learner, its threads or its processes"),
         ({"num_envs": 3, "algorithm": grpo.Config(model=MODEL, group=3)}, "--num-minibatches is 2"),
         ({"algorithm": grpo.Config(model=dataclasses.replace(MODEL, heads=0))}, "--model-heads is 0"),
     ],

@@ -162,6 +162,36 @@ def test_the_collector_teaches_and_then_samples_in_groups() -> None:
             assert {bytes(np.asarray(prompt)) for prompt in few.prompt} <= first
 
 
+def test_of_its_own_chains_a_verified_one_of_each_problem_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Completions are put in the place of sampled ones: right and sound, right by luck, sound but wrong."""
+    _, bank = drawn_problems()
+    lucky = jnp.where(bank.solution == tokens.STEP, tokens.CHARACTERS.index("+"), bank.solution)
+    wrong = jnp.where(jnp.roll(bank.solution, 1, axis=1) == tokens.ANSWER, tokens.CHARACTERS.index("9"), bank.solution)
+    written = {bytes(np.asarray(prompt)): i for i, prompt in enumerate(bank.prompt)}
+
+    def scripted(*_: Any, **__: Any) -> Any:
+        def sample(params: Any, prompt: Any, key: Any, budget: Any) -> sampling.Drawn:
+            rows = np.array([written[bytes(np.asarray(each))] for each in prompt])
+            kinds = jnp.arange(len(rows))[:, None] % 4  # of a group: lucky, sound, sound, wrong
+            text = jnp.select([kinds == 0, kinds == 3], [lucky[rows], wrong[rows]], bank.solution[rows])
+            return sampling.Drawn(text, text != tokens.PAD, text != tokens.PAD, jnp.zeros(text.shape))
+
+        return sample
+
+    monkeypatch.setattr(sampling, "sampler", scripted)
+    made = sampling.collector(CONFIG, bank, sampling.Sampling(LENGTH, group=4, wave=32), prompts=8)
+    with jax.disable_jit():
+        collect = functools.partial(made.collect, carry=(), key=jax.random.key(0), version=jnp.int32(0))
+        own, sampled = (
+            collect(sampling.Speaker(params(), jnp.int32(lesson), jnp.float32(1.0)))[1]
+            for lesson in (sampling.OWN, sampling.SAMPLED)
+        )
+    assert own.reward.reshape(8, 4).tolist() == [[1.0, 1.0, 1.0, 0.0]] * 8
+    assert own.taken.any(axis=1).reshape(8, 4).tolist() == [[False, True, False, False]] * 8
+    assert own.taught.all()
+    assert sampled.taken.any(axis=1).all()
+
+
 def test_what_does_not_fit_a_bank_is_named() -> None:
     rng = np.random.default_rng(0)
     with pytest.raises(ValueError, match="length is 12, and a solution has 21 tokens"):

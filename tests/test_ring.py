@@ -88,6 +88,23 @@ def test_versions_are_kept_as_long_as_there_are_places() -> None:
             mine.read(gone, out)
 
 
+def test_weights_that_are_not_what_was_published_are_refused() -> None:
+    planned = memory.plan(lane.regions(SIZE, PLACES))
+    block = memory.create(planned.size)
+    arrays = memory.arrays(block, planned)
+    mine, out = Lane(arrays), np.empty(SIZE, np.uint8)
+    os.close(block)
+    weights = np.random.default_rng(0).integers(0, 256, SIZE).astype(np.uint8)
+    mine.publish(4, weights)
+    assert mine.read(-1, out) == 4
+    arrays["lane/weights"][4 % PLACES, 1_000] ^= 1
+    for version in (-1, 4):
+        with pytest.raises(LookupError, match="version 4 of the weights is damaged"):
+            mine.read(version, out)
+    mine.publish(5, weights)
+    assert mine.read(-1, out) == 5
+
+
 def test_a_bell_is_heard_once_and_tells_that_nobody_is_left() -> None:
     door = bell()
     for _ in range(200_000):  # more than a pipe holds

@@ -2,13 +2,15 @@
 
 Version v lies in place v % H, so that the H newest ones can be read. Who writes never waits: it makes the place's mark
 odd, copies, and makes it even again (a sequence lock; Lameter, "Effective synchronization on Linux/NUMA systems",
-2005). Who reads copies, and looks at the mark before and after; where it changed, the copy counts not.
+2005). Who reads copies, and looks at the mark before and after; where it changed, the copy counts not. A copy that
+has not the checksum it was published with (CRC-32C) is refused: nobody acts by weights that no learner made.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 
+import google_crc32c
 import numpy as np
 
 from longhaul.actors.memory import Leaf
@@ -38,6 +40,7 @@ class Lane:
         mark[0] |= 1  # being written
         mark[1] = version
         self._weights[place] = weights
+        mark[2] = _checksum(weights)
         mark[0] += 1
         self._latest[0] = version + 1
 
@@ -57,18 +60,24 @@ class Lane:
     def read(self, version: int, out: np.ndarray) -> int:
         """Copies a version, or the newest where it is negative, to `out`; -> which one.
 
-        LookupError where it is not there: it never was, or has been written over.
+        LookupError where it is not there: it never was, has been written over, or is damaged.
         """
         for _ in range(PATIENCE):
             wanted = self.latest if version < 0 else version
             if wanted < 0:
                 raise LookupError("no weights were published yet")
             place = wanted % len(self._weights)
-            before, found = int(self._marks[place, 0]), int(self._marks[place, 1])
+            before, found, told = (int(word) for word in self._marks[place, :3])
             if not before & 1 and found == wanted:
                 out[...] = self._weights[place]
                 if int(self._marks[place, 0]) == before:
+                    if _checksum(out) != told:
+                        raise LookupError(f"version {wanted} of the weights is damaged: its checksum is another")
                     return wanted
             elif not before & 1 and version >= 0:
                 raise LookupError(f"version {version} of the weights is not there; the newest is {self.latest}")
         raise LookupError("the weights change faster than they can be read")
+
+
+def _checksum(weights: np.ndarray) -> int:
+    return int(google_crc32c.value(np.ascontiguousarray(weights)))

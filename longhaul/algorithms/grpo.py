@@ -28,7 +28,7 @@ import optax
 from longhaul.algorithms.actor_critic import Apart
 from longhaul.reasoning import gate as gates
 from longhaul.reasoning import model
-from longhaul.reasoning.sampling import DEMONSTRATED, SAMPLED, SOLVED, Completions, Speaker, log_probs
+from longhaul.reasoning.sampling import DEMONSTRATED, OWN, SAMPLED, SOLVED, Completions, Speaker, log_probs
 from longhaul.types import Algorithm, Key, Metrics, Params, PyTree
 
 
@@ -204,7 +204,7 @@ def _rate(
     """
     assert config.num_minibatches is not None and config.update_epochs is not None
     steps = config.num_minibatches * config.update_epochs
-    shares = mean(jnp.mean(data.lesson[None] == jnp.array([DEMONSTRATED, SOLVED])[:, None], axis=1))
+    shares = mean(jnp.stack([jnp.mean(data.lesson == DEMONSTRATED), jnp.mean(data.lesson >= SOLVED)]))
 
     def falling(left: jax.Array) -> jax.Array:
         return jnp.clip(LAST + 3.0 * (1.0 - LAST) * left, LAST, 1.0)
@@ -286,13 +286,16 @@ def _worths(config: Config, data: Completions, reference: Params) -> Batch:
 def _looked(
     config: Config, state: State, data: Completions, mean: Callable[[PyTree], PyTree]
 ) -> tuple[gates.Gate, jax.Array]:
-    """(the gate after these completions, whether they taught nothing, being but a look through it)."""
+    """(the gate after these completions, whether they taught nothing: a look through it, or too few own chains)."""
     own = (~data.taught).astype(jnp.float32)
     count = mean(jnp.sum(own))
     level = mean(jnp.sum(own * data.soundness)) / jnp.maximum(count, 1.0)
     after = gates.look(config.gate, state.gate, level)
     after = jax.tree.map(lambda new, old: jnp.where(count > 0.0, new, old), after, state.gate)
-    return after, (count > 0.0) & ~after.open
+    copies = data.lesson == OWN
+    chains = mean(jnp.sum(copies & jnp.any(data.taken, axis=1), dtype=jnp.float32))
+    lacking = (mean(jnp.mean(copies, dtype=jnp.float32)) > 0.5) & (chains < config.gate.fewest)
+    return after, ((count > 0.0) & ~after.open) | lacking
 
 
 def grpo(
@@ -326,7 +329,7 @@ def grpo(
     def policy(state: State) -> Speaker:
         """While the gate is closed, verified chains, but for a look at the policy's own every so many updates."""
         looks = (state.updates - config.taught) % config.gate.every == 0
-        after = jnp.where(state.gate.open | looks, SAMPLED, SOLVED)
+        after = jnp.where(state.gate.open | looks, SAMPLED, SOLVED if config.gate.chains == "solver" else OWN)
         warm = state.updates < config.taught
         lesson = jnp.where(warm, DEMONSTRATED, after).astype(jnp.int32)
         return Speaker(state.params, lesson, jnp.where(warm, reach(config, state.updates), 1.0))

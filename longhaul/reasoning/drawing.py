@@ -10,7 +10,7 @@ import numpy as np
 
 from longhaul.reasoning import model, tokens
 from longhaul.reasoning.optimiser import Draw
-from longhaul.reasoning.sampling import UNBOUNDED, in_waves, sampler
+from longhaul.reasoning.sampling import UNBOUNDED, Drawn, in_waves, sampler
 from longhaul.types import Params
 
 ROOM, ROWS = 8, 64
@@ -46,9 +46,13 @@ def drawing(
         calls += 1
         drawn = jax.device_get(sample(params, jnp.asarray(np.array(padded, np.int32)), key,
                                       jnp.int32(max_reasoning_steps)))  # fmt: skip
-        taken = np.maximum(drawn.taken.sum(axis=1), 1)
-        means = drawn.log_prob.sum(axis=1) / taken
-        texts = [(tokens.decode(row), float(mean)) for row, mean in zip(drawn.token, means, strict=True)]
-        return [texts[i * count : (i + 1) * count] for i in range(len(prompts))]
+        return texts(drawn, count)[: len(prompts)]
 
     return draw
+
+
+def texts(drawn: Drawn, group: int) -> list[list[tuple[str, float]]]:
+    """Of completions in groups side by side each one's text, and the mean log-probability of what was chosen of it."""
+    means = np.asarray(drawn.log_prob).sum(axis=1) / np.maximum(np.asarray(drawn.taken).sum(axis=1), 1)
+    rows = [(tokens.decode(row), float(mean)) for row, mean in zip(np.asarray(drawn.token), means, strict=True)]
+    return [rows[first : first + group] for first in range(0, len(rows), group)]

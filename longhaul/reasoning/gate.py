@@ -4,6 +4,10 @@ Rewards raise what a policy does already: where it hardly reasons they teach it 
 it writes is below a threshold, it imitates verified chains; from there on, rewards teach. The measure must be grounded,
 steps of this very problem: right sums about something else read 0.95 where 25 % of the answers were right.
 
+The chains are a solver's, or the policy's own that are right and sound, one of a problem at most (STaR, Zelikman et al.
+2022, arXiv 2203.14465; where we differ, they are of this very policy, and no rationale is made from the answer). A few
+lucky ones would be learnt by heart: an update with fewer than so many learns nothing.
+
 Hysteresis keeps the gate from flapping. Patience ends a scaffolding that does not help: after so many looks without a
 rise the gate stays open for good, and says so (`through`).
 """
@@ -16,6 +20,8 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
+CHAINS = ("solver", "own")
+
 
 @dataclass(frozen=True)
 class Config:
@@ -26,6 +32,8 @@ class Config:
     patience: int = 10  # looks without a rise until the gate stays open
     rise: float = 0.01  # of the best soundness since the gate closed, to count as one
     every: int = 10  # updates between two looks while it is closed
+    chains: str = "solver"  # whose chains are imitated then: one of CHAINS
+    fewest: int = 4  # own chains of a shard's update, below which nothing is learnt from them
 
 
 class Gate(NamedTuple):
@@ -45,7 +53,9 @@ def check(config: Config) -> None:
         value = getattr(config, name)
         if not 0.0 <= value <= 1.0:
             raise ValueError(f"gate_{name} is {value}; it must lie in 0 to 1")
-    for name in ("patience", "every"):
+    if config.chains not in CHAINS:
+        raise ValueError(f"gate_chains is {config.chains!r}; it must be one of {', '.join(CHAINS)}")
+    for name in ("patience", "every", "fewest"):
         if getattr(config, name) < 1:
             raise ValueError(f"gate_{name} is {getattr(config, name)}; it must be at least 1")
 

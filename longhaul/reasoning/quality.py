@@ -72,14 +72,15 @@ def quality(problems: Bank, drawn: Drawn, samples: int) -> Quality:
     )
 
 
-def evaluate_reasoning(
-    config: model.Config, sampling: Sampling, budget: int = UNBOUNDED
-) -> Callable[[Params, Bank, Key], tuple[Quality, Drawn]]:
-    """(params, problems, key) -> (what `sampling.group` completions of each are worth, the completions); compiled."""
+def evaluate_reasoning(config: model.Config, sampling: Sampling) -> Callable[..., tuple[Quality, Drawn]]:
+    """(params, problems, key, budget of steps) -> (what `sampling.group` completions of each are worth, the
+    completions); compiled. Without a budget there is none."""
     sample = in_waves(sampler(config, sampling.length, sampling.temperature), sampling.wave)
 
     @jax.jit
-    def evaluate(params: Params, problems: Bank, key: Key) -> tuple[Quality, Drawn]:
+    def evaluate(
+        params: Params, problems: Bank, key: Key, budget: jax.Array | int = UNBOUNDED
+    ) -> tuple[Quality, Drawn]:
         drawn = sample(params, jnp.repeat(problems.prompt, sampling.group, axis=0), key, jnp.int32(budget))
         return quality(problems, drawn, sampling.group), drawn
 

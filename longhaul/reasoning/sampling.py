@@ -4,8 +4,9 @@ A problem's answer stands in the bank as tokens, so that rewards are computed wh
 update is one compiled program. That is for tasks with one right answer (`Task.exact`); others are checked on the host.
 
 A budget is in steps, not tokens: who has written as many gets the answer's mark put after them (s1, Muennighoff et al.
-2025, arXiv 2501.19393). Such a token was not chosen, and `taken` is False for it: no loss may count it. What a policy
-learns with and what it samples with are the same `model.forward`, in float32 logits and at the same temperature.
+2025, arXiv 2501.19393). Such a token was not chosen, and `taken` is False for it: no loss may count it. A prompt is
+read by the `model.forward` that is learnt with, each token after it by `decoding.step`, which says the same but for
+rounding; both give float32 logits, taken at the same temperature.
 
 Where we differ from engines for large models: all completions of a wave take the slots of the longest that is allowed,
 so that shapes are static and what fits at first fits always. No top-p and no top-k: they would bias the ratio.
@@ -21,7 +22,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from longhaul.reasoning import model, tokens
+from longhaul import randomness
+from longhaul.reasoning import decoding, model, tokens
 from longhaul.reasoning.tasks import Problem, Task, write
 from longhaul.types import INFERENCE, Collector, Key, Metrics, Params
 
@@ -47,7 +49,7 @@ class Completions(NamedTuple):
     prompt: jax.Array  # int32 [B, P]
     token: jax.Array  # int32 [B, N], PAD behind the end
     written: jax.Array  # bool [B, N]: up to and with the end
-    taken: jax.Array  # bool [B, N]: chosen by the policy; what a loss may count
+    taken: jax.Array  # bool [B, N]: what a loss may count: chosen by the policy; of OWN, in a verified chain, too
     log_prob: jax.Array  # float32 [B, N], by which it was chosen; 0 where it was not
     reward: jax.Array  # float32 [B]
     soundness: jax.Array  # float32 [B]
@@ -65,8 +67,9 @@ def together(parts: Sequence[Completions]) -> Completions:
     return jax.tree.map(lambda *each: jnp.concatenate(each), *parts)
 
 
-SAMPLED, DEMONSTRATED, SOLVED = range(3)
-"""Lessons: completions of the policy's own, the bank's demonstrations, its verified solutions."""
+SAMPLED, DEMONSTRATED, SOLVED, OWN = range(4)
+"""Lessons: completions of the policy's own, the bank's demonstrations, its verified solutions; and completions of the
+policy's own of which the verified are to be imitated."""
 
 
 class Speaker(NamedTuple):
@@ -176,20 +179,29 @@ class _Decoding(NamedTuple):
     """Between two tokens."""
 
     t: jax.Array
-    cache: model.Cache
-    logits: jax.Array  # [B, V], of the next token
-    drawn: Drawn
+    cache: decoding.Cache
+    logits: jax.Array  # [V, B], of the next token
+    drawn: Drawn  # [N, B], time first, so that a token of each row is one block
     steps: jax.Array  # int32 [B], written so far
     answering: jax.Array  # bool [B]: the mark is written
     ended: jax.Array  # bool [B]
 
 
-def scored(logits: jax.Array, temperature: float) -> jax.Array:
-    """Log-probabilities of the next token, [..., V]. Padding is never chosen: it would be read as none."""
-    never = jnp.arange(logits.shape[-1]) == tokens.PAD
-    return jax.nn.log_softmax(
-        jnp.where(never.reshape((1,) * (logits.ndim - 1) + (-1,)), model.NEVER, logits / temperature)
-    )
+def scored(logits: jax.Array, temperature: float, axis: int = -1) -> jax.Array:
+    """Log-probabilities of the next token, tokens along `axis`. Padding is never chosen: it would be read as none."""
+    places = jax.lax.broadcasted_iota(jnp.int32, logits.shape, axis % logits.ndim)
+    return jax.nn.log_softmax(jnp.where(places == tokens.PAD, model.NEVER, logits / temperature), axis=axis)
+
+
+def chosen(logits: jax.Array, temperature: float, key: Key) -> tuple[jax.Array, jax.Array]:
+    """(token, its log-probability) [B] of logits [V, B]: what `jax.random.categorical` draws of their rows; at
+    temperature 0 the likeliest, of log-probability 0."""
+    if temperature == 0.0:
+        return jnp.argmax(scored(logits, 1.0, 0), axis=0).astype(jnp.int32), jnp.zeros(logits.shape[1])
+    scores = scored(logits, temperature, 0)
+    noise = randomness.gumbel(key, logits.shape[::-1]).T
+    token = jnp.argmax(scores + noise, axis=0).astype(jnp.int32)
+    return token, jnp.take_along_axis(scores, token[None], axis=0)[0]
 
 
 def sampler(config: model.Config, length: int, temperature: float, *, ends: bool = True) -> Callable[..., Drawn]:
@@ -201,48 +213,44 @@ def sampler(config: model.Config, length: int, temperature: float, *, ends: bool
     if temperature < 0.0:
         raise ValueError(f"temperature is {temperature}; it must be at least 0")
 
-    def choose(logits: jax.Array, key: Key) -> tuple[jax.Array, jax.Array]:
-        """(token, its log-probability) [B]."""
-        if temperature == 0.0:
-            return jnp.argmax(scored(logits, 1.0), axis=-1).astype(jnp.int32), jnp.zeros(logits.shape[0])
-        scores = scored(logits, temperature)
-        token = jax.random.categorical(key, scores).astype(jnp.int32)
-        return token, jnp.take_along_axis(scores, token[:, None], axis=1)[:, 0]
+    def begin(params: Params, prompt: jax.Array, adapters: model.Lora | None) -> tuple[decoding.Kernels, _Decoding]:
+        rows, room = prompt.shape
+        empty = model.empty(config, rows, room)
+        hidden, filled = model.trunk(config, params, prompt, prompt != tokens.PAD, empty, adapters)
+        assert filled is not None
+        logits = model.unembed(config, params, hidden[:, -1]).T
+        nothing, none = jnp.zeros((length, rows), bool), jnp.zeros(rows, bool)
+        blank = Drawn(jnp.full((length, rows), tokens.PAD, jnp.int32), nothing, nothing, jnp.zeros((length, rows)))
+        cache = decoding.begin(filled, room + length)
+        begun = _Decoding(jnp.int32(0), cache, logits, blank, jnp.zeros(rows, jnp.int32), none, none)
+        return decoding.prepare(config, params, room + length, adapters), begun
 
     def sample(
         params: Params, prompt: jax.Array, key: Key, budget: jax.Array, adapters: model.Lora | None = None
     ) -> Drawn:
-        rows, room = prompt.shape
-        cache = model.empty(config, rows, room + length)
-        hidden, filled = model.trunk(config, params, prompt, prompt != tokens.PAD, cache, adapters)
-        assert filled is not None
-        logits = model.unembed(config, params, hidden[:, -1])
-        nothing = jnp.zeros((rows, length), bool)
-        none = jnp.zeros(rows, bool)
-        blank = Drawn(jnp.full((rows, length), tokens.PAD, jnp.int32), nothing, nothing, jnp.zeros((rows, length)))
-        begun = _Decoding(jnp.int32(0), filled, logits, blank, jnp.zeros(rows, jnp.int32), none, none)
+        kernels, begun = begin(params, prompt, adapters)
+        keys = jax.vmap(lambda t: jax.random.fold_in(key, t))(jnp.arange(length))
 
         def one(now: _Decoding) -> _Decoding:
-            token, log_prob = choose(now.logits, jax.random.fold_in(key, now.t))
+            token, log_prob = chosen(now.logits, temperature, keys[now.t])
             forced = (now.steps >= budget) & ~now.answering
             token = jnp.where(now.ended, tokens.PAD, jnp.where(forced, tokens.ANSWER, token))
             taken = ~now.ended & ~forced
             row = Drawn(token, ~now.ended, taken, jnp.where(taken, log_prob, 0.0))
-            drawn = jax.tree.map(lambda all_, new: all_.at[:, now.t].set(new), now.drawn, row)
+            drawn = jax.tree.map(lambda all_, new: jax.lax.dynamic_update_index_in_dim(all_, new, now.t, 0), now.drawn,
+                                 row)  # fmt: skip
             answering = now.answering | (token == tokens.ANSWER)
             count = now.steps + ((token == tokens.STEP) & ~now.answering)
-            logits, cache = model.forward(
-                config, params, token[:, None], (~now.ended)[:, None], now.cache, adapters
-            )  # fmt: skip
+            logits, cache = decoding.step(config, kernels, token, now.cache)
             ended = now.ended | (token == tokens.END) & ends
-            assert cache is not None
-            return _Decoding(now.t + 1, cache, logits[:, 0], drawn, count, answering, ended)
+            return _Decoding(now.t + 1, cache, logits, drawn, count, answering, ended)
 
         def goes_on(now: _Decoding) -> jax.Array:
             return (now.t < length) & ~jnp.all(now.ended)
 
         with jax.named_scope(INFERENCE):
-            return jax.lax.while_loop(goes_on, one, begun).drawn
+            drawn = jax.lax.while_loop(goes_on, one, begun).drawn
+        return jax.tree.map(jnp.transpose, drawn)
 
     return sample
 
@@ -289,7 +297,8 @@ def log_probs(
 
 
 def collector(config: model.Config, problems: Bank, sampling: Sampling, *, prompts: int) -> Collector:
-    """Groups of completions of `prompts` problems, drawn anew each time; or as many of the bank's own, to be imitated.
+    """Groups of completions of `prompts` problems, drawn anew each time, to be rewarded, or to be imitated where they
+    are verified; or as many of the bank's, to be imitated.
 
     `params` are a `Speaker`, which says what is due. Its metrics are sums over the completions: of reward
     ("episode/return"), tokens ("episode/length"), soundness, steps, and how many were cut at the length; and of groups,
@@ -324,9 +333,13 @@ def collector(config: model.Config, problems: Bank, sampling: Sampling, *, promp
     def collect(
         speaker: Speaker, carry: tuple[()], key: Key, version: jax.Array
     ) -> tuple[tuple[()], Completions, Metrics]:
-        which, drawn = jax.lax.switch(speaker.lesson, lessons, speaker, key)
+        source = jnp.where(speaker.lesson == OWN, SAMPLED, speaker.lesson)
+        which, drawn = jax.lax.switch(source, lessons, speaker, key)
         solution, text = problems.solution[which], drawn.token
         reward, sound = rewards(solution, text), soundness(solution, text)
+        facts = ((reward == 1.0) & (sound == 1.0)).reshape(prompts, sampling.group)
+        first = (facts & (_before(facts) == 0)).reshape(-1, 1)  # others of a problem say the same
+        taken = drawn.taken & (first | (speaker.lesson != OWN))
         groups = reward.reshape(prompts, sampling.group)
         told = {
             "episodes": jnp.float32(rows),
@@ -339,7 +352,7 @@ def collector(config: model.Config, problems: Bank, sampling: Sampling, *, promp
         }
         lesson, made = (jnp.broadcast_to(x, (rows,)).astype(jnp.int32) for x in (speaker.lesson, version))
         data = Completions(
-            problems.prompt[which], text, drawn.written, drawn.taken, drawn.log_prob, reward, sound, lesson, made
+            problems.prompt[which], text, drawn.written, taken, drawn.log_prob, reward, sound, lesson, made
         )
         return (), data, {name: value.astype(jnp.float32) for name, value in told.items()}
 
