@@ -368,40 +368,6 @@ def _sync(
     return [{"model": model, "receivers": receivers, "lane": by, "verify": verify} for by, verify in cases]
 
 
-def _replay(
-    *,
-    columns: int = 64,
-    width: int = 64,
-    size: int = 1_000_000,
-    batch: int = 256,
-    iterations: int = 2_000,
-    half: bool = False,
-    fill: Sequence[float] | float = (0.01, 1.0),
-) -> list[dict[str, Any]]:
-    sizes = {"columns": columns, "width": width, "size": size, "batch": batch, "iterations": iterations, "half": half}
-    fills = (fill,) if isinstance(fill, float) else fill
-    kinds = {"prioritised": False, "bare": True}, {"prioritised": False}, {"prioritised": True}
-    return [sizes | kind | {"fill": share} for kind in kinds for share in fills]
-
-
-def _sac(
-    *,
-    total_steps: int | None = None,
-    devices: int | None = None,
-    env: Sequence[str] = (),
-    num_envs: int = 64,
-    gradient_steps: Sequence[int] = (1, 16),
-) -> list[dict[str, Any]]:
-    sizes = {"devices": devices, "num_envs": num_envs}
-    if not env:
-        return [sizes | {"total_steps": total_steps or 10_000, "env": None, "gradient_steps": 8}]
-    return [
-        sizes | {"total_steps": total_steps or 256 * num_envs // n, "env": name, "gradient_steps": n}
-        for name in env
-        for n in gradient_steps
-    ]
-
-
 CASES: dict[str, Callable[..., list[dict[str, Any]]]] = {
     "ppo-cartpole": _ppo_cartpole,
     "seeds": _seeds,
@@ -409,8 +375,8 @@ CASES: dict[str, Callable[..., list[dict[str, Any]]]] = {
     "driving-step": _driving,
     "driving-env": _driving_env,
     "driving-train": _driving_train,
-    "replay": _replay,
-    "sac": _sac,
+    "replay": replay_workloads.cases,
+    "sac": replay_workloads.sac_cases,
     "hackmatrix-ppo": _hackmatrix_ppo,
     "hackmatrix": _hackmatrix_ppo,
     "hackmatrix-env": _hackmatrix_env,
@@ -431,7 +397,7 @@ WORKLOADS: dict[str, Callable[..., Prepared]] = {
     "driving-env": workloads.driving_env,
     "driving-train": workloads.driving_train,
     "replay": replay_workloads.replay,
-    "sac": workloads.pendulum_sac,
+    "sac": replay_workloads.sac,
     "hackmatrix-ppo": workloads.hackmatrix_ppo,
     "hackmatrix": workloads.hackmatrix_ppo,
     "hackmatrix-env": workloads.hackmatrix_env,

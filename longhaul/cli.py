@@ -19,7 +19,7 @@ from typing import Any
 
 import longhaul
 from longhaul import flags, printing
-from longhaul.flags import DEBUG, INT, PATH, TEXT, Flag, FlagError, choice
+from longhaul.flags import DEBUG, FLOAT, INT, PATH, TEXT, Flag, FlagError, choice
 
 COMMANDS = {
     "train": "train by a recipe, or go on with a run",
@@ -312,7 +312,7 @@ def _bench(words: Sequence[str]) -> int:
     driving = [
         Flag("data", PATH, (), "of driving-step, driving-env: the logs; without: generated scenarios", True, ""),
         Flag("objects", INT, (), "likewise: objects at most, a figure for each; a power of two", True, "32, 64"),
-        Flag("batch", INT, None, "likewise: worlds", shown="256"),
+        Flag("batch", INT, None, "likewise: worlds; of replay and sac: steps of a sample", shown="256"),
         Flag("devices", INT, None, "likewise: devices", shown="as a training run"),
         Flag("agents", INT, (), "of driving-env: controlled agents at most, a figure for each", True, "1"),
         Flag("road_points", INT, None, "of driving-env: pieces of road that an agent sees", shown="0"),
@@ -338,7 +338,9 @@ def _bench(words: Sequence[str]) -> int:
         ),
         Flag("rules", choice(("jax", "canonical")), None, "of hackmatrix-env", shown="jax"),
         Flag("columns", INT, None, "of replay: rows are so wide", shown="64"),
-        Flag("size", INT, None, "of replay: steps that it holds", shown="1000000"),
+        Flag("size", INT, None, "of replay, and of sac in --env: steps that it holds", shown="1000000, 65536"),
+        Flag("fill", FLOAT, None, "of sac in --env: the share of its replay that is full", shown="0"),
+        Flag("gradient_steps", INT, (), "likewise: steps of the optimiser, a figure for each", True, "1, 16"),
         Flag(
             "peer_python",
             PATH,

@@ -36,6 +36,8 @@ class Distribution(NamedTuple):
     entropy: Callable[[jax.Array, jax.Array | None], jax.Array]  # (parameters, mask) -> float32 [...], nats
     action: Callable[[jax.Array], jax.Array]  # raw -> the environment's action
     raw: Callable[[jax.Array], jax.Array]  # the reverse, for actions of others: vectors within `WITHIN` of the bounds
+    moved: Callable[[jax.Array, jax.Array], jax.Array] | None = None
+    #     of vectors: (parameters, standard normal noise) -> raw, differentiable (the reparameterised `sample`)
 
 
 def distribution(action: Action) -> Distribution:
@@ -126,8 +128,11 @@ def _tanh_gaussian(low: np.ndarray, high: np.ndarray) -> Distribution:
         return _along(np.log(half), raw) + 2.0 * (math.log(2.0) - raw - jax.nn.softplus(-2.0 * raw))
 
     def sample(parameters: jax.Array, mask: jax.Array | None, key: Key) -> jax.Array:
+        return moved(parameters, randomness.normal(key, (*parameters.shape[:-1], d)))
+
+    def moved(parameters: jax.Array, noise: jax.Array) -> jax.Array:
         mean, log_std = split(parameters)
-        return mean + jnp.exp(log_std) * randomness.normal(key, mean.shape)
+        return mean + jnp.exp(log_std) * noise
 
     def log_prob(parameters: jax.Array, mask: jax.Array | None, raw: jax.Array) -> jax.Array:
         mean, log_std = split(parameters)
@@ -154,4 +159,5 @@ def _tanh_gaussian(low: np.ndarray, high: np.ndarray) -> Distribution:
         raw=lambda action: jnp.arctanh(
             jnp.clip((action - _along(centre, action)) / _along(half, action), -WITHIN, WITHIN)
         ),
+        moved=moved,
     )

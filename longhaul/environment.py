@@ -3,7 +3,7 @@
 `vectorise` keeps the successor of an ended step beside the first observation of the next episode (`types.TimeStep`).
 Resets are cheap: fresh episodes come from a small bank that is drawn once a rollout (`Worlds.fresh`), so that a step
 only chooses between two states that exist. A world that ends more often within one rollout than its bank has starts
-meets the same starts again, in order.
+meets the same starts again, in order. Where a rollout is one step, its bank is drawn only if a world has ended.
 """
 
 from __future__ import annotations
@@ -52,7 +52,8 @@ class Worlds(NamedTuple):
     reset: Callable[[Key], tuple[WorldsState, PyTree]]
     fresh: Callable[[Key, int], Starts]
     tally: Callable[[], Tally]
-    step: Callable[[WorldsState, Tally, jax.Array, Key, Starts], tuple[WorldsState, Tally, TimeStep]]
+    step: Callable[[WorldsState, Tally, jax.Array, Key, Starts | Key], tuple[WorldsState, Tally, TimeStep]]
+    #     (state, tally, action, key, starts, or the key to draw one a world with, if any world ends)
     valid: Callable[[WorldsState], jax.Array]  # bool [B]: whose next step will count
 
 
@@ -109,7 +110,7 @@ def vectorise(environment: Environment, worlds: int) -> Worlds:
         return shape.flat(jax.vmap(environment.active)(state.state))
 
     def step(
-        state: WorldsState, sums: Tally, action: jax.Array, key: Key, starts: Starts
+        state: WorldsState, sums: Tally, action: jax.Array, key: Key, starts: Starts | Key
     ) -> tuple[WorldsState, Tally, TimeStep]:
         played = valid(state)
         keys = randomness.split(key, worlds)
@@ -120,7 +121,13 @@ def vectorise(environment: Environment, worlds: int) -> Worlds:
         scored = score(sums, following, ended, episode_return, episode_length)
 
         over = ended if spec.agents is None else ~jnp.any(jax.vmap(environment.active)(following), axis=-1)
-        begun, observation = _restart((following, led_to.successor), starts, sums.start, over)
+        now = following, led_to.successor
+        if isinstance(starts, Starts):
+            begun, observation = _restart(now, starts, sums.start, over)
+        else:
+            begun, observation = lax.cond(
+                jnp.any(over), lambda: _restart(now, fresh(starts, 1), sums.start, over), lambda: now
+            )
         time_step = shape.flat(led_to._replace(observation=observation))
         new_state = WorldsState(begun, jnp.where(ended, 0.0, episode_return), jnp.where(ended, 0, episode_length))
         return new_state, Tally(sums.start + over, sums.episodes + ended, *scored), time_step

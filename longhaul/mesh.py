@@ -79,8 +79,11 @@ def mean_over_data(tree: PyTree) -> PyTree:
     """The mean over the shards of the `data` axis: where gradients meet.
 
     Leaves of fewer than `PACKED` bytes travel in one buffer a type, as in buckets of data-parallel training (Li et al.
-    2020, arXiv 2006.15704): each array of its own costs a round trip more, on a CPU over gloo ten times the work.
+    2020, arXiv 2006.15704): each array of its own costs a round trip more, on a CPU over gloo ten times the work. A
+    shard that is alone sends nothing: a CPU would copy every gradient.
     """
+    if jax.lax.axis_size(DATA) == 1:
+        return tree
     there = [jnp.asarray(x) for x in jax.tree.leaves(tree)]
     groups: dict[Any, list[int]] = {}
     for i, x in enumerate(there):

@@ -57,7 +57,7 @@ def replicated(tree, devices):
 if not hasattr(jax, "device_put_replicated"):
     jax.device_put_replicated = replicated
 from brax import envs
-from brax.training import acting
+from brax.training import acting, replay_buffers
 from brax.training.agents.sac import networks, train as sac
 acting.Evaluator.run_evaluation = lambda self, params, training_metrics, aggregate_episodes=True: dict(training_metrics)
 name, _, query = config["env"].partition("/")[2].partition("?")
@@ -85,6 +85,12 @@ def progress(step, metrics):
         sys.exit(0)
     mark = time.perf_counter(), cpu()
 prefill = config["learning_starts"]
+if config["fill"]:
+    empty = replay_buffers.UniformSamplingQueue.init
+    def full(self, key):
+        state, filled = empty(self, key), jnp.int32(config["fill"] * self._data_shape[0])
+        return state.replace(data=jax.random.uniform(key, self._data_shape), insert_position=filled)
+    replay_buffers.UniformSamplingQueue.init = full
 hidden = (config["hidden_dim"],) * config["num_layers"]
 sac.train(
     envs.get_environment(name, **options), num_timesteps=prefill + (WARM + MOST) * about["steps"], episode_length=1000,
@@ -95,5 +101,5 @@ sac.train(
 )
 """
 """Brax's `train`, whose epochs are the repeats: between two of them it waits to be asked. Its evaluations are left
-out, as ours are; and a function that JAX has no more (`jax.device_put_replicated`, Brax's issue 671), without which
-the released Brax can't train at all, is put back."""
+out, as ours are, and its replay begins as full as ours does. A function that JAX has no more, without which the
+released Brax can't train at all, is put back (`jax.device_put_replicated`, Brax's issue 671)."""

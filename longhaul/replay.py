@@ -69,7 +69,7 @@ class Ring(NamedTuple):
 
 
 class Transitions(NamedTuple):
-    """A sample of n steps of experience."""
+    """A sample of n steps of experience. Before it is looked up, observations are places: (row, column), int32 [n]."""
 
     observation: PyTree  # [n, ...]
     action: jax.Array  # [n, ...]
@@ -89,6 +89,8 @@ class Replay(NamedTuple):
     add: Callable[[Ring, Cursor, Rollout], tuple[Ring, Cursor]]
     sample: Callable[[Ring, Cursor, Key, int, jax.Array | float], Transitions]
     #     (ring, cursor, key, n, exponent of the importance weights)
+    draw: Callable[[Ring, Cursor, Key, int, jax.Array | float], Transitions]  # likewise, not yet looked up
+    look: Callable[[Ring, Transitions], Transitions]  # the rest of `sample`
     sequences: Callable[[Ring, Cursor, Key, int, int], Rollout]  # (ring, cursor, key, n, length) -> [length, n]
     prioritise: Callable[[Ring, Transitions, jax.Array], Ring]  # (ring, a sample, its priorities float32 [n] >= 0)
 
@@ -131,7 +133,8 @@ def replay(
     )
     of = functools.partial
     return Replay(
-        rows, of(_start, layout), of(_add, layout), of(_sample, layout), of(_sequences, layout), _prioritise
+        rows, of(_start, layout), of(_add, layout), of(_sample, layout), of(_draw, layout), of(_look, layout),
+        of(_sequences, layout), _prioritise,
     )  # fmt: skip
 
 
@@ -235,6 +238,15 @@ def _choose(
 
 
 def _sample(of: _Layout, ring: Ring, cursor: Cursor, key: Key, n: int, beta: jax.Array | float) -> Transitions:
+    return _look(of, ring, _draw(of, ring, cursor, key, n, beta))
+
+
+def _look(of: _Layout, ring: Ring, drawn: Transitions) -> Transitions:
+    seen, led_to = of.look(ring, *drawn.observation), of.look(ring, *drawn.successor)
+    return drawn._replace(observation=seen, successor=led_to)
+
+
+def _draw(of: _Layout, ring: Ring, cursor: Cursor, key: Key, n: int, beta: jax.Array | float) -> Transitions:
     rows, n_step = of.rows, of.n_step
     index, weight = _choose(of, ring, cursor, key, n, beta)
     row, column = index // of.columns, index % of.columns
@@ -249,8 +261,8 @@ def _sample(of: _Layout, ring: Ring, cursor: Cursor, key: Key, n: int, beta: jax
     last = jnp.take_along_axis(ending, jnp.maximum(m - 1, 0)[None], axis=0)[0]
     following = jnp.where(last >= 0, rows + last, (row + m) % rows)
     return Transitions(
-        of.look(ring, row, column), ring.action[row, column], jnp.where(counts, ring.reward[window], 0.0), m,
-        last == TERMINATED, of.look(ring, following, column), jnp.where(m > 0, weight, 0.0), index,
+        (row, column), ring.action[row, column], jnp.where(counts, ring.reward[window], 0.0), m,
+        last == TERMINATED, (following, column), jnp.where(m > 0, weight, 0.0), index,
     )  # fmt: skip
 
 

@@ -1,7 +1,8 @@
-"""What the benchmark of the replay measures: rows added and samples drawn in turn, in one compiled loop.
+"""What the benchmarks of the replay, and of what learns from it, measure.
 
-flashbax, another library's replay, does the same work under its own Python: rows of the same size into a buffer of as
-many steps, samples of as many pairs, priorities of as many set. It keeps items as they are, so that both keep float32.
+Of the replay: rows added and samples drawn in turn, in one compiled loop. flashbax, another library's replay, does the
+same work under its own Python: rows of the same size into a buffer of as many steps, samples of as many pairs,
+priorities of as many set. It keeps items as they are, so that both keep float32.
 
 A bare case does nothing but look up as many pairs of rows at random in an array of the ring's size and fill: what the
 machine's memory alone makes of it, beside which the replay's own cost is to be read.
@@ -9,17 +10,22 @@ machine's memory alone makes of it, beside which the replay's own cost is to be 
 
 from __future__ import annotations
 
+import dataclasses
 import time
+from collections.abc import Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
-from longhaul import randomness
+from longhaul import randomness, recipes
 from longhaul import replay as replays
-from longhaul.replay import Ring, Sizes
-from longhaul.types import Discrete, Rollout, Spec, Successors
-from longhaul.workloads import Prepared, peak_bytes
+from longhaul.algorithms import off_policy
+from longhaul.algorithms import sac as algorithm
+from longhaul.replay import Cursor, Ring, Sizes
+from longhaul.run import Named, Run
+from longhaul.types import Discrete, Local, PyTree, Rollout, Spec, Successors
+from longhaul.workloads import Prepared, peak_bytes, training
 
 INTERVAL = 1000
 """Steps between truncations of the worlds that the replay is for."""
@@ -122,6 +128,79 @@ def _gathers(columns: int, width: int, size: int, batch: int, iterations: int, h
         "prioritised": False, "half": half, "fill": fill, "bare": True,
     }  # fmt: skip
     return Prepared(config, iterations * batch, "sampled steps", compiled, lambda number: jax.random.key(number), work)
+
+
+def sac(
+    total_steps: int, devices: int | None, env: str | None, num_envs: int, gradient_steps: int, batch: int = 256,
+    size: int | None = None, fill: float = 0.0,
+) -> Prepared:  # fmt: skip
+    """Training by the recipe `pendulum-sac`; in another environment with Brax's networks, on one device if not told.
+
+    A share `fill` of the replay of `size` steps is taken to be filled, of random numbers: what is learnt from costs the
+    same whatever it is, but some replays are dearer once they are full.
+    """
+    if env is None:
+        made = dataclasses.replace(recipes.recipe("pendulum-sac"), total_steps=total_steps, devices=devices)
+        return training(made, "env steps", {})
+    settings = algorithm.Config(
+        batch_size=batch, hidden_dim=256, num_layers=2, gradient_steps=gradient_steps, learning_starts=num_envs,
+        replay_size=size or max(total_steps, 65_536),
+    )  # fmt: skip
+    made = Run(
+        "bench", Named(env), settings, total_steps=total_steps, num_envs=num_envs, num_steps=1, devices=devices or 1
+    )
+    prepared = training(made, "env steps", {"env": env, "fill": fill})
+    full = jax.jit(lambda state: _filled(state, fill), donate_argnums=0)
+
+    def begin(number: int) -> PyTree:
+        progress = prepared.begin(number)
+        return progress._replace(state=full(progress.state)) if fill else progress
+
+    return prepared._replace(begin=begin)
+
+
+def _filled(state: off_policy.State, fill: float) -> off_policy.State:
+    """`state` with a share of its replay filled."""
+    assert isinstance(state.replay, Local)
+    ring, key = state.replay.value, jax.random.key(0)
+    seen, action = (
+        jax.tree.map(lambda x: randomness.uniform(key, x.shape).astype(x.dtype), part)
+        for part in (ring.observation, ring.action)
+    )
+    ring = ring._replace(observation=seen, action=action, ending=jnp.full_like(ring.ending, replays.ON))
+    rows = ring.reward.shape[1]
+    filled = jnp.int32(min(int(fill * rows), rows - 1))
+    return state._replace(replay=Local(ring), cursor=Cursor(filled, filled))
+
+
+# ------------------------------------------------------------------------------------------------------------ cases
+
+
+def cases(
+    *, columns: int = 64, width: int = 64, size: int = 1_000_000, batch: int = 256, iterations: int = 2_000,
+    half: bool = False, fill: Sequence[float] | float = (0.01, 1.0),
+) -> list[dict[str, Any]]:  # fmt: skip
+    """Of `replay`."""
+    sizes = {"columns": columns, "width": width, "size": size, "batch": batch, "iterations": iterations, "half": half}
+    fills = (fill,) if isinstance(fill, float) else fill
+    kinds = {"prioritised": False, "bare": True}, {"prioritised": False}, {"prioritised": True}
+    return [sizes | kind | {"fill": share} for kind in kinds for share in fills]
+
+
+def sac_cases(
+    *, total_steps: int | None = None, devices: int | None = None, env: Sequence[str] = (), num_envs: int = 64,
+    gradient_steps: Sequence[int] = (1, 16), batch: int = 256, size: int | None = None, fill: float = 0.0,
+) -> list[dict[str, Any]]:  # fmt: skip
+    """Of `sac`."""
+    sizes: dict[str, Any] = {"devices": devices, "num_envs": num_envs}
+    if not env:
+        return [sizes | {"total_steps": total_steps or 10_000, "env": None, "gradient_steps": 8}]
+    sizes |= {"batch": batch, "size": size, "fill": fill}
+    return [
+        sizes | {"total_steps": total_steps or 256 * num_envs // n, "env": name, "gradient_steps": n}
+        for name in env
+        for n in gradient_steps
+    ]
 
 
 PEER = """

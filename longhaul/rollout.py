@@ -98,7 +98,8 @@ def collector(
     def collect(params: Params, carry: Carry, key: Key, version: jax.Array) -> tuple[Carry, Rollout, Metrics]:
         key_starts, key_steps = jax.random.split(key)
         with jax.named_scope(ENVIRONMENT):
-            bank = worlds.fresh(key_starts, starts)
+            # For a single step a bank costs as much as the step itself, and mostly no world ends.
+            bank = key_starts if steps == starts == 1 else worlds.fresh(key_starts, starts)
         initial_memory = memory(worlds.columns)
         kept = jax.tree.map(lambda leaf: jnp.zeros((slots, *leaf.shape), leaf.dtype), carry.observation)
 

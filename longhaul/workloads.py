@@ -21,7 +21,7 @@ from jax.sharding import PartitionSpec
 
 from longhaul import learners, randomness, recipes, worlds
 from longhaul import mesh as meshes
-from longhaul.algorithms import ppo, sac
+from longhaul.algorithms import ppo
 from longhaul.datasets import sources
 from longhaul.datasets.log import Log
 from longhaul.driving import dynamics, geometry, simulator, tables
@@ -59,7 +59,7 @@ def ppo_cartpole(num_envs: int, total_steps: int, devices: int | None, determini
         "bench", Named("cartpole"), ppo.Config(), total_steps=total_steps, num_envs=num_envs, num_steps=128,
         devices=devices, deterministic=deterministic,
     )  # fmt: skip
-    return _training(made, "env steps", {})
+    return training(made, "env steps", {})
 
 
 def seeds(
@@ -70,7 +70,7 @@ def seeds(
         "bench", Named("cartpole"), ppo.Config(), total_steps=total_steps, num_envs=num_envs, num_steps=num_steps,
         devices=devices, population=Population(seeds=runs, together=together),
     )  # fmt: skip
-    return _training(made, "env steps", {"runs": runs})
+    return training(made, "env steps", {"runs": runs})
 
 
 def driving_train(total_steps: int, num_envs: int, scenarios: int, devices: int | None) -> Prepared:
@@ -78,24 +78,7 @@ def driving_train(total_steps: int, num_envs: int, scenarios: int, devices: int 
     assert isinstance(recipe.environment, Driving)
     task = dataclasses.replace(recipe.environment, scenarios=scenarios)
     made = dataclasses.replace(recipe, environment=task, total_steps=total_steps, num_envs=num_envs, devices=devices)
-    return _training(made, "agent steps", {"scenarios": scenarios, "agents": task.simulator.agents})
-
-
-def pendulum_sac(
-    total_steps: int, devices: int | None, env: str | None, num_envs: int, gradient_steps: int
-) -> Prepared:  # fmt: skip
-    """The recipe `pendulum-sac`; in another environment at what Brax's SAC takes if not told, on one device."""
-    if env is None:
-        made = dataclasses.replace(recipes.recipe("pendulum-sac"), total_steps=total_steps, devices=devices)
-        return _training(made, "env steps", {})
-    settings = sac.Config(
-        batch_size=256, hidden_dim=256, num_layers=2, gradient_steps=gradient_steps, learning_starts=num_envs,
-        replay_size=max(total_steps, 65_536),
-    )  # fmt: skip
-    made = Run(
-        "bench", Named(env), settings, total_steps=total_steps, num_envs=num_envs, num_steps=1, devices=devices or 1
-    )
-    return _training(made, "env steps", {"env": env})
+    return training(made, "agent steps", {"scenarios": scenarios, "agents": task.simulator.agents})
 
 
 def hackmatrix_ppo(
@@ -109,7 +92,7 @@ def hackmatrix_ppo(
         recipe, algorithm=algorithm, num_envs=num_envs,
         num_steps=num_steps, total_steps=total_steps or max(1, 131_072 // batch) * batch, devices=devices,
     )  # fmt: skip
-    prepared = _training(made, "env steps", {})
+    prepared = training(made, "env steps", {})
 
     def work(progress: PyTree) -> dict[str, float]:
         return prepared.work(progress) | {"peak_bytes": peak_bytes()}
@@ -130,7 +113,7 @@ def peak_bytes() -> float:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1.0 if sys.platform == "darwin" else 1024.0)
 
 
-def _training(made: Run, unit: str, more: dict[str, Any]) -> Prepared:
+def training(made: Run, unit: str, more: dict[str, Any]) -> Prepared:
     """Whole runs of `made`, without files: blocks of updates, whose metrics the host reads one call late."""
     made = resolve(made)
     assert made.devices is not None

@@ -110,6 +110,23 @@ class Team:
         return {}
 
 
+def test_a_start_drawn_when_a_world_ends_is_the_one_drawn_ahead():
+    """A rollout of one step is given the key of its starts; worlds that go on keep what they have."""
+    many = vectorise(Counter(end=2, high=1.25), 8)
+    state, _ = many.reset(jax.random.key(0))
+    state = state._replace(state=state.state + jnp.arange(8.0)[:, None] % 2)  # every other one ends with this step
+    step, action = jax.jit(many.step), jnp.zeros(8, jnp.int32)
+    for key in (jax.random.key(2), jax.random.key(3)):
+        ahead, late = (
+            step(state, many.tally(), action, jax.random.key(1), starts) for starts in (many.fresh(key, 1), key)
+        )
+        jax.tree.map(np.testing.assert_array_equal, ahead, late)
+        np.testing.assert_array_equal(late[2].terminated, [False, True] * 4)
+        np.testing.assert_array_equal(late[2].observation[::2], late[2].successor[::2])
+        np.testing.assert_array_equal(late[2].observation[1::2], many.fresh(key, 1).observation[0, 1::2])
+        state = late[0]._replace(state=jnp.where(jnp.arange(8)[:, None] % 2, 1.5, 0.5))
+
+
 def test_agents_are_columns_and_a_world_waits_for_its_last():
     many = vectorise(Team(), 2)
     assert many.columns == 8

@@ -122,6 +122,33 @@ def test_a_time_limit_truncates_and_its_successor_is_the_state_it_led_to(kind: s
     assert bool(cut.truncated) and not bool(cut.terminated) and not bool(on.truncated)
 
 
+IDLE = {
+    "gymnax/MountainCar-v0": 1,  # no push
+    "jumanji/RubiksCube-partly-scrambled-v0": 0,  # the same face, round and round
+    "navix/Navix-Empty-5x5-v0": 0,  # turns left
+    "xminigrid/MiniGrid-Empty-5x5": 1,
+}
+"""Environments with a limit of their own, and an action that never ends an episode."""
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("name", IDLE)
+def test_its_own_time_limit_is_a_truncation(name: str) -> None:
+    """Jumanji calls it an end, and tells it from one in no other way than by when it comes."""
+    if importlib.util.find_spec(suites.SUITES[name.partition("/")[0]].module) is None:
+        pytest.skip(f"{name} is not installed")
+    environment = registry.make(name)
+    limit = environment.spec.max_steps
+    assert limit < 1000 and environment.spec.truncation_interval == limit
+    state, seen = environment.reset(jax.random.key(0))
+    step, shape = jax.jit(environment.step), sample_action(environment.spec, jax.random.key(0), seen)
+    for t in range(limit):
+        assert environment.active(state), t
+        state, led_to = step(jax.random.key(t), state, jnp.full_like(shape, IDLE[name]))
+        assert not bool(led_to.terminated)
+    assert bool(led_to.truncated) and not environment.active(state)
+
+
 @pytest.mark.filterwarnings("ignore")
 def test_gymnax_says_the_same_when_it_resets_itself() -> None:
     """Its own `step` tells the last observation beside the reset; ours is that one, with the same flags."""

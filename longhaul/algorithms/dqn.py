@@ -103,7 +103,7 @@ def dqn(
     """
     tower, sight, values = _values(spec, config)
 
-    def loss(params: dict[str, Params], target: dict[str, Params], batch: Transitions, key: Key) -> Any:
+    def loss(params: dict[str, Params], target: dict[str, Params], batch: Transitions, noise: PyTree) -> Any:
         seen, mask = sight.look(batch.observation)
         following, mask_next = sight.look(batch.successor)
         ahead = values(target["q"], following, mask_next)

@@ -9,7 +9,7 @@ A config of such an algorithm has the fields of `Design`.
 
 from __future__ import annotations
 
-import math
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -20,7 +20,7 @@ import optax
 
 from longhaul import networks, randomness, replay
 from longhaul.algorithms.actor_critic import Apart
-from longhaul.replay import Cursor, Sizes, Transitions
+from longhaul.replay import Cursor, Ring, Sizes, Transitions
 from longhaul.types import Algorithm, Box, Discrete, Key, Local, Masked, Metrics, Params, PyTree, Rollout, Spec
 
 STORES = ("fp32", "bf16")
@@ -75,14 +75,15 @@ class Parts(NamedTuple):
     name: str  # its metrics begin with it
     init: Callable[[Key], dict[str, Params]]
     followed: tuple[str, ...]  # which of `params` have a target
-    loss: Callable[[dict[str, Params], dict[str, Params], Transitions, Key], tuple[jax.Array, Metrics, jax.Array]]
-    #     (params, target, batch, key) -> the loss of each row [n], what is told of each [n], its error for priorities
+    loss: Callable[[dict[str, Params], dict[str, Params], Transitions, PyTree], tuple[jax.Array, Metrics, jax.Array]]
+    #     (params, target, batch, noise) -> the loss of each row [n], what is told of each [n], its error for priorities
     keep: Callable[[jax.Array], jax.Array]  # an action -> how it is kept
     kept: jax.ShapeDtypeStruct  # such a one
     acts: str  # which of `params` acts
     explore: Callable[[jax.Array], jax.Array]  # finished updates -> the share of random actions, once it learns
     rare: tuple[str, ...] = ()  # which of `params` step more rarely, and with them all targets
     interval: int = 1  # in which of an update's steps: one of so many
+    noise: Callable[[Key, int], PyTree] = lambda key, rows: ()  # the random numbers of a loss of so many rows
     mark: Callable[[jax.Array, Rollout], jax.Array] = lambda kept, data: kept  # what else is kept beside actions
 
 
@@ -188,10 +189,10 @@ def algorithm(
 ) -> Algorithm:  # fmt: skip
     """The algorithm of these parts, in a run of `updates` updates; without `sizes` one that can't learn."""
     made = design(config)
-    # Of one structure whatever the config says, so that a run may go on with another.
-    longest = math.inf if made.max_grad_norm is None else made.max_grad_norm
+    # Their states are alike, so that a run may go on with another; only the second passes over the gradients.
+    cut = optax.identity() if made.max_grad_norm is None else optax.clip_by_global_norm(made.max_grad_norm)
     lr = optax.linear_schedule(made.lr, 0.0 if made.anneal else made.lr, updates * made.gradient_steps)
-    optimiser = optax.chain(optax.clip_by_global_norm(longest), optax.adam(lr, eps=made.adam_eps))
+    optimiser = optax.chain(cut, optax.adam(lr, eps=made.adam_eps))
     store = None if sizes is None else replay.replay(
         spec, parts.kept, sizes, made.replay_size, n_step=made.n_step, half=made.replay_precision == "bf16",
         prioritised=made.priority_exponent is not None,
@@ -212,11 +213,11 @@ def algorithm(
         learns = held(state.cursor) >= made.learning_starts
         return Policy(state.params[parts.acts], jnp.where(learns, parts.explore(state.updates), 1.0))
 
-    def gradient(params: Any, target: Any, batch: Transitions, key: Key) -> tuple[Any, Metrics, jax.Array]:
+    def gradient(params: Any, target: Any, batch: Transitions, noise: PyTree) -> tuple[Any, Metrics, jax.Array]:
         share = batch.weight / jnp.maximum(jnp.sum(batch.weight > 0.0), 1)
 
         def total(params: Any) -> tuple[jax.Array, tuple[Metrics, jax.Array]]:
-            rows, told, error = parts.loss(params, target, batch, key)
+            rows, told, error = parts.loss(params, target, batch, noise)
             return jnp.sum(share * rows), ({name: jnp.sum(share * x) for name, x in told.items()}, error)
 
         grads, (told, error) = jax.grad(total, has_aux=True)(params)
@@ -238,15 +239,26 @@ def algorithm(
         ring = jax.tree.map(lambda x: x[0], state.replay.value)
         ring, cursor = store.add(ring, state.cursor, data._replace(action=parts.mark(parts.keep(data.action), data)))
         rows = made.batch_size // sizes.shards
-        keys = randomness.split(key, made.gradient_steps)
+        key_samples, key_losses = jax.vmap(lambda each: randomness.split(each, 2), out_axes=1)(
+            randomness.split(key, made.gradient_steps)
+        )
         passed = jnp.minimum(state.updates / updates, 1.0)
         beta = made.importance_exponent + (1.0 - made.importance_exponent) * passed
 
+        def draw(ring: Ring, key: Key) -> Transitions:
+            return store.draw(ring, cursor, key, rows, beta)
+
+        # What need not wait is drawn before the loop. In it XLA would make the random numbers anew inside of whatever
+        # uses them, a dozen times over; observations alone are looked up there, for they may be large.
+        ahead = jax.vmap(functools.partial(draw, ring))(key_samples) if made.priority_exponent is None else None
+        noises = jax.vmap(lambda key: parts.noise(key, rows))(key_losses)
+
         def step(i: jax.Array, carried: Any) -> Any:
             params, target, opt_state, ring, told = carried
-            key_sample, key_loss = randomness.split(keys[i], 2)
-            batch = store.sample(ring, cursor, key_sample, rows, beta)
-            grads, now, error = apart(gradient)(params, target, batch, key_loss)
+            drawn = draw(ring, key_samples[i]) if ahead is None else jax.tree.map(lambda x: x[i], ahead)
+            noise = jax.tree.map(lambda x: x[i], noises)
+            batch = store.look(ring, drawn)
+            grads, now, error = apart(gradient)(params, target, batch, noise)
             grads, now = mean((grads, now))
             before = params, opt_state, target
             changes = {name: optimiser.update(grads[name], opt_state[name], old) for name, old in params.items()}

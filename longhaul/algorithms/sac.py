@@ -99,7 +99,7 @@ def _twins(critic: networks.Tower, params: tuple[Params, Params], seen: PyTree) 
     return jnp.stack([critic.apply(each, seen) for each in params])
 
 
-Loss = Callable[[dict[str, Params], dict[str, Params], Transitions, Key], tuple[jax.Array, Metrics, jax.Array]]
+Loss = Callable[[dict[str, Params], dict[str, Params], Transitions, PyTree], tuple[jax.Array, Metrics, jax.Array]]
 
 
 def _temperature(config: Config, params: dict[str, Params]) -> jax.Array:
@@ -139,28 +139,30 @@ def _imitated(config: Config, batch: Transitions, log_prob: Callable[[jax.Array]
 
 
 def _of_vectors(config: Config, made: _Networks, box: Box) -> Loss:
-    """Haarnoja et al.'s losses. Entropies are of actions within -1 to 1."""
+    """Haarnoja et al.'s losses; noise is (of the actions of now, of next). Entropies are of actions within -1 to 1."""
     policy, look = made.policy, made.sight.look
+    moved = policy.moved
+    assert moved is not None, "a vector's distribution has it"
     half = (np.asarray(box.high, np.float32) - np.asarray(box.low, np.float32)) / 2
     shift = float(np.sum(np.log(half)))  # from the density in the environment's units to that within -1 to 1
     wanted = -float(len(box.low)) if config.target_entropy is None else config.target_entropy
 
-    def drawn(parameters: jax.Array, key: Key) -> tuple[jax.Array, jax.Array]:
+    def drawn(parameters: jax.Array, noise: jax.Array) -> tuple[jax.Array, jax.Array]:
         """(action within -1 to 1, its log-probability)."""
-        raw = policy.sample(parameters, None, key)
+        raw = moved(parameters, noise)
         return jnp.tanh(raw), policy.log_prob(parameters, None, raw) + shift
 
-    def loss(params: dict[str, Params], target: dict[str, Params], batch: Transitions, key: Key) -> Any:
-        key_now, key_next = randomness.split(key, 2)
+    def loss(params: dict[str, Params], target: dict[str, Params], batch: Transitions, noise: PyTree) -> Any:
+        now, next_ = noise
         seen, following = look(batch.observation)[0], look(batch.successor)[0]
         alpha = _temperature(config, params)
-        action, log_prob = drawn(made.actor.apply(params["actor"], following), key_next)
+        action, log_prob = drawn(made.actor.apply(params["actor"], following), next_)
         ahead = jnp.min(off_policy.pair(made.critic, target["critics"], following, action), axis=0) - alpha * log_prob
         reward, discount = replay.discounted(batch, config.gamma)
         goal = config.reward_scale * reward + discount * ahead
         q = off_policy.pair(made.critic, params["critics"], seen, batch.action[..., : len(half)])
         parameters = made.actor.apply(params["actor"], seen)
-        action, log_prob = drawn(parameters, key_now)
+        action, log_prob = drawn(parameters, now)
         frozen = jax.lax.stop_gradient(params["critics"])
         worth = jnp.min(off_policy.pair(made.critic, frozen, seen, action), axis=0)
         rows, told, error = _together(config, params, q, goal, alpha * log_prob - worth, -log_prob - wanted)
@@ -184,7 +186,7 @@ def _of_choices(config: Config, made: _Networks) -> Loss:
         log_p = jax.nn.log_softmax(logits)
         return jnp.exp(log_p), log_p if mask is None else jnp.where(mask, log_p, 0.0)
 
-    def loss(params: dict[str, Params], target: dict[str, Params], batch: Transitions, key: Key) -> Any:
+    def loss(params: dict[str, Params], target: dict[str, Params], batch: Transitions, noise: PyTree) -> Any:
         seen, mask = look(batch.observation)
         following, mask_next = look(batch.successor)
         alpha = _temperature(config, params)
@@ -231,6 +233,8 @@ def sac(
     loss = _of_vectors(config, made, box) if box else _of_choices(config, made)
     keep, kept = _keeping(spec)
     parts = Parts("sac", init, ("critics",), loss, keep, kept, "actor", lambda updates: jnp.float32(0.0))
+    if box is not None:
+        parts = parts._replace(noise=lambda key, rows: _noise(key, (rows, len(box.low))))
     if config.imitation:
         if box is None:
             raise ValueError(f"imitation is {config.imitation}, and it needs a vector of actions: --actions continuous")
@@ -238,6 +242,12 @@ def sac(
     return off_policy.algorithm(
         spec, config, parts, _acting(spec, made), updates=updates, mean=mean, apart=apart, sizes=sizes
     )
+
+
+def _noise(key: Key, shape: tuple[int, ...]) -> tuple[jax.Array, jax.Array]:
+    """Standard normal, for the actions of now and of next."""
+    now, next_ = randomness.split(key, 2)
+    return randomness.normal(now, shape), randomness.normal(next_, shape)
 
 
 def _keeping(spec: Spec) -> tuple[Callable[[jax.Array], jax.Array], jax.ShapeDtypeStruct]:

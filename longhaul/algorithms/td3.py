@@ -93,11 +93,11 @@ def td3(
         first, *rest = jax.random.split(key, 3)
         return {"actor": actor.init(first), "critics": tuple(map(critic.init, rest))}
 
-    def loss(params: dict[str, Params], target: dict[str, Params], batch: Transitions, key: Key) -> Any:
+    def loss(params: dict[str, Params], target: dict[str, Params], batch: Transitions, noise: jax.Array) -> Any:
         seen, following = sight.look(batch.observation)[0], sight.look(batch.successor)[0]
         action = jnp.tanh(actor.apply(target["actor"], following))
-        noise = config.target_noise * randomness.normal(key, action.shape)
-        action = jnp.clip(action + jnp.clip(noise, -config.noise_clip, config.noise_clip), -1.0, 1.0)
+        moved = jnp.clip(config.target_noise * noise, -config.noise_clip, config.noise_clip)
+        action = jnp.clip(action + moved, -1.0, 1.0)
         ahead = jnp.min(off_policy.pair(critic, target["critics"], following, action), axis=0)
         reward, discount = replay.discounted(batch, config.gamma)
         goal = jax.lax.stop_gradient(config.reward_scale * reward + discount * ahead)
@@ -123,6 +123,7 @@ def td3(
     parts = Parts(
         "td3", init, ("actor", "critics"), loss, lambda action: off_policy.inward(box, action), kept, "actor",
         lambda done: jnp.float32(0.0), ("actor",), config.actor_interval,
+        lambda key, rows: randomness.normal(key, (rows, len(box.low))),
     )  # fmt: skip
     return off_policy.algorithm(spec, config, parts, act, updates=updates, mean=mean, apart=apart, sizes=sizes)
 

@@ -139,9 +139,13 @@ def _unless(over: jax.Array, new: PyTree, old: PyTree) -> PyTree:
 
 
 def jumanji(name: str) -> World:
-    """Jumanji, whose last step is an end where its discount is 0, and a truncation elsewhere. A mask of one choice
-    becomes ours; of several it stays among what is observed."""
+    """Jumanji, whose last step is an end where its discount is 0, and a truncation elsewhere. Nearly all of its
+    environments call their time limit an end, so they are told of none: it is kept outside, as a truncation. A mask of
+    one choice becomes ours; of several it stays among what is observed."""
     env = _import("jumanji").make(name)
+    limit = getattr(env, "time_limit", None)
+    if limit is not None:  # of its own episodes: what it made for so many steps is large enough
+        env.time_limit = np.iinfo(np.int32).max
     spec = env.action_spec
     if hasattr(spec, "num_values"):
         sizes = np.asarray(spec.num_values)
@@ -170,7 +174,7 @@ def jumanji(name: str) -> World:
         over, cut = timestep.last(), jnp.all(timestep.discount > 0)
         return Step(state, see(timestep.observation), timestep.reward, over & ~cut, over & cut)
 
-    return World(action, begin, step, getattr(env, "time_limit", None), 1)
+    return World(action, begin, step, limit, limit or 1)
 
 
 def jumanji_names() -> list[str]:
