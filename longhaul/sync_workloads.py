@@ -13,6 +13,7 @@ import sys
 import tempfile
 import threading
 import time
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -20,6 +21,7 @@ import numpy as np
 from longhaul.run import cores
 from longhaul.sync import cost, geometry
 from longhaul.sync.buffers import Block
+from longhaul.sync.cost import Rates
 from longhaul.sync.engine import Publisher
 from longhaul.sync.lanes import serve
 from longhaul.sync.manifest import layout, numpy_dtype
@@ -87,6 +89,7 @@ def sync(model: str, receivers: int, lane: str, verify: str) -> Prepared:
     children = [Child(opened.address, size, limit.descriptor, verify, folder) for _ in range(receivers)]
     versions = iter(range(1 << 30))
     sample = Sample(min(size, LARGEST_SAMPLE), cores())
+    rates = [sample.rates()]
 
     def publish() -> tuple[dict[str, float], list[dict[str, Any]]]:
         version = next(versions)
@@ -112,7 +115,8 @@ def sync(model: str, receivers: int, lane: str, verify: str) -> Prepared:
         copies = max(each["at"] for each in copied) - min(each["began"] for each in copied)
         bare = _streamed(children, source) if lane == "tcp" else 0.0
         bound = bare or copies
-        foreseen = {} if lane == "folder" else _foreseen(size, receivers, lane, verify, sample, took["wall"])
+        rates.append(sample.rates())
+        foreseen = {} if lane == "folder" else _foreseen(size, receivers, lane, verify, rates, took["wall"])
         return {
             "wall_seconds": took["wall"],
             "cpu_seconds": used + sum(b - a for a, b in zip(before, after, strict=True)),
@@ -138,10 +142,13 @@ def sync(model: str, receivers: int, lane: str, verify: str) -> Prepared:
     return Prepared(config, receivers * size, "bytes", 0.0, lambda number: np.zeros(0), timed)
 
 
-def _foreseen(size: int, receivers: int, lane: str, verify: str, sample: Sample, wall: float) -> dict[str, float]:
-    """What `cost.local` says of this repeat, from the machine's rates right after it; `model_error` is its share of the
-    measured time, above 0 where it says too much."""
-    said = cost.local(size, receivers, cores(), sample.rates(), lane, verify=verify).pipelined
+def _foreseen(
+    size: int, receivers: int, lane: str, verify: str, rates: Sequence[Rates], wall: float
+) -> dict[str, float]:
+    """What `cost.local` says of this repeat, from the machine's rates right before and right after it; `model_error` is
+    its share of the measured time, above 0 where it says too much."""
+    around = [cost.local(size, receivers, cores(), each, lane, verify=verify).pipelined for each in rates[-2:]]
+    said = sum(around) / len(around)
     return {"model_seconds": said, "model_error": said / wall - 1.0}
 
 

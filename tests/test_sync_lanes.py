@@ -6,13 +6,15 @@ import gc
 import os
 import sys
 import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from longhaul.sync import loops
+from longhaul.sync import changes, images, loops
 from longhaul.sync.engine import Publisher
+from longhaul.sync.manifest import Manifest
 from longhaul.sync.protocol import Settings
 from longhaul.sync.receiver import Receiver
 from tests.sync_lanes import KINDS, Way, is_whole, process, receivers, tensors, until, way
@@ -100,8 +102,6 @@ def test_a_reader_keeps_its_version_while_others_come_and_go(lane: Way) -> None:
 
 
 def test_damage_is_found_and_the_old_version_served(lane: Way, monkeypatch: pytest.MonkeyPatch) -> None:
-    from longhaul.sync import images
-
     gather = images.gather
 
     def spoilt(given, planned, image, *rest):  # type: ignore[no-untyped-def]
@@ -281,6 +281,31 @@ def test_only_what_changed_travels_to_who_holds_the_version_before(
                 assert receiver.held.root.hex() == sender.status()["root"]
         assert sum("damaged changes" in line for receiver in both for line in receiver.errors) == 1
     assert len(poured) == 8 and max(poured) < 3000  # versions 1, 2, 3, 5 to both; the damaged one then came whole
+
+
+def test_changes_are_verified_in_the_making() -> None:
+    """A bit of the base that flipped since it was verified is found, in what changes and in what does not."""
+    draw = np.random.default_rng(0)
+    given = {"w": draw.integers(0, 1 << 16, 4000, np.uint16), "still": draw.random(500), "none": np.empty(0, np.uint8)}
+    planned, size = images.describe(given)
+    before, after, made = (np.zeros(size, np.uint8) for _ in range(3))
+    with ThreadPoolExecutor(1) as pool:
+        base = Manifest("run", 0, 1, -1, size, images.gather(given, planned, before, pool, 1))
+        given["w"][::100] += 1
+        new = Manifest("run", 0, 2, -1, size, images.gather(given, planned, after, pool, 1))
+    found = changes.make(base, before, new, after)
+    assert found is not None
+    body = memoryview(found.body)
+    changes.apply(body, base, before, new, made, None)
+    assert np.array_equal(made, after)
+    for at in (33, base.tensors[1].offset, base.tensors[1].end - 1):
+        before[at] ^= 16
+        with pytest.raises(ValueError, match=r"damaged|is not what it was"):
+            changes.apply(body, base, before, new, made, None)
+        before[at] ^= 16
+    other = new._replace(tensors=(new.tensors[0]._replace(digest=bytes(16)), *new.tensors[1:]))
+    with pytest.raises(ValueError, match="make another w than"):
+        changes.apply(body, base, before, other, made, None)
 
 
 def test_parameters_of_jax_travel_as_they_are(tmp_path: Path) -> None:

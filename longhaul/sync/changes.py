@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from longhaul.sync import delta
+from longhaul.sync import delta, digests
 from longhaul.sync.manifest import Manifest, Tensor
 
 WORTH = 0.5
@@ -74,14 +74,34 @@ def frames(body: memoryview, manifest: Manifest) -> Iterator[tuple[Tensor, memor
 def apply(
     body: memoryview, base: Manifest, before: np.ndarray, manifest: Manifest, after: np.ndarray, pool: Executor | None
 ) -> None:
-    """Makes the image `after` from `before` and what changed. ValueError where that is not the manifest's version."""
+    """Makes the image `after` from `before` and what changed. ValueError where that is not the manifest's version.
+
+    Every tensor's digest is found on the way, of what is in `after`: nothing need be read again to verify it.
+    """
     if not fits(base, manifest):
         raise ValueError(f"version {manifest.version} has another form than its base {base.version}")
-    after[:] = before[: len(after)]
     old = {tensor.name: tensor.digest for tensor in base.tensors}
+    changed = set()
     for tensor, frame in frames(body, manifest):
         place = slice(tensor.offset, tensor.end)
+        if delta.read(frame).target != tensor.digest:
+            raise ValueError(f"the changes make another {tensor.name} than the version has")
         delta.decode(before[place], frame, after[place], known=old[tensor.name], pool=pool)
+        changed.add(tensor.name)
+    for tensor in manifest.tensors:
+        if tensor.name not in changed:
+            _copied(tensor, before[tensor.offset : tensor.end], after[tensor.offset : tensor.end])
+
+
+def _copied(tensor: Tensor, before: np.ndarray, after: np.ndarray) -> None:
+    """A tensor that did not change; ValueError where its copy is not what it should be."""
+    running = digests.Running(after)
+    for begin in range(0, after.size, digests.PIECE):
+        end = min(begin + digests.PIECE, after.size)
+        after[begin:end] = before[begin:end]
+        running.upto(end)
+    if running.end() != tensor.digest:
+        raise ValueError(f"{tensor.name} is not what it was in the version before, nor is it among the changes")
 
 
 def _width(tensor: Tensor) -> np.dtype:

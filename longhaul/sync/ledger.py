@@ -31,6 +31,10 @@ PORTION = 4 << 20
 POLL = 0.0005
 """Seconds between two looks at what others do."""
 
+PATIENCE, SLOWER = 0.02, 4.0
+"""Seconds, and times what it would take us, until we do what another has begun: where cores are few he may have none
+for a while, and then reading it twice would only take what he waits for."""
+
 
 class Ledger(NamedTuple):
     """The notes of an image. `turn` tells receivers apart: from it follows where each begins."""
@@ -86,7 +90,7 @@ class _Walk:
     def __call__(self) -> list[str]:
         begun = [at for at in self._order if not self._done(at) and not self._first(at)]
         left = sorted(begun, key=self._bytes)
-        until = time.monotonic() + 0.005 + 2.0 * self._expected(left)
+        until = time.monotonic() + PATIENCE + SLOWER * self._expected(left)
         while left and time.monotonic() < until:
             time.sleep(POLL)
             left = [at for at in left if not self._done(at)]

@@ -20,7 +20,7 @@ I64: TypeAlias = NDArray[np.int64]
 LEAST = 64
 """Elements that a block must have: the codec pads shorter ones with zeros."""
 
-SAMPLE = 1 << 16
+SAMPLE = 1 << 14
 """Elements that bounds are chosen by; more would say the same."""
 
 WORTH = 500.0

@@ -239,7 +239,7 @@ class Receiver:
         served = self._served
         base = None if served is None else (served.manifest, served.image)
         seconds, shared = parcel.offer.seconds, list[ledger.Ledger]()
-        staging = Staging(lambda size: self._room(size, seconds / 2), arrival, base, shared.append)
+        staging = Staging(lambda size: self._room(size, seconds / 2), arrival, base, shared.append, arrival.made)
         array = source.fetch(parcel, staging, seconds)
         fetched = time.perf_counter()
         if arrival.complete:

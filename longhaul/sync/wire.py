@@ -32,7 +32,7 @@ MOST_BLOB = 1 << 28
 MOST_DESCRIPTORS = 2
 """That come with a frame."""
 
-PIECE = 1 << 20
+PIECE = 1 << 18
 """Bytes that are received at once at most, and then digested while the processor's cache still has them."""
 
 LOW = 256 << 10

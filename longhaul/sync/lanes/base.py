@@ -65,12 +65,13 @@ class Staging(NamedTuple):
     """What a receiver gives to a source. `take(size)` is memory of the receiver's, LookupError where all of it is read.
     `arrived(image, n)` is told, once or often, that the first n bytes are in place, so that they are verified while
     they are hot. `base` is what is served now, for who sends changes. `shared` is told where those who map the same
-    image note what they have verified of it."""
+    image note what they have verified of it; `made`, that the image was made with every tensor's digest found."""
 
     take: Callable[[int], np.ndarray]
     arrived: Callable[[np.ndarray, int], None]
     base: tuple[Manifest, np.ndarray] | None = None
     shared: Callable[[Ledger], None] = lambda found: None
+    made: Callable[[], None] = lambda: None
 
 
 class Hub(Protocol):

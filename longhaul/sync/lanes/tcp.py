@@ -122,6 +122,7 @@ class TcpCollection:
                 changes.apply(body.data, *staging.base, parcel.manifest, image, None)
             except ValueError as error:
                 raise LookupError(f"version {parcel.offer.version} came as {DAMAGED} changes: {error}") from error
+            staging.made()
             return image
         if frame.kind != "whole" or words.get("size") != size:
             raise WireError(f"an image of {words.get('size')} bytes where {size} were due")
