@@ -15,11 +15,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from longhaul import reason_command, training
 from longhaul import run as runs
-from longhaul import training
 from longhaul.actors.settings import Acting
 from longhaul.algorithms import grpo
 from longhaul.checkpoint import Checkpoints
+from longhaul.flags import FlagError
 from longhaul.reasoning import model, problems, quality, sampling, tasks, tokens
 from longhaul.records import Sums
 from longhaul.run import Reasoning, Run, RunError
@@ -70,6 +71,24 @@ def test_a_run_that_was_stopped_ends_as_one_that_was_not(tmp_path: Path, monkeyp
     assert records(folder) == found
     assert result(folder) == result(whole)
     assert len(result(folder)["params_sha256"]) == 64
+
+
+def test_the_curve_of_a_run_is_the_same_by_the_device_and_by_the_host(tmp_path: Path) -> None:
+    """All samples vote on the device for the curve, and as chains on the host for the early stop."""
+    assert begin(small(), tmp_path / "run").code == 0
+    words = [str(tmp_path / "run"), "--curve", "12", "--samples", "4", "--wave", "1", "--temperature", "0.5"]
+    assert reason_command.reason([*words, "--json", str(tmp_path / "curve.json")]) == 0
+    told = json.loads((tmp_path / "curve.json").read_text())
+    assert [row["steps"] for row in told["budgets"]] == [0, 1, 2, 3]
+    assert [row["samples"] for row in told["samples"]] == [1, 2, 4]
+    one, _, four = told["samples"]
+    assert one["majority"] == one["some"]
+    assert four["majority"] == pytest.approx(told["stop"]["full"])
+    assert four["some"] >= max(one["some"], four["majority"])
+    assert 1.0 <= told["stop"]["drawn"] == pytest.approx(4 * told["stop"]["share"])
+    for odd, remedy in ((["--steps", "2"], "leave --steps out"), (["1+1="], "leave PROBLEM out")):
+        with pytest.raises(FlagError, match=remedy):
+            reason_command.reason([words[0], *odd, *words[1:]])
 
 
 @pytest.mark.slow
