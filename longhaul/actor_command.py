@@ -7,6 +7,7 @@ from collections.abc import Sequence
 
 from longhaul import flags
 from longhaul.central import client, credentials
+from longhaul.central.settings import check_installed
 from longhaul.central.wire import ANY, WireError
 from longhaul.envs import host
 from longhaul.flags import DEBUG, FLOAT, INT, PATH, TEXT, Flag, FlagError
@@ -31,6 +32,7 @@ def actor(words: Sequence[str]) -> int:
     for name in ("connect", "env", "worlds"):
         if given[name] is None:
             raise FlagError(f"--{name} is missing; longhaul actor --connect HOST:PORT --env NAME --worlds N")
+    check_installed()
     credentials.split(given["connect"])
     for name in ("worlds", "slots"):
         if given[name] < 1:

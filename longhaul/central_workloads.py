@@ -8,10 +8,9 @@ import os
 import signal
 import subprocess
 import sys
-import threading
 import time
 from collections.abc import Sequence
-from contextlib import ExitStack, closing
+from contextlib import ExitStack
 from typing import Any
 
 import jax
@@ -19,6 +18,7 @@ import numpy as np
 
 from longhaul import serving
 from longhaul.acting_workloads import cpu_of
+from longhaul.actors import memory
 from longhaul.actors.settings import Acting
 from longhaul.actors.worker import end_with_parent
 from longhaul.algorithms import ppo
@@ -26,6 +26,7 @@ from longhaul.central import wire
 from longhaul.central.grpc_lane import GrpcLane
 from longhaul.central.lane import Answer, Arrival
 from longhaul.central.settings import Central
+from longhaul.central.streaming import run
 from longhaul.central.wire import Codec
 from longhaul.feed import Feeding, feed
 from longhaul.forms import Discrete, Leaf
@@ -124,7 +125,14 @@ def client(what: str, address: str, parent: int, rows: int, width: int, streams:
         else:
             await asyncio.gather(*(ours(number) for number in range(streams)))
 
-    asyncio.run(all_())
+    (asyncio.run if what == "bare" else run)(all_())
+
+
+SERVER = """
+import sys
+from longhaul.central_workloads import serve
+serve(sys.argv[1], *map(int, sys.argv[2:]))
+"""
 
 
 PATIENCE, STARTING = 60.0, 300.0
@@ -132,21 +140,35 @@ PATIENCE, STARTING = 60.0, 300.0
 
 
 class _Echo:
-    """A client in a process of its own, and what its server has answered; stopped but for its turns."""
+    """A server and a client in processes of their own, and what was answered; the client is stopped but for its turns.
 
-    def __init__(self, what: str, served: tuple[str, list[int]], sizes: Sequence[int], closed: ExitStack) -> None:
-        address, self._count = served
-        self._most = 64 * sizes[-1]
-        words = [what, address, *map(str, (os.getpid(), *sizes))]
+    Each in its own: loops of one process that use gRPC are all woken by what any of them waits for.
+    """
+
+    def __init__(self, what: str, sizes: Sequence[int], closed: ExitStack) -> None:
+        self._what, self._sizes, self._most, self._closed = what, sizes, 64 * sizes[-1], closed
+        planned = memory.plan([("count", memory.Leaf((1,), "int64"))])
+        descriptor = memory.create(planned.size)
+        self._count = memory.arrays(descriptor, planned)["count"]
+        self._server = self._begun(SERVER, what, str(os.getpid()), str(descriptor), *map(str, sizes), keep=descriptor)
+        os.close(descriptor)
+
+    def _begun(self, program: str, *words: str, keep: int | None = None) -> subprocess.Popen[str]:
         # What it holds of ours it would keep open while it is stopped: our output's reader would wait for its end.
-        self._client = subprocess.Popen(
-            [sys.executable, "-c", CLIENT, *words],
-            stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
+        process = subprocess.Popen(
+            [sys.executable, "-c", program, *words], pass_fds=() if keep is None else (keep,), text=True,
+            stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL,
         )  # fmt: skip
-        closed.callback(self._client.kill)
+        self._closed.callback(process.kill)
+        return process
 
     def begin(self) -> None:
         """All its streams are open: none is stopped amid its greeting."""
+        assert self._server.stdout is not None
+        address = self._server.stdout.readline().strip()
+        if not address:
+            raise RuntimeError(f"the server ended with code {self._server.wait()}")
+        self._client = self._begun(CLIENT, self._what, address, str(os.getpid()), *map(str, self._sizes))
         self._until(self._most, STARTING)
 
     def stop(self) -> None:
@@ -154,21 +176,22 @@ class _Echo:
 
     def turn(self, messages: int) -> tuple[float, float]:
         """CPU seconds of the server and of the client for so many messages."""
-        process = self._client.pid
-        os.kill(process, signal.SIGCONT)
-        own, theirs, first = time.process_time(), cpu_of([process]), self._count[0]
+        processes = [self._server.pid], [self._client.pid]
+        os.kill(self._client.pid, signal.SIGCONT)
+        before, first = list(map(cpu_of, processes)), int(self._count[0])
         self._until(first + messages, PATIENCE)
-        share = messages / (self._count[0] - first)
-        own, theirs = time.process_time() - own, cpu_of([process]) - theirs
+        share = messages / (int(self._count[0]) - first)
+        own, theirs = (share * (cpu_of(process) - then) for process, then in zip(processes, before, strict=True))
         self.stop()
-        return share * own, share * theirs
+        return own, theirs
 
     def _until(self, count: int, seconds: float) -> None:
-        """Waits for so many answers. RuntimeError where the client ended, or takes too long."""
+        """Waits for so many answers. RuntimeError where one of them ended, or takes too long."""
         patience = time.monotonic() + seconds
         while self._count[0] < count:
-            if self._client.poll() is not None:
-                raise RuntimeError(f"the client ended with code {self._client.returncode}")
+            for name, process in (("server", self._server), ("client", self._client)):
+                if process.poll() is not None:
+                    raise RuntimeError(f"the {name} ended with code {process.returncode}")
             if time.monotonic() > patience:
                 raise RuntimeError(f"the client stands still: {self._count[0]} of {count} answers in {seconds:.0f} s")
             time.sleep(0.02)
@@ -181,8 +204,7 @@ def transport(rows: int, width: int, streams: int, messages: int) -> Prepared:
     `ratio`: how many times as much CPU time our messages take.
     """
     closed, sizes = ExitStack(), (rows, width, streams)
-    ours = _Echo("grpc", _ours(rows, width, streams, closed), sizes, closed)
-    echo = _Echo("bare", _bare(rows), sizes, closed)
+    ours, echo = _Echo("grpc", sizes, closed), _Echo("bare", sizes, closed)
     for client in (ours, echo):
         client.begin()
     for client in (ours, echo):
@@ -202,50 +224,48 @@ def transport(rows: int, width: int, streams: int, messages: int) -> Prepared:
     return Prepared(config, messages * rows, "env steps", 0.0, lambda number: None, work)
 
 
-def _ours(rows: int, width: int, streams: int, closed: ExitStack) -> tuple[str, list[int]]:
-    """A server thread that copies each step and answers it -> (address, messages so far)."""
-    lane = closed.enter_context(closing(GrpcLane(_codec(rows, width), streams, 1, lambda actor, life: [0])))
-    count, staging = [0], np.empty((streams, rows, width), np.float32)
-    action = np.zeros(rows, np.int32)
-
-    def serve() -> None:
-        while True:
-            lane.wait(1.0)
-            answers = []
-            for event in lane.take():
-                if isinstance(event, Arrival):
-                    staging[event.group] = event.step.observation[0]
-                    answers.append(Answer(event.group, event.life, action))
-            lane.answer(answers)
-            count[0] += len(answers)
-
-    threading.Thread(target=serve, daemon=True).start()
-    return lane.address, count
+def serve(what: str, parent: int, descriptor: int, rows: int, width: int, streams: int) -> None:
+    """A server that says on standard output where it is, and counts its answers in the memory of a descriptor."""
+    end_with_parent(parent)
+    count = memory.arrays(descriptor, memory.plan([("count", memory.Leaf((1,), "int64"))]))["count"]
+    if what == "bare":
+        asyncio.run(_bare(count, rows))
+    else:
+        _ours(count, rows, width, streams)
 
 
-def _bare(rows: int) -> tuple[str, list[int]]:
-    """grpcio's own server, in one event loop -> (address, messages so far)."""
-    count, found, ready = [0], [""], threading.Event()
+def _ours(count: np.ndarray, rows: int, width: int, streams: int) -> None:
+    """Copies each step and answers it."""
+    lane = GrpcLane(_codec(rows, width), streams, 1, lambda actor, life: [0])
+    staging, action = np.empty((streams, rows, width), np.float32), np.zeros(rows, np.int32)
+    print(lane.address, flush=True)
+    while True:
+        lane.wait(1.0)
+        answers = []
+        for event in lane.take():
+            if isinstance(event, Arrival):
+                staging[event.group] = event.step.observation[0]
+                answers.append(Answer(event.group, event.life, action))
+        lane.answer(answers)
+        count[0] += len(answers)
+
+
+async def _bare(count: np.ndarray, rows: int) -> None:
+    """grpcio's own server, in one event loop."""
+    import grpc
+
     answer = bytes(wire.HEAD_BYTES + 4 * rows)
 
-    async def serve() -> None:
-        import grpc
+    async def play(_: Any, context: Any) -> None:
+        while await context.read() is not grpc.aio.EOF:
+            await context.write(answer)
+            count[0] += 1
 
-        async def play(_: Any, context: Any) -> None:
-            while await context.read() is not grpc.aio.EOF:
-                await context.write(answer)
-                count[0] += 1
-
-        service, _, method = PATH[1:].partition("/")
-        handler = grpc.stream_stream_rpc_method_handler(play)
-        server = grpc.aio.server()
-        server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(service, {method: handler}),))
-        found[0] = f"127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}"
-        await server.start()
-        ready.set()
-        await server.wait_for_termination()
-
-    threading.Thread(target=lambda: asyncio.run(serve()), daemon=True).start()
-    if not ready.wait(PATIENCE):
-        raise RuntimeError(f"gRPC's own server has not begun for {PATIENCE:.0f} s")
-    return found[0], count
+    service, _, method = PATH[1:].partition("/")
+    handler = grpc.stream_stream_rpc_method_handler(play)
+    server = grpc.aio.server()
+    server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(service, {method: handler}),))
+    address = f"127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}"
+    await server.start()
+    print(address, flush=True)
+    await server.wait_for_termination()

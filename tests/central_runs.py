@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import os
 import threading
 from collections.abc import Callable, Iterator
@@ -22,6 +21,7 @@ from longhaul.central.lane import Lane
 from longhaul.central.places import Places
 from longhaul.central.server import Server
 from longhaul.central.shared_lane import SharedLane, SharedLine
+from longhaul.central.streaming import run
 from longhaul.central.trajectories import Trajectories
 from longhaul.central.wire import Codec
 from longhaul.types import Algorithm, Spec
@@ -101,7 +101,7 @@ def site(
             else:
                 assert isinstance(ways, GrpcLane)
                 line = GrpcLine(codec, sizes.slots, ways.address, actor=actor, credentials=NOBODY)
-                work = lambda: asyncio.run(play(line, vectors))  # noqa: E731
+                work = lambda: run(play(line, vectors))  # noqa: E731
             thread = threading.Thread(target=_until_gone, args=(work, line), daemon=True)
             thread.start()
             threads.append(thread)

@@ -107,13 +107,14 @@ def remote(
 ) -> None:  # fmt: skip
     """An actor for a server elsewhere. Raises WireError, ConnectionError, ValueError."""
     from longhaul.central.grpc_lane import GrpcLine
+    from longhaul.central.streaming import run
 
     vectors, codec = make(description, worlds, slots)
 
     def connect() -> Line:
         return GrpcLine(codec, slots, address, actor=actor, credentials=credentials)
 
-    asyncio.run(stay(connect, vectors, patience))
+    run(stay(connect, vectors, patience))
 
 
 def main() -> int:

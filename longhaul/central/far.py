@@ -7,7 +7,6 @@ stream ends ends, and the crew begins another, elsewhere where its node has died
 
 from __future__ import annotations
 
-import asyncio
 import itertools
 import os
 import secrets
@@ -21,6 +20,7 @@ from longhaul.central import client
 from longhaul.central.credentials import Credentials, is_loopback, self_signed, split
 from longhaul.central.crew import Orders
 from longhaul.central.grpc_lane import GrpcLine
+from longhaul.central.streaming import run
 from longhaul.central.wire import WireError
 from longhaul.vectors import Description
 
@@ -42,7 +42,7 @@ class Remote:
         try:
             vectors, codec = client.make(Description(*about["environment"]), about["worlds"], slots)
             line = GrpcLine(codec, slots, address, actor=about["actor"], credentials=credentials)
-            asyncio.run(_once(line, vectors))
+            run(_once(line, vectors))
         except (WireError, ConnectionError, ValueError) as error:
             return str(error)
         return "it ended"

@@ -17,7 +17,7 @@ import contextlib
 import hmac
 import os
 from collections import deque
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -25,6 +25,7 @@ import numpy as np
 from longhaul.central import wire
 from longhaul.central.credentials import NOBODY, Credentials, channel, check_bind, server_credentials
 from longhaul.central.lane import Answer, Arrival, Lost
+from longhaul.central.streaming import Loop, Write, Writer
 from longhaul.central.wire import Codec, Due, Head, WireError
 
 SERVICE, METHOD = "longhaul.Central", "Play"
@@ -41,8 +42,6 @@ SPARE = 8
 
 NAME = int.from_bytes(os.urandom(8), "little")
 """By which a server knows this process again when it comes back in another stream."""
-
-Write = Callable[[bytes], Coroutine[Any, Any, None]]
 
 Seeds = Callable[[int, int], Sequence[int]]
 """(actor, life) -> a seed for each of its groups."""
@@ -70,41 +69,16 @@ class _Life:
     """One stream of an actor, from HELLO to its end."""
 
     def __init__(self, actor: int, number: int, slots: int, name: int, write: Write) -> None:
-        self.actor, self.number, self.name, self.write = actor, number, name, write
+        self.actor, self.number, self.name = actor, number, name
         self.step = [0] * slots  # of the frame that is due, or was the last to come
         self.due = [True] * slots
-        self.out: deque[bytes] = deque()
-        self.silent, self.over = asyncio.Event(), asyncio.Event()  # there is nothing to say; its end
+        self.writer = Writer(write, lambda error: self.end(f"its stream ended: {error}"))
+        self.over = asyncio.Event()
         self.ended: str | None = None
-        self.silent.set()
 
     def end(self, why: str) -> None:
         self.ended = self.ended or why
         self.over.set()
-
-    def say(self, frame: bytes) -> None:
-        """Writes a frame after those before it; one at a time, as gRPC wants it."""
-        self.out.append(frame)
-        if self.silent.is_set():
-            self.silent.clear()
-            self._go_on(self._speak())
-
-    async def _speak(self) -> None:
-        try:
-            while self.out and self.ended is None:
-                await self.write(self.out.popleft())
-        except Exception as error:  # the stream is gone, which who reads may not notice
-            self.end(f"its stream ended: {error}")
-        finally:
-            self.silent.set()
-
-    def _go_on(self, work: Coroutine[Any, Any, None]) -> None:
-        """Runs it up to where it waits, and on when that is done: a task would cost as much as what it does."""
-        try:
-            waits = work.send(None)
-        except (StopIteration, asyncio.CancelledError):
-            return
-        waits.add_done_callback(lambda _: self._go_on(work))
 
 
 class GrpcLane:
@@ -121,7 +95,7 @@ class GrpcLane:
         self._numbers = [0] * actors
         self._inbox: deque[tuple[_Life, int, wire.Block | None]] = deque()
         self._ending = self._unsent = False
-        self._loop = asyncio.new_event_loop()
+        self._loop = Loop()
         try:
             self._server, self.address = self._loop.run_until_complete(self._serve(bind))
         except BaseException:
@@ -163,7 +137,7 @@ class GrpcLane:
             due = Due(wire.ACT, group, life.number, life.step[slot])
             life.step[slot] += 1
             life.due[slot] = True
-            life.say(self._codec.acts(due, action))
+            life.writer.say(self._codec.acts(due, action))
             self._unsent = True
 
     def cut(self, actor: int, why: str) -> None:
@@ -230,7 +204,7 @@ class GrpcLane:
             with contextlib.suppress(Exception):  # it may be gone
                 async with asyncio.timeout(1.0):
                     if life is not None:
-                        await life.silent.wait()
+                        await life.writer.stopped()
                     await context.write(wire.frame(head, why.encode()[: wire.MOST_TEXT]))
         except TimeoutError:
             pass
@@ -239,6 +213,7 @@ class GrpcLane:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
             if life is not None:
+                life.writer.stop()
                 self._leave(life)
 
     def _admits(self, context: Any) -> bool:
@@ -347,18 +322,18 @@ class GrpcLine:
         self.codec = codec = Codec(codec.layout._replace(scores=tuple(name for name in names if name)))
         if head.digest != codec.digest:
             raise WireError("the server wants scores of another layout; give both the same version")
-        self._memory = [bytearray(codec.block_bytes(codec.layout.columns)) for _ in range(self._slots)]
-        self.blocks = [codec.block(memory, 0) for memory in self._memory]
+        most = wire.HEAD_BYTES + codec.block_bytes(codec.layout.columns)
+        self._memory = [bytearray(most) for _ in range(self._slots)]
+        self.blocks = [codec.block(memory, 0, wire.HEAD_BYTES) for memory in self._memory]
         self._life, self._first = head.incarnation, head.group
         return [int(seed) for seed in np.frombuffer(data, "<u8", self._slots, wire.HEAD_BYTES)]
 
     async def post(self, slot: int, finals: int) -> None:
         due = Due(wire.OBSERVE, self._first + slot, self._life, self._steps[slot])
-        payload = bytes(memoryview(self._memory[slot])[: self.codec.block_bytes(finals)])
-        await self._write(self.codec.told(due, finals, payload))
+        await self._write(self.codec.sealed(self._memory[slot], due, finals))
 
     def ended(self, slot: int, finals: int) -> wire.Block:
-        return self.codec.block(self._memory[slot], finals)
+        return self.codec.block(self._memory[slot], finals, wire.HEAD_BYTES)
 
     async def next(self) -> tuple[int, np.ndarray]:
         data = await self._read()

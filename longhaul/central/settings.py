@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 from dataclasses import dataclass
 
 from longhaul.central import credentials
@@ -9,6 +10,9 @@ from longhaul.central import credentials
 LANES = ("shm", "grpc")
 
 MOST_SLOTS = 8
+
+NEEDED = {"grpc": "grpcio", "xxhash": "xxhash"}
+"""Of the lane `grpc`: a module, and what brings it."""
 
 
 @dataclass(frozen=True)
@@ -41,9 +45,18 @@ def check(central: Central, *, envs: int, actors: int, kind: str) -> None:
         for name in ("bind", "token_file", "tls_cert", "tls_key"):
             if getattr(central, name) is not None:
                 raise ValueError(f"{name} is given, and --lane is shm, which has no address; choose --lane grpc")
+    if central.lane == "grpc":
+        check_installed()
     held = load(central)
     if central.bind is not None and kind != "ray":  # whose run makes what lacks
         credentials.check_bind(central.bind, held)
+
+
+def check_installed() -> None:
+    """Raises ValueError where the lane `grpc` lacks a library."""
+    missing = [name for module, name in NEEDED.items() if importlib.util.find_spec(module) is None]
+    if missing:
+        raise ValueError(f"lane is grpc, which needs {' and '.join(missing)}: pip install 'longhaul[cluster]'")
 
 
 def load(central: Central) -> credentials.Credentials:

@@ -105,7 +105,7 @@ class Trajectories:
         room.reward[t, span] = step.reward
         room.flags[:, t, span] = step.flags
         ended = step.columns
-        if not len(ended):
+        if not len(ended) or not step.flags[1].any():  # the most end by themselves
             return
         # A step that did both is an end: its value is zero, and it needs no successor.
         terminated, truncated = step.flags[:2, ended]

@@ -1,0 +1,104 @@
+"""What streams of gRPC need in Python to cost little: an event loop of their own, a writer that nobody waits for."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+from collections import deque
+from collections.abc import Callable, Coroutine
+from typing import Any, TypeVar
+
+T = TypeVar("T")
+
+Write = Callable[[bytes], Coroutine[Any, Any, None]]
+
+
+class Loop(asyncio.SelectorEventLoop):
+    """An event loop for gRPC alone. gRPC rings a bell for each thing that is done, a byte into a socket, and in a turn
+    of the loop it hears one ring and looks at all that is done: turns for the other rings find nothing. Here rings are
+    heard together."""
+
+    def add_reader(self, fd: Any, callback: Callable[..., Any], *args: Any) -> None:  # type: ignore[override]
+        def hear() -> None:
+            try:
+                rings = len(fd.recv(4096, socket.MSG_PEEK))
+                if rings > 1:
+                    fd.recv(rings - 1)
+            except BlockingIOError:  # another loop of this process was faster, and looks
+                return
+            callback(*args)
+
+        super().add_reader(fd, hear if isinstance(fd, socket.socket) else callback)
+
+    def call_soon_threadsafe(self, callback: Callable[..., Any], *args: Any, context: Any = None) -> asyncio.Handle:  # type: ignore[override]
+        """Loops of one process hear each other's bell, and hand on what is another's. What is for one that is closed is
+        for nobody: an error would keep gRPC from looking at the rest, for which the bell has been rung already."""
+        try:
+            return super().call_soon_threadsafe(callback, *args, context=context)
+        except RuntimeError:
+            if not self.is_closed():
+                raise
+            return asyncio.Handle(callback, args, self, context)
+
+
+def run(work: Coroutine[Any, Any, T]) -> T:
+    """As `asyncio.run`, in a `Loop`."""
+    with asyncio.Runner(loop_factory=Loop) as runner:
+        return runner.run(work)
+
+
+class Writer:
+    """What a server says in a stream: frame after frame, one at a time as gRPC wants it. Who says one does not wait.
+
+    A write that is done is looked at when there is more to say: a task for each costs as much as what it does. What
+    waits is bounded by the protocol: an answer for each group.
+    """
+
+    def __init__(self, write: Write, failed: Callable[[BaseException], None]) -> None:
+        """`failed`: the stream is gone, which who reads may not notice."""
+        self._write, self._failed = write, failed
+        self._later: deque[bytes] = deque()
+        self._work: Coroutine[Any, Any, None] | None = None  # the write that is under way
+        self._until: asyncio.Future[Any] | None = None  # it goes on when this is done
+
+    def say(self, frame: bytes) -> None:
+        self._later.append(frame)
+        self._go_on()
+
+    def stop(self) -> None:
+        """Drops what waits; the write that is under way comes to its end."""
+        self._later.clear()
+        self._go_on()
+        if self._until is not None:
+            self._until.add_done_callback(self._go_on)
+
+    async def stopped(self) -> None:
+        """The same, and waits for that end."""
+        self.stop()
+        while self._until is not None:
+            await asyncio.wait((self._until,))
+            self._go_on()
+
+    def _go_on(self, _: Any = None) -> None:
+        while self._idle() and self._later:
+            self._work = self._write(self._later.popleft())
+            self._run()
+        if self._later and self._until is not None:
+            self._until.add_done_callback(self._go_on)
+
+    def _idle(self) -> bool:
+        while self._until is not None and self._until.done():
+            self._run()
+        return self._until is None
+
+    def _run(self) -> None:
+        """The write, up to where it waits."""
+        assert self._work is not None
+        try:
+            self._until = self._work.send(None)
+        except StopIteration:
+            self._work = self._until = None
+        except (Exception, asyncio.CancelledError) as error:
+            self._work = self._until = None
+            self._later.clear()
+            self._failed(error)
