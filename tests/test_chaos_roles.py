@@ -202,10 +202,10 @@ def test_twenty_hits_in_all_roles_end_at_the_target_with_nothing_left(topology: 
 
 # ------------------------------------------------------------------------------------------------------------- growth
 
-WORLDS, STEPS = 256, 32
-"""A rollout of so many has 0.3 MB: who kept each one would have 13 MB more at the end."""
+WORLDS, STEPS = 512, 64
+"""A rollout of so many has 1.1 MB: who kept each one would have 41 MB more at the end."""
 
-WARM, TIMES, MOST = 15, 4, 8.0
+WARM, TIMES, MOST = 12, 4, 8.0
 """Updates until memory has its size; so many times as many are made; MB that it may have grown by then."""
 
 
