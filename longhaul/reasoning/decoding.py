@@ -151,7 +151,7 @@ def written_out(query: jax.Array, key: jax.Array, value: jax.Array, seen: jax.Ar
     """`attended`, likewise, by sums that are written out, term by term.
 
     On a CPU XLA neither multiplies nor adds up along an outer axis for all rows at once, unless it is told so: these
-    sums are one loop over rows each. Measured for 64 rows of 64 slots: 3.4 times as fast as `multiplied`, 20 times as
+    sums are one loop over rows each. Of a step of 64 rows and 64 slots, 0.3 ms by them is 1.0 by `multiplied`, and 11 by
     `jnp.sum`. Values of many slots are added up a piece after the other.
     """
     slots, size = key.shape[0], key.shape[2]
