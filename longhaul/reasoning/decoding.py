@@ -151,8 +151,8 @@ def written_out(query: jax.Array, key: jax.Array, value: jax.Array, seen: jax.Ar
     """`attended`, likewise, by sums that are written out, term by term.
 
     On a CPU XLA neither multiplies nor adds up along an outer axis for all rows at once, unless it is told so: these
-    sums are one loop over rows each. Measured for 64 rows of 64 slots: 3.4 times as fast as `multiplied`, 20 times as
-    `jnp.sum`. Values of many slots are added up a piece after the other.
+    sums are one loop over rows each. Of a step of 64 rows and 64 slots they are 0.3 ms, `multiplied` 1.0, sums by
+    `jnp.sum` 11. Values of many slots are added up a piece after the other.
     """
     slots, size = key.shape[0], key.shape[2]
     key = key.astype(jnp.float32)
