@@ -150,7 +150,7 @@ def sac(
         "bench", Named(env), settings, total_steps=total_steps, num_envs=num_envs, num_steps=1, devices=devices or 1
     )
     prepared = training(made, "env steps", {"env": env, "fill": fill})
-    full = jax.jit(lambda state: _filled(state, fill), donate_argnums=0)
+    full = jax.jit(lambda state: filled(state, fill), donate_argnums=0)
 
     def begin(number: int) -> PyTree:
         progress = prepared.begin(number)
@@ -159,7 +159,7 @@ def sac(
     return prepared._replace(begin=begin)
 
 
-def _filled(state: off_policy.State, fill: float) -> off_policy.State:
+def filled(state: off_policy.State, fill: float) -> off_policy.State:
     """`state` with a share of its replay filled."""
     assert isinstance(state.replay, Local)
     ring, key = state.replay.value, jax.random.key(0)
@@ -169,8 +169,8 @@ def _filled(state: off_policy.State, fill: float) -> off_policy.State:
     )
     ring = ring._replace(observation=seen, action=action, ending=jnp.full_like(ring.ending, replays.ON))
     rows = ring.reward.shape[1]
-    filled = jnp.int32(min(int(fill * rows), rows - 1))
-    return state._replace(replay=Local(ring), cursor=Cursor(filled, filled))
+    last = jnp.int32(min(int(fill * rows), rows - 1))
+    return state._replace(replay=Local(ring), cursor=Cursor(last, last))
 
 
 # ------------------------------------------------------------------------------------------------------------ cases

@@ -82,8 +82,12 @@ def _clean(observation: PyTree) -> PyTree:
 
 def _formed(state: PyTree, form: PyTree) -> PyTree:
     """`state` with the types of `form`: some suites begin with whole numbers and go on with others, or with weak types,
-    and no scan takes that."""
-    return jax.tree.map(lambda like, x: jnp.asarray(x).astype(like.dtype), form, state)
+    and no scan takes that. Keys have one type alone, and no cast."""
+
+    def one(like: jax.ShapeDtypeStruct, x: jax.Array) -> jax.Array:
+        return x if jnp.issubdtype(like.dtype, jax.dtypes.prng_key) else jnp.asarray(x).astype(like.dtype)
+
+    return jax.tree.map(one, form, state)
 
 
 class Suite(NamedTuple):
