@@ -34,7 +34,7 @@ train: $(STAMP)
 	$(BIN)/longhaul train driving $(ARGS)
 
 test: lint
-	$(PYTEST) $(ARGS)
+	QUICK_COMPILE=1 $(PYTEST) $(ARGS)
 
 test-all: lint
 	$(PYTEST) -m "slow or not slow" $(ARGS)

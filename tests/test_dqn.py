@@ -44,9 +44,11 @@ def told(probe: Probe) -> Probe:
 
 CELLS = [
     *(pytest.param(name, {}, marks=pytest.mark.slow) for name in
-      ("constant", "terminal_reward", "two_step", "action", "successor", "agents")),
+      ("constant", "terminal_reward", "two_step", "action", "agents")),
     ("masked", {}),
-    ("time_limit", {"replay_precision": "bf16"}),
+    ("successor", {"replay_precision": "bf16"}),
+    # Not with XLA's older emitters of fusions (QUICK_COMPILE of conftest.py): they take 24 GB and more for it.
+    pytest.param("time_limit", {"replay_precision": "bf16"}, marks=pytest.mark.slow),
     *(pytest.param(name, SIMPLE, marks=pytest.mark.slow) for name in ("masked", "successor", "agents")),
 ]  # fmt: skip
 
