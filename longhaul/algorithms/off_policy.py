@@ -183,6 +183,32 @@ def kept_choice(action: Discrete) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct((), jnp.uint8 if action.n <= 256 else jnp.int32)
 
 
+def _gradient(
+    parts: Parts, params: Any, target: Any, batch: Transitions, noise: PyTree
+) -> tuple[Any, Metrics, jax.Array]:
+    """(gradients, metrics, each row's error) of the mean loss of those rows of a batch that have a weight."""
+    share = batch.weight / jnp.maximum(jnp.sum(batch.weight > 0.0), 1)
+
+    def total(params: Any) -> tuple[jax.Array, tuple[Metrics, jax.Array]]:
+        rows, told, error = parts.loss(params, target, batch, noise)
+        return jnp.sum(share * rows), ({name: jnp.sum(share * x) for name, x in told.items()}, error)
+
+    grads, (told, error) = jax.grad(total, has_aux=True)(params)
+    return grads, told, error
+
+
+def _rarely(parts: Parts, after: Any, before: Any, i: jax.Array) -> Any:
+    """`after`, without what of it does not step this time."""
+    joins = i % parts.interval == parts.interval - 1
+
+    def chosen(new: PyTree, old: PyTree) -> PyTree:
+        return jax.tree.map(lambda x, y: jnp.where(joins, x, y), new, old)
+
+    some = [{n: chosen(x, old[n]) if n in parts.rare else x for n, x in new.items()}
+            for new, old in zip(after[:2], before[:2])]  # fmt: skip
+    return (*some, chosen(after[2], before[2]))
+
+
 def algorithm(
     spec: Spec, config: Any, parts: Parts, act: Callable[..., tuple[jax.Array, PyTree, PyTree]], *, updates: int,
     mean: Callable[[PyTree], PyTree], apart: Apart, sizes: Sizes | None,
@@ -213,27 +239,6 @@ def algorithm(
         learns = held(state.cursor) >= made.learning_starts
         return Policy(state.params[parts.acts], jnp.where(learns, parts.explore(state.updates), 1.0))
 
-    def gradient(params: Any, target: Any, batch: Transitions, noise: PyTree) -> tuple[Any, Metrics, jax.Array]:
-        share = batch.weight / jnp.maximum(jnp.sum(batch.weight > 0.0), 1)
-
-        def total(params: Any) -> tuple[jax.Array, tuple[Metrics, jax.Array]]:
-            rows, told, error = parts.loss(params, target, batch, noise)
-            return jnp.sum(share * rows), ({name: jnp.sum(share * x) for name, x in told.items()}, error)
-
-        grads, (told, error) = jax.grad(total, has_aux=True)(params)
-        return grads, told, error
-
-    def _rarely(after: Any, before: Any, i: jax.Array) -> Any:
-        """`after`, without what of it does not step this time."""
-        joins = i % parts.interval == parts.interval - 1
-
-        def chosen(new: PyTree, old: PyTree) -> PyTree:
-            return jax.tree.map(lambda x, y: jnp.where(joins, x, y), new, old)
-
-        some = [{n: chosen(x, old[n]) if n in parts.rare else x for n, x in new.items()}
-                for new, old in zip(after[:2], before[:2])]  # fmt: skip
-        return (*some, chosen(after[2], before[2]))
-
     def learn(state: State, data: Rollout, key: Key) -> tuple[State, Metrics]:
         assert store is not None and sizes is not None and isinstance(state.replay, Local), "it can't learn: no sizes"
         ring = jax.tree.map(lambda x: x[0], state.replay.value)
@@ -258,7 +263,7 @@ def algorithm(
             drawn = draw(ring, key_samples[i]) if ahead is None else jax.tree.map(lambda x: x[i], ahead)
             noise = jax.tree.map(lambda x: x[i], noises)
             batch = store.look(ring, drawn)
-            grads, now, error = apart(gradient)(params, target, batch, noise)
+            grads, now, error = apart(functools.partial(_gradient, parts))(params, target, batch, noise)
             grads, now = mean((grads, now))
             before = params, opt_state, target
             changes = {name: optimiser.update(grads[name], opt_state[name], old) for name, old in params.items()}
@@ -266,7 +271,7 @@ def algorithm(
             opt_state = {name: after for name, (_, after) in changes.items()}
             target = {name: optax.incremental_update(params[name], old, made.tau) for name, old in target.items()}
             if parts.interval > 1:
-                params, opt_state, target = _rarely((params, opt_state, target), before, i)
+                params, opt_state, target = _rarely(parts, (params, opt_state, target), before, i)
             if made.priority_exponent is not None:
                 ring = store.prioritise(ring, batch, (jnp.abs(error) + 1e-6) ** made.priority_exponent)
             return params, target, opt_state, ring, {name: told.get(name, 0.0) + x for name, x in now.items()}
