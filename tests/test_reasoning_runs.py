@@ -73,6 +73,7 @@ def test_a_run_that_was_stopped_ends_as_one_that_was_not(tmp_path: Path, monkeyp
     assert len(result(folder)["params_sha256"]) == 64
 
 
+@pytest.mark.slow
 def test_the_curve_of_a_run_is_the_same_by_the_device_and_by_the_host(tmp_path: Path) -> None:
     """All samples vote on the device for the curve, and as chains on the host for the early stop."""
     assert begin(small(), tmp_path / "run").code == 0
