@@ -5,7 +5,7 @@ Measured are, each in processes of its own, pinned to a core each, which speak b
     alone   seconds of an update of one process with one device
     pair    the same of two processes with one device each, the batch of a device kept (weak scaling); and what an
             all-reduce of 4 bytes and of 4 MB takes between them, from which follow latency and link of this "chip"
-    traced  how often an update of two devices has which collectives, as `longhaul plan` counts them
+    counted how often an update of two devices has which collectives, as `longhaul plan` counts them
 
 From `alone`, the collectives, latency and link the planner predicts the pair's steps a second. `alone` and `pair` are
 measured in turn, so that both meet the same load; of each the median counts. On a machine that others use two processes
@@ -15,13 +15,14 @@ Prints one JSON object.
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -44,13 +45,13 @@ def main(words: Sequence[str]) -> int:
     for _ in range(turns):
         alone.append(start("alone", recipe, calls, 1))
         pair.append(start("pair", recipe, calls, 2))
-    traced = start("traced", recipe, calls, 1)
-    print(json.dumps(compare(recipe, alone, pair, traced)))
+    crossing = start("counted", recipe, calls, 1)
+    print(json.dumps(compare(recipe, alone, pair, crossing)))
     return 0
 
 
 def compare(
-    recipe: list[str], alone: list[dict[str, Any]], pair: list[dict[str, Any]], traced: dict[str, Any]
+    recipe: list[str], alone: list[dict[str, Any]], pair: list[dict[str, Any]], crossing: dict[str, Any]
 ) -> dict[str, Any]:
     """What the planner says of two processes, and what they did."""
     from longhaul.provenance import provenance
@@ -64,8 +65,8 @@ def compare(
     link = LARGE / max(large - small, 1e-9)
     chip = Chip("cpu over gloo", 0.0, 0.0, 0.0, float("inf"), link, 2, 0.0)
     what = plan.Measured(
-        middle(alone, "update_seconds"), int(alone[0]["steps"]), (), tuple(map(tuple, traced["collectives"])), 0.0, 0.0,
-        0.0,
+        middle(alone, "update_seconds"), int(alone[0]["steps"]), (),
+        tuple(plan.Collective(**each) for each in crossing["collectives"]), 0.0, 0.0, 0.0,
     )  # fmt: skip
     assumed = plan.Assumptions(network=link, latency=small / 2)
     one, two = (plan.row(what, chip, assumed, n, 1e6, here=True, bf16=False, strong=False) for n in (1, 2))
@@ -77,7 +78,7 @@ def compare(
         "measured_steps_per_second": measured, "error": two.steps_per_second / measured - 1.0,
         "predicted_efficiency": two.efficiency, "measured_efficiency": measured / 2.0 / one.steps_per_second,
         "cpu_efficiency": middle(alone, "cpu_seconds") / middle(pair, "cpu_seconds"),
-        "latency_seconds": assumed.latency, "link_bytes_per_second": link, "collectives": traced["collectives"],
+        "latency_seconds": assumed.latency, "link_bytes_per_second": link, "collectives": crossing["collectives"],
         "alone": alone, "pair": pair,
         "load": os.getloadavg()[0], "versions": about["versions"], "commit": about["commit"],
     }  # fmt: skip
@@ -90,7 +91,7 @@ def start(what: str, recipe: list[str], calls: int, count: int) -> dict[str, Any
     for i in range(count):
         variables = {k: v for k, v in os.environ.items() if k != "NPROC"} | {"PYTHONPATH": str(ROOT)}
         variables |= {hosts.COORDINATOR: f"127.0.0.1:{port}", hosts.INDEX: str(i), hosts.COUNT: str(count)}
-        pinned = cores if what == "traced" else [cores[i % len(cores)]]
+        pinned = cores if what == "counted" else [cores[i % len(cores)]]
         command = [sys.executable, "-m", "benchmarks.plan_check", "--worker", what, json.dumps([recipe, calls, pinned])]
         children.append(subprocess.Popen(command, cwd=ROOT, env=variables, stdout=subprocess.PIPE, text=True))
     said = [child.communicate()[0] for child in children]
@@ -104,7 +105,7 @@ def worker(what: str, about: str) -> int:
     recipe, calls, pinned = json.loads(about)
     os.sched_setaffinity(0, set(pinned))
     hosts.start(hosts.find(os.environ))
-    work = {"alone": timed, "pair": paired, "traced": counted}[what]
+    work = {"alone": timed, "pair": paired, "counted": counted}[what]
 
     def run() -> int:
         found = work(recipe, calls)
@@ -132,8 +133,8 @@ def resolved(recipe: list[str], devices: int) -> Any:
     return resolve(settings.chosen(known, flags.parse("plan", "", table, words)))
 
 
-def timed(recipe: list[str], calls: int, devices: int = 1) -> dict[str, Any]:
-    """Seconds of an update, the median over calls after one to warm up."""
+def updates(recipe: list[str], devices: int) -> Iterator[tuple[float, float, int]]:
+    """Calls of the compiled program without an end; -> (seconds of an update, CPU-seconds of it, its steps) of each."""
     import jax
     import jax.numpy as jnp
 
@@ -142,16 +143,21 @@ def timed(recipe: list[str], calls: int, devices: int = 1) -> dict[str, Any]:
 
     run = resolved(recipe, devices)
     ready = profile.sample(run)
-    progress, taken = ready.progress, []
-    for _ in range(calls + 1):
+    progress = ready.progress
+    while True:
         count = meshes.everywhere(jnp.int32(run.block), ready.assembly.mesh)
         began, used = time.perf_counter(), time.process_time()
         progress, rows = ready.executable(progress, ready.context, count)
         jax.block_until_ready((progress, rows))
-        taken.append(((time.perf_counter() - began) / run.block, (time.process_time() - used) / run.block))
-    wall, cpu = ([row[i] for row in taken[1:]] for i in range(2))
+        seconds = time.perf_counter() - began, time.process_time() - used
+        yield seconds[0] / run.block, seconds[1] / run.block, ready.assembly.steps_per_update
+
+
+def timed(recipe: list[str], calls: int, devices: int = 1) -> dict[str, Any]:
+    """Seconds of an update, the median over calls after one to warm up."""
+    wall, cpu, steps = zip(*itertools.islice(updates(recipe, devices), 1, calls + 1), strict=True)
     about = {"update_seconds": statistics.median(wall), "fastest_seconds": min(wall)}
-    return about | {"cpu_seconds": statistics.median(cpu), "steps": ready.assembly.steps_per_update}
+    return about | {"cpu_seconds": statistics.median(cpu), "steps": steps[0]}
 
 
 def paired(recipe: list[str], calls: int) -> dict[str, Any]:
@@ -185,11 +191,10 @@ def all_reduce(size: int) -> float:
 
 
 def counted(recipe: list[str], calls: int) -> dict[str, Any]:
-    """The collectives of an update of two devices: (how often, bytes)."""
-    from longhaul.scaling import plan_command
+    """The collectives of an update of two devices."""
+    from longhaul.scaling import elsewhere, plan
 
-    what, _ = plan_command.short_run(resolved(recipe, 2), 1)
-    return {"collectives": what.collectives}
+    return {"collectives": [each._asdict() for each in plan.collectives(elsewhere.crossings(resolved(recipe, 2)), 1)]}
 
 
 if __name__ == "__main__":

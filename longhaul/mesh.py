@@ -101,12 +101,12 @@ def mean_over_data(tree: PyTree) -> PyTree:
 
 def mean_of_each(tree: PyTree) -> PyTree:
     """The same, each leaf by itself: where leaves lie split over `model`, one buffer would bring them together."""
-    return jax.lax.pmean(tree, DATA)
+    return tree if jax.lax.axis_size(DATA) == 1 else jax.lax.pmean(tree, DATA)
 
 
 def max_over_data(tree: PyTree) -> PyTree:
     """The greatest over the shards of the `data` axis."""
-    return jax.lax.pmax(tree, DATA)
+    return tree if jax.lax.axis_size(DATA) == 1 else jax.lax.pmax(tree, DATA)
 
 
 def identity(tree: PyTree) -> PyTree:
@@ -115,7 +115,7 @@ def identity(tree: PyTree) -> PyTree:
 
 
 def shard_index() -> jax.Array:
-    return jax.lax.axis_index(DATA)
+    return jnp.int32(0) if jax.lax.axis_size(DATA) == 1 else jax.lax.axis_index(DATA)
 
 
 def per_shard(function: Callable[..., Any], mesh: Mesh, in_specs: PyTree, out_specs: PyTree) -> Callable[..., Any]:

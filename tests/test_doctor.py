@@ -364,7 +364,7 @@ def test_every_recipe_has_a_smaller_self(name: str) -> None:
 
 @pytest.mark.slow
 def test_collectives_are_counted_in_another_process_where_one_device_is_all() -> None:
-    found = doctor.elsewhere(tiny(devices=1))
+    found = doctor.of_two_shards(tiny(devices=1))
     assert (found.verdict, found.figures["gradients"]) == (verdicts.PASS, 6)
     assert found.figures["devices"] == 2
 

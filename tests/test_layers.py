@@ -89,7 +89,7 @@ TABLE = """
    sync_workloads bench scaling/speed
    scaling/profile scaling/subject scaling/agreement scaling/checks
 7  printing live flags meanings settings scaling/command scaling/speed_command scaling/profile_command
-   scaling/plan_command scaling/doctor sync_checkpoints sync_shell sync_command
+   scaling/elsewhere scaling/plan_command scaling/doctor sync_checkpoints sync_shell sync_command
    commands assessment reason_command console play gang processes cluster launch actor_command cli
    __main__
 """

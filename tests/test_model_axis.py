@@ -112,6 +112,13 @@ def test_numbers_are_those_of_whole_parameters(pair: tuple[Made, Made]) -> None:
     assert split.rows[fused.FINITE].all()
 
 
+def test_one_shard_may_be_of_several_devices() -> None:
+    """Over one shard nothing is averaged: the compiler would have no groups to do it in."""
+    whole, split = make(cartpole(devices=1)), make(cartpole(devices=1, model=2))
+    close(whole.progress.state, split.progress.state, 1e-5)
+    close(whole.rows, split.rows, 1e-4)
+
+
 def test_who_acts_is_who_learns(pair: tuple[Made, Made]) -> None:
     """At a learning rate of 0, to which it falls at a run's end, the policy that learns is that which acted."""
     made = pair[1]

@@ -7,14 +7,15 @@ import json
 import pytest
 
 from longhaul.cli import main
-from longhaul.scaling import instructions, plan
+from longhaul.scaling import compiled, instructions, plan, plan_command
 from longhaul.scaling.chips import Chip
-from longhaul.scaling.plan import Assumptions, Measured
+from longhaul.scaling.plan import Assumptions, Collective, Measured
 
 CHIP = Chip("h-toy", bf16=2000.0, fp32=1000.0, memory_bandwidth=100.0, memory=50.0, link=10.0, per_host=4, price=3.0)
 ASSUMED = Assumptions(network=5.0, latency=0.5, efficiency=0.5, save_minutes=30.0, keep=3)
 WHAT = Measured(
-    compute_seconds=10.0, steps=100, work=((2.0, 1500.0, 10.0), (1.0, 0.0, 200.0)), collectives=((3.0, 20.0),),
+    compute_seconds=10.0, steps=100, work=((2.0, 1500.0, 10.0), (1.0, 0.0, 200.0)),
+    collectives=(Collective("all-reduce", 3.0, 20.0),),
     memory=40.0, state_bytes=7.0, carry_bytes=2.0,
 )  # fmt: skip
 
@@ -37,6 +38,33 @@ def test_collectives_cost_a_ring_and_hops() -> None:
     assert plan.communication_seconds(WHAT, CHIP, ASSUMED, 4) == pytest.approx(3 * (3.0 + 2.0))
     # Beyond it by the network: 3 x (2 x 7/8 x 20 / 5 + 2 x 3 x 0.5).
     assert plan.communication_seconds(WHAT, CHIP, ASSUMED, 8) == pytest.approx(3 * (7.0 + 3.0))
+
+
+def test_devices_that_share_parameters_speak_among_themselves() -> None:
+    two = WHAT._replace(model=2, collectives=(*WHAT.collectives, Collective("all-reduce", 5.0, 8.0, within=True)))
+    inside = 5 * (2 * 1 / 2 * 8 / 10 + 2 * 0.5)
+    assert plan.communication_seconds(two, CHIP, ASSUMED, 2) == pytest.approx(inside)
+    # Four shards of two devices each, beyond a host: 3 x (2 x 3/4 x 20 / 5 + 2 x 2 x 0.5) for the gradient.
+    assert plan.communication_seconds(two, CHIP, ASSUMED, 8) == pytest.approx(inside + 3 * (6.0 + 2.0))
+    rows = plan.plan(two, CHIP, ASSUMED, (2, 8), 72_000.0, here=True, bf16=False, strong=False)
+    assert [row.batch for row in rows] == [100, 400]
+    assert [row.efficiency for row in rows] == [1.0, pytest.approx((10 + inside) / (10 + inside + 24))]
+    assert [row.checkpoint for row in rows] == [7.0 + 2.0, 7.0 + 4 * 2.0]
+
+
+@pytest.mark.parametrize(("operation", "moved"), [("all-gather", 1.5), ("all-to-all", 1.5), ("reduce-scatter", 6.0)])
+def test_what_gathers_or_scatters_goes_around_once(operation: str, moved: float) -> None:
+    # Of four devices: 3/4 x 20 / 10 and 2 x 0.5. Of what is scattered the 20 bytes are one of four parts.
+    what = WHAT._replace(collectives=(Collective(operation, 1.0, 20.0),))
+    assert plan.communication_seconds(what, CHIP, ASSUMED, 4) == pytest.approx(moved + 1.0)
+
+
+def test_numbers_of_devices_are_multiples_of_a_shard() -> None:
+    assert plan_command._numbers((), 1)[:4] == [1, 2, 4, 8]
+    assert plan_command._numbers((), 4)[:3] == [4, 8, 16]
+    assert plan_command._numbers((), 3)[:3] == [3, 6, 12]
+    with pytest.raises(ValueError, match=r"--on is 6, and with --mesh model=4 .* ask for multiples of 4"):
+        plan_command._numbers((8, 6), 4)
 
 
 def test_weak_scaling_keeps_the_batch_of_a_device() -> None:
@@ -68,17 +96,21 @@ def test_a_profile_becomes_the_work_of_one_device_in_one_update() -> None:
         "sum": instructions.Instruction("sum", "all-reduce", "", "(f32[3]{0}, f32[2]{0})", 0.0, 40.0),
         "loop": instructions.Instruction("loop", "while", "", "f32[2]", 0.0, 0.0),
     }
-    found = plan.measured(
-        8.0, 0.25, 5, 2, 640, {"dot": 30, "sum": 10, "loop": 10, "gone": 1}, program,
-        memory=1.0, state_bytes=2.0, carry_bytes=3.0,
-    )  # fmt: skip
-    assert found == Measured(6.0, 320, ((3.0, 100.0, 16.0),), ((1.0, 20.0),), 1.0, 2.0, 3.0)
+    assert plan.work(5, 2, {"dot": 30, "sum": 10, "loop": 10, "gone": 1}, program) == ((3.0, 100.0, 16.0),)
+
+
+def test_like_collectives_are_counted_together() -> None:
+    crossing = compiled.Crossing("all-reduce", 20, (None, 4), (0, 2))
+    found = plan.collectives([crossing, crossing, crossing._replace(group=(0, 1))], model=2)
+    assert found == (Collective("all-reduce", 8, 20), Collective("all-reduce", 4, 20, within=True))
 
 
 @pytest.mark.slow
-def test_a_real_run_is_planned(capsys: pytest.CaptureFixture[str]) -> None:
-    """The collectives of CartPole's update: its gradient once a minibatch, and little else."""
-    words = ["--num-envs", "64", "--num-steps", "16", "--mesh", "data=2", "--calls", "1", "--on", "1", "512"]
+@pytest.mark.parametrize("mesh", ["data=2", "data=1"])
+def test_a_real_run_is_planned(mesh: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """The collectives of CartPole's update: its gradient once a minibatch, and little else; of one device, too, which
+    has none itself."""
+    words = ["--num-envs", "64", "--num-steps", "16", "--mesh", mesh, "--calls", "1", "--on", "1", "512"]
     assert main(["plan", "cartpole", *words, "--steps", "1e9", "--hardware", "h100", "--json", "-"]) == 0
     found = json.loads(capsys.readouterr().out)
     moved = sum(each["runs"] * each["bytes"] for each in found["measured"]["collectives"])

@@ -4,9 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-import json
-import os
-import subprocess
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -21,9 +18,9 @@ from longhaul.flags import ALONE, DEBUG, INT, PATH, Flag, FlagError
 from longhaul.folders import find_folder, load_run
 from longhaul.health import Finding, Reading
 from longhaul.provenance import provenance
-from longhaul.run import Run, RunError, agents, from_dict, prepare_devices, resolve, to_dict
-from longhaul.scaling import agreement, checks
-from longhaul.scaling.subject import Subject, smaller, subject
+from longhaul.run import Run, RunError, agents, prepare_devices, resolve, to_dict
+from longhaul.scaling import agreement, checks, elsewhere
+from longhaul.scaling.subject import smaller, subject
 from longhaul.settings import RUNS_DIR
 from longhaul.verdicts import FAIL, HEADER, PASS, VERDICTS, WARN, Check, failed, skipped
 
@@ -224,7 +221,7 @@ def checkup(run: Run, *, quick: bool, seeds: int, updates: int | None) -> Iterat
     many = made if made.assembly.mesh.shape[meshes.DATA] > 1 else None
     if many is None and several:
         many = subject(resolve(dataclasses.replace(run, devices=several)))
-    yield checks.crossings(many) if many else elsewhere(run)
+    yield checks.crossings(many) if many else of_two_shards(run)
     if quick:
         return
     yield from _guarded("lr 0", lambda: checks.still(resolved))
@@ -267,26 +264,16 @@ def _prepare(run: Run, resolved: Run) -> int | None:
 # --------------------------------------------------------------------------------------- two devices in another process
 
 
-WORKER = "from longhaul.scaling.doctor import serve; serve()"
-
-
-def elsewhere(run: Run) -> Check:
+def of_two_shards(run: Run) -> Check:
     """The collectives of a small batch on two shards of forced CPU devices, in a process of its own."""
-    environment = os.environ | {"JAX_PLATFORMS": "cpu", "NPROC": str(2 * run.model)}
-    small = json.dumps(to_dict(smaller(run, devices=2)))
-    command = [sys.executable, "-c", WORKER]
-    done = subprocess.run(command, input=small, capture_output=True, text=True, env=environment, check=False)
-    if done.returncode:
-        last = (done.stderr.strip().splitlines() or ["it said nothing"])[-1]
-        return skipped("collectives", f"two CPU devices failed: {last[:200]}", "ask again with several devices")
-    plain = json.loads(done.stdout.splitlines()[-1])
+    try:
+        plain = elsewhere.ask(smaller(run, devices=2), "doctor", "collectives")
+    except RunError as error:
+        return skipped("collectives", str(error), "ask again with several devices")
     name, verdict, value, bound, remedy = (plain[key] for key in HEADER)
     return Check(name, verdict, f"{value} (two CPU devices, a small batch)", bound, remedy, plain["figures"])
 
 
-def serve() -> None:
-    """What that process does: reads a Run, prints its check."""
-    run: Run = resolve(from_dict(Run, json.loads(sys.stdin.read())))
-    prepare_devices(run.all_devices, run.all_devices)
-    made: Subject = subject(run)
-    printing.write_line(checks.crossings(made).plain())
+def collectives(run: Run) -> dict[str, Any]:
+    """The check of a resolved run, as JSON can hold it: what that process does."""
+    return checks.crossings(subject(run)).plain()

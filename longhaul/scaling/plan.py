@@ -5,9 +5,12 @@ The model, in which every number is a measurement, a data sheet's or an assumpti
 - A device's update takes what it took here without its collectives; on other hardware the sum over the instructions
   that ran of the longest of (operations / peak, bytes / bandwidth, launch), with the peaks taken at `efficiency`
   (Williams et al. 2009).
-- A collective of b bytes over N devices takes 2 (N - 1) / N x b / link, which is what a ring needs (Patarasuk and Yuan
-  2009), and 2 ceil(log2 N) x latency. Nothing of it is hidden behind other work. Within a host the link is the chip's,
-  beyond it the network's.
+- An all-reduce of b bytes over N devices takes 2 (N - 1) / N x b / link, which is what a ring needs (Patarasuk and Yuan
+  2009), and 2 ceil(log2 N) x latency; what only gathers or only scatters, half of both. Nothing of it is hidden behind
+  other work. Within a host the link is the chip's, beyond it the network's. Which there are is read from the program of
+  two shards, compiled where there is one device, too.
+- M devices may share the parameters (`--mesh data=N,model=M`). They are neighbours, and speak of activations; the
+  gradient meets over the N shards.
 - weak: every device keeps its batch, so that an update has N times the steps. strong: the batch is shared; what a
   device computes shrinks with it, the launches do not. That as many steps teach as much from larger batches is an
   assumption, too, and fails beyond some size (McCandlish et al. 2018).
@@ -16,26 +19,38 @@ The model, in which every number is a measurement, a data sheet's or an assumpti
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from longhaul.scaling.chips import Chip
-from longhaul.scaling.instructions import COLLECTIVES, CONTROL, Instruction, size
+from longhaul.scaling.compiled import Crossing
+from longhaul.scaling.instructions import COLLECTIVES, CONTROL, Instruction
 
 LAUNCH = {"cpu": 0.0, "gpu": 4e-6, "tpu": 1e-6}
 """Seconds that an instruction takes at least, by kind of chip. On a CPU launching is in what was measured."""
+
+
+class Collective(NamedTuple):
+    """An operation in which devices meet, as often as one update has it."""
+
+    operation: str  # "all-reduce"
+    runs: float
+    bytes: float  # of its result on one device
+    within: bool = False  # among the devices that share the parameters
 
 
 class Measured(NamedTuple):
     """A short run here: seconds of one update without its collectives, and what each device does in it."""
 
     compute_seconds: float
-    steps: int  # agent steps of an update on one device
+    steps: int  # agent steps of an update on one shard of the data
     work: tuple[tuple[float, float, float], ...]  # (runs, operations of one, bytes of one) of each instruction
-    collectives: tuple[tuple[float, float], ...]  # (runs, bytes of one)
+    collectives: tuple[Collective, ...]
     memory: float  # bytes a device needs
     state_bytes: float  # of a checkpoint, once a run
-    carry_bytes: float  # of a checkpoint, once a device
+    carry_bytes: float  # of a checkpoint, once a shard
+    model: int = 1  # devices that share the parameters, and make a shard together
 
 
 class Assumptions(NamedTuple):
@@ -56,7 +71,7 @@ class Row(NamedTuple):
     batch: int  # agent steps of an update, over all devices
     update_seconds: float
     communication_seconds: float  # of it
-    efficiency: float  # against one device
+    efficiency: float  # against one shard
     steps_per_second: float
     hours: float
     dollars: float
@@ -66,37 +81,24 @@ class Row(NamedTuple):
     fits: bool
 
 
-def measured(
-    update_seconds: float,
-    collective_share: float,
-    updates: int,
-    devices: int,
-    steps: int,
-    runs: Mapping[str, int],
-    program: Mapping[str, Instruction],
-    *,
-    memory: float,
-    state_bytes: float,
-    carry_bytes: float,
-) -> Measured:
-    """From a profile: `runs` of each instruction in `updates` updates on `devices` devices.
-
-    `steps` are the agent steps of an update over all devices; `carry_bytes` of one of them.
-    """
-    work, collectives = [], []
+def work(
+    updates: int, devices: int, runs: Mapping[str, int], program: Mapping[str, Instruction]
+) -> tuple[tuple[float, float, float], ...]:
+    """From a profile: `runs` of each instruction in `updates` updates on `devices` devices, without collectives."""
+    found = []
     for name, count in runs.items():
         each = program.get(name)
-        if each is None or each.opcode in CONTROL:
-            continue
-        often = count / updates / devices
-        if each.opcode.startswith(COLLECTIVES):
-            collectives.append((often, size(each.result)))
-        else:
-            work.append((often, each.operations, each.bytes))
-    return Measured(
-        update_seconds * (1.0 - collective_share), steps // devices, tuple(work), tuple(collectives), memory,
-        state_bytes, carry_bytes,
-    )  # fmt: skip
+        if each is not None and each.opcode not in CONTROL and not each.opcode.startswith(COLLECTIVES):
+            found.append((count / updates / devices, each.operations, each.bytes))
+    return tuple(found)
+
+
+def collectives(crossings: Sequence[Crossing], model: int) -> tuple[Collective, ...]:
+    """What crosses devices in a program of several shards, each of `model` devices; like ones are counted together."""
+    runs: Counter[tuple[str, int, bool]] = Counter()
+    for each in crossings:
+        runs[each.operation, each.bytes, not each.over_shards(model)] += each.times()
+    return tuple(Collective(operation, n, size, within) for (operation, size, within), n in runs.items())
 
 
 def compute_seconds(what: Measured, chip: Chip, assumed: Assumptions, *, bf16: bool, share: float = 1.0) -> float:
@@ -113,15 +115,18 @@ def compute_seconds(what: Measured, chip: Chip, assumed: Assumptions, *, bf16: b
 
 
 def communication_seconds(what: Measured, chip: Chip, assumed: Assumptions, devices: int) -> float:
-    """All collectives of one update over `devices`."""
-    if devices == 1:
-        return 0.0
-    link = chip.link if devices <= chip.per_host else min(chip.link, assumed.network)
-    hops = 2.0 * math.ceil(math.log2(devices))
-    return sum(
-        runs * (2.0 * (devices - 1) / devices * moved / link + hops * assumed.latency)
-        for runs, moved in what.collectives
-    )
+    """All collectives of one update over `devices`, a multiple of `what.model`."""
+    total = 0.0
+    for each in what.collectives:
+        meet, reach = (what.model, what.model) if each.within else (devices // what.model, devices)
+        if meet == 1:
+            continue
+        link = chip.link if reach <= chip.per_host else min(chip.link, assumed.network)
+        # Of a sum each device has its part summed and then gathered; of what is scattered alone it keeps one of `meet`.
+        ways = 2.0 if each.operation == "all-reduce" else 1.0
+        whole = each.bytes * (meet if each.operation == "reduce-scatter" else 1)
+        total += each.runs * ways * ((meet - 1) / meet * whole / link + math.ceil(math.log2(meet)) * assumed.latency)
+    return total
 
 
 def row(
@@ -129,22 +134,24 @@ def row(
     strong: bool,
 ) -> Row:  # fmt: skip
     """The plan for `steps` agent steps; `here`: on the hardware that was measured."""
-    share = 1.0 / devices if strong else 1.0
+    shards = devices // what.model
+    share = 1.0 / shards if strong else 1.0
     if here:
         alone, compute = what.compute_seconds, what.compute_seconds * share
     else:
         alone = compute_seconds(what, chip, assumed, bf16=bf16)
         compute = compute_seconds(what, chip, assumed, bf16=bf16, share=share)
+    alone += communication_seconds(what, chip, assumed, what.model)
     communication = communication_seconds(what, chip, assumed, devices)
     update = compute + communication
-    batch = what.steps if strong else what.steps * devices
+    batch = what.steps if strong else what.steps * shards
     rate = batch / update
     hours = steps / rate / 3600.0
     price = chip.price if assumed.price is None else assumed.price
-    checkpoint = what.state_bytes + what.carry_bytes * (1 if strong else devices)
+    checkpoint = what.state_bytes + what.carry_bytes * (1 if strong else shards)
     saves = max(1, math.ceil(hours * 60.0 / assumed.save_minutes))
     return Row(
-        devices, batch, update, communication, rate / (what.steps / alone * devices), rate, hours,
+        devices, batch, update, communication, rate / (what.steps / alone * shards), rate, hours,
         hours * devices * price, what.memory, checkpoint, checkpoint * saves, what.memory <= chip.memory,
     )  # fmt: skip
 
@@ -166,7 +173,7 @@ def said(chip: Chip, assumed: Assumptions, *, here: bool, bf16: bool, strong: bo
     return [
         ("compute", "as measured here" if here else roofline),
         ("collectives", "a ring in full, and a latency of "
-         f"{assumed.latency * 1e6:g} us each of 2 log2(devices) times; none of it overlaps with other work"),
+         f"{assumed.latency * 1e6:g} us each of 2 log2(shards) times; none of it overlaps with other work"),
         ("links", f"{chip.link / 1e9:,.1f} GB/s among {chip.per_host} devices of a host, "
          f"{min(chip.link, assumed.network) / 1e9:,.1f} GB/s a device beyond"),
         ("batch", "shared by all devices" if strong else "one a device; as many steps teach as much whatever it is"),

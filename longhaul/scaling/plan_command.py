@@ -14,7 +14,7 @@ from longhaul import flags, printing, recipes, settings
 from longhaul import mesh as meshes
 from longhaul.flags import FLOAT, INT, PATH, Flag, FlagError, choice, optional
 from longhaul.run import Run, resolve
-from longhaul.scaling import chips, plan, profile
+from longhaul.scaling import chips, compiled, elsewhere, plan, profile
 from longhaul.scaling.chips import CHIPS
 from longhaul.scaling.plan import Assumptions, Measured
 
@@ -25,7 +25,7 @@ ABOUT = "What a run takes on 1 to 1,024 devices: time, money, memory, checkpoint
 FLAGS = [
     Flag("steps", FLOAT, None, "agent steps of the run", shown="the recipe's"),
     Flag("hardware", choice(("here", *CHIPS)), "here", "the devices to plan for"),
-    Flag("on", INT, DEVICES, "numbers of devices", many=True),
+    Flag("on", INT, (), "numbers of devices", shown="1 2 4 ... 1024", many=True),
     Flag("share", choice(("weak", "strong")), "weak", "weak: every device keeps its batch; strong: they share it"),
     Flag("network", FLOAT, 400.0, "gigabits a second between hosts, a device"),
     Flag("latency", FLOAT, 5.0, "microseconds of a message between devices"),
@@ -72,6 +72,7 @@ def _check(values: dict[str, Any]) -> None:
 
 def planned(run: Run, values: dict[str, Any]) -> dict[str, Any]:
     """The plan for a resolved run, as JSON can hold it."""
+    on = _numbers(values["on"], run.model)
     what, devices = short_run(run, values["calls"])
     here = values["hardware"] == "here"
     chip = chips.here(devices) if here else CHIPS[values["hardware"]]
@@ -81,7 +82,7 @@ def planned(run: Run, values: dict[str, Any]) -> dict[str, Any]:
         run.keep, values["price"],
     )  # fmt: skip
     steps = float(values["steps"] or run.total_steps)
-    rows = plan.plan(what, chip, assumed, values["on"], steps, here=here, bf16=bf16, strong=strong)
+    rows = plan.plan(what, chip, assumed, on, steps, here=here, bf16=bf16, strong=strong)
     modelled = plan.compute_seconds(what, chips.here(devices), assumed._replace(efficiency=1.0), bf16=False)
     return {
         "recipe": run.recipe, "hardware": chip.name, "steps": steps, "share": values["share"],
@@ -89,26 +90,41 @@ def planned(run: Run, values: dict[str, Any]) -> dict[str, Any]:
             "devices": devices, "steps_per_update": what.steps * devices, "compute_seconds": what.compute_seconds,
             "roofline_seconds": modelled, "memory": what.memory, "state_bytes": what.state_bytes,
             "carry_bytes": what.carry_bytes,
-            "collectives": [{"runs": runs, "bytes": size} for runs, size in what.collectives],
+            "collectives": [each._asdict() for each in what.collectives], "model": what.model,
         },
         "assumptions": dict(plan.said(chip, assumed, here=here, bf16=bf16, strong=strong)),
         "plan": plan.plain(rows),
     }  # fmt: skip
 
 
+def _numbers(asked: Sequence[int], model: int) -> list[int]:
+    """The numbers of devices to plan for. Raises FlagError where `model` devices can't be a shard."""
+    if not asked:
+        return [n for n in DEVICES if n % model == 0] or [model * n for n in DEVICES]
+    for devices in asked:
+        if devices % model:
+            raise FlagError(
+                f"--on is {devices}, and with --mesh model={model} so many devices share the parameters; ask for "
+                f"multiples of {model}"
+            )
+    return list(asked)
+
+
 def short_run(run: Run, calls: int) -> tuple[Measured, int]:
     """A short measured run of a resolved `run`; -> (what the model needs of it, its devices)."""
     with tempfile.TemporaryDirectory() as folder:
         traced = profile.measure(run, Path(folder), calls)
-    sample, devices = traced.sample, traced.sample.assembly.mesh.size
+    sample, mesh = traced.sample, traced.sample.assembly.mesh
+    devices, shards, model = mesh.size, mesh.shape[meshes.DATA], mesh.shape[meshes.MODEL]
     shares = profile.reading(traced.events, traced.program)["shares"]
     memory = profile.memory(sample.executable)
     begun = sample.assembly.start(run.seed, sample.context)
     runs = Counter(event.instruction for event in traced.events)
-    what = plan.measured(
-        traced.update_seconds, shares["collectives"], traced.updates, devices, sample.assembly.steps_per_update, runs,
-        traced.program, memory=float(memory.get("peak", 0)), state_bytes=_bytes(begun.state),
-        carry_bytes=_bytes(begun.carry) / sample.assembly.mesh.shape[meshes.DATA],
+    crossings = compiled.crossings(sample.executable.as_text() or "") if shards > 1 else elsewhere.two_shards(run)
+    what = Measured(
+        traced.update_seconds * (1.0 - shares["collectives"]), sample.assembly.steps_per_update // shards,
+        plan.work(traced.updates, devices, runs, traced.program), plan.collectives(crossings, model),
+        float(memory.get("peak", 0)), _bytes(begun.state), _bytes(begun.carry) / shards, model,
     )  # fmt: skip
     return what, devices
 
