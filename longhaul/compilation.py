@@ -3,7 +3,7 @@
 The store is JAX's own persistent cache. What is decided here: where it lies, how large it gets, that nothing wrong with
 it stops a run, and what is told of it.
 
-    LONGHAUL_CACHE              off, or a folder
+    LONGHAUL_CACHE              off, or a folder (caches.py)
     JAX_COMPILATION_CACHE_DIR   a folder, where LONGHAUL_CACHE says nothing; else $XDG_CACHE_HOME/longhaul/xla,
                                 which is ~/.cache/longhaul/xla
 
@@ -23,15 +23,13 @@ import inspect
 import os
 import platform
 import re
-import sys
 import warnings
 from pathlib import Path
 from typing import Any
 
 import jax
 
-MOST_BYTES = 2 << 30
-"""Of the whole store, unless JAX_COMPILATION_CACHE_MAX_SIZE says otherwise."""
+from longhaul import caches
 
 COMPILE = "/jax/core/compile/backend_compile_duration"
 HIT, MISS = "/jax/compilation_cache/cache_hits", "/jax/compilation_cache/cache_misses"
@@ -41,13 +39,10 @@ FAULT = r"Error (reading|writing) persistent compilation cache entry for '([^']*
 
 def root() -> Path | None:
     """The folder of the store; None where it is switched off."""
-    named = os.environ.get("LONGHAUL_CACHE") or os.environ.get("JAX_COMPILATION_CACHE_DIR")
+    named = caches.named() or os.environ.get("JAX_COMPILATION_CACHE_DIR")
     if named == "off":
         return None
-    if named:
-        return Path(named).expanduser().absolute()
-    cache = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
-    return Path(cache).expanduser().absolute() / "longhaul" / "xla"
+    return Path(named).expanduser().absolute() if named else caches.folder("xla")
 
 
 def part(threads: int, *, on_cpu: bool, process: int = 0) -> str:
@@ -87,9 +82,9 @@ def keep(threads: int, *, on_cpu: bool, process: int = 0) -> Path | None:
         if not os.access(folder, os.W_OK | os.X_OK):
             raise PermissionError(13, "it can't be written")
         limit = jax.config.jax_compilation_cache_max_size  # type: ignore[attr-defined]
-        trim(store, MOST_BYTES if limit < 0 else limit)
+        caches.trim(store, "*-cache", caches.MOST_BYTES if limit < 0 else limit)
     except OSError as error:
-        _say(f"no compilation cache in {folder} ({error.strerror}): programs are compiled anew")
+        caches.say(f"no compilation cache in {folder} ({error.strerror}): programs are compiled anew")
         jax.config.update("jax_enable_compilation_cache", False)
         return None
     jax.config.update("jax_compilation_cache_max_size", -1)  # a bound of JAX's own needs a package that we do not
@@ -98,7 +93,7 @@ def keep(threads: int, *, on_cpu: bool, process: int = 0) -> Path | None:
     jax.config.update("jax_compilation_cache_dir", str(folder))
     _quieten(folder)
     if process > 0 and on_cpu and not _write_too():
-        _say("this JAX keeps programs of process 0 alone: this process compiles its own anew at each start")
+        caches.say("this JAX keeps programs of process 0 alone: this process compiles its own anew at each start")
     return folder
 
 
@@ -131,23 +126,6 @@ def _write_too() -> bool:
     return True
 
 
-def trim(store: Path, most: int) -> None:
-    """Removes the entries that were not used for longest until the store has at most `most` bytes."""
-    found = []
-    for path in store.rglob("*-cache"):
-        try:
-            about = path.stat()
-        except FileNotFoundError:  # another process trims, too
-            continue
-        found.append((max(about.st_atime, about.st_mtime), about.st_size, path))
-    total = sum(size for _, size, _ in found)
-    for _, size, path in sorted(found):
-        if total <= most:
-            return
-        path.unlink(missing_ok=True)
-        total -= size
-
-
 def _quieten(folder: Path) -> None:
     """What JAX warns of, a program at a time, becomes one line; a broken entry goes, to be written again next time."""
     before, said = warnings.showwarning, False
@@ -166,15 +144,11 @@ def _quieten(folder: Path) -> None:
                 break
         if not said:
             short = " ".join(reason.split())[:200]
-            _say(f"the compilation cache in {folder} failed in {verb} {name} ({short}); it was compiled anew")
+            caches.say(f"the compilation cache in {folder} failed in {verb} {name} ({short}); it was compiled anew")
         said = True
 
     warnings.showwarning = show
     warnings.filterwarnings("always", message="Error (reading|writing) persistent compilation cache entry")
-
-
-def _say(line: str) -> None:
-    print(line, file=sys.stderr, flush=True)
 
 
 class Ledger:

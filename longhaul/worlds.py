@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
-from functools import partial
+from functools import cache, partial
+from itertools import islice
 
 from longhaul import workers as processes
-from longhaul.datasets import scenarios
+from longhaul.datasets import kept, scenarios
+from longhaul.datasets.kept import BLOCK, Store
 from longhaul.datasets.log import Log
 from longhaul.driving.compile import compile_log
 from longhaul.driving.generator import generate
@@ -40,20 +42,44 @@ def generated(
     hardly any has them.
     """
     make = partial(_generate, agents=agents, horizon=horizon, control=control)
+    store = kept.open(f"agents={agents},horizon={horizon or 'all'},control={control}") if count >= BLOCK else None
     found: list[Scenario] = []
     seed = first
     with ExitStack() as closed:
-        pool = closed.enter_context(processes.pool(workers)) if workers > 1 and count >= 16 else None
+        pool = cache(lambda: closed.enter_context(processes.pool(workers)))
+
+        def several(seeds: Sequence[int]) -> Iterator[Scenario]:
+            return map(make, seeds) if workers < 2 or len(seeds) < 16 else pool().map(make, seeds, chunksize=8)
+
         while len(found) < count:
-            seeds = range(seed, seed + count - len(found))
-            made = map(make, seeds) if pool is None else pool.map(make, seeds, chunksize=8)
+            stop = seed + count - len(found)
+            seeds = range(seed, stop if least == 1 or store is None else -(-stop // BLOCK) * BLOCK)
+            made = _of(seeds, store, several)
             found += [scenario for scenario in made if int((scenario.controlled >= 0).sum()) >= least]
             seed = seeds.stop
             if len(found) < count and seed - first >= TRIED * (1 + len(found)):
                 raise ValueError(
                     f"{len(found)} of {seed - first} generated scenarios have {least} agents or more; ask for fewer"
                 )
-    return found
+    return found[:count]
+
+
+def _of(
+    seeds: range, store: Store | None, several: Callable[[Sequence[int]], Iterator[Scenario]]
+) -> Iterator[Scenario]:
+    """The scenarios of `seeds` in their order: whole blocks from the store, as far as it has them, others made."""
+    aligned = range(-(-seeds.start // BLOCK) * BLOCK, seeds.stop, BLOCK)
+    ends = sorted({seeds.start, *aligned, seeds.stop})
+    blocks = [range(*ends[i : i + 2]) for i in range(len(ends) - 1)]
+    there = {block: store.load(block.start) for block in blocks if store is not None and len(block) == BLOCK}
+    made = several([seed for block in blocks if there.get(block) is None for seed in block])
+    for block in blocks:
+        scenarios = there.get(block)
+        if scenarios is None:
+            scenarios = list(islice(made, len(block)))
+            if block in there and store is not None:
+                store.save(block.start, scenarios)
+        yield from scenarios
 
 
 def _generate(seed: int, *, agents: int, horizon: int | None, control: str) -> Scenario:

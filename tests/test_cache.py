@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from longhaul import clock, compilation
+from longhaul import caches, clock, compilation
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -160,12 +160,12 @@ def test_the_longest_unused_go_first(tmp_path: Path) -> None:
         os.utime(path, (1000.0 + i, 1000.0))
     (tmp_path / "notes").write_bytes(bytes(10_000))
     os.utime(tmp_path / "part-0" / "jit_f-0-cache", (5000.0, 1000.0))  # read again since
-    compilation.trim(tmp_path, 1000)
+    caches.trim(tmp_path, "*-cache", 1000)
     assert len(entries(tmp_path)) == 10
-    compilation.trim(tmp_path, 399)
+    caches.trim(tmp_path, "*-cache", 399)
     assert [path.name for path in entries(tmp_path)] == ["jit_f-0-cache", "jit_f-8-cache", "jit_f-9-cache"]
     assert (tmp_path / "notes").exists(), "what is no entry stays"
-    compilation.trim(tmp_path, 0)
+    caches.trim(tmp_path, "*-cache", 0)
     assert entries(tmp_path) == []
 
 

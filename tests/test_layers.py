@@ -20,8 +20,8 @@ PACKAGE = Path(__file__).resolve().parent.parent / "longhaul"
 # Layer, then its files. A file may import from lower layers, and from the files named before it on its own line;
 # an indented line goes on with the one before.
 TABLE = """
-0  __init__ forms types pulse telemetry randomness leaves staging pages records workers compilation clock stopping
-   terminal tracking tracker
+0  __init__ forms types pulse telemetry randomness leaves staging pages records workers caches compilation clock
+   stopping terminal tracking tracker
 0  algorithms/__init__
 0  datasets/__init__ datasets/log
 0  driving/__init__
@@ -57,7 +57,7 @@ TABLE = """
 3  sync/changes sync/chain sync/buffers sync/lanes/base sync/lanes/sockets sync/lanes/shared sync/lanes/tcp
    sync/torch_arrays sync/lanes/folder sync/lanes/group sync/lanes/nixl sync/lanes/__init__ sync/engine sync/receiver
    sync/geometry sync/probe sync/relay sync/rates sync/producer sync/consumers sync/vllm
-2  datasets/packing datasets/shards
+2  datasets/packing datasets/shards datasets/kept
 2  datasets/womd datasets/womd_scenario datasets/gpudrive datasets/scenarionet datasets/argoverse
 2  driving/bodies driving/flow driving/generator
 2  driving/geometry driving/roadmap driving/conduct driving/dynamics driving/kinds driving/actions driving/tables
@@ -95,7 +95,7 @@ TABLE = """
 """
 
 NO_JAX = (
-    *("datasets/*", "actors/*", "workers", "worlds", "cli", "flags", "printing", "hosts", "launch", "pulse"),
+    *("datasets/*", "actors/*", "workers", "caches", "worlds", "cli", "flags", "printing", "hosts", "launch", "pulse"),
     *("sync_command", "sync_shell"),
     *("forms", "vectors", "gang", "processes", "cluster", "membership", "envs/gym_export"),
     *(f"envs/{name}" for name in ("host", "host_spaces", "host_gymnasium", "host_numpy", "host_torch", "batched")),

@@ -7,12 +7,15 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 
 from longhaul import worlds
+from longhaul.datasets import kept
 from longhaul.datasets.log import BadData
+from longhaul.driving.scenario import Scenario
 
 SLOW = """
 import os, sys, time
@@ -32,9 +35,84 @@ def test_workers_make_what_one_process_makes() -> None:
     by_workers = worlds.generated(3, 17, agents=2, horizon=40, workers=2)
     alone = worlds.generated(3, 17, agents=2, horizon=40, workers=1)
     assert [s.id for s in by_workers] == [s.id for s in alone]
-    for one, other in zip(by_workers, alone, strict=True):
+    _same(by_workers, alone)
+
+
+@pytest.fixture
+def store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder in which blocks of four seeds are kept."""
+    monkeypatch.setenv("LONGHAUL_CACHE", str(tmp_path))
+    for module in (worlds, kept):
+        monkeypatch.setattr(module, "BLOCK", 4)
+    return tmp_path / "scenarios"
+
+
+def _made(monkeypatch: pytest.MonkeyPatch, first: int, count: int, **how: Any) -> tuple[list[Scenario], list[int]]:
+    """(scenarios, seeds that were made)."""
+    seeds: list[int] = []
+
+    def make(seed: int, **compiled: Any) -> Scenario:
+        seeds.append(seed)
+        return generate(seed, **compiled)
+
+    generate = worlds._generate
+    with monkeypatch.context() as patched:
+        patched.setattr(worlds, "_generate", make)
+        return worlds.generated(first, count, **({"agents": 1, "horizon": 40, "workers": 1} | how)), seeds
+
+
+def _same(some: list[Scenario], others: list[Scenario]) -> None:
+    for one, other in zip(some, others, strict=True):
         for name in one._fields:
             np.testing.assert_equal(getattr(one, name), getattr(other, name))
+
+
+def test_what_was_made_once_is_found_again(store: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    first, seeds = _made(monkeypatch, 2, 7)
+    assert seeds == list(range(2, 9))
+    again, seeds = _made(monkeypatch, 2, 7)
+    assert seeds == [2, 3, 8], "whole blocks are kept, here 4 to 7"
+    _same(first, again)
+    assert _made(monkeypatch, 4, 4, horizon=20)[1] == [4, 5, 6, 7]
+    assert _made(monkeypatch, 4, 4)[1] == []
+    monkeypatch.setattr(kept, "maker", lambda: "other code")
+    assert _made(monkeypatch, 4, 4)[1] == [4, 5, 6, 7]
+
+
+def test_kept_scenarios_are_filtered_as_those_that_are_made(store: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    kept_ones, _ = _made(monkeypatch, 0, 5, agents=4, least=3)
+    found, seeds = _made(monkeypatch, 0, 5, agents=4, least=3)
+    monkeypatch.setenv("LONGHAUL_CACHE", "off")
+    made, all_seeds = _made(monkeypatch, 0, 5, agents=4, least=3)
+    assert seeds == [] and len(all_seeds) > 5
+    _same(kept_ones, made)
+    _same(found, made)
+
+
+def test_a_damaged_file_costs_a_line(
+    store: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    first, _ = _made(monkeypatch, 0, 8)
+    damaged = sorted(store.iterdir())[0]
+    data = bytearray(damaged.read_bytes())
+    data[len(data) // 2] ^= 4  # amid the arrays, which have checksums
+    damaged.write_bytes(data)
+    again, seeds = _made(monkeypatch, 0, 8)
+    assert len(seeds) == 4
+    _same(first, again)
+    said = capsys.readouterr().err
+    assert said.count("are of no use") == 1
+
+
+def test_a_store_that_is_no_folder_costs_a_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "scenarios").write_text("")
+    monkeypatch.setenv("LONGHAUL_CACHE", str(tmp_path))
+    for module in (worlds, kept):
+        monkeypatch.setattr(module, "BLOCK", 2)
+    assert _made(monkeypatch, 0, 4)[1] == [0, 1, 2, 3]
+    assert capsys.readouterr().err.count("are of no use") == 1
 
 
 def _lives(process: int) -> bool:
