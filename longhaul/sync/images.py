@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -18,9 +19,14 @@ LARGE = 64 << 20
 def describe(tensors: Mapping[str, Any]) -> tuple[tuple[Tensor, ...], int]:
     """The layout of arrays by name, in their order. ValueError for what is none."""
     try:
-        return layout((name, tuple(each.shape), str(each.dtype)) for name, each in tensors.items())
+        return _laid_out(tuple((name, tuple(each.shape), _named(each.dtype)) for name, each in tensors.items()))
     except AttributeError as error:
         raise ValueError(f"tensors are arrays by name, with shape and dtype: {error}") from error
+
+
+_named = functools.lru_cache(maxsize=64)(str)  # of dtypes
+
+_laid_out = functools.lru_cache(maxsize=2)(layout)  # every version has the same form
 
 
 def gather(
@@ -88,7 +94,7 @@ class Arrival:
         while self._next < len(self._tensors):
             tensor = self._tensors[self._next]
             if self._running is None:
-                self._running = digests.Running(image[tensor.offset : tensor.end])
+                self._running = digests.running(image[tensor.offset : tensor.end])
             if count < tensor.end:
                 self._running.upto(max(0, count - tensor.offset))
                 break

@@ -99,6 +99,8 @@ def _is_mine(sock: socket.socket) -> bool:
 class SharedDelivery:
     """A session's images, each lent until the receiver says that it has let go."""
 
+    partly = False
+
     def __init__(self) -> None:
         self._known: dict[int, Block] = {}  # the receiver has these mapped
         self._lent: dict[int, Image] = {}
