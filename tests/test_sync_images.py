@@ -54,7 +54,7 @@ def test_a_digest_is_the_same_however_the_bytes_come(past: bool) -> None:
     whole = draw.integers(0, 256, 5001, np.uint8)
     for data in (whole[:5000], whole[1:], whole[:4096]):
         for _ in range(20):
-            running = digests.running(data)
+            running = digests.Running(data)
             for count in sorted(draw.integers(0, data.size + 1, 4)):
                 running.upto(int(count))
             assert running.end() == digest(data)

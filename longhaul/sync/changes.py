@@ -119,7 +119,7 @@ def apply(
 
 def _copied(tensor: Tensor, before: np.ndarray, after: np.ndarray) -> None:
     """A tensor that did not change; ValueError where its copy is not what it should be."""
-    running = digests.running(after)
+    running = digests.Running(after)
     for begin in range(0, after.size, digests.PIECE):
         end = min(begin + digests.PIECE, after.size)
         after[begin:end] = before[begin:end]

@@ -211,7 +211,7 @@ def _done(
         return list(pool.map(lambda call: call(), work)), [digest(each) for each in of]
 
     results = []
-    running = [digests.running(each.view(np.uint8)) for each in of]
+    running = [digests.Running(each.view(np.uint8)) for each in of]
     for call, span in zip(work, _spans(of[0])):
         results.append(call())
         for each in running:

@@ -94,7 +94,7 @@ class Arrival:
         while self._next < len(self._tensors):
             tensor = self._tensors[self._next]
             if self._running is None:
-                self._running = digests.running(image[tensor.offset : tensor.end])
+                self._running = digests.Running(image[tensor.offset : tensor.end])
             if count < tensor.end:
                 self._running.upto(max(0, count - tensor.offset))
                 break

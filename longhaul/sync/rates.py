@@ -82,7 +82,7 @@ class Sample:
 
     def _drawn(self, wire: Wire, into: np.ndarray) -> None:
         wire.sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, BUFFER)
-        running = digests.running(into)
+        running = digests.Running(into)
         wire.draw(into.data, time.monotonic() + PATIENCE, running.upto)
         running.end()
 

@@ -139,9 +139,9 @@ def pour(source, target, count, sums):
 
 
 @jit
-def scan(source, begin, end, sums):
-    """source[begin:end], uint8 in whole blocks, goes into the sums (uint64 [8])."""
-    for place in range(begin, end, BLOCK):
+def scan(source, count, sums):
+    """source[:count], uint8 in whole blocks, goes into the sums (uint64 [8])."""
+    for place in range(0, count, BLOCK):
         _scan_block(source, place, sums)
 
 
