@@ -20,12 +20,13 @@ from longhaul.sync.manifest import Manifest, digest
 ROOT = Path(__file__).resolve().parent.parent
 
 
-@pytest.fixture(params=[False, True], ids=["library", "past the caches"])
+@pytest.fixture(params=[False, True], ids=["library", "streams"])
 def past(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> bool:
-    """Whether images are written past the caches here."""
+    """Whether all is large here: images are written past the caches, and digested by the compiled loops."""
     if request.param and importlib.util.find_spec("numba") is None:
         pytest.skip("numba, of the extra sync, is not installed")
     monkeypatch.setattr(digests, "LEAST", 241)
+    monkeypatch.setattr(digests, "LARGE", 241 if request.param else 1 << 60)
     monkeypatch.setattr(digests, "PIECE", 4096)
     monkeypatch.setattr(images, "LARGE", 0 if request.param else 1 << 60)
     return request.param
@@ -48,14 +49,15 @@ def test_a_copy_has_the_librarys_digest(past: bool) -> None:
             assert np.array_equal(target, part)
 
 
-def test_a_digest_is_the_same_however_the_bytes_come() -> None:
+def test_a_digest_is_the_same_however_the_bytes_come(past: bool) -> None:
     draw = np.random.default_rng(2)
-    data = draw.integers(0, 256, 5000, np.uint8)
-    for _ in range(20):
-        running = digests.Running(data)
-        for count in sorted(draw.integers(0, data.size + 1, 4)):
-            running.upto(int(count))
-        assert running.end() == digest(data)
+    whole = draw.integers(0, 256, 5001, np.uint8)
+    for data in (whole[:5000], whole[1:], whole[:4096]):
+        for _ in range(20):
+            running = digests.Running(data)
+            for count in sorted(draw.integers(0, data.size + 1, 4)):
+                running.upto(int(count))
+            assert running.end() == digest(data)
 
 
 def test_an_image_has_what_was_given_and_its_digests(past: bool) -> None:

@@ -14,6 +14,7 @@ import pytest
 
 from longhaul.sync import changes, images, loops
 from longhaul.sync.engine import Publisher
+from longhaul.sync.lanes import tcp
 from longhaul.sync.manifest import Manifest
 from longhaul.sync.protocol import Settings
 from longhaul.sync.receiver import Receiver
@@ -249,20 +250,18 @@ def test_a_receiver_killed_on_the_way_holds_up_nobody(kind: str, tmp_path: Path)
 def test_only_what_changed_travels_to_who_holds_the_version_before(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from longhaul.sync import changes
-    from longhaul.sync.lanes import tcp
-
     poured: list[int] = []
-    pour, apply, spoil = tcp.Wire.pour, changes.apply, threading.Event()
+    pour, frames, spoil = tcp.Wire.pour, changes.frames, threading.Event()
     monkeypatch.setattr(tcp.Wire, "pour", lambda *args: (poured.append(len(args[1])), pour(*args))[1])
 
-    def spoilt(body, *rest):  # type: ignore[no-untyped-def]
-        if spoil.is_set():
-            body[len(body) // 2] ^= 1
-            spoil.clear()
-        apply(body, *rest)
+    def spoilt(*given):  # type: ignore[no-untyped-def]
+        for tensor, frame in frames(*given):
+            if spoil.is_set():
+                frame[len(frame) // 2] ^= 1
+                spoil.clear()
+            yield tensor, frame
 
-    monkeypatch.setattr(changes, "apply", spoilt)
+    monkeypatch.setattr(changes, "frames", spoilt)
     there = way("tcp", tmp_path)
     draw = np.random.default_rng(0)
     given = {"w": draw.integers(0, 1 << 16, 40_000, np.uint16), "still": np.ones(5000, np.float32)}
@@ -283,6 +282,35 @@ def test_only_what_changed_travels_to_who_holds_the_version_before(
     assert len(poured) == 8 and max(poured) < 3000  # versions 1, 2, 3, 5 to both; the damaged one then came whole
 
 
+def test_changes_come_only_where_the_receivers_budget_has_room_for_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    poured: list[int] = []
+    pour = tcp.Wire.pour
+    monkeypatch.setattr(tcp.Wire, "pour", lambda *args: (poured.append(len(args[1])), pour(*args))[1])
+    there = way("tcp", tmp_path)
+    draw = np.random.default_rng(0)
+    given = {name: draw.integers(0, 1 << 16, 20_000, np.uint16) for name in ("v", "w")}
+    size = 2 * images.describe(given)[1]  # of two images
+    for room, changed in ((0, 0), (size, 2)):
+        with (
+            Publisher("run", lanes=[there.lane()], send_changes=True) as sender,
+            receivers(there, budget=size + room) as (receiver,),
+        ):
+            poured.clear()
+            until(lambda: sender.status()["receivers"])
+            for version in range(4):
+                for array in given.values():
+                    array[draw.integers(0, array.size, 200)] += 1
+                sender.publish(version, given)
+                assert receiver.wait(version, 20), receiver.errors
+                assert receiver.latest()[1]["w"].tobytes() == given["w"].tobytes()
+            assert receiver.peak_bytes <= size + room
+            assert len(poured) >= changed and (changed or not poured)
+            if changed:  # one frame at a time, of two
+                assert size < receiver.peak_bytes < size + max(poured)
+
+
 def test_changes_are_verified_in_the_making() -> None:
     """A bit of the base that flipped since it was verified is found, in what changes and in what does not."""
     draw = np.random.default_rng(0)
@@ -295,17 +323,24 @@ def test_changes_are_verified_in_the_making() -> None:
         new = Manifest("run", 0, 2, -1, size, images.gather(given, planned, after, pool, 1))
     found = changes.make(base, before, new, after)
     assert found is not None
-    body = memoryview(found.body)
-    changes.apply(body, base, before, new, made, None)
+
+    def made_by(body: bytes) -> None:
+        came = changes.frames(changes.taken(memoryview(body)), len(body), found.most, new)
+        changes.apply(came, base, before, new, made, None)
+
+    made_by(found.body)
     assert np.array_equal(made, after)
     for at in (33, base.tensors[1].offset, base.tensors[1].end - 1):
         before[at] ^= 16
         with pytest.raises(ValueError, match=r"damaged|is not what it was"):
-            changes.apply(body, base, before, new, made, None)
+            made_by(found.body)
         before[at] ^= 16
-    other = new._replace(tensors=(new.tensors[0]._replace(digest=bytes(16)), *new.tensors[1:]))
+    for body in (found.body[:-1], found.body + found.body, found.body[: changes.HEAD.size - 1]):
+        with pytest.raises(ValueError, match="the changes are"):
+            made_by(body)
+    new = new._replace(tensors=(new.tensors[0]._replace(digest=bytes(16)), *new.tensors[1:]))
     with pytest.raises(ValueError, match="make another w than"):
-        changes.apply(body, base, before, other, made, None)
+        made_by(found.body)
 
 
 def test_parameters_of_jax_travel_as_they_are(tmp_path: Path) -> None:

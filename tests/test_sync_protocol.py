@@ -78,6 +78,36 @@ def test_too_few_by_the_deadline_abort_a_round_of_k() -> None:
     assert p.prepare(cohort, 2, root(2), 21.0).prepared == 2  # and goes on
 
 
+def test_what_is_held_counts_when_that_is_said_and_not_before() -> None:
+    cohort = p.prepare(opened("ab"), 1, root(1), 0.0, held=True)
+    cohort = taken(taken(cohort, "a"), "b")
+    assert cohort.committed == -1 and p.verdict(cohort, 1) is Verdict.WAIT
+    assert p.release(cohort, 2, True, 1.0) is cohort
+    assert p.release(cohort, 1, True, 1.0).committed == 1
+
+    gone = p.release(cohort, 1, False, 1.0)
+    assert gone.round is None and gone.committed == -1 and p.verdict(gone, 1) is Verdict.ABORT
+    for name in "ab":
+        gone = ended(gone, name)
+        assert gone.members[name].held == NOTHING
+    again = taken(taken(p.prepare(gone, 1, root(1), 3.0), "a"), "b")
+    assert again.committed == 1
+
+
+@pytest.mark.parametrize(("quorum", "counts"), [("all", True), (1, True), (2, False)])
+def test_the_deadline_of_what_is_held_begins_with_its_release(quorum: p.Quorum, counts: bool) -> None:
+    cohort = taken(p.prepare(opened("ab", quorum), 1, root(1), 0.0, held=True), "a")
+    cohort = p.heard(p.heard(cohort, "a", 15.0), "b", 15.0)
+    assert p.wakes(cohort) == 25.0 and p.tick(cohort, 20.5) == cohort
+    cohort = p.release(cohort, 1, True, 24.0)
+    assert (cohort.committed == 1) == (quorum == 1)
+    cohort = p.tick(p.heard(p.heard(cohort, "a", 40.0), "b", 40.0), 43.9)
+    assert (cohort.committed == 1) == (quorum == 1)
+    cohort = p.tick(cohort, 44.1)
+    assert cohort.round is None and (cohort.committed == 1) == counts
+    assert ("b" in cohort.members) == (quorum == 1)
+
+
 def test_what_all_find_damaged_is_aborted_and_what_one_does_is_not() -> None:
     cohort = p.prepare(opened("ab"), 1, root(1), 0.0)
     for _ in range(2):

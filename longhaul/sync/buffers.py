@@ -22,24 +22,65 @@ from longhaul.actors import memory
 from longhaul.sync import ledger
 
 
+class Arriving:
+    """How much of an image is in place, for who passes it on before all of it is.
+
+    `counts` says whether its version does, as soon as that is known.
+    """
+
+    def __init__(self) -> None:
+        self.counts: bool | None = None
+        self._count, self._broken = 0, False
+        self._changed = threading.Condition()
+
+    def told(self, count: int) -> None:
+        """The first `count` bytes are in place, and will not change."""
+        with self._changed:
+            self._count = count
+            self._changed.notify_all()
+
+    def broken(self) -> None:
+        """No more will come."""
+        with self._changed:
+            self._broken = True
+            self._changed.notify_all()
+
+    def beyond(self, count: int, seconds: float) -> int:
+        """How many bytes are in place, once they are more than `count`. TimeoutError; ConnectionError where no more
+        come."""
+        with self._changed:
+            if not self._changed.wait_for(lambda: self._broken or self._count > count, max(0.0, seconds)):
+                raise TimeoutError("the image that is passed on does not come")
+            if self._broken:
+                raise ConnectionAbortedError("the image that is passed on was withdrawn")
+            return self._count
+
+
 class Image(NamedTuple):
     """A lent block: `array` is uint8 [size]; the block comes back when nothing refers to it or a view of it."""
 
     array: np.ndarray
     block: Block | None  # None: memory of another kind, which can't be mapped by others
+    arriving: Arriving | None = None  # it may not be whole yet
 
 
 class Block:
     """Shared memory without a name: `descriptor` may be sent to another process, and files and sockets read it.
 
-    `notes` is a little more, which they may write (`ledger`).
+    `notes` is a little more, which they may write (`ledger`). One that is `private` has neither (-1): it is for this
+    process alone, and comes in large pages where the system has such, which a socket fills in three quarters of the
+    time.
     """
 
-    def __init__(self, size: int, serial: int) -> None:
+    def __init__(self, size: int, serial: int, private: bool = False) -> None:
         self.size, self.serial = size, serial
-        self.descriptor = memory.create(size)
-        self.map: mmap.mmap | None = mmap.mmap(self.descriptor, size)
-        self.notes = memory.create(ledger.SIZE)
+        self.descriptor = self.notes = -1
+        self.map: mmap.mmap | None
+        if private:
+            self.map = _own(size)
+        else:
+            self.descriptor, self.notes = memory.create(size), memory.create(ledger.SIZE)
+            self.map = mmap.mmap(self.descriptor, size)
         self.spent = False  # never to be used again: another process may still read it
         self._turns = (-1, 0)  # a version, and how many have it mapped
         self._lock = threading.Lock()
@@ -60,18 +101,29 @@ class Block:
             self.descriptor = self.notes = -1
 
 
+def _own(size: int) -> mmap.mmap:
+    """Memory of this process, in large pages where they can be had."""
+    if not hasattr(mmap, "MAP_PRIVATE"):
+        return mmap.mmap(-1, size)
+    found = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    if hasattr(mmap, "MADV_HUGEPAGE"):
+        with contextlib.suppress(OSError):  # a kernel without them
+            found.madvise(mmap.MADV_HUGEPAGE)
+    return found
+
+
 class Pool:
     """Blocks of one size. `budget` bytes are all that it ever has at a time; `peak` is the most it had.
 
-    ValueError where not even `least` blocks fit.
+    `private` is of its blocks. ValueError where not even `least` of them fit.
     """
 
-    def __init__(self, size: int, budget: int, least: int = 2) -> None:
+    def __init__(self, size: int, budget: int, least: int = 2, private: bool = False) -> None:
         if budget < size * least:
             raise ValueError(
                 f"a budget of {budget:,} bytes; {least} images of {size:,} bytes need {size * least:,}: raise it"
             )
-        self.size, self.budget, self.peak = size, budget, 0
+        self.size, self.budget, self.peak, self._private = size, budget, 0, private
         self._blocks: dict[int, Block] = {}
         self._serial = 0
         self._lock = threading.Lock()
@@ -105,7 +157,7 @@ class Pool:
             if self.bytes + self.size > self.budget:
                 return None
             self._serial += 1
-            block = self._blocks[self._serial] = Block(self.size, self._serial)
+            block = self._blocks[self._serial] = Block(self.size, self._serial, self._private)
             self.peak = max(self.peak, self.bytes)
             return block
 

@@ -138,7 +138,7 @@ def _applied(folder: Path, base: Manifest, image: np.ndarray) -> Manifest:
 
 
 def _decoded(body: memoryview, found: Manifest, image: np.ndarray, old: Mapping[str, bytes]) -> None:
-    for tensor, frame in changes.frames(body, found):
+    for tensor, frame in changes.frames(changes.taken(body), len(body), len(body), found):
         place = image[tensor.offset : tensor.end]
         delta.apply(place, bytes(frame), known=old[tensor.name])
 

@@ -8,9 +8,9 @@ the image itself goes.
 from __future__ import annotations
 
 import struct
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import Executor
-from typing import NamedTuple
+from typing import NamedTuple, TypeAlias
 
 import numpy as np
 
@@ -23,11 +23,16 @@ WORTH = 0.5
 HEAD = struct.Struct("<IQ")  # the tensor's number in the manifest, bytes of its frame
 
 
+Take: TypeAlias = Callable[[int], memoryview]
+"""The next so many bytes of a body, good until the next are taken."""
+
+
 class Changes(NamedTuple):
-    """The changes from `base` to a version, as they travel."""
+    """The changes from `base` to a version, as they travel. No frame is longer than `most` bytes."""
 
     base: int
     body: bytes
+    most: int
 
 
 def fits(base: Manifest, manifest: Manifest) -> bool:
@@ -42,7 +47,7 @@ def make(
     if not fits(base, manifest):
         return None
     parts: list[bytes] = []
-    total, most = 0, WORTH * sum(tensor.nbytes for tensor in manifest.tensors)
+    total, most, longest = 0, WORTH * sum(tensor.nbytes for tensor in manifest.tensors), HEAD.size
     for number, (old, new) in enumerate(zip(base.tensors, manifest.tensors, strict=True)):
         if old.digest == new.digest:
             continue
@@ -51,30 +56,49 @@ def make(
         if delta.HEAD.unpack_from(frame)[-1] != new.digest:
             return None  # the image is damaged, which the whole will show
         parts += [HEAD.pack(number, len(frame)), frame]
-        total += HEAD.size + len(frame)
+        total, longest = total + HEAD.size + len(frame), max(longest, len(frame))
         if total > most:
             return None
-    return Changes(base.version, b"".join(parts))
+    return Changes(base.version, b"".join(parts), longest)
 
 
-def frames(body: memoryview, manifest: Manifest) -> Iterator[tuple[Tensor, memoryview]]:
-    """The tensors that changed, with their frames, in the manifest's order. ValueError where the body is damaged."""
-    at, last = 0, -1
-    while at < len(body):
-        if at + HEAD.size > len(body):
+def taken(body: memoryview) -> Take:
+    """Of a body that is in memory."""
+    at = 0
+
+    def take(count: int) -> memoryview:
+        nonlocal at
+        at += count
+        return body[at - count : at]
+
+    return take
+
+
+def frames(take: Take, size: int, most: int, manifest: Manifest) -> Iterator[tuple[Tensor, memoryview]]:
+    """The tensors that changed, with their frames of at most `most` bytes, in the manifest's order, out of a body of
+    `size` bytes. ValueError where it is damaged."""
+    left, last = size, -1
+    while left:
+        if HEAD.size > left:
             raise ValueError("the changes are cut off")
-        number, length = HEAD.unpack_from(body, at)
-        at += HEAD.size
-        if not last < number < len(manifest.tensors) or length > len(body) - at:
+        number, length = HEAD.unpack(take(HEAD.size))
+        left -= HEAD.size
+        if not last < number < len(manifest.tensors) or length > min(left, most):
             raise ValueError("the changes are damaged")
-        yield manifest.tensors[number], body[at : at + length]
-        at, last = at + length, number
+        yield manifest.tensors[number], take(length)
+        left, last = left - length, number
 
 
 def apply(
-    body: memoryview, base: Manifest, before: np.ndarray, manifest: Manifest, after: np.ndarray, pool: Executor | None
+    found: Iterator[tuple[Tensor, memoryview]],
+    base: Manifest,
+    before: np.ndarray,
+    manifest: Manifest,
+    after: np.ndarray,
+    pool: Executor | None,
 ) -> None:
-    """Makes the image `after` from `before` and what changed. ValueError where that is not the manifest's version.
+    """Makes the image `after` from `before` and the `frames` that are found. ValueError where that is not the
+    manifest's version.
 
     Every tensor's digest is found on the way, of what is in `after`: nothing need be read again to verify it.
     """
@@ -82,7 +106,7 @@ def apply(
         raise ValueError(f"version {manifest.version} has another form than its base {base.version}")
     old = {tensor.name: tensor.digest for tensor in base.tensors}
     changed = set()
-    for tensor, frame in frames(body, manifest):
+    for tensor, frame in found:
         place = slice(tensor.offset, tensor.end)
         if delta.read(frame).target != tensor.digest:
             raise ValueError(f"the changes make another {tensor.name} than the version has")

@@ -20,7 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from longhaul.sync import loops
-from longhaul.sync.loops import LEAST, Changes, Loops
+from longhaul.sync.loops import LEAST, Changes, Loops, Streams
 from longhaul.sync.reference import CLASSES, Patterns
 
 BLOCK = 1 << 20
@@ -139,18 +139,12 @@ def _changes(data: memoryview, size: int, by: Loops) -> Changes:
     rest, data = _array(data, rare[0], np.uint32)
     whole, data = _array(data, rare[2], np.uint32)
     _ended(data)
-    more, gaps, steps = streams[-1], [], []
-    for k, count in enumerate(counts):
-        some, used = by.unpack_gaps(streams[k], lows[k], bits[k], rest)
-        gaps.append(some)
-        some, taken, words = by.unpack_steps(streams[CLASSES + k], count, more, whole)
-        steps.append(some)
-        if min(used, taken) < 0:
-            raise ValueError("the delta is damaged: a stream ends too early")
-        rest, more, whole = rest[used:], more[taken:], whole[words:]
-    if rest.size or more.size or whole.size:
-        raise ValueError("the delta is damaged: a stream is too long")
-    return Changes(bounds, np.array(counts, np.int64), np.concatenate(gaps), np.concatenate(steps))
+    highs, halves, more = streams[:CLASSES], streams[CLASSES:-1], streams[-1]
+    found = Streams(tuple(lows), tuple(highs), tuple(bits), tuple(halves), more, rest, whole)
+    gaps, steps, left = by.unpack(found)
+    if left:
+        raise ValueError(f"the delta is damaged: a stream {'ends too early' if left < 0 else 'is too long'}")
+    return Changes(bounds, np.array(counts, np.int64), gaps, steps)
 
 
 # ------------------------------------------------------------------------------------------------------------- planes
@@ -211,7 +205,7 @@ def _expand(data: memoryview, about: int, length: int) -> tuple[NDArray[np.uint8
     if taken > len(data) or (not packed and taken != length):
         raise ValueError("the delta is damaged: a stream has another length than it says")
     if not packed:
-        return np.frombuffer(data[:taken], np.uint8), data[taken:]
+        return np.frombuffer(data[:taken].toreadonly(), np.uint8), data[taken:]
     try:
         plain = _zstd().reader.decompress(data[:taken], max_output_size=max(1, length), allow_extra_data=False)
     except _zstd().error as error:

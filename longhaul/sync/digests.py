@@ -1,7 +1,7 @@
 """xxh3-128 of bytes where they lie, taken while they are in a cache: as they arrive, or on their way into an image.
 
-All goes through the library, a piece that fits in a cache at a time; but what is too large for the caches is copied
-past them and digested in registers in the same pass (`streams`), where numba is installed. Both find the same digest.
+What is in a cache goes through the library, a piece at a time. What is not, and is large, is fetched ahead of its use
+(`streams`), where numba is installed, and may be copied past the caches in the same pass. Both find the same digest.
 """
 
 from __future__ import annotations
@@ -16,14 +16,22 @@ import numpy as np
 from longhaul.sync.loops import library
 
 LEAST = 64 << 10
-"""Bytes of a tensor from which it is worth leaving the library: below, the call costs more than it saves."""
+"""Bytes of a tensor from which it is worth leaving the library while it is copied: below, the call costs more than it
+saves."""
+
+LARGE = 2 << 20
+"""The same where it is only read: then it is also worth the second that loading numba takes."""
 
 PIECE = 1 << 18
 """Bytes that are copied and digested together otherwise, while the second of the processor's caches has them."""
 
 
 def digest(data: np.ndarray) -> bytes:
-    """Of uint8 [n], contiguous: 16 bytes."""
+    """Of uint8 [n], contiguous and no longer in a cache: 16 bytes."""
+    if data.size >= LARGE and (kernels := _streams()) is not None:
+        streamed = _Streamed(data, kernels)
+        streamed.scan()
+        return streamed.end()
     return library("xxhash").xxh3_128_digest(data)
 
 
@@ -45,30 +53,44 @@ class Running:
         return self._running.digest()
 
 
+class _Streamed:
+    """Of 241 bytes or more: the specification has other ways for less."""
+
+    def __init__(self, data: np.ndarray, kernels: Any) -> None:
+        self._data = data[:]
+        self._data.flags.writeable = False  # one kind of array for the compiled loops, whatever is given
+        self._kernels, self._sums = kernels, kernels.START.copy()
+        self._whole = (data.size - 1) // kernels.BLOCK * kernels.BLOCK
+
+    def scan(self) -> None:
+        self._kernels.scan(self._data, self._whole, self._sums)
+
+    def pour(self, target: np.ndarray) -> None:
+        """On its way to `target`, past the caches."""
+        self._kernels.pour(self._data, target, self._whole, self._sums)
+        target[self._whole :] = self._data[self._whole :]
+
+    def end(self) -> bytes:
+        found = np.empty(2, np.uint64)
+        self._kernels.finish(self._data, self._sums, found)
+        return found.astype(">u8").tobytes()
+
+
 def poured(source: np.ndarray, target: np.ndarray, past: bool) -> bytes:
     """Copies uint8 [n] to `target`, both contiguous; -> the digest of what was read.
 
     `past` is whether it goes past the caches; else it is soon wanted again, or fits in them.
     """
-    if past and (kernels := _streams()) is not None and source.size >= LEAST and not target.ctypes.data % 64:
-        return _streamed(kernels, source, target)
-    running = Running(source)
+    if past and source.size >= LEAST and (kernels := _streams()) is not None and not target.ctypes.data % 64:
+        streamed = _Streamed(source, kernels)
+        streamed.pour(target)
+        return streamed.end()
+    found = Running(source)
     for begin in range(0, source.size, PIECE):
         end = min(begin + PIECE, source.size)
-        running.upto(end)
+        found.upto(end)
         target[begin:end] = source[begin:end]
-    return running.end()
-
-
-def _streamed(kernels: Any, source: np.ndarray, target: np.ndarray) -> bytes:
-    given = source[:]
-    given.flags.writeable = False  # one kind of array for the compiled loop, whatever is given
-    whole = (given.size - 1) // kernels.BLOCK * kernels.BLOCK
-    sums, found = kernels.START.copy(), np.empty(2, np.uint64)
-    kernels.pour(given, target, whole, sums)
-    target[whole:] = given[whole:]
-    kernels.finish(given, sums, found)
-    return found.astype(">u8").tobytes()
+    return found.end()
 
 
 @functools.cache

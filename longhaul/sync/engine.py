@@ -67,6 +67,7 @@ class Publisher:
         self._pool: Pool | None = None
         self._planned: tuple[tuple[Tensor, ...], int] | None = None
         self._waiting: _Made | tuple[int, Mapping[str, Any]] | None = None
+        self._ahead: _Made | None = None  # that is arriving
         self._given = -1
         self._made: dict[int, _Made] = {}  # what is undecided, and what counts
         self._began = 0.0
@@ -115,12 +116,45 @@ class Publisher:
     def forward(self, manifest: Manifest, image: Image) -> None:
         """A version that came from another sender, as it is: what a relay does. A later epoch begins anew."""
         with self._publishing:
-            epoch = manifest.epoch
+            epoch, version = manifest.epoch, manifest.version
             if manifest.run != self.run or epoch < self.epoch:
-                raise ValueError(f"version {manifest.version} of {manifest.run}, epoch {epoch} can't be forwarded here")
+                raise ValueError(f"version {version} of {manifest.run}, epoch {epoch} can't be forwarded here")
             if epoch > self.epoch:
                 self._begin(epoch)
-            self._waits(manifest.version, _Made(manifest, image))
+            if self._ahead is None or self._ahead.manifest.version != version:
+                self._waits(version, _Made(manifest, image))
+                return
+            with self._changed:
+                self._ends_ahead(True)
+                if version in self._made:
+                    self._made[version] = _Made(manifest, image)
+                self._apply(lambda cohort: protocol.release(cohort, version, True, self._clock()))
+
+    def ahead(self, manifest: Manifest, image: Image) -> bool:
+        """Offers a version while its image is `arriving`; -> whether it is. Then `forward` says that it counts, or
+        `withdraw` that it does not: until then it is undecided here."""
+        with self._publishing, self._changed:
+            known = (manifest.run, manifest.epoch) == (self.run, self.epoch) and manifest.version > self._given
+            if not known or self._waiting is not None or self._cohort.round is not None:
+                return False  # when it counts is soon enough
+            self._ahead = _Made(manifest, image)
+            self._waits(manifest.version, self._ahead)
+            return True
+
+    def withdraw(self, version: int) -> None:
+        """What was offered `ahead` does not count: it is as if it had never been, and may come again."""
+        with self._publishing, self._changed:
+            if self._ahead is not None and self._ahead.manifest.version == version:
+                self._ends_ahead(False)
+                self._waiting, self._given = None, version - 1
+                self._apply(lambda cohort: protocol.release(cohort, version, False, self._clock()))
+
+    def _ends_ahead(self, counts: bool) -> None:
+        made, self._ahead = self._ahead, None
+        if made is not None and made.image.arriving is not None:
+            made.image.arriving.counts = counts
+            if not counts:
+                made.image.arriving.broken()
 
     def wait(self, version: int, seconds: float) -> bool:
         """Whether the version, or one after it, counts within `seconds`."""
@@ -232,13 +266,16 @@ class Publisher:
         return made
 
     def _prepare(self, made: _Made) -> None:
-        version, root = made.manifest.version, made.manifest.root
+        version, root, arriving = made.manifest.version, made.manifest.root, made.image.arriving
         with self._changed:
             if version <= self._cohort.prepared or self._cohort.round is not None:
                 return  # another epoch has begun
+            if arriving is not None and arriving.counts is False:
+                return
+            held = arriving is not None and arriving.counts is None
             self._made[version] = made
             self._began = time.perf_counter()
-            self._apply(lambda cohort: protocol.prepare(cohort, version, root, self._clock()))
+            self._apply(lambda cohort: protocol.prepare(cohort, version, root, self._clock(), held))
 
     def _apply(self, step: Callable[[protocol.Cohort], protocol.Cohort]) -> None:
         """One step of the protocol, and what follows from it. ProtocolError leaves all as it was."""
@@ -274,13 +311,14 @@ class Publisher:
     def heard(self, name: str) -> None:
         self._apply(lambda cohort: protocol.heard(cohort, name, self._clock()))
 
-    def ask(self, name: str, wait: float) -> tuple[Parcel, Image] | None:
+    def ask(self, name: str, wait: float, partly: bool = False) -> tuple[Parcel, Image] | None:
         until = self._clock() + wait
         with self._changed:
             while True:
                 self.heard(name)
                 cohort, offered = protocol.offer(self._cohort, name, self._clock())
-                if offered is not None:
+                ahead = self._cohort.round is not None and self._cohort.round.held
+                if offered is not None and (partly or not ahead):
                     self._cohort = cohort
                     made = self._made[offered.version]
                     return Parcel(offered, made.manifest), made.image
@@ -291,7 +329,7 @@ class Publisher:
 
     def changes(self, parcel: Parcel, image: Image) -> Changes | None:
         base, version = parcel.offer.base, parcel.offer.version
-        if not self._encodes or base < 0:
+        if not self._encodes or base < 0 or image.arriving is not None:
             return None
         with self._encoding:
             if self._encoded[0] != version:

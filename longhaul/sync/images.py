@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -18,9 +19,14 @@ LARGE = 64 << 20
 def describe(tensors: Mapping[str, Any]) -> tuple[tuple[Tensor, ...], int]:
     """The layout of arrays by name, in their order. ValueError for what is none."""
     try:
-        return layout((name, tuple(each.shape), str(each.dtype)) for name, each in tensors.items())
+        return _laid_out(tuple((name, tuple(each.shape), _named(each.dtype)) for name, each in tensors.items()))
     except AttributeError as error:
         raise ValueError(f"tensors are arrays by name, with shape and dtype: {error}") from error
+
+
+_named = functools.lru_cache(maxsize=64)(str)  # of dtypes
+
+_laid_out = functools.lru_cache(maxsize=2)(layout)  # every version has the same form
 
 
 def gather(

@@ -33,6 +33,9 @@ BATCH = 64
 
 ONE, ZERO, ALL = np.uint64(1), np.uint64(0), np.uint64(0xFFFFFFFFFFFFFFFF)
 
+AHEAD = 32 * LANES
+"""Elements that lines are fetched before they are needed: across pages, where the processor itself does not."""
+
 NEVER, FULL = 1 << 62, np.int16(32767)
 """Ranks that no element has: of a block, and of a batch."""
 
@@ -84,6 +87,23 @@ def copy(typing: Any, source: Any, target: Any, start: Any) -> Any:
         return context.get_dummy_value()
 
     return types.void(source, target, types.int64), build
+
+
+@intrinsic
+def fetch(typing: Any, array: Any, start: Any) -> Any:
+    """Asks for the lines of LANES elements from `start` on, which may lie behind the array: nothing is read."""
+
+    def build(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        kind = signature.args[0]
+        struct = context.make_array(kind)(context, builder, arguments[0])
+        prefetch = ir.FunctionType(ir.VoidType(), [ir.PointerType(I8), I32, I32, I32])
+        prefetch = builder.module.declare_intrinsic("llvm.prefetch", [ir.PointerType(I8)], prefetch)
+        for line in range(0, LANES, 64 * 8 // kind.dtype.bitwidth):
+            place = builder.gep(struct.data, [builder.add(arguments[1], I64(line))])
+            builder.call(prefetch, [builder.bitcast(place, ir.PointerType(I8)), I32(0), I32(3), I32(1)])
+        return context.get_dummy_value()
+
+    return types.void(array, types.int64), build
 
 
 @intrinsic
@@ -242,6 +262,8 @@ def patch(base, out, bounds, cursors, ends, gaps, steps):
         for i in range(count):
             here = (first + i) * LANES
             at = min(here, size - LANES)
+            fetch(base, here + AHEAD)
+            fetch(out, here + AHEAD)
             if at == here:
                 copy(base, out, at)
             else:
@@ -357,6 +379,20 @@ def unpack_steps(halves, bytes_, rest, steps):
                 whole += 1
         steps[i] = step
     return more, whole
+
+
+@jit
+def unpack(lows, highs, bits, halves, more, rest, whole, gaps, steps):
+    """All classes' gaps and steps; -> how many of `more`, `rest` and `whole` were left, -1 where there are too few."""
+    at = used = taken = words = 0
+    for k in range(CLASSES):
+        end = at + highs[k].size
+        extra = unpack_gaps(highs[k], lows[k], bits[k], rest[used:], gaps[at:end])
+        some, large = unpack_steps(halves[k], more[taken:], whole[words:], steps[at:end])
+        if min(extra, some) < 0:
+            return -1
+        at, used, taken, words = end, used + extra, taken + some, words + large
+    return more.size - taken + rest.size - used + whole.size - words
 
 
 register_jitable(reference._bits)  # so that `merge` may call it as it is

@@ -36,6 +36,18 @@ class Changes(NamedTuple):
     steps: U32  # less one
 
 
+class Streams(NamedTuple):
+    """Changes as they travel: of each class, and `more`, `rest` and `whole` of all."""
+
+    lows: tuple[int, ...]  # [CLASSES] bits of a gap that stay as they are
+    highs: tuple[U8, ...]  # what is above them
+    bits: tuple[U8, ...]
+    halves: tuple[U8, ...]  # steps, two a byte
+    more: U8  # of steps of 15 and more
+    rest: U32  # gaps that are too large for a byte
+    whole: U32  # steps that are too large for both
+
+
 NONE = Changes(*(np.full(CLASSES - 1, 255, np.uint8), np.zeros(CLASSES, np.int64)), *2 * [np.zeros(0, np.uint32)])
 """Of a block that is as it was."""
 
@@ -49,20 +61,17 @@ class Loops(Protocol):
 
     def pack_gaps(self, gaps: U32, low: int) -> tuple[U8, U8, U32]: ...
 
-    def unpack_gaps(self, highs: U8, low: int, lows: U8, rest: U32) -> tuple[U32, int]: ...
-
     def pack_steps(self, steps: U32) -> tuple[U8, U8, U32]: ...
 
-    def unpack_steps(self, halves: U8, count: int, bytes_: U8, rest: U32) -> tuple[U32, int, int]: ...
+    def unpack(self, found: Streams) -> tuple[U32, U32, int]:
+        """-> gaps, steps, and how many of the last three streams were not used: below 0 where they were too short."""
 
 
 class Plain:
     """By NumPy."""
 
     pack_gaps = staticmethod(reference.pack_gaps)
-    unpack_gaps = staticmethod(reference.unpack_gaps)
     pack_steps = staticmethod(reference.pack_steps)
-    unpack_steps = staticmethod(reference.unpack_steps)
 
     def changes(self, base: Patterns, new: Patterns) -> Changes:
         members, changed = reference.survey(base, new)
@@ -71,6 +80,19 @@ class Plain:
 
     def patch(self, base: Patterns, out: Patterns, found: Changes) -> bool:
         return reference.patch(base, out, found.bounds, found.counts, found.gaps, found.steps)
+
+    def unpack(self, found: Streams) -> tuple[U32, U32, int]:
+        gaps, steps = [], []
+        more, rest, whole = found.more, found.rest, found.whole
+        for low, highs, bits, halves in zip(found.lows, found.highs, found.bits, found.halves, strict=True):
+            some, used = reference.unpack_gaps(highs, low, bits, rest)
+            gaps.append(some)
+            some, taken, words = reference.unpack_steps(halves, highs.size, more, whole)
+            steps.append(some)
+            if min(used, taken) < 0:
+                return gaps[0], steps[0], -1
+            rest, more, whole = rest[used:], more[taken:], whole[words:]
+        return np.concatenate(gaps), np.concatenate(steps), rest.size + more.size + whole.size
 
 
 class Compiled:
@@ -108,20 +130,16 @@ class Compiled:
         rest = np.empty(gaps.size, np.uint32)
         return highs, lows, rest[: self.kernels.pack_gaps(gaps, low, highs, lows, rest)]
 
-    def unpack_gaps(self, highs: U8, low: int, lows: U8, rest: U32) -> tuple[U32, int]:
-        gaps = np.empty(highs.size, np.uint32)
-        return gaps, int(self.kernels.unpack_gaps(highs, low, lows, rest, gaps))
-
     def pack_steps(self, steps: U32) -> tuple[U8, U8, U32]:
         halves, bytes_ = np.zeros(-(-steps.size // 2), np.uint8), np.empty(steps.size, np.uint8)
         rest = np.empty(steps.size, np.uint32)
         more, whole = self.kernels.pack_steps(steps, halves, bytes_, rest)
         return halves, bytes_[:more], rest[:whole]
 
-    def unpack_steps(self, halves: U8, count: int, bytes_: U8, rest: U32) -> tuple[U32, int, int]:
-        steps = np.empty(count, np.uint32)
-        more, whole = self.kernels.unpack_steps(halves, bytes_, rest, steps)
-        return steps, int(more), int(whole)
+    def unpack(self, found: Streams) -> tuple[U32, U32, int]:
+        count = sum(highs.size for highs in found.highs)
+        gaps, steps = np.empty(count, np.uint32), np.empty(count, np.uint32)
+        return gaps, steps, int(self.kernels.unpack(*found, gaps, steps))
 
 
 def _packed(bounds: U8) -> np.uint64:

@@ -7,6 +7,7 @@ roots are equal hold the same bits. xxh3 finds damage, not malice: lanes beyond 
 
 from __future__ import annotations
 
+import functools
 import json
 import math
 from collections.abc import Iterable, Iterator, Mapping
@@ -93,6 +94,7 @@ def layout(
     return tuple(tensors), size
 
 
+@functools.lru_cache(maxsize=2)  # each receiver asks for the same
 def check(manifest: Manifest) -> None:
     """Raises ValueError, one line, where a manifest can't be true: names, bounds, overlaps, numbers."""
     if not _is_text(manifest.run, 256) or not manifest.run:
@@ -122,6 +124,7 @@ def check(manifest: Manifest) -> None:
         raise ValueError(f"manifest: {before!r} ends at {end}, past the image's {manifest.size} bytes")
 
 
+@functools.lru_cache(maxsize=2)
 def text(manifest: Manifest) -> bytes:
     """The one text of a manifest, from which its root is made."""
     rows = [[*tensor[:-1], tensor.digest.hex()] for tensor in manifest.tensors]

@@ -90,6 +90,7 @@ class Round(NamedTuple):
     electors: frozenset[str]  # bound when it was prepared, and neither dropped nor gone since
     ready: frozenset[str] = frozenset()
     spoilt: int = 0  # electors that found it damaged to the end
+    held: bool = False  # whether it may count is said elsewhere, and not yet
 
 
 class Cohort(NamedTuple):
@@ -149,14 +150,31 @@ def member(cohort: Cohort, name: str) -> Member:
         raise ProtocolError(f"receiver {name} is not of the cohort ({why}); it must bind anew") from None
 
 
-def prepare(cohort: Cohort, version: int, root: bytes, now: float) -> Cohort:
-    """A new version, the newest of its epoch. ProtocolError where it is not, or another one is undecided."""
+def prepare(cohort: Cohort, version: int, root: bytes, now: float, held: bool = False) -> Cohort:
+    """A new version, the newest of its epoch. ProtocolError where it is not, or another one is undecided.
+
+    One that is `held` is undecided until its `release`, from which its deadline counts: a relay prepares what its own
+    sender has not decided.
+    """
     if version <= cohort.prepared:
         raise ProtocolError(f"version {version} is stale: epoch {cohort.epoch} has prepared {cohort.prepared}")
     if cohort.round is not None:
         raise ProtocolError(f"version {cohort.round.version} is undecided; {version} comes after it")
-    fresh = Round(version, root, now + cohort.settings.deadline, frozenset(cohort.members))
+    fresh = Round(version, root, now + cohort.settings.deadline, frozenset(cohort.members), held=held)
     return settle(cohort._replace(round=fresh, prepared=version))
+
+
+def release(cohort: Cohort, version: int, counts: bool, now: float) -> Cohort:
+    """A version that was held may count, by its quorum; or it is as if it had never been prepared, and may come again.
+
+    Nothing happens where it is not held.
+    """
+    held = cohort.round
+    if held is None or held.version != version or not held.held:
+        return cohort
+    if not counts:
+        return cohort._replace(round=None, prepared=version - 1)
+    return settle(cohort._replace(round=held._replace(held=False, deadline=now + cohort.settings.deadline)))
 
 
 def offer(cohort: Cohort, name: str, now: float) -> tuple[Cohort, Offer | None]:
@@ -243,7 +261,7 @@ def tick(cohort: Cohort, now: float) -> Cohort:
         elif one.lease <= now:
             cohort = drop(cohort, name, f"silent for {cohort.settings.lease:g} s")
     late = cohort.round
-    if late is not None and late.deadline <= now:
+    if late is not None and not late.held and late.deadline <= now:
         for name in late.electors - late.ready:  # bound, but never asked for it
             cohort = drop(cohort, name, f"not ready with version {late.version} by the round's deadline")
         if cohort.round is not None:
@@ -258,7 +276,7 @@ def settle(cohort: Cohort) -> Cohort:
     damaged at its source, and aborted.
     """
     now, quorum = cohort.round, cohort.settings.quorum
-    if now is None:
+    if now is None or now.held:
         return cohort
     if quorum == "all":
         if now.electors <= now.ready:
@@ -271,7 +289,7 @@ def settle(cohort: Cohort) -> Cohort:
 def wakes(cohort: Cohort) -> float | None:
     """When `tick` may next change anything; None: never."""
     times = [one.deadline if one.phase is Phase.STAGING else one.lease for one in cohort.members.values()]
-    times += [] if cohort.round is None else [cohort.round.deadline]
+    times += [] if cohort.round is None or cohort.round.held else [cohort.round.deadline]
     return min(times, default=None)
 
 

@@ -17,13 +17,14 @@ from typing import Any, Literal, NamedTuple, get_args
 import numpy as np
 
 from longhaul.sync import images, ledger, manifest, protocol
-from longhaul.sync.buffers import Block, Pool
+from longhaul.sync.buffers import Arriving, Block, Image, Pool
 from longhaul.sync.lanes.base import DAMAGED, Parcel, Source, Staging
 from longhaul.sync.manifest import Manifest
 from longhaul.sync.protocol import ProtocolError, Seat, Verdict
 
-IMAGES = 3
-"""How many images a receiver has, unless a budget says otherwise: served, staged, and one that readers hold."""
+IMAGES = 3.5
+"""How many images a receiver has, unless a budget says otherwise: served, staged, one that readers hold, and room for
+changes on their way."""
 
 FIRST_PAUSE, LONGEST_PAUSE = 0.05, 2.0
 """Seconds before a receiver comes again: twice as long each time."""
@@ -41,6 +42,14 @@ class Served(NamedTuple):
     manifest: Manifest
     image: np.ndarray  # uint8 [size]
     block: Block | None = None  # where it lies, if in memory of ours
+
+
+class Onward(NamedTuple):
+    """Who passes versions on while they come: `begins` is told of an image that has begun to arrive, and `withdrawn` of
+    one that came to nothing. Those that are served are told of by `on_commit`."""
+
+    begins: Callable[[Manifest, Image], None]
+    withdrawn: Callable[[Manifest], None]
 
 
 class Receiver:
@@ -62,6 +71,7 @@ class Receiver:
         on_commit: Callable[[int], None] | None = None,
         verify: Verify = "once",
         threads: int = 1,
+        onward: Onward | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         if not sources:
@@ -75,6 +85,9 @@ class Receiver:
         self._served: Served | None = None
         self._pool: Pool | None = None
         self._block: Block | None = None  # of what is being staged
+        self._peak = 0  # bytes, with what was taken beside images
+        self._onward = onward
+        self._arriving: Arriving | None = None  # of what is being staged, where it was told of
         self._changed = threading.Condition()
         self._closed = threading.Event()
         self._current: Source | None = None
@@ -110,8 +123,8 @@ class Receiver:
 
     @property
     def peak_bytes(self) -> int:
-        """The most that images in memory of ours ever took."""
-        return 0 if self._pool is None else self._pool.peak
+        """The most that images in memory of ours, and changes on their way to one, ever took."""
+        return 0 if self._pool is None else max(self._peak, self._pool.peak)
 
     def close(self) -> None:
         """Follows no more; what was taken stays good. Idempotent."""
@@ -146,7 +159,8 @@ class Receiver:
                 source.bind(self._seat.held, 10.0)
                 parcel = source.ask(self._seat.held, 0.0)
                 if parcel is not None:
-                    self._take(source, parcel)
+                    with self._passing(parcel):
+                        self._take(source, parcel)
 
     @contextlib.contextmanager
     def _attempt(self) -> Iterator[None]:
@@ -172,7 +186,8 @@ class Receiver:
                 while not self._closed.is_set():
                     parcel = source.ask(self._seat.held, 5.0)
                     if parcel is not None:
-                        self._take(source, parcel)
+                        with self._passing(parcel):
+                            self._take(source, parcel)
                         pause = FIRST_PAUSE
             except Exception as error:  # whatever it is, what is served stays, and the next try may do
                 self._note(f"{type(error).__name__}: {error}")
@@ -187,6 +202,16 @@ class Receiver:
                 which = (which + 1) % len(self._sources)
             self._closed.wait(pause)
             pause = min(2 * pause, LONGEST_PAUSE)
+
+    @contextlib.contextmanager
+    def _passing(self, parcel: Parcel) -> Iterator[None]:
+        """Who was told that a version arrives is told if it comes to nothing."""
+        try:
+            yield
+        finally:
+            told, self._arriving = self._arriving is not None, None
+            if told and self._onward is not None and self._seat.held.root != parcel.offer.root:
+                self._onward.withdrawn(parcel.manifest)
 
     def _take(self, source: Source, parcel: Parcel) -> None:
         """One offer, to its end. Raises what ends the connection."""
@@ -239,7 +264,15 @@ class Receiver:
         served = self._served
         base = None if served is None else (served.manifest, served.image)
         seconds, shared = parcel.offer.seconds, list[ledger.Ledger]()
-        staging = Staging(lambda size: self._room(size, seconds / 2), arrival, base, shared.append, arrival.made)
+
+        def arrived(image: np.ndarray, count: int) -> None:
+            arrival(image, count)
+            if self._onward is not None:
+                self._passed_on(parcel.manifest, image, count)
+
+        staging = Staging(
+            lambda size: self._room(size, seconds / 2), arrived, base, shared.append, arrival.made, self._spare
+        )
         array = source.fetch(parcel, staging, seconds)
         fetched = time.perf_counter()
         if arrival.complete:
@@ -260,12 +293,28 @@ class Receiver:
 
     def _room(self, size: int, seconds: float) -> np.ndarray:
         if self._pool is None or self._pool.size < size:
-            self._pool = Pool(size, IMAGES * size if self._budget is None else self._budget)
+            budget = int(IMAGES * size) if self._budget is None else self._budget
+            self._pool = Pool(size, budget, private=self._onward is None)  # nobody else reads it
         image = self._pool.take(seconds)
         if image is None:
             raise LookupError(f"readers hold all {self._pool.budget:,} bytes of images; let old versions go")
         self._block = image.block
         return image.array
+
+    def _passed_on(self, found: Manifest, array: np.ndarray, count: int) -> None:
+        assert self._onward is not None
+        if self._arriving is None:
+            self._arriving = Arriving()
+            self._onward.begins(found, Image(array, self._block, self._arriving))
+        self._arriving.told(count)
+
+    def _spare(self, taken: int) -> int:
+        """Bytes of the budget that neither images nor what is `taken` beside them have."""
+        if self._pool is None:
+            return 0
+        used = self._pool.bytes + taken
+        self._peak = max(self._peak, used)
+        return self._pool.budget - used
 
     def _note(self, line: str) -> None:
         self.errors = [*self.errors, line][-32:]

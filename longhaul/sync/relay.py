@@ -1,7 +1,8 @@
 """A receiver that serves others: what comes from above goes on below, as it is, from the same memory.
 
-So a sender feeds a few hosts, each of which feeds a few more (a tree), and a folder becomes a server. Those below
-hear of a version when it counts here; who comes late is fed from here, and the sender knows nothing of it.
+So a sender feeds a few hosts, each of which feeds a few more (a tree), and a folder becomes a server. Bytes go on as
+they come, so that a deep tree takes little longer than a flat one; but those below serve a version only when it counts
+here. Who comes late is fed from here, and the sender knows nothing of it.
 """
 
 from __future__ import annotations
@@ -13,8 +14,9 @@ from typing import Any
 from longhaul.sync.buffers import Image
 from longhaul.sync.engine import Publisher
 from longhaul.sync.lanes.base import Lane, Source
+from longhaul.sync.manifest import Manifest
 from longhaul.sync.protocol import STANDARD, Settings
-from longhaul.sync.receiver import Receiver
+from longhaul.sync.receiver import Onward, Receiver
 
 
 class Relay:
@@ -31,8 +33,17 @@ class Relay:
         self._lanes, self._settings, self._on_commit = lanes, settings, on_commit
         self.publisher: Publisher | None = None
         self._whole = threading.Event()  # a version may come before there is a `receiver` to ask
-        self.receiver = Receiver(*sources, on_commit=self._forward, **options)
+        onward = Onward(self._begins, self._withdrawn)
+        self.receiver = Receiver(*sources, on_commit=self._forward, onward=onward, **options)
         self._whole.set()
+
+    def _begins(self, manifest: Manifest, image: Image) -> None:
+        if self.publisher is not None:
+            self.publisher.ahead(manifest, image)
+
+    def _withdrawn(self, manifest: Manifest) -> None:
+        if self.publisher is not None:
+            self.publisher.withdraw(manifest.version)
 
     def _forward(self, version: int) -> None:
         self._whole.wait()

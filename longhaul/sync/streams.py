@@ -1,4 +1,4 @@
-"""One pass over memory that digests: bytes are read once, and on their way also copied past the caches.
+"""One pass over memory that digests: bytes are read once, fetched ahead of their use, and may be copied on their way.
 
 Copied in the usual way and digested beside it, a byte costs four passes of memory: it is read, its target is read to be
 owned and written, and it is read again. Here a cache line is loaded, goes into the digest in registers, and leaves by
@@ -26,7 +26,7 @@ STRIPES = 16
 
 BLOCK = STRIPE * STRIPES
 
-AHEAD = 4096
+AHEAD = 16384
 """Bytes that lines are fetched before they are needed: across pages, where the processor itself does not."""
 
 SECRET = bytes.fromhex(
@@ -73,34 +73,44 @@ def _stripe(builder: Any, sums: Any, line: Any, secret: Any) -> Any:
     return builder.add(builder.add(sums, neighbours), product)
 
 
-def _block(context: Any, builder: Any, kinds: Any, source: Any, target: Any, place: Any, sums: Any) -> None:
-    """A block of `source` into the sums, and to the same place of `target`; `kinds` are the arguments'."""
+def _block(context: Any, builder: Any, kinds: Any, source: Any, place: Any, sums: Any, target: Any = None) -> None:
+    """A block of `source` into the sums, and to the same place of `target`, if there is one; `kinds` are theirs."""
     fetch = ir.FunctionType(ir.VoidType(), [ir.PointerType(I8), I32, I32, I32])
     fetch = builder.module.declare_intrinsic("llvm.prefetch", [ir.PointerType(I8)], fetch)
-    held = _at(context, builder, kinds[3], sums, I64(0), LINE)
+    held = _at(context, builder, kinds[2], sums, I64(0), LINE)
     now = builder.load(held, typ=LINE)
     now.align = 8
     for i in range(STRIPES):
         at = builder.add(place, I64(i * STRIPE))
         ahead = _at(context, builder, kinds[0], source, builder.add(at, I64(AHEAD)), I8)
-        builder.call(fetch, [ahead, I32(0), I32(3), I32(1)])
+        builder.call(fetch, [ahead, I32(0), I32(2), I32(1)])
         line = builder.load(_at(context, builder, kinds[0], source, at, LINE), typ=LINE)
         line.align = 1
-        stored = builder.store(line, _at(context, builder, kinds[1], target, at, LINE))
-        stored.align = STRIPE
-        stored.set_metadata("nontemporal", builder.module.add_metadata([ir.Constant(I32, 1)]))
+        if target is not None:
+            stored = builder.store(line, _at(context, builder, kinds[3], target, at, LINE))
+            stored.align = STRIPE
+            stored.set_metadata("nontemporal", builder.module.add_metadata([ir.Constant(I32, 1)]))
         now = _stripe(builder, now, line, _words(8 * i))
     now = builder.xor(builder.xor(now, builder.lshr(now, _all(47))), _words(len(SECRET) - STRIPE))
     builder.store(builder.mul(now, _all(P32_1)), held).align = 8
 
 
 @intrinsic
-def _pour_block(typing: Any, source: Any, target: Any, place: Any, sums: Any) -> Any:
+def _pour_block(typing: Any, source: Any, place: Any, sums: Any, target: Any) -> Any:
     def build(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         _block(context, builder, signature.args, *arguments)
         return context.get_dummy_value()
 
-    return types.void(source, target, types.int64, sums), build
+    return types.void(source, types.int64, sums, target), build
+
+
+@intrinsic
+def _scan_block(typing: Any, source: Any, place: Any, sums: Any) -> Any:
+    def build(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        _block(context, builder, signature.args, *arguments)
+        return context.get_dummy_value()
+
+    return types.void(source, types.int64, sums), build
 
 
 @intrinsic
@@ -124,8 +134,15 @@ def pour(source, target, count, sums):
     `target` is aligned to cache lines; `source` need not be.
     """
     for place in range(0, count, BLOCK):
-        _pour_block(source, target, place, sums)
+        _pour_block(source, place, sums, target)
     _fence()
+
+
+@jit
+def scan(source, count, sums):
+    """source[:count], uint8 in whole blocks, goes into the sums (uint64 [8])."""
+    for place in range(0, count, BLOCK):
+        _scan_block(source, place, sums)
 
 
 LENGTH = len(SECRET)

@@ -163,13 +163,25 @@ class Wire:
         self.sock.settimeout(_positive(seconds))
         self.sock.sendall(data)
 
-    def pour_file(self, descriptor: int, size: int, seconds: float, bucket: int = 1 << 24) -> None:
-        """Sends a file's bytes without bringing them to us (sendfile): none may change before they are read there."""
-        until, done = time.monotonic() + seconds, 0
+    def pour_file(
+        self,
+        descriptor: int,
+        size: int,
+        seconds: float,
+        beyond: Callable[[int, float], int] | None = None,
+        bucket: int = 1 << 24,
+    ) -> None:
+        """Sends a file's bytes without bringing them to us (sendfile): none may change before they are read there.
+
+        `beyond(n, seconds)` says how many there are, once they are more than n; without it, all are.
+        """
+        until, done, there = time.monotonic() + seconds, 0, 0 if beyond else size
         while done < size:
             self.sock.settimeout(_positive(until - time.monotonic()))
+            if beyond and done == there:
+                there = beyond(done, until - time.monotonic())
             try:
-                sent = os.sendfile(self.sock.fileno(), descriptor, done, min(bucket, size - done))
+                sent = os.sendfile(self.sock.fileno(), descriptor, done, min(bucket, there - done))
             except BlockingIOError:
                 _awaited(self.sock, select.POLLOUT, until - time.monotonic(), "the other side takes no bytes")
                 continue

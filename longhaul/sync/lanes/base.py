@@ -65,13 +65,15 @@ class Staging(NamedTuple):
     """What a receiver gives to a source. `take(size)` is memory of the receiver's, LookupError where all of it is read.
     `arrived(image, n)` is told, once or often, that the first n bytes are in place, so that they are verified while
     they are hot. `base` is what is served now, for who sends changes. `shared` is told where those who map the same
-    image note what they have verified of it; `made`, that the image was made with every tensor's digest found."""
+    image note what they have verified of it; `made`, that the image was made with every tensor's digest found.
+    `spare(n)` counts n bytes that are taken beside the image while it is made, and says how many more may be."""
 
     take: Callable[[int], np.ndarray]
     arrived: Callable[[np.ndarray, int], None]
     base: tuple[Manifest, np.ndarray] | None = None
     shared: Callable[[Ledger], None] = lambda found: None
     made: Callable[[], None] = lambda: None
+    spare: Callable[[int], int] = lambda taken: 0
 
 
 class Hub(Protocol):
@@ -84,8 +86,11 @@ class Hub(Protocol):
     def bind(self, name: str, held: Held) -> str:
         """-> the name under which the receiver is known: its own, made unique."""
 
-    def ask(self, name: str, wait: float) -> tuple[Parcel, Image] | None:
-        """What the receiver should have next. The image stays as it is as long as it is referred to."""
+    def ask(self, name: str, wait: float, partly: bool = False) -> tuple[Parcel, Image] | None:
+        """What the receiver should have next. The image stays as it is as long as it is referred to.
+
+        It is whole, unless the lane takes it `partly`: then it may have an `arriving`, which is to be followed.
+        """
 
     def changes(self, parcel: Parcel, image: Image) -> Changes | None:
         """What changed since the offer's base; None where that is not to be had, or not worth it."""

@@ -115,6 +115,8 @@ def _broadcast(group: Any, part: np.ndarray, until: float) -> None:
 class GroupDelivery:
     """A session's images, by a group of its own."""
 
+    partly = False
+
     def __init__(self, meeting: _Meeting) -> None:
         self._meeting, self._key = meeting, secrets.token_hex(8)
         self._group: Any = None

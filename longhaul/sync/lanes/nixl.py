@@ -130,6 +130,8 @@ class _Offered:
 class NixlDelivery:
     """A session's images: told of, and read from afar. `Session` keeps an image until its reader has verified it."""
 
+    partly = False
+
     def __init__(self, offered: _Offered) -> None:
         self._offered = offered
 

@@ -99,14 +99,16 @@ def _is_mine(sock: socket.socket) -> bool:
 class SharedDelivery:
     """A session's images, each lent until the receiver says that it has let go."""
 
+    partly = False
+
     def __init__(self) -> None:
         self._known: dict[int, Block] = {}  # the receiver has these mapped
         self._lent: dict[int, Image] = {}
 
     def deliver(self, connection: Wire, hub: Hub, parcel: Parcel, image: Image, words: dict[str, Any]) -> None:
         block = image.block
-        if block is None:
-            raise ProtocolError("this image is mapped from another sender: follow that one")
+        if block is None or block.descriptor < 0:
+            raise ProtocolError("this image lies where others can't map it: follow its own sender")
         stale = [serial for serial, known in self._known.items() if known.spent and serial not in self._lent]
         for serial in stale:
             del self._known[serial]

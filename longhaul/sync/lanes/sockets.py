@@ -29,6 +29,8 @@ BACKLOG = 512
 class Delivery(Protocol):
     """How a session's images go to its receiver."""
 
+    partly: bool  # whether it can begin before an image is whole
+
     def deliver(self, connection: Wire, hub: Hub, parcel: Parcel, image: Image, words: dict[str, Any]) -> None:
         """Answers "fetch"."""
 
@@ -191,7 +193,7 @@ class Session:
             raise WireError(f"nobody knows a frame {frame.kind[:40]!r}")
 
     def _ask(self, wait: float) -> None:
-        self._carried = self.hub.ask(self.name, min(wait, self.hub.settings.lease / 2))
+        self._carried = self.hub.ask(self.name, min(wait, self.hub.settings.lease / 2), self.delivery.partly)
         if self._carried is None:
             self.wire.send("nothing", PATIENCE)
             return

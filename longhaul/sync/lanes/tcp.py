@@ -21,6 +21,7 @@ from longhaul.sync import changes
 from longhaul.sync.buffers import Image
 from longhaul.sync.lanes.base import DAMAGED, Hub, Parcel, Staging
 from longhaul.sync.lanes.sockets import PATIENCE, SocketLane, SocketSource, expect
+from longhaul.sync.manifest import Manifest
 from longhaul.sync.wire import Wire, WireError, check_token
 
 BUFFER = 4 << 20
@@ -79,24 +80,38 @@ class TcpDelivery:
     """A session's images, each poured out whole. `Session` keeps the image until it was verified, because the kernel
     may still read it when all is sent."""
 
+    partly = True
+
     def deliver(self, connection: Wire, hub: Hub, parcel: Parcel, image: Image, words: dict[str, Any]) -> None:
         size, seconds = parcel.manifest.size, parcel.offer.seconds
-        found = hub.changes(parcel, image) if words.get("changes") else None
-        if found is not None:
-            connection.send("changes", PATIENCE, {"size": len(found.body)})
+        room = int(words.get("room", 0))  # of the receiver, for a frame of changes at a time
+        found = hub.changes(parcel, image) if room > 0 else None
+        if found is not None and found.most <= room:
+            connection.send("changes", PATIENCE, {"size": len(found.body), "most": found.most})
             connection.pour(memoryview(found.body), seconds)
             return
         connection.send("whole", PATIENCE, {"size": size})
+        beyond = None if image.arriving is None else image.arriving.beyond
         if image.block is not None and image.block.descriptor >= 0:
-            connection.pour_file(image.block.descriptor, size, seconds)
-        else:
-            connection.pour(image.array[:size].data, seconds)
+            connection.pour_file(image.block.descriptor, size, seconds, beyond)
+            return
+        if beyond is not None:
+            beyond(size - 1, seconds)
+        connection.pour(image.array[:size].data, seconds)
 
     def released(self, words: dict[str, Any]) -> None:
         """It lends nothing."""
 
     def end(self) -> None:
         """It keeps nothing."""
+
+
+def _lengths(words: dict[str, Any], size: int, room: int) -> tuple[int, int]:
+    """(bytes of all changes, and of the longest frame); WireError where they can't be."""
+    total, most = words.get("size"), words.get("most")
+    if not (isinstance(total, int) and isinstance(most, int) and 0 <= total <= size and 0 <= most <= room):
+        raise WireError(f"changes of {total} bytes in frames of {most} where {size} and {room} are the most")
+    return total, most
 
 
 class TcpCollection:
@@ -112,22 +127,47 @@ class TcpCollection:
         size = parcel.manifest.size
         image = staging.take(size)[:size]
         based = staging.base is not None and parcel.offer.base == staging.base[0].version
-        connection.send("fetch", PATIENCE, {"version": parcel.offer.version, "changes": based})
+        room = staging.spare(0) if based else 0
+        connection.send("fetch", PATIENCE, {"version": parcel.offer.version, "room": room})
         frame = expect(connection, seconds, "whole", "changes")  # which may first have to be encoded
         words = frame.words
-        if frame.kind == "changes" and staging.base is not None and 0 <= words.get("size", -1) <= size:
-            body = np.empty(words["size"], np.uint8)
-            connection.fill(body.data, until)
-            try:
-                changes.apply(body.data, *staging.base, parcel.manifest, image, None)
-            except ValueError as error:
-                raise LookupError(f"version {parcel.offer.version} came as {DAMAGED} changes: {error}") from error
+        if frame.kind == "changes" and based and staging.base is not None:
+            lengths = _lengths(words, size, room)
+            staging.spare(lengths[1])
+            self._change(connection, lengths, staging.base, parcel, image, until)
             staging.made()
             return image
         if frame.kind != "whole" or words.get("size") != size:
             raise WireError(f"an image of {words.get('size')} bytes where {size} were due")
         connection.draw(image.data, until, lambda count: staging.arrived(image, count))
         return image
+
+    def _change(
+        self,
+        connection: Wire,
+        lengths: tuple[int, int],
+        base: tuple[Manifest, np.ndarray],
+        parcel: Parcel,
+        image: np.ndarray,
+        until: float,
+    ) -> None:
+        """Makes the image of the base, frame by frame as they come. LookupError where that does not make it, but all
+        of them came."""
+        size, most = lengths
+        buffer, left = memoryview(bytearray(max(most, changes.HEAD.size))), size
+
+        def take(count: int) -> memoryview:
+            nonlocal left
+            connection.fill(buffer[:count], until)
+            left -= count
+            return buffer[:count]
+
+        try:
+            changes.apply(changes.frames(take, size, most, parcel.manifest), *base, parcel.manifest, image, None)
+        except ValueError as error:
+            while left:
+                take(min(left, len(buffer)))
+            raise LookupError(f"version {parcel.offer.version} came as {DAMAGED} changes: {error}") from error
 
     def close(self) -> None:
         """It keeps nothing."""
