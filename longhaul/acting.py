@@ -16,13 +16,13 @@ from typing import Any, NamedTuple
 
 import jax
 
-from longhaul import hosted, learners, membership, pages
+from longhaul import hosted, learners, membership, pages, prompting
 from longhaul import mesh as meshes
 from longhaul.actors import settings
 from longhaul.actors.crew import Crew
 from longhaul.actors.worker import Collect
 from longhaul.environment import vectorise
-from longhaul.reasoning import problems, sampling
+from longhaul.reasoning import sampling
 from longhaul.reasoning.problems import World
 from longhaul.rollout import collector, join
 from longhaul.run import Assembly, Named, Reasoning, Run, completing, from_dict, named, prepare_devices, to_dict
@@ -63,7 +63,7 @@ def process(plain: dict[str, Any], actor: int) -> Collect:
     prepare_devices(1, 1)
     assert isinstance(run.environment, Named | Reasoning) and run.acting.actors is not None
     task, share = run.environment, run.num_envs // run.acting.actors
-    environment = _problems(run, task) if isinstance(task, Reasoning) else named(task)
+    environment = prompting.world(run, prompting.bank(run)) if isinstance(task, Reasoning) else named(task)
     algorithm = learners.make(environment.spec, run.algorithm, updates=1, mean=meshes.identity)
     policy = jax.eval_shape(lambda key: algorithm.policy(algorithm.init(key)), jax.random.key(0))
 
@@ -78,17 +78,10 @@ def process(plain: dict[str, Any], actor: int) -> Collect:
 def _acting(run: Run, algorithm: Algorithm, policy: PyTree, on_device: Callable[[], Collector]) -> actors.Acting:
     """What one actor of `run` does: on the host, or as the collector does that `on_device` makes."""
     if not isinstance(run.environment, Named) or not hosted.is_hosted(run.environment.env):
-        return actors.acting(on_device(), policy)
+        return actors.acting(on_device(), policy, prompting.checker(run))
     assert run.acting.actors is not None
     sizes = hosted.Sizes(run.num_envs // run.acting.actors, run.num_steps)
     return hosted.acting(run.environment.env, algorithm, policy, sizes)
-
-
-def _problems(run: Run, task: Reasoning) -> World:
-    """What completions of a resolved run are about, as its learner has it."""
-    assert run.evaluation_episodes is not None
-    bank = problems.training(task, seed=run.seed, without=run.evaluation_episodes, length=run.num_steps)
-    return World(problems.spec(task, run.num_steps), bank)
 
 
 def _nobody() -> Collector:

@@ -104,7 +104,7 @@ def figure(
             few |= {"NPROC": "4"} if name == "seeds" else {}
             others = workers.enter_context(Worker(command, few))
         peer = {"replay": replay_workloads.PEER, "reasoning": reasoning.PEER}.get(name)
-        if peer is not None and peer_python is not None and not case.get("bare") and case.get("what") != "train":
+        if peer is not None and peer_python is not None and not case.get("bare"):
             others = workers.enter_context(Worker([peer_python, "-c", peer, json.dumps(ours.about)], {}))
         if name == "sac" and peer_python is not None and (case["env"] or "").startswith("brax/"):
             few = {"NPROC": "1"} if ours.about["config"]["devices"] == 1 else {}

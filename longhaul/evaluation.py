@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from longhaul import hosted, learners, rollout, worlds
+from longhaul import hosted, learners, prompting, rollout, worlds
 from longhaul import mesh as meshes
 from longhaul.datasets import sources
 from longhaul.datasets.log import BadData
@@ -18,7 +18,7 @@ from longhaul.driving import config, recording, scores, simulator
 from longhaul.driving.bank import Bank, stack
 from longhaul.driving.recording import Recording, Verdict
 from longhaul.driving.scenario import Scenario
-from longhaul.reasoning import problems, quality, sampling, tokens
+from longhaul.reasoning import marking, problems, quality, sampling
 from longhaul.run import Driving, Reasoning, Run, cores
 from longhaul.types import Environment, Measure, Params
 
@@ -101,16 +101,18 @@ def reasoner(run: Run, count: int) -> Callable[..., tuple[Scores, list[dict[str,
     """
     task, config = run.environment, run.algorithm
     assert isinstance(task, Reasoning) and isinstance(config, learners.Reasoner)
-    made, asked = problems.task(task), problems.held_out(task, count)
-    bank = sampling.bank(made, asked, np.random.default_rng(problems.HELD_OUT), run.num_steps)
+    made, asked, words = problems.held_out_task(task), problems.held_out(task, count), prompting.words(run)
+    bank = sampling.bank(made, asked, np.random.default_rng(problems.HELD_OUT), run.num_steps, words)
     how = sampling.Sampling(run.num_steps, SAMPLES, config.temperature, task.wave)
-    evaluate = quality.evaluate_reasoning(config.model, how)
+    evaluate = quality.evaluate_reasoning(config.model, how) if task.exact else (
+        marking.evaluating(made, asked, config.model, how, words)
+    )  # fmt: skip
 
     def score(policy: Params, seed: int = run.seed) -> tuple[Scores, list[dict[str, Any]]]:
         found, drawn = jax.device_get(evaluate(policy.params, bank, jax.random.key(seed + 10_000)))
         told = np.ones(count, bool)
         metrics = {name: Measure(np.asarray(value, np.float64), told) for name, value in found._asdict().items()}
-        firsts = (tokens.decode(row) for row in drawn.token[: SHOWN * SAMPLES : SAMPLES])
+        firsts = (words.decode(row) for row in drawn.token[: SHOWN * SAMPLES : SAMPLES])
         chains = [
             {"prompt": problem.prompt, "chain": text, "right": made.reward(problem, text) == 1.0}
             for problem, text in zip(asked, firsts, strict=False)

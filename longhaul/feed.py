@@ -22,7 +22,7 @@ import google_crc32c
 import jax
 import numpy as np
 
-from longhaul import learners, recordings, worlds
+from longhaul import learners, prompting, recordings, worlds
 from longhaul import mesh as meshes
 from longhaul.datasets import sources, stream
 from longhaul.datasets.log import BadData
@@ -35,7 +35,6 @@ from longhaul.driving.bank import Sizes
 from longhaul.driving.room import Room, needs, padded
 from longhaul.driving.scenario import Scenario
 from longhaul.driving.tables import Tables
-from longhaul.reasoning import problems
 from longhaul.reasoning.problems import Reasoning, World
 from longhaul.recordings import Recorded
 from longhaul.run import BEGINNING, Driving, Origin, Run, RunError, cores, last_update, named
@@ -132,8 +131,9 @@ def feed(run: Run, origin: Origin = BEGINNING) -> Feed:
     Devices must have been prepared. Raises RunError or BadData, one line, where data can't be used.
     """
     task = run.environment
-    if isinstance(task, Reasoning):
-        return _problems(run, task)
+    if isinstance(task, Reasoning):  # the problems of the run's seed, without those that it is evaluated on
+        held = meshes.everywhere(prompting.bank(run), meshes.make_mesh(*run.mesh))
+        return Feed(lambda context: prompting.world(run, context), once(held))
     if not isinstance(task, Driving):
         environment = named(task)
         if files := learners.recorded(run.algorithm):
@@ -152,17 +152,6 @@ def feed(run: Run, origin: Origin = BEGINNING) -> Feed:
         if len(library) > task.bank:
             return _streamed(run, task, library, origin)
     return _resident(run, task)
-
-
-def _problems(run: Run, task: Reasoning) -> Feed:
-    """The problems of the run's seed, without those that it is evaluated on."""
-    assert run.evaluation_episodes is not None
-    try:
-        bank = problems.training(task, seed=run.seed, without=run.evaluation_episodes, length=run.num_steps)
-    except ValueError as error:
-        raise RunError(f"--task {task.task}: {error}") from error
-    spec = problems.spec(task, run.num_steps)
-    return Feed(lambda context: World(spec, context), once(meshes.everywhere(bank, meshes.make_mesh(*run.mesh))))
 
 
 def once(context: PyTree) -> Callable[[Place], Generator[Fed]]:
@@ -297,7 +286,7 @@ def spec(run: Run) -> Spec:
     task = run.environment
     if isinstance(task, Driving):
         return simulator.outline(task.simulator, least=2, most=2, dt=0.1).spec
-    return problems.spec(task, run.num_steps) if isinstance(task, Reasoning) else named(task).spec
+    return prompting.spec(run) if isinstance(task, Reasoning) else named(task).spec
 
 
 def _check(library: Library, task: Driving) -> None:

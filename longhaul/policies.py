@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from longhaul import feed as feeds
-from longhaul import learners, members
+from longhaul import learners, members, prompting
 from longhaul import mesh as meshes
 from longhaul.checkpoint import Checkpoints
 from longhaul.folders import load_run
@@ -34,6 +34,7 @@ def restore_policy(folder: Path, member: int | None = None) -> tuple[Run, Params
     else:
         algorithm = learners.make(feeds.spec(run), run.algorithm, updates=1, mean=meshes.identity)
         begun = jax.jit(algorithm.init)(jax.random.split(jax.random.key(run.seed), 3)[0])  # as `fused.start` has it
+        begun = prompting.loaded(run, begun)
     progress = Progress(begun, (), (), jnp.int32(0))  # type: ignore[arg-type]
     with closing(Checkpoints(folder / "checkpoints")) as checkpoints:
         restored = checkpoints.latest(progress, part=True)

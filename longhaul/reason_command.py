@@ -13,7 +13,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from longhaul import flags, learners, printing, training
+from longhaul import flags, learners, printing, prompting, training
 from longhaul.flags import DEBUG, FLOAT, INT, PATH, TEXT, Flag, FlagError, choice
 from longhaul.folders import find_folder, load_run
 from longhaul.reasoning import optimiser, problems, thinking
@@ -61,23 +61,24 @@ def reason(words: Sequence[str]) -> int:
     if not isinstance(task, Reasoning):
         raise RunError(f"run {folder.name} is no language model's; name one of a recipe reasoning-...")
     if parsed["curve"] is not None:
-        _check_curve(parsed)
+        _check_curve(parsed, task)
         return _curve(folder, parsed, settings)
-    made = problems.task(task)
-    asked = list(parsed["PROBLEM"]) or [problems.held_out(task, 1)[0].prompt]
+    made, asked = problems.held_out_task(task), list(parsed["PROBLEM"]) or [problems.held_out(task, 1)[0].prompt]
     if made.posed is not None:
         for prompt in asked:
             made.posed(prompt)  # what is no problem is said before anything is loaded
+    if parsed["steps"] is not None and task.task == problems.QUESTIONS:
+        raise FlagError(f"--steps is {parsed['steps']}, and answers to questions have no mark of a step; leave it out")
     run, policy, _ = training.restore_policy(folder)
     draw = drawing(
         _model(run).model, policy.params, length=run.num_steps, seed=parsed["seed"],
         temperature=_temperature(run, parsed),
-        max_reasoning_steps=UNBOUNDED if parsed["steps"] is None else parsed["steps"],
+        max_reasoning_steps=UNBOUNDED if parsed["steps"] is None else parsed["steps"], words=prompting.words(run),
     )  # fmt: skip
     found = optimiser.ReasoningOptimizer(made, draw, settings).solve(asked)
     if parsed["json"] != "-":
-        for solution in found:
-            _show(solution)
+        for prompt, solution in zip(asked, found, strict=True):
+            _show(solution, known=made.posed is None or made.posed(prompt).answer != "")
     if parsed["json"] is not None:
         printing.write_json(parsed["json"], [_plain(solution) for solution in found])
     return 0
@@ -92,7 +93,9 @@ def _temperature(run: Run, parsed: dict[str, Any]) -> float:
     return _model(run).temperature if parsed["temperature"] is None else float(parsed["temperature"])
 
 
-def _check_curve(parsed: dict[str, Any]) -> None:
+def _check_curve(parsed: dict[str, Any], task: Reasoning) -> None:
+    if not task.exact:
+        raise FlagError(f"--curve is of problems with one right answer, and the run's are of {task.task}; leave it out")
     if parsed["curve"] < 1:
         raise FlagError(f"--curve is {parsed['curve']}; it must be at least 1")
     if parsed["PROBLEM"]:
@@ -125,11 +128,12 @@ def _curve(folder: Path, parsed: dict[str, Any], settings: optimiser.Config) -> 
     return 0
 
 
-def _show(solution: Solution) -> None:
+def _show(solution: Solution, *, known: bool) -> None:
+    """`known`: what the right answer is."""
     header = ["chain", "answer", "soundness", "log p", "right"]
     rows = [
         [chain.text, "-" if chain.answer is None else chain.answer, printing.number(chain.soundness),
-         printing.number(chain.log_prob), "yes" if chain.reward == 1.0 else "no"]
+         printing.number(chain.log_prob), "?" if not known else "yes" if chain.reward == 1.0 else "no"]
         for chain in solution.chains
     ]  # fmt: skip
     print(solution.prompt)

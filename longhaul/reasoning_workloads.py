@@ -1,7 +1,8 @@
 """What the benchmark of reasoning measures: tokens that a small language model samples, and those that it learns from.
 
-transformers does the same sampling under its own Python, by `generate` of a model of the same sizes: the same rows,
-prompts and new tokens, of which none ends early on either side. Weights are random, as is what they write.
+transformers does the same under its own Python, with a model of the same sizes: `generate` of the same rows, prompts
+and new tokens, of which none ends early on either side; and a training step of torch, with the same loss, logits of the
+new tokens alone, a gradient cut to the same norm, and Adam. Weights are random, as is what they write.
 """
 
 from __future__ import annotations
@@ -72,7 +73,7 @@ def _learning(
     written, zero = jnp.ones(token.shape, bool), jnp.zeros(rows, jnp.int32)
     reward = jnp.asarray(rng.integers(0, 2, rows), jnp.float32)
     nothing = jnp.zeros(token.shape)
-    data = sampling.Completions(asked, token, written, written, nothing, reward, reward, zero, zero)
+    data = sampling.Completions(asked, token, written, written, nothing, reward, reward, zero, zero, zero)
     return learner.learn, (state, data)
 
 
@@ -89,8 +90,23 @@ model = Qwen3ForCausalLM(Qwen3Config(
     num_attention_heads=sizes["heads"], num_key_value_heads=sizes["kv_heads"], head_dim=sizes["head_dim"],
     intermediate_size=sizes["hidden"], tie_word_embeddings=sizes["tied"], eos_token_id=None, pad_token_id=0,
     bos_token_id=None)).eval()
-asked = torch.randint(1, 23, (config["rows"], config["prompt"]), generator=torch.Generator().manual_seed(0))
-def work():
+seed = torch.Generator().manual_seed(0)
+asked = torch.randint(1, 23, (config["rows"], config["prompt"]), generator=seed)
+token = torch.randint(1, 23, (config["rows"], config["length"]), generator=seed)
+reward = torch.randint(0, 2, (config["rows"] // 16, 16), generator=seed).float()
+worth = ((reward - reward.mean(1, keepdim=True)) / (reward.std(1, keepdim=True) + 1e-4)).reshape(-1, 1)
+optimiser = torch.optim.Adam(model.parameters(), lr=2e-4, betas=(0.9, 0.98))
+def train():
+    for _ in range(config["calls"]):
+        logits = model(torch.cat([asked, token], 1), logits_to_keep=config["length"] + 1, use_cache=False).logits
+        log_prob = logits[:, :-1].log_softmax(-1).gather(2, token[:, :, None])[:, :, 0]
+        ratio = log_prob.exp()
+        loss = -torch.minimum(ratio * worth, ratio.clamp(0.8, 1.28) * worth).mean()
+        optimiser.zero_grad()
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimiser.step()
+def sample():
     for _ in range(config["calls"]):
         with torch.no_grad():
             found = model.generate(asked, attention_mask=torch.ones_like(asked), max_new_tokens=config["length"],
@@ -101,6 +117,7 @@ def cpu():
     return usage.ru_utime + usage.ru_stime
 def tell(what):
     print("figure " + json.dumps(what), flush=True)
+work = train if config["what"] == "train" else sample
 work()
 compiled = time.perf_counter() - began
 versions = {name: importlib.metadata.version(name) for name in ("torch", "transformers")}
@@ -110,4 +127,4 @@ for _ in sys.stdin:
     work()
     tell({"wall_seconds": time.perf_counter() - began, "cpu_seconds": cpu() - used})
 """
-"""Drives transformers' `generate` as `bench.serve` drives our program; runs under its own Python."""
+"""Drives transformers, sampling or learning, as `bench.serve` drives our program; runs under its own Python."""

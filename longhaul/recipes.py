@@ -327,6 +327,25 @@ def reasoning_arithmetic() -> Run:
     )
 
 
+def reasoning_questions() -> Run:
+    """Questions with answers from your JSONL file by DAPO: give --questions FILE, and --model-folder a model.
+
+    Answers are checked on the host, where completions are sampled, in a thread beside the learner. Not measured: that
+    depends on file and model.
+    """
+    return Run(
+        "reasoning-questions",
+        Reasoning(task="questions"),
+        grpo.Config(loss="dapo", group=8, lr=1e-5),
+        topology="actors",
+        acting=Acting(actor_kind="thread"),
+        total_steps=200 * 16 * 8 * 256,
+        num_envs=16,
+        num_steps=256,
+        health=Bounds(entropy=0.0, solved=0.95),
+    )
+
+
 def general() -> Run:
     """PPO with PureJaxRL's settings in any environment: give --env NAME."""
     return Run("ppo", Named("cartpole"), ppo.Config(), total_steps=1_000_000, num_envs=64, num_steps=128)
@@ -357,6 +376,7 @@ RECIPES: dict[str, Callable[[], Run]] = {
     "hackmatrix": hackmatrix,
     "hackmatrix-best": hackmatrix_best,
     "reasoning-arithmetic": reasoning_arithmetic,
+    "reasoning-questions": reasoning_questions,
     "bc": cloning,
     "ppo": general,
 }

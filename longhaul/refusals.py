@@ -81,6 +81,8 @@ def check_reasoning(run: Run) -> None:
     except ValueError as error:
         name, _, rest = str(error).partition(" ")
         raise RunError(f"--{flag(name)} {rest}") from error
+    if not run.environment.exact and run.topology != "actors":
+        raise RunError(f"--task {run.environment.task} is checked on the host; give --topology actors")
 
 
 def check_expert(run: Run) -> None:

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import jax
 from jax.sharding import Mesh
 
-from longhaul import compilation, hosted, hosts, learners, members, partition, population, recordings, shards
+from longhaul import compilation, hosted, hosts, learners, members, partition, population, prompting, recordings, shards
 from longhaul import mesh as meshes
 from longhaul.actors import settings as layouts
 from longhaul.actors.settings import Acting
@@ -105,6 +105,7 @@ def resolve(run: Run) -> Run:
     if isinstance(run.environment, Driving):
         check_driving(run.environment)
     check_reasoning(run)
+    run = prompting.fitted(run)
     if run.topology not in TOPOLOGIES:
         raise RunError(f"--topology is {run.topology!r}; it must be one of {', '.join(TOPOLOGIES)}")
     check_expert(run)
@@ -392,7 +393,8 @@ def completing(run: Run, world: World, prompts: int) -> Collector:
     config, task = run.algorithm, run.environment
     assert isinstance(config, learners.Reasoner) and isinstance(task, Reasoning)
     how = sampling.Sampling(run.num_steps, config.group, config.temperature, task.wave)
-    return sampling.collector(config.model, world.bank, how, prompts=prompts)
+    words = prompting.words(run)
+    return sampling.collector(config.model, world.bank, how, prompts=prompts, words=words, exact=task.exact)
 
 
 def _guide(run: Run, environment: Environment, worlds: int) -> Guide | None:

@@ -50,14 +50,14 @@ CHOICES: dict[str, tuple[str, ...]] = {
     "model-family": models.FAMILIES,
     "model-precision": tuple(PRECISIONS),
     "model-remat": REMATS,
-    "task": tuple(problems.MADE),
+    "task": problems.TASKS,
     "loss": tuple(grpo.LOSSES),
     "gate-chains": gate.CHAINS,
 }
 
-HIDDEN = ("recipe", "driver", "model", "vocabulary", "rope_scaling")
+HIDDEN = ("recipe", "driver", "model", "vocabulary", "pad", "rope_scaling")
 """Fields that are no flag: the recipe is named before, who learns drives by the policy, --mesh says both sizes, a
-tokeniser the vocabulary, and rope scaling is of models from elsewhere."""
+tokeniser the vocabulary and what pads, and rope scaling is of models from elsewhere."""
 
 SIDE_BY_SIDE = ("seeds", "sweep", "pbt-interval", "together")
 """Flags that make many runs of one."""

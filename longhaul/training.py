@@ -30,6 +30,7 @@ from longhaul import (
     networks,
     partition,
     poison,
+    prompting,
     publishing,
     pulse,
     resumption,
@@ -134,6 +135,7 @@ def _train(
             _say(line)
         with clock.compiling():
             progress = assembly.start(run.seed, feeding.now.context)
+        progress = progress._replace(state=prompting.loaded(run, progress.state))
         untrained = _on_host(assembly.policy(progress.state), assembly.mesh)
         _say(f"{about['parameters']:,} parameters" + f" in each of {len(assembly.members)} runs" * run.many)
         sums = _sums(assembly)

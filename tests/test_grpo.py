@@ -39,7 +39,7 @@ def completions() -> tuple[Any, sampling.Completions]:
     reward = np.array([1, 0, 0, 0.5, 1, 1, 1, 1], np.float32)
     arrays = map(jnp.asarray, (prompt, token, written, taken, jnp.where(taken, log_prob, 0.0), reward))
     zero = jnp.zeros(ROWS, jnp.int32)
-    return params, sampling.Completions(*arrays, jnp.linspace(0.0, 0.5, ROWS), zero, zero)
+    return params, sampling.Completions(*arrays, jnp.linspace(0.0, 0.5, ROWS), zero, zero, zero)
 
 
 def test_advantages_by_hand() -> None:
@@ -201,7 +201,7 @@ def test_two_shards_are_one_batch() -> None:
     parts = grpo.grpo(None, settings, updates=1, mean=meshes.mean_over_data)
     state = whole.init(jax.random.key(1))._replace(params=params)
     P = jax.sharding.PartitionSpec
-    specs = sampling.Completions(*[P("data")] * 9)
+    specs = sampling.Completions(*[P("data")] * 10)
     split = meshes.per_shard(lambda s, d: parts.learn(s, d, jax.random.key(0)), mesh, (P(), specs), (P(), P()))
     (_, one), (_, two) = jax.jit(whole.learn)(state, data, jax.random.key(0)), jax.jit(split)(state, data)
     for name in ("loss", "entropy", "grad_norm"):

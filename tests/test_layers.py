@@ -50,8 +50,8 @@ TABLE = """
 1  driving/scenario driving/codes driving/tiles driving/polylines driving/edges driving/lanes driving/routes
    driving/guides driving/roads driving/extents driving/compile driving/bank
 2  environment rollout recordings
-2  reasoning/model reasoning/hub reasoning/decoding reasoning/sampling reasoning/gate reasoning/problems
-   reasoning/quality reasoning/drawing reasoning/thinking
+2  reasoning/model reasoning/hub reasoning/decoding reasoning/checking reasoning/sampling reasoning/gate
+   reasoning/problems reasoning/quality reasoning/marking reasoning/drawing reasoning/thinking
 2  central/wire central/lane central/streaming central/grpc_lane central/shared_lane central/batcher central/places
    central/crew central/episodes central/trajectories central/inference central/server central/settings
 3  sync/changes sync/chain sync/buffers sync/lanes/base sync/lanes/sockets sync/lanes/shared sync/lanes/tcp
@@ -81,8 +81,8 @@ TABLE = """
 4  datasets/convert datasets/stream
 4  topologies/fused topologies/population topologies/actors topologies/central worlds curves legacy matches spectating
    envs/host_driving envs/host envs/gym_export hosted central/client central/far
-5  report intervals experiment refusals members run folders feed resumption acting serving evaluation resimulation
-   poison policies member_records ranking ending publishing training
+5  report intervals experiment refusals prompting members run folders feed resumption acting serving evaluation
+   resimulation poison policies member_records ranking ending publishing training
    scaling/page
    scaling/grid
 6  driving_recipes recipes workloads peers acting_workloads central_workloads replay_workloads reasoning_workloads

@@ -34,6 +34,13 @@ def test_normal_has_the_moments_and_tails_of_a_gaussian():
     assert abs(np.mean(x**4) - 3.0) < 0.1
 
 
+def test_normal_numbers_of_many_keys_are_those_of_jax() -> None:
+    keys, shapes = jax.random.split(jax.random.key(3), 3), [(2, 3), (5,), (4, 1, 2)]
+    found = jax.jit(lambda keys: randomness.normals(keys, shapes))(keys)
+    for key, shape, each in zip(keys, shapes, found, strict=True):
+        np.testing.assert_allclose(each, jax.random.normal(key, shape), rtol=1e-6)
+
+
 def test_too_many_numbers_are_refused():
     with pytest.raises(ValueError, match=r"2\*\*32"):
         jax.eval_shape(lambda: randomness.bits(jax.random.key(0), (2**32,)))

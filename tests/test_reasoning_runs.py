@@ -6,6 +6,8 @@ import dataclasses
 import json
 import os
 import signal
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -24,11 +26,12 @@ from longhaul.flags import FlagError
 from longhaul.reasoning import model, problems, quality, sampling, tasks, tokens
 from longhaul.records import Sums
 from longhaul.run import Reasoning, Run, RunError
-from tests.small_runs import after, begin, make_quick, records, result, resume
+from tests.small_runs import after, begin, checkpoints, make_quick, records, result, resume
 
 TASK = Reasoning(problems=64, most=3)
 MODEL = model.Config(width=16, layers=1, heads=1, kv_heads=1, head_dim=16, hidden=16)
 LENGTH = 21
+ROOT = Path(__file__).resolve().parent.parent
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -113,6 +116,58 @@ def test_samplers_in_processes_change_no_number_also_when_one_is_killed(
     assert result(tmp_path / "threads")["params_sha256"] == result(tmp_path / "processes")["params_sha256"]
 
 
+@pytest.mark.slow
+def test_a_learner_that_is_killed_and_goes_on_ends_as_one_that_was_not(tmp_path: Path) -> None:
+    """Two processes sample with weights of two updates before; the learner is killed behind its third checkpoint."""
+    run = small(topology="actors", acting=Acting(2, "process", 2, True), total_steps=20 * 8 * LENGTH)
+    assert begin(run, tmp_path / "whole").code == 0
+    folder = tmp_path / "killed"
+    program = f"""
+import os, signal
+from pathlib import Path
+from longhaul.checkpoint import Checkpoints
+from tests import test_reasoning_runs as here
+from tests.small_runs import after, begin
+
+Checkpoints.wait = after(4, lambda: os.kill(os.getpid(), signal.SIGKILL), Checkpoints.wait)
+run = here.small(topology="actors", acting=here.Acting(2, "process", 2, True), total_steps=20 * 8 * here.LENGTH)
+begin(run, Path({str(folder)!r}))
+"""
+    done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == -signal.SIGKILL, done.stderr
+    assert 0 < max(checkpoints(folder)) < 20
+    assert not (folder / "result.json").exists()
+    assert resume(folder).code == 0
+    told = [
+        [{k: v for k, v in row.items() if not k.startswith("actors/")} for row in records(where)]
+        for where in (folder, tmp_path / "whole")
+    ]
+    assert told[0] == told[1]
+    assert result(folder)["params_sha256"] == result(tmp_path / "whole")["params_sha256"]
+
+
+@pytest.mark.slow
+def test_a_run_two_updates_behind_ends_within_noise_of_one_that_is_not(tmp_path: Path) -> None:
+    """Sums of two digits, a learner of 10,000 parameters, three seeds each."""
+    task = Reasoning(fewest=1, most=1, held_out_fewest=1, problems=64)
+    wide = dataclasses.replace(MODEL, width=32, hidden=64)
+    algorithm = grpo.Config(model=wide, group=8, taught=60, lr=1e-3)
+    settings: dict[str, Any] = {
+        "environment": task, "algorithm": algorithm, "num_envs": 8, "num_steps": 12, "total_steps": 160 * 64 * 12,
+        "save_interval": 200, "evaluation_episodes": 4, "topology": "actors",
+    }  # fmt: skip
+    ends: dict[int, list[float]] = {0: [], 2: []}
+    for seed in (0, 1, 2):
+        for staleness, found in ends.items():
+            folder = tmp_path / f"{staleness}-{seed}"
+            assert begin(small(acting=Acting(2, "thread", staleness), seed=seed, **settings), folder).code == 0
+            rows = records(folder)
+            found.append(float(np.mean([row["episode/return"] for row in rows[-20:]])))
+            assert np.mean([row["episode/return"] for row in rows[60:65]]) < found[-1] - 0.05, "rewards teach"
+            assert max(row["actors/staleness_max"] for row in rows) <= staleness
+    assert abs(np.mean(ends[0]) - np.mean(ends[2])) < 0.1, ends
+
+
 # ---------------------------------------------------------------------------------------------------------- held out
 
 
@@ -172,7 +227,11 @@ def test_a_perfect_policy_and_one_that_never_ends() -> None:
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({"environment": dataclasses.replace(TASK, task="countdown")}, "--task is 'countdown'; it must be one of"),
+        ({"environment": dataclasses.replace(TASK, task="sudoku")}, "--task is 'sudoku'; it must be one of"),
+        (
+            {"environment": dataclasses.replace(TASK, task="countdown")},
+            "is checked on the host; give --topology actors",
+        ),
         ({"environment": dataclasses.replace(TASK, fewest=4)}, "--fewest is 4; it must lie in 1 to --most, 3"),
         ({"environment": runs.Named("cartpole")}, "learn from prompts, and nothing else does"),
         ({"topology": "central"}, "completions are sampled by the learner, its threads or its processes"),

@@ -10,7 +10,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from longhaul.reasoning import model, sampling, tasks, tokens
+from longhaul import mesh as meshes
+from longhaul import partition
+from longhaul.reasoning import checking, model, sampling, tasks, tokens
 
 CONFIG = model.Config(width=32, layers=1, heads=2, kv_heads=1, head_dim=16, hidden=48)
 LENGTH = 21
@@ -64,8 +66,7 @@ def test_checkers_on_the_device_say_what_those_on_the_host_do() -> None:
             rows.append((problem, text, task.reward(problem, text), task.soundness(problem, text)))
     solution = padded([tasks.write(problem.steps, problem.answer) for problem, *_ in rows])
     text = padded([row[1] for row in rows])
-    reward, sound, steps = (np.asarray(x) for x in jax.jit(lambda a, b: (
-        sampling.rewards(a, b), sampling.soundness(a, b), sampling.steps(b)))(solution, text))  # fmt: skip
+    reward, sound, steps = (np.asarray(x) for x in jax.jit(checking.checked)(solution, text))
     for i, (problem, written, wanted_reward, wanted_sound) in enumerate(rows):
         read = tasks.read(written)
         assert reward[i] == wanted_reward, (problem, written)
@@ -130,6 +131,19 @@ def test_waves_change_no_number_at_temperature_0() -> None:
     np.testing.assert_array_equal(whole.token[:, 0], 1 + np.argmax(logits[:, -1, 1:], axis=-1))
 
 
+def test_a_model_on_two_devices_samples_what_one_does() -> None:
+    """Split over the model axis, as `fused` has it; its prompts are on both devices."""
+    mesh = meshes.make_mesh(1, 2)
+    laid = jax.device_put(params(), partition.shardings(params(), mesh))
+    assert laid["layers"]["gate"].sharding.shard_shape((1, 32, 48)) == (1, 32, 24)
+    nowhere = jax.sharding.PartitionSpec()
+    sample = meshes.per_shard(sampling.sampler(CONFIG, LENGTH, 0.7), mesh, (nowhere,) * 4, nowhere)
+    arguments = drawn_problems()[1].prompt, jax.random.key(1), jnp.int32(1)
+    found, one = jax.jit(sample)(laid, *meshes.everywhere(arguments, mesh)), drawn(1)
+    np.testing.assert_array_equal(found.token, one.token)
+    np.testing.assert_allclose(found.log_prob, one.log_prob, atol=2e-5)
+
+
 def test_the_collector_teaches_and_then_samples_in_groups() -> None:
     _, bank = drawn_problems()
     settings = sampling.Sampling(LENGTH, group=4, wave=16)
@@ -141,7 +155,7 @@ def test_the_collector_teaches_and_then_samples_in_groups() -> None:
         speaker = sampling.Speaker(params(), jnp.int32(lesson), jnp.float32(1.0))
         _, data, told = collect(speaker, (), jax.random.key(version), jnp.int32(version))
         wanted = np.stack([solution[bytes(np.asarray(prompt))] for prompt in data.prompt])
-        np.testing.assert_array_equal(data.reward, sampling.rewards(wanted, data.token))
+        np.testing.assert_array_equal(data.reward, checking.rewards(wanted, data.token))
         groups = np.asarray(data.prompt).reshape(8, 4, -1)
         assert (data.lesson == lesson).all() and (data.version == version).all()
         assert (data.taught == (lesson != sampling.SAMPLED)).all()
@@ -196,7 +210,8 @@ def test_what_does_not_fit_a_bank_is_named() -> None:
     rng = np.random.default_rng(0)
     with pytest.raises(ValueError, match="length is 12, and a solution has 21 tokens"):
         sampling.bank(ARITHMETIC, drawn_problems()[0], rng, 12)
-    with pytest.raises(ValueError, match="countdown has many right answers"):
-        sampling.bank(tasks.countdown(), [], rng, 12)
+    sums = tasks.problems(tasks.countdown(), rng, 4)
+    with pytest.raises(ValueError, match="length is 12, and a solution has"):
+        sampling.bank(tasks.countdown(), sums, rng, 12)
     with pytest.raises(ValueError, match="temperature is 0"):
         sampling.collector(CONFIG, drawn_problems()[1], sampling.Sampling(temperature=0.0), prompts=1)

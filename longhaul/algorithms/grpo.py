@@ -8,7 +8,7 @@ are scaled. GRPO; Dr.GRPO (Liu et al. 2025, 2503.20783); DAPO (Yu et al. 2025, 2
 Groups whose rewards are all exactly equal teach nothing, and count nowhere. What a loss is divided by is of all the
 completions of an optimiser's step, on all shards, and known before any gradient: so it is the same in one piece and in
 micro-batches. The ratio is over what the sampler recorded, and `mismatch` is by how much the learner's
-log-probabilities differ from it at the update's beginning: rounding alone where both have the same parameters.
+log-probabilities differ from it in an update's first minibatch: rounding alone where both have the same parameters.
 
 Where we differ: demonstrations are imitated by the same learner (`Completions.taught`), with learning rates of their
 own: a warm start of `Config.taught` updates, and scaffolding while the gate (reasoning/gate.py) is closed. KL
@@ -75,6 +75,7 @@ class Config:
     num_minibatches: int | None = 2
     update_epochs: int | None = 1
     accumulate: int = 1  # pieces in which a minibatch's gradient is taken
+    model_folder: str = ""  # of Hugging Face's files: the model that learning begins with; "": random weights
     model: model.Config = field(default_factory=model.Config)
 
     @property
@@ -222,10 +223,6 @@ def _rate(
     return rate
 
 
-LOOKED = 64
-"""Completions of a shard of which `mismatch` is told."""
-
-
 def objective(config: Config) -> Callable[[Params, Batch], tuple[jax.Array, Metrics]]:
     """(params, batch) -> sums over its tokens of the weighted loss, and of its parts."""
     loss = LOSSES[config.loss]
@@ -239,8 +236,10 @@ def objective(config: Config) -> Callable[[Params, Batch], tuple[jax.Array, Metr
         log_prob, entropy = log_probs(config.model, params, data.prompt, data.token, config.temperature)
         each, clipped = surrogate(loss, log_prob, data.log_prob, data.taken, batch.advantage)
         taught = data.taught[:, None]
-        off = jnp.where(data.taken & ~taught, log_prob - data.log_prob, 0.0)
+        own = data.taken & ~taught
+        off = jnp.where(own, log_prob - data.log_prob, 0.0)
         parts = {"entropy": entropy, "approx_kl": jnp.expm1(off) - off, "clip_fraction": clipped.astype(jnp.float32)}
+        parts |= {"mismatch": jnp.abs(off), "own": own.astype(jnp.float32)}
         parts["reference_kl"] = jnp.zeros_like(each)
         if config.kl_coef > 0.0:
             away = jnp.where(data.taken, batch.reference - log_prob, 0.0)
@@ -341,10 +340,6 @@ def grpo(
             reference = jax.tree.map(lambda a, b: jnp.where(fresh, a, b), state.params, reference)
         batch = _worths(config, data, reference)
         rows = batch.advantage.shape[0]
-        begun, _ = log_probs(config.model, state.params, data.prompt[:LOOKED], data.token[:LOOKED], config.temperature)
-        counted = data.taken[:LOOKED] & ~data.taught[:LOOKED, None]
-        off = jnp.where(counted, jnp.abs(begun - data.log_prob[:LOOKED]), 0.0)
-        mismatch = mean(jnp.sum(off)) / jnp.maximum(mean(jnp.sum(counted, dtype=jnp.float32)), 1.0)
         rate = _rate(config, state, data, updates, mean)
 
         def step(carried: tuple[Params, optax.OptState], each: tuple[jax.Array, jax.Array]) -> tuple[Any, Metrics]:
@@ -365,6 +360,8 @@ def grpo(
         learnt, parts = jax.lax.scan(step, before, (orders, jnp.arange(len(orders))))
         gate, held = _looked(config, state, data, mean)
         params, opt_state = jax.tree.map(lambda new, old: jnp.where(held, old, new), learnt, before)
+        own = parts.pop("own")[0]  # of the first step, whose parameters are those that were sent to the sampler
+        mismatch = parts.pop("mismatch")[0] / jnp.where(own > 0.0, own, 1.0)
         metrics = jax.tree.map(jnp.mean, parts)
         imitates = mean(jnp.mean(data.taught, dtype=jnp.float32))
         metrics |= {"mismatch": mismatch, "taught": imitates, "gate_open": gate.open.astype(jnp.float32)}

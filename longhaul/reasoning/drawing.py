@@ -11,6 +11,7 @@ import numpy as np
 from longhaul.reasoning import model, tokens
 from longhaul.reasoning.optimiser import Draw
 from longhaul.reasoning.sampling import UNBOUNDED, Drawn, in_waves, sampler
+from longhaul.reasoning.tokens import Tokeniser
 from longhaul.types import Params
 
 ROOM, ROWS = 8, 64
@@ -25,34 +26,38 @@ def drawing(
     temperature: float = 1.0,
     max_reasoning_steps: int = UNBOUNDED,
     seed: int = 0,
+    words: Tokeniser = tokens.TOKENISER,
 ) -> Draw:
     """Draws completions of at most `length` tokens and `max_reasoning_steps` steps, each call others.
 
-    After as many steps the answer's mark is put there. Raises ValueError for a text with unknown characters.
+    After as many steps the answer's mark is put there. Raises ValueError for a text with unknown characters, and for a
+    bound where `words` have no such mark.
     """
     if max_reasoning_steps < 0:
         raise ValueError(f"max_reasoning_steps is {max_reasoning_steps}; it must be at least 0")
-    sample = jax.jit(in_waves(sampler(config, length, temperature), ROWS))
+    if max_reasoning_steps < UNBOUNDED and words.answer == tokens.NONE:
+        raise ValueError(f"max_reasoning_steps is {max_reasoning_steps}, and this vocabulary has no mark of an answer")
+    sample = jax.jit(in_waves(sampler(config, length, temperature, words=words), ROWS))
     calls = 0
 
     def draw(prompts: Sequence[str], count: int) -> list[list[tuple[str, float]]]:
         nonlocal calls
-        encoded = [tokens.encode(prompt) for prompt in prompts for _ in range(count)]
+        encoded = [words.encode(prompt) for prompt in prompts for _ in range(count)]
         room = -(-max(map(len, encoded)) // ROOM) * ROOM
         rows = 1 << (len(encoded) - 1).bit_length()  # so that few shapes are compiled
-        padded = [[tokens.PAD] * (room - len(each)) + each for each in encoded]
+        padded = [[words.pad] * (room - len(each)) + each for each in encoded]
         padded += [padded[0]] * (rows - len(padded))
         key = jax.random.fold_in(jax.random.key(seed), calls)
         calls += 1
         drawn = jax.device_get(sample(params, jnp.asarray(np.array(padded, np.int32)), key,
                                       jnp.int32(max_reasoning_steps)))  # fmt: skip
-        return texts(drawn, count)[: len(prompts)]
+        return texts(drawn, count, words)[: len(prompts)]
 
     return draw
 
 
-def texts(drawn: Drawn, group: int) -> list[list[tuple[str, float]]]:
+def texts(drawn: Drawn, group: int, words: Tokeniser = tokens.TOKENISER) -> list[list[tuple[str, float]]]:
     """Of completions in groups side by side each one's text, and the mean log-probability of what was chosen of it."""
     means = np.asarray(drawn.log_prob).sum(axis=1) / np.maximum(np.asarray(drawn.taken).sum(axis=1), 1)
-    rows = [(tokens.decode(row), float(mean)) for row, mean in zip(np.asarray(drawn.token), means, strict=True)]
+    rows = [(words.decode(row), float(mean)) for row, mean in zip(np.asarray(drawn.token), means, strict=True)]
     return [rows[first : first + group] for first in range(0, len(rows), group)]

@@ -18,7 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from longhaul.reasoning.model import FAMILIES, Config, RopeScaling, check, shapes
-from longhaul.reasoning.tokens import Tokeniser
+from longhaul.reasoning.tokens import Tokeniser, cut
 from longhaul.types import Params
 
 SHARD_BYTES = 5_000_000_000
@@ -88,6 +88,16 @@ def config_of(told: Mapping[str, Any]) -> Config:
     except (TypeError, ValueError) as error:
         raise HubError(f"config.json: {error}") from error
     return config
+
+
+def config(folder: Path | str) -> Config:
+    """The model that a folder's config.json tells of. Raises HubError where there is none, or one that can't be."""
+    path = Path(folder) / "config.json"
+    try:
+        told = json.loads(path.read_text())
+    except (OSError, ValueError) as error:
+        raise HubError(f"{path}: {error}; give a folder with config.json and *.safetensors") from error
+    return config_of(told)
 
 
 def _rope(told: Mapping[str, Any]) -> tuple[float, RopeScaling | None]:
@@ -165,24 +175,17 @@ def _places(config: Config) -> dict[str, _Place]:
 
 def load(folder: Path | str, dtype: str = "float32") -> tuple[Config, Params]:
     """The model of a folder: (config, parameters as NumPy arrays of `dtype`). Raises HubError naming file and fault."""
-    folder = Path(folder)
-    try:
-        told = json.loads((folder / "config.json").read_text())
-    except (OSError, ValueError) as error:
-        raise HubError(
-            f"{folder / 'config.json'}: {error}; give a folder with config.json and *.safetensors"
-        ) from error
-    config = config_of(told)
-    places, target = _places(config), _dtype(dtype)
+    folder, told = Path(folder), config(folder)
+    places, target = _places(told), _dtype(dtype)
     params: dict[str, Any] = jax.tree.map(
-        lambda shape: np.empty(shape, target), shapes(config), is_leaf=lambda x: isinstance(x, tuple)
+        lambda shape: np.empty(shape, target), shapes(told), is_leaf=lambda x: isinstance(x, tuple)
     )
     missing = dict.fromkeys(places)
     for name, array in _arrays(folder):
         if name not in places:
             if name == WHOLE["unembedding"] or name.endswith("rotary_emb.inv_freq"):
                 continue  # the tied embedding a second time; what positions are computed from
-            raise HubError(f"{folder}: {name} has no place in a {config.family} model; the files don't fit config.json")
+            raise HubError(f"{folder}: {name} has no place in a {told.family} model; the files don't fit config.json")
         path, layer, turned = places[name]
         target_array = params[path[0]] if len(path) == 1 else params[path[0]][path[1]]
         into = target_array if layer is None else target_array[layer]
@@ -193,7 +196,7 @@ def load(folder: Path | str, dtype: str = "float32") -> tuple[Config, Params]:
         del missing[name]
     if missing:
         raise HubError(f"{folder}: {len(missing)} arrays are missing, {next(iter(missing))} the first")
-    return config, params
+    return told, params
 
 
 def _dtype(name: str) -> np.dtype[Any]:
@@ -296,7 +299,10 @@ def save(
 
 
 def tokeniser(folder: Path | str) -> Tokeniser:
-    """Of a model's folder, without the marks that a template adds. Raises HubError where there is none to be read."""
+    """Of a model's folder, without the marks that a template adds. Raises HubError where there is none to be read.
+
+    What ends a text is what generation_config.json says, or else config.json; () where neither does.
+    """
     from tokenizers import Tokenizer
 
     path = Path(folder) / "tokenizer.json"
@@ -306,8 +312,21 @@ def tokeniser(folder: Path | str) -> Tokeniser:
         inner = Tokenizer.from_file(str(path))
     except Exception as error:  # the library raises no narrower one
         raise HubError(f"{path}: {error}") from error
+    ends = _ends(Path(folder))
     return Tokeniser(
         inner.get_vocab_size(),
         lambda text: list(inner.encode(text, add_special_tokens=False).ids),
-        lambda numbers: str(inner.decode([int(number) for number in numbers], skip_special_tokens=False)),
+        lambda numbers: str(inner.decode(cut(numbers, ends), skip_special_tokens=False)),
+        ends=ends,
     )
+
+
+def _ends(folder: Path) -> tuple[int, ...]:
+    for name in ("generation_config.json", "config.json"):
+        try:
+            told = json.loads((folder / name).read_text()).get("eos_token_id")
+        except (OSError, ValueError, AttributeError):
+            continue
+        if told is not None:
+            return tuple(told) if isinstance(told, list) else (int(told),)
+    return ()

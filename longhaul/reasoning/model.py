@@ -21,6 +21,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
+from longhaul import randomness
 from longhaul.precision import PRECISIONS, REMATS, rematerialised
 from longhaul.types import Key, Params, PyTree
 
@@ -29,6 +30,10 @@ FAMILIES = ("llama", "qwen2", "qwen3")
 
 UNROLLED = 4
 """Most layers that are compiled one by one: a loop over few small ones costs more than they do."""
+
+TOGETHER = 2**20
+"""Most parameters that are drawn at once, which compiles sooner; of more each array lies where it belongs from the
+beginning."""
 
 NEVER = -1e30
 """The score of what is not attended to; finite, so that a row which sees nothing stays a number."""
@@ -66,6 +71,7 @@ class Config:
     rope_scaling: RopeScaling | None = None
     tied: bool = True  # the embedding is the output's kernel, too
     context: int = 4096  # tokens that it was trained on; told to others, and no bound here
+    pad: int = 0  # the token that pads, and is never chosen; -1: none of the vocabulary, and -1 pads
     precision: str = "fp32"  # of the layers; parameters and logits are as they are
     remat: str = "none"  # what of a layer is computed again for the gradient: precision.REMATS
 
@@ -146,9 +152,11 @@ def init(key: Key, config: Config) -> Params:
     """
     check(config)
     flat, tree = jax.tree.flatten_with_path(shapes(config), is_leaf=lambda x: isinstance(x, tuple))
+    named = [(number, path[-1].key, shape) for number, (path, shape) in enumerate(flat)]
+    kernels = [(number, shape) for number, name, shape in named if not name.endswith(("norm", "bias"))]
+    drawn = dict(zip((number for number, _ in kernels), _normals(key, kernels), strict=True))
     made = []
-    for number, (path, shape) in enumerate(flat):
-        name = path[-1].key
+    for number, name, shape in named:
         if name.endswith("norm"):
             made.append(jnp.ones(shape, jnp.float32))
         elif name.endswith("bias"):
@@ -156,8 +164,17 @@ def init(key: Key, config: Config) -> Params:
         else:
             deviation = 1.0 / math.sqrt(shape[-1] if name == "embedding" else shape[-2])
             deviation /= math.sqrt(2 * config.layers) if name in ("out", "narrow") else 1.0
-            made.append(deviation * jax.random.normal(jax.random.fold_in(key, number), shape, jnp.float32))
+            made.append(deviation * drawn[number])
     return jax.tree.unflatten(tree, made)
+
+
+def _normals(key: Key, kernels: list[tuple[int, tuple[int, ...]]]) -> list[jax.Array]:
+    """Standard normal numbers of (number, shape), each by the key that `key` folded with its number is."""
+    keys = jax.vmap(lambda number: jax.random.fold_in(key, number))(jnp.array([number for number, _ in kernels]))
+    wanted = [shape for _, shape in kernels]
+    if sum(map(math.prod, wanted)) <= TOGETHER:
+        return randomness.normals(keys, wanted)
+    return [jax.random.normal(each, shape) for each, shape in zip(keys, wanted, strict=True)]
 
 
 def size(config: Config) -> int:

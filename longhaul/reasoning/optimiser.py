@@ -17,7 +17,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from longhaul.reasoning.tasks import Problem, Task, read
+from longhaul.reasoning.tasks import Problem, Task
 
 SELECTIONS = ("majority", "weighted", "verified", "best_of_n")
 
@@ -74,7 +74,7 @@ def check(config: Config) -> None:
 
 def judge(task: Task, problem: Problem, text: str, log_prob: float) -> Chain:
     """A completion of a problem as a chain."""
-    written = read(text)
+    written = task.reading(text)
     return Chain(text, written.answer, written.steps, log_prob, task.soundness(problem, text),
                  task.reward(problem, text))  # fmt: skip
 
@@ -157,7 +157,8 @@ class ReasoningOptimizer:
         while open_:
             drawn = len(next(iter(open_.values())))
             count = min(self.config.wave, self.config.samples - drawn)
-            for prompt, texts in zip(list(open_), self._draw(list(open_), count), strict=True):
+            asked = [problems[prompt].prompt for prompt in open_]
+            for prompt, texts in zip(list(open_), self._draw(asked, count), strict=True):
                 chains = open_[prompt]
                 chains += [judge(self._task, problems[prompt], *each) for each in texts]
                 full, early = len(chains) >= self.config.samples, settled(chains, self.config)

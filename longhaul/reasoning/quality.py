@@ -14,18 +14,8 @@ import jax
 import jax.numpy as jnp
 
 from longhaul.reasoning import model, tokens
-from longhaul.reasoning.sampling import (
-    UNBOUNDED,
-    Bank,
-    Drawn,
-    Sampling,
-    answers,
-    in_waves,
-    rewards,
-    sampler,
-    soundness,
-    steps,
-)
+from longhaul.reasoning.checking import answers, checked
+from longhaul.reasoning.sampling import UNBOUNDED, Bank, Drawn, Sampling, in_waves, sampler
 from longhaul.types import Key, Params
 
 
@@ -57,16 +47,16 @@ def quality(problems: Bank, drawn: Drawn, samples: int) -> Quality:
     def each(x: jax.Array) -> jax.Array:
         return x.astype(jnp.float32).reshape(-1, samples)
 
-    right, ended = each(rewards(solution, text)), each(jnp.any(text == tokens.END, axis=1)) > 0.0
+    marks = checked(solution, text)
+    right, ended = each(marks.reward), each(jnp.any(text == tokens.END, axis=1)) > 0.0
     leader = jnp.argmax(votes(text.reshape(-1, samples, text.shape[1]), ended), axis=1)
-    written = steps(text)
     return Quality(
         pass_at_1=jnp.mean(right, axis=1),
         pass_at_k=jnp.max(right, axis=1),
         majority_at_k=jnp.take_along_axis(right, leader[:, None], axis=1)[:, 0],
-        soundness=jnp.mean(each(soundness(solution, text)), axis=1),
-        reasoned=jnp.mean(each(written > 0.0), axis=1),
-        steps=jnp.mean(each(written), axis=1),
+        soundness=jnp.mean(each(marks.soundness), axis=1),
+        reasoned=jnp.mean(each(marks.steps > 0.0), axis=1),
+        steps=jnp.mean(each(marks.steps), axis=1),
         truncated=1.0 - jnp.mean(ended, axis=1),
         length=jnp.mean(each(jnp.sum(drawn.written, axis=1)), axis=1),
     )

@@ -15,11 +15,16 @@ from typing import Any
 
 import numpy as np
 
-from longhaul.reasoning.tasks import SIGNS, Problem, Task
+from longhaul.reasoning.tasks import SIGNS, Problem, Task, Written
+
+QUESTION = "{question}"
+"""What stands for the question in a template."""
 
 
-def questions(path: Path | str, *, check: str = "numeric", mark: str = "####") -> Task:
+def questions(path: Path | str, *, check: str = "numeric", mark: str = "####", template: str = QUESTION) -> Task:
     """Questions of a JSONL file with `question` and `answer` a line, in GSM8K's format: the final answer after `mark`.
+
+    A prompt is `template` with the question in the place of {question}. A line whose question came before is left out.
 
     `check` is "numeric" (as numbers: 1,000 is 1000.0; of a completion without `mark`, its last number counts), "exact"
     (what stands after `mark`, but for spaces), or a function of one's own by its path, "package.module:function",
@@ -28,16 +33,39 @@ def questions(path: Path | str, *, check: str = "numeric", mark: str = "####") -
 
     Raises ValueError, one line with file and line, for what can't be read.
     """
-    loaded = [_question(line, f"{path}:{number}", mark) for number, line in _lines(Path(path))]
-    solutions = {problem.prompt: solution for problem, solution in loaded}
-    if not loaded:
-        raise ValueError(f"{path}: holds no question")
+    if QUESTION not in template:
+        raise ValueError(f"template is {template!r}; it must have {QUESTION} where the question stands")
     reward = checker(check, mark)
+    found: dict[str, tuple[Problem, str]] = {}
+    for line_number, line in _lines(Path(path)):
+        question, answer = _question(line, f"{path}:{line_number}", mark)
+        found.setdefault(question.prompt, (question, answer))
+    if not found:
+        raise ValueError(f"{path}: holds no question")
 
-    def drawn(rng: np.random.Generator) -> Problem:
-        return loaded[int(rng.integers(len(loaded)))][0]
+    def prompted(problem: Problem) -> Problem:
+        return problem._replace(prompt=template.replace(QUESTION, problem.prompt))
 
-    return Task(Path(path).stem, drawn, lambda problem, rng: solutions[problem.prompt], reward, calculated, exact=False)
+    asked = {name: prompted(question) for name, (question, _) in found.items()}
+    bare = {asked[name].prompt: each for name, each in found.items()}
+    listed = tuple(asked.values())
+
+    def solution(problem: Problem, rng: np.random.Generator) -> str:
+        return bare[problem.prompt][1]
+
+    def soundness(problem: Problem, completion: str) -> float:
+        """The template's numbers are not the question's."""
+        return calculated(bare.get(problem.prompt, (problem, ""))[0], completion)
+
+    def posed(prompt: str) -> Problem:
+        """By its question or all that is around it; also what is not of the file, whose answer nobody knows."""
+        question = bare[prompt][0].prompt if prompt in bare else prompt
+        return asked.get(question) or prompted(Problem(question, ""))
+
+    return Task(
+        Path(path).stem, lambda rng: listed[int(rng.integers(len(listed)))], solution, reward, soundness, False, posed,
+        solution, lambda completion: reading(completion, mark), listed,
+    )  # fmt: skip
 
 
 def _lines(path: Path) -> list[tuple[int, str]]:
@@ -83,6 +111,16 @@ def _final(completion: str, mark: str) -> str | None:
     return tail.strip() if found else None
 
 
+def reading(completion: str, mark: str = "####") -> Written:
+    """A completion's calculations and its answer: what stands after `mark`, or the last number; as a plain number, so
+    that 1,050 and 1050.00 are one answer."""
+    final = _final(completion, mark)
+    final = _last(completion) if final is None else final
+    value = number(final)
+    answer = final if value is None else f"{value.normalize():f}"
+    return Written(tuple(re.findall(r"<<([^<>]*)>>", completion)), False, answer or None)
+
+
 def number(text: str) -> Decimal | None:
     """A number as people write it: "$1,000.50" is 1000.50; None for anything else."""
     plain = text.strip().lstrip("$").rstrip(".%").replace(",", "")
@@ -96,11 +134,14 @@ def number(text: str) -> Decimal | None:
 
 def _same_number(final: str | None, completion: str, answer: str) -> bool:
     wanted = number(answer)
-    if final is None:
-        found = re.findall(r"-?[\d,]*\.?\d+", completion, re.ASCII)
-        final = found[-1] if found else ""
-    given_number = number(final)
+    given_number = number(_last(completion) if final is None else final)
     return wanted is not None and given_number is not None and wanted == given_number
+
+
+def _last(completion: str) -> str:
+    """The last number of a text; "" where there is none."""
+    found = re.findall(r"-?[\d,]*\.?\d+", completion, re.ASCII)
+    return found[-1] if found else ""
 
 
 def calculated(problem: Problem, completion: str) -> float:

@@ -1,7 +1,8 @@
 """Completions: a bank of problems on the device, sampling in groups, checking, and the collector of all three.
 
 A problem's answer stands in the bank as tokens, so that rewards are computed where completions are sampled and an
-update is one compiled program. That is for tasks with one right answer (`Task.exact`); others are checked on the host.
+update is one compiled program. That is for tasks with one right answer (`Task.exact`); of others the bank tells prompts
+and demonstrations, and `marking.py` has the host check what was sampled.
 
 A budget is in steps, not tokens: who has written as many gets the answer's mark put after them (s1, Muennighoff et al.
 2025, arXiv 2501.19393). Such a token was not chosen, and `taken` is False for it: no loss may count it. A prompt is
@@ -14,6 +15,7 @@ so that shapes are static and what fits at first fits always. No top-p and no to
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -24,7 +26,9 @@ import numpy as np
 
 from longhaul import randomness
 from longhaul.reasoning import decoding, model, tokens
-from longhaul.reasoning.tasks import Problem, Task, write
+from longhaul.reasoning.checking import Marks, checked
+from longhaul.reasoning.tasks import Problem, Task
+from longhaul.reasoning.tokens import Tokeniser
 from longhaul.types import INFERENCE, Collector, Key, Metrics, Params
 
 UNBOUNDED = 2**30
@@ -55,6 +59,7 @@ class Completions(NamedTuple):
     soundness: jax.Array  # float32 [B]
     lesson: jax.Array  # int32 [B], one of those below
     version: jax.Array  # int32 [B]: updates that had made the weights
+    problem: jax.Array  # int32 [B]: its place in the bank
 
     @property
     def taught(self) -> jax.Array:
@@ -93,74 +98,31 @@ class Sampling:
 # ------------------------------------------------------------------------------------------------------------- banks
 
 
-def bank(task: Task, problems: Sequence[Problem], rng: np.random.Generator, length: int) -> Bank:
+def bank(
+    task: Task, problems: Sequence[Problem], rng: np.random.Generator, length: int, words: Tokeniser = tokens.TOKENISER
+) -> Bank:
     """The problems of a task on the device, with a demonstration of each, for completions of at most `length` tokens.
 
-    Raises ValueError where the task can't be checked there, or a text is longer.
+    Raises ValueError where a text is longer; but of questions from elsewhere (`Task.listed`) it is cut.
     """
-    if not task.exact:
-        raise ValueError(f"{task.name} has many right answers, which the device can't check; choose another task")
-    prompts = [tokens.encode(problem.prompt) for problem in problems]
-    solutions = [tokens.encode(write(problem.steps, problem.answer)) for problem in problems]
-    demonstrations = [tokens.encode(task.demonstration(problem, rng)) for problem in problems]
+
+    def ended(text: str) -> list[int]:
+        numbers = words.encode(text)
+        return numbers if numbers and numbers[-1] in words.ends else [*numbers, *words.ends[:1]]
+
+    prompts = [words.encode(problem.prompt) for problem in problems]
+    solutions = [ended(task.solution(problem, rng)) for problem in problems]
+    demonstrations = [ended(task.demonstration(problem, rng)) for problem in problems]
     longest = max(map(len, [*solutions, *demonstrations]))
-    if longest > length:
+    if longest > length and not task.listed:
         raise ValueError(f"length is {length}, and a solution has {longest} tokens; give at least as many")
     room = max(map(len, prompts))
-    left = np.array([[tokens.PAD] * (room - len(each)) + each for each in prompts], np.int32)
+    left = np.array([[words.pad] * (room - len(each)) + each for each in prompts], np.int32)
     solution, demonstration = (
-        np.array([each + [tokens.PAD] * (length - len(each)) for each in some], np.int32)
+        np.array([each[:length] + [words.pad] * (length - len(each)) for each in some], np.int32)
         for some in (solutions, demonstrations)
     )
     return Bank(jnp.asarray(left), jnp.asarray(solution), jnp.asarray(demonstration))
-
-
-# ---------------------------------------------------------------------------------------------------------- checking
-
-
-def _before(found: jax.Array) -> jax.Array:
-    """bool [B, N] -> how often it was True before each place, int32."""
-    return jnp.cumsum(found, axis=1, dtype=jnp.int32) - found
-
-
-def answers(text: jax.Array) -> jax.Array:
-    """What stands after the first answer's mark up to the first end, moved to the front; [B, N], PAD behind."""
-    rows, length = text.shape
-    marked = _before(text == tokens.ANSWER) > 0
-    inside = marked & (_before(text == tokens.END) == 0)
-    place = jnp.where(inside, _before(inside), length)
-    nothing = jnp.full((rows, length), tokens.PAD, text.dtype)
-    return nothing.at[jnp.arange(rows)[:, None], place].set(text, mode="drop")
-
-
-def rewards(solution: jax.Array, text: jax.Array) -> jax.Array:
-    """1 where the answers of completions are those of the solutions, both [B, N], else 0: `Task.reward`."""
-    ended = jnp.any(text == tokens.END, axis=1)
-    return (ended & jnp.all(answers(solution) == answers(text), axis=1)).astype(jnp.float32)
-
-
-def _heads(text: jax.Array) -> jax.Array:
-    """bool [B, N]: before the answer's mark and the end."""
-    stop = (text == tokens.ANSWER) | (text == tokens.END) | (text == tokens.PAD)
-    return (_before(stop) == 0) & ~stop
-
-
-def steps(text: jax.Array) -> jax.Array:
-    """Written steps of completions [B, N], float32 [B]; one that is begun and not ended by `;` counts, too."""
-    head = _heads(text)
-    ends = head & (text == tokens.STEP)
-    last = jnp.take_along_axis(text, jnp.maximum(jnp.sum(head, axis=1) - 1, 0)[:, None], axis=1)[:, 0]
-    begun = jnp.any(head, axis=1) & (last != tokens.STEP)
-    return (jnp.sum(ends, axis=1) + begun).astype(jnp.float32)
-
-
-def soundness(solution: jax.Array, text: jax.Array) -> jax.Array:
-    """The share of the completions' steps that are the solutions', float32 [B]: `Task.soundness`."""
-    same = _before(solution != text) == 0
-    same &= (solution == text) & _heads(solution) & _heads(text)
-    common = jnp.sum(same & (text == tokens.STEP), axis=1).astype(jnp.float32)
-    longer = jnp.maximum(steps(solution), steps(text))
-    return jnp.where(longer == 0, 1.0, common / jnp.maximum(longer, 1.0))
 
 
 # ---------------------------------------------------------------------------------------------------------- sampling
@@ -187,40 +149,46 @@ class _Decoding(NamedTuple):
     ended: jax.Array  # bool [B]
 
 
-def scored(logits: jax.Array, temperature: float, axis: int = -1) -> jax.Array:
+def scored(logits: jax.Array, temperature: float, axis: int = -1, pad: int = tokens.PAD) -> jax.Array:
     """Log-probabilities of the next token, tokens along `axis`. Padding is never chosen: it would be read as none."""
-    places = jax.lax.broadcasted_iota(jnp.int32, logits.shape, axis % logits.ndim)
-    return jax.nn.log_softmax(jnp.where(places == tokens.PAD, model.NEVER, logits / temperature), axis=axis)
+    logits = logits / temperature
+    if pad != tokens.NONE:
+        places = jax.lax.broadcasted_iota(jnp.int32, logits.shape, axis % logits.ndim)
+        logits = jnp.where(places == pad, model.NEVER, logits)
+    return jax.nn.log_softmax(logits, axis=axis)
 
 
-def chosen(logits: jax.Array, temperature: float, key: Key) -> tuple[jax.Array, jax.Array]:
+def chosen(logits: jax.Array, temperature: float, key: Key, pad: int = tokens.PAD) -> tuple[jax.Array, jax.Array]:
     """(token, its log-probability) [B] of logits [V, B]: what `jax.random.categorical` draws of their rows; at
     temperature 0 the likeliest, of log-probability 0."""
     if temperature == 0.0:
-        return jnp.argmax(scored(logits, 1.0, 0), axis=0).astype(jnp.int32), jnp.zeros(logits.shape[1])
-    scores = scored(logits, temperature, 0)
+        return jnp.argmax(scored(logits, 1.0, 0, pad), axis=0).astype(jnp.int32), jnp.zeros(logits.shape[1])
+    scores = scored(logits, temperature, 0, pad)
     noise = randomness.gumbel(key, logits.shape[::-1]).T
     token = jnp.argmax(scores + noise, axis=0).astype(jnp.int32)
     return token, jnp.take_along_axis(scores, token[None], axis=0)[0]
 
 
-def sampler(config: model.Config, length: int, temperature: float, *, ends: bool = True) -> Callable[..., Drawn]:
+def sampler(
+    config: model.Config, length: int, temperature: float, *, ends: bool = True, words: Tokeniser = tokens.TOKENISER
+) -> Callable[..., Drawn]:
     """(params, prompt [B, P], key, budget) -> completions of at most `length` tokens, as one loop of decode steps.
 
-    `budget` int32: the most steps of each. It ends with the longest completion; where nothing `ends`, with the last
-    token that is allowed. `adapters` may be given, too.
+    `budget` int32: the most steps of each; `words` that have no step and no answer know none. It ends with the longest
+    completion; where nothing `ends`, with the last token that is allowed. `adapters` may be given, too.
     """
     if temperature < 0.0:
         raise ValueError(f"temperature is {temperature}; it must be at least 0")
+    pad = words.pad
 
     def begin(params: Params, prompt: jax.Array, adapters: model.Lora | None) -> tuple[decoding.Kernels, _Decoding]:
         rows, room = prompt.shape
         empty = model.empty(config, rows, room)
-        hidden, filled = model.trunk(config, params, prompt, prompt != tokens.PAD, empty, adapters)
+        hidden, filled = model.trunk(config, params, prompt, prompt != pad, empty, adapters)
         assert filled is not None
         logits = model.unembed(config, params, hidden[:, -1]).T
         nothing, none = jnp.zeros((length, rows), bool), jnp.zeros(rows, bool)
-        blank = Drawn(jnp.full((length, rows), tokens.PAD, jnp.int32), nothing, nothing, jnp.zeros((length, rows)))
+        blank = Drawn(jnp.full((length, rows), pad, jnp.int32), nothing, nothing, jnp.zeros((length, rows)))
         cache = decoding.begin(filled, room + length)
         begun = _Decoding(jnp.int32(0), cache, logits, blank, jnp.zeros(rows, jnp.int32), none, none)
         return decoding.prepare(config, params, room + length, adapters), begun
@@ -232,17 +200,17 @@ def sampler(config: model.Config, length: int, temperature: float, *, ends: bool
         keys = jax.vmap(lambda t: jax.random.fold_in(key, t))(jnp.arange(length))
 
         def one(now: _Decoding) -> _Decoding:
-            token, log_prob = chosen(now.logits, temperature, keys[now.t])
+            token, log_prob = chosen(now.logits, temperature, keys[now.t], pad)
             forced = (now.steps >= budget) & ~now.answering
-            token = jnp.where(now.ended, tokens.PAD, jnp.where(forced, tokens.ANSWER, token))
+            token = jnp.where(now.ended, pad, jnp.where(forced, words.answer, token))
             taken = ~now.ended & ~forced
             row = Drawn(token, ~now.ended, taken, jnp.where(taken, log_prob, 0.0))
             drawn = jax.tree.map(lambda all_, new: jax.lax.dynamic_update_index_in_dim(all_, new, now.t, 0), now.drawn,
                                  row)  # fmt: skip
-            answering = now.answering | (token == tokens.ANSWER)
-            count = now.steps + ((token == tokens.STEP) & ~now.answering)
+            answering = now.answering | (token == words.answer)
+            count = now.steps + ((token == words.step) & ~now.answering)
             logits, cache = decoding.step(config, kernels, token, now.cache)
-            ended = now.ended | (token == tokens.END) & ends
+            ended = now.ended | _any_of(token, words.ends) & ends
             return _Decoding(now.t + 1, cache, logits, drawn, count, answering, ended)
 
         def goes_on(now: _Decoding) -> jax.Array:
@@ -253,6 +221,11 @@ def sampler(config: model.Config, length: int, temperature: float, *, ends: bool
         return jax.tree.map(jnp.transpose, drawn)
 
     return sample
+
+
+def _any_of(token: jax.Array, numbers: Sequence[int]) -> jax.Array:
+    """Whether each token is one of a few; bool."""
+    return functools.reduce(jnp.logical_or, (token == number for number in numbers), jnp.zeros(token.shape, bool))
 
 
 def in_waves(sample: Callable[..., Drawn], wave: int) -> Callable[..., Drawn]:
@@ -282,13 +255,13 @@ def log_probs(
 ) -> tuple[jax.Array, jax.Array]:
     """(log-probability of each token, entropy of what it was chosen from), float32 [B, N], of completions [B, N].
 
-    All tokens up to the padding count as read. Differentiable.
+    All tokens up to the padding, `config.pad`, count as read. Differentiable.
     """
     whole = jnp.concatenate([prompt, text], axis=1)
-    hidden, _ = model.trunk(config, params, whole, whole != tokens.PAD, None, adapters)
+    hidden, _ = model.trunk(config, params, whole, whole != config.pad, None, adapters)
     room = prompt.shape[1]
     logits = model.unembed(config, params, hidden[:, room - 1 : -1])
-    scores = scored(logits, temperature)
+    scores = scored(logits, temperature, pad=config.pad)
     chosen = jnp.take_along_axis(scores, text[:, :, None], axis=2)[:, :, 0]
     return chosen, -jnp.sum(jnp.exp(scores) * scores, axis=-1)
 
@@ -296,18 +269,49 @@ def log_probs(
 # --------------------------------------------------------------------------------------------------------- collector
 
 
-def collector(config: model.Config, problems: Bank, sampling: Sampling, *, prompts: int) -> Collector:
+def judged(data: Completions, marks: Marks, ended: Any, group: int) -> tuple[Completions, dict[str, Any]]:
+    """(completions with what they are worth, sums over them); on the host as on the device. `ended` bool [B].
+
+    Of a problem's own chains that are to be imitated the first verified one counts: others of it say the same.
+    """
+    rows = data.token.shape[0]
+    facts = ((marks.reward == 1.0) & (marks.soundness == 1.0)).reshape(-1, group)
+    first = (facts & (facts.cumsum(axis=1) == 1)).reshape(-1, 1)
+    taken = data.taken & (first | (data.lesson != OWN)[:, None])
+    groups = marks.reward.reshape(-1, group)
+    told = {
+        "episodes": rows,
+        "episode/return": marks.reward.sum(),
+        "episode/length": data.written.sum(),
+        "episode/soundness": marks.soundness.sum(),
+        "episode/steps": marks.steps.sum(),
+        "episode/cut": rows - ended.sum(),
+        "episode/informative": group * (groups.max(axis=1) > groups.min(axis=1)).sum(),
+    }
+    return data._replace(taken=taken, reward=marks.reward, soundness=marks.soundness), told
+
+
+def collector(
+    config: model.Config,
+    problems: Bank,
+    sampling: Sampling,
+    *,
+    prompts: int,
+    words: Tokeniser = tokens.TOKENISER,
+    exact: bool = True,
+) -> Collector:
     """Groups of completions of `prompts` problems, drawn anew each time, to be rewarded, or to be imitated where they
     are verified; or as many of the bank's, to be imitated.
 
     `params` are a `Speaker`, which says what is due. Its metrics are sums over the completions: of reward
     ("episode/return"), tokens ("episode/length"), soundness, steps, and how many were cut at the length; and of groups,
-    how many hold something to learn, as not all their rewards are equal.
+    how many hold something to learn, as not all their rewards are equal. Where the device can't check them (not
+    `exact`), rewards and sums are 0 until `marking.marking` has them.
     """
     if not sampling.temperature > 0.0:
         raise ValueError(f"temperature is {sampling.temperature}; to learn it must be above 0")
     rows = prompts * sampling.group
-    sample = in_waves(sampler(config, sampling.length, sampling.temperature), sampling.wave)
+    sample = in_waves(sampler(config, sampling.length, sampling.temperature, words=words), sampling.wave)
     count = problems.prompt.shape[0]
 
     def start(key: Key) -> tuple[()]:
@@ -316,7 +320,7 @@ def collector(config: model.Config, problems: Bank, sampling: Sampling, *, promp
     def of_the_bank(speaker: Speaker, key: Key, text: jax.Array) -> tuple[jax.Array, Drawn]:
         reach = jnp.clip(jnp.ceil(count * speaker.reach).astype(jnp.int32), 1, count)
         which = jax.random.randint(key, (rows,), 0, reach)
-        written = text[which] != tokens.PAD
+        written = text[which] != words.pad
         return which, Drawn(text[which], written, written, jnp.zeros(written.shape))
 
     def sampled(speaker: Speaker, key: Key) -> tuple[jax.Array, Drawn]:
@@ -335,25 +339,15 @@ def collector(config: model.Config, problems: Bank, sampling: Sampling, *, promp
     ) -> tuple[tuple[()], Completions, Metrics]:
         source = jnp.where(speaker.lesson == OWN, SAMPLED, speaker.lesson)
         which, drawn = jax.lax.switch(source, lessons, speaker, key)
-        solution, text = problems.solution[which], drawn.token
-        reward, sound = rewards(solution, text), soundness(solution, text)
-        facts = ((reward == 1.0) & (sound == 1.0)).reshape(prompts, sampling.group)
-        first = (facts & (_before(facts) == 0)).reshape(-1, 1)  # others of a problem say the same
-        taken = drawn.taken & (first | (speaker.lesson != OWN))
-        groups = reward.reshape(prompts, sampling.group)
-        told = {
-            "episodes": jnp.float32(rows),
-            "episode/return": jnp.sum(reward),
-            "episode/length": jnp.sum(drawn.written),
-            "episode/soundness": jnp.sum(sound),
-            "episode/steps": jnp.sum(steps(text)),
-            "episode/cut": jnp.sum(~jnp.any(text == tokens.END, axis=1)),
-            "episode/informative": sampling.group * jnp.sum(jnp.max(groups, axis=1) > jnp.min(groups, axis=1)),
-        }
+        solution, text, nothing = problems.solution[which], drawn.token, jnp.zeros(rows)
         lesson, made = (jnp.broadcast_to(x, (rows,)).astype(jnp.int32) for x in (speaker.lesson, version))
         data = Completions(
-            problems.prompt[which], text, drawn.written, taken, drawn.log_prob, reward, sound, lesson, made
-        )
-        return (), data, {name: value.astype(jnp.float32) for name, value in told.items()}
+            problems.prompt[which], text, drawn.written, drawn.taken, drawn.log_prob, nothing, nothing, lesson, made,
+            which.astype(jnp.int32),
+        )  # fmt: skip
+        marks = checked(solution, text) if exact else Marks(nothing, nothing, nothing)
+        known, told = judged(data, marks, jnp.any(_any_of(text, words.ends), axis=1), sampling.group)
+        floats = {name: jnp.asarray(value, jnp.float32) for name, value in told.items()}
+        return (), known if exact else data, floats
 
     return Collector(start, collect, rows * sampling.length, prompts * sampling.length)

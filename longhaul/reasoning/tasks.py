@@ -7,7 +7,7 @@ not enough: a policy learns to write right sums that are about something else.
 A completion of the tasks made here is steps, each ended by `;`, then `>`, the answer and `$`: "3+4=2;2-2=0;>0$". NumPy
 and plain Python only: the device works on what `sampling.bank` makes of problems.
 
-Countdown is TinyZero's (Pan et al. 2025). `questions.py` has questions from a file.
+Countdown is TinyZero's (Pan et al. 2025), and has many right answers. `questions.py` has questions from a file.
 """
 
 from __future__ import annotations
@@ -33,18 +33,6 @@ class Problem(NamedTuple):
     steps: tuple[str, ...] = ()  # how it is solved; () where there are many ways
 
 
-class Task(NamedTuple):
-    """Problems of one kind, as pure functions."""
-
-    name: str
-    problem: Callable[[np.random.Generator], Problem]
-    demonstration: Callable[[Problem, np.random.Generator], str]  # a completion to learn from
-    reward: Callable[[Problem, str], float]  # (problem, completion) -> 0 to 1
-    soundness: Callable[[Problem, str], float]  # (problem, completion) -> 0 to 1
-    exact: bool  # `Problem.answer` and `Problem.steps` are the only right ones, so that the device can check them
-    posed: Callable[[str], Problem] | None = None  # the problem of a prompt; ValueError where it is none of the task's
-
-
 class Written(NamedTuple):
     """A completion, read."""
 
@@ -64,6 +52,26 @@ def read(completion: str) -> Written:
 def write(steps: Sequence[str], answer: str) -> str:
     """The inverse of `read`."""
     return "".join(f"{step};" for step in steps) + f">{answer}$"
+
+
+def in_steps(problem: Problem, rng: np.random.Generator) -> str:
+    """The one right completion of a problem that has one."""
+    return write(problem.steps, problem.answer)
+
+
+class Task(NamedTuple):
+    """Problems of one kind, as pure functions."""
+
+    name: str
+    problem: Callable[[np.random.Generator], Problem]
+    demonstration: Callable[[Problem, np.random.Generator], str]  # a completion to learn from
+    reward: Callable[[Problem, str], float]  # (problem, completion) -> 0 to 1
+    soundness: Callable[[Problem, str], float]  # (problem, completion) -> 0 to 1
+    exact: bool  # `Problem.answer` and `Problem.steps` are the only right ones, so that the device can check them
+    posed: Callable[[str], Problem] | None = None  # the problem of a prompt; ValueError where it is none of the task's
+    solution: Callable[[Problem, np.random.Generator], str] = in_steps  # a completion that is right
+    reading: Callable[[str], Written] = read
+    listed: tuple[Problem, ...] = ()  # all that there are, where they are not made
 
 
 def common(true: Sequence[str], written: Written) -> float:
@@ -225,13 +233,17 @@ def countdown(count: int = 3, greatest: int = 9, *, limit: int = 99, aimless: fl
         target = solved(numbers, rng)[2]
         return Problem(f"{','.join(map(str, numbers))}:{target}=", str(target))
 
-    def demonstration(problem: Problem, rng: np.random.Generator) -> str:
+    def solution(problem: Problem, rng: np.random.Generator) -> str:
         numbers, target = given(problem)
-        found = solved(numbers, rng)
-        if rng.random() >= aimless:
-            while found[2] != target:
-                found = solved(numbers, rng)
+        while (found := solved(numbers, rng))[2] != target:
+            pass  # the target was reached when the problem was made
         return write(found[0], found[1])
+
+    def demonstration(problem: Problem, rng: np.random.Generator) -> str:
+        if rng.random() >= aimless:
+            return solution(problem, rng)
+        steps, expression, _ = solved(given(problem)[0], rng)
+        return write(steps, expression)
 
     def reward(problem: Problem, completion: str) -> float:
         answer = read(completion).answer
@@ -258,7 +270,7 @@ def countdown(count: int = 3, greatest: int = 9, *, limit: int = 99, aimless: fl
             raise ValueError(f"{prompt!r} is no countdown; one looks like 3,5,2:13=")
         return Problem(prompt, prompt.partition(":")[2].removesuffix("="))
 
-    return Task("countdown", problem, demonstration, reward, soundness, exact=False, posed=posed)
+    return Task("countdown", problem, demonstration, reward, soundness, False, posed, solution)
 
 
 def given(problem: Problem) -> tuple[list[int], int]:

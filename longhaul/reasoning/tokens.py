@@ -1,4 +1,4 @@
-"""Text as numbers: what a tokeniser is, and the 23 characters of the tasks that are made here; no JAX."""
+"""Text as numbers: what a tokeniser is, the 23 characters of the tasks that are made here, and bytes; no JAX."""
 
 from __future__ import annotations
 
@@ -11,12 +11,20 @@ CHARACTERS = "_0123456789+-*/=;>$,:()"
 PAD, STEP, ANSWER, END = (CHARACTERS.index(character) for character in "_;>$")
 
 
+NONE = -1
+"""In the place of a token that a vocabulary does not have."""
+
+
 class Tokeniser(NamedTuple):
-    """Text to numbers and back."""
+    """Text to numbers and back, and what some of the numbers mean."""
 
     size: int  # of the vocabulary
     encode: Callable[[str], list[int]]
-    decode: Callable[[Sequence[int]], str]
+    decode: Callable[[Sequence[int]], str]  # of a completion, up to its end or padding
+    pad: int = NONE  # NONE: -1 pads, which no text has
+    ends: tuple[int, ...] = ()  # a text ends with any of them; one to learn from with the first
+    step: int = NONE  # ends a written step
+    answer: int = NONE  # begins the answer
 
 
 def encode(text: str) -> list[int]:
@@ -34,4 +42,25 @@ def decode(numbers: Sequence[int]) -> str:
     return head + end
 
 
-TOKENISER = Tokeniser(len(CHARACTERS), encode, decode)
+TOKENISER = Tokeniser(len(CHARACTERS), encode, decode, PAD, (END,), STEP, ANSWER)
+
+
+def cut(numbers: Sequence[int], ends: Sequence[int]) -> list[int]:
+    """A completion's numbers before its first end, and before padding."""
+    found: list[int] = []
+    for number in map(int, numbers):
+        if number == NONE or number in ends:
+            break
+        found.append(number)
+    return found
+
+
+BYTE_END = 256
+
+
+def _text(numbers: Sequence[int]) -> str:
+    return bytes(cut(numbers, (BYTE_END,))).decode("utf-8", errors="replace")
+
+
+BYTES = Tokeniser(257, lambda text: list(text.encode()), _text, ends=(BYTE_END,))
+"""UTF-8, and one number that ends a text: for models that begin with nothing."""

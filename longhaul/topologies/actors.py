@@ -64,8 +64,13 @@ class Program(NamedTuple):
 # ------------------------------------------------------------------------------------------------- an actor's side
 
 
-def acting(collector: Collector, policy: Params) -> Acting:
-    """An actor that runs a compiled collector with a policy of these shapes."""
+Finish = Callable[[PyTree, Metrics], tuple[PyTree, Metrics]]
+"""(data, scores) as they were collected -> as they are handed over; NumPy's arrays of the same shapes."""
+
+
+def acting(collector: Collector, policy: Params, finish: Finish | None = None) -> Acting:
+    """An actor that runs a compiled collector with a policy of these shapes; what the host has to do with it, if
+    anything, is `finish`."""
     version = jax.ShapeDtypeStruct((), jnp.int32)
     carry = jax.eval_shape(collector.start, jax.random.key(0))
     data, scores = jax.eval_shape(collector.collect, policy, carry, jax.random.key(0), version)[1:]
@@ -84,8 +89,11 @@ def acting(collector: Collector, policy: Params) -> Acting:
         weights: list[np.ndarray], state: Leaves, key: np.ndarray, ticket: Ticket, version: int
     ) -> tuple[Leaves, Leaves, Leaves]:
         where = np.int32(ticket.batch), np.int32(ticket.place), np.int32(version)
-        after, data, scores = jax.block_until_ready(program(weights, list(state), key[:words], where))
-        return after, [np.asarray(x) for x in data], [np.asarray(x) for x in scores]
+        after, *made = jax.block_until_ready(program(weights, list(state), key[:words], where))
+        told, sums = ([np.asarray(x) for x in leaves] for leaves in made)
+        if finish is not None:
+            told, sums = map(jax.tree.leaves, finish(tree(data, told), tree(scores, sums)))
+        return after, told, sums
 
     return Acting(collect, shapes(policy, carry, data, scores), data, scores)
 
