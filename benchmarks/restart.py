@@ -1,6 +1,8 @@
 """How long from `kill -9` of one process to the next update, under `longhaul launch`: `python -m benchmarks.restart`.
 
-Trains CartPole in `--hosts` processes with a compilation cache of its own, which its start and a first new one fill.
+    python -m benchmarks.restart [--hosts 2] [--kills 4] [-- RECIPE FLAGS of longhaul train]
+
+Trains CartPole, or RECIPE, in `--hosts` processes with a cache of its own, which its start and a first new one fill.
 Then one process after the other is killed, in turn, each after a new checkpoint, and the seconds to the first record
 after the new start are taken. Prints one JSON object. `--base FOLDER` measures another checkout, too, after this one.
 """
@@ -29,30 +31,34 @@ TRAIN = ("--num-envs", "8", "--num-steps", "16", "--block", "2", "--log-interval
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
+    words = sys.argv[1:]
+    split = words.index("--") if "--" in words else len(words)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--hosts", type=int, default=2)
     parser.add_argument("--kills", type=int, default=4)
     parser.add_argument("--base", type=Path, help="another checkout, measured after this one")
-    given = parser.parse_args()
+    given, train = parser.parse_args(words[:split]), words[split + 1 :] or ["cartpole", *TRAIN]
     checkouts = {"this": ROOT} | ({} if given.base is None else {"base": given.base.resolve()})
     with tempfile.TemporaryDirectory() as folder:
         homes = {name: Path(folder) / name for name in checkouts}
         victims = [turn % given.hosts for turn in range(given.kills + 1)]
-        found = {name: kills(checkout, homes[name], given.hosts, victims)[1:] for name, checkout in checkouts.items()}
+        found = {
+            name: kills(checkout, homes[name], given.hosts, victims, train)[1:] for name, checkout in checkouts.items()
+        }
     load = os.getloadavg()[0]
     rows = {name: {"median": statistics.median(some), "seconds": some} for name, some in found.items()}
-    print(json.dumps({"name": "restart", "hosts": given.hosts, "load": load} | rows))
+    print(json.dumps({"name": "restart", "hosts": given.hosts, "train": train, "load": load} | rows))
 
 
-def kills(checkout: Path, home: Path, hosts: int, victims: list[int]) -> list[float]:
+def kills(checkout: Path, home: Path, hosts: int, victims: list[int], words: list[str]) -> list[float]:
     """Seconds from the kill of each victim to the next record of a run that begins for it."""
     home.mkdir(exist_ok=True)
     name = f"run-{time.time_ns()}"
     folder, variables = home / name, {k: v for k, v in os.environ.items() if k != "NPROC"}
     variables |= {"PYTHONPATH": str(checkout), "LONGHAUL_CACHE": str(home / "cache"), "JAX_PLATFORMS": "cpu"}
-    train = [word.format(hosts=hosts) for word in TRAIN]
+    train = [word.format(hosts=hosts) for word in words]
     command = [sys.executable, "-m", "longhaul", "launch", "--hosts", str(hosts), "--restarts", "9", "--"]
-    command += ["train", "cartpole", *train, "--runs-dir", str(home), "--run-name", name]
+    command += ["train", *train, "--runs-dir", str(home), "--run-name", name]
     taken = []
     with open(home / "log", "ab") as log:
         launcher = subprocess.Popen(command, env=variables, cwd=checkout, stdout=log, stderr=log)
