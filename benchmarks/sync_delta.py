@@ -2,8 +2,8 @@
 
 `sync_training` pretrains a small transformer once and branches it at each learning rate; of the bf16 parameters of the
 second half of a branch, every update's delta is taken, tensor by tensor. Prints a JSON object a learning rate and
-operation: `encode`; `decode` (the base copied and changed, both digests checked); `apply` (in place, the base's digest
-known from the version before, as a receiver has it). Bytes and seconds are of dense parameters.
+operation: `encode`; `decode` (the base copied and changed, its digest known from the version before, as a receiver has
+it); `decode-unknown` (the base is digested, too); `apply` (in place, known). Bytes and seconds are of dense parameters.
 
     ratio        dense bytes / bytes of all frames, heads and digests included
     independent  the same where changes were independent: the entropy of which elements change, and by how many units
@@ -113,7 +113,8 @@ def speeds(before: dict[str, np.ndarray], after: dict[str, np.ndarray], repeats:
     frame = delta.encode(base, new, "bfloat16")
     work: dict[str, Callable[[], Any]] = {
         "encode": lambda: delta.encode(base, new, "bfloat16"),
-        "decode": lambda: delta.decode(base, frame, out),
+        "decode": lambda: delta.decode(base, frame, out, known=known),
+        "decode-unknown": lambda: delta.decode(base, frame, out),
         "apply": lambda: delta.apply(staging, frame, known=known),
         "memcpy": lambda: np.copyto(staging, base),
     }

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from longhaul.sync import codec, delta, loops, reference
+from longhaul.sync import codec, delta, digests, loops, reference
 
 DTYPES = {
     "bfloat16": np.uint16, "float16": np.uint16, "float32": np.uint32, "float8_e4m3fn": np.uint8,
@@ -93,6 +93,29 @@ def test_blocks_beside_each_other(monkeypatch: pytest.MonkeyPatch) -> None:
         out = np.empty_like(base)
         delta.decode(base, frame, out, pool=pool)
     np.testing.assert_array_equal(out, new)
+
+
+@pytest.mark.parametrize("dtype", [np.uint8, np.uint16, np.uint32])
+def test_what_is_made_is_digested_in_the_making(dtype: type, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Blocks of every mode, the last one short: the digest, which `decode` compares, is that of all of them."""
+    fed: list[int] = []
+    feed = digests.Streamed.feed
+    monkeypatch.setattr(digests, "LARGE", 241)
+    monkeypatch.setattr(codec, "BLOCK", 1 << 12)
+    monkeypatch.setattr(digests.Streamed, "feed", lambda *given: (fed.append((got := feed(*given)).size), got)[1])
+    generator = np.random.default_rng(3)
+    parts = [pair(generator, np.dtype(dtype), 1 << 12, kind) for kind in (5, 5, 0, 1, 7, 5)]
+    parts.append(pair(generator, np.dtype(dtype), 1000, 5))
+    base, new = (np.concatenate(each) for each in zip(*parts))
+    frame, out = delta.encode(base, new, dtype, by=BY[1]), np.empty_like(base)
+    delta.decode(base, frame, out, by=BY[1])
+    np.testing.assert_array_equal(out, new)
+    assert max(fed) == out.itemsize << 12 and len(fed) >= 4
+    damaged = bytearray(frame[: -delta.SEAL])
+    damaged[delta.HEAD.size - 1] ^= 1  # of the digest that should come out
+    with pytest.raises(ValueError, match="should make"):
+        delta.apply(base, delta.seal(damaged), by=BY[1])
+    np.testing.assert_array_equal(base, new)
 
 
 def test_keys_grow_with_the_numbers_and_are_all_different() -> None:

@@ -12,7 +12,7 @@ from __future__ import annotations
 import functools
 import math
 import threading
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from enum import IntEnum
 from typing import Any
 
@@ -20,7 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from longhaul.sync import loops
-from longhaul.sync.loops import LEAST, Changes, Loops, Streams
+from longhaul.sync.loops import LEAST, NO_FEED, Changes, Feed, Loops, Streams
 from longhaul.sync.reference import CLASSES, Patterns
 
 BLOCK = 1 << 20
@@ -60,9 +60,12 @@ def encode(base: Patterns | None, new: Patterns, by: Loops | None = None) -> byt
     return best if len(best) <= new.nbytes else bytes([Mode.PLAIN]) + new.tobytes()
 
 
-def decode(base: Patterns, out: Patterns, data: memoryview, by: Loops | None = None) -> None:
+def decode(
+    base: Patterns, out: Patterns, data: memoryview, by: Loops | None = None, feed: Callable[[], Feed] | None = None
+) -> None:
     """Makes of `out` what was new, of the base that `encode` was given (`out` itself, or apart from it).
 
+    `feed` is of the digest of `out`, for loops that feed one: asked for where they do.
     Raises ValueError where `data` is no such block. Nothing outside `out` is written, whatever `data` holds; `out`
     itself may be half changed then.
     """
@@ -84,7 +87,7 @@ def decode(base: Patterns, out: Patterns, data: memoryview, by: Loops | None = N
         found = _changes(data, out.size, by)
         short = out.size < LEAST
         now = _padded(base) if short else out
-        if not by.patch(now if short else base, now, found):
+        if not by.patch(now if short else base, now, found, feed() if feed and not short else NO_FEED):
             raise ValueError("the delta is damaged: its gaps lead outside of the block")
         if short:
             out[:] = now[: out.size]

@@ -23,7 +23,7 @@ from typing import Any, NamedTuple
 import ml_dtypes  # noqa: F401  (NumPy then knows bfloat16 and the float8s by name)
 import numpy as np
 
-from longhaul.sync import codec, digests
+from longhaul.sync import codec, digests, loops
 from longhaul.sync.loops import Loops, library
 from longhaul.sync.reference import Patterns
 
@@ -80,7 +80,8 @@ def encode(
         raise ValueError(f"the base has {before.nbytes} bytes, what is new {after.nbytes}; they must be of one shape")
     work = [functools.partial(codec.encode, None if before is None else before[s], after[s], by) for s in _spans(after)]
     unknown = [] if before is None or known else [before]
-    blocks, (made, *needed) = _done(work, [after, *unknown], pool)
+    running = [digests.Running(each.view(np.uint8)) for each in (after, *unknown)]
+    blocks, (made, *needed) = _done(work, after, running, pool)
     base_digest = NOTHING if before is None else known or needed[0]
     lengths = struct.pack(f"<{len(blocks)}I", *map(len, blocks))
     return seal(b"".join([HEAD.pack(MAGIC, width, after.nbytes, base_digest, made), lengths, *blocks]))
@@ -131,9 +132,13 @@ def decode(
     head = read(frame)
     now = _writable(out, head)
     before = patterns(out, head.width) if head.base == NOTHING else _base(head, base, known)
-    jobs = zip(_spans(now), head.blocks)
-    work = [functools.partial(codec.decode, before[span], now[span], block, by) for span, block in jobs]
-    if (made := _done(work, [now], pool)[1][0]) != head.target:
+    by, raw = by or loops.best(), now.view(np.uint8)
+    running = digests.of_made(raw) if by.feeds and pool is None else digests.Running(raw)
+    work = []
+    for span, block in zip(_spans(now), head.blocks):
+        feed = functools.partial(running.feed, span.start * head.width, span.stop * head.width)
+        work.append(functools.partial(codec.decode, before[span], now[span], block, by, feed))
+    if (made := _done(work, now, [running], pool)[1][0]) != head.target:
         raise ValueError(f"the delta is damaged: it makes {made.hex()} and should make {head.target.hex()}")
 
 
@@ -201,19 +206,21 @@ def _spans(of: Patterns) -> list[slice]:
 
 
 def _done(
-    work: Sequence[Callable[[], Any]], of: Sequence[Patterns], pool: Executor | None
+    work: Sequence[Callable[[], Any]],
+    of: Patterns,
+    running: Sequence[digests.Running | digests.Streamed],
+    pool: Executor | None,
 ) -> tuple[list[Any], list[bytes]]:
-    """Does the work of each block; -> (results, the digest of each of `of` afterwards).
+    """Does the work of each block `of` a tensor; -> (results, the digests afterwards).
 
     Without a pool a block is digested while it is still in the cache.
     """
     if pool is not None and len(work) > 1:
-        return list(pool.map(lambda call: call(), work)), [digest(each) for each in of]
+        return list(pool.map(lambda call: call(), work)), [each.end() for each in running]
 
     results = []
-    running = [digests.Running(each.view(np.uint8)) for each in of]
-    for call, span in zip(work, _spans(of[0])):
+    for call, span in zip(work, _spans(of)):
         results.append(call())
         for each in running:
-            each.upto(span.stop * of[0].itemsize)
+            each.upto(span.stop * of.itemsize)
     return results, [each.end() for each in running]

@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from longhaul.sync.loops import library
+from longhaul.sync.loops import NO_FEED, Feed, library, read_only
 
 LEAST = 64 << 10
 """Bytes of a tensor from which it is worth leaving the library while it is copied: below, the call costs more than it
@@ -29,9 +29,7 @@ PIECE = 1 << 18
 def digest(data: np.ndarray) -> bytes:
     """Of uint8 [n], contiguous and no longer in a cache: 16 bytes."""
     if data.size >= LARGE and (kernels := _streams()) is not None:
-        streamed = _Streamed(data, kernels)
-        streamed.scan()
-        return streamed.end()
+        return Streamed(data, kernels).end()
     return library("xxhash").xxh3_128_digest(data)
 
 
@@ -52,28 +50,53 @@ class Running:
         self.upto(self._data.size)
         return self._running.digest()
 
+    def feed(self, begin: int, end: int) -> Feed:
+        """Nothing: it reads what is made itself."""
+        return NO_FEED
 
-class _Streamed:
-    """Of 241 bytes or more: the specification has other ways for less."""
+
+class Streamed:
+    """A running digest by compiled loops, of 241 bytes or more: the specification has other ways for less."""
 
     def __init__(self, data: np.ndarray, kernels: Any) -> None:
-        self._data = data[:]
-        self._data.flags.writeable = False  # one kind of array for the compiled loops, whatever is given
+        self._data = read_only(data)
         self._kernels, self._sums = kernels, kernels.START.copy()
-        self._whole = (data.size - 1) // kernels.BLOCK * kernels.BLOCK
+        self._done, self._whole = 0, (data.size - 1) // kernels.BLOCK * kernels.BLOCK
 
-    def scan(self) -> None:
-        self._kernels.scan(self._data, self._whole, self._sums)
+    def feed(self, begin: int, end: int) -> Feed:
+        """Who calls it makes the bytes from `begin` to `end`, and leaves to `upto` what is no whole block."""
+        if begin != self._done:
+            return NO_FEED
+        self._done = max(begin, self._blocks(end))
+        return Feed(self._done - begin, self._sums)
+
+    def upto(self, count: int) -> None:
+        """The first `count` bytes are in place."""
+        if (ready := self._blocks(count)) > self._done:
+            self._kernels.scan(self._data, self._done, ready, self._sums)
+            self._done = ready
 
     def pour(self, target: np.ndarray) -> None:
-        """On its way to `target`, past the caches."""
+        """All of it, on its way to `target`, past the caches."""
         self._kernels.pour(self._data, target, self._whole, self._sums)
         target[self._whole :] = self._data[self._whole :]
+        self._done = self._whole
+
+    def _blocks(self, count: int) -> int:
+        return min(count // self._kernels.BLOCK * self._kernels.BLOCK, self._whole)
 
     def end(self) -> bytes:
+        """The digest, when all is in place."""
+        self.upto(self._data.size)
         found = np.empty(2, np.uint64)
         self._kernels.finish(self._data, self._sums, found)
         return found.astype(">u8").tobytes()
+
+
+def of_made(data: np.ndarray) -> Running | Streamed:
+    """Of what compiled loops will make from its beginning on; uint8 [n], contiguous."""
+    kernels = _streams() if data.size >= LARGE else None
+    return Running(data) if kernels is None else Streamed(data, kernels)
 
 
 def poured(source: np.ndarray, target: np.ndarray, past: bool) -> bytes:
@@ -82,7 +105,7 @@ def poured(source: np.ndarray, target: np.ndarray, past: bool) -> bytes:
     `past` is whether it goes past the caches; else it is soon wanted again, or fits in them.
     """
     if past and source.size >= LEAST and (kernels := _streams()) is not None and not target.ctypes.data % 64:
-        streamed = _Streamed(source, kernels)
+        streamed = Streamed(source, kernels)
         streamed.pour(target)
         return streamed.end()
     found = Running(source)

@@ -21,6 +21,7 @@ from numba import njit, types
 from numba.extending import intrinsic, register_jitable
 
 from longhaul.sync import reference
+from longhaul.sync.streams import BLOCK, scan_block
 
 LANES = 64
 """Elements of a chunk: the bits of a mask."""
@@ -242,14 +243,17 @@ def emit(base, new, differs, bounds, table, ends, gaps, steps):
 
 
 @jit
-def patch(base, out, bounds, cursors, ends, gaps, steps):
+def patch(base, out, bounds, cursors, ends, gaps, steps, raw, count, sums):
     """Undoes `emit`: `out`, which may be `base` itself, becomes what was new. False where the gaps lead outside.
 
     `cursors` and `ends` (int64) say where each class lies in `gaps` and `steps`; the caller has checked them. Nothing
     outside `out` is written, whatever the gaps are. Of a batch of chunks the members of each class are counted first;
     then a change's chunk follows from one comparison with all counts, without a branch that could be mispredicted.
+
+    What is made goes into the digest's `sums` while it is in the nearest cache: the first `count` bytes, whole blocks,
+    of `raw` (uint8), which is `out` as bytes.
     """
-    size, bits = out.size, out.itemsize * 8
+    size, bits, fed = out.size, out.itemsize * 8, 0
     sign, full = np.int64(1 << (bits - 1)), np.int64((1 << bits) - 1)
     masks, seen = np.zeros(CLASSES * BATCH, np.uint64), np.zeros(CLASSES * BATCH, np.int16)
     coming, totals = np.empty(CLASSES, np.int64), np.empty(CLASSES, np.int64)
@@ -258,8 +262,8 @@ def patch(base, out, bounds, cursors, ends, gaps, steps):
     chunks = (size + LANES - 1) // LANES
     for first in range(0, chunks, BATCH):
         s0 = s1 = s2 = s3 = 0
-        count = min(BATCH, chunks - first)
-        for i in range(count):
+        held = min(BATCH, chunks - first)
+        for i in range(held):
             here = (first + i) * LANES
             at = min(here, size - LANES)
             fetch(base, here + AHEAD)
@@ -273,9 +277,9 @@ def patch(base, out, bounds, cursors, ends, gaps, steps):
             masks[i], masks[BATCH + i], masks[2 * BATCH + i], masks[3 * BATCH + i] = m0, m1, m2, m3
             seen[i], seen[BATCH + i], seen[2 * BATCH + i], seen[3 * BATCH + i] = s0, s1, s2, s3
         totals[0], totals[1], totals[2], totals[3] = s0, s1, s2, s3
-        if count < BATCH:
+        if held < BATCH:
             for k in range(CLASSES):
-                seen[k * BATCH + count : (k + 1) * BATCH] = FULL
+                seen[k * BATCH + held : (k + 1) * BATCH] = FULL
         for k in range(CLASSES):
             c, end, rank, total = cursors[k], ends[k], coming[k], totals[k]
             while rank < total:
@@ -289,6 +293,10 @@ def patch(base, out, bounds, cursors, ends, gaps, steps):
                 c += 1
                 rank = rank + 1 + np.int64(gaps[c]) if c < end else NEVER
             cursors[k], coming[k] = c, rank - total
+        until = min((first + held) * LANES * out.itemsize, count)
+        while fed + BLOCK <= until:
+            scan_block(raw, fed, sums)
+            fed += BLOCK
     return (cursors == ends).all()
 
 

@@ -52,12 +52,25 @@ NONE = Changes(*(np.full(CLASSES - 1, 255, np.uint8), np.zeros(CLASSES, np.int64
 """Of a block that is as it was."""
 
 
+class Feed(NamedTuple):
+    """For a loop that makes bytes: the first `size` of them go into `sums` (uint64 [8]) as soon as they are made."""
+
+    size: int
+    sums: np.ndarray
+
+
+NO_FEED = Feed(0, np.zeros(8, np.uint64))
+"""For a digest that is found otherwise."""
+
+
 class Loops(Protocol):
     """What `codec` needs; `reference` says what each does."""
 
+    feeds: bool  # whether `patch` feeds a digest
+
     def changes(self, base: Patterns, new: Patterns) -> Changes: ...
 
-    def patch(self, base: Patterns, out: Patterns, found: Changes) -> bool: ...
+    def patch(self, base: Patterns, out: Patterns, found: Changes, feed: Feed = NO_FEED) -> bool: ...
 
     def pack_gaps(self, gaps: U32, low: int) -> tuple[U8, U8, U32]: ...
 
@@ -70,6 +83,8 @@ class Loops(Protocol):
 class Plain:
     """By NumPy."""
 
+    feeds = False
+
     pack_gaps = staticmethod(reference.pack_gaps)
     pack_steps = staticmethod(reference.pack_steps)
 
@@ -78,7 +93,7 @@ class Plain:
         bounds = reference.merge(members, changed, WORTH)
         return Changes(bounds, *reference.changes(base, new, bounds))
 
-    def patch(self, base: Patterns, out: Patterns, found: Changes) -> bool:
+    def patch(self, base: Patterns, out: Patterns, found: Changes, feed: Feed = NO_FEED) -> bool:
         return reference.patch(base, out, found.bounds, found.counts, found.gaps, found.steps)
 
     def unpack(self, found: Streams) -> tuple[U32, U32, int]:
@@ -97,6 +112,8 @@ class Plain:
 
 class Compiled:
     """By numba."""
+
+    feeds = True
 
     def __init__(self) -> None:
         from longhaul.sync import kernels
@@ -120,10 +137,10 @@ class Compiled:
         joined = [np.concatenate([array[span] for span in spans]) for array in (gaps, steps)]
         return Changes(bounds, ends - starts, *joined)
 
-    def patch(self, base: Patterns, out: Patterns, found: Changes) -> bool:
+    def patch(self, base: Patterns, out: Patterns, found: Changes, feed: Feed = NO_FEED) -> bool:
         ends = np.cumsum(found.counts)
-        cursors = ends - found.counts
-        return bool(self.kernels.patch(base, out, _packed(found.bounds), cursors, ends, found.gaps, found.steps))
+        made = base, out, _packed(found.bounds), ends - found.counts, ends, found.gaps, found.steps
+        return bool(self.kernels.patch(*made, read_only(out.view(np.uint8)), *feed))
 
     def pack_gaps(self, gaps: U32, low: int) -> tuple[U8, U8, U32]:
         highs, lows = np.empty(gaps.size, np.uint8), np.empty(-(-gaps.size * low // 8), np.uint8)
@@ -144,6 +161,13 @@ class Compiled:
 
 def _packed(bounds: U8) -> np.uint64:
     return np.uint64(int.from_bytes(bounds.tobytes(), "little"))
+
+
+def read_only(data: np.ndarray) -> np.ndarray:
+    """A view that can't be written: one kind of array for compiled loops, whatever is given."""
+    view = data[:]
+    view.flags.writeable = False
+    return view
 
 
 def library(name: str) -> Any:

@@ -105,7 +105,9 @@ def _pour_block(typing: Any, source: Any, place: Any, sums: Any, target: Any) ->
 
 
 @intrinsic
-def _scan_block(typing: Any, source: Any, place: Any, sums: Any) -> Any:
+def scan_block(typing: Any, source: Any, place: Any, sums: Any) -> Any:
+    """A block of uint8 from a byte on into the sums."""
+
     def build(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         _block(context, builder, signature.args, *arguments)
         return context.get_dummy_value()
@@ -139,10 +141,10 @@ def pour(source, target, count, sums):
 
 
 @jit
-def scan(source, count, sums):
-    """source[:count], uint8 in whole blocks, goes into the sums (uint64 [8])."""
-    for place in range(0, count, BLOCK):
-        _scan_block(source, place, sums)
+def scan(source, begin, end, sums):
+    """source[begin:end], uint8 in whole blocks, goes into the sums (uint64 [8])."""
+    for place in range(begin, end, BLOCK):
+        scan_block(source, place, sums)
 
 
 LENGTH = len(SECRET)
