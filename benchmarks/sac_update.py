@@ -3,8 +3,8 @@
     python -m benchmarks.sac_update walker2d --peer-python PYTHON --json FILE
 
 All at the same sizes, in turn, a process and a thread each: ours in float32, ours with --precision bf16, and Brax;
-first with empty replays, then with full ones. Brax's losses and its replay are called as its `train` calls them, under a
-Python that has it. `walker2d` has the sizes that Brax publishes for that task; `playground` those that MuJoCo
+first with empty replays, then with full ones. Brax's losses and its replay are called as its `train` calls them, under
+a Python that has it. `walker2d` has the sizes that Brax publishes for that task; `playground` those that MuJoCo
 Playground publishes for the DeepMind Control Suite, without the layer norm of its critics. `whole` is a run of the
 published length, in which the replay is full once so many steps were made.
 """
