@@ -14,7 +14,7 @@ torso and a gated recurrent unit (Cho et al. 2014) of that width. An encoder of 
 nearly all of the work; after one by attention, each head has a hidden layer of its own.
 
 With `precision` "bf16" the torso computes in bfloat16; parameters, memory (in which rounding would add up along time)
-and the last layers stay in float32.
+and the last layers stay in float32. Of a tower's `mlp` only the factors of products are rounded (precision.product).
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ import numpy as np
 
 from longhaul import convolutions, encoders
 from longhaul.perceptron import perceptron
-from longhaul.precision import POLICIES, PRECISIONS, REMATS
+from longhaul.precision import POLICIES, PRECISIONS, REMATS, product, rematerialised
 from longhaul.types import Key, Params, PyTree
 
 ACTIVATIONS: dict[str, Callable[[jax.Array], jax.Array]] = {
@@ -215,7 +215,33 @@ def tower(
         example = jax.tree.map(lambda leaf: jnp.zeros((1, *leaf.shape), leaf.dtype), observation)
         return module.init(key, example)["params"]
 
+    if torso == "mlp" and precision == "bf16":
+        return Tower(init, _rounded(ranks, len(sizes), ACTIVATIONS[activation], remat))
     return Tower(init, lambda params, seen: module.apply({"params": params}, seen))  # type: ignore[arg-type, return-value]
+
+
+def _rounded(
+    ranks: Sequence[int], layers: int, activation: Callable[[jax.Array], jax.Array], remat: str
+) -> Callable[[Params, PyTree], jax.Array]:
+    """How a `_Tower` of an mlp is applied with products of bfloat16 whose sums are float32."""
+
+    def layer(own: Params, x: jax.Array) -> jax.Array:
+        return activation(product(x, own["kernel"]) + own["bias"][None])
+
+    through = rematerialised(layer, remat)
+
+    def apply(params: Params, observation: PyTree) -> jax.Array:
+        leaves = jax.tree.leaves(observation)
+        lead = leaves[0].shape[: leaves[0].ndim - ranks[0]]
+        parts = [leaf.astype(jnp.float32).reshape(*lead, -1) for leaf in leaves]
+        x = jnp.concatenate(parts, axis=-1)
+        x = x.reshape(-1, x.shape[-1])
+        for i in range(layers):
+            x = through(params["torso"][f"layer_{i}"], x)
+        found = x @ params["head"]["kernel"] + params["head"]["bias"][None]
+        return found.reshape(*lead, found.shape[-1])
+
+    return apply
 
 
 def _check(

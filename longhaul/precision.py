@@ -30,6 +30,34 @@ POLICIES: dict[str, Callable[..., Any]] = {
 
 REMATS = ("none", *POLICIES)
 
+
+@jax.custom_vjp
+def product(x: jax.Array, kernel: jax.Array) -> jax.Array:
+    """float32 [rows, outputs]: x [rows, inputs] times kernel [inputs, outputs], and likewise its gradients. Factors are
+    rounded to bfloat16, sums are not.
+
+    On a CPU that multiplies bfloat16 this is faster than sums that are rounded, after which each step converts.
+    """
+    return _product(x, kernel)[0]
+
+
+def _dot(a: jax.Array, b: jax.Array, i: int, j: int) -> jax.Array:
+    """float32: over axis i of the one and j of the other."""
+    return jax.lax.dot_general(a, b, (((i,), (j,)), ((), ())), preferred_element_type=jnp.float32)
+
+
+def _product(x: jax.Array, kernel: jax.Array) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
+    factors = x.astype(jnp.bfloat16), kernel.astype(jnp.bfloat16)
+    return _dot(*factors, 1, 0), factors
+
+
+def _product_back(factors: tuple[jax.Array, jax.Array], g: jax.Array) -> tuple[jax.Array, jax.Array]:
+    (x, kernel), g = factors, g.astype(jnp.bfloat16)
+    return _dot(g, kernel, 1, 1), _dot(x, g, 0, 0)
+
+
+product.defvjp(_product, _product_back)
+
 Function = TypeVar("Function", bound=Callable[..., Any])
 
 

@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from longhaul import networks
 from longhaul.networks import ActorCritic, actor_critic
 
 SEEN = {
@@ -239,3 +240,32 @@ def test_activations_by_name(name, function):
 def test_impossible_networks_are_named(options, words):
     with pytest.raises(ValueError, match=words):
         actor_critic(SEEN, 3, **options)
+
+
+def test_a_tower_in_bf16_rounds_factors_and_nothing_else() -> None:
+    """Beside one in float32, and by the types of all its products."""
+    seen = {"a": jax.ShapeDtypeStruct((3,), jnp.float32), "b": jax.ShapeDtypeStruct((2, 2), jnp.float32)}
+    options: dict[str, Any] = {
+        "torso": "mlp", "sizes": (16, 16), "activation": "relu", "remat": "none", "begin": "lecun"
+    }  # fmt: skip
+    full, low = (networks.tower(seen, 2, precision=precision, **options) for precision in ("fp32", "bf16"))
+    params = full.init(jax.random.key(0))
+    jax.tree.map(np.testing.assert_array_equal, params, low.init(jax.random.key(0)))
+    keys = jax.random.split(jax.random.key(1))
+    shown = {"a": jax.random.normal(keys[0], (5, 4, 3)), "b": jax.random.normal(keys[1], (5, 4, 2, 2))}
+
+    def slope(tower: networks.Tower) -> Any:
+        return jax.value_and_grad(lambda params: jnp.sum(jnp.square(tower.apply(params, shown))))
+
+    (value, gradient), (rounded, near) = (
+        jax.jit(slope(tower), compiler_options=QUICK)(params) for tower in (full, low)
+    )
+    assert low.apply(params, shown).shape == (5, 4, 2)
+    assert 0.0 < abs(value - rounded) < 0.02 * value
+    for exact, other in zip(jax.tree.leaves(gradient), jax.tree.leaves(near), strict=True):
+        assert other.dtype == jnp.float32
+        np.testing.assert_allclose(other, exact, rtol=0.05, atol=0.02 * float(jnp.abs(exact).max()))
+    dots = [eqn for eqn in jax.make_jaxpr(slope(low))(params).eqns if eqn.primitive.name == "dot_general"]
+    rounded_ones = [eqn for eqn in dots if all(x.aval.dtype == jnp.bfloat16 for x in eqn.invars)]
+    assert (len(rounded_ones), len(dots)) == (6, 9), "three a layer, and the head's own three in float32"
+    assert all(eqn.outvars[0].aval.dtype == jnp.float32 for eqn in dots)
