@@ -33,10 +33,6 @@ class Frames:
             known = self._known[key] = head[wire.STEP + 8 :], HEAD_BYTES + length
         return self._begin + step.to_bytes(8, "little") + known[0], known[1]
 
-    def _check(self, begin: bytes, payload: bytes | memoryview) -> bytes:
-        """The checksum, and the zeros that follow it."""
-        return self._hash(payload, self._hash(begin)).to_bytes(wire.CHECK_BYTES, "little")
-
     def whole(self, data: bytes, step: int) -> int:
         """The finals of a frame that is the one of this step, and undamaged. Raises WireError."""
         if len(data) >= HEAD_BYTES:
@@ -44,8 +40,8 @@ class Frames:
             if finals <= self._most:
                 begin, size = self._head(step, finals)
                 if len(data) == size and data.startswith(begin):
-                    check = self._check(begin, memoryview(data)[HEAD_BYTES:])
-                    if data.startswith(check, HEAD.size):
+                    check = self._hash(memoryview(data)[HEAD_BYTES:], self._hash(begin))
+                    if data.startswith(check.to_bytes(wire.CHECK_BYTES, "little"), HEAD.size):
                         return int(finals)
         head = wire.read(data, self._codec.most)
         self._codec.check_head(head, Due(*self._of, step))
@@ -64,13 +60,15 @@ class Frames:
     def told(self, step: int, finals: int, payload: bytes | memoryview) -> bytes:
         """The frame of a step or of actions; `payload` is as long as the layout has it."""
         begin, _ = self._head(step, finals)
-        return b"".join((begin, self._check(begin, payload), payload))
+        check = self._hash(payload, self._hash(begin))
+        return b"".join((begin, check.to_bytes(wire.CHECK_BYTES, "little"), payload))
 
     def sealed(self, memory: bytearray, step: int, finals: int) -> bytes:
         """The same of a step that lies in `memory`, behind room for a head."""
         begin, size = self._head(step, finals)
         payload = memoryview(memory)[HEAD_BYTES:size]
-        return b"".join((begin, self._check(begin, payload), payload))
+        check = self._hash(payload, self._hash(begin))
+        return b"".join((begin, check.to_bytes(wire.CHECK_BYTES, "little"), payload))
 
     def acts(self, step: int, action: np.ndarray) -> bytes:
         """The frame of these actions."""

@@ -116,8 +116,9 @@ class GrpcLane:
         """A turn of the event loop, which says what there is to say; and takes what came by it."""
         self._answered = False
         self._loop.turn(seconds)
-        for life, reader in [(life, reader) for life, reader in self._heard.items() if reader.there()]:
-            self._hear(life, reader)
+        for life, reader in list(self._heard.items()):
+            if reader.until is None or reader.until.done():
+                self._hear(life, reader)
 
     def take(self) -> list[Arrival | Lost]:
         if self._answered:

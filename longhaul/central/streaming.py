@@ -96,34 +96,31 @@ class Reader:
 
     def __init__(self, read: Read) -> None:
         self._read = read
+        self.until: asyncio.Future[Any] | None = None  # there is something to take when this is done, or none
         self.begin()
 
     def begin(self) -> None:
         """Listens for the next one. Raises where the stream is gone."""
-        self._work, self._found = self._read(), None
-        self._go_on()
-
-    def _go_on(self) -> None:
-        """The read, up to where it waits."""
+        self._work = self._read()
         try:
-            self._until: asyncio.Future[Any] | None = self._work.send(None)
+            self.until = self._work.send(None)
         except StopIteration as done:
-            self._until, self._found = None, done.value
-
-    def there(self) -> bool:
-        """Whether there is something to take."""
-        return self._until is None or self._until.done()
+            self.until, self._found = None, done.value
 
     def take(self) -> Any:
         """What came; then begin again. None: nothing after all. Raises where the stream is gone."""
-        if self._until is not None:
-            self._go_on()
-        return self._found
+        if self.until is None:
+            return self._found
+        try:
+            self.until = self._work.send(None)
+        except StopIteration as done:
+            return done.value
+        return None
 
     def stop(self) -> None:
         """Nobody listens any more. The read that is under way comes to its end: gRPC writes to what it holds."""
-        if self._until is not None:
-            self._until.add_done_callback(self._stopped)
+        if self.until is not None:
+            self.until.add_done_callback(self._stopped)
 
     def _stopped(self, until: asyncio.Future[Any]) -> None:
         if not until.cancelled():
@@ -163,25 +160,20 @@ class Writer:
             self._go_on()
 
     def _go_on(self, _: Any = None) -> None:
-        while self._idle() and self._later:
-            self._work = self._write(self._later.popleft())
-            self._run()
-        if self._later and self._until is not None:
-            self._until.add_done_callback(self._go_on)
-
-    def _idle(self) -> bool:
-        while self._until is not None and self._until.done():
-            self._run()
-        return self._until is None
-
-    def _run(self) -> None:
-        """The write, up to where it waits."""
-        assert self._work is not None
-        try:
-            self._until = self._work.send(None)
-        except StopIteration:
-            self._work = self._until = None
-        except (Exception, asyncio.CancelledError) as error:
-            self._work = self._until = None
-            self._later.clear()
-            self._failed(error)
+        """Writes up to where it must wait: in a loop, for this is done for each frame."""
+        while (until := self._until) is None or until.done():
+            if until is None:
+                if not self._later:
+                    return
+                self._work = self._write(self._later.popleft())
+            assert self._work is not None
+            try:
+                self._until = self._work.send(None)
+            except StopIteration:
+                self._work = self._until = None
+            except (Exception, asyncio.CancelledError) as error:
+                self._work = self._until = None
+                self._later.clear()
+                self._failed(error)
+        if self._later:
+            until.add_done_callback(self._go_on)

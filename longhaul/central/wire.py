@@ -205,9 +205,11 @@ class Codec:
         begin = offset + flags.offset
         if data[begin : begin + self._calm.size] != _quiet(self._columns):
             return None
-        leaves = [np.ndarray(shape, dtype, data, offset + at) for at, dtype, shape in seen]
-        return Block(leaves, np.ndarray(reward.shape, reward.dtype, data, offset + reward.offset), self._calm,
-                     *self._unended)  # fmt: skip
+        leaves = []
+        for at, dtype, shape in seen:  # a comprehension would be another call, for every frame
+            leaves.append(np.ndarray(shape, dtype, data, offset + at))
+        earned = np.ndarray(reward.shape, reward.dtype, data, offset + reward.offset)
+        return Block(leaves, earned, self._calm, *self._unended)
 
     def action(self, memory: Any, offset: int = 0) -> np.ndarray:
         """A view of actions [C, ...] in `memory`."""
