@@ -46,7 +46,7 @@ def central(env: str, actors: int, worlds: int, slots: int, lane: str, num_steps
         Run(
             "bench", Named(env), ppo.Config(), topology="central", acting=Acting(actors, staleness=None),
             central=Central(lane, slots), total_steps=steps * 1_000_000, num_envs=num_envs, num_steps=num_steps,
-            devices=1,
+            devices=1, threads=1,  # as each actor has: a second one's waking costs more than it does
         )
     )  # fmt: skip
     prepare_devices(1, made.threads, True)
@@ -76,6 +76,7 @@ def central(env: str, actors: int, worlds: int, slots: int, lane: str, num_steps
         }  # fmt: skip
 
     config = {"env": env, "actors": actors, "worlds": worlds, "slots": slots, "lane": lane, "num_steps": num_steps}
+    config |= {"threads": made.threads}
     return Prepared(config | {"batches": batches}, batches * steps, "env steps", compiled, lambda number: None, work)
 
 

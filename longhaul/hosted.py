@@ -24,10 +24,11 @@ import numpy as np
 
 from longhaul.actors.tickets import Ticket
 from longhaul.actors.worker import Leaves
-from longhaul.envs import host
-from longhaul.topologies import actors
+from longhaul.central import states
+from longhaul.envs import host, host_jax
+from longhaul.topologies import actors, central
 from longhaul.topologies.actors import Acting
-from longhaul.types import Algorithm, Key, Measure, PyTree, Rollout, Spec, Successors, TimeStep
+from longhaul.types import Algorithm, Environment, Key, Measure, PyTree, Rollout, Spec, Successors, TimeStep
 from longhaul.vectors import HostVector, Slot
 
 
@@ -65,6 +66,34 @@ def hosted(name: str) -> Hosted:
         return Hosted(name, dataclasses.replace(spec, agents=spec.agents or 1))
     finally:
         vector.close()
+
+
+def standing(
+    name: str, environment: Environment, algorithm: Algorithm, groups: int, worlds: int
+) -> Callable[[Key, PyTree], PyTree]:
+    """As `entering`, of groups that actors step for a server: where they stand, when nobody has begun."""
+
+    def enter(key: Key, context: PyTree) -> PyTree:
+        size, columns = state_size(name, environment, worlds), worlds * (environment.spec.agents or 1)
+        return central.nowhere(size, algorithm, groups, columns) if size else ()
+
+    return enter
+
+
+def state_size(name: str, environment: Environment, worlds: int) -> int:
+    """Bytes of the state of so many worlds, as `central.states` has it; 0 where they can't tell it."""
+    if not is_hosted(name):
+        return host_jax.state_size(environment, worlds)
+    size = 0
+    for count in (1, worlds):  # one is asked first: many may take long to make
+        vector = host.make(host.describe(name), count)
+        try:
+            size = states.size(vector, vector.reset(0))
+        finally:
+            vector.close()
+        if not size:
+            break
+    return size
 
 
 class Carry(NamedTuple):

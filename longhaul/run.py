@@ -382,6 +382,11 @@ def assemble(
         enter = acted.kept(enter, layouts.rule(run.acting, updates).pinned, algorithm)
     if run.topology == "central":
         enter = lambda key, context: ()  # noqa: E731  environments are the actors'
+        if run.acting.staleness == 0 and isinstance(run.environment, Named) and run.acting.actors is not None:
+            groups = run.acting.actors * run.central.slots
+            enter = hosted.standing(
+                run.environment.env, named(run.environment), algorithm, groups, run.num_envs // groups
+            )
     begin = populations.starting(init, collector_in, mesh) if init is not None else None
     return Assembly(
         spec, algorithm, collector_in, enter, mesh, updates, steps, env_steps, parted, origin, siblings, begin

@@ -15,11 +15,12 @@ from longhaul.central.credentials import Credentials
 from longhaul.central.crew import Orders, Processes, process
 from longhaul.central.grpc_lane import GrpcLane
 from longhaul.central.inference import Inference
-from longhaul.central.lane import Lane
+from longhaul.central.lane import Held, Lane
 from longhaul.central.places import Places
 from longhaul.central.server import Server
 from longhaul.central.settings import load
 from longhaul.central.shared_lane import SharedLane
+from longhaul.central.states import NOTHING, Keeps
 from longhaul.central.trajectories import Trajectories
 from longhaul.central.wire import Codec
 from longhaul.envs import host, host_jax
@@ -64,6 +65,15 @@ def _layout(run: Run, groups: int) -> wire.Layout:
     return wire.layout(host_jax.host_spec(environment), columns, tuple(names))
 
 
+def _keeps(run: Run, groups: int) -> Keeps:
+    """Which states travel: those of a run without staleness, which goes on exactly."""
+    assert isinstance(run.environment, Named)
+    if run.acting.staleness != 0:
+        return NOTHING
+    size = hosted.state_size(run.environment.env, named(run.environment), run.num_envs // groups)
+    return Keeps(size, run.num_steps if size else 0)
+
+
 def prepare(run: Run, assembly: Assembly, progress: Progress) -> Prepared:
     """Compiles what a run like `progress` needs."""
     serving = serves(run, assembly, progress)
@@ -77,7 +87,7 @@ def serves(run: Run, assembly: Assembly, progress: Progress) -> Serving:
         membership.check(run.acting.ray_address, membership.ACTORS)
     assert run.acting.actors is not None
     groups = run.acting.actors * run.central.slots
-    codec = Codec(_layout(run, groups))
+    codec = Codec(_layout(run, groups), _keeps(run, groups))
     columns = codec.layout.columns
     algorithm, staleness = assembly.algorithm, run.acting.staleness
     policy = central.local(jax.jit(algorithm.policy)(progress.state))
@@ -104,14 +114,16 @@ def opened(
     slots = run.central.slots
 
     def seeds(actor: int, life: int) -> list[int]:
-        sequence = np.random.SeedSequence([run.seed, begun, actor, life])
+        again = run.acting.staleness == 0  # whoever is begun anew in the first batch does the same
+        sequence = np.random.SeedSequence([run.seed, begun, actor, 1 if again else life])
         return [int(seed) >> 1 for seed in sequence.generate_state(slots, np.uint32)]
 
     on_ray = run.acting.actor_kind == "ray"
     if on_ray:
         closed.enter_context(membership.joined(run.acting.ray_address, membership.ACTORS))
     at = _found(run)
-    lane = closed.enter_context(closing(_lane(run, serving.codec, seeds, at)))
+    kept: dict[int, np.ndarray] = {}
+    lane = closed.enter_context(closing(_lane(run, serving.codec, seeds, at, kept)))
     crew = None
     if on_ray or run.central.bind is None:
         crew = closed.enter_context(closing(_crew(run, serving.codec, lane, at)))
@@ -119,7 +131,7 @@ def opened(
         note(f"waits for {run.acting.actors} actors: {_command(run, lane.address)}")
     server = Server(
         lane, serving.inference, serving.places, serving.store, slots=slots,
-        scores=serving.codec.layout.scores, crew=crew, note=note,
+        scores=serving.codec.layout.scores, crew=crew, note=note, kept=kept,
     )  # fmt: skip
     return server, lambda: [] if crew is None else crew.ids()
 
@@ -155,12 +167,14 @@ def _found(run: Run) -> tuple[str, Credentials]:
         raise RunError(str(error)) from error
 
 
-def _lane(run: Run, codec: Codec, seeds: Callable[[int, int], list[int]], at: tuple[str, Credentials]) -> Lane:
+def _lane(
+    run: Run, codec: Codec, seeds: Callable[[int, int], list[int]], at: tuple[str, Credentials], kept: Held
+) -> Lane:  # fmt: skip
     assert run.acting.actors is not None
     if run.central.lane == "shm":
-        return SharedLane(codec, run.acting.actors, run.central.slots, seeds)
+        return SharedLane(codec, run.acting.actors, run.central.slots, seeds, kept)
     try:
-        return GrpcLane(codec, run.acting.actors, run.central.slots, seeds, bind=at[0], credentials=at[1])
+        return GrpcLane(codec, run.acting.actors, run.central.slots, seeds, bind=at[0], credentials=at[1], held=kept)
     except ValueError as error:
         raise RunError(str(error)) from error
 
@@ -171,7 +185,7 @@ def _crew(run: Run, codec: Codec, lane: Lane, at: tuple[str, Credentials]) -> Pr
     groups = run.acting.actors * run.central.slots
     about: dict[str, Any] = {
         "environment": list(description(run)), "worlds": run.num_envs // groups, "slots": run.central.slots,
-        "scores": list(codec.layout.scores), "lane": run.central.lane,
+        "scores": list(codec.layout.scores), "lane": run.central.lane, "every": codec.keeps.every,
     }  # fmt: skip
 
     def orders(actor: int) -> Orders:

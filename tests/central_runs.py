@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from longhaul.central import wire
+from longhaul.central import states, wire
 from longhaul.central.client import play, straight
 from longhaul.central.credentials import NOBODY
 from longhaul.central.grpc_lane import GrpcLane, GrpcLine
@@ -21,6 +21,7 @@ from longhaul.central.lane import Lane
 from longhaul.central.places import Places
 from longhaul.central.server import Server
 from longhaul.central.shared_lane import SharedLane, SharedLine
+from longhaul.central.states import NOTHING, Keeps
 from longhaul.central.streaming import run
 from longhaul.central.trajectories import Trajectories
 from longhaul.central.wire import Codec
@@ -59,7 +60,9 @@ class Site(NamedTuple):
 
 
 def seeds(sizes: Sizes) -> Callable[[int, int], list[int]]:
-    return lambda actor, life: [1000 * life + 10 * actor + slot for slot in range(sizes.slots)]
+    """As `serving` has them: without staleness, whoever is begun again begins alike."""
+    again = sizes.staleness == 0
+    return lambda actor, life: [1000 * (1 if again else life) + 10 * actor + slot for slot in range(sizes.slots)]
 
 
 @contextmanager
@@ -70,16 +73,18 @@ def site(
     """Open until the block is left; then all its threads have ended."""
     host = make(0, 0)
     names: tuple[str, ...] = ()
-    codec = Codec(wire.layout(host.spec, host.columns, names))
+    size, kept = states.size(host, host.reset(0)) if sizes.staleness == 0 else 0, dict[int, np.ndarray]()
+    layout = wire.layout(host.spec, host.columns, names)
+    codec = Codec(layout, Keeps(size, sizes.steps) if size else NOTHING)
     policy = algorithm.policy(jax.jit(algorithm.init)(jax.random.key(0)))
     with ExitStack() as closed:
         threads: list[threading.Thread] = []
         closed.callback(lambda: [thread.join(20.0) for thread in threads])
         ways: Lane
         if lane == "shm":
-            ways = SharedLane(codec, sizes.actors, sizes.slots, seeds(sizes))
+            ways = SharedLane(codec, sizes.actors, sizes.slots, seeds(sizes), kept)
         else:
-            ways = GrpcLane(codec, sizes.actors, sizes.slots, seeds(sizes))
+            ways = GrpcLane(codec, sizes.actors, sizes.slots, seeds(sizes), held=kept)
         closed.enter_context(closing(ways))
         places = Places(sizes.groups, sizes.staleness, 0, UNTIL)
         inference = Inference(
@@ -90,7 +95,7 @@ def site(
             inference.shapes, rooms=places.rooms, steps=sizes.steps, places=sizes.groups, columns=host.columns,
             interval=spec.truncation_interval,
         )  # fmt: skip
-        server = Server(ways, inference, places, store, slots=sizes.slots, scores=names, crew=crew)
+        server = Server(ways, inference, places, store, slots=sizes.slots, scores=names, crew=crew, kept=kept)
         server.acts_with(policy)
 
         def begin(actor: int) -> threading.Thread:
@@ -100,7 +105,8 @@ def site(
                 work: Any = lambda: straight(play(line, vectors))  # noqa: E731
             else:
                 assert isinstance(ways, GrpcLane)
-                line = GrpcLine(codec, sizes.slots, ways.address, actor=actor, credentials=NOBODY)
+                told = Codec(layout, Keeps(size))  # when it is wanted, the server says
+                line = GrpcLine(told, sizes.slots, ways.address, actor=actor, credentials=NOBODY)
                 work = lambda: run(play(line, vectors))  # noqa: E731
             thread = threading.Thread(target=_until_gone, args=(work, line), daemon=True)
             thread.start()

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import signal
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -25,13 +26,14 @@ from longhaul.central.settings import Central
 from longhaul.envs import host
 from longhaul.envs.host_jax import JaxVector, Programs
 from longhaul.envs.probes import PROBES, Probe
+from longhaul.records import Sums
 from longhaul.run import Named, Run, RunError
 from longhaul.topologies import central as topology
 from longhaul.types import Algorithm
 from longhaul.vectors import HostStep, HostVector, Slot, specification
 from tests import central_runs, chaos
 from tests.central_runs import Gone, Site, Sizes, by_hand, processes, site
-from tests.small_runs import begin, records, resume, small
+from tests.small_runs import after, begin, records, result, resume, small
 from tests.test_matrix import LEARNERS, check
 
 POLES = host.describe("numpy/longhaul.envs.batched:cartpole")
@@ -48,13 +50,35 @@ def of_poles() -> tuple[Any, Algorithm]:
     return spec, ppo.ppo(spec, SMALL, updates=100, mean=lambda tree: tree)
 
 
-def learnt(lane: str, updates: int) -> tuple[list[np.ndarray], list[np.ndarray]]:
-    """(parameters, all actions) after so many updates."""
-    sizes, (spec, algorithm) = Sizes(), of_poles()
-    learn = jax.jit(algorithm.learn)
+@cache
+def of_poles_remembered() -> tuple[Any, Algorithm]:
+    spec = specification(poles(0, 0).spec)
+    return spec, ppo.ppo(spec, dataclasses.replace(SMALL, memory=8), updates=100, mean=lambda tree: tree)
+
+
+def learnt(
+    lane: str, updates: int, *, of: Callable[[], tuple[Any, Algorithm]] = of_poles, dies: Sequence[int] = ()
+) -> tuple[list[np.ndarray], list[np.ndarray]]:  # fmt: skip
+    """(parameters, all actions) after so many updates; actor 1's lives end with these steps of theirs."""
+    sizes, (spec, algorithm) = Sizes(), of()
+    learn, left = jax.jit(algorithm.learn), list(dies)
     state, actions = jax.jit(algorithm.init)(jax.random.key(0)), []
-    with site(algorithm, spec, poles, sizes, lane=lane) as here:
+
+    def make(actor: int, slot: int) -> HostVector:
+        if (actor, slot) != (1, 1) or not left:
+            return poles(actor, slot)
+        return Frail(poles(actor, slot), when=left.pop(0))
+
+    with site(algorithm, spec, make, sizes, lane=lane, begun=False) as here:
+        actors = {actor: here.begin(actor) for actor in range(sizes.actors)}
+
+        def revive() -> None:
+            if not actors[1].is_alive():
+                here.lane.cut(1, "it died")
+                actors[1] = here.begin(1)
+
         for update in range(updates):
+            serve(here, revive)
             data, _, versions = here.server.gather()
             assert (versions == update).all()
             actions += list(np.array(data.action))
@@ -80,6 +104,23 @@ def test_without_staleness_it_is_the_synchronous_loop_by_either_lane() -> None:
     )
 
 
+@pytest.mark.parametrize(
+    ("lane", "of"),
+    [
+        ("shm", of_poles),
+        pytest.param("grpc", of_poles, marks=pytest.mark.slow),
+        pytest.param("shm", of_poles_remembered, marks=pytest.mark.slow),
+    ],
+)
+def test_without_staleness_an_actor_that_dies_changes_nothing(lane: str, of: Any) -> None:
+    """In its first trajectory, amid a later one, and in that again: its successor goes on from where that began."""
+    whole, acted = learnt(lane, 4, of=of)
+    again, acted_again = learnt(lane, 4, of=of, dies=(3, 13, 2, 6))
+    np.testing.assert_array_equal(acted, acted_again)
+    for one, other in zip(whole, again, strict=True):
+        np.testing.assert_array_equal(one, other)
+
+
 # ------------------------------------------------------------------------------------------------- what was learnt from
 
 INTERVAL, CHAOS_SIZES = 4, Sizes(worlds=4, steps=10)
@@ -94,6 +135,12 @@ class Frail:
 
     def reset(self, seed: int, out: Slot | None = None) -> Any:
         return self._inner.reset(seed, out)
+
+    def state(self) -> Any:
+        return self._inner.state()
+
+    def restore(self, state: Any) -> None:
+        self._inner.restore(state)
 
     def step(self, action: np.ndarray, out: Slot | None = None) -> HostStep:
         self._steps += 1
@@ -346,6 +393,29 @@ def test_a_killed_actor_is_replaced_and_a_run_goes_on_from_its_last_save(
     assert found[-1]["agent_steps"] == 60 * 128
     assert sum(row["central/lost"] for row in found) > 0, "nobody was killed"
     assert max(row["central/staleness_max"] for row in found) == 1
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("env", [str(POLES), "cartpole"])
+def test_a_run_without_staleness_that_was_stopped_ends_as_one_that_was_not(
+    env: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ending, "evaluations", lambda *args: iter(()))
+    run = in_processes(environment=Named(env), acting=Acting(2, staleness=0), total_steps=8 * 16 * 12, log_interval=1)
+    assert begin(run, tmp_path / "whole").code == 0
+    with monkeypatch.context() as patch:
+        patch.setattr(Sums, "add", after(5, lambda: signal.raise_signal(signal.SIGINT), Sums.add))
+        assert begin(run, tmp_path / "cut").code == training.STOPPED
+    assert resume(tmp_path / "cut").code == 0
+    assert result(tmp_path / "cut") == result(tmp_path / "whole")
+    told = [[kept(row) for row in records(tmp_path / name)] for name in ("cut", "whole")]
+    assert told[0] == told[1]
+
+
+def kept(record: dict[str, Any]) -> dict[str, Any]:
+    """What is no matter of time."""
+    names = ("central/actor_wait", "central/learner_wait", "central/inference", "central/batch", "central/fill")
+    return {name: value for name, value in record.items() if name not in names}
 
 
 @pytest.mark.parametrize(

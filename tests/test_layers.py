@@ -52,8 +52,9 @@ TABLE = """
 2  environment rollout recordings
 2  reasoning/model reasoning/hub reasoning/decoding reasoning/checking reasoning/sampling reasoning/gate
    reasoning/problems reasoning/quality reasoning/marking reasoning/drawing reasoning/thinking
-2  central/wire central/lane central/streaming central/grpc_lane central/shared_lane central/batcher central/places
-   central/crew central/episodes central/trajectories central/inference central/server central/settings
+2  central/states central/wire central/frames central/lane central/streaming central/grpc_lane central/shared_lane
+   central/batcher central/places central/crew central/episodes central/trajectories central/inference central/server
+   central/settings
 3  sync/changes sync/chain sync/buffers sync/lanes/base sync/lanes/sockets sync/lanes/shared sync/lanes/tcp
    sync/torch_arrays sync/lanes/folder sync/lanes/group sync/lanes/nixl sync/lanes/__init__ sync/engine sync/receiver
    sync/geometry sync/probe sync/relay sync/rates sync/producer sync/consumers sync/vllm
@@ -99,7 +100,10 @@ NO_JAX = (
     *("sync_command", "sync_shell"),
     *("forms", "vectors", "gang", "processes", "cluster", "membership", "envs/gym_export"),
     *(f"envs/{name}" for name in ("host", "host_spaces", "host_gymnasium", "host_numpy", "host_torch", "batched")),
-    *(f"central/{name}" for name in ("wire", "credentials", "lane", "streaming", "grpc_lane", "shared_lane")),
+    *(
+        f"central/{name}"
+        for name in ("states", "wire", "frames", "credentials", "lane", "streaming", "grpc_lane", "shared_lane")
+    ),
     *(f"sync/{name}" for name in ("manifest", "images", "protocol", "wire", "files", "buffers", "lanes/*")),
     *(f"sync/{name}" for name in ("engine", "changes", "receiver", "geometry", "probe", "relay", "producer")),
     *(f"sync/{name}" for name in ("consumers", "vllm", "chain", "torch_arrays")),

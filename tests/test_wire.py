@@ -15,6 +15,7 @@ import pytest
 
 from longhaul.central import wire
 from longhaul.central.credentials import NOBODY, Credentials, check_bind, load, split
+from longhaul.central.frames import Frames
 from longhaul.central.grpc_lane import PATH, GrpcLane, GrpcLine
 from longhaul.central.lane import Answer, Arrival, Lost
 from longhaul.central.wire import Codec, Due, WireError
@@ -52,15 +53,18 @@ def test_what_goes_in_comes_out_bit_for_bit(seed: int) -> None:
         assert found == head._replace(length=len(payload))
         due = Due(wire.OBSERVE, 3, 2, number)
         codec.check_head(found, due)
-        assert codec.whole(data, due) == head.finals
-        assert codec.told(due, head.finals, payload) == data
+        steps = Frames(codec, *due[:3])
+        assert steps.whole(data, number) == head.finals
+        assert steps.told(number, head.finals, payload) == data
+        assert steps.sealed(bytearray(bytes(wire.HEAD_BYTES) + payload), number, head.finals) == data
         act = Due(wire.ACT, 3, 2, number)
         action = codec.action(rng.bytes(codec.action_bytes))
-        answer = codec.acts(act, action)
+        actions = Frames(codec, *act[:3])
+        answer = actions.acts(number, action)
         codec.check_head(wire.read(answer, codec.most), act)
-        assert codec.whole(answer, act) == 0
+        assert actions.whole(answer, number) == 0
         assert codec.action(answer, wire.HEAD_BYTES).tobytes() == action.tobytes()
-        sent, came = codec.block(payload, head.finals), codec.observed(data, head.finals, first=number == 0)
+        sent, came = codec.block(payload, head.finals), steps.observed(data, head.finals, first=number == 0)
         for a, b in zip((*sent.observation, *sent.final, *sent[1:4]), (*came.observation, *came.final, *came[1:4])):
             assert (a.dtype, a.shape, a.tobytes()) == (b.dtype, b.shape, b.tobytes())
         assert sent.scores.tobytes() == came.scores.tobytes()
@@ -84,7 +88,8 @@ def test_arrays_of_a_block_do_not_overlap_and_fill_it() -> None:
 def accepted(data: bytes, due: Due) -> bool:
     """Whether a frame passes all checks; anything but WireError escapes."""
     try:
-        CODEC.observed(data, CODEC.whole(data, due), first=due.step == 0)
+        steps = Frames(CODEC, *due[:3])
+        steps.observed(data, steps.whole(data, due.step), first=due.step == 0)
     except WireError:
         return False
     return True

@@ -18,9 +18,10 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from longhaul.actors.worker import end_with_parent
-from longhaul.central import wire
+from longhaul.central import states, wire
 from longhaul.central.credentials import NOBODY, Credentials, load
 from longhaul.central.lane import Line
+from longhaul.central.states import NOTHING, Keeps
 from longhaul.central.wire import Codec, WireError
 from longhaul.vectors import Description, HostVector, Slot, write
 
@@ -42,6 +43,9 @@ async def play(line: Line, vectors: Sequence[HostVector]) -> None:
         block.flags[:] = False
         outs.append(Slot(codec.layout.tree(block.observation), block.reward, *block.flags))
         vector.reset(seed, out=outs[slot])
+        held = line.held(slot)
+        if held is not None:
+            states.restore(held, vector, outs[slot].observation)
         await line.post(slot, 0)
     names = codec.layout.scores
     while True:
@@ -56,6 +60,9 @@ async def play(line: Line, vectors: Sequence[HostVector]) -> None:
             for i, name in enumerate(names):
                 if name in finals.scores:
                     block.scores[i], block.known[i] = finals.scores[name]
+        kept = line.keeps(slot, count)
+        if kept is not None:
+            states.write(kept, vectors[slot], outs[slot].observation)
         await line.post(slot, count)
 
 
@@ -92,13 +99,14 @@ async def stay(connect: Callable[[], Line], vectors: Sequence[HostVector], patie
 
 
 def make(
-    description: Description, worlds: int, slots: int, scores: Sequence[str] = ()
+    description: Description, worlds: int, slots: int, scores: Sequence[str] = (), every: int | None = None
 ) -> tuple[list[HostVector], Codec]:
-    """The environments of an actor, `slots` groups of `worlds`."""
+    """The environments of an actor, `slots` groups of `worlds`. `every`: of `Keeps`; None: the server will say."""
     from longhaul.envs import host
 
     vectors = [host.make(description, worlds) for _ in range(slots)]
-    return vectors, Codec(wire.layout(vectors[0].spec, vectors[0].columns, tuple(scores)))
+    keeps = NOTHING if every == 0 else Keeps(states.size(vectors[0], vectors[0].reset(0)), every or 0)
+    return vectors, Codec(wire.layout(vectors[0].spec, vectors[0].columns, tuple(scores)), keeps)
 
 
 def remote(
@@ -129,7 +137,7 @@ def main() -> int:
         if lane == "shm":
             from longhaul.central.shared_lane import Ends, SharedLine
 
-            vectors, codec = make(description, worlds, slots, about["scores"])
+            vectors, codec = make(description, worlds, slots, about["scores"], about["every"])
             straight(play(SharedLine(codec, slots, Ends(*about["ends"])), vectors))
         else:
             authority = None if about["authority"] is None else Path(about["authority"]).read_bytes()

@@ -22,11 +22,12 @@ from typing import Any
 
 import numpy as np
 
-from longhaul.central import wire
+from longhaul.central import frames, wire
 from longhaul.central.credentials import NOBODY, Credentials, channel, check_bind, server_credentials
-from longhaul.central.lane import Answer, Arrival, Lost
-from longhaul.central.streaming import Loop, Write, Writer
-from longhaul.central.wire import Codec, Due, Head, WireError
+from longhaul.central.lane import NOBODY as NONE_HELD
+from longhaul.central.lane import Answer, Arrival, Held, Lost
+from longhaul.central.streaming import Loop, Reader, Write, Writer
+from longhaul.central.wire import Codec, Head, WireError
 
 SERVICE, METHOD = "longhaul.Central", "Play"
 PATH = f"/{SERVICE}/{METHOD}"
@@ -68,8 +69,10 @@ class Busy(WireError):
 class _Life:
     """One stream of an actor, from HELLO to its end."""
 
-    def __init__(self, actor: int, number: int, slots: int, name: int, write: Write) -> None:
+    def __init__(self, codec: Codec, actor: int, number: int, slots: int, name: int, write: Write) -> None:
         self.actor, self.number, self.name = actor, number, name
+        self.first = actor * slots  # its first group
+        self.steps, self.actions = frames.ears(codec, self.first, slots, number)
         self.step = [0] * slots  # of the frame that is due, or was the last to come
         self.due = [True] * slots
         self.writer = Writer(write, lambda error: self.end(f"its stream ended: {error}"))
@@ -86,15 +89,16 @@ class GrpcLane:
 
     def __init__(
         self, codec: Codec, actors: int, slots: int, seeds: Seeds, *, bind: str = "127.0.0.1:0",
-        credentials: Credentials = NOBODY,
+        credentials: Credentials = NOBODY, held: Held = NONE_HELD,
     ) -> None:  # fmt: skip
         check_bind(bind, credentials)
         self._codec, self._actors, self._slots, self._seeds = codec, actors, slots, seeds
-        self._credentials = credentials
+        self._credentials, self._held = credentials, held
         self._lives: dict[int, _Life] = {}
+        self._heard: dict[_Life, Reader] = {}
         self._numbers = [0] * actors
-        self._inbox: deque[tuple[_Life, int, wire.Block | None]] = deque()
-        self._ending = self._unsent = False
+        self._inbox: deque[tuple[_Life, int, wire.Block | None, np.ndarray | None]] = deque()
+        self._ending = self._answered = False
         self._loop = Loop()
         try:
             self._server, self.address = self._loop.run_until_complete(self._serve(bind))
@@ -103,29 +107,29 @@ class GrpcLane:
             raise
 
     def wait(self, seconds: float) -> None:
+        until = self._loop.time() + seconds
         self._turn(0.0 if self._inbox else seconds)
+        while not self._inbox and (seconds := until - self._loop.time()) > 0.0:
+            self._turn(seconds)
 
     def _turn(self, seconds: float) -> None:
-        """Runs the event loop until something came, or for so long; 0: once. What there is to say is said."""
-        self._unsent = False
-        if seconds > 0.0:
-            over = self._loop.call_later(seconds, self._loop.stop)
-            self._loop.run_forever()
-            over.cancel()
-        else:
-            self._loop.call_soon(self._loop.stop)
-            self._loop.run_forever()
+        """A turn of the event loop, which says what there is to say; and takes what came by it."""
+        self._answered = False
+        self._loop.turn(seconds)
+        for life, reader in list(self._heard.items()):
+            if reader.until is None or reader.until.done():
+                self._hear(life, reader)
 
     def take(self) -> list[Arrival | Lost]:
-        if self._unsent:
+        if self._answered:
             self._turn(0.0)
         found: list[Arrival | Lost] = []
         while self._inbox:
-            life, slot, step = self._inbox.popleft()
+            life, slot, step, state = self._inbox.popleft()
             if step is None:
                 found.append(Lost(life.actor, life.ended or ""))
             elif life.ended is None:
-                found.append(Arrival(life.actor * self._slots + slot, life.number, life.step[slot] == 0, step))
+                found.append(Arrival(life.first + slot, life.number, life.step[slot] == 0, step, state))
         return found
 
     def answer(self, answers: Sequence[Answer]) -> None:
@@ -134,11 +138,10 @@ class GrpcLane:
             life = self._lives.get(actor)
             if life is None or life.number != number or life.due[slot]:
                 continue
-            due = Due(wire.ACT, group, life.number, life.step[slot])
+            life.writer.say(life.actions[slot].acts(life.step[slot], action))
             life.step[slot] += 1
             life.due[slot] = True
-            life.writer.say(self._codec.acts(due, action))
-            self._unsent = True
+            self._answered = True
 
     def cut(self, actor: int, why: str) -> None:
         if actor in self._lives:
@@ -149,7 +152,6 @@ class GrpcLane:
 
     def close(self) -> None:
         self._ending = True
-        self._turn(0.0)  # what came may have stopped the loop in advance
         for life in list(self._lives.values()):
             life.end("the server ends")
         self._loop.run_until_complete(self._server.stop(grace=1.0))
@@ -164,6 +166,7 @@ class GrpcLane:
 
         handler = grpc.stream_stream_rpc_method_handler(self._play)
         streams = self._actors + SPARE
+        self._end = grpc.aio.EOF
         server = grpc.aio.server(options=_options(self._codec.most), maximum_concurrent_rpcs=streams)
         server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(SERVICE, {METHOD: handler}),))
         try:
@@ -182,7 +185,6 @@ class GrpcLane:
             await context.abort(grpc.StatusCode.UNAUTHENTICATED, "the token is missing or wrong")
         await context.send_initial_metadata(())  # which the other side waits for
         life: _Life | None = None
-        tasks: list[asyncio.Task[Any]] = []
         try:
             async with asyncio.timeout(GREETING):
                 hello = await context.read()
@@ -190,11 +192,9 @@ class GrpcLane:
                 return
             life = self._greet(hello, context.write)
             await context.write(self._welcome(life))
-            tasks = [asyncio.create_task(work) for work in (self._hear(context, life), life.over.wait())]
-            done, _pending = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
-            for task in done:
-                task.result()
-            if life.ended is not None and not context.cancelled():
+            self._heard[life] = Reader(context.read)
+            await life.over.wait()
+            if not context.cancelled():
                 raise (Busy if self._ending else WireError)(life.ended)  # who ends may begin again
         except WireError as error:
             why = str(error)
@@ -209,10 +209,9 @@ class GrpcLane:
         except TimeoutError:
             pass
         finally:
-            for task in tasks:
-                task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
             if life is not None:
+                if life in self._heard:
+                    self._heard.pop(life).stop()
                 life.writer.stop()
                 self._leave(life)
 
@@ -248,7 +247,7 @@ class GrpcLane:
                 raise Busy(f"actor {actor} is here already")
             self._leave(self._lives[actor], "it came back in another stream")  # before we knew that it was gone
         self._numbers[actor] += 1
-        life = _Life(actor, self._numbers[actor], self._slots, head.step, write)
+        life = _Life(self._codec, actor, self._numbers[actor], self._slots, head.step, write)
         self._lives[actor] = life
         return life
 
@@ -256,39 +255,47 @@ class GrpcLane:
         seeds = np.asarray(self._seeds(life.actor, life.number), "<u8")
         head = Head(wire.WELCOME, life.actor * self._slots, life.number, columns=self._codec.layout.columns)
         names = "\n".join(self._codec.layout.scores).encode()
-        return wire.frame(head._replace(finals=self._slots, digest=self._codec.digest), seeds.tobytes() + names)
+        held = {slot: self._held[life.first + slot] for slot in range(self._slots) if life.first + slot in self._held}
+        about = np.array([self._codec.keeps.every, sum(1 << slot for slot in held)], "<u8")
+        parts = [seeds.tobytes(), about.tobytes(), *(state.tobytes() for state in held.values()), names]
+        return wire.frame(head._replace(finals=self._slots, digest=self._codec.digest), b"".join(parts))
 
-    async def _hear(self, context: Any, life: _Life) -> None:
-        """Reads until the stream ends, by either side."""
-        import grpc
-
-        codec, slots, number, first = self._codec, self._slots, life.number, life.actor * self._slots
-        while life.ended is None:
-            data = await context.read()
-            if data is grpc.aio.EOF:
+    def _hear(self, life: _Life, reader: Reader) -> None:
+        """Takes a frame that came; ends the life where it is none that is due, or the stream's end."""
+        if life.ended is not None:
+            return
+        try:
+            data = reader.take()
+            if data is self._end:
                 life.end("its stream ended")
-                return
-            group = wire.group(data)
-            slot = group - first
-            if not 0 <= slot < slots or not life.due[slot]:
-                wire.read(data, codec.most)  # it may be none at all
-                raise WireError(f"a frame of group {group}, of which none is due")
-            t = life.step[slot]
-            finals = codec.whole(data, Due(wire.OBSERVE, group, number, t))
-            step = codec.observed(data, finals, first=t == 0)
-            life.due[slot] = False
-            self._hand(life, slot, step)
+            elif data is not None:
+                self._check(life, data)
+                reader.begin()
+        except WireError as error:
+            life.end(str(error))
+        except (Exception, asyncio.CancelledError) as error:
+            life.end(f"its stream ended: {error}")
 
-    def _hand(self, life: _Life, slot: int, step: wire.Block | None) -> None:
-        self._inbox.append((life, slot, step))
-        if len(self._inbox) == 1 and not self._ending:
-            self._loop.call_soon(self._loop.stop)  # after whatever else came by then
+    def _check(self, life: _Life, data: bytes) -> None:
+        """Raises WireError where a frame is not a step that is due."""
+        codec, group = self._codec, wire.group(data)
+        slot = group - life.first
+        if not 0 <= slot < self._slots or not life.due[slot]:
+            wire.read(data, codec.most)  # it may be none at all
+            raise WireError(f"a frame of group {group}, of which none is due")
+        t, steps = life.step[slot], life.steps[slot]
+        finals = steps.whole(data, t)
+        step = steps.observed(data, finals, first=t == 0)
+        state = codec.state(data, finals, wire.HEAD_BYTES) if codec.keeps.after(t) else None
+        life.due[slot] = False
+        self._inbox.append((life, slot, step, state))
 
     def _leave(self, life: _Life, why: str = "its stream ended") -> None:
         life.end(why)
         if self._lives.get(life.actor) is life:
             del self._lives[life.actor]
-            self._hand(life, 0, None)
+            self._inbox.append((life, 0, None, None))
+            self._loop.rest()
 
 
 class GrpcLine:
@@ -298,13 +305,16 @@ class GrpcLine:
         """`codec` is of a layout without scores: which are wanted, the server says."""
         self.codec, self._slots, self._address = codec, slots, address
         self._actor, self._credentials = actor, credentials
-        self._steps = [0] * slots
-        self._life = self._first = 0
+        self._steps, self._held = [0] * slots, dict[int, np.ndarray]()
+        self._first = 0
         self._channel: Any = None
         self._call: Any = None
+        self._writer: Writer | None = None
 
     async def open(self) -> list[int]:
-        codec = self.codec
+        import grpc
+
+        self._grpc, self._end, codec = grpc, grpc.aio.EOF, self.codec
         self._channel = channel(self._address, self._credentials, _options(codec.most))
         token = self._credentials.token
         self._call = self._channel.stream_stream(PATH)(metadata=() if token is None else ((TOKEN, token),))
@@ -312,25 +322,44 @@ class GrpcLine:
         if self._call.done():
             raise self._gone(await self._call.code(), await self._call.details())
         hello = Head(wire.HELLO, self._actor, 0, NAME, codec.layout.columns, self._slots, codec.digest)
-        await self._write(wire.frame(hello, codec.layout.text.encode()))
+        # Who reads hears why the stream ended, whatever a write says of it.
+        self._writer = Writer(self._call.write, lambda error: None)
+        self._writer.say(wire.frame(hello, codec.layout.text.encode()))
         data = await self._read()
         head = wire.read(data, codec.most)
-        size = 8 * self._slots
+        size = 8 * (self._slots + 2)
         if head.kind != wire.WELCOME or head.length < size or head.finals != self._slots:
             raise WireError(f"the server answers HELLO with a frame of kind {head.kind}; give both the same version")
-        names = wire.text(data, size).split("\n")
-        self.codec = codec = Codec(codec.layout._replace(scores=tuple(name for name in names if name)))
+        *seeds, every, there = (int(word) for word in np.frombuffer(data, "<u8", size // 8, wire.HEAD_BYTES))
+        slots, one = [slot for slot in range(self._slots) if there >> slot & 1], codec.keeps.size
+        held = len(slots) * one
+        if head.length < size + held:
+            raise WireError("the server's states are of another size; give the actor the run's --env and sizes")
+        rows = np.frombuffer(data, np.uint8, held, wire.HEAD_BYTES + size).reshape(len(slots), one)
+        self._held = dict(zip(slots, rows, strict=True))
+        names = wire.text(data, size + held).split("\n")
+        keeps = codec.keeps._replace(every=every)
+        self.codec = codec = Codec(codec.layout._replace(scores=tuple(name for name in names if name)), keeps)
         if head.digest != codec.digest:
             raise WireError("the server wants scores of another layout; give both the same version")
-        most = wire.HEAD_BYTES + codec.block_bytes(codec.layout.columns)
+        most = wire.HEAD_BYTES + codec.block_bytes(codec.layout.columns) + keeps.size
         self._memory = [bytearray(most) for _ in range(self._slots)]
         self.blocks = [codec.block(memory, 0, wire.HEAD_BYTES) for memory in self._memory]
-        self._life, self._first = head.incarnation, head.group
-        return [int(seed) for seed in np.frombuffer(data, "<u8", self._slots, wire.HEAD_BYTES)]
+        self._first = head.group
+        self._told, self._heard = frames.ears(codec, self._first, self._slots, head.incarnation)
+        return seeds
 
     async def post(self, slot: int, finals: int) -> None:
-        due = Due(wire.OBSERVE, self._first + slot, self._life, self._steps[slot])
-        await self._write(self.codec.sealed(self._memory[slot], due, finals))
+        assert self._writer is not None, "it is open"
+        self._writer.say(self._told[slot].sealed(self._memory[slot], self._steps[slot], finals))
+
+    def held(self, slot: int) -> np.ndarray | None:
+        return self._held.get(slot)
+
+    def keeps(self, slot: int, finals: int) -> np.ndarray | None:
+        if not self.codec.keeps.after(self._steps[slot]):
+            return None
+        return self.codec.state(self._memory[slot], finals, wire.HEAD_BYTES)
 
     def ended(self, slot: int, finals: int) -> wire.Block:
         return self.codec.block(self._memory[slot], finals, wire.HEAD_BYTES)
@@ -341,23 +370,17 @@ class GrpcLine:
         slot = group - self._first
         if not 0 <= slot < self._slots:
             raise WireError(f"actions for group {group}, which is not this actor's")
-        self.codec.whole(data, Due(wire.ACT, group, self._life, self._steps[slot]))
+        self._heard[slot].whole(data, self._steps[slot])
         self._steps[slot] += 1
         return slot, self.codec.action(data, wire.HEAD_BYTES)
 
     async def close(self) -> None:
+        if self._writer is not None:
+            self._writer.stop()
         if self._call is not None:
             self._call.cancel()
         if self._channel is not None:
             await self._channel.close()
-
-    async def _write(self, frame: bytes) -> None:
-        import grpc
-
-        try:
-            await self._call.write(frame)
-        except (grpc.RpcError, asyncio.InvalidStateError) as error:
-            raise ConnectionError(f"{self._address}: the stream ended") from error
 
     def _gone(self, code: Any, details: str | None) -> Exception:
         """How a stream's end is told: as a refusal where trying again won't help."""
@@ -368,13 +391,11 @@ class GrpcLine:
 
     async def _read(self) -> bytes:
         """The next frame. WireError with the server's reason where it refuses; ConnectionError where it is gone."""
-        import grpc
-
         try:
             data = await self._call.read()
-        except grpc.RpcError as error:
+        except self._grpc.RpcError as error:
             raise self._gone(error.code(), error.details()) from error
-        if data is grpc.aio.EOF:
+        if data is self._end:
             raise ConnectionError(f"{self._address}: the stream ended")
         if wire.kind(data) == wire.REFUSE:
             kind = ConnectionError if wire.read(data, self.codec.most).step else WireError

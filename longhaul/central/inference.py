@@ -126,6 +126,22 @@ class Inference:
         (acted,), drawn, memory = found
         return Inferred(acted, drawn, memory)
 
+    @property
+    def memory(self) -> list[np.ndarray]:
+        """Of all environments, [groups x C, ...]; copies."""
+        return [np.array(leaf) for leaf in jax.tree.leaves(self._memory)]
+
+    def remember(self, memory: Sequence[np.ndarray]) -> None:
+        """The reverse."""
+        self._memory = jax.tree.unflatten(jax.tree.structure(self._memory), [jnp.array(leaf) for leaf in memory])
+
+    def put(self, group: int, memory: Sequence[np.ndarray]) -> None:
+        """The memory of one group's environments, [C, ...]."""
+        all_ = self.memory
+        for into, leaf in zip(all_, memory, strict=True):
+            into[group * self.columns : (group + 1) * self.columns] = leaf
+        self.remember(all_)
+
 
 def _fold(key: Any, data: jax.Array) -> tuple[jax.Array, jax.Array]:
     """`jax.random.fold_in` of keys' two words, as they lie beside the whole numbers [...]."""

@@ -7,7 +7,7 @@ stream ends, for whatever reason, the lane says so once, and nothing of that lif
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple, Protocol
 
 import numpy as np
@@ -22,6 +22,7 @@ class Arrival(NamedTuple):
     life: int
     first: bool  # the life begins: reward and flags say nothing
     step: Block
+    state: np.ndarray | None = None  # uint8, where the step ends a trajectory and states are wanted; a copy
 
 
 class Answer(NamedTuple):
@@ -30,6 +31,13 @@ class Answer(NamedTuple):
     group: int
     life: int
     action: np.ndarray  # [C, ...]
+
+
+Held = Mapping[int, np.ndarray]
+"""Group -> the state that its next life goes on from; the others begin new episodes."""
+
+
+NOBODY: Held = {}
 
 
 class Lost(NamedTuple):
@@ -72,7 +80,13 @@ class Line(Protocol):
     async def open(self) -> list[int]:
         """Begins a life -> a seed for each group. Raises WireError where it is refused, OSError where nobody is."""
 
+    def held(self, slot: int) -> np.ndarray | None:
+        """The state that a group goes on from; None: new episodes."""
+
     def ended(self, slot: int, finals: int) -> Block: ...
+
+    def keeps(self, slot: int, finals: int) -> np.ndarray | None:
+        """Where its state goes, which is wanted with the step that is posted next; None: it is not."""
 
     async def post(self, slot: int, finals: int) -> None: ...
 

@@ -20,6 +20,7 @@ from longhaul.central.episodes import Running
 from longhaul.central.inference import Inference
 from longhaul.central.lane import Answer, Arrival, Lane, Lost
 from longhaul.central.places import Place, Places
+from longhaul.central.states import Standing
 from longhaul.central.trajectories import Overrun, Sums, Trajectories
 from longhaul.central.wire import Block
 from longhaul.types import Params, Rollout
@@ -54,11 +55,13 @@ class _Group:
         self.life = 0
         self.place: Place | None = None
         self.t = 0  # step of its trajectory that is to be acted, or was
+        self.acted = False  # its first one
         self.step: Block | None = None  # what it waits with for an answer
         self.owes: float | None = None  # since when it is to send a step
         self.longest = 0.0  # seconds between an answer and its step
         self.sums: Sums = {}  # of what episodes that ended in its trajectory scored
         self.running: Running = NOBODY  # at the beginning of its trajectory
+        self.begins: np.ndarray | None = None  # as it began, where its state is kept
 
 
 class Meter(NamedTuple):
@@ -83,8 +86,9 @@ class Server:
     def __init__(
         self, lane: Lane, inference: Inference, places: Places, store: Trajectories, *, slots: int,
         scores: tuple[str, ...], crew: Crew | None = None, deadline: float = batcher.DEADLINE,
-        note: Callable[[str], None] = lambda line: None,
+        note: Callable[[str], None] = lambda line: None, kept: dict[int, np.ndarray] | None = None,
     ) -> None:  # fmt: skip
+        """`kept`: group -> the state with which its trajectory began, as actors tell them; the lane hands them on."""
         self._lane, self._inference, self._places, self._store = lane, inference, places, store
         self._crew, self._note, self._slots, self._scores = crew, note, slots, scores
         n, self._c = places.groups, inference.columns
@@ -94,6 +98,7 @@ class Server:
         self._held: list[int] = []  # for the learner
         self._begins = np.ones((n, self._c), bool)  # memory is put back before the next action
         self._looked = 0.0
+        self._kept: dict[int, np.ndarray] = {} if kept is None else kept
         self._policy: Params = None
         self.version = places.version
         self.meter = Meter()
@@ -122,6 +127,26 @@ class Server:
     def can_act(self) -> bool:
         """Whether actors may do anything before the learner is done."""
         return len(self._held) < len(self._groups)
+
+    @property
+    def standing(self) -> Standing | None:
+        """Between two batches of a run without staleness: where all groups are; None where they can't tell."""
+        if len(self._kept) < len(self._groups):
+            return None
+        groups, whole = self._groups, range(len(self._groups))
+        return Standing(
+            np.ones(1, np.uint8), np.stack([self._kept[g] for g in whole]), self._begins.copy(),
+            np.stack([group.running.earned for group in groups]), np.stack([group.running.length for group in groups]),
+            self._inference.memory,
+        )  # fmt: skip
+
+    def stand(self, at: Standing) -> None:
+        """Goes on from there; before any actor is begun."""
+        self._begins[:] = at.begins
+        for g, group in enumerate(self._groups):
+            self._kept[g], group.begins = at.states[g], at.begins[g]
+            group.running = Running(at.earned[g], at.length[g])
+        self._inference.remember(at.memory)
 
     # ------------------------------------------------------------------------------------------------ the actors'
 
@@ -161,8 +186,13 @@ class Server:
     def _drop(self, g: int) -> None:
         """What a group has begun counts nowhere."""
         group = self._groups[g]
+        place = group.place
         if self._places.lose(g):
             self.meter = self.meter._replace(discarded=self.meter.discarded + group.t * self._c)
+        if place is not None and group.begins is not None:  # its successor goes on from there
+            self._begins[g] = group.begins
+            if self._inference.remembers and group.acted:
+                self._inference.put(g, self._store.memory(*place))
         group.place = group.step = group.owes = None
         group.sums = {}
         self._waiting.pop(g, None)
@@ -174,12 +204,15 @@ class Server:
         if event.first:
             self._drop(event.group)
             group.life = event.life
-            group.running = episodes.fresh(self._c)
-            self._begins[event.group] = True
+            if event.group not in self._kept:  # else it goes on from where its trajectory began
+                group.running = episodes.fresh(self._c)
+                self._begins[event.group] = True
         else:
             if group.owes is not None:
                 group.longest = max(group.longest, time.monotonic() - group.owes)
             self._led_to(event.group, group, step)
+            if event.state is not None:
+                self._kept[event.group], group.begins = event.state, self._begins[event.group].copy()
         group.step, group.owes = step, None
         if group.place is None:
             self._begin(event.group)
@@ -228,7 +261,7 @@ class Server:
         if place is None:
             self._held.append(g)
             return
-        group.place, group.t = place, 0
+        group.place, group.t, group.acted = place, 0, False
         self._store.begin(*place)
         self._waiting[g] = time.monotonic()
 
@@ -253,7 +286,7 @@ class Server:
             if group.t == 0:
                 self._store.remembered(*group.place, [leaf[rows] for leaf in found.memory])
             answers.append(Answer(g, group.life, action))
-            group.step, group.owes = None, now
+            group.step, group.owes, group.acted = None, now, True
             del self._waiting[g]
         self._lane.answer(answers)
         meter, n = self.meter, len(take)

@@ -18,11 +18,14 @@ from longhaul.actors import memory
 from longhaul.actors.doorbell import Bell, bell
 from longhaul.actors.memory import Leaf
 from longhaul.central import wire
-from longhaul.central.lane import Answer, Arrival, Lost
+from longhaul.central.lane import NOBODY, Answer, Arrival, Held, Lost
 from longhaul.central.wire import Block, Codec, WireError
 
 POSTED, FINALS = 0, 1
 """Of a slot's words that the actor writes: steps posted; episodes that ended in the last of them."""
+
+ANSWERED, HELD = 0, 1
+"""Of those that the server writes: steps answered; 1 where a life goes on from the state that lies there."""
 
 
 class Ends(NamedTuple):
@@ -36,10 +39,15 @@ class Ends(NamedTuple):
 
 def _plan(codec: Codec, slots: int) -> memory.Plan:
     """One life's memory. Words of either side have lines of their own."""
-    size = codec.block_bytes(codec.layout.columns)
+    size, state = codec.block_bytes(codec.layout.columns), codec.keeps.size
     words = ("theirs", Leaf((slots, 8), "int64")), ("ours", Leaf((slots, 8), "int64"))
     return memory.plan(
-        [*words, ("steps", Leaf((slots, size), "uint8")), ("actions", Leaf((slots, codec.action_bytes), "uint8"))]
+        [
+            *words,
+            ("steps", Leaf((slots, size), "uint8")),
+            ("actions", Leaf((slots, codec.action_bytes), "uint8")),
+            ("states", Leaf((slots, state), "uint8")),
+        ]
     )
 
 
@@ -49,8 +57,8 @@ class _Views:
     def __init__(self, descriptor: int, codec: Codec, slots: int) -> None:
         self.codec = codec
         found = memory.arrays(descriptor, _plan(codec, slots))
-        self.theirs, self.answered = found["theirs"], found["ours"][:, 0]
-        self.posted = self.theirs[:, POSTED]
+        self.theirs, self.ours, self.states = found["theirs"], found["ours"], found["states"]
+        self.posted, self.answered = self.theirs[:, POSTED], self.ours[:, ANSWERED]
         self._steps = found["steps"]
         self.actions = [codec.action(row) for row in found["actions"]]
         self._blocks: list[dict[int, Block]] = [{} for _ in range(slots)]
@@ -72,8 +80,8 @@ class _Life:
 class SharedLane:
     """The server's side; a `lane.Lane`. A process that is to be actor a gets `join(a)`; `cut` belongs to its end."""
 
-    def __init__(self, codec: Codec, actors: int, slots: int, seeds: Any) -> None:
-        self._codec, self._slots, self._seeds = codec, slots, seeds
+    def __init__(self, codec: Codec, actors: int, slots: int, seeds: Any, held: Held = NOBODY) -> None:
+        self._codec, self._slots, self._seeds, self._held = codec, slots, seeds, held
         self._lives: dict[int, _Life] = {}
         self._numbers = [0] * actors
         self._lost: list[Lost] = []
@@ -87,7 +95,12 @@ class SharedLane:
         number = self._numbers[actor]
         descriptor = memory.create(_plan(self._codec, self._slots).size)
         wakes = bell()
-        self._lives[actor] = _Life(number, _Views(descriptor, self._codec, self._slots), wakes, self._slots)
+        views = _Views(descriptor, self._codec, self._slots)
+        for slot in range(self._slots):
+            state = self._held.get(actor * self._slots + slot)
+            if state is not None:
+                views.states[slot], views.ours[slot, HELD] = state, 1
+        self._lives[actor] = _Life(number, views, wakes, self._slots)
         return Ends(descriptor, os.dup(wakes.heard), os.dup(self._bell.rings), tuple(self._seeds(actor, number)))
 
     def wait(self, seconds: float) -> None:
@@ -107,7 +120,8 @@ class SharedLane:
                     self.cut(actor, str(error))
                     break
                 life.taken[slot], life.waits[slot] = posted, True
-                found.append(Arrival(actor * self._slots + slot, life.number, taken == 0, step))
+                state = life.views.states[slot].copy() if self._codec.keeps.after(taken) else None
+                found.append(Arrival(actor * self._slots + slot, life.number, taken == 0, step, state))
         return found
 
     def _step(self, life: _Life, slot: int, posted: int) -> Block:
@@ -163,8 +177,14 @@ class SharedLine:
     async def open(self) -> list[int]:
         return list(self._seeds)
 
+    def held(self, slot: int) -> np.ndarray | None:
+        return self._views.states[slot] if self._views.ours[slot, HELD] else None
+
     def ended(self, slot: int, finals: int) -> Block:
         return self._views.block(slot, finals)
+
+    def keeps(self, slot: int, finals: int) -> np.ndarray | None:
+        return self._views.states[slot] if self.codec.keeps.after(self._done[slot]) else None
 
     async def post(self, slot: int, finals: int) -> None:
         self._views.theirs[slot, FINALS] = finals

@@ -98,6 +98,10 @@ class Trajectories:
         for into, leaf in zip(self.rooms[batch % len(self.rooms)].memory, memory, strict=True):
             into[self._span(place)] = leaf
 
+    def memory(self, batch: int, place: int) -> list[np.ndarray]:
+        """The same again, [C, ...]."""
+        return [leaf[self._span(place)] for leaf in self.rooms[batch % len(self.rooms)].memory]
+
     def led_to(self, batch: int, place: int, t: int, step: Block) -> None:
         """What step t led to. Raises Overrun."""
         number = batch % len(self.rooms)

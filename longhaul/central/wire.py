@@ -7,14 +7,16 @@ what a frame says of itself. A frame that is not exactly what was due raises `Wi
 
     HELLO    actor -> server   I am actor `group`, with `finals` groups of `columns` columns, and `step` is a number by
                                which to know me again; payload: my layout, as text
-    WELCOME  server -> actor   your first group is `group`, this is your life `incarnation`; payload: a seed a group,
-                               then the names of the scores that are wanted, as text
+    WELCOME  server -> actor   your first group is `group`, this is your life `incarnation`; payload: a seed a group;
+                               after how many steps states are wanted, and a bit for each group whose own follows,
+                               to go on from; then the names of the scores that are wanted, as text
     OBSERVE  actor -> server   what step `step` of a group led to, and what the next action is chosen on
     ACT      server -> actor   the actions that follow on it
     REFUSE   server -> actor   the stream ends; payload: why, as text; `step` 1: trying again later may help
 
 Step 0 of a life is the observation that it begins with, whose reward and flags say nothing. The payload of OBSERVE is
-one step of `vectors.HostVector`, with the final observations and scores of the `finals` columns whose episode ended.
+one step of `vectors.HostVector`, with the final observations and scores of the `finals` columns whose episode ended;
+where it ends a trajectory and states are wanted, the group's follows (`states`).
 Arrays lie at multiples of 8 bytes; the same blocks lie in shared memory, where no frame is copied.
 """
 
@@ -29,6 +31,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from longhaul.central.states import NOTHING, Keeps
 from longhaul.forms import Leaf, Tree, action_shape, leaves, mapped
 from longhaul.vectors import HostSpec
 
@@ -43,10 +46,11 @@ ANY = 2**32 - 1
 MOST_TEXT, MOST_GROUPS = 65_536, 64
 """Bytes of a text (a layout, a reason); groups of an actor."""
 
-_HEAD, _CHECK = struct.Struct("<4sHHIIQIIQQ"), struct.Struct("<Q8x")
-HEAD_BYTES = _HEAD.size + _CHECK.size
-_END = bytes(_CHECK.size - 8)
-_WORD, _KIND, _GROUP, _FINALS = struct.Struct("<I"), 6, 8, 28  # where they lie in a head
+HEAD, WORD = struct.Struct("<4sHHIIQIIQQ"), struct.Struct("<I")
+CHECK_BYTES = 16
+"""After it: a checksum of 8 bytes, and zeros."""
+HEAD_BYTES = HEAD.size + CHECK_BYTES
+_KIND, _GROUP, STEP, FINALS = 6, 8, 16, 28  # where they lie in a head
 
 
 class WireError(ValueError):
@@ -150,10 +154,10 @@ class _Part(NamedTuple):
 
 
 class Codec:
-    """A layout, with where the arrays of its blocks lie."""
+    """A layout, with where the arrays of its blocks lie; and what travels of states."""
 
-    def __init__(self, layout: Layout) -> None:
-        self.layout, self.digest, self._columns = layout, layout.digest, layout.columns
+    def __init__(self, layout: Layout, keeps: Keeps = NOTHING) -> None:
+        self.layout, self.digest, self._columns, self.keeps = layout, layout.digest, layout.columns, keeps
         self.action_bytes = _padded(layout.columns * layout.action.nbytes)
         self._action = np.dtype(layout.action.dtype), (layout.columns, *layout.action.shape)
         self._pad = bytes(self.action_bytes - layout.columns * layout.action.nbytes)
@@ -161,7 +165,9 @@ class Codec:
         self._unended: tuple[Any, ...] = ()  # of steps that ended nothing: what a block has of ends
         self._unended = self.block(bytearray(self.block_bytes(0)), 0)[3:]
         self._first = self._parts(0)[0][: len(layout.observation) + 2]
-        self.most = HEAD_BYTES + max(self.block_bytes(layout.columns), self.action_bytes, MOST_TEXT)
+        self._calm = np.frombuffer(_quiet(layout.columns), bool).reshape(3, -1)
+        most = max(self.block_bytes(layout.columns) + keeps.size, self.action_bytes)
+        self.most = HEAD_BYTES + max(most, MOST_TEXT + MOST_GROUPS * keeps.size)
 
     def _parts(self, finals: int) -> tuple[list[_Part], int]:
         """Observation, reward, flags, columns, final, scores, known; and the bytes of them all."""
@@ -193,10 +199,30 @@ class Codec:
         views = [np.ndarray(shape, dtype, memory, offset + at) for at, dtype, shape in parts]
         return Block(views[:n], views[n], views[n + 1], views[n + 2], views[n + 3 : 2 * n + 3], views[-2], views[-1])
 
+    def calm(self, data: bytes, offset: int) -> Block | None:
+        """The same of a step without finals in which nothing ended, and all columns count; else None."""
+        *seen, reward, flags = self._first
+        begin = offset + flags.offset
+        if data[begin : begin + self._calm.size] != _quiet(self._columns):
+            return None
+        leaves = []
+        for at, dtype, shape in seen:  # a comprehension would be another call, for every frame
+            leaves.append(np.ndarray(shape, dtype, data, offset + at))
+        earned = np.ndarray(reward.shape, reward.dtype, data, offset + reward.offset)
+        return Block(leaves, earned, self._calm, *self._unended)
+
     def action(self, memory: Any, offset: int = 0) -> np.ndarray:
         """A view of actions [C, ...] in `memory`."""
         dtype, shape = self._action
         return np.ndarray(shape, dtype, memory, offset)
+
+    def padded(self, action: bytes) -> bytes:
+        """Actions as a frame has them."""
+        return action + self._pad if self._pad else action
+
+    def told(self, finals: int) -> tuple[int, int, int]:
+        """What all heads say of the layout, and of these finals."""
+        return self._columns, finals, self.digest
 
     def check_head(self, head: Head, due: Due) -> None:
         """Raises WireError where a frame is not the one that is due, or its counts do not give its length."""
@@ -207,54 +233,19 @@ class Codec:
             raise WireError("a frame is of another layout than its stream")
         if head.finals > head.columns:
             raise WireError(f"{head.finals} final observations of {head.columns} columns")
-        wanted = self.block_bytes(head.finals) if head.kind == OBSERVE else self.action_bytes
+        wanted = self.length(due, head.finals)
         if head.length != wanted:
             raise WireError(f"a payload of {head.length} bytes, where the layout gives {wanted}")
 
-    def whole(self, data: bytes, due: Due) -> int:
-        """The finals of a frame that is the one which is due, and undamaged. Raises WireError.
+    def length(self, due: Due, finals: int) -> int:
+        """Bytes of the payload of a frame that is due."""
+        if due.kind != OBSERVE:
+            return self.action_bytes
+        return self.block_bytes(finals) + self.keeps.after(due.step)
 
-        What its head must be follows from what is due, and one comparison tells whether it is that; only of another one
-        is looked at what is wrong with it.
-        """
-        length = len(data) - HEAD_BYTES
-        if length > 0:
-            (finals,) = _WORD.unpack_from(data, _FINALS)
-            columns = self._columns
-            begin = _HEAD.pack(MAGIC, VERSION, *due, columns, finals, self.digest, length)
-            if finals <= columns and length == self._length(due, finals) and data.startswith(begin):
-                check = _CHECK.pack(_checksum(begin, memoryview(data)[HEAD_BYTES:]))
-                if data.startswith(check, _HEAD.size):
-                    return int(finals)
-        head = read(data, self.most)
-        self.check_head(head, due)
-        return head.finals
-
-    def observed(self, data: bytes, finals: int, *, first: bool) -> Block:
-        """The step in a whole frame; views of its bytes. WireError where it contradicts itself."""
-        step = self.block(data, finals, HEAD_BYTES)
-        check_block(step, first=first)
-        return step
-
-    def told(self, due: Due, finals: int, payload: bytes) -> bytes:
-        """The frame of a step or of actions that is due; `payload` is as long as the layout has it."""
-        begin = _HEAD.pack(MAGIC, VERSION, *due, self.layout.columns, finals, self.digest, len(payload))
-        return b"".join((begin, _CHECK.pack(_checksum(begin, payload)), payload))
-
-    def sealed(self, memory: bytearray, due: Due, finals: int) -> bytes:
-        """The same of a step that lies in `memory`, with room for the head before it: copied once."""
-        length = self._length(due, finals)
-        begin = _HEAD.pack(MAGIC, VERSION, *due, self.layout.columns, finals, self.digest, length)
-        with memoryview(memory)[: HEAD_BYTES + length] as frame:
-            frame[:HEAD_BYTES] = begin + _CHECK.pack(_checksum(begin, frame[HEAD_BYTES:]))
-            return frame.tobytes()
-
-    def acts(self, due: Due, action: np.ndarray) -> bytes:
-        """The frame of these actions."""
-        return self.told(due, 0, action.tobytes() + self._pad)
-
-    def _length(self, due: Due, finals: int) -> int:
-        return self.block_bytes(finals) if due.kind == OBSERVE else self.action_bytes
+    def state(self, memory: Any, finals: int, offset: int = 0) -> np.ndarray:
+        """A view of the state [size] that follows on a step in `memory`."""
+        return np.frombuffer(memory, np.uint8, self.keeps.size, offset + self.block_bytes(finals))
 
 
 def _padded(size: int) -> int:
@@ -275,29 +266,37 @@ def _quiet(columns: int) -> bytes:
 
 def check_block(step: Block, *, first: bool) -> None:
     """Raises WireError where a step contradicts itself. `first`: it begins a life, and ends nothing."""
+    check_flags(step, first=first)
+    if not first:
+        check_reward(step.reward)
+
+
+def check_flags(step: Block, *, first: bool) -> None:
+    """The same of who ended, and how."""
     # As bytes: a bool that is neither 0 nor 1 is no bool, and NumPy does not look. A row of them as one long number: of
     # so few, Python's arithmetic is several times as fast as NumPy's calls.
     rows, columns = step.flags.tobytes(), step.flags.shape[1]
-    if rows != _quiet(columns) or len(step.columns):
-        number = int.from_bytes
-        terminated, truncated = number(rows[:columns], "little"), number(rows[columns : 2 * columns], "little")
-        valid = number(rows[2 * columns :], "little")
-        flags = terminated | truncated | valid
-        if flags & _others(columns) or (step.known.size and step.known.view(np.uint8).max() > 1):
-            raise WireError("a flag is neither 0 nor 1")
-        if first and len(step.columns):
-            raise WireError("a life that begins with the end of an episode")
-        ended = 0 if first else (terminated | truncated) & valid
-        if ended or len(step.columns):
-            where = np.frombuffer(ended.to_bytes(columns, "little"), bool).nonzero()[0]
-            if where.astype(np.int32).tobytes() != step.columns.tobytes():
-                raise WireError(
-                    f"{len(where)} episodes ended, and {len(step.columns)} final observations are of others"
-                )
-    if first:
+    if rows == _quiet(columns) and not len(step.columns):
         return
+    number = int.from_bytes
+    terminated, truncated = number(rows[:columns], "little"), number(rows[columns : 2 * columns], "little")
+    valid = number(rows[2 * columns :], "little")
+    flags = terminated | truncated | valid
+    if flags & _others(columns) or (step.known.size and step.known.view(np.uint8).max() > 1):
+        raise WireError("a flag is neither 0 nor 1")
+    if first and len(step.columns):
+        raise WireError("a life that begins with the end of an episode")
+    ended = 0 if first else (terminated | truncated) & valid
+    if ended or len(step.columns):
+        where = np.frombuffer(ended.to_bytes(columns, "little"), bool).nonzero()[0]
+        if where.astype(np.int32).tobytes() != step.columns.tobytes():
+            raise WireError(f"{len(where)} episodes ended, and {len(step.columns)} final observations are of others")
+
+
+def check_reward(reward: np.ndarray) -> None:
+    """The same of rewards [C]."""
     # One number that tells of all; it may overflow where no reward is at fault.
-    if not math.isfinite(step.reward.dot(step.reward)) and not np.isfinite(step.reward).all():
+    if not math.isfinite(reward.dot(reward)) and not np.isfinite(reward).all():
         raise WireError("a reward is not finite")
 
 
@@ -305,7 +304,7 @@ def check_block(step: Block, *, first: bool) -> None:
 
 
 @functools.cache
-def _hash() -> Callable[..., int]:
+def hashing() -> Callable[..., int]:
     """xxh3-64 of bytes, with a seed: several times as fast as CRC-32C, which costs as much as sending."""
     try:
         from xxhash import xxh3_64_intdigest
@@ -314,15 +313,15 @@ def _hash() -> Callable[..., int]:
     return xxh3_64_intdigest
 
 
-def _checksum(begin: bytes, payload: Any) -> int:
-    """Of a head up to its checksum, and of what follows it."""
-    return _hash()(payload, _hash()(begin))
+def _checksum(begin: bytes, payload: bytes) -> bytes:
+    """Of a head up to it, and of what follows; with the zeros."""
+    return hashing()(payload, hashing()(begin)).to_bytes(CHECK_BYTES, "little")
 
 
 def frame(head: Head, payload: bytes = b"") -> bytes:
     """A frame's bytes; the head's length is the payload's."""
-    begin = _HEAD.pack(MAGIC, VERSION, *head[:-1], len(payload))
-    return b"".join((begin, _CHECK.pack(_checksum(begin, payload)), payload))
+    begin = HEAD.pack(MAGIC, VERSION, *head[:-1], len(payload))
+    return b"".join((begin, _checksum(begin, payload), payload))
 
 
 def kind(data: bytes) -> int:
@@ -332,7 +331,7 @@ def kind(data: bytes) -> int:
 
 def group(data: bytes) -> int:
     """The group of which it says so; likewise."""
-    return int(_WORD.unpack_from(data, _GROUP)[0]) if len(data) >= HEAD_BYTES else -1
+    return int(WORD.unpack_from(data, _GROUP)[0]) if len(data) >= HEAD_BYTES else -1
 
 
 def read(data: bytes, most: int) -> Head:
@@ -342,7 +341,7 @@ def read(data: bytes, most: int) -> Head:
     """
     if not HEAD_BYTES <= len(data) <= most:
         raise WireError(f"a frame of {len(data)} bytes; it must have {HEAD_BYTES} to {most}")
-    magic, version, *numbers = _HEAD.unpack_from(data)
+    magic, version, *numbers = HEAD.unpack_from(data)
     if magic != MAGIC:
         raise WireError(f"a frame that begins with {magic!r}; it must begin with {MAGIC!r}")
     if version != VERSION:
@@ -352,18 +351,18 @@ def read(data: bytes, most: int) -> Head:
         raise WireError(f"a frame says {head.length} bytes of payload, and has {len(data) - HEAD_BYTES}")
     if not HELLO <= head.kind <= REFUSE:
         raise WireError(f"a frame of kind {head.kind}; there are {HELLO} to {REFUSE}")
-    (check,) = _CHECK.unpack_from(data, _HEAD.size)
-    if data[HEAD_BYTES - len(_END) : HEAD_BYTES] != _END:
+    if any(data[HEAD.size + 8 : HEAD_BYTES]):
         raise WireError("a frame whose head does not end with zeros")
-    if _checksum(data[: _HEAD.size], data[HEAD_BYTES:]) != check:
+    if _checksum(data[: HEAD.size], data[HEAD_BYTES:]) != data[HEAD.size : HEAD_BYTES]:
         raise WireError("a frame's checksum is not that of its bytes")
     return head
 
 
 def text(data: bytes, offset: int = 0) -> str:
     """The payload of a frame that has text, from `offset` on; WireError where it is none."""
-    if len(data) - HEAD_BYTES > MOST_TEXT:
-        raise WireError(f"a text of {len(data) - HEAD_BYTES} bytes; at most {MOST_TEXT} are read")
+    size = len(data) - HEAD_BYTES - offset
+    if size > MOST_TEXT:
+        raise WireError(f"a text of {size} bytes; at most {MOST_TEXT} are read")
     try:
         return data[HEAD_BYTES + offset :].decode()
     except UnicodeDecodeError as error:

@@ -162,6 +162,14 @@ class JaxVector:
         self._running = None
 
 
+def state_size(environment: Environment, worlds: int) -> int:
+    """Bytes of such a vector's state and observation; nothing is computed."""
+    programs = Programs(environment, worlds)
+    shapes = jax.tree.leaves((programs.likeness, jax.eval_shape(programs.begin, jax.random.key(0))[1]))
+    plain = [jax.eval_shape(jax.random.key_data, x) if _is_key(x) else x for x in shapes]
+    return sum(x.size * x.dtype.itemsize for x in plain)
+
+
 def _key(data: jax.Array, stream: int, number: jax.Array) -> Key:
     return jax.random.fold_in(jax.random.fold_in(jax.random.wrap_key_data(data), stream), number)
 

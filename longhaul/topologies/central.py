@@ -21,6 +21,7 @@ from jax.sharding import Mesh, PartitionSpec
 
 from longhaul import mesh as meshes
 from longhaul.central.server import Server
+from longhaul.central.states import Standing
 from longhaul.central.trajectories import Sums
 from longhaul.shards import part
 from longhaul.topologies import fused
@@ -49,6 +50,16 @@ def acting_key(progress: Progress) -> Key:
 def local(policy: Params) -> Params:
     """A policy that lies on every device of a mesh, as it lies on the first."""
     return jax.tree.map(lambda leaf: leaf.addressable_data(0), policy)
+
+
+def nowhere(size: int, algorithm: Algorithm, groups: int, columns: int) -> Standing:
+    """Where environments stand that nobody has begun. `size`: bytes of the state of a group."""
+    memory = jax.tree.leaves(jax.eval_shape(lambda: algorithm.memory(groups * columns)))
+    many = groups, columns
+    return Standing(
+        np.zeros(1, np.uint8), np.zeros((groups, size), np.uint8), np.zeros(many, bool), np.zeros(many),
+        np.zeros(many, np.int64), [np.zeros(leaf.shape, leaf.dtype) for leaf in memory],
+    )  # fmt: skip
 
 
 def _layout() -> Rollout:
@@ -84,11 +95,14 @@ def central(
     """Goes on from `progress`, whose policy is `policy`, to `updates` finished updates; yields (progress, 1, metrics)
     after each, as `fused.fused` does.
 
-    `progress` is taken back (donated) when the iterator is advanced: save it before. Environments are the actors'
-    matter: who goes on from a checkpoint begins them anew.
+    `progress` is taken back (donated) when the iterator is advanced: save it before. Its carry is a `Standing` where
+    the run has no staleness and its environments tell their state; else they are the actors' matter, and who goes on
+    from a checkpoint begins them anew.
     """
     state, key, count = progress.state, progress.key, progress.updates
-    done = int(count)
+    done, kept = int(count), bool(progress.carry)
+    if progress.carry and progress.carry.there[0]:
+        server.stand(progress.carry)
     server.acts_with(policy)
     meter = _Telling(server)
 
@@ -106,7 +120,7 @@ def central(
             told = meter.read(done, sums, versions)
             server.learnt(local(policy))
             done += 1
-            yield Progress(state, (), key, count), 1, rows | told
+            yield Progress(state, (server.standing or ()) if kept else (), key, count), 1, rows | told
 
 
 class _Telling:
