@@ -34,7 +34,7 @@ from longhaul.driving import simulator, tables
 from longhaul.driving.bank import Sizes
 from longhaul.driving.room import Room, needs, padded
 from longhaul.driving.scenario import Scenario
-from longhaul.driving.tables import Tables
+from longhaul.driving.tables import FLAT, Tables
 from longhaul.reasoning.problems import Reasoning, World
 from longhaul.recordings import Recorded
 from longhaul.run import BEGINNING, Driving, Origin, Run, RunError, cores, last_update, named
@@ -78,6 +78,7 @@ class Feed(NamedTuple):
     open: Callable[[Place], Generator[Fed]]  # the contexts from a place on
     period: int | None = None  # updates in each; None: there is one
     about: dict[str, Any] | None = None  # what tells its data from others, for run.json
+    like: PyTree | None = None  # the shapes of a context on the mesh, where they are known before the first is read
 
 
 class Feeding:
@@ -193,7 +194,31 @@ def _streamed(run: Run, task: Driving, library: Library, origin: Origin = BEGINN
 
     about = {"scenarios": len(library), "sha256": library.digest}
     within = _within(task, int(steps.min()), int(steps.max()), float(library.dt.max()))
-    return Feed(within, contexts, task.bank_updates, about)
+    return Feed(within, contexts, task.bank_updates, about, _outline(run, task, library, sizes, room))
+
+
+def _outline(run: Run, task: Driving, library: Library, sizes: Sizes, room: Room) -> Tables:
+    """The shapes of every chunk. Those of one scenario and of two tell how they grow with their number."""
+    assert task.bank is not None
+    few = [stream.load(library, i % len(library), task.simulator.agents, task.horizon, task.objects) for i in range(2)]
+    one, two = (_arranged(task, few[:count], sizes) for count in (1, 2))
+    more, where = task.bank - 1, meshes.replicated(meshes.make_mesh(*run.mesh))
+
+    def shape(path: Any, a: np.ndarray, b: np.ndarray) -> jax.ShapeDtypeStruct:
+        grown = [i + more * (j - i) for i, j in zip(a.shape, b.shape, strict=True)]
+        if (name := jax.tree_util.keystr(path)) in FLAT:
+            grown[FLAT[name]] = room[name]
+        return jax.ShapeDtypeStruct(tuple(grown), jax.dtypes.canonicalize_dtype(a.dtype), sharding=where)
+
+    shapes: Tables = jax.tree_util.tree_map_with_path(shape, one, two)
+    return shapes
+
+
+def _arranged(task: Driving, scenarios: list[Scenario], sizes: Sizes) -> Tables:
+    """Scenarios as the simulator reads them, still the host's."""
+    bank = banks.stack(scenarios, agents=task.simulator.agents, sizes=sizes)
+    simulator.check(bank, task.simulator)
+    return tables.arrange(bank, task.simulator.agents, task.simulator.traffic == "idm")
 
 
 def room_for(run: Run, task: Driving, library: Library, origin: Origin = BEGINNING) -> Room:
@@ -219,9 +244,7 @@ def _chunks(run: Run, task: Driving, library: Library, sizes: Sizes, room: Room,
     assert size is not None
 
     def make(scenarios: list[Scenario]) -> Tables:
-        bank = banks.stack(scenarios, agents=agents, sizes=sizes)
-        simulator.check(bank, task.simulator)
-        return _send(run, padded(tables.arrange(bank, agents, task.simulator.traffic == "idm"), room))
+        return _send(run, padded(_arranged(task, scenarios, sizes), room))
 
     batches = stream.batches(
         library, size=size, seed=run.seed, position=at.position, agents=agents, horizon=task.horizon,

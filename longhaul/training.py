@@ -24,6 +24,7 @@ from jax.sharding import Mesh
 
 from longhaul import (
     acting,
+    ahead,
     ending,
     hosts,
     member_records,
@@ -53,7 +54,7 @@ from longhaul.poison import Poisoned
 from longhaul.policies import restore_policy as restore_policy
 from longhaul.provenance import provenance
 from longhaul.records import Sums
-from longhaul.run import Assembly, Run, RunError, assemble, decisions, prepare_devices
+from longhaul.run import Assembly, Run, RunError, decisions, prepare_devices
 from longhaul.stopping import Stop, Stopped, listening
 from longhaul.topologies import actors as acted
 from longhaul.topologies import central, fused
@@ -124,8 +125,7 @@ def _train(
             source = source or feed(run, now.origin)
             if resumed:
                 feeds.check(run, source, json.loads((folder / "run.json").read_text()), folder.name)
-            feeding = closed.enter_context(closing(Feeding(source, now.origin)))
-        assembly = assemble(run, source.within, feeding.now.context, now.origin)
+            feeding, assembly, sooner = ahead.opened(run, source, now.origin, closed)
         shapes = jax.eval_shape(assembly.algorithm.init, jax.random.key(run.seed))
         decided = [*decisions(run), *partition.describe(shapes, run.mesh)]
         about = {"data": source.about, "parameters": _parameters(assembly), "decisions": decided}
@@ -151,7 +151,7 @@ def _train(
         if int(progress.updates) < assembly.updates:
             try:
                 progress = _loop(
-                    run, folder, assembly, feeding, progress, checkpoints, stop, clock, sums, resumed=resumed,
+                    run, folder, assembly, feeding, progress, checkpoints, stop, clock, sums, sooner, resumed=resumed,
                     about={"detours": detours},
                 )  # fmt: skip
             except Poisoned as poisoned:
@@ -196,7 +196,8 @@ def _on_host(policy: Params, mesh: Mesh | None = None) -> Params:
 
 def _loop(
     run: Run, folder: Path, assembly: Assembly, feeding: Feeding, progress: Progress, checkpoints: Checkpoints,
-    stop: Stop, clock: Clock, sums: Sums | member_records.MemberSums, *, resumed: bool, about: dict[str, Any],
+    stop: Stop, clock: Clock, sums: Sums | member_records.MemberSums, sooner: ahead.Ahead | None, *, resumed: bool,
+    about: dict[str, Any],
 ) -> Progress:  # fmt: skip
     """All updates that are left; what was done is saved, with `about` beside. Raises Stopped and Poisoned."""
     assert run.block is not None and run.log_interval is not None
@@ -206,7 +207,7 @@ def _loop(
         telemetry.truncate_after(folder / member_records.FILE, done)
     if writes and (last["update"] if last else 0) != done - sums.updates:
         _say(f"{metrics} lacks records before update {done}; the run goes on without them")
-    program = _compiled(run, assembly, feeding, progress, clock)
+    program = _compiled(run, assembly, feeding, progress, clock, sooner)
     seconds = clock.read()
     # Of each process: all wait for the one that compiles.
     print(f"compiled in {seconds.compile - clock.before.compile:.1f} s, {seconds.trace - clock.before.trace:.1f} s of "
@@ -329,7 +330,7 @@ def _outlets(
 
 
 def _compiled(
-    run: Run, assembly: Assembly, feeding: Feeding, progress: Progress, clock: Clock
+    run: Run, assembly: Assembly, feeding: Feeding, progress: Progress, clock: Clock, sooner: ahead.Ahead | None
 ) -> fused.Program | acting.Prepared | serving.Prepared:
     assert run.block is not None
     collector_in, context = assembly.collector_in, feeding.now.context
@@ -345,6 +346,8 @@ def _compiled(
                     assembly.algorithm, collector_in, progress, context, assembly.mesh, block=run.block,
                     width=run.population.together,
                 )  # fmt: skip
+            if sooner is not None and (program := sooner.program(progress, context)):
+                return program
             return fused.compiled(
                 assembly.algorithm, collector_in, progress, context, assembly.mesh, block=run.block,
                 shards=assembly.shards,

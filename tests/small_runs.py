@@ -10,7 +10,7 @@ from typing import Any
 import jax
 import pytest
 
-from longhaul import ending, folders, telemetry, training
+from longhaul import ahead, ending, folders, telemetry, training
 from longhaul import run as runs
 from longhaul.algorithms import ppo
 from longhaul.provenance import params_sha256
@@ -100,7 +100,7 @@ def make_quick(patch: pytest.MonkeyPatch) -> None:
         for name, params in (("trained", policy), ("untrained", untrained)):
             yield name, {"digest": params_sha256(params)}, []
 
-    patch.setattr(training, "assemble", assemble_once)
+    patch.setattr(ahead, "assemble", assemble_once)
     patch.setattr(ending, "evaluations", digests)
     patch.setattr(fused, "compiled", compiled_once)
     patch.setattr(Assembly, "start", start_once)

@@ -82,7 +82,7 @@ TABLE = """
 4  datasets/convert datasets/stream
 4  topologies/fused topologies/population topologies/actors topologies/central worlds curves legacy matches spectating
    envs/host_driving envs/host envs/gym_export hosted central/client central/far
-5  report intervals experiment refusals prompting members run folders feed resumption acting serving evaluation
+5  report intervals experiment refusals prompting members run folders feed ahead resumption acting serving evaluation
    resimulation poison policies member_records ranking ending publishing training
    scaling/page
    scaling/grid

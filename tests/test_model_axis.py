@@ -14,8 +14,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from longhaul import ahead, flags, folders, partition, recipes, settings, training, verdicts
 from longhaul import feed as feeds
-from longhaul import flags, folders, partition, recipes, settings, training, verdicts
 from longhaul import mesh as meshes
 from longhaul import run as runs
 from longhaul.algorithms import ppo
@@ -222,14 +222,14 @@ def test_a_run_is_gone_on_with_whole(
     split = cartpoles[1]
     folder, run, seen = tmp_path / "run", cartpole(model=2), []
 
-    def compiled_before(run: Run, assembly: Assembly, feeding: Any, progress: Progress, clock: Any) -> Any:
+    def compiled_before(run: Run, assembly: Assembly, feeding: Any, progress: Progress, *_: Any) -> Any:
         seen.append(jax.tree.map(np.array, jax.device_get(progress.state)))
         if run.model == 1:
             raise Enough
         return fused.Program(split.executable, assembly.mesh)
 
     make_quick(monkeypatch)
-    monkeypatch.setattr(training, "assemble", lambda run, *_: cartpoles[run.model - 1].assembly)
+    monkeypatch.setattr(ahead, "assemble", lambda run, *_: cartpoles[run.model - 1].assembly)
     monkeypatch.setattr(training, "_compiled", compiled_before)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Checkpoints, "save", after(1, lambda: signal.raise_signal(signal.SIGTERM), Checkpoints.save))

@@ -68,7 +68,7 @@ def first_call(run: Run, folder: Path) -> Any:
     """The progress with which a run goes on, which is then killed."""
     seen: list[Any] = []
 
-    def noting(run: Any, assembly: Any, feeding: Any, progress: Any, clock: Any) -> Any:
+    def noting(run: Any, assembly: Any, feeding: Any, progress: Any, *_: Any) -> Any:
         seen.append(progress._replace(key=jax.random.key_data(progress.key)))
         raise Enough
 

@@ -9,6 +9,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 import weakref
 from collections.abc import Iterator
@@ -20,9 +21,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from longhaul import ahead, training
 from longhaul import feed as feeds
 from longhaul import run as runs
-from longhaul import training
 from longhaul.checkpoint import Checkpoints
 from longhaul.datasets import shards, stream
 from longhaul.driving import bank as banks
@@ -157,6 +158,15 @@ def test_chunks_hold_what_the_stream_says_and_have_one_shape(data: Path) -> None
     assert len(shapes) == 1
 
 
+@pytest.mark.parametrize("traffic", ["log", "idm"])
+def test_what_chunks_look_like_is_known_before_one_is_read(data: Path, traffic: str) -> None:
+    for bank in (1, 2, 5):
+        run = streaming(data, bank=bank, simulator=dataclasses.replace(EGO, traffic=traffic))
+        (fed,) = contexts(run, 1)
+        assert ahead.alike(fed.context, feeds.feed(run).like)
+        assert not ahead.alike(fed.context, feeds.feed(streaming(data, bank=3)).like)
+
+
 def test_a_place_leads_to_the_same_chunk_also_from_json(data: Path) -> None:
     run = streaming(data)
     found = contexts(run, 4)
@@ -266,8 +276,23 @@ def test_cuts_hold_in_chunks_as_in_banks(data: Path) -> None:
 def whole(data: Path, quick: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The folder of the run of 11 updates in 6 chunks, never interrupted."""
     folder = tmp_path_factory.mktemp("whole") / "run"
-    assert begin(streaming(data), folder).code == 0
+    with pytest.MonkeyPatch.context() as patch:
+        compiled = fused.compiled
+        patch.setattr(fused, "compiled", lambda *given, **more: WHO.append(thread()) or compiled(*given, **more))
+        assert begin(streaming(data), folder).code == 0
     return folder
+
+
+WHO: list[str] = []
+"""The threads that compiled the program of updates of `whole`."""
+
+
+def thread() -> str:
+    return threading.current_thread().name
+
+
+def test_the_program_is_compiled_once_beside_the_reading(whole: Path) -> None:
+    assert WHO == [ahead.THREAD]
 
 
 def ended_the_same(folder: Path, whole: Path) -> bool:
@@ -310,7 +335,7 @@ def test_worlds_begin_anew_in_another_chunk(data: Path, quick: pytest.MonkeyPatc
     run = streaming(data)
     source = feeds.feed(run)
     feeding = Feeding(source)
-    assembly = training.assemble(run, source.within, feeding.now.context)
+    assembly = runs.assemble(run, source.within, feeding.now.context)
     progress = assembly.start(run.seed, feeding.now.context)
     first = plain(progress.carry)
     assert_same(fused.entered(progress, assembly.enter, feeding.now.context).carry.worlds.state.t, np.zeros(4))

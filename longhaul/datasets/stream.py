@@ -195,18 +195,20 @@ def batches(
             f"position is {tuple(position)}; this host has {share} scenarios: it is of other data, or other hosts"
         )
 
-    def load(index: int) -> Scenario:
-        scenario = library[index]
-        driven = agents or len(scenario.controlled)
-        return cut(scenario, agents=driven, horizon=horizon, objects=objects, where=f"scenario {index}")
-
     def produce() -> Iterator[tuple[Batch, Position]]:
         at = Position(*position)
         while True:
             chosen, at = picks(len(library), size, at, seed=seed, host=host, hosts=hosts)
-            yield make([load(int(index)) for index in chosen]), at
+            yield make([load(library, int(index), agents, horizon, objects) for index in chosen]), at
 
     return prefetch(produce(), ahead)
+
+
+def load(library: Library, index: int, agents: int | None, horizon: int | None, objects: int | None) -> Scenario:
+    """A scenario, cut as `batches` does."""
+    scenario = library[index]
+    driven = agents or len(scenario.controlled)
+    return cut(scenario, agents=driven, horizon=horizon, objects=objects, where=f"scenario {index}")
 
 
 def prefetch(items: Iterator[Batch], ahead: int) -> Generator[Batch]:

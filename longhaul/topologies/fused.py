@@ -67,6 +67,16 @@ def start(algorithm: Algorithm, enter: Enter, context: PyTree, key: Key, mesh: M
     return Progress(state, enter(key_carry, context), key_run, updates)
 
 
+def outline(algorithm: Algorithm, enter: Enter, context: PyTree, mesh: Mesh) -> Progress:
+    """The shapes of what `start` gives in contexts like `context`, which may be shapes itself, laid out on `mesh`."""
+    key, everywhere = jax.eval_shape(jax.random.key, 0), meshes.replicated(mesh)
+    state, carry = jax.eval_shape(algorithm.init, key), jax.eval_shape(enter, key, context)
+    made = Progress(state, carry, key, jax.ShapeDtypeStruct((), jnp.int32))  # type: ignore[arg-type]
+    held = jax.tree.map(lambda _: meshes.sharded(mesh), carry)
+    lies = Progress(partition.shardings(state, mesh), held, everywhere, everywhere)  # type: ignore[arg-type]
+    return jax.tree.map(lambda x, place: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=place), made, lies)
+
+
 def is_finite(tree: PyTree) -> jax.Array:
     """Whether all floating-point numbers of a pytree are finite."""
     numbers = [leaf for leaf in jax.tree.leaves(tree) if jnp.issubdtype(leaf.dtype, jnp.floating)]
