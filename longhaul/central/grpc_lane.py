@@ -278,7 +278,7 @@ class GrpcLane:
 
     def _check(self, life: _Life, data: bytes) -> None:
         """Raises WireError where a frame is not a step that is due."""
-        codec, group = self._codec, wire.group(data)
+        codec, group = self._codec, int.from_bytes(data[wire.GROUP], "little")
         slot = group - life.first
         if not 0 <= slot < self._slots or not life.due[slot]:
             wire.read(data, codec.most)  # it may be none at all
@@ -366,7 +366,7 @@ class GrpcLine:
 
     async def next(self) -> tuple[int, np.ndarray]:
         data = await self._read()
-        group = wire.group(data)
+        group = int.from_bytes(data[wire.GROUP], "little")
         slot = group - self._first
         if not 0 <= slot < self._slots:
             raise WireError(f"actions for group {group}, which is not this actor's")
@@ -397,7 +397,7 @@ class GrpcLine:
             raise self._gone(error.code(), error.details()) from error
         if data is self._end:
             raise ConnectionError(f"{self._address}: the stream ended")
-        if wire.kind(data) == wire.REFUSE:
+        if int.from_bytes(data[wire.KIND], "little") == wire.REFUSE:
             kind = ConnectionError if wire.read(data, self.codec.most).step else WireError
             raise kind(f"{self._address} refuses: {wire.text(data)}")
         return data

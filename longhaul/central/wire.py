@@ -50,7 +50,7 @@ HEAD, WORD = struct.Struct("<4sHHIIQIIQQ"), struct.Struct("<I")
 CHECK_BYTES = 16
 """After it: a checksum of 8 bytes, and zeros."""
 HEAD_BYTES = HEAD.size + CHECK_BYTES
-_KIND, _GROUP, STEP, FINALS = 6, 8, 16, 28  # where they lie in a head
+KIND, GROUP, STEP, FINALS = slice(6, 8), slice(8, 12), 16, 28  # where they lie in a head
 
 
 class WireError(ValueError):
@@ -322,16 +322,6 @@ def frame(head: Head, payload: bytes = b"") -> bytes:
     """A frame's bytes; the head's length is the payload's."""
     begin = HEAD.pack(MAGIC, VERSION, *head[:-1], len(payload))
     return b"".join((begin, _checksum(begin, payload), payload))
-
-
-def kind(data: bytes) -> int:
-    """The kind of which a frame says that it is; -1 where it is too short to be one."""
-    return data[_KIND] if len(data) >= HEAD_BYTES else -1
-
-
-def group(data: bytes) -> int:
-    """The group of which it says so; likewise."""
-    return int(WORD.unpack_from(data, _GROUP)[0]) if len(data) >= HEAD_BYTES else -1
 
 
 def read(data: bytes, most: int) -> Head:
