@@ -67,20 +67,14 @@ class Image(NamedTuple):
 class Block:
     """Shared memory without a name: `descriptor` may be sent to another process, and files and sockets read it.
 
-    `notes` is a little more, which they may write (`ledger`). One that is `private` has neither (-1): it is for this
-    process alone, and comes in large pages where the system has such, which a socket fills in three quarters of the
-    time.
+    `notes` is a little more, which they may write (`ledger`).
     """
 
-    def __init__(self, size: int, serial: int, private: bool = False) -> None:
+    def __init__(self, size: int, serial: int) -> None:
         self.size, self.serial = size, serial
-        self.descriptor = self.notes = -1
-        self.map: mmap.mmap | None
-        if private:
-            self.map = _own(size)
-        else:
-            self.descriptor, self.notes = memory.create(size), memory.create(ledger.SIZE)
-            self.map = mmap.mmap(self.descriptor, size)
+        self.descriptor = memory.create(size)
+        self.map: mmap.mmap | None = mmap.mmap(self.descriptor, size)
+        self.notes = memory.create(ledger.SIZE)
         self.spent = False  # never to be used again: another process may still read it
         self._turns = (-1, 0)  # a version, and how many have it mapped
         self._lock = threading.Lock()
@@ -101,29 +95,18 @@ class Block:
             self.descriptor = self.notes = -1
 
 
-def _own(size: int) -> mmap.mmap:
-    """Memory of this process, in large pages where they can be had."""
-    if not hasattr(mmap, "MAP_PRIVATE"):
-        return mmap.mmap(-1, size)
-    found = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    if hasattr(mmap, "MADV_HUGEPAGE"):
-        with contextlib.suppress(OSError):  # a kernel without them
-            found.madvise(mmap.MADV_HUGEPAGE)
-    return found
-
-
 class Pool:
     """Blocks of one size. `budget` bytes are all that it ever has at a time; `peak` is the most it had.
 
-    `private` is of its blocks. ValueError where not even `least` of them fit.
+    ValueError where not even `least` blocks fit.
     """
 
-    def __init__(self, size: int, budget: int, least: int = 2, private: bool = False) -> None:
+    def __init__(self, size: int, budget: int, least: int = 2) -> None:
         if budget < size * least:
             raise ValueError(
                 f"a budget of {budget:,} bytes; {least} images of {size:,} bytes need {size * least:,}: raise it"
             )
-        self.size, self.budget, self.peak, self._private = size, budget, 0, private
+        self.size, self.budget, self.peak = size, budget, 0
         self._blocks: dict[int, Block] = {}
         self._serial = 0
         self._lock = threading.Lock()
@@ -157,7 +140,7 @@ class Pool:
             if self.bytes + self.size > self.budget:
                 return None
             self._serial += 1
-            block = self._blocks[self._serial] = Block(self.size, self._serial, self._private)
+            block = self._blocks[self._serial] = Block(self.size, self._serial)
             self.peak = max(self.peak, self.bytes)
             return block
 

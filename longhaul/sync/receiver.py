@@ -293,8 +293,7 @@ class Receiver:
 
     def _room(self, size: int, seconds: float) -> np.ndarray:
         if self._pool is None or self._pool.size < size:
-            budget = int(IMAGES * size) if self._budget is None else self._budget
-            self._pool = Pool(size, budget, private=self._onward is None)  # nobody else reads it
+            self._pool = Pool(size, int(IMAGES * size) if self._budget is None else self._budget)
         image = self._pool.take(seconds)
         if image is None:
             raise LookupError(f"readers hold all {self._pool.budget:,} bytes of images; let old versions go")

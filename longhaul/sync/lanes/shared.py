@@ -107,8 +107,8 @@ class SharedDelivery:
 
     def deliver(self, connection: Wire, hub: Hub, parcel: Parcel, image: Image, words: dict[str, Any]) -> None:
         block = image.block
-        if block is None or block.descriptor < 0:
-            raise ProtocolError("this image lies where others can't map it: follow its own sender")
+        if block is None:
+            raise ProtocolError("this image is mapped from another sender: follow that one")
         stale = [serial for serial, known in self._known.items() if known.spent and serial not in self._lent]
         for serial in stale:
             del self._known[serial]
