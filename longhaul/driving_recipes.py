@@ -59,7 +59,7 @@ def driving_sac() -> Run:
 
     After 0.5 M steps of seed 0 (learning rate constant), on 128 generated scenarios not trained in: accuracy 0.938,
     collisions 0.039, off the road 0.016, progress 0.982, goals 0.938, and little comfort, 0.40. A twelfth of the steps
-    that `driving` (PPO, 0.961) was measured after; not measured longer.
+    that `driving` (PPO, 0.961) was measured after; not measured longer. On seven real logs, unseen: 0.571 and 0.286.
     """
     return Run(
         "driving-sac",
@@ -80,7 +80,8 @@ def driving_bcsac() -> Run:
 
     After 0.4 M steps of seed 0 in 256 scenarios (learning rate constant), on 128 not trained in: accuracy 0.906,
     collisions 0.070, off the road 0.016, progress 0.961, goals 0.828, comfort 0.60. In fewer steps and scenarios than
-    `driving-sac` was measured in, so that the two can't be told apart by these figures, but for the comfort.
+    `driving-sac` was measured in, so that the two can't be told apart by these figures, but for the comfort. On seven
+    real logs, unseen: accuracy 0.429, collisions 0.286.
     """
     base = driving_sac()
     assert isinstance(base.algorithm, sac.Config)
