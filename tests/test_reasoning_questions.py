@@ -79,6 +79,24 @@ def test_a_loaded_model_learns_from_questions_that_the_host_checks(folder: Path,
 
 
 @pytest.mark.slow
+def test_a_run_two_updates_behind_ends_no_lower_than_one_that_is_not(folder: Path, tmp_path: Path) -> None:
+    """From rewards alone, two threads, two seeds each; but for noise, of which so few questions make much."""
+    algorithm = grpo.Config(model_folder=str(folder), group=8, lr=1e-2, warmup=0, num_minibatches=1)
+    ends: dict[int, list[float]] = {0: [], 2: []}
+    for seed in (0, 1):
+        for staleness, found in ends.items():
+            acting, steps = Acting(2, "thread", staleness), 120 * 64 * LENGTH
+            run = asking(folder, algorithm=algorithm, acting=acting, seed=seed, total_steps=steps)
+            assert begin(run, tmp_path / f"{staleness}-{seed}").code == 0
+            rows = records(tmp_path / f"{staleness}-{seed}")
+            assert max(row["actors/staleness_max"] for row in rows) == staleness
+            assert np.mean([row["episode/return"] for row in rows[:5]]) < 0.35
+            found.append(float(np.mean([row["episode/return"] for row in rows[-20:]])))
+    assert min(ends[0] + ends[2]) > 0.6, ends
+    assert np.mean(ends[2]) > np.mean(ends[0]) - 0.15, ends
+
+
+@pytest.mark.slow
 def test_a_run_on_questions_is_evaluated_and_asked(
     folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

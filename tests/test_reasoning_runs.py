@@ -146,28 +146,6 @@ begin(run, Path({str(folder)!r}))
     assert result(folder)["params_sha256"] == result(tmp_path / "whole")["params_sha256"]
 
 
-@pytest.mark.slow
-def test_a_run_two_updates_behind_ends_within_noise_of_one_that_is_not(tmp_path: Path) -> None:
-    """Sums of two digits, a learner of 10,000 parameters, three seeds each."""
-    task = Reasoning(fewest=1, most=1, held_out_fewest=1, problems=64)
-    wide = dataclasses.replace(MODEL, width=32, hidden=64)
-    algorithm = grpo.Config(model=wide, group=8, taught=60, lr=1e-3)
-    settings: dict[str, Any] = {
-        "environment": task, "algorithm": algorithm, "num_envs": 8, "num_steps": 12, "total_steps": 160 * 64 * 12,
-        "save_interval": 200, "evaluation_episodes": 4, "topology": "actors",
-    }  # fmt: skip
-    ends: dict[int, list[float]] = {0: [], 2: []}
-    for seed in (0, 1, 2):
-        for staleness, found in ends.items():
-            folder = tmp_path / f"{staleness}-{seed}"
-            assert begin(small(acting=Acting(2, "thread", staleness), seed=seed, **settings), folder).code == 0
-            rows = records(folder)
-            found.append(float(np.mean([row["episode/return"] for row in rows[-20:]])))
-            assert np.mean([row["episode/return"] for row in rows[60:65]]) < found[-1] - 0.05, "rewards teach"
-            assert max(row["actors/staleness_max"] for row in rows) <= staleness
-    assert abs(np.mean(ends[0]) - np.mean(ends[2])) < 0.1, ends
-
-
 # ---------------------------------------------------------------------------------------------------------- held out
 
 
