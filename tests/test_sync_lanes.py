@@ -206,7 +206,7 @@ import sys
 from longhaul.sync.receiver import follow
 with follow([sys.argv[1]], name="other") as receiver:
     for version in map(int, sys.stdin):
-        assert receiver.wait(version, 30), receiver.errors
+        assert receiver.wait(version, 120), receiver.errors  # of a chain both sides compile their loops first
         now, held = receiver.latest()
         print(now, receiver.held.root.hex(), int(held["a"].min()), int(held["a"].max()), flush=True)
         del held
@@ -221,7 +221,7 @@ def test_a_version_reaches_another_process(lane: Way, tmp_path: Path) -> None:
             sender.publish(version, tensors(version))
             other.stdin.write(f"{version}\n")
             other.stdin.flush()
-            root = sender.status()["root"] if sender.wait(version, 30) else ""
+            root = sender.status()["root"] if sender.wait(version, 120) else ""
             assert other.stdout.readline().split() == [str(version), root, str(version), str(version)]
         other.stdin.close()
         assert other.wait(30) == 0
