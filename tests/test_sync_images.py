@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import gc
 import importlib.util
 import json
 import subprocess
 import sys
+import weakref
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -142,3 +146,21 @@ def test_a_process_takes_no_more_memory_than_it_was_granted(kind: str, tmp_path:
     assert found["sender"] + found["receiver"] <= granted
     twice = 2 if kind == "shm" else 1  # the receiver has the sender's pages mapped once more
     assert found["size"] < found["peak"] <= twice * granted + (8 << 20)
+
+
+def test_compiling_holds_on_to_nothing_of_its_callers() -> None:
+    """Else an image whose digest compiled the loop would count as read until somebody collects garbage."""
+    numba = pytest.importorskip("numba")
+    from longhaul.sync import streams
+
+    def digested(call: Callable[..., Any]) -> weakref.ref[np.ndarray]:
+        image = np.arange(8, dtype=np.uint8)
+        call(numba.njit(lambda data: np.where(data > 3, data + 1, 0).sum()), image)
+        return weakref.ref(image)
+
+    gc.disable()
+    try:
+        assert digested(lambda loop, data: loop(data))() is not None, "numba lets go by itself: `called` can go, too"
+        assert digested(streams.called)() is None
+    finally:
+        gc.enable()

@@ -73,12 +73,12 @@ class Streamed:
     def upto(self, count: int) -> None:
         """The first `count` bytes are in place."""
         if (ready := self._blocks(count)) > self._done:
-            self._kernels.scan(self._data, self._done, ready, self._sums)
+            self._kernels.called(self._kernels.scan, self._data, self._done, ready, self._sums)
             self._done = ready
 
     def pour(self, target: np.ndarray) -> None:
         """All of it, on its way to `target`, past the caches."""
-        self._kernels.pour(self._data, target, self._whole, self._sums)
+        self._kernels.called(self._kernels.pour, self._data, target, self._whole, self._sums)
         target[self._whole :] = self._data[self._whole :]
         self._done = self._whole
 
@@ -89,7 +89,7 @@ class Streamed:
         """The digest, when all is in place."""
         self.upto(self._data.size)
         found = np.empty(2, np.uint64)
-        self._kernels.finish(self._data, self._sums, found)
+        self._kernels.called(self._kernels.finish, self._data, self._sums, found)
         return found.astype(">u8").tobytes()
 
 

@@ -116,23 +116,24 @@ class Compiled:
     feeds = True
 
     def __init__(self) -> None:
-        from longhaul.sync import kernels
+        from longhaul.sync import kernels, streams
 
         self.kernels: Any = kernels
+        self.called = streams.called
 
     def changes(self, base: Patterns, new: Patterns) -> Changes:
         kernels, size = self.kernels, base.size
         differs = np.empty(-(-size // LEAST), np.uint64)
         members, changed = np.zeros(256, np.int64), np.zeros(256, np.int64)
         every = max(1, size // SAMPLE)
-        total = kernels.survey(base, new, every, differs, members, changed)
+        total = self.called(kernels.survey, base, new, every, differs, members, changed)
         if not total:
             return NONE
-        bounds = kernels.merge(members, changed, WORTH / every)
+        bounds = self.called(kernels.merge, members, changed, WORTH / every)
         table = np.searchsorted(bounds, np.arange(256), side="left").astype(np.uint8)
         starts = np.arange(CLASSES) * total  # room for all changes in each class: which are whose is seen on the way
         ends, gaps, steps = starts.copy(), np.empty(CLASSES * total, np.uint32), np.empty(CLASSES * total, np.uint32)
-        kernels.emit(base, new, differs, _packed(bounds), table, ends, gaps, steps)
+        self.called(kernels.emit, base, new, differs, _packed(bounds), table, ends, gaps, steps)
         spans = [slice(start, end) for start, end in zip(starts, ends)]
         joined = [np.concatenate([array[span] for span in spans]) for array in (gaps, steps)]
         return Changes(bounds, ends - starts, *joined)
@@ -140,23 +141,23 @@ class Compiled:
     def patch(self, base: Patterns, out: Patterns, found: Changes, feed: Feed = NO_FEED) -> bool:
         ends = np.cumsum(found.counts)
         made = base, out, _packed(found.bounds), ends - found.counts, ends, found.gaps, found.steps
-        return bool(self.kernels.patch(*made, read_only(out.view(np.uint8)), *feed))
+        return bool(self.called(self.kernels.patch, *made, read_only(out.view(np.uint8)), *feed))
 
     def pack_gaps(self, gaps: U32, low: int) -> tuple[U8, U8, U32]:
         highs, lows = np.empty(gaps.size, np.uint8), np.empty(-(-gaps.size * low // 8), np.uint8)
         rest = np.empty(gaps.size, np.uint32)
-        return highs, lows, rest[: self.kernels.pack_gaps(gaps, low, highs, lows, rest)]
+        return highs, lows, rest[: self.called(self.kernels.pack_gaps, gaps, low, highs, lows, rest)]
 
     def pack_steps(self, steps: U32) -> tuple[U8, U8, U32]:
         halves, bytes_ = np.zeros(-(-steps.size // 2), np.uint8), np.empty(steps.size, np.uint8)
         rest = np.empty(steps.size, np.uint32)
-        more, whole = self.kernels.pack_steps(steps, halves, bytes_, rest)
+        more, whole = self.called(self.kernels.pack_steps, steps, halves, bytes_, rest)
         return halves, bytes_[:more], rest[:whole]
 
     def unpack(self, found: Streams) -> tuple[U32, U32, int]:
         count = sum(highs.size for highs in found.highs)
         gaps, steps = np.empty(count, np.uint32), np.empty(count, np.uint32)
-        return gaps, steps, int(self.kernels.unpack(*found, gaps, steps))
+        return gaps, steps, int(self.called(self.kernels.unpack, *found, gaps, steps))
 
 
 def _packed(bounds: U8) -> np.uint64:

@@ -11,6 +11,7 @@ second file that imports numba; others import it inside a function.
 
 from __future__ import annotations
 
+import gc
 from typing import Any
 
 import numpy as np
@@ -127,6 +128,19 @@ def _fence(typing: Any) -> Any:
 
 
 jit = njit(cache=True, nogil=True, boundscheck=False)
+
+
+def called(kernel: Any, *given: Any) -> Any:
+    """What a compiled loop gives. Where it had to be compiled first, what that left is collected at once.
+
+    Numba tries types by raising and catching errors, and they hold on to the frames of all callers: images, and maps of
+    files, would count as read until the next collection, which one who waits for them may never come to.
+    """
+    known = len(kernel.overloads)
+    found = kernel(*given)
+    if len(kernel.overloads) > known:
+        gc.collect()
+    return found
 
 
 @jit
