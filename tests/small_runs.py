@@ -77,7 +77,8 @@ def make_quick(patch: pytest.MonkeyPatch) -> None:
 
     def assemble_once(run: Run, within: Any, context: Any, origin: Origin = BEGINNING) -> Assembly:
         sizes = run.total_steps, run.num_envs, run.num_steps, run.mesh, run.lr_rule, run.base_batch
-        shape = repr((run.environment, run.algorithm, run.deterministic, *sizes, origin))
+        begins = run.topology, run.acting.actors, run.acting.pin and run.acting.staleness  # what a carry holds at first
+        shape = repr((run.environment, run.algorithm, run.deterministic, *sizes, origin, begins))
         if shape not in assemblies:
             assemblies[shape] = assemble(run, within, context, origin)
         return assemblies[shape]
