@@ -43,7 +43,8 @@ def serve(work: Callable[[Run], Any]) -> None:
 
 def two_shards(run: Run) -> list[Crossing]:
     """What crosses devices in `run` (resolved, of one shard) if there were two, each with the batch of the one."""
-    two = dataclasses.replace(run, devices=2, num_envs=2 * run.num_envs, threads=None)
+    twice = 2 * run.total_steps  # as many updates, each of twice the steps
+    two = dataclasses.replace(run, devices=2, num_envs=2 * run.num_envs, total_steps=twice, threads=None)
     return [Crossing(each[0], each[1], tuple(each[2]), tuple(each[3])) for each in ask(two, "elsewhere", "crossings")]
 
 
