@@ -102,7 +102,7 @@ HELP = {
     "shared": "actor and critic of mlp and deepset have one torso, without memory, too",
     "init": "first weights of mlp, deepset and heads; lecun: Flax's default",
     "memory": "width of the recurrent unit; 0: none",
-    "chunk": "rows of a minibatch whose gradient is taken at once; a matter of speed",
+    "chunk": "rows of a minibatch whose gradient is taken at once; a matter of speed; none: what suits the device",
     "accumulate": "pieces of a minibatch, at least, over which its gradient is summed: the same one, in less memory",
     "precision": "what the torso computes in; parameters and losses are fp32",
     "remat": "what of the torso is computed again for its gradient, in less memory: nothing, all, all but products",

@@ -296,7 +296,8 @@ def _default_threads(devices: int) -> int:
     if given.isdecimal() and int(given) > 0:
         return int(given)
     # One thread: a pool of them only gets in the way of many small kernels (1.4 times slower at 4 environments).
-    return 1 if devices == 1 else max(cores(), devices)
+    # Where kernels are an accelerator's, threads of the host compile them.
+    return 1 if devices == 1 and on_cpu() else max(cores(), devices)
 
 
 def prepare_devices(devices: int, threads: int | None = None, inline: bool = False) -> None:
@@ -318,8 +319,6 @@ def prepare_devices(devices: int, threads: int | None = None, inline: bool = Fal
     threads = threads or _default_threads(devices) * processes
     os.environ["NPROC"] = str(threads if processes == 1 else max(threads // processes, devices))
     compilation.keep(int(os.environ["NPROC"]), on_cpu=on_cpu(), process=hosts.index())
-    # A bank of scenarios that a program closes over stays an array beside it; else it is text inside of it, and larger.
-    jax.config.update("jax_use_simplified_jaxpr_constants", True)
     try:
         jax.config.update("jax_num_cpu_devices", devices)
     except RuntimeError:

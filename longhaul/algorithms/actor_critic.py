@@ -5,6 +5,7 @@ A config of such an algorithm has the fields of `Design` and `normalise_observat
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -211,18 +212,18 @@ def moments_of(
     return apart(of_sums)(first, second, jnp.maximum(share, 1e-8))
 
 
-LANES = 256
-"""Numbers that are added up side by side."""
+SUMMANDS = 16
+"""Numbers that are added up one after the other, side by side with others: so a device begins few kernels, all wide."""
 
 
 def _mean(x: jax.Array) -> jax.Array:
     """The mean, added up in one order. XLA's own sums have none: the same one may be rounded otherwise in another
-    program, as it was on eight devices."""
-    rows = jnp.pad(x.reshape(-1), (0, -x.size % LANES)).reshape(-1, LANES)
-    lanes = jax.lax.scan(lambda total, row: (total + row, None), rows[0], rows[1:])[0] if len(rows) > 1 else rows[0]
-    while len(lanes) > 1:
-        lanes = lanes[0::2] + lanes[1::2]
-    return lanes[0] / x.size
+    program, as it was on eight devices. So may a product that is added at once, but for the barrier."""
+    left = jax.lax.optimization_barrier(x.reshape(-1))
+    while len(left) > 1:
+        rows = jnp.pad(left, (0, -len(left) % SUMMANDS)).reshape(SUMMANDS, -1)
+        left = functools.reduce(jnp.add, rows)
+    return left[0] / x.size
 
 
 def annealing(updates: int, first: int = 0, done: float = 0.0) -> Callable[[float, float], optax.Schedule]:

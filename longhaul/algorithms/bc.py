@@ -49,7 +49,7 @@ class Config:
     shared: bool = False  # actor and critic of mlp and deepset have one torso, without memory, too
     init: str = "orthogonal"  # of mlp, deepset and heads; "lecun" is Flax's default
     memory: int = 0  # width of the recurrent unit; 0: none
-    chunk: int = 1024  # most rows of a minibatch whose gradient is taken at once
+    chunk: int | None = None  # most rows of a minibatch whose gradient is taken at once; None: what suits the device
     accumulate: int | None = None  # pieces, at least, in which it is taken; None: as `chunk` has it
     precision: str = "fp32"  # of the torso; "bf16": in bfloat16, with parameters, heads and losses in float32
     remat: str = "none"  # what of the torso is computed again for the gradient instead of kept: precision.REMATS

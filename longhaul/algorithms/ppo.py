@@ -63,7 +63,7 @@ class Config:
     shared: bool = False  # actor and critic of mlp and deepset have one torso, without memory, too
     init: str = "orthogonal"  # of mlp, deepset and heads; "lecun" is Flax's default
     memory: int = 0  # width of the recurrent unit; 0: none
-    chunk: int = 1024  # most rows of a minibatch whose gradient is taken at once
+    chunk: int | None = None  # most rows of a minibatch whose gradient is taken at once; None: what suits the device
     accumulate: int | None = None  # pieces, at least, in which it is taken; None: as `chunk` has it
     precision: str = "fp32"  # of the torso; "bf16": in bfloat16, with parameters, heads and losses in float32
     remat: str = "none"  # what of the torso is computed again for the gradient instead of kept: precision.REMATS
@@ -208,7 +208,7 @@ class Passes(NamedTuple):
     num_minibatches: int | None
     update_epochs: int | None
     memory: int
-    chunk: int
+    chunk: int | None
     accumulate: int | None
     kl_stop: float | None = None
     vf_coef: float = 1.0
@@ -273,7 +273,7 @@ def optimiser_steps(
         given = config.num_minibatches, config.update_epochs
         minibatches, epochs = rules.decide(rows, rows, "none", *given)
         deep = 1 if axis == 0 else shape[0]
-        chunk = chunk_of(rows // minibatches // (config.accumulate or 1), max(1, config.chunk // deep))
+        chunk = chunk_of(rows // minibatches // (config.accumulate or 1), max(1, values.at_once(config.chunk) // deep))
         share = jnp.float32(1.0) if batch.weight is None else jnp.maximum(mean(apart(jnp.mean)(batch.weight)), 1e-8)
         norm = share * (deep * rows // minibatches)  # one for the whole batch: no minibatch weighs more
         lr, weight = jnp.maximum(rate(update), 0.0), entropy_weight(update)  # rounding may end just below 0

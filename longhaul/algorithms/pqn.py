@@ -50,7 +50,7 @@ class Config:
     activation: str = "relu"  # of mlp and deepset
     init: str = "lecun"  # of mlp, deepset and heads
     memory: int = 0  # width of the recurrent unit; 0: none
-    chunk: int = 1024  # most rows of a minibatch whose gradient is taken at once
+    chunk: int | None = None  # most rows of a minibatch whose gradient is taken at once; None: what suits the device
     accumulate: int | None = None  # pieces, at least, in which it is taken; None: as `chunk` has it
     precision: str = "fp32"  # of the torso; "bf16": in bfloat16, with parameters, heads and losses in float32
     remat: str = "none"  # what of the torso is computed again for the gradient instead of kept: precision.REMATS

@@ -28,7 +28,12 @@ def along_time(
 
 
 def estimates(
-    network: networks.ActorCritic, params: Params, data: Rollout, observation: PyTree, chunk: int, updates: jax.Array
+    network: networks.ActorCritic,
+    params: Params,
+    data: Rollout,
+    observation: PyTree,
+    chunk: int | None,
+    updates: jax.Array,
 ) -> tuple[jax.Array, jax.Array]:
     """V(observation) and V(successor), float32 [T, B] each, all from `params`, which so many updates made.
 
@@ -74,7 +79,7 @@ def _following(
 
 def judgements(
     network: networks.ActorCritic, log_prob: Callable[[jax.Array, Any], jax.Array], params: Params, data: Rollout,
-    observation: PyTree, taken: PyTree, chunk: int, updates: jax.Array,
+    observation: PyTree, taken: PyTree, chunk: int | None, updates: jax.Array,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:  # fmt: skip
     """What `params`, made by so many updates, make of a rollout that any others may have acted: log pi(a | s), V(s) and
     V(successor), float32 [T, B] each.
@@ -114,9 +119,20 @@ def begins(data: Rollout) -> jax.Array:
     return jnp.concatenate([jnp.zeros_like(ended[:1]), ended[:-1]])
 
 
-def by_chunks(function: Callable[[PyTree], Any], rows: PyTree, chunk: int) -> Any:
-    """function(rows), arrays [rows], `chunk` rows at a time where there are more: what a core computes stays in its
-    cache."""
+def at_once(chunk: int | None) -> int:
+    """Rows of a batch to compute at once: `chunk`, or what suits the device.
+
+    What a core computes should stay in its cache; an accelerator takes as long to begin a kernel as to compute it for a
+    few thousand rows.
+    """
+    if chunk is not None:
+        return chunk
+    return 1_024 if jax.default_backend() == "cpu" else 65_536
+
+
+def by_chunks(function: Callable[[PyTree], Any], rows: PyTree, chunk: int | None) -> Any:
+    """function(rows), arrays [rows], `chunk` rows at a time where there are more (None: what suits the device)."""
+    chunk = at_once(chunk)
     n = jax.tree.leaves(rows)[0].shape[0]
     whole = n - n % chunk
     if whole <= chunk:

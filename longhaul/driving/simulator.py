@@ -385,6 +385,9 @@ def driving(bank: Bank, config: Config | None = None) -> Simulator:
     """
     config = config or Config()
     check(bank, config)
+    # A bank that a program closes over stays an array beside it; else it is text inside of it, and larger. Not set for
+    # all: JAX 0.11 can't lower programs of others (Brax) with it, whose functions compiled by themselves hold arrays.
+    jax.config.update("jax_use_simplified_jaxpr_constants", True)
     made = outline(config, least=int(bank.steps.min()), most=int(bank.steps.max()), dt=float(bank.dt.max()))
     return replace(made, tables=banks.tabulate(bank, config.agents, config.traffic == "idm"))
 

@@ -5,8 +5,6 @@ from __future__ import annotations
 import functools
 from typing import Any
 
-import jax
-
 from longhaul import worlds
 from longhaul.driving import bank, simulator
 from longhaul.driving.config import Config
@@ -30,8 +28,6 @@ def environment(
         config = Config(**settings)
     except TypeError as error:
         raise ValueError(f"driving: {error}") from error
-    # The bank stays an array beside the program; else it is text inside of it, and larger.
-    jax.config.update("jax_use_simplified_jaxpr_constants", True)
     if name == GENERATED:
         made = worlds.generated(
             first, scenarios, agents=config.agents, horizon=horizon, workers=1, control=config.control, least=least

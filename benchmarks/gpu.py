@@ -1,0 +1,85 @@
+"""What one accelerator does: figures of speed at its sizes, in one run that keeps to a limit of time.
+
+    python -m benchmarks.gpu --json FILE [--only NAME...] [--minutes 9] [--peer-python PYTHON --peer-path FOLDER]
+
+The figures are those of `longhaul bench`, with thousands of worlds where its own sizes are for a few cores. Each has a
+process of its own. What fails is named and left out, and makes the exit code 1; what no longer fits into the time is
+named, too. With a PureJaxRL (`longhaul.bench.figure`) both take turns on the same device.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+from longhaul import bench
+
+FIGURES: tuple[tuple[str, str, dict[str, Any]], ...] = (
+    ("cartpole", "ppo-cartpole", {"num_envs": (2_048,), "total_steps": 20_971_520}),
+    ("cartpole-wide", "ppo-cartpole", {"num_envs": (16_384, 131_072), "total_steps": 167_772_160}),
+    ("driving-train", "driving-train", {"num_envs": 4_096, "total_steps": 8_388_608, "scenarios": 1_024}),
+    ("driving-env", "driving-env", {"objects": (64,), "batch": 4_096, "scenarios": 256, "agents": (1, 64)}),
+    ("driving-road", "driving-env", {"objects": (64,), "batch": 4_096, "scenarios": 256, "road_points": 200}),
+    ("driving-step", "driving-step", {"objects": (64,), "batch": 4_096, "scenarios": 256}),
+    (
+        "hackmatrix",
+        "hackmatrix-ppo",
+        {"num_envs": 4_096, "num_steps": 128, "precision": "bf16", "total_steps": 2_097_152},
+    ),
+    ("hackmatrix-env", "hackmatrix-env", {"num_envs": 16_384}),
+    ("seeds", "seeds", {"runs": 256, "total_steps": 499_712}),
+    ("replay", "replay", {"size": 10_000_000, "columns": 4_096, "batch": 4_096, "iterations": 500}),
+    ("reasoning", "reasoning", {"rows": 1_024, "length": 128, "width": 512, "layers": 8, "calls": 4}),
+)
+"""What to ask for it by, the benchmark, its sizes."""
+
+SHARED = {"XLA_PYTHON_CLIENT_MEM_FRACTION": "0.4"}
+"""Of a device that two processes take turns on: neither may take most of its memory at once, as JAX would."""
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    names = [name for name, *_ in FIGURES]
+    parser.add_argument("--only", nargs="+", default=names, choices=names, metavar="NAME", help=", ".join(names))
+    parser.add_argument("--minutes", type=float, default=60.0, help="no figure begins after so many")
+    parser.add_argument("--json", type=Path, help="the figures are added to this file, one a line")
+    parser.add_argument("--peer-python", help="the Python of an environment with PureJaxRL's dependencies")
+    parser.add_argument("--peer-path", help="the folder of PureJaxRL's ppo.py")
+    given = parser.parse_args()
+    ends = time.monotonic() + 60.0 * given.minutes
+    peer = {"peer_python": given.peer_python, "peer_path": given.peer_path} if given.peer_python else {}
+    if peer:
+        os.environ |= SHARED
+    failed = False
+    for name, benchmark, sizes in FIGURES:
+        if name not in given.only:
+            continue
+        if time.monotonic() > ends:
+            print(json.dumps({"name": name, "left_out": f"{given.minutes:g} minutes were over"}), flush=True)
+            continue
+        began = time.monotonic()
+        try:
+            for figure in bench.run(benchmark, **sizes, **(peer if benchmark in ("ppo-cartpole", "seeds") else {})):
+                _keep(figure, given.json)
+        except RuntimeError as error:  # a worker's, whose own message is above
+            failed = True
+            print(json.dumps({"name": name, "config": sizes, "error": str(error)}), flush=True)
+        print(f"{name}: {time.monotonic() - began:.0f} s", file=sys.stderr, flush=True)
+    sys.exit(int(failed))
+
+
+def _keep(figure: dict[str, Any], file: Path | None) -> None:
+    line = json.dumps(figure)
+    print(line, flush=True)
+    if file is not None:
+        with file.open("a") as out:
+            out.write(line + "\n")
+
+
+if __name__ == "__main__":
+    main()
