@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import pytest
 
 from longhaul.cli import main
-from longhaul.scaling import chips, instructions, profile
+from longhaul.scaling import chips, instructions, profile, trace
 from longhaul.scaling.trace import Event
 
 TEXT = """HloModule jit_run, is_scheduled=true
@@ -67,6 +67,15 @@ def test_an_instruction_knows_its_scope_and_part() -> None:
         "slice_fusion": "environment", "dot_fusion": "learning", "copy.1": "copies", "all-reduce": "collectives",
     }  # fmt: skip
     assert profile.part(found["write_fusion"]) == profile.part(None) == "other"
+
+
+def test_kernels_of_a_cuda_graph_count_for_their_instructions() -> None:
+    """As an H100 told them: an event of a graph is named as its kernel, with underscores; others stay as they are."""
+    named = ["loop_add_fusion_17", "copy_1", "copy.1", "memcpy32_post"]
+    found = [Event(name, 0, float(i), i + 0.5) for i, name in enumerate(named)]
+    told = trace.attributed(found, ["loop_add_fusion.17", "copy.1"])
+    assert [event.instruction for event in told] == ["loop_add_fusion.17", "copy.1", "copy.1", "memcpy32_post"]
+    assert [event[1:] for event in told] == [event[1:] for event in found]
 
 
 def test_a_real_program_counts_its_products() -> None:

@@ -110,8 +110,9 @@ def measure(run: Run, folder: Path, calls: int) -> Traced:
     with jax.profiler.trace(str(folder)):
         for _ in range(calls):
             progress, _ = ready.call(progress)
-    found = trace.events(folder, text.split(None, 2)[1].rstrip(","))
-    return Traced(ready, instructions.read(text), found, calls * run.block, statistics.median(plain) / run.block)
+    program = instructions.read(text)
+    found = trace.attributed(trace.events(folder, text.split(None, 2)[1].rstrip(",")), program)
+    return Traced(ready, program, found, calls * run.block, statistics.median(plain) / run.block)
 
 
 def profile(run: Run, folder: Path, calls: int) -> dict[str, Any]:

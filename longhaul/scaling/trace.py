@@ -1,16 +1,21 @@
 """A trace of a program's run, read back: what each instruction took, on each device.
 
 JAX writes it (`jax.profiler.trace`) as an `xplane.pb`, which its own reader understands. An event of an instruction
-carries the statistic "hlo_op". Loops and calls hold others, and are left out.
+carries the statistic "hlo_op". Loops and calls hold others, and are left out. Of a CUDA graph that XLA made of several
+instructions the statistic names the graph, and the event its kernel, called as its instruction is.
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import NamedTuple
 
 import jax
+
+GRAPH = "command_buffer"
+"""Begins what XLA calls a CUDA graph of instructions."""
 
 
 class Event(NamedTuple):
@@ -47,8 +52,25 @@ def events(folder: Path, module: str) -> list[Event]:
                     continue
                 device = about.get("device_ordinal", place)
                 start = event.start_ns * 1e-9
+                name = event.name if str(name).startswith(GRAPH) else name
                 found.append(Event(str(name), int(device), start, start + event.duration_ns * 1e-9))
     return found
+
+
+def attributed(found: Iterable[Event], instructions: Iterable[str]) -> list[Event]:
+    """`found` with kernels of graphs under the names of their instructions, where these have them.
+
+    A kernel's name has underscores for what C++ does not allow. Instructions that compute the same share one kernel:
+    one of them is charged with all of its runs.
+    """
+    known = set(instructions)
+    of_kernel = {re.sub(r"\W", "_", name): name for name in known}
+    return [
+        event
+        if event.instruction in known
+        else event._replace(instruction=of_kernel.get(event.instruction, event.instruction))
+        for event in found
+    ]
 
 
 def spent(found: Iterable[Event]) -> dict[str, Spent]:
