@@ -10,6 +10,7 @@ from longhaul import driving_recipes, learners
 from longhaul.actors.settings import Acting
 from longhaul.algorithms import apg, bc, dqn, grpo, impala, ppo, pqn, sac, td3
 from longhaul.health import Bounds
+from longhaul.reasoning import model
 from longhaul.run import Named, Reasoning, Run, RunError
 from longhaul.scaling.grid import Grid
 
@@ -319,8 +320,10 @@ def reasoning_arithmetic() -> Run:
     return Run(
         "reasoning-arithmetic",
         Reasoning(),
-        grpo.Config(loss="dapo", taught=150),
-        total_steps=330 * 16 * 16 * 28,
+        grpo.Config(
+            loss="dapo", lr=4e-4, taught=150, model=model.Config(heads=4, kv_heads=4, head_dim=16, theta=100.0)
+        ),
+        total_steps=280 * 16 * 16 * 28,
         num_envs=16,
         num_steps=28,
         health=Bounds(entropy=0.0, solved=0.95),  # who is sure of a sum has no entropy left
