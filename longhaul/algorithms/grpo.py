@@ -70,7 +70,7 @@ class Config:
     temperature: float = 1.0  # at which completions are sampled
     group: int = 16  # completions of a problem
     taught: int = 0  # updates of the warm start, in which demonstrations are imitated
-    curriculum: float = 0.6  # share of the warm start over which harder ones join the easiest quarter; 0: all at once
+    curriculum: float = 0.3  # share of the warm start over which harder ones join the easiest quarter; 0: all at once
     gate: gates.Config = field(default_factory=gates.Config)
     num_minibatches: int | None = 2
     update_epochs: int | None = 1
