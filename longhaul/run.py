@@ -204,7 +204,10 @@ def _served(run: Run, devices: int) -> Acting:
     if isinstance(run.environment, Driving):
         raise RunError("--topology is central, whose actors have no scenarios; choose fused or actors for driving")
     if run.acting.pin:
-        raise RunError("--pin is on, and central inference acts with the newest weights; choose --topology actors")
+        raise RunError(
+            "--pin is on, and central inference acts with the newest weights; choose --topology actors, or leave it "
+            "out: with --staleness 0 a run repeats"
+        )
     groups = run.central.slots * devices  # columns of a batch are cut among devices, and among groups
     acting = run.acting
     if acting.actors is None:
