@@ -204,10 +204,7 @@ def _served(run: Run, devices: int) -> Acting:
     if isinstance(run.environment, Driving):
         raise RunError("--topology is central, whose actors have no scenarios; choose fused or actors for driving")
     if run.acting.pin:
-        raise RunError(
-            "--pin is on, and central inference acts with the newest weights; choose --topology actors, or leave it "
-            "out: with --staleness 0 a run repeats"
-        )
+        raise RunError("--pin is on, and central inference acts with the newest weights; choose --topology actors")
     groups = run.central.slots * devices  # columns of a batch are cut among devices, and among groups
     acting = run.acting
     if acting.actors is None:
