@@ -19,7 +19,7 @@ from longhaul.actors.doorbell import Bell, bell
 from longhaul.actors.memory import Leaf
 from longhaul.actors.settings import Acting
 from longhaul.actors.slots import Slots
-from longhaul.algorithms import ppo
+from longhaul.algorithms import impala, ppo
 from longhaul.feed import Feeding, feed
 from longhaul.run import Named, Run, assemble, prepare_devices, resolve
 from longhaul.workloads import Prepared
@@ -111,14 +111,23 @@ def transport(rows: int, width: int, streams: int, messages: int, copies: int) -
     return Prepared(config, messages * rows, "env steps", 0.0, lambda number: None, work)
 
 
+LEARNERS = {
+    "ppo": ppo.Config(lr=2.5e-3, anneal=False),
+    "impala": impala.Config(lr=5e-3, anneal=False),
+    "appo": impala.Config(lr=2.5e-3, anneal=False, optimiser="adam", clip_eps=0.2, update_epochs=2, max_grad_norm=0.5),
+}
+"""What `actors` may train by; APPO as others have it by default, twice over each batch."""
+
+
 def actors(
-    env: str, num_envs: int, num_steps: int, actors: int, actor_kind: str, staleness: int, updates: int
-) -> Prepared:
+    env: str, num_envs: int, num_steps: int, actors: int, actor_kind: str, staleness: int, updates: int,
+    learner: str = "ppo",
+) -> Prepared:  # fmt: skip
     """Whole training by actors, whose CPU time counts; `updates` a repeat, of one run that goes on all the time."""
     steps = num_envs * num_steps
     made = resolve(
         Run(
-            "bench", Named(env), ppo.Config(lr=2.5e-3, anneal=False), topology="actors",
+            "bench", Named(env), LEARNERS[learner], topology="actors",
             acting=Acting(actors, actor_kind, staleness), total_steps=steps * 1_000_000, num_envs=num_envs,
             num_steps=num_steps, devices=1,
         )

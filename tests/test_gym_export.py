@@ -166,20 +166,45 @@ def test_stable_baselines_trains_on_it() -> None:
     stable.PPO("MultiInputPolicy", driving, n_steps=16, batch_size=32, seed=0, device="cpu").learn(128)
 
 
-@pytest.mark.slow
-def test_rllib_trains_on_it() -> None:
+@pytest.fixture(scope="module")
+def rllib() -> Iterator[Any]:
+    """RLlib, on a Ray of its own with one core."""
     pytest.importorskip("torch")
     ray = pytest.importorskip("ray")
-    ppo, tune = pytest.importorskip("ray.rllib.algorithms.ppo"), pytest.importorskip("ray.tune")
-    tune.register_env("ours", lambda _: gym_export.single("cartpole", max_steps=200))
+    found = pytest.importorskip("ray.rllib")
     ray.init(address="local", num_cpus=1, include_dashboard=False, log_to_driver=False)
-    try:
-        config = ppo.PPOConfig().environment("ours").env_runners(num_env_runners=0, num_envs_per_env_runner=4)
-        algorithm = config.training(train_batch_size_per_learner=512, minibatch_size=128, num_epochs=2).build_algo()
-        told = algorithm.train()["env_runners"]
-        assert told["num_env_steps_sampled_lifetime"] >= 512
-        assert told["episode_len_mean"] > 8
-        assert abs(told["episode_return_mean"] - told["episode_len_mean"]) < 0.5  # 1 a step
-        algorithm.stop()
-    finally:
-        ray.shutdown()
+    yield found
+    ray.shutdown()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("name", "options", "batch", "longest"), [("cartpole", {"max_steps": 200}, 512, 200), ("driving", DRIVING, 96, 12)]
+)
+def test_rllib_trains_on_it(rllib: Any, name: str, options: dict[str, Any], batch: int, longest: int) -> None:
+    """Two updates by its PPO: every step counts, every episode's end, and what was learnt is another policy."""
+    from ray.rllib.algorithms.ppo import PPOConfig
+    from ray.rllib.connectors.env_to_module import FlattenObservations
+    from ray.tune import register_env
+
+    def flat(*_: Any, **__: Any) -> Any:
+        return FlattenObservations()
+
+    register_env(f"ours-{name}", lambda _: gym_export.single(name, **options))
+    config = PPOConfig().environment(f"ours-{name}").training(train_batch_size_per_learner=batch, num_epochs=2)
+    config = config.training(minibatch_size=batch // 4).env_runners(
+        num_env_runners=0, num_envs_per_env_runner=4, env_to_module_connector=flat if name == "driving" else None
+    )
+    algorithm = config.build_algo()
+    before = mapped(np.copy, algorithm.get_module().get_state())
+    told = [algorithm.train() for _ in range(2)]
+    after = algorithm.get_module().get_state()
+    seen = told[-1]["env_runners"]
+    assert seen["num_env_steps_sampled_lifetime"] >= 2 * batch
+    assert 1 <= seen["episode_len_min"] <= seen["episode_len_max"] <= longest
+    assert np.isfinite(seen["episode_return_mean"])
+    if name == "cartpole":
+        assert seen["episode_return_mean"] == pytest.approx(seen["episode_len_mean"])  # 1 a step
+    assert told[-1]["learners"]["default_policy"]["num_module_steps_trained_lifetime"] >= 2 * batch
+    assert any(not np.array_equal(after[key], before[key]) for key in before)
+    algorithm.stop()

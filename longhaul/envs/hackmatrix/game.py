@@ -12,6 +12,7 @@ from typing import Any, Literal, overload
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 
 from longhaul import randomness
 from longhaul.envs.hackmatrix import boards as drawn
@@ -87,7 +88,9 @@ class Game:
 
     def step(self, key: Key, state: State, action: jax.Array) -> tuple[State, TimeStep]:
         """Action: int32, 0 .. 27. One that is not legal is executed as far as the rules tell."""
-        words = randomness.bits(key, (WORDS + (w.CELLS if "spread" in self.fixes else 0),))
+        # Apart: where a hash is fused with what it looks up, LLVM of jaxlib 0.11 and 0.12 compiles for ever on a CPU
+        # (llvm::vputils::onlyFirstLaneUsed follows each of the 2^20 paths through its rounds).
+        words = lax.optimization_barrier(randomness.bits(key, (WORDS + (w.CELLS if "spread" in self.fixes else 0),)))
         cells = self._cells(state)
         missed = reward.missed(state, cells)
         before, way = state, self._way(state)
