@@ -8,10 +8,11 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 from longhaul import flags, printing
 from longhaul.central import credentials
-from longhaul.flags import DEBUG, FLOAT, INT, PATH, TEXT, Flag, FlagError, choice
+from longhaul.flags import ALONE, DEBUG, FLOAT, INT, PATH, TEXT, Flag, FlagError, choice
 from longhaul.sync import geometry, lanes
 from longhaul.sync.files import folder_name
 from longhaul.sync.lanes.base import Source
@@ -141,9 +142,12 @@ def bench(words: Sequence[str]) -> int:
     receivers = Flag("receivers", INT, 2, "processes that receive")
     lane = Flag("lane", choice(("shm", "tcp", "folder")), (), "a figure for each", True, "shm, tcp")
     repeats = Flag("repeats", INT, 5, "of which the medians are told; at least 5")
+    peers = Flag(
+        "peers", ALONE, False, "instead, what others take beside ours: sockets, gloo, gRPC, Orbax, torch's files"
+    )
     out = Flag("json", PATH, None, "write the figures as a list to this file, too", shown="")
     about = "How long a version takes from one process to others, by stages, beside the limits of memory and sockets."
-    groups = {"": [model, receivers, lane, repeats, out, DEBUG]}
+    groups = {"": [model, receivers, lane, repeats, peers, out, DEBUG]}
     given = flags.parse("sync bench", about, groups, words).values
     printing.check_json(given["json"])
     if given["receivers"] < 1:
@@ -151,16 +155,34 @@ def bench(words: Sequence[str]) -> int:
 
     geometry.forms(given["model"])
 
-    from longhaul import bench as benches
-
     sizes = {name: given[name] for name in ("model", "receivers", "lane", "repeats") if given[name] not in ((), [])}
     figures = []
-    for figure in benches.run("sync", **sizes):
+    for figure in _peers(**sizes) if given["peers"] else _lanes(**sizes):
         figures.append(figure)
         printing.write_line(figure)
     if given["json"] not in (None, "-"):
         printing.write_json(given["json"], figures)
     return 0
+
+
+def _lanes(**sizes: Any) -> Iterator[dict[str, Any]]:
+    from longhaul import bench as benches
+
+    return benches.run("sync", **sizes)
+
+
+def _peers(model: str, receivers: int, repeats: int, lane: Sequence[str] = ()) -> Iterator[dict[str, Any]]:
+    """A figure of each other way whose libraries are here; of those that are not, a line on stderr."""
+    from longhaul import sync_peers, sync_ways
+
+    if receivers != sync_ways.RECEIVERS or lane or repeats < 1:
+        given = f"--receivers {receivers}, --repeats {repeats}{' and --lane' if lane else ''}"
+        raise FlagError(f"{given}: --peers has {sync_ways.RECEIVERS} receivers, a repeat at least, and its own lanes")
+    for name in sync_ways.WAYS:
+        if without := sync_ways.missing(name):
+            print(f"{name} is left out: {without} is not installed", file=sys.stderr, flush=True)
+            continue
+        yield sync_peers.measure(name, model, repeats)
 
 
 COMMANDS: dict[str, Callable[[Sequence[str]], int]] = {"serve": serve, "pull": pull, "status": status, "bench": bench}

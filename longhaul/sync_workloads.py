@@ -96,7 +96,7 @@ def sync(model: str, receivers: int, lane: str, verify: str) -> Prepared:
         for array in tensors.values():
             array.reshape(-1).view(np.uint16)[0] = version
         began = time.monotonic()
-        if not sender.publish(version, tensors):
+        if not sender.publish(version, tensors, along=True):
             raise RuntimeError("no image was free")
         returned = time.monotonic() - began
         found = together(children, f"wait {version}")
@@ -113,7 +113,7 @@ def sync(model: str, receivers: int, lane: str, verify: str) -> Prepared:
         after = [each["cpu"] for each in together(children, "cpu")]
         copied = together(children, "copy")
         copies = max(each["at"] for each in copied) - min(each["began"] for each in copied)
-        bare = _streamed(children, source) if lane == "tcp" else 0.0
+        bare, bare_cpu = _streamed(children, source) if lane == "tcp" else (0.0, 0.0)
         bound = bare or copies
         rates.append(sample.rates())
         foreseen = {} if lane == "folder" else _foreseen(size, receivers, lane, verify, rates, took["wall"])
@@ -126,7 +126,7 @@ def sync(model: str, receivers: int, lane: str, verify: str) -> Prepared:
             "budget_bytes": float(size * (PLACES + (0 if lane == "shm" else 2 * receivers))),
             "memcpy_seconds": copies,
             "memcpy_cpu_seconds": sum(each["used"] for each in copied),
-            **({"socket_seconds": bare} if bare else {}),
+            **({"socket_seconds": bare, "socket_cpu_seconds": bare_cpu} if bare else {}),
             "limit_seconds": bound,
             **foreseen,
         }
@@ -152,20 +152,21 @@ def _foreseen(
     return {"model_seconds": said, "model_error": said / wall - 1.0}
 
 
-def _streamed(children: list[Child], data: np.ndarray) -> float:
-    """Seconds in which bare sockets bring the bytes to each of the processes."""
+def _streamed(children: list[Child], data: np.ndarray) -> tuple[float, float]:
+    """Seconds in which bare sockets bring the bytes to each of the processes, and CPU-seconds of all."""
     with socket.create_server(("127.0.0.1", 0), backlog=len(children)) as server:
         server.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4 << 20)
         for child in children:
             child.tell(f"stream {server.getsockname()[1]}")
         socks = [server.accept()[0] for _ in children]
-        began = time.monotonic()
+        began, used = time.monotonic(), time.process_time()
         threads = [threading.Thread(target=sock.sendall, args=(data.data,)) for sock in socks]
         for thread in threads:
             thread.start()
         for thread in threads:
             thread.join()
-        ended = max(child.answer()["at"] for child in children)
+        answers = [child.answer() for child in children]
+        used = time.process_time() - used + sum(each["used"] for each in answers)
         for sock in socks:
             sock.close()
-        return ended - began
+        return max(each["at"] for each in answers) - began, used

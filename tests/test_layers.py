@@ -55,9 +55,9 @@ TABLE = """
 2  central/states central/wire central/frames central/lane central/streaming central/grpc_lane central/shared_lane
    central/batcher central/places central/crew central/episodes central/trajectories central/inference central/server
    central/settings
-3  sync/changes sync/chain sync/buffers sync/lanes/base sync/lanes/sockets sync/lanes/shared sync/lanes/tcp
-   sync/torch_arrays sync/lanes/folder sync/lanes/group sync/lanes/nixl sync/lanes/__init__ sync/engine sync/receiver
-   sync/geometry sync/probe sync/relay sync/rates sync/producer sync/consumers sync/vllm
+3  sync/arriving sync/changes sync/chain sync/buffers sync/lanes/base sync/lanes/sockets sync/lanes/shared
+   sync/lanes/tcp sync/torch_arrays sync/lanes/folder sync/lanes/group sync/lanes/nixl sync/lanes/__init__ sync/engine
+   sync/receiver sync/geometry sync/probe sync/relay sync/rates sync/producer sync/consumers sync/vllm
 2  datasets/packing datasets/shards datasets/kept
 2  datasets/womd datasets/womd_scenario datasets/gpudrive datasets/scenarionet datasets/argoverse
 2  driving/bodies driving/flow driving/generator
@@ -88,6 +88,7 @@ TABLE = """
    scaling/grid
 6  driving_recipes recipes workloads peers acting_workloads central_workloads replay_workloads reasoning_workloads
    sync_workloads bench scaling/speed
+   sync_ways sync_peers
    scaling/profile scaling/subject scaling/agreement scaling/checks
 7  printing live flags meanings settings scaling/command scaling/speed_command scaling/profile_command
    scaling/elsewhere scaling/plan_command scaling/doctor sync_checkpoints sync_shell sync_command
@@ -97,14 +98,14 @@ TABLE = """
 
 NO_JAX = (
     *("datasets/*", "actors/*", "workers", "caches", "worlds", "cli", "flags", "printing", "hosts", "launch", "pulse"),
-    *("sync_command", "sync_shell"),
+    *("sync_command", "sync_shell", "sync_ways", "sync_peers"),
     *("forms", "vectors", "gang", "processes", "cluster", "membership", "envs/gym_export"),
     *(f"envs/{name}" for name in ("host", "host_spaces", "host_gymnasium", "host_numpy", "host_torch", "batched")),
     *(
         f"central/{name}"
         for name in ("states", "wire", "frames", "credentials", "lane", "streaming", "grpc_lane", "shared_lane")
     ),
-    *(f"sync/{name}" for name in ("manifest", "images", "protocol", "wire", "files", "buffers", "lanes/*")),
+    *(f"sync/{name}" for name in ("manifest", "images", "protocol", "wire", "files", "buffers", "arriving", "lanes/*")),
     *(f"sync/{name}" for name in ("engine", "changes", "receiver", "geometry", "probe", "relay", "producer")),
     *(f"sync/{name}" for name in ("consumers", "vllm", "chain", "torch_arrays")),
     *(

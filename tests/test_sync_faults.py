@@ -104,11 +104,10 @@ def tensors(v):
 sender.publish(1, tensors(1))
 assert sys.stdin.readline() == "go\\n"
 if phase == "pouring":
-    def half(self, descriptor, size, seconds, *more):
-        import os
-        os.sendfile(self.sock.fileno(), descriptor, 0, size // 2)
+    def half(self, data, seconds, *more):
+        self.sock.sendall(data[: len(data) // 2])
         hang()
-    wire.Wire.pour_file = half
+    wire.Wire.pour_memory = half
 elif phase == "deciding":
     engine.Publisher.ready = hang
 elif phase == "offering":

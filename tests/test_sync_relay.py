@@ -48,20 +48,22 @@ class Half:
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.on, self.go = threading.Event(), threading.Event()
         self.staged: dict[int, int] = {}  # bytes that arrived at each receiver of a version, by who it is
-        pour, arrived = Wire.pour_file, images.Arrival.__call__
+        pour, arrived = Wire.pour_memory, images.Arrival.__call__
 
-        def halved(wire: Wire, descriptor: int, size: int, seconds: float, beyond: object = None) -> None:
+        def halved(wire: Wire, data: memoryview, seconds: float, beyond: object = None, done: int = 0) -> None:
+            size = len(data)
+
             def middle(count: int, seconds: float) -> int:
                 assert count < size // 2 or self.go.wait(30)
                 return size if count >= size // 2 else size // 2
 
-            pour(wire, descriptor, size, seconds, beyond or (middle if self.on.is_set() else None))  # type: ignore[arg-type]
+            pour(wire, data, seconds, beyond or (middle if self.on.is_set() else None), done)  # type: ignore[arg-type]
 
         def noted(arrival: images.Arrival, image: np.ndarray, count: int) -> None:
             self.staged[id(arrival)] = count
             arrived(arrival, image, count)
 
-        monkeypatch.setattr(Wire, "pour_file", halved)
+        monkeypatch.setattr(Wire, "pour_memory", halved)
         monkeypatch.setattr(images.Arrival, "__call__", noted)
 
     def begin(self) -> None:

@@ -45,6 +45,12 @@ class Running:
             self._running.update(self._data[self._done : count])
             self._done = count
 
+    def pour(self, target: np.ndarray, count: int) -> None:
+        """The first `count` bytes, on their way to `target`."""
+        begin = self._done
+        self.upto(count)
+        target[begin:count] = self._data[begin:count]
+
     def end(self) -> bytes:
         """The digest, when all is in place."""
         self.upto(self._data.size)
@@ -59,7 +65,7 @@ class Streamed:
     """A running digest by compiled loops, of 241 bytes or more: the specification has other ways for less."""
 
     def __init__(self, data: np.ndarray, kernels: Any) -> None:
-        self._data = read_only(data)
+        self._data, self._target = read_only(data), data
         self._kernels, self._sums = kernels, kernels.START.copy()
         self._done, self._whole = 0, (data.size - 1) // kernels.BLOCK * kernels.BLOCK
 
@@ -76,11 +82,31 @@ class Streamed:
             self._kernels.called(self._kernels.scan, self._data, self._done, ready, self._sums)
             self._done = ready
 
-    def pour(self, target: np.ndarray) -> None:
-        """All of it, on its way to `target`, past the caches."""
-        self._kernels.called(self._kernels.pour, self._data, target, self._whole, self._sums)
-        target[self._whole :] = self._data[self._whole :]
-        self._done = self._whole
+    def pour(self, target: np.ndarray, count: int) -> None:
+        """The first `count` bytes, on their way to `target`, past the caches."""
+        ready, done = self._blocks(count), self._done
+        if ready > done:
+            self._kernels.called(self._kernels.pour, self._data[done:], target[done:], ready - done, self._sums)
+            self._done = ready
+        if count == self._data.size:
+            target[ready:] = self._data[ready:]
+
+    def draw(self, source: np.ndarray) -> int:
+        """Takes what comes next out of uint8 `source`, to its place past the caches: whole blocks, or all that is left.
+
+        -> how many bytes; 0 where more must come first.
+        """
+        count = self._blocks(self._done + source.size) - self._done
+        if count > 0:
+            target = self._target[self._done : self._done + count]
+            self._kernels.called(self._kernels.pour, read_only(source), target, count, self._sums)
+            self._done += count
+            return count
+        left = self._data.size - self._done
+        if self._done < self._whole or source.size < left:
+            return 0
+        self._target[self._done :] = source[:left]
+        return left
 
     def _blocks(self, count: int) -> int:
         return min(count // self._kernels.BLOCK * self._kernels.BLOCK, self._whole)
@@ -93,9 +119,23 @@ class Streamed:
         return found.astype(">u8").tobytes()
 
 
+def of_drawn(data: np.ndarray) -> Running | Streamed:
+    """Of what comes piece by piece and is to go past the caches; uint8 [n], contiguous."""
+    aligned = data.size >= LEAST and not data.ctypes.data % 64
+    kernels = _streams() if aligned else None
+    return Running(data) if kernels is None else Streamed(data, kernels)
+
+
 def of_made(data: np.ndarray) -> Running | Streamed:
     """Of what compiled loops will make from its beginning on; uint8 [n], contiguous."""
     kernels = _streams() if data.size >= LARGE else None
+    return Running(data) if kernels is None else Streamed(data, kernels)
+
+
+def of_poured(data: np.ndarray, target: np.ndarray) -> Running | Streamed:
+    """Of what is copied to `target`; both uint8 [n], contiguous."""
+    large = data.size >= LEAST and not target.ctypes.data % 64
+    kernels = _streams() if large else None
     return Running(data) if kernels is None else Streamed(data, kernels)
 
 
@@ -104,15 +144,10 @@ def poured(source: np.ndarray, target: np.ndarray, past: bool) -> bytes:
 
     `past` is whether it goes past the caches; else it is soon wanted again, or fits in them.
     """
-    if past and source.size >= LEAST and (kernels := _streams()) is not None and not target.ctypes.data % 64:
-        streamed = Streamed(source, kernels)
-        streamed.pour(target)
-        return streamed.end()
-    found = Running(source)
-    for begin in range(0, source.size, PIECE):
-        end = min(begin + PIECE, source.size)
-        found.upto(end)
-        target[begin:end] = source[begin:end]
+    found = of_poured(source, target) if past else Running(source)
+    piece = source.size if isinstance(found, Streamed) else PIECE
+    for begin in range(0, source.size, piece):
+        found.pour(target, min(begin + piece, source.size))
     return found.end()
 
 

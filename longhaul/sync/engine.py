@@ -7,13 +7,15 @@ clock, its memory and its threads.
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NamedTuple
 
 from longhaul.sync import changes, images, protocol
+from longhaul.sync.arriving import Arriving
 from longhaul.sync.buffers import Image, Pool
 from longhaul.sync.changes import Changes
 from longhaul.sync.lanes.base import Lane, Parcel
@@ -23,6 +25,12 @@ from longhaul.sync.protocol import STANDARD, Held, Settings, Verdict
 IMAGES = 4
 """How many images a sender has unless a budget says otherwise: one that is served, one on its way, one that waits, and
 one that a slow reader has not let go."""
+
+STREAMED = 64 << 20
+"""Bytes of an image from which it may be offered while it is made."""
+
+MEETING = 0.05
+"""Seconds that its making waits for who is to be sent it along."""
 
 
 class _Made(NamedTuple):
@@ -68,6 +76,7 @@ class Publisher:
         self._planned: tuple[tuple[Tensor, ...], int] | None = None
         self._waiting: _Made | tuple[int, Mapping[str, Any]] | None = None
         self._ahead: _Made | None = None  # that is arriving
+        self._asking = 0  # receivers that wait for a version, and take it as it comes
         self._given = -1
         self._made: dict[int, _Made] = {}  # what is undecided, and what counts
         self._began = 0.0
@@ -92,13 +101,25 @@ class Publisher:
 
     # ---------------------------------------------------------------------------------------------- for the trainer
 
-    def publish(self, version: int, tensors: Mapping[str, Any], *, lent: bool = False, patience: float = 1.0) -> bool:
+    def publish(
+        self,
+        version: int,
+        tensors: Mapping[str, Any],
+        *,
+        lent: bool = False,
+        along: bool = False,
+        patience: float = 1.0,
+    ) -> bool:
         """Takes a version; -> whether it was taken. It replaces one that still waits.
 
         `tensors` are arrays by name, in the order of layers, of one form throughout. They are copied before this
         returns, unless they are `lent`: then they must stay as they are until `wait(version, ...)`. Where all images
         are being read for `patience` seconds, the version is skipped: False, and `skipped` counts it. ValueError where
         versions do not grow or the tensors have another form.
+
+        `along`: receivers on this machine are sent it by who copies it, while the cache has it, so that this returns
+        when they nearly have it. They have it sooner; but let a thread call that training does not wait for. What is
+        `lent` always goes so.
         """
         with self._publishing:
             if self._closed:
@@ -108,8 +129,8 @@ class Publisher:
             if lent:
                 self._waits(version, (version, tensors))
                 return True
-            made = self._gathered(version, tensors, patience)
-            if made is not None:
+            made = self._gathered(version, tensors, patience, along)
+            if made is not None and self._given < version:
                 self._waits(version, made)
             return made is not None
 
@@ -140,6 +161,20 @@ class Publisher:
             self._ahead = _Made(manifest, image)
             self._waits(manifest.version, self._ahead)
             return True
+
+    def known(self, manifest: Manifest) -> None:
+        """What was offered `ahead` by its form is all there, and this is its manifest. It does not count yet."""
+        with self._publishing, self._changed:
+            if self._ahead is not None and self._ahead.manifest.version == manifest.version:
+                self._known(self._ahead._replace(manifest=manifest), self._ahead.image.arriving)
+
+    def _known(self, made: _Made, arriving: Arriving | None) -> None:
+        version, root = made.manifest.version, made.manifest.root
+        if version in self._made:
+            self._made[version] = made
+            self._apply(lambda cohort: protocol.known(cohort, version, root))
+        if arriving is not None:
+            arriving.known(made.manifest)
 
     def withdraw(self, version: int) -> None:
         """What was offered `ahead` does not count: it is as if it had never been, and may come again."""
@@ -208,7 +243,7 @@ class Publisher:
             names = sorted({tensor.name for tensor in set(planned[0]) ^ set(self._planned[0])})
             raise ValueError(f"another form of tensors than before ({', '.join(names[:3])}); open a new publisher")
 
-    def _gathered(self, version: int, tensors: Mapping[str, Any], patience: float) -> _Made | None:
+    def _gathered(self, version: int, tensors: Mapping[str, Any], patience: float, along: bool) -> _Made | None:
         assert self._pool is not None and self._planned is not None
         image = self._pool.take(patience)
         if image is None:
@@ -216,9 +251,49 @@ class Publisher:
             return None
         began = time.perf_counter()
         planned, size = self._planned
-        found = images.gather(tensors, planned, image.array, self._copiers, self._threads)
+        form = Manifest(self.run, self.epoch, version, -1, size, planned)
+        arriving = self._offered(form, image) if along else None
+        try:
+            if arriving is None:
+                found = images.gather(tensors, planned, image.array, self._copiers, self._threads)
+            else:
+                found = images.gather_along(tensors, planned, image.array, arriving.passed)
+        except BaseException:
+            if arriving is not None:
+                self._spoilt(version, arriving)
+            raise
         self.seconds["gather"] = time.perf_counter() - began
-        return _Made(Manifest(self.run, self.epoch, version, -1, size, found), image)
+        made = _Made(form._replace(tensors=found), image)
+        if arriving is not None:
+            self._ended(made, arriving)
+        return made
+
+    def _offered(self, form: Manifest, image: Image) -> Arriving | None:
+        """Offers a version by its form before its image is made, where someone waits for that; else None."""
+        with self._changed:
+            busy = self._cohort.round is not None or self._waiting is not None or self._encodes
+            if not self._asking or busy or form.size < STREAMED or form.version <= self._cohort.prepared:
+                return None
+            awaited, arriving = self._asking, Arriving(carries=True)
+            self._given = form.version
+            self._prepare(_Made(form, image._replace(arriving=arriving)))
+        arriving.meet(awaited, MEETING)
+        return arriving
+
+    def _ended(self, made: _Made, arriving: Arriving) -> None:
+        """What was offered while it was made is whole, and may count."""
+        with self._changed:
+            self._known(made, arriving)
+            arriving.counts = True
+            self._apply(lambda cohort: protocol.release(cohort, made.manifest.version, True, self._clock()))
+
+    def _spoilt(self, version: int, arriving: Arriving) -> None:
+        """It could not be made, and may come again."""
+        with self._changed:
+            arriving.counts = False
+            arriving.broken()
+            self._given = version - 1
+            self._apply(lambda cohort: protocol.release(cohort, version, False, self._clock()))
 
     def _waits(self, version: int, what: _Made | tuple[int, Mapping[str, Any]]) -> None:
         with self._changed:
@@ -257,7 +332,7 @@ class Publisher:
             what, self._waiting = self._waiting, None
         if isinstance(what, _Made):
             return what
-        made = self._gathered(*what, 0.0)
+        made = self._gathered(*what, 0.0, True)
         if made is None:  # it is not given up: it waits on
             with self._changed:
                 self.skipped -= 1
@@ -266,8 +341,11 @@ class Publisher:
         return made
 
     def _prepare(self, made: _Made) -> None:
-        version, root, arriving = made.manifest.version, made.manifest.root, made.image.arriving
         with self._changed:
+            arriving = made.image.arriving
+            if arriving is not None and arriving.manifest is not None:
+                made = made._replace(manifest=arriving.manifest)
+            version, root = made.manifest.version, made.manifest.root
             if version <= self._cohort.prepared or self._cohort.round is not None:
                 return  # another epoch has begun
             if arriving is not None and arriving.counts is False:
@@ -313,7 +391,7 @@ class Publisher:
 
     def ask(self, name: str, wait: float, partly: bool = False) -> tuple[Parcel, Image] | None:
         until = self._clock() + wait
-        with self._changed:
+        with self._changed, self._asks(partly):
             while True:
                 self.heard(name)
                 cohort, offered = protocol.offer(self._cohort, name, self._clock())
@@ -326,6 +404,14 @@ class Publisher:
                 if left <= 0 or self._closed:
                     return None
                 self._changed.wait(left)
+
+    @contextlib.contextmanager
+    def _asks(self, partly: bool) -> Iterator[None]:
+        self._asking += partly
+        try:
+            yield
+        finally:
+            self._asking -= partly
 
     def changes(self, parcel: Parcel, image: Image) -> Changes | None:
         base, version = parcel.offer.base, parcel.offer.version

@@ -12,6 +12,9 @@ import numpy as np
 from longhaul.sync import digests
 from longhaul.sync.manifest import Manifest, Tensor, layout
 
+BUCKET = 1 << 20
+"""Bytes that are copied, digested and passed on together: they fit in the second of a processor's caches."""
+
 LARGE = 64 << 20
 """Bytes of an image from which it is written past the caches, which it would not fit in."""
 
@@ -50,6 +53,34 @@ def gather(
     return tuple(done[tensor.name] for tensor in planned)
 
 
+def gather_along(
+    tensors: Mapping[str, Any], planned: Sequence[Tensor], image: np.ndarray, passed: Callable[[memoryview], None]
+) -> tuple[Tensor, ...]:
+    """`gather` from the image's beginning on, a piece at a time. `passed` is told of each: the same bytes as in the
+    image, and, of a large tensor, where the cache has them: what was given."""
+    found, at = [], 0
+    for tensor in planned:
+        source = np.ascontiguousarray(tensors[tensor.name])
+        given = source.reshape(-1).view(np.uint8) if source.size else np.empty(0, np.uint8)
+        into = image[tensor.offset : tensor.end]
+        running = digests.of_poured(given, into)
+        if given.size < digests.LEAST:  # goes with what follows
+            running.pour(into, given.size)
+            found.append(tensor._replace(digest=running.end()))
+            continue
+        if at < tensor.offset:
+            passed(image[at : tensor.offset].data)
+        for begin in range(0, given.size, BUCKET):
+            end = min(begin + BUCKET, given.size)
+            running.pour(into, end)
+            passed(given[begin:end].data)
+        found.append(tensor._replace(digest=running.end()))
+        at = tensor.end
+    if at < len(image):
+        passed(image[at:].data)
+    return tuple(found)
+
+
 def verify(manifest: Manifest, image: np.ndarray, pool: ThreadPoolExecutor, parts: int) -> list[str]:
     """The names of the tensors whose bytes are not what the manifest says; in `parts` threads."""
 
@@ -81,13 +112,14 @@ def _shared_out(
 
 
 class Arrival:
-    """Verifies an image while it arrives from its beginning on, in one thread."""
+    """Digests an image while it arrives from its beginning on, in one thread. `at` is how many bytes were drawn."""
 
     def __init__(self, manifest: Manifest) -> None:
         self._tensors = sorted(manifest.tensors, key=lambda each: each.offset)
-        self._next = 0
-        self._running: digests.Running | None = None  # of the next tensor
-        self.damaged: list[str] = []
+        self._next, self.at = 0, 0
+        self._running: digests.Running | digests.Streamed | None = None  # of the next tensor
+        self._found: dict[str, bytes] = {}
+        self._made = False
 
     def __call__(self, image: np.ndarray, count: int) -> None:
         """The first `count` bytes are in place, and will not change."""
@@ -98,15 +130,56 @@ class Arrival:
             if count < tensor.end:
                 self._running.upto(max(0, count - tensor.offset))
                 break
-            if self._running.end() != tensor.digest:
-                self.damaged.append(tensor.name)
-            self._running = None
-            self._next += 1
+            self._ended(tensor, self._running.end())
+
+    def draw(self, image: np.ndarray, buffer: np.ndarray, held: int) -> int:
+        """Brings what comes next, the first `held` bytes of `buffer`, to its place in `image`, past the caches, and
+        digests it on its way; -> how many it took. What it left, a few lines at most, comes again before what follows.
+
+        What has no bytes is not digested before `(image, size)` at the end.
+        """
+        used = 0
+        while used < held:
+            tensor = self._tensors[self._next] if self._next < len(self._tensors) else None
+            begin = len(image) if tensor is None else tensor.offset
+            part = buffer[used:held]
+            if tensor is None or self.at < begin:  # between tensors
+                count = min(part.size, begin - self.at)
+                image[self.at : self.at + count] = part[:count]
+            else:
+                count = self._drawn(tensor, image, part)
+                if count == 0 and tensor.nbytes:
+                    break
+            used, self.at = used + count, self.at + count
+        return used
+
+    def _drawn(self, tensor: Tensor, image: np.ndarray, part: np.ndarray) -> int:
+        """Of a tensor, as many bytes as it could take."""
+        if self._running is None:
+            self._running = digests.of_drawn(image[tensor.offset : tensor.end])
+        if isinstance(self._running, digests.Streamed):
+            count = self._running.draw(part)
+        else:
+            count = min(part.size, tensor.end - self.at)
+            image[self.at : self.at + count] = part[:count]
+            self._running.upto(self.at + count - tensor.offset)
+        if self.at + count == tensor.end:
+            self._ended(tensor, self._running.end())
+        return count
+
+    def _ended(self, tensor: Tensor, found: bytes) -> None:
+        self._found[tensor.name] = found
+        self._running = None
+        self._next += 1
 
     def made(self) -> None:
         """All of it is in place, and was verified in the making."""
-        self._next = len(self._tensors)
+        self._made = True
 
-    @property
-    def complete(self) -> bool:
-        return self._next == len(self._tensors)
+    def damaged(self, manifest: Manifest) -> list[str] | None:
+        """The names of tensors that came with other digests than the manifest's; None where not all have come so."""
+        if self._made:
+            return []
+        if self._next < len(self._tensors):
+            return None
+        return [tensor.name for tensor in manifest.tensors if self._found[tensor.name] != tensor.digest]

@@ -21,7 +21,7 @@ from numba import njit, types
 from numba.extending import intrinsic, register_jitable
 
 from longhaul.sync import reference
-from longhaul.sync.streams import BLOCK, scan_block
+from longhaul.sync.streams import BLOCK, fence, leave_block, scan_block
 
 LANES = 64
 """Elements of a chunk: the bits of a mask."""
@@ -77,17 +77,17 @@ def differing(typing: Any, one: Any, other: Any, start: Any) -> Any:
 
 
 @intrinsic
-def copy(typing: Any, source: Any, target: Any, start: Any) -> Any:
-    """LANES elements from `start` on, to the same place; the two may be one."""
+def copy(typing: Any, source: Any, start: Any, target: Any, where: Any) -> Any:
+    """LANES elements from `start` on, to `where` in `target`; the two may be one."""
 
     def build(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        chunk = _load(context, builder, signature.args[0], arguments[0], arguments[2])
-        struct = context.make_array(signature.args[1])(context, builder, arguments[1])
-        pointer = builder.bitcast(builder.gep(struct.data, [arguments[2]]), ir.PointerType(chunk.type))
-        builder.store(chunk, pointer).align = signature.args[1].dtype.bitwidth // 8
+        chunk = _load(context, builder, signature.args[0], *arguments[:2])
+        struct = context.make_array(signature.args[2])(context, builder, arguments[2])
+        pointer = builder.bitcast(builder.gep(struct.data, [arguments[3]]), ir.PointerType(chunk.type))
+        builder.store(chunk, pointer).align = signature.args[2].dtype.bitwidth // 8
         return context.get_dummy_value()
 
-    return types.void(source, target, types.int64), build
+    return types.void(source, types.int64, target, types.int64), build
 
 
 @intrinsic
@@ -243,7 +243,7 @@ def emit(base, new, differs, bounds, table, ends, gaps, steps):
 
 
 @jit
-def patch(base, out, bounds, cursors, ends, gaps, steps, raw, count, sums):
+def patch(base, out, bounds, cursors, ends, gaps, steps, raw, count, sums, past):
     """Undoes `emit`: `out`, which may be `base` itself, becomes what was new. False where the gaps lead outside.
 
     `cursors` and `ends` (int64) say where each class lies in `gaps` and `steps`; the caller has checked them. Nothing
@@ -251,7 +251,8 @@ def patch(base, out, bounds, cursors, ends, gaps, steps, raw, count, sums):
     then a change's chunk follows from one comparison with all counts, without a branch that could be mispredicted.
 
     What is made goes into the digest's `sums` while it is in the nearest cache: the first `count` bytes, whole blocks,
-    of `raw` (uint8), which is `out` as bytes.
+    of `raw` (uint8), which is `out` as bytes. `past` makes each batch in a small buffer, from which it leaves past the
+    caches: `out` is not `base` then, and begins at a cache line.
     """
     size, bits, fed = out.size, out.itemsize * 8, 0
     sign, full = np.int64(1 << (bits - 1)), np.int64((1 << bits) - 1)
@@ -259,19 +260,24 @@ def patch(base, out, bounds, cursors, ends, gaps, steps, raw, count, sums):
     coming, totals = np.empty(CLASSES, np.int64), np.empty(CLASSES, np.int64)
     for k in range(CLASSES):
         coming[k] = np.int64(gaps[cursors[k]]) if cursors[k] < ends[k] else NEVER
+    made = np.empty(BATCH * LANES, out.dtype) if past else out
+    bytes_, origin = made.view(np.uint8), 0
     chunks = (size + LANES - 1) // LANES
     for first in range(0, chunks, BATCH):
         s0 = s1 = s2 = s3 = 0
         held = min(BATCH, chunks - first)
+        if past:
+            origin = first * LANES  # in `out`, of what is in `made`
         for i in range(held):
             here = (first + i) * LANES
             at = min(here, size - LANES)
             fetch(base, here + AHEAD)
-            fetch(out, here + AHEAD)
+            if not past:
+                fetch(out, here + AHEAD)
             if at == here:
-                copy(base, out, at)
+                copy(base, at, made, at - origin)
             else:
-                out[here:] = base[here:]
+                made[here - origin : size - origin] = base[here:]
             m0, m1, m2, m3 = classes(base, at, here - at, bounds)
             s0, s1, s2, s3 = s0 + ones(m0), s1 + ones(m1), s2 + ones(m2), s3 + ones(m3)
             masks[i], masks[BATCH + i], masks[2 * BATCH + i], masks[3 * BATCH + i] = m0, m1, m2, m3
@@ -286,18 +292,34 @@ def patch(base, out, bounds, cursors, ends, gaps, steps, raw, count, sums):
                 i = reached(seen, k * BATCH, rank)
                 mask = masks[k * BATCH + i]
                 before = np.int64(seen[k * BATCH + i]) - ones(mask)
-                j = (first + i) * LANES + place(mask, rank - before)
+                j = (first + i) * LANES + place(mask, rank - before) - origin
                 step = np.int64(steps[c]) + 1
                 step = (step >> 1) ^ -(step & 1)
-                out[j] = ordered((ordered(np.int64(out[j]), sign) + step) & full, sign)
+                made[j] = ordered((ordered(np.int64(made[j]), sign) + step) & full, sign)
                 c += 1
                 rank = rank + 1 + np.int64(gaps[c]) if c < end else NEVER
             cursors[k], coming[k] = c, rank - total
-        until = min((first + held) * LANES * out.itemsize, count)
+        stop = min((first + held) * LANES, size)
+        fed = _fed(bytes_, origin * out.itemsize, fed, stop * out.itemsize, count, raw, sums, past)
+    fence()
+    return (cursors == ends).all()
+
+
+@jit
+def _fed(made, origin, fed, stop, count, raw, sums, past):
+    """What is in `made`, up to `stop` in `raw`, goes into the sums, and with `past` to its place; -> what has gone."""
+    until = min(stop, count)
+    if not past:
         while fed + BLOCK <= until:
             scan_block(raw, fed, sums)
             fed += BLOCK
-    return (cursors == ends).all()
+        return fed
+    while fed + BLOCK <= until:
+        leave_block(made, fed - origin, sums, raw, fed)
+        fed += BLOCK
+    if fed < stop:  # behind the last whole block
+        raw[fed:stop] = made[fed - origin : stop - origin]
+    return stop
 
 
 @jit

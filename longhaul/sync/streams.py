@@ -74,8 +74,12 @@ def _stripe(builder: Any, sums: Any, line: Any, secret: Any) -> Any:
     return builder.add(builder.add(sums, neighbours), product)
 
 
-def _block(context: Any, builder: Any, kinds: Any, source: Any, place: Any, sums: Any, target: Any = None) -> None:
-    """A block of `source` into the sums, and to the same place of `target`, if there is one; `kinds` are theirs."""
+def _block(
+    context: Any, builder: Any, kinds: Any, source: Any, place: Any, sums: Any, target: Any = None, where: Any = None,
+    ahead: bool = True,
+) -> None:  # fmt: skip
+    """A block of `source` into the sums, and past the caches to `where` in `target`, if there is one; `kinds` are
+    theirs. `ahead` is whether what lies further on in `source` is fetched."""
     fetch = ir.FunctionType(ir.VoidType(), [ir.PointerType(I8), I32, I32, I32])
     fetch = builder.module.declare_intrinsic("llvm.prefetch", [ir.PointerType(I8)], fetch)
     held = _at(context, builder, kinds[2], sums, I64(0), LINE)
@@ -83,12 +87,14 @@ def _block(context: Any, builder: Any, kinds: Any, source: Any, place: Any, sums
     now.align = 8
     for i in range(STRIPES):
         at = builder.add(place, I64(i * STRIPE))
-        ahead = _at(context, builder, kinds[0], source, builder.add(at, I64(AHEAD)), I8)
-        builder.call(fetch, [ahead, I32(0), I32(2), I32(1)])
+        if ahead:
+            further = _at(context, builder, kinds[0], source, builder.add(at, I64(AHEAD)), I8)
+            builder.call(fetch, [further, I32(0), I32(2), I32(1)])
         line = builder.load(_at(context, builder, kinds[0], source, at, LINE), typ=LINE)
         line.align = 1
         if target is not None:
-            stored = builder.store(line, _at(context, builder, kinds[3], target, at, LINE))
+            to = builder.add(where, I64(i * STRIPE))
+            stored = builder.store(line, _at(context, builder, kinds[3], target, to, LINE))
             stored.align = STRIPE
             stored.set_metadata("nontemporal", builder.module.add_metadata([ir.Constant(I32, 1)]))
         now = _stripe(builder, now, line, _words(8 * i))
@@ -99,10 +105,24 @@ def _block(context: Any, builder: Any, kinds: Any, source: Any, place: Any, sums
 @intrinsic
 def _pour_block(typing: Any, source: Any, place: Any, sums: Any, target: Any) -> Any:
     def build(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        _block(context, builder, signature.args, *arguments)
+        source, place, sums, target = arguments
+        _block(context, builder, signature.args, source, place, sums, target, place)
         return context.get_dummy_value()
 
     return types.void(source, types.int64, sums, target), build
+
+
+@intrinsic
+def leave_block(typing: Any, source: Any, place: Any, sums: Any, target: Any, where: Any) -> Any:
+    """A block of uint8 that is in a cache, from a byte on, into the sums, and past the caches to `where` in `target`,
+    which is aligned to cache lines."""
+
+    def build(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        source, place, sums, target, where = arguments
+        _block(context, builder, signature.args, source, place, sums, target, where, ahead=False)
+        return context.get_dummy_value()
+
+    return types.void(source, types.int64, sums, target, types.int64), build
 
 
 @intrinsic
@@ -117,7 +137,7 @@ def scan_block(typing: Any, source: Any, place: Any, sums: Any) -> Any:
 
 
 @intrinsic
-def _fence(typing: Any) -> Any:
+def fence(typing: Any) -> Any:
     """What was written before is seen by all before what is written after: such stores have no order of their own."""
 
     def build(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
@@ -151,7 +171,7 @@ def pour(source, target, count, sums):
     """
     for place in range(0, count, BLOCK):
         _pour_block(source, place, sums, target)
-    _fence()
+    fence()
 
 
 @jit

@@ -158,10 +158,51 @@ class Wire:
             if low > 1:
                 self.sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, 1)
 
+    def draw_by(self, buffer: memoryview, size: int, until: float, take: Callable[[int], int]) -> None:
+        """`draw` of `size` bytes by way of a buffer that stays in the cache: `take(n)` says how many of its first n
+        bytes it has taken. Those that it left come again, in front of what follows.
+
+        It takes what comes at once, packet by packet: so few are on their way that the cache has them, too.
+        """
+        held, left = 0, size
+        while left:
+            self._block(until)
+            while left and held < len(buffer):
+                try:
+                    got = self.sock.recv_into(buffer[held : held + left])
+                except BlockingIOError:
+                    raise TimeoutError("the other side sends no bytes") from None
+                if not got:
+                    raise ConnectionResetError("the other side has closed the connection")
+                held, left = held + got, left - got
+            used = take(held)
+            rest = bytes(buffer[used:held])
+            held = len(rest)
+            buffer[:held] = rest
+
+    def _block(self, until: float) -> None:
+        """What is received next waits in the kernel, which needs no call to wait, until then at the latest."""
+        seconds = _positive(until - time.monotonic())
+        self.sock.settimeout(None)
+        whole = int(seconds)
+        self.sock.setsockopt(
+            socket.SOL_SOCKET, socket.SO_RCVTIMEO, struct.pack("@ll", whole, int(1e6 * (seconds - whole)) or 1)
+        )
+
     def pour(self, data: memoryview, seconds: float) -> None:
         """Sends bare bytes, all within `seconds`."""
-        self.sock.settimeout(_positive(seconds))
-        self.sock.sendall(data)
+        self.pour_memory(data, seconds)
+
+    def pour_memory(
+        self, data: memoryview, seconds: float, beyond: Callable[[int, float], int] | None = None, done: int = 0
+    ) -> None:
+        """`pour` of what is not all there yet, as in `pour_file`; but for its bytes that are `done`."""
+        until, there = time.monotonic() + seconds, done if beyond else len(data)
+        while done < len(data):
+            if beyond and done == there:
+                there = beyond(done, until - time.monotonic())
+            self.sock.settimeout(_positive(until - time.monotonic()))
+            done += self.sock.send(data[done:there])
 
     def pour_file(
         self,

@@ -1,8 +1,11 @@
 """The lane between hosts: an image as one stream of bytes into memory that is there already, digested as it comes.
 
-Who serves from shared memory lets the kernel send it (sendfile), so the sender copies nothing. Every call has a
-deadline. Loopback is open to this machine; beyond it both sides prove that they know a token, which itself never
-travels. The bytes are not encrypted: let networks that others can read be tunnels.
+Who serves other hosts from shared memory lets the kernel send it (sendfile), and copies nothing. On one machine that
+does not pay: somebody must copy, and who receives does it page by page, of pages that no cache has; so bytes are sent
+from memory there. A large image comes by way of a buffer that stays in the cache, out of which it is digested and
+written past the caches in one pass. Every call has a deadline. Loopback is open to this machine; beyond it both sides
+prove that they know a token, which itself never travels. The bytes are not encrypted: let networks that others can read
+be tunnels.
 
 To who holds the version before, only what changed may travel (`changes`). A receiver may serve others (`relay`): then
 a sender feeds a few, each of which feeds a few more.
@@ -26,6 +29,9 @@ from longhaul.sync.wire import Wire, WireError, check_token
 
 BUFFER = 4 << 20
 """Bytes that a socket is asked to hold for us."""
+
+NEAR = 1 << 20
+"""The same where both ends are of this machine: nothing is far away, and so few stay in a cache on their way."""
 
 
 def lane(address: str = "127.0.0.1:0", token: str | None = None) -> SocketLane:
@@ -72,8 +78,13 @@ def connected(address: str, token: str | None) -> socket.socket:
     host, port = credentials.split(address)
     check_token(token)
     sock = socket.create_connection((host, port), timeout=PATIENCE)
-    sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, BUFFER)
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, NEAR if _is_near(sock) else BUFFER)
     return sock
+
+
+def _is_near(sock: socket.socket) -> bool:
+    """Whether the other side is on this machine, as far as its address tells."""
+    return sock.family != socket.AF_UNIX and credentials.is_loopback(sock.getpeername()[0])
 
 
 class TcpDelivery:
@@ -91,13 +102,17 @@ class TcpDelivery:
             connection.pour(memoryview(found.body), seconds)
             return
         connection.send("whole", PATIENCE, {"size": size})
-        beyond = None if image.arriving is None else image.arriving.beyond
-        if image.block is not None and image.block.descriptor >= 0:
+        near, arriving = _is_near(connection.sock), image.arriving
+        if near:
+            connection.sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, NEAR)
+        done = 0 if arriving is None else arriving.carried(connection.sock if near else None, seconds)
+        beyond = None if arriving is None else arriving.beyond
+        if near or image.block is None or image.block.descriptor < 0:
+            connection.pour_memory(image.array[:size].data, seconds, beyond, done)
+        else:
             connection.pour_file(image.block.descriptor, size, seconds, beyond)
-            return
-        if beyond is not None:
-            beyond(size - 1, seconds)
-        connection.pour(image.array[:size].data, seconds)
+        if not parcel.offer.root and arriving is not None:
+            connection.send("sums", PATIENCE, blob=arriving.whole(seconds).sums)
 
     def released(self, words: dict[str, Any]) -> None:
         """It lends nothing."""
@@ -139,7 +154,13 @@ class TcpCollection:
             return image
         if frame.kind != "whole" or words.get("size") != size:
             raise WireError(f"an image of {words.get('size')} bytes where {size} were due")
-        connection.draw(image.data, until, lambda count: staging.arrived(image, count))
+        if (buffer := staging.buffer) is None:
+            connection.draw(image.data, until, lambda count: staging.arrived(image, count))
+        else:
+            connection.draw_by(buffer.data, size, until, lambda held: staging.draw(image, buffer, held))
+            staging.arrived(image, size)
+        if not parcel.offer.root:
+            staging.summed(expect(connection, until - time.monotonic(), "sums").blob)
         return image
 
     def _change(
