@@ -281,6 +281,24 @@ def test_one_that_stands_still_is_found_and_holds_up_nobody(monkeypatch: pytest.
         gate.set()
 
 
+@pytest.mark.parametrize("lane", ["shm", "grpc"])
+def test_nobody_is_late_while_the_server_learns(lane: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It had cut off all its actors when it came back from a first update that took long to compile."""
+    spec, algorithm = of_chaos()
+    policy = algorithm.policy(jax.jit(algorithm.init)(jax.random.key(0)))
+    with site(algorithm, spec, lambda actor, slot: chaotic(), CHAOS_SIZES._replace(staleness=1), lane=lane) as here:
+        serve(here)
+        here.server.gather()
+        with monkeypatch.context() as hurried:
+            hurried.setattr(servers, "HANG", 0.4)
+            hurried.setattr(servers, "TIMES", 0.0)
+            time.sleep(0.5)
+            here.server.learnt(policy)
+            here.server.serve(0.0)
+        serve(here)
+        assert here.server.meter.lost == 0
+
+
 @pytest.mark.parametrize("what", ["flag", "finals", "step", "reward"])
 def test_garbage_in_shared_memory_ends_its_actor_alone(what: str) -> None:
     spec, algorithm = of_poles()

@@ -97,7 +97,7 @@ class Server:
         self._waiting: dict[int, float] = {}
         self._held: list[int] = []  # for the learner
         self._begins = np.ones((n, self._c), bool)  # memory is put back before the next action
-        self._looked = 0.0
+        self._looked, self._left = 0.0, time.monotonic()
         self._kept: dict[int, np.ndarray] = {} if kept is None else kept
         self._policy: Params = None
         self.version = places.version
@@ -152,6 +152,7 @@ class Server:
 
     def serve(self, most: float = LOOK) -> None:
         """One round: takes what came, and infers if it is time; waits at most so many seconds."""
+        self._back()
         self._take()
         now = time.monotonic()
         if now - self._looked >= LOOK:
@@ -160,9 +161,18 @@ class Server:
         take, wait = batcher.decide(self._rule, self._waiting, owing, now)
         if take:
             self._infer(take)
-            return
-        self._lane.wait(min(most, wait if self._waiting else most))
-        self.meter = self.meter._replace(waited=self.meter.waited + time.monotonic() - now)
+        else:
+            self._lane.wait(min(most, wait if self._waiting else most))
+            self.meter = self.meter._replace(waited=self.meter.waited + time.monotonic() - now)
+        self._left = time.monotonic()
+
+    def _back(self) -> None:
+        """Nobody was late while nobody listened: who learns in this thread may have been away for a minute."""
+        away = time.monotonic() - self._left
+        if away > LOOK:
+            for group in self._groups:
+                if group.owes is not None:
+                    group.owes += away
 
     def _take(self) -> None:
         for event in self._lane.take():
