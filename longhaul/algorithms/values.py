@@ -119,6 +119,10 @@ def begins(data: Rollout) -> jax.Array:
     return jnp.concatenate([jnp.zeros_like(ended[:1]), ended[:-1]])
 
 
+OF_A_CORE, OF_AN_ACCELERATOR = 1_024, 65_536
+"""Rows of a batch."""
+
+
 def at_once(chunk: int | None) -> int:
     """Rows of a batch to compute at once: `chunk`, or what suits the device.
 
@@ -127,7 +131,7 @@ def at_once(chunk: int | None) -> int:
     """
     if chunk is not None:
         return chunk
-    return 1_024 if jax.default_backend() == "cpu" else 65_536
+    return OF_A_CORE if jax.default_backend() == "cpu" else OF_AN_ACCELERATOR
 
 
 def by_chunks(function: Callable[[PyTree], Any], rows: PyTree, chunk: int | None) -> Any:

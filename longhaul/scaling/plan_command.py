@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import tempfile
 from collections import Counter
 from collections.abc import Sequence
@@ -12,6 +13,7 @@ import jax
 
 from longhaul import flags, printing, recipes, settings
 from longhaul import mesh as meshes
+from longhaul.algorithms.values import OF_AN_ACCELERATOR
 from longhaul.flags import FLOAT, INT, PATH, Flag, FlagError, choice, optional
 from longhaul.run import Run, resolve
 from longhaul.scaling import chips, compiled, elsewhere, plan, profile
@@ -73,8 +75,11 @@ def _check(values: dict[str, Any]) -> None:
 def planned(run: Run, values: dict[str, Any]) -> dict[str, Any]:
     """The plan for a resolved run, as JSON can hold it."""
     on = _numbers(values["on"], run.model)
-    what, devices = short_run(run, values["calls"])
     here = values["hardware"] == "here"
+    if not here and getattr(run.algorithm, "chunk", 0) is None:  # the program that they would run
+        of_theirs = dataclasses.replace(run.algorithm, chunk=OF_AN_ACCELERATOR)  # type: ignore[arg-type]
+        run = dataclasses.replace(run, algorithm=of_theirs)
+    what, devices = short_run(run, values["calls"])
     chip = chips.here(devices) if here else CHIPS[values["hardware"]]
     bf16, strong = run.algorithm.precision == "bf16", values["share"] == "strong"
     assumed = Assumptions(
