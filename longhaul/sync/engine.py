@@ -172,7 +172,7 @@ class Publisher:
         version, root = made.manifest.version, made.manifest.root
         if version in self._made:
             self._made[version] = made
-            self._apply(lambda cohort: protocol.known(cohort, version, root))
+        self._apply(lambda cohort: protocol.known(cohort, version, root))
         if arriving is not None:
             arriving.known(made.manifest)
 
