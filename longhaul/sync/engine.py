@@ -240,8 +240,7 @@ class Publisher:
         if image is None:
             self.skipped += 1
             return None
-        began = time.perf_counter()
-        planned, size = self._planned
+        began, (planned, size) = time.perf_counter(), self._planned
         form = Manifest(self.run, self.epoch, version, -1, size, planned)
         arriving = self._offered(form, image) if along else None
         try:
@@ -260,12 +259,13 @@ class Publisher:
         return made
 
     def _offered(self, form: Manifest, image: Image) -> Arriving | None:
-        """Offers a version by its form before its image is made, where someone waits for that; else None."""
+        """Offers a version by its form before its image is made, where all who are bound wait for that; else None."""
         with self._changed:
-            busy = self._cohort.round is not None or self._waiting is not None or self._encodes
-            if not self._asking or busy or form.size < STREAMED or form.version <= self._cohort.prepared:
+            cohort, awaited = self._cohort, self._asking
+            busy = cohort.round is not None or self._waiting is not None or self._encodes or form.size < STREAMED
+            if busy or form.version <= cohort.prepared or not 0 < awaited == len(cohort.members):
                 return None
-            awaited, arriving, self._given = self._asking, Arriving(carries=True), form.version
+            arriving, self._given = Arriving(carries=True), form.version
             self._prepare(_Made(form, image._replace(arriving=arriving)))
         arriving.meet(awaited, MEETING)
         return arriving
