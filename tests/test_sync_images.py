@@ -83,6 +83,35 @@ def test_an_image_has_what_was_given_and_its_digests(past: bool) -> None:
         assert tensor.digest == digest(held)
 
 
+def test_what_comes_by_way_of_a_buffer_is_digested_on_its_way(past: bool) -> None:
+    """In pieces of any length, the rest of one before the next; and a flipped bit in any of them is found."""
+    draw = np.random.default_rng(4)
+    sizes = [0, 1, 63, 300, 0, 1024, 1025, 4096, 9000, 20_001, 0]
+    given = {f"t{i}": draw.integers(0, 256, size, np.uint8) for i, size in enumerate(sizes)}
+    planned, size = images.describe(given)
+    sent, memory = np.zeros(size, np.uint8), Pool(size, 2 * size).take()
+    assert memory is not None
+    with ThreadPoolExecutor(1) as pool:
+        manifest = Manifest("run", 0, 1, -1, size, images.gather(given, planned, sent, pool, 1))
+    buffer, came = np.empty(5000, np.uint8), memory.array
+    for flipped in [None, *draw.integers(0, size, 6).tolist()]:
+        arrival, at, held = images.Arrival(manifest), 0, 0
+        came[:] = 0
+        while at < size:
+            count = min(size - at, int(draw.integers(1, buffer.size - held + 1)))
+            buffer[held : held + count] = sent[at : at + count]
+            if flipped is not None and at <= flipped < at + count:
+                buffer[held + flipped - at] ^= 4
+            at, held = at + count, held + count
+            used = arrival.draw(came, buffer, held)
+            buffer[: held - used], held = buffer[used:held].copy(), held - used
+            assert arrival.at == at - held
+        arrival(came, size)
+        hit = [each.name for each in manifest.tensors if flipped is not None and each.offset <= flipped < each.end]
+        assert arrival.damaged(manifest) == hit
+        assert np.flatnonzero(came != sent).tolist() == ([] if flipped is None else [flipped])
+
+
 def test_what_is_flipped_on_the_way_is_found(past: bool) -> None:
     """Any one bit, in any place of a block, a stripe and what is behind them, however the bytes come."""
     draw = np.random.default_rng(2)

@@ -137,6 +137,7 @@ def test_the_benchmark_keeps_its_budget_and_its_stages_make_up_its_time() -> Non
 
     figures = list(bench.run("sync", model="tiny", lane=("shm", "tcp")))
     assert [(each["config"]["lane"], each["config"]["verify"]) for each in figures] == [
+        ("shm", "once"),
         ("shm", "always"),
         ("shm", "moved"),
         ("tcp", "always"),

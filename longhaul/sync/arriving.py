@@ -25,7 +25,8 @@ class Sink:
     """A socket that whoever makes an image sends it to; `ended` when he sends no more, `done` of its bytes."""
 
     def __init__(self, sock: socket.socket) -> None:
-        self._sock, self.done, self._spent = sock, 0, 0.0
+        self._sock, self.done = sock, 0
+        self._spent, self._allowed = 0.0, 0.0  # seconds, and those that a call was last allowed
         self.ended = threading.Event()
 
     def push(self, piece: memoryview) -> bool:
@@ -36,7 +37,9 @@ class Sink:
                 left = GRACE + due / SLOWEST - self._spent - (time.monotonic() - began)
                 if left <= 0:
                     return False
-                self._sock.settimeout(left)
+                if not left <= self._allowed <= left + GRACE / 4:  # setting it takes a system call
+                    self._allowed = left + GRACE / 4
+                    self._sock.settimeout(self._allowed)
                 self.done += self._sock.send(piece[len(piece) - (due - self.done) :])
         except OSError:  # whoever serves it will find out what it is
             return False

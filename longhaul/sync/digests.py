@@ -86,26 +86,27 @@ class Streamed:
         """The first `count` bytes, on their way to `target`, past the caches."""
         ready, done = self._blocks(count), self._done
         if ready > done:
-            self._kernels.called(self._kernels.pour, self._data[done:], target[done:], ready - done, self._sums)
+            self._kernels.called(self._kernels.pour, self._data, target, done, ready, self._sums)
             self._done = ready
         if count == self._data.size:
             target[ready:] = self._data[ready:]
 
-    def draw(self, source: np.ndarray) -> int:
-        """Takes what comes next out of uint8 `source`, to its place past the caches: whole blocks, or all that is left.
+    def draw(self, source: np.ndarray, begin: int, end: int) -> int:
+        """Takes what comes next out of uint8 source[begin:end], which is in a cache, to its place past the caches:
+        whole blocks, or all that is left.
 
         -> how many bytes; 0 where more must come first.
         """
-        count = self._blocks(self._done + source.size) - self._done
+        done = self._done
+        count = self._blocks(done + end - begin) - done
         if count > 0:
-            target = self._target[self._done : self._done + count]
-            self._kernels.called(self._kernels.pour, read_only(source), target, count, self._sums)
-            self._done += count
+            self._kernels.called(self._kernels.carry, source, begin, self._target, done, count, self._sums)
+            self._done = done + count
             return count
-        left = self._data.size - self._done
-        if self._done < self._whole or source.size < left:
+        left = self._data.size - done
+        if done < self._whole or end - begin < left:
             return 0
-        self._target[self._done :] = source[:left]
+        self._target[done:] = source[begin : begin + left]
         return left
 
     def _blocks(self, count: int) -> int:

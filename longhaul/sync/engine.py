@@ -102,14 +102,9 @@ class Publisher:
     # ---------------------------------------------------------------------------------------------- for the trainer
 
     def publish(
-        self,
-        version: int,
-        tensors: Mapping[str, Any],
-        *,
-        lent: bool = False,
-        along: bool = False,
+        self, version: int, tensors: Mapping[str, Any], *, lent: bool = False, along: bool = False,
         patience: float = 1.0,
-    ) -> bool:
+    ) -> bool:  # fmt: skip
         """Takes a version; -> whether it was taken. It replaces one that still waits.
 
         `tensors` are arrays by name, in the order of layers, of one form throughout. They are copied before this
@@ -118,8 +113,7 @@ class Publisher:
         versions do not grow or the tensors have another form.
 
         `along`: receivers on this machine are sent it by who copies it, while the cache has it, so that this returns
-        when they nearly have it. They have it sooner; but let a thread call that training does not wait for. What is
-        `lent` always goes so.
+        when they nearly have it: sooner, but not for a thread that training waits for. What is `lent` always goes so.
         """
         with self._publishing:
             if self._closed:
@@ -169,10 +163,10 @@ class Publisher:
                 self._known(self._ahead._replace(manifest=manifest), self._ahead.image.arriving)
 
     def _known(self, made: _Made, arriving: Arriving | None) -> None:
-        version, root = made.manifest.version, made.manifest.root
+        version = made.manifest.version
         if version in self._made:
             self._made[version] = made
-            self._apply(lambda cohort: protocol.known(cohort, version, root))
+        self._apply(lambda cohort: protocol.known(cohort, version, made.manifest.root))
         if arriving is not None:
             arriving.known(made.manifest)
 
@@ -193,13 +187,10 @@ class Publisher:
 
     def wait(self, version: int, seconds: float) -> bool:
         """Whether the version, or one after it, counts within `seconds`."""
-        until = self._clock() + seconds
         with self._changed:
-            while self._cohort.committed < version and version not in self._cohort.aborted and not self._closed:
-                left = until - self._clock()
-                if left <= 0:
-                    break
-                self._changed.wait(left)
+            self._changed.wait_for(
+                lambda: self._cohort.committed >= version or version in self._cohort.aborted or self._closed, seconds
+            )
             return self._cohort.committed >= version
 
     def close(self) -> None:
@@ -249,8 +240,7 @@ class Publisher:
         if image is None:
             self.skipped += 1
             return None
-        began = time.perf_counter()
-        planned, size = self._planned
+        began, (planned, size) = time.perf_counter(), self._planned
         form = Manifest(self.run, self.epoch, version, -1, size, planned)
         arriving = self._offered(form, image) if along else None
         try:
@@ -260,40 +250,36 @@ class Publisher:
                 found = images.gather_along(tensors, planned, image.array, arriving.passed)
         except BaseException:
             if arriving is not None:
-                self._spoilt(version, arriving)
+                self._ended(version, None, arriving)
             raise
         self.seconds["gather"] = time.perf_counter() - began
         made = _Made(form._replace(tensors=found), image)
         if arriving is not None:
-            self._ended(made, arriving)
+            self._ended(version, made, arriving)
         return made
 
     def _offered(self, form: Manifest, image: Image) -> Arriving | None:
-        """Offers a version by its form before its image is made, where someone waits for that; else None."""
+        """Offers a version by its form before its image is made, where all who are bound wait for that; else None."""
         with self._changed:
-            busy = self._cohort.round is not None or self._waiting is not None or self._encodes
-            if not self._asking or busy or form.size < STREAMED or form.version <= self._cohort.prepared:
+            cohort, awaited = self._cohort, self._asking
+            busy = cohort.round is not None or self._waiting is not None or self._encodes or form.size < STREAMED
+            if busy or form.version <= cohort.prepared or not 0 < awaited == len(cohort.members):
                 return None
-            awaited, arriving = self._asking, Arriving(carries=True)
-            self._given = form.version
+            arriving, self._given = Arriving(carries=True), form.version
             self._prepare(_Made(form, image._replace(arriving=arriving)))
         arriving.meet(awaited, MEETING)
         return arriving
 
-    def _ended(self, made: _Made, arriving: Arriving) -> None:
-        """What was offered while it was made is whole, and may count."""
+    def _ended(self, version: int, made: _Made | None, arriving: Arriving) -> None:
+        """What was offered while it was made is whole, and may count; or could not be made, and may come again."""
         with self._changed:
-            self._known(made, arriving)
-            arriving.counts = True
-            self._apply(lambda cohort: protocol.release(cohort, made.manifest.version, True, self._clock()))
-
-    def _spoilt(self, version: int, arriving: Arriving) -> None:
-        """It could not be made, and may come again."""
-        with self._changed:
-            arriving.counts = False
-            arriving.broken()
-            self._given = version - 1
-            self._apply(lambda cohort: protocol.release(cohort, version, False, self._clock()))
+            arriving.counts = made is not None
+            if made is None:
+                arriving.broken()
+                self._given = version - 1
+            else:
+                self._known(made, arriving)
+            self._apply(lambda cohort: protocol.release(cohort, version, made is not None, self._clock()))
 
     def _waits(self, version: int, what: _Made | tuple[int, Mapping[str, Any]]) -> None:
         with self._changed:
@@ -400,8 +386,7 @@ class Publisher:
                     self._cohort = cohort
                     made = self._made[offered.version]
                     return Parcel(offered, made.manifest), made.image
-                left = until - self._clock()
-                if left <= 0 or self._closed:
+                if (left := until - self._clock()) <= 0 or self._closed:
                     return None
                 self._changed.wait(left)
 
@@ -414,24 +399,24 @@ class Publisher:
             self._asking -= partly
 
     def changes(self, parcel: Parcel, image: Image) -> Changes | None:
-        base, version = parcel.offer.base, parcel.offer.version
+        base, new = parcel.offer.base, parcel.manifest
         if not self._encodes or base < 0 or image.arriving is not None:
             return None
         with self._encoding:
-            if self._encoded[0] != version:
+            if self._encoded[0] != new.version:
                 self._encoded = (-1, None)
                 with self._changed:
                     before = self._made.get(base)
+                began = time.perf_counter()
                 if before is None:
                     return None
-                began = time.perf_counter()
-                found = changes.make(before.manifest, before.image.array, parcel.manifest, image.array, self._copiers)
+                found = changes.make(before.manifest, before.image.array, new, image.array, self._copiers)
                 self.seconds["encode"] = time.perf_counter() - began
-                size = 0 if found is None else len(found.body)
+                size = len(found.body) if found is not None else 0
                 if self._budget is not None and self._pool is not None and self._pool.bytes + size > self._budget:
                     found, size = None, 0
                 self._peak_changes = max(self._peak_changes, size)
-                self._encoded = (version, found)
+                self._encoded = (new.version, found)
             found = self._encoded[1]
             return found if found is not None and found.base == base else None
 
@@ -458,20 +443,7 @@ class Publisher:
     def status(self) -> dict[str, Any]:
         """For people and other programs: what is served, to whom, what is on its way."""
         with self._changed:
-            now, cohort = self._clock(), self._cohort
-            members = [
-                {"name": name, "epoch": one.held.epoch, "version": one.held.version, "phase": str(one.phase)}
-                | {"target": one.target, "lease_seconds": round(one.lease - now, 1), "failures": one.failures}
-                for name, one in sorted(cohort.members.items())
-            ]
-            return {
-                "run": self.run,
-                "epoch": self.epoch,
-                "version": cohort.committed,
-                "root": cohort.root.hex(),
-                "undecided": None if cohort.round is None else cohort.round.version,
-                "receivers": members,
-                "dropped": [list(each) for each in cohort.dropped[-8:]],
+            return protocol.about(self._cohort, self._clock()) | {
                 "skipped": self.skipped,
                 "image_bytes": 0 if self._planned is None else self._planned[1],
                 "peak_bytes": self.peak_bytes,

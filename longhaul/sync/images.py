@@ -70,10 +70,11 @@ def gather_along(
             continue
         if at < tensor.offset:
             passed(image[at : tensor.offset].data)
+        bytes_ = given.data
         for begin in range(0, given.size, BUCKET):
             end = min(begin + BUCKET, given.size)
             running.pour(into, end)
-            passed(given[begin:end].data)
+            passed(bytes_[begin:end])
         found.append(tensor._replace(digest=running.end()))
         at = tensor.end
     if at < len(image):
@@ -116,7 +117,7 @@ class Arrival:
 
     def __init__(self, manifest: Manifest) -> None:
         self._tensors = sorted(manifest.tensors, key=lambda each: each.offset)
-        self._next, self.at = 0, 0
+        self._next, self._end, self.at = 0, 0, 0  # `_end` is of the next tensor, while it comes
         self._running: digests.Running | digests.Streamed | None = None  # of the next tensor
         self._found: dict[str, bytes] = {}
         self._made = False
@@ -142,28 +143,27 @@ class Arrival:
         while used < held:
             tensor = self._tensors[self._next] if self._next < len(self._tensors) else None
             begin = len(image) if tensor is None else tensor.offset
-            part = buffer[used:held]
             if tensor is None or self.at < begin:  # between tensors
-                count = min(part.size, begin - self.at)
-                image[self.at : self.at + count] = part[:count]
+                count = min(held - used, begin - self.at)
+                image[self.at : self.at + count] = buffer[used : used + count]
             else:
-                count = self._drawn(tensor, image, part)
-                if count == 0 and tensor.nbytes:
+                count = self._drawn(tensor, image, buffer, used, held)
+                if count == 0 and self._next < len(self._tensors) and self._tensors[self._next] is tensor:
                     break
             used, self.at = used + count, self.at + count
         return used
 
-    def _drawn(self, tensor: Tensor, image: np.ndarray, part: np.ndarray) -> int:
+    def _drawn(self, tensor: Tensor, image: np.ndarray, buffer: np.ndarray, used: int, held: int) -> int:
         """Of a tensor, as many bytes as it could take."""
         if self._running is None:
-            self._running = digests.of_drawn(image[tensor.offset : tensor.end])
+            self._running, self._end = digests.of_drawn(image[tensor.offset : tensor.end]), tensor.end
         if isinstance(self._running, digests.Streamed):
-            count = self._running.draw(part)
+            count = self._running.draw(buffer, used, held)
         else:
-            count = min(part.size, tensor.end - self.at)
-            image[self.at : self.at + count] = part[:count]
+            count = min(held - used, self._end - self.at)
+            image[self.at : self.at + count] = buffer[used : used + count]
             self._running.upto(self.at + count - tensor.offset)
-        if self.at + count == tensor.end:
+        if self.at + count == self._end:
             self._ended(tensor, self._running.end())
         return count
 

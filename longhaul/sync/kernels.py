@@ -21,7 +21,7 @@ from numba import njit, types
 from numba.extending import intrinsic, register_jitable
 
 from longhaul.sync import reference
-from longhaul.sync.streams import BLOCK, fence, leave_block, scan_block
+from longhaul.sync.streams import BLOCK, scan_block
 
 LANES = 64
 """Elements of a chunk: the bits of a mask."""
@@ -31,6 +31,8 @@ CLASSES = 4
 
 BATCH = 64
 """Chunks whose classes are found before any of them is changed; all their counts are compared at once."""
+
+ROW = BATCH + 1
 
 ONE, ZERO, ALL = np.uint64(1), np.uint64(0), np.uint64(0xFFFFFFFFFFFFFFFF)
 
@@ -77,17 +79,17 @@ def differing(typing: Any, one: Any, other: Any, start: Any) -> Any:
 
 
 @intrinsic
-def copy(typing: Any, source: Any, start: Any, target: Any, where: Any) -> Any:
-    """LANES elements from `start` on, to `where` in `target`; the two may be one."""
+def copy(typing: Any, source: Any, target: Any, start: Any) -> Any:
+    """LANES elements from `start` on, to the same place; the two may be one."""
 
     def build(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        chunk = _load(context, builder, signature.args[0], *arguments[:2])
-        struct = context.make_array(signature.args[2])(context, builder, arguments[2])
-        pointer = builder.bitcast(builder.gep(struct.data, [arguments[3]]), ir.PointerType(chunk.type))
-        builder.store(chunk, pointer).align = signature.args[2].dtype.bitwidth // 8
+        chunk = _load(context, builder, signature.args[0], arguments[0], arguments[2])
+        struct = context.make_array(signature.args[1])(context, builder, arguments[1])
+        pointer = builder.bitcast(builder.gep(struct.data, [arguments[2]]), ir.PointerType(chunk.type))
+        builder.store(chunk, pointer).align = signature.args[1].dtype.bitwidth // 8
         return context.get_dummy_value()
 
-    return types.void(source, types.int64, target, types.int64), build
+    return types.void(source, target, types.int64), build
 
 
 @intrinsic
@@ -243,7 +245,7 @@ def emit(base, new, differs, bounds, table, ends, gaps, steps):
 
 
 @jit
-def patch(base, out, bounds, cursors, ends, gaps, steps, raw, count, sums, past):
+def patch(base, out, bounds, cursors, ends, gaps, steps, raw, count, sums):
     """Undoes `emit`: `out`, which may be `base` itself, becomes what was new. False where the gaps lead outside.
 
     `cursors` and `ends` (int64) say where each class lies in `gaps` and `steps`; the caller has checked them. Nothing
@@ -251,75 +253,56 @@ def patch(base, out, bounds, cursors, ends, gaps, steps, raw, count, sums, past)
     then a change's chunk follows from one comparison with all counts, without a branch that could be mispredicted.
 
     What is made goes into the digest's `sums` while it is in the nearest cache: the first `count` bytes, whole blocks,
-    of `raw` (uint8), which is `out` as bytes. `past` makes each batch in a small buffer, from which it leaves past the
-    caches: `out` is not `base` then, and begins at a cache line.
+    of `raw` (uint8), which is `out` as bytes.
     """
     size, bits, fed = out.size, out.itemsize * 8, 0
-    sign, full = np.int64(1 << (bits - 1)), np.int64((1 << bits) - 1)
-    masks, seen = np.zeros(CLASSES * BATCH, np.uint64), np.zeros(CLASSES * BATCH, np.int16)
+    sign = np.int64(1 << (bits - 1))
+    # Of each class the masks of a batch's chunks, and how many members there are before each chunk, and in all.
+    masks, seen = np.zeros(CLASSES * BATCH, np.uint64), np.zeros(CLASSES * ROW, np.int16)
     coming, totals = np.empty(CLASSES, np.int64), np.empty(CLASSES, np.int64)
     for k in range(CLASSES):
         coming[k] = np.int64(gaps[cursors[k]]) if cursors[k] < ends[k] else NEVER
-    made = np.empty(BATCH * LANES, out.dtype) if past else out
-    bytes_, origin = made.view(np.uint8), 0
     chunks = (size + LANES - 1) // LANES
     for first in range(0, chunks, BATCH):
         s0 = s1 = s2 = s3 = 0
         held = min(BATCH, chunks - first)
-        if past:
-            origin = first * LANES  # in `out`, of what is in `made`
         for i in range(held):
             here = (first + i) * LANES
             at = min(here, size - LANES)
             fetch(base, here + AHEAD)
-            if not past:
-                fetch(out, here + AHEAD)
+            fetch(out, here + AHEAD)
             if at == here:
-                copy(base, at, made, at - origin)
+                copy(base, out, at)
             else:
-                made[here - origin : size - origin] = base[here:]
+                out[here:] = base[here:]
             m0, m1, m2, m3 = classes(base, at, here - at, bounds)
             s0, s1, s2, s3 = s0 + ones(m0), s1 + ones(m1), s2 + ones(m2), s3 + ones(m3)
             masks[i], masks[BATCH + i], masks[2 * BATCH + i], masks[3 * BATCH + i] = m0, m1, m2, m3
-            seen[i], seen[BATCH + i], seen[2 * BATCH + i], seen[3 * BATCH + i] = s0, s1, s2, s3
+            seen[i + 1], seen[ROW + i + 1], seen[2 * ROW + i + 1], seen[3 * ROW + i + 1] = s0, s1, s2, s3
         totals[0], totals[1], totals[2], totals[3] = s0, s1, s2, s3
         if held < BATCH:
             for k in range(CLASSES):
-                seen[k * BATCH + held : (k + 1) * BATCH] = FULL
+                seen[k * ROW + held + 1 : (k + 1) * ROW] = FULL
         for k in range(CLASSES):
             c, end, rank, total = cursors[k], ends[k], coming[k], totals[k]
             while rank < total:
-                i = reached(seen, k * BATCH, rank)
-                mask = masks[k * BATCH + i]
-                before = np.int64(seen[k * BATCH + i]) - ones(mask)
-                j = (first + i) * LANES + place(mask, rank - before) - origin
-                step = np.int64(steps[c]) + 1
+                i = reached(seen, k * ROW + 1, rank)
+                before = np.int64(seen[np.uint64(k * ROW + i)])
+                j = np.uint64((first + i) * LANES + place(masks[np.uint64(k * BATCH + i)], rank - before))
+                step = np.int64(steps[np.uint64(c)]) + 1
                 step = (step >> 1) ^ -(step & 1)
-                made[j] = ordered((ordered(np.int64(made[j]), sign) + step) & full, sign)
+                # As `ordered` twice, with the sign as a number: no branch, and no constant.
+                key = np.int64(out[j])
+                key = (key ^ (-(key >> (bits - 1)) & (sign - 1))) + step
+                out[j] = key ^ (-((key >> (bits - 1)) & 1) & (sign - 1))
                 c += 1
-                rank = rank + 1 + np.int64(gaps[c]) if c < end else NEVER
+                rank = rank + 1 + np.int64(gaps[np.uint64(c)]) if c < end else NEVER
             cursors[k], coming[k] = c, rank - total
-        stop = min((first + held) * LANES, size)
-        fed = _fed(bytes_, origin * out.itemsize, fed, stop * out.itemsize, count, raw, sums, past)
-    fence()
-    return (cursors == ends).all()
-
-
-@jit
-def _fed(made, origin, fed, stop, count, raw, sums, past):
-    """What is in `made`, up to `stop` in `raw`, goes into the sums, and with `past` to its place; -> what has gone."""
-    until = min(stop, count)
-    if not past:
+        until = min((first + held) * LANES * out.itemsize, count)
         while fed + BLOCK <= until:
             scan_block(raw, fed, sums)
             fed += BLOCK
-        return fed
-    while fed + BLOCK <= until:
-        leave_block(made, fed - origin, sums, raw, fed)
-        fed += BLOCK
-    if fed < stop:  # behind the last whole block
-        raw[fed:stop] = made[fed - origin : stop - origin]
-    return stop
+    return (cursors == ends).all()
 
 
 @jit
@@ -354,10 +337,11 @@ def unpack_gaps(highs, low, lows, rest, gaps):
     """Undoes `pack_gaps`; -> how many of `rest` were used, -1 where there are too few. `lows` must be long enough."""
     held, filled, at, extra = np.uint64(0), 0, 0, 0
     for i in range(highs.size):
-        while filled < low:
-            held |= np.uint64(lows[at]) << np.uint64(filled)
-            filled += 8
-            at += 1
+        if filled < low:  # rarely, so that it is foreseen: four bytes at once
+            for j in range(at, min(at + 4, lows.size)):
+                held |= np.uint64(lows[j]) << np.uint64(filled)
+                filled += 8
+            at += 4
         gap = (np.int64(highs[i]) << low) | (np.int64(held) & ((1 << low) - 1))
         held >>= np.uint64(low)
         filled -= low

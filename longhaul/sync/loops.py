@@ -23,9 +23,6 @@ LEAST = 64
 SAMPLE = 1 << 14
 """Elements that bounds are chosen by; more would say the same."""
 
-LINE = 64
-"""Bytes of a cache line."""
-
 WORTH = 500.0
 """Bits that a class of exponents must save: what it costs to tell of it."""
 
@@ -144,8 +141,7 @@ class Compiled:
     def patch(self, base: Patterns, out: Patterns, found: Changes, feed: Feed = NO_FEED) -> bool:
         ends = np.cumsum(found.counts)
         made = base, out, _packed(found.bounds), ends - found.counts, ends, found.gaps, found.steps
-        past = feed.size > 0 and out.ctypes.data != base.ctypes.data and not out.ctypes.data % LINE
-        return bool(self.called(self.kernels.patch, *made, out.view(np.uint8), *feed, past))
+        return bool(self.called(self.kernels.patch, *made, read_only(out.view(np.uint8)), *feed))
 
     def pack_gaps(self, gaps: U32, low: int) -> tuple[U8, U8, U32]:
         highs, lows = np.empty(gaps.size, np.uint8), np.empty(-(-gaps.size * low // 8), np.uint8)

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from enum import StrEnum
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 Quorum = Literal["all"] | int
 """How many must be ready before a version counts: all who were bound when it was prepared, k of any, or 0: none."""
@@ -299,6 +299,24 @@ def settle(cohort: Cohort) -> Cohort:
     elif len(now.ready) >= quorum:
         return _end(cohort, True)
     return cohort
+
+
+def about(cohort: Cohort, now: float) -> dict[str, Any]:
+    """For people and other programs."""
+    members = [
+        {"name": name, "epoch": one.held.epoch, "version": one.held.version, "phase": str(one.phase)}
+        | {"target": one.target, "lease_seconds": round(one.lease - now, 1), "failures": one.failures}
+        for name, one in sorted(cohort.members.items())
+    ]
+    return {
+        "run": cohort.run,
+        "epoch": cohort.epoch,
+        "version": cohort.committed,
+        "root": cohort.root.hex(),
+        "undecided": None if cohort.round is None else cohort.round.version,
+        "receivers": members,
+        "dropped": [list(each) for each in cohort.dropped[-8:]],
+    }
 
 
 def wakes(cohort: Cohort) -> float | None:

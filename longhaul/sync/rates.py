@@ -12,7 +12,9 @@ import numpy as np
 from longhaul.sync import digests, images
 from longhaul.sync.buffers import Block
 from longhaul.sync.cost import Rates
-from longhaul.sync.lanes.tcp import BUFFER
+from longhaul.sync.lanes.tcp import NEAR
+from longhaul.sync.manifest import LINE, Manifest
+from longhaul.sync.receiver import BUFFER
 from longhaul.sync.wire import Wire
 
 PARTS = 8
@@ -33,7 +35,8 @@ class Sample:
         self._block = Block(self.size, 0)
         assert self._block.map is not None
         self._image = np.frombuffer(self._block.map, np.uint8, self.size)
-        self._private = [np.ones(self.size, np.uint8) for _ in range(together)]
+        self._private = [_aligned(self.size) for _ in range(together)]
+        self._form = Manifest("rates", 0, 0, -1, self.size, self._planned)
         self._pool = ThreadPoolExecutor(2 * together, "longhaul-rates")
         self.rates()  # whatever must be compiled, is
 
@@ -68,10 +71,10 @@ class Sample:
     def _streams(self) -> None:
         """All of it through so many TCP sockets of this machine at once, digested as it comes."""
         with socket.create_server(("127.0.0.1", 0)) as server:
-            server.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, BUFFER)
+            server.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, NEAR)
             pairs = [(socket.create_connection(server.getsockname()), server.accept()[0]) for _ in self._private]
         wires = [(Wire(receiver), Wire(sender)) for receiver, sender in pairs]
-        sent = [self._pool.submit(sender.pour_file, self._block.descriptor, self.size, PATIENCE) for _, sender in wires]
+        sent = [self._pool.submit(sender.pour_memory, self._image.data, PATIENCE) for _, sender in wires]
         came = [
             self._pool.submit(self._drawn, wire, into) for (wire, _), into in zip(wires, self._private, strict=True)
         ]
@@ -81,10 +84,16 @@ class Sample:
             wire.close()
 
     def _drawn(self, wire: Wire, into: np.ndarray) -> None:
-        wire.sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, BUFFER)
-        running = digests.Running(into)
-        wire.draw(into.data, time.monotonic() + PATIENCE, running.upto)
-        running.end()
+        wire.sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, NEAR)
+        arrival, buffer = images.Arrival(self._form), np.empty(BUFFER, np.uint8)
+        wire.draw_by(buffer.data, self.size, time.monotonic() + PATIENCE, lambda held: arrival.draw(into, buffer, held))
+
+
+def _aligned(size: int) -> np.ndarray:
+    """Memory that begins at a cache line, as an image does, whose pages are there."""
+    memory = np.ones(size + LINE, np.uint8)
+    begin = -memory.ctypes.data % LINE
+    return memory[begin : begin + size]
 
 
 def measured(nbytes: int = 128 << 20, cores: int = 2, repeats: int = 5) -> Rates:

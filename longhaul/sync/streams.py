@@ -164,13 +164,22 @@ def called(kernel: Any, *given: Any) -> Any:
 
 
 @jit
-def pour(source, target, count, sums):
-    """target[:count] = source[:count], uint8 in whole blocks, past the caches; it goes into the sums (uint64 [8]), too.
+def pour(source, target, begin, end, sums):
+    """target[begin:end] = source[begin:end], uint8 in whole blocks, past the caches; it goes into the sums (uint64
+    [8]), too.
 
     `target` is aligned to cache lines; `source` need not be.
     """
-    for place in range(0, count, BLOCK):
+    for place in range(begin, end, BLOCK):
         _pour_block(source, place, sums, target)
+    fence()
+
+
+@jit
+def carry(source, begin, target, where, count, sums):
+    """`pour` of so many bytes from `begin` on, which are in a cache, to `where` in `target`, which is aligned there."""
+    for at in range(0, count, BLOCK):
+        leave_block(source, begin + at, sums, target, where + at)
     fence()
 
 

@@ -12,6 +12,7 @@ import contextlib
 import hashlib
 import hmac
 import json
+import math
 import os
 import secrets
 import select
@@ -164,9 +165,11 @@ class Wire:
 
         It takes what comes at once, packet by packet: so few are on their way that the cache has them, too.
         """
-        held, left = 0, size
+        held, left, blocked = 0, size, -math.inf
         while left:
-            self._block(until)
+            if (now := time.monotonic()) > blocked + 1.0:
+                self._block(until)
+                blocked = now
             while left and held < len(buffer):
                 try:
                     got = self.sock.recv_into(buffer[held : held + left])
@@ -176,9 +179,10 @@ class Wire:
                     raise ConnectionResetError("the other side has closed the connection")
                 held, left = held + got, left - got
             used = take(held)
-            rest = bytes(buffer[used:held])
-            held = len(rest)
-            buffer[:held] = rest
+            if used < held:
+                rest = bytes(buffer[used:held])
+                buffer[: len(rest)] = rest
+            held -= used
 
     def _block(self, until: float) -> None:
         """What is received next waits in the kernel, which needs no call to wait, until then at the latest."""
