@@ -206,7 +206,8 @@ def test_rllib_trains_on_it(rllib: Any, name: str, options: dict[str, Any], batc
     assert 1 <= seen["episode_len_min"] <= seen["episode_len_max"] <= longest
     assert np.isfinite(seen["episode_return_mean"])
     if name == "cartpole":
-        assert seen["episode_return_mean"] == pytest.approx(seen["episode_len_mean"], abs=0.5)  # 1 a step; their windows differ
+        # 1 a step; the windows of the two means differ.
+        assert seen["episode_return_mean"] == pytest.approx(seen["episode_len_mean"], abs=0.5)
     assert told[-1]["learners"]["default_policy"]["num_module_steps_trained_lifetime"] >= 2 * batch
     assert any(not np.array_equal(after[key], before[key]) for key in before)
     algorithm.stop()
