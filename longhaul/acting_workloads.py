@@ -111,7 +111,7 @@ def transport(rows: int, width: int, streams: int, messages: int, copies: int) -
     return Prepared(config, messages * rows, "env steps", 0.0, lambda number: None, work)
 
 
-LEARNERS = {
+LEARNERS: dict[str, ppo.Config | impala.Config] = {
     "ppo": ppo.Config(lr=2.5e-3, anneal=False),
     "impala": impala.Config(lr=5e-3, anneal=False),
     "appo": impala.Config(lr=2.5e-3, anneal=False, optimiser="adam", clip_eps=0.2, update_epochs=2, max_grad_norm=0.5),

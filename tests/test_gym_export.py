@@ -178,6 +178,8 @@ def rllib() -> Iterator[Any]:
 
 
 @pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:os.fork:RuntimeWarning")  # Ray begins its processes by it, beside threads of JAX
+@pytest.mark.filterwarnings("ignore:.*Overriding environment:UserWarning")  # RLlib names all environments alike
 @pytest.mark.parametrize(
     ("name", "options", "batch", "longest"), [("cartpole", {"max_steps": 200}, 512, 200), ("driving", DRIVING, 96, 12)]
 )
@@ -204,7 +206,8 @@ def test_rllib_trains_on_it(rllib: Any, name: str, options: dict[str, Any], batc
     assert 1 <= seen["episode_len_min"] <= seen["episode_len_max"] <= longest
     assert np.isfinite(seen["episode_return_mean"])
     if name == "cartpole":
-        assert seen["episode_return_mean"] == pytest.approx(seen["episode_len_mean"])  # 1 a step
+        # 1 a step; the windows of the two means differ.
+        assert seen["episode_return_mean"] == pytest.approx(seen["episode_len_mean"], abs=0.5)
     assert told[-1]["learners"]["default_policy"]["num_module_steps_trained_lifetime"] >= 2 * batch
     assert any(not np.array_equal(after[key], before[key]) for key in before)
     algorithm.stop()
