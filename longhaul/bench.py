@@ -243,7 +243,7 @@ def _ppo_cartpole(
 
 
 def _seeds(
-    *, runs: int = 16, num_envs: int = 4, num_steps: int = 128, total_steps: int = 499_712, devices: int | None = None,
+    *, runs: int = 16, num_envs: int = 4, num_steps: int = 128, total_steps: int = 102_400, devices: int | None = None,
     together: int | None = None,
 ) -> list[dict[str, Any]]:  # fmt: skip
     sizes = {"runs": runs, "num_envs": num_envs, "num_steps": num_steps, "total_steps": total_steps}
