@@ -107,7 +107,7 @@ if phase == "pouring":
     def half(self, data, seconds, *more):
         self.sock.sendall(data[: len(data) // 2])
         hang()
-    wire.Wire.pour_memory = half
+    wire.Wire.pour = half
 elif phase == "deciding":
     engine.Publisher.ready = hang
 elif phase == "offering":

@@ -193,15 +193,12 @@ class Wire:
             socket.SOL_SOCKET, socket.SO_RCVTIMEO, struct.pack("@ll", whole, int(1e6 * (seconds - whole)) or 1)
         )
 
-    def pour(self, data: memoryview, seconds: float) -> None:
-        """Sends bare bytes, all within `seconds`."""
-        self.pour_memory(data, seconds)
+    def pour(self, data: memoryview, seconds: float, beyond: Callable[[int, float], int] | None = None) -> None:
+        """Sends bare bytes, all within `seconds`.
 
-    def pour_memory(
-        self, data: memoryview, seconds: float, beyond: Callable[[int, float], int] | None = None, done: int = 0
-    ) -> None:
-        """`pour` of what is not all there yet, as in `pour_file`; but for its bytes that are `done`."""
-        until, there = time.monotonic() + seconds, done if beyond else len(data)
+        `beyond(n, seconds)` says how many there are, once they are more than n; without it, all are.
+        """
+        until, done, there = time.monotonic() + seconds, 0, 0 if beyond else len(data)
         while done < len(data):
             if beyond and done == there:
                 there = beyond(done, until - time.monotonic())
@@ -216,10 +213,8 @@ class Wire:
         beyond: Callable[[int, float], int] | None = None,
         bucket: int = 1 << 24,
     ) -> None:
-        """Sends a file's bytes without bringing them to us (sendfile): none may change before they are read there.
-
-        `beyond(n, seconds)` says how many there are, once they are more than n; without it, all are.
-        """
+        """`pour` of a file's bytes without bringing them to us (sendfile): none may change before they are read
+        there."""
         until, done, there = time.monotonic() + seconds, 0, 0 if beyond else size
         while done < size:
             self.sock.settimeout(_positive(until - time.monotonic()))
