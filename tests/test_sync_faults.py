@@ -107,7 +107,7 @@ if phase == "pouring":
     def half(self, data, seconds, *more):
         self.sock.sendall(data[: len(data) // 2])
         hang()
-    wire.Wire.pour = half
+    wire.Wire.pour_memory = half
 elif phase == "deciding":
     engine.Publisher.ready = hang
 elif phase == "offering":

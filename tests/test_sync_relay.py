@@ -48,7 +48,7 @@ class Half:
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.on, self.go = threading.Event(), threading.Event()
         self.staged: dict[int, int] = {}  # bytes that arrived at each receiver of a version, by who it is
-        pour, arrived, draw = Wire.pour, images.Arrival.__call__, images.Arrival.draw
+        pour, arrived, draw = Wire.pour_memory, images.Arrival.__call__, images.Arrival.draw
 
         def halved(wire: Wire, data: memoryview, seconds: float, beyond: object = None) -> None:
             size = len(data)
@@ -68,7 +68,7 @@ class Half:
             self.staged[id(arrival)] = arrival.at
             return used
 
-        monkeypatch.setattr(Wire, "pour", halved)
+        monkeypatch.setattr(Wire, "pour_memory", halved)
         monkeypatch.setattr(images.Arrival, "__call__", noted)
         monkeypatch.setattr(images.Arrival, "draw", drawn)
 

@@ -74,7 +74,7 @@ class Sample:
             server.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, NEAR)
             pairs = [(socket.create_connection(server.getsockname()), server.accept()[0]) for _ in self._private]
         wires = [(Wire(receiver), Wire(sender)) for receiver, sender in pairs]
-        sent = [self._pool.submit(sender.pour, self._image.data, PATIENCE) for _, sender in wires]
+        sent = [self._pool.submit(sender.pour_memory, self._image.data, PATIENCE) for _, sender in wires]
         came = [
             self._pool.submit(self._drawn, wire, into) for (wire, _), into in zip(wires, self._private, strict=True)
         ]

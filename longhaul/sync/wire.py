@@ -193,11 +193,12 @@ class Wire:
             socket.SOL_SOCKET, socket.SO_RCVTIMEO, struct.pack("@ll", whole, int(1e6 * (seconds - whole)) or 1)
         )
 
-    def pour(self, data: memoryview, seconds: float, beyond: Callable[[int, float], int] | None = None) -> None:
-        """Sends bare bytes, all within `seconds`.
+    def pour(self, data: memoryview, seconds: float) -> None:
+        """Sends bare bytes, all within `seconds`."""
+        self.pour_memory(data, seconds)
 
-        `beyond(n, seconds)` says how many there are, once they are more than n; without it, all are.
-        """
+    def pour_memory(self, data: memoryview, seconds: float, beyond: Callable[[int, float], int] | None = None) -> None:
+        """`pour` of an image, whose bytes may still be coming, as in `pour_file`."""
         until, done, there = time.monotonic() + seconds, 0, 0 if beyond else len(data)
         while done < len(data):
             if beyond and done == there:
@@ -213,8 +214,10 @@ class Wire:
         beyond: Callable[[int, float], int] | None = None,
         bucket: int = 1 << 24,
     ) -> None:
-        """`pour` of a file's bytes without bringing them to us (sendfile): none may change before they are read
-        there."""
+        """Sends a file's bytes without bringing them to us (sendfile): none may change before they are read there.
+
+        `beyond(n, seconds)` says how many there are, once they are more than n; without it, all are.
+        """
         until, done, there = time.monotonic() + seconds, 0, 0 if beyond else size
         while done < size:
             self.sock.settimeout(_positive(until - time.monotonic()))

@@ -106,7 +106,7 @@ class TcpDelivery:
         if near:
             connection.sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, NEAR)
         if near or image.block is None or image.block.descriptor < 0:
-            connection.pour(image.array[:size].data, seconds, beyond)
+            connection.pour_memory(image.array[:size].data, seconds, beyond)
         else:
             connection.pour_file(image.block.descriptor, size, seconds, beyond)
 
