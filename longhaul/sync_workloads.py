@@ -96,7 +96,7 @@ def sync(model: str, receivers: int, lane: str, verify: str) -> Prepared:
         for array in tensors.values():
             array.reshape(-1).view(np.uint16)[0] = version
         began = time.monotonic()
-        if not sender.publish(version, tensors, along=True):
+        if not sender.publish(version, tensors):
             raise RuntimeError("no image was free")
         returned = time.monotonic() - began
         found = together(children, f"wait {version}")

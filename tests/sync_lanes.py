@@ -36,7 +36,7 @@ class Way(NamedTuple):
 
 
 def way(kind: str, folder: Path) -> Way:
-    if kind in ("tcp", "streamed"):
+    if kind == "tcp":
         address = _free()
         return Way(lambda: tcp.lane(address), lambda: connect(f"tcp:{address}", name="test"))
     if kind in ("gloo", "nixl"):
@@ -61,7 +61,7 @@ def _free() -> str:
 
 
 KINDS = (
-    *("shared", "tcp", "streamed", "folder", "chain"),
+    *("shared", "tcp", "folder", "chain"),
     pytest.param("gloo", marks=pytest.mark.skipif(find_spec("torch") is None, reason="torch is not installed")),
     pytest.param("nixl", marks=pytest.mark.skipif(find_spec("nixl") is None, reason="NIXL is not installed")),
 )

@@ -55,7 +55,7 @@ TABLE = """
 2  central/states central/wire central/frames central/lane central/streaming central/grpc_lane central/shared_lane
    central/batcher central/places central/crew central/episodes central/trajectories central/inference central/server
    central/settings
-3  sync/arriving sync/changes sync/chain sync/buffers sync/lanes/base sync/lanes/sockets sync/lanes/shared
+3  sync/changes sync/chain sync/buffers sync/lanes/base sync/lanes/sockets sync/lanes/shared
    sync/lanes/tcp sync/torch_arrays sync/lanes/folder sync/lanes/group sync/lanes/nixl sync/lanes/__init__ sync/engine
    sync/receiver sync/geometry sync/probe sync/relay sync/rates sync/producer sync/consumers sync/vllm
 2  datasets/packing datasets/shards datasets/kept
@@ -105,7 +105,7 @@ NO_JAX = (
         f"central/{name}"
         for name in ("states", "wire", "frames", "credentials", "lane", "streaming", "grpc_lane", "shared_lane")
     ),
-    *(f"sync/{name}" for name in ("manifest", "images", "protocol", "wire", "files", "buffers", "arriving", "lanes/*")),
+    *(f"sync/{name}" for name in ("manifest", "images", "protocol", "wire", "files", "buffers", "lanes/*")),
     *(f"sync/{name}" for name in ("engine", "changes", "receiver", "geometry", "probe", "relay", "producer")),
     *(f"sync/{name}" for name in ("consumers", "vllm", "chain", "torch_arrays")),
     *(

@@ -108,7 +108,7 @@ def test_what_comes_by_way_of_a_buffer_is_digested_on_its_way(past: bool) -> Non
             assert arrival.at == at - held
         arrival(came, size)
         hit = [each.name for each in manifest.tensors if flipped is not None and each.offset <= flipped < each.end]
-        assert arrival.damaged(manifest) == hit
+        assert arrival.complete and arrival.damaged == hit
         assert np.flatnonzero(came != sent).tolist() == ([] if flipped is None else [flipped])
 
 
@@ -126,7 +126,7 @@ def test_what_is_flipped_on_the_way_is_found(past: bool) -> None:
         arrival = images.Arrival(manifest)
         for count in (100, 1500, 4096, 5001, size):
             arrival(image, count)
-        assert arrival.damaged(manifest) == ["a" if at < 5001 else "b"]
+        assert arrival.complete and arrival.damaged == ["a" if at < 5001 else "b"]
         image[at] ^= 1 << at % 8
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import gc
 import os
 import sys
@@ -13,7 +12,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from longhaul.sync import changes, engine, images, loops
+from longhaul.sync import changes, images, loops
 from longhaul.sync.engine import Publisher
 from longhaul.sync.lanes import tcp
 from longhaul.sync.manifest import Manifest
@@ -29,11 +28,7 @@ def plain(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture(params=KINDS)
-def lane(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Way:
-    if request.param == "streamed":
-        monkeypatch.setattr(engine, "STREAMED", 0)
-        monkeypatch.setattr(images, "LARGE", 0)
-        monkeypatch.setattr(Publisher, "publish", functools.partialmethod(Publisher.publish, along=True))
+def lane(request: pytest.FixtureRequest, tmp_path: Path) -> Way:
     return way(request.param, tmp_path)
 
 

@@ -11,7 +11,7 @@ from typing import NamedTuple
 import numpy as np
 import pytest
 
-from longhaul.sync import images
+from longhaul.sync import images, receiver
 from longhaul.sync.engine import Publisher
 from longhaul.sync.lanes import connect, shared, tcp
 from longhaul.sync.lanes.base import Lane
@@ -48,23 +48,29 @@ class Half:
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.on, self.go = threading.Event(), threading.Event()
         self.staged: dict[int, int] = {}  # bytes that arrived at each receiver of a version, by who it is
-        pour, arrived = Wire.pour_memory, images.Arrival.__call__
+        pour, arrived, draw = Wire.pour_memory, images.Arrival.__call__, images.Arrival.draw
 
-        def halved(wire: Wire, data: memoryview, seconds: float, beyond: object = None, done: int = 0) -> None:
+        def halved(wire: Wire, data: memoryview, seconds: float, beyond: object = None) -> None:
             size = len(data)
 
             def middle(count: int, seconds: float) -> int:
                 assert count < size // 2 or self.go.wait(30)
                 return size if count >= size // 2 else size // 2
 
-            pour(wire, data, seconds, beyond or (middle if self.on.is_set() else None), done)  # type: ignore[arg-type]
+            pour(wire, data, seconds, beyond or (middle if self.on.is_set() else None))  # type: ignore[arg-type]
 
         def noted(arrival: images.Arrival, image: np.ndarray, count: int) -> None:
             self.staged[id(arrival)] = count
             arrived(arrival, image, count)
 
+        def drawn(arrival: images.Arrival, image: np.ndarray, buffer: np.ndarray, held: int) -> int:
+            used = draw(arrival, image, buffer, held)
+            self.staged[id(arrival)] = arrival.at
+            return used
+
         monkeypatch.setattr(Wire, "pour_memory", halved)
         monkeypatch.setattr(images.Arrival, "__call__", noted)
+        monkeypatch.setattr(images.Arrival, "draw", drawn)
 
     def begin(self) -> None:
         self.on.set()
@@ -72,6 +78,16 @@ class Half:
         self.staged.clear()
 
 
+@pytest.fixture(params=[False, True], ids=["straight", "buffered"])
+def buffered(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Versions come straight to their place, or, as large ones do, by way of a buffer."""
+    if request.param:
+        monkeypatch.setattr(images, "LARGE", 0)
+        monkeypatch.setattr(receiver, "BUFFER", 5000)
+        monkeypatch.setattr(images.digests, "LEAST", 1 << 62)  # nothing need be compiled
+
+
+@pytest.mark.usefixtures("buffered")
 def test_bytes_go_on_as_they_come_and_count_below_when_they_do_above(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -82,7 +98,7 @@ def test_bytes_go_on_as_they_come_and_count_below_when_they_do_above(
         until(lambda: relay.publisher is not None and relay.publisher.status()["undecided"] is None)
         half.begin()
         sender.publish(2, tensors(2, SIZE))
-        until(lambda: len(half.staged) == 2 and min(half.staged.values()) >= 2 * SIZE)
+        until(lambda: len(half.staged) == 2 and min(half.staged.values()) >= SIZE)
         assert relay.publisher is not None and relay.publisher.status()["undecided"] == 2
         assert seen == [1] and is_whole(*below.latest())
         half.go.set()
@@ -91,6 +107,7 @@ def test_bytes_go_on_as_they_come_and_count_below_when_they_do_above(
         assert relay.receiver.peak_bytes <= 4 * 4 * SIZE + 4096
 
 
+@pytest.mark.usefixtures("buffered")
 def test_what_comes_to_nothing_above_is_not_served_below(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The sender is gone in the middle, and comes again; then it sends what is damaged, and mends that."""
     half = Half(monkeypatch)

@@ -20,7 +20,40 @@ import numpy as np
 
 from longhaul.actors import memory
 from longhaul.sync import ledger
-from longhaul.sync.arriving import Arriving
+
+
+class Arriving:
+    """How much of an image is in place, for who passes it on before all of it is.
+
+    `counts` says whether its version does, as soon as that is known.
+    """
+
+    def __init__(self) -> None:
+        self.counts: bool | None = None
+        self._count, self._broken = 0, False
+        self._changed = threading.Condition()
+
+    def told(self, count: int) -> None:
+        """The first `count` bytes are in place, and will not change."""
+        with self._changed:
+            self._count = count
+            self._changed.notify_all()
+
+    def broken(self) -> None:
+        """No more will come."""
+        with self._changed:
+            self._broken = True
+            self._changed.notify_all()
+
+    def beyond(self, count: int, seconds: float) -> int:
+        """How many bytes are in place, once they are more than `count`. TimeoutError; ConnectionError where no more
+        come."""
+        with self._changed:
+            if not self._changed.wait_for(lambda: self._broken or self._count > count, max(0.0, seconds)):
+                raise TimeoutError("the image that is passed on does not come")
+            if self._broken:
+                raise ConnectionAbortedError("the image that is passed on was withdrawn")
+            return self._count
 
 
 class Image(NamedTuple):

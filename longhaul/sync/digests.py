@@ -45,12 +45,6 @@ class Running:
             self._running.update(self._data[self._done : count])
             self._done = count
 
-    def pour(self, target: np.ndarray, count: int) -> None:
-        """The first `count` bytes, on their way to `target`."""
-        begin = self._done
-        self.upto(count)
-        target[begin:count] = self._data[begin:count]
-
     def end(self) -> bytes:
         """The digest, when all is in place."""
         self.upto(self._data.size)
@@ -82,14 +76,11 @@ class Streamed:
             self._kernels.called(self._kernels.scan, self._data, self._done, ready, self._sums)
             self._done = ready
 
-    def pour(self, target: np.ndarray, count: int) -> None:
-        """The first `count` bytes, on their way to `target`, past the caches."""
-        ready, done = self._blocks(count), self._done
-        if ready > done:
-            self._kernels.called(self._kernels.pour, self._data, target, done, ready, self._sums)
-            self._done = ready
-        if count == self._data.size:
-            target[ready:] = self._data[ready:]
+    def pour(self, target: np.ndarray) -> None:
+        """All of it, on its way to `target`, past the caches."""
+        self._kernels.called(self._kernels.pour, self._data, target, self._whole, self._sums)
+        target[self._whole :] = self._data[self._whole :]
+        self._done = self._whole
 
     def draw(self, source: np.ndarray, begin: int, end: int) -> int:
         """Takes what comes next out of uint8 source[begin:end], which is in a cache, to its place past the caches:
@@ -133,22 +124,20 @@ def of_made(data: np.ndarray) -> Running | Streamed:
     return Running(data) if kernels is None else Streamed(data, kernels)
 
 
-def of_poured(data: np.ndarray, target: np.ndarray) -> Running | Streamed:
-    """Of what is copied to `target`; both uint8 [n], contiguous."""
-    large = data.size >= LEAST and not target.ctypes.data % 64
-    kernels = _streams() if large else None
-    return Running(data) if kernels is None else Streamed(data, kernels)
-
-
 def poured(source: np.ndarray, target: np.ndarray, past: bool) -> bytes:
     """Copies uint8 [n] to `target`, both contiguous; -> the digest of what was read.
 
     `past` is whether it goes past the caches; else it is soon wanted again, or fits in them.
     """
-    found = of_poured(source, target) if past else Running(source)
-    piece = source.size if isinstance(found, Streamed) else PIECE
-    for begin in range(0, source.size, piece):
-        found.pour(target, min(begin + piece, source.size))
+    if past and source.size >= LEAST and (kernels := _streams()) is not None and not target.ctypes.data % 64:
+        streamed = Streamed(source, kernels)
+        streamed.pour(target)
+        return streamed.end()
+    found = Running(source)
+    for begin in range(0, source.size, PIECE):
+        end = min(begin + PIECE, source.size)
+        found.upto(end)
+        target[begin:end] = source[begin:end]
     return found.end()
 
 

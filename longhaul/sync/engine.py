@@ -7,15 +7,13 @@ clock, its memory and its threads.
 
 from __future__ import annotations
 
-import contextlib
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NamedTuple
 
 from longhaul.sync import changes, images, protocol
-from longhaul.sync.arriving import Arriving
 from longhaul.sync.buffers import Image, Pool
 from longhaul.sync.changes import Changes
 from longhaul.sync.lanes.base import Lane, Parcel
@@ -25,12 +23,6 @@ from longhaul.sync.protocol import STANDARD, Held, Settings, Verdict
 IMAGES = 4
 """How many images a sender has unless a budget says otherwise: one that is served, one on its way, one that waits, and
 one that a slow reader has not let go."""
-
-STREAMED = 64 << 20
-"""Bytes of an image from which it may be offered while it is made."""
-
-MEETING = 0.05
-"""Seconds that its making waits for who is to be sent it along."""
 
 
 class _Made(NamedTuple):
@@ -76,7 +68,6 @@ class Publisher:
         self._planned: tuple[tuple[Tensor, ...], int] | None = None
         self._waiting: _Made | tuple[int, Mapping[str, Any]] | None = None
         self._ahead: _Made | None = None  # that is arriving
-        self._asking = 0  # receivers that wait for a version, and take it as it comes
         self._given = -1
         self._made: dict[int, _Made] = {}  # what is undecided, and what counts
         self._began = 0.0
@@ -101,19 +92,13 @@ class Publisher:
 
     # ---------------------------------------------------------------------------------------------- for the trainer
 
-    def publish(
-        self, version: int, tensors: Mapping[str, Any], *, lent: bool = False, along: bool = False,
-        patience: float = 1.0,
-    ) -> bool:  # fmt: skip
+    def publish(self, version: int, tensors: Mapping[str, Any], *, lent: bool = False, patience: float = 1.0) -> bool:
         """Takes a version; -> whether it was taken. It replaces one that still waits.
 
         `tensors` are arrays by name, in the order of layers, of one form throughout. They are copied before this
         returns, unless they are `lent`: then they must stay as they are until `wait(version, ...)`. Where all images
         are being read for `patience` seconds, the version is skipped: False, and `skipped` counts it. ValueError where
         versions do not grow or the tensors have another form.
-
-        `along`: receivers on this machine are sent it by who copies it, while the cache has it, so that this returns
-        when they nearly have it: sooner, but not for a thread that training waits for. What is `lent` always goes so.
         """
         with self._publishing:
             if self._closed:
@@ -123,8 +108,8 @@ class Publisher:
             if lent:
                 self._waits(version, (version, tensors))
                 return True
-            made = self._gathered(version, tensors, patience, along)
-            if made is not None and self._given < version:
+            made = self._gathered(version, tensors, patience)
+            if made is not None:
                 self._waits(version, made)
             return made is not None
 
@@ -156,20 +141,6 @@ class Publisher:
             self._waits(manifest.version, self._ahead)
             return True
 
-    def known(self, manifest: Manifest) -> None:
-        """What was offered `ahead` by its form is all there, and this is its manifest. It does not count yet."""
-        with self._publishing, self._changed:
-            if self._ahead is not None and self._ahead.manifest.version == manifest.version:
-                self._known(self._ahead._replace(manifest=manifest), self._ahead.image.arriving)
-
-    def _known(self, made: _Made, arriving: Arriving | None) -> None:
-        version = made.manifest.version
-        if version in self._made:
-            self._made[version] = made
-        self._apply(lambda cohort: protocol.known(cohort, version, made.manifest.root))
-        if arriving is not None:
-            arriving.known(made.manifest)
-
     def withdraw(self, version: int) -> None:
         """What was offered `ahead` does not count: it is as if it had never been, and may come again."""
         with self._publishing, self._changed:
@@ -187,10 +158,13 @@ class Publisher:
 
     def wait(self, version: int, seconds: float) -> bool:
         """Whether the version, or one after it, counts within `seconds`."""
+        until = self._clock() + seconds
         with self._changed:
-            self._changed.wait_for(
-                lambda: self._cohort.committed >= version or version in self._cohort.aborted or self._closed, seconds
-            )
+            while self._cohort.committed < version and version not in self._cohort.aborted and not self._closed:
+                left = until - self._clock()
+                if left <= 0:
+                    break
+                self._changed.wait(left)
             return self._cohort.committed >= version
 
     def close(self) -> None:
@@ -234,52 +208,17 @@ class Publisher:
             names = sorted({tensor.name for tensor in set(planned[0]) ^ set(self._planned[0])})
             raise ValueError(f"another form of tensors than before ({', '.join(names[:3])}); open a new publisher")
 
-    def _gathered(self, version: int, tensors: Mapping[str, Any], patience: float, along: bool) -> _Made | None:
+    def _gathered(self, version: int, tensors: Mapping[str, Any], patience: float) -> _Made | None:
         assert self._pool is not None and self._planned is not None
         image = self._pool.take(patience)
         if image is None:
             self.skipped += 1
             return None
-        began, (planned, size) = time.perf_counter(), self._planned
-        form = Manifest(self.run, self.epoch, version, -1, size, planned)
-        arriving = self._offered(form, image) if along else None
-        try:
-            if arriving is None:
-                found = images.gather(tensors, planned, image.array, self._copiers, self._threads)
-            else:
-                found = images.gather_along(tensors, planned, image.array, arriving.passed)
-        except BaseException:
-            if arriving is not None:
-                self._ended(version, None, arriving)
-            raise
+        began = time.perf_counter()
+        planned, size = self._planned
+        found = images.gather(tensors, planned, image.array, self._copiers, self._threads)
         self.seconds["gather"] = time.perf_counter() - began
-        made = _Made(form._replace(tensors=found), image)
-        if arriving is not None:
-            self._ended(version, made, arriving)
-        return made
-
-    def _offered(self, form: Manifest, image: Image) -> Arriving | None:
-        """Offers a version by its form before its image is made, where all who are bound wait for that; else None."""
-        with self._changed:
-            cohort, awaited = self._cohort, self._asking
-            busy = cohort.round is not None or self._waiting is not None or self._encodes or form.size < STREAMED
-            if busy or form.version <= cohort.prepared or not 0 < awaited == len(cohort.members):
-                return None
-            arriving, self._given = Arriving(carries=True), form.version
-            self._prepare(_Made(form, image._replace(arriving=arriving)))
-        arriving.meet(awaited, MEETING)
-        return arriving
-
-    def _ended(self, version: int, made: _Made | None, arriving: Arriving) -> None:
-        """What was offered while it was made is whole, and may count; or could not be made, and may come again."""
-        with self._changed:
-            arriving.counts = made is not None
-            if made is None:
-                arriving.broken()
-                self._given = version - 1
-            else:
-                self._known(made, arriving)
-            self._apply(lambda cohort: protocol.release(cohort, version, made is not None, self._clock()))
+        return _Made(Manifest(self.run, self.epoch, version, -1, size, found), image)
 
     def _waits(self, version: int, what: _Made | tuple[int, Mapping[str, Any]]) -> None:
         with self._changed:
@@ -318,7 +257,7 @@ class Publisher:
             what, self._waiting = self._waiting, None
         if isinstance(what, _Made):
             return what
-        made = self._gathered(*what, 0.0, True)
+        made = self._gathered(*what, 0.0)
         if made is None:  # it is not given up: it waits on
             with self._changed:
                 self.skipped -= 1
@@ -327,11 +266,8 @@ class Publisher:
         return made
 
     def _prepare(self, made: _Made) -> None:
+        version, root, arriving = made.manifest.version, made.manifest.root, made.image.arriving
         with self._changed:
-            arriving = made.image.arriving
-            if arriving is not None and arriving.manifest is not None:
-                made = made._replace(manifest=arriving.manifest)
-            version, root = made.manifest.version, made.manifest.root
             if version <= self._cohort.prepared or self._cohort.round is not None:
                 return  # another epoch has begun
             if arriving is not None and arriving.counts is False:
@@ -377,7 +313,7 @@ class Publisher:
 
     def ask(self, name: str, wait: float, partly: bool = False) -> tuple[Parcel, Image] | None:
         until = self._clock() + wait
-        with self._changed, self._asks(partly):
+        with self._changed:
             while True:
                 self.heard(name)
                 cohort, offered = protocol.offer(self._cohort, name, self._clock())
@@ -386,37 +322,30 @@ class Publisher:
                     self._cohort = cohort
                     made = self._made[offered.version]
                     return Parcel(offered, made.manifest), made.image
-                if (left := until - self._clock()) <= 0 or self._closed:
+                left = until - self._clock()
+                if left <= 0 or self._closed:
                     return None
                 self._changed.wait(left)
 
-    @contextlib.contextmanager
-    def _asks(self, partly: bool) -> Iterator[None]:
-        self._asking += partly
-        try:
-            yield
-        finally:
-            self._asking -= partly
-
     def changes(self, parcel: Parcel, image: Image) -> Changes | None:
-        base, new = parcel.offer.base, parcel.manifest
+        base, version = parcel.offer.base, parcel.offer.version
         if not self._encodes or base < 0 or image.arriving is not None:
             return None
         with self._encoding:
-            if self._encoded[0] != new.version:
+            if self._encoded[0] != version:
                 self._encoded = (-1, None)
                 with self._changed:
                     before = self._made.get(base)
-                began = time.perf_counter()
                 if before is None:
                     return None
-                found = changes.make(before.manifest, before.image.array, new, image.array, self._copiers)
+                began = time.perf_counter()
+                found = changes.make(before.manifest, before.image.array, parcel.manifest, image.array, self._copiers)
                 self.seconds["encode"] = time.perf_counter() - began
-                size = len(found.body) if found is not None else 0
+                size = 0 if found is None else len(found.body)
                 if self._budget is not None and self._pool is not None and self._pool.bytes + size > self._budget:
                     found, size = None, 0
                 self._peak_changes = max(self._peak_changes, size)
-                self._encoded = (new.version, found)
+                self._encoded = (version, found)
             found = self._encoded[1]
             return found if found is not None and found.base == base else None
 
@@ -443,7 +372,20 @@ class Publisher:
     def status(self) -> dict[str, Any]:
         """For people and other programs: what is served, to whom, what is on its way."""
         with self._changed:
-            return protocol.about(self._cohort, self._clock()) | {
+            now, cohort = self._clock(), self._cohort
+            members = [
+                {"name": name, "epoch": one.held.epoch, "version": one.held.version, "phase": str(one.phase)}
+                | {"target": one.target, "lease_seconds": round(one.lease - now, 1), "failures": one.failures}
+                for name, one in sorted(cohort.members.items())
+            ]
+            return {
+                "run": self.run,
+                "epoch": self.epoch,
+                "version": cohort.committed,
+                "root": cohort.root.hex(),
+                "undecided": None if cohort.round is None else cohort.round.version,
+                "receivers": members,
+                "dropped": [list(each) for each in cohort.dropped[-8:]],
                 "skipped": self.skipped,
                 "image_bytes": 0 if self._planned is None else self._planned[1],
                 "peak_bytes": self.peak_bytes,

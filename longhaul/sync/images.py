@@ -12,9 +12,6 @@ import numpy as np
 from longhaul.sync import digests
 from longhaul.sync.manifest import Manifest, Tensor, layout
 
-BUCKET = 1 << 20
-"""Bytes that are copied, digested and passed on together: they fit in the second of a processor's caches."""
-
 LARGE = 64 << 20
 """Bytes of an image from which it is written past the caches, which it would not fit in."""
 
@@ -53,35 +50,6 @@ def gather(
     return tuple(done[tensor.name] for tensor in planned)
 
 
-def gather_along(
-    tensors: Mapping[str, Any], planned: Sequence[Tensor], image: np.ndarray, passed: Callable[[memoryview], None]
-) -> tuple[Tensor, ...]:
-    """`gather` from the image's beginning on, a piece at a time. `passed` is told of each: the same bytes as in the
-    image, and, of a large tensor, where the cache has them: what was given."""
-    found, at = [], 0
-    for tensor in planned:
-        source = np.ascontiguousarray(tensors[tensor.name])
-        given = source.reshape(-1).view(np.uint8) if source.size else np.empty(0, np.uint8)
-        into = image[tensor.offset : tensor.end]
-        running = digests.of_poured(given, into)
-        if given.size < digests.LEAST:  # goes with what follows
-            running.pour(into, given.size)
-            found.append(tensor._replace(digest=running.end()))
-            continue
-        if at < tensor.offset:
-            passed(image[at : tensor.offset].data)
-        bytes_ = given.data
-        for begin in range(0, given.size, BUCKET):
-            end = min(begin + BUCKET, given.size)
-            running.pour(into, end)
-            passed(bytes_[begin:end])
-        found.append(tensor._replace(digest=running.end()))
-        at = tensor.end
-    if at < len(image):
-        passed(image[at:].data)
-    return tuple(found)
-
-
 def verify(manifest: Manifest, image: np.ndarray, pool: ThreadPoolExecutor, parts: int) -> list[str]:
     """The names of the tensors whose bytes are not what the manifest says; in `parts` threads."""
 
@@ -113,14 +81,13 @@ def _shared_out(
 
 
 class Arrival:
-    """Digests an image while it arrives from its beginning on, in one thread. `at` is how many bytes were drawn."""
+    """Verifies an image while it arrives from its beginning on, in one thread. `at` is how many bytes were drawn."""
 
     def __init__(self, manifest: Manifest) -> None:
         self._tensors = sorted(manifest.tensors, key=lambda each: each.offset)
         self._next, self._end, self.at = 0, 0, 0  # `_end` is of the next tensor, while it comes
         self._running: digests.Running | digests.Streamed | None = None  # of the next tensor
-        self._found: dict[str, bytes] = {}
-        self._made = False
+        self.damaged: list[str] = []
 
     def __call__(self, image: np.ndarray, count: int) -> None:
         """The first `count` bytes are in place, and will not change."""
@@ -168,18 +135,15 @@ class Arrival:
         return count
 
     def _ended(self, tensor: Tensor, found: bytes) -> None:
-        self._found[tensor.name] = found
+        if found != tensor.digest:
+            self.damaged.append(tensor.name)
         self._running = None
         self._next += 1
 
     def made(self) -> None:
         """All of it is in place, and was verified in the making."""
-        self._made = True
+        self._next = len(self._tensors)
 
-    def damaged(self, manifest: Manifest) -> list[str] | None:
-        """The names of tensors that came with other digests than the manifest's; None where not all have come so."""
-        if self._made:
-            return []
-        if self._next < len(self._tensors):
-            return None
-        return [tensor.name for tensor in manifest.tensors if self._found[tensor.name] != tensor.digest]
+    @property
+    def complete(self) -> bool:
+        return self._next == len(self._tensors)

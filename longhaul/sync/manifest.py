@@ -34,9 +34,6 @@ MAGIC = b"LHMANIF1"
 DIGEST = 16
 """Bytes of a digest."""
 
-UNKNOWN = bytes(DIGEST)
-"""The digest of a tensor that is not there yet."""
-
 LONGEST_NAME = 1024
 MOST_DIMENSIONS = 32
 LARGEST = 1 << 62
@@ -51,7 +48,7 @@ class Tensor(NamedTuple):
     dtype: str
     offset: int  # bytes from the image's beginning, a multiple of LINE
     sharding: str = ""
-    digest: bytes = UNKNOWN  # xxh3-128 of its bytes
+    digest: bytes = bytes(DIGEST)  # xxh3-128 of its bytes
 
     @property
     def nbytes(self) -> int:
@@ -75,22 +72,8 @@ class Manifest(NamedTuple):
 
     @property
     def root(self) -> bytes:
-        """The digest of the whole: of names, shapes, dtypes, places and every tensor's digest. b"" for a form, whose
-        tensors' digests are not known yet."""
-        return digest(text(self)) if all(tensor.digest != UNKNOWN for tensor in self.tensors) else b""
-
-    @property
-    def sums(self) -> bytes:
-        """The digests of all tensors, in their order: what is to follow a form."""
-        return b"".join(tensor.digest for tensor in self.tensors)
-
-    def summed(self, sums: bytes) -> Manifest:
-        """The manifest with these digests. ValueError where they are not as many as there are tensors, or unknown."""
-        each = [sums[at : at + DIGEST] for at in range(0, len(sums), DIGEST)]
-        if len(sums) != DIGEST * len(self.tensors) or UNKNOWN in each:
-            raise ValueError(f"manifest: {len(sums)} bytes are not the digests of {len(self.tensors)} tensors")
-        found = (tensor._replace(digest=its) for tensor, its in zip(self.tensors, each, strict=True))
-        return self._replace(tensors=tuple(found))
+        """The digest of the whole: of names, shapes, dtypes, places and every tensor's digest."""
+        return digest(text(self))
 
 
 def layout(

@@ -159,6 +159,6 @@ class Producer:
         tensors = self._take(params)
         if tensors is None:
             return
-        if self.publisher.publish(version, tensors, along=True, patience=5.0):
+        if self.publisher.publish(version, tensors, patience=5.0):
             self.published += 1
             self.newest = version

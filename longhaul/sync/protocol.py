@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from enum import StrEnum
-from typing import Any, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
 Quorum = Literal["all"] | int
 """How many must be ready before a version counts: all who were bound when it was prepared, k of any, or 0: none."""
@@ -45,8 +45,7 @@ STANDARD = Settings()
 
 
 class Offer(NamedTuple):
-    """A version for a receiver; with a `base` it may come as what changed since, else (-1) whole. Its root is b"" where
-    its digests follow behind its bytes, which are being made."""
+    """A version for a receiver; with a `base` it may come as what changed since, else (-1) whole."""
 
     run: str
     epoch: int
@@ -86,7 +85,7 @@ class Round(NamedTuple):
     """A version that is prepared and not yet decided."""
 
     version: int
-    root: bytes  # b"" until it is `known`
+    root: bytes
     deadline: float
     electors: frozenset[str]  # bound when it was prepared, and neither dropped nor gone since
     ready: frozenset[str] = frozenset()
@@ -155,26 +154,14 @@ def prepare(cohort: Cohort, version: int, root: bytes, now: float, held: bool = 
     """A new version, the newest of its epoch. ProtocolError where it is not, or another one is undecided.
 
     One that is `held` is undecided until its `release`, from which its deadline counts: a relay prepares what its own
-    sender has not decided, and a sender what is not all there yet. Its root may be b"" until it is `known`.
+    sender has not decided.
     """
-    if not (root or held):
-        raise ProtocolError(f"version {version} has no root; it can only be held")
     if version <= cohort.prepared:
         raise ProtocolError(f"version {version} is stale: epoch {cohort.epoch} has prepared {cohort.prepared}")
     if cohort.round is not None:
         raise ProtocolError(f"version {cohort.round.version} is undecided; {version} comes after it")
     fresh = Round(version, root, now + cohort.settings.deadline, frozenset(cohort.members), held=held)
     return settle(cohort._replace(round=fresh, prepared=version))
-
-
-def known(cohort: Cohort, version: int, root: bytes) -> Cohort:
-    """What was prepared without a root has this one. Nothing happens where it is not undecided."""
-    now = cohort.round
-    if now is None or now.version != version:
-        return cohort
-    if not root or now.root not in (b"", root):
-        raise ProtocolError(f"version {version} was prepared with another root")
-    return cohort._replace(round=now._replace(root=root))
 
 
 def release(cohort: Cohort, version: int, counts: bool, now: float) -> Cohort:
@@ -187,8 +174,6 @@ def release(cohort: Cohort, version: int, counts: bool, now: float) -> Cohort:
         return cohort
     if not counts:
         return cohort._replace(round=None, prepared=version - 1)
-    if not held.root:
-        raise ProtocolError(f"version {version} is not all there: its root is not known")
     return settle(cohort._replace(round=held._replace(held=False, deadline=now + cohort.settings.deadline)))
 
 
@@ -215,7 +200,7 @@ def ready(cohort: Cohort, name: str, version: int, root: bytes, now: float) -> C
     one = _staging(cohort, name, version, (Phase.STAGING, Phase.READY))
     undecided = cohort.round is not None and cohort.round.version == version
     wanted = cohort.round.root if undecided and cohort.round else cohort.root if version == cohort.committed else None
-    if wanted is not None and (root != wanted or not root):
+    if wanted is not None and root != wanted:
         raise ProtocolError(f"receiver {name} is ready with another version {version} than was sent")
     lease = now + cohort.settings.lease
     cohort = _with(cohort, name, one._replace(phase=Phase.READY, lease=lease))
@@ -301,24 +286,6 @@ def settle(cohort: Cohort) -> Cohort:
     return cohort
 
 
-def about(cohort: Cohort, now: float) -> dict[str, Any]:
-    """For people and other programs."""
-    members = [
-        {"name": name, "epoch": one.held.epoch, "version": one.held.version, "phase": str(one.phase)}
-        | {"target": one.target, "lease_seconds": round(one.lease - now, 1), "failures": one.failures}
-        for name, one in sorted(cohort.members.items())
-    ]
-    return {
-        "run": cohort.run,
-        "epoch": cohort.epoch,
-        "version": cohort.committed,
-        "root": cohort.root.hex(),
-        "undecided": None if cohort.round is None else cohort.round.version,
-        "receivers": members,
-        "dropped": [list(each) for each in cohort.dropped[-8:]],
-    }
-
-
 def wakes(cohort: Cohort) -> float | None:
     """When `tick` may next change anything; None: never."""
     times = [one.deadline if one.phase is Phase.STAGING else one.lease for one in cohort.members.values()]
@@ -373,13 +340,6 @@ def accept(seat: Seat, offered: Offer, now: float) -> Seat:
     if offered.base >= 0 and (offered.epoch, offered.base) != (held.epoch, held.version):
         raise ProtocolError(f"version {offered.version} builds upon {offered.base}; {held.version} is held")
     return Seat(held, Phase.STAGING, offered, now + offered.seconds)
-
-
-def told(seat: Seat, root: bytes) -> Seat:
-    """The digests have followed that an offer without a root lacked; this is theirs."""
-    if seat.offered is None or seat.offered.root:
-        raise ProtocolError("digests follow an offer that had a root")
-    return seat._replace(offered=seat.offered._replace(root=root))
 
 
 def staged(seat: Seat, root: bytes, now: float) -> Seat:

@@ -17,8 +17,7 @@ from typing import Any, Literal, NamedTuple, get_args
 import numpy as np
 
 from longhaul.sync import images, ledger, manifest, protocol
-from longhaul.sync.arriving import Arriving
-from longhaul.sync.buffers import Block, Image, Pool
+from longhaul.sync.buffers import Arriving, Block, Image, Pool
 from longhaul.sync.lanes.base import DAMAGED, Parcel, Source, Staging
 from longhaul.sync.manifest import Manifest
 from longhaul.sync.protocol import ProtocolError, Seat, Verdict
@@ -49,12 +48,10 @@ class Served(NamedTuple):
 
 
 class Onward(NamedTuple):
-    """Who passes versions on while they come: `begins` is told of an image that has begun to arrive, `whole` of its
-    manifest when all of it is there and verified, and `withdrawn` of one that came to nothing. Those that are served
-    are told of by `on_commit`."""
+    """Who passes versions on while they come: `begins` is told of an image that has begun to arrive, and `withdrawn` of
+    one that came to nothing. Those that are served are told of by `on_commit`."""
 
     begins: Callable[[Manifest, Image], None]
-    whole: Callable[[Manifest], None]
     withdrawn: Callable[[Manifest], None]
 
 
@@ -217,8 +214,7 @@ class Receiver:
             yield
         finally:
             told, self._arriving = self._arriving is not None, None
-            held = self._seat.held
-            if told and self._onward is not None and held[1:3] != (parcel.offer.epoch, parcel.offer.version):
+            if told and self._onward is not None and self._seat.held.root != parcel.offer.root:
                 self._onward.withdrawn(parcel.manifest)
 
     def _take(self, source: Source, parcel: Parcel) -> None:
@@ -229,24 +225,22 @@ class Receiver:
             raise ProtocolError("an offer has another root than its manifest")
         self._seat = seat
         try:
-            found, array = self._staged(source, parcel)
+            array = self._staged(source, parcel)
         except LookupError as error:  # no memory, or damage: the connection is good
             self._seat = protocol.lost(self._seat)
             self._note(str(error))
             source.failed(offer.version, str(error))
             return
-        if not offer.root:
-            self._seat = protocol.told(self._seat, found.root)
-        self._seat = protocol.staged(self._seat, found.root, self._clock())
-        fresh = Served(offer.version, manifest.views(found, array), found, array, self._block)
+        self._seat = protocol.staged(self._seat, parcel.manifest.root, self._clock())
+        fresh = Served(offer.version, manifest.views(parcel.manifest, array), parcel.manifest, array, self._block)
         began = time.perf_counter()
-        verdict = Verdict.WAIT
-        while verdict is Verdict.WAIT and not self._closed.is_set():
+        found = Verdict.WAIT
+        while found is Verdict.WAIT and not self._closed.is_set():
             if self._clock() > seat.deadline + offer.seconds:
                 raise TimeoutError(f"version {offer.version} is not decided, {2 * offer.seconds:g} s after its offer")
-            verdict = source.ready(self._seat.held, offer.version, found.root, 5.0)
+            found = source.ready(self._seat.held, offer.version, offer.root, 5.0)
         self.seconds["decide"] = time.perf_counter() - began
-        if verdict is Verdict.COMMIT:
+        if found is Verdict.COMMIT:
             began = time.perf_counter()
             self._seat = protocol.commit(self._seat, offer.version)
             self._served = fresh  # the swap: readers have the one or the other
@@ -266,11 +260,9 @@ class Receiver:
         with self._changed:
             self._changed.notify_all()
 
-    def _staged(self, source: Source, parcel: Parcel) -> tuple[Manifest, np.ndarray]:
-        """The verified image of a parcel, read-only, and its manifest. LookupError where it can't be had, but the
-        connection is good."""
+    def _staged(self, source: Source, parcel: Parcel) -> np.ndarray:
+        """The verified image of a parcel, read-only. LookupError where it can't be had, but the connection is good."""
         began = time.perf_counter()
-        whole = parcel.manifest
         self._block = None
         arrival = images.Arrival(parcel.manifest)
         served = self._served
@@ -282,40 +274,36 @@ class Receiver:
             if self._onward is not None:
                 self._passed_on(parcel.manifest, image, count)
 
-        def summed(sums: bytes) -> None:
-            nonlocal whole
-            whole = parcel.manifest.summed(sums)
-
         def drawn(image: np.ndarray, buffer: np.ndarray, held: int) -> int:
             used = arrival.draw(image, buffer, held)
             if self._onward is not None:
                 self._passed_on(parcel.manifest, image, arrival.at)
             return used
 
-        if self._buffer is None and source.moves and whole.size >= images.LARGE:
+        large = parcel.manifest.size >= images.LARGE
+        if self._buffer is None and source.moves and large:
             self._buffer = np.empty(BUFFER, np.uint8)
-        buffer = self._buffer if whole.size >= images.LARGE else None
         staging = Staging(
-            lambda size: self._room(size, seconds / 2), arrived, base, shared.append, arrival.made, self._spare, summed,
-            buffer, drawn,
+            lambda size: self._room(size, seconds / 2), arrived, base, shared.append, arrival.made, self._spare,
+            self._buffer if large else None, drawn,
         )  # fmt: skip
         array = source.fetch(parcel, staging, seconds)
         fetched = time.perf_counter()
-        damaged = arrival.damaged(whole)
-        if damaged is None and self._verify == "moved" and not source.moves:
+        if arrival.complete:
+            damaged = arrival.damaged
+        elif self._verify == "moved" and not source.moves:
             damaged = []
-        elif damaged is None and self._verify == "once" and shared:
-            damaged = ledger.verify(whole, array, shared[0], seconds, self._hashers, self._threads)
-        elif damaged is None:
-            damaged = images.verify(whole, array, self._hashers, self._threads)
+        elif self._verify == "once" and shared:
+            threads = self._threads
+            damaged = ledger.verify(parcel.manifest, array, shared[0], seconds, self._hashers, threads)
+        else:
+            damaged = images.verify(parcel.manifest, array, self._hashers, self._threads)
         if damaged:
             raise LookupError(f"version {parcel.offer.version} came {DAMAGED}: {', '.join(damaged[:3])}")
-        if self._arriving is not None and self._onward is not None:
-            self._onward.whole(whole)
         self.seconds |= {"fetch": fetched - began, "verify": time.perf_counter() - fetched}
         array = array[:]
         array.flags.writeable = False
-        return whole, array
+        return array
 
     def _room(self, size: int, seconds: float) -> np.ndarray:
         if self._pool is None or self._pool.size < size:

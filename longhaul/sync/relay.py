@@ -33,17 +33,13 @@ class Relay:
         self._lanes, self._settings, self._on_commit = lanes, settings, on_commit
         self.publisher: Publisher | None = None
         self._whole = threading.Event()  # a version may come before there is a `receiver` to ask
-        onward = Onward(self._begins, self._made, self._withdrawn)
+        onward = Onward(self._begins, self._withdrawn)
         self.receiver = Receiver(*sources, on_commit=self._forward, onward=onward, **options)
         self._whole.set()
 
     def _begins(self, manifest: Manifest, image: Image) -> None:
         if self.publisher is not None:
             self.publisher.ahead(manifest, image)
-
-    def _made(self, manifest: Manifest) -> None:
-        if self.publisher is not None:
-            self.publisher.known(manifest)
 
     def _withdrawn(self, manifest: Manifest) -> None:
         if self.publisher is not None:

@@ -113,7 +113,7 @@ def _pour_block(typing: Any, source: Any, place: Any, sums: Any, target: Any) ->
 
 
 @intrinsic
-def leave_block(typing: Any, source: Any, place: Any, sums: Any, target: Any, where: Any) -> Any:
+def _carry_block(typing: Any, source: Any, place: Any, sums: Any, target: Any, where: Any) -> Any:
     """A block of uint8 that is in a cache, from a byte on, into the sums, and past the caches to `where` in `target`,
     which is aligned to cache lines."""
 
@@ -137,7 +137,7 @@ def scan_block(typing: Any, source: Any, place: Any, sums: Any) -> Any:
 
 
 @intrinsic
-def fence(typing: Any) -> Any:
+def _fence(typing: Any) -> Any:
     """What was written before is seen by all before what is written after: such stores have no order of their own."""
 
     def build(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
@@ -164,23 +164,22 @@ def called(kernel: Any, *given: Any) -> Any:
 
 
 @jit
-def pour(source, target, begin, end, sums):
-    """target[begin:end] = source[begin:end], uint8 in whole blocks, past the caches; it goes into the sums (uint64
-    [8]), too.
+def pour(source, target, count, sums):
+    """target[:count] = source[:count], uint8 in whole blocks, past the caches; it goes into the sums (uint64 [8]), too.
 
     `target` is aligned to cache lines; `source` need not be.
     """
-    for place in range(begin, end, BLOCK):
+    for place in range(0, count, BLOCK):
         _pour_block(source, place, sums, target)
-    fence()
+    _fence()
 
 
 @jit
 def carry(source, begin, target, where, count, sums):
     """`pour` of so many bytes from `begin` on, which are in a cache, to `where` in `target`, which is aligned there."""
     for at in range(0, count, BLOCK):
-        leave_block(source, begin + at, sums, target, where + at)
-    fence()
+        _carry_block(source, begin + at, sums, target, where + at)
+    _fence()
 
 
 @jit

@@ -197,11 +197,9 @@ class Wire:
         """Sends bare bytes, all within `seconds`."""
         self.pour_memory(data, seconds)
 
-    def pour_memory(
-        self, data: memoryview, seconds: float, beyond: Callable[[int, float], int] | None = None, done: int = 0
-    ) -> None:
-        """`pour` of what is not all there yet, as in `pour_file`; but for its bytes that are `done`."""
-        until, there = time.monotonic() + seconds, done if beyond else len(data)
+    def pour_memory(self, data: memoryview, seconds: float, beyond: Callable[[int, float], int] | None = None) -> None:
+        """`pour` of an image, whose bytes may still be coming, as in `pour_file`."""
+        until, done, there = time.monotonic() + seconds, 0, 0 if beyond else len(data)
         while done < len(data):
             if beyond and done == there:
                 there = beyond(done, until - time.monotonic())

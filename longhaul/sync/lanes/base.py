@@ -68,8 +68,7 @@ class Staging(NamedTuple):
     image note what they have verified of it; `made`, that the image was made with every tensor's digest found.
     `spare(n)` counts n bytes that are taken beside the image while it is made, and says how many more may be.
     Where there is a `buffer`, what comes should go by way of it: `draw(image, buffer, n)` takes of its first n bytes,
-    which come next, as many as it says; at the end all have `arrived`.
-    `summed` is told the digests that follow the bytes of an offer without a root."""
+    which come next, as many as it says; at the end all have `arrived`."""
 
     take: Callable[[int], np.ndarray]
     arrived: Callable[[np.ndarray, int], None]
@@ -77,7 +76,6 @@ class Staging(NamedTuple):
     shared: Callable[[Ledger], None] = lambda found: None
     made: Callable[[], None] = lambda: None
     spare: Callable[[int], int] = lambda taken: 0
-    summed: Callable[[bytes], None] = lambda sums: None
     buffer: np.ndarray | None = None
     draw: Callable[[np.ndarray, np.ndarray, int], int] = lambda image, buffer, held: 0
 

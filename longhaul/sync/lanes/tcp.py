@@ -102,17 +102,13 @@ class TcpDelivery:
             connection.pour(memoryview(found.body), seconds)
             return
         connection.send("whole", PATIENCE, {"size": size})
-        near, arriving = _is_near(connection.sock), image.arriving
+        near, beyond = _is_near(connection.sock), None if image.arriving is None else image.arriving.beyond
         if near:
             connection.sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, NEAR)
-        done = 0 if arriving is None else arriving.carried(connection.sock if near else None, seconds)
-        beyond = None if arriving is None else arriving.beyond
         if near or image.block is None or image.block.descriptor < 0:
-            connection.pour_memory(image.array[:size].data, seconds, beyond, done)
+            connection.pour_memory(image.array[:size].data, seconds, beyond)
         else:
             connection.pour_file(image.block.descriptor, size, seconds, beyond)
-        if not parcel.offer.root and arriving is not None:
-            connection.send("sums", PATIENCE, blob=arriving.whole(seconds).sums)
 
     def released(self, words: dict[str, Any]) -> None:
         """It lends nothing."""
@@ -159,8 +155,6 @@ class TcpCollection:
         else:
             connection.draw_by(buffer.data, size, until, lambda held: staging.draw(image, buffer, held))
             staging.arrived(image, size)
-        if not parcel.offer.root:
-            staging.summed(expect(connection, until - time.monotonic(), "sums").blob)
         return image
 
     def _change(
