@@ -212,5 +212,5 @@ def test_central_inference_trains_to_its_end_through_the_loss_of_a_node(tmp_path
     assert [row["agent_steps"] for row in rows] == [STEPS * row["update"] for row in rows]
     assert sum(row["central/lost"] for row in rows) > 0
     assert all(row["central/staleness_max"] == 0 for row in rows)
-    lengths = sum(row["episode/count"] * row.get("episode/length", 0) for row in rows)
+    lengths = sum(row["episode/count"] * (row.get("episode/length") or 0.0) for row in rows)  # none where none ended
     assert lengths <= updates * STEPS, "more steps of episodes than were learnt from"
