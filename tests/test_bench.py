@@ -11,7 +11,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from benchmarks import gpu
 from longhaul import bench, workloads
+from longhaul.algorithms import values
 from longhaul.driving import tables
 from longhaul.driving.dynamics import Motion
 from tests.driving_worlds import bank, line, scenario
@@ -167,3 +169,17 @@ def test_what_can_not_be_measured_is_named(capfd: pytest.CaptureFixture[str]) ->
 
 def test_every_benchmark_has_sizes_a_workload_and_a_line() -> None:
     assert list(bench.NAMES) == list(bench.CASES) == list(bench.WORKLOADS)
+
+
+def test_figures_of_an_accelerator_are_ones_that_there_are() -> None:
+    for _, name, sizes in gpu.FIGURES:
+        assert bench.CASES[name](**sizes), name
+
+
+@pytest.mark.parametrize(("backend", "rows"), [("cpu", 1_024), ("gpu", 65_536), ("tpu", 65_536)])
+def test_rows_at_once_suit_the_device_unless_they_are_said(
+    backend: str, rows: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An H100 made a ninth of its steps with a core's 1,024."""
+    monkeypatch.setattr(jax, "default_backend", lambda: backend)
+    assert (values.at_once(None), values.at_once(7)) == (rows, 7)
