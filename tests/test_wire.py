@@ -18,6 +18,7 @@ from longhaul.central.credentials import NOBODY, Credentials, check_bind, load, 
 from longhaul.central.frames import Frames
 from longhaul.central.grpc_lane import PATH, GrpcLane, GrpcLine
 from longhaul.central.lane import Answer, Arrival, Lost
+from longhaul.central.streaming import run
 from longhaul.central.wire import Codec, Due, WireError
 from longhaul.forms import Box, Discrete, Leaf, Masked, MultiDiscrete
 from longhaul.vectors import HostSpec
@@ -257,9 +258,9 @@ async def attack(address: str, frames: int, life: int = 1, more: int = 0) -> int
 
 def under_attack(lane: GrpcLane, frames: int, more: int = 0) -> None:
     with closing(Echo(lane)) as echo:
-        asyncio.run(attack(lane.address, 200))  # all that is made once
+        run(attack(lane.address, 200))  # all that is made once
         before = resident()
-        steps = asyncio.run(attack(lane.address, frames, life=2, more=more))
+        steps = run(attack(lane.address, frames, life=2, more=more))
         grown = resident() - before
         assert steps > frames / (1 + more) / 100, "the good stream was held up"
         assert grown < 48 * 2**20, f"{grown / 2**20:.0f} MiB more after {frames} malformed frames"
@@ -348,7 +349,7 @@ def test_another_environment_is_refused_with_the_difference(lane: GrpcLane) -> N
     }  # fmt: skip
     for word, layout in others.items():
         with pytest.raises(WireError, match=f"another environment: the server has .* where the actor has '{word}'"):
-            asyncio.run(greet(lane, codec=Codec(layout)))
+            run(greet(lane, codec=Codec(layout)))
 
 
 def test_an_actor_that_is_here_is_not_pushed_out_by_another_process(lane: GrpcLane) -> None:
@@ -366,7 +367,7 @@ def test_an_actor_that_is_here_is_not_pushed_out_by_another_process(lane: GrpcLa
         assert (head.kind, head.step) == (wire.REFUSE, 1), "it may try again later"
         return wire.text(answer)
 
-    assert asyncio.run(both()) == "actor 2 is here already"
+    assert run(both()) == "actor 2 is here already"
 
 
 def test_who_sends_more_than_is_due_is_ended_at_once(lane: GrpcLane) -> None:
@@ -386,7 +387,7 @@ def test_who_sends_more_than_is_due_is_ended_at_once(lane: GrpcLane) -> None:
                 pass
             return sent
 
-    assert asyncio.run(flood()) < 20_000
+    assert run(flood()) < 20_000
     assert lane.take() == [Lost(1, f"a frame of group {SLOTS}, of which none is due")]
 
 
@@ -400,7 +401,7 @@ def test_frames_longer_than_any_of_the_layout_are_not_received(lane: GrpcLane) -
             await call.read()
 
     with pytest.raises(grpc.RpcError) as caught:
-        asyncio.run(shout())
+        run(shout())
     assert caught.value.code() == grpc.StatusCode.RESOURCE_EXHAUSTED
 
 
@@ -412,10 +413,10 @@ def test_a_wrong_token_is_refused() -> None:
         closing(GrpcLane(CODEC, 1, SLOTS, lambda a, life: [0, 0], credentials=Credentials(SECRET))) as lane,
         turning(lane),
     ):
-        asyncio.run(greet(lane, Credentials(SECRET)))
+        run(greet(lane, Credentials(SECRET)))
         for wrong in (None, SECRET[:-1], SECRET + "x", "0123456789abcdef-another"):
             with pytest.raises(WireError, match="the token is missing or wrong"):
-                asyncio.run(greet(lane, Credentials(wrong)))
+                run(greet(lane, Credentials(wrong)))
 
 
 @pytest.fixture(scope="module")
@@ -440,11 +441,11 @@ def test_with_tls_only_who_knows_the_server_speaks_to_it(certificate: tuple[Path
     theirs = load(str(token), cert, key)
     ours = load(str(token), tls_ca=cert)
     with closing(GrpcLane(CODEC, 1, SLOTS, lambda a, life: [0, 0], credentials=theirs)) as lane, turning(lane):
-        asyncio.run(greet(lane, ours))
+        run(greet(lane, ours))
         with pytest.raises(WireError, match="token"):
-            asyncio.run(greet(lane, ours._replace(token="0123456789abcdef-another")))
+            run(greet(lane, ours._replace(token="0123456789abcdef-another")))
         with pytest.raises(ConnectionError):  # in the clear
-            asyncio.run(greet(lane, ours._replace(authority=None)))
+            run(greet(lane, ours._replace(authority=None)))
 
 
 @pytest.mark.parametrize("host", ["0.0.0.0", "10.1.2.3", "[::]", "example.org", "127.0.0.1.example.org"])

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import socket
+import threading
 from collections import deque
 from collections.abc import Callable, Coroutine
 from typing import Any, TypeVar
@@ -15,11 +16,17 @@ Read = Callable[[], Coroutine[Any, Any, Any]]
 
 Write = Callable[[bytes], Coroutine[Any, Any, None]]
 
+_HEARING = threading.Lock()
+"""Held while gRPC's bell is heard, of which a process has one for all its loops."""
+
 
 class Loop(asyncio.SelectorEventLoop):
     """An event loop for gRPC alone. gRPC rings a bell for each thing that is done, a byte into a socket, and in a turn
     of the loop it hears one ring and looks at all that is done: turns for the other rings find nothing. Here rings are
-    heard together."""
+    heard together.
+
+    Other loops of a process that uses gRPC must be of this kind, too (`run`): gRPC gives up looking where a plain one
+    that it has news for is closed, and the rings for the rest have been heard."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -57,13 +64,15 @@ class Loop(asyncio.SelectorEventLoop):
 
     def add_reader(self, fd: Any, callback: Callable[..., Any], *args: Any) -> None:  # type: ignore[override]
         def hear() -> None:
-            try:
-                rings = len(fd.recv(4096, socket.MSG_PEEK))
-                if rings > 1:
-                    fd.recv(rings - 1)
-            except BlockingIOError:  # another loop of this process was faster, and looks
-                return
-            callback(*args)
+            # One loop at a time: two that drain at once leave no ring for either, and what is done is not looked at.
+            with _HEARING:
+                try:
+                    rings = len(fd.recv(4096, socket.MSG_PEEK))
+                    if rings > 1:
+                        fd.recv(rings - 1)
+                except BlockingIOError:  # another loop of this process was faster, and looks
+                    return
+                callback(*args)
             self.rest()
 
         super().add_reader(fd, hear if isinstance(fd, socket.socket) else callback)
