@@ -137,13 +137,15 @@ def no_finals(spec: HostSpec) -> Finals:
 def write(out: Tree, values: Tree) -> None:
     """Copies the leaves of `values` into those of `out`, which may be of another type."""
     if isinstance(out, np.ndarray):  # the most, and every step
-        np.copyto(out, values, casting="unsafe")
+        out[...] = values
         return
-    mapped(lambda to, value: np.copyto(to, value, casting="unsafe"), out, values)
+    mapped(lambda to, value: to.__setitem__(..., value), out, values)
 
 
 def take(tree: Tree, rows: np.ndarray) -> Tree:
     """Copies of so many rows of each leaf."""
+    if isinstance(tree, np.ndarray):
+        return tree[rows]
     return mapped(lambda leaf: np.asarray(leaf)[rows], tree)
 
 

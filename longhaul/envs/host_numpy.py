@@ -48,15 +48,12 @@ class NumpyVector:
     def step(self, action: np.ndarray, out: Slot | None = None) -> HostStep:
         out = slot(self.spec, self.columns) if out is None else out
         observation, reward, terminated, truncated = self._inner.step(check_action(self.spec, self.columns, action))
-        np.copyto(out.reward, reward, casting="unsafe")
-        np.copyto(out.terminated, terminated, casting="unsafe")
-        np.copyto(out.truncated, truncated, casting="unsafe")
-        out.valid[:] = True
-        ended = out.terminated | out.truncated
+        out.reward[:], out.terminated[:], out.truncated[:] = reward, terminated, truncated
+        out.valid.fill(True)
         self._interval.check(out.truncated)
-        finals = self._none
-        if ended.any():
-            rows = ended.nonzero()[0]
+        ended, finals = out.terminated | out.truncated, self._none
+        rows = ended.nonzero()[0]
+        if len(rows):
             last = mapped(lambda leaf, value: value.astype(leaf.dtype), self.spec.observation, take(observation, rows))
             finals = Finals(rows.astype(np.int32), last, {})
             observation = self._inner.restart(ended)
