@@ -97,20 +97,35 @@ def test_blocks_beside_each_other(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("dtype", [np.uint8, np.uint16, np.uint32])
 def test_what_is_made_is_digested_in_the_making(dtype: type, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Blocks of every mode, the last one short: the digest, which `decode` compares, is that of all of them."""
-    fed: list[int] = []
-    feed = digests.Streamed.feed
+    """Blocks of every mode, the last one short: the digest, which `decode` compares, is that of all of them; at the
+    beginning of a cache line past the caches, else through them, and nothing around is touched."""
+    fed, past = list[int](), list[bool]()
+    feed, called = digests.Streamed.feed, BY[1].called
     monkeypatch.setattr(digests, "LARGE", 241)
-    monkeypatch.setattr(codec, "BLOCK", 1 << 12)
+    monkeypatch.setattr(codec, "BLOCK", 1 << 13)
     monkeypatch.setattr(digests.Streamed, "feed", lambda *given: (fed.append((got := feed(*given)).size), got)[1])
+    monkeypatch.setattr(BY[1], "called", lambda *given: (past.append(given[-1] is True), called(*given))[1])
     generator = np.random.default_rng(3)
-    parts = [pair(generator, np.dtype(dtype), 1 << 12, kind) for kind in (5, 5, 0, 1, 7, 5)]
-    parts.append(pair(generator, np.dtype(dtype), 1000, 5))
-    base, new = (np.concatenate(each) for each in zip(*parts))
-    frame, out = delta.encode(base, new, dtype, by=BY[1]), np.empty_like(base)
-    delta.decode(base, frame, out, by=BY[1])
-    np.testing.assert_array_equal(out, new)
-    assert max(fed) == out.itemsize << 12 and len(fed) >= 4
+    for last in (1000, 4096, 4097, 5000):  # of chunks, batches and the digest's blocks, some are whole
+        parts = [pair(generator, np.dtype(dtype), 1 << 13, kind) for kind in (5, 5, 0, 1, 7, 5)]
+        parts.append(pair(generator, np.dtype(dtype), last, 5))
+        base, new = (np.concatenate(each) for each in zip(*parts))
+        frame = delta.encode(base, new, dtype, by=BY[1])
+        memory = np.zeros(base.nbytes + 192, np.uint8)
+        line = -memory.ctypes.data % 64 + 64
+        for begin in (line, line + base.itemsize):
+            past.clear()
+            memory[:] = 171
+            delta.decode(base, frame, memory[begin : begin + base.nbytes], by=BY[1])
+            assert memory[begin : begin + base.nbytes].tobytes() == new.tobytes()
+            assert set(memory[:begin]) | set(memory[begin + base.nbytes :]) <= {171}
+            assert any(past) == (begin == line)
+        past.clear()
+        staging = memory[line : line + base.nbytes]
+        staging[:] = base.view(np.uint8)
+        delta.apply(staging, frame, by=BY[1])
+        assert staging.tobytes() == new.tobytes() and not any(past)
+    assert max(fed) == base.itemsize << 13 and len(fed) >= 4
     damaged = bytearray(frame[: -delta.SEAL])
     damaged[delta.HEAD.size - 1] ^= 1  # of the digest that should come out
     with pytest.raises(ValueError, match="should make"):
@@ -206,11 +221,14 @@ def test_a_delta_is_for_its_base_alone_and_for_once() -> None:
     with pytest.raises(ValueError, match="needs the base"):
         delta.apply(staging, frame)
     np.testing.assert_array_equal(staging, new)  # and nothing was written
-    for other in (None, base[:-1], np.zeros_like(base)):
+    for other, known in ((None, None), (base[:-1], None), (base, delta.digest(new))):
         out = np.full_like(base, 7)
         with pytest.raises(ValueError, match="needs the base"):
-            delta.decode(other, frame, out)
+            delta.decode(other, frame, out, known=known)
         assert (out == 7).all()
+    for other in (np.zeros_like(base), new, new[::-1].copy()):  # which is only known when all is made
+        with pytest.raises(ValueError, match=f"needs the base .*; here is {delta.digest(other).hex()}"):
+            delta.decode(other, frame, np.empty_like(base))
     # Who claims to know the digest of another base is found out by what comes of it.
     with pytest.raises(ValueError, match="damaged"):
         delta.decode(new, frame, np.empty_like(base), known=delta.digest(base))

@@ -5,11 +5,15 @@ from __future__ import annotations
 import gc
 import importlib.util
 import json
+import socket
 import subprocess
 import sys
+import threading
+import time
 import weakref
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +24,7 @@ import xxhash
 from longhaul.sync import digests, images
 from longhaul.sync.buffers import Pool
 from longhaul.sync.manifest import Manifest, digest
+from longhaul.sync.wire import Wire
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -83,17 +88,22 @@ def test_an_image_has_what_was_given_and_its_digests(past: bool) -> None:
         assert tensor.digest == digest(held)
 
 
-def test_what_comes_by_way_of_a_buffer_is_digested_on_its_way(past: bool) -> None:
-    """In pieces of any length, the rest of one before the next; and a flipped bit in any of them is found."""
-    draw = np.random.default_rng(4)
-    sizes = [0, 1, 63, 300, 0, 1024, 1025, 4096, 9000, 20_001, 0]
+def sent_and_received(draw: np.random.Generator) -> tuple[Manifest, np.ndarray, np.ndarray]:
+    """A version of tensors of all kinds of lengths, its image, and as much memory."""
+    sizes = [0, 1, 63, 240, 241, 300, 0, 1024, 1025, 4096, 9000, 20_001, 0]
     given = {f"t{i}": draw.integers(0, 256, size, np.uint8) for i, size in enumerate(sizes)}
     planned, size = images.describe(given)
     sent, memory = np.zeros(size, np.uint8), Pool(size, 2 * size).take()
     assert memory is not None
     with ThreadPoolExecutor(1) as pool:
-        manifest = Manifest("run", 0, 1, -1, size, images.gather(given, planned, sent, pool, 1))
-    buffer, came = np.empty(5000, np.uint8), memory.array
+        return Manifest("run", 0, 1, -1, size, images.gather(given, planned, sent, pool, 1)), sent, memory.array
+
+
+def test_what_comes_by_way_of_a_buffer_is_digested_on_its_way(past: bool) -> None:
+    """In pieces of any length, the rest of one before the next; and a flipped bit in any of them is found."""
+    draw = np.random.default_rng(4)
+    manifest, sent, came = sent_and_received(draw)
+    size, buffer = manifest.size, np.empty(5000, np.uint8)
     for flipped in [None, *draw.integers(0, size, 6).tolist()]:
         arrival, at, held = images.Arrival(manifest), 0, 0
         came[:] = 0
@@ -110,6 +120,45 @@ def test_what_comes_by_way_of_a_buffer_is_digested_on_its_way(past: bool) -> Non
         hit = [each.name for each in manifest.tensors if flipped is not None and each.offset <= flipped < each.end]
         assert arrival.complete and arrival.damaged == hit
         assert np.flatnonzero(came != sent).tolist() == ([] if flipped is None else [flipped])
+
+
+def pulled(manifest: Manifest, data: np.ndarray, cuts: np.ndarray, into: np.ndarray, once: bool) -> images.Arrival:
+    """An image as a compiled loop receives it, out of a socket that gets it in pieces; what it says of its progress
+    is so."""
+    arrival, counts, buffer = images.Arrival(manifest), [0], np.empty(1025 + int(cuts[0]), np.uint8)
+
+    def step(descriptor: int, stop: float) -> int:
+        left = arrival.pull(into, buffer, descriptor, stop, once)
+        counts.append(arrival.at)
+        assert np.array_equal(into[: arrival.at], data[: arrival.at])
+        return left
+
+    near, far = (Wire(each) for each in socket.socketpair())
+    with closing(near), closing(far):
+        thread = threading.Thread(target=lambda: [far.pour(each.data, 20) for each in np.split(data, cuts)])
+        thread.start()
+        near.pull(time.monotonic() + 20, step)
+        thread.join()
+    assert counts == sorted(counts) and counts[-1] == data.size and (len(counts) > 2) == once
+    return arrival
+
+
+@pytest.mark.parametrize("once", [False, True])
+def test_a_compiled_loop_receives_the_same(once: bool) -> None:
+    """Whatever pieces come; and a flipped bit in any of them is found."""
+    draw = np.random.default_rng(5)
+    manifest, sent, came = sent_and_received(draw)
+    if not images.pulls(came):
+        pytest.skip("numba, of the extra sync, is not installed, or the system is not Linux")
+    large = [each for each in manifest.tensors if each.nbytes]
+    for flipped in [None, *draw.integers(0, manifest.size, 4).tolist(), large[0].offset, large[-1].end - 1]:
+        data = sent.copy()
+        if flipped is not None:
+            data[flipped] ^= 16
+        came[:] = 0
+        arrival = pulled(manifest, data, np.sort(draw.integers(0, data.size, 20)), came, once)
+        hit = [each.name for each in manifest.tensors if flipped is not None and each.offset <= flipped < each.end]
+        assert arrival.complete and arrival.damaged == hit
 
 
 def test_what_is_flipped_on_the_way_is_found(past: bool) -> None:

@@ -32,6 +32,9 @@ HOPELESS = 0.5
 SMALLEST = 32
 """Bytes below which a stream is not worth compressing."""
 
+WINDOW = 1 << 20
+"""Bytes that zstd may look back, at most: what level 1 does, so that no stream makes us reserve more."""
+
 MOST_LOW = 24
 """Low bits of a gap, at most: more than a block's gaps have."""
 
@@ -127,6 +130,8 @@ def _low(gaps: NDArray[np.uint32]) -> int:
 def _changes(data: memoryview, size: int, by: Loops) -> Changes:
     """Reads what `_delta` wrote of a block of `size`; ValueError where a length does not fit."""
     bounds, data = _array(data, CLASSES - 1, np.uint8)
+    if (row := bounds.tolist()) != sorted(row):
+        raise ValueError("the delta is damaged: bounds of classes do not ascend")
     numbers, data = _read_varints(data, 4 * CLASSES + 4)
     counts, lows, rare = numbers[:CLASSES], numbers[CLASSES : 2 * CLASSES], numbers[2 * CLASSES : 2 * CLASSES + 3]
     if sum(counts) > max(size, LEAST) or max(lows) > MOST_LOW or max(rare) > sum(counts):
@@ -184,7 +189,7 @@ class _Zstd(threading.local):
         level = zstandard.ZstdCompressionParameters.from_level(1, **common)
         self.huffman = zstandard.ZstdCompressor(compression_params=huffman)
         self.level = zstandard.ZstdCompressor(compression_params=level)
-        self.reader = zstandard.ZstdDecompressor(format=zstandard.FORMAT_ZSTD1_MAGICLESS)
+        self.reader = zstandard.ZstdDecompressor(max_window_size=WINDOW, format=zstandard.FORMAT_ZSTD1_MAGICLESS)
         self.error: type[Exception] = zstandard.ZstdError
 
 
@@ -209,6 +214,8 @@ def _expand(data: memoryview, about: int, length: int) -> tuple[NDArray[np.uint8
         raise ValueError("the delta is damaged: a stream has another length than it says")
     if not packed:
         return np.frombuffer(data[:taken].toreadonly(), np.uint8), data[taken:]
+    if taken and data[0]:  # a length of its own, for which memory would be reserved; a dictionary; a checksum
+        raise ValueError("the delta is damaged: a stream begins as none of ours does")
     try:
         plain = _zstd().reader.decompress(data[:taken], max_output_size=max(1, length), allow_extra_data=False)
     except _zstd().error as error:

@@ -98,7 +98,7 @@ def read(frame: Buffer) -> Delta:
     if len(data) < HEAD.size + SEAL:
         raise ValueError(f"the delta is cut off: {len(data)} bytes, and its head alone has {HEAD.size}")
     magic, width, nbytes, base, target = HEAD.unpack_from(data)
-    if seal(data[:-SEAL])[-SEAL:] != data[-SEAL:]:
+    if library("xxhash").xxh3_64_digest(data[:-SEAL]) != data[-SEAL:]:
         raise ValueError(f"the delta is damaged or cut off: its {len(data)} bytes have another checksum than it says")
     data = data[:-SEAL]
     if magic != MAGIC or width not in WIDTHS or nbytes % width or any(data[5:8]):
@@ -125,14 +125,32 @@ def decode(
 ) -> None:
     """Writes what `frame` makes of `base` to `out`, a writable buffer of as many bytes: `base`'s own, or another.
 
-    `known` and `pool` as in `encode`. Raises ValueError, with `out` untouched, where the frame is cut off or needs
-    another base; and, with `out` worthless, where it is damaged further in (so `out` should not be what serves). Never
-    writes outside of `out`, and never returns with other bytes in it than were encoded.
+    `known` and `pool` as in `encode`. Without `known`, and with `out` elsewhere, the base is not digested beforehand:
+    the digest of what comes out proves it, too. Raises ValueError, with `out` untouched, where the frame is cut off,
+    needs a base that is not the `known` one or not of this size, or would be applied in place to another; and, with
+    `out` worthless, where the base turns out to be another, or the frame to be damaged further in (so `out` should not
+    be what serves). Never writes outside of `out`, and never returns with other bytes in it than were encoded.
     """
     head = read(frame)
     now = _writable(out, head)
-    before = patterns(out, head.width) if head.base == NOTHING else _base(head, base, known)
-    by, raw = by or loops.best(), now.view(np.uint8)
+    if head.base == NOTHING:
+        _made(head, patterns(out, head.width), now, by or loops.best(), pool)
+        return
+    before = _base(head, base, known)
+    if not known and np.may_share_memory(before, now):
+        known = digest(before)
+        _check(head, known)
+    try:
+        _made(head, before, now, by or loops.best(), pool)
+    except ValueError:
+        if not known:
+            _check(head, digest(before))  # a better reason, where it is one
+        raise
+
+
+def _made(head: Delta, before: Patterns, now: Patterns, by: Loops, pool: Executor | None) -> None:
+    """Makes `now` of what was before; ValueError where that is not what should come out."""
+    raw = now.view(np.uint8)
     running = digests.of_made(raw) if by.feeds and pool is None else digests.Running(raw)
     work = []
     for span, block in zip(_spans(now), head.blocks):
@@ -148,15 +166,21 @@ def apply(staging: Buffer, frame: Buffer, **options: Any) -> None:
 
 
 def _base(head: Delta, base: Buffer | None, known: bytes | None) -> Patterns:
-    """The base as patterns; ValueError where it is not the one that the frame needs."""
+    """The base as patterns; ValueError where it can't be the one that the frame needs."""
     needs = f"the delta needs the base {head.base.hex()} of {head.nbytes} bytes"
     if base is None:
         raise ValueError(f"{needs}; there is none")
     if (size := _bytes(base).nbytes) != head.nbytes:
         raise ValueError(f"{needs}; here are {size}")
-    if (found := known or digest(base)) != head.base:
-        raise ValueError(f"{needs}; here is {found.hex()}")
+    if known:
+        _check(head, known)
     return patterns(base, head.width)
+
+
+def _check(head: Delta, found: bytes) -> None:
+    """ValueError where the digest that was found is not that of the base that the frame needs."""
+    if found != head.base:
+        raise ValueError(f"the delta needs the base {head.base.hex()} of {head.nbytes} bytes; here is {found.hex()}")
 
 
 def _writable(out: Buffer, head: Delta) -> Patterns:

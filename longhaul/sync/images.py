@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import functools
+import importlib.util
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from longhaul.sync import digests
-from longhaul.sync.manifest import Manifest, Tensor, layout
+from longhaul.sync.manifest import LINE, Manifest, Tensor, layout
 
 LARGE = 64 << 20
 """Bytes of an image from which it is written past the caches, which it would not fit in."""
@@ -80,6 +82,39 @@ def _shared_out(
     return [found for batch in batches for found in batch]
 
 
+class _Pulled(NamedTuple):
+    """What a compiled loop knows of an image that comes (`intake`)."""
+
+    names: list[str]  # of the tensors that it digests
+    places: np.ndarray  # int64 [n, 2], where they begin and end
+    sums: np.ndarray  # uint64 [8]
+    found: np.ndarray  # uint64 [n, 2], their digests
+    state: np.ndarray  # int64 [3]
+
+    @classmethod
+    def of(cls, tensors: Sequence[Tensor]) -> _Pulled:
+        intake = _intake()
+        large = [each for each in tensors if each.nbytes >= intake.SHORTEST]
+        places = np.array([(each.offset, each.end) for each in large], np.int64).reshape(-1, 2)
+        found = np.zeros((len(large), 2), np.uint64)
+        return cls([each.name for each in large], places, intake.START.copy(), found, np.zeros(3, np.int64))
+
+
+def pulls(image: np.ndarray) -> bool:
+    """Whether there is a compiled loop that brings what comes into `image`, uint8."""
+    return not image.ctypes.data % LINE and _intake() is not None
+
+
+@functools.cache
+def _intake() -> Any:
+    """None where numba is not installed, or the system is another than what its calls are written for."""
+    if sys.platform != "linux" or sys.byteorder != "little" or not importlib.util.find_spec("numba"):
+        return None
+    from longhaul.sync import intake
+
+    return intake
+
+
 class Arrival:
     """Verifies an image while it arrives from its beginning on, in one thread. `at` is how many bytes were drawn."""
 
@@ -87,6 +122,7 @@ class Arrival:
         self._tensors = sorted(manifest.tensors, key=lambda each: each.offset)
         self._next, self._end, self.at = 0, 0, 0  # `_end` is of the next tensor, while it comes
         self._running: digests.Running | digests.Streamed | None = None  # of the next tensor
+        self._pulled: _Pulled | None = None
         self.damaged: list[str] = []
 
     def __call__(self, image: np.ndarray, count: int) -> None:
@@ -119,6 +155,22 @@ class Arrival:
                     break
             used, self.at = used + count, self.at + count
         return used
+
+    def pull(self, image: np.ndarray, buffer: np.ndarray, descriptor: int, stop: float, once: bool) -> int:
+        """Receives `image` itself, and does with it what `draw` does; only where `pulls(image)`. -> 0 when all is in
+        place; above 0 when it is the time `stop`, or `once` a buffer was taken: call it again. Below 0 it is -errno."""
+        if self._pulled is None:
+            self._pulled = _Pulled.of(self._tensors)
+        pulled, intake = self._pulled, _intake()
+        why = intake.pulled(descriptor, buffer, image, *pulled[1:], stop, once)
+        self.at = int(pulled.state[intake.AT])
+        if why == intake.DONE:
+            found = dict(zip(pulled.names, pulled.found.astype(">u8")))
+            for tensor in self._tensors:
+                whole = found.get(tensor.name)
+                mine = digests.digest(image[tensor.offset : tensor.end]) if whole is None else whole.tobytes()
+                self._ended(tensor, mine)
+        return why
 
     def _drawn(self, tensor: Tensor, image: np.ndarray, buffer: np.ndarray, used: int, held: int) -> int:
         """Of a tensor, as many bytes as it could take."""

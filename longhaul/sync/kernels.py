@@ -3,7 +3,7 @@
 They compute exactly what `longhaul.sync.reference` does in NumPy, many times faster: comparing 64 elements takes a
 handful of vector instructions, and only elements that changed are looked at singly, without branches on their values.
 LLVM's vector types are portable: they become AVX-512, AVX2 or NEON, whatever the machine has. Compiled programs are
-kept beside this file, or in NUMBA_CACHE_DIR. The one file that imports numba; others import it inside a function.
+kept beside this file, or in NUMBA_CACHE_DIR. One of three files that import numba; others import it inside a function.
 """
 
 # mypy: disable-error-code="no-untyped-def, call-arg, var-annotated, operator"
@@ -21,7 +21,7 @@ from numba import njit, types
 from numba.extending import intrinsic, register_jitable
 
 from longhaul.sync import reference
-from longhaul.sync.streams import BLOCK, scan_block
+from longhaul.sync.streams import BLOCK, carry_block, fence, scan_block
 
 LANES = 64
 """Elements of a chunk: the bits of a mask."""
@@ -79,17 +79,17 @@ def differing(typing: Any, one: Any, other: Any, start: Any) -> Any:
 
 
 @intrinsic
-def copy(typing: Any, source: Any, target: Any, start: Any) -> Any:
-    """LANES elements from `start` on, to the same place; the two may be one."""
+def copy(typing: Any, source: Any, start: Any, target: Any, where: Any) -> Any:
+    """LANES elements from `start` on, to `where` in the target; the two may be one."""
 
     def build(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        chunk = _load(context, builder, signature.args[0], arguments[0], arguments[2])
-        struct = context.make_array(signature.args[1])(context, builder, arguments[1])
-        pointer = builder.bitcast(builder.gep(struct.data, [arguments[2]]), ir.PointerType(chunk.type))
-        builder.store(chunk, pointer).align = signature.args[1].dtype.bitwidth // 8
+        chunk = _load(context, builder, signature.args[0], arguments[0], arguments[1])
+        struct = context.make_array(signature.args[2])(context, builder, arguments[2])
+        pointer = builder.bitcast(builder.gep(struct.data, [arguments[3]]), ir.PointerType(chunk.type))
+        builder.store(chunk, pointer).align = signature.args[2].dtype.bitwidth // 8
         return context.get_dummy_value()
 
-    return types.void(source, target, types.int64), build
+    return types.void(source, types.int64, target, types.int64), build
 
 
 @intrinsic
@@ -245,7 +245,22 @@ def emit(base, new, differs, bounds, table, ends, gaps, steps):
 
 
 @jit
-def patch(base, out, bounds, cursors, ends, gaps, steps, raw, count, sums):
+def _made(mine, raw, start, end, fed, count, sums, past):
+    """Bytes from `start` to `end` of `raw` are made: of its first `count`, those from `fed` on go into the digest's
+    sums by whole blocks. With `past` they are in `mine`, and are brought to `raw`. -> how many were fed."""
+    while fed + BLOCK <= min(end, count):
+        if past:
+            carry_block(mine, fed - start, sums, raw, fed)
+        else:
+            scan_block(raw, fed, sums)
+        fed += BLOCK
+    if past and fed < end:
+        raw[fed:end] = mine[fed - start : end - start]
+    return fed
+
+
+@jit
+def patch(base, out, bounds, cursors, ends, gaps, steps, raw, count, sums, past):
     """Undoes `emit`: `out`, which may be `base` itself, becomes what was new. False where the gaps lead outside.
 
     `cursors` and `ends` (int64) say where each class lies in `gaps` and `steps`; the caller has checked them. Nothing
@@ -253,10 +268,14 @@ def patch(base, out, bounds, cursors, ends, gaps, steps, raw, count, sums):
     then a change's chunk follows from one comparison with all counts, without a branch that could be mispredicted.
 
     What is made goes into the digest's `sums` while it is in the nearest cache: the first `count` bytes, whole blocks,
-    of `raw` (uint8), which is `out` as bytes.
+    of `raw` (uint8), which is `out` as bytes. With `past`, where these begin at a cache line, `out` is not `base` and
+    `count` is less than a block short of all, a batch is made in memory of our own and leaves it past the caches: `out`
+    is never read.
     """
     size, bits, fed = out.size, out.itemsize * 8, 0
     sign = np.int64(1 << (bits - 1))
+    mine = np.empty(BATCH * LANES if past else 0, out.dtype)
+    onto, bare = mine if past else out, mine.view(np.uint8)
     # Of each class the masks of a batch's chunks, and how many members there are before each chunk, and in all.
     masks, seen = np.zeros(CLASSES * BATCH, np.uint64), np.zeros(CLASSES * ROW, np.int16)
     coming, totals = np.empty(CLASSES, np.int64), np.empty(CLASSES, np.int64)
@@ -266,15 +285,17 @@ def patch(base, out, bounds, cursors, ends, gaps, steps, raw, count, sums):
     for first in range(0, chunks, BATCH):
         s0 = s1 = s2 = s3 = 0
         held = min(BATCH, chunks - first)
+        begin = 0 if past else first * LANES  # of the batch, in `onto`
         for i in range(held):
             here = (first + i) * LANES
             at = min(here, size - LANES)
             fetch(base, here + AHEAD)
-            fetch(out, here + AHEAD)
+            if not past:
+                fetch(out, here + AHEAD)
             if at == here:
-                copy(base, out, at)
+                copy(base, at, onto, begin + i * LANES)
             else:
-                out[here:] = base[here:]
+                onto[begin + i * LANES : begin + i * LANES + size - here] = base[here:]
             m0, m1, m2, m3 = classes(base, at, here - at, bounds)
             s0, s1, s2, s3 = s0 + ones(m0), s1 + ones(m1), s2 + ones(m2), s3 + ones(m3)
             masks[i], masks[BATCH + i], masks[2 * BATCH + i], masks[3 * BATCH + i] = m0, m1, m2, m3
@@ -288,20 +309,20 @@ def patch(base, out, bounds, cursors, ends, gaps, steps, raw, count, sums):
             while rank < total:
                 i = reached(seen, k * ROW + 1, rank)
                 before = np.int64(seen[np.uint64(k * ROW + i)])
-                j = np.uint64((first + i) * LANES + place(masks[np.uint64(k * BATCH + i)], rank - before))
+                j = np.uint64(begin + i * LANES + place(masks[np.uint64(k * BATCH + i)], rank - before))
                 step = np.int64(steps[np.uint64(c)]) + 1
                 step = (step >> 1) ^ -(step & 1)
                 # As `ordered` twice, with the sign as a number: no branch, and no constant.
-                key = np.int64(out[j])
+                key = np.int64(onto[j])
                 key = (key ^ (-(key >> (bits - 1)) & (sign - 1))) + step
-                out[j] = key ^ (-((key >> (bits - 1)) & 1) & (sign - 1))
+                onto[j] = key ^ (-((key >> (bits - 1)) & 1) & (sign - 1))
                 c += 1
                 rank = rank + 1 + np.int64(gaps[np.uint64(c)]) if c < end else NEVER
             cursors[k], coming[k] = c, rank - total
-        until = min((first + held) * LANES * out.itemsize, count)
-        while fed + BLOCK <= until:
-            scan_block(raw, fed, sums)
-            fed += BLOCK
+        start, end = first * LANES * out.itemsize, min((first + held) * LANES, size) * out.itemsize
+        fed = _made(bare, raw, start, end, fed, count, sums, past)
+    if past:
+        fence()
     return (cursors == ends).all()
 
 

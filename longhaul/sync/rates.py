@@ -86,7 +86,11 @@ class Sample:
     def _drawn(self, wire: Wire, into: np.ndarray) -> None:
         wire.sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, NEAR)
         arrival, buffer = images.Arrival(self._form), np.empty(BUFFER, np.uint8)
-        wire.draw_by(buffer.data, self.size, time.monotonic() + PATIENCE, lambda held: arrival.draw(into, buffer, held))
+        until = time.monotonic() + PATIENCE
+        if images.pulls(into):
+            wire.pull(until, lambda descriptor, stop: arrival.pull(into, buffer, descriptor, stop, False))
+        else:
+            wire.draw_by(buffer.data, self.size, until, lambda held: arrival.draw(into, buffer, held))
 
 
 def _aligned(size: int) -> np.ndarray:

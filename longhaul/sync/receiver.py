@@ -280,12 +280,18 @@ class Receiver:
                 self._passed_on(parcel.manifest, image, arrival.at)
             return used
 
+        def pulled(image: np.ndarray, buffer: np.ndarray, descriptor: int, stop: float) -> int:
+            left = arrival.pull(image, buffer, descriptor, stop, self._onward is not None)
+            if self._onward is not None:
+                self._passed_on(parcel.manifest, image, arrival.at)
+            return left
+
         large = parcel.manifest.size >= images.LARGE
         if self._buffer is None and source.moves and large:
             self._buffer = np.empty(BUFFER, np.uint8)
         staging = Staging(
             lambda size: self._room(size, seconds / 2), arrived, base, shared.append, arrival.made, self._spare,
-            self._buffer if large else None, drawn,
+            self._buffer if large else None, drawn, pulled,
         )  # fmt: skip
         array = source.fetch(parcel, staging, seconds)
         fetched = time.perf_counter()

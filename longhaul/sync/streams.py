@@ -113,7 +113,7 @@ def _pour_block(typing: Any, source: Any, place: Any, sums: Any, target: Any) ->
 
 
 @intrinsic
-def _carry_block(typing: Any, source: Any, place: Any, sums: Any, target: Any, where: Any) -> Any:
+def carry_block(typing: Any, source: Any, place: Any, sums: Any, target: Any, where: Any) -> Any:
     """A block of uint8 that is in a cache, from a byte on, into the sums, and past the caches to `where` in `target`,
     which is aligned to cache lines."""
 
@@ -137,7 +137,7 @@ def scan_block(typing: Any, source: Any, place: Any, sums: Any) -> Any:
 
 
 @intrinsic
-def _fence(typing: Any) -> Any:
+def fence(typing: Any) -> Any:
     """What was written before is seen by all before what is written after: such stores have no order of their own."""
 
     def build(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
@@ -171,15 +171,15 @@ def pour(source, target, count, sums):
     """
     for place in range(0, count, BLOCK):
         _pour_block(source, place, sums, target)
-    _fence()
+    fence()
 
 
 @jit
 def carry(source, begin, target, where, count, sums):
     """`pour` of so many bytes from `begin` on, which are in a cache, to `where` in `target`, which is aligned there."""
     for at in range(0, count, BLOCK):
-        _carry_block(source, begin + at, sums, target, where + at)
-    _fence()
+        carry_block(source, begin + at, sums, target, where + at)
+    fence()
 
 
 @jit

@@ -9,10 +9,10 @@ from __future__ import annotations
 
 import array
 import contextlib
+import errno
 import hashlib
 import hmac
 import json
-import math
 import os
 import secrets
 import select
@@ -35,6 +35,9 @@ MOST_DESCRIPTORS = 2
 
 PIECE = 1 << 18
 """Bytes that are received at once at most, and then digested while the processor's cache still has them."""
+
+TURN = 1.0
+"""Seconds after which a deadline is looked at again, however much comes."""
 
 LOW = 256 << 10
 """Bytes that a large stream wakes us for."""
@@ -165,12 +168,12 @@ class Wire:
 
         It takes what comes at once, packet by packet: so few are on their way that the cache has them, too.
         """
-        held, left, blocked = 0, size, -math.inf
+        held, left, turn = 0, size, 0.0
         while left:
-            if (now := time.monotonic()) > blocked + 1.0:
-                self._block(until)
-                blocked = now
             while left and held < len(buffer):
+                if (now := time.monotonic()) >= turn:
+                    self._block(socket.SO_RCVTIMEO, until)
+                    turn = min(until, now + TURN)
                 try:
                     got = self.sock.recv_into(buffer[held : held + left])
                 except BlockingIOError:
@@ -184,14 +187,31 @@ class Wire:
                 buffer[: len(rest)] = rest
             held -= used
 
-    def _block(self, until: float) -> None:
-        """What is received next waits in the kernel, which needs no call to wait, until then at the latest."""
+    def pull(self, until: float, step: Callable[[int, float], int]) -> None:
+        """`draw_by` whose loop is compiled (`intake`): `step(descriptor, stop)` receives until all is there, which is
+        0, or until the time `stop`, above 0; below 0 it is -errno."""
+        descriptor = os.dup(self.sock.fileno())  # so that its number is no other file's when someone closes the socket
+        try:
+            left = 1
+            while left:
+                self._block(socket.SO_RCVTIMEO, until)
+                left = step(descriptor, min(until, time.monotonic() + TURN))
+                if left == -errno.EAGAIN:
+                    raise TimeoutError("the other side sends no bytes")
+                if left == -errno.ECONNRESET:
+                    raise ConnectionResetError("the other side has closed the connection")
+                if left < 0 and left != -errno.EINTR:
+                    raise OSError(-left, os.strerror(-left))
+        finally:
+            os.close(descriptor)
+
+    def _block(self, which: int, until: float) -> None:
+        """What is received next, or sent, waits in the kernel, which needs no call to wait: until then at the latest.
+        `which` is SO_RCVTIMEO or SO_SNDTIMEO."""
         seconds = _positive(until - time.monotonic())
         self.sock.settimeout(None)
         whole = int(seconds)
-        self.sock.setsockopt(
-            socket.SOL_SOCKET, socket.SO_RCVTIMEO, struct.pack("@ll", whole, int(1e6 * (seconds - whole)) or 1)
-        )
+        self.sock.setsockopt(socket.SOL_SOCKET, which, struct.pack("@ll", whole, int(1e6 * (seconds - whole)) or 1))
 
     def pour(self, data: memoryview, seconds: float) -> None:
         """Sends bare bytes, all within `seconds`."""
@@ -203,8 +223,11 @@ class Wire:
         while done < len(data):
             if beyond and done == there:
                 there = beyond(done, until - time.monotonic())
-            self.sock.settimeout(_positive(until - time.monotonic()))
-            done += self.sock.send(data[done:there])
+            self._block(socket.SO_SNDTIMEO, until)
+            try:
+                done += self.sock.send(data[done:there])
+            except BlockingIOError:
+                raise TimeoutError("the other side takes no bytes") from None
 
     def pour_file(
         self,

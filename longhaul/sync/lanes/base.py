@@ -68,7 +68,8 @@ class Staging(NamedTuple):
     image note what they have verified of it; `made`, that the image was made with every tensor's digest found.
     `spare(n)` counts n bytes that are taken beside the image while it is made, and says how many more may be.
     Where there is a `buffer`, what comes should go by way of it: `draw(image, buffer, n)` takes of its first n bytes,
-    which come next, as many as it says; at the end all have `arrived`."""
+    which come next, as many as it says; at the end all have `arrived`. `pull(image, buffer, descriptor, stop)`, where
+    there is one for this image, does so with what it receives itself (`Wire.pull`)."""
 
     take: Callable[[int], np.ndarray]
     arrived: Callable[[np.ndarray, int], None]
@@ -78,6 +79,7 @@ class Staging(NamedTuple):
     spare: Callable[[int], int] = lambda taken: 0
     buffer: np.ndarray | None = None
     draw: Callable[[np.ndarray, np.ndarray, int], int] = lambda image, buffer, held: 0
+    pull: Callable[[np.ndarray, np.ndarray, int, float], int] | None = None
 
 
 class Hub(Protocol):

@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 
 from longhaul.central import credentials
-from longhaul.sync import changes
+from longhaul.sync import changes, images
 from longhaul.sync.buffers import Image
 from longhaul.sync.lanes.base import DAMAGED, Hub, Parcel, Staging
 from longhaul.sync.lanes.sockets import PATIENCE, SocketLane, SocketSource, expect
@@ -153,7 +153,10 @@ class TcpCollection:
         if (buffer := staging.buffer) is None:
             connection.draw(image.data, until, lambda count: staging.arrived(image, count))
         else:
-            connection.draw_by(buffer.data, size, until, lambda held: staging.draw(image, buffer, held))
+            if (pull := staging.pull) is not None and images.pulls(image):
+                connection.pull(until, lambda descriptor, stop: pull(image, buffer, descriptor, stop))
+            else:
+                connection.draw_by(buffer.data, size, until, lambda held: staging.draw(image, buffer, held))
             staging.arrived(image, size)
         return image
 
