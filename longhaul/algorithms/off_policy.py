@@ -255,8 +255,8 @@ def algorithm(
 
         # Random numbers are drawn before the loop: in it XLA would make them anew inside of whatever uses them, a dozen
         # times over. What is kept is read in the loop alone: outside, XLA would read the ring of before, with the new
-        # row in its place, and copy all of it to write that row. For the same reason the loop gives back the ring, which
-        # it may not know to be the one that it was given.
+        # row in its place, and copy all of it to write that row. It must not find out, either, that the loop gives back
+        # the ring that it was given: hence the barrier.
         ahead = jax.vmap(functools.partial(choose, ring))(key_samples) if made.priority_exponent is None else None
         noises = jax.vmap(lambda key: parts.noise(key, rows))(key_losses)
 
