@@ -68,8 +68,15 @@ class Ring(NamedTuple):
     greatest: jax.Array  # float32: priority of a step that was never learnt from
 
 
+class Chosen(NamedTuple):
+    """Which n steps a sample is made of."""
+
+    place: jax.Array  # int32 [n], in the ring, row by row
+    weight: jax.Array  # float32 [n]: importance, at most 1
+
+
 class Transitions(NamedTuple):
-    """A sample of n steps of experience. Before it is looked up, observations are places: (row, column), int32 [n]."""
+    """A sample of n steps of experience."""
 
     observation: PyTree  # [n, ...]
     action: jax.Array  # [n, ...]
@@ -89,8 +96,8 @@ class Replay(NamedTuple):
     add: Callable[[Ring, Cursor, Rollout], tuple[Ring, Cursor]]
     sample: Callable[[Ring, Cursor, Key, int, jax.Array | float], Transitions]
     #     (ring, cursor, key, n, exponent of the importance weights)
-    draw: Callable[[Ring, Cursor, Key, int, jax.Array | float], Transitions]  # likewise, not yet looked up
-    look: Callable[[Ring, Transitions], Transitions]  # the rest of `sample`
+    choose: Callable[[Ring, Cursor, Key, int, jax.Array | float], Chosen]  # likewise; what is kept is not read
+    look: Callable[[Ring, Cursor, Chosen], Transitions]  # the rest of `sample`
     sequences: Callable[[Ring, Cursor, Key, int, int], Rollout]  # (ring, cursor, key, n, length) -> [length, n]
     prioritise: Callable[[Ring, Transitions, jax.Array], Ring]  # (ring, a sample, its priorities float32 [n] >= 0)
 
@@ -133,7 +140,7 @@ def replay(
     )
     of = functools.partial
     return Replay(
-        rows, of(_start, layout), of(_add, layout), of(_sample, layout), of(_draw, layout), of(_look, layout),
+        rows, of(_start, layout), of(_add, layout), of(_sample, layout), of(_choose, layout), of(_look, layout),
         of(_sequences, layout), _prioritise,
     )  # fmt: skip
 
@@ -224,32 +231,23 @@ def _worth(
     return priorities.change(tree, rows, lost * of.columns + jnp.arange(of.columns), nothing)
 
 
-def _choose(
-    of: _Layout, ring: Ring, cursor: Cursor, key: Key, n: int, beta: jax.Array | float
-) -> tuple[jax.Array, jax.Array]:
-    """(places in the ring, row by row, their weights), [n] each."""
+def _choose(of: _Layout, ring: Ring, cursor: Cursor, key: Key, n: int, beta: jax.Array | float) -> Chosen:
     if isinstance(ring.tree, Tree):
         index, priority = priorities.draw(ring.tree, key, n)
         least = jnp.min(jnp.where(priority > 0.0, priority, jnp.inf))
-        return index, jnp.where(priority > 0.0, (jnp.maximum(priority, least) / least) ** -beta, 0.0)
+        return Chosen(index, jnp.where(priority > 0.0, (jnp.maximum(priority, least) / least) ** -beta, 0.0))
     drawn = randomness.bits(key, (2, n))
     row = (_below(drawn[0], jnp.maximum(cursor.filled, 1)) + cursor.at - cursor.filled) % of.rows
-    return row * of.columns + _below(drawn[1], of.columns), jnp.ones(n, jnp.float32)
+    return Chosen(row * of.columns + _below(drawn[1], of.columns), jnp.ones(n, jnp.float32))
 
 
 def _sample(of: _Layout, ring: Ring, cursor: Cursor, key: Key, n: int, beta: jax.Array | float) -> Transitions:
-    return _look(of, ring, _draw(of, ring, cursor, key, n, beta))
+    return _look(of, ring, cursor, _choose(of, ring, cursor, key, n, beta))
 
 
-def _look(of: _Layout, ring: Ring, drawn: Transitions) -> Transitions:
-    seen, led_to = of.look(ring, *drawn.observation), of.look(ring, *drawn.successor)
-    return drawn._replace(observation=seen, successor=led_to)
-
-
-def _draw(of: _Layout, ring: Ring, cursor: Cursor, key: Key, n: int, beta: jax.Array | float) -> Transitions:
-    rows, n_step = of.rows, of.n_step
-    index, weight = _choose(of, ring, cursor, key, n, beta)
-    row, column = index // of.columns, index % of.columns
+def _look(of: _Layout, ring: Ring, cursor: Cursor, chosen: Chosen) -> Transitions:
+    rows, n_step, (n,) = of.rows, of.n_step, chosen.place.shape
+    row, column = chosen.place // of.columns, chosen.place % of.columns
     ahead = jnp.arange(n_step)[:, None]
     newest = (cursor.at - 1 - row) % rows  # rows after this one, to the newest
     window = (row[None] + ahead) % rows, jnp.broadcast_to(column[None], (n_step, n))
@@ -261,8 +259,8 @@ def _draw(of: _Layout, ring: Ring, cursor: Cursor, key: Key, n: int, beta: jax.A
     last = jnp.take_along_axis(ending, jnp.maximum(m - 1, 0)[None], axis=0)[0]
     following = jnp.where(last >= 0, rows + last, (row + m) % rows)
     return Transitions(
-        (row, column), ring.action[row, column], jnp.where(counts, ring.reward[window], 0.0), m,
-        last == TERMINATED, (following, column), jnp.where(m > 0, weight, 0.0), index,
+        of.look(ring, row, column), ring.action[row, column], jnp.where(counts, ring.reward[window], 0.0), m,
+        last == TERMINATED, of.look(ring, following, column), jnp.where(m > 0, chosen.weight, 0.0), chosen.place,
     )  # fmt: skip
 
 

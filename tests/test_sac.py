@@ -1,5 +1,6 @@
 """SAC on the probes: known values, true successors, many devices, and its place in a run."""
 
+import functools
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -17,7 +18,8 @@ from longhaul.envs.probes import PROBES, Probe
 from longhaul.replay import Sizes
 from longhaul.rollout import collector, play, starts
 from longhaul.topologies import fused
-from longhaul.types import Algorithm, Box, Key, Rollout, Successors, TimeStep
+from longhaul.types import Algorithm, Box, Key, Rollout, Spec, Successors, TimeStep
+from tests.test_ppo import QUICK
 
 UPDATES, WORLDS, STEPS = 120, 16, 8
 
@@ -171,6 +173,22 @@ def test_before_learning_actions_are_drawn_evenly_and_parameters_rest() -> None:
     action = np.asarray(algorithm.act(policy, (), batch, jax.random.key(1))[0]).reshape(3, 300)
     shares = np.stack([np.bincount(row, minlength=3) / 300 for row in action])
     np.testing.assert_allclose(shares, [[0.5, 0.5, 0.0], [0.5, 0.0, 0.5], [1.0, 0.0, 0.0]], atol=0.1)
+
+
+def test_an_update_copies_nothing_of_the_replay() -> None:
+    """XLA once read the ring as it was before a row was added, and so copied all of it to write that row."""
+    spec = Spec(jax.ShapeDtypeStruct((3,), jnp.float32), Box((-1.0,) * 2, (1.0,) * 2), truncation_interval=100)
+    settings = replace(config(probes.continuous()), gradient_steps=2, hidden_dim=8, replay_size=400_000)
+    algorithm = learners.make(spec, settings, updates=10, mean=meshes.identity, sizes=Sizes(1, WORLDS, STEPS))
+    state = jax.eval_shape(algorithm.init, jax.random.key(0))
+    shape = functools.partial(jax.ShapeDtypeStruct, dtype=jnp.float32)
+    seen, action, flag = shape((STEPS, WORLDS, 3)), shape((STEPS, WORLDS, 2)), shape((STEPS, WORLDS), dtype=bool)
+    led = Successors(shape((WORLDS, 3)), shape((1, WORLDS, 3)))
+    data = Rollout(seen, action, shape(flag.shape), flag, flag, flag, (), led, (), shape((), dtype=jnp.int32))
+    key = jax.eval_shape(jax.random.key, 0)
+    memory = jax.jit(algorithm.learn, donate_argnums=0).lower(state, data, key).compile(QUICK).memory_analysis()
+    held = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(state.replay))
+    assert memory.alias_size_in_bytes >= held and memory.temp_size_in_bytes < 0.02 * held
 
 
 @pytest.mark.parametrize(

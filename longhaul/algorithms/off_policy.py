@@ -20,7 +20,7 @@ import optax
 
 from longhaul import networks, randomness, replay
 from longhaul.algorithms.actor_critic import Apart
-from longhaul.replay import Cursor, Ring, Sizes, Transitions
+from longhaul.replay import Chosen, Cursor, Ring, Sizes, Transitions
 from longhaul.types import Algorithm, Box, Discrete, Key, Local, Masked, Metrics, Params, PyTree, Rollout, Spec
 
 STORES = ("fp32", "bf16")
@@ -250,19 +250,22 @@ def algorithm(
         passed = jnp.minimum(state.updates / updates, 1.0)
         beta = made.importance_exponent + (1.0 - made.importance_exponent) * passed
 
-        def draw(ring: Ring, key: Key) -> Transitions:
-            return store.draw(ring, cursor, key, rows, beta)
+        def choose(ring: Ring, key: Key) -> Chosen:
+            return store.choose(ring, cursor, key, rows, beta)
 
-        # What need not wait is drawn before the loop. In it XLA would make the random numbers anew inside of whatever
-        # uses them, a dozen times over; observations alone are looked up there, for they may be large.
-        ahead = jax.vmap(functools.partial(draw, ring))(key_samples) if made.priority_exponent is None else None
+        # Random numbers are drawn before the loop: in it XLA would make them anew inside of whatever uses them, a dozen
+        # times over. What is kept is read in the loop alone: outside, XLA would read the ring of before, with the new
+        # row in its place, and copy all of it to write that row. It must not find out, either, that the loop gives back
+        # the ring that it was given: hence the barrier.
+        ahead = jax.vmap(functools.partial(choose, ring))(key_samples) if made.priority_exponent is None else None
         noises = jax.vmap(lambda key: parts.noise(key, rows))(key_losses)
 
         def step(i: jax.Array, carried: Any) -> Any:
             params, target, opt_state, ring, told = carried
-            drawn = draw(ring, key_samples[i]) if ahead is None else jax.tree.map(lambda x: x[i], ahead)
+            ring = jax.lax.optimization_barrier(ring)
+            chosen = choose(ring, key_samples[i]) if ahead is None else jax.tree.map(lambda x: x[i], ahead)
             noise = jax.tree.map(lambda x: x[i], noises)
-            batch = store.look(ring, drawn)
+            batch = store.look(ring, cursor, chosen)
             grads, now, error = apart(functools.partial(_gradient, parts))(params, target, batch, noise)
             grads, now = mean((grads, now))
             before = params, opt_state, target
