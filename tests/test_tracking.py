@@ -8,6 +8,7 @@ import subprocess
 import sys
 import textwrap
 import time
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,8 @@ from longhaul.run import RunError
 from tests import small_runs
 from tests.small_runs import small
 from tests.wandb_files import hide_credentials, read, tracked_folder, write
+
+NEEDS_WANDB = pytest.mark.skipif(find_spec("wandb") is None, reason="wandb, of the extra logging, is not installed")
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -41,6 +44,7 @@ def test_the_id_is_that_of_the_old_trainer() -> None:
 
 
 def test_nothing_is_tracked_unless_asked_for_and_a_run_keeps_to_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tracking.importlib.util, "find_spec", lambda name: True)  # type: ignore[attr-defined]
     nothing: frozenset[str] = frozenset()
     assert tracking.chosen(values(), nothing, "pong") is None
     assert tracking.chosen(values(project="a"), frozenset({"project"}), "pong") is None
@@ -110,6 +114,7 @@ def test_a_run_is_found_by_its_id(tmp_path: Path) -> None:
 # ----------------------------------------------------------------------------------------------------------- offline
 
 
+@NEEDS_WANDB
 @pytest.mark.slow
 def test_going_on_offline_gives_one_history_of_all_records(tmp_path: Path) -> None:
     """Three sessions, of which the second goes back to an earlier checkpoint, and the last has no update to make."""
@@ -149,6 +154,7 @@ KILLED = """
 """
 
 
+@NEEDS_WANDB
 @pytest.mark.slow
 def test_killed_at_once_it_leaves_its_last_record_too(tmp_path: Path) -> None:
     """The run is killed while its tracker has not even begun: that sends what is in the file, and ends by itself."""
@@ -160,6 +166,7 @@ def test_killed_at_once_it_leaves_its_last_record_too(tmp_path: Path) -> None:
     assert read(folder).steps == list(range(1, 10))
 
 
+@NEEDS_WANDB
 @pytest.mark.slow
 def test_the_folder_of_another_run_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Two runs of one name share an id, and here the folder that wandb writes to as well."""
@@ -171,6 +178,7 @@ def test_the_folder_of_another_run_stays(tmp_path: Path, monkeypatch: pytest.Mon
     assert len(list((tmp_path / "shared/wandb").glob("offline-run-*"))) == 2
 
 
+@NEEDS_WANDB
 def test_without_credentials_it_says_that_it_stays_offline(tmp_path: Path) -> None:
     folder, notes = tracked_folder(tmp_path, mode=None), []
     write(folder, range(1, 2), notes=notes)
@@ -182,6 +190,7 @@ def test_without_credentials_it_says_that_it_stays_offline(tmp_path: Path) -> No
 # --------------------------------------------------------------------------------------------------------- whole runs
 
 
+@NEEDS_WANDB
 def test_a_run_of_training_is_mirrored(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """What metrics.jsonl has, and nothing else, is in wandb's file."""
     small_runs.make_quick(monkeypatch)
@@ -201,6 +210,7 @@ def test_a_run_of_training_is_mirrored(tmp_path: Path, monkeypatch: pytest.Monke
     assert found.config["id"] == found.name == "run"
 
 
+@NEEDS_WANDB
 @pytest.mark.slow
 def test_stopped_and_killed_a_run_has_one_history(tmp_path: Path) -> None:
     """SIGTERM, then SIGKILL of everything, then to the end by the run's W&B id."""
