@@ -25,6 +25,7 @@ from longhaul.central.states import NOTHING, Keeps
 from longhaul.central.streaming import run
 from longhaul.central.trajectories import Trajectories
 from longhaul.central.wire import Codec
+from longhaul.envs import host
 from longhaul.types import Algorithm, Spec
 from longhaul.vectors import HostVector
 
@@ -32,6 +33,8 @@ Make = Callable[[int, int], HostVector]
 """(actor, slot) -> the environments of a group."""
 
 UNTIL = 10**6
+
+POLES = host.describe("numpy/longhaul.envs.batched:cartpole")
 
 
 class Sizes(NamedTuple):

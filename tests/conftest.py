@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 from importlib.metadata import version
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -70,6 +71,21 @@ def runs_dir(tmp_path: Path) -> Path:
     folder = tmp_path / "runs"
     folder.mkdir()
     return folder
+
+
+@pytest.fixture
+def longhaul(capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """(words) -> (exit code, stdout, stderr) of the command in this process, in an empty folder."""
+    from longhaul import cli  # after the hook above
+
+    monkeypatch.chdir(tmp_path)
+
+    def run(*words: str) -> tuple[int, str, str]:
+        code = cli.main(list(words))
+        out, err = capsys.readouterr()
+        return code, out, err
+
+    return run
 
 
 @pytest.fixture(autouse=True)

@@ -14,7 +14,7 @@ from longhaul.driving.bank import stack
 from longhaul.driving.compile import compile_log
 from longhaul.driving.generator import generate
 from longhaul.driving.simulator import Config, driving
-from tests.test_driving_compile import ORIGIN, make_log
+from tests.made_logs import ORIGIN, make_log
 
 
 def drift(lateral: np.ndarray) -> np.ndarray:

@@ -20,7 +20,7 @@ from longhaul.driving.edges import segment_distance
 from longhaul.driving.generator import generate
 from longhaul.driving.scenario import NO_ROAD, Road, Scenario
 from tests import fixtures_logs as made
-from tests.test_driving_compile import ORIGIN, make_log, straight
+from tests.made_logs import ORIGIN, make_log, straight
 
 DATA = Path(os.environ.get("LONGHAUL_DATA", Path(__file__).resolve().parent.parent / "../shared/data"))
 OVERPASS = "scenarionet/sd_waymo_v1.2_eb4b91b10ca94ff2.pkl"

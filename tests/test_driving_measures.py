@@ -1,10 +1,8 @@
-"""Metrics of whole episodes: by hand, and against a slow reference that shares no code."""
+"""Metrics of whole episodes by hand, each drive against a slow reference too; their pieces, many at once."""
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -12,104 +10,25 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from longhaul.datasets.log import CYCLIST, LANE_BIKE, LANE_STREET, PEDESTRIAN, Feature, Log
+from longhaul.datasets.log import CYCLIST, LANE_BIKE, LANE_STREET, PEDESTRIAN, Feature
 from longhaul.driving import conduct, measures
-from longhaul.driving.bank import stack
-from longhaul.driving.compile import compile_log
-from longhaul.driving.lanes import BLOCK, INFERRED, lay_grid, make_road
+from longhaul.driving.lanes import lay_grid, make_road
 from longhaul.driving.scenario import Scenario
-from longhaul.driving.simulator import Config, Simulator, State, driving
+from longhaul.driving.simulator import Config, driving
 from tests import reference_driving as reference
 from tests.driving_worlds import DT, GREEN, RED, Trip, bank, line, scenario, trip
+from tests.measured_drives import compare, lane_of, motions, world_of
 
-DATA = Path(os.environ.get("LONGHAUL_DATA", Path(__file__).resolve().parent.parent / "../shared/data"))
 T = 51
+
 AWAY = (0.0, 60.0)
+
 EGO = line((0, 0), (6, 0), T)
 
 BAD = {"collision", "at_fault_collision", "offroad", "red_light", "wrong_way", "off_route", "kinematic_infeasibility"}
+
 GOOD = {"accuracy", "progress", "making_progress", "goal", "time_to_collision", "comfort", "comfortable"}
 GOOD |= {"speed_limit", "lanes", "driving_direction"}
-
-SLACK = 0.015
-"""Metres (and seconds, and shares of limits) around a threshold within which a verdict may differ: logs are kept in
-16 bits on the device, to about a centimetre."""
-
-
-# ----------------------------------------------------------------------------------------------------- the reference
-
-
-def world_of(
-    made: Scenario, motion: np.ndarray, agent: int, lanes: list[reference.Lane], playing: np.ndarray, replays: bool
-) -> reference.World:
-    """What agent `agent` of a scenario did and met. `motion` [T+1, A, 4]: x, y, heading, speed of those controlled."""
-    me, steps = int(made.controlled[agent]), len(motion)
-    pose, velocity = made.pose[:steps].astype(float).copy(), made.velocity[:steps].astype(float).copy()
-    present = made.present[:steps].copy()
-    for a, n in enumerate(made.controlled):
-        if n < 0 or a >= motion.shape[1]:
-            continue
-        x, y, heading, speed = motion[:, a].T
-        pose[:, n] = np.stack([x, y, heading], -1)
-        velocity[:, n] = (speed * np.stack([np.cos(heading), np.sin(heading)])).T
-        present[:, n] = playing[:, a] & (present[:, n] if replays else True)
-    others = np.arange(len(made.kind)) != me
-    count, known = int(made.route_points[agent]), made.present[:steps, me]
-    s = made.expert_s[agent]
-    span = min(5, made.steps - 1)
-    top = 0.0 if made.route_length[agent] < 0.5 else max(1.1 * np.max(s[span:] - s[:-span]) / (span * made.dt), 3.0)
-    return reference.World(
-        dt=float(made.dt), kind=int(made.kind[me]), size=(float(made.size[me, 0]), float(made.size[me, 1])),
-        pose=pose[:, me], speed=motion[:, agent, 3].astype(float),
-        counts=(known & np.append(False, known[:-1])) if replays else np.ones(steps, bool),
-        others=pose[:, others], velocities=velocity[:, others], present=present[:, others],
-        sizes=made.size[others].astype(float), kinds=made.kind[others],
-        route=made.route[agent, :count].astype(float), start=float(s[0]), length=float(made.route_length[agent]),
-        light_s=made.light_s[agent], light_state=made.light_state[agent][:, :steps], lanes=lanes,
-        road=made.field / 100.0 if min(made.field.shape) >= 2 else None, road_origin=made.field_origin.astype(float),
-        expert=made.pose[:steps, me, :2].astype(float), known=known, top=top / 1.1,
-    )  # fmt: skip
-
-
-LOOSE = {"smallest_ttc": 0.04, "comfort": 0.05, "progress": 5e-3, "progression": 5e-3, "speed_limit": 5e-3}
-LOOSE |= {"log_divergence": 0.01, "final_divergence": 0.02}
-"""By how much a number may differ from the reference, beside what SLACK explains; others may not."""
-
-
-ON_LANES = {"wrong_way", "off_route", "speed_limit", "lanes", "driving_direction", "at_fault_collision"}
-"""What depends on lanes."""
-
-
-def compare(found: dict[str, tuple[float, bool]], world: reference.World, where: str, mapped: bool = True) -> int:
-    """Fails where a metric is not the reference's; -> how many differ, but lie on a threshold. Unless it stayed where
-    lanes are `mapped`, nothing is said of ON_LANES."""
-    here = reference.measure(world)
-    assert found.keys() >= here.keys()
-    here = {name: value for name, value in here.items() if mapped or name not in ON_LANES}
-
-    def same(name: str) -> bool:
-        (mine, known), (value, valid) = found[name], here[name]
-        return known == valid and (not valid or abs(mine - value) <= LOOSE.get(name, 1e-6))
-
-    differ = [name for name in here if not same(name)]
-    if not differ:
-        return 0
-    low, high = (reference.measure(world, slack) for slack in (-SLACK, SLACK))
-    for name in differ:
-        mine, known = found[name]
-        if low[name][1] == high[name][1]:
-            about = f"{where}: {name} is {mine}, valid: {known}; the reference says {here[name]}"
-            assert known == here[name][1], about
-        if known and here[name][1]:
-            values, room = [f[name][0] for f in (low, here, high)], LOOSE.get(name, 1e-6)
-            assert min(values) - room <= mine <= max(values) + room, f"{where}: {name} is {mine}; reference: {values}"
-    return len(differ)
-
-
-def motions(first: Any, rest: Any) -> np.ndarray:
-    """[T+1, A, 4] of states before and after each step."""
-    parts = [np.concatenate([np.asarray(a)[None], np.asarray(b)]) for a, b in zip(first, rest, strict=True)]
-    return np.stack(parts, -1)
 
 
 # --------------------------------------------------------------------------------------------------------- by hand
@@ -123,7 +42,9 @@ def street(*rows: Sequence[Sequence[float]], limit: float | None = 12.0, kind: i
 
 
 EAST = ((-20, 0), (80, 0))
+
 WEST = ((80, 3.5), (-20, 3.5))
+
 SOUTH_EAST = ((-20, -3.5), (80, -3.5))
 
 
@@ -152,13 +73,6 @@ def driven(
     lanes = [lane_of(feature, np.zeros(3)) for feature in features]
     compare(found, world_of(made, motion, 0, lanes, np.ones(motion.shape[:2], bool), driver == "log"), "by hand")
     return {name: value if valid else None for name, (value, valid) in found.items()}, went
-
-
-def lane_of(feature: Feature, origin: np.ndarray) -> reference.Lane:
-    known = bool(feature.speed_limit)
-    limit = float(feature.speed_limit or INFERRED.get(feature.kind, 0.0))
-    points = (feature.points - origin)[:, :2]
-    return reference.Lane(points, limit, not known and limit > 0.0, feature.kind == LANE_BIKE)
 
 
 def speeds(values: np.ndarray, start: Sequence[float] = (0.0, 0.0)) -> np.ndarray:
@@ -428,81 +342,3 @@ def test_the_state_is_small() -> None:
         state = jax.eval_shape(environment.reset, jax.random.key(0))[0]
         assert sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(state)) <= 4096
     assert sum(leaf.dtype.itemsize for leaf in measures.begin(1, jnp.zeros(1))) == 33
-
-
-# ----------------------------------------------------------------------------------------------------------- real logs
-
-
-def shared_logs() -> list[Log]:
-    from longhaul.datasets import sources
-
-    names = {"womd": "*.tfrecord", "gpudrive": "*.json", "scenarionet": "*.pkl"}
-    found = [str(path) for folder, name in names.items() for path in sorted((DATA / folder).glob(name))]
-    if not found:
-        pytest.skip("the shared logs are not here")
-    return sources.load(found)
-
-
-def drive_all(environment: Simulator, seed: int) -> tuple[Any, Any, Any]:
-    """Every scenario of a bank to the end of the longest: -> states' motion and playing [S, T+1, ...] and metrics by
-    step [S, T, ...]."""
-    steps = environment.spec.max_steps
-    shape = (environment.scenarios, steps, environment.config.agents, 2)
-    rng = np.random.default_rng(seed)  # actions that are held for half a second, mostly gentle
-    gentle = np.stack([rng.choice([2, 3, 4, 5], shape[:3]), rng.choice([4, 5, 6, 6, 7, 8], shape[:3])], -1)
-    plan = np.repeat(gentle[:, ::5], 5, axis=1)[:, :steps].astype(np.int32)
-
-    def one(index: jax.Array, actions: jax.Array) -> Any:
-        state, _ = environment.start(index)
-
-        def body(state: State, action: jax.Array) -> Any:
-            after, _ = environment.step(jax.random.key(0), state, action)
-            return after, (after.motion, environment.active(state), environment.metrics(after))
-
-        motion, playing, metrics = jax.lax.scan(body, state, actions)[1]
-        whole = jax.tree.map(lambda a, b: jnp.concatenate([a[None], b]), state.motion, motion)
-        return whole, playing, metrics
-
-    return jax.device_get(jax.jit(jax.vmap(one))(jnp.arange(environment.scenarios), plan))
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("driver", ["log", "constant", "policy"])
-def test_real_logs_agree_with_the_reference(driver: str) -> None:
-    logs, agents = shared_logs(), 2
-    scenarios = [compile_log(log, agents=agents) for log in logs]
-    environment = driving(stack(scenarios, agents=agents), Config(agents=agents, driver=driver, terminations=()))
-    motion, playing, metrics = drive_all(environment, 5)
-    compared = vague = inside = 0
-    for i, (log, made) in enumerate(zip(logs, scenarios, strict=True)):
-        lanes = lanes_of(log, made)
-        moved = np.stack([np.asarray(part[i])[: made.steps] for part in motion], -1)
-        there = np.concatenate([playing[i][: made.steps - 1], playing[i][made.steps - 2 : made.steps - 1]])
-        for agent in np.flatnonzero(made.controlled >= 0):
-            found = {
-                name: (float(m.value[i, made.steps - 2, agent]), bool(m.valid[i, made.steps - 2, agent]))
-                for name, m in metrics.items()
-            }
-            world = world_of(made, moved, int(agent), lanes, there, driver == "log")
-            mapped = is_mapped(made, moved[:, agent, :2])
-            vague += compare(found, world, f"{made.id}, agent {agent}, {driver}", mapped)
-            compared += len(found) - len(ON_LANES) * (not mapped)
-            inside += mapped
-    assert compared > 20 * len(logs)
-    assert inside >= len(logs) / 2
-    assert vague < 0.02 * compared, "thresholds are met too often to say that verdicts agree"
-
-
-def is_mapped(made: Scenario, place: np.ndarray) -> bool:
-    """Whether all places [T, 2] are in blocks of the scenario's own: some 8 m around its routes."""
-    blocks = np.floor((place - made.road.corner) / BLOCK).astype(int)
-    return {tuple(block) for block in blocks.tolist()} <= {tuple(cell) for cell in made.road.cells.tolist()}
-
-
-def lanes_of(log: Log, made: Scenario) -> list[reference.Lane]:
-    """The lanes of a log on the ego's level, relative to its scenario's origin."""
-    origin = log.tracks.position[log.sdc, log.current]
-    height = log.tracks.position[log.sdc, log.current : log.current + made.steps, 2]
-    features = [f for f in log.features if f.kind <= LANE_BIKE and len(f.points) > 1]
-    level = [f for f in features if np.abs(f.points[:, 2, None] - height[None]).min() < 4.0]
-    return [lane_of(f, origin) for f in level]

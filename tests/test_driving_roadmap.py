@@ -15,7 +15,7 @@ from longhaul.driving.compile import compile_log
 from longhaul.driving.geometry import FREE
 from longhaul.driving.lanes import Roadmap
 from longhaul.driving.scenario import NO_ROAD, Road
-from tests.test_driving_compile import ORIGIN, make_log, straight
+from tests.made_logs import ORIGIN, make_log, straight
 from tests.test_driving_lanes import REAL, ROUNDING, away, case, places, polyline, segments
 
 

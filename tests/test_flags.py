@@ -1,4 +1,4 @@
-"""Other words for a flag: they mean the same wherever they stand, and two that disagree are an error."""
+"""Words become values. Other words for a flag mean the same wherever they stand, and two that disagree are an error."""
 
 from __future__ import annotations
 
@@ -14,6 +14,14 @@ from longhaul.cli import main
 from longhaul.run import Run
 
 FLAGS = {"": [flags.Flag("count", flags.INT, 1, "how many", aliases=("total-count", "n")), settings.RUNS_DIR]}
+
+KINDS = {
+    "one": flags.Flag("one", flags.INT, 1, "a number"),
+    "maybe": flags.Flag("maybe", flags.optional(flags.FLOAT), None, "a number or none"),
+    "many": flags.Flag("many", flags.choice(["red", "blue"]), ("red",), "colours", many=True),
+    "on": flags.Flag("on", flags.SWITCH, True, "a pair"),
+    "FILE": flags.Flag("FILE", flags.PATH, None, "where"),
+}
 
 DOCUMENT = "--wandb --total-timesteps 100000000 --num-envs 2048 --num-steps 256 --checkpoint-dir checkpoints"
 """The command of the specification, after the name of the script."""
@@ -32,6 +40,35 @@ ON_POLICY = [
     n for n in recipes.RECIPES if isinstance(recipes.recipe(n).algorithm, learners.OnPolicy) and n != "brax-ant"
 ]
 """Without the one whose environment is of a suite that need not be installed."""
+
+
+@pytest.mark.parametrize(
+    ("words", "values", "given"),
+    [
+        ("", {}, ""),
+        ("x", {"FILE": "x"}, ""),
+        ("--one 5 x", {"one": 5, "FILE": "x"}, "one"),
+        ("x --one=-5", {"one": -5, "FILE": "x"}, "one"),
+        ("--one 1e3", {"one": 1000}, "one"),
+        ("--one 1 --one 2", {"one": 2}, "one"),
+        ("--maybe .5", {"maybe": 0.5}, "maybe"),
+        ("--maybe none", {}, "maybe"),
+        ("--many blue red --no-on", {"many": ("blue", "red"), "on": False}, "many on"),
+        ("--on", {}, "on"),
+        ("-", {"FILE": "-"}, ""),
+    ],
+)
+def test_words_become_values(words: str, values: dict[str, Any], given: str) -> None:
+    parsed = flags.parse("try", "Tries.", {"": list(KINDS.values())}, words.split())
+    assert parsed.values == {name: flag.default for name, flag in KINDS.items()} | values
+    assert parsed.given == set(given.split())
+
+
+def test_the_nearest_names_come_first_by_their_beginning() -> None:
+    names = ["--total-steps", "--num-steps", "--kl-stop"]
+    assert flags.nearest("--total", names) == ["--total-steps"]
+    assert flags.nearest("--num-stpes", names)[0] == "--num-steps"
+    assert flags.nearest("--wandering", names) == []
 
 
 @pytest.mark.parametrize("words", ["--count 7", "--total-count 7", "--total_count=7", "--n 7 --count 7", "--n=7 --n 7"])
@@ -69,7 +106,7 @@ def begun(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[tuple[Run, Pa
 
     monkeypatch.setattr(training, "train", train)
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("WANDB_MODE", "offline")
+    monkeypatch.setenv("WANDB_MODE", "disabled")  # so that wandb need not be installed
     for name in ("WANDB_PROJECT", "WANDB_ENTITY", "WANDB_RUN_ID"):
         monkeypatch.delenv(name, raising=False)
     return runs

@@ -1,176 +1,35 @@
-"""Weights & Biases beside a run: each record once whatever is killed, the old trainer's names, no way to end a run.
-
-The files of wandb's offline mode are read back here. What a server would say is played by a module of the same name.
-"""
+"""Weights & Biases beside a run: asked for or not, and each record once, whatever is killed."""
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 import subprocess
 import sys
 import textwrap
 import time
-from contextlib import closing
+from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
-import jax
 import pytest
 
 from longhaul import telemetry, tracker, tracking
 from longhaul.cli import main
-from longhaul.envs.hackmatrix.game import hackmatrix
-from longhaul.envs.hackmatrix.reward import PARTS
 from longhaul.folders import find_folder, load_run
 from longhaul.run import RunError
 from tests import small_runs
 from tests.small_runs import small
+from tests.wandb_files import hide_credentials, read, tracked_folder, write
+
+NEEDS_WANDB = pytest.mark.skipif(find_spec("wandb") is None, reason="wandb, of the extra logging, is not installed")
 
 ROOT = Path(__file__).resolve().parent.parent
-
-BLOCK, HEAD = 32768, 7
-"""Bytes of a block of a .wandb file, and of the file's and each chunk's head (LevelDB's log format)."""
 
 
 @pytest.fixture(autouse=True)
 def _no_credentials(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whatever the user's shell and home have, no server is asked."""
-    for name in [name for name in os.environ if name.startswith("WANDB_")]:
-        monkeypatch.delenv(name)
-    monkeypatch.setenv("NETRC", str(tmp_path / "netrc"))
-    monkeypatch.setenv("WANDB_CONFIG_DIR", str(tmp_path / "config"))
-    monkeypatch.setenv("WANDB_ERROR_REPORTING", "false")
-
-
-class Offline(NamedTuple):
-    """What an offline folder of wandb holds."""
-
-    id: str
-    project: str
-    name: str
-    config: dict[str, Any]
-    rows: list[dict[str, Any]]
-    exits: list[int]
-
-    @property
-    def steps(self) -> list[int]:
-        return [row["_step"] for row in self.rows]
-
-
-def chunks(data: bytes) -> list[bytes]:
-    """The records of a .wandb file, whole."""
-    found, part, at = [], b"", HEAD
-    while at + HEAD <= len(data):
-        left = BLOCK - at % BLOCK
-        length, kind = int.from_bytes(data[at + 4 : at + 6], "little"), data[at + 6]
-        if left < HEAD or kind == 0:
-            at += left
-            continue
-        part += data[at + HEAD : at + HEAD + length]
-        at += HEAD + length
-        if kind in (1, 4):  # whole, or the last of several
-            found.append(part)
-            part = b""
-    return found
-
-
-def read(folder: Path) -> Offline:
-    """The only offline folder of wandb anywhere below `folder`."""
-    from wandb.proto.wandb_internal_pb2 import Record
-
-    (file,) = folder.rglob("*.wandb")
-    run, rows, exits = None, [], []
-    for data in chunks(file.read_bytes()):
-        record = Record.FromString(data)
-        if record.HasField("run") and run is None:
-            run = record.run
-        if record.HasField("history"):
-            items = record.history.item
-            rows.append({"/".join(i.nested_key) or i.key: json.loads(i.value_json) for i in items})
-        if record.HasField("exit"):
-            exits.append(record.exit.exit_code)
-    assert run is not None
-    config = {item.key: json.loads(item.value_json) for item in run.config.update}
-    return Offline(run.run_id, run.project, run.display_name, config, rows, exits)
-
-
-def record(update: int, **metrics: Any) -> dict[str, Any]:
-    counts = {"update": update, "env_steps": 16 * update, "agent_steps": 32 * update, "wall_seconds": 0.5 * update}
-    return {**counts, "sps": 640.0, **metrics}
-
-
-def tracked_folder(tmp_path: Path, name: str = "run", mode: str | None = "offline") -> Path:
-    """The folder of a run that is tracked and has made no update."""
-    folder = tmp_path / "runs" / name
-    folder.mkdir(parents=True)
-    (folder / "run.json").write_text(json.dumps({"run": {"num_envs": 8, "algorithm": {"lr": 0.5}}, "commit": "abc"}))
-    tracking.save(folder, tracking.Tracking("", True, "games", None, mode))
-    return folder
-
-
-def write(folder: Path, updates: range, *, notes: list[str] | None = None, stopped: bool = False) -> None:
-    """What a run does that goes on from the update before `updates`."""
-    metrics = folder / "metrics.jsonl"
-    telemetry.truncate_after(metrics, updates[0] - updates.step)
-    said = [] if notes is None else notes
-    with (
-        closing(telemetry.jsonl(metrics)) as lines,
-        tracking.mirror(folder, said.append, lambda: stopped) as sink,
-    ):
-        for update in updates:
-            row = record(update, **{"ppo/entropy": 1.0 / update})
-            lines.write(row)
-            sink.write(row)
-
-
-# ------------------------------------------------------------------------------------------------------------- names
-
-THEIRS = {
-    *(f"train/{name}" for name in ("pg_loss", "vf_loss", "ent_loss", "total_loss", "entropy")),
-    *(f"train/{name}" for name in ("approx_kl", "clip_frac")),
-    *(f"train/{name}" for name in ("mean_reward", "mean_episode_length", "mean_episode_return", "num_episodes")),
-    *(f"train/{name}" for name in ("updates_per_second", "update_step", "steps_per_second")),
-    *(f"key/{name}" for name in ("mean_reward", "mean_episode_return", "mean_episode_length")),
-    *(f"reward/{name}" for name in PARTS),
-    *(f"actions/{name}_frac" for name in ("move", "siphon", "program")),
-    "stats/highest_stage",
-}
-"""What the old trainer logs, and what its specification wanted it to."""
-
-
-def test_a_record_of_hackmatrix_has_all_the_old_names() -> None:
-    game = hackmatrix(boards=2)
-    told = jax.eval_shape(lambda key: game.metrics(game.reset(key)[0]), jax.random.key(0))
-    learnt = ("policy_loss", "value_loss", "total_loss", "entropy", "approx_kl", "clip_fraction", "grad_norm", "lr")
-    names = ["episode/count", "episode/return", "episode/length", *(f"episode/{name}" for name in told)]
-    names += [f"peak/{name}" for name in game.spec.peaks] + [f"ppo/{name}" for name in learnt]
-    found = tracker.renamed(record(4, **dict.fromkeys(names, 1.0)))
-    ours = {"env_steps", "agent_steps", "wall_seconds", "ppo/grad_norm", "ppo/lr", "episode/stage", "episode/score"}
-    assert set(found) == THEIRS | ours
-
-
-def test_renaming_changes_units_as_the_old_trainer_has_them() -> None:
-    told = {
-        "episode/count": 6.0, "episode/return": -3.0, "episode/length": 20.0, "episode/reward_kills": 1.0,
-        "episode/reward_damage_penalty": -4.0, "ppo/entropy": 2.0, "ppo/policy_loss": 0.25, "peak/stage": 3.0,
-    }  # fmt: skip
-    found = tracker.renamed(record(6, **told), record(4))
-    assert found["train/mean_reward"] == found["key/mean_reward"] == -0.15
-    assert (found["reward/kills"], found["reward/damage_penalty"]) == (0.05, -0.2)  # together the mean reward
-    assert found["train/num_episodes"] == 3.0  # an update
-    assert found["train/ent_loss"] == -found["train/entropy"] == -2.0
-    assert found["train/steps_per_second"] == 640.0
-    assert found["train/updates_per_second"] == 20.0  # of 32 steps each
-    assert (found["train/update_step"], found["train/pg_loss"], found["stats/highest_stage"]) == (6, 0.25, 3.0)
-    assert not [name for name in found if name.startswith(("episode/", "peak/"))]
-
-
-def test_a_record_without_an_ended_episode_leaves_its_means_out() -> None:
-    found = tracker.renamed(record(2, **{"episode/count": 0.0, "episode/return": None, "episode/length": None}))
-    assert not [name for name in found if "mean_" in name]
-    assert found["train/num_episodes"] == 0.0
+    hide_credentials(tmp_path, monkeypatch)
 
 
 # --------------------------------------------------------------------------------------------------- what is wanted
@@ -185,6 +44,7 @@ def test_the_id_is_that_of_the_old_trainer() -> None:
 
 
 def test_nothing_is_tracked_unless_asked_for_and_a_run_keeps_to_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tracking.importlib.util, "find_spec", lambda name: True)  # type: ignore[attr-defined]
     nothing: frozenset[str] = frozenset()
     assert tracking.chosen(values(), nothing, "pong") is None
     assert tracking.chosen(values(project="a"), frozenset({"project"}), "pong") is None
@@ -254,6 +114,7 @@ def test_a_run_is_found_by_its_id(tmp_path: Path) -> None:
 # ----------------------------------------------------------------------------------------------------------- offline
 
 
+@NEEDS_WANDB
 @pytest.mark.slow
 def test_going_on_offline_gives_one_history_of_all_records(tmp_path: Path) -> None:
     """Three sessions, of which the second goes back to an earlier checkpoint, and the last has no update to make."""
@@ -293,6 +154,7 @@ KILLED = """
 """
 
 
+@NEEDS_WANDB
 @pytest.mark.slow
 def test_killed_at_once_it_leaves_its_last_record_too(tmp_path: Path) -> None:
     """The run is killed while its tracker has not even begun: that sends what is in the file, and ends by itself."""
@@ -304,6 +166,7 @@ def test_killed_at_once_it_leaves_its_last_record_too(tmp_path: Path) -> None:
     assert read(folder).steps == list(range(1, 10))
 
 
+@NEEDS_WANDB
 @pytest.mark.slow
 def test_the_folder_of_another_run_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Two runs of one name share an id, and here the folder that wandb writes to as well."""
@@ -315,6 +178,7 @@ def test_the_folder_of_another_run_stays(tmp_path: Path, monkeypatch: pytest.Mon
     assert len(list((tmp_path / "shared/wandb").glob("offline-run-*"))) == 2
 
 
+@NEEDS_WANDB
 def test_without_credentials_it_says_that_it_stays_offline(tmp_path: Path) -> None:
     folder, notes = tracked_folder(tmp_path, mode=None), []
     write(folder, range(1, 2), notes=notes)
@@ -323,139 +187,10 @@ def test_without_credentials_it_says_that_it_stays_offline(tmp_path: Path) -> No
     assert len(notes) == 2
 
 
-# ------------------------------------------------------------------------------------------------- a wandb of our own
-
-WANDB = """
-    import json, os, signal, sys, time
-    class Settings:
-        def __init__(self, **options): pass
-    def teardown(): pass
-    class Run:
-        url, resumed, starting_step = "https://w/run", {resumed}, {starting}
-        class settings: sync_dir = os.environ["FAKE"]
-        def log(self, row, step):
-            {log}
-            with open(os.environ["FAKE"] + "/log", "a") as file: print(step, file=file)
-        def mark_preempting(self): pass
-        def finish(self, exit_code):
-            {finish}
-            with open(os.environ["FAKE"] + "/exit", "w") as file: file.write(str(exit_code))
-    def init(mode, id, resume=None, **rest):
-        {init}
-        return Run()
-"""
-
-
-class Fake(NamedTuple):
-    folder: Path
-
-    @property
-    def steps(self) -> list[int]:
-        log = self.folder / "log"
-        return [int(line) for line in log.read_text().split()] if log.exists() else []
-
-
-@pytest.fixture
-def fake(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
-    """(what its functions do) -> a wandb that the tracker finds before the real one."""
-
-    def make(**parts: str) -> Fake:
-        whole = {"resumed": "False", "starting": "0", "log": "pass", "finish": "pass", "init": "pass"} | parts
-        package = tmp_path / "fake"
-        package.mkdir(exist_ok=True)
-        (package / "wandb.py").write_text(textwrap.dedent(WANDB).format(**whole))
-        monkeypatch.setenv("PYTHONPATH", str(package))
-        monkeypatch.setenv("FAKE", str(package))
-        return Fake(package)
-
-    return make
-
-
-def test_online_only_what_the_server_lacks_is_sent(tmp_path: Path, fake: Any) -> None:
-    """Its last step is asked for: it may be before the checkpoint (a machine that failed) or after it (a kill)."""
-    folder, notes = tracked_folder(tmp_path, mode="online"), []
-    server = fake()
-    write(folder, range(1, 6), notes=notes)
-    assert notes == ["W&B: https://w/run"]
-    assert server.steps == [1, 2, 3, 4, 5]
-    for starting, begin, sent in ((4, 6, [4, 5, 6, 7]), (9, 7, [9]), (20, 8, [])):
-        server = fake(resumed="True", starting=str(starting))
-        (server.folder / "log").unlink(missing_ok=True)
-        write(folder, range(begin, begin + 3 if starting == 9 else 8 if starting == 4 else 12))
-        assert server.steps == sent
-
-
-def test_a_server_that_cannot_be_reached_leaves_an_offline_folder(tmp_path: Path, fake: Any) -> None:
-    folder, notes = tracked_folder(tmp_path, mode="online"), []
-    server = fake(init="if mode == 'online': raise RuntimeError('no route to host\\nmore')")
-    write(folder, range(1, 4), notes=notes)
-    assert notes[0] == "W&B does not take the run (no route to host), so it is logged offline"
-    assert server.steps == [1, 2, 3]
-    assert "Traceback" in (folder / "wandb.log").read_text()
-
-
-@pytest.mark.parametrize(
-    ("parts", "phrase"),
-    [
-        ({"init": "raise RuntimeError('broken')"}, "W&B failed: broken"),
-        ({"init": "os._exit(3)"}, "W&B"),
-        ({"log": "raise RuntimeError('broken')"}, "W&B failed: broken"),
-        ({"log": "os.kill(os.getpid(), signal.SIGSEGV)"}, "W&B"),
-        ({"log": "time.sleep(1000)"}, "W&B did not finish"),
-        ({"finish": "time.sleep(1000)"}, "W&B did not finish"),
-    ],
-)
-def test_no_failure_of_wandb_ends_or_holds_up_a_run(
-    tmp_path: Path, fake: Any, monkeypatch: pytest.MonkeyPatch, parts: dict[str, str], phrase: str
-) -> None:
-    fake(**parts)
-    monkeypatch.setattr(tracking, "PATIENCE", 2.0 if "finish" in phrase else 60.0)  # who ends by himself may be slow
-    folder, notes = tracked_folder(tmp_path), []
-    write(folder, range(1, 2000), notes=notes)  # more words than a pipe holds, were none of them read
-    failures = [note for note in notes if not note.startswith("W&B: offline")]
-    assert 1 <= len(failures) <= 2
-    assert phrase in failures[0]
-    assert len(set(notes)) == len(notes)
-    assert len(telemetry.read(folder / "metrics.jsonl")) == 1999
-
-
-def test_a_run_that_fails_says_so_and_its_error_goes_on(tmp_path: Path, fake: Any) -> None:
-    server, folder = fake(), tracked_folder(tmp_path)
-    with pytest.raises(ZeroDivisionError), tracking.mirror(folder, lambda line: None, lambda: False):
-        _ = 1 / 0
-    assert (server.folder / "exit").read_text() == "1"
-
-
-def test_signals_stay_the_runs_own(tmp_path: Path, fake: Any) -> None:
-    """SIGTERM reaches whole groups of processes: the tracker sends what there is, and then ends."""
-    server, folder = fake(), tracked_folder(tmp_path)
-    before = [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)]
-    started: list[subprocess.Popen[bytes]] = []
-    begun = tracking._begun
-
-    def keep(*words: Any) -> Any:
-        process = begun(*words)
-        assert process is not None
-        started.append(process)
-        return process
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(tracking, "_begun", keep)
-        with tracking.mirror(folder, lambda line: None, lambda: True):
-            while not (server.folder / tracker.MARK).exists():
-                time.sleep(0.02)
-            for number in (signal.SIGTERM, signal.SIGINT):
-                started[0].send_signal(number)
-            (folder / "metrics.jsonl").write_text(json.dumps(record(1)) + "\n")
-    assert [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)] == before
-    assert os.getpgid(0) != started[0].pid
-    assert server.steps == [1]
-    assert (server.folder / "exit").read_text() == "75"
-
-
 # --------------------------------------------------------------------------------------------------------- whole runs
 
 
+@NEEDS_WANDB
 def test_a_run_of_training_is_mirrored(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """What metrics.jsonl has, and nothing else, is in wandb's file."""
     small_runs.make_quick(monkeypatch)
@@ -475,6 +210,7 @@ def test_a_run_of_training_is_mirrored(tmp_path: Path, monkeypatch: pytest.Monke
     assert found.config["id"] == found.name == "run"
 
 
+@NEEDS_WANDB
 @pytest.mark.slow
 def test_stopped_and_killed_a_run_has_one_history(tmp_path: Path) -> None:
     """SIGTERM, then SIGKILL of everything, then to the end by the run's W&B id."""

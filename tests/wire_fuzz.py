@@ -20,6 +20,9 @@ CODEC = Codec(
 )
 """Small, with everything in it."""
 
+BARE = Codec(CODEC.layout._replace(scores=()))
+"""What an actor knows before the server has told which scores it wants."""
+
 
 def step(rng: np.random.Generator, codec: Codec = CODEC, *, first: bool = False) -> tuple[int, bytes]:
     """(episodes that ended, a block) of a random step that contradicts nothing."""

@@ -1,0 +1,65 @@
+"""Driving logs of a few lines, for what compiles them; far from the origin, as real ones are."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from longhaul.datasets.log import VEHICLE, Feature, Lights, Log, Tracks
+from longhaul.driving.scenario import Scenario
+
+ORIGIN = np.array([4321.5, -987.25, 12.0])
+
+
+def no_lights(steps: int) -> Lights:
+    return Lights(np.zeros(0, np.int64), np.zeros((0, 3)), np.zeros((0, steps), np.int8), np.zeros((0, steps), bool))
+
+
+def make_log(
+    xy: np.ndarray,
+    heading: np.ndarray | None = None,
+    *,
+    features: tuple[Feature, ...] = (),
+    lights: Lights | None = None,
+    valid: np.ndarray | None = None,
+    sdc: int = 0,
+    current: int = 0,
+    kind: int = VEHICLE,
+) -> Log:
+    """A log of tracks that were at `xy` [N, T, 2] or [T, 2], 4 m by 2 m, far away from the origin."""
+    xy = xy if xy.ndim == 3 else xy[None]
+    n, steps = xy.shape[:2]
+    velocity = np.gradient(xy, 0.1, axis=1)
+    if heading is None:
+        heading = np.arctan2(velocity[..., 1], velocity[..., 0])
+    position = np.concatenate([xy, np.zeros((n, steps, 1))], -1) + ORIGIN
+    size = np.broadcast_to(np.array([4.0, 2.0, 1.5], np.float32), (n, steps, 3))
+    known = np.ones((n, steps), bool) if valid is None else valid
+    tracks = Tracks(
+        np.arange(n), np.full(n, kind, np.int8), position, np.broadcast_to(heading, (n, steps)).astype(np.float32),
+        velocity.astype(np.float32), size, known,
+    )  # fmt: skip
+    times = 0.1 * np.arange(steps)
+    return Log("made", "test", times, current, tracks, sdc, (), features, lights or no_lights(steps))
+
+
+def polyline(*points: tuple[float, ...], z: float = 0.0) -> np.ndarray:
+    return np.array([(*p, z) if len(p) == 2 else p for p in points]) + ORIGIN
+
+
+def straight(speed: float = 10.0, steps: int = 50) -> np.ndarray:
+    return np.stack([speed * 0.1 * np.arange(steps), np.zeros(steps)], -1)
+
+
+def on_route(scenario: Scenario, s: np.ndarray, a: int = 0) -> np.ndarray:
+    route = scenario.route[a, : scenario.route_points[a]]
+    return np.stack([np.interp(s, np.arange(len(route)), route[:, i]) for i in range(2)], -1)
+
+
+def lights_at(stops: list[tuple[int, tuple[float, float], int]], steps: int) -> Lights:
+    """Lights (lane, stop point, state throughout)."""
+    return Lights(
+        np.array([lane for lane, _, _ in stops]),
+        np.concatenate([polyline(p) for _, p, _ in stops]),
+        np.array([[state] * steps for _, _, state in stops], np.int8),
+        np.ones((len(stops), steps), bool),
+    )

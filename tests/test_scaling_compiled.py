@@ -1,0 +1,160 @@
+"""What is read from compiled programs: collectives, their bytes, trips and groups, and calls of the host."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import PartitionSpec
+
+from longhaul import mesh as meshes
+from longhaul.scaling import compiled
+from longhaul.scaling.compiled import Crossing
+
+EVERYWHERE, SPLIT = PartitionSpec(), PartitionSpec(meshes.DATA)
+
+
+def text_of(function: Callable[..., Any], *arguments: Any) -> str:
+    return jax.jit(function).lower(*arguments).compile().as_text()
+
+
+def on_two(function: Callable[..., Any], *, out: PartitionSpec = EVERYWHERE) -> Callable[..., Any]:
+    """`function` of an array that is split over two devices."""
+    return meshes.per_shard(function, meshes.make_mesh(2), (SPLIT,), out)
+
+
+def test_a_mean_is_one_all_reduce_of_its_bytes() -> None:
+    text = text_of(on_two(lambda x: meshes.mean_over_data(jnp.sum(x, axis=0))), jnp.ones((4, 7)))
+    assert compiled.crossings(text) == [Crossing("all-reduce", 7 * 4, (), (0, 1))]
+    assert compiled.host_calls(text) == []
+
+
+def test_what_stands_in_loops_counts_with_their_trips() -> None:
+    """Two loops of known lengths in one of unknown length; XLA unrolls none of these."""
+
+    def steps(x: jax.Array, n: jax.Array) -> jax.Array:
+        def inner(y: jax.Array, _: None) -> tuple[jax.Array, None]:
+            return jnp.tanh(meshes.mean_over_data(jnp.sin(y) @ y)), None
+
+        def outer(y: jax.Array, _: None) -> tuple[jax.Array, None]:
+            return jax.lax.scan(inner, y, None, length=5)[0], None
+
+        return jax.lax.fori_loop(0, n, lambda i, y: jax.lax.scan(outer, y, None, length=7)[0], x)
+
+    program = meshes.per_shard(steps, meshes.make_mesh(2), (EVERYWHERE, EVERYWHERE), EVERYWHERE)
+    (found,) = compiled.crossings(text_of(program, jnp.eye(6), jnp.int32(3)))
+    assert found == Crossing("all-reduce", 6 * 6 * 4, (None, 7, 5), (0, 1))
+    assert found.times() == 35
+
+
+def test_each_kind_of_collective_is_found_with_the_bytes_of_its_result() -> None:
+    x = jnp.ones((4, 2, 3))
+    gathered = text_of(on_two(lambda x: jax.lax.all_gather(x[0], meshes.DATA)), x)
+    assert [(each.operation, each.bytes) for each in compiled.crossings(gathered)] == [("all-gather", 2 * 6 * 4)]
+    swapped = text_of(on_two(lambda x: jax.lax.ppermute(x, meshes.DATA, [(0, 1), (1, 0)]), out=SPLIT), x)
+    assert [(each.operation, each.bytes) for each in compiled.crossings(swapped)] == [("collective-permute", 48)]
+    dealt = text_of(on_two(lambda x: jax.lax.all_to_all(x[0], meshes.DATA, 0, 0, tiled=True), out=SPLIT), x)
+    assert "all-to-all" in {each.operation for each in compiled.crossings(dealt)}
+
+
+def test_a_call_of_the_host_is_found_wherever_it_stands() -> None:
+    def told(x: jax.Array) -> jax.Array:
+        def step(i: jax.Array, y: jax.Array) -> jax.Array:
+            jax.debug.callback(lambda v: None, y[0])
+            return jnp.sin(y)
+
+        return jax.lax.fori_loop(0, 9, step, x)
+
+    def asked(x: jax.Array) -> jax.Array:
+        shape = jax.ShapeDtypeStruct(x.shape, x.dtype)
+        return jax.lax.cond(x[0] > 0, lambda v: jax.pure_callback(np.sin, shape, v), lambda v: v, x)
+
+    for function in (told, asked):
+        (name,) = compiled.host_calls(text_of(function, jnp.ones(3)))
+        assert "callback" in name
+    assert compiled.host_calls(text_of(lambda x: jnp.sort(x) @ x, jnp.ones(30))) == []
+
+
+GPU = """\
+HloModule jit_f, is_scheduled=true
+
+%add (x: f32[], y: f32[]) -> f32[] {
+  %x = f32[] parameter(0)
+  ROOT %y = f32[] add(%x, %x)
+}
+
+%inside (p: f32[8]) -> f32[16] {
+  %p = f32[8]{0} parameter(0)
+  ROOT %g = f32[16]{0} all-gather(%p), replica_groups={{0,1}}, dimensions={0}
+}
+
+%body (t: (s32[], bf16[1024,4])) -> (s32[], bf16[1024,4]) {
+  %t = (s32[], bf16[1024,4]{1,0:T(8,128)}) parameter(0)
+  %v = bf16[1024,4]{1,0} get-tuple-element(%t), index=1
+  %ar = bf16[1024,4]{1,0} all-reduce-start(%v), to_apply=%add
+  %done = bf16[1024,4]{1,0} all-reduce-done(%ar)
+  %home = bf16[1024,4]{1,0:S(5)} copy-start(%done)
+  ROOT %out = (s32[], bf16[1024,4]) tuple(%t, %done)
+}
+
+%condition (t: (s32[], bf16[1024,4])) -> pred[] {
+  %t = (s32[], bf16[1024,4]) parameter(0)
+  ROOT %less = pred[] constant(true)
+}
+
+ENTRY %main (a: f32[8], b: (s32[], bf16[1024,4])) -> f32[16] {
+  %a = f32[8]{0} parameter(0)
+  %b = (s32[], bf16[1024,4]) parameter(1)
+  %w = (s32[], bf16[1024,4]) while(%b), condition=%condition, body=%body, \
+backend_config={"known_trip_count":{"n":"12"},"other":1}
+  %ags = ((f32[8]{0}), f32[16]{0}) async-start(%a), calls=%inside
+  %agd = f32[16]{0} async-done(%ags), calls=%inside
+  %pair = (f32[8]{0}, f32[16]{0}) all-gather-start(%a), dimensions={0}
+  %s = (f32[8]{0}, u32[], token[]) send(%a, %tok), channel_id=3, is_host_transfer=true
+  ROOT %r = f32[16]{0} all-gather-done(%pair)
+}
+"""
+"""As XLA writes programs for GPUs: operations are started and awaited apart, and may stand in a computation apart."""
+
+
+def test_operations_that_are_started_apart_count_once() -> None:
+    assert compiled.crossings(GPU) == [
+        Crossing("all-reduce", 1024 * 4 * 2, (12,)),
+        Crossing("all-gather", 64, (), (0, 1)),
+        Crossing("all-gather", 64, ()),
+    ]
+    assert compiled.host_calls(GPU) == ["copy-start to the host's memory", "send of the host"]
+
+
+@pytest.mark.parametrize(
+    ("groups", "first", "over"),
+    [
+        ("{{0,2},{1,3}}", (0, 2), True),
+        ("{{0,1},{2,3}}", (0, 1), False),
+        ("[2,2]<=[4]", (0, 1), False),
+        ("[2,2]<=[2,2]T(1,0)", (0, 2), True),
+        ("[1,4]<=[4]", (0, 1, 2, 3), True),
+        ("mesh['a'=2,'b'=2] {'a'}", (0, 2), True),
+        ("mesh['a'=2,'b'=2] {'b'}", (0, 1), False),
+        ("mesh['a'=2,'b'=2], device_ids=([2,2]T(1,0)) {'a'}", (0, 1), False),
+        ("mesh['a'=1,'b'=2,'c'=2], device_ids=([2,2]T(1,0)) {'b','c'}", (0, 2, 1, 3), True),
+        ("{}", (), True),  # all
+    ],
+)
+def test_who_meets_in_a_collective_is_read(groups: str, first: tuple[int, ...], over: bool) -> None:
+    """And whether they are of different shards, where two devices side by side make one."""
+    line = f"%r = f32[2]{{0}} all-reduce(%a), channel_id=1, replica_groups={groups}, to_apply=%add"
+    (found,) = compiled.crossings(f"ENTRY %main (a: f32[2]) -> f32[2] {{\n  ROOT {line}\n}}\n")
+    assert found == Crossing("all-reduce", 8, (), first)
+    assert found.over_shards(2) is over
+    assert found.over_shards(1)
+
+
+def test_sizes_of_types() -> None:
+    assert compiled.size("(f32[4]{0}, pred[], /*index=2*/bf16[2,3]{1,0:T(8,128)(2,1)})") == 16 + 1 + 12
+    assert compiled.size("f8e4m3fn[10]") == 10
+    assert compiled.size("(s4[3], token[], u32[])") == 2 + 4
