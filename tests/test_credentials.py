@@ -17,6 +17,7 @@ from longhaul.central import wire
 from longhaul.central.credentials import NOBODY, Credentials, check_bind, load, split
 from longhaul.central.grpc_lane import PATH, GrpcLane, GrpcLine
 from longhaul.central.lane import Lost
+from longhaul.central.streaming import run
 from longhaul.central.wire import Codec, WireError
 from longhaul.forms import Box, Discrete, Leaf
 from longhaul.vectors import HostSpec
@@ -68,7 +69,7 @@ def test_another_environment_is_refused_with_the_difference(lane: GrpcLane) -> N
     }  # fmt: skip
     for word, layout in others.items():
         with pytest.raises(WireError, match=f"another environment: the server has .* where the actor has '{word}'"):
-            asyncio.run(greet(lane, codec=Codec(layout)))
+            run(greet(lane, codec=Codec(layout)))
 
 
 def test_an_actor_that_is_here_is_not_pushed_out_by_another_process(lane: GrpcLane) -> None:
@@ -86,7 +87,7 @@ def test_an_actor_that_is_here_is_not_pushed_out_by_another_process(lane: GrpcLa
         assert (head.kind, head.step) == (wire.REFUSE, 1), "it may try again later"
         return wire.text(answer)
 
-    assert asyncio.run(both()) == "actor 2 is here already"
+    assert run(both()) == "actor 2 is here already"
 
 
 def test_who_sends_more_than_is_due_is_ended_at_once(lane: GrpcLane) -> None:
@@ -106,7 +107,7 @@ def test_who_sends_more_than_is_due_is_ended_at_once(lane: GrpcLane) -> None:
                 pass
             return sent
 
-    assert asyncio.run(flood()) < 20_000
+    assert run(flood()) < 20_000
     assert lane.take() == [Lost(1, f"a frame of group {SLOTS}, of which none is due")]
 
 
@@ -120,7 +121,7 @@ def test_frames_longer_than_any_of_the_layout_are_not_received(lane: GrpcLane) -
             await call.read()
 
     with pytest.raises(grpc.RpcError) as caught:
-        asyncio.run(shout())
+        run(shout())
     assert caught.value.code() == grpc.StatusCode.RESOURCE_EXHAUSTED
 
 
@@ -132,10 +133,10 @@ def test_a_wrong_token_is_refused() -> None:
         closing(GrpcLane(CODEC, 1, SLOTS, lambda a, life: [0, 0], credentials=Credentials(SECRET))) as lane,
         turning(lane),
     ):
-        asyncio.run(greet(lane, Credentials(SECRET)))
+        run(greet(lane, Credentials(SECRET)))
         for wrong in (None, SECRET[:-1], SECRET + "x", "0123456789abcdef-another"):
             with pytest.raises(WireError, match="the token is missing or wrong"):
-                asyncio.run(greet(lane, Credentials(wrong)))
+                run(greet(lane, Credentials(wrong)))
 
 
 @pytest.fixture(scope="module")
@@ -160,11 +161,11 @@ def test_with_tls_only_who_knows_the_server_speaks_to_it(certificate: tuple[Path
     theirs = load(str(token), cert, key)
     ours = load(str(token), tls_ca=cert)
     with closing(GrpcLane(CODEC, 1, SLOTS, lambda a, life: [0, 0], credentials=theirs)) as lane, turning(lane):
-        asyncio.run(greet(lane, ours))
+        run(greet(lane, ours))
         with pytest.raises(WireError, match="token"):
-            asyncio.run(greet(lane, ours._replace(token="0123456789abcdef-another")))
+            run(greet(lane, ours._replace(token="0123456789abcdef-another")))
         with pytest.raises(ConnectionError):  # in the clear
-            asyncio.run(greet(lane, ours._replace(authority=None)))
+            run(greet(lane, ours._replace(authority=None)))
 
 
 @pytest.mark.parametrize("host", ["0.0.0.0", "10.1.2.3", "[::]", "example.org", "127.0.0.1.example.org"])

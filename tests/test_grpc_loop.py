@@ -49,12 +49,12 @@ def test_two_loops_that_hear_one_bell_leave_nothing_undone() -> None:
     for thread in threads:
         thread.start()
     try:
-        for number in range(50):
+        for number in range(20):
             waiting.extend([number] * 3)
             rings.send(b"111")  # at once, so that there is something to drain
             for _ in range(3):
                 assert done.acquire(timeout=10.0), f"of round {number} something waits for ever"
-            time.sleep(0.005)  # until both loops wait again
+            time.sleep(0.06)  # until both loops wait again
     finally:
         over.set()
         for thread in threads:

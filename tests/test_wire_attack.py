@@ -16,6 +16,7 @@ from longhaul.central import wire
 from longhaul.central.credentials import Credentials
 from longhaul.central.grpc_lane import PATH, GrpcLane, GrpcLine
 from longhaul.central.lane import Answer, Arrival, Lost
+from longhaul.central.streaming import run
 from tests.wire_fuzz import BARE, CODEC, COLUMNS, SLOTS, hello, malformed, observe
 
 pytest.importorskip("grpc")
