@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from longhaul.sync import codec, delta, digests, loops, reference
+from longhaul.sync import codec, delta, digests, kernels, loops, reference
 
 DTYPES = {
     "bfloat16": np.uint16, "float16": np.uint16, "float32": np.uint32, "float8_e4m3fn": np.uint8,
@@ -104,7 +104,7 @@ def test_what_is_made_is_digested_in_the_making(dtype: type, monkeypatch: pytest
     monkeypatch.setattr(digests, "LARGE", 241)
     monkeypatch.setattr(codec, "BLOCK", 1 << 13)
     monkeypatch.setattr(digests.Streamed, "feed", lambda *given: (fed.append((got := feed(*given)).size), got)[1])
-    monkeypatch.setattr(BY[1], "called", lambda *given: (past.append(given[-1] is True), called(*given))[1])
+    monkeypatch.setattr(BY[1], "called", lambda *given: (past.append(given[-1] is kernels.PAST), called(*given))[1])
     generator = np.random.default_rng(3)
     for last in (1000, 4096, 4097, 5000):  # of chunks, batches and the digest's blocks, some are whole
         parts = [pair(generator, np.dtype(dtype), 1 << 13, kind) for kind in (5, 5, 0, 1, 7, 5)]

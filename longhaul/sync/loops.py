@@ -143,9 +143,11 @@ class Compiled:
 
     def patch(self, base: Patterns, out: Patterns, found: Changes, feed: Feed = NO_FEED) -> bool:
         ends, place = np.cumsum(found.counts), out.ctypes.data
-        past = bool(feed.size) and not place % LINE and base.ctypes.data != place
+        kernels = self.kernels
+        way = kernels.PAST if feed.size and not place % LINE else kernels.THROUGH
+        way = kernels.IN_PLACE if base.ctypes.data == place else way
         made = read_only(base), out, _packed(found.bounds), ends - found.counts, ends, found.gaps, found.steps
-        return bool(self.called(self.kernels.patch, *made, out.view(np.uint8), *feed, past))
+        return bool(self.called(kernels.patch, *made, out.view(np.uint8), *feed, way))
 
     def pack_gaps(self, gaps: U32, low: int) -> tuple[U8, U8, U32]:
         highs, lows = np.empty(gaps.size, np.uint8), np.empty(-(-gaps.size * low // 8), np.uint8)
