@@ -22,7 +22,7 @@ from numba.core import cgutils
 from numba.extending import intrinsic, register_jitable
 
 from longhaul.sync import reference
-from longhaul.sync.streams import BLOCK, carry_block, fence, scan_block
+from longhaul.sync.streams import BLOCK, scan_block
 
 LANES = 64
 """Elements of a chunk: the bits of a mask."""
@@ -42,9 +42,6 @@ AHEAD = 32 * LANES
 
 NEVER = 1 << 62
 """A rank that no element of a block has."""
-
-IN_PLACE, THROUGH, PAST = 0, 1, 2
-"""Ways to write: where the base is; elsewhere, through the caches; elsewhere, past them."""
 
 BMI2 = bool(llvm.get_host_cpu_features().get("bmi2"))
 """Whether the processor deposits bits in one instruction; part of what numba keys its cache by."""
@@ -90,29 +87,15 @@ def differing(typing: Any, one: Any, other: Any, start: Any) -> Any:
 
 
 @intrinsic
-def four(typing: Any, array: Any, start: Any) -> Any:
-    """int64: four bytes of a uint8 array from `start` on, the lowest first; the caller keeps them inside."""
+def copy(typing: Any, source: Any, target: Any, start: Any) -> Any:
+    """LANES elements from `start` on, to the same place."""
 
     def build(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        struct = context.make_array(signature.args[0])(context, builder, arguments[0])
-        place = builder.bitcast(builder.gep(struct.data, [arguments[1]]), ir.PointerType(I32))
-        loaded = builder.load(place, typ=I32)
-        loaded.align = 1
-        return builder.zext(loaded, I64)
-
-    return types.int64(array, types.int64), build
-
-
-@intrinsic
-def copy(typing: Any, source: Any, start: Any, target: Any, where: Any) -> Any:
-    """LANES elements from `start` on, to `where` in the target; the two may be one."""
-
-    def build(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        chunk = _load(context, builder, signature.args[0], arguments[0], arguments[1])
-        _store(context, builder, signature.args[2], arguments[2], arguments[3], chunk)
+        chunk = _load(context, builder, signature.args[0], arguments[0], arguments[2])
+        _store(context, builder, signature.args[1], arguments[1], arguments[2], chunk)
         return context.get_dummy_value()
 
-    return types.void(source, types.int64, target, types.int64), build
+    return types.void(source, target, types.int64), build
 
 
 @intrinsic
@@ -291,24 +274,9 @@ def emit(base, new, differs, bounds, table, ends, gaps, steps):
 
 
 @jit
-def _made(mine, raw, start, end, fed, count, sums, past):
-    """Bytes from `start` to `end` of `raw` are made: of its first `count`, those from `fed` on go into the digest's
-    sums by whole blocks. With `past` they are in `mine`, and are brought to `raw`. -> how many were fed."""
-    while fed + BLOCK <= min(end, count):
-        if past:
-            carry_block(mine, fed - start, sums, raw, fed)
-        else:
-            scan_block(raw, fed, sums)
-        fed += BLOCK
-    if past and fed < end:
-        raw[fed:end] = mine[fed - start : end - start]
-    return fed
-
-
-@jit
-def _ending(base, here, full, masks, bounds, onto, where, way):
-    """What `patch` does with a batch of fewer than BATCH chunks behind the `full` ones: the rest of the base from
-    `here` on, fewer elements than a chunk."""
+def _ending(base, here, full, masks, bounds, out, apart):
+    """What `patch` does with a batch of fewer than BATCH chunks behind the `full` ones: what is left of the base from
+    `here` on, fewer elements than a chunk, if any."""
     for k in range(CLASSES):
         masks[k * BATCH + full : (k + 1) * BATCH] = ZERO
     if here < base.size:
@@ -317,47 +285,43 @@ def _ending(base, here, full, masks, bounds, onto, where, way):
         m0, m1, m2, m3 = classes(base, at, bounds)
         masks[full], masks[BATCH + full] = m0 >> skip, m1 >> skip
         masks[2 * BATCH + full], masks[3 * BATCH + full] = m2 >> skip, m3 >> skip
-        if way != IN_PLACE:
-            onto[where : where + base.size - here] = base[here:]
+        if apart:
+            out[here:] = base[here:]
 
 
 @jit
-def patch(base, out, bounds, cursors, ends, gaps, steps, raw, count, sums, way):
+def patch(base, out, bounds, counts, gaps, steps, feed, sums, apart):
     """Undoes `emit`: `out` becomes what was new. False where the gaps lead outside.
 
-    `cursors` and `ends` (int64) say where each class lies in `gaps` and `steps`; the caller has checked them. Nothing
+    `counts` (int64) are of each class's `gaps` and `steps`; the caller has checked that they are all of these. Nothing
     outside `out` is written, whatever the gaps are. Of a batch of chunks the members of each class are counted first;
     then a change's chunk follows from one comparison with all counts, without a branch that could be mispredicted.
 
-    What is made goes into the digest's `sums` while it is in the nearest cache: the first `count` bytes, whole blocks,
-    of `raw` (uint8), which is `out` as bytes. The `way` is IN_PLACE where `out` is `base`: then only what changes is
-    written. PAST, where `out` begins at a cache line, and `count` is less than a block short of all: then a batch is
-    made in memory of our own and leaves it past the caches, and `out` is never read.
+    `apart` is whether `out` is another memory than `base`: else only what changes is written. What is made goes into
+    the digest's `sums` while it is in the nearest cache: the first `feed` bytes, whole blocks.
     """
-    size, bits, fed, past = out.size, out.itemsize * 8, 0, way == PAST
+    size, bits, fed, raw = out.size, out.itemsize * 8, 0, out.view(np.uint8)
     sign = np.int64(1 << (bits - 1))
-    mine = np.empty(BATCH * LANES if past else 0, out.dtype)
-    onto, bare = mine if past else out, mine.view(np.uint8)
     # Of each class the masks of a batch's chunks, and how many members there are before each chunk, and in all.
     masks, seen = np.empty(CLASSES * BATCH, np.uint64), np.zeros(CLASSES * ROW, np.int16)
     coming, totals = np.empty(CLASSES, np.int64), np.zeros(CLASSES, np.int64)
+    ends = counts.cumsum()
+    cursors = ends - counts
     for k in range(CLASSES):
         coming[k] = np.int64(gaps[cursors[k]]) if cursors[k] < ends[k] else NEVER
     for start in range(0, size, BATCH * LANES):
         until = min(start + BATCH * LANES, size)
-        begin = 0 if past else start  # of the batch, in `onto`
         full = (until - start) // LANES
         for i in range(full):
             here = start + i * LANES
             fetch(base, here + AHEAD)
-            if way == THROUGH:
-                fetch(out, here + AHEAD)
             m0, m1, m2, m3 = classes(base, here, bounds)
-            if way != IN_PLACE:
-                copy(base, here, onto, begin + i * LANES)
+            if apart:
+                fetch(out, here + AHEAD)
+                copy(base, out, here)
             masks[i], masks[BATCH + i], masks[2 * BATCH + i], masks[3 * BATCH + i] = m0, m1, m2, m3
         if full < BATCH:
-            _ending(base, start + full * LANES, full, masks, bounds, onto, begin + full * LANES, way)
+            _ending(base, start + full * LANES, full, masks, bounds, out, apart)
         for k in range(CLASSES):
             if coming[k] != NEVER:
                 totals[k] = tally(masks, k * BATCH, seen, k * ROW + 1)
@@ -366,19 +330,19 @@ def patch(base, out, bounds, cursors, ends, gaps, steps, raw, count, sums, way):
             while rank < total:
                 i = reached(seen, k * ROW + 1, rank)
                 before = np.int64(seen[np.uint64(k * ROW + i)])
-                j = np.uint64(begin + i * LANES + place(masks[np.uint64(k * BATCH + i)], rank - before))
+                j = np.uint64(start + i * LANES + place(masks[np.uint64(k * BATCH + i)], rank - before))
                 step = np.int64(steps[np.uint64(c)]) + 1
                 step = (step >> 1) ^ -(step & 1)
                 # As `ordered` twice, with the sign as a number: no branch, and no constant.
-                key = np.int64(onto[j])
+                key = np.int64(out[j])
                 key = (key ^ (-(key >> (bits - 1)) & (sign - 1))) + step
-                onto[j] = key ^ (-((key >> (bits - 1)) & 1) & (sign - 1))
+                out[j] = key ^ (-((key >> (bits - 1)) & 1) & (sign - 1))
                 c += 1
                 rank = rank + 1 + np.int64(gaps[np.uint64(c)]) if c < end else NEVER
             cursors[k], coming[k] = c, rank if rank == NEVER else rank - total
-        fed = _made(bare, raw, start * out.itemsize, until * out.itemsize, fed, count, sums, past)
-    if past:
-        fence()
+        while fed + BLOCK <= min(until * out.itemsize, feed):
+            scan_block(raw, fed, sums)
+            fed += BLOCK
     return (cursors == ends).all()
 
 
@@ -412,20 +376,17 @@ def pack_gaps(gaps, low, highs, lows, rest):
 @jit
 def unpack_gaps(highs, low, lows, rest, gaps):
     """Undoes `pack_gaps`; -> how many of `rest` were used, -1 where there are too few. `lows` must be long enough."""
-    mask, extra, bit = (1 << low) - 1, 0, 0
-    # Four bytes hold a gap's bits wherever they begin, as there are 24 at most: of so many gaps they are there.
-    easy = (8 * lows.size - 25) // low + 1 if lows.size >= 4 and low > 0 else 0
+    held, filled, at, extra = np.uint64(0), 0, 0, 0
     for i in range(highs.size):
-        high = np.int64(highs[i])
-        word = np.int64(0)
-        if i < easy:
-            word = four(lows, bit >> 3)
-        elif low > 0:
-            for j in range(bit >> 3, min((bit >> 3) + 4, lows.size)):
-                word |= np.int64(lows[j]) << (8 * j - (bit & ~7))
-        gap = (high << low) | ((word >> (bit & 7)) & mask)
-        bit += low
-        if high == 255:
+        if filled < low:  # rarely, so that it is foreseen: four bytes at once
+            for j in range(at, min(at + 4, lows.size)):
+                held |= np.uint64(lows[j]) << np.uint64(filled)
+                filled += 8
+            at += 4
+        gap = (np.int64(highs[i]) << low) | (np.int64(held) & ((1 << low) - 1))
+        held >>= np.uint64(low)
+        filled -= low
+        if highs[i] == 255:
             if extra >= rest.size:
                 return -1
             gap = np.int64(rest[extra])
