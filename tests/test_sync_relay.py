@@ -6,12 +6,12 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
 
-from longhaul.sync import images, receiver
+from longhaul.sync import images, receiver, wire
 from longhaul.sync.engine import Publisher
 from longhaul.sync.lanes import connect, shared, tcp
 from longhaul.sync.lanes.base import Lane
@@ -48,7 +48,8 @@ class Half:
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.on, self.go = threading.Event(), threading.Event()
         self.staged: dict[int, int] = {}  # bytes that arrived at each receiver of a version, by who it is
-        pour, arrived, draw = Wire.pour_memory, images.Arrival.__call__, images.Arrival.draw
+        pour, arrived = Wire.pour_memory, images.Arrival.__call__
+        draw, pull = images.Arrival.draw, images.Arrival.pull
 
         def halved(wire: Wire, data: memoryview, seconds: float, beyond: object = None) -> None:
             size = len(data)
@@ -68,7 +69,13 @@ class Half:
             self.staged[id(arrival)] = arrival.at
             return used
 
+        def pulled(arrival: images.Arrival, *given: Any) -> int:
+            left = pull(arrival, *given)
+            self.staged[id(arrival)] = arrival.at
+            return left
+
         monkeypatch.setattr(Wire, "pour_memory", halved)
+        monkeypatch.setattr(images.Arrival, "pull", pulled)
         monkeypatch.setattr(images.Arrival, "__call__", noted)
         monkeypatch.setattr(images.Arrival, "draw", drawn)
 
@@ -78,10 +85,13 @@ class Half:
         self.staged.clear()
 
 
-@pytest.fixture(params=[False, True], ids=["straight", "buffered"])
+@pytest.fixture(params=["straight", "buffered", "compiled"])
 def buffered(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Versions come straight to their place, or, as large ones do, by way of a buffer."""
-    if request.param:
+    """Versions come straight to their place, or, as large ones do, by way of a buffer, by Python or a compiled loop."""
+    if request.param != "straight":
+        if request.param == "buffered":
+            monkeypatch.setattr(images, "pulls", lambda image: False)
+        monkeypatch.setattr(wire, "TURN", 0.1)  # as often the compiled loop says how far it is
         monkeypatch.setattr(images, "LARGE", 0)
         monkeypatch.setattr(receiver, "BUFFER", 5000)
         monkeypatch.setattr(images.digests, "LEAST", 1 << 62)  # nothing need be compiled

@@ -6,7 +6,8 @@ passed, or something is wrong. What it does with each piece is what `images.Arri
 is not (no numba, or another system than Linux). The third file that imports numba; others import it inside a function.
 """
 
-# mypy: disable-error-code="no-untyped-def, call-arg"
+# mypy: disable-error-code="no-untyped-def, call-arg, var-annotated"
+# mypy: warn-unreachable=False
 
 from __future__ import annotations
 

@@ -18,10 +18,11 @@ import llvmlite.binding as llvm
 import numpy as np
 from llvmlite import ir
 from numba import njit, types
+from numba.core import cgutils
 from numba.extending import intrinsic, register_jitable
 
 from longhaul.sync import reference
-from longhaul.sync.streams import BLOCK, carry_block, fence, scan_block
+from longhaul.sync.streams import BLOCK, scan_block
 
 LANES = 64
 """Elements of a chunk: the bits of a mask."""
@@ -39,15 +40,15 @@ ONE, ZERO, ALL = np.uint64(1), np.uint64(0), np.uint64(0xFFFFFFFFFFFFFFFF)
 AHEAD = 32 * LANES
 """Elements that lines are fetched before they are needed: across pages, where the processor itself does not."""
 
-NEVER, FULL = 1 << 62, np.int16(32767)
-"""Ranks that no element has: of a block, and of a batch."""
+NEVER = 1 << 62
+"""A rank that no element of a block has."""
 
 BMI2 = bool(llvm.get_host_cpu_features().get("bmi2"))
 """Whether the processor deposits bits in one instruction; part of what numba keys its cache by."""
 
 jit = njit(cache=True, nogil=True, boundscheck=False)
 
-I1, I8, I32, I64 = (ir.IntType(width) for width in (1, 8, 32, 64))
+I1, I8, I16, I32, I64 = (ir.IntType(width) for width in (1, 8, 16, 32, 64))
 
 
 def _splat(builder: Any, value: Any, lanes: int) -> Any:
@@ -67,6 +68,13 @@ def _load(context: Any, builder: Any, kind: Any, array: Any, start: Any, lanes: 
     return loaded
 
 
+def _store(context: Any, builder: Any, kind: Any, array: Any, start: Any, chunk: Any) -> None:
+    """`_load`'s way back."""
+    struct = context.make_array(kind)(context, builder, array)
+    pointer = builder.bitcast(builder.gep(struct.data, [start]), ir.PointerType(chunk.type))
+    builder.store(chunk, pointer).align = kind.dtype.bitwidth // 8
+
+
 @intrinsic
 def differing(typing: Any, one: Any, other: Any, start: Any) -> Any:
     """uint64: bit i says whether one[start + i] != other[start + i]."""
@@ -79,17 +87,15 @@ def differing(typing: Any, one: Any, other: Any, start: Any) -> Any:
 
 
 @intrinsic
-def copy(typing: Any, source: Any, start: Any, target: Any, where: Any) -> Any:
-    """LANES elements from `start` on, to `where` in the target; the two may be one."""
+def copy(typing: Any, source: Any, target: Any, start: Any) -> Any:
+    """LANES elements from `start` on, to the same place."""
 
     def build(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        chunk = _load(context, builder, signature.args[0], arguments[0], arguments[1])
-        struct = context.make_array(signature.args[2])(context, builder, arguments[2])
-        pointer = builder.bitcast(builder.gep(struct.data, [arguments[3]]), ir.PointerType(chunk.type))
-        builder.store(chunk, pointer).align = signature.args[2].dtype.bitwidth // 8
+        chunk = _load(context, builder, signature.args[0], arguments[0], arguments[2])
+        _store(context, builder, signature.args[1], arguments[1], arguments[2], chunk)
         return context.get_dummy_value()
 
-    return types.void(source, types.int64, target, types.int64), build
+    return types.void(source, target, types.int64), build
 
 
 @intrinsic
@@ -110,15 +116,15 @@ def fetch(typing: Any, array: Any, start: Any) -> Any:
 
 
 @intrinsic
-def classes(typing: Any, array: Any, start: Any, skip: Any, bounds: Any) -> Any:
+def classes(typing: Any, array: Any, start: Any, bounds: Any) -> Any:
     """Four uint64: the masks of the classes of the LANES elements from `start` on.
 
     An exponent is the eight bits below the sign. Class k holds those above byte k - 1 of the uint64 `bounds` and not
-    above byte k. The first `skip` elements are left out, and the masks begin after them.
+    above byte k.
     """
 
     def build(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        array, start, skip, bounds = arguments
+        array, start, bounds = arguments
         patterns = _load(context, builder, signature.args[0], array, start)
         vector, width = patterns.type, signature.args[0].dtype.bitwidth
         exponents = builder.shl(patterns, ir.Constant(vector, [1] * LANES))
@@ -129,12 +135,33 @@ def classes(typing: Any, array: Any, start: Any, skip: Any, bounds: Any) -> Any:
         for k in range(CLASSES - 1):
             bound = builder.trunc(builder.lshr(bounds, I64(8 * k)), I8)
             over = builder.bitcast(builder.icmp_unsigned(">", exponents, _splat(builder, bound, LANES)), I64)
-            found.append(builder.lshr(builder.xor(above, over), skip))
+            found.append(builder.xor(above, over))
             above = over
-        found.append(builder.lshr(above, skip))
-        return context.make_tuple(builder, signature.return_type, found)
+        return context.make_tuple(builder, signature.return_type, [*found, above])
 
-    return types.UniTuple(types.uint64, CLASSES)(array, types.int64, types.int64, types.uint64), build
+    return types.UniTuple(types.uint64, CLASSES)(array, types.int64, types.uint64), build
+
+
+@intrinsic
+def tally(typing: Any, masks: Any, start: Any, counts: Any, where: Any) -> Any:
+    """int64: how many bits of the BATCH uint64 `masks` from `start` on are set; of the first one, the first two ... so
+    many to int16 `counts` from `where` on."""
+
+    def build(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        masks, start, counts, where = arguments
+        loaded = _load(context, builder, signature.args[0], masks, start, BATCH)
+        count = ir.FunctionType(loaded.type, [loaded.type])
+        count = cgutils.get_or_insert_function(builder.module, count, f"llvm.ctpop.v{BATCH}i64")
+        found = builder.trunc(builder.call(count, [loaded]), ir.VectorType(I16, BATCH))
+        zeros, step = ir.Constant(found.type, None), 1
+        while step < BATCH:  # sums of twice as many each time
+            order = [BATCH + i if i < step else i - step for i in range(BATCH)]
+            moved = builder.shuffle_vector(found, zeros, ir.Constant(ir.VectorType(I32, BATCH), order))
+            found, step = builder.add(found, moved), 2 * step
+        _store(context, builder, signature.args[2], counts, where, found)
+        return builder.zext(builder.extract_element(found, I32(BATCH - 1)), I64)
+
+    return types.int64(masks, types.int64, counts, types.int64), build
 
 
 @intrinsic
@@ -143,7 +170,7 @@ def reached(typing: Any, counts: Any, start: Any, rank: Any) -> Any:
 
     def build(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         row = _load(context, builder, signature.args[0], arguments[0], arguments[1], BATCH)
-        rank = _splat(builder, builder.trunc(arguments[2], ir.IntType(16)), BATCH)
+        rank = _splat(builder, builder.trunc(arguments[2], I16), BATCH)
         return builder.ctpop(builder.bitcast(builder.icmp_signed("<=", row, rank), I64))
 
     return types.int64(counts, types.int64, types.int64), build
@@ -223,7 +250,9 @@ def emit(base, new, differs, bounds, table, ends, gaps, steps):
     masks, seen, last = np.zeros(CLASSES, np.uint64), np.zeros(CLASSES, np.int64), np.zeros(CLASSES, np.int64)
     for i in range((size + LANES - 1) // LANES):
         at = min(i * LANES, size - LANES)
-        masks[0], masks[1], masks[2], masks[3] = classes(base, at, i * LANES - at, bounds)
+        skip = np.uint64(i * LANES - at)
+        m0, m1, m2, m3 = classes(base, at, bounds)
+        masks[0], masks[1], masks[2], masks[3] = m0 >> skip, m1 >> skip, m2 >> skip, m3 >> skip
         hits = differs[i]
         while hits != ZERO:
             bit = hits & (~hits + ONE)
@@ -245,84 +274,75 @@ def emit(base, new, differs, bounds, table, ends, gaps, steps):
 
 
 @jit
-def _made(mine, raw, start, end, fed, count, sums, past):
-    """Bytes from `start` to `end` of `raw` are made: of its first `count`, those from `fed` on go into the digest's
-    sums by whole blocks. With `past` they are in `mine`, and are brought to `raw`. -> how many were fed."""
-    while fed + BLOCK <= min(end, count):
-        if past:
-            carry_block(mine, fed - start, sums, raw, fed)
-        else:
-            scan_block(raw, fed, sums)
-        fed += BLOCK
-    if past and fed < end:
-        raw[fed:end] = mine[fed - start : end - start]
-    return fed
+def _ending(base, here, full, masks, bounds, out, apart):
+    """What `patch` does with a batch of fewer than BATCH chunks behind the `full` ones: what is left of the base from
+    `here` on, fewer elements than a chunk, if any."""
+    for k in range(CLASSES):
+        masks[k * BATCH + full : (k + 1) * BATCH] = ZERO
+    if here < base.size:
+        at = base.size - LANES  # the last chunk begins earlier rather than end outside
+        skip = np.uint64(here - at)
+        m0, m1, m2, m3 = classes(base, at, bounds)
+        masks[full], masks[BATCH + full] = m0 >> skip, m1 >> skip
+        masks[2 * BATCH + full], masks[3 * BATCH + full] = m2 >> skip, m3 >> skip
+        if apart:
+            out[here:] = base[here:]
 
 
 @jit
-def patch(base, out, bounds, cursors, ends, gaps, steps, raw, count, sums, past):
-    """Undoes `emit`: `out`, which may be `base` itself, becomes what was new. False where the gaps lead outside.
+def patch(base, out, bounds, counts, gaps, steps, feed, sums, apart):
+    """Undoes `emit`: `out` becomes what was new. False where the gaps lead outside.
 
-    `cursors` and `ends` (int64) say where each class lies in `gaps` and `steps`; the caller has checked them. Nothing
+    `counts` (int64) are of each class's `gaps` and `steps`; the caller has checked that they are all of these. Nothing
     outside `out` is written, whatever the gaps are. Of a batch of chunks the members of each class are counted first;
     then a change's chunk follows from one comparison with all counts, without a branch that could be mispredicted.
 
-    What is made goes into the digest's `sums` while it is in the nearest cache: the first `count` bytes, whole blocks,
-    of `raw` (uint8), which is `out` as bytes. With `past`, where these begin at a cache line, `out` is not `base` and
-    `count` is less than a block short of all, a batch is made in memory of our own and leaves it past the caches: `out`
-    is never read.
+    `apart` is whether `out` is another memory than `base`: else only what changes is written. What is made goes into
+    the digest's `sums` while it is in the nearest cache: the first `feed` bytes, whole blocks.
     """
-    size, bits, fed = out.size, out.itemsize * 8, 0
+    size, bits, fed, raw = out.size, out.itemsize * 8, 0, out.view(np.uint8)
     sign = np.int64(1 << (bits - 1))
-    mine = np.empty(BATCH * LANES if past else 0, out.dtype)
-    onto, bare = mine if past else out, mine.view(np.uint8)
     # Of each class the masks of a batch's chunks, and how many members there are before each chunk, and in all.
-    masks, seen = np.zeros(CLASSES * BATCH, np.uint64), np.zeros(CLASSES * ROW, np.int16)
-    coming, totals = np.empty(CLASSES, np.int64), np.empty(CLASSES, np.int64)
+    masks, seen = np.empty(CLASSES * BATCH, np.uint64), np.zeros(CLASSES * ROW, np.int16)
+    coming, totals = np.empty(CLASSES, np.int64), np.zeros(CLASSES, np.int64)
+    ends = counts.cumsum()
+    cursors = ends - counts
     for k in range(CLASSES):
         coming[k] = np.int64(gaps[cursors[k]]) if cursors[k] < ends[k] else NEVER
-    chunks = (size + LANES - 1) // LANES
-    for first in range(0, chunks, BATCH):
-        s0 = s1 = s2 = s3 = 0
-        held = min(BATCH, chunks - first)
-        begin = 0 if past else first * LANES  # of the batch, in `onto`
-        for i in range(held):
-            here = (first + i) * LANES
-            at = min(here, size - LANES)
+    for start in range(0, size, BATCH * LANES):
+        until = min(start + BATCH * LANES, size)
+        full = (until - start) // LANES
+        for i in range(full):
+            here = start + i * LANES
             fetch(base, here + AHEAD)
-            if not past:
+            m0, m1, m2, m3 = classes(base, here, bounds)
+            if apart:
                 fetch(out, here + AHEAD)
-            if at == here:
-                copy(base, at, onto, begin + i * LANES)
-            else:
-                onto[begin + i * LANES : begin + i * LANES + size - here] = base[here:]
-            m0, m1, m2, m3 = classes(base, at, here - at, bounds)
-            s0, s1, s2, s3 = s0 + ones(m0), s1 + ones(m1), s2 + ones(m2), s3 + ones(m3)
+                copy(base, out, here)
             masks[i], masks[BATCH + i], masks[2 * BATCH + i], masks[3 * BATCH + i] = m0, m1, m2, m3
-            seen[i + 1], seen[ROW + i + 1], seen[2 * ROW + i + 1], seen[3 * ROW + i + 1] = s0, s1, s2, s3
-        totals[0], totals[1], totals[2], totals[3] = s0, s1, s2, s3
-        if held < BATCH:
-            for k in range(CLASSES):
-                seen[k * ROW + held + 1 : (k + 1) * ROW] = FULL
+        if full < BATCH:
+            _ending(base, start + full * LANES, full, masks, bounds, out, apart)
+        for k in range(CLASSES):
+            if coming[k] != NEVER:
+                totals[k] = tally(masks, k * BATCH, seen, k * ROW + 1)
         for k in range(CLASSES):
             c, end, rank, total = cursors[k], ends[k], coming[k], totals[k]
             while rank < total:
                 i = reached(seen, k * ROW + 1, rank)
                 before = np.int64(seen[np.uint64(k * ROW + i)])
-                j = np.uint64(begin + i * LANES + place(masks[np.uint64(k * BATCH + i)], rank - before))
+                j = np.uint64(start + i * LANES + place(masks[np.uint64(k * BATCH + i)], rank - before))
                 step = np.int64(steps[np.uint64(c)]) + 1
                 step = (step >> 1) ^ -(step & 1)
                 # As `ordered` twice, with the sign as a number: no branch, and no constant.
-                key = np.int64(onto[j])
+                key = np.int64(out[j])
                 key = (key ^ (-(key >> (bits - 1)) & (sign - 1))) + step
-                onto[j] = key ^ (-((key >> (bits - 1)) & 1) & (sign - 1))
+                out[j] = key ^ (-((key >> (bits - 1)) & 1) & (sign - 1))
                 c += 1
                 rank = rank + 1 + np.int64(gaps[np.uint64(c)]) if c < end else NEVER
-            cursors[k], coming[k] = c, rank - total
-        start, end = first * LANES * out.itemsize, min((first + held) * LANES, size) * out.itemsize
-        fed = _made(bare, raw, start, end, fed, count, sums, past)
-    if past:
-        fence()
+            cursors[k], coming[k] = c, rank if rank == NEVER else rank - total
+        while fed + BLOCK <= min(until * out.itemsize, feed):
+            scan_block(raw, fed, sums)
+            fed += BLOCK
     return (cursors == ends).all()
 
 

@@ -17,9 +17,6 @@ U8: TypeAlias = NDArray[np.uint8]
 U32: TypeAlias = NDArray[np.uint32]
 I64: TypeAlias = NDArray[np.int64]
 
-LINE = 64
-"""Bytes of a cache line."""
-
 LEAST = 64
 """Elements that a block must have: the codec pads shorter ones with zeros."""
 
@@ -142,10 +139,9 @@ class Compiled:
         return Changes(bounds, ends - starts, *joined)
 
     def patch(self, base: Patterns, out: Patterns, found: Changes, feed: Feed = NO_FEED) -> bool:
-        ends, place = np.cumsum(found.counts), out.ctypes.data
-        past = bool(feed.size) and not place % LINE and base.ctypes.data != place
-        made = read_only(base), out, _packed(found.bounds), ends - found.counts, ends, found.gaps, found.steps
-        return bool(self.called(self.kernels.patch, *made, out.view(np.uint8), *feed, past))
+        apart = base.ctypes.data != out.ctypes.data
+        given = read_only(base), out, _packed(found.bounds), *found[1:], *feed, apart
+        return bool(self.called(self.kernels.patch, *given))
 
     def pack_gaps(self, gaps: U32, low: int) -> tuple[U8, U8, U32]:
         highs, lows = np.empty(gaps.size, np.uint8), np.empty(-(-gaps.size * low // 8), np.uint8)

@@ -13,6 +13,7 @@ import errno
 import hashlib
 import hmac
 import json
+import math
 import os
 import secrets
 import select
@@ -171,13 +172,13 @@ class Wire:
         held, left, turn = 0, size, 0.0
         while left:
             while left and held < len(buffer):
-                if (now := time.monotonic()) >= turn:
-                    self._block(socket.SO_RCVTIMEO, until)
-                    turn = min(until, now + TURN)
+                if time.monotonic() >= turn:
+                    turn = self._block(socket.SO_RCVTIMEO, until, TURN)
                 try:
                     got = self.sock.recv_into(buffer[held : held + left])
                 except BlockingIOError:
-                    raise TimeoutError("the other side sends no bytes") from None
+                    turn = 0.0
+                    continue
                 if not got:
                     raise ConnectionResetError("the other side has closed the connection")
                 held, left = held + got, left - got
@@ -194,24 +195,23 @@ class Wire:
         try:
             left = 1
             while left:
-                self._block(socket.SO_RCVTIMEO, until)
-                left = step(descriptor, min(until, time.monotonic() + TURN))
-                if left == -errno.EAGAIN:
-                    raise TimeoutError("the other side sends no bytes")
+                left = step(descriptor, self._block(socket.SO_RCVTIMEO, until, TURN))
                 if left == -errno.ECONNRESET:
                     raise ConnectionResetError("the other side has closed the connection")
-                if left < 0 and left != -errno.EINTR:
+                if left < 0 and left not in (-errno.EAGAIN, -errno.EINTR):
                     raise OSError(-left, os.strerror(-left))
         finally:
             os.close(descriptor)
 
-    def _block(self, which: int, until: float) -> None:
-        """What is received next, or sent, waits in the kernel, which needs no call to wait: until then at the latest.
-        `which` is SO_RCVTIMEO or SO_SNDTIMEO."""
-        seconds = _positive(until - time.monotonic())
+    def _block(self, which: int, until: float, most: float = math.inf) -> float:
+        """What is received next, or sent, waits in the kernel, which needs no call to wait: for `most` seconds, and
+        until then at the latest. `which` is SO_RCVTIMEO or SO_SNDTIMEO. -> the time when that ends."""
+        now = time.monotonic()
+        seconds = min(_positive(until - now), most)
         self.sock.settimeout(None)
         whole = int(seconds)
         self.sock.setsockopt(socket.SOL_SOCKET, which, struct.pack("@ll", whole, int(1e6 * (seconds - whole)) or 1))
+        return now + seconds
 
     def pour(self, data: memoryview, seconds: float) -> None:
         """Sends bare bytes, all within `seconds`."""
