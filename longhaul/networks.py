@@ -14,7 +14,7 @@ torso and a gated recurrent unit (Cho et al. 2014) of that width. An encoder of 
 nearly all of the work; after one by attention, each head has a hidden layer of its own.
 
 With `precision` "bf16" the torso computes in bfloat16; parameters, memory (in which rounding would add up along time)
-and the last layers stay in float32. Of a tower's `mlp` only the factors of products are rounded (precision.product).
+and the last layers stay in float32. Of a tower's `mlp` only the factors of products are rounded (precision.affine).
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ import numpy as np
 
 from longhaul import convolutions, encoders
 from longhaul.perceptron import perceptron
-from longhaul.precision import POLICIES, PRECISIONS, REMATS, product, rematerialised
+from longhaul.precision import POLICIES, PRECISIONS, REMATS, affine, rematerialised
 from longhaul.types import Key, Params, PyTree
 
 ACTIVATIONS: dict[str, Callable[[jax.Array], jax.Array]] = {
@@ -226,7 +226,7 @@ def _rounded(
     """How a `_Tower` of an mlp is applied with products of bfloat16 whose sums are float32."""
 
     def layer(own: Params, x: jax.Array) -> jax.Array:
-        return activation(product(x, own["kernel"]) + own["bias"][None])
+        return activation(affine(x, own["kernel"], own["bias"]))
 
     through = rematerialised(layer, remat)
 
