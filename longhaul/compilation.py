@@ -75,13 +75,13 @@ def keep(threads: int, *, on_cpu: bool, process: int = 0) -> Path | None:
         jax.config.update("jax_enable_compilation_cache", False)
         return None
     folder = store / part(threads, on_cpu=on_cpu, process=process)
-    if jax.config.jax_compilation_cache_dir == str(folder):  # type: ignore[attr-defined]
+    if jax.config.jax_compilation_cache_dir == str(folder):  # type: ignore[attr-defined, unused-ignore]
         return folder
     try:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         if not os.access(folder, os.W_OK | os.X_OK):
             raise PermissionError(13, "it can't be written")
-        limit = jax.config.jax_compilation_cache_max_size  # type: ignore[attr-defined]
+        limit = jax.config.jax_compilation_cache_max_size  # type: ignore[attr-defined, unused-ignore]
         caches.trim(store, "*-cache", caches.MOST_BYTES if limit < 0 else limit)
     except OSError as error:
         caches.say(f"no compilation cache in {folder} ({error.strerror}): programs are compiled anew")

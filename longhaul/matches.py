@@ -61,7 +61,7 @@ class Played(NamedTuple):
     terminated: jax.Array  # it ended, and was not cut
 
 
-def keys(seed: int, episode: jax.Array | int) -> Key:
+def keys(seed: int | jax.Array, episode: jax.Array | int) -> Key:
     """All random numbers of an episode come of it."""
     return jax.random.fold_in(jax.random.key(seed), episode)
 
@@ -99,11 +99,11 @@ def chooser(
 
 def player(
     environment: Environment, config: learners.Config, *, greedy: bool, limit: int
-) -> Callable[[Policy, int, jax.Array], Played]:
+) -> Callable[[Policy, int | jax.Array, jax.Array], Played]:
     """A function (policy, seed, numbers [E]) -> the games of those numbers, all at once, of at most `limit` steps."""
     remember, choose = chooser(environment, config, greedy)
 
-    def one(policy: Policy, seed: int, episode: jax.Array) -> Played:
+    def one(policy: Policy, seed: int | jax.Array, episode: jax.Array) -> Played:
         key = keys(seed, episode)
 
         def goes_on(carried: Any) -> jax.Array:

@@ -51,7 +51,7 @@ def marking(task: Task, problems: Sequence[Problem], words: Tokeniser, group: in
 
     def mark(data: Completions, told: Metrics) -> tuple[Completions, Metrics]:
         token = np.asarray(data.token)
-        asked = [problems[place] for place in data.problem]
+        asked = [problems[int(place)] for place in np.asarray(data.problem)]
         found = marks(task, asked, [words.decode(row) for row in token])
         known, sums = judged(data, found, ended(token, words), group)
         whole: Metrics = {name: np.asarray(sums[name], np.float32) for name in told}  # type: ignore[misc]
@@ -72,6 +72,7 @@ def quality(task: Task, asked: Sequence[Problem], drawn: Drawn, words: Tokeniser
         return np.asarray(x, np.float32).reshape(-1, samples)
 
     right = each(found.reward)
+    best: Any = right.max(axis=1)
     picked: Any = right[np.arange(len(right)), leaders]
     means: dict[str, Any] = {
         "pass_at_1": right,
@@ -82,7 +83,7 @@ def quality(task: Task, asked: Sequence[Problem], drawn: Drawn, words: Tokeniser
         "length": each(np.sum(drawn.written, axis=1)),
     }
     return Quality(
-        pass_at_k=right.max(axis=1),
+        pass_at_k=best,
         majority_at_k=picked,
         **{name: value.mean(axis=1) for name, value in means.items()},
     )

@@ -99,7 +99,8 @@ def unpack_gaps(
 ) -> tuple[NDArray[np.uint32], int]:
     """Undoes `pack_gaps`; -> (gaps, how many of `rest` were used: -1 where there are too few)."""
     bits = np.unpackbits(lows, count=highs.size * low, bitorder="little").reshape(highs.size, low).astype(np.uint32)
-    gaps = (highs.astype(np.uint32) << low) | (bits << np.arange(low, dtype=np.uint32)).sum(1, dtype=np.uint32)
+    lower = (bits << np.arange(low, dtype=np.uint32)).sum(1, dtype=np.uint32)
+    gaps = (highs.astype(np.uint32) << np.uint32(low)) | lower
     whole = highs == 255
     used = int(whole.sum())
     if used > rest.size:
