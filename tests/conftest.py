@@ -55,6 +55,23 @@ SHAPED = [
 install_import_hook(SHAPED, "beartype.beartype")
 
 
+TOGETHER = {f"tests/test_hackmatrix_canonical{part}.py": "canonical" for part in ("", "_play", "_programs")}
+"""Files whose tests are of the same programs, a quarter of a minute to compile: one worker has them all."""
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """Each file to one worker, as `--dist loadfile` does; and files of one name in `TOGETHER` to the same."""
+    from xdist.scheduler import LoadFileScheduling
+
+    class Scheduling(LoadFileScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            file = super()._split_scope(nodeid)
+            return TOGETHER.get(file, file)
+
+    return Scheduling(config, log) if config.getvalue("dist") == "loadfile" else None
+
+
 @pytest.fixture(scope="session")
 def logs() -> Path:
     """The folder of real driving logs: LONGHAUL_DATA, else ../shared/data beside the project. Skips without one."""
