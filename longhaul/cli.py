@@ -318,7 +318,7 @@ def _bench(words: Sequence[str]) -> int:
         Flag("road_points", INT, None, "of driving-env: pieces of road that an agent sees", shown="0"),
         Flag("num_envs", INT, None, "of cartpole, driving-train, hackmatrix-env, hackmatrix-ppo: worlds", shown="256"),
         Flag("num_steps", INT, None, "of all but those of cartpole and driving-train: steps of each", shown="its own"),
-        Flag("precision", choice(("fp32", "bf16")), None, "of hackmatrix-ppo", shown="fp32"),
+        Flag("precision", choice(("fp32", "bf16")), None, "of hackmatrix-ppo, sac", shown="fp32"),
         Flag("env", TEXT, (), "of actors, central and sac: environments, a figure for each", True, "its own"),
         Flag("actors", INT, None, "likewise: how many", shown="2"),
         Flag("worlds", INT, None, "of central: worlds of each group of an actor", shown="256"),

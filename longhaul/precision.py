@@ -53,7 +53,7 @@ def _affine(x: jax.Array, kernel: jax.Array, bias: jax.Array) -> tuple[jax.Array
 
 def _affine_back(factors: tuple[jax.Array, jax.Array], g: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
     (x, kernel), g = factors, g.astype(jnp.bfloat16)
-    # XLA's CPU multiplies bfloat16 by its own instructions where sums are over the first factor's last axis; elsewhere it
+    # XLA multiplies bfloat16 by a CPU's own instructions where sums are over the first factor's last axis; elsewhere it
     # widens both factors, at a fifth of the speed. A factor that is but turned it turns back, not one with a row more.
     ones = jnp.ones((1, x.shape[0]), x.dtype)
     both = _dot(jnp.concatenate([x.T, ones]), g, 1, 0)

@@ -132,7 +132,7 @@ def _gathers(columns: int, width: int, size: int, batch: int, iterations: int, h
 
 def sac(
     total_steps: int, devices: int | None, env: str | None, num_envs: int, gradient_steps: int, batch: int = 256,
-    size: int | None = None, fill: float = 0.0,
+    size: int | None = None, fill: float = 0.0, precision: str = "fp32",
 ) -> Prepared:  # fmt: skip
     """Training by the recipe `pendulum-sac`; in another environment with Brax's networks, on one device if not told.
 
@@ -144,7 +144,7 @@ def sac(
         return training(made, "env steps", {})
     settings = algorithm.Config(
         batch_size=batch, hidden_dim=256, num_layers=2, gradient_steps=gradient_steps, learning_starts=num_envs,
-        replay_size=size or max(total_steps, 65_536),
+        replay_size=size or max(total_steps, 65_536), precision=precision,
     )  # fmt: skip
     made = Run(
         "bench", Named(env), settings, total_steps=total_steps, num_envs=num_envs, num_steps=1, devices=devices or 1
@@ -190,12 +190,13 @@ def cases(
 def sac_cases(
     *, total_steps: int | None = None, devices: int | None = None, env: Sequence[str] = (), num_envs: int = 64,
     gradient_steps: Sequence[int] = (1, 16), batch: int = 256, size: int | None = None, fill: float = 0.0,
+    precision: str = "fp32",
 ) -> list[dict[str, Any]]:  # fmt: skip
     """Of `sac`."""
     sizes: dict[str, Any] = {"devices": devices, "num_envs": num_envs}
     if not env:
         return [sizes | {"total_steps": total_steps or 10_000, "env": None, "gradient_steps": 8}]
-    sizes |= {"batch": batch, "size": size, "fill": fill}
+    sizes |= {"batch": batch, "size": size, "fill": fill, "precision": precision}
     return [
         sizes | {"total_steps": total_steps or 256 * num_envs // n, "env": name, "gradient_steps": n}
         for name in env
