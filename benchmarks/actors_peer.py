@@ -129,7 +129,8 @@ def figures(learner: str, python: str, actors: int, least: int, repeats: int) ->
         workers = {}
         for program, vector in THEIRS.items():
             about = {"learner": learner, "actors": actors, "vector": vector, "steps": least, **LIKE}
-            few = {"OMP_NUM_THREADS": "1", "RAY_DEDUP_LOGS": "1"}
+            # Ray would kill its environment runners where others fill the machine's memory.
+            few = {"OMP_NUM_THREADS": "1", "RAY_DEDUP_LOGS": "1", "RAY_memory_monitor_refresh_ms": "0"}
             worker = bench.Worker([python, "-W", "ignore", "-c", RLLIB, json.dumps(about)], few)
             worker.about |= {"config": about}
             workers[program] = opened.enter_context(worker)
