@@ -33,7 +33,8 @@ TABLE = """
 0  reasoning/__init__ reasoning/tokens reasoning/tasks reasoning/questions
    reasoning/optimiser
 0  verdicts
-0  sync/__init__ sync/reference sync/streams sync/intake sync/kernels sync/loops sync/digests sync/codec sync/delta
+0  sync/__init__ sync/reference sync/streams sync/intake sync/kernels sync/packing sync/loops sync/digests
+   sync/codec sync/delta
 0  sync/layout sync/plan sync/cost
 1  trends health watch
 1  precision returns distributions encoders convolutions perceptron networks dial normalise mesh partition shards
@@ -146,7 +147,11 @@ OPTIONAL = {
 }
 """Import names: what pyproject.toml asks for always, and with an extra."""
 
-COMPILED = {(f"sync/{name}", library) for name in ("kernels", "streams", "intake") for library in ("numba", "llvmlite")}
+COMPILED = {
+    (f"sync/{name}", library)
+    for name in ("kernels", "packing", "streams", "intake")
+    for library in ("numba", "llvmlite")
+}
 """A file of numba's functions is numba's on loading; so it is itself imported inside functions alone."""
 
 

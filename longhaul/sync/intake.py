@@ -3,7 +3,8 @@
 Between two pieces of a stream Python takes as long as a core takes to copy 100 kB, and two streams of one process take
 turns at its lock. Here the loop calls the system itself, and comes back to Python only when all is there, time has
 passed, or something is wrong. What it does with each piece is what `images.Arrival.draw` does: that is for where this
-is not (no numba, or another system than Linux). The third file that imports numba; others import it inside a function.
+is not (no numba, or another system than Linux). One of four files that import numba; others import it inside a
+function.
 """
 
 # mypy: disable-error-code="no-untyped-def, call-arg, var-annotated"

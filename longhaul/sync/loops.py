@@ -116,9 +116,10 @@ class Compiled:
     feeds = True
 
     def __init__(self) -> None:
-        from longhaul.sync import kernels, streams
+        from longhaul.sync import kernels, packing, streams
 
         self.kernels: Any = kernels
+        self.packing: Any = packing
         self.called = streams.called
 
     def changes(self, base: Patterns, new: Patterns) -> Changes:
@@ -146,18 +147,18 @@ class Compiled:
     def pack_gaps(self, gaps: U32, low: int) -> tuple[U8, U8, U32]:
         highs, lows = np.empty(gaps.size, np.uint8), np.empty(-(-gaps.size * low // 8), np.uint8)
         rest = np.empty(gaps.size, np.uint32)
-        return highs, lows, rest[: self.called(self.kernels.pack_gaps, gaps, low, highs, lows, rest)]
+        return highs, lows, rest[: self.called(self.packing.pack_gaps, gaps, low, highs, lows, rest)]
 
     def pack_steps(self, steps: U32) -> tuple[U8, U8, U32]:
         halves, bytes_ = np.zeros(-(-steps.size // 2), np.uint8), np.empty(steps.size, np.uint8)
         rest = np.empty(steps.size, np.uint32)
-        more, whole = self.called(self.kernels.pack_steps, steps, halves, bytes_, rest)
+        more, whole = self.called(self.packing.pack_steps, steps, halves, bytes_, rest)
         return halves, bytes_[:more], rest[:whole]
 
     def unpack(self, found: Streams) -> tuple[U32, U32, int]:
         count = sum(highs.size for highs in found.highs)
         gaps, steps = np.empty(count, np.uint32), np.empty(count, np.uint32)
-        return gaps, steps, int(self.called(self.kernels.unpack, *found, gaps, steps))
+        return gaps, steps, int(self.called(self.packing.unpack, *found, gaps, steps))
 
 
 def _packed(bounds: U8) -> np.uint64:

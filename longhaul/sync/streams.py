@@ -3,8 +3,8 @@
 Copied in the usual way and digested beside it, a byte costs four passes of memory: it is read, its target is read to be
 owned and written, and it is read again. Here a cache line is loaded, goes into the digest in registers, and leaves by
 a store that reads nothing, while lines further on are fetched. The digest is xxh3-128 (Collet, xxHash; after its
-specification), so that who has only the library finds the same: `digests` chooses, and ends what is begun here. The
-second file that imports numba; others import it inside a function.
+specification), so that who has only the library finds the same: `digests` chooses, and ends what is begun here. One of
+four files that import numba; others import it inside a function.
 """
 
 # mypy: disable-error-code="no-untyped-def, call-arg"
