@@ -190,6 +190,10 @@ def test_the_numpy_cartpole_steps_as_gymnasiums_and_its_starts_know_no_history()
             _, _, its_end, _, _ = alone.step(int(chosen[world]))
             np.testing.assert_allclose(ours.state()["physics"][world], alone.state, rtol=1e-12, atol=1e-15)
             assert terminated[world] == its_end
+    again, first = batched.cartpole(5), np.arange(5) == 0
+    again.restore(ours.state())
+    seen = again.restart(first)
+    assert np.array_equal(seen[1:], ours.state()["physics"][1:].astype(np.float32)), "the others are where they were"
     late = ours.restart(np.array([False, True, False, False, True]))
     fresh = batched.cartpole(5)
     fresh.reset(3)

@@ -140,6 +140,7 @@ class CartPole:
             given = len(state["physics"])
             raise ValueError(f"a state of {given} worlds for {len(self._worlds)}; sizes must be equal")
         self._physics[:], self._steps[:], self._episode[:] = state["physics"].T, state["steps"], state["episode"]
+        self._seen[:] = state["physics"]
         self._seed, self._starts = int(state["seed"]), self._starts[:, :0]
 
 
