@@ -229,7 +229,7 @@ def test_a_version_reaches_another_process(lane: Way, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("kind", [each for each in KINDS if not isinstance(each, str)])
 def test_a_receiver_killed_on_the_way_holds_up_nobody(kind: str, tmp_path: Path) -> None:
-    """Of the lanes by other libraries; test_sync_faults has all phases of our own."""
+    """Of the lanes by other libraries; test_sync_kills has all phases of our own."""
     there = way(kind, tmp_path)
     opened = there.lane()
     with (
