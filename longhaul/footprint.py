@@ -7,14 +7,13 @@ beside the program on the device (another process, what the host holds where the
 from __future__ import annotations
 
 import math
-import os
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
 from jax.sharding import Mesh
 
 from longhaul.types import Algorithm, Progress, PyTree, is_local
+from longhaul.workers import machine_memory
 
 FILE = "memory.json"
 """In a run's folder: `Footprint.plain` of the last start."""
@@ -135,13 +134,7 @@ def memory_of(device: jax.Device) -> int | None:
     counted = device.memory_stats() if device.platform != "cpu" else None
     if counted and "bytes_limit" in counted:
         return int(counted["bytes_limit"])
-    if device.platform != "cpu" or not hasattr(os, "sysconf"):
-        return None
-    total = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    limit = Path("/sys/fs/cgroup/memory.max")  # a container's
-    if limit.exists() and (text := limit.read_text().strip()).isdigit():
-        total = min(total, int(text))
-    return total
+    return machine_memory() if device.platform == "cpu" else None
 
 
 def size(n: float) -> str:

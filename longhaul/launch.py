@@ -21,10 +21,14 @@ from longhaul import flags, gang, processes, pulse
 from longhaul.flags import DEBUG, FLOAT, INT, TEXT, Flag, FlagError, choice
 from longhaul.gang import STOPPED, Death, Ended, Gang, Printed
 from longhaul.hosts import HostsError
+from longhaul.workers import machine_memory
 
 BAD_INPUT, FAILED = 2, 1
 
 DEADLINE = 1800.0
+
+FOOTPRINT = 2**29
+"""Bytes that a process takes at least: training CartPole on four worlds takes 0.62 GB."""
 
 PAUSES = (1.0, 60.0)
 """Seconds before the first new start, which double with each, and their bound."""
@@ -74,7 +78,18 @@ def launch(words: Sequence[str]) -> int:
     lost = [f"--{flag.name}" for flag in RAY if flag.name in given.given]
     if lost:
         raise FlagError(f"{', '.join(lost)} can be given with --on ray only")
+    _check_room(count)
     return supervise(command, functools.partial(processes.local, count=count, devices=devices), restarts, deadline)
+
+
+def _check_room(count: int) -> None:
+    """Raises FlagError where this machine's memory can't hold so many processes: they would take it down together."""
+    total = machine_memory()
+    if total is not None and count > (most := max(1, total // FOOTPRINT)):
+        raise FlagError(
+            f"--hosts is {count}; this machine's {total / 1e9:.1f} GB hold at most {most} processes, "
+            f"of {FOOTPRINT / 1e9:.1f} GB or more each; choose fewer, or a cluster by --on ray"
+        )
 
 
 def _on_ray(command: Sequence[str], values: dict[str, Any]) -> int:

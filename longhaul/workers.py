@@ -7,12 +7,24 @@ import signal
 import threading
 from concurrent.futures import ProcessPoolExecutor
 from multiprocessing import get_context, parent_process
+from pathlib import Path
 
 
 def pool(workers: int) -> ProcessPoolExecutor:
     """A pool of fresh processes (a fork of one that runs JAX's threads may hang), one thread of arithmetic each."""
     os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
     return ProcessPoolExecutor(workers, mp_context=get_context("spawn"), initializer=attend)
+
+
+def machine_memory() -> int | None:
+    """Bytes of this machine's memory, or of its container's. None where nobody says."""
+    if not hasattr(os, "sysconf"):
+        return None
+    total = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    limit = Path("/sys/fs/cgroup/memory.max")  # a container's
+    if limit.exists() and (text := limit.read_text().strip()).isdigit():
+        total = min(total, int(text))
+    return total
 
 
 def attend() -> None:

@@ -102,6 +102,18 @@ def test_words_that_mean_nothing_are_refused(words: str, message: str) -> None:
         launch.launch(words.split())
 
 
+def test_more_processes_than_memory_holds_are_refused_before_the_first_starts(monkeypatch: pytest.MonkeyPatch) -> None:
+    started: list[int] = []
+    monkeypatch.setattr(launch, "machine_memory", lambda: 4 * 2**30)
+    monkeypatch.setattr(launch, "supervise", lambda command, start, *_: started.append(start.keywords["count"]) or 0)
+    with pytest.raises(FlagError, match=r"--hosts is 9; this machine's 4\.3 GB hold at most 8 processes, .*--on ray"):
+        launch.launch(["--hosts", "9", "--", "train", "cartpole"])
+    assert started == []
+    assert launch.launch(["--hosts", "8", "--", "train", "cartpole"]) == 0 and started == [8]
+    monkeypatch.setattr(launch, "machine_memory", lambda: None)
+    assert launch.launch(["--hosts", "9", "--", "train", "cartpole"]) == 0 and started == [8, 9]
+
+
 # --------------------------------------------------------------------------------------------- processes of any kind
 
 PROCESS = """
