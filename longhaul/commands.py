@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
 import shutil
 import sys
 import time
@@ -269,7 +270,8 @@ def status(words: Sequence[str]) -> int:
     update = run.num_envs * agents(run) * run.num_steps
     done = last.get("agent_steps", 0)
     total = done + (run.total_steps - done) // update * update  # `done` may be in updates of other sizes
-    going_on = f"not done; longhaul train {run.recipe} --resume {folder.name} goes on"
+    name = folder.name if folder.parent == Path(str(RUNS_DIR.default)) else shlex.quote(str(folder))
+    going_on = f"not done; longhaul train {run.recipe} --resume {name} goes on"
     rows = [
         ("run", str(folder)),
         ("recipe", run.recipe),

@@ -155,6 +155,12 @@ def test_train_evaluate_and_status_from_end_to_end(longhaul: Any, tmp_path: Path
     assert code == 0
     told = dict(line.split(maxsplit=1) for line in out.splitlines())
     assert (told["state"], told["checkpoints"], told["updates"]) == ("done", "8", "8, in 1 records")
+    (tmp_path / "runs/a/result.json").unlink()
+    hints = [longhaul("status", "a")[1]]
+    (tmp_path / "runs").rename(tmp_path / "my runs")
+    hints += [longhaul("status", "a", "--runs-dir", "my runs")[1], longhaul("status", "my runs/a")[1]]
+    for hint, where in zip(hints, ("a", "'my runs/a'", "'my runs/a'"), strict=True):
+        assert f"longhaul train cartpole --resume {where} goes on\n" in hint
 
 
 @pytest.mark.skipif(not Path("/proc/self/maps").exists(), reason="tells from /proc that JAX is being imported")
