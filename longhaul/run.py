@@ -205,6 +205,8 @@ def _served(run: Run, devices: int) -> Acting:
         raise RunError("--topology is central, whose actors have no scenarios; choose fused or actors for driving")
     if run.acting.pin:
         raise RunError("--pin is on, and central inference acts with the newest weights; choose --topology actors")
+    if not 1 <= run.central.slots <= lanes.MOST_SLOTS:
+        raise RunError(f"--slots is {run.central.slots}; it must lie in 1 to {lanes.MOST_SLOTS}")
     groups = run.central.slots * devices  # columns of a batch are cut among devices, and among groups
     acting = run.acting
     if acting.actors is None:

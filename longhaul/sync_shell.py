@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import signal
 import sys
+import tempfile
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -14,12 +15,15 @@ from longhaul import flags, printing
 from longhaul.central import credentials
 from longhaul.flags import ALONE, DEBUG, FLOAT, INT, PATH, TEXT, Flag, FlagError, choice
 from longhaul.sync import geometry, lanes
-from longhaul.sync.files import folder_name
+from longhaul.sync.files import folder_name, read_manifest
 from longhaul.sync.lanes.base import Source
 from longhaul.sync.lanes.folder import FolderLane
 from longhaul.sync.relay import Relay
 
 FAILED = 1
+
+LOOK = 0.2
+"""Seconds between two looks at whether a server can serve at all."""
 
 CHECKPOINTS = "checkpoints"
 """The kind of an address that only these commands know: a run's folder that has no versions."""
@@ -52,11 +56,13 @@ def serve(words: Sequence[str]) -> int:
 
     with (
         _stopped() as stop,
-        Relay(lambda: _connect(source_address, token, "relay"), lanes=opened, on_commit=say),
+        Relay(lambda: _connect(source_address, token, "relay"), lanes=opened, on_commit=say) as relay,
     ):
         for lane in opened:
             print(lane.address, flush=True)
-        stop.wait()
+        while not stop.wait(LOOK):
+            if relay.failed is not None:
+                return _failed(str(relay.failed))
     return 0
 
 
@@ -77,15 +83,22 @@ def pull(words: Sequence[str]) -> int:
         raise FlagError(f"--keep {given['keep']} must be at least 1, --timeout {given['timeout']} above 0")
 
     where, token = _address(given["ADDRESS"]), _token(given["token-file"])
+    _writable(given["out"])
     folder = FolderLane(given["out"], keep=given["keep"])
     with _stopped() as stop, Relay(lambda: _connect(where, token, "pull"), lanes=[folder]) as relay:
         shown = None
         while not stop.is_set():
-            if not _until(lambda: _fetched(relay, folder) not in (None, shown), stop, given["timeout"]):  # noqa: B023
+
+            def settled(shown: Path | None = shown) -> bool:
+                return relay.failed is not None or _fetched(relay, folder) not in (None, shown)
+
+            if not _until(settled, stop, given["timeout"]):
                 if stop.is_set() or (given["follow"] and shown is not None):
                     continue
                 why = "; ".join([*relay.receiver.errors, *folder.errors][-1:])
                 return _failed(f"no version came from {where} in {given['timeout']:g} s{why and ': '}{why}")
+            if relay.failed is not None:
+                return _failed(f"{given['out']} can't take what {where} serves: {relay.failed}")
             shown = _fetched(relay, folder)
             print(shown, flush=True)
             if not given["follow"]:
@@ -93,10 +106,25 @@ def pull(words: Sequence[str]) -> int:
     return 0
 
 
+def _writable(out: str) -> None:
+    """FlagError where nothing can be written into a folder, which is made where it is not there."""
+    try:
+        Path(out).mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=out):
+            pass
+    except OSError as error:
+        raise FlagError(f"--out is {out}; it must be a folder that can be written: {error.strerror}") from error
+
+
 def _fetched(relay: Relay, folder: FolderLane) -> Path | None:
     """The folder of the version that the relay has; None where it is not complete there."""
     held, latest = relay.receiver.held, folder.latest
-    return latest if latest is not None and latest.name == folder_name(held.epoch, held.version) else None
+    if latest is None or latest.name != folder_name(held.epoch, held.version):
+        return None
+    try:
+        return latest if read_manifest(latest).root == held.root else None  # another run's may have the name, too
+    except (OSError, ValueError):  # a later one has taken its place
+        return None
 
 
 def _failed(line: str) -> int:
@@ -116,7 +144,13 @@ def status(words: Sequence[str]) -> int:
         raise FlagError("of whom? longhaul sync status ADDRESS")
     printing.check_json(given["json"])
 
-    source = _connect(_address(given["ADDRESS"]), _token(given["token-file"]), "status")
+    where, token = _address(given["ADDRESS"]), _token(given["token-file"])
+    try:
+        source = _connect(where, token, "status")
+    except PermissionError:  # of a token: it says so itself
+        raise
+    except OSError as error:
+        return _failed(f"nobody answers at {where}: {error.strerror or error}; is it served there?")
     try:
         found = source.status()
     finally:

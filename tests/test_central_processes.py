@@ -90,10 +90,11 @@ def kept(record: dict[str, Any]) -> dict[str, Any]:
         ({"acting": Acting(2, pin=True, staleness=1)}, "--pin is on, and central inference acts with the newest"),
         ({"acting": Acting(2, staleness=-1)}, "--staleness is -1; it must be at least 0, or none"),
         ({"central": Central(slots=0)}, "--slots is 0; it must lie in 1 to 8"),
+        ({"central": Central(slots=0), "acting": Acting()}, "--slots is 0; it must lie in 1 to 8"),
         ({"central": Central("pigeon")}, "--lane is 'pigeon'; it must be one of shm, grpc"),
         ({"central": Central(bind="127.0.0.1:1")}, "--bind is given, and --lane is shm, which has no address"),
         ({"central": Central("grpc", bind="0.0.0.0:1")}, "--bind is 0.0.0.0:1, .* give --token-file and --tls-cert"),
-        ({"central": Central("grpc", bind="nowhere")}, "'nowhere' is no address; write HOST:PORT"),
+        ({"central": Central("grpc", bind="nowhere")}, "^--bind 'nowhere' is no address; write HOST:PORT"),
     ],
 )
 def test_runs_that_can_not_be_are_named(changes: dict[str, Any], words: str) -> None:

@@ -91,6 +91,7 @@ def test_the_index_names_the_shard_of_every_tensor(tmp_path: Path) -> None:
         ("sync pull tcp:127.0.0.1:1", "from where to where?"),
         ("sync pull tcp:127.0.0.1:x --out y", "is no address"),
         ("sync pull tcp:127.0.0.1:1 --out y --keep 0", "--keep 0"),
+        ("sync pull tcp:127.0.0.1:1 --out /dev/null", "--out is /dev/null; it must be a folder that can be written"),
         ("sync status", "of whom?"),
         ("sync bench --receivers 0", "at least 1"),
         ("sync bench --model gpt-9", "no model is known"),
@@ -106,6 +107,58 @@ def test_nobody_there_is_a_failure_in_time(tmp_path: Path, capsys: pytest.Captur
     words = ["sync", "pull", "tcp:127.0.0.1:9", "--out", str(tmp_path), "--timeout", "0.2"]
     assert cli.main(words) == 1
     assert "no version came from tcp:127.0.0.1:9 in 0.2 s" in capsys.readouterr().err
+
+
+def test_who_is_not_there_is_named(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["sync", "status", "shm:@longhaul-nobody"]) == 1
+    assert "nobody answers at shm:@longhaul-nobody: Connection refused" in capsys.readouterr().err
+
+
+def test_a_folder_of_another_run_is_told_at_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for name in ("mine", "theirs"):
+        with Publisher(name, epoch=3, lanes=[FolderLane(tmp_path / name)]) as sender:
+            sender.publish(7, tensors(7))
+            assert sender.wait(7, 20)
+    words = ["sync", "pull", str(tmp_path / "mine"), "--out", str(tmp_path / "theirs"), "--timeout", "600"]
+    assert cli.main(words) == 1
+    assert f"{tmp_path / 'theirs'} can't take what folder:{tmp_path / 'mine'} serves: " in capsys.readouterr().err
+
+
+def test_of_two_servers_at_one_port_the_second_ends(tmp_path: Path) -> None:
+    (tmp_path / "from").mkdir()  # while there is no version, nobody listens, and both can be bound
+    command = [sys.executable, "-m", "longhaul", "sync", "serve", str(tmp_path / "from"), "--port"]
+
+    def start(port: str) -> subprocess.Popen[str]:
+        pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True, "cwd": ROOT}
+        return subprocess.Popen([*command, port], **pipes)
+
+    with start("0") as first:
+        assert first.stdout is not None
+        address = first.stdout.readline().strip()
+        with start(address.rpartition(":")[2]) as second:
+            assert second.stdout is not None and second.stdout.readline().strip() == address
+            with Publisher("run", epoch=3, lanes=[FolderLane(tmp_path / "from")]) as sender:
+                sender.publish(7, tensors(7))
+                assert sender.wait(7, 20)
+            servers = (first, second)
+            try:
+                until(lambda: any(server.poll() is not None for server in servers))
+                (ended,) = (server for server in servers if server.poll() is not None)
+            finally:
+                for server in servers:
+                    server.terminate()
+            assert ended.returncode == 1 and ended.stderr is not None
+            assert f"{address} can't be served: Address already in use; give another one" in ended.stderr.read()
+
+
+def test_a_relay_tells_how_large_what_it_serves_is(tmp_path: Path) -> None:
+    above, below = way("tcp", tmp_path), tcp.lane()
+    with Publisher("run", epoch=1, lanes=[above.lane()]) as sender:
+        sender.publish(1, tensors(1))
+        with Relay(above.connect, lanes=[below]) as relay:
+            until(lambda: relay.publisher is not None and relay.publisher.status()["version"] == 1)
+            assert relay.publisher is not None
+            assert relay.publisher.status()["image_bytes"] == sender.status()["image_bytes"] > 0
 
 
 def test_a_tree_of_relays_feeds_who_the_sender_does_not_know(tmp_path: Path) -> None:

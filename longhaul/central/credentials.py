@@ -89,7 +89,10 @@ def self_signed(host: str) -> Credentials:
 
 def check_bind(address: str, credentials: Credentials) -> None:
     """Raises ValueError where a server may not listen there."""
-    host, _ = split(address)
+    try:
+        host, _ = split(address)
+    except ValueError as error:
+        raise ValueError(f"--bind {error}") from error
     lacking = [
         *(["--token-file"] if credentials.token is None else []),
         *(["--tls-cert and --tls-key"] if credentials.certificate is None else []),

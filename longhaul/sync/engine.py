@@ -369,6 +369,12 @@ class Publisher:
     def gone(self, name: str, why: str) -> None:
         self._apply(lambda cohort: protocol.drop(cohort, name, why))
 
+    def _image_bytes(self) -> int:
+        """Of a version: a relay plans none, and has what came."""
+        if self._planned is not None:
+            return self._planned[1]
+        return max((made.manifest.size for made in self._made.values()), default=0)
+
     def status(self) -> dict[str, Any]:
         """For people and other programs: what is served, to whom, what is on its way."""
         with self._changed:
@@ -387,6 +393,6 @@ class Publisher:
                 "receivers": members,
                 "dropped": [list(each) for each in cohort.dropped[-8:]],
                 "skipped": self.skipped,
-                "image_bytes": 0 if self._planned is None else self._planned[1],
+                "image_bytes": self._image_bytes(),
                 "peak_bytes": self.peak_bytes,
             }

@@ -32,6 +32,7 @@ class Relay:
     ) -> None:
         self._lanes, self._settings, self._on_commit = lanes, settings, on_commit
         self.publisher: Publisher | None = None
+        self.failed: Exception | None = None  # why nobody can be served
         self._whole = threading.Event()  # a version may come before there is a `receiver` to ask
         onward = Onward(self._begins, self._withdrawn)
         self.receiver = Receiver(*sources, on_commit=self._forward, onward=onward, **options)
@@ -52,10 +53,17 @@ class Relay:
             return
         manifest = served.manifest
         if self.publisher is None:
-            self.publisher = Publisher(manifest.run, epoch=manifest.epoch, lanes=self._lanes, settings=self._settings)
+            self.publisher = self._opened(manifest)
         self.publisher.forward(manifest, Image(served.image, served.block))
         if self._on_commit is not None:
             self._on_commit(version)
+
+    def _opened(self, manifest: Manifest) -> Publisher:
+        try:
+            return Publisher(manifest.run, epoch=manifest.epoch, lanes=self._lanes, settings=self._settings)
+        except Exception as error:
+            self.failed = error
+            raise
 
     def close(self) -> None:
         """Idempotent."""

@@ -77,7 +77,10 @@ class SocketLane:
         self._acceptor: threading.Thread | None = None
 
     def open(self, hub: Hub) -> None:
-        self._listener.listen(BACKLOG)
+        try:
+            self._listener.listen(BACKLOG)
+        except OSError as error:  # bound by two, it is taken by who listens first
+            raise ValueError(f"{self.address} can't be served: {error.strerror}; give another one") from error
         self._acceptor = threading.Thread(target=self._accept, args=(hub,), name="longhaul-lane", daemon=True)
         self._acceptor.start()
 
