@@ -24,6 +24,7 @@ PROGRAM = """
 import signal, sys
 from longhaul import terminal
 signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored by who runs in the background, and inherited
+signal.signal(signal.SIGHUP, signal.SIG_DFL)  # by nohup
 with terminal.screen(sys.stdin, sys.stdout) as there:
     shown = 0
     while True:
@@ -172,6 +173,21 @@ def test_a_signal_puts_everything_back_and_ends_the_process(on_terminal: Any, nu
     code, text = there.end()
     assert code != 0
     assert LEAVE in text
+    assert there.is_as_before()
+
+
+@pytest.mark.parametrize("name", ["SIGHUP", "SIGINT", "SIGTSTP"])
+def test_what_was_ignored_changes_nothing(on_terminal: Any, name: str) -> None:
+    there = on_terminal("-c", PROGRAM.replace("with ", f"signal.signal(signal.{name}, signal.SIG_IGN)\nwith ", 1))
+    there.until("frame 0")
+    there.process.send_signal(signal.Signals[name])
+    there.send("x")
+    there.until("frame 1")
+    assert LEAVE not in there.text
+    assert not there.is_as_before()
+    there.send("q")
+    code, text = there.end()
+    assert (code, text.count(LEAVE)) == (0, 1)
     assert there.is_as_before()
 
 
