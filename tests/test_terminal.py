@@ -11,14 +11,11 @@ import sys
 import termios
 import time
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
 
 from longhaul.terminal import ENTER, LEAVE, decode, paint, plain
-
-ROOT = Path(__file__).resolve().parent.parent
 
 PROGRAM = """
 import signal, sys
@@ -47,7 +44,7 @@ class Terminal:
         self.own, there = pty.openpty()
         self.before = termios.tcgetattr(there)
         self.there = there
-        environment = os.environ | {"PYTHONPATH": str(ROOT), "TERM": "xterm", "PYTHONIOENCODING": "utf-8"} | variables
+        environment = os.environ | {"TERM": "xterm", "PYTHONIOENCODING": "utf-8"} | variables
         self.process = subprocess.Popen(
             command, stdin=there, stdout=there, stderr=there, env=environment, process_group=None if session else 0,
             start_new_session=session,
