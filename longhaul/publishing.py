@@ -8,6 +8,7 @@ Versions whose numbers are not finite are not published.
 
 from __future__ import annotations
 
+import importlib.util
 import json
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
@@ -74,6 +75,10 @@ def chosen(values: Mapping[str, Any], given: frozenset[str], before: Publishing 
         raise RunError(f"--publish-every is {found.every}; it must be at least 1 update")
     if found.anchor < 1:
         raise RunError(f"--publish-anchor is {found.anchor}; it must be at least 1 version")
+    flags = {"xxhash": "--publish"} | ({"zstandard": f"--publish-anchor {found.anchor}"} if found.anchor > 1 else {})
+    for library, flag in flags.items():
+        if importlib.util.find_spec(library) is None:
+            raise RunError(f"{flag} needs {library}: pip install 'longhaul[sync]'")
     return found._replace(to=to)
 
 

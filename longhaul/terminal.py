@@ -113,7 +113,8 @@ def screen(keyboard: TextIO, picture: TextIO) -> Iterator[Screen]:
     """Within it the terminal gives single keys and shows lines; after it all is as it was.
 
     Also after an exception, and after SIGINT, SIGTERM and SIGHUP, which then do what they did before; SIGTSTP stops
-    the process with the terminal as it was, and draws again when it goes on.
+    the process with the terminal as it was, and draws again when it goes on. A signal that was ignored (SIGHUP under
+    nohup) stays so.
     """
     descriptor, output = keyboard.fileno(), picture.fileno()
     before = termios.tcgetattr(descriptor)
@@ -199,8 +200,10 @@ def _signals(leave: Callable[[], None], again: Callable[[], None]) -> Iterator[N
 
     ends = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
     for number, handler in (*((each, end) for each in ends), (signal.SIGTSTP, stop)):
-        before[number] = signal.getsignal(number)
-        signal.signal(number, handler)
+        was = signal.getsignal(number)
+        if was is not signal.SIG_IGN:
+            before[number] = was
+            signal.signal(number, handler)
     try:
         yield
     finally:

@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import os
 import subprocess
 import sys
 from pathlib import Path
-
-ROOT = Path(__file__).resolve().parent.parent
 
 Result = tuple[int, str, str]
 
@@ -15,13 +12,9 @@ Result = tuple[int, str, str]
 def in_process(folder: Path, *words: str, timeout: float = 120) -> subprocess.CompletedProcess[str]:
     """The command in a process of its own."""
     return subprocess.run(
-        [sys.executable, "-m", "longhaul", *words], cwd=folder, env=environment(), capture_output=True, text=True,
+        [sys.executable, "-m", "longhaul", *words], cwd=folder, capture_output=True, text=True,
         timeout=timeout, check=False,
     )  # fmt: skip
-
-
-def environment() -> dict[str, str]:
-    return os.environ | {"PYTHONPATH": str(ROOT)}
 
 
 def tree(folder: Path) -> list[str]:

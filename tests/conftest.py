@@ -24,6 +24,10 @@ os.environ["LONGHAUL_CACHE"] = "off"
 for variable in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"):
     os.environ.setdefault(variable, "1")
 os.environ.setdefault("MPLBACKEND", "Agg")
+# The processes that tests start find this project, and what the user's PYTHONPATH has beside it (the only way in where
+# nothing can be installed).
+ROOT = Path(__file__).resolve().parent.parent
+os.environ["PYTHONPATH"] = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
 # A run of the tests must not depend on what the user's shell has set, nor ask for a terminal.
 for variable in ("JAX_COMPILATION_CACHE_DIR", "JAX_ENABLE_X64", "JAX_DISABLE_JIT", "JAX_DEBUG_NANS", "XLA_FLAGS"):
     os.environ.pop(variable, None)
@@ -36,7 +40,6 @@ if os.environ.get("QUICK_COMPILE") and version("jax").startswith("0.10."):
     os.environ["XLA_FLAGS"] += " --xla_cpu_use_fusion_emitters=false"
 
 DEVICES = 4
-ROOT = Path(__file__).resolve().parent.parent
 
 import jax  # noqa: E402  (the environment must be set first)
 from jaxtyping import install_import_hook  # noqa: E402

@@ -53,7 +53,7 @@ def launched(
     train: list[str], *own: str, variables: dict[str, str] | None = None, log: Path
 ) -> Iterator[subprocess.Popen[bytes]]:
     """`longhaul launch` with this program; nothing is left of it afterwards. Its standard error is added to `log`."""
-    environment = {k: v for k, v in os.environ.items() if k != "NPROC"} | {"PYTHONPATH": str(ROOT)} | (variables or {})
+    environment = {k: v for k, v in os.environ.items() if k != "NPROC"} | (variables or {})
     command = [sys.executable, "-m", "tests.faults", "launch", *own, "--", *train]
     with open(log, "ab") as errors:
         launcher = subprocess.Popen(command, env=environment, stdout=subprocess.DEVNULL, stderr=errors, cwd=ROOT)

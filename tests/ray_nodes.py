@@ -53,7 +53,7 @@ class Nodes:
 def nodes(*cores: int) -> Iterator[Nodes]:
     """A cluster; all of its processes are gone afterwards."""
     command = [sys.executable, "-m", "tests.ray_nodes", *map(str, cores)]
-    variables = {k: v for k, v in os.environ.items() if k != "NPROC"} | {"PYTHONPATH": str(ROOT)}
+    variables = {k: v for k, v in os.environ.items() if k != "NPROC"}
     process = subprocess.Popen(
         command, cwd=ROOT, env=variables, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL,
         text=True, start_new_session=True,

@@ -13,8 +13,6 @@ import pytest
 
 from longhaul import caches, clock, compilation
 
-ROOT = Path(__file__).resolve().parent.parent
-
 # Trains a small run in a process of its own, where the store may be on.
 TRAIN = """
 import json, sys
@@ -44,8 +42,7 @@ assert (ledger.hits, ledger.misses, ledger.found) == (0, 0, "no compilation cach
 
 
 def start(folder: Path, store: str, program: str = TRAIN) -> subprocess.Popen:
-    environment = {k: v for k, v in os.environ.items() if k != "NPROC"}
-    environment |= {"PYTHONPATH": str(ROOT), "LONGHAUL_CACHE": store}
+    environment = {k: v for k, v in os.environ.items() if k != "NPROC"} | {"LONGHAUL_CACHE": store}
     command = [sys.executable, "-W", "error", "-c", program, str(folder)]
     return subprocess.Popen(command, env=environment, stderr=subprocess.PIPE, text=True)
 
@@ -199,6 +196,6 @@ def test_a_clock_splits_what_compiling_took(monkeypatch: pytest.MonkeyPatch) -> 
 def test_age_counts_from_the_process() -> None:
     said = subprocess.run(
         [sys.executable, "-c", "import time; time.sleep(0.5); from longhaul import clock; print(clock.age())"],
-        capture_output=True, text=True, check=True, env=os.environ | {"PYTHONPATH": str(ROOT)},
+        capture_output=True, text=True, check=True,
     )  # fmt: skip
     assert float(said.stdout) >= 0.4

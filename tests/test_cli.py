@@ -18,7 +18,7 @@ from longhaul import cli, meanings, recipes, settings
 from longhaul.folders import save_run
 from longhaul.run import resolve
 from tests import fixtures_logs
-from tests.command_line import assert_refused, environment, in_process
+from tests.command_line import assert_refused, in_process
 
 # ------------------------------------------------------------------------------------------------------------- helps
 
@@ -72,7 +72,7 @@ def test_the_help_and_the_reading_of_logs_start_without_jax() -> None:
         "import sys; from longhaul import cli; cli.main(['--help']); cli.main(['data', 'inspect', 'no.json']);"
         "sys.exit(any(name in sys.modules for name in ('jax', 'flax', 'orbax')))"
     )
-    done = subprocess.run([sys.executable, "-c", program], env=environment(), capture_output=True, check=False)
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, check=False)
     assert done.returncode == 0, done.stderr
 
 
@@ -166,8 +166,8 @@ def test_train_evaluate_and_status_from_end_to_end(longhaul: Any, tmp_path: Path
 @pytest.mark.skipif(not Path("/proc/self/maps").exists(), reason="tells from /proc that JAX is being imported")
 def test_ctrl_c_while_jax_is_imported_ends_the_command(tmp_path: Path) -> None:
     process = subprocess.Popen(
-        [sys.executable, "-m", "longhaul", "train", "cartpole", "--run-name", "a"], cwd=tmp_path, env=environment(),
-        text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+        [sys.executable, "-m", "longhaul", "train", "cartpole", "--run-name", "a"], cwd=tmp_path, text=True,
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE,
     )  # fmt: skip
     deadline = time.monotonic() + 60
     while "jaxlib" not in Path(f"/proc/{process.pid}/maps").read_text() and time.monotonic() < deadline:
@@ -182,7 +182,7 @@ def test_ctrl_c_while_jax_is_imported_ends_the_command(tmp_path: Path) -> None:
 def test_a_signal_saves_and_the_last_line_says_how_to_go_on(tmp_path: Path) -> None:
     words = "train cartpole --total-steps 400000000 --num-envs 16 --num-steps 32 --evaluation-episodes 4 --run-name a"
     process = subprocess.Popen(
-        [sys.executable, "-m", "longhaul", *words.split()], cwd=tmp_path, env=environment(), text=True,
+        [sys.executable, "-m", "longhaul", *words.split()], cwd=tmp_path, text=True,
         stdout=subprocess.PIPE, stderr=subprocess.PIPE,
     )  # fmt: skip
     assert process.stdout is not None

@@ -125,7 +125,7 @@ sys.exit(cli.main(["launch", *sys.argv[2:]]))
 @contextmanager
 def launched(log: Path, program: str, *given: str) -> Iterator[subprocess.Popen[bytes]]:
     """`longhaul launch`, of `program` instead of Longhaul where there is one."""
-    environment = {k: v for k, v in os.environ.items() if k != "NPROC"} | {"PYTHONPATH": str(ROOT)}
+    environment = {k: v for k, v in os.environ.items() if k != "NPROC"}
     with open(log, "ab") as file:
         command = [sys.executable, "-c", LAUNCH, program, *given]
         launcher = subprocess.Popen(command, cwd=ROOT, env=environment, stdout=file, stderr=file)

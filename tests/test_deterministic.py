@@ -92,7 +92,7 @@ print("found " + json.dumps(found))
 def on_devices(name: str, *devices: int, deterministic: bool = True, threads: int = 4) -> list[dict[str, str]]:
     """What a run is on so many of eight devices, one after the other, with so many threads of the CPU."""
     command = [sys.executable, "-c", PROGRAM, str(ROOT), json.dumps([name, deterministic, *devices])]
-    environment = os.environ | {"NPROC": str(threads), "PYTHONPATH": str(ROOT)}
+    environment = os.environ | {"NPROC": str(threads)}
     ended = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     assert ended.returncode == 0, ended.stderr[-3000:]
     (line,) = (line for line in ended.stdout.splitlines() if line.startswith("found "))

@@ -190,7 +190,7 @@ def together(step: str, folder: Path, module: str = "test_hosts") -> list[tuple[
     for i in range(2):
         environment = {k: v for k, v in os.environ.items() if k != "NPROC"}
         environment |= {"LONGHAUL_COORDINATOR": f"127.0.0.1:{port}", "LONGHAUL_PROCESS_ID": str(i), "NPROC": "2"}
-        environment |= {"LONGHAUL_NUM_PROCESSES": "2", "PYTHONPATH": str(ROOT)}
+        environment |= {"LONGHAUL_NUM_PROCESSES": "2"}
         command = [sys.executable, "-c", PAIR, str(ROOT), step, str(folder), module]
         children.append(subprocess.Popen(command, env=environment, stderr=subprocess.PIPE, text=True))
     errors = [child.communicate(timeout=900)[1] for child in children]

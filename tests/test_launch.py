@@ -272,7 +272,7 @@ def spawned(
     runs_dir: Path, devices: int, updates: int, *more: str, restarts: int = 0
 ) -> Iterator[subprocess.Popen[str]]:
     """`longhaul launch` of two processes with so many devices each; nothing is left of them afterwards."""
-    environment = {k: v for k, v in os.environ.items() if k != "NPROC"} | {"PYTHONPATH": str(ROOT)}
+    environment = {k: v for k, v in os.environ.items() if k != "NPROC"}
     own = ["--hosts", "2", "--devices-per-host", str(devices), "--restarts", str(restarts)]
     train = ["train", "cartpole", *FLAGS, "--total-steps", str(8 * 16 * updates), "--runs-dir", str(runs_dir), *more]
     command = [sys.executable, "-m", "longhaul", "launch", *own, "--", *train]
@@ -385,7 +385,7 @@ def test_two_processes_of_two_devices_are_one_of_four_after_fifty_updates(
     recipe: str, own: list[str], tmp_path: Path
 ) -> None:
     """The same shards, each with its worlds and keys: what may differ is the order of a sum over four devices."""
-    environment = {k: v for k, v in os.environ.items() if k != "NPROC"} | {"PYTHONPATH": str(ROOT)}
+    environment = {k: v for k, v in os.environ.items() if k != "NPROC"}
     train = ["train", recipe, *own, "--total-steps", str(8 * 16 * 50), "--runs-dir", str(tmp_path)]
     start = [sys.executable, "-m", "longhaul", "launch", "--hosts", "2", "--devices-per-host", "2", "--"]
     done = subprocess.run([*start, *train, "--run-name", "both"], env=environment, capture_output=True, text=True)

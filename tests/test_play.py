@@ -31,8 +31,6 @@ from longhaul.spectating import Game
 from longhaul.types import Progress
 from tests.test_legacy_params import arrays
 
-ROOT = Path(__file__).resolve().parent.parent
-
 COMPILE = spectating.game
 
 
@@ -142,7 +140,7 @@ def test_words_that_are_no_actions_say_so_and_new_begins_another_game(longhaul: 
 def test_the_command_by_itself_has_no_control_characters(tmp_path: Path) -> None:
     """A process of its own, with stdin and stdout that are no terminal."""
     command = [sys.executable, "-m", "longhaul", "play", "hackmatrix", "--seed", "0", "--fixes", "shaping"]
-    variables = os.environ | {"PYTHONPATH": str(ROOT), "PYTHONIOENCODING": "ascii"}
+    variables = os.environ | {"PYTHONIOENCODING": "ascii"}
     done = subprocess.run(
         command, cwd=tmp_path, env=variables, input="right\nright\nup\nq\n", capture_output=True, text=True,
         timeout=300, check=False,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import sys
 import threading
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -25,6 +26,7 @@ from longhaul.sync.lanes.folder import FolderLane
 from longhaul.sync.manifest import Manifest
 from longhaul.sync.producer import Producer, named
 from longhaul.sync.receiver import follow
+from tests.command_line import assert_refused, tree
 from tests.small_runs import make_quick, resume, small
 from tests.sync_lanes import tensors, until
 
@@ -201,3 +203,14 @@ def test_what_is_asked_for_is_checked_and_kept(tmp_path: Path) -> None:
     ):
         with pytest.raises(RunError, match=told):
             chosen(given, frozenset(given))
+
+
+@pytest.mark.parametrize(("library", "flag"), [("xxhash", "--publish"), ("zstandard", "--publish-anchor 8")])
+def test_what_publishing_needs_is_asked_for_before_a_run(
+    longhaul: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, library: str, flag: str
+) -> None:
+    """Without it no version would come, or only the first, and the run would train to its end."""
+    monkeypatch.setitem(sys.modules, library, None)
+    words = "train cartpole --total-steps 512 --num-envs 16 --num-steps 32 --publish out --publish-anchor 8"
+    assert_refused(longhaul(*words.split()), f"{flag} needs {library}: pip install 'longhaul[sync]'")
+    assert tree(tmp_path) == []

@@ -139,7 +139,7 @@ def marked(tmp_path: Path) -> list[str]:
 @contextmanager
 def training(folder: Path, updates: int, *words: str) -> Iterator[subprocess.Popen[bytes]]:
     """`longhaul train` to a run folder; what it says is in FOLDER.log."""
-    environment = {k: v for k, v in os.environ.items() if k != "NPROC"} | {"PYTHONPATH": str(ROOT)}
+    environment = {k: v for k, v in os.environ.items() if k != "NPROC"}
     command = [sys.executable, "-m", "longhaul", "train", "cartpole", *WORDS.split()]
     command += ["--total-steps", str(updates * STEPS), *words]
     command += ["--runs-dir", str(folder.parent), "--run-name", folder.name]

@@ -74,7 +74,6 @@ def spawn(folder: Path, run: runs.Run) -> subprocess.Popen:
     """A process that trains or resumes, with one device and one thread."""
     folder.mkdir(parents=True, exist_ok=True)
     environment = {k: v for k, v in os.environ.items() if k != "NPROC"}
-    environment["PYTHONPATH"] = str(Path(__file__).resolve().parent.parent)
     command = [sys.executable, "-c", TRAIN, str(folder), json.dumps(runs.to_dict(run))]
     return subprocess.Popen(command, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE)
 

@@ -417,7 +417,6 @@ def test_killed_between_two_chunks_it_ends_bit_identical(data: Path, tmp_path: P
     """kill -9, in processes of their own, of a run that drives."""
     run = dataclasses.replace(streaming(data), save_interval=1, threads=1)
     environment = {k: v for k, v in os.environ.items() if k != "NPROC"}
-    environment["PYTHONPATH"] = str(Path(__file__).resolve().parent.parent)
 
     def started(folder: Path) -> subprocess.Popen:
         folder.mkdir(exist_ok=True)

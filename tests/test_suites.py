@@ -231,6 +231,7 @@ def test_a_recipe_of_a_suite_that_is_not_installed_says_what_to_install(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    suites.make.cache_clear()  # where it is installed, a test before this one may have made it
     for words, package in (("brax-ant", "brax"), ("minatar-dqn", "gymnax"), ("cartpole --env pgx/x", "pgx")):
         assert cli.main(["train", *words.split(), "--runs-dir", str(tmp_path / "runs")]) == 2
         assert f"pip install {package}" in capsys.readouterr().err

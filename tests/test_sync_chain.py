@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -148,3 +149,14 @@ def test_wrong_names_beside_a_version_are_refused(tmp_path: Path) -> None:
     for name in ("../config.json", "model.safetensors", ".hidden"):
         with pytest.raises(ValueError, match="plain name"):
             FolderLane(tmp_path, beside={name: b""})
+
+
+def test_changes_are_asked_for_only_where_they_can_be_coded(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Without zstandard the first version came, and none after it."""
+    monkeypatch.setitem(sys.modules, "zstandard", None)
+    needs = "needs zstandard: pip install"
+    with pytest.raises(ValueError, match=needs):
+        FolderLane(tmp_path, anchor=2)
+    with pytest.raises(ValueError, match=needs):
+        Publisher("run", send_changes=True)
+    FolderLane(tmp_path, anchor=1)

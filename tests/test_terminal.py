@@ -11,19 +11,17 @@ import sys
 import termios
 import time
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
 
 from longhaul.terminal import ENTER, LEAVE, decode, paint, plain
 
-ROOT = Path(__file__).resolve().parent.parent
-
 PROGRAM = """
 import signal, sys
 from longhaul import terminal
 signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored by who runs in the background, and inherited
+signal.signal(signal.SIGHUP, signal.SIG_DFL)  # by nohup
 with terminal.screen(sys.stdin, sys.stdout) as there:
     shown = 0
     while True:
@@ -46,7 +44,7 @@ class Terminal:
         self.own, there = pty.openpty()
         self.before = termios.tcgetattr(there)
         self.there = there
-        environment = os.environ | {"PYTHONPATH": str(ROOT), "TERM": "xterm", "PYTHONIOENCODING": "utf-8"} | variables
+        environment = os.environ | {"TERM": "xterm", "PYTHONIOENCODING": "utf-8"} | variables
         self.process = subprocess.Popen(
             command, stdin=there, stdout=there, stderr=there, env=environment, process_group=None if session else 0,
             start_new_session=session,
@@ -172,6 +170,21 @@ def test_a_signal_puts_everything_back_and_ends_the_process(on_terminal: Any, nu
     code, text = there.end()
     assert code != 0
     assert LEAVE in text
+    assert there.is_as_before()
+
+
+@pytest.mark.parametrize("name", ["SIGHUP", "SIGINT", "SIGTSTP"])
+def test_what_was_ignored_changes_nothing(on_terminal: Any, name: str) -> None:
+    there = on_terminal("-c", PROGRAM.replace("with ", f"signal.signal(signal.{name}, signal.SIG_IGN)\nwith ", 1))
+    there.until("frame 0")
+    there.process.send_signal(signal.Signals[name])
+    there.send("x")
+    there.until("frame 1")
+    assert LEAVE not in there.text
+    assert not there.is_as_before()
+    there.send("q")
+    code, text = there.end()
+    assert (code, text.count(LEAVE)) == (0, 1)
     assert there.is_as_before()
 
 

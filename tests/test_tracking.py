@@ -217,7 +217,7 @@ def test_stopped_and_killed_a_run_has_one_history(tmp_path: Path) -> None:
     words = "train cartpole --num-envs 8 --num-steps 16 --hidden-dim 8 --total-timesteps 3e6 --log-interval 100"
     words += " --save-interval 400 --evaluation-episodes 2 --checkpoint-dir checkpoints"
     command = [sys.executable, "-m", "longhaul", *words.split()]
-    environment = os.environ | {"PYTHONPATH": str(ROOT), "WANDB_MODE": "offline"}
+    environment = os.environ | {"WANDB_MODE": "offline"}
     folder = tmp_path / "checkpoints/mine"
     metrics = folder / "metrics.jsonl"
 

@@ -61,7 +61,7 @@ def fake(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
         package = tmp_path / "fake"
         package.mkdir(exist_ok=True)
         (package / "wandb.py").write_text(textwrap.dedent(WANDB).format(**whole))
-        monkeypatch.setenv("PYTHONPATH", str(package))
+        monkeypatch.setenv("PYTHONPATH", str(package), prepend=os.pathsep)
         monkeypatch.setenv("FAKE", str(package))
         return Fake(package)
 

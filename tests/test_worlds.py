@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import subprocess
 import sys
 import time
@@ -128,8 +127,7 @@ def test_workers_end_with_a_process_that_is_killed(tmp_path: Path) -> None:
     script.write_text(SLOW)
     started = tmp_path / "started"
     started.mkdir()
-    environment = os.environ | {"PYTHONPATH": str(Path(__file__).resolve().parent.parent)}
-    process = subprocess.Popen([sys.executable, str(script), str(started)], env=environment)
+    process = subprocess.Popen([sys.executable, str(script), str(started)])
     while len(list(started.iterdir())) < 2:
         assert process.poll() is None
         time.sleep(0.01)

@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NamedTuple
 
-from longhaul.sync import changes, images, protocol
+from longhaul.sync import changes, images, loops, protocol
 from longhaul.sync.buffers import Image, Pool
 from longhaul.sync.changes import Changes
 from longhaul.sync.lanes.base import Lane, Parcel
@@ -58,6 +58,8 @@ class Publisher:
         self.skipped = 0  # versions for which there was no memory
         self.seconds: dict[str, float] = {}  # of the newest version: gather, round
         self._budget, self._threads, self._clock = budget, threads, clock
+        if send_changes:
+            loops.library("zstandard")  # which changes are coded with
         self._encodes, self._encoding = send_changes, threading.Lock()
         self._encoded: tuple[int, Changes | None] = (-1, None)  # of the newest version that was asked for
         self._peak_changes = 0

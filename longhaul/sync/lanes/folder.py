@@ -19,7 +19,7 @@ from typing import Any
 
 import numpy as np
 
-from longhaul.sync import chain, changes, files
+from longhaul.sync import chain, changes, files, loops
 from longhaul.sync.buffers import Image
 from longhaul.sync.lanes.base import Hub, Parcel, Staging
 from longhaul.sync.manifest import Manifest
@@ -51,6 +51,8 @@ class FolderLane:
             raise ValueError(f"keep {keep} versions, in shards of {shard} bytes, each {anchor}th whole: all at least 1")
         if odd := [name for name in beside or {} if Path(name).name != name or name.startswith((".", "model"))]:
             raise ValueError(f"{odd[0]!r} can't be a file's name beside a version's; give a plain name")
+        if anchor > 1:
+            loops.library("zstandard")  # which changes are coded with; without it no version after the first came
         self._anchor, self._beside = anchor, dict(beside or {})
         self._before: tuple[Manifest, Image] | None = None  # what was written last, for changes upon it
         self._links = 0  # versions since the last whole one
