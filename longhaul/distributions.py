@@ -10,6 +10,7 @@ or float32 [..., d]. At least one action of a mask must be legal.
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
 from collections.abc import Callable
@@ -21,6 +22,10 @@ import numpy as np
 
 from longhaul import randomness
 from longhaul.types import Action, Box, Discrete, Key, MultiDiscrete
+
+FEW = 8
+"""Choices that are computed one by one: without sums along an axis so short, each of which would be a kernel of its own
+on a GPU, and a loop of its own on a CPU."""
 
 WITHIN = 0.999
 """As a share of a vector's range: nearer to the bounds, an action of others counts as one here, whose raw one is
@@ -55,19 +60,52 @@ def _masked(logits: jax.Array, mask: jax.Array | None) -> jax.Array:
     return logits if mask is None else jnp.where(mask, logits, jnp.finfo(jnp.float32).min)
 
 
+def _columns(logits: jax.Array) -> list[jax.Array]:
+    return [logits[..., i] for i in range(logits.shape[-1])]
+
+
 def _choose(logits: jax.Array, uniform: jax.Array) -> jax.Array:
     """The choice whose cumulated probability first passes `uniform`: one random number, never an impossible choice."""
-    weight = jnp.exp(logits - jnp.max(logits, axis=-1, keepdims=True))
     n = logits.shape[-1]
+    if n <= FEW:
+        each = _columns(logits)
+        most = functools.reduce(jnp.maximum, each)
+        *before, total = itertools.accumulate(jnp.exp(logit - most) for logit in each)
+        nothing = jnp.zeros_like(total, jnp.int32)
+        return sum(((part <= uniform * total).astype(jnp.int32) for part in before), nothing)
+    weight = jnp.exp(logits - jnp.max(logits, axis=-1, keepdims=True))
     cumulated = jnp.matmul(weight, jnp.triu(jnp.ones((n, n), jnp.float32)), precision=jax.lax.Precision.HIGHEST)
     passed = cumulated[..., :-1] <= uniform[..., None] * cumulated[..., -1:]
     return jnp.sum(passed, axis=-1, dtype=jnp.int32)
 
 
-def _take(log_p: jax.Array, choice: jax.Array) -> jax.Array:
-    """log_p[..., choice] as a masked sum, whose gradient is no scatter."""
+def _log_softmax(logits: jax.Array) -> list[jax.Array]:
+    """Of a few choices, each by itself."""
+    each = _columns(logits)
+    most = jax.lax.stop_gradient(functools.reduce(jnp.maximum, each))
+    each = [logit - most for logit in each]
+    total = jnp.log(functools.reduce(jnp.add, (jnp.exp(logit) for logit in each)))
+    return [logit - total for logit in each]
+
+
+def _log_of(logits: jax.Array, choice: jax.Array) -> jax.Array:
+    """The log-probability of a choice, as a masked sum, whose gradient is no scatter."""
+    if logits.shape[-1] <= FEW:
+        each = enumerate(_log_softmax(logits))
+        return sum((jnp.where(choice == i, log_p, 0.0) for i, log_p in each), jnp.float32(0.0))
+    log_p = jax.nn.log_softmax(logits)
     chosen = jax.nn.one_hot(choice, log_p.shape[-1], dtype=jnp.bool_)
     return jnp.sum(jnp.where(chosen, log_p, 0.0), axis=-1)
+
+
+def _entropy_of(logits: jax.Array) -> jax.Array:
+    def term(log_p: jax.Array) -> jax.Array:
+        p = jnp.exp(log_p)
+        return jnp.where(p > 0.0, p * log_p, 0.0)
+
+    if logits.shape[-1] <= FEW:
+        return -functools.reduce(jnp.add, map(term, _log_softmax(logits)))
+    return -jnp.sum(term(jax.nn.log_softmax(logits)), axis=-1)
 
 
 def _multi_categorical(sizes: tuple[int, ...], scalar: bool) -> Distribution:
@@ -91,15 +129,10 @@ def _multi_categorical(sizes: tuple[int, ...], scalar: bool) -> Distribution:
     def log_prob(parameters: jax.Array, mask: jax.Array | None, raw: jax.Array) -> jax.Array:
         choices = [raw] if scalar else [raw[..., i] for i in range(len(sizes))]
         each = zip(parts(parameters, mask), choices, strict=True)
-        return sum((_take(jax.nn.log_softmax(logits), choice) for logits, choice in each), jnp.float32(0.0))
+        return sum((_log_of(logits, choice) for logits, choice in each), jnp.float32(0.0))
 
     def entropy(parameters: jax.Array, mask: jax.Array | None) -> jax.Array:
-        total = jnp.float32(0.0)
-        for logits in parts(parameters, mask):
-            log_p = jax.nn.log_softmax(logits)
-            p = jnp.exp(log_p)
-            total = total - jnp.sum(jnp.where(p > 0.0, p * log_p, 0.0), axis=-1)
-        return total
+        return sum(map(_entropy_of, parts(parameters, mask)), jnp.float32(0.0))
 
     return Distribution(edges[-1], 0, sample, mode, log_prob, entropy, lambda raw: raw, lambda action: action)
 

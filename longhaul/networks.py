@@ -27,7 +27,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from longhaul import convolutions, encoders
+from longhaul import convolutions, encoders, pooling
 from longhaul.perceptron import perceptron
 from longhaul.precision import POLICIES, PRECISIONS, REMATS, affine, rematerialised
 from longhaul.types import Key, Params, PyTree
@@ -35,12 +35,18 @@ from longhaul.types import Key, Params, PyTree
 ACTIVATIONS: dict[str, Callable[[jax.Array], jax.Array]] = {
     "tanh": nn.tanh, "relu": nn.relu, "silu": nn.silu, "gelu": nn.gelu,
 }  # fmt: skip
+RISING = ("tanh", "relu")
+"""Activations that never fall, and are 0 at 0."""
+
 TORSOS = ("mlp", "deepset", *encoders.ENCODERS, *convolutions.CONVOLUTIONS)
 ENCODED = (*encoders.ENCODERS, *convolutions.CONVOLUTIONS)
 """Torsos that are nearly all of the work: actor and critic have one together."""
 
 INITS = ("orthogonal", "lecun")
 """How kernels begin: orthogonal with a scale of their own (0.01 for the policy's), or as Flax does if not told."""
+
+
+Apply = Callable[[Params, PyTree, PyTree], tuple[jax.Array, jax.Array, PyTree]]
 
 
 class ActorCritic(NamedTuple):
@@ -50,10 +56,12 @@ class ActorCritic(NamedTuple):
     """
 
     init: Callable[[Key], Params]
-    apply: Callable[[Params, PyTree, PyTree], tuple[jax.Array, jax.Array, PyTree]]
+    apply: Apply
     memory: Callable[[int], PyTree]  # B -> memory at an episode's start
     live: Callable[[Params], Params] = lambda params: params
     """What has a gradient of the parameters; `apply` takes it as well. Found once, it serves many chunks of a batch."""
+    both: Apply | None = None
+    """`apply` where policy and value are wanted both, if there is a faster way to it."""
 
 
 def count(params: Params) -> int:
@@ -73,6 +81,22 @@ def _dense(features: int, scale: float, name: str, begin: str, dtype: Any = jnp.
 def _rematerialised(part: Any, remat: str) -> Any:
     """`precision.rematerialised` for what has parameters by Flax: a module, or a function of one."""
     return part if remat == "none" else nn.remat(part, policy=POLICIES[remat])
+
+
+class _Greatest(nn.Module):
+    """A `_dense` layer of each item [..., items, inputs] and the greatest over those that are there, [..., features];
+    as a CPU likes it."""
+
+    features: int
+    begin: str
+    dtype: Any
+
+    @nn.compact
+    def __call__(self, x: jax.Array) -> jax.Array:
+        kernel = self.param("kernel", _kernels(self.begin)(np.sqrt(2.0)), (x.shape[-1], self.features))
+        bias = self.param("bias", nn.initializers.zeros_init(), (self.features,))
+        found = pooling.greatest(kernel, bias, x.reshape(-1, *x.shape[-2:]).astype(self.dtype))
+        return found.reshape(*x.shape[:-2], self.features).astype(self.dtype)
 
 
 class _Torso(nn.Module):
@@ -109,10 +133,18 @@ class _Torso(nn.Module):
         """A layer; `pooled`: the greatest of each feature over items [..., items, features] that are there."""
 
         def layer(torso: _Torso, x: jax.Array) -> jax.Array:
+            activation = ACTIVATIONS[torso.activation]
+            rising = torso.activation in RISING  # of a set the greatest stays the greatest: activated alone
+            if pooled and rising and not torso.norm and jax.default_backend() == "cpu":
+                return activation(_Greatest(size, torso.begin, torso.dtype, name=name)(x))
             found = _dense(size, np.sqrt(2.0), name, torso.begin, torso.dtype)(x)
             found = nn.LayerNorm(dtype=torso.dtype, name=f"{name}_norm")(found) if torso.norm else found
-            found = ACTIVATIONS[torso.activation](found)
-            return jnp.max(found * x[..., -1:].astype(found.dtype), axis=-2) if pooled else found
+            if not pooled:
+                return activation(found)
+            there = x[..., -1:].astype(found.dtype)
+            if rising:
+                return activation(jnp.max(found * there, axis=-2))
+            return jnp.max(activation(found) * there, axis=-2)
 
         through: jax.Array = _rematerialised(layer, self.remat)(self, x)
         return through
@@ -150,10 +182,15 @@ class _Network(nn.Module):
     norm: bool
 
     @nn.compact
-    def __call__(self, memory: PyTree, observation: PyTree) -> tuple[jax.Array, jax.Array, PyTree]:
+    def __call__(
+        self, memory: PyTree, observation: PyTree, towers: tuple[jax.Array, jax.Array] | None = None
+    ) -> tuple[jax.Array, jax.Array, PyTree]:
+        """`towers`: what the actor's and the critic's torso have seen, if that is known."""
         torso = (self.kind, self.sizes, self.activation, self.ranks, self.dtype, self.remat, self.begin, self.norm)
         attends = self.kind in encoders.ENCODERS
-        if self.width:
+        if towers is not None:
+            for_actor, for_critic = towers
+        elif self.width:
             features = _Torso(*torso, name="torso")(observation)
             cell = _rematerialised(nn.GRUCell, self.remat)(self.width, name="memory")
             memory, features = cell(memory, features.astype(jnp.float32))
@@ -314,7 +351,15 @@ def actor_critic(
     def apply(params: Params, carried: PyTree, observed: PyTree) -> tuple[jax.Array, jax.Array, PyTree]:
         return network.apply({"params": params}, carried, observed)  # type: ignore[return-value]
 
-    return ActorCritic(init, apply, initial)
+    def both(params: Params, carried: PyTree, observed: PyTree) -> tuple[jax.Array, jax.Array, PyTree]:
+        """Both towers as one twice as wide: half as many kernels, each of which takes a GPU as long to begin."""
+        tower = _Torso(torso, tuple(sizes), activation, ranks, PRECISIONS[precision], remat, begin, norm)
+        towers = jax.tree.map(lambda *leaves: jnp.stack(leaves), params["actor"], params["critic"])
+        seen = jax.vmap(lambda own: tower.apply({"params": own}, observed))(towers)
+        return network.apply({"params": params}, carried, observed, (seen[0], seen[1]))  # type: ignore[return-value]
+
+    apart = not memory and not shared and torso not in ENCODED
+    return ActorCritic(init, apply, initial, both=both if apart and jax.default_backend() != "cpu" else None)
 
 
 def takes_live(torso: str, shared: bool, memory: int, norm: bool = False) -> bool:

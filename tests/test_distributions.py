@@ -5,6 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from longhaul import distributions
 from longhaul.distributions import distribution
 from longhaul.types import Box, Discrete, MultiDiscrete
 
@@ -17,7 +18,9 @@ def probabilities(logits, mask=None):
 
 
 @pytest.mark.parametrize("mask", [None, [True, False, True, True, False], [False, False, False, True, False]])
-def test_categorical_samples_with_its_probabilities(mask):
+@pytest.mark.parametrize("few", [distributions.FEW, 0])
+def test_categorical_samples_with_its_probabilities(monkeypatch, few, mask):
+    monkeypatch.setattr(distributions, "FEW", few)
     d = distribution(Discrete(5))
     logits = np.array([0.3, -1.0, 2.0, 0.0, 5.0], np.float32)
     many = jnp.broadcast_to(logits, (50_000, 5))
@@ -36,7 +39,9 @@ def test_categorical_samples_with_its_probabilities(mask):
     assert float(d.entropy(jnp.asarray(logits), one)) == pytest.approx(entropy, abs=1e-5)
 
 
-def test_masked_gradients_are_finite():
+@pytest.mark.parametrize("few", [distributions.FEW, 0])
+def test_masked_gradients_are_finite(monkeypatch, few):
+    monkeypatch.setattr(distributions, "FEW", few)
     d = distribution(Discrete(4))
     mask = jnp.array([True, True, False, False])
 
@@ -45,6 +50,25 @@ def test_masked_gradients_are_finite():
 
     gradient = jax.grad(f)(jnp.array([0.1, 0.2, 30.0, -40.0]))
     assert np.all(np.isfinite(gradient)) and np.all(gradient[2:] == 0)
+
+
+@pytest.mark.parametrize("n", [1, 2, 7])
+def test_few_choices_are_what_many_would_be(monkeypatch, n):
+    rng = np.random.default_rng(n)
+    logits = jnp.asarray(rng.normal(scale=3.0, size=(200, n)), jnp.float32)
+    mask = jnp.asarray(rng.random((200, n)) < 0.7).at[:, 0].set(True)
+    d, found = distribution(Discrete(n)), []
+    for few in (distributions.FEW, 0):
+        monkeypatch.setattr(distributions, "FEW", few)
+        drawn = d.sample(logits, mask, KEY)
+
+        def told(logits, drawn=drawn):
+            return jnp.sum(d.entropy(logits, mask) + 0.3 * d.log_prob(logits, mask, drawn))
+
+        found.append((drawn, d.log_prob(logits, mask, drawn), d.entropy(logits, mask), jax.grad(told)(logits)))
+    np.testing.assert_array_equal(found[0][0], found[1][0])
+    for few, many in zip(*found):
+        np.testing.assert_allclose(few, many, rtol=1e-5, atol=1e-5)
 
 
 def test_choices_of_a_multi_categorical_are_independent():

@@ -54,7 +54,9 @@ def roll(environment, worlds, steps, starts=4):
     return rows, tally, bank
 
 
-def test_the_time_limit_truncates_and_keeps_the_successor():
+@pytest.mark.parametrize("backend", ["cpu", "gpu"])  # which sums up scores otherwise
+def test_the_time_limit_truncates_and_keeps_the_successor(monkeypatch, backend):
+    monkeypatch.setattr(jax, "default_backend", lambda: backend)
     rows, tally, bank = roll(time_limit(Counter(), 3), 2, 7)
     for t, (observation, led_to) in enumerate(rows):
         np.testing.assert_allclose(led_to.successor, observation + 1.0)

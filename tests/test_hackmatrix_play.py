@@ -130,9 +130,12 @@ def _shown(game: Game, s: Any) -> np.ndarray:
     return np.concatenate([about, owned, grid.reshape(-1)])
 
 
-def test_the_observation_is_that_of_the_rules() -> None:
+def test_the_observation_is_that_of_the_rules(monkeypatch: pytest.MonkeyPatch) -> None:
     (state, seen, *_), game = _played()
     expanded = np.asarray(observation.expand(seen.observation))
+    with monkeypatch.context() as patch:
+        patch.setattr(jax, "default_backend", lambda: "gpu")  # whose words are turned first
+        np.testing.assert_array_equal(observation.expand(seen.observation), expanded)
     assert expanded.shape == (STEPS, GAMES, 1545)
     assert expanded.dtype == np.float32
     stunned = 0

@@ -37,8 +37,8 @@ TABLE = """
    sync/codec sync/delta
 0  sync/layout sync/plan sync/cost
 1  trends health watch
-1  precision returns distributions encoders convolutions perceptron networks dial normalise mesh partition shards
-   hosts shuffle provenance footprint membership
+1  precision returns distributions encoders convolutions perceptron pooling networks dial normalise mesh partition
+   shards hosts shuffle provenance footprint membership
    actors/tickets actors/memory actors/doorbell actors/lane actors/desk actors/worker actors/children actors/far
    actors/crew actors/settings actors/slots
 1  vectors central/credentials

@@ -132,10 +132,10 @@ def _expanding(network: networks.ActorCritic, expand: Callable[[PyTree], PyTree]
     if expand is None:
         return network
 
-    def apply(params: Params, memory: PyTree, observation: PyTree) -> tuple[jax.Array, jax.Array, PyTree]:
-        return network.apply(params, memory, expand(observation))
+    def expanding(apply: networks.Apply) -> networks.Apply:
+        return lambda params, memory, observation: apply(params, memory, expand(observation))
 
-    return network._replace(apply=apply)
+    return network._replace(apply=expanding(network.apply), both=network.both and expanding(network.both))
 
 
 def look(moments: normalise.Moments | tuple[()], observation: PyTree) -> tuple[PyTree, jax.Array | None]:
@@ -191,7 +191,7 @@ def network(spec: Spec, config: Any) -> networks.ActorCritic:
     def apply(policy: Policy, memory: PyTree, observation: PyTree) -> tuple[jax.Array, jax.Array, PyTree]:
         return inner.apply(policy.params, memory, look(policy.moments, observation)[0])
 
-    return inner._replace(apply=apply)
+    return inner._replace(apply=apply, both=None)
 
 
 def moments_of(

@@ -104,7 +104,7 @@ def _loss(
 
     def loss(params: Params, batch: Batch, entropy_weight: jax.Array) -> tuple[jax.Array, Metrics]:
         if batch.begins is None:
-            parameters, value, _ = network.apply(params, (), batch.observation)
+            parameters, value, _ = (network.both or network.apply)(params, (), batch.observation)
         else:
             parameters, value, _ = values.along_time(network, params, batch.memory, batch.observation, batch.begins)
         log_ratio = policy.log_prob(parameters, batch.mask, batch.raw) - batch.log_prob

@@ -104,7 +104,7 @@ def _make(spec: Spec, config: Config) -> Parts:
         q = q if mask is None else jnp.where(mask, q, jnp.finfo(jnp.float32).min)
         return q, jnp.max(q, axis=-1), memory
 
-    return made._replace(network=inner._replace(apply=apply))
+    return made._replace(network=inner._replace(apply=apply, both=None))
 
 
 def _of(q: jax.Array, choice: jax.Array) -> jax.Array:
@@ -223,4 +223,4 @@ def network(spec: Spec, config: Config) -> networks.ActorCritic:
     def apply(policy: Policy, memory: PyTree, observation: PyTree) -> tuple[jax.Array, jax.Array, PyTree]:
         return inner.apply(policy.params, memory, actor_critic.look(policy.moments, observation))
 
-    return inner._replace(apply=apply)
+    return inner._replace(apply=apply, both=None)

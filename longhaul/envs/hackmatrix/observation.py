@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 
 from longhaul.envs.hackmatrix import world as w
 from longhaul.envs.hackmatrix.actions import Cells
@@ -150,7 +151,10 @@ def _words(packed: Packed) -> tuple[list[jax.Array], tuple[jax.Array, jax.Array]
     program = jnp.where(board & 2 > 0, (board >> 6 & 31) + 1, 0)
     board = board & (1 << 23) - 1 | program << 23
     life = packed.life.reshape(-1, CELLS).astype(jnp.int32)
-    return [*player.T, packed.programs.reshape(-1).astype(jnp.int32)], (board.T, life.T)
+    turned = board.T, life.T
+    if jax.default_backend() != "cpu":  # else a GPU reads them across rows, anew for each channel
+        turned = lax.optimization_barrier(turned)
+    return [*player.T, packed.programs.reshape(-1).astype(jnp.int32)], turned
 
 
 def _read(words: jax.Array, features: Sequence[Feature]) -> jax.Array:
