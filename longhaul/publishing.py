@@ -182,6 +182,7 @@ def _opened(folder: Path, asked: Publishing, note: Callable[[str], None]) -> Ite
             kind, rest = lanes.split(each)
             opened.append(FolderLane(rest, anchor=asked.anchor) if kind == "folder" else lanes.serve(each, token))
             closed.callback(opened[-1].close)
-        publisher = closed.enter_context(Publisher(folder.name, lanes=opened, settings=SETTINGS))
+        publisher = Publisher(folder.name, lanes=opened, settings=SETTINGS)
+        closed.callback(publisher.close, 0.0)  # a run that is done has drained it; an error ends it at once
         note(f"publishes its policy to {', '.join(lane.address for lane in opened)}")
         yield closed.enter_context(Producer(publisher, take, note))

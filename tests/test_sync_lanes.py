@@ -62,6 +62,18 @@ def test_versions_come_in_order_and_each_is_whole(lane: Way) -> None:
     assert seen == sorted(set(seen)) and seen[-1] == 19
 
 
+def test_what_was_taken_comes_before_the_end(lane: Way) -> None:
+    with receivers(lane, 2) as both:
+        with Publisher("run", lanes=[lane.lane()]) as sender:
+            sender.publish(1, tensors(1))
+            assert all(one.wait(1, 20) for one in both)
+            assert sender.publish(2, tensors(2)) and sender.publish(3, tensors(3), lent=True)
+        sender.close()  # once more changes nothing
+        with pytest.raises(ValueError, match="closed"):
+            sender.publish(4, tensors(4))
+        assert all(one.wait(3, 20) for one in both), both[0].errors
+
+
 def test_who_comes_late_gets_the_newest(lane: Way) -> None:
     with Publisher("run", lanes=[lane.lane()]) as sender:
         for version in (1, 2, 3):
