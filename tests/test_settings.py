@@ -96,6 +96,19 @@ def test_flags_change_their_fields_and_no_other(longhaul: Any, trained: list[Run
     assert trained == [resolve(expected)]
 
 
+def test_flags_of_another_topology_are_refused_where_they_say_something(
+    longhaul: Any, trained: list[Run], stored: Path
+) -> None:
+    usual = "--staleness 0 --lane shm --slots 2 --actor-kind process --ray-address auto --no-pin --bind none"
+    assert longhaul("train", "cartpole", *usual.split())[0] == 75
+    assert longhaul("train", "impala-pong", "--env", "cartpole", "--torso", "mlp", "--topology", "fused")[0] == 75
+    assert longhaul("train", "cartpole", "--resume", str(stored), "--lane", "shm")[0] == 75
+    assert [(run.topology, run.acting.staleness) for run in trained] == [("fused", 0), ("fused", 1), ("fused", 0)]
+    code, out, err = longhaul("train", "cartpole", "--resume", str(stored), "--lane", "grpc")
+    assert (code, out) == (2, "") and "--lane is grpc, and --topology fused has none" in err
+    assert len(trained) == 3
+
+
 def test_flags_of_driving(longhaul: Any, trained: list[Run], tmp_path: Path) -> None:
     for name in ("one", "two"):
         (tmp_path / name).mkdir()
