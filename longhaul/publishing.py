@@ -85,7 +85,8 @@ def chosen(values: Mapping[str, Any], given: frozenset[str], before: Publishing 
 def address(word: str) -> str:
     """Where a word sends versions: `run`, an address of a lane, or a folder. RunError where it is an address in form
     alone."""
-    if word == "run" or word.partition(":")[0] not in lanes.KINDS:
+    plain = ":" not in word or "/" in word or Path(word).is_dir()
+    if word == "run" or (word.partition(":")[0] not in lanes.KINDS and plain):
         return word if word == "run" else f"folder:{Path(word).expanduser().absolute()}"
     try:
         lanes.split(word)
