@@ -18,7 +18,7 @@ from longhaul.sync.lanes import tcp
 from longhaul.sync.manifest import Manifest
 from longhaul.sync.protocol import Settings
 from longhaul.sync.receiver import Receiver
-from tests.sync_lanes import KINDS, Way, is_whole, process, receivers, tensors, until, way
+from tests.sync_lanes import KINDS, ZSTANDARD, Way, is_whole, process, receivers, tensors, until, way
 
 
 @pytest.fixture(autouse=True)
@@ -259,6 +259,7 @@ def test_a_receiver_killed_on_the_way_holds_up_nobody(kind: str, tmp_path: Path)
             assert is_whole(*receiver.latest())
 
 
+@ZSTANDARD
 def test_only_what_changed_travels_to_who_holds_the_version_before(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -294,6 +295,7 @@ def test_only_what_changed_travels_to_who_holds_the_version_before(
     assert len(poured) == 8 and max(poured) < 3000  # versions 1, 2, 3, 5 to both; the damaged one then came whole
 
 
+@ZSTANDARD
 def test_changes_come_only_where_the_receivers_budget_has_room_for_them(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -323,6 +325,7 @@ def test_changes_come_only_where_the_receivers_budget_has_room_for_them(
                 assert size < receiver.peak_bytes < size + max(poured)
 
 
+@ZSTANDARD
 def test_changes_are_verified_in_the_making() -> None:
     """A bit of the base that flipped since it was verified is found, in what changes and in what does not."""
     draw = np.random.default_rng(0)
