@@ -85,7 +85,8 @@ def chosen(values: Mapping[str, Any], given: frozenset[str], before: Publishing 
 def address(word: str) -> str:
     """Where a word sends versions: `run`, an address of a lane, or a folder. RunError where it is an address in form
     alone."""
-    if word == "run" or word.partition(":")[0] not in lanes.KINDS:
+    plain = ":" not in word or "/" in word or Path(word).is_dir()
+    if word == "run" or (word.partition(":")[0] not in lanes.KINDS and plain):
         return word if word == "run" else f"folder:{Path(word).expanduser().absolute()}"
     try:
         lanes.split(word)
@@ -182,6 +183,7 @@ def _opened(folder: Path, asked: Publishing, note: Callable[[str], None]) -> Ite
             kind, rest = lanes.split(each)
             opened.append(FolderLane(rest, anchor=asked.anchor) if kind == "folder" else lanes.serve(each, token))
             closed.callback(opened[-1].close)
-        publisher = closed.enter_context(Publisher(folder.name, lanes=opened, settings=SETTINGS))
+        publisher = Publisher(folder.name, lanes=opened, settings=SETTINGS)
+        closed.callback(publisher.close, 0.0)  # a run that is done has drained it; an error ends it at once
         note(f"publishes its policy to {', '.join(lane.address for lane in opened)}")
         yield closed.enter_context(Producer(publisher, take, note))

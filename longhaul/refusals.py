@@ -3,16 +3,37 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from longhaul import learners
 from longhaul.driving import simulator
-from longhaul.experiment import MOST, Driving, Reasoning, Run, RunError, to_dict
+from longhaul.experiment import MOST, TOPOLOGIES, Driving, Reasoning, Run, RunError, to_dict
 from longhaul.learners import Reasoner
 from longhaul.reasoning import problems
 from longhaul.scaling import rules
 from longhaul.worlds import HELD_OUT
+
+LAID_OUT = (
+    dict.fromkeys(("actors", "actor-kind", "ray-address", "staleness"), ("actors", "central"))
+    | dict.fromkeys(("lane", "slots", "bind", "token-file", "tls-cert", "tls-key"), ("central",))
+    | {"pin": ("actors",)}
+)
+"""Flags of some topologies alone, and which: the others would take them, and do nothing."""
+
+
+def check_topology(run: Run, changed: Mapping[str, Any]) -> None:
+    """Raises RunError where one of the flags that were given, and change something, is not of the run's topology."""
+    for name, value in changed.items():
+        have = LAID_OUT.get(name, TOPOLOGIES)
+        said = f"--{name} is {'none' if value is None else 'on' if value is True else value}"
+        if run.topology in TOPOLOGIES and run.topology not in have:
+            raise RunError(
+                f"{said}, and --topology {run.topology} has none; choose --topology {' or '.join(have)}, "
+                f"or leave --{name} out"
+            )
+        if name == "ray-address" and run.acting.actor_kind != "ray":
+            raise RunError(f"{said}, and --actor-kind is {run.acting.actor_kind}; choose --actor-kind ray")
 
 
 def check_numbers(run: Run) -> None:

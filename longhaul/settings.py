@@ -22,6 +22,7 @@ from longhaul.mesh import Shape
 from longhaul.precision import PRECISIONS, REMATS
 from longhaul.reasoning import gate, problems
 from longhaul.reasoning import model as models
+from longhaul.refusals import check_topology
 from longhaul.run import TOPOLOGIES, Run, RunError, agents
 from longhaul.scaling import rules
 
@@ -252,11 +253,14 @@ def _replace(value: Any, path: tuple[str, ...], new: Any) -> Any:
 
 
 def chosen(recipe: Run, parsed: flags.Parsed) -> Run:
-    """The recipe's Run as the flags change it."""
-    names = {setting.flag.name for setting in settings(recipe)}
+    """The recipe's Run as the flags change it. Raises RunError where a flag would change nothing."""
+    usual = {setting.flag.name: setting.flag.default for setting in settings(recipe)}
     base = recipe.num_envs * agents(recipe) * recipe.num_steps  # before --num-envs and the like change it
     recipe = dataclasses.replace(recipe, base_batch=recipe.base_batch or base)
-    return apply(recipe, {name: parsed.values[name] for name in names & parsed.given})
+    given = {name: parsed.values[name] for name in sorted(usual.keys() & parsed.given)}
+    run = apply(recipe, given)
+    check_topology(run, {name: value for name, value in given.items() if value != usual[name]})
+    return run
 
 
 def resumed(folder: Path, recipe: str, parsed: flags.Parsed) -> Run:
@@ -290,7 +294,9 @@ def resumed(folder: Path, recipe: str, parsed: flags.Parsed) -> Run:
     if any(value != before[name].default for name, value in free.items() if name in CHANGEABLE):
         fields = frozenset("devices" if name == "mesh" else name.replace("-", "_") for name in free)
         stored = resumption.reopened(stored, fields)
-    return apply(stored, free)
+    run = apply(stored, free)
+    check_topology(run, {name: value for name, value in free.items() if value != before[name].default})
+    return run
 
 
 def _said(value: Any) -> str:

@@ -15,7 +15,6 @@ from longhaul.sync.cost import Cost, Setting
 ITEMSIZES = {"float32": 4.0, "bfloat16": 2.0, "bf16": 2.0, "float16": 2.0, "fp16": 2.0, "fp32": 4.0, "fp8": 1.0}
 
 UNITS = {
-    "": 1.0,
     "B/s": 1.0,
     "MB/s": 1e6,
     "GB/s": 1e9,
@@ -29,11 +28,11 @@ ABOUT = "What an update of a model's parameters costs, stage by stage, full and 
 
 
 def _rate(word: str) -> float:
-    """400Gb/s -> 5e10 bytes a second."""
-    found = re.fullmatch(r"([0-9.]+(?:e[+-]?[0-9]+)?)\s*([KMGT]?[Bb]/s)?", word.strip())
-    if found is None or (found[2] or "") not in UNITS:
+    """400Gb/s -> 5e10 bytes a second. A bare number is none: links are sold in bits, and memory in bytes."""
+    found = re.fullmatch(r"([0-9.]+(?:e[+-]?[0-9]+)?)\s*([KMGT]?[Bb]/s)", word.strip())
+    if found is None or found[2] not in UNITS:
         raise ValueError(word)
-    return float(found[1]) * UNITS[found[2] or ""]
+    return float(found[1]) * UNITS[found[2]]
 
 
 def _receivers(word: str) -> tuple[int, int]:
@@ -42,7 +41,7 @@ def _receivers(word: str) -> tuple[int, int]:
     return int(replicas), int(each or 1)
 
 
-RATE = Kind("RATE", "a rate as 400Gb/s, 50GB/s", _rate)
+RATE = Kind("RATE", "a rate with its unit, as 400Gb/s or 50GB/s", _rate)
 RECEIVERS = Kind("MxR", "replicas x receivers of each, as 16x16", _receivers)
 
 FLAGS = [

@@ -7,7 +7,7 @@ import sys
 import tempfile
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -145,6 +145,9 @@ def status(words: Sequence[str]) -> int:
     printing.check_json(given["json"])
 
     where, token = _address(given["ADDRESS"]), _token(given["token-file"])
+    kind, _, path = where.partition(":")
+    if kind == "folder" and not Path(path).is_dir():
+        return _failed(f"there is no folder {path}, so nothing was published there yet")
     try:
         source = _connect(where, token, "status")
     except PermissionError:  # of a token: it says so itself
@@ -237,7 +240,10 @@ def _address(words: str) -> str:
             raise FlagError(f"{words} is a run without checkpoints yet, and with no versions in {path / 'weights'}")
         return f"{CHECKPOINTS}:{path}"
     if ":" in words:
-        return f"tcp:{words}"
+        with suppress(ValueError):
+            credentials.split(words)
+            return f"tcp:{words}"
+        lanes.split(words)  # which says what there is
     raise FlagError(f"{words}: neither a folder nor an address; write tcp:HOST:PORT, shm:NAME or folder:PATH")
 
 

@@ -60,8 +60,12 @@ def _free() -> str:
         return f"127.0.0.1:{probe.getsockname()[1]}"
 
 
+ZSTANDARD = pytest.mark.skipif(find_spec("zstandard") is None, reason="zstandard, of the extra sync, is not installed")
+"""Of tests in which what changed travels, or is written."""
+
 KINDS = (
-    *("shared", "tcp", "folder", "chain"),
+    *("shared", "tcp", "folder"),
+    pytest.param("chain", marks=ZSTANDARD),
     pytest.param("gloo", marks=pytest.mark.skipif(find_spec("torch") is None, reason="torch is not installed")),
     pytest.param("nixl", marks=pytest.mark.skipif(find_spec("nixl") is None, reason="NIXL is not installed")),
 )

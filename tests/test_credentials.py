@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import re
 import subprocess
 import threading
 from collections.abc import Iterator
@@ -14,7 +15,7 @@ import numpy as np
 import pytest
 
 from longhaul.central import wire
-from longhaul.central.credentials import NOBODY, Credentials, check_bind, load, split
+from longhaul.central.credentials import NOBODY, Credentials, check_bind, load, self_signed, split
 from longhaul.central.grpc_lane import PATH, GrpcLane, GrpcLine
 from longhaul.central.lane import Lost
 from longhaul.central.streaming import run
@@ -194,3 +195,25 @@ def test_bad_credentials_are_one_clear_line(tmp_path: Path) -> None:
     for address in ("localhost", ":80", "a:b", "host:70000"):
         with pytest.raises(ValueError, match="write HOST:PORT"):
             split(address)
+
+
+def test_what_is_no_certificate_or_key_is_named(certificate: tuple[Path, Path], tmp_path: Path) -> None:
+    cert, key = map(str, certificate)
+    other, plain, torn, locked = (str(tmp_path / name) for name in ("other", "plain", "torn", "locked"))
+    Path(plain).write_text("root:x:0:0:root\n")
+    Path(torn).write_bytes(b"\n".join(Path(key).read_bytes().splitlines()[::2]))
+    Path(other).write_bytes(self_signed("localhost").key or b"")
+    encrypt = ["openssl", "pkey", "-in", key, "-aes256", "-passout", "pass:secret", "-out", locked]
+    subprocess.run(encrypt, check=True, capture_output=True)
+    for paths, told in (
+        ((plain, plain), f"--tls-cert {plain} is no certificate in PEM"),
+        ((key, cert), f"--tls-cert {key} is no certificate in PEM"),
+        ((cert, plain), f"--tls-key {plain} is no key in PEM"),
+        ((cert, torn), f"--tls-cert {cert} with --tls-key {torn} can't be read as PEM"),
+        ((cert, locked), f"--tls-cert {cert} with --tls-key {locked} can't be read as PEM"),
+        ((cert, other), f"--tls-key {other} is not the key of --tls-cert {cert}"),
+    ):
+        with pytest.raises(ValueError, match=f"^{re.escape(told)}"):
+            load(None, *paths)
+    with pytest.raises(ValueError, match=f"^--tls-ca {re.escape(plain)} is no certificate in PEM"):
+        load(tls_ca=plain)

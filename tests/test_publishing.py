@@ -195,9 +195,15 @@ def test_what_is_asked_for_is_checked_and_kept(tmp_path: Path) -> None:
     publishing.save(tmp_path, asked)
     assert chosen(values, frozenset(), publishing.load(tmp_path)) == asked  # a run that goes on keeps to it
     assert chosen({"publish": ("none",)}, frozenset({"publish"}), asked) is None
+    assert publishing.address("./a:b") == f"folder:{Path('a:b').absolute()}"
     assert chosen(values, frozenset()) is None
     for given, told in (
         ({"publish": ("tcp:x",)}, "tcp:x"),
+        (
+            {"publish": ("127.0.0.1:7171",)},
+            r"--publish 127\.0\.0\.1:7171: .* is no address; write shm:NAME, tcp:HOST:PORT",
+        ),
+        ({"publish": ("udp:1:2",)}, "--publish udp:1:2: 'udp:1:2' is no address; write shm:NAME, tcp:HOST:PORT"),
         ({"publish": ("run",), "publish-every": 0}, "--publish-every is 0"),
         ({"publish-every": 2}, "need --publish"),
     ):

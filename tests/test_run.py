@@ -18,6 +18,7 @@ from longhaul import run as runs
 from longhaul.algorithms import ppo
 from longhaul.driving import simulator
 from longhaul.run import Driving, Named, Run, RunError
+from tests import installed
 
 BASE = Run("cartpole", Named("cartpole"), devices=1)
 
@@ -69,36 +70,36 @@ def test_what_can_not_work_is_one_line_with_value_bound_and_remedy(change: dict[
     assert "\n" not in str(raised.value)
 
 
-def test_resolving_leaves_nothing_open_and_twice_is_once(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("name", installed.RECIPES)
+def test_resolving_leaves_nothing_open_and_twice_is_once(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(runs, "cores", lambda: 2)
-    for name in recipes.RECIPES:
-        for changes in ({}, {"devices": 1}, {"save_interval": 5}, {"log_interval": 67}, {"block": 3}, {"seed": 9}):
-            run = runs.resolve(dataclasses.replace(recipes.recipe(name), **changes))
-            assert {f.name for f in dataclasses.fields(run) if getattr(run, f.name) is None} <= {
-                "save_interval",
-                "keep_every",
-            }
-            assert runs.resolve(run) == run
-            assert run.log_interval is not None
-            assert run.block is not None
-            assert run.log_interval % run.block == 0
+    for changes in ({}, {"devices": 1}, {"save_interval": 5}, {"log_interval": 67}, {"block": 3}, {"seed": 9}):
+        run = runs.resolve(dataclasses.replace(recipes.recipe(name), **changes))
+        assert {f.name for f in dataclasses.fields(run) if getattr(run, f.name) is None} <= {
+            "save_interval",
+            "keep_every",
+        }
+        assert runs.resolve(run) == run
+        assert run.log_interval is not None
+        assert run.block is not None
+        assert run.log_interval % run.block == 0
 
 
-def test_records_and_calls_stay_bounded_however_long_a_run_is() -> None:
+@pytest.mark.parametrize("name", installed.RECIPES)
+def test_records_and_calls_stay_bounded_however_long_a_run_is(name: str) -> None:
     """A call takes no longer in a long run: it must still be able to stop and save."""
-    for name in recipes.RECIPES:
-        recipe = dataclasses.replace(recipes.recipe(name), devices=1)
-        steps = recipe.num_envs * recipe.num_steps * runs.agents(recipe)
-        blocks = set()
-        for total in (10**6, 10**7, 10**9, 10**12):
-            total = min(total, steps * runs.MOST)  # updates are counted in int32
-            run = runs.resolve(dataclasses.replace(recipe, total_steps=total))
-            assert run.log_interval is not None
-            assert run.block is not None
-            assert (total // steps) / run.log_interval <= runs.MOST_RECORDS
-            assert run.block * steps <= 32_768
-            blocks.add(run.block)
-        assert len(blocks) == 1
+    recipe = dataclasses.replace(recipes.recipe(name), devices=1)
+    steps = recipe.num_envs * recipe.num_steps * runs.agents(recipe)
+    blocks = set()
+    for total in (10**6, 10**7, 10**9, 10**12):
+        total = min(total, steps * runs.MOST)  # updates are counted in int32
+        run = runs.resolve(dataclasses.replace(recipe, total_steps=total))
+        assert run.log_interval is not None
+        assert run.block is not None
+        assert (total // steps) / run.log_interval <= runs.MOST_RECORDS
+        assert run.block * steps <= 32_768
+        blocks.add(run.block)
+    assert len(blocks) == 1
 
 
 @pytest.mark.parametrize(
@@ -144,11 +145,14 @@ def test_data_is_found_again_from_elsewhere(tmp_path: Path, monkeypatch: pytest.
 # ------------------------------------------------------------------------------------------------------------ files
 
 
-def test_every_recipe_comes_back_from_its_folder(tmp_path: Path) -> None:
-    for name in recipes.RECIPES:
-        run = runs.resolve(recipes.recipe(name))
-        folders.save_run(tmp_path, run, {"commit": None})
-        assert folders.load_run(tmp_path) == run
+@pytest.mark.parametrize("name", installed.RECIPES)
+def test_every_recipe_comes_back_from_its_folder(name: str, tmp_path: Path) -> None:
+    run = runs.resolve(recipes.recipe(name))
+    folders.save_run(tmp_path, run, {"commit": None})
+    assert folders.load_run(tmp_path) == run
+
+
+def test_what_no_recipe_has_comes_back_from_its_folder(tmp_path: Path) -> None:
     task = Driving(
         ("/a", "/b*"), bank=3, bank_updates=5, simulator=simulator.Config(terminations=("collision",), agents=2)
     )

@@ -14,7 +14,7 @@ from longhaul import meanings, recipes, settings, training
 from longhaul.envs import suites
 from longhaul.folders import save_run
 from longhaul.run import Driving, Named, Run, resolve, to_dict
-from tests import fixtures_logs
+from tests import fixtures_logs, installed
 from tests.command_line import tree
 
 
@@ -64,7 +64,10 @@ def suite_of(recipe: str) -> str:
 @pytest.mark.parametrize(
     "recipe",
     # Suites warn when they are imported, and promote ranks.
-    [pytest.param(n, marks=pytest.mark.filterwarnings("ignore") if suite_of(n) else ()) for n in recipes.RECIPES],
+    [
+        pytest.param(n, marks=[*installed.marks(n), *([pytest.mark.filterwarnings("ignore")] if suite_of(n) else [])])
+        for n in recipes.RECIPES
+    ],
 )
 def test_without_flags_a_recipe_is_what_it_says(longhaul: Any, trained: list[Run], recipe: str) -> None:
     suite = suite_of(recipe)
@@ -94,6 +97,24 @@ def test_flags_change_their_fields_and_no_other(longhaul: Any, trained: list[Run
         base_batch=base.num_envs * base.num_steps,
     )  # fmt: skip
     assert trained == [resolve(expected)]
+
+
+def test_flags_of_another_topology_are_refused_where_they_say_something(
+    longhaul: Any, trained: list[Run], stored: Path
+) -> None:
+    usual = "--staleness 0 --lane shm --slots 2 --actor-kind process --ray-address auto --no-pin --bind none"
+    assert longhaul("train", "cartpole", *usual.split())[0] == 75
+    assert longhaul("train", "cartpole", "--resume", str(stored), "--lane", "shm")[0] == 75
+    assert [(run.topology, run.acting.staleness) for run in trained] == [("fused", 0), ("fused", 0)]
+    code, out, err = longhaul("train", "cartpole", "--resume", str(stored), "--lane", "grpc")
+    assert (code, out) == (2, "") and "--lane is grpc, and --topology fused has none" in err
+    assert len(trained) == 2
+
+
+@installed.ATARI
+def test_what_a_recipe_says_of_another_topology_is_not_refused(longhaul: Any, trained: list[Run]) -> None:
+    assert longhaul("train", "impala-pong", "--env", "cartpole", "--torso", "mlp", "--topology", "fused")[0] == 75
+    assert [(run.topology, run.acting.staleness) for run in trained] == [("fused", 1)]
 
 
 def test_flags_of_driving(longhaul: Any, trained: list[Run], tmp_path: Path) -> None:

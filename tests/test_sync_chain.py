@@ -15,7 +15,7 @@ from longhaul.sync.engine import Publisher
 from longhaul.sync.lanes.folder import FolderLane, FolderSource
 from longhaul.sync.protocol import NOTHING
 from longhaul.sync.receiver import Receiver
-from tests.sync_lanes import receivers, until, way
+from tests.sync_lanes import ZSTANDARD, receivers, until, way
 
 SIZE, VERSIONS = 20_000, 11
 
@@ -64,6 +64,7 @@ def is_version(receiver: Receiver, given: list[dict[str, np.ndarray]]) -> bool:
     return all(held[name].tobytes() == array.tobytes() for name, array in given[version].items())
 
 
+@ZSTANDARD
 def test_anchors_are_written_where_they_are_due_and_the_rest_is_small(tmp_path: Path) -> None:
     given = written(tmp_path)
     whole = [v for v in range(VERSIONS) if chain.link(tmp_path / files.folder_name(3, v)) is None]
@@ -80,6 +81,7 @@ def test_anchors_are_written_where_they_are_due_and_the_rest_is_small(tmp_path: 
         assert all(held[name].tobytes() == array.tobytes() for name, array in tensors.items())
 
 
+@ZSTANDARD
 def test_who_follows_reads_links_and_who_comes_late_the_anchor(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     read: list[tuple[int, int]] = []
     path = chain.path
@@ -99,11 +101,13 @@ def test_who_follows_reads_links_and_who_comes_late_the_anchor(tmp_path: Path, m
         assert sorted(files.versions(lane.folder)) == [(3, v) for v in range(4)]  # kept, since 3 builds upon them
 
 
+@ZSTANDARD
 def test_old_chains_go_when_nothing_builds_upon_them(tmp_path: Path) -> None:
     written(tmp_path, keep=2)
     assert sorted(files.versions(tmp_path)) == [(3, v) for v in (6, 7, 8, 9, 10)]
 
 
+@ZSTANDARD
 def test_a_restarted_trainer_begins_with_an_anchor(chained: Path, tmp_path: Path) -> None:
     given = list(weights())
     shutil.copytree(chained, tmp_path, dirs_exist_ok=True)
@@ -115,6 +119,7 @@ def test_a_restarted_trainer_begins_with_an_anchor(chained: Path, tmp_path: Path
     assert files.versions(tmp_path) == [(4, 2)]
 
 
+@ZSTANDARD
 @pytest.mark.parametrize("fault", ["flipped", "cut", "swapped", "missing", "loop", "rooted"])
 def test_a_broken_chain_is_never_served_and_the_next_anchor_mends_it(fault: str, chained: Path, tmp_path: Path) -> None:
     given = list(weights())

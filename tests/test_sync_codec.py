@@ -7,12 +7,13 @@ from typing import Any
 
 import numpy as np
 import pytest
-import zstandard
 from numba import njit
 
 from longhaul.sync import codec, kernels, loops
 from longhaul.sync.codec import Mode
 from longhaul.sync.reference import CLASSES
+
+zstandard = pytest.importorskip("zstandard", reason="zstandard, of the extra sync, is not installed")
 
 BY = [loops.Plain(), loops.Compiled()]
 

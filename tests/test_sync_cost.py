@@ -133,7 +133,9 @@ def test_the_command_prints_every_term(tmp_path: Path, capsys: pytest.CaptureFix
         (["sync"], "there are longhaul sync"),
         (["sync", "plane"], "longhaul sync has no command 'plane'"),
         (["sync", "plan"], "how many parameters? longhaul sync plan --params 1e12"),
-        ([*WORDS, "--nic", "fast"], "a rate as 400Gb/s"),
+        ([*WORDS, "--nic", "fast"], "a rate with its unit, as 400Gb/s"),
+        ([*WORDS, "--nic", "400"], "--nic is '400'; it must be a rate with its unit, as 400Gb/s or 50GB/s"),
+        ([*WORDS, "--hbm", "3.35e12"], "--hbm is '3.35e12'; it must be a rate with its unit"),
         ([*WORDS, "--receivers", "16y16"], "16x16"),
         ([*WORDS, "--cores", "0"], "cores is 0; it must be at least 1"),
     ],
@@ -145,6 +147,6 @@ def test_bad_words_are_one_line(words: list[str], said: str, capsys: pytest.Capt
     assert err.count("\n") == 1
 
 
-@pytest.mark.parametrize(("word", "rate"), [("400Gb/s", 5e10), ("50GB/s", 5e10), ("1.5TB/s", 1.5e12), ("1e9", 1e9)])
+@pytest.mark.parametrize(("word", "rate"), [("400Gb/s", 5e10), ("50GB/s", 5e10), ("1.5TB/s", 1.5e12), ("1e9B/s", 1e9)])
 def test_rates(word: str, rate: float) -> None:
     assert sync_command.RATE.read(word) == pytest.approx(rate)

@@ -13,6 +13,8 @@ from hypothesis import strategies as st
 
 from longhaul.sync import codec, delta, digests, loops, reference
 
+pytest.importorskip("zstandard", reason="zstandard, of the extra sync, is not installed")
+
 DTYPES = {
     "bfloat16": np.uint16, "float16": np.uint16, "float32": np.uint32, "float8_e4m3fn": np.uint8,
     "float8_e5m2": np.uint8, "int8": np.uint8, "float64": np.uint64,

@@ -76,6 +76,35 @@ def test_a_wrong_base_and_a_stale_offer_are_refused_and_nothing_changes() -> Non
             assert is_whole(*receiver.latest())
 
 
+def test_a_close_writes_what_was_taken_and_an_error_ends_at_once(tmp_path: Path) -> None:
+    with Publisher("run", epoch=1, lanes=[FolderLane(tmp_path / "whole")]) as sender:
+        assert sender.publish(1, tensors(1))
+    assert files.newest(tmp_path / "whole") == (1, 1)
+
+    class Slow(FolderLane):
+        """Comes to a version only when it is told to close."""
+
+        def _take(self, *parcel: object) -> None:
+            self._closed.wait()
+
+    for ends, least, most in ((None, 1.0, 5.0), (0.0, 0.0, 0.9)):
+        sender = Publisher("run", lanes=[Slow(tmp_path / "slow")], settings=Settings(lease=30.0, deadline=1.0))
+        assert sender.publish(1, tensors(1))
+        began = time.monotonic()
+        sender.close(ends)
+        assert least <= time.monotonic() - began < most
+    began = time.monotonic()
+
+    def fails() -> None:
+        settings = Settings(lease=30.0, deadline=20.0)
+        with Publisher("run", lanes=[Slow(tmp_path / "slow")], settings=settings) as sender:
+            raise KeyError(sender.publish(1, tensors(1)))
+
+    with pytest.raises(KeyError, match="True"):
+        fails()
+    assert time.monotonic() - began < 5.0
+
+
 def test_of_two_writers_of_a_folder_the_later_epoch_wins(tmp_path: Path) -> None:
     old = Publisher("run", epoch=1, lanes=[FolderLane(tmp_path, durable=False)], settings=QUICK)
     with old, Receiver(lambda: FolderSource(tmp_path)) as receiver:

@@ -18,7 +18,7 @@ from longhaul.sync.lanes import tcp
 from longhaul.sync.manifest import Manifest
 from longhaul.sync.protocol import Settings
 from longhaul.sync.receiver import Receiver
-from tests.sync_lanes import KINDS, Way, is_whole, process, receivers, tensors, until, way
+from tests.sync_lanes import KINDS, ZSTANDARD, Way, is_whole, process, receivers, tensors, until, way
 
 
 @pytest.fixture(autouse=True)
@@ -60,6 +60,18 @@ def test_versions_come_in_order_and_each_is_whole(lane: Way) -> None:
                 del held
         assert receiver.wait(19, 20)
     assert seen == sorted(set(seen)) and seen[-1] == 19
+
+
+def test_what_was_taken_comes_before_the_end(lane: Way) -> None:
+    with receivers(lane, 2) as both:
+        with Publisher("run", lanes=[lane.lane()]) as sender:
+            sender.publish(1, tensors(1))
+            assert all(one.wait(1, 20) for one in both)
+            assert sender.publish(2, tensors(2)) and sender.publish(3, tensors(3), lent=True)
+        sender.close()  # once more changes nothing
+        with pytest.raises(ValueError, match="closed"):
+            sender.publish(4, tensors(4))
+        assert all(one.wait(3, 20) for one in both), both[0].errors
 
 
 def test_who_comes_late_gets_the_newest(lane: Way) -> None:
@@ -247,6 +259,7 @@ def test_a_receiver_killed_on_the_way_holds_up_nobody(kind: str, tmp_path: Path)
             assert is_whole(*receiver.latest())
 
 
+@ZSTANDARD
 def test_only_what_changed_travels_to_who_holds_the_version_before(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -282,6 +295,7 @@ def test_only_what_changed_travels_to_who_holds_the_version_before(
     assert len(poured) == 8 and max(poured) < 3000  # versions 1, 2, 3, 5 to both; the damaged one then came whole
 
 
+@ZSTANDARD
 def test_changes_come_only_where_the_receivers_budget_has_room_for_them(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -311,6 +325,7 @@ def test_changes_come_only_where_the_receivers_budget_has_room_for_them(
                 assert size < receiver.peak_bytes < size + max(poured)
 
 
+@ZSTANDARD
 def test_changes_are_verified_in_the_making() -> None:
     """A bit of the base that flipped since it was verified is found, in what changes and in what does not."""
     draw = np.random.default_rng(0)

@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from longhaul import cli
+from longhaul import cli, sync_shell
 from longhaul.sync import files
 from longhaul.sync.engine import Publisher
 from longhaul.sync.lanes import tcp
@@ -90,6 +90,9 @@ def test_the_index_names_the_shard_of_every_tensor(tmp_path: Path) -> None:
         ("sync serve tcp:127.0.0.1:1 --host 0.0.0.0", "give a token"),
         ("sync pull tcp:127.0.0.1:1", "from where to where?"),
         ("sync pull tcp:127.0.0.1:x --out y", "is no address"),
+        ("sync pull udp:1:2 --out y", "'udp:1:2' is no address; write shm:NAME, tcp:HOST:PORT, folder:PATH"),
+        ("sync pull tcp:udp:1:2 --out y", "'udp:1:2' is no address: 'udp:1' is no host"),
+        ("sync status ssh:@weights", "'ssh:@weights' is no address; write shm:NAME"),
         ("sync pull tcp:127.0.0.1:1 --out y --keep 0", "--keep 0"),
         ("sync pull tcp:127.0.0.1:1 --out /dev/null", "--out is /dev/null; it must be a folder that can be written"),
         ("sync status", "of whom?"),
@@ -112,6 +115,16 @@ def test_nobody_there_is_a_failure_in_time(tmp_path: Path, capsys: pytest.Captur
 def test_who_is_not_there_is_named(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["sync", "status", "shm:@longhaul-nobody"]) == 1
     assert "nobody answers at shm:@longhaul-nobody: Connection refused" in capsys.readouterr().err
+
+
+def test_a_folder_that_is_not_there_has_no_status(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["sync", "status", f"folder:{tmp_path / 'nowhere'}"]) == 1
+    out, err = capsys.readouterr()
+    assert not out and f"there is no folder {tmp_path / 'nowhere'}" in err
+    assert cli.main(["sync", "status", f"folder:{tmp_path}"]) == 0
+    assert "no version yet" in capsys.readouterr().out
+    assert sync_shell._address("[::1]:7171") == "tcp:[::1]:7171"  # HOST:PORT, as before
+    assert sync_shell._address("node-3.example:7171") == "tcp:node-3.example:7171"
 
 
 def test_a_folder_of_another_run_is_told_at_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ipaddress
+import ssl
 import subprocess
 import tempfile
 from pathlib import Path
@@ -34,7 +35,34 @@ def load(
     if (tls_cert is None) != (tls_key is None):
         raise ValueError("--tls-cert and --tls-key belong together; give both, or none")
     parts = (("--tls-cert", tls_cert), ("--tls-key", tls_key), ("--tls-ca", tls_ca))
-    return Credentials(token, *(None if path is None else _read(flag, path) for flag, path in parts))
+    found = Credentials(token, *(None if path is None else _read(flag, path) for flag, path in parts))
+    for (flag, path), held in zip(parts, found[1:], strict=True):
+        if held is not None:
+            _check_form(flag, path, held)
+    if tls_cert is not None and tls_key is not None:
+        _check_pair(tls_cert, tls_key)
+    return found
+
+
+def _check_form(flag: str, path: str | None, held: bytes) -> None:
+    what, label = ("key", "PRIVATE KEY-----") if flag == "--tls-key" else ("certificate", "-----BEGIN CERTIFICATE-----")
+    if label.encode() not in held:
+        raise ValueError(f"{flag} {path} is no {what} in PEM (it has no line with {label}); give a file that is")
+
+
+def _check_pair(certificate: str, key: str) -> None:
+    """Raises ValueError where a server can't show the certificate with the key; gRPC would not say why."""
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.set_ciphers("DEFAULT:@SECLEVEL=0")  # how strong they are is for who made them
+    try:
+        context.load_cert_chain(certificate, key, password="")  # or it would ask for one of a key that is encrypted
+    except ssl.SSLError as error:
+        if error.reason == "KEY_VALUES_MISMATCH":
+            raise ValueError(f"--tls-key {key} is not the key of --tls-cert {certificate}; give its own") from error
+        raise ValueError(
+            f"--tls-cert {certificate} with --tls-key {key} can't be read as PEM ({error.reason or error}); "
+            "give a certificate and its key, not encrypted"
+        ) from error
 
 
 def _read(flag: str, path: str) -> bytes:
@@ -49,7 +77,13 @@ def split(address: str) -> tuple[str, int]:
     host, colon, port = address.rpartition(":")
     if not colon or not host or not port.isascii() or not port.isdigit() or int(port) > 65_535:
         raise ValueError(f"{address!r} is no address; write HOST:PORT, such as 127.0.0.1:7777")
-    return host.strip("[]"), int(port)
+    host = host.strip("[]")
+    if ":" in host:
+        try:
+            ipaddress.IPv6Address(host)
+        except ValueError as error:
+            raise ValueError(f"{address!r} is no address: {host!r} is no host; write HOST:PORT") from error
+    return host, int(port)
 
 
 def is_loopback(host: str) -> bool:

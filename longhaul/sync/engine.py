@@ -24,6 +24,9 @@ IMAGES = 4
 """How many images a sender has unless a budget says otherwise: one that is served, one on its way, one that waits, and
 one that a slow reader has not let go."""
 
+LOOK = 0.01
+"""Seconds between two looks at who has the last version."""
+
 
 class _Made(NamedTuple):
     manifest: Manifest
@@ -39,6 +42,8 @@ class Publisher:
 
         with Publisher("run-7", lanes=[lanes.serve("shm:@weights")]) as weights:
             weights.publish(version, params)      # {name: array}; returns as soon as they are copied
+
+    Its end, as `close`, brings what was taken to who follows; an error ends it at once.
     """
 
     def __init__(
@@ -75,7 +80,7 @@ class Publisher:
         self._began = 0.0
         self._ends: dict[str, Callable[[], None]] = {}
         self._numbers = 0
-        self._closed = False
+        self._ending, self._closed = False, False
         self._copiers = ThreadPoolExecutor(max(1, threads), "longhaul-gather")
         self._lanes: list[Lane] = []
         self._thread = threading.Thread(target=self._work, name="longhaul-publisher", daemon=True)
@@ -84,7 +89,7 @@ class Publisher:
             for lane in lanes:
                 self.add(lane)
         except BaseException:
-            self.close()
+            self.close(0.0)
             raise
 
     def add(self, lane: Lane) -> None:
@@ -103,17 +108,12 @@ class Publisher:
         versions do not grow or the tensors have another form.
         """
         with self._publishing:
-            if self._closed:
+            if self._ending:
                 raise ValueError("the publisher is closed")
             self._check(version, tensors)
             self._waiting = None  # its image serves again
-            if lent:
-                self._waits(version, (version, tensors))
-                return True
-            made = self._gathered(version, tensors, patience)
-            if made is not None:
-                self._waits(version, made)
-            return made is not None
+            made = (version, tensors) if lent else self._gathered(version, tensors, patience)
+            return made is not None and self._waits(version, made)
 
     def forward(self, manifest: Manifest, image: Image) -> None:
         """A version that came from another sender, as it is: what a relay does. A later epoch begins anew."""
@@ -169,8 +169,38 @@ class Publisher:
                 self._changed.wait(left)
             return self._cohort.committed >= version
 
-    def close(self) -> None:
-        """Ends all lanes. Idempotent."""
+    def flush(self, seconds: float) -> bool:
+        """Waits until what was taken counts, or can't, and who followed when this began serves it, or was dropped; ->
+        whether that came within `seconds`."""
+        until = self._clock() + seconds
+        with self._changed:
+            names = set(self._cohort.members)
+            while not self._closed and not self._settled(names):
+                left = until - self._clock()
+                if left <= 0 or not self._thread.is_alive():
+                    return False
+                self._changed.wait(min(left, LOOK))
+            return True
+
+    def _settled(self, names: set[str]) -> bool:
+        cohort = self._cohort
+        newest = (cohort.epoch, cohort.committed)
+        there = [one.held for name, one in cohort.members.items() if name in names]
+        decided = cohort.prepared >= self._given and cohort.round is None
+        return decided and (cohort.committed < 0 or all((held.epoch, held.version) >= newest for held in there))
+
+    def close(self, seconds: float | None = None) -> None:
+        """Takes no more, brings what was taken to who follows, for at most `seconds` (by default the settings'
+        `deadline`; 0: at once), and ends all lanes. Idempotent."""
+        with self._changed:
+            self._ending = True
+        try:
+            if self._thread is not threading.current_thread():
+                self.flush(self.settings.deadline if seconds is None else seconds)
+        finally:
+            self._end()
+
+    def _end(self) -> None:
         with self._changed:
             self._closed = True
             self._changed.notify_all()
@@ -187,8 +217,8 @@ class Publisher:
     def __enter__(self) -> Publisher:
         return self
 
-    def __exit__(self, *error: object) -> None:
-        self.close()
+    def __exit__(self, kind: type[BaseException] | None, *error: object) -> None:
+        self.close(None if kind is None else 0.0)
 
     @property
     def peak_bytes(self) -> int:
@@ -222,11 +252,15 @@ class Publisher:
         self.seconds["gather"] = time.perf_counter() - began
         return _Made(Manifest(self.run, self.epoch, version, -1, size, found), image)
 
-    def _waits(self, version: int, what: _Made | tuple[int, Mapping[str, Any]]) -> None:
+    def _waits(self, version: int, what: _Made | tuple[int, Mapping[str, Any]]) -> bool:
+        """-> whether it will be prepared; it is not where `close` has begun."""
         with self._changed:
+            if self._ending:
+                return False
             self._given = version
             self._waiting = what
             self._changed.notify_all()
+            return True
 
     def _begin(self, epoch: int) -> None:
         with self._changed:

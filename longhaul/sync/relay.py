@@ -69,7 +69,7 @@ class Relay:
         """Idempotent."""
         self.receiver.close()
         if self.publisher is not None:
-            self.publisher.close()
+            self.publisher.close(0.0)  # who still follows finds it elsewhere
         else:
             for lane in self._lanes:
                 lane.close()
