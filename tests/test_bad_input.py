@@ -23,7 +23,7 @@ BAD = [
     ("data", ["name what to do with the data; there are longhaul data inspect"]),
     ("data inspekt x", ["no command 'inspekt'", "longhaul data inspect PATH"]),
     ("data inspect", ["which logs?"]),
-    ("train", ["name a recipe first", "cartpole, impala-cartpole"]),
+    ("train", ["name a recipe first", "cartpole, impala-cartpole", "ppo, driving-scaling"]),
     ("train --seed 1 cartpole", ["name a recipe first"]),
     ("train cartpol", ["no recipe is named 'cartpol'", "did you mean cartpole or"]),
     ("train cartpole --total-step 4", ["no flag --total-step; did you mean --total-steps?"]),
