@@ -209,10 +209,10 @@ def _begin(
         named(task)  # what is unknown or missing is said before anything is made
     assert run.devices is not None
     training.prepare_devices(run.all_devices, run.threads)
-    source = feed(run) if isinstance(task, Driving) and task.data else None
-    if run.model > 1:
+    if isinstance(task, Driving) or run.model > 1:  # elsewhere nothing dear is made before that is asked for
         algorithm = learners.make(spec(run), run.algorithm, updates=1, mean=identity)
         partition.check(jax.eval_shape(algorithm.init, jax.random.key(0)), run.mesh)
+    source = feed(run) if isinstance(task, Driving) and task.data else None
     about = provenance() | {"data": source.about if source else None}
     folder = new_folder(runs_dir, run, parsed.values["run-name"], parsed.values["run-suffix"])
     try:
