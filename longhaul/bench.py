@@ -27,6 +27,7 @@ import jax
 
 from longhaul import acting_workloads, central_workloads, peers, replay_workloads, sync_workloads, workloads
 from longhaul import reasoning_workloads as reasoning
+from longhaul.experiment import MOST
 from longhaul.provenance import provenance
 from longhaul.workloads import Prepared
 
@@ -55,6 +56,9 @@ LEAST_REPEATS = 5
 REFERENCE = {4: 158_668.0, 512: 208_800.0, 2048: 133_700.0}
 """PureJaxRL's env steps per second by environments, once measured on two idle cores of another machine."""
 
+FROM_ZERO = ("road_points", "staleness")
+"""Sizes that may be 0; all others are 1 or more."""
+
 MARK = "figure "
 """Begins a worker's answers; anything else that a library prints is not one."""
 
@@ -63,13 +67,29 @@ def run(name: str, **options: Any) -> Iterator[dict[str, Any]]:
     """The figures of a benchmark, one after the other, as `longhaul bench` prints them.
 
     Options are the benchmark's sizes (see CASES), and those of `figure`. Raises ValueError for a name that is not in
-    NAMES and for too few repeats.
+    NAMES, for sizes that can't be and for too few repeats.
     """
     if name not in NAMES:
         raise ValueError(f"no benchmark is named {name!r}; there are {', '.join(NAMES)}")
     common = {key: options.pop(key) for key in ("repeats", "peer_python", "peer_path") if key in options}
-    for case in CASES[name](**options):
+    for size, value in options.items():  # all that is known, before anything starts
+        check(size, value)
+    cases = CASES[name](**options)
+    for case in cases:
+        if "objects" in case:
+            workloads.check_bank(case["objects"], case.get("agents", 1))
+    for case in cases:
         yield figure(name, case, **common)
+
+
+def check(size: str, value: Any) -> None:
+    """Raises ValueError, naming value, bound and remedy, where no benchmark can have this size."""
+    flag, least = f"--{size.replace('_', '-')}", 0 if size in FROM_ZERO else 1
+    for each in value if isinstance(value, Sequence) else (value,):
+        if size == "fill" and not 0.0 <= each <= 1.0:
+            raise ValueError(f"{flag} is {each}; it must lie in 0 to 1")
+        if isinstance(each, int) and not isinstance(each, bool) and size != "fill" and not least <= each <= MOST:
+            raise ValueError(f"{flag} is {each}; it must lie in {least} to {MOST}")
 
 
 def sizes(name: str) -> frozenset[str]:
@@ -173,7 +193,10 @@ class Worker:
         assert self.process.stdout is not None
         for line in self.process.stdout:
             if line.startswith(MARK):
-                return json.loads(line[len(MARK) :])
+                told: dict[str, Any] = json.loads(line[len(MARK) :])
+                if "refused" in told:
+                    raise ValueError(told["refused"])
+                return told
         raise RuntimeError(f"the benchmark's process ended with code {self.process.wait()}; its message is above")
 
     def __enter__(self) -> Worker:
@@ -202,7 +225,11 @@ def serve() -> None:
 def _serve() -> None:
     """Prepares the case in its arguments, then repeats it for every line that comes in."""
     name, case = json.loads(sys.argv[1])
-    prepared = WORKLOADS[name](**case)
+    try:
+        prepared = WORKLOADS[name](**case)
+    except ValueError as error:  # bad input, as for any command: a log that can't be read, sizes that don't fit
+        tell({"refused": str(error)})
+        os._exit(1)
     prepared.work(prepared.begin(0))
     about = provenance()
     device = ", ".join(f"{count} x {kind}" for kind, count in about["devices"].items())

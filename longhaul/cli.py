@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import longhaul
-from longhaul import flags, printing
+from longhaul import flags, hosts, printing
 from longhaul.flags import DEBUG, FLOAT, INT, PATH, TEXT, Flag, FlagError, choice
 
 COMMANDS = {
@@ -59,6 +59,7 @@ LONGEST = 600
 def main(words: Sequence[str] | None = None) -> int:
     """Runs one command; -> its exit code. `words` default to those of the process."""
     words = list(sys.argv[1:] if words is None else words)
+    hosts.attend()  # before what is heavy is imported, which takes a while
     debug = "--debug" in words
     # Before anything loads it: its threads gain nothing here and cost seconds where cores are busy, and the last bits
     # of initial weights would depend on their number.

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import shlex
 import shutil
 import sys
 import time
@@ -35,7 +34,7 @@ from longhaul import (
 from longhaul.envs import host, registry, suites
 from longhaul.feed import feed, spec
 from longhaul.flags import ALONE, DEBUG, TEXT, Flag, FlagError
-from longhaul.folders import find_folder, load_run, new_folder, save_run
+from longhaul.folders import called, find_folder, load_run, new_folder, save_run
 from longhaul.mesh import Shape, identity
 from longhaul.provenance import provenance
 from longhaul.run import Driving, Named, Run, RunError, agents, from_dict, named, on_cpu, resolve, to_dict
@@ -87,7 +86,8 @@ def _train(words: Sequence[str]) -> int:
         if words and words[0] in ("-h", "--help"):
             _train_help()
             return 0
-        raise FlagError(f"name a recipe first: longhaul train RECIPE [--flags]; there are {', '.join(recipes.RECIPES)}")
+        there = ", ".join(name for name, _ in recipes.described())
+        raise FlagError(f"name a recipe first: longhaul train RECIPE [--flags]; there are {there}")
     if words[0] in recipes.GRIDS:
         if hosts.together():
             raise FlagError(f"{words[0]} is a grid of runs, each in one process; leave longhaul launch out")
@@ -209,10 +209,10 @@ def _begin(
         named(task)  # what is unknown or missing is said before anything is made
     assert run.devices is not None
     training.prepare_devices(run.all_devices, run.threads)
-    source = feed(run) if isinstance(task, Driving) and task.data else None
-    if run.model > 1:
+    if isinstance(task, Driving) or run.model > 1:  # elsewhere nothing dear is made before that is asked for
         algorithm = learners.make(spec(run), run.algorithm, updates=1, mean=identity)
         partition.check(jax.eval_shape(algorithm.init, jax.random.key(0)), run.mesh)
+    source = feed(run) if isinstance(task, Driving) and task.data else None
     about = provenance() | {"data": source.about if source else None}
     folder = new_folder(runs_dir, run, parsed.values["run-name"], parsed.values["run-suffix"])
     try:
@@ -270,8 +270,7 @@ def status(words: Sequence[str]) -> int:
     update = run.num_envs * agents(run) * run.num_steps
     done = last.get("agent_steps", 0)
     total = done + (run.total_steps - done) // update * update  # `done` may be in updates of other sizes
-    name = folder.name if folder.parent == Path(str(RUNS_DIR.default)) else shlex.quote(str(folder))
-    going_on = f"not done; longhaul train {run.recipe} --resume {name} goes on"
+    going_on = f"not done; longhaul train {run.recipe} --resume {called(folder)} goes on"
     rows = [
         ("run", str(folder)),
         ("recipe", run.recipe),

@@ -9,6 +9,7 @@ import fcntl
 import json
 import os
 import re
+import shlex
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -18,6 +19,9 @@ from typing import Any
 from longhaul import hosts, pages, tracking
 from longhaul.population import Population
 from longhaul.run import Run, RunError, from_dict, resolve, to_dict
+
+RUNS = Path("runs")
+"""Where runs are if nobody says."""
 
 FORMAT = 1
 """Of run.json and what lies beside it; a folder of another format is refused."""
@@ -45,7 +49,7 @@ def new_folder(runs_dir: Path, run: Run, name: str | None, suffix: str | None = 
         except FileExistsError:
             if name is not None:
                 raise RunError(
-                    f"run {name!r} exists in {runs_dir}; choose another --run-name, or --resume {name}"
+                    f"run {name!r} exists in {runs_dir}; choose another --run-name, or --resume {called(folder)}"
                 ) from None
             continue
         return folder
@@ -66,6 +70,12 @@ def find_folder(runs_dir: Path, run_id: str) -> Path:
     near = difflib.get_close_matches(run_id, there, n=3, cutoff=0.4) or there[-3:]
     hint = f"did you mean {' or '.join(near)}?" if near else "there are none yet: longhaul train makes one"
     raise RunError(f"no run {run_id!r} in {runs_dir}; {hint}")
+
+
+def called(folder: Path) -> str:
+    """What --resume takes for a run's folder, to be pasted: its name, or its path where it is not in ./runs."""
+    usual = os.path.abspath(folder.parent) == os.path.abspath(RUNS)
+    return folder.name if usual else shlex.quote(str(folder))
 
 
 @contextmanager

@@ -186,8 +186,7 @@ def on_tpu(environment: Mapping[str, str]) -> bool:
 
 def start(hosts: Hosts) -> None:
     """Joins the processes, before JAX runs; does nothing where this one is alone. Raises HostsError."""
-    if LIFELINE in os.environ:
-        _hold(int(os.environ.pop(LIFELINE)))
+    attend()
     if hosts.count == 1:
         return
     import jax
@@ -254,8 +253,11 @@ def _short(error: BaseException) -> str:
     return " ".join(str(error).split())[:200] or type(error).__name__
 
 
-def _hold(lifeline: int) -> None:
-    """Ends this process at once when the pipe's other end is closed, be its holder killed."""
+def attend() -> None:
+    """From now on this process ends at once when its launcher does, be that killed; nothing where it has none."""
+    if LIFELINE not in os.environ:
+        return
+    lifeline = int(os.environ.pop(LIFELINE))
 
     def wait() -> None:
         while os.read(lifeline, 1):

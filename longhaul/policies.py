@@ -15,7 +15,7 @@ from longhaul import feed as feeds
 from longhaul import learners, members, prompting
 from longhaul import mesh as meshes
 from longhaul.checkpoint import Checkpoints
-from longhaul.folders import load_run
+from longhaul.folders import called, load_run
 from longhaul.run import Run, RunError, prepare_devices
 from longhaul.types import Params, Progress
 
@@ -39,7 +39,9 @@ def restore_policy(folder: Path, member: int | None = None) -> tuple[Run, Params
     with closing(Checkpoints(folder / "checkpoints")) as checkpoints:
         restored = checkpoints.latest(progress, part=True)
     if restored is None:
-        raise RunError(f"{folder} has no checkpoint yet; go on with --resume {folder.name}, or wait for its first save")
+        raise RunError(
+            f"{folder} has no checkpoint yet; go on with --resume {called(folder)}, or wait for its first save"
+        )
 
     def acting(state: Any) -> Params:
         if run.many:

@@ -397,9 +397,11 @@ GRIDS: dict[str, Callable[[], Grid]] = {"driving-scaling": driving_recipes.drivi
 
 def recipe(name: str) -> Run:
     """The Run of that name; RunError with the nearest names where there is none."""
+    if name in GRIDS:
+        raise RunError(f"recipe {name} is a grid of many runs, and this is for one: driving, say")
     if name not in RECIPES:
         near = difflib.get_close_matches(name, [*RECIPES, *GRIDS], n=3, cutoff=0.5)
-        hint = f"did you mean {' or '.join(near)}?" if near else f"there are {', '.join(RECIPES)}"
+        hint = f"did you mean {' or '.join(near)}?" if near else f"there are {', '.join([*RECIPES, *GRIDS])}"
         raise RunError(f"no recipe is named {name!r}; {hint}")
     return RECIPES[name]()
 

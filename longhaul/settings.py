@@ -16,7 +16,7 @@ from longhaul.algorithms import grpo, impala, off_policy
 from longhaul.central.settings import LANES
 from longhaul.driving import config, objectives
 from longhaul.flags import DEBUG, FLOAT, INT, PATH, SWITCH, TEXT, Flag, FlagError, Kind, choice, optional
-from longhaul.folders import load_run
+from longhaul.folders import called, load_run
 from longhaul.meanings import HELP
 from longhaul.mesh import Shape
 from longhaul.precision import PRECISIONS, REMATS
@@ -272,7 +272,7 @@ def resumed(folder: Path, recipe: str, parsed: flags.Parsed) -> Run:
     if stored.recipe != recipe:
         raise RunError(
             f"run {folder.name} is of recipe {stored.recipe}, and {recipe} is asked for; "
-            f"longhaul train {stored.recipe} --resume {folder.name}"
+            f"longhaul train {stored.recipe} --resume {called(folder)}"
         )
     if "run-name" in parsed.given:
         raise RunError(f"--run-name and --resume {folder.name} are both given; a run that goes on keeps its name")

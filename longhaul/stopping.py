@@ -4,9 +4,14 @@ from __future__ import annotations
 
 import signal
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
+
+MOMENT = 0.5
+"""Seconds in which signals count as one: `timeout`, say, sends its own to the process, and to the group that it is in.
+"""
 
 
 class Stopped(Exception):
@@ -18,7 +23,7 @@ class Stopped(Exception):
 
 
 class Stop:
-    """Whether SIGINT or SIGTERM came. A second one ends the process at once.
+    """Whether SIGINT or SIGTERM came. A second one, not of the same moment, ends the process at once.
 
     It is noted, for what was done is to be saved first; where it is looked at, the run ends. Within `at_once` it raises
     KeyboardInterrupt; not while a program compiles, which JAX may answer by a crash at the end of the process.
@@ -26,13 +31,16 @@ class Stop:
 
     def __init__(self) -> None:
         self.signal: int | None = None
+        self._at = 0.0
         self._raises = False
 
     def __call__(self, number: int, frame: Any) -> None:
         if self.signal is not None:
+            if time.monotonic() - self._at < MOMENT:
+                return
             signal.signal(number, signal.SIG_DFL)
             signal.raise_signal(number)
-        self.signal = number
+        self.signal, self._at = number, time.monotonic()
         if self._raises:
             raise KeyboardInterrupt
 

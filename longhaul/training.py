@@ -48,7 +48,7 @@ from longhaul.checkpoint import CheckpointError, Checkpoints
 from longhaul.clock import Clock, Seconds
 from longhaul.compilation import Ledger
 from longhaul.feed import Feed, Feeding, feed
-from longhaul.folders import alone, save_run, write_json
+from longhaul.folders import alone, called, save_run, write_json
 from longhaul.folders import load_run as load_run
 from longhaul.poison import Poisoned
 from longhaul.policies import restore_policy as restore_policy
@@ -89,7 +89,7 @@ def train(run: Run, folder: Path, *, resumed: bool, source: Feed | None = None) 
                 raise
             where = "nothing was left to save"
         who = "another process was stopped" if stop.signal is None else signal.Signals(stop.signal).name
-        _say(f"{who}: {where}; go on with --resume {folder.name}")
+        _say(f"{who}: {where}; go on with --resume {called(folder)}")
         return Outcome(STOPPED, None)
 
 

@@ -46,7 +46,7 @@ def generated(
     found: list[Scenario] = []
     seed = first
     with ExitStack() as closed:
-        pool = cache(lambda: closed.enter_context(processes.pool(workers)))
+        pool = cache(lambda: closed.enter_context(processes.ending(processes.pool(workers))))
 
         def several(seeds: Sequence[int]) -> Iterator[Scenario]:
             return map(make, seeds) if workers < 2 or len(seeds) < 16 else pool().map(make, seeds, chunksize=8)

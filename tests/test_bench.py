@@ -162,9 +162,38 @@ def test_what_can_not_be_measured_is_named(capfd: pytest.CaptureFixture[str]) ->
         next(bench.run("sack"))
     with pytest.raises(ValueError, match="4 repeats; a median of fewer than 5"):
         next(bench.run("driving-step", repeats=4))
-    with pytest.raises(RuntimeError, match="ended with code 1"):
-        next(bench.run("driving-step", objects=(9,)))
-    assert "objects is 9; choose a power of two" in capfd.readouterr().err
+    with pytest.raises(ValueError, match=r"^--num-envs is 9, which 2 devices can't share evenly"):
+        next(bench.run("hackmatrix-env", num_envs=9, devices=2))  # told by the figure's process, without a traceback
+    assert capfd.readouterr().err == ""
+
+
+@pytest.mark.parametrize(
+    ("name", "sizes", "line"),
+    [
+        ("driving-env", {"agents": (1, 0)}, "--agents is 0; it must lie in 1 to"),
+        ("driving-env", {"agents": (33,)}, "--agents is 33; it must lie in 1 to --objects, 32"),
+        ("driving-env", {"road_points": -1}, "--road-points is -1; it must lie in 0 to"),
+        ("driving-step", {"objects": (32, 48)}, "--objects is 48; choose a power of two, at least 32"),
+        ("driving-step", {"batch": -1}, "--batch is -1; it must lie in 1 to"),
+        ("driving-train", {"num_envs": 0}, "--num-envs is 0; it must lie in 1 to"),
+        ("replay", {"fill": 1.5}, "--fill is 1.5; it must lie in 0 to 1"),
+        ("replay", {"columns": 1 << 31}, "--columns is 2147483648; it must lie in 1 to 2147483647"),
+        ("sac", {"env": ("pendulum",), "gradient_steps": (1, 0)}, "--gradient-steps is 0; it must lie in 1 to"),
+        ("hackmatrix-env", {"num_steps": 0}, "--num-steps is 0; it must lie in 1 to"),
+        ("hackmatrix-ppo", {"num_envs": 0}, "--num-envs is 0; it must lie in 1 to"),
+        ("transport", {"streams": 0}, "--streams is 0; it must lie in 1 to"),
+        ("actors", {"staleness": -1}, "--staleness is -1; it must lie in 0 to"),
+        ("central", {"slots": 0}, "--slots is 0; it must lie in 1 to"),
+        ("sync", {"receivers": 0}, "--receivers is 0; it must lie in 1 to"),
+    ],
+)
+def test_sizes_that_can_not_be_are_refused_before_anything_starts(
+    monkeypatch: pytest.MonkeyPatch, name: str, sizes: dict[str, Any], line: str
+) -> None:
+    """Also where those of an earlier figure can be."""
+    monkeypatch.delattr(bench, "figure")
+    with pytest.raises(ValueError, match=f"^{line}"):
+        list(bench.run(name, **sizes))
 
 
 def test_every_benchmark_has_sizes_a_workload_and_a_line() -> None:

@@ -166,6 +166,26 @@ def test_a_process_ends_with_its_launcher() -> None:
         assert child.wait(timeout=20) == 1
 
 
+def test_a_process_ends_with_its_launcher_while_it_imports(tmp_path: Path) -> None:
+    """A launcher that is killed at once, say: on a busy machine JAX takes many seconds to come."""
+    (tmp_path / "jax.py").write_text("import os, time; os.write(1, b'imports\\n'); time.sleep(60)")
+    reader, writer = os.pipe()
+    variables = os.environ | {hosts.LIFELINE: str(reader), "PYTHONPATH": f"{tmp_path}{os.pathsep}{ROOT}"}
+    child = subprocess.Popen(
+        [sys.executable, "-m", "longhaul", "train", "cartpole"], cwd=tmp_path, env=variables, pass_fds=[reader],
+        stdout=subprocess.PIPE,
+    )  # fmt: skip
+    os.close(reader)
+    try:
+        assert child.stdout is not None
+        assert child.stdout.readline() == b"imports\n"
+        os.close(writer)
+        assert child.wait(timeout=20) == 1
+    finally:
+        child.kill()
+        child.communicate()
+
+
 # ------------------------------------------------------------------------------------------------------ two processes
 
 PAIR = """

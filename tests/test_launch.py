@@ -304,7 +304,7 @@ def test_two_processes_of_two_devices_train_as_one_of_four_and_stop_together(tmp
     assert launcher.returncode == training.STOPPED, err
     assert out.splitlines() == [str(both)]
     stopped = launch.newest_step(both)
-    assert f"[0] SIGTERM: saved after update {stopped}; go on with --resume both" in err
+    assert f"[0] SIGTERM: saved after update {stopped}; go on with --resume {both}\n" in err
     assert "[1] SIGTERM" not in err
     assert [r["update"] for r in records(both)] == list(range(4, stopped + 1, 4))
     assert len(list(both.glob("events.out.*"))) == 1

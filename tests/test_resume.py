@@ -177,7 +177,7 @@ def test_a_signal_saves_and_the_run_goes_on(
     assert checkpoints(folder) == [12]  # 5 calls of 2 were counted, the sixth was under way
     assert not (folder / "result.json").exists()
     name = signal.Signals(number).name
-    assert f"{name}: saved after update 12; go on with --resume run" in capfd.readouterr().err
+    assert f"{name}: saved after update 12; go on with --resume {folder}\n" in capfd.readouterr().err
     assert resume(folder).code == 0
     assert_same(folder, whole)
 
@@ -196,11 +196,11 @@ def test_a_signal_before_the_first_update_or_in_the_evaluation_ends_the_run(
         assert outcome == (training.STOPPED, None)
         return capfd.readouterr().err.splitlines()[-1]
 
-    assert stopped(training, "save_run") == "SIGTERM: stopped before its first update; go on with --resume run"
-    assert stopped(training, "feed") == "SIGTERM: nothing was left to save; go on with --resume run"
-    assert stopped(fused, "compiled") == "SIGTERM: stopped before its first update; go on with --resume run"
+    assert stopped(training, "save_run") == f"SIGTERM: stopped before its first update; go on with --resume {folder}"
+    assert stopped(training, "feed") == f"SIGTERM: nothing was left to save; go on with --resume {folder}"
+    assert stopped(fused, "compiled") == f"SIGTERM: stopped before its first update; go on with --resume {folder}"
     assert not (folder / "checkpoints").exists()
-    assert stopped(ending, "evaluations") == "SIGTERM: saved after update 60; go on with --resume run"
+    assert stopped(ending, "evaluations") == f"SIGTERM: saved after update 60; go on with --resume {folder}"
     assert checkpoints(folder)[-1] == 60
     assert not (folder / "result.json").exists()
     with monkeypatch.context() as patch:  # all updates are made: nothing is compiled, nothing is trained

@@ -264,7 +264,7 @@ def test_folders_are_new_and_names_are_names(tmp_path: Path) -> None:
     assert second.is_dir()
     named = folders.new_folder(runs_dir, BASE, "mine")
     assert named == runs_dir / "mine"
-    with pytest.raises(RunError, match=r"run 'mine' exists in .*; choose another --run-name, or --resume mine"):
+    with pytest.raises(RunError, match=r"run 'mine' exists in .*; choose another --run-name, or --resume /.*/mine$"):
         folders.new_folder(runs_dir, BASE, "mine")
     for name in ("", "..", "a/b", "-x", "a b", "x" * 101, "ä"):
         with pytest.raises(RunError, match="--run-name is"):
@@ -289,5 +289,9 @@ def test_runs_are_found_by_name_or_path_or_the_nearest_are_named(tmp_path: Path)
 def test_unknown_recipes_and_environments_name_the_nearest() -> None:
     with pytest.raises(RunError, match="no recipe is named 'drivin'; did you mean driving"):
         recipes.recipe("drivin")
+    with pytest.raises(RunError, match=r"no recipe is named 'xyz'; there are cartpole, .*, ppo, driving-scaling$"):
+        recipes.recipe("xyz")
+    with pytest.raises(RunError, match="recipe driving-scaling is a grid of many runs"):
+        recipes.recipe("driving-scaling")
     with pytest.raises(RunError, match="no environment is named 'pendulun'; did you mean pendulum"):
         runs.named(Named("pendulun"))

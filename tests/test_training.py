@@ -369,5 +369,5 @@ def test_what_can_not_be_made_is_no_run(tmp_path: Path, change: dict[str, Any], 
 
 def test_a_policy_without_a_checkpoint_is_an_error(tmp_path: Path, shared: pytest.MonkeyPatch) -> None:
     folders.save_run(tmp_path, small(), {})
-    with pytest.raises(RunError, match=r"has no checkpoint yet; go on with --resume"):
+    with pytest.raises(RunError, match=rf"has no checkpoint yet; go on with --resume {tmp_path},"):
         training.restore_policy(tmp_path)

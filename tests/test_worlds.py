@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import subprocess
 import sys
 import time
@@ -27,6 +29,17 @@ def make(seed, agents, horizon, control):
 if __name__ == "__main__":
     worlds._generate = make
     worlds.generated(0, 64, agents=1, horizon=None, workers=2)
+"""
+
+CALL = "    worlds.generated(0, 64, agents=1, horizon=None, workers=2)"
+STOPPABLE = """    from longhaul.stopping import listening
+
+    with listening() as stop:
+        try:
+            with stop.at_once():
+                worlds.generated(0, 64, agents=1, horizon=None, workers=2)
+        except KeyboardInterrupt:
+            print("heard")
 """
 
 
@@ -138,6 +151,28 @@ def test_workers_end_with_a_process_that_is_killed(tmp_path: Path) -> None:
     while any(map(_lives, workers)):
         assert time.monotonic() < deadline, "workers live on"
         time.sleep(0.01)
+
+
+@pytest.mark.skipif(not Path("/proc/self").exists(), reason="processes are looked at in /proc")
+def test_a_signal_to_the_whole_group_ends_workers_without_a_word(tmp_path: Path) -> None:
+    """As `timeout` sends it: twice to us, once to each worker, whose death would break the pool."""
+    script = tmp_path / "slow.py"
+    script.write_text(SLOW.replace("3600", "0.2").replace(CALL, STOPPABLE))
+    started = tmp_path / "started"
+    started.mkdir()
+    process = subprocess.Popen(
+        [sys.executable, str(script), str(started)], stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+        start_new_session=True, text=True,
+    )  # fmt: skip
+    while len(list(started.iterdir())) < 2:
+        assert process.poll() is None
+        time.sleep(0.01)
+    process.terminate()
+    time.sleep(0.1)  # so that this one is heard already
+    os.killpg(process.pid, signal.SIGTERM)
+    out, err = process.communicate(timeout=60)
+    assert (process.returncode, out, err) == (0, "heard\n", "")
+    assert not any(_lives(int(path.name)) for path in started.iterdir())
 
 
 def test_files_without_a_scenario_are_refused(tmp_path: Path) -> None:
