@@ -77,7 +77,7 @@ def run(name: str, **options: Any) -> Iterator[dict[str, Any]]:
     cases = CASES[name](**options)
     for case in cases:
         if "objects" in case:
-            workloads.check_bank(case["objects"], case.get("agents", 1))
+            workloads.check_bank(case["objects"])
     for case in cases:
         yield figure(name, case, **common)
 

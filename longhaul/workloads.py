@@ -163,12 +163,10 @@ def training(made: Run, unit: str, more: dict[str, Any]) -> Prepared:
     return Prepared(config, steps, unit, compiled, begin, work)
 
 
-def check_bank(objects: int, agents: int) -> None:
-    """Raises ValueError where no bank has scenarios of these sizes."""
+def check_bank(objects: int) -> None:
+    """Raises ValueError where no bank has scenarios of this size."""
     if objects < 32 or objects & (objects - 1):
         raise ValueError(f"--objects is {objects}; choose a power of two, at least 32: a bank is padded to one")
-    if not 1 <= agents <= objects:
-        raise ValueError(f"--agents is {agents}; it must lie in 1 to --objects, {objects}")
 
 
 def _bank(objects: int, scenarios: int, agents: int = 1, data: Sequence[str] = (), covering: bool = False) -> Bank:
@@ -178,9 +176,10 @@ def _bank(objects: int, scenarios: int, agents: int = 1, data: Sequence[str] = (
     At most `agents` are controlled, and never more than the scenario with most has. With `covering` the distance fields
     of logs reach so far that all objects are within them as long as the log lasts.
     """
+    agents = min(agents, objects)
     if data:
         logs = [log for path in sources.expand(list(data)) for log in sources.read(path)]
-        found = [_of_log(log, min(agents, objects), objects, covering) for log in logs]
+        found = [_of_log(log, agents, objects, covering) for log in logs]
     else:
         found = _generated(objects, scenarios, agents)
     return stack(found, agents=max(int((one.controlled >= 0).sum()) for one in found))

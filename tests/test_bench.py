@@ -171,7 +171,6 @@ def test_what_can_not_be_measured_is_named(capfd: pytest.CaptureFixture[str]) ->
     ("name", "sizes", "line"),
     [
         ("driving-env", {"agents": (1, 0)}, "--agents is 0; it must lie in 1 to"),
-        ("driving-env", {"agents": (33,)}, "--agents is 33; it must lie in 1 to --objects, 32"),
         ("driving-env", {"road_points": -1}, "--road-points is -1; it must lie in 0 to"),
         ("driving-step", {"objects": (32, 48)}, "--objects is 48; choose a power of two, at least 32"),
         ("driving-step", {"batch": -1}, "--batch is -1; it must lie in 1 to"),
