@@ -388,11 +388,17 @@ def _transport_grpc(
 
 
 def _sync(
-    *, model: str = "qwen3-0.6b", receivers: int = 2, lane: Sequence[str] = ("shm", "tcp")
+    *,
+    model: str = "qwen3-0.6b",
+    receivers: int = 2,
+    lane: Sequence[str] = ("shm", "tcp"),
+    learning_rate: float | None = None,
 ) -> list[dict[str, Any]]:
     names = _lanes(lane, "shm", "tcp", "folder")
     cases = [(by, verify) for by in names for verify in (("once", "always", "moved") if by == "shm" else ("always",))]
-    return [{"model": model, "receivers": receivers, "lane": by, "verify": verify} for by, verify in cases]
+    sizes = {"model": model, "receivers": receivers, "learning_rate": learning_rate}
+    sync_workloads.check(model, receivers)
+    return [sizes | {"lane": by, "verify": verify} for by, verify in cases]
 
 
 CASES: dict[str, Callable[..., list[dict[str, Any]]]] = {

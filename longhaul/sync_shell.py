@@ -6,7 +6,7 @@ import signal
 import sys
 import tempfile
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -182,9 +182,21 @@ def bench(words: Sequence[str]) -> int:
     peers = Flag(
         "peers", ALONE, False, "instead, what others take beside ours: sockets, gloo, gRPC, Orbax, torch's files"
     )
+    rate = Flag(
+        "learning-rate", FLOAT, None, "versions apart by one step of Adam at this rate, of which tcp sends the changes",
+        shown="all of a version",
+    )  # fmt: skip
+    layouts = Flag(
+        "layouts",
+        TEXT,
+        (),
+        "instead, planning from one layout to another, as fsdp:8 tp:2x4, by shapes alone",
+        True,
+        "",
+    )
     out = Flag("json", PATH, None, "write the figures as a list to this file, too", shown="")
     about = "How long a version takes from one process to others, by stages, beside the limits of memory and sockets."
-    groups = {"": [model, receivers, lane, repeats, peers, out, DEBUG]}
+    groups = {"": [model, receivers, lane, repeats, rate, layouts, peers, out, DEBUG]}
     given = flags.parse("sync bench", about, groups, words).values
     printing.check_json(given["json"])
     if given["receivers"] < 1:
@@ -194,12 +206,35 @@ def bench(words: Sequence[str]) -> int:
 
     sizes = {name: given[name] for name in ("model", "receivers", "lane", "repeats") if given[name] not in ((), [])}
     figures = []
-    for figure in _peers(**sizes) if given["peers"] else _lanes(**sizes):
+    for figure in _figures(sizes, given):
         figures.append(figure)
         printing.write_line(figure)
     if given["json"] not in (None, "-"):
         printing.write_json(given["json"], figures)
     return 0
+
+
+def _figures(sizes: dict[str, Any], given: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
+    rate, layouts = given["learning-rate"], tuple(given["layouts"])
+    if rate is not None and not 0.0 < rate < 1.0:
+        raise FlagError(f"--learning-rate is {rate:g}; it must lie above 0 and below 1")
+    if layouts:
+        if len(layouts) != 2 or given["peers"] or rate is not None or given["lane"]:
+            raise FlagError(
+                "--layouts takes two, of trainers and receivers, without --lane, --learning-rate and --peers"
+            )
+        from longhaul import sync_layouts
+
+        return sync_layouts.measure(given["model"], *layouts)
+    if given["peers"]:
+        if rate is not None:
+            raise FlagError("--learning-rate and --peers: the others send all of a version; leave one out")
+        return _peers(**sizes)
+    if rate is not None:
+        if any(lane != "tcp" for lane in given["lane"]):
+            raise FlagError("--learning-rate is of --lane tcp, by which changes alone can travel; leave --lane out")
+        sizes |= {"lane": ("tcp",), "learning_rate": rate}
+    return _lanes(**sizes)
 
 
 def _lanes(**sizes: Any) -> Iterator[dict[str, Any]]:

@@ -13,11 +13,12 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
 
+from longhaul import workers
 from longhaul.run import cores
 from longhaul.sync import cost, geometry
 from longhaul.sync.buffers import Block
@@ -32,6 +33,9 @@ from longhaul.workloads import Prepared
 PLACES = 3
 """Images of the sender."""
 
+PART = 1 << 20
+"""Elements that are changed at a time."""
+
 LARGEST_SAMPLE = 512 << 20
 """Bytes that the machine's rates are measured with: as many as are sent, up to more than its caches hold."""
 
@@ -39,8 +43,8 @@ LARGEST_SAMPLE = 512 << 20
 class Child:
     """A process of `longhaul.sync.probe`."""
 
-    def __init__(self, address: str, size: int, descriptor: int, verify: str, folder: str) -> None:
-        words = [address, size, descriptor, 2 * size, verify, folder]
+    def __init__(self, address: str, size: int, descriptor: int, verify: str, folder: str, images: int = 2) -> None:
+        words = [address, size, descriptor, images * size, verify, folder]
         command = [sys.executable, "-m", "longhaul.sync.probe", *map(str, words)]
         self.process = subprocess.Popen(
             command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, pass_fds=[descriptor]
@@ -67,15 +71,64 @@ def together(children: list[Child], line: str) -> list[dict[str, Any]]:
     return [child.answer() for child in children]
 
 
-def sync(model: str, receivers: int, lane: str, verify: str) -> Prepared:
+def check(model: str, receivers: int) -> None:
+    """Raises ValueError where the machine has no room for the trainer's tensors, the limit's, the sender's images, and
+    one of each receiver, which is the least that any lane takes."""
+    size, room = layout(geometry.forms(model))[1], workers.machine_memory()
+    needed = (2 + PLACES + receivers) * size
+    if room is not None and needed > room:
+        raise ValueError(
+            f"--model {model} takes {needed / 1e9:,.0f} GB at least with {receivers} receivers, and this machine has "
+            f"{room / 1e9:,.0f}; choose a smaller one, or plan it by its shapes: sync bench --layouts, sync plan"
+        )
+
+
+class Trained:
+    """Parameters as bfloat16 that move by one step of Adam at `rate` at a time, as far as that is to be seen.
+
+    Adam moves each by about the rate, up or down. The master of which a bfloat16 is the rounding lies anywhere between
+    its neighbours: so one steps to the next with the probability of the rate over their distance. It is simulated;
+    `benchmarks.sync_delta` measures a real training.
+    """
+
+    def __init__(self, tensors: dict[str, np.ndarray], rate: float) -> None:
+        self._tensors, self._rate = tensors, np.float32(rate)
+        self._random = np.random.default_rng(0)
+        for array in tensors.values():
+            for part in self._parts(array):
+                drawn = self._random.standard_normal(part.size, np.float32) * np.float32(0.02)
+                part[:] = (drawn.view(np.uint32) >> 16).astype(np.uint16)
+
+    @staticmethod
+    def _parts(array: np.ndarray) -> Iterator[np.ndarray]:
+        flat = array.reshape(-1).view(np.uint16)
+        return (flat[at : at + PART] for at in range(0, flat.size, PART))
+
+    def step(self) -> float:
+        """One step; -> the share of all elements that changed."""
+        changed = total = 0
+        for array in self._tensors.values():
+            for part in self._parts(array):
+                drawn = self._random.integers(0, 1 << 16, part.size, np.uint16)
+                up = np.where(drawn & 1, self._rate, -self._rate)
+                wide = (part.astype(np.uint32) << 16).view(np.float32) + up
+                new = ((wide.view(np.uint32) + drawn) >> 16).astype(np.uint16)
+                changed, total = changed + int(np.count_nonzero(new != part)), total + part.size
+                part[:] = new
+        return changed / total
+
+
+def sync(model: str, receivers: int, lane: str, verify: str, learning_rate: float | None = None) -> Prepared:
     """A version of `model` to `receivers` processes by `lane`: from the call of `publish` until the last one serves
-    it. The trainer's tensors are in its own memory, and are copied once."""
+    it. The trainer's tensors are in its own memory, and are copied once. With `learning_rate` only what `Trained`
+    changes travels, where it is worth it."""
     forms = geometry.forms(model)
     _, size = layout(forms)
     tensors = {name: np.zeros(shape, numpy_dtype(dtype)) for name, shape, dtype in forms}
     random = np.random.default_rng(0)
     for array in tensors.values():
         array.reshape(-1).view(np.uint16)[:] = random.integers(0, 1 << 16, array.size, np.uint16)
+    trained = None if learning_rate is None else Trained(tensors, learning_rate)
     limit = Block(size, 0)
     assert limit.map is not None
     source = np.frombuffer(limit.map, np.uint8)
@@ -85,15 +138,20 @@ def sync(model: str, receivers: int, lane: str, verify: str) -> Prepared:
     if lane not in where:
         raise ValueError(f"no lane is {lane!r}; there are {', '.join(where)}")
     opened = serve(where[lane])
-    sender = Publisher("bench", lanes=[opened], settings=Settings(lease=60.0), budget=PLACES * size)
-    children = [Child(opened.address, size, limit.descriptor, verify, folder) for _ in range(receivers)]
+    places = PLACES + (2 if trained else 0)  # the version before stays; and room for what changed
+    sender = Publisher(
+        "bench", lanes=[opened], settings=Settings(lease=60.0), budget=places * size, send_changes=trained is not None
+    )
+    images = 3 if trained else 2  # and room for what changed
+    children = [Child(opened.address, size, limit.descriptor, verify, folder, images) for _ in range(receivers)]
     versions = iter(range(1 << 30))
     sample = Sample(min(size, LARGEST_SAMPLE), cores())
     rates = [sample.rates()]
 
     def publish() -> tuple[dict[str, float], list[dict[str, Any]]]:
         version = next(versions)
-        for array in tensors.values():
+        share = trained.step() if trained else None
+        for array in () if trained else tensors.values():
             array.reshape(-1).view(np.uint16)[0] = version
         began = time.monotonic()
         if not sender.publish(version, tensors):
@@ -103,12 +161,18 @@ def sync(model: str, receivers: int, lane: str, verify: str) -> Prepared:
         if not sender.wait(version, 60) or {each["root"] for each in found} != {sender.status()["root"]}:
             raise RuntimeError(f"version {version} is not what was sent")
         stages = {stage: max(each.get(stage, 0.0) for each in found) for stage in ("fetch", "verify", "decide", "swap")}
+        if share is not None:
+            made = sender.sent_changes(version)
+            if made is None:
+                raise RuntimeError(f"version {version} was not sent by its changes")
+            stages |= {"encode": sender.seconds["encode"], "changed": share, "ratio": size / made}
         return {"wall": max(each["at"] for each in found) - began, "publish": returned, **stages}, found
 
     def work(_: Any) -> dict[str, float]:
         before = [each["cpu"] for each in together(children, "cpu")]
         used = time.process_time()
         took, found = publish()
+        about = {name: took.pop(name) for name in ("changed", "ratio") if name in took}
         used = time.process_time() - used
         after = [each["cpu"] for each in together(children, "cpu")]
         copied = together(children, "copy")
@@ -116,14 +180,15 @@ def sync(model: str, receivers: int, lane: str, verify: str) -> Prepared:
         bare, bare_cpu = _streamed(children, source) if lane == "tcp" else (0.0, 0.0)
         bound = bare or copies
         rates.append(sample.rates())
-        foreseen = {} if lane == "folder" else _foreseen(size, receivers, lane, verify, rates, took["wall"])
+        foreseen = {} if lane == "folder" or trained else _foreseen(size, receivers, lane, verify, rates, took["wall"])
         return {
             "wall_seconds": took["wall"],
             "cpu_seconds": used + sum(b - a for a, b in zip(before, after, strict=True)),
             "gather_seconds": sender.seconds["gather"],
             **{f"{stage}_seconds": seconds for stage, seconds in took.items() if stage != "wall"},
+            **{name: float(value) for name, value in about.items()},
             "peak_bytes": float(sender.peak_bytes + sum(each["peak"] for each in found)),
-            "budget_bytes": float(size * (PLACES + (0 if lane == "shm" else 2 * receivers))),
+            "budget_bytes": float(size * (places + (0 if lane == "shm" else images * receivers))),
             "memcpy_seconds": copies,
             "memcpy_cpu_seconds": sum(each["used"] for each in copied),
             **({"socket_seconds": bare, "socket_cpu_seconds": bare_cpu} if bare else {}),
@@ -135,10 +200,13 @@ def sync(model: str, receivers: int, lane: str, verify: str) -> Prepared:
         found = work(given)
         return found | {"limit_ratio": found["wall_seconds"] / found["limit_seconds"]}
 
+    if trained:  # the first has no base
+        sender.publish(next(versions), tensors)
+        together(children, "wait 0")
     for _ in range(PLACES):  # every image's pages are touched
         publish()
     config = {"model": model, "tensors": len(forms), "image_bytes": size, "receivers": receivers}
-    config |= {"lane": lane, "verify": verify}
+    config |= {"lane": lane, "verify": verify} | ({"learning_rate": learning_rate} if trained else {})
     return Prepared(config, receivers * size, "bytes", 0.0, lambda number: np.zeros(0), timed)
 
 

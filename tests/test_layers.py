@@ -89,7 +89,7 @@ TABLE = """
    scaling/grid
 6  driving_recipes recipes workloads peers acting_workloads central_workloads replay_workloads reasoning_workloads
    sync_workloads bench scaling/speed
-   sync_ways sync_peers
+   sync_ways sync_peers sync_layouts
    scaling/profile scaling/subject scaling/agreement scaling/checks
 7  printing live flags meanings settings scaling/command scaling/speed_command scaling/profile_command
    scaling/elsewhere scaling/plan_command scaling/doctor sync_checkpoints sync_shell sync_command

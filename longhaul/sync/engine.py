@@ -385,6 +385,12 @@ class Publisher:
             found = self._encoded[1]
             return found if found is not None and found.base == base else None
 
+    def sent_changes(self, version: int) -> int | None:
+        """Bytes of the changes by which the newest version went to who had the one before; None where it went whole."""
+        with self._encoding:
+            number, found = self._encoded
+            return len(found.body) if found is not None and number == version else None
+
     def ready(self, name: str, version: int, root: bytes, wait: float) -> Verdict:
         until = self._clock() + wait
         with self._changed:

@@ -26,16 +26,18 @@ DECODERS = {
     "small": Decoder(8, 1024, 3072, 16, 8, 128, 32_000, True),
     "qwen3-0.6b": Decoder(28, 1024, 3072, 16, 8, 128, 151_936, True),
     "qwen3-8b": Decoder(36, 4096, 12_288, 32, 8, 128, 151_936, False),
+    "1t": Decoder(135, 20_480, 106_496, 160, 8, 128, 151_936, False),  # of no model that is known; for its shapes
 }
 
 
-def forms(name: str, dtype: str = "bfloat16") -> list[Form]:
-    """The tensors of a model. ValueError for one that is not known."""
+def forms(name: str, dtype: str = "bfloat16", layers: int | None = None) -> list[Form]:
+    """The tensors of a model, or of its first `layers` and what is outside of layers. ValueError for one that is not
+    known."""
     if name not in DECODERS:
         raise ValueError(f"no model is known as {name!r}; there are {', '.join(DECODERS)}")
     d = DECODERS[name]
     found: list[tuple[str, tuple[int, ...]]] = [("model.embed_tokens.weight", (d.vocabulary, d.width))]
-    for i in range(d.layers):
+    for i in range(d.layers if layers is None else layers):
         parts: dict[str, tuple[int, ...]] = {
             "input_layernorm": (d.width,),
             "self_attn.q_proj": (d.heads * d.head_width, d.width),

@@ -1,0 +1,87 @@
+"""`longhaul sync bench --layouts` and `--learning-rate`: plans by shapes alone, and versions that differ by a step."""
+
+import json
+
+import numpy as np
+import pytest
+
+from longhaul import cli, sync_layouts
+from longhaul.sync import geometry
+from longhaul.sync.layout import sharded
+from longhaul.sync_workloads import Trained
+
+
+def test_a_plan_moves_what_each_replica_needs_once_and_it_arrives():
+    (found,) = sync_layouts.measure("tiny", "fsdp:4", "tp:2x2")
+    norms = 2 * sum(2 * np.prod(shape) for name, shape, _ in geometry.forms("tiny", layers=1) if len(shape) == 1)
+    norms -= 2 * 2 * 64  # of the last one, which is in no layer
+    assert found["verified"] is True
+    assert found["moved_bytes"] == 2 * found["layer_bytes"] + norms, "norms are whole on both ranks of a replica"
+    assert found["config"]["params"] == sum(np.prod(shape) for _, shape, _ in geometry.forms("tiny"))
+    assert found["most_received_bytes"] <= found["layer_bytes"]
+    assert set(found["model_seconds"]) == {"full", "delta, on accelerators", "delta, by host cores"}
+
+
+def test_what_did_not_arrive_is_found(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(sync_layouts, "execute_numpy", lambda *given: None)
+    with pytest.raises(RuntimeError, match="should"):
+        next(sync_layouts.measure("tiny", "fsdp:4", "replicated:2"))
+
+
+def test_a_model_too_large_for_any_machine_is_planned_by_its_shapes():
+    (found,) = sync_layouts.measure("1t", "fsdp:32", "tp:2x16")
+    assert found["config"]["params"] == pytest.approx(1e12, rel=0.02)
+    assert found["verified"] is False and found["moves"] > 0
+    assert found["layer_bytes"] * found["config"]["layers"] == pytest.approx(2e12, rel=0.02)
+
+
+def test_tensor_parallel_kernels_are_split_where_serving_splits_them():
+    shapes = {name: (shape, dtype) for name, shape, dtype in geometry.forms("tiny")}
+    held = {tensor.name: tensor for tensor in sync_layouts.made("tp:2", shapes).tensors}
+    split = {part: held[f"model.layers.0.{part}.weight"].boxes[1][1] for part in ("mlp.up_proj", "mlp.down_proj")}
+    assert split == {"mlp.up_proj": ((64, 128), (0, 64)), "mlp.down_proj": ((0, 64), (64, 128))}
+    assert held["model.norm.weight"].boxes[1][1] == ((0, 64),)
+    assert sync_layouts.made("fsdp:2", shapes) == sharded(shapes, 2)
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        ("--layouts fsdp:8", "--layouts takes two"),
+        ("--layouts fsdp:8 tp:2 --lane tcp", "without --lane"),
+        ("--layouts fsdp:8 rows:3", "'rows:3' is no layout; write replicated:N"),
+        ("--layouts fsdp:0 tp:2", "'fsdp:0' is no layout"),
+        ("--layouts fsdp:2 tp:99999", "'tp:99999' is no layout"),
+        ("--learning-rate 0", "it must lie above 0 and below 1"),
+        ("--learning-rate 1e-6 --lane shm", "of --lane tcp"),
+        ("--learning-rate 1e-6 --peers", "leave one out"),
+        ("--model 1t", "choose a smaller one, or plan it by its shapes"),
+    ],
+)
+def test_wrong_words_are_told_in_one_line(words: str, told: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["sync", "bench", *words.split()]) == 2
+    error = capsys.readouterr().err
+    assert told in error and error.count("\n") == 1
+
+
+def test_a_step_goes_as_far_as_the_rate_on_average():
+    """A bfloat16 can't move by so little; of many as many move by a whole unit as make up for it."""
+    array = np.zeros(400_000, np.uint16)
+    trained = Trained({"w": array}, 1e-4)
+    array[:] = 0x3F00  # 0.5, whose neighbours are 2^-9 below and 2^-8 above
+    share = trained.step()
+    value = (array.astype(np.uint32) << 16).view(np.float32)
+    assert share == pytest.approx(1e-4 * (2**8 + 2**9) / 2, rel=0.05)
+    moved = value - 0.5
+    assert abs(moved.mean()) < 1e-5
+    np.testing.assert_allclose([moved[moved > 0].sum(), -moved[moved < 0].sum()], 400_000 / 2 * 1e-4, rtol=0.05)
+
+
+@pytest.mark.slow
+def test_changes_alone_travel(tmp_path) -> None:
+    out = tmp_path / "figures.json"
+    assert cli.main(["sync", "bench", "--model", "tiny", "--learning-rate", "1e-5", "--json", str(out)]) == 0
+    (found,) = json.loads(out.read_text())
+    assert found["config"]["lane"] == "tcp" and found["config"]["learning_rate"] == 1e-5
+    assert 0.05 < found["changed"] < 0.6 and found["ratio"] > 3
+    assert found["encode_seconds"] > 0 and 0 < found["peak_bytes"] <= found["budget_bytes"]
