@@ -63,12 +63,13 @@ def _free() -> str:
 ZSTANDARD = pytest.mark.skipif(find_spec("zstandard") is None, reason="zstandard, of the extra sync, is not installed")
 """Of tests in which what changed travels, or is written."""
 
-KINDS = (
-    *("shared", "tcp", "folder"),
-    pytest.param("chain", marks=ZSTANDARD),
+OTHERS = (
     pytest.param("gloo", marks=pytest.mark.skipif(find_spec("torch") is None, reason="torch is not installed")),
     pytest.param("nixl", marks=pytest.mark.skipif(find_spec("nixl") is None, reason="NIXL is not installed")),
 )
+"""Lanes by other libraries."""
+
+KINDS = (*("shared", "tcp", "folder"), pytest.param("chain", marks=ZSTANDARD), *OTHERS)
 
 
 def tensors(version: int, size: int = 1000) -> dict[str, np.ndarray]:

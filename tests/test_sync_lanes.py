@@ -18,7 +18,7 @@ from longhaul.sync.lanes import tcp
 from longhaul.sync.manifest import Manifest
 from longhaul.sync.protocol import Settings
 from longhaul.sync.receiver import Receiver
-from tests.sync_lanes import KINDS, ZSTANDARD, Way, is_whole, process, receivers, tensors, until, way
+from tests.sync_lanes import KINDS, OTHERS, ZSTANDARD, Way, is_whole, process, receivers, tensors, until, way
 
 
 @pytest.fixture(autouse=True)
@@ -239,7 +239,7 @@ def test_a_version_reaches_another_process(lane: Way, tmp_path: Path) -> None:
         assert other.wait(30) == 0
 
 
-@pytest.mark.parametrize("kind", [each for each in KINDS if not isinstance(each, str)])
+@pytest.mark.parametrize("kind", OTHERS)
 def test_a_receiver_killed_on_the_way_holds_up_nobody(kind: str, tmp_path: Path) -> None:
     """Of the lanes by other libraries; test_sync_kills has all phases of our own."""
     there = way(kind, tmp_path)
