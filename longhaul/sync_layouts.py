@@ -64,10 +64,9 @@ def measure(model: str, source: str, destination: str, delta_ratio: float = 50.0
     """The figure of one plan. ValueError for words that are no layouts, or a model that is not known."""
     (_, m, n), (kind, count, each) = parsed(source), parsed(destination)
     count, each = (each, count) if kind == "replicated" else (count, each)  # each rank has all of it
-    layers = geometry.DECODERS[model].layers if model in geometry.DECODERS else 0
-    forms = geometry.forms(model, layers=1)
-    params = sum(math.prod(shape) for _, shape, _ in geometry.forms(model))
-    shapes = {name: (shape, dtype) for name, shape, dtype in forms if ".layers." in name}
+    forms = geometry.forms(model)
+    params = sum(math.prod(shape) for _, shape, _ in forms)
+    shapes = {name: (shape, dtype) for name, shape, dtype in geometry.forms(model, layers=1) if ".layers." in name}
     held, needed = made(source, shapes), made(destination, shapes)
     used, began = time.process_time(), time.perf_counter()
     found = plan(held, needed)
@@ -77,7 +76,7 @@ def measure(model: str, source: str, destination: str, delta_ratio: float = 50.0
     yield {
         "name": "sync-layouts",
         "config": {
-            "model": model, "params": params, "layers": layers, "tensors": len(geometry.forms(model)),
+            "model": model, "params": params, "layers": geometry.DECODERS[model].layers, "tensors": len(forms),
             "image_bytes": 2 * params, "source": source, "destination": destination, "planned_layers": 1,
             "delta_ratio": delta_ratio,
         },

@@ -245,11 +245,12 @@ def _lanes(**sizes: Any) -> Iterator[dict[str, Any]]:
 
 def _peers(model: str, receivers: int, repeats: int, lane: Sequence[str] = ()) -> Iterator[dict[str, Any]]:
     """A figure of each other way whose libraries are here; of those that are not, a line on stderr."""
-    from longhaul import sync_peers, sync_ways
+    from longhaul import sync_peers, sync_ways, sync_workloads
 
     if receivers != sync_ways.RECEIVERS or lane or repeats < 1:
         given = f"--receivers {receivers}, --repeats {repeats}{' and --lane' if lane else ''}"
         raise FlagError(f"{given}: --peers has {sync_ways.RECEIVERS} receivers, a repeat at least, and its own lanes")
+    sync_workloads.check(model, receivers)
     for name in sync_ways.WAYS:
         if without := sync_ways.missing(name):
             print(f"{name} is left out: {without} is not installed", file=sys.stderr, flush=True)

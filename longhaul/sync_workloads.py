@@ -125,10 +125,10 @@ def sync(model: str, receivers: int, lane: str, verify: str, learning_rate: floa
     forms = geometry.forms(model)
     _, size = layout(forms)
     tensors = {name: np.zeros(shape, numpy_dtype(dtype)) for name, shape, dtype in forms}
-    random = np.random.default_rng(0)
-    for array in tensors.values():
-        array.reshape(-1).view(np.uint16)[:] = random.integers(0, 1 << 16, array.size, np.uint16)
     trained = None if learning_rate is None else Trained(tensors, learning_rate)
+    random = np.random.default_rng(0)
+    for array in () if trained else tensors.values():
+        array.reshape(-1).view(np.uint16)[:] = random.integers(0, 1 << 16, array.size, np.uint16)
     limit = Block(size, 0)
     assert limit.map is not None
     source = np.frombuffer(limit.map, np.uint8)
@@ -162,10 +162,8 @@ def sync(model: str, receivers: int, lane: str, verify: str, learning_rate: floa
             raise RuntimeError(f"version {version} is not what was sent")
         stages = {stage: max(each.get(stage, 0.0) for each in found) for stage in ("fetch", "verify", "decide", "swap")}
         if share is not None:
-            made = sender.sent_changes(version)
-            if made is None:
-                raise RuntimeError(f"version {version} was not sent by its changes")
-            stages |= {"encode": sender.seconds["encode"], "changed": share, "ratio": size / made}
+            sent = sender.sent_changes(version) or size  # whole, where changes are not worth it
+            stages |= {"encode": sender.seconds["encode"], "changed": share, "ratio": size / sent}
         return {"wall": max(each["at"] for each in found) - began, "publish": returned, **stages}, found
 
     def work(_: Any) -> dict[str, float]:

@@ -55,6 +55,7 @@ def test_tensor_parallel_kernels_are_split_where_serving_splits_them():
         ("--learning-rate 0", "it must lie above 0 and below 1"),
         ("--learning-rate 1e-6 --lane shm", "of --lane tcp"),
         ("--learning-rate 1e-6 --peers", "leave one out"),
+        ("--model 1t --peers", "choose a smaller one, or plan it by its shapes"),
         ("--model 1t", "choose a smaller one, or plan it by its shapes"),
     ],
 )
@@ -85,3 +86,11 @@ def test_changes_alone_travel(tmp_path) -> None:
     assert found["config"]["lane"] == "tcp" and found["config"]["learning_rate"] == 1e-5
     assert 0.05 < found["changed"] < 0.6 and found["ratio"] > 3
     assert found["encode_seconds"] > 0 and 0 < found["peak_bytes"] <= found["budget_bytes"]
+
+
+@pytest.mark.slow
+def test_where_changes_are_not_worth_it_all_of_a_version_travels(tmp_path) -> None:
+    out = tmp_path / "figures.json"
+    assert cli.main(["sync", "bench", "--model", "tiny", "--learning-rate", "0.02", "--json", str(out)]) == 0
+    (found,) = json.loads(out.read_text())
+    assert found["changed"] > 0.9 and found["ratio"] == 1.0
