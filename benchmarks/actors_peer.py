@@ -26,7 +26,8 @@ from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from typing import Any
 
-from longhaul import bench, printing
+from longhaul.bench import harness
+from longhaul.cli import tables
 
 RLLIB = """
 import json, os, sys, time, warnings
@@ -106,16 +107,16 @@ def main() -> int:
     parser.add_argument("--algorithms", nargs="+", choices=("impala", "appo"), default=["impala", "appo"])
     parser.add_argument("--actors", type=int, default=2, help="processes that act, on both sides")
     parser.add_argument("--steps", type=int, default=16_000, help="least environment steps of a repeat")
-    parser.add_argument("--repeats", type=int, default=bench.LEAST_REPEATS)
+    parser.add_argument("--repeats", type=int, default=harness.LEAST_REPEATS)
     parser.add_argument("--json", help="add the lines to this file, too")
     asked = parser.parse_args()
-    if asked.repeats < bench.LEAST_REPEATS:
-        parser.error(f"--repeats is {asked.repeats}; a median of fewer than {bench.LEAST_REPEATS} says little")
+    if asked.repeats < harness.LEAST_REPEATS:
+        parser.error(f"--repeats is {asked.repeats}; a median of fewer than {harness.LEAST_REPEATS} says little")
     if asked.actors < 1 or LIKE["num_envs"] % asked.actors:
         parser.error(f"--actors is {asked.actors}; choose a divisor of the {LIKE['num_envs']} worlds")
     for learner in asked.algorithms:
         for record in figures(learner, asked.python, asked.actors, asked.steps, asked.repeats):
-            printing.write_line(record)
+            tables.write_line(record)
             if asked.json:
                 with open(asked.json, "a") as file:
                     file.write(json.dumps(record) + "\n")
@@ -131,14 +132,14 @@ def figures(learner: str, python: str, actors: int, least: int, repeats: int) ->
             about = {"learner": learner, "actors": actors, "vector": vector, "steps": least, **LIKE}
             # Ray would kill its environment runners where others fill the machine's memory.
             few = {"OMP_NUM_THREADS": "1", "RAY_DEDUP_LOGS": "1", "RAY_memory_monitor_refresh_ms": "0"}
-            worker = bench.Worker([python, "-W", "ignore", "-c", RLLIB, json.dumps(about)], few)
+            worker = harness.Worker([python, "-W", "ignore", "-c", RLLIB, json.dumps(about)], few)
             worker.about |= {"config": about}
             workers[program] = opened.enter_context(worker)
         for program, (env, sizes) in OURS.items():
             updates = max(-(-least // (sizes["num_envs"] * sizes["num_steps"])), AHEAD)
             case = {"env": env, **sizes, "actors": actors, "actor_kind": "process", "staleness": 1, "updates": updates}
-            command = [sys.executable, "-c", bench.OURS, json.dumps(["actors", case | {"learner": learner}])]
-            workers[program] = opened.enter_context(bench.Worker(command, {"LONGHAUL_CACHE": "off"}))
+            command = [sys.executable, "-c", harness.OURS, json.dumps(["actors", case | {"learner": learner}])]
+            workers[program] = opened.enter_context(harness.Worker(command, {"LONGHAUL_CACHE": "off"}))
         rounds = [{program: worker.ask() for program, worker in workers.items()} for _ in range(repeats)]
         abouts = {program: worker.about for program, worker in workers.items()}
     return [

@@ -1,7 +1,8 @@
 """How long a save holds training up, and whether what it wrote is exact: `python -m benchmarks.checkpoint_stall`.
 
 A stand-in of training updates `--bytes` of random float32 in place (its buffers are donated, as in training) over
-`--devices` forced CPU devices. In each repeat it saves once through `longhaul.checkpoint`, and goes on updating until
+`--devices` forced CPU devices. In each repeat it saves once through `longhaul.training.checkpoint.checkpoint`, and
+goes on updating until
 the checkpoint is durable: digests, manifest, name. Taken are
 
     blocked_seconds   of `save` itself, in which training stands
@@ -50,9 +51,9 @@ def measure(folder: Path, size: int, devices: int, repeats: int) -> dict[str, An
     import jax
     import jax.numpy as jnp
 
-    from longhaul import mesh as meshes
-    from longhaul.checkpoint import Checkpoints
-    from longhaul.provenance import provenance
+    from longhaul.runtime import mesh as meshes
+    from longhaul.runtime.provenance import provenance
+    from longhaul.training.checkpoint.checkpoint import Checkpoints
 
     mesh = meshes.make_mesh(devices)
     rows = size // 4 // 8 // 1024 // devices * devices

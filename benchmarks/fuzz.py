@@ -193,7 +193,7 @@ def put(files: dict[str, bytes], scratch: Path) -> Path:
 
 def attempt(path: Path) -> tuple[str, str | None]:
     """Reads and compiles one input; -> (outcome, what is wrong with it)."""
-    from longhaul.datasets.log import BadData
+    from longhaul.driving.datasets.log import BadData
 
     try:
         return taken(path), None
@@ -215,16 +215,17 @@ def place(error: BaseException) -> str:
 
 def taken(path: Path) -> str:
     """Reads all logs (or scenarios) of a file and compiles them; AssertionError where one is not sound."""
-    from longhaul.datasets import shards, sources
-    from longhaul.datasets.log import BadData
-    from longhaul.driving.compile import compile_log
+    from longhaul.driving.datasets import readers
+    from longhaul.driving.datasets.log import BadData
+    from longhaul.driving.scenario.compile import compile_log
+    from longhaul.driving.shards import shard
 
-    if sources.detect(path) == sources.SHARD:
-        for scenario in shards.open(path):
+    if readers.detect(path) == readers.SHARD:
+        for scenario in shard.open(path):
             sound(scenario)
         return "read"
     outcome = "read"
-    for log in sources.read(path):
+    for log in readers.read(path):
         tracks = log.tracks
         assert np.isfinite(tracks.position).all(), "a position is not finite"
         assert np.isfinite(tracks.heading).all(), "a heading is not finite"
@@ -242,8 +243,8 @@ def taken(path: Path) -> str:
 
 def sound(scenario: Any) -> None:
     """What the simulator relies on; AssertionError where it is not so. Packs and stacks it, too."""
-    from longhaul.datasets.packing import pack, unpack
-    from longhaul.driving.bank import stack
+    from longhaul.driving.scenario.bank import stack
+    from longhaul.driving.shards.record import pack, unpack
 
     for name in ("pose", "velocity", "size", "route", "route_length", "expert_s", "field_origin"):
         assert np.isfinite(getattr(scenario, name)).all(), f"{name} is not finite"
@@ -256,7 +257,8 @@ def sound(scenario: Any) -> None:
 
 def real(path: Path) -> Any:
     """A maker of damaged copies of a real file; TFRecords are damaged inside their frames."""
-    from longhaul.datasets import sources, tfrecord
+    from longhaul.driving.datasets import readers as sources
+    from longhaul.driving.datasets import tfrecord
     from tests import mutations
 
     data = path.read_bytes()

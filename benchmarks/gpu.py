@@ -4,7 +4,7 @@
 
 The figures are those of `longhaul bench`, with thousands of worlds where its own sizes are for a few cores. Each has a
 process of its own. What fails is named and left out, and makes the exit code 1; what no longer fits into the time is
-named, too. With a PureJaxRL (`longhaul.bench.figure`) both take turns on the same device.
+named, too. With a PureJaxRL (`longhaul.bench.harness.figure`) both take turns on the same device.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from longhaul import bench
+from longhaul.bench import harness
 
 FIGURES: tuple[tuple[str, str, dict[str, Any]], ...] = (
     ("cartpole", "ppo-cartpole", {"num_envs": (2_048,), "total_steps": 20_971_520}),
@@ -64,7 +64,7 @@ def main() -> None:
             continue
         began = time.monotonic()
         try:
-            for figure in bench.run(benchmark, **sizes, **(peer if benchmark in ("ppo-cartpole", "seeds") else {})):
+            for figure in harness.run(benchmark, **sizes, **(peer if benchmark in ("ppo-cartpole", "seeds") else {})):
                 _keep(figure, given.json)
         except RuntimeError as error:  # a worker's, whose own message is above
             failed = True

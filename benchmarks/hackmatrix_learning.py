@@ -24,7 +24,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from longhaul import pages, telemetry
+from longhaul.telemetry import html, sinks
 
 POINTS = 40
 """Of a condensed curve, at most."""
@@ -134,7 +134,7 @@ def of_run(folder: Path, seed: int) -> dict[str, Any]:
     return {
         "seed": seed,
         "done": bool(result),
-        "curve": condense(telemetry.read(metrics)) if metrics.exists() else [],
+        "curve": condense(sinks.read(metrics)) if metrics.exists() else [],
         **{key: result[key] for key in keys if key in result},
     }
 
@@ -187,10 +187,10 @@ def main() -> int:
             code = train(asked.recipe, seed, name, runs_dir, flags)
         there = {seed: runs_dir / name for seed, name in names.items() if (runs_dir / name / "run.json").exists()}
         found = gather(there, asked.recipe, flags)
-        pages.write(asked.json, json.dumps(pages.finite(found), allow_nan=False) + "\n")
+        html.write(asked.json, json.dumps(html.finite(found), allow_nan=False) + "\n")
         if code:
             return code
-    print(json.dumps(pages.finite(found["summary"]), indent=2))
+    print(json.dumps(html.finite(found["summary"]), indent=2))
     return 0 if found["summary"]["passed"] else 1
 
 

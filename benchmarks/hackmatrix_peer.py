@@ -27,8 +27,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from longhaul import bench, printing
-from longhaul.scaling import speed, speed_command
+from longhaul.bench import harness
+from longhaul.bench.cases import hackmatrix_grid
+from longhaul.cli import bench_hackmatrix, tables
 
 THEIRS = """
 import json, resource, sys, time
@@ -117,15 +118,15 @@ def main() -> int:
     parser.add_argument("--cores", default="", help="cores to run on, separated by commas; all without")
     parser.add_argument("--what", nargs="+", choices=tuple(WHAT), default=list(WHAT))
     parser.add_argument("--num-envs", type=int, default=256)
-    parser.add_argument("--repeats", type=int, default=bench.LEAST_REPEATS)
+    parser.add_argument("--repeats", type=int, default=harness.LEAST_REPEATS)
     parser.add_argument("--json", help="add the lines to this file, too")
     parser.add_argument("--page", help="write the table of all lines of --json into this Markdown file, at its marks")
     asked = parser.parse_args()
     trainer = Path(asked.trainer).resolve()
     if not (trainer / "hackmatrix").is_dir():
         parser.error(f"--trainer {asked.trainer} holds no folder hackmatrix")
-    if asked.repeats < bench.LEAST_REPEATS:
-        parser.error(f"--repeats is {asked.repeats}; a median of fewer than {bench.LEAST_REPEATS} says little")
+    if asked.repeats < harness.LEAST_REPEATS:
+        parser.error(f"--repeats is {asked.repeats}; a median of fewer than {harness.LEAST_REPEATS} says little")
     if asked.page and not asked.json:
         parser.error("--page needs --json, the file of the lines that it shows")
     if asked.cores:
@@ -136,13 +137,13 @@ def main() -> int:
         record["peer"] |= {"commit": theirs}
         record["config"] |= {"cores": cores}
         record["load"] = round(os.getloadavg()[0], 2)
-        printing.write_line(record)
+        tables.write_line(record)
         if asked.json:
             with open(asked.json, "a") as file:
                 file.write(json.dumps(record) + "\n")
     if asked.page:
         records = [json.loads(line) for line in Path(asked.json).read_text().splitlines()]
-        printing.write_text(asked.page, speed_command.placed(asked.page, TABLE, page(records)))
+        tables.write_text(asked.page, bench_hackmatrix.placed(asked.page, TABLE, page(records)))
     return 0
 
 
@@ -156,10 +157,10 @@ def figure(what: str, python: str, trainer: Path, envs: int, repeats: int) -> di
     name = WHAT[what]
     if what == "env":
         sizes = (envs, 32, 1)
-        mine = bench.OURS, [name, {"num_envs": envs, "num_steps": 32, "rollouts": 20, "devices": None}]
+        mine = harness.OURS, [name, {"num_envs": envs, "num_steps": 32, "rollouts": 20, "devices": None}]
     else:
         sizes = (envs, 128, 1)
-        mine = speed.OURS, speed.Cell(name, envs, 128, "fp32")
+        mine = hackmatrix_grid.OURS, hackmatrix_grid.Cell(name, envs, 128, "fp32")
     commands = {
         "ours": [sys.executable, "-c", mine[0], json.dumps(mine[1])],
         "theirs": [python, "-c", THEIRS, str(trainer), json.dumps([what, *sizes])],
@@ -173,7 +174,7 @@ def figure(what: str, python: str, trainer: Path, envs: int, repeats: int) -> di
         for worker in workers.values():
             worker.__exit__()
     for i, (whose, (worker, begun)) in enumerate(started.items()):
-        found[whose] = bench.medians(worker.about, [pair[i] for pair in pairs]) | begun
+        found[whose] = harness.medians(worker.about, [pair[i] for pair in pairs]) | begun
     ours, theirs = workers["ours"].about, workers["theirs"].about
     share = ours["steps"] / theirs["steps"]
     about = {key: ours[key] for key in ("versions", "commit", "device")}
@@ -184,15 +185,15 @@ def figure(what: str, python: str, trainer: Path, envs: int, repeats: int) -> di
     return record
 
 
-def start(command: list[str], cache: Path) -> tuple[bench.Worker, dict[str, float]]:
+def start(command: list[str], cache: Path) -> tuple[harness.Worker, dict[str, float]]:
     """A worker with a filled cache, and how long it took to begin without and with it."""
     given = {"JAX_COMPILATION_CACHE_DIR": str(cache), "LONGHAUL_CACHE": str(cache), "JAX_PLATFORMS": "cpu"}
     began = time.perf_counter()
-    first = bench.Worker(command, {}, given)
+    first = harness.Worker(command, {}, given)
     cold = time.perf_counter() - began
     first.__exit__()
     began = time.perf_counter()
-    worker = bench.Worker(command, {}, given)
+    worker = harness.Worker(command, {}, given)
     warm = {"cold_seconds": cold, "warm_seconds": time.perf_counter() - began}
     return worker, warm | {"compile_seconds": first.about["compile_seconds"]}
 
@@ -208,10 +209,10 @@ def page(records: Sequence[dict[str, Any]]) -> str:
         ratios = [f"{record[key]:.1f}" for key in ("peer_cpu_ratio", "peer_ratio")]
         rows.append([f"`{name}`", str(cores), *both, ratios[0], *walls, ratios[1]])
     last = list(newest.values())[-1]
-    commits = dict.fromkeys(speed_command.short(record["commit"]) for record in newest.values())
+    commits = dict.fromkeys(bench_hackmatrix.short(record["commit"]) for record in newest.values())
     loads = [record["load"] for record in newest.values()]
     return (
-        f"{speed_command.markdown(HEADER, rows)}\nTheirs: commit {last['peer']['commit'][:7]}, JAX "
+        f"{bench_hackmatrix.markdown(HEADER, rows)}\nTheirs: commit {last['peer']['commit'][:7]}, JAX "
         f"{last['peer']['versions']['jax']}. Ours: commit {', '.join(commits)}, JAX {last['versions']['jax']}. Load of "
         f"the machine: {min(loads):g} to {max(loads):g}.\n"
     )

@@ -27,12 +27,16 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from longhaul import footprint, mesh, networks, pages, recipes
 from longhaul.algorithms import ppo
-from longhaul.bench import cpu_seconds
-from longhaul.driving import observation
-from longhaul.provenance import provenance
-from longhaul.types import Algorithm, Discrete, PyTree, Rollout, Spec, Successors
+from longhaul.bench.harness import cpu_seconds
+from longhaul.config import recipes
+from longhaul.driving.sim import observation
+from longhaul.networks import actor_critic
+from longhaul.runtime import device_memory, mesh
+from longhaul.runtime.provenance import provenance
+from longhaul.spaces import Discrete
+from longhaul.telemetry import html
+from longhaul.types import Algorithm, PyTree, Rollout, Spec, Successors
 
 STEPS, MINIBATCHES, REPEATS = 32, 2, 3
 
@@ -126,7 +130,7 @@ def figure(asked: argparse.Namespace, precision: str, accumulate: int, remat: st
     lowered = jax.jit(algorithm.learn, donate_argnums=0).lower(state, data, jax.random.key(0))
     quick: Any = {} if asked.seconds else {"xla_backend_optimization_level": 0}
     program = lowered.compile(compiler_options=quick)
-    need = footprint.need(program)
+    need = device_memory.need(program)
     assert need is not None
     found: dict[str, Any] = {
         "name": "memory", "precision": precision, "accumulate": accumulate, "remat": remat,
@@ -140,14 +144,14 @@ def figure(asked: argparse.Namespace, precision: str, accumulate: int, remat: st
             used.append(cpu_seconds() - before)
         found["cpu_seconds"] = statistics.median(used[1:])
     return found | {
-        "torso": asked.torso, "parameters": networks.count(state.params), "rows": asked.rows,
+        "torso": asked.torso, "parameters": actor_critic.count(state.params), "rows": asked.rows,
         "minibatches": MINIBATCHES,
     }  # fmt: skip
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--torso", default="latent", choices=networks.TORSOS)
+    parser.add_argument("--torso", default="latent", choices=actor_critic.TORSOS)
     parser.add_argument("--size", type=float, default=0.3, help="million parameters")
     parser.add_argument("--rows", type=int, default=1024, help="agent steps of a minibatch")
     parser.add_argument("--precision", nargs="+", default=["fp32", "bf16"])
@@ -163,7 +167,7 @@ def main() -> int:
         lines.append(json.dumps(figure(asked, *each) | shared))
         print(lines[-1], flush=True)
         if asked.json:
-            pages.write(asked.json, "\n".join(lines) + "\n")
+            html.write(asked.json, "\n".join(lines) + "\n")
     return 0
 
 

@@ -26,8 +26,8 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from longhaul import hosts
-from longhaul.processes import free_port
+from longhaul.runtime import process_group
+from longhaul.runtime.launch.local import free_port
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -54,9 +54,9 @@ def compare(
     recipe: list[str], alone: list[dict[str, Any]], pair: list[dict[str, Any]], crossing: dict[str, Any]
 ) -> dict[str, Any]:
     """What the planner says of two processes, and what they did."""
-    from longhaul.provenance import provenance
-    from longhaul.scaling import plan
-    from longhaul.scaling.chips import Chip
+    from longhaul.diagnostics import compute_plan
+    from longhaul.diagnostics.chips import Chip
+    from longhaul.runtime.provenance import provenance
 
     def middle(rows: list[dict[str, Any]], name: str) -> float:
         return float(statistics.median(row[name] for row in rows))
@@ -64,12 +64,12 @@ def compare(
     small, large = middle(pair, "small_seconds"), middle(pair, "large_seconds")
     link = LARGE / max(large - small, 1e-9)
     chip = Chip("cpu over gloo", 0.0, 0.0, 0.0, float("inf"), link, 2, 0.0)
-    what = plan.Measured(
+    what = compute_plan.Measured(
         middle(alone, "update_seconds"), int(alone[0]["steps"]), (),
-        tuple(plan.Collective(**each) for each in crossing["collectives"]), 0.0, 0.0, 0.0,
+        tuple(compute_plan.Collective(**each) for each in crossing["collectives"]), 0.0, 0.0, 0.0,
     )  # fmt: skip
-    assumed = plan.Assumptions(network=link, latency=small / 2)
-    one, two = (plan.row(what, chip, assumed, n, 1e6, here=True, bf16=False, strong=False) for n in (1, 2))
+    assumed = compute_plan.Assumptions(network=link, latency=small / 2)
+    one, two = (compute_plan.row(what, chip, assumed, n, 1e6, here=True, bf16=False, strong=False) for n in (1, 2))
     measured = pair[0]["steps"] / middle(pair, "update_seconds")
     about = provenance()
     return {
@@ -90,7 +90,11 @@ def start(what: str, recipe: list[str], calls: int, count: int) -> dict[str, Any
     children = []
     for i in range(count):
         variables = {k: v for k, v in os.environ.items() if k != "NPROC"} | {"PYTHONPATH": str(ROOT)}
-        variables |= {hosts.COORDINATOR: f"127.0.0.1:{port}", hosts.INDEX: str(i), hosts.COUNT: str(count)}
+        variables |= {
+            process_group.COORDINATOR: f"127.0.0.1:{port}",
+            process_group.INDEX: str(i),
+            process_group.COUNT: str(count),
+        }
         pinned = cores if what == "counted" else [cores[i % len(cores)]]
         command = [sys.executable, "-m", "benchmarks.plan_check", "--worker", what, json.dumps([recipe, calls, pinned])]
         children.append(subprocess.Popen(command, cwd=ROOT, env=variables, stdout=subprocess.PIPE, text=True))
@@ -104,33 +108,34 @@ def start(what: str, recipe: list[str], calls: int, count: int) -> dict[str, Any
 def worker(what: str, about: str) -> int:
     recipe, calls, pinned = json.loads(about)
     os.sched_setaffinity(0, set(pinned))
-    hosts.start(hosts.find(os.environ))
+    process_group.start(process_group.find(os.environ))
     work = {"alone": timed, "pair": paired, "counted": counted}[what]
 
     def run() -> int:
         found = work(recipe, calls)
-        if hosts.index() == 0:
+        if process_group.index() == 0:
             print(json.dumps(found), flush=True)
         return 0
 
-    return hosts.follow(run) if hosts.index() else hosts.lead(run)
+    return process_group.follow(run) if process_group.index() else process_group.lead(run)
 
 
 def resolved(recipe: list[str], devices: int) -> Any:
     """The recipe's run on so many devices, each with the batch that `recipe` says."""
-    from longhaul import flags, recipes, settings
-    from longhaul.run import resolve
+    from longhaul.cli import flags, run_flags
+    from longhaul.config import recipes
+    from longhaul.config.resolve import resolve
 
     known = recipes.recipe(recipe[0])
-    table = settings.table(known)
+    table = run_flags.table(known)
     words = [*recipe[1:], "--mesh", f"data={devices}"]
-    run = settings.chosen(known, flags.parse("plan", "", table, words))
+    run = run_flags.chosen(known, flags.parse("plan", "", table, words))
     each = run.num_envs if "--num-envs" in words else resolve(run).num_envs
     words += ["--num-envs", str(devices * each)]
     if "--num-envs" in recipe:
         at = words.index("--num-envs")
         del words[at : at + 2]
-    return resolve(settings.chosen(known, flags.parse("plan", "", table, words)))
+    return resolve(run_flags.chosen(known, flags.parse("plan", "", table, words)))
 
 
 def updates(recipe: list[str], devices: int) -> Iterator[tuple[float, float, int]]:
@@ -138,8 +143,8 @@ def updates(recipe: list[str], devices: int) -> Iterator[tuple[float, float, int
     import jax
     import jax.numpy as jnp
 
-    from longhaul import mesh as meshes
-    from longhaul.scaling import profile
+    from longhaul.diagnostics import profile
+    from longhaul.runtime import mesh as meshes
 
     run = resolved(recipe, devices)
     ready = profile.sample(run)
@@ -172,7 +177,7 @@ def all_reduce(size: int) -> float:
     import jax.numpy as jnp
     from jax.sharding import PartitionSpec
 
-    from longhaul import mesh as meshes
+    from longhaul.runtime import mesh as meshes
 
     mesh = meshes.make_mesh()
 
@@ -192,9 +197,12 @@ def all_reduce(size: int) -> float:
 
 def counted(recipe: list[str], calls: int) -> dict[str, Any]:
     """The collectives of an update of two devices."""
-    from longhaul.scaling import elsewhere, plan
+    from longhaul.diagnostics import compute_plan as plan
+    from longhaul.diagnostics import two_shard_probe
 
-    return {"collectives": [each._asdict() for each in plan.collectives(elsewhere.crossings(resolved(recipe, 2)), 1)]}
+    return {
+        "collectives": [each._asdict() for each in plan.collectives(two_shard_probe.crossings(resolved(recipe, 2)), 1)]
+    }
 
 
 if __name__ == "__main__":

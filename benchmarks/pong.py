@@ -24,10 +24,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from longhaul import hosted, learners, recipes
-from longhaul import mesh as meshes
-from longhaul.actors.tickets import Ticket
-from longhaul.envs import host
+from longhaul.algorithms import registry
+from longhaul.config import recipes
+from longhaul.envs.host import registry as host
+from longhaul.runtime import mesh as meshes
+from longhaul.topologies.actor_learner import host_rollout
+from longhaul.topologies.staleness import Ticket
 from longhaul.types import Algorithm
 
 PONG = "ale/pong"
@@ -61,9 +63,9 @@ def collecting(algorithm: Algorithm, worlds: int, steps: int) -> Callable[[], No
     """Rollouts of an actor, each copied once."""
     state = jax.jit(algorithm.init)(jax.random.key(0))
     policy = jax.eval_shape(algorithm.policy, state)
-    collect = hosted.acting(PONG, algorithm, policy, hosted.Sizes(worlds, steps)).collect
+    collect = host_rollout.acting(PONG, algorithm, policy, host_rollout.Sizes(worlds, steps)).collect
     weights = [np.asarray(leaf) for leaf in jax.tree.leaves(algorithm.policy(state))]
-    enter = hosted.entering(PONG, algorithm, hosted.Sizes(worlds, steps), 1)
+    enter = host_rollout.entering(PONG, algorithm, host_rollout.Sizes(worlds, steps), 1)
     carry: Any = jax.tree.leaves(jax.tree.map(lambda leaf: leaf[0], enter(jax.random.key(1), ())))
     key, turns, copies = np.asarray(jax.random.key_data(jax.random.key(2))), 0, []
 
@@ -86,11 +88,11 @@ def cpu_seconds(turn: Callable[[], None]) -> float:
 
 def measure(worlds: int, steps: int, repeats: int, nature: bool) -> dict[str, Any]:
     """Steps of worlds per CPU-second, and each policy's share of the bare environment's."""
-    spec = hosted.hosted(PONG).spec
+    spec = host_rollout.hosted(PONG).spec
     ways = {"bare": bare(worlds, steps), "random": collecting(blind(6), worlds, steps)}
     if nature:
         config = recipes.recipe("impala-pong").algorithm
-        ways["nature"] = collecting(learners.make(spec, config, updates=1, mean=meshes.identity), worlds, steps)
+        ways["nature"] = collecting(registry.make(spec, config, updates=1, mean=meshes.identity), worlds, steps)
     for turn in ways.values():
         turn()
     taken = [{name: cpu_seconds(turn) for name, turn in ways.items()} for _ in range(repeats)]

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.hackmatrix_learning import train
-from longhaul import pages, telemetry
+from longhaul.telemetry import html, sinks
 
 LEAN = ("--precision", "bf16", "--accumulate", "4", "--remat", "full")
 SIDES: dict[str, tuple[str, ...]] = {"plain": (), "lean": LEAN}
@@ -32,7 +32,7 @@ LAST = 3
 def curve(folder: Path) -> list[dict[str, Any]]:
     """A run's records, with what is compared alone."""
     path = folder / "metrics.jsonl"
-    records = telemetry.read(path) if path.exists() else []
+    records = sinks.read(path) if path.exists() else []
     return [{"agent_steps": r["agent_steps"]} | {name: r.get(key) for name, key in NAMES.items()} for r in records]
 
 
@@ -84,8 +84,8 @@ def main() -> int:
         "versions": abouts[0].get("versions") if abouts else None,
         "summary": compare(curves), "curves": curves,
     }  # fmt: skip
-    pages.write(asked.json, json.dumps(pages.finite(found), allow_nan=False) + "\n")
-    print(json.dumps(pages.finite(found["summary"]), indent=2))
+    html.write(asked.json, json.dumps(html.finite(found), allow_nan=False) + "\n")
+    print(json.dumps(html.finite(found["summary"]), indent=2))
     return 0
 
 

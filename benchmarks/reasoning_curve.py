@@ -20,23 +20,25 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from longhaul import checkpoint, evaluation, feed, learners, telemetry
-from longhaul import mesh as meshes
-from longhaul.checkpoint import Checkpoints, Found
-from longhaul.folders import load_run
-from longhaul.run import prepare_devices
-from longhaul.scaling import ceiling
+from longhaul.algorithms import registry
+from longhaul.config.resolve import prepare_devices
+from longhaul.runtime import mesh as meshes
+from longhaul.telemetry import reward_ceiling, sinks
+from longhaul.training import data, evaluate
+from longhaul.training.checkpoint import checkpoint
+from longhaul.training.checkpoint.checkpoint import Checkpoints, Found
+from longhaul.training.run_dir import load_run
 from longhaul.types import Progress
 
 
 def held_out(folder: Path) -> list[dict[str, Any]]:
     """The quality of each checkpoint that was kept, from the end of the warm start on."""
     run = load_run(folder)
-    assert isinstance(run.algorithm, learners.Reasoner)
+    assert isinstance(run.algorithm, registry.Reasoner)
     prepare_devices(run.all_devices, run.threads)
-    algorithm = learners.make(feed.spec(run), run.algorithm, updates=1, mean=meshes.identity)
+    algorithm = registry.make(data.spec(run), run.algorithm, updates=1, mean=meshes.identity)
     begun = jax.jit(algorithm.init)(jax.random.key(run.seed))
-    score = evaluation.reasoner(run, run.evaluation_episodes or 256)
+    score = evaluate.reasoner(run, run.evaluation_episodes or 256)
     like = Progress(begun, (), (), jnp.int32(0))  # type: ignore[arg-type]
     found = []
     with closing(Checkpoints(folder / "checkpoints")) as checkpoints:
@@ -54,7 +56,7 @@ def held_out(folder: Path) -> list[dict[str, Any]]:
 
 def curve(folder: Path, checkpoints: bool) -> dict[str, Any]:
     """What a run told, and where its reward ends."""
-    about, records = json.loads((folder / "run.json").read_text()), telemetry.read(folder / "metrics.jsonl")
+    about, records = json.loads((folder / "run.json").read_text()), sinks.read(folder / "metrics.jsonl")
     taught = about["run"]["algorithm"]["taught"]
     points = [
         {
@@ -71,7 +73,7 @@ def curve(folder: Path, checkpoints: bool) -> dict[str, Any]:
     try:
         updates = np.array([point["update"] - taught for point in rewarded], float)
         rewards = np.array([point["reward"] for point in rewarded])
-        fit = ceiling.fit(updates, rewards, start=float(rewards[0]) if len(rewards) else 0.0)
+        fit = reward_ceiling.fit(updates, rewards, start=float(rewards[0]) if len(rewards) else 0.0)
         told["ceiling"] = {**fit.law._asdict(), "error": fit.error, "intervals": fit.intervals}
     except ValueError as error:
         told["why"] = str(error)

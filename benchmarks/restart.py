@@ -22,7 +22,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from longhaul.launch import newest_step
+from longhaul.cli.launch import newest_step
 
 ROOT = Path(__file__).resolve().parent.parent
 

@@ -24,13 +24,15 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
-from longhaul import bench, learners, replay_workloads
-from longhaul import mesh as meshes
-from longhaul.algorithms import sac
-from longhaul.bench import Worker
+from longhaul.algorithms import registry, sac
+from longhaul.bench import harness
+from longhaul.bench.cases import replay
+from longhaul.bench.harness import Worker
 from longhaul.replay import Sizes
+from longhaul.runtime import mesh as meshes
+from longhaul.spaces import Box
 from longhaul.topologies import fused
-from longhaul.types import Box, Key, Progress, Rollout, Spec, Successors
+from longhaul.types import Key, Progress, Rollout, Spec, Successors
 
 WALKER = {"seen": 17, "action": 6, "worlds": 128, "batch": 128, "gradient_steps": 32, "size": 1 << 20, "run": 7_864_320}
 """`seen` and `action` are numbers of an observation and an action, `size` and `run` steps of the worlds."""
@@ -55,7 +57,7 @@ def prepared(about: dict[str, Any]) -> tuple[Callable[[int], None], Callable[[],
         replay_size=about["size"], precision=about["precision"],
     )  # fmt: skip
     mesh, mean = meshes.make_mesh(1), meshes.mean_over_data
-    algorithm = learners.make(spec, config, updates=1000, mean=mean, sizes=Sizes(1, worlds, 1))
+    algorithm = registry.make(spec, config, updates=1000, mean=mean, sizes=Sizes(1, worlds, 1))
 
     def once(i: jax.Array, carried: tuple[Any, Key]) -> tuple[Any, Key]:
         state, key = carried
@@ -71,7 +73,7 @@ def prepared(about: dict[str, Any]) -> tuple[Callable[[int], None], Callable[[],
     shapes = jax.eval_shape(algorithm.init, jax.random.key(0))
     lies = fused.layout(Progress(shapes, (), jax.random.key(0), jnp.int32(0))).state
     program = jax.jit(meshes.per_shard(many, mesh, (lies, PartitionSpec()), lies), donate_argnums=0)
-    full = jax.jit(lambda state: replay_workloads.filled(state, 1.0), donate_argnums=0)
+    full = jax.jit(lambda state: replay.filled(state, 1.0), donate_argnums=0)
     state = jax.jit(algorithm.init)(jax.random.key(0))
 
     def work(number: int) -> None:
@@ -89,13 +91,13 @@ def serve() -> None:
     """What a worker of ours does, to its end: a repeat a line, before which it fills the replay if the line says so."""
     work, fill = prepared(json.loads(sys.argv[1]))
     work(0)
-    bench.tell({})
+    harness.tell({})
     for i, line in enumerate(sys.stdin):
         if line == "fill\n":
             fill()
-        used = bench.cpu_seconds()
+        used = harness.cpu_seconds()
         work(i + 1)
-        bench.tell({"cpu_seconds": bench.cpu_seconds() - used})
+        harness.tell({"cpu_seconds": harness.cpu_seconds() - used})
 
 
 BRAX = """
@@ -192,7 +194,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("settings", choices=tuple(SETTINGS))
     parser.add_argument("--peer-python", required=True)
-    parser.add_argument("--repeats", type=int, default=bench.LEAST_REPEATS)
+    parser.add_argument("--repeats", type=int, default=harness.LEAST_REPEATS)
     parser.add_argument("--json", type=Path)
     given = parser.parse_args()
     found = json.dumps(measure(given.settings, given.peer_python, given.repeats))

@@ -27,9 +27,9 @@ import numpy as np
 import zstandard
 
 from benchmarks import sync_training
-from longhaul import bench
-from longhaul.provenance import provenance
-from longhaul.sync import delta, reference
+from longhaul.bench import harness
+from longhaul.runtime.provenance import provenance
+from longhaul.weight_sync.delta import numpy_kernels, tensor_delta
 
 RATES = (1e-6, 3e-6, 1e-5, 1e-4, 3e-4)
 
@@ -47,17 +47,17 @@ def main(words: Sequence[str] | None = None) -> int:
     parser.add_argument("--repeats", type=int, default=7)
     parser.add_argument("--json", help="write the figures as lines to this file, too")
     given = parser.parse_args(words)
-    used = bench.cpu_seconds()
+    used = harness.cpu_seconds()
     params, loss = sync_training.pretrained(given.pretraining)
     about = provenance()
     about = {key: about[key] for key in ("versions", "commit")} | {"device": ", ".join(about["devices"])}
     config = {"params": sum(map(np.size, params.values())), "updates": given.updates, "loss": loss}
-    config |= {"pretraining": given.pretraining, "pretraining_cpu_seconds": bench.cpu_seconds() - used}
+    config |= {"pretraining": given.pretraining, "pretraining_cpu_seconds": harness.cpu_seconds() - used}
     lines = []
     for rate in given.rates:
-        used = bench.cpu_seconds()
+        used = harness.cpu_seconds()
         taken = list(sync_training.snapshots(params, rate, given.updates))
-        training = {"learning_rate": rate, "training_cpu_seconds": bench.cpu_seconds() - used}
+        training = {"learning_rate": rate, "training_cpu_seconds": harness.cpu_seconds() - used}
         found = sizes(taken[given.updates // 2 :])
         for operation, row in speeds(taken[-2], taken[-1], given.repeats).items():
             line = {"name": "sync-delta", "config": config | training | {"operation": operation}} | row
@@ -79,7 +79,7 @@ def sizes(taken: Sequence[dict[str, np.ndarray]]) -> dict[str, float]:
         pairs = [(before[name].reshape(-1).view(np.uint16), after[name].reshape(-1).view(np.uint16)) for name in before]
         for base, new in pairs:
             dense += new.nbytes
-            ours += len(delta.encode(base, new, "bfloat16"))
+            ours += len(tensor_delta.encode(base, new, "bfloat16"))
             others["xor"] += len(packed.compress((base ^ new).tobytes()))
             at = np.flatnonzero(base != new)
             gaps = np.diff(at, prepend=-1) - 1
@@ -98,7 +98,7 @@ def independent(base: np.ndarray, new: np.ndarray) -> float:
     share = (base != new).mean()
     if not 0.0 < share < 1.0:
         return 1.0
-    steps = (reference.keys(new) - reference.keys(base))[base != new]
+    steps = (numpy_kernels.keys(new) - numpy_kernels.keys(base))[base != new]
     counts = np.unique(steps, return_counts=True)[1]
     positions = -base.size * (share * np.log2(share) + (1 - share) * np.log2(1 - share))
     return float(positions - (counts * np.log2(counts / counts.sum())).sum())
@@ -109,22 +109,22 @@ def speeds(before: dict[str, np.ndarray], after: dict[str, np.ndarray], repeats:
     base, new = (np.concatenate([leaf.reshape(-1) for leaf in tree.values()]) for tree in (before, after))
     times = -(-LEAST // base.nbytes)
     base, new = np.tile(base, times).view(np.uint16), np.tile(new, times).view(np.uint16)
-    known, out, staging = delta.digest(base), np.empty_like(base), base.copy()
-    frame = delta.encode(base, new, "bfloat16")
+    known, out, staging = tensor_delta.digest(base), np.empty_like(base), base.copy()
+    frame = tensor_delta.encode(base, new, "bfloat16")
     work: dict[str, Callable[[], Any]] = {
-        "encode": lambda: delta.encode(base, new, "bfloat16"),
-        "decode": lambda: delta.decode(base, frame, out, known=known),
-        "decode-unknown": lambda: delta.decode(base, frame, out),
-        "apply": lambda: delta.apply(staging, frame, known=known),
+        "encode": lambda: tensor_delta.encode(base, new, "bfloat16"),
+        "decode": lambda: tensor_delta.decode(base, frame, out, known=known),
+        "decode-unknown": lambda: tensor_delta.decode(base, frame, out),
+        "apply": lambda: tensor_delta.apply(staging, frame, known=known),
         "memcpy": lambda: np.copyto(staging, base),
     }
     rows: dict[str, list[tuple[float, float]]] = {name: [] for name in work}
     for i in range(repeats + 1):
         for name, call in work.items():
-            used, began = bench.cpu_seconds(), time.perf_counter()
+            used, began = harness.cpu_seconds(), time.perf_counter()
             call()
             if i:
-                rows[name].append((time.perf_counter() - began, bench.cpu_seconds() - used))
+                rows[name].append((time.perf_counter() - began, harness.cpu_seconds() - used))
     assert np.array_equal(out, new)
     middle = {name: [statistics.median(each) for each in zip(*found)] for name, found in rows.items()}
     copied = base.nbytes / middle.pop("memcpy")[1]

@@ -20,8 +20,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from longhaul import randomness
-from longhaul.types import Action, Box, Discrete, Key, MultiDiscrete
+from longhaul import prng
+from longhaul.spaces import Action, Box, Discrete, MultiDiscrete
+from longhaul.types import Key
 
 FEW = 8
 """Choices that are computed one by one: without sums along an axis so short, each of which would be a kernel of its own
@@ -120,7 +121,7 @@ def _multi_categorical(sizes: tuple[int, ...], scalar: bool) -> Distribution:
         return choices[0] if scalar else jnp.stack(choices, axis=-1)
 
     def sample(parameters: jax.Array, mask: jax.Array | None, key: Key) -> jax.Array:
-        uniform = randomness.uniform(key, (len(sizes), *parameters.shape[:-1]))
+        uniform = prng.uniform(key, (len(sizes), *parameters.shape[:-1]))
         return join([_choose(logits, uniform[i]) for i, logits in enumerate(parts(parameters, mask))])
 
     def mode(parameters: jax.Array, mask: jax.Array | None) -> jax.Array:
@@ -161,7 +162,7 @@ def _tanh_gaussian(low: np.ndarray, high: np.ndarray) -> Distribution:
         return _along(np.log(half), raw) + 2.0 * (math.log(2.0) - raw - jax.nn.softplus(-2.0 * raw))
 
     def sample(parameters: jax.Array, mask: jax.Array | None, key: Key) -> jax.Array:
-        return moved(parameters, randomness.normal(key, (*parameters.shape[:-1], d)))
+        return moved(parameters, prng.normal(key, (*parameters.shape[:-1], d)))
 
     def moved(parameters: jax.Array, noise: jax.Array) -> jax.Array:
         mean, log_std = split(parameters)

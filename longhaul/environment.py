@@ -16,8 +16,9 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from longhaul import randomness
-from longhaul.types import Demonstrator, Environment, Key, Measure, PyTree, Spec, TimeStep, transition
+from longhaul import prng
+from longhaul.spaces import Measure
+from longhaul.types import Demonstrator, Environment, Key, PyTree, Spec, TimeStep, transition
 
 
 class Starts(NamedTuple):
@@ -90,12 +91,12 @@ def vectorise(environment: Environment, worlds: int) -> Worlds:
     names = sorted(jax.eval_shape(lambda key: environment.metrics(environment.reset(key)[0]), jax.random.key(0)))
 
     def reset(key: Key) -> tuple[WorldsState, PyTree]:
-        state, observation = jax.vmap(environment.reset)(randomness.split(key, worlds))
+        state, observation = jax.vmap(environment.reset)(prng.split(key, worlds))
         zero = jnp.zeros(shape.columns, jnp.float32)
         return WorldsState(state, zero, zero.astype(jnp.int32)), shape.flat(observation)
 
     def fresh(key: Key, count: int) -> Starts:
-        keys = randomness.split(key, count * worlds).reshape(count, worlds)
+        keys = prng.split(key, count * worlds).reshape(count, worlds)
         return Starts(*jax.vmap(jax.vmap(environment.reset))(keys))
 
     def tally() -> Tally:
@@ -113,7 +114,7 @@ def vectorise(environment: Environment, worlds: int) -> Worlds:
         state: WorldsState, sums: Tally, action: jax.Array, key: Key, starts: Starts | Key
     ) -> tuple[WorldsState, Tally, TimeStep]:
         played = valid(state)
-        keys = randomness.split(key, worlds)
+        keys = prng.split(key, worlds)
         following, led_to = jax.vmap(environment.step)(keys, state.state, shape.by_world(action))
         ended = shape.flat(led_to.terminated | led_to.truncated) & played
         episode_return = state.episode_return + jnp.where(played, shape.flat(led_to.reward), 0.0)

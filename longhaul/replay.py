@@ -28,8 +28,8 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from longhaul import priorities, randomness
-from longhaul.priorities import Tree
+from longhaul import prng, sum_tree
+from longhaul.sum_tree import Tree
 from longhaul.types import Key, PyTree, Rollout, Spec, Successors
 
 ON, TERMINATED, NOBODY = -1, -2, -3
@@ -180,7 +180,7 @@ def _start(of: _Layout) -> Ring:
         jnp.zeros((rows, columns), jnp.float32),
         jnp.full((rows, columns), NOBODY, of.kept),
         jnp.zeros(columns, jnp.int32),
-        priorities.start(rows * columns) if of.prioritised else (),
+        sum_tree.start(rows * columns) if of.prioritised else (),
         jnp.float32(1.0),
     )
     return jax.tree.map(lambda x: jnp.broadcast_to(x, (of.sizes.shards, *x.shape)), ring)
@@ -228,15 +228,15 @@ def _worth(
     worth = jnp.where(valid, ring.greatest, 0.0).reshape(-1)
     nothing = jnp.zeros(of.columns)
     rows = (at * of.columns, worth), (after * of.columns, nothing)
-    return priorities.change(tree, rows, lost * of.columns + jnp.arange(of.columns), nothing)
+    return sum_tree.change(tree, rows, lost * of.columns + jnp.arange(of.columns), nothing)
 
 
 def _choose(of: _Layout, ring: Ring, cursor: Cursor, key: Key, n: int, beta: jax.Array | float) -> Chosen:
     if isinstance(ring.tree, Tree):
-        index, priority = priorities.draw(ring.tree, key, n)
+        index, priority = sum_tree.draw(ring.tree, key, n)
         least = jnp.min(jnp.where(priority > 0.0, priority, jnp.inf))
         return Chosen(index, jnp.where(priority > 0.0, (jnp.maximum(priority, least) / least) ** -beta, 0.0))
-    drawn = randomness.bits(key, (2, n))
+    drawn = prng.bits(key, (2, n))
     row = (_below(drawn[0], jnp.maximum(cursor.filled, 1)) + cursor.at - cursor.filled) % of.rows
     return Chosen(row * of.columns + _below(drawn[1], of.columns), jnp.ones(n, jnp.float32))
 
@@ -265,7 +265,7 @@ def _look(of: _Layout, ring: Ring, cursor: Cursor, chosen: Chosen) -> Transition
 
 
 def _sequences(of: _Layout, ring: Ring, cursor: Cursor, key: Key, n: int, length: int) -> Rollout:
-    drawn = randomness.bits(key, (2, n))
+    drawn = prng.bits(key, (2, n))
     first = _below(drawn[0], jnp.maximum(cursor.filled - length + 1, 1))
     column = jnp.broadcast_to(_below(drawn[1], of.columns), (length, n))
     t = jnp.arange(length)[:, None]
@@ -290,7 +290,7 @@ def _prioritise(ring: Ring, batch: Transitions, priority: jax.Array) -> Ring:
     greatest = jnp.maximum(ring.greatest, jnp.max(priority))
     # Who has no weight keeps none. By it, too, what was drawn is read before it is written, without a copy.
     priority = jnp.where(batch.weight > 0.0, priority, 0.0)
-    return ring._replace(tree=priorities.change(ring.tree, (), batch.chosen, priority), greatest=greatest)
+    return ring._replace(tree=sum_tree.change(ring.tree, (), batch.chosen, priority), greatest=greatest)
 
 
 def _packing(observation: PyTree, half: bool) -> tuple[Callable[[PyTree], PyTree], Callable[[PyTree], PyTree]]:

@@ -9,8 +9,9 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from longhaul import randomness
+from longhaul import prng
 from longhaul.environment import Advise, Worlds, WorldsState
+from longhaul.spaces import Measure
 from longhaul.types import (
     ENVIRONMENT,
     INFERENCE,
@@ -18,7 +19,6 @@ from longhaul.types import (
     Environment,
     Guided,
     Key,
-    Measure,
     Metrics,
     Params,
     Pathwise,
@@ -105,7 +105,7 @@ def collector(
 
         def one_step(scanned: Any, key_t: Key) -> tuple[Any, Any]:
             (state, observation, remembered), tally, kept, used = scanned
-            key_act, key_world = randomness.split(key_t, 2)
+            key_act, key_world = prng.split(key_t, 2)
             valid = worlds.valid(state) if masked else None
             with jax.named_scope(INFERENCE):
                 action, remembered, extras = act(params, remembered, observation, key_act)
@@ -129,7 +129,7 @@ def collector(
             return (after, tally, kept, used + truncated), row
 
         scanned = (carry, worlds.tally(), kept, jnp.zeros(worlds.columns, jnp.int32))
-        keys = randomness.split(key_steps, steps)
+        keys = prng.split(key_steps, steps)
         (after, tally, kept, _), rows = jax.lax.scan(one_step, scanned, keys, unroll=unroll)
         observation, action, reward, terminated, truncated, valid, extras = rows
         if valid is None:
@@ -250,7 +250,7 @@ def play(
             chosen = None if key is None else jax.random.fold_in(key, t)
             action, remembered, _ = act(params, remembered, flat(observation), chosen)
             action = action if agents is None else per_agent(action)
-            keys = randomness.split(jax.random.fold_in(world_key, t), count)
+            keys = prng.split(jax.random.fold_in(world_key, t), count)
             following, led_to = jax.vmap(environment.step)(keys, state, action)
             ended = (led_to.terminated | led_to.truncated).reshape(count, -1)
             reward = led_to.reward.reshape(count, -1)

@@ -14,7 +14,7 @@ import math
 import jax
 import jax.numpy as jnp
 
-from longhaul import randomness
+from longhaul import prng
 from longhaul.types import Key
 
 ROUNDS = 6
@@ -40,9 +40,9 @@ def permutation(key: Key, n: int) -> jax.Array:
     """
     b = _factor(n)
     if b < SMALLEST_FACTOR:
-        return jnp.argsort(randomness.bits(key, (n,))).astype(jnp.int32)
+        return jnp.argsort(prng.bits(key, (n,))).astype(jnp.int32)
     a = n // b
-    seeds = randomness.bits(key, (ROUNDS,))
+    seeds = prng.bits(key, (ROUNDS,))
     index = jnp.arange(n, dtype=jnp.uint32)
     left, right = index // b, index % b
     for i in range(0, ROUNDS, 2):

@@ -16,12 +16,12 @@ from typing import Any, NamedTuple, Protocol
 
 import jax
 
-from longhaul.forms import Action as Action
-from longhaul.forms import Box as Box
-from longhaul.forms import Discrete as Discrete
-from longhaul.forms import Masked as Masked
-from longhaul.forms import Measure as Measure
-from longhaul.forms import MultiDiscrete as MultiDiscrete
+from longhaul.spaces import Action as Action
+from longhaul.spaces import Box as Box
+from longhaul.spaces import Discrete as Discrete
+from longhaul.spaces import Masked as Masked
+from longhaul.spaces import Measure as Measure
+from longhaul.spaces import MultiDiscrete as MultiDiscrete
 
 PyTree = Any
 Key = jax.Array

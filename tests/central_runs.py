@@ -12,29 +12,29 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from longhaul.central import states, wire
-from longhaul.central.client import play, straight
-from longhaul.central.credentials import NOBODY
-from longhaul.central.grpc_lane import GrpcLane, GrpcLine
-from longhaul.central.inference import Inference
-from longhaul.central.lane import Lane
-from longhaul.central.places import Places
-from longhaul.central.server import Server
-from longhaul.central.shared_lane import SharedLane, SharedLine
-from longhaul.central.states import NOTHING, Keeps
-from longhaul.central.streaming import run
-from longhaul.central.trajectories import Trajectories
-from longhaul.central.wire import Codec
-from longhaul.envs import host
+from longhaul.envs.host import registry
+from longhaul.envs.host.vector import HostVector
+from longhaul.runtime.credentials import NOBODY
+from longhaul.topologies.inference_server import env_state, frames
+from longhaul.topologies.inference_server.actor import play, straight
+from longhaul.topologies.inference_server.env_state import NOTHING, Keeps
+from longhaul.topologies.inference_server.frames import Codec
+from longhaul.topologies.inference_server.grpc_streams import run
+from longhaul.topologies.inference_server.grpc_transport import GrpcLane, GrpcLine
+from longhaul.topologies.inference_server.policy import Inference
+from longhaul.topologies.inference_server.server import Server
+from longhaul.topologies.inference_server.shm_transport import SharedLane, SharedLine
+from longhaul.topologies.inference_server.trajectory_buffer import Trajectories
+from longhaul.topologies.inference_server.transport import Lane
+from longhaul.topologies.places import Places
 from longhaul.types import Algorithm, Spec
-from longhaul.vectors import HostVector
 
 Make = Callable[[int, int], HostVector]
 """(actor, slot) -> the environments of a group."""
 
 UNTIL = 10**6
 
-POLES = host.describe("numpy/longhaul.envs.batched:cartpole")
+POLES = registry.describe("numpy/longhaul.envs.batched:cartpole")
 
 
 class Sizes(NamedTuple):
@@ -76,8 +76,8 @@ def site(
     """Open until the block is left; then all its threads have ended."""
     host = make(0, 0)
     names: tuple[str, ...] = ()
-    size, kept = states.size(host, host.reset(0)) if sizes.staleness == 0 else 0, dict[int, np.ndarray]()
-    layout = wire.layout(host.spec, host.columns, names)
+    size, kept = env_state.size(host, host.reset(0)) if sizes.staleness == 0 else 0, dict[int, np.ndarray]()
+    layout = frames.layout(host.spec, host.columns, names)
     codec = Codec(layout, Keeps(size, sizes.steps) if size else NOTHING)
     policy = algorithm.policy(jax.jit(algorithm.init)(jax.random.key(0)))
     with ExitStack() as closed:
@@ -125,7 +125,7 @@ def site(
 def _until_gone(work: Callable[[], None], line: Any) -> None:
     try:
         work()
-    except (ConnectionError, wire.WireError, Gone):
+    except (ConnectionError, frames.WireError, Gone):
         pass
     finally:
         if isinstance(line, SharedLine):

@@ -14,7 +14,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from longhaul.types import Action, Box, Discrete, Key, Masked, Measure, MultiDiscrete, Spec, TimeStep, transition
+from longhaul.spaces import Action, Box, Discrete, Masked, Measure, MultiDiscrete
+from longhaul.types import Key, Spec, TimeStep, transition
 
 MODULUS = 4096
 NONSENSE = -1e4

@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from longhaul.checkpoint import Checkpoints
+from longhaul.training.checkpoint.checkpoint import Checkpoints
 
 
 def bits(leaf: Any) -> tuple:

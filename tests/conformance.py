@@ -13,7 +13,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from longhaul.types import Box, Discrete, Environment, Masked, Measure, MultiDiscrete, Spec, TimeStep
+from longhaul.spaces import Box, Discrete, Masked, Measure, MultiDiscrete
+from longhaul.types import Environment, Spec, TimeStep
 
 WORLDS = 3
 

@@ -96,12 +96,12 @@ def runs_dir(tmp_path: Path) -> Path:
 @pytest.fixture
 def longhaul(capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     """(words) -> (exit code, stdout, stderr) of the command in this process, in an empty folder."""
-    from longhaul import cli  # after the hook above
+    from longhaul.cli import main  # after the hook above
 
     monkeypatch.chdir(tmp_path)
 
     def run(*words: str) -> tuple[int, str, str]:
-        code = cli.main(list(words))
+        code = main.main(list(words))
         out, err = capsys.readouterr()
         return code, out, err
 

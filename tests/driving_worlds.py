@@ -9,11 +9,12 @@ from typing import Any
 import jax
 import numpy as np
 
-from longhaul.datasets.log import VEHICLE
-from longhaul.driving.bank import Bank, stack
-from longhaul.driving.scenario import CELL, Scenario
-from longhaul.driving.simulator import Config, Simulator, driving
-from longhaul.driving.tables import Tables
+from longhaul.driving.datasets.log import VEHICLE
+from longhaul.driving.scenario.bank import Bank, stack
+from longhaul.driving.scenario.scenario import CELL, Scenario
+from longhaul.driving.sim.config import Config
+from longhaul.driving.sim.simulator import Simulator, driving
+from longhaul.driving.sim.tables import Tables
 
 LANE = 5.0
 """Metres from the middle of the road to its edge."""

@@ -16,10 +16,10 @@ from typing import Any
 
 import numpy as np
 
-from longhaul.actors.crew import Crew
-from longhaul.actors.desk import Shapes
-from longhaul.actors.memory import Leaf
-from longhaul.actors.tickets import Rule, Ticket
+from longhaul.runtime.shared_memory import Leaf
+from longhaul.topologies.actor_learner.actor_pool import Crew
+from longhaul.topologies.actor_learner.shared_buffers import Shapes
+from longhaul.topologies.staleness import Rule, Ticket
 
 SHAPES = Shapes(
     weights=(Leaf((3,), "float32"), Leaf((), "int32")),

@@ -25,10 +25,13 @@ FULL, CHANCE = "FAULTS_FULL", "FAULTS_CHANCE"
 def main() -> int:
     import pytest
 
-    from longhaul import checkpoint, cli, processes, telemetry
+    from longhaul.cli import main as cli
+    from longhaul.runtime.launch import local
+    from longhaul.telemetry import sinks
+    from longhaul.training.checkpoint import checkpoint
     from tests import nan_worlds
 
-    processes.PROGRAM = (sys.executable, "-m", "tests.faults")
+    local.PROGRAM = (sys.executable, "-m", "tests.faults")
     patch = pytest.MonkeyPatch()
     if CHANCE in os.environ and "train" in sys.argv[1:2]:
         nan_worlds.add(patch, "poisonous", float(os.environ[CHANCE]))
@@ -41,7 +44,7 @@ def main() -> int:
                 raise OSError(errno.ENOSPC, "")
             return write(descriptor, data)
 
-        patch.setattr(telemetry.os, "write", filling)
+        patch.setattr(sinks.os, "write", filling)
     return cli.main(sys.argv[1:])
 
 

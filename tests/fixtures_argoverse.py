@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from longhaul.datasets.log import LANE_STREET, Log
+from longhaul.driving.datasets.log import LANE_STREET, Log
 
 
 def write(log: Log, folder: Path) -> Path:

@@ -15,8 +15,8 @@ from typing import Any
 
 import numpy as np
 
-from longhaul.datasets import tfrecord
-from longhaul.datasets.log import (
+from longhaul.driving.datasets import tfrecord
+from longhaul.driving.datasets.log import (
     CROSSWALK,
     CYCLIST,
     DRIVEWAY,
@@ -34,7 +34,7 @@ from longhaul.datasets.log import (
     Path,
     Tracks,
 )
-from longhaul.datasets.wire import encode, encode_varint
+from longhaul.driving.datasets.protobuf import encode, encode_varint
 
 LENGTH = 200.0
 EAST, WEST = -1.75, 1.75

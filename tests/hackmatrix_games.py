@@ -9,11 +9,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from longhaul.envs.hackmatrix import boards, reward, world
-from longhaul.envs.hackmatrix import canonical_boards as drawn
-from longhaul.envs.hackmatrix import canonical_world as c
-from longhaul.envs.hackmatrix.canonical import Canonical, canonical
-from longhaul.envs.hackmatrix.world import DATA, QUESTION
+from longhaul.envs.hackmatrix import board_generation, reward
+from longhaul.envs.hackmatrix import state as world
+from longhaul.envs.hackmatrix.state import DATA, QUESTION
+from longhaul.envs.hackmatrix.swift_rules import board_generation as drawn
+from longhaul.envs.hackmatrix.swift_rules import state as c
+from longhaul.envs.hackmatrix.swift_rules.environment import Canonical, canonical
 
 LANES = 64
 Place = tuple[int, int]
@@ -108,7 +109,7 @@ class World:
             spawn[cell] = rest[0] if rest and kind != QUESTION else count
         for (row, col), amounts in (money or {}).items():
             credits[6 * row + col], energy[6 * row + col] = amounts
-        own = boards.pack(kinds, points, program, spawn, credits, energy).astype(np.int32)
+        own = board_generation.pack(kinds, points, program, spawn, credits, energy).astype(np.int32)
         self.bank = bank(own.tobytes(), drawn.words((kinds > 0)[None])[0].tobytes())
         self.fixes = fixes
         start = jax.tree.map(lambda x: x[0], _first())

@@ -1,4 +1,4 @@
-"""The contract of `longhaul.vectors.HostVector`, as a check that any vector can be put through."""
+"""The contract of `longhaul.envs.host.vector.HostVector`, as a check that any vector can be put through."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from longhaul.forms import Box, Discrete, Leaf, Masked, MultiDiscrete, action_shape, leaves, mapped
-from longhaul.vectors import HostSpec, HostStep, HostVector, Slot, slot
+from longhaul.envs.host.vector import HostSpec, HostStep, HostVector, Slot, slot
+from longhaul.spaces import Box, Discrete, Leaf, Masked, MultiDiscrete, action_shape, leaves, mapped
 
 Make = Callable[[], HostVector]
 

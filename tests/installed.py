@@ -7,8 +7,8 @@ from importlib.util import find_spec
 
 import pytest
 
-from longhaul import recipes
-from longhaul.experiment import Named
+from longhaul.config import recipes
+from longhaul.config.run import Named
 
 ATARI = pytest.mark.skipif(
     find_spec("ale_py") is None or find_spec("gymnasium") is None,

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 
-from longhaul.datasets.log import VEHICLE, Feature, Lights, Log, Tracks
-from longhaul.driving.scenario import Scenario
+from longhaul.driving.datasets.log import VEHICLE, Feature, Lights, Log, Tracks
+from longhaul.driving.scenario.scenario import Scenario
 
 ORIGIN = np.array([4321.5, -987.25, 12.0])
 

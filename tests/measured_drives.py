@@ -6,9 +6,9 @@ from typing import Any
 
 import numpy as np
 
-from longhaul.datasets.log import LANE_BIKE, Feature
-from longhaul.driving.lanes import INFERRED
-from longhaul.driving.scenario import Scenario
+from longhaul.driving.datasets.log import LANE_BIKE, Feature
+from longhaul.driving.scenario.lane_graph import INFERRED
+from longhaul.driving.scenario.scenario import Scenario
 from tests import reference_driving as reference
 
 SLACK = 0.015

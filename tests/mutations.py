@@ -24,8 +24,10 @@ from typing import Any
 import google_crc32c
 import numpy as np
 
-from longhaul.datasets import packing, shards, tfrecord, wire
-from longhaul.driving.compile import compile_log
+from longhaul.driving.datasets import protobuf, tfrecord
+from longhaul.driving.scenario.compile import compile_log
+from longhaul.driving.shards import record as packing
+from longhaul.driving.shards import shard
 from tests import fixtures_argoverse, fixtures_nuplan
 from tests import fixtures_logs as made
 
@@ -89,15 +91,15 @@ def damage_fields(payload: bytes, random: np.random.Generator) -> bytes:
     start, stop, spans = 0, len(payload), []
     for _ in range(random.integers(1, 6)):
         try:
-            found = list(wire.fields(payload, start, stop))
-        except wire.Malformed:
+            found = list(protobuf.fields(payload, start, stop))
+        except protobuf.Malformed:
             break
         if not found:
             break
         begins = [start, *(field.stop for field in found[:-1])]
         choice = int(random.integers(0, len(found)))
         spans = [(begins[choice], found[choice]), *spans]
-        if found[choice].wire != wire.BYTES:
+        if found[choice].wire != protobuf.BYTES:
             break
         start, stop = found[choice].start, found[choice].stop
     if not spans:
@@ -109,24 +111,25 @@ def damage_fields(payload: bytes, random: np.random.Generator) -> bytes:
         b"",
         whole * 2,
         whole * 200,
-        wire.encode(number, int(random.integers(-(2**62), 2**62))),
-        wire.encode(number, float(random.choice([np.nan, np.inf, 1e308, -1e8, 0.0]))),
-        wire.encode(number, np.float32(random.choice([np.nan, np.inf, 1e30, -1.0]))),
-        wire.encode(number, random.bytes(int(random.integers(0, 100)))),
-        wire.encode(number, b"\x80" * 1000),
-        wire.encode(number, whole),
-        wire.encode_varint(field.number << 3 | wire.BYTES) + wire.encode_varint(2 ** int(random.integers(20, 64))),
+        protobuf.encode(number, int(random.integers(-(2**62), 2**62))),
+        protobuf.encode(number, float(random.choice([np.nan, np.inf, 1e308, -1e8, 0.0]))),
+        protobuf.encode(number, np.float32(random.choice([np.nan, np.inf, 1e30, -1.0]))),
+        protobuf.encode(number, random.bytes(int(random.integers(0, 100)))),
+        protobuf.encode(number, b"\x80" * 1000),
+        protobuf.encode(number, whole),
+        protobuf.encode_varint(field.number << 3 | protobuf.BYTES)
+        + protobuf.encode_varint(2 ** int(random.integers(20, 64))),
     ]
     data = payload[:begin] + replaced[int(random.integers(0, len(replaced)))] + payload[field.stop :]
     return data if random.integers(0, 2) else _relength(data, [each for _, each in spans], len(data) - len(payload))
 
 
-def _relength(data: bytes, spans: list[wire.Field], change: int) -> bytes:
+def _relength(data: bytes, spans: list[protobuf.Field], change: int) -> bytes:
     """Lengths of the messages around a change set right where they keep their width: the damage gets to the inside."""
     out = bytearray(data)
     for field in spans:
-        old = wire.encode_varint(field.stop - field.start)
-        new = wire.encode_varint(max(field.stop - field.start + change, 0))
+        old = protobuf.encode_varint(field.stop - field.start)
+        new = protobuf.encode_varint(max(field.stop - field.start + change, 0))
         if len(old) == len(new) and bytes(out[field.start - len(old) : field.start]) == old:
             out[field.start - len(old) : field.start] = new
     return bytes(out)
@@ -367,8 +370,8 @@ class Sources:
         self.db = fixtures_nuplan.write(longer, where).read_bytes()
         self.chart = next(where.rglob("*.gpkg")).read_bytes()
         self.chart_name = f"maps/{fixtures_nuplan.CITY}/9.15.1915/map.gpkg"
-        shards.write_records(where / "a.lhs", [("straight", self.record)])
-        self.entry = shards.open(where / "a.lhs").entries[:1].tobytes()
+        shard.write_records(where / "a.lhs", [("straight", self.record)])
+        self.entry = shard.open(where / "a.lhs").entries[:1].tobytes()
         self.makers: dict[str, Callable[[np.random.Generator], Files]] = {
             "womd-example": self._records("womd-example"),
             "womd-scenario": self._records("womd-scenario"),
@@ -415,11 +418,11 @@ class Sources:
 
 def shelved(record: bytes, entry: bytes) -> bytes:
     """A shard of one record, whose place and checksums are right; what else the index says is `entry`'s."""
-    row = np.frombuffer(entry, shards.ENTRY).copy()
-    row["offset"], row["length"], row["crc"] = shards.HEAD_BYTES, len(record), google_crc32c.value(record)
+    row = np.frombuffer(entry, shard.ENTRY).copy()
+    row["offset"], row["length"], row["crc"] = shard.HEAD_BYTES, len(record), google_crc32c.value(record)
     index = row.tobytes() + b'["straight"]'
-    check, end = google_crc32c.value(index), shards.HEAD_BYTES + len(record)
-    head = shards.HEAD.pack(shards.MAGIC, shards.VERSION, 1, end, len(index), check)
+    check, end = google_crc32c.value(index), shard.HEAD_BYTES + len(record)
+    head = shard.HEAD.pack(shard.MAGIC, shard.VERSION, 1, end, len(index), check)
     return head + struct.pack("<I", google_crc32c.value(head)) + record + index
 
 

@@ -10,7 +10,8 @@ import jax.numpy as jnp
 import pytest
 
 from longhaul.envs import registry
-from longhaul.types import Environment, Key, Measure, Spec, TimeStep
+from longhaul.spaces import Measure
+from longhaul.types import Environment, Key, Spec, TimeStep
 
 
 @dataclass(frozen=True)

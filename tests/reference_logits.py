@@ -13,8 +13,8 @@ from typing import Any
 
 import numpy as np
 
-from longhaul.reasoning import hub
-from longhaul.reasoning.model import Config, RopeScaling, shapes
+from longhaul.reasoning import huggingface
+from longhaul.reasoning.transformer import Config, RopeScaling, shapes
 from longhaul.types import Params
 
 STORED = Path(__file__).with_name("reasoning_logits.npz")
@@ -51,13 +51,13 @@ def params(config: Config) -> Params:
     return {name: made(name, shape) for name, shape in ours.items() if name != "layers"} | {"layers": layers}
 
 
-def by_transformers(config: Config, shard_bytes: int = hub.SHARD_BYTES) -> np.ndarray:
+def by_transformers(config: Config, shard_bytes: int = huggingface.SHARD_BYTES) -> np.ndarray:
     """Logits [2, 24, 31] of a model that `hub.save` wrote and transformers loaded."""
     import torch
     from transformers import AutoModelForCausalLM
 
     with tempfile.TemporaryDirectory() as folder:
-        hub.save(folder, config, params(config), shard_bytes=shard_bytes)
+        huggingface.save(folder, config, params(config), shard_bytes=shard_bytes)
         model, told = AutoModelForCausalLM.from_pretrained(
             folder, dtype=torch.float32, attn_implementation="eager", output_loading_info=True
         )

@@ -10,12 +10,14 @@ from typing import Any
 import jax
 import pytest
 
-from longhaul import ahead, ending, folders, telemetry, training
-from longhaul import run as runs
 from longhaul.algorithms import ppo
-from longhaul.provenance import params_sha256
-from longhaul.run import BEGINNING, Assembly, Named, Origin, Run
+from longhaul.config import resolve as runs
+from longhaul.config.resolve import Assembly
+from longhaul.config.run import BEGINNING, Named, Origin, Run
+from longhaul.runtime.provenance import params_sha256
+from longhaul.telemetry import sinks
 from longhaul.topologies import fused
+from longhaul.training import finish, loop, precompile, run_dir
 
 TIMES = ("wall_seconds", "sps")
 """What may differ between records of two runs that are the same."""
@@ -39,19 +41,19 @@ def small(**changes: Any) -> Run:
     return runs.resolve(Run("small", **(settings | changes)))
 
 
-def begin(run: Run, folder: Path) -> training.Outcome:
+def begin(run: Run, folder: Path) -> loop.Outcome:
     """Trains from the start in a new folder."""
     folder.mkdir(parents=True)
-    return training.train(run, folder, resumed=False)
+    return loop.train(run, folder, resumed=False)
 
 
-def resume(folder: Path) -> training.Outcome:
-    return training.train(folders.load_run(folder), folder, resumed=True)
+def resume(folder: Path) -> loop.Outcome:
+    return loop.train(run_dir.load_run(folder), folder, resumed=True)
 
 
 def records(folder: Path) -> list[dict[str, Any]]:
     """The records of a run, without the times."""
-    return [{k: v for k, v in r.items() if k not in TIMES} for r in telemetry.read(folder / "metrics.jsonl")]
+    return [{k: v for k, v in r.items() if k not in TIMES} for r in sinks.read(folder / "metrics.jsonl")]
 
 
 def result(folder: Path) -> dict[str, Any]:
@@ -101,8 +103,8 @@ def make_quick(patch: pytest.MonkeyPatch) -> None:
         for name, params in (("trained", policy), ("untrained", untrained)):
             yield name, {"digest": params_sha256(params)}, []
 
-    patch.setattr(ahead, "assemble", assemble_once)
-    patch.setattr(ending, "evaluations", digests)
+    patch.setattr(precompile, "assemble", assemble_once)
+    patch.setattr(finish, "evaluations", digests)
     patch.setattr(fused, "compiled", compiled_once)
     patch.setattr(Assembly, "start", start_once)
 

@@ -17,10 +17,10 @@ from typing import NamedTuple
 import numpy as np
 import pytest
 
-from longhaul.sync.lanes import connect, serve, shared, tcp
-from longhaul.sync.lanes.base import Lane, Source
-from longhaul.sync.lanes.folder import FolderLane
-from longhaul.sync.receiver import Receiver
+from longhaul.weight_sync.receiver import Receiver
+from longhaul.weight_sync.transports import connect, serve, shared_memory, tcp
+from longhaul.weight_sync.transports.base import Lane, Source
+from longhaul.weight_sync.transports.folder import FolderLane
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -50,7 +50,7 @@ def way(kind: str, folder: Path) -> Way:
             False,
         )
     name = f"@longhaul-test-{os.getpid()}-{next(_number)}"
-    return Way(lambda: shared.lane(name), lambda: connect(f"shm:{name}", name="test"))
+    return Way(lambda: shared_memory.lane(name), lambda: connect(f"shm:{name}", name="test"))
 
 
 def _free() -> str:

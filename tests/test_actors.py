@@ -17,18 +17,20 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from longhaul import acting, learners, rollout, training
-from longhaul import mesh as meshes
-from longhaul.actors.crew import Crew
-from longhaul.actors.settings import Acting
-from longhaul.actors.tickets import Rule, Ticket
-from longhaul.algorithms import ppo
+from longhaul import rollout
+from longhaul.algorithms import ppo, registry
+from longhaul.config.run import Named, RunError
 from longhaul.environment import vectorise
 from longhaul.envs import probes
-from longhaul.records import Sums
 from longhaul.rollout import collector, join
-from longhaul.run import Named, RunError
-from longhaul.topologies import actors, fused
+from longhaul.runtime import mesh as meshes
+from longhaul.telemetry.aggregate import Sums
+from longhaul.topologies import fused
+from longhaul.topologies.actor_learner import learner
+from longhaul.topologies.actor_learner.actor_pool import Crew
+from longhaul.topologies.actor_learner.config import Acting
+from longhaul.topologies.staleness import Rule, Ticket
+from longhaul.training import actor_learner, loop
 from longhaul.types import Algorithm, Progress
 from tests.chaos import Chaos
 from tests.small_runs import after, begin, make_quick, records, result, resume, small
@@ -58,21 +60,21 @@ def by_fused(devices: int) -> tuple[list[np.ndarray], list[np.ndarray], dict[str
     return plain(progress.state), plain(progress.carry), jax.device_get(rows)
 
 
-Made = tuple[actors.Program, actors.Acting, Algorithm, Callable[[], Progress]]
+Made = tuple[learner.Program, learner.Acting, Algorithm, Callable[[], Progress]]
 
 
 @functools.cache
 def parts(devices: int, count: int) -> Made:
     algorithm, mesh = simple(), meshes.make_mesh(devices)
     collector_in = of_chaos(algorithm, WORLDS // count)
-    enter = actors.entering(collector_in, count)
+    enter = learner.entering(collector_in, count)
 
     def start() -> Progress:
         return fused.start(algorithm, enter, (), jax.random.key(0), mesh)
 
     begun = start()
-    does = actors.acting(collector_in(()), jax.eval_shape(algorithm.policy, begun.state))
-    return actors.compiled(algorithm, does, join, begun, mesh, actors=count), does, algorithm, start
+    does = learner.acting(collector_in(()), jax.eval_shape(algorithm.policy, begun.state))
+    return learner.compiled(algorithm, does, join, begun, mesh, actors=count), does, algorithm, start
 
 
 def run(made: Made, rule: Rule, make: Any = None) -> tuple[list[np.ndarray], list[np.ndarray], dict[str, np.ndarray]]:
@@ -80,9 +82,9 @@ def run(made: Made, rule: Rule, make: Any = None) -> tuple[list[np.ndarray], lis
     rows, begun = [], start()
     if rule.pinned:
         past = tuple(np.zeros(does.shapes.weight_bytes, np.uint8) for _ in range(rule.pinned))
-        begun = begun._replace(carry=actors.Flight(begun.carry, past))
+        begun = begun._replace(carry=learner.Flight(begun.carry, past))
     with closing(Crew(rule, does.shapes, make or (lambda actor: does.collect), kind="thread")) as crew:
-        calls = actors.actors(program, crew, begun, actors.weights_of(algorithm), updates=UPDATES)
+        calls = learner.actors(program, crew, begun, learner.weights_of(algorithm), updates=UPDATES)
         for progress, n, row in calls:
             assert n == 1
             rows.append(jax.device_get(row))
@@ -170,14 +172,14 @@ def test_joined_rollouts_are_those_of_one_wide_collector() -> None:
 def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
     """See `make_quick`; the learner, too, is compiled once."""
     make_quick(monkeypatch)
-    made: list[acting.Prepared] = []
-    prepare = acting.prepare
+    made: list[actor_learner.Prepared] = []
+    prepare = actor_learner.prepare
 
-    def once(*args: Any) -> acting.Prepared:
+    def once(*args: Any) -> actor_learner.Prepared:
         made.extend([] if made else [prepare(*args)])
         return made[0]
 
-    monkeypatch.setattr(acting, "prepare", once)
+    monkeypatch.setattr(actor_learner, "prepare", once)
 
 
 @pytest.mark.slow
@@ -248,8 +250,8 @@ def test_actors_find_the_values_of_the_probes(name: str, algorithm: str, bound: 
         num_envs=16, num_steps=32, total_steps=16 * 32 * 300 * (probe.environment.spec.agents or 1), save_interval=None,
     )  # fmt: skip
     begin(made, tmp_path / "run")
-    _, policy, _ = training.restore_policy(tmp_path / "run")
-    value = learners.critic(probe.environment.spec, made.algorithm)
+    _, policy, _ = loop.restore_policy(tmp_path / "run")
+    value = registry.critic(probe.environment.spec, made.algorithm)
     for seen, worth in probe.value:
         observation = jax.tree.map(lambda x: jnp.asarray(x)[None], seen)
         assert float(value(policy, (), observation)[0]) == pytest.approx(worth, abs=0.1)

@@ -10,16 +10,16 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from longhaul import learners
-from longhaul import mesh as meshes
-from longhaul import run as runs
-from longhaul.algorithms import apg
-from longhaul.driving import drivers, dynamics
-from longhaul.driving.dynamics import Drive, Motion
+from longhaul.algorithms import apg, registry
+from longhaul.config import resolve as runs
+from longhaul.config.run import Named, Run, RunError
+from longhaul.driving.sim import controllers, dynamics
+from longhaul.driving.sim.dynamics import Drive, Motion
 from longhaul.environment import time_limit, vectorise
 from longhaul.rollout import pathwise
-from longhaul.run import Named, Run, RunError
-from longhaul.types import Box, Discrete, Key, Measure, Spec, TimeStep, transition
+from longhaul.runtime import mesh as meshes
+from longhaul.spaces import Box, Discrete, Measure
+from longhaul.types import Key, Spec, TimeStep, transition
 
 PUSH, COST, STEPS, GAMMA = 0.5, 1.0, 8, 0.95
 
@@ -62,7 +62,7 @@ def cost(gain: np.ndarray) -> np.ndarray:
 def collected() -> Any:
     """(algorithm, its beginning, (policy, carry, key) -> (carry, data), compiled once)."""
     config = apg.Config(lr=2e-2, gamma=GAMMA, hidden_dim=16, num_layers=1)
-    algorithm = learners.make(REGULATOR.spec, config, updates=300, mean=meshes.identity)
+    algorithm = registry.make(REGULATOR.spec, config, updates=300, mean=meshes.identity)
     collect = pathwise(vectorise(REGULATOR, 32), algorithm.act, algorithm.memory, steps=STEPS, gamma=GAMMA)
     begun = algorithm.init(jax.random.key(0)), collect.start(jax.random.key(1))
     return algorithm, begun, jax.jit(lambda policy, carry, key: collect.collect(policy, carry, key, jnp.int32(0))[:2])
@@ -119,7 +119,7 @@ def test_drivings_own_dynamics_have_their_gradient() -> None:
     @jax.jit
     @jax.value_and_grad
     def place(actions: jax.Array) -> jax.Array:
-        step = lambda now, action: (drivers.act(now, action, limits, dt, "bicycle", "continuous"), None)  # noqa: E731
+        step = lambda now, action: (controllers.act(now, action, limits, dt, "bicycle", "continuous"), None)  # noqa: E731
         motion = jax.lax.scan(step, begun, actions)[0].motion
         return motion.x + 2.0 * motion.y
 
@@ -132,7 +132,7 @@ def test_drivings_own_dynamics_have_their_gradient() -> None:
 
 def test_what_has_no_gradient_is_refused() -> None:
     with pytest.raises(ValueError, match="APG learns a vector"):
-        learners.make(replace(Regulator().spec, action=Discrete(3)), apg.Config(), updates=1, mean=meshes.identity)
+        registry.make(replace(Regulator().spec, action=Discrete(3)), apg.Config(), updates=1, mean=meshes.identity)
     for changes, message in (
         ({"topology": "actors"}, "--topology is actors, and gradients"),
         ({"algorithm": apg.Config(gamma=1.5)}, "--gamma is 1.5; it must lie in 0 to 1"),

@@ -8,9 +8,10 @@ from typing import Any
 
 import pytest
 
-from longhaul import cli, commands, recipes
-from longhaul.folders import save_run
-from longhaul.run import resolve
+from longhaul.cli import main, train
+from longhaul.config import recipes
+from longhaul.config.resolve import resolve
+from longhaul.training.run_dir import save_run
 from tests import fixtures_logs
 from tests.command_line import assert_refused, tree
 
@@ -166,7 +167,7 @@ def test_debug_shows_the_traceback_and_the_line(longhaul: Any) -> None:
         (OSError(28, "No space left on device", "runs/x"), 2, f"runs/x: {FULL}"),
         (OSError(28, "No space left on device"), 2, FULL),
         (ValueError("bad \x1b[31mword"), 2, "bad ?[31mword"),
-        (ValueError("x" * 2000), 2, "x" * cli.LONGEST + " ..."),
+        (ValueError("x" * 2000), 2, "x" * main.LONGEST + " ..."),
         (KeyboardInterrupt(), 1, "interrupted; nothing was saved"),
         (KeyError("k"), 1, "KeyError: 'k'"),
         (AssertionError(), 1, "AssertionError"),
@@ -178,5 +179,5 @@ def test_what_goes_wrong_decides_the_exit_code(
     def fail(words: Sequence[str]) -> int:
         raise error
 
-    monkeypatch.setattr(commands, "show_envs", fail)
+    monkeypatch.setattr(train, "show_envs", fail)
     assert longhaul("envs") == (code, "", f"longhaul: error: {line}\n")

@@ -7,9 +7,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as some
 
-from longhaul.central import episodes
-from longhaul.central.batcher import Rule, bucket, buckets, decide
-from longhaul.central.places import AHEAD, Place, Places
+from longhaul.topologies.inference_server import episodes
+from longhaul.topologies.inference_server.batcher import Rule, bucket, buckets, decide
+from longhaul.topologies.places import AHEAD, Place, Places
 
 RULE = Rule(slots=2, most=8, deadline=0.002)
 

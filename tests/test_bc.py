@@ -11,20 +11,22 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from longhaul import learners, recordings, worlds
-from longhaul import mesh as meshes
-from longhaul import run as runs
-from longhaul.algorithms import bc
-from longhaul.datasets.log import BadData
-from longhaul.driving import drivers, dynamics
-from longhaul.driving.dynamics import Drive, Motion
+from longhaul.algorithms import bc, registry
+from longhaul.config import resolve as runs
+from longhaul.config.run import Driving, Named, Run, RunError
+from longhaul.driving import scenario_source
+from longhaul.driving.datasets.log import BadData
+from longhaul.driving.sim import controllers, dynamics
+from longhaul.driving.sim.dynamics import Drive, Motion
 from longhaul.environment import advising, vectorise
 from longhaul.envs.probes import PROBES
-from longhaul.feed import feed
 from longhaul.rollout import Guide, collector
-from longhaul.run import Driving, Named, Run, RunError
+from longhaul.runtime import mesh as meshes
+from longhaul.spaces import Box, Discrete, Masked
 from longhaul.topologies import fused
-from longhaul.types import Box, Discrete, Guided, Masked, Rollout, Successors, TimeStep
+from longhaul.training import offline_data
+from longhaul.training.data import feed
+from longhaul.types import Guided, Rollout, Successors, TimeStep
 
 # ---------------------------------------------------------------------------------------------- the expert of a log
 
@@ -59,8 +61,8 @@ def _replayed(model: str, actions: str, begin: Motion, logged: Motion) -> jax.Ar
     limits, dt = dynamics.VEHICLE, jnp.float32(0.1)
 
     def step(now: Drive, aim: Motion) -> tuple[Drive, jax.Array]:
-        action = drivers.tell(now, aim, limits, dt, model, actions)
-        after = drivers.act(now, action, limits, dt, model, actions)
+        action = controllers.tell(now, aim, limits, dt, model, actions)
+        after = controllers.act(now, action, limits, dt, model, actions)
         return after, jnp.hypot(after.motion.x - aim.x, after.motion.y - aim.y)
 
     nothing = jnp.zeros_like(begin.x[0])
@@ -107,7 +109,7 @@ SETTINGS: dict[str, Any] = {"lr": 2e-2, "num_minibatches": 2, "hidden_dim": 16, 
 def test_an_expert_is_asked_everywhere_and_followed_in_his_worlds() -> None:
     probe = PROBES["successor"]()  # one of four places has a positive first number
     environment = Shown(probe.environment, jnp.int32(2), jnp.int32(1), Discrete(3))
-    algorithm = learners.make(environment.spec, bc.Config(**SETTINGS), updates=1, mean=meshes.identity)
+    algorithm = registry.make(environment.spec, bc.Config(**SETTINGS), updates=1, mean=meshes.identity)
     guide = Guide(advising(environment, 8), 0.5)
     collect = collector(vectorise(environment, 8), algorithm.act, algorithm.memory, steps=16, guide=guide)
     policy = algorithm.policy(algorithm.init(jax.random.key(0)))
@@ -129,7 +131,7 @@ def test_a_vector_is_cloned_where_it_is_known() -> None:
     best = jnp.array([[0.5, 1.0], [-1.0, 4.0], [0.0, 2.0], [jnp.nan, 1e9]], jnp.float32)
     known = seen[..., 3] == 0.0
     spec = replace(PROBES["successor"]().environment.spec, action=Box((-1.0, 0.0), (1.0, 4.0)))
-    algorithm = learners.make(spec, bc.Config(**SETTINGS), updates=200, mean=meshes.identity)
+    algorithm = registry.make(spec, bc.Config(**SETTINGS), updates=200, mean=meshes.identity)
     nothing, never = jnp.zeros((4, 16)), jnp.zeros((4, 16), bool)
     extras = Guided((), seen @ jnp.where(jnp.isnan(best), 0.0, best), known, known)
     extras = extras._replace(action=jnp.where(known[..., None], extras.action, jnp.nan))
@@ -158,7 +160,7 @@ def test_recorded_steps_are_cloned_by_a_run(tmp_path: Path) -> None:
     rng = np.random.default_rng(0)
     seen = rng.uniform(-0.2, 0.2, (40, 10, 4)).astype(np.float32)
     action = (seen[..., 2] + 0.5 * seen[..., 3] > 0).astype(np.int64)
-    recordings.save(tmp_path / "a.npz", seen, action)
+    offline_data.save(tmp_path / "a.npz", seen, action)
     (tmp_path / "b").mkdir()
     for name, array in (("observation", seen[0]), ("action", action[0])):
         np.save(tmp_path / "b" / f"{name}.npy", array)
@@ -166,7 +168,7 @@ def test_recorded_steps_are_cloned_by_a_run(tmp_path: Path) -> None:
     config = bc.Config(recorded=files, lr=1e-2, hidden_dim=16, num_layers=1)
     run = Run("small", Named("cartpole"), config, total_steps=64 * 200, num_envs=8, num_steps=8, devices=1)
     run = runs.resolve(run)
-    found = recordings.read(files, runs.named(run.environment).spec)
+    found = offline_data.read(files, runs.named(run.environment).spec)
     assert found.rows == 410
     context = jax.tree.map(jnp.asarray, found)
     made = runs.assemble(run, lambda _: runs.named(run.environment), context)
@@ -194,12 +196,12 @@ def test_what_does_not_fit_is_said(tmp_path: Path) -> None:
         path = tmp_path / f"{i}.npz"
         np.savez(path, **{name: array for name, array in (good | changes).items() if array is not None})
         with pytest.raises(BadData, match=message):
-            recordings.read([str(path)], spec)
+            offline_data.read([str(path)], spec)
     (tmp_path / "text.npz").write_text("no zip")
     (tmp_path / "empty").mkdir()
     for name, message in (("text.npz", "can't be read"), ("empty", "holds no .npz"), ("gone", "no such file")):
         with pytest.raises(BadData, match=message):
-            recordings.read([str(tmp_path / name)], spec)
+            offline_data.read([str(tmp_path / name)], spec)
 
 
 def test_masks_and_names_of_parts_are_kept(tmp_path: Path) -> None:
@@ -207,14 +209,14 @@ def test_masks_and_names_of_parts_are_kept(tmp_path: Path) -> None:
     spec = probe.environment.spec
     shape = spec.observation.observation.shape
     seen, mask = np.ones((3, *shape), np.float32), np.array([[True, False, True]] * 3)[:, : spec.action.n]
-    recordings.save(tmp_path / "a.npz", Masked(seen, mask), np.zeros(3, int))
-    found = recordings.read([str(tmp_path / "a.npz")], spec)
+    offline_data.save(tmp_path / "a.npz", Masked(seen, mask), np.zeros(3, int))
+    found = offline_data.read([str(tmp_path / "a.npz")], spec)
     np.testing.assert_array_equal(found.observation.mask, mask)
     spec = replace(spec, observation={"far": spec.observation.observation, "near": spec.observation.observation})
-    recordings.save(tmp_path / "b.npz", {"far": seen, "near": 2.0 * seen}, np.zeros(3, int))
+    offline_data.save(tmp_path / "b.npz", {"far": seen, "near": 2.0 * seen}, np.zeros(3, int))
     with np.load(tmp_path / "b.npz") as arrays:
         assert sorted(arrays.files) == ["action", "observation/far", "observation/near"]
-    np.testing.assert_array_equal(recordings.read([str(tmp_path / "b.npz")], spec).observation["near"], 2.0)
+    np.testing.assert_array_equal(offline_data.read([str(tmp_path / "b.npz")], spec).observation["near"], 2.0)
 
 
 @pytest.mark.parametrize(
@@ -239,10 +241,11 @@ def test_without_a_record_nobody_is_there_to_imitate() -> None:
 @pytest.mark.slow
 def test_the_simulators_expert_drives_a_log_to_its_end() -> None:
     """Through the whole environment: everybody who takes his actions reaches the goal and touches nothing."""
-    from longhaul.driving.bank import stack
-    from longhaul.driving.simulator import Config, driving
+    from longhaul.driving.scenario.bank import stack
+    from longhaul.driving.sim.config import Config
+    from longhaul.driving.sim.simulator import driving
 
-    made = worlds.generated(1_000_000, 6, agents=1, horizon=None, workers=1)
+    made = scenario_source.generated(1_000_000, 6, agents=1, horizon=None, workers=1)
     environment = driving(stack(made, agents=1), Config(actions="continuous"))
 
     def roll(index: jax.Array) -> Any:

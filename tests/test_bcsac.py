@@ -10,12 +10,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from longhaul import learners
-from longhaul import mesh as meshes
-from longhaul.algorithms import sac
+from longhaul.algorithms import registry, sac
 from longhaul.envs.probes import PROBES
 from longhaul.replay import Sizes, Transitions
-from longhaul.types import Box, Discrete, Guided, Rollout, Spec, Successors
+from longhaul.runtime import mesh as meshes
+from longhaul.spaces import Box, Discrete
+from longhaul.types import Guided, Rollout, Spec, Successors
 
 SPEC: Spec = replace(PROBES["successor"]().environment.spec, action=Box((-1.0, 0.0), (1.0, 4.0)))
 
@@ -47,12 +47,12 @@ def test_what_can_not_work_is_refused() -> None:
         ({"imitation": 1.0, "expert_share": 0.0}, "expert_share"),
     ):
         with pytest.raises(ValueError, match=word):
-            learners.check(sac.Config(learning_starts=64, **changes), sizes)
+            registry.check(sac.Config(learning_starts=64, **changes), sizes)
     spec = replace(SPEC, action=Discrete(3))
     with pytest.raises(ValueError, match="--actions continuous"):
-        learners.make(spec, sac.Config(imitation=1.0), updates=1, mean=meshes.identity, sizes=sizes)
-    assert learners.guidance(sac.Config()) is None
-    assert learners.guidance(sac.Config(imitation=0.1, expert_share=0.5)) == 0.5
+        registry.make(spec, sac.Config(imitation=1.0), updates=1, mean=meshes.identity, sizes=sizes)
+    assert registry.guidance(sac.Config()) is None
+    assert registry.guidance(sac.Config(imitation=0.1, expert_share=0.5)) == 0.5
 
 
 @pytest.mark.slow
@@ -64,8 +64,8 @@ def test_the_expert_is_imitated_from_the_replay_and_others_are_not() -> None:
         hidden_dim=16, num_layers=1,
     )  # fmt: skip
     sizes = Sizes(1, columns, steps)
-    learners.check(config, sizes)
-    algorithm = learners.make(SPEC, config, updates=updates, mean=meshes.identity, sizes=sizes)
+    registry.check(config, sizes)
+    algorithm = registry.make(SPEC, config, updates=updates, mean=meshes.identity, sizes=sizes)
     place = np.arange(columns * steps).reshape(steps, columns) % 4
     best = np.array([[0.5, 1.0], [-0.8, 3.5], [0.0, 2.0], [0.9, 0.4]], np.float32)
     his = np.arange(columns) < 4

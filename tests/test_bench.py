@@ -12,10 +12,11 @@ import numpy as np
 import pytest
 
 from benchmarks import gpu
-from longhaul import bench, workloads
 from longhaul.algorithms import values
-from longhaul.driving import tables
-from longhaul.driving.dynamics import Motion
+from longhaul.bench import harness
+from longhaul.bench.cases import training
+from longhaul.driving.sim import tables
+from longhaul.driving.sim.dynamics import Motion
 from tests.driving_worlds import bank, line, scenario
 
 EXAMPLE = Path(os.environ.get("LONGHAUL_DATA", "../shared/data")) / "womd" / "motion_data_one_example.tfrecord"
@@ -46,7 +47,7 @@ def make_train(config):
 def check(record: dict[str, Any]) -> None:
     assert [field for field in record if field in FIELDS] == FIELDS
     assert json.loads(json.dumps(record)) == record
-    assert record["name"] in bench.NAMES
+    assert record["name"] in harness.NAMES
     assert record["unit"] in ("env steps", "agent steps", "world steps", "bytes")
     assert record["repeats"] >= 5
     for field in ("wall_seconds", "cpu_seconds", "compile_seconds"):
@@ -63,7 +64,7 @@ def test_ppo_cartpole_takes_turns_with_a_peer(tmp_path: Path) -> None:
 
     (tmp_path / "ppo.py").write_text(PEER)
     peer = {"peer_python": sys.executable, "peer_path": str(tmp_path)}
-    (record,) = bench.run("ppo-cartpole", num_envs=(4,), total_steps=3_000, **peer)
+    (record,) = harness.run("ppo-cartpole", num_envs=(4,), total_steps=3_000, **peer)
     check(record)
     assert record["steps"] == 2_560, "whole updates of 4 x 128 steps"
     assert record["config"]["devices"] == 1
@@ -92,7 +93,7 @@ def test_a_figure_ends_though_what_it_began_holds_its_output_open() -> None:
     import signal
     import sys
 
-    with bench.Worker([sys.executable, "-c", HOLDER], {}) as worker:
+    with harness.Worker([sys.executable, "-c", HOLDER], {}) as worker:
         child = int(worker.about["child"])
     assert worker.process.returncode == -signal.SIGKILL
     os.kill(child, signal.SIGKILL)  # ProcessLookupError where it was waited for
@@ -100,7 +101,7 @@ def test_a_figure_ends_though_what_it_began_holds_its_output_open() -> None:
 
 @pytest.mark.slow
 def test_driving_step_moves_all_objects() -> None:
-    (record,) = bench.run("driving-step", objects=(32,), batch=8, num_steps=8, scenarios=4)
+    (record,) = harness.run("driving-step", objects=(32,), batch=8, num_steps=8, scenarios=4)
     check(record)
     assert record["steps"] == 64
     assert 0.0 < record["speed"] < 35.0
@@ -112,7 +113,7 @@ def test_driving_step_moves_all_objects() -> None:
 @pytest.mark.skipif(not EXAMPLE.exists(), reason="no shared logs")
 def test_driving_on_logs_counts_agents_and_bytes() -> None:
     few = {"data": [str(EXAMPLE)], "objects": (32,), "batch": 4, "num_steps": 32, "devices": 1}
-    (record,) = bench.run("driving-env", agents=(3,), road_points=8, **few)
+    (record,) = harness.run("driving-env", agents=(3,), road_points=8, **few)
     check(record)
     assert record["unit"] == "agent steps"
     assert record["steps"] == 4 * 32 * 3
@@ -131,7 +132,7 @@ def test_driving_on_logs_counts_agents_and_bytes() -> None:
     ],
 )
 def test_whole_training_works(name: str, sizes: dict[str, Any], steps: int) -> None:
-    (record,) = bench.run(name, **sizes)
+    (record,) = harness.run(name, **sizes)
     check(record)
     assert record["steps"] == steps
     if name == "hackmatrix-ppo":
@@ -151,7 +152,7 @@ def test_all_objects_are_judged_and_absent_ones_are_not() -> None:
     logged = tables.slice_at(known, jnp.int32(0), jnp.int32(0))
     motion = Motion(logged[0], logged[1], logged[2], jnp.hypot(logged[3], logged[4]))
     zeros = jnp.zeros_like(logged[0])
-    moved, hit, off = jax.jit(lambda *a: workloads._all_objects(known, *a))(jnp.int32(0), motion, zeros, zeros)
+    moved, hit, off = jax.jit(lambda *a: training._all_objects(known, *a))(jnp.int32(0), motion, zeros, zeros)
     np.testing.assert_array_equal(np.flatnonzero(hit), [0, 1])
     np.testing.assert_array_equal(np.flatnonzero(off), [2])
     np.testing.assert_allclose(moved.x[:4], [0.5, 2.5, 30.5, 60.5], atol=2e-3)  # the log is rounded
@@ -159,11 +160,11 @@ def test_all_objects_are_judged_and_absent_ones_are_not() -> None:
 
 def test_what_can_not_be_measured_is_named(capfd: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(ValueError, match="no benchmark is named 'sack'; there are ppo-cartpole"):
-        next(bench.run("sack"))
+        next(harness.run("sack"))
     with pytest.raises(ValueError, match="4 repeats; a median of fewer than 5"):
-        next(bench.run("driving-step", repeats=4))
+        next(harness.run("driving-step", repeats=4))
     with pytest.raises(ValueError, match=r"^--num-envs is 9, which 2 devices can't share evenly"):
-        next(bench.run("hackmatrix-env", num_envs=9, devices=2))  # told by the figure's process, without a traceback
+        next(harness.run("hackmatrix-env", num_envs=9, devices=2))  # told by the figure's process, without a traceback
     assert capfd.readouterr().err == ""
 
 
@@ -190,18 +191,18 @@ def test_sizes_that_can_not_be_are_refused_before_anything_starts(
     monkeypatch: pytest.MonkeyPatch, name: str, sizes: dict[str, Any], line: str
 ) -> None:
     """Also where those of an earlier figure can be."""
-    monkeypatch.delattr(bench, "figure")
+    monkeypatch.delattr(harness, "figure")
     with pytest.raises(ValueError, match=f"^{line}"):
-        list(bench.run(name, **sizes))
+        list(harness.run(name, **sizes))
 
 
 def test_every_benchmark_has_sizes_a_workload_and_a_line() -> None:
-    assert list(bench.NAMES) == list(bench.CASES) == list(bench.WORKLOADS)
+    assert list(harness.NAMES) == list(harness.CASES) == list(harness.WORKLOADS)
 
 
 def test_figures_of_an_accelerator_are_ones_that_there_are() -> None:
     for _, name, sizes in gpu.FIGURES:
-        assert bench.CASES[name](**sizes), name
+        assert harness.CASES[name](**sizes), name
 
 
 @pytest.mark.parametrize(("backend", "rows"), [("cpu", 1_024), ("gpu", 65_536), ("tpu", 65_536)])

@@ -10,11 +10,11 @@ from typing import Any
 
 import pytest
 
-from longhaul import flags
-from longhaul.flags import FlagError
-from longhaul.run import RunError
-from longhaul.scaling import speed, speed_command
-from longhaul.scaling.speed import Cell
+from longhaul.bench.cases import hackmatrix_grid
+from longhaul.bench.cases.hackmatrix_grid import Cell
+from longhaul.cli import bench_hackmatrix, flags
+from longhaul.cli.flags import FlagError
+from longhaul.config.run import RunError
 from tests.test_bench import FIELDS
 
 
@@ -46,12 +46,12 @@ def made(cell: Cell, *, per_second: float = 20_000.0, commit: str = "c0ffee1234"
 
 
 def cells(*words: str) -> list[Cell]:
-    return speed_command.chosen(flags.parse("bench hackmatrix", "", {"": speed_command.FLAGS}, words).values)
+    return bench_hackmatrix.chosen(flags.parse("bench hackmatrix", "", {"": bench_hackmatrix.FLAGS}, words).values)
 
 
 def test_the_grid_is_the_documents_and_flags_narrow_it() -> None:
     grid = cells("--grid")
-    assert [(c.num_envs, c.num_steps) for c in grid[::2]] == list(speed.SIZES)
+    assert [(c.num_envs, c.num_steps) for c in grid[::2]] == list(hackmatrix_grid.SIZES)
     assert {c.precision for c in grid} == {"fp32", "bf16"} and len(grid) == 10
     assert cells() == [Cell("hackmatrix", 256, 128, "fp32")]
     assert cells("--precision", "bf16", "--num-envs", "64", "128", "--devices", "1") == [
@@ -76,11 +76,11 @@ def test_what_was_measured_is_kept_and_an_interruption_loses_one_cell(
         return made(cell)
 
     with pytest.raises(KeyboardInterrupt):
-        speed_command.measured(asked, path, interrupted)
+        bench_hackmatrix.measured(asked, path, interrupted)
     assert [one["config"]["precision"] for one in json.loads(Path(path).read_text())] == ["fp32", "bf16", "fp32"]
 
     again: list[Cell] = []
-    figures = speed_command.measured(asked, path, lambda cell: (again.append(cell), made(cell))[1])
+    figures = bench_hackmatrix.measured(asked, path, lambda cell: (again.append(cell), made(cell))[1])
     assert done + again == asked, "each cell once"
     assert [cell.same(figure) for cell, figure in zip(asked, figures, strict=True)] == [True] * 10
     assert json.loads(Path(path).read_text()) == figures
@@ -102,13 +102,13 @@ def test_a_file_of_something_else_is_not_overwritten(tmp_path: Path, text: str) 
     path = tmp_path / "other.json"
     path.write_text(text)
     with pytest.raises(FlagError, match="holds no figures of bench hackmatrix; name another file"):
-        speed_command.measured(cells(), str(path), made)
+        bench_hackmatrix.measured(cells(), str(path), made)
     assert path.read_text() == text
 
 
 def test_the_pages_table_has_the_figures() -> None:
     slow, fast = (made(Cell("hackmatrix", 256, 128, p), per_second=s) for p, s in (("bf16", 9e3), ("fp32", 21_234.5)))
-    lines = speed_command.page([slow, fast | {"commit": "c0ffee1234+"}]).splitlines()
+    lines = bench_hackmatrix.page([slow, fast | {"commit": "c0ffee1234+"}]).splitlines()
     assert {line.count("|") for line in lines[:4]} == {11}
     assert lines[2] == (
         "| 256 x 128 | bf16 | 4 x 2 | 60.0 (50.0) | 12.0 (11.0) | 9,000 | 87.7 | 1.50 | 5 / 15 / 80 | 3.09 |"
@@ -129,8 +129,8 @@ def test_each_change_is_compared_with_the_cell_that_lacks_it_alone() -> None:
         speed = envs * (2 if steps == 256 else 1) * (3 if precision == "bf16" else 1) / (devices or 0.5)
         return made(Cell("hackmatrix", envs, steps, precision, devices), per_second=float(speed))
 
-    sizes = [fast(*size, precision) for size in speed.SIZES for precision in speed.PRECISIONS]
-    rows = speed_command.compared([*sizes, fast(256, 128, devices=1)])
+    sizes = [fast(*size, precision) for size in hackmatrix_grid.SIZES for precision in hackmatrix_grid.PRECISIONS]
+    rows = bench_hackmatrix.compared([*sizes, fast(256, 128, devices=1)])
     assert [(row[0], row[3], row[4]) for row in rows] == [
         ("more environments", "8.00", "8.00"),
         ("longer rollouts", "2.00", "2.00"),
@@ -138,21 +138,23 @@ def test_each_change_is_compared_with_the_cell_that_lacks_it_alone() -> None:
         ("bf16", "3.00", "3.00"),
         ("bf16", "3.00", "3.00"),
     ]
-    assert speed_command.compared(sizes[:1]) == []
-    assert speed_command.page([*sizes, fast(256, 128, devices=1)]).count("\n| 256 x 128 |") == 2, "one device: compared"
+    assert bench_hackmatrix.compared(sizes[:1]) == []
+    assert bench_hackmatrix.page([*sizes, fast(256, 128, devices=1)]).count("\n| 256 x 128 |") == 2, (
+        "one device: compared"
+    )
 
 
 def test_the_page_is_written_between_its_marks_alone(tmp_path: Path) -> None:
     page = tmp_path / "page.md"
-    fresh = speed_command.placed(str(page), "longhaul bench hackmatrix --grid", "| old |\n")
+    fresh = bench_hackmatrix.placed(str(page), "longhaul bench hackmatrix --grid", "| old |\n")
     page.write_text(f"# Before\n\n{fresh}\nAfter\n")
-    assert speed_command.placed(str(page), "longhaul bench hackmatrix --grid", "| new |\n") == (
+    assert bench_hackmatrix.placed(str(page), "longhaul bench hackmatrix --grid", "| new |\n") == (
         "# Before\n\n<!-- begin: longhaul bench hackmatrix --grid -->\n| new |\n"
         "<!-- end: longhaul bench hackmatrix --grid -->\n\nAfter\n"
     )
     page.write_text("# A page without a place\n")
     with pytest.raises(FlagError, match="lacks the lines <!-- begin: longhaul bench"):
-        speed_command.placed(str(page), "longhaul bench hackmatrix --grid", "| new |\n")
+        bench_hackmatrix.placed(str(page), "longhaul bench hackmatrix --grid", "| new |\n")
 
 
 @pytest.mark.parametrize(
@@ -160,7 +162,7 @@ def test_the_page_is_written_between_its_marks_alone(tmp_path: Path) -> None:
     [((1.0, 3.0, 10.0), (0.1, 0.2, 0.7)), ((2.0, 1.0, 4.0), (0.5, 0.0, 0.5)), ((5.0, 6.0, 4.0), (5 / 6, 1 / 6, 0.0))],
 )
 def test_shares_sum_to_one_even_where_clocks_lie(seconds: Sequence[float], expected: Sequence[float]) -> None:
-    found = speed.shares(*seconds)
+    found = hackmatrix_grid.shares(*seconds)
     assert list(found) == ["environment", "inference", "learning"]
     assert found == pytest.approx(dict(zip(found, expected, strict=True)))
     assert math.isclose(sum(found.values()), 1.0)
@@ -168,7 +170,7 @@ def test_shares_sum_to_one_even_where_clocks_lie(seconds: Sequence[float], expec
 
 @pytest.mark.slow
 def test_a_real_cell() -> None:
-    found = speed.figure(Cell("cartpole", 4, 8, "fp32", 1))
+    found = hackmatrix_grid.figure(Cell("cartpole", 4, 8, "fp32", 1))
     assert [field for field in found if field in FIELDS] == FIELDS
     assert json.loads(json.dumps(found)) == found
     assert found["steps"] == 32 and found["device"] == "1 x cpu"
@@ -186,15 +188,15 @@ def test_a_real_cell() -> None:
 
 def test_too_few_repeats_are_refused() -> None:
     with pytest.raises(ValueError, match="4 repeats; a median of fewer than 5"):
-        speed.figure(Cell("cartpole", 4, 8, "fp32"), repeats=4)
+        hackmatrix_grid.figure(Cell("cartpole", 4, 8, "fp32"), repeats=4)
     with pytest.raises(FlagError, match="--repeats is 4"):
-        speed_command.run(["--repeats", "4"])
+        bench_hackmatrix.run(["--repeats", "4"])
 
 
 def test_asking_for_cells_leaves_the_devices_to_the_workers() -> None:
     """A GPU's memory, and a TPU as a whole, belongs to the first process that starts JAX on it."""
     program = (
-        "from longhaul.scaling import speed, speed_command\n"
+        "from longhaul.bench.cases import hackmatrix_grid as speed\nfrom longhaul.cli import bench_hackmatrix\n"
         "speed.cells('hackmatrix', speed.SIZES, speed.PRECISIONS, None)\n"
         "from jax._src import xla_bridge\n"
         "assert not xla_bridge.backends_are_initialized()\n"

@@ -11,14 +11,14 @@ from typing import Any
 
 import pytest
 
-from longhaul import caches, clock, compilation
+from longhaul.runtime import caches, clock, compile_cache
 
 # Trains a small run in a process of its own, where the store may be on.
 TRAIN = """
 import json, sys
 from pathlib import Path
 import jax
-from longhaul import training
+from longhaul.training import loop as training
 from tests.small_runs import small
 folder, names = Path(sys.argv[1]), []
 def note(event, seconds, fun_name="", **_):
@@ -32,7 +32,7 @@ training.train(small(total_steps=8 * 16 * 5, evaluation_episodes=1, threads=1), 
 
 KEEP = """
 import os, sys
-from longhaul import compilation
+from longhaul.runtime import compile_cache as compilation
 assert compilation.keep(1, on_cpu=True) is None
 import jax
 ledger = compilation.Ledger()
@@ -99,10 +99,10 @@ def test_a_run_compiles_its_update_once(cold: tuple[Path, dict[str, Any]]) -> No
 
 def test_with_other_threads_programs_are_others(cold: tuple[Path, dict[str, Any]]) -> None:
     """JAX's key does not tell them apart, and a program's sums depend on their number."""
-    assert compilation.part(1, on_cpu=True) != compilation.part(2, on_cpu=True)
-    assert compilation.part(1, on_cpu=False) == compilation.part(2, on_cpu=False) == ""
+    assert compile_cache.part(1, on_cpu=True) != compile_cache.part(2, on_cpu=True)
+    assert compile_cache.part(1, on_cpu=False) == compile_cache.part(2, on_cpu=False) == ""
     store, _ = cold
-    assert {path.parent.name for path in entries(store)} == {compilation.part(1, on_cpu=True)}
+    assert {path.parent.name for path in entries(store)} == {compile_cache.part(1, on_cpu=True)}
 
 
 @pytest.mark.slow
@@ -138,15 +138,15 @@ def test_where_it_lies(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("LONGHAUL_CACHE", "JAX_COMPILATION_CACHE_DIR", "XDG_CACHE_HOME"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("HOME", "/home/somebody")
-    assert compilation.root() == Path("/home/somebody/.cache/longhaul/xla")
+    assert compile_cache.root() == Path("/home/somebody/.cache/longhaul/xla")
     monkeypatch.setenv("XDG_CACHE_HOME", "/cache")
-    assert compilation.root() == Path("/cache/longhaul/xla")
+    assert compile_cache.root() == Path("/cache/longhaul/xla")
     monkeypatch.setenv("JAX_COMPILATION_CACHE_DIR", "/jax")
-    assert compilation.root() == Path("/jax")
+    assert compile_cache.root() == Path("/jax")
     monkeypatch.setenv("LONGHAUL_CACHE", "~/ours")
-    assert compilation.root() == Path("/home/somebody/ours")
+    assert compile_cache.root() == Path("/home/somebody/ours")
     monkeypatch.setenv("LONGHAUL_CACHE", "off")
-    assert compilation.root() is None
+    assert compile_cache.root() is None
 
 
 def test_the_longest_unused_go_first(tmp_path: Path) -> None:
@@ -168,8 +168,8 @@ def test_the_longest_unused_go_first(tmp_path: Path) -> None:
 
 def test_the_tests_have_no_store() -> None:
     """What was compiled yesterday proves nothing about the code of today."""
-    assert compilation.keep(1, on_cpu=True) is None
-    assert compilation.root() is None
+    assert compile_cache.keep(1, on_cpu=True) is None
+    assert compile_cache.root() is None
 
 
 def test_a_clock_splits_what_compiling_took(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -177,7 +177,7 @@ def test_a_clock_splits_what_compiling_took(monkeypatch: pytest.MonkeyPatch) -> 
     now = [100.0]
     monkeypatch.setattr(clock.time, "perf_counter", lambda: now[0])
     monkeypatch.setattr(clock, "age", lambda: now[0] - 90.0)
-    ledger = compilation.Ledger()
+    ledger = compile_cache.Ledger()
     try:
         ours = clock.Clock(ledger)
         with ours.compiling():
@@ -195,7 +195,7 @@ def test_a_clock_splits_what_compiling_took(monkeypatch: pytest.MonkeyPatch) -> 
 
 def test_age_counts_from_the_process() -> None:
     said = subprocess.run(
-        [sys.executable, "-c", "import time; time.sleep(0.5); from longhaul import clock; print(clock.age())"],
+        [sys.executable, "-c", "import time; time.sleep(0.5); from longhaul.runtime import clock; print(clock.age())"],
         capture_output=True, text=True, check=True,
     )  # fmt: skip
     assert float(said.stdout) >= 0.4

@@ -14,14 +14,14 @@ import numpy as np
 import pytest
 
 from longhaul.algorithms import ppo
-from longhaul.central import server as servers
-from longhaul.central import wire
-from longhaul.central.places import AHEAD
-from longhaul.envs import host
-from longhaul.envs.host_jax import JaxVector, Programs
+from longhaul.envs.host import registry
+from longhaul.envs.host.jax_vector import JaxVector, Programs
+from longhaul.envs.host.vector import HostStep, HostVector, Slot, specification
 from longhaul.envs.probes import PROBES, Probe
+from longhaul.topologies.inference_server import frames
+from longhaul.topologies.inference_server import server as servers
+from longhaul.topologies.places import AHEAD
 from longhaul.types import Algorithm
-from longhaul.vectors import HostStep, HostVector, Slot, specification
 from tests import central_runs, chaos
 from tests.central_runs import POLES, Gone, Site, Sizes, by_hand, site
 from tests.test_matrix import LEARNERS, check
@@ -30,7 +30,7 @@ SMALL = ppo.Config(hidden_dim=8, num_layers=1, num_minibatches=2, update_epochs=
 
 
 def poles(actor: int, slot: int) -> HostVector:
-    return host.make(POLES, Sizes().worlds)
+    return registry.make(POLES, Sizes().worlds)
 
 
 @cache
@@ -294,8 +294,8 @@ def test_garbage_in_shared_memory_ends_its_actor_alone(what: str) -> None:
     spec, algorithm = of_poles()
     with site(algorithm, spec, poles, Sizes(actors=2, staleness=None), begun=False) as here:
         ends = here.lane.join(1)  # type: ignore[attr-defined]
-        codec = wire.Codec(wire.layout(poles(0, 0).spec, 3))
-        from longhaul.central.shared_lane import FINALS, POSTED, SharedLine
+        codec = frames.Codec(frames.layout(poles(0, 0).spec, 3))
+        from longhaul.topologies.inference_server.shm_transport import FINALS, POSTED, SharedLine
 
         line = SharedLine(codec, 2, ends)
         central_runs.straight(line.post(0, 0))

@@ -9,12 +9,12 @@ from typing import Any
 
 import pytest
 
-from longhaul import ending, training
-from longhaul.actors.settings import Acting
-from longhaul.central.settings import Central
-from longhaul.records import Sums
-from longhaul.run import Named, Run, RunError
-from longhaul.topologies import central as topology
+from longhaul.config.run import Named, Run, RunError
+from longhaul.telemetry.aggregate import Sums
+from longhaul.topologies.actor_learner.config import Acting
+from longhaul.topologies.inference_server import learner as topology
+from longhaul.topologies.inference_server.config import Central
+from longhaul.training import finish, loop
 from tests.central_runs import POLES, processes
 from tests.small_runs import after, begin, records, result, resume, small
 
@@ -33,7 +33,7 @@ def test_a_killed_actor_is_replaced_and_a_run_goes_on_from_its_last_save(
 ) -> None:
     """An actor is killed in one update, the whole run stopped in a later one: each update is made once."""
     before, run, real = processes(), in_processes(), topology.central
-    monkeypatch.setattr(ending, "evaluations", lambda *args: iter(()))
+    monkeypatch.setattr(finish, "evaluations", lambda *args: iter(()))
     killed: list[int] = []
 
     def central(*args: Any, **options: Any) -> Any:
@@ -47,7 +47,7 @@ def test_a_killed_actor_is_replaced_and_a_run_goes_on_from_its_last_save(
 
     monkeypatch.setattr(topology, "central", central)
     folder = tmp_path / "run"
-    assert begin(run, folder).code == training.STOPPED
+    assert begin(run, folder).code == loop.STOPPED
     assert processes() == before, "something is left"
     killed.append(-1)
     assert resume(folder).code == 0
@@ -65,12 +65,12 @@ def test_a_killed_actor_is_replaced_and_a_run_goes_on_from_its_last_save(
 def test_a_run_without_staleness_that_was_stopped_ends_as_one_that_was_not(
     env: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(ending, "evaluations", lambda *args: iter(()))
+    monkeypatch.setattr(finish, "evaluations", lambda *args: iter(()))
     run = in_processes(environment=Named(env), acting=Acting(2, staleness=0), total_steps=8 * 16 * 12, log_interval=1)
     assert begin(run, tmp_path / "whole").code == 0
     with monkeypatch.context() as patch:
         patch.setattr(Sums, "add", after(5, lambda: signal.raise_signal(signal.SIGINT), Sums.add))
-        assert begin(run, tmp_path / "cut").code == training.STOPPED
+        assert begin(run, tmp_path / "cut").code == loop.STOPPED
     assert resume(tmp_path / "cut").code == 0
     assert result(tmp_path / "cut") == result(tmp_path / "whole")
     told = [[kept(row) for row in records(tmp_path / name)] for name in ("cut", "whole")]

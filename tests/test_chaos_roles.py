@@ -20,13 +20,15 @@ import jax
 import numpy as np
 import pytest
 
-from longhaul import acting, launch, serving
-from longhaul.actors.settings import Acting
-from longhaul.central.grpc_lane import PATH
-from longhaul.central.settings import Central
-from longhaul.feed import Feeding, feed
-from longhaul.run import Named, Run, assemble, prepare_devices
-from longhaul.topologies import central
+from longhaul.cli import launch
+from longhaul.config.resolve import assemble, prepare_devices
+from longhaul.config.run import Named, Run
+from longhaul.topologies.actor_learner.config import Acting
+from longhaul.topologies.inference_server import learner as central
+from longhaul.topologies.inference_server.config import Central
+from longhaul.topologies.inference_server.grpc_transport import PATH
+from longhaul.training import actor_learner, inference_server
+from longhaul.training.data import Feeding, feed
 from tests import faults
 from tests.small_runs import result, small
 from tests.wire_fuzz import malformed, observe
@@ -56,12 +58,12 @@ class Scene(NamedTuple):
 SCENES = {
     "actors": Scene(
         ("--topology", "actors", "--pin"),
-        "longhaul.actors.worker",
+        "longhaul.topologies.actor_learner.actor",
         {"kill actor": 8, "pause actor": 4, "hang actor": 3, "pause server": 2, "kill server": 3},
     ),
     "central": Scene(
         ("--topology", "central", "--lane", "grpc"),
-        "longhaul.central.client",
+        "longhaul.topologies.inference_server.actor",
         {"kill actor": 6, "pause actor": 4, "garbage": 4, "hang actor": 2, "pause server": 2, "kill server": 2},
     ),
 }
@@ -222,10 +224,12 @@ def opened(run: Run, closed: ExitStack) -> tuple[Iterator[Any], Callable[[], lis
     assembly = assemble(run, source.within, context)
     progress = assembly.start(run.seed, context)
     if run.topology == "actors":
-        made = acting.opened(run, assembly, acting.prepare(run, assembly, context, progress), progress, closed)
+        made = actor_learner.opened(
+            run, assembly, actor_learner.prepare(run, assembly, context, progress), progress, closed
+        )
         return made.calls, made.processes
-    prepared = serving.prepare(run, assembly, progress)
-    server, processes = serving.opened(run, prepared.serving, 0, closed, lambda line: None)
+    prepared = inference_server.prepare(run, assembly, progress)
+    server, processes = inference_server.opened(run, prepared.serving, 0, closed, lambda line: None)
     policy = central.local(jax.jit(assembly.algorithm.policy)(progress.state))
     return central.central(prepared.program, server, progress, policy, updates=assembly.updates), processes
 

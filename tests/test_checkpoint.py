@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
-from longhaul.checkpoint import Checkpoints
+from longhaul.training.checkpoint.checkpoint import Checkpoints
 from longhaul.types import Progress
 from tests.checkpoints import assert_same, fill, names, step_progress
 

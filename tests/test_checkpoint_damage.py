@@ -13,8 +13,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from longhaul import checkpoint
-from longhaul.checkpoint import CheckpointError, Checkpoints
+from longhaul.training.checkpoint import checkpoint
+from longhaul.training.checkpoint.checkpoint import CheckpointError, Checkpoints
 from tests.checkpoints import assert_same, fill, names, restore, step_progress
 
 

@@ -20,8 +20,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from longhaul import checkpoint
-from longhaul.checkpoint import CheckpointError, Checkpoints
+from longhaul.training.checkpoint import checkpoint
+from longhaul.training.checkpoint.checkpoint import CheckpointError, Checkpoints
 from tests.checkpoints import fill, full, names, restore, step_progress
 
 
@@ -144,7 +144,7 @@ def test_stopping_at_any_call_to_the_disk_leaves_the_old_or_the_new(
 SAVING = """
 import sys
 import time
-from longhaul.checkpoint import Checkpoints
+from longhaul.training.checkpoint.checkpoint import Checkpoints
 from tests.checkpoints import step_progress
 checkpoints = Checkpoints(sys.argv[1], keep=2)
 found = checkpoints.latest(step_progress(0, 300_000))

@@ -11,24 +11,24 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from longhaul.envs import classic
-from longhaul.types import Box, Discrete
+from longhaul.envs import classic_control
+from longhaul.spaces import Box, Discrete
 
 
 class Pair(NamedTuple):
     """One of ours and its model. `free` is how many steps both may run apart before float32 tells."""
 
-    make: Callable[..., classic.Classic]
+    make: Callable[..., classic_control.Classic]
     model: str
     free: int
 
 
 PAIRS = [
-    Pair(classic.cartpole, "CartPole-v1", 60),
-    Pair(classic.pendulum, "Pendulum-v1", 60),
-    Pair(classic.mountaincar, "MountainCar-v0", 200),
-    Pair(classic.mountaincar_continuous, "MountainCarContinuous-v0", 400),
-    Pair(classic.acrobot, "Acrobot-v1", 40),
+    Pair(classic_control.cartpole, "CartPole-v1", 60),
+    Pair(classic_control.pendulum, "Pendulum-v1", 60),
+    Pair(classic_control.mountaincar, "MountainCar-v0", 200),
+    Pair(classic_control.mountaincar_continuous, "MountainCarContinuous-v0", 400),
+    Pair(classic_control.acrobot, "Acrobot-v1", 40),
 ]
 each = pytest.mark.parametrize("pair", PAIRS, ids=[pair.model for pair in PAIRS])
 
@@ -39,7 +39,7 @@ def put(model: gymnasium.Env[Any, Any], physics: Any) -> None:
     model.unwrapped.state = tuple(state) if "MountainCar-v0" in str(model.spec) else state  # type: ignore[attr-defined]
 
 
-def draw(ours: classic.Classic, physics: Any, rng: np.random.Generator) -> Any:
+def draw(ours: classic_control.Classic, physics: Any, rng: np.random.Generator) -> Any:
     """An action for Gymnasium; one of a Box may be beyond its bounds, for clipping is part of the dynamics."""
     match ours.spec.action:
         case Discrete(n):
@@ -49,7 +49,7 @@ def draw(ours: classic.Classic, physics: Any, rng: np.random.Generator) -> Any:
     raise AssertionError
 
 
-def pump(ours: classic.Classic, physics: Any, rng: np.random.Generator) -> Any:
+def pump(ours: classic_control.Classic, physics: Any, rng: np.random.Generator) -> Any:
     """Pushes along the motion most of the time: so that goals, bounds and fast spins are met."""
     if rng.random() < 0.15:
         return draw(ours, physics, rng)
@@ -219,41 +219,45 @@ def test_the_limit_truncates_at_its_step_and_not_before(pair: Pair, limit: int) 
 
 
 def test_a_pole_that_falls_with_the_limit_is_terminated_only() -> None:
-    fallen = jnp.array([0.0, 0.0, classic.TILT - 1e-4, 3.0], jnp.float32)
+    fallen = jnp.array([0.0, 0.0, classic_control.TILT - 1e-4, 3.0], jnp.float32)
     for steps, limit in ((0, 1), (0, 500), (499, 500)):
-        ours = classic.cartpole(limit)
-        state, result = ours.step(jax.random.key(0), classic.ClassicState(fallen, jnp.int32(steps)), jnp.int32(1))
+        ours = classic_control.cartpole(limit)
+        state, result = ours.step(
+            jax.random.key(0), classic_control.ClassicState(fallen, jnp.int32(steps)), jnp.int32(1)
+        )
         assert (bool(result.terminated), bool(result.truncated), float(result.reward)) == (True, False, 1.0)
         assert not bool(ours.active(state))
 
 
-@pytest.mark.parametrize("position", [classic.LEFT, -1.18])
+@pytest.mark.parametrize("position", [classic_control.LEFT, -1.18])
 def test_the_wall_takes_the_speed_away(position: float) -> None:
     """Both cars at and near the wall, moving left: Gymnasium is asked the same."""
     for make, name, push in (
-        (classic.mountaincar, "MountainCar-v0", 0),
-        (classic.mountaincar_continuous, "MountainCarContinuous-v0", np.array([-1.0], np.float32)),
+        (classic_control.mountaincar, "MountainCar-v0", 0),
+        (classic_control.mountaincar_continuous, "MountainCarContinuous-v0", np.array([-1.0], np.float32)),
     ):
         ours, model = make(), gymnasium.make(name)
         model.reset(seed=0)
         physics = jnp.array([position, -0.05], jnp.float32)
         put(model, physics)
-        state, result = ours.step(jax.random.key(0), classic.ClassicState(physics, jnp.int32(0)), jnp.asarray(push))
+        state, result = ours.step(
+            jax.random.key(0), classic_control.ClassicState(physics, jnp.int32(0)), jnp.asarray(push)
+        )
         theirs = model.step(push)[0]
         np.testing.assert_allclose(result.observation, theirs, atol=1e-6)
-        np.testing.assert_allclose(state.physics, [classic.LEFT, 0.0], atol=1e-7)
+        np.testing.assert_allclose(state.physics, [classic_control.LEFT, 0.0], atol=1e-7)
         model.close()
 
 
 @pytest.mark.parametrize("make", [pair.make for pair in PAIRS])
-def test_an_episode_without_steps_is_refused(make: Callable[..., classic.Classic]) -> None:
+def test_an_episode_without_steps_is_refused(make: Callable[..., classic_control.Classic]) -> None:
     with pytest.raises(ValueError, match="max_steps is 0, but an episode has at least 1 step"):
         make(max_steps=0)
 
 
 def test_equal_settings_make_equal_environments() -> None:
     """So that what is compiled for one serves the other."""
-    assert classic.cartpole() == classic.cartpole()
-    assert hash(classic.cartpole()) == hash(classic.cartpole())
-    assert classic.cartpole() != classic.cartpole(499)
-    assert classic.cartpole() != classic.acrobot()
+    assert classic_control.cartpole() == classic_control.cartpole()
+    assert hash(classic_control.cartpole()) == hash(classic_control.cartpole())
+    assert classic_control.cartpole() != classic_control.cartpole(499)
+    assert classic_control.cartpole() != classic_control.acrobot()

@@ -14,9 +14,10 @@ from typing import Any, ClassVar
 
 import pytest
 
-from longhaul import cli, meanings, recipes, settings
-from longhaul.folders import save_run
-from longhaul.run import resolve
+from longhaul.cli import main, meanings, run_flags
+from longhaul.config import recipes
+from longhaul.config.resolve import resolve
+from longhaul.training.run_dir import save_run
 from tests import fixtures_logs
 from tests.command_line import assert_refused, in_process
 
@@ -26,7 +27,7 @@ from tests.command_line import assert_refused, in_process
 @pytest.mark.parametrize(
     ("words", "phrases"),
     [
-        ("--help", ["usage: longhaul COMMAND", *cli.COMMANDS, "Exit codes"]),
+        ("--help", ["usage: longhaul COMMAND", *main.COMMANDS, "Exit codes"]),
         ("train --help", ["usage: longhaul train RECIPE", *recipes.RECIPES]),
         ("evaluate --help", ["RUN", "--policy {run,untrained,idm,log,constant}", "--episodes INT", "--json PATH"]),
         ("render -h", ["--scenario TEXT", "--out PATH", ".gif"]),
@@ -57,9 +58,9 @@ def test_the_help_of_a_recipe_has_each_flag_with_its_default(longhaul: Any, reci
     code, out, _ = longhaul("train", recipe, "--help")
     assert code == 0
     words = " ".join(out.replace("│", " ").split())
-    for heading in settings.GROUPS:
+    for heading in run_flags.GROUPS:
         assert f"{heading} options" in words
-    for setting in settings.settings(recipes.recipe(recipe)):
+    for setting in run_flags.settings(recipes.recipe(recipe)):
         assert f"--{setting.flag.name}" in words
         assert "".join(meanings.HELP[setting.flag.name].split()) in "".join(words.split())
     assert f"agent steps to train for (default: {recipes.recipe(recipe).total_steps})" in words
@@ -118,7 +119,7 @@ def test_bench_prints_an_object_a_line(longhaul: Any, monkeypatch: pytest.Monkey
 
     import longhaul as package
 
-    monkeypatch.setitem(sys.modules, "longhaul.bench", Bench)
+    monkeypatch.setitem(sys.modules, "longhaul.bench.harness", Bench)
     monkeypatch.setattr(package, "bench", Bench, raising=False)
     code, out, _ = longhaul("bench", "ppo-cartpole", "--json", "b.json")
     assert code == 0

@@ -12,10 +12,14 @@ from pathlib import Path
 
 import pytest
 
-from longhaul import cluster, hosts, launch, membership, training
-from longhaul.cluster import Layout, Node, Wanted
-from longhaul.flags import FlagError
-from longhaul.hosts import Hosts, HostsError
+from longhaul.cli import launch
+from longhaul.cli.flags import FlagError
+from longhaul.runtime import process_group
+from longhaul.runtime.launch import ray as cluster
+from longhaul.runtime.launch import ray_cluster
+from longhaul.runtime.launch.ray import Layout, Node, Wanted
+from longhaul.runtime.process_group import Hosts, HostsError
+from longhaul.training import loop
 from tests import faults
 from tests.small_runs import records, result
 from tests.test_faults import undisturbed, words
@@ -83,11 +87,11 @@ def test_what_is_set_is_found() -> None:
     """And what of the launcher's variables its processes need, no other."""
     given = {"JAX_PLATFORMS": "cpu", "LONGHAUL_CACHE": "off", "HOME": "/home/a", "WANDB_API_KEY": "secret"}
     made = cluster.variables(3, 4, "10.0.0.7:4567", given)
-    told_by = f"{hosts.COORDINATOR}, {hosts.INDEX}, {hosts.COUNT}"
-    assert [hosts.find(each) for each in made] == [Hosts(i, 3, "10.0.0.7:4567", told_by) for i in range(3)]
-    ours = {hosts.DEVICES, hosts.COORDINATOR, hosts.INDEX, hosts.COUNT}
+    told_by = f"{process_group.COORDINATOR}, {process_group.INDEX}, {process_group.COUNT}"
+    assert [process_group.find(each) for each in made] == [Hosts(i, 3, "10.0.0.7:4567", told_by) for i in range(3)]
+    ours = {process_group.DEVICES, process_group.COORDINATOR, process_group.INDEX, process_group.COUNT}
     assert made[1].keys() == {"JAX_PLATFORMS", "LONGHAUL_CACHE"} | ours
-    assert made[1][hosts.DEVICES] == "4"
+    assert made[1][process_group.DEVICES] == "4"
 
 
 @pytest.mark.parametrize(
@@ -111,10 +115,11 @@ ray = pytest.mark.skipif(not Path("/proc/self/environ").exists(), reason="finds 
 
 LAUNCH = """
 import sys
-from longhaul import processes
+from longhaul.runtime.launch import local as processes
 if sys.argv[1]:
     processes.PROGRAM = (sys.executable, "-c", sys.argv[1])
-from longhaul import cli, launch
+from longhaul.cli import main as cli
+from longhaul.cli import launch
 if sys.argv[1]:
     launch.PAUSES = (0.01, 0.02)
     launch.again = lambda command, folder: [*command, "--resume", str(folder)]
@@ -224,7 +229,7 @@ def test_a_signal_saves_and_a_killed_process_comes_back(tmp_path: Path) -> None:
             faults.send("hit", signal.SIGKILL, (1,))
             wait_for(lambda: launch.newest_step(folder) >= 36, 900.0)
             launcher.terminate()
-            assert launcher.wait(600) == training.STOPPED, log.read_text()
+            assert launcher.wait(600) == loop.STOPPED, log.read_text()
         assert "process 1 was ended by SIGKILL" in log.read_text()
         with launched(log, "", *own, *words(tmp_path, updates, "--resume", "hit")) as launcher:
             assert launcher.wait(900) == 0, log.read_text()
@@ -236,6 +241,6 @@ def test_without_a_cluster_a_line_says_the_remedy() -> None:
     pytest.importorskip("ray")
     with (
         pytest.raises(HostsError, match=r"no Ray cluster can be joined at 127\.0\.0\.1:1 .*ray start --head"),
-        membership.joined("127.0.0.1:1"),
+        ray_cluster.joined("127.0.0.1:1"),
     ):
         pass

@@ -11,12 +11,12 @@ from typing import Any
 
 import pytest
 
-from longhaul import console, terminal
-from longhaul.console import Look
+from longhaul.cli.play import console, terminal
+from longhaul.cli.play.console import Look
+from longhaul.cli.play.episodes import Moment
+from longhaul.cli.play.session import Choice, Game, Playing
 from longhaul.envs.hackmatrix import screen
-from longhaul.envs.hackmatrix import world as w
-from longhaul.matches import Moment
-from longhaul.spectating import Choice, Game, Playing
+from longhaul.envs.hackmatrix import state as w
 from tests.test_screen import made
 from tests.test_terminal import Terminal
 
@@ -114,7 +114,8 @@ def test_an_agents_game_is_cut_and_its_end_is_shown_for_longer() -> None:
 STAND_IN = """
 import sys
 sys.path.insert(0, {root!r})
-from longhaul import cli, spectating
+from longhaul.cli import main as cli
+from longhaul.cli.play import session as spectating
 from tests import test_console
 spectating.game = lambda *_, **__: test_console.corridor(5)
 sys.exit(cli.main(["play", "hackmatrix"]))

@@ -5,8 +5,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from longhaul import convolutions, networks, partition
-from longhaul.precision import REMATS
+from longhaul.networks import actor_critic, conv
+from longhaul.networks.precision import REMATS
+from longhaul.runtime import partition
 
 ATARI = jax.ShapeDtypeStruct((4, 84, 84), jnp.uint8)
 
@@ -25,8 +26,8 @@ def _by_loops(x: np.ndarray, kernel: np.ndarray, stride: int, before: int, after
     return found
 
 
-def _network(kind: str, seen: jax.ShapeDtypeStruct = ATARI, **options: object) -> networks.ActorCritic:
-    made = networks.actor_critic(seen, 6, torso=kind, begin="lecun", **options)  # type: ignore[arg-type]
+def _network(kind: str, seen: jax.ShapeDtypeStruct = ATARI, **options: object) -> actor_critic.ActorCritic:
+    made = actor_critic.actor_critic(seen, 6, torso=kind, begin="lecun", **options)  # type: ignore[arg-type]
     return made._replace(init=jax.jit(made.init), apply=jax.jit(made.apply))
 
 
@@ -42,13 +43,13 @@ def test_both_ways_agree_with_the_definition(length: int, side: int, stride: int
         *given, (stride, stride), padding, dimension_numbers=("NHWC", "HWIO", "NHWC")
     )  # fmt: skip
     np.testing.assert_allclose(direct, wanted, rtol=1e-4, atol=1e-4)
-    np.testing.assert_allclose(convolutions.by_product(*given, stride, padding), wanted, rtol=1e-4, atol=1e-4)
+    np.testing.assert_allclose(conv.by_product(*given, stride, padding), wanted, rtol=1e-4, atol=1e-4)
 
 
 def test_the_greatest_is_over_three_by_three() -> None:
     x = np.random.default_rng(1).normal(size=(1, 5, 4, 2)).astype(np.float32)
     lines = np.pad(x, ((0, 0), (1, 1), (0, 1), (0, 0)), constant_values=-np.inf)  # SAME: 5 rows need 2 more, 4 need 1
-    found = np.asarray(convolutions.greatest(jnp.asarray(x)))
+    found = np.asarray(conv.greatest(jnp.asarray(x)))
     assert found.shape == (1, 3, 2, 2)
     for i in range(3):
         for j in range(2):
@@ -64,18 +65,18 @@ def test_parameters_are_as_many_as_the_papers_have() -> None:
         channels = outputs
     for kind, wanted in (("nature", nature + heads[512]), ("impala", impala + heads[256])):
         shapes = jax.eval_shape(_network(kind).init, jax.random.key(0))
-        assert networks.count(shapes) == wanted
+        assert actor_critic.count(shapes) == wanted
     board = jax.ShapeDtypeStruct((10, 10, 4), jnp.bool_)
     minatar = (3 * 3 * 4 * 16 + 16) + (8 * 8 * 16 * 128 + 128) + 128 * 6 + 6 + 128 + 1
     for norm in (False, True):  # a scale and a shift for each of 16 channels and 128 features
         shapes = jax.eval_shape(_network("minatar", board, norm=norm).init, jax.random.key(0))
-        assert networks.count(shapes) == minatar + norm * 2 * (16 + 128)
-    assert convolutions.sizes("nature", convolutions.image(ATARI)) == [(20, 20), (9, 9), (7, 7)]
-    assert convolutions.sizes("impala", convolutions.image(ATARI)) == [(42, 42), (21, 21), (11, 11)]
+        assert actor_critic.count(shapes) == minatar + norm * 2 * (16 + 128)
+    assert conv.sizes("nature", conv.image(ATARI)) == [(20, 20), (9, 9), (7, 7)]
+    assert conv.sizes("impala", conv.image(ATARI)) == [(42, 42), (21, 21), (11, 11)]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", convolutions.CONVOLUTIONS)
+@pytest.mark.parametrize("kind", conv.CONVOLUTIONS)
 def test_an_image_is_the_same_with_channels_first_or_last_in_bytes_or_shares(kind: str) -> None:
     rng = np.random.default_rng(2)
     first = rng.integers(0, 256, (2, 3, 4, 36, 40)).astype(np.uint8)  # [T, B, C, H, W]
@@ -92,7 +93,7 @@ def test_an_image_is_the_same_with_channels_first_or_last_in_bytes_or_shares(kin
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", convolutions.CONVOLUTIONS)
+@pytest.mark.parametrize("kind", conv.CONVOLUTIONS)
 def test_rematerialised_gradients_are_the_same_and_bf16_is_near(kind: str) -> None:
     seen = jax.ShapeDtypeStruct((36, 36, 2), jnp.uint8)
     frames = jnp.asarray(np.random.default_rng(3).integers(0, 256, (3, *seen.shape)), jnp.uint8)
@@ -132,7 +133,7 @@ def test_kernels_are_split_in_pairs_over_a_model_axis() -> None:
 )
 def test_what_is_no_image_is_refused_in_a_line(seen: object, kind: str, message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        networks.actor_critic(seen, 2, torso=kind)
+        actor_critic.actor_critic(seen, 2, torso=kind)
 
 
 @pytest.mark.slow

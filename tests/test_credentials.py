@@ -14,14 +14,14 @@ from typing import Any
 import numpy as np
 import pytest
 
-from longhaul.central import wire
-from longhaul.central.credentials import NOBODY, Credentials, check_bind, load, self_signed, split
-from longhaul.central.grpc_lane import PATH, GrpcLane, GrpcLine
-from longhaul.central.lane import Lost
-from longhaul.central.streaming import run
-from longhaul.central.wire import Codec, WireError
-from longhaul.forms import Box, Discrete, Leaf
-from longhaul.vectors import HostSpec
+from longhaul.envs.host.vector import HostSpec
+from longhaul.runtime.credentials import NOBODY, Credentials, check_bind, load, self_signed, split
+from longhaul.spaces import Box, Discrete, Leaf
+from longhaul.topologies.inference_server import frames
+from longhaul.topologies.inference_server.frames import Codec, WireError
+from longhaul.topologies.inference_server.grpc_streams import run
+from longhaul.topologies.inference_server.grpc_transport import PATH, GrpcLane, GrpcLine
+from longhaul.topologies.inference_server.transport import Lost
 from tests.wire_fuzz import BARE, CODEC, COLUMNS, SLOTS, hello, observe
 
 pytest.importorskip("grpc")
@@ -62,11 +62,11 @@ async def greet(lane: GrpcLane, credentials: Credentials = NOBODY, codec: Codec 
 
 def test_another_environment_is_refused_with_the_difference(lane: GrpcLane) -> None:
     others = {
-        "columns 7": wire.layout(HostSpec(CODEC.layout.form, Discrete(4)), 7),
-        "observation/1 float64 5": wire.layout(
+        "columns 7": frames.layout(HostSpec(CODEC.layout.form, Discrete(4)), 7),
+        "observation/1 float64 5": frames.layout(
             HostSpec(CODEC.layout.form | {"speed": Leaf((5,), np.dtype(float))}, Discrete(4)), COLUMNS
         ),
-        "action float32 1": wire.layout(HostSpec(CODEC.layout.form, Box((0.0,), (1.0,))), COLUMNS),
+        "action float32 1": frames.layout(HostSpec(CODEC.layout.form, Box((0.0,), (1.0,))), COLUMNS),
     }  # fmt: skip
     for word, layout in others.items():
         with pytest.raises(WireError, match=f"another environment: the server has .* where the actor has '{word}'"):
@@ -84,9 +84,9 @@ def test_an_actor_that_is_here_is_not_pushed_out_by_another_process(lane: GrpcLa
             await call.write(hello(2, name=99))
             answer = await call.read()
         await line.close()
-        head = wire.read(answer, CODEC.most)
-        assert (head.kind, head.step) == (wire.REFUSE, 1), "it may try again later"
-        return wire.text(answer)
+        head = frames.read(answer, CODEC.most)
+        assert (head.kind, head.step) == (frames.REFUSE, 1), "it may try again later"
+        return frames.text(answer)
 
     assert run(both()) == "actor 2 is here already"
 
@@ -100,7 +100,7 @@ def test_who_sends_more_than_is_due_is_ended_at_once(lane: GrpcLane) -> None:
             call = channel.stream_stream(PATH)()
             await call.write(hello(1))
             await call.read()
-            frame = wire.frame(*observe(rng, SLOTS, 1, 0))
+            frame = frames.frame(*observe(rng, SLOTS, 1, 0))
             try:
                 for sent in range(1, 100_000):
                     await call.write(frame)

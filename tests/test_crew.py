@@ -18,11 +18,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from longhaul import acting, live
-from longhaul.actors import crew as crews
-from longhaul.actors import desk as desks
-from longhaul.actors.crew import Crew, CrewError
-from longhaul.actors.tickets import Rule
+from longhaul.cli import live_status
+from longhaul.topologies.actor_learner import actor_pool as crews
+from longhaul.topologies.actor_learner import shared_buffers as desks
+from longhaul.topologies.actor_learner.actor_pool import Crew
+from longhaul.topologies.actor_process import CrewError
+from longhaul.topologies.staleness import Rule
+from longhaul.training import actor_learner
 from tests import fake_actors
 from tests.fake_actors import Plan
 
@@ -172,7 +174,7 @@ def test_who_always_fails_ends_the_run_with_its_words(tmp_path: Path, monkeypatc
 LEARNER = """
 import sys, time
 from pathlib import Path
-from longhaul.actors.tickets import Rule
+from longhaul.topologies.staleness import Rule
 from tests import fake_actors
 mine = fake_actors.crew(Rule(2, 0), {}, Path(sys.argv[1]), "process")
 fake_actors.begin(mine)
@@ -223,9 +225,9 @@ def test_what_actors_are_at_is_told_in_rows_and_a_table(tmp_path: Path, capsys: 
         told = mine.report()
     names = ("staleness_mean", "learner_wait", "actor_wait", "restarts", "environment_seconds")
     told |= {"staleness": 1, "kind": "thread", "metrics": dict.fromkeys(names, 0.25)}
-    told["bottleneck"] = acting.bottleneck(told["metrics"] | {"learner_wait": 0.5})
+    told["bottleneck"] = actor_learner.bottleneck(told["metrics"] | {"learner_wait": 0.5})
     (tmp_path / "live.json").write_text(json.dumps(told | {"time": told["time"] - 60.0}))
-    live.show(tmp_path)
+    live_status.show(tmp_path)
     shown = capsys.readouterr().out
     for words in (
         "0.25, bound 1",
@@ -236,13 +238,13 @@ def test_what_actors_are_at_is_told_in_rows_and_a_table(tmp_path: Path, capsys: 
     ):
         assert words in shown
     assert shown.count("\n") == 7 + 3
-    live.show(tmp_path / "nowhere")
+    live_status.show(tmp_path / "nowhere")
     assert capsys.readouterr().out == ""
 
 
 def test_the_bottleneck_is_whom_others_wait_for() -> None:
     waits = {"learner_wait": 0.1, "actor_wait": 0.6}
-    assert acting.bottleneck(waits) == "learner"
+    assert actor_learner.bottleneck(waits) == "learner"
     waits |= {"learner_wait": 0.9, "environment_seconds": 1.0, "inference_seconds": 3.0}
-    assert acting.bottleneck(waits) == "inference"
-    assert acting.bottleneck({"learner_wait": 0.9, "actor_wait": 0.6}) == "actors"
+    assert actor_learner.bottleneck(waits) == "inference"
+    assert actor_learner.bottleneck({"learner_wait": 0.9, "actor_wait": 0.6}) == "actors"

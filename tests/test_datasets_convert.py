@@ -16,9 +16,11 @@ from pathlib import Path
 
 import pytest
 
-from longhaul.datasets import convert, inspection, scenarios, shards, sources, tfrecord
-from longhaul.datasets.log import BadData
-from longhaul.driving.compile import compile_log
+from longhaul.driving import inspect_logs, scenario_files
+from longhaul.driving.datasets import readers, tfrecord
+from longhaul.driving.datasets.log import BadData
+from longhaul.driving.scenario.compile import compile_log
+from longhaul.driving.shards import convert, shard
 from tests import fixtures_logs as made
 from tests.test_datasets_shards import assert_close
 
@@ -48,7 +50,7 @@ def contents(folder: Path) -> dict[str, bytes]:
 
 
 def ids(folder: Path) -> list[list[str]]:
-    return [list(shards.open(path).ids) for path in sorted(folder.glob("*.lhs"))]
+    return [list(shard.open(path).ids) for path in sorted(folder.glob("*.lhs"))]
 
 
 def test_scenarios_keep_their_order_and_fill_the_shards(tmp_path: Path) -> None:
@@ -62,7 +64,7 @@ def test_scenarios_keep_their_order_and_fill_the_shards(tmp_path: Path) -> None:
     index = json.loads((tmp_path / "out" / "index.json").read_text())
     assert (index["scenarios"], index["bytes"], index["agents"], index["errors"]) == (12, report.bytes, 1, [])
     assert sum(each["bytes"] for each in index["shards"]) == report.bytes
-    assert_close(shards.open(tmp_path / "out" / "shard-00001.lhs")[1], compile_log(replace(LOG, id="2-2")))
+    assert_close(shard.open(tmp_path / "out" / "shard-00001.lhs")[1], compile_log(replace(LOG, id="2-2")))
 
 
 @pytest.mark.parametrize("per_shard", [1, 3, 4, 12, 100])
@@ -90,7 +92,7 @@ def test_a_conversion_stopped_at_any_write_goes_on(
     """Stopped before or after each shard gets its name, twice; then run to the end."""
     given = [str(logs_in(tmp_path / "in"))]
     whole = convert.convert(given, tmp_path / "whole", per_shard=5)
-    settle, left = shards.settle, writes
+    settle, left = shard.settle, writes
 
     def stop(folder: Path) -> None:
         nonlocal left
@@ -99,7 +101,7 @@ def test_a_conversion_stopped_at_any_write_goes_on(
         if left == 0:
             raise Killed
 
-    monkeypatch.setattr(shards, "settle", stop)
+    monkeypatch.setattr(shard, "settle", stop)
     for left in (writes, 1):
         with suppress(Killed):
             convert.convert(given, tmp_path / "out", per_shard=5)
@@ -115,7 +117,7 @@ def test_a_killed_process_leaves_what_goes_on(tmp_path: Path) -> None:
     folder = logs_in(tmp_path / "in")
     for number in range(5, 25):
         tfrecord.write(folder / f"{number:02d}.tfrecord", [made.scenario(replace(LOG, id=f"{number}"))] * 3)
-    call = "from longhaul.datasets.convert import convert; from pathlib import Path; import sys\n"
+    call = "from longhaul.driving.shards.convert import convert; from pathlib import Path; import sys\n"
     call += "if __name__ == '__main__': convert([sys.argv[1]], Path(sys.argv[2]), workers=2, per_shard=4)"
     program = tmp_path / "program.py"
     program.write_text(call)
@@ -238,7 +240,7 @@ def test_shards_are_data_as_logs_are(tmp_path: Path) -> None:
     folder = logs_in(tmp_path / "in")
     convert.convert([str(folder)], tmp_path / "out", per_shard=5, agents=3)
     both = [str(tmp_path / "out"), str(folder / "0.tfrecord")]
-    found = scenarios.load(both, agents=2, horizon=24)
+    found = scenario_files.load(both, agents=2, horizon=24)
     assert [each.id for each in found] == [*IDS, *IDS[:3]]
     stored, compiled = found[0], found[12]
     assert (stored.steps, stored.controlled.tolist()) == (24, compiled.controlled.tolist())
@@ -247,20 +249,20 @@ def test_shards_are_data_as_logs_are(tmp_path: Path) -> None:
     assert stored.pose.shape == compiled.pose.shape
     assert stored.light_state.shape[2] == 24
     with pytest.raises(BadData, match=r"shard-00000.lhs: record 0 of 5: was compiled for 3 .* fewer than 4"):
-        scenarios.load(both, agents=4)
+        scenario_files.load(both, agents=4)
     convert.convert([str(tmp_path / "out")], tmp_path / "again", per_shard=5, agents=3)
     names = [f"shard-0000{number}.lhs" for number in range(3)]
     assert [contents(tmp_path / "again")[name] for name in names] == [
         contents(tmp_path / "out")[name] for name in names
     ]
     with pytest.raises(BadData, match="compiled scenarios, no logs"):
-        list(sources.read(tmp_path / "out" / "shard-00000.lhs"))
-    report = inspection.inspect([str(tmp_path / "out")])
+        list(readers.read(tmp_path / "out" / "shard-00000.lhs"))
+    report = inspect_logs.inspect([str(tmp_path / "out")])
     assert (report["scenarios"], report["errors"]) == (12, 0)
     (first, *_) = report["files"][0]["scenarios"]
     expected = {"id": "0-0", "steps": 26, "tracks": 5, "vehicles": 3, "others": 0, "sdc_index": 0, "lanes": None}
     assert {name: first[name] for name in expected} == expected
-    assert list(first) == list(inspection.inspect([str(folder / "1.json")])["files"][0]["scenarios"][0])
+    assert list(first) == list(inspect_logs.inspect([str(folder / "1.json")])["files"][0]["scenarios"][0])
 
 
 def test_settings_are_those_of_compiling(tmp_path: Path) -> None:
@@ -272,7 +274,7 @@ def test_settings_are_those_of_compiling(tmp_path: Path) -> None:
         convert.convert(given, out, agents=4, **settings)  # type: ignore[arg-type]
         index = json.loads((out / "index.json").read_text())
         assert {name: index[name] for name in base} == settings
-        found = shards.open(out / "shard-00000.lhs")[0]
+        found = shard.open(out / "shard-00000.lhs")[0]
         expected = compile_log(replace(LOG, id=IDS[0]), agents=4, **settings)  # type: ignore[arg-type]
         assert found.control == settings["control"]
         assert_close(found, expected)

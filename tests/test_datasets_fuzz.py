@@ -14,11 +14,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from longhaul.datasets import sources, tfrecord
-from longhaul.datasets.log import LANE_STREET, BadData, Feature, Log
-from longhaul.datasets.packing import pack, unpack
-from longhaul.datasets.wire import Malformed
-from longhaul.driving import compile, lanes
+from longhaul.driving.datasets import readers, tfrecord
+from longhaul.driving.datasets.log import LANE_STREET, BadData, Feature, Log
+from longhaul.driving.datasets.protobuf import Malformed
+from longhaul.driving.scenario import compile, lane_graph
+from longhaul.driving.shards.record import pack, unpack
 from tests import fixtures_argoverse, mutations
 from tests import fixtures_logs as made
 
@@ -60,7 +60,7 @@ def damaged(payload: bytes, random: np.random.Generator) -> bytes:
 def attempt(path: Path) -> bool:
     """Whether the file could be read; anything but logs or one clear line is a failure of the test."""
     try:
-        for log in sources.read(path):
+        for log in readers.read(path):
             assert isinstance(log, Log)
             assert np.isfinite(log.tracks.position).all()
             assert log.tracks.valid[log.sdc].any()
@@ -198,11 +198,11 @@ def test_a_line_across_the_world_takes_no_time() -> None:
     """Found by fuzzing: a lane with one point ten thousand kilometres away was cut into pieces of ten metres."""
     log = made.make_log(STEPS, CURRENT)
     far = np.concatenate([log.features[0].points, [[1e8, 0.0, 0.5]]])
-    assert len(lanes.chop(far)) < len(far)
+    assert len(lane_graph.chop(far)) < len(far)
     scenario = compile.compile_log(replace(log, features=(Feature(1, LANE_STREET, far), *log.features[1:])))
     assert len(scenario.road.place) < 10_000
     points = np.stack([np.arange(100.0), np.zeros(100), np.zeros(100)], -1)
-    pieces = lanes.chop(points)
+    pieces = lane_graph.chop(points)
     assert [len(each) for each in pieces] == [11, 11, 11, 11, 11, 11, 11, 11, 11, 10]
     np.testing.assert_array_equal(np.concatenate([each[:-1] for each in pieces] + [points[-1:]]), points)
 

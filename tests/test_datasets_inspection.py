@@ -12,10 +12,12 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from longhaul.datasets import inspection, shards, sources, tfrecord
-from longhaul.driving import overview
-from longhaul.driving.compile import compile_log
-from longhaul.driving.frames import COLOURS
+from longhaul.driving import inspect_logs
+from longhaul.driving.datasets import readers, tfrecord
+from longhaul.driving.render import log_picture
+from longhaul.driving.render.frames import COLOURS
+from longhaul.driving.scenario.compile import compile_log
+from longhaul.driving.shards import shard
 from tests import fixtures_argoverse
 from tests import fixtures_logs as made
 
@@ -44,7 +46,7 @@ STRAIGHT = {
 def test_counts_of_every_format(tmp_path: Path) -> None:
     log = made.make_log()
     for kind, path in made.write_all(log, tmp_path).items():
-        report = inspection.inspect([str(path)])
+        report = inspect_logs.inspect([str(path)])
         assert json.loads(json.dumps(report)) == report
         bare = kind in ("womd-scenario", "scenarionet")  # these have speed limits, too
         expected = STRAIGHT | {"road_points": STRAIGHT["road_points"] - bare}
@@ -58,7 +60,7 @@ def test_counts_of_every_format(tmp_path: Path) -> None:
 
 def assert_ranges(ranges: dict[str, Any], limits: list[float] | None) -> None:
     """Those of the log that all formats hold: everybody's way over nine seconds, where it is known."""
-    assert tuple(ranges) == inspection.RANGES
+    assert tuple(ranges) == inspect_logs.RANGES
     expected = {
         "duration": 9.0,
         "dt": [0.1, 0.1],
@@ -84,8 +86,8 @@ def assert_ranges(ranges: dict[str, Any], limits: list[float] | None) -> None:
 
 def test_ranges_of_a_shard_are_those_of_its_scenarios(tmp_path: Path) -> None:
     path = tmp_path / "a.lhs"
-    shards.write(path, [compile_log(made.make_log())])
-    ranges = inspection.inspect([str(path)])["files"][0]["scenarios"][0]["ranges"]
+    shard.write(path, [compile_log(made.make_log())])
+    ranges = inspect_logs.inspect([str(path)])["files"][0]["scenarios"][0]["ranges"]
     assert (ranges["z"], ranges["speed_limit"], ranges["track_ids"]) == (None, None, None)
     assert ranges["duration"] == pytest.approx(8.0, abs=1e-5)
     assert ranges["x"] == pytest.approx([-10.0 + 10.0, 192.0 - 10.0], abs=0.02)  # from the ego at the current step
@@ -97,36 +99,36 @@ def test_pictures_show_every_body_and_the_whole_way(tmp_path: Path) -> None:
     """A log, and the shard made of it: in the picture there are pixels of each kind, at the ego's place its own."""
     log = made.make_log()
     for shown in (log, compile_log(log)):
-        drawn = overview.sketch(shown)
-        overview.save(shown, tmp_path / "a.png")
+        drawn = log_picture.sketch(shown)
+        log_picture.save(shown, tmp_path / "a.png")
         with Image.open(tmp_path / "a.png") as image:
             picture = np.asarray(image)
-        scale = overview.scale_of(drawn)
+        scale = log_picture.scale_of(drawn)
         assert picture.shape[1] == pytest.approx((drawn.high - drawn.low)[0] * scale, abs=2)
         x, y = (np.array([-drawn.low[0], drawn.high[1]]) * scale).astype(int)
         assert tuple(picture[y, x]) == COLOURS["ego"]
         for role in ("vehicle", "pedestrian", "cyclist", "road", "edge"):
             assert (picture == COLOURS[role]).all(-1).any(), role
-        overview.save(shown, tmp_path / "a.svg")
+        log_picture.save(shown, tmp_path / "a.svg")
         root = ET.fromstring((tmp_path / "a.svg").read_text())
-        assert len(root) == 2 + len(list(overview.visible(drawn)))
-        overview.save(shown, tmp_path / "a.html")
+        assert len(root) == 2 + len(list(log_picture.visible(drawn)))
+        log_picture.save(shown, tmp_path / "a.html")
         assert "straight" in (tmp_path / "a.html").read_text()
     with pytest.raises(ValueError, match=r"none of .png, .svg, .html"):
-        overview.save(log, tmp_path / "a.gif")
+        log_picture.save(log, tmp_path / "a.gif")
 
 
 def test_a_log_without_a_map_is_drawn(tmp_path: Path) -> None:
     log = made.make_log(11, 5)
     bare = replace(log, features=(), tracks=replace(log.tracks, valid=log.tracks.valid & (np.arange(6) == 2)[:, None]))
-    overview.save(bare, tmp_path / "a.png")
+    log_picture.save(bare, tmp_path / "a.png")
     with Image.open(tmp_path / "a.png") as picture:
         assert picture.size[0] > 100
 
 
 def test_what_a_format_does_not_have_is_null(tmp_path: Path) -> None:
     pytest.importorskip("pyarrow")
-    (file,) = inspection.inspect([str(fixtures_argoverse.write(made.make_log(), tmp_path))])["files"]
+    (file,) = inspect_logs.inspect([str(fixtures_argoverse.write(made.make_log(), tmp_path))])["files"]
     assert file["scenarios"][0].pop("ranges")["z"] is None
     lines, edges = 2 * 51 + 101, 4 + 4  # of each area the three sides that are not shared
     assert file["scenarios"] == [
@@ -142,7 +144,7 @@ def test_without_light_states_the_lights_are_null(tmp_path: Path) -> None:
         document["tl_states"] = lights
         path = tmp_path / "a.json"
         path.write_text(json.dumps(document))
-        assert inspection.inspect([str(path)])["files"][0]["scenarios"][0]["lights_max"] == expected
+        assert inspect_logs.inspect([str(path)])["files"][0]["scenarios"][0]["lights_max"] == expected
 
 
 def test_errors_are_reported_by_file_and_never_raised(tmp_path: Path) -> None:
@@ -152,7 +154,7 @@ def test_errors_are_reported_by_file_and_never_raised(tmp_path: Path) -> None:
     tfrecord.write(cut, [made.scenario(log)] * 2)
     cut.write_bytes(cut.read_bytes()[:-1])
     foreign.write_bytes(b"something else")
-    report = inspection.inspect([str(good), str(cut), str(foreign), str(tmp_path / "none"), str(good)])
+    report = inspect_logs.inspect([str(good), str(cut), str(foreign), str(tmp_path / "none"), str(good)])
     found = [(file["format"], len(file["scenarios"]), file["error"] is None) for file in report["files"]]
     assert found == [("gpudrive", 1, True), ("womd-scenario", 1, False), (None, 0, False), (None, 0, False)]
     assert (report["scenarios"], report["errors"]) == (2, 3)
@@ -220,7 +222,7 @@ def test_counts_of_real_logs(logs: Path, name: str) -> None:
         pytest.importorskip("pyarrow")
     if not (logs / name).exists():
         pytest.skip(f"no {name} among the real logs")
-    (file,) = inspection.inspect([str(logs / name)])["files"]
+    (file,) = inspect_logs.inspect([str(logs / name)])["files"]
     kind, expected = REAL[name]
     assert (file["format"], file["error"]) == (kind, None)
     (found,) = file["scenarios"]
@@ -228,7 +230,7 @@ def test_counts_of_real_logs(logs: Path, name: str) -> None:
 
 
 def test_the_counts_of_every_real_log_are_known(logs: Path) -> None:
-    found = {str(path.relative_to(logs)) for path in sources.expand([str(logs)])}
+    found = {str(path.relative_to(logs)) for path in readers.expand([str(logs)])}
     assert found <= set(REAL)
 
 
@@ -237,7 +239,7 @@ def test_ranges_of_real_logs_are_plausible(logs: Path) -> None:
     name = "womd/motion_data_one_scenario.tfrecord"
     if not (logs / name).exists():
         pytest.skip(f"no {name} among the real logs")
-    (file,) = inspection.inspect([str(logs / name)])["files"]
+    (file,) = inspect_logs.inspect([str(logs / name)])["files"]
     ranges = file["scenarios"][0]["ranges"]
     assert ranges["duration"] == pytest.approx(9.0, abs=0.01)
     assert ranges["speed_limit"][1] == pytest.approx(45 * 0.44704, abs=1e-3)  # miles an hour

@@ -12,13 +12,14 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from longhaul.datasets import geopackage, inspection, nuplan, nuplan_map, outlines, sources
-from longhaul.datasets.log import CROSSWALK, EDGE_BOUNDARY, STOP_SIGN, BadData, Log
-from longhaul.datasets.projection import transverse_mercator, utm
-from longhaul.datasets.wire import Malformed
-from longhaul.driving.bank import sample
-from longhaul.driving.compile import compile_log
-from longhaul.driving.edges import make_edges, signed_distance
+from longhaul.driving import inspect_logs
+from longhaul.driving.datasets import geopackage, lane_boundaries, nuplan, nuplan_map, readers
+from longhaul.driving.datasets.log import CROSSWALK, EDGE_BOUNDARY, STOP_SIGN, BadData, Log
+from longhaul.driving.datasets.projection import transverse_mercator, utm
+from longhaul.driving.datasets.protobuf import Malformed
+from longhaul.driving.scenario.bank import sample
+from longhaul.driving.scenario.compile import compile_log
+from longhaul.driving.scenario.road_edges import make_edges, signed_distance
 from tests import fixtures_logs as made
 from tests import fixtures_nuplan as fixture
 from tests.test_datasets_fuzz import damaged
@@ -127,7 +128,7 @@ def test_the_border_of_areas_that_overlap_and_have_holes() -> None:
     """Signs of points against the areas themselves, away from all borders."""
     square, other = fixture.ring(0, 40, 0, 40), fixture.ring(30, 60, 10, 50)
     areas = [[square, fixture.ring(5, 15, 5, 15)], [other[::-1], fixture.ring(45, 50, 30, 35)[::-1]], [square[:2]]]
-    found = outlines.edges([1, 2, 3], areas)
+    found = lane_boundaries.edges([1, 2, 3], areas)
     assert {each.id for each in found} == {1, 2}
     assert {each.kind for each in found} == {EDGE_BOUNDARY}
     points = np.random.default_rng(0).uniform(-10, 70, (3000, 2))
@@ -135,15 +136,15 @@ def test_the_border_of_areas_that_overlap_and_have_holes() -> None:
     distance = signed_distance(points, edges)
     clear = np.abs(distance) > 1.5  # where outlines cross, borders end within a piece of a metre
     closed = [[np.concatenate([ring, ring[:1]]) for ring in area] for area in areas[:2]]
-    on_road = np.logical_or.reduce([outlines.inside(points, area) for area in closed])
+    on_road = np.logical_or.reduce([lane_boundaries.inside(points, area) for area in closed])
     assert clear.sum() > 1500
     np.testing.assert_array_equal(distance[clear] < 0, on_road[clear])
 
 
 def test_areas_that_cost_too_much_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(outlines, "MOST_PAIRS", 1000)
+    monkeypatch.setattr(lane_boundaries, "MOST_PAIRS", 1000)
     with pytest.raises(Malformed, match="overlap too much"):
-        outlines.edges(range(9), [[fixture.ring(each, each + 100, each, each + 100)] for each in range(9)])
+        lane_boundaries.edges(range(9), [[fixture.ring(each, each + 100, each, each + 100)] for each in range(9)])
 
 
 ORDER = [2, 0, 1, 4, 5, 3]
@@ -165,7 +166,7 @@ def expected_log(log: Log) -> Log:
 
 def test_the_log_comes_back(tmp_path: Path) -> None:
     given = made.make_log()
-    ((kind, log),) = sources.scan(fixture.write(given, tmp_path))
+    ((kind, log),) = readers.scan(fixture.write(given, tmp_path))
     expected = expected_log(given)
     assert (kind, log.source, log.current, log.sdc, log.predict) == ("nuplan", "nuplan", 0, 0, ())
     assert log.id == fixture.frame_token(0).hex()
@@ -187,7 +188,7 @@ def test_the_log_comes_back(tmp_path: Path) -> None:
 
 def test_the_map_comes_with_it(tmp_path: Path) -> None:
     given = made.make_log()
-    (log,) = sources.read(fixture.write(given, tmp_path))
+    (log,) = readers.read(fixture.write(given, tmp_path))
     for lane in given.features[:3]:
         (found,) = (each for each in log.features if each.id == lane.id)
         np.testing.assert_allclose(found.points[:, :2], lane.points[:, :2] + fixture.ORIGIN[:2], atol=1e-6)
@@ -209,7 +210,7 @@ def test_the_map_comes_with_it(tmp_path: Path) -> None:
 
 def test_it_compiles_to_a_scenario(tmp_path: Path) -> None:
     """The ego drives on the road, meets its light, and the road's field has its sign."""
-    (log,) = sources.read(fixture.write(made.make_log(), tmp_path))
+    (log,) = readers.read(fixture.write(made.make_log(), tmp_path))
     scenario = compile_log(log, agents=2)
     assert scenario.steps == 91
     assert scenario.route_length[0] == pytest.approx(90.0, abs=0.05)
@@ -232,7 +233,7 @@ def long_log(seconds: float) -> Log:
 def windows(path: Path) -> Iterator[tuple[int, int]]:
     """First step and number of steps of each log of a file."""
     first = {fixture.frame_token(step).hex(): step for step in range(2000)}
-    for log in sources.read(path):
+    for log in readers.read(path):
         assert log.times[0] == 0
         np.testing.assert_allclose(np.diff(log.times), 0.1, atol=0.021)
         yield first[log.id], len(log.times)
@@ -260,7 +261,7 @@ def test_uneven_times_and_ten_hertz(tmp_path: Path) -> None:
         db.execute("UPDATE lidar_pc SET timestamp = timestamp + (timestamp / 50000 * 7919) % 17001 - 8500")
     ((_, count),) = windows(path)
     assert count == 81
-    (jittered,) = sources.read(path)
+    (jittered,) = readers.read(path)
     np.testing.assert_allclose(jittered.times, log.times, atol=0.018)
     seen = log.tracks.valid[0]
     expected = log.tracks.position[0, seen, 0] + fixture.ORIGIN[0]  # of the right point cloud, none 7 m beside it
@@ -276,34 +277,34 @@ def test_where_maps_are_looked_for(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     deep = tmp_path / "data" / "splits" / "mini"
     deep.mkdir(parents=True)
     path = fixture.write(log, deep)
-    assert len(list(sources.read(path))) == 1
+    assert len(list(readers.read(path))) == 1
     maps = tmp_path / "data" / "maps"
     (deep / "maps").rename(maps)
-    assert len(list(sources.read(path))) == 1  # above the log
+    assert len(list(readers.read(path))) == 1  # above the log
     maps.rename(tmp_path / "elsewhere")
     with pytest.raises(
         BadData, match=rf"its map '{fixture.CITY}' or 'las_vegas' is not beside it: set LONGHAUL_NUPLAN"
     ):
-        list(sources.read(path))
+        list(readers.read(path))
     monkeypatch.setenv(nuplan_map.FOLDER, str(tmp_path / "elsewhere"))
-    assert len(list(sources.read(path))) == 1
+    assert len(list(readers.read(path))) == 1
     city = tmp_path / "elsewhere" / fixture.CITY
     for version in ("9.9.1", "9.17.2"):
         (city / version).mkdir()
         (city / version / "map.gpkg").write_bytes(b"")
     assert nuplan_map.find(path, [fixture.CITY]).parent.name == "9.17.2"
     with pytest.raises(BadData, match=r"9.17.2/map.gpkg: no usable map of nuPlan"):
-        list(sources.read(path))
+        list(readers.read(path))
     monkeypatch.setenv(nuplan_map.FOLDER, str(tmp_path / "nowhere"))
     with pytest.raises(BadData, match=r"is not in .*nowhere, which LONGHAUL_NUPLAN_MAPS names"):
-        list(sources.read(path))
+        list(readers.read(path))
     with pytest.raises(BadData, match="the log names none"):
         nuplan_map.find(path, ["../../etc", "/etc", ".", ""])
 
 
 def test_counts(tmp_path: Path) -> None:
     path = fixture.write(made.make_log(), tmp_path)
-    report = inspection.inspect([str(tmp_path)])
+    report = inspect_logs.inspect([str(tmp_path)])
     assert [(each["path"], each["format"], each["error"]) for each in report["files"]] == [(str(path), "nuplan", None)]
     (found,) = report["files"][0]["scenarios"]
     expected = {"steps": 91, "tracks": 6, "vehicles": 3, "pedestrians": 1, "cyclists": 1, "others": 1, "sdc_index": 0}
@@ -316,7 +317,7 @@ def test_a_map_is_no_log(tmp_path: Path) -> None:
     fixture.write(made.make_log(31, 0), tmp_path)
     (path,) = tmp_path.glob("maps/*/*/map.gpkg")
     with pytest.raises(BadData, match="is a GeoPackage, a map and no log"):
-        list(sources.read(path))
+        list(readers.read(path))
 
 
 CHANGES = {
@@ -346,7 +347,7 @@ def test_databases_that_are_no_logs(tmp_path: Path, change: str) -> None:
     with closing(sqlite3.connect(path)) as db, db:
         db.executescript(change)
     with pytest.raises(BadData, match=CHANGES[change]) as caught:
-        list(sources.read(path))
+        list(readers.read(path))
     assert str(caught.value).startswith(str(path))
     assert "\n" not in str(caught.value)
 
@@ -371,7 +372,7 @@ def test_databases_that_are_no_maps(tmp_path: Path, change: str) -> None:
     with closing(sqlite3.connect(where)) as db, db:
         db.executescript(change)
     with pytest.raises(BadData, match=MAP_CHANGES[change]) as caught:
-        list(sources.read(path))
+        list(readers.read(path))
     assert str(caught.value).startswith(f"{where}: no usable map of nuPlan: ")
 
 
@@ -381,7 +382,7 @@ def test_layers_that_a_map_may_lack(tmp_path: Path) -> None:
     with closing(sqlite3.connect(where)) as db, db:
         for layer in ("crosswalks", "stop_polygons", "boundaries", *nuplan_map.DRIVABLE[:3]):
             db.execute("DELETE FROM gpkg_geometry_columns WHERE table_name = ?", (layer,))
-    (log,) = sources.read(path)
+    (log,) = readers.read(path)
     assert {each.id for each in log.features} == {101, 102, 103}
 
 
@@ -391,14 +392,14 @@ def test_a_query_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(geopackage, "STEPS_PER_BYTE", 0)
     monkeypatch.setattr(geopackage, "STEPS_PER_CALL", 1)
     with pytest.raises(BadData, match="interrupted"):
-        list(sources.read(path))
+        list(readers.read(path))
 
 
 def attempt(path: Path) -> bool:
     """Whether the log could be read; anything but logs or one clear line is a failure of the test."""
     told = ""
     try:
-        for log in sources.read(path):
+        for log in readers.read(path):
             assert np.isfinite(log.tracks.position).all()
             assert log.tracks.valid[log.sdc].any()
     except BadData as error:

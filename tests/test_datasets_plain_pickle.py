@@ -13,10 +13,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from longhaul.datasets import plain_pickle, scenarionet, sources
-from longhaul.datasets.log import BadData
-from longhaul.datasets.plain_pickle import Array, unpickle, weigh
-from longhaul.datasets.wire import Malformed
+from longhaul.driving.datasets import readers, safe_pickle, scenarionet
+from longhaul.driving.datasets.log import BadData
+from longhaul.driving.datasets.protobuf import Malformed
+from longhaul.driving.datasets.safe_pickle import Array, unpickle, weigh
 from tests import fixtures_logs as made
 
 
@@ -48,12 +48,12 @@ def test_nothing_of_a_malicious_pickle_runs(tmp_path: Path, protocol: int) -> No
         path.write_bytes(pickle.dumps(document | {"metadata": bad}, protocol=protocol))
         if protocol < 2:  # no such file is taken for a pickle at all
             with pytest.raises(BadData):
-                list(sources.read(path))
+                list(readers.read(path))
             with pytest.raises(Malformed, match="which no scenario needs and which is never run"):
                 scenarionet.read(path.read_bytes())
         else:
             with pytest.raises(BadData, match=r"it asks for .* which no scenario needs and which is never run"):
-                list(sources.read(path))
+                list(readers.read(path))
         assert not mark.exists()
 
 
@@ -93,10 +93,10 @@ def text(value: str) -> bytes:
     ],
 )
 def test_instructions_that_no_scenario_needs(program: bytes) -> None:
-    names = {name: dict(vars(each)) for name, each in vars(plain_pickle).items() if isinstance(each, type)}
+    names = {name: dict(vars(each)) for name, each in vars(safe_pickle).items() if isinstance(each, type)}
     with pytest.raises(Malformed):
         unpickle(program)
-    assert names == {name: dict(vars(each)) for name, each in vars(plain_pickle).items() if isinstance(each, type)}
+    assert names == {name: dict(vars(each)) for name, each in vars(safe_pickle).items() if isinstance(each, type)}
 
 
 @pytest.mark.parametrize("protocol", [2, 3, 4, 5])

@@ -10,9 +10,18 @@ from pathlib import Path as FilePath
 import numpy as np
 import pytest
 
-from longhaul.datasets import argoverse, gpudrive, outlines, scenarionet, sources, tfrecord, womd, womd_scenario
-from longhaul.datasets.log import EDGE_BOUNDARY, LANE_STREET, BadData, Feature, Lights, Path
-from longhaul.datasets.wire import Malformed, encode
+from longhaul.driving.datasets import (
+    argoverse,
+    gpudrive,
+    lane_boundaries,
+    readers,
+    scenarionet,
+    tfrecord,
+    womd_example,
+    womd_scenario,
+)
+from longhaul.driving.datasets.log import EDGE_BOUNDARY, LANE_STREET, BadData, Feature, Lights, Path
+from longhaul.driving.datasets.protobuf import Malformed, encode
 from tests import fixtures_argoverse
 from tests import fixtures_logs as made
 
@@ -23,7 +32,7 @@ HERE = FilePath("here.json")
 def test_every_format_gives_the_log_back(tmp_path: FilePath, steps: int, current: int) -> None:
     log = made.make_log(steps, current)
     for kind, path in made.write_all(log, tmp_path).items():
-        (found,) = sources.read(path)
+        (found,) = readers.read(path)
         if kind == "gpudrive":  # the format has no current step: it is 10, or the last
             expected = replace(made.bare(log), source="gpudrive", current=min(10, steps - 1))
         elif kind == "womd-example":
@@ -47,7 +56,7 @@ def test_tfexample_keeps_the_indices_of_the_file() -> None:
     features = made.example(log, spare=122)
     for name in ("past", "current", "future"):
         features[f"state/{name}/valid"].reshape(128, -1)[1] = 0
-    found = womd.read(tfrecord.serialise(features))
+    found = womd_example.read(tfrecord.serialise(features))
     assert found.sdc == 2
     assert found.tracks.valid.shape == (6, 91)
     assert not found.tracks.valid[1].any()
@@ -58,12 +67,12 @@ def test_tfexample_takes_times_from_the_ego_or_falls_back() -> None:
     log = made.make_log()
     uneven = made.single(log.times + 0.01 * np.sin(np.arange(91)))
     features = made.example(replace(log, times=uneven))
-    np.testing.assert_allclose(womd.read(tfrecord.serialise(features)).times, uneven - uneven[0], atol=1e-6)
+    np.testing.assert_allclose(womd_example.read(tfrecord.serialise(features)).times, uneven - uneven[0], atol=1e-6)
     features["state/past/timestamp_micros"][:] = -1
-    np.testing.assert_allclose(womd.read(tfrecord.serialise(features)).times, np.arange(91) * 0.1)
+    np.testing.assert_allclose(womd_example.read(tfrecord.serialise(features)).times, np.arange(91) * 0.1)
     for name in ("past", "current", "future"):
         del features[f"state/{name}/timestamp_micros"]
-    np.testing.assert_allclose(womd.read(tfrecord.serialise(features)).times, np.arange(91) * 0.1)
+    np.testing.assert_allclose(womd_example.read(tfrecord.serialise(features)).times, np.arange(91) * 0.1)
 
 
 def test_tfexample_gives_the_paths_of_the_ego() -> None:
@@ -71,24 +80,24 @@ def test_tfexample_gives_the_paths_of_the_ego() -> None:
     ways = (np.stack([x, 0.0 * x, x * 0.25], 1), np.stack([x, x, 0.0 * x], 1)[:7], np.zeros((1, 3)))
     log = replace(made.make_log(), paths=tuple(Path(way, i == 1) for i, way in enumerate(ways)))
     features = made.example(log)
-    found = womd.read(tfrecord.serialise(features))
+    found = womd_example.read(tfrecord.serialise(features))
     made.assert_same(found, made.bare(log))
     assert [path.on_route for path in found.paths] == [False, True]  # the third has one point: it is no way
     for path, way in zip(found.paths, ways[:2], strict=True):
         np.testing.assert_array_equal(path.points, way)
     del features["path_samples/valid"]
     with pytest.raises(Malformed, match="path_samples/valid"):
-        womd.read(tfrecord.serialise(features))
+        womd_example.read(tfrecord.serialise(features))
     features = made.example(log) | {"path_samples/on_route": np.array([1, 0])}
     features["path_samples/valid"] = features["path_samples/valid"][:-1]
     with pytest.raises(Malformed, match="path_samples has"):
-        womd.read(tfrecord.serialise(features))
+        womd_example.read(tfrecord.serialise(features))
 
 
 def test_tfexample_lives_without_lights_and_map() -> None:
     features = made.example(made.make_log())
     less = {name: values for name, values in features.items() if name.startswith(("state/", "scenario/"))}
-    found = womd.read(tfrecord.serialise(less))
+    found = womd_example.read(tfrecord.serialise(less))
     assert not found.has_lights
     assert found.lights.state.shape == (0, 91)
     assert found.features == ()
@@ -98,7 +107,7 @@ def test_road_points_are_grouped_by_id_and_type_in_order() -> None:
     identity = np.array([5, 5, 9, 5, 5, 9, 5])
     kind = np.array([2, 2, 15, 2, 15, 15, 0])
     points = np.arange(21.0).reshape(7, 3)
-    found = womd.group(identity, kind, points)
+    found = womd_example.group(identity, kind, points)
     assert [(each.id, each.kind) for each in found] == [(5, 2), (9, 15), (5, 15), (5, LANE_STREET)]
     assert [each.points[:, 0].tolist() for each in found] == [[0, 3, 9], [6, 15], [12], [18]]
 
@@ -206,7 +215,7 @@ def test_scenarionet_numbers_features_of_foreign_ids() -> None:
 def test_argoverse_gives_tracks_sizes_by_type_and_edges_of_the_union(tmp_path: FilePath) -> None:
     pytest.importorskip("pyarrow")
     log = made.make_log(steps=110, current=49)
-    (found,) = sources.read(fixtures_argoverse.write(log, tmp_path))
+    (found,) = readers.read(fixtures_argoverse.write(log, tmp_path))
     np.testing.assert_array_equal(found.tracks.valid, log.tracks.valid)
     np.testing.assert_array_equal(found.tracks.position, log.tracks.position * [1, 1, 0])
     np.testing.assert_array_equal(found.tracks.heading, log.tracks.heading)
@@ -237,7 +246,7 @@ def test_argoverse_makes_centre_lines_where_there_are_none(tmp_path: FilePath) -
         del lane["centerline"]
         lane["left_lane_boundary"] = lane["left_lane_boundary"][:: len(lane["left_lane_boundary"]) - 1]
     where.write_text(json.dumps(document))
-    (found,) = sources.read(path)
+    (found,) = readers.read(path)
     for one, other in zip((each for each in found.features if each.kind == LANE_STREET), made.make_features()):
         np.testing.assert_allclose(one.points, other.points * [1, 1, 0], atol=1e-9)
 
@@ -247,10 +256,10 @@ def test_argoverse_says_what_is_missing(tmp_path: FilePath, monkeypatch: pytest.
     path = fixtures_argoverse.write(made.make_log(), tmp_path)
     (tmp_path / "log_map_archive_straight.json").rename(tmp_path / "elsewhere.json")
     with pytest.raises(BadData, match=r"its map log_map_archive_straight\.json cannot be read.*put it beside"):
-        list(sources.read(path))
+        list(readers.read(path))
     monkeypatch.setitem(__import__("sys").modules, "pyarrow", None)
     with pytest.raises(BadData, match=r'pip install "longhaul\[data\]"'):
-        list(sources.read(path))
+        list(readers.read(path))
 
 
 def test_argoverse_takes_no_more_rows_than_there_is_memory(tmp_path: FilePath, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -258,13 +267,13 @@ def test_argoverse_takes_no_more_rows_than_there_is_memory(tmp_path: FilePath, m
     path = fixtures_argoverse.write(made.make_log(), tmp_path)
     monkeypatch.setattr(argoverse, "MOST_ROWS", 500)
     with pytest.raises(BadData, match="it has 531 rows; 500 are possible"):
-        list(sources.read(path))
+        list(readers.read(path))
 
 
 def test_points_inside_a_ring() -> None:
     ring = np.array([[0, 0], [4, 0], [4, 4], [2, 1], [0, 4], [0, 0]], float)
     points = np.array([[1, 1], [2, 2], [3, 1], [5, 1], [-1, 0.5], [2, 0.9]])
-    assert outlines.inside(points, [ring]).tolist() == [True, False, True, False, False, True]
+    assert lane_boundaries.inside(points, [ring]).tolist() == [True, False, True, False, False, True]
 
 
 @pytest.mark.parametrize(
@@ -292,7 +301,7 @@ def test_points_inside_a_ring() -> None:
 def test_tfexample_says_what_does_not_fit(change: dict[str, np.ndarray], message: str) -> None:
     features = made.example(made.make_log()) | change
     with pytest.raises(Malformed, match=message), np.errstate(all="ignore"):
-        womd.read(tfrecord.serialise(features))
+        womd_example.read(tfrecord.serialise(features))
 
 
 def test_features_without_points_are_no_features() -> None:

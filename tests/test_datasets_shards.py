@@ -12,12 +12,14 @@ import google_crc32c
 import numpy as np
 import pytest
 
-from longhaul.datasets import packing, shards, sources
-from longhaul.datasets.log import BadData
-from longhaul.datasets.wire import Malformed
-from longhaul.driving.compile import compile_log
-from longhaul.driving.generator import generate
-from longhaul.driving.scenario import Road, Scenario
+from longhaul.driving.datasets import readers
+from longhaul.driving.datasets.log import BadData
+from longhaul.driving.datasets.protobuf import Malformed
+from longhaul.driving.generator.generate import generate
+from longhaul.driving.scenario.compile import compile_log
+from longhaul.driving.scenario.scenario import Road, Scenario
+from longhaul.driving.shards import record as packing
+from longhaul.driving.shards import shard as shards
 from tests import fixtures_logs as made
 
 ROUNDING = 2.0**-23
@@ -277,7 +279,7 @@ REAL = (
 def test_real_logs_keep_the_bounds_and_the_size(logs: Path, tmp_path: Path, name: str) -> None:
     if not (logs / name).exists():
         pytest.skip(f"no {name} among the real logs")
-    (log,) = sources.read(logs / name)
+    (log,) = readers.read(logs / name)
     for agents in (1, 64):
         given = compile_log(log, agents=agents)
         size = shards.write(tmp_path / "a.lhs", [given])

@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from longhaul.datasets import sources, tfrecord
-from longhaul.datasets.log import BadData
-from longhaul.datasets.wire import encode
+from longhaul.driving.datasets import readers, tfrecord
+from longhaul.driving.datasets.log import BadData
+from longhaul.driving.datasets.protobuf import encode
 from tests import fixtures_logs as made
 
 
@@ -26,9 +26,9 @@ def test_folders_are_searched_through_and_foreign_files_passed_over(tmp_path: Pa
     shutil.copy(paths["gpudrive"], deep / "z.json")
     for name in ("README.md", ".hidden.json", "dataset_summary.pkl", "dataset_mapping.pkl", "log_map_archive_1.json"):
         (deep / name).write_text("nothing")
-    found = sources.expand([str(tmp_path)])
+    found = readers.expand([str(tmp_path)])
     assert found == [*sorted(paths.values()), deep / "z.json"]
-    assert sources.expand([str(tmp_path), str(tmp_path)]) == found
+    assert readers.expand([str(tmp_path), str(tmp_path)]) == found
 
 
 def test_patterns_and_order_and_duplicates(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -36,21 +36,21 @@ def test_patterns_and_order_and_duplicates(tmp_path: Path, monkeypatch: pytest.M
     monkeypatch.chdir(tmp_path)
     scenario = paths["womd-scenario"].name
     (tmp_path / "notes.txt").write_text("nothing")
-    assert sources.expand(["*.pkl", scenario, "*"]) == [
+    assert readers.expand(["*.pkl", scenario, "*"]) == [
         Path("scenarionet.pkl"),
         Path(scenario),
         Path("gpudrive.json"),
         Path("womd-example.tfrecord"),
     ]
-    assert sources.expand(["gpudrive.json", str(paths["gpudrive"]), "./gpudrive.json"]) == [Path("gpudrive.json")]
-    assert sources.expand(["**/*.json"]) == [Path("gpudrive.json")]
-    assert sources.expand(["notes.txt"]) == [Path("notes.txt")]  # named by itself: reading it says what is wrong
+    assert readers.expand(["gpudrive.json", str(paths["gpudrive"]), "./gpudrive.json"]) == [Path("gpudrive.json")]
+    assert readers.expand(["**/*.json"]) == [Path("gpudrive.json")]
+    assert readers.expand(["notes.txt"]) == [Path("notes.txt")]  # named by itself: reading it says what is wrong
 
 
 def test_a_file_whose_name_looks_like_a_pattern(tmp_path: Path) -> None:
     odd = tmp_path / "odd[1].json"
     shutil.copy(some(tmp_path)["gpudrive"], odd)
-    assert sources.expand([str(odd)]) == [odd]
+    assert readers.expand([str(odd)]) == [odd]
 
 
 @pytest.mark.parametrize(
@@ -64,7 +64,7 @@ def test_a_file_whose_name_looks_like_a_pattern(tmp_path: Path) -> None:
 def test_paths_that_mean_nothing(tmp_path: Path, name: str, message: str) -> None:
     (tmp_path / "empty").mkdir()
     with pytest.raises(BadData, match=message) as caught:
-        sources.expand([str(tmp_path / name)])
+        readers.expand([str(tmp_path / name)])
     assert str(caught.value).startswith(str(tmp_path / name))
     assert str(caught.value).count(name) == 1
     assert "\n" not in str(caught.value)
@@ -72,7 +72,7 @@ def test_paths_that_mean_nothing(tmp_path: Path, name: str, message: str) -> Non
 
 def test_the_home_of_nobody_is_bad_data() -> None:
     with pytest.raises(BadData, match=r"^~nobody-of-this-name/logs: cannot be read: "):
-        sources.expand(["~nobody-of-this-name/logs"])
+        readers.expand(["~nobody-of-this-name/logs"])
 
 
 def test_load_reads_in_order_up_to_a_limit(tmp_path: Path) -> None:
@@ -81,16 +81,16 @@ def test_load_reads_in_order_up_to_a_limit(tmp_path: Path) -> None:
     tfrecord.write(tmp_path / "b.tfrecord", many)
     shutil.copy(some(tmp_path)["gpudrive"], tmp_path / "a.json")
     given = [str(tmp_path / "b.tfrecord"), str(tmp_path / "a.json")]
-    assert [each.id for each in sources.load(given)] == ["s0", "s1", "s2", "s3", "s4", "straight"]
-    assert [each.id for each in sources.load(given, limit=3)] == ["s0", "s1", "s2"]
-    assert sources.load(given, limit=0) == []
+    assert [each.id for each in readers.load(given)] == ["s0", "s1", "s2", "s3", "s4", "straight"]
+    assert [each.id for each in readers.load(given, limit=3)] == ["s0", "s1", "s2"]
+    assert readers.load(given, limit=0) == []
 
 
 def test_the_format_is_told_by_content(tmp_path: Path) -> None:
     for kind, path in some(tmp_path).items():
         disguised = tmp_path / f"{kind}.dat"
         shutil.copy(path, disguised)
-        ((found, log),) = sources.scan(disguised)
+        ((found, log),) = readers.scan(disguised)
         assert (found, log.id) == (kind, "straight")
 
 
@@ -119,7 +119,7 @@ def test_files_that_are_no_logs(tmp_path: Path, name: str, content: bytes, messa
     if name.endswith("parquet"):
         pytest.importorskip("pyarrow")
     with pytest.raises(BadData, match=message) as caught:
-        list(sources.read(path))
+        list(readers.read(path))
     assert str(caught.value).startswith(str(path))
     assert "\n" not in str(caught.value)
 
@@ -136,7 +136,7 @@ def test_records_that_are_no_scenarios(tmp_path: Path) -> None:
         (encode(5, b"id") + encode(6, 0), "it has no tracks"),
     ]:
         tfrecord.write(path, [good, payload])
-        read = sources.read(path)
+        read = readers.read(path)
         assert next(read).id == "straight"
         with pytest.raises(BadData, match=message) as caught:
             next(read)
@@ -148,4 +148,4 @@ def test_files_that_may_not_be_read(tmp_path: Path) -> None:
     path = some(tmp_path)["gpudrive"]
     path.chmod(0)
     with pytest.raises(BadData, match="cannot be read: Permission denied"):
-        list(sources.read(path))
+        list(readers.read(path))

@@ -12,11 +12,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from longhaul.datasets import shards, stream
-from longhaul.datasets.log import BadData
-from longhaul.datasets.packing import pack
-from longhaul.driving import bank
-from longhaul.driving.compile import compile_log
+from longhaul.driving.datasets.log import BadData
+from longhaul.driving.scenario import bank
+from longhaul.driving.scenario.compile import compile_log
+from longhaul.driving.shards import shard, stream
+from longhaul.driving.shards.record import pack
 from tests import fixtures_logs as made
 
 COUNT = 37
@@ -31,8 +31,8 @@ def library(tmp_path: Path) -> stream.Library:
     names = [str(number) for number in range(COUNT)]
     for start in (0, 10, 20, 30):
         part = [(name, pack(SCENARIO._replace(id=name))) for name in names[start : start + 10]]
-        shards.write_records(tmp_path / f"{start:02d}.lhs", part)
-    shards.write_records(tmp_path / "15.lhs", [])
+        shard.write_records(tmp_path / f"{start:02d}.lhs", part)
+    shard.write_records(tmp_path / "15.lhs", [])
     return stream.open([str(tmp_path)])
 
 
@@ -155,7 +155,7 @@ def test_reading_ahead_is_bounded_and_ends_with_the_stream() -> None:
 def test_a_damaged_record_is_told_when_it_is_due(library: stream.Library) -> None:
     path = library.paths[1]
     data = bytearray(path.read_bytes())
-    data[shards.HEAD_BYTES + 100] ^= 1
+    data[shard.HEAD_BYTES + 100] ^= 1
     path.write_bytes(data)
     with pytest.raises(BadData, match=r"10.lhs: record 0 of 10.*checksum"):
         ids(stream.batches(library, size=4, seed=0), COUNT)
@@ -177,7 +177,7 @@ def test_what_is_asked_wrongly(library: stream.Library, tmp_path: Path) -> None:
     ]:
         with pytest.raises(ValueError, match=match):
             stream.batches(library, **({"size": 1, "seed": 0} | wrong))
-    shards.write(tmp_path / "none.lhs", [])
+    shard.write(tmp_path / "none.lhs", [])
     with pytest.raises(BadData, match="hold no scenario"):
         stream.open([str(tmp_path / "none.lhs")])
     made.write_all(replace(made.make_log(11, 5), id="x"), tmp_path)

@@ -8,9 +8,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from longhaul.datasets import tfrecord
-from longhaul.datasets.log import BadData
-from longhaul.datasets.wire import Malformed, encode
+from longhaul.driving.datasets import tfrecord
+from longhaul.driving.datasets.log import BadData
+from longhaul.driving.datasets.protobuf import Malformed, encode
 
 
 def slow_masked_crc(data: bytes) -> int:

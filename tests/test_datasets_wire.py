@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from longhaul.datasets.wire import (
+from longhaul.driving.datasets.protobuf import (
     FIXED32,
     FIXED64,
     VARINT,

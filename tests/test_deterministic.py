@@ -21,13 +21,15 @@ import numpy as np
 import pytest
 from jax.sharding import PartitionSpec
 
-from longhaul import ending, folders, recipes, shards, training
-from longhaul import mesh as meshes
-from longhaul import run as runs
 from longhaul.algorithms import ppo
-from longhaul.feed import Feeding, feed
-from longhaul.run import Driving, Run, RunError
+from longhaul.config import recipes
+from longhaul.config import resolve as runs
+from longhaul.config.run import Driving, Run, RunError
+from longhaul.runtime import batch_shards
+from longhaul.runtime import mesh as meshes
 from longhaul.topologies import fused
+from longhaul.training import finish, loop, run_dir
+from longhaul.training.data import Feeding, feed
 from tests.small_runs import begin, make_quick, records, resume, small
 from tests.test_hosts import together
 
@@ -128,8 +130,8 @@ def test_threads_of_the_cpu_change_nothing() -> None:
 def pair(folder: Path) -> int:
     """In each of two processes of two devices: trains what the folder is named after."""
     with pytest.MonkeyPatch.context() as patch:  # evaluations take long to compile, and change no parameter
-        patch.setattr(ending, "evaluations", lambda *_: iter(()))
-        training.train(run_of(folder.name, 4), folder, resumed=False)
+        patch.setattr(finish, "evaluations", lambda *_: iter(()))
+        loop.train(run_of(folder.name, 4), folder, resumed=False)
     return 0
 
 
@@ -139,8 +141,8 @@ def test_two_processes_of_two_devices_make_the_parameters_of_one_device(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """And so those of four in one process, which others here compare with one."""
-    monkeypatch.setattr(ending, "evaluations", lambda *_: iter(()))
-    monkeypatch.setattr(training, "prepare_devices", lambda *_: None)  # other tests here need more devices than one
+    monkeypatch.setattr(finish, "evaluations", lambda *_: iter(()))
+    monkeypatch.setattr(loop, "prepare_devices", lambda *_: None)  # other tests here need more devices than one
     two, one = tmp_path / "two" / name, tmp_path / "one"
     two.mkdir(parents=True)
     ended = together("pair", two, "test_deterministic")
@@ -156,7 +158,7 @@ def test_moved_to_another_number_of_devices_it_goes_on_as_if_it_had_not_been(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     make_quick(monkeypatch)
-    monkeypatch.setattr(training, "prepare_devices", lambda *_: None)
+    monkeypatch.setattr(loop, "prepare_devices", lambda *_: None)
     whole = {"deterministic": True, "algorithm": CONFIG, "num_envs": 24, "num_steps": 15, "block": 2}
     four, one = (small(devices=n, total_steps=24 * 15 * 12, **whole) for n in (4, 1))
     expected = begin(one, tmp_path / "one").result
@@ -169,7 +171,7 @@ def test_moved_to_another_number_of_devices_it_goes_on_as_if_it_had_not_been(
         path.unlink() if path.is_file() else shutil.rmtree(path)
     about = json.loads((folder / "run.json").read_text())
     (folder / "run.json").write_text(json.dumps(about | {"run": runs.to_dict(one)}))
-    assert folders.load_run(folder).devices == 1
+    assert run_dir.load_run(folder).devices == 1
     result = resume(folder).result
     assert result is not None
     assert result["params_sha256"] == expected["params_sha256"]
@@ -196,9 +198,9 @@ def test_devices_that_nobody_chose_can_share_the_shards(monkeypatch: pytest.Monk
 @pytest.mark.parametrize("devices", [1, 2, 4])
 def test_the_mean_is_taken_in_pairs(devices: int) -> None:
     """Bit for bit that of NumPy in the same order, which is not that of a sum one after the other."""
-    rows = np.random.default_rng(0).standard_normal((shards.VIRTUAL, 13)).astype(np.float32) * 1e3
+    rows = np.random.default_rng(0).standard_normal((batch_shards.VIRTUAL, 13)).astype(np.float32) * 1e3
     mesh = meshes.make_mesh(devices)
-    made = shards.virtual(mesh)
+    made = batch_shards.virtual(mesh)
 
     def shard(rows: jax.Array) -> Any:
         return made.each(lambda number, row: (row, made.mean({"b": row[0, :3], "a": row[0, 3:]})))(rows)[1]
@@ -208,5 +210,5 @@ def test_the_mean_is_taken_in_pairs(devices: int) -> None:
     tree = rows
     while len(tree) > 1:
         tree = tree[0::2] + tree[1::2]
-    np.testing.assert_array_equal(np.concatenate([found["b"], found["a"]]), tree[0] / shards.VIRTUAL)
-    assert np.any(np.cumsum(rows, axis=0)[-1] / shards.VIRTUAL != tree[0] / shards.VIRTUAL)
+    np.testing.assert_array_equal(np.concatenate([found["b"], found["a"]]), tree[0] / batch_shards.VIRTUAL)
+    assert np.any(np.cumsum(rows, axis=0)[-1] / batch_shards.VIRTUAL != tree[0] / batch_shards.VIRTUAL)

@@ -7,7 +7,7 @@ import pytest
 
 from longhaul import distributions
 from longhaul.distributions import distribution
-from longhaul.types import Box, Discrete, MultiDiscrete
+from longhaul.spaces import Box, Discrete, MultiDiscrete
 
 KEY = jax.random.key(0)
 

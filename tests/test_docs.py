@@ -10,7 +10,8 @@ from types import ModuleType
 
 import pytest
 
-from longhaul import cli, recipes
+from longhaul.cli import main
+from longhaul.config import recipes
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/*.md")])
@@ -63,12 +64,12 @@ def test_the_index_lists_every_page() -> None:
 
 def help_of(command: str, capsys: pytest.CaptureFixture[str]) -> str:
     """What `longhaul COMMAND --help` prints."""
-    assert cli.main([*command.split(), "--help"]) == 0
+    assert main.main([*command.split(), "--help"]) == 0
     return capsys.readouterr().out
 
 
 def test_commands_and_flags_of_the_pages_exist(capsys: pytest.CaptureFixture[str]) -> None:
-    named = [name for name in cli.COMMANDS if name != "train"]
+    named = [name for name in main.COMMANDS if name != "train"]
     named += [f"train {recipe}" for recipe in (*recipes.RECIPES, *recipes.GRIDS)]
     helps = {name: help_of(name, capsys) for name in named}
     for page in PAGES:

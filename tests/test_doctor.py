@@ -9,15 +9,16 @@ from typing import Any
 
 import pytest
 
-from longhaul import cli, feed, health, telemetry, training, watch
 from longhaul.algorithms import ppo
-from longhaul.folders import save_run
-from longhaul.scaling import doctor
+from longhaul.cli import doctor, main
+from longhaul.telemetry import health, health_log, sinks
+from longhaul.training import data, loop
+from longhaul.training.run_dir import save_run
 from tests.small_runs import small
 
 
 def test_who_learns_from_a_replay_is_refused_in_one_line(capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.main(["doctor", "pendulum-sac"]) == 2
+    assert main.main(["doctor", "pendulum-sac"]) == 2
     assert (
         "doctor pendulum-sac: SAC learns from a replay, and this is for algorithms without" in capsys.readouterr().err
     )
@@ -29,13 +30,13 @@ def test_a_learning_rate_of_ten_is_a_run_that_fails(longhaul: Any, capsys: pytes
     ill = ppo.Config(hidden_dim=8, num_minibatches=2, update_epochs=1, lr=10.0)
     folder = Path("runs/ill")
     folder.mkdir(parents=True)
-    training.train(small(algorithm=ill), folder, resumed=False)
+    loop.train(small(algorithm=ill), folder, resumed=False)
     said = [line for line in capsys.readouterr().err.splitlines() if line.startswith("warning: ")]
     assert any("entropy is" in line for line in said)
-    assert {finding.check for finding in watch.read(folder)} >= {"entropy"}
+    assert {finding.check for finding in health_log.read(folder)} >= {"entropy"}
     assert "hardly explores" in (folder / "report.html").read_text()
     code, out, _ = longhaul("doctor", "ill", "--json", "found.json")
-    assert code == cli.FAILED
+    assert code == main.FAILED
     found = json.loads(Path("found.json").read_text())
     by_name = {check["check"]: check for check in found["checks"]}
     assert found["verdict"] == "fail"
@@ -48,7 +49,7 @@ def _finished(folder: Path, records: list[dict[str, Any]]) -> None:
     """A run's files without a run."""
     folder.mkdir(parents=True)
     save_run(folder, small(), {})
-    sink = telemetry.jsonl(folder / "metrics.jsonl")
+    sink = sinks.jsonl(folder / "metrics.jsonl")
     for record in records:
         sink.write(record)
     sink.close()
@@ -93,7 +94,7 @@ def test_exit_codes_of_runs(longhaul: Any) -> None:
 )
 def test_bad_words_are_one_line_and_exit_code_2(longhaul: Any, words: tuple[str, ...], said: str) -> None:
     code, out, err = longhaul("doctor", *words)
-    assert (code, out, err.count("\n")) == (cli.BAD_INPUT, "", 1)
+    assert (code, out, err.count("\n")) == (main.BAD_INPUT, "", 1)
     assert said in err
 
 
@@ -113,7 +114,7 @@ def test_a_recipe_that_passes(longhaul: Any) -> None:
 
 def test_sizes_that_can_not_work_fail(longhaul: Any) -> None:
     code, out, _ = longhaul("doctor", "cartpole", "--quick", "--num-envs", "7", "--mesh", "data=2")
-    assert code == cli.FAILED
+    assert code == main.FAILED
     assert "multiple of 2" in out
 
 
@@ -121,5 +122,5 @@ def test_every_health_check_has_words_and_a_verdict() -> None:
     assert set(doctor.WORDS) == set(health.CHECKS)
     found = doctor.examine(small(), [_record(update) for update in range(1, 61)])
     assert [check.name for check in found] == list(health.CHECKS)
-    spec = feed.spec(small())
-    assert watch.least_entropy(spec.action) == pytest.approx(0.02 * math.log(2))
+    spec = data.spec(small())
+    assert health_log.least_entropy(spec.action) == pytest.approx(0.02 * math.log(2))

@@ -9,7 +9,7 @@ import pytest
 
 from longhaul.algorithms import dqn
 from longhaul.envs.probes import PROBES, Probe
-from longhaul.types import Masked
+from longhaul.spaces import Masked
 from tests.test_sac import STEPS, UPDATES, WORLDS, check, steered, trained
 
 SIMPLE: dict[str, Any] = {"double": False, "duelling": False, "n_step": 1, "priority_exponent": None}

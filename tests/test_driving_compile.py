@@ -8,12 +8,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from longhaul.datasets import sources
-from longhaul.datasets.log import EDGE_BOUNDARY, LANE_STREET, LIGHT_STOP, STOP_SIGN, BadData, Feature
-from longhaul.driving.bank import bucket, sample, stack
-from longhaul.driving.bodies import corners
-from longhaul.driving.compile import compile_log, disputes
-from longhaul.driving.generator import generate
+from longhaul.driving.datasets import readers
+from longhaul.driving.datasets.log import EDGE_BOUNDARY, LANE_STREET, LIGHT_STOP, STOP_SIGN, BadData, Feature
+from longhaul.driving.generator.generate import generate
+from longhaul.driving.generator.overlap import corners
+from longhaul.driving.scenario.bank import bucket, sample, stack
+from longhaul.driving.scenario.compile import compile_log, disputes
 from tests.made_logs import lights_at, make_log, on_route, polyline, straight
 
 DATA = Path(os.environ.get("LONGHAUL_DATA", Path(__file__).resolve().parent.parent / "../shared/data"))
@@ -140,7 +140,7 @@ def test_buckets(count: int, size: int) -> None:
 def test_the_egos_of_real_logs_stay_on_the_road_and_on_their_routes(folder: str) -> None:
     if not (DATA / folder).is_dir():
         pytest.skip(f"no real logs of {folder}: set LONGHAUL_DATA")
-    for log in sources.load([str(DATA / folder)]):
+    for log in readers.load([str(DATA / folder)]):
         scenario = compile_log(log, agents=8)
         for a, i in enumerate(scenario.controlled[scenario.controlled >= 0]):
             there = scenario.present[:, i]

@@ -10,12 +10,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from longhaul.datasets import sources
-from longhaul.datasets.log import CYCLIST, PEDESTRIAN, VEHICLE
-from longhaul.driving import dynamics, kinds
-from longhaul.driving.actions import ACTIONS, make_actions
-from longhaul.driving.dynamics import MAX_CURVATURE, MAX_LATERAL, MAX_SPEED, MODELS, Drive, Limits, Motion
-from longhaul.types import Box, Discrete, MultiDiscrete
+from longhaul.driving.datasets import readers
+from longhaul.driving.datasets.log import CYCLIST, PEDESTRIAN, VEHICLE
+from longhaul.driving.sim import dynamics, kinds
+from longhaul.driving.sim.actions import ACTIONS, make_actions
+from longhaul.driving.sim.dynamics import MAX_CURVATURE, MAX_LATERAL, MAX_SPEED, MODELS, Drive, Limits, Motion
+from longhaul.spaces import Box, Discrete, MultiDiscrete
 
 DT = jnp.float32(0.1)
 
@@ -231,7 +231,7 @@ def real(folder: Path) -> tuple[Motion, np.ndarray, np.ndarray, np.ndarray]:
     for path in sorted(p for p in folder.glob("*/*") if p.suffix in (".tfrecord", ".json", ".pkl", ".parquet")):
         if path.name.startswith("log_map"):
             continue
-        log = next(iter(sources.read(path)))
+        log = next(iter(readers.read(path)))
         tracks, origin = log.tracks, log.tracks.position[log.sdc, log.current]
         x, y = np.moveaxis(tracks.position - origin, -1, 0)[:2]
         speed = np.hypot(*np.moveaxis(tracks.velocity, -1, 0))

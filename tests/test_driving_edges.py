@@ -6,11 +6,11 @@ import dataclasses
 
 import numpy as np
 
-from longhaul.datasets.log import EDGE_BOUNDARY, Feature
-from longhaul.driving.bank import sample
-from longhaul.driving.compile import compile_log
-from longhaul.driving.edges import distance_field, make_edges, signed_distance, simplify
-from longhaul.driving.scenario import CELL
+from longhaul.driving.datasets.log import EDGE_BOUNDARY, Feature
+from longhaul.driving.scenario.bank import sample
+from longhaul.driving.scenario.compile import compile_log
+from longhaul.driving.scenario.road_edges import distance_field, make_edges, signed_distance, simplify
+from longhaul.driving.scenario.scenario import CELL
 from tests.made_logs import make_log, polyline, straight
 
 

@@ -8,7 +8,7 @@ from collections import Counter
 import numpy as np
 import pytest
 
-from longhaul.datasets.log import (
+from longhaul.driving.datasets.log import (
     CROSSWALK,
     CYCLIST,
     EDGE_BOUNDARY,
@@ -20,9 +20,10 @@ from longhaul.datasets.log import (
     VEHICLE,
     Log,
 )
-from longhaul.driving import bodies, flow, roads
-from longhaul.driving.edges import make_edges, signed_distance
-from longhaul.driving.generator import generate, generate_many
+from longhaul.driving.generator import overlap as bodies
+from longhaul.driving.generator import roads, traffic
+from longhaul.driving.generator.generate import generate, generate_many
+from longhaul.driving.scenario.road_edges import make_edges, signed_distance
 
 SEEDS = range(40)
 
@@ -224,28 +225,30 @@ def test_bad_options_are_named(options: dict[str, float], word: str) -> None:
 
 def test_the_driver_model_at_rest_and_at_its_speed() -> None:
     far = np.array([np.inf])
-    assert flow.acceleration(np.array([10.0]), np.array([10.0]), far, np.array([10.0]), far)[0] == 0.0
-    assert flow.acceleration(np.array([0.0]), np.array([10.0]), far, np.array([0.0]), far)[0] == flow.PUSH
+    assert traffic.acceleration(np.array([10.0]), np.array([10.0]), far, np.array([10.0]), far)[0] == 0.0
+    assert traffic.acceleration(np.array([0.0]), np.array([10.0]), far, np.array([0.0]), far)[0] == traffic.PUSH
     # behind a leader of equal speed v the gap settles where 1 - (v/v0)^4 = (s*/s)^2
     v, wanted = 6.0, 12.0
-    gap = (flow.ROOM + flow.HEADWAY * v) / np.sqrt(1 - (v / wanted) ** 4)
-    settled = flow.acceleration(np.array([v]), np.array([wanted]), np.array([gap]), np.array([v]), far)
+    gap = (traffic.ROOM + traffic.HEADWAY * v) / np.sqrt(1 - (v / wanted) ** 4)
+    settled = traffic.acceleration(np.array([v]), np.array([wanted]), np.array([gap]), np.array([v]), far)
     np.testing.assert_allclose(settled, 0.0, atol=1e-12)
 
 
 def test_a_queue_forms_before_a_red_light_and_leaves_on_green() -> None:
     world = roads.crossing(np.random.default_rng(0), "crossing", 0.0)
-    net = flow.tabulate(world)
+    net = traffic.tabulate(world)
     ways = np.flatnonzero((net.leg == 0) & (np.array([p.turn for p in world.paths]) == 0))[:1].repeat(3)
     stop = net.bound[ways[0], 0]
-    cars = flow.Vehicles(ways, stop - np.array([20.0, 35.0, 50.0]), np.full(3, 8.0), np.full(3, 4.8), np.ones((3, 300)))
+    cars = traffic.Vehicles(
+        ways, stop - np.array([20.0, 35.0, 50.0]), np.full(3, 8.0), np.full(3, 4.8), np.ones((3, 300))
+    )
     lights = np.full((4, 300), LIGHT_STOP, np.int8)
     lights[:, 200:] = 6
-    s, v = flow.run(net, cars, lights, np.zeros((0, 300, 2)), 300)
+    s, v = traffic.run(net, cars, lights, np.zeros((0, 300, 2)), 300)
     at_rest = s[:, 199]
     assert v[:, 199].max() < 0.15
     assert 0.5 < stop - (at_rest[0] + 2.4) < 2.5
-    assert (np.abs(-np.diff(at_rest) - 4.8 - flow.ROOM) < 1.0).all()
+    assert (np.abs(-np.diff(at_rest) - 4.8 - traffic.ROOM) < 1.0).all()
     assert (s[:, -1] > stop).all()
 
 

@@ -7,9 +7,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from longhaul.driving import tiles
-from longhaul.driving.bank import sample
-from longhaul.driving.geometry import (
+from longhaul.driving.scenario import distance_field
+from longhaul.driving.scenario.bank import sample
+from longhaul.driving.scenario.scenario import CELL
+from longhaul.driving.sim.geometry import (
     FREE,
     OPEN,
     Field,
@@ -23,7 +24,6 @@ from longhaul.driving.geometry import (
     separation,
     wrap,
 )
-from longhaul.driving.scenario import CELL
 
 
 def box(x: float, y: float, heading: float, half: tuple[float, float]) -> np.ndarray:
@@ -104,9 +104,9 @@ def fields() -> tuple[Field, list[np.ndarray], list[np.ndarray]]:
     rng = np.random.default_rng(1)
     grids = [rng.integers(-3000, 3000, shape).astype(np.int16) for shape in ((7, 13), (31, 5), (2, 2))]
     origins = [np.array(origin, np.float32) for origin in ((-3.0, 4.0), (10.0, -2.0), (0.0, 0.0))]
-    packed = tiles.tile(grids)
+    packed = distance_field.tile(grids)
     shapes = np.array([g.shape for g in grids], np.int32)
-    coded = [100.0 * tiles.decode(tiles.encode(0.01 * g)) for g in grids]
+    coded = [100.0 * distance_field.decode(distance_field.encode(0.01 * g)) for g in grids]
     flat = Field(*map(jnp.asarray, (packed.cells, packed.tiles, packed.start, shapes, np.stack(origins))))
     return flat, coded, origins
 

@@ -9,11 +9,12 @@ import jax
 import numpy as np
 import pytest
 
-from longhaul.datasets.log import LANE_STREET, Feature, Path
-from longhaul.driving.bank import stack
-from longhaul.driving.compile import compile_log
-from longhaul.driving.generator import generate
-from longhaul.driving.simulator import Config, driving
+from longhaul.driving.datasets.log import LANE_STREET, Feature, Path
+from longhaul.driving.generator.generate import generate
+from longhaul.driving.scenario.bank import stack
+from longhaul.driving.scenario.compile import compile_log
+from longhaul.driving.sim.config import Config
+from longhaul.driving.sim.simulator import driving
 from tests.made_logs import ORIGIN, make_log
 
 

@@ -10,22 +10,23 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from longhaul.datasets import log as logs
-from longhaul.datasets import packing, sources
-from longhaul.datasets.log import Feature, Log
-from longhaul.datasets.wire import Malformed
-from longhaul.driving import lanes
-from longhaul.driving.compile import compile_log
-from longhaul.driving.edges import segment_distance
-from longhaul.driving.generator import generate
-from longhaul.driving.scenario import NO_ROAD, Road, Scenario
+from longhaul.driving.datasets import log as logs
+from longhaul.driving.datasets import readers
+from longhaul.driving.datasets.log import Feature, Log
+from longhaul.driving.datasets.protobuf import Malformed
+from longhaul.driving.generator.generate import generate
+from longhaul.driving.scenario import lane_graph
+from longhaul.driving.scenario.compile import compile_log
+from longhaul.driving.scenario.road_edges import segment_distance
+from longhaul.driving.scenario.scenario import NO_ROAD, Road, Scenario
+from longhaul.driving.shards import record as packing
 from tests import fixtures_logs as made
 from tests.made_logs import ORIGIN, make_log, straight
 
 DATA = Path(os.environ.get("LONGHAUL_DATA", Path(__file__).resolve().parent.parent / "../shared/data"))
 OVERPASS = "scenarionet/sd_waymo_v1.2_eb4b91b10ca94ff2.pkl"
 REAL = ("womd/motion_data_one_example.tfrecord", "womd/motion_data_one_scenario.tfrecord", OVERPASS)
-ROUNDING = 2 * lanes.PLACE_UNIT
+ROUNDING = 2 * lane_graph.PLACE_UNIT
 """Metres: of a middle and a half."""
 
 
@@ -37,7 +38,7 @@ def case(name: str, agents: int = 16) -> tuple[Log, Scenario]:
     else:
         if not (DATA / name).exists():
             pytest.skip(f"no real log {name}: set LONGHAUL_DATA")
-        found = sources.load([str(DATA / name)])[0]
+        found = readers.load([str(DATA / name)])[0]
     return found, compile_log(found, agents=agents)
 
 
@@ -50,7 +51,7 @@ def polyline(feature: Feature, log: Log) -> np.ndarray:
 
 def segments(road: Road) -> tuple[np.ndarray, np.ndarray]:
     """Where rows start, and the way to their ends, float64 [M, 2]."""
-    middle, half = lanes.middles(road).astype(float), lanes.halves(road).astype(float)
+    middle, half = lane_graph.middles(road).astype(float), lane_graph.halves(road).astype(float)
     return middle - half, 2 * half
 
 
@@ -71,7 +72,10 @@ def places(scenario: Scenario, count: int, spread: float) -> np.ndarray:
 def test_rows_lie_on_their_features_and_run_their_way(name: str) -> None:
     log, scenario = case(name)
     start, vector = segments(scenario.road)
-    kinds = {code: [f for f in log.features if lanes.CODES.get(f.kind) == code] for code in set(lanes.CODES.values())}
+    kinds = {
+        code: [f for f in log.features if lane_graph.CODES.get(f.kind) == code]
+        for code in set(lane_graph.CODES.values())
+    }
     assert set(scenario.road.kind.tolist()) <= {code for code, features in kinds.items() if features}
     for code, features in kinds.items():
         rows = np.flatnonzero(scenario.road.kind == code)
@@ -82,15 +86,15 @@ def test_rows_lie_on_their_features_and_run_their_way(name: str) -> None:
         chord = np.concatenate([np.diff(line, axis=0) for line in lines])
         for part in (0.0, 0.5, 1.0):
             gap = away(start[rows] + part * vector[rows], begin, chord)
-            assert gap.min(1).max() < lanes.MERGE + ROUNDING
+            assert gap.min(1).max() < lane_graph.MERGE + ROUNDING
         length = np.hypot(*vector[rows].T)
-        assert length.max() <= 1.6 * lanes.LONGEST
-        if code == lanes.STOP:
+        assert length.max() <= 1.6 * lane_graph.LONGEST
+        if code == lane_graph.STOP:
             assert (length == 0.0).all()
             continue
         # of the source's segments at a row's middle one runs its way
         direction = vector[rows] / np.maximum(length, 1e-9)[:, None]
-        beside = away(start[rows] + 0.5 * vector[rows], begin, chord) < lanes.MERGE + ROUNDING
+        beside = away(start[rows] + 0.5 * vector[rows], begin, chord) < lane_graph.MERGE + ROUNDING
         turn = direction @ (chord / np.maximum(np.hypot(*chord.T), 1e-9)[:, None]).T
         assert (np.where(beside, turn, -1.0).max(1)[length > 1.0] > 0.8).all()
 
@@ -105,7 +109,7 @@ def test_no_part_of_a_lane_near_the_routes_is_left_out(name: str) -> None:
     near = points[:, :2][away(points[:, :2], ways[:-1], np.zeros((len(ways) - 1, 2))).min(1) < 50.0]
     assert len(near) > 100
     lane = scenario.road.lane >= 0
-    assert (away(near, start[lane], vector[lane]).min(1) < lanes.MERGE + ROUNDING).all()
+    assert (away(near, start[lane], vector[lane]).min(1) < lane_graph.MERGE + ROUNDING).all()
 
 
 def test_what_is_known_of_lanes() -> None:
@@ -118,13 +122,19 @@ def test_what_is_known_of_lanes() -> None:
     assert (np.diff(road.lane[road.lane >= 0]) >= 0).all()
     assert (road.lane[: (road.lane >= 0).sum()] >= 0).all()
     np.testing.assert_allclose(road.lane_limit, [20.12, 20.12, 20.12, 31.30, 0.0], atol=0.011)
-    inferred = [0, 0, lanes.LIMIT_INFERRED, lanes.LIMIT_INFERRED, 0]  # 45 and 70 mph; nothing is known of bicycles
-    assert (road.lane_flags & lanes.LIMIT_INFERRED).tolist() == inferred
-    assert (road.lane_flags & lanes.JUNCTION).tolist() == [0, lanes.JUNCTION, 0, 0, 0]
+    inferred = [
+        0,
+        0,
+        lane_graph.LIMIT_INFERRED,
+        lane_graph.LIMIT_INFERRED,
+        0,
+    ]  # 45 and 70 mph; nothing is known of bicycles
+    assert (road.lane_flags & lane_graph.LIMIT_INFERRED).tolist() == inferred
+    assert (road.lane_flags & lane_graph.JUNCTION).tolist() == [0, lane_graph.JUNCTION, 0, 0, 0]
     found = {code: int((road.kind == code).sum()) for code in set(road.kind.tolist())}
-    assert found[lanes.STOP] == 1
-    assert found[lanes.CROSSING] == found[lanes.BUMP] == 4  # outlines are closed
-    assert {lanes.BIKE, lanes.STREET, lanes.FREEWAY, lanes.EDGE, lanes.SOLID} <= set(found)
+    assert found[lane_graph.STOP] == 1
+    assert found[lane_graph.CROSSING] == found[lane_graph.BUMP] == 4  # outlines are closed
+    assert {lane_graph.BIKE, lane_graph.STREET, lane_graph.FREEWAY, lane_graph.EDGE, lane_graph.SOLID} <= set(found)
 
 
 @pytest.mark.parametrize(("height", "kept"), [(0.0, True), (2.0, True), (6.0, False)])
@@ -150,9 +160,9 @@ def test_the_overpass_keeps_the_level_of_the_route() -> None:
     known = (gap.min(1) < 40.0) & (closest > 0) & (closest < len(ego) - 1)  # beside the ego's way
     lower = np.abs(points[:, 2] - ego[closest, 2])
     found = away(points[:, :2], start[lane], vector[lane]).min(1)
-    assert (found[known & (lower < lanes.LEVEL - 0.5)] < lanes.MERGE + ROUNDING).all()
-    other = known & (lower > lanes.BRIDGE + 0.5)
-    above = points[lower <= lanes.BRIDGE + 0.5]
+    assert (found[known & (lower < lane_graph.LEVEL - 0.5)] < lane_graph.MERGE + ROUNDING).all()
+    other = known & (lower > lane_graph.BRIDGE + 0.5)
+    above = points[lower <= lane_graph.BRIDGE + 0.5]
     crossing = away(points[other, :2], above[:, :2], np.zeros((len(above), 2))).min(1) < 2.0
     assert (~crossing).sum() > 200
     assert (found[other][~crossing] > 1.0).all()
@@ -165,16 +175,16 @@ def test_candidates_hold_nearly_all_of_the_nearest_and_reach_far(name: str) -> N
     start, vector = segments(road)
     points = places(scenario, 100, 1.0)
     gaps = away(points, start, vector)
-    cell = np.clip(((points - road.corner) / lanes.BLOCK).astype(int), 0, np.array(road.directory.shape[::-1]) - 1)
+    cell = np.clip(((points - road.corner) / lane_graph.BLOCK).astype(int), 0, np.array(road.directory.shape[::-1]) - 1)
     block = road.directory[cell[:, 1], cell[:, 0]]
     held, reach, spare = [], [], []
     for gap, rows in zip(gaps, road.near[block], strict=True):
         nearest = np.argsort(gap)[:200]
-        held.append(np.isin(nearest[gap[nearest] < lanes.RANGE - lanes.BLOCK], rows).mean())
+        held.append(np.isin(nearest[gap[nearest] < lane_graph.RANGE - lane_graph.BLOCK], rows).mean())
         listed = rows[rows >= 0]
         assert len(set(listed.tolist())) == len(listed)
         reach.append(gap[listed[:200]].max())
-        spare.append((gap < lanes.RANGE).sum() > lanes.CANDIDATES + 50)
+        spare.append((gap < lane_graph.RANGE).sum() > lane_graph.CANDIDATES + 50)
     assert np.mean(held) > 0.95
     assert min(held) > 0.85
     assert np.array(reach)[spare].min(initial=np.inf) > 45.0  # where many lie around, the first 200 are thinned
@@ -207,9 +217,9 @@ def test_long_sparse_and_broken_lines() -> None:
     start, vector = segments(road)
     end = start + vector
     np.testing.assert_allclose(start[1:], end[:-1], atol=ROUNDING)  # nothing is missing between its parts
-    assert (np.hypot(*vector.T) <= lanes.LONGEST + ROUNDING).all()
-    far = scenario.route[0, : scenario.route_points[0], 0].max() + lanes.REACH
-    assert end[-1, 0] == pytest.approx(min(150.0, far), abs=lanes.LONGEST)
+    assert (np.hypot(*vector.T) <= lane_graph.LONGEST + ROUNDING).all()
+    far = scenario.route[0, : scenario.route_points[0], 0].max() + lane_graph.REACH
+    assert end[-1, 0] == pytest.approx(min(150.0, far), abs=lane_graph.LONGEST)
 
 
 @pytest.mark.parametrize(
@@ -238,18 +248,18 @@ def test_damaged_roads_are_refused(column: str, value: float, message: str) -> N
 
 def test_a_bank_of_roads_and_of_none() -> None:
     one, other = (case(name)[1].road for name in ("generated 3", "generated 8"))
-    found = lanes.join([one, NO_ROAD, other])
+    found = lane_graph.join([one, NO_ROAD, other])
     assert found.head.shape == (3, 6)
     assert found.head[:, 0].tolist() == [1, 0, 1 + len(one.kind)]
     assert found.head[:, 5].tolist() == [1, 0, 1 + len(one.cells)]
     assert len(found.place) == 1 + len(one.kind) + len(other.kind)
     assert (found.points[0] == -1).all()
-    assert (found.lanes[: lanes.FINE**2] == -1).all()
+    assert (found.lanes[: lane_graph.FINE**2] == -1).all()
     low = (found.place[found.head[2, 0] :].astype(np.int64) << 48 >> 48).astype(int)
     np.testing.assert_array_equal(low, other.place[:, 0])
     np.testing.assert_array_equal(found.place[found.head[2, 0] :] >> 16, other.place[:, 1])
 
 
 def test_a_scenario_has_few_bytes_of_road() -> None:
-    found = lanes.join([case(REAL[0], 64)[1].road])
+    found = lane_graph.join([case(REAL[0], 64)[1].road])
     assert sum(column.nbytes for column in found) < 120_000

@@ -10,11 +10,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from longhaul.datasets.log import CYCLIST, LANE_BIKE, LANE_STREET, PEDESTRIAN, Feature
-from longhaul.driving import conduct, measures
-from longhaul.driving.lanes import lay_grid, make_road
-from longhaul.driving.scenario import Scenario
-from longhaul.driving.simulator import Config, driving
+from longhaul.driving.datasets.log import CYCLIST, LANE_BIKE, LANE_STREET, PEDESTRIAN, Feature
+from longhaul.driving.scenario.lane_graph import lay_grid, make_road
+from longhaul.driving.scenario.scenario import Scenario
+from longhaul.driving.sim import interactions, metrics
+from longhaul.driving.sim.config import Config
+from longhaul.driving.sim.simulator import driving
 from tests import reference_driving as reference
 from tests.driving_worlds import DT, GREEN, RED, Trip, bank, line, scenario, trip
 from tests.measured_drives import compare, lane_of, motions, world_of
@@ -302,7 +303,9 @@ def test_time_to_contact_against_small_steps() -> None:
     x, y = rng.uniform(-25, 25, (2, count))
     angle, vx, vy = rng.uniform(-np.pi, np.pi, count), *rng.uniform(-12, 12, (2, count))
     half, other = (2.3, 1.0), tuple(rng.uniform(0.3, 3.0, (2, count)))
-    told = conduct.time_to_contact(*(jnp.float32(v) for v in (x, y, np.cos(angle), np.sin(angle), vx, vy)), half, other)
+    told = interactions.time_to_contact(
+        *(jnp.float32(v) for v in (x, y, np.cos(angle), np.sin(angle), vx, vy)), half, other
+    )
     mine = reference.corners((0.0, 0.0, 0.0, *half))
     touched = 0
     for i in range(count):
@@ -327,7 +330,7 @@ def test_the_bumper_inside_a_box() -> None:
         x, y, angle = *rng.uniform(-6, 6, 2), rng.uniform(-np.pi, np.pi)
         half, other = (2.3, 1.0), tuple(rng.uniform(0.3, 3.0, 2))
         args = [np.float32(v) for v in (x, y, np.cos(angle), np.sin(angle))]
-        told = bool(conduct.front_inside(*args, half, other))  # type: ignore[arg-type]
+        told = bool(interactions.front_inside(*args, half, other))  # type: ignore[arg-type]
         bumper = reference.corners((0.0, 0.0, 0.0, *half))[:2]
         gap = reference.gap(bumper, reference.corners((x, y, angle, *other)))
         if abs(gap) > 1e-4:
@@ -341,4 +344,4 @@ def test_the_state_is_small() -> None:
         environment = driving(bank(made, agents=64), config)
         state = jax.eval_shape(environment.reset, jax.random.key(0))[0]
         assert sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(state)) <= 4096
-    assert sum(leaf.dtype.itemsize for leaf in measures.begin(1, jnp.zeros(1))) == 33
+    assert sum(leaf.dtype.itemsize for leaf in metrics.begin(1, jnp.zeros(1))) == 33

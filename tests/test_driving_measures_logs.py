@@ -11,12 +11,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from longhaul.datasets.log import LANE_BIKE, Log
-from longhaul.driving.bank import stack
-from longhaul.driving.compile import compile_log
-from longhaul.driving.lanes import BLOCK
-from longhaul.driving.scenario import Scenario
-from longhaul.driving.simulator import Config, Simulator, State, driving
+from longhaul.driving.datasets.log import LANE_BIKE, Log
+from longhaul.driving.scenario.bank import stack
+from longhaul.driving.scenario.compile import compile_log
+from longhaul.driving.scenario.lane_graph import BLOCK
+from longhaul.driving.scenario.scenario import Scenario
+from longhaul.driving.sim.config import Config
+from longhaul.driving.sim.simulator import Simulator, State, driving
 from tests import reference_driving as reference
 from tests.measured_drives import ON_LANES, compare, lane_of, world_of
 
@@ -24,13 +25,13 @@ DATA = Path(os.environ.get("LONGHAUL_DATA", Path(__file__).resolve().parent.pare
 
 
 def shared_logs() -> list[Log]:
-    from longhaul.datasets import sources
+    from longhaul.driving.datasets import readers
 
     names = {"womd": "*.tfrecord", "gpudrive": "*.json", "scenarionet": "*.pkl"}
     found = [str(path) for folder, name in names.items() for path in sorted((DATA / folder).glob(name))]
     if not found:
         pytest.skip("the shared logs are not here")
-    return sources.load(found)
+    return readers.load(found)
 
 
 def drive_all(environment: Simulator, seed: int) -> tuple[Any, Any, Any]:

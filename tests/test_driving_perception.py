@@ -11,14 +11,15 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from longhaul.driving import roadmap
-from longhaul.driving.compile import compile_log
-from longhaul.driving.features import Pose
-from longhaul.driving.generator import generate
-from longhaul.driving.perception import Sight, perceive, perceive_road
-from longhaul.driving.roadmap import Pieces
-from longhaul.driving.simulator import Config, driving
-from longhaul.driving.traffic import Scene
+from longhaul.driving.generator.generate import generate
+from longhaul.driving.scenario.compile import compile_log
+from longhaul.driving.sim import road_lookup
+from longhaul.driving.sim.config import Config
+from longhaul.driving.sim.features import Pose
+from longhaul.driving.sim.perception import Sight, perceive, perceive_road
+from longhaul.driving.sim.road_lookup import Pieces
+from longhaul.driving.sim.simulator import driving
+from longhaul.driving.sim.traffic import Scene
 from tests.driving_worlds import bank
 
 
@@ -190,7 +191,7 @@ def test_options_change_what_is_seen_and_nothing_else() -> None:
     for name in ("road", "route"):
         np.testing.assert_allclose(getattr(found.seen, name), getattr(plain.seen, name), atol=1e-6, err_msg=name)
     assert plain.seen.points is None
-    assert found.seen.points.shape == (2, 3, 2, 64, roadmap.ROAD)
+    assert found.seen.points.shape == (2, 3, 2, 64, road_lookup.ROAD)
     for part in (found.first, found.reset, found.seen):
         assert part.points[..., -1].mean() == pytest.approx(0.8, abs=0.12)
     # what is drawn comes from the key; where there is none, from the scenario

@@ -12,13 +12,14 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from longhaul.datasets import sources
-from longhaul.datasets.log import EDGE_BOUNDARY, EDGE_MEDIAN, Log
-from longhaul.driving import compile, tables
-from longhaul.driving.bank import stack
-from longhaul.driving.geometry import clearance, into, separation
-from longhaul.driving.routes import Route
-from longhaul.driving.scenario import CELL, Scenario
+from longhaul.driving.datasets import readers
+from longhaul.driving.datasets.log import EDGE_BOUNDARY, EDGE_MEDIAN, Log
+from longhaul.driving.scenario import compile
+from longhaul.driving.scenario.bank import stack
+from longhaul.driving.scenario.routes import Route
+from longhaul.driving.scenario.scenario import CELL, Scenario
+from longhaul.driving.sim import tables
+from longhaul.driving.sim.geometry import clearance, into, separation
 
 MAPS = (
     "womd/motion_data_one_example.tfrecord",
@@ -173,7 +174,7 @@ def sample_boxes(made: Scenario, lines: Segments, count: int, random: np.random.
 
 @pytest.fixture(scope="module")
 def maps(logs: Path) -> list[Log]:
-    found = [log for name in MAPS if (logs / name).exists() for log in sources.read(logs / name)]
+    found = [log for name in MAPS if (logs / name).exists() for log in readers.read(logs / name)]
     if len(found) < len(MAPS):
         pytest.skip(f"{len(found)} of {len(MAPS)} real logs")
     return found

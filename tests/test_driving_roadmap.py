@@ -9,26 +9,27 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from longhaul.datasets.log import LANE_BIKE, LANE_STREET, Feature
-from longhaul.driving import lanes, roadmap
-from longhaul.driving.compile import compile_log
-from longhaul.driving.geometry import FREE
-from longhaul.driving.lanes import Roadmap
-from longhaul.driving.scenario import NO_ROAD, Road
+from longhaul.driving.datasets.log import LANE_BIKE, LANE_STREET, Feature
+from longhaul.driving.scenario import lane_graph
+from longhaul.driving.scenario.compile import compile_log
+from longhaul.driving.scenario.lane_graph import Roadmap
+from longhaul.driving.scenario.scenario import NO_ROAD, Road
+from longhaul.driving.sim import road_lookup
+from longhaul.driving.sim.geometry import FREE
 from tests.made_logs import ORIGIN, make_log, straight
 from tests.test_driving_lanes import REAL, ROUNDING, away, case, places, polyline, segments
 
 
 def on_device(*roads: Road) -> Roadmap:
-    return jax.tree.map(jnp.asarray, lanes.join(roads))
+    return jax.tree.map(jnp.asarray, lane_graph.join(roads))
 
 
 @jax.jit
-def lanes_at(road: Roadmap, scenario: Any, points: Any) -> roadmap.LanesHere:
-    return jax.vmap(lambda p: roadmap.lanes_at(road, scenario, p[0], p[1]))(points)
+def lanes_at(road: Roadmap, scenario: Any, points: Any) -> road_lookup.LanesHere:
+    return jax.vmap(lambda p: road_lookup.lanes_at(road, scenario, p[0], p[1]))(points)
 
 
-def query(road: Roadmap, points: np.ndarray, scenario: int = 0) -> roadmap.LanesHere:
+def query(road: Roadmap, points: np.ndarray, scenario: int = 0) -> road_lookup.LanesHere:
     found = lanes_at(road, jnp.int32(scenario), jnp.asarray(points, jnp.float32))
     return jax.tree.map(np.asarray, found)
 
@@ -58,7 +59,7 @@ def test_the_nearest_lane_is_that_of_brute_force(name: str) -> None:
     number = road.lane[rows]
     assert (same & (number == found.lane[every, nearest, None])).any(1)[exact].all()
     np.testing.assert_allclose(found.limit, np.where(found.lane >= 0, road.lane_limit[found.lane], 0.0), atol=1e-4)
-    inferred = road.lane_flags[found.lane] & lanes.LIMIT_INFERRED > 0
+    inferred = road.lane_flags[found.lane] & lane_graph.LIMIT_INFERRED > 0
     np.testing.assert_array_equal(found.inferred, (found.lane >= 0) & inferred)
     # the source's own lanes are as near, but for merging
     lines = [polyline(feature, log)[:, :2] for feature in log.features if feature.kind in (1, 2, 3)]
@@ -66,7 +67,7 @@ def test_the_nearest_lane_is_that_of_brute_force(name: str) -> None:
     chord = np.concatenate([np.diff(line, axis=0) for line in lines])
     if name.startswith("generated"):  # without other levels
         true = away(points, begin, chord).min(1)
-        assert np.abs(found.distance[every, nearest] - true)[exact].max() < lanes.MERGE + ROUNDING
+        assert np.abs(found.distance[every, nearest] - true)[exact].max() < lane_graph.MERGE + ROUNDING
 
 
 @pytest.mark.parametrize("name", ["generated 3", *REAL])
@@ -80,10 +81,10 @@ def test_lanes_that_overlap_are_all_found(name: str) -> None:
     gaps, number = away(points, start[rows], vector[rows]), road.lane[rows]
     missed = total = 0
     for i in range(len(points)):
-        inside = set(number[gaps[i] < roadmap.HALF_WIDTH - 0.01].tolist())
+        inside = set(number[gaps[i] < road_lookup.HALF_WIDTH - 0.01].tolist())
         given = found.lane[i][found.inside[i]].tolist()
         assert len(given) == len(set(given))
-        assert set(given) <= set(number[gaps[i] < roadmap.HALF_WIDTH + 0.01].tolist())
+        assert set(given) <= set(number[gaps[i] < road_lookup.HALF_WIDTH + 0.01].tolist())
         known = found.lane[i] >= 0
         true = [gaps[i][number == lane].min() for lane in found.lane[i][known]]
         assert (found.distance[i][known] > np.array(true) - 1e-3).all()
@@ -158,21 +159,21 @@ def test_pieces_of_road_are_those_around_in_the_agents_frame(name: str) -> None:
     @jax.jit
     @jax.vmap
     def see(x: Any, y: Any, angle: Any) -> Any:
-        return roadmap.road_points(packed, jnp.int32(0), x, y, jnp.cos(angle), jnp.sin(angle), count)
+        return road_lookup.road_points(packed, jnp.int32(0), x, y, jnp.cos(angle), jnp.sin(angle), count)
 
     found = np.asarray(see(*(jnp.asarray(v, jnp.float32) for v in (*points.T, heading)))).astype(float)
-    assert found.shape == (len(points), count, roadmap.ROAD)
+    assert found.shape == (len(points), count, road_lookup.ROAD)
     assert np.abs(found).max() <= 1.3
     start, vector = segments(road)
     middle = start + 0.5 * vector
-    cell = np.clip(((points - road.corner) / lanes.BLOCK).astype(int), 0, np.array(road.directory.shape[::-1]) - 1)
+    cell = np.clip(((points - road.corner) / lane_graph.BLOCK).astype(int), 0, np.array(road.directory.shape[::-1]) - 1)
     for i, rows in enumerate(road.near[road.directory[cell[:, 1], cell[:, 0]]][:, :count]):
         there = rows >= 0
         np.testing.assert_array_equal(found[i, :, -1], there)
         assert (found[i][~there] == 0.0).all()
         seen, rows = found[i][there], rows[there]
-        place = roadmap.NEAR * seen[:, :2] / (1.0 - np.abs(seen[:, :2]))  # the inverse of squashing
-        half = roadmap.HALF_SCALE * seen[:, 2:4]
+        place = road_lookup.NEAR * seen[:, :2] / (1.0 - np.abs(seen[:, :2]))  # the inverse of squashing
+        half = road_lookup.HALF_SCALE * seen[:, 2:4]
         c, s = np.cos(heading[i]), np.sin(heading[i])
         turned = np.array([[c, s], [-s, c]])  # from the agent's frame
         near = np.hypot(*place.T) < 60.0

@@ -5,15 +5,15 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from longhaul.driving import scores
-from longhaul.types import Measure
+from longhaul.driving.evaluation import benchmark_scores
+from longhaul.spaces import Measure
 
 BEST = {
     "collision": 0.0, "at_fault_collision": 0.0, "offroad": 0.0, "red_light": 0.0, "goal": 1.0, "making_progress": 1.0,
     "driving_direction": 1.0, "time_to_collision": 1.0, "progress": 1.0, "speed_limit": 1.0, "comfortable": 1.0,
     "lanes": 1.0,
 }  # fmt: skip
-ALL_OF_THEM = dict.fromkeys(scores.NAMES, 1.0)
+ALL_OF_THEM = dict.fromkeys(benchmark_scores.NAMES, 1.0)
 
 
 def row(unknown: tuple[str, ...] = (), **changes: float) -> dict[str, Measure]:
@@ -24,7 +24,7 @@ def row(unknown: tuple[str, ...] = (), **changes: float) -> dict[str, Measure]:
 
 def scored(**row_of: object) -> dict[str, float]:
     """The scores of `row`; those that are not valid are left out."""
-    found = scores.aggregates(row(**row_of))  # type: ignore[arg-type]
+    found = benchmark_scores.aggregates(row(**row_of))  # type: ignore[arg-type]
     assert all(m.value.shape == m.valid.shape == (1,) for m in found.values())
     return {name: float(m.value[0]) for name, m in found.items() if m.valid[0]}
 
@@ -80,12 +80,12 @@ def test_a_row_is_worth_what_its_parts_are(name: str) -> None:
 
 
 def test_who_has_no_goal_has_no_score_of_it() -> None:
-    assert scored(unknown=("goal",)).keys() == set(scores.NAMES) - {"puffer_score", "completion"}
+    assert scored(unknown=("goal",)).keys() == set(benchmark_scores.NAMES) - {"puffer_score", "completion"}
 
 
 def test_without_any_part_there_is_no_mean() -> None:
     left = scored(unknown=("lanes", "speed_limit", "time_to_collision", "progress", "comfortable"))
-    assert left.keys() == set(scores.NAMES) - {"vmax_score", "nuplan_score"}
+    assert left.keys() == set(benchmark_scores.NAMES) - {"vmax_score", "nuplan_score"}
 
 
 def test_where_a_collision_is_not_known_nothing_is() -> None:
@@ -95,10 +95,10 @@ def test_where_a_collision_is_not_known_nothing_is() -> None:
 def test_metrics_that_nobody_measures_are_as_if_never_valid() -> None:
     """An environment of few metrics: what can't be said is left out; without any, so is everything."""
     few = {name: row(progress=0.5)[name] for name in ("collision", "offroad", "goal", "progress")}
-    assert scores.aggregates(few).keys() == {"accuracy", "puffer_score", "completion"}
-    assert scores.aggregates({"length": few["goal"]}) == {}
+    assert benchmark_scores.aggregates(few).keys() == {"accuracy", "puffer_score", "completion"}
+    assert benchmark_scores.aggregates({"length": few["goal"]}) == {}
     more = few | {"at_fault_collision": row()["at_fault_collision"]}
-    assert float(scores.aggregates(more)["vmax_score"].value[0]) == 0.5
+    assert float(benchmark_scores.aggregates(more)["vmax_score"].value[0]) == 0.5
 
 
 def test_rows_do_not_mix() -> None:
@@ -107,6 +107,6 @@ def test_rows_do_not_mix() -> None:
     table = {
         k: Measure(np.concatenate([r[k].value for r in rows]), np.concatenate([r[k].valid for r in rows])) for k in BEST
     }
-    found = scores.aggregates(table)
+    found = benchmark_scores.aggregates(table)
     for i, (_, changed) in enumerate(ROWS.values()):
         assert {name: float(m.value[i]) for name, m in found.items()} == pytest.approx(ALL_OF_THEM | changed)

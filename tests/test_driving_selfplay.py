@@ -11,16 +11,18 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from longhaul import worlds
-from longhaul.datasets.log import CYCLIST, PEDESTRIAN, VEHICLE
-from longhaul.driving import conditioning, goals
-from longhaul.driving.compile import compile_log
-from longhaul.driving.goals import ARRIVED, GHOST, GONE, PLAYING, STANDING
-from longhaul.driving.objectives import Weights
-from longhaul.driving.scenario import Scenario
-from longhaul.driving.simulator import Config, driving
-from longhaul.recipes import recipe
-from longhaul.run import RunError, resolve
+from longhaul.config.recipes import recipe
+from longhaul.config.resolve import resolve
+from longhaul.config.run import RunError
+from longhaul.driving import scenario_source
+from longhaul.driving.datasets.log import CYCLIST, PEDESTRIAN, VEHICLE
+from longhaul.driving.scenario.compile import compile_log
+from longhaul.driving.scenario.scenario import Scenario
+from longhaul.driving.sim import goal_behaviour, reward_conditioning
+from longhaul.driving.sim.config import Config
+from longhaul.driving.sim.goal_behaviour import ARRIVED, GHOST, GONE, PLAYING, STANDING
+from longhaul.driving.sim.reward import Weights
+from longhaul.driving.sim.simulator import driving
 from tests.driving_worlds import STRAIGHT, bank, line, scenario, trip
 from tests.fixtures_logs import make_log
 
@@ -82,7 +84,7 @@ def test_who_begins_anew_where_somebody_is_is_a_ghost_until_it_is_free() -> None
     assert stage[19] == ARRIVED
     real = int(np.argmax((stage[20:] == PLAYING) & (gap[20:] > 0.0))) + 20
     assert set(stage[20:real].tolist()) == {GHOST}
-    assert gap[real - 1] < goals.CLEARANCE <= gap[real]
+    assert gap[real - 1] < goal_behaviour.CLEARANCE <= gap[real]
     assert driven.metrics["collision"] == [0.0, 0.0]
     assert not driven.steps.terminated.any()
 
@@ -90,7 +92,7 @@ def test_who_begins_anew_where_somebody_is_is_a_ghost_until_it_is_free() -> None
 def test_only_one_ghost_becomes_real_in_a_step() -> None:
     stage = jnp.array([GHOST, GHOST, GHOST, PLAYING], jnp.uint8)
     no, yes = jnp.zeros(4, bool), jnp.ones(4, bool)
-    follow = partial(goals.following, goal="respawn", crash="remove")
+    follow = partial(goal_behaviour.following, goal="respawn", crash="remove")
     after = follow(stage, no, no, no, jnp.array([False, True, True, True]))
     assert after.tolist() == [GHOST, PLAYING, GHOST, PLAYING]
     assert follow(after, no, no, no, yes).tolist() == [PLAYING, PLAYING, GHOST, PLAYING]
@@ -105,13 +107,15 @@ def test_who_ends_goes_or_stands_by_what_ended_it(goal: str, crash: str) -> None
     stage = jnp.array([PLAYING, PLAYING, PLAYING, PLAYING, GONE, STANDING], jnp.uint8)
     failed = jnp.array([False, True, False, True, True, True])
     arrived = jnp.array([False, False, True, True, True, True])
-    after = goals.following(stage, failed, arrived, jnp.zeros(6, bool), jnp.ones(6, bool), goal, crash)
+    after = goal_behaviour.following(stage, failed, arrived, jnp.zeros(6, bool), jnp.ones(6, bool), goal, crash)
     by = {"remove": GONE, "stop": STANDING}
     assert after.tolist() == [PLAYING, by[crash], by[goal], by[crash], GONE, STANDING]
-    assert goals.playing(after).tolist() == [True] + [False] * 5
-    assert goals.present(jnp.array([GONE, STANDING, PLAYING, GHOST, ARRIVED])).tolist() == [False, True, True] + 2 * [
-        False
-    ]
+    assert goal_behaviour.playing(after).tolist() == [True] + [False] * 5
+    assert goal_behaviour.present(jnp.array([GONE, STANDING, PLAYING, GHOST, ARRIVED])).tolist() == [
+        False,
+        True,
+        True,
+    ] + 2 * [False]
 
 
 # --------------------------------------------------------------------------------------------------------- kinds
@@ -131,7 +135,7 @@ def test_people_may_leave_the_road_and_run_no_faster_than_they_can() -> None:
     assert speed[0] == pytest.approx(np.hypot(6, 1) + 4.0 * 5.0, abs=0.05)
     assert speed[1] == pytest.approx(7.0, abs=1e-4)
     # episodes that are chosen, not drawn, have the configured weights, which are seen as zeros
-    assert not driven.first.ego[:, -len(conditioning.RANGES) :].any()
+    assert not driven.first.ego[:, -len(reward_conditioning.RANGES) :].any()
 
 
 def test_control_says_who_may_be_controlled() -> None:
@@ -167,18 +171,18 @@ def test_settings_that_are_none_are_refused(setting: str, known: str) -> None:
 
 
 def test_scenarios_have_the_agents_that_are_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    some = worlds.generated(0, 3, agents=16, horizon=30, workers=1, least=12)
+    some = scenario_source.generated(0, 3, agents=16, horizon=30, workers=1, least=12)
     assert all((made.controlled >= 0).sum() >= 12 for made in some)
     numbers = [int(made.id.split("-")[1]) for made in some]
     assert numbers == sorted(set(numbers))
     skipped = [seed for seed in range(numbers[-1]) if seed not in numbers]
     assert skipped
     for seed in skipped[:2]:
-        (other,) = worlds.generated(seed, 1, agents=16, horizon=30, workers=1)
+        (other,) = scenario_source.generated(seed, 1, agents=16, horizon=30, workers=1)
         assert (other.controlled >= 0).sum() < 12
-    monkeypatch.setattr(worlds, "TRIED", 3)
+    monkeypatch.setattr(scenario_source, "TRIED", 3)
     with pytest.raises(ValueError, match="0 of 3 generated scenarios have 2 agents or more; ask for fewer"):
-        worlds.generated(0, 1, agents=1, horizon=12, workers=1, least=2)
+        scenario_source.generated(0, 1, agents=1, horizon=12, workers=1, least=2)
 
 
 # -------------------------------------------------------------------------------------------------- conditioning
@@ -186,8 +190,8 @@ def test_scenarios_have_the_agents_that_are_asked_for(monkeypatch: pytest.Monkey
 
 def test_draws_are_uniform_and_differ_by_episode_agent_and_term() -> None:
     episodes = jnp.arange(1, 2001, dtype=jnp.uint32)
-    drawn = np.asarray(jax.vmap(lambda e: conditioning.draws(e, 4))(episodes))
-    assert drawn.shape == (2000, 4, len(conditioning.RANGES))
+    drawn = np.asarray(jax.vmap(lambda e: reward_conditioning.draws(e, 4))(episodes))
+    assert drawn.shape == (2000, 4, len(reward_conditioning.RANGES))
     assert drawn.min() >= -1.0
     assert drawn.max() < 1.0
     flat = drawn.reshape(2000, -1)
@@ -201,17 +205,17 @@ def test_draws_are_uniform_and_differ_by_episode_agent_and_term() -> None:
 
 
 def test_weights_lie_within_their_ranges_around_the_configured_ones() -> None:
-    drawn = jnp.stack([jnp.full(len(conditioning.RANGES), d) for d in (-1.0, 0.0, 1.0)])
+    drawn = jnp.stack([jnp.full(len(reward_conditioning.RANGES), d) for d in (-1.0, 0.0, 1.0)])
     given = Weights()
-    found = conditioning.weigh(given, drawn)
+    found = reward_conditioning.weigh(given, drawn)
     for field in fields(Weights):
         value, wanted = getattr(found, field.name), getattr(given, field.name)
-        factor = conditioning.RANGES.get(field.name)
+        factor = reward_conditioning.RANGES.get(field.name)
         if factor is None:
             assert value == wanted
         else:
             np.testing.assert_allclose(value, [wanted / factor, wanted, wanted * factor], rtol=1e-5)
-    assert not conditioning.draws(jnp.uint32(0), 3).any()
+    assert not reward_conditioning.draws(jnp.uint32(0), 3).any()
 
 
 @pytest.mark.slow
@@ -220,11 +224,11 @@ def test_each_driver_of_a_drawn_episode_sees_weights_of_its_own() -> None:
     keys = jax.random.split(jax.random.key(0), 2)
     states, seen = jax.jit(jax.vmap(environment.reset))(keys)
     assert (states.episode != 0).all()
-    count = len(conditioning.RANGES)
+    count = len(reward_conditioning.RANGES)
     assert seen.ego.shape[2:] == environment.spec.observation.ego.shape
     shown = np.asarray(seen.ego)[..., -count:]
     assert len(np.unique(shown)) == shown.size
-    np.testing.assert_array_equal(shown[0], conditioning.draws(states.episode[0], 2))
+    np.testing.assert_array_equal(shown[0], reward_conditioning.draws(states.episode[0], 2))
 
 
 def test_the_state_stays_small() -> None:

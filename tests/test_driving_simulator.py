@@ -10,13 +10,15 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from longhaul.driving import measures, objectives
-from longhaul.driving.bank import stack
-from longhaul.driving.compile import compile_log
-from longhaul.driving.objectives import Weights
-from longhaul.driving.observation import MAX_WAYPOINTS, waypoint_offsets
-from longhaul.driving.simulator import Config, driving
-from longhaul.types import Measure
+from longhaul.driving.scenario.bank import stack
+from longhaul.driving.scenario.compile import compile_log
+from longhaul.driving.sim import metrics as measures
+from longhaul.driving.sim import reward
+from longhaul.driving.sim.config import Config
+from longhaul.driving.sim.observation import MAX_WAYPOINTS, waypoint_offsets
+from longhaul.driving.sim.reward import Weights
+from longhaul.driving.sim.simulator import driving
+from longhaul.spaces import Measure
 from tests.conformance import check_environment
 from tests.driving_worlds import DT, GREEN, RED, STRAIGHT, bank, line, scenario, trip
 
@@ -250,7 +252,7 @@ def test_a_red_light_is_something_not_to_pass_and_haste_towards_it_costs() -> No
     assert not green.steps.reward.any()
     distance = 15.3 - 2.0 - 0.6 * np.arange(1, T)
     needed = np.where(distance > 0, 6.0**2 / (2.0 * np.maximum(distance, 0.5)), 0.0)
-    expected = -0.05 * np.clip(needed / objectives.HARD - 1.0, 0.0, 2.0)
+    expected = -0.05 * np.clip(needed / reward.HARD - 1.0, 0.0, 2.0)
     np.testing.assert_allclose(red.steps.reward[:, 0], expected, atol=1e-4)
     assert expected.min() < -0.05
     ahead = 8.0 * red.first.ego[0, 14] / (1 - red.first.ego[0, 14])
@@ -318,10 +320,10 @@ def test_comfort_counts_each_limit() -> None:
     zero = jnp.zeros(1)
 
     def excess(**felt: float) -> float:
-        ride = objectives.Ride(*(jnp.full(1, felt.get(name, 0.0)) for name in objectives.Ride._fields))
-        return float(objectives.excess(ride)[0])
+        ride = reward.Ride(*(jnp.full(1, felt.get(name, 0.0)) for name in reward.Ride._fields))
+        return float(reward.excess(ride)[0])
 
-    assert float(objectives.excess(objectives.Ride(zero, zero, zero, zero))[0]) == 0.0
+    assert float(reward.excess(reward.Ride(zero, zero, zero, zero))[0]) == 0.0
     assert excess(longitudinal=2.39, lateral=-1.99, jerk=8.2, yaw=-0.94) == 0.0
     assert excess(longitudinal=-4.0) == 0.0
     for over in ({"longitudinal": 2.5}, {"longitudinal": -4.1}, {"lateral": -2.1}, {"jerk": -8.4}, {"yaw": 1.0}):
@@ -361,9 +363,9 @@ def test_a_scenario_of_one_step_is_refused() -> None:
 
 
 def test_real_logs_replayed_are_clean(logs: Path) -> None:
-    from longhaul.datasets import sources
+    from longhaul.driving.datasets import readers
 
-    found = sources.load([str(logs / "womd"), str(logs / "gpudrive")])
+    found = readers.load([str(logs / "womd"), str(logs / "gpudrive")])
     worlds = driving(stack([compile_log(log) for log in found]), Config(driver="log"))
 
     def whole(index: jax.Array) -> dict[str, Measure]:

@@ -10,14 +10,15 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from longhaul.datasets import sources
-from longhaul.driving import codes, tables, tiles
-from longhaul.driving.bank import Bank, sample, stack
-from longhaul.driving.compile import compile_log
-from longhaul.driving.generator import generate
-from longhaul.driving.geometry import clearance
-from longhaul.driving.scenario import CELL, Scenario
-from longhaul.driving.tables import AHEAD, BEHIND, Tables
+from longhaul.driving.datasets import readers
+from longhaul.driving.generator.generate import generate
+from longhaul.driving.scenario import distance_field
+from longhaul.driving.scenario.bank import Bank, sample, stack
+from longhaul.driving.scenario.compile import compile_log
+from longhaul.driving.scenario.scenario import CELL, Scenario
+from longhaul.driving.sim import quantise, tables
+from longhaul.driving.sim.geometry import clearance
+from longhaul.driving.sim.tables import AHEAD, BEHIND, Tables
 from tests.driving_worlds import bank, line, scenario
 
 EXAMPLE = Path(os.environ.get("LONGHAUL_DATA", "../shared/data")) / "womd" / "motion_data_one_example.tfrecord"
@@ -126,9 +127,9 @@ def test_lights_are_stored_once_and_read_by_whoever_meets_them() -> None:
 
 def test_a_code_keeps_the_sign_and_is_finest_at_the_edge() -> None:
     distance = np.concatenate([-np.logspace(-4, 1.5, 500), np.logspace(-4, 1.5, 500)])
-    found = tiles.decode(tiles.encode(distance))
+    found = distance_field.decode(distance_field.encode(distance))
     assert (np.sign(found) == np.sign(distance)).all()
-    error = np.abs(found - np.clip(distance, -tiles.REACH, tiles.REACH))
+    error = np.abs(found - np.clip(distance, -distance_field.REACH, distance_field.REACH))
     for within, bound in ((0.1, 0.008), (0.7, 0.02), (3.0, 0.04), (100.0, 0.065)):
         assert error[np.abs(distance) <= within].max() <= bound
 
@@ -150,13 +151,13 @@ def test_tiles_answer_as_the_whole_field_does(whole) -> None:
         wrong = (found > 0) != (exact > 0)
         assert wrong.mean() < 1e-3
         assert np.quantile(np.abs(exact[wrong]), 0.9, method="lower") < 0.05 if wrong.any() else True
-        clipped = np.clip(exact, -tiles.REACH, tiles.REACH)
+        clipped = np.clip(exact, -distance_field.REACH, distance_field.REACH)
         assert np.quantile(np.abs(found - clipped), 0.999) < 0.35  # every second sample, far from the edges
 
 
 def test_what_is_far_from_all_edges_takes_no_memory() -> None:
     x, y = np.meshgrid(np.arange(400) * CELL, np.arange(400) * CELL)
-    packed = tiles.tile([np.round(100.0 * np.minimum(np.abs(y - 100.0) - 3.0, 300.0)).astype(np.int16)])
+    packed = distance_field.tile([np.round(100.0 * np.minimum(np.abs(y - 100.0) - 3.0, 300.0)).astype(np.int16)])
     assert packed.cells.size < 0.2 * x.size
     assert len(np.unique(packed.tiles)) < 0.3 * packed.tiles.size
 
@@ -173,12 +174,12 @@ def test_reactive_paths_and_walls_are_kept(whole) -> None:
 
 def test_angles_wrap_and_scales_are_exact_enough() -> None:
     angle = np.linspace(-20.0, 20.0, 1001)
-    found = codes.decode(codes.encode_angle(angle), codes.TURN)
+    found = quantise.decode(quantise.encode_angle(angle), quantise.TURN)
     np.testing.assert_allclose(np.exp(1j * found), np.exp(1j * angle), atol=6e-5)
     values = np.array([[0.0, 1.0, -3.0], [655.34, -200.0, 0.01]])
-    scale = codes.scale_for(values)
+    scale = quantise.scale_for(values)
     np.testing.assert_allclose(scale, [0.001, 0.02], rtol=1e-4)
-    found = codes.decode(codes.encode(values, scale[:, None]), scale[:, None])
+    found = quantise.decode(quantise.encode(values, scale[:, None]), scale[:, None])
     np.testing.assert_allclose(found, values, atol=0.0101)
 
 
@@ -189,6 +190,6 @@ def test_generated_scenarios_are_small(made: list[Scenario]) -> None:
 @pytest.mark.skipif(not EXAMPLE.exists(), reason="no shared logs")
 @pytest.mark.parametrize(("agents", "objects"), [(64, 64), (1, 128)])
 def test_a_real_scenario_takes_at_most_350_kilobytes(agents: int, objects: int) -> None:
-    (log,) = sources.read(EXAMPLE)
+    (log,) = readers.read(EXAMPLE)
     scenarios = [compile_log(log, agents=agents, objects=objects)]
     assert size(tables.tabulate(stack(scenarios, agents=agents), agents, False)) <= 350_000

@@ -7,11 +7,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from longhaul.datasets.log import PEDESTRIAN, VEHICLE
-from longhaul.driving import tables, traffic
-from longhaul.driving.dynamics import Motion
-from longhaul.driving.scenario import ONWARD, ONWARD_SPACING, Scenario
-from longhaul.driving.simulator import Config, driving
+from longhaul.driving.datasets.log import PEDESTRIAN, VEHICLE
+from longhaul.driving.scenario.scenario import ONWARD, ONWARD_SPACING, Scenario
+from longhaul.driving.sim import tables, traffic
+from longhaul.driving.sim.config import Config
+from longhaul.driving.sim.dynamics import Motion
+from longhaul.driving.sim.simulator import driving
 from tests.driving_worlds import DT, Trip, bank, line, scenario, trip
 
 T = 61

@@ -10,10 +10,14 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from longhaul import dial, encoders, networks, recipes, telemetry, training
-from longhaul.driving.observation import shapes
-from longhaul.encoders import ENCODERS, HEAD, NEIGHBOURS, Encoder, encoder
-from longhaul.run import Driving, resolve
+from longhaul.config import recipes
+from longhaul.config.resolve import resolve
+from longhaul.config.run import Driving
+from longhaul.driving.sim.observation import shapes
+from longhaul.networks import actor_critic, attention, sizing
+from longhaul.networks.attention import ENCODERS, HEAD, NEIGHBOURS, Encoder, encoder
+from longhaul.telemetry import sinks
+from longhaul.training import loop
 
 ITEMS = 20
 QUICK = {"xla_backend_optimization_level": 0}
@@ -213,14 +217,14 @@ def test_local_attention_looks_at_the_nearest_that_are_there():
     """A far item changes what the near ones become only through the pooling: never by attention to each other."""
     position = jnp.asarray(np.random.default_rng(4).uniform(-1, 1, (40, 2)), jnp.float32)
     present = jnp.arange(40) % 4 != 3
-    tokens = encoders.Tokens(jnp.zeros((40, 8)), present, position)
-    near = np.asarray(encoders._near(tokens))
+    tokens = attention.Tokens(jnp.zeros((40, 8)), present, position)
+    near = np.asarray(attention._near(tokens))
     far = np.linalg.norm(np.asarray(position)[:, None] - np.asarray(position)[None], axis=-1)
     far[:, ~np.asarray(present)] = np.inf
     for i in range(40):
         assert set(np.flatnonzero(near[i])) == set(np.argsort(far[i])[:NEIGHBOURS])
-    few = encoders.Tokens(jnp.zeros((40, 8)), jnp.arange(40) < 5, position)
-    np.testing.assert_array_equal(encoders._near(few), np.tile(np.arange(40) < 5, (40, 1)))
+    few = attention.Tokens(jnp.zeros((40, 8)), jnp.arange(40) < 5, position)
+    np.testing.assert_array_equal(attention._near(few), np.tile(np.arange(40) < 5, (40, 1)))
 
 
 # --------------------------------------------------------------------------------------------- sizes and precision
@@ -235,18 +239,18 @@ def test_local_attention_looks_at_the_nearest_that_are_there():
     ],
 )
 def test_the_dial_gives_as_many_parameters_as_asked(kind, size):
-    shape = dial.shape(DRIVING, 91, size, torso=kind)
-    network = networks.actor_critic(DRIVING, 91, torso=kind, sizes=(shape.width,) * shape.depth)
-    count = networks.count(jax.eval_shape(network.init, jax.random.key(0)))
+    shape = sizing.shape(DRIVING, 91, size, torso=kind)
+    network = actor_critic.actor_critic(DRIVING, 91, torso=kind, sizes=(shape.width,) * shape.depth)
+    count = actor_critic.count(jax.eval_shape(network.init, jax.random.key(0)))
     assert abs(count / (size * 1e6) - 1.0) <= 0.1
     assert shape.depth == {0.3: 2, 1.0: 3, 3.0: 4, 10.0: 6, 25.0: 9}[size]
 
 
 def test_the_dial_names_sizes_that_it_can_not_give():
     with pytest.raises(ValueError, match=r"model_size is 0; it must lie in 0.01 to 1000"):
-        dial.shape(DRIVING, 91, 0)
+        sizing.shape(DRIVING, 91, 0)
     with pytest.raises(ValueError, match=r"model_size is 0.01, and the nearest network .* has 0.0\d+ million"):
-        dial.shape(DRIVING, 91, 0.01, torso="mlp")
+        sizing.shape(DRIVING, 91, 0.01, torso="mlp")
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -315,10 +319,10 @@ def test_the_large_recipe_trains_when_it_is_made_small(tmp_path: Path) -> None:
     assert (run.algorithm.torso, run.algorithm.precision) == ("wayformer", "bf16")
     folder = tmp_path / "large"
     folder.mkdir()
-    outcome = training.train(run, folder, resumed=False)
+    outcome = loop.train(run, folder, resumed=False)
     assert outcome.result is not None
     assert outcome.result["parameters"] == pytest.approx(1e5, rel=0.1)
-    records = telemetry.read(folder / "metrics.jsonl")
+    records = sinks.read(folder / "metrics.jsonl")
     assert [record["update"] for record in records] == [1, 2, 3]
     assert all(np.isfinite(value) for record in records for value in record.values() if value is not None)
     assert records[-1]["ppo/approx_kl"] > 0.0, "the policy moved"

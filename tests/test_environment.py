@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 
 from longhaul.environment import time_limit, vectorise
-from longhaul.types import Discrete, Measure, Spec, transition
+from longhaul.spaces import Discrete, Measure
+from longhaul.types import Spec, transition
 
 
 @dataclass(frozen=True)

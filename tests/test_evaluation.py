@@ -14,17 +14,23 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from longhaul import assessment, driving_recipes, evaluation, intervals, resimulation, worlds
-from longhaul import run as runs
 from longhaul.algorithms import ppo
-from longhaul.datasets.log import BadData
-from longhaul.driving import recording, simulator
-from longhaul.driving import scores as benchmarks
+from longhaul.cli import evaluate
+from longhaul.config import resolve as runs
+from longhaul.config.recipes import driving as driving_recipes
+from longhaul.config.run import Driving, Named
+from longhaul.driving import scenario_source
+from longhaul.driving.datasets.log import BadData
+from longhaul.driving.evaluation import benchmark_scores as benchmarks
+from longhaul.driving.render import recording
+from longhaul.driving.sim import simulator
 from longhaul.envs import probes
-from longhaul.evaluation import Drives, Scores
-from longhaul.folders import save_run
-from longhaul.run import Driving, Named
-from longhaul.types import Box, Discrete, Environment, Measure, Spec, TimeStep, transition
+from longhaul.spaces import Box, Discrete, Measure
+from longhaul.training import confidence, evaluate_realism
+from longhaul.training import evaluate as evaluation
+from longhaul.training.evaluate import Drives, Scores
+from longhaul.training.run_dir import save_run
+from longhaul.types import Environment, Spec, TimeStep, transition
 from tests import fixtures_logs
 from tests.small_runs import small
 
@@ -129,9 +135,9 @@ def generated() -> Drives:
 
 
 def test_generated_scenarios_are_those_that_no_run_trains_in(generated: Drives) -> None:
-    wanted = worlds.generated(worlds.HELD_OUT, 4, agents=1, horizon=None, workers=1)
+    wanted = scenario_source.generated(scenario_source.HELD_OUT, 4, agents=1, horizon=None, workers=1)
     assert [s.id for s in generated.scenarios] == [s.id for s in wanted]
-    train = worlds.generated(0, 4, agents=1, horizon=None, workers=1)
+    train = scenario_source.generated(0, 4, agents=1, horizon=None, workers=1)
     assert not {s.id for s in train} & {s.id for s in wanted}
 
 
@@ -204,7 +210,7 @@ def test_an_interval_is_that_of_the_mean() -> None:
     held = 0
     for seed in range(100):
         values = draw.normal(3.0, 2.0, 200)
-        found = intervals.bootstrap({"a": told(values)}, np.arange(200), seed=seed)["a"]
+        found = confidence.bootstrap({"a": told(values)}, np.arange(200), seed=seed)["a"]
         assert found.mean == pytest.approx(values.mean())
         assert found.high - found.low == pytest.approx(2 * 1.96 * values.std() / np.sqrt(200), rel=0.2)
         held += found.low <= 3.0 <= found.high
@@ -213,18 +219,18 @@ def test_an_interval_is_that_of_the_mean() -> None:
 
 def test_two_scenarios_have_three_means() -> None:
     """Of 0 and 1 a resample makes 0, 0.5 or 1, an end with one chance in four each: the interval is all of it."""
-    found = intervals.bootstrap({"a": told([0.0, 1.0])}, np.array([7, 3]))["a"]
-    assert found == intervals.Estimate(0.5, 0.0, 1.0, 2)
+    found = confidence.bootstrap({"a": told([0.0, 1.0])}, np.array([7, 3]))["a"]
+    assert found == confidence.Estimate(0.5, 0.0, 1.0, 2)
 
 
 def test_agents_of_one_scenario_are_no_more_evidence_than_one() -> None:
     """Each scenario's score fifty times over: resampled by scenario nothing changes; by agent it would be narrow."""
     draw = np.random.default_rng(1)
     values, scenario = draw.normal(0.0, 1.0, 40), np.arange(40)
-    one = intervals.bootstrap({"a": told(values)}, scenario)["a"]
-    many = intervals.bootstrap({"a": told(np.repeat(values, 50))}, np.repeat(scenario, 50))["a"]
+    one = confidence.bootstrap({"a": told(values)}, scenario)["a"]
+    many = confidence.bootstrap({"a": told(np.repeat(values, 50))}, np.repeat(scenario, 50))["a"]
     assert many[:3] == pytest.approx(one[:3])
-    alone = intervals.bootstrap({"a": told(np.repeat(values, 50))}, np.arange(2000))["a"]
+    alone = confidence.bootstrap({"a": told(np.repeat(values, 50))}, np.arange(2000))["a"]
     assert alone.high - alone.low < 0.3 * (one.high - one.low)
 
 
@@ -234,25 +240,25 @@ def test_what_is_not_told_counts_nowhere_and_seeds_repeat() -> None:
         "once": told([5.0, 1.0, 1.0, 1.0], [True, False, False, False]),
         "never": told(np.zeros(4), np.zeros(4)),
     }
-    found = intervals.bootstrap(metrics, np.arange(4))
+    found = confidence.bootstrap(metrics, np.arange(4))
     assert found.keys() == {"a", "once"}
     assert (found["a"].mean, found["a"].low, found["a"].high, found["a"].episodes) == (2.0, 1.0, 3.0, 2)
     assert found["once"].mean == 5.0
     assert np.isnan(found["once"].low) and np.isnan(found["once"].high)  # of one scenario nothing can be said
     backwards = dict(reversed(metrics.items()))
-    assert intervals.bootstrap(backwards, np.arange(4))["a"] == found["a"]
-    assert intervals.bootstrap({}, np.zeros(0, int)) == {}
+    assert confidence.bootstrap(backwards, np.arange(4))["a"] == found["a"]
+    assert confidence.bootstrap({}, np.zeros(0, int)) == {}
     draw = np.random.default_rng(2).normal(size=30)
-    first, again, other = (intervals.bootstrap({"a": told(draw)}, np.arange(30), seed=s)["a"] for s in (0, 0, 1))
+    first, again, other = (confidence.bootstrap({"a": told(draw)}, np.arange(30), seed=s)["a"] for s in (0, 0, 1))
     assert first == again != other
 
 
 def test_blocks_of_resamples_are_all_there(monkeypatch: pytest.MonkeyPatch) -> None:
     """However few draws are held at a time, there are as many means, and the interval is as wide."""
     values = np.random.default_rng(3).normal(size=50)
-    whole = intervals.bootstrap({"a": told(values)}, np.arange(50))["a"]
-    monkeypatch.setattr(intervals, "BLOCK", 50 * 7)
-    parts = intervals.bootstrap({"a": told(values)}, np.arange(50))["a"]
+    whole = confidence.bootstrap({"a": told(values)}, np.arange(50))["a"]
+    monkeypatch.setattr(confidence, "BLOCK", 50 * 7)
+    parts = confidence.bootstrap({"a": told(values)}, np.arange(50))["a"]
     assert parts == pytest.approx(whole)  # the same draws, one after the other
 
 
@@ -266,8 +272,8 @@ def test_the_worst_scenario_comes_first() -> None:
         },
         [f"s{i}" for i in scenario], scenario,
     )  # fmt: skip
-    assert assessment.worst(scores, 3) == [2, 4, 1]
-    assert assessment.worst(scores, 99) == [2, 4, 1, 0, 3]
+    assert evaluate.worst(scores, 3) == [2, 4, 1]
+    assert evaluate.worst(scores, 99) == [2, 4, 1, 0, 3]
 
 
 # ---------------------------------------------------------------------------------------------------------- traffic
@@ -324,7 +330,7 @@ def test_only_as_many_scenarios_are_made_as_are_asked_for(logs: dict[str, Path],
 @pytest.mark.slow
 def test_the_log_is_more_real_than_who_goes_straight_on(generated: Drives) -> None:
     few = generated.some([0, 3])
-    log, constant = (resimulation.score(few, None, who, 4) for who in ("log", "constant"))
+    log, constant = (evaluate_realism.score(few, None, who, 4) for who in ("log", "constant"))
     assert log.names == [s.id for s in few.scenarios]
     assert np.all(log.metrics["realism"].valid)
     assert np.all(log.metrics["realism"].value > constant.metrics["realism"].value)
@@ -350,7 +356,7 @@ def test_evaluate_writes_what_it_prints(
 ) -> None:
     """Two files of one log: rows by scenario and file, means with intervals, a row an episode, pictures."""
     words = "d --policy constant --traffic self --json out.json --csv out.csv --data"
-    assert assessment.evaluate([*words.split(), str(logs["gpudrive"]), str(logs["womd-example"])]) == 0
+    assert evaluate.evaluate([*words.split(), str(logs["gpudrive"]), str(logs["womd-example"])]) == 0
     out = capsys.readouterr().out
     report = json.loads(Path("out.json").read_text())
     with open("out.csv", newline="") as file:
@@ -389,7 +395,7 @@ def test_evaluate_tells_how_real_it_is_and_draws_the_worst(
     folder: Path, logs: dict[str, Path], capsys: pytest.CaptureFixture[str]
 ) -> None:
     words = "d --policy constant --json out.json --worst 1 --realism --rollouts 3 --data"
-    assert assessment.evaluate([*words.split(), str(logs["gpudrive"])]) == 0
+    assert evaluate.evaluate([*words.split(), str(logs["gpudrive"])]) == 0
     out, report = capsys.readouterr().out, json.loads(Path("out.json").read_text())
     assert [table.split()[0] for table in out.split("\n\n")] == ["scenario", "metric", "realism"]
     assert report["realism"]["rollouts"] == 3
@@ -415,17 +421,17 @@ def test_evaluate_tells_how_real_it_is_and_draws_the_worst(
 )
 def test_what_can_not_be_is_said_before_work_is_done(folder: Path, words: str, message: str) -> None:
     with pytest.raises(ValueError, match=re.escape(message)) as refused:
-        assessment.evaluate(["d", "--policy", "log", *words.split()])
+        evaluate.evaluate(["d", "--policy", "log", *words.split()])
     assert "\n" not in str(refused.value)
 
 
 def test_what_is_for_driving_is_refused_elsewhere(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run = small(environment=Named("cartpole"))
-    monkeypatch.setattr(assessment, "policy_of", lambda *_: (run, None))
+    monkeypatch.setattr(evaluate, "policy_of", lambda *_: (run, None))
     for flag in ("--realism", "--traffic log", "--worst 2", "--data x"):
         name = flag.split()[0]
         with pytest.raises(ValueError, match=f"{name} is for driving, and run d is cartpole; leave {name} out"):
-            assessment.evaluate(["d", *flag.split()])
+            evaluate.evaluate(["d", *flag.split()])
 
 
 @pytest.fixture(autouse=True)

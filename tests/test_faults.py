@@ -12,7 +12,9 @@ from pathlib import Path
 
 import pytest
 
-from longhaul import cli, launch, telemetry, training
+from longhaul.cli import launch, main
+from longhaul.telemetry import sinks
+from longhaul.training import loop
 from tests import faults, nan_worlds
 from tests.small_runs import records, result
 
@@ -32,7 +34,7 @@ def words(runs_dir: Path, updates: int, *more: str, recipe: tuple[str, ...] = ("
 
 def undisturbed(runs_dir: Path, updates: int, recipe: tuple[str, ...] = ("cartpole",)) -> Path:
     """The same run in one process of two devices, this one: a sum over two devices has one order."""
-    assert cli.main(words(runs_dir, updates, "--run-name", "whole", "--mesh", "data=2", recipe=recipe)) == 0
+    assert main.main(words(runs_dir, updates, "--run-name", "whole", "--mesh", "data=2", recipe=recipe)) == 0
     return runs_dir / "whole"
 
 
@@ -63,7 +65,7 @@ class Storm:
             if code == 0:
                 assert not hits, "it was done before all had hit"
                 return
-            assert code in (training.STOPPED, -9), self.log.read_text()
+            assert code in (loop.STOPPED, -9), self.log.read_text()
             faults.wait_for(lambda: not faults.pids("hit"))
             train = self.go_on
 
@@ -154,5 +156,5 @@ def test_nan_and_kills_end_finite_and_as_without_kills(tmp_path: Path, monkeypat
     storm.run(["kill one", "kill both", "kill one"])
     assert_as_if_nothing_had_been(storm.folder, whole)
     assert len(json.loads((storm.folder / "run.json").read_text())["detours"]) >= 1
-    values = [value for record in telemetry.read(storm.folder / "metrics.jsonl") for value in record.values()]
+    values = [value for record in sinks.read(storm.folder / "metrics.jsonl") for value in record.values()]
     assert all(value is not None and math.isfinite(value) for value in values)

@@ -6,9 +6,13 @@ from pathlib import Path
 
 import pytest
 
-from longhaul import commands, flags, folders, pulse, recipes, resumption, settings
-from longhaul.mesh import Shape
-from longhaul.run import RunError
+from longhaul.cli import flags, run_flags, train
+from longhaul.config import recipes
+from longhaul.config.run import RunError
+from longhaul.runtime import heartbeat
+from longhaul.runtime.mesh import Shape
+from longhaul.training import run_dir
+from longhaul.training.checkpoint import resume
 from tests.small_runs import small
 
 
@@ -25,7 +29,7 @@ from tests.small_runs import small
     ],
 )
 def test_as_many_as_are_there_and_share_the_worlds(devices: int, there: list[int], envs: int, left: int) -> None:
-    assert resumption.fewer(devices, there, envs) == left
+    assert resume.fewer(devices, there, envs) == left
 
 
 @pytest.mark.parametrize(
@@ -35,14 +39,14 @@ def test_as_many_as_are_there_and_share_the_worlds(devices: int, there: list[int
 def test_each_shard_keeps_all_parts_of_the_parameters(
     shards: int, model: int, there: list[int], envs: int, left: int
 ) -> None:
-    assert resumption.fewer(shards, there, envs, model) == left
+    assert resume.fewer(shards, there, envs, model) == left
     with pytest.raises(RunError, match="of 8 devices 3 are there, which can't share 64 worlds and 4 parts"):
-        resumption.fewer(2, [3], 64, 4)
+        resume.fewer(2, [3], 64, 4)
 
 
 def test_none_left_is_an_error() -> None:
     with pytest.raises(RunError, match="of 8 devices 2 are there, which can't share 7 worlds"):
-        resumption.fewer(8, [1, 1], 7)
+        resume.fewer(8, [1, 1], 7)
 
 
 def test_under_a_launcher_alone_it_goes_on_with_fewer(
@@ -50,20 +54,20 @@ def test_under_a_launcher_alone_it_goes_on_with_fewer(
 ) -> None:
     """Four devices are there (tests/conftest.py), and no CPU is said to be."""
     run = small(num_envs=8, devices=8)
-    folders.save_run(tmp_path, run, {})
+    run_dir.save_run(tmp_path, run, {})
     recipe = recipes.recipe("cartpole")
 
     def fitting(*words: str) -> flags.Parsed:
-        parsed = flags.parse("train", "", settings.table(recipe), words)
-        return commands._fitting(parsed, tmp_path)
+        parsed = flags.parse("train", "", run_flags.table(recipe), words)
+        return train._fitting(parsed, tmp_path)
 
-    monkeypatch.setattr(commands, "on_cpu", lambda: False)
+    monkeypatch.setattr(train, "on_cpu", lambda: False)
     assert "mesh" not in fitting().given
-    monkeypatch.setenv(pulse.DESCRIPTOR, "9")
+    monkeypatch.setenv(heartbeat.DESCRIPTOR, "9")
     assert fitting().values["mesh"] == Shape(4)
     assert "mesh" in fitting().given
     assert fitting("--mesh", "data=2").values["mesh"] == Shape(2)
     assert fitting("--mesh", "data=4,model=2").values["mesh"] == Shape(2, 2)
     assert "4 of 8 devices are there; goes on with data=4" in capfd.readouterr().err
-    monkeypatch.setattr(commands, "on_cpu", lambda: True)  # whose devices are as many as one asks for
+    monkeypatch.setattr(train, "on_cpu", lambda: True)  # whose devices are as many as one asks for
     assert "mesh" not in fitting().given

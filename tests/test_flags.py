@@ -8,12 +8,16 @@ from typing import Any
 
 import pytest
 
-from longhaul import commands, flags, learners, recipes, settings, tracking, training
-from longhaul.algorithms import ppo
-from longhaul.cli import main
-from longhaul.run import Named, Run
+from longhaul.algorithms import ppo, registry
+from longhaul.cli import flags, run_flags
+from longhaul.cli import train as commands
+from longhaul.cli.main import main
+from longhaul.config import recipes
+from longhaul.config.run import Named, Run
+from longhaul.telemetry import wandb
+from longhaul.training import loop
 
-FLAGS = {"": [flags.Flag("count", flags.INT, 1, "how many", aliases=("total-count", "n")), settings.RUNS_DIR]}
+FLAGS = {"": [flags.Flag("count", flags.INT, 1, "how many", aliases=("total-count", "n")), run_flags.RUNS_DIR]}
 
 KINDS = {
     "one": flags.Flag("one", flags.INT, 1, "a number"),
@@ -37,7 +41,7 @@ OLD_OF_ALL = {name: value for name, value in OLD.items() if name != "gae-lambda"
 """Those that every algorithm has which learns from rollouts."""
 
 ON_POLICY = [
-    n for n in recipes.RECIPES if isinstance(recipes.recipe(n).algorithm, learners.OnPolicy) and n != "brax-ant"
+    n for n in recipes.RECIPES if isinstance(recipes.recipe(n).algorithm, registry.OnPolicy) and n != "brax-ant"
 ]
 """Without the one whose environment is of a suite that need not be installed."""
 
@@ -100,11 +104,11 @@ def begun(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[tuple[Run, Pa
     """The runs that `longhaul train` would train in an empty folder, without W&B's say."""
     runs: list[tuple[Run, Path]] = []
 
-    def train(run: Run, folder: Path, *, resumed: bool, source: Any = None) -> training.Outcome:
+    def train(run: Run, folder: Path, *, resumed: bool, source: Any = None) -> loop.Outcome:
         runs.append((run, folder))
-        return training.Outcome(training.STOPPED, None)
+        return loop.Outcome(loop.STOPPED, None)
 
-    monkeypatch.setattr(training, "train", train)
+    monkeypatch.setattr(loop, "train", train)
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("WANDB_MODE", "disabled")  # so that wandb need not be installed
     for name in ("WANDB_PROJECT", "WANDB_ENTITY", "WANDB_RUN_ID"):
@@ -113,15 +117,15 @@ def begun(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[tuple[Run, Pa
 
 
 def test_the_command_of_the_specification_starts_and_is_gone_on_with(begun: list[tuple[Run, Path]]) -> None:
-    assert commands.train(["hackmatrix", *DOCUMENT.split()]) == training.STOPPED
+    assert commands.train(["hackmatrix", *DOCUMENT.split()]) == loop.STOPPED
     ((run, folder),) = begun
     assert (run.total_steps, run.num_envs, run.num_steps) == (100_000_000, 2048, 256)
     assert folder.parent == Path("checkpoints")
-    assert tracking.load(folder) == tracking.Tracking(tracking.run_id(folder.name), True, "hackmatrix")
-    words = ["hackmatrix", "--resume-run", tracking.run_id(folder.name), "--checkpoint-dir", "checkpoints"]
-    assert commands.train([*words, "--no-wandb"]) == training.STOPPED
+    assert wandb.load(folder) == wandb.Tracking(wandb.run_id(folder.name), True, "hackmatrix")
+    words = ["hackmatrix", "--resume-run", wandb.run_id(folder.name), "--checkpoint-dir", "checkpoints"]
+    assert commands.train([*words, "--no-wandb"]) == loop.STOPPED
     assert begun[1] == (run, folder)
-    tracked = tracking.load(folder)
+    tracked = wandb.load(folder)
     assert tracked is not None
     assert not tracked.on
 
@@ -135,17 +139,17 @@ def test_every_recipe_has_the_old_flags(begun: list[tuple[Run, Path]], recipe: s
     old = OLD if isinstance(recipes.recipe(recipe).algorithm, ppo.Config) else OLD_OF_ALL
     words = shlex.join(word for name, value in old.items() for word in (f"--{name}", str(value)))
     more = "--wandb --project mine --entity us --run-suffix big --checkpoint-dir there --mesh data=1"
-    assert commands.train([recipe, *words.split(), *more.split()]) == training.STOPPED
+    assert commands.train([recipe, *words.split(), *more.split()]) == loop.STOPPED
     run, folder = begun[0]
-    found = {setting.flag.name: setting.flag.default for setting in settings.settings(run)}
+    found = {setting.flag.name: setting.flag.default for setting in run_flags.settings(run)}
     found["total-timesteps"] = found["total-steps"]
     assert {name: found[name] for name in old} == old
     assert folder.parent == Path("there")
     assert folder.name.startswith(f"{recipe}-20")
     assert folder.name.endswith("-big")
-    tracked = tracking.load(folder)
+    tracked = wandb.load(folder)
     assert tracked is not None
-    assert tracked[:4] == (tracking.run_id(folder.name), True, "mine", "us")
+    assert tracked[:4] == (wandb.run_id(folder.name), True, "mine", "us")
 
 
 def test_the_help_shows_each_other_word(capsys: pytest.CaptureFixture[str]) -> None:

@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 from jax.sharding import Mesh
 
-from longhaul import mesh as meshes
 from longhaul.algorithms import ppo
 from longhaul.environment import vectorise
 from longhaul.rollout import collector
+from longhaul.runtime import mesh as meshes
 from longhaul.topologies import fused
 from longhaul.types import Algorithm, Collector, Metrics, Progress
 from tests.chaos import Chaos

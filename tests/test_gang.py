@@ -6,8 +6,9 @@ import signal
 
 import pytest
 
-from longhaul import gang, launch
-from longhaul.gang import Death, Ended, Look, watch
+from longhaul.cli import launch
+from longhaul.runtime.launch import supervisor
+from longhaul.runtime.launch.supervisor import Death, Ended, Look, watch
 
 RUNS, KILLED, ABORTED = Look(), Look(code=-signal.SIGKILL), Look(code=-signal.SIGABRT)
 LOST = Look(lost="on 10.0.0.2 is lost: no answer for 16 s")
@@ -47,7 +48,7 @@ class Scripted:
     ],
 )  # fmt: skip
 def test_who_is_to_blame(rows: list[tuple[Look, ...]], ended: Ended, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(gang, "LOST", 0.01)
+    monkeypatch.setattr(supervisor, "LOST", 0.01)
     scripted = Scripted(*rows)
     assert watch(scripted, [], 60.0) == ended
     assert scripted.ended == 1

@@ -12,11 +12,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from longhaul import mesh as meshes
 from longhaul.algorithms import grpo
-from longhaul.reasoning import model, sampling, tokens
+from longhaul.reasoning import sampler, tokenizer, transformer
+from longhaul.runtime import mesh as meshes
 
-TINY = model.Config(width=16, layers=1, heads=1, kv_heads=1, head_dim=16, hidden=16)
+TINY = transformer.Config(width=16, layers=1, heads=1, kv_heads=1, head_dim=16, hidden=16)
 ROWS, LENGTH, GROUP = 8, 6, 4
 
 
@@ -25,21 +25,21 @@ def config(**changes: Any) -> grpo.Config:
 
 
 @functools.cache
-def completions() -> tuple[Any, sampling.Completions]:
+def completions() -> tuple[Any, sampler.Completions]:
     """Parameters, and completions of some lengths that they sampled, with a group whose rewards are equal."""
-    params = model.init(jax.random.key(0), TINY)
+    params = transformer.init(jax.random.key(0), TINY)
     rng = np.random.default_rng(0)
     prompt = np.repeat(rng.integers(1, 23, (ROWS // GROUP, 3)), GROUP, axis=0).astype(np.int32)
     token = rng.integers(1, 23, (ROWS, LENGTH)).astype(np.int32)
     written = np.arange(LENGTH)[None] < np.array([2, 6, 3, 4, 5, 6, 1, 6])[:, None]
     taken = written & (rng.random((ROWS, LENGTH)) < 0.8)
     taken[:, 0] = True
-    token = np.where(written, token, tokens.PAD)
-    log_prob, _ = sampling.log_probs(TINY, params, prompt, token, 1.0)
+    token = np.where(written, token, tokenizer.PAD)
+    log_prob, _ = sampler.log_probs(TINY, params, prompt, token, 1.0)
     reward = np.array([1, 0, 0, 0.5, 1, 1, 1, 1], np.float32)
     arrays = map(jnp.asarray, (prompt, token, written, taken, jnp.where(taken, log_prob, 0.0), reward))
     zero = jnp.zeros(ROWS, jnp.int32)
-    return params, sampling.Completions(*arrays, jnp.linspace(0.0, 0.5, ROWS), zero, zero, zero)
+    return params, sampler.Completions(*arrays, jnp.linspace(0.0, 0.5, ROWS), zero, zero, zero)
 
 
 def test_advantages_by_hand() -> None:
@@ -67,7 +67,7 @@ def test_weights_by_hand(over: str, wanted: list[list[float]]) -> None:
     np.testing.assert_allclose(found, wanted, rtol=1e-6)
 
 
-def first(settings: grpo.Config, data: sampling.Completions, params: Any) -> tuple[Any, dict[str, jax.Array]]:
+def first(settings: grpo.Config, data: sampler.Completions, params: Any) -> tuple[Any, dict[str, jax.Array]]:
     """The gradient at the parameters that sampled, and the parts of the loss."""
     loss = grpo.LOSSES[settings.loss]
     advantage, informative = grpo.advantages(data.reward, GROUP, scaled=loss.scaled)
@@ -77,7 +77,7 @@ def first(settings: grpo.Config, data: sampling.Completions, params: Any) -> tup
     return jax.jit(gradient)(params, batch)
 
 
-def reinforce(params: Any, data: sampling.Completions, loss: grpo.Loss) -> Any:
+def reinforce(params: Any, data: sampler.Completions, loss: grpo.Loss) -> Any:
     """The gradient of -A log p, over the tokens or completions that the variant averages, written out."""
     reward = np.asarray(data.reward).reshape(-1, GROUP)
     advantage = reward - reward.mean(axis=1, keepdims=True)
@@ -87,7 +87,7 @@ def reinforce(params: Any, data: sampling.Completions, loss: grpo.Loss) -> Any:
     advantage = jnp.asarray(advantage.reshape(-1))
 
     def total(params: Any) -> jax.Array:
-        log_prob, _ = sampling.log_probs(TINY, params, data.prompt, data.token, 1.0)
+        log_prob, _ = sampler.log_probs(TINY, params, data.prompt, data.token, 1.0)
         each = -advantage[:, None] * log_prob * kept
         if loss.over == "token":
             return jnp.sum(each) / kept.sum()
@@ -157,14 +157,14 @@ def learnt() -> tuple[Any, Any, Any]:
     state = begun._replace(params=params, updates=jnp.int32(1), imitated=jnp.int32(1))
     learn = jax.jit(made.learn)
     equal = data._replace(reward=jnp.ones(ROWS))
-    cases = data, data._replace(lesson=jnp.full(ROWS, sampling.DEMONSTRATED)), equal
+    cases = data, data._replace(lesson=jnp.full(ROWS, sampler.DEMONSTRATED)), equal
     return state, [learn(state, each, jax.random.key(2)) for each in cases], learn
 
 
 def test_an_update_raises_what_was_rewarded_and_tells_how_far_the_sampler_is() -> None:
     state, ((after, told), *_), learn = learnt()
     params, data = completions()
-    before, now = (sampling.log_probs(TINY, each, data.prompt, data.token, 1.0)[0] for each in (params, after.params))
+    before, now = (sampler.log_probs(TINY, each, data.prompt, data.token, 1.0)[0] for each in (params, after.params))
     gain = np.asarray(jnp.sum((now - before) * data.taken, axis=1))
     assert gain[0] > 0 > gain[1] + gain[2]
     assert float(told["grpo/mismatch"]) < 1e-5
@@ -177,7 +177,7 @@ def test_an_update_raises_what_was_rewarded_and_tells_how_far_the_sampler_is() -
 def test_demonstrations_are_imitated_whatever_their_reward() -> None:
     _, (_, (after, told), _), _ = learnt()
     params, data = completions()
-    before, now = (sampling.log_probs(TINY, each, data.prompt, data.token, 1.0)[0] for each in (params, after.params))
+    before, now = (sampler.log_probs(TINY, each, data.prompt, data.token, 1.0)[0] for each in (params, after.params))
     gain = np.asarray(jnp.sum((now - before) * data.taken, axis=1))
     assert gain.sum() > 0.5
     assert float(told["grpo/loss"]) == 0.0
@@ -201,7 +201,7 @@ def test_two_shards_are_one_batch() -> None:
     parts = grpo.grpo(None, settings, updates=1, mean=meshes.mean_over_data)
     state = whole.init(jax.random.key(1))._replace(params=params)
     P = jax.sharding.PartitionSpec
-    specs = sampling.Completions(*[P("data")] * 10)
+    specs = sampler.Completions(*[P("data")] * 10)
     split = meshes.per_shard(lambda s, d: parts.learn(s, d, jax.random.key(0)), mesh, (P(), specs), (P(), P()))
     (_, one), (_, two) = jax.jit(whole.learn)(state, data, jax.random.key(0)), jax.jit(split)(state, data)
     for name in ("loss", "entropy", "grad_norm"):

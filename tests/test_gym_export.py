@@ -13,8 +13,10 @@ import pytest
 from gymnasium.utils.env_checker import check_env
 from gymnasium.vector import AutoresetMode
 
-from longhaul.envs import gym_export, host, host_driving, registry
-from longhaul.forms import Leaf, mapped
+from longhaul.envs import gymnasium_export, registry
+from longhaul.envs.host import driving_vector
+from longhaul.envs.host import registry as host
+from longhaul.spaces import Leaf, mapped
 from tests.host_conformance import check_vector
 
 DRIVING = {"scenarios": 2, "horizon": 12}
@@ -39,14 +41,14 @@ def spaces_without_bounds() -> Iterator[None]:
     ],
 )
 def test_gymnasiums_checker_finds_nothing(name: str, options: dict[str, Any]) -> None:
-    environment = gym_export.single(name, **options)
+    environment = gymnasium_export.single(name, **options)
     check_env(environment, skip_render_check=True)
     environment.close()
 
 
 @pytest.mark.slow
 def test_driving_agents_are_columns_with_finals_and_scores_by_gymnasiums_convention() -> None:
-    made = gym_export.vector("driving", 3, **PAIRS)
+    made = gymnasium_export.vector("driving", 3, **PAIRS)
     assert (made.num_envs, made.metadata["autoreset_mode"]) == (6, AutoresetMode.SAME_STEP)
     observation, _ = made.reset(seed=4)
     assert made.observation_space.contains(observation)
@@ -67,7 +69,7 @@ def test_driving_agents_are_columns_with_finals_and_scores_by_gymnasiums_convent
         ends += int(ended.sum())
     assert ends >= 6
     with pytest.raises(ValueError, match=r"has 2 agents; gymnasium\.Env has one"):
-        gym_export.single("driving", **PAIRS)
+        gymnasium_export.single("driving", **PAIRS)
 
 
 @pytest.mark.slow
@@ -81,11 +83,11 @@ def test_driving_on_the_host_keeps_the_contract_and_goes_on_exactly() -> None:
     with pytest.raises(ValueError, match="unexpected keyword argument 'agent'"):
         host.make(host.describe("driving/generated", agent=2), 1)
     with pytest.raises(ValueError, match="scenarios is 0"):
-        host_driving.environment(scenarios=0)
+        driving_vector.environment(scenarios=0)
 
 
 def test_a_single_environment_equals_the_pure_functions() -> None:
-    made, world = gym_export.single("cartpole", max_steps=20), registry.make("cartpole", max_steps=20)
+    made, world = gymnasium_export.single("cartpole", max_steps=20), registry.make("cartpole", max_steps=20)
     observation, _ = made.reset(seed=5)
     seed = int(np.random.Generator(np.random.PCG64(np.random.SeedSequence(5))).integers(2**31))
     key = jax.random.fold_in(jax.random.key(seed), 0)
@@ -102,19 +104,21 @@ def test_a_single_environment_equals_the_pure_functions() -> None:
 
 
 def test_packed_observations_are_seen_as_networks_see_them() -> None:
-    form = gym_export.observation_space({"a": Leaf((2,), np.dtype(bool)), "b": (Leaf((), np.dtype(np.int32)), None)})
+    form = gymnasium_export.observation_space(
+        {"a": Leaf((2,), np.dtype(bool)), "b": (Leaf((), np.dtype(np.int32)), None)}
+    )
     assert isinstance(form, gym.spaces.Dict)
     tree = {"a": np.array([[True, False]]), "b": (np.array([3], np.int32), None)}
-    assert form.contains(mapped(lambda leaf: np.asarray(leaf[0]), gym_export.as_spaces(tree)))
-    made = gym_export.vector("probe/masked", 2)
+    assert form.contains(mapped(lambda leaf: np.asarray(leaf[0]), gymnasium_export.as_spaces(tree)))
+    made = gymnasium_export.vector("probe/masked", 2)
     observation, infos = made.reset(seed=0)
     assert np.array_equal(observation["action_mask"], infos["action_mask"])
     assert observation["action_mask"].dtype == np.int8
 
 
 def test_names_are_known_to_gymnasium() -> None:
-    ids = gym_export.register()
-    assert ids == gym_export.register()
+    ids = gymnasium_export.register()
+    assert ids == gymnasium_export.register()
     assert {"longhaul/driving-v0", "longhaul/cartpole-v0"} <= set(ids)
     made = gym.make_vec("longhaul/cartpole-v0", 5, vectorization_mode="vector_entry_point")
     assert made.num_envs == 5
@@ -124,7 +128,7 @@ def test_names_are_known_to_gymnasium() -> None:
 
 def returns(choose: Callable[[np.ndarray], np.ndarray], steps: int = 400) -> float:
     """The mean return of the first episodes of 64 poles."""
-    made = gym_export.vector("cartpole", 64, max_steps=200)
+    made = gymnasium_export.vector("cartpole", 64, max_steps=200)
     observation, _ = made.reset(seed=9)
     total, alive = np.zeros(64), np.ones(64, bool)
     for _ in range(steps):
@@ -139,7 +143,7 @@ def returns(choose: Callable[[np.ndarray], np.ndarray], steps: int = 400) -> flo
 @pytest.mark.slow
 def test_stable_baselines_is_told_what_an_episode_of_driving_scored() -> None:
     pytest.importorskip("stable_baselines3")
-    made = gym_export.stable_baselines("driving", 4, **DRIVING)
+    made = gymnasium_export.stable_baselines("driving", 4, **DRIVING)
     made.reset()
     told = [info for _ in range(13) for info in made.step(np.zeros(4, np.int64))[3] if info]
     assert len(told) >= 4
@@ -157,12 +161,12 @@ def test_a_learner_that_is_not_ours_learns_through_it() -> None:
 
 def test_stable_baselines_trains_on_it() -> None:
     stable = pytest.importorskip("stable_baselines3")
-    made = gym_export.stable_baselines("cartpole", 8, max_steps=200)
+    made = gymnasium_export.stable_baselines("cartpole", 8, max_steps=200)
     model = stable.PPO("MlpPolicy", made, n_steps=64, batch_size=128, learning_rate=1e-3, seed=0, device="cpu")
     model.learn(12_000)
     after = returns(lambda seen: model.predict(seen, deterministic=True)[0], 200)
     assert after > 80
-    driving = gym_export.stable_baselines("driving", 4, **DRIVING)
+    driving = gymnasium_export.stable_baselines("driving", 4, **DRIVING)
     stable.PPO("MultiInputPolicy", driving, n_steps=16, batch_size=32, seed=0, device="cpu").learn(128)
 
 
@@ -192,7 +196,7 @@ def test_rllib_trains_on_it(rllib: Any, name: str, options: dict[str, Any], batc
     def flat(*_: Any, **__: Any) -> Any:
         return FlattenObservations()
 
-    register_env(f"ours-{name}", lambda _: gym_export.single(name, **options))
+    register_env(f"ours-{name}", lambda _: gymnasium_export.single(name, **options))
     config = PPOConfig().environment(f"ours-{name}").training(train_batch_size_per_learner=batch, num_epochs=2)
     config = config.training(minibatch_size=batch // 4).env_runners(
         num_env_runners=0, num_envs_per_env_runner=4, env_to_module_connector=flat if name == "driving" else None

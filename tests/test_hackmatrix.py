@@ -10,10 +10,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from longhaul.envs.hackmatrix import boards, reward, world
-from longhaul.envs.hackmatrix.boards import Boards
-from longhaul.envs.hackmatrix.game import Game, hackmatrix
-from longhaul.envs.hackmatrix.world import (
+from longhaul.envs.hackmatrix import board_generation, reward
+from longhaul.envs.hackmatrix import state as world
+from longhaul.envs.hackmatrix.board_generation import Boards
+from longhaul.envs.hackmatrix.environment import Game, hackmatrix
+from longhaul.envs.hackmatrix.state import (  # fmt: skip
     ANTI_V,
     ATK,
     CALM,
@@ -47,7 +48,7 @@ from longhaul.envs.hackmatrix.world import (
     WAIT,
     WARP,
     State,
-)  # fmt: skip
+)
 
 KEY = jax.random.key(0)
 
@@ -82,9 +83,9 @@ class World:
         for (row, col), (kind, content) in (blocks or {}).items():
             data = kind == DATA
             packed = (kind, content, 0, content, 0, 0) if data else (kind, 0, content, 2, 0, 0)
-            cell[6 * row + col] = boards.pack(*(np.int64(x) for x in packed))
+            cell[6 * row + col] = board_generation.pack(*(np.int64(x) for x in packed))
         bank = game().bank
-        way = boards.distances((cell > 0)[None])
+        way = board_generation.distances((cell > 0)[None])
         self.bank = bank._replace(cell=bank.cell.copy(), distance=bank.distance.copy())
         self.bank.cell[-1], self.bank.distance[-1] = cell, way[0]
         state, _ = game().reset(KEY)

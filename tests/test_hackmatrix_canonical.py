@@ -9,10 +9,9 @@ import numpy as np
 import pytest
 
 from longhaul.envs import registry
-from longhaul.envs.hackmatrix import world as w
-from longhaul.envs.hackmatrix.canonical import FIXES, Canonical, canonical
-from longhaul.envs.hackmatrix.game import hackmatrix
-from longhaul.envs.hackmatrix.world import (
+from longhaul.envs.hackmatrix import state as w
+from longhaul.envs.hackmatrix.environment import hackmatrix
+from longhaul.envs.hackmatrix.state import (  # fmt: skip
     ATK,
     CRYPTOG,
     DAEMON,
@@ -31,7 +30,8 @@ from longhaul.envs.hackmatrix.world import (
     VIRUS,
     WAIT,
     WARP,
-)  # fmt: skip
+)
+from longhaul.envs.hackmatrix.swift_rules.environment import FIXES, Canonical, canonical
 from tests.hackmatrix_games import World, cells, same, words
 
 BLOCK = (DATA, 1)

@@ -10,13 +10,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from longhaul.envs.hackmatrix import canonical_boards as drawn
-from longhaul.envs.hackmatrix import canonical_turn as turn
-from longhaul.envs.hackmatrix import canonical_world as c
 from longhaul.envs.hackmatrix import observation
-from longhaul.envs.hackmatrix import world as w
-from longhaul.envs.hackmatrix.canonical import SHORT
-from longhaul.envs.hackmatrix.world import CORNERS, POLY, PULL, PUSH, UNDO, WARP
+from longhaul.envs.hackmatrix import state as w
+from longhaul.envs.hackmatrix.state import CORNERS, POLY, PULL, PUSH, UNDO, WARP
+from longhaul.envs.hackmatrix.swift_rules import board_generation as drawn
+from longhaul.envs.hackmatrix.swift_rules import enemy_turn as turn
+from longhaul.envs.hackmatrix.swift_rules import state as c
+from longhaul.envs.hackmatrix.swift_rules.environment import SHORT
 from tests.hackmatrix_games import LANES, bank, cells, game, looker, starts, stepper, words
 
 STEPS = 120

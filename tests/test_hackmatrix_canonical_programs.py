@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from longhaul.envs.hackmatrix.world import (
+from longhaul.envs.hackmatrix.state import (  # fmt: skip
     ANTI_V,
     ATK,
     CALM,
@@ -39,7 +39,7 @@ from longhaul.envs.hackmatrix.world import (
     UP,
     VIRUS,
     WAIT,
-)  # fmt: skip
+)
 from tests.hackmatrix_games import World, cells, same, words
 
 BLOCK = (DATA, 1)

@@ -13,15 +13,18 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from longhaul import networks, recipes
 from longhaul.algorithms import ppo
+from longhaul.config import recipes
 from longhaul.environment import vectorise
 from longhaul.envs import registry
-from longhaul.envs.hackmatrix import boards, observation, reward, world
-from longhaul.envs.hackmatrix.game import FIXES, Game, hackmatrix
-from longhaul.envs.hackmatrix.world import CELLS, CORNERS, SIPHON, UNDO, UP, WAIT, State
+from longhaul.envs.hackmatrix import board_generation, observation, reward
+from longhaul.envs.hackmatrix import state as world
+from longhaul.envs.hackmatrix.environment import FIXES, Game, hackmatrix
+from longhaul.envs.hackmatrix.state import CELLS, CORNERS, SIPHON, UNDO, UP, WAIT, State
+from longhaul.networks import actor_critic
 from longhaul.rollout import collector
-from longhaul.types import Environment, Masked
+from longhaul.spaces import Masked
+from longhaul.types import Environment
 
 GAMES, STEPS = 96, 48
 
@@ -210,9 +213,9 @@ def test_fix_undo_goes_back() -> None:
 
 
 def test_fix_boards_joins_all_corners() -> None:
-    joined = boards.joined(boards.draw(0, 400, connected=True).distance)
+    joined = board_generation.joined(board_generation.draw(0, 400, connected=True).distance)
     assert joined.all()
-    assert 0.2 < boards.joined(boards.draw(0, 400).distance).mean() < 0.9
+    assert 0.2 < board_generation.joined(board_generation.draw(0, 400).distance).mean() < 0.9
 
 
 @pytest.mark.parametrize(("fixes", "kills"), [((), 0.3), pytest.param(("kills",), 0.0, marks=pytest.mark.slow)])
@@ -235,7 +238,7 @@ def test_fix_exit_is_safe(fixes: tuple[str, ...], hp: int) -> None:
 def test_fix_spread_stacks_nothing(fixes: tuple[str, ...], cells: int) -> None:
     game, state = _middle(fixes, row=3, col=3, siphons=1)
     cell = game.bank.cell.copy()
-    cell[-1, 27] = boards.pack(*(np.int64(x) for x in (world.PROGRAM, 0, 4, 2, 0, 0)))
+    cell[-1, 27] = board_generation.pack(*(np.int64(x) for x in (world.PROGRAM, 0, 4, 2, 0, 0)))
     game = replace(game, bank=game.bank._replace(cell=cell))
     after, _ = _do(game, state._replace(spawn=state.spawn.at[27].set(2)), SIPHON)
     sent = np.asarray(after.pending.turns) > 0
@@ -272,7 +275,7 @@ def test_all_fixes_together_keep_the_books() -> None:
 def test_boxed_in_the_turn_passes() -> None:
     game, state = _middle(())
     cell = game.bank.cell.copy()
-    cell[-1, [1, 6]] = boards.pack(*(np.int64(x) for x in (world.DATA, 3, 0, 3, 0, 0)))
+    cell[-1, [1, 6]] = board_generation.pack(*(np.int64(x) for x in (world.DATA, 3, 0, 3, 0, 0)))
     game = replace(game, bank=game.bank._replace(cell=cell))
     assert np.flatnonzero(jax.jit(game._see)(state).mask).tolist() == [UP]
     after, _ = _do(game, _foe(state, 5, 5, world.DAEMON, 3), UP)
@@ -397,7 +400,7 @@ def test_the_recipes_network_is_the_trainers() -> None:
     settings = recipes.recipe("hackmatrix").algorithm
     network = ppo.network(hackmatrix(8).spec, settings)
     shapes = jax.eval_shape(network.init, jax.random.key(0))
-    assert networks.count(shapes) == 469_021
+    assert actor_critic.count(shapes) == 469_021
     assert shapes["torso"]["layer_0"]["kernel"].shape == (1545, 256)
     assert (settings.adam_eps, settings.init) == (1e-8, "lecun")
 

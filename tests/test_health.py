@@ -12,10 +12,12 @@ from typing import Any
 import numpy as np
 import pytest
 
-from longhaul import health, recipes, report, telemetry, watch
-from longhaul.health import CHECKS, GRAVE, REMEDIES, Bounds, Finding, Plan, review
-from longhaul.trends import trend
-from longhaul.types import Box, Discrete, MultiDiscrete
+from longhaul.config import recipes
+from longhaul.spaces import Box, Discrete, MultiDiscrete
+from longhaul.telemetry import health, health_log, sinks
+from longhaul.telemetry.health import CHECKS, GRAVE, REMEDIES, Bounds, Finding, Plan, review
+from longhaul.telemetry.trend import trend
+from longhaul.training import report
 
 UPDATES = 400
 PLAN = Plan(UPDATES, entropy=0.05)
@@ -176,11 +178,11 @@ def test_null_is_what_a_file_has_for_not_finite(tmp_path: Path) -> None:
     """Findings of a file are those of the stream that wrote it."""
     for name, ill in ILLNESSES.items():
         records, path = curve(ill), tmp_path / f"{name.replace(' ', '-')}.jsonl"
-        sink = telemetry.jsonl(path)
+        sink = sinks.jsonl(path)
         for record in records:
             sink.write(record)
         sink.close()
-        assert review(telemetry.read(path), PLAN, Bounds()).findings() == review(records, PLAN, Bounds()).findings()
+        assert review(sinks.read(path), PLAN, Bounds()).findings() == review(records, PLAN, Bounds()).findings()
 
 
 def test_coarse_records_tell_the_same_as_fine_ones() -> None:
@@ -222,7 +224,7 @@ def test_noise_alone_is_called_rising_as_often_as_the_bound_says() -> None:
 def _watched(folder: Path, records: list[dict[str, float]], bounds: Bounds = Bounds()) -> list[str]:  # noqa: B008
     """Lines said while `records` are written to a run's files, as training does."""
     lines: list[str] = []
-    metrics, sink = telemetry.jsonl(folder / "metrics.jsonl"), watch.watch(folder, PLAN, bounds, lines.append)
+    metrics, sink = sinks.jsonl(folder / "metrics.jsonl"), health_log.watch(folder, PLAN, bounds, lines.append)
     for record in records:
         metrics.write(record)
         sink.write(record)
@@ -246,30 +248,30 @@ def test_a_run_that_goes_on_has_said_and_kept_what_one_without_a_break_has(tmp_p
         "warning: approx_kl is 0.2 nats", "warning: entropy is 0.01 nats", "over: kl",
     ]  # fmt: skip
     _watched(broken, records[:260])
-    telemetry.truncate_after(broken / "metrics.jsonl", 230)
+    sinks.truncate_after(broken / "metrics.jsonl", 230)
     again = _watched(broken, records[230:])
     assert [line.split(" (")[0] for line in again] == [line.split(" (")[0] for line in lines]
-    assert (broken / watch.FILE).read_bytes() == (whole / watch.FILE).read_bytes()
-    findings = {finding.check: finding for finding in watch.read(whole)}
+    assert (broken / health_log.FILE).read_bytes() == (whole / health_log.FILE).read_bytes()
+    findings = {finding.check: finding for finding in health_log.read(whole)}
     assert findings == found(records)
     assert (findings["kl"].until is not None) and findings["entropy"].until is None
-    for line in (whole / watch.FILE).read_text().splitlines():
+    for line in (whole / health_log.FILE).read_text().splitlines():
         assert json.loads(line)["event"] in ("begins", "ends")
 
 
 def test_a_healthy_run_and_one_that_is_not_watched_have_no_file(tmp_path: Path) -> None:
     assert _watched(tmp_path, curve()) == []
     assert _watched(tmp_path, curve(ILLNESSES["kl"]), Bounds(watch=False)) == []
-    assert not (tmp_path / watch.FILE).exists()
-    assert watch.read(tmp_path) == []
+    assert not (tmp_path / health_log.FILE).exists()
+    assert health_log.read(tmp_path) == []
 
 
 def test_what_a_killed_run_said_is_forgotten_with_its_records(tmp_path: Path) -> None:
     _watched(tmp_path, curve(ILLNESSES["kl"]))
-    assert (tmp_path / watch.FILE).exists()
-    telemetry.truncate_after(tmp_path / "metrics.jsonl", 100)
+    assert (tmp_path / health_log.FILE).exists()
+    sinks.truncate_after(tmp_path / "metrics.jsonl", 100)
     assert _watched(tmp_path, curve()[100:]) == []
-    assert not (tmp_path / watch.FILE).exists()
+    assert not (tmp_path / health_log.FILE).exists()
 
 
 @pytest.mark.parametrize(
@@ -282,7 +284,7 @@ def test_what_a_killed_run_said_is_forgotten_with_its_records(tmp_path: Path) ->
 )
 def test_a_collapse_is_far_below_the_largest_entropy(action: Any, largest: float) -> None:
     """Of Box: the uniform distribution's over its range. A Gaussian of a thousandth of the range has collapsed."""
-    bound = watch.least_entropy(action)
+    bound = health_log.least_entropy(action)
     if isinstance(action, Box):
         widths = np.asarray(action.high) - np.asarray(action.low)
         narrow = sum(math.log(1e-3 * width / math.sqrt(2 * math.pi * math.e)) for width in widths)
@@ -301,7 +303,7 @@ def test_every_check_has_a_remedy_and_every_grave_one_is_a_check() -> None:
 
 
 def test_bounds_of_recipes_go_through_a_runs_file() -> None:
-    from longhaul.run import Run, from_dict, to_dict
+    from longhaul.config.run import Run, from_dict, to_dict
 
     run = recipes.recipe("hackmatrix")
     assert run.health.entropy == 0.3

@@ -13,12 +13,14 @@ import jax
 import numpy as np
 import pytest
 
-from longhaul import vectors
 from longhaul.algorithms import ppo
-from longhaul.envs import batched, host, host_gymnasium, host_spaces, host_torch, registry
-from longhaul.forms import Box, Leaf, Masked, MultiDiscrete, leaves, mapped
-from longhaul.mesh import identity
-from longhaul.vectors import Description, HostStep, HostVector
+from longhaul.envs import registry
+from longhaul.envs.host import gymnasium_spaces, gymnasium_vector, numpy_cartpole, torch_vector
+from longhaul.envs.host import registry as host
+from longhaul.envs.host import vector as vectors
+from longhaul.envs.host.vector import Description, HostStep, HostVector
+from longhaul.runtime.mesh import identity
+from longhaul.spaces import Box, Leaf, Masked, MultiDiscrete, leaves, mapped
 from tests.host_conformance import actions, check_vector, roll, same
 from tests.host_worlds import length
 
@@ -178,7 +180,7 @@ def test_gymnasiums_vector_cartpole_steps_as_its_scalar_one_does() -> None:
 
 
 def test_the_numpy_cartpole_steps_as_gymnasiums_and_its_starts_know_no_history() -> None:
-    ours, alone = batched.cartpole(5, max_steps=500), gym.make("CartPole-v1").unwrapped
+    ours, alone = numpy_cartpole.cartpole(5, max_steps=500), gym.make("CartPole-v1").unwrapped
     ours.reset(3)
     for t in range(12):
         before = ours.state()["physics"]
@@ -190,20 +192,22 @@ def test_the_numpy_cartpole_steps_as_gymnasiums_and_its_starts_know_no_history()
             _, _, its_end, _, _ = alone.step(int(chosen[world]))
             np.testing.assert_allclose(ours.state()["physics"][world], alone.state, rtol=1e-12, atol=1e-15)
             assert terminated[world] == its_end
-    again, first = batched.cartpole(5), np.arange(5) == 0
+    again, first = numpy_cartpole.cartpole(5), np.arange(5) == 0
     again.restore(ours.state())
     seen = again.restart(first)
     assert np.array_equal(seen[1:], ours.state()["physics"][1:].astype(np.float32)), "the others are where they were"
     late = ours.restart(np.array([False, True, False, False, True]))
-    fresh = batched.cartpole(5)
+    fresh = numpy_cartpole.cartpole(5)
     fresh.reset(3)
     assert np.array_equal(fresh.restart(np.ones(5, bool))[[1, 4]], late[[1, 4]])
-    for _ in range(batched.AHEAD):  # past those that are drawn at once
+    for _ in range(numpy_cartpole.AHEAD):  # past those that are drawn at once
         late = ours.restart(np.ones(5, bool))
-    for world, episode in enumerate(batched.AHEAD + np.array([0, 1, 0, 0, 1])):
-        start = batched.START * (2.0 * batched.uniform(3, np.array([world]), np.array([episode]), 4) - 1.0)
+    for world, episode in enumerate(numpy_cartpole.AHEAD + np.array([0, 1, 0, 0, 1])):
+        start = numpy_cartpole.START * (
+            2.0 * numpy_cartpole.uniform(3, np.array([world]), np.array([episode]), 4) - 1.0
+        )
         assert np.array_equal(late[world], start[0].astype(np.float32))
-    drawn = batched.uniform(1, np.arange(20_000), np.zeros(20_000, np.int64), 4)
+    drawn = numpy_cartpole.uniform(1, np.arange(20_000), np.zeros(20_000, np.int64), 4)
     assert abs(drawn.mean() - 0.5) < 0.005
     assert abs(drawn.var() - 1 / 12) < 0.002
     assert abs(np.corrcoef(drawn.T) - np.eye(4)).max() < 0.03
@@ -273,31 +277,31 @@ def test_options_may_stand_in_a_name_and_other_question_marks_are_a_path() -> No
 
 def test_spaces_become_forms() -> None:
     spaces = gym.spaces
-    box = host_spaces.observation(spaces.Box(0, 255, (4, 5), np.uint8))
+    box = gymnasium_spaces.observation(spaces.Box(0, 255, (4, 5), np.uint8))
     assert box.form == Leaf((4, 5), np.dtype(np.uint8))
-    assert host_spaces.observation(spaces.Box(0, 1, (2,), np.float64)).form.dtype == np.float32
-    pair = host_spaces.observation(spaces.MultiDiscrete([2, 3], start=[5, 1]))
+    assert gymnasium_spaces.observation(spaces.Box(0, 1, (2,), np.float64)).form.dtype == np.float32
+    pair = gymnasium_spaces.observation(spaces.MultiDiscrete([2, 3], start=[5, 1]))
     assert pair.form == Leaf((2,), np.dtype(np.int32), (2, 3))
     assert pair.convert(np.array([[6, 3]])).tolist() == [[1, 2]]
     legal = spaces.Dict({"observation": spaces.Discrete(3), "action_mask": spaces.Box(0, 1, (4,), np.int8)})
-    assert isinstance(host_spaces.observation(legal).form, Masked)
+    assert isinstance(gymnasium_spaces.observation(legal).form, Masked)
     with pytest.raises(ValueError, match="arrays of a fixed size can't hold them"):
-        host_spaces.observation(spaces.Text(4))
+        gymnasium_spaces.observation(spaces.Text(4))
 
-    torque = host_spaces.action(spaces.Box(-2, 3, (1, 2), np.float64))
+    torque = gymnasium_spaces.action(spaces.Box(-2, 3, (1, 2), np.float64))
     assert torque.form == Box((-2.0, -2.0), (3.0, 3.0))
     assert torque.convert(np.zeros((7, 2), np.float32)).shape == (7, 1, 2)
     assert torque.convert(np.zeros((7, 2), np.float32)).dtype == np.float64
-    assert host_spaces.action(spaces.MultiBinary(2)).form == MultiDiscrete((2, 2))
-    grid = host_spaces.action(spaces.MultiDiscrete([[2, 3], [4, 5]], start=[[1, 1], [0, 0]]))
+    assert gymnasium_spaces.action(spaces.MultiBinary(2)).form == MultiDiscrete((2, 2))
+    grid = gymnasium_spaces.action(spaces.MultiDiscrete([[2, 3], [4, 5]], start=[[1, 1], [0, 0]]))
     assert grid.form == MultiDiscrete((2, 3, 4, 5))
     assert grid.convert(np.array([[1, 2, 3, 4]], np.int32)).tolist() == [[[2, 3], [3, 4]]]
     free = spaces.Box(-np.inf, np.inf, (2,))
     with pytest.raises(ValueError, match=r"action_bound=1\.0 gives them some"):
-        host_spaces.action(free)
-    assert host_spaces.action(free, 1.5).form == Box((-1.5, -1.5), (1.5, 1.5))
+        gymnasium_spaces.action(free)
+    assert gymnasium_spaces.action(free, 1.5).form == Box((-1.5, -1.5), (1.5, 1.5))
     with pytest.raises(ValueError, match="they must be Discrete"):
-        host_spaces.action(spaces.Dict({"a": spaces.Discrete(2)}))
+        gymnasium_spaces.action(spaces.Dict({"a": spaces.Discrete(2)}))
 
 
 def test_what_means_no_quantity_is_seen_as_one_of_many() -> None:
@@ -388,7 +392,7 @@ def test_a_spoiled_vector_fails_the_check() -> None:
 
 
 def test_interval_starts_anew() -> None:
-    interval = host_gymnasium.Interval(made(COUNT, truncation_interval=4).spec, 1)
+    interval = gymnasium_vector.Interval(made(COUNT, truncation_interval=4).spec, 1)
     interval.check(np.array([True]))
     for _ in range(3):
         interval.check(np.array([False]))
@@ -420,7 +424,7 @@ def test_tensors_are_seen_in_their_own_memory_and_finals_are_told_or_not() -> No
     with pytest.raises(ValueError, match=r"without bounds; the option action_bound=1\.0"):
         made(name)
     tensor = torch.arange(6.0).reshape(2, 3)
-    assert np.shares_memory(host_torch._numpy(tensor), tensor.numpy())
+    assert np.shares_memory(torch_vector._numpy(tensor), tensor.numpy())
     vector = made(name, 3, action_bound=1.0)
     vector.reset(0)
     led_to = vector.on_device(jax.numpy.full((3, 1), -0.5))  # type: ignore[attr-defined]

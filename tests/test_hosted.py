@@ -11,14 +11,15 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from longhaul import hosted, returns
-from longhaul.actors.settings import Acting
-from longhaul.actors.tickets import Ticket
-from longhaul.hosted import Carry, Sizes
-from longhaul.records import Sums
-from longhaul.run import Named, RunError
-from longhaul.topologies.actors import Acting as Does
-from longhaul.topologies.actors import tree
+from longhaul import returns
+from longhaul.config.run import Named, RunError
+from longhaul.telemetry.aggregate import Sums
+from longhaul.topologies.actor_learner import host_rollout
+from longhaul.topologies.actor_learner.config import Acting
+from longhaul.topologies.actor_learner.host_rollout import Carry, Sizes
+from longhaul.topologies.actor_learner.learner import Acting as Does
+from longhaul.topologies.actor_learner.learner import tree
+from longhaul.topologies.staleness import Ticket
 from longhaul.types import Algorithm, Rollout
 from tests.host_worlds import length
 from tests.small_runs import after, begin, make_quick, result, resume, small
@@ -44,8 +45,8 @@ def acting(name: str, sizes: Sizes) -> tuple[Does, Carry]:
     """(what an actor does, the state that it begins with)."""
     algorithm = counting()
     policy = jax.ShapeDtypeStruct((), jnp.float32)
-    does = hosted.acting(name, algorithm, policy, sizes)
-    begun = hosted.entering(name, algorithm, sizes, 1)(jax.random.key(5), ())
+    does = host_rollout.acting(name, algorithm, policy, sizes)
+    begun = host_rollout.entering(name, algorithm, sizes, 1)(jax.random.key(5), ())
     return does, jax.tree.map(lambda x: x[0], begun)
 
 
@@ -60,9 +61,9 @@ def turn(does: Does, carry: Any, number: int) -> tuple[Any, Rollout, dict[str, f
 @pytest.mark.parametrize("mode", ["SameStep", "NextStep"])
 def test_every_number_of_known_worlds_is_in_its_place(mode: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Three worlds, two rollouts of 13 steps: who is where, what it earned, how it ended, what was remembered."""
-    describe = hosted.host.describe
-    monkeypatch.setattr(hosted.host, "describe", lambda name: describe(name, mode=mode))
-    hosted.hosted.cache_clear()
+    describe = host_rollout.registry.describe
+    monkeypatch.setattr(host_rollout.registry, "describe", lambda name: describe(name, mode=mode))
+    host_rollout.hosted.cache_clear()
     does, begun = acting(COUNT, Sizes(3, 13))
     carry: Any = jax.tree.leaves(begun)
     ended, earned = 0, 0.0
@@ -96,7 +97,7 @@ def test_every_number_of_known_worlds_is_in_its_place(mode: str, monkeypatch: py
         assert np.all(np.asarray(last)[goes_on] == data.observation["where"][..., 2][goes_on] + 1)
         ended, earned = ended - int(scores["episodes"]), earned - float(scores["episode/return"])
     assert (ended, earned) == (0, 0.0)
-    hosted.hosted.cache_clear()
+    host_rollout.hosted.cache_clear()
 
 
 def test_another_actor_goes_on_exactly_where_the_state_can_be_told() -> None:
@@ -129,7 +130,7 @@ def test_a_policy_is_evaluated_on_the_first_episodes_that_end() -> None:
     algorithm = counting()._replace(
         act=lambda policy, memory, seen, key: (jnp.zeros(memory.shape[0], jnp.int32), memory, {})
     )
-    scores = hosted.play(COUNT, algorithm, jnp.float32(0.5), 3, 0)
+    scores = host_rollout.play(COUNT, algorithm, jnp.float32(0.5), 3, 0)
     assert scores["length"].value.tolist() == [3.0, 5.0, 2.0]
     assert scores["return"].value.tolist() == [6.0, 15.0, 3.0]
     assert scores["return"].valid.all()
@@ -141,7 +142,7 @@ def test_only_actors_step_on_the_host() -> None:
     with pytest.raises(RunError, match="nowhere"):
         small(environment=Named("numpy/nowhere:cartpole"), topology="actors", acting=Acting(2))
     with pytest.raises(ValueError, match="choose --topology actors"):
-        hosted.hosted(CARTPOLE).reset(jax.random.key(0))
+        host_rollout.hosted(CARTPOLE).reset(jax.random.key(0))
 
 
 @pytest.mark.slow

@@ -15,11 +15,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from longhaul import compilation, hosts, leaves, processes
-from longhaul import mesh as meshes
-from longhaul import run as runs
-from longhaul.checkpoint import Checkpoints
-from longhaul.hosts import ALONE, AUTO, Hosts, HostsError
+from longhaul.config import resolve as runs
+from longhaul.runtime import compile_cache, named_leaves, process_group
+from longhaul.runtime import mesh as meshes
+from longhaul.runtime.launch import local
+from longhaul.runtime.process_group import ALONE, AUTO, Hosts, HostsError
+from longhaul.training.checkpoint.checkpoint import Checkpoints
 from tests.small_runs import small
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -70,22 +71,22 @@ REFUSED: dict[str, tuple[dict[str, str], str]] = {
 @pytest.mark.parametrize("name", FOUND)
 def test_the_environment_says_who_a_process_is(name: str) -> None:
     environment, expected = FOUND[name]
-    assert hosts.find(environment) == expected
+    assert process_group.find(environment) == expected
 
 
 @pytest.mark.parametrize("name", REFUSED)
 def test_half_an_environment_is_refused_in_a_line_that_says_the_remedy(name: str) -> None:
     environment, words = REFUSED[name]
     with pytest.raises(HostsError, match=words) as raised:
-        hosts.find(environment)
+        process_group.find(environment)
     assert "\n" not in str(raised.value)
 
 
 def test_on_a_tpu_that_says_nothing_jax_finds_out_unless_it_is_told() -> None:
-    assert hosts.find({}, tpu=True) == Hosts(0, 0, AUTO, "TPU")
-    assert hosts.find(TPU, tpu=True).coordinator == "t0.local:8476"
-    assert hosts.find({"LONGHAUL_NUM_PROCESSES": "1"}, tpu=True) == ALONE
-    assert not hosts.on_tpu({"JAX_PLATFORMS": "cpu"})
+    assert process_group.find({}, tpu=True) == Hosts(0, 0, AUTO, "TPU")
+    assert process_group.find(TPU, tpu=True).coordinator == "t0.local:8476"
+    assert process_group.find({"LONGHAUL_NUM_PROCESSES": "1"}, tpu=True) == ALONE
+    assert not process_group.on_tpu({"JAX_PLATFORMS": "cpu"})
 
 
 @pytest.mark.parametrize(
@@ -94,29 +95,29 @@ def test_on_a_tpu_that_says_nothing_jax_finds_out_unless_it_is_told() -> None:
      ("r[1-2]n[03-04]", "r1n03")],
 )  # fmt: skip
 def test_the_first_node_of_slurms_lists(nodes: str, first: str) -> None:
-    assert hosts.first_node(nodes) == first
+    assert process_group.first_node(nodes) == first
 
 
 def test_what_the_launcher_sets_is_found() -> None:
-    made = processes.environment({"HOME": "x"}, 1, 3, 4567, 2)
-    assert hosts.find(made) == Hosts(1, 3, "127.0.0.1:4567", "LONGHAUL_COORDINATOR, LONGHAUL_PROCESS_ID, "
+    made = local.environment({"HOME": "x"}, 1, 3, 4567, 2)
+    assert process_group.find(made) == Hosts(1, 3, "127.0.0.1:4567", "LONGHAUL_COORDINATOR, LONGHAUL_PROCESS_ID, "
                                      "LONGHAUL_NUM_PROCESSES")  # fmt: skip
     assert made["JAX_LOCAL_DEVICE_IDS"] == "2,3" and made["HOME"] == "x"
-    assert "JAX_LOCAL_DEVICE_IDS" not in processes.environment({}, 1, 3, 4567, None)
-    assert hosts.find(processes.environment({}, 0, 1, 4567, None)) == ALONE
+    assert "JAX_LOCAL_DEVICE_IDS" not in local.environment({}, 1, 3, 4567, None)
+    assert process_group.find(local.environment({}, 0, 1, 4567, None)) == ALONE
 
 
 # ------------------------------------------------------------------------------------------------------------- alone
 
 
 def test_alone_nothing_is_started_and_words_go_nowhere() -> None:
-    hosts.start(ALONE)
-    assert not hosts.together()
-    assert (hosts.index(), hosts.count()) == (0, 1)
+    process_group.start(ALONE)
+    assert not process_group.together()
+    assert (process_group.index(), process_group.count()) == (0, 1)
     value = object()
-    assert hosts.share("x", lambda: value) is value
-    hosts.tell("x", value)  # which JSON could not hold
-    assert hosts.lead(lambda: 75) == 75
+    assert process_group.share("x", lambda: value) is value
+    process_group.tell("x", value)  # which JSON could not hold
+    assert process_group.lead(lambda: 75) == 75
     ask = meshes.asking(meshes.make_mesh(2), late=True)
     assert ask(True, False) == (True, False)
 
@@ -129,19 +130,19 @@ def test_a_port_that_is_taken_is_named() -> None:
         port = taken.getsockname()[1]
         for here in (True, False):
             with pytest.raises(HostsError, match=rf"port {port} can't be had on process 0 .*LONGHAUL_COORDINATOR"):
-                hosts._check_port(f"127.0.0.1:{port}", here=here)
-    hosts._check_port(f"127.0.0.1:{processes.free_port()}", here=True)
+                process_group._check_port(f"127.0.0.1:{port}", here=here)
+    process_group._check_port(f"127.0.0.1:{local.free_port()}", here=True)
 
 
 def test_the_devices_and_threads_of_a_run_are_shared_by_its_processes(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("NPROC")
     monkeypatch.setattr(runs, "cores", lambda: 2)
-    monkeypatch.setattr(hosts, "count", lambda: 2)
+    monkeypatch.setattr(process_group, "count", lambda: 2)
     for own, wanted in (("3", 6), ("1", 2), ("", 4)):  # without: a device a core
-        monkeypatch.setenv(hosts.DEVICES, own or "0")
+        monkeypatch.setenv(process_group.DEVICES, own or "0")
         resolved = small(devices=None, num_envs=96, total_steps=96 * 16 * 5)
         assert (resolved.devices, resolved.threads) == (wanted, max(wanted, 4) if wanted > 2 else 2)
-    monkeypatch.setenv(hosts.DEVICES, "3")
+    monkeypatch.setenv(process_group.DEVICES, "3")
     assert small(devices=None, num_envs=64, total_steps=64 * 16 * 5).devices == 4, "6 can't share 64 worlds"
     with pytest.raises(runs.RunError, match=r"of 3 devices, which 2 processes can't share evenly; choose a multiple"):
         runs.prepare_devices(3)
@@ -151,11 +152,12 @@ def test_a_process_ends_with_its_launcher() -> None:
     """Also one that waits for something else: the other end of the pipe is closed when its holder is killed."""
     reader, writer = os.pipe()
     program = (
-        "import time; from longhaul import hosts; hosts.start(hosts.ALONE); print('up', flush=True); time.sleep(60)"
+        "import time; from longhaul.runtime import process_group as hosts\n"
+        "hosts.start(hosts.ALONE); print('up', flush=True); time.sleep(60)"
     )
     child = subprocess.Popen(
-        [sys.executable, "-c", program], cwd=ROOT, env=os.environ | {hosts.LIFELINE: str(reader)}, pass_fds=[reader],
-        stdout=subprocess.PIPE,
+        [sys.executable, "-c", program], cwd=ROOT, env=os.environ | {process_group.LIFELINE: str(reader)},
+        pass_fds=[reader], stdout=subprocess.PIPE,
     )  # fmt: skip
     os.close(reader)
     with child:
@@ -170,10 +172,10 @@ def test_a_process_ends_with_its_launcher_while_it_imports(tmp_path: Path) -> No
     """A launcher that is killed at once, say: on a busy machine JAX takes many seconds to come."""
     (tmp_path / "jax.py").write_text("import os, time; os.write(1, b'imports\\n'); time.sleep(60)")
     reader, writer = os.pipe()
-    variables = os.environ | {hosts.LIFELINE: str(reader), "PYTHONPATH": f"{tmp_path}{os.pathsep}{ROOT}"}
+    variables = os.environ | {process_group.LIFELINE: str(reader), "PYTHONPATH": f"{tmp_path}{os.pathsep}{ROOT}"}
     child = subprocess.Popen(
-        [sys.executable, "-m", "longhaul", "train", "cartpole"], cwd=tmp_path, env=variables, pass_fds=[reader],
-        stdout=subprocess.PIPE,
+        [sys.executable, "-m", "longhaul", "train", "cartpole"], cwd=tmp_path, env=variables,
+        pass_fds=[reader], stdout=subprocess.PIPE,
     )  # fmt: skip
     os.close(reader)
     try:
@@ -193,7 +195,7 @@ import os, sys
 from pathlib import Path
 import jax
 jax.config.update("jax_num_cpu_devices", 2)
-from longhaul import hosts
+from longhaul.runtime import process_group as hosts
 sys.path.insert(0, sys.argv[1])
 import importlib
 hosts.start(hosts.find(os.environ))
@@ -205,7 +207,7 @@ sys.exit(hosts.follow(work) if hosts.index() else hosts.lead(work))
 
 def together(step: str, folder: Path, module: str = "test_hosts") -> list[tuple[int, str]]:
     """Runs the function `step` of a file of tests in two processes of two devices; -> (exit code, stderr) of each."""
-    port = processes.free_port()
+    port = local.free_port()
     children = []
     for i in range(2):
         environment = {k: v for k, v in os.environ.items() if k != "NPROC"}
@@ -221,22 +223,22 @@ def progress(mesh: Any, add: int) -> dict[str, Any]:
     """A sharded array, a copied one and a key, global ones."""
     split = jnp.arange(12, dtype=jnp.float32).reshape(4, 3) + add
     tree = {"copy": jnp.full(3, 7 + add), "key": jax.random.key(5 + add), "half": jnp.bfloat16(0.5) + add}
-    return meshes.everywhere(tree, mesh) | {"split": leaves.put(np.asarray(split), meshes.sharded(mesh))}
+    return meshes.everywhere(tree, mesh) | {"split": named_leaves.put(np.asarray(split), meshes.sharded(mesh))}
 
 
 def speak(folder: Path) -> int:
     """In each of two processes."""
-    first = hosts.index() == 0
-    assert (hosts.count(), jax.process_count(), jax.process_index()) == (2, 2, hosts.index())
-    assert hosts.share("a", lambda: {"b": [1, 2.5]} if first else 1 / 0) == {"b": [1, 2.5]}
+    first = process_group.index() == 0
+    assert (process_group.count(), jax.process_count(), jax.process_index()) == (2, 2, process_group.index())
+    assert process_group.share("a", lambda: {"b": [1, 2.5]} if first else 1 / 0) == {"b": [1, 2.5]}
     if first:
-        hosts.tell("c", "d")
+        process_group.tell("c", "d")
         with pytest.raises(ZeroDivisionError):
-            hosts.share("e", lambda: 1 / 0)
+            process_group.share("e", lambda: 1 / 0)
     else:
-        assert hosts.hear("c") == "d"
+        assert process_group.hear("c") == "d"
         with pytest.raises(HostsError, match="process 0 failed: division by zero"):
-            hosts.share("e", lambda: 1 / 0)
+            process_group.share("e", lambda: 1 / 0)
     mesh = meshes.make_mesh(4)
     assert [device.process_index for device in mesh.devices.flat] == [0, 0, 1, 1]
     assert [device.process_index for device in meshes.make_mesh(2).devices.flat] == [0, 1]
@@ -250,9 +252,9 @@ def speak(folder: Path) -> int:
     ]  # fmt: skip
     checkpoints = Checkpoints(folder / "checkpoints", keep=2)
     for step in (1, 2, 3):
-        checkpoints.save(step, progress(mesh, step), {"of": hosts.index()})
+        checkpoints.save(step, progress(mesh, step), {"of": process_group.index()})
     checkpoints.close()
-    hosts.share("saved", lambda: True)
+    process_group.share("saved", lambda: True)
     reader = Checkpoints(folder / "checkpoints")
     found = reader.newest()
     assert found is not None
@@ -290,13 +292,13 @@ def test_two_processes_speak_agree_and_save(tmp_path: Path) -> None:
 
 def remember(folder: Path) -> int:
     """Compiles a program of all devices and one of this process's own, with a store; says where they came from."""
-    compilation.keep(2, on_cpu=True, process=hosts.index())
-    ledger = compilation.Ledger()
+    compile_cache.keep(2, on_cpu=True, process=process_group.index())
+    ledger = compile_cache.Ledger()
     mesh = meshes.make_mesh(4)
     total = jax.jit(lambda x: jnp.sum(x * 3.0), out_shardings=meshes.replicated(mesh))
     assert float(total(progress(mesh, 0)["split"])) == 3.0 * 66.0
     assert float(jax.jit(lambda x: x * 5.0)(2.0)) == 10.0
-    (folder / f"found-{hosts.index()}").write_text(json.dumps([ledger.hits, ledger.misses]))
+    (folder / f"found-{process_group.index()}").write_text(json.dumps([ledger.hits, ledger.misses]))
     return 0
 
 
@@ -310,7 +312,7 @@ def test_each_process_finds_its_programs_again(tmp_path: Path, monkeypatch: pyte
         found.append([json.loads((tmp_path / f"found-{i}").read_text()) for i in range(2)])
     for (_, missed), (hits, left) in zip(*found, strict=True):
         assert missed >= 2 and (hits, left) == (missed, 0)
-    mine = tmp_path / "store" / compilation.part(2, on_cpu=True, process=1)
+    mine = tmp_path / "store" / compile_cache.part(2, on_cpu=True, process=1)
     assert mine.name == "process-1" and len(list(mine.glob("*-cache"))) == found[0][1][1]
 
 
@@ -320,17 +322,17 @@ def test_where_jax_has_moved_nothing_is_patched(monkeypatch: pytest.MonkeyPatch)
     def other(key: str, executable: object) -> None: ...
 
     monkeypatch.setattr(compiler, "_cache_write", other)
-    assert not compilation._write_too()
+    assert not compile_cache._write_too()
     assert compiler._cache_write is other
     monkeypatch.delattr(compiler, "_cache_write")
-    assert not compilation._write_too()
+    assert not compile_cache._write_too()
 
 
 def fail(folder: Path) -> int:
     """Process 0 finds bad input, while the other waits for it."""
-    if hosts.index() == 0:
+    if process_group.index() == 0:
         raise ValueError("nonsense")
-    hosts.hear("nothing")
+    process_group.hear("nothing")
     return 0
 
 

@@ -15,14 +15,14 @@ import numpy as np
 import pytest
 from jax.sharding import PartitionSpec
 
-from longhaul import health, tracker
-from longhaul import mesh as meshes
 from longhaul.algorithms import actor_critic, impala, ppo
 from longhaul.algorithms.actor_critic import State
 from longhaul.algorithms.impala import Config
 from longhaul.distributions import distribution
 from longhaul.environment import vectorise
 from longhaul.rollout import collector
+from longhaul.runtime import mesh as meshes
+from longhaul.telemetry import health, wandb_process
 from longhaul.types import Algorithm, Rollout
 from tests.chaos import BOX, Chaos
 from tests.test_ppo import QUICK, STEPS, WORLDS, assert_close, gradient, stirred, values_by_hand
@@ -332,5 +332,5 @@ def test_its_metrics_are_known_by_what_follows_the_slash() -> None:
     ]
     found = health.review(records, health.Plan(100, 0.01), health.Bounds()).findings()
     assert {"entropy", "kl"} <= {each.check for each in found}
-    told = tracker.renamed(records[0])
+    told = wandb_process.renamed(records[0])
     assert (told["train/entropy"], told["train/ent_loss"], told["episode/entropy"]) == (0.001, -0.001, 1.0)

@@ -17,10 +17,13 @@ import jax
 import numpy as np
 import pytest
 
-from longhaul import cli, gang, launch, processes, pulse, training
-from longhaul.flags import FlagError
-from longhaul.gang import Death, Ended
-from longhaul.provenance import params_sha256
+from longhaul.cli import launch, main
+from longhaul.cli.flags import FlagError
+from longhaul.runtime import heartbeat
+from longhaul.runtime.launch import local, supervisor
+from longhaul.runtime.launch.supervisor import Death, Ended
+from longhaul.runtime.provenance import params_sha256
+from longhaul.training import loop
 from tests.small_runs import records, result, resume
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -50,14 +53,14 @@ KILL, TERM, ABORT = -signal.SIGKILL, -signal.SIGTERM, -signal.SIGABRT
     ],
 )
 def test_the_exit_code_of_all(codes: tuple[int | None, ...], asked: list[int], there: bool, code: int) -> None:
-    assert launch.verdict(Ended(codes, gang.first_to_fail(codes)), asked, there) == code
+    assert launch.verdict(Ended(codes, supervisor.first_to_fail(codes)), asked, there) == code
 
 
 def test_who_died_of_what_is_one_line() -> None:
     """A killed process comes before those that abort for its sake, and those before one that complains."""
-    assert gang.first_to_fail([ABORT, KILL, 1]) == Death(1, KILL)
-    assert gang.first_to_fail([None, ABORT]) == Death(1, ABORT)
-    assert gang.first_to_fail([0, 75, None]) is None
+    assert supervisor.first_to_fail([ABORT, KILL, 1]) == Death(1, KILL)
+    assert supervisor.first_to_fail([None, ABORT]) == Death(1, ABORT)
+    assert supervisor.first_to_fail([0, 75, None]) is None
     said = launch.report(Ended((ABORT, KILL, None), Death(1, KILL)))
     assert said == "process 1 was ended by SIGKILL; after it: process 0 was ended by SIGABRT, 2 had to be killed"
     assert launch.report(Ended((3, 0), Death(0, 3))) == "process 0 ended with exit code 3"
@@ -157,14 +160,14 @@ time.sleep(60)
 
 @pytest.fixture
 def dummies(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(processes, "PROGRAM", (sys.executable, "-c", PROCESS))
-    monkeypatch.setattr(gang, "HANGING", 0.3)
-    monkeypatch.setattr(gang, "LINGER", 0.3)
+    monkeypatch.setattr(local, "PROGRAM", (sys.executable, "-c", PROCESS))
+    monkeypatch.setattr(supervisor, "HANGING", 0.3)
+    monkeypatch.setattr(supervisor, "LINGER", 0.3)
     monkeypatch.setattr(launch, "PAUSES", (0.01, 0.02))
 
 
 def supervise(words: list[str], count: int, restarts: int, deadline: float = launch.DEADLINE) -> int:
-    return launch.supervise(words, partial(processes.local, count=count, devices=None), restarts, deadline)
+    return launch.supervise(words, partial(local.local, count=count, devices=None), restarts, deadline)
 
 
 def assert_gone(folder: Path) -> None:
@@ -176,7 +179,7 @@ def assert_gone(folder: Path) -> None:
 def test_output_is_passed_on_and_codes_count(
     dummies: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(gang, "LINGER", 60.0)  # each ends by itself, however busy the machine
+    monkeypatch.setattr(supervisor, "LINGER", 60.0)  # each ends by itself, however busy the machine
     assert supervise([str(tmp_path), "end", "0", "0", "0"], 3, 0) == 0
     out, err = capfd.readouterr()
     assert out == f"{tmp_path}\nprocess 0 of 3\n"
@@ -217,7 +220,7 @@ def test_who_lives_and_hangs_is_killed_and_all_start_again(
     said: str,
 ) -> None:  # fmt: skip
     """The silent one has done some calls; the other one, which waits for it, is not named."""
-    monkeypatch.setattr(pulse, "FROZEN" if words == "stopped" else "SILENCE", 0.5)
+    monkeypatch.setattr(heartbeat, "FROZEN" if words == "stopped" else "SILENCE", 0.5)
     deadline = 2.0 if words == "deadline" else 60.0
     assert supervise([str(tmp_path), "hang", words], 2, 1, deadline) == 0
     err = capfd.readouterr().err
@@ -231,17 +234,18 @@ def test_a_launcher_that_was_away_forgives(
     dummies: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     """It has not looked for longer than silence may last; its processes end meanwhile, and well."""
-    monkeypatch.setattr(gang, "AWAY", 0.02)  # every look comes late
-    monkeypatch.setattr(pulse, "FROZEN", 0.2)
+    monkeypatch.setattr(supervisor, "AWAY", 0.02)  # every look comes late
+    monkeypatch.setattr(heartbeat, "FROZEN", 0.2)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(processes, "PROGRAM", (sys.executable, "-c", "import time; time.sleep(1)"))
+        patch.setattr(local, "PROGRAM", (sys.executable, "-c", "import time; time.sleep(1)"))
         assert supervise([], 1, 0, 0.3) == 0
     assert "killed" not in capfd.readouterr().err
 
 
 def test_a_signal_is_passed_to_all(dummies: None, tmp_path: Path) -> None:
     program = (
-        "import sys; from longhaul import processes; processes.PROGRAM = (sys.executable, '-c', sys.argv[1])\n"
+        "import sys; from longhaul.runtime.launch import local as processes\n"
+        "processes.PROGRAM = (sys.executable, '-c', sys.argv[1])\n"
         "from tests.test_launch import supervise; sys.exit(supervise([sys.argv[2], 'listen'], 2, 3))"
     )
     command = [sys.executable, "-c", program, PROCESS, str(tmp_path)]
@@ -289,7 +293,7 @@ def spawned(
 def alone(folder: Path, devices: int, updates: int, *more: str) -> Path:
     """The same run in one process, this one."""
     words = ["--total-steps", str(8 * 16 * updates), "--mesh", f"data={devices}", "--runs-dir", str(folder.parent)]
-    assert cli.main(["train", "cartpole", *FLAGS, *words, "--run-name", folder.name, *more]) == 0
+    assert main.main(["train", "cartpole", *FLAGS, *words, "--run-name", folder.name, *more]) == 0
     return folder
 
 
@@ -301,7 +305,7 @@ def test_two_processes_of_two_devices_train_as_one_of_four_and_stop_together(tmp
         wait_for(lambda: (both / "metrics.jsonl").exists() and b"\n" in (both / "metrics.jsonl").read_bytes())
         launcher.terminate()
         out, err = launcher.communicate()
-    assert launcher.returncode == training.STOPPED, err
+    assert launcher.returncode == loop.STOPPED, err
     assert out.splitlines() == [str(both)]
     stopped = launch.newest_step(both)
     assert f"[0] SIGTERM: saved after update {stopped}; go on with --resume {both}\n" in err
@@ -309,8 +313,8 @@ def test_two_processes_of_two_devices_train_as_one_of_four_and_stop_together(tmp
     assert [r["update"] for r in records(both)] == list(range(4, stopped + 1, 4))
     assert len(list(both.glob("events.out.*"))) == 1
     whole = alone(tmp_path / "whole", 4, stopped)
-    _, one, begun = training.restore_policy(both)
-    _, other, begun_alone = training.restore_policy(whole)
+    _, one, begun = loop.restore_policy(both)
+    _, other, begun_alone = loop.restore_policy(whole)
     assert params_sha256(begun.params) == params_sha256(begun_alone.params) != params_sha256(one.params)
     for a, b in zip(jax.tree.leaves(one.params), jax.tree.leaves(other.params), strict=True):
         np.testing.assert_allclose(a, b, rtol=0.0, atol=1e-5)
@@ -356,7 +360,7 @@ def test_killed_processes_end_the_launch_and_the_run_goes_on_bit_identical(tmp_p
         wait_for(lambda: launch.newest_step(folder) >= 60)
         launcher.terminate()
         out, err = launcher.communicate()
-    assert launcher.returncode == training.STOPPED, err
+    assert launcher.returncode == loop.STOPPED, err
     assert out.splitlines() == [str(folder)]
     assert err.count("starts again (1 of 1)") == 2
     with spawned(tmp_path, 1, updates, "--resume", "killed") as launcher:
@@ -390,10 +394,10 @@ def test_two_processes_of_two_devices_are_one_of_four_after_fifty_updates(
     start = [sys.executable, "-m", "longhaul", "launch", "--hosts", "2", "--devices-per-host", "2", "--"]
     done = subprocess.run([*start, *train, "--run-name", "both"], env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
-    assert cli.main([*train, "--mesh", "data=4", "--run-name", "whole"]) == 0
+    assert main.main([*train, "--mesh", "data=4", "--run-name", "whole"]) == 0
     both, whole = tmp_path / "both", tmp_path / "whole"
-    _, one, begun = training.restore_policy(both)
-    _, other, begun_alone = training.restore_policy(whole)
+    _, one, begun = loop.restore_policy(both)
+    _, other, begun_alone = loop.restore_policy(whole)
     assert params_sha256(begun.params) == params_sha256(begun_alone.params) != params_sha256(one.params)
     for a, b in zip(jax.tree.leaves(one.params), jax.tree.leaves(other.params), strict=True):
         np.testing.assert_allclose(a, b, rtol=0.0, atol=1e-5)

@@ -161,7 +161,7 @@ class Place(NamedTuple):
 
 
 class Import(NamedTuple):
-    module: str  # "longhaul.driving.bank", "numpy"
+    module: str  # "longhaul.driving.scenario.bank", "numpy"
     line: int
     on_load: bool  # False inside a function or under TYPE_CHECKING
 
@@ -202,7 +202,7 @@ def imports(source: str, name: str) -> Iterator[Import]:
 
 
 def as_file(module: str) -> str:
-    """ "longhaul.driving.bank" -> "driving/bank"; "longhaul.driving" -> "driving/__init__"; others -> ""."""
+    """ "longhaul.driving.scenario.bank" -> "driving/bank"; "longhaul.driving" -> "driving/__init__"; others -> ""."""
     head, *rest = module.split(".")
     if head != "longhaul":
         return ""
@@ -281,7 +281,7 @@ def test_the_package_starts_with_nothing() -> None:
     ("name", "line", "word"),
     [
         ("types", "from longhaul import returns", "downwards"),
-        ("types", "def f():\n    import longhaul.cli", "downwards"),
+        ("types", "def f():\n    import longhaul.cli.main", "downwards"),
         ("returns", "from longhaul.distributions import action", "downwards"),
         ("driving/bank", "from ..run import Run", "downwards"),
         ("topologies/fused", "from longhaul.algorithms import ppo", "must not know"),
@@ -307,7 +307,7 @@ def test_the_rules_can_fail(name: str, line: str, word: str) -> None:
         ("distributions", "from longhaul import returns"),
         ("networks", "import flax.linen as nn"),
         ("datasets/argoverse", "def f():\n    import pyarrow"),
-        ("cli", "import tyro\nfrom longhaul.recipes import find"),
+        ("cli", "import tyro\nfrom longhaul.config.recipes import find"),
         ("driving/bank", "from .scenario import Scenario"),
     ],
 )

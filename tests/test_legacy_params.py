@@ -14,10 +14,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from longhaul import cli, legacy, networks
 from longhaul.algorithms import ppo
-from longhaul.envs.hackmatrix.game import Game, hackmatrix
-from longhaul.legacy import LegacyError
+from longhaul.cli import main
+from longhaul.cli.play import legacy_params
+from longhaul.cli.play.legacy_params import LegacyError
+from longhaul.envs.hackmatrix.environment import Game, hackmatrix
+from longhaul.networks import actor_critic
 
 INPUTS, ACTIONS = 1545, 28
 
@@ -85,7 +87,7 @@ def seen(game: Game) -> Any:
 @pytest.mark.parametrize(("width", "depth"), [(256, 2), (1, 1), (33, 3), (8, 5)])
 def test_our_network_gives_what_theirs_gives(width: int, depth: int, game: Game, seen: Any, tmp_path: Path) -> None:
     made = arrays(width, depth)
-    config, policy = legacy.load(save(tmp_path / "params_40.npz", made), game.spec)
+    config, policy = legacy_params.load(save(tmp_path / "params_40.npz", made), game.spec)
     assert (config.hidden_dim, config.num_layers) == (width, depth)
     logits, value, _ = ppo.network(game.spec, config).apply(policy, (), seen)
     assert game.spec.expand is not None
@@ -98,16 +100,16 @@ def test_our_network_gives_what_theirs_gives(width: int, depth: int, game: Game,
 
 
 def test_it_counts_as_many_parameters_as_theirs(game: Game, tmp_path: Path) -> None:
-    _, policy = legacy.load(save(tmp_path / "final_params.npz", arrays(256, 2)), game.spec)
-    assert networks.count(policy.params) == 469_021
+    _, policy = legacy_params.load(save(tmp_path / "final_params.npz", arrays(256, 2)), game.spec)
+    assert actor_critic.count(policy.params) == 469_021
 
 
 def test_other_kinds_of_float_and_names_without_their_prefix_are_read(game: Game, tmp_path: Path) -> None:
     made = arrays(4, 1)
-    plain = legacy.load(save(tmp_path / "a.npz", made), game.spec)
+    plain = legacy_params.load(save(tmp_path / "a.npz", made), game.spec)
     other = {name.removeprefix("params."): np.asfortranarray(x.astype(np.float64)) for name, x in made.items()}
     np.savez_compressed(tmp_path / "b.npz", **other)
-    again = legacy.load(tmp_path / "b.npz", game.spec)
+    again = legacy_params.load(tmp_path / "b.npz", game.spec)
     assert plain[0] == again[0]
     jax.tree.map(np.testing.assert_array_equal, plain[1], again[1])
 
@@ -115,13 +117,13 @@ def test_other_kinds_of_float_and_names_without_their_prefix_are_read(game: Game
 def test_of_a_folder_the_final_or_the_newest_parameters_are_taken(tmp_path: Path) -> None:
     for name in ("params_9.npz", "params_100.npz", "checkpoint_200.pkl", "params_x.npz"):
         (tmp_path / name).touch()
-    assert legacy.find(tmp_path).name == "params_100.npz"
+    assert legacy_params.find(tmp_path).name == "params_100.npz"
     (tmp_path / "final_params.npz").touch()
-    assert legacy.find(tmp_path).name == "final_params.npz"
-    assert legacy.find(tmp_path / "params_9.npz").name == "params_9.npz"
+    assert legacy_params.find(tmp_path).name == "final_params.npz"
+    assert legacy_params.find(tmp_path / "params_9.npz").name == "params_9.npz"
     (tmp_path / "empty").mkdir()
     with pytest.raises(LegacyError, match=r"empty holds no params_STEP\.npz"):
-        legacy.find(tmp_path / "empty")
+        legacy_params.find(tmp_path / "empty")
 
 
 # ------------------------------------------------------------------------------------------------------------- refused
@@ -228,7 +230,7 @@ def test_a_bad_file_is_refused_in_one_line(case: str, tmp_path: Path) -> None:
     path = tmp_path / "params_40.npz"
     write(path)
     with pytest.raises(LegacyError) as caught:
-        legacy.read(path, INPUTS, ACTIONS)
+        legacy_params.read(path, INPUTS, ACTIONS)
     assert str(caught.value).startswith(str(path))
     assert phrase in str(caught.value)
     assert "\n" not in str(caught.value)
@@ -237,20 +239,20 @@ def test_a_bad_file_is_refused_in_one_line(case: str, tmp_path: Path) -> None:
 def test_what_is_far_too_large_is_refused_before_it_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = save(tmp_path / "large.npz", arrays(4, 1))
     size = sum(entry.file_size for entry in zipfile.ZipFile(path).infolist())
-    monkeypatch.setattr(legacy, "_array", lambda *_: pytest.fail("it was read"))
-    monkeypatch.setattr(legacy, "MOST_BYTES", size - 1)
+    monkeypatch.setattr(legacy_params, "_array", lambda *_: pytest.fail("it was read"))
+    monkeypatch.setattr(legacy_params, "MOST_BYTES", size - 1)
     with pytest.raises(LegacyError, match=f"holds {size:,} bytes; at most {size - 1:,} are expected"):
-        legacy.read(path, INPUTS, ACTIONS)
-    monkeypatch.setattr(legacy, "MOST_ARRAYS", 5)
+        legacy_params.read(path, INPUTS, ACTIONS)
+    monkeypatch.setattr(legacy_params, "MOST_ARRAYS", 5)
     with pytest.raises(LegacyError, match="holds 6 arrays; at most 5 are expected"):
-        legacy.read(path, INPUTS, ACTIONS)
+        legacy_params.read(path, INPUTS, ACTIONS)
 
 
 def test_a_compression_that_numpy_does_not_write_is_refused(tmp_path: Path) -> None:
     with zipfile.ZipFile(tmp_path / "odd.npz", "w", zipfile.ZIP_LZMA) as archive:
         archive.writestr("Dense_0.bias.npy", header_of("(4,)"))
     with pytest.raises(LegacyError, match=r"Dense_0\.bias\.npy is compressed as no NumPy does"):
-        legacy.read(tmp_path / "odd.npz", INPUTS, ACTIONS)
+        legacy_params.read(tmp_path / "odd.npz", INPUTS, ACTIONS)
 
 
 @pytest.mark.parametrize(
@@ -269,7 +271,7 @@ def test_the_command_says_it_in_one_line(
     cut(0.5)(tmp_path / "cut.npz")
     (tmp_path / "checkpoint_40.pkl").write_bytes(pickle.dumps(Bomb()))
     jax.devices()
-    assert cli.main(["play", "hackmatrix", "--params", name]) == 2
+    assert main.main(["play", "hackmatrix", "--params", name]) == 2
     out, err = capsys.readouterr()
     assert out == ""
     assert err.startswith("longhaul: error: ") and err.count("\n") == 1

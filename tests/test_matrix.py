@@ -12,11 +12,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from longhaul import mesh as meshes
 from longhaul.algorithms import actor_critic, impala, ppo, pqn
 from longhaul.environment import vectorise
 from longhaul.envs.probes import PROBES, Probe
 from longhaul.rollout import collector, play, starts
+from longhaul.runtime import mesh as meshes
 from longhaul.topologies import fused
 from longhaul.types import Algorithm
 

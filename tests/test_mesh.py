@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
-from longhaul import mesh as meshes
+from longhaul.runtime import mesh as meshes
 
 
 def test_the_mesh_takes_the_first_devices_or_all():

@@ -14,17 +14,21 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from longhaul import ahead, flags, folders, partition, recipes, settings, training, verdicts
-from longhaul import feed as feeds
-from longhaul import mesh as meshes
-from longhaul import run as runs
 from longhaul.algorithms import ppo
-from longhaul.checkpoint import Checkpoints
-from longhaul.flags import FlagError
-from longhaul.run import Assembly, Driving, Run, RunError
-from longhaul.scaling import checks, compiled
-from longhaul.scaling.subject import Subject, subject
+from longhaul.cli import flags, run_flags
+from longhaul.cli.flags import FlagError
+from longhaul.config import recipes
+from longhaul.config import resolve as runs
+from longhaul.config.resolve import Assembly
+from longhaul.config.run import Driving, Run, RunError
+from longhaul.diagnostics import checks, hlo_collectives, verdict
+from longhaul.diagnostics.compiled_run import Subject, subject
+from longhaul.runtime import mesh as meshes
+from longhaul.runtime import partition
 from longhaul.topologies import fused
+from longhaul.training import data as feeds
+from longhaul.training import loop, precompile, run_dir
+from longhaul.training.checkpoint.checkpoint import Checkpoints
 from longhaul.types import Progress
 from tests.small_runs import after, begin, make_quick, resume, small
 
@@ -150,7 +154,7 @@ def test_each_device_holds_its_part(pair: tuple[Made, Made]) -> None:
 
 def test_gradients_meet_once_an_optimiser_step_in_parts(pair: tuple[Made, Made]) -> None:
     for made, model in zip(pair, (1, 2), strict=True):
-        found = [each for each in compiled.crossings(made.executable.as_text()) if each.over_shards(model)]
+        found = [each for each in hlo_collectives.crossings(made.executable.as_text()) if each.over_shards(model)]
         assert {each.operation for each in found} == {"all-reduce"}
         params = made.assembly.algorithm.policy(made.progress.state).params
         n, own = (partition.shares(params, m) for m in (1, model))
@@ -163,7 +167,7 @@ def test_gradients_meet_once_an_optimiser_step_in_parts(pair: tuple[Made, Made])
 def test_the_doctor_tells_parts_from_shards(pair: tuple[Made, Made]) -> None:
     for made, model in zip(pair, (1, 2), strict=True):
         found = checks.crossings(made.subject)
-        assert found.verdict == verdicts.PASS, found
+        assert found.verdict == verdict.PASS, found
         assert found.figures["gradients"] == made.subject.optimiser_steps
         assert (found.figures["within"] > 0) == (model == 2)
         assert ("among 2 parts of the model" in found.value) == (model == 2)
@@ -229,19 +233,19 @@ def test_a_run_is_gone_on_with_whole(
         return fused.Program(split.executable, assembly.mesh)
 
     make_quick(monkeypatch)
-    monkeypatch.setattr(ahead, "assemble", lambda run, *_: cartpoles[run.model - 1].assembly)
-    monkeypatch.setattr(training, "_compiled", compiled_before)
+    monkeypatch.setattr(precompile, "assemble", lambda run, *_: cartpoles[run.model - 1].assembly)
+    monkeypatch.setattr(loop, "_compiled", compiled_before)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Checkpoints, "save", after(1, lambda: signal.raise_signal(signal.SIGTERM), Checkpoints.save))
-        assert begin(run, folder).code == training.STOPPED
+        assert begin(run, folder).code == loop.STOPPED
     assert "parameters and optimiser are split over 2 devices" in capfd.readouterr().err
     about = (folder / "run.json").read_text()
     assert json.loads(about)["run"]["model"] == 2
-    parsed = flags.parse("train small", "", settings.table(run), ["--mesh", "data=2"])
-    whole = runs.resolve(settings.resumed(folder, "small", parsed))
+    parsed = flags.parse("train small", "", run_flags.table(run), ["--mesh", "data=2"])
+    whole = runs.resolve(run_flags.resumed(folder, "small", parsed))
     assert (whole.devices, whole.model) == (2, 1)
     with pytest.raises(Enough):
-        training.train(whole, folder, resumed=True)
+        loop.train(whole, folder, resumed=True)
     assert "model 1 (was 2): nothing is dropped" in " ".join(capfd.readouterr().err.split())
     (folder / "run.json").write_text(about)
     outcome = resume(folder)
@@ -274,20 +278,20 @@ def test_a_network_that_cannot_be_split_is_refused() -> None:
 @pytest.mark.parametrize("word", ["data=2,model=0", "model=x", "data=2,model=2,model", "mdl=2"])
 def test_a_mesh_that_means_nothing_is_refused(word: str) -> None:
     with pytest.raises(FlagError, match="it must be data=N or data=N,model=M with N and M at least 1"):
-        flags.parse("train", "", settings.table(recipes.recipe("cartpole")), ["--mesh", word])
+        flags.parse("train", "", run_flags.table(recipes.recipe("cartpole")), ["--mesh", word])
 
 
 def test_the_flag_says_both_sizes_and_a_run_keeps_them(tmp_path: Path) -> None:
     recipe = recipes.recipe("cartpole")
-    parsed = flags.parse("train", "", settings.table(recipe), ["--mesh", "data=3,model=2", "--num-envs", "12"])
-    run = runs.resolve(settings.chosen(recipe, parsed))
+    parsed = flags.parse("train", "", run_flags.table(recipe), ["--mesh", "data=3,model=2", "--num-envs", "12"])
+    run = runs.resolve(run_flags.chosen(recipe, parsed))
     assert (run.devices, run.model, run.all_devices) == (3, 2, 6)
-    folders.save_run(tmp_path, run, {})
-    assert folders.load_run(tmp_path) == run
-    kept = settings.resumed(tmp_path, "cartpole", flags.parse("train", "", settings.table(recipe), []))
+    run_dir.save_run(tmp_path, run, {})
+    assert run_dir.load_run(tmp_path) == run
+    kept = run_flags.resumed(tmp_path, "cartpole", flags.parse("train", "", run_flags.table(recipe), []))
     assert kept.mesh == (3, 2)
-    alone = flags.parse("train", "", settings.table(recipe), ["--mesh", "data=3"])
-    assert settings.resumed(tmp_path, "cartpole", alone).mesh == (3, 1)
+    alone = flags.parse("train", "", run_flags.table(recipe), ["--mesh", "data=3"])
+    assert run_flags.resumed(tmp_path, "cartpole", alone).mesh == (3, 1)
 
 
 @pytest.mark.slow

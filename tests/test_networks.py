@@ -7,8 +7,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from longhaul import networks
-from longhaul.networks import ActorCritic, actor_critic
+from longhaul.networks import actor_critic as networks
+from longhaul.networks.actor_critic import ActorCritic, actor_critic
 
 SEEN = {
     "ego": jax.ShapeDtypeStruct((3,), jnp.float32),

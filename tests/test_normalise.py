@@ -4,7 +4,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from longhaul import mesh, normalise
+from longhaul import normalise
+from longhaul.runtime import mesh
 
 
 def test_batches_merge_to_the_moments_of_everything():

@@ -10,10 +10,10 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from longhaul import mesh as meshes
 from longhaul.environment import vectorise
 from longhaul.envs.probes import PROBES, Probe
 from longhaul.rollout import collector
+from longhaul.runtime import mesh as meshes
 from longhaul.types import Algorithm
 from tests.test_matrix import LEARNERS, UPDATES, Learner, check
 from tests.test_ppo import QUICK

@@ -7,12 +7,12 @@ import jax
 import numpy as np
 import pytest
 
-from longhaul import run as runs
-from longhaul import training
 from longhaul.algorithms import dqn, sac
-from longhaul.checkpoint import Checkpoints
-from longhaul.run import Named, Run, RunError
+from longhaul.config import resolve as runs
+from longhaul.config.run import Named, Run, RunError
 from longhaul.topologies import fused
+from longhaul.training import loop
+from longhaul.training.checkpoint.checkpoint import Checkpoints
 from tests.small_runs import begin, checkpoints, make_quick, records, result, resume
 
 LITTLE: dict[str, Any] = {
@@ -67,7 +67,7 @@ def test_a_run_that_was_killed_goes_on_bit_for_bit(
     assert result(cut) == result(whole)
     (cut / "result.json").unlink()
     with pytest.raises(RunError, match="num_envs is 8, and this run's replay is laid out for 4"):
-        training.train(small(name, num_envs=8, devices=devices), cut, resumed=True)
+        loop.train(small(name, num_envs=8, devices=devices), cut, resumed=True)
     last = [_last(run, folder) for folder in (whole, cut)]
     jax.tree.map(np.testing.assert_array_equal, *last)
     ring = last[0].replay.value

@@ -11,16 +11,17 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from longhaul import learners
-from longhaul import mesh as meshes
-from longhaul.actors.crew import Crew
-from longhaul.actors.tickets import Rule
+from longhaul.algorithms import registry
 from longhaul.environment import vectorise
-from longhaul.envs.host_jax import JaxVector, Programs
+from longhaul.envs.host.jax_vector import JaxVector, Programs
 from longhaul.envs.probes import PROBES, Probe
 from longhaul.replay import Sizes
 from longhaul.rollout import collector, join
-from longhaul.topologies import actors, fused
+from longhaul.runtime import mesh as meshes
+from longhaul.topologies import fused
+from longhaul.topologies.actor_learner import learner
+from longhaul.topologies.actor_learner.actor_pool import Crew
+from longhaul.topologies.staleness import Rule
 from longhaul.types import Algorithm
 from tests import central_runs, test_dqn, test_sac, test_td3
 from tests.central_runs import site
@@ -31,11 +32,11 @@ COUNT = 2
 """Of actors."""
 
 
-def made(probe: Probe, settings: learners.OffPolicy, devices: int, *, alone: bool = False) -> Algorithm:
+def made(probe: Probe, settings: registry.OffPolicy, devices: int, *, alone: bool = False) -> Algorithm:
     sizes = Sizes(devices, WORLDS // devices * (probe.environment.spec.agents or 1), STEPS)
-    learners.check(settings, sizes)
+    registry.check(settings, sizes)
     mean = meshes.identity if alone else meshes.mean_over_data
-    return learners.make(probe.environment.spec, settings, updates=UPDATES, mean=mean, sizes=sizes)
+    return registry.make(probe.environment.spec, settings, updates=UPDATES, mean=mean, sizes=sizes)
 
 
 def collecting(probe: Probe, algorithm: Algorithm, worlds: int) -> fused.CollectorIn:
@@ -44,19 +45,19 @@ def collecting(probe: Probe, algorithm: Algorithm, worlds: int) -> fused.Collect
 
 
 def by_actors(
-    probe: Probe, settings: learners.OffPolicy, bound: int | None, *, devices: int = 1, updates: int = UPDATES
+    probe: Probe, settings: registry.OffPolicy, bound: int | None, *, devices: int = 1, updates: int = UPDATES
 ) -> tuple[Any, Algorithm, list[Any]]:
     """(the last state, the algorithm, metrics of each update) of two actors in threads."""
     algorithm, mesh = made(probe, settings, devices), meshes.make_mesh(devices)
     collector_in = collecting(probe, algorithm, WORLDS // COUNT)
-    begun = fused.start(algorithm, actors.entering(collector_in, COUNT), (), jax.random.key(0), mesh)
-    does = actors.acting(collector_in(()), jax.eval_shape(algorithm.policy, begun.state))
-    program = actors.compiled(algorithm, does, join, begun, mesh, actors=COUNT)
+    begun = fused.start(algorithm, learner.entering(collector_in, COUNT), (), jax.random.key(0), mesh)
+    does = learner.acting(collector_in(()), jax.eval_shape(algorithm.policy, begun.state))
+    program = learner.compiled(algorithm, does, join, begun, mesh, actors=COUNT)
     rows = []
     rule = Rule(COUNT, bound, until=updates)
     with closing(Crew(rule, does.shapes, lambda actor: does.collect, kind="thread")) as crew:
-        weights = actors.weights_of(algorithm)
-        for progress, _, row in actors.actors(program, crew, begun, weights, updates=updates):
+        weights = learner.weights_of(algorithm)
+        for progress, _, row in learner.actors(program, crew, begun, weights, updates=updates):
             rows.append(jax.device_get(row))
         state = jax.device_get(progress.state)
     return state, algorithm, rows

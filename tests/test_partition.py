@@ -12,10 +12,12 @@ import optax
 import pytest
 from jax.sharding import PartitionSpec
 
-from longhaul import encoders, partition
-from longhaul import mesh as meshes
-from longhaul.algorithms import flat, ppo
-from longhaul.types import Discrete, Spec
+from longhaul.algorithms import minibatch, ppo
+from longhaul.networks import attention
+from longhaul.runtime import mesh as meshes
+from longhaul.runtime import partition
+from longhaul.spaces import Discrete
+from longhaul.types import Spec
 
 WHOLE = PartitionSpec()
 COLUMNS, ROWS = PartitionSpec(None, "model"), PartitionSpec("model", None)
@@ -95,7 +97,7 @@ def test_what_is_said_to_lie_on_a_device_does() -> None:
 
 def test_kernels_of_an_encoder_come_in_pairs() -> None:
     """Of a block all that is multiplied first is split by its outputs, all that takes these by its inputs."""
-    encoder = encoders.encoder(jax.ShapeDtypeStruct((5, 8), jnp.float32), "latent", 64, 2, dtype=jnp.float32)
+    encoder = attention.encoder(jax.ShapeDtypeStruct((5, 8), jnp.float32), "latent", 64, 2, dtype=jnp.float32)
     blocks = partition.specs(jax.eval_shape(encoder.init, jax.random.key(0)), 2)["blocks"]
     axes = {name: each.index("model") for name, each in blocks.items() if isinstance(each, PartitionSpec) and each}
     kernels = {name: axis for name, axis in axes.items() if "bias" not in name}
@@ -112,6 +114,6 @@ def test_an_optimisers_state_as_one_vector_is_that_of_optax() -> None:
     for _ in range(3):
         grads = jax.tree.map(lambda x: jnp.asarray(rng.normal(size=x.shape), jnp.float32), params)
         leafwise, whole = inner.update(grads, leafwise)[1], outer.update(grads, whole)[1]
-        packed = flat.pack(leafwise, params)
+        packed = minibatch.pack(leafwise, params)
         jax.tree.map(np.testing.assert_array_equal, packed, whole)
-        jax.tree.map(np.testing.assert_array_equal, flat.unpack(whole, leafwise, params), leafwise)
+        jax.tree.map(np.testing.assert_array_equal, minibatch.unpack(whole, leafwise, params), leafwise)

@@ -7,8 +7,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from longhaul.networks import actor_critic
-from longhaul.perceptron import affine
+from longhaul.networks.actor_critic import actor_critic
+from longhaul.networks.mlp import affine
 
 QUICK = {"xla_backend_optimization_level": 0}
 

@@ -6,10 +6,11 @@ import json
 
 import pytest
 
-from longhaul.cli import main
-from longhaul.scaling import compiled, instructions, plan, plan_command
-from longhaul.scaling.chips import Chip
-from longhaul.scaling.plan import Assumptions, Collective, Measured
+from longhaul.cli import plan as plan_command
+from longhaul.cli.main import main
+from longhaul.diagnostics import compute_plan, hlo_collectives, hlo_costs
+from longhaul.diagnostics.chips import Chip
+from longhaul.diagnostics.compute_plan import Assumptions, Collective, Measured
 
 CHIP = Chip("h-toy", bf16=2000.0, fp32=1000.0, memory_bandwidth=100.0, memory=50.0, link=10.0, per_host=4, price=3.0)
 ASSUMED = Assumptions(network=5.0, latency=0.5, efficiency=0.5, save_minutes=30.0, keep=3)
@@ -22,31 +23,31 @@ WHAT = Measured(
 
 def test_a_roofline_takes_the_longer_of_operations_and_bytes() -> None:
     # 2 x 1500 operations at 500/s, and once 200 bytes at 50/s.
-    assert plan.compute_seconds(WHAT, CHIP, ASSUMED, bf16=False) == pytest.approx(2 * 3.0 + 4.0)
-    assert plan.compute_seconds(WHAT, CHIP, ASSUMED, bf16=True) == pytest.approx(2 * 1.5 + 4.0)
+    assert compute_plan.compute_seconds(WHAT, CHIP, ASSUMED, bf16=False) == pytest.approx(2 * 3.0 + 4.0)
+    assert compute_plan.compute_seconds(WHAT, CHIP, ASSUMED, bf16=True) == pytest.approx(2 * 1.5 + 4.0)
 
 
 def test_launches_do_not_shrink_with_the_batch() -> None:
     many = WHAT._replace(work=((1e6, 1e-9, 1e-9),))
-    whole, half = (plan.compute_seconds(many, CHIP, ASSUMED, bf16=False, share=share) for share in (1.0, 0.5))
-    assert whole == half == pytest.approx(1e6 * plan.LAUNCH["gpu"])
+    whole, half = (compute_plan.compute_seconds(many, CHIP, ASSUMED, bf16=False, share=share) for share in (1.0, 0.5))
+    assert whole == half == pytest.approx(1e6 * compute_plan.LAUNCH["gpu"])
 
 
 def test_collectives_cost_a_ring_and_hops() -> None:
-    assert plan.communication_seconds(WHAT, CHIP, ASSUMED, 1) == 0.0
+    assert compute_plan.communication_seconds(WHAT, CHIP, ASSUMED, 1) == 0.0
     # Within a host: 3 x (2 x 3/4 x 20 / 10 + 2 x 2 x 0.5).
-    assert plan.communication_seconds(WHAT, CHIP, ASSUMED, 4) == pytest.approx(3 * (3.0 + 2.0))
+    assert compute_plan.communication_seconds(WHAT, CHIP, ASSUMED, 4) == pytest.approx(3 * (3.0 + 2.0))
     # Beyond it by the network: 3 x (2 x 7/8 x 20 / 5 + 2 x 3 x 0.5).
-    assert plan.communication_seconds(WHAT, CHIP, ASSUMED, 8) == pytest.approx(3 * (7.0 + 3.0))
+    assert compute_plan.communication_seconds(WHAT, CHIP, ASSUMED, 8) == pytest.approx(3 * (7.0 + 3.0))
 
 
 def test_devices_that_share_parameters_speak_among_themselves() -> None:
     two = WHAT._replace(model=2, collectives=(*WHAT.collectives, Collective("all-reduce", 5.0, 8.0, within=True)))
     inside = 5 * (2 * 1 / 2 * 8 / 10 + 2 * 0.5)
-    assert plan.communication_seconds(two, CHIP, ASSUMED, 2) == pytest.approx(inside)
+    assert compute_plan.communication_seconds(two, CHIP, ASSUMED, 2) == pytest.approx(inside)
     # Four shards of two devices each, beyond a host: 3 x (2 x 3/4 x 20 / 5 + 2 x 2 x 0.5) for the gradient.
-    assert plan.communication_seconds(two, CHIP, ASSUMED, 8) == pytest.approx(inside + 3 * (6.0 + 2.0))
-    rows = plan.plan(two, CHIP, ASSUMED, (2, 8), 72_000.0, here=True, bf16=False, strong=False)
+    assert compute_plan.communication_seconds(two, CHIP, ASSUMED, 8) == pytest.approx(inside + 3 * (6.0 + 2.0))
+    rows = compute_plan.plan(two, CHIP, ASSUMED, (2, 8), 72_000.0, here=True, bf16=False, strong=False)
     assert [row.batch for row in rows] == [100, 400]
     assert [row.efficiency for row in rows] == [1.0, pytest.approx((10 + inside) / (10 + inside + 24))]
     assert [row.checkpoint for row in rows] == [7.0 + 2.0, 7.0 + 4 * 2.0]
@@ -56,7 +57,7 @@ def test_devices_that_share_parameters_speak_among_themselves() -> None:
 def test_what_gathers_or_scatters_goes_around_once(operation: str, moved: float) -> None:
     # Of four devices: 3/4 x 20 / 10 and 2 x 0.5. Of what is scattered the 20 bytes are one of four parts.
     what = WHAT._replace(collectives=(Collective(operation, 1.0, 20.0),))
-    assert plan.communication_seconds(what, CHIP, ASSUMED, 4) == pytest.approx(moved + 1.0)
+    assert compute_plan.communication_seconds(what, CHIP, ASSUMED, 4) == pytest.approx(moved + 1.0)
 
 
 def test_numbers_of_devices_are_multiples_of_a_shard() -> None:
@@ -68,7 +69,7 @@ def test_numbers_of_devices_are_multiples_of_a_shard() -> None:
 
 
 def test_weak_scaling_keeps_the_batch_of_a_device() -> None:
-    row = plan.row(WHAT, CHIP, ASSUMED, 4, steps=72_000.0, here=True, bf16=False, strong=False)
+    row = compute_plan.row(WHAT, CHIP, ASSUMED, 4, steps=72_000.0, here=True, bf16=False, strong=False)
     assert (row.batch, row.update_seconds) == (400, pytest.approx(25.0))
     assert row.efficiency == pytest.approx(10.0 / 25.0)
     assert row.hours == pytest.approx(72_000 / (400 / 25.0) / 3600)
@@ -78,30 +79,31 @@ def test_weak_scaling_keeps_the_batch_of_a_device() -> None:
 
 
 def test_strong_scaling_shares_it() -> None:
-    row = plan.row(WHAT, CHIP, ASSUMED, 4, steps=72_000.0, here=True, bf16=False, strong=True)
+    row = compute_plan.row(WHAT, CHIP, ASSUMED, 4, steps=72_000.0, here=True, bf16=False, strong=True)
     assert (row.batch, row.update_seconds) == (100, pytest.approx(2.5 + 15.0))
     assert row.efficiency == pytest.approx(10.0 / (4 * 17.5))
 
 
 def test_what_does_not_fit_is_said() -> None:
     rows = [
-        plan.row(WHAT._replace(memory=m), CHIP, ASSUMED, 1, 1e6, here=True, bf16=False, strong=False) for m in (50, 51)
+        compute_plan.row(WHAT._replace(memory=m), CHIP, ASSUMED, 1, 1e6, here=True, bf16=False, strong=False)
+        for m in (50, 51)
     ]
     assert [row.fits for row in rows] == [True, False]
 
 
 def test_a_profile_becomes_the_work_of_one_device_in_one_update() -> None:
     program = {
-        "dot": instructions.Instruction("dot", "dot", "", "f32[2]", 100.0, 16.0),
-        "sum": instructions.Instruction("sum", "all-reduce", "", "(f32[3]{0}, f32[2]{0})", 0.0, 40.0),
-        "loop": instructions.Instruction("loop", "while", "", "f32[2]", 0.0, 0.0),
+        "dot": hlo_costs.Instruction("dot", "dot", "", "f32[2]", 100.0, 16.0),
+        "sum": hlo_costs.Instruction("sum", "all-reduce", "", "(f32[3]{0}, f32[2]{0})", 0.0, 40.0),
+        "loop": hlo_costs.Instruction("loop", "while", "", "f32[2]", 0.0, 0.0),
     }
-    assert plan.work(5, 2, {"dot": 30, "sum": 10, "loop": 10, "gone": 1}, program) == ((3.0, 100.0, 16.0),)
+    assert compute_plan.work(5, 2, {"dot": 30, "sum": 10, "loop": 10, "gone": 1}, program) == ((3.0, 100.0, 16.0),)
 
 
 def test_like_collectives_are_counted_together() -> None:
-    crossing = compiled.Crossing("all-reduce", 20, (None, 4), (0, 2))
-    found = plan.collectives([crossing, crossing, crossing._replace(group=(0, 1))], model=2)
+    crossing = hlo_collectives.Crossing("all-reduce", 20, (None, 4), (0, 2))
+    found = compute_plan.collectives([crossing, crossing, crossing._replace(group=(0, 1))], model=2)
     assert found == (Collective("all-reduce", 8, 20), Collective("all-reduce", 4, 20, within=True))
 
 

@@ -19,19 +19,23 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from longhaul import cli, play, recipes, spectating
 from longhaul.algorithms import ppo
-from longhaul.checkpoint import Checkpoints
+from longhaul.cli import main
+from longhaul.cli.play import command as play
+from longhaul.cli.play import session
+from longhaul.cli.play.session import Game
+from longhaul.config import recipes
+from longhaul.config.resolve import resolve
+from longhaul.config.run import RunError
 from longhaul.envs import registry
 from longhaul.envs.hackmatrix import hints, screen
-from longhaul.envs.hackmatrix import world as w
-from longhaul.folders import save_run
-from longhaul.run import RunError, resolve
-from longhaul.spectating import Game
+from longhaul.envs.hackmatrix import state as w
+from longhaul.training.checkpoint.checkpoint import Checkpoints
+from longhaul.training.run_dir import save_run
 from longhaul.types import Progress
 from tests.test_legacy_params import arrays
 
-COMPILE = spectating.game
+COMPILE = session.game
 
 
 @functools.cache
@@ -51,11 +55,11 @@ def longhaul(
     def game(environment: Any, seed: int, agent: Any = None, *, greedy: bool = True) -> Game:
         return by_hand() if agent is None and seed == 0 else COMPILE(environment, seed, agent, greedy=greedy)
 
-    monkeypatch.setattr(spectating, "game", game)
+    monkeypatch.setattr(session, "game", game)
 
     def run(*words: str, given: str = "") -> tuple[int, str, str]:
         monkeypatch.setattr(sys, "stdin", io.StringIO(given))
-        code = cli.main(["play", *words])
+        code = main.main(["play", *words])
         out, err = capsys.readouterr()
         return code, out, err
 
@@ -276,7 +280,7 @@ def test_a_run_or_the_latest_one_plays_with_its_own_policy(tmp_path: Path, monke
         (["--latest"], first, "first"), (["--run", "second one"], second, "second one"),
         (["--run", "runs/first", "--fixes", "start"], first, "first"),
     ):  # fmt: skip
-        assert cli.main(["play", "hackmatrix", *words]) == 0
+        assert main.main(["play", "hackmatrix", *words]) == 0
         environment, agent = asked.pop()
         assert agent.label == name
         jax.tree.map(np.testing.assert_array_equal, agent.policy, policy)

@@ -12,8 +12,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from longhaul.driving import render
-from longhaul.driving.recording import LIGHT, Recording, Verdict
+from longhaul.driving.render import save
+from longhaul.driving.render.recording import LIGHT, Recording, Verdict
 from tests import browser
 from tests.browser import Browser
 
@@ -79,7 +79,7 @@ def recording(**changes: Any) -> Recording:
 
 
 def show(page: Browser, folder: Path, *recordings: Recording) -> None:
-    render.save(recordings or (recording(),), folder / "drive.html")
+    save.save(recordings or (recording(),), folder / "drive.html")
     page.open(folder / "drive.html")
     page.run(HELPERS)
 
@@ -229,7 +229,7 @@ def test_scenarios_and_policies_are_chosen(page: Browser, tmp_path: Path) -> Non
 
 def test_a_broken_player_is_seen(page: Browser, tmp_path: Path) -> None:
     """What the tests above look at does fail where the player does."""
-    render.save([recording()], tmp_path / "whole.html")
+    save.save([recording()], tmp_path / "whole.html")
     text = (tmp_path / "whole.html").read_text()
     broken = text.replace("state.time += (passed", "missing.time += (passed")
     assert broken != text

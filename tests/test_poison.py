@@ -14,11 +14,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from longhaul import poison, training
 from longhaul.algorithms import ppo
-from longhaul.poison import Poisoned
-from longhaul.run import Named, Run, RunError
+from longhaul.config.run import Named, Run, RunError
 from longhaul.topologies import fused
+from longhaul.training import loop, nan_rollback
+from longhaul.training.nan_rollback import Poisoned
 from longhaul.types import Progress
 from tests import nan_worlds
 from tests.small_runs import after, begin, checkpoints, make_quick, records, result, resume, small
@@ -83,12 +83,12 @@ def test_the_first_bad_update_of_a_call_is_named_and_those_after_its_end_do_not_
     rows[fused.FINITE][4] = False
     progress = Progress((), (), jax.random.key(0), jnp.int32(0))
     with pytest.raises(Poisoned) as raised:
-        poison.look(rows, 4, 40, progress)
+        nan_rollback.look(rows, 4, 40, progress)
     assert raised.value.update == 39
     assert list(raised.value.metrics) == ["ppo/loss"]
     assert math.isnan(raised.value.metrics["ppo/loss"])
     assert raised.value.names() == "ppo/loss"
-    assert set(poison.look(rows, 2, 38, progress)) == {"ppo/loss", "peak/stage"}
+    assert set(nan_rollback.look(rows, 2, 38, progress)) == {"ppo/loss", "peak/stage"}
 
 
 # -------------------------------------------------------------------------------------------------------- whole runs
@@ -103,7 +103,7 @@ def test_a_run_goes_around_and_ends_with_finite_numbers(survived: Path) -> None:
     assert [r["update"] for r in records(survived)] == list(range(4, 61, 4))
     values = [value for record in records(survived) for value in record.values()]
     assert all(value is not None and math.isfinite(value) for value in values)
-    _, policy, _ = training.restore_policy(survived)
+    _, policy, _ = loop.restore_policy(survived)
     assert all(np.all(np.isfinite(leaf)) for leaf in jax.tree.leaves(policy.params))
 
 
@@ -129,15 +129,15 @@ def test_stopped_on_a_detour_it_goes_on_exactly(
     """Right after the detour was noted, and at every few calls after: nothing but run.json knows of it at first."""
     folder = tmp_path / "run"
     with monkeypatch.context() as patch:
-        patch.setattr(poison, "keep", after(1, lambda: signal.raise_signal(signal.SIGTERM), poison.keep))
-        assert begin(poisonous(), folder).code == training.STOPPED
+        patch.setattr(nan_rollback, "keep", after(1, lambda: signal.raise_signal(signal.SIGTERM), nan_rollback.keep))
+        assert begin(poisonous(), folder).code == loop.STOPPED
     assert detours(folder) == detours(survived)[:1]
     assert checkpoints(folder)[-1:] == [detours(folder)[0]["checkpoint"]][: len(checkpoints(folder))]
     while not (folder / "result.json").exists():
         with monkeypatch.context() as patch:
-            heard = after(4, lambda: signal.raise_signal(signal.SIGTERM), training.Sums.add)
-            patch.setattr(training.Sums, "add", heard)
-            assert resume(folder).code in (0, training.STOPPED)
+            heard = after(4, lambda: signal.raise_signal(signal.SIGTERM), loop.Sums.add)
+            patch.setattr(loop.Sums, "add", heard)
+            assert resume(folder).code in (0, loop.STOPPED)
     assert result(folder) == result(survived)
     assert records(folder) == records(survived)
     assert [entry["update"] for entry in detours(folder)] == [entry["update"] for entry in detours(survived)]

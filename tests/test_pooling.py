@@ -5,8 +5,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from longhaul.networks import actor_critic
-from longhaul.pooling import greatest
+from longhaul.networks.actor_critic import actor_critic
+from longhaul.networks.set_pooling import greatest
 
 
 def drawn(rows, items, inputs, features, seed=0):

@@ -15,11 +15,14 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from longhaul import folders, member_records, population, resumption, telemetry, training
-from longhaul.algorithms import ppo
-from longhaul.checkpoint import Found
-from longhaul.population import Member, Population, Tuned
-from longhaul.run import Named, Run, RunError, resolve
+from longhaul.algorithms import population, ppo
+from longhaul.algorithms.population import Member, Population, Tuned
+from longhaul.config.resolve import resolve
+from longhaul.config.run import Named, Run, RunError
+from longhaul.telemetry import sinks
+from longhaul.training import loop, population_metrics, run_dir
+from longhaul.training.checkpoint import resume as resumption
+from longhaul.training.checkpoint.checkpoint import Found
 from tests import small_runs
 from tests.small_runs import begin, records, resume
 
@@ -33,7 +36,7 @@ def small(**changes: Any) -> Run:
 
 
 def params(folder: Path, member: int | None = None) -> Any:
-    return training.restore_policy(folder, member)[1].params
+    return loop.restore_policy(folder, member)[1].params
 
 
 @pytest.fixture(scope="module")
@@ -44,7 +47,7 @@ def four(tmp_path_factory: pytest.TempPathFactory) -> tuple[Run, Path]:
 
 
 def member_lines(folder: Path) -> list[dict[str, Any]]:
-    found = telemetry.read(folder / member_records.FILE)
+    found = sinks.read(folder / population_metrics.FILE)
     return [{k: v for k, v in line.items() if k not in small_runs.TIMES} for line in found]
 
 
@@ -110,10 +113,10 @@ def test_a_stopped_population_goes_on_to_the_same_end(
 ) -> None:
     run, folder = four
     cut = tmp_path / "four"
-    take = small_runs.after(2, lambda: os.kill(os.getpid(), signal.SIGTERM), member_records.MemberSums.add)
+    take = small_runs.after(2, lambda: os.kill(os.getpid(), signal.SIGTERM), population_metrics.MemberSums.add)
     with monkeypatch.context() as patch:
-        patch.setattr(member_records.MemberSums, "add", take)
-        assert begin(run, cut).code == training.STOPPED
+        patch.setattr(population_metrics.MemberSums, "add", take)
+        assert begin(run, cut).code == loop.STOPPED
     assert not (cut / "result.json").exists()
     assert resume(cut).code == 0
     assert records(cut) == records(folder)
@@ -180,10 +183,10 @@ def _shaped(values: Any) -> Any:
 def test_a_member_must_be_named(four: tuple[Run, Path]) -> None:
     _, folder = four
     with pytest.raises(RunError, match="holds 4 runs; give --member 0 to 3"):
-        training.restore_policy(folder)
+        loop.restore_policy(folder)
     with pytest.raises(RunError, match="--member is 4; it must be 0 to 3"):
-        training.restore_policy(folder, 4)
-    assert training.restore_policy(folder, 1)[0].seed == 4
+        loop.restore_policy(folder, 4)
+    assert loop.restore_policy(folder, 1)[0].seed == 4
 
 
 def test_runs_side_by_side_keep_their_environments(four: tuple[Run, Path]) -> None:
@@ -201,7 +204,7 @@ def test_a_run_json_from_before_is_of_one_run(four: tuple[Run, Path], tmp_path: 
     del about["run"]["population"]
     about["run"] |= {"block": None, "log_interval": None, "threads": None, "devices": 1}
     (tmp_path / "run.json").write_text(json.dumps(about))
-    assert folders._as_now(about["run"])["population"]["seeds"] == 1
+    assert run_dir._as_now(about["run"])["population"]["seeds"] == 1
 
 
 # --------------------------------------------------------------------------------------- numbers that are not finite
@@ -209,11 +212,11 @@ def test_a_run_json_from_before_is_of_one_run(four: tuple[Run, Path], tmp_path: 
 
 def test_a_run_that_diverges_harms_no_other() -> None:
     lines: list[str] = []
-    watch, sums = member_records.Watch(3, lines.append), member_records.MemberSums(3)
+    watch, sums = population_metrics.Watch(3, lines.append), population_metrics.MemberSums(3)
     finite = np.array([[True, True, True], [True, False, True]])
     rows = {"finite": finite, "episodes": np.ones((2, 3)), "episode/return": np.array([[1.0, 2, 3], [1, np.nan, 5]])}
     sums.add(2, watch.look(rows, 2, 2))
-    again = member_records.MemberSums(3, json.loads(json.dumps(sums.pending())))
+    again = population_metrics.MemberSums(3, json.loads(json.dumps(sums.pending())))
     record = again.take()
     assert record["episode/return"] == 2.5 and record["episode/return_std"] == pytest.approx(np.sqrt(4.5))
     assert "finite" not in again.each and lines == [

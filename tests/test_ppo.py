@@ -10,15 +10,17 @@ import numpy as np
 import pytest
 from jax.sharding import PartitionSpec
 
-from longhaul import mesh as meshes
-from longhaul import networks, normalise
+from longhaul import normalise
 from longhaul.algorithms import ppo
 from longhaul.algorithms.ppo import Batch, Config
 from longhaul.distributions import distribution
 from longhaul.environment import vectorise
-from longhaul.networks import actor_critic
+from longhaul.networks import actor_critic as networks
+from longhaul.networks.actor_critic import actor_critic
 from longhaul.rollout import collector
-from longhaul.types import Algorithm, Discrete, Masked, Rollout, Spec
+from longhaul.runtime import mesh as meshes
+from longhaul.spaces import Discrete, Masked
+from longhaul.types import Algorithm, Rollout, Spec
 from tests.chaos import BOX, PAIR, Chaos
 
 STEPS, WORLDS = 12, 8

@@ -15,15 +15,21 @@ import numpy as np
 import optax
 import pytest
 
-from longhaul import cli, ending, flags, folders, footprint, networks, recipes, settings
-from longhaul import mesh as meshes
 from longhaul.algorithms import ppo
 from longhaul.algorithms.ppo import Config
-from longhaul.precision import POLICIES, REMATS
-from longhaul.run import RunError, resolve
-from longhaul.scaling.subject import Subject, subject
+from longhaul.cli import flags, main, run_flags
+from longhaul.config import recipes
+from longhaul.config.resolve import resolve
+from longhaul.config.run import RunError
+from longhaul.diagnostics.compiled_run import Subject, subject
+from longhaul.networks import actor_critic
+from longhaul.networks.precision import POLICIES, REMATS
+from longhaul.runtime import device_memory
+from longhaul.runtime import mesh as meshes
+from longhaul.spaces import Discrete
 from longhaul.topologies import fused
-from longhaul.types import Discrete, Rollout, Spec, Successors
+from longhaul.training import finish, run_dir
+from longhaul.types import Rollout, Spec, Successors
 from tests.small_runs import begin, small
 
 QUICK = {"xla_backend_optimization_level": 0}
@@ -50,7 +56,7 @@ def drawn(tree: Any, *lead: int, seed: int = 0, scale: float = 0.5) -> Any:
 
 def objective(kind: str, remat: str, precision: str = "fp32") -> tuple[Any, Any]:
     """(parameters with life in them, what is to be descended: a loss of all that the network gives)."""
-    network = networks.actor_critic(
+    network = actor_critic.actor_critic(
         SEEN, 3, sizes=(16, 16), activation="gelu", remat=remat, precision=precision, **KINDS[kind]
     )
     params, seen = drawn(jax.eval_shape(network.init, jax.random.key(0))), drawn(SEEN, ROWS, seed=1)
@@ -113,9 +119,9 @@ def test_a_policy_keeps_what_it_says(kind: str) -> None:
 
 
 def test_every_policy_has_a_flag_and_an_unknown_one_is_named() -> None:
-    assert settings.CHOICES["remat"] == ("none", *POLICIES)
+    assert run_flags.CHOICES["remat"] == ("none", *POLICIES)
     with pytest.raises(ValueError, match="remat is 'some'; it must be one of none, full, dots, dots-no-batch"):
-        networks.actor_critic(SEEN, 3, remat="some")
+        actor_critic.actor_critic(SEEN, 3, remat="some")
 
 
 @pytest.mark.parametrize(
@@ -133,19 +139,19 @@ def test_every_policy_has_a_flag_and_an_unknown_one_is_named() -> None:
 )
 def test_flags_as_they_are_and_as_a_switch_once_was(words: list[str], remat: str, accumulate: int | None) -> None:
     recipe = recipes.recipe("driving")
-    run = settings.chosen(recipe, flags.parse("train driving", "", settings.table(recipe), words))
+    run = run_flags.chosen(recipe, flags.parse("train driving", "", run_flags.table(recipe), words))
     assert (run.algorithm.remat, run.algorithm.accumulate) == (remat, accumulate)
 
 
 @pytest.mark.parametrize(("then", "now"), [(False, "none"), (True, "full")])
 def test_run_files_from_before_still_say_how_to_go_on(tmp_path: Path, then: bool, now: str) -> None:
     run = small()
-    folders.save_run(tmp_path, run, {})
+    run_dir.save_run(tmp_path, run, {})
     written = json.loads((tmp_path / "run.json").read_text())
     written["run"]["algorithm"]["remat"] = then
     del written["run"]["algorithm"]["accumulate"]
     (tmp_path / "run.json").write_text(json.dumps(written))
-    assert folders.load_run(tmp_path) == replace(run, algorithm=replace(run.algorithm, remat=now, accumulate=None))
+    assert run_dir.load_run(tmp_path) == replace(run, algorithm=replace(run.algorithm, remat=now, accumulate=None))
 
 
 # -------------------------------------------------------------------------------------------------------- accumulation
@@ -243,7 +249,7 @@ def test_memory_falls_as_shapes_foretell() -> None:
     """A quarter of the rows at once need a quarter of what is kept; blocks computed again keep their inputs alone."""
     rows, need = 512, {}
     for remat, accumulate in (("none", 1), ("none", 4), ("full", 1)):
-        network = networks.actor_critic(SEEN, 3, torso="latent", sizes=(32, 32, 32), remat=remat)
+        network = actor_critic.actor_critic(SEEN, 3, torso="latent", sizes=(32, 32, 32), remat=remat)
         params, seen = jax.eval_shape(network.init, jax.random.key(0)), drawn(SEEN, accumulate, rows // accumulate)
 
         def slope(params: Any, seen: Any, network: Any = network) -> Any:
@@ -253,7 +259,7 @@ def test_memory_falls_as_shapes_foretell() -> None:
 
             return jax.lax.scan(add, jax.tree.map(jnp.zeros_like, params), seen)[0]
 
-        found = footprint.need(jax.jit(slope).lower(params, seen).compile(compiler_options=QUICK))
+        found = device_memory.need(jax.jit(slope).lower(params, seen).compile(compiler_options=QUICK))
         assert found is not None
         need[remat, accumulate] = found.temporaries
     assert 0.2 < need["none", 4] / need["none", 1] < 0.35
@@ -277,15 +283,15 @@ def test_all_of_progress_is_donated(made: Subject) -> None:
     text = made.text().splitlines()[0]
     aliases = re.findall(r"\{[\d,\s]*\}: \((\d+), \{\}, (?:may|must)-alias\)", text)
     assert sorted(map(int, aliases)) == list(range(len(jax.tree.leaves(progress))))
-    need = footprint.need(made.executable)
+    need = device_memory.need(made.executable)
     assert need is not None
-    assert need.donated == footprint.held(progress)
-    assert need.arguments - need.donated == footprint.held(made.context) + 4, "the bank, and the number of updates"
+    assert need.donated == device_memory.held(progress)
+    assert need.arguments - need.donated == device_memory.held(made.context) + 4, "the bank, and the number of updates"
 
 
 def test_parts_are_those_of_one_device(made: Subject) -> None:
     progress = made.start(0)
-    parts = footprint.parts(made.assembly.algorithm, progress, made.context)
+    parts = device_memory.parts(made.assembly.algorithm, progress, made.context)
     assert parts["parameters"] == 4 * made.parameters
     assert 2 * parts["parameters"] < parts["optimiser"] < 2 * parts["parameters"] + 64, "two moments and some counters"
     whole = sum(leaf.nbytes for leaf in jax.tree.leaves(progress.carry))
@@ -297,27 +303,27 @@ def test_the_footprint_is_told_before_the_first_update(
     made: Subject, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """One line and memory.json; a warning where it is tight; an error, exit code 2 and no folder where it can't fit."""
-    need = footprint.need(made.executable)
+    need = device_memory.need(made.executable)
     assert need is not None
     program = fused.Program(made.executable, made.assembly.mesh)
     monkeypatch.setattr(fused, "compiled", lambda *args, **words: program)
-    monkeypatch.setattr(ending, "evaluations", lambda *args: iter(()))
-    monkeypatch.setattr(footprint, "memory_of", lambda device: 2 * need.total * 20 // 19)
+    monkeypatch.setattr(finish, "evaluations", lambda *args: iter(()))
+    monkeypatch.setattr(device_memory, "memory_of", lambda device: 2 * need.total * 20 // 19)
     run = small(devices=2, total_steps=8 * 16 * 2)
     found = begin(run, tmp_path / "tight").result
     told = capsys.readouterr().err
     assert told.index("memory a device: ") < told.index("agent steps"), "before the first record"
     assert "warning: that is 95% of what a device has" in told
-    written = json.loads((tmp_path / "tight" / footprint.FILE).read_text())
+    written = json.loads((tmp_path / "tight" / device_memory.FILE).read_text())
     assert found is not None
     assert found["memory"] == written
     assert written["needed"] == need.total
     assert written["share"] == pytest.approx(0.95, rel=1e-3)
 
-    monkeypatch.setattr(footprint, "memory_of", lambda device: 2 * (need.total - 1))
+    monkeypatch.setattr(device_memory, "memory_of", lambda device: 2 * (need.total - 1))
     words = ["train", "cartpole", "--runs-dir", str(tmp_path / "runs"), "--run-name", "large", "--mesh", "data=2"]
     words += ["--num-envs", "8", "--num-steps", "16", "--hidden-dim", "8", "--num-minibatches", "2", "--block", "2"]
-    assert cli.main(words) == 2
+    assert main.main(words) == 2
     line = capsys.readouterr().err.splitlines()[-1]
     assert f"needs {need.total:,} bytes on each of 2 device(s), and one has {need.total - 1:,}" in line
     assert all(remedy in line for remedy in ("--num-envs", "--accumulate", "--remat", "--mesh"))
@@ -328,8 +334,8 @@ def test_the_footprint_is_told_before_the_first_update(
 def test_a_dry_run_tells_and_leaves_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     words = ["train", "cartpole", "--dry-run", "--runs-dir", str(tmp_path / "runs"), "--mesh", "data=1"]
     words += ["--num-envs", "4", "--num-steps", "8", "--hidden-dim", "8", "--num-layers", "1"]
-    assert cli.main(words) == 0
+    assert main.main(words) == 0
     rows = dict(re.split(r"\s{2,}", line) for line in capsys.readouterr().out.splitlines())
     assert rows["parameters"] == "428 B", "two towers of 4 x 8 + 8, and heads of 8 x 2 + 2 and 8 + 1"
-    assert rows["memory a device"].endswith(f"of {footprint.size(footprint.memory_of(jax.devices()[0]) or 0)}")
+    assert rows["memory a device"].endswith(f"of {device_memory.size(device_memory.memory_of(jax.devices()[0]) or 0)}")
     assert not (tmp_path / "runs").exists()

@@ -9,12 +9,12 @@ from pathlib import Path
 
 import pytest
 
-from longhaul import printing
+from longhaul.cli import tables
 from tests.command_line import tree
 
 
 def test_a_plain_table_is_aligned_and_keeps_control_characters_out(capsys: pytest.CaptureFixture[str]) -> None:
-    printing.table(["name", "value"], [["a\x1b[31m", "1.000"], ["longer", "-"]], footer=["mean", "12.500"])
+    tables.table(["name", "value"], [["a\x1b[31m", "1.000"], ["longer", "-"]], footer=["mean", "12.500"])
     out = capsys.readouterr().out
     assert out == "name     value\na?[31m   1.000\nlonger       -\nmean    12.500\n"
 
@@ -27,7 +27,7 @@ def test_a_terminal_gets_a_table_in_colours_unless_they_are_unwanted(monkeypatch
     def shown() -> str:
         with monkeypatch.context() as patch:
             patch.setattr(sys, "stdout", stream := Terminal())
-            printing.table(["name", "value"], [["a", "1.000"], ["b[red]", "-"]], footer=["mean", "12.500"])
+            tables.table(["name", "value"], [["a", "1.000"], ["b[red]", "-"]], footer=["mean", "12.500"])
         return stream.getvalue()
 
     monkeypatch.setenv("TERM", "dumb")
@@ -43,17 +43,17 @@ def test_a_terminal_gets_a_table_in_colours_unless_they_are_unwanted(monkeypatch
 
 def test_what_is_not_finite_is_null_in_json(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     value = {"a": [float("nan"), 1.5], "b": {"c": float("inf")}}
-    printing.write_json(str(tmp_path / "x.json"), value)
+    tables.write_json(str(tmp_path / "x.json"), value)
     assert json.loads((tmp_path / "x.json").read_text()) == {"a": [None, 1.5], "b": {"c": None}}
-    printing.write_json("-", value)
+    tables.write_json("-", value)
     assert json.loads(capsys.readouterr().out) == {"a": [None, 1.5], "b": {"c": None}}
     assert tree(tmp_path) == ["x.json"]
 
 
 def test_columns_have_an_order_of_meaning() -> None:
-    assert printing.columns(["zeal", "return", "accuracy", "age", "length"]) == [
+    assert tables.columns(["zeal", "return", "accuracy", "age", "length"]) == [
         "accuracy", "return", "length", "age", "zeal",
     ]  # fmt: skip
     few = ["zeal", "return", "accuracy"]
-    assert printing.columns(few, most=3) == ["accuracy", "return", "zeal"]
-    assert printing.columns(few, most=2) == ["accuracy", "return"]
+    assert tables.columns(few, most=3) == ["accuracy", "return", "zeal"]
+    assert tables.columns(few, most=2) == ["accuracy", "return"]

@@ -12,7 +12,7 @@ import pytest
 
 from longhaul.envs import probes
 from longhaul.envs.probes import POISON, PROBES, Probe
-from longhaul.types import Box, Discrete, Masked, MultiDiscrete
+from longhaul.spaces import Box, Discrete, Masked, MultiDiscrete
 
 FINITE = [name for name in PROBES if name != "continuous"]
 

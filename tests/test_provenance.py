@@ -17,7 +17,7 @@ import pytest
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 import longhaul
-from longhaul.provenance import commit, params_sha256, provenance
+from longhaul.runtime.provenance import commit, params_sha256, provenance
 
 
 class Pair(NamedTuple):

@@ -14,18 +14,20 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from longhaul import cli, publishing, training
-from longhaul import mesh as meshes
-from longhaul.actors.settings import Acting
-from longhaul.provenance import params_sha256
-from longhaul.publishing import Publishing, chosen
-from longhaul.run import RunError
-from longhaul.sync import files, manifest
-from longhaul.sync.engine import Publisher
-from longhaul.sync.lanes.folder import FolderLane
-from longhaul.sync.manifest import Manifest
-from longhaul.sync.producer import Producer, named
-from longhaul.sync.receiver import follow
+from longhaul.cli import main
+from longhaul.config.run import RunError
+from longhaul.runtime import mesh as meshes
+from longhaul.runtime.provenance import params_sha256
+from longhaul.topologies.actor_learner.config import Acting
+from longhaul.training import loop, publish
+from longhaul.training.publish import Publishing, chosen
+from longhaul.weight_sync import manifest
+from longhaul.weight_sync.manifest import Manifest
+from longhaul.weight_sync.producer import Producer, named
+from longhaul.weight_sync.publisher import Publisher
+from longhaul.weight_sync.receiver import follow
+from longhaul.weight_sync.transports import safetensors_files
+from longhaul.weight_sync.transports.folder import FolderLane
 from tests.command_line import assert_refused, tree
 from tests.small_runs import make_quick, resume, small
 from tests.sync_lanes import tensors, until
@@ -33,25 +35,25 @@ from tests.sync_lanes import tensors, until
 
 def held(folder: Path) -> tuple[Manifest, dict[str, np.ndarray]]:
     """The latest version in a folder, with its tensors."""
-    latest = files.newest(folder)
+    latest = safetensors_files.newest(folder)
     assert latest is not None
-    where = folder / files.folder_name(*latest)
-    found = files.read_manifest(where)
+    where = folder / safetensors_files.folder_name(*latest)
+    found = safetensors_files.read_manifest(where)
     image = np.zeros(found.size, np.uint8)
-    files.read(where, found, image, lambda image, count: None)
+    safetensors_files.read(where, found, image, lambda image, count: None)
     assert not list(manifest.damaged(found, image))
     return found, manifest.views(found, image)
 
 
 def train(run: Any, folder: Path, asked: Publishing) -> None:
     folder.mkdir(parents=True)
-    publishing.save(folder, asked)
-    training.train(run, folder, resumed=False)
+    publish.save(folder, asked)
+    loop.train(run, folder, resumed=False)
 
 
 def trained(folder: Path) -> tuple[str, Any]:
     """(digest of the parameters at a run's end, their tree)."""
-    _, policy, _ = training.restore_policy(folder)
+    _, policy, _ = loop.restore_policy(folder)
     result = json.loads((folder / "result.json").read_text())
     assert params_sha256(policy.params) == result["params_sha256"] or params_sha256(policy) == result["params_sha256"]
     return result["params_sha256"], policy
@@ -62,7 +64,9 @@ def published(topology: str, folder: Path) -> Any:
     acting = Acting() if topology == "fused" else Acting(2, "thread", 1)
     train(small(topology=topology, acting=acting, total_steps=8 * 16 * 12), folder, Publishing(("run",), every=2))
     found, tensors = held(folder / "weights")
-    assert found.version == 12 and all(version % 2 == 0 for _, version in files.versions(folder / "weights"))
+    assert found.version == 12 and all(
+        version % 2 == 0 for _, version in safetensors_files.versions(folder / "weights")
+    )
     _, policy = trained(folder)
     is_policy(tensors, policy)
     return policy
@@ -95,10 +99,10 @@ def test_a_run_that_goes_on_publishes_in_a_new_epoch_and_a_shell_can_pull_both_w
     after, again = held(folder / "weights")
     assert after.run == before.run == "run" and after.version == before.version == 12 and after.epoch > before.epoch
     is_policy(again, policy)  # the same numbers, learnt twice
-    assert cli.main(["sync", "pull", str(folder), "--out", str(tmp_path / "out")]) == 0
-    assert Path(capsys.readouterr().out.strip()).name == files.folder_name(after.epoch, 12)
+    assert main.main(["sync", "pull", str(folder), "--out", str(tmp_path / "out")]) == 0
+    assert Path(capsys.readouterr().out.strip()).name == safetensors_files.folder_name(after.epoch, 12)
     (folder / "weights").rename(tmp_path / "weights")  # of a run that published nothing: its checkpoint
-    assert cli.main(["sync", "pull", str(folder), "--out", str(tmp_path / "other")]) == 0
+    assert main.main(["sync", "pull", str(folder), "--out", str(tmp_path / "other")]) == 0
     is_policy(held(tmp_path / "other")[1], policy)
 
 
@@ -106,9 +110,9 @@ def test_who_follows_gets_each_version_but_those_whose_numbers_are_not_finite(tm
     name = f"shm:{tmp_path}/socket"
     notes: list[str] = []
     seen: list[int] = []
-    publishing.save(tmp_path, Publishing(("run", name), every=2))
+    publish.save(tmp_path, Publishing(("run", name), every=2))
     with (
-        publishing.publishing(tmp_path, lambda state: state, meshes.make_mesh(1), notes.append) as tell,
+        publish.publishing(tmp_path, lambda state: state, meshes.make_mesh(1), notes.append) as tell,
         follow([name], on_commit=seen.append) as receiver,
     ):
         for done in range(1, 9):
@@ -125,12 +129,12 @@ def test_who_follows_gets_each_version_but_those_whose_numbers_are_not_finite(tm
 
 def test_a_copy_outlives_the_state_it_was_taken_of() -> None:
     state = {"w": jnp.arange(8.0)}
-    copied, finite = publishing.copying(lambda state: state, meshes.make_mesh(1), "as-is")(state)
+    copied, finite = publish.copying(lambda state: state, meshes.make_mesh(1), "as-is")(state)
     jax.jit(lambda x: jax.tree.map(lambda leaf: leaf * 0, x), donate_argnums=0)(state)
     assert state["w"].is_deleted()
     assert finite and np.array_equal(copied["w"], np.arange(8.0))
     half = {"w": jnp.float32([0.1, 3.0]), "n": jnp.int32(1)}
-    copied, _ = publishing.copying(lambda state: state, meshes.make_mesh(1), "bf16")(half)
+    copied, _ = publish.copying(lambda state: state, meshes.make_mesh(1), "bf16")(half)
     assert copied["w"].dtype == jnp.bfloat16 and copied["n"].dtype == jnp.int32
     assert jnp.array_equal(copied["w"], half["w"].astype(jnp.bfloat16))
 
@@ -172,7 +176,7 @@ def test_the_leaves_of_any_tree_have_the_names_of_their_paths() -> None:
 
 def test_torch_gives_its_tensors_and_tied_ones_once() -> None:
     torch = pytest.importorskip("torch", reason="torch is not installed")
-    from longhaul.sync.producer import of_torch
+    from longhaul.weight_sync.producer import of_torch
 
     module = torch.nn.Sequential(torch.nn.Embedding(5, 4), torch.nn.Linear(4, 5, bias=False))
     module[1].weight = module[0].weight
@@ -192,10 +196,10 @@ def test_what_is_asked_for_is_checked_and_kept(tmp_path: Path) -> None:
     values |= {"publish-token-file": None, "publish-anchor": 8}
     asked = chosen(values, frozenset({"publish", "publish-every"}))
     assert asked == Publishing(("run", f"folder:{Path('there').absolute()}"), 3)
-    publishing.save(tmp_path, asked)
-    assert chosen(values, frozenset(), publishing.load(tmp_path)) == asked  # a run that goes on keeps to it
+    publish.save(tmp_path, asked)
+    assert chosen(values, frozenset(), publish.load(tmp_path)) == asked  # a run that goes on keeps to it
     assert chosen({"publish": ("none",)}, frozenset({"publish"}), asked) is None
-    assert publishing.address("./a:b") == f"folder:{Path('a:b').absolute()}"
+    assert publish.address("./a:b") == f"folder:{Path('a:b').absolute()}"
     assert chosen(values, frozenset()) is None
     for given, told in (
         ({"publish": ("tcp:x",)}, "tcp:x"),

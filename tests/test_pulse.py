@@ -9,8 +9,8 @@ import sys
 
 import pytest
 
-from longhaul import pulse
-from longhaul.pulse import CALL, RESTS, WORKS, Listener
+from longhaul.runtime import heartbeat
+from longhaul.runtime.heartbeat import CALL, RESTS, WORKS, Listener
 
 
 def test_before_the_first_call_is_done_the_deadline_holds() -> None:
@@ -26,7 +26,7 @@ def test_between_calls_fifteen_seconds_of_silence_are_too_many() -> None:
     listener.hear(WORKS + CALL, 10.0)
     for now in (11.0, 12.0, 14.0):
         listener.hear(CALL, now)
-    assert listener.bound() == pulse.SILENCE == 15.0
+    assert listener.bound() == heartbeat.SILENCE == 15.0
     assert listener.verdict(29.0) is None
     assert listener.verdict(29.1) == "was silent for 15 s; the longest call before took 2.0 s"
 
@@ -35,9 +35,9 @@ def test_long_calls_have_a_longer_bound_and_the_first_one_counts() -> None:
     listener = Listener(0.0, 100.0)
     listener.hear(WORKS, 10.0)
     listener.hear(CALL, 20.0)
-    assert listener.bound() == pulse.TIMES * 10.0
+    assert listener.bound() == heartbeat.TIMES * 10.0
     listener.hear(CALL, 32.0)
-    assert listener.bound() == pulse.TIMES * 12.0
+    assert listener.bound() == heartbeat.TIMES * 12.0
 
 
 def test_saving_has_the_deadline_and_makes_no_call_longer() -> None:
@@ -69,17 +69,17 @@ def test_a_stopped_process_is_seen_wherever_it_is() -> None:
 @pytest.mark.skipif(not os.path.exists("/proc/self/stat"), reason="the system does not say")
 def test_the_system_says_who_is_stopped() -> None:
     with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as process:
-        assert not pulse.stopped(process.pid)
+        assert not heartbeat.stopped(process.pid)
         process.send_signal(signal.SIGSTOP)
         os.waitpid(process.pid, os.WUNTRACED)
-        assert pulse.stopped(process.pid)
+        assert heartbeat.stopped(process.pid)
         process.kill()
-    assert not pulse.stopped(process.pid)
+    assert not heartbeat.stopped(process.pid)
 
 
 def test_signs_go_through_a_pipe_that_nobody_need_read() -> None:
     reading, writing = os.pipe()
-    tell = pulse.teller({pulse.DESCRIPTOR: str(writing)})
+    tell = heartbeat.teller({heartbeat.DESCRIPTOR: str(writing)})
     for sign in (RESTS, WORKS, CALL):
         tell(sign)
     assert os.read(reading, 10) == b"rwc"
@@ -88,4 +88,4 @@ def test_signs_go_through_a_pipe_that_nobody_need_read() -> None:
     os.close(reading)
     tell(CALL)
     os.close(writing)
-    pulse.teller({})(CALL)
+    heartbeat.teller({})(CALL)

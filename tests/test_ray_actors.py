@@ -14,12 +14,12 @@ from pathlib import Path
 
 import pytest
 
-from longhaul import membership
-from longhaul.actors.settings import Acting
-from longhaul.central import credentials
-from longhaul.central.settings import Central
-from longhaul.hosts import HostsError
-from longhaul.run import RunError
+from longhaul.config.run import RunError
+from longhaul.runtime import credentials
+from longhaul.runtime.launch import ray_cluster
+from longhaul.runtime.process_group import HostsError
+from longhaul.topologies.actor_learner.config import Acting
+from longhaul.topologies.inference_server.config import Central
 from tests.small_runs import records, result, small
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -34,12 +34,12 @@ MARK = "LONGHAUL_TEST_OF"
 def test_without_ray_or_a_cluster_a_line_says_the_remedy(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "ray", None)
     with pytest.raises(HostsError, match=r"--actor-kind ray needs Ray .*install longhaul\[cluster\]"):
-        membership.check("auto", membership.ACTORS)
+        ray_cluster.check("auto", ray_cluster.ACTORS)
     monkeypatch.undo()
     pytest.importorskip("ray")
     for address in ("127.0.0.1:1", "127.0.0.1:none"):
         with pytest.raises(HostsError, match=rf"joined at {address} .*`ray start --head`, or give --ray-address"):
-            membership.check(address, membership.ACTORS)
+            ray_cluster.check(address, ray_cluster.ACTORS)
 
 
 @pytest.mark.parametrize(
@@ -96,11 +96,11 @@ def test_a_node_that_was_killed_and_counts_as_alive_gets_no_actor(monkeypatch: p
             for name, port in ports.items()
         ]  # fmt: skip
         monkeypatch.setattr(ray, "nodes", lambda: nodes)
-        assert membership.placement(0) == "SPREAD"
+        assert ray_cluster.placement(0) == "SPREAD"
         gone.close()
-        assert [membership.placement(turn).node_id for turn in range(3)] == [a, c, a]
+        assert [ray_cluster.placement(turn).node_id for turn in range(3)] == [a, c, a]
         nodes[1]["Alive"] = False  # Ray knows it
-        assert membership.placement(0) == "SPREAD"
+        assert ray_cluster.placement(0) == "SPREAD"
 
 
 # ------------------------------------------------------------------------------------------------------- on a cluster

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from longhaul.reasoning import decoding, model, sampling, tokens
+from longhaul.reasoning import decode, sampler, tokenizer, transformer
 from tests import reference_logits as reference
 
 PROMPT, WHOLE = 6, 10
@@ -22,25 +22,25 @@ ROWS = np.where(MASK, reference.TOKENS[:, :WHOLE], 0)
 @pytest.fixture(autouse=True)
 def rolled(monkeypatch: pytest.MonkeyPatch) -> None:
     """The layers of the full forward in one loop: that compiles sooner."""
-    monkeypatch.setattr(model, "UNROLLED", 0)
+    monkeypatch.setattr(transformer, "UNROLLED", 0)
 
 
-def both(config: model.Config, adapters: model.Lora | None = None) -> tuple[jax.Array, jax.Array]:
+def both(config: transformer.Config, adapters: transformer.Lora | None = None) -> tuple[jax.Array, jax.Array]:
     """Logits [2, 4, V] of what follows each token behind the prompt: of the full forward, and step by step."""
 
     @jax.jit
     def run(params: Any) -> tuple[jax.Array, jax.Array]:
-        whole, _ = model.forward(config, params, jnp.asarray(ROWS), jnp.asarray(MASK), None, adapters)
-        mask, empty = jnp.asarray(MASK[:, :PROMPT]), model.empty(config, 2, PROMPT)
-        _, cache = model.forward(config, params, jnp.asarray(ROWS[:, :PROMPT]), mask, empty, adapters)
+        whole, _ = transformer.forward(config, params, jnp.asarray(ROWS), jnp.asarray(MASK), None, adapters)
+        mask, empty = jnp.asarray(MASK[:, :PROMPT]), transformer.empty(config, 2, PROMPT)
+        _, cache = transformer.forward(config, params, jnp.asarray(ROWS[:, :PROMPT]), mask, empty, adapters)
         assert cache is not None
-        kernels = decoding.prepare(config, params, WHOLE + 3, adapters)  # more room than it takes
+        kernels = decode.prepare(config, params, WHOLE + 3, adapters)  # more room than it takes
 
-        def one(now: decoding.Cache, token: jax.Array) -> tuple[decoding.Cache, jax.Array]:
-            logits, now = decoding.step(config, kernels, token, now)
+        def one(now: decode.Cache, token: jax.Array) -> tuple[decode.Cache, jax.Array]:
+            logits, now = decode.step(config, kernels, token, now)
             return now, logits
 
-        _, found = jax.lax.scan(one, decoding.begin(cache, WHOLE + 3), jnp.asarray(ROWS[:, PROMPT:].T))
+        _, found = jax.lax.scan(one, decode.begin(cache, WHOLE + 3), jnp.asarray(ROWS[:, PROMPT:].T))
         return whole[:, PROMPT:], jnp.transpose(found, (2, 0, 1))
 
     return run(reference.params(config))
@@ -65,7 +65,7 @@ def test_steps_are_the_full_forward(name: str) -> None:
 
 def test_adapters_are_merged_and_bfloat16_stays_near() -> None:
     config = dataclasses.replace(reference.CONFIGS["qwen3"], layers=1)
-    adapters = model.lora(jax.random.key(0), config, 4, ("query", "out", "narrow"))
+    adapters = transformer.lora(jax.random.key(0), config, 4, ("query", "out", "narrow"))
     moved = {name: each._replace(up=each.up + 0.1) for name, each in adapters.items()}
     plain, _ = both(config)
     wanted, found = both(config, moved)
@@ -81,21 +81,21 @@ def test_attention_is_the_same_by_products_and_written_out(monkeypatch: pytest.M
     query = jax.random.normal(keys[0], (2, 3, 8, 5))
     key, value = (jax.random.normal(each, (12, 2, 8, 5)) for each in keys[1:3])
     seen = jnp.arange(12)[:, None] <= jnp.arange(5)[None] * 2
-    wanted = decoding.multiplied(query, key, value, seen)
+    wanted = decode.multiplied(query, key, value, seen)
     np.testing.assert_allclose(wanted[..., 0], jnp.repeat(value[0, :, None, :, 0], 3, axis=1), rtol=1e-6)
     for piece in (64, 4):
-        monkeypatch.setattr(decoding, "PIECE", piece)
-        found = jax.jit(lambda *x: decoding.written_out(*x))(query, key, value, seen)
+        monkeypatch.setattr(decode, "PIECE", piece)
+        found = jax.jit(lambda *x: decode.written_out(*x))(query, key, value, seen)
         np.testing.assert_allclose(found, wanted, rtol=1e-5, atol=1e-6)
 
 
 def test_a_token_is_drawn_as_jax_draws_it() -> None:
     key, logits = jax.random.key(3), jax.random.normal(jax.random.key(4), (512, 23))
-    never = jnp.arange(23) == tokens.PAD
-    scores = jax.nn.log_softmax(jnp.where(never[None], model.NEVER, logits / 0.7))
-    token, log_prob = sampling.chosen(logits.T, 0.7, key)
+    never = jnp.arange(23) == tokenizer.PAD
+    scores = jax.nn.log_softmax(jnp.where(never[None], transformer.NEVER, logits / 0.7))
+    token, log_prob = sampler.chosen(logits.T, 0.7, key)
     np.testing.assert_array_equal(token, jax.random.categorical(key, scores))
     np.testing.assert_allclose(log_prob, scores[jnp.arange(512), token], rtol=1e-5)
-    token, log_prob = sampling.chosen(logits.T, 0.0, key)
+    token, log_prob = sampler.chosen(logits.T, 0.0, key)
     np.testing.assert_array_equal(token, 1 + jnp.argmax(logits[:, 1:], axis=1))
     assert not np.any(log_prob)

@@ -12,17 +12,17 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from longhaul import mesh as meshes
 from longhaul.algorithms import grpo
-from longhaul.reasoning import gate, sampling
+from longhaul.reasoning import reward_gate, sampler
+from longhaul.runtime import mesh as meshes
 from tests.test_grpo import ROWS, TINY, completions, config
 
-SETTINGS = gate.Config(threshold=0.6, hysteresis=0.1, patience=3, rise=0.05, every=4)
-LOOK = jax.jit(lambda now, level: gate.look(SETTINGS, now, level))
+SETTINGS = reward_gate.Config(threshold=0.6, hysteresis=0.1, patience=3, rise=0.05, every=4)
+LOOK = jax.jit(lambda now, level: reward_gate.look(SETTINGS, now, level))
 
 
-def looks(levels: Sequence[float]) -> list[gate.Gate]:
-    after = itertools.accumulate(map(jnp.float32, levels), LOOK, initial=gate.begin(SETTINGS))
+def looks(levels: Sequence[float]) -> list[reward_gate.Gate]:
+    after = itertools.accumulate(map(jnp.float32, levels), LOOK, initial=reward_gate.begin(SETTINGS))
     return list(after)[1:]
 
 
@@ -49,10 +49,10 @@ def test_who_was_let_through_is_not_taught_again() -> None:
 
 
 def test_without_a_threshold_it_is_open_for_good() -> None:
-    free = gate.Config()
-    now = gate.begin(free)
+    free = reward_gate.Config()
+    now = reward_gate.begin(free)
     for level in (0.0, 0.0):
-        now = gate.look(free, now, jnp.float32(level))
+        now = reward_gate.look(free, now, jnp.float32(level))
         assert bool(now.open)
         assert not bool(now.through)
 
@@ -74,7 +74,7 @@ def test_while_it_is_closed_chains_are_due_but_for_looks() -> None:
     made, (params, _) = learner(), completions()
     state = made.init(jax.random.key(0))._replace(params=params)
     due = [int(made.policy(state._replace(updates=jnp.int32(u))).lesson) for u in range(8)]
-    look, chains, shown = sampling.SAMPLED, sampling.SOLVED, sampling.DEMONSTRATED
+    look, chains, shown = sampler.SAMPLED, sampler.SOLVED, sampler.DEMONSTRATED
     assert due == [shown, shown, look, chains, chains, chains, look, chains]
     opened = state._replace(gate=state.gate._replace(open=jnp.bool_(True)))
     assert [int(made.policy(opened._replace(updates=jnp.int32(u))).lesson) for u in (2, 3)] == [look, look]
@@ -95,7 +95,7 @@ def test_a_look_at_a_closed_gate_changes_nothing_but_the_gate() -> None:
     assert float(told["grpo/grad_norm"]) > 0.0
     moved = [float(jnp.max(jnp.abs(a - b))) for a, b in zip(*map(jax.tree.leaves, (opened.params, params)))]
     assert max(moved) > 1e-3
-    taught = data._replace(lesson=jnp.full(ROWS, sampling.SOLVED))
+    taught = data._replace(lesson=jnp.full(ROWS, sampler.SOLVED))
     scaffolded, told = learn(state, taught, jax.random.key(1))
     jax.tree.map(np.testing.assert_array_equal, scaffolded.gate, state.gate)  # what it copies says nothing of it
     assert float(told["grpo/lr"]) == pytest.approx(1e-3)
@@ -109,16 +109,16 @@ def test_own_chains_are_imitated_where_there_are_enough() -> None:
     made = grpo.grpo(None, config(gate=settings, warmup=0, lr_scaffold=1e-2), updates=9, mean=meshes.identity)
     state = made.init(jax.random.key(0))._replace(params=params)
     due = [int(made.policy(state._replace(updates=jnp.int32(u))).lesson) for u in (0, 1)]
-    assert due == [sampling.SAMPLED, sampling.OWN]
+    assert due == [sampler.SAMPLED, sampler.OWN]
     learn = jax.jit(made.learn)
 
     def learnt(chains: jax.Array, token: jax.Array) -> Any:
-        own = data._replace(lesson=jnp.full(ROWS, sampling.OWN), taken=data.taken & chains[:, None], token=token)
+        own = data._replace(lesson=jnp.full(ROWS, sampler.OWN), taken=data.taken & chains[:, None], token=token)
         return learn(state, own, jax.random.key(1))[0].params
 
     three = jnp.arange(ROWS) % 3 == 0
     after = learnt(three, data.token)
-    before, now = (sampling.log_probs(TINY, each, data.prompt, data.token, 1.0)[0] for each in (params, after))
+    before, now = (sampler.log_probs(TINY, each, data.prompt, data.token, 1.0)[0] for each in (params, after))
     assert float(jnp.sum((now - before) * data.taken * three[:, None])) > 0.1
     others = learnt(three, jnp.where(three[:, None] | (data.token == 0), data.token, 5))
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-6), others, after)

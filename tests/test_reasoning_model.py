@@ -17,9 +17,9 @@ import numpy as np
 import pytest
 from jax.sharding import PartitionSpec
 
-from longhaul import mesh as meshes
-from longhaul import partition
-from longhaul.reasoning import hub, model, tokens
+from longhaul.reasoning import huggingface, tokenizer, transformer
+from longhaul.runtime import mesh as meshes
+from longhaul.runtime import partition
 from tests import reference_logits as reference
 
 TINY = dataclasses.replace(reference.CONFIGS["qwen3"], layers=2)
@@ -27,13 +27,13 @@ FEW = ("llama", "llama3-rope", "qwen2", "qwen3-untied")
 """What of the families is not slow."""
 SLOW = pytest.mark.slow
 ALL = np.ones(reference.TOKENS.shape, bool)
-forward = jax.jit(model.forward, static_argnums=0)
+forward = jax.jit(transformer.forward, static_argnums=0)
 
 
 @pytest.fixture(autouse=True)
 def rolled(monkeypatch: pytest.MonkeyPatch) -> None:
     """All layers in one loop: that compiles sooner. One test below has them one by one."""
-    monkeypatch.setattr(model, "UNROLLED", 0)
+    monkeypatch.setattr(transformer, "UNROLLED", 0)
 
 
 def relative(found: Any, wanted: Any) -> float:
@@ -70,12 +70,12 @@ def test_what_is_stored_is_what_transformers_gives(tmp_path: Path) -> None:
 def test_what_was_saved_is_loaded(tmp_path: Path, dtype: str, shard_bytes: int) -> None:
     for config in (reference.CONFIGS["qwen2"], reference.CONFIGS["llama3-rope"], reference.CONFIGS["qwen3-untied"]):
         params = reference.params(config)
-        hub.save(tmp_path, config, params, dtype=dtype, shard_bytes=shard_bytes)
-        found, loaded = hub.load(tmp_path, dtype)
+        huggingface.save(tmp_path, config, params, dtype=dtype, shard_bytes=shard_bytes)
+        found, loaded = huggingface.load(tmp_path, dtype)
         assert found == config
         wanted = jax.tree.map(lambda x: x.astype(jnp.dtype(dtype)), params)
         jax.tree.map(np.testing.assert_array_equal, loaded, wanted)
-        assert ((tmp_path / hub.INDEX).exists(), (tmp_path / hub.ONE).exists()) == (
+        assert ((tmp_path / huggingface.INDEX).exists(), (tmp_path / huggingface.ONE).exists()) == (
             (False, True) if shard_bytes == 10**9 else (True, False)
         )
 
@@ -95,18 +95,18 @@ def test_what_was_saved_is_loaded(tmp_path: Path, dtype: str, shard_bytes: int) 
 )
 def test_what_can_not_be_read_is_named(tmp_path: Path, change: dict[str, Any], words: str) -> None:
     config = reference.CONFIGS["qwen3"]
-    hub.save(tmp_path, config, reference.params(config))
+    huggingface.save(tmp_path, config, reference.params(config))
     file = tmp_path / "config.json"
     file.write_text(json.dumps(json.loads(file.read_text()) | change))
-    with pytest.raises(hub.HubError, match=words.replace("[", r"\[")):
-        hub.load(tmp_path)
+    with pytest.raises(huggingface.HubError, match=words.replace("[", r"\[")):
+        huggingface.load(tmp_path)
 
 
 def test_rope_is_read_as_transformers_4_and_5_write_it() -> None:
-    told = hub.told_of(reference.CONFIGS["llama3-rope"])
+    told = huggingface.told_of(reference.CONFIGS["llama3-rope"])
     five = {k: v for k, v in told.items() if k not in ("rope_theta", "rope_scaling")}
     five["rope_parameters"] = told["rope_scaling"] | {"rope_theta": told["rope_theta"]}
-    assert hub.config_of(five) == hub.config_of(told) == reference.CONFIGS["llama3-rope"]
+    assert huggingface.config_of(five) == huggingface.config_of(told) == reference.CONFIGS["llama3-rope"]
 
 
 def test_a_tokeniser_gives_back_the_text(tmp_path: Path) -> None:
@@ -116,24 +116,24 @@ def test_a_tokeniser_gives_back_the_text(tmp_path: Path) -> None:
     )
     inner.pre_tokenizer = made.pre_tokenizers.Whitespace()
     inner.save(str(tmp_path / "tokenizer.json"))
-    found = hub.tokeniser(tmp_path)
+    found = huggingface.tokeniser(tmp_path)
     assert (found.size, found.encode("one and two"), found.decode([3, 2, 1])) == (4, [3, 2, 1], "one and two")
 
 
 def test_a_folder_without_a_tokeniser_is_named(tmp_path: Path) -> None:
     pytest.importorskip("tokenizers", reason="tokenizers is not installed")
-    with pytest.raises(hub.HubError, match=r"tokenizer\.json is not there"):
-        hub.tokeniser(tmp_path)
+    with pytest.raises(huggingface.HubError, match=r"tokenizer\.json is not there"):
+        huggingface.tokeniser(tmp_path)
 
 
 def test_the_vocabulary_gives_back_its_texts() -> None:
-    assert len(tokens.CHARACTERS) == len(set(tokens.CHARACTERS)) == tokens.TOKENISER.size == 23
+    assert len(tokenizer.CHARACTERS) == len(set(tokenizer.CHARACTERS)) == tokenizer.TOKENISER.size == 23
     text = "3+4-2=3+4=2;>(0)$"
-    numbers = tokens.encode(text)
-    assert tokens.decode([tokens.PAD, tokens.PAD, *numbers, 3, 4]) == text
-    assert tokens.decode([*numbers[:4], tokens.PAD, 5]) == text[:4]
+    numbers = tokenizer.encode(text)
+    assert tokenizer.decode([tokenizer.PAD, tokenizer.PAD, *numbers, 3, 4]) == text
+    assert tokenizer.decode([*numbers[:4], tokenizer.PAD, 5]) == text[:4]
     with pytest.raises(ValueError, match="'x' is no character"):
-        tokens.encode("3x4")
+        tokenizer.encode("3x4")
 
 
 # -------------------------------------------------------------------------------------------------- cache and padding
@@ -151,7 +151,7 @@ def test_decoding_with_a_cache_is_the_full_forward(name: str) -> None:
     config, (rows, mask) = reference.CONFIGS[name], padded()
     params = reference.params(config)
     wanted, _ = forward(config, params, rows, mask)
-    cache = model.empty(config, 2, 16)  # more room than it takes
+    cache = transformer.empty(config, 2, 16)  # more room than it takes
     first, cache = forward(config, params, rows[:, :6], mask[:, :6], cache)
     parts = [first]
     for t in range(6, 10):
@@ -175,8 +175,8 @@ def test_padding_changes_nothing() -> None:
 def test_layers_one_by_one_are_the_loop(monkeypatch: pytest.MonkeyPatch) -> None:
     params = reference.params(TINY)
     wanted, _ = forward(TINY, params, reference.TOKENS, ALL)
-    monkeypatch.setattr(model, "UNROLLED", 4)
-    found, _ = jax.jit(lambda params: model.forward(TINY, params, reference.TOKENS, jnp.asarray(ALL)))(params)
+    monkeypatch.setattr(transformer, "UNROLLED", 4)
+    found, _ = jax.jit(lambda params: transformer.forward(TINY, params, reference.TOKENS, jnp.asarray(ALL)))(params)
     assert relative(found, wanted) < 2e-6
 
 
@@ -194,24 +194,24 @@ def test_no_token_sees_what_follows() -> None:
 
 def test_adapters_add_nothing_first_and_then_what_merged_kernels_do() -> None:
     params, rows = reference.params(TINY), reference.TOKENS
-    adapters = model.lora(jax.random.key(0), TINY, 4, ("query", "out", "narrow"))
+    adapters = transformer.lora(jax.random.key(0), TINY, 4, ("query", "out", "narrow"))
     wanted, _ = forward(TINY, params, rows, ALL)
     np.testing.assert_array_equal(forward(TINY, params, rows, ALL, None, adapters)[0], wanted)
     moved = {name: each._replace(up=each.up + 0.1) for name, each in adapters.items()}
     found, _ = forward(TINY, params, rows, ALL, None, moved)
     assert relative(found, wanted) > 0.01
-    assert relative(found, forward(TINY, model.merged(params, moved), rows, ALL)[0]) < 1e-5
+    assert relative(found, forward(TINY, transformer.merged(params, moved), rows, ALL)[0]) < 1e-5
     with pytest.raises(ValueError, match="no kernel is named 'query_norm'"):
-        model.lora(jax.random.key(0), TINY, 4, ("query_norm",))
+        transformer.lora(jax.random.key(0), TINY, 4, ("query_norm",))
 
 
 def test_rematerialisation_changes_no_gradient_and_bfloat16_little() -> None:
     params, rows = reference.params(TINY), reference.TOKENS
 
     @functools.partial(jax.jit, static_argnums=0)
-    def gradient(config: model.Config, params: Any) -> Any:
+    def gradient(config: transformer.Config, params: Any) -> Any:
         def loss(params: Any) -> jax.Array:
-            logits, _ = model.forward(config, params, rows, jnp.asarray(ALL))
+            logits, _ = transformer.forward(config, params, rows, jnp.asarray(ALL))
             return jnp.mean(jnp.square(jax.nn.log_softmax(logits)))
 
         return jax.grad(loss)(params)
@@ -240,13 +240,13 @@ def test_a_model_is_split_over_the_model_axis_and_says_the_same() -> None:
 
 
 def test_a_model_begins_as_its_shapes_say() -> None:
-    params = model.init(jax.random.key(0), TINY)
-    assert jax.tree.map(jnp.shape, params) == model.shapes(TINY)
-    assert model.size(TINY) == sum(leaf.size for leaf in jax.tree.leaves(params))
+    params = transformer.init(jax.random.key(0), TINY)
+    assert jax.tree.map(jnp.shape, params) == transformer.shapes(TINY)
+    assert transformer.size(TINY) == sum(leaf.size for leaf in jax.tree.leaves(params))
     # By hand: 23 x 64 embedded, 2 layers of 4 x 64 x 64 and 3 x 64 x 192 with 2 norms of 64 and 2 of 32, a norm.
-    assert model.size(model.Config()) == 23 * 64 + 2 * (4 * 64 * 64 + 3 * 64 * 192 + 2 * 64 + 2 * 32) + 64
+    assert transformer.size(transformer.Config()) == 23 * 64 + 2 * (4 * 64 * 64 + 3 * 64 * 192 + 2 * 64 + 2 * 32) + 64
     layers, root = params["layers"], 1 / np.sqrt(2 * TINY.layers)
     assert float(jnp.std(layers["up"])) == pytest.approx(1 / np.sqrt(TINY.width), rel=0.1)
     assert float(jnp.std(layers["narrow"])) == pytest.approx(root / np.sqrt(TINY.hidden), rel=0.1)
     with pytest.raises(ValueError, match="head_dim is 15"):
-        model.init(jax.random.key(0), dataclasses.replace(TINY, head_dim=15))
+        transformer.init(jax.random.key(0), dataclasses.replace(TINY, head_dim=15))

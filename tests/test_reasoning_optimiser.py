@@ -8,9 +8,9 @@ import jax
 import numpy as np
 import pytest
 
-from longhaul.reasoning import model, optimiser, tasks, tokens
+from longhaul.reasoning import self_consistency, tasks, tokenizer, transformer
 from longhaul.reasoning.drawing import drawing
-from longhaul.reasoning.optimiser import Chain, Config, ReasoningOptimizer
+from longhaul.reasoning.self_consistency import Chain, Config, ReasoningOptimizer
 
 TASK = tasks.arithmetic(1, 4)
 PROMPT = "3+4-2="  # 3+4=2;2-2=0;>0$
@@ -34,26 +34,26 @@ TABLE = [
 
 @pytest.mark.parametrize(("select", "place"), [("majority", 0), ("weighted", 2), ("verified", 2), ("best_of_n", 2)])
 def test_chains_are_chosen_as_it_says(select: str, place: int) -> None:
-    assert optimiser.choose(TABLE, select) is TABLE[place]
+    assert self_consistency.choose(TABLE, select) is TABLE[place]
 
 
 def test_votes_by_hand() -> None:
-    assert optimiser.votes(TABLE, "majority") == {"1": 3.0, "0": 2.0}
-    assert list(optimiser.votes(TABLE, "weighted")) == ["0", "1"]
-    assert optimiser.votes([chain("b"), chain("a"), chain("a"), chain("b")], "majority") == {"b": 2, "a": 2}
-    assert optimiser.choose([chain(None)], "majority") is None
-    assert optimiser.choose([chain("2"), chain("2")], "verified") is not None  # none is accepted: the leader
+    assert self_consistency.votes(TABLE, "majority") == {"1": 3.0, "0": 2.0}
+    assert list(self_consistency.votes(TABLE, "weighted")) == ["0", "1"]
+    assert self_consistency.votes([chain("b"), chain("a"), chain("a"), chain("b")], "majority") == {"b": 2, "a": 2}
+    assert self_consistency.choose([chain(None)], "majority") is None
+    assert self_consistency.choose([chain("2"), chain("2")], "verified") is not None  # none is accepted: the leader
 
 
 def test_a_vote_is_settled_when_it_leads_or_can_not_be_caught() -> None:
     one, two = chain("1"), chain("2")
-    assert not optimiser.settled([one], Config(samples=8))
-    assert optimiser.settled([one, one], Config(samples=8))
-    assert not optimiser.settled([one, one, two], Config(samples=8))
-    assert optimiser.settled([one, one, two], Config(samples=3))  # nothing is left to be drawn
-    assert optimiser.settled([one, one, one, two, two], Config(samples=5, lead=3.0))
-    assert not optimiser.settled([one] * 6, Config(samples=8, lead=0.0))
-    assert optimiser.settled([one, chain("0", 1.0, 1.0)], Config(samples=8, select="verified"))
+    assert not self_consistency.settled([one], Config(samples=8))
+    assert self_consistency.settled([one, one], Config(samples=8))
+    assert not self_consistency.settled([one, one, two], Config(samples=8))
+    assert self_consistency.settled([one, one, two], Config(samples=3))  # nothing is left to be drawn
+    assert self_consistency.settled([one, one, one, two, two], Config(samples=5, lead=3.0))
+    assert not self_consistency.settled([one] * 6, Config(samples=8, lead=0.0))
+    assert self_consistency.settled([one, chain("0", 1.0, 1.0)], Config(samples=8, select="verified"))
 
 
 class Script:
@@ -125,8 +125,8 @@ def test_a_prompt_says_what_the_problem_is(task: tasks.Task) -> None:
 
 
 def test_a_model_draws_within_its_budget_and_others_each_time() -> None:
-    config = model.Config(width=16, layers=1, heads=1, kv_heads=1, head_dim=16, hidden=16)
-    params = model.init(jax.random.key(0), config)
+    config = transformer.Config(width=16, layers=1, heads=1, kv_heads=1, head_dim=16, hidden=16)
+    params = transformer.init(jax.random.key(0), config)
     draw: Callable[..., list[list[tuple[str, float]]]] = drawing(config, params, length=12, max_reasoning_steps=1)
     one, two = draw([PROMPT, "1+1="], 3)
     assert [len(one), len(two)] == [3, 3]
@@ -134,5 +134,5 @@ def test_a_model_draws_within_its_budget_and_others_each_time() -> None:
     assert len(set(texts)) > 1
     for text, log_prob in one + two:
         assert text.partition(">")[0].count(";") <= 1
-        assert -np.log(len(tokens.CHARACTERS)) * 3 < log_prob < 0.0
+        assert -np.log(len(tokenizer.CHARACTERS)) * 3 < log_prob < 0.0
     assert [text for text, _ in draw([PROMPT, "1+1="], 3)[0]] != [text for text, _ in one]

@@ -17,19 +17,23 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from longhaul import evaluation, policies, reason_command, recipes, training
-from longhaul import run as runs
-from longhaul.actors.settings import Acting
 from longhaul.algorithms import grpo
-from longhaul.checkpoint import Checkpoints
-from longhaul.flags import FlagError
-from longhaul.reasoning import model, problems, quality, sampling, tasks, tokens
-from longhaul.records import Sums
-from longhaul.run import Reasoning, Run, RunError
+from longhaul.cli import reason
+from longhaul.cli.flags import FlagError
+from longhaul.config import recipes
+from longhaul.config import resolve as runs
+from longhaul.config.run import Run, RunError
+from longhaul.reasoning import evaluate as quality
+from longhaul.reasoning import problem_sets, sampler, tasks, tokenizer, transformer
+from longhaul.reasoning.problem_sets import Reasoning
+from longhaul.telemetry.aggregate import Sums
+from longhaul.topologies.actor_learner.config import Acting
+from longhaul.training import evaluate, load_policy, loop
+from longhaul.training.checkpoint.checkpoint import Checkpoints
 from tests.small_runs import after, begin, checkpoints, make_quick, records, result, resume
 
 TASK = Reasoning(problems=64, most=3)
-MODEL = model.Config(width=16, layers=1, heads=1, kv_heads=1, head_dim=16, hidden=16)
+MODEL = transformer.Config(width=16, layers=1, heads=1, kv_heads=1, head_dim=16, hidden=16)
 LENGTH = 21
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -69,7 +73,7 @@ def test_a_run_that_was_stopped_ends_as_one_that_was_not(tmp_path: Path, monkeyp
             stop = after(save, lambda: signal.raise_signal(signal.SIGTERM), Checkpoints.save)
             patch.setattr(Checkpoints, "save", stop)
             outcome = resume(folder) if folder.exists() else begin(small(), folder)
-        assert outcome == (training.STOPPED, None)
+        assert outcome == (loop.STOPPED, None)
     assert resume(folder).code == 0
     assert records(folder) == found
     assert result(folder) == result(whole)
@@ -81,7 +85,7 @@ def test_the_curve_of_a_run_is_the_same_by_the_device_and_by_the_host(tmp_path: 
     """All samples vote on the device for the curve, and as chains on the host for the early stop."""
     assert begin(small(), tmp_path / "run").code == 0
     words = [str(tmp_path / "run"), "--curve", "12", "--samples", "4", "--wave", "1", "--temperature", "0.5"]
-    assert reason_command.reason([*words, "--json", str(tmp_path / "curve.json")]) == 0
+    assert reason.reason([*words, "--json", str(tmp_path / "curve.json")]) == 0
     told = json.loads((tmp_path / "curve.json").read_text())
     assert [row["steps"] for row in told["budgets"]] == [0, 1, 2, 3]
     assert [row["samples"] for row in told["samples"]] == [1, 2, 4]
@@ -92,7 +96,7 @@ def test_the_curve_of_a_run_is_the_same_by_the_device_and_by_the_host(tmp_path: 
     assert 1.0 <= told["stop"]["drawn"] == pytest.approx(4 * told["stop"]["share"])
     for odd, remedy in ((["--steps", "2"], "leave --steps out"), (["1+1="], "leave PROBLEM out")):
         with pytest.raises(FlagError, match=remedy):
-            reason_command.reason([words[0], *odd, *words[1:]])
+            reason.reason([words[0], *odd, *words[1:]])
 
 
 @pytest.mark.slow
@@ -125,7 +129,7 @@ def test_a_learner_that_is_killed_and_goes_on_ends_as_one_that_was_not(tmp_path:
     program = f"""
 import os, signal
 from pathlib import Path
-from longhaul.checkpoint import Checkpoints
+from longhaul.training.checkpoint.checkpoint import Checkpoints
 from tests import test_reasoning_runs as here
 from tests.small_runs import after, begin
 
@@ -153,7 +157,7 @@ def test_the_recipe_learns_with_a_seed_that_had_been_its_worst(tmp_path: Path) -
     assert begin(run, tmp_path / "run").code == 0
     own = [row["episode/return"] for row in records(tmp_path / "run") if row["grpo/taught"] == 0.0]
     assert 0.6 < own[0] < 0.9 < own[-1], "demonstrations leave to rewards what these are to teach"
-    scores, _ = evaluation.reasoner(run, 256)(policies.restore_policy(tmp_path / "run")[1])
+    scores, _ = evaluate.reasoner(run, 256)(load_policy.restore_policy(tmp_path / "run")[1])
     assert scores.means()["pass_at_1"] >= 0.95
 
 
@@ -161,16 +165,16 @@ def test_the_recipe_learns_with_a_seed_that_had_been_its_worst(tmp_path: Path) -
 
 
 def test_no_run_trains_on_what_is_held_out() -> None:
-    asked = problems.held_out(TASK, 40)
-    never = {bytes(np.array(tokens.encode(problem.prompt))) for problem in asked}
+    asked = problem_sets.held_out(TASK, 40)
+    never = {bytes(np.array(tokenizer.encode(problem.prompt))) for problem in asked}
     assert len(never) == 40
     assert min(len(problem.steps) for problem in asked) == 2
-    banks = [problems.training(TASK, seed=seed, without=40, length=LENGTH) for seed in (0, 1)]
+    banks = [problem_sets.training(TASK, seed=seed, without=40, length=LENGTH) for seed in (0, 1)]
     for bank in banks:
-        prompts = {bytes(row[row != tokens.PAD].astype(np.int64)) for row in np.asarray(bank.prompt)}
+        prompts = {bytes(row[row != tokenizer.PAD].astype(np.int64)) for row in np.asarray(bank.prompt)}
         assert not never & prompts
     assert not np.array_equal(banks[0].prompt, banks[1].prompt)
-    assert problems.held_out(TASK, 60)[:40] == asked  # more are asked, and the first stay
+    assert problem_sets.held_out(TASK, 60)[:40] == asked  # more are asked, and the first stay
 
 
 # ----------------------------------------------------------------------------------------------------------- quality
@@ -180,10 +184,10 @@ def measured(texts: list[str]) -> dict[str, list[float]]:
     """The quality of completions of "3+4-2=", and of as many of "1+1="."""
     task = tasks.arithmetic(1, 4)
     assert task.posed is not None
-    bank = sampling.bank(task, [task.posed("3+4-2="), task.posed("1+1=")], np.random.default_rng(0), LENGTH)
-    rows = [tokens.encode(text) for text in texts]
-    token = jnp.array([row + [tokens.PAD] * (LENGTH - len(row)) for row in rows], jnp.int32)
-    drawn = sampling.Drawn(token, token != tokens.PAD, token != tokens.PAD, jnp.zeros(token.shape))
+    bank = sampler.bank(task, [task.posed("3+4-2="), task.posed("1+1=")], np.random.default_rng(0), LENGTH)
+    rows = [tokenizer.encode(text) for text in texts]
+    token = jnp.array([row + [tokenizer.PAD] * (LENGTH - len(row)) for row in rows], jnp.int32)
+    drawn = sampler.Drawn(token, token != tokenizer.PAD, token != tokenizer.PAD, jnp.zeros(token.shape))
     found = jax.jit(quality.quality, static_argnums=2)(bank, drawn, len(texts) // 2)
     return {name: np.asarray(value).tolist() for name, value in found._asdict().items()}
 

@@ -10,38 +10,38 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from longhaul import mesh as meshes
-from longhaul import partition
-from longhaul.reasoning import checking, model, sampling, tasks, tokens
+from longhaul.reasoning import device_verifier, sampler, tasks, tokenizer, transformer
+from longhaul.runtime import mesh as meshes
+from longhaul.runtime import partition
 
-CONFIG = model.Config(width=32, layers=1, heads=2, kv_heads=1, head_dim=16, hidden=48)
+CONFIG = transformer.Config(width=32, layers=1, heads=2, kv_heads=1, head_dim=16, hidden=48)
 LENGTH = 21
 ARITHMETIC = tasks.arithmetic(1, 3, direct=0.0, noise=0.2)
 
 
 @functools.cache
-def drawn_problems() -> tuple[list[tasks.Problem], sampling.Bank]:
+def drawn_problems() -> tuple[list[tasks.Problem], sampler.Bank]:
     rng = np.random.default_rng(0)
     problems = tasks.problems(ARITHMETIC, rng, 64)
-    return problems, sampling.bank(ARITHMETIC, problems, rng, LENGTH)
+    return problems, sampler.bank(ARITHMETIC, problems, rng, LENGTH)
 
 
 @functools.cache
 def params() -> Any:
     """Random."""
-    return model.init(jax.random.key(0), CONFIG)
+    return transformer.init(jax.random.key(0), CONFIG)
 
 
-SAMPLE = jax.jit(sampling.sampler(CONFIG, LENGTH, 0.7))
+SAMPLE = jax.jit(sampler.sampler(CONFIG, LENGTH, 0.7))
 
 
 @functools.cache
-def drawn(budget: int) -> sampling.Drawn:
+def drawn(budget: int) -> sampler.Drawn:
     return SAMPLE(params(), drawn_problems()[1].prompt, jax.random.key(1), jnp.int32(budget))
 
 
 def padded(texts: list[str]) -> np.ndarray:
-    return np.array([(tokens.encode(text) + [tokens.PAD] * 40)[:40] for text in texts], np.int32)
+    return np.array([(tokenizer.encode(text) + [tokenizer.PAD] * 40)[:40] for text in texts], np.int32)
 
 
 # ----------------------------------------------------------------------------------------------------------- checkers
@@ -66,7 +66,7 @@ def test_checkers_on_the_device_say_what_those_on_the_host_do() -> None:
             rows.append((problem, text, task.reward(problem, text), task.soundness(problem, text)))
     solution = padded([tasks.write(problem.steps, problem.answer) for problem, *_ in rows])
     text = padded([row[1] for row in rows])
-    reward, sound, steps = (np.asarray(x) for x in jax.jit(checking.checked)(solution, text))
+    reward, sound, steps = (np.asarray(x) for x in jax.jit(device_verifier.checked)(solution, text))
     for i, (problem, written, wanted_reward, wanted_sound) in enumerate(rows):
         read = tasks.read(written)
         assert reward[i] == wanted_reward, (problem, written)
@@ -80,13 +80,13 @@ def test_checkers_on_the_device_say_what_those_on_the_host_do() -> None:
 
 
 def test_what_is_recorded_is_what_the_learner_computes() -> None:
-    bank, found = drawn_problems()[1], drawn(sampling.UNBOUNDED)
-    log_prob, entropy = jax.jit(functools.partial(sampling.log_probs, CONFIG, temperature=0.7))(
+    bank, found = drawn_problems()[1], drawn(sampler.UNBOUNDED)
+    log_prob, entropy = jax.jit(functools.partial(sampler.log_probs, CONFIG, temperature=0.7))(
         params(), bank.prompt, found.token
     )
     taken = np.asarray(found.taken)
     np.testing.assert_allclose(np.asarray(log_prob)[taken], np.asarray(found.log_prob)[taken], atol=2e-5)
-    assert np.all(np.asarray(found.token)[taken] != tokens.PAD)
+    assert np.all(np.asarray(found.token)[taken] != tokenizer.PAD)
     assert np.all(found.taken == found.written)
     # Surprise is entropy on average: these are samples of what the learner takes them for.
     surprise = np.mean(-np.asarray(log_prob)[taken]) - np.mean(np.asarray(entropy)[taken])
@@ -95,25 +95,25 @@ def test_what_is_recorded_is_what_the_learner_computes() -> None:
 
 
 def test_a_completion_ends_with_its_end() -> None:
-    found = drawn(sampling.UNBOUNDED)
+    found = drawn(sampler.UNBOUNDED)
     ended = 0
     for token, written in zip(np.asarray(found.token), np.asarray(found.written), strict=True):
         length = int(written.sum())
         assert written[:length].all()
-        assert not (token[: length - 1] == tokens.END).any()
-        assert (token[length:] == tokens.PAD).all()
-        assert length == LENGTH or token[length - 1] == tokens.END
+        assert not (token[: length - 1] == tokenizer.END).any()
+        assert (token[length:] == tokenizer.PAD).all()
+        assert length == LENGTH or token[length - 1] == tokenizer.END
         ended += length < LENGTH
     assert 5 < ended < 64
 
 
 @pytest.mark.parametrize("budget", [0, 1])
 def test_a_budget_of_steps_is_kept_and_what_it_forces_is_not_chosen(budget: int) -> None:
-    found, free = drawn(budget), drawn(sampling.UNBOUNDED)
+    found, free = drawn(budget), drawn(sampler.UNBOUNDED)
     token, forced = np.asarray(found.token), np.asarray(found.written & ~found.taken)
-    before_answer = np.cumsum(token == tokens.ANSWER, axis=1) == 0
-    assert ((token == tokens.STEP) & before_answer).sum(axis=1).max() == budget
-    assert (token[forced] == tokens.ANSWER).all()
+    before_answer = np.cumsum(token == tokenizer.ANSWER, axis=1) == 0
+    assert ((token == tokenizer.STEP) & before_answer).sum(axis=1).max() == budget
+    assert (token[forced] == tokenizer.ANSWER).all()
     assert (np.asarray(found.log_prob)[forced] == 0.0).all()
     assert forced.sum(axis=1).max() == 1
     if budget == 0:
@@ -123,11 +123,11 @@ def test_a_budget_of_steps_is_kept_and_what_it_forces_is_not_chosen(budget: int)
 
 
 def test_waves_change_no_number_at_temperature_0() -> None:
-    sample, prompt = sampling.sampler(CONFIG, LENGTH, 0.0), drawn_problems()[1].prompt[:12]
-    arguments = params(), prompt, jax.random.key(2), jnp.int32(sampling.UNBOUNDED)
-    whole, waves = (jax.jit(sampling.in_waves(sample, wave))(*arguments) for wave in (12, 5))  # 5: three of 4
+    sample, prompt = sampler.sampler(CONFIG, LENGTH, 0.0), drawn_problems()[1].prompt[:12]
+    arguments = params(), prompt, jax.random.key(2), jnp.int32(sampler.UNBOUNDED)
+    whole, waves = (jax.jit(sampler.in_waves(sample, wave))(*arguments) for wave in (12, 5))  # 5: three of 4
     np.testing.assert_array_equal(whole.token, waves.token)
-    logits, _ = model.forward(CONFIG, params(), prompt, prompt != tokens.PAD)
+    logits, _ = transformer.forward(CONFIG, params(), prompt, prompt != tokenizer.PAD)
     np.testing.assert_array_equal(whole.token[:, 0], 1 + np.argmax(logits[:, -1, 1:], axis=-1))
 
 
@@ -137,7 +137,7 @@ def test_a_model_on_two_devices_samples_what_one_does() -> None:
     laid = jax.device_put(params(), partition.shardings(params(), mesh))
     assert laid["layers"]["gate"].sharding.shard_shape((1, 32, 48)) == (1, 32, 24)
     nowhere = jax.sharding.PartitionSpec()
-    sample = meshes.per_shard(sampling.sampler(CONFIG, LENGTH, 0.7), mesh, (nowhere,) * 4, nowhere)
+    sample = meshes.per_shard(sampler.sampler(CONFIG, LENGTH, 0.7), mesh, (nowhere,) * 4, nowhere)
     arguments = drawn_problems()[1].prompt, jax.random.key(1), jnp.int32(1)
     found, one = jax.jit(sample)(laid, *meshes.everywhere(arguments, mesh)), drawn(1)
     np.testing.assert_array_equal(found.token, one.token)
@@ -146,29 +146,29 @@ def test_a_model_on_two_devices_samples_what_one_does() -> None:
 
 def test_the_collector_teaches_and_then_samples_in_groups() -> None:
     _, bank = drawn_problems()
-    settings = sampling.Sampling(LENGTH, group=4, wave=16)
-    made = sampling.collector(CONFIG, bank, settings, prompts=8)
+    settings = sampler.Sampling(LENGTH, group=4, wave=16)
+    made = sampler.collector(CONFIG, bank, settings, prompts=8)
     collect = jax.jit(made.collect)
     assert (made.steps, made.env_steps) == (32 * LENGTH, 8 * LENGTH)
     solution = {bytes(np.asarray(p)): np.asarray(s) for p, s in zip(bank.prompt, bank.solution, strict=True)}
-    for version, lesson in ((1, sampling.DEMONSTRATED), (2, sampling.SAMPLED), (3, sampling.SOLVED)):
-        speaker = sampling.Speaker(params(), jnp.int32(lesson), jnp.float32(1.0))
+    for version, lesson in ((1, sampler.DEMONSTRATED), (2, sampler.SAMPLED), (3, sampler.SOLVED)):
+        speaker = sampler.Speaker(params(), jnp.int32(lesson), jnp.float32(1.0))
         _, data, told = collect(speaker, (), jax.random.key(version), jnp.int32(version))
         wanted = np.stack([solution[bytes(np.asarray(prompt))] for prompt in data.prompt])
-        np.testing.assert_array_equal(data.reward, checking.rewards(wanted, data.token))
+        np.testing.assert_array_equal(data.reward, device_verifier.rewards(wanted, data.token))
         groups = np.asarray(data.prompt).reshape(8, 4, -1)
         assert (data.lesson == lesson).all() and (data.version == version).all()
-        assert (data.taught == (lesson != sampling.SAMPLED)).all()
+        assert (data.taught == (lesson != sampler.SAMPLED)).all()
         assert (groups == groups[:, :1]).all() == (version == 2)
         assert float(told["episode/return"]) == data.reward.sum()
         mixed = np.ptp(np.asarray(data.reward).reshape(8, 4), axis=1) > 0
         assert float(told["episode/informative"]) == 4 * mixed.sum()
         assert float(told["episode/soundness"]) == pytest.approx(float(data.soundness.sum()), rel=1e-6)
-        if lesson == sampling.DEMONSTRATED:
+        if lesson == sampler.DEMONSTRATED:
             known = {bytes(np.asarray(row)) for row in bank.demonstration}
             assert all(bytes(np.asarray(row)) in known for row in data.token)
             assert float(told["episode/soundness"]) > 16
-        if lesson == sampling.SOLVED:
+        if lesson == sampler.SOLVED:
             np.testing.assert_array_equal(data.token, wanted)
             assert (data.reward == 1.0).all() and (data.soundness == 1.0).all()
             _, few, _ = collect(speaker._replace(reach=jnp.float32(0.1)), (), jax.random.key(0), jnp.int32(0))
@@ -179,26 +179,28 @@ def test_the_collector_teaches_and_then_samples_in_groups() -> None:
 def test_of_its_own_chains_a_verified_one_of_each_problem_counts(monkeypatch: pytest.MonkeyPatch) -> None:
     """Completions are put in the place of sampled ones: right and sound, right by luck, sound but wrong."""
     _, bank = drawn_problems()
-    lucky = jnp.where(bank.solution == tokens.STEP, tokens.CHARACTERS.index("+"), bank.solution)
-    wrong = jnp.where(jnp.roll(bank.solution, 1, axis=1) == tokens.ANSWER, tokens.CHARACTERS.index("9"), bank.solution)
+    lucky = jnp.where(bank.solution == tokenizer.STEP, tokenizer.CHARACTERS.index("+"), bank.solution)
+    wrong = jnp.where(
+        jnp.roll(bank.solution, 1, axis=1) == tokenizer.ANSWER, tokenizer.CHARACTERS.index("9"), bank.solution
+    )
     written = {bytes(np.asarray(prompt)): i for i, prompt in enumerate(bank.prompt)}
 
     def scripted(*_: Any, **__: Any) -> Any:
-        def sample(params: Any, prompt: Any, key: Any, budget: Any) -> sampling.Drawn:
+        def sample(params: Any, prompt: Any, key: Any, budget: Any) -> sampler.Drawn:
             rows = np.array([written[bytes(np.asarray(each))] for each in prompt])
             kinds = jnp.arange(len(rows))[:, None] % 4  # of a group: lucky, sound, sound, wrong
             text = jnp.select([kinds == 0, kinds == 3], [lucky[rows], wrong[rows]], bank.solution[rows])
-            return sampling.Drawn(text, text != tokens.PAD, text != tokens.PAD, jnp.zeros(text.shape))
+            return sampler.Drawn(text, text != tokenizer.PAD, text != tokenizer.PAD, jnp.zeros(text.shape))
 
         return sample
 
-    monkeypatch.setattr(sampling, "sampler", scripted)
-    made = sampling.collector(CONFIG, bank, sampling.Sampling(LENGTH, group=4, wave=32), prompts=8)
+    monkeypatch.setattr(sampler, "sampler", scripted)
+    made = sampler.collector(CONFIG, bank, sampler.Sampling(LENGTH, group=4, wave=32), prompts=8)
     with jax.disable_jit():
         collect = functools.partial(made.collect, carry=(), key=jax.random.key(0), version=jnp.int32(0))
         own, sampled = (
-            collect(sampling.Speaker(params(), jnp.int32(lesson), jnp.float32(1.0)))[1]
-            for lesson in (sampling.OWN, sampling.SAMPLED)
+            collect(sampler.Speaker(params(), jnp.int32(lesson), jnp.float32(1.0)))[1]
+            for lesson in (sampler.OWN, sampler.SAMPLED)
         )
     assert own.reward.reshape(8, 4).tolist() == [[1.0, 1.0, 1.0, 0.0]] * 8
     assert own.taken.any(axis=1).reshape(8, 4).tolist() == [[False, True, False, False]] * 8
@@ -209,9 +211,9 @@ def test_of_its_own_chains_a_verified_one_of_each_problem_counts(monkeypatch: py
 def test_what_does_not_fit_a_bank_is_named() -> None:
     rng = np.random.default_rng(0)
     with pytest.raises(ValueError, match="length is 12, and a solution has 21 tokens"):
-        sampling.bank(ARITHMETIC, drawn_problems()[0], rng, 12)
+        sampler.bank(ARITHMETIC, drawn_problems()[0], rng, 12)
     sums = tasks.problems(tasks.countdown(), rng, 4)
     with pytest.raises(ValueError, match="length is 12, and a solution has"):
-        sampling.bank(tasks.countdown(), sums, rng, 12)
+        sampler.bank(tasks.countdown(), sums, rng, 12)
     with pytest.raises(ValueError, match="temperature is 0"):
-        sampling.collector(CONFIG, drawn_problems()[1], sampling.Sampling(temperature=0.0), prompts=1)
+        sampler.collector(CONFIG, drawn_problems()[1], sampler.Sampling(temperature=0.0), prompts=1)

@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from longhaul.reasoning import questions, tasks, tokens
+from longhaul.reasoning import jsonl_task, tasks, tokenizer
 from longhaul.reasoning.tasks import Problem
 
 
@@ -30,7 +30,7 @@ def test_a_faultless_demonstration_is_right_and_sound(task: tasks.Task) -> None:
     for problem in tasks.problems(task, random, 200):
         completion = task.demonstration(problem, random)
         assert worth(task, problem, completion) == (1.0, 1.0)
-        assert tokens.decode(tokens.encode(problem.prompt + completion)) == problem.prompt + completion
+        assert tokenizer.decode(tokenizer.encode(problem.prompt + completion)) == problem.prompt + completion
         assert worth(task, problem, completion[:-1])[0] == 0.0  # without its end
         if task.exact:
             assert completion == tasks.write(problem.steps, problem.answer)
@@ -145,7 +145,7 @@ def file(tmp_path: Path) -> Path:
 
 
 def test_questions_are_read_and_their_solutions_are_right(file: Path) -> None:
-    task = questions.questions(file)
+    task = jsonl_task.questions(file)
     found = {problem.answer: problem for problem in tasks.problems(task, rng(), 20)}
     assert set(found) == {"72", "1,050"}
     assert found["72"].steps == ("48/2=24", "48+24=72")
@@ -171,7 +171,7 @@ def test_questions_are_read_and_their_solutions_are_right(file: Path) -> None:
     ],
 )
 def test_checkers(check: str, completion: str, wanted: float) -> None:
-    assert questions.checker(check)(Problem("what?", "1,050"), completion) == wanted
+    assert jsonl_task.checker(check)(Problem("what?", "1,050"), completion) == wanted
 
 
 @pytest.mark.parametrize(
@@ -185,7 +185,7 @@ def test_checkers(check: str, completion: str, wanted: float) -> None:
     ],
 )
 def test_calculations_by_hand(completion: str, wanted: float) -> None:
-    assert questions.calculated(Problem(GSM[0]["question"], "72"), completion) == wanted
+    assert jsonl_task.calculated(Problem(GSM[0]["question"], "72"), completion) == wanted
 
 
 @pytest.mark.parametrize(
@@ -201,10 +201,10 @@ def test_a_file_that_can_not_be_read_is_named(tmp_path: Path, text: str, words: 
     path = tmp_path / "bad.jsonl"
     path.write_text(text)
     with pytest.raises(ValueError, match=words):
-        questions.questions(path)
+        jsonl_task.questions(path)
 
 
 @pytest.mark.parametrize("check", ["numerical", "nowhere.at.all:f", "json:nothing", "json:__name__"])
 def test_a_checker_that_is_not_there_is_named(check: str) -> None:
     with pytest.raises(ValueError, match=f"check is '{check}'"):
-        questions.checker(check)
+        jsonl_task.checker(check)

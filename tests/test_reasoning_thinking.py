@@ -9,7 +9,17 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from longhaul.reasoning import model, optimiser, quality, sampling, tasks, thinking, tokens
+from longhaul.reasoning import (
+    evaluate as quality,
+)
+from longhaul.reasoning import (
+    sampler,
+    self_consistency,
+    tasks,
+    test_time_compute,
+    tokenizer,
+    transformer,
+)
 
 TASK = tasks.arithmetic(1, 2)
 LENGTH, GROUP = 16, 4
@@ -21,29 +31,29 @@ WRONG = {"1+1=": [0], "3+4-2=": [3]}
 def scripted(*_: Any) -> Any:
     """A policy that solves what it has the steps for, but for `WRONG`."""
 
-    def evaluate(params: Any, bank: sampling.Bank, key: Any, budget: Any) -> Any:
+    def evaluate(params: Any, bank: sampler.Bank, key: Any, budget: Any) -> Any:
         texts = [
             right if right.count(";") <= int(budget) and i not in WRONG[prompt] else ">4$"
             for prompt, right in RIGHT.items()
             for i in range(GROUP)
         ]
-        rows = [tokens.encode(text) for text in texts]
-        token = jnp.array([row + [tokens.PAD] * (LENGTH - len(row)) for row in rows], jnp.int32)
-        written = token != tokens.PAD
-        drawn = sampling.Drawn(token, written, written, jnp.zeros(token.shape))
+        rows = [tokenizer.encode(text) for text in texts]
+        token = jnp.array([row + [tokenizer.PAD] * (LENGTH - len(row)) for row in rows], jnp.int32)
+        written = token != tokenizer.PAD
+        drawn = sampler.Drawn(token, written, written, jnp.zeros(token.shape))
         return quality.quality(bank, drawn, GROUP), drawn
 
     return evaluate
 
 
 def test_steps_samples_and_the_early_stop_by_hand(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(thinking, "evaluate_reasoning", scripted)
+    monkeypatch.setattr(test_time_compute, "evaluate_reasoning", scripted)
     assert TASK.posed is not None
     asked = [TASK.posed(prompt) for prompt in RIGHT]
-    bank = sampling.bank(TASK, asked, np.random.default_rng(0), LENGTH)
-    how = sampling.Sampling(LENGTH, GROUP)
-    settings = optimiser.Config(samples=GROUP, wave=1, lead=2.0)
-    found = thinking.think(TASK, asked, bank, {}, jax.random.key(0), config=model.Config(), sampling=how,
+    bank = sampler.bank(TASK, asked, np.random.default_rng(0), LENGTH)
+    how = sampler.Sampling(LENGTH, GROUP)
+    settings = self_consistency.Config(samples=GROUP, wave=1, lead=2.0)
+    found = test_time_compute.think(TASK, asked, bank, {}, jax.random.key(0), config=transformer.Config(), sampling=how,
                            settings=settings)  # fmt: skip
     # Three of four samples are right where the budget reaches the problem's one or two steps.
     assert [tuple(each) for each in found.budgets] == [(0, 0.0, 0.0), (1, 0.375, 0.5), (2, 0.75, 1.0)]
@@ -56,5 +66,5 @@ def test_steps_samples_and_the_early_stop_by_hand(monkeypatch: pytest.MonkeyPatc
 
 def test_samples_that_are_not_the_group_are_named() -> None:
     with pytest.raises(ValueError, match="samples is 8; it must be the group, 4"):
-        thinking.think(TASK, [], None, {}, jax.random.key(0), config=model.Config(),  # type: ignore[arg-type]
-                       sampling=sampling.Sampling(group=4), settings=optimiser.Config(samples=8))  # fmt: skip
+        test_time_compute.think(TASK, [], None, {}, jax.random.key(0), config=transformer.Config(),  # type: ignore[arg-type]
+                       sampling=sampler.Sampling(group=4), settings=self_consistency.Config(samples=8))  # fmt: skip

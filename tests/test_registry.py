@@ -9,9 +9,10 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from longhaul.envs import classic, registry
+from longhaul.envs import classic_control, registry
 from longhaul.envs.probes import PROBES
-from longhaul.types import Discrete, Environment, Key, Measure, Spec, TimeStep, transition
+from longhaul.spaces import Discrete, Measure
+from longhaul.types import Environment, Key, Spec, TimeStep, transition
 from tests.conformance import check_environment
 
 NAMES = [name for name, _ in registry.names()]
@@ -33,8 +34,8 @@ def test_names_are_unique_and_described_in_a_line() -> None:
 
 
 def test_options_reach_the_function_that_makes_it() -> None:
-    assert registry.make("cartpole") == classic.cartpole(500)
-    assert registry.make("cartpole", max_steps=7) == classic.cartpole(7)
+    assert registry.make("cartpole") == classic_control.cartpole(500)
+    assert registry.make("cartpole", max_steps=7) == classic_control.cartpole(7)
     assert registry.make("probe/memory", delay=4).spec.max_steps == 5
     assert registry.make("acrobot").spec.truncation_interval == 500
 
@@ -68,7 +69,7 @@ def test_an_unknown_or_impossible_option_is_named() -> None:
 class Spoiled:
     """CartPole of 3 steps with one promise broken: `spoil` works on the time step."""
 
-    inner: classic.Classic
+    inner: classic_control.Classic
     spoil: Callable[[TimeStep], TimeStep]
     awake: bool = False  # active for ever
 
@@ -76,21 +77,23 @@ class Spoiled:
     def spec(self) -> Spec:
         return self.inner.spec
 
-    def reset(self, key: Key) -> tuple[classic.ClassicState, jax.Array]:
+    def reset(self, key: Key) -> tuple[classic_control.ClassicState, jax.Array]:
         return self.inner.reset(key)
 
-    def step(self, key: Key, state: classic.ClassicState, action: jax.Array) -> tuple[classic.ClassicState, TimeStep]:
+    def step(
+        self, key: Key, state: classic_control.ClassicState, action: jax.Array
+    ) -> tuple[classic_control.ClassicState, TimeStep]:
         after, result = self.inner.step(key, state, action)
         return after, self.spoil(result)
 
-    def active(self, state: classic.ClassicState) -> jax.Array:
+    def active(self, state: classic_control.ClassicState) -> jax.Array:
         return jnp.ones((), bool) if self.awake else self.inner.active(state)
 
-    def metrics(self, state: classic.ClassicState) -> dict[str, Measure]:
+    def metrics(self, state: classic_control.ClassicState) -> dict[str, Measure]:
         return {}
 
 
-SHORT = classic.cartpole(3)
+SHORT = classic_control.cartpole(3)
 
 
 def _respec(**changes: object) -> Environment:

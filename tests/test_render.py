@@ -11,10 +11,10 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from longhaul.datasets import log
-from longhaul.driving import frames, player, polylines, render
-from longhaul.driving.recording import Recording, Verdict, camera, check, replay, speeds
-from longhaul.driving.scenario import Scenario
+from longhaul.driving.datasets import log
+from longhaul.driving.render import frames, polylines, save, web_player
+from longhaul.driving.render.recording import Recording, Verdict, camera, check, replay, speeds
+from longhaul.driving.scenario.scenario import Scenario
 
 CENTRE = (frames.SIZE[0] // 2, frames.SIZE[1] // 2)
 EGO, VEHICLE, GHOST = frames.COLOURS["ego"], frames.COLOURS["vehicle"], frames.COLOURS["ghost"]
@@ -84,7 +84,7 @@ class Parsed(HTMLParser):
 
 def test_gif_reads_back_frame_by_frame(tmp_path: Path) -> None:
     recorded = recording(6)
-    render.save([recorded, recorded._replace(label="idm")], tmp_path / "new" / "drive.gif", fps=20)
+    save.save([recorded, recorded._replace(label="idm")], tmp_path / "new" / "drive.gif", fps=20)
     with Image.open(tmp_path / "new" / "drive.gif") as image:
         assert image.n_frames == 12
         assert image.size == (640, 480)
@@ -165,12 +165,12 @@ def test_lights_and_events_show_from_their_frame_on() -> None:
 def test_all_colours_of_a_frame_survive_the_palette() -> None:
     image = Image.new("RGB", (len(frames.COLOURS), 1))
     image.putdata(list(frames.COLOURS.values()))
-    back = image.quantize(palette=render._palette(), dither=Image.Dither.NONE).convert("RGB")
+    back = image.quantize(palette=save._palette(), dither=Image.Dither.NONE).convert("RGB")
     assert [back.getpixel((x, 0)) for x in range(image.width)] == list(frames.COLOURS.values())
 
 
 def test_png_is_a_strip_with_a_row_a_recording(tmp_path: Path) -> None:
-    render.save([recording(9), recording(9)], tmp_path / "strip.PNG")
+    save.save([recording(9), recording(9)], tmp_path / "strip.PNG")
     with Image.open(tmp_path / "strip.PNG") as image:
         assert image.size == (5 * 648 - 8, 2 * 488 - 8)
         assert image.getpixel((4 * 648 + CENTRE[0] - 8, 488 + CENTRE[1])) == EGO
@@ -180,7 +180,7 @@ def test_html_holds_the_recording_and_needs_nothing_else(tmp_path: Path) -> None
     wicked = recording(
         6, id="</script><b>&", label="<i>", events={"goal": 5}, metrics={"progress": 0.75, "return": np.nan}
     )
-    render.save([wicked, recording(6, id="</script><b>&")], tmp_path / "drive.html")
+    save.save([wicked, recording(6, id="</script><b>&")], tmp_path / "drive.html")
     text = (tmp_path / "drive.html").read_text("utf-8")
     parsed = Parsed(text)
     assert parsed.open == []
@@ -193,7 +193,7 @@ def test_html_holds_the_recording_and_needs_nothing_else(tmp_path: Path) -> None
     assert first["events"] == [{"name": "goal", "frame": 5, "good": True}]
     assert first["metrics"] == {"progress": 0.75, "return": None}
     assert first["speed"] == [5.0] * 6
-    position = player.unpack(first["position"]).reshape(6, -1, 2)
+    position = web_player.unpack(first["position"]).reshape(6, -1, 2)
     np.testing.assert_allclose(position[:, first["ego"]], wicked.pose[:, 0, :2], atol=0.0051)
     assert first["kinds"] == [1, 1], "padding is not kept"
 
@@ -208,7 +208,7 @@ def test_a_page_keeps_whoever_is_driven_and_what_is_known_of_them() -> None:
         controlled=np.array([False, False, True, True]), ego=3,
         others=(Verdict(2, {"offroad": 4, "goal": None}, {"progress": np.nan}),),
     )  # fmt: skip
-    packed = player.encode([recorded])["recordings"][0]
+    packed = web_player.encode([recorded])["recordings"][0]
     assert (len(packed["kinds"]), packed["ego"], packed["controlled"]) == (3, 2, [0, 1, 1])
     assert packed["numbers"] == [0, 2, 3]
     assert packed["others"] == [
@@ -217,9 +217,9 @@ def test_a_page_keeps_whoever_is_driven_and_what_is_known_of_them() -> None:
 
 
 def test_mp4_without_ffmpeg_says_what_to_do(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(render, "_ffmpeg", lambda: None)
+    monkeypatch.setattr(save, "_ffmpeg", lambda: None)
     with pytest.raises(ValueError, match=r"drive\.mp4' needs ffmpeg; install it, .* or write a \.gif"):
-        render.save([recording()], tmp_path / "drive.mp4")
+        save.save([recording()], tmp_path / "drive.mp4")
     assert list(tmp_path.iterdir()) == []
 
 
@@ -233,24 +233,24 @@ def fake_ffmpeg(folder: Path, program: str) -> str:
 
 def test_mp4_hands_ffmpeg_every_frame(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     program = fake_ffmpeg(tmp_path, 'for last; do :; done; cat > "$last"')
-    monkeypatch.setattr(render, "_ffmpeg", lambda: program)
-    render.save([recording(3)], tmp_path / "drive.mp4")
+    monkeypatch.setattr(save, "_ffmpeg", lambda: program)
+    save.save([recording(3)], tmp_path / "drive.mp4")
     raw = np.frombuffer((tmp_path / "drive.mp4").read_bytes(), np.uint8).reshape(3, 480, 640, 3)
     assert tuple(raw[2, CENTRE[1], CENTRE[0] - 8]) == EGO
 
 
 def test_mp4_repeats_what_ffmpeg_complained_of(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     program = fake_ffmpeg(tmp_path, "echo 'No space left' >&2; exit 3")
-    monkeypatch.setattr(render, "_ffmpeg", lambda: program)
+    monkeypatch.setattr(save, "_ffmpeg", lambda: program)
     with pytest.raises(RuntimeError, match="No space left"):
-        render.save([recording(3)], tmp_path / "drive.mp4")
+        save.save([recording(3)], tmp_path / "drive.mp4")
     assert not (tmp_path / "drive.mp4").exists()
 
 
 @pytest.mark.parametrize("name", ["drive.webm", "drive", "drive.gif.bak"])
 def test_another_suffix_names_the_choices(name: str, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"is none of \.gif, \.mp4, \.html, \.png"):
-        render.save([recording()], tmp_path / name)
+        save.save([recording()], tmp_path / name)
 
 
 @pytest.mark.parametrize(
@@ -273,7 +273,7 @@ def test_arrays_that_do_not_fit_are_named(changes: dict[str, object], words: str
 
 def test_nothing_to_draw_is_an_error(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="0 recordings"):
-        render.save([], tmp_path / "drive.gif")
+        save.save([], tmp_path / "drive.gif")
 
 
 def test_speed_and_camera_of_an_ego_that_leaves() -> None:
@@ -309,7 +309,7 @@ def test_replay_shows_the_scenario_as_logged() -> None:
 def test_packed_points_come_back_to_a_centimetre_or_the_range_s_share(size: float) -> None:
     points = np.random.default_rng(0).uniform(-size, size, (50, 2)) + 1e4
     points[7] = np.nan
-    back = player.unpack(player.pack(points))
+    back = web_player.unpack(web_player.pack(points))
     known = np.isfinite(points).all(-1)
     np.testing.assert_allclose(back[known], points[known], atol=max(0.0051, 0.52 * size / 32000))
     assert np.isnan(back[7]).all()

@@ -9,10 +9,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from longhaul import priorities, replay
-from longhaul.priorities import FANOUT
+from longhaul import replay, sum_tree
 from longhaul.replay import Cursor, Sizes
-from longhaul.types import Discrete, Rollout, Spec, Successors
+from longhaul.spaces import Discrete
+from longhaul.sum_tree import FANOUT
+from longhaul.types import Rollout, Spec, Successors
 
 T, B, ROWS, N_STEP, GAMMA, INTERVAL = 4, 3, 24, 3, 0.9, 3
 ACTION = jax.ShapeDtypeStruct((), jnp.uint8)
@@ -160,7 +161,7 @@ def compare(store: replay.Replay, rollouts: int) -> int:
     of as many, after each rollout.
     """
     (ring, cursor), world, model = empty(store), World(0), Model()
-    set_, prioritised = {}, isinstance(ring.tree, priorities.Tree)
+    set_, prioritised = {}, isinstance(ring.tree, sum_tree.Tree)
     for i in range(rollouts):
         if i % 7 == 6:
             world.restart()
@@ -229,9 +230,9 @@ def test_weights_are_chances(n: int) -> None:
     weights = (10.0 ** draw.uniform(-2, 1, n)).astype(np.float32)
     weights[draw.random(n) < 0.3] = 0.0
     weights[0] = 1.0
-    tree = jax.jit(lambda new: priorities.change(priorities.start(n), [(jnp.int32(0), new)]))(weights)
+    tree = jax.jit(lambda new: sum_tree.change(sum_tree.start(n), [(jnp.int32(0), new)]))(weights)
     count = 200_000
-    index, weight = jax.jit(priorities.draw, static_argnums=2)(tree, jax.random.key(n), count)
+    index, weight = jax.jit(sum_tree.draw, static_argnums=2)(tree, jax.random.key(n), count)
     assert np.all(np.asarray(weight) > 0.0) and np.array_equal(weights[index], weight)
     groups = np.array_split(np.arange(n), min(n, 100))
     wanted = np.array([weights[g].sum(dtype=np.float64) for g in groups])
@@ -248,22 +249,22 @@ def test_a_million_operations_on_priorities_leave_exact_sums() -> None:
     """Weights set in places and in rows, a quarter of a million of each: leaves equal NumPy's, sums are theirs."""
     n, rounds, k = 5000, 250, 1000
 
-    def both(i: jax.Array, tree: priorities.Tree) -> priorities.Tree:
+    def both(i: jax.Array, tree: sum_tree.Tree) -> sum_tree.Tree:
         keys = jax.random.split(jax.random.fold_in(jax.random.key(0), i), 4)
         row = jax.random.randint(keys[0], (), 0, n - k), jax.random.uniform(keys[1], (k,))
         # Distinct places: of equal ones any may win.
         where = (jax.random.randint(keys[2], (), 0, n) + 7 * jnp.arange(k)) % n
-        tree = priorities.change(tree, [row], where, jnp.cos(1.0 * where) + 1.0)
-        drawn, _ = priorities.draw(tree, keys[3], k)
-        return priorities.change(tree, (), drawn, jnp.zeros(k))
+        tree = sum_tree.change(tree, [row], where, jnp.cos(1.0 * where) + 1.0)
+        drawn, _ = sum_tree.draw(tree, keys[3], k)
+        return sum_tree.change(tree, (), drawn, jnp.zeros(k))
 
-    tree = jax.jit(lambda: jax.lax.fori_loop(0, rounds, both, priorities.start(n)))()
+    tree = jax.jit(lambda: jax.lax.fori_loop(0, rounds, both, sum_tree.start(n)))()
     model = np.zeros(n, np.float32)
     keys = jax.jit(lambda i: jax.random.split(jax.random.fold_in(jax.random.key(0), i), 4))
-    draw = jax.jit(priorities.draw, static_argnums=2)
+    draw = jax.jit(sum_tree.draw, static_argnums=2)
     numbers = jax.jit(lambda key, other: (jax.random.randint(key, (), 0, n - k), jax.random.uniform(other, (k,))))
     first = jax.jit(lambda key: jax.random.randint(key, (), 0, n))
-    made = jax.jit(lambda new: priorities.change(priorities.start(n), [(jnp.int32(0), new)]))
+    made = jax.jit(lambda new: sum_tree.change(sum_tree.start(n), [(jnp.int32(0), new)]))
     for i in range(rounds):
         a, b, c, d = keys(i)
         at, values = numbers(a, b)

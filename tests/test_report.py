@@ -12,8 +12,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from longhaul import curves, pages, report
-from longhaul.driving.recording import Recording
+from longhaul.driving.render.recording import Recording
+from longhaul.telemetry import charts, html
+from longhaul.training import report
 
 WICKED = "</script><b>bold</b>\"'&"
 VOID = {"meta", "input", "line", "path", "circle", "rect"}
@@ -190,8 +191,8 @@ def test_thinning_keeps_both_extremes_and_gaps() -> None:
     y = np.zeros(100_000)
     y[31_415], y[27_182] = 7.0, -3.0
     y[50_000:60_000] = np.nan
-    line = curves.thin(curves.Series("a", np.arange(100_000.0), y))
-    assert len(line.x) <= curves.POINTS
+    line = charts.thin(charts.Series("a", np.arange(100_000.0), y))
+    assert len(line.x) <= charts.POINTS
     assert line.x[np.nanargmax(line.y)] == 31_415
     assert line.x[np.nanargmin(line.y)] == 27_182
     assert np.isnan(line.y).any()
@@ -200,34 +201,34 @@ def test_thinning_keeps_both_extremes_and_gaps() -> None:
 
 def test_a_point_stands_where_its_value_says() -> None:
     x, y = np.array([0.0, 50.0, 100.0]), np.array([0.0, 10.0, 5.0])
-    text = curves.figure("a", [curves.Series("a", x, y)], "steps")
+    text = charts.figure("a", [charts.Series("a", x, y)], "steps")
     low, high = (float(value) for value in re.search(r'data-y="(\S+) (\S+)"', text).groups())
     points = np.array(re.findall(r"[ML]([\d.]+) ([\d.]+)", re.search(r'data-line d="([^"]+)"', text)[1]), float)
-    inner = curves.HEIGHT - curves.TOP - curves.BOTTOM
-    np.testing.assert_allclose(points[:, 0], np.linspace(curves.LEFT, curves.WIDTH - curves.RIGHT, 3), atol=0.01)
+    inner = charts.HEIGHT - charts.TOP - charts.BOTTOM
+    np.testing.assert_allclose(points[:, 0], np.linspace(charts.LEFT, charts.WIDTH - charts.RIGHT, 3), atol=0.01)
     np.testing.assert_allclose(
-        (curves.HEIGHT - curves.BOTTOM - points[:, 1]) / inner * (high - low) + low, y, atol=0.01
+        (charts.HEIGHT - charts.BOTTOM - points[:, 1]) / inner * (high - low) + low, y, atol=0.01
     )
 
 
 def test_a_gap_breaks_the_line_and_a_lone_point_is_a_disc() -> None:
     y = np.array([1.0, 2.0, np.nan, 3.0, np.nan])
-    text = curves.figure("a", [curves.Series("a", np.arange(5.0), y)], "steps")
+    text = charts.figure("a", [charts.Series("a", np.arange(5.0), y)], "steps")
     assert re.search(r'data-line d="([^"]+)"', text)[1].count("M") == 2
     assert text.count("<circle") == 1
-    assert curves.figure("a", [curves.Series("a", np.arange(2.0), np.full(2, np.nan))], "steps") == ""
+    assert charts.figure("a", [charts.Series("a", np.arange(2.0), np.full(2, np.nan))], "steps") == ""
 
 
 def test_a_constant_metric_has_an_axis() -> None:
     for value in (0.0, 1e-12, -5.0, 1e12):
-        text = curves.figure("a", [curves.Series("a", np.array([1.0, 2.0]), np.full(2, value))], "steps")
+        text = charts.figure("a", [charts.Series("a", np.array([1.0, 2.0]), np.full(2, value))], "steps")
         low, high = (float(number) for number in re.search(r'data-y="(\S+) (\S+)"', text).groups())
         assert low < value < high or low == value == 0
 
 
 def test_smoothing_is_the_mean_of_the_known() -> None:
     y = np.array([1.0, np.nan, 3.0, 5.0, np.nan, np.nan, np.nan])
-    np.testing.assert_allclose(curves.smooth(y, 3), [1, 2, 4, 4, 5, np.nan, np.nan])
+    np.testing.assert_allclose(charts.smooth(y, 3), [1, 2, 4, 4, 5, np.nan, np.nan])
 
 
 @pytest.mark.parametrize(
@@ -235,7 +236,7 @@ def test_smoothing_is_the_mean_of_the_known() -> None:
     [(0, 10e6, [0, 2e6, 4e6, 6e6, 8e6, 10e6]), (-0.3, 0.9, [-0.2, 0, 0.2, 0.4, 0.6, 0.8]), (3, 3, [3])],
 )
 def test_ticks_are_round(low: float, high: float, expected: list[float]) -> None:
-    np.testing.assert_allclose(curves.ticks(low, high), expected, atol=1e-12)
+    np.testing.assert_allclose(charts.ticks(low, high), expected, atol=1e-12)
 
 
 @pytest.mark.parametrize(
@@ -246,20 +247,23 @@ def test_ticks_are_round(low: float, high: float, expected: list[float]) -> None
     ],
 )  # fmt: skip
 def test_numbers_on_axes_are_short(value: float, step: float | None, expected: str) -> None:
-    assert curves.short(value, step) == expected
+    assert charts.short(value, step) == expected
 
 
 def test_embedded_data_cannot_leave_its_script() -> None:
     value = {"a": "</script><!-- & \u2028", "b": [1, None, 2.5]}
-    text = pages.embed(value)
+    text = html.embed(value)
     assert not set("<>&\u2028") & set(text)
     assert json.loads(text) == value
     with pytest.raises(ValueError, match="JSON compliant"):
-        pages.embed(math.nan)
+        html.embed(math.nan)
 
 
 def test_the_assets_name_every_role_and_part_that_the_player_needs() -> None:
-    script, markup, colours = pages.asset("player.js"), pages.asset("player.html"), report.player.colours()
+    script, markup, colours = (
+        *(html.asset(f"player.{kind}", report.web_player.PACKAGE) for kind in ("js", "html")),
+        report.web_player.colours(),
+    )
     wanted = set(re.findall(r'part\("(\w+)"\)', script))
     assert wanted == set(re.findall(r'data-role="(\w+)"', markup))
     roles = set(re.findall(r'role: "(\w+)"', script)) | set(re.findall(r'ink\("(\w+)"\)', script))

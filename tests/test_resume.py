@@ -17,19 +17,23 @@ from typing import Any
 
 import pytest
 
-from longhaul import checkpoint, ending, folders, telemetry, training
-from longhaul import run as runs
 from longhaul.algorithms import ppo
-from longhaul.checkpoint import CheckpointError, Checkpoints
-from longhaul.run import RunError
-from longhaul.telemetry import MetricsError
+from longhaul.config import resolve as runs
+from longhaul.config.run import RunError
+from longhaul.telemetry import sinks
+from longhaul.telemetry.sinks import MetricsError
 from longhaul.topologies import fused
+from longhaul.training import finish, loop, run_dir
+from longhaul.training.checkpoint import checkpoint
+from longhaul.training.checkpoint.checkpoint import CheckpointError, Checkpoints
 from tests.small_runs import after, begin, checkpoints, make_quick, records, result, resume, small
 
 TRAIN = """
 import json, sys
 from pathlib import Path
-from longhaul import folders, run as runs, training
+from longhaul.training import run_dir as folders
+from longhaul.config import resolve as runs
+from longhaul.training import loop as training
 folder, resumed = Path(sys.argv[1]), Path(sys.argv[1], "run.json").exists()
 run = folders.load_run(folder) if resumed else runs.from_dict(runs.Run, json.loads(sys.argv[2]))
 sys.exit(training.train(run, folder, resumed=resumed).code)
@@ -64,7 +68,7 @@ def stop_at(monkeypatch: pytest.MonkeyPatch, save: int, folder: Path) -> None:
     with monkeypatch.context() as patch:
         patch.setattr(Checkpoints, "save", after(save, lambda: signal.raise_signal(signal.SIGTERM), Checkpoints.save))
         outcome = resume(folder) if folder.exists() else begin(small(), folder)
-    assert outcome == (training.STOPPED, None)
+    assert outcome == (loop.STOPPED, None)
 
 
 # ------------------------------------------------------------------------------------------------------------- kill
@@ -81,7 +85,7 @@ def spawn(folder: Path, run: runs.Run) -> subprocess.Popen:
 def finished(folder: Path) -> int:
     """Updates of which there is a record."""
     path = folder / "metrics.jsonl"
-    return max((r["update"] for r in telemetry.read(path)), default=0) if path.exists() else 0
+    return max((r["update"] for r in sinks.read(path)), default=0) if path.exists() else 0
 
 
 def kill_when(process: subprocess.Popen, ready: Callable[[], bool], delay: float) -> None:
@@ -138,7 +142,7 @@ def test_tortured_it_ends_bit_identical(tmp_path: Path) -> None:
         process.send_signal(rng.choice([signal.SIGKILL, signal.SIGKILL, signal.SIGTERM, signal.SIGINT]))
         errors = process.communicate()[1].decode()
         # Before it listens, SIGTERM and SIGINT do what they do to any Python.
-        assert process.returncode in (0, 1, training.STOPPED, -9, -2, -15), errors
+        assert process.returncode in (0, 1, loop.STOPPED, -9, -2, -15), errors
         assert process.returncode != 1 or "KeyboardInterrupt" in errors, errors
     found = resume(folder).result
     assert found is not None
@@ -171,7 +175,7 @@ def test_a_signal_saves_and_the_run_goes_on(
     folder = tmp_path / "run"
     before = signal.getsignal(number)
     with monkeypatch.context() as patch:
-        patch.setattr(training.Sums, "add", after(5, lambda: signal.raise_signal(number), training.Sums.add))
+        patch.setattr(loop.Sums, "add", after(5, lambda: signal.raise_signal(number), loop.Sums.add))
         assert begin(small(save_interval=None), folder) == (75, None)
     assert signal.getsignal(number) is before
     assert checkpoints(folder) == [12]  # 5 calls of 2 were counted, the sixth was under way
@@ -193,14 +197,14 @@ def test_a_signal_before_the_first_update_or_in_the_evaluation_ends_the_run(
             heard = after(1, lambda: signal.raise_signal(signal.SIGTERM), getattr(owner, name))
             patch.setattr(owner, name, heard)
             outcome = resume(folder) if folder.exists() else begin(small(), folder)
-        assert outcome == (training.STOPPED, None)
+        assert outcome == (loop.STOPPED, None)
         return capfd.readouterr().err.splitlines()[-1]
 
-    assert stopped(training, "save_run") == f"SIGTERM: stopped before its first update; go on with --resume {folder}"
-    assert stopped(training, "feed") == f"SIGTERM: nothing was left to save; go on with --resume {folder}"
+    assert stopped(loop, "save_run") == f"SIGTERM: stopped before its first update; go on with --resume {folder}"
+    assert stopped(loop, "feed") == f"SIGTERM: nothing was left to save; go on with --resume {folder}"
     assert stopped(fused, "compiled") == f"SIGTERM: stopped before its first update; go on with --resume {folder}"
     assert not (folder / "checkpoints").exists()
-    assert stopped(ending, "evaluations") == f"SIGTERM: saved after update 60; go on with --resume {folder}"
+    assert stopped(finish, "evaluations") == f"SIGTERM: saved after update 60; go on with --resume {folder}"
     assert checkpoints(folder)[-1] == 60
     assert not (folder / "result.json").exists()
     with monkeypatch.context() as patch:  # all updates are made: nothing is compiled, nothing is trained
@@ -215,7 +219,7 @@ def test_a_signal_before_the_first_update_or_in_the_evaluation_ends_the_run(
 
 def test_a_signal_before_a_run_is_one_leaves_nothing_to_resume(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = tmp_path / "run"
-    monkeypatch.setattr(training, "feed", lambda *_: signal.raise_signal(signal.SIGTERM))
+    monkeypatch.setattr(loop, "feed", lambda *_: signal.raise_signal(signal.SIGTERM))
     with pytest.raises(KeyboardInterrupt):
         begin(small(), folder)
     assert list(folder.iterdir()) == []
@@ -273,8 +277,8 @@ def test_a_damaged_newest_checkpoint_is_named_and_the_one_before_used(
     assert resume(folder).code == 0
     assert_same(folder, whole)
     assert "checkpoint 20 in " in capfd.readouterr().err
-    seconds = [r["wall_seconds"] for r in telemetry.read(folder / "metrics.jsonl")]
-    kept = [r["wall_seconds"] for r in telemetry.read(stopped / "metrics.jsonl")]
+    seconds = [r["wall_seconds"] for r in sinks.read(folder / "metrics.jsonl")]
+    kept = [r["wall_seconds"] for r in sinks.read(stopped / "metrics.jsonl")]
     assert seconds[:4] == kept[:4], "the records up to update 16 are those of the first process: it went on from 18"
     assert seconds[4] != kept[4]
 
@@ -348,8 +352,8 @@ def test_a_disk_that_is_full_for_a_while_costs_a_save_and_nothing_else(
         full[0] = False
 
     with monkeypatch.context() as patch:
-        patch.setattr(telemetry.os, "write", filling)
-        patch.setattr(training.Sums, "add", after(20, make_room, after(9, fill, training.Sums.add)))
+        patch.setattr(sinks.os, "write", filling)
+        patch.setattr(loop.Sums, "add", after(20, make_room, after(9, fill, loop.Sums.add)))
         assert begin(small(), folder).code == 0
     err = capfd.readouterr().err
     assert err.count("records wait in memory") == 1
@@ -371,7 +375,7 @@ def test_a_disk_that_fills_while_logging_is_one_error_and_the_run_goes_on(
         return write(descriptor, data[:20] if count > 8 else data)
 
     with monkeypatch.context() as patch:
-        patch.setattr(telemetry.os, "write", filling)
+        patch.setattr(sinks.os, "write", filling)
         with pytest.raises(MetricsError, match="the disk is full; make room and resume"):
             begin(small(), folder)
     assert [r["update"] for r in records(folder)] == list(range(4, 33, 4))
@@ -406,5 +410,5 @@ def test_two_processes_never_train_in_one_folder(stopped: Path) -> None:
         with pytest.raises(RunError, match=r"another process trains in .*run; let it end"):
             resume(stopped)
         holder.kill()
-    with folders.alone(stopped):  # who is killed lets go
+    with run_dir.alone(stopped):  # who is killed lets go
         assert sorted(stopped.rglob("*")) == files

@@ -14,13 +14,16 @@ import jax
 import numpy as np
 import pytest
 
-from longhaul import flags, folders, learners, resumption, settings, telemetry, training
-from longhaul import run as runs
-from longhaul.algorithms import ppo
-from longhaul.checkpoint import Checkpoints
-from longhaul.envs import classic
-from longhaul.feed import Fed, Feed, Feeding, Place
-from longhaul.run import Origin, Run, RunError
+from longhaul.algorithms import ppo, registry
+from longhaul.cli import flags, run_flags
+from longhaul.config import resolve as runs
+from longhaul.config.run import Origin, Run, RunError
+from longhaul.envs import classic_control
+from longhaul.telemetry import sinks
+from longhaul.training import loop, run_dir
+from longhaul.training.checkpoint import resume as resumption
+from longhaul.training.checkpoint.checkpoint import Checkpoints
+from longhaul.training.data import Fed, Feed, Feeding, Place
 from tests.small_runs import after, begin, checkpoints, make_quick, records, result, resume, small
 
 STOPPED_AT = 20
@@ -44,8 +47,8 @@ def stop_after(save: int, run: Run, folder: Path) -> None:
     """Trains in `folder` until a signal after this save."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Checkpoints, "save", after(save, lambda: signal.raise_signal(signal.SIGTERM), Checkpoints.save))
-        outcome = training.train(run, folder, resumed=True) if folder.exists() else begin(run, folder)
-    assert outcome.code == training.STOPPED
+        outcome = loop.train(run, folder, resumed=True) if folder.exists() else begin(run, folder)
+    assert outcome.code == loop.STOPPED
 
 
 @pytest.fixture(scope="module")
@@ -59,9 +62,9 @@ def stopped(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def change(folder: Path, *words: str) -> Run:
     """What `longhaul train small --resume` would train with these flags."""
-    stored = folders.load_run(folder)
-    parsed = flags.parse("train small", "", settings.table(stored), words)
-    return runs.resolve(settings.resumed(folder, "small", parsed))
+    stored = run_dir.load_run(folder)
+    parsed = flags.parse("train small", "", run_flags.table(stored), words)
+    return runs.resolve(run_flags.resumed(folder, "small", parsed))
 
 
 def first_call(run: Run, folder: Path) -> Any:
@@ -73,16 +76,16 @@ def first_call(run: Run, folder: Path) -> Any:
         raise Enough
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(training, "_compiled", noting)
+        patch.setattr(loop, "_compiled", noting)
         with pytest.raises(Enough):
-            training.train(run, folder, resumed=True)
+            loop.train(run, folder, resumed=True)
     return jax.tree.map(np.array, jax.device_get(seen[0]))
 
 
 def saved(folder: Path) -> Any:
     """The progress in the newest checkpoint of a small run."""
-    run = folders.load_run(folder)
-    environment = classic.cartpole()
+    run = run_dir.load_run(folder)
+    environment = classic_control.cartpole()
     like = runs.assemble(run, lambda _: environment, ()).start(0, ())
     found = Checkpoints(folder / "checkpoints").latest(like)
     assert found is not None
@@ -102,7 +105,7 @@ def resized(tmp_path_factory: pytest.TempPathFactory, stopped: Path) -> Path:
     """`stopped`, gone on with in updates of four times the steps, to its end."""
     folder = shutil.copytree(stopped, tmp_path_factory.mktemp("resized") / "run")
     run = change(folder, "--num-envs", "16", "--num-steps", "32")
-    assert training.train(run, folder, resumed=True).code == 0
+    assert loop.train(run, folder, resumed=True).code == 0
     return folder
 
 
@@ -130,7 +133,7 @@ def test_weights_optimiser_and_count_go_on_and_the_worlds_begin_anew(stopped: Pa
 
 def begun(folder: Path) -> np.ndarray:
     """The first observations of the run in a folder, with the sizes that it had."""
-    environment = classic.cartpole()
+    environment = classic_control.cartpole()
     return np.asarray(runs.assemble(small(), lambda _: environment, ()).start(small().seed, ()).carry.observation)
 
 
@@ -159,9 +162,9 @@ def test_a_kill_at_any_moment_and_a_resume_without_flags_end_the_same(
     folder = shutil.copytree(stopped, tmp_path / "run")
     run = change(folder, "--num-envs", "16", "--num-steps", "32")
     first_call(run, folder)
-    assert folders.load_run(folder) == run
+    assert run_dir.load_run(folder) == run
     assert checkpoints(folder)[-1] == STOPPED_AT
-    stop_after(1, folders.load_run(folder), folder)
+    stop_after(1, run_dir.load_run(folder), folder)
     assert STOPPED_AT < checkpoints(folder)[-1] < 30
     assert resume(folder).code == 0
     assert result(folder) == result(resized)
@@ -176,7 +179,7 @@ def test_a_kill_before_the_new_sizes_were_checked_changes_nothing(stopped: Path,
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(resumption, "restored", lambda *_: 1 / 0)
         with pytest.raises(ZeroDivisionError):
-            training.train(run, folder, resumed=True)
+            loop.train(run, folder, resumed=True)
     assert (folder / "run.json").read_bytes() == text
 
 
@@ -186,7 +189,7 @@ def test_sizes_may_change_twice_and_back(stopped: Path, tmp_path: Path) -> None:
     stop_after(1, change(folder, "--num-envs", "16", "--num-steps", "32"), folder)
     made = checkpoints(folder)[-1]
     run = change(folder, "--num-envs", "8", "--num-steps", "24")
-    assert training.train(run, folder, resumed=True).code == 0
+    assert loop.train(run, folder, resumed=True).code == 0
     steps = DONE + (made - STOPPED_AT) * 512
     assert result(folder)["agent_steps"] == steps + (TOTAL - steps) // 192 * 192
     updates = [r["update"] for r in records(folder)]
@@ -215,7 +218,7 @@ def test_on_another_mesh_the_same_worlds_go_on(tmp_path: Path, capfd: pytest.Cap
 
 def test_the_learning_rate_goes_on_from_the_share_that_is_done(resized: Path) -> None:
     """A record's mean over its updates: of the first one in new sizes, at (2560 + 512 i) / 7680 of the way."""
-    found = {r["update"]: r for r in telemetry.read(resized / "metrics.jsonl")}
+    found = {r["update"]: r for r in sinks.read(resized / "metrics.jsonl")}
     first = min(u for u in found if u > STOPPED_AT)
     share = [(DONE + 512 * i) / TOTAL for i in range(first - STOPPED_AT)]
     assert found[first]["ppo/lr"] == pytest.approx(3e-3 * np.mean(1 - np.array(share)), rel=1e-5)
@@ -228,8 +231,8 @@ def test_updates_too_large_for_what_is_left_are_refused(stopped: Path, tmp_path:
     folder = shutil.copytree(stopped, tmp_path / "run")
     run = change(folder, "--num-envs", "480")
     with pytest.raises(RunError, match=r"updates of 7680 steps, and 5120 are left of --total-steps 7680; choose small"):
-        training.train(run, folder, resumed=True)
-    assert folders.load_run(folder) == folders.load_run(stopped)
+        loop.train(run, folder, resumed=True)
+    assert run_dir.load_run(folder) == run_dir.load_run(stopped)
 
 
 # ------------------------------------------------------------------------------------------------------------ flags
@@ -241,7 +244,7 @@ def test_what_was_not_chosen_follows_from_the_new_sizes(tmp_path: Path, monkeypa
     run = runs.resolve(Run("small", runs.Named("cartpole"), config, num_envs=256, num_steps=128, scaling="batch"))
     folder = tmp_path / "run"
     folder.mkdir()
-    folders.save_run(folder, run, {})
+    run_dir.save_run(folder, run, {})
     larger = change(folder, "--num-envs", "2048")
     assert (larger.algorithm.num_minibatches, larger.algorithm.update_epochs) == (32, 2)
     assert larger.base_batch == 256 * 128
@@ -256,7 +259,7 @@ def test_what_is_chosen_stays(tmp_path: Path) -> None:
     run = small()
     folder = tmp_path / "run"
     folder.mkdir()
-    folders.save_run(folder, run, {})
+    run_dir.save_run(folder, run, {})
     larger = change(folder, "--num-envs", "16")
     kept = ("log_interval", "block", "save_interval", "seed", "devices", "total_steps", "algorithm")
     assert [getattr(larger, name) for name in kept] == [getattr(run, name) for name in kept]
@@ -271,10 +274,10 @@ def test_what_the_run_is_cannot_change(stopped: Path, words: tuple[str, str]) ->
 
 
 def test_every_flag_that_may_change_is_one() -> None:
-    of_any = (dataclasses.replace(small(), algorithm=config()) for config in learners.LEARNERS)
-    names = {setting.flag.name for run in of_any for setting in settings.settings(run)}
-    assert set(settings.CHANGEABLE) <= names
-    assert not set(settings.CHANGEABLE) & set(settings.FREE)
+    of_any = (dataclasses.replace(small(), algorithm=config()) for config in registry.LEARNERS)
+    names = {setting.flag.name for run in of_any for setting in run_flags.settings(run)}
+    assert set(run_flags.CHANGEABLE) <= names
+    assert not set(run_flags.CHANGEABLE) & set(run_flags.FREE)
 
 
 # ------------------------------------------------------------------------------------------------------------- data

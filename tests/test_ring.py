@@ -11,16 +11,18 @@ import time
 import numpy as np
 import pytest
 
-from longhaul.actors import lane, memory, slots
-from longhaul.actors.doorbell import Bell, bell
-from longhaul.actors.lane import Lane
-from longhaul.actors.memory import Leaf
+from longhaul.runtime import shared_memory
+from longhaul.runtime.doorbell import Bell, bell
+from longhaul.runtime.shared_memory import Leaf
+from longhaul.topologies.actor_learner import slots, weight_ring
+from longhaul.topologies.actor_learner.weight_ring import Lane
 
 SIZE, PLACES = 1 << 16, 3
 
 WRITER = f"""
 import sys, numpy as np
-from longhaul.actors import lane, memory
+from longhaul.topologies.actor_learner import weight_ring as lane
+from longhaul.runtime import shared_memory as memory
 arrays = memory.arrays(int(sys.argv[1]), memory.plan(lane.regions({SIZE}, {PLACES})))
 mine = lane.Lane(arrays)
 version = 0
@@ -32,11 +34,11 @@ while True:
 
 def test_arrays_have_lines_of_their_own_and_are_the_same_memory() -> None:
     named = [("a", Leaf((3,), "int8")), ("none", Leaf((0, 4), "float32")), ("b", Leaf((2, 2), "float64"))]
-    planned = memory.plan(named)
-    assert [region.offset % memory.LINE for region in planned.regions.values()] == [0, 0, 0]
+    planned = shared_memory.plan(named)
+    assert [region.offset % shared_memory.LINE for region in planned.regions.values()] == [0, 0, 0]
     assert planned.size == 128
-    block = memory.create(planned.size)
-    one, other = memory.arrays(block, planned), memory.arrays(block, planned)
+    block = shared_memory.create(planned.size)
+    one, other = shared_memory.arrays(block, planned), shared_memory.arrays(block, planned)
     os.close(block)
     one["b"][1, 0] = 4.5
     one["a"][:] = [1, 2, 3]
@@ -44,13 +46,13 @@ def test_arrays_have_lines_of_their_own_and_are_the_same_memory() -> None:
     assert other["a"].tolist() == [1, 2, 3]
     assert other["none"].shape == (0, 4)
     with pytest.raises(ValueError, match="two arrays"):
-        memory.plan([("a", Leaf((), "int8"))] * 2)
+        shared_memory.plan([("a", Leaf((), "int8"))] * 2)
 
 
 def test_weights_are_read_whole_while_another_process_writes_and_when_it_is_killed() -> None:
-    planned = memory.plan(lane.regions(SIZE, PLACES))
-    block = memory.create(planned.size)
-    mine, out = Lane(memory.arrays(block, planned)), np.empty(SIZE, np.uint8)
+    planned = shared_memory.plan(weight_ring.regions(SIZE, PLACES))
+    block = shared_memory.create(planned.size)
+    mine, out = Lane(shared_memory.arrays(block, planned)), np.empty(SIZE, np.uint8)
     with pytest.raises(LookupError, match="no weights"):
         mine.read(-1, out)
     with subprocess.Popen([sys.executable, "-c", WRITER, str(block)], pass_fds=(block,)) as writer:
@@ -74,9 +76,9 @@ def test_weights_are_read_whole_while_another_process_writes_and_when_it_is_kill
 
 
 def test_versions_are_kept_as_long_as_there_are_places() -> None:
-    planned = memory.plan(lane.regions(4, PLACES))
-    block = memory.create(planned.size)
-    mine, out = Lane(memory.arrays(block, planned)), np.empty(4, np.uint8)
+    planned = shared_memory.plan(weight_ring.regions(4, PLACES))
+    block = shared_memory.create(planned.size)
+    mine, out = Lane(shared_memory.arrays(block, planned)), np.empty(4, np.uint8)
     os.close(block)
     for version in range(5):
         mine.publish(version, np.full(4, version, np.uint8))
@@ -89,9 +91,9 @@ def test_versions_are_kept_as_long_as_there_are_places() -> None:
 
 
 def test_weights_that_are_not_what_was_published_are_refused() -> None:
-    planned = memory.plan(lane.regions(SIZE, PLACES))
-    block = memory.create(planned.size)
-    arrays = memory.arrays(block, planned)
+    planned = shared_memory.plan(weight_ring.regions(SIZE, PLACES))
+    block = shared_memory.create(planned.size)
+    arrays = shared_memory.arrays(block, planned)
     mine, out = Lane(arrays), np.empty(SIZE, np.uint8)
     os.close(block)
     weights = np.random.default_rng(0).integers(0, 256, SIZE).astype(np.uint8)
@@ -128,8 +130,9 @@ def test_a_bell_is_heard_once_and_tells_that_nobody_is_left() -> None:
 
 ANSWERER = """
 import sys
-from longhaul.actors import memory, slots
-from longhaul.actors.memory import Leaf
+from longhaul.runtime import shared_memory as memory
+from longhaul.topologies.actor_learner import slots
+from longhaul.runtime.shared_memory import Leaf
 planned = memory.plan(slots.regions(3, [Leaf((2,), "int64")], [Leaf((), "int64")]))
 mine = slots.Slots(memory.arrays(int(sys.argv[1]), planned))
 while True:
@@ -143,7 +146,7 @@ while True:
 
 def test_questions_are_answered_once_each_and_by_another_server_where_one_dies() -> None:
     descriptor, planned = slots.create(3, [Leaf((2,), "int64")], [Leaf((), "int64")])
-    mine = slots.Slots(memory.arrays(descriptor, planned))
+    mine = slots.Slots(shared_memory.arrays(descriptor, planned))
     every = np.arange(3)
     mine.questions[0][:] = [[2, 3], [4, 5], [6, 7]]
     mine.ask(np.array([0, 2]))

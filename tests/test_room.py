@@ -9,15 +9,15 @@ from typing import Any
 import numpy as np
 import pytest
 
-from longhaul import feed as feeds
-from longhaul import worlds
-from longhaul.datasets import shards, stream
-from longhaul.datasets.log import PEDESTRIAN, VEHICLE, BadData
-from longhaul.datasets.scenarios import cut
-from longhaul.driving import bank as banks
-from longhaul.driving import tables
-from longhaul.driving.room import lengths, needs, padded
-from longhaul.run import Driving
+from longhaul.config.run import Driving
+from longhaul.driving import scenario_source
+from longhaul.driving.datasets.log import PEDESTRIAN, VEHICLE, BadData
+from longhaul.driving.scenario import bank as banks
+from longhaul.driving.scenario_files import cut
+from longhaul.driving.shards import shard, stream
+from longhaul.driving.sim import tables
+from longhaul.driving.sim.padding import lengths, needs, padded
+from longhaul.training import data as feeds
 from tests.driving_worlds import line, scenario
 from tests.test_streaming import BANK, COUNT, EGO, PERIOD, assert_same, contexts, streaming, written
 
@@ -46,8 +46,8 @@ def test_the_room_is_known_before_any_chunk_is_read(tmp_path: Path, traffic: str
 @pytest.mark.parametrize("cuts", [{}, {"horizon": 20, "agents": 2}])
 def test_what_a_shard_says_of_a_road_is_what_it_takes(tmp_path: Path, cuts: dict[str, int]) -> None:
     """Generated scenarios with roads, lights and traffic, one by one."""
-    made = worlds.generated(10, 3, agents=8, horizon=None, workers=1)
-    shards.write(tmp_path / "a.lhs", made)
+    made = scenario_source.generated(10, 3, agents=8, horizon=None, workers=1)
+    shard.write(tmp_path / "a.lhs", made)
     library = stream.open([str(tmp_path)])
     cuts = {"agents": 8, "horizon": None} | cuts  # type: ignore[dict-item]
     needed = needs(library.sizes, library.extents, reactive=True, **cuts)  # type: ignore[arg-type]
@@ -119,7 +119,7 @@ WALKER = scenario(
 def test_who_is_controlled_is_checked_whether_streamed_or_not(
     tmp_path: Path, compiled: str, control: str, agents: int, message: str | None, bank: int | None
 ) -> None:
-    shards.write(tmp_path / "a.lhs", [WALKER._replace(control=compiled, id=name) for name in "ab"])
+    shard.write(tmp_path / "a.lhs", [WALKER._replace(control=compiled, id=name) for name in "ab"])
     config = dataclasses.replace(EGO, agents=agents, control=control)
     run = streaming(tmp_path, bank=bank, bank_updates=bank, simulator=config)
     if message is None:

@@ -13,11 +13,12 @@ from typing import Any
 
 import pytest
 
-from longhaul import folders, recipes
-from longhaul import run as runs
 from longhaul.algorithms import ppo
-from longhaul.driving import simulator
-from longhaul.run import Driving, Named, Run, RunError
+from longhaul.config import recipes
+from longhaul.config import resolve as runs
+from longhaul.config.run import Driving, Named, Run, RunError
+from longhaul.driving.sim import simulator
+from longhaul.training import run_dir
 from tests import installed
 
 BASE = Run("cartpole", Named("cartpole"), devices=1)
@@ -148,8 +149,8 @@ def test_data_is_found_again_from_elsewhere(tmp_path: Path, monkeypatch: pytest.
 @pytest.mark.parametrize("name", installed.RECIPES)
 def test_every_recipe_comes_back_from_its_folder(name: str, tmp_path: Path) -> None:
     run = runs.resolve(recipes.recipe(name))
-    folders.save_run(tmp_path, run, {"commit": None})
-    assert folders.load_run(tmp_path) == run
+    run_dir.save_run(tmp_path, run, {"commit": None})
+    assert run_dir.load_run(tmp_path) == run
 
 
 def test_what_no_recipe_has_comes_back_from_its_folder(tmp_path: Path) -> None:
@@ -157,8 +158,8 @@ def test_what_no_recipe_has_comes_back_from_its_folder(tmp_path: Path) -> None:
         ("/a", "/b*"), bank=3, bank_updates=5, simulator=simulator.Config(terminations=("collision",), agents=2)
     )
     run = runs.resolve(dataclasses.replace(BASE, environment=task, algorithm=ppo.Config(kl_stop=0.5, lr=1)))
-    folders.save_run(tmp_path, run, {})
-    found = folders.load_run(tmp_path)
+    run_dir.save_run(tmp_path, run, {})
+    found = run_dir.load_run(tmp_path)
     assert found == run
     assert found.environment == task
 
@@ -167,20 +168,20 @@ def test_a_run_says_by_which_algorithm_and_one_that_does_not_is_of_the_first(tmp
     """Folders of before there was a choice are PPO's."""
     for name, kind in (("cartpole", "ppo"), ("impala-cartpole", "impala"), ("appo-cartpole", "impala")):
         run = runs.resolve(dataclasses.replace(recipes.recipe(name), devices=1))
-        folders.save_run(tmp_path, run, {})
+        run_dir.save_run(tmp_path, run, {})
         path = tmp_path / "run.json"
         about = json.loads(path.read_text())
         assert about["run"]["algorithm"].pop("kind") == kind
         path.write_text(json.dumps(about))
         if kind == "ppo":
-            assert folders.load_run(tmp_path) == run
+            assert run_dir.load_run(tmp_path) == run
         else:
             with pytest.raises(RunError, match="do not fit"):
-                folders.load_run(tmp_path)
+                run_dir.load_run(tmp_path)
         about["run"]["algorithm"]["kind"] = "sarsa"
         path.write_text(json.dumps(about))
         with pytest.raises(RunError, match="kind 'sarsa' is unknown"):
-            folders.load_run(tmp_path)
+            run_dir.load_run(tmp_path)
 
 
 def _damages() -> dict[str, Any]:
@@ -223,13 +224,13 @@ def _damages() -> dict[str, Any]:
 
 @pytest.mark.parametrize("damage", _damages())
 def test_a_folder_of_another_version_or_damaged_is_refused_in_one_line(tmp_path: Path, damage: str) -> None:
-    folders.save_run(tmp_path, runs.resolve(dataclasses.replace(BASE, environment=Driving(("/a",)))), {})
+    run_dir.save_run(tmp_path, runs.resolve(dataclasses.replace(BASE, environment=Driving(("/a",)))), {})
     path = tmp_path / "run.json"
     changed = _damages()[damage](json.loads(path.read_text()))
     path.write_bytes(changed if isinstance(changed, bytes) else json.dumps(changed).encode())
     before = path.read_bytes()
     with pytest.raises(RunError, match=re.escape(str(path))) as raised:
-        folders.load_run(tmp_path)
+        run_dir.load_run(tmp_path)
     assert "\n" not in str(raised.value)
     assert "use the" in str(raised.value) or "can't be read" in str(raised.value)
     assert path.read_bytes() == before
@@ -237,11 +238,11 @@ def test_a_folder_of_another_version_or_damaged_is_refused_in_one_line(tmp_path:
 
 def test_json_is_written_whole_or_not_at_all_and_holds_what_json_has(tmp_path: Path) -> None:
     path = tmp_path / "it.json"
-    folders.write_json(path, {"a": (1, math.nan, [-math.inf]), "b": None})
+    run_dir.write_json(path, {"a": (1, math.nan, [-math.inf]), "b": None})
     assert json.loads(path.read_text(), parse_constant=pytest.fail) == {"a": [1, None, [None]], "b": None}
     before = path.read_bytes()
     with pytest.raises(TypeError):
-        folders.write_json(path, {"a": object()})
+        run_dir.write_json(path, {"a": object()})
     assert path.read_bytes() == before
 
 
@@ -251,39 +252,39 @@ def test_a_file_that_cannot_be_written_is_named(tmp_path: Path, monkeypatch: pyt
 
     monkeypatch.setattr(os, "fsync", full)
     with pytest.raises(OSError, match="No space left") as caught:
-        folders.write_json(tmp_path / "result.json", {})
+        run_dir.write_json(tmp_path / "result.json", {})
     assert (caught.value.errno, caught.value.filename) == (errno.ENOSPC, str(tmp_path / "result.json"))
     assert not (tmp_path / "result.json").exists()
 
 
 def test_folders_are_new_and_names_are_names(tmp_path: Path) -> None:
     runs_dir = tmp_path / "a" / "runs"
-    first, second = (folders.new_folder(runs_dir, BASE, None) for _ in range(2))
+    first, second = (run_dir.new_folder(runs_dir, BASE, None) for _ in range(2))
     assert first != second
     assert first.is_dir()
     assert second.is_dir()
-    named = folders.new_folder(runs_dir, BASE, "mine")
+    named = run_dir.new_folder(runs_dir, BASE, "mine")
     assert named == runs_dir / "mine"
     with pytest.raises(RunError, match=r"run 'mine' exists in .*; choose another --run-name, or --resume /.*/mine$"):
-        folders.new_folder(runs_dir, BASE, "mine")
+        run_dir.new_folder(runs_dir, BASE, "mine")
     for name in ("", "..", "a/b", "-x", "a b", "x" * 101, "ä"):
         with pytest.raises(RunError, match="--run-name is"):
-            folders.new_folder(runs_dir, BASE, name)
+            run_dir.new_folder(runs_dir, BASE, name)
     (tmp_path / "file").write_text("")
     with pytest.raises(RunError, match=r"--runs-dir .*file can't be made \(.*\); give another folder"):
-        folders.new_folder(tmp_path / "file", BASE, None)
+        run_dir.new_folder(tmp_path / "file", BASE, None)
 
 
 def test_runs_are_found_by_name_or_path_or_the_nearest_are_named(tmp_path: Path) -> None:
-    folder = folders.new_folder(tmp_path, BASE, "first-run")
-    folders.new_folder(tmp_path, BASE, "no-run-yet")
-    folders.save_run(folder, runs.resolve(BASE), {})
-    assert folders.find_folder(tmp_path, "first-run") == folder
-    assert folders.find_folder(tmp_path / "elsewhere", str(folder)) == folder
+    folder = run_dir.new_folder(tmp_path, BASE, "first-run")
+    run_dir.new_folder(tmp_path, BASE, "no-run-yet")
+    run_dir.save_run(folder, runs.resolve(BASE), {})
+    assert run_dir.find_folder(tmp_path, "first-run") == folder
+    assert run_dir.find_folder(tmp_path / "elsewhere", str(folder)) == folder
     with pytest.raises(RunError, match=r"no run 'fist-run' in .*first-run"):
-        folders.find_folder(tmp_path, "fist-run")
+        run_dir.find_folder(tmp_path, "fist-run")
     with pytest.raises(RunError, match="no run 'no-run-yet'"):
-        folders.find_folder(tmp_path, "no-run-yet")
+        run_dir.find_folder(tmp_path, "no-run-yet")
 
 
 def test_unknown_recipes_and_environments_name_the_nearest() -> None:

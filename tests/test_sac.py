@@ -9,16 +9,16 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from longhaul import learners
-from longhaul import mesh as meshes
-from longhaul.algorithms import sac, td3
+from longhaul.algorithms import registry, sac, td3
 from longhaul.environment import vectorise
 from longhaul.envs import probes
 from longhaul.envs.probes import PROBES, Probe
 from longhaul.replay import Sizes
 from longhaul.rollout import collector, play, starts
+from longhaul.runtime import mesh as meshes
+from longhaul.spaces import Box
 from longhaul.topologies import fused
-from longhaul.types import Algorithm, Box, Key, Rollout, Spec, Successors, TimeStep
+from longhaul.types import Algorithm, Key, Rollout, Spec, Successors, TimeStep
 from tests.test_ppo import QUICK
 
 UPDATES, WORLDS, STEPS = 120, 16, 8
@@ -60,13 +60,13 @@ def config(probe: Probe, **changes: Any) -> sac.Config:
 
 
 def trained(
-    probe: Probe, settings: learners.OffPolicy, devices: int = 1, wrong: Any = None
+    probe: Probe, settings: registry.OffPolicy, devices: int = 1, wrong: Any = None
 ) -> tuple[Any, Algorithm, Any]:
     """(the last state, the algorithm, metrics of the last updates); `wrong` changes what is learnt from."""
     mesh = meshes.make_mesh(devices)
     sizes = Sizes(devices, WORLDS // devices * (probe.environment.spec.agents or 1), STEPS)
-    learners.check(settings, sizes)
-    made = learners.make(probe.environment.spec, settings, updates=UPDATES, mean=meshes.mean_over_data, sizes=sizes)
+    registry.check(settings, sizes)
+    made = registry.make(probe.environment.spec, settings, updates=UPDATES, mean=meshes.mean_over_data, sizes=sizes)
     algorithm = made if wrong is None else made._replace(learn=lambda s, data, key: made.learn(s, wrong(data), key))
     collect = collector(vectorise(probe.environment, WORLDS // devices), algorithm.act, algorithm.memory, steps=STEPS)
     progress = fused.start(algorithm, fused.entering(lambda _: collect, mesh), (), jax.random.key(0), mesh)
@@ -77,7 +77,7 @@ def trained(
     return jax.device_get(progress.state), algorithm, jax.device_get(metrics)
 
 
-def check(probe: Probe, settings: learners.OffPolicy, state: Any, algorithm: Algorithm) -> None:
+def check(probe: Probe, settings: registry.OffPolicy, state: Any, algorithm: Algorithm) -> None:
     """The values that a learner believes in, and the return of its mode, are those that are known."""
     observations, expected = zip(*probe.value, strict=True)
     batch = jax.tree.map(lambda *leaves: jnp.stack(leaves), *observations)
@@ -86,7 +86,7 @@ def check(probe: Probe, settings: learners.OffPolicy, state: Any, algorithm: Alg
     elif isinstance(settings, td3.Config):
         found = td3.critic(probe.environment.spec, settings)(state, batch)
     else:
-        found = learners.network(probe.environment.spec, settings).apply(algorithm.policy(state), (), batch)[1]
+        found = registry.network(probe.environment.spec, settings).apply(algorithm.policy(state), (), batch)[1]
     np.testing.assert_allclose(found, expected, atol=0.05 * max(1.0, *map(abs, expected)))
     if probe.policy is not None:
         environment = probe.environment
@@ -179,7 +179,7 @@ def test_an_update_copies_nothing_of_the_replay() -> None:
     """XLA once read the ring as it was before a row was added, and so copied all of it to write that row."""
     spec = Spec(jax.ShapeDtypeStruct((3,), jnp.float32), Box((-1.0,) * 2, (1.0,) * 2), truncation_interval=100)
     settings = replace(config(probes.continuous()), gradient_steps=2, hidden_dim=8, replay_size=400_000)
-    algorithm = learners.make(spec, settings, updates=10, mean=meshes.identity, sizes=Sizes(1, WORLDS, STEPS))
+    algorithm = registry.make(spec, settings, updates=10, mean=meshes.identity, sizes=Sizes(1, WORLDS, STEPS))
     state = jax.eval_shape(algorithm.init, jax.random.key(0))
     shape = functools.partial(jax.ShapeDtypeStruct, dtype=jnp.float32)
     seen, action, flag = shape((STEPS, WORLDS, 3)), shape((STEPS, WORLDS, 2)), shape((STEPS, WORLDS), dtype=bool)

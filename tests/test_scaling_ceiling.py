@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from longhaul.scaling import ceiling
-from longhaul.scaling.ceiling import Ceiling, NotBent
+from longhaul.telemetry import reward_ceiling
+from longhaul.telemetry.reward_ceiling import Ceiling, NotBent
 
 TRUE = Ceiling(0.2, 0.95, 1.7, 300.0)
 COMPUTE = np.geomspace(20.0, 5_000.0, 40)
@@ -18,7 +18,7 @@ def noisy(law: Ceiling, seed: int, deviation: float = 0.015, compute: np.ndarray
 
 def test_known_numbers_are_found_exactly_without_noise() -> None:
     for true in (TRUE, Ceiling(0.0, 0.6, 0.8, 100.0), Ceiling(-3.0, 40.0, 3.0, 900.0)):
-        found = ceiling.fit(COMPUTE, true.at(COMPUTE), start=true.start)
+        found = reward_ceiling.fit(COMPUTE, true.at(COMPUTE), start=true.start)
         np.testing.assert_allclose(found.law, true, rtol=1e-4)
         assert found.error < 1e-6
 
@@ -26,7 +26,7 @@ def test_known_numbers_are_found_exactly_without_noise() -> None:
 def test_intervals_hold_what_is_true_about_as_often_as_they_say() -> None:
     held = np.zeros(3)
     for seed in range(30):
-        found = ceiling.fit(COMPUTE, noisy(TRUE, seed), start=TRUE.start, seed=seed)
+        found = reward_ceiling.fit(COMPUTE, noisy(TRUE, seed), start=TRUE.start, seed=seed)
         assert found.law.ceiling == pytest.approx(TRUE.ceiling, abs=0.03)
         ends = (found.intervals[name] for name in Ceiling._fields[1:])
         held += [low <= value <= high for (low, high), value in zip(ends, TRUE[1:], strict=True)]
@@ -35,20 +35,22 @@ def test_intervals_hold_what_is_true_about_as_often_as_they_say() -> None:
 
 def test_half_of_a_curve_forecasts_the_rest() -> None:
     early = COMPUTE[COMPUTE < 1_500.0]
-    found = ceiling.fit(early, noisy(TRUE, 1, 0.005, early), start=TRUE.start)
+    found = reward_ceiling.fit(early, noisy(TRUE, 1, 0.005, early), start=TRUE.start)
     assert float(found.law.at(5_000.0)) == pytest.approx(float(TRUE.at(5_000.0)), abs=0.03)
 
 
 def test_what_has_not_bent_is_refused() -> None:
     early = np.geomspace(5.0, 120.0, 30)
     with pytest.raises(NotBent, match="train on, then ask again"):
-        ceiling.fit(early, noisy(TRUE, 0, 0.01, early), start=TRUE.start)
+        reward_ceiling.fit(early, noisy(TRUE, 0, 0.01, early), start=TRUE.start)
     with pytest.raises(NotBent):
-        ceiling.fit(COMPUTE, noisy(Ceiling(0.2, 0.2, 1.0, 1.0), 0), start=0.2)  # it stands still
+        reward_ceiling.fit(COMPUTE, noisy(Ceiling(0.2, 0.2, 1.0, 1.0), 0), start=0.2)  # it stands still
 
 
 def test_a_run_is_worth_going_on_with_until_its_forecast_is_flat() -> None:
-    worth = [ceiling.worth_going_on(TRUE, compute, least=0.02) for compute in (100.0, 1_000.0, 2_000.0, 10_000.0)]
+    worth = [
+        reward_ceiling.worth_going_on(TRUE, compute, least=0.02) for compute in (100.0, 1_000.0, 2_000.0, 10_000.0)
+    ]
     gains = [float(TRUE.at(2 * c) - TRUE.at(c)) for c in (100.0, 1_000.0, 2_000.0, 10_000.0)]
     assert worth == [gain >= 0.02 for gain in gains]
     assert worth[0] and not worth[-1]
@@ -56,6 +58,6 @@ def test_a_run_is_worth_going_on_with_until_its_forecast_is_flat() -> None:
 
 def test_points_that_can_not_be_are_named() -> None:
     with pytest.raises(ValueError, match="give two vectors of 6"):
-        ceiling.fit(COMPUTE[:3], COMPUTE[:3], start=0.0)
+        reward_ceiling.fit(COMPUTE[:3], COMPUTE[:3], start=0.0)
     with pytest.raises(ValueError, match="compute must be above 0"):
-        ceiling.fit(COMPUTE * 0.0, COMPUTE, start=0.0)
+        reward_ceiling.fit(COMPUTE * 0.0, COMPUTE, start=0.0)

@@ -11,14 +11,18 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from longhaul import footprint, learners, recipes, verdicts
-from longhaul import run as runs
-from longhaul.algorithms import ppo
-from longhaul.run import Named, Run, resolve
-from longhaul.scaling import agreement, checks, compiled, doctor
-from longhaul.scaling.compiled import Crossing
-from longhaul.scaling.subject import Subject, fresh_cache, smaller, subject
-from longhaul.verdicts import Check
+from longhaul.algorithms import ppo, registry
+from longhaul.cli import doctor
+from longhaul.config import recipes
+from longhaul.config import resolve as runs
+from longhaul.config.resolve import resolve
+from longhaul.config.run import Named, Run
+from longhaul.diagnostics import checks, hlo_collectives, permutation_test
+from longhaul.diagnostics import verdict as verdicts
+from longhaul.diagnostics.compiled_run import Subject, fresh_cache, smaller, subject
+from longhaul.diagnostics.hlo_collectives import Crossing
+from longhaul.diagnostics.verdict import Check
+from longhaul.runtime import device_memory
 
 
 def tiny(**changes: Any) -> Run:
@@ -51,11 +55,11 @@ def test_an_update_sends_its_gradients_once_a_step_of_the_optimiser(pair: Subjec
 
 
 def test_what_else_crosses_devices_fails(pair: Subject, monkeypatch: pytest.MonkeyPatch) -> None:
-    real = compiled.crossings(pair.text())
+    real = hlo_collectives.crossings(pair.text())
     for extra in (Crossing("all-gather", 64, (None,)), Crossing("all-reduce", 10**6, (None, 3))):
-        monkeypatch.setattr(compiled, "crossings", lambda text, extra=extra: [*real, extra])
+        monkeypatch.setattr(hlo_collectives, "crossings", lambda text, extra=extra: [*real, extra])
         assert checks.crossings(pair).verdict == verdicts.FAIL
-    monkeypatch.setattr(compiled, "crossings", lambda text: real[:1])
+    monkeypatch.setattr(hlo_collectives, "crossings", lambda text: real[:1])
     assert checks.crossings(pair).verdict == verdicts.FAIL
 
 
@@ -72,7 +76,7 @@ def test_a_program_stays_on_its_devices_and_fits(pair: Subject) -> None:
 def test_memory_that_is_not_there_fails(pair: Subject, monkeypatch: pytest.MonkeyPatch) -> None:
     needed = checks.memory(pair).figures["needed"]
     for total, verdict in ((needed // 2, verdicts.FAIL), (int(needed * 1.1), verdicts.WARN)):
-        monkeypatch.setattr(footprint, "memory_of", lambda device, total=total: 2 * total)
+        monkeypatch.setattr(device_memory, "memory_of", lambda device, total=total: 2 * total)
         assert checks.memory(pair).verdict == verdict
 
 
@@ -121,13 +125,13 @@ def test_one_device_and_two_learn_the_same(alone: Subject, pair: Subject) -> Non
 
 def test_devices_that_learn_something_else_fail(alone: Subject, monkeypatch: pytest.MonkeyPatch) -> None:
     """The second side is given a curve that stays where it began."""
-    real = agreement.curve
+    real = permutation_test.curve
 
     def curve(made: Subject, seed: int, updates: int) -> np.ndarray:
         found = real(made, seed, updates)
         return found if made is alone else np.full_like(found, 10.0 + 0.1 * seed)
 
-    monkeypatch.setattr(agreement, "curve", curve)
+    monkeypatch.setattr(permutation_test, "curve", curve)
     found = checks.convergence(alone, alone._replace(parameters=1), seeds=5, updates=24)
     assert found.verdict == verdicts.FAIL
     assert found.figures["chance"] == pytest.approx(2 / math.comb(10, 5))
@@ -135,10 +139,10 @@ def test_devices_that_learn_something_else_fail(alone: Subject, monkeypatch: pyt
 
 def test_the_chance_of_a_permutation_is_exact() -> None:
     """Of 20 ways to deal 3 and 3, two are as extreme as 1 2 3 against 4 5 6."""
-    assert agreement.permutation_chance([1.0, 2.0, 3.0], [4.0, 5.0, 6.0]) == pytest.approx(2 / 20)
-    assert agreement.permutation_chance([1.0, 2.0], [2.0, 1.0]) == 1.0
+    assert permutation_test.permutation_chance([1.0, 2.0, 3.0], [4.0, 5.0, 6.0]) == pytest.approx(2 / 20)
+    assert permutation_test.permutation_chance([1.0, 2.0], [2.0, 1.0]) == 1.0
     rng = np.random.default_rng(0)
-    chances = [agreement.permutation_chance(*rng.normal(size=(2, 5)).tolist()) for _ in range(400)]
+    chances = [permutation_test.permutation_chance(*rng.normal(size=(2, 5)).tolist()) for _ in range(400)]
     assert np.mean(np.array(chances) <= 0.05) < 0.09, "no more often than it says"
 
 
@@ -192,7 +196,7 @@ def test_sizes_and_the_learning_rate_are_said() -> None:
 
 
 ON_POLICY = [
-    n for n in recipes.RECIPES if isinstance(recipes.recipe(n).algorithm, learners.OnPolicy) and n != "brax-ant"
+    n for n in recipes.RECIPES if isinstance(recipes.recipe(n).algorithm, registry.OnPolicy) and n != "brax-ant"
 ]
 """Without the one whose environment is of a suite that need not be installed."""
 

@@ -7,8 +7,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from longhaul.scaling import forecast
-from longhaul.scaling.ceiling import Ceiling
+from longhaul.telemetry import forecast
+from longhaul.telemetry.reward_ceiling import Ceiling
 
 TRUE = Ceiling(0.2, 0.95, 1.7, 300_000.0)
 

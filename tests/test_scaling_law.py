@@ -11,14 +11,15 @@ from typing import Any
 import numpy as np
 import pytest
 
-from longhaul import cli, training
-from longhaul.driving_recipes import driving_scaling
-from longhaul.folders import write_json
-from longhaul.run import Driving, Run, RunError, from_dict, to_dict
-from longhaul.scaling import grid as grids
-from longhaul.scaling import page
-from longhaul.scaling.grid import Cell, Grid
-from longhaul.scaling.law import Law, TooFew, fit
+from longhaul.cli import main
+from longhaul.config.recipes.driving import driving_scaling
+from longhaul.config.run import Driving, Run, RunError, from_dict, to_dict
+from longhaul.diagnostics import scaling_grid as grids
+from longhaul.diagnostics import scaling_page
+from longhaul.diagnostics.scaling_grid import Cell, Grid
+from longhaul.diagnostics.scaling_law import Law, TooFew, fit
+from longhaul.training import loop
+from longhaul.training.run_dir import write_json
 
 TRUE = Law(e=0.02, a=300.0, alpha=0.7, b=2.0, beta=0.5)
 
@@ -96,11 +97,11 @@ class Trainer:
         self.trained: list[tuple[str, bool]] = []
         self.stop_at: int | None = None
 
-    def __call__(self, run: Run, folder: Path, *, resumed: bool) -> training.Outcome:
+    def __call__(self, run: Run, folder: Path, *, resumed: bool) -> loop.Outcome:
         self.trained.append((folder.name, resumed))
         write_json(folder / "run.json", {"stands": "for one"})
         if len(self.trained) == self.stop_at:
-            return training.Outcome(training.STOPPED, None)
+            return loop.Outcome(loop.STOPPED, None)
         assert isinstance(run.environment, Driving)
         assert run.algorithm.model_size is not None
         parameters = round(run.algorithm.model_size * 1e6)
@@ -108,13 +109,13 @@ class Trainer:
         scores = {"trained": {"goal": goal, "accuracy": 0.5, "episodes": 10_000}}
         result = {"parameters": parameters, "agent_steps": run.total_steps, "evaluation": scores}
         write_json(folder / "result.json", result)
-        return training.Outcome(0, result)
+        return loop.Outcome(0, result)
 
 
 @pytest.fixture
 def trainer(monkeypatch: pytest.MonkeyPatch) -> Trainer:
     stand_in = Trainer()
-    monkeypatch.setattr(training, "train", stand_in)
+    monkeypatch.setattr(loop, "train", stand_in)
     monkeypatch.setattr(grids, "load_run", lambda folder: grids.run_of(tiny(), cell_of(folder)))
     monkeypatch.setattr(grids.jax, "clear_caches", lambda: None)  # other tests' programs stay
     return stand_in
@@ -128,7 +129,7 @@ def test_a_grid_that_was_stopped_goes_on_where_it_was(trainer: Trainer, tmp_path
     names = [cell.name for cell in grids.cells(tiny())]
     assert names[:4] == ["0.03M-4-seed0", "0.03M-8-seed0", "0.03M-16-seed0", "0.1M-4-seed0"]
     trainer.stop_at = 4
-    assert grids.run_grid(tmp_path, tiny()) == training.STOPPED
+    assert grids.run_grid(tmp_path, tiny()) == loop.STOPPED
     found = json.loads((tmp_path / "scaling.json").read_text())
     assert (len(found["points"]), found["unfinished"], found["law"]) == (3, 6, None)
     assert "3 cells with 1 sizes of model" in found["why"]
@@ -192,28 +193,28 @@ def test_the_command_runs_a_grid_and_goes_on(
 ) -> None:
     trainer.stop_at = 2
     words = [*command.split(), *SMALL.split(), "--runs-dir", str(runs_dir), "--run-name", "law"]
-    assert cli.main(words) == training.STOPPED
+    assert main.main(words) == loop.STOPPED
     assert capsys.readouterr().out == f"{runs_dir / 'law'}\n"
     assert grids.load_grid(runs_dir / "law") == tiny(sizes=(0.03, 0.1, 0.3))
     again = [*command.split(), "--runs-dir", str(runs_dir), "--resume", "law"]
-    assert cli.main(again) == 0
+    assert main.main(again) == 0
     out = capsys.readouterr().out
     assert "alpha " in out
     assert f"page: {runs_dir / 'law' / 'scaling.html'}" in out
-    assert cli.main([*again, "--seeds", "2"]) == 2
+    assert main.main([*again, "--seeds", "2"]) == 2
     assert "--seeds and --resume are both given" in capsys.readouterr().err
-    assert cli.main([*again[:-1], "loss"]) == 2
+    assert main.main([*again[:-1], "loss"]) == 2
     assert "no grid 'loss'" in capsys.readouterr().err
 
 
 def test_the_command_says_what_it_knows(capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.main(["scaling", "--help"]) == 0
+    assert main.main(["scaling", "--help"]) == 0
     assert "driving" in capsys.readouterr().out
-    assert cli.main(["scaling", "cartpole"]) == 2
+    assert main.main(["scaling", "cartpole"]) == 2
     assert "longhaul scaling has no 'cartpole'; there is longhaul scaling driving" in capsys.readouterr().err
-    assert cli.main(["scaling", "driving", "--sizes", "big"]) == 2
+    assert main.main(["scaling", "driving", "--sizes", "big"]) == 2
     assert "--sizes is 'big'; it must be a finite number, or several with commas" in capsys.readouterr().err
-    assert cli.main(["scaling", "driving", "--data", "x"]) == 2
+    assert main.main(["scaling", "driving", "--data", "x"]) == 2
     assert "has no flag --data" in capsys.readouterr().err
 
 
@@ -242,12 +243,12 @@ def test_the_page_draws_every_point_at_its_place() -> None:
         {"parameters": n, "scenarios": 64, "failure": f, "least": f, "greatest": f, "seeds": 1}
         for n, f in ((1e5, 0.4), (1e6, 0.2), (1e7, 0.1))
     ]
-    discs = Marks(page.figure("t", points, "parameters", "scenarios", "parameters", TRUE)).discs
+    discs = Marks(scaling_page.figure("t", points, "parameters", "scenarios", "parameters", TRUE)).discs
     (x0, y0), (x1, y1), (x2, y2) = discs
     assert x0 < x1 < x2
     assert y0 < y1 < y2, "less failure is further down"
     np.testing.assert_allclose([x1 - x0, y1 - y0], [x2 - x1, y2 - y1], atol=0.03)
-    assert page.figure("t", [], "parameters", "scenarios", "parameters", None) == ""
+    assert scaling_page.figure("t", [], "parameters", "scenarios", "parameters", None) == ""
 
 
 def test_the_page_holds_all_runs_and_the_law(trainer: Trainer, tmp_path: Path) -> None:
@@ -261,8 +262,8 @@ def test_the_page_holds_all_runs_and_the_law(trainer: Trainer, tmp_path: Path) -
 
 
 def test_ticks_are_round() -> None:
-    np.testing.assert_allclose(page.decades(-1.2, 0.4), [0.1, 0.2, 0.5, 1.0, 2.0])
-    np.testing.assert_allclose(page.decades(0.0, 5.0), 10.0 ** np.arange(6))
+    np.testing.assert_allclose(scaling_page.decades(-1.2, 0.4), [0.1, 0.2, 0.5, 1.0, 2.0])
+    np.testing.assert_allclose(scaling_page.decades(0.0, 5.0), 10.0 ** np.arange(6))
 
 
 @pytest.mark.slow

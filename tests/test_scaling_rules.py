@@ -9,13 +9,13 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from longhaul import flags, recipes, settings
-from longhaul import run as runs
-from longhaul.algorithms import ppo
-from longhaul.envs import classic
-from longhaul.run import Named, Run, RunError
-from longhaul.scaling import rules
-from longhaul.scaling.rules import Passes
+from longhaul.algorithms import batch_scaling, ppo
+from longhaul.algorithms.batch_scaling import Passes
+from longhaul.cli import flags, run_flags
+from longhaul.config import recipes
+from longhaul.config import resolve as runs
+from longhaul.config.run import Named, Run, RunError
+from longhaul.envs import classic_control
 
 
 def trainers(batch: int) -> Passes:
@@ -31,20 +31,22 @@ def trainers(batch: int) -> Passes:
     [(256, 128, (4, 4)), (512, 128, (8, 2)), (2048, 128, (32, 2)), (2048, 256, (64, 2)), (4096, 256, (64, 2))],
 )
 def test_the_trainers_numbers(envs: int, steps: int, expected: tuple[int, int]) -> None:
-    assert rules.passes(envs * steps, "batch") == expected
-    assert rules.passes(envs * steps, "none") == (4, 4)
+    assert batch_scaling.passes(envs * steps, "batch") == expected
+    assert batch_scaling.passes(envs * steps, "none") == (4, 4)
 
 
 def test_the_rule_at_each_edge() -> None:
     for batch in (1, 32767, 32768, 32769, 65535, 65536, 98304, 131071, 131072, 524288, 1 << 24):
-        assert rules.passes(batch, "batch") == trainers(batch)
+        assert batch_scaling.passes(batch, "batch") == trainers(batch)
 
 
 def test_what_is_given_stays() -> None:
-    assert rules.decide(262_144, 262_144, "batch", None, None) == (32, 2)
-    assert rules.decide(262_144, 262_144, "batch", None, 3) == (32, 3)
-    assert rules.decide(262_144, 262_144, "batch", 4, None) == (4, 4), "as in the trainer: who gives one rules both"
-    assert rules.decide(262_144, 262_144, "batch", 7, 1) == (7, 1), "what is given is never corrected"
+    assert batch_scaling.decide(262_144, 262_144, "batch", None, None) == (32, 2)
+    assert batch_scaling.decide(262_144, 262_144, "batch", None, 3) == (32, 3)
+    assert batch_scaling.decide(262_144, 262_144, "batch", 4, None) == (4, 4), (
+        "as in the trainer: who gives one rules both"
+    )
+    assert batch_scaling.decide(262_144, 262_144, "batch", 7, 1) == (7, 1), "what is given is never corrected"
 
 
 def test_the_nearest_divisor() -> None:
@@ -52,7 +54,7 @@ def test_the_nearest_divisor() -> None:
         divisors = [d for d in range(1, n + 1) if n % d == 0]
         for wanted in range(1, 70):
             best = min(divisors, key=lambda d: (abs(d - wanted), -d))
-            assert rules.nearest_divisor(n, wanted) == best, (n, wanted)
+            assert batch_scaling.nearest_divisor(n, wanted) == best, (n, wanted)
 
 
 def test_a_device_s_batch_is_divided_and_it_is_said() -> None:
@@ -80,18 +82,18 @@ def test_with_memory_columns_are_divided() -> None:
 
 
 def test_learning_rates() -> None:
-    assert rules.lr_factor("none", 262_144, 32_768) == 1.0
-    assert rules.lr_factor("linear", 262_144, 32_768) == 8.0
-    assert rules.lr_factor("sqrt", 262_144, 32_768) == pytest.approx(math.sqrt(8))
-    for rule in rules.LR_RULES:
-        assert rules.lr_factor(rule, 4096, 4096) == 1.0
-        product = rules.lr_factor(rule, 300, 100) * rules.lr_factor(rule, 100, 300)
+    assert batch_scaling.lr_factor("none", 262_144, 32_768) == 1.0
+    assert batch_scaling.lr_factor("linear", 262_144, 32_768) == 8.0
+    assert batch_scaling.lr_factor("sqrt", 262_144, 32_768) == pytest.approx(math.sqrt(8))
+    for rule in batch_scaling.LR_RULES:
+        assert batch_scaling.lr_factor(rule, 4096, 4096) == 1.0
+        product = batch_scaling.lr_factor(rule, 300, 100) * batch_scaling.lr_factor(rule, 100, 300)
         assert product == pytest.approx(1.0)
 
 
 def _chosen(recipe: str, *words: str) -> Run:
     made = recipes.recipe(recipe)
-    return runs.resolve(settings.chosen(made, flags.parse(f"train {recipe}", "", settings.table(made), words)))
+    return runs.resolve(run_flags.chosen(made, flags.parse(f"train {recipe}", "", run_flags.table(made), words)))
 
 
 def test_the_base_is_the_recipes_own_batch() -> None:
@@ -138,7 +140,7 @@ def test_a_resolved_run_is_resolved() -> None:
 @pytest.mark.slow
 def test_a_warm_up_rises_to_the_rate() -> None:
     """The learning rate that an update reports: 1/4, 2/4, 3/4 of it, then what it would be without."""
-    spec = classic.cartpole().spec
+    spec = classic_control.cartpole().spec
     found: dict[int, list[float]] = {}
     for warmup in (0, 4):
         config = ppo.Config(hidden_dim=4, num_layers=1, num_minibatches=1, update_epochs=1, warmup=warmup)
@@ -157,7 +159,7 @@ def _rollout(algorithm: object, state: object) -> object:
     from longhaul.environment import vectorise
     from longhaul.rollout import collector
 
-    made = collector(vectorise(classic.cartpole(), 2), algorithm.act, algorithm.memory, steps=4)  # type: ignore[attr-defined]
+    made = collector(vectorise(classic_control.cartpole(), 2), algorithm.act, algorithm.memory, steps=4)  # type: ignore[attr-defined]
     carry = made.start(jax.random.key(0))
     policy = algorithm.policy(state)  # type: ignore[attr-defined]
     return made.collect(policy, carry, jax.random.key(1), jnp.int32(0))[1]

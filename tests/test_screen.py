@@ -8,11 +8,11 @@ from typing import Any
 import numpy as np
 import pytest
 
+from longhaul.cli.play.terminal import paint, plain
 from longhaul.envs.hackmatrix import hints, screen
+from longhaul.envs.hackmatrix import state as w
 from longhaul.envs.hackmatrix import view as views
-from longhaul.envs.hackmatrix import world as w
 from longhaul.envs.hackmatrix.view import Cell, Enemy, Sent, View
-from longhaul.terminal import paint, plain
 
 EMPTY = Cell(w.NONE, 0, -1, 0, 0, 0, False, False, False, False)
 

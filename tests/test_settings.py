@@ -10,10 +10,13 @@ from typing import Any
 import jax
 import pytest
 
-from longhaul import meanings, recipes, settings, training
+from longhaul.cli import meanings, run_flags
+from longhaul.config import recipes
+from longhaul.config.resolve import resolve
+from longhaul.config.run import Driving, Named, Run, to_dict
 from longhaul.envs import suites
-from longhaul.folders import save_run
-from longhaul.run import Driving, Named, Run, resolve, to_dict
+from longhaul.training import loop
+from longhaul.training.run_dir import save_run
 from tests import fixtures_logs, installed
 from tests.command_line import tree
 
@@ -23,11 +26,11 @@ def trained(monkeypatch: pytest.MonkeyPatch) -> list[Run]:
     """The Runs that `longhaul train` would train, of which nothing is trained."""
     runs: list[Run] = []
 
-    def train(run: Run, folder: Path, *, resumed: bool, source: Any = None) -> training.Outcome:
+    def train(run: Run, folder: Path, *, resumed: bool, source: Any = None) -> loop.Outcome:
         runs.append(run)
-        return training.Outcome(training.STOPPED, None)
+        return loop.Outcome(loop.STOPPED, None)
 
-    monkeypatch.setattr(training, "train", train)
+    monkeypatch.setattr(loop, "train", train)
     return runs
 
 
@@ -41,7 +44,7 @@ def stored(tmp_path: Path) -> Path:
 
 
 def test_every_field_of_a_run_is_a_flag_with_a_help() -> None:
-    names = {s.flag.name for make in recipes.RECIPES.values() for s in settings.settings(make())}
+    names = {s.flag.name for make in recipes.RECIPES.values() for s in run_flags.settings(make())}
     assert names == set(meanings.HELP)
 
     def leaves(value: Any, name: str = "") -> list[str]:
@@ -50,8 +53,8 @@ def test_every_field_of_a_run_is_a_flag_with_a_help() -> None:
         return [name]
 
     for make in recipes.RECIPES.values():
-        fields = [name for name in leaves(to_dict(make())) if name not in ("kind", *settings.HIDDEN)]
-        assert len(fields) == len(settings.settings(make())) == len({s.flag.name for s in settings.settings(make())})
+        fields = [name for name in leaves(to_dict(make())) if name not in ("kind", *run_flags.HIDDEN)]
+        assert len(fields) == len(run_flags.settings(make())) == len({s.flag.name for s in run_flags.settings(make())})
 
 
 def suite_of(recipe: str) -> str:

@@ -10,9 +10,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from longhaul import mesh as meshes
-from longhaul.checkpoint import Checkpoints
-from longhaul.staging import LEAST, Staging
+from longhaul.runtime import mesh as meshes
+from longhaul.training.checkpoint.checkpoint import Checkpoints
+from longhaul.training.checkpoint.staging import LEAST, Staging
 
 ROWS = LEAST // 4 // 256
 

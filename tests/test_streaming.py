@@ -21,18 +21,19 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from longhaul import ahead, training
-from longhaul import feed as feeds
-from longhaul import run as runs
-from longhaul.checkpoint import Checkpoints
-from longhaul.datasets import shards, stream
-from longhaul.driving import bank as banks
-from longhaul.driving import simulator, tables
-from longhaul.driving.scenario import Scenario
-from longhaul.feed import Feeding, Place
-from longhaul.run import Driving, Run, RunError
+from longhaul.config import resolve as runs
+from longhaul.config.run import Driving, Run, RunError
+from longhaul.driving.scenario import bank as banks
+from longhaul.driving.scenario.scenario import Scenario
+from longhaul.driving.shards import shard, stream
+from longhaul.driving.sim import simulator, tables
+from longhaul.spaces import Discrete, Measure
 from longhaul.topologies import fused
-from longhaul.types import Discrete, Measure, Spec, TimeStep, transition
+from longhaul.training import data as feeds
+from longhaul.training import loop, precompile
+from longhaul.training.checkpoint.checkpoint import Checkpoints
+from longhaul.training.data import Feeding, Place
+from longhaul.types import Spec, TimeStep, transition
 from tests.driving_worlds import GREEN, RED, line, scenario
 from tests.small_runs import after, begin, checkpoints, make_quick, records, result, resume, small
 
@@ -58,7 +59,7 @@ SCENARIOS = [different(number) for number in range(COUNT)]
 def written(folder: Path) -> Path:
     """The scenarios in shards of 4, 0 and 3."""
     for name, part in (("a", SCENARIOS[:4]), ("b", []), ("c", SCENARIOS[4:])):
-        shards.write(folder / f"{name}.lhs", part)
+        shard.write(folder / f"{name}.lhs", part)
     return folder
 
 
@@ -163,8 +164,8 @@ def test_what_chunks_look_like_is_known_before_one_is_read(data: Path, traffic: 
     for bank in (1, 2, 5):
         run = streaming(data, bank=bank, simulator=dataclasses.replace(EGO, traffic=traffic))
         (fed,) = contexts(run, 1)
-        assert ahead.alike(fed.context, feeds.feed(run).like)
-        assert not ahead.alike(fed.context, feeds.feed(streaming(data, bank=3)).like)
+        assert precompile.alike(fed.context, feeds.feed(run).like)
+        assert not precompile.alike(fed.context, feeds.feed(streaming(data, bank=3)).like)
 
 
 def test_a_place_leads_to_the_same_chunk_also_from_json(data: Path) -> None:
@@ -292,7 +293,7 @@ def thread() -> str:
 
 
 def test_the_program_is_compiled_once_beside_the_reading(whole: Path) -> None:
-    assert WHO == [ahead.THREAD]
+    assert WHO == [precompile.THREAD]
 
 
 def ended_the_same(folder: Path, whole: Path) -> bool:
@@ -317,7 +318,7 @@ def test_a_run_that_was_stopped_ends_the_same(
                 Checkpoints, "save", after(save, lambda: signal.raise_signal(signal.SIGTERM), Checkpoints.save)
             )
             outcome = resume(folder) if folder.exists() else begin(streaming(data), folder)
-        assert outcome.code in (0, training.STOPPED)
+        assert outcome.code in (0, loop.STOPPED)
     assert resume(folder).code == 0
     assert ended_the_same(folder, whole)
 
@@ -360,7 +361,7 @@ def test_other_data_are_noticed_when_a_run_is_gone_on_with(
     run, folder, part = streaming(data), tmp_path / "run", data / "c.lhs"
     with monkeypatch.context() as patch:
         patch.setattr(Checkpoints, "save", after(1, lambda: signal.raise_signal(signal.SIGTERM), Checkpoints.save))
-        assert begin(run, folder).code == training.STOPPED
+        assert begin(run, folder).code == loop.STOPPED
     assert json.loads((folder / "run.json").read_text())["data"]["scenarios"] == COUNT
     resident = streaming(data, bank=None, bank_updates=None)
     about = {"data": feeds.feed(resident).about}
@@ -370,7 +371,7 @@ def test_other_data_are_noticed_when_a_run_is_gone_on_with(
             (SCENARIOS[4:6], "holds 6 scenarios, and 7 when run"),
             ([*SCENARIOS[4:6], SCENARIOS[3]], "holds 7 other scenarios than when run"),
         ]:
-            shards.write(part, scenarios)
+            shard.write(part, scenarios)
             with pytest.raises(RunError, match=message) as raised:
                 resume(folder)
             assert "\n" not in str(raised.value)
@@ -405,7 +406,9 @@ def test_a_chunk_is_seen_eight_times_if_nothing_is_said() -> None:
 TRAIN = """
 import json, sys
 from pathlib import Path
-from longhaul import folders, run as runs, training
+from longhaul.training import run_dir as folders
+from longhaul.config import resolve as runs
+from longhaul.training import loop as training
 folder, resumed = Path(sys.argv[1]), Path(sys.argv[1], "run.json").exists()
 run = folders.load_run(folder) if resumed else runs.from_dict(runs.Run, json.loads(sys.argv[2]))
 sys.exit(training.train(run, folder, resumed=resumed).code)

@@ -16,10 +16,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from longhaul import cli
+from longhaul.cli import main
 from longhaul.envs import registry, suites
-from longhaul.envs.suite_worlds import Step, World
-from longhaul.types import Discrete, Masked
+from longhaul.envs.suite_adapters import Step, World
+from longhaul.spaces import Discrete, Masked
 from tests.conformance import check_environment, sample_action
 
 SHORT = {
@@ -202,10 +202,10 @@ def test_masks_are_those_of_the_suite() -> None:
 
 EAGER = """
 import jax
-from longhaul import commands
-from longhaul import run as runs
+from longhaul.cli import train as commands
+from longhaul.config import resolve as runs
 from longhaul.envs import suites
-from longhaul.envs.suite_worlds import Step, World
+from longhaul.envs.suite_adapters import Step, World
 from longhaul.types import Discrete
 
 def make(name):
@@ -233,6 +233,6 @@ def test_a_recipe_of_a_suite_that_is_not_installed_says_what_to_install(
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     suites.make.cache_clear()  # where it is installed, a test before this one may have made it
     for words, package in (("brax-ant", "brax"), ("minatar-dqn", "gymnax"), ("cartpole --env pgx/x", "pgx")):
-        assert cli.main(["train", *words.split(), "--runs-dir", str(tmp_path / "runs")]) == 2
+        assert main.main(["train", *words.split(), "--runs-dir", str(tmp_path / "runs")]) == 2
         assert f"pip install {package}" in capsys.readouterr().err
     assert not (tmp_path / "runs").exists()

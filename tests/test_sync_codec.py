@@ -9,13 +9,13 @@ import numpy as np
 import pytest
 from numba import njit
 
-from longhaul.sync import codec, kernels, loops
-from longhaul.sync.codec import Mode
-from longhaul.sync.reference import CLASSES
+from longhaul.weight_sync.delta import backend, block_codec, numba_kernels
+from longhaul.weight_sync.delta.block_codec import Mode
+from longhaul.weight_sync.delta.numpy_kernels import CLASSES
 
 zstandard = pytest.importorskip("zstandard", reason="zstandard, of the extra sync, is not installed")
 
-BY = [loops.Plain(), loops.Compiled()]
+BY = [backend.Plain(), backend.Compiled()]
 
 SIZE = 3000
 BASE = np.zeros(SIZE, np.uint16)  # of the first class, all of them
@@ -44,15 +44,15 @@ def block(
     said[0] |= packed
     numbers = [*counts, *lows, *((len(rest), len(more), len(whole)) if rare is None else rare), *said]
     words = [np.array(each, np.uint32).tobytes() for each in (rest, whole)]
-    return b"".join([bytes([Mode.DELTA]), bounds, codec._varints(numbers), *streams, bits, *words])
+    return b"".join([bytes([Mode.DELTA]), bounds, block_codec._varints(numbers), *streams, bits, *words])
 
 
-def decoded(data: bytes, by: loops.Loops, base: np.ndarray = BASE) -> np.ndarray | str:
+def decoded(data: bytes, by: backend.Loops, base: np.ndarray = BASE) -> np.ndarray | str:
     """What a block makes of `base`, or why it is none. Nobody touches what lies around."""
     around = np.full(base.size + 512, 171, base.dtype)
     out = around[256:-256]
     try:
-        codec.decode(base, out, memoryview(data), by)
+        block_codec.decode(base, out, memoryview(data), by)
     except ValueError as error:
         return str(error)
     finally:
@@ -61,7 +61,7 @@ def decoded(data: bytes, by: loops.Loops, base: np.ndarray = BASE) -> np.ndarray
 
 
 @pytest.mark.parametrize("by", BY, ids=["plain", "compiled"])
-def test_a_block_by_hand_is_read_as_it_is_meant(by: loops.Loops) -> None:
+def test_a_block_by_hand_is_read_as_it_is_meant(by: backend.Loops) -> None:
     """The places and steps that the format's words say: gaps in three ways, steps in three."""
     assert np.flatnonzero(decoded(block(), by)).tolist() == [0]
     made = decoded(
@@ -102,7 +102,7 @@ BOMB = zstandard.ZstdCompressor(
     [
         ({"counts": (SIZE, 1, 0, 0)}, "more elements than it has"),
         ({"counts": ((1 << 35) - 1, 0, 0, 0)}, "more elements than it has"),
-        ({"lows": (codec.MOST_LOW + 1, 0, 0, 0)}, "more elements than it has"),
+        ({"lows": (block_codec.MOST_LOW + 1, 0, 0, 0)}, "more elements than it has"),
         ({"rare": (2, 0, 0)}, "more elements than it has"),
         ({"rare": (0, 0, 1)}, "too short"),
         ({"rest": [7]}, "too long"),
@@ -129,12 +129,12 @@ BOMB = zstandard.ZstdCompressor(
     ],
     ids=str,
 )  # fmt: skip
-def test_a_block_that_lies_is_refused(lie: dict[str, Any], said: str, by: loops.Loops) -> None:
+def test_a_block_that_lies_is_refused(lie: dict[str, Any], said: str, by: backend.Loops) -> None:
     assert said in str(decoded(block(**lie), by))
 
 
 @pytest.mark.parametrize("by", BY, ids=["plain", "compiled"])
-def test_what_has_no_end_is_refused(by: loops.Loops) -> None:
+def test_what_has_no_end_is_refused(by: backend.Loops) -> None:
     for cut in range(len(block())):
         assert "the delta is damaged" in str(decoded(block()[:cut], by))
     assert "a number has no end" in str(decoded(bytes([Mode.DELTA, 255, 255, 255]) + 40 * b"\xff", by))
@@ -175,8 +175,8 @@ def test_both_kinds_of_loops_read_any_block_alike(dtype: type) -> None:
 def test_bits_are_placed_without_the_processors_help(monkeypatch: pytest.MonkeyPatch) -> None:
     """As where there is no PDEP."""
     draw = np.random.default_rng(0)
-    monkeypatch.setattr(kernels, "BMI2", False)
-    place = njit(kernels.place.py_func)
+    monkeypatch.setattr(numba_kernels, "BMI2", False)
+    place = njit(numba_kernels.place.py_func)
     for mask in draw.integers(1, 1 << 64, 100, np.uint64, endpoint=False):
         bits = [at for at in range(64) if int(mask) >> at & 1]
         assert [place(mask, rank) for rank in range(len(bits))] == bits

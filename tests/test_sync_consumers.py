@@ -17,15 +17,16 @@ import numpy as np
 import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
-from longhaul import mesh as meshes
-from longhaul.reasoning import hub, model
-from longhaul.sync import files, manifest, vllm
-from longhaul.sync.consumers import JaxWeights, TorchWeights, to_jax, to_torch
-from longhaul.sync.engine import Publisher
-from longhaul.sync.lanes.folder import FolderLane
-from longhaul.sync.producer import named
-from longhaul.sync.torch_arrays import torch_tensor
-from longhaul.sync.vllm import Announced, Http, Phase, PhaseError, Rollout, Worker
+from longhaul.reasoning import huggingface, transformer
+from longhaul.runtime import mesh as meshes
+from longhaul.weight_sync import manifest, vllm
+from longhaul.weight_sync.consumers import JaxWeights, TorchWeights, to_jax, to_torch
+from longhaul.weight_sync.producer import named
+from longhaul.weight_sync.publisher import Publisher
+from longhaul.weight_sync.torch_arrays import torch_tensor
+from longhaul.weight_sync.transports import safetensors_files
+from longhaul.weight_sync.transports.folder import FolderLane
+from longhaul.weight_sync.vllm import Announced, Http, Phase, PhaseError, Rollout, Worker
 from tests import reference_logits as reference
 from tests.sync_lanes import until, way
 
@@ -106,7 +107,7 @@ def module(torch: Any) -> Any:
 
 def test_a_torch_module_is_written_in_place_and_its_tied_parameters_once() -> None:
     torch = pytest.importorskip("torch", reason="torch is not installed")
-    from longhaul.sync.producer import of_torch
+    from longhaul.weight_sync.producer import of_torch
 
     source, target = module(torch), module(torch)
     for tensor in source.state_dict().values():
@@ -155,26 +156,28 @@ def test_torch_reads_an_array_of_any_dtype_where_it_lies() -> None:
 def test_a_language_model_is_published_as_files_that_others_read(tmp_path: Path) -> None:
     params = jax.tree.map(
         lambda shape: np.random.default_rng(1).normal(size=shape).astype(ml_dtypes.bfloat16),
-        model.shapes(TINY), is_leaf=lambda x: isinstance(x, tuple),
+        transformer.shapes(TINY), is_leaf=lambda x: isinstance(x, tuple),
     )  # fmt: skip
-    lane = FolderLane(tmp_path, durable=False, shard=20_000, beside={"config.json": hub.config_text(TINY)})
+    lane = FolderLane(tmp_path, durable=False, shard=20_000, beside={"config.json": huggingface.config_text(TINY)})
     with Publisher("run", epoch=1, lanes=[lane]) as sender:
-        sender.publish(3, hub.exported(TINY, params))
+        sender.publish(3, huggingface.exported(TINY, params))
         until(lambda: lane.latest is not None)
-    where = tmp_path / files.folder_name(1, 3)
-    assert (where / files.INDEX).exists()
+    where = tmp_path / safetensors_files.folder_name(1, 3)
+    assert (where / safetensors_files.INDEX).exists()
     pytest.importorskip("safetensors", reason="safetensors, of the extra llm, is not installed")
-    config, loaded = hub.load(where, dtype="bfloat16")
+    config, loaded = huggingface.load(where, dtype="bfloat16")
     assert config == TINY
     assert all(jax.tree.leaves(jax.tree.map(lambda a, b: a.tobytes() == b.tobytes(), loaded, params)))
-    found = files.read_manifest(where)
+    found = safetensors_files.read_manifest(where)
     assert found.tensors[0].name == "model.embed_tokens.weight" and ".layers.1." in found.tensors[-2].name
     image = np.zeros(found.size, np.uint8)
-    files.read(where, found, image, lambda image, count: None)
-    again = hub.imported(TINY, manifest.views(found, image))
+    safetensors_files.read(where, found, image, lambda image, count: None)
+    again = huggingface.imported(TINY, manifest.views(found, image))
     assert all(jax.tree.leaves(jax.tree.map(lambda a, b: a.tobytes() == b.tobytes(), again, params)))
-    with pytest.raises(hub.HubError, match=r"model\.norm\.weight is missing"):
-        hub.imported(TINY, {name: a for name, a in manifest.views(found, image).items() if "model.norm" not in name})
+    with pytest.raises(huggingface.HubError, match=r"model\.norm\.weight is missing"):
+        huggingface.imported(
+            TINY, {name: a for name, a in manifest.views(found, image).items() if "model.norm" not in name}
+        )
 
 
 # ----------------------------------------------------------------------------------------------------------------- vLLM

@@ -9,14 +9,16 @@ from pathlib import Path
 
 import pytest
 
-from longhaul import cli, sync_command
-from longhaul.sync import cost, layout, plan, rates
-from longhaul.sync.cost import GB, Setting
+from longhaul.bench import machine_rates
+from longhaul.cli import main, sync_plan
+from longhaul.weight_sync import cost_model
+from longhaul.weight_sync.cost_model import GB, Setting
+from longhaul.weight_sync.resharding import layout, plan
 
 IDEAL = Setting(params=1e12, efficiency=1.0)
 
 
-def seconds(of: cost.Cost, name: str) -> float:
+def seconds(of: cost_model.Cost, name: str) -> float:
     return sum(term.seconds for term in of.terms if term.name == name)
 
 
@@ -35,11 +37,11 @@ def seconds(of: cost.Cost, name: str) -> float:
     ],
 )
 def test_a_full_update_takes_what_its_bytes_take(changes: dict[str, float], stage: str, expected: float) -> None:
-    assert seconds(cost.full(dataclasses.replace(IDEAL, **changes)), stage) == pytest.approx(expected)
+    assert seconds(cost_model.full(dataclasses.replace(IDEAL, **changes)), stage) == pytest.approx(expected)
 
 
 def test_a_delta_sends_less_but_reads_all() -> None:
-    full, delta, host = cost.costs(IDEAL)
+    full, delta, host = cost_model.costs(IDEAL)
     assert seconds(delta, "receiver NIC") == pytest.approx(seconds(full, "receiver NIC") / 50)
     assert seconds(delta, "diff") == pytest.approx(2 * 2000 / 256 / 3350)
     assert seconds(delta, "decode") == pytest.approx(125 / (0.2 * 3350))
@@ -49,8 +51,8 @@ def test_a_delta_sends_less_but_reads_all() -> None:
 
 def test_stages_overlap_but_not_on_one_resource() -> None:
     parts = [("a", 4.0, "x"), ("b", 1.0, "y"), ("c", 2.0, "y"), ("d", 0.5, "")]
-    terms = tuple(cost.Term(name, value, "", on) for name, value, on in parts)
-    one = cost.Cost("", terms, 1, 0.0)
+    terms = tuple(cost_model.Term(name, value, "", on) for name, value, on in parts)
+    one = cost_model.Cost("", terms, 1, 0.0)
     assert one.serial == one.pipelined == 7.5  # a single bucket overlaps with nothing
     many = one._replace(buckets=300)
     assert many.pipelined == pytest.approx(4.0 + 3.0 / 300 + 0.5)
@@ -58,7 +60,7 @@ def test_stages_overlap_but_not_on_one_resource() -> None:
 
 
 def test_a_trillion_parameters_in_seconds() -> None:
-    full, delta, _ = cost.costs(Setting(params=1e12))
+    full, delta, _ = cost_model.costs(Setting(params=1e12))
     assert full.pipelined <= 5.0
     assert delta.pipelined <= 1.0
     for each in (full, delta):
@@ -69,7 +71,7 @@ def test_the_model_counts_the_bytes_that_a_plan_moves() -> None:
     shapes = {f"layer{i}": ((64, 64), "float32") for i in range(4)}
     of = Setting(params=4 * 64 * 64, itemsize=4.0, trainers=8, replicas=4, per_replica=2, nic=1.0, efficiency=1.0)
     made = plan.plan(layout.sharded(shapes, 8), layout.replicas(layout.sharded(shapes, 2, 1), 4))
-    full = cost.full(dataclasses.replace(of, relay=False))
+    full = cost_model.full(dataclasses.replace(of, relay=False))
     assert max(sent for _, sent in made.sent) == seconds(full, "sender NIC")
     assert {received for _, received in made.received} == {seconds(full, "receiver NIC")}
 
@@ -83,7 +85,7 @@ def test_settings_that_mean_nothing(name: str, value: float) -> None:
 
 
 def test_local_runs_wait_for_cores() -> None:
-    given = cost.Rates(gather=5 * GB, loopback=2 * GB, digest=10 * GB)
+    given = cost_model.Rates(gather=5 * GB, loopback=2 * GB, digest=10 * GB)
     for (receivers, cores, lane, verify), expected in {
         (2, 2, "shm", "always"): 0.1 + 0.1,
         (2, 2, "shm", "once"): 0.1 + 0.05,
@@ -96,14 +98,14 @@ def test_local_runs_wait_for_cores() -> None:
         (1, 2, "tcp", "once"): 0.1 + 0.5,
         (2, 4, "tcp", "once"): 0.1 + 0.5,
     }.items():
-        found = cost.local(1 * GB, receivers, cores, given, lane, delay=0.0, verify=verify)
+        found = cost_model.local(1 * GB, receivers, cores, given, lane, delay=0.0, verify=verify)
         assert found.pipelined == pytest.approx(expected)
     with pytest.raises(ValueError, match="there are shm and tcp"):
-        cost.local(1.0, 1, 1, given, "pigeon")
+        cost_model.local(1.0, 1, 1, given, "pigeon")
 
 
 def test_this_machine_has_rates() -> None:
-    found = rates.measured(1 << 20, repeats=2)
+    found = machine_rates.measured(1 << 20, repeats=2)
     assert all(math.isfinite(rate) and rate > 1e6 for rate in found)
 
 
@@ -114,17 +116,17 @@ WORDS = ["sync", "plan", "--params", "1e12", "--trainers", "256", "--receivers",
 
 def test_the_command_prints_every_term(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = tmp_path / "plan.json"
-    assert cli.main([*WORDS, "--delta-ratio", "40", "--json", str(file)]) == 0
+    assert main.main([*WORDS, "--delta-ratio", "40", "--json", str(file)]) == 0
     printed = capsys.readouterr().out
     found = json.loads(file.read_text())
     assert found["setting"]["nic"] == 50e9
     assert found["setting"]["delta_ratio"] == 40.0
-    expected = cost.costs(Setting(params=1e12, delta_ratio=40.0))
+    expected = cost_model.costs(Setting(params=1e12, delta_ratio=40.0))
     assert [each["seconds"] for each in found["updates"]] == [each.pipelined for each in expected]
     for each in expected:
         assert each.name in printed
         assert all(term.name in printed and term.formula in printed for term in each.terms)
-    assert all(line in printed for _, line in cost.assumptions(Setting(params=1e12, delta_ratio=40.0)))
+    assert all(line in printed for _, line in cost_model.assumptions(Setting(params=1e12, delta_ratio=40.0)))
 
 
 @pytest.mark.parametrize(
@@ -141,7 +143,7 @@ def test_the_command_prints_every_term(tmp_path: Path, capsys: pytest.CaptureFix
     ],
 )
 def test_bad_words_are_one_line(words: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.main(words) == 2
+    assert main.main(words) == 2
     err = capsys.readouterr().err
     assert said in err
     assert err.count("\n") == 1
@@ -149,4 +151,4 @@ def test_bad_words_are_one_line(words: list[str], said: str, capsys: pytest.Capt
 
 @pytest.mark.parametrize(("word", "rate"), [("400Gb/s", 5e10), ("50GB/s", 5e10), ("1.5TB/s", 1.5e12), ("1e9B/s", 1e9)])
 def test_rates(word: str, rate: float) -> None:
-    assert sync_command.RATE.read(word) == pytest.approx(rate)
+    assert sync_plan.RATE.read(word) == pytest.approx(rate)

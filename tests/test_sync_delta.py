@@ -11,7 +11,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from longhaul.sync import codec, delta, digests, loops, reference
+from longhaul.weight_sync.delta import backend, block_codec, numpy_kernels, tensor_delta
+from longhaul.weight_sync.digest import digest
 
 pytest.importorskip("zstandard", reason="zstandard, of the extra sync, is not installed")
 
@@ -20,7 +21,7 @@ DTYPES = {
     "float8_e5m2": np.uint8, "int8": np.uint8, "float64": np.uint64,
 }  # fmt: skip
 
-BY = [loops.Plain(), loops.Compiled()]
+BY = [backend.Plain(), backend.Compiled()]
 
 
 def special(dtype: np.dtype) -> np.ndarray:
@@ -57,17 +58,17 @@ def pair(generator: np.random.Generator, dtype: np.dtype, size: int, kind: int) 
     [(BY[0], 200), (BY[1], 800), pytest.param(BY[1], 10_000, marks=pytest.mark.slow)],
     ids=["plain", "compiled", "ten thousand"],
 )
-def test_tensors_come_back_bit_for_bit(by: loops.Loops, count: int) -> None:
+def test_tensors_come_back_bit_for_bit(by: backend.Loops, count: int) -> None:
     generator = np.random.default_rng(7)
     sizes = [0, 1, 2, 63, 64, 65, 127, 128, 200, 1000]
     for i in generator.permutation(10_000)[:count].tolist():
         name = list(DTYPES)[i % len(DTYPES)]
         base, new = pair(generator, np.dtype(DTYPES[name]), sizes[i // 7 % len(sizes)], i // 70 % 8)
         out = np.empty_like(base)
-        frame = delta.encode(base, new, name, by=by)
-        delta.decode(base, frame, out, by=by)
+        frame = tensor_delta.encode(base, new, name, by=by)
+        tensor_delta.decode(base, frame, out, by=by)
         assert out.tobytes() == new.tobytes(), (i, name, base.size)
-        delta.apply(base, frame, by=by)
+        tensor_delta.apply(base, frame, by=by)
         assert base.tobytes() == new.tobytes(), (i, name, base.size)
 
 
@@ -77,23 +78,23 @@ def test_the_compiled_loops_write_what_numpy_writes(dtype: type, size: int) -> N
     generator = np.random.default_rng(size)
     for kind in range(8):
         base, new = pair(generator, np.dtype(dtype), size, kind)
-        frames = [delta.encode(base, new, dtype, by=by) for by in BY]
+        frames = [tensor_delta.encode(base, new, dtype, by=by) for by in BY]
         assert frames[0] == frames[1]
         outs = [np.empty_like(base) for _ in BY]
         for out, by in zip(outs, BY[::-1]):
-            delta.decode(base, frames[0], out, by=by)
+            tensor_delta.decode(base, frames[0], out, by=by)
             np.testing.assert_array_equal(out, new)
 
 
 def test_blocks_beside_each_other(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(codec, "BLOCK", 1 << 12)
+    monkeypatch.setattr(block_codec, "BLOCK", 1 << 12)
     base, new = trained(50_000, 1e-5)
     with ThreadPoolExecutor(3) as pool:
-        frame = delta.encode(base, new, np.uint16, pool=pool)
-        assert frame == delta.encode(base, new, np.uint16)
-        assert len(delta.read(frame).blocks) == 13
+        frame = tensor_delta.encode(base, new, np.uint16, pool=pool)
+        assert frame == tensor_delta.encode(base, new, np.uint16)
+        assert len(tensor_delta.read(frame).blocks) == 13
         out = np.empty_like(base)
-        delta.decode(base, frame, out, pool=pool)
+        tensor_delta.decode(base, frame, out, pool=pool)
     np.testing.assert_array_equal(out, new)
 
 
@@ -102,35 +103,35 @@ def test_what_is_made_is_digested_in_the_making(dtype: type, monkeypatch: pytest
     """Blocks of every mode, the last one short: the digest, which `decode` compares, is that of all of them; in place
     and elsewhere, and nothing around is touched."""
     fed = list[int]()
-    feed = digests.Streamed.feed
-    monkeypatch.setattr(digests, "LARGE", 241)
-    monkeypatch.setattr(codec, "BLOCK", 1 << 13)
-    monkeypatch.setattr(digests.Streamed, "feed", lambda *given: (fed.append((got := feed(*given)).size), got)[1])
+    feed = digest.Streamed.feed
+    monkeypatch.setattr(digest, "LARGE", 241)
+    monkeypatch.setattr(block_codec, "BLOCK", 1 << 13)
+    monkeypatch.setattr(digest.Streamed, "feed", lambda *given: (fed.append((got := feed(*given)).size), got)[1])
     generator = np.random.default_rng(3)
     for last in (1000, 4096, 4097, 5000):  # of chunks, batches and the digest's blocks, some are whole
         parts = [pair(generator, np.dtype(dtype), 1 << 13, kind) for kind in (5, 5, 0, 1, 7, 5)]
         parts.append(pair(generator, np.dtype(dtype), last, 5))
         base, new = (np.concatenate(each) for each in zip(*parts))
-        frame = delta.encode(base, new, dtype, by=BY[1])
+        frame = tensor_delta.encode(base, new, dtype, by=BY[1])
         memory = np.full(base.size + 100, 171, dtype)
         out = memory[50:-50]
-        delta.decode(base, frame, out, by=BY[1])
+        tensor_delta.decode(base, frame, out, by=BY[1])
         np.testing.assert_array_equal(out, new)
         out[:] = base
-        delta.apply(out, frame, by=BY[1])
+        tensor_delta.apply(out, frame, by=BY[1])
         np.testing.assert_array_equal(out, new)
         assert (memory[:50] == 171).all() and (memory[-50:] == 171).all()
     assert max(fed) == base.itemsize << 13 and len(fed) >= 4
-    damaged = bytearray(frame[: -delta.SEAL])
-    damaged[delta.HEAD.size - 1] ^= 1  # of the digest that should come out
+    damaged = bytearray(frame[: -tensor_delta.SEAL])
+    damaged[tensor_delta.HEAD.size - 1] ^= 1  # of the digest that should come out
     with pytest.raises(ValueError, match="should make"):
-        delta.apply(base, delta.seal(damaged), by=BY[1])
+        tensor_delta.apply(base, tensor_delta.seal(damaged), by=BY[1])
     np.testing.assert_array_equal(base, new)
 
 
 def test_keys_grow_with_the_numbers_and_are_all_different() -> None:
     every = np.arange(1 << 16, dtype=np.uint16)
-    signed = reference.keys(every)
+    signed = numpy_kernels.keys(every)
     signed = np.where(signed >= 1 << 15, signed - (1 << 16), signed)
     assert np.unique(signed).size == every.size
     numbers = every.view(ml_dtypes.bfloat16).astype(np.float32)
@@ -140,7 +141,7 @@ def test_keys_grow_with_the_numbers_and_are_all_different() -> None:
     # One unit in the last place is one key.
     one = np.array([1.0], ml_dtypes.bfloat16)
     after = np.nextafter(one, np.array([2.0], ml_dtypes.bfloat16))
-    assert reference.keys(after.view(np.uint16)) - reference.keys(one.view(np.uint16)) == 1
+    assert numpy_kernels.keys(after.view(np.uint16)) - numpy_kernels.keys(one.view(np.uint16)) == 1
 
 
 # --------------------------------------------------------------------------------------------------------------- size
@@ -162,7 +163,7 @@ def entropy(base: np.ndarray, new: np.ndarray) -> float:
     """Bits that independent changes need: which elements, and by how many units in the last place."""
     share = (base != new).mean()
     positions = -base.size * (share * np.log2(share) + (1 - share) * np.log2(1 - share))
-    steps = reference.keys(new) - reference.keys(base)
+    steps = numpy_kernels.keys(new) - numpy_kernels.keys(base)
     counts = np.unique(steps[base != new], return_counts=True)[1]
     return float(positions - (counts * np.log2(counts / counts.sum())).sum())
 
@@ -170,7 +171,7 @@ def entropy(base: np.ndarray, new: np.ndarray) -> float:
 @pytest.mark.parametrize(("rate", "share"), [(1e-6, 0.86), (1e-5, 0.88), (1e-4, 0.97)])
 def test_a_delta_is_smaller_than_independent_changes_could_be(rate: float, share: float) -> None:
     base, new = trained(1 << 19, rate)
-    frame = delta.encode(base, new, "bfloat16")
+    frame = tensor_delta.encode(base, new, "bfloat16")
     assert 8 * len(frame) < share * entropy(base, new)
 
 
@@ -178,10 +179,10 @@ def test_steps_and_gaps_that_are_rare() -> None:
     base = np.zeros(1 << 18, np.uint16)
     new = base.copy()
     new[[0, 1, 70_000, -1]] = [1, 0x8000, 0x7F80, 300]
-    frame = delta.encode(base, new, "bfloat16")
-    assert len(frame) < delta.HEAD.size + delta.SEAL + 90
+    frame = tensor_delta.encode(base, new, "bfloat16")
+    assert len(frame) < tensor_delta.HEAD.size + tensor_delta.SEAL + 90
     out = np.empty_like(base)
-    delta.decode(base, frame, out)
+    tensor_delta.decode(base, frame, out)
     np.testing.assert_array_equal(out, new)
 
 
@@ -189,20 +190,20 @@ def test_steps_and_gaps_that_are_rare() -> None:
 def test_what_no_delta_helps_is_no_larger_than_itself(base: np.ndarray | None) -> None:
     generator = np.random.default_rng(0)
     noise = generator.integers(0, 1 << 32, 4096, np.uint32)
-    head = delta.HEAD.size + 4 + 1 + delta.SEAL
-    assert len(delta.encode(base, noise, "float32")) == noise.nbytes + head
+    head = tensor_delta.HEAD.size + 4 + 1 + tensor_delta.SEAL
+    assert len(tensor_delta.encode(base, noise, "float32")) == noise.nbytes + head
     weights = generator.standard_normal(4096).astype(np.float32)  # exponents of normal numbers are worth compressing
-    assert len(delta.encode(base, weights, "float32")) < 0.95 * weights.nbytes
+    assert len(tensor_delta.encode(base, weights, "float32")) < 0.95 * weights.nbytes
     for new in (noise, weights):
         out = np.empty_like(new)
-        delta.decode(base, delta.encode(base, new, "float32"), out)
+        tensor_delta.decode(base, tensor_delta.encode(base, new, "float32"), out)
         assert out.tobytes() == new.tobytes()
 
 
 def test_an_unchanged_tensor_costs_its_head() -> None:
     base = np.arange(100_000, dtype=np.uint16)
-    assert len(delta.encode(base, base.copy(), np.uint16)) == delta.HEAD.size + 4 + 1 + delta.SEAL
-    assert len(delta.encode(b"", b"", "bfloat16")) == delta.HEAD.size + delta.SEAL
+    assert len(tensor_delta.encode(base, base.copy(), np.uint16)) == tensor_delta.HEAD.size + 4 + 1 + tensor_delta.SEAL
+    assert len(tensor_delta.encode(b"", b"", "bfloat16")) == tensor_delta.HEAD.size + tensor_delta.SEAL
 
 
 # -------------------------------------------------------------------------------------------------------------- guards
@@ -210,49 +211,49 @@ def test_an_unchanged_tensor_costs_its_head() -> None:
 
 def test_a_delta_is_for_its_base_alone_and_for_once() -> None:
     base, new = trained(1000, 1e-4)
-    frame = delta.encode(base, new, "bfloat16")
+    frame = tensor_delta.encode(base, new, "bfloat16")
     staging = base.copy()
-    delta.apply(staging, frame)
+    tensor_delta.apply(staging, frame)
     with pytest.raises(ValueError, match="needs the base"):
-        delta.apply(staging, frame)
+        tensor_delta.apply(staging, frame)
     np.testing.assert_array_equal(staging, new)  # and nothing was written
-    for other, known in ((None, None), (base[:-1], None), (base, delta.digest(new))):
+    for other, known in ((None, None), (base[:-1], None), (base, tensor_delta.digest(new))):
         out = np.full_like(base, 7)
         with pytest.raises(ValueError, match="needs the base"):
-            delta.decode(other, frame, out, known=known)
+            tensor_delta.decode(other, frame, out, known=known)
         assert (out == 7).all()
     for other in (np.zeros_like(base), new, new[::-1].copy()):  # which is only known when all is made
-        with pytest.raises(ValueError, match=f"needs the base .*; here is {delta.digest(other).hex()}"):
-            delta.decode(other, frame, np.empty_like(base))
+        with pytest.raises(ValueError, match=f"needs the base .*; here is {tensor_delta.digest(other).hex()}"):
+            tensor_delta.decode(other, frame, np.empty_like(base))
     # Who claims to know the digest of another base is found out by what comes of it.
     with pytest.raises(ValueError, match="damaged"):
-        delta.decode(new, frame, np.empty_like(base), known=delta.digest(base))
-    assert frame == delta.encode(base, new, "bfloat16", known=delta.digest(base))
+        tensor_delta.decode(new, frame, np.empty_like(base), known=tensor_delta.digest(base))
+    assert frame == tensor_delta.encode(base, new, "bfloat16", known=tensor_delta.digest(base))
 
 
 def test_buffers_that_do_not_fit() -> None:
     base, new = trained(1000, 1e-4)
-    frame = delta.encode(base, new, "bfloat16")
+    frame = tensor_delta.encode(base, new, "bfloat16")
     with pytest.raises(ValueError, match="there is room for 1998"):
-        delta.decode(base, frame, np.empty(999, np.uint16))
+        tensor_delta.decode(base, frame, np.empty(999, np.uint16))
     with pytest.raises(ValueError, match="read-only"):
-        delta.decode(base, frame, bytes(2000))
+        tensor_delta.decode(base, frame, bytes(2000))
     with pytest.raises(ValueError, match="contiguous"):
-        delta.encode(base[::2], new[::2], "bfloat16")
+        tensor_delta.encode(base[::2], new[::2], "bfloat16")
     with pytest.raises(ValueError, match="one shape"):
-        delta.encode(base, new[1:], "bfloat16")
+        tensor_delta.encode(base, new[1:], "bfloat16")
     with pytest.raises(ValueError, match="whole number"):
-        delta.encode(b"abc", b"abd", "bfloat16")
+        tensor_delta.encode(b"abc", b"abd", "bfloat16")
     odd = memoryview(bytearray(2001))[1:]  # begins at an odd address: read, not written
     odd[:] = new.tobytes()
-    assert delta.encode(base, odd, "bfloat16") == frame
+    assert tensor_delta.encode(base, odd, "bfloat16") == frame
 
 
 def test_bytes_of_any_kind() -> None:
     base, new = trained(500, 1e-4)
-    frame = delta.encode(base.tobytes(), memoryview(new), "bfloat16")
+    frame = tensor_delta.encode(base.tobytes(), memoryview(new), "bfloat16")
     out = bytearray(1000)
-    delta.decode(base.view(ml_dtypes.bfloat16), bytearray(frame), out)
+    tensor_delta.decode(base.view(ml_dtypes.bfloat16), bytearray(frame), out)
     assert bytes(out) == new.tobytes()
 
 
@@ -268,14 +269,14 @@ def guarded(size: int) -> tuple[np.ndarray, np.ndarray]:
 SIZE = 3000
 BASE, NEW = trained(SIZE, 3e-5)
 NEW[:40] = special(np.dtype(np.uint16))[np.arange(40) % 18]  # so that rare values are there, too
-FRAME = delta.encode(BASE, NEW, "bfloat16")
+FRAME = tensor_delta.encode(BASE, NEW, "bfloat16")
 
 
-def decoded(frame: bytes, by: loops.Loops) -> bytes:
+def decoded(frame: bytes, by: backend.Loops) -> bytes:
     """What `frame` makes of BASE; nothing beyond the buffer is ever touched."""
     whole, out = guarded(SIZE)
     try:
-        delta.decode(BASE, frame, out, by=by)
+        tensor_delta.decode(BASE, frame, out, by=by)
     finally:
         assert (whole[:256] == 0xABCD).all()
         assert (whole[-256:] == 0xABCD).all()
@@ -289,9 +290,9 @@ def test_every_cut_and_every_byte_that_is_flipped_is_noticed() -> None:
         damaged[at] ^= int(generator.integers(1, 256))
         for frame in (FRAME[:at], bytes(damaged)):
             with pytest.raises(ValueError, match="delta"):
-                delta.read(frame)
+                tensor_delta.read(frame)
     with pytest.raises(ValueError, match="delta"):
-        delta.read(FRAME + b"\0")
+        tensor_delta.read(FRAME + b"\0")
 
 
 def check_forged(data: bytes) -> None:
@@ -299,7 +300,7 @@ def check_forged(data: bytes) -> None:
     found, said = [], ""
     for by in BY:
         try:
-            found.append(decoded(delta.seal(data), by))
+            found.append(decoded(tensor_delta.seal(data), by))
         except ValueError as error:
             found.append(None)
             said = str(error)
@@ -310,8 +311,8 @@ def check_forged(data: bytes) -> None:
 
 def test_forged_bytes() -> None:
     generator = np.random.default_rng(4)
-    for at in range(len(FRAME) - delta.SEAL):
-        data = bytearray(FRAME[: -delta.SEAL])
+    for at in range(len(FRAME) - tensor_delta.SEAL):
+        data = bytearray(FRAME[: -tensor_delta.SEAL])
         data[at] ^= int(generator.integers(1, 256))
         check_forged(bytes(data))
 
@@ -319,6 +320,6 @@ def test_forged_bytes() -> None:
 @settings(max_examples=200, deadline=None)
 @given(st.binary(max_size=300), st.integers(0, 4), st.integers(0, 3000))
 def test_blocks_of_garbage(garbage: bytes, mode: int, cut: int) -> None:
-    block = FRAME[delta.HEAD.size + 4 : -delta.SEAL]
+    block = FRAME[tensor_delta.HEAD.size + 4 : -tensor_delta.SEAL]
     for data in (bytes([mode]) + garbage, block[:cut] + garbage, garbage + block[cut:]):
-        check_forged(FRAME[: delta.HEAD.size] + struct.pack("<I", len(data)) + data)
+        check_forged(FRAME[: tensor_delta.HEAD.size] + struct.pack("<I", len(data)) + data)

@@ -13,12 +13,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from longhaul.sync import files
-from longhaul.sync.engine import Publisher
-from longhaul.sync.lanes import shared, tcp
-from longhaul.sync.lanes.folder import FolderLane, FolderSource
-from longhaul.sync.protocol import NOTHING, ProtocolError, Settings
-from longhaul.sync.receiver import Receiver
+from longhaul.weight_sync.protocol import NOTHING, ProtocolError, Settings
+from longhaul.weight_sync.publisher import Publisher
+from longhaul.weight_sync.receiver import Receiver
+from longhaul.weight_sync.transports import safetensors_files, shared_memory, tcp
+from longhaul.weight_sync.transports.folder import FolderLane, FolderSource
 from tests.sync_lanes import is_whole, receivers, tensors, until, way
 
 QUICK = Settings(lease=3.0, deadline=3.0, retries=1)
@@ -61,11 +60,11 @@ def test_who_takes_nothing_is_dropped_by_the_deadline_and_memory_is_bounded(quor
 
 def test_a_wrong_base_and_a_stale_offer_are_refused_and_nothing_changes() -> None:
     name = f"@longhaul-test-faults-{time.monotonic_ns()}"
-    with Publisher("run", epoch=4, lanes=[shared.lane(name)]) as sender:
+    with Publisher("run", epoch=4, lanes=[shared_memory.lane(name)]) as sender:
         sender.publish(5, tensors(5))
-        with Receiver(lambda: shared.connect(name, "one")) as receiver:
+        with Receiver(lambda: shared_memory.connect(name, "one")) as receiver:
             assert receiver.wait(5, 20)
-            with closing(shared.connect(name, "two")) as source:
+            with closing(shared_memory.connect(name, "two")) as source:
                 source.bind(NOTHING, 5.0)
                 parcel = source.ask(NOTHING, 5.0)
                 assert parcel is not None
@@ -79,7 +78,7 @@ def test_a_wrong_base_and_a_stale_offer_are_refused_and_nothing_changes() -> Non
 def test_a_close_writes_what_was_taken_and_an_error_ends_at_once(tmp_path: Path) -> None:
     with Publisher("run", epoch=1, lanes=[FolderLane(tmp_path / "whole")]) as sender:
         assert sender.publish(1, tensors(1))
-    assert files.newest(tmp_path / "whole") == (1, 1)
+    assert safetensors_files.newest(tmp_path / "whole") == (1, 1)
 
     class Slow(FolderLane):
         """Comes to a version only when it is told to close."""
@@ -115,12 +114,12 @@ def test_of_two_writers_of_a_folder_the_later_epoch_wins(tmp_path: Path) -> None
             until(lambda: receiver.held.epoch == 2)
             old.publish(51, tensors(51))
             until(lambda: any("epoch" in why for _, why in old.status()["dropped"]))
-            assert files.newest(tmp_path) == (2, 3)
+            assert safetensors_files.newest(tmp_path) == (2, 3)
             assert receiver.held.epoch == 2 and is_whole(*receiver.latest())
 
 
 def test_a_full_disk_holds_nobody_up_and_is_got_over(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    pour, full = files._pour, threading.Event()
+    pour, full = safetensors_files._pour, threading.Event()
 
     def limited(file, shard, image):  # type: ignore[no-untyped-def]
         if full.is_set() and shard.name.startswith("model-00002"):
@@ -128,7 +127,7 @@ def test_a_full_disk_holds_nobody_up_and_is_got_over(tmp_path: Path, monkeypatch
             raise OSError(errno.ENOSPC, "No space left on device")
         pour(file, shard, image)
 
-    monkeypatch.setattr(files, "_pour", limited)
+    monkeypatch.setattr(safetensors_files, "_pour", limited)
     lane = FolderLane(tmp_path / "folder", shard=3000, durable=False)
     there = way("tcp", tmp_path)
     with Publisher("run", lanes=[lane, there.lane()], settings=QUICK) as sender, receivers(there) as (receiver,):
@@ -139,7 +138,9 @@ def test_a_full_disk_holds_nobody_up_and_is_got_over(tmp_path: Path, monkeypatch
         sender.publish(2, tensors(2))
         assert receiver.wait(2, 20), receiver.errors  # who has memory goes on
         until(lambda: any("the disk is full" in line for line in lane.errors))
-        assert lane.latest is not None and files.read_manifest(lane.latest).version == 1  # whole, and the latest
+        assert (
+            lane.latest is not None and safetensors_files.read_manifest(lane.latest).version == 1
+        )  # whole, and the latest
         assert not list((tmp_path / "folder").glob("*/*.part"))
         full.clear()
         until(lambda: lane.latest and lane.latest.name.endswith("-2"))  # by itself
@@ -151,13 +152,13 @@ def test_an_interrupted_version_goes_on_with_its_complete_shards(tmp_path: Path)
     with Publisher("run", epoch=1, lanes=[FolderLane(tmp_path / "a", shard=3000, durable=False)]) as sender:
         sender.publish(1, tensors(1))
         assert sender.wait(1, 20)
-        until(lambda: files.newest(tmp_path / "a"))
-    whole = tmp_path / "a" / files.folder_name(1, 1)
-    manifest = files.read_manifest(whole)
+        until(lambda: safetensors_files.newest(tmp_path / "a"))
+    whole = tmp_path / "a" / safetensors_files.folder_name(1, 1)
+    manifest = safetensors_files.read_manifest(whole)
     image = np.zeros(manifest.size, np.uint8)
-    files.read(whole, manifest, image, lambda *_: None)
-    staging = files.stage(manifest, image, tmp_path / "b", 3000, durable=False)
-    first, second = (staging / shard.name for shard in files.shards(manifest, 3000))
+    safetensors_files.read(whole, manifest, image, lambda *_: None)
+    staging = safetensors_files.stage(manifest, image, tmp_path / "b", 3000, durable=False)
+    first, second = (staging / shard.name for shard in safetensors_files.shards(manifest, 3000))
     at = first.stat().st_mtime_ns
     data = second.read_bytes()
     for bad in (data[:-1], data[:-1] + bytes([data[-1] ^ 1]), b"", None):
@@ -165,24 +166,24 @@ def test_an_interrupted_version_goes_on_with_its_complete_shards(tmp_path: Path)
             second.unlink()
         else:
             second.write_bytes(bad)
-        assert files.stage(manifest, image, tmp_path / "b", 3000, durable=False) == staging
+        assert safetensors_files.stage(manifest, image, tmp_path / "b", 3000, durable=False) == staging
         assert second.read_bytes() == data and first.stat().st_mtime_ns == at
     image[0] ^= 1
     first.unlink()
-    with pytest.raises(files.Damaged):
-        files.stage(manifest, image, tmp_path / "b", 3000, durable=False)
+    with pytest.raises(safetensors_files.Damaged):
+        safetensors_files.stage(manifest, image, tmp_path / "b", 3000, durable=False)
     assert not first.exists()
 
 
 def test_a_spoilt_file_is_not_served(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("longhaul.sync.lanes.folder.PAUSE", 0.01)
+    monkeypatch.setattr("longhaul.weight_sync.transports.folder.PAUSE", 0.01)
     with Publisher("run", epoch=1, lanes=[FolderLane(tmp_path, shard=3000, durable=False)]) as sender:
         with Receiver(lambda: FolderSource(tmp_path)) as receiver:
             sender.publish(1, tensors(1))
             assert receiver.wait(1, 20)
         sender.publish(2, tensors(2))
-        until(lambda: files.newest(tmp_path) == (1, 2))
-        path = tmp_path / files.folder_name(1, 2) / "model-00001-of-00002.safetensors"
+        until(lambda: safetensors_files.newest(tmp_path) == (1, 2))
+        path = tmp_path / safetensors_files.folder_name(1, 2) / "model-00001-of-00002.safetensors"
         data = bytearray(path.read_bytes())
         data[-5] ^= 1
         path.write_bytes(data)

@@ -21,10 +21,11 @@ import numpy as np
 import pytest
 import xxhash
 
-from longhaul.sync import digests, images
-from longhaul.sync.buffers import Pool
-from longhaul.sync.manifest import Manifest, digest
-from longhaul.sync.wire import Wire
+from longhaul.weight_sync import image as images
+from longhaul.weight_sync.buffers import Pool
+from longhaul.weight_sync.digest import digest as digests
+from longhaul.weight_sync.manifest import Manifest, digest
+from longhaul.weight_sync.transports.framing import Wire
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -182,9 +183,9 @@ def test_what_is_flipped_on_the_way_is_found(past: bool) -> None:
 PEAK = """
 import json, sys
 import numpy as np
-from longhaul.sync import lanes
-from longhaul.sync.engine import Publisher
-from longhaul.sync.receiver import Receiver
+from longhaul.weight_sync import transports as lanes
+from longhaul.weight_sync.publisher import Publisher
+from longhaul.weight_sync.receiver import Receiver
 
 SIZE, SEND, RECEIVE = 32 << 20, 3, 2
 lane, folder = sys.argv[1], sys.argv[2]
@@ -229,7 +230,7 @@ def test_a_process_takes_no_more_memory_than_it_was_granted(kind: str, tmp_path:
 def test_compiling_holds_on_to_nothing_of_its_callers() -> None:
     """Else an image whose digest compiled the loop would count as read until somebody collects garbage."""
     numba = pytest.importorskip("numba")
-    from longhaul.sync import streams
+    from longhaul.weight_sync.digest import xxh3_kernels
 
     def digested(call: Callable[..., Any]) -> weakref.ref[np.ndarray]:
         image = np.arange(8, dtype=np.uint8)
@@ -239,6 +240,6 @@ def test_compiling_holds_on_to_nothing_of_its_callers() -> None:
     gc.disable()
     try:
         assert digested(lambda loop, data: loop(data))() is not None, "numba lets go by itself: `called` can go, too"
-        assert digested(streams.called)() is None
+        assert digested(xxh3_kernels.called)() is None
     finally:
         gc.enable()

@@ -12,24 +12,25 @@ from contextlib import closing
 import numpy as np
 import pytest
 
-from longhaul.sync import images, wire
-from longhaul.sync.manifest import Manifest, layout
+from longhaul.weight_sync import image
+from longhaul.weight_sync.manifest import Manifest, layout
+from longhaul.weight_sync.transports import framing
 
 
-def pair() -> tuple[wire.Wire, wire.Wire]:
+def pair() -> tuple[framing.Wire, framing.Wire]:
     """Two ends of one connection."""
     near, far = socket.socketpair()
-    return wire.Wire(near), wire.Wire(far)
+    return framing.Wire(near), framing.Wire(far)
 
 
-def intake(into: np.ndarray) -> Callable[[wire.Wire, float], None]:
+def intake(into: np.ndarray) -> Callable[[framing.Wire, float], None]:
     """The compiled loop that receives an image."""
     tensors, size = layout([("all", (into.size,), "uint8")])
-    arrival, buffer = images.Arrival(Manifest("run", 0, 0, -1, size, tensors)), np.empty(1 << 16, np.uint8)
+    arrival, buffer = image.Arrival(Manifest("run", 0, 0, -1, size, tensors)), np.empty(1 << 16, np.uint8)
     return lambda mine, until: mine.pull(until, lambda fd, stop: arrival.pull(into, buffer, fd, stop, False))
 
 
-def by_python(into: np.ndarray) -> Callable[[wire.Wire, float], None]:
+def by_python(into: np.ndarray) -> Callable[[framing.Wire, float], None]:
     """The same without one."""
     return lambda mine, until: mine.draw_by(memoryview(bytearray(1 << 16)), into.size, until, lambda held: held)
 
@@ -38,7 +39,7 @@ def by_python(into: np.ndarray) -> Callable[[wire.Wire, float], None]:
 def test_an_image_is_awaited_until_the_deadline_however_it_trickles_in(way: Callable) -> None:
     """Silence, a byte now and then, an end, and a connection that another thread closes: none is a hang."""
     into = np.zeros(1 << 20, np.uint8)
-    if way is intake and not images.pulls(into := np.frombuffer(mmap.mmap(-1, 1 << 20), np.uint8)):
+    if way is intake and not image.pulls(into := np.frombuffer(mmap.mmap(-1, 1 << 20), np.uint8)):
         pytest.skip("numba, of the extra sync, is not installed, or the system is not Linux")
     way(into)
     mine, other = pair()

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from longhaul.sync.engine import Publisher
-from longhaul.sync.protocol import Settings
+from longhaul.weight_sync.protocol import Settings
+from longhaul.weight_sync.publisher import Publisher
 from tests.sync_lanes import is_whole, process, receivers, tensors, until, way
 
 QUICK = Settings(lease=3.0, deadline=3.0, retries=1)
@@ -18,8 +18,8 @@ QUICK = Settings(lease=3.0, deadline=3.0, retries=1)
 
 RECEIVER = """
 import sys, threading, time
-from longhaul.sync.lanes import sockets
-from longhaul.sync.receiver import follow
+from longhaul.weight_sync.transports import socket_server as sockets
+from longhaul.weight_sync.receiver import follow
 address, phase, version = sys.argv[1], sys.argv[2], int(sys.argv[3])
 first = threading.Lock()
 def say():  # once, whichever thread comes first
@@ -78,8 +78,9 @@ def test_a_receiver_killed_in_any_phase_holds_nobody_up(kind: str, phase: str, t
 SENDER = """
 import sys, time
 import numpy as np
-from longhaul.sync import engine, wire
-from longhaul.sync.lanes import serve
+from longhaul.weight_sync import publisher as engine
+from longhaul.weight_sync.transports import framing as wire
+from longhaul.weight_sync.transports import serve
 address, phase = sys.argv[1:]
 def hang(*_):
     print("here", flush=True)

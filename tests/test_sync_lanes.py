@@ -12,19 +12,20 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from longhaul.sync import changes, images, loops
-from longhaul.sync.engine import Publisher
-from longhaul.sync.lanes import tcp
-from longhaul.sync.manifest import Manifest
-from longhaul.sync.protocol import Settings
-from longhaul.sync.receiver import Receiver
+from longhaul.weight_sync import image as images
+from longhaul.weight_sync.delta import backend, version_delta
+from longhaul.weight_sync.manifest import Manifest
+from longhaul.weight_sync.protocol import Settings
+from longhaul.weight_sync.publisher import Publisher
+from longhaul.weight_sync.receiver import Receiver
+from longhaul.weight_sync.transports import tcp
 from tests.sync_lanes import KINDS, OTHERS, ZSTANDARD, Way, is_whole, process, receivers, tensors, until, way
 
 
 @pytest.fixture(autouse=True)
 def plain(monkeypatch: pytest.MonkeyPatch) -> None:
     """Nothing need be compiled."""
-    monkeypatch.setattr(loops, "best", loops.Plain)
+    monkeypatch.setattr(backend, "best", backend.Plain)
 
 
 @pytest.fixture(params=KINDS)
@@ -215,7 +216,7 @@ def test_lent_tensors_go_without_waiting(lane: Way) -> None:
 
 OTHER = """
 import sys
-from longhaul.sync.receiver import follow
+from longhaul.weight_sync.receiver import follow
 with follow([sys.argv[1]], name="other") as receiver:
     for version in map(int, sys.stdin):
         assert receiver.wait(version, 120), receiver.errors  # of a chain both sides compile their loops first
@@ -264,7 +265,7 @@ def test_only_what_changed_travels_to_who_holds_the_version_before(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     poured: list[int] = []
-    pour, frames, spoil = tcp.Wire.pour, changes.frames, threading.Event()
+    pour, frames, spoil = tcp.Wire.pour, version_delta.frames, threading.Event()
     monkeypatch.setattr(tcp.Wire, "pour", lambda *args: (poured.append(len(args[1])), pour(*args))[1])
 
     def spoilt(*given):  # type: ignore[no-untyped-def]
@@ -274,7 +275,7 @@ def test_only_what_changed_travels_to_who_holds_the_version_before(
                 spoil.clear()
             yield tensor, frame
 
-    monkeypatch.setattr(changes, "frames", spoilt)
+    monkeypatch.setattr(version_delta, "frames", spoilt)
     there = way("tcp", tmp_path)
     draw = np.random.default_rng(0)
     given = {"w": draw.integers(0, 1 << 16, 40_000, np.uint16), "still": np.ones(5000, np.float32)}
@@ -336,12 +337,12 @@ def test_changes_are_verified_in_the_making() -> None:
         base = Manifest("run", 0, 1, -1, size, images.gather(given, planned, before, pool, 1))
         given["w"][::100] += 1
         new = Manifest("run", 0, 2, -1, size, images.gather(given, planned, after, pool, 1))
-    found = changes.make(base, before, new, after)
+    found = version_delta.make(base, before, new, after)
     assert found is not None
 
     def made_by(body: bytes) -> None:
-        came = changes.frames(changes.taken(memoryview(body)), len(body), found.most, new)
-        changes.apply(came, base, before, new, made, None)
+        came = version_delta.frames(version_delta.taken(memoryview(body)), len(body), found.most, new)
+        version_delta.apply(came, base, before, new, made, None)
 
     made_by(found.body)
     assert np.array_equal(made, after)
@@ -350,7 +351,7 @@ def test_changes_are_verified_in_the_making() -> None:
         with pytest.raises(ValueError, match=r"damaged|is not what it was"):
             made_by(found.body)
         before[at] ^= 16
-    for body in (found.body[:-1], found.body + found.body, found.body[: changes.HEAD.size - 1]):
+    for body in (found.body[:-1], found.body + found.body, found.body[: version_delta.HEAD.size - 1]):
         with pytest.raises(ValueError, match="the changes are"):
             made_by(body)
     new = new._replace(tensors=(new.tensors[0]._replace(digest=bytes(16)), *new.tensors[1:]))

@@ -5,19 +5,20 @@ import json
 import numpy as np
 import pytest
 
-from longhaul import cli, sync_layouts
-from longhaul.sync import geometry
-from longhaul.sync.layout import sharded
-from longhaul.sync_workloads import Trained
+from longhaul.bench.cases import sync_layouts
+from longhaul.bench.cases.sync import Trained
+from longhaul.cli import main
+from longhaul.weight_sync import model_shapes
+from longhaul.weight_sync.resharding.layout import sharded
 
 
 def test_a_plan_moves_what_each_replica_needs_once_and_it_arrives():
     (found,) = sync_layouts.measure("tiny", "fsdp:4", "tp:2x2")
-    norms = 2 * sum(2 * np.prod(shape) for name, shape, _ in geometry.forms("tiny", layers=1) if len(shape) == 1)
+    norms = 2 * sum(2 * np.prod(shape) for name, shape, _ in model_shapes.forms("tiny", layers=1) if len(shape) == 1)
     norms -= 2 * 2 * 64  # of the last one, which is in no layer
     assert found["verified"] is True
     assert found["moved_bytes"] == 2 * found["layer_bytes"] + norms, "norms are whole on both ranks of a replica"
-    assert found["config"]["params"] == sum(np.prod(shape) for _, shape, _ in geometry.forms("tiny"))
+    assert found["config"]["params"] == sum(np.prod(shape) for _, shape, _ in model_shapes.forms("tiny"))
     assert found["most_received_bytes"] <= found["layer_bytes"]
     assert set(found["model_seconds"]) == {"full", "delta, on accelerators", "delta, by host cores"}
 
@@ -36,7 +37,7 @@ def test_a_model_too_large_for_any_machine_is_planned_by_its_shapes():
 
 
 def test_tensor_parallel_kernels_are_split_where_serving_splits_them():
-    shapes = {name: (shape, dtype) for name, shape, dtype in geometry.forms("tiny")}
+    shapes = {name: (shape, dtype) for name, shape, dtype in model_shapes.forms("tiny")}
     held = {tensor.name: tensor for tensor in sync_layouts.made("tp:2", shapes).tensors}
     split = {part: held[f"model.layers.0.{part}.weight"].boxes[1][1] for part in ("mlp.up_proj", "mlp.down_proj")}
     assert split == {"mlp.up_proj": ((64, 128), (0, 64)), "mlp.down_proj": ((0, 64), (64, 128))}
@@ -60,7 +61,7 @@ def test_tensor_parallel_kernels_are_split_where_serving_splits_them():
     ],
 )
 def test_wrong_words_are_told_in_one_line(words: str, told: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.main(["sync", "bench", *words.split()]) == 2
+    assert main.main(["sync", "bench", *words.split()]) == 2
     error = capsys.readouterr().err
     assert told in error and error.count("\n") == 1
 
@@ -81,7 +82,7 @@ def test_a_step_goes_as_far_as_the_rate_on_average():
 @pytest.mark.slow
 def test_changes_alone_travel(tmp_path) -> None:
     out = tmp_path / "figures.json"
-    assert cli.main(["sync", "bench", "--model", "tiny", "--learning-rate", "1e-5", "--json", str(out)]) == 0
+    assert main.main(["sync", "bench", "--model", "tiny", "--learning-rate", "1e-5", "--json", str(out)]) == 0
     (found,) = json.loads(out.read_text())
     assert found["config"]["lane"] == "tcp" and found["config"]["learning_rate"] == 1e-5
     assert 0.05 < found["changed"] < 0.6 and found["ratio"] > 3
@@ -91,6 +92,6 @@ def test_changes_alone_travel(tmp_path) -> None:
 @pytest.mark.slow
 def test_where_changes_are_not_worth_it_all_of_a_version_travels(tmp_path) -> None:
     out = tmp_path / "figures.json"
-    assert cli.main(["sync", "bench", "--model", "tiny", "--learning-rate", "0.02", "--json", str(out)]) == 0
+    assert main.main(["sync", "bench", "--model", "tiny", "--learning-rate", "0.02", "--json", str(out)]) == 0
     (found,) = json.loads(out.read_text())
     assert found["changed"] > 0.9 and found["ratio"] == 1.0

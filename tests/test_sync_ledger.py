@@ -10,9 +10,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from longhaul.sync import digests, images, ledger
-from longhaul.sync.engine import Publisher
-from longhaul.sync.manifest import Manifest
+from longhaul.weight_sync import image, shared_verification
+from longhaul.weight_sync.digest import digest as digests
+from longhaul.weight_sync.manifest import Manifest
+from longhaul.weight_sync.publisher import Publisher
 from tests.sync_lanes import receivers, until, way
 
 COUNT = 40
@@ -24,10 +25,10 @@ class Host:
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         draw = np.random.default_rng(0)
         given = {f"t{i}": draw.integers(0, 256, 500 + 64 * i, np.uint8) for i in range(COUNT)}
-        planned, size = images.describe(given)
-        self.image, self.notes = np.empty(size, np.uint8), np.zeros(ledger.SIZE, np.uint8)
+        planned, size = image.describe(given)
+        self.image, self.notes = np.empty(size, np.uint8), np.zeros(shared_verification.SIZE, np.uint8)
         self.pool = ThreadPoolExecutor(1)
-        self.manifest = Manifest("run", 0, 1, -1, size, images.gather(given, planned, self.image, self.pool, 1))
+        self.manifest = Manifest("run", 0, 1, -1, size, image.gather(given, planned, self.image, self.pool, 1))
         self.nbytes, self.read, digest = sum(each.nbytes for each in given.values()), 0, digests.digest
 
         def counted(data: np.ndarray) -> bytes:
@@ -35,13 +36,13 @@ class Host:
             return digest(data)
 
         monkeypatch.setattr(digests, "digest", counted)
-        monkeypatch.setattr(ledger, "PORTION", 1)
+        monkeypatch.setattr(shared_verification, "PORTION", 1)
 
     def verify(self, turn: int = 0, seconds: float = 60.0, manifest: Manifest | None = None) -> tuple[list[str], int]:
         """-> (what is damaged, bytes that were read for it)."""
         before = self.read
-        shared = ledger.ledger(self.notes, turn)
-        found = ledger.verify(manifest or self.manifest, self.image, shared, seconds, self.pool, 1)
+        shared = shared_verification.ledger(self.notes, turn)
+        found = shared_verification.verify(manifest or self.manifest, self.image, shared, seconds, self.pool, 1)
         return found, self.read - before
 
 
@@ -73,9 +74,9 @@ def test_damage_is_found_by_everyone_who_looks(host: Host) -> None:
     [
         lambda host: {"manifest": host.manifest._replace(version=2)},  # the same bytes, noted for another version
         lambda host: {"seconds": 0.0},  # noted too long ago
-        lambda host: host.notes.view(ledger.ROW)["note"].__ixor__(1) is None or {},  # torn
-        lambda host: host.notes.view(ledger.ROW)["at"].__isub__(1) is None or {},  # of another time
-        lambda host: host.notes.view(ledger.ROW)["at"].__iadd__(1 << 40) is None or {},  # to come
+        lambda host: host.notes.view(shared_verification.ROW)["note"].__ixor__(1) is None or {},  # torn
+        lambda host: host.notes.view(shared_verification.ROW)["at"].__isub__(1) is None or {},  # of another time
+        lambda host: host.notes.view(shared_verification.ROW)["at"].__iadd__(1 << 40) is None or {},  # to come
     ],
 )
 def test_other_notes_are_not_believed(host: Host, bend: Callable[[Host], dict[str, object]]) -> None:
@@ -86,7 +87,7 @@ def test_other_notes_are_not_believed(host: Host, bend: Callable[[Host], dict[st
 def test_who_dies_in_the_midst_of_it_holds_nobody_up(host: Host) -> None:
     """All is begun, and nothing will be ended."""
     host.verify()
-    host.notes.view(ledger.ROW)["note"] = 0
+    host.notes.view(shared_verification.ROW)["note"] = 0
     assert host.verify(1) == ([], host.nbytes)
 
 
@@ -108,18 +109,18 @@ def test_two_at_once_share_the_work(host: Host) -> None:
 
 def test_every_turn_goes_over_all_of_it() -> None:
     for turn in range(9):
-        assert sorted(ledger.order(COUNT, turn)) == list(range(COUNT))
-    assert ledger.order(4, 0) == [0, 1, 2, 3] and ledger.order(4, 1) == [3, 2, 1, 0]
+        assert sorted(shared_verification.order(COUNT, turn)) == list(range(COUNT))
+    assert shared_verification.order(4, 0) == [0, 1, 2, 3] and shared_verification.order(4, 1) == [3, 2, 1, 0]
 
 
 def test_portions_have_all_tensors_in_few_rows(host: Host, monkeypatch: pytest.MonkeyPatch) -> None:
     for least in (1, 3000, 1 << 30):
-        monkeypatch.setattr(ledger, "PORTION", least)
-        found = ledger.portions(host.manifest)
+        monkeypatch.setattr(shared_verification, "PORTION", least)
+        found = shared_verification.portions(host.manifest)
         assert [each for group in found for each in group] == list(host.manifest.tensors)
         assert all(sum(each.nbytes for each in group) >= least for group in found[:-1])
-    many = images.describe({f"t{i}": np.empty(0, np.uint8) for i in range(3000)})
-    assert len(ledger.portions(Manifest("run", 0, 1, -1, many[1], many[0]))) <= ledger.ROWS
+    many = image.describe({f"t{i}": np.empty(0, np.uint8) for i in range(3000)})
+    assert len(shared_verification.portions(Manifest("run", 0, 1, -1, many[1], many[0]))) <= shared_verification.ROWS
 
 
 @pytest.mark.parametrize(("verify", "times"), [("once", 1), ("always", 3), ("moved", 0)])

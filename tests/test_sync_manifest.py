@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from longhaul.sync import images
-from longhaul.sync.manifest import (
+from longhaul.weight_sync import image as images
+from longhaul.weight_sync.manifest import (
     DIGEST,
     ITEMSIZES,
     MAGIC,

@@ -7,8 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from longhaul import cli, sync_peers, sync_ways
-from longhaul.sync_peers import Took, condensed
+from longhaul.bench.cases import sync_peers, sync_ways
+from longhaul.bench.cases.sync_peers import Took, condensed
+from longhaul.cli import main
 
 
 def test_figures_are_medians_of_ratios_within_a_repeat() -> None:
@@ -38,7 +39,7 @@ def test_the_command_writes_what_is_there_and_tells_what_is_not(
     ways = {"socket": sync_ways.WAYS["socket"], "other": sync_ways.Known(sync_ways.Socket, ("no_such_library",))}
     monkeypatch.setattr(sync_ways, "WAYS", ways)
     out = tmp_path / "figures.json"
-    assert cli.main(f"sync bench --peers --model tiny --repeats 1 --json {out}".split()) == 0
+    assert main.main(f"sync bench --peers --model tiny --repeats 1 --json {out}".split()) == 0
     said = capsys.readouterr()
     assert said.err == "other is left out: no_such_library is not installed\n"
     (found,) = json.loads(out.read_text())
@@ -47,5 +48,5 @@ def test_the_command_writes_what_is_there_and_tells_what_is_not(
 
 @pytest.mark.parametrize("words", ["--receivers 3", "--repeats 0", "--lane tcp"])
 def test_words_that_mean_nothing_for_peers_are_refused(words: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.main(f"sync bench --peers {words}".split()) == 2
+    assert main.main(f"sync bench --peers {words}".split()) == 2
     assert "--peers has 2 receivers" in capsys.readouterr().err

@@ -12,9 +12,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from jax.sharding import NamedSharding, PartitionSpec
 
-from longhaul import mesh as meshes
-from longhaul.sync import layout, plan
-from longhaul.sync.layout import Box, Layout
+from longhaul.runtime import mesh as meshes
+from longhaul.weight_sync.resharding import layout, plan
+from longhaul.weight_sync.resharding.layout import Box, Layout
 
 Values = dict[str, np.ndarray]
 

@@ -8,8 +8,18 @@ from itertools import pairwise
 
 import pytest
 
-from longhaul.sync import protocol as p
-from longhaul.sync.protocol import NOTHING, Cohort, Held, Offer, Phase, ProtocolError, Seat, Settings, Verdict
+from longhaul.weight_sync import protocol as p
+from longhaul.weight_sync.protocol import (
+    NOTHING,
+    Cohort,
+    Held,
+    Offer,
+    Phase,
+    ProtocolError,
+    Seat,
+    Settings,
+    Verdict,
+)
 
 
 def root(version: int, epoch: int = 1) -> bytes:

@@ -11,14 +11,15 @@ from typing import Any, NamedTuple
 import numpy as np
 import pytest
 
-from longhaul.sync import images, receiver, wire
-from longhaul.sync.engine import Publisher
-from longhaul.sync.lanes import connect, shared, tcp
-from longhaul.sync.lanes.base import Lane
-from longhaul.sync.protocol import Settings
-from longhaul.sync.receiver import Receiver
-from longhaul.sync.relay import Relay
-from longhaul.sync.wire import Wire
+from longhaul.weight_sync import image as images
+from longhaul.weight_sync import receiver
+from longhaul.weight_sync.protocol import Settings
+from longhaul.weight_sync.publisher import Publisher
+from longhaul.weight_sync.receiver import Receiver
+from longhaul.weight_sync.relay import Relay
+from longhaul.weight_sync.transports import connect, framing, shared_memory, tcp
+from longhaul.weight_sync.transports.base import Lane
+from longhaul.weight_sync.transports.framing import Wire
 from tests.sync_lanes import Way, is_whole, tensors, until, way
 
 SIZE = 1 << 18
@@ -91,10 +92,10 @@ def buffered(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) ->
     if request.param != "straight":
         if request.param == "buffered":
             monkeypatch.setattr(images, "pulls", lambda image: False)
-        monkeypatch.setattr(wire, "TURN", 0.1)  # as often the compiled loop says how far it is
+        monkeypatch.setattr(framing, "TURN", 0.1)  # as often the compiled loop says how far it is
         monkeypatch.setattr(images, "LARGE", 0)
         monkeypatch.setattr(receiver, "BUFFER", 5000)
-        monkeypatch.setattr(images.digests, "LEAST", 1 << 62)  # nothing need be compiled
+        monkeypatch.setattr(images.digest, "LEAST", 1 << 62)  # nothing need be compiled
 
 
 @pytest.mark.usefixtures("buffered")
@@ -157,7 +158,7 @@ def test_what_comes_to_nothing_above_is_not_served_below(tmp_path: Path, monkeyp
 
 def test_who_maps_an_image_gets_it_when_it_is_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     half = Half(monkeypatch)
-    lane = shared.lane(str(tmp_path / "socket"))
+    lane = shared_memory.lane(str(tmp_path / "socket"))
     with tree(tmp_path, lane) as (above, relay, below, seen), Publisher("run", lanes=[above.lane()]) as sender:
         sender.publish(1, tensors(1, SIZE))
         assert below.wait(1, 30), below.errors

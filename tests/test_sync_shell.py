@@ -12,12 +12,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from longhaul import cli, sync_shell
-from longhaul.sync import files
-from longhaul.sync.engine import Publisher
-from longhaul.sync.lanes import tcp
-from longhaul.sync.lanes.folder import FolderLane
-from longhaul.sync.relay import Relay
+from longhaul.cli import main, sync
+from longhaul.weight_sync.publisher import Publisher
+from longhaul.weight_sync.relay import Relay
+from longhaul.weight_sync.transports import safetensors_files, tcp
+from longhaul.weight_sync.transports.folder import FolderLane
 from tests.sync_lanes import is_whole, tensors, until, way
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -48,22 +47,22 @@ def test_a_folder_is_served_pulled_and_looked_at(tmp_path: Path, capsys: pytest.
         assert server.stderr.readline() == "version 7 is served\n"
         words = ["sync", "pull", address, "--out", str(tmp_path / "to"), "--token-file", str(token)]
         for _ in range(2):  # what is there already is not fetched again
-            assert cli.main(words) == 0
+            assert main.main(words) == 0
             out = Path(capsys.readouterr().out.strip())
             assert out == tmp_path / "to" / "version-3-7"
-        assert cli.main(["sync", "status", address, "--json", "-", "--token-file", str(token)]) == 0
+        assert main.main(["sync", "status", address, "--json", "-", "--token-file", str(token)]) == 0
         found = json.loads(capsys.readouterr().out)
         assert (found["run"], found["epoch"], found["version"]) == ("run", 3, 7)
-        assert cli.main(["sync", "status", str(out.parent)]) == 0
+        assert main.main(["sync", "status", str(out.parent)]) == 0
         assert "version 7 of epoch 3" in capsys.readouterr().out
-        assert cli.main(["sync", "status", address]) == 2  # without the token
+        assert main.main(["sync", "status", address]) == 2  # without the token
         assert "token" in capsys.readouterr().err
         server.send_signal(signal.SIGTERM)
         assert server.wait(30) == 0
         guard.cancel()
     read = read_with_the_library(out)
     assert is_whole(7, {name: read[name] for name in tensors(7)})
-    assert files.read_manifest(out).root.hex() == found["root"]
+    assert safetensors_files.read_manifest(out).root.hex() == found["root"]
 
 
 def test_the_index_names_the_shard_of_every_tensor(tmp_path: Path) -> None:
@@ -71,7 +70,7 @@ def test_the_index_names_the_shard_of_every_tensor(tmp_path: Path) -> None:
         sender.publish(1, tensors(1))
         assert sender.wait(1, 20)
         until(lambda: (tmp_path / "LATEST").exists())
-    index = json.loads((tmp_path / "version-0-1" / files.INDEX).read_text())
+    index = json.loads((tmp_path / "version-0-1" / safetensors_files.INDEX).read_text())
     assert index["metadata"] == {"total_size": sum(array.nbytes for array in tensors(1).values())}
     assert index["weight_map"] == {
         "a": "model-00001-of-00002.safetensors",
@@ -101,30 +100,30 @@ def test_the_index_names_the_shard_of_every_tensor(tmp_path: Path) -> None:
     ],
 )
 def test_wrong_words_are_told_in_one_line(words: str, told: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.main(words.split()) == 2
+    assert main.main(words.split()) == 2
     error = capsys.readouterr().err
     assert told in error and error.count("\n") == 1
 
 
 def test_nobody_there_is_a_failure_in_time(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     words = ["sync", "pull", "tcp:127.0.0.1:9", "--out", str(tmp_path), "--timeout", "0.2"]
-    assert cli.main(words) == 1
+    assert main.main(words) == 1
     assert "no version came from tcp:127.0.0.1:9 in 0.2 s" in capsys.readouterr().err
 
 
 def test_who_is_not_there_is_named(capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.main(["sync", "status", "shm:@longhaul-nobody"]) == 1
+    assert main.main(["sync", "status", "shm:@longhaul-nobody"]) == 1
     assert "nobody answers at shm:@longhaul-nobody: Connection refused" in capsys.readouterr().err
 
 
 def test_a_folder_that_is_not_there_has_no_status(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.main(["sync", "status", f"folder:{tmp_path / 'nowhere'}"]) == 1
+    assert main.main(["sync", "status", f"folder:{tmp_path / 'nowhere'}"]) == 1
     out, err = capsys.readouterr()
     assert not out and f"there is no folder {tmp_path / 'nowhere'}" in err
-    assert cli.main(["sync", "status", f"folder:{tmp_path}"]) == 0
+    assert main.main(["sync", "status", f"folder:{tmp_path}"]) == 0
     assert "no version yet" in capsys.readouterr().out
-    assert sync_shell._address("[::1]:7171") == "tcp:[::1]:7171"  # HOST:PORT, as before
-    assert sync_shell._address("node-3.example:7171") == "tcp:node-3.example:7171"
+    assert sync._address("[::1]:7171") == "tcp:[::1]:7171"  # HOST:PORT, as before
+    assert sync._address("node-3.example:7171") == "tcp:node-3.example:7171"
 
 
 def test_a_folder_of_another_run_is_told_at_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -133,7 +132,7 @@ def test_a_folder_of_another_run_is_told_at_once(tmp_path: Path, capsys: pytest.
             sender.publish(7, tensors(7))
             assert sender.wait(7, 20)
     words = ["sync", "pull", str(tmp_path / "mine"), "--out", str(tmp_path / "theirs"), "--timeout", "600"]
-    assert cli.main(words) == 1
+    assert main.main(words) == 1
     assert f"{tmp_path / 'theirs'} can't take what folder:{tmp_path / 'mine'} serves: " in capsys.readouterr().err
 
 
@@ -199,9 +198,9 @@ def test_a_tree_of_relays_feeds_who_the_sender_does_not_know(tmp_path: Path) -> 
 
 @pytest.mark.slow
 def test_the_benchmark_keeps_its_budget_and_its_stages_make_up_its_time() -> None:
-    from longhaul import bench
+    from longhaul.bench import harness
 
-    figures = list(bench.run("sync", model="tiny", lane=("shm", "tcp")))
+    figures = list(harness.run("sync", model="tiny", lane=("shm", "tcp")))
     assert [(each["config"]["lane"], each["config"]["verify"]) for each in figures] == [
         ("shm", "once"),
         ("shm", "always"),

@@ -12,19 +12,18 @@ from contextlib import closing
 import numpy as np
 import pytest
 
-from longhaul.sync import wire
-from longhaul.sync.engine import Publisher
-from longhaul.sync.lanes import tcp
-from longhaul.sync.protocol import NOTHING, Settings
-from longhaul.sync.receiver import Receiver
+from longhaul.weight_sync.protocol import NOTHING, Settings
+from longhaul.weight_sync.publisher import Publisher
+from longhaul.weight_sync.receiver import Receiver
+from longhaul.weight_sync.transports import framing, tcp
 from tests.sync_lanes import is_whole, tensors
 
 QUICK = Settings(lease=3.0, deadline=3.0, retries=1)
 
 
-def pair() -> tuple[wire.Wire, wire.Wire]:
+def pair() -> tuple[framing.Wire, framing.Wire]:
     a, b = socket.socketpair()
-    mine, other = wire.Wire(a), wire.Wire(b)
+    mine, other = framing.Wire(a), framing.Wire(b)
     mine.session = other.session = 77
     return mine, other
 
@@ -101,7 +100,7 @@ def test_a_large_stream_is_told_of_as_it_comes() -> None:
 
     with socket.create_server(("127.0.0.1", 0)) as server:
         near, far = socket.create_connection(server.getsockname()), server.accept()[0]
-    with closing(wire.Wire(near)) as mine, closing(wire.Wire(far)) as other:
+    with closing(framing.Wire(near)) as mine, closing(framing.Wire(far)) as other:
         mine.session = other.session = 5
         for _ in range(2):
             counts.clear()
@@ -183,9 +182,9 @@ class Meddler:
 
 @pytest.mark.slow
 def test_whatever_happens_between_them_what_is_served_is_whole(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("longhaul.sync.receiver.LONGEST_PAUSE", 0.02)
-    monkeypatch.setattr("longhaul.sync.receiver.FIRST_PAUSE", 0.01)
-    monkeypatch.setattr("longhaul.sync.lanes.sockets.PATIENCE", 0.3)
+    monkeypatch.setattr("longhaul.weight_sync.receiver.LONGEST_PAUSE", 0.02)
+    monkeypatch.setattr("longhaul.weight_sync.receiver.FIRST_PAUSE", 0.01)
+    monkeypatch.setattr("longhaul.weight_sync.transports.socket_server.PATIENCE", 0.3)
     lane = tcp.lane()
     with Publisher("run", lanes=[lane], settings=Settings(0, deadline=0.5, lease=1.0)) as sender:
         meddler = Meddler(lane.address.removeprefix("tcp:"), seed=3, faults=20)

@@ -18,8 +18,18 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from longhaul import telemetry
-from longhaul.telemetry import MetricsError, Rate, console, duration, fan, jsonl, read, tensorboard, truncate_after
+from longhaul.telemetry import sinks as telemetry
+from longhaul.telemetry.sinks import (
+    MetricsError,
+    Rate,
+    console,
+    duration,
+    fan,
+    jsonl,
+    read,
+    tensorboard,
+    truncate_after,
+)
 
 
 def record(update: int, **metrics: Any) -> dict[str, Any]:

@@ -15,11 +15,11 @@ from typing import Any
 
 import pytest
 
-from longhaul.terminal import ENTER, LEAVE, decode, paint, plain
+from longhaul.cli.play.terminal import ENTER, LEAVE, decode, paint, plain
 
 PROGRAM = """
 import signal, sys
-from longhaul import terminal
+from longhaul.cli.play import terminal
 signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored by who runs in the background, and inherited
 signal.signal(signal.SIGHUP, signal.SIG_DFL)  # by nohup
 with terminal.screen(sys.stdin, sys.stdout) as there:

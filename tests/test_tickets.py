@@ -8,9 +8,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as some
 
-from longhaul.actors import tickets
-from longhaul.actors.settings import Acting, decided
-from longhaul.actors.tickets import LATEST, Book, Rule, Ticket
+from longhaul.topologies import staleness
+from longhaul.topologies.actor_learner.config import Acting, decided
+from longhaul.topologies.staleness import LATEST, Book, Rule, Ticket
 
 BOUNDS = some.sampled_from([None, 0, 1, 2, 5])
 RULES = some.builds(Rule, some.integers(1, 4), BOUNDS, some.just(False), some.integers(1, 12), some.just(0))
@@ -18,7 +18,7 @@ RULES = some.builds(Rule, some.integers(1, 4), BOUNDS, some.just(False), some.in
 
 def play(rule: Rule, choose: Any) -> list[tuple[Ticket, int, int]]:
     """A whole run in an order that `choose` makes: (ticket, version that acted, update that learnt from it)."""
-    book, _ = out = tickets.hand_out(tickets.opened(rule, 0))
+    book, _ = out = staleness.hand_out(staleness.opened(rule, 0))
     started: dict[Ticket, int] = {}  # and the version that acts
     doing: list[list[Ticket]] = [[] for _ in range(rule.places)]
     learnt = []
@@ -28,19 +28,19 @@ def play(rule: Rule, choose: Any) -> list[tuple[Ticket, int, int]]:
         idle = [a for a, mine in enumerate(doing) if mine and mine[0] not in started]
         busy = [a for a, mine in enumerate(doing) if mine and mine[0] in started]
         events = [("start", a) for a in idle] + [("finish", a) for a in busy]
-        events += [("learn", -1)] * (not tickets.missing(book))
+        events += [("learn", -1)] * (not staleness.missing(book))
         assert events, "nobody can do anything: a deadlock"
         event, actor = events[choose(len(events))]
         if event == "start":
             started[doing[actor][0]] = book.version
         elif event == "finish":
-            book, ticket = tickets.finished(book, actor)
+            book, ticket = staleness.finished(book, actor)
             assert ticket == doing[actor].pop(0)
         else:
             batch = sorted(t for mine in book.given for t in mine if t.batch == book.version)
             learnt += [(t, started[t], book.version) for t in batch]
-            book = tickets.learnt(book)
-        book, new = tickets.hand_out(book)
+            book = staleness.learnt(book)
+        book, new = staleness.hand_out(book)
         for who, ticket in new:
             doing[who].append(ticket)
         check(book)
@@ -80,38 +80,38 @@ def test_the_bound_is_reached_when_actors_are_quick(bound: int) -> None:
 
 
 def test_pinned_tickets_name_the_version_that_acts() -> None:
-    book, out = tickets.hand_out(tickets.opened(Rule(1, 2, pin=True, until=9), 0))
+    book, out = staleness.hand_out(staleness.opened(Rule(1, 2, pin=True, until=9), 0))
     assert [t.version for _, t in out] == [0, 0, 0]
     for _ in range(3):
-        book, _ = tickets.finished(book, 0)
+        book, _ = staleness.finished(book, 0)
     for expected in (1, 2, 3):
-        book, out = tickets.hand_out(tickets.learnt(book))
+        book, out = staleness.hand_out(staleness.learnt(book))
         assert [(t.batch, t.version) for _, t in out] == [(expected + 2, expected)]
-        book, _ = tickets.finished(book, 0)
-    resumed = tickets.hand_out(tickets.opened(Rule(1, 2, pin=True, until=9, oldest=4), 5))[1]
+        book, _ = staleness.finished(book, 0)
+    resumed = staleness.hand_out(staleness.opened(Rule(1, 2, pin=True, until=9, oldest=4), 5))[1]
     assert [(t.batch, t.version) for _, t in resumed] == [(5, 4), (6, 4), (7, 5)]
-    assert tickets.hand_out(tickets.opened(Rule(1, 2), 0))[1][0][1].version == LATEST
+    assert staleness.hand_out(staleness.opened(Rule(1, 2), 0))[1][0][1].version == LATEST
 
 
 def test_without_a_bound_a_slow_actor_holds_up_its_own_tickets_alone() -> None:
     """Two actors, of which one does nothing for a while: the other does five of six tickets."""
-    book, out = tickets.hand_out(tickets.opened(Rule(2, None), 0))
+    book, out = staleness.hand_out(staleness.opened(Rule(2, None), 0))
     assert [(actor, t.batch, t.place) for actor, t in out] == [(0, 0, 0), (1, 0, 1), (0, 1, 0), (1, 1, 1)]
-    assert tickets.missing(book) == [0, 1]
+    assert staleness.missing(book) == [0, 1]
     for _ in range(3):
-        book, _ = tickets.finished(book, 1)
-        book, _ = tickets.hand_out(book)
-    assert tickets.missing(book) == [0]
-    assert tickets.queue(book) == 3
+        book, _ = staleness.finished(book, 1)
+        book, _ = staleness.hand_out(book)
+    assert staleness.missing(book) == [0]
+    assert staleness.queue(book) == 3
 
 
 def test_what_nobody_ordered_and_what_is_not_whole_is_refused() -> None:
-    book, _ = tickets.hand_out(tickets.opened(Rule(2, 0), 0))
+    book, _ = staleness.hand_out(staleness.opened(Rule(2, 0), 0))
     with pytest.raises(ValueError, match="before it was whole"):
-        tickets.learnt(book)
-    book, _ = tickets.finished(book, 0)
+        staleness.learnt(book)
+    book, _ = staleness.finished(book, 0)
     with pytest.raises(ValueError, match="nobody asked for"):
-        tickets.finished(book, 0)
+        staleness.finished(book, 0)
 
 
 @pytest.mark.parametrize(

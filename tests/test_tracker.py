@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import jax
 
-from longhaul import tracker
-from longhaul.envs.hackmatrix.game import hackmatrix
+from longhaul.envs.hackmatrix.environment import hackmatrix
 from longhaul.envs.hackmatrix.reward import PARTS
+from longhaul.telemetry import wandb_process
 from tests.wandb_files import record
 
 THEIRS = {
@@ -28,7 +28,7 @@ def test_a_record_of_hackmatrix_has_all_the_old_names() -> None:
     learnt = ("policy_loss", "value_loss", "total_loss", "entropy", "approx_kl", "clip_fraction", "grad_norm", "lr")
     names = ["episode/count", "episode/return", "episode/length", *(f"episode/{name}" for name in told)]
     names += [f"peak/{name}" for name in game.spec.peaks] + [f"ppo/{name}" for name in learnt]
-    found = tracker.renamed(record(4, **dict.fromkeys(names, 1.0)))
+    found = wandb_process.renamed(record(4, **dict.fromkeys(names, 1.0)))
     ours = {"env_steps", "agent_steps", "wall_seconds", "ppo/grad_norm", "ppo/lr", "episode/stage", "episode/score"}
     assert set(found) == THEIRS | ours
 
@@ -38,7 +38,7 @@ def test_renaming_changes_units_as_the_old_trainer_has_them() -> None:
         "episode/count": 6.0, "episode/return": -3.0, "episode/length": 20.0, "episode/reward_kills": 1.0,
         "episode/reward_damage_penalty": -4.0, "ppo/entropy": 2.0, "ppo/policy_loss": 0.25, "peak/stage": 3.0,
     }  # fmt: skip
-    found = tracker.renamed(record(6, **told), record(4))
+    found = wandb_process.renamed(record(6, **told), record(4))
     assert found["train/mean_reward"] == found["key/mean_reward"] == -0.15
     assert (found["reward/kills"], found["reward/damage_penalty"]) == (0.05, -0.2)  # together the mean reward
     assert found["train/num_episodes"] == 3.0  # an update
@@ -50,6 +50,6 @@ def test_renaming_changes_units_as_the_old_trainer_has_them() -> None:
 
 
 def test_a_record_without_an_ended_episode_leaves_its_means_out() -> None:
-    found = tracker.renamed(record(2, **{"episode/count": 0.0, "episode/return": None, "episode/length": None}))
+    found = wandb_process.renamed(record(2, **{"episode/count": 0.0, "episode/return": None, "episode/length": None}))
     assert not [name for name in found if "mean_" in name]
     assert found["train/num_episodes"] == 0.0

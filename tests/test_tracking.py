@@ -14,10 +14,10 @@ from typing import Any
 
 import pytest
 
-from longhaul import telemetry, tracker, tracking
-from longhaul.cli import main
-from longhaul.folders import find_folder, load_run
-from longhaul.run import RunError
+from longhaul.cli.main import main
+from longhaul.config.run import RunError
+from longhaul.telemetry import sinks, wandb, wandb_process
+from longhaul.training.run_dir import find_folder, load_run
 from tests import small_runs
 from tests.small_runs import small
 from tests.wandb_files import hide_credentials, read, tracked_folder, write
@@ -40,53 +40,53 @@ def values(**changes: Any) -> dict[str, Any]:
 
 
 def test_the_id_is_that_of_the_old_trainer() -> None:
-    assert tracking.run_id("hackmatrix-jax-feb01-26-1") == "a6cf6b32"  # the first digits of the name's md5sum
+    assert wandb.run_id("hackmatrix-jax-feb01-26-1") == "a6cf6b32"  # the first digits of the name's md5sum
 
 
 def test_nothing_is_tracked_unless_asked_for_and_a_run_keeps_to_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tracking.importlib.util, "find_spec", lambda name: True)  # type: ignore[attr-defined]
+    monkeypatch.setattr(wandb.importlib.util, "find_spec", lambda name: True)  # type: ignore[attr-defined]
     nothing: frozenset[str] = frozenset()
-    assert tracking.chosen(values(), nothing, "pong") is None
-    assert tracking.chosen(values(project="a"), frozenset({"project"}), "pong") is None
-    begun = tracking.chosen(values(wandb=True), frozenset({"wandb"}), "pong")
-    assert begun == tracking.Tracking("", True, "pong")
+    assert wandb.chosen(values(), nothing, "pong") is None
+    assert wandb.chosen(values(project="a"), frozenset({"project"}), "pong") is None
+    begun = wandb.chosen(values(wandb=True), frozenset({"wandb"}), "pong")
+    assert begun == wandb.Tracking("", True, "pong")
     kept = begun._replace(id="abcd1234", mode="offline")
-    assert tracking.chosen(values(), nothing, "pong", kept) == kept
-    assert tracking.chosen(values(), frozenset({"wandb"}), "pong", kept) == kept._replace(on=False)
+    assert wandb.chosen(values(), nothing, "pong", kept) == kept
+    assert wandb.chosen(values(), frozenset({"wandb"}), "pong", kept) == kept._replace(on=False)
     given = frozenset({"wandb-mode"})
-    assert tracking.chosen(values(**{"wandb-mode": "online"}), given, "pong", kept) == kept._replace(mode="online")
+    assert wandb.chosen(values(**{"wandb-mode": "online"}), given, "pong", kept) == kept._replace(mode="online")
     monkeypatch.setenv("WANDB_PROJECT", "sports")
     monkeypatch.setenv("WANDB_ENTITY", "us")
-    named = tracking.chosen(values(wandb=True, entity="me"), frozenset({"wandb"}), "pong")
-    assert named == tracking.Tracking("", True, "sports", "me")
+    named = wandb.chosen(values(wandb=True, entity="me"), frozenset({"wandb"}), "pong")
+    assert named == wandb.Tracking("", True, "sports", "me")
 
 
 def test_where_it_goes_follows_the_flag_the_environment_and_the_credentials(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert tracking.resolved(None) == "offline"
+    assert wandb.resolved(None) == "offline"
     (tmp_path / "netrc").write_text("machine elsewhere.org login user password x\n")
-    assert tracking.resolved(None) == "offline"
+    assert wandb.resolved(None) == "offline"
     (tmp_path / "netrc").write_text("machine api.wandb.ai login user password x\n")
-    assert tracking.resolved(None) == "online"
+    assert wandb.resolved(None) == "online"
     monkeypatch.setenv("WANDB_BASE_URL", "https://wandb.mine.org")
-    assert tracking.resolved(None) == "offline"
+    assert wandb.resolved(None) == "offline"
     monkeypatch.setenv("WANDB_API_KEY", "x" * 40)
-    assert tracking.resolved(None) == "online"
+    assert wandb.resolved(None) == "online"
     for word, mode in (("offline", "offline"), ("dryrun", "offline"), ("disabled", "disabled")):
         monkeypatch.setenv("WANDB_MODE", word)
-        assert tracking.resolved(None) == mode
-    assert tracking.resolved("online") == "online"
+        assert wandb.resolved(None) == mode
+    assert wandb.resolved("online") == "online"
     monkeypatch.setenv("WANDB_MODE", "of")
-    with pytest.raises(tracking.TrackingError, match="WANDB_MODE is 'of'; it must be one of online, offline, disabled"):
-        tracking.resolved(None)
+    with pytest.raises(wandb.TrackingError, match="WANDB_MODE is 'of'; it must be one of online, offline, disabled"):
+        wandb.resolved(None)
 
 
 def test_without_the_package_it_is_said_before_anything_is_made(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(tracking.importlib.util, "find_spec", lambda name: None)  # type: ignore[attr-defined]
+    monkeypatch.setattr(wandb.importlib.util, "find_spec", lambda name: None)  # type: ignore[attr-defined]
     assert main(["train", "cartpole", "--wandb"]) == 2
     assert "--wandb needs wandb: pip install 'longhaul[logging]'" in capsys.readouterr().err
     assert list(tmp_path.iterdir()) == []
@@ -95,18 +95,18 @@ def test_without_the_package_it_is_said_before_anything_is_made(
 def test_a_damaged_file_is_named(tmp_path: Path) -> None:
     folder = tracked_folder(tmp_path)
     (folder / "wandb.json").write_text('{"id": ')
-    with pytest.raises(tracking.TrackingError, match=r"wandb.json can't be read .*; remove it"):
-        tracking.load(folder)
+    with pytest.raises(wandb.TrackingError, match=r"wandb.json can't be read .*; remove it"):
+        wandb.load(folder)
 
 
 def test_a_run_is_found_by_its_id(tmp_path: Path) -> None:
     folder, other = tracked_folder(tmp_path), tracked_folder(tmp_path, "other")
-    tracking.save(other, tracking.Tracking("from-a-sweep", True, "games"))
+    wandb.save(other, wandb.Tracking("from-a-sweep", True, "games"))
     runs = tmp_path / "runs"
-    assert find_folder(runs, tracking.run_id("run")) == find_folder(runs, "run") == folder
+    assert find_folder(runs, wandb.run_id("run")) == find_folder(runs, "run") == folder
     assert find_folder(runs, "from-a-sweep") == other
     (other / "wandb.json").unlink()
-    assert find_folder(runs, tracking.run_id("other")) == other
+    assert find_folder(runs, wandb.run_id("other")) == other
     with pytest.raises(RunError, match="no run 'from-a-sweep'"):
         find_folder(runs, "from-a-sweep")
 
@@ -123,7 +123,7 @@ def test_going_on_offline_gives_one_history_of_all_records(tmp_path: Path) -> No
     (place,) = (folder / "wandb").glob("offline-run-*")
     assert notes == [f"W&B: offline; wandb sync {place}"]
     first = read(folder)
-    assert first[:3] == (tracking.run_id("run"), "games", "run")
+    assert first[:3] == (wandb.run_id("run"), "games", "run")
     assert first.steps == [2, 4, 6, 8, 10]
     assert first.exits == [75]
     write(folder, range(8, 15, 2))
@@ -140,7 +140,8 @@ KILLED = """
     import os, signal, sys
     from contextlib import closing
     from pathlib import Path
-    from longhaul import telemetry, tracking
+    from longhaul.telemetry import sinks as telemetry
+    from longhaul.telemetry import wandb as tracking
     folder = Path(sys.argv[1])
     with (
         closing(telemetry.jsonl(folder / "metrics.jsonl")) as lines,
@@ -196,13 +197,13 @@ def test_a_run_of_training_is_mirrored(tmp_path: Path, monkeypatch: pytest.Monke
     small_runs.make_quick(monkeypatch)
     folder = tmp_path / "run"
     folder.mkdir()
-    tracking.save(folder, tracking.Tracking("", True, "small", None, "offline"))
-    small_runs.training.train(small(total_steps=8 * 16 * 24), folder, resumed=False)
-    found, records = read(folder), telemetry.read(folder / "metrics.jsonl")
+    wandb.save(folder, wandb.Tracking("", True, "small", None, "offline"))
+    small_runs.loop.train(small(total_steps=8 * 16 * 24), folder, resumed=False)
+    found, records = read(folder), sinks.read(folder / "metrics.jsonl")
     assert found.steps == [r["update"] for r in records] == [4, 8, 12, 16, 20, 24]
     before = [None, *records[:-1]]
     for row, mine, last in zip(found.rows, records, before, strict=True):
-        assert {k: v for k, v in row.items() if not k.startswith("_")} == tracker.renamed(mine, last)
+        assert {k: v for k, v in row.items() if not k.startswith("_")} == wandb_process.renamed(mine, last)
         total = mine["ppo/policy_loss"] + 0.5 * mine["ppo/value_loss"] - 0.01 * mine["ppo/entropy"]
         assert row["train/total_loss"] == pytest.approx(total, rel=1e-5)
         assert row["train/mean_reward"] == 1.0
@@ -225,7 +226,7 @@ def test_stopped_and_killed_a_run_has_one_history(tmp_path: Path) -> None:
         return subprocess.Popen([*command, *more], cwd=tmp_path, env=environment, stdout=subprocess.DEVNULL)
 
     def wait(process: subprocess.Popen[bytes], update: int) -> None:
-        while not metrics.exists() or not telemetry.read(metrics) or telemetry.read(metrics)[-1]["update"] < update:
+        while not metrics.exists() or not sinks.read(metrics) or sinks.read(metrics)[-1]["update"] < update:
             assert process.poll() is None
             time.sleep(0.01)
 
@@ -234,7 +235,7 @@ def test_stopped_and_killed_a_run_has_one_history(tmp_path: Path) -> None:
     process.terminate()
     assert process.wait(60) == 75
     first = read(folder)
-    assert first.id == tracking.run_id("mine")
+    assert first.id == wandb.run_id("mine")
     assert first.exits == [75]
     for seen in (4000, 8000):
         process = begin("--resume-run", first.id)
@@ -248,5 +249,5 @@ def test_stopped_and_killed_a_run_has_one_history(tmp_path: Path) -> None:
     run = load_run(folder)
     assert run.log_interval == 100
     total = int(3e6) // 128
-    assert last.steps == [r["update"] for r in telemetry.read(metrics)] == [*range(100, total, 100), total]
+    assert last.steps == [r["update"] for r in sinks.read(metrics)] == [*range(100, total, 100), total]
     assert last.exits == [0]

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 import pytest
 
-from longhaul import telemetry, tracker, tracking
+from longhaul.telemetry import sinks, wandb, wandb_process
 from tests.wandb_files import hide_credentials, record, tracked_folder, write
 
 
@@ -106,19 +106,19 @@ def test_no_failure_of_wandb_ends_or_holds_up_a_run(
     tmp_path: Path, fake: Any, monkeypatch: pytest.MonkeyPatch, parts: dict[str, str], phrase: str
 ) -> None:
     fake(**parts)
-    monkeypatch.setattr(tracking, "PATIENCE", 2.0 if "finish" in phrase else 60.0)  # who ends by himself may be slow
+    monkeypatch.setattr(wandb, "PATIENCE", 2.0 if "finish" in phrase else 60.0)  # who ends by himself may be slow
     folder, notes = tracked_folder(tmp_path), []
     write(folder, range(1, 2000), notes=notes)  # more words than a pipe holds, were none of them read
     failures = [note for note in notes if not note.startswith("W&B: offline")]
     assert 1 <= len(failures) <= 2
     assert phrase in failures[0]
     assert len(set(notes)) == len(notes)
-    assert len(telemetry.read(folder / "metrics.jsonl")) == 1999
+    assert len(sinks.read(folder / "metrics.jsonl")) == 1999
 
 
 def test_a_run_that_fails_says_so_and_its_error_goes_on(tmp_path: Path, fake: Any) -> None:
     server, folder = fake(), tracked_folder(tmp_path)
-    with pytest.raises(ZeroDivisionError), tracking.mirror(folder, lambda line: None, lambda: False):
+    with pytest.raises(ZeroDivisionError), wandb.mirror(folder, lambda line: None, lambda: False):
         _ = 1 / 0
     assert (server.folder / "exit").read_text() == "1"
 
@@ -128,7 +128,7 @@ def test_signals_stay_the_runs_own(tmp_path: Path, fake: Any) -> None:
     server, folder = fake(), tracked_folder(tmp_path)
     before = [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)]
     started: list[subprocess.Popen[bytes]] = []
-    begun = tracking._begun
+    begun = wandb._begun
 
     def keep(*words: Any) -> Any:
         process = begun(*words)
@@ -137,9 +137,9 @@ def test_signals_stay_the_runs_own(tmp_path: Path, fake: Any) -> None:
         return process
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(tracking, "_begun", keep)
-        with tracking.mirror(folder, lambda line: None, lambda: True):
-            while not (server.folder / tracker.MARK).exists():
+        patch.setattr(wandb, "_begun", keep)
+        with wandb.mirror(folder, lambda line: None, lambda: True):
+            while not (server.folder / wandb_process.MARK).exists():
                 time.sleep(0.02)
             for number in (signal.SIGTERM, signal.SIGINT):
                 started[0].send_signal(number)

@@ -19,17 +19,20 @@ import jax
 import numpy as np
 import pytest
 
-from longhaul import feed, folders, learners, publishing, telemetry, training
-from longhaul import mesh as meshes
-from longhaul import run as runs
-from longhaul.checkpoint import Checkpoints
-from longhaul.driving import simulator
-from longhaul.provenance import params_sha256
-from longhaul.records import Sums
-from longhaul.run import Driving, RunError
-from longhaul.sync import files, manifest
-from longhaul.sync.consumers import to_jax
+from longhaul.algorithms import registry
+from longhaul.config import resolve as runs
+from longhaul.config.run import Driving, RunError
+from longhaul.driving.sim import simulator
+from longhaul.runtime import mesh as meshes
+from longhaul.runtime.provenance import params_sha256
+from longhaul.telemetry import sinks
+from longhaul.telemetry.aggregate import Sums
 from longhaul.topologies import fused
+from longhaul.training import data, loop, publish, run_dir
+from longhaul.training.checkpoint.checkpoint import Checkpoints
+from longhaul.weight_sync import manifest
+from longhaul.weight_sync.consumers import to_jax
+from longhaul.weight_sync.transports import safetensors_files
 from tests import fixtures_logs
 from tests.small_runs import after, begin, checkpoints, make_quick, records, result, resume, small
 
@@ -103,7 +106,7 @@ def test_a_run_compiles_nothing_after_its_first_call_and_leaves_what_the_contrac
     assert found.pop("cache") is None  # it is off in tests
     assert found.pop("memory") == json.loads((folder / "memory.json").read_text())
     assert found.pop("evaluation").keys() == {"trained", "untrained"}
-    _, trained, untrained = training.restore_policy(folder)
+    _, trained, untrained = loop.restore_policy(folder)
     assert found == {
         "status": "done",
         "agent_steps": 58 * 128,
@@ -118,7 +121,7 @@ def test_a_run_compiles_nothing_after_its_first_call_and_leaves_what_the_contrac
     }  # fmt: skip
     about = json.loads((folder / "run.json").read_text())
     assert {"format", "run", "versions", "commit", "host", "command"} <= about.keys()
-    assert folders.load_run(folder) == run
+    assert run_dir.load_run(folder) == run
 
 
 @pytest.mark.slow
@@ -133,7 +136,7 @@ def test_a_driving_run_in_logs_is_gone_on_with_and_evaluated_in_them(
     folder = tmp_path / "run"
     with monkeypatch.context() as patch:
         patch.setattr(Sums, "add", after(2, lambda: signal.raise_signal(signal.SIGINT), Sums.add))
-        assert begin(run, folder) == (training.STOPPED, None)
+        assert begin(run, folder) == (loop.STOPPED, None)
     (tmp_path / "elsewhere").mkdir()
     monkeypatch.chdir(tmp_path / "elsewhere")
     assert resume(folder).code == 0
@@ -230,7 +233,7 @@ def test_a_long_run_keeps_no_more_in_memory_and_on_disk_than_a_short_one(
             yield progress, n, {"episodes": rows, "episode/return": rows, "ppo/loss": rows, fused.FINITE: rows > 0}
 
     monkeypatch.setattr(fused, "compiled", lambda *_, **__: None)
-    monkeypatch.setattr(training, "_weigh", lambda *_: None)
+    monkeypatch.setattr(loop, "_weigh", lambda *_: None)
     monkeypatch.setattr(fused, "fused", idle)
     begin(run, tmp_path / "run")
     assert len(capfd.readouterr().err.splitlines()) < 4100
@@ -261,11 +264,11 @@ def test_it_saves_by_minutes_by_updates_and_at_the_end(tmp_path: Path, monkeypat
     monkeypatch.setattr(Checkpoints, "save", noted)
     with monkeypatch.context() as patch:
         patch.setattr(fused, "fused", minutely)
-        patch.setattr(training.time, "perf_counter", lambda: now[0])
+        patch.setattr(loop.time, "perf_counter", lambda: now[0])
         begin(small(save_interval=None, save_interval_minutes=7.0), tmp_path / "minutes")
     assert saved == [14, 28, 42, 56, 60], "calls of 2 updates, a minute each"
     assert checkpoints(tmp_path / "minutes") == [42, 56, 60]
-    assert telemetry.read(tmp_path / "minutes" / "metrics.jsonl")[-1]["wall_seconds"] == 1800.0
+    assert sinks.read(tmp_path / "minutes" / "metrics.jsonl")[-1]["wall_seconds"] == 1800.0
     saved.clear()
     begin(small(save_interval=25, keep=9), tmp_path / "updates")
     assert saved == checkpoints(tmp_path / "updates") == [26, 50, 60]
@@ -275,7 +278,7 @@ def test_it_saves_by_minutes_by_updates_and_at_the_end(tmp_path: Path, monkeypat
 @pytest.mark.usefixtures("_quick")
 def test_seconds_add_up_over_resumes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """By a clock that a call of 2 updates takes 1 s of, compiling 10 s, preparing 100 s."""
-    now, calls, compiled, prepare = [0.0], fused.fused, fused.compiled, training.feed
+    now, calls, compiled, prepare = [0.0], fused.fused, fused.compiled, loop.feed
 
     def takes(seconds: float) -> None:
         now[0] += seconds
@@ -285,10 +288,10 @@ def test_seconds_add_up_over_resumes(tmp_path: Path, monkeypatch: pytest.MonkeyP
             takes(1.0)
             yield call
 
-    monkeypatch.setattr(training.time, "perf_counter", lambda: now[0])
+    monkeypatch.setattr(loop.time, "perf_counter", lambda: now[0])
     monkeypatch.setattr(fused, "fused", slow_calls)
     monkeypatch.setattr(fused, "compiled", lambda *a, **k: (takes(10.0), compiled(*a, **k))[1])
-    monkeypatch.setattr(training, "feed", lambda *a: (takes(100.0), prepare(*a))[1])
+    monkeypatch.setattr(loop, "feed", lambda *a: (takes(100.0), prepare(*a))[1])
     folder = tmp_path / "run"
     with monkeypatch.context() as patch:
         patch.setattr(Checkpoints, "save", after(1, lambda: signal.raise_signal(signal.SIGINT), Checkpoints.save))
@@ -302,7 +305,7 @@ def test_seconds_add_up_over_resumes(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert found is not None
     assert (found["train_seconds"], found["compile_seconds"], found["wall_seconds"]) == (30.0, 30.0, 360.0)
     assert found["sps"] == 60 * 128 / 30.0
-    walls = {r["update"]: r["wall_seconds"] for r in telemetry.read(folder / "metrics.jsonl")}
+    walls = {r["update"]: r["wall_seconds"] for r in sinks.read(folder / "metrics.jsonl")}
     expected = {4: 113, 8: 114, 12: 226, 16: 229, 20: 341, 24: 342, 28: 345, 56: 359, 60: 360}
     assert {update: walls[update] for update in expected} == expected, "a call behind, but before a checkpoint"
 
@@ -327,7 +330,7 @@ def test_after_an_error_no_thread_handler_or_lock_is_left(tmp_path: Path, monkey
 
 @pytest.mark.usefixtures("_quick")
 def test_it_trains_in_a_thread_where_no_signal_can_be_heard(tmp_path: Path) -> None:
-    outcomes: list[training.Outcome] = []
+    outcomes: list[loop.Outcome] = []
     thread = threading.Thread(target=lambda: outcomes.append(begin(small(), tmp_path / "run")))
     thread.start()
     thread.join()
@@ -338,15 +341,15 @@ def test_it_trains_in_a_thread_where_no_signal_can_be_heard(tmp_path: Path) -> N
 def test_what_a_run_publishes_last_is_what_it_has_learnt(tmp_path: Path) -> None:
     run, folder = small(), tmp_path / "run"
     folder.mkdir()
-    publishing.save(folder, publishing.Publishing(("run",), every=20))
-    training.train(run, folder, resumed=False)
-    latest = files.newest(folder / "weights")
+    publish.save(folder, publish.Publishing(("run",), every=20))
+    loop.train(run, folder, resumed=False)
+    latest = safetensors_files.newest(folder / "weights")
     assert latest is not None and latest[1] == 60
-    where = folder / "weights" / files.folder_name(*latest)
-    found = files.read_manifest(where)
+    where = folder / "weights" / safetensors_files.folder_name(*latest)
+    found = safetensors_files.read_manifest(where)
     image = np.zeros(found.size, np.uint8)
-    files.read(where, found, image, lambda image, count: None)
-    algorithm = learners.make(feed.spec(run), run.algorithm, updates=1, mean=meshes.identity)
+    safetensors_files.read(where, found, image, lambda image, count: None)
+    algorithm = registry.make(data.spec(run), run.algorithm, updates=1, mean=meshes.identity)
     like = jax.eval_shape(lambda: algorithm.policy(algorithm.init(jax.random.key(0))))
     digest = params_sha256(to_jax(manifest.views(found, image), like))
     assert digest == result(folder)["evaluation"]["trained"]["digest"]
@@ -368,6 +371,6 @@ def test_what_can_not_be_made_is_no_run(tmp_path: Path, change: dict[str, Any], 
 
 
 def test_a_policy_without_a_checkpoint_is_an_error(tmp_path: Path, shared: pytest.MonkeyPatch) -> None:
-    folders.save_run(tmp_path, small(), {})
+    run_dir.save_run(tmp_path, small(), {})
     with pytest.raises(RunError, match=rf"has no checkpoint yet; go on with --resume {tmp_path},"):
-        training.restore_policy(tmp_path)
+        loop.restore_policy(tmp_path)

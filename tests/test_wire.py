@@ -5,11 +5,11 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from longhaul.central import wire
-from longhaul.central.frames import Frames
-from longhaul.central.wire import Codec, Due, WireError
-from longhaul.forms import Box, Discrete, Leaf, Masked, MultiDiscrete
-from longhaul.vectors import HostSpec
+from longhaul.envs.host.vector import HostSpec
+from longhaul.spaces import Box, Discrete, Leaf, Masked, MultiDiscrete
+from longhaul.topologies.inference_server import frames
+from longhaul.topologies.inference_server.frames import Codec, Due, WireError
+from longhaul.topologies.inference_server.frames_heads import Frames
 from tests.wire_fuzz import CODEC, COLUMNS, malformed, observe
 
 pytest.importorskip("grpc")
@@ -31,25 +31,25 @@ def random_spec(rng: np.random.Generator) -> HostSpec:
 def test_what_goes_in_comes_out_bit_for_bit(seed: int) -> None:
     rng = np.random.default_rng(seed)
     names = tuple(f"score{i}" for i in range(rng.integers(3)))
-    codec = Codec(wire.layout(random_spec(rng), int(rng.integers(1, 40)), names))
+    codec = Codec(frames.layout(random_spec(rng), int(rng.integers(1, 40)), names))
     for number in range(4):
         head, payload = observe(rng, 3, 2, number, codec)
-        data = wire.frame(head, payload)
-        found = wire.read(data, codec.most)
+        data = frames.frame(head, payload)
+        found = frames.read(data, codec.most)
         assert found == head._replace(length=len(payload))
-        due = Due(wire.OBSERVE, 3, 2, number)
+        due = Due(frames.OBSERVE, 3, 2, number)
         codec.check_head(found, due)
         steps = Frames(codec, *due[:3])
         assert steps.whole(data, number) == head.finals
         assert steps.told(number, head.finals, payload) == data
-        assert steps.sealed(bytearray(bytes(wire.HEAD_BYTES) + payload), number, head.finals) == data
-        act = Due(wire.ACT, 3, 2, number)
+        assert steps.sealed(bytearray(bytes(frames.HEAD_BYTES) + payload), number, head.finals) == data
+        act = Due(frames.ACT, 3, 2, number)
         action = codec.action(rng.bytes(codec.action_bytes))
         actions = Frames(codec, *act[:3])
         answer = actions.acts(number, action)
-        codec.check_head(wire.read(answer, codec.most), act)
+        codec.check_head(frames.read(answer, codec.most), act)
         assert actions.whole(answer, number) == 0
-        assert codec.action(answer, wire.HEAD_BYTES).tobytes() == action.tobytes()
+        assert codec.action(answer, frames.HEAD_BYTES).tobytes() == action.tobytes()
         sent, came = codec.block(payload, head.finals), steps.observed(data, head.finals, first=number == 0)
         for a, b in zip((*sent.observation, *sent.final, *sent[1:4]), (*came.observation, *came.final, *came[1:4])):
             assert (a.dtype, a.shape, a.tobytes()) == (b.dtype, b.shape, b.tobytes())
@@ -86,8 +86,8 @@ def reject(count: int, seed: int) -> None:
     for i in range(count):
         number = int(rng.integers(3))
         head, payload = observe(rng, 3, 1, number)
-        due = Due(wire.OBSERVE, 3, 1, number)
-        assert accepted(wire.frame(head, payload), due)
+        due = Due(frames.OBSERVE, 3, 1, number)
+        assert accepted(frames.frame(head, payload), due)
         bad = malformed(rng, head, payload)
         assert not accepted(bad, due), f"malformed frame {i} of seed {seed} passed: {bad.hex()}"
 

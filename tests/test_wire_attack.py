@@ -12,11 +12,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from longhaul.central import wire
-from longhaul.central.credentials import Credentials
-from longhaul.central.grpc_lane import PATH, GrpcLane, GrpcLine
-from longhaul.central.lane import Answer, Arrival, Lost
-from longhaul.central.streaming import run
+from longhaul.runtime.credentials import Credentials
+from longhaul.topologies.inference_server import frames as wire
+from longhaul.topologies.inference_server.grpc_streams import run
+from longhaul.topologies.inference_server.grpc_transport import PATH, GrpcLane, GrpcLine
+from longhaul.topologies.inference_server.transport import Answer, Arrival, Lost
 from tests.wire_fuzz import BARE, CODEC, COLUMNS, SLOTS, hello, malformed, observe
 
 pytest.importorskip("grpc")

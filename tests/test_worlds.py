@@ -13,14 +13,14 @@ from typing import Any
 import numpy as np
 import pytest
 
-from longhaul import worlds
-from longhaul.datasets import kept
-from longhaul.datasets.log import BadData
-from longhaul.driving.scenario import Scenario
+from longhaul.driving import scenario_source
+from longhaul.driving.datasets.log import BadData
+from longhaul.driving.scenario.scenario import Scenario
+from longhaul.driving.shards import generated_cache
 
 SLOW = """
 import os, sys, time
-from longhaul import worlds
+from longhaul.driving import scenario_source as worlds
 
 def make(seed, agents, horizon, control):
     with open(os.path.join(sys.argv[1], str(os.getpid())), "w"):
@@ -32,7 +32,7 @@ if __name__ == "__main__":
 """
 
 CALL = "    worlds.generated(0, 64, agents=1, horizon=None, workers=2)"
-STOPPABLE = """    from longhaul.stopping import listening
+STOPPABLE = """    from longhaul.runtime.signals import listening
 
     with listening() as stop:
         try:
@@ -44,8 +44,8 @@ STOPPABLE = """    from longhaul.stopping import listening
 
 
 def test_workers_make_what_one_process_makes() -> None:
-    by_workers = worlds.generated(3, 17, agents=2, horizon=40, workers=2)
-    alone = worlds.generated(3, 17, agents=2, horizon=40, workers=1)
+    by_workers = scenario_source.generated(3, 17, agents=2, horizon=40, workers=2)
+    alone = scenario_source.generated(3, 17, agents=2, horizon=40, workers=1)
     assert [s.id for s in by_workers] == [s.id for s in alone]
     _same(by_workers, alone)
 
@@ -54,7 +54,7 @@ def test_workers_make_what_one_process_makes() -> None:
 def store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A folder in which blocks of four seeds are kept."""
     monkeypatch.setenv("LONGHAUL_CACHE", str(tmp_path))
-    for module in (worlds, kept):
+    for module in (scenario_source, generated_cache):
         monkeypatch.setattr(module, "BLOCK", 4)
     return tmp_path / "scenarios"
 
@@ -67,10 +67,10 @@ def _made(monkeypatch: pytest.MonkeyPatch, first: int, count: int, **how: Any) -
         seeds.append(seed)
         return generate(seed, **compiled)
 
-    generate = worlds._generate
+    generate = scenario_source._generate
     with monkeypatch.context() as patched:
-        patched.setattr(worlds, "_generate", make)
-        return worlds.generated(first, count, **({"agents": 1, "horizon": 40, "workers": 1} | how)), seeds
+        patched.setattr(scenario_source, "_generate", make)
+        return scenario_source.generated(first, count, **({"agents": 1, "horizon": 40, "workers": 1} | how)), seeds
 
 
 def _same(some: list[Scenario], others: list[Scenario]) -> None:
@@ -87,7 +87,7 @@ def test_what_was_made_once_is_found_again(store: Path, monkeypatch: pytest.Monk
     _same(first, again)
     assert _made(monkeypatch, 4, 4, horizon=20)[1] == [4, 5, 6, 7]
     assert _made(monkeypatch, 4, 4)[1] == []
-    monkeypatch.setattr(kept, "maker", lambda: "other code")
+    monkeypatch.setattr(generated_cache, "maker", lambda: "other code")
     assert _made(monkeypatch, 4, 4)[1] == [4, 5, 6, 7]
 
 
@@ -121,7 +121,7 @@ def test_a_store_that_is_no_folder_costs_a_line(
 ) -> None:
     (tmp_path / "scenarios").write_text("")
     monkeypatch.setenv("LONGHAUL_CACHE", str(tmp_path))
-    for module in (worlds, kept):
+    for module in (scenario_source, generated_cache):
         monkeypatch.setattr(module, "BLOCK", 2)
     assert _made(monkeypatch, 0, 4)[1] == [0, 1, 2, 3]
     assert capsys.readouterr().err.count("are of no use") == 1
@@ -178,5 +178,5 @@ def test_a_signal_to_the_whole_group_ends_workers_without_a_word(tmp_path: Path)
 def test_files_without_a_scenario_are_refused(tmp_path: Path) -> None:
     (tmp_path / "empty.tfrecord").write_bytes(b"")
     with pytest.raises(BadData) as raised:
-        worlds.from_logs([str(tmp_path / "empty.tfrecord")], agents=1, horizon=None)
+        scenario_source.from_logs([str(tmp_path / "empty.tfrecord")], agents=1, horizon=None)
     assert "\n" not in str(raised.value)

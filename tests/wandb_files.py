@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 import pytest
 
-from longhaul import telemetry, tracking
+from longhaul.telemetry import sinks, wandb
 
 BLOCK, HEAD = 32768, 7
 """Bytes of a block of a .wandb file, and of the file's and each chunk's head (LevelDB's log format)."""
@@ -87,18 +87,18 @@ def tracked_folder(tmp_path: Path, name: str = "run", mode: str | None = "offlin
     folder = tmp_path / "runs" / name
     folder.mkdir(parents=True)
     (folder / "run.json").write_text(json.dumps({"run": {"num_envs": 8, "algorithm": {"lr": 0.5}}, "commit": "abc"}))
-    tracking.save(folder, tracking.Tracking("", True, "games", None, mode))
+    wandb.save(folder, wandb.Tracking("", True, "games", None, mode))
     return folder
 
 
 def write(folder: Path, updates: range, *, notes: list[str] | None = None, stopped: bool = False) -> None:
     """What a run does that goes on from the update before `updates`."""
     metrics = folder / "metrics.jsonl"
-    telemetry.truncate_after(metrics, updates[0] - updates.step)
+    sinks.truncate_after(metrics, updates[0] - updates.step)
     said = [] if notes is None else notes
     with (
-        closing(telemetry.jsonl(metrics)) as lines,
-        tracking.mirror(folder, said.append, lambda: stopped) as sink,
+        closing(sinks.jsonl(metrics)) as lines,
+        wandb.mirror(folder, said.append, lambda: stopped) as sink,
     ):
         for update in updates:
             row = record(update, **{"ppo/entropy": 1.0 / update})

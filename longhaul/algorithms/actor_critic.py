@@ -13,9 +13,11 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from longhaul import dial, networks, normalise
+from longhaul import normalise
 from longhaul.distributions import Distribution, distribution
-from longhaul.types import Key, Masked, Params, PyTree, Spec
+from longhaul.networks import actor_critic, sizing
+from longhaul.spaces import Masked
+from longhaul.types import Key, Params, PyTree, Spec
 
 Apart = Callable[[Callable[..., Any]], Callable[..., Any]]
 """A function of one shard -> the same, computed apart from what is around it (shards.py)."""
@@ -82,9 +84,9 @@ def check(config: Any, *, columns: int, steps: int, shares: Sequence[str], least
         value = getattr(config, name)
         if value is not None and not value >= 0.0:
             raise ValueError(f"{name} is {value}; it must be at least 0")
-    if config.model_size is not None and not dial.LEAST <= config.model_size <= dial.MOST:
+    if config.model_size is not None and not sizing.LEAST <= config.model_size <= sizing.MOST:
         raise ValueError(
-            f"model_size is {config.model_size}; it must lie in {dial.LEAST:g} to {dial.MOST:g} (millions of "
+            f"model_size is {config.model_size}; it must lie in {sizing.LEAST:g} to {sizing.MOST:g} (millions of "
             "parameters)"
         )
 
@@ -92,7 +94,7 @@ def check(config: Any, *, columns: int, steps: int, shares: Sequence[str], least
 class Parts(NamedTuple):
     seen: PyTree  # what the network sees of one observation, as ShapeDtypeStruct
     policy: Distribution
-    network: networks.ActorCritic
+    network: actor_critic.ActorCritic
 
 
 def parts(spec: Spec, config: Any, *, norm: bool = False) -> Parts:
@@ -119,20 +121,22 @@ def parts(spec: Spec, config: Any, *, norm: bool = False) -> Parts:
     }  # fmt: skip
     width, depth = design.hidden_dim, design.num_layers
     if design.model_size is not None:
-        width, depth = dial.shape(seen, policy.size, design.model_size, **options)
+        width, depth = sizing.shape(seen, policy.size, design.model_size, **options)
     expand, live = spec.expand, None
-    if spec.compact is not None and networks.takes_live(design.torso, design.shared, design.memory, norm):
+    if spec.compact is not None and actor_critic.takes_live(design.torso, design.shared, design.memory, norm):
         expand, live = spec.compact
-    network = networks.actor_critic(seen, policy.size, sizes=(width,) * depth, live=live, **options)
+    network = actor_critic.actor_critic(seen, policy.size, sizes=(width,) * depth, live=live, **options)
     return Parts(seen, policy, _expanding(network, expand))
 
 
-def _expanding(network: networks.ActorCritic, expand: Callable[[PyTree], PyTree] | None) -> networks.ActorCritic:
+def _expanding(
+    network: actor_critic.ActorCritic, expand: Callable[[PyTree], PyTree] | None
+) -> actor_critic.ActorCritic:
     """`network` for stored observations: they are expanded where they are used, never kept so."""
     if expand is None:
         return network
 
-    def expanding(apply: networks.Apply) -> networks.Apply:
+    def expanding(apply: actor_critic.Apply) -> actor_critic.Apply:
         return lambda params, memory, observation: apply(params, memory, expand(observation))
 
     return network._replace(apply=expanding(network.apply), both=network.both and expanding(network.both))
@@ -184,7 +188,7 @@ def critic(spec: Spec, config: Any) -> Callable[[Policy, PyTree, PyTree], jax.Ar
     return value
 
 
-def network(spec: Spec, config: Any) -> networks.ActorCritic:
+def network(spec: Spec, config: Any) -> actor_critic.ActorCritic:
     """The network of a `Policy`, which `apply` takes for parameters: what it would do, and what it believes in."""
     inner = parts(spec, config).network
 

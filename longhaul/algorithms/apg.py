@@ -22,7 +22,8 @@ import optax
 
 from longhaul.algorithms import actor_critic
 from longhaul.algorithms.actor_critic import Apart, Policy, State
-from longhaul.types import Algorithm, Box, Key, Metrics, Pathwise, PyTree, Spec
+from longhaul.spaces import Box
+from longhaul.types import Algorithm, Key, Metrics, Pathwise, PyTree, Spec
 
 
 @dataclass(frozen=True)

@@ -18,11 +18,13 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from longhaul import networks, normalise
+from longhaul import normalise
 from longhaul.algorithms import actor_critic, ppo, values
 from longhaul.algorithms.actor_critic import Apart, Policy, State, look
 from longhaul.distributions import Distribution
-from longhaul.types import Action, Algorithm, Box, Discrete, Guided, Key, Masked, Metrics, Params, PyTree, Rollout, Spec
+from longhaul.networks import actor_critic as networks
+from longhaul.spaces import Action, Box, Discrete, Masked
+from longhaul.types import Algorithm, Guided, Key, Metrics, Params, PyTree, Rollout, Spec
 
 
 @dataclass(frozen=True)

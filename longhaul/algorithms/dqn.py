@@ -15,12 +15,14 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from longhaul import networks, randomness, replay
+from longhaul import prng, replay
 from longhaul.algorithms import off_policy
 from longhaul.algorithms.actor_critic import Apart
 from longhaul.algorithms.off_policy import Parts, Policy, Sight
+from longhaul.networks import actor_critic
 from longhaul.replay import Sizes, Transitions
-from longhaul.types import Algorithm, Discrete, Key, Params, PyTree, Spec
+from longhaul.spaces import Discrete
+from longhaul.types import Algorithm, Key, Params, PyTree, Spec
 
 
 @dataclass(frozen=True)
@@ -66,7 +68,7 @@ Values = Callable[[Params, PyTree, jax.Array | None], jax.Array]
 """(params, what is seen, which choices are legal) -> the value of each, float32 [..., n]; the least where not legal."""
 
 
-def _values(spec: Spec, config: Config) -> tuple[networks.Tower, Sight, Values]:
+def _values(spec: Spec, config: Config) -> tuple[actor_critic.Tower, Sight, Values]:
     if not isinstance(spec.action, Discrete):
         raise ValueError(f"DQN learns one choice, and this environment takes {spec.action}")
     sight = off_policy.sight(spec)
@@ -126,8 +128,8 @@ def dqn(
         if key is None:
             return best, memory, ()
         rows, n = q.shape
-        key_even, key_which = randomness.split(key, 2)
-        even = randomness.uniform(key_which, (rows,)) < acting.random
+        key_even, key_which = prng.split(key, 2)
+        even = prng.uniform(key_which, (rows,)) < acting.random
         return jnp.where(even, off_policy.evenly(key_even, mask, n, rows), best), memory, ()
 
     assert isinstance(spec.action, Discrete)
@@ -138,7 +140,7 @@ def dqn(
     return off_policy.algorithm(spec, config, parts, act, updates=updates, mean=mean, apart=apart, sizes=sizes)
 
 
-def network(spec: Spec, config: Config) -> networks.ActorCritic:
+def network(spec: Spec, config: Config) -> actor_critic.ActorCritic:
     """The values of a `Policy`'s choices as if they were logits, and the greatest of them."""
     tower, sight, values = _values(spec, config)
 
@@ -146,4 +148,4 @@ def network(spec: Spec, config: Config) -> networks.ActorCritic:
         q = values(policy.params, *sight.look(observation))
         return q, jnp.max(q, axis=-1), memory
 
-    return networks.ActorCritic(tower.init, apply, lambda columns: ())
+    return actor_critic.ActorCritic(tower.init, apply, lambda columns: ())

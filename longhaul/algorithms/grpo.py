@@ -26,9 +26,9 @@ import jax.numpy as jnp
 import optax
 
 from longhaul.algorithms.actor_critic import Apart
-from longhaul.reasoning import gate as gates
-from longhaul.reasoning import model
-from longhaul.reasoning.sampling import DEMONSTRATED, OWN, SAMPLED, SOLVED, Completions, Speaker, log_probs
+from longhaul.reasoning import reward_gate as gates
+from longhaul.reasoning import transformer
+from longhaul.reasoning.sampler import DEMONSTRATED, OWN, SAMPLED, SOLVED, Completions, Speaker, log_probs
 from longhaul.types import Algorithm, Key, Metrics, Params, PyTree
 
 
@@ -76,7 +76,7 @@ class Config:
     update_epochs: int | None = 1
     accumulate: int = 1  # pieces in which a minibatch's gradient is taken
     model_folder: str = ""  # of Hugging Face's files: the model that learning begins with; "": random weights
-    model: model.Config = field(default_factory=model.Config)
+    model: transformer.Config = field(default_factory=transformer.Config)
 
     @property
     def precision(self) -> str:
@@ -130,7 +130,7 @@ def check(config: Config, *, columns: int, steps: int) -> None:
         )
     gates.check(config.gate)
     try:
-        model.check(config.model)
+        transformer.check(config.model)
     except ValueError as error:
         raise ValueError(f"model_{error}") from error
 
@@ -320,7 +320,7 @@ def grpo(
     gradient = in_pieces(jax.grad(objective(config), has_aux=True), config.accumulate)
 
     def init(key: Key) -> State:
-        params = model.init(key, config.model)
+        params = transformer.init(key, config.model)
         reference = jax.tree.map(jnp.copy, params) if config.kl_coef > 0.0 else ()
         zero = jnp.int32(0)
         return State(params, optimiser.init(params), reference, zero, zero, gates.begin(config.gate))

@@ -23,11 +23,13 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from longhaul import networks, normalise, returns
+from longhaul import normalise, returns
 from longhaul.algorithms import actor_critic, ppo, values
 from longhaul.algorithms.actor_critic import Apart, Policy, State, look, moments_of
 from longhaul.distributions import Distribution
-from longhaul.types import Algorithm, Key, Masked, Metrics, Params, PyTree, Rollout, Spec
+from longhaul.networks import actor_critic as networks
+from longhaul.spaces import Masked
+from longhaul.types import Algorithm, Key, Metrics, Params, PyTree, Rollout, Spec
 
 OPTIMISERS = ("rmsprop", "adam")
 

@@ -18,10 +18,12 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from longhaul import networks, randomness, replay
+from longhaul import prng, replay
 from longhaul.algorithms.actor_critic import Apart
+from longhaul.networks import actor_critic
 from longhaul.replay import Chosen, Cursor, Ring, Sizes, Transitions
-from longhaul.types import Algorithm, Box, Discrete, Key, Local, Masked, Metrics, Params, PyTree, Rollout, Spec
+from longhaul.spaces import Box, Discrete, Masked
+from longhaul.types import Algorithm, Key, Local, Metrics, Params, PyTree, Rollout, Spec
 
 STORES = ("fp32", "bf16")
 """How float32 observations are kept in the replay."""
@@ -122,10 +124,10 @@ def check(config: Any, *, shards: int, columns: int, steps: int, shares: Sequenc
         raise ValueError(f"n_step is {made.n_step}; it must be below the replay's {room // (shards * columns)} rows")
 
 
-def tower(config: Any, seen: PyTree, outputs: int, scale: float = 1.0) -> networks.Tower:
+def tower(config: Any, seen: PyTree, outputs: int, scale: float = 1.0) -> actor_critic.Tower:
     """A network as the config has it."""
     made = design(config)
-    return networks.tower(
+    return actor_critic.tower(
         seen, outputs, torso=made.torso, sizes=(made.hidden_dim,) * made.num_layers, activation=made.activation,
         precision=made.precision, remat=made.remat, begin=made.init, scale=scale,
     )  # fmt: skip
@@ -153,7 +155,7 @@ def sight(spec: Spec) -> Sight:
 def evenly(key: Key, mask: jax.Array | None, actions: int, rows: int) -> jax.Array:
     """int32 [rows]: one of the legal actions each, all with the same chance."""
     legal = jnp.ones((rows, actions), bool) if mask is None else mask
-    return jnp.argmax(jnp.where(legal, randomness.uniform(key, (rows, actions)), -1.0), axis=-1).astype(jnp.int32)
+    return jnp.argmax(jnp.where(legal, prng.uniform(key, (rows, actions)), -1.0), axis=-1).astype(jnp.int32)
 
 
 def inward(box: Box, action: jax.Array) -> jax.Array:
@@ -173,7 +175,7 @@ def _middle(box: Box, action: jax.Array) -> list[jax.Array]:
     return [jnp.broadcast_to(x, action.shape) for x in ((high + low) / 2, (high - low) / 2)]
 
 
-def pair(critic: networks.Tower, params: Sequence[Params], seen: PyTree, action: jax.Array) -> jax.Array:
+def pair(critic: actor_critic.Tower, params: Sequence[Params], seen: PyTree, action: jax.Array) -> jax.Array:
     """float32 [critics, ...]: what critics say of a vector within -1 to 1."""
     return jnp.stack([critic.apply(each, (seen, action))[..., 0] for each in params])
 
@@ -244,8 +246,8 @@ def algorithm(
         ring = jax.tree.map(lambda x: x[0], state.replay.value)
         ring, cursor = store.add(ring, state.cursor, data._replace(action=parts.mark(parts.keep(data.action), data)))
         rows = made.batch_size // sizes.shards
-        key_samples, key_losses = jax.vmap(lambda each: randomness.split(each, 2), out_axes=1)(
-            randomness.split(key, made.gradient_steps)
+        key_samples, key_losses = jax.vmap(lambda each: prng.split(each, 2), out_axes=1)(
+            prng.split(key, made.gradient_steps)
         )
         passed = jnp.minimum(state.updates / updates, 1.0)
         beta = made.importance_exponent + (1.0 - made.importance_exponent) * passed

@@ -20,8 +20,9 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from longhaul import networks, normalise, returns, shuffle
-from longhaul.algorithms import actor_critic, flat, values
+from longhaul import normalise, returns, shuffle
+from longhaul.algorithms import actor_critic, batch_scaling, values
+from longhaul.algorithms import minibatch as flat
 from longhaul.algorithms.actor_critic import Apart, look, moments_of
 from longhaul.algorithms.actor_critic import Policy as Policy
 from longhaul.algorithms.actor_critic import State as State
@@ -29,8 +30,9 @@ from longhaul.algorithms.actor_critic import annealing as annealing
 from longhaul.algorithms.actor_critic import critic as critic
 from longhaul.algorithms.actor_critic import network as network
 from longhaul.distributions import Distribution
-from longhaul.scaling import rules
-from longhaul.types import Algorithm, Key, Masked, Metrics, Params, PyTree, Rollout, Spec
+from longhaul.networks import actor_critic as networks
+from longhaul.spaces import Masked
+from longhaul.types import Algorithm, Key, Metrics, Params, PyTree, Rollout, Spec
 
 
 @dataclass(frozen=True)
@@ -271,7 +273,7 @@ def optimiser_steps(
         shape = jax.tree.leaves(batch._replace(memory=()))[0].shape
         rows = shape[axis]
         given = config.num_minibatches, config.update_epochs
-        minibatches, epochs = rules.decide(rows, rows, "none", *given)
+        minibatches, epochs = batch_scaling.decide(rows, rows, "none", *given)
         deep = 1 if axis == 0 else shape[0]
         chunk = chunk_of(rows // minibatches // (config.accumulate or 1), max(1, values.at_once(config.chunk) // deep))
         share = jnp.float32(1.0) if batch.weight is None else jnp.maximum(mean(apart(jnp.mean)(batch.weight)), 1e-8)

@@ -17,10 +17,12 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from longhaul import networks, normalise, randomness, returns
+from longhaul import normalise, prng, returns
 from longhaul.algorithms import actor_critic, off_policy, ppo, values
 from longhaul.algorithms.actor_critic import Apart, Parts, State, moments_of
-from longhaul.types import Algorithm, Discrete, Key, Metrics, Params, PyTree, Rollout, Spec
+from longhaul.networks import actor_critic as networks
+from longhaul.spaces import Discrete
+from longhaul.types import Algorithm, Key, Metrics, Params, PyTree, Rollout, Spec
 
 
 @dataclass(frozen=True)
@@ -209,8 +211,8 @@ def _acting(made: Parts, config: Config, action: Any) -> Callable[..., tuple[jax
         if key is None:
             return best, memory, extras
         rows = q.shape[0]
-        key_even, key_which = randomness.split(key, 2)
-        even = randomness.uniform(key_which, (rows,)) < acting.random
+        key_even, key_which = prng.split(key, 2)
+        even = prng.uniform(key_which, (rows,)) < acting.random
         return jnp.where(even, off_policy.evenly(key_even, looked[1], action.n, rows), best), memory, extras
 
     return act

@@ -22,13 +22,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from longhaul import networks, randomness, replay
+from longhaul import prng, replay
 from longhaul.algorithms import off_policy
 from longhaul.algorithms.actor_critic import Apart
 from longhaul.algorithms.off_policy import Parts, Policy, Sight, State
 from longhaul.distributions import Distribution, distribution
+from longhaul.networks import actor_critic
 from longhaul.replay import Sizes, Transitions
-from longhaul.types import Algorithm, Box, Discrete, Guided, Key, Metrics, Params, PyTree, Rollout, Spec
+from longhaul.spaces import Box, Discrete
+from longhaul.types import Algorithm, Guided, Key, Metrics, Params, PyTree, Rollout, Spec
 
 
 @dataclass(frozen=True)
@@ -94,7 +96,7 @@ class _Networks:
                 raise ValueError(f"SAC learns one choice or a vector, and this environment takes {spec.action}")
 
 
-def _twins(critic: networks.Tower, params: tuple[Params, Params], seen: PyTree) -> jax.Array:
+def _twins(critic: actor_critic.Tower, params: tuple[Params, Params], seen: PyTree) -> jax.Array:
     """float32 [2, ..., n]: what both critics say."""
     return jnp.stack([critic.apply(each, seen) for each in params])
 
@@ -246,8 +248,8 @@ def sac(
 
 def _noise(key: Key, shape: tuple[int, ...]) -> tuple[jax.Array, jax.Array]:
     """Standard normal, for the actions of now and of next."""
-    now, next_ = randomness.split(key, 2)
-    return randomness.normal(now, shape), randomness.normal(next_, shape)
+    now, next_ = prng.split(key, 2)
+    return prng.normal(now, shape), prng.normal(next_, shape)
 
 
 def _keeping(spec: Spec) -> tuple[Callable[[jax.Array], jax.Array], jax.ShapeDtypeStruct]:
@@ -274,12 +276,12 @@ def _acting(spec: Spec, made: _Networks) -> Callable[..., tuple[jax.Array, PyTre
         parameters = made.actor.apply(acting.params, seen)
         if key is None:
             return policy.action(policy.mode(parameters, mask)), memory, ()
-        key_policy, key_even, key_which = randomness.split(key, 3)
+        key_policy, key_even, key_which = prng.split(key, 3)
         action = policy.action(policy.sample(parameters, mask, key_policy))
         rows = parameters.shape[0]
-        even = randomness.uniform(key_which, (rows,)) < acting.random
+        even = prng.uniform(key_which, (rows,)) < acting.random
         if isinstance(spec.action, Box):
-            drawn = off_policy.outward(spec.action, 2.0 * randomness.uniform(key_even, action.shape) - 1.0)
+            drawn = off_policy.outward(spec.action, 2.0 * prng.uniform(key_even, action.shape) - 1.0)
             return jnp.where(even[:, None], drawn, action), memory, ()
         return jnp.where(even, off_policy.evenly(key_even, mask, parameters.shape[-1], rows), action), memory, ()
 
@@ -303,7 +305,7 @@ def critic(spec: Spec, config: Config) -> Callable[[State, PyTree], jax.Array]:
     return value
 
 
-def network(spec: Spec, config: Config) -> networks.ActorCritic:
+def network(spec: Spec, config: Config) -> actor_critic.ActorCritic:
     """The actor, which `apply` takes a `Policy` for. What it believes in only its critics tell: 0 here."""
     made = _Networks(spec, config)
 
@@ -311,4 +313,4 @@ def network(spec: Spec, config: Config) -> networks.ActorCritic:
         parameters = made.actor.apply(policy.params, made.sight.look(observation)[0])
         return parameters, jnp.zeros(parameters.shape[:-1], jnp.float32), memory
 
-    return networks.ActorCritic(made.actor.init, apply, lambda columns: ())
+    return actor_critic.ActorCritic(made.actor.init, apply, lambda columns: ())

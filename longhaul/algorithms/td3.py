@@ -12,12 +12,14 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from longhaul import networks, randomness, replay
+from longhaul import prng, replay
 from longhaul.algorithms import off_policy
 from longhaul.algorithms.actor_critic import Apart
 from longhaul.algorithms.off_policy import Parts, Policy, Sight, State
+from longhaul.networks import actor_critic
 from longhaul.replay import Sizes, Transitions
-from longhaul.types import Algorithm, Box, Key, Params, PyTree, Spec
+from longhaul.spaces import Box
+from longhaul.types import Algorithm, Key, Params, PyTree, Spec
 
 
 @dataclass(frozen=True)
@@ -64,7 +66,7 @@ def check(config: Config, *, shards: int, columns: int, steps: int) -> None:
         )
 
 
-def _networks(spec: Spec, config: Config) -> tuple[networks.Tower, networks.Tower, Sight, Box]:
+def _networks(spec: Spec, config: Config) -> tuple[actor_critic.Tower, actor_critic.Tower, Sight, Box]:
     """(actor, one critic, sight, the space of actions)."""
     if not isinstance(spec.action, Box):
         raise ValueError(f"TD3 learns a vector, and this environment takes {spec.action}")
@@ -112,10 +114,10 @@ def td3(
     def act(acting: Policy, memory: PyTree, observation: PyTree, key: Key | None) -> tuple[jax.Array, PyTree, PyTree]:
         chosen = jnp.tanh(actor.apply(acting.params, sight.look(observation)[0]))
         if key is not None:
-            key_noise, key_even, key_which = randomness.split(key, 3)
-            drawn = 2.0 * randomness.uniform(key_even, chosen.shape) - 1.0
-            noisy = jnp.clip(chosen + config.noise * randomness.normal(key_noise, chosen.shape), -1.0, 1.0)
-            even = randomness.uniform(key_which, chosen.shape[:1]) < acting.random
+            key_noise, key_even, key_which = prng.split(key, 3)
+            drawn = 2.0 * prng.uniform(key_even, chosen.shape) - 1.0
+            noisy = jnp.clip(chosen + config.noise * prng.normal(key_noise, chosen.shape), -1.0, 1.0)
+            even = prng.uniform(key_which, chosen.shape[:1]) < acting.random
             chosen = jnp.where(even[:, None], drawn, noisy)
         return off_policy.outward(box, chosen), memory, ()
 
@@ -123,7 +125,7 @@ def td3(
     parts = Parts(
         "td3", init, ("actor", "critics"), loss, lambda action: off_policy.inward(box, action), kept, "actor",
         lambda done: jnp.float32(0.0), ("actor",), config.actor_interval,
-        lambda key, rows: randomness.normal(key, (rows, len(box.low))),
+        lambda key, rows: prng.normal(key, (rows, len(box.low))),
     )  # fmt: skip
     return off_policy.algorithm(spec, config, parts, act, updates=updates, mean=mean, apart=apart, sizes=sizes)
 
@@ -140,7 +142,7 @@ def critic(spec: Spec, config: Config) -> Callable[[State, PyTree], jax.Array]:
     return value
 
 
-def network(spec: Spec, config: Config) -> networks.ActorCritic:
+def network(spec: Spec, config: Config) -> actor_critic.ActorCritic:
     """The actor, which `apply` takes a `Policy` for. What it believes in only its critics tell: 0 here."""
     actor, _, sight, _ = _networks(spec, config)
 
@@ -148,4 +150,4 @@ def network(spec: Spec, config: Config) -> networks.ActorCritic:
         parameters = actor.apply(policy.params, sight.look(observation)[0])
         return parameters, jnp.zeros(parameters.shape[:-1], jnp.float32), memory
 
-    return networks.ActorCritic(actor.init, apply, lambda columns: ())
+    return actor_critic.ActorCritic(actor.init, apply, lambda columns: ())

@@ -8,12 +8,13 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from longhaul import networks, returns
+from longhaul import returns
+from longhaul.networks import actor_critic
 from longhaul.types import Params, PyTree, Rollout
 
 
 def along_time(
-    network: networks.ActorCritic, params: Params, memory: jax.Array, observation: PyTree, begins: jax.Array
+    network: actor_critic.ActorCritic, params: Params, memory: jax.Array, observation: PyTree, begins: jax.Array
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """The recurrent network along time: parameters [T, B, n], values [T, B], memory after each step [T, B, width]."""
     initial = jnp.zeros_like(memory)
@@ -28,7 +29,7 @@ def along_time(
 
 
 def estimates(
-    network: networks.ActorCritic,
+    network: actor_critic.ActorCritic,
     params: Params,
     data: Rollout,
     observation: PyTree,
@@ -62,7 +63,7 @@ def estimates(
 
 
 def _following(
-    network: networks.ActorCritic, params: Params, data: Rollout, value: jax.Array, after: jax.Array, last: PyTree,
+    network: actor_critic.ActorCritic, params: Params, data: Rollout, value: jax.Array, after: jax.Array, last: PyTree,
     truncated: PyTree,
 ) -> jax.Array:  # fmt: skip
     """V(successor) with memory, of which `after` [T, B, width] is that after each step."""
@@ -78,7 +79,7 @@ def _following(
 
 
 def judgements(
-    network: networks.ActorCritic, log_prob: Callable[[jax.Array, Any], jax.Array], params: Params, data: Rollout,
+    network: actor_critic.ActorCritic, log_prob: Callable[[jax.Array, Any], jax.Array], params: Params, data: Rollout,
     observation: PyTree, taken: PyTree, chunk: int | None, updates: jax.Array,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:  # fmt: skip
     """What `params`, made by so many updates, make of a rollout that any others may have acted: log pi(a | s), V(s) and

@@ -18,19 +18,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from longhaul.types import (
-    Action,
-    Box,
-    Discrete,
-    Environment,
-    Key,
-    Masked,
-    Measure,
-    MultiDiscrete,
-    Spec,
-    TimeStep,
-    transition,
-)
+from longhaul.spaces import Action, Box, Discrete, Masked, Measure, MultiDiscrete
+from longhaul.types import Environment, Key, Spec, TimeStep, transition
 
 POISON = -10.0
 """The reward of what must never count: an illegal action, a step after the end."""

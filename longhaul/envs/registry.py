@@ -10,25 +10,26 @@ import inspect
 from collections.abc import Callable
 from typing import Any
 
-from longhaul.envs import classic, probes, suites
-from longhaul.envs.hackmatrix import canonical, game
+from longhaul.envs import classic_control, probes, suites
+from longhaul.envs.hackmatrix import environment as game
+from longhaul.envs.hackmatrix.swift_rules import environment
 from longhaul.types import Environment
 
 TABLE: dict[str, tuple[Callable[..., Environment], str]] = {
-    "cartpole": (classic.cartpole, "CartPole-v1: keep a pole upright; 2 actions, 500 steps"),
-    "pendulum": (classic.pendulum, "Pendulum-v1: swing a rod up and hold it; 1 continuous action, 200 steps"),
-    "mountaincar": (classic.mountaincar, "MountainCar-v0: rock a car out of a valley; 3 actions, 200 steps"),
+    "cartpole": (classic_control.cartpole, "CartPole-v1: keep a pole upright; 2 actions, 500 steps"),
+    "pendulum": (classic_control.pendulum, "Pendulum-v1: swing a rod up and hold it; 1 continuous action, 200 steps"),
+    "mountaincar": (classic_control.mountaincar, "MountainCar-v0: rock a car out of a valley; 3 actions, 200 steps"),
     "mountaincar-continuous": (
-        classic.mountaincar_continuous,
+        classic_control.mountaincar_continuous,
         "MountainCarContinuous-v0: the same with a force; 1 continuous action, 999 steps",
     ),
     "hackmatrix": (game.hackmatrix, "HackMatrix: a turn-based game of 8 stages; 28 masked actions, no time limit"),
     "hackmatrix-fixed": (game.fixed, "HackMatrix with eight defects of its trainer's rules put right"),
     "hackmatrix-canonical": (
-        canonical.canonical,
+        environment.canonical,
         "HackMatrix by the rules of the game itself: enemies stay, plan their way, and hit first",
     ),
-    "acrobot": (classic.acrobot, "Acrobot-v1: swing a two-link arm up; 3 actions, 500 steps"),
+    "acrobot": (classic_control.acrobot, "Acrobot-v1: swing a two-link arm up; 3 actions, 500 steps"),
 }
 """Name -> (function that makes it, one line about it)."""
 

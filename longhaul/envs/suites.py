@@ -24,9 +24,10 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from longhaul.envs import suite_worlds as worlds
-from longhaul.envs.suite_worlds import World
-from longhaul.types import Environment, Key, Measure, PyTree, Spec, TimeStep, transition
+from longhaul.envs import suite_adapters as worlds
+from longhaul.envs.suite_adapters import World
+from longhaul.spaces import Measure
+from longhaul.types import Environment, Key, PyTree, Spec, TimeStep, transition
 
 LIMIT = 1000
 """Steps of an episode where a suite names no limit, and none is given."""

@@ -8,10 +8,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from longhaul.reasoning import model, tokens
-from longhaul.reasoning.optimiser import Draw
-from longhaul.reasoning.sampling import UNBOUNDED, Drawn, in_waves, sampler
-from longhaul.reasoning.tokens import Tokeniser
+from longhaul.reasoning import tokenizer, transformer
+from longhaul.reasoning.sampler import UNBOUNDED, Drawn, in_waves, sampler
+from longhaul.reasoning.self_consistency import Draw
+from longhaul.reasoning.tokenizer import Tokeniser
 from longhaul.types import Params
 
 ROOM, ROWS = 8, 64
@@ -19,14 +19,14 @@ ROOM, ROWS = 8, 64
 
 
 def drawing(
-    config: model.Config,
+    config: transformer.Config,
     params: Params,
     *,
     length: int,
     temperature: float = 1.0,
     max_reasoning_steps: int = UNBOUNDED,
     seed: int = 0,
-    words: Tokeniser = tokens.TOKENISER,
+    words: Tokeniser = tokenizer.TOKENISER,
 ) -> Draw:
     """Draws completions of at most `length` tokens and `max_reasoning_steps` steps, each call others.
 
@@ -35,7 +35,7 @@ def drawing(
     """
     if max_reasoning_steps < 0:
         raise ValueError(f"max_reasoning_steps is {max_reasoning_steps}; it must be at least 0")
-    if max_reasoning_steps < UNBOUNDED and words.answer == tokens.NONE:
+    if max_reasoning_steps < UNBOUNDED and words.answer == tokenizer.NONE:
         raise ValueError(f"max_reasoning_steps is {max_reasoning_steps}, and this vocabulary has no mark of an answer")
     sample = jax.jit(in_waves(sampler(config, length, temperature, words=words), ROWS))
     calls = 0
@@ -56,7 +56,7 @@ def drawing(
     return draw
 
 
-def texts(drawn: Drawn, group: int, words: Tokeniser = tokens.TOKENISER) -> list[list[tuple[str, float]]]:
+def texts(drawn: Drawn, group: int, words: Tokeniser = tokenizer.TOKENISER) -> list[list[tuple[str, float]]]:
     """Of completions in groups side by side each one's text, and the mean log-probability of what was chosen of it."""
     means = np.asarray(drawn.log_prob).sum(axis=1) / np.maximum(np.asarray(drawn.taken).sum(axis=1), 1)
     rows = [(words.decode(row), float(mean)) for row, mean in zip(np.asarray(drawn.token), means, strict=True)]

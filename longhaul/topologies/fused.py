@@ -21,9 +21,9 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh, PartitionSpec
 
-from longhaul import mesh as meshes
-from longhaul import partition
-from longhaul.shards import Shards, by_device, part, whole
+from longhaul.runtime import mesh as meshes
+from longhaul.runtime import partition
+from longhaul.runtime.batch_shards import Shards, by_device, part, whole
 from longhaul.types import LEARNING, Algorithm, Collector, Key, Metrics, Progress, PyTree, is_local
 
 CollectorIn = Callable[[PyTree], Collector]

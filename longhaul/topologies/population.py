@@ -17,8 +17,8 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh, PartitionSpec
 
-from longhaul import mesh as meshes
-from longhaul import shards
+from longhaul.runtime import batch_shards
+from longhaul.runtime import mesh as meshes
 from longhaul.topologies import fused
 from longhaul.types import Algorithm, Key, Metrics, Progress, PyTree
 
@@ -56,7 +56,7 @@ def starting(
 
     A member draws as `fused.start` does for a run with its key on one device.
     """
-    begin = fused.beginning(collector_in, shards.alone())
+    begin = fused.beginning(collector_in, batch_shards.alone())
 
     def shard(own: PyTree, keys: Key, context: PyTree) -> Progress:
         def one(member: tuple[PyTree, Key]) -> tuple[PyTree, PyTree, Key]:
@@ -86,7 +86,7 @@ def compiled(
     together, 1 being one after the other."""
     if block < 1 or width < 1:
         raise ValueError(f"a compiled call of {block} updates, {width} members together; at least 1 is needed")
-    once = fused.updating(algorithm, collector_in, shards.alone())
+    once = fused.updating(algorithm, collector_in, batch_shards.alone())
 
     def update(context: PyTree, progress: Progress) -> tuple[Progress, Metrics]:
         scored = progress.carry

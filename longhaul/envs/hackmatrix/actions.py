@@ -10,8 +10,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from longhaul.envs.hackmatrix import world as w
-from longhaul.envs.hackmatrix.world import SIDE, SLOTS, Enemies, Pending, State
+from longhaul.envs.hackmatrix import state as w
+from longhaul.envs.hackmatrix.state import SIDE, SLOTS, Enemies, Pending, State
 
 MOST_SENT = 9
 """Transmissions of one siphon."""

@@ -5,7 +5,7 @@ The mask of legal actions decides; what is said here only explains it, for both 
 
 from __future__ import annotations
 
-from longhaul.envs.hackmatrix import world as w
+from longhaul.envs.hackmatrix import state as w
 from longhaul.envs.hackmatrix.view import View
 
 KEYS = {

@@ -14,9 +14,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from longhaul.envs.hackmatrix import world as w
+from longhaul.envs.hackmatrix import state as w
 from longhaul.envs.hackmatrix.actions import Cells
-from longhaul.envs.hackmatrix.world import CELLS, SIDE, SLOTS, State
+from longhaul.envs.hackmatrix.state import CELLS, SIDE, SLOTS, State
 from longhaul.types import Compact
 
 CHANNELS = 42

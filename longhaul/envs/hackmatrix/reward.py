@@ -9,10 +9,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from longhaul.envs.hackmatrix import world as w
+from longhaul.envs.hackmatrix import state as w
 from longhaul.envs.hackmatrix.actions import Cells
-from longhaul.envs.hackmatrix.world import SIDE, State, Tally
-from longhaul.types import Measure
+from longhaul.envs.hackmatrix.state import SIDE, State, Tally
+from longhaul.spaces import Measure
 
 PARTS = (
     "step_penalty", "stage_completion", "score_gain", "kills", "data_siphon", "distance_shaping", "damage_penalty",

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from longhaul.envs.hackmatrix import world as w
+from longhaul.envs.hackmatrix import state as w
 
 
 class Cell(NamedTuple):

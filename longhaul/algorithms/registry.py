@@ -1,0 +1,130 @@
+"""Which algorithm a config is of: the one place that knows them all.
+
+Another algorithm is a module in `algorithms/` with a frozen `Config`, and a row and a name here. All that the rest of
+the package asks of it stands in `Learner`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+
+from longhaul.algorithms import actor_critic, apg, bc, dqn, grpo, impala, ppo, pqn, sac, td3
+from longhaul.networks import actor_critic as networks
+from longhaul.replay import Sizes
+from longhaul.types import Algorithm, PyTree, Spec
+
+OnPolicy = ppo.Config | impala.Config
+"""Of algorithms with a policy that pass over a rollout in minibatches, and forget it."""
+
+OffPolicy = sac.Config | dqn.Config | td3.Config
+"""Of algorithms that learn from a replay (algorithms/off_policy.py)."""
+
+Reasoner = grpo.Config
+"""Of algorithms that learn from completions of prompts (reasoning/sampling.py)."""
+
+Config = OnPolicy | pqn.Config | OffPolicy | Reasoner | bc.Config | apg.Config
+"""Of any algorithm. A run.json that does not say which is of the first."""
+
+
+class Learner(NamedTuple):
+    """An algorithm's module, as functions of its config."""
+
+    name: str  # what run.json says, and what its metrics begin with: "ppo/entropy"
+    title: str  # what a user reads
+    make: Callable[..., Algorithm]  # (spec, config, *, updates, mean, apart), and: on-policy first, done, split;
+    #     off-policy sizes
+    check: Callable[..., None]  # (config, *, columns, steps), off-policy shards, too; raises ValueError
+    network: Callable[[Spec, Any], networks.ActorCritic]  # what a policy does and believes in; it takes a policy
+
+
+LEARNERS: dict[type, Learner] = {
+    ppo.Config: Learner("ppo", "PPO", ppo.ppo, ppo.check, actor_critic.network),
+    impala.Config: Learner("impala", "IMPALA, or APPO", impala.impala, impala.check, actor_critic.network),
+    pqn.Config: Learner("pqn", "PQN", pqn.pqn, pqn.check, pqn.network),
+    bc.Config: Learner("bc", "behaviour cloning", bc.bc, bc.check, actor_critic.network),
+    apg.Config: Learner("apg", "analytic policy gradient", apg.apg, apg.check, actor_critic.network),
+    dqn.Config: Learner("dqn", "DQN", dqn.dqn, dqn.check, dqn.network),
+    sac.Config: Learner("sac", "SAC", sac.sac, sac.check, sac.network),
+    td3.Config: Learner("td3", "TD3", td3.td3, td3.check, td3.network),
+    grpo.Config: Learner("grpo", "GRPO, or one of its kin", grpo.grpo, grpo.check, grpo.network),
+}
+
+
+def of(config: Config) -> Learner:
+    """The algorithm of a config."""
+    return LEARNERS[type(config)]
+
+
+def on_policy(config: Config) -> OnPolicy:
+    """`config`, where it is of an algorithm with a policy, and without a replay; else ValueError."""
+    if isinstance(config, OffPolicy):
+        raise ValueError(f"{of(config).title} learns from a replay, and this is for algorithms without: PPO, IMPALA")
+    if isinstance(config, pqn.Config):
+        raise ValueError("PQN has values and no policy, and this is for algorithms with one: PPO, IMPALA")
+    if not isinstance(config, OnPolicy):
+        raise ValueError(f"{of(config).title} does not learn from rewards alone; this is for PPO, IMPALA")
+    return config
+
+
+def guidance(config: Config) -> float | None:
+    """The share of the worlds that an expert drives, where the algorithm asks one; None where it asks nobody."""
+    if isinstance(config, bc.Config) and not config.recorded:
+        return config.expert_share
+    return config.expert_share if isinstance(config, sac.Config) and config.imitation else None
+
+
+def pathwise(config: Config) -> apg.Config | None:
+    """`config`, where the algorithm learns from gradients through the environment."""
+    return config if isinstance(config, apg.Config) else None
+
+
+def recorded(config: Config) -> tuple[str, ...]:
+    """The files of what was recorded that the algorithm learns from, instead of from an environment."""
+    return config.recorded if isinstance(config, bc.Config) else ()
+
+
+def make(
+    spec: Spec,
+    config: Config,
+    *,
+    updates: int,
+    mean: Callable[[PyTree], PyTree],
+    apart: actor_critic.Apart = lambda function: function,
+    first: int = 0,
+    done: float = 0.0,
+    split: bool = False,
+    sizes: Sizes | None = None,
+) -> Algorithm:
+    """The algorithm of a config for environments of `spec`, annealed over `updates` updates; `mean` averages over the
+    shards.
+
+    Between two means, what is computed of a shard's numbers goes through `apart` (shards.py).
+
+    A run that goes on from update `first` with batches of another size has the share `done` of it behind it there.
+    Say `split` where parameters are split over devices: then the optimiser takes them one by one. `sizes` are the
+    run's; who learns from a replay can only act without.
+    """
+    if isinstance(config, OffPolicy):
+        return of(config).make(spec, config, updates=updates, mean=mean, apart=apart, sizes=sizes)
+    more = {} if isinstance(config, apg.Config) else {"split": split}
+    return of(config).make(spec, config, updates=updates, mean=mean, apart=apart, first=first, done=done, **more)
+
+
+def check(config: Config, sizes: Sizes) -> None:
+    """Raises ValueError, naming value, bound and remedy, where the sizes can't work."""
+    shards = {"shards": sizes.shards} if isinstance(config, OffPolicy) else {}
+    of(config).check(config, columns=sizes.columns, steps=sizes.steps, **shards)
+
+
+def network(spec: Spec, config: Config) -> networks.ActorCritic:
+    """The network of a policy, which `apply` takes for parameters: what it would do, and what it believes in."""
+    return of(config).network(spec, config)
+
+
+def critic(spec: Spec, config: Config) -> Callable[[Any, PyTree, PyTree], jax.Array]:
+    """(policy, memory, observation [B, ...]) -> the value that the learner believes in, float32 [B]."""
+    made = network(spec, config)
+    return lambda policy, memory, observation: made.apply(policy, memory, observation)[1]

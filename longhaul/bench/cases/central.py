@@ -1,0 +1,275 @@
+"""What the benchmarks of central inference measure: inference for actors without a learner, and frames over gRPC beside
+a bare gRPC echo of the same messages."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from contextlib import ExitStack
+from typing import Any
+
+import jax
+import numpy as np
+
+from longhaul.algorithms import ppo
+from longhaul.bench.cases.actors import cpu_of
+from longhaul.bench.cases.training import Prepared
+from longhaul.config.resolve import assemble, prepare_devices, resolve
+from longhaul.config.run import Named, Run
+from longhaul.envs.host.vector import HostSpec
+from longhaul.runtime import shared_memory
+from longhaul.spaces import Discrete, Leaf
+from longhaul.topologies.actor_learner.actor import end_with_parent
+from longhaul.topologies.actor_learner.config import Acting
+from longhaul.topologies.inference_server import frames
+from longhaul.topologies.inference_server.config import Central
+from longhaul.topologies.inference_server.frames import Codec
+from longhaul.topologies.inference_server.grpc_streams import run
+from longhaul.topologies.inference_server.grpc_transport import GrpcLane
+from longhaul.topologies.inference_server.transport import Answer, Arrival
+from longhaul.training import inference_server
+from longhaul.training.data import Feeding, feed
+
+
+def central(env: str, actors: int, worlds: int, slots: int, lane: str, num_steps: int, batches: int) -> Prepared:
+    """Central inference alone: `batches` of trajectories a repeat, by an MLP of 2 x 64, that nobody learns from.
+
+    `worlds` are those of an actor's group, of which it has `slots`.
+    """
+    num_envs = actors * slots * worlds
+    steps = num_envs * num_steps
+    made = resolve(
+        Run(
+            "bench", Named(env), ppo.Config(), topology="central", acting=Acting(actors, staleness=None),
+            central=Central(lane, slots), total_steps=steps * 1_000_000, num_envs=num_envs, num_steps=num_steps,
+            devices=1, threads=1,  # as each actor has: a second one's waking costs more than it does
+        )
+    )  # fmt: skip
+    prepare_devices(1, made.threads, True)
+    source = feed(made)
+    context = Feeding(source).now.context
+    assembly = assemble(made, source.within, context)
+    began = time.perf_counter()
+    progress = assembly.start(made.seed, context)
+    served = inference_server.serves(made, assembly, progress)
+    policy = inference_server.learner.local(jax.jit(assembly.algorithm.policy)(progress.state))
+    compiled = time.perf_counter() - began
+    server, processes = inference_server.opened(made, served, 0, ExitStack(), lambda line: print(line, file=sys.stderr))
+    server.acts_with(policy)
+
+    def work(_: Any) -> dict[str, float]:
+        before, theirs = server.meter, [p for p in processes() if p is not None]
+        own, of_actors = time.process_time(), cpu_of(theirs)
+        for _ in range(batches):
+            server.gather()
+            server.learnt(policy)
+        own, of_actors = time.process_time() - own, cpu_of(theirs) - of_actors
+        new = server.meter.since(before)
+        told = {"batch": new.steps / max(new.batches, 1), "fill": new.steps / max(new.rows, 1)}
+        return told | {
+            "cpu_seconds": own + of_actors, "server_microseconds": 1e6 * own / (batches * steps),
+            "actor_microseconds": 1e6 * of_actors / (batches * steps),
+        }  # fmt: skip
+
+    config = {"env": env, "actors": actors, "worlds": worlds, "slots": slots, "lane": lane, "num_steps": num_steps}
+    config |= {"threads": made.threads}
+    return Prepared(config | {"batches": batches}, batches * steps, "env steps", compiled, lambda number: None, work)
+
+
+# ----------------------------------------------------------------------------------------------------------- transport
+
+PATH = "/bare.Echo/Play"
+
+
+def _codec(rows: int, width: int) -> Codec:
+    return Codec(frames.layout(HostSpec(Leaf((width,), np.dtype(np.float32)), Discrete(2)), rows))
+
+
+CLIENT = """
+import sys
+from longhaul.bench.cases.central import client
+client(sys.argv[1], sys.argv[2], *map(int, sys.argv[3:]))
+"""
+
+
+def client(what: str, address: str, parent: int, rows: int, width: int, streams: int) -> None:
+    """So many streams from one process, each with one message on the way, until the server is gone; no longer than the
+    process that began it, by which it may be stopped at the time."""
+    end_with_parent(parent)
+    from longhaul.runtime.credentials import NOBODY
+    from longhaul.topologies.inference_server.grpc_transport import GrpcLine
+
+    async def ours(number: int) -> None:
+        line = GrpcLine(_codec(rows, width), 1, address, actor=number, credentials=NOBODY)
+        await line.open()
+        while True:
+            await line.post(0, 0)
+            await line.next()
+
+    async def bare(channel: Any) -> None:
+        call = channel.stream_stream(PATH)()
+        memory = bytearray(frames.HEAD_BYTES + _codec(rows, width).block_bytes(0))
+        while True:
+            await call.write(bytes(memory))
+            await call.read()
+
+    async def all_() -> None:
+        import grpc
+
+        if what == "bare":
+            channels = [grpc.aio.insecure_channel(address) for _ in range(streams)]
+            await asyncio.gather(*(bare(channel) for channel in channels))
+        else:
+            await asyncio.gather(*(ours(number) for number in range(streams)))
+
+    (asyncio.run if what == "bare" else run)(all_())
+
+
+SERVER = """
+import sys
+from longhaul.bench.cases.central import serve
+serve(sys.argv[1], *map(int, sys.argv[2:]))
+"""
+
+
+PATIENCE, STARTING = 60.0, 300.0
+"""Seconds for one turn; for a client to begin, which imports as long as others have the cores."""
+
+
+class _Echo:
+    """A server and a client in processes of their own, and what was answered; the client is stopped but for its turns.
+
+    Each in its own: loops of one process that use gRPC are all woken by what any of them waits for.
+    """
+
+    def __init__(self, what: str, sizes: Sequence[int], closed: ExitStack) -> None:
+        self._what, self._sizes, self._most, self._closed = what, sizes, 64 * sizes[-1], closed
+        planned = shared_memory.plan([("count", shared_memory.Leaf((1,), "int64"))])
+        descriptor = shared_memory.create(planned.size)
+        self._count = shared_memory.arrays(descriptor, planned)["count"]
+        self._server = self._begun(SERVER, what, str(os.getpid()), str(descriptor), *map(str, sizes), keep=descriptor)
+        os.close(descriptor)
+
+    def _begun(self, program: str, *words: str, keep: int | None = None) -> subprocess.Popen[str]:
+        # What it holds of ours it would keep open while it is stopped: our output's reader would wait for its end.
+        process = subprocess.Popen(
+            [sys.executable, "-c", program, *words], pass_fds=() if keep is None else (keep,), text=True,
+            stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL,
+        )  # fmt: skip
+        self._closed.callback(process.kill)
+        return process
+
+    def begin(self) -> None:
+        """All its streams are open: none is stopped amid its greeting."""
+        assert self._server.stdout is not None
+        address = self._server.stdout.readline().strip()
+        if not address:
+            raise RuntimeError(f"the server ended with code {self._server.wait()}")
+        self._client = self._begun(CLIENT, self._what, address, str(os.getpid()), *map(str, self._sizes))
+        self._until(self._most, STARTING)
+
+    def stop(self) -> None:
+        os.kill(self._client.pid, signal.SIGSTOP)
+
+    def turn(self, messages: int) -> tuple[float, float]:
+        """CPU seconds of the server and of the client for so many messages."""
+        processes = [self._server.pid], [self._client.pid]
+        os.kill(self._client.pid, signal.SIGCONT)
+        before, first = list(map(cpu_of, processes)), int(self._count[0])
+        self._until(first + messages, PATIENCE)
+        share = messages / (int(self._count[0]) - first)
+        own, theirs = (share * (cpu_of(process) - then) for process, then in zip(processes, before, strict=True))
+        self.stop()
+        return own, theirs
+
+    def _until(self, count: int, seconds: float) -> None:
+        """Waits for so many answers. RuntimeError where one of them ended, or takes too long."""
+        patience = time.monotonic() + seconds
+        while self._count[0] < count:
+            for name, process in (("server", self._server), ("client", self._client)):
+                if process.poll() is not None:
+                    raise RuntimeError(f"the {name} ended with code {process.returncode}")
+            if time.monotonic() > patience:
+                raise RuntimeError(f"the client stands still: {self._count[0]} of {count} answers in {seconds:.0f} s")
+            time.sleep(0.02)
+
+
+def transport(rows: int, width: int, streams: int, messages: int) -> Prepared:
+    """Steps [rows, width] of float32 from another process by gRPC, answered by int32 [rows]; and in turn with them
+    gRPC's own echo of messages of the same sizes, which looks at nothing and copies nothing.
+
+    `ratio`: how many times as much CPU time our messages take.
+    """
+    closed, sizes = ExitStack(), (rows, width, streams)
+    ours, echo = _Echo("grpc", sizes, closed), _Echo("bare", sizes, closed)
+    for client in (ours, echo):
+        client.begin()
+    for client in (ours, echo):
+        client.stop()
+
+    def work(_: Any) -> dict[str, float]:
+        parts, most = 4, -(-messages // 4)
+        turns = [(ours.turn(most), echo.turn(most)) for _ in range(parts)]  # in turn: they meet the same load
+        mine, theirs = (np.sum([pair[i] for pair in turns], axis=0).tolist() for i in range(2))
+        done = parts * most
+        told = {f"{who}_microseconds": 1e6 * used / done for who, used in zip(("server", "client"), mine, strict=True)}
+        bare = 1e6 * sum(theirs) / done
+        told |= {"bare_microseconds": bare, "bare_per_cpu_second": 1e6 * rows / bare, "ratio": sum(mine) / sum(theirs)}
+        return told | {"cpu_seconds": sum(mine) * messages / done}
+
+    config = {"rows": rows, "width": width, "streams": streams, "messages": messages}
+    return Prepared(config, messages * rows, "env steps", 0.0, lambda number: None, work)
+
+
+def serve(what: str, parent: int, descriptor: int, rows: int, width: int, streams: int) -> None:
+    """A server that says on standard output where it is, and counts its answers in the memory of a descriptor."""
+    end_with_parent(parent)
+    count = shared_memory.arrays(descriptor, shared_memory.plan([("count", shared_memory.Leaf((1,), "int64"))]))[
+        "count"
+    ]
+    if what == "bare":
+        asyncio.run(_bare(count, rows))
+    else:
+        _ours(count, rows, width, streams)
+
+
+def _ours(count: np.ndarray, rows: int, width: int, streams: int) -> None:
+    """Copies each step and answers it."""
+    lane = GrpcLane(_codec(rows, width), streams, 1, lambda actor, life: [0])
+    staging, action = np.empty((streams, rows, width), np.float32), np.zeros(rows, np.int32)
+    print(lane.address, flush=True)
+    while True:
+        lane.wait(1.0)
+        answers = []
+        for event in lane.take():
+            if isinstance(event, Arrival):
+                staging[event.group] = event.step.observation[0]
+                answers.append(Answer(event.group, event.life, action))
+        lane.answer(answers)
+        count[0] += len(answers)
+
+
+async def _bare(count: np.ndarray, rows: int) -> None:
+    """grpcio's own server, in one event loop."""
+    import grpc
+
+    answer = bytes(frames.HEAD_BYTES + 4 * rows)
+
+    async def play(_: Any, context: Any) -> None:
+        while await context.read() is not grpc.aio.EOF:
+            await context.write(answer)
+            count[0] += 1
+
+    service, _, method = PATH[1:].partition("/")
+    handler = grpc.stream_stream_rpc_method_handler(play)
+    server = grpc.aio.server()
+    server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(service, {method: handler}),))
+    address = f"127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}"
+    await server.start()
+    print(address, flush=True)
+    await server.wait_for_termination()

@@ -1,0 +1,261 @@
+"""What the benchmarks of the replay, and of what learns from it, measure.
+
+Of the replay: rows added and samples drawn in turn, in one compiled loop. flashbax, another library's replay, does the
+same work under its own Python: rows of the same size into a buffer of as many steps, samples of as many pairs,
+priorities of as many set. It keeps items as they are, so that both keep float32.
+
+A bare case does nothing but look up as many pairs of rows at random in an array of the ring's size and fill: what the
+machine's memory alone makes of it, beside which the replay's own cost is to be read.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from longhaul import prng
+from longhaul import replay as replays
+from longhaul.algorithms import off_policy
+from longhaul.algorithms import sac as algorithm
+from longhaul.bench.cases.training import Prepared, peak_bytes, training
+from longhaul.config import recipes
+from longhaul.config.run import Named, Run
+from longhaul.replay import Cursor, Ring, Sizes
+from longhaul.spaces import Discrete
+from longhaul.types import Local, PyTree, Rollout, Spec, Successors
+
+INTERVAL = 1000
+"""Steps between truncations of the worlds that the replay is for."""
+
+
+def replay(
+    columns: int, width: int, size: int, batch: int, iterations: int, prioritised: bool, half: bool, fill: float,
+    bare: bool = False,
+) -> Prepared:  # fmt: skip
+    """`iterations` times: a row of `columns` steps of `width` floats added, `batch` steps sampled and summed.
+
+    Before that a share `fill` of the ring of `size` steps is taken to be filled; of random numbers, which cost as much.
+    """
+    if bare:
+        return _gathers(columns, width, size, batch, iterations, half, fill)
+    spec = Spec(jax.ShapeDtypeStruct((width,), jnp.float32), Discrete(18), None, INTERVAL, None)
+    action = jax.ShapeDtypeStruct((), jnp.uint8)
+    store = replays.replay(spec, action, Sizes(1, columns, 1), size, half=half, prioritised=prioritised)
+    fill_rows = max(1, int(fill * store.rows))
+
+    def rollout(key: jax.Array) -> Rollout:
+        seen = jax.random.normal(key, (1, columns, width))
+        none = jnp.zeros((1, columns), bool)
+        successors = Successors(seen[0], seen)
+        return Rollout(
+            seen, jnp.zeros((1, columns), jnp.int32), seen[..., 0], none, none, ~none, (), successors, (), jnp.int32(0)
+        )
+
+    def once(i: jax.Array, carried: Any) -> Any:
+        ring, cursor, total, data, key = carried
+        new = data._replace(observation=data.observation + total)  # what is added is not known before
+        ring, cursor = store.add(ring, cursor, new._replace(successors=Successors(new.observation[0], new.observation)))
+        sample = store.sample(ring, cursor, jax.random.fold_in(key, i), batch, 0.4)
+        seen = jnp.sum(sample.observation) + jnp.sum(sample.successor) + jnp.sum(sample.weight)
+        ring = store.prioritise(ring, sample, jnp.abs(sample.rewards[0]) + 0.1)
+        return ring, cursor, 1e-9 * seen, data, key
+
+    def many(ring: Ring, cursor: Any, data: Rollout, key: jax.Array) -> Any:
+        return jax.lax.fori_loop(0, iterations, once, (ring, cursor, jnp.float32(0.0), data, key))[:3]
+
+    def filled(key: jax.Array) -> Any:
+        ring = jax.tree.map(lambda x: x[0], store.start())
+        data = rollout(key)
+
+        def add(_: jax.Array, carried: tuple[Ring, replays.Cursor]) -> tuple[Ring, replays.Cursor]:
+            ring, cursor = carried
+            return store.add(ring, cursor, data)
+
+        return jax.lax.fori_loop(0, fill_rows, add, (ring, replays.begun()))
+
+    ring, cursor = jax.block_until_ready(jax.jit(filled)(jax.random.key(0)))
+    data, held = rollout(jax.random.key(1)), sum(x.nbytes for x in jax.tree.leaves(ring))
+    began = time.perf_counter()
+    program = jax.jit(many, donate_argnums=0).lower(ring, cursor, data, jax.random.key(0)).compile()
+    compiled = time.perf_counter() - began
+    state = [ring, cursor]
+    del ring
+
+    def work(key: jax.Array) -> dict[str, float]:
+        state[0], state[1], total = program(state[0], state[1], data, key)
+        jax.block_until_ready(total)
+        return {"peak_bytes": peak_bytes(), "ring_bytes": float(held)}
+
+    config = {
+        "columns": columns, "width": width, "size": store.rows * columns, "batch": batch, "iterations": iterations,
+        "prioritised": prioritised, "half": half, "fill": fill, "bare": False,
+    }  # fmt: skip
+    return Prepared(config, iterations * batch, "sampled steps", compiled, lambda number: jax.random.key(number), work)
+
+
+def _gathers(columns: int, width: int, size: int, batch: int, iterations: int, half: bool, fill: float) -> Prepared:
+    """`iterations` times `batch` rows and those after them, looked up at random and summed; nothing is written."""
+    rows = max(2, size // columns)
+    filled = max(2, int(fill * rows))
+    store = jnp.zeros((rows, columns, width), jnp.uint16 if half else jnp.float32)
+
+    def once(i: jax.Array, carried: Any) -> Any:
+        store, total, key = carried
+        drawn = prng.bits(jax.random.fold_in(key, i), (2, batch))
+        row, column = ((x % jnp.uint32(n)).astype(jnp.int32) for x, n in zip(drawn, (filled - 1, columns), strict=True))
+        # Places follow from the sum before, as a learner's do from its parameters: no look-up begins ahead of its time.
+        row = row + (total > 1e30)
+        seen = store[row, column].astype(jnp.float32), store[row + 1, column].astype(jnp.float32)
+        return store, total + jnp.sum(seen[0]) + jnp.sum(seen[1]), key
+
+    def many(store: jax.Array, key: jax.Array) -> jax.Array:
+        return jax.lax.fori_loop(0, iterations, once, (store, jnp.float32(0.0), key))[1]
+
+    store = jax.block_until_ready(jax.jit(lambda x: x + 1)(store))  # written, so that each page is there
+    began = time.perf_counter()
+    program = jax.jit(many).lower(store, jax.random.key(0)).compile()
+    compiled = time.perf_counter() - began
+
+    def work(key: jax.Array) -> dict[str, float]:
+        jax.block_until_ready(program(store, key))
+        return {"ring_bytes": float(store.nbytes)}
+
+    config = {
+        "columns": columns, "width": width, "size": rows * columns, "batch": batch, "iterations": iterations,
+        "prioritised": False, "half": half, "fill": fill, "bare": True,
+    }  # fmt: skip
+    return Prepared(config, iterations * batch, "sampled steps", compiled, lambda number: jax.random.key(number), work)
+
+
+def sac(
+    total_steps: int, devices: int | None, env: str | None, num_envs: int, gradient_steps: int, batch: int = 256,
+    size: int | None = None, fill: float = 0.0, precision: str = "fp32",
+) -> Prepared:  # fmt: skip
+    """Training by the recipe `pendulum-sac`; in another environment with Brax's networks, on one device if not told.
+
+    A share `fill` of the replay of `size` steps is taken to be filled, of random numbers: what is learnt from costs the
+    same whatever it is, but some replays are dearer once they are full.
+    """
+    if env is None:
+        made = dataclasses.replace(recipes.recipe("pendulum-sac"), total_steps=total_steps, devices=devices)
+        return training(made, "env steps", {})
+    settings = algorithm.Config(
+        batch_size=batch, hidden_dim=256, num_layers=2, gradient_steps=gradient_steps, learning_starts=num_envs,
+        replay_size=size or max(total_steps, 65_536), precision=precision,
+    )  # fmt: skip
+    made = Run(
+        "bench", Named(env), settings, total_steps=total_steps, num_envs=num_envs, num_steps=1, devices=devices or 1
+    )
+    prepared = training(made, "env steps", {"env": env, "fill": fill})
+    full = jax.jit(lambda state: filled(state, fill), donate_argnums=0)
+
+    def begin(number: int) -> PyTree:
+        progress = prepared.begin(number)
+        return progress._replace(state=full(progress.state)) if fill else progress
+
+    return prepared._replace(begin=begin)
+
+
+def filled(state: off_policy.State, fill: float) -> off_policy.State:
+    """`state` with a share of its replay filled."""
+    assert isinstance(state.replay, Local)
+    ring, key = state.replay.value, jax.random.key(0)
+    seen, action = (
+        jax.tree.map(lambda x: prng.uniform(key, x.shape).astype(x.dtype), part)
+        for part in (ring.observation, ring.action)
+    )
+    ring = ring._replace(observation=seen, action=action, ending=jnp.full_like(ring.ending, replays.ON))
+    rows = ring.reward.shape[1]
+    last = jnp.int32(min(int(fill * rows), rows - 1))
+    return state._replace(replay=Local(ring), cursor=Cursor(last, last))
+
+
+# ------------------------------------------------------------------------------------------------------------ cases
+
+
+def cases(
+    *, columns: int = 64, width: int = 64, size: int = 1_000_000, batch: int = 256, iterations: int = 2_000,
+    half: bool = False, fill: Sequence[float] | float = (0.01, 1.0),
+) -> list[dict[str, Any]]:  # fmt: skip
+    """Of `replay`."""
+    sizes = {"columns": columns, "width": width, "size": size, "batch": batch, "iterations": iterations, "half": half}
+    fills = (fill,) if isinstance(fill, float) else fill
+    kinds = {"prioritised": False, "bare": True}, {"prioritised": False}, {"prioritised": True}
+    return [sizes | kind | {"fill": share} for kind in kinds for share in fills]
+
+
+def sac_cases(
+    *, total_steps: int | None = None, devices: int | None = None, env: Sequence[str] = (), num_envs: int = 64,
+    gradient_steps: Sequence[int] = (1, 16), batch: int = 256, size: int | None = None, fill: float = 0.0,
+    precision: str = "fp32",
+) -> list[dict[str, Any]]:  # fmt: skip
+    """Of `sac`."""
+    sizes: dict[str, Any] = {"devices": devices, "num_envs": num_envs}
+    if not env:
+        return [sizes | {"total_steps": total_steps or 10_000, "env": None, "gradient_steps": 8}]
+    sizes |= {"batch": batch, "size": size, "fill": fill, "precision": precision}
+    return [
+        sizes | {"total_steps": total_steps or 256 * num_envs // n, "env": name, "gradient_steps": n}
+        for name in env
+        for n in gradient_steps
+    ]
+
+
+PEER = """
+import importlib.metadata, json, resource, sys, time
+about = json.loads(sys.argv[1])
+config = about["config"]
+import flashbax, jax, jax.numpy as jnp
+size, columns, batch = config["size"], config["columns"], config["batch"]
+make = flashbax.make_prioritised_flat_buffer if config["prioritised"] else flashbax.make_flat_buffer
+buffer = make(max_length=size, min_length=columns, sample_batch_size=batch, add_batch_size=columns)
+item = dict(seen=jnp.zeros(config["width"]), action=jnp.zeros((), jnp.uint8), reward=jnp.float32(0), done=jnp.bool_(0))
+def rows(key):
+    seen = jax.random.normal(key, (columns, config["width"]))
+    return dict(seen=seen, action=jnp.zeros(columns, jnp.uint8), reward=seen[:, 0], done=jnp.zeros(columns, bool))
+def once(i, carried):
+    state, total, data, key = carried
+    state = buffer.add(state, data | {"seen": data["seen"] + total})
+    found = buffer.sample(state, jax.random.fold_in(key, i))
+    first, second = found.experience.first, found.experience.second
+    seen = jnp.sum(first["seen"]) + jnp.sum(second["seen"])
+    if config["prioritised"]:
+        seen = seen + jnp.sum(found.probabilities)
+        state = buffer.set_priorities(state, found.indices, jnp.abs(first["reward"]) + 0.1)
+    return state, 1e-9 * seen, data, key
+def many(state, data, key):
+    return jax.lax.fori_loop(0, config["iterations"], once, (state, jnp.float32(0), data, key))[:2]
+@jax.jit
+def filled(key):
+    add = lambda _, state: buffer.add(state, rows(key))
+    return jax.lax.fori_loop(0, max(2, int(config["fill"] * size / columns)), add, buffer.init(item))
+state, data = jax.block_until_ready(filled(jax.random.PRNGKey(0))), rows(jax.random.PRNGKey(1))
+held = sum(x.nbytes for x in jax.tree.leaves(state))
+began = time.perf_counter()
+program = jax.jit(many, donate_argnums=0).lower(state, data, jax.random.PRNGKey(0)).compile()
+compiled = time.perf_counter() - began
+def cpu():
+    usage = resource.getrusage(resource.RUSAGE_SELF)
+    return usage.ru_utime + usage.ru_stime
+def tell(what):
+    print("figure " + json.dumps(what), flush=True)
+def work(number):
+    global state
+    state, total = program(state, data, jax.random.PRNGKey(number))
+    jax.block_until_ready(total)
+    peak = next((1024.0 * int(line.split()[1]) for line in open("/proc/self/status") if line.startswith("VmHWM:")), 0.0)
+    return {"peak_bytes": peak, "ring_bytes": float(held)}
+work(0)
+versions = {"jax": jax.__version__, "flashbax": importlib.metadata.version("flashbax")}
+tell({"steps": about["steps"], "unit": about["unit"], "compile_seconds": compiled, "versions": versions})
+for i, _ in enumerate(sys.stdin):
+    used, began = cpu(), time.perf_counter()
+    found = work(i + 1)
+    tell({"wall_seconds": time.perf_counter() - began, "cpu_seconds": cpu() - used} | found)
+"""
+"""Drives flashbax as `bench.serve` drives our program; runs under its own Python."""

@@ -1,0 +1,238 @@
+"""What `longhaul bench sync` measures: a model's parameters from one process to others, by each lane, by its stages.
+
+In the same repeat, the limits: as many private copies of shared memory, and bare loopback sockets, to the same
+processes. So both meet the same load of the machine, and `limit_ratio` is of that moment.
+"""
+
+from __future__ import annotations
+
+import json
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import numpy as np
+
+from longhaul.bench.cases.training import Prepared
+from longhaul.bench.machine_rates import Sample
+from longhaul.config.resolve import cores
+from longhaul.runtime import worker_pool
+from longhaul.weight_sync import cost_model, model_shapes
+from longhaul.weight_sync.buffers import Block
+from longhaul.weight_sync.cost_model import Rates
+from longhaul.weight_sync.manifest import layout, numpy_dtype
+from longhaul.weight_sync.protocol import Settings
+from longhaul.weight_sync.publisher import Publisher
+from longhaul.weight_sync.transports import serve
+
+PLACES = 3
+"""Images of the sender."""
+
+PART = 1 << 20
+"""Elements that are changed at a time."""
+
+LARGEST_SAMPLE = 512 << 20
+"""Bytes that the machine's rates are measured with: as many as are sent, up to more than its caches hold."""
+
+
+class Child:
+    """A process of `longhaul.bench.sync_receiver`."""
+
+    def __init__(self, address: str, size: int, descriptor: int, verify: str, folder: str, images: int = 2) -> None:
+        words = [address, size, descriptor, images * size, verify, folder]
+        command = [sys.executable, "-m", "longhaul.bench.sync_receiver", *map(str, words)]
+        self.process = subprocess.Popen(
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, pass_fds=[descriptor]
+        )
+        self.answer()
+
+    def tell(self, line: str) -> None:
+        assert self.process.stdin is not None
+        self.process.stdin.write(f"{line}\n")
+        self.process.stdin.flush()
+
+    def answer(self) -> dict[str, Any]:
+        assert self.process.stdout is not None
+        line = self.process.stdout.readline()
+        if not line:
+            raise RuntimeError(f"a receiver's process ended with code {self.process.wait()}; its message is above")
+        return json.loads(line)
+
+
+def together(children: list[Child], line: str) -> list[dict[str, Any]]:
+    """The answers of all to one line."""
+    for child in children:
+        child.tell(line)
+    return [child.answer() for child in children]
+
+
+def check(model: str, receivers: int) -> None:
+    """Raises ValueError where the machine has no room for the trainer's tensors, the limit's, the sender's images, and
+    one of each receiver, which is the least that any lane takes."""
+    size, room = layout(model_shapes.forms(model))[1], worker_pool.machine_memory()
+    needed = (2 + PLACES + receivers) * size
+    if room is not None and needed > room:
+        raise ValueError(
+            f"--model {model} takes {needed / 1e9:,.0f} GB at least with {receivers} receivers, and this machine has "
+            f"{room / 1e9:,.0f}; choose a smaller one, or plan it by its shapes: sync bench --layouts, sync plan"
+        )
+
+
+class Trained:
+    """Parameters as bfloat16 that move by one step of Adam at `rate` at a time, as far as that is to be seen.
+
+    Adam moves each by about the rate, up or down. The master of which a bfloat16 is the rounding lies anywhere between
+    its neighbours: so one steps to the next with the probability of the rate over their distance. It is simulated;
+    `benchmarks.sync_delta` measures a real training.
+    """
+
+    def __init__(self, tensors: dict[str, np.ndarray], rate: float) -> None:
+        self._tensors, self._rate = tensors, np.float32(rate)
+        self._random = np.random.default_rng(0)
+        for array in tensors.values():
+            for part in self._parts(array):
+                drawn = self._random.standard_normal(part.size, np.float32) * np.float32(0.02)
+                part[:] = (drawn.view(np.uint32) >> 16).astype(np.uint16)
+
+    @staticmethod
+    def _parts(array: np.ndarray) -> Iterator[np.ndarray]:
+        flat = array.reshape(-1).view(np.uint16)
+        return (flat[at : at + PART] for at in range(0, flat.size, PART))
+
+    def step(self) -> float:
+        """One step; -> the share of all elements that changed."""
+        changed = total = 0
+        for array in self._tensors.values():
+            for part in self._parts(array):
+                drawn = self._random.integers(0, 1 << 16, part.size, np.uint16)
+                up = np.where(drawn & 1, self._rate, -self._rate)
+                wide = (part.astype(np.uint32) << 16).view(np.float32) + up
+                new = ((wide.view(np.uint32) + drawn) >> 16).astype(np.uint16)
+                changed, total = changed + int(np.count_nonzero(new != part)), total + part.size
+                part[:] = new
+        return changed / total
+
+
+def sync(model: str, receivers: int, lane: str, verify: str, learning_rate: float | None = None) -> Prepared:
+    """A version of `model` to `receivers` processes by `lane`: from the call of `publish` until the last one serves
+    it. The trainer's tensors are in its own memory, and are copied once. With `learning_rate` only what `Trained`
+    changes travels, where it is worth it."""
+    forms = model_shapes.forms(model)
+    _, size = layout(forms)
+    tensors = {name: np.zeros(shape, numpy_dtype(dtype)) for name, shape, dtype in forms}
+    trained = None if learning_rate is None else Trained(tensors, learning_rate)
+    random = np.random.default_rng(0)
+    for array in () if trained else tensors.values():
+        array.reshape(-1).view(np.uint16)[:] = random.integers(0, 1 << 16, array.size, np.uint16)
+    limit = Block(size, 0)
+    assert limit.map is not None
+    source = np.frombuffer(limit.map, np.uint8)
+    source[:] = 1
+    folder = tempfile.mkdtemp(prefix="longhaul-sync-")
+    where = {"shm": f"shm:{folder}/socket", "tcp": "tcp:127.0.0.1:0", "folder": f"folder:{folder}/versions"}
+    if lane not in where:
+        raise ValueError(f"no lane is {lane!r}; there are {', '.join(where)}")
+    opened = serve(where[lane])
+    places = PLACES + (2 if trained else 0)  # the version before stays; and room for what changed
+    sender = Publisher(
+        "bench", lanes=[opened], settings=Settings(lease=60.0), budget=places * size, send_changes=trained is not None
+    )
+    images = 3 if trained else 2  # and room for what changed
+    children = [Child(opened.address, size, limit.descriptor, verify, folder, images) for _ in range(receivers)]
+    versions = iter(range(1 << 30))
+    sample = Sample(min(size, LARGEST_SAMPLE), cores())
+    rates = [sample.rates()]
+
+    def publish() -> tuple[dict[str, float], list[dict[str, Any]]]:
+        version = next(versions)
+        share = trained.step() if trained else None
+        for array in () if trained else tensors.values():
+            array.reshape(-1).view(np.uint16)[0] = version
+        began = time.monotonic()
+        if not sender.publish(version, tensors):
+            raise RuntimeError("no image was free")
+        returned = time.monotonic() - began
+        found = together(children, f"wait {version}")
+        if not sender.wait(version, 60) or {each["root"] for each in found} != {sender.status()["root"]}:
+            raise RuntimeError(f"version {version} is not what was sent")
+        stages = {stage: max(each.get(stage, 0.0) for each in found) for stage in ("fetch", "verify", "decide", "swap")}
+        if share is not None:
+            sent = sender.sent_changes(version) or size  # whole, where changes are not worth it
+            stages |= {"encode": sender.seconds["encode"], "changed": share, "ratio": size / sent}
+        return {"wall": max(each["at"] for each in found) - began, "publish": returned, **stages}, found
+
+    def work(_: Any) -> dict[str, float]:
+        before = [each["cpu"] for each in together(children, "cpu")]
+        used = time.process_time()
+        took, found = publish()
+        about = {name: took.pop(name) for name in ("changed", "ratio") if name in took}
+        used = time.process_time() - used
+        after = [each["cpu"] for each in together(children, "cpu")]
+        copied = together(children, "copy")
+        copies = max(each["at"] for each in copied) - min(each["began"] for each in copied)
+        bare, bare_cpu = _streamed(children, source) if lane == "tcp" else (0.0, 0.0)
+        bound = bare or copies
+        rates.append(sample.rates())
+        foreseen = {} if lane == "folder" or trained else _foreseen(size, receivers, lane, verify, rates, took["wall"])
+        return {
+            "wall_seconds": took["wall"],
+            "cpu_seconds": used + sum(b - a for a, b in zip(before, after, strict=True)),
+            "gather_seconds": sender.seconds["gather"],
+            **{f"{stage}_seconds": seconds for stage, seconds in took.items() if stage != "wall"},
+            **{name: float(value) for name, value in about.items()},
+            "peak_bytes": float(sender.peak_bytes + sum(each["peak"] for each in found)),
+            "budget_bytes": float(size * (places + (0 if lane == "shm" else images * receivers))),
+            "memcpy_seconds": copies,
+            "memcpy_cpu_seconds": sum(each["used"] for each in copied),
+            **({"socket_seconds": bare, "socket_cpu_seconds": bare_cpu} if bare else {}),
+            "limit_seconds": bound,
+            **foreseen,
+        }
+
+    def timed(given: Any) -> dict[str, float]:
+        found = work(given)
+        return found | {"limit_ratio": found["wall_seconds"] / found["limit_seconds"]}
+
+    if trained:  # the first has no base
+        sender.publish(next(versions), tensors)
+        together(children, "wait 0")
+    for _ in range(PLACES):  # every image's pages are touched
+        publish()
+    config = {"model": model, "tensors": len(forms), "image_bytes": size, "receivers": receivers}
+    config |= {"lane": lane, "verify": verify} | ({"learning_rate": learning_rate} if trained else {})
+    return Prepared(config, receivers * size, "bytes", 0.0, lambda number: np.zeros(0), timed)
+
+
+def _foreseen(
+    size: int, receivers: int, lane: str, verify: str, rates: Sequence[Rates], wall: float
+) -> dict[str, float]:
+    """What `cost.local` says of this repeat, from the machine's rates right before and right after it; `model_error` is
+    its share of the measured time, above 0 where it says too much."""
+    around = [cost_model.local(size, receivers, cores(), each, lane, verify=verify).pipelined for each in rates[-2:]]
+    said = sum(around) / len(around)
+    return {"model_seconds": said, "model_error": said / wall - 1.0}
+
+
+def _streamed(children: list[Child], data: np.ndarray) -> tuple[float, float]:
+    """Seconds in which bare sockets bring the bytes to each of the processes, and CPU-seconds of all."""
+    with socket.create_server(("127.0.0.1", 0), backlog=len(children)) as server:
+        server.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4 << 20)
+        for child in children:
+            child.tell(f"stream {server.getsockname()[1]}")
+        socks = [server.accept()[0] for _ in children]
+        began, used = time.monotonic(), time.process_time()
+        threads = [threading.Thread(target=sock.sendall, args=(data.data,)) for sock in socks]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        answers = [child.answer() for child in children]
+        used = time.process_time() - used + sum(each["used"] for each in answers)
+        for sock in socks:
+            sock.close()
+        return max(each["at"] for each in answers) - began, used

@@ -1,0 +1,56 @@
+"""`longhaul actor`: environments on this machine for a run's inference server on another. Starts without JAX."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+
+from longhaul.cli import flags
+from longhaul.cli.flags import DEBUG, FLOAT, INT, PATH, TEXT, Flag, FlagError
+from longhaul.envs.host import registry
+from longhaul.runtime import credentials
+from longhaul.topologies.inference_server import actor as client
+from longhaul.topologies.inference_server.config import check_installed
+from longhaul.topologies.inference_server.frames import ANY, WireError
+
+ABOUT = "Steps environments for a run elsewhere: longhaul train ... --topology central --lane grpc --bind HOST:PORT."
+
+FLAGS = [
+    Flag("connect", TEXT, None, "HOST:PORT of the run's server", shown=""),
+    Flag("env", TEXT, None, "the run's environment: its --env", shown=""),
+    Flag("worlds", INT, None, "worlds of a group: the run's num-envs over actors and slots; the run says it", shown=""),
+    Flag("slots", INT, 2, "groups of worlds: the run's --slots"),
+    Flag("number", INT, None, "which of the run's actors this is", shown="one that is missing"),
+    Flag("token-file", flags.optional(PATH), None, "a file with the run's token", shown=""),
+    Flag("tls-ca", flags.optional(PATH), None, "the certificate (PEM) by which to know the server", shown=""),
+    Flag("patience", FLOAT, client.PATIENCE, "seconds to look for the server, again and again, before giving up"),
+]
+
+
+def actor(words: Sequence[str]) -> int:
+    """The command. It ends when the server is away for longer than its patience."""
+    given = flags.parse("actor", ABOUT, {"": [*FLAGS, DEBUG]}, words).values
+    for name in ("connect", "env", "worlds"):
+        if given[name] is None:
+            raise FlagError(f"--{name} is missing; longhaul actor --connect HOST:PORT --env NAME --worlds N")
+    check_installed()
+    credentials.split(given["connect"])
+    for name in ("worlds", "slots"):
+        if given[name] < 1:
+            raise FlagError(f"--{name} is {given[name]}; it must be at least 1")
+    name = given["env"]
+    description = registry.describe(name if name.partition("/")[0] in registry.KINDS else f"jax/{name}")
+    held = credentials.load(given["token-file"], tls_ca=given["tls-ca"])
+    number = ANY if given["number"] is None else given["number"]
+    print(f"{description} for {given['connect']}", file=sys.stderr, flush=True)
+    try:
+        client.remote(
+            given["connect"], description, given["worlds"], given["slots"], actor=number, credentials=held,
+            patience=given["patience"],
+        )  # fmt: skip
+    except WireError as error:
+        raise FlagError(str(error)) from error
+    except ConnectionError as error:
+        print(f"longhaul: error: {error}", file=sys.stderr, flush=True)
+        return 1
+    return 0

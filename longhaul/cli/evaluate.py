@@ -1,0 +1,368 @@
+"""The commands that look at what a policy does: `evaluate` with its tables and files, `render` with its pictures."""
+
+from __future__ import annotations
+
+import csv
+import io
+import re
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from longhaul.cli import flags, tables
+from longhaul.cli.flags import DEBUG, INT, PATH, TEXT, Flag, FlagError, choice
+from longhaul.cli.run_flags import RUNS_DIR
+from longhaul.config import recipes
+from longhaul.config.resolve import resolve
+from longhaul.config.run import Driving, Named, Run, RunError, named
+from longhaul.driving.render import save as pictures
+from longhaul.driving.render.frames import KINDS
+from longhaul.driving.render.recording import Recording
+from longhaul.reasoning.problem_sets import Reasoning
+from longhaul.spaces import Measure
+from longhaul.telemetry import html
+from longhaul.training import confidence, evaluate_realism, loop
+from longhaul.training import evaluate as evaluation
+from longhaul.training.confidence import Estimate
+from longhaul.training.evaluate import Drives, Scores
+from longhaul.training.run_dir import find_folder, load_run
+
+RUN = Flag("RUN", TEXT, None, "a run's name or folder", shown="")
+MEMBER = Flag("member", INT, None, "which of the runs that --seeds and --sweep trained in one folder", shown="")
+DATA = Flag("data", PATH, (), "driving logs: files, folders, globs", many=True, shown="")
+JSON = Flag("json", PATH, None, "write the result to this file; - is stdout", shown="")
+TRAFFIC = Flag(
+    "traffic", choice(evaluation.TRAFFICS), None,
+    "the others around the ego; with self, the policy drives all that can be driven", shown="as in the run",
+)  # fmt: skip
+
+PICTURES = (".gif", ".mp4", ".html", ".png")
+WORST = ("html", "gif")
+
+
+class Result(NamedTuple):
+    """What an evaluation found."""
+
+    scores: Scores
+    estimates: dict[str, Estimate]
+    drives: Drives | None = None
+    realism: Scores | None = None
+
+
+# ------------------------------------------------------------------------------------------------------- evaluation
+
+
+def evaluate(words: Sequence[str]) -> int:
+    """`longhaul evaluate RUN [--policy ...] [--data PATH...] [--traffic ...] [--json FILE] [--csv FILE] ...`."""
+    about = "What a policy scores on whole episodes, with 95 % intervals."
+    parsed = flags.parse("evaluate", about, _evaluate_flags(), words).values
+    folder = _folder(parsed)
+    _check_evaluate(parsed)
+    run, acting = policy_of(folder, parsed["policy"], parsed["member"])
+    if isinstance(run.environment, Driving):
+        result = _drive(run, acting, parsed)
+    else:
+        result = _play(run, acting, parsed, folder)
+    if "-" not in (parsed["json"], parsed["csv"]):
+        _print(result)
+    if parsed["csv"] is not None:
+        _write_csv(parsed["csv"], result)
+    if parsed["json"] is not None:
+        tables.write_json(parsed["json"], _report(folder.name, parsed, result))
+    if parsed["worst"]:
+        _draw_worst(result, acting, parsed, Path(parsed["worst-dir"] or folder / "worst"))
+    return 0
+
+
+def _evaluate_flags() -> dict[str, list[Flag]]:
+    per_scenario = "how many scenarios; with --data, at most as many as it holds"
+    return {
+        "": [
+            RUN,
+            MEMBER,
+            Flag("policy", choice(evaluation.POLICIES), "run", "the run's policy, the untrained one, or a driver"),
+            DATA,
+            TRAFFIC,
+            Flag("episodes", INT, None, per_scenario, shown="as in the run"),
+            JSON,
+            Flag("csv", PATH, None, "write a row an episode to this file; - is stdout", shown=""),
+            Flag("realism", flags.ALONE, False, "how likely the log is among rollouts of each scenario", shown=""),
+            Flag("rollouts", INT, evaluate_realism.ROLLOUTS, "of a scenario, for --realism"),
+            Flag("worst", INT, 0, "draw as many of the worst scenarios", shown="none"),
+            Flag("worst-dir", PATH, None, "the folder to draw them in", shown="worst, in the run's folder"),
+            Flag("worst-as", choice(WORST), "html", "pages with a player, or animations"),
+            RUNS_DIR,
+            DEBUG,
+        ]
+    }
+
+
+def _folder(parsed: dict[str, Any]) -> Path:
+    if parsed["RUN"] is None:
+        raise FlagError("which run? longhaul evaluate RUN [--flags]: RUN first, or before --data")
+    return find_folder(Path(parsed["runs-dir"]), parsed["RUN"])
+
+
+def _check_evaluate(parsed: dict[str, Any]) -> None:
+    """Raises before work is done for nothing."""
+    for name in ("json", "csv"):
+        tables.check_output(name, parsed[name])
+    if parsed["json"] == parsed["csv"] == "-":
+        raise FlagError("--json and --csv are both stdout; write one of them to a file")
+    for name, least in (("episodes", 1), ("rollouts", 1), ("worst", 0)):
+        if parsed[name] is not None and parsed[name] < least:
+            raise FlagError(f"--{name} is {parsed[name]}; it must be at least {least}")
+    where = parsed["worst-dir"]
+    if where is not None and not parsed["worst"]:
+        raise FlagError(f"--worst-dir is {where!r}, and nothing is to be drawn; give --worst 3, say")
+    if where is not None and Path(where).exists() and not Path(where).is_dir():
+        raise FlagError(f"--worst-dir is {where!r}, a file; give a folder")
+
+
+def _play(run: Run, acting: Any, parsed: dict[str, Any], folder: Path) -> Result:
+    """The episodes of an environment that is not driving."""
+    assert not isinstance(run.environment, Driving)
+    for name, given in (("data", parsed["data"]), ("traffic", parsed["traffic"]), ("realism", parsed["realism"]),
+                        ("worst", parsed["worst"])):  # fmt: skip
+        if given:
+            what = named_task(run)
+            raise FlagError(f"--{name} is for driving, and run {folder.name} is {what}; leave --{name} out")
+    count = parsed["episodes"] or run.evaluation_episodes or 100
+    if isinstance(run.environment, Reasoning):
+        scores, _ = evaluation.reasoner(run, count)(acting)
+    else:
+        scores = evaluation.play_classic(run, named(run.environment), acting, count)
+    return Result(scores, confidence.bootstrap(scores.metrics, scores.groups()))
+
+
+def _drive(run: Run, acting: Any, parsed: dict[str, Any]) -> Result:
+    drives = evaluation.drives(run, parsed["data"], parsed["episodes"], parsed["traffic"])
+    who = driver_of(parsed["policy"])
+    scores, _ = drives.play(acting, who)
+    estimates = confidence.bootstrap(scores.metrics, scores.groups())
+    if not parsed["realism"]:
+        return Result(scores, estimates, drives)
+    return Result(scores, estimates, drives, evaluate_realism.score(drives, acting, who, parsed["rollouts"]))
+
+
+def policy_of(folder: Path, who: str, member: int | None = None) -> tuple[Run, Any]:
+    """(the run, the policy that acts in it): None for a driver that no learning made."""
+    if who in ("run", "untrained"):
+        run, trained, untrained = loop.restore_policy(folder, member)
+        return run, trained if who == "run" else untrained
+    run = load_run(folder)
+    if not isinstance(run.environment, Driving):
+        task = named_task(run)
+        raise FlagError(f"--policy is {who!r}, a driver, and run {folder.name} is {task}; give run or untrained")
+    loop.prepare_devices(run.all_devices, run.threads)
+    return run, None
+
+
+def named_task(run: Run) -> str:
+    """What a run trains in, in a word."""
+    task = run.environment
+    return task.env if isinstance(task, Named) else task.task if isinstance(task, Reasoning) else "driving"
+
+
+def driver_of(who: str) -> str:
+    return "policy" if who in ("run", "untrained") else who
+
+
+# ----------------------------------------------------------------------------------------------- tables and files
+
+
+def told(measure: Measure) -> list[float | None]:
+    """A metric's values, None where the episode does not tell it."""
+    return [float(value) if valid else None for value, valid in zip(*measure, strict=True)]
+
+
+def _print(result: Result) -> None:
+    scores, drives = result.scores, result.drives
+    if drives is None:
+        rows = []
+        for name in tables.columns(scores.metrics):
+            known = [value for value in told(scores.metrics[name]) if value is not None]
+            parts = [float(f(known)) if known else None for f in (np.mean, np.std, np.min, np.max)]
+            rows.append([name, *(tables.number(part) for part in parts)])
+        tables.table([f"{len(scores.names)} episodes", "mean", "std", "min", "max"], rows)
+        return
+    names = tables.columns(scores.metrics, most=tables.MOST)
+    _print_groups("scenario", scores.groups(), [s.id for s in drives.scenarios], scores, names)
+    if len(set(drives.files)) > 1:
+        files = list(dict.fromkeys(drives.files))
+        of_file = np.array([files.index(drives.files[i]) for i in scores.groups()])
+        print()
+        _print_groups("file", of_file, [Path(file).name for file in files], scores, names)
+    print()
+    _print_estimates("metric", result.estimates)
+    if result.realism is not None:
+        print()
+        _print_estimates("realism", confidence.bootstrap(result.realism.metrics, result.realism.groups()))
+
+
+def _print_groups(title: str, group: np.ndarray, titles: Sequence[str], scores: Scores, names: Sequence[str]) -> None:
+    """A row a group of episodes: the means over those that tell a metric; the means of all at the end."""
+    rows = []
+    for i in dict.fromkeys(group.tolist()):
+        cells = [_mean(scores.metrics[name], group == i) for name in names]
+        rows.append([titles[i], *map(tables.number, cells), str(int(np.sum(group == i)))])
+    every = np.ones(len(group), bool)
+    means = [tables.number(_mean(scores.metrics[name], every)) for name in names]
+    footer = [f"mean of {len(group)}", *means, str(len(group))]
+    tables.table([title, *names, "episodes"], rows, footer=footer)
+
+
+def _mean(measure: Measure, of: np.ndarray) -> float | None:
+    known = measure.valid & of
+    return float(np.mean(measure.value[known])) if np.any(known) else None
+
+
+def _print_estimates(title: str, estimates: dict[str, Estimate]) -> None:
+    rows = []
+    for name in tables.columns(estimates):
+        found = estimates[name]
+        shown = (tables.number(value) if np.isfinite(value) else "-" for value in found[:3])
+        rows.append([name, *shown, str(found.episodes)])
+    tables.table([title, "mean", "2.5 %", "97.5 %", "episodes"], rows)
+
+
+def _entries(result: Result) -> list[dict[str, Any]]:
+    """A row an episode: where it was, who it was, and each metric, None where it is not told."""
+    scores, drives = result.scores, result.drives
+    values = {name: told(measure) for name, measure in scores.metrics.items()}
+    rows = []
+    for i, name in enumerate(scores.names):
+        row: dict[str, Any] = {"id": name}
+        if drives is not None and scores.agent is not None:
+            number, agent = int(scores.groups()[i]), int(scores.agent[i])
+            row |= {"agent": agent, "kind": KINDS.get(int(drives.scenarios[number].kind[agent]), "other")}
+            row |= {"file": drives.files[number]} if drives.files else {}
+        rows.append(row | {metric: column[i] for metric, column in values.items()})
+    return rows
+
+
+def _write_csv(path: str, result: Result) -> None:
+    rows = _entries(result)
+    text = io.StringIO()
+    writer = csv.DictWriter(text, list(rows[0]) if rows else ["id"], lineterminator="\n")
+    writer.writeheader()
+    writer.writerows(html.finite(row) for row in rows)
+    tables.write_text(path, text.getvalue())
+
+
+def _report(run_id: str, parsed: dict[str, Any], result: Result) -> dict[str, Any]:
+    """What --json holds. With several agents a scenario has as many entries."""
+    estimates, known = (
+        result.estimates,
+        {n: m.value[m.valid] for n, m in result.scores.metrics.items() if m.valid.any()},
+    )
+    report = {
+        "run": run_id,
+        "policy": parsed["policy"],
+        "traffic": parsed["traffic"],
+        "episodes": len(result.scores.names),
+        "mean": {name: float(np.mean(values)) for name, values in known.items()},
+        "std": {name: float(np.std(values)) for name, values in known.items()},
+        "interval": {name: [found.low, found.high] for name, found in estimates.items()},
+        "told": {name: found.episodes for name, found in estimates.items()},
+        "scenarios": [entry for entry in _entries(result) if entry["id"]],
+    }
+    if result.realism is None:
+        return report
+    real = confidence.bootstrap(result.realism.metrics, result.realism.groups())
+    return report | {
+        "realism": {
+            "rollouts": parsed["rollouts"],
+            "mean": {name: found.mean for name, found in real.items()},
+            "interval": {name: [found.low, found.high] for name, found in real.items()},
+            "scenarios": _entries(Result(result.realism, real)),
+        }
+    }
+
+
+# ------------------------------------------------------------------------------------------------ worst scenarios
+
+
+def worst(scores: Scores, count: int) -> list[int]:
+    """The numbers of the `count` worst scenarios, worst first: by accuracy, then V-Max's score, progress and return.
+
+    Each is the mean over the scenario's episodes that tell it; scenarios that do not tell one come after those that do.
+    """
+    group = scores.groups()
+    keys = [name for name in ("accuracy", "vmax_score", "progress", "return") if name in scores.metrics]
+
+    def badness(number: int) -> list[float]:
+        means = [_mean(scores.metrics[name], group == number) for name in keys]
+        return [np.inf if mean is None else mean for mean in means]
+
+    return sorted(dict.fromkeys(group.tolist()), key=badness)[:count]
+
+
+def _draw_worst(result: Result, acting: Any, parsed: dict[str, Any], folder: Path) -> None:
+    """Draws them into `folder`, and names each file."""
+    assert result.drives is not None
+    chosen = worst(result.scores, parsed["worst"])
+    who = parsed["policy"]
+    _, films = result.drives.some(chosen).play(acting, driver_of(who), range(len(chosen)))
+    folder.mkdir(parents=True, exist_ok=True)
+    for place, film in enumerate(films, 1):
+        name = re.sub(r"[^A-Za-z0-9._-]+", "-", film.id)[:80]
+        path = folder / f"{place:02}-{name}.{parsed['worst-as']}"
+        pictures.save([_labelled(film, who)], path, fps=max(1, min(50, round(1 / film.dt))))
+        if "-" not in (parsed["json"], parsed["csv"]):
+            print(path)
+
+
+# --------------------------------------------------------------------------------------------------------- pictures
+
+
+def render(words: Sequence[str]) -> int:
+    """`longhaul render RUN|--policy ... [--data PATH...] [--scenario ID] [--traffic ...] --out FILE`."""
+    policy = Flag("policy", choice(evaluation.POLICIES), "run", "who drives; without RUN: idm, log or constant")
+    scenario = Flag("scenario", TEXT, None, "the scenario's id", shown="the first")
+    out = Flag("out", PATH, None, ".gif, .mp4, .html (a page with a player) or .png (a film strip)", shown="needed")
+    groups = {"": [RUN, MEMBER, policy, DATA, scenario, TRAFFIC, out, RUNS_DIR, DEBUG]}
+    parsed = flags.parse("render", "Draws one scenario as a policy drives it.", groups, words).values
+    who = parsed["policy"]
+    _check_out(parsed["out"])
+    if parsed["RUN"] is not None:
+        folder = find_folder(Path(parsed["runs-dir"]), parsed["RUN"])
+        stored = load_run(folder)
+        if not isinstance(stored.environment, Driving):
+            what = named_task(stored)
+            raise FlagError(f"only driving can be drawn, and run {folder.name} is {what}; name another run")
+        run, acting = policy_of(folder, who, parsed["member"])
+    elif who in ("run", "untrained"):
+        raise FlagError("whose drive? give a RUN, or --policy idm, log or constant")
+    else:
+        run, acting = resolve(recipes.recipe("driving")), None
+    recording = _film(run, acting, parsed)
+    pictures.save([recording], parsed["out"], fps=max(1, min(50, round(1 / recording.dt))))
+    print(parsed["out"])
+    return 0
+
+
+def _check_out(out: str | None) -> None:
+    """Raises FlagError before work is done for nothing."""
+    if out is None:
+        raise FlagError("where to? give --out drive.gif (or .mp4, .html, .png)")
+    if Path(out).suffix.lower() not in PICTURES:
+        raise FlagError(f"--out is {out!r}; its suffix must be one of {', '.join(PICTURES)}")
+
+
+def _film(run: Run, acting: Any, parsed: dict[str, Any]) -> Recording:
+    """The recording of one scenario, by its id, else the first."""
+    scenario, who = parsed["scenario"], parsed["policy"]
+    drives = evaluation.drives(run, parsed["data"], 1 if scenario is None else None, parsed["traffic"])
+    ids = [each.id for each in drives.scenarios]
+    if scenario is not None and scenario not in ids:
+        hint = flags.suggestion(scenario, ids, f"there are {', '.join(ids[:3])}" + (" ..." if len(ids) > 3 else ""))
+        raise RunError(f"no scenario is named {scenario!r}; {hint}")
+    which = 0 if scenario is None else ids.index(scenario)
+    return _labelled(drives.some([which]).play(acting, driver_of(who), [0])[1][0], who)
+
+
+def _labelled(recording: Recording, who: str) -> Recording:
+    return recording._replace(label="trained" if who == "run" else who)

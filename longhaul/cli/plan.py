@@ -1,0 +1,183 @@
+"""The command `plan`: its flags, its tables, and the check of its model against a measurement."""
+
+from __future__ import annotations
+
+import dataclasses
+import tempfile
+from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+
+from longhaul.algorithms.values import OF_AN_ACCELERATOR
+from longhaul.cli import flags, run_flags, tables
+from longhaul.cli.flags import FLOAT, INT, PATH, Flag, FlagError, choice, optional
+from longhaul.config import recipes
+from longhaul.config.resolve import resolve
+from longhaul.config.run import Run
+from longhaul.diagnostics import chips, compute_plan, hlo_collectives, profile, two_shard_probe
+from longhaul.diagnostics.chips import CHIPS
+from longhaul.diagnostics.compute_plan import Assumptions, Measured
+from longhaul.runtime import mesh as meshes
+
+DEVICES = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024)
+
+ABOUT = "What a run takes on 1 to 1,024 devices: time, money, memory, checkpoints; from a short run and a model."
+
+FLAGS = [
+    Flag("steps", FLOAT, None, "agent steps of the run", shown="the recipe's"),
+    Flag("hardware", choice(("here", *CHIPS)), "here", "the devices to plan for"),
+    Flag("on", INT, (), "numbers of devices", shown="1 2 4 ... 1024", many=True),
+    Flag("share", choice(("weak", "strong")), "weak", "weak: every device keeps its batch; strong: they share it"),
+    Flag("network", FLOAT, 400.0, "gigabits a second between hosts, a device"),
+    Flag("latency", FLOAT, 5.0, "microseconds of a message between devices"),
+    Flag("efficiency", FLOAT, 0.4, "share of the chip's peaks that is reached, on other hardware"),
+    Flag("price", optional(FLOAT), None, "dollars an hour a device", shown="of a list"),
+    Flag("calls", INT, 3, "compiled calls that are measured"),
+    Flag("json", PATH, None, "write the plan to this file; - is stdout", shown=""),
+]
+
+
+def command(words: Sequence[str]) -> int:
+    """`longhaul plan RECIPE [--steps N] [--hardware NAME] [--on N...] [--flags of longhaul train]`."""
+    if not words or words[0].startswith("-"):
+        if words and words[0] in ("-h", "--help"):
+            flags.parse("plan RECIPE", f"{ABOUT} All flags of longhaul train count, too.", {"": FLAGS}, words)
+        raise FlagError(f"name a recipe first: longhaul plan RECIPE; there are {', '.join(recipes.RECIPES)}")
+    recipe = recipes.recipe(words[0])
+    groups = run_flags.table(recipe)
+    groups[""] = [*FLAGS, *groups[""]]
+    parsed = flags.parse(f"plan {recipe.recipe}", ABOUT, groups, words[1:])
+    values = parsed.values
+    _check(values)
+    run = resolve(run_flags.chosen(recipe, parsed))
+    found = planned(run, values)
+    if values["json"] != "-":
+        show(found)
+    if values["json"] is not None:
+        tables.write_json(values["json"], found)
+    return 0
+
+
+def _check(values: dict[str, Any]) -> None:
+    """Raises FlagError, before anything is measured."""
+    for name, least in (("calls", 1), ("steps", 1.0), ("network", 1e-3), ("latency", 0.0), ("price", 0.0)):
+        if values[name] is not None and values[name] < least:
+            raise FlagError(f"--{name} is {values[name]:g}; it must be at least {least:g}")
+    if not 0.0 < values["efficiency"] <= 1.0:
+        raise FlagError(f"--efficiency is {values['efficiency']:g}; it must lie in 0 to 1")
+    for devices in values["on"]:
+        if not 1 <= devices <= 1_000_000:
+            raise FlagError(f"--on is {devices}; it must lie in 1 to 1,000,000")
+    tables.check_json(values["json"])
+
+
+def planned(run: Run, values: dict[str, Any]) -> dict[str, Any]:
+    """The plan for a resolved run, as JSON can hold it."""
+    on = _numbers(values["on"], run.model)
+    here = values["hardware"] == "here"
+    if not here and getattr(run.algorithm, "chunk", 0) is None:  # the program that they would run
+        of_theirs = dataclasses.replace(run.algorithm, chunk=OF_AN_ACCELERATOR)  # type: ignore[arg-type]
+        run = dataclasses.replace(run, algorithm=of_theirs)
+    what, devices = short_run(run, values["calls"])
+    chip = chips.here(devices) if here else CHIPS[values["hardware"]]
+    bf16, strong = run.algorithm.precision == "bf16", values["share"] == "strong"
+    assumed = Assumptions(
+        values["network"] * 1e9 / 8, values["latency"] * 1e-6, values["efficiency"], run.save_interval_minutes,
+        run.keep, values["price"],
+    )  # fmt: skip
+    steps = float(values["steps"] or run.total_steps)
+    rows = compute_plan.plan(what, chip, assumed, on, steps, here=here, bf16=bf16, strong=strong)
+    modelled = compute_plan.compute_seconds(what, chips.here(devices), assumed._replace(efficiency=1.0), bf16=False)
+    return {
+        "recipe": run.recipe, "hardware": chip.name, "steps": steps, "share": values["share"],
+        "measured": {
+            "devices": devices, "steps_per_update": what.steps * devices, "compute_seconds": what.compute_seconds,
+            "roofline_seconds": modelled, "memory": what.memory, "state_bytes": what.state_bytes,
+            "carry_bytes": what.carry_bytes,
+            "collectives": [each._asdict() for each in what.collectives], "model": what.model,
+        },
+        "assumptions": dict(compute_plan.said(chip, assumed, here=here, bf16=bf16, strong=strong)),
+        "plan": compute_plan.plain(rows),
+    }  # fmt: skip
+
+
+def _numbers(asked: Sequence[int], model: int) -> list[int]:
+    """The numbers of devices to plan for. Raises FlagError where `model` devices can't be a shard."""
+    if not asked:
+        return [n for n in DEVICES if n % model == 0] or [model * n for n in DEVICES]
+    for devices in asked:
+        if devices % model:
+            raise FlagError(
+                f"--on is {devices}, and with --mesh model={model} so many devices share the parameters; ask for "
+                f"multiples of {model}"
+            )
+    return list(asked)
+
+
+def short_run(run: Run, calls: int) -> tuple[Measured, int]:
+    """A short measured run of a resolved `run`; -> (what the model needs of it, its devices)."""
+    with tempfile.TemporaryDirectory() as folder:
+        traced = profile.measure(run, Path(folder), calls)
+    sample, mesh = traced.sample, traced.sample.assembly.mesh
+    devices, shards, model = mesh.size, mesh.shape[meshes.DATA], mesh.shape[meshes.MODEL]
+    shares = profile.reading(traced.events, traced.program)["shares"]
+    memory = profile.memory(sample.executable)
+    begun = sample.assembly.start(run.seed, sample.context)
+    runs = Counter(event.instruction for event in traced.events)
+    crossings = (
+        hlo_collectives.crossings(sample.executable.as_text() or "") if shards > 1 else two_shard_probe.two_shards(run)
+    )
+    what = Measured(
+        traced.update_seconds * (1.0 - shares["collectives"]), sample.assembly.steps_per_update // shards,
+        compute_plan.work(traced.updates, devices, runs, traced.program), compute_plan.collectives(crossings, model),
+        float(memory.get("peak", 0)), _bytes(begun.state), _bytes(begun.carry) / shards, model,
+    )  # fmt: skip
+    return what, devices
+
+
+def _bytes(tree: Any) -> float:
+    leaves = [leaf for leaf in jax.tree.leaves(tree) if hasattr(leaf, "nbytes")]
+    return float(sum(leaf.nbytes for leaf in leaves))
+
+
+def show(found: dict[str, Any]) -> None:
+    """Prints what `planned` found."""
+    about = found["measured"]
+    collectives = sum(each["runs"] for each in about["collectives"])
+    moved = sum(each["runs"] * each["bytes"] for each in about["collectives"])
+    tables.listing(
+        [
+            ("recipe", f"{found['recipe']}, {found['steps']:,.0f} agent steps on {found['hardware']}"),
+            ("measured", f"{about['compute_seconds']:.4g} s an update on {about['devices']} device(s) here, "
+             f"{about['steps_per_update']:,} agent steps, {collectives:,.0f} collectives of {moved / 1e6:,.2f} MB"),
+            *found["assumptions"].items(),
+        ]
+    )  # fmt: skip
+    print()
+    header = [
+        "devices", "batch", "s/update", "in collectives", "efficiency", "steps/s", "hours", "dollars", "memory",
+        "checkpoint", "written",
+    ]  # fmt: skip
+    rows = [
+        [
+            f"{each['devices']:,}", f"{each['batch']:,}", f"{each['update_seconds']:.3g}",
+            f"{each['communication_seconds'] / each['update_seconds']:.1%}", f"{each['efficiency']:.1%}",
+            f"{each['steps_per_second']:,.0f}", f"{each['hours']:,.2f}", f"{each['dollars']:,.0f}",
+            _size(each["memory"]) + ("" if each["fits"] else " (too much)"), _size(each["checkpoint"]),
+            _size(each["written"]),
+        ]
+        for each in found["plan"]
+    ]  # fmt: skip
+    tables.table(header, rows)
+
+
+def _size(count: float) -> str:
+    """1234567 -> "1.2 MB"."""
+    for unit in ("B", "kB", "MB", "GB", "TB"):
+        if count < 1000 or unit == "TB":
+            return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"
+        count /= 1000
+    return ""

@@ -1,0 +1,177 @@
+"""Parameters of the trainer that HackMatrix came with: its `params_STEP.npz` and `final_params.npz`.
+
+An archive of arrays with dotted names, `params.Dense_0.kernel` and so on: hidden layers with ReLU, shared by the last
+two layers, the policy's and the value's. How many layers there are and how wide they are follows from the shapes. A
+file comes from anywhere, so all of it is checked before it is used: nothing is unpickled, and nothing is read that is
+not as large as it has to be. (`checkpoint_STEP.pkl`, beside them, is pickled, and so never read.)
+"""
+
+from __future__ import annotations
+
+import math
+import re
+import zipfile
+import zlib
+from pathlib import Path
+from typing import IO, NamedTuple
+
+import jax
+import numpy as np
+
+from longhaul.algorithms import ppo
+from longhaul.spaces import Discrete
+from longhaul.types import Params, Spec
+
+MOST_BYTES = 1 << 30
+"""Of all arrays of a file."""
+
+MOST_ARRAYS = 256
+
+NAME = re.compile(r"(?:params\.)?Dense_(\d{1,3})\.(kernel|bias)\.npy")
+
+
+class LegacyError(ValueError):
+    """A file that does not hold such parameters; the message is one line."""
+
+
+class Layer(NamedTuple):
+    kernel: np.ndarray  # float32 [inputs, outputs]
+    bias: np.ndarray  # float32 [outputs]
+
+
+class Weights(NamedTuple):
+    """The network of a file, first layer first."""
+
+    hidden: tuple[Layer, ...]
+    policy: Layer
+    value: Layer
+
+    @property
+    def width(self) -> int:
+        return len(self.hidden[0].bias)
+
+
+def find(path: Path) -> Path:
+    """`path`, or the newest parameters where it is a folder: `final_params.npz`, else the highest STEP."""
+    if not path.is_dir():
+        return path
+    if (path / "final_params.npz").is_file():
+        return path / "final_params.npz"
+    steps = {int(m[1]): file for file in path.iterdir() if (m := re.fullmatch(r"params_(\d+)\.npz", file.name))}
+    if not steps:
+        raise LegacyError(f"{path} holds no params_STEP.npz and no final_params.npz; name the file")
+    return steps[max(steps)]
+
+
+def read(path: Path, inputs: int, actions: int) -> Weights:
+    """The weights in a file, for `inputs` numbers of an observation and `actions` actions.
+
+    Raises LegacyError, and OSError where there is no file.
+    """
+    if path.suffix == ".pkl":
+        raise LegacyError(f"{path} is pickled, and could run anything; give the params_STEP.npz beside it")
+    try:
+        with zipfile.ZipFile(path) as archive:
+            arrays = _arrays(path, archive)
+    except (zipfile.BadZipFile, zlib.error, EOFError, NotImplementedError, RuntimeError) as error:
+        about = str(error) or type(error).__name__
+        raise LegacyError(f"{path} is no whole .npz file ({about}); copy it again, or name another") from error
+    return _weights(path, arrays, inputs, actions)
+
+
+def _arrays(path: Path, archive: zipfile.ZipFile) -> dict[tuple[int, str], np.ndarray]:
+    """(number of the layer, "kernel" or "bias") -> array."""
+    entries = archive.infolist()
+    if len(entries) > MOST_ARRAYS:
+        raise LegacyError(f"{path} holds {len(entries)} arrays; at most {MOST_ARRAYS} are expected")
+    total = sum(entry.file_size for entry in entries)
+    if total > MOST_BYTES:
+        raise LegacyError(f"{path} holds {total:,} bytes; at most {MOST_BYTES:,} are expected")
+    found: dict[tuple[int, str], np.ndarray] = {}
+    for entry in entries:
+        if entry.compress_type not in (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED):
+            raise LegacyError(f"{path}: {entry.filename} is compressed as no NumPy does; save it again by numpy.savez")
+        named = NAME.fullmatch(entry.filename)
+        if named is None:
+            name = entry.filename.removesuffix(".npy")
+            raise LegacyError(f"{path} holds {name!r}; expected are Dense_0.kernel, Dense_0.bias and so on")
+        place = int(named[1]), named[2]
+        if place in found:
+            raise LegacyError(f"{path} holds {_said(place)} twice")
+        with archive.open(entry) as file:
+            found[place] = _array(path, _said(place), file, entry.file_size)
+    return found
+
+
+def _array(path: Path, name: str, file: IO[bytes], size: int) -> np.ndarray:
+    """One array as float32, of an entry of `size` bytes: its shape and kind are looked at before it is read."""
+    try:
+        version = np.lib.format.read_magic(file)
+        readers = {(1, 0): np.lib.format.read_array_header_1_0, (2, 0): np.lib.format.read_array_header_2_0}
+        if version not in readers:
+            raise ValueError(f"version {version} of the format")
+        shape, by_column, dtype = readers[version](file)
+    except (ValueError, SyntaxError, TypeError, RecursionError, MemoryError) as error:
+        raise LegacyError(f"{path}: {name} can't be read ({str(error).splitlines()[0]})") from error
+    if dtype.kind != "f" or dtype.itemsize not in (2, 4, 8):
+        raise LegacyError(f"{path}: {name} is of kind {dtype}; numbers of float16, float32 or float64 are needed")
+    wanted = math.prod(shape) * dtype.itemsize
+    if not 1 <= len(shape) <= 2 or min(shape) < 1 or wanted != size - file.tell():
+        raise LegacyError(f"{path}: {name} is said to be {shape}, and {size - file.tell():,} bytes follow")
+    data = np.frombuffer(file.read(wanted), dtype)
+    with np.errstate(over="ignore"):  # what float32 can't hold is found below
+        array = data.reshape(shape, order="F" if by_column else "C").astype(np.float32)
+    if not np.isfinite(array).all():
+        raise LegacyError(f"{path}: {name} holds numbers that are not finite; take an earlier step")
+    return array
+
+
+def _weights(path: Path, arrays: dict[tuple[int, str], np.ndarray], inputs: int, actions: int) -> Weights:
+    """The layers in order, each with the shape that the one before asks for."""
+    count = 1 + max((number for number, _ in arrays), default=-1)
+    if count < 3:
+        raise LegacyError(f"{path} holds {count} layers; a hidden one, the policy's and the value's are needed")
+    for number in range(count):
+        for part in ("kernel", "bias"):
+            if (number, part) not in arrays:
+                raise LegacyError(f"{path} lacks {_said((number, part))}; it holds layers up to Dense_{count - 1}")
+    layers = [Layer(arrays[number, "kernel"], arrays[number, "bias"]) for number in range(count)]
+    width = layers[0].kernel.shape[-1]
+    sizes = [(inputs, width)] + [(width, width)] * (count - 3) + [(width, actions), (width, 1)]
+    for number, (layer, size) in enumerate(zip(layers, sizes, strict=True)):
+        for part, shape in (("kernel", size), ("bias", size[1:])):
+            there = getattr(layer, part).shape
+            if there != shape:
+                raise LegacyError(f"{path}: {_said((number, part))} is {there}; {shape} is needed")
+    return Weights(tuple(layers[:-2]), layers[-2], layers[-1])
+
+
+def _said(place: tuple[int, str]) -> str:
+    return f"Dense_{place[0]}.{place[1]}"
+
+
+# ------------------------------------------------------------------------------------------------- as our own network
+
+
+def load(path: Path, spec: Spec) -> tuple[ppo.Config, ppo.Policy]:
+    """The policy of a file, and how its network is made, for an environment of `spec`. Raises LegacyError, OSError."""
+    assert isinstance(spec.action, Discrete) and spec.expand is not None
+    observed = jax.eval_shape(spec.expand, spec.observation.observation)
+    weights = read(path, observed.shape[-1], spec.action.n)
+    config = config_of(weights)
+    params = params_of(weights)
+    expected = jax.eval_shape(ppo.network(spec, config).init, jax.random.key(0))
+    shapes = jax.tree.map(lambda leaf: leaf.shape, (params, expected))
+    assert shapes[0] == shapes[1], shapes
+    return config, ppo.Policy(params, ())
+
+
+def config_of(weights: Weights) -> ppo.Config:
+    """The network of `weights`, as ours is configured."""
+    return ppo.Config(shared=True, activation="relu", hidden_dim=weights.width, num_layers=len(weights.hidden))
+
+
+def params_of(weights: Weights) -> Params:
+    """`weights` as parameters of `networks.actor_critic`."""
+    torso = {f"layer_{i}": layer._asdict() for i, layer in enumerate(weights.hidden)}
+    return {"torso": torso, "policy": weights.policy._asdict(), "value": weights.value._asdict()}

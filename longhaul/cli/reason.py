@@ -1,0 +1,157 @@
+"""The command `reason`: a run's policy thinks about a problem, and shows its chains, their votes and the answer.
+
+With `--curve`: about many problems held out, and shows what more steps and more samples are worth, and what an early
+stop saves.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+
+from longhaul.algorithms import registry
+from longhaul.cli import flags, tables
+from longhaul.cli.flags import DEBUG, FLOAT, INT, PATH, TEXT, Flag, FlagError, choice
+from longhaul.cli.run_flags import RUNS_DIR
+from longhaul.config.run import Run, RunError
+from longhaul.reasoning import problem_sets, self_consistency, test_time_compute
+from longhaul.reasoning.drawing import drawing
+from longhaul.reasoning.problem_sets import Reasoning
+from longhaul.reasoning.sampler import UNBOUNDED, Sampling, bank
+from longhaul.reasoning.self_consistency import Solution
+from longhaul.training import loop, reasoning_setup
+from longhaul.training.run_dir import find_folder, load_run
+
+RUN = Flag("RUN", TEXT, None, "a run's name or folder", shown="")
+PROBLEM = Flag("PROBLEM", TEXT, (), 'as "3+4-2=" is one; without, a problem that no run trained on', True, "")
+
+GROUPS = {
+    "": [
+        RUN,
+        PROBLEM,
+        Flag("samples", INT, 16, "chains of a problem, at most"),
+        Flag("wave", INT, 4, "chains that are drawn before votes are counted"),
+        Flag("lead", FLOAT, 2.0, "votes ahead at which it stops; 0: never early"),
+        Flag("select", choice(self_consistency.SELECTIONS), "majority", "which chain's answer is given"),
+        Flag("steps", INT, None, "most steps of a chain, after which it must answer", shown="any"),
+        Flag("temperature", FLOAT, None, "of sampling; 0: always the likeliest token", shown="the run's"),
+        Flag("seed", INT, 0, "of sampling"),
+        Flag("curve", INT, None, "instead: accuracy by steps and by samples, on so many problems held out", shown=""),
+        Flag("json", PATH, None, "write the solutions, or the curve, to this file; - is stdout", shown=""),
+        RUNS_DIR,
+        DEBUG,
+    ]
+}
+
+
+def reason(words: Sequence[str]) -> int:
+    """`longhaul reason RUN "3+4-2=" [--samples N] [--select ...] [--steps N] ...`."""
+    parsed = flags.parse("reason", "A run's policy thinks about problems.", GROUPS, words).values
+    if parsed["RUN"] is None:
+        raise FlagError('which run? longhaul reason RUN "3+4-2="')
+    tables.check_json(parsed["json"])
+    settings = self_consistency.Config(parsed["samples"], parsed["wave"], parsed["lead"], parsed["select"])
+    try:
+        self_consistency.check(settings)
+    except ValueError as error:
+        raise FlagError(f"--{error}") from error
+    folder = find_folder(Path(parsed["runs-dir"]), parsed["RUN"])
+    task = load_run(folder).environment
+    if not isinstance(task, Reasoning):
+        raise RunError(f"run {folder.name} is no language model's; name one of a recipe reasoning-...")
+    if parsed["curve"] is not None:
+        _check_curve(parsed, task)
+        return _curve(folder, parsed, settings)
+    made, asked = (
+        problem_sets.held_out_task(task),
+        list(parsed["PROBLEM"]) or [problem_sets.held_out(task, 1)[0].prompt],
+    )
+    if made.posed is not None:
+        for prompt in asked:
+            made.posed(prompt)  # what is no problem is said before anything is loaded
+    if parsed["steps"] is not None and task.task == problem_sets.QUESTIONS:
+        raise FlagError(f"--steps is {parsed['steps']}, and answers to questions have no mark of a step; leave it out")
+    run, policy, _ = loop.restore_policy(folder)
+    draw = drawing(
+        _model(run).model, policy.params, length=run.num_steps, seed=parsed["seed"],
+        temperature=_temperature(run, parsed),
+        max_reasoning_steps=UNBOUNDED if parsed["steps"] is None else parsed["steps"], words=reasoning_setup.words(run),
+    )  # fmt: skip
+    found = self_consistency.ReasoningOptimizer(made, draw, settings).solve(asked)
+    if parsed["json"] != "-":
+        for prompt, solution in zip(asked, found, strict=True):
+            _show(solution, known=made.posed is None or made.posed(prompt).answer != "")
+    if parsed["json"] is not None:
+        tables.write_json(parsed["json"], [_plain(solution) for solution in found])
+    return 0
+
+
+def _model(run: Run) -> registry.Reasoner:
+    assert isinstance(run.algorithm, registry.Reasoner)
+    return run.algorithm
+
+
+def _temperature(run: Run, parsed: dict[str, Any]) -> float:
+    return _model(run).temperature if parsed["temperature"] is None else float(parsed["temperature"])
+
+
+def _check_curve(parsed: dict[str, Any], task: Reasoning) -> None:
+    if not task.exact:
+        raise FlagError(f"--curve is of problems with one right answer, and the run's are of {task.task}; leave it out")
+    if parsed["curve"] < 1:
+        raise FlagError(f"--curve is {parsed['curve']}; it must be at least 1")
+    if parsed["PROBLEM"]:
+        raise FlagError("--curve is of problems held out; leave PROBLEM out")
+    if parsed["steps"] is not None:
+        raise FlagError(f"--steps is {parsed['steps']}, and --curve goes through all budgets; leave --steps out")
+
+
+def _curve(folder: Path, parsed: dict[str, Any], settings: self_consistency.Config) -> int:
+    """What more thinking is worth to a run's policy, on problems that it never trained on."""
+    run, policy, _ = loop.restore_policy(folder)
+    task = run.environment
+    assert isinstance(task, Reasoning)
+    made, asked = problem_sets.task(task), problem_sets.held_out(task, parsed["curve"])
+    posed = bank(made, asked, np.random.default_rng(problem_sets.HELD_OUT), run.num_steps)
+    how = Sampling(run.num_steps, settings.samples, _temperature(run, parsed), task.wave)
+    found = test_time_compute.think(
+        made, asked, posed, policy.params, jax.random.key(parsed["seed"]), config=_model(run).model, sampling=how,
+        settings=settings,
+    )  # fmt: skip
+    if parsed["json"] != "-":
+        for rows in (found.budgets, found.samples):
+            tables.table(list(rows[0]._fields), [[tables.number(value) for value in row] for row in rows])
+            print()
+        stop = found.stop
+        print(f"early stop: {stop.drawn:.3g} of {settings.samples} samples a problem ({stop.share:.0%}), "
+              f"{stop.accuracy:.3f} right; all samples: {stop.full:.3f}")  # fmt: skip
+    if parsed["json"] is not None:
+        tables.write_json(parsed["json"], found.plain())
+    return 0
+
+
+def _show(solution: Solution, *, known: bool) -> None:
+    """`known`: what the right answer is."""
+    header = ["chain", "answer", "soundness", "log p", "right"]
+    rows = [
+        [chain.text, "-" if chain.answer is None else chain.answer, tables.number(chain.soundness),
+         tables.number(chain.log_prob), "?" if not known else "yes" if chain.reward == 1.0 else "no"]
+        for chain in solution.chains
+    ]  # fmt: skip
+    print(solution.prompt)
+    tables.table(header, rows)
+    votes = ", ".join(f"{answer}: {count:g}" for answer, count in solution.votes.items()) or "none"
+    print(f"votes: {votes}{'; settled early' if solution.settled else ''}")
+    print(f"answer: {'-' if solution.answer is None else solution.answer}\n")
+
+
+def _plain(solution: Solution) -> dict[str, Any]:
+    """As JSON can hold it."""
+    plain = solution._asdict()
+    plain["chain"] = None if solution.chain is None else solution.chain._asdict()
+    plain["chains"] = [chain._asdict() for chain in solution.chains]
+    return plain

@@ -1,0 +1,122 @@
+"""The command `longhaul scaling driving`, also `longhaul train driving-scaling`: a grid of runs and its law."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from longhaul.cli import flags, run_flags, tables
+from longhaul.cli.flags import FLOAT, INT, Flag, FlagError, Kind, choice
+from longhaul.config import recipes
+from longhaul.config.run import Run, RunError
+from longhaul.diagnostics import scaling_grid as grids
+from longhaul.diagnostics.scaling_grid import METRICS, Grid
+from longhaul.training.run_dir import new_folder
+
+NAMES = {"driving": "driving-scaling"}
+"""What `longhaul scaling` knows, and the grid's recipe of each."""
+
+VARIED = ("model-size", "scenarios", "data", *run_flags.SIDE_BY_SIDE)
+"""Flags of a run that a grid sets itself."""
+
+ABOUT = "Trains models of several sizes on several numbers of scenarios, and fits and draws the law of their failures."
+
+
+def _list_of(kind: Kind) -> Kind:
+    """Several of `kind` in one word, by commas."""
+
+    def read(word: str) -> tuple[Any, ...]:
+        return tuple(kind.read(part) for part in word.split(","))
+
+    return Kind(f"{kind.metavar},...", f"{kind.allowed}, or several with commas between", read)
+
+
+GRID = (
+    Flag("sizes", _list_of(FLOAT), None, "millions of parameters of the models", shown=""),
+    Flag("scenarios", _list_of(INT), None, "generated scenarios to train in", shown=""),
+    Flag("seeds", INT, None, "runs of each size and number of scenarios", shown=""),
+    Flag("metric", choice(METRICS), None, "what a policy scores where it does not fail", shown=""),
+)
+
+
+def scaling(words: Sequence[str]) -> int:
+    """`longhaul scaling driving [--flags]`."""
+    there = ", ".join(f"longhaul scaling {name}" for name in NAMES)
+    if words and words[0] in ("-h", "--help"):
+        print(f"usage: longhaul scaling NAME [--flags]\n\n{ABOUT} There is:\n")
+        tables.listing((f"  {name}", recipes.about(recipe)) for name, recipe in NAMES.items())
+        return 0
+    if not words or words[0] not in NAMES:
+        given = f"longhaul scaling has no {words[0]!r}" if words else "name what to scale"
+        raise FlagError(f"{given}; there is {there}")
+    return run(NAMES[words[0]], words[1:], f"scaling {words[0]}")
+
+
+def run(recipe: str, words: Sequence[str], command: str) -> int:
+    """A grid's recipe with flags, from its folder on, or on in its folder."""
+    default = recipes.GRIDS[recipe]()
+    parsed = flags.parse(command, ABOUT, _table(default), words)
+    runs_dir, name = Path(parsed.values["runs-dir"]), parsed.values["resume"]
+    if name is not None:
+        odd = sorted(parsed.given - {"resume", "runs-dir", "debug"})
+        if odd:
+            raise FlagError(f"--{odd[0]} and --resume are both given; a grid that goes on keeps its flags")
+        folder = _find(runs_dir, name)
+        grid = grids.load_grid(folder)
+    else:
+        grid = _chosen(default, parsed)
+        grids.check(grid)
+        folder = new_folder(runs_dir, grid.base, parsed.values["run-name"])
+        grids.save_grid(folder, grid)
+    print(folder, flush=True)
+    code = grids.run_grid(folder, grid)
+    if not code:
+        _print(grids.summary(folder, grid))
+        print(f"page: {folder / 'scaling.html'}")
+    return code
+
+
+def _table(default: Grid) -> dict[str, list[Flag]]:
+    """The flags of the grid, and those of a run that it does not set itself."""
+    values = {flag.name: getattr(default, flag.name) for flag in GRID}
+    own = [flag._replace(default=values[flag.name], shown=_said(values[flag.name])) for flag in GRID]
+    rest = {
+        title: [flag for flag in group if flag.name not in VARIED]
+        for title, group in run_flags.table(default.base).items()
+    }
+    return {"grid: What is run.": own, **rest}
+
+
+def _said(value: Any) -> str:
+    return ",".join(f"{each:g}" for each in value) if isinstance(value, tuple) else str(value)
+
+
+def _chosen(default: Grid, parsed: flags.Parsed) -> Grid:
+    names = {setting.flag.name for setting in run_flags.settings(default.base)} - set(VARIED)
+    base: Run = run_flags.apply(default.base, {name: parsed.values[name] for name in names & parsed.given})
+    given = {flag.name: parsed.values[flag.name] for flag in GRID if flag.name in parsed.given}
+    return dataclasses.replace(default, base=base, **given)
+
+
+def _find(runs_dir: Path, name: str) -> Path:
+    """The folder of a grid by its name or path."""
+    for folder in (runs_dir / name, Path(name)):
+        if (folder / "grid.json").is_file():
+            return folder
+    raise RunError(f"no grid {name!r} in {runs_dir}; leave --resume out to begin one")
+
+
+def _print(found: dict[str, Any]) -> None:
+    """The points, and the law."""
+    columns = ("parameters", "scenarios", "seeds", "episodes", "failure")
+    rows = [[tables.number(point[name]) for name in columns] for point in found["points"]]
+    tables.table(list(columns), rows)
+    law = found["law"]
+    if law is None:
+        print(f"no law: {found['why']}")
+        return
+    intervals = law["intervals"]
+    for name in ("e", "a", "alpha", "b", "beta"):
+        print(f"{name} {law[name]:.4g} (90 %: {intervals[name][0]:.4g} to {intervals[name][1]:.4g})")

@@ -1,0 +1,322 @@
+"""`longhaul sync`: versions of parameters served, fetched, looked at and measured from a shell. Starts without JAX."""
+
+from __future__ import annotations
+
+import signal
+import sys
+import tempfile
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+from longhaul.cli import flags, tables
+from longhaul.cli.flags import ALONE, DEBUG, FLOAT, INT, PATH, TEXT, Flag, FlagError, choice
+from longhaul.runtime import credentials
+from longhaul.weight_sync import model_shapes, transports
+from longhaul.weight_sync.relay import Relay
+from longhaul.weight_sync.transports.base import Source
+from longhaul.weight_sync.transports.folder import FolderLane
+from longhaul.weight_sync.transports.safetensors_files import folder_name, read_manifest
+
+FAILED = 1
+
+LOOK = 0.2
+"""Seconds between two looks at whether a server can serve at all."""
+
+CHECKPOINTS = "checkpoints"
+"""The kind of an address that only these commands know: a run's folder that has no versions."""
+
+WHERE = "of who serves: tcp:HOST:PORT, shm:NAME, a folder of versions or of a run"
+
+TOKEN = Flag("token-file", flags.optional(PATH), None, "a file with the token that both sides know", shown="")
+
+
+def serve(words: Sequence[str]) -> int:
+    """`longhaul sync serve SOURCE --port N`."""
+    source = Flag("SOURCE", TEXT, None, "a folder of versions or of a run, or the address of who serves", shown="")
+    port = Flag("port", INT, 7171, "of TCP; 0 is one that is free")
+    host = Flag("host", TEXT, "127.0.0.1", "the address to listen at; beyond this machine with --token-file")
+    name = Flag("shm", TEXT, None, "serve this machine's processes too: a socket's path, or @NAME", shown="")
+    about = "Serves a folder's versions, or relays another server's, to any number of receivers, until it is stopped."
+    given = flags.parse("sync serve", about, {"": [source, port, host, name, TOKEN, DEBUG]}, words).values
+    if given["SOURCE"] is None:
+        raise FlagError("what to serve? longhaul sync serve FOLDER --port N, or an address: tcp:HOST:PORT")
+
+    token = _token(given["token-file"])
+    source_address = _address(given["SOURCE"])
+    host_name = f"[{given['host']}]" if ":" in given["host"] else given["host"]
+    opened = [transports.serve(f"tcp:{host_name}:{given['port']}", token)]
+    if given["shm"] is not None:
+        opened.append(transports.serve(f"shm:{given['shm']}"))
+
+    def say(version: int) -> None:
+        print(f"version {version} is served", file=sys.stderr, flush=True)
+
+    with (
+        _stopped() as stop,
+        Relay(lambda: _connect(source_address, token, "relay"), lanes=opened, on_commit=say) as relay,
+    ):
+        for lane in opened:
+            print(lane.address, flush=True)
+        while not stop.wait(LOOK):
+            if relay.failed is not None:
+                return _failed(str(relay.failed))
+    return 0
+
+
+def pull(words: Sequence[str]) -> int:
+    """`longhaul sync pull ADDRESS --out FOLDER`."""
+    address = Flag(
+        "ADDRESS", TEXT, None, "of who serves: tcp:HOST:PORT, shm:NAME, a folder of versions or of a run", shown=""
+    )
+    out = Flag("out", PATH, None, "the folder for versions, in Hugging Face's naming", shown="")
+    seconds = Flag("timeout", FLOAT, 60.0, "seconds to wait for a version")
+    follow = Flag("follow", flags.ALONE, False, "go on with each newer version, until stopped")
+    keep = Flag("keep", INT, 3, "versions that stay in the folder")
+    about = "Fetches the newest version, verified, as safetensors files: FOLDER/version-EPOCH-VERSION."
+    given = flags.parse("sync pull", about, {"": [address, out, seconds, follow, keep, TOKEN, DEBUG]}, words).values
+    if given["ADDRESS"] is None or given["out"] is None:
+        raise FlagError("from where to where? longhaul sync pull ADDRESS --out FOLDER")
+    if given["keep"] < 1 or not given["timeout"] > 0:
+        raise FlagError(f"--keep {given['keep']} must be at least 1, --timeout {given['timeout']} above 0")
+
+    where, token = _address(given["ADDRESS"]), _token(given["token-file"])
+    _writable(given["out"])
+    folder = FolderLane(given["out"], keep=given["keep"])
+    with _stopped() as stop, Relay(lambda: _connect(where, token, "pull"), lanes=[folder]) as relay:
+        shown = None
+        while not stop.is_set():
+
+            def settled(shown: Path | None = shown) -> bool:
+                return relay.failed is not None or _fetched(relay, folder) not in (None, shown)
+
+            if not _until(settled, stop, given["timeout"]):
+                if stop.is_set() or (given["follow"] and shown is not None):
+                    continue
+                why = "; ".join([*relay.receiver.errors, *folder.errors][-1:])
+                return _failed(f"no version came from {where} in {given['timeout']:g} s{why and ': '}{why}")
+            if relay.failed is not None:
+                return _failed(f"{given['out']} can't take what {where} serves: {relay.failed}")
+            shown = _fetched(relay, folder)
+            print(shown, flush=True)
+            if not given["follow"]:
+                break
+    return 0
+
+
+def _writable(out: str) -> None:
+    """FlagError where nothing can be written into a folder, which is made where it is not there."""
+    try:
+        Path(out).mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=out):
+            pass
+    except OSError as error:
+        raise FlagError(f"--out is {out}; it must be a folder that can be written: {error.strerror}") from error
+
+
+def _fetched(relay: Relay, folder: FolderLane) -> Path | None:
+    """The folder of the version that the relay has; None where it is not complete there."""
+    held, latest = relay.receiver.held, folder.latest
+    if latest is None or latest.name != folder_name(held.epoch, held.version):
+        return None
+    try:
+        return latest if read_manifest(latest).root == held.root else None  # another run's may have the name, too
+    except (OSError, ValueError):  # a later one has taken its place
+        return None
+
+
+def _failed(line: str) -> int:
+    print(f"longhaul: error: {tables.clean(line)}", file=sys.stderr, flush=True)
+    return FAILED
+
+
+def status(words: Sequence[str]) -> int:
+    """`longhaul sync status ADDRESS`."""
+    address = Flag(
+        "ADDRESS", TEXT, None, "of who serves: tcp:HOST:PORT, shm:NAME, a folder of versions or of a run", shown=""
+    )
+    out = Flag("json", PATH, None, "write it to this file; - is stdout", shown="")
+    about = "What a sender serves, and to whom."
+    given = flags.parse("sync status", about, {"": [address, out, TOKEN, DEBUG]}, words).values
+    if given["ADDRESS"] is None:
+        raise FlagError("of whom? longhaul sync status ADDRESS")
+    tables.check_json(given["json"])
+
+    where, token = _address(given["ADDRESS"]), _token(given["token-file"])
+    kind, _, path = where.partition(":")
+    if kind == "folder" and not Path(path).is_dir():
+        return _failed(f"there is no folder {path}, so nothing was published there yet")
+    try:
+        source = _connect(where, token, "status")
+    except PermissionError:  # of a token: it says so itself
+        raise
+    except OSError as error:
+        return _failed(f"nobody answers at {where}: {error.strerror or error}; is it served there?")
+    try:
+        found = source.status()
+    finally:
+        source.close()
+    if given["json"] is not None:
+        tables.write_json(given["json"], found)
+    if given["json"] != "-":
+        about_it = (
+            f"version {found['version']} of epoch {found['epoch']}" if found["version"] >= 0 else "no version yet"
+        )
+        print(tables.clean(f"run {found['run'] or 'unknown'}: {about_it}, {found['image_bytes']:,} bytes"))
+        names = ("name", "version", "phase", "target", "failures")
+        if found["receivers"]:
+            tables.table(names, [[tables.clean(str(each[name])) for name in names] for each in found["receivers"]])
+        for name, why in found.get("dropped", []):
+            print(tables.clean(f"dropped {name}: {why}"))
+    return 0
+
+
+def bench(words: Sequence[str]) -> int:
+    """`longhaul sync bench`: `longhaul bench sync` with flags of its own."""
+    model = Flag("model", TEXT, "qwen3-0.6b", "whose parameters, by its name")
+    receivers = Flag("receivers", INT, 2, "processes that receive")
+    lane = Flag("lane", choice(("shm", "tcp", "folder")), (), "a figure for each", True, "shm, tcp")
+    repeats = Flag("repeats", INT, 5, "of which the medians are told; at least 5")
+    peers = Flag(
+        "peers", ALONE, False, "instead, what others take beside ours: sockets, gloo, gRPC, Orbax, torch's files"
+    )
+    rate = Flag(
+        "learning-rate", FLOAT, None, "versions apart by one step of Adam at this rate, of which tcp sends the changes",
+        shown="all of a version",
+    )  # fmt: skip
+    layouts = Flag(
+        "layouts",
+        TEXT,
+        (),
+        "instead, planning from one layout to another, as fsdp:8 tp:2x4, by shapes alone",
+        True,
+        "",
+    )
+    out = Flag("json", PATH, None, "write the figures as a list to this file, too", shown="")
+    about = "How long a version takes from one process to others, by stages, beside the limits of memory and sockets."
+    groups = {"": [model, receivers, lane, repeats, rate, layouts, peers, out, DEBUG]}
+    given = flags.parse("sync bench", about, groups, words).values
+    tables.check_json(given["json"])
+    if given["receivers"] < 1:
+        raise FlagError(f"--receivers is {given['receivers']}; at least 1")
+
+    model_shapes.forms(given["model"])
+
+    sizes = {name: given[name] for name in ("model", "receivers", "lane", "repeats") if given[name] not in ((), [])}
+    figures = []
+    for figure in _figures(sizes, given):
+        figures.append(figure)
+        tables.write_line(figure)
+    if given["json"] not in (None, "-"):
+        tables.write_json(given["json"], figures)
+    return 0
+
+
+def _figures(sizes: dict[str, Any], given: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
+    rate, layouts = given["learning-rate"], tuple(given["layouts"])
+    if rate is not None and not 0.0 < rate < 1.0:
+        raise FlagError(f"--learning-rate is {rate:g}; it must lie above 0 and below 1")
+    if layouts:
+        if len(layouts) != 2 or given["peers"] or rate is not None or given["lane"]:
+            raise FlagError(
+                "--layouts takes two, of trainers and receivers, without --lane, --learning-rate and --peers"
+            )
+        from longhaul.bench.cases import sync_layouts
+
+        return sync_layouts.measure(given["model"], *layouts)
+    if given["peers"]:
+        if rate is not None:
+            raise FlagError("--learning-rate and --peers: the others send all of a version; leave one out")
+        return _peers(**sizes)
+    if rate is not None:
+        if any(lane != "tcp" for lane in given["lane"]):
+            raise FlagError("--learning-rate is of --lane tcp, by which changes alone can travel; leave --lane out")
+        sizes |= {"lane": ("tcp",), "learning_rate": rate}
+    return _lanes(**sizes)
+
+
+def _lanes(**sizes: Any) -> Iterator[dict[str, Any]]:
+    from longhaul.bench import harness as benches
+
+    return benches.run("sync", **sizes)
+
+
+def _peers(model: str, receivers: int, repeats: int, lane: Sequence[str] = ()) -> Iterator[dict[str, Any]]:
+    """A figure of each other way whose libraries are here; of those that are not, a line on stderr."""
+    from longhaul.bench.cases import sync, sync_peers, sync_ways
+
+    if receivers != sync_ways.RECEIVERS or lane or repeats < 1:
+        given = f"--receivers {receivers}, --repeats {repeats}{' and --lane' if lane else ''}"
+        raise FlagError(f"{given}: --peers has {sync_ways.RECEIVERS} receivers, a repeat at least, and its own lanes")
+    sync.check(model, receivers)
+    for name in sync_ways.WAYS:
+        if without := sync_ways.missing(name):
+            print(f"{name} is left out: {without} is not installed", file=sys.stderr, flush=True)
+            continue
+        yield sync_peers.measure(name, model, repeats)
+
+
+COMMANDS: dict[str, Callable[[Sequence[str]], int]] = {"serve": serve, "pull": pull, "status": status, "bench": bench}
+
+
+def _address(words: str) -> str:
+    """An address; a folder is one, too, and so is HOST:PORT."""
+    if words.partition(":")[0] in transports.KINDS:
+        transports.split(words)
+        return words
+    path = Path(words)
+    if path.is_dir():
+        if not (path / "run.json").exists():
+            return f"folder:{path}"
+        if (path / "weights").is_dir():
+            return f"folder:{path / 'weights'}"
+        if not any(path.glob("checkpoints/*/manifest.json")):
+            raise FlagError(f"{words} is a run without checkpoints yet, and with no versions in {path / 'weights'}")
+        return f"{CHECKPOINTS}:{path}"
+    if ":" in words:
+        with suppress(ValueError):
+            credentials.split(words)
+            return f"tcp:{words}"
+        transports.split(words)  # which says what there is
+    raise FlagError(f"{words}: neither a folder nor an address; write tcp:HOST:PORT, shm:NAME or folder:PATH")
+
+
+def _connect(address: str, token: str | None, name: str) -> Source:
+    """A receiver's end of the lane at an address, or of a run's checkpoints."""
+    kind, _, rest = address.partition(":")
+    if kind == CHECKPOINTS:
+        from longhaul.training.checkpoint.weight_source import CheckpointSource
+
+        return CheckpointSource(rest)
+    return transports.connect(address, token, name)
+
+
+def _token(path: str | None) -> str | None:
+    return credentials.load(token_file=path).token
+
+
+@contextmanager
+def _stopped() -> Iterator[threading.Event]:
+    """An event that Ctrl-C and SIGTERM set."""
+    stop = threading.Event()
+    if threading.current_thread() is not threading.main_thread():  # which alone hears signals
+        yield stop
+        return
+    before = {number: signal.signal(number, lambda *_: stop.set()) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield stop
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def _until(what: Callable[[], bool], stop: threading.Event, seconds: float) -> bool:
+    """Whether it came to be, before the time was over or someone stopped it."""
+    for _ in range(max(1, int(seconds / 0.05))):
+        if what():
+            return True
+        if stop.wait(0.05):
+            return False
+    return what()

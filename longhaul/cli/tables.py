@@ -1,0 +1,131 @@
+"""Results on stdout: tables for people, JSON for machines. Progress and errors go to stderr, elsewhere."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import sys
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any, TextIO
+
+from longhaul.telemetry import html
+
+FIRST = (
+    *("accuracy", "progress", "collision", "offroad", "red_light", "goal", "comfort", "vmax_score", "nuplan_score"),
+    *("realism", "return", "length"),
+)
+"""Metrics in the order of a table's columns; others follow by name."""
+
+MOST = len(FIRST)
+"""Columns of metrics that a table can have; where there are more, those of FIRST are shown."""
+
+
+def table(header: Sequence[str], rows: Sequence[Sequence[str]], *, footer: Sequence[str] | None = None) -> None:
+    """Prints rows of text; the first column to the left, the others to the right. `footer` is a last row set apart.
+
+    On a terminal that is wide enough by rich, in bold unless NO_COLOR is set; elsewhere as plain lines of any width.
+    """
+    lines = [[clean(cell) for cell in row] for row in (header, *rows, *([footer] if footer else []))]
+    widths = [max(len(line[i]) for line in lines) for i in range(len(header))]
+    if is_terminal(sys.stdout) and sum(widths) + 3 * len(widths) <= shutil.get_terminal_size().columns:
+        _rich(lines, footer is not None)
+        return
+    for line in lines:
+        cells = [cell.ljust(w) if i == 0 else cell.rjust(w) for i, (cell, w) in enumerate(zip(line, widths))]
+        print("  ".join(cells).rstrip())
+
+
+def _rich(lines: Sequence[Sequence[str]], has_footer: bool) -> None:
+    from rich import box
+    from rich.console import Console
+    from rich.table import Table
+    from rich.text import Text
+
+    plain = bool(os.environ.get("NO_COLOR"))
+    made = Table(box=box.SIMPLE, pad_edge=False, header_style="" if plain else "bold")
+    for i, name in enumerate(lines[0]):
+        made.add_column(Text(name), justify="left" if i == 0 else "right", overflow="fold")
+    for i, line in enumerate(lines[1:], 2):
+        last = has_footer and i == len(lines)
+        if last:
+            made.add_section()
+        made.add_row(*(Text(cell, style="bold" if last and not plain else "") for cell in line))
+    Console(file=sys.stdout, no_color=plain, highlight=False).print(made)
+
+
+def listing(rows: Iterable[tuple[str, str]]) -> None:
+    """Prints a name and one line about it a row."""
+    rows = list(rows)
+    width = max((len(name) for name, _ in rows), default=0)
+    for name, line in rows:
+        print(f"{clean(name).ljust(width)}  {clean(line)}")
+
+
+def scores(means: dict[str, dict[str, Any]]) -> None:
+    """Prints a table of an evaluation: policy -> means by metric and `episodes`."""
+    names = columns((name for scored in means.values() for name in scored if name != "episodes"), most=MOST)
+    header = ["policy", *names, "episodes"]
+    table(header, [[policy, *(number(scored.get(name)) for name in header[1:])] for policy, scored in means.items()])
+
+
+def columns(names: Iterable[str], most: int | None = None) -> list[str]:
+    """The distinct names in the order of a table's columns; where there are more than `most`, only those of FIRST."""
+    found = sorted(set(names), key=lambda name: (FIRST.index(name) if name in FIRST else len(FIRST), name))
+    return found if most is None or len(found) <= most else [name for name in found if name in FIRST]
+
+
+def number(value: Any) -> str:
+    """A value in a table: three decimals; "-" where there is none."""
+    if value is None:
+        return "-"
+    return f"{value:.3f}" if isinstance(value, float) else str(value)
+
+
+def span(value: Any) -> str:
+    """A range [least, greatest], or one number, in a table; "-" where there is none."""
+    if not isinstance(value, list | tuple):
+        return "-" if value is None else f"{value:g}"
+    low, high = (f"{each:.6g}" if isinstance(each, float) else str(each) for each in value)
+    return low if low == high else f"{low} .. {high}"
+
+
+def clean(text: str) -> str:
+    """`text` without what could control a terminal: names in files may hold anything."""
+    return "".join(letter if letter.isprintable() else "?" for letter in text)
+
+
+def is_terminal(stream: TextIO) -> bool:
+    return stream.isatty() and os.environ.get("TERM") not in ("dumb", "unknown")
+
+
+def check_json(path: str | None) -> None:
+    """`check_output` of --json."""
+    check_output("json", path)
+
+
+def check_output(flag: str, path: str | None) -> None:
+    """Raises ValueError where `--flag path` can't be written, before work is done for it."""
+    if path is None or path == "-":
+        return
+    if Path(path).is_dir() or not Path(path).absolute().parent.is_dir():
+        raise ValueError(f"--{flag} is {path!r}; it must be a file in a folder that exists, or - for stdout")
+
+
+def write_json(path: str, value: Any) -> None:
+    """Writes a file at once or not at all; "-" is stdout. What is not finite becomes null."""
+    write_text(path, json.dumps(html.finite(value), indent=2, allow_nan=False) + "\n")
+
+
+def write_text(path: str, text: str) -> None:
+    """Writes a file at once or not at all; "-" is stdout."""
+    if path == "-":
+        sys.stdout.write(text)
+        return
+    html.write(path, text)
+
+
+def write_line(value: Any) -> None:
+    """Prints a JSON object as one line of stdout."""
+    print(json.dumps(html.finite(value), allow_nan=False), flush=True)

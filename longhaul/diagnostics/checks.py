@@ -1,0 +1,378 @@
+"""The scaling checklist as measurements, a verdict each: what to know of a recipe before it runs on many devices."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import math
+import queue
+import tempfile
+import threading
+import time
+from collections.abc import Sequence
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import PartitionSpec
+
+from longhaul.algorithms import batch_scaling, registry
+from longhaul.config import recipes
+from longhaul.config.resolve import learning_rate, resolve
+from longhaul.config.run import Run, RunError, agents
+from longhaul.diagnostics import hlo_collectives, permutation_test
+from longhaul.diagnostics.compiled_run import Subject, fresh_cache, seconds_of, smaller, subject
+from longhaul.diagnostics.verdict import FAIL, PASS, WARN, Check, skipped, within
+from longhaul.runtime import device_memory
+from longhaul.runtime import mesh as meshes
+from longhaul.runtime.batch_shards import VIRTUAL
+from longhaul.runtime.device_memory import size as _bytes
+from longhaul.telemetry import sinks
+from longhaul.telemetry.aggregate import Sums
+from longhaul.topologies import fused
+from longhaul.training.data import Feeding
+
+STILL = 1e-6
+"""approx_kl in nats that a learning rate of 0 may give: rounding."""
+
+COARSE = 100.0
+"""Times that, where less precise products are taken; a mistake gives far more."""
+
+SHORT = 4
+"""Updates of a short run."""
+
+SMALL_BYTES, SMALL_COUNT = 16_384, 16
+"""What an update may send beside its gradients: sums of metrics, moments of advantages and observations."""
+
+WARM = 0.25
+"""Share of a cold compilation that loading it again may take."""
+
+SLOW_COLLECTIVES, SLOWER_COLLECTIVES = 0.2, 0.5
+"""Shares of an update that its all-reduces may take."""
+
+STALLED, MORE_STALLED = 0.05, 0.25
+"""Shares of the time that a device may wait for the host."""
+
+PATIENCE = 20.0
+"""Seconds of training, at most, in which the next chunk may be made."""
+
+GROWN = 4.0
+"""Times the recipe's batch from which on the learning rate should have been thought of."""
+
+
+def sizes(run: Run) -> tuple[Check, Run | None]:
+    """Whether the sizes can work; and the resolved run."""
+    try:
+        resolved = resolve(run)
+    except RunError as error:
+        what, _, remedy = str(error).partition("; ")
+        return Check("sizes", FAIL, what, "must divide", remedy or what, {}), None
+    assert resolved.devices is not None
+    steps = batch(resolved)
+    work = [n for n in (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024) if _works(run, n)]
+    value = f"{steps:,} steps an update, {resolved.total_steps // steps:,} updates; works on {_listed(work)} devices"
+    return Check("sizes", PASS, value, figures={"steps": steps, "devices": work}), resolved
+
+
+def _works(run: Run, devices: int) -> bool:
+    try:
+        resolve(dataclasses.replace(run, devices=devices))
+    except RunError:
+        return False
+    return True
+
+
+def _listed(numbers: Sequence[int]) -> str:
+    """ "1, 2, 4": powers of two without gaps as "1 to 64"."""
+    if len(numbers) > 2 and all(b == 2 * a for a, b in itertools.pairwise(numbers)):
+        return f"{numbers[0]} to {numbers[-1]}"
+    return ", ".join(map(str, numbers))
+
+
+def batch(run: Run) -> int:
+    """Agent steps of an update, over all devices."""
+    return run.num_envs * agents(run) * run.num_steps
+
+
+def rate(run: Run) -> Check:
+    """The learning rate's rule and the effective batch."""
+    assert run.devices is not None
+    config, steps = registry.on_policy(run.algorithm), batch(run)
+    assert config.num_minibatches is not None and config.update_epochs is not None
+    lr = learning_rate(run)
+    made, minibatch = config.num_minibatches * config.update_epochs, steps // config.num_minibatches
+    value = (
+        f"lr {lr:.4g} (rule {run.lr_rule}); batch {steps:,}, {steps // run.devices:,} a device; "
+        f"{made} steps of the optimiser an update, of {minibatch:,} each"
+    )
+    figures = {
+        "lr": lr, "rule": run.lr_rule, "batch": steps, "devices": run.devices, "minibatch": minibatch,
+        "optimiser_steps": made, "eight_times": {rule: lr * batch_scaling.lr_factor(rule, 8, 1)
+                                                 for rule in batch_scaling.LR_RULES},
+    }  # fmt: skip
+    usual = batch(recipes.recipe(run.recipe)) if run.recipe in recipes.RECIPES else steps
+    same = (
+        run.lr_rule == "none" and run.recipe in recipes.RECIPES and config.lr == recipes.recipe(run.recipe).algorithm.lr
+    )
+    if same and steps >= GROWN * usual:
+        remedy = (
+            f"the batch is {steps / usual:g} times the recipe's at the same lr: --lr-rule sqrt --base-batch {usual}"
+        )
+        return Check("learning rate", WARN, value, f"batch < {GROWN:g} x the recipe's", remedy, figures)
+    return Check("learning rate", PASS, value, figures=figures)
+
+
+def still(run: Run) -> Check:
+    """At a learning rate of 0 the policy that learns is the one that acted: their divergence is 0.
+
+    Asked of random weights: what begins close to uniform says much the same of any observation, and hides a mistake.
+    """
+    assert run.devices is not None
+    made = subject(resolve(smaller(run, devices=run.devices, lr=0.0, ent_coef_final=None, kl_stop=None)))
+    progress = made.start(run.seed)
+    _, rows = made.updates(progress._replace(state=_scattered(progress.state, run.seed)), SHORT)
+    kl = float(abs(rows[f"{registry.of(run.algorithm).name}/approx_kl"]).max())
+    bound = STILL if run.algorithm.precision == "fp32" else COARSE * STILL
+    verdict = PASS if kl < bound else WARN if kl < COARSE * bound else FAIL
+    remedy = {
+        PASS: "",
+        WARN: "acting and learning round apart: compare --precision fp32",
+        FAIL: "what is learnt from is not what was seen while acting: is an observation, mask or memory mixed up?",
+    }
+    return Check("lr 0", verdict, f"approx_kl {kl:.1e}", f"< {bound:g}", remedy[verdict], {"approx_kl": kl})
+
+
+def _scattered(state: Any, seed: int) -> Any:
+    """An algorithm's state with random parameters, of the size that keeps activations as they are."""
+    rng = np.random.default_rng(seed)
+
+    def scatter(leaf: jax.Array) -> jax.Array:
+        size = 1.0 / np.sqrt(leaf.shape[0]) if leaf.ndim > 1 else 0.1
+        noise = size * rng.standard_normal(leaf.shape)
+        return jax.device_put(np.asarray(leaf + noise, leaf.dtype), leaf.sharding)
+
+    return state._replace(params=jax.tree.map(scatter, state.params))
+
+
+def compilation(run: Run) -> tuple[list[Check], Subject]:
+    """Seconds cold, and again from a persistent cache; and the program."""
+    with fresh_cache():
+        cold = subject(run)
+        again = subject(run, cold.source)
+    figures = {
+        "trace_seconds": cold.trace_seconds, "compile_seconds": cold.compile_seconds, "cached": again.hit,
+        "cached_seconds": again.compile_seconds,
+    }  # fmt: skip
+    value = (
+        f"traced in {cold.trace_seconds:.1f} s, compiled in {cold.compile_seconds:.1f} s, "
+        f"from the cache in {again.compile_seconds:.1f} s"
+    )
+    bound = f"from the cache <= {WARM:.0%}"
+    if not again.hit:
+        remedy = "the same program was compiled twice: something in it differs from run to run, an address or a time"
+        return [Check("compilation", FAIL, value, bound, remedy, figures)], cold
+    slow = again.compile_seconds > max(WARM * cold.compile_seconds, 1.0)
+    remedy = "loading takes as long as compiling: keep the cache on a faster disk"
+    return [Check("compilation", WARN if slow else PASS, value, bound, remedy if slow else "", figures)], cold
+
+
+def memory(made: Subject) -> Check:
+    """What the program needs on a device against what that has."""
+    found = device_memory.footprint(made.executable, made.assembly.mesh)
+    if found is None:
+        return skipped("memory", "the compiler does not say", "watch the first update")
+    value = f"{_bytes(found.need.total)} a device, {_bytes(found.need.temporaries)} of it while it computes"
+    figures = found.plain()
+    if found.capacity is None:
+        return Check("memory", PASS, value, "", "", figures)
+    bound = f"{device_memory.TIGHT:.0%} of {_bytes(found.capacity)}"
+    verdict = FAIL if found.refusal() else WARN if found.warning() else PASS
+    return Check("memory", verdict, value, bound, device_memory.REMEDY if verdict != PASS else "", figures)
+
+
+def host(made: Subject) -> Check:
+    """The program goes to the host at its end, with its metrics, and at no other time."""
+    calls = hlo_collectives.host_calls(made.text())
+    rows = jax.tree.leaves(made.executable.out_info[1])
+    home = sum(leaf.size * leaf.dtype.itemsize for leaf in rows)
+    value = f"{len(calls)} inside; {_bytes(home)} of metrics after a call of {made.run.block} updates"
+    remedy = f"take the callback out of what is compiled: {', '.join(sorted(set(calls)))}"
+    return within("host copies", value, "0 inside", remedy, good=not calls, calls=calls, metrics_bytes=home)
+
+
+def crossings(made: Subject) -> Check:
+    """One mean of the gradients an optimiser step, some numbers an update, and nothing else crosses shards.
+
+    A mean is an all-reduce; of a deterministic run, an all-to-all and an all-gather (`shards.mean_in_order`). What
+    devices say to each other that share the parameters follows from how these are split; it is told, not judged.
+    """
+    data, model = made.assembly.mesh.shape[meshes.DATA], made.assembly.mesh.shape[meshes.MODEL]
+    every, wanted = hlo_collectives.crossings(made.text()), made.optimiser_steps
+    found = [each for each in every if each.over_shards(model)]
+    within_shard = [each for each in every if not each.over_shards(model)]
+    size = 4 * made.parameters // model
+    ways, whole = {"all-reduce": size}, made.own_bytes
+    if made.run.deterministic:  # slices of all shards' gradients to each device, and the sum of a slice to all
+        ways = {"all-to-all": size * VIRTUAL // data, "all-gather": size}
+        whole = sum(ways.values())
+    gradients = [each for each in found if each.bytes >= ways.get(each.operation, math.inf)]
+    others = [each for each in found if each not in gradients]
+    counts = {way: sum(each.times() for each in gradients if each.operation == way) for way in ways}
+    times, count = max(counts.values()), sum(each.times() for each in others)
+    extra, moved = sum(each.times() * each.bytes for each in others), sum(e.times() * e.bytes for e in gradients)
+    odd = sorted({each.operation for each in others} - {"all-reduce", *ways})
+    fits = set(counts.values()) == {wanted} and moved <= wanted * (whole + len(ways) * SMALL_BYTES)
+    steps = 1 + (registry.on_policy(made.run.algorithm).kl_stop is not None) * wanted  # which asks at each step
+    most = SMALL_COUNT * len(ways)
+    good = fits and not odd and extra <= SMALL_BYTES * steps and count <= most * steps
+    named = " and ".join(f"{way}s" for way in ways)
+    value = (
+        f"{' and '.join(map(str, counts.values()))} {named} of {_bytes(moved / max(times, 1))}, {count} others of "
+        f"{_bytes(extra)} in all, an update"
+    )
+    if within_shard:
+        inside = sum(each.times() * each.bytes for each in within_shard)
+        value += f"; {sum(each.times() for each in within_shard)} of {_bytes(inside)} among {model} parts of the model"
+    remedy = (
+        f"{', '.join(odd)} cross devices: see that nothing is sharded that each device needs whole"
+        if odd else "gradients must meet in one mean: give the whole tree to `mean` at once, and nothing else"
+    )  # fmt: skip
+    bound = f"{wanted} {named} of {_bytes(whole)}, <= {most} others"
+    return within(
+        "collectives", value, bound, remedy, good=good, devices=made.assembly.mesh.size, gradients=times,
+        gradient_bytes=moved, others=count, other_bytes=extra,
+        operations=sorted({e.operation for e in found}), within=sum(e.times() * e.bytes for e in within_shard),
+    )  # fmt: skip
+
+
+def determinism(made: Subject) -> tuple[Check, float]:
+    """Two runs of the same seed, digit by digit; and the seconds of an update."""
+    digests = []
+    for _ in range(2):
+        progress, _ = made.updates(made.start(made.run.seed), SHORT)
+        digests.append(made.digest(progress))
+    seconds = update_seconds(made)
+    value = f"{digests[0][:12]} and {digests[1][:12]} after {SHORT} updates, {seconds:.3g} s each"
+    remedy = "some sum is taken in an order that changes: on a GPU, XLA_FLAGS=--xla_gpu_deterministic_ops=true"
+    good = digests[0] == digests[1]
+    return within("determinism", value, "equal", remedy, good=good, digests=digests, update_seconds=seconds), seconds
+
+
+def update_seconds(made: Subject) -> float:
+    """What an update takes, after the first ones."""
+    progress, _ = made.updates(made.start(made.run.seed), 1)
+    began = time.perf_counter()
+    made.updates(progress, SHORT)
+    return (time.perf_counter() - began) / SHORT
+
+
+def all_reduce(made: Subject, update_seconds: float) -> Check:
+    """The time of a mean of all gradients over the mesh, and its share of an update."""
+    mesh, shards, n, size = made.assembly.mesh, made.assembly.shards, 10, made.own_bytes // 4
+    if mesh.shape[meshes.DATA] < 2:
+        return skipped("all-reduce", "one device", "ask again with --mesh data=N on a machine with several devices")
+
+    def shard(x: jax.Array) -> jax.Array:
+        times: jax.Array = shards.each(
+            lambda number, carry: (carry, jax.lax.fori_loop(0, n, lambda i, y: shards.mean(y) + 1e-3, x))
+        )(())[1]
+        return times
+
+    everywhere = PartitionSpec()
+    program = jax.jit(meshes.per_shard(shard, mesh, (everywhere,), everywhere))
+    x = meshes.everywhere(jnp.zeros(size, jnp.float32), mesh)
+    one = seconds_of(lambda: jax.block_until_ready(program(x))) / n
+    share = one * made.optimiser_steps / update_seconds
+    verdict = FAIL if share > SLOWER_COLLECTIVES else WARN if share > SLOW_COLLECTIVES else PASS
+    value = f"{1e3 * one:.3g} ms for {_bytes(4 * size)}, {share:.1%} of an update on {mesh.size} devices"
+    remedy = "larger minibatches (fewer --num-minibatches or --update-epochs, more --num-envs), or fewer devices"
+    figures = {"seconds": one, "share": share, "devices": mesh.size, "bytes": 4 * size}
+    return Check("all-reduce", verdict, value, f"<= {SLOW_COLLECTIVES:.0%}", "" if verdict == PASS else remedy, figures)
+
+
+def stalls(made: Subject, update_seconds: float, *, calls: int = 6) -> Check:
+    """How long devices wait for the host: between calls, and where the next chunk of streamed data comes."""
+    assert made.run.block is not None
+    block = made.run.block
+    waited, total = _between_calls(made, calls)
+    figures: dict[str, Any] = {"between_calls": waited / total, "calls": calls, "block": block}
+    share = waited / total
+    value = f"{share:.1%} between calls of {block} updates"
+    if made.source.period is not None:
+        train = made.source.period * update_seconds
+        turn = _turn(made, min(train, PATIENCE))
+        figures |= {"turn_seconds": turn, "turn_share": turn / (turn + train)}
+        share += turn / (turn + train)
+        value += f", {turn:.2g} s for the next chunk each {made.source.period} updates"
+    verdict = FAIL if share > MORE_STALLED else WARN if share > STALLED else PASS
+    remedy = (
+        "more updates a call (--block, --log-interval), or of streamed data a larger --bank, a longer --bank-updates"
+    )
+    return Check("stalls", verdict, value, f"<= {STALLED:.0%}", "" if verdict == PASS else remedy, figures)
+
+
+def _between_calls(made: Subject, calls: int) -> tuple[float, float]:
+    """(seconds that devices waited, seconds in all) of calls made as training makes them, logged one behind."""
+    ready: list[float] = []
+    waiting: queue.Queue[Any] = queue.Queue()
+
+    def watch() -> None:
+        while (rows := waiting.get()) is not None:
+            jax.block_until_ready(rows)
+            ready.append(time.perf_counter())
+
+    thread = threading.Thread(target=watch, name="doctor")
+    thread.start()
+    assert made.run.block is not None
+    sent, sums, behind = [], Sums(), None
+    progress, rows = made.updates(made.start(made.run.seed), made.run.block)
+    with tempfile.TemporaryDirectory() as folder, closing(sinks.jsonl(Path(folder) / "metrics.jsonl")) as sink:
+        for i in range(calls):
+            sent.append(time.perf_counter())
+            progress, rows = made.call(progress, made.run.block)
+            waiting.put(rows)
+            if behind is not None:
+                sums.add(made.run.block, jax.device_get(behind))
+                sink.write({"update": i, "env_steps": i, "agent_steps": i} | sums.take())
+            behind = rows
+        waiting.put(None)
+        thread.join()
+    waited = sum(max(0.0, later - done) for later, done in zip(sent[1:], ready))
+    return waited, ready[-1] - sent[0]
+
+
+def _turn(made: Subject, train: float) -> float:
+    """Seconds from the end of one chunk to the beginning of the next, which was made while `train` seconds passed."""
+    assert made.source.period is not None
+    with closing(Feeding(made.source)) as feeding:
+        progress = made.start(made.run.seed)
+        count = meshes.everywhere(jnp.int32(1), made.assembly.mesh)
+        jax.block_until_ready(made.executable(progress, feeding.now.context, count))
+        time.sleep(train)
+        progress = made.start(made.run.seed)
+        began = time.perf_counter()
+        feeding.turn(made.source.period)
+        jax.block_until_ready(fused.entered(progress, made.assembly.enter, feeding.now.context))
+        return time.perf_counter() - began
+
+
+def convergence(one: Subject, many: Subject, *, seeds: int, updates: int) -> Check:
+    """Short curves of one device and of many at the same batch, over seeds."""
+    sides = [[permutation_test.curve(each, seed, updates) for seed in range(seeds)] for each in (one, many)]
+    found, devices = permutation_test.compare(*sides), many.assembly.mesh.size
+    if found is None:
+        return skipped("convergence", f"no episode ended in {updates} updates", "give more --updates")
+    enough = permutation_test.LITTLE * abs(found.gained)
+    good = found.chance > permutation_test.UNLIKELY or abs(found.difference) <= enough
+    value = (
+        f"{found.difference:+.3g} +- {found.spread:.2g} in return on {devices} devices (chance {found.chance:.2g}), "
+        f"of {found.gained:+.3g} gained in {updates} updates by {seeds} seeds"
+    )
+    remedy = "devices learn something else together: look at what is averaged over them, and what each draws"
+    figures = {**found._asdict(), "seeds": seeds, "updates": updates, "devices": devices,
+               "curves": [[each.tolist() for each in side] for side in sides]}  # fmt: skip
+    bound = f"chance > {permutation_test.UNLIKELY:g}, or a difference within {permutation_test.LITTLE:.0%} of the gain"
+    return within("convergence", value, bound, remedy, good=good, **figures)

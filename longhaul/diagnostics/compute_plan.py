@@ -1,0 +1,188 @@
+"""A compute planner: what a training run takes on 1 to 1,024 devices, from a short measured run and a cost model.
+
+The model, in which every number is a measurement, a data sheet's or an assumption that is printed:
+
+- A device's update takes what it took here without its collectives; on other hardware the sum over the instructions
+  that ran of the longest of (operations / peak, bytes / bandwidth, launch), with the peaks taken at `efficiency`
+  (Williams et al. 2009).
+- An all-reduce of b bytes over N devices takes 2 (N - 1) / N x b / link, which is what a ring needs (Patarasuk and Yuan
+  2009), and 2 ceil(log2 N) x latency; what only gathers or only scatters, half of both. Nothing of it is hidden behind
+  other work. Within a host the link is the chip's, beyond it the network's. Which there are is read from the program of
+  two shards, compiled where there is one device, too.
+- M devices may share the parameters (`--mesh data=N,model=M`). They are neighbours, and speak of activations; the
+  gradient meets over the N shards.
+- weak: every device keeps its batch, so that an update has N times the steps. strong: the batch is shared; what a
+  device computes shrinks with it, the launches do not. That as many steps teach as much from larger batches is an
+  assumption, too, and fails beyond some size (McCandlish et al. 2018).
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+from longhaul.diagnostics.chips import Chip
+from longhaul.diagnostics.hlo_collectives import Crossing
+from longhaul.diagnostics.hlo_costs import COLLECTIVES, CONTROL, Instruction
+
+LAUNCH = {"cpu": 0.0, "gpu": 4e-6, "tpu": 1e-6}
+"""Seconds that an instruction takes at least, by kind of chip. On a CPU launching is in what was measured."""
+
+
+class Collective(NamedTuple):
+    """An operation in which devices meet, as often as one update has it."""
+
+    operation: str  # "all-reduce"
+    runs: float
+    bytes: float  # of its result on one device
+    within: bool = False  # among the devices that share the parameters
+
+
+class Measured(NamedTuple):
+    """A short run here: seconds of one update without its collectives, and what each device does in it."""
+
+    compute_seconds: float
+    steps: int  # agent steps of an update on one shard of the data
+    work: tuple[tuple[float, float, float], ...]  # (runs, operations of one, bytes of one) of each instruction
+    collectives: tuple[Collective, ...]
+    memory: float  # bytes a device needs
+    state_bytes: float  # of a checkpoint, once a run
+    carry_bytes: float  # of a checkpoint, once a shard
+    model: int = 1  # devices that share the parameters, and make a shard together
+
+
+class Assumptions(NamedTuple):
+    """What nobody measured."""
+
+    network: float = 50e9  # bytes a second to other hosts, a device: 400 Gb/s
+    latency: float = 5e-6  # seconds of a message
+    efficiency: float = 0.4  # of the peaks, on other hardware
+    save_minutes: float = 10.0
+    keep: int = 3
+    price: float | None = None  # dollars an hour a device; None: the chip's
+
+
+class Row(NamedTuple):
+    """The plan for so many devices."""
+
+    devices: int
+    batch: int  # agent steps of an update, over all devices
+    update_seconds: float
+    communication_seconds: float  # of it
+    efficiency: float  # against one shard
+    steps_per_second: float
+    hours: float
+    dollars: float
+    memory: float  # bytes a device
+    checkpoint: float  # bytes of one
+    written: float  # bytes of all checkpoints of the run
+    fits: bool
+
+
+def work(
+    updates: int, devices: int, runs: Mapping[str, int], program: Mapping[str, Instruction]
+) -> tuple[tuple[float, float, float], ...]:
+    """From a profile: `runs` of each instruction in `updates` updates on `devices` devices, without collectives."""
+    found = []
+    for name, count in runs.items():
+        each = program.get(name)
+        if each is not None and each.opcode not in CONTROL and not each.opcode.startswith(COLLECTIVES):
+            found.append((count / updates / devices, each.operations, each.bytes))
+    return tuple(found)
+
+
+def collectives(crossings: Sequence[Crossing], model: int) -> tuple[Collective, ...]:
+    """What crosses devices in a program of several shards, each of `model` devices; like ones are counted together."""
+    runs: Counter[tuple[str, int, bool]] = Counter()
+    for each in crossings:
+        runs[each.operation, each.bytes, not each.over_shards(model)] += each.times()
+    return tuple(Collective(operation, n, size, within) for (operation, size, within), n in runs.items())
+
+
+def compute_seconds(what: Measured, chip: Chip, assumed: Assumptions, *, bf16: bool, share: float = 1.0) -> float:
+    """One update of one device on `chip` by the roofline, with `share` of its batch."""
+    kind = "tpu" if chip.name.startswith("tpu") else "gpu" if chip.price else "cpu"
+    peak, bandwidth = (
+        (chip.bf16 if bf16 else chip.fp32) * assumed.efficiency,
+        chip.memory_bandwidth * assumed.efficiency,
+    )
+    return sum(
+        runs * max(share * operations / peak, share * moved / bandwidth, LAUNCH[kind])
+        for runs, operations, moved in what.work
+    )
+
+
+def communication_seconds(what: Measured, chip: Chip, assumed: Assumptions, devices: int) -> float:
+    """All collectives of one update over `devices`, a multiple of `what.model`."""
+    total = 0.0
+    for each in what.collectives:
+        meet, reach = (what.model, what.model) if each.within else (devices // what.model, devices)
+        if meet == 1:
+            continue
+        link = chip.link if reach <= chip.per_host else min(chip.link, assumed.network)
+        # Of a sum each device has its part summed and then gathered; of what is scattered alone it keeps one of `meet`.
+        ways = 2.0 if each.operation == "all-reduce" else 1.0
+        whole = each.bytes * (meet if each.operation == "reduce-scatter" else 1)
+        total += each.runs * ways * ((meet - 1) / meet * whole / link + math.ceil(math.log2(meet)) * assumed.latency)
+    return total
+
+
+def row(
+    what: Measured, chip: Chip, assumed: Assumptions, devices: int, steps: float, *, here: bool, bf16: bool,
+    strong: bool,
+) -> Row:  # fmt: skip
+    """The plan for `steps` agent steps; `here`: on the hardware that was measured."""
+    shards = devices // what.model
+    share = 1.0 / shards if strong else 1.0
+    if here:
+        alone, compute = what.compute_seconds, what.compute_seconds * share
+    else:
+        alone = compute_seconds(what, chip, assumed, bf16=bf16)
+        compute = compute_seconds(what, chip, assumed, bf16=bf16, share=share)
+    alone += communication_seconds(what, chip, assumed, what.model)
+    communication = communication_seconds(what, chip, assumed, devices)
+    update = compute + communication
+    batch = what.steps if strong else what.steps * shards
+    rate = batch / update
+    hours = steps / rate / 3600.0
+    price = chip.price if assumed.price is None else assumed.price
+    checkpoint = what.state_bytes + what.carry_bytes * (1 if strong else shards)
+    saves = max(1, math.ceil(hours * 60.0 / assumed.save_minutes))
+    return Row(
+        devices, batch, update, communication, rate / (what.steps / alone * shards), rate, hours,
+        hours * devices * price, what.memory, checkpoint, checkpoint * saves, what.memory <= chip.memory,
+    )  # fmt: skip
+
+
+def plan(
+    what: Measured, chip: Chip, assumed: Assumptions, devices: Sequence[int], steps: float, *, here: bool, bf16: bool,
+    strong: bool,
+) -> list[Row]:  # fmt: skip
+    """A row for each number of devices."""
+    return [row(what, chip, assumed, n, steps, here=here, bf16=bf16, strong=strong) for n in devices]
+
+
+def said(chip: Chip, assumed: Assumptions, *, here: bool, bf16: bool, strong: bool) -> list[tuple[str, str]]:
+    """The assumptions in words."""
+    price = chip.price if assumed.price is None else assumed.price
+    peak, bandwidth = chip.bf16 if bf16 else chip.fp32, chip.memory_bandwidth
+    peaks = f"{peak / 1e12:,.0f} T operations/s and {bandwidth / 1e9:,.0f} GB/s"
+    roofline = f"a roofline at {assumed.efficiency:.0%} of {peaks}, from the instructions of the program compiled here"
+    return [
+        ("compute", "as measured here" if here else roofline),
+        ("collectives", "a ring in full, and a latency of "
+         f"{assumed.latency * 1e6:g} us each of 2 log2(shards) times; none of it overlaps with other work"),
+        ("links", f"{chip.link / 1e9:,.1f} GB/s among {chip.per_host} devices of a host, "
+         f"{min(chip.link, assumed.network) / 1e9:,.1f} GB/s a device beyond"),
+        ("batch", "shared by all devices" if strong else "one a device; as many steps teach as much whatever it is"),
+        ("price", f"{price:g} dollars an hour a device"),
+        ("checkpoints", f"every {assumed.save_minutes:g} minutes, of which {assumed.keep} stay"),
+        ("failures", "none; each costs what was done since the last save, and a start"),
+    ]  # fmt: skip
+
+
+def plain(rows: Sequence[Row]) -> list[dict[str, Any]]:
+    """As JSON can hold it."""
+    return [each._asdict() for each in rows]

@@ -1,0 +1,54 @@
+"""What a program says of two shards where there is one device: it is compiled on forced CPU devices in a process of its
+own. Its collectives are the compiler's choice, and follow from what the program asks for, not from the chip.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from typing import Any
+
+from longhaul.config.resolve import prepare_devices, resolve
+from longhaul.config.run import Run, RunError, from_dict, to_dict
+from longhaul.diagnostics import hlo_collectives, profile
+from longhaul.diagnostics.hlo_collectives import Crossing
+
+HERE = "longhaul.diagnostics.two_shard_probe"
+WORKER = f"from {{module}} import {{name}}; from {HERE} import serve; serve({{name}})"
+
+
+def ask(run: Run, module: str, name: str) -> Any:
+    """What the function `name` of `module` finds of `run`, not resolved, on CPU devices as many as
+    it wants. Raises RunError with the last line of a process that failed."""
+    devices = (run.devices or 1) * run.model
+    environment = os.environ | {"JAX_PLATFORMS": "cpu", "NPROC": str(devices)}
+    command = [sys.executable, "-c", WORKER.format(module=module, name=name)]
+    given = json.dumps(to_dict(run))
+    done = subprocess.run(command, input=given, capture_output=True, text=True, env=environment, check=False)
+    if done.returncode:
+        last = (done.stderr.strip().splitlines() or ["it said nothing"])[-1]
+        raise RunError(f"{devices} CPU devices failed: {last[:200]}")
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def serve(work: Callable[[Run], Any]) -> None:
+    """What that process does: reads a Run, prints what `work` finds of it, as JSON."""
+    run = resolve(from_dict(Run, json.loads(sys.stdin.read())))
+    prepare_devices(run.all_devices, run.all_devices)
+    print(json.dumps(work(run)))
+
+
+def two_shards(run: Run) -> list[Crossing]:
+    """What crosses devices in `run` (resolved, of one shard) if there were two, each with the batch of the one."""
+    twice = 2 * run.total_steps  # as many updates, each of twice the steps
+    two = dataclasses.replace(run, devices=2, num_envs=2 * run.num_envs, total_steps=twice, threads=None)
+    return [Crossing(each[0], each[1], tuple(each[2]), tuple(each[3])) for each in ask(two, HERE, "crossings")]
+
+
+def crossings(run: Run) -> list[Crossing]:
+    """What crosses devices in the program of a resolved run."""
+    return hlo_collectives.crossings(profile.sample(run).executable.as_text() or "")

@@ -1,0 +1,224 @@
+"""Paths to logs: what a user names on the command line, whatever is in it.
+
+The format of a file is told by its content. In a folder, or through a glob, files whose suffix no format has are
+passed over; a file that is named must be readable.
+"""
+
+from __future__ import annotations
+
+import glob
+import os
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from pathlib import Path
+from typing import TypeVar
+
+import numpy as np
+
+from longhaul.driving.datasets import (
+    argoverse,
+    geopackage,
+    gpudrive,
+    nuplan,
+    scenarionet,
+    tfrecord,
+    womd_example,
+    womd_scenario,
+)
+from longhaul.driving.datasets.log import BadData, Log
+from longhaul.driving.datasets.protobuf import BYTES, Malformed, fields, told
+from longhaul.driving.shards import shard
+
+Found = TypeVar("Found")
+
+WOMD_EXAMPLE, WOMD_SCENARIO = "womd-example", "womd-scenario"
+GPUDRIVE, SCENARIONET, ARGOVERSE = "gpudrive", "scenarionet", "argoverse2"
+NUPLAN = "nuplan"
+TFRECORD = "tfrecord"
+SHARD = "shard"
+"""Scenarios that are compiled already: no logs; `scenarios` reads them."""
+
+KNOWN = (
+    "a TFRecord (WOMD tf.Example or Scenario), GPUDrive JSON, a ScenarioNet pickle, an Argoverse 2 parquet, "
+    f"a nuPlan .db, a {shard.SUFFIX} shard of converted logs"
+)
+
+LARGEST = 1 << 28
+"""Bytes of a file that is read whole; TFRecords are read record by record."""
+
+
+def expand(paths: Sequence[str]) -> list[Path]:
+    """The files that `paths` mean, each once: files as they are, folders searched through, globs ("data/**/*.json").
+
+    Files keep the order of `paths`, those of one folder or glob are sorted. `BadData` where a path means nothing.
+    """
+    found: dict[Path, Path] = {}
+    for given in paths:
+        for path in _expand(str(given)):
+            found.setdefault(path.resolve(), path)
+    return list(found.values())
+
+
+def _expand(given: str) -> list[Path]:
+    try:
+        path = Path(given).expanduser()
+        folder, there = path.is_dir(), path.exists()
+    except (OSError, RuntimeError, ValueError) as error:  # no right to look, no such user's home, a zero byte
+        raise BadData(f"{given}: cannot be read: {error}") from error
+    if folder:
+        files = _within(path)
+        if not files:
+            raise BadData(f"{given}: no driving logs in this folder: put {KNOWN} there, or name another")
+        return files
+    if there:
+        return [path]
+    if not glob.has_magic(given):
+        raise BadData(f"{given}: no such file or folder: check the path")
+    files = []
+    for match in sorted(glob.glob(str(path), recursive=True)):
+        files += _within(Path(match)) if Path(match).is_dir() else [Path(match)] if _known(Path(match)) else []
+    if not files:
+        raise BadData(
+            f"{given}: no driving logs match: check the pattern (quote it, so that the shell leaves it alone)"
+        )
+    return files
+
+
+def _within(folder: Path) -> list[Path]:
+    """The files under a folder that look like logs, sorted."""
+    files = []
+    for parent, folders, names in os.walk(folder, onerror=_unreadable):
+        folders.sort()
+        files += [Path(parent) / name for name in sorted(names) if _known(Path(name))]
+    return files
+
+
+def _unreadable(error: OSError) -> None:
+    raise BadData(f"{error.filename}: this folder cannot be read: {error.strerror}; change its permissions") from error
+
+
+def _known(path: Path) -> bool:
+    """Whether a file that nobody named may be a log: by its name alone."""
+    name = path.name.lower()
+    if name.startswith("."):
+        return False
+    if name.endswith(".json"):
+        return name != shard.INDEX and not name.startswith(argoverse.MAP_PREFIX)
+    if name.endswith(".pkl"):
+        return name not in scenarionet.SUMMARIES
+    return ".tfrecord" in name or name.endswith((".tfrecords", ".parquet", ".db", shard.SUFFIX))
+
+
+def load(paths: Sequence[str], limit: int | None = None) -> list[Log]:
+    """All logs of `paths` in their order, at most `limit` of them; `BadData` at the first that cannot be read."""
+    logs: list[Log] = []
+    for path in expand(paths):
+        for log in read(path):
+            if limit is not None and len(logs) >= limit:
+                return logs
+            logs.append(log)
+    return logs
+
+
+def read(path: Path) -> Iterator[Log]:
+    """The logs of one file, one at a time; `BadData` names the file and what is wrong with it."""
+    for _, log in scan(path):
+        yield log
+
+
+def scan(path: Path) -> Iterator[tuple[str, Log]]:
+    """(format, log) of each scenario of a file, as `read`."""
+    kind = detect(path)
+    if kind == SHARD:
+        raise BadData(f"{path}: holds compiled scenarios, no logs: give the logs that it was converted from")
+    if kind == TFRECORD:
+        for number, (offset, payload) in enumerate(tfrecord.read(path)):
+            kind = _message(payload)
+            where = f"{path}: record {number} at byte {offset}"
+            if kind == "":
+                raise BadData(
+                    f"{where}: is neither a WOMD tf.Example nor a WOMD Scenario; give a file of the motion dataset"
+                )
+            reader = womd_example.read if kind == WOMD_EXAMPLE else womd_scenario.read
+            yield kind, _guarded(partial(reader, payload), f"{where}: no usable {kind} record")
+        return
+    if kind == NUPLAN:
+        logs = nuplan.read(path)
+        while (log := _guarded(lambda: next(logs, None), f"{path}: no usable {kind} file")) is not None:
+            yield kind, log
+        return
+    readers: dict[str, Callable[[], Log]] = {
+        GPUDRIVE: lambda: gpudrive.read(_whole(path), path),
+        SCENARIONET: lambda: scenarionet.read(_whole(path)),
+        ARGOVERSE: lambda: argoverse.read(path),
+    }
+    yield kind, _guarded(readers[kind], f"{path}: no usable {kind} file")
+
+
+def _guarded(reader: Callable[[], Found], where: str) -> Found:
+    """What `reader` gives, its `Malformed` as `BadData`."""
+    try:
+        with np.errstate(all="ignore"):  # numbers out of range are found by their value
+            return reader()
+    except Malformed as error:
+        raise BadData(f"{where}: {told(error)}; fetch or convert it again") from error
+
+
+def _whole(path: Path) -> bytes:
+    try:
+        size = path.stat().st_size
+        if size > LARGEST:
+            raise BadData(
+                f"{path}: has {size} bytes; files of this format are read whole and end at {LARGEST}: split it"
+            )
+        return path.read_bytes()
+    except OSError as error:
+        raise BadData(f"{path}: cannot be read: {error.strerror or error}") from error
+
+
+def detect(path: Path) -> str:
+    """The format of a file by its first bytes; `BadData` where it has none that is known."""
+    try:
+        with open(path, "rb") as file:
+            head = file.read(72)
+    except OSError as error:
+        raise BadData(
+            f"{path}: cannot be read: {error.strerror or error}; check the path and its permissions"
+        ) from error
+    if not head:
+        raise BadData(f"{path}: is empty; fetch or write it again")
+    if tfrecord.begins(head):
+        return TFRECORD
+    if ".tfrecord" in path.name.lower():
+        raise BadData(
+            f"{path}: record 0 at byte 0: the length's checksum is wrong: no TFRecord, or damaged; {tfrecord.REMEDY}"
+        )
+    if shard.begins(head):
+        return SHARD
+    if head.startswith(geopackage.MAGIC):
+        if head[geopackage.APPLICATION] == b"GPKG":
+            raise BadData(f"{path}: is a GeoPackage, a map and no log: give the logs (.db)")
+        return NUPLAN
+    if head[:4] == b"PAR1":
+        return ARGOVERSE
+    if head[0] == 0x80 and len(head) > 1 and 2 <= head[1] <= 5:
+        return SCENARIONET
+    if head.removeprefix(b"\xef\xbb\xbf").lstrip()[:1] in (b"{", b"["):
+        return GPUDRIVE
+    raise BadData(f"{path}: is none of: {KNOWN}; check what it is, or convert it to one of these")
+
+
+def _message(payload: bytes) -> str:
+    """Which message a record holds, "" for neither: a tf.Example has field 1 alone, a map from names."""
+    try:
+        outer = list(fields(payload, 0, len(payload)))
+        if outer and all(field.number == 1 and field.wire == BYTES for field in outer):
+            entry = next(fields(payload, outer[0].start, outer[0].stop), None)
+            name = entry and entry.wire == BYTES and next(fields(payload, entry.start, entry.stop), None)
+            if entry and entry.number == 1 and name and name.number in (1, 2) and name.wire == BYTES:
+                return WOMD_EXAMPLE
+        if {field.number for field in outer} & {2, 5, 6, 8}:
+            return WOMD_SCENARIO
+    except Malformed:
+        pass
+    return ""

@@ -1,0 +1,275 @@
+"""Pickles that hold plain values and arrays of numbers, read without running anything of them.
+
+A pickle is a program. This reader is Python's own unpickler in pure Python (the one in C allocates whatever a forged
+length asks for) without every instruction that makes objects of classes, and the few names that files of scenarios do
+need are answered with stand-ins of ours: nothing of the file is ever imported, called or set. Arrays are made from
+their bytes, by dtypes of plain numbers and text only. A few references can stand for more values than there is
+memory; so keys are plain, and what a file stands for is counted before anybody looks at it.
+"""
+
+from __future__ import annotations
+
+import io
+import math
+import pickle
+import re
+import struct
+import sys
+from collections.abc import Callable
+from typing import Any, ClassVar
+
+import numpy as np
+
+from longhaul.driving.datasets.protobuf import Malformed
+
+WRONG = (KeyError, IndexError, TypeError, ValueError, AttributeError, OverflowError, RecursionError)
+"""What Python and NumPy raise where a document has another structure than expected."""
+
+
+class Bag(dict):
+    """Stands for defaultdict and OrderedDict; what they are made with is passed over."""
+
+    __slots__ = ()
+
+    def __init__(self, *_: object) -> None:
+        super().__init__()
+
+    def __setstate__(self, state: object) -> None:
+        raise Malformed("a dictionary with attributes of its own")
+
+
+class Blank:
+    """Stands for a class that is only named (`ndarray`, the `int` of a defaultdict) or an object of no interest."""
+
+    __slots__ = ()
+
+    def __init__(self, *_: object) -> None:
+        pass
+
+    def __setstate__(self, state: object) -> None:
+        raise Malformed("a bare object with a state")
+
+
+class Latin(bytes):
+    """Stands for _codecs.encode(text, "latin1") and bytes(), as which the oldest pickles spell bytes."""
+
+    __slots__ = ()
+
+    def __new__(cls, text: object = "", *_: object) -> Latin:
+        if not isinstance(text, str):
+            raise Malformed("bytes made of something else than text")
+        return super().__new__(cls, text.encode("latin1"))
+
+    def __setstate__(self, state: object) -> None:
+        raise Malformed("bytes with a state")
+
+
+class Dtype:
+    """Stands for numpy.dtype: its name and, in the state, its byte order."""
+
+    __slots__ = ("name", "order")
+
+    def __init__(self, name: object = "", *_: object) -> None:
+        self.name, self.order = name, "="
+
+    def __setstate__(self, state: Any) -> None:
+        self.order = state[1]
+
+    def real(self) -> np.dtype:
+        """The dtype, if it is one of plain numbers or text."""
+        name = self.name if isinstance(self.name, str) else ""
+        if not PLAIN.fullmatch(name):
+            raise Malformed("an array of something else than numbers and text")
+        return np.dtype(name).newbyteorder(">" if self.order == ">" else "<")
+
+
+PLAIN = re.compile(r"b1|[iu][1248]|f[248]|[SU][1-9][0-9]{0,3}")
+"""The dtypes that an array may have."""
+
+
+class Array:
+    """Stands for an array, or a scalar of NumPy, until `values` makes it."""
+
+    __slots__ = ("parts",)
+
+    def __init__(self, *arguments: Any) -> None:
+        self.parts: Any = None  # of _reconstruct(ndarray, (0,), b"b"): a state follows
+        if len(arguments) == 2:  # scalar(dtype, bytes)
+            self.parts = (1, (), arguments[0], False, arguments[1])
+        elif len(arguments) in (4, 5):  # _frombuffer(bytes, dtype, shape, order, axes)
+            self.parts = (1, arguments[2], arguments[1], arguments[3] == "F", arguments[0])
+
+    def __setstate__(self, state: Any) -> None:
+        self.parts = state
+
+    def __int__(self) -> int:
+        return int(self.real().item())
+
+    def __float__(self) -> float:
+        return float(self.real().item())
+
+    def real(self) -> np.ndarray:
+        """The array; read-only. `Malformed` where its parts do not fit together."""
+        try:
+            return self._real()
+        except (struct.error, *WRONG) as error:
+            raise Malformed(f"an array that does not fit together: {str(error)[:100]}") from error
+
+    def plain(self) -> list[Any]:
+        """Its values as a list; this way arrays of objects are read too."""
+        if self.parts and isinstance(self.parts[-1], list):
+            return self.parts[-1]
+        return self.real().tolist()
+
+    def _real(self) -> np.ndarray:
+        _, shape, dtype, fortran, data = self.parts
+        if not isinstance(dtype, Dtype) or not isinstance(data, bytes):
+            raise Malformed("an array of something else than numbers")
+        array = np.frombuffer(data, dtype.real())
+        whole = all(isinstance(size, int) and size >= 0 for size in shape)
+        if not whole or math.prod(shape) != len(array):
+            raise Malformed(f"an array of {len(array)} numbers has a shape for more, or fewer")
+        return array.reshape(shape, order="F" if fortran else "C")
+
+
+BUILTINS = ("builtins", "__builtin__")
+"""The module of Python's own names, and how pickles up to protocol 2 call it."""
+
+NAMES: dict[tuple[str, str], type] = {
+    **{(module, name): Blank for module in BUILTINS for name in ("int", "long", "float", "list", "dict", "set")},
+    **{(module, "bytes"): Latin for module in BUILTINS},
+    ("_codecs", "encode"): Latin,
+    ("collections", "defaultdict"): Bag,
+    ("collections", "OrderedDict"): Bag,
+    ("numpy", "ndarray"): Blank,
+    ("numpy", "dtype"): Dtype,
+    **{(f"numpy.{core}.multiarray", name): Array for core in ("core", "_core") for name in ("_reconstruct", "scalar")},
+    **{(f"numpy.{core}.numeric", "_frombuffer"): Array for core in ("core", "_core")},
+}
+"""Every name that a file may use, and what it gets."""
+
+MOST_VALUES = 1 << 24
+"""Values that a pickle may stand for; a file of real logs has some 100,000."""
+
+PLAIN_KEYS = (str, int, float, bytes, type(None), Array)
+"""What may be a key or an element of a set."""
+
+CONTAINERS = (dict, list, tuple, set, frozenset, Array)
+
+REFUSED = (
+    *(pickle.PERSID, pickle.BINPERSID, pickle.INST, pickle.OBJ, pickle.NEWOBJ, pickle.NEWOBJ_EX),
+    *(pickle.EXT1, pickle.EXT2, pickle.EXT4, pickle.NEXT_BUFFER, pickle.READONLY_BUFFER),
+)
+"""Instructions that no scenario needs."""
+
+
+def _load_bytes(unpickler: Any) -> None:
+    """The instruction BYTEARRAY8, as bytes: it reads what is there and allocates nothing before."""
+    (size,) = struct.unpack("<Q", unpickler.read(8))
+    data = unpickler.read(min(size, sys.maxsize))
+    if len(data) != size:
+        raise Malformed(f"{size} bytes are announced and {len(data)} are there")
+    unpickler.append(bytes(data))
+
+
+def _hashing(code: bytes, keys: slice) -> Callable[[Any], None]:
+    """The instruction `code`, which hashes `stack[keys]`, for plain ones alone: a tuple of tuples of one another takes
+    for ever to hash."""
+    act = pickle._Unpickler.dispatch[code[0]]
+
+    def load(unpickler: Any) -> None:
+        if not all(isinstance(key, PLAIN_KEYS) for key in unpickler.stack[keys]):
+            raise Malformed("a key that is neither a number nor text")
+        act(unpickler)
+
+    return load
+
+
+class Unpickler(pickle._Unpickler):
+    """Python's unpickler, able to make plain values and the stand-ins of `NAMES` alone."""
+
+    dispatch: ClassVar = (
+        {code: act for code, act in pickle._Unpickler.dispatch.items() if bytes([code]) not in REFUSED}
+        | {pickle.BYTEARRAY8[0]: _load_bytes}
+        | {code[0]: _hashing(code, slice(None, None, 2)) for code in (pickle.SETITEMS, pickle.DICT)}
+        | {code[0]: _hashing(code, slice(None)) for code in (pickle.ADDITEMS, pickle.FROZENSET)}
+        | {pickle.SETITEM[0]: _hashing(pickle.SETITEM, slice(-2, -1))}
+    )
+
+    def __init__(self, data: bytes):
+        super().__init__(io.BytesIO(data))
+        self.room = 4 * len(data) + 1024  # of bytes made of text: once for each text, and some
+
+    def find_class(self, module: str, name: str) -> Callable[..., Any]:
+        """The stand-in for a name; `Malformed` for any that a scenario does not need."""
+        try:
+            found = NAMES[module, name]
+        except (KeyError, TypeError):
+            raise Malformed(f"it asks for {module}.{name}, which no scenario needs and which is never run") from None
+        return self._latin if found is Latin else found
+
+    def _latin(self, text: object = "", *_: object) -> Latin:
+        found = Latin(text)
+        self.room -= len(found)
+        if self.room < 0:
+            raise Malformed("the same text is made bytes again and again")
+        return found
+
+
+def weigh(document: Any) -> int:
+    """How many values `document` stands for, what is referred to twice counted twice; `Malformed` where a container
+    holds itself."""
+    weights: dict[int, int] = {}  # of finished containers, by identity: all are alive as long as the document
+    open_: set[int] = set()
+    left: list[tuple[Any, bool]] = [(document, False)]
+    while left:
+        value, finished = left.pop()
+        inner = _inner(value)
+        if id(value) in weights or inner is None:
+            continue
+        if finished:
+            open_.discard(id(value))
+            weights[id(value)] = 1 + sum(weights.get(id(each), _weight(each)) for each in inner)
+            continue
+        if id(value) in open_:
+            raise Malformed("a value that holds itself")
+        open_.add(id(value))
+        left.append((value, True))
+        left += [(each, False) for each in inner if isinstance(each, CONTAINERS)]
+    return weights.get(id(document), 1)
+
+
+def _inner(value: Any) -> list[Any] | None:
+    """What a container holds; None where `value` is none."""
+    if isinstance(value, dict):
+        return [*value, *value.values()]
+    if isinstance(value, list | tuple | set | frozenset):
+        return list(value)
+    if isinstance(value, Array):
+        return list(value.parts) if isinstance(value.parts, tuple) else [value.parts]
+    return None
+
+
+def _weight(value: Any) -> int:
+    return 1 + len(value) // 8 if isinstance(value, str | bytes) else 1
+
+
+def unpickle(data: bytes) -> Any:
+    """The plain values of a pickle, arrays as `Array`; `Malformed` where it holds anything else."""
+    try:
+        document = Unpickler(data).load()
+        if (total := weigh(document)) > MOST_VALUES:
+            raise Malformed(f"it stands for {total:.3g} values; {MOST_VALUES} are possible")
+        return document
+    except Malformed:
+        raise
+    except (
+        pickle.UnpicklingError,
+        EOFError,
+        MemoryError,
+        ArithmeticError,
+        AssertionError,
+        struct.error,
+        *WRONG,
+    ) as error:
+        raise Malformed(f"it is no usable pickle: {type(error).__name__}: {str(error)[:200]}") from error

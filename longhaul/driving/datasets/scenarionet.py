@@ -1,0 +1,264 @@
+"""ScenarioNet's pickles (MetaDrive's ScenarioDescription; also of ScenarioMax): one scenario a file -> `Log`.
+
+Source: the ScenarioNet documentation and example files; `plain_pickle` reads them without running them. ids of tracks
+and map features are strings: numeric ones are kept; if one is not, the map's features are numbered in order. Sizes
+and valid flags come in several shapes and types; polylines have two or three coordinates, a missing height is 0.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from longhaul.driving.datasets.gpudrive import number
+from longhaul.driving.datasets.log import (
+    CROSSWALK,
+    CYCLIST,
+    DRIVEWAY,
+    EDGE_BOUNDARY,
+    EDGE_MEDIAN,
+    LANE_BIKE,
+    LANE_FREEWAY,
+    LANE_STREET,
+    LIGHT_CAUTION,
+    LIGHT_GO,
+    LIGHT_STOP,
+    OTHER,
+    PEDESTRIAN,
+    ROAD_LINES,
+    SPEED_BUMP,
+    STOP_SIGN,
+    VEHICLE,
+    Feature,
+    Lights,
+    Log,
+    Tracks,
+)
+from longhaul.driving.datasets.protobuf import Malformed
+from longhaul.driving.datasets.safe_pickle import WRONG, Array, unpickle
+from longhaul.driving.datasets.validate import check
+from longhaul.driving.datasets.womd_example import STEP, no_lights
+from longhaul.driving.datasets.womd_scenario import MPH
+
+SUMMARIES = ("dataset_summary.pkl", "dataset_mapping.pkl")
+"""Files of a ScenarioNet folder that hold no scenario."""
+
+MOST_STATES = 1 << 22
+"""Tracks times steps, points of the map, lights times steps: what a file could repeat by reference."""
+
+KINDS = {"VEHICLE": VEHICLE, "PEDESTRIAN": PEDESTRIAN, "CYCLIST": CYCLIST}
+
+FEATURES = {
+    "LANE_FREEWAY": LANE_FREEWAY,
+    "LANE_SURFACE_STREET": LANE_STREET,
+    "LANE_BIKE_LANE": LANE_BIKE,
+    "ROAD_LINE_BROKEN_SINGLE_WHITE": 6,
+    "ROAD_LINE_SOLID_SINGLE_WHITE": 7,
+    "ROAD_LINE_SOLID_DOUBLE_WHITE": 8,
+    "ROAD_LINE_BROKEN_SINGLE_YELLOW": 9,
+    "ROAD_LINE_BROKEN_DOUBLE_YELLOW": 10,
+    "ROAD_LINE_SOLID_SINGLE_YELLOW": 11,
+    "ROAD_LINE_SOLID_DOUBLE_YELLOW": 12,
+    "ROAD_LINE_PASSING_DOUBLE_YELLOW": 13,
+    "ROAD_EDGE_BOUNDARY": EDGE_BOUNDARY,
+    "ROAD_EDGE_MEDIAN": EDGE_MEDIAN,
+    "STOP_SIGN": STOP_SIGN,
+    "CROSSWALK": CROSSWALK,
+    "SPEED_BUMP": SPEED_BUMP,
+    "DRIVEWAY": DRIVEWAY,
+}
+PREFIXES = {"LANE": LANE_STREET, "ROAD_LINE": ROAD_LINES[0], "ROAD_EDGE": EDGE_BOUNDARY}
+"""What a type that begins so becomes, where `FEATURES` does not have it; any other is 0, which means nothing."""
+
+SIGNALS = (
+    "UNKNOWN",
+    "ARROW_STOP",
+    "ARROW_CAUTION",
+    "ARROW_GO",
+    "STOP",
+    "CAUTION",
+    "GO",
+    "FLASHING_STOP",
+    "FLASHING_CAUTION",
+)
+STATES = {f"LANE_STATE_{name}": state for state, name in enumerate(SIGNALS)} | {
+    "TRAFFIC_LIGHT_RED": LIGHT_STOP,
+    "TRAFFIC_LIGHT_YELLOW": LIGHT_CAUTION,
+    "TRAFFIC_LIGHT_GREEN": LIGHT_GO,
+}
+
+
+def read(data: bytes) -> Log:
+    """The log of one pickle; `Malformed` where it is none."""
+    document = unpickle(data)
+    if not isinstance(document, dict) or not isinstance(document.get("tracks"), dict) or "map_features" not in document:
+        raise Malformed("it is a pickle, but has no `tracks` and `map_features` as a ScenarioNet scenario has")
+    try:
+        return check(_log(document))
+    except Malformed:
+        raise
+    except (MemoryError, ArithmeticError, *WRONG) as error:
+        raise Malformed(f"it has not ScenarioNet's structure: {type(error).__name__}: {str(error)[:200]}") from error
+
+
+def _log(document: dict[str, Any]) -> Log:
+    metadata, named = document["metadata"], document["tracks"]
+    steps = int(document["length"])
+    places = {str(key): index for index, key in enumerate(named)}
+    ego = places.get(str(metadata.get("sdc_id")), number(metadata.get("sdc_track_index"), -1))
+    predict = metadata.get("tracks_to_predict") or ()
+    lights = document.get("dynamic_map_states")
+    return Log(
+        id=str(document["id"]),
+        source="scenarionet",
+        times=_times(metadata.get("ts"), steps),
+        current=number(metadata.get("current_time_index"), 0),
+        tracks=_tracks(named, steps),
+        sdc=ego,
+        predict=tuple(_place(each, places) for each in listed(predict)),
+        features=_features(document["map_features"]),
+        lights=no_lights(steps) if lights is None else _lights(lights, steps),
+        has_lights=lights is not None,
+    )
+
+
+def _place(each: Any, places: dict[str, int]) -> int:
+    """The index of a track to predict, given by its id or as {"track_index": ...}."""
+    return int(each["track_index"]) if isinstance(each, dict) else places[str(each)]
+
+
+def listed(value: Any) -> list[Any]:
+    """A list, a tuple, the keys of a dictionary or an array as a list; None as the empty one."""
+    return value.plain() if isinstance(value, Array) else list(value or ())
+
+
+def values(value: Any) -> np.ndarray:
+    """An array, a list of numbers or a list of lists of numbers as float64."""
+    if isinstance(value, Array):
+        return value.real().astype(np.float64)
+    if isinstance(value, list | tuple) and value and isinstance(value[0], list | tuple):
+        # to floats one by one: nested references could stand for more numbers than there is memory
+        if len(value) * max(map(len, value)) > MOST_STATES:
+            raise Malformed(f"a list of {len(value)} lists: too many numbers")
+        return np.array([[float(each) for each in row] for row in value])
+    if isinstance(value, list | tuple):
+        return np.array([float(each) for each in value])
+    return np.array(float(value))
+
+
+def _times(stamps: Any, steps: int) -> np.ndarray:
+    if stamps is not None:
+        times = values(stamps)
+        if times.shape == (steps,) and np.isfinite(times).all() and (np.diff(times) > 0).all():
+            return times - times[0]
+    return np.arange(steps) * STEP
+
+
+def _tracks(named: dict[Any, Any], steps: int) -> Tracks:
+    n = len(named)
+    if not n or steps < 1 or n * steps > MOST_STATES:
+        raise Malformed(f"it has {n} tracks over {steps} steps")
+    states = [track["state"] for track in named.values()]
+    # first of all the shapes: nothing is allocated for steps that are not there
+    valid = np.stack([_column(state, "valid", steps, 1)[:, 0] == 1 for state in states])
+
+    def column(name: str, width: int) -> np.ndarray:
+        return np.where(valid[..., None], np.stack([_column(state, name, steps, width) for state in states]), 0.0)
+
+    kind = np.array([KINDS.get(str(track["type"]), OTHER) for track in named.values()], np.int8)
+    size = np.concatenate([column(name, 1) for name in ("length", "width", "height")], axis=-1)
+    # The nuScenes converter writes the ego's width as its length: no vehicle is wider than it is long.
+    crosswise = (kind == VEHICLE)[:, None] & (size[..., 0] < size[..., 1])
+    size[..., :2] = np.where(crosswise[..., None], size[..., 1::-1], size[..., :2])
+    return Tracks(
+        id=np.array([number(key, index) for index, key in enumerate(named)], np.int64),
+        kind=kind,
+        position=column("position", 3),
+        heading=column("heading", 1)[..., 0].astype(np.float32),
+        velocity=column("velocity", 2).astype(np.float32),
+        size=size.astype(np.float32),
+        valid=valid,
+    )
+
+
+def _column(state: dict[str, Any], name: str, steps: int, width: int) -> np.ndarray:
+    """One entry of a track's state as [steps, width]; a missing z is 0, a single number serves for all steps."""
+    if name not in state and name in ("length", "width", "height"):
+        return np.zeros((steps, 1))
+    array = values(state[name])
+    if array.ndim < 2:
+        array = array.reshape(-1, 1)
+    if len(array) == 1 and width == 1:
+        array = np.repeat(array, steps, axis=0)
+    if array.shape == (steps, 2) and width == 3:
+        array = np.concatenate([array, np.zeros((steps, 1))], axis=1)
+    if array.shape[0] != steps or array.shape[1] < width:
+        raise Malformed(f"a track's {name} has shape {array.shape}, not ({steps}, {width})")
+    return array[:, :width]
+
+
+def _features(named: dict[Any, Any]) -> tuple[Feature, ...]:
+    numeric = all(str(key).isascii() and str(key).isdigit() for key in named)
+    ids = {str(key): number(key, index) if numeric else index for index, key in enumerate(named)}
+    features, total = [], 0
+    for key, each in named.items():
+        points = _shape(each)
+        total += len(points)
+        if total > MOST_STATES:
+            raise Malformed(f"its map has more than {MOST_STATES} points")
+        kind = str(each["type"])
+        if len(points):
+            features.append(
+                Feature(
+                    id=ids[str(key)],
+                    kind=FEATURES.get(kind, next((PREFIXES[start] for start in PREFIXES if kind.startswith(start)), 0)),
+                    points=points,
+                    entry=tuple(ids[str(lane)] for lane in listed(each.get("entry_lanes")) if str(lane) in ids),
+                    exit=tuple(ids[str(lane)] for lane in listed(each.get("exit_lanes")) if str(lane) in ids),
+                    speed_limit=_limit(each),
+                    junction=each.get("interpolating") is True,
+                )
+            )
+    return tuple(features)
+
+
+def _shape(feature: dict[str, Any]) -> np.ndarray:
+    """A feature's points, float64 [P, 3]: its polyline, else its outline, else its position."""
+    for name in ("polyline", "polygon", "position"):
+        if feature.get(name) is not None:
+            points = values(feature[name])
+            points = points.reshape(1, -1) if points.ndim == 1 and len(points) else points
+            if points.ndim != 2 or points.shape[1] not in (2, 3):
+                return np.zeros((0, 3))
+            return points if points.shape[1] == 3 else np.concatenate([points, np.zeros((len(points), 1))], axis=1)
+    return np.zeros((0, 3))
+
+
+def _limit(feature: dict[str, Any]) -> float | None:
+    """The speed limit, m/s."""
+    for name, unit in (("speed_limit_mph", MPH), ("speed_limit_kmh", 1 / 3.6)):
+        if feature.get(name) is not None:
+            return float(values(feature[name]).reshape(-1)[0]) * unit
+    return None
+
+
+def _lights(named: dict[Any, Any], steps: int) -> Lights:
+    """One light a lane; a step without a state is one at which the source knew nothing."""
+    if not named:
+        return no_lights(steps)
+    if len(named) * steps > MOST_STATES:
+        raise Malformed(f"it has {len(named)} lights over {steps} steps")
+    states, valid = np.zeros((len(named), steps), np.int8), np.zeros((len(named), steps), bool)
+    lanes, positions = [], []
+    for row, (key, light) in enumerate(named.items()):
+        colours = listed(light["state"]["object_state"])
+        if len(colours) != steps:
+            raise Malformed(f"the light of lane {key} has {len(colours)} states, not {steps}")
+        valid[row] = [colour is not None and colour != "" for colour in colours]
+        states[row] = [STATES.get(str(colour), 0) for colour in colours]
+        lanes.append(number(light.get("lane", key), row))
+        point = values(light["stop_point"])
+        point = point if point.ndim == 1 else point.reshape(-1, point.shape[-1])[0]
+        positions.append([*point[:3].tolist(), 0.0][:3])
+    return Lights(np.array(lanes, np.int64), np.array(positions, np.float64), states, valid)

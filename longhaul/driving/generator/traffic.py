@@ -1,0 +1,229 @@
+"""Traffic that flows along the paths of a procedural road: followers, red lights, right of way, people on crosswalks.
+
+Every vehicle keeps to its path and drives by the Intelligent Driver Model (Treiber, Hennecke, Helbing, "Congested
+traffic states", 2000) behind the nearest of: the vehicle ahead on its path, a red light, a stretch shared with
+another path that it must leave to others, somebody on the road. One loop over time; all vehicles at once, N of them,
+on P paths sampled each metre.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+
+from longhaul.driving.datasets.log import LIGHT_CAUTION, LIGHT_GO
+from longhaul.driving.generator.roads import World
+
+CLOSE = 2.7
+"""Metres between two paths' middles below which vehicles on them could touch."""
+LATERAL, SLOWING = 1.9, 1.2
+"""m/s^2: the lateral acceleration that curves are driven with, and the braking before them."""
+PUSH, COMFORT, HARDEST = 1.6, 2.0, 7.0
+"""m/s^2: the driver model's acceleration, its comfortable braking, and the brakes' limit."""
+HEADWAY, ROOM, LINE_ROOM = 1.3, 2.0, 1.0
+"""The driver model's time gap, s, and its distance at rest, m: to a vehicle, and to a line."""
+PREVIEW = 0.5
+"""Seconds ahead that the speed for curves is taken from."""
+PATIENCE = 1.5
+"""Seconds that must be left before a vehicle with right of way arrives."""
+FORESEEN = 25
+"""Steps ahead for which a driver sees where people walk."""
+
+
+class Network(NamedTuple):
+    """Tables over P paths with K samples, one a metre; a path shorter than K repeats its end."""
+
+    xy: np.ndarray  # [P, K, 2]
+    heading: np.ndarray  # [P, K], unwrapped
+    speed: np.ndarray  # [P, K], what curves and the limit allow, m/s
+    length: np.ndarray  # [P]
+    bound: np.ndarray  # [P, 2]: where the connector begins and ends; inf without one
+    lane: np.ndarray  # int [P, 3]: approach, connector, exit
+    offset: np.ndarray  # [P, lanes]: where a lane begins on a path; nan where it is no part of it
+    enter: np.ndarray  # [P, P]: where path p comes close to path q of another approach; inf if never
+    leave: np.ndarray  # [P, P]: where it has left it
+    shared: np.ndarray  # [P, P]: up to where p and q, of one approach, are the same road; 0 for others
+    leg: np.ndarray  # int [P]
+    priority: np.ndarray  # int [P]
+
+
+class Vehicles(NamedTuple):
+    """Where N vehicles start; `urge` [N, T] is the share of the allowed speed that each wants."""
+
+    path: np.ndarray  # int [N]
+    s: np.ndarray  # [N], of the middle
+    speed: np.ndarray  # [N]
+    length: np.ndarray  # [N]
+    urge: np.ndarray  # [N, T]
+
+
+def tabulate(world: World) -> Network:
+    """The tables of a map's paths."""
+    lines = [np.concatenate([world.lanes[p.lanes[0]], *(world.lanes[i][1:] for i in p.lanes[1:])]) for p in world.paths]
+    marks = [np.append(0.0, np.cumsum(np.hypot(*np.diff(line, axis=0).T))) for line in lines]
+    length = np.array([m[-1] for m in marks])
+    where = np.arange(int(length.max()) + 2.0)
+    xy = np.stack(
+        [np.stack([np.interp(where, m, c) for c in line.T], -1) for line, m in zip(lines, marks, strict=True)]
+    )
+    chord = np.diff(xy, axis=1)
+    heading = np.unwrap(np.arctan2(chord[..., 1], chord[..., 0]), axis=1)
+    heading = np.concatenate([heading[:, :1], (heading[:, 1:] + heading[:, :-1]) / 2, heading[:, -1:]], 1)
+    real = where[None] <= length[:, None] - 1.0
+    last = np.take_along_axis(heading, np.maximum(real.sum(1) - 1, 0)[:, None], 1)
+    heading = np.where(real, heading, last)
+    curvature = np.abs(np.gradient(heading, axis=1))
+    speed = np.minimum(world.limit, np.sqrt(LATERAL / np.maximum(curvature, 1e-6)))
+    for k in range(speed.shape[1] - 2, -1, -1):
+        speed[:, k] = np.minimum(speed[:, k], np.sqrt(speed[:, k + 1] ** 2 + 2 * SLOWING))
+    lane = np.array([p.lanes if len(p.lanes) == 3 else p.lanes * 3 for p in world.paths])
+    sizes = [[len(world.lanes[i]) - 1 for i in p.lanes] for p in world.paths]
+    bound = np.full((len(lines), 2), np.inf)
+    offset = np.full((len(lines), len(world.lanes)), np.nan)
+    for p, (path, mark, count) in enumerate(zip(world.paths, marks, sizes, strict=True)):
+        begins = mark[np.append(0, np.cumsum(count))]
+        offset[p, list(path.lanes)] = begins[:-1]
+        if len(path.lanes) == 3:
+            bound[p] = begins[1:3]
+    # rounded, so that the last bit of a sine, which machines differ in, does not decide what happens
+    xy, heading, speed, length, bound, offset = (np.round(a, 6) for a in (xy, heading, speed, length, bound, offset))
+    enter, leave, shared = meetings(xy, bound, lane)
+    legs, priorities = (np.array([getattr(p, name) for p in world.paths]) for name in ("leg", "priority"))
+    return Network(xy, heading, speed, length, bound, lane, offset, enter, leave, shared, legs, priorities)
+
+
+def meetings(xy: np.ndarray, bound: np.ndarray, lane: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """`enter`, `leave` and `shared` of a `Network`."""
+    paths = len(xy)
+    enter, leave, shared = np.full((paths, paths), np.inf), np.full((paths, paths), -np.inf), np.zeros((paths, paths))
+    if not np.isfinite(bound).all():
+        return enter, leave, shared
+    spans = [np.arange(int(a), int(b) + 1) for a, b in bound]
+    starts = np.cumsum([0, *(len(span) for span in spans[:-1])])
+    points = np.concatenate([line[span] for line, span in zip(xy, spans, strict=True)])
+    s = np.concatenate(spans).astype(float)
+    gap2 = ((points[:, None] - points[None]) ** 2).sum(-1)
+    hit = np.logical_or.reduceat(gap2 < CLOSE**2, starts, axis=1)
+    enter = np.minimum.reduceat(np.where(hit, s[:, None], np.inf), starts, axis=0)
+    leave = np.maximum.reduceat(np.where(hit, s[:, None], -np.inf), starts, axis=0)
+    same = lane[:, :1] == lane[:, :1].T
+    for p, q in zip(*np.nonzero(same), strict=True):
+        size = min(len(spans[p]), len(spans[q]))
+        apart = np.hypot(*(xy[p, spans[p][:size]] - xy[q, spans[q][:size]]).T) > CLOSE
+        shared[p, q] = spans[p][int(apart.argmax()) if apart.any() else size - 1]
+    return np.where(same, np.inf, enter), np.where(same, -np.inf, leave), shared
+
+
+def foresee(net: Network, walkers: np.ndarray) -> np.ndarray:
+    """[P, M, T]: where on each path each of `walkers` [M, T, 2] is on the road now or soon; inf if nowhere."""
+    where = np.full((len(net.xy), *walkers.shape[:2]), np.inf)
+    for m, walk in enumerate(walkers):
+        coarse = np.arange(0, len(walk), 3)
+        gap2 = ((net.xy[:, :, None] - walk[None, None, coarse]) ** 2).sum(-1)
+        near = gap2 < 2.2**2
+        first = np.where(near.any(1), near.argmax(1), np.inf)
+        where[:, m] = np.repeat(first, 3, axis=1)[:, : len(walk)]
+    soon = where.copy()
+    for ahead in range(3, FORESEEN + 1, 3):
+        soon[..., :-ahead] = np.minimum(soon[..., :-ahead], where[..., ahead:])
+    return soon
+
+
+def pose(net: Network, path: np.ndarray, s: np.ndarray) -> np.ndarray:
+    """x, y, heading [..., 3] at arc length `s` of `path`."""
+    low = np.clip(s.astype(int), 0, net.xy.shape[1] - 2)
+    share = (s - low)[..., None]
+    table = np.concatenate([net.xy, net.heading[..., None]], -1)
+    return table[path, low] * (1 - share) + table[path, low + 1] * share
+
+
+def run(
+    net: Network, cars: Vehicles, lights: np.ndarray | None, walkers: np.ndarray, steps: int, dt: float = 0.1
+) -> tuple[np.ndarray, np.ndarray]:
+    """Arc length and speed [N, T] of each vehicle; `lights` [legs, T] are a log's states. Past its path's end a
+    vehicle waits unseen."""
+    n = len(cars.path)
+    s, v = cars.s.copy(), cars.speed.copy()
+    path, half = cars.path, cars.length / 2
+    pair = path[:, None], path[None]
+    shared, enter, leave = net.shared[pair], net.enter[pair], net.leave[pair]
+    senior = net.priority[path][None] - net.priority[path][:, None]  # > 0: j has right of way over i
+    both = half[:, None] + half[None]
+    other = ~np.eye(n, dtype=bool)
+    ahead_of = np.arange(n)[None] < np.arange(n)[:, None]
+    stop = net.bound[path, 0]
+    walk = foresee(net, walkers)
+    track, speeds = np.zeros((n, steps)), np.zeros((n, steps))
+    for t in range(steps):
+        track[:, t], speeds[:, t] = s, v
+        front, rear = s + half, s - half
+        there = s < net.length[path]
+        # the vehicle ahead on one's own path
+        part = (s >= net.bound[path, 0]).astype(int) + (s >= net.bound[path, 1])
+        lane = net.lane[path, part]
+        place = net.offset[path][:, lane] + (s - net.offset[path, lane])[None]
+        together = (rear[None] < shared) & (part[None] == 1)
+        place = np.where(together, s[None], place)
+        gap = np.where((place > s[:, None]) & other & there[None], place - s[:, None] - both, np.inf)
+        leader = gap.argmin(1)
+        gap_ahead = gap[np.arange(n), leader]
+        # lines to stop at: a light, a stretch to leave to others, people
+        brakes2 = v * v / 2
+        line = np.full(n, np.inf)
+        held = np.zeros(n, bool)
+        if lights is not None:
+            state = lights[net.leg[path], t]
+            limit = np.where(state == LIGHT_CAUTION, 2.8, 6.0)
+            held = (state != LIGHT_GO) & (front <= stop) & (brakes2 <= limit * np.maximum(stop - front, 0.05))
+            line = np.where(held, stop - front, np.inf)
+        wait = yields(front, rear, v, enter, leave, held, there, senior, ahead_of)
+        line = np.minimum(line, np.where(wait, enter - 1.0 - front[:, None], np.inf).min(1))
+        if len(walkers):
+            room = walk[path, :, t] - 2.5 - front[:, None]
+            room = np.where((room > -0.5) & (brakes2[:, None] <= 6.0 * np.maximum(room, 0.05)), room, np.inf)
+            line = np.minimum(line, room.min(1))
+        here, soon = (np.minimum((s + later * v).astype(int), net.speed.shape[1] - 1) for later in (0.0, PREVIEW))
+        wanted = np.minimum(net.speed[path, here], net.speed[path, soon]) * cars.urge[:, t]
+        push = acceleration(v, wanted, gap_ahead, v[leader], line)
+        faster = np.maximum(v + push * dt, 0.0)
+        s, v = s + (v + faster) / 2 * dt, faster
+    return track, speeds
+
+
+def yields(
+    front: np.ndarray, rear: np.ndarray, v: np.ndarray, enter: np.ndarray, leave: np.ndarray, held: np.ndarray,
+    there: np.ndarray, senior: np.ndarray, ahead_of: np.ndarray,
+) -> np.ndarray:  # fmt: skip
+    """bool [N, N]: whether i leaves to j the stretch that their paths share.
+
+    Who is on it, or cannot stop before it, has it. Else i waits for a j of higher right of way, or of equal right and
+    earlier arrival, that arrives before i would be through.
+    """
+    margin = enter - 1.0 - front[:, None]
+    inside = (margin < -0.3) | ((v * v / 2)[:, None] > 3.5 * np.maximum(margin, 0.05))
+    passed = rear[:, None] > leave
+    arrival = np.maximum(enter - front[:, None], 0.0) / np.maximum(v, 1.5)[:, None]
+    through = np.maximum(leave - rear[:, None], 0.0) / np.maximum(v, 4.0)[:, None]
+    earlier = (arrival > arrival.T) | ((arrival == arrival.T) & ahead_of)
+    first = (senior > 0) | ((senior == 0) & earlier)
+    coming = first & ~held[None] & (through + PATIENCE > arrival.T)
+    meet = np.isfinite(enter) & ~passed & ~passed.T & there[None]
+    both_in = inside & inside.T & first  # two that can no longer both pass: the junior one still brakes
+    return meet & ((~inside & (inside.T | coming)) | (both_in & (margin > -0.3)))
+
+
+def acceleration(
+    v: np.ndarray, wanted: np.ndarray, gap: np.ndarray, leader: np.ndarray, line: np.ndarray
+) -> np.ndarray:
+    """The Intelligent Driver Model's acceleration, m/s^2 [N], behind a vehicle `gap` ahead of speed `leader`, and a
+    line to stop at."""
+    share = v / np.maximum(wanted, 0.1)
+    slower = -COMFORT * np.minimum(4.0 * (share - 1.0), 1.2)
+    free = np.where(share > 1.0, slower, PUSH * (1.0 - np.square(np.square(share))))
+    scale = 2.0 * np.sqrt(PUSH * COMFORT)
+    behind = ROOM + np.maximum(v * HEADWAY + v * (v - leader) / scale, 0.0)
+    before = LINE_ROOM + np.maximum(v * 0.5 + v * v / scale, 0.0)
+    vehicle = free - PUSH * (behind / np.maximum(gap, 0.1)) ** 2
+    halt = free - PUSH * (before / np.maximum(line, 0.1)) ** 2
+    return np.clip(np.minimum(vehicle, halt), -HARDEST, PUSH)

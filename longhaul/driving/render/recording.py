@@ -1,0 +1,165 @@
+"""One episode of driving as arrays: what pictures are made of.
+
+No JAX here: NumPy in, files out. T frames, N agents, R route points, L lights, P points of one polyline.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from longhaul.driving.scenario.scenario import ROUTE_SPACING, Scenario
+
+GOOD_EVENTS = ("goal",)
+"""Events that are no fault; every other name of `Recording.events` is drawn as one."""
+
+ROLES = {
+    "ground": ("#ebede8", "#15181c"), "road": ("#cbd0d6", "#2c3138"), "bike": ("#cfdacb", "#26302a"),
+    "line": ("#ffffff", "#8b939c"), "yellow": ("#d6a100", "#b8902a"), "edge": ("#7b828a", "#68717b"),
+    "crosswalk": ("#f4f6f8", "#4a525b"), "bump": ("#beb49f", "#4c473c"), "stop": ("#b5483b", "#c9655a"),
+    "route": ("#93c3e4", "#1f4c6c"), "ego": ("#0072b2", "#4cb3f0"), "vehicle": ("#68717c", "#a2abb5"),
+    "pedestrian": ("#d98c00", "#f0b429"), "cyclist": ("#b04a90", "#e38dc4"), "other": ("#94897a", "#b0a594"),
+    "outline": ("#ffffff", "#15181c"), "ghost": ("#23272c", "#eef1f4"), "red": ("#d55e00", "#ff7a2e"),
+    "amber": ("#e8b400", "#ffd23d"), "green": ("#009e73", "#2fd3a5"), "unknown": ("#9aa1a9", "#7d858e"),
+    "fault": ("#d55e00", "#ff7a2e"), "good": ("#009e73", "#2fd3a5"), "ink": ("#1c1f23", "#e8eaed"),
+    "muted": ("#5d656e", "#9aa3ad"), "panel": ("#ffffff", "#1d2126"),
+}  # fmt: skip
+"""The colour of each role on a light and on a dark page, told apart with the common kinds of colour blindness too (most
+are after Okabe and Ito)."""
+
+LIGHT = {role: light for role, (light, _) in ROLES.items()}
+DARK = {role: dark for role, (_, dark) in ROLES.items()}
+
+
+class Verdict(NamedTuple):
+    """What an agent other than the ego did and scored."""
+
+    agent: int  # index into N
+    events: dict[str, int | None]  # as those of a Recording
+    metrics: dict[str, float]
+
+
+class Recording(NamedTuple):
+    """An episode of one world. Metres, radians, seconds; x east, y north.
+
+    Agents that are not `present` at a frame are not drawn at it; of an absent agent's pose nothing is read. The camera
+    follows the agent `ego`. `events` gives the frame at which something happened, None where it did not.
+
+    Example, from a simulator that drove the ego of a `Scenario` to poses `driven` [T, 3]::
+
+        log = replay(scenario)
+        pose = log.pose.copy()
+        pose[:, log.ego] = driven
+        picture = log._replace(pose=pose, label="trained", events={"collision": None}, metrics={"progress": 0.97})
+    """
+
+    id: str  # the scenario
+    dt: float  # seconds between two frames
+    pose: np.ndarray  # float32 [T, N, 3]: x, y, heading
+    size: np.ndarray  # float32 [N, 2]: length, width
+    kind: np.ndarray  # int8 [N]: 1 vehicle, 2 pedestrian, 3 cyclist, 4 other, 0 padding
+    present: np.ndarray  # bool [T, N]
+    controlled: np.ndarray  # bool [N], drawn in the strong colour
+    expert: np.ndarray | None  # float32 [T, 3]: the ego's logged pose, drawn as an outline; rows of NaN are not drawn
+    route: np.ndarray  # float32 [R, 2], R may be 0
+    light_position: np.ndarray  # float32 [L, 2], L may be 0; rows of NaN are not drawn
+    light_state: np.ndarray  # int8 [L, T]: 0 unknown, 1 red, 2 yellow, 3 green
+    drawing: tuple[tuple[int, np.ndarray], ...]  # the map: kinds as in datasets/log.py, float32 [P, 2]
+    events: dict[str, int | None]  # "collision", "offroad", "red_light", "goal", ...: the frame
+    label: str  # the policy's name
+    metrics: dict[str, float]
+    ego: int = 0  # index into N
+    others: tuple[Verdict, ...] = ()  # of further agents, those that are known
+
+
+def check(recordings: Sequence[Recording]) -> None:
+    """Raises ValueError, naming the recording and the array, where shapes do not fit or there is nothing to draw."""
+    if not recordings:
+        raise ValueError("nothing to draw: 0 recordings; give at least one")
+    for r in recordings:
+        frames, agents = r.present.shape if r.present.ndim == 2 else (0, 0)
+        if frames == 0 or agents == 0:
+            raise ValueError(
+                f"recording {r.id!r} ({r.label}): present has shape {r.present.shape}, expected [T, N], both > 0"
+            )
+        if not 0 <= r.ego < agents:
+            raise ValueError(f"recording {r.id!r} ({r.label}): ego is {r.ego}, expected 0 .. {agents - 1}")
+        if not r.dt > 0:
+            raise ValueError(f"recording {r.id!r} ({r.label}): dt is {r.dt}, expected seconds > 0")
+        lights = len(r.light_position)
+        expected = {
+            "pose": (r.pose, (frames, agents, 3)),
+            "size": (r.size, (agents, 2)),
+            "kind": (r.kind, (agents,)),
+            "controlled": (r.controlled, (agents,)),
+            "route": (r.route, (len(r.route), 2)),
+            "light_position": (r.light_position, (lights, 2)),
+            "light_state": (r.light_state, (lights, frames)),
+        }
+        if r.expert is not None:
+            expected["expert"] = (r.expert, (frames, 3))
+        for verdict in r.others:
+            if not 0 <= verdict.agent < agents:
+                raise ValueError(
+                    f"recording {r.id!r} ({r.label}): others has agent {verdict.agent}, expected 0 .. {agents - 1}"
+                )
+        everything = [r.events, *(verdict.events for verdict in r.others)]
+        for event, frame in (item for events in everything for item in events.items()):
+            if frame is not None and not 0 <= frame < frames:
+                raise ValueError(
+                    f"recording {r.id!r} ({r.label}): {event} at frame {frame}, expected 0 .. {frames - 1} or None"
+                )
+        for name, (array, shape) in expected.items():
+            if array.shape != shape:
+                raise ValueError(f"recording {r.id!r} ({r.label}): {name} has shape {array.shape}, expected {shape}")
+        if not (np.isfinite(r.pose[r.present]).all() and np.isfinite(r.route).all()):
+            raise ValueError(f"recording {r.id!r} ({r.label}): route or pose of a present agent is not finite")
+
+
+def replay(scenario: Scenario, label: str = "log") -> Recording:
+    """The recording of the log itself: everyone where the log has them."""
+    drivers = scenario.controlled[scenario.controlled >= 0]
+    ego = int(drivers[0])
+    controlled = np.zeros(scenario.kind.shape, bool)
+    controlled[drivers] = True
+    expert = np.where(scenario.present[:, ego, None], scenario.pose[:, ego], np.nan).astype(np.float32)
+    points = int(scenario.route_points[0])
+    real = np.isfinite(scenario.light_s[0])
+    route = scenario.route[0, :points, :2]
+    return Recording(
+        id=scenario.id, dt=scenario.dt, pose=scenario.pose, size=scenario.size, kind=scenario.kind,
+        present=scenario.present & (scenario.kind > 0), controlled=controlled, expert=expert, route=route,
+        light_position=_along(route, scenario.light_s[0][real]), light_state=scenario.light_state[0][real],
+        drawing=scenario.drawing, events={}, label=label, metrics={}, ego=ego,
+    )  # fmt: skip
+
+
+def _along(route: np.ndarray, s: np.ndarray) -> np.ndarray:
+    """float32 [L, 2]: the points at arc lengths `s` of a route."""
+    at = np.arange(len(route)) * ROUTE_SPACING
+    if len(s) == 0:
+        return np.zeros((0, 2), np.float32)
+    return np.stack([np.interp(s, at, route[:, 0]), np.interp(s, at, route[:, 1])], -1).astype(np.float32)
+
+
+def speeds(recording: Recording) -> np.ndarray:
+    """float32 [T]: the ego's speed at each frame, m/s, from where it is next; NaN where it is not present."""
+    there = recording.present[:, recording.ego]
+    position = np.where(there[:, None], recording.pose[:, recording.ego, :2], np.nan)
+    speed = np.linalg.norm(np.diff(position, axis=0), axis=-1) / recording.dt
+    speed = np.concatenate([speed, np.full(1, np.nan)])
+    # the last frame before an end has no next one: it keeps the speed that it arrived with
+    before = np.concatenate([np.full(1, np.nan), speed[:-1]])
+    speed = np.where(np.isfinite(speed), speed, before)
+    return np.where(there, np.where(np.isfinite(speed), speed, 0.0), np.nan).astype(np.float32)
+
+
+def camera(recording: Recording) -> np.ndarray:
+    """float32 [T, 2]: where to look: at the ego, or where it was last (first, before it came)."""
+    there = np.flatnonzero(recording.present[:, recording.ego])
+    if len(there) == 0:
+        return np.zeros((len(recording.present), 2), np.float32)
+    latest = np.searchsorted(there, np.arange(len(recording.present)), side="right") - 1
+    return recording.pose[there[np.maximum(latest, 0)], recording.ego, :2]

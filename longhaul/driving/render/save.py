@@ -1,0 +1,148 @@
+"""Pictures of driving as files: an animated GIF, an MP4, a page with a player, or a film strip.
+
+`save` chooses by the suffix. The camera follows the ego, north up, over 80 x 60 m. No JAX here.
+"""
+
+from __future__ import annotations
+
+import io
+import os
+import shutil
+import subprocess
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
+from itertools import chain
+from pathlib import Path
+
+import numpy as np
+from PIL import Image
+
+from longhaul.driving.render import web_player
+from longhaul.driving.render.frames import COLOURS, SIZE, frames
+from longhaul.driving.render.recording import Recording, check
+from longhaul.telemetry import html as pages
+
+STRIP = 5
+"""Frames a recording gets in a film strip."""
+
+SPACING = 10.0
+"""Least distance between a mixed colour of a GIF's palette and any other, in levels of red, green and blue."""
+
+
+def save(recordings: Sequence[Recording], path: Path | str, fps: int = 10) -> None:
+    """Writes the picture that the suffix of `path` asks for: .gif, .mp4, .html or .png (a film strip).
+
+    Raises ValueError where the suffix is another one, there is nothing to draw, or ffmpeg is missing for .mp4.
+    """
+    writers: dict[str, Callable[[], None]] = {
+        ".gif": lambda: gif(recordings, path, fps),
+        ".mp4": lambda: mp4(recordings, path, fps),
+        ".html": lambda: html(recordings, path),
+        ".png": lambda: png(recordings, path),
+    }
+    suffix = Path(path).suffix.lower()
+    if suffix not in writers:
+        raise ValueError(f"cannot draw to {str(path)!r}: suffix {suffix!r} is none of .gif, .mp4, .html, .png")
+    writers[suffix]()
+
+
+def gif(recordings: Sequence[Recording], path: Path | str, fps: int = 10) -> None:
+    """One animation, recording after recording, every frame shown for 1 / fps seconds (GIF counts hundredths)."""
+    check(recordings)
+    if not 1 <= fps <= 50:
+        raise ValueError(f"fps is {fps}, a GIF shows 1 .. 50; write a .mp4 for more")
+    palette = _palette()
+    images = (frame.quantize(palette=palette, dither=Image.Dither.NONE) for frame in _all_frames(recordings))
+    buffer = io.BytesIO()
+    next(images).save(
+        buffer, "GIF", save_all=True, append_images=images, duration=round(100 / fps) * 10, loop=0, optimize=False
+    )
+    pages.write(path, buffer.getvalue())
+
+
+def mp4(recordings: Sequence[Recording], path: Path | str, fps: int = 10) -> None:
+    """The same as a film, by ffmpeg. Raises ValueError where there is no ffmpeg, RuntimeError where it fails."""
+    check(recordings)
+    path = Path(path)
+    program = _ffmpeg()
+    if program is None:
+        raise ValueError(f"{str(path)!r} needs ffmpeg; install it, or longhaul's extra video, or write a .gif")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    partial = path.with_name(f".{path.stem}.{os.getpid()}.partial.mp4")
+    source = ["-f", "rawvideo", "-pix_fmt", "rgb24", "-s", f"{SIZE[0]}x{SIZE[1]}", "-r", str(fps), "-i", "-"]
+    target = ["-pix_fmt", "yuv420p", "-movflags", "+faststart", str(partial)]
+    try:
+        with tempfile.TemporaryFile() as complaints:
+            command = [program, "-y", "-loglevel", "error", *source, *target]
+            with subprocess.Popen(command, stdin=subprocess.PIPE, stderr=complaints) as process:
+                assert process.stdin is not None
+                try:
+                    for frame in _all_frames(recordings):
+                        process.stdin.write(frame.tobytes())
+                    process.stdin.close()
+                except BrokenPipeError:
+                    pass  # ffmpeg gave up; its exit code and last words say why
+            if process.returncode != 0:
+                complaints.seek(0)
+                words = complaints.read().decode("utf-8", "replace").strip().splitlines()
+                raise RuntimeError(f"ffmpeg failed on {str(path)!r}: {words[-1] if words else process.returncode}")
+        os.replace(partial, path)
+    finally:
+        partial.unlink(missing_ok=True)
+
+
+def html(recordings: Sequence[Recording], path: Path | str) -> None:
+    """A page of its own with a player; it needs nothing from outside."""
+    check(recordings)
+    pages.write(path, web_player.document(recordings))
+
+
+def png(recordings: Sequence[Recording], path: Path | str) -> None:
+    """A film strip: a row a recording, its frames evenly spaced from the first to the last."""
+    check(recordings)
+    columns = min(STRIP, max(len(r.present) for r in recordings))
+    gap = 8
+    step = (SIZE[0] + gap, SIZE[1] + gap)
+    sheet = Image.new("RGB", (columns * step[0] - gap, len(recordings) * step[1] - gap), COLOURS["panel"])
+    for row, recording in enumerate(recordings):
+        count = min(columns, len(recording.present))
+        chosen = np.linspace(0, len(recording.present) - 1, count).round().astype(int)
+        for column, image in enumerate(frames(recording, chosen)):
+            sheet.paste(image, (column * step[0], row * step[1]))
+    buffer = io.BytesIO()
+    sheet.save(buffer, "PNG", optimize=False)
+    pages.write(path, buffer.getvalue())
+
+
+def _all_frames(recordings: Sequence[Recording]) -> Iterator[Image.Image]:
+    return chain.from_iterable(frames(recording, range(len(recording.present))) for recording in recordings)
+
+
+def _palette() -> Image.Image:
+    """All roles' colours exactly, and for smooth edges what lies between them and their usual grounds.
+
+    Pillow finds the nearest colour for cells of 4 levels a channel: no mixed colour may be so near to a role's as to be
+    taken for it.
+    """
+    table = [np.array(colour, float) for colour in dict.fromkeys(COLOURS.values())]
+    for ground in (np.array(COLOURS[role], float) for role in ("road", "ground", "panel")):
+        for share in (0.4, 0.75):
+            for colour in map(np.array, COLOURS.values()):
+                mixed = share * colour + (1 - share) * ground
+                if len(table) < 256 and min(float(np.linalg.norm(mixed - known)) for known in table) > SPACING:
+                    table.append(mixed)
+    image = Image.new("P", (1, 1))
+    image.putpalette(np.array(table).round().astype(np.uint8).tobytes())
+    return image
+
+
+def _ffmpeg() -> str | None:
+    """The path of ffmpeg: the machine's, else that of the package imageio-ffmpeg where it is installed."""
+    found = shutil.which("ffmpeg")
+    if found is not None:
+        return found
+    try:
+        import imageio_ffmpeg
+    except ImportError:
+        return None
+    return str(imageio_ffmpeg.get_ffmpeg_exe())

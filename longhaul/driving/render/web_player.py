@@ -1,0 +1,174 @@
+"""The player of recordings for web pages: markup, styles and compactly encoded data.
+
+Positions are int16 multiples of a scale (a centimetre where the scene is small enough) in base64; the map is cut to the
+surroundings of the ego's path, thinned to 5 cm, and kept once for all recordings of a scenario.
+"""
+
+from __future__ import annotations
+
+import base64
+import html
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from longhaul.driving.render import polylines
+from longhaul.driving.render.recording import DARK, GOOD_EVENTS, LIGHT, Recording, camera, check, speeds
+from longhaul.telemetry import html as pages
+
+REACH = 150.0
+"""Metres around the ego's path that a page keeps of the map and of the other agents."""
+
+NOWHERE = -32768
+"""The int16 that stands for an absent agent."""
+
+Packed = dict[str, Any]
+
+PACKAGE = "longhaul.driving.render"
+"""Package whose `assets` folder holds the player."""
+
+
+def document(recordings: Sequence[Recording]) -> str:
+    """A whole page with nothing but the player."""
+    title = recordings[0].id if len(recordings) == 1 else f"{len(recordings)} recordings of driving"
+    card = f'<section class="card">{section(recordings)}</section>'
+    body = f"<main><header><h1>{html.escape(title)}</h1></header>\n{card}</main>"
+    return pages.page(title, body, styles=[pages.asset("page.css"), *styles()], scripts=scripts())
+
+
+def section(recordings: Sequence[Recording]) -> str:
+    """The player's markup with its data, for a page that also has `styles()` and `scripts()`."""
+    check(recordings)
+    data = pages.embed(encode(recordings))
+    markup = pages.asset("player.html", PACKAGE)
+    return f'<div class="player">\n{markup}<script type="application/json">{data}</script>\n</div>'
+
+
+def styles() -> list[str]:
+    return [colours(), pages.asset("player.css", PACKAGE)]
+
+
+def scripts() -> list[str]:
+    return [pages.asset("player.js", PACKAGE)]
+
+
+def colours() -> str:
+    """The colours of the map as CSS variables, for light and dark pages."""
+
+    def block(theme: dict[str, str]) -> str:
+        return ":root{" + "".join(f"--map-{role}:{code};" for role, code in theme.items()) + "}"
+
+    return f"{block(LIGHT)}\n@media (prefers-color-scheme: dark){{{block(DARK)}}}\n"
+
+
+def encode(recordings: Sequence[Recording]) -> dict[str, Any]:
+    """What `assets/player.js` reads: {"maps": [...], "recordings": [...]}, fit for JSON."""
+    maps: list[dict[str, Any]] = []
+    episodes = []
+    known: dict[str, int] = {}
+    for recording in recordings:
+        scene = _pack_map(recording)
+        key = repr(scene)
+        if key not in known:
+            known[key] = len(maps)
+            maps.append(scene)
+        episodes.append({**_pack_episode(recording), "map": known[key]})
+    return {"maps": maps, "recordings": episodes}
+
+
+def pack(points: np.ndarray) -> Packed:
+    """[..., 2] metres -> {"o": origin, "s": metres a unit, "d": little-endian int16, base64}; NaN becomes `NOWHERE`."""
+    points = np.asarray(points, float)
+    known = np.isfinite(points).all(-1)
+    if not known.any():
+        origin, scale = np.zeros(2), 0.01
+    else:
+        low, high = points[known].min(0), points[known].max(0)
+        origin = ((low + high) / 2).round(2)
+        scale = max(0.01, float(np.abs(points[known] - origin).max()) / 32000)
+    units = np.where(known[..., None], np.round((np.nan_to_num(points) - origin) / scale), NOWHERE)
+    return {"o": origin.tolist(), "s": scale, "d": _base64(units)}
+
+
+def unpack(packed: Packed) -> np.ndarray:
+    """float64 [P, 2]: what the player makes of `pack`'s result."""
+    units = np.frombuffer(base64.b64decode(packed["d"]), "<i2").astype(float).reshape(-1, 2)
+    points = np.array(packed["o"]) + units * packed["s"]
+    return np.where(units == NOWHERE, np.nan, points)
+
+
+def _base64(units: np.ndarray) -> str:
+    return base64.b64encode(np.asarray(units).astype("<i2").tobytes()).decode("ascii")
+
+
+def _pack_headings(heading: np.ndarray) -> str:
+    """Radians as int16 ten-thousandths within -pi .. pi; NaN as 0."""
+    wrapped = np.angle(np.exp(1j * np.nan_to_num(np.asarray(heading, float))))
+    return _base64(np.round(wrapped * 1e4))
+
+
+def _pack_map(recording: Recording) -> dict[str, Any]:
+    path = camera(recording).astype(float)
+    low, high = path.min(0) - REACH, path.max(0) + REACH
+    kinds: list[int] = []
+    runs: list[np.ndarray] = []
+    for kind, points in recording.drawing:
+        line = np.asarray(points, float)[:, :2]
+        for run in polylines.clip(line, low, high):
+            kinds.append(int(kind))
+            runs.append(polylines.simplify(run, 0.05) if len(run) > 2 else run)
+    points = np.concatenate(runs) if runs else np.zeros((0, 2))
+    return {"kinds": kinds, "counts": [len(run) for run in runs], "points": pack(points)}
+
+
+def _pack_episode(r: Recording) -> dict[str, Any]:
+    there = r.present & (r.kind > 0)
+    distance = np.linalg.norm(r.pose[:, :, :2] - camera(r)[:, None], axis=-1)
+    near = np.any(there & ((distance < REACH) | r.controlled), axis=0)
+    near[r.ego] = True
+    place = np.cumsum(near) - 1  # of those that are kept
+    position = np.where(there[:, near, None], r.pose[:, near, :2], np.nan)
+    return {
+        "id": r.id,
+        "label": r.label,
+        "dt": round(float(r.dt), 6),
+        "frames": len(r.present),
+        "ego": int(place[r.ego]),
+        "numbers": np.flatnonzero(near).tolist(),
+        "kinds": r.kind[near].tolist(),
+        "sizes": np.round(np.nan_to_num(r.size[near].astype(float)), 2).tolist(),
+        "controlled": r.controlled[near].astype(int).tolist(),
+        "position": pack(position),
+        "heading": _pack_headings(r.pose[:, near, 2]),
+        "expert": None if r.expert is None else pack(r.expert[:, :2]),
+        "expertHeading": None if r.expert is None else _pack_headings(r.expert[:, 2]),
+        "route": pack(polylines.simplify(r.route.astype(float), 0.05) if len(r.route) > 2 else r.route),
+        "lights": pack(r.light_position),
+        "lightStates": ["".join(str(int(state)) for state in row) for row in r.light_state],
+        "speed": [finite(speed, 2) for speed in speeds(r).tolist()],
+        "camera": pack(camera(r)),
+        **_pack_verdict(r.events, r.metrics),
+        "others": [
+            {"agent": int(place[v.agent]), **_pack_verdict(v.events, v.metrics)}
+            for v in r.others
+            if near[v.agent] and v.agent != r.ego
+        ],
+    }
+
+
+def _pack_verdict(events: Mapping[str, int | None], metrics: Mapping[str, float]) -> dict[str, Any]:
+    return {
+        "events": [
+            {"name": name, "frame": int(frame), "good": name in GOOD_EVENTS}
+            for name, frame in events.items()
+            if frame is not None
+        ],
+        "metrics": {name: finite(value, 5) for name, value in metrics.items()},
+    }
+
+
+def finite(value: float | None, digits: int) -> float | None:
+    """`value` rounded, or None where JSON has no word for it."""
+    return round(float(value), digits) if value is not None and math.isfinite(value) else None

@@ -1,0 +1,408 @@
+"""The road of a scenario as short directed segments, and a grid that says which of them are near.
+
+A row is a segment of at most `LONGEST` metres: a part of a lane's centre, of a line or an edge, of a crosswalk's or a
+speed bump's outline; or a stop sign, which has no length. Polylines are merged within `MERGE` metres. Only what lies
+within `REACH` of the routes and on their level is kept: rows of other levels of an overpass are left out as the edges
+of the distance field are.
+
+The grid has blocks of `BLOCK` metres along the routes, as a list; a directory tells the block of each cell, and where
+a cell has none, the nearest one. A block holds candidates for an observation, and for each of its FINE x FINE cells
+the lane segments that are nearest somewhere in it. The candidates follow from the rest, so shards do not store them.
+
+M rows, lanes' rows first, W lanes, G blocks. No JAX here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from longhaul.driving.datasets.log import (
+    CROSSWALK,
+    EDGE_BOUNDARY,
+    EDGE_MEDIAN,
+    LANE_BIKE,
+    LANE_FREEWAY,
+    LANE_STREET,
+    ROAD_LINES,
+    SPEED_BUMP,
+    STOP_SIGN,
+    Feature,
+)
+from longhaul.driving.scenario.road_edges import segment_distance, simplify
+from longhaul.driving.scenario.scenario import NO_ROAD, Road
+
+Array = Any  # numpy.ndarray or jax.Array
+
+LONGEST, MERGE = 10.0, 0.1
+"""Metres of the longest row (a little more where the source's points lie so), and by which merging may move it."""
+REACH = 70.0
+"""Metres from the routes beyond which rows are left out."""
+PLACE_UNIT, HALF_UNIT = 0.02, 0.002
+"""Metres: the units of a row's middle (int16, from the origin) and of its half (13 bits)."""
+HALF_MOST = 4095
+LIMIT_UNIT, LIMIT_MOST = 0.02, 4095
+"""The unit, m/s, of a speed limit (12 bits)."""
+MOST_ROWS, MOST_PLACE, MOST_PARTS = 32767, 32700, 1 << 20
+
+LEVEL, SLOPE, BRIDGE = 3.0, 0.08, 5.0
+"""What is of another level of the road: its height differs from the nearest route point's by more than `LEVEL` metres
+and `SLOPE` of the distance to it, since roads climb; in any case by more than `BRIDGE`."""
+
+MPH = 0.44704
+INFERRED = {LANE_FREEWAY: 70.0 * MPH, LANE_STREET: 45.0 * MPH}
+"""Speed limits, m/s, by a lane's kind where the source has none (as V-Max takes them)."""
+
+BIKE, STREET, FREEWAY = 1, 2, 3
+BROKEN, SOLID, EDGE = 1 << 2, 2 << 2, 3 << 2
+CROSSING, BUMP, STOP = 1 << 4, 2 << 4, 3 << 4
+CODES = {
+    LANE_BIKE: BIKE,
+    LANE_STREET: STREET,
+    LANE_FREEWAY: FREEWAY,
+    **{kind: BROKEN if kind in (6, 9, 10, 13) else SOLID for kind in ROAD_LINES},
+    EDGE_BOUNDARY: EDGE,
+    EDGE_MEDIAN: EDGE,
+    CROSSWALK: CROSSING,
+    SPEED_BUMP: BUMP,
+    STOP_SIGN: STOP,
+}
+"""What a row is, three numbers of two bits: lane, barrier, special; of each, a larger one binds more. A passing line
+(13) may be crossed like a broken one. Driveways are left out."""
+
+LIMIT_INFERRED, JUNCTION = 1, 2
+"""Bits of `Road.lane_flags`."""
+
+BLOCK, FINE = 16.0, 5
+"""Metres of a block; cells along its side."""
+PROBES = ((0.0, 0.0), *((i, j) for i in (-1.0, 0.0, 1.0) for j in (-1.0, 0.0, 1.0) if i or j))
+"""Where the lanes nearest to a cell are looked for, in halves of its side from its middle."""
+MARGIN = 8.0
+"""Metres around the routes that have blocks."""
+GOES_ON = 20.0
+"""Metres of a route after its goal that still have blocks."""
+RANGE = 60.0
+"""Metres from a block's middle within which its candidates lie."""
+NEAREST, SECOND = 9, 3
+"""Rows of a cell's list of lanes; by how many ranks a lane's second row comes later."""
+CANDIDATES, NEARBY = 384, 256
+"""Rows of a block's list for observations. Where more lie within RANGE, NEARBY of them are the nearest and the rest are
+spread evenly over the others, two and one by turns and the spread ones in bit-reversed order, so that any beginning of
+the list is as fair: 200 rows reach RANGE, and nearby few are missing."""
+MOST_LANES = 512
+"""Lanes' rows of a block that are looked at; the densest junctions have some 200."""
+FARTHEST, MOST_BLOCKS = 720.0, 1024
+"""Metres from the rows' origin beyond which there are no blocks; and the most of them: the ego's come first."""
+
+
+class Rows(NamedTuple):
+    """Segments before they are packed, float64."""
+
+    start: np.ndarray  # [M, 3]
+    end: np.ndarray  # [M, 3]
+    kind: np.ndarray  # int8 [M], one of CODES' values
+    lane: np.ndarray  # int64 [M], index of the lane's feature; -1
+
+
+class Roadmap(NamedTuple):
+    """The roads of S scenarios, one behind the other. Rows count from a scenario's first row, blocks from its first
+    block. All that has no road share one empty block, the first; so every look-up is legal."""
+
+    place: Array  # int32 [rows]: x in the low 16 bits, y in the high ones; PLACE_UNIT from the origin
+    shape: Array  # int32 [rows]: half x, half y (13 bits each, HALF_UNIT), kind (6 bits)
+    lane: Array  # int32 [lanes' rows]: number (15 bits), limit (12 bits, LIMIT_UNIT), flags (2 bits)
+    directory: Array  # int16 [cells]
+    points: Array  # int16 [blocks, CANDIDATES]
+    lanes: Array  # int16 [blocks * FINE * FINE, NEAREST]
+    head: Array  # int32 [S, 6]: first row, first lane's row, first cell, the directory's rows, columns, first block
+    corner: Array  # float32 [S, 4]: corner of the directory, origin of the rows
+
+
+def make_road(features: Sequence[Feature], near: np.ndarray, origin: np.ndarray) -> Road:
+    """The rows of `features` around the points `near` [Q, 3] of routes, relative to `origin` [3]; without a grid yet.
+
+    Where there are more than `MOST_ROWS`, or rows farther than 650 m from the middle of the routes, the farthest are
+    left out.
+    """
+    near = lattice(near)
+    rows = segments(features, near, origin)
+    middle = 0.5 * (rows.start + rows.end)
+    away, level = around(middle, near)
+    centre = np.round(0.5 * (near[:, :2].min(0) + near[:, :2].max(0)))
+    place = np.rint((middle[:, :2] - centre) / PLACE_UNIT)
+    keep = level & (away <= REACH) & (np.abs(place) <= MOST_PLACE).all(1)
+    if keep.sum() > MOST_ROWS:
+        keep &= away <= np.sort(away[keep])[MOST_ROWS - 1]
+    rows, place = Rows(*(column[keep] for column in rows)), place[keep]
+    used, lane = np.unique(rows.lane, return_inverse=True)
+    lane = lane.reshape(-1) - int((used < 0).any())
+    half = np.rint(0.5 * (rows.end - rows.start)[:, :2] / HALF_UNIT)
+    about = [features[i] for i in used[used >= 0]]
+    return NO_ROAD._replace(
+        origin=centre.astype(np.float32),
+        place=place.astype(np.int16),
+        half=np.clip(half, -HALF_MOST, HALF_MOST).astype(np.int16),
+        kind=rows.kind,
+        lane=lane.astype(np.int16),
+        lane_limit=np.array([limit(feature) for feature in about], np.float32),
+        lane_flags=np.array([flags(feature) for feature in about], np.int8),
+    )
+
+
+def lattice(points: np.ndarray) -> np.ndarray:
+    """One of `points` [Q, 3] from each box of 4 x 4 x 2 m."""
+    _, first = np.unique(np.floor(points / np.array([4.0, 4.0, 2.0])), axis=0, return_index=True)
+    return points[np.sort(first)]
+
+
+def around(points: np.ndarray, near: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Of points [P, 3]: the distance [P], m, in the plane to the nearest of `near` [Q, 3], and whether they are of its
+    level."""
+    away, closest = np.full(len(points), np.inf), np.zeros(len(points), np.int64)
+    for begin in range(0, len(points), 512):
+        part = slice(begin, begin + 512)
+        dx, dy = (points[part, None, i] - near[None, :, i] for i in (0, 1))
+        square = dx * dx + dy * dy
+        closest[part] = square.argmin(1)
+        away[part] = np.sqrt(square.min(1))
+    level = np.abs(points[:, 2] - near[closest, 2]) <= np.minimum(LEVEL + SLOPE * away, BRIDGE)
+    return away, level
+
+
+def segments(features: Sequence[Feature], near: np.ndarray, origin: np.ndarray) -> Rows:
+    """The segments of the features whose bounding boxes come within REACH of that of `near`, lanes first."""
+    low, high = near[:, :2].min(0) - REACH, near[:, :2].max(0) + REACH
+    pieces: list[np.ndarray] = []
+    kinds, lanes = [], []
+    order = sorted(range(len(features)), key=lambda i: features[i].kind > LANE_BIKE)
+    for i in order:
+        feature = features[i]
+        code = CODES.get(feature.kind)
+        if code is None or not len(feature.points):
+            continue
+        points = feature.points - origin
+        if (points[:, :2].max(0) < low).any() or (points[:, :2].min(0) > high).any():
+            continue
+        if feature.kind in (CROSSWALK, SPEED_BUMP) and len(points) > 2:
+            points = np.concatenate([points, points[:1]])
+        cut = [points[:1].repeat(2, 0)] if code == STOP else chop(points)
+        pieces += cut
+        kinds += [code] * len(cut)
+        lanes += [i if code in (BIKE, STREET, FREEWAY) else -1] * len(cut)
+    if not pieces:
+        return Rows(np.zeros((0, 3)), np.zeros((0, 3)), np.zeros(0, np.int8), np.zeros(0, np.int64))
+    thin = simplify(pieces, MERGE)
+    counts = np.array([len(piece) - 1 for piece in thin])
+    start, end = (np.concatenate([piece[part] for piece in thin]) for part in (slice(-1), slice(1, None)))
+    kind, lane = np.repeat(np.array(kinds, np.int8), counts), np.repeat(np.array(lanes, np.int64), counts)
+    length = np.hypot(*(end - start)[:, :2].T)
+    keep = (length > 0.02) | (kind == STOP)
+    return divide(Rows(start[keep], end[keep], kind[keep], lane[keep]), length[keep])
+
+
+def chop(points: np.ndarray) -> list[np.ndarray]:
+    """A polyline [P, 3] cut at its points into pieces of about equal length, LONGEST or less where points allow it."""
+    if len(points) < 2:
+        return []
+    s = np.append(0.0, np.cumsum(np.hypot(*np.diff(points[:, :2], axis=0).T)))
+    count = np.ceil(s[-1] / LONGEST)
+    if count <= 1:
+        return [points] if s[-1] > 0.0 else []
+    # by points, not by pieces: a damaged line may be ten thousand kilometres long
+    bounds = np.flatnonzero(np.diff(np.floor(s * (count / s[-1]))) > 0.0) + 1
+    bounds = bounds[bounds < len(points) - 1]
+    return [points[a : b + 1] for a, b in zip([0, *bounds], [*bounds, len(points) - 1], strict=True)]
+
+
+def divide(rows: Rows, length: np.ndarray) -> Rows:
+    """Rows with those longer than 1.5 LONGEST cut into equal parts; a kilometre is left out if they are absurdly
+    many."""
+    parts = np.where(length > 1.5 * LONGEST, np.ceil(length / LONGEST), 1).astype(np.int64)
+    if (parts == 1).all():
+        return rows
+    if parts.sum() > MOST_PARTS:
+        rows, parts = Rows(*(column[parts < 100] for column in rows)), parts[parts < 100]
+    index = np.repeat(np.arange(len(parts)), parts)
+    number = np.arange(len(index)) - np.repeat(np.cumsum(parts) - parts, parts)
+    step = (rows.end - rows.start)[index] / parts[index, None]
+    start = rows.start[index] + number[:, None] * step
+    return Rows(start, start + step, rows.kind[index], rows.lane[index])
+
+
+def limit(feature: Feature) -> float:
+    """A lane's speed limit, m/s: the source's, else that of its kind; 0 where nothing is known."""
+    known = feature.speed_limit or INFERRED.get(feature.kind, 0.0)
+    return LIMIT_UNIT * min(round(known / LIMIT_UNIT), LIMIT_MOST)
+
+
+def flags(feature: Feature) -> int:
+    inferred = not feature.speed_limit and feature.kind in INFERRED
+    return LIMIT_INFERRED * inferred + JUNCTION * bool(feature.junction)
+
+
+def middles(road: Road) -> np.ndarray:
+    """The middles of a road's rows, float32 [M, 2], m."""
+    return road.place * np.float32(PLACE_UNIT) + road.origin
+
+
+def halves(road: Road) -> np.ndarray:
+    """From a row's middle to its end, float32 [M, 2], m."""
+    return road.half * np.float32(HALF_UNIT)
+
+
+def lay_grid(road: Road, route: np.ndarray, route_length: np.ndarray, route_points: np.ndarray) -> Road:
+    """`road` with its grid along the routes [A, R, 3] of `Scenario`."""
+    ways = [
+        line[: min(count, int(length + GOES_ON) + 1), :2]
+        for line, length, count in zip(route, route_length, route_points, strict=True)
+        if count > 0
+    ]
+    along = np.concatenate([np.zeros((0, 2)), *ways])
+    along = along[(np.abs(along - road.origin) < FARTHEST).all(1)]
+    if not len(road.kind) or not len(along):
+        return NO_ROAD
+    around = (along[:, None] + MARGIN * np.array([(i, j) for i in (-1, 0, 1) for j in (-1, 0, 1)])).reshape(-1, 2)
+    corner = np.floor(around.min(0) / BLOCK) * BLOCK
+    cells, first = np.unique(((around - corner) / BLOCK).astype(np.int64), axis=0, return_index=True)
+    cells, shape = cells[np.argsort(first)][:MOST_BLOCKS], cells.max(0) + 1
+    every = np.stack(np.meshgrid(*(np.arange(n) for n in shape)), -1).reshape(-1, 2)  # row by row
+    nearest = np.concatenate(
+        [((part[:, None] - cells) ** 2).sum(-1).argmin(1) for part in np.array_split(every, 1 + len(every) // 256)]
+    )
+    return look_around(
+        road._replace(
+            corner=corner.astype(np.float32),
+            cells=cells.astype(np.int16),
+            directory=nearest.reshape(shape[::-1]).astype(np.int16),
+        )
+    )
+
+
+def look_around(road: Road, near_lanes: np.ndarray | None = None) -> Road:
+    """`road`, which has cells, with the lists of what is near them; `near_lanes` where it is known already: it takes
+    most of the work."""
+    if not len(road.cells):
+        return NO_ROAD
+    centre = road.corner + np.float32(BLOCK) * (road.cells + np.float32(0.5))
+    middle, half = middles(road), halves(road)
+    if near_lanes is None:
+        near_lanes = nearest_lanes(middle, half, road.lane, centre)
+    return road._replace(near=candidates(middle, half, centre), near_lanes=near_lanes)
+
+
+def candidates(middle: np.ndarray, half: np.ndarray, centre: np.ndarray) -> np.ndarray:
+    """The rows within RANGE of each block's middle [G, 2], nearest first, or thinned where they are too many: int16 [G,
+    CANDIDATES], -1 is none."""
+    out = np.full((len(centre), CANDIDATES), -1, np.int16)
+    share = np.arange(CANDIDATES) % 3 < 2
+    spread = CANDIDATES - NEARBY
+    turn = np.array([int(f"{i:0{spread.bit_length() - 1}b}"[::-1], 2) for i in range(spread)])
+    for g, place in enumerate(centre):
+        away = segment_distance(place, middle - half, 2 * half)
+        rows = np.flatnonzero(away < RANGE)
+        # whole numbers that hold distance and row are sorted faster than indices by floats
+        bits = away[rows].astype(np.float32).view(np.uint32).astype(np.uint64)
+        rows = (np.sort(bits << np.uint64(32) | rows.astype(np.uint64)) & np.uint64(0xFFFFFFFF)).astype(np.int64)
+        if len(rows) > CANDIDATES:
+            out[g, share] = rows[:NEARBY]
+            out[g, ~share] = rows[NEARBY + (len(rows) - NEARBY) * turn // spread]
+        else:
+            out[g, : len(rows)] = rows
+    return out
+
+
+def nearest_lanes(middle: np.ndarray, half: np.ndarray, lane: np.ndarray, centre: np.ndarray) -> np.ndarray:
+    """The lanes' rows nearest to each cell of each block: int16 [G, FINE * FINE, NEAREST], -1 is none; see `lanes_at`
+    of `roadmap`."""
+    out = np.full((len(centre), FINE * FINE, NEAREST), -1, np.int16)
+    count = int((lane >= 0).sum())
+    size = BLOCK / FINE
+    offsets = size * (np.arange(FINE) - 0.5 * (FINE - 1))
+    cell = np.stack(np.meshgrid(offsets, offsets), -1).reshape(-1, 1, 2)  # row by row
+    spots = np.array(PROBES) * 0.5 * size
+    probes = (cell + spots).astype(np.float32)  # [16, 5, 2]
+    diagonal = BLOCK * np.sqrt(2.0)
+    start, vector = (middle - half)[:count], 2 * half[:count]
+    for g, place in enumerate(centre if count else ()):
+        away = segment_distance(place, start, vector)
+        rows = np.flatnonzero(away <= away.min() + diagonal)
+        if len(rows) > MOST_LANES:
+            rows = rows[nearest_first(away[rows], MOST_LANES)]
+        gap = segment_distance((place + probes)[:, :, None], start[rows], vector[rows])  # [cells, probes, rows]
+        most = min(NEAREST, len(rows))
+        best = nearest_first(np.where(of_its_lane(gap, lane[rows]), gap, gap + FARTHEST), most)
+        rank = np.full(gap.shape, NEAREST, np.float32)
+        np.put_along_axis(rank, best, np.broadcast_to(np.arange(most, dtype=np.float32), best.shape), -1)
+        # the best rank at any probe counts, and of equal ones the distance from the middle; a second row of a lane
+        # is worth less than the first of another one
+        worth = rank.min(1) * FARTHEST + np.minimum(gap[:, 0], 0.9 * FARTHEST)
+        chosen = nearest_first(np.where(of_its_lane(worth, lane[rows]), worth, worth + SECOND * FARTHEST), most)
+        out[g, :, :most] = rows[chosen]
+    return out
+
+
+def of_its_lane(gap: np.ndarray, lane: np.ndarray) -> np.ndarray:
+    """bool [..., rows]: which rows are the nearest of their `lane` [rows], by their distances `gap` [..., rows]."""
+    order = np.argsort(lane, kind="stable")
+    _, first, number = np.unique(lane[order], return_index=True, return_inverse=True)
+    least = np.minimum.reduceat(gap[..., order], first, axis=-1)
+    each = np.empty(len(lane), np.int64)
+    each[order] = number
+    return gap <= least[..., each]
+
+
+def nearest_first(values: np.ndarray, count: int) -> np.ndarray:
+    """The indices [..., count] of the smallest `values` [..., M], in order."""
+    if count < values.shape[-1]:
+        some = np.argpartition(values, count - 1, axis=-1)[..., :count]
+    else:
+        some = np.broadcast_to(np.arange(count), values.shape)
+    order = np.take_along_axis(values, some, -1).argsort(-1, kind="stable")
+    return np.take_along_axis(some, order, -1)
+
+
+def join(roads: Sequence[Road]) -> Roadmap:
+    """The roads of a bank's scenarios, packed; NumPy arrays."""
+    roads = [road if len(road.cells) else NO_ROAD for road in roads]
+    none = Roadmap(
+        place=np.zeros(1, np.int32),
+        shape=np.zeros(1, np.int32),
+        lane=np.zeros(1, np.int32),
+        directory=np.zeros(1, np.int16),
+        points=np.full((1, CANDIDATES), -1, np.int16),
+        lanes=np.full((FINE * FINE, NEAREST), -1, np.int16),
+        head=np.zeros(6, np.int32),
+        corner=np.zeros(4, np.float32),
+    )
+    parts = [none, *(pack(road) for road in roads)]
+    sizes = np.array([[len(p.place), len(p.lane), len(p.directory), len(p.points)] for p in parts])
+    first = np.where(sizes[1:, 3:] > 0, np.cumsum(sizes, 0)[:-1], 0)
+    shape = [road.directory.shape for road in roads]  # (1, 1) where there is no road
+    head = np.concatenate([first[:, :3], np.array(shape).reshape(-1, 2), first[:, 3:]], 1)
+    flat = {name: np.concatenate([getattr(part, name) for part in parts]) for name in Roadmap._fields[:6]}
+    return Roadmap(**flat, head=head.astype(np.int32), corner=np.stack([part.corner for part in parts[1:]]))
+
+
+def pack(road: Road) -> Roadmap:
+    """One road as in `Roadmap`, without a head."""
+    place, half = road.place.astype(np.int64), road.half.astype(np.int64)
+    known = road.lane >= 0
+    lane = road.lane[known].astype(np.int64)
+    about = np.rint(road.lane_limit / LIMIT_UNIT).astype(np.int64) << 15 | road.lane_flags.astype(np.int64) << 27
+    shape = half[:, 0] & 0x1FFF | (half[:, 1] & 0x1FFF) << 13 | road.kind.astype(np.int64) << 26
+
+    def packed(word: np.ndarray) -> np.ndarray:
+        return word.astype(np.uint32).view(np.int32)
+
+    return Roadmap(
+        place=packed(place[:, 0] & 0xFFFF | (place[:, 1] & 0xFFFF) << 16),
+        shape=packed(shape),
+        lane=packed(lane | about[lane]),
+        directory=road.directory.reshape(-1) if len(road.cells) else np.zeros(0, np.int16),
+        points=road.near.reshape(-1, CANDIDATES),
+        lanes=road.near_lanes.reshape(-1, NEAREST),
+        head=np.zeros(6, np.int32),
+        corner=np.concatenate([road.corner, road.origin]),
+    )

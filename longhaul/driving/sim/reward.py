@@ -1,0 +1,121 @@
+"""What a driver is to do and to leave: events and reward.
+
+Events, of one agent in one step (after its motion, t >= 1):
+
+- collision: its box overlaps the box of anybody present.
+- offroad: one of its four corners has a positive signed distance to the road's edge; never for pedestrians.
+- red_light: its front bumper, half a length ahead of its place s on the route, passes a stop line of the route
+  (s_before + l/2 < light_s <= s + l/2) and the light is red both before and after the step; only within 5 m and 90
+  degrees of the route.
+- goal: s >= route_length - min(1 m, 2 % of it). Where the log moved less than 0.5 m there is nothing to reach: the
+  goal is then to be still within 2 m of there when the log ends.
+
+The limits of comfort are V-Max's (arXiv 2503.08388), after nuPlan (arXiv 2106.11810). What an episode is worth in the
+end is told by `measures`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from longhaul.driving.datasets.log import PEDESTRIAN
+from longhaul.driving.sim.features import Features
+
+MAX_COMFORT_LATERAL = 2.0  # m/s^2
+MIN_COMFORT_LONGITUDINAL, MAX_COMFORT_LONGITUDINAL = -4.05, 2.40  # m/s^2
+MAX_COMFORT_JERK = 8.3  # m/s^3
+MAX_COMFORT_YAW = 0.95  # rad/s
+
+HARD = 3.0
+"""Braking, m/s^2, that nobody should come to need: the sooner a driver feels it, the sooner it learns to stop."""
+
+STILL = 0.5
+"""A route shorter than this, m, has nothing to reach."""
+
+STAY = 2.0
+"""How far, m, whoever has nothing to reach may be from its route's beginning at the end."""
+
+EVENTS = ("collision", "offroad", "red_light", "goal")
+
+
+@dataclass(frozen=True)
+class Weights:
+    """What things are worth. Events count once an episode."""
+
+    progress: float = 0.1  # a metre along the route, not beyond its end
+    collision: float = -4.0
+    offroad: float = -4.0
+    red_light: float = -4.0
+    goal: float = 2.0
+    discomfort: float = -0.01  # each limit of comfort exceeded by itself, at most twice
+    haste: float = -0.05  # needed braking (`Features.braking`) above HARD, in parts of HARD, at most twice
+    lateral: float = -0.01  # a metre beside the route, at most 4
+    heading: float = -0.02  # 1 - cos of the angle to the route
+
+
+class Events(NamedTuple):
+    """What happened in one step, each bool [A]."""
+
+    collision: jax.Array
+    offroad: jax.Array
+    red_light: jax.Array
+    goal: jax.Array
+
+
+class Ride(NamedTuple):
+    """How a step felt, each [A]."""
+
+    longitudinal: jax.Array  # m/s^2
+    lateral: jax.Array  # m/s^2
+    jerk: jax.Array  # m/s^3
+    yaw: jax.Array  # rad/s
+
+
+def judge(features: Features, route_length: jax.Array, over: jax.Array) -> Events:
+    """The events of a step; `over`: whether the log ends with it."""
+    arrived = features.s >= route_length - jnp.minimum(1.0, 0.02 * route_length)
+    stayed = over & (jnp.abs(features.s) <= STAY) & (jnp.abs(features.lateral) <= STAY)
+    return Events(
+        collision=jnp.any(features.seen & (features.separation < 0.0), axis=-1),
+        offroad=(jnp.max(features.corner_clearance, axis=-1) > 0.0) & (features.kind != PEDESTRIAN),
+        red_light=features.ran_red,
+        goal=jnp.where(route_length < STILL, stayed, arrived),
+    )
+
+
+def excess(ride: Ride) -> jax.Array:
+    """By how much of themselves the limits of comfort are exceeded, each at most twice, summed [A]."""
+    parts = (
+        jnp.abs(ride.lateral) / MAX_COMFORT_LATERAL,
+        ride.longitudinal / MAX_COMFORT_LONGITUDINAL,
+        ride.longitudinal / MIN_COMFORT_LONGITUDINAL,
+        jnp.abs(ride.jerk) / MAX_COMFORT_JERK,
+        jnp.abs(ride.yaw) / MAX_COMFORT_YAW,
+    )
+    return sum((jnp.clip(part - 1.0, 0.0, 2.0) for part in parts), start=jnp.zeros_like(ride.jerk))
+
+
+def reward(
+    weights: Weights,
+    events: Events,
+    happened: Events,
+    furthest: jax.Array,
+    features: Features,
+    ride: Ride,
+    route_length: jax.Array,
+) -> jax.Array:
+    """The reward [A] of a step; what has `happened`, and the `furthest` arc length, are those before it."""
+    metres = jnp.minimum(jnp.maximum(features.s, furthest), jnp.maximum(route_length, furthest))
+    total = weights.progress * (metres - furthest)
+    total = total + weights.discomfort * excess(ride)
+    total = total + weights.haste * jnp.clip(features.braking / HARD - 1.0, 0.0, 2.0)
+    total = total + weights.lateral * jnp.minimum(jnp.abs(features.lateral), 4.0)
+    total = total + weights.heading * (1.0 - jnp.cos(features.heading_error))
+    for name in EVENTS:
+        first = getattr(events, name) & ~getattr(happened, name)
+        total = total + getattr(weights, name) * first.astype(jnp.float32)
+    return total

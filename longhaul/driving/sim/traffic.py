@@ -1,0 +1,312 @@
+"""Who is where in a world: replayed logs, vehicles that react, and the agents that are driven.
+
+Reactive vehicles keep to their logged way, go on along the lanes where it ends, and choose their speed by the
+Intelligent Driver Model (Treiber, Hennecke and Helbing, "Congested traffic states in empirical observations and
+microscopic simulations", 2000). A leader is whatever stands in the corridor ahead, with its present pose. Three things
+stand in for what a log does not tell: a vehicle slows for the bends of its way; it does not pass a place where its log
+waits, now or next (mostly at a red light), before its log leaves it; and it gives way to whoever will cross its
+corridor within `HORIZON` seconds and will be there first.
+
+A reactive vehicle appears at the step and place at which the log sees it first, or as soon as that place is free; it
+is gone when the log has lost it and it has come as far as there. One that the log lost while it stood is gone then:
+mostly it goes on under another name.
+
+With `drift`, everybody who is not driven keeps the velocity with which the log sees him first.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from longhaul.driving.datasets.log import VEHICLE
+from longhaul.driving.scenario.extents import STIR
+from longhaul.driving.sim.dynamics import MAX_ACCELERATION, Motion, travel
+from longhaul.driving.sim.geometry import FREE, into, wrap
+from longhaul.driving.sim.tables import PATH_SPACING, PATH_WINDOW, Paths, Tables, sighted_at, slice_at, stretch
+
+HEADWAY = 1.2  # s
+STANDSTILL = 2.0  # m
+ACCELERATION = 2.0  # m/s^2
+BRAKING = 3.0  # m/s^2, comfortable
+BEND = 2.5  # m/s^2 of lateral acceleration that a reactive vehicle takes
+MARGIN = 0.2  # m, kept beside a corridor
+TOUCH = -0.1  # m, likewise of what stands replayed: the log came past it
+HORIZON = 3.0  # s, in which crossing traffic is looked for
+SLANT = 0.3  # sine of the angle from which on ways cross
+PATIENCE = 1.5  # s, by which who stands lets others come later
+STILL = 0.3  # m/s, below which a log's velocity is noise
+STRIDE = 2  # every second point of a way is looked at
+OUTSIDE = -1.0  # m, as arc length: not in the world yet
+S_UNIT, SPEED_UNIT, SPEED_BITS = np.float32(2e-3), np.float32(1e-2), 12  # m, m/s
+NOT_YET = np.uint32(0xFFFFFFFF)
+"""How `Reactive` packs its numbers: a world of 64 vehicles and agents is 4 kB. Of a speed, what is below half a unit
+is lost: IDM's last 0.05 m/s^2 at steps of 0.1 s."""
+
+
+class Scene(NamedTuple):
+    """Everybody of one world at one time, each [N]."""
+
+    x: jax.Array
+    y: jax.Array
+    heading: jax.Array
+    cos: jax.Array
+    sin: jax.Array
+    vx: jax.Array
+    vy: jax.Array
+    half_length: jax.Array
+    half_width: jax.Array
+    kind: jax.Array  # float32: log.VEHICLE ...
+    present: jax.Array  # bool
+    slot: jax.Array  # int32: index among the controlled agents, or -1
+
+
+class Reactive(NamedTuple):
+    """Where the reactive vehicles are on their ways; means nothing for the others. Made by `reacting`."""
+
+    word: jax.Array  # uint32 [N]: 20 bits of S_UNIT, 12 bits of SPEED_UNIT; NOT_YET before they appear
+
+    @property
+    def s(self) -> jax.Array:
+        """float32 [N], m; OUTSIDE before they appear."""
+        return jnp.where(self.word == NOT_YET, OUTSIDE, (self.word >> SPEED_BITS).astype(np.float32) * S_UNIT)
+
+    @property
+    def speed(self) -> jax.Array:
+        """float32 [N], m/s; 0 before they appear."""
+        units = (self.word & np.uint32((1 << SPEED_BITS) - 1)).astype(np.float32)
+        return jnp.where(self.word == NOT_YET, 0.0, units * SPEED_UNIT)
+
+
+def reacting(s: jax.Array, speed: jax.Array) -> Reactive:
+    """Vehicles at arc lengths `s` [N], OUTSIDE where they have not appeared, with `speed` [N]. Both stop at the ends of
+    their bits: 2.1 km and 41 m/s."""
+    ways = jnp.clip(jnp.round(s * np.float32(1.0 / S_UNIT)), 0.0, (1 << 32 - SPEED_BITS) - 2.0).astype(jnp.uint32)
+    paces = jnp.clip(jnp.round(speed * np.float32(1.0 / SPEED_UNIT)), 0.0, (1 << SPEED_BITS) - 1.0).astype(jnp.uint32)
+    return Reactive(jnp.where(s < 0.0, NOT_YET, (ways << SPEED_BITS) | paces))
+
+
+def scene(
+    tables: Tables,
+    scenario: jax.Array,
+    t: jax.Array,
+    motion: Motion,
+    there: jax.Array,
+    reactive: Reactive | None,
+    drift: bool = False,
+) -> Scene:
+    """The world at step t, with the controlled agents at `motion` [A] where they are `there`, and nowhere else."""
+    logged, body = slice_at(tables, scenario, t), tables.body[scenario]
+    x, y, heading, vx, vy, present = (logged[i] for i in range(6))
+    slot = body[3].astype(jnp.int32)
+    if drift:
+        x, y, heading, vx, vy = adrift(tables, scenario, t)
+    if reactive is not None and tables.paths is not None:
+        path_x, path_y, path_heading = on_path(tables.paths, scenario, reactive.s)
+        moves = tables.paths.reactive[scenario]
+        x, y = jnp.where(moves, path_x, x), jnp.where(moves, path_y, y)
+        heading = jnp.where(moves, path_heading, heading)
+        vx = jnp.where(moves, reactive.speed * jnp.cos(path_heading), vx)
+        vy = jnp.where(moves, reactive.speed * jnp.sin(path_heading), vy)
+        present = jnp.where(moves, inside(tables.paths, scenario, t, reactive), present)
+    driven = slot >= 0
+
+    def put(agents: jax.Array, others: jax.Array) -> jax.Array:
+        theirs = jnp.broadcast_to(agents, slot.shape) if agents.shape[0] == 1 else agents[jnp.maximum(slot, 0)]
+        return jnp.where(driven, theirs, others)
+
+    heading = put(motion.heading, heading)
+    return Scene(
+        x=put(motion.x, x),
+        y=put(motion.y, y),
+        heading=heading,
+        cos=jnp.cos(heading),
+        sin=jnp.sin(heading),
+        vx=put(motion.speed * jnp.cos(motion.heading), vx),
+        vy=put(motion.speed * jnp.sin(motion.heading), vy),
+        half_length=body[0],
+        half_width=body[1],
+        kind=body[2],
+        present=put(there, present > 0.5),
+        slot=slot,
+    )
+
+
+def adrift(tables: Tables, scenario: jax.Array, t: jax.Array) -> tuple[jax.Array, ...]:
+    """x, y, heading, velocity x and y [N] of everybody who keeps the velocity of his first logged step."""
+    x, y, heading, vx, vy, _ = sighted_at(tables, scenario)
+    moves = jnp.hypot(vx, vy) > STILL
+    vx, vy = jnp.where(moves, vx, 0.0), jnp.where(moves, vy, 0.0)
+    steps = jnp.minimum(t, tables.steps[scenario] - 1) - tables.first[scenario]
+    time = tables.dt[scenario] * jnp.maximum(steps, 0).astype(jnp.float32)
+    return x + time * vx, y + time * vy, heading, vx, vy
+
+
+def inside(paths: Paths, scenario: jax.Array, t: jax.Array, state: Reactive) -> jax.Array:
+    """float32 [N], 0 or 1: which reactive vehicles are in the world at step t."""
+    left = (t > paths.last[scenario]) & (state.s > paths.gone[scenario] - STIR)
+    return ((state.s >= 0.0) & ~left).astype(jnp.float32)
+
+
+def interaction(speed: jax.Array, gap: jax.Array, leader: jax.Array) -> jax.Array:
+    """The part of IDM that a leader `gap` metres ahead at speed `leader` costs, as a share of ACCELERATION."""
+    closing = speed * (speed - leader) / (2.0 * (ACCELERATION * BRAKING) ** 0.5)
+    wanted = STANDSTILL + jnp.maximum(speed * HEADWAY + closing, 0.0)
+    return jnp.square(wanted / jnp.maximum(gap, 0.1))
+
+
+def idm(speed: jax.Array, desired: jax.Array, hindrance: jax.Array) -> jax.Array:
+    """IDM's acceleration, m/s^2, given the largest `interaction`; within the vehicle's limits."""
+    free = jnp.square(jnp.square(speed / jnp.maximum(desired, 0.1)))
+    return jnp.clip(ACCELERATION * (1.0 - free - hindrance), -MAX_ACCELERATION, ACCELERATION)
+
+
+def bend_speed(headings: jax.Array, spacing: float, offset: np.ndarray) -> jax.Array:
+    """The speed from which comfortable braking meets every bend of a way ahead, m/s.
+
+    `headings` [..., M] of points `spacing` apart, the first of them `offset` [M] metres ahead.
+    """
+    span = max(int(4.0 / spacing), 1)
+    turn = jnp.abs(wrap(headings[..., span:] - headings[..., :-span])) / (span * spacing)
+    square = BEND / jnp.maximum(turn, 1e-3)
+    ramp = np.broadcast_to(2.0 * 0.5 * BRAKING * offset[:-span], turn.shape)
+    return jnp.sqrt(jnp.min(square + ramp, axis=-1))
+
+
+def on_path(paths: Paths, scenario: jax.Array, s: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """x, y, heading [N] at arc lengths `s` of everybody's logged way."""
+    place = jnp.maximum(s, 0.0) / PATH_SPACING
+    index = jnp.clip(place.astype(jnp.int32), 0, paths.lines.count[scenario] - 2)
+    part = place - index.astype(jnp.float32)
+    ends = read(paths, scenario, index, 2)
+    low, high = ends[:, :, 0], ends[:, :, 1]
+    step = high - low
+    return low[:, 0] + part * step[:, 0], low[:, 1] + part * step[:, 1], low[:, 2] + part * wrap(step[:, 2])
+
+
+def read(paths: Paths, scenario: jax.Array, index: jax.Array, size: int) -> jax.Array:
+    """float32 [N, 3, size]: points of everybody's way from `index` [N] on."""
+
+    def one(n: jax.Array, i: jax.Array) -> jax.Array:
+        return stretch(paths.lines, scenario, n, i, size)
+
+    return jax.vmap(one)(jnp.arange(index.shape[0], dtype=jnp.int32), index)
+
+
+def begin(tables: Tables, scenario: jax.Array) -> Reactive | None:
+    """Reactive vehicles as the log has them at its first step; None where nobody reacts."""
+    if tables.paths is None:
+        return None
+    logged = slice_at(tables, scenario, jnp.zeros_like(scenario))
+    there = logged[5] > 0.5
+    return reacting(jnp.where(there, logged[6], OUTSIDE), jnp.hypot(logged[3], logged[4]))
+
+
+def react(tables: Tables, scenario: jax.Array, t: jax.Array, here: Scene, state: Reactive) -> Reactive:
+    """Reactive vehicles one step on, from step t, where everybody is as in the scene `here`."""
+    paths = tables.paths
+    assert paths is not None
+    acceleration = respond(paths, scenario, here, state)
+    after = slice_at(tables, scenario, t + 1)
+    # who is past the place where its log waits has nothing more to wait for
+    wall = jnp.where(state.s <= after[7] + STIR, after[7], paths.end[scenario])
+    wall = jnp.minimum(wall, paths.end[scenario]) - state.s + STANDSTILL  # vehicles rest STANDSTILL before it
+    stop = ACCELERATION * (1.0 - interaction(state.speed, wall, jnp.zeros_like(wall)))
+    acceleration = jnp.maximum(jnp.minimum(acceleration, stop), -MAX_ACCELERATION)
+    distance, speed = travel(state.speed, acceleration, tables.dt[scenario])
+    waits = state.word == NOT_YET
+    appears = waits & (t + 1 >= tables.first[scenario]) & free_entrance(paths, scenario, here)
+    return reacting(
+        jnp.where(waits, jnp.where(appears, 0.0, OUTSIDE), jnp.minimum(state.s + distance, paths.end[scenario])),
+        jnp.where(waits, jnp.where(appears, paths.begin[scenario], 0.0), speed),
+    )
+
+
+def free_entrance(paths: Paths, scenario: jax.Array, here: Scene) -> jax.Array:
+    """bool [N]: whether nobody stands where a vehicle's way begins."""
+    x, y, heading = on_path(paths, scenario, jnp.zeros_like(here.x))
+    cos, sin = jnp.cos(heading)[:, None], jnp.sin(heading)[:, None]
+    u, v = into(here.x[None, :] - x[:, None], here.y[None, :] - y[:, None], cos, sin)
+    turn_cos, turn_sin = into(here.cos[None, :], here.sin[None, :], cos, sin)
+    c, s = jnp.abs(turn_cos), jnp.abs(turn_sin)
+    length, width = here.half_length[None, :], here.half_width[None, :]
+    long = here.half_length[:, None] + length * c + width * s + STANDSTILL
+    wide = here.half_width[:, None] + length * s + width * c + MARGIN
+    return ~jnp.any(here.present[None, :] & (jnp.abs(u) < long) & (jnp.abs(v) < wide), axis=1)
+
+
+def respond(paths: Paths, scenario: jax.Array, here: Scene, state: Reactive) -> jax.Array:
+    """IDM's acceleration [N] of every vehicle towards everybody in its corridor, those who will cross it, and the bends
+    of its way."""
+    index = jnp.clip((state.s / PATH_SPACING).astype(jnp.int32), 0, paths.lines.count[scenario] - PATH_WINDOW)
+    points = read(paths, scenario, index, PATH_WINDOW)
+    offset = PATH_SPACING * np.arange(PATH_WINDOW, dtype=np.float32)
+    along = (PATH_SPACING * index.astype(jnp.float32) - state.s)[:, None] + offset[None, ::STRIDE]
+    speed, length, width = state.speed[:, None], here.half_length[:, None], here.half_width[:, None]
+    pace = jnp.hypot(here.vx, here.vy)
+    moves = paths.reactive[scenario]
+    stands = ~moves & (here.slot < 0) & (pace < STILL)
+    margin = width + jnp.where(stands, TOUCH, MARGIN)[None, :]
+    found = survey(points[:, :, ::STRIDE], along, here, pace, margin)
+    others = here.present[None, :] & ~np.eye(here.x.shape[0], dtype=bool)
+    theirs = here.vx[None, :] * here.cos[:, None] + here.vy[None, :] * here.sin[:, None]
+    cost = interaction(speed, found.near - length, jnp.maximum(theirs, 0.0))
+    cost = jnp.where(found.near < FREE, cost, 0.0)
+    gap = found.crossing - length - here.half_width[None, :] - MARGIN
+    yields = gives_way(found, here, state.speed, pace, gap)
+    cost = jnp.maximum(cost, jnp.where(yields, interaction(speed, gap, jnp.zeros_like(gap)), 0.0))
+    hindrance = jnp.max(jnp.where(others, cost, 0.0), axis=1)
+    bend = bend_speed(points[:, 2], PATH_SPACING, offset)
+    return idm(state.speed, jnp.minimum(paths.cruise[scenario], bend), hindrance)
+
+
+class Survey(NamedTuple):
+    """What lies on each of N ways because of each of N others, m along the way from where its vehicle is, or FREE."""
+
+    near: jax.Array  # [N, N]: where the other stands in the corridor
+    crossing: jax.Array  # [N, N]: where it will cross the corridor
+    away: jax.Array  # [N, N]: how far the other has to go to there
+
+
+def survey(points: jax.Array, along: jax.Array, here: Scene, pace: jax.Array, margin: jax.Array) -> Survey:
+    """Of ways of M points [N, 3, M], `along` [N, M] metres ahead: the first in each other's box, larger by
+    PATH_SPACING and `margin` [N, N], and the first in the band that the other sweeps in HORIZON seconds at its `pace`
+    [N], where the two are not almost parallel. Unrolled as `geometry.blocked` is, with one look at every point."""
+    cos, sin = here.cos[None, :], here.sin[None, :]
+    own_u, own_v = into(here.x[None, :], here.y[None, :], cos, sin)
+    long, wide = here.half_length[None, :] + PATH_SPACING, here.half_width[None, :] + margin
+    reach = here.half_length[None, :] + HORIZON * pace[None, :]
+    way_cos, way_sin = jnp.cos(points[:, 2]), jnp.sin(points[:, 2])
+    near = crossing = away = jnp.full(margin.shape, FREE)
+    for j in reversed(range(along.shape[-1])):
+        at = along[:, j, None]
+        u, v = into(points[:, 0, j, None], points[:, 1, j, None], cos, sin)
+        u = u - own_u
+        within = (jnp.abs(v - own_v) <= wide) & (at > 0.0)
+        near = jnp.where(within & (jnp.abs(u) <= long), at, near)
+        slant = jnp.abs(way_sin[:, j, None] * cos - way_cos[:, j, None] * sin)
+        sweeps = within & (u > 0.0) & (u <= reach) & (slant > SLANT)
+        crossing, away = jnp.where(sweeps, at, crossing), jnp.where(sweeps, u, away)
+    return Survey(near, crossing, away)
+
+
+def gives_way(found: Survey, here: Scene, speed: jax.Array, pace: jax.Array, gap: jax.Array) -> jax.Array:
+    """bool [N, N]: whether a vehicle lets an other cross its corridor, `gap` [N, N] metres before that place.
+
+    Both would be there at a time, and the other first; people on foot and on cycles always go first. Who stands lets
+    those pass, too, who would come a little later. Nobody stops where he cannot any more, or within the crossing.
+    """
+    length, width = here.half_length, here.half_width
+    mine, theirs = jnp.maximum(speed, 2.0)[:, None], jnp.maximum(pace, STILL)[None, :]
+    far = length[:, None] + width[None, :]
+    begin, end = jnp.maximum(found.crossing - far, 0.0) / mine, (found.crossing + far) / mine
+    far = length[None, :] + width[:, None]
+    enters, leaves = jnp.maximum(found.away - far, 0.0) / theirs, (found.away + far) / theirs
+    meet = (enters < end + 0.5) & (begin < leaves + 0.5)
+    patience = jnp.where(speed < 1.0, PATIENCE, 0.0)[:, None]
+    first = (enters < begin + patience) | (here.kind != VEHICLE)[None, :]
+    stops = (gap > 0.0) & (jnp.square(speed)[:, None] < 2.0 * MAX_ACCELERATION * gap)
+    return (found.crossing < FREE) & (pace > 2.0 * STILL)[None, :] & meet & first & stops

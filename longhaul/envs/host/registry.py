@@ -1,0 +1,131 @@
+"""Environments on the host by name: Gymnasium's, Atari's, EnvPool's, batched NumPy and torch ones, and our own.
+
+A plain table: to add a kind, write the function that makes it and one line here. Nothing is imported before it is
+needed, JAX least of all.
+"""
+
+from __future__ import annotations
+
+import ast
+import importlib
+import importlib.util
+import re
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from longhaul.envs.host import vector as vectors
+from longhaul.envs.host.vector import Description, HostVector
+
+if TYPE_CHECKING:
+    from longhaul import types
+
+
+class Kind(NamedTuple):
+    """How environments of one kind are made."""
+
+    module: str  # with a function (name, num_envs, seed, **options) -> HostVector
+    function: str
+    needs: tuple[str, ...]  # what must be importable
+    install: str  # how to get it; "" where it is always there
+    example: str
+    about: str
+
+
+KINDS: dict[str, Kind] = {
+    "gymnasium": Kind(
+        "longhaul.envs.host.gymnasium_vector", "gymnasium", ("gymnasium",), "longhaul[host]", "gymnasium/CartPole-v1",
+        "Gymnasium's registry: its own vector form where there is one, else a loop",
+    ),
+    "vector": Kind(
+        "longhaul.envs.host.gymnasium_vector", "vector", ("gymnasium",), "longhaul[host]", "vector/my_package:make",
+        "any Gymnasium vector environment, in any autoreset mode",
+    ),
+    "ale": Kind(
+        "longhaul.envs.host.gymnasium_vector", "ale", ("gymnasium", "ale_py"), "longhaul[host]", "ale/pong",
+        "Atari by ale_py's vector environment",
+    ),
+    "envpool": Kind(
+        "longhaul.envs.host.gymnasium_vector", "envpool", ("gymnasium", "envpool"), "longhaul[envpool]",
+        "envpool/Pong-v5", "EnvPool, synchronous",
+    ),
+    "torch": Kind(
+        "longhaul.envs.host.torch_vector", "torch", ("gymnasium", "torch"), "longhaul[host] torch",
+        "torch/my_package:make", "vector environments of torch tensors, as Isaac Lab has them",
+    ),
+    "numpy": Kind(
+        "longhaul.envs.host.numpy_vector", "numpy", (), "", "numpy/longhaul.envs.batched:cartpole",
+        "any batched NumPy environment that keeps the protocol Batched",
+    ),
+    "jax": Kind(
+        "longhaul.envs.host.jax_vector", "named", (), "", "jax/cartpole",
+        "Longhaul's own environments, stepped in batches by a compiled call",
+    ),
+    "driving": Kind(
+        "longhaul.envs.host.driving_vector", "driving", (), "", "driving/generated",
+        "driving in generated scenarios, or driving/PATH in logs; an agent is a column",
+    ),
+}  # fmt: skip
+
+
+def describe(name: str, **options: Any) -> Description:
+    """ "kind/name" as plain data; options may follow it as in an address. ValueError where there is no such kind.
+
+    Example: "ale/pong?img_height=42&img_width=42". Values are Python's literals, or else text.
+    """
+    path, _, query = name.partition("?") if _QUERY.search(name) else (name, "", "")
+    kind, _, rest = path.partition("/")
+    if kind not in KINDS or not rest:
+        raise ValueError(f"{name!r} is no environment on the host; write KIND/NAME, KIND one of {', '.join(KINDS)}")
+    told = dict(pair.split("=", 1) for pair in query.split("&")) if query else {}
+    return Description(
+        kind, rest, tuple(sorted(({key: _literal(text) for key, text in told.items()} | options).items()))
+    )
+
+
+_QUERY = re.compile(r"\?\w+=[^&]*(&\w+=[^&]*)*$")
+"""Options at the end of a name; other question marks are a path's."""
+
+
+def _literal(text: str) -> Any:
+    try:
+        return ast.literal_eval(text)
+    except (ValueError, SyntaxError):
+        return text
+
+
+def make(description: Description, num_envs: int, seed: int = 0) -> HostVector:
+    """`num_envs` worlds of it, not begun yet. ValueError, one line, where it can't be."""
+    if num_envs < 1:
+        raise ValueError(f"num_envs is {num_envs}; at least 1 environment is needed")
+    kind = KINDS[description.kind]
+    lacking = missing(kind)
+    if lacking:
+        raise ValueError(f"{description} needs {' and '.join(lacking)}: pip install {kind.install}")
+    function = vars(importlib.import_module(kind.module))[kind.function]
+    try:
+        return function(description.name, num_envs, seed, **dict(description.options))
+    except TypeError as error:
+        if "argument" in str(error):  # an option that it does not take
+            raise ValueError(f"{description}: {error}") from error
+        raise
+
+
+def specification(vector: HostVector) -> types.Spec:
+    """What algorithms are told of a vector: of our own environments all they say, packed observations among it."""
+    from longhaul.envs.host.jax_vector import JaxVector
+
+    return vector.programs.environment.spec if isinstance(vector, JaxVector) else vectors.specification(vector.spec)
+
+
+def missing(kind: Kind) -> list[str]:
+    """What of its needs is not installed."""
+    return [name for name in kind.needs if importlib.util.find_spec(name) is None]
+
+
+def names() -> list[tuple[str, str]]:
+    """An example of every kind with one line about it, and what to install where something is missing."""
+    rows = []
+    for kind in KINDS.values():
+        lacking = missing(kind)
+        about = f"{kind.about}; needs {' and '.join(lacking)}: pip install {kind.install}" if lacking else kind.about
+        rows.append((kind.example, about))
+    return rows

@@ -1,0 +1,144 @@
+"""Vector environments of torch tensors as a `HostVector`, by Isaac Lab's convention, copied as little as can be.
+
+`step` gives (observations, rewards, terminated, time-outs, extras) as tensors; observations are a tensor, or a dict
+whose "policy" is what the policy sees; an episode that ends is reset in the same step. Isaac Lab does not tell what
+such a step led to: then `HostSpec.true_successors` is False, and `finals` has the observation that the step started
+from. Whose extras have "final_obs" (or "final_observation"), all environments' in one tensor, is believed.
+
+Tensors on the host are seen as NumPy arrays by DLPack, and actions as tensors. Those on an accelerator are copied, once
+each way; `on_device` is the way without any, for a policy of JAX on the same device.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from longhaul.envs.host.gymnasium_vector import Form, Interval, form, load
+from longhaul.envs.host.vector import Finals, HostStep, Slot, check_action, no_finals, slot, take, write
+from longhaul.spaces import Tree, mapped
+
+POLICY = "policy"
+"""The group of Isaac Lab's observations that the policy sees."""
+
+FINAL = ("final_obs", "final_observation")
+
+
+class DeviceStep(NamedTuple):
+    """A step as arrays of JAX, in the memory of the environment's tensors: good until its next step."""
+
+    observation: Tree
+    reward: Any
+    terminated: Any
+    truncated: Any
+
+
+class TorchVector:
+    """An environment of tensors. `final` says whether its extras tell what the steps that ended led to."""
+
+    def __init__(self, made: Any, form: Form, final: bool) -> None:
+        self.spec = replace(form.spec, true_successors=final)
+        self._form, self._inner = form, made
+        self.worlds = self.columns = int(made.num_envs)
+        self._interval, self._none = Interval(self.spec, self.columns), no_finals(self.spec)
+        self._before: Tree = None  # what the coming step starts from, where finals need it
+
+    def reset(self, seed: int, out: Slot | None = None) -> Tree:
+        out = slot(self.spec, self.columns) if out is None else out
+        self._interval = Interval(self.spec, self.columns)
+        observation, _ = self._inner.reset(seed=seed)
+        write(out.observation, self._read(observation))
+        self._remember(out.observation)
+        return out.observation
+
+    def step(self, action: np.ndarray, out: Slot | None = None) -> HostStep:
+        import torch
+
+        given = torch.from_dlpack(_writable(self._form.act(check_action(self.spec, self.columns, action))))
+        observation, reward, terminated, truncated, extras = self._inner.step(given.to(self._inner.device))
+        out = slot(self.spec, self.columns) if out is None else out
+        write(out[1:4], tuple(_numpy(tensor) for tensor in (reward, terminated, truncated)))
+        out.valid[:] = True
+        ended = out.terminated | out.truncated
+        self._interval.check(out.truncated)
+        finals = self._none
+        if ended.any():
+            rows = np.flatnonzero(ended)
+            last = self._before if not self.spec.true_successors else self._read(_final(extras))
+            known = mapped(lambda leaf, value: value.astype(leaf.dtype), self.spec.observation, take(last, rows))
+            finals = Finals(rows.astype(np.int32), known, {})
+        write(out.observation, self._read(observation))
+        self._remember(out.observation)
+        return HostStep(*out, finals)
+
+    def on_device(self, action: Any) -> DeviceStep:
+        """One step without a copy: `action` is an array of JAX on the environment's device, and so are the results.
+
+        Nothing is told of finals; with one environment of tensors on a GPU the learner sits beside it.
+        """
+        import jax
+        import torch
+
+        observation, *results, _ = self._inner.step(torch.from_dlpack(action))
+        seen = mapped(jax.dlpack.from_dlpack, self._form.read(_seen(observation), {}))
+        return DeviceStep(seen, *(jax.dlpack.from_dlpack(tensor) for tensor in results))
+
+    def _read(self, observation: Any) -> Tree:
+        return self._form.read(mapped(_numpy, _seen(observation)), {})
+
+    def _remember(self, observation: Tree) -> None:
+        if not self.spec.true_successors:
+            self._before = mapped(np.copy, observation)
+
+    def state(self) -> None:
+        return None
+
+    def restore(self, state: Tree) -> None:
+        raise ValueError("this environment can't be put back into a state; reset it")
+
+    def close(self) -> None:
+        self._inner.close()
+
+
+def torch(
+    name: str, num_envs: int, seed: int, *, action_bound: float | None = None, max_steps: int | None = None,
+    truncation_interval: int | None = None, final_observations: bool = False, **options: Any,
+) -> TorchVector:  # fmt: skip
+    """`name` is module:factory, called with the number of environments and the options.
+
+    `final_observations`: the environment's extras have them. `action_bound`: of actions without bounds, as most of
+    Isaac Lab's are. `max_steps` (default: the environment's `max_episode_length`) bounds an episode. Isaac Lab begins
+    episodes at different places of their length, so that `truncation_interval` is 1 unless given.
+    """
+    made = load(name)(num_envs, **options)
+    space = made.single_observation_space
+    group = space[POLICY] if POLICY in getattr(space, "spaces", {}) else space
+    limit = max_steps or getattr(made, "max_episode_length", None)
+    spaces = form(
+        group, made.single_action_space, limit=limit, interval=truncation_interval or 1, mask=None, bound=action_bound
+    )
+    return TorchVector(made, spaces, final_observations)
+
+
+def _seen(observation: Any) -> Any:
+    return observation[POLICY] if isinstance(observation, dict) and POLICY in observation else observation
+
+
+def _final(extras: dict[str, Any]) -> Any:
+    for key in FINAL:
+        if key in extras:
+            return _seen(extras[key])
+    raise ValueError(f"extras have neither {' nor '.join(FINAL)}; leave the option final_observations away")
+
+
+def _numpy(tensor: Any) -> np.ndarray:
+    """The tensor's own memory where that is the host's, else a copy."""
+    tensor = tensor.detach()
+    return np.from_dlpack(tensor if tensor.device.type == "cpu" else tensor.cpu())
+
+
+def _writable(array: np.ndarray) -> np.ndarray:
+    """DLPack gives nothing away that must not be written."""
+    return array if array.flags.writeable else array.copy()

@@ -1,0 +1,147 @@
+"""A multilayer perceptron with a policy and a value on top of one torso, in plain JAX, for large batches.
+
+Rows lie along the minor axis: what a layer gives is [features, rows]. So on a CPU each of a layer's three products (its
+output, the gradients of its kernel and of its input) finds both factors as they lie; with rows along the major axis XLA
+transposes the input anew for each kernel's gradient and loses a fifth. GPUs and TPUs have it as they like either way.
+
+Inputs that are 0 in every observation need no product: with `live`, the places of the others, the network takes only
+these. Its parameters are those of all inputs, and those of dead inputs have a gradient of 0, as they would anyway.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from longhaul.networks.precision import rematerialised
+from longhaul.types import Key, Params, PyTree
+
+
+class Perceptron(NamedTuple):
+    init: Callable[[Key], Params]
+    apply: Callable[[Params, PyTree], tuple[jax.Array, jax.Array]]  # (params, observation) -> (parameters, value)
+    live: Callable[[Params], Params]  # what is multiplied of the parameters, which `apply` takes as well
+
+
+def _dot(a: jax.Array, b: jax.Array, i: int, j: int) -> jax.Array:
+    """float32: the product of two matrices over axis i of the one and j of the other."""
+    return jax.lax.dot_general(a, b, (((i,), (j,)), ((), ())), preferred_element_type=jnp.float32)
+
+
+@jax.custom_vjp
+def affine(kernel: jax.Array, bias: jax.Array, x: jax.Array) -> jax.Array:
+    """kernel^T x + bias: [inputs, outputs], [outputs], [inputs, rows] -> float32 [outputs, rows].
+
+    Factors of the products are rounded to x's type, and added up in float32: on CPUs that multiply bfloat16, too, twice
+    as fast as with sums rounded to it.
+    """
+    # Behind a barrier the transposition is a step of its own, made once for all chunks of a loop and not inside the
+    # product for each of them.
+    turned = jax.lax.optimization_barrier(kernel.astype(x.dtype).T)
+    return _dot(turned, x, 1, 0) + bias[:, None]
+
+
+def _affine(kernel: jax.Array, bias: jax.Array, x: jax.Array) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
+    return affine(kernel, bias, x), (kernel, x)
+
+
+def _affine_back(kept: tuple[jax.Array, jax.Array], g: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+    kernel, x = kept
+    of_bias = jnp.matmul(g, jnp.ones(g.shape[1]), precision=jax.lax.Precision.HIGHEST)
+    g = g.astype(x.dtype)
+    return _dot(x, g, 1, 1), of_bias, _dot(kernel.astype(x.dtype), g, 1, 0).astype(x.dtype)
+
+
+affine.defvjp(_affine, _affine_back)
+
+
+def _cut(places: Sequence[int], size: int) -> Callable[[jax.Array], jax.Array]:
+    """kernel [size, n] -> its rows at `places`. For the gradient rows are looked up the other way instead of strewn."""
+    place = np.asarray(places, np.int32)
+    back = np.full(size, len(place), np.int32)
+    back[place] = np.arange(len(place))
+
+    @jax.custom_vjp
+    def cut(kernel: jax.Array) -> jax.Array:
+        return jnp.take(kernel, place, axis=0)
+
+    def spread(_: None, g: jax.Array) -> tuple[jax.Array]:
+        return (jnp.take(jnp.pad(g, ((0, 1), (0, 0))), back, axis=0),)
+
+    cut.defvjp(lambda kernel: (cut(kernel), None), spread)
+    return cut
+
+
+def perceptron(
+    inputs: int,
+    ranks: Sequence[int],
+    outputs: int,
+    *,
+    free: int,
+    sizes: Sequence[int],
+    activation: Callable[[jax.Array], jax.Array],
+    dtype: Any,
+    kernels: Callable[[float], Callable[..., jax.Array]],
+    live: Sequence[int] | None = None,
+    remat: str = "none",
+) -> Perceptron:
+    """The perceptron for observations of `inputs` numbers in leaves of `ranks`; `kernels(scale)` begins a kernel.
+
+    `outputs` policy parameters depend on the observation, and `free` more do not. With `live` an observation has one
+    leaf, of the inputs at these places. `remat`, of precision.REMATS: what of a layer is computed again.
+    """
+    cut = (lambda kernel: kernel) if live is None else _cut(live, inputs)
+    count = inputs if live is None else len(live)
+    widths = (inputs, *sizes)
+    names = [f"layer_{i}" for i in range(len(sizes))]
+
+    def init(key: Key) -> Params:
+        keys = jax.random.split(key, len(sizes) + 2)
+
+        def layer(key: Key, width: int, n: int, scale: float) -> Params:
+            return {"kernel": kernels(scale)(key, (width, n), jnp.float32), "bias": jnp.zeros(n, jnp.float32)}
+
+        shapes = zip(keys[2:], widths[:-1], sizes, strict=True)
+        torso = {name: layer(k, width, n, np.sqrt(2.0)) for name, (k, width, n) in zip(names, shapes, strict=True)}
+        heads = {"policy": layer(keys[0], widths[-1], outputs, 0.01), "value": layer(keys[1], widths[-1], 1, 1.0)}
+        extra = {"log_std": jnp.full(free, -0.5, jnp.float32)} if free else {}
+        return {"torso": torso, **heads, **extra}
+
+    def living(params: Params) -> Params:
+        first = params["torso"][names[0]]
+        if first["kernel"].shape[0] == count:
+            return params
+        return params | {"torso": params["torso"] | {names[0]: first | {"kernel": cut(first["kernel"])}}}
+
+    def forward(own: Params, x: jax.Array) -> jax.Array:
+        return activation(affine(**own, x=x.astype(dtype)))
+
+    through = rematerialised(forward, remat)
+
+    def apply(params: Params, observation: PyTree) -> tuple[jax.Array, jax.Array]:
+        params = living(params)
+        x, lead = _rows(observation, ranks)
+        for name in names:
+            x = through(params["torso"][name], x)
+        heads = jax.tree.map(lambda *parts: jnp.concatenate(parts, -1), params["policy"], params["value"])
+        found = affine(**heads, x=x).reshape(outputs + 1, *lead)
+        parameters, value = jnp.moveaxis(found[:outputs], 0, -1), found[outputs]
+        if free:
+            extra = jnp.broadcast_to(params["log_std"], (*lead, free))
+            parameters = jnp.concatenate([parameters, extra], axis=-1)
+        return parameters, value
+
+    return Perceptron(init, apply, living)
+
+
+def _rows(observation: PyTree, ranks: Sequence[int]) -> tuple[jax.Array, tuple[int, ...]]:
+    """All numbers of observations as [inputs, rows], and the leading axes that the rows stand for."""
+    leaves = jax.tree.leaves(observation)
+    lead = leaves[0].shape[: leaves[0].ndim - ranks[0]]
+    parts = [leaf.astype(jnp.float32).reshape(*lead, -1) for leaf in leaves]
+    x = parts[0] if len(parts) == 1 else jnp.concatenate(parts, axis=-1)
+    return jnp.moveaxis(x, -1, 0).reshape(x.shape[-1], -1), lead

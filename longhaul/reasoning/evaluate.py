@@ -1,0 +1,77 @@
+"""How well a policy reasons: `evaluate_reasoning` on a fixed set of problems, several completions of each.
+
+pass@1 is the share of completions that are right, pass@k of problems that some completion of k solves (Chen et al.
+2021, arXiv 2107.03374, with as many samples as k), majority@k of those whose most frequent answer is right (Wang et al.
+2022, 2203.11171; of equal ones the first written). Soundness is the share of written steps that are this problem's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from longhaul.reasoning import tokenizer, transformer
+from longhaul.reasoning.device_verifier import answers, checked
+from longhaul.reasoning.sampler import UNBOUNDED, Bank, Drawn, Sampling, in_waves, sampler
+from longhaul.types import Key, Params
+
+
+class Quality(NamedTuple):
+    """Of each of M problems, over its completions; float32 [M]."""
+
+    pass_at_1: jax.Array
+    pass_at_k: jax.Array
+    majority_at_k: jax.Array
+    soundness: jax.Array  # share of the written steps that are this problem's
+    reasoned: jax.Array  # share of completions that write a step at all
+    steps: jax.Array  # written, on the mean
+    truncated: jax.Array  # share of completions that did not end
+    length: jax.Array  # tokens, on the mean
+
+
+def votes(text: jax.Array, ended: jax.Array) -> jax.Array:
+    """How many completions of a problem say what each says: int32 [M, K] of texts [M, K, N]; who never ended has 0."""
+    problems, samples, length = text.shape
+    said = answers(text.reshape(-1, length)).reshape(problems, samples, length)
+    same = jnp.all(said[:, :, None] == said[:, None, :], axis=-1) & ended[:, None, :]
+    return jnp.where(ended, jnp.sum(same, axis=2), 0)
+
+
+def quality(problems: Bank, drawn: Drawn, samples: int) -> Quality:
+    """What completions are worth, `samples` of each problem side by side."""
+    text, solution = drawn.token, jnp.repeat(problems.solution, samples, axis=0)
+
+    def each(x: jax.Array) -> jax.Array:
+        return x.astype(jnp.float32).reshape(-1, samples)
+
+    marks = checked(solution, text)
+    right, ended = each(marks.reward), each(jnp.any(text == tokenizer.END, axis=1)) > 0.0
+    leader = jnp.argmax(votes(text.reshape(-1, samples, text.shape[1]), ended), axis=1)
+    return Quality(
+        pass_at_1=jnp.mean(right, axis=1),
+        pass_at_k=jnp.max(right, axis=1),
+        majority_at_k=jnp.take_along_axis(right, leader[:, None], axis=1)[:, 0],
+        soundness=jnp.mean(each(marks.soundness), axis=1),
+        reasoned=jnp.mean(each(marks.steps > 0.0), axis=1),
+        steps=jnp.mean(each(marks.steps), axis=1),
+        truncated=1.0 - jnp.mean(ended, axis=1),
+        length=jnp.mean(each(jnp.sum(drawn.written, axis=1)), axis=1),
+    )
+
+
+def evaluate_reasoning(config: transformer.Config, sampling: Sampling) -> Callable[..., tuple[Quality, Drawn]]:
+    """(params, problems, key, budget of steps) -> (what `sampling.group` completions of each are worth, the
+    completions); compiled. Without a budget there is none."""
+    sample = in_waves(sampler(config, sampling.length, sampling.temperature), sampling.wave)
+
+    @jax.jit
+    def evaluate(
+        params: Params, problems: Bank, key: Key, budget: jax.Array | int = UNBOUNDED
+    ) -> tuple[Quality, Drawn]:
+        drawn = sample(params, jnp.repeat(problems.prompt, sampling.group, axis=0), key, jnp.int32(budget))
+        return quality(problems, drawn, sampling.group), drawn
+
+    return evaluate

@@ -1,0 +1,145 @@
+"""What a run reasons about: a task by its name, the problems to train on, and those held out.
+
+Problems held out come first, from a seed of their own, and no training problem has the prompt of one: they are the same
+for all seeds of a run, and no run has seen them. Questions of a file are held out likewise, or are those of another.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from longhaul.reasoning import jsonl_task, tasks, tokenizer
+from longhaul.reasoning.sampler import Bank, bank
+from longhaul.reasoning.tasks import Problem, Task
+from longhaul.reasoning.tokenizer import Tokeniser
+from longhaul.spaces import Discrete
+from longhaul.types import Spec
+
+HELD_OUT = 10_000_019
+"""The seed of problems held out, which no run's own is."""
+
+MADE: dict[str, Callable[[int, int], Task]] = {
+    "arithmetic": tasks.arithmetic,
+    "addition": tasks.addition,
+    "countdown": lambda fewest, most: tasks.countdown(most),
+}
+"""Tasks whose problems are made: name -> (fewest, most) -> the task."""
+
+EXACT = ("arithmetic", "addition")
+"""Of these, those with one right answer, which the device can check."""
+
+QUESTIONS = "questions"
+"""The task whose problems are of a file."""
+
+TASKS = (*MADE, QUESTIONS)
+
+
+@dataclass(frozen=True)
+class Reasoning:
+    """Problems with answers that a program checks. Of a run, `num_envs` are problems of an update, a group of
+    completions each, and `num_steps` the most tokens of one."""
+
+    task: str = "arithmetic"
+    fewest: int = 1  # operations of a problem, or digits
+    most: int = 4  # likewise; or numbers of countdown
+    held_out_fewest: int = 2  # of a problem held out
+    problems: int = 16_384  # to train on
+    wave: int = 128  # completions that are sampled together
+    questions: str = ""  # of the task "questions": a JSONL file (`questions.questions`)
+    held_out_questions: str = ""  # another, of those held out; "": they are taken from the first
+    check: str = "numeric"  # how answers are compared
+    template: str = "{question}\n"  # what is around a question
+
+    @property
+    def exact(self) -> bool:
+        """Whether the device can check completions."""
+        return self.task in EXACT
+
+
+class World(NamedTuple):
+    """What of an environment problems have: a spec, and the bank that completions are about."""
+
+    spec: Spec
+    bank: Bank
+
+
+def check(config: Reasoning) -> None:
+    """Raises ValueError, naming value, bound and remedy."""
+    if config.task not in TASKS:
+        raise ValueError(f"task is {config.task!r}; it must be one of {', '.join(TASKS)}")
+    if config.task == "countdown" and config.most < 2:
+        raise ValueError(f"most is {config.most}; countdown needs at least 2 numbers")
+    if jsonl_task.QUESTION not in config.template:
+        raise ValueError(f"template is {config.template!r}; it must have {jsonl_task.QUESTION} for the question")
+    for name in ("fewest", "held_out_fewest"):
+        if not 1 <= getattr(config, name) <= config.most:
+            raise ValueError(f"{name} is {getattr(config, name)}; it must lie in 1 to --most, {config.most}")
+    for name, most in (("most", 64), ("problems", 2**24), ("wave", 2**20)):
+        if not 1 <= getattr(config, name) <= most:
+            raise ValueError(f"{name} is {getattr(config, name)}; it must lie in 1 to {most}")
+
+
+def task(config: Reasoning, *, fewest: int | None = None) -> Task:
+    """The task of a run, of problems no easier than `fewest`. Raises ValueError where its file can't be read."""
+    if config.task == QUESTIONS:
+        return _read(config, config.questions)
+    return MADE[config.task](fewest or config.fewest, config.most)
+
+
+def _read(config: Reasoning, path: str) -> Task:
+    if not path:
+        raise ValueError("no file is given; give --questions FILE.jsonl, with a question and an answer a line")
+    return jsonl_task.questions(path, check=config.check, template=config.template)
+
+
+def held_out_task(config: Reasoning) -> Task:
+    """The task whose problems are held out."""
+    if config.task == QUESTIONS:
+        return _read(config, config.held_out_questions or config.questions)
+    return task(config, fewest=config.held_out_fewest)
+
+
+def held_out(config: Reasoning, count: int) -> list[Problem]:
+    """The first `count` distinct problems held out. Raises ValueError where there are not as many."""
+    rng, made = np.random.default_rng(HELD_OUT), held_out_task(config)
+    if not made.listed:
+        return tasks.problems(made, rng, count, distinct=True)
+    if count > len(made.listed):
+        raise ValueError(f"{made.name} has {len(made.listed)} questions, and {count} are to be held out; give "
+                         "--evaluation-episodes fewer")  # fmt: skip
+    return [made.listed[place] for place in rng.permutation(len(made.listed))[:count]]
+
+
+def asked(config: Reasoning, rng: np.random.Generator, without: int) -> list[Problem]:
+    """The problems that a run trains on, without the first `without` held out, those of few steps first."""
+    made, never = task(config), {problem.prompt for problem in held_out(config, without)}
+    if made.listed:
+        left = [problem for problem in made.listed if problem.prompt not in never]
+        if not left:
+            raise ValueError(f"{made.name} has {len(made.listed)} questions, and all are held out; give "
+                             "--evaluation-episodes fewer, or --held-out-questions another file")  # fmt: skip
+        found = [left[place] for place in rng.permutation(len(left))[: config.problems]]
+    else:
+        found = tasks.problems(made, rng, config.problems, without=never)
+    return sorted(found, key=lambda problem: len(problem.steps))
+
+
+def training(
+    config: Reasoning, *, seed: int, without: int, length: int, words: Tokeniser = tokenizer.TOKENISER
+) -> Bank:
+    """The bank of a run of this seed: what it has `asked`."""
+    rng = np.random.default_rng(seed)
+    problems = asked(config, rng, without)
+    return bank(task(config), problems, rng, length, words)
+
+
+def spec(length: int, vocabulary: int) -> Spec:
+    """What takes the place of an environment's: a prompt of any length, and one token after the other."""
+    prompt: Any = jax.ShapeDtypeStruct((), jnp.int32)
+    return Spec(prompt, Discrete(vocabulary), truncation_interval=None, max_steps=length)

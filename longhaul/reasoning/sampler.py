@@ -1,0 +1,362 @@
+"""Completions: a bank of problems on the device, sampling in groups, checking, and the collector of all three.
+
+A problem's answer stands in the bank as tokens, so that rewards are computed where completions are sampled and an
+update is one compiled program. That is for tasks with one right answer (`Task.exact`); of others the bank tells prompts
+and demonstrations, and `marking.py` has the host check what was sampled.
+
+A budget is in steps, not tokens: who has written as many gets the answer's mark put after them (s1, Muennighoff et al.
+2025, arXiv 2501.19393). Such a token was not chosen, and `taken` is False for it: no loss may count it. A prompt is
+read by the `model.forward` that is learnt with, each token after it by `decoding.step`, which says the same but for
+rounding; both give float32 logits, taken at the same temperature.
+
+Where we differ from engines for large models: all completions of a wave take the slots of the longest that is allowed,
+so that shapes are static and what fits at first fits always. No top-p and no top-k: they would bias the ratio.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from longhaul import prng
+from longhaul.reasoning import decode, tokenizer, transformer
+from longhaul.reasoning.device_verifier import Marks, checked
+from longhaul.reasoning.tasks import Problem, Task
+from longhaul.reasoning.tokenizer import Tokeniser
+from longhaul.types import INFERENCE, Collector, Key, Metrics, Params
+
+UNBOUNDED = 2**30
+"""A budget that no completion reaches."""
+
+
+class Bank(NamedTuple):
+    """M problems as tokens, easier ones first: prompts padded on the left, the rest on the right."""
+
+    prompt: jax.Array  # int32 [M, P]
+    solution: jax.Array  # int32 [M, N], with all steps
+    demonstration: jax.Array  # int32 [M, N]
+
+
+class Completions(NamedTuple):
+    """B completions of at most N tokens, those of one problem side by side: what is learnt from.
+
+    Example: the prompt "3+4=" and the completion ">2$" under a budget of 0 steps: `written` is True for three tokens,
+    `taken` for "2" and "$", as `>` was put there.
+    """
+
+    prompt: jax.Array  # int32 [B, P]
+    token: jax.Array  # int32 [B, N], PAD behind the end
+    written: jax.Array  # bool [B, N]: up to and with the end
+    taken: jax.Array  # bool [B, N]: what a loss may count: chosen by the policy; of OWN, in a verified chain, too
+    log_prob: jax.Array  # float32 [B, N], by which it was chosen; 0 where it was not
+    reward: jax.Array  # float32 [B]
+    soundness: jax.Array  # float32 [B]
+    lesson: jax.Array  # int32 [B], one of those below
+    version: jax.Array  # int32 [B]: updates that had made the weights
+    problem: jax.Array  # int32 [B]: its place in the bank
+
+    @property
+    def taught(self) -> jax.Array:
+        """bool [B]: to be imitated, whatever the reward."""
+        return self.lesson != SAMPLED
+
+
+def together(parts: Sequence[Completions]) -> Completions:
+    """Completions of several samplers as one batch, whole groups side by side."""
+    return jax.tree.map(lambda *each: jnp.concatenate(each), *parts)
+
+
+SAMPLED, DEMONSTRATED, SOLVED, OWN = range(4)
+"""Lessons: completions of the policy's own, the bank's demonstrations, its verified solutions; and completions of the
+policy's own of which the verified are to be imitated."""
+
+
+class Speaker(NamedTuple):
+    """What sampling needs of a learner's state."""
+
+    params: Params
+    lesson: jax.Array  # int32: what the next completions are to be
+    reach: jax.Array  # float32: of the bank, from its beginning, the share that may be imitated
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """How completions are drawn."""
+
+    length: int = 34  # most tokens of a completion
+    group: int = 16  # completions of a problem
+    temperature: float = 1.0  # 0: always the likeliest token
+    wave: int = 64  # rows that are decoded together; on a CPU fewer stay in its cache
+
+
+# ------------------------------------------------------------------------------------------------------------- banks
+
+
+def bank(
+    task: Task,
+    problems: Sequence[Problem],
+    rng: np.random.Generator,
+    length: int,
+    words: Tokeniser = tokenizer.TOKENISER,
+) -> Bank:
+    """The problems of a task on the device, with a demonstration of each, for completions of at most `length` tokens.
+
+    Raises ValueError where a text is longer; but of questions from elsewhere (`Task.listed`) it is cut.
+    """
+
+    def ended(text: str) -> list[int]:
+        numbers = words.encode(text)
+        return numbers if numbers and numbers[-1] in words.ends else [*numbers, *words.ends[:1]]
+
+    prompts = [words.encode(problem.prompt) for problem in problems]
+    solutions = [ended(task.solution(problem, rng)) for problem in problems]
+    demonstrations = [ended(task.demonstration(problem, rng)) for problem in problems]
+    longest = max(map(len, [*solutions, *demonstrations]))
+    if longest > length and not task.listed:
+        raise ValueError(f"length is {length}, and a solution has {longest} tokens; give at least as many")
+    room = max(map(len, prompts))
+    left = np.array([[words.pad] * (room - len(each)) + each for each in prompts], np.int32)
+    solution, demonstration = (
+        np.array([each[:length] + [words.pad] * (length - len(each)) for each in some], np.int32)
+        for some in (solutions, demonstrations)
+    )
+    return Bank(jnp.asarray(left), jnp.asarray(solution), jnp.asarray(demonstration))
+
+
+# ---------------------------------------------------------------------------------------------------------- sampling
+
+
+class Drawn(NamedTuple):
+    """The fields of `Completions` that sampling gives."""
+
+    token: jax.Array
+    written: jax.Array
+    taken: jax.Array
+    log_prob: jax.Array
+
+
+class _Decoding(NamedTuple):
+    """Between two tokens."""
+
+    t: jax.Array
+    cache: decode.Cache
+    logits: jax.Array  # [V, B], of the next token
+    drawn: Drawn  # [N, B], time first, so that a token of each row is one block
+    steps: jax.Array  # int32 [B], written so far
+    answering: jax.Array  # bool [B]: the mark is written
+    ended: jax.Array  # bool [B]
+
+
+def scored(logits: jax.Array, temperature: float, axis: int = -1, pad: int = tokenizer.PAD) -> jax.Array:
+    """Log-probabilities of the next token, tokens along `axis`. Padding is never chosen: it would be read as none."""
+    logits = logits / temperature
+    if pad != tokenizer.NONE:
+        places = jax.lax.broadcasted_iota(jnp.int32, logits.shape, axis % logits.ndim)
+        logits = jnp.where(places == pad, transformer.NEVER, logits)
+    return jax.nn.log_softmax(logits, axis=axis)
+
+
+def chosen(logits: jax.Array, temperature: float, key: Key, pad: int = tokenizer.PAD) -> tuple[jax.Array, jax.Array]:
+    """(token, its log-probability) [B] of logits [V, B]: what `jax.random.categorical` draws of their rows; at
+    temperature 0 the likeliest, of log-probability 0."""
+    if temperature == 0.0:
+        return jnp.argmax(scored(logits, 1.0, 0, pad), axis=0).astype(jnp.int32), jnp.zeros(logits.shape[1])
+    scores = scored(logits, temperature, 0, pad)
+    noise = prng.gumbel(key, logits.shape[::-1]).T
+    token = jnp.argmax(scores + noise, axis=0).astype(jnp.int32)
+    return token, jnp.take_along_axis(scores, token[None], axis=0)[0]
+
+
+def sampler(
+    config: transformer.Config,
+    length: int,
+    temperature: float,
+    *,
+    ends: bool = True,
+    words: Tokeniser = tokenizer.TOKENISER,
+) -> Callable[..., Drawn]:
+    """(params, prompt [B, P], key, budget) -> completions of at most `length` tokens, as one loop of decode steps.
+
+    `budget` int32: the most steps of each; `words` that have no step and no answer know none. It ends with the longest
+    completion; where nothing `ends`, with the last token that is allowed. `adapters` may be given, too.
+    """
+    if temperature < 0.0:
+        raise ValueError(f"temperature is {temperature}; it must be at least 0")
+    pad = words.pad
+
+    def begin(params: Params, prompt: jax.Array, adapters: transformer.Lora | None) -> tuple[decode.Kernels, _Decoding]:
+        rows, room = prompt.shape
+        empty = transformer.empty(config, rows, room)
+        hidden, filled = transformer.trunk(config, params, prompt, prompt != pad, empty, adapters)
+        assert filled is not None
+        logits = transformer.unembed(config, params, hidden[:, -1]).T
+        nothing, none = jnp.zeros((length, rows), bool), jnp.zeros(rows, bool)
+        blank = Drawn(jnp.full((length, rows), pad, jnp.int32), nothing, nothing, jnp.zeros((length, rows)))
+        cache = decode.begin(filled, room + length)
+        begun = _Decoding(jnp.int32(0), cache, logits, blank, jnp.zeros(rows, jnp.int32), none, none)
+        return decode.prepare(config, params, room + length, adapters), begun
+
+    def sample(
+        params: Params, prompt: jax.Array, key: Key, budget: jax.Array, adapters: transformer.Lora | None = None
+    ) -> Drawn:
+        kernels, begun = begin(params, prompt, adapters)
+        keys = jax.vmap(lambda t: jax.random.fold_in(key, t))(jnp.arange(length))
+
+        def one(now: _Decoding) -> _Decoding:
+            token, log_prob = chosen(now.logits, temperature, keys[now.t], pad)
+            forced = (now.steps >= budget) & ~now.answering
+            token = jnp.where(now.ended, pad, jnp.where(forced, words.answer, token))
+            taken = ~now.ended & ~forced
+            row = Drawn(token, ~now.ended, taken, jnp.where(taken, log_prob, 0.0))
+            drawn = jax.tree.map(lambda all_, new: jax.lax.dynamic_update_index_in_dim(all_, new, now.t, 0), now.drawn,
+                                 row)  # fmt: skip
+            answering = now.answering | (token == words.answer)
+            count = now.steps + ((token == words.step) & ~now.answering)
+            logits, cache = decode.step(config, kernels, token, now.cache)
+            ended = now.ended | _any_of(token, words.ends) & ends
+            return _Decoding(now.t + 1, cache, logits, drawn, count, answering, ended)
+
+        def goes_on(now: _Decoding) -> jax.Array:
+            return (now.t < length) & ~jnp.all(now.ended)
+
+        with jax.named_scope(INFERENCE):
+            drawn = jax.lax.while_loop(goes_on, one, begun).drawn
+        return jax.tree.map(jnp.transpose, drawn)
+
+    return sample
+
+
+def _any_of(token: jax.Array, numbers: Sequence[int]) -> jax.Array:
+    """Whether each token is one of a few; bool."""
+    return functools.reduce(jnp.logical_or, (token == number for number in numbers), jnp.zeros(token.shape, bool))
+
+
+def in_waves(sample: Callable[..., Drawn], wave: int) -> Callable[..., Drawn]:
+    """The same sampler, which decodes at most about `wave` rows at a time."""
+
+    def some(params: Params, prompt: jax.Array, key: Key, budget: jax.Array, *rest: Any) -> Drawn:
+        rows = prompt.shape[0]
+        count = next(n for n in range(-(-rows // wave), rows + 1) if rows % n == 0)
+        if count == 1:
+            return sample(params, prompt, key, budget, *rest)
+        parts = prompt.reshape(count, rows // count, -1)
+        drawn = jax.lax.map(
+            lambda each: sample(params, each[0], each[1], budget, *rest), (parts, jax.random.split(key, count))
+        )
+        return jax.tree.map(lambda x: x.reshape(rows, *x.shape[2:]), drawn)
+
+    return some
+
+
+def log_probs(
+    config: transformer.Config,
+    params: Params,
+    prompt: jax.Array,
+    text: jax.Array,
+    temperature: float,
+    adapters: transformer.Lora | None = None,
+) -> tuple[jax.Array, jax.Array]:
+    """(log-probability of each token, entropy of what it was chosen from), float32 [B, N], of completions [B, N].
+
+    All tokens up to the padding, `config.pad`, count as read. Differentiable.
+    """
+    whole = jnp.concatenate([prompt, text], axis=1)
+    hidden, _ = transformer.trunk(config, params, whole, whole != config.pad, None, adapters)
+    room = prompt.shape[1]
+    logits = transformer.unembed(config, params, hidden[:, room - 1 : -1])
+    scores = scored(logits, temperature, pad=config.pad)
+    chosen = jnp.take_along_axis(scores, text[:, :, None], axis=2)[:, :, 0]
+    return chosen, -jnp.sum(jnp.exp(scores) * scores, axis=-1)
+
+
+# --------------------------------------------------------------------------------------------------------- collector
+
+
+def judged(data: Completions, marks: Marks, ended: Any, group: int) -> tuple[Completions, dict[str, Any]]:
+    """(completions with what they are worth, sums over them); on the host as on the device. `ended` bool [B].
+
+    Of a problem's own chains that are to be imitated the first verified one counts: others of it say the same.
+    """
+    rows = data.token.shape[0]
+    facts = ((marks.reward == 1.0) & (marks.soundness == 1.0)).reshape(-1, group)
+    first = (facts & (facts.cumsum(axis=1) == 1)).reshape(-1, 1)
+    taken = data.taken & (first | (data.lesson != OWN)[:, None])
+    groups = marks.reward.reshape(-1, group)
+    told = {
+        "episodes": rows,
+        "episode/return": marks.reward.sum(),
+        "episode/length": data.written.sum(),
+        "episode/soundness": marks.soundness.sum(),
+        "episode/steps": marks.steps.sum(),
+        "episode/cut": rows - ended.sum(),
+        "episode/informative": group * (groups.max(axis=1) > groups.min(axis=1)).sum(),
+    }
+    return data._replace(taken=taken, reward=marks.reward, soundness=marks.soundness), told
+
+
+def collector(
+    config: transformer.Config,
+    problems: Bank,
+    sampling: Sampling,
+    *,
+    prompts: int,
+    words: Tokeniser = tokenizer.TOKENISER,
+    exact: bool = True,
+) -> Collector:
+    """Groups of completions of `prompts` problems, drawn anew each time, to be rewarded, or to be imitated where they
+    are verified; or as many of the bank's, to be imitated.
+
+    `params` are a `Speaker`, which says what is due. Its metrics are sums over the completions: of reward
+    ("episode/return"), tokens ("episode/length"), soundness, steps, and how many were cut at the length; and of groups,
+    how many hold something to learn, as not all their rewards are equal. Where the device can't check them (not
+    `exact`), rewards and sums are 0 until `marking.marking` has them.
+    """
+    if not sampling.temperature > 0.0:
+        raise ValueError(f"temperature is {sampling.temperature}; to learn it must be above 0")
+    rows = prompts * sampling.group
+    sample = in_waves(sampler(config, sampling.length, sampling.temperature, words=words), sampling.wave)
+    count = problems.prompt.shape[0]
+
+    def start(key: Key) -> tuple[()]:
+        return ()
+
+    def of_the_bank(speaker: Speaker, key: Key, text: jax.Array) -> tuple[jax.Array, Drawn]:
+        reach = jnp.clip(jnp.ceil(count * speaker.reach).astype(jnp.int32), 1, count)
+        which = jax.random.randint(key, (rows,), 0, reach)
+        written = text[which] != words.pad
+        return which, Drawn(text[which], written, written, jnp.zeros(written.shape))
+
+    def sampled(speaker: Speaker, key: Key) -> tuple[jax.Array, Drawn]:
+        key_which, key_sample = jax.random.split(key)
+        which = jnp.repeat(jax.random.randint(key_which, (prompts,), 0, count), sampling.group)
+        return which, sample(speaker.params, problems.prompt[which], key_sample, jnp.int32(UNBOUNDED))
+
+    lessons = (
+        sampled,
+        lambda speaker, key: of_the_bank(speaker, key, problems.demonstration),
+        lambda speaker, key: of_the_bank(speaker, key, problems.solution),
+    )
+
+    def collect(
+        speaker: Speaker, carry: tuple[()], key: Key, version: jax.Array
+    ) -> tuple[tuple[()], Completions, Metrics]:
+        source = jnp.where(speaker.lesson == OWN, SAMPLED, speaker.lesson)
+        which, drawn = jax.lax.switch(source, lessons, speaker, key)
+        solution, text, nothing = problems.solution[which], drawn.token, jnp.zeros(rows)
+        lesson, made = (jnp.broadcast_to(x, (rows,)).astype(jnp.int32) for x in (speaker.lesson, version))
+        data = Completions(
+            problems.prompt[which], text, drawn.written, drawn.taken, drawn.log_prob, nothing, nothing, lesson, made,
+            which.astype(jnp.int32),
+        )  # fmt: skip
+        marks = checked(solution, text) if exact else Marks(nothing, nothing, nothing)
+        known, told = judged(data, marks, jnp.any(_any_of(text, words.ends), axis=1), sampling.group)
+        floats = {name: jnp.asarray(value, jnp.float32) for name, value in told.items()}
+        return (), known if exact else data, floats
+
+    return Collector(start, collect, rows * sampling.length, prompts * sampling.length)

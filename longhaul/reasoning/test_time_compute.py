@@ -1,0 +1,130 @@
+"""What more thinking is worth at fixed weights: accuracy by the budget of steps, by samples, and by an early stop.
+
+The budget forces an answer after so many steps (s1, Muennighoff et al. 2025, arXiv 2501.19393); samples vote (Wang et
+al. 2022, 2203.11171). All samples of a problem are drawn once: fewer of them are parts of these, side by side, and the
+early stop takes them in order, so that differences are of the rule alone and not of what was drawn.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from longhaul.reasoning import self_consistency, transformer
+from longhaul.reasoning.drawing import texts
+from longhaul.reasoning.evaluate import evaluate_reasoning, quality
+from longhaul.reasoning.sampler import UNBOUNDED, Bank, Drawn, Sampling
+from longhaul.reasoning.self_consistency import Draw, ReasoningOptimizer
+from longhaul.reasoning.tasks import Problem, Task
+from longhaul.types import Key, Params
+
+
+class ByBudget(NamedTuple):
+    """Shares of right answers where a chain may have so many steps."""
+
+    steps: int
+    pass_at_1: float
+    majority: float  # of all samples
+
+
+class BySamples(NamedTuple):
+    """Shares of right answers of so many samples of each problem, the mean over as many parts as there are."""
+
+    samples: int
+    majority: float
+    some: float  # problems of which a sample is right: pass@k
+
+
+class Stopped(NamedTuple):
+    """What the early stop saves."""
+
+    drawn: float  # samples of a problem, on the mean
+    share: float  # of all
+    accuracy: float  # share of right answers
+    full: float  # likewise where all samples vote
+
+
+class Thinking(NamedTuple):
+    budgets: tuple[ByBudget, ...]
+    samples: tuple[BySamples, ...]
+    stop: Stopped
+
+    def plain(self) -> dict[str, Any]:
+        """As JSON can hold it."""
+        rows = {name: [each._asdict() for each in getattr(self, name)] for name in ("budgets", "samples")}
+        return rows | {"stop": self.stop._asdict()}
+
+
+def think(
+    task: Task,
+    asked: Sequence[Problem],
+    bank: Bank,
+    params: Params,
+    key: Key,
+    *,
+    config: transformer.Config,
+    sampling: Sampling,
+    settings: self_consistency.Config,
+) -> Thinking:
+    """What a policy makes of `asked`, which `bank` holds, by budget, by samples, and with the early stop of `settings`.
+
+    `settings.samples` is what `sampling.group` is; budgets go from 0 steps to those of the longest problem.
+    """
+    if settings.samples != sampling.group:
+        raise ValueError(f"samples is {settings.samples}; it must be the group, {sampling.group}")
+    evaluate = evaluate_reasoning(config, sampling)
+    found = []
+    for steps in range(max(len(problem.steps) for problem in asked) + 1):
+        scored, _ = jax.device_get(evaluate(params, bank, key, jnp.int32(steps)))
+        found.append(ByBudget(steps, float(np.mean(scored.pass_at_1)), float(np.mean(scored.majority_at_k))))
+    _, drawn = jax.device_get(evaluate(params, bank, key, jnp.int32(UNBOUNDED)))
+    counts = [1 << power for power in range(sampling.group.bit_length()) if sampling.group % (1 << power) == 0]
+    parts = sorted({*counts, sampling.group})
+    return Thinking(
+        tuple(found), tuple(by_samples(bank, drawn, sampling.group, count) for count in parts),
+        stopped(task, asked, texts(drawn, sampling.group), settings),
+    )  # fmt: skip
+
+
+_quality = jax.jit(quality, static_argnums=2)
+
+
+def by_samples(bank: Bank, drawn: Drawn, group: int, count: int) -> BySamples:
+    """What `count` samples of each problem say, of `group` side by side; `count` divides `group`."""
+    whole = jax.tree.map(lambda x: jnp.repeat(x, group // count, axis=0), bank)
+    scored = jax.device_get(_quality(whole, drawn, count))
+    return BySamples(count, float(np.mean(scored.majority_at_k)), float(np.mean(scored.pass_at_k)))
+
+
+def again(asked: Sequence[Problem], drawn: Sequence[Sequence[tuple[str, float]]]) -> Draw:
+    """Draws what was drawn of these problems before, in the same order."""
+    left = {problem.prompt: iter(each) for problem, each in zip(asked, drawn, strict=True)}
+
+    def draw(prompts: Sequence[str], count: int) -> list[list[tuple[str, float]]]:
+        return [[next(left[prompt]) for _ in range(count)] for prompt in prompts]
+
+    return draw
+
+
+def stopped(
+    task: Task,
+    asked: Sequence[Problem],
+    drawn: Sequence[Sequence[tuple[str, float]]],
+    settings: self_consistency.Config,
+) -> Stopped:
+    """What stopping early makes of samples that were drawn, and what all of them do."""
+    prompts = [problem.prompt for problem in asked]
+
+    def solved(lead: float) -> tuple[float, float]:
+        """(samples of a problem, share of right answers)."""
+        rule = self_consistency.Config(settings.samples, settings.wave, lead, settings.select, cache=0)
+        found = ReasoningOptimizer(task, again(asked, drawn), rule).solve(prompts)
+        right = [each.chain is not None and each.chain.reward == 1.0 for each in found]
+        return float(np.mean([each.drawn for each in found])), float(np.mean(right))
+
+    count, accuracy = solved(settings.lead)
+    return Stopped(count, count / settings.samples, accuracy, solved(0.0)[1])

@@ -1,0 +1,360 @@
+"""Decoder-only transformers, Llama 2 and 3, Qwen2 and Qwen3 (dense), as plain functions over a dict of stacked arrays.
+
+Llama: Touvron et al. 2023 (arXiv 2307.09288), Dubey et al. 2024 (2407.21783); rotary positions: Su et al. 2021
+(2104.09864); grouped queries: Ainslie et al. 2023 (2305.13245); LoRA: Hu et al. 2021 (2106.09685).
+
+The layers of a model are one array each, with a leading axis L, so that a step over them is one scan, a rule of
+`partition.py` needs one name, and what is saved or sent is a flat dict. Logits are float32 whatever the layers compute
+in (MiniMax-M1 and ScaleRL, arXiv 2506.13585 and 2510.13786, found what is lost otherwise), and the same `forward`
+samples and learns.
+
+Where we differ: prompts are padded on the left and a cache has one index for all rows, so that a decode step writes
+one slice; positions count a row's own tokens. LoRA's factor alpha / r is within `down` from the beginning.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from longhaul import prng
+from longhaul.networks.precision import PRECISIONS, REMATS, rematerialised
+from longhaul.types import Key, Params, PyTree
+
+FAMILIES = ("llama", "qwen2", "qwen3")
+"""Qwen2 adds biases to queries, keys and values; Qwen3 has none, and normalises each head's queries and keys."""
+
+UNROLLED = 4
+"""Most layers that are compiled one by one: a loop over few small ones costs more than they do."""
+
+TOGETHER = 2**20
+"""Most parameters that are drawn at once, which compiles sooner; of more each array lies where it belongs from the
+beginning."""
+
+NEVER = -1e30
+"""The score of what is not attended to; finite, so that a row which sees nothing stays a number."""
+
+
+@dataclass(frozen=True)
+class RopeScaling:
+    """How rotary frequencies are stretched for contexts longer than those trained on.
+
+    "linear" divides all by `factor`. "llama3" leaves wavelengths below original / high_freq_factor alone, divides those
+    above original / low_freq_factor, and goes smoothly from one to the other between.
+    """
+
+    kind: str = "llama3"
+    factor: float = 8.0
+    low_freq_factor: float = 1.0
+    high_freq_factor: float = 4.0
+    original: int = 8192  # tokens of the context before
+
+
+@dataclass(frozen=True)
+class Config:
+    """What a model is. `hub.config_of` reads it from a Hugging Face config.json."""
+
+    family: str = "qwen3"
+    vocabulary: int = 23
+    width: int = 64
+    layers: int = 2
+    heads: int = 2
+    kv_heads: int = 2  # heads of keys and values, each shared by heads / kv_heads heads of queries
+    head_dim: int = 32
+    hidden: int = 192  # of the gated perceptron
+    eps: float = 1e-6  # of the root mean square normalisation
+    theta: float = 10_000.0  # base of the rotary frequencies
+    rope_scaling: RopeScaling | None = None
+    tied: bool = True  # the embedding is the output's kernel, too
+    context: int = 4096  # tokens that it was trained on; told to others, and no bound here
+    pad: int = 0  # the token that pads, and is never chosen; -1: none of the vocabulary, and -1 pads
+    precision: str = "fp32"  # of the layers; parameters and logits are as they are
+    remat: str = "none"  # what of a layer is computed again for the gradient: precision.REMATS
+
+    @property
+    def biased(self) -> bool:
+        return self.family == "qwen2"
+
+    @property
+    def normed(self) -> bool:
+        return self.family == "qwen3"
+
+
+class Cache(NamedTuple):
+    """Keys and values of the tokens before, for S slots, of which `index` are filled; all rows alike."""
+
+    key: jax.Array  # [L, B, S, kv_heads, head_dim]
+    value: jax.Array  # [L, B, S, kv_heads, head_dim]
+    filled: jax.Array  # bool [B, S]: a slot holds a token, not padding
+    index: jax.Array  # type: ignore[assignment]  # int32; a tuple has a method of that name
+
+
+class Adapter(NamedTuple):
+    """What LoRA adds to one kernel of each layer: x @ down @ up."""
+
+    down: jax.Array  # [L, inputs, rank]
+    up: jax.Array  # [L, rank, outputs]
+
+
+Lora = dict[str, Adapter]
+"""Name of a kernel of the layers -> what is added to it."""
+
+
+def check(config: Config) -> None:
+    """Raises ValueError, naming value, bound and remedy, where there is no such model."""
+    for name, allowed in (("family", FAMILIES), ("precision", tuple(PRECISIONS)), ("remat", REMATS)):
+        if getattr(config, name) not in allowed:
+            raise ValueError(f"{name} is {getattr(config, name)!r}; it must be one of {', '.join(allowed)}")
+    for name in ("vocabulary", "width", "layers", "heads", "kv_heads", "head_dim", "hidden"):
+        if getattr(config, name) < 1:
+            raise ValueError(f"{name} is {getattr(config, name)}; it must be at least 1")
+    if config.heads % config.kv_heads:
+        raise ValueError(f"kv_heads is {config.kv_heads}; it must divide heads, {config.heads}")
+    if config.head_dim % 2:
+        raise ValueError(f"head_dim is {config.head_dim}; it must be even, as rotary positions turn pairs")
+    if config.rope_scaling is not None and config.rope_scaling.kind not in ("linear", "llama3"):
+        raise ValueError(f"rope scaling is {config.rope_scaling.kind!r}; it must be linear or llama3")
+
+
+def shapes(config: Config) -> dict[str, Any]:
+    """Names and shapes of a model's parameters; kernels are [inputs, outputs]. `layers` have a leading axis L."""
+    wide, narrow = config.heads * config.head_dim, config.kv_heads * config.head_dim
+    layer: dict[str, tuple[int, ...]] = {
+        "attention_norm": (config.width,),
+        "query": (config.width, wide),
+        "key": (config.width, narrow),
+        "value": (config.width, narrow),
+        "out": (wide, config.width),
+        "mlp_norm": (config.width,),
+        "gate": (config.width, config.hidden),
+        "up": (config.width, config.hidden),
+        "narrow": (config.hidden, config.width),
+    }
+    if config.biased:
+        layer |= {"query_bias": (wide,), "key_bias": (narrow,), "value_bias": (narrow,)}
+    if config.normed:
+        layer |= {"query_norm": (config.head_dim,), "key_norm": (config.head_dim,)}
+    whole: dict[str, Any] = {"embedding": (config.vocabulary, config.width), "final_norm": (config.width,)}
+    if not config.tied:
+        whole["unembedding"] = (config.width, config.vocabulary)
+    return whole | {"layers": {name: (config.layers, *shape) for name, shape in layer.items()}}
+
+
+def init(key: Key, config: Config) -> Params:
+    """Float32 parameters, normal; what adds to the residual is less by the root of 2 L (GPT-2's).
+
+    Deviations are 1 / sqrt(inputs), of the embedding 1 / sqrt(width). Where we differ: GPT-2's is 0.02 whatever the
+    width, which is this one's at 2,500; a model 64 wide then takes hundreds of updates to begin to learn.
+    """
+    check(config)
+    flat, tree = jax.tree.flatten_with_path(shapes(config), is_leaf=lambda x: isinstance(x, tuple))
+    named = [(number, path[-1].key, shape) for number, (path, shape) in enumerate(flat)]
+    kernels = [(number, shape) for number, name, shape in named if not name.endswith(("norm", "bias"))]
+    drawn = dict(zip((number for number, _ in kernels), _normals(key, kernels), strict=True))
+    made = []
+    for number, name, shape in named:
+        if name.endswith("norm"):
+            made.append(jnp.ones(shape, jnp.float32))
+        elif name.endswith("bias"):
+            made.append(jnp.zeros(shape, jnp.float32))
+        else:
+            deviation = 1.0 / math.sqrt(shape[-1] if name == "embedding" else shape[-2])
+            deviation /= math.sqrt(2 * config.layers) if name in ("out", "narrow") else 1.0
+            made.append(deviation * drawn[number])
+    return jax.tree.unflatten(tree, made)
+
+
+def _normals(key: Key, kernels: list[tuple[int, tuple[int, ...]]]) -> list[jax.Array]:
+    """Standard normal numbers of (number, shape), each by the key that `key` folded with its number is."""
+    keys = jax.vmap(lambda number: jax.random.fold_in(key, number))(jnp.array([number for number, _ in kernels]))
+    wanted = [shape for _, shape in kernels]
+    if sum(map(math.prod, wanted)) <= TOGETHER:
+        return prng.normals(keys, wanted)
+    return [jax.random.normal(each, shape) for each, shape in zip(keys, wanted, strict=True)]
+
+
+def size(config: Config) -> int:
+    """Parameters of a model."""
+    return sum(math.prod(shape) for shape in jax.tree.leaves(shapes(config), is_leaf=lambda x: isinstance(x, tuple)))
+
+
+def lora(key: Key, config: Config, rank: int, names: tuple[str, ...] = ("query", "value"), alpha: float = 16.0) -> Lora:
+    """Adapters that add nothing yet. Raises ValueError for a name that is no kernel of the layers."""
+    layer = shapes(config)["layers"]
+    kernels = [name for name, shape in layer.items() if len(shape) == 3]
+    if rank < 1:
+        raise ValueError(f"rank is {rank}; it must be at least 1")
+    made = {}
+    for number, name in enumerate(names):
+        if name not in kernels:
+            raise ValueError(f"no kernel is named {name!r}; there are {', '.join(kernels)}")
+        count, inputs, outputs = layer[name]
+        down = jax.random.normal(jax.random.fold_in(key, number), (count, inputs, rank), jnp.float32)
+        made[name] = Adapter(down * (alpha / rank / math.sqrt(inputs)), jnp.zeros((count, rank, outputs), jnp.float32))
+    return made
+
+
+def merged(params: Params, adapters: Lora) -> Params:
+    """The parameters of a model that does without adapters what `params` does with them."""
+    layers = dict(params["layers"])
+    for name, (down, up) in adapters.items():
+        kernel = layers[name]
+        layers[name] = (kernel.astype(jnp.float32) + jnp.matmul(down, up)).astype(kernel.dtype)
+    return {**params, "layers": layers}
+
+
+def empty(config: Config, rows: int, slots: int) -> Cache:
+    """A cache with room for `slots` tokens of each of `rows` rows."""
+    shape = config.layers, rows, slots, config.kv_heads, config.head_dim
+    nothing = jnp.zeros(shape, PRECISIONS[config.precision])
+    return Cache(nothing, nothing, jnp.zeros((rows, slots), bool), jnp.int32(0))
+
+
+def frequencies(config: Config) -> jax.Array:
+    """Radians a token of each pair of a head, float32 [head_dim / 2]."""
+    pairs = jnp.arange(0, config.head_dim, 2, dtype=jnp.float32) / config.head_dim
+    plain = 1.0 / config.theta**pairs
+    scaling = config.rope_scaling
+    if scaling is None:
+        return plain
+    if scaling.kind == "linear":
+        return plain / scaling.factor
+    turns = scaling.original * plain / (2.0 * math.pi)  # within the context before
+    low, high = scaling.low_freq_factor, scaling.high_freq_factor
+    share = jnp.clip((turns - low) / (high - low), 0.0, 1.0)
+    return (1.0 - share) * plain / scaling.factor + share * plain
+
+
+def forward(
+    config: Config,
+    params: Params,
+    tokens: jax.Array,
+    mask: jax.Array,
+    cache: Cache | None = None,
+    adapters: Lora | None = None,
+) -> tuple[jax.Array, Cache | None]:
+    """(logits float32 [B, T, V] of what follows each token, the cache with them in it; None without one).
+
+    `tokens` int32 [B, T] and `mask` bool [B, T], False where there is padding, which nothing sees. With a cache they
+    follow what is in it; no more than its slots are left may be given.
+    """
+    hidden, cache = trunk(config, params, tokens, mask, cache, adapters)
+    return unembed(config, params, hidden), cache
+
+
+def unembed(config: Config, params: Params, hidden: jax.Array) -> jax.Array:
+    """What `trunk` gave, [..., width] -> logits float32 [..., V]."""
+    kernel = params["embedding"].T if config.tied else params["unembedding"]
+    return jnp.matmul(hidden.astype(jnp.float32), kernel.astype(jnp.float32))
+
+
+def trunk(
+    config: Config,
+    params: Params,
+    tokens: jax.Array,
+    mask: jax.Array,
+    cache: Cache | None = None,
+    adapters: Lora | None = None,
+) -> tuple[jax.Array, Cache | None]:
+    """`forward` without its last product: the last layer's normalised output [B, T, width], and the cache."""
+    dtype = PRECISIONS[config.precision]
+    steps = tokens.shape[1]
+    counts = jnp.cumsum(mask, axis=1, dtype=jnp.int32)
+    if cache is None:
+        positions, filled = counts - 1, mask
+        seen = jnp.tril(jnp.ones((steps, steps), bool))[None] & mask[:, None, :]
+    else:
+        positions = counts - 1 + jnp.sum(cache.filled, axis=1, dtype=jnp.int32)[:, None]
+        filled = jax.lax.dynamic_update_slice(cache.filled, mask, (0, cache.index))
+        before = jnp.arange(filled.shape[1])[None, :] <= cache.index + jnp.arange(steps)[:, None]
+        seen = before[None] & filled[:, None, :]
+    angles = positions[..., None].astype(jnp.float32) * frequencies(config)[None, None]
+    turn = jnp.cos(angles)[:, :, None], jnp.sin(angles)[:, :, None]  # [B, T, 1, head_dim / 2]
+    index = None if cache is None else cache.index
+
+    def layer(x: jax.Array, each: PyTree) -> tuple[jax.Array, PyTree]:
+        weights, extra, kept = each
+        own = _Kernels(weights, extra, dtype)
+        mixed, kept = _attention(config, own, _norm(x, weights["attention_norm"], config.eps), seen, turn, kept, index)
+        x = x + mixed
+        y = _norm(x, weights["mlp_norm"], config.eps)
+        x = x + own("narrow", jax.nn.silu(own("gate", y)) * own("up", y))
+        return x, kept
+
+    kept = None if cache is None else (cache.key, cache.value)
+    x = params["embedding"][tokens].astype(dtype)
+    part = rematerialised(layer, config.remat, scanned=True)
+    unroll = config.layers if config.layers <= UNROLLED else 1
+    x, kept = jax.lax.scan(part, x, (params["layers"], adapters or {}, kept), unroll=unroll)
+    x = _norm(x, params["final_norm"], config.eps)
+    if cache is None or kept is None:
+        return x, None
+    key, value = kept
+    return x, Cache(key, value, filled, cache.index + steps)
+
+
+class _Kernels(NamedTuple):
+    """The kernels of one layer: (name, x [..., inputs]) -> [..., outputs], with bias and adapter where they are."""
+
+    weights: dict[str, jax.Array]
+    adapters: Lora
+    dtype: Any
+
+    def __call__(self, name: str, x: jax.Array) -> jax.Array:
+        y = jnp.matmul(x, self.weights[name].astype(self.dtype))
+        if name in self.adapters:
+            down, up = (part.astype(self.dtype) for part in self.adapters[name])
+            y = y + jnp.matmul(jnp.matmul(x, down), up)
+        if f"{name}_bias" in self.weights:
+            y = y + jnp.broadcast_to(self.weights[f"{name}_bias"].astype(self.dtype), y.shape)
+        return y
+
+
+def _norm(x: jax.Array, scale: jax.Array, eps: float) -> jax.Array:
+    """Root mean square normalisation (Zhang and Sennrich 2019) in float32, of the last axis."""
+    y = x.astype(jnp.float32)
+    y = y * jax.lax.rsqrt(jnp.mean(jnp.square(y), axis=-1, keepdims=True) + eps)
+    return (y * scale.astype(jnp.float32).reshape((1,) * (y.ndim - 1) + (-1,))).astype(x.dtype)
+
+
+def _turned(x: jax.Array, turn: tuple[jax.Array, jax.Array]) -> jax.Array:
+    """Heads [B, T, N, head_dim] turned to their positions: halves are pairs, as Hugging Face's weights have them."""
+    cos, sin = turn
+    a, b = jnp.split(x.astype(jnp.float32), 2, axis=-1)
+    return jnp.concatenate([a * cos - b * sin, b * cos + a * sin], axis=-1).astype(x.dtype)
+
+
+def _attention(
+    config: Config,
+    own: _Kernels,
+    x: jax.Array,
+    seen: jax.Array,
+    turn: tuple[jax.Array, jax.Array],
+    kept: tuple[jax.Array, jax.Array] | None,
+    index: jax.Array | None,
+) -> tuple[jax.Array, tuple[jax.Array, jax.Array] | None]:
+    """One layer's attention of x [B, T, width] to `seen` [B, T, S], and its part of the cache."""
+    rows, steps, _ = x.shape
+    query, key, value = (own(name, x).reshape(rows, steps, -1, config.head_dim) for name in ("query", "key", "value"))
+    if config.normed:
+        query = _norm(query, own.weights["query_norm"], config.eps)
+        key = _norm(key, own.weights["key_norm"], config.eps)
+    query, key = _turned(query, turn), _turned(key, turn)
+    if kept is not None:
+        assert index is not None
+        key, value = (
+            jax.lax.dynamic_update_slice(old, new, (0, index, 0, 0))
+            for old, new in zip(kept, (key, value), strict=True)
+        )
+        kept = key, value
+    group = config.heads // config.kv_heads
+    query = query.reshape(rows, steps, config.kv_heads, group, config.head_dim)
+    scores = jnp.einsum("btkgd,bskd->bkgts", query, key, preferred_element_type=jnp.float32)
+    scores = jnp.where(seen[:, None, None], scores / math.sqrt(config.head_dim), NEVER)
+    weights = jax.nn.softmax(scores, axis=-1).astype(value.dtype)
+    mixed = jnp.einsum("bkgts,bskd->btkgd", weights, value).reshape(rows, steps, -1)
+    return own("out", mixed), kept

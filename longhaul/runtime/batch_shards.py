@@ -1,0 +1,183 @@
+"""The parts that a batch is computed in, and how they meet: one a device, or a fixed number that devices share.
+
+A mean over devices is a sum in an order that their number decides, and so are its last bits, from which rollouts soon
+part. Where runs must be the same on 1, 2, 4 and 8 devices, the batch has `VIRTUAL` parts on any of them: each device
+computes its share of them one after the other, and their sums are taken in one fixed order (see `virtual`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple, TypeVar
+
+import jax
+import jax.numpy as jnp
+from jax.flatten_util import ravel_pytree
+from jax.sharding import Mesh
+
+from longhaul.runtime import mesh as meshes
+from longhaul.runtime.mesh import DATA, MODEL
+from longhaul.types import Local, PyTree, is_local
+
+VIRTUAL = 8
+"""Virtual shards of a deterministic run, a power of two: the most devices that it can have."""
+
+AXIS = "virtual"
+"""The axis of a device's own virtual shards."""
+
+Function = TypeVar("Function", bound=Callable[..., Any])
+
+
+def refusal(devices: int, worlds: int) -> str | None:
+    """Why so many devices and worlds can't make virtual shards, in a line; None where they can."""
+    if VIRTUAL % devices:
+        fit = ", ".join(str(n) for n in range(1, VIRTUAL + 1) if VIRTUAL % n == 0)
+        return (
+            f"--deterministic computes in {VIRTUAL} virtual shards, which {devices} devices can't share evenly; "
+            f"choose --mesh data=N with N one of {fit}"
+        )
+    if worlds % VIRTUAL:
+        return (
+            f"--num-envs is {worlds}, which the {VIRTUAL} virtual shards of --deterministic can't share evenly; "
+            f"choose a multiple of {VIRTUAL}"
+        )
+    return None
+
+
+class Shards(NamedTuple):
+    """What code written for one shard is given to run on all. Within `each`: `mean`, `most`, `apart`."""
+
+    number: int  # over all devices
+    mean: Callable[[PyTree], PyTree]
+    most: Callable[[PyTree], PyTree]  # the greatest
+    apart: Callable[[Callable[..., Any]], Callable[..., Any]]
+    """A pure function of its arguments, which no collective is in -> the same, as far as it must not be computed
+    together with what is around it. It may close over numbers, not over arrays."""
+    each: Callable[[Callable[..., Any]], Callable[..., Any]]
+    """f(number of the shard, its carry) -> (carry, what is the same on all shards), for one shard -> the same, of
+    carries [columns of the device, ...]."""
+
+
+def part(state: PyTree) -> tuple[PyTree, list[PyTree]]:
+    """(what all shards have of an algorithm's state, with `()` for what each has for itself; that)."""
+    own = [x.value for x in jax.tree.leaves(state, is_leaf=is_local) if is_local(x)]
+    return jax.tree.map(lambda x: Local(()) if is_local(x) else x, state, is_leaf=is_local), own
+
+
+def whole(common: PyTree, own: list[PyTree]) -> PyTree:
+    """The inverse of `part`."""
+    rest = iter(own)
+    return jax.tree.map(lambda x: Local(next(rest)) if is_local(x) else x, common, is_leaf=is_local)
+
+
+def together(function: Function) -> Function:
+    """What `apart` is where one program is all there will be."""
+    return function
+
+
+def by_device(mesh: Mesh) -> Shards:
+    """A shard a device."""
+
+    def each(function: Callable[..., Any]) -> Callable[..., Any]:
+        return lambda carry: function(meshes.shard_index(), carry)
+
+    mean = meshes.mean_over_data if mesh.shape[MODEL] == 1 else meshes.mean_of_each
+    return Shards(mesh.shape[DATA], mean, meshes.max_over_data, together, each)
+
+
+def alone() -> Shards:
+    """One shard that meets no other: a run beside others, on a device that all of it lies on."""
+
+    def each(function: Callable[..., Any]) -> Callable[..., Any]:
+        return lambda carry: function(jnp.int32(0), carry)
+
+    return Shards(1, meshes.identity, meshes.identity, together, each)
+
+
+def virtual(mesh: Mesh) -> Shards:
+    """`VIRTUAL` shards, whatever the devices: the same numbers on any of them, bit for bit.
+
+    Two things make them so. Sums over shards are taken in one order, as a tree of pairs. And whatever is computed of a
+    shard alone is a program of its own, `apart`: how XLA adds and rounds depends on a batch's shape and on what it
+    fuses, so neither may depend on how many shards a device has.
+    """
+    devices = mesh.shape[DATA]
+    if VIRTUAL % devices:
+        raise ValueError(f"{VIRTUAL} virtual shards can't be shared evenly by {devices} devices")
+    own = VIRTUAL // devices
+
+    def each(function: Callable[..., Any]) -> Callable[..., Any]:
+        def run(carry: PyTree) -> tuple[PyTree, PyTree]:
+            numbers = meshes.shard_index() * own + jnp.arange(own)
+            parts = jax.tree.map(lambda x: x.reshape(own, x.shape[0] // own, *x.shape[1:]), carry)
+            carry, same = jax.vmap(function, out_axes=(0, None), axis_name=AXIS)(numbers, parts)
+            return jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), carry), same
+
+        return run
+
+    def most(tree: PyTree) -> PyTree:
+        return meshes.max_over_data(jax.lax.pmax(tree, AXIS))
+
+    return Shards(VIRTUAL, lambda tree: mean_in_order(tree, devices), most, apart, each)
+
+
+def mean_in_order(tree: PyTree, devices: int) -> PyTree:
+    """The mean over all virtual shards, each of the `devices` having as many, in one order.
+
+    Each device adds up a slice of all shards' numbers: that moves twice what a mean by all-reduce does at least, not
+    `VIRTUAL` times.
+    """
+    vector, whole = ravel_pytree(tree)
+    rows = jax.lax.all_gather(vector, AXIS)  # [own shards, numbers], of this device
+    if devices == 1:
+        return _alone(lambda rows: whole(_sum(rows) / VIRTUAL))(rows)
+    size = -(-vector.size // devices)
+    padded = jnp.pad(rows, ((0, 0), (0, size * devices - vector.size)))
+    parts = jax.lax.all_to_all(padded.reshape(-1, devices, size), DATA, split_axis=1, concat_axis=0)
+    part = _alone(lambda rows: _sum(rows) / VIRTUAL)(parts.reshape(VIRTUAL, size))
+    return _alone(lambda row: whole(row[: vector.size]))(jax.lax.all_gather(part, DATA, tiled=True))
+
+
+def _sum(rows: jax.Array) -> jax.Array:
+    """Over the leading axis, a power of two long, by pairs: XLA keeps to an order of additions that is written out."""
+    while len(rows) > 1:
+        rows = rows[0::2] + rows[1::2]
+    return rows[0]
+
+
+def apart(function: Callable[..., Any]) -> Callable[..., Any]:
+    """`function`, compiled as if there were nothing else; of several shards, one after the other."""
+    function = _alone(jax.jit(function, inline=True))  # traced once for all uses
+    alone = jax.custom_batching.custom_vmap(function)
+
+    @alone.def_vmap
+    def one_by_one(size: int, batched: PyTree, *args: PyTree) -> tuple[PyTree, PyTree]:
+        given, tree = jax.tree.leaves(args), jax.tree.structure(args)
+        own = jax.tree.leaves(batched)
+
+        def one(moving: list[jax.Array]) -> PyTree:
+            rest = iter(moving)
+            parts = [next(rest) if x else y for x, y in zip(own, given, strict=True)]
+            return function(*jax.tree.unflatten(tree, parts))
+
+        out = jax.lax.map(one, [y for x, y in zip(own, given, strict=True) if x])
+        return out, jax.tree.map(lambda _: True, out)
+
+    return alone
+
+
+def _alone(function: Callable[..., Any]) -> Callable[..., Any]:
+    """`function` as a branch that XLA does not know to be always taken: it neither fuses across nor moves code out."""
+
+    def run(*args: PyTree) -> PyTree:
+        taken = jax.lax.optimization_barrier(jnp.bool_(True))  # which XLA takes for a variable until it has fused
+        shapes = jax.eval_shape(function, *args)
+        return jax.lax.cond(taken, function, lambda *_: jax.tree.map(_blank, shapes), *args)
+
+    return run
+
+
+def _blank(shape: jax.ShapeDtypeStruct) -> jax.Array:
+    if jnp.issubdtype(shape.dtype, jax.dtypes.prng_key):
+        return jnp.broadcast_to(jax.random.key(0), shape.shape)
+    return jnp.zeros(shape.shape, shape.dtype)

@@ -1,0 +1,181 @@
+"""Compiled programs kept on disk, so that a run which is started again need not wait for the compiler.
+
+The store is JAX's own persistent cache. What is decided here: where it lies, how large it gets, that nothing wrong with
+it stops a run, and what is told of it.
+
+    LONGHAUL_CACHE              off, or a folder (caches.py)
+    JAX_COMPILATION_CACHE_DIR   a folder, where LONGHAUL_CACHE says nothing; else $XDG_CACHE_HOME/longhaul/xla,
+                                which is ~/.cache/longhaul/xla
+
+Entries are told apart by program, compiler, options and device, but for two things that a CPU's programs depend on,
+too: the number of threads, by which sums are cut (and with them their last bits), and the processor. So those of each
+have a folder of their own. JAX does not bound the store without a further package; here the entries that were not used
+for longest go when a process starts. Who can write to the folder can have us run anything, so it is the user's alone.
+
+Of several processes JAX lets only the first write. On GPUs and TPUs that is enough: all have the same keys. On the CPU
+each process's programs have keys of their own, so each keeps its own here, in a folder of its own.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import inspect
+import os
+import platform
+import re
+import warnings
+from pathlib import Path
+from typing import Any
+
+import jax
+
+from longhaul.runtime import caches
+
+COMPILE = "/jax/core/compile/backend_compile_duration"
+HIT, MISS = "/jax/compilation_cache/cache_hits", "/jax/compilation_cache/cache_misses"
+
+FAULT = r"Error (reading|writing) persistent compilation cache entry for '([^']*)': (.*)"
+
+
+def root() -> Path | None:
+    """The folder of the store; None where it is switched off."""
+    named = caches.named() or os.environ.get("JAX_COMPILATION_CACHE_DIR")
+    if named == "off":
+        return None
+    return Path(named).expanduser().absolute() if named else caches.folder("xla")
+
+
+def part(threads: int, *, on_cpu: bool, process: int = 0) -> str:
+    """The folder below `root` of programs for this machine, and on the CPU for the process of this number."""
+    if not on_cpu:
+        return ""
+    mine = f"cpu-{threads}-threads-{_processor()}"
+    return mine if process == 0 else f"{mine}/process-{process}"
+
+
+def _processor() -> str:
+    """What tells this processor from another, as far as programs for one may not run on the other."""
+    about = [platform.machine()]
+    try:
+        text = Path("/proc/cpuinfo").read_text().split("\n\n")[0]
+        telling = r"(vendor_id|model name|flags|Features)\b"
+        about += sorted(line for line in text.splitlines() if re.match(telling, line))
+    except OSError:
+        about.append(platform.processor())
+    return hashlib.sha256("\n".join(about).encode()).hexdigest()[:12]
+
+
+def keep(threads: int, *, on_cpu: bool, process: int = 0) -> Path | None:
+    """From now on programs are kept, and found again; -> the folder, None where that is off or not possible.
+
+    `threads` are those of the CPU's programs, `process` is the number of this one. Changes nothing the second time.
+    """
+    store = root()
+    if store is None:
+        jax.config.update("jax_enable_compilation_cache", False)
+        return None
+    folder = store / part(threads, on_cpu=on_cpu, process=process)
+    if jax.config.jax_compilation_cache_dir == str(folder):  # type: ignore[attr-defined, unused-ignore]
+        return folder
+    try:
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        if not os.access(folder, os.W_OK | os.X_OK):
+            raise PermissionError(13, "it can't be written")
+        limit = jax.config.jax_compilation_cache_max_size  # type: ignore[attr-defined, unused-ignore]
+        caches.trim(store, "*-cache", caches.MOST_BYTES if limit < 0 else limit)
+    except OSError as error:
+        caches.say(f"no compilation cache in {folder} ({error.strerror}): programs are compiled anew")
+        jax.config.update("jax_enable_compilation_cache", False)
+        return None
+    jax.config.update("jax_compilation_cache_max_size", -1)  # a bound of JAX's own needs a package that we do not
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
+    jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
+    jax.config.update("jax_compilation_cache_dir", str(folder))
+    _quieten(folder)
+    if process > 0 and on_cpu and not _write_too():
+        caches.say("this JAX keeps programs of process 0 alone: this process compiles its own anew at each start")
+    return folder
+
+
+def _write_too() -> bool:
+    """Has this process write what it compiled, though it is not the first; -> whether this JAX lets it.
+
+    JAX 0.10 to 0.12 have no option for it: what writes an entry returns at once in all processes but 0.
+    """
+    try:
+        from jax._src import compilation_cache, compiler
+
+        write, put = compiler._cache_write, compilation_cache.put_executable_and_time
+    except (ImportError, AttributeError):
+        return False
+    names = ["cache_key", "compile_time_secs", "module_name", "backend", "executable"]
+    takes = [list(inspect.signature(function).parameters) for function in (write, put)]
+    if takes[0][:5] != names or takes[1] != ["cache_key", "module_name", "executable", "backend", "compile_time"]:
+        return False
+
+    def mine(key: str, seconds: float, name: str, backend: Any, executable: Any, callbacks: Any = ()) -> None:
+        if callbacks:  # of Python: they are lost with the process
+            return
+        try:
+            put(key, name, executable, backend, int(seconds))
+        except Exception as error:  # in JAX's own words, which `_quieten` knows
+            reason = f"{type(error).__name__}: {error}"
+            warnings.warn(f"Error writing persistent compilation cache entry for '{name}': {reason}", stacklevel=2)
+
+    compiler._cache_write = mine  # type: ignore[assignment]
+    return True
+
+
+def _quieten(folder: Path) -> None:
+    """What JAX warns of, a program at a time, becomes one line; a broken entry goes, to be written again next time."""
+    before, said = warnings.showwarning, False
+
+    def show(message: Any, category: Any, filename: str, lineno: int, file: Any = None, line: Any = None) -> None:
+        nonlocal said
+        fault = re.match(FAULT, str(message), re.DOTALL)
+        if fault is None:
+            before(message, category, filename, lineno, file, line)
+            return
+        verb, name, reason = fault.groups()
+        for broken in folder.glob(f"{name}-*-cache"):  # a torn one is never replaced by JAX
+            try:
+                broken.unlink(missing_ok=True)
+            except OSError:
+                break
+        if not said:
+            short = " ".join(reason.split())[:200]
+            caches.say(f"the compilation cache in {folder} failed in {verb} {name} ({short}); it was compiled anew")
+        said = True
+
+    warnings.showwarning = show
+    warnings.filterwarnings("always", message="Error (reading|writing) persistent compilation cache entry")
+
+
+class Ledger:
+    """What was compiled since it was opened, in this process; `close` it."""
+
+    def __init__(self) -> None:
+        self.seconds = 0.0  # in the compiler, or in reading what it made before
+        self.hits = 0
+        self.misses = 0
+        jax.monitoring.register_event_duration_secs_listener(self._took)
+        jax.monitoring.register_event_listener(self._happened)
+
+    def _took(self, event: str, duration_secs: float, **_: str | int) -> None:
+        if event == COMPILE:
+            self.seconds += duration_secs
+
+    def _happened(self, event: str, **_: str | int) -> None:
+        self.hits += event == HIT
+        self.misses += event == MISS
+
+    @property
+    def found(self) -> str:
+        """Where the programs came from."""
+        if not self.hits + self.misses:
+            return "no compilation cache"
+        return f"{self.hits} of {self.hits + self.misses} programs from the compilation cache"
+
+    def close(self) -> None:
+        jax.monitoring.unregister_event_duration_listener(self._took)
+        jax.monitoring.unregister_event_listener(self._happened)

@@ -1,0 +1,318 @@
+"""Processes of one training run on the nodes of a Ray cluster (Moritz et al. 2018), looked after by `launch`.
+
+Ray places, and says what is there; that is all that it does for us. Each process is the child of a small actor, which
+holds its lifeline and its pipes, and hands on what they tell. The launcher owns the actors, never a process that
+trains, so that the end of any of those takes nothing else along; Ray restarts none of them (`max_restarts` 0), because
+all must begin again together. Ray notices a node that hangs after a minute or more, and a method that hangs never; here
+an actor that does not answer for `MUTE` seconds is lost, and signs of life from the training loop itself say the rest.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+from longhaul.runtime import process_group
+from longhaul.runtime.launch import local
+from longhaul.runtime.launch.supervisor import Gang, Look, Printed
+from longhaul.runtime.process_group import HostsError
+
+MUTE = 15.0
+"""Seconds without an answer after which an actor counts as lost, be it on a node that hangs."""
+
+ANSWER = 20.0
+"""Seconds that placing takes at most; Ray goes on placing for some time on a node that has died."""
+
+ENDING = 10.0
+"""Seconds that actors have to end their processes before they are killed, by which those end too."""
+
+PASSED = ("JAX_", "XLA_", "LONGHAUL_", "NCCL_", "NPROC")
+"""Variables of the launcher, by how they begin, that its processes find; else they find those of their node."""
+
+
+class Wanted(NamedTuple):
+    number: int  # of processes
+    fewest: int  # of them, with which a run may go on
+    devices: int | None  # of each; None: all that a node has, or its share of them
+    place: str  # strict, spread, pack
+    patience: float  # seconds that a start waits for nodes
+
+
+class Node(NamedTuple):
+    name: str
+    cpus: int
+    gpus: int
+
+
+class Layout(NamedTuple):
+    """What is asked of Ray: `number` bundles, each for a process of so many devices."""
+
+    number: int
+    devices: int
+    bundle: dict[str, float]
+    strategy: str  # Ray's name
+
+
+# --------------------------------------------------------------------------------------------------------- planning
+
+
+def room(nodes: Sequence[Node], devices: int, *, strict: bool) -> int:
+    """How many processes of so many devices fit: GPUs, where there are any, or else the cores that Ray counts."""
+    capacities = _capacities(nodes)
+    return sum(capacity >= devices if strict else capacity // devices for capacity in capacities)
+
+
+def _capacities(nodes: Sequence[Node]) -> list[int]:
+    """Devices of each node."""
+    gpus = any(node.gpus for node in nodes)
+    return [node.cpus if not gpus else node.gpus if node.cpus else 0 for node in nodes]
+
+
+def share(nodes: Sequence[Node], count: int, *, strict: bool) -> int:
+    """The most devices a process with which `count` of them fit; 1 where they don't at all."""
+    most = max(_capacities(nodes), default=1)
+    return next((n for n in range(most, 1, -1) if room(nodes, n, strict=strict) >= count), 1)
+
+
+def layout(nodes: Sequence[Node], wanted: Wanted, devices: int) -> Layout | None:
+    """As many processes as there is room for now, at most those wanted; None where it is for too few.
+
+    On the CPU a run keeps its number of devices, which fewer processes must be able to share evenly.
+    """
+    strict = wanted.place == "strict"
+    gpus = any(node.gpus for node in nodes)
+    count = min(wanted.number, room(nodes, devices, strict=strict))
+    while count > 0 and not gpus and wanted.number * devices % count:
+        count -= 1
+    if count < wanted.fewest:
+        return None
+    strategy = {"strict": "STRICT_SPREAD", "spread": "SPREAD", "pack": "PACK"}[wanted.place]
+    bundle = {"CPU": 1.0, "GPU": float(devices)} if gpus else {"CPU": float(devices)}
+    return Layout(count, devices, bundle, strategy)
+
+
+def variables(count: int, devices: int, address: str, given: Mapping[str, str]) -> list[dict[str, str]]:
+    """What each process finds beside its node's variables; `address` is of process 0, `given` are the launcher's."""
+    passed = {name: value for name, value in given.items() if name.startswith(PASSED)}
+    about = {process_group.COORDINATOR: address, process_group.COUNT: str(count), process_group.DEVICES: str(devices)}
+    return [passed | about | {process_group.INDEX: str(i)} for i in range(count)]
+
+
+# ------------------------------------------------------------------------------------------------------ on the nodes
+
+
+class Host:
+    """An actor, and the process that it holds."""
+
+    def __init__(self) -> None:
+        self._member: local.Member | None = None
+        self._lines: list[tuple[bool, bytes]] = []
+        self._lock = threading.Lock()
+
+    def where(self) -> tuple[str, str, int]:
+        """(the node's name, its address, a port that is free there)."""
+        import ray
+
+        return ray.get_runtime_context().get_node_id(), ray.util.get_node_ip_address(), local.free_port("")
+
+    def begin(self, program: Sequence[str], variables: dict[str, str], folder: str) -> None:
+        """Starts `program` with this node's Python in `folder`, where that is here."""
+        given = {**os.environ, **variables}
+        python = local.PROGRAM[0]
+        there = folder if os.path.isdir(folder) else None
+        self._member = local.Member(
+            [python, *program], given, out=self._take(out=True), error=self._take(out=False), folder=there
+        )
+
+    def _take(self, *, out: bool) -> local.Take:
+        def take(line: bytes) -> None:
+            with self._lock:
+                self._lines.append((out, line))
+
+        return take
+
+    def look(self) -> tuple[Look, list[tuple[bool, bytes]]]:
+        """What is to be seen, and the lines printed since: (whether to standard output, line)."""
+        assert self._member is not None
+        seen = self._member.look()
+        with self._lock:
+            lines, self._lines = self._lines, []
+        return seen, lines
+
+    def send(self, number: int) -> None:
+        if self._member is not None:
+            self._member.send(number)
+
+    def end(self) -> list[tuple[bool, bytes]]:
+        """Ends the process; -> the lines that are left."""
+        if self._member is not None:
+            self._member.end()
+        return self._lines
+
+
+# ------------------------------------------------------------------------------------------------------ the launcher
+
+
+def starter(wanted: Wanted, say: Callable[[str], None]) -> Callable[[Sequence[str], Printed], Gang]:
+    """What starts `longhaul WORDS` on the cluster that was joined; `say` takes a line where it can't be as wanted."""
+    devices = wanted.devices
+
+    def start(words: Sequence[str], printed: Printed) -> Gang:
+        nonlocal devices
+        until, waits = time.monotonic() + wanted.patience, False
+        while True:
+            nodes, late = _nodes(), time.monotonic() > until
+            each = devices or share(nodes, wanted.number, strict=wanted.place == "strict")
+            found = layout(nodes, wanted, each)
+            if found is not None and (found.number == wanted.number or late):
+                placed = _place(found)
+                if placed is not None:
+                    devices = each
+                    if found.number < wanted.number:
+                        say(f"goes on with {found.number} of {wanted.number} processes: there are no nodes for more")
+                    return _begin(placed, found, words, printed)
+            if late:
+                raise HostsError(_too_small(nodes, wanted, each))
+            if not waits:
+                say(f"waits for nodes, {wanted.patience:g} s at most: {_there(nodes, each)}")
+            waits = True
+            time.sleep(0.5)
+
+    return start
+
+
+def _nodes() -> list[Node]:
+    import ray
+
+    alive = [(node["NodeID"], node["Resources"]) for node in ray.nodes() if node["Alive"]]
+    return sorted(Node(name, int(has.get("CPU", 0)), int(has.get("GPU", 0))) for name, has in alive)
+
+
+def _there(nodes: Sequence[Node], devices: int) -> str:
+    kind = "GPUs" if any(node.gpus for node in nodes) else "cores"
+    return f"{len(nodes)} are there, with {', '.join(map(str, _capacities(nodes))) or 'no'} {kind}"
+
+
+def _too_small(nodes: Sequence[Node], wanted: Wanted, devices: int) -> str:
+    remedy = "" if wanted.place != "strict" else ", or let processes share nodes (--place spread)"
+    return (
+        f"{wanted.fewest} processes of {devices} device(s) each have no room: {_there(nodes, devices)}, less what "
+        f"others use; give fewer --hosts or --devices-per-host{remedy}"
+    )
+
+
+class Placed(NamedTuple):
+    actors: list[Any]  # by the number of their process
+    nodes: list[str]  # addresses
+    address: str  # of process 0: HOST:PORT
+    group: Any
+
+
+def _place(found: Layout) -> Placed | None:
+    """Actors on their nodes; None where Ray can't, or not in time."""
+    import ray
+    from ray.util.placement_group import placement_group, remove_placement_group
+    from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+    group = placement_group([found.bundle] * found.number, strategy=found.strategy)
+    actors: list[Any] = []
+    try:
+        if not group.wait(ANSWER):
+            raise TimeoutError
+        for i in range(found.number):
+            there = PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=i)
+            has = {"num_cpus": found.bundle["CPU"], "num_gpus": found.bundle.get("GPU", 0.0)}
+            actors.append(ray.remote(Host).options(scheduling_strategy=there, max_restarts=0, **has).remote())
+        where = ray.get([actor.where.remote() for actor in actors], timeout=ANSWER)
+    except (TimeoutError, ray.exceptions.RayError):
+        for actor in actors:
+            ray.kill(actor)
+        remove_placement_group(group)
+        return None
+    # Processes of a node have numbers next to each other: most of what they exchange stays there.
+    order = sorted(range(found.number), key=lambda i: (where[i][0], i))
+    _, host, port = where[order[0]]
+    return Placed([actors[i] for i in order], [where[i][1] for i in order], f"{host}:{port}", group)
+
+
+def _begin(placed: Placed, found: Layout, words: Sequence[str], printed: Printed) -> Gang:
+    """The processes of the actors."""
+    all_variables = variables(found.number, found.devices, placed.address, os.environ)
+    program = [*local.PROGRAM[1:], *words]
+    started = OnRay(placed, printed)
+    for actor, each in zip(placed.actors, all_variables, strict=True):
+        actor.begin.remote(program, each, os.getcwd())  # where it fails, the next look does
+    return started
+
+
+class OnRay:
+    """Processes on a cluster, as a `gang.Gang`."""
+
+    pause = 0.1
+
+    def __init__(self, placed: Placed, printed: Printed):
+        self._placed, self._printed = placed, printed
+        self._seen = [Look() for _ in placed.actors]
+        self._asked: dict[int, tuple[Any, float]] = {}  # process -> (an answer that will come, since when)
+        self._errors = [printed.error(i) for i in range(len(placed.actors))]
+
+    def look(self) -> list[Look]:
+        """Asks all that run, and takes what has been answered; who has not answered yet is as it was."""
+        import ray
+
+        now = time.monotonic()
+        self._seen = [look._replace(signs=b"") for look in self._seen]
+        for i, look in enumerate(self._seen):
+            if i not in self._asked and look.code is None and not look.lost:
+                self._asked[i] = self._placed.actors[i].look.remote(), now
+        answers = [answer for answer, _ in self._asked.values()]
+        ready = ray.wait(answers, num_returns=len(answers), timeout=self.pause / 2)[0] if answers else []
+        for i, (answer, since) in list(self._asked.items()):
+            if answer in ready:
+                del self._asked[i]
+                self._seen[i] = self._answer(i, answer)
+            elif now - since > MUTE:
+                del self._asked[i]
+                lost = f"on {self._placed.nodes[i]} is lost: no answer for {now - since:.0f} s"
+                self._seen[i] = Look(lost=lost)
+        return list(self._seen)
+
+    def _answer(self, i: int, answer: Any) -> Look:
+        import ray
+
+        try:
+            look, lines = ray.get(answer)
+        except ray.exceptions.RayError as error:
+            return Look(lost=f"on {self._placed.nodes[i]} is lost: {type(error).__name__} of Ray")
+        self._pass(i, lines)
+        seen: Look = look
+        return seen
+
+    def _pass(self, i: int, lines: Sequence[tuple[bool, bytes]]) -> None:
+        for out, line in lines:
+            if not out:
+                self._errors[i](line)
+            elif i == 0:
+                self._printed.out(line)
+
+    def send(self, number: int) -> None:
+        for i, look in enumerate(self._seen):
+            if look.code is None and not look.lost:
+                self._placed.actors[i].send.remote(number)
+
+    def end(self) -> None:
+        import ray
+        from ray.util.placement_group import remove_placement_group
+
+        left = {actor.end.remote(): i for i, actor in enumerate(self._placed.actors) if not self._seen[i].lost}
+        ready = ray.wait(list(left), num_returns=len(left), timeout=ENDING)[0] if left else []
+        for answer in ready:
+            with contextlib.suppress(ray.exceptions.RayError):
+                self._pass(left[answer], ray.get(answer))
+        for actor in self._placed.actors:
+            ray.kill(actor)
+        remove_placement_group(self._placed.group)

@@ -1,0 +1,190 @@
+"""The mesh of devices: a `data` axis for environments and learning, a `model` axis for parameters (partition.py).
+
+Programs are written for one shard of `data` and meet in collectives of their own; over `model` they are written as for
+one device, and the compiler splits them as their parameters lie (GSPMD; Xu et al. 2021, arXiv 2105.04663).
+
+Wraps what moved between JAX versions; nothing else in the package names `shard_map` or a mesh.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+
+from longhaul.runtime import named_leaves
+from longhaul.types import PyTree
+
+DATA, MODEL = "data", "model"
+
+PACKED = 2**18
+"""Bytes from which an array is worth a message of its own."""
+
+
+class Shape(NamedTuple):
+    """So many shards of the worlds, and so many parts of the parameters; a device holds one of each."""
+
+    data: int | None  # None: as many as there are devices for
+    model: int = 1
+
+    def __str__(self) -> str:
+        """As `--mesh` takes it."""
+        return f"data={self.data or 'all'}" + f",model={self.model}" * (self.model > 1)
+
+
+def make_mesh(data: int | None = None, model: int = 1) -> Mesh:
+    """A mesh over `data` x `model` devices, of each process the first ones; all by default.
+
+    The parts of the parameters lie side by side, and so in one process where its devices are enough for them.
+    """
+    devices, processes = jax.devices(), jax.process_count()
+    if model < 1:
+        raise ValueError(f"--mesh model={model}; it must be at least 1")
+    data = len(devices) // model if data is None else data
+    if processes > 1:
+        return _over_processes(data, model, processes)
+    if not 1 <= data * model <= len(devices):
+        most = len(devices) // model
+        remedy = f"give 1 to {most}" if model == 1 else f"give at most {len(devices)} in all"
+        raise ValueError(f"--mesh {_words(data, model)}, but this machine has {len(devices)} device(s); {remedy}")
+    return _mesh(data, model, devices[: data * model])
+
+
+def _over_processes(data: int, model: int, processes: int) -> Mesh:
+    """A mesh with as many devices of each process, side by side."""
+    own = [[device for device in jax.devices() if device.process_index == i] for i in range(processes)]
+    most, count = processes * min(map(len, own)), data * model
+    if count % processes or not 1 <= count <= most:
+        raise ValueError(
+            f"--mesh {_words(data, model)}, but {processes} processes have {most} device(s) to share in equal parts; "
+            f"give a multiple of {processes} up to {most}" + " in all" * (model > 1)
+        )
+    return _mesh(data, model, [device for some in own for device in some[: count // processes]])
+
+
+def _mesh(data: int, model: int, devices: list[jax.Device]) -> Mesh:
+    # Explicit axes are make_mesh's default, and ordinary programs fail on them.
+    return jax.make_mesh((data, model), (DATA, MODEL), axis_types=(AxisType.Auto,) * 2, devices=devices)
+
+
+def _words(data: int, model: int) -> str:
+    return f"data={data}" + f",model={model}" * (model > 1)
+
+
+def mean_over_data(tree: PyTree) -> PyTree:
+    """The mean over the shards of the `data` axis: where gradients meet.
+
+    Leaves of fewer than `PACKED` bytes travel in one buffer a type, as in buckets of data-parallel training (Li et al.
+    2020, arXiv 2006.15704): each array of its own costs a round trip more, on a CPU over gloo ten times the work. A
+    shard that is alone sends nothing: a CPU would copy every gradient.
+    """
+    if jax.lax.axis_size(DATA) == 1:
+        return tree
+    there = [jnp.asarray(x) for x in jax.tree.leaves(tree)]
+    groups: dict[Any, list[int]] = {}
+    for i, x in enumerate(there):
+        alone = x.nbytes >= PACKED
+        groups.setdefault(i if alone else x.dtype, []).append(i)
+    packed = [[there[i] for i in group] for group in groups.values()]
+    sent = [xs[0] if len(xs) == 1 else jnp.concatenate([jnp.ravel(x) for x in xs]) for xs in packed]
+    for group, xs, mean in zip(groups.values(), packed, jax.lax.pmean(sent, DATA), strict=True):
+        ends = np.cumsum([x.size for x in xs])[:-1]
+        parts = [mean] if len(xs) == 1 else jnp.split(mean, ends)
+        for i, x, part in zip(group, xs, parts, strict=True):
+            there[i] = part.reshape(x.shape)
+    return jax.tree.unflatten(jax.tree.structure(tree), there)
+
+
+def mean_of_each(tree: PyTree) -> PyTree:
+    """The same, each leaf by itself: where leaves lie split over `model`, one buffer would bring them together."""
+    return tree if jax.lax.axis_size(DATA) == 1 else jax.lax.pmean(tree, DATA)
+
+
+def max_over_data(tree: PyTree) -> PyTree:
+    """The greatest over the shards of the `data` axis."""
+    return tree if jax.lax.axis_size(DATA) == 1 else jax.lax.pmax(tree, DATA)
+
+
+def identity(tree: PyTree) -> PyTree:
+    """Where gradients meet on one device."""
+    return tree
+
+
+def shard_index() -> jax.Array:
+    return jnp.int32(0) if jax.lax.axis_size(DATA) == 1 else jax.lax.axis_index(DATA)
+
+
+def per_shard(function: Callable[..., Any], mesh: Mesh, in_specs: PyTree, out_specs: PyTree) -> Callable[..., Any]:
+    """`function` run on each shard of `data` with its part of the arguments; the specs are of that axis alone."""
+    # Where nothing is split over `model` the compiler shall not look for what could be.
+    manual = {DATA} if mesh.shape[MODEL] > 1 else {DATA, MODEL}
+    return jax.shard_map(
+        function, mesh=mesh, in_specs=in_specs, out_specs=out_specs, axis_names=manual, check_vma=False
+    )
+
+
+def replicated(mesh: Mesh) -> NamedSharding:
+    return NamedSharding(mesh, PartitionSpec())
+
+
+def sharded(mesh: Mesh) -> NamedSharding:
+    """Split along the leading axis."""
+    return NamedSharding(mesh, PartitionSpec(DATA))
+
+
+def everywhere(tree: PyTree, mesh: Mesh) -> PyTree:
+    """`tree`, which all processes have alike, on each device of `mesh`."""
+    layout = replicated(mesh)
+    if not mesh.is_multi_process:
+        return jax.device_put(tree, layout)
+    return jax.tree.map(lambda leaf: named_leaves.put(leaf, layout), tree)
+
+
+def gathered(tree: PyTree, mesh: Mesh) -> PyTree:
+    """`tree`, which may be split over the mesh, whole on each of its devices. All processes ask alike."""
+    if all(leaf.is_fully_replicated for leaf in jax.tree.leaves(tree)):
+        return tree
+    return jax.jit(lambda tree: tree, out_shardings=replicated(mesh))(tree)
+
+
+def here(leaf: jax.Array) -> np.ndarray:
+    """An array, which may be split over the mesh, as far as it lies in this process; 0 where it does not."""
+    first = leaf.addressable_data(0)
+    if first.shape == leaf.shape:
+        return np.asarray(first)
+    whole = np.zeros(leaf.shape, leaf.dtype)
+    for shard in leaf.addressable_shards:
+        whole[shard.index] = shard.data
+    return whole
+
+
+Ask = Callable[..., tuple[bool, ...]]
+"""Answers of this process, yes or no -> to each, whether any process says yes; all processes learn the same."""
+
+
+def asking(mesh: Mesh, *, late: bool = False) -> Ask:
+    """How processes agree, at points that all of them reach in the same order. Alone: what a process says, holds.
+
+    With `late` they learn of one time what they were asked the time before, and so need not wait for what runs.
+    """
+    if not mesh.is_multi_process:
+        return lambda *answers: answers
+    count = jax.jit(lambda votes: jnp.sum(votes, axis=0), out_shardings=replicated(mesh))
+    each = NamedSharding(mesh, PartitionSpec(mesh.axis_names))  # a vote of each device
+    before: list[jax.Array] = []
+
+    def ask(*answers: bool) -> tuple[bool, ...]:
+        shape = mesh.size, len(answers)
+        votes = jax.make_array_from_callback(
+            shape, each, lambda index: np.broadcast_to(np.array(answers, np.int32), shape)[index]
+        )
+        before.append(count(votes))
+        if late and len(before) == 1:
+            return (False,) * len(answers)
+        return tuple(bool(n) for n in np.asarray(before.pop(0)))
+
+    return ask

@@ -1,0 +1,113 @@
+"""How the parameters of a model are split over the `model` axis of a mesh: a rule from names and shapes, and no more.
+
+A kernel [inputs, outputs] is split by its outputs, or by its inputs where these are what a kernel split by its outputs
+gives, so that a pair of layers needs one sum over the devices and no exchange between them (Megatron-LM, Shoeybi et al.
+2019, arXiv 1909.08053). Where neither can be split evenly, and for what is no kernel, the longest axis that can be is
+(ZeRO's third stage, Rajbhandari et al. 2020, arXiv 1910.02054). What is small lies whole on every device: to ask for it
+would take longer than to keep it.
+
+Where we differ: the rule sees one leaf at a time, by the end of its name and its shape. So Adam's moments, whose names
+end as their parameter's, lie beside it. What the layout costs is the compiler's matter; it changes no number but by the
+order of sums.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from typing import Any, NamedTuple
+
+import jax
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from longhaul.runtime.mesh import DATA, MODEL, Shape
+from longhaul.types import PyTree, is_local
+
+LEAST = 1024
+"""Numbers of a leaf below which each device has it whole."""
+
+_ROWS = re.compile(r"out|narrow|layer_\d*[13579]")
+"""Names of layers whose inputs are the outputs of a layer that is split by these."""
+
+
+def spec(path: tuple[str, ...], shape: tuple[int, ...], model: int) -> PartitionSpec:
+    """How a leaf lies over `model` devices: `path` is its names from the root, its last two axes a kernel's.
+
+    Example: (..., "layer_0", "kernel") of shape (8, 256) over 2 -> P(None, "model"), and "layer_1" -> P("model", None).
+    """
+    if model == 1 or math.prod(shape) < LEAST:
+        return PartitionSpec()
+    axes = sorted(range(len(shape)), key=lambda axis: -shape[axis])
+    if len(shape) > 1:
+        names = [name for name in path[-2:] if name != "kernel"]
+        pair = [len(shape) - 1, len(shape) - 2]
+        axes = [*(reversed(pair) if names and _ROWS.fullmatch(names[-1]) else pair), *axes]
+    chosen = next((axis for axis in axes if shape[axis] % model == 0), None)
+    if chosen is None:
+        return PartitionSpec()
+    return PartitionSpec(*(MODEL if axis == chosen else None for axis in range(len(shape))))
+
+
+def specs(tree: PyTree, model: int) -> PyTree:
+    """`spec` of each leaf of a pytree of arrays or shapes. What is `Local` is not split over `model`."""
+
+    def one(path: tuple[Any, ...], leaf: Any) -> PyTree:
+        if is_local(leaf):
+            return jax.tree.map(lambda _: PartitionSpec(), leaf)
+        return spec(names(path), tuple(leaf.shape), model)
+
+    return jax.tree_util.tree_map_with_path(one, tree, is_leaf=is_local)
+
+
+def shardings(tree: PyTree, mesh: Mesh) -> PyTree:
+    """The layout of each leaf of an algorithm's state on the mesh: what is `Local` lies where its shard is."""
+    laid = jax.tree.map(lambda each: NamedSharding(mesh, each), specs(tree, mesh.shape[MODEL]), is_leaf=_is_spec)
+    own = NamedSharding(mesh, PartitionSpec(DATA))
+    return jax.tree.map(lambda x: jax.tree.map(lambda _: own, x) if is_local(x) else x, laid, is_leaf=is_local)
+
+
+class Shares(NamedTuple):
+    """Bytes of a pytree."""
+
+    whole: int
+    own: int  # on each device
+
+
+def shares(tree: PyTree, model: int) -> Shares:
+    """How much of a pytree of shapes lies on each of `model` devices."""
+    sizes = [leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(tree)]
+    split = [MODEL in each for each in jax.tree.leaves(specs(tree, model), is_leaf=_is_spec)]
+    return Shares(sum(sizes), sum(size // (model if apart else 1) for size, apart in zip(sizes, split, strict=True)))
+
+
+def check(tree: PyTree, mesh: Shape) -> None:
+    """Raises ValueError where a mesh shall split an algorithm's state (its shapes), and nothing of it can be."""
+    if mesh.model == 1:
+        return
+    share = shares(tree, mesh.model)
+    if share.own == share.whole:
+        raise ValueError(
+            f"--mesh is {mesh}, and no parameters of this network can be split into {mesh.model} parts: choose a "
+            f"model that divides the layers' width, a wider network (leaves of less than {LEAST} numbers stay whole), "
+            "or --mesh data=N alone"
+        )
+
+
+def describe(tree: PyTree, mesh: Shape) -> list[str]:
+    """A line on what of an algorithm's state (its shapes) lies on a device, where it is split."""
+    if mesh.model == 1:
+        return []
+    whole, own = shares(tree, mesh.model)
+    return [
+        f"parameters and optimiser are split over {mesh.model} devices: {own / 1e6:,.3g} of {whole / 1e6:,.3g} MB lie "
+        f"on each ({own / whole:.0%})"
+    ]
+
+
+def _is_spec(value: Any) -> bool:
+    return isinstance(value, PartitionSpec)
+
+
+def names(path: tuple[Any, ...]) -> tuple[str, ...]:
+    """The keys of a path in a pytree, as words."""
+    return tuple(str(getattr(key, "key", getattr(key, "name", getattr(key, "idx", key)))) for key in path)

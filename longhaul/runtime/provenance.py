@@ -1,0 +1,91 @@
+"""What made a result: versions, machine, commit and command line; and a digest that says which parameters it has."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import platform
+import subprocess
+import sys
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+
+import longhaul
+from longhaul.runtime import named_leaves
+from longhaul.types import PyTree
+
+PACKAGES = ("jax", "jaxlib", "numpy", "optax", "orbax-checkpoint", "flax")
+
+
+def provenance() -> dict[str, Any]:
+    """As JSON can hold it; starts JAX's backend, to name the devices. What is unknown is None."""
+    devices = [device.device_kind for device in jax.devices()]
+    return {
+        "versions": {"longhaul": longhaul.__version__, **{name: _version(name) for name in PACKAGES}},
+        "python": platform.python_version(),
+        "platform": platform.platform(),
+        "host": platform.node(),
+        "cpus": os.cpu_count(),
+        "backend": jax.default_backend(),
+        "devices": {kind: devices.count(kind) for kind in sorted(set(devices))},
+        "commit": commit(Path(longhaul.__file__).resolve().parent),
+        "command": list(sys.argv),
+    }
+
+
+def commit(package: Path) -> str | None:
+    """The commit of the checkout whose root holds the folder `package`, with "+" where its files differ from it.
+
+    None where it is no checkout of its own: installed packages may lie below somebody else's.
+    """
+    root = package.parent
+    if not (root / ".git").exists():
+        return None
+    head = _git(root, "rev-parse", "HEAD")
+    if head is None:
+        return None
+    changed = _git(root, "status", "--porcelain", "--untracked-files=no", "--", package.name)
+    return head + ("+" if changed else "")
+
+
+def params_sha256(params: PyTree) -> str:
+    """SHA-256 over names, dtypes, shapes and bytes of the leaves in sorted order of names.
+
+    It is equal exactly where the parameters are, bit for bit, wherever they lie. Names are the leaves' paths.
+    """
+    arrays, table = named_leaves.split(params)
+    digest = hashlib.sha256()
+    for name in sorted(table):
+        entry = table[name]
+        data = np.asarray(arrays[name]).tobytes() if name in arrays else entry.get("value", "").encode()
+        for part in (name, entry["dtype"], repr(entry["shape"])):
+            digest.update(part.encode() + b"\0")
+        digest.update(len(data).to_bytes(8, "little") + data)
+    return digest.hexdigest()
+
+
+def _version(package: str) -> str | None:
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def _git(root: Path, *words: str) -> str | None:
+    """What git answers; None where there is no git, or it refuses."""
+    try:
+        done = subprocess.run(
+            ["git", "-C", str(root), *words],
+            capture_output=True,
+            text=True,
+            check=False,
+            timeout=10,
+            stdin=subprocess.DEVNULL,
+        )
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    return done.stdout.strip() if done.returncode == 0 else None

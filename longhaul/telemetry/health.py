@@ -1,0 +1,423 @@
+"""Is a run healthy? From its records, one after the other, to findings that begin and end.
+
+A finding begins where a value has passed its bound and ends where it is well back within it, so that a value at the
+bound is not said again and again. Values are medians of a few records: one odd record is no finding. Whether a return
+still rises is asked of the means of `BLOCKS` stretches of the window, by Mann and Kendall's test for a trend (Mann
+1945, Kendall 1975) and Theil and Sen's slope (Sen 1968), which neither an outlier nor a change of spread deceives.
+
+All is a function of the records: a run that goes on from a checkpoint feeds those before it again, and stands where it
+stood.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections import deque
+from collections.abc import Callable, Container, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from longhaul.telemetry.sinks import of_learning
+from longhaul.telemetry.trend import trend
+
+Record = Mapping[str, Any]
+
+BLOCKS = 12
+"""Stretches of the window whose mean returns are compared."""
+
+WARM_UP = 0.03
+"""Share of a run at whose begin numbers are extreme in good health."""
+
+SMOOTH, MOST_SMOOTH = 0.02, 5
+"""A value is the median over this share of the run's records, at most so many of them."""
+
+MEMORY = 1024
+"""Records that medians of the past go over."""
+
+USUAL = {"sps": "speed", "value_loss": "value loss"}
+"""Metrics whose past is kept, with the check that compares them with it."""
+
+BACK = 0.8
+"""Below this share of an upper bound a finding ends."""
+
+FLAT, CERTAIN = 1.0, 2.33
+"""Standard deviations of Kendall's S: below the first there is no trend; 1 % of curves without a trend pass the other.
+"""
+
+LITTLE = 0.05
+"""Share of all that was gained: a smaller gain over the window is none."""
+
+COOL = 0.25
+"""Below this share of the largest learning rate a return that stands still is what annealing is for."""
+
+LONGER, LOST = 1.2, 0.5
+"""How much longer episodes must get to count as stalling; the share of the gain that must be lost to be a loss."""
+
+SLOW, SLOW_SECONDS = 0.5, 30.0
+"""Share of its own median below which speed is low, and for how long it must be."""
+
+SILENCE = 0.1
+"""Share of a run in which some episode should end."""
+
+NOTHING = -0.1
+"""Explained variance of a critic that says less than its targets' mean does, of which it is 0."""
+
+EXPLODES = 100.0
+"""Times its own median that the value loss may be."""
+
+
+@dataclass(frozen=True)
+class Bounds:
+    """What a healthy run keeps to. None leaves a check out, or has its bound chosen."""
+
+    watch: bool = True
+    entropy: float | None = None  # nats, at least; None: chosen by the space of actions
+    kl: float | None = 0.06  # approx_kl in nats, at most
+    clip: float | None = 0.30  # share of ratios that are clipped, at most
+    window: float | None = 0.25  # share of the run in which the return should rise
+    solved: float | None = None  # a return from which on it need not rise
+
+
+class Plan(NamedTuple):
+    """What a run sets out to do."""
+
+    updates: int
+    entropy: float | None = None  # nats below which a policy of these actions has collapsed
+    longest: int = 0  # updates that the longest episode takes; 0: not known
+
+
+class Reading(NamedTuple):
+    """One check at one record."""
+
+    value: float
+    bound: float
+    bad: bool  # a finding begins
+    good: bool  # it ends; where neither, all stays as it is
+    says: str  # "entropy is 0.01 nats, below 0.03"
+    since: int | None = None  # update; None: that of the record
+
+
+class Finding(NamedTuple):
+    check: str
+    value: float  # at its beginning
+    bound: float
+    says: str
+    remedy: str
+    since: int  # update
+    until: int | None = None  # update at which it ended; None: it lasts
+
+
+class Event(NamedTuple):
+    """A finding begins (`until` is None) or ends."""
+
+    update: int
+    finding: Finding
+
+    def line(self) -> str:
+        """As one would say it."""
+        found = self.finding
+        if found.until is None:
+            return f"warning: {found.says} (since update {found.since}); {found.remedy}"
+        return f"over: {found.check}, from update {found.since} to {found.until}"
+
+
+class Block(NamedTuple):
+    """The episodes that ended in a stretch of updates."""
+
+    update: int  # of its first record
+    returns: float
+    length: float
+
+
+REMEDIES = {
+    "finite": "the run is lost: go back to a checkpoint before, with a lower --lr or --max-grad-norm",
+    "lr": "nothing is learnt: give --lr a value above 0",
+    "entropy": "the policy hardly explores any more: raise --ent-coef, or lower --lr",
+    "kl": "the policy moves too far an update: lower --lr or --update-epochs, or set --kl-stop",
+    "clip": "most steps are cut off: lower --lr or --update-epochs, or enlarge the batch",
+    "value loss": "lower --lr, or scale the rewards with --reward-scale",
+    "critic": "values say less than their mean: scale the rewards with --reward-scale, or lower --lr",
+    "episodes": "nothing is told of returns: see that episodes end, or that they have a time limit",
+    "plateau": "stop where that is good enough; else change --ent-coef or --lr, or enlarge the batch",
+    "stalling": "the agent plays for time: reward what ends an episode well, or make waiting cost something",
+    "loss of return": "go back to a checkpoint before, with a lower --lr or a smaller --clip-eps",
+    "speed": "see what else runs on this machine, and longhaul doctor RECIPE",
+}
+"""Every check with what to do, in the order in which they are told."""
+
+GRAVE = ("finite", "lr", "entropy", "kl", "clip", "value loss", "critic", "episodes", "loss of return")
+"""Findings that make a run fail where they last to its end; the others are for a human to judge."""
+
+
+class Past:
+    """What checks need to know of the records so far."""
+
+    def __init__(self, plan: Plan, bounds: Bounds):
+        self.plan, self.bounds = plan, bounds
+        self.now: dict[str, float] = {}
+        self.update = 0
+        self._recent: deque[dict[str, float]] = deque(maxlen=MOST_SMOOTH)
+        self._series: dict[str, deque[float]] = {name: deque(maxlen=MEMORY) for name in USUAL}
+        self._calls: deque[tuple[float, float]] = deque(maxlen=MEMORY)  # (agent steps, seconds) of each record
+        self._smooth: int | None = None
+        self._steps = 0.0
+        self.lr, self.largest_lr = math.inf, 0.0
+        self.heard = 0  # the last update that an episode's end was told of
+        self.first: Block | None = None
+        self.best = -math.inf  # median of three blocks
+        self.blocks: deque[Block] = deque(maxlen=BLOCKS)
+        self._open: list[tuple[int, float, float, float]] = []  # update, episodes, their returns, their lengths
+
+    @property
+    def warm(self) -> bool:
+        return self.update > WARM_UP * self.plan.updates
+
+    def add(self, record: Record, ill: Container[str]) -> None:
+        """Takes one more record, while the checks named in `ill` have findings that last: what is usual stays then."""
+        self.now = {name: _number(value) for name, value in record.items() if not isinstance(value, str)}
+        since, self.update = self.update, int(record["update"])
+        if self._smooth is None:
+            planned = self.plan.updates / max(self.update, 1)
+            self._smooth = int(min(max(SMOOTH * planned, 1), MOST_SMOOTH))
+        told = self.now | {short: value for name, value in self.now.items() if (short := of_learning(name))}
+        self.lr = told.get("lr", math.inf)
+        self._recent.append(told)
+        for name, series in self._series.items():
+            if self.warm and USUAL[name] not in ill and math.isfinite(value := told.get(name, math.nan)):
+                series.append(value)
+        steps, sps = self.now.get("agent_steps", math.nan), self.now.get("sps", math.nan)
+        if steps > self._steps and sps > 0:
+            self._calls.append((steps - self._steps, (steps - self._steps) / sps))
+        self._steps = steps
+        self.largest_lr = max(self.largest_lr, told.get("lr", 0.0))
+        self._hear(since)
+
+    def _hear(self, since: int) -> None:
+        """Episodes that ended, into blocks."""
+        count, returns = self.now.get("episode/count", 0.0), self.now.get("episode/return", math.nan)
+        if count > 0:
+            self.heard = self.update
+        if count > 0 and math.isfinite(returns):
+            self._open.append((since, count, count * returns, count * self.now.get("episode/length", math.nan)))
+        wanted = (self.bounds.window or 1.0) * self.plan.updates / BLOCKS
+        if self._open and self.update - self._open[0][0] >= wanted:
+            counts = sum(each[1] for each in self._open)
+            means = (sum(each[i] for each in self._open) / counts for i in (2, 3))
+            self.blocks.append(Block(self._open[0][0] + 1, *means))
+            self.first = self.first or self.blocks[0]
+            if len(self.blocks) >= 3:
+                self.best = max(self.best, self.level())
+            self._open = []
+
+    def recent(self, name: str) -> float | None:
+        """The median of the last records' values; None where there is none. A metric of learning goes without the name
+        of the algorithm."""
+        values = [record[name] for record in list(self._recent)[-(self._smooth or 1) :] if name in record]
+        values = [value for value in values if math.isfinite(value)]
+        return statistics.median(values) if values else None
+
+    def usual(self, name: str) -> float | None:
+        """The median over the past of a series that is kept; None where there is too little of it."""
+        series = self._series[name]
+        return statistics.median(series) if len(series) >= 4 * MOST_SMOOTH else None
+
+    def speed(self) -> float | None:
+        """The median of agent steps a second over the records of the last `SLOW_SECONDS`, some at least; None before.
+
+        One record that took long (a laptop that slept) does not count, nor do many short ones in one bad moment.
+        """
+        rates, seconds = [], 0.0
+        for steps, passed in reversed(self._calls):
+            rates.append(steps / passed)
+            seconds += passed
+            if seconds >= SLOW_SECONDS and len(rates) >= MOST_SMOOTH:
+                return statistics.median(rates)
+        return None
+
+    def level(self) -> float:
+        """The median return of the last three blocks, of which there must be three."""
+        return statistics.median(block.returns for block in list(self.blocks)[-3:])
+
+    def gained(self) -> float:
+        """How far the return has come since the first block, at best; of three blocks at least."""
+        return self.best - self.first.returns if self.first and math.isfinite(self.best) else 0.0
+
+    def solved(self) -> bool:
+        """The return of the last blocks is one from which on it need not rise."""
+        wanted = self.bounds.solved
+        return wanted is not None and len(self.blocks) >= 3 and self.level() >= wanted
+
+
+def _number(value: Any) -> float:
+    """NaN for null, which is what a file has for it."""
+    return math.nan if value is None else float(value)
+
+
+# ------------------------------------------------------------------------------------------------------------ checks
+
+
+def _most(past: Past, metric: str, bound: float | None, name: str, unit: str = "") -> Reading | None:
+    """A value that must stay below a bound."""
+    value = past.recent(metric)
+    if bound is None or value is None or not past.warm:
+        return None
+    says = f"{name} is {value:.3g}{unit}, above {bound:.3g}{unit}"
+    return Reading(value, bound, value > bound, value < BACK * bound, says)
+
+
+def _finite(past: Past) -> Reading:
+    ended = past.now.get("episode/count", 0.0) > 0
+    odd = [
+        name
+        for name, value in past.now.items()
+        if not math.isfinite(value) and (ended or not name.startswith("episode/"))
+    ]
+    shown = ", ".join(odd[:3]) + ", ..." * (len(odd) > 3)
+    return Reading(len(odd), 0, bool(odd), not odd, f"no finite number: {shown}")
+
+
+def _lr(past: Past) -> Reading | None:
+    value = past.recent("lr")
+    if value is None or not past.warm or past.update > 0.99 * past.plan.updates:
+        return None
+    return Reading(value, 0.0, value == 0.0, value > 0.0, "the learning rate is 0")
+
+
+def _entropy(past: Past) -> Reading | None:
+    value, bound = past.recent("entropy"), past.bounds.entropy
+    bound = past.plan.entropy if bound is None else bound
+    if value is None or bound is None or not past.warm:
+        return None
+    back = bound + 0.1 * max(abs(bound), 0.01)
+    return Reading(value, bound, value < bound, value > back, f"entropy is {value:.3g} nats, below {bound:.3g}")
+
+
+def _value_loss(past: Past) -> Reading | None:
+    usual = past.usual("value_loss")
+    return _most(past, "value_loss", EXPLODES * usual, "value loss") if usual else None
+
+
+def _critic(past: Past) -> Reading | None:
+    """Where the return has risen, values that say little do no harm: targets of a solved task hardly differ."""
+    value = past.recent("explained_variance")
+    if value is None or len(past.blocks) < BLOCKS:
+        return None
+    noise = trend([block.returns for block in past.blocks]).noise
+    learnt = past.gained() > 4.0 * noise and past.gained() > 0.0
+    says = f"explained variance is {value:.3g}, below {NOTHING}, and the return has not risen"
+    return Reading(value, NOTHING, value < NOTHING and not learnt, value > 0.0 or learnt, says)
+
+
+def _episodes(past: Past) -> Reading:
+    silent, bound = past.update - past.heard, max(math.ceil(SILENCE * past.plan.updates), past.plan.longest)
+    since = past.heard + 1
+    return Reading(silent, bound, silent > bound, silent == 0, f"no episode ended in {silent} updates", since)
+
+
+def _plateau(past: Past) -> Reading | None:
+    if past.bounds.window is None or len(past.blocks) < BLOCKS:
+        return None
+    found = trend([block.returns for block in past.blocks])
+    enough = max(found.noise, LITTLE * past.gained())
+    flat = found.z < FLAT and found.gain <= enough
+    cool = past.lr < COOL * past.largest_lr
+    first, last = past.blocks[0], past.blocks[-1]
+    says = f"the return has not risen: {last.returns:.4g}, {found.gain:+.2g} over {past.update - first.update} updates"
+    bad = flat and not cool and not past.solved()
+    good = (found.z > CERTAIN and found.gain > enough) or past.solved()
+    return Reading(found.gain, enough, bad, good, says, first.update)
+
+
+def _stalling(past: Past) -> Reading | None:
+    if past.bounds.window is None or len(past.blocks) < BLOCKS:
+        return None
+    lengths = [block.length for block in past.blocks]
+    if not all(map(math.isfinite, lengths)):
+        return None
+    returns, longer = trend([block.returns for block in past.blocks]), trend(lengths)
+    growth = 1.0 + longer.gain / max(lengths[-1] - longer.gain, 1e-9) if longer.gain < lengths[-1] else math.inf
+    bad = longer.z > CERTAIN and growth > LONGER and returns.z < FLAT and not past.solved()
+    says = f"episodes got {growth:.2f} times as long ({lengths[-1]:.4g}) while the return stood still"
+    good = longer.z < FLAT or returns.z > CERTAIN or past.solved()
+    return Reading(growth, LONGER, bad, good, says, past.blocks[0].update)
+
+
+def _lost(past: Past) -> Reading | None:
+    if len(past.blocks) < 4:
+        return None
+    gained, values = past.gained(), [block.returns for block in past.blocks]
+    if gained <= 4.0 * trend(values).noise or gained <= 0.0:
+        return None
+    lost = (past.best - past.level()) / gained
+    says = f"the return lost {lost:.0%} of what it had gained: {past.level():.4g} after {past.best:.4g}"
+    return Reading(lost, LOST, lost > LOST and not past.solved(), lost < 0.6 * LOST, says)
+
+
+def _speed(past: Past) -> Reading | None:
+    value, usual = past.speed(), past.usual("sps")
+    if value is None or usual is None:
+        return None
+    bound = SLOW * usual
+    says = f"{value:,.0f} agent steps a second, less than half of the usual {usual:,.0f}"
+    return Reading(value, bound, value < bound, value > 1.4 * bound, says)
+
+
+CHECKS: dict[str, Callable[[Past], Reading | None]] = {
+    "finite": _finite,
+    "lr": _lr,
+    "entropy": _entropy,
+    "kl": lambda past: _most(past, "approx_kl", past.bounds.kl, "approx_kl", " nats"),
+    "clip": lambda past: _most(past, "clip_fraction", past.bounds.clip, "clip fraction"),
+    "value loss": _value_loss,
+    "critic": _critic,
+    "episodes": _episodes,
+    "plateau": _plateau,
+    "stalling": _stalling,
+    "loss of return": _lost,
+    "speed": _speed,
+}
+"""name -> what it reads off the past; None where it can't say (yet)."""
+
+
+class Watch:
+    """Findings of a run, record by record. `readings` are the last that each check gave."""
+
+    def __init__(self, plan: Plan, bounds: Bounds):
+        self._past = Past(plan, bounds)
+        self._lasting: dict[str, Finding] = {}
+        self._over: list[Finding] = []
+        self.readings: dict[str, Reading] = {}
+
+    def look(self, record: Record) -> list[Event]:
+        """What begins or ends with this record."""
+        self._past.add(record, self._lasting)
+        update, events = self._past.update, []
+        for check, read in CHECKS.items():
+            reading = read(self._past)
+            if reading is None:
+                continue
+            self.readings[check] = reading
+            lasting = self._lasting.get(check)
+            if lasting is None and reading.bad:
+                since = update if reading.since is None else reading.since
+                lasting = Finding(check, reading.value, reading.bound, reading.says, REMEDIES[check], since)
+                self._lasting[check] = lasting
+                events.append(Event(update, lasting))
+            elif lasting is not None and reading.good:
+                over = self._lasting.pop(check)._replace(until=update)
+                self._over.append(over)
+                events.append(Event(update, over))
+        return events
+
+    def findings(self) -> list[Finding]:
+        """All so far, by their beginning; those that are over too."""
+        return sorted([*self._over, *self._lasting.values()], key=lambda found: found.since)
+
+
+def review(records: Iterable[Record], plan: Plan, bounds: Bounds) -> Watch:
+    """A Watch that has looked at all `records`."""
+    watch = Watch(plan, bounds)
+    for record in records:
+        watch.look(record)
+    return watch

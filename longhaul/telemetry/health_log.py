@@ -1,0 +1,107 @@
+"""A run's health while it runs: a sink of records that says what begins and what ends, and keeps it in `health.jsonl`.
+
+What it keeps follows from the records of `metrics.jsonl` and the bounds alone: a run that goes on has both made again
+from the records that stay.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import math
+import os
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from longhaul.spaces import Action, Box, Discrete, MultiDiscrete
+from longhaul.telemetry import sinks
+from longhaul.telemetry.health import Bounds, Event, Finding, Plan, Record, Watch
+from longhaul.types import Spec
+
+FILE = "health.jsonl"
+
+SHARE = 0.02
+"""Of the largest entropy of a choice: below it the policy has all but decided, whatever it sees."""
+
+NATS = 6.0
+"""Below a uniform distribution over an action's range, for each of its numbers: a deviation of 0.06 % of the range."""
+
+
+def plan(spec: Spec, updates: int, num_steps: int) -> Plan:
+    """What a run of `updates` updates, of `num_steps` steps each, sets out to do in environments of `spec`."""
+    return Plan(updates, least_entropy(spec.action), math.ceil((spec.max_steps or 0) / num_steps))
+
+
+def least_entropy(action: Action) -> float:
+    """Entropy in nats below which a policy of such actions has collapsed."""
+    match action:
+        case Discrete(n):
+            return SHARE * math.log(n)
+        case MultiDiscrete(sizes):
+            return SHARE * sum(math.log(n) for n in sizes)
+        case Box(low, high):
+            width = np.asarray(high, np.float64) - np.asarray(low, np.float64)
+            return float(np.sum(np.log(width) - NATS))
+
+
+def watch(folder: Path, plan: Plan, bounds: Bounds, note: Callable[[str], None]) -> sinks.Sink:
+    """The sink of a run in `folder`, whose records so far are in metrics.jsonl there; `note` takes a line of text.
+
+    Findings that last from before are said once more: who goes on with a run should know. An event is in the file
+    before it is said.
+    """
+    if not bounds.watch:
+        return sinks.Sink(lambda record: None, lambda: None)
+    path, metrics = folder / FILE, folder / "metrics.jsonl"
+    seen = Watch(plan, bounds)
+    before = sinks.read(metrics) if metrics.exists() else []
+    _rewrite(path, list(itertools.chain.from_iterable(map(seen.look, before))))
+    for finding in seen.findings():
+        if finding.until is None:
+            note(Event(finding.since, finding).line())
+    out: list[sinks.Patient] = []  # opened with the first event: a run in good health has no such file
+
+    def write(record: Record) -> None:
+        for event in seen.look(record):
+            if not out:
+                out.append(sinks.patient(sinks.jsonl(path), note))
+            out[0].write(plain(event))
+            note(event.line())
+
+    return sinks.Sink(write, lambda: out[0].close() if out else None)
+
+
+def _rewrite(path: Path, events: Sequence[Event]) -> None:
+    """What a run that is gone on with has said until there, no more."""
+    path.unlink(missing_ok=True)
+    if events:
+        text = "".join(json.dumps(plain(event)) + "\n" for event in events)
+        partial = path.with_name(path.name + ".partial")
+        partial.write_text(text)
+        os.replace(partial, path)
+
+
+def plain(event: Event) -> dict[str, Any]:
+    """An event as a line of the file."""
+    found = event.finding
+    state = {"update": event.update, "event": "begins" if found.until is None else "ends"}
+    return state | {name: _finite(value) for name, value in found._asdict().items()}
+
+
+def _finite(value: Any) -> Any:
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def read(folder: Path) -> list[Finding]:
+    """The findings of a folder's file, by their beginning; none where there is no file."""
+    path = folder / FILE
+    lines = sinks.read(path) if path.exists() else []
+    found: dict[tuple[str, int], Finding] = {}
+    for line in lines:
+        value, bound = (math.nan if line[name] is None else line[name] for name in ("value", "bound"))
+        finding = Finding(line["check"], value, bound, *(line[name] for name in Finding._fields[3:]))
+        found[finding.check, finding.since] = finding
+    return list(found.values())

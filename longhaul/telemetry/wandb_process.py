@@ -1,0 +1,240 @@
+"""The process that sends a run's metrics.jsonl to Weights & Biases: `python -m longhaul.telemetry.wandb_process
+FOLDER MODE PID`.
+
+A line on stdin says that there are more records, a word that the run ends, the end of stdin that it is gone. What is
+said on stdout, a line each, the run shows.
+
+What W&B lacks is all that this process ever sends. Online, W&B says how far it came, and the rest of the file follows.
+Offline, nothing can be asked, and what a killed wandb had in memory is lost: so each session writes the whole history
+anew, and takes away the offline folder of the session before, whose records it has. Either way the history has each
+record once, in order, be the run killed when it may; the step of W&B is the number of updates.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import shutil
+import signal
+import sys
+import threading
+import traceback
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, BinaryIO
+
+from longhaul.telemetry import wandb as tracking
+from longhaul.telemetry.sinks import Record, of_learning
+from longhaul.telemetry.wandb import Tracking
+
+MOST_SECONDS = 600.0
+"""How long it outlives a run that was killed, to send the rest."""
+
+MARK = "longhaul-run"
+"""A file in an offline folder that names the run's folder."""
+
+NAMES = {
+    "episode/return": "train/mean_episode_return",
+    "episode/length": "train/mean_episode_length",
+    "episode/move_frac": "actions/move_frac",
+    "episode/siphon_frac": "actions/siphon_frac",
+    "episode/program_frac": "actions/program_frac",
+    "peak/stage": "stats/highest_stage",
+    "update": "train/update_step",
+    "sps": "train/steps_per_second",
+}
+"""A record's names -> those of HackMatrix's own trainer, for dashboards and sweeps that know them."""
+
+LEARNING = {
+    "policy_loss": "train/pg_loss",
+    "value_loss": "train/vf_loss",
+    "total_loss": "train/total_loss",
+    "entropy": "train/entropy",
+    "approx_kl": "train/approx_kl",
+    "clip_fraction": "train/clip_frac",
+}
+"""The same of metrics of learning, without the algorithm's name."""
+
+PARTS = "episode/reward_", "reward/"
+"""Parts of an episode's return -> of a step's reward."""
+
+KEYS = ("mean_reward", "mean_episode_return", "mean_episode_length")
+"""Of train/, under key/ too."""
+
+SETTINGS = {
+    "num_envs": "num_envs", "num_steps": "num_steps", "total_steps": "total_timesteps", "seed": "seed",
+    "devices": "device_count",
+}  # fmt: skip
+ALGORITHM = {"lr": "learning_rate"} | {
+    name: name
+    for name in (
+        "gamma", "gae_lambda", "num_minibatches", "update_epochs", "clip_eps", "vf_coef", "ent_coef", "max_grad_norm",
+        "hidden_dim", "num_layers",
+    )
+}  # fmt: skip
+"""What a Run calls it -> what that trainer's config did."""
+
+
+def renamed(record: Record, before: Record | None = None) -> dict[str, Any]:
+    """A record by the names of HackMatrix's own trainer; what it had no name for keeps ours, what is null goes.
+
+    `before` is the record before, None for the first. Means of a step are over the steps of the episodes that ended.
+    """
+    told = {name: value for name, value in record.items() if value is not None}
+    length, returned = told.get("episode/length"), told.get("episode/return")
+    mine, theirs = PARTS
+    found: dict[str, Any] = {}
+    for name, value in told.items():
+        if name.startswith(mine) and length:
+            found[theirs + name.removeprefix(mine)] = value / length
+        elif name != "episode/count":
+            found[NAMES.get(name) or LEARNING.get(of_learning(name) or "", name)] = value
+    updates = record["update"] - (before["update"] if before else 0)
+    steps = record["agent_steps"] - (before["agent_steps"] if before else 0)
+    if "episode/count" in told:
+        found["train/num_episodes"] = told["episode/count"] / updates
+    if "train/entropy" in found:
+        found["train/ent_loss"] = -found["train/entropy"]
+    if "sps" in told and steps:
+        found["train/updates_per_second"] = told["sps"] * updates / steps
+    if returned is not None and length:
+        found["train/mean_reward"] = returned / length
+    return found | {f"key/{name}": found[f"train/{name}"] for name in KEYS if f"train/{name}" in found}
+
+
+def config(about: Mapping[str, Any]) -> dict[str, Any]:
+    """What run.json holds, and beside it the settings by the names of HackMatrix's own trainer."""
+    run = about.get("run", {})
+    algorithm = run.get("algorithm", {})
+    flat = {name: run[mine] for mine, name in SETTINGS.items() if mine in run}
+    return {**about, **flat, **{name: algorithm[mine] for mine, name in ALGORITHM.items() if mine in algorithm}}
+
+
+class Records:
+    """The records of a metrics file as they come."""
+
+    def __init__(self, path: Path):
+        self._path = path
+        self._file: BinaryIO | None = None
+        self._rest = b""
+
+    def new(self) -> Iterator[dict[str, Any]]:
+        """Those that were written since the last call."""
+        if self._file is None:
+            if not self._path.exists():
+                return
+            self._file = open(self._path, "rb")  # noqa: SIM115  (as long as the process)
+        *lines, self._rest = (self._rest + self._file.read()).split(b"\n")
+        for line in lines:
+            yield json.loads(line)
+
+
+def follow(records: Records, words: BinaryIO, log: Callable[[dict[str, Any], int], None], sent: int) -> str:
+    """Logs every record after the update `sent`, until `words` end; -> the last word, "killed" if there is none."""
+    end, before = "killed", None
+    while True:
+        word = words.readline()
+        end = word.decode().strip() or end
+        for record in records.new():
+            if record["update"] > sent:
+                log(renamed(record, before), record["update"])
+            before = record
+        if not word:
+            return end
+
+
+# ------------------------------------------------------------------------------------------------------------- W&B
+
+
+def begin(folder: Path, tracked: Tracking, mode: str, pid: int) -> tuple[Any, int]:
+    """(the W&B run, the last update that it has); whatever the server says, there is one."""
+    import wandb
+
+    about = json.loads((folder / "run.json").read_text())
+    where = Path(os.environ.get("WANDB_DIR") or folder)
+    where.mkdir(parents=True, exist_ok=True)
+    options: dict[str, Any] = {"console": "off", "silent": True}
+    if "x_stats_pid" in getattr(wandb.Settings, "model_fields", {}):
+        options["x_stats_pid"] = pid  # the figures of the machine are to be the run's
+    common: dict[str, Any] = {
+        "id": tracked.id, "name": folder.name, "project": tracked.project, "entity": tracked.entity,
+        "config": config(about), "dir": str(where), "settings": wandb.Settings(**options),
+    }  # fmt: skip
+    if mode == "online":
+        try:
+            run = wandb.init(mode="online", resume="allow", **common)
+            say(f"W&B: {run.url}")
+            return run, run.starting_step - 1 if run.resumed else 0
+        except Exception as error:
+            traceback.print_exc()
+            say(f"W&B does not take the run ({_first_line(error)}), so it is logged offline")
+            wandb.teardown()
+    _forget(folder, where, tracked.id)
+    run = wandb.init(mode="offline", **common)
+    place = Path(run.settings.sync_dir)
+    (place / MARK).write_text(str(folder.resolve()))
+    say(f"W&B: offline; wandb sync {place}")
+    return run, 0
+
+
+def _forget(folder: Path, where: Path, name: str) -> None:
+    """Removes the offline folders of this very run: each record of theirs is written again."""
+    for place in where.glob(f"wandb/offline-run-*-{name}"):
+        mark = place / MARK
+        if mark.is_file() and mark.read_text() == str(folder.resolve()):
+            shutil.rmtree(place, ignore_errors=True)
+
+
+def _first_line(error: BaseException) -> str:
+    return next(iter(str(error).splitlines()), "") or type(error).__name__
+
+
+def say(line: str) -> None:
+    """For the run to show."""
+    print(line, flush=True)
+
+
+@contextmanager
+def _alone(folder: Path) -> Iterator[None]:
+    """Within it, no other process tracks this run: that of a run that was killed first sends what it has."""
+    with open(folder / tracking.LOG, "ab") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield
+
+
+def _exit_in(seconds: float) -> None:
+    timer = threading.Timer(seconds, os._exit, (1,))
+    timer.daemon = True
+    timer.start()
+
+
+def main(words: list[str]) -> int:
+    """The whole life of the process; its exit code."""
+    folder, mode, pid = Path(words[0]), words[1], int(words[2])
+    for number in (signal.SIGINT, signal.SIGTERM):  # the run decides when all is sent
+        signal.signal(number, signal.SIG_IGN)
+    for name in ("WANDB_MODE", "WANDB_RUN_ID", "WANDB_RESUME", "WANDB_NAME"):
+        os.environ.pop(name, None)
+    tracked = tracking.load(folder)
+    assert tracked is not None
+    try:
+        with _alone(folder):
+            run, sent = begin(folder, tracked, mode, pid)
+            end = follow(
+                Records(folder / "metrics.jsonl"), sys.stdin.buffer, lambda row, step: run.log(row, step=step), sent
+            )
+            _exit_in(MOST_SECONDS)
+            if end == "stopped":
+                run.mark_preempting()
+            run.finish(exit_code=0 if end == "done" else 75 if end == "stopped" else 1)
+    except Exception as error:
+        traceback.print_exc()
+        say(f"W&B failed: {_first_line(error)}")
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,57 @@
+"""How a run lays out acting: plain data, and what may be chosen."""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+
+from longhaul.topologies import staleness as tickets
+
+KINDS = ("process", "thread", "ray")
+
+MOST = 1024
+"""Actors of one run."""
+
+
+@dataclass(frozen=True)
+class Acting:
+    """Of the topology `actors`; None is chosen by `decided`."""
+
+    actors: int | None = None  # each has an equal share of the worlds
+    actor_kind: str = "process"
+    staleness: int | None = 0  # updates that what is learnt from may be behind; None: no bound
+    pin: bool = False  # act with exactly the weights that the bound allows, so that a run can be repeated
+    ray_address: str = "auto"  # of the cluster, where actor_kind is "ray"
+
+
+def decided(acting: Acting, *, envs: int, devices: int, cores: int) -> Acting:
+    """With a number of actors, for so many worlds and a learner on so many devices.
+
+    Raises ValueError naming the field, its value, the bound and the remedy.
+    """
+    if acting.actor_kind not in KINDS:
+        raise ValueError(f"actor_kind is {acting.actor_kind!r}; it must be one of {', '.join(KINDS)}")
+    if acting.staleness is not None and acting.staleness < 0:
+        raise ValueError(f"staleness is {acting.staleness}; it must be at least 0, or none")
+    if acting.pin and acting.staleness is None:
+        raise ValueError("pin is on and --staleness is none; exact versions need a bound: give a --staleness")
+    actors = acting.actors
+    if actors is None:
+        fit = [n for n in range(devices, max(cores, devices) + 1, devices) if envs % n == 0]
+        return dataclasses.replace(acting, actors=fit[-1])
+    if not 1 <= actors <= MOST:
+        raise ValueError(f"actors is {actors}; it must lie in 1 to {MOST}")
+    if envs % actors:
+        raise ValueError(f"actors is {actors}, which can't share {envs} worlds evenly; choose a divisor of {envs}")
+    if actors % devices:
+        raise ValueError(
+            f"actors is {actors}, and the learner's {devices} devices can't share their rollouts evenly; choose a "
+            f"multiple of {devices}, or another --mesh"
+        )
+    return acting
+
+
+def rule(acting: Acting, updates: int, oldest: int = 0) -> tickets.Rule:
+    """The tickets' rule of a decided run from update `oldest` to `updates`."""
+    assert acting.actors is not None
+    return tickets.Rule(acting.actors, acting.staleness, acting.pin, updates, oldest)

@@ -1,0 +1,315 @@
+"""Rollouts and evaluation in environments on the host: NumPy steps, a compiled policy, the same `Rollout`s as on the
+device.
+
+The state of the environments travels with the rollouts where a vector can tell it (`HostVector.state`): then whoever
+goes on, goes on exactly. Else a new life of an actor begins new episodes, which is said in its scores.
+
+A vector may have steps that were none (`vectors`), so that what is learnt from it is weighted by `valid`: its spec says
+one agent where an ordinary environment's says None.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from longhaul.envs.host import jax_vector, registry
+from longhaul.envs.host.vector import HostVector, Slot
+from longhaul.spaces import Measure
+from longhaul.topologies.actor_learner import learner
+from longhaul.topologies.actor_learner.actor import Leaves
+from longhaul.topologies.actor_learner.learner import Acting
+from longhaul.topologies.inference_server import env_state
+from longhaul.topologies.inference_server import learner as central
+from longhaul.topologies.staleness import Ticket
+from longhaul.types import Algorithm, Environment, Key, PyTree, Rollout, Spec, Successors, TimeStep
+
+
+@dataclass(frozen=True)
+class Hosted:
+    """What stands for an environment on the host where one of JAX is expected: its spec. Only actors can step it."""
+
+    name: str
+    spec: Spec
+
+    def reset(self, key: Key) -> tuple[PyTree, PyTree]:
+        raise ValueError(f"{self.name} is stepped on the host; choose --topology actors")
+
+    def step(self, key: Key, state: PyTree, action: jax.Array) -> tuple[PyTree, TimeStep]:
+        raise ValueError(f"{self.name} is stepped on the host; choose --topology actors")
+
+    def active(self, state: PyTree) -> jax.Array:
+        return jnp.bool_(True)
+
+    def metrics(self, state: PyTree) -> dict[str, Measure]:
+        return {}
+
+
+def is_hosted(name: str) -> bool:
+    """Whether a name is that of an environment on the host: "kind/name"."""
+    return name.partition("/")[0] in registry.KINDS
+
+
+@functools.cache
+def hosted(name: str) -> Hosted:
+    """The environment of that name. ValueError, one line, where it can't be made."""
+    vector = registry.make(registry.describe(name), 1)
+    try:
+        spec = registry.specification(vector)
+        return Hosted(name, dataclasses.replace(spec, agents=spec.agents or 1))
+    finally:
+        vector.close()
+
+
+def standing(
+    name: str, environment: Environment, algorithm: Algorithm, groups: int, worlds: int
+) -> Callable[[Key, PyTree], PyTree]:
+    """As `entering`, of groups that actors step for a server: where they stand, when nobody has begun."""
+
+    def enter(key: Key, context: PyTree) -> PyTree:
+        size, columns = state_size(name, environment, worlds), worlds * (environment.spec.agents or 1)
+        return central.nowhere(size, algorithm, groups, columns) if size else ()
+
+    return enter
+
+
+def state_size(name: str, environment: Environment, worlds: int) -> int:
+    """Bytes of the state of so many worlds, as `central.states` has it; 0 where they can't tell it."""
+    if not is_hosted(name):
+        return jax_vector.state_size(environment, worlds)
+    size = 0
+    for count in (1, worlds):  # one is asked first: many may take long to make
+        vector = registry.make(registry.describe(name), count)
+        try:
+            size = env_state.size(vector, vector.reset(0))
+        finally:
+            vector.close()
+        if not size:
+            break
+    return size
+
+
+class Carry(NamedTuple):
+    """What one rollout hands to the next."""
+
+    state: PyTree  # the vector's; () where it can't be told
+    observation: PyTree  # [B, ...]
+    episode_return: np.ndarray  # float32 [B], of the running episode
+    episode_length: np.ndarray  # int32 [B]
+    memory: PyTree  # [B, ...]
+
+
+class Sizes(NamedTuple):
+    worlds: int  # of one actor
+    steps: int
+
+
+def entering(name: str, algorithm: Algorithm, sizes: Sizes, count: int) -> Callable[[Key, PyTree], PyTree]:
+    """As `actors.entering` of so many actors: the carry of all, one actor's after the other's, in a tuple."""
+
+    def enter(key: Key, context: PyTree) -> PyTree:
+        each = []
+        for actor in range(count):
+            vector = registry.make(registry.describe(name), sizes.worlds)
+            try:
+                each.append(_begun(vector, algorithm, _seed(jax.random.fold_in(key, actor))))
+            finally:
+                vector.close()
+        return jax.tree.map(lambda *leaves: np.stack(leaves), *each)
+
+    return enter
+
+
+def _seed(key: Key) -> int:
+    return int(np.asarray(jax.random.key_data(key)).ravel()[-1]) >> 1
+
+
+def _begun(vector: HostVector, algorithm: Algorithm, seed: int) -> Carry:
+    """Fresh episodes everywhere."""
+    observation = jax.tree.map(np.array, vector.reset(seed))
+    zero = np.zeros(vector.columns, np.float32)
+    state, memory = vector.state(), jax.device_get(algorithm.memory(vector.columns))
+    kept = () if state is None else jax.tree.map(np.array, state)
+    return Carry(kept, observation, zero, zero.astype(np.int32), memory)
+
+
+def acting(name: str, algorithm: Algorithm, policy: PyTree, sizes: Sizes) -> Acting:
+    """What an actor does that steps `sizes.worlds` worlds. The vector is made when it first acts."""
+    spec, columns, likeness = _likeness(name, algorithm, sizes)
+    key = jax.random.key(0)
+    drawn = jax.eval_shape(algorithm.act, policy, likeness.memory, likeness.observation, key)
+    rows = sizes.steps
+    slots = math.ceil(rows / (spec.truncation_interval or rows))
+
+    def shaped(tree: PyTree, *lead: int) -> PyTree:
+        return jax.tree.map(lambda x: jax.ShapeDtypeStruct((*lead, *x.shape), x.dtype), tree)
+
+    reward = shaped(jax.ShapeDtypeStruct((), jnp.float32), rows, columns)
+    flag = shaped(jax.ShapeDtypeStruct((), bool), rows, columns)
+    data = Rollout(
+        shaped(likeness.observation, rows), shaped(drawn[0], rows), reward, flag, flag, flag, shaped(drawn[2], rows),
+        Successors(shaped(likeness.observation), shaped(likeness.observation, slots)), shaped(likeness.memory),
+        shaped(jax.ShapeDtypeStruct((), jnp.int32)),
+    )  # fmt: skip
+    scores: Any = {name: jax.ShapeDtypeStruct((), jnp.float32) for name in SCORES}
+    made = learner.shapes(policy, likeness, data, scores)
+
+    @jax.jit
+    def act(weights: Leaves, memory: PyTree, observation: PyTree, key: jax.Array, where: Any) -> Any:
+        batch, place, t = where
+        drawn = jax.random.fold_in(jax.random.fold_in(jax.random.wrap_key_data(key), batch), place)
+        return algorithm.act(learner.tree(policy, weights), memory, observation, jax.random.fold_in(drawn, t))
+
+    return Acting(_Collector(name, algorithm, sizes, likeness, data, act), made, data, scores)
+
+
+SCORES = ("episodes", "episode/return", "episode/length", "actors/environment_seconds", "actors/inference_seconds",
+          "actors/begun_anew")  # fmt: skip
+"""Of a rollout: sums over the episodes that ended in it; where its time went; worlds whose course was broken off."""
+
+
+def _likeness(name: str, algorithm: Algorithm, sizes: Sizes) -> tuple[Spec, int, Carry]:
+    """(spec, columns, a carry) of an actor's worlds."""
+    vector = registry.make(registry.describe(name), sizes.worlds)
+    try:
+        return hosted(name).spec, vector.columns, _begun(vector, algorithm, 0)
+    finally:
+        vector.close()
+
+
+class _Collector:
+    """A `Collect` with its vector and memory for one rollout."""
+
+    def __init__(
+        self, name: str, algorithm: Algorithm, sizes: Sizes, likeness: Carry, data: Rollout, act: Callable[..., Any]
+    ) -> None:
+        self._name, self._algorithm, self._sizes, self._act = name, algorithm, sizes, act
+        self._form = jax.tree.structure(likeness)
+        self._data = jax.tree.map(lambda x: np.zeros(x.shape, x.dtype), data)
+        # One row more than a rollout has: what its last step led to is written where the others are.
+        self._seen = jax.tree.map(lambda x: np.zeros((sizes.steps + 1, *x.shape), x.dtype), likeness.observation)
+        self._initial = likeness.memory
+        self._vector: HostVector | None = None
+        self._after: Leaves | None = None
+
+    def __call__(
+        self, weights: list[np.ndarray], state: Leaves, key: np.ndarray, ticket: Ticket, version: int
+    ) -> tuple[Leaves, Leaves, Leaves]:
+        carry: Carry = jax.tree.unflatten(self._form, [np.array(x) for x in state])
+        anew = 0
+        if self._vector is None:
+            self._vector = registry.make(registry.describe(self._name), self._sizes.worlds)
+        if state is not self._after:  # another life, or the first turn
+            if jax.tree.leaves(carry.state):
+                self._vector.restore(carry.state)
+            else:
+                anew = 0 if ticket.turn == 0 else self._sizes.worlds
+                seed = (int(key[0]) * 1_000_003 + int(key[1]) + ticket.batch * 1009 + ticket.place) % 2**31
+                carry = _begun(self._vector, self._algorithm, seed)
+        carry, scores = self._collect(jax.device_put(weights), carry, key, ticket)
+        data = self._data._replace(version=np.int32(version))
+        self._after = jax.tree.leaves(carry)
+        told = scores | {"actors/begun_anew": anew}
+        return self._after, jax.tree.leaves(data), [np.float32(told[name]) for name in sorted(told)]
+
+    def _collect(
+        self, weights: Leaves, carry: Carry, key: np.ndarray, ticket: Ticket
+    ) -> tuple[Carry, dict[str, float]]:
+        vector, data, seen = self._vector, self._data, self._seen
+        assert vector is not None
+        jax.tree.map(lambda to, x: np.copyto(to[0], x), seen, carry.observation)
+        jax.tree.map(np.copyto, data.memory, carry.memory)
+        total, length, memory = carry.episode_return, carry.episode_length, carry.memory
+        used = np.zeros(len(total), np.int32)
+        scores = dict.fromkeys(SCORES[:3], 0.0)
+        inference = stepping = 0.0
+        for t in range(self._sizes.steps):
+            began = time.perf_counter()
+            where = np.int32(ticket.batch), np.int32(ticket.place), np.int32(t)
+            now = jax.tree.map(lambda x: x[t], seen)  # noqa: B023
+            action, memory, extras = self._act(weights, memory, now, key[:2], where)
+            chosen = np.asarray(action)
+            data.action[t] = chosen
+            jax.tree.map(lambda to, x: np.copyto(to[t], np.asarray(x)), data.extras, extras)  # noqa: B023
+            acted = time.perf_counter()
+            flags = data.terminated[t], data.truncated[t], data.valid[t]
+            led_to = vector.step(chosen, Slot(jax.tree.map(lambda x: x[t + 1], seen), data.reward[t], *flags))  # noqa: B023
+            finals = led_to.finals
+            data.reward[t] *= data.valid[t]
+            total += data.reward[t]
+            length += data.valid[t]
+            data.terminated[t] &= data.valid[t]
+            data.truncated[t] &= data.valid[t] & ~data.terminated[t]
+            if len(finals.columns):
+                ended = finals.columns
+                scores["episodes"] += len(ended)
+                scores["episode/return"] += float(total[ended].sum())
+                scores["episode/length"] += float(length[ended].sum())
+                total[ended], length[ended] = 0.0, 0
+                cut = data.truncated[t][ended]
+                columns = ended[cut]
+                for to, x in zip(jax.tree.leaves(data.successors.truncated), jax.tree.leaves(finals.observation)):
+                    to[used[columns], columns] = np.asarray(x)[cut]
+                used[columns] += 1
+            if jax.tree.leaves(self._initial):
+                begins = data.terminated[t] | data.truncated[t] | ~data.valid[t]
+                memory = jax.tree.map(functools.partial(_put_back, begins), memory, self._initial)
+            inference += acted - began
+            stepping += time.perf_counter() - acted
+        for to, x in zip(jax.tree.leaves(data.observation), jax.tree.leaves(seen)):
+            np.copyto(to, x[:-1])
+        last = jax.tree.map(lambda x: x[-1].copy(), seen)
+        jax.tree.map(np.copyto, data.successors.last, last)
+        state = vector.state()
+        kept = () if state is None else jax.tree.map(np.array, state)
+        told = scores | {"actors/environment_seconds": stepping, "actors/inference_seconds": inference}
+        return Carry(kept, last, total, length, jax.tree.map(np.asarray, memory)), told
+
+
+def _put_back(begins: np.ndarray, memory: Any, initial: Any) -> np.ndarray:
+    """The memory of columns whose episode begins is the initial one."""
+    now = np.array(memory)
+    now[begins] = np.asarray(initial)[begins]
+    return now
+
+
+def play(name: str, algorithm: Algorithm, policy: PyTree, episodes: int, seed: int) -> dict[str, Measure]:
+    """What a policy scores by its mode in the first `episodes` episodes that end of as many worlds, float64 [E]."""
+    vector = registry.make(registry.describe(name), max(1, -(-episodes // (hosted(name).spec.agents or 1))), seed)
+    act = jax.jit(lambda memory, seen: algorithm.act(policy, memory, seen, None)[:2])
+    try:
+        initial = jax.device_get(algorithm.memory(vector.columns))
+        seen, memory = vector.reset(seed), initial
+        total, length = np.zeros(vector.columns), np.zeros(vector.columns)
+        returns, lengths = np.full(vector.columns, np.nan), np.full(vector.columns, np.nan)
+        for _ in range(hosted(name).spec.max_steps or MOST):
+            action, memory = act(memory, seen)
+            led_to = vector.step(np.asarray(action))
+            total, length = total + led_to.reward * led_to.valid, length + led_to.valid
+            first = led_to.finals.columns[np.isnan(returns[led_to.finals.columns])]
+            returns[first], lengths[first] = total[first], length[first]
+            if not np.isnan(returns).any():
+                break
+            begins = led_to.terminated | led_to.truncated | ~led_to.valid
+            memory = jax.tree.map(functools.partial(_put_back, begins), memory, initial)
+            seen = led_to.observation
+    finally:
+        vector.close()
+    ended = ~np.isnan(returns[:episodes])
+    return {
+        "return": Measure(np.nan_to_num(returns[:episodes]), ended),
+        "length": Measure(np.nan_to_num(lengths[:episodes]), ended),
+    }
+
+
+MOST = 27_000
+"""Steps of an episode that is evaluated, where nothing bounds it: half an hour of Atari at four frames a step."""

@@ -1,0 +1,277 @@
+"""The `actors` topology: N actors gather experience, a learner on the mesh learns from it (IMPALA, Espeholt et al.
+2018).
+
+Where we differ: how stale experience may be is a number S that holds by construction (`actors.tickets`); every random
+key comes from (run, batch, place in it), never from an actor; environments' states travel with the rollouts. So with
+S = 0 a run is that of `fused` on a mesh of N devices, bit for bit where the compiled programs round alike, whoever
+acts, in threads or processes, and whoever is killed meanwhile.
+
+Batches lie in shared memory as the learner takes them; it moves them and never looks inside.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh, PartitionSpec
+
+from longhaul.runtime import mesh as meshes
+from longhaul.runtime.batch_shards import part
+from longhaul.runtime.shared_memory import Leaf
+from longhaul.topologies import fused
+from longhaul.topologies.actor_learner.actor import Collect, Leaves
+from longhaul.topologies.actor_learner.actor_pool import Crew
+from longhaul.topologies.actor_learner.shared_buffers import Shapes
+from longhaul.topologies.staleness import Ticket
+from longhaul.types import LEARNING, Algorithm, Collector, Key, Metrics, Params, Progress, PyTree
+
+Join = Callable[[Sequence[PyTree]], PyTree]
+"""Rollouts of several actors as one, side by side."""
+
+
+class Acting(NamedTuple):
+    """What one actor does, and what that gives."""
+
+    collect: Collect
+    shapes: Shapes
+    data: PyTree  # ShapeDtypeStructs of a rollout
+    scores: Metrics  # of its scores
+
+
+class Flight(NamedTuple):
+    """The carry of a pinned run: what it needs beside the environments' states to go on exactly."""
+
+    carry: PyTree
+    weights: tuple[np.ndarray, ...]  # bytes of the S versions before the newest, oldest first
+
+
+class Program(NamedTuple):
+    """The learner's compiled update; donates the state.
+
+    `executable`: (state, key, updates, data, scores) -> (state, updates, metrics, weights), of which data and scores
+    are flat lists of [N, ...], and weights are bytes.
+    """
+
+    executable: jax.stages.Compiled
+    mesh: Mesh
+
+
+# ------------------------------------------------------------------------------------------------- an actor's side
+
+
+Finish = Callable[[PyTree, Metrics], tuple[PyTree, Metrics]]
+"""(data, scores) as they were collected -> as they are handed over; NumPy's arrays of the same shapes."""
+
+
+def acting(collector: Collector, policy: Params, finish: Finish | None = None) -> Acting:
+    """An actor that runs a compiled collector with a policy of these shapes; what the host has to do with it, if
+    anything, is `finish`."""
+    version = jax.ShapeDtypeStruct((), jnp.int32)
+    carry = jax.eval_shape(collector.start, jax.random.key(0))
+    data, scores = jax.eval_shape(collector.collect, policy, carry, jax.random.key(0), version)[1:]
+
+    @jax.jit
+    def program(weights: Leaves, state: Leaves, key: jax.Array, where: tuple[Any, Any, Any]) -> Any:
+        batch, place, version = where
+        drawn = jax.random.fold_in(jax.random.fold_in(jax.random.wrap_key_data(key), batch), place)
+        key_data, _ = jax.random.split(drawn)  # the other is what a shard of `fused` learns with
+        after, data, scores = collector.collect(tree(policy, weights), tree(carry, state), key_data, version)
+        return _raw(after), _raw(data), _raw(scores)
+
+    words = jax.random.key_data(jax.random.key(0)).size
+
+    def collect(
+        weights: list[np.ndarray], state: Leaves, key: np.ndarray, ticket: Ticket, version: int
+    ) -> tuple[Leaves, Leaves, Leaves]:
+        where = np.int32(ticket.batch), np.int32(ticket.place), np.int32(version)
+        after, *made = jax.block_until_ready(program(weights, list(state), key[:words], where))
+        told, sums = ([np.asarray(x) for x in leaves] for leaves in made)
+        if finish is not None:
+            told, sums = map(jax.tree.leaves, finish(tree(data, told), tree(scores, sums)))
+        return after, told, sums
+
+    return Acting(collect, shapes(policy, carry, data, scores), data, scores)
+
+
+def shapes(policy: PyTree, carry: PyTree, data: PyTree, scores: PyTree) -> Shapes:
+    """What travels, of the shapes of these pytrees. NumPy's leaves keep their 64 bits, which JAX would cut."""
+
+    def of(tree: PyTree) -> tuple[Leaf, ...]:
+        leaves = jax.tree.leaves(tree)
+        return tuple(_leaf(jax.eval_shape(jax.random.key_data, x) if _is_key(x) else x) for x in leaves)
+
+    return Shapes(of(policy), of(carry), of(data), of(scores))
+
+
+def _is_key(x: Any) -> bool:
+    return jnp.issubdtype(x.dtype, jax.dtypes.prng_key)
+
+
+def _raw(tree: PyTree) -> list[Any]:
+    """A pytree's leaves, keys as their data."""
+    return [jax.random.key_data(x) if _is_key(x) else x for x in jax.tree.leaves(tree)]
+
+
+def tree(shapes: PyTree, leaves: Leaves) -> PyTree:
+    """The inverse of `_raw`."""
+    likes, structure = jax.tree.flatten(shapes)
+    pairs = zip(likes, leaves, strict=True)
+    return jax.tree.unflatten(structure, [jax.random.wrap_key_data(x) if _is_key(like) else x for like, x in pairs])
+
+
+def _leaf(shape: Any) -> Leaf:
+    return Leaf(tuple(shape.shape), str(shape.dtype))
+
+
+def entering(collector_in: fused.CollectorIn, actors: int) -> fused.Enter:
+    """How a run with so many actors gets into a context: the states of all their environments, as NumPy arrays, one
+    actor's after the other's, [N, ...]: that of `fused` on a mesh of as many devices, cut.
+    """
+
+    def enter(key: Key, context: PyTree) -> PyTree:
+        start = collector_in(context).start
+        one = jax.jit(lambda key, place: _raw(start(jax.random.fold_in(key, place))))
+        each = [jax.device_get(one(key, jnp.int32(place))) for place in range(actors)]
+        structure = jax.tree.structure(jax.eval_shape(start, key))
+        return jax.tree.unflatten(structure, [np.stack(parts) for parts in zip(*each)])
+
+    return enter
+
+
+def kept(enter: fused.Enter, pinned: int, algorithm: Algorithm) -> fused.Enter:
+    """`enter` of a run that keeps so many versions of the weights: its carry is a Flight, where they are any."""
+    if not pinned:
+        return enter
+
+    def begin(key: Key, context: PyTree) -> PyTree:
+        shapes = jax.eval_shape(lambda key: _raw(algorithm.policy(algorithm.init(key))), key)
+        size = sum(_leaf(x).nbytes for x in shapes)
+        return Flight(enter(key, context), tuple(np.zeros(size, np.uint8) for _ in range(pinned)))
+
+    return begin
+
+
+# ---------------------------------------------------------------------------------------------- the learner's side
+
+
+def compiled(
+    algorithm: Algorithm, acting: Acting, join: Join, progress: Progress, mesh: Mesh, *, actors: int
+) -> Program:
+    """The learner's update for runs like `progress`, compiled ahead."""
+    executable = lowered(algorithm, acting, join, progress, mesh, actors=actors).compile()
+    return Program(executable, mesh)
+
+
+def lowered(
+    algorithm: Algorithm, acting: Acting, join: Join, progress: Progress, mesh: Mesh, *, actors: int
+) -> jax.stages.Lowered:
+    """The update traced but not compiled yet."""
+
+    def update(state: PyTree, key: Key, updates: jax.Array, data: Leaves, scores: Leaves) -> Any:
+        drawn = jax.random.fold_in(jax.random.fold_in(key, updates), meshes.shard_index())
+        _, key_learn = jax.random.split(drawn)
+        rollouts = [tree(acting.data, [x[i] for x in data]) for i in range(actors // mesh.size)]
+        with jax.named_scope(LEARNING):
+            state, metrics = algorithm.learn(state, join(rollouts), key_learn)
+        told = metrics | _scored(tree(acting.scores, scores), mesh)
+        told[fused.FINITE] = fused.is_finite((part(state)[0], metrics))
+        weights = _bytes(_raw(algorithm.policy(state)))
+        return state, updates + 1, jax.tree.map(lambda x: x[None], told), weights
+
+    everywhere, split = fused.EVERYWHERE, PartitionSpec(meshes.DATA)
+    state = fused.layout(progress).state
+    specs = state, everywhere, everywhere, split, split
+    results = state, everywhere, everywhere, everywhere
+    program = jax.jit(meshes.per_shard(update, mesh, specs, results), donate_argnums=0)
+    layout = meshes.sharded(mesh)
+    flat = [
+        [jax.ShapeDtypeStruct((actors, *leaf.shape), leaf.dtype, sharding=layout) for leaf in leaves]
+        for leaves in (acting.shapes.data, acting.shapes.scores)
+    ]
+    return program.lower(progress.state, progress.key, progress.updates, *flat)
+
+
+def _scored(scores: Metrics, mesh: Mesh) -> Metrics:
+    """The scores [n] of a shard's rollouts, over all shards: sums, or the greatest of "peak/"."""
+    scores = {name: (jnp.max if name.startswith("peak/") else jnp.sum)(x, axis=0) for name, x in scores.items()}
+    peaks = {name: meshes.max_over_data(scores.pop(name)) for name in list(scores) if name.startswith("peak/")}
+    sums = mesh.size * meshes.mean_over_data(jnp.stack(list(scores.values())))
+    return dict(zip(scores, sums)) | peaks
+
+
+def _bytes(leaves: list[jax.Array]) -> jax.Array:
+    """Arrays one after the other as bytes, in words of 4 where all have such."""
+    unit = jnp.uint32 if all(x.dtype.itemsize == 4 for x in leaves) else jnp.uint8
+    return jnp.concatenate([jax.lax.bitcast_convert_type(x, unit).ravel() for x in leaves])
+
+
+def weights_of(algorithm: Algorithm) -> Callable[[PyTree], np.ndarray]:
+    """state -> its policy's bytes, as the lane takes them."""
+    flat = jax.jit(lambda state: _bytes(_raw(algorithm.policy(state))))
+    return lambda state: _on_host(flat(state))
+
+
+def _on_host(weights: jax.Array) -> np.ndarray:
+    return np.asarray(weights.addressable_data(0)).view(np.uint8)
+
+
+def actors(
+    program: Program, crew: Crew, progress: Progress, publish: Callable[[PyTree], np.ndarray], *, updates: int
+) -> Iterator[tuple[Progress, int, Metrics]]:
+    """Goes on from `progress` to `updates` finished updates; yields (progress, 1, metrics) after each, as `fused.fused`
+    does.
+
+    `progress` is taken back when the iterator is advanced, its carry too: save it before.
+    """
+    pinned = crew.rule.pinned
+    flight = progress.carry if pinned else Flight(progress.carry, ())
+    structure = jax.tree.structure(flight.carry)
+    layout = meshes.sharded(program.mesh)
+    begun = [np.asarray(x) for x in _raw(flight.carry)]
+    done = int(progress.updates)
+    weights = [*flight.weights, publish(progress.state)]
+    crew.open(done, np.asarray(jax.random.key_data(progress.key)), weights, begun)
+    state, key, count = progress.state, progress.key, progress.updates
+    meter = _Meter(crew)
+    while done < updates:
+        batch = crew.take()
+        data, scores = jax.device_put((batch.data, batch.scores), layout)
+        state, count, rows, made = program.executable(state, key, count, data, scores)
+        versions = [head.version for head in batch.heads]
+        crew.learnt(_on_host(made))  # waits for the update, which ends with it
+        told = meter.read(done, versions)
+        done += 1
+        carry = jax.tree.unflatten(structure, crew.carry())
+        yield Progress(state, Flight(carry, crew.past()) if pinned else carry, key, count), 1, rows | told
+
+
+class _Meter:
+    """What the crew did between two updates, as metrics."""
+
+    def __init__(self, crew: Crew) -> None:
+        self._crew = crew
+        self._before = self._now()
+
+    def _now(self) -> np.ndarray:
+        acted, waited = self._crew.worked()
+        return np.array([time.perf_counter(), self._crew.waited, acted, waited])
+
+    def read(self, update: int, versions: Sequence[int]) -> dict[str, Any]:
+        now = self._now()
+        wall, learner, acted, waited = now - self._before
+        self._before = now
+        age = [update - version for version in versions]
+        told = {
+            "staleness_mean": sum(age) / len(age),
+            "staleness_max": max(age),
+            "queue": self._crew.queue,
+            "learner_wait": learner / max(wall, 1e-9),
+            "actor_wait": waited / max(acted + waited, 1e-9),
+            "restarts": self._crew.restarts,
+        }
+        return {f"actors/{name}": np.array([value], np.float32) for name, value in told.items()}

@@ -1,0 +1,201 @@
+"""The desk between actors and learner: orders, slots for rollouts, states of environments, vitals, in one memory.
+
+Every word has one writer. An order is a ticket that its actor finds when `ordered` has grown; a rollout is the
+learner's when `finished` has grown. So an actor that dies at any instruction leaves its orders where its successor
+finds them, and the slot that it was writing, which nobody has read, is written again.
+
+Slots of a batch lie side by side, [rooms, N, ...] an array: what the learner takes of one is an array that is there
+already, [N, ...], and no copy of it is made on the host. The environment's state after turn j lies at j % turns, so
+that a rollout that is done again begins where it began.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from longhaul.runtime import shared_memory
+from longhaul.runtime.shared_memory import Leaf, Plan
+from longhaul.topologies.actor_learner.weight_ring import Lane
+from longhaul.topologies.actor_learner.weight_ring import regions as lane_regions
+from longhaul.topologies.staleness import Ticket
+
+STARTS, WAITS, ACTS, WRITES, ENDED = range(5)
+"""What an actor is at."""
+
+STATES = ("starts", "waits", "acts", "writes", "ended")
+
+INCARNATION, STATE, BEAT, ACTED_NS, WAITED_NS, STEPPED_NS, ROLLOUTS, LONGEST_NS, PROCESS = range(9)
+"""Vitals of an actor: which of its lives; what it is at, and since when (ns of the monotonic clock); ns in rollouts, in
+waiting, of the rollouts those in the environment where that is known; rollouts; the longest; its process."""
+
+BEGUN, WRITTEN, OWNER, ACTED_BY = range(4)
+"""Head of a slot: the ticket's number plus 1 when writing began, and when it ended; who wrote, in which life; the
+version that acted."""
+
+
+class Shapes(NamedTuple):
+    """What travels, as flat lists of arrays; of one actor."""
+
+    weights: tuple[Leaf, ...]
+    carry: tuple[Leaf, ...]
+    data: tuple[Leaf, ...]
+    scores: tuple[Leaf, ...]
+
+    @property
+    def weight_bytes(self) -> int:
+        return sum(leaf.nbytes for leaf in self.weights)
+
+
+class Size(NamedTuple):
+    actors: int
+    rooms: int  # batches that lie in memory at once
+    turns: int  # states of each environment that do
+    versions: int  # of the weights
+
+
+class Head(NamedTuple):
+    """What a slot says of the rollout in it."""
+
+    actor: int
+    incarnation: int
+    version: int
+
+
+class Garbage(ValueError):
+    """A slot that is not what was asked for; the message says how."""
+
+
+def planned(shapes: Shapes, size: Size) -> Plan:
+    """The desk's memory."""
+    return shared_memory.plan(_regions(shapes, size))
+
+
+def _regions(shapes: Shapes, size: Size) -> Iterator[tuple[str, Leaf]]:
+    n, rooms, turns = size.actors, size.rooms, size.turns
+    yield "closed", Leaf((8,), "int64")
+    yield "key", Leaf((8,), "uint32")
+    yield "ordered", Leaf((n, 8), "int64")
+    yield "finished", Leaf((n, 8), "int64")
+    yield "orders", Leaf((n, turns, 8), "int64")
+    yield "vitals", Leaf((n, 16), "int64")
+    yield "words", Leaf((n, 512), "uint8")
+    yield "heads", Leaf((rooms, n, 8), "int64")
+    for i, leaf in enumerate(shapes.data):
+        yield f"data/{i}", Leaf((rooms, n, *leaf.shape), leaf.dtype)
+    for i, leaf in enumerate(shapes.scores):
+        yield f"scores/{i}", Leaf((rooms, n, *leaf.shape), leaf.dtype)
+    for i, leaf in enumerate(shapes.carry):
+        yield f"carry/{i}", Leaf((turns, n, *leaf.shape), leaf.dtype)
+    yield from lane_regions(shapes.weight_bytes, size.versions)
+
+
+class Desk:
+    """One process's view of it."""
+
+    def __init__(self, descriptor: int, shapes: Shapes, size: Size) -> None:
+        self.shapes, self.size = shapes, size
+        found = shared_memory.arrays(descriptor, planned(shapes, size))
+        self.closed, self.key = found["closed"], found["key"]
+        self.ordered, self.finished = found["ordered"][:, 0], found["finished"][:, 0]
+        self.vitals = found["vitals"]
+        self.lane = Lane(found)
+        self._orders, self._heads, self._words = found["orders"], found["heads"], found["words"]
+        self._data = [found[f"data/{i}"] for i in range(len(shapes.data))]
+        self._scores = [found[f"scores/{i}"] for i in range(len(shapes.scores))]
+        self._carry = [found[f"carry/{i}"] for i in range(len(shapes.carry))]
+
+    # ------------------------------------------------------------------------------------------------- the learner's
+
+    def order(self, actor: int, ticket: Ticket) -> None:
+        """Puts a ticket before an actor; there is room for as many as it may have unlearnt."""
+        self._orders[actor, int(self.ordered[actor]) % self.size.turns, :4] = ticket
+        self.ordered[actor] += 1
+
+    def check(self, actor: int, ticket: Ticket) -> Head:
+        """The head of a finished rollout. Raises Garbage where it is not the one that was asked for."""
+        head = self._heads[ticket.batch % self.size.rooms, ticket.place]
+        number = _number(ticket, self.size.actors)
+        owner, incarnation = divmod(int(head[OWNER]), 2**32)
+        lives = int(self.vitals[actor, INCARNATION])
+        if head[BEGUN] != number or head[WRITTEN] != number or owner != actor or not 0 <= incarnation <= lives:
+            found = f"{int(head[BEGUN]) - 1} to {int(head[WRITTEN]) - 1} by actor {owner} in life {incarnation}"
+            raise Garbage(f"actor {actor} was to write ticket {number - 1}, and its slot says {found}")
+        version = int(head[ACTED_BY])
+        newest = self.lane.latest
+        if not 0 <= version <= newest or (ticket.version >= 0 and version != ticket.version):
+            raise Garbage(f"actor {actor} acted by version {version} of the weights; the newest is {newest}")
+        return Head(owner, incarnation, version)
+
+    def batch(self, number: int) -> tuple[list[np.ndarray], list[np.ndarray]]:
+        """(data, scores) of a whole batch, [N, ...] each: views, which stay until its room is given out again."""
+        room = number % self.size.rooms
+        return [x[room] for x in self._data], [x[room] for x in self._scores]
+
+    def carry(self, turns: Sequence[int]) -> list[np.ndarray]:
+        """The states of all environments after these turns (one a life's environment), [N, ...] each."""
+        places = [turn % self.size.turns for turn in turns]
+        if len(set(places)) == 1:
+            return [x[places[0]] for x in self._carry]
+        return [np.stack([x[place, a] for a, place in enumerate(places)]) for x in self._carry]
+
+    def set_carry(self, turns: Sequence[int], leaves: Sequence[np.ndarray]) -> None:
+        """The inverse of `carry`."""
+        for x, leaf in zip(self._carry, leaves, strict=True):
+            for actor, turn in enumerate(turns):
+                x[turn % self.size.turns, actor] = leaf[actor]
+
+    def said(self, actor: int) -> str:
+        """The last words of an actor that failed."""
+        return bytes(self._words[actor]).rstrip(b"\0").decode(errors="replace")
+
+    # --------------------------------------------------------------------------------------------------- the actors'
+
+    def asked(self, actor: int) -> Ticket | None:
+        """The oldest order that is not finished."""
+        finished = int(self.finished[actor])
+        if finished >= self.ordered[actor]:
+            return None
+        return Ticket(*(int(word) for word in self._orders[actor, finished % self.size.turns, :4]))
+
+    def state(self, actor: int, turn: int) -> list[np.ndarray]:
+        """The state of an actor's environment before a turn."""
+        return [x[(turn - 1) % self.size.turns, actor] for x in self._carry]
+
+    def deliver(
+        self, actor: int, ticket: Ticket, version: int, data: Sequence[np.ndarray], scores: Sequence[np.ndarray],
+        carry: Sequence[np.ndarray],
+    ) -> None:  # fmt: skip
+        """Writes a rollout to its slot, and hands it to the learner."""
+        room, number = ticket.batch % self.size.rooms, _number(ticket, self.size.actors)
+        head = self._heads[room, ticket.place]
+        head[BEGUN] = number
+        for all_, leaves in ((self._data, data), (self._scores, scores)):
+            for x, leaf in zip(all_, leaves, strict=True):
+                x[room, ticket.place] = leaf
+        for x, leaf in zip(self._carry, carry, strict=True):
+            x[ticket.turn % self.size.turns, actor] = leaf
+        head[OWNER] = actor * 2**32 + int(self.vitals[actor, INCARNATION])
+        head[ACTED_BY] = version
+        head[WRITTEN] = number
+        self.finished[actor] += 1
+
+    def say(self, actor: int, words: str) -> None:
+        """Why an actor fails."""
+        encoded = words.encode()[: self._words.shape[1]]
+        self._words[actor] = 0
+        self._words[actor, : len(encoded)] = np.frombuffer(encoded, np.uint8)
+
+    def at(self, actor: int, state: int) -> int:
+        """An actor tells what it is at; -> ns of the monotonic clock."""
+        now = time.monotonic_ns()
+        self.vitals[actor, BEAT] = now
+        self.vitals[actor, STATE] = state
+        return now
+
+
+def _number(ticket: Ticket, actors: int) -> int:
+    return ticket.batch * actors + ticket.place + 1

@@ -1,0 +1,159 @@
+"""The actor: it steps environments, and knows nothing of policies. As a process, `python -m
+longhaul.topologies.inference_server.actor`.
+
+Without JAX, unless its environments need it. A process that the run begins reads what it is to do from standard input,
+as JSON, and ends with its parent, be that killed. One that was begun by hand (`longhaul actor`) connects again and
+again where the server is away.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import random
+import signal
+import sys
+import time
+from collections.abc import Callable, Coroutine, Sequence
+from pathlib import Path
+from typing import Any, TypeVar
+
+from longhaul.envs.host.vector import Description, HostVector, Slot, write
+from longhaul.runtime.credentials import NOBODY, Credentials, load
+from longhaul.topologies.actor_learner.actor import end_with_parent
+from longhaul.topologies.inference_server import env_state, frames
+from longhaul.topologies.inference_server.env_state import NOTHING, Keeps
+from longhaul.topologies.inference_server.frames import Codec, WireError
+from longhaul.topologies.inference_server.transport import Line
+
+PATIENCE = 600.0
+"""Seconds that an actor looks for its server before it gives up."""
+
+FIRST, LONGEST = 0.2, 5.0
+"""Seconds between two tries: the first, doubled with each up to the last, and shaken."""
+
+T = TypeVar("T")
+
+
+async def play(line: Line, vectors: Sequence[HostVector]) -> None:
+    """Steps group i of environments, `vectors[i]`, as the line says, for ever."""
+    seeds = await line.open()
+    codec, outs = line.codec, []
+    for slot, (vector, block, seed) in enumerate(zip(vectors, line.blocks, seeds, strict=True)):
+        block.reward[:] = 0.0
+        block.flags[:] = False
+        outs.append(Slot(codec.layout.tree(block.observation), block.reward, *block.flags))
+        vector.reset(seed, out=outs[slot])
+        held = line.held(slot)
+        if held is not None:
+            env_state.restore(held, vector, outs[slot].observation)
+        await line.post(slot, 0)
+    names = codec.layout.scores
+    while True:
+        slot, action = await line.next()
+        finals = vectors[slot].step(action, out=outs[slot]).finals
+        count = len(finals.columns)
+        if count:
+            block = line.ended(slot, count)
+            block.columns[:] = finals.columns
+            write(codec.layout.tree(block.final), finals.observation)
+            block.known[:] = False
+            for i, name in enumerate(names):
+                if name in finals.scores:
+                    block.scores[i], block.known[i] = finals.scores[name]
+        kept = line.keeps(slot, count)
+        if kept is not None:
+            env_state.write(kept, vectors[slot], outs[slot].observation)
+        await line.post(slot, count)
+
+
+def straight(work: Coroutine[Any, Any, T]) -> T:
+    """What a coroutine gives that never suspends."""
+    try:
+        work.send(None)
+    except StopIteration as done:
+        return done.value
+    raise RuntimeError("a line of shared memory suspended")
+
+
+async def stay(connect: Callable[[], Line], vectors: Sequence[HostVector], patience: float) -> None:
+    """Plays, and connects again where the server went away. ConnectionError once it was away for `patience` seconds.
+
+    Raises WireError where the server refuses: another try would be refused, too.
+    """
+    wait, last = FIRST, time.monotonic()
+    while True:
+        line = connect()
+        began = time.monotonic()
+        try:
+            await play(line, vectors)
+        except ConnectionError as error:
+            now = time.monotonic()
+            if now - began > 10.0:  # it was there
+                wait, last = FIRST, now
+            if now - last > patience:
+                raise ConnectionError(f"{error}; nobody was there for {patience:.0f} s") from error
+        finally:
+            await line.close()
+        await asyncio.sleep(wait * random.uniform(0.5, 1.0))  # not all at once
+        wait = min(2.0 * wait, LONGEST)
+
+
+def make(
+    description: Description, worlds: int, slots: int, scores: Sequence[str] = (), every: int | None = None
+) -> tuple[list[HostVector], Codec]:
+    """The environments of an actor, `slots` groups of `worlds`. `every`: of `Keeps`; None: the server will say."""
+    from longhaul.envs.host import registry
+
+    vectors = [registry.make(description, worlds) for _ in range(slots)]
+    keeps = NOTHING if every == 0 else Keeps(env_state.size(vectors[0], vectors[0].reset(0)), every or 0)
+    return vectors, Codec(frames.layout(vectors[0].spec, vectors[0].columns, tuple(scores)), keeps)
+
+
+def remote(
+    address: str, description: Description, worlds: int, slots: int, *, actor: int = frames.ANY,
+    credentials: Credentials = NOBODY, patience: float = PATIENCE,
+) -> None:  # fmt: skip
+    """An actor for a server elsewhere. Raises WireError, ConnectionError, ValueError."""
+    from longhaul.topologies.inference_server.grpc_streams import run
+    from longhaul.topologies.inference_server.grpc_transport import GrpcLine
+
+    vectors, codec = make(description, worlds, slots)
+
+    def connect() -> Line:
+        return GrpcLine(codec, slots, address, actor=actor, credentials=credentials)
+
+    run(stay(connect, vectors, patience))
+
+
+def main() -> int:
+    """A process that a run began."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the run's, which ends us
+    about = json.load(sys.stdin)
+    end_with_parent(about["parent"])
+    kind, name, options = about["environment"]
+    description = Description(kind, name, tuple((key, _plain(value)) for key, value in options))
+    worlds, slots, lane = about["worlds"], about["slots"], about["lane"]
+    try:
+        if lane == "shm":
+            from longhaul.topologies.inference_server.shm_transport import Ends, SharedLine
+
+            vectors, codec = make(description, worlds, slots, about["scores"], about["every"])
+            straight(play(SharedLine(codec, slots, Ends(*about["ends"])), vectors))
+        else:
+            authority = None if about["authority"] is None else Path(about["authority"]).read_bytes()
+            credentials = load(about["token_file"])._replace(authority=authority)
+            remote(about["address"], description, worlds, slots, actor=about["actor"], credentials=credentials)
+    except (WireError, ConnectionError, ValueError) as error:
+        print(f"actor {about['actor']}: {error}", file=sys.stderr, flush=True)
+        return 1
+    return 0
+
+
+def _plain(value: Any) -> Any:
+    """JSON's lists as the tuples that they were."""
+    return tuple(_plain(v) for v in value) if isinstance(value, list) else value
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,369 @@
+"""Frames between environment-only actors and the inference server: a fixed head, then arrays of a layout both have.
+
+A frame is a head of 64 bytes, little-endian, and a payload. Both sides derive the layout (names, dtypes, shapes) from
+what they believe the environment to be, and the first frame compares the two, so that no frame after it says what its
+arrays are: lengths follow from the layout and from two counts in the head. Nothing is pickled, parsed or allocated by
+what a frame says of itself. A frame that is not exactly what was due raises `WireError`, and its stream ends.
+
+    HELLO    actor -> server   I am actor `group`, with `finals` groups of `columns` columns, and `step` is a number by
+                               which to know me again; payload: my layout, as text
+    WELCOME  server -> actor   your first group is `group`, this is your life `incarnation`; payload: a seed a group;
+                               after how many steps states are wanted, and a bit for each group whose own follows,
+                               to go on from; then the names of the scores that are wanted, as text
+    OBSERVE  actor -> server   what step `step` of a group led to, and what the next action is chosen on
+    ACT      server -> actor   the actions that follow on it
+    REFUSE   server -> actor   the stream ends; payload: why, as text; `step` 1: trying again later may help
+
+Step 0 of a life is the observation that it begins with, whose reward and flags say nothing. The payload of OBSERVE is
+one step of `vectors.HostVector`, with the final observations and scores of the `finals` columns whose episode ended;
+where it ends a trajectory and states are wanted, the group's follows (`states`).
+Arrays lie at multiples of 8 bytes; the same blocks lie in shared memory, where no frame is copied.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import math
+import struct
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from longhaul.envs.host.vector import HostSpec
+from longhaul.spaces import Leaf, Tree, action_shape, leaves, mapped
+from longhaul.topologies.inference_server.env_state import NOTHING, Keeps
+
+MAGIC, VERSION = b"LHCI", 2
+
+HELLO, WELCOME, OBSERVE, ACT, REFUSE = range(1, 6)
+"""Kinds of frames."""
+
+ANY = 2**32 - 1
+"""The actor of a HELLO that takes whichever place is free."""
+
+MOST_TEXT, MOST_GROUPS = 65_536, 64
+"""Bytes of a text (a layout, a reason); groups of an actor."""
+
+HEAD, WORD = struct.Struct("<4sHHIIQIIQQ"), struct.Struct("<I")
+CHECK_BYTES = 16
+"""After it: a checksum of 8 bytes, and zeros."""
+HEAD_BYTES = HEAD.size + CHECK_BYTES
+KIND, GROUP, STEP, FINALS = slice(6, 8), slice(8, 12), 16, 28  # where they lie in a head
+
+
+class WireError(ValueError):
+    """A frame that is not what was due; one line."""
+
+
+class Head(NamedTuple):
+    """What a frame says of itself; unsigned."""
+
+    kind: int
+    group: int = 0
+    incarnation: int = 0
+    step: int = 0
+    columns: int = 0
+    finals: int = 0
+    digest: int = 0  # of the layout
+    length: int = 0  # bytes of the payload
+
+
+class Due(NamedTuple):
+    """What frames of one group must say."""
+
+    kind: int
+    group: int
+    incarnation: int
+    step: int
+
+
+class Field(NamedTuple):
+    """An array of one column."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+
+    @property
+    def nbytes(self) -> int:
+        return math.prod(self.shape) * np.dtype(self.dtype).itemsize
+
+
+class Layout(NamedTuple):
+    """What steps and actions are made of, for groups of `columns` columns."""
+
+    columns: int
+    observation: tuple[Field, ...]  # the leaves, in order
+    action: Field
+    scores: tuple[str, ...]  # what the server wants to know of an episode that ended
+    form: Tree  # of Leaf: the tree that the leaves make
+
+    @property
+    def text(self) -> str:
+        """All that two sides must agree on before they speak."""
+        fields = [*self.observation, self.action]
+        lines = [f"{name} {dtype} {'x'.join(map(str, shape)) or 'scalar'}" for name, dtype, shape in fields]
+        return "\n".join([f"columns {self.columns}", *lines])
+
+    @property
+    def digest(self) -> int:
+        return int.from_bytes(hashlib.sha256("\n".join([self.text, *self.scores]).encode()).digest()[:8], "little")
+
+    def tree(self, arrays: list[np.ndarray]) -> Tree:
+        """The observation's tree of these leaves."""
+        left = iter(arrays)
+        return mapped(lambda leaf: next(left), self.form)
+
+
+class Block(NamedTuple):
+    """One step of a group, as views of memory: `observation` has the leaves in order."""
+
+    observation: list[np.ndarray]  # [C, ...]
+    reward: np.ndarray  # float32 [C]
+    flags: np.ndarray  # bool [3, C]: terminated, truncated, valid
+    columns: np.ndarray  # int32 [F], ascending: whose episode ended
+    final: list[np.ndarray]  # [F, ...], what their last steps led to
+    scores: np.ndarray  # float32 [names, F]
+    known: np.ndarray  # bool [names, F]: where they are valid
+
+
+def layout(spec: HostSpec, columns: int, scores: tuple[str, ...] = ()) -> Layout:
+    """The layout for groups of so many columns of an environment."""
+    found: list[Leaf] = leaves(spec.observation)
+    shape, dtype = action_shape(spec.action)
+    observed = tuple(_field(f"observation/{i}", leaf.dtype, leaf.shape) for i, leaf in enumerate(found))
+    return Layout(columns, observed, _field("action", dtype, shape), tuple(sorted(scores)), spec.observation)
+
+
+def _field(name: str, dtype: Any, shape: tuple[int, ...]) -> Field:
+    kind = np.dtype(dtype)
+    if kind.kind not in "biuf" or kind.byteorder == ">":
+        raise ValueError(f"{name} is {kind}; only booleans, whole numbers and floats of this machine travel")
+    return Field(name, kind.name, tuple(shape))
+
+
+# -------------------------------------------------------------------------------------------------------------- blocks
+
+
+class _Part(NamedTuple):
+    offset: int
+    dtype: np.dtype
+    shape: tuple[int, ...]
+
+
+class Codec:
+    """A layout, with where the arrays of its blocks lie; and what travels of states."""
+
+    def __init__(self, layout: Layout, keeps: Keeps = NOTHING) -> None:
+        self.layout, self.digest, self._columns, self.keeps = layout, layout.digest, layout.columns, keeps
+        self.action_bytes = _padded(layout.columns * layout.action.nbytes)
+        self._action = np.dtype(layout.action.dtype), (layout.columns, *layout.action.shape)
+        self._pad = bytes(self.action_bytes - layout.columns * layout.action.nbytes)
+        self._known: dict[int, tuple[list[_Part], int]] = {}  # by finals: at most columns + 1
+        self._unended: tuple[Any, ...] = ()  # of steps that ended nothing: what a block has of ends
+        self._unended = self.block(bytearray(self.block_bytes(0)), 0)[3:]
+        self._first = self._parts(0)[0][: len(layout.observation) + 2]
+        self._calm = np.frombuffer(_quiet(layout.columns), bool).reshape(3, -1)
+        most = max(self.block_bytes(layout.columns) + keeps.size, self.action_bytes)
+        self.most = HEAD_BYTES + max(most, MOST_TEXT + MOST_GROUPS * keeps.size)
+
+    def _parts(self, finals: int) -> tuple[list[_Part], int]:
+        """Observation, reward, flags, columns, final, scores, known; and the bytes of them all."""
+        if finals in self._known:
+            return self._known[finals]
+        layout, names = self.layout, len(self.layout.scores)
+        c, f = layout.columns, finals
+        forms: list[tuple[str, tuple[int, ...]]] = [(x.dtype, (c, *x.shape)) for x in layout.observation]
+        forms += [("float32", (c,)), ("bool", (3, c)), ("int32", (f,))]
+        forms += [(x.dtype, (f, *x.shape)) for x in layout.observation]
+        forms += [("float32", (names, f)), ("bool", (names, f))]
+        found, offset = [], 0
+        for name, shape in forms:
+            dtype = np.dtype(name)
+            found.append(_Part(offset, dtype, shape))
+            offset += _padded(math.prod(shape) * dtype.itemsize)
+        return self._known.setdefault(finals, (found, offset))
+
+    def block_bytes(self, finals: int) -> int:
+        """Bytes of a step in which so many episodes ended."""
+        return self._parts(finals)[1]
+
+    def block(self, memory: Any, finals: int, offset: int = 0) -> Block:
+        """Views of a step in `memory`, from `offset` on; read-only where that is."""
+        parts, n = self._parts(finals)[0], len(self.layout.observation)
+        if not finals and self._unended:
+            *seen, reward, flags = [np.ndarray(shape, dtype, memory, offset + at) for at, dtype, shape in self._first]
+            return Block(seen, reward, flags, *self._unended)
+        views = [np.ndarray(shape, dtype, memory, offset + at) for at, dtype, shape in parts]
+        return Block(views[:n], views[n], views[n + 1], views[n + 2], views[n + 3 : 2 * n + 3], views[-2], views[-1])
+
+    def calm(self, data: bytes, offset: int) -> Block | None:
+        """The same of a step without finals in which nothing ended, and all columns count; else None."""
+        *seen, reward, flags = self._first
+        begin = offset + flags.offset
+        if data[begin : begin + self._calm.size] != _quiet(self._columns):
+            return None
+        leaves = []
+        for at, dtype, shape in seen:  # a comprehension would be another call, for every frame
+            leaves.append(np.ndarray(shape, dtype, data, offset + at))
+        earned = np.ndarray(reward.shape, reward.dtype, data, offset + reward.offset)
+        return Block(leaves, earned, self._calm, *self._unended)
+
+    def action(self, memory: Any, offset: int = 0) -> np.ndarray:
+        """A view of actions [C, ...] in `memory`."""
+        dtype, shape = self._action
+        return np.ndarray(shape, dtype, memory, offset)
+
+    def padded(self, action: bytes) -> bytes:
+        """Actions as a frame has them."""
+        return action + self._pad if self._pad else action
+
+    def told(self, finals: int) -> tuple[int, int, int]:
+        """What all heads say of the layout, and of these finals."""
+        return self._columns, finals, self.digest
+
+    def check_head(self, head: Head, due: Due) -> None:
+        """Raises WireError where a frame is not the one that is due, or its counts do not give its length."""
+        if (head.kind, head.group, head.incarnation, head.step) != due:
+            found = (head.kind, head.group, head.incarnation, head.step)
+            raise WireError(f"a frame is {found} (kind, group, life, step), and {tuple(due)} is due")
+        if head.digest != self.digest or head.columns != self.layout.columns:
+            raise WireError("a frame is of another layout than its stream")
+        if head.finals > head.columns:
+            raise WireError(f"{head.finals} final observations of {head.columns} columns")
+        wanted = self.length(due, head.finals)
+        if head.length != wanted:
+            raise WireError(f"a payload of {head.length} bytes, where the layout gives {wanted}")
+
+    def length(self, due: Due, finals: int) -> int:
+        """Bytes of the payload of a frame that is due."""
+        if due.kind != OBSERVE:
+            return self.action_bytes
+        return self.block_bytes(finals) + self.keeps.after(due.step)
+
+    def state(self, memory: Any, finals: int, offset: int = 0) -> np.ndarray:
+        """A view of the state [size] that follows on a step in `memory`."""
+        return np.frombuffer(memory, np.uint8, self.keeps.size, offset + self.block_bytes(finals))
+
+
+def _padded(size: int) -> int:
+    return -(-size // 8) * 8
+
+
+@functools.cache
+def _others(count: int) -> int:
+    """All bits of so many bytes but the lowest of each."""
+    return int.from_bytes(b"\xfe" * count, "little")
+
+
+@functools.cache
+def _quiet(columns: int) -> bytes:
+    """The flags of a step that ended nothing, of columns that all count."""
+    return bytes(2 * columns) + b"\1" * columns
+
+
+def check_block(step: Block, *, first: bool) -> None:
+    """Raises WireError where a step contradicts itself. `first`: it begins a life, and ends nothing."""
+    check_flags(step, first=first)
+    if not first:
+        check_reward(step.reward)
+
+
+def check_flags(step: Block, *, first: bool) -> None:
+    """The same of who ended, and how."""
+    # As bytes: a bool that is neither 0 nor 1 is no bool, and NumPy does not look. A row of them as one long number: of
+    # so few, Python's arithmetic is several times as fast as NumPy's calls.
+    rows, columns = step.flags.tobytes(), step.flags.shape[1]
+    if rows == _quiet(columns) and not len(step.columns):
+        return
+    number = int.from_bytes
+    terminated, truncated = number(rows[:columns], "little"), number(rows[columns : 2 * columns], "little")
+    valid = number(rows[2 * columns :], "little")
+    flags = terminated | truncated | valid
+    if flags & _others(columns) or (step.known.size and step.known.view(np.uint8).max() > 1):
+        raise WireError("a flag is neither 0 nor 1")
+    if first and len(step.columns):
+        raise WireError("a life that begins with the end of an episode")
+    ended = 0 if first else (terminated | truncated) & valid
+    if ended or len(step.columns):
+        where = np.frombuffer(ended.to_bytes(columns, "little"), bool).nonzero()[0]
+        if where.astype(np.int32).tobytes() != step.columns.tobytes():
+            raise WireError(f"{len(where)} episodes ended, and {len(step.columns)} final observations are of others")
+
+
+def check_reward(reward: np.ndarray) -> None:
+    """The same of rewards [C]."""
+    # One number that tells of all; it may overflow where no reward is at fault.
+    if not math.isfinite(reward.dot(reward)) and not np.isfinite(reward).all():
+        raise WireError("a reward is not finite")
+
+
+# -------------------------------------------------------------------------------------------------------------- frames
+
+
+@functools.cache
+def hashing() -> Callable[..., int]:
+    """xxh3-64 of bytes, with a seed: several times as fast as CRC-32C, which costs as much as sending."""
+    try:
+        from xxhash import xxh3_64_intdigest
+    except ImportError:
+        raise ValueError("frames over gRPC need xxhash: pip install 'longhaul[cluster]'") from None
+    return xxh3_64_intdigest
+
+
+def _checksum(begin: bytes, payload: bytes) -> bytes:
+    """Of a head up to it, and of what follows; with the zeros."""
+    return hashing()(payload, hashing()(begin)).to_bytes(CHECK_BYTES, "little")
+
+
+def frame(head: Head, payload: bytes = b"") -> bytes:
+    """A frame's bytes; the head's length is the payload's."""
+    begin = HEAD.pack(MAGIC, VERSION, *head[:-1], len(payload))
+    return b"".join((begin, _checksum(begin, payload), payload))
+
+
+def read(data: bytes, most: int) -> Head:
+    """The head of a frame that is whole: right magic, version and checksum, and as long as it says.
+
+    Raises WireError; looks at nothing of a frame that is longer than `most`.
+    """
+    if not HEAD_BYTES <= len(data) <= most:
+        raise WireError(f"a frame of {len(data)} bytes; it must have {HEAD_BYTES} to {most}")
+    magic, version, *numbers = HEAD.unpack_from(data)
+    if magic != MAGIC:
+        raise WireError(f"a frame that begins with {magic!r}; it must begin with {MAGIC!r}")
+    if version != VERSION:
+        raise WireError(f"a frame of version {version}; this is version {VERSION}: use the same longhaul on both sides")
+    head = Head(*numbers)
+    if head.length != len(data) - HEAD_BYTES:
+        raise WireError(f"a frame says {head.length} bytes of payload, and has {len(data) - HEAD_BYTES}")
+    if not HELLO <= head.kind <= REFUSE:
+        raise WireError(f"a frame of kind {head.kind}; there are {HELLO} to {REFUSE}")
+    if any(data[HEAD.size + 8 : HEAD_BYTES]):
+        raise WireError("a frame whose head does not end with zeros")
+    if _checksum(data[: HEAD.size], data[HEAD_BYTES:]) != data[HEAD.size : HEAD_BYTES]:
+        raise WireError("a frame's checksum is not that of its bytes")
+    return head
+
+
+def text(data: bytes, offset: int = 0) -> str:
+    """The payload of a frame that has text, from `offset` on; WireError where it is none."""
+    size = len(data) - HEAD_BYTES - offset
+    if size > MOST_TEXT:
+        raise WireError(f"a text of {size} bytes; at most {MOST_TEXT} are read")
+    try:
+        return data[HEAD_BYTES + offset :].decode()
+    except UnicodeDecodeError as error:
+        raise WireError("a text that is not UTF-8") from error
+
+
+def difference(mine: str, theirs: str) -> str:
+    """How two layouts differ first, for a refusal."""
+    rows, others = mine.split("\n"), theirs.split("\n")
+    for i in range(max(len(rows), len(others))):
+        ours, yours = (side[i] if i < len(side) else "nothing" for side in (rows, others))
+        if ours != yours:
+            return f"the server has {ours[:100]!r} where the actor has {yours[:100]!r}"
+    return "nothing"

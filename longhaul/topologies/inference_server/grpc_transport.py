@@ -1,0 +1,404 @@
+"""The lane between machines: frames over bidirectional gRPC streams, one for each actor (as in SEED RL; Espeholt et al.
+2020).
+
+The server's event loop runs in the thread that infers, whenever that waits or answers: handing each frame from a thread
+to another costs more than all else that is done with it. What the network needs meanwhile, gRPC's own threads do. Only
+whole steps that are due come out. A stream that says anything else is ended with the reason, and nobody else hears of
+it. What waits is bounded: one step for each group, and frames that gRPC refuses above the longest that the layout has.
+
+No protobuf: messages are the frames' bytes. A token travels in the call's metadata, and is looked at before anything
+is read.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import hmac
+import os
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+
+from longhaul.runtime.credentials import NOBODY, Credentials, channel, check_bind, server_credentials
+from longhaul.topologies.inference_server import frames as wire
+from longhaul.topologies.inference_server import frames_heads
+from longhaul.topologies.inference_server.frames import Codec, Head, WireError
+from longhaul.topologies.inference_server.grpc_streams import Loop, Reader, Write, Writer
+from longhaul.topologies.inference_server.transport import NOBODY as NONE_HELD
+from longhaul.topologies.inference_server.transport import Answer, Arrival, Held, Lost
+
+SERVICE, METHOD = "longhaul.Central", "Play"
+PATH = f"/{SERVICE}/{METHOD}"
+
+TOKEN = "longhaul-token"
+"""The metadata's name of the token."""
+
+GREETING = 10.0
+"""Seconds that a stream may take until it says HELLO."""
+
+SPARE = 8
+"""Streams beside those of the actors, which are there to be refused."""
+
+NAME = int.from_bytes(os.urandom(8), "little")
+"""By which a server knows this process again when it comes back in another stream."""
+
+Seeds = Callable[[int, int], Sequence[int]]
+"""(actor, life) -> a seed for each of its groups."""
+
+
+def _options(most: int) -> list[tuple[str, int]]:
+    """Of both sides. A peer that is gone without a word is noticed within half a minute."""
+    return [
+        ("grpc.max_receive_message_length", most),
+        ("grpc.max_send_message_length", most),
+        ("grpc.keepalive_time_ms", 20_000),
+        ("grpc.keepalive_timeout_ms", 10_000),
+        ("grpc.keepalive_permit_without_calls", 1),
+        ("grpc.http2.max_pings_without_data", 0),
+        ("grpc.http2.min_recv_ping_interval_without_data_ms", 5_000),
+        ("grpc.so_reuseport", 0),
+    ]
+
+
+class Busy(WireError):
+    """Refused for now; who tries again later may find room."""
+
+
+class _Life:
+    """One stream of an actor, from HELLO to its end."""
+
+    def __init__(self, codec: Codec, actor: int, number: int, slots: int, name: int, write: Write) -> None:
+        self.actor, self.number, self.name = actor, number, name
+        self.first = actor * slots  # its first group
+        self.steps, self.actions = frames_heads.ears(codec, self.first, slots, number)
+        self.step = [0] * slots  # of the frame that is due, or was the last to come
+        self.due = [True] * slots
+        self.writer = Writer(write, lambda error: self.end(f"its stream ended: {error}"))
+        self.over = asyncio.Event()
+        self.ended: str | None = None
+
+    def end(self, why: str) -> None:
+        self.ended = self.ended or why
+        self.over.set()
+
+
+class GrpcLane:
+    """The server's side; a `lane.Lane`. Raises ValueError where it may not or can't be bound."""
+
+    def __init__(
+        self, codec: Codec, actors: int, slots: int, seeds: Seeds, *, bind: str = "127.0.0.1:0",
+        credentials: Credentials = NOBODY, held: Held = NONE_HELD,
+    ) -> None:  # fmt: skip
+        check_bind(bind, credentials)
+        self._codec, self._actors, self._slots, self._seeds = codec, actors, slots, seeds
+        self._credentials, self._held = credentials, held
+        self._lives: dict[int, _Life] = {}
+        self._heard: dict[_Life, Reader] = {}
+        self._numbers = [0] * actors
+        self._inbox: deque[tuple[_Life, int, wire.Block | None, np.ndarray | None]] = deque()
+        self._ending = self._answered = False
+        self._loop = Loop()
+        try:
+            self._server, self.address = self._loop.run_until_complete(self._serve(bind))
+        except BaseException:
+            self._loop.close()
+            raise
+
+    def wait(self, seconds: float) -> None:
+        until = self._loop.time() + seconds
+        self._turn(0.0 if self._inbox else seconds)
+        while not self._inbox and (seconds := until - self._loop.time()) > 0.0:
+            self._turn(seconds)
+
+    def _turn(self, seconds: float) -> None:
+        """A turn of the event loop, which says what there is to say; and takes what came by it."""
+        self._answered = False
+        self._loop.turn(seconds)
+        for life, reader in list(self._heard.items()):
+            if reader.until is None or reader.until.done():
+                self._hear(life, reader)
+
+    def take(self) -> list[Arrival | Lost]:
+        if self._answered:
+            self._turn(0.0)
+        found: list[Arrival | Lost] = []
+        while self._inbox:
+            life, slot, step, state = self._inbox.popleft()
+            if step is None:
+                found.append(Lost(life.actor, life.ended or ""))
+            elif life.ended is None:
+                found.append(Arrival(life.first + slot, life.number, life.step[slot] == 0, step, state))
+        return found
+
+    def answer(self, answers: Sequence[Answer]) -> None:
+        for group, number, action in answers:
+            actor, slot = divmod(group, self._slots)
+            life = self._lives.get(actor)
+            if life is None or life.number != number or life.due[slot]:
+                continue
+            life.writer.say(life.actions[slot].acts(life.step[slot], action))
+            life.step[slot] += 1
+            life.due[slot] = True
+            self._answered = True
+
+    def cut(self, actor: int, why: str) -> None:
+        if actor in self._lives:
+            self._leave(self._lives[actor], why)
+
+    def live(self) -> frozenset[int]:
+        return frozenset(self._lives)
+
+    def close(self) -> None:
+        self._ending = True
+        for life in list(self._lives.values()):
+            life.end("the server ends")
+        self._loop.run_until_complete(self._server.stop(grace=1.0))
+        self._loop.run_until_complete(self._loop.shutdown_asyncgens())
+        self._loop.close()
+
+    # ----------------------------------------------------------------------------------------------------- inside
+
+    async def _serve(self, bind: str) -> tuple[Any, str]:
+        """-> (server, address)."""
+        import grpc
+
+        handler = grpc.stream_stream_rpc_method_handler(self._play)
+        streams = self._actors + SPARE
+        self._end = grpc.aio.EOF
+        server = grpc.aio.server(options=_options(self._codec.most), maximum_concurrent_rpcs=streams)
+        server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(SERVICE, {METHOD: handler}),))
+        try:
+            secure = server_credentials(self._credentials)
+            port = server.add_insecure_port(bind) if secure is None else server.add_secure_port(bind, secure)
+            await server.start()
+        except (RuntimeError, ValueError) as error:
+            raise ValueError(f"--bind {bind}: {error}") from error
+        return server, f"{bind.rpartition(':')[0]}:{port}"
+
+    async def _play(self, _: Any, context: Any) -> None:
+        """One stream."""
+        import grpc
+
+        if not self._admits(context):
+            await context.abort(grpc.StatusCode.UNAUTHENTICATED, "the token is missing or wrong")
+        await context.send_initial_metadata(())  # which the other side waits for
+        life: _Life | None = None
+        try:
+            async with asyncio.timeout(GREETING):
+                hello = await context.read()
+            if hello is grpc.aio.EOF:
+                return
+            life = self._greet(hello, context.write)
+            await context.write(self._welcome(life))
+            self._heard[life] = Reader(context.read)
+            await life.over.wait()
+            if not context.cancelled():
+                raise (Busy if self._ending else WireError)(life.ended)  # who ends may begin again
+        except WireError as error:
+            why = str(error)
+            if life is not None:
+                life.end(why)
+            head = Head(wire.REFUSE, step=int(isinstance(error, Busy)))
+            with contextlib.suppress(Exception):  # it may be gone
+                async with asyncio.timeout(1.0):
+                    if life is not None:
+                        await life.writer.stopped()
+                    await context.write(wire.frame(head, why.encode()[: wire.MOST_TEXT]))
+        except TimeoutError:
+            pass
+        finally:
+            if life is not None:
+                if life in self._heard:
+                    self._heard.pop(life).stop()
+                life.writer.stop()
+                self._leave(life)
+
+    def _admits(self, context: Any) -> bool:
+        wanted = self._credentials.token
+        if wanted is None:
+            return True
+        given = next((value for key, value in context.invocation_metadata() if key == TOKEN), "")
+        found = given if isinstance(given, bytes) else given.encode()
+        return hmac.compare_digest(found, wanted.encode())
+
+    def _greet(self, data: bytes, write: Write) -> _Life:
+        """A new life for an actor that says HELLO. WireError where it can't play."""
+        head = wire.read(data, self._codec.most)
+        if head.kind != wire.HELLO:
+            raise WireError(f"a stream begins with a frame of kind {head.kind}; it must begin with HELLO, {wire.HELLO}")
+        theirs = wire.text(data)
+        if theirs != self._codec.layout.text:
+            found = wire.difference(self._codec.layout.text, theirs)
+            raise WireError(f"another environment: {found}; give the actor the run's --env and sizes")
+        if head.finals != self._slots:
+            raise WireError(f"{head.finals} groups; the server takes {self._slots} of an actor")
+        actor = head.group
+        if actor == wire.ANY:
+            free = [a for a in range(self._actors) if a not in self._lives]
+            if not free:
+                raise Busy(f"all {self._actors} actors are here; raise --actors to take more")
+            actor = free[0]
+        if actor >= self._actors:
+            raise WireError(f"actor {actor}; there are 0 to {self._actors - 1}")
+        if actor in self._lives:
+            if self._lives[actor].name != head.step:
+                raise Busy(f"actor {actor} is here already")
+            self._leave(self._lives[actor], "it came back in another stream")  # before we knew that it was gone
+        self._numbers[actor] += 1
+        life = _Life(self._codec, actor, self._numbers[actor], self._slots, head.step, write)
+        self._lives[actor] = life
+        return life
+
+    def _welcome(self, life: _Life) -> bytes:
+        seeds = np.asarray(self._seeds(life.actor, life.number), "<u8")
+        head = Head(wire.WELCOME, life.actor * self._slots, life.number, columns=self._codec.layout.columns)
+        names = "\n".join(self._codec.layout.scores).encode()
+        held = {slot: self._held[life.first + slot] for slot in range(self._slots) if life.first + slot in self._held}
+        about = np.array([self._codec.keeps.every, sum(1 << slot for slot in held)], "<u8")
+        parts = [seeds.tobytes(), about.tobytes(), *(state.tobytes() for state in held.values()), names]
+        return wire.frame(head._replace(finals=self._slots, digest=self._codec.digest), b"".join(parts))
+
+    def _hear(self, life: _Life, reader: Reader) -> None:
+        """Takes a frame that came; ends the life where it is none that is due, or the stream's end."""
+        if life.ended is not None:
+            return
+        try:
+            data = reader.take()
+            if data is self._end:
+                life.end("its stream ended")
+            elif data is not None:
+                self._check(life, data)
+                reader.begin()
+        except WireError as error:
+            life.end(str(error))
+        except (Exception, asyncio.CancelledError) as error:
+            life.end(f"its stream ended: {error}")
+
+    def _check(self, life: _Life, data: bytes) -> None:
+        """Raises WireError where a frame is not a step that is due."""
+        codec, group = self._codec, int.from_bytes(data[wire.GROUP], "little")
+        slot = group - life.first
+        if not 0 <= slot < self._slots or not life.due[slot]:
+            wire.read(data, codec.most)  # it may be none at all
+            raise WireError(f"a frame of group {group}, of which none is due")
+        t, steps = life.step[slot], life.steps[slot]
+        finals = steps.whole(data, t)
+        step = steps.observed(data, finals, first=t == 0)
+        state = codec.state(data, finals, wire.HEAD_BYTES) if codec.keeps.after(t) else None
+        life.due[slot] = False
+        self._inbox.append((life, slot, step, state))
+
+    def _leave(self, life: _Life, why: str = "its stream ended") -> None:
+        life.end(why)
+        if self._lives.get(life.actor) is life:
+            del self._lives[life.actor]
+            self._inbox.append((life, 0, None, None))
+            self._loop.rest()
+
+
+class GrpcLine:
+    """The actor's side, a `lane.Line`: one stream, in one event loop."""
+
+    def __init__(self, codec: Codec, slots: int, address: str, *, actor: int, credentials: Credentials) -> None:
+        """`codec` is of a layout without scores: which are wanted, the server says."""
+        self.codec, self._slots, self._address = codec, slots, address
+        self._actor, self._credentials = actor, credentials
+        self._steps, self._held = [0] * slots, dict[int, np.ndarray]()
+        self._first = 0
+        self._channel: Any = None
+        self._call: Any = None
+        self._writer: Writer | None = None
+
+    async def open(self) -> list[int]:
+        import grpc
+
+        self._grpc, self._end, codec = grpc, grpc.aio.EOF, self.codec
+        self._channel = channel(self._address, self._credentials, _options(codec.most))
+        token = self._credentials.token
+        self._call = self._channel.stream_stream(PATH)(metadata=() if token is None else ((TOKEN, token),))
+        await self._call.initial_metadata()  # the server's, or the end
+        if self._call.done():
+            raise self._gone(await self._call.code(), await self._call.details())
+        hello = Head(wire.HELLO, self._actor, 0, NAME, codec.layout.columns, self._slots, codec.digest)
+        # Who reads hears why the stream ended, whatever a write says of it.
+        self._writer = Writer(self._call.write, lambda error: None)
+        self._writer.say(wire.frame(hello, codec.layout.text.encode()))
+        data = await self._read()
+        head = wire.read(data, codec.most)
+        size = 8 * (self._slots + 2)
+        if head.kind != wire.WELCOME or head.length < size or head.finals != self._slots:
+            raise WireError(f"the server answers HELLO with a frame of kind {head.kind}; give both the same version")
+        *seeds, every, there = (int(word) for word in np.frombuffer(data, "<u8", size // 8, wire.HEAD_BYTES))
+        slots, one = [slot for slot in range(self._slots) if there >> slot & 1], codec.keeps.size
+        held = len(slots) * one
+        if head.length < size + held:
+            raise WireError("the server's states are of another size; give the actor the run's --env and sizes")
+        rows = np.frombuffer(data, np.uint8, held, wire.HEAD_BYTES + size).reshape(len(slots), one)
+        self._held = dict(zip(slots, rows, strict=True))
+        names = wire.text(data, size + held).split("\n")
+        keeps = codec.keeps._replace(every=every)
+        self.codec = codec = Codec(codec.layout._replace(scores=tuple(name for name in names if name)), keeps)
+        if head.digest != codec.digest:
+            raise WireError("the server wants scores of another layout; give both the same version")
+        most = wire.HEAD_BYTES + codec.block_bytes(codec.layout.columns) + keeps.size
+        self._memory = [bytearray(most) for _ in range(self._slots)]
+        self.blocks = [codec.block(memory, 0, wire.HEAD_BYTES) for memory in self._memory]
+        self._first = head.group
+        self._told, self._heard = frames_heads.ears(codec, self._first, self._slots, head.incarnation)
+        return seeds
+
+    async def post(self, slot: int, finals: int) -> None:
+        assert self._writer is not None, "it is open"
+        self._writer.say(self._told[slot].sealed(self._memory[slot], self._steps[slot], finals))
+
+    def held(self, slot: int) -> np.ndarray | None:
+        return self._held.get(slot)
+
+    def keeps(self, slot: int, finals: int) -> np.ndarray | None:
+        if not self.codec.keeps.after(self._steps[slot]):
+            return None
+        return self.codec.state(self._memory[slot], finals, wire.HEAD_BYTES)
+
+    def ended(self, slot: int, finals: int) -> wire.Block:
+        return self.codec.block(self._memory[slot], finals, wire.HEAD_BYTES)
+
+    async def next(self) -> tuple[int, np.ndarray]:
+        data = await self._read()
+        group = int.from_bytes(data[wire.GROUP], "little")
+        slot = group - self._first
+        if not 0 <= slot < self._slots:
+            raise WireError(f"actions for group {group}, which is not this actor's")
+        self._heard[slot].whole(data, self._steps[slot])
+        self._steps[slot] += 1
+        return slot, self.codec.action(data, wire.HEAD_BYTES)
+
+    async def close(self) -> None:
+        if self._writer is not None:
+            self._writer.stop()
+        if self._call is not None:
+            self._call.cancel()
+        if self._channel is not None:
+            await self._channel.close()
+
+    def _gone(self, code: Any, details: str | None) -> Exception:
+        """How a stream's end is told: as a refusal where trying again won't help."""
+        import grpc
+
+        fatal = code in (grpc.StatusCode.UNAUTHENTICATED, grpc.StatusCode.UNIMPLEMENTED)
+        return (WireError if fatal else ConnectionError)(f"{self._address}: {details or 'the stream ended'}")
+
+    async def _read(self) -> bytes:
+        """The next frame. WireError with the server's reason where it refuses; ConnectionError where it is gone."""
+        try:
+            data = await self._call.read()
+        except self._grpc.RpcError as error:
+            raise self._gone(error.code(), error.details()) from error
+        if data is self._end:
+            raise ConnectionError(f"{self._address}: the stream ended")
+        if int.from_bytes(data[wire.KIND], "little") == wire.REFUSE:
+            kind = ConnectionError if wire.read(data, self.codec.most).step else WireError
+            raise kind(f"{self._address} refuses: {wire.text(data)}")
+        return data

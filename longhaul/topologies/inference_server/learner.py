@@ -1,0 +1,155 @@
+"""The `central` topology: actors step environments and nothing else; the policy acts for all of them on the learner's
+device, in the learner's process (SEED RL; Espeholt et al. 2020).
+
+Where we differ: how stale experience may be is a number S that holds by construction (`central.places`); with S = 0
+nothing acts while the learner learns. With more, actors are served while the device learns.
+
+Batches lie in memory as the learner takes them; it moves them and never looks inside.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh, PartitionSpec
+
+from longhaul.runtime import mesh as meshes
+from longhaul.runtime.batch_shards import part
+from longhaul.topologies import fused
+from longhaul.topologies.inference_server.env_state import Standing
+from longhaul.topologies.inference_server.server import Server
+from longhaul.topologies.inference_server.trajectory_buffer import Sums
+from longhaul.types import LEARNING, Algorithm, Key, Metrics, Params, Progress, PyTree, Rollout, Successors
+
+ACTING = 2**32 - 2
+"""What the run's key is folded with for the keys of actions: no update has this number."""
+
+AROUND = 0.005
+"""Seconds that the server may wait for actors before it looks whether the learner is done."""
+
+
+class Program(NamedTuple):
+    """The learner's compiled update; donates the state. `executable`: (state, key, updates, data) -> (state, updates,
+    metrics, policy)."""
+
+    executable: jax.stages.Compiled
+    mesh: Mesh
+
+
+def acting_key(progress: Progress) -> Key:
+    """Of all actions of a run."""
+    return jax.random.fold_in(progress.key, ACTING)
+
+
+def local(policy: Params) -> Params:
+    """A policy that lies on every device of a mesh, as it lies on the first."""
+    return jax.tree.map(lambda leaf: leaf.addressable_data(0), policy)
+
+
+def nowhere(size: int, algorithm: Algorithm, groups: int, columns: int) -> Standing:
+    """Where environments stand that nobody has begun. `size`: bytes of the state of a group."""
+    memory = jax.tree.leaves(jax.eval_shape(lambda: algorithm.memory(groups * columns)))
+    many = groups, columns
+    return Standing(
+        np.zeros(1, np.uint8), np.zeros((groups, size), np.uint8), np.zeros(many, bool), np.zeros(many),
+        np.zeros(many, np.int64), [np.zeros(leaf.shape, leaf.dtype) for leaf in memory],
+    )  # fmt: skip
+
+
+def _layout() -> Rollout:
+    """How a rollout is cut among shards: by its columns."""
+    wide, narrow = PartitionSpec(None, meshes.DATA), PartitionSpec(meshes.DATA)
+    return Rollout(*(wide,) * 7, Successors(narrow, wide), narrow, fused.EVERYWHERE)  # type: ignore[arg-type]
+
+
+def compiled(algorithm: Algorithm, data: Rollout, progress: Progress, mesh: Mesh) -> Program:
+    """The learner's update for runs like `progress`, of rollouts like `data`, compiled ahead."""
+
+    def update(state: PyTree, key: Key, updates: jax.Array, data: Rollout) -> Any:
+        drawn = jax.random.fold_in(jax.random.fold_in(key, updates), meshes.shard_index())
+        _, key_learn = jax.random.split(drawn)  # as in `fused`
+        with jax.named_scope(LEARNING):
+            state, metrics = algorithm.learn(state, data, key_learn)
+        told = metrics | {fused.FINITE: fused.is_finite((part(state)[0], metrics))}
+        # The policy is what actors act with until the next one is there, which takes the state's memory.
+        policy = jax.tree.map(jnp.copy, algorithm.policy(state))
+        return state, updates + 1, jax.tree.map(lambda x: x[None], told), policy
+
+    everywhere = fused.EVERYWHERE
+    laid = fused.layout(progress).state
+    specs = laid, everywhere, everywhere, _layout()
+    results = laid, everywhere, everywhere, everywhere
+    program = jax.jit(meshes.per_shard(update, mesh, specs, results), donate_argnums=0)
+    return Program(program.lower(progress.state, progress.key, progress.updates, data).compile(), mesh)
+
+
+def central(
+    program: Program, server: Server, progress: Progress, policy: Params, *, updates: int
+) -> Iterator[tuple[Progress, int, Metrics]]:
+    """Goes on from `progress`, whose policy is `policy`, to `updates` finished updates; yields (progress, 1, metrics)
+    after each, as `fused.fused` does.
+
+    `progress` is taken back (donated) when the iterator is advanced: save it before. Its carry is a `Standing` where
+    the run has no staleness and its environments tell their state; else they are the actors' matter, and who goes on
+    from a checkpoint begins them anew.
+    """
+    state, key, count = progress.state, progress.key, progress.updates
+    done, kept = int(count), bool(progress.carry)
+    if progress.carry and progress.carry.there[0]:
+        server.stand(progress.carry)
+    server.acts_with(policy)
+    meter = _Telling(server)
+
+    def learn(*given: Any) -> Any:
+        return jax.block_until_ready(program.executable(*given))
+
+    with ThreadPoolExecutor(1, "learner") as beside:
+        while done < updates:
+            data, sums, versions = server.gather()
+            meter.gathered()
+            learning = beside.submit(learn, state, key, count, data)
+            while server.can_act and not learning.done():
+                server.serve(AROUND)
+            state, count, rows, policy = learning.result()
+            told = meter.read(done, sums, versions)
+            server.learnt(local(policy))
+            done += 1
+            yield Progress(state, (server.standing or ()) if kept else (), key, count), 1, rows | told
+
+
+class _Telling:
+    """What the server did between two updates, as metrics."""
+
+    def __init__(self, server: Server) -> None:
+        self._server, self._before, self._began = server, server.meter, time.perf_counter()
+        self._waited = 0.0
+
+    def gathered(self) -> None:
+        """The learner's batch is whole."""
+        self._waited = time.perf_counter() - self._began
+
+    def read(self, update: int, sums: Sums, versions: np.ndarray) -> Metrics:
+        now, meter = time.perf_counter(), self._server.meter
+        new = meter.since(self._before)
+        wall, age = max(now - self._began, 1e-9), update - versions
+        self._before, self._began = meter, now
+        told = {
+            "staleness_mean": float(age.mean()),
+            "staleness_max": int(age.max()),
+            "batch": new.steps / max(new.batches, 1),  # environments of one inference
+            "fill": new.steps / max(new.rows, 1),  # of the rows that are computed
+            "inference": new.inferred / wall,
+            "actor_wait": new.waited / wall,  # for actors
+            "learner_wait": self._waited / wall,  # for a batch
+            "lost": new.lost,
+            "discarded": new.discarded,
+        }
+        episodes = {"episodes": 0.0, "episode/return": 0.0, "episode/length": 0.0} | dict(sums)
+        rows = episodes | {f"central/{name}": value for name, value in told.items()}
+        return {name: jnp.array([value], jnp.float32) for name, value in rows.items()}

@@ -1,0 +1,118 @@
+"""Actors of central inference on the nodes of a Ray cluster (Moritz et al. 2018), which speak gRPC with the server.
+
+Ray places them, says when one is gone, and carries what they must know: the address, a token that is made for the run,
+and the certificate by which they know the server. Steps never go through it. Each life is one stream: an actor whose
+stream ends ends, and the crew begins another, elsewhere where its node has died.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+import secrets
+import time
+from collections.abc import Callable
+from typing import Any
+
+from longhaul.envs.host.vector import Description
+from longhaul.runtime.credentials import Credentials, is_loopback, self_signed, split
+from longhaul.runtime.launch import ray_cluster
+from longhaul.topologies.actor_learner.actor import FEW
+from longhaul.topologies.inference_server import actor as client
+from longhaul.topologies.inference_server.actor_pool import Orders
+from longhaul.topologies.inference_server.frames import WireError
+from longhaul.topologies.inference_server.grpc_streams import run
+from longhaul.topologies.inference_server.grpc_transport import GrpcLine
+
+STARTING = 600.0
+"""Seconds that a cluster may take to find a place for an actor."""
+
+
+class Remote:
+    """What runs on a node."""
+
+    def begin(self) -> int:
+        """-> its process."""
+        os.environ |= FEW  # before anything imports JAX
+        return os.getpid()
+
+    def play(self, about: dict[str, Any], credentials: Credentials) -> str:
+        """Steps environments until the stream ends; -> why it did."""
+        slots, address = about["slots"], about["address"]
+        try:
+            vectors, codec = client.make(Description(*about["environment"]), about["worlds"], slots)
+            line = GrpcLine(codec, slots, address, actor=about["actor"], credentials=credentials)
+            run(_once(line, vectors))
+        except (WireError, ConnectionError, ValueError) as error:
+            return str(error)
+        return "it ended"
+
+
+async def _once(line: GrpcLine, vectors: Any) -> None:
+    try:
+        await client.play(line, vectors)
+    finally:
+        await line.close()
+
+
+class FarLife:
+    """One life of an actor on a node; a `crew.Life`."""
+
+    id = None
+
+    def __init__(self, about: dict[str, Any], credentials: Credentials, turn: int) -> None:
+        """`turn`: so many lives were begun before."""
+        self._remote = ray_cluster.placed(Remote, turn)
+        self._begun: Any = self._remote.begin.remote()
+        self._since = time.monotonic()
+        self._why = self._remote.play.remote(about, credentials)
+        self._ended: str | None = None
+
+    def ended(self) -> str | None:
+        import ray
+
+        if self._begun is not None:
+            if ray.wait([self._begun], timeout=0.0)[0]:
+                self._begun = None
+            elif time.monotonic() - self._since > STARTING:
+                self._ended = f"no node of the cluster had a core free for it for {STARTING:.0f} s"
+                self.kill()
+        if self._ended is None and ray.wait([self._why], timeout=0.0)[0]:
+            try:
+                self._ended = ray_cluster.fetched(self._why)
+            except ray_cluster.Lost as error:
+                self._ended = str(error)
+            self.kill()  # it would keep its core
+        return self._ended
+
+    def kill(self) -> None:
+        import ray
+
+        ray.kill(self._remote)
+
+    def wait(self) -> None:
+        """Not at all: the server has closed its stream, and hears nothing of it any more."""
+
+
+def beginning(credentials: Credentials) -> Callable[[int, Orders], FarLife]:
+    """(actor, orders) -> a new life of it, which shows the token and knows the server by its certificate."""
+    shown = Credentials(credentials.token, authority=credentials.certificate)
+    turns = itertools.count()
+    return lambda actor, orders: FarLife(orders.about | {"actor": actor}, shown, next(turns))
+
+
+def found(bind: str | None, given: Credentials) -> tuple[str, Credentials]:
+    """(where to listen, what to show and ask for) so that the nodes of the cluster that was joined can reach it.
+
+    On this machine alone it is loopback, and plain; else this node's address by TLS, with a certificate that is made
+    for the run where none is given. Always with a token. ValueError where there can be none.
+    """
+    import ray
+
+    here = ray.util.get_node_ip_address()
+    if bind is None:
+        others = {node["NodeManagerAddress"] for node in ray.nodes() if node["Alive"]} - {here}
+        bind = f"{here if others else '127.0.0.1'}:0"
+    host, _ = split(bind)
+    held = given if given.certificate or is_loopback(host) else self_signed(host)
+    return bind, held._replace(token=given.token or secrets.token_urlsafe(32))

@@ -1,0 +1,323 @@
+"""The inference server: observations in, actions out, and whole batches of trajectories for the learner beside it
+(SEED RL; Espeholt et al. 2020).
+
+One thread does it all: takes what came, infers on what the batcher chooses, answers, and fills trajectories in place.
+Where we differ from SEED: no batch waits for an actor that is gone; how far acting may run ahead of learning is bounded
+(`places`); a step acted by other weights than the one before it is known by its version; and what an actor that died
+had begun counts nowhere, so that nothing is counted twice.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import NamedTuple, Protocol
+
+import numpy as np
+
+from longhaul.topologies.inference_server import batcher, episodes
+from longhaul.topologies.inference_server.env_state import Standing
+from longhaul.topologies.inference_server.episodes import Running
+from longhaul.topologies.inference_server.frames import Block
+from longhaul.topologies.inference_server.policy import Inference
+from longhaul.topologies.inference_server.trajectory_buffer import Overrun, Sums, Trajectories
+from longhaul.topologies.inference_server.transport import Answer, Arrival, Lane, Lost
+from longhaul.topologies.places import Place, Places
+from longhaul.types import Params, Rollout
+
+HANG, TIMES = 10.0, 8.0
+"""An actor that owes a step for so many seconds, and so many times its longest one before, hangs."""
+
+STARTING = 600.0
+"""Seconds that the first step after an answer may take: environments compile."""
+
+LOOK = 0.2
+"""Seconds between two looks at the actors' health."""
+
+
+class Crew(Protocol):
+    """Who begins actors, and begins them again; of remote actors nobody."""
+
+    def look(self, now: float) -> None:
+        """Begins who is due. Raises where that helps no more."""
+
+    def end(self, actor: int, why: str) -> None:
+        """Ends an actor's process for good, if there is one; another one follows."""
+
+
+NOBODY = episodes.fresh(0)
+
+
+class _Group:
+    """One group of environments."""
+
+    def __init__(self) -> None:
+        self.life = 0
+        self.place: Place | None = None
+        self.t = 0  # step of its trajectory that is to be acted, or was
+        self.acted = False  # its first one
+        self.step: Block | None = None  # what it waits with for an answer
+        self.owes: float | None = None  # since when it is to send a step
+        self.longest = 0.0  # seconds between an answer and its step
+        self.sums: Sums = {}  # of what episodes that ended in its trajectory scored
+        self.running: Running = NOBODY  # at the beginning of its trajectory
+        self.begins: np.ndarray | None = None  # as it began, where its state is kept
+
+
+class Meter(NamedTuple):
+    """What was counted since the server began."""
+
+    steps: int = 0  # of environments, that were inferred
+    batches: int = 0
+    rows: int = 0  # of batches, with what fills them up
+    discarded: int = 0  # steps of trajectories that were lost
+    lost: int = 0  # lives of actors
+    waited: float = 0.0  # seconds without anything to infer
+    inferred: float = 0.0  # seconds of inference
+
+    def since(self, before: Meter) -> Meter:
+        """What was counted since then."""
+        return Meter(*(now - then for now, then in zip(self, before, strict=True)))  # type: ignore[arg-type]
+
+
+class Server:
+    """`slots` groups of `inference.columns` environments for each of so many actors."""
+
+    def __init__(
+        self, lane: Lane, inference: Inference, places: Places, store: Trajectories, *, slots: int,
+        scores: tuple[str, ...], crew: Crew | None = None, deadline: float = batcher.DEADLINE,
+        note: Callable[[str], None] = lambda line: None, kept: dict[int, np.ndarray] | None = None,
+    ) -> None:  # fmt: skip
+        """`kept`: group -> the state with which its trajectory began, as actors tell them; the lane hands them on."""
+        self._lane, self._inference, self._places, self._store = lane, inference, places, store
+        self._crew, self._note, self._slots, self._scores = crew, note, slots, scores
+        n, self._c = places.groups, inference.columns
+        self._rule = batcher.Rule(slots, n, deadline)
+        self._groups = [_Group() for _ in range(n)]
+        self._waiting: dict[int, float] = {}
+        self._held: list[int] = []  # for the learner
+        self._begins = np.ones((n, self._c), bool)  # memory is put back before the next action
+        self._looked, self._left = 0.0, time.monotonic()
+        self._kept: dict[int, np.ndarray] = {} if kept is None else kept
+        self._policy: Params = None
+        self.version = places.version
+        self.meter = Meter()
+
+    # ---------------------------------------------------------------------------------------------- the learner's
+
+    def acts_with(self, policy: Params) -> None:
+        """The policy of `version`, from the next batch on."""
+        self._policy = policy
+
+    def gather(self) -> tuple[Rollout, Sums, np.ndarray]:
+        """Serves until the learner's next batch is whole -> (its rollout, sums of its episodes, versions)."""
+        while not self._places.whole():
+            self.serve()
+        return self._store.batch(self._places.version)
+
+    def learnt(self, policy: Params) -> None:
+        """The update is finished, and nothing reads its batch any more."""
+        self._store.empty(self._places.version)
+        self._places.learnt()
+        self.version = self._places.version
+        self.acts_with(policy)
+        self._release()
+
+    @property
+    def can_act(self) -> bool:
+        """Whether actors may do anything before the learner is done."""
+        return len(self._held) < len(self._groups)
+
+    @property
+    def standing(self) -> Standing | None:
+        """Between two batches of a run without staleness: where all groups are; None where they can't tell."""
+        if len(self._kept) < len(self._groups):
+            return None
+        groups, whole = self._groups, range(len(self._groups))
+        return Standing(
+            np.ones(1, np.uint8), np.stack([self._kept[g] for g in whole]), self._begins.copy(),
+            np.stack([group.running.earned for group in groups]), np.stack([group.running.length for group in groups]),
+            self._inference.memory,
+        )  # fmt: skip
+
+    def stand(self, at: Standing) -> None:
+        """Goes on from there; before any actor is begun."""
+        self._begins[:] = at.begins
+        for g, group in enumerate(self._groups):
+            self._kept[g], group.begins = at.states[g], at.begins[g]
+            group.running = Running(at.earned[g], at.length[g])
+        self._inference.remember(at.memory)
+
+    # ------------------------------------------------------------------------------------------------ the actors'
+
+    def serve(self, most: float = LOOK) -> None:
+        """One round: takes what came, and infers if it is time; waits at most so many seconds."""
+        self._back()
+        self._take()
+        now = time.monotonic()
+        if now - self._looked >= LOOK:
+            self._look(now)
+        owing = [g for g, group in enumerate(self._groups) if group.owes is not None]
+        take, wait = batcher.decide(self._rule, self._waiting, owing, now)
+        if take:
+            self._infer(take)
+        else:
+            self._lane.wait(min(most, wait if self._waiting else most))
+            self.meter = self.meter._replace(waited=self.meter.waited + time.monotonic() - now)
+        self._left = time.monotonic()
+
+    def _back(self) -> None:
+        """Nobody was late while nobody listened: who learns in this thread may have been away for a minute."""
+        away = time.monotonic() - self._left
+        if away > LOOK:
+            for group in self._groups:
+                if group.owes is not None:
+                    group.owes += away
+
+    def _take(self) -> None:
+        for event in self._lane.take():
+            if isinstance(event, Lost):
+                self._lose(event)
+            else:
+                try:
+                    self._arrive(event)
+                except Overrun as error:
+                    self._lane.cut(event.group // self._slots, str(error))
+
+    def _lose(self, lost: Lost) -> None:
+        for g in range(lost.actor * self._slots, (lost.actor + 1) * self._slots):
+            self._drop(g)
+        self._release()  # without a bound others fill what it had begun
+        self.meter = self.meter._replace(lost=self.meter.lost + 1)
+        self._note(f"actor {lost.actor}: {lost.why}")
+        if self._crew is not None:
+            self._crew.end(lost.actor, lost.why)
+
+    def _drop(self, g: int) -> None:
+        """What a group has begun counts nowhere."""
+        group = self._groups[g]
+        place = group.place
+        if self._places.lose(g):
+            self.meter = self.meter._replace(discarded=self.meter.discarded + group.t * self._c)
+        if place is not None and group.begins is not None:  # its successor goes on from there
+            self._begins[g] = group.begins
+            if self._inference.remembers and group.acted:
+                self._inference.put(g, self._store.memory(*place))
+        group.place = group.step = group.owes = None
+        group.sums = {}
+        self._waiting.pop(g, None)
+        if g in self._held:
+            self._held.remove(g)
+
+    def _arrive(self, event: Arrival) -> None:
+        group, step = self._groups[event.group], event.step
+        if event.first:
+            self._drop(event.group)
+            group.life = event.life
+            if event.group not in self._kept:  # else it goes on from where its trajectory began
+                group.running = episodes.fresh(self._c)
+                self._begins[event.group] = True
+        else:
+            if group.owes is not None:
+                group.longest = max(group.longest, time.monotonic() - group.owes)
+            self._led_to(event.group, group, step)
+            if event.state is not None:
+                self._kept[event.group], group.begins = event.state, self._begins[event.group].copy()
+        group.step, group.owes = step, None
+        if group.place is None:
+            self._begin(event.group)
+        else:
+            self._waiting[event.group] = time.monotonic()
+
+    def _led_to(self, g: int, group: _Group, step: Block) -> None:
+        assert group.place is not None
+        self._store.led_to(*group.place, group.t, step)
+        if self._inference.remembers:
+            np.logical_not(step.flags[2], out=self._begins[g])
+            self._begins[g, step.columns] = True
+        if self._scores and len(step.columns):
+            self._score(group.sums, step)
+        group.t += 1
+        if group.t == self._store.steps:
+            self._fill(g, group, step)
+
+    def _score(self, sums: Sums, step: Block) -> None:
+        """What the environment says of the episodes that ended."""
+        for name, value, known in zip(self._scores, step.scores, step.known, strict=True):
+            for key, found in ((f"episode/{name}", value[known].sum()), (f"episodes/{name}", known.sum())):
+                sums[key] = sums.get(key, 0.0) + float(found)
+
+    def _fill(self, g: int, group: _Group, step: Block) -> None:
+        """A group's trajectory is whole; what ended in it is counted."""
+        assert group.place is not None
+        self._places.fill(g)
+        reward, (terminated, truncated, valid) = self._store.filled(*group.place, step.observation)
+        ended, group.running = episodes.count(group.running, reward, terminated | truncated, valid)
+        if ended.episodes:
+            told = {"episodes": ended.episodes, "episode/return": ended.earned, "episode/length": ended.length}
+            self._store.told(group.place.batch, group.sums | told)
+        group.place, group.sums = None, {}
+
+    def _release(self) -> None:
+        """Who waited for a place may have one now."""
+        held, self._held = self._held, []
+        for group in held:
+            self._begin(group)
+
+    def _begin(self, g: int) -> None:
+        """A group begins its next trajectory, or waits for the learner."""
+        group = self._groups[g]
+        place = self._places.begin(g)
+        if place is None:
+            self._held.append(g)
+            return
+        group.place, group.t, group.acted = place, 0, False
+        self._store.begin(*place)
+        self._waiting[g] = time.monotonic()
+
+    def _infer(self, take: tuple[int, ...]) -> None:
+        began = time.perf_counter()
+        take = tuple(sorted(take))
+        groups = [self._groups[g] for g in take]
+        about, seen = [], []
+        for g, group in zip(take, groups, strict=True):
+            assert group.place is not None and group.step is not None
+            about.append((g, group.place.number, group.place.batch, group.t))
+            seen.append(group.step.observation)
+        found = self._inference.run(self._policy, np.array(about, np.int32), self._begins[list(take)], seen)
+        answers = []
+        now, c = time.monotonic(), self._c
+        for i, (g, group, observation) in enumerate(zip(take, groups, seen, strict=True)):
+            assert group.place is not None
+            rows = slice(i * c, (i + 1) * c)
+            action = found.action[rows]
+            drawn = [leaf[rows] for leaf in found.extras]
+            self._store.acted(*group.place, group.t, observation, action, drawn, self.version)
+            if group.t == 0:
+                self._store.remembered(*group.place, [leaf[rows] for leaf in found.memory])
+            answers.append(Answer(g, group.life, action))
+            group.step, group.owes, group.acted = None, now, True
+            del self._waiting[g]
+        self._lane.answer(answers)
+        meter, n = self.meter, len(take)
+        self.meter = meter._replace(
+            steps=meter.steps + n * c, batches=meter.batches + 1,
+            rows=meter.rows + c * batcher.bucket(self._inference.sizes, n),
+            inferred=meter.inferred + time.perf_counter() - began,
+        )  # fmt: skip
+
+    def _look(self, now: float) -> None:
+        """Ends who hangs. What they sent has been taken: who still owes a step is late."""
+        self._looked = now
+        if self._crew is not None:
+            self._crew.look(now)
+        live = self._lane.live()
+        for g, group in enumerate(self._groups):
+            if group.owes is None or g // self._slots not in live:
+                continue
+            silent = now - group.owes
+            if silent > (max(HANG, TIMES * group.longest) if group.longest else STARTING):
+                why = f"it was silent for {silent:.0f} s"
+                self._lane.cut(g // self._slots, why)
+                if self._crew is not None:
+                    self._crew.end(g // self._slots, why)

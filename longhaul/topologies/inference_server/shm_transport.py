@@ -1,0 +1,207 @@
+"""The lane on one machine: the blocks of the wire in shared memory, and doorbells.
+
+Each life of an actor has a memory of its own, without a name: one that was killed, or is killed later, can't write what
+its successor writes, and nothing is left when both are gone. A word of a slot says which step was posted, another which
+one was answered; the actor writes the one, the server the other. No lock is held by anyone.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from longhaul.runtime import shared_memory
+from longhaul.runtime.doorbell import Bell, bell
+from longhaul.runtime.shared_memory import Leaf
+from longhaul.topologies.inference_server import frames
+from longhaul.topologies.inference_server.frames import Block, Codec, WireError
+from longhaul.topologies.inference_server.transport import NOBODY, Answer, Arrival, Held, Lost
+
+POSTED, FINALS = 0, 1
+"""Of a slot's words that the actor writes: steps posted; episodes that ended in the last of them."""
+
+ANSWERED, HELD = 0, 1
+"""Of those that the server writes: steps answered; 1 where a life goes on from the state that lies there."""
+
+
+class Ends(NamedTuple):
+    """What a process needs to be an actor: descriptors of its memory and bells; and its seeds."""
+
+    memory: int
+    hears: int
+    rings: int
+    seeds: tuple[int, ...]
+
+
+def _plan(codec: Codec, slots: int) -> shared_memory.Plan:
+    """One life's memory. Words of either side have lines of their own."""
+    size, state = codec.block_bytes(codec.layout.columns), codec.keeps.size
+    words = ("theirs", Leaf((slots, 8), "int64")), ("ours", Leaf((slots, 8), "int64"))
+    return shared_memory.plan(
+        [
+            *words,
+            ("steps", Leaf((slots, size), "uint8")),
+            ("actions", Leaf((slots, codec.action_bytes), "uint8")),
+            ("states", Leaf((slots, state), "uint8")),
+        ]
+    )
+
+
+class _Views:
+    """One life's memory, as either side sees it."""
+
+    def __init__(self, descriptor: int, codec: Codec, slots: int) -> None:
+        self.codec = codec
+        found = shared_memory.arrays(descriptor, _plan(codec, slots))
+        self.theirs, self.ours, self.states = found["theirs"], found["ours"], found["states"]
+        self.posted, self.answered = self.theirs[:, POSTED], self.ours[:, ANSWERED]
+        self._steps = found["steps"]
+        self.actions = [codec.action(row) for row in found["actions"]]
+        self._blocks: list[dict[int, Block]] = [{} for _ in range(slots)]
+
+    def block(self, slot: int, finals: int) -> Block:
+        known = self._blocks[slot]
+        if finals not in known:
+            known[finals] = self.codec.block(self._steps[slot], finals)
+        return known[finals]
+
+
+class _Life:
+    def __init__(self, number: int, views: _Views, wakes: Bell, slots: int) -> None:
+        self.number, self.views, self.wakes = number, views, wakes
+        self.taken = [0] * slots  # steps that arrived
+        self.waits = [False] * slots  # for an answer
+
+
+class SharedLane:
+    """The server's side; a `lane.Lane`. A process that is to be actor a gets `join(a)`; `cut` belongs to its end."""
+
+    def __init__(self, codec: Codec, actors: int, slots: int, seeds: Any, held: Held = NOBODY) -> None:
+        self._codec, self._slots, self._seeds, self._held = codec, slots, seeds, held
+        self._lives: dict[int, _Life] = {}
+        self._numbers = [0] * actors
+        self._lost: list[Lost] = []
+        self._bell = bell()
+
+    def join(self, actor: int) -> Ends:
+        """A new life of an actor, whose descriptors the caller closes once its process has them."""
+        if actor in self._lives:
+            self.cut(actor, "another one takes its place")
+        self._numbers[actor] += 1
+        number = self._numbers[actor]
+        descriptor = shared_memory.create(_plan(self._codec, self._slots).size)
+        wakes = bell()
+        views = _Views(descriptor, self._codec, self._slots)
+        for slot in range(self._slots):
+            state = self._held.get(actor * self._slots + slot)
+            if state is not None:
+                views.states[slot], views.ours[slot, HELD] = state, 1
+        self._lives[actor] = _Life(number, views, wakes, self._slots)
+        return Ends(descriptor, os.dup(wakes.heard), os.dup(self._bell.rings), tuple(self._seeds(actor, number)))
+
+    def wait(self, seconds: float) -> None:
+        if not self._lost:
+            self._bell.wait(seconds)
+
+    def take(self) -> list[Arrival | Lost]:
+        found: list[Arrival | Lost] = list(self._lost)
+        self._lost.clear()
+        for actor, life in list(self._lives.items()):
+            for slot, (posted, taken) in enumerate(zip(life.views.posted.tolist(), life.taken, strict=True)):
+                if posted == taken:
+                    continue
+                try:
+                    step = self._step(life, slot, posted)
+                except WireError as error:
+                    self.cut(actor, str(error))
+                    break
+                life.taken[slot], life.waits[slot] = posted, True
+                state = life.views.states[slot].copy() if self._codec.keeps.after(taken) else None
+                found.append(Arrival(actor * self._slots + slot, life.number, taken == 0, step, state))
+        return found
+
+    def _step(self, life: _Life, slot: int, posted: int) -> Block:
+        """The step that was posted. WireError where none was due, or it contradicts itself."""
+        taken, finals = life.taken[slot], int(life.views.theirs[slot, FINALS])
+        if posted != taken + 1 or life.waits[slot]:
+            raise WireError(f"step {posted - 1} of slot {slot} was posted after step {taken - 1}")
+        if not 0 <= finals <= self._codec.layout.columns:
+            raise WireError(f"{finals} final observations of {self._codec.layout.columns} columns")
+        step = life.views.block(slot, finals)
+        frames.check_block(step, first=taken == 0)
+        return step
+
+    def answer(self, answers: Sequence[Answer]) -> None:
+        rung: dict[int, Bell] = {}
+        for group, number, action in answers:
+            actor, slot = divmod(group, self._slots)
+            life = self._lives.get(actor)
+            if life is None or life.number != number:
+                continue
+            life.views.actions[slot][...] = action
+            life.waits[slot] = False
+            life.views.answered[slot] = life.taken[slot]
+            rung[actor] = life.wakes
+        for wakes in rung.values():
+            wakes.ring()
+
+    def cut(self, actor: int, why: str) -> None:
+        life = self._lives.pop(actor, None)
+        if life is not None:
+            life.wakes.close()
+            self._lost.append(Lost(actor, why))
+
+    def live(self) -> frozenset[int]:
+        return frozenset(self._lives)
+
+    def close(self) -> None:
+        for actor in list(self._lives):
+            self.cut(actor, "the server ends")
+        self._bell.close()
+
+
+class SharedLine:
+    """The actor's side, a `lane.Line`, over the descriptors of `Ends`. ConnectionError once the server is gone."""
+
+    def __init__(self, codec: Codec, slots: int, ends: Ends) -> None:
+        self.codec = codec
+        self._views, self._seeds, self._slots = _Views(ends.memory, codec, slots), ends.seeds, slots
+        self._hears, self._server = Bell(ends.hears, -1), Bell(-1, ends.rings)
+        self.blocks = [self._views.block(slot, 0) for slot in range(slots)]
+        self._done = [0] * slots  # steps that were answered
+
+    async def open(self) -> list[int]:
+        return list(self._seeds)
+
+    def held(self, slot: int) -> np.ndarray | None:
+        return self._views.states[slot] if self._views.ours[slot, HELD] else None
+
+    def ended(self, slot: int, finals: int) -> Block:
+        return self._views.block(slot, finals)
+
+    def keeps(self, slot: int, finals: int) -> np.ndarray | None:
+        return self._views.states[slot] if self.codec.keeps.after(self._done[slot]) else None
+
+    async def post(self, slot: int, finals: int) -> None:
+        self._views.theirs[slot, FINALS] = finals
+        self._views.posted[slot] = self._done[slot] + 1
+        self._server.ring()
+
+    async def next(self) -> tuple[int, np.ndarray]:
+        while True:
+            answered = self._views.answered.tolist()
+            for slot in range(self._slots):
+                if answered[slot] != self._done[slot]:
+                    self._done[slot] = answered[slot]
+                    return slot, self._views.actions[slot]
+            if not self._hears.wait(60.0):
+                raise ConnectionError("the server is gone")
+
+    async def close(self) -> None:
+        with contextlib.suppress(OSError):
+            self._hears.close()
+            self._server.close()

@@ -1,0 +1,161 @@
+"""Trajectories, assembled in place: batches of [T, B, ...] in memory that is made once and written again and again.
+
+Column k x C + i of a batch is environment i of the group that fills place k. What a group wrote counts only once its
+place is full; a group that is lost leaves rows that are written over. Successors of truncated steps are kept as
+`types.Successors` has them.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+
+from longhaul.topologies.inference_server.frames import Block
+from longhaul.types import PyTree, Rollout, Successors
+
+Sums = dict[str, float]
+"""Of the episodes that ended: "episodes", "episode/return" ..., as `records.Sums` takes them."""
+
+
+class Overrun(ValueError):
+    """An environment that is truncated more often than its spec promises."""
+
+
+class Shapes(NamedTuple):
+    """Of one column, ShapeDtypeStructs."""
+
+    observation: PyTree
+    action: Any
+    extras: PyTree
+    memory: PyTree
+
+
+class Room(NamedTuple):
+    """A batch; leaves in JAX's order."""
+
+    observation: list[np.ndarray]  # [T, B, ...]
+    action: np.ndarray
+    reward: np.ndarray
+    flags: np.ndarray  # bool [3, T, B]: terminated, truncated, valid
+    extras: list[np.ndarray]
+    last: list[np.ndarray]  # [B, ...]
+    cut: list[np.ndarray]  # [K, B, ...]: successors of truncated steps
+    memory: list[np.ndarray]  # [B, ...]
+    version: np.ndarray  # int32 [T, places]: of the weights that acted
+    sums: Sums  # of the episodes that ended
+
+
+class Trajectories:
+    """`rooms` batches of `steps` steps, of `places` groups of `columns` columns."""
+
+    def __init__(
+        self, shapes: Shapes, *, rooms: int, steps: int, places: int, columns: int, interval: int | None
+    ) -> None:  # fmt: skip
+        self.steps, self._c, self._shapes = steps, columns, shapes
+        b, slots = places * columns, math.ceil(steps / (interval or steps))
+
+        def many(tree: PyTree, *lead: int) -> list[np.ndarray]:
+            return [np.zeros((*lead, *leaf.shape), leaf.dtype) for leaf in jax.tree.leaves(tree)]
+
+        self.rooms = [
+            Room(
+                many(shapes.observation, steps, b), many(shapes.action, steps, b)[0], np.zeros((steps, b), np.float32),
+                np.zeros((3, steps, b), bool), many(shapes.extras, steps, b), many(shapes.observation, b),
+                many(shapes.observation, slots, b), many(shapes.memory, b), np.zeros((steps, places), np.int32),
+                {},
+            )
+            for _ in range(rooms)
+        ]  # fmt: skip
+        self._slots = slots
+        self._used = np.zeros((rooms, b), np.int32)  # successors kept of each column
+
+    def begin(self, batch: int, place: int) -> None:
+        """A place is filled from its beginning."""
+        self._used[batch % len(self.rooms), self._span(place)] = 0
+
+    def _span(self, place: int) -> slice:
+        return slice(place * self._c, (place + 1) * self._c)
+
+    def acted(
+        self, batch: int, place: int, t: int, observation: Sequence[np.ndarray], action: np.ndarray,
+        extras: Sequence[np.ndarray], version: int,
+    ) -> None:  # fmt: skip
+        """What was seen and done at step t."""
+        room, span = self.rooms[batch % len(self.rooms)], self._span(place)
+        for into, leaf in zip(room.observation, observation, strict=True):
+            into[t, span] = leaf
+        room.action[t, span] = action
+        for into, leaf in zip(room.extras, extras, strict=True):
+            into[t, span] = leaf
+        room.version[t, place] = version
+
+    def remembered(self, batch: int, place: int, memory: Sequence[np.ndarray]) -> None:
+        """The memory that a trajectory begins with."""
+        for into, leaf in zip(self.rooms[batch % len(self.rooms)].memory, memory, strict=True):
+            into[self._span(place)] = leaf
+
+    def memory(self, batch: int, place: int) -> list[np.ndarray]:
+        """The same again, [C, ...]."""
+        return [leaf[self._span(place)] for leaf in self.rooms[batch % len(self.rooms)].memory]
+
+    def led_to(self, batch: int, place: int, t: int, step: Block) -> None:
+        """What step t led to. Raises Overrun."""
+        number = batch % len(self.rooms)
+        room, span = self.rooms[number], self._span(place)
+        room.reward[t, span] = step.reward
+        room.flags[:, t, span] = step.flags
+        ended = step.columns
+        if not len(ended) or not step.flags[1].any():  # the most end by themselves
+            return
+        # A step that did both is an end: its value is zero, and it needs no successor.
+        terminated, truncated = step.flags[:2, ended]
+        cut = truncated & ~terminated
+        if not cut.any():
+            return
+        columns = ended[cut] + span.start
+        used = self._used[number, columns]
+        if (used >= self._slots).any():
+            raise Overrun(f"a column was truncated {self._slots + 1} times in {self.steps} steps")
+        for into, leaf in zip(room.cut, step.final, strict=True):
+            into[used, columns] = leaf[cut]
+        self._used[number, columns] += 1
+
+    def filled(self, batch: int, place: int, last: Sequence[np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
+        """A place is full; `last` is what its last step led to. -> reward [T, C]; flags [3, T, C], which agree now:
+        nothing ends that is not valid, nor in both ways."""
+        room, span = self.rooms[batch % len(self.rooms)], self._span(place)
+        for into, leaf in zip(room.last, last, strict=True):
+            into[span] = leaf
+        flags = room.flags[:, :, span]
+        flags[:2] &= flags[2]
+        flags[1] &= ~flags[0]
+        return room.reward[:, span], flags
+
+    def told(self, batch: int, sums: Sums) -> None:
+        """Of the episodes that ended in a place that is full."""
+        room = self.rooms[batch % len(self.rooms)]
+        for name, value in sums.items():
+            room.sums[name] = room.sums.get(name, 0.0) + value
+
+    def batch(self, number: int) -> tuple[Rollout, Sums, np.ndarray]:
+        """A whole batch: (rollout, sums, versions [T, places]); views, which hold until its room is begun again."""
+        room, shapes = self.rooms[number % len(self.rooms)], self._shapes
+        oldest = np.int32(room.version.min())
+
+        def tree(like: PyTree, leaves: list[np.ndarray]) -> PyTree:
+            return jax.tree.unflatten(jax.tree.structure(like), leaves)
+
+        seen, cut = tree(shapes.observation, room.observation), tree(shapes.observation, room.cut)
+        parts: list[Any] = [
+            seen, room.action, room.reward, *room.flags, tree(shapes.extras, room.extras),
+            Successors(tree(shapes.observation, room.last), cut), tree(shapes.memory, room.memory), oldest,
+        ]  # fmt: skip
+        return Rollout(*parts), room.sums, room.version
+
+    def empty(self, number: int) -> None:
+        """A batch was learnt from; its room may be begun again."""
+        self.rooms[number % len(self.rooms)].sums.clear()

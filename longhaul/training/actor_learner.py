@@ -1,0 +1,162 @@
+"""A run's actors: what they are told, and the run's updates from what they bring.
+
+In threads they share the learner's environment; processes make their own, from the Run as plain data.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import os
+import time
+from collections.abc import Callable, Generator, Iterator
+from contextlib import ExitStack, closing, suppress
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+
+from longhaul.algorithms import registry
+from longhaul.config.resolve import Assembly, completing, prepare_devices
+from longhaul.config.run import Named, Run, from_dict, named, to_dict
+from longhaul.environment import vectorise
+from longhaul.reasoning import sampler
+from longhaul.reasoning.problem_sets import Reasoning, World
+from longhaul.rollout import collector, join
+from longhaul.runtime import mesh as meshes
+from longhaul.runtime.launch import ray_cluster
+from longhaul.telemetry import html
+from longhaul.topologies.actor_learner import config, host_rollout, learner
+from longhaul.topologies.actor_learner.actor import Collect
+from longhaul.topologies.actor_learner.actor_pool import Crew
+from longhaul.training import reasoning_setup
+from longhaul.types import Algorithm, Collector, Metrics, Progress, PyTree
+
+LIVE = "live.json"
+"""In a run's folder, while it runs: what its actors are at."""
+
+EVERY = 1.0
+"""Seconds between two of them."""
+
+
+class Prepared(NamedTuple):
+    """A run's learner, compiled, and what its actors do."""
+
+    program: learner.Program
+    acting: learner.Acting
+
+
+def prepare(run: Run, assembly: Assembly, context: PyTree, progress: Progress) -> Prepared:
+    """Compiles the learner of a run like `progress`."""
+    if run.acting.actor_kind == "ray":
+        ray_cluster.check(run.acting.ray_address, ray_cluster.ACTORS)
+    assert run.acting.actors is not None
+    policy = jax.eval_shape(assembly.algorithm.policy, progress.state)
+    acting = _acting(run, assembly.algorithm, policy, lambda: assembly.collector_in(context))
+    together = sampler.together if isinstance(run.environment, Reasoning) else join
+    program = learner.compiled(
+        assembly.algorithm, acting, together, progress, assembly.mesh, actors=run.acting.actors
+    )  # fmt: skip
+    return Prepared(program, acting)
+
+
+def process(plain: dict[str, Any], actor: int) -> Collect:
+    """What an actor of a Run in JSON's words does, made in its own process."""
+    run: Run = from_dict(Run, plain)
+    prepare_devices(1, 1)
+    assert isinstance(run.environment, Named | Reasoning) and run.acting.actors is not None
+    task, share = run.environment, run.num_envs // run.acting.actors
+    environment = reasoning_setup.world(run, reasoning_setup.bank(run)) if isinstance(task, Reasoning) else named(task)
+    algorithm = registry.make(environment.spec, run.algorithm, updates=1, mean=meshes.identity)
+    policy = jax.eval_shape(lambda key: algorithm.policy(algorithm.init(key)), jax.random.key(0))
+
+    def on_device() -> Collector:
+        if isinstance(environment, World):
+            return completing(run, environment, share)
+        return collector(vectorise(environment, share), algorithm.act, algorithm.memory, steps=run.num_steps)
+
+    return _acting(run, algorithm, policy, on_device).collect
+
+
+def _acting(run: Run, algorithm: Algorithm, policy: PyTree, on_device: Callable[[], Collector]) -> learner.Acting:
+    """What one actor of `run` does: on the host, or as the collector does that `on_device` makes."""
+    if not isinstance(run.environment, Named) or not host_rollout.is_hosted(run.environment.env):
+        return learner.acting(on_device(), policy, reasoning_setup.checker(run))
+    assert run.acting.actors is not None
+    sizes = host_rollout.Sizes(run.num_envs // run.acting.actors, run.num_steps)
+    return host_rollout.acting(run.environment.env, algorithm, policy, sizes)
+
+
+def _nobody() -> Collector:
+    raise AssertionError("an environment on the host has no collector on the device")
+
+
+class Opened(NamedTuple):
+    """A run's actors at work."""
+
+    crew: Crew
+    calls: Iterator[tuple[Progress, int, Metrics]]  # all updates that are left, as `fused.fused` has them
+
+    def processes(self) -> list[int]:
+        """The processes of actors that are not this one."""
+        return [row["process"] for row in self.crew.report()["actors"] if row["process"] not in (0, os.getpid())]
+
+
+def opened(run: Run, assembly: Assembly, prepared: Prepared, progress: Progress, closed: ExitStack) -> Opened:
+    """Begins with the actors of a run; when `closed` is, none is left."""
+    policy = jax.eval_shape(assembly.algorithm.policy, progress.state)
+
+    def make(actor: int) -> Collect:
+        if isinstance(run.environment, Named) and host_rollout.is_hosted(
+            run.environment.env
+        ):  # a vector is one thread's
+            return _acting(run, assembly.algorithm, policy, _nobody).collect
+        return prepared.acting.collect
+
+    kind, rule = run.acting.actor_kind, config.rule(run.acting, assembly.updates, assembly.origin.updates)
+    making = make if kind == "thread" else functools.partial(process, to_dict(run))
+    if kind == "ray":
+        closed.enter_context(ray_cluster.joined(run.acting.ray_address, ray_cluster.ACTORS))
+    crew = closed.enter_context(closing(Crew(rule, prepared.acting.shapes, making, kind=kind)))
+    publish = learner.weights_of(assembly.algorithm)
+    return Opened(crew, learner.actors(prepared.program, crew, progress, publish, updates=assembly.updates))
+
+
+def calls(
+    run: Run, folder: Path, assembly: Assembly, prepared: Prepared, progress: Progress, note: Callable[[str], None]
+) -> Generator[tuple[Progress, int, Metrics]]:
+    """All updates that are left, as `fused.fused` has them; tells what befell actors, and writes `LIVE`. Close it: then
+    no actor is left."""
+    with ExitStack() as closed:
+        closed.callback((folder / LIVE).unlink, missing_ok=True)
+        crew, updates = opened(run, assembly, prepared, progress, closed)
+        told = 0.0
+        for progress, n, rows in updates:
+            while crew.news:
+                note(crew.news.pop(0))
+            if time.monotonic() - told >= EVERY:
+                told = time.monotonic()
+                with suppress(OSError):  # no matter for the run
+                    html.write(folder / LIVE, json.dumps(html.finite(_live(run, assembly, crew, rows))))
+            yield progress, n, rows
+
+
+def _live(run: Run, assembly: Assembly, crew: Crew, rows: Metrics) -> dict[str, Any]:
+    """What everybody is at, and who holds the others up."""
+    now = {name.partition("/")[2]: float(rows[name][0]) for name in rows if name.startswith("actors/")}
+    return crew.report() | {
+        "steps_per_update": assembly.steps_per_update,
+        "staleness": run.acting.staleness,
+        "kind": run.acting.actor_kind,
+        "bottleneck": bottleneck(now),
+        "metrics": now,
+    }
+
+
+def bottleneck(told: dict[str, float]) -> str:
+    """Who holds the others up, of an update's metrics (without "actors/"): the learner, or within the actors what takes
+    longest."""
+    if told["actor_wait"] > told["learner_wait"]:
+        return "learner"
+    inner = {name: told.get(f"{name}_seconds", 0.0) for name in ("environment", "inference")}
+    return max(inner, key=lambda name: inner[name]) if any(inner.values()) else "actors"

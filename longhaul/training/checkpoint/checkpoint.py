@@ -1,0 +1,457 @@
+"""Save the progress of a run, and restore the newest checkpoint that is intact, bit for bit.
+
+Orbax writes the arrays; it restores flipped bits silently and does not fall back, so what is intact is decided here.
+
+    checkpoints/20/progress/...      Orbax: one array a leaf, named by its path in the pytree (".state.params['w']")
+    checkpoints/20/manifest.json     size and SHA-256 of each file, the table of the leaves, the caller's metadata
+
+A checkpoint is written as `20.partial` and takes its name only after its files and then its manifest are on disk. So
+a folder whose name is a number was complete once, and a process that is killed leaves the checkpoints before it. A step
+that is saved again becomes `20.1`, `20.2`, ... and the older ones of its step go after that.
+
+Keys, Python numbers and arrays of no elements, which Orbax refuses, are `leaves`' matter. One run writes a folder: of
+its processes, each writes and reads what lies on its devices, and all call `save`, `latest` and `wait` alike. The first
+one makes folders, decides what is intact, and writes the manifest when all have written their parts.
+"""
+
+from __future__ import annotations
+
+import errno
+import hashlib
+import json
+import logging
+import os
+import re
+import shutil
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+
+from longhaul.runtime import named_leaves, process_group
+from longhaul.training.checkpoint import staging
+from longhaul.types import PyTree
+
+FORMAT = 1
+MANIFEST = "manifest.json"
+ARRAYS = "progress"
+PARTIAL = ".partial"
+MARGIN = 1 << 20
+"""Bytes that a checkpoint may take beside its arrays'."""
+
+
+class CheckpointError(OSError):
+    """A checkpoint that cannot be written, or none that can be read; the message is one line."""
+
+
+class Damaged(Exception):
+    """What is wrong with one checkpoint."""
+
+
+class Restored(NamedTuple):
+    step: int
+    progress: PyTree
+    metadata: dict[str, Any]
+
+
+class Found(NamedTuple):
+    """A checkpoint each of whose bytes is as it was written."""
+
+    name: str
+    manifest: dict[str, Any]
+
+    @property
+    def step(self) -> int:
+        return int(self.manifest["step"])
+
+    @property
+    def metadata(self) -> dict[str, Any]:
+        metadata: dict[str, Any] = self.manifest["metadata"]
+        return metadata
+
+
+class Checkpoints:
+    """The checkpoints of one run. Reading changes nothing on disk; the first save removes what a killed process left.
+
+    One save is under way at a time, in a thread of its own; its failure is raised by the next `save`, `wait`, `latest`
+    or `close`. Call `close` (or use `contextlib.closing`) at the end.
+
+        checkpoints = Checkpoints("runs/ID/checkpoints", keep=3)
+        restored = checkpoints.latest(like=progress)      # None in an empty folder
+        checkpoints.save(20, progress, {"agent_steps": 40960})
+        checkpoints.close()
+    """
+
+    def __init__(
+        self, folder: str | os.PathLike[str], *, keep: int = 3, every: int | None = None,
+        warn: Callable[[str], None] | None = None, turn: int = 0,
+    ):  # fmt: skip
+        """`keep` newest steps stay, at least 1; `warn` takes a line on each damaged checkpoint (default: stderr).
+
+        With `every` there stays, too, the first one at or after each multiple of so many steps. `turn` tells apart the
+        Checkpoints of processes that open some one after the other.
+        """
+        if keep < 1:
+            raise ValueError(f"keep is {keep}, and at least 1 checkpoint must be kept: set keep >= 1")
+        self._folder = Path(folder).absolute()
+        self._keep, self._every = keep, every
+        self._warn = warn or _print
+        self._writer: Any = None
+        self._staging = staging.Staging()
+        self._thread: threading.Thread | None = None
+        self._error: CheckpointError | None = None
+        self._damaged: set[str] = set()
+        self._turn, self._asked = turn, 0
+
+    def save(
+        self, step: int, progress: PyTree, metadata: dict[str, Any] | None = None, *,
+        before: Callable[[], object] | None = None,
+    ) -> None:  # fmt: skip
+        """Begins to save; returns when `progress` may be changed or donated. `metadata` is what JSON can hold.
+
+        A step may be saved again; the last one counts. Waits for the save before this one. `before` is done by the
+        first process, in time to fail the save in all. Raises ValueError for what
+        cannot be saved; CheckpointError where the disk is full or cannot be written, and leaves no partial step then.
+        """
+        if step < 0:
+            raise ValueError(f"step is {step}, and steps of checkpoints are >= 0")
+        arrays, table = named_leaves.split(progress)
+        size = sum(array.nbytes for array in arrays.values())
+        contents = {"format": FORMAT, "step": step, "bytes": size, "metadata": _plain(metadata or {}), "leaves": table}
+        self.wait()
+        partial = self._folder / f"{step}{PARTIAL}"
+        try:
+            process_group.share(f"save {self._turn}/{step}", lambda: self._prepare(partial, size, before))
+            if self._writer is None:
+                self._writer = _checkpointer()
+            if arrays:
+                self._writer.save(partial / ARRAYS, self._staging.copy(arrays))
+        except Exception as error:
+            raise self._failure(contents, partial, error) from error
+        self._thread = threading.Thread(target=self._finish, args=(contents, partial), name="checkpoint")
+        self._thread.start()
+
+    def wait(self) -> None:
+        """Returns when all saves are durable. Raises CheckpointError where one failed."""
+        if self._thread is not None:
+            self._thread.join()
+            self._thread = None
+        error, self._error = self._error, None
+        if error is not None:
+            raise error
+
+    def saving(self) -> bool:
+        """Whether a save is under way."""
+        return self._thread is not None and self._thread.is_alive()
+
+    def latest(self, like: PyTree, *, part: bool = False) -> Restored | None:
+        """The newest intact checkpoint, or None where there is none at all.
+
+        `like` has the structure, shapes and dtypes, as arrays or `jax.ShapeDtypeStruct`s; restored leaves take its
+        shardings. Each damaged checkpoint is named by a warning and skipped for the one before. Raises CheckpointError
+        where all are damaged, ValueError where the newest intact one does not fit `like`.
+
+        With `part` the checkpoint may have leaves that `like` has not: `progress._replace(carry=(), key=())` restores
+        the algorithm's state without the collector's.
+        """
+        found = self.newest()
+        return None if found is None else self.restore(found, like, part=part)
+
+    def newest(self) -> Found | None:
+        """The newest intact checkpoint with its metadata, not restored yet; warns and raises as `latest` does."""
+        self.wait()
+        self._asked += 1
+        newest = process_group.share(f"newest checkpoint {self._turn}/{self._asked}", self._newest)
+        return None if newest is None else Found(*newest)
+
+    def restore(self, found: Found, like: PyTree, *, part: bool = False) -> Restored:
+        """What `newest` found, as `latest` has it."""
+        progress = _restore(self._folder / found.name, found.manifest, like, part)
+        return Restored(found.step, progress, found.metadata)
+
+    def _newest(self) -> tuple[str, dict[str, Any]] | None:
+        """(name, manifest) of the newest intact checkpoint, None where there is none at all."""
+        found = _steps(self._folder)
+        reasons = []
+        for step, path in found:
+            try:
+                return path.name, _verify(path, step)
+            except Damaged as damage:
+                self._damaged.add(path.name)
+                reasons.append(f"{path.name} ({damage})")
+                self._warn(f"checkpoint {path.name} in {self._folder} is damaged and skipped: {damage}")
+        if found:
+            raise CheckpointError(
+                f"all {len(found)} checkpoints in {self._folder} are damaged: {'; '.join(reasons)}; "
+                "bring back a copy of the folder, or start a new run"
+            )
+        return None
+
+    def close(self) -> None:
+        """Waits for the last save and frees Orbax's threads. Raises as `wait` does."""
+        try:
+            self.wait()
+        finally:
+            writer, self._writer = self._writer, None
+            if writer is not None:
+                writer.close()
+
+    def _prepare(self, partial: Path, size: int, before: Callable[[], object] | None) -> None:
+        """Makes the folders, and removes what an interrupted save left."""
+        if before is not None:
+            before()
+        if not self._folder.is_dir():
+            self._folder.mkdir(parents=True)
+            _sync(self._folder.parent)
+        for left in self._folder.glob(f"*{PARTIAL}"):
+            shutil.rmtree(left)
+        partial.mkdir()
+        if _free_bytes(self._folder) < size + MARGIN:  # Orbax would find out too, but litter stderr
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    def _finish(self, contents: dict[str, Any], partial: Path) -> None:
+        """The rest of a save, in its thread: waits for Orbax, makes all durable, names the step, removes old ones."""
+        try:
+            self._writer.wait_until_finished()  # all processes wrote their parts
+            if process_group.index() > 0:
+                return
+            contents["files"] = {name: _digest(path, sync=True) for name, path in _files(partial)}
+            for folder in (partial, *(path for path in partial.rglob("*") if path.is_dir())):
+                _sync(folder)
+            _write(partial / MANIFEST, _render(contents))
+            final = self._folder / _free_name(self._folder, contents["step"])
+            os.rename(partial, final)
+            _sync(self._folder)
+        except Exception as error:
+            self._error = self._failure(contents, partial, error)
+            return
+        try:
+            self._prune(contents["step"], final)
+        except OSError as error:
+            self._warn(f"cannot remove old checkpoints in {self._folder}: {_reason(error)}")
+
+    def _prune(self, step: int, final: Path) -> None:
+        """Removes those found damaged, and of the steps up to `step` all but the `keep` newest and those that stay;
+        `final` is intact and is one of them.
+
+        Each is renamed first, so that one half removed does not pass for a checkpoint.
+        """
+        kept: set[int] = set()
+        found = _steps(self._folder)
+        stay = {} if self._every is None else {
+            number // self._every: number for number, path in found  # newest first: the oldest of a stretch remains
+            if number >= self._every and path.name not in self._damaged
+        }  # fmt: skip
+        for number, path in found:
+            damaged = path.name in self._damaged
+            old = len(kept) >= self._keep and number not in stay.values()
+            surplus = number <= step and (number in kept or old)
+            if path != final and (damaged or surplus):
+                doomed = path.with_name(path.name + PARTIAL)
+                os.rename(path, doomed)
+                shutil.rmtree(doomed)
+                self._damaged.discard(path.name)
+            elif number <= step:
+                kept.add(number)
+
+    def _failure(self, contents: dict[str, Any], partial: Path, error: Exception) -> CheckpointError:
+        """Removes the partial step; -> the error to raise."""
+        if self._writer is not None:
+            try:
+                self._writer.wait_until_finished()
+            except Exception as later:  # of several faults, a full disk is the one to name
+                error = later if _is_full(later) else error
+        shutil.rmtree(partial, ignore_errors=True)
+        remedy = "make room and resume" if _is_full(error) else "see to the folder and resume"
+        needed = contents["bytes"] + MARGIN
+        return CheckpointError(
+            f"cannot save checkpoint {contents['step']} in {self._folder} ({needed} bytes wanted, "
+            f"{_free_bytes(self._folder)} free): {_reason(error)}; those before it are intact: {remedy}"
+        )
+
+
+def _restore(path: Path, manifest: dict[str, Any], like: PyTree, part: bool) -> PyTree:
+    """The pytree of a verified checkpoint, placed as `like` is."""
+    table, named = manifest["leaves"], named_leaves.name(like)
+    where = f"checkpoint {path.name} in {path.parent}"
+    named_leaves.fit(table, named, where, part=part)
+    targets = {
+        name: named_leaves.target(leaf, table[name])
+        for name, leaf in named.items()
+        if named_leaves.is_stored(table[name])
+    }
+    try:
+        values = _read(path / ARRAYS, targets) if targets else {}
+    except Exception as error:
+        remedy = "use the package versions in the run's run.json"
+        raise CheckpointError(f"{where} is intact, but Orbax cannot read it: {_reason(error)}; {remedy}") from error
+    placed = [named_leaves.place(values.get(name), leaf, table[name]) for name, leaf in named.items()]
+    return jax.tree_util.tree_unflatten(jax.tree_util.tree_structure(like), placed)
+
+
+def _steps(folder: Path) -> list[tuple[int, Path]]:
+    """(step, path) of all named checkpoints, newest first; of one step the last saved first."""
+    found = []
+    for path in folder.iterdir() if folder.is_dir() else ():
+        match = re.fullmatch(r"(\d+)(?:\.(\d+))?", path.name)
+        if match:
+            found.append((int(match[1]), int(match[2] or 0), path))
+    return [(step, path) for step, _, path in sorted(found, key=lambda entry: entry[:2], reverse=True)]
+
+
+def _free_name(folder: Path, step: int) -> str:
+    """`20`, or the next of `20.1`, `20.2`, ... where there is one already."""
+    taken = [path.name for number, path in _steps(folder) if number == step]
+    return str(step) if not taken else f"{step}.{int((taken[0].split('.') + ['0'])[1]) + 1}"
+
+
+def _files(folder: Path) -> Iterator[tuple[str, Path]]:
+    """(name, path) of all files below a checkpoint's folder but its manifest, in order."""
+    for path in sorted(folder.rglob("*")):
+        name = path.relative_to(folder).as_posix()
+        if name != MANIFEST and (path.is_symlink() or not path.is_dir()):
+            yield name, path
+
+
+def _digest(path: Path, *, sync: bool = False) -> list[Any]:
+    """[size in bytes, SHA-256] of a file; `sync` makes it durable first."""
+    with open(path, "rb") as file:
+        if sync:
+            os.fsync(file.fileno())
+        return [os.fstat(file.fileno()).st_size, hashlib.file_digest(file, "sha256").hexdigest()]
+
+
+def _verify(path: Path, step: int) -> dict[str, Any]:
+    """The manifest of a checkpoint each of whose bytes is as it was written. Raises Damaged."""
+    try:
+        data = (path / MANIFEST).read_bytes()
+        manifest = _parse(data)
+        if manifest["format"] != FORMAT:
+            raise ValueError(
+                f"{path} is of format {manifest['format']}, and this version reads {FORMAT}: "
+                "use the version in the run's run.json"
+            )
+        if manifest["step"] != step:
+            raise Damaged(f"{MANIFEST} is that of step {manifest['step']}")
+        files = dict(_files(path))
+        odd = sorted(files.keys() ^ manifest["files"].keys())
+        if odd:
+            raise Damaged(f"{odd[0]} " + ("does not belong to it" if odd[0] in files else "is missing"))
+        for name, (size, digest) in manifest["files"].items():
+            length = files[name].lstat().st_size
+            if length != size:
+                raise Damaged(f"{name} has {length} bytes, not {size}")
+            if _digest(files[name])[1] != digest:
+                raise Damaged(f"{name} is not what was written (SHA-256)")
+    except FileNotFoundError as error:
+        raise Damaged(f"{Path(error.filename).relative_to(path).as_posix()} is missing") from error
+    except OSError as error:
+        raise Damaged(f"it cannot be read: {_reason(error)}") from error
+    return manifest
+
+
+def _render(contents: dict[str, Any]) -> bytes:
+    """A manifest's bytes: its contents with their own SHA-256, one way to write each."""
+    digest = hashlib.sha256(json.dumps(contents).encode()).hexdigest()
+    return json.dumps({"sha256": digest, "contents": contents}, indent=1).encode() + b"\n"
+
+
+def _parse(data: bytes) -> dict[str, Any]:
+    """The contents of a manifest. Raises Damaged where a byte differs from what `_render` made."""
+    try:
+        contents: dict[str, Any] = json.loads(data)["contents"]
+        intact = _render(contents) == data
+    except (ValueError, KeyError, TypeError, RecursionError):
+        intact = False
+    if not intact:
+        raise Damaged(f"{MANIFEST} is not what was written")
+    return contents
+
+
+def _plain(metadata: dict[str, Any]) -> dict[str, Any]:
+    """The metadata as it will be read. Raises ValueError where JSON cannot hold it."""
+    try:
+        plain: dict[str, Any] = json.loads(json.dumps(metadata))
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"metadata of a checkpoint must be JSON: {error}") from error
+    return plain
+
+
+def _write(path: Path, data: bytes) -> None:
+    """Writes a file durably under another name first, so that `path` is whole where it is there."""
+    other = path.with_name(path.name + PARTIAL)
+    with open(other, "wb") as file:
+        file.write(data)
+        file.flush()
+        os.fsync(file.fileno())
+    os.rename(other, path)
+    _sync(path.parent)
+
+
+def _sync(folder: Path) -> None:
+    """Makes the names in a folder durable."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _free_bytes(folder: Path) -> int:
+    while not folder.exists():
+        folder = folder.parent
+    return shutil.disk_usage(folder).free
+
+
+def _code(error: BaseException) -> int | None:
+    """The system's number of a failure. TensorStore raises ValueErrors that quote it."""
+    quoted = re.search(r"os_error_code='(\d+)'", str(error))
+    return int(quoted[1]) if quoted else error.errno if isinstance(error, OSError) else None
+
+
+def _is_full(error: BaseException) -> bool:
+    return _code(error) in (errno.ENOSPC, errno.EDQUOT)
+
+
+def _reason(error: BaseException) -> str:
+    """One short line on a failure."""
+    code = _code(error)
+    if code is not None:
+        return "the disk is full" if _is_full(error) else os.strerror(code)
+    text = " ".join(str(error).split()) or type(error).__name__
+    return text if len(text) <= 300 else text[:300] + "..."
+
+
+def _print(line: str) -> None:
+    print(line, file=sys.stderr)
+
+
+def _read(path: Path, targets: dict[str, Any]) -> dict[str, Any]:
+    """The arrays of `targets`, of all that Orbax wrote."""
+    import orbax.checkpoint as ocp
+
+    places = ocp.checkpoint_utils.construct_restore_args(targets)
+    with ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as reader:
+        arguments = ocp.args.PyTreeRestore(item=targets, restore_args=places, partial_restore=True)
+        values: dict[str, Any] = reader.restore(path, args=arguments)
+    return values
+
+
+def _checkpointer() -> Any:
+    """What writes. Orbax is imported late, as that takes a while; it logs tracebacks of failures, which we raise."""
+    import orbax.checkpoint as ocp
+
+    logger = logging.getLogger("absl")
+    if _is_no_traceback not in logger.filters:
+        logger.addFilter(_is_no_traceback)
+    everyone = ocp.options.MultiprocessingOptions(
+        active_processes=set(range(process_group.count()))
+    )  # then threads may wait
+    return ocp.StandardCheckpointer(**({"multiprocessing_options": everyone} if process_group.together() else {}))
+
+
+def _is_no_traceback(record: logging.LogRecord) -> bool:
+    return not (record.exc_info and "orbax" in Path(record.pathname).parts)

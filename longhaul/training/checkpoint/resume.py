@@ -1,0 +1,207 @@
+"""Going on with a run, also with other sizes than it had: what carries over, what is dropped, and where that is said.
+
+A run counts in steps: an update of another size is another share of its total. So each checkpoint says with which sizes
+it was made and how far the run was; where they are not those that the run has now, the run counts from there (its
+`Origin`), the environments begin anew where their states do not fit, and the rest goes on.
+
+The order that a kill can't harm: the sizes in run.json change after the checkpoint was restored with them, and before
+the first update. A run killed in between has a checkpoint of the old sizes and a run.json of the new ones, which is
+how it was when it was gone on with; and so it goes on alike.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from longhaul.algorithms import registry
+from longhaul.config.resolve import Assembly, resolve
+from longhaul.config.run import BEGINNING, Origin, Run, RunError, agents, to_dict
+from longhaul.topologies import fused
+from longhaul.training.checkpoint.checkpoint import Checkpoints, Found
+from longhaul.training.data import Feed
+from longhaul.training.run_dir import load_run, write_json
+from longhaul.types import Progress, PyTree
+
+SIZES = ("num_envs", "num_steps", "devices", "model")
+
+BEGIN_ANEW = "the environments begin anew, and episodes under way are dropped"
+PERIOD = "the updates in these scenarios are counted anew"
+
+
+class Standing(NamedTuple):
+    """Where a run stands that is gone on with."""
+
+    origin: Origin  # from where it counts
+    resized: dict[str, tuple[int, int]]  # name -> (size of the checkpoint, size now), where they differ
+    updates: int = 0  # made
+    agent_steps: int = 0
+
+
+def counted(run: Run, assembly: Assembly, updates: int) -> dict[str, Any]:
+    """What a checkpoint after `updates` updates says of sizes and steps, as JSON can hold it."""
+    sizes = {name: getattr(run, name) for name in SIZES}
+    steps = {"agent_steps": assembly.agent_steps(updates), "env_steps": assembly.env_steps(updates)}
+    return {"sizes": sizes, "steps": steps, "origin": assembly.origin._asdict()}
+
+
+def standing(run: Run, found: Found | None) -> Standing:
+    """Where the resolved `run` stands at a checkpoint; at its beginning where there is none yet.
+
+    Raises RunError where no whole update of the new sizes is left, and one of the old sizes is.
+    """
+    if found is None:
+        return Standing(BEGINNING, {})
+    sizes, steps = found.metadata["sizes"], found.metadata["steps"]
+    resized = {name: (sizes[name], getattr(run, name)) for name in SIZES if sizes[name] != getattr(run, name)}
+    if resized and isinstance(run.algorithm, registry.OffPolicy):
+        name, (before, now) = next(iter(resized.items()))
+        raise RunError(
+            f"{name} is {now}, and this run's replay is laid out for {before}; go on with {before}, or start a new run"
+        )
+    if run.many and "num_envs" in resized:
+        raise RunError(
+            f"--num-envs is {run.num_envs}, and the runs that go on side by side have {sizes['num_envs']} each; "
+            "leave it out"
+        )
+    if resized.keys().isdisjoint(("num_envs", "num_steps")):
+        return Standing(Origin(**found.metadata["origin"]), resized, found.step, steps["agent_steps"])
+    origin = Origin(found.step, steps["agent_steps"], steps["env_steps"], found.metadata["place"]["swaps"])
+    left = run.total_steps - origin.agent_steps
+    before, after = (envs * rows * agents(run) for envs, rows in (
+        (sizes["num_envs"], sizes["num_steps"]), (run.num_envs, run.num_steps),
+    ))  # fmt: skip
+    if after > left >= before:
+        raise RunError(
+            f"--num-envs {run.num_envs} and --num-steps {run.num_steps} make updates of {after} steps, and "
+            f"{left} are left of --total-steps {run.total_steps}; choose smaller ones"
+        )
+    return Standing(origin, resized, found.step, origin.agent_steps)
+
+
+def restored(
+    checkpoints: Checkpoints, found: Found, begun: Progress, now: Standing, source: Feed, assembly: Assembly,
+    context: PyTree,
+) -> Progress:  # fmt: skip
+    """The progress of the checkpoint in the likeness of `begun`, on the mesh of now, in the run's `context`."""
+    if not begins_anew(now, source):
+        whole: Progress = checkpoints.restore(found, begun).progress
+        return whole
+    kept: Progress = checkpoints.restore(found, begun._replace(carry=()), part=True).progress
+    return fused.entered(kept, assembly.enter, context)
+
+
+def begins_anew(now: Standing, source: Feed) -> bool:
+    """Whether the environments' states of the checkpoint do not fit the run's sizes, or its place in the data."""
+    return "num_envs" in now.resized or ("num_steps" in now.resized and source.period is not None)
+
+
+def dropped(now: Standing, source: Feed) -> list[str]:
+    """What does not carry over."""
+    counts = source.period is not None and bool(now.resized.keys() & {"num_envs", "num_steps"})
+    return [BEGIN_ANEW] * begins_anew(now, source) + [PERIOD] * counts
+
+
+def _say(now: Standing, run: Run, changed: Mapping[str, Any], source: Feed) -> None:
+    sizes = {name: list(pair) for name, pair in now.resized.items()}
+    changes = sizes | dict(changed)
+    words = [f"{name} {_word(after)} (was {_word(before)})" for name, (before, after) in changes.items()]
+    lost = " and ".join(dropped(now, source)) or "nothing is dropped"
+    print(
+        f"goes on after update {now.updates}, {now.agent_steps:,} of {run.total_steps:,} steps, with "
+        f"{', '.join(words)}: {lost}; parameters, optimiser, normalisers and schedules go on",
+        file=sys.stderr, flush=True,
+    )  # fmt: skip
+
+
+def _word(value: Any) -> str:
+    return f"{value:g}" if isinstance(value, float) else str(value)
+
+
+def fewer(shards: int, there: Sequence[int], envs: int, model: int = 1) -> int:
+    """Of `shards`, of `model` devices each, how many a run of `envs` worlds can have where each process has so many
+    devices as `there` says.
+
+    As many devices of each process, sharing the worlds evenly. Raises RunError where there are none.
+    """
+    devices = shards * model
+    for own in range(min(*there, devices // len(there)), 0, -1):
+        left, rest = divmod(own * len(there), model)
+        if not rest and envs % left == 0:
+            return left
+    what = f"{envs} worlds" if model == 1 else f"{envs} worlds and {model} parts of the parameters"
+    raise RunError(f"of {devices} devices {sum(there)} are there, which can't share {what}; give a --num-envs"
+                   + " or --mesh" * (model > 1))  # fmt: skip
+
+
+def changes(before: Run, now: Run) -> dict[str, list[Any]]:
+    """Name -> [before, now] of the fields that differ; nested ones by their own name."""
+    return _changes(to_dict(before), to_dict(now))
+
+
+def _changes(before: Mapping[str, Any], now: Mapping[str, Any]) -> dict[str, list[Any]]:
+    found: dict[str, list[Any]] = {}
+    for name, value in now.items():
+        if isinstance(value, dict) and isinstance(before.get(name), dict):
+            found |= _changes(before[name], value)
+        elif value != before.get(name):
+            found[name] = [before.get(name), value]
+    return found
+
+
+def record(folder: Path, run: Run, now: Standing, source: Feed, about: Mapping[str, Any]) -> None:
+    """Where the run goes on with other settings: says so in a line, and writes them to run.json.
+
+    Its history gets what changed, when, after which update, and what was dropped; `about` is what else it says of them.
+    """
+    changed = changes(load_run(folder), run)
+    if changed or now.resized:
+        _say(now, run, changed, source)
+    if not changed:  # or recorded already, by a process that was killed before it saved
+        return
+    path = folder / "run.json"
+    before: dict[str, Any] = json.loads(path.read_text())
+    entry = {
+        "update": now.updates,
+        "agent_steps": now.agent_steps,
+        "time": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
+        "changed": changed,
+        "dropped": dropped(now, source),
+        "command": list(sys.argv),
+    }
+    write_json(path, {**before, **about, "run": to_dict(run), "history": [*before.get("history", ()), entry]})
+
+
+OPEN = (("log_interval", "block"), ("threads",), ("num_minibatches", "update_epochs"), ("bank_updates",))
+"""Fields of a Run that `resolve` decides, those together that are decided together."""
+
+
+def reopened(run: Run, given: frozenset[str]) -> Run:
+    """The resolved `run` with open again what `resolve` had decided, so that it follows from other sizes.
+
+    That is what it would decide so again; what a user chose otherwise stays, and so does what `given` names.
+    """
+    opened = run
+    for names in OPEN:
+        if given.isdisjoint(names):
+            left = _without(run, names)
+            if resolve(left) == run:
+                opened = _without(opened, names)
+    return opened
+
+
+def _without(value: Any, names: tuple[str, ...]) -> Any:
+    """A dataclass with None in the fields of these names, at any depth."""
+    new: dict[str, Any] = {}
+    for field in dataclasses.fields(value):
+        inner = getattr(value, field.name)
+        if field.name in names:
+            new[field.name] = None
+        elif field.name in ("algorithm", "environment"):
+            new[field.name] = _without(inner, names)
+    return dataclasses.replace(value, **new)

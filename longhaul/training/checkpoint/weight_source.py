@@ -1,0 +1,122 @@
+"""A run's checkpoints as a source of versions: for those who ask for a run that publishes none (`longhaul sync`).
+
+The version is the number of updates, the epoch the time at which the checkpoint was written: so a run that went back
+and on is never stale. Its policy is restored when someone asks, in this process, by JAX.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from longhaul.weight_sync import image as images
+from longhaul.weight_sync.manifest import Manifest
+from longhaul.weight_sync.producer import named
+from longhaul.weight_sync.protocol import Held, Offer, Verdict
+from longhaul.weight_sync.transports.base import Parcel, Staging
+
+SECONDS = 600.0
+"""Until a reader must have taken a version."""
+
+LOOK = 1.0
+"""Seconds between two looks at the checkpoints."""
+
+
+class CheckpointSource:
+    """A reader's end (`lanes.base.Source`) of the checkpoints in a run's folder."""
+
+    moves = True
+
+    def __init__(self, folder: str | Path) -> None:
+        self.folder = Path(folder)
+        self._interrupted = threading.Event()
+        self._found: tuple[tuple[int, int], Manifest, np.ndarray] | None = None
+
+    def bind(self, held: Held, seconds: float) -> None:
+        """Nobody is there to be told."""
+
+    def ask(self, held: Held, wait: float) -> Parcel | None:
+        until = time.monotonic() + wait
+        while True:
+            latest = self._latest()
+            if latest is not None and latest > (held.epoch, held.version):
+                found, _ = self._restored(latest)
+                return Parcel(Offer(found.run, found.epoch, found.version, -1, found.root, SECONDS), found)
+            left = until - time.monotonic()
+            if left <= 0:
+                return None
+            if self._interrupted.wait(min(LOOK, left)):
+                raise ConnectionAbortedError("interrupted")
+
+    def fetch(self, parcel: Parcel, staging: Staging, seconds: float) -> np.ndarray:
+        assert self._found is not None
+        size = parcel.manifest.size
+        image = staging.take(size)[:size]
+        image[:] = self._found[2]
+        staging.arrived(image, size)
+        return image
+
+    def ready(self, held: Held, version: int, root: bytes, wait: float) -> Verdict:
+        return Verdict.COMMIT  # a checkpoint counts
+
+    def failed(self, version: int, why: str) -> None:
+        if self._interrupted.wait(LOOK):
+            raise ConnectionAbortedError("interrupted")
+
+    def done(self, held: Held) -> None:
+        """Nobody is there to be told."""
+
+    def status(self) -> dict[str, Any]:
+        """What the newest checkpoint holds."""
+        latest = self._latest()
+        found = None if latest is None else self._restored(latest)[0]
+        return {
+            "run": self.folder.name,
+            "epoch": -1 if found is None else found.epoch,
+            "version": -1 if found is None else found.version,
+            "root": "" if found is None else found.root.hex(),
+            "image_bytes": 0 if found is None else found.size,
+            "receivers": [],
+        }
+
+    def interrupt(self) -> None:
+        self._interrupted.set()
+
+    def close(self) -> None:
+        self._interrupted.set()
+
+    def _latest(self) -> tuple[int, int] | None:
+        """(epoch, version) of the newest checkpoint, intact or not; None where there is none."""
+        whole = (path.parent for path in self.folder.glob("checkpoints/*/manifest.json"))
+        numbers = ((path, path.name.split(".")) for path in whole)
+        found = [
+            ((path / "manifest.json").stat().st_mtime_ns, int(parts[0]))
+            for path, parts in numbers
+            if all(part.isdigit() for part in parts)  # and no .partial
+        ]
+        return max(found, default=None)
+
+    def _restored(self, latest: tuple[int, int]) -> tuple[Manifest, np.ndarray]:
+        """The policy of the newest intact checkpoint, as a manifest and an image; restored once."""
+        if self._found is None or self._found[0] != latest:
+            from longhaul.training.load_policy import restore_policy
+
+            _, policy, _ = restore_policy(self.folder)
+            manifest, image = imaged(self.folder.name, *latest, named(policy))
+            self._found = (latest, manifest, image)
+        return self._found[1], self._found[2]
+
+
+def imaged(run: str, epoch: int, version: int, tensors: dict[str, Any]) -> tuple[Manifest, np.ndarray]:
+    """Tensors as a version: its manifest and its image."""
+    planned, size = images.describe(tensors)
+    image = np.zeros(size, np.uint8)
+    with ThreadPoolExecutor(1) as pool:
+        found: Sequence[Any] = images.gather(tensors, planned, image, pool, 1)
+    return Manifest(run, epoch, version, -1, size, tuple(found)), image

@@ -1,0 +1,339 @@
+"""What a run trains in: one context for all of it, or chunks of scenarios one after the other.
+
+Scenarios that fit on the device lie there as one bank. Of shards that hold more than `Driving.bank`, chunks of so many
+are drawn (`datasets.stream`: shuffled by the run's seed, each once an epoch; the same on all hosts); a thread reads,
+compiles and sends the next one while the run trains in the one before, so that two are on the device at a time. After
+`Driving.bank_updates` updates all worlds begin new episodes in the next chunk. Which chunk comes when follows from the
+seed and the number of updates alone.
+
+All chunks of a run have the same shapes, known before any is read: the shards' indices say what each scenario needs,
+and which scenarios come together is known too, so the room is that of the largest chunk of the run.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+from collections.abc import Callable, Generator, Sequence
+from typing import Any, NamedTuple, TypeVar
+
+import google_crc32c
+import jax
+import numpy as np
+
+from longhaul.algorithms import registry
+from longhaul.config.resolve import cores, last_update
+from longhaul.config.run import BEGINNING, Driving, Origin, Run, RunError, named
+from longhaul.driving import scenario_source
+from longhaul.driving.datasets import readers
+from longhaul.driving.datasets.log import BadData
+from longhaul.driving.scenario import bank as banks
+from longhaul.driving.scenario.bank import Sizes
+from longhaul.driving.scenario.scenario import Scenario
+from longhaul.driving.scenario_files import agrees, disagreement
+from longhaul.driving.shards import stream
+from longhaul.driving.shards.record import CONTROLS
+from longhaul.driving.shards.stream import Library, Position
+from longhaul.driving.sim import simulator, tables
+from longhaul.driving.sim.padding import Room, needs, padded
+from longhaul.driving.sim.tables import FLAT, Tables
+from longhaul.reasoning.problem_sets import Reasoning, World
+from longhaul.runtime import mesh as meshes
+from longhaul.training import offline_data, reasoning_setup
+from longhaul.training.offline_data import Recorded
+from longhaul.types import Environment, PyTree, Spec
+
+AHEAD = 1
+"""Chunks that are made in advance."""
+
+MOST = 2**31 - 1
+"""Places of an array that int32 counts."""
+
+
+class Place(NamedTuple):
+    """Where a run stands in its stream: what a checkpoint holds to find the chunk again."""
+
+    swaps: int = 0  # chunks before this one
+    position: Position = Position(0, 0)  # of its first scenario
+
+    def plain(self) -> dict[str, Any]:
+        """As JSON can hold it."""
+        return {"swaps": self.swaps, "position": list(self.position)}
+
+
+def place(plain: dict[str, Any]) -> Place:
+    """The inverse of `Place.plain`."""
+    return Place(plain["swaps"], Position(*plain["position"]))
+
+
+class Fed(NamedTuple):
+    """A context that a run trains in."""
+
+    context: PyTree  # on the mesh
+    place: Place
+    following: Place  # of the next one
+
+
+class Feed(NamedTuple):
+    """What a run trains in."""
+
+    within: Callable[[PyTree], Environment | World]  # the environment in a context
+    open: Callable[[Place], Generator[Fed]]  # the contexts from a place on
+    period: int | None = None  # updates in each; None: there is one
+    about: dict[str, Any] | None = None  # what tells its data from others, for run.json
+    like: PyTree | None = None  # the shapes of a context on the mesh, where they are known before the first is read
+
+
+class Feeding:
+    """A feed under way: the context of now, and a thread that makes the next."""
+
+    def __init__(self, source: Feed, origin: Origin = BEGINNING):
+        """`origin`: from where the run counts the updates that it makes in each context."""
+        self._source = source
+        self._origin = origin
+        self._contexts = source.open(Place())
+        self.now = next(self._contexts)
+
+    def move(self, to: Place) -> None:
+        """Goes on at another place."""
+        if to != self.now.place:
+            del self.now
+            self.close()
+            self._contexts = self._source.open(to)
+            self.now = next(self._contexts)
+
+    def ends(self, updates: int) -> bool:
+        """Whether a run that has made `updates` is to begin in another context."""
+        period, made = self._source.period, updates - self._origin.updates
+        return period is not None and made > 0 and made % period == 0
+
+    def turn(self, updates: int) -> None:
+        """Takes the context of a run that has made `updates`; the one before is to be held nowhere else."""
+        if self.place(updates) != self.now.place:
+            del self.now
+            self.now = next(self._contexts)
+
+    def until(self, updates: int) -> int | None:
+        """At how many updates the context of a run that has made `updates` ends; None: never."""
+        period, first = self._source.period, self._origin.updates
+        return None if period is None else first + ((updates - first) // period + 1) * period
+
+    def place(self, updates: int) -> Place:
+        """Where a run that has made `updates` goes on."""
+        due = self._origin.swaps + (updates - self._origin.updates) // (self._source.period or 1)
+        over = self.ends(updates) and self.now.place.swaps < due
+        return self.now.following if over else self.now.place
+
+    def close(self) -> None:
+        """Ends the thread."""
+        self._contexts.close()
+
+
+def feed(run: Run, origin: Origin = BEGINNING) -> Feed:
+    """What the resolved `run` trains in from `origin` on; its data are read, or where they are streamed, their indices.
+
+    Devices must have been prepared. Raises RunError or BadData, one line, where data can't be used.
+    """
+    task = run.environment
+    if isinstance(task, Reasoning):  # the problems of the run's seed, without those that it is evaluated on
+        held = meshes.everywhere(reasoning_setup.bank(run), meshes.make_mesh(*run.mesh))
+        return Feed(lambda context: reasoning_setup.world(run, context), once(held))
+    if not isinstance(task, Driving):
+        environment = named(task)
+        if files := registry.recorded(run.algorithm):
+            found = offline_data.read(files, environment.spec)
+            return Feed(lambda context: environment, once(_send(run, found)), about=_told(found))
+        if registry.guidance(run.algorithm) is not None:
+            title = registry.of(run.algorithm).title
+            raise RunError(f"{title} has nobody to imitate in {task.env}; give --recorded FILES, or train driving-bc")
+        return Feed(lambda context: environment, once(()))
+    if task.bank is not None:
+        for path in readers.expand(task.data):
+            if readers.detect(path) != readers.SHARD:
+                raise BadData(f"{path}: is no shard, of which --bank holds a part; longhaul data convert makes shards")
+        library = stream.open(task.data)
+        _check(library, task)
+        if len(library) > task.bank:
+            return _streamed(run, task, library, origin)
+    return _resident(run, task)
+
+
+def once(context: PyTree) -> Callable[[Place], Generator[Fed]]:
+    """The contexts of a feed that has one."""
+    return lambda at: (Fed(context, at, at) for _ in range(1))
+
+
+def _resident(run: Run, task: Driving) -> Feed:
+    """All scenarios as one bank."""
+    agents, about = task.simulator.agents, None
+    if task.data:
+        scenarios = scenario_source.from_logs(
+            task.data, agents=agents, horizon=task.horizon, objects=task.objects, control=task.simulator.control
+        )
+        about = {"scenarios": len(scenarios), "sha256": digest(scenarios)}
+    else:
+        scenarios = scenario_source.generated(
+            0, task.scenarios, agents=agents, horizon=task.horizon, workers=cores(), control=task.simulator.control,
+            least=task.least,
+        )  # fmt: skip
+    bank = banks.stack(scenarios, agents=agents)
+    simulator.check(bank, task.simulator)
+    span = (int(bank.steps.min()), int(bank.steps.max()), float(bank.dt.max()))
+    host = tables.arrange(bank, agents, task.simulator.traffic == "idm")
+    return Feed(_within(task, *span), once(_send(run, host)), about=about)
+
+
+def _streamed(run: Run, task: Driving, library: Library, origin: Origin = BEGINNING) -> Feed:
+    """Chunks of the library."""
+    assert task.bank is not None and task.bank_updates is not None
+    steps = np.minimum(library.sizes["T"], task.horizon or np.iinfo(np.int64).max)
+    objects = min(int(library.sizes["N"].max()), task.objects)
+    extents = objects, int(library.sizes["R"].max()), int(library.sizes["L"].max())
+    sizes = banks.sizes_of(int(steps.max()), *extents)
+    room = room_for(run, task, library, origin)
+
+    def contexts(at: Place) -> Generator[Fed]:
+        return _chunks(run, task, library, sizes, room, at)
+
+    about = {"scenarios": len(library), "sha256": library.digest}
+    within = _within(task, int(steps.min()), int(steps.max()), float(library.dt.max()))
+    return Feed(within, contexts, task.bank_updates, about, _outline(run, task, library, sizes, room))
+
+
+def _outline(run: Run, task: Driving, library: Library, sizes: Sizes, room: Room) -> Tables:
+    """The shapes of every chunk. Those of one scenario and of two tell how they grow with their number."""
+    assert task.bank is not None
+    few = [stream.load(library, i % len(library), task.simulator.agents, task.horizon, task.objects) for i in range(2)]
+    one, two = (_arranged(task, few[:count], sizes) for count in (1, 2))
+    more, where = task.bank - 1, meshes.replicated(meshes.make_mesh(*run.mesh))
+
+    def shape(path: Any, a: np.ndarray, b: np.ndarray) -> jax.ShapeDtypeStruct:
+        grown = [i + more * (j - i) for i, j in zip(a.shape, b.shape, strict=True)]
+        if (name := jax.tree_util.keystr(path)) in FLAT:
+            grown[FLAT[name]] = room[name]
+        return jax.ShapeDtypeStruct(tuple(grown), jax.dtypes.canonicalize_dtype(a.dtype), sharding=where)
+
+    shapes: Tables = jax.tree_util.tree_map_with_path(shape, one, two)
+    return shapes
+
+
+def _arranged(task: Driving, scenarios: list[Scenario], sizes: Sizes) -> Tables:
+    """Scenarios as the simulator reads them, still the host's."""
+    bank = banks.stack(scenarios, agents=task.simulator.agents, sizes=sizes)
+    simulator.check(bank, task.simulator)
+    return tables.arrange(bank, task.simulator.agents, task.simulator.traffic == "idm")
+
+
+def room_for(run: Run, task: Driving, library: Library, origin: Origin = BEGINNING) -> Room:
+    """The room that the chunks of the whole run need, whichever of them is next."""
+    assert task.bank is not None and task.bank_updates is not None
+    needed = needs(
+        library.sizes, library.extents, agents=task.simulator.agents, horizon=task.horizon,
+        reactive=task.simulator.traffic == "idm",
+    )  # fmt: skip
+    updates = last_update(run, origin) - origin.updates
+    chunks = origin.swaps - (-updates // task.bank_updates) + AHEAD
+    each = np.stack(list(needed.each.values()))
+    most = stream.largest(each, task.bank, chunks, seed=run.seed)
+    room = {name: max(needed.shared[name] + int(more), 1) for name, more in zip(needed.each, most, strict=True)}
+    name = max(room, key=room.__getitem__)
+    if room[name] > MOST:
+        raise BadData(f"--bank is {task.bank}; {name} of that many takes {room[name]} places, above {MOST}: hold fewer")
+    return room
+
+
+def _chunks(run: Run, task: Driving, library: Library, sizes: Sizes, room: Room, at: Place) -> Generator[Fed]:
+    agents, size = task.simulator.agents, task.bank
+    assert size is not None
+
+    def make(scenarios: list[Scenario]) -> Tables:
+        return _send(run, padded(_arranged(task, scenarios, sizes), room))
+
+    batches = stream.batches(
+        library, size=size, seed=run.seed, position=at.position, agents=agents, horizon=task.horizon,
+        objects=task.objects, make=make, ahead=AHEAD,
+    )  # fmt: skip
+    try:
+        swaps, begin = at.swaps, at.position
+        while True:
+            context, end = next(batches)
+            fed = [Fed(context, Place(swaps, begin), Place(swaps + 1, end))]
+            del context
+            yield fed.pop()
+            swaps, begin = swaps + 1, end
+    finally:
+        batches.close()
+
+
+def _within(task: Driving, least: int, most: int, dt: float) -> Callable[[PyTree], Environment]:
+    made = simulator.outline(task.simulator, least=least, most=most, dt=dt)
+    return lambda context: dataclasses.replace(made, tables=context)
+
+
+Sent = TypeVar("Sent")
+
+
+def _send(run: Run, host: Sent) -> Sent:
+    """What the run reads, on each device of its mesh."""
+    sent: Sent = meshes.everywhere(host, meshes.make_mesh(*run.mesh))
+    return sent
+
+
+def _told(found: Recorded) -> dict[str, Any]:
+    """What tells recorded steps from others."""
+    rows = [_checksum(np.asarray(leaf)) for leaf in jax.tree.leaves(found)]
+    return {"steps": found.rows, "sha256": hashlib.sha256(json.dumps(rows).encode()).hexdigest()}
+
+
+def _checksum(array: np.ndarray) -> int:
+    return int(google_crc32c.value(np.ascontiguousarray(array).tobytes()))
+
+
+def digest(scenarios: Sequence[Scenario]) -> str:
+    """SHA-256 of the ids, courses, routes and fields of scenarios, in order: other data have another."""
+    rows = [(s.id, *(_checksum(array) for array in (s.pose, s.route, s.field))) for s in scenarios]
+    return hashlib.sha256(json.dumps(rows).encode()).hexdigest()
+
+
+def check(run: Run, source: Feed, about: dict[str, Any], name: str) -> None:
+    """Raises RunError where `source` is not what the run of that name began with, by what its run.json says."""
+    before, now = about.get("data"), source.about
+    if before is None or now is None or before == now:
+        return
+    task, of = run.environment, "scenarios" if isinstance(run.environment, Driving) else "steps"
+    files = f"--data {' '.join(task.data)}" if isinstance(task, Driving) else "--recorded"
+    count = now[of]
+    what = f"{count} {of}, and {before[of]} when" if count != before[of] else f"{count} other {of} than when"
+    raise RunError(f"{files} holds {what} run {name} began; bring those data back, or start a new run")
+
+
+def spec(run: Run) -> Spec:
+    """What the environments of `run` take and give, without any data: of driving, not how long episodes are."""
+    task = run.environment
+    if isinstance(task, Driving):
+        return simulator.outline(task.simulator, least=2, most=2, dt=0.1).spec
+    return reasoning_setup.spec(run) if isinstance(task, Reasoning) else named(task).spec
+
+
+def _check(library: Library, task: Driving) -> None:
+    """Raises BadData where some scenario of the library can't be driven, before it is due."""
+    driven, wanted = library.sizes["A"], task.simulator.control
+    if driven.min() < task.simulator.agents:
+        raise BadData(
+            f"{' '.join(task.data)}: scenario {int(driven.argmin())} was compiled for {int(driven.min())} controlled "
+            f"agents, fewer than {task.simulator.agents}: convert the logs again with --agents {task.simulator.agents}"
+        )
+    if task.simulator.agents == 1:
+        return  # the ego, whatever it is
+    others = np.array([not agrees(each, wanted) for each in CONTROLS])[library.control]
+    if others.any():
+        first = int(others.argmax())
+        where = f"{' '.join(task.data)}: scenario {first}"
+        raise BadData(disagreement(where, CONTROLS[library.control[first]], wanted))
+    slow = library.extents["slow"] < task.simulator.agents
+    if slow.any() and wanted == "vehicles":
+        raise BadData(
+            f"{' '.join(task.data)}: --control is vehicles; {int(slow.sum())} scenarios, the first of them "
+            f"{int(slow.argmax())}, have cyclists or pedestrians to control: choose --control all"
+        )

@@ -1,0 +1,201 @@
+"""A run's inference server: made from the Run, with the actors that it begins, and the updates from what they bring."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator
+from contextlib import ExitStack, closing
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+
+from longhaul.config.resolve import Assembly
+from longhaul.config.run import Named, Run, RunError, agents, named
+from longhaul.envs.host import jax_vector, registry
+from longhaul.envs.host.vector import Description
+from longhaul.runtime.credentials import Credentials
+from longhaul.runtime.launch import ray_cluster
+from longhaul.topologies.actor_learner import host_rollout
+from longhaul.topologies.inference_server import frames, learner, ray_actor
+from longhaul.topologies.inference_server.actor_pool import Orders, Processes, process
+from longhaul.topologies.inference_server.config import load
+from longhaul.topologies.inference_server.env_state import NOTHING, Keeps
+from longhaul.topologies.inference_server.frames import Codec
+from longhaul.topologies.inference_server.grpc_transport import GrpcLane
+from longhaul.topologies.inference_server.policy import Inference
+from longhaul.topologies.inference_server.server import Server
+from longhaul.topologies.inference_server.shm_transport import SharedLane
+from longhaul.topologies.inference_server.trajectory_buffer import Trajectories
+from longhaul.topologies.inference_server.transport import Held, Lane
+from longhaul.topologies.places import Places
+from longhaul.types import Metrics, Progress
+
+
+class Serving(NamedTuple):
+    """A run's policy, compiled, and what holds its trajectories."""
+
+    inference: Inference
+    places: Places
+    store: Trajectories
+    codec: Codec
+
+
+class Prepared(NamedTuple):
+    """A run's learner, compiled, and what serves its actors."""
+
+    program: learner.Program
+    serving: Serving
+
+
+def description(run: Run) -> Description:
+    """The environment of a run, as its actors make it."""
+    assert isinstance(run.environment, Named)
+    name = run.environment.env
+    return registry.describe(name if host_rollout.is_hosted(name) else f"jax/{name}")
+
+
+def _layout(run: Run, groups: int) -> frames.Layout:
+    """What travels between a run and its actors."""
+    assert isinstance(run.environment, Named)
+    columns = run.num_envs // groups * agents(run)
+    if host_rollout.is_hosted(run.environment.env):
+        with closing(registry.make(description(run), 1)) as vector:
+            return frames.layout(vector.spec, columns)
+    environment = named(run.environment)
+    names = jax.eval_shape(lambda key: environment.metrics(environment.reset(key)[0]), jax.random.key(0))
+    return frames.layout(jax_vector.host_spec(environment), columns, tuple(names))
+
+
+def _keeps(run: Run, groups: int) -> Keeps:
+    """Which states travel: those of a run without staleness, which goes on exactly."""
+    assert isinstance(run.environment, Named)
+    if run.acting.staleness != 0:
+        return NOTHING
+    size = host_rollout.state_size(run.environment.env, named(run.environment), run.num_envs // groups)
+    return Keeps(size, run.num_steps if size else 0)
+
+
+def prepare(run: Run, assembly: Assembly, progress: Progress) -> Prepared:
+    """Compiles what a run like `progress` needs."""
+    serving = serves(run, assembly, progress)
+    data = serving.store.batch(serving.places.version)[0]
+    return Prepared(learner.compiled(assembly.algorithm, data, progress, assembly.mesh), serving)
+
+
+def serves(run: Run, assembly: Assembly, progress: Progress) -> Serving:
+    """The same without a learner."""
+    if run.acting.actor_kind == "ray":
+        ray_cluster.check(run.acting.ray_address, ray_cluster.ACTORS)
+    assert run.acting.actors is not None
+    groups = run.acting.actors * run.central.slots
+    codec = Codec(_layout(run, groups), _keeps(run, groups))
+    columns = codec.layout.columns
+    algorithm, staleness = assembly.algorithm, run.acting.staleness
+    policy = learner.local(jax.jit(algorithm.policy)(progress.state))
+    inference = Inference(
+        algorithm.act, algorithm.memory, learner.acting_key(progress), policy, assembly.spec.observation,
+        groups=groups, columns=columns, fixed=staleness == 0,
+    )  # fmt: skip
+    places = Places(groups, staleness, int(progress.updates), assembly.updates)
+    store = Trajectories(
+        inference.shapes, rooms=places.rooms, steps=run.num_steps, places=groups, columns=columns,
+        interval=assembly.spec.truncation_interval,
+    )  # fmt: skip
+    return Serving(inference, places, store, codec)
+
+
+def opened(
+    run: Run, serving: Serving, begun: int, closed: ExitStack, note: Callable[[str], None]
+) -> tuple[Server, Callable[[], list[int | None]]]:
+    """A server with its actors, until `closed`; and a function that tells the processes that were begun.
+
+    `begun` updates are finished: no life's seeds are another's, nor those before a checkpoint those after it.
+    """
+    assert run.acting.actors is not None
+    slots = run.central.slots
+
+    def seeds(actor: int, life: int) -> list[int]:
+        again = run.acting.staleness == 0  # whoever is begun anew in the first batch does the same
+        sequence = np.random.SeedSequence([run.seed, begun, actor, 1 if again else life])
+        return [int(seed) >> 1 for seed in sequence.generate_state(slots, np.uint32)]
+
+    on_ray = run.acting.actor_kind == "ray"
+    if on_ray:
+        closed.enter_context(ray_cluster.joined(run.acting.ray_address, ray_cluster.ACTORS))
+    at = _found(run)
+    kept: dict[int, np.ndarray] = {}
+    lane = closed.enter_context(closing(_lane(run, serving.codec, seeds, at, kept)))
+    crew = None
+    if on_ray or run.central.bind is None:
+        crew = closed.enter_context(closing(_crew(run, serving.codec, lane, at)))
+    elif isinstance(lane, GrpcLane):
+        note(f"waits for {run.acting.actors} actors: {_command(run, lane.address)}")
+    server = Server(
+        lane, serving.inference, serving.places, serving.store, slots=slots,
+        scores=serving.codec.layout.scores, crew=crew, note=note, kept=kept,
+    )  # fmt: skip
+    return server, lambda: [] if crew is None else crew.ids()
+
+
+def calls(
+    run: Run, assembly: Assembly, prepared: Prepared, progress: Progress, note: Callable[[str], None]
+) -> Generator[tuple[Progress, int, Metrics]]:
+    """All updates that are left, as `fused.fused` has them. Close it: then neither server nor actor is left."""
+    policy = learner.local(jax.jit(assembly.algorithm.policy)(progress.state))
+    with ExitStack() as closed:
+        server, _ = opened(run, prepared.serving, int(progress.updates), closed, note)
+        yield from learner.central(prepared.program, server, progress, policy, updates=assembly.updates)
+
+
+def _command(run: Run, address: str) -> str:
+    """What begins an actor on another machine."""
+    assert isinstance(run.environment, Named) and run.acting.actors is not None
+    worlds = run.num_envs // (run.acting.actors * run.central.slots)
+    words = f"longhaul actor --connect {address} --env {run.environment.env}"
+    words += f" --worlds {worlds} --slots {run.central.slots}"
+    words += " --token-file FILE" if run.central.token_file else ""
+    return words + (" --tls-ca FILE" if run.central.tls_cert else "")
+
+
+def _found(run: Run) -> tuple[str, Credentials]:
+    """(where the server listens, what it shows and asks for)."""
+    try:
+        given = load(run.central)
+        if run.acting.actor_kind == "ray":
+            return ray_actor.found(run.central.bind, given)
+        return run.central.bind or "127.0.0.1:0", given
+    except ValueError as error:
+        raise RunError(str(error)) from error
+
+
+def _lane(
+    run: Run, codec: Codec, seeds: Callable[[int, int], list[int]], at: tuple[str, Credentials], kept: Held
+) -> Lane:  # fmt: skip
+    assert run.acting.actors is not None
+    if run.central.lane == "shm":
+        return SharedLane(codec, run.acting.actors, run.central.slots, seeds, kept)
+    try:
+        return GrpcLane(codec, run.acting.actors, run.central.slots, seeds, bind=at[0], credentials=at[1], held=kept)
+    except ValueError as error:
+        raise RunError(str(error)) from error
+
+
+def _crew(run: Run, codec: Codec, lane: Lane, at: tuple[str, Credentials]) -> Processes:
+    """Actors on this machine, or on the nodes of a Ray cluster."""
+    assert run.acting.actors is not None
+    groups = run.acting.actors * run.central.slots
+    about: dict[str, Any] = {
+        "environment": list(description(run)), "worlds": run.num_envs // groups, "slots": run.central.slots,
+        "scores": list(codec.layout.scores), "lane": run.central.lane, "every": codec.keeps.every,
+    }  # fmt: skip
+
+    def orders(actor: int) -> Orders:
+        if isinstance(lane, SharedLane):
+            ends = lane.join(actor)
+            return Orders(about | {"ends": list(ends)}, ends[:3])
+        assert isinstance(lane, GrpcLane)
+        found = {"address": lane.address, "token_file": run.central.token_file, "authority": run.central.tls_cert}
+        return Orders(about | found)
+
+    begin = ray_actor.beginning(at[1]) if run.acting.actor_kind == "ray" else process
+    return Processes(run.acting.actors, orders, lane.cut, begin=begin)

@@ -1,0 +1,454 @@
+"""The loop around a topology: logs, saves, stops, goes on, evaluates, reports.
+
+Exactness: metrics up to a checkpoint are on disk before it is saved, and those after it are dropped on resume; every
+random number comes from the run's seed and the update's number; so a run killed anywhere and resumed ends with the same
+parameters, bit by bit, and a metrics file without gap or repeat.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable, Generator
+from contextlib import ExitStack, closing
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+from jax.sharding import Mesh
+
+from longhaul.algorithms import population as pbt
+from longhaul.config.resolve import Assembly, decisions, prepare_devices
+from longhaul.config.run import Run, RunError
+from longhaul.networks import actor_critic
+from longhaul.runtime import device_memory as footprints
+from longhaul.runtime import heartbeat, partition, process_group
+from longhaul.runtime import mesh as meshes
+from longhaul.runtime.clock import Clock, Seconds
+from longhaul.runtime.compile_cache import Ledger
+from longhaul.runtime.provenance import provenance
+from longhaul.runtime.signals import Stop, Stopped, listening
+from longhaul.telemetry import health_log, sinks, wandb
+from longhaul.telemetry.aggregate import Sums
+from longhaul.topologies import fused
+from longhaul.topologies import population as populations
+from longhaul.topologies.actor_learner import learner as acted
+from longhaul.topologies.inference_server import learner
+from longhaul.training import (
+    actor_learner,
+    finish,
+    inference_server,
+    nan_rollback,
+    population_metrics,
+    precompile,
+    reasoning_setup,
+)
+from longhaul.training import data as feeds
+from longhaul.training import (
+    publish as publishing,
+)
+from longhaul.training.checkpoint import resume
+from longhaul.training.checkpoint.checkpoint import CheckpointError, Checkpoints
+from longhaul.training.data import Feed, Feeding, feed
+from longhaul.training.load_policy import restore_policy as restore_policy
+from longhaul.training.nan_rollback import Poisoned
+from longhaul.training.run_dir import alone, called, save_run, write_json
+from longhaul.training.run_dir import load_run as load_run
+from longhaul.types import Params, Progress
+
+STOPPED = 75
+"""Exit code of a run that a signal stopped after it had saved: resume me."""
+
+
+class Outcome(NamedTuple):
+    code: int  # 0 done, STOPPED
+    result: dict[str, Any] | None
+
+
+def train(run: Run, folder: Path, *, resumed: bool, source: Feed | None = None) -> Outcome:
+    """Trains the resolved `run` in `folder` to its end, from its newest intact checkpoint if `resumed`.
+
+    `source` is what it trains in, where that has been made already. Of several processes all call this, with the same
+    run; process 0 writes whatever is written once, evaluates, and alone has a result.
+
+    A signal before the folder is that of a run raises KeyboardInterrupt, as one without this function would.
+    """
+    process_group.tell("folder", {"folder": str(folder.absolute()), "resumed": resumed})
+    with alone(folder), listening() as stop:
+        try:
+            return Outcome(0, _through(run, folder, stop, source, resumed=resumed))
+        except Stopped as stopped:
+            where = f"saved after update {stopped.done}" if stopped.done else "stopped before its first update"
+        except KeyboardInterrupt:
+            if stop.signal is None or not (folder / "run.json").exists():
+                raise
+            where = "nothing was left to save"
+        who = "another process was stopped" if stop.signal is None else signal.Signals(stop.signal).name
+        _say(f"{who}: {where}; go on with --resume {called(folder)}")
+        return Outcome(STOPPED, None)
+
+
+def _through(run: Run, folder: Path, stop: Stop, source: Feed | None, *, resumed: bool) -> dict[str, Any]:
+    """The result, around updates whose numbers are not finite; raises Stopped, and RunError where they come again."""
+    detours = process_group.share("detours", lambda: nan_rollback.detours(folder)) if resumed else 0
+    turn = 0
+    while True:
+        try:
+            return _train(run, folder, stop, source, resumed=resumed, turn=turn, detours=detours)
+        except Poisoned as poisoned:
+            detours, line = process_group.share(
+                f"detour {turn}", functools.partial(nan_rollback.keep, run, folder, poisoned)
+            )
+        _say(line)
+        source, resumed, turn = None, True, turn + 1
+
+
+def _train(
+    run: Run, folder: Path, stop: Stop, source: Feed | None, *, resumed: bool, turn: int, detours: int
+) -> dict[str, Any]:
+    """The result; raises Stopped and Poisoned. This is attempt `turn` of the process, on the last of the `detours`."""
+    if resumed and (folder / "result.json").exists():
+        _say(f"run {folder.name} is done already")
+        result: dict[str, Any] = json.loads((folder / "result.json").read_text())
+        return result
+    # The other topologies wait for each program at once, or in a thread of their own.
+    prepare_devices(run.all_devices, run.threads, run.topology != "fused" and run.all_devices == 1)
+    saving = Checkpoints(folder / "checkpoints", keep=run.keep, every=run.keep_every, turn=turn)
+    with closing(saving) as checkpoints, ExitStack() as closed:
+        clock = Clock(closed.enter_context(closing(Ledger())))
+        found = checkpoints.newest() if resumed else None
+        now = resume.standing(run, found)
+        with stop.at_once():
+            source = source or feed(run, now.origin)
+            if resumed:
+                feeds.check(run, source, json.loads((folder / "run.json").read_text()), folder.name)
+            feeding, assembly, sooner = precompile.opened(run, source, now.origin, closed)
+        shapes = jax.eval_shape(assembly.algorithm.init, jax.random.key(run.seed))
+        decided = [*decisions(run), *partition.describe(shapes, run.mesh)]
+        about = {"data": source.about, "parameters": _parameters(assembly), "decisions": decided}
+        if not resumed and process_group.index() == 0:  # not before: bad data or sizes are an error, not a run
+            save_run(folder, run, provenance() | about)
+        for line in decided:
+            _say(line)
+        with clock.compiling():
+            progress = assembly.start(run.seed, feeding.now.context)
+        progress = progress._replace(state=reasoning_setup.loaded(run, progress.state))
+        untrained = _on_host(assembly.policy(progress.state), assembly.mesh)
+        _say(f"{about['parameters']:,} parameters" + f" in each of {len(assembly.members)} runs" * run.many)
+        sums = _sums(assembly)
+        if found is not None:
+            clock.before, sums = Seconds(**found.metadata["seconds"]), _sums(assembly, found.metadata["pending"])
+            with stop.at_once():
+                feeding.move(feeds.place(found.metadata["place"]))
+            progress = resume.restored(checkpoints, found, progress, now, source, assembly, feeding.now.context)
+        progress = nan_rollback.around(progress, found, detours, assembly.mesh)
+        if resumed and process_group.index() == 0:
+            resume.record(folder, run, now, source, {"decisions": decided})
+        _look(stop, int(progress.updates), assembly)
+        if int(progress.updates) < assembly.updates:
+            try:
+                progress = _loop(
+                    run, folder, assembly, feeding, progress, checkpoints, stop, clock, sums, sooner, resumed=resumed,
+                    about={"detours": detours},
+                )  # fmt: skip
+            except Poisoned as poisoned:
+                poisoned.before = checkpoints.newest()
+                raise
+        policy = _on_host(assembly.policy(progress.state), assembly.mesh)
+        if process_group.index() > 0:
+            return {}
+        _say("evaluating")
+        return finish.finish(run, folder, assembly, policy, untrained, clock, stop)
+
+
+def _parameters(assembly: Assembly) -> int:
+    """How many numbers are learnt."""
+    algorithm = assembly.algorithm
+    acting = jax.eval_shape(lambda: algorithm.policy(algorithm.init(jax.random.key(0))))
+    return actor_critic.count((acting.state if assembly.members else acting).params)
+
+
+def _sums(assembly: Assembly, pending: dict[str, Any] | None = None) -> Sums | population_metrics.MemberSums:
+    """Of a run, or of those of a population."""
+    siblings = len(assembly.members)
+    return population_metrics.MemberSums(siblings, pending) if siblings else Sums(pending)
+
+
+def _say(line: str) -> None:
+    if process_group.index() == 0:
+        print(line, file=sys.stderr, flush=True)
+
+
+def _look(stop: Stop, done: int, assembly: Assembly) -> None:
+    """Raises Stopped if a signal came, to whichever process; `done` updates are saved."""
+    if any(meshes.asking(assembly.mesh)(stop.signal is not None)):
+        raise Stopped(done)
+
+
+def _on_host(policy: Params, mesh: Mesh | None = None) -> Params:
+    """A copy of its own: what device_get gives may lie in a buffer that is donated next. On a mesh all must ask."""
+    policy = policy if mesh is None else meshes.gathered(policy, mesh)
+    return jax.tree.map(np.array, jax.device_get(policy))
+
+
+def _loop(
+    run: Run, folder: Path, assembly: Assembly, feeding: Feeding, progress: Progress, checkpoints: Checkpoints,
+    stop: Stop, clock: Clock, sums: Sums | population_metrics.MemberSums, sooner: precompile.Ahead | None, *,
+    resumed: bool, about: dict[str, Any],
+) -> Progress:  # fmt: skip
+    """All updates that are left; what was done is saved, with `about` beside. Raises Stopped and Poisoned."""
+    assert run.block is not None and run.log_interval is not None
+    done, metrics, writes = int(progress.updates), folder / "metrics.jsonl", process_group.index() == 0
+    last = sinks.truncate_after(metrics, done) if writes else None
+    if run.many:
+        sinks.truncate_after(folder / population_metrics.FILE, done)
+    if writes and (last["update"] if last else 0) != done - sums.updates:
+        _say(f"{metrics} lacks records before update {done}; the run goes on without them")
+    program = _compiled(run, assembly, feeding, progress, clock, sooner)
+    seconds = clock.read()
+    # Of each process: all wait for the one that compiles.
+    print(f"compiled in {seconds.compile - clock.before.compile:.1f} s, {seconds.trace - clock.before.trace:.1f} s of "
+          f"that traced; {clock.ledger.found}", file=sys.stderr, flush=True)  # fmt: skip
+    if isinstance(program, actor_learner.Prepared | inference_server.Prepared):
+        on_device = footprints.parts(assembly.algorithm, progress._replace(carry=()), ())
+        _weigh(folder, program.program, on_device)
+    else:
+        _weigh(folder, program, footprints.parts(assembly.algorithm, progress, feeding.now.context))
+    with ExitStack() as closed:
+        out = _outlets(run, folder, assembly, closed, stop, done, resumed=resumed) if writes else SILENT
+        tell = heartbeat.teller(os.environ)
+        publish = closed.enter_context(
+            publishing.publishing(folder, assembly.policy, assembly.mesh, out.note, lambda: stop.signal is not None)
+        )
+        log = _logger(run, assembly, out, sums, clock, tell)
+        _look(stop, done, assembly)
+        ask = meshes.asking(assembly.mesh, late=True)
+        clock.train()
+        saved_at = time.perf_counter()
+        waiting: tuple[int, int, Any] | None = None
+        stopping = False
+        tell(heartbeat.WORKS)
+        if isinstance(program, actor_learner.Prepared):
+            calls = actor_learner.calls(run, folder, assembly, program, progress, out.note)
+        elif isinstance(program, inference_server.Prepared):
+            calls = inference_server.calls(run, assembly, program, progress, out.note)
+        elif run.many:
+            calls = _together(run, assembly, feeding, progress, program)
+        else:
+            calls = _calls(run, assembly, feeding, progress, program, tell)
+        for progress, n, rows in closed.enter_context(closing(calls)):
+            publish(done + n, n, progress.state)
+            if waiting is not None:  # of the call before: the device works meanwhile
+                log(*waiting, progress)
+            done, waiting = done + n, (done + n, n, rows)
+            due = writes and time.perf_counter() - saved_at >= 60.0 * run.save_interval_minutes
+            if due:  # all hear of it, of several processes one call later
+                saved_at = time.perf_counter()
+            due, stopping = ask(due, stop.signal is not None)
+            if run.save_interval is not None:
+                due = done // run.save_interval > (done - n) // run.save_interval
+            if due or stopping or done == assembly.updates:
+                log(*waiting, progress)
+                waiting = None
+                now = about | {"seconds": clock.read()._asdict(), "pending": sums.pending()}
+                now |= {"place": feeding.place(done).plain()} | resume.counted(run, assembly, done)
+                tell(heartbeat.RESTS)
+                _save(checkpoints, done, progress, now, out, last=stopping or done == assembly.updates)
+                tell(heartbeat.WORKS)
+            if stopping:
+                break
+        tell(heartbeat.RESTS)
+        checkpoints.wait()
+    if stopping:
+        raise Stopped(done)
+    if writes:  # the others wait for what this process does
+        stop.look(done)
+    return progress
+
+
+def _save(
+    checkpoints: Checkpoints, done: int, progress: Progress, about: dict[str, Any], out: Outlets, *, last: bool
+) -> None:
+    """Begins to save. Where that fails the run trains on, as a later one may do; the `last` raises CheckpointError."""
+
+    def warn(error: CheckpointError) -> None:
+        out.note(f"warning: {error}; until then it trains on, and tries to save when that is due")
+
+    try:
+        checkpoints.wait()
+    except CheckpointError as error:  # of the save before
+        warn(error)
+    try:
+        checkpoints.save(done, progress, about, before=out.settle)
+    except CheckpointError as error:
+        if last:
+            raise
+        warn(error)
+
+
+class Outlets(NamedTuple):
+    """Where a run writes what it tells."""
+
+    sink: sinks.Sink
+    note: Callable[[str], None]  # takes a line beside the progress
+    settle: Callable[[], None]  # makes the records durable; OSError where some wait for room
+    members: sinks.Sink | sinks.Patient  # of a population's records, run by run
+
+
+SILENT = Outlets(sinks.fan(), lambda line: None, lambda: None, sinks.fan())
+"""Of a process that is not the first."""
+
+
+def _outlets(
+    run: Run, folder: Path, assembly: Assembly, closed: ExitStack, stop: Stop, done: int, *, resumed: bool
+) -> Outlets:
+    """Where the records of a run that has made `done` updates go, until `closed`."""
+    steps, total = (assembly.agent_steps(updates) for updates in (done, assembly.updates))
+    console = closed.enter_context(closing(sinks.console(total, start=steps)))
+    metrics = folder / "metrics.jsonl"
+    files = sinks.jsonl(metrics), sinks.tensorboard(folder, after=steps if resumed else None)
+    lines, events = (closed.enter_context(closing(sinks.patient(file, console.note))) for file in files)
+    single: sinks.Sink | sinks.Patient = sinks.fan()
+    if run.many:
+        apart = sinks.jsonl(folder / population_metrics.FILE, population_metrics.plain)
+        single = closed.enter_context(closing(sinks.patient(apart, console.note)))
+    plan = health_log.plan(assembly.spec, assembly.updates, run.num_steps)
+    health = closed.enter_context(closing(health_log.watch(folder, plan, run.health, console.note)))
+    mirror = closed.enter_context(wandb.mirror(folder, console.note, lambda: stop.signal is not None))
+
+    def settle() -> None:
+        lines.flush()
+        _sync(metrics)
+        if isinstance(single, sinks.Patient):
+            single.flush()
+            _sync(folder / population_metrics.FILE)
+
+    return Outlets(sinks.fan(lines, events, health, mirror, console), console.note, settle, single)
+
+
+def _compiled(
+    run: Run, assembly: Assembly, feeding: Feeding, progress: Progress, clock: Clock, sooner: precompile.Ahead | None
+) -> fused.Program | actor_learner.Prepared | inference_server.Prepared:
+    assert run.block is not None
+    collector_in, context = assembly.collector_in, feeding.now.context
+    with clock.compiling():
+        if run.topology == "actors":
+            return actor_learner.prepare(run, assembly, context, progress)
+        if run.topology == "central":
+            return inference_server.prepare(run, assembly, progress)
+        try:
+            if run.many:
+                assert run.population.together is not None
+                return populations.compiled(
+                    assembly.algorithm, collector_in, progress, context, assembly.mesh, block=run.block,
+                    width=run.population.together,
+                )  # fmt: skip
+            if sooner is not None and (program := sooner.program(progress, context)):
+                return program
+            return fused.compiled(
+                assembly.algorithm, collector_in, progress, context, assembly.mesh, block=run.block,
+                shards=assembly.shards,
+            )  # fmt: skip
+        except jax.errors.JaxRuntimeError as error:
+            if not str(error).startswith("RESOURCE_EXHAUSTED"):
+                raise
+            raise RunError(f"the compiler finds no room on a device ({error}); give {footprints.REMEDY}") from error
+
+
+def _weigh(folder: Path, program: fused.Program | acted.Program | learner.Program, parts: dict[str, int]) -> None:
+    """Tells what the run takes of a device's memory, before its first update. Raises RunError where it can't fit."""
+    found = footprints.footprint(program.executable, program.mesh, parts)
+    if found is None:
+        return
+    if refusal := found.refusal():  # nothing is written: a run that never began leaves no folder
+        raise RunError(refusal)
+    _say(found.line())
+    if warning := found.warning():
+        _say(warning)
+    if process_group.index() == 0:
+        write_json(folder / footprints.FILE, found.plain())
+
+
+def _calls(
+    run: Run, assembly: Assembly, feeding: Feeding, progress: Progress, program: fused.Program, tell: heartbeat.Tell
+) -> Generator[tuple[Progress, int, Any]]:
+    """All calls that are left, as `fused.fused` has them, through one context after the other."""
+    assert run.block is not None
+    done = int(progress.updates)
+    while done < assembly.updates:
+        if feeding.ends(done):
+            jax.block_until_ready(progress.updates)  # nothing computes any more with the context that is given up
+            tell(heartbeat.RESTS)
+            feeding.turn(done)
+            tell(heartbeat.WORKS)
+            progress = fused.entered(progress, assembly.enter, feeding.now.context)
+        until = min(assembly.updates, feeding.until(done) or assembly.updates)
+        for progress, n, rows in fused.fused(program, progress, feeding.now.context, updates=until, block=run.block):
+            done += n
+            yield progress, n, rows
+
+
+def _together(
+    run: Run, assembly: Assembly, feeding: Feeding, progress: Progress, program: fused.Program
+) -> Generator[tuple[Progress, int, Any]]:
+    """All calls that are left of a population, in its one context."""
+    assert run.block is not None
+    evolve = populations.evolving(pbt.evolve(pbt.bounds(assembly.members)), assembly.mesh)
+    every = run.population.pbt_interval
+    yield from populations.populations(
+        program, progress, feeding.now.context, updates=assembly.updates, block=run.block,
+        evolve=evolve if every else None, every=every,
+    )  # fmt: skip
+
+
+def _sync(path: Path) -> None:
+    """Makes a file durable, which a checkpoint is too: a machine that fails must not lose the one alone."""
+    with open(path, "rb") as file:
+        os.fsync(file.fileno())
+
+
+def _logger(
+    run: Run,
+    assembly: Assembly,
+    out: Outlets,
+    sums: Sums | population_metrics.MemberSums,
+    clock: Clock,
+    tell: heartbeat.Tell,
+) -> Callable[[int, int, Any, Progress], None]:
+    """(update, n, rows, progress) -> counts the n updates up to `update`, waiting for them; writes the record that they
+    end. Raises Poisoned where their numbers are not finite, with the `progress` there is."""
+    assert run.log_interval is not None
+    interval = run.log_interval
+    last = clock.read().wall
+    fresh = 0  # updates since `last`
+    runs = max(1, len(assembly.members))
+    watched = population_metrics.Watch(runs, out.note) if run.many else None
+
+    def log(update: int, n: int, rows: Any, progress: Progress) -> None:
+        nonlocal last, fresh
+        found = jax.device_get(rows)
+        sums.add(n, watched.look(found, n, update) if watched else nan_rollback.look(found, n, update, progress))
+        tell(heartbeat.CALL)
+        clock.started()
+        fresh += n
+        if sums.updates < interval and update < assembly.updates:
+            return
+        now = clock.read().wall
+        record = {
+            "update": update,
+            "env_steps": assembly.env_steps(update),
+            "agent_steps": assembly.agent_steps(update),
+            "wall_seconds": now,
+            "sps": fresh * runs * assembly.steps_per_update / max(now - last, 1e-9),
+        }
+        out.sink.write(record | sums.take())
+        if isinstance(sums, population_metrics.MemberSums):
+            out.members.write(record | sums.each)
+        last, fresh = now, 0
+
+    return log

@@ -1,0 +1,149 @@
+"""Updates that end in numbers which are not finite: noticed, kept for a look, gone around.
+
+Whether all is finite is computed on the device, in the compiled call, and read with the metrics. A run with such an
+update goes back to the checkpoint before it and on with other random numbers, a *detour*: its number is folded into the
+run's key, stands in run.json from then on, and in every checkpoint that follows, so that going on stays exact.
+
+`poison/UPDATE` in the run's folder is a run itself, at that checkpoint and without detours left: going on with it
+repeats the update.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import shutil
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh
+
+from longhaul.config.run import Run, RunError
+from longhaul.runtime import mesh as meshes
+from longhaul.runtime import named_leaves
+from longhaul.runtime.provenance import params_sha256
+from longhaul.topologies import fused
+from longhaul.training.checkpoint.checkpoint import Found
+from longhaul.training.run_dir import write_json
+from longhaul.types import Progress, PyTree
+
+FOLDER = "poison"
+
+DETOURS = 2**32 - 2
+"""What the run's key is folded with for detours: no update has this number, nor `fused.ENTRIES`."""
+
+
+class Poisoned(Exception):
+    """An update whose parameters or metrics are not finite."""
+
+    def __init__(self, update: int, metrics: dict[str, float], progress: Progress):
+        super().__init__(update)
+        self.update = update
+        self.metrics = metrics
+        self.progress = progress  # some updates later, perhaps
+        self.before: Found | None = None  # the newest intact checkpoint
+
+    def names(self) -> str:
+        odd = [name for name, value in self.metrics.items() if not math.isfinite(value)]
+        return ", ".join(odd[:3]) + ", ..." * (len(odd) > 3) if odd else "the parameters"
+
+
+def look(rows: Mapping[str, np.ndarray], n: int, update: int, progress: Progress) -> dict[str, np.ndarray]:
+    """The rows without what says whether all is finite. Raises Poisoned for the first of the n up to `update` that is
+    not."""
+    sound, rest = rows[fused.FINITE], {name: values for name, values in rows.items() if name != fused.FINITE}
+    if not np.all(sound[:n]):
+        first = int(np.argmin(sound[:n]))
+        values = {name: float(values[first]) for name, values in rest.items() if not name.startswith("peak/")}
+        raise Poisoned(update - n + first + 1, values, progress)
+    return rest
+
+
+def detours(folder: Path) -> int:
+    """How many a run has made."""
+    return len(json.loads((folder / "run.json").read_text()).get("detours", ()))
+
+
+def around(progress: Progress, found: Found | None, detours: int, mesh: Mesh) -> Progress:
+    """The progress of a checkpoint (None: of the beginning), on the last of the run's detours."""
+    if detours == (found.metadata.get("detours", 0) if found else 0):
+        return progress
+    key = jax.random.fold_in(jax.random.fold_in(progress.key, DETOURS), detours)
+    return progress._replace(key=meshes.everywhere(key, mesh))
+
+
+def keep(run: Run, folder: Path, poisoned: Poisoned) -> tuple[int, str]:
+    """Keeps what there is for a look, and notes one more detour; -> (how many, what to say).
+
+    Raises RunError where there were `run.rollbacks` of them already.
+    """
+    path = folder / "run.json"
+    about: dict[str, Any] = json.loads(path.read_text())
+    made, since = about.get("detours", []), poisoned.before
+    where = _new_folder(folder / FOLDER, poisoned.update)
+    back = since.step if since else 0
+    write_json(where / "poison.json", _told(poisoned) | {"checkpoint": back, "detours": len(made)})
+    for name in ("metrics.jsonl", *([f"checkpoints/{since.name}"] if since else [])):
+        if (folder / name).exists():
+            _link(folder / name, where / name)
+    write_json(where / "run.json", about | {"id": where.name, "run": about["run"] | {"rollbacks": 0}})
+    what = f"update {poisoned.update} made numbers that are not finite ({poisoned.names()}); kept in {where}"
+    if len(made) >= run.rollbacks:
+        before = f", after {len(made)} detours of {run.rollbacks}" if made else ""
+        raise RunError(
+            f"{what}{before}; lower --lr or --max-grad-norm, see to the rewards, or allow more --rollbacks "
+            f"(now {run.rollbacks})"
+        )
+    entry = {"update": poisoned.update, "checkpoint": back, "time": time.strftime("%Y-%m-%dT%H:%M:%S%z")}
+    write_json(path, about | {"detours": [*made, entry]})
+    count = len(made) + 1
+    return count, f"{what}; goes on from update {back} with other random numbers ({count} of {run.rollbacks})"
+
+
+def _told(poisoned: Poisoned) -> dict[str, Any]:
+    """What poison.json says."""
+    progress = poisoned.progress
+    state = jax.tree.map(meshes.here, progress.state)
+    metrics = {name: value if math.isfinite(value) else str(value) for name, value in poisoned.metrics.items()}
+    after = int(progress.updates.addressable_data(0))
+    told = {"after": after, "sha256": params_sha256(state), "not_finite": _odd(state)}
+    return {"update": poisoned.update, "metrics": metrics, "state": told}
+
+
+def _odd(state: PyTree) -> dict[str, str]:
+    """How many numbers of each leaf are not finite."""
+    counts = {
+        name: (int(np.sum(~np.isfinite(leaf.astype(np.float32)))), leaf.size)
+        for name, leaf in named_leaves.name(state).items()
+        if jnp.issubdtype(leaf.dtype, jnp.floating)
+    }
+    return {name: f"{odd} of {size}" for name, (odd, size) in counts.items() if odd}
+
+
+def _new_folder(parent: Path, update: int) -> Path:
+    for attempt in range(1, 1000):
+        folder = parent / (str(update) if attempt == 1 else f"{update}.{attempt}")
+        try:
+            folder.mkdir(parents=True)
+        except FileExistsError:
+            continue
+        return folder
+    raise RunError(f"{parent} holds a thousand folders of update {update}; remove some")
+
+
+def _link(source: Path, target: Path) -> None:
+    """A checkpoint's files have one place on disk and two names; what is written on, is copied."""
+    if not source.is_dir():
+        shutil.copy2(source, target)
+        return
+    try:
+        shutil.copytree(source, target, copy_function=os.link)
+    except OSError:  # a file system without links
+        shutil.rmtree(target, ignore_errors=True)
+        shutil.copytree(source, target)

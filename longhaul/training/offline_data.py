@@ -1,0 +1,177 @@
+"""What somebody did, recorded: arrays of observations and actions, to be imitated by `algorithms/bc.py`.
+
+A file `.npz`, or a folder of `.npy` files, holds `observation` [N, ...] and `action` [N, ...] by these names: steps of
+anybody in any order, as the environment gives and takes them. Of an observation of several arrays each is
+`observation/NAME`; where actions can be illegal, `mask` [N, n] says which are not (without it all are legal). Leading
+axes are free, [T, B, ...] say, and equal in all. A folder of `.npz` files is all of them.
+
+`read` says, in one line, what does not fit the environment. Rows lie on the device, and a rollout of them is drawn
+evenly, with replacement.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from longhaul.driving.datasets.log import BadData
+from longhaul.spaces import Action, Box, Discrete, Masked, action_shape
+from longhaul.types import Collector, Guided, Key, Metrics, Params, PyTree, Rollout, Spec, Successors
+
+LOOSE = 1e-3
+"""How far, as a share of its range, a vector may lie out of its bounds: what rounding does."""
+
+
+class Recorded(NamedTuple):
+    """N steps of whom one imitates."""
+
+    observation: PyTree  # [N, ...], as the environment gives it
+    action: Any  # [N, ...]
+
+    @property
+    def rows(self) -> int:
+        return int(self.action.shape[0])
+
+
+def save(path: Path | str, observation: PyTree, action: Any) -> None:
+    """Writes steps as `read` takes them: an observation [..., *shape] (`Masked` or not), and actions [..., *shape]."""
+    seen, mask = observation if isinstance(observation, Masked) else (observation, None)
+    arrays: dict[str, Any] = {name: np.asarray(leaf) for name, leaf in _leaves(seen).items()}
+    arrays |= {"action": np.asarray(action)} | ({} if mask is None else {"mask": np.asarray(mask)})
+    np.savez_compressed(path, **arrays)
+
+
+def read(paths: Sequence[str], spec: Spec) -> Recorded:
+    """All steps at `paths`, which are files and folders. Raises BadData, one line, where they don't fit `spec`."""
+    found = [_checked(where, arrays, spec) for path in paths for where, arrays in _open(Path(path).expanduser())]
+    recorded: Recorded = jax.tree.map(lambda *parts: np.concatenate(parts), *found)
+    return recorded
+
+
+def _open(path: Path) -> list[tuple[Path, Mapping[str, np.ndarray]]]:
+    """(where, its arrays by name) of each record at `path`."""
+    if not path.exists():
+        raise BadData(f"{path}: there is no such file or folder")
+    if path.is_dir():
+        arrays = {
+            str(file.relative_to(path).with_suffix("")): _load(file) for file in sorted(path.rglob("*.npy"))
+        }  # fmt: skip
+        if arrays:
+            return [(path, arrays)]
+        files = sorted(path.glob("*.npz"))
+        if not files:
+            raise BadData(f"{path}: holds no .npz files, and no observation.npy and action.npy")
+        return [each for file in files for each in _open(file)]
+    if path.suffix != ".npz":
+        raise BadData(f"{path}: is no .npz file; numpy.savez writes one")
+    found = _load(path)
+    return [(path, {name: _of(path, found, name) for name in found.files})]
+
+
+def _load(path: Path) -> Any:
+    try:
+        return np.load(path, allow_pickle=False)
+    except (OSError, ValueError, EOFError) as error:
+        raise BadData(f"{path}: can't be read as NumPy's: {error}".splitlines()[0]) from error
+
+
+def _of(path: Path, found: Any, name: str) -> np.ndarray:
+    try:
+        array: np.ndarray = found[name]
+    except Exception as error:  # zipfile's and zlib's own are many
+        raise BadData(f"{path}: {name} can't be read: {error}".splitlines()[0]) from error
+    return array
+
+
+def _leaves(observation: PyTree) -> dict[str, Any]:
+    """ "observation", or "observation/NAME" -> a leaf of it."""
+    found = jax.tree_util.tree_flatten_with_path(observation)[0]
+    return {"/".join(["observation", *(str(_key(k)) for k in path)]): leaf for path, leaf in found}
+
+
+def _key(key: Any) -> Any:
+    """What one writes for a step of a path in a tree."""
+    match key:
+        case jax.tree_util.GetAttrKey():
+            return key.name
+        case jax.tree_util.DictKey():
+            return key.key
+        case jax.tree_util.SequenceKey():
+            return key.idx
+    return key
+
+
+def _checked(where: Path, arrays: Mapping[str, np.ndarray], spec: Spec) -> Recorded:
+    """The rows of one record. Raises BadData."""
+    wanted = spec.observation.observation if isinstance(spec.observation, Masked) else spec.observation
+    names = _leaves(wanted)
+    shape, dtype = action_shape(spec.action)
+    forms = {name: (leaf.shape, np.dtype(leaf.dtype)) for name, leaf in names.items()} | {"action": (shape, dtype)}
+    if isinstance(spec.observation, Masked):
+        forms["mask"] = spec.observation.mask.shape, np.dtype(bool)
+    missing = [name for name in forms if name not in arrays and name != "mask"]
+    if missing:
+        raise BadData(f"{where}: has no {missing[0]}; it holds {', '.join(sorted(arrays)) or 'nothing'}")
+    lead = arrays["action"].shape[: arrays["action"].ndim - len(shape)]
+    if not lead or not math.prod(lead):
+        raise BadData(f"{where}: action is {_said(arrays['action'])}; it must be [N, {_inner(shape)}], N at least 1")
+    if "mask" in forms and "mask" not in arrays:
+        arrays = {**arrays, "mask": np.ones((*lead, *forms["mask"][0]), bool)}
+    made = {}
+    for name, (inner, kind) in forms.items():
+        array = arrays[name]
+        if array.shape != (*lead, *inner):
+            raise BadData(f"{where}: {name} is {_said(array)}; for these actions it must be {(*lead, *inner)}")
+        if not np.can_cast(array.dtype, kind, "same_kind"):
+            raise BadData(f"{where}: {name} is of {array.dtype}, and the environment's of {kind}; convert it")
+        if not np.all(np.isfinite(array)):
+            raise BadData(f"{where}: {name} has numbers that are not finite; leave those steps out")
+        made[name] = np.ascontiguousarray(array.reshape(-1, *inner), kind)
+    _bounded(where, made["action"], spec.action)
+    seen = jax.tree.unflatten(jax.tree.structure(wanted), [made[name] for name in names])
+    return Recorded(Masked(seen, made["mask"]) if "mask" in forms else seen, made["action"])
+
+
+def _bounded(where: Path, action: np.ndarray, space: Action) -> None:
+    if isinstance(space, Box):
+        low, high = np.asarray(space.low), np.asarray(space.high)
+        least, most = low - LOOSE * (high - low), high + LOOSE * (high - low)
+        allowed = f"{low.tolist()} to {high.tolist()}"
+    else:
+        least = np.zeros(action.shape[1:])
+        most = np.asarray(space.n if isinstance(space, Discrete) else space.sizes) - 1
+        allowed = f"0 to {most.tolist()}"
+    odd = np.flatnonzero(((action < least) | (action > most)).reshape(len(action), -1).any(-1))
+    if len(odd):
+        raise BadData(f"{where}: action {odd[0]} is {action[odd[0]].tolist()}; it must lie in {allowed}")
+
+
+def _said(array: np.ndarray) -> str:
+    return f"{array.dtype} {array.shape}"
+
+
+def _inner(shape: tuple[int, ...]) -> str:
+    return ", ".join(map(str, shape)) or "no more axes"
+
+
+def collector(recorded: Recorded, *, columns: int, steps: int) -> Collector:
+    """Rollouts [steps, columns] of rows that are drawn evenly: nobody acts, and no episode ends."""
+
+    def collect(params: Params, carry: PyTree, key: Key, version: jax.Array) -> tuple[PyTree, Rollout, Metrics]:
+        index = jax.random.randint(key, (steps, columns), 0, recorded.action.shape[0])
+        observation, action = jax.tree.map(lambda x: x[index], tuple(recorded))
+        never, always = jnp.zeros((steps, columns), bool), jnp.ones((steps, columns), bool)
+        following = Successors(*(jax.tree.map(lambda x, i=i: x[i], observation) for i in (-1, slice(0, 1))))
+        data = Rollout(
+            observation, action, jnp.zeros((steps, columns), jnp.float32), never, never, always,
+            Guided((), action, always, always), following, (), version,
+        )  # fmt: skip
+        return carry, data, {name: jnp.float32(0.0) for name in ("episodes", "episode/return", "episode/length")}
+
+    return Collector(lambda key: (), collect, steps * columns, steps * columns)

@@ -1,0 +1,118 @@
+"""Metrics of runs that are trained side by side: of all together as one record, and of each in a file beside.
+
+`metrics.jsonl` has the mean over the runs under a metric's own name, and their standard deviation (n - 1) as NAME_std.
+`members.jsonl` has the same records with a list of values, one a run, for every metric.
+
+A run whose numbers are not finite is null there and counts in no mean; the others go on, for none hears of another.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from longhaul.config.run import RunError
+from longhaul.telemetry.aggregate import Record, is_peak
+from longhaul.telemetry.sinks import read
+
+FILE = "members.jsonl"
+
+FINITE = "finite"
+"""`topologies.fused.FINITE`: the row that says whether an update's numbers are."""
+
+
+class MemberSums:
+    """`records.Sums` of M runs at once; `each` is what the last record was made of."""
+
+    def __init__(self, members: int, pending: Mapping[str, Any] | None = None):
+        self.members = members
+        self.updates: int = pending["updates"] if pending else 0
+        self.each: dict[str, list[float]] = {}
+        self._totals = {name: np.array(values, float) for name, values in pending["totals"].items()} if pending else {}
+
+    def add(self, n: int, rows: Mapping[str, np.ndarray]) -> None:
+        """Adds the first n updates of `rows`, arrays [n or more, M] by name, as `records.Sums.add` does."""
+        for name, values in rows.items():
+            mine = np.asarray(values[:n], np.float64)
+            if is_peak(name):
+                before = self._totals.get(name, np.full(self.members, -math.inf))
+                self._totals[name] = np.maximum(before, np.max(mine, axis=0, initial=-math.inf))
+            else:
+                self._totals[name] = self._totals.get(name, np.zeros(self.members)) + mine.sum(0)
+        self.updates += n
+
+    def pending(self) -> dict[str, Any]:
+        """As JSON can hold it, every bit: what is not finite, as a word."""
+        return {"updates": self.updates, "totals": {name: _words(values) for name, values in self._totals.items()}}
+
+    def take(self) -> Record:
+        """The record of at least one update, over all runs; begins anew. `each` has that of every run."""
+        totals, updates = self._totals, self.updates
+        episodes = totals.pop("episodes")
+        counts = {name: totals.pop(name) for name in list(totals) if name.startswith("episodes/")}
+        found = {"episode/count": episodes}
+        for name, total in sorted(totals.items()):
+            if is_peak(name):
+                found[name] = total
+                continue
+            count: Any = updates
+            if name.startswith("episode/"):
+                count = counts.get("episodes/" + name.removeprefix("episode/"), episodes)
+            with np.errstate(divide="ignore", invalid="ignore"):
+                found[name] = np.where(np.asarray(count) > 0, total / count, np.nan)
+        self.updates, self._totals = 0, {}
+        self.each = {name: values.tolist() for name, values in found.items()}
+        return {key: number for name, values in found.items() for key, number in _summary(name, values)}
+
+
+def _summary(name: str, values: np.ndarray) -> list[tuple[str, float]]:
+    """A metric's mean and deviation over the runs that tell it."""
+    known = values[np.isfinite(values)]
+    mean = float(known.mean()) if len(known) else math.nan
+    return [(name, mean), (f"{name}_std", float(known.std(ddof=1)) if len(known) > 1 else 0.0)]
+
+
+def _words(values: np.ndarray) -> list[float | str]:
+    return [value if math.isfinite(value) else str(value) for value in values.tolist()]
+
+
+class Watch:
+    """Notices runs whose numbers are not finite, and says so once, and once more where one has recovered."""
+
+    def __init__(self, members: int, note: Callable[[str], None]):
+        self._sound = np.ones(members, bool)
+        self._note = note
+
+    def look(self, rows: Mapping[str, np.ndarray], n: int, update: int) -> dict[str, np.ndarray]:
+        """The rows without what says whether all is finite, after the n updates up to `update`."""
+        sound: np.ndarray = np.all(rows[FINITE][:n], axis=0)
+        for member in np.flatnonzero(sound != self._sound).tolist():
+            state = "is finite again" if sound[member] else "has numbers that are not finite; the others go on"
+            self._note(f"run {member} {state} (updates {update - n + 1} to {update})")
+        self._sound = sound
+        if not sound.any():
+            raise RunError("no run has finite numbers any more; lower --lr or --max-grad-norm, or see to the rewards")
+        return {name: values for name, values in rows.items() if name != FINITE}
+
+
+def plain(record: Mapping[str, Any]) -> dict[str, Any]:
+    """A record of lists as JSON can hold it."""
+
+    def one(value: Any) -> Any:
+        if isinstance(value, list):
+            return [one(x) for x in value]
+        return None if isinstance(value, float) and not math.isfinite(value) else value
+
+    return {name: one(value) for name, value in record.items()}
+
+
+def columns(folder: Path, name: str) -> tuple[np.ndarray, np.ndarray]:
+    """(agent steps [P], values of a metric [P, M]) of a population's records; NaN where a run told none."""
+    records = [record for record in read(folder / FILE) if name in record] if (folder / FILE).exists() else []
+    steps = np.array([record["agent_steps"] for record in records], float)
+    rows = [[math.nan if value is None else value for value in record[name]] for record in records]
+    return steps, np.array(rows, float).reshape(len(rows), -1)

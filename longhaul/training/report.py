@@ -1,0 +1,365 @@
+"""A run's report: one self-contained page with key figures, evaluation, driving, learning curves and configuration.
+
+It is made from the files of a run as they are (`run.json`, `metrics.jsonl`, `result.json`), any of which may be empty
+or hold NaN or null: what is missing is left out.
+"""
+
+from __future__ import annotations
+
+import html
+import json
+import math
+import shlex
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from longhaul.driving.render import web_player
+from longhaul.driving.render.recording import Recording
+from longhaul.telemetry import charts, forecast
+from longhaul.telemetry import html as pages
+from longhaul.telemetry.health import Finding
+
+COUNTERS = ("update", "env_steps", "agent_steps", "wall_seconds")
+"""Fields of a record that count how far it is; all others are metrics."""
+
+AXIS = ("agent_steps", "env_steps", "update")
+"""What curves run over: the first of these that the records have."""
+
+HIGHER = (
+    *("return", "accuracy", "progress", "goal", "comfort", "vmax_score", "nuplan_score", "puffer_score", "completion"),
+    *("accuracy_at_fault", "making_progress", "driving_direction", "time_to_collision", "smallest_ttc", "speed_limit"),
+    *("lanes", "comfortable"),
+    *("pass_at_1", "pass_at_k", "majority_at_k", "soundness"),
+)
+LOWER = (
+    *("collision", "offroad", "red_light", "at_fault_collision", "wrong_way", "off_route", "log_divergence"),
+    *("final_divergence", "kinematic_infeasibility", "truncated"),
+)
+"""Metrics of an evaluation of which more, or less, is better, in the order of columns; of others no best is marked."""
+
+MAIN = (*HIGHER[:7], *LOWER[:3], "length", *HIGHER[-4:], "steps")
+"""Metrics that are shown at once; a table of the others is folded."""
+
+POLICIES = ("trained", "untrained", "idm", "log", "constant")
+"""The order of an evaluation's rows."""
+
+PROVENANCE = ("commit", "machine", "host", "platform", "cpus", "backend", "devices", "python", "versions")
+"""Fields of run.json that say what made a run, beside its command."""
+
+SHOWN = ("return", "accuracy", "progress", "pass_at_1")
+"""Of the trained policy's metrics, those among the key figures."""
+
+DASH = "–"
+"""What stands where there is no value."""
+
+
+class Panel(NamedTuple):
+    """One figure: the metrics whose last part (of "group/name") is among `names`."""
+
+    title: str
+    names: tuple[str, ...]
+    unit: str = ""
+
+
+PANELS = (
+    Panel("Return", ("return",), "per episode"),
+    Panel("Accuracy", ("accuracy",), "share of episodes without fault"),
+    Panel("Progress", ("progress",), "share of the route"),
+    Panel("Goal", ("goal",), "share of episodes"),
+    Panel("Faults", ("collision", "offroad", "red_light"), "share of episodes"),
+    Panel("Episode length", ("length",), "steps"),
+    Panel("Policy loss", ("policy_loss",)),
+    Panel("Value loss", ("value_loss",)),
+    Panel("Loss", ("loss",)),
+    Panel("Entropy", ("entropy",), "nats"),
+    Panel("Approximate KL", ("approx_kl", "kl"), "nats"),
+    Panel("Speed of training", ("sps",), "steps a second"),
+)
+
+
+def write_report(
+    path: Path | str,
+    *,
+    run: Mapping[str, Any],
+    records: Sequence[Mapping[str, Any]],
+    result: Mapping[str, Any],
+    recordings: Sequence[Recording] = (),
+    findings: Sequence[Finding] = (),
+    runs: str = "",
+) -> None:
+    """Writes `path`, at once or not at all.
+
+    `run` is run.json: read are `id`, `recipe`, `command` and those of `PROVENANCE`, at its top or within `provenance`,
+    all optional; all of it is shown as the configuration. `records` are the objects of metrics.jsonl in order, `result`
+    is result.json (`{}` before the run's end). Every text is escaped. Raises ValueError where a recording's arrays do
+    not fit together.
+
+    `runs` is what to say of runs side by side, as HTML.
+    """
+    whole, run = run, {**_mapping(run.get("provenance")), **run}
+    name = str(run.get("id") or Path(path).absolute().parent.name)
+    parts = [
+        _header(name, run, result),
+        _section("Key figures", _key_figures(records, result)),
+        _section("Runs", runs),
+        _section("Evaluation", _evaluation(result.get("evaluation"))),
+        _section("Chains", _chains(result.get("chains"))),
+        _section("Driving", f'<div class="card">{web_player.section(recordings)}</div>' if recordings else ""),
+        *_curves(records),
+        _section("Forecast", _forecast(records)),
+        _section("Health", _health(findings)),
+        _section("Where it comes from", _provenance(run)),
+        _section("Configuration", _folded("run.json", whole) + _folded("result.json", result)),
+    ]
+    pages.write(
+        path,
+        pages.page(
+            f"{name} · Longhaul",
+            f"<main>{''.join(parts)}</main>",
+            styles=[pages.asset(f"{sheet}.css") for sheet in ("page", "report", "curves")]
+            + web_player.styles() * bool(recordings),
+            scripts=[pages.asset("curves.js"), *(web_player.scripts() if recordings else [])],
+        ),
+    )
+
+
+def _header(name: str, run: Mapping[str, Any], result: Mapping[str, Any]) -> str:
+    facts = [str(run[key]) for key in ("recipe",) if run.get(key)]
+    if run.get("commit"):
+        facts.append(f"commit {str(run['commit'])[:12]}")
+    status = result.get("status")
+    chip = f'<span class="chip {"done" if status == "done" else ""}">{_text(status)}</span>' if status else ""
+    return f'<header><h1>{_text(name)} {chip}</h1><p class="muted">{_text(" · ".join(facts))}</p></header>'
+
+
+def _section(title: str, content: str) -> str:
+    return f"<section><h2>{_text(title)}</h2>{content}</section>" if content else ""
+
+
+def _key_figures(records: Sequence[Mapping[str, Any]], result: Mapping[str, Any]) -> str:
+    last = records[-1] if records else {}
+
+    def known(key: str, other: str) -> float | None:
+        return _number(result.get(key)) if _number(result.get(key)) is not None else _number(last.get(other))
+
+    agent_steps, env_steps = known("agent_steps", "agent_steps"), known("env_steps", "env_steps")
+    figures = [
+        ("agent steps", _count(agent_steps)),
+        ("environment steps", _count(env_steps) if env_steps != agent_steps else ""),
+        ("training", _duration(known("train_seconds", "wall_seconds"))),
+        ("compilation", _duration(_number(result.get("compile_seconds")))),
+        ("steps a second", _count(known("sps", "sps"))),
+    ]
+    trained = _mapping(_mapping(result.get("evaluation")).get("trained"))
+    figures += [(f"{name}, trained", _value(_number(trained.get(name)))) for name in SHOWN]
+    cards = "".join(f"<div><dt>{_text(name)}</dt><dd>{_text(value)}</dd></div>" for name, value in figures if value)
+    return f'<dl class="figures">{cards}</dl>' if cards else ""
+
+
+def _evaluation(evaluation: Any) -> str:
+    """The table of means: a row a policy, a column a metric, the best of a column marked."""
+    rows = {str(policy): _mapping(means) for policy, means in _mapping(evaluation).items()}
+    rows = {policy: rows[policy] for policy in sorted(rows, key=lambda name: _rank(name, POLICIES)) if rows[policy]}
+    present = {str(key) for means in rows.values() for key, value in means.items() if _number(value) is not None}
+    columns = sorted(present - {"episodes"}, key=lambda name: _rank(name, HIGHER + LOWER))
+    if not columns:
+        return ""
+    shown = [name for name in columns if name in MAIN] or columns
+    note = (
+        '<p class="muted note">Means over the episodes that tell a metric; the best of a column is marked, '
+        "↑ where more is better, ↓ where less is.</p>"
+    )
+    others = [name for name in columns if name not in shown]
+    more = f"<details><summary>Further metrics ({len(others)})</summary>{_table(rows, others)}</details>"
+    return _table(rows, shown) + note + more * bool(others)
+
+
+def _chains(chains: Any) -> str:
+    """What a trained language model wrote about problems held out, one completion of each."""
+    if not chains:
+        return ""
+    body = "".join(
+        f'<tr><th scope="row"><code>{_text(each["prompt"])}</code></th><td><code>{_text(each["chain"])}</code></td>'
+        f"<td>{'right' if each['right'] else 'wrong'}</td></tr>"
+        for each in chains
+    )
+    heads = "".join(f'<th scope="col">{name}</th>' for name in ("problem", "chain", "answer"))
+    return f'<div class="card table"><table><thead><tr>{heads}</tr></thead><tbody>{body}</tbody></table></div>'
+
+
+def _table(rows: Mapping[str, Mapping[str, Any]], columns: Sequence[str]) -> str:
+    heads = "".join(f'<th scope="col">{_text(_words(column))}{_arrow(column)}</th>' for column in columns)
+    body = []
+    best = {column: best_policies(column, rows) for column in columns}
+    digits = {column: _digits([_number(means.get(column)) for means in rows.values()]) for column in columns}
+    for policy, means in rows.items():
+        cells = "".join(_cell(means.get(column), digits[column], policy in best[column]) for column in columns)
+        episodes = _text(_count(_number(means.get("episodes"))) or DASH)
+        body.append(f'<tr><th scope="row">{_text(policy)}</th>{cells}<td class="muted">{episodes}</td></tr>')
+    top = f'<thead><tr><th scope="col">policy</th>{heads}<th scope="col">episodes</th></tr></thead>'
+    return f'<div class="card table"><table>{top}<tbody>{"".join(body)}</tbody></table></div>'
+
+
+def _cell(value: Any, digits: int, best: bool) -> str:
+    number = _number(value)
+    text = DASH if number is None else f"{number:,.{digits}f}".replace("-", "−")
+    return f"<td{' class=best' if best else ''}>{text}</td>"
+
+
+def _digits(values: Sequence[float | None]) -> int:
+    """Decimals for a column: four digits of its greatest value, at most three of them after the point."""
+    size = max((abs(value) for value in values if value is not None), default=0.0)
+    return next((digits for bound, digits in ((10, 3), (100, 2), (1000, 1)) if size < bound), 0)
+
+
+def best_policies(column: str, rows: Mapping[str, Mapping[str, Any]]) -> set[str]:
+    """The policies with the best value of a metric; none where nothing says which end is better or all are equal."""
+    values = {policy: value for policy, means in rows.items() if (value := _number(means.get(column))) is not None}
+    if column not in HIGHER + LOWER or len(set(values.values())) < 2:
+        return set()
+    best = max(values.values()) if column in HIGHER else min(values.values())
+    return {policy for policy, value in values.items() if value == best}
+
+
+def _health(findings: Sequence[Finding]) -> str:
+    """What went wrong, from which update to which."""
+    if not findings:
+        return ""
+    heads = "".join(f'<th scope="col">{name}</th>' for name in ("what", "from update", "to", "remedy"))
+    body = []
+    for found in findings:
+        until = "the end" if found.until is None else _count(float(found.until))
+        cells = (_count(float(found.since)), until, _text(found.remedy))
+        row = "".join(f"<td>{cell}</td>" for cell in cells)
+        body.append(f'<tr><th scope="row">{_text(found.says)}</th>{row}</tr>')
+    table = f"<table><thead><tr>{heads}</tr></thead><tbody>{''.join(body)}</tbody></table>"
+    return f'<div class="card table">{table}</div>'
+
+
+def _curves(records: Sequence[Mapping[str, Any]]) -> list[str]:
+    """The known panels, and folded below them a panel for every other metric."""
+    axis = next((name for name in AXIS if any(_number(record.get(name)) is not None for record in records)), "")
+    lines = {line.name: line for line in series(records, axis)}
+    label = _words(axis) or "log points"
+    figures = []
+    rest = dict(lines)
+    for panel in PANELS:
+        own = [name for name in lines if name.split("/")[-1] in panel.names]
+        drawn = [lines[name]._replace(name=_words(_shortest(name, own))) for name in own]
+        figures.append(charts.figure(panel.title, drawn, label, panel.unit))
+        for name in own:
+            rest.pop(name, None)
+    others = [charts.figure(name, [line], label) for name, line in sorted(rest.items())]
+    main, more = "".join(figures), "".join(others)
+    note = '<p class="muted note">Faint lines are as logged, strong ones their running means.</p>'
+    smoothed = note * ('class="faint' in main)
+    parts = [_section("Learning curves", f'<div class="curves">{main}</div>{smoothed}' if main else "")]
+    if more:
+        count = sum(1 for figure in others if figure)
+        summary = f"<summary>{'Further' if main else 'Learning'} curves ({count})</summary>"
+        parts.append(
+            f'<details class="more"{"" if main else " open"}>{summary}<div class="curves">{more}</div></details>'
+        )
+    return parts
+
+
+def series(records: Sequence[Mapping[str, Any]], axis: str) -> list[charts.Series]:
+    """A line for each metric of the records over `axis` (their number where it is empty); NaN where one lacks it."""
+    steps = [_number(record.get(axis)) for record in records] if axis else [float(i) for i in range(len(records))]
+    chosen = [(step, record) for step, record in zip(steps, records, strict=True) if step is not None]
+    x = np.array([step for step, _ in chosen], float)
+    names = dict.fromkeys(str(key) for _, record in chosen for key in record if key not in COUNTERS)
+    lines = []
+    for name in names:
+        values = [_number(record.get(name)) for _, record in chosen]
+        lines.append(
+            charts.Series(name, x, np.array([math.nan if value is None else value for value in values], float))
+        )
+    return lines
+
+
+def _provenance(run: Mapping[str, Any]) -> str:
+    command = run.get("command")
+    line = shlex.join(str(word) for word in command) if isinstance(command, list | tuple) else command
+    facts = [("command", f"<code>{_text(line)}</code>") if line else None]
+    facts += [(key, _text(_flat(run[key]))) if run.get(key) else None for key in PROVENANCE]
+    rows = "".join(f"<dt>{name}</dt><dd>{value}</dd>" for name, value in filter(None, facts))
+    return f'<dl class="card provenance">{rows}</dl>' if rows else ""
+
+
+def _forecast(records: Sequence[Mapping[str, Any]]) -> str:
+    """Where the reward of a reasoning run ends, which is bounded."""
+    rows = forecast.said(records) if any(forecast.TAUGHT in record for record in records) else []
+    told = "".join(f"<dt>{_text(name)}</dt><dd>{_text(line)}</dd>" for name, line in rows)
+    return f'<dl class="card provenance">{told}</dl>' if told else ""
+
+
+def _folded(title: str, value: Mapping[str, Any]) -> str:
+    if not value:
+        return ""
+    text = json.dumps(value, indent=2, default=str, ensure_ascii=False)
+    return f"<details><summary>{_text(title)}</summary><pre>{_text(text)}</pre></details>"
+
+
+def _flat(value: Any) -> str:
+    """A mapping on one line, "jax 0.10.2, numpy 2.4"; other values as they print."""
+    if isinstance(value, Mapping):
+        return ", ".join(f"{_words(str(key))} {_flat(inner)}" for key, inner in value.items() if inner is not None)
+    if isinstance(value, list | tuple):
+        return ", ".join(_flat(inner) for inner in value)
+    return str(value)
+
+
+def _text(value: Any) -> str:
+    return html.escape(str(value), quote=True)
+
+
+def _mapping(value: Any) -> Mapping[str, Any]:
+    return value if isinstance(value, Mapping) else {}
+
+
+def _number(value: Any) -> float | None:
+    """A finite number, or None for anything else."""
+    if isinstance(value, bool) or not isinstance(value, int | float | np.number):
+        return None
+    return float(value) if math.isfinite(value) else None
+
+
+def _count(value: float | None) -> str:
+    return "" if value is None else f"{value:,.0f}"
+
+
+def _value(value: float | None) -> str:
+    return "" if value is None else f"{value:,.{_digits([value])}f}".replace("-", "−")
+
+
+def _duration(seconds: float | None) -> str:
+    if seconds is None:
+        return ""
+    if seconds < 60:
+        return f"{seconds:.1f} s"
+    minutes, hours = seconds / 60, seconds / 3600
+    return f"{int(minutes)} min {int(seconds % 60)} s" if minutes < 60 else f"{int(hours)} h {int(minutes % 60)} min"
+
+
+def _words(name: str) -> str:
+    return name.replace("_", " ")
+
+
+def _shortest(name: str, own: Sequence[str]) -> str:
+    """What tells a metric "group/last" from the others of its panel: the group, the last part, or else both."""
+    group, _, last = name.rpartition("/")
+    if len({other.rpartition("/")[2] for other in own}) == 1:
+        return group or last
+    return last if len({other.rpartition("/")[0] for other in own}) == 1 else name
+
+
+def _rank(name: str, order: tuple[str, ...]) -> tuple[int, str]:
+    return (order.index(name) if name in order else len(order), name)
+
+
+def _arrow(column: str) -> str:
+    return " ↑" if column in HIGHER else " ↓" if column in LOWER else ""

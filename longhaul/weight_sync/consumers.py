@@ -1,0 +1,142 @@
+"""From a version's tensors to who computes with them: JAX on any mesh, torch modules in place, files by other names.
+
+A receiver serves NumPy arrays over one image (`receiver.Served`). JAX's devices each take their own box of it, straight
+from the image; a torch module's parameters are written where they lie, since others (compiled graphs, optimisers) hold
+them. What does not fit is refused before anything is touched: names, shapes, dtypes. For vLLM's workers see `vllm`.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Mapping
+from typing import Any, Protocol
+
+import numpy as np
+
+from longhaul.weight_sync.producer import named
+from longhaul.weight_sync.torch_arrays import torch_tensor
+
+Arrays = Mapping[str, np.ndarray]
+"""A version: read-only arrays by name."""
+
+Form = tuple[tuple[int, ...], str]
+"""Shape and dtype."""
+
+Forms = Mapping[str, Form]
+
+
+class Latest(Protocol):
+    """What consumers need of a `Receiver`."""
+
+    def latest(self) -> tuple[int, Arrays]: ...
+
+
+def fitting(
+    found: Mapping[str, tuple[tuple[int, ...], str]], wanted: Mapping[str, tuple[tuple[int, ...], str]]
+) -> None:
+    """Raises ValueError, naming the first, where a tensor is missing or of another shape or dtype than wanted."""
+    for name, form in wanted.items():
+        if name not in found:
+            near = ", ".join(list(found)[:3])
+            raise ValueError(f"{name} is not in the version, whose tensors are {near} ...; give names that map to them")
+        if found[name] != form:
+            theirs, ours = (f"{dtype} {list(shape)}" for shape, dtype in (found[name], form))
+            raise ValueError(f"{name} is {theirs} in the version, and {ours} here; publish it so, or cast it first")
+
+
+def forms(tensors: Mapping[str, Any]) -> dict[str, Form]:
+    """Name -> (shape, dtype) of arrays, or of anything with both."""
+    return {name: (tuple(each.shape), str(each.dtype).removeprefix("torch.")) for name, each in tensors.items()}
+
+
+# ------------------------------------------------------------------------------------------------------------------ JAX
+
+
+def to_jax(tensors: Arrays, like: Any) -> Any:
+    """The version as a pytree of `jax.Array`s in the likeness of `like`: its structure, dtypes and shardings.
+
+    `like` has arrays or `jax.ShapeDtypeStruct`s; where one has a sharding, on whatever mesh, each device is given its
+    box of the tensor and nothing else. The version may have more tensors. ValueError where it does not fit.
+    """
+    import jax
+
+    wanted = named(like)
+    fitting(forms({name: tensors[name] for name in wanted if name in tensors}), forms(wanted))
+
+    def placed(name: str, leaf: Any) -> Any:
+        array, sharding = tensors[name], getattr(leaf, "sharding", None)
+        if sharding is None:
+            return jax.numpy.asarray(array)
+        return jax.make_array_from_callback(array.shape, sharding, lambda index: array[index])
+
+    leaves = [placed(name, leaf) for name, leaf in wanted.items()]
+    return jax.tree.unflatten(jax.tree.structure(like), leaves)
+
+
+class JaxWeights:
+    """The receiving half of the `Weights` of `types.py`: `latest()` is (version, pytree), placed once a version."""
+
+    def __init__(self, receiver: Latest, like: Any) -> None:
+        self._receiver, self._like = receiver, like
+        self._held: tuple[int, Any] | None = None
+        self._lock = threading.Lock()
+
+    def latest(self) -> tuple[int, Any]:
+        """LookupError before the first version, ValueError where it does not fit."""
+        with self._lock:
+            version, tensors = self._receiver.latest()
+            if self._held is None or self._held[0] != version:
+                self._held = (version, to_jax(tensors, self._like))
+            return self._held
+
+
+# ---------------------------------------------------------------------------------------------------------------- torch
+
+
+def to_torch(tensors: Arrays, module: Any) -> list[str]:
+    """Writes a version into a torch module's parameters and buffers, in place; -> the names that were written.
+
+    All must fit before the first is written: ValueError otherwise. Tied parameters are written once; that the version
+    has them under one of their names is enough. Non-persistent buffers are the module's own.
+    """
+    import torch
+
+    groups: dict[tuple[Any, ...], list[tuple[str, Any]]] = {}
+    for name, tensor in module.state_dict(keep_vars=True).items():
+        place = (tensor.data_ptr(), tuple(tensor.shape), tensor.stride()) if tensor.numel() else (name,)
+        groups.setdefault(place, []).append((name, tensor))
+    chosen = [next((pair for pair in group if pair[0] in tensors), group[0]) for group in groups.values()]
+    wanted = dict(chosen)
+    fitting(forms({name: tensors[name] for name in wanted if name in tensors}), forms(wanted))
+    with torch.no_grad():
+        for name, tensor in chosen:
+            tensor.copy_(torch_tensor(tensors[name]))
+    return [name for name, _ in chosen]
+
+
+class TorchWeights:
+    """Keeps a torch module at the newest version: `refresh()` between two batches writes a newer one.
+
+    `before` and `after` are called around a write (stop admitting requests; flush a prefix cache).
+    """
+
+    def __init__(
+        self,
+        receiver: Latest,
+        module: Any,
+        before: Callable[[int], None] = lambda version: None,
+        after: Callable[[int], None] = lambda version: None,
+    ) -> None:
+        self._receiver, self._module, self._before, self._after = receiver, module, before, after
+        self.version = -1
+
+    def refresh(self) -> bool:
+        """-> whether the module was written. LookupError before the first version, ValueError where it does not fit."""
+        version, tensors = self._receiver.latest()
+        if version == self.version:
+            return False
+        self._before(version)
+        to_torch(tensors, self._module)
+        self.version = version
+        self._after(version)
+        return True

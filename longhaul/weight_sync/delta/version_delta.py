@@ -1,0 +1,137 @@
+"""What changed from one version to the next, as one body: a frame (`delta`) for each tensor that did.
+
+It is made once for all receivers that hold the base, and taken only by those: every frame knows the digest of what it
+needs and of what it makes, and the manifest knows that of the whole. Where the body is not much smaller than the image,
+the image itself goes.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Callable, Iterator
+from concurrent.futures import Executor
+from typing import NamedTuple, TypeAlias
+
+import numpy as np
+
+from longhaul.weight_sync.delta import tensor_delta
+from longhaul.weight_sync.digest import digest
+from longhaul.weight_sync.manifest import Manifest, Tensor
+
+WORTH = 0.5
+"""The share of the image's bytes above which changes are not worth their encoding."""
+
+HEAD = struct.Struct("<IQ")  # the tensor's number in the manifest, bytes of its frame
+
+
+Take: TypeAlias = Callable[[int], memoryview]
+"""The next so many bytes of a body, good until the next are taken."""
+
+
+class Changes(NamedTuple):
+    """The changes from `base` to a version, as they travel. No frame is longer than `most` bytes."""
+
+    base: int
+    body: bytes
+    most: int
+
+
+def fits(base: Manifest, manifest: Manifest) -> bool:
+    """Whether both have the same tensors in the same places."""
+    return base.size == manifest.size and [each[:5] for each in base.tensors] == [each[:5] for each in manifest.tensors]
+
+
+def make(
+    base: Manifest, before: np.ndarray, manifest: Manifest, after: np.ndarray, pool: Executor | None = None
+) -> Changes | None:
+    """The changes between two images; None where they are not worth it."""
+    if not fits(base, manifest):
+        return None
+    parts: list[bytes] = []
+    total, most, longest = 0, WORTH * sum(tensor.nbytes for tensor in manifest.tensors), HEAD.size
+    for number, (old, new) in enumerate(zip(base.tensors, manifest.tensors, strict=True)):
+        if old.digest == new.digest:
+            continue
+        place = slice(new.offset, new.end)
+        frame = tensor_delta.encode(before[place], after[place], _width(new), known=old.digest, pool=pool)
+        if tensor_delta.HEAD.unpack_from(frame)[-1] != new.digest:
+            return None  # the image is damaged, which the whole will show
+        parts += [HEAD.pack(number, len(frame)), frame]
+        total, longest = total + HEAD.size + len(frame), max(longest, len(frame))
+        if total > most:
+            return None
+    return Changes(base.version, b"".join(parts), longest)
+
+
+def taken(body: memoryview) -> Take:
+    """Of a body that is in memory."""
+    at = 0
+
+    def take(count: int) -> memoryview:
+        nonlocal at
+        at += count
+        return body[at - count : at]
+
+    return take
+
+
+def frames(take: Take, size: int, most: int, manifest: Manifest) -> Iterator[tuple[Tensor, memoryview]]:
+    """The tensors that changed, with their frames of at most `most` bytes, in the manifest's order, out of a body of
+    `size` bytes. ValueError where it is damaged."""
+    left, last = size, -1
+    while left:
+        if HEAD.size > left:
+            raise ValueError("the changes are cut off")
+        number, length = HEAD.unpack(take(HEAD.size))
+        left -= HEAD.size
+        if not last < number < len(manifest.tensors) or length > min(left, most):
+            raise ValueError("the changes are damaged")
+        yield manifest.tensors[number], take(length)
+        left, last = left - length, number
+
+
+def apply(
+    found: Iterator[tuple[Tensor, memoryview]],
+    base: Manifest,
+    before: np.ndarray,
+    manifest: Manifest,
+    after: np.ndarray,
+    pool: Executor | None,
+) -> None:
+    """Makes the image `after` from `before` and the `frames` that are found. ValueError where that is not the
+    manifest's version.
+
+    Every tensor's digest is found on the way, of what is in `after`: nothing need be read again to verify it.
+    """
+    if not fits(base, manifest):
+        raise ValueError(f"version {manifest.version} has another form than its base {base.version}")
+    old = {tensor.name: tensor.digest for tensor in base.tensors}
+    changed = set()
+    for tensor, frame in found:
+        place = slice(tensor.offset, tensor.end)
+        if tensor_delta.read(frame).target != tensor.digest:
+            raise ValueError(f"the changes make another {tensor.name} than the version has")
+        tensor_delta.decode(before[place], frame, after[place], known=old[tensor.name], pool=pool)
+        changed.add(tensor.name)
+    for tensor in manifest.tensors:
+        if tensor.name not in changed:
+            _copied(tensor, before[tensor.offset : tensor.end], after[tensor.offset : tensor.end])
+
+
+def _copied(tensor: Tensor, before: np.ndarray, after: np.ndarray) -> None:
+    """A tensor that did not change; ValueError where its copy is not what it should be."""
+    running = digest.Running(after)
+    for begin in range(0, after.size, digest.PIECE):
+        end = min(begin + digest.PIECE, after.size)
+        after[begin:end] = before[begin:end]
+        running.upto(end)
+    if running.end() != tensor.digest:
+        raise ValueError(f"{tensor.name} is not what it was in the version before, nor is it among the changes")
+
+
+def _width(tensor: Tensor) -> np.dtype:
+    """An unsigned dtype of the tensor's elements' width: the codec looks at bit patterns alone."""
+    from longhaul.weight_sync.manifest import ITEMSIZES
+
+    size = ITEMSIZES[tensor.dtype]
+    return np.dtype(f"u{min(size, 4)}")

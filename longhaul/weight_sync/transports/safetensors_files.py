@@ -1,0 +1,278 @@
+"""A version as files: safetensors in Hugging Face's naming, sharded with an index, and our manifest beside them.
+
+Written into a folder that no reader looks at, made durable, and given its name by one rename; so a folder that has a
+version's name is whole. Interrupted, it goes on with the shards that are complete. The format is safetensors' own
+(a length, a header of JSON, the bytes); no library is needed, and nothing is held in memory but the image.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import shutil
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from longhaul.weight_sync import manifest as manifests
+from longhaul.weight_sync.manifest import Manifest, Tensor, digest
+
+DTYPES = {
+    "bool": "BOOL",
+    "bfloat16": "BF16",
+    "float8_e4m3fn": "F8_E4M3",
+    "float8_e5m2": "F8_E5M2",
+    **{f"float{bits}": f"F{bits}" for bits in (16, 32, 64)},
+    **{f"{sign}int{bits}": f"{sign.upper() or 'I'}{bits}" for sign in ("", "u") for bits in (8, 16, 32, 64)},
+}
+"""Our names of dtypes -> safetensors'."""
+
+SHARD = 5 << 30
+"""Bytes of a shard, unless one tensor has more: what Hugging Face's hub prefers."""
+
+MANIFEST, INDEX, LATEST = "manifest.longhaul", "model.safetensors.index.json", "LATEST"
+
+LONGEST_HEADER = 100 << 20
+
+
+Arrived = Callable[[np.ndarray, int], None]
+"""As of a lane's staging: told that so many bytes of an image are in place."""
+
+
+class Damaged(LookupError):
+    """Bytes that are not what the manifest says."""
+
+
+class Shard(NamedTuple):
+    name: str
+    tensors: tuple[Tensor, ...]
+
+
+def shards(manifest: Manifest, most: int = SHARD) -> list[Shard]:
+    """How a version's tensors are shared out to files, in the order of the image."""
+    groups: list[list[Tensor]] = [[]]
+    taken = 0
+    for tensor in sorted(manifest.tensors, key=lambda each: each.offset):
+        if groups[-1] and taken + tensor.nbytes > most:
+            groups.append([])
+            taken = 0
+        groups[-1].append(tensor)
+        taken += tensor.nbytes
+    if len(groups) == 1:
+        return [Shard("model.safetensors", tuple(groups[0]))]
+    count = len(groups)
+    return [Shard(f"model-{i:05}-of-{count:05}.safetensors", tuple(group)) for i, group in enumerate(groups, 1)]
+
+
+def header(shard: Shard) -> bytes:
+    """A shard's beginning: the length, then names, dtypes, shapes and places."""
+    table: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    offset = 0
+    for tensor in shard.tensors:
+        ends = [offset, offset + tensor.nbytes]
+        table[tensor.name] = {"dtype": DTYPES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": ends}
+        offset = ends[1]
+    body = json.dumps(table, separators=(",", ":")).encode()
+    body += b" " * (-len(body) % 8)
+    return len(body).to_bytes(8, "little") + body
+
+
+def folder_name(epoch: int, version: int) -> str:
+    """The folder of a version."""
+    return f"version-{epoch}-{version}"
+
+
+def staging(folder: Path, manifest: Manifest) -> Path:
+    """The folder, beside its name, that a version is written into."""
+    found = folder / f".staging-{manifest.epoch}-{manifest.version}"
+    found.mkdir(parents=True, exist_ok=True)
+    return found
+
+
+def stage(
+    manifest: Manifest, image: np.ndarray, folder: Path, most: int = SHARD, durable: bool = True,
+    beside: Mapping[str, bytes] = {},
+) -> Path:  # fmt: skip
+    """Writes a version into a folder beside its name; -> that folder. Damaged where the image is not the manifest's.
+
+    Complete shards of an interrupted attempt stay. OSError leaves what is complete, and nothing that is not. `beside`
+    are more files (config.json), name -> content.
+    """
+    into = staging(folder, manifest)
+    planned = shards(manifest, most)
+    wanted = {shard.name for shard in planned} | {MANIFEST, INDEX}
+    for path in into.iterdir():
+        if path.name not in wanted:
+            path.unlink()
+    for shard in planned:
+        path = into / shard.name
+        if not _is_whole(path, shard):
+            _written(path, partial(_pour, shard=shard, image=image), durable)
+    if len(planned) > 1:
+        index = {
+            "metadata": {"total_size": sum(tensor.nbytes for tensor in manifest.tensors)},
+            "weight_map": {tensor.name: shard.name for shard in planned for tensor in shard.tensors},
+        }
+        write(into / INDEX, json.dumps(index, indent=1).encode(), durable)
+    return closed(into, manifest, durable, beside)
+
+
+def closed(into: Path, manifest: Manifest, durable: bool, beside: Mapping[str, bytes]) -> Path:
+    """A staging folder with all that belongs beside the tensors."""
+    for name, content in beside.items():
+        write(into / name, content, durable)
+    write(into / MANIFEST, manifests.to_bytes(manifest), durable)
+    if durable:
+        _sync_folder(into)
+    return into
+
+
+def write(path: Path, content: bytes, durable: bool) -> None:
+    """A file, at once or not at all."""
+    _written(path, lambda file: file.write(content), durable)
+
+
+def _written(path: Path, pour: Callable[[Any], object], durable: bool) -> None:
+    part = path.with_name(path.name + ".part")
+    try:
+        with part.open("wb") as file:
+            pour(file)
+            file.flush()
+            if durable:
+                os.fsync(file.fileno())
+        part.replace(path)
+    except BaseException:
+        with contextlib.suppress(OSError):
+            part.unlink()
+        raise
+
+
+def _pour(file: Any, shard: Shard, image: np.ndarray) -> None:
+    file.write(header(shard))
+    for tensor in shard.tensors:
+        data = image[tensor.offset : tensor.end]
+        if digest(data) != tensor.digest:
+            raise Damaged(f"tensor {tensor.name} is damaged")
+        file.write(data.data if data.size else b"")
+
+
+def _is_whole(path: Path, shard: Shard) -> bool:
+    """Whether a file is exactly this shard."""
+    head = header(shard)
+    try:
+        if path.stat().st_size != len(head) + sum(tensor.nbytes for tensor in shard.tensors):
+            return False
+        with path.open("rb") as file:
+            if file.read(len(head)) != head:
+                return False
+            for tensor in shard.tensors:
+                running, left = manifests.hasher()(), tensor.nbytes
+                while left:
+                    data = file.read(min(left, 1 << 22))
+                    if not data:
+                        return False
+                    running.update(data)
+                    left -= len(data)
+                if running.digest() != tensor.digest:
+                    return False
+    except OSError:
+        return False
+    return True
+
+
+def publish(staging: Path, manifest: Manifest, durable: bool = True) -> Path:
+    """Gives a staged version its name, and makes it the latest; -> its folder."""
+    folder = staging.parent / folder_name(manifest.epoch, manifest.version)
+    if folder.exists():
+        shutil.rmtree(folder)  # the same version, published before LATEST could be written
+    staging.rename(folder)
+    write(staging.parent / LATEST, f"{folder.name}\n".encode(), durable)
+    if durable:
+        _sync_folder(staging.parent)
+    return folder
+
+
+def _sync_folder(folder: Path) -> None:
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def tidy(folder: Path) -> None:
+    """Removes staging folders of versions that are not to come any more."""
+    latest = newest(folder)
+    for path in folder.glob(".staging-*-*"):
+        numbers = _numbers(path.name)
+        if numbers and latest and numbers <= latest:
+            shutil.rmtree(path, ignore_errors=True)
+
+
+def versions(folder: Path) -> list[tuple[int, int]]:
+    """(epoch, version) of each folder that is named as a version."""
+    return [numbers for path in folder.glob("version-*-*") if (numbers := _numbers(path.name))]
+
+
+def newest(folder: Path) -> tuple[int, int] | None:
+    """(epoch, version) of the latest version; None where there is none."""
+    try:
+        return _numbers((folder / LATEST).read_text().strip())
+    except (OSError, UnicodeDecodeError):
+        return None
+
+
+def _numbers(name: str) -> tuple[int, int] | None:
+    words = name.lstrip(".").split("-")
+    if len(words) != 3 or not all(word.isascii() and word.isdigit() for word in words[1:]):
+        return None
+    return int(words[1]), int(words[2])
+
+
+def read_manifest(folder: Path) -> Manifest:
+    """Of a version's folder. OSError, ValueError."""
+    return manifests.from_bytes((folder / MANIFEST).read_bytes())
+
+
+def read(folder: Path, manifest: Manifest, image: np.ndarray, arrived: Arrived) -> None:
+    """Reads a version's files into an image; `arrived` as of a lane's staging. Damaged, OSError."""
+    for name, tensors in _where(folder, manifest):
+        with (folder / name).open("rb") as file:
+            length = int.from_bytes(file.read(8), "little")
+            if length > LONGEST_HEADER:
+                raise Damaged(f"{name} has no header")
+            try:
+                table = json.loads(file.read(length))
+                places = {tensor.name: table[tensor.name] for tensor in tensors}
+            except (ValueError, KeyError, TypeError) as error:
+                raise Damaged(f"{name} has another header: {error}") from error
+            for tensor in tensors:
+                place = places[tensor.name]
+                begin = int(place["data_offsets"][0])
+                if place["dtype"] != DTYPES[tensor.dtype] or tuple(place["shape"]) != tensor.shape:
+                    raise Damaged(f"{name}: {tensor.name} has another form")
+                file.seek(8 + length + begin)
+                into = image[tensor.offset : tensor.end]
+                if into.size and file.readinto(into.data) != into.size:
+                    raise Damaged(f"{name} ends within {tensor.name}")
+                arrived(image, tensor.end)
+    arrived(image, manifest.size)
+
+
+def _where(folder: Path, manifest: Manifest) -> Sequence[tuple[str, list[Tensor]]]:
+    """Each file of a version, with its tensors in the order of the image."""
+    ordered = sorted(manifest.tensors, key=lambda each: each.offset)
+    if not (folder / INDEX).exists():
+        return [("model.safetensors", ordered)]
+    try:
+        weights = json.loads((folder / INDEX).read_text())["weight_map"]
+        found: dict[str, list[Tensor]] = {}
+        for tensor in ordered:
+            found.setdefault(Path(weights[tensor.name]).name, []).append(tensor)
+    except (ValueError, KeyError, TypeError) as error:
+        raise Damaged(f"{INDEX} is damaged: {error}") from error
+    return list(found.items())

@@ -1,0 +1,275 @@
+"""vLLM's weight-transfer interface, both ends: control goes by its four phases, the bytes by our lanes.
+
+vLLM (0.25 and later) asks of a backend: init_transfer_engine, start_weight_update, receive_weights (once or often),
+finish_weight_update, shutdown; its clients call init_weight_transfer_engine, start_weight_update, update_weights,
+finish_weight_update. Here every worker follows a sender by itself, so that a host's workers map one verified image, and
+a call of update_weights names tensors of it: by version and root, so that no worker loads another one than the rest.
+What its own backends leave open is checked: the order of phases, that each tensor was loaded once and only once, and
+that an update which failed is begun anew and never finished.
+
+On the server's side, before it starts (a vLLM plugin's entry point does): `register()`, then
+`vllm serve MODEL --weight-transfer-config '{"backend": "longhaul"}'`. The trainer has a `Rollout`.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+import urllib.request
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from enum import StrEnum
+from typing import Any, NamedTuple, Protocol
+
+from longhaul.weight_sync.publisher import Publisher
+from longhaul.weight_sync.receiver import Receiver, follow
+from longhaul.weight_sync.torch_arrays import torch_tensor
+
+CHUNK = 1 << 30
+"""Bytes of tensors that one call of update_weights names, at most, where they are not larger one by one."""
+
+PATIENCE = 60.0
+"""Seconds that a worker waits for the version that it is told of."""
+
+BACKEND = "longhaul"
+
+
+class Phase(StrEnum):
+    CLOSED = "not initialised"
+    OPEN = "between updates"
+    STARTED = "in an update"
+    BROKEN = "in an update that failed"
+
+
+class PhaseError(RuntimeError):
+    """A phase out of order, or a version that is not the one which was announced. The message says what to do."""
+
+
+class Announced(NamedTuple):
+    """What a call of update_weights says: tensors `begin` to `end` of the version with this root."""
+
+    version: int
+    root: str
+    begin: int
+    end: int
+    seconds: float = PATIENCE
+
+
+class Worker:
+    """An inference worker's end. `load` takes (name, torch tensor) pairs over the received image, which it must copy
+    and not keep; `begin` and `finish` enclose an update (layerwise reloading); `on_commit(version)` is called at its
+    end, when a prefix cache is stale.
+    """
+
+    def __init__(
+        self,
+        load: Callable[[Iterable[tuple[str, Any]]], object],
+        begin: Callable[[], object] = lambda: None,
+        finish: Callable[[], object] = lambda: None,
+        on_commit: Callable[[int], object] = lambda version: None,
+    ) -> None:
+        self._load, self._begin, self._finish, self._on_commit = load, begin, finish, on_commit
+        self._receiver: Receiver | None = None
+        self._version, self._root = -1, ""
+        self._left: set[int] = set()
+        self.phase, self.version = Phase.CLOSED, -1
+
+    def init_transfer_engine(self, addresses: Sequence[str], token: str | None = None) -> None:
+        """Follows a sender, from whose first address that answers versions come."""
+        if self.phase is not Phase.CLOSED:
+            raise PhaseError(f"the worker is {self.phase}; shut it down before it is initialised anew")
+        self._receiver = follow(addresses, token=token, name="vllm")
+        self.phase = Phase.OPEN
+
+    def start_weight_update(self) -> None:
+        """An update begins; where one had begun before, here or in another worker only, it is given up."""
+        if self.phase is Phase.CLOSED:
+            raise PhaseError(f"the worker is {self.phase}; call init_weight_transfer_engine first")
+        self._version, self._root, self._left = -1, "", set()
+        self._begin()
+        self.phase = Phase.STARTED
+
+    def receive_weights(self, told: Announced) -> None:
+        """Loads the tensors that are named. TimeoutError where their version does not come in time."""
+        if self.phase is not Phase.STARTED:
+            raise PhaseError(f"the worker is {self.phase}; call start_weight_update before update_weights")
+        self.phase = Phase.BROKEN  # until it is done
+        found, tensors = self._awaited(told)
+        if not self._root:
+            self._version, self._root, self._left = told.version, told.root, set(range(len(found)))
+        elif told.root != self._root:
+            raise PhaseError(f"version {told.version} came within an update to {self._version}; start the update anew")
+        named = set(range(told.begin, told.end))
+        if not named <= self._left:
+            raise PhaseError(
+                f"tensors {told.begin} to {told.end} of version {told.version}: not there, or loaded already"
+            )
+        self._load((found[i], torch_tensor(tensors[found[i]])) for i in range(told.begin, told.end))
+        self._left -= named
+        self.phase = Phase.STARTED
+
+    def finish_weight_update(self) -> None:
+        """The update counts. PhaseError where tensors are missing, and the update must start anew."""
+        if self.phase is not Phase.STARTED or self._left or not self._root:
+            why = f"{len(self._left)} tensors are missing" if self._left else "nothing was loaded"
+            self.phase = Phase.BROKEN if self.phase is Phase.STARTED else self.phase
+            raise PhaseError(f"an update can't end: the worker is {self.phase}, {why}; start it anew")
+        self._finish()
+        self.phase, self.version = Phase.OPEN, self._version
+        self._on_commit(self.version)
+
+    def shutdown(self) -> None:
+        """Idempotent."""
+        receiver, self._receiver = self._receiver, None
+        if receiver is not None:
+            receiver.close()
+        self.phase = Phase.CLOSED
+
+    def _awaited(self, told: Announced) -> tuple[list[str], Mapping[str, Any]]:
+        """The names, in the manifest's order, and the arrays of the version that was announced."""
+        assert self._receiver is not None
+        until = time.monotonic() + told.seconds
+        while True:
+            served = self._receiver.served
+            if served is not None and served.manifest.root.hex() == told.root:
+                return [tensor.name for tensor in served.manifest.tensors], served.tensors
+            if time.monotonic() > until:
+                there = "none" if served is None else f"version {served.version}"
+                why = self._receiver.errors[-1:] or ["it was published again meanwhile, or never"]
+                raise TimeoutError(
+                    f"version {told.version} did not come in {told.seconds:g} s; {there} is there: {why[0]}"
+                )
+            time.sleep(0.002)
+
+
+class Engine(Protocol):
+    """vLLM's side as its trainers see it: `Http`, vLLM's own clients, or anything with the four methods."""
+
+    def init_weight_transfer_engine(self, init_info: dict[str, Any]) -> None: ...
+
+    def start_weight_update(self) -> None: ...
+
+    def update_weights(self, update_info: dict[str, Any]) -> None: ...
+
+    def finish_weight_update(self) -> None: ...
+
+
+class Rollout:
+    """Trainer's end: `update(version, tensors)` publishes, and brings the engines to it by the four phases.
+
+    `publisher` has quorum "all", or as many as there are workers; `addresses` are its lanes as workers reach them.
+    """
+
+    def __init__(
+        self, publisher: Publisher, engine: Engine, addresses: Sequence[str], token: str | None = None
+    ) -> None:
+        self._publisher, self._engine = publisher, engine
+        engine.init_weight_transfer_engine({"addresses": list(addresses), "token": token})
+
+    def update(self, version: int, tensors: Mapping[str, Any], seconds: float = PATIENCE) -> None:
+        """TimeoutError where the version does not count in time; what an engine raises is passed on, and the update
+        may be called again with a later version: engines that failed load all of it."""
+        if not self._publisher.publish(version, tensors, patience=seconds):
+            raise TimeoutError(f"no memory came free for version {version}; raise the publisher's budget")
+        if not self._publisher.wait(version, seconds):
+            raise TimeoutError(
+                f"version {version} was not taken in {seconds:g} s: {self._publisher.status()['dropped']}"
+            )
+        root = self._publisher.status()["root"]
+        self._engine.start_weight_update()
+        for begin, end in chunks([_nbytes(each) for each in tensors.values()], CHUNK):
+            self._engine.update_weights(Announced(version, root, begin, end, seconds)._asdict())
+        self._engine.finish_weight_update()
+
+
+def chunks(sizes: Sequence[int], most: int) -> Iterator[tuple[int, int]]:
+    """Cuts a row of sizes into stretches (begin, end) of at most `most`, or of one that is larger."""
+    begin, taken = 0, 0
+    for i, size in enumerate(sizes):
+        if i > begin and taken + size > most:
+            yield begin, i
+            begin, taken = i, 0
+        taken += size
+    if sizes:
+        yield begin, len(sizes)
+
+
+def _nbytes(array: Any) -> int:
+    return int(array.size) * int(array.dtype.itemsize)
+
+
+class Http:
+    """vLLM's routes of the same names, which its server has in development mode (VLLM_SERVER_DEV_MODE=1)."""
+
+    def __init__(self, url: str, seconds: float = 300.0) -> None:
+        if not url.startswith(("http://", "https://")):
+            raise ValueError(f"{url!r} is no address of a server; write http://HOST:PORT")
+        self._url, self._seconds = url.rstrip("/"), seconds
+
+    def init_weight_transfer_engine(self, init_info: dict[str, Any]) -> None:
+        self._post("init_weight_transfer_engine", {"init_info": init_info})
+
+    def start_weight_update(self) -> None:
+        self._post("start_weight_update", {})
+
+    def update_weights(self, update_info: dict[str, Any]) -> None:
+        self._post("update_weights", {"update_info": update_info})
+
+    def finish_weight_update(self) -> None:
+        self._post("finish_weight_update", {})
+        self._post("reset_prefix_cache", {})  # what was cached is of the version before
+
+    def _post(self, route: str, body: dict[str, Any]) -> None:
+        data = json.dumps(body).encode()
+        asked = urllib.request.Request(f"{self._url}/{route}", data, {"Content-Type": "application/json"})
+        with urllib.request.urlopen(asked, timeout=self._seconds) as answer:
+            answer.read()
+
+
+def register() -> None:
+    """Makes vLLM know the backend "longhaul". ValueError where there is no vLLM of version 0.25 or later.
+
+    Written after vLLM's documentation, and tested against a fake of the same phases: no vLLM runs where this is tested.
+    """
+    try:
+        from vllm.distributed.weight_transfer.base import WeightTransferEngine
+        from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
+    except ImportError:
+        raise ValueError("vLLM 0.25 or later is not installed, whose weight_transfer this is a backend of") from None
+    from dataclasses import dataclass
+
+    @dataclass
+    class InitInfo:
+        addresses: list[str]
+        token: str | None = None
+
+    @dataclass
+    class UpdateInfo:
+        version: int
+        root: str
+        begin: int
+        end: int
+        seconds: float = PATIENCE
+
+    class LonghaulEngine(WeightTransferEngine):
+        init_info_cls, update_info_cls = InitInfo, UpdateInfo
+
+        def __init__(self, config: Any, vllm_config: Any, device: Any, model: Any) -> None:
+            super().__init__(config, vllm_config, device, model)
+            self._worker = Worker(model.load_weights)
+
+        def init_transfer_engine(self, init_info: InitInfo) -> None:
+            self._worker.init_transfer_engine(init_info.addresses, init_info.token)
+
+        def start_weight_update(self) -> None:
+            self._worker.start_weight_update()
+
+        def receive_weights(self, update_info: UpdateInfo) -> None:
+            self._worker.receive_weights(Announced(**vars(update_info)))
+
+        def finish_weight_update(self) -> None:
+            self._worker.finish_weight_update()
+
+        def shutdown(self) -> None:
+            self._worker.shutdown()
+
+    WeightTransferEngineFactory.register_engine(BACKEND, LonghaulEngine)
