@@ -6,7 +6,8 @@ Input i of a seed is always the same one. Each must give one clear line (`BadDat
 to a scenario, or is refused there by one clear line. A worker process reads them under limits: of memory (2 GiB more
 than it starts with), of 5 CPU-seconds an input, and with every event of Python's that runs something or opens a file
 for writing counted. Where a worker dies or stops, that input is a finding and the next worker goes on behind it. The
-counts are printed as one JSON line; the exit code is 1 if there is a finding. `tests/mutations.py` makes the inputs;
+counts are printed as one JSON line; the exit code is 1 if there is a finding. `tests/helpers/damaged_inputs.py` makes
+the inputs;
 `--files` damages real files instead of small made ones.
 """
 
@@ -122,15 +123,15 @@ def worker(asked: argparse.Namespace, first: int, count: int, folder: Path) -> I
 
 def work(asked: argparse.Namespace, folder: Path) -> None:
     """Reads one input after the other, a line for each on stdout."""
-    from tests import mutations
+    from tests.helpers import damaged_inputs
 
     scratch = folder / "input"
     makers: list[tuple[str, Any]]
     if asked.files:
         makers = [(Path(path).name, real(Path(path))) for path in asked.files]
     else:
-        sound = mutations.Sources(folder)
-        kinds = [kind for kind in mutations.KINDS if not asked.kinds or kind in asked.kinds.split(",")]
+        sound = damaged_inputs.Sources(folder)
+        kinds = [kind for kind in damaged_inputs.KINDS if not asked.kinds or kind in asked.kinds.split(",")]
         makers = [(kind, sound.makers[kind]) for kind in kinds]
     caused: list[str] = []
     watching = False
@@ -259,7 +260,7 @@ def real(path: Path) -> Any:
     """A maker of damaged copies of a real file; TFRecords are damaged inside their frames."""
     from longhaul.driving.datasets import readers as sources
     from longhaul.driving.datasets import tfrecord
-    from tests import mutations
+    from tests.helpers import damaged_inputs as mutations
 
     data = path.read_bytes()
     beside = {other.name: other.read_bytes() for other in path.parent.glob("log_map_archive_*") if other != path}

@@ -58,8 +58,11 @@ SHAPED = [
 install_import_hook(SHAPED, "beartype.beartype")
 
 
-TOGETHER = {f"tests/test_hackmatrix_canonical{part}.py": "canonical" for part in ("", "_play", "_programs")}
-"""Files whose tests are of the same programs, a quarter of a minute to compile: one worker has them all."""
+TOGETHER = {
+    f"tests/envs/hackmatrix/swift_rules/test_{part}.py": "swift_rules"
+    for part in ("actions", "environment", "environment_play")
+}
+"""Files whose tests share compiled programs, which take a quarter of a minute to compile: one worker runs them all."""
 
 
 @pytest.hookimpl(optionalhook=True)

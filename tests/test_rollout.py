@@ -10,7 +10,7 @@ import pytest
 from longhaul import returns
 from longhaul.environment import vectorise
 from longhaul.rollout import collector, play, starts
-from tests.chaos import Chaos, decode, follow
+from tests.helpers.checkable_environment import Chaos, decode, follow
 
 STEPS, WORLDS = 24, 6
 

@@ -347,7 +347,7 @@ def _transport(*, rows: int = 64, width: int = 128, streams: int = 16, messages:
 def _actors(
     *,
     env: Sequence[str] = (
-        "numpy/longhaul.envs.batched:cartpole",
+        "numpy/longhaul.envs.host.numpy_cartpole:cartpole",
         "gymnasium/CartPole-v1",
         "gymnasium/CartPole-v1?vectorised=False",  # one by one, as peers step them
         "cartpole",
@@ -365,7 +365,7 @@ def _actors(
 
 def _central(
     *,
-    env: Sequence[str] = ("numpy/longhaul.envs.batched:cartpole", "gymnasium/CartPole-v1"),
+    env: Sequence[str] = ("numpy/longhaul.envs.host.numpy_cartpole:cartpole", "gymnasium/CartPole-v1"),
     actors: int = 2,
     worlds: int = 256,
     slots: int = 2,

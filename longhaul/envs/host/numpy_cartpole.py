@@ -145,5 +145,5 @@ class CartPole:
 
 
 def cartpole(worlds: int, max_steps: int = 500) -> CartPole:
-    """CartPole-v1 of so many worlds; `numpy/longhaul.envs.batched:cartpole`."""
+    """CartPole-v1 of so many worlds; `numpy/longhaul.envs.host.numpy_cartpole:cartpole`."""
     return CartPole(worlds, max_steps)

@@ -1,6 +1,7 @@
 """What every lane can do: the two small protocols that engine and receiver are written against.
 
-One suite of tests (tests/test_sync_lanes.py) runs for each lane. A receiver always asks, and nobody is ever called:
+One suite of tests (tests/weight_sync/transports/test_base.py) runs for each lane. A receiver always asks, and nobody
+is ever called:
 so who dies simply stops asking, and a silent side is noticed by the deadline of whoever waits.
 """
 

@@ -1,0 +1,87 @@
+"""DQN on the probes, each of its parts on and off, and what it refuses."""
+
+from dataclasses import replace
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+
+from longhaul.algorithms import dqn
+from longhaul.envs.probes import PROBES, Probe
+from longhaul.spaces import Masked
+from tests.algorithms.test_sac import STEPS, UPDATES, WORLDS, check, steered, trained
+
+SIMPLE: dict[str, Any] = {"double": False, "duelling": False, "n_step": 1, "priority_exponent": None}
+
+
+def config(probe: Probe, **changes: Any) -> dqn.Config:
+    settings: dict[str, Any] = {
+        "lr": 1e-2, "gamma": probe.gamma, "tau": 0.1, "gradient_steps": 8, "learning_starts": 3 * WORLDS * STEPS,
+        "replay_size": 4096, "hidden_dim": 32, "num_layers": 1,
+    }  # fmt: skip
+    return dqn.Config(**(settings | changes))
+
+
+def told(probe: Probe) -> Probe:
+    """The masked probe with an observation that tells its places apart.
+
+    As it is, only the mask does, which no value sees. The choice that is right where it is alone is then worth as much
+    as the right ones elsewhere, is taken there, too, as soon as its value is the greater, and is unlearnt again:
+    measured without any exploration, a learner of values goes round so, and its last value there was 0.95.
+    """
+    world: Any = probe.environment
+    eye = np.eye(3, dtype=np.float32)
+    seen = Masked(eye, world.observation.mask)
+    shapes = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape[1:], leaf.dtype), seen)
+    world = replace(world, observation=seen, spec=replace(world.spec, observation=shapes))
+
+    def pairs(known: Any) -> Any:
+        return tuple((Masked(eye[i], place.mask), what) for i, (place, what) in enumerate(known))
+
+    return replace(probe, environment=world, value=pairs(probe.value), policy=pairs(probe.policy))
+
+
+CELLS = [
+    *(pytest.param(name, {}, marks=pytest.mark.slow) for name in
+      ("constant", "terminal_reward", "two_step", "action", "agents")),
+    ("masked", {}),
+    ("successor", {"replay_precision": "bf16"}),
+    # Not with XLA's older emitters of fusions (QUICK_COMPILE of conftest.py): they take 24 GB and more for it.
+    pytest.param("time_limit", {"replay_precision": "bf16"}, marks=pytest.mark.slow),
+    *(pytest.param(name, SIMPLE, marks=pytest.mark.slow) for name in ("masked", "successor", "agents")),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("name", "changes"), CELLS)
+def test_choices_have_their_known_values(name: str, changes: dict[str, Any]) -> None:
+    probe = told(PROBES[name]()) if name == "masked" else PROBES[name]()
+    settings = config(probe, **changes)
+    state, algorithm, _ = trained(probe, settings)
+    check(probe, settings, state, algorithm)
+
+
+@pytest.mark.slow
+def test_many_devices_learn_the_same_policy() -> None:
+    probe = PROBES["agents"]()
+    settings = config(probe)
+    state, algorithm, _ = trained(probe, settings, devices=4)
+    check(probe, settings, state, algorithm)
+
+
+def test_exploration_falls_and_what_is_told_acts_by_it() -> None:
+    probe = PROBES["masked"]()
+    settings = config(probe, epsilon=0.9, epsilon_final=0.2, exploration=0.5)
+    algorithm = dqn.dqn(probe.environment.spec, settings, updates=UPDATES, mean=lambda x: x)
+    state = algorithm.init(jax.random.key(0))
+    # Without a replay nothing is in it: what is random says the cursor alone.
+    ready = state._replace(cursor=state.cursor._replace(filled=np.int32(10**6)))
+    shares = [float(algorithm.policy(ready._replace(updates=np.int32(n))).random) for n in (0, 30, 60, 120)]
+    np.testing.assert_allclose(shares, [0.9, 0.55, 0.2, 0.2], rtol=1e-6)
+    assert float(algorithm.policy(state).random) == 1.0
+
+
+def test_a_vector_is_refused() -> None:
+    probe = steered(PROBES["constant"]())
+    with pytest.raises(ValueError, match="DQN learns one choice"):
+        dqn.dqn(probe.environment.spec, config(probe), updates=1, mean=lambda x: x)

@@ -1,0 +1,49 @@
+"""TD3 on the probes that take a vector, and how often its actor steps."""
+
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+
+from longhaul.algorithms import td3
+from longhaul.envs.probes import PROBES, Probe
+from tests.algorithms.test_sac import STEPS, UPDATES, WORLDS, check, steered, trained
+
+
+def config(probe: Probe, **changes: Any) -> td3.Config:
+    settings: dict[str, Any] = {
+        "lr": 1e-2, "gamma": probe.gamma, "tau": 0.1, "batch_size": 128, "gradient_steps": 8, "target_noise": 0.1,
+        "learning_starts": 3 * WORLDS * STEPS, "replay_size": 4096, "hidden_dim": 32, "num_layers": 1,
+    }  # fmt: skip
+    return td3.Config(**(settings | changes))
+
+
+def test_a_vector_is_aimed_and_its_actor_steps_half_as_often() -> None:
+    probe = PROBES["continuous"]()
+    settings = config(probe)
+    state, algorithm, _ = trained(probe, settings)
+    check(probe, settings, state, algorithm)
+    counts = {
+        name: {int(x) for x in jax.tree.leaves(part) if np.ndim(x) == 0} for name, part in state.opt_state.items()
+    }
+    (critics,), (actor,) = counts["critics"], counts["actor"]
+    assert 8 * (UPDATES - 3) <= critics == 2 * actor
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["successor", "time_limit"])
+def test_it_bootstraps_from_the_true_successor(name: str) -> None:
+    probe = steered(PROBES[name]())
+    settings = config(probe)
+    state, algorithm, _ = trained(probe, settings)
+    check(probe, settings, state, algorithm)
+
+
+def test_what_can_not_work_is_refused() -> None:
+    for changes, word in (({"actor_interval": 9}, "actor_interval"), ({"noise": -1.0}, "noise")):
+        with pytest.raises(ValueError, match=word):
+            td3.check(config(PROBES["continuous"](), **changes), shards=1, columns=8, steps=STEPS)
+    probe = PROBES["action"]()
+    with pytest.raises(ValueError, match="TD3 learns a vector"):
+        td3.td3(probe.environment.spec, config(probe), updates=1, mean=lambda x: x)

@@ -1,0 +1,246 @@
+"""The command line: helps, lists, and each command from its words to its output, in real processes too."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, ClassVar
+
+import pytest
+
+from longhaul.cli import main, meanings, run_flags
+from longhaul.config import recipes
+from longhaul.config.resolve import resolve
+from longhaul.training.run_dir import save_run
+from tests.helpers import log_files
+from tests.helpers.command_line import assert_refused, in_process
+
+# ------------------------------------------------------------------------------------------------------------- helps
+
+
+@pytest.mark.parametrize(
+    ("words", "phrases"),
+    [
+        ("--help", ["usage: longhaul COMMAND", *main.COMMANDS, "Exit codes"]),
+        ("train --help", ["usage: longhaul train RECIPE", *recipes.RECIPES]),
+        ("evaluate --help", ["RUN", "--policy {run,untrained,idm,log,constant}", "--episodes INT", "--json PATH"]),
+        ("render -h", ["--scenario TEXT", "--out PATH", ".gif"]),
+        ("data inspect --help", ["PATH...", "--json PATH"]),
+        ("data --help", ["longhaul data inspect"]),
+        ("status --help", ["RUN", "--runs-dir PATH"]),
+        ("bench --help", ["NAME"]),
+        ("--version", ["longhaul 0."]),
+        ("recipes", [*recipes.RECIPES, "balance a pole"]),
+        ("envs", ["cartpole ", "mountaincar-continuous", "probe/memory", "driving "]),
+    ],
+)
+def test_helps_and_lists_are_plain_text_on_stdout(longhaul: Any, words: str, phrases: Sequence[str]) -> None:
+    code, out, err = longhaul(*words.split())
+    assert (code, err) == (0, "")
+    assert all(phrase in out for phrase in phrases)
+    assert "\x1b" not in out
+
+
+def test_nothing_at_all_is_bad_input_with_the_help(longhaul: Any) -> None:
+    code, out, _ = longhaul()
+    assert code == 2
+    assert "usage: longhaul COMMAND" in out
+
+
+@pytest.mark.parametrize("recipe", ["driving", "cartpole"])
+def test_the_help_of_a_recipe_has_each_flag_with_its_default(longhaul: Any, recipe: str) -> None:
+    code, out, _ = longhaul("train", recipe, "--help")
+    assert code == 0
+    words = " ".join(out.replace("│", " ").split())
+    for heading in run_flags.GROUPS:
+        assert f"{heading} options" in words
+    for setting in run_flags.settings(recipes.recipe(recipe)):
+        assert f"--{setting.flag.name}" in words
+        assert "".join(meanings.HELP[setting.flag.name].split()) in "".join(words.split())
+    assert f"agent steps to train for (default: {recipes.recipe(recipe).total_steps})" in words
+    assert ("--data PATH..." in words) == (recipe == "driving")
+    assert ("--env TEXT" in words) == (recipe == "cartpole")
+
+
+def test_the_help_and_the_reading_of_logs_start_without_jax() -> None:
+    program = (
+        "import sys; from longhaul import cli; cli.main(['--help']); cli.main(['data', 'inspect', 'no.json']);"
+        "sys.exit(any(name in sys.modules for name in ('jax', 'flax', 'orbax')))"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, check=False)
+    assert done.returncode == 0, done.stderr
+
+
+# ------------------------------------------------------------------------------------------------------------- data
+
+
+def test_inspect_counts_and_names_errors(longhaul: Any, tmp_path: Path) -> None:
+    log = log_files.make_log()
+    paths = log_files.write_all(log, tmp_path)
+    code, out, err = longhaul("data", "inspect", paths["gpudrive"].name, paths["womd-example"].name, "--json", "r.json")
+    assert (code, err) == (0, "")
+    report = json.loads((tmp_path / "r.json").read_text())
+    assert [file["format"] for file in report["files"]] == ["gpudrive", "womd-example"]
+    assert [s["tracks"] for file in report["files"] for s in file["scenarios"]] == [6, 6]
+    head, header, row = out.splitlines()[:3]
+    assert head == f"{paths['gpudrive'].name}: gpudrive, 1 scenario"
+    assert dict(zip(header.split(), row.split()))["vehicles"] == "3"
+
+    paths["gpudrive"].write_bytes(paths["gpudrive"].read_bytes()[:-50])
+    code, out, err = longhaul("data", "inspect", str(tmp_path), "--json", "-")
+    assert code == 1
+    files = {Path(file["path"]).name: file["error"] for file in json.loads(out)["files"]}
+    assert [name for name, error in files.items() if error] == ["gpudrive.json", "r.json"]
+    assert err.count("\n") == 2
+    assert str(paths["gpudrive"]) in err.splitlines()[0]
+
+
+# ------------------------------------------------------------------------------------------------------------ bench
+
+
+def test_bench_prints_an_object_a_line(longhaul: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    class Bench:
+        NAMES: ClassVar = {"ppo-cartpole": "speed of PPO"}
+
+        @staticmethod
+        def sizes(name: str) -> frozenset[str]:
+            return frozenset()
+
+        @staticmethod
+        def run(name: str) -> Any:
+            yield {"name": name, "per_second": 1.5}
+            yield {"name": name, "per_second": float("nan")}
+
+    import longhaul as package
+
+    monkeypatch.setitem(sys.modules, "longhaul.bench.harness", Bench)
+    monkeypatch.setattr(package, "bench", Bench, raising=False)
+    code, out, _ = longhaul("bench", "ppo-cartpole", "--json", "b.json")
+    assert code == 0
+    figures = [{"name": "ppo-cartpole", "per_second": 1.5}, {"name": "ppo-cartpole", "per_second": None}]
+    assert [json.loads(line) for line in out.splitlines()] == figures
+    assert json.loads((tmp_path / "b.json").read_text()) == figures
+    assert longhaul("bench")[:2] == (0, "ppo-cartpole  speed of PPO\n")
+    assert_refused(longhaul("bench", "ppo-cartpol"), "no benchmark is named 'ppo-cartpol'; did you mean ppo-cartpole?")
+
+
+# ------------------------------------------------------------------------------------------------- real processes
+
+
+def test_train_evaluate_and_status_from_end_to_end(longhaul: Any, tmp_path: Path) -> None:
+    words = "train cartpole --total-steps 4096 --num-envs 16 --num-steps 32 --evaluation-episodes 4 --run-name a"
+    done = in_process(tmp_path, *words.split())
+    assert done.returncode == 0, done.stderr
+    lines = done.stdout.splitlines()
+    assert lines[0] == "runs/a"
+    assert [line.split()[0] for line in lines[1:]] == ["policy", "trained", "untrained", "report:"]
+    assert "\x1b" not in done.stdout + done.stderr
+    assert "\r" not in done.stderr
+    result = json.loads((tmp_path / "runs/a/result.json").read_text())
+    for policy, scored in (("run", "trained"), ("untrained", "untrained")):
+        code, out, _ = longhaul("evaluate", "a", "--policy", policy, "--json", "-")
+        assert code == 0
+        report = json.loads(out)
+        assert (report["run"], report["policy"], report["episodes"]) == ("a", policy, 4)
+        assert report["mean"] | {"episodes": 4} == result["evaluation"][scored]
+    code, out, _ = longhaul("evaluate", "a", "--episodes", "2")
+    assert code == 0
+    assert out.splitlines()[0].split() == ["2", "episodes", "mean", "std", "min", "max"]
+    code, out, _ = longhaul("status", "a")
+    assert code == 0
+    told = dict(line.split(maxsplit=1) for line in out.splitlines())
+    assert (told["state"], told["checkpoints"], told["updates"]) == ("done", "8", "8, in 1 records")
+    (tmp_path / "runs/a/result.json").unlink()
+    hints = [longhaul("status", "a")[1]]
+    (tmp_path / "runs").rename(tmp_path / "my runs")
+    hints += [longhaul("status", "a", "--runs-dir", "my runs")[1], longhaul("status", "my runs/a")[1]]
+    for hint, where in zip(hints, ("a", "'my runs/a'", "'my runs/a'"), strict=True):
+        assert f"longhaul train cartpole --resume {where} goes on\n" in hint
+
+
+@pytest.mark.skipif(not Path("/proc/self/maps").exists(), reason="tells from /proc that JAX is being imported")
+def test_ctrl_c_while_jax_is_imported_ends_the_command(tmp_path: Path) -> None:
+    process = subprocess.Popen(
+        [sys.executable, "-m", "longhaul", "train", "cartpole", "--run-name", "a"], cwd=tmp_path, text=True,
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+    )  # fmt: skip
+    deadline = time.monotonic() + 60
+    while "jaxlib" not in Path(f"/proc/{process.pid}/maps").read_text() and time.monotonic() < deadline:
+        time.sleep(0.005)
+    process.send_signal(signal.SIGINT)
+    out, err = process.communicate(timeout=60)
+    assert (process.returncode, out, err) == (1, "", "longhaul: error: interrupted; nothing was saved\n")
+    assert not (tmp_path / "runs").exists()
+
+
+@pytest.mark.slow
+def test_a_signal_saves_and_the_last_line_says_how_to_go_on(tmp_path: Path) -> None:
+    words = "train cartpole --total-steps 400000000 --num-envs 16 --num-steps 32 --evaluation-episodes 4 --run-name a"
+    process = subprocess.Popen(
+        [sys.executable, "-m", "longhaul", *words.split()], cwd=tmp_path, text=True,
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+    )  # fmt: skip
+    assert process.stdout is not None
+    assert process.stdout.readline() == "runs/a\n"
+    assert (tmp_path / "runs/a/run.json").is_file()
+    metrics = tmp_path / "runs/a/metrics.jsonl"
+    deadline = time.monotonic() + 120
+    while not (metrics.is_file() and metrics.stat().st_size) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    process.send_signal(signal.SIGTERM)
+    out, err = process.communicate(timeout=120)
+    assert (process.returncode, out) == (75, ""), err
+    assert "go on with --resume a" in err.splitlines()[-1]
+
+
+def test_convert_packs_what_can_be_read_and_names_what_can_not(longhaul: Any, tmp_path: Path) -> None:
+    (tmp_path / "logs").mkdir()
+    paths = log_files.write_all(log_files.make_log(), tmp_path / "logs")
+    (tmp_path / "logs" / "broken.json").write_text("{")
+    code, out, err = longhaul("data", "convert", str(tmp_path / "logs"), "packed", "--workers", "1")
+    assert code == 1 and f"{len(paths)} scenarios in 1 shards" in out
+    assert "broken.json" in err.splitlines()[-1]
+    code, out, err = longhaul("data", "inspect", "packed", "--json", "-")
+    assert code == 0 and json.loads(out)["scenarios"] == len(paths)
+    assert_refused(longhaul("data", "convert", "logs", "--control", "nobody"), "one of vehicles, all")
+    assert_refused(longhaul("data", "convert", "logs", "packed", "--control", "all"), "made with control = vehicles")
+    assert_refused(longhaul("data", "convert", "logs"), "from where to where?")
+    assert_refused(longhaul("data", "convert", "nowhere", "out"), "nowhere: no such file or folder")
+
+
+@pytest.mark.slow
+def test_a_generated_scenario_is_drawn_and_inspected_logs_too(longhaul: Any, tmp_path: Path) -> None:
+    done = in_process(tmp_path, "render", "--policy", "constant", "--out", "a.png")
+    assert (done.returncode, done.stdout) == (0, "a.png\n"), done.stderr
+    assert (tmp_path / "a.png").read_bytes().startswith(b"\x89PNG")
+    paths = log_files.write_all(log_files.make_log(steps=31), tmp_path)
+    words = f"render --policy log --data {paths['womd-example']} --scenario straight --out b.html"
+    assert longhaul(*words.split())[:2] == (0, "b.html\n")
+    assert "straight" in (tmp_path / "b.html").read_text()
+    words = words.replace("--scenario straight", "--scenario strait")
+    assert_refused(longhaul(*words.split()), "no scenario is named 'strait'; did you mean straight?")
+
+
+@pytest.mark.slow
+def test_driving_is_scored_by_scenario(longhaul: Any, tmp_path: Path) -> None:
+    recipe = recipes.recipe("driving")
+    (tmp_path / "runs" / "d").mkdir(parents=True)
+    save_run(tmp_path / "runs" / "d", resolve(dataclasses.replace(recipe, evaluation_episodes=2)), {})
+    code, out, err = longhaul("evaluate", "d", "--policy", "log", "--json", "log.json")
+    assert code == 0, err
+    report = json.loads((tmp_path / "log.json").read_text())
+    assert (report["run"], report["policy"], report["episodes"]) == ("d", "log", 2)
+    assert len({scenario["id"] for scenario in report["scenarios"]}) == 2
+    assert report["mean"]["accuracy"] == report["mean"]["progress"] == 1.0  # the logs are clean
+    by_scenario, by_metric = out.split("\n\n")
+    assert by_metric.splitlines()[1].split()[:2] == ["accuracy", "1.000"]
+    header, *rows, mean = by_scenario.splitlines()
+    assert header.split()[:4] == ["scenario", "accuracy", "progress", "collision"]
+    assert [row.split()[0] for row in rows] == [scenario["id"] for scenario in report["scenarios"]]
+    assert mean.split()[:5] == ["mean", "of", "2", "1.000", "1.000"]

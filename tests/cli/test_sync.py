@@ -1,0 +1,214 @@
+"""`longhaul sync`: what is served comes out as files that others read, and wrong words are told in one line."""
+
+from __future__ import annotations
+
+import json
+import signal
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from longhaul.cli import main, sync
+from longhaul.weight_sync.publisher import Publisher
+from longhaul.weight_sync.relay import Relay
+from longhaul.weight_sync.transports import safetensors_files, tcp
+from longhaul.weight_sync.transports.folder import FolderLane
+from tests.helpers.weight_sync_transports import is_whole, tensors, until, way
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def read_with_the_library(folder: Path) -> dict[str, np.ndarray]:
+    """A version's tensors as the safetensors library, which had no part in writing, reads them."""
+    library = pytest.importorskip("safetensors.numpy", reason="safetensors, of the extra llm, is not installed")
+    found: dict[str, np.ndarray] = {}
+    for path in sorted(folder.glob("*.safetensors")):
+        found |= library.load_file(path)
+    return found
+
+
+def test_a_folder_is_served_pulled_and_looked_at(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with Publisher("run", epoch=3, lanes=[FolderLane(tmp_path / "from", shard=3000)]) as sender:
+        sender.publish(7, tensors(7))
+        assert sender.wait(7, 20)
+    token = tmp_path / "token"
+    token.write_text("0123456789abcdef\n")
+    command = [sys.executable, "-m", "longhaul", "sync", "serve", str(tmp_path / "from"), "--port", "0"]
+    command += ["--token-file", str(token)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=ROOT) as server:
+        assert server.stdout is not None and server.stderr is not None
+        guard = threading.Timer(60, server.kill)  # so that a server that says nothing fails the test
+        guard.start()
+        address = server.stdout.readline().strip()
+        assert server.stderr.readline() == "version 7 is served\n"
+        words = ["sync", "pull", address, "--out", str(tmp_path / "to"), "--token-file", str(token)]
+        for _ in range(2):  # what is there already is not fetched again
+            assert main.main(words) == 0
+            out = Path(capsys.readouterr().out.strip())
+            assert out == tmp_path / "to" / "version-3-7"
+        assert main.main(["sync", "status", address, "--json", "-", "--token-file", str(token)]) == 0
+        found = json.loads(capsys.readouterr().out)
+        assert (found["run"], found["epoch"], found["version"]) == ("run", 3, 7)
+        assert main.main(["sync", "status", str(out.parent)]) == 0
+        assert "version 7 of epoch 3" in capsys.readouterr().out
+        assert main.main(["sync", "status", address]) == 2  # without the token
+        assert "token" in capsys.readouterr().err
+        server.send_signal(signal.SIGTERM)
+        assert server.wait(30) == 0
+        guard.cancel()
+    read = read_with_the_library(out)
+    assert is_whole(7, {name: read[name] for name in tensors(7)})
+    assert safetensors_files.read_manifest(out).root.hex() == found["root"]
+
+
+def test_the_index_names_the_shard_of_every_tensor(tmp_path: Path) -> None:
+    with Publisher("run", epoch=0, lanes=[FolderLane(tmp_path, shard=3000, durable=False)]) as sender:
+        sender.publish(1, tensors(1))
+        assert sender.wait(1, 20)
+        until(lambda: (tmp_path / "LATEST").exists())
+    index = json.loads((tmp_path / "version-0-1" / safetensors_files.INDEX).read_text())
+    assert index["metadata"] == {"total_size": sum(array.nbytes for array in tensors(1).values())}
+    assert index["weight_map"] == {
+        "a": "model-00001-of-00002.safetensors",
+        "b": "model-00002-of-00002.safetensors",
+        "c": "model-00002-of-00002.safetensors",
+    }
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        ("sync", "name what to do"),
+        ("sync sevre", "no command 'sevre'"),
+        ("sync serve", "what to serve?"),
+        ("sync serve nowhere", "neither a folder nor an address"),
+        ("sync serve tcp:127.0.0.1:1 --host 0.0.0.0", "give a token"),
+        ("sync pull tcp:127.0.0.1:1", "from where to where?"),
+        ("sync pull tcp:127.0.0.1:x --out y", "is no address"),
+        ("sync pull udp:1:2 --out y", "'udp:1:2' is no address; write shm:NAME, tcp:HOST:PORT, folder:PATH"),
+        ("sync pull tcp:udp:1:2 --out y", "'udp:1:2' is no address: 'udp:1' is no host"),
+        ("sync status ssh:@weights", "'ssh:@weights' is no address; write shm:NAME"),
+        ("sync pull tcp:127.0.0.1:1 --out y --keep 0", "--keep 0"),
+        ("sync pull tcp:127.0.0.1:1 --out /dev/null", "--out is /dev/null; it must be a folder that can be written"),
+        ("sync status", "of whom?"),
+        ("sync bench --receivers 0", "at least 1"),
+        ("sync bench --model gpt-9", "no model is known"),
+    ],
+)
+def test_wrong_words_are_told_in_one_line(words: str, told: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main.main(words.split()) == 2
+    error = capsys.readouterr().err
+    assert told in error and error.count("\n") == 1
+
+
+def test_nobody_there_is_a_failure_in_time(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["sync", "pull", "tcp:127.0.0.1:9", "--out", str(tmp_path), "--timeout", "0.2"]
+    assert main.main(words) == 1
+    assert "no version came from tcp:127.0.0.1:9 in 0.2 s" in capsys.readouterr().err
+
+
+def test_who_is_not_there_is_named(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main.main(["sync", "status", "shm:@longhaul-nobody"]) == 1
+    assert "nobody answers at shm:@longhaul-nobody: Connection refused" in capsys.readouterr().err
+
+
+def test_a_folder_that_is_not_there_has_no_status(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main.main(["sync", "status", f"folder:{tmp_path / 'nowhere'}"]) == 1
+    out, err = capsys.readouterr()
+    assert not out and f"there is no folder {tmp_path / 'nowhere'}" in err
+    assert main.main(["sync", "status", f"folder:{tmp_path}"]) == 0
+    assert "no version yet" in capsys.readouterr().out
+    assert sync._address("[::1]:7171") == "tcp:[::1]:7171"  # HOST:PORT, as before
+    assert sync._address("node-3.example:7171") == "tcp:node-3.example:7171"
+
+
+def test_a_folder_of_another_run_is_told_at_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for name in ("mine", "theirs"):
+        with Publisher(name, epoch=3, lanes=[FolderLane(tmp_path / name)]) as sender:
+            sender.publish(7, tensors(7))
+            assert sender.wait(7, 20)
+    words = ["sync", "pull", str(tmp_path / "mine"), "--out", str(tmp_path / "theirs"), "--timeout", "600"]
+    assert main.main(words) == 1
+    assert f"{tmp_path / 'theirs'} can't take what folder:{tmp_path / 'mine'} serves: " in capsys.readouterr().err
+
+
+def test_of_two_servers_at_one_port_the_second_ends(tmp_path: Path) -> None:
+    (tmp_path / "from").mkdir()  # while there is no version, nobody listens, and both can be bound
+    command = [sys.executable, "-m", "longhaul", "sync", "serve", str(tmp_path / "from"), "--port"]
+
+    def start(port: str) -> subprocess.Popen[str]:
+        pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True, "cwd": ROOT}
+        return subprocess.Popen([*command, port], **pipes)
+
+    with start("0") as first:
+        assert first.stdout is not None
+        address = first.stdout.readline().strip()
+        with start(address.rpartition(":")[2]) as second:
+            assert second.stdout is not None and second.stdout.readline().strip() == address
+            with Publisher("run", epoch=3, lanes=[FolderLane(tmp_path / "from")]) as sender:
+                sender.publish(7, tensors(7))
+                assert sender.wait(7, 20)
+            servers = (first, second)
+            try:
+                until(lambda: any(server.poll() is not None for server in servers))
+                (ended,) = (server for server in servers if server.poll() is not None)
+            finally:
+                for server in servers:
+                    server.terminate()
+            assert ended.returncode == 1 and ended.stderr is not None
+            assert f"{address} can't be served: Address already in use; give another one" in ended.stderr.read()
+
+
+def test_a_relay_tells_how_large_what_it_serves_is(tmp_path: Path) -> None:
+    above, below = way("tcp", tmp_path), tcp.lane()
+    with Publisher("run", epoch=1, lanes=[above.lane()]) as sender:
+        sender.publish(1, tensors(1))
+        with Relay(above.connect, lanes=[below]) as relay:
+            until(lambda: relay.publisher is not None and relay.publisher.status()["version"] == 1)
+            assert relay.publisher is not None
+            assert relay.publisher.status()["image_bytes"] == sender.status()["image_bytes"] > 0
+
+
+def test_a_tree_of_relays_feeds_who_the_sender_does_not_know(tmp_path: Path) -> None:
+    above = way("tcp", tmp_path)
+    lanes = [tcp.lane() for _ in range(2)]
+    addresses = [lane.address.removeprefix("tcp:") for lane in lanes]
+    with Publisher("run", epoch=1, lanes=[above.lane()]) as sender:
+        sender.publish(1, tensors(1))
+        with (
+            Relay(above.connect, lanes=lanes[:1]) as first,
+            Relay(lambda: tcp.connect(addresses[0], "second"), lanes=lanes[1:]) as second,
+        ):
+            for version in (2, 3, 9):
+                sender.publish(version, tensors(version))
+                until(lambda: second.receiver.served and second.receiver.served.version == version)  # noqa: B023
+                assert is_whole(*second.receiver.latest())
+                assert second.receiver.held.root == first.receiver.held.root
+            assert len(sender.status()["receivers"]) == 1
+            sender.close()
+            with Publisher("run", epoch=2, lanes=[above.lane()]) as again:
+                again.publish(4, tensors(4))
+                until(lambda: second.receiver.held.epoch == 2)
+                assert is_whole(*second.receiver.latest())
+
+
+@pytest.mark.slow
+def test_the_benchmark_keeps_its_budget_and_its_stages_make_up_its_time() -> None:
+    from longhaul.bench import harness
+
+    figures = list(harness.run("sync", model="tiny", lane=("shm", "tcp")))
+    assert [(each["config"]["lane"], each["config"]["verify"]) for each in figures] == [
+        ("shm", "once"),
+        ("shm", "always"),
+        ("shm", "moved"),
+        ("tcp", "always"),
+    ]
+    for each in figures:
+        assert 0 < each["peak_bytes"] <= each["budget_bytes"]
+        assert each["steps"] == 2 * each["config"]["image_bytes"]
+        assert each["gather_seconds"] <= each["publish_seconds"] <= each["wall_seconds"]
+        assert ("socket_seconds" in each) == (each["config"]["lane"] == "tcp")

@@ -1,0 +1,242 @@
+"""Damaged input of every format: a clear error or a log, whatever is cut, flipped or replaced.
+
+TFRecord's checksums would find every damage, so the payloads are damaged before they are framed.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from longhaul.driving.datasets import readers, tfrecord
+from longhaul.driving.datasets.log import LANE_STREET, BadData, Feature, Log
+from longhaul.driving.datasets.protobuf import Malformed
+from longhaul.driving.scenario import compile, lane_graph
+from longhaul.driving.shards.record import pack, unpack
+from tests.helpers import argoverse_files, damaged_inputs
+from tests.helpers import log_files as made
+
+STEPS, CURRENT = 12, 4
+PIECES = (
+    b"\xff" * 9 + b"\x01",
+    b"\x00" * 8,
+    b"\x7f\xf0",
+    b"NaN",
+    b"1e999",
+    b"-1",
+    b"[]",
+    b"{}",
+    b"null",
+    b"\x80\x80\x80\x80\x10",
+)
+
+
+def damaged(payload: bytes, random: np.random.Generator) -> bytes:
+    """The payload with one to four bits flipped, cut, a part repeated or left out, or a piece put in."""
+    data = bytearray(payload)
+    for _ in range(random.integers(1, 5)):
+        where = int(random.integers(0, max(len(data), 1)))
+        choice = random.integers(0, 8)
+        if choice < 4 and data:
+            data[where] ^= 1 << int(random.integers(0, 8))
+        elif choice == 4:
+            piece = PIECES[random.integers(0, len(PIECES))]
+            data[where : where + int(random.integers(0, 2)) * len(piece)] = piece
+        elif choice == 5:
+            del data[where : where + int(random.integers(1, 40))]
+        elif choice == 6:
+            data[where:where] = data[where : where + int(random.integers(1, 200))]
+        elif random.integers(0, 4) == 0:
+            del data[where:]
+    return bytes(data)
+
+
+def attempt(path: Path) -> bool:
+    """Whether the file could be read; anything but logs or one clear line is a failure of the test."""
+    try:
+        for log in readers.read(path):
+            assert isinstance(log, Log)
+            assert np.isfinite(log.tracks.position).all()
+            assert log.tracks.valid[log.sdc].any()
+            assert 0 <= log.current < len(log.times)
+    except BadData as error:
+        message = str(error)
+        assert path.name in message or "log_map_archive" in message
+        assert "\n" not in message
+        assert len(message) < 1000
+        return False
+    return True
+
+
+@pytest.mark.parametrize("kind", ["womd-example", "womd-scenario", "gpudrive", "scenarionet"])
+def test_damaged_payloads(kind: str, tmp_path: Path) -> None:
+    payload = made.payloads(made.make_log(STEPS, CURRENT))[kind]
+    random = np.random.default_rng(7)
+    path = tmp_path / "damaged"
+    read = 0
+    for _ in range(600):
+        data = damaged(payload, random)
+        if kind.startswith("womd"):
+            tfrecord.write(path, [data])
+        else:
+            path.write_bytes(data)
+        read += attempt(path)
+    assert 0 < read < 600  # some damage is to values alone, and most is found
+
+
+@pytest.mark.parametrize("kind", ["womd-example", "womd-scenario", "gpudrive", "scenarionet"])
+def test_payloads_cut_anywhere(kind: str, tmp_path: Path) -> None:
+    payload = made.payloads(made.make_log(STEPS, CURRENT))[kind]
+    path = tmp_path / "damaged"
+    for cut in np.linspace(0, len(payload) - 1, 150).astype(int).tolist():
+        if kind.startswith("womd"):
+            tfrecord.write(path, [payload[:cut]])
+        else:
+            path.write_bytes(payload[:cut])
+        attempt(path)
+
+
+def test_damaged_parquets_and_maps(tmp_path: Path) -> None:
+    pytest.importorskip("pyarrow")
+    path = argoverse_files.write(made.make_log(STEPS, CURRENT), tmp_path)
+    where = tmp_path / "log_map_archive_straight.json"
+    table, document = path.read_bytes(), where.read_bytes()
+    random = np.random.default_rng(3)
+    for turn in range(300):
+        path.write_bytes(damaged(table, random) if turn % 2 else table)
+        where.write_bytes(document if turn % 2 else damaged(document, random))
+        attempt(path)
+
+
+def test_json_with_every_value_replaced(tmp_path: Path) -> None:
+    """Each key of GPUDrive's document in turn holds something of another kind, or is missing."""
+    path = tmp_path / "damaged.json"
+    document = made.gpudrive(made.make_log(STEPS, CURRENT))
+    holders = [
+        document,
+        document["objects"][2],
+        document["objects"][0]["position"][5],
+        document["roads"][0],
+        document["metadata"],
+    ]
+    holders += [
+        document["roads"][0]["geometry"][0],
+        document["tl_states"]["102"],
+        document["metadata"]["tracks_to_predict"][0],
+    ]
+    for holder in holders:
+        for key, before in list(holder.items()):
+            for wrong in (None, -1, 10**30, 1e308, float("nan"), "text", [], {}, [[]], [None], True, [1e308] * STEPS):
+                holder[key] = wrong
+                path.write_text(json.dumps(document))
+                attempt(path)
+            del holder[key]
+            path.write_text(json.dumps(document))
+            attempt(path)
+            holder[key] = before
+    path.write_text(json.dumps(document))
+    assert attempt(path)
+
+
+def test_the_fuzzer_finds_nothing_in_a_few_inputs_of_every_format() -> None:
+    """All of it as it is run for 100,000: a worker under limits, a line for each input, one report."""
+    pytest.importorskip("pyarrow")
+    command = [sys.executable, "-m", "benchmarks.fuzz", "210", "--seed", "3"]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=Path(__file__).parents[3], timeout=300)
+    assert done.returncode == 0, done.stderr + done.stdout
+    report = json.loads(done.stdout)
+    assert report["findings"] == []
+    assert set(report["outcomes"]) == set(damaged_inputs.KINDS)
+    for kind, outcomes in report["outcomes"].items():
+        assert sum(outcomes.values()) == 30
+        assert outcomes["refused"] > 0, kind
+    assert sum(outcomes.get("read", 0) for outcomes in report["outcomes"].values()) > 20
+
+
+def test_the_fuzzer_would_tell_of_what_is_run(tmp_path: Path) -> None:
+    """Its mutations do carry programs: an ordinary unpickler runs one of them, and many inputs name foreign things."""
+    import pickle
+
+    sources_ = damaged_inputs.Sources(tmp_path)
+    assert not sources_.canary.exists()
+    pickle.loads(pickle.dumps(damaged_inputs.hostile(sources_.canary)[0]))
+    assert sources_.canary.exists()
+    made_ = [sources_.make("scenarionet", np.random.default_rng((5, i)))["a.pkl"] for i in range(60)]
+    assert sum(b"system" in each or b"touch" in each for each in made_) > 5
+
+
+def moved(log: Log, track: int, step: int, metres: float) -> Log:
+    """The log with one track `metres` farther east from `step` on."""
+    position = log.tracks.position.copy()
+    position[track, step:, 0] += metres
+    return replace(log, tracks=replace(log.tracks, position=position))
+
+
+def test_who_jumps_across_the_world_takes_no_memory() -> None:
+    """Found by fuzzing: a distance field, and a route, as large as the way between two wrong positions."""
+    log = made.make_log(STEPS, CURRENT)
+    with pytest.raises(BadData, match=r"straight: the ego goes 1e\+07 m in 8 steps, beyond 20000"):
+        compile.compile_log(moved(log, log.sdc, 8, 1e7))
+    position = moved(log, log.sdc, 8, 9000.0).tracks.position
+    position[log.sdc, 8:, 1] += 9000.0
+    with pytest.raises(BadData, match=r"its routes lie .* km apart, beyond 4 square km"):
+        compile.compile_log(replace(log, tracks=replace(log.tracks, position=position)))
+    other = compile.compile_log(moved(log, 0, 8, 1e7), agents=3)  # not the ego: it is not worth controlling
+    driven = other.controlled[other.controlled >= 0]
+    assert len(driven) == 1
+    assert (compile.compile_log(log, agents=3).controlled >= 0).sum() == 2
+    assert np.abs(other.pose[:, driven]).max() < 1000.0
+
+
+def test_a_line_across_the_world_takes_no_time() -> None:
+    """Found by fuzzing: a lane with one point ten thousand kilometres away was cut into pieces of ten metres."""
+    log = made.make_log(STEPS, CURRENT)
+    far = np.concatenate([log.features[0].points, [[1e8, 0.0, 0.5]]])
+    assert len(lane_graph.chop(far)) < len(far)
+    scenario = compile.compile_log(replace(log, features=(Feature(1, LANE_STREET, far), *log.features[1:])))
+    assert len(scenario.road.place) < 10_000
+    points = np.stack([np.arange(100.0), np.zeros(100), np.zeros(100)], -1)
+    pieces = lane_graph.chop(points)
+    assert [len(each) for each in pieces] == [11, 11, 11, 11, 11, 11, 11, 11, 11, 10]
+    np.testing.assert_array_equal(np.concatenate([each[:-1] for each in pieces] + [points[-1:]]), points)
+
+
+def test_edges_are_compared_with_the_routes_in_bounded_memory() -> None:
+    rng = np.random.default_rng(0)
+    points, near = rng.uniform(-100, 100, (3000, 2)), rng.uniform(-100, 100, (700, 2))
+    away, closest = compile.approach(points, near)
+    whole = np.hypot(*(points[:, None] - near[None]).transpose(2, 0, 1))
+    np.testing.assert_array_equal(closest, whole.argmin(1))
+    np.testing.assert_allclose(away, whole.min(1), rtol=1e-12)
+
+
+def test_a_record_beyond_any_map_is_refused() -> None:
+    """Found by fuzzing: numbers that float32 holds, and that overflow wherever they are multiplied."""
+    scenario = compile.compile_log(made.make_log(STEPS, CURRENT), route_margin=3.0)
+    assert unpack(pack(scenario)).steps == scenario.steps
+    for changes in (
+        {"field_origin": np.full(2, 1e30, np.float32)},
+        {"dt": 1e300},
+        {"road": scenario.road._replace(origin=np.full(2, -1e20, np.float32))},
+        {"road": scenario.road._replace(corner=np.full(2, 1e20, np.float32))},
+    ):
+        with pytest.raises(Malformed):
+            unpack(pack(scenario._replace(**changes)))
+
+
+def test_ways_after_the_logs_keep_to_their_agents() -> None:
+    scenario = compile.compile_log(made.make_log(STEPS, CURRENT), route_margin=3.0)
+    assert len(scenario.onward_of) >= 2  # the vehicles that drive on lanes
+    again = unpack(pack(scenario))
+    np.testing.assert_array_equal(again.onward_of, scenario.onward_of)
+    np.testing.assert_allclose(again.onward, scenario.onward, atol=0.0051)
+    with pytest.raises(Malformed, match="the way of an agent that does not exist"):
+        unpack(pack(scenario._replace(onward_of=np.full_like(scenario.onward_of, 99))))
+    with pytest.raises(Malformed, match="ways of another length"):
+        unpack(pack(scenario._replace(onward=scenario.onward[1:])))

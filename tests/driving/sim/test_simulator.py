@@ -1,0 +1,383 @@
+"""Whole episodes with known outcomes."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from longhaul.driving.scenario.bank import stack
+from longhaul.driving.scenario.compile import compile_log
+from longhaul.driving.sim import metrics as measures
+from longhaul.driving.sim import reward
+from longhaul.driving.sim.config import Config
+from longhaul.driving.sim.observation import MAX_WAYPOINTS, waypoint_offsets
+from longhaul.driving.sim.reward import Weights
+from longhaul.driving.sim.simulator import driving
+from longhaul.spaces import Measure
+from tests.helpers.driving_scenarios import DT, GREEN, RED, STRAIGHT, bank, line, scenario, trip
+from tests.helpers.environment_contract import check_environment
+
+T = 51
+EGO = line((0, 0), (6, 0), T)  # 30 metres
+CLEAN = {"accuracy": [1.0], "collision": [0.0], "offroad": [0.0], "red_light": [0.0], "progress": [1.0], "goal": [1.0]}
+
+
+def outcome(metrics: dict[str, list[float]]) -> dict[str, list[float]]:
+    return {name: metrics[name] for name in CLEAN}
+
+
+@pytest.mark.parametrize(
+    "driver", ["log", *(pytest.param(driver, marks=pytest.mark.slow) for driver in ("idm", "policy", "constant"))]
+)
+def test_who_keeps_to_a_clean_log_scores_all(driver: str) -> None:
+    driven = trip(scenario([EGO, line((10, 4), (6, 0), T)]), driver=driver)
+    assert outcome(driven.metrics) == CLEAN
+    if driver != "idm":
+        assert driven.metrics["log_divergence"] == pytest.approx([0.0], abs=1e-3)
+        assert driven.metrics["comfort"] == [1.0]
+    ended = int(np.argmax(driven.steps.terminated[:, 0])) + 1
+    assert driven.steps.terminated.sum() == 1
+    assert driven.steps.truncated.sum() == 0
+    if driver != "idm":  # 2 % of 30 m before its end
+        assert ended in (49, 50)  # there at 29.4 m, but for the millimetres that routes are rounded by
+
+
+TERMS = Weights(progress=0.5, goal=3.0, lateral=0.0, heading=0.0, discomfort=0.0)
+
+
+def test_the_return_is_made_of_the_terms() -> None:
+    driven = trip(scenario([EGO]), weights=TERMS, terminations=())
+    there = int(np.argmax(driven.steps.reward[:, 0]))
+    np.testing.assert_allclose(np.delete(driven.steps.reward[:, 0], there), 0.5 * 0.6, atol=3e-3)  # routes are rounded
+    assert there in (48, 49)  # 29.4 m, 2 % before the end
+    assert driven.steps.reward[there, 0] == pytest.approx(0.3 + 3.0, abs=3e-3)
+    assert not driven.steps.terminated.any()
+
+
+def test_progress_beyond_the_goal_is_worth_nothing() -> None:
+    slow = line((0, 0), (2, 0), T)  # 10 metres; the policy keeps 6 m/s
+    made = scenario([slow])._replace(velocity=np.gradient(EGO[:, None, :2], DT, axis=0).astype(np.float32))
+    driven = trip(made, weights=TERMS, terminations=())
+    assert driven.steps.reward.sum() == pytest.approx(0.5 * 10.0 + 3.0, abs=1e-3)
+    assert driven.metrics["progress"] == [1.0]
+
+
+def test_a_collision_is_seen_at_the_step_at_which_boxes_meet() -> None:
+    # 4 m long both: they touch when the ego has come 16 m, at 0.6 m a step in step 27 (16.2 m)
+    driven = trip(scenario([EGO, line((20, 0), (0, 0), T)]))
+    assert driven.metrics["collision"] == [1.0]
+    assert driven.metrics["accuracy"] == [0.0]
+    assert driven.metrics["progress"] == pytest.approx([16.2 / 30.0], abs=1e-3)
+    assert np.flatnonzero(driven.steps.terminated[:, 0]).tolist() == [26]
+    assert driven.steps.reward[26, 0] == pytest.approx(-4.0 + 0.06 - 0.1, abs=1e-3)  # the event, the way, the haste
+
+
+def test_an_agent_that_the_log_does_not_have_is_no_obstacle() -> None:
+    present = np.ones((T, 2), bool)
+    present[20:, 1] = False
+    assert outcome(trip(scenario([EGO, line((20, 0), (0, 0), T)], present=present)).metrics) == CLEAN
+
+
+def test_without_its_termination_an_event_counts_but_does_not_end() -> None:
+    driven = trip(scenario([EGO, line((15, 0), (0, 0), T)]), weights=TERMS, terminations=())
+    assert driven.metrics["collision"] == [1.0]
+    assert driven.metrics["progress"] == [1.0]
+    assert (driven.steps.reward < -1.0).sum() == 1  # paid once
+
+
+def test_off_road_begins_when_a_corner_is_beyond_the_edge() -> None:
+    # drifting left at 1 m/s: the corner, 1 m beside the centre and 2 m ahead, leaves the road 5 m from its middle
+    path = line((0, 0), (6, 1), T)
+    made = scenario([path])
+    driven = trip(made)
+    heading = float(path[0, 2])
+    corner = path[1:, 1] + 2.0 * np.sin(heading) + 1.0 * np.cos(heading)
+    assert driven.metrics["offroad"] == [1.0]
+    assert np.flatnonzero(driven.steps.terminated[:, 0]).tolist() == [int(np.argmax(corner > 5.0))]
+    assert outcome(trip(made._replace(field=np.zeros((0, 0), np.int16))).metrics) == CLEAN
+
+
+@pytest.mark.parametrize(
+    ("state", "before", "ran"),
+    [(RED, RED, 1.0), (GREEN, GREEN, 0.0), (RED, GREEN, 0.0), (GREEN, RED, 0.0), (0, 0, 0.0), (2, 2, 0.0)],
+)
+def test_a_red_light_is_run_by_the_front_bumper_if_red_before_and_after(state: int, before: int, ran: float) -> None:
+    # the bumper, 2 m ahead, passes 15.3 m between steps 22 (15.2 m) and 23 (15.8 m)
+    states = np.full(T, state)
+    states[:23] = before
+    driven = trip(scenario([EGO], lights=[(15.3, states)]))
+    assert driven.metrics["red_light"] == [ran]
+    if ran:
+        assert np.flatnonzero(driven.steps.terminated[:, 0]).tolist() == [22]
+
+
+def test_a_light_that_turns_red_behind_the_bumper_is_no_event() -> None:
+    states = np.where(np.arange(T) < 24, GREEN, RED)
+    assert outcome(trip(scenario([EGO], lights=[(15.3, states)])).metrics) == CLEAN
+
+
+def test_idm_waits_at_a_red_light_and_goes_on_green() -> None:
+    states = np.where(np.arange(121) < 70, RED, GREEN)
+    ego = line((0, 0), (6, 0), 121)
+    driven = trip(scenario([ego], lights=[(30.0, states)]), driver="idm")
+    front = driven.states.motion.x[:70, 0] + 2.0
+    assert driven.metrics["red_light"] == [0.0]
+    assert 25.0 < front.max() < 30.0
+    assert driven.states.motion.x[-1, 0] > 40.0
+
+
+def test_idm_stops_behind_a_standing_leader() -> None:
+    driven = trip(scenario([line((0, 0), (8, 0), 91), line((40, 0), (0, 0), 91)]), driver="idm")
+    assert driven.metrics["collision"] == [0.0]
+    assert 30.0 < driven.states.motion.x[-1, 0] < 36.0 - 0.5
+
+
+def test_who_has_nothing_to_reach_has_to_stay() -> None:
+    still = scenario([line((0, 0), (0, 0), T)])
+    stays = trip(still)
+    assert outcome(stays.metrics) == CLEAN
+    assert np.flatnonzero(stays.steps.terminated[:, 0]).tolist() == [T - 2]
+    leaves = trip(still, (5, 6))
+    assert leaves.metrics["goal"] == [0.0]
+    assert leaves.metrics["progress"] == [1.0]
+
+
+def test_the_logs_end_truncates_whoever_still_plays_once() -> None:
+    made = scenario([EGO])
+    environment = driving(bank(made, scenario([EGO[:31]])), Config())
+    assert (environment.spec.truncation_interval, environment.spec.max_steps) == (30, 50)
+    driven = trip(made, (0, 6))  # brakes, and stands
+    assert np.flatnonzero(driven.steps.truncated[:, 0]).tolist() == [T - 2]
+    assert not driven.steps.terminated.any()
+    assert driven.states.playing[:, 0].tolist() == [True] * (T - 2) + [False]
+    assert driven.metrics["goal"] == [0.0]
+    assert driven.metrics["progress"][0] == pytest.approx(6.0 * 6.0 / 12.0 / 30.0, abs=1e-3)
+
+
+def test_agents_are_columns_and_an_ended_one_is_gone() -> None:
+    # the first runs into a post and is gone, the second, behind it, passes through its place
+    first, second = line((0, 0), (6, 0), T), line((-14, 0), (6, 0), T)
+    post = line((7, 1.6), (0, 0), T)
+    post_there = np.ones((T, 3), bool)
+    post_there[15:, 2] = False
+    made = scenario([first, second, post], drivers=2, sizes=[(4, 2), (4, 2), (1, 1.5)], present=post_there)
+    driven = trip(made, agents=3)
+    assert driven.metrics["collision"] == [1.0, 0.0, 0.0]
+    assert driven.metrics["goal"][:2] == [0.0, 1.0]
+    assert driven.states.playing[0].tolist() == [True, True, False]  # the third slot is empty
+    ended = int(np.argmax(driven.steps.terminated[:, 0]))
+    assert driven.steps.reward[:, 2].tolist() == [0.0] * (T - 1)
+    assert not driven.steps.terminated[:, 2].any()
+    assert not driven.steps.truncated[:, 2].any()
+    seen = driven.steps.observation.agents[:, 1, :, -1].sum(-1)  # how many the second agent sees
+    assert seen[ended] == 2
+    assert seen[ended + 1] == 1  # only the post
+    assert seen[20] == 0
+
+
+def test_agents_see_each_other_where_they_are_and_not_where_the_log_has_them() -> None:
+    made = scenario([line((0, 0), (6, 0), T), line((20, 3), (6, 0), T)], drivers=2)
+    driven = trip(made, np.array([STRAIGHT, (0, 6), STRAIGHT]), agents=3)
+    squashed = driven.steps.observation.agents[9, 0, 0, 0]
+    x = driven.states.motion.x[9]
+    assert 10.0 * squashed / (1.0 - squashed) == pytest.approx(x[1] - x[0], abs=1e-3)
+
+
+def test_the_ego_alone_scores_as_among_more_slots() -> None:
+    made = scenario([EGO, line((20, 0.5), (0, 0), T)])
+    alone, among = trip(made), trip(made, agents=3)
+    assert {name: value[:1] for name, value in among.metrics.items()} == alone.metrics
+    np.testing.assert_array_equal(among.steps.reward[:, 0], alone.steps.reward[:, 0])
+    jax.tree.map(
+        lambda a, b: np.testing.assert_allclose(a[:, 0], b[:, 0], atol=1e-6),
+        among.steps.observation,
+        alone.steps.observation,
+    )
+
+
+def test_observation_of_a_known_scene() -> None:
+    made = scenario(
+        [EGO, line((12, 0), (2, 0), T), line((-5, 3), (6, 0), T)], lights=[(24.0, [RED] * T)], kinds=[1, 1, 3]
+    )
+    seen = trip(made).first
+    route = seen.route[0].reshape(-1, 4)
+    np.testing.assert_allclose(route[:, 0] * 60, waypoint_offsets(10), atol=5e-3)
+    np.testing.assert_allclose(route[:, 1:], np.broadcast_to([0.0, 0.0, 1.0], (10, 3)), atol=1e-5)
+    assert seen.ego[0, 0] == pytest.approx(6.0 / 20.0)
+    np.testing.assert_allclose(seen.ego[0, -4:], -1.0, atol=1e-6)  # 4 m to the edge from each corner, cut at 3 m
+    gap = 8.0 * seen.ego[0, 14] / (1 - seen.ego[0, 14])
+    assert gap == pytest.approx(12.0 - 2.0 - 2.0, abs=1.5)  # between the bumpers, on a grid of one metre
+    assert seen.ego[0, 15] == pytest.approx(0.4)  # closing at 4 m/s
+    assert seen.ego[0, 16] == pytest.approx(4.0**2 / (2 * gap) / 6.0, rel=1e-4)  # what it takes not to touch
+    light = seen.lights[0]
+    assert light[[0, 2, 3, 4]].tolist() == [1, 1, 0, 0]
+    assert 8.0 * light[1] / (1 - light[1]) == pytest.approx(24.0 - 2.0, abs=1e-3)
+    near, far, *nobody = seen.agents[0]
+    x, y = (10.0 * near[:2] / (1 - np.abs(near[:2]))).tolist()
+    assert (x, y) == pytest.approx((-5.0, 3.0), abs=1e-3)
+    assert near[11] == 1.0  # a cyclist
+    assert far[4] == pytest.approx(-0.2)
+    assert far[-1] == 1.0
+    assert not np.any(nobody)
+
+
+def test_features_of_the_same_scene_do_not_depend_on_where_it_lies() -> None:
+    """Turned and moved as a whole, a world without a map looks the same to its driver."""
+    poses = [EGO, line((12, -4), (2, -0.3), T), line((30, -18), (0, 2), T)]
+    c, s = np.cos(2.0), np.sin(2.0)
+
+    def moved(pose: np.ndarray) -> np.ndarray:
+        x, y, h = pose.T
+        return np.stack([c * x - s * y + 50, s * x + c * y - 30, h + 2.0], -1)
+
+    here, there = (trip(scenario(p, road=None), (4, 7)) for p in (poses, [moved(p) for p in poses]))
+    jax.tree.map(
+        lambda a, b: np.testing.assert_allclose(a, b, atol=1e-2), here.steps.observation, there.steps.observation
+    )
+    for name, value in here.metrics.items():
+        unit = {"smallest_ttc": measures.TTC_UNIT, "final_divergence": measures.FINAL_UNIT}.get(name, 0.0)
+        assert value == pytest.approx(there.metrics[name], abs=1e-3 + unit), name
+
+
+def test_a_red_light_is_something_not_to_pass_and_haste_towards_it_costs() -> None:
+    weights = replace(TERMS, progress=0.0, goal=0.0, collision=0.0, red_light=0.0)
+    red, green = (
+        trip(scenario([EGO], lights=[(15.3, [state] * T)]), weights=weights, terminations=()) for state in (RED, GREEN)
+    )
+    assert not green.steps.reward.any()
+    distance = 15.3 - 2.0 - 0.6 * np.arange(1, T)
+    needed = np.where(distance > 0, 6.0**2 / (2.0 * np.maximum(distance, 0.5)), 0.0)
+    expected = -0.05 * np.clip(needed / reward.HARD - 1.0, 0.0, 2.0)
+    np.testing.assert_allclose(red.steps.reward[:, 0], expected, atol=1e-4)
+    assert expected.min() < -0.05
+    ahead = 8.0 * red.first.ego[0, 14] / (1 - red.first.ego[0, 14])
+    assert ahead == pytest.approx(13.3, abs=1e-3)
+    assert green.first.ego[0, 14] == 1.0
+
+
+def test_agents_do_not_see_the_time() -> None:
+    """A log's end truncates; an observation that tells of it has a value that no reward ever corrects."""
+    long, short = (trip(scenario([line((0, 0), (0, 0), steps)])) for steps in (T, 11))
+    pair = (jax.tree.leaves(one.steps.observation) for one in (long, short))
+    for leaf, other in zip(*pair, strict=True):
+        np.testing.assert_array_equal(leaf[:10], other)
+
+
+CROWD = [line((12 * i - 30, 3.0 * (-1) ** i), (4.0 - i, 0.3 * i), T) for i in range(1, 6)]
+
+
+def test_random_driving_gives_finite_bounded_numbers() -> None:
+    states = np.tile([RED, GREEN, 0], 17)
+    made = scenario([EGO, line((-9, 0), (6, 0), T), *CROWD], drivers=2, lights=[(9.0, states)])
+    rng = np.random.default_rng(0)
+    for _ in range(10):
+        driven = trip(made, rng.integers(0, [7, 13], (T - 1, 3, 2)), agents=3)
+        for leaf in jax.tree.leaves((driven.first, driven.states, driven.steps, driven.metrics)):
+            assert np.isfinite(leaf).all()
+        for leaf in jax.tree.leaves(driven.steps.observation):
+            assert np.abs(leaf).max() <= 2.0
+        assert np.abs(driven.steps.reward).max() < 10.0
+
+
+@pytest.mark.slow
+def test_the_contract_of_environments_is_kept() -> None:
+    worlds = bank(
+        scenario([EGO, line((-9, 0), (6, 0), T), *CROWD], drivers=2, lights=[(9.0, np.tile([RED, GREEN, 0], 17))]),
+        scenario([EGO[:31], *[c[:31] for c in CROWD]], road=None),
+        agents=2,
+    )
+    check_environment(driving(worlds, Config(agents=2, actions="continuous", neighbours=4)))
+
+
+def test_the_state_is_small_and_holds_no_map() -> None:
+    """At most 4,096 bytes with 64 agents and 64 objects, all that react elsewhere, and every option."""
+    many = [line((5.0 * i, 0), (3, 0), 5) for i in range(64)]
+    worlds = bank(scenario(many, drivers=64, road=None), scenario(many, road=None), agents=64)
+    every = Config(agents=64, traffic="idm", goal="respawn", crash="stop", conditioning=True, road_points=50)
+    for config in (every, Config(agents=64, traffic="idm"), Config(agents=1, traffic="idm"), Config()):
+        state, _ = jax.eval_shape(driving(worlds, config).start, jnp.int32(0))
+        assert sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(state)) <= 4096
+        assert (state.reactive is None) == (config.traffic != "idm")
+        assert {x.dtype for x in jax.tree.leaves((state.motion, state.s))} == {jnp.dtype("float32")}
+
+
+def test_reset_draws_every_scenario_and_start_takes_the_one_asked_for() -> None:
+    worlds = bank(*(scenario([line((0, 0), (1 + i, 0), 11)]) for i in range(5)))
+    environment = driving(worlds, Config())
+    keys = jax.random.split(jax.random.key(1), 400)
+    drawn = np.asarray(jax.jit(jax.vmap(lambda key: environment.reset(key)[0].scenario))(keys))
+    assert np.bincount(drawn, minlength=5).min() > 50  # 80 expected
+    states, _ = jax.jit(jax.vmap(environment.start))(jnp.arange(environment.scenarios))
+    np.testing.assert_allclose(states.motion.speed[:, 0], 1.0 + np.arange(5), atol=1e-4)
+
+
+def test_comfort_counts_each_limit() -> None:
+    zero = jnp.zeros(1)
+
+    def excess(**felt: float) -> float:
+        ride = reward.Ride(*(jnp.full(1, felt.get(name, 0.0)) for name in reward.Ride._fields))
+        return float(reward.excess(ride)[0])
+
+    assert float(reward.excess(reward.Ride(zero, zero, zero, zero))[0]) == 0.0
+    assert excess(longitudinal=2.39, lateral=-1.99, jerk=8.2, yaw=-0.94) == 0.0
+    assert excess(longitudinal=-4.0) == 0.0
+    for over in ({"longitudinal": 2.5}, {"longitudinal": -4.1}, {"lateral": -2.1}, {"jerk": -8.4}, {"yaw": 1.0}):
+        assert 0.0 < excess(**over) < 0.1
+    assert excess(jerk=1e6) == 2.0
+
+
+@pytest.mark.parametrize("count", [1, 5, 10, MAX_WAYPOINTS])
+def test_waypoints_are_as_many_as_asked_for(count: int) -> None:
+    offsets = waypoint_offsets(count)
+    assert len(offsets) == count
+    assert (np.diff(offsets) > 0).all()
+    assert offsets[-1] <= 57
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"agents": 2}, "agents is 2"),
+        ({"traffic": "none"}, "traffic is 'none': choose from log, idm"),
+        ({"driver": "me"}, "driver is 'me'"),
+        ({"actions": "both"}, "actions is 'both'"),
+        ({"terminations": ("crash",)}, "terminations is 'crash'"),
+        ({"neighbours": 0}, "neighbours is 0"),
+        ({"waypoints": 99}, "waypoints is 99"),
+    ],
+)
+def test_bad_settings_are_named(change: dict, message: str) -> None:
+    with pytest.raises(ValueError, match=message) as error:
+        driving(bank(scenario([EGO])), replace(Config(), **change))
+    assert "\n" not in str(error.value)
+
+
+def test_a_scenario_of_one_step_is_refused() -> None:
+    with pytest.raises(ValueError, match="scenario 1 has 1 step"):
+        driving(bank(scenario([EGO]), scenario([EGO]))._replace(steps=np.array([51, 1])), Config())
+
+
+def test_real_logs_replayed_are_clean(logs: Path) -> None:
+    from longhaul.driving.datasets import readers
+
+    found = readers.load([str(logs / "womd"), str(logs / "gpudrive")])
+    worlds = driving(stack([compile_log(log) for log in found]), Config(driver="log"))
+
+    def whole(index: jax.Array) -> dict[str, Measure]:
+        state, _ = worlds.start(index)
+        state, _ = jax.lax.scan(
+            lambda s, _: (worlds.step(jax.random.key(0), s, jnp.zeros((1, 2), jnp.int32))[0], None),
+            state,
+            length=worlds.spec.max_steps,
+        )
+        return worlds.metrics(state)
+
+    metrics = {name: m.value for name, m in jax.jit(jax.vmap(whole))(jnp.arange(worlds.scenarios)).items()}
+    assert metrics["accuracy"].tolist() == [[1.0]] * len(found)
+    assert metrics["progress"].tolist() == [[1.0]] * len(found)
+    assert float(metrics["log_divergence"].max()) < 1e-4

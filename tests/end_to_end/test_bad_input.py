@@ -1,0 +1,183 @@
+"""What the command can't do: one line that says why, an exit code, and nothing left behind."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from longhaul.cli import main, train
+from longhaul.config import recipes
+from longhaul.config.resolve import resolve
+from longhaul.training.run_dir import save_run
+from tests.helpers import log_files
+from tests.helpers.command_line import assert_refused, tree
+
+FULL = "the disk is full; make room, then try again or --resume the run"
+
+BAD = [
+    ("frobnicate", ["no command 'frobnicate'"]),
+    ("trian cartpole", ["did you mean train?"]),
+    ("--verson", ["no flag '--verson'; did you mean --version?"]),
+    ("data", ["name what to do with the data; there are longhaul data inspect"]),
+    ("data inspekt x", ["no command 'inspekt'", "longhaul data inspect PATH"]),
+    ("data inspect", ["which logs?"]),
+    ("train", ["name a recipe first", "cartpole, impala-cartpole", "ppo, driving-scaling"]),
+    ("train --seed 1 cartpole", ["name a recipe first"]),
+    ("train cartpol", ["no recipe is named 'cartpol'", "did you mean cartpole or"]),
+    ("train cartpole --total-step 4", ["no flag --total-step; did you mean --total-steps?"]),
+    ("train cartpole --sede=4", ["no flag --sede; did you mean --seed"]),
+    ("train cartpole --data x", ["longhaul train cartpole has no flag --data"]),
+    ("train driving --scenarios 4 --torso nature", ["torso nature or impala or minatar takes one image"]),
+    ("train driving --scenarios 4 --gae-lambda 2", ["--gae-lambda is 2.0; it must lie in 0 to 1"]),
+    ("train driving --scenarios 4 --model-size 1001", ["--model-size is 1001.0; it must lie in 0.01 to 1000"]),
+    ("train driving --env cartpole", ["longhaul train driving has no flag --env"]),
+    ("train cartpole 7", ["'7' is one word too many"]),
+    ("train cartpole --num-envs abc", ["--num-envs is 'abc'; it must be a whole number"]),
+    ("train cartpole --num-envs 1.5", ["--num-envs is '1.5'; it must be a whole number"]),
+    ("train cartpole --num-envs inf", ["--num-envs is 'inf'; it must be a whole number"]),
+    ("train cartpole --lr nan", ["--lr is 'nan'; it must be a finite number"]),
+    ("train cartpole --lr", ["--lr has no value; it must be a finite number"]),
+    ("train cartpole --lr --seed 1", ["--lr has no value"]),
+    ("train cartpole --lr=", ["--lr has no value"]),
+    ("train cartpole --anneal=yes", ["--anneal takes no value; write --anneal or --no-anneal"]),
+    ("train cartpole --torso mpl", ["--torso is 'mpl'; it must be one of mlp, deepset,"]),
+    ("train cartpole --topology sebulba", ["--topology is 'sebulba'; it must be one of fused, actors, central"]),
+    (
+        "train cartpole --staleness 2",
+        ["--staleness is 2, and --topology fused has none", "actors or central, or leave"],
+    ),
+    ("train cartpole --staleness none", ["--staleness is none, and --topology fused has none"]),
+    ("train cartpole --dry-run --actors 2", ["--actors is 2, and --topology fused has none; choose --topology actors"]),
+    ("train cartpole --lane grpc", ["--lane is grpc, and --topology fused", "choose --topology central, or leave"]),
+    ("train cartpole --topology actors --slots 4", ["--slots is 4, and --topology actors has none", "central"]),
+    ("train cartpole --pin", ["--pin is on, and --topology fused has none; choose --topology actors, or leave --pin"]),
+    ("train cartpole --topology actors --tls-key k", ["--tls-key is k, and --topology actors has none"]),
+    ("train cartpole --topology actors --ray-address local", ["--actor-kind is process; choose --actor-kind ray"]),
+    ("train cartpole --num-envs 0", ["--num-envs is 0; it must be at least 1"]),
+    ("train cartpole --num-envs -4", ["--num-envs is -4; it must be at least 1"]),
+    ("train cartpole --num-steps 0", ["--num-steps is 0"]),
+    ("train cartpole --keep 0", ["--keep is 0"]),
+    ("train cartpole --seed -1", ["--seed is -1"]),
+    ("train cartpole --num-minibatches 7", ["--num-minibatches is 7, which does not divide", "choose a divisor"]),
+    ("train cartpole --total-steps 100", ["--total-steps is 100", "2048 (num_envs x agents x num_steps)"]),
+    ("train cartpole --gamma 1.5", ["--gamma is 1.5; it must lie in 0 to 1"]),
+    ("train cartpole --save-interval 0", ["--save-interval is 0"]),
+    ("train cartpole --save-interval-minutes 0", ["--save-interval-minutes is 0"]),
+    ("train cartpole --mesh data", ["--mesh is 'data'; it must be data=N"]),
+    ("train cartpole --mesh data=0", ["--mesh is 'data=0'; it must be data=N"]),
+    ("train cartpole --mesh data=2,model=0", ["--mesh is 'data=2,model=0'", "N and M at least 1"]),
+    ("train cartpole --mesh model=2 --hidden-dim 9", ["--mesh is data=1,model=2", "can be split into 2 parts"]),
+    ("train cartpole --mesh dta=2", ["--mesh is 'dta=2'"]),
+    ("train cartpole --mesh data=5", ["5 devices can't share evenly"]),
+    ("train cartpole --mesh data=32", ["32 devices"]),
+    ("train ppo --env cartpol", ["no environment is named 'cartpol'", "did you mean cartpole?"]),
+    ("train cartpole --run-name ../x", ["--run-name is '../x'"]),
+    ("train cartpole --runs-dir file.txt", ["file.txt", "File exists"]),
+    ("train cartpole --runs-dir file.txt/runs", ["file.txt/runs", "Not a directory"]),
+    ("train cartpole --resume nobody", ["no run 'nobody' in runs"]),
+    ("train driving --agents 0", ["--agents is 0; it must be at least 1"]),
+    ("train driving --scenarios 0", ["--scenarios is 0"]),
+    ("train driving --horizon 1", ["--horizon is 1"]),
+    ("train driving --waypoints 50", ["--waypoints is 50; it must be at most 20"]),
+    ("train driving --data", ["--data has no value"]),
+    ("train driving --data a --data b", ["--data is given twice"]),
+    ("train driving --data missing.json", ["missing.json: no such file or folder"]),
+    ("train driving --data empty", ["empty: no driving logs in this folder"]),
+    ("train driving --data *.xyz", ["*.xyz: no driving logs match"]),
+    ("train driving --terminations crash", ["--terminations is 'crash'; it must be one of collision, offroad"]),
+    ("evaluate", ["which run?", "longhaul evaluate RUN"]),
+    ("evaluate nobody", ["no run 'nobody' in runs"]),
+    ("evaluate nobody --policy best", ["--policy is 'best'; it must be one of run, untrained, idm, log, constant"]),
+    ("evaluate damaged", ["damaged/run.json can't be read"]),
+    ("evaluate future", ["future/run.json has format 99, and this"]),
+    ("train cartpole --resume future", ["has format 99"]),
+    ("train cartpole --run-name damaged", ["run 'damaged' exists in runs", "--resume damaged"]),
+    ("evaluate cartpole --policy idm", ["--policy is 'idm', a driver, and run cartpole is cartpole"]),
+    ("evaluate cartpole --episodes 0", ["--episodes is 0"]),
+    ("evaluate cartpole", ["runs/cartpole has no checkpoint yet"]),
+    ("evaluate cartpole --json nowhere/x.json", ["--json is 'nowhere/x.json'"]),
+    ("render --out x.gif", ["whose drive?"]),
+    ("render cartpole", ["where to? give --out"]),
+    ("render cartpole --out x.bmp", ["--out is 'x.bmp'; its suffix must be one of .gif, .mp4, .html, .png"]),
+    ("render cartpole --out x.gif", ["only driving can be drawn, and run cartpole is cartpole"]),
+    ("data inspect missing.json", ["missing.json: no such file or folder"]),
+    ("data inspect empty", ["empty: no driving logs in this folder"]),
+    ("status", ["which run? longhaul status RUN"]),
+    ("status nobody", ["no run 'nobody' in runs"]),
+    ("recipes now", ["'now' is one word too many"]),
+    ("train cartpole --resume cartpole --seed 9", ["--seed is 9, and run cartpole has 0; leave --seed out"]),
+    ("train pendulum --resume cartpole", ["run cartpole is of recipe cartpole, and pendulum is asked for"]),
+    ("train cartpole --resume cartpole --run-name b", ["--run-name and --resume cartpole are both given"]),
+]
+
+
+@pytest.fixture
+def workplace(tmp_path: Path) -> Path:
+    """A folder with what bad input may name: an empty folder, a file, runs that are damaged, of another format, new."""
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "file.txt").write_text("not a log\n")
+    for name, text in (("damaged", '{"format": 1, "ru'), ("future", '{"format": 99}')):
+        (tmp_path / "runs" / name).mkdir(parents=True)
+        (tmp_path / "runs" / name / "run.json").write_text(text)
+    (tmp_path / "runs" / "cartpole").mkdir()
+    save_run(tmp_path / "runs" / "cartpole", resolve(recipes.recipe("cartpole")), {})
+    return tmp_path
+
+
+@pytest.mark.parametrize(("words", "phrases"), BAD, ids=[words or "nothing" for words, _ in BAD])
+def test_bad_input_is_one_line_and_changes_nothing(
+    longhaul: Any, workplace: Path, words: str, phrases: Sequence[str]
+) -> None:
+    before = tree(workplace)
+    result = longhaul(*words.split())
+    assert_refused(result, *phrases)
+    assert result[1] == ""
+    assert tree(workplace) == before
+
+
+@pytest.mark.parametrize("words", ["train driving --data {}", "render --policy log --out x.gif --data {}"])
+@pytest.mark.parametrize("damage", ["foreign", "truncated", "flipped"])
+def test_a_log_that_cannot_be_read_leaves_no_run(longhaul: Any, tmp_path: Path, words: str, damage: str) -> None:
+    file = log_files.write_all(log_files.make_log(), tmp_path)["womd-example"]
+    data = file.read_bytes()
+    flipped = data[:999] + bytes([data[999] ^ 4]) + data[1000:]
+    file.write_bytes({"foreign": b"GIF89a" + data, "truncated": data[:-9], "flipped": flipped}[damage])
+    result = longhaul(*words.format(file.name).split())
+    assert_refused(result, file.name)
+    assert result[1] == "", "no run's name was printed"
+    assert not (tmp_path / "runs").exists()
+
+
+def test_debug_shows_the_traceback_and_the_line(longhaul: Any) -> None:
+    code, _, err = longhaul("train", "cartpole", "--num-envs", "0", "--debug")
+    assert code == 2
+    assert "Traceback" in err
+    assert err.splitlines()[-1] == "longhaul: error: --num-envs is 0; it must be at least 1"
+
+
+@pytest.mark.parametrize(
+    ("error", "code", "line"),
+    [
+        (RuntimeError("the device\n  is gone"), 1, "RuntimeError: the device is gone"),
+        (OSError(2, "No such file or directory", "runs/x"), 2, "runs/x: No such file or directory"),
+        (OSError(2, "No such file or directory"), 2, "No such file or directory"),
+        (OSError(28, "No space left on device", "runs/x"), 2, f"runs/x: {FULL}"),
+        (OSError(28, "No space left on device"), 2, FULL),
+        (ValueError("bad \x1b[31mword"), 2, "bad ?[31mword"),
+        (ValueError("x" * 2000), 2, "x" * main.LONGEST + " ..."),
+        (KeyboardInterrupt(), 1, "interrupted; nothing was saved"),
+        (KeyError("k"), 1, "KeyError: 'k'"),
+        (AssertionError(), 1, "AssertionError"),
+    ],
+)
+def test_what_goes_wrong_decides_the_exit_code(
+    longhaul: Any, monkeypatch: pytest.MonkeyPatch, error: BaseException, code: int, line: str
+) -> None:
+    def fail(words: Sequence[str]) -> int:
+        raise error
+
+    monkeypatch.setattr(train, "show_envs", fail)
+    assert longhaul("envs") == (code, "", f"longhaul: error: {line}\n")

@@ -1,0 +1,90 @@
+"""The documentation, held to the code: examples run and reach the values they claim, links lead somewhere."""
+
+from __future__ import annotations
+
+import re
+import shlex
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+from longhaul.cli import main
+from longhaul.config import recipes
+
+ROOT = Path(__file__).resolve().parents[2]
+PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/*.md")])
+BLOCK = re.compile(r"^```python\n(.*?)^```", re.MULTILINE | re.DOTALL)
+COMMAND = re.compile(r"^    longhaul (.*)$|`longhaul ([^`]+)`", re.MULTILINE)
+FLAG = re.compile(r"`(--[a-z-]+)")
+LINK = re.compile(r"\]\((?!https?:|#)([^)#]+)")
+
+
+def run_blocks(text: str, name: str, monkeypatch: pytest.MonkeyPatch) -> dict[str, object]:
+    """Runs a page's blocks of Python one after the other as one module, and returns what they defined."""
+    module = ModuleType(f"page_{name.replace('-', '_')}")
+    monkeypatch.setitem(sys.modules, module.__name__, module)
+    for found in BLOCK.finditer(text):
+        start = text.count("\n", 0, found.start(1))  # so that a traceback names the page's own lines
+        exec(compile("\n" * start + found.group(1), f"{name}.md", "exec"), module.__dict__)
+    return module.__dict__
+
+
+@pytest.mark.parametrize(
+    ("name", "result"),
+    [("add-an-environment", "mean_length"), ("add-an-algorithm", "probe"), ("environments", "mean_return")],
+)
+def test_the_examples_of_a_page_reach_what_they_claim(name: str, result: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert result in run_blocks((ROOT / f"docs/{name}.md").read_text(), name, monkeypatch)
+
+
+@pytest.mark.slow
+def test_the_algorithm_of_the_page_fails_its_probe_if_truncation_is_taken_for_termination(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    text = (ROOT / "docs/add-an-algorithm.md").read_text()
+    right = "following, data.terminated, data.truncated)"
+    assert text.count(right) == 1
+    wrong = text.replace(right, "following, data.terminated | data.truncated, data.truncated)")
+    with pytest.raises(AssertionError):
+        run_blocks(wrong, "add-an-algorithm", monkeypatch)
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_links_lead_to_files(page: Path) -> None:
+    missing = [link for link in LINK.findall(page.read_text()) if not (page.parent / link).exists()]
+    assert missing == []
+
+
+def test_the_index_lists_every_page() -> None:
+    listed = set(LINK.findall((ROOT / "docs/index.md").read_text()))
+    assert {page.name for page in ROOT.glob("docs/*.md")} - {"index.md"} <= listed
+
+
+def help_of(command: str, capsys: pytest.CaptureFixture[str]) -> str:
+    """What `longhaul COMMAND --help` prints."""
+    assert main.main([*command.split(), "--help"]) == 0
+    return capsys.readouterr().out
+
+
+def test_commands_and_flags_of_the_pages_exist(capsys: pytest.CaptureFixture[str]) -> None:
+    named = [name for name in main.COMMANDS if name != "train"]
+    named += [f"train {recipe}" for recipe in (*recipes.RECIPES, *recipes.GRIDS)]
+    helps = {name: help_of(name, capsys) for name in named}
+    for page in PAGES:
+        text = page.read_text()
+        for found in COMMAND.finditer(text):
+            words = shlex.split(found.group(1) or found.group(2), comments=True)
+            if words[0] == "launch" and "--" in words:  # what is launched is a command of its own
+                cut = words.index("--")
+                assert all(flag in helps["launch"] for flag in words[1:cut] if flag.startswith("--")), page.name
+                words = words[cut + 1 :]
+            command = " ".join(words[:2]) if words[0] in ("data", "sync", "train") and len(words) > 1 else words[0]
+            if command in ("train", "train RECIPE", "train ..."):
+                command = "train driving"
+            assert command in helps or command.startswith("--"), f"{page.name}: longhaul {command}"
+            for flag in (word for word in words if word.startswith("--") and word not in ("--help", command)):
+                assert flag in helps[command], f"{page.name}: longhaul {command} {flag}"
+        for flag in FLAG.findall(text):
+            assert any(flag in shown for shown in helps.values()), f"{page.name}: {flag}"

@@ -1,0 +1,102 @@
+"""Whole runs with central inference: actors in processes are killed, runs are stopped, and what can't be is refused."""
+
+from __future__ import annotations
+
+import os
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from longhaul.config.run import Named, Run, RunError
+from longhaul.telemetry.aggregate import Sums
+from longhaul.topologies.actor_learner.config import Acting
+from longhaul.topologies.inference_server import learner as topology
+from longhaul.topologies.inference_server.config import Central
+from longhaul.training import finish, loop
+from tests.helpers.inference_server_runs import POLES, processes
+from tests.helpers.small_runs import after, begin, records, result, resume, small
+
+
+def in_processes(**changes: Any) -> Run:
+    settings: dict[str, Any] = {
+        "environment": Named(str(POLES)), "topology": "central", "acting": Acting(2, staleness=1), "num_envs": 16,
+        "total_steps": 8 * 16 * 60, "num_steps": 8,
+    }  # fmt: skip
+    return small(**(settings | changes))
+
+
+@pytest.mark.slow
+def test_a_killed_actor_is_replaced_and_a_run_goes_on_from_its_last_save(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An actor is killed in one update, the whole run stopped in a later one: each update is made once."""
+    before, run, real = processes(), in_processes(), topology.central
+    monkeypatch.setattr(finish, "evaluations", lambda *args: iter(()))
+    killed: list[int] = []
+
+    def central(*args: Any, **options: Any) -> Any:
+        for progress, n, rows in real(*args, **options):
+            if int(progress.updates) == 5:
+                killed.extend(sorted(processes() - before)[:1])
+                os.kill(killed[-1], signal.SIGKILL)
+            if int(progress.updates) == 40 and len(killed) == 1:
+                os.kill(os.getpid(), signal.SIGTERM)
+            yield progress, n, rows
+
+    monkeypatch.setattr(topology, "central", central)
+    folder = tmp_path / "run"
+    assert begin(run, folder).code == loop.STOPPED
+    assert processes() == before, "something is left"
+    killed.append(-1)
+    assert resume(folder).code == 0
+    assert processes() == before
+    found = records(folder)
+    assert [row["update"] for row in found] == sorted({row["update"] for row in found})
+    assert found[-1]["update"] == 60
+    assert found[-1]["agent_steps"] == 60 * 128
+    assert sum(row["central/lost"] for row in found) > 0, "nobody was killed"
+    assert max(row["central/staleness_max"] for row in found) == 1
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("env", [str(POLES), "cartpole"])
+def test_a_run_without_staleness_that_was_stopped_ends_as_one_that_was_not(
+    env: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(finish, "evaluations", lambda *args: iter(()))
+    run = in_processes(environment=Named(env), acting=Acting(2, staleness=0), total_steps=8 * 16 * 12, log_interval=1)
+    assert begin(run, tmp_path / "whole").code == 0
+    with monkeypatch.context() as patch:
+        patch.setattr(Sums, "add", after(5, lambda: signal.raise_signal(signal.SIGINT), Sums.add))
+        assert begin(run, tmp_path / "cut").code == loop.STOPPED
+    assert resume(tmp_path / "cut").code == 0
+    assert result(tmp_path / "cut") == result(tmp_path / "whole")
+    told = [[kept(row) for row in records(tmp_path / name)] for name in ("cut", "whole")]
+    assert told[0] == told[1]
+
+
+def kept(record: dict[str, Any]) -> dict[str, Any]:
+    """What is no matter of time."""
+    names = ("central/actor_wait", "central/learner_wait", "central/inference", "central/batch", "central/fill")
+    return {name: value for name, value in record.items() if name not in names}
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"acting": Acting(3)}, "--num-envs is 16, which 3 actors with 2 groups each .* choose a multiple of 6"),
+        ({"acting": Acting(2, pin=True, staleness=1)}, "--pin is on, and central inference acts with the newest"),
+        ({"acting": Acting(2, staleness=-1)}, "--staleness is -1; it must be at least 0, or none"),
+        ({"central": Central(slots=0)}, "--slots is 0; it must lie in 1 to 8"),
+        ({"central": Central(slots=0), "acting": Acting()}, "--slots is 0; it must lie in 1 to 8"),
+        ({"central": Central("pigeon")}, "--lane is 'pigeon'; it must be one of shm, grpc"),
+        ({"central": Central(bind="127.0.0.1:1")}, "--bind is given, and --lane is shm, which has no address"),
+        ({"central": Central("grpc", bind="0.0.0.0:1")}, "--bind is 0.0.0.0:1, .* give --token-file and --tls-cert"),
+        ({"central": Central("grpc", bind="nowhere")}, "^--bind 'nowhere' is no address; write HOST:PORT"),
+    ],
+)
+def test_runs_that_can_not_be_are_named(changes: dict[str, Any], words: str) -> None:
+    with pytest.raises(RunError, match=words):
+        in_processes(**changes)

@@ -1,0 +1,317 @@
+"""Parameters split over the model axis: the same numbers as whole ones, on devices that hold a part each."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import signal
+from contextlib import closing
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from longhaul.algorithms import ppo
+from longhaul.cli import flags, run_flags
+from longhaul.cli.flags import FlagError
+from longhaul.config import recipes
+from longhaul.config import resolve as runs
+from longhaul.config.resolve import Assembly
+from longhaul.config.run import Driving, Run, RunError
+from longhaul.diagnostics import checks, hlo_collectives, verdict
+from longhaul.diagnostics.compiled_run import Subject, subject
+from longhaul.runtime import mesh as meshes
+from longhaul.runtime import partition
+from longhaul.topologies import fused
+from longhaul.training import data as feeds
+from longhaul.training import loop, precompile, run_dir
+from longhaul.training.checkpoint.checkpoint import Checkpoints
+from longhaul.types import Progress
+from tests.helpers.small_runs import after, begin, make_quick, resume, small
+
+UPDATES = 3
+
+
+class Made(NamedTuple):
+    subject: Subject
+    begun: Any  # the state at the beginning, on the host
+    progress: Progress  # after some updates
+    rows: dict[str, np.ndarray]  # of the last one
+
+    @property
+    def assembly(self) -> Assembly:
+        return self.subject.assembly
+
+    @property
+    def executable(self) -> jax.stages.Compiled:
+        return self.subject.executable
+
+
+def cartpole(**changes: Any) -> Run:
+    config = ppo.Config(hidden_dim=32, num_minibatches=2, update_epochs=2, lr=3e-3, shared=True)
+    return small(**{"algorithm": config, "devices": 2, "block": UPDATES, "log_interval": UPDATES, **changes})
+
+
+def driving(**changes: Any) -> Run:
+    """Two agents in small generated scenarios; one step of the optimiser an update."""
+    recipe = recipes.recipe("driving")
+    assert isinstance(recipe.environment, Driving)
+    seen = dataclasses.replace(recipe.environment.simulator, agents=2, neighbours=4, waypoints=4, road_points=8)
+    task = dataclasses.replace(recipe.environment, scenarios=4, objects=8, horizon=20, simulator=seen)
+    config = ppo.Config(hidden_dim=32, num_minibatches=1, update_epochs=1, lr=3e-3, torso="deepset")
+    settled = {"environment": task, "algorithm": config, "num_envs": 4, "num_steps": 8, "total_steps": 640}
+    return cartpole(**(settled | changes))
+
+
+def make(run: Run) -> Made:
+    """`run` after its first updates, as training makes them."""
+    jax.config.update("jax_disable_most_optimizations", True)  # compiling takes longer than these runs ever do
+    try:
+        made = subject(run)
+        progress = made.start(run.seed)
+    finally:
+        jax.config.update("jax_disable_most_optimizations", False)
+    begun = jax.tree.map(np.array, jax.device_get(progress.state))
+    progress, _ = made.updates(progress, UPDATES - 1)
+    progress, rows = made.updates(progress, 1)  # what a call gives, the next one takes
+    return Made(made, begun, progress, rows)
+
+
+@pytest.fixture(scope="module")
+def cartpoles() -> tuple[Made, Made]:
+    return make(cartpole()), make(cartpole(model=2))
+
+
+@pytest.fixture(scope="module")
+def drives() -> tuple[Made, Made]:
+    return make(driving()), make(driving(model=2))
+
+
+@pytest.fixture(params=["cartpoles", pytest.param("drives", marks=pytest.mark.slow)])
+def pair(request: pytest.FixtureRequest) -> tuple[Made, Made]:
+    """(on data=2, on data=2,model=2)."""
+    found: tuple[Made, Made] = request.getfixturevalue(request.param)
+    return found
+
+
+def close(a: Any, b: Any, bound: float) -> None:
+    for x, y in zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True):
+        if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
+            x, y = (jax.random.key_data(each) for each in (x, y))
+        np.testing.assert_allclose(np.asarray(x, np.float64), np.asarray(y, np.float64), rtol=bound, atol=bound)
+
+
+def test_numbers_are_those_of_whole_parameters(pair: tuple[Made, Made]) -> None:
+    whole, split = pair
+    jax.tree.map(np.testing.assert_array_equal, whole.begun, split.begun)
+    moved = max(jax.tree.leaves(jax.tree.map(lambda a, b: float(np.max(np.abs(a - b))), whole.begun.params,
+                                             jax.device_get(whole.progress.state.params))))  # fmt: skip
+    assert moved > 1e-3, "nothing was learnt that could differ"
+    close(whole.progress.state, split.progress.state, 1e-5)
+    close(whole.progress.carry, split.progress.carry, 1e-4)
+    close(whole.rows, split.rows, 1e-4)
+    assert split.rows[fused.FINITE].all()
+
+
+def test_one_shard_may_be_of_several_devices() -> None:
+    """Over one shard nothing is averaged: the compiler would have no groups to do it in."""
+    whole, split = make(cartpole(devices=1)), make(cartpole(devices=1, model=2))
+    close(whole.progress.state, split.progress.state, 1e-5)
+    close(whole.rows, split.rows, 1e-4)
+
+
+def test_who_acts_is_who_learns(pair: tuple[Made, Made]) -> None:
+    """At a learning rate of 0, to which it falls at a run's end, the policy that learns is that which acted."""
+    made = pair[1]
+    progress = jax.tree.map(lambda x: x.copy(), made.progress)
+    end = meshes.everywhere(jnp.int32(made.assembly.updates), made.assembly.mesh)
+    progress = progress._replace(state=progress.state._replace(updates=end))
+    still, rows = made.subject.updates(progress, 2)
+    jax.tree.map(np.testing.assert_array_equal, *(jax.device_get(p.state.params) for p in (made.progress, still)))
+    assert np.all(np.abs(rows["ppo/approx_kl"]) < 1e-6)
+    assert np.all(rows["ppo/clip_fraction"] == 0.0)
+    assert np.all(rows["ppo/grad_norm"] > 1e-3)
+
+
+def test_each_device_holds_its_part(pair: tuple[Made, Made]) -> None:
+    whole, split = pair
+    shares = partition.shares(jax.eval_shape(lambda: split.progress.state), 2)
+    assert shares.own < 0.8 * shares.whole
+    arguments = [made.executable.memory_analysis().argument_size_in_bytes for made in pair]
+    assert arguments[0] - arguments[1] == shares.whole - shares.own
+    for device in split.assembly.mesh.devices.flat:
+        parts = [s.data.nbytes for x in jax.tree.leaves(split.progress.state) for s in x.addressable_shards
+                 if s.device == device]  # fmt: skip
+        assert sum(parts) == shares.own
+    kernels = split.progress.state.params["torso" if "torso" in split.progress.state.params else "actor"]
+    one, other = kernels["layer_1"]["kernel"].addressable_shards[:2]
+    assert not np.array_equal(one.data, other.data), "both devices have the same part"
+    assert all(x.is_fully_replicated for x in jax.tree.leaves(whole.progress.state))
+
+
+def test_gradients_meet_once_an_optimiser_step_in_parts(pair: tuple[Made, Made]) -> None:
+    for made, model in zip(pair, (1, 2), strict=True):
+        found = [each for each in hlo_collectives.crossings(made.executable.as_text()) if each.over_shards(model)]
+        assert {each.operation for each in found} == {"all-reduce"}
+        params = made.assembly.algorithm.policy(made.progress.state).params
+        n, own = (partition.shares(params, m) for m in (1, model))
+        large = [each for each in found if each.bytes >= n.whole // model]
+        assert len(large) == 1, found
+        assert large[0].bytes <= own.own + 256, "gradients, and some numbers beside"
+        assert sum(each.bytes for each in found if each not in large) < 256, "some numbers an update"
+
+
+def test_the_doctor_tells_parts_from_shards(pair: tuple[Made, Made]) -> None:
+    for made, model in zip(pair, (1, 2), strict=True):
+        found = checks.crossings(made.subject)
+        assert found.verdict == verdict.PASS, found
+        assert found.figures["gradients"] == made.subject.optimiser_steps
+        assert (found.figures["within"] > 0) == (model == 2)
+        assert ("among 2 parts of the model" in found.value) == (model == 2)
+
+
+@pytest.mark.parametrize("odd", [jnp.nan, jnp.inf])
+def test_a_number_that_is_not_finite_is_seen_in_whichever_part_it_lies(odd: float) -> None:
+    mesh = meshes.make_mesh(2, 2)
+    look = jax.jit(meshes.per_shard(fused.is_finite, mesh, (fused.EVERYWHERE,), fused.EVERYWHERE))
+    sound = {"kernel": jnp.ones((32, 64))}
+    layout = partition.shardings(sound, mesh)
+    assert look(jax.device_put(sound, layout))
+    for row, column in ((0, 0), (0, 63), (31, 63)):
+        broken = {"kernel": sound["kernel"].at[row, column].set(odd)}
+        assert not look(jax.device_put(broken, layout))
+
+
+def test_a_checkpoint_fits_any_mesh(pair: tuple[Made, Made], tmp_path: Path) -> None:
+    """Saved in parts, restored whole, in other parts or over other shards: bit by bit what it was."""
+    made = pair[1]
+
+    def on(data: int, model: int) -> Progress:
+        mesh = meshes.make_mesh(data, model)
+        everywhere = meshes.replicated(mesh)
+        layout = partition.shardings(made.progress.state, mesh), meshes.sharded(mesh), everywhere, everywhere
+        shapes = jax.eval_shape(lambda: made.progress)
+        return jax.tree.map(
+            lambda where, part: jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=where), part)
+            if not isinstance(part, type(made.progress.state))
+            else jax.tree.map(lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), part, where),
+            Progress(*layout), shapes, is_leaf=lambda x: x is layout[0],
+        )  # fmt: skip
+
+    with closing(Checkpoints(tmp_path)) as checkpoints:
+        checkpoints.save(UPDATES, made.progress)
+        for shape in ((2, 1), (1, 4), (2, 2), (1, 1)):
+            restored = checkpoints.latest(on(*shape))
+            assert restored is not None
+            close(restored.progress, made.progress, 0.0)
+            kernels = [x for x in jax.tree.leaves(restored.progress.state.params) if x.size >= partition.LEAST]
+            assert all(x.is_fully_replicated == (shape[1] == 1) for x in kernels)
+
+
+# ---------------------------------------------------------------------------------------------------------- runs
+
+
+class Enough(Exception):
+    """What was to be seen is seen."""
+
+
+@pytest.mark.slow
+def test_a_run_is_gone_on_with_whole(
+    cartpoles: tuple[Made, Made], tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A run in parts is stopped; with `--mesh data=2` it goes on from the very numbers; it ends in parts too."""
+    split = cartpoles[1]
+    folder, run, seen = tmp_path / "run", cartpole(model=2), []
+
+    def compiled_before(run: Run, assembly: Assembly, feeding: Any, progress: Progress, *_: Any) -> Any:
+        seen.append(jax.tree.map(np.array, jax.device_get(progress.state)))
+        if run.model == 1:
+            raise Enough
+        return fused.Program(split.executable, assembly.mesh)
+
+    make_quick(monkeypatch)
+    monkeypatch.setattr(precompile, "assemble", lambda run, *_: cartpoles[run.model - 1].assembly)
+    monkeypatch.setattr(loop, "_compiled", compiled_before)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Checkpoints, "save", after(1, lambda: signal.raise_signal(signal.SIGTERM), Checkpoints.save))
+        assert begin(run, folder).code == loop.STOPPED
+    assert "parameters and optimiser are split over 2 devices" in capfd.readouterr().err
+    about = (folder / "run.json").read_text()
+    assert json.loads(about)["run"]["model"] == 2
+    parsed = flags.parse("train small", "", run_flags.table(run), ["--mesh", "data=2"])
+    whole = runs.resolve(run_flags.resumed(folder, "small", parsed))
+    assert (whole.devices, whole.model) == (2, 1)
+    with pytest.raises(Enough):
+        loop.train(whole, folder, resumed=True)
+    assert "model 1 (was 2): nothing is dropped" in " ".join(capfd.readouterr().err.split())
+    (folder / "run.json").write_text(about)
+    outcome = resume(folder)
+    assert outcome.code == 0
+    assert outcome.result is not None
+    first, in_whole, in_parts = seen
+    jax.tree.map(np.testing.assert_array_equal, in_whole, in_parts)
+    assert in_whole.updates > first.updates == 0
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"model": 0}, "--mesh is data=2; model must be at least 1"),
+        ({"num_envs": 7, "total_steps": 7 * 16, "model": 2}, "choose a multiple of 2, or --mesh data=1,model=2"),
+    ],
+)
+def test_sizes_that_cannot_be_are_refused(changes: dict[str, Any], words: str) -> None:
+    with pytest.raises(RunError, match=words):
+        cartpole(**changes)
+
+
+def test_a_network_that_cannot_be_split_is_refused() -> None:
+    for run in (cartpole(model=3, devices=1), cartpole(model=2, algorithm=ppo.Config(hidden_dim=8))):
+        source = feeds.feed(run)
+        with pytest.raises(ValueError, match=r"no parameters of this network can be split into [23] parts: choose"):
+            runs.assemble(run, source.within, ())
+
+
+@pytest.mark.parametrize("word", ["data=2,model=0", "model=x", "data=2,model=2,model", "mdl=2"])
+def test_a_mesh_that_means_nothing_is_refused(word: str) -> None:
+    with pytest.raises(FlagError, match="it must be data=N or data=N,model=M with N and M at least 1"):
+        flags.parse("train", "", run_flags.table(recipes.recipe("cartpole")), ["--mesh", word])
+
+
+def test_the_flag_says_both_sizes_and_a_run_keeps_them(tmp_path: Path) -> None:
+    recipe = recipes.recipe("cartpole")
+    parsed = flags.parse("train", "", run_flags.table(recipe), ["--mesh", "data=3,model=2", "--num-envs", "12"])
+    run = runs.resolve(run_flags.chosen(recipe, parsed))
+    assert (run.devices, run.model, run.all_devices) == (3, 2, 6)
+    run_dir.save_run(tmp_path, run, {})
+    assert run_dir.load_run(tmp_path) == run
+    kept = run_flags.resumed(tmp_path, "cartpole", flags.parse("train", "", run_flags.table(recipe), []))
+    assert kept.mesh == (3, 2)
+    alone = flags.parse("train", "", run_flags.table(recipe), ["--mesh", "data=3"])
+    assert run_flags.resumed(tmp_path, "cartpole", alone).mesh == (3, 1)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "settled",
+    [
+        {"memory": 32},
+        {"shared": True, "precision": "bf16"},
+        {"normalise_observation": True, "kl_stop": 0.02, "num_minibatches": 4},
+    ],
+)
+def test_other_networks_agree_too(settled: dict[str, Any]) -> None:
+    config = ppo.Config(**{"hidden_dim": 32, "num_minibatches": 2, "update_epochs": 2, "lr": 3e-3, **settled})
+    whole, split = (make(cartpole(algorithm=config, model=model)) for model in (1, 2))
+    close(whole.progress.state, split.progress.state, 2e-3 if config.precision == "bf16" else 1e-5)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("torso", ["latent", "mtr"])
+def test_encoders_agree_too(torso: str) -> None:
+    config = ppo.Config(hidden_dim=32, num_layers=2, num_minibatches=1, update_epochs=1, torso=torso, remat="full")
+    whole, split = (make(driving(algorithm=config, model=model)) for model in (1, 2))
+    close(whole.progress.state, split.progress.state, 1e-5)

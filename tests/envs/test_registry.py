@@ -1,0 +1,123 @@
+"""Names find their environments, all of which keep the contract; and the contract's check can fail."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from longhaul.envs import classic_control, registry
+from longhaul.envs.probes import PROBES
+from longhaul.spaces import Discrete, Measure
+from longhaul.types import Environment, Key, Spec, TimeStep, transition
+from tests.helpers.environment_contract import check_environment
+
+NAMES = [name for name, _ in registry.names()]
+
+
+DEAR = ("hackmatrix-canonical", "hackmatrix-fixed")  # which take a minute each to compile
+
+
+@pytest.mark.parametrize("name", [pytest.param(name, marks=pytest.mark.slow if name in DEAR else ()) for name in NAMES])
+def test_every_environment_keeps_the_contract(name: str) -> None:
+    # A short limit, so that ends and truncations are met; the probes have their own.
+    options = {} if name.startswith("probe/") else {"max_steps": 14}
+    check_environment(registry.make(name, **options), steps=32)
+
+
+def test_names_are_unique_and_described_in_a_line() -> None:
+    assert len(set(NAMES)) == len(NAMES) == len(PROBES) + len(registry.TABLE)
+    assert all(line and "\n" not in line and len(line) <= 120 for _, line in registry.names())
+
+
+def test_options_reach_the_function_that_makes_it() -> None:
+    assert registry.make("cartpole") == classic_control.cartpole(500)
+    assert registry.make("cartpole", max_steps=7) == classic_control.cartpole(7)
+    assert registry.make("probe/memory", delay=4).spec.max_steps == 5
+    assert registry.make("acrobot").spec.truncation_interval == 500
+
+
+@pytest.mark.parametrize(
+    ("name", "says"),
+    [
+        ("cartpol", "'cartpol'; did you mean cartpole"),
+        ("CartPole-v1", "did you mean cartpole"),
+        ("probe/mask", "did you mean probe/masked"),
+        ("probe/", "no environment is named 'probe/'"),
+        ("zzz", "there are cartpole, pendulum"),
+        ("", "no environment is named ''"),
+    ],
+)
+def test_an_unknown_name_is_answered_with_the_nearest(name: str, says: str) -> None:
+    with pytest.raises(ValueError, match=says):
+        registry.make(name)
+
+
+def test_an_unknown_or_impossible_option_is_named() -> None:
+    with pytest.raises(ValueError, match="cartpole has no option 'max_step'; did you mean max_steps"):
+        registry.make("cartpole", max_step=3)
+    with pytest.raises(ValueError, match="probe/masked has no option 'n'; it takes none"):
+        registry.make("probe/masked", n=3)
+    with pytest.raises(ValueError, match="max_steps is 0"):
+        registry.make("pendulum", max_steps=0)
+
+
+@dataclass(frozen=True)
+class Spoiled:
+    """CartPole of 3 steps with one promise broken: `spoil` works on the time step."""
+
+    inner: classic_control.Classic
+    spoil: Callable[[TimeStep], TimeStep]
+    awake: bool = False  # active for ever
+
+    @property
+    def spec(self) -> Spec:
+        return self.inner.spec
+
+    def reset(self, key: Key) -> tuple[classic_control.ClassicState, jax.Array]:
+        return self.inner.reset(key)
+
+    def step(
+        self, key: Key, state: classic_control.ClassicState, action: jax.Array
+    ) -> tuple[classic_control.ClassicState, TimeStep]:
+        after, result = self.inner.step(key, state, action)
+        return after, self.spoil(result)
+
+    def active(self, state: classic_control.ClassicState) -> jax.Array:
+        return jnp.ones((), bool) if self.awake else self.inner.active(state)
+
+    def metrics(self, state: classic_control.ClassicState) -> dict[str, Measure]:
+        return {}
+
+
+SHORT = classic_control.cartpole(3)
+
+
+def _respec(**changes: object) -> Environment:
+    return replace(SHORT, spec=replace(SHORT.spec, **changes))
+
+
+@pytest.mark.parametrize(
+    ("environment", "says"),
+    [
+        (Spoiled(SHORT, lambda r: r._replace(successor=r.observation + 0.0)), "not the same object"),
+        (Spoiled(SHORT, lambda r: r._replace(reward=jnp.asarray(1.0))), "reward is"),
+        (Spoiled(SHORT, lambda r: r._replace(reward=jnp.ones((), jnp.int32))), "reward is"),
+        (Spoiled(SHORT, lambda r: r._replace(reward=r.reward * jnp.nan)), "not finite"),
+        (Spoiled(SHORT, lambda r: r._replace(truncated=jnp.zeros((), bool))), "active is not"),
+        (Spoiled(SHORT, lambda r: r._replace(truncated=r.truncated.astype(jnp.int32))), "truncated is"),
+        (Spoiled(SHORT, lambda r: transition(r.observation[:3], *r[1:4])), "different forms"),
+        (Spoiled(SHORT, lambda r: r, awake=True), "active is not"),
+        (_respec(truncation_interval=4), "truncation_interval promises 4"),
+        (_respec(max_steps=2), "goes on after max_steps = 2"),
+        (_respec(observation=jax.ShapeDtypeStruct((3,), jnp.float32)), "spec.observation promises"),
+        (_respec(action=Discrete(0)), "no action to take"),
+        (replace(SHORT, advance=lambda s, a: s.astype(jnp.float16)), "changes the form of the state"),
+    ],
+)
+def test_the_check_finds_a_broken_promise(environment: Environment, says: str) -> None:
+    with pytest.raises(AssertionError, match=says):
+        check_environment(environment, steps=8)

@@ -1,0 +1,121 @@
+"""What goes wrong with runs under `longhaul launch`, on purpose, and the program in which it can.
+
+`python -m tests.helpers.launch_faults launch ...` is `longhaul launch` whose processes, of this program too, find
+their disk full as
+long as the file `FULL` names is there, and know the environment "poisonous", whose rewards are now and then NaN.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+
+FULL, CHANCE = "FAULTS_FULL", "FAULTS_CHANCE"
+"""Variables: a file's path, the chance of a NaN in a step."""
+
+
+def main() -> int:
+    import pytest
+
+    from longhaul.cli import main as cli
+    from longhaul.runtime.launch import local
+    from longhaul.telemetry import sinks
+    from longhaul.training.checkpoint import checkpoint
+    from tests.helpers import nan_environment
+
+    local.PROGRAM = (sys.executable, "-m", "tests.helpers.launch_faults")
+    patch = pytest.MonkeyPatch()
+    if CHANCE in os.environ and "train" in sys.argv[1:2]:
+        nan_environment.add(patch, "poisonous", float(os.environ[CHANCE]))
+    if FULL in os.environ:
+        full, free, write = Path(os.environ[FULL]), checkpoint._free_bytes, os.write
+        patch.setattr(checkpoint, "_free_bytes", lambda folder: 0 if full.exists() else free(folder))
+
+        def filling(descriptor: int, data: bytes) -> int:
+            if data.startswith(b'{"update"') and full.exists():
+                raise OSError(errno.ENOSPC, "")
+            return write(descriptor, data)
+
+        patch.setattr(sinks.os, "write", filling)
+    return cli.main(sys.argv[1:])
+
+
+# ------------------------------------------------------------------------------------------------------ what goes on
+
+
+@contextmanager
+def launched(
+    train: list[str], *own: str, variables: dict[str, str] | None = None, log: Path
+) -> Iterator[subprocess.Popen[bytes]]:
+    """`longhaul launch` with this program; nothing is left of it afterwards. Its standard error is added to `log`."""
+    environment = {k: v for k, v in os.environ.items() if k != "NPROC"} | (variables or {})
+    command = [sys.executable, "-m", "tests.helpers.launch_faults", "launch", *own, "--", *train]
+    with open(log, "ab") as errors:
+        launcher = subprocess.Popen(command, env=environment, stdout=subprocess.DEVNULL, stderr=errors, cwd=ROOT)
+        try:
+            yield launcher
+        finally:
+            launcher.kill()
+            launcher.wait()
+
+
+def pids(name: str) -> dict[int, int]:
+    """The processes that train the run of this name: number -> process id."""
+    found = {}
+    for place in Path("/proc").glob("[0-9]*"):
+        try:
+            words = (place / "cmdline").read_bytes().split(b"\0")
+            variables = dict(v.split(b"=", 1) for v in (place / "environ").read_bytes().split(b"\0") if b"=" in v)
+        except OSError:
+            continue
+        mine = any(word == name.encode() or word.endswith(b"/" + name.encode()) for word in words)
+        if mine and b"launch" not in words and b"LONGHAUL_PROCESS_ID" in variables:
+            found[int(variables[b"LONGHAUL_PROCESS_ID"])] = int(place.name)
+    return found
+
+
+def wait_for(ready: Callable[[], object], seconds: float = 300.0) -> None:
+    end = time.monotonic() + seconds
+    while not ready():
+        assert time.monotonic() < end, "it did not come"
+        time.sleep(0.02)
+
+
+def send(name: str, number: int, victims: tuple[int, ...]) -> None:
+    """A signal to some processes of a run, where they are still there."""
+    there = pids(name)
+    for victim in victims:
+        try:
+            os.kill(there[victim], number)
+        except (KeyError, ProcessLookupError):
+            continue
+
+
+def damage(folder: Path, how: str) -> str:
+    """Does harm to the newest checkpoint of the run in `folder`; -> its name."""
+    steps = [path for path in (folder / "checkpoints").iterdir() if path.name.replace(".", "").isdecimal()]
+    newest = max(steps, key=lambda path: float(path.name))
+    files = [path for path in newest.rglob("*") if path.is_file() and path.name != "manifest.json"]
+    largest = max(files, key=lambda path: path.stat().st_size)
+    if how == "truncate":
+        os.truncate(largest, largest.stat().st_size // 2)
+    else:
+        data = bytearray(largest.read_bytes())
+        data[len(data) // 2] ^= 16
+        largest.write_bytes(data)
+    return newest.name
+
+
+KILL, STOP = signal.SIGKILL, signal.SIGSTOP
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,120 @@
+"""Ways to open each lane for the tests of weight synchronisation, and what every receiver must hold."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import socket
+import subprocess
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from importlib.util import find_spec
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+import pytest
+
+from longhaul.weight_sync.receiver import Receiver
+from longhaul.weight_sync.transports import connect, serve, shared_memory, tcp
+from longhaul.weight_sync.transports.base import Lane, Source
+from longhaul.weight_sync.transports.folder import FolderLane
+
+ROOT = Path(__file__).resolve().parents[2]
+
+_number = itertools.count()
+
+
+class Way(NamedTuple):
+    """`lane()` opens the sender's end anew at the same place; `connect()` is a receiver's."""
+
+    lane: Callable[[], Lane]
+    connect: Callable[[], Source]
+    answers: bool = True  # receivers speak with the sender: it knows them, and quorums count them
+
+
+def way(kind: str, folder: Path) -> Way:
+    if kind == "tcp":
+        address = _free()
+        return Way(lambda: tcp.lane(address), lambda: connect(f"tcp:{address}", name="test"))
+    if kind in ("gloo", "nixl"):
+        address = f"{kind}:{_free()}"
+        return Way(lambda: serve(address), lambda: connect(address, name="test"))
+    if kind in ("folder", "chain"):
+        anchor = 4 if kind == "chain" else 1
+        return Way(
+            lambda: FolderLane(folder / "versions", shard=3000, durable=False, anchor=anchor),
+            lambda: connect(f"folder:{folder / 'versions'}"),
+            False,
+        )
+    name = f"@longhaul-test-{os.getpid()}-{next(_number)}"
+    return Way(lambda: shared_memory.lane(name), lambda: connect(f"shm:{name}", name="test"))
+
+
+def _free() -> str:
+    """An address that is free now, and that a lane may take again and again."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return f"127.0.0.1:{probe.getsockname()[1]}"
+
+
+ZSTANDARD = pytest.mark.skipif(find_spec("zstandard") is None, reason="zstandard, of the extra sync, is not installed")
+"""Of tests in which what changed travels, or is written."""
+
+OTHERS = (
+    pytest.param("gloo", marks=pytest.mark.skipif(find_spec("torch") is None, reason="torch is not installed")),
+    pytest.param("nixl", marks=pytest.mark.skipif(find_spec("nixl") is None, reason="NIXL is not installed")),
+)
+"""Lanes by other libraries."""
+
+KINDS = (*("shared", "tcp", "folder"), pytest.param("chain", marks=ZSTANDARD), *OTHERS)
+
+
+def tensors(version: int, size: int = 1000) -> dict[str, np.ndarray]:
+    """What a version holds in the tests: every element tells the version."""
+    return {
+        "a": np.full((size,), version, np.int32),
+        "b": np.full((7, 3), version, np.float32),
+        "c": np.array(version % 251, np.uint8),
+    }
+
+
+def is_whole(version: int, held: object) -> bool:
+    """Whether the arrays are exactly those of `tensors(version)`."""
+    assert isinstance(held, dict)
+    wanted = tensors(version, len(held["a"]))
+    return list(held) == list(wanted) and all(np.array_equal(held[name], wanted[name]) for name in wanted)
+
+
+def until(what: Callable[[], object], seconds: float = 60.0) -> None:
+    """Waits for what must come; AssertionError where it does not."""
+    end = time.monotonic() + seconds
+    while not what():
+        assert time.monotonic() < end, "it did not come"
+        time.sleep(0.005)
+
+
+@contextmanager
+def process(*command: str) -> Iterator[subprocess.Popen[str]]:
+    """A process with pipes, which does not outlive the block, nor 90 seconds: so that no silence of it hangs a test."""
+    pipe = subprocess.PIPE
+    with subprocess.Popen([*command], stdin=pipe, stdout=pipe, text=True, cwd=ROOT) as started:
+        guard = threading.Timer(90, started.kill)
+        guard.start()
+        try:
+            yield started
+        finally:
+            guard.cancel()
+            started.kill()
+
+
+@contextmanager
+def receivers(way: Way, count: int = 1, **options: object) -> Iterator[list[Receiver]]:
+    made = [Receiver(way.connect, **options) for _ in range(count)]
+    try:
+        yield made
+    finally:
+        for each in made:
+            each.close()

@@ -1,0 +1,125 @@
+"""The gate as a table of looks; then in the learner: what is due, what a look changes, and what it does not."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from longhaul.algorithms import grpo
+from longhaul.reasoning import reward_gate, sampler
+from longhaul.runtime import mesh as meshes
+from tests.algorithms.test_grpo import ROWS, TINY, completions, config
+
+SETTINGS = reward_gate.Config(threshold=0.6, hysteresis=0.1, patience=3, rise=0.05, every=4)
+LOOK = jax.jit(lambda now, level: reward_gate.look(SETTINGS, now, level))
+
+
+def looks(levels: Sequence[float]) -> list[reward_gate.Gate]:
+    after = itertools.accumulate(map(jnp.float32, levels), LOOK, initial=reward_gate.begin(SETTINGS))
+    return list(after)[1:]
+
+
+@pytest.mark.parametrize(
+    ("levels", "opened", "visits"),
+    [
+        ([0.2, 0.4, 0.59], [False, False, False], 1),
+        ([0.2, 0.61, 0.55, 0.51], [False, True, True, True], 1),  # within the hysteresis it stays open
+        ([0.2, 0.61, 0.49, 0.59], [False, True, False, False], 2),
+        ([0.2, 0.2, 0.24, 0.2], [False, False, False, True], 1),  # no rise of 0.05 in three looks: let through
+        ([0.2, 0.2, 0.26, 0.2, 0.2], [False, False, False, False, False], 1),
+    ],
+)
+def test_it_opens_and_closes_as_it_says(levels: list[float], opened: list[bool], visits: int) -> None:
+    found = looks(levels)
+    assert [bool(each.open) for each in found] == opened
+    assert int(found[-1].visits) == visits
+
+
+def test_who_was_let_through_is_not_taught_again() -> None:
+    found = looks([0.2, 0.2, 0.2, 0.2, 0.0, 0.0])
+    assert [bool(each.through) for each in found] == [False, False, False, True, True, True]
+    assert bool(found[-1].open)
+
+
+def test_without_a_threshold_it_is_open_for_good() -> None:
+    free = reward_gate.Config()
+    now = reward_gate.begin(free)
+    for level in (0.0, 0.0):
+        now = reward_gate.look(free, now, jnp.float32(level))
+        assert bool(now.open)
+        assert not bool(now.through)
+
+
+@pytest.mark.parametrize(
+    ("name", "value"), [("threshold", 1.5), ("hysteresis", -0.1), ("patience", 0), ("every", 0), ("fewest", 0)]
+)
+def test_what_it_can_not_be_is_named(name: str, value: float) -> None:
+    with pytest.raises(ValueError, match=f"gate_{name} is {value}"):
+        grpo.check(config(gate=dataclasses.replace(SETTINGS, **{name: value})), columns=ROWS, steps=6)
+
+
+def learner(**changes: Any) -> Any:
+    return grpo.grpo(None, config(gate=SETTINGS, taught=2, warmup=0, lr=1e-2, **changes), updates=9,
+                     mean=meshes.identity)  # fmt: skip
+
+
+def test_while_it_is_closed_chains_are_due_but_for_looks() -> None:
+    made, (params, _) = learner(), completions()
+    state = made.init(jax.random.key(0))._replace(params=params)
+    due = [int(made.policy(state._replace(updates=jnp.int32(u))).lesson) for u in range(8)]
+    look, chains, shown = sampler.SAMPLED, sampler.SOLVED, sampler.DEMONSTRATED
+    assert due == [shown, shown, look, chains, chains, chains, look, chains]
+    opened = state._replace(gate=state.gate._replace(open=jnp.bool_(True)))
+    assert [int(made.policy(opened._replace(updates=jnp.int32(u))).lesson) for u in (2, 3)] == [look, look]
+
+
+@pytest.mark.slow
+def test_a_look_at_a_closed_gate_changes_nothing_but_the_gate() -> None:
+    made, (params, data) = learner(), completions()
+    state = made.init(jax.random.key(0))._replace(params=params, updates=jnp.int32(2), imitated=jnp.int32(2))
+    learn = jax.jit(made.learn)
+    shut, told = learn(state, data, jax.random.key(1))  # soundness 0.25 on the mean
+    jax.tree.map(np.testing.assert_array_equal, (shut.params, shut.opt_state), (state.params, state.opt_state))
+    assert float(shut.gate.level) == pytest.approx(0.25)
+    assert float(told["grpo/gate_open"]) == 0.0
+    sound = data._replace(soundness=jnp.full(ROWS, 0.7))
+    opened, told = learn(state, sound, jax.random.key(1))
+    assert float(told["grpo/gate_open"]) == 1.0
+    assert float(told["grpo/grad_norm"]) > 0.0
+    moved = [float(jnp.max(jnp.abs(a - b))) for a, b in zip(*map(jax.tree.leaves, (opened.params, params)))]
+    assert max(moved) > 1e-3
+    taught = data._replace(lesson=jnp.full(ROWS, sampler.SOLVED))
+    scaffolded, told = learn(state, taught, jax.random.key(1))
+    jax.tree.map(np.testing.assert_array_equal, scaffolded.gate, state.gate)  # what it copies says nothing of it
+    assert float(told["grpo/lr"]) == pytest.approx(1e-3)
+    assert int(scaffolded.imitated) == 3
+
+
+def test_own_chains_are_imitated_where_there_are_enough() -> None:
+    """STaR: of 8 completions 3 are verified chains and learnt, whatever the others are; 2 are too few."""
+    params, data = completions()
+    settings = dataclasses.replace(SETTINGS, chains="own", fewest=3)
+    made = grpo.grpo(None, config(gate=settings, warmup=0, lr_scaffold=1e-2), updates=9, mean=meshes.identity)
+    state = made.init(jax.random.key(0))._replace(params=params)
+    due = [int(made.policy(state._replace(updates=jnp.int32(u))).lesson) for u in (0, 1)]
+    assert due == [sampler.SAMPLED, sampler.OWN]
+    learn = jax.jit(made.learn)
+
+    def learnt(chains: jax.Array, token: jax.Array) -> Any:
+        own = data._replace(lesson=jnp.full(ROWS, sampler.OWN), taken=data.taken & chains[:, None], token=token)
+        return learn(state, own, jax.random.key(1))[0].params
+
+    three = jnp.arange(ROWS) % 3 == 0
+    after = learnt(three, data.token)
+    before, now = (sampler.log_probs(TINY, each, data.prompt, data.token, 1.0)[0] for each in (params, after))
+    assert float(jnp.sum((now - before) * data.taken * three[:, None])) > 0.1
+    others = learnt(three, jnp.where(three[:, None] | (data.token == 0), data.token, 5))
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-6), others, after)
+    jax.tree.map(np.testing.assert_array_equal, learnt(three & (jnp.arange(ROWS) > 0), data.token), params)

@@ -1,0 +1,252 @@
+"""Language models: transformers' logits, the cache, padding, adapters, rematerialisation, precision, the model axis."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import importlib.util
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import PartitionSpec
+
+from longhaul.reasoning import huggingface, tokenizer, transformer
+from longhaul.runtime import mesh as meshes
+from longhaul.runtime import partition
+from tests.helpers import reference_logits as reference
+
+TINY = dataclasses.replace(reference.CONFIGS["qwen3"], layers=2)
+FEW = ("llama", "llama3-rope", "qwen2", "qwen3-untied")
+"""What of the families is not slow."""
+SLOW = pytest.mark.slow
+ALL = np.ones(reference.TOKENS.shape, bool)
+forward = jax.jit(transformer.forward, static_argnums=0)
+
+
+@pytest.fixture(autouse=True)
+def rolled(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All layers in one loop: that compiles sooner. One test below has them one by one."""
+    monkeypatch.setattr(transformer, "UNROLLED", 0)
+
+
+def relative(found: Any, wanted: Any) -> float:
+    return float(np.max(np.abs(np.asarray(found) - np.asarray(wanted))) / np.max(np.abs(wanted)))
+
+
+# ------------------------------------------------------------------------------------------------ transformers' files
+
+
+@pytest.mark.parametrize("name", [pytest.param(name, marks=() if name in FEW else SLOW) for name in reference.CONFIGS])
+def test_logits_are_those_that_transformers_gave(name: str) -> None:
+    config = reference.CONFIGS[name]
+    with np.load(reference.STORED) as stored:
+        wanted = stored[name]
+    found, _ = forward(config, reference.params(config), reference.TOKENS, ALL)
+    assert found.dtype == jnp.float32
+    assert relative(found, wanted) < 2e-4
+    plain = dataclasses.replace(config, rope_scaling=None)
+    if config.rope_scaling is not None:  # the reference can tell one rope from another
+        assert relative(forward(plain, reference.params(config), reference.TOKENS, ALL)[0], wanted) > 2e-3
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(importlib.util.find_spec("transformers") is None, reason="transformers is not installed")
+def test_what_is_stored_is_what_transformers_gives(tmp_path: Path) -> None:
+    file = tmp_path / "now.npz"
+    subprocess.run([sys.executable, reference.__file__, str(file)], check=True)
+    with np.load(file) as now, np.load(reference.STORED) as stored:
+        for name in reference.CONFIGS:
+            assert relative(now[name], stored[name]) < 1e-5
+
+
+@pytest.mark.parametrize(("dtype", "shard_bytes"), [("float32", 10**9), ("float32", 40_000), ("bfloat16", 30_000)])
+def test_what_was_saved_is_loaded(tmp_path: Path, dtype: str, shard_bytes: int) -> None:
+    for config in (reference.CONFIGS["qwen2"], reference.CONFIGS["llama3-rope"], reference.CONFIGS["qwen3-untied"]):
+        params = reference.params(config)
+        huggingface.save(tmp_path, config, params, dtype=dtype, shard_bytes=shard_bytes)
+        found, loaded = huggingface.load(tmp_path, dtype)
+        assert found == config
+        wanted = jax.tree.map(lambda x: x.astype(jnp.dtype(dtype)), params)
+        jax.tree.map(np.testing.assert_array_equal, loaded, wanted)
+        assert ((tmp_path / huggingface.INDEX).exists(), (tmp_path / huggingface.ONE).exists()) == (
+            (False, True) if shard_bytes == 10**9 else (True, False)
+        )
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"model_type": "mixtral"}, "model_type is 'mixtral'"),
+        ({"use_sliding_window": True}, "use_sliding_window is True"),
+        ({"attention_bias": True}, "attention_bias is True"),
+        ({"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, "rope type is 'yarn'"),
+        ({"num_key_value_heads": 3}, "kv_heads is 3; it must divide heads, 4"),
+        ({"hidden_size": 32}, "config.json asks for"),
+        ({"num_hidden_layers": 4}, "11 arrays are missing, model.layers.3"),
+        ({"num_hidden_layers": 2}, "has no place"),
+    ],
+)
+def test_what_can_not_be_read_is_named(tmp_path: Path, change: dict[str, Any], words: str) -> None:
+    config = reference.CONFIGS["qwen3"]
+    huggingface.save(tmp_path, config, reference.params(config))
+    file = tmp_path / "config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | change))
+    with pytest.raises(huggingface.HubError, match=words.replace("[", r"\[")):
+        huggingface.load(tmp_path)
+
+
+def test_rope_is_read_as_transformers_4_and_5_write_it() -> None:
+    told = huggingface.told_of(reference.CONFIGS["llama3-rope"])
+    five = {k: v for k, v in told.items() if k not in ("rope_theta", "rope_scaling")}
+    five["rope_parameters"] = told["rope_scaling"] | {"rope_theta": told["rope_theta"]}
+    assert huggingface.config_of(five) == huggingface.config_of(told) == reference.CONFIGS["llama3-rope"]
+
+
+def test_a_tokeniser_gives_back_the_text(tmp_path: Path) -> None:
+    made = pytest.importorskip("tokenizers", reason="tokenizers is not installed")
+    inner = made.Tokenizer(
+        made.models.WordLevel({word: i for i, word in enumerate(["[UNK]", "two", "and", "one"])}, "[UNK]")
+    )
+    inner.pre_tokenizer = made.pre_tokenizers.Whitespace()
+    inner.save(str(tmp_path / "tokenizer.json"))
+    found = huggingface.tokeniser(tmp_path)
+    assert (found.size, found.encode("one and two"), found.decode([3, 2, 1])) == (4, [3, 2, 1], "one and two")
+
+
+def test_a_folder_without_a_tokeniser_is_named(tmp_path: Path) -> None:
+    pytest.importorskip("tokenizers", reason="tokenizers is not installed")
+    with pytest.raises(huggingface.HubError, match=r"tokenizer\.json is not there"):
+        huggingface.tokeniser(tmp_path)
+
+
+def test_the_vocabulary_gives_back_its_texts() -> None:
+    assert len(tokenizer.CHARACTERS) == len(set(tokenizer.CHARACTERS)) == tokenizer.TOKENISER.size == 23
+    text = "3+4-2=3+4=2;>(0)$"
+    numbers = tokenizer.encode(text)
+    assert tokenizer.decode([tokenizer.PAD, tokenizer.PAD, *numbers, 3, 4]) == text
+    assert tokenizer.decode([*numbers[:4], tokenizer.PAD, 5]) == text[:4]
+    with pytest.raises(ValueError, match="'x' is no character"):
+        tokenizer.encode("3x4")
+
+
+# -------------------------------------------------------------------------------------------------- cache and padding
+
+
+@functools.cache
+def padded() -> tuple[np.ndarray, np.ndarray]:
+    """Two rows, of 10 and of 6 tokens behind 4 of padding."""
+    mask = np.arange(10)[None, :] >= np.array([[0], [4]])
+    return np.where(mask, reference.TOKENS[:, :10], 0), mask
+
+
+@pytest.mark.parametrize("name", ["llama3-rope", "qwen3"])
+def test_decoding_with_a_cache_is_the_full_forward(name: str) -> None:
+    config, (rows, mask) = reference.CONFIGS[name], padded()
+    params = reference.params(config)
+    wanted, _ = forward(config, params, rows, mask)
+    cache = transformer.empty(config, 2, 16)  # more room than it takes
+    first, cache = forward(config, params, rows[:, :6], mask[:, :6], cache)
+    parts = [first]
+    for t in range(6, 10):
+        logits, cache = forward(config, params, rows[:, t : t + 1], mask[:, t : t + 1], cache)
+        parts.append(logits)
+    found = jnp.concatenate(parts, axis=1)
+    assert relative(found[0], wanted[0]) < 2e-6
+    assert relative(found[1, 4:], wanted[1, 4:]) < 2e-6
+    assert int(cache.index) == 10
+
+
+def test_padding_changes_nothing() -> None:
+    (rows, mask), params = padded(), reference.params(TINY)
+    found, _ = forward(TINY, params, rows, mask)
+    other, _ = forward(TINY, params, np.where(mask, rows, 17), mask)
+    alone, _ = forward(TINY, params, rows[1:, 4:], mask[1:, 4:])
+    assert relative(found[1, 4:], alone[0]) < 2e-6
+    np.testing.assert_array_equal(found[1, 4:], other[1, 4:])
+
+
+def test_layers_one_by_one_are_the_loop(monkeypatch: pytest.MonkeyPatch) -> None:
+    params = reference.params(TINY)
+    wanted, _ = forward(TINY, params, reference.TOKENS, ALL)
+    monkeypatch.setattr(transformer, "UNROLLED", 4)
+    found, _ = jax.jit(lambda params: transformer.forward(TINY, params, reference.TOKENS, jnp.asarray(ALL)))(params)
+    assert relative(found, wanted) < 2e-6
+
+
+def test_no_token_sees_what_follows() -> None:
+    params, rows = reference.params(TINY), reference.TOKENS
+    changed = rows.copy()
+    changed[:, 12:] = (changed[:, 12:] + 1) % 31
+    one, two = (forward(TINY, params, each, ALL)[0] for each in (rows, changed))
+    np.testing.assert_array_equal(one[:, :12], two[:, :12])
+    assert relative(one[:, 12:], two[:, 12:]) > 0.01
+
+
+# ---------------------------------------------------------------------------------------- adapters, memory, precision
+
+
+def test_adapters_add_nothing_first_and_then_what_merged_kernels_do() -> None:
+    params, rows = reference.params(TINY), reference.TOKENS
+    adapters = transformer.lora(jax.random.key(0), TINY, 4, ("query", "out", "narrow"))
+    wanted, _ = forward(TINY, params, rows, ALL)
+    np.testing.assert_array_equal(forward(TINY, params, rows, ALL, None, adapters)[0], wanted)
+    moved = {name: each._replace(up=each.up + 0.1) for name, each in adapters.items()}
+    found, _ = forward(TINY, params, rows, ALL, None, moved)
+    assert relative(found, wanted) > 0.01
+    assert relative(found, forward(TINY, transformer.merged(params, moved), rows, ALL)[0]) < 1e-5
+    with pytest.raises(ValueError, match="no kernel is named 'query_norm'"):
+        transformer.lora(jax.random.key(0), TINY, 4, ("query_norm",))
+
+
+def test_rematerialisation_changes_no_gradient_and_bfloat16_little() -> None:
+    params, rows = reference.params(TINY), reference.TOKENS
+
+    @functools.partial(jax.jit, static_argnums=0)
+    def gradient(config: transformer.Config, params: Any) -> Any:
+        def loss(params: Any) -> jax.Array:
+            logits, _ = transformer.forward(config, params, rows, jnp.asarray(ALL))
+            return jnp.mean(jnp.square(jax.nn.log_softmax(logits)))
+
+        return jax.grad(loss)(params)
+
+    wanted = gradient(TINY, params)
+    found = gradient(dataclasses.replace(TINY, remat="full"), params)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=2e-4, atol=2e-6), found, wanted)
+    exact, _ = forward(TINY, params, rows, ALL)
+    rounded, _ = forward(dataclasses.replace(TINY, precision="bf16"), params, rows, ALL)
+    assert rounded.dtype == jnp.float32
+    assert 1e-5 < relative(rounded, exact) < 0.05
+
+
+def test_a_model_is_split_over_the_model_axis_and_says_the_same() -> None:
+    mesh = meshes.make_mesh(1, 2)
+    params = reference.params(TINY)
+    specs = partition.specs(params, 2)
+    layers = specs["layers"]
+    assert layers["query"] == layers["up"] == PartitionSpec(None, None, "model")
+    assert layers["out"] == layers["narrow"] == PartitionSpec(None, "model", None)
+    split = jax.device_put(params, partition.shardings(params, mesh))
+    assert split["layers"]["up"].addressable_data(0).shape == (2, 64, 48)
+    assert (
+        relative(forward(TINY, split, reference.TOKENS, ALL)[0], forward(TINY, params, reference.TOKENS, ALL)[0]) < 2e-6
+    )
+
+
+def test_a_model_begins_as_its_shapes_say() -> None:
+    params = transformer.init(jax.random.key(0), TINY)
+    assert jax.tree.map(jnp.shape, params) == transformer.shapes(TINY)
+    assert transformer.size(TINY) == sum(leaf.size for leaf in jax.tree.leaves(params))
+    # By hand: 23 x 64 embedded, 2 layers of 4 x 64 x 64 and 3 x 64 x 192 with 2 norms of 64 and 2 of 32, a norm.
+    assert transformer.size(transformer.Config()) == 23 * 64 + 2 * (4 * 64 * 64 + 3 * 64 * 192 + 2 * 64 + 2 * 32) + 64
+    layers, root = params["layers"], 1 / np.sqrt(2 * TINY.layers)
+    assert float(jnp.std(layers["up"])) == pytest.approx(1 / np.sqrt(TINY.width), rel=0.1)
+    assert float(jnp.std(layers["narrow"])) == pytest.approx(root / np.sqrt(TINY.hidden), rel=0.1)
+    with pytest.raises(ValueError, match="head_dim is 15"):
+        transformer.init(jax.random.key(0), dataclasses.replace(TINY, head_dim=15))

@@ -1,0 +1,253 @@
+"""Weights & Biases beside a run: asked for or not, and each record once, whatever is killed."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from longhaul.cli.main import main
+from longhaul.config.run import RunError
+from longhaul.telemetry import sinks, wandb, wandb_process
+from longhaul.training.run_dir import find_folder, load_run
+from tests.helpers import small_runs
+from tests.helpers.small_runs import small
+from tests.helpers.wandb_files import hide_credentials, read, tracked_folder, write
+
+NEEDS_WANDB = pytest.mark.skipif(find_spec("wandb") is None, reason="wandb, of the extra logging, is not installed")
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+@pytest.fixture(autouse=True)
+def _no_credentials(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    hide_credentials(tmp_path, monkeypatch)
+
+
+# --------------------------------------------------------------------------------------------------- what is wanted
+
+
+def values(**changes: Any) -> dict[str, Any]:
+    return {"wandb": False, "project": None, "entity": None, "wandb-mode": None} | changes
+
+
+def test_the_id_is_that_of_the_old_trainer() -> None:
+    assert wandb.run_id("hackmatrix-jax-feb01-26-1") == "a6cf6b32"  # the first digits of the name's md5sum
+
+
+def test_nothing_is_tracked_unless_asked_for_and_a_run_keeps_to_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(wandb.importlib.util, "find_spec", lambda name: True)  # type: ignore[attr-defined]
+    nothing: frozenset[str] = frozenset()
+    assert wandb.chosen(values(), nothing, "pong") is None
+    assert wandb.chosen(values(project="a"), frozenset({"project"}), "pong") is None
+    begun = wandb.chosen(values(wandb=True), frozenset({"wandb"}), "pong")
+    assert begun == wandb.Tracking("", True, "pong")
+    kept = begun._replace(id="abcd1234", mode="offline")
+    assert wandb.chosen(values(), nothing, "pong", kept) == kept
+    assert wandb.chosen(values(), frozenset({"wandb"}), "pong", kept) == kept._replace(on=False)
+    given = frozenset({"wandb-mode"})
+    assert wandb.chosen(values(**{"wandb-mode": "online"}), given, "pong", kept) == kept._replace(mode="online")
+    monkeypatch.setenv("WANDB_PROJECT", "sports")
+    monkeypatch.setenv("WANDB_ENTITY", "us")
+    named = wandb.chosen(values(wandb=True, entity="me"), frozenset({"wandb"}), "pong")
+    assert named == wandb.Tracking("", True, "sports", "me")
+
+
+def test_where_it_goes_follows_the_flag_the_environment_and_the_credentials(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert wandb.resolved(None) == "offline"
+    (tmp_path / "netrc").write_text("machine elsewhere.org login user password x\n")
+    assert wandb.resolved(None) == "offline"
+    (tmp_path / "netrc").write_text("machine api.wandb.ai login user password x\n")
+    assert wandb.resolved(None) == "online"
+    monkeypatch.setenv("WANDB_BASE_URL", "https://wandb.mine.org")
+    assert wandb.resolved(None) == "offline"
+    monkeypatch.setenv("WANDB_API_KEY", "x" * 40)
+    assert wandb.resolved(None) == "online"
+    for word, mode in (("offline", "offline"), ("dryrun", "offline"), ("disabled", "disabled")):
+        monkeypatch.setenv("WANDB_MODE", word)
+        assert wandb.resolved(None) == mode
+    assert wandb.resolved("online") == "online"
+    monkeypatch.setenv("WANDB_MODE", "of")
+    with pytest.raises(wandb.TrackingError, match="WANDB_MODE is 'of'; it must be one of online, offline, disabled"):
+        wandb.resolved(None)
+
+
+def test_without_the_package_it_is_said_before_anything_is_made(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(wandb.importlib.util, "find_spec", lambda name: None)  # type: ignore[attr-defined]
+    assert main(["train", "cartpole", "--wandb"]) == 2
+    assert "--wandb needs wandb: pip install 'longhaul[logging]'" in capsys.readouterr().err
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_damaged_file_is_named(tmp_path: Path) -> None:
+    folder = tracked_folder(tmp_path)
+    (folder / "wandb.json").write_text('{"id": ')
+    with pytest.raises(wandb.TrackingError, match=r"wandb.json can't be read .*; remove it"):
+        wandb.load(folder)
+
+
+def test_a_run_is_found_by_its_id(tmp_path: Path) -> None:
+    folder, other = tracked_folder(tmp_path), tracked_folder(tmp_path, "other")
+    wandb.save(other, wandb.Tracking("from-a-sweep", True, "games"))
+    runs = tmp_path / "runs"
+    assert find_folder(runs, wandb.run_id("run")) == find_folder(runs, "run") == folder
+    assert find_folder(runs, "from-a-sweep") == other
+    (other / "wandb.json").unlink()
+    assert find_folder(runs, wandb.run_id("other")) == other
+    with pytest.raises(RunError, match="no run 'from-a-sweep'"):
+        find_folder(runs, "from-a-sweep")
+
+
+# ----------------------------------------------------------------------------------------------------------- offline
+
+
+@NEEDS_WANDB
+@pytest.mark.slow
+def test_going_on_offline_gives_one_history_of_all_records(tmp_path: Path) -> None:
+    """Three sessions, of which the second goes back to an earlier checkpoint, and the last has no update to make."""
+    folder, notes = tracked_folder(tmp_path), []
+    write(folder, range(2, 11, 2), notes=notes, stopped=True)
+    (place,) = (folder / "wandb").glob("offline-run-*")
+    assert notes == [f"W&B: offline; wandb sync {place}"]
+    first = read(folder)
+    assert first[:3] == (wandb.run_id("run"), "games", "run")
+    assert first.steps == [2, 4, 6, 8, 10]
+    assert first.exits == [75]
+    write(folder, range(8, 15, 2))
+    last = read(folder)
+    assert last[:3] == first[:3]
+    assert last.steps == [2, 4, 6, 8, 10, 12, 14]
+    assert last.exits == [0]
+    assert [row["train/entropy"] for row in last.rows] == [1.0 / n for n in last.steps]
+    assert last.config["run"] == {"num_envs": 8, "algorithm": {"lr": 0.5}}
+    assert (last.config["num_envs"], last.config["learning_rate"], last.config["commit"]) == (8, 0.5, "abc")
+
+
+KILLED = """
+    import os, signal, sys
+    from contextlib import closing
+    from pathlib import Path
+    from longhaul.telemetry import sinks as telemetry
+    from longhaul.telemetry import wandb as tracking
+    folder = Path(sys.argv[1])
+    with (
+        closing(telemetry.jsonl(folder / "metrics.jsonl")) as lines,
+        tracking.mirror(folder, lambda line: None, lambda: False) as sink,
+    ):
+        for update in range(1, 8):
+            row = {"update": update, "env_steps": update, "agent_steps": update, "wall_seconds": 1.0, "sps": 1.0}
+            lines.write(row)
+            sink.write(row)
+        os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+@NEEDS_WANDB
+@pytest.mark.slow
+def test_killed_at_once_it_leaves_its_last_record_too(tmp_path: Path) -> None:
+    """The run is killed while its tracker has not even begun: that sends what is in the file, and ends by itself."""
+    folder = tracked_folder(tmp_path)
+    program = [sys.executable, "-c", textwrap.dedent(KILLED), str(folder)]
+    done = subprocess.run(program, cwd=ROOT, stderr=subprocess.PIPE, check=False)
+    assert done.returncode == -signal.SIGKILL, done.stderr
+    write(folder, range(6, 10))  # waits for the tracker of the killed run
+    assert read(folder).steps == list(range(1, 10))
+
+
+@NEEDS_WANDB
+@pytest.mark.slow
+def test_the_folder_of_another_run_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two runs of one name share an id, and here the folder that wandb writes to as well."""
+    monkeypatch.setenv("WANDB_DIR", str(tmp_path / "shared"))
+    one, two = tracked_folder(tmp_path / "one"), tracked_folder(tmp_path / "two")
+    write(one, range(1, 3))
+    time.sleep(1.1)  # wandb names its folders by seconds
+    write(two, range(1, 4))
+    assert len(list((tmp_path / "shared/wandb").glob("offline-run-*"))) == 2
+
+
+@NEEDS_WANDB
+def test_without_credentials_it_says_that_it_stays_offline(tmp_path: Path) -> None:
+    folder, notes = tracked_folder(tmp_path, mode=None), []
+    write(folder, range(1, 2), notes=notes)
+    assert notes[0] == "W&B: there are no credentials (wandb login, or WANDB_API_KEY), so the run is logged offline"
+    assert notes[1].startswith("W&B: offline; wandb sync ")
+    assert len(notes) == 2
+
+
+# --------------------------------------------------------------------------------------------------------- whole runs
+
+
+@NEEDS_WANDB
+def test_a_run_of_training_is_mirrored(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What metrics.jsonl has, and nothing else, is in wandb's file."""
+    small_runs.make_quick(monkeypatch)
+    folder = tmp_path / "run"
+    folder.mkdir()
+    wandb.save(folder, wandb.Tracking("", True, "small", None, "offline"))
+    small_runs.loop.train(small(total_steps=8 * 16 * 24), folder, resumed=False)
+    found, records = read(folder), sinks.read(folder / "metrics.jsonl")
+    assert found.steps == [r["update"] for r in records] == [4, 8, 12, 16, 20, 24]
+    before = [None, *records[:-1]]
+    for row, mine, last in zip(found.rows, records, before, strict=True):
+        assert {k: v for k, v in row.items() if not k.startswith("_")} == wandb_process.renamed(mine, last)
+        total = mine["ppo/policy_loss"] + 0.5 * mine["ppo/value_loss"] - 0.01 * mine["ppo/entropy"]
+        assert row["train/total_loss"] == pytest.approx(total, rel=1e-5)
+        assert row["train/mean_reward"] == 1.0
+    assert found.config["num_envs"] == 8
+    assert found.config["id"] == found.name == "run"
+
+
+@NEEDS_WANDB
+@pytest.mark.slow
+def test_stopped_and_killed_a_run_has_one_history(tmp_path: Path) -> None:
+    """SIGTERM, then SIGKILL of everything, then to the end by the run's W&B id."""
+    words = "train cartpole --num-envs 8 --num-steps 16 --hidden-dim 8 --total-timesteps 3e6 --log-interval 100"
+    words += " --save-interval 400 --evaluation-episodes 2 --checkpoint-dir checkpoints"
+    command = [sys.executable, "-m", "longhaul", *words.split()]
+    environment = os.environ | {"WANDB_MODE": "offline"}
+    folder = tmp_path / "checkpoints/mine"
+    metrics = folder / "metrics.jsonl"
+
+    def begin(*more: str) -> subprocess.Popen[bytes]:
+        return subprocess.Popen([*command, *more], cwd=tmp_path, env=environment, stdout=subprocess.DEVNULL)
+
+    def wait(process: subprocess.Popen[bytes], update: int) -> None:
+        while not metrics.exists() or not sinks.read(metrics) or sinks.read(metrics)[-1]["update"] < update:
+            assert process.poll() is None
+            time.sleep(0.01)
+
+    process = begin("--wandb", "--run-name", "mine")
+    wait(process, 1000)
+    process.terminate()
+    assert process.wait(60) == 75
+    first = read(folder)
+    assert first.id == wandb.run_id("mine")
+    assert first.exits == [75]
+    for seen in (4000, 8000):
+        process = begin("--resume-run", first.id)
+        wait(process, seen)
+        process.kill()
+        process.wait(60)
+    process = begin("--resume-run", first.id)
+    assert process.wait(300) == 0
+    last = read(folder)
+    assert last[:3] == first[:3]
+    run = load_run(folder)
+    assert run.log_interval == 100
+    total = int(3e6) // 128
+    assert last.steps == [r["update"] for r in sinks.read(metrics)] == [*range(100, total, 100), total]
+    assert last.exits == [0]

@@ -1,0 +1,101 @@
+"""Frames come out as they went in, or not at all."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from longhaul.envs.host.vector import HostSpec
+from longhaul.spaces import Box, Discrete, Leaf, Masked, MultiDiscrete
+from longhaul.topologies.inference_server import frames
+from longhaul.topologies.inference_server.frames import Codec, Due, WireError
+from longhaul.topologies.inference_server.frames_heads import Frames
+from tests.helpers.malformed_frames import CODEC, COLUMNS, malformed, observe
+
+pytest.importorskip("grpc")
+
+
+def random_spec(rng: np.random.Generator) -> HostSpec:
+    """Any observation, any action."""
+
+    def leaf() -> Leaf:
+        shape = tuple(int(n) for n in rng.integers(1, 5, rng.integers(4)))
+        return Leaf(shape, np.dtype(str(rng.choice(["uint8", "int32", "float32", "bool", "float64", "int16"]))))
+
+    trees = [leaf(), {"b": leaf(), "a": (leaf(), None)}, Masked({"x": leaf()}, Leaf((3,), np.dtype(bool))), [leaf()]]
+    actions = [Discrete(3), MultiDiscrete((2, 3)), Box((-1.0,) * 4, (1.0,) * 4)]
+    return HostSpec(trees[int(rng.integers(4))], actions[int(rng.integers(3))])
+
+
+@pytest.mark.parametrize("seed", range(25))
+def test_what_goes_in_comes_out_bit_for_bit(seed: int) -> None:
+    rng = np.random.default_rng(seed)
+    names = tuple(f"score{i}" for i in range(rng.integers(3)))
+    codec = Codec(frames.layout(random_spec(rng), int(rng.integers(1, 40)), names))
+    for number in range(4):
+        head, payload = observe(rng, 3, 2, number, codec)
+        data = frames.frame(head, payload)
+        found = frames.read(data, codec.most)
+        assert found == head._replace(length=len(payload))
+        due = Due(frames.OBSERVE, 3, 2, number)
+        codec.check_head(found, due)
+        steps = Frames(codec, *due[:3])
+        assert steps.whole(data, number) == head.finals
+        assert steps.told(number, head.finals, payload) == data
+        assert steps.sealed(bytearray(bytes(frames.HEAD_BYTES) + payload), number, head.finals) == data
+        act = Due(frames.ACT, 3, 2, number)
+        action = codec.action(rng.bytes(codec.action_bytes))
+        actions = Frames(codec, *act[:3])
+        answer = actions.acts(number, action)
+        codec.check_head(frames.read(answer, codec.most), act)
+        assert actions.whole(answer, number) == 0
+        assert codec.action(answer, frames.HEAD_BYTES).tobytes() == action.tobytes()
+        sent, came = codec.block(payload, head.finals), steps.observed(data, head.finals, first=number == 0)
+        for a, b in zip((*sent.observation, *sent.final, *sent[1:4]), (*came.observation, *came.final, *came[1:4])):
+            assert (a.dtype, a.shape, a.tobytes()) == (b.dtype, b.shape, b.tobytes())
+        assert sent.scores.tobytes() == came.scores.tobytes()
+        assert sent.known.tobytes() == came.known.tobytes()
+        with pytest.raises(ValueError, match="read-only"):
+            came.reward[0] = 1.0
+
+
+def test_arrays_of_a_block_do_not_overlap_and_fill_it() -> None:
+    for finals in range(COLUMNS + 1):
+        memory = bytearray(CODEC.block_bytes(finals))
+        block = CODEC.block(memory, finals)
+        arrays = [*block.observation, *block.final, block.reward, block.flags, block.columns, block.scores, block.known]
+        for i, array in enumerate(arrays):
+            array.view(np.uint8).reshape(-1)[:] = i + 1
+        for i, array in enumerate(arrays):
+            assert (array.view(np.uint8) == i + 1).all()
+        assert sum(array.nbytes for array in arrays) <= len(memory) < sum(a.nbytes for a in arrays) + 8 * len(arrays)
+
+
+def accepted(data: bytes, due: Due) -> bool:
+    """Whether a frame passes all checks; anything but WireError escapes."""
+    try:
+        steps = Frames(CODEC, *due[:3])
+        steps.observed(data, steps.whole(data, due.step), first=due.step == 0)
+    except WireError:
+        return False
+    return True
+
+
+def reject(count: int, seed: int) -> None:
+    rng = np.random.default_rng(seed)
+    for i in range(count):
+        number = int(rng.integers(3))
+        head, payload = observe(rng, 3, 1, number)
+        due = Due(frames.OBSERVE, 3, 1, number)
+        assert accepted(frames.frame(head, payload), due)
+        bad = malformed(rng, head, payload)
+        assert not accepted(bad, due), f"malformed frame {i} of seed {seed} passed: {bad.hex()}"
+
+
+def test_no_malformed_frame_passes() -> None:
+    reject(2_000, 0)
+
+
+@pytest.mark.slow
+def test_no_malformed_frame_of_very_many_passes() -> None:
+    reject(100_000, 1)

@@ -1,0 +1,206 @@
+"""Whoever sends garbage to a living server harms nobody else: streams end, memory and answers stay."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Iterator
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from longhaul.runtime.credentials import Credentials
+from longhaul.topologies.inference_server import frames as wire
+from longhaul.topologies.inference_server.grpc_streams import run
+from longhaul.topologies.inference_server.grpc_transport import PATH, GrpcLane, GrpcLine
+from longhaul.topologies.inference_server.transport import Answer, Arrival, Lost
+from tests.helpers.malformed_frames import BARE, CODEC, COLUMNS, SLOTS, hello, malformed, observe
+
+pytest.importorskip("grpc")
+
+
+def resident() -> int:
+    """Bytes of this process in memory."""
+    return int(Path("/proc/self/statm").read_text().split()[1]) * 4096
+
+
+class Echo:
+    """A server that answers each group with its first reward's bits, in a thread; and what it saw."""
+
+    def __init__(self, lane: GrpcLane) -> None:
+        self.lane, self.arrivals, self.lost, self.most = lane, 0, 0, 0
+        self._over = threading.Event()
+        self._thread = threading.Thread(target=self._run)
+        self._thread.start()
+
+    def _run(self) -> None:
+        while not self._over.is_set():
+            self.lane.wait(0.05)
+            answers = []
+            events = self.lane.take()
+            self.most = max(self.most, len(events))
+            for event in events:
+                if isinstance(event, Lost):
+                    self.lost += 1
+                elif isinstance(event, Arrival):
+                    self.arrivals += 1
+                    value = np.full(COLUMNS, event.step.reward.view(np.int32)[0], np.int32)
+                    answers.append(Answer(event.group, event.life, value))
+            self.lane.answer(answers)
+
+    def close(self) -> None:
+        self._over.set()
+        self._thread.join()
+
+
+@pytest.fixture
+def silent() -> Iterator[GrpcLane]:
+    """A lane that nobody turns yet."""
+    with closing(GrpcLane(CODEC, 5, SLOTS, lambda actor, life: [actor, life])) as lane:
+        yield lane
+
+
+async def play_well(address: str, over: asyncio.Event, life: int) -> int:
+    """Actor 0, which must get the answers to its own steps, in order, whatever others do; -> steps."""
+    rng, line = np.random.default_rng(5), GrpcLine(BARE, SLOTS, address, actor=0, credentials=Credentials())
+    assert await line.open() == [0, life], "another one was actor 0 meanwhile"
+    wanted, done = [0, 0], 0
+
+    async def post(slot: int) -> None:
+        line.blocks[slot].flags[:] = False
+        line.blocks[slot].reward[:] = rng.random()
+        wanted[slot] = int(line.blocks[slot].reward.view(np.int32)[0])
+        await line.post(slot, 0)
+
+    for slot in range(SLOTS):
+        await post(slot)
+    while not over.is_set():
+        async with asyncio.timeout(20.0):
+            slot, action = await line.next()
+        assert (action == wanted[slot]).all()
+        await asyncio.sleep(0.002)  # the test is of the others
+        await post(slot)
+        done += 1
+    await line.close()
+    return done
+
+
+async def play_badly(call: Any, rng: np.random.Generator, actor: int, more: int = 0) -> None:
+    """One stream with one malformed frame somewhere, and `more` after it; it must be ended by the server."""
+    import grpc
+
+    try:
+        greeting = hello(actor, name=int(rng.integers(2**60)))
+        chance = rng.random()
+        if chance < 0.1:
+            await call.write(malformed(rng, *observe(rng, actor * SLOTS, 1, 0)))
+        elif chance < 0.2:
+            bad = bytearray(greeting)
+            bad[int(rng.integers(len(bad)))] ^= 1 << int(rng.integers(8))
+            await call.write(bytes(bad))
+        else:
+            await call.write(greeting)
+            welcome = wire.read(await call.read(), CODEC.most)
+            if welcome.kind == wire.WELCOME:
+                last = actor * SLOTS + SLOTS - 1  # the group after it is another's
+                head, payload = observe(rng, last, welcome.incarnation, 0)
+                for _ in range(1 + more):
+                    await call.write(malformed(rng, head, payload))
+        async with asyncio.timeout(20.0):
+            while (await call.read()) is not grpc.aio.EOF:
+                pass
+    except (grpc.RpcError, asyncio.InvalidStateError):
+        pass
+
+
+async def attack(address: str, frames: int, life: int = 1, more: int = 0) -> int:
+    """So many malformed frames from four streams at once, while actor 0 plays; -> its steps. `more` follow in each."""
+    import grpc
+
+    over = asyncio.Event()
+    good = asyncio.create_task(play_well(address, over, life))
+    await asyncio.sleep(0.2)
+
+    async def bad(actor: int) -> None:
+        rng = np.random.default_rng(actor)
+        async with grpc.aio.insecure_channel(address) as channel:
+            for _ in range(frames // 4 // (1 + more)):
+                await play_badly(channel.stream_stream(PATH)(), rng, actor, more)
+
+    await asyncio.gather(*(bad(actor) for actor in range(1, 5)))
+    over.set()
+    return await good
+
+
+def under_attack(lane: GrpcLane, frames: int, more: int = 0) -> None:
+    with closing(Echo(lane)) as echo:
+        run(attack(lane.address, 200))  # all that is made once
+        before = resident()
+        steps = run(attack(lane.address, frames, life=2, more=more))
+        grown = resident() - before
+        assert steps > frames / (1 + more) / 100, "the good stream was held up"
+        assert grown < 48 * 2**20, f"{grown / 2**20:.0f} MiB more after {frames} malformed frames"
+        assert echo.most <= 5 * (SLOTS + 2), "more waited than one step for each group"
+
+
+def test_malformed_frames_harm_nobody_else(silent: GrpcLane) -> None:
+    under_attack(silent, 2_000)
+
+
+@pytest.mark.slow
+def test_very_many_malformed_frames_harm_nobody_else(silent: GrpcLane) -> None:
+    """Many in each stream, whose end the sender does not wait for."""
+    under_attack(silent, 100_000, more=49)
+
+
+class Fed:
+    """A stream without a network: what its actor says is made as it is read."""
+
+    def __init__(self, rng: np.random.Generator, actor: int) -> None:
+        self._rng, self._actor, self._read = rng, actor, 0
+        self.answers: list[bytes] = []
+
+    async def send_initial_metadata(self, metadata: Any) -> None:
+        pass
+
+    def cancelled(self) -> bool:
+        return False
+
+    async def read(self) -> Any:
+        self._read += 1
+        if self._read == 1:
+            return hello(self._actor, name=int(self._rng.integers(2**60)))
+        life = wire.read(self.answers[0], CODEC.most).incarnation
+        return malformed(self._rng, *observe(self._rng, self._actor * SLOTS, life, 0))
+
+    async def write(self, frame: bytes) -> None:
+        self.answers.append(frame)
+
+
+def refused(lane: GrpcLane, streams: int) -> None:
+    """Each stream's second frame is malformed: it ends with a reason, and nothing of it arrives."""
+    rng, before = np.random.default_rng(3), 0
+    for number in range(streams):
+        fed = Fed(rng, number % 5)
+        stream = lane._loop.create_task(lane._play(None, fed))
+        while not stream.done():
+            lane._turn(0.0)
+        first, last = (wire.read(answer, CODEC.most).kind for answer in (fed.answers[0], fed.answers[-1]))
+        assert (len(fed.answers), first, last) == (2, wire.WELCOME, wire.REFUSE)
+        assert [type(event) for event in lane.take()] == [Lost]
+        assert not lane.live()
+        if number == streams // 10:
+            before = resident()
+    assert resident() - before < 16 * 2**20, "memory grows with what is refused"
+
+
+def test_a_malformed_frame_ends_its_stream(silent: GrpcLane) -> None:
+    refused(silent, 1_000)
+
+
+@pytest.mark.slow
+def test_each_of_very_many_malformed_frames_ends_its_stream(silent: GrpcLane) -> None:
+    refused(silent, 100_000)

@@ -1,0 +1,437 @@
+"""Training in shards that hold more than the device: chunks come as the stream says, and a run that was ended anywhere
+ends as if nothing had been."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+import weakref
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from longhaul.config import resolve as runs
+from longhaul.config.run import Driving, Run, RunError
+from longhaul.driving.scenario import bank as banks
+from longhaul.driving.scenario.scenario import Scenario
+from longhaul.driving.shards import shard, stream
+from longhaul.driving.sim import simulator, tables
+from longhaul.spaces import Discrete, Measure
+from longhaul.topologies import fused
+from longhaul.training import data as feeds
+from longhaul.training import loop, precompile
+from longhaul.training.checkpoint.checkpoint import Checkpoints
+from longhaul.training.data import Feeding, Place
+from longhaul.types import Spec, TimeStep, transition
+from tests.helpers.driving_scenarios import GREEN, RED, line, scenario
+from tests.helpers.small_runs import after, begin, checkpoints, make_quick, records, result, resume, small
+
+COUNT, BANK, PERIOD = 7, 3, 2
+
+EGO = simulator.Config(neighbours=1, waypoints=1)
+
+
+def different(number: int) -> Scenario:
+    """Scenarios of 8 to 14 steps and 1 to 7 agents; some have a light, one has no road. The ego's speed tells them."""
+    steps = 8 + number
+    ego = line((0.0, 0.0), (1.0 + number, 0.0), steps)
+    others = [line((12.0 + 8.0 * i, 3.0), (2.0, 0.0), steps) for i in range(number)]
+    lights = [(9.0, [RED] * steps), (15.0, [RED] * 4 + [GREEN] * (steps - 4))][: number % 3]
+    road = None if number == 2 else lambda x, y: np.abs(y) - 3.0 - number
+    made = scenario([ego, *others], drivers=1 + number % 2, lights=lights, road=road, points=100 + number)
+    return made._replace(id=f"number {number}")
+
+
+SCENARIOS = [different(number) for number in range(COUNT)]
+
+
+def written(folder: Path) -> Path:
+    """The scenarios in shards of 4, 0 and 3."""
+    for name, part in (("a", SCENARIOS[:4]), ("b", []), ("c", SCENARIOS[4:])):
+        shard.write(folder / f"{name}.lhs", part)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return written(tmp_path_factory.mktemp("shards"))
+
+
+class Glanced(NamedTuple):
+    scenario: jax.Array
+    t: jax.Array
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Glance:
+    """Episodes of 4 steps in which a policy sees and earns the length of a scenario's route. Driving in it would show
+    no more of what a run does with its chunks, and takes a minute to compile."""
+
+    tables: Any
+
+    @property
+    def spec(self) -> Spec:
+        return Spec(jax.ShapeDtypeStruct((2,), jnp.float32), Discrete(3), None, 4, 4)
+
+    def see(self, state: Glanced) -> jax.Array:
+        return jnp.stack([self.tables.route_length[state.scenario, 0] / 10, state.t.astype(jnp.float32)])
+
+    def reset(self, key: jax.Array) -> tuple[Glanced, jax.Array]:
+        state = Glanced(jax.random.randint(key, (), 0, self.tables.scenarios), jnp.int32(0))
+        return state, self.see(state)
+
+    def step(self, key: jax.Array, state: Glanced, action: jax.Array) -> tuple[Glanced, TimeStep]:
+        state = state._replace(t=state.t + 1)
+        seen = self.see(state)
+        return state, transition(seen, seen[0] * (action == 1), jnp.bool_(False), state.t >= 4)
+
+    def active(self, state: Glanced) -> jax.Array:
+        return jnp.bool_(True)
+
+    def metrics(self, state: Glanced) -> dict[str, Measure]:
+        return {"seen": Measure(self.see(state)[0], jnp.bool_(True))}
+
+
+@pytest.fixture(scope="module")
+def quick() -> Iterator[pytest.MonkeyPatch]:
+    with pytest.MonkeyPatch.context() as patch:
+        make_quick(patch)
+        patch.setattr(feeds, "_within", lambda *_: Glance)
+        yield patch
+
+
+def streaming(data: Path, updates: int = 11, **changes: Any) -> Run:
+    """A tiny run in chunks of 3 of the 7 scenarios, 2 updates in each."""
+    task = Driving((str(data),), bank=BANK, bank_updates=PERIOD, simulator=EGO)
+    task = dataclasses.replace(task, **changes)
+    return small(
+        environment=task, num_envs=4, num_steps=5, total_steps=4 * 5 * updates, block=2, log_interval=2, save_interval=3
+    )
+
+
+def plain(tree: Any) -> list[np.ndarray]:
+    return [np.array(leaf) for leaf in jax.tree.leaves(tree)]
+
+
+def assert_same(one: Any, other: Any) -> None:
+    for a, b in zip(plain(one), plain(other), strict=True):
+        np.testing.assert_array_equal(a, b)
+
+
+def contexts(run: Run, count: int, at: Place | None = None) -> list[feeds.Fed]:
+    opened = feeds.feed(run).open(at or Place())
+    found = [next(opened) for _ in range(count)]
+    opened.close()
+    return found
+
+
+def numbers(fed: feeds.Fed) -> list[int]:
+    """Which scenarios a context holds, by the length of their routes."""
+    lengths = [float(each.route_length[0]) for each in SCENARIOS]
+    return [int(np.abs(np.array(lengths) - length).argmin()) for length in np.asarray(fed.context.route_length[:, 0])]
+
+
+# ---------------------------------------------------------------------------------------------------------- chunks
+
+
+def test_chunks_hold_what_the_stream_says_and_have_one_shape(data: Path) -> None:
+    found = contexts(streaming(data), 6)
+    position: Any = (0, 0)
+    for i, fed in enumerate(found):
+        assert (fed.place.swaps, fed.following.swaps) == (i, i + 1)
+        assert fed.place.position == position
+        chosen, position = stream.picks(COUNT, BANK, position, seed=3)
+        assert fed.following.position == position
+        assert numbers(fed) == chosen.tolist()
+    assert sorted(numbers(found[0])) != sorted(numbers(found[1]))
+    shapes = {tuple(leaf.shape for leaf in jax.tree.leaves(fed.context)) for fed in found}
+    assert len(shapes) == 1
+
+
+@pytest.mark.parametrize("traffic", ["log", "idm"])
+def test_what_chunks_look_like_is_known_before_one_is_read(data: Path, traffic: str) -> None:
+    for bank in (1, 2, 5):
+        run = streaming(data, bank=bank, simulator=dataclasses.replace(EGO, traffic=traffic))
+        (fed,) = contexts(run, 1)
+        assert precompile.alike(fed.context, feeds.feed(run).like)
+        assert not precompile.alike(fed.context, feeds.feed(streaming(data, bank=3)).like)
+
+
+def test_a_place_leads_to_the_same_chunk_also_from_json(data: Path) -> None:
+    run = streaming(data)
+    found = contexts(run, 4)
+    for fed in found[1:]:
+        saved = feeds.place(json.loads(json.dumps(fed.place.plain())))
+        assert saved == fed.place
+        (again,) = contexts(run, 1, saved)
+        assert again.place == fed.place
+        assert again.following == fed.following
+        assert_same(again.context, fed.context)
+
+
+def test_room_is_where_scenarios_lie_one_behind_the_other_and_nowhere_else() -> None:
+    """What differs between banks that are padded to the same sizes is what `tables.FLAT` names."""
+    sizes = banks.sizes_of(14, 7, 106, 2)
+    seen: set[str] = set()
+    for reactive in (False, True):
+        few, many = (
+            tables.arrange(banks.stack(some, agents=2, sizes=sizes), 2, reactive)
+            for some in ([SCENARIOS[0], SCENARIOS[2]], [SCENARIOS[5], SCENARIOS[6]])
+        )
+        for (path, one), other in zip(jax.tree_util.tree_leaves_with_path(few), jax.tree.leaves(many), strict=True):
+            name = jax.tree_util.keystr(path)
+            seen |= {name}
+            for axis in range(one.ndim):
+                assert one.shape[axis] == other.shape[axis] or axis == tables.FLAT.get(name), name
+    assert tables.FLAT.keys() <= seen
+
+
+@pytest.mark.slow
+def test_worlds_in_a_chunk_are_driven_as_in_a_bank_of_all(data: Path) -> None:
+    """Room and padding change nothing, and neither does who else is in the chunk."""
+    run = streaming(data)
+    (fed,) = contexts(run, 1)
+    library = stream.open([str(data)])
+    every = simulator.driving(banks.stack([library[i] for i in range(COUNT)]), EGO)
+    chunk = feeds.feed(run).within(fed.context)
+    assert_same(driven(chunk, np.arange(BANK)), driven(every, np.array(numbers(fed))))
+
+
+def driven(environment: Any, indices: np.ndarray) -> Any:
+    """What worlds show on seven steps of braking and steering."""
+
+    def step(state: Any, key: jax.Array) -> Any:
+        following, led_to = environment.step(key, state, np.array([[1, 8]], np.int32))
+        return following, (led_to, environment.metrics(following))
+
+    def drive(index: jax.Array) -> Any:
+        state, seen = environment.start(index)
+        return seen, jax.lax.scan(step, state, jax.random.split(jax.random.key(0), 7))[1]
+
+    return jax.jit(jax.vmap(drive))(indices)
+
+
+def test_never_more_than_two_chunks_are_held(data: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A run through 30 chunks: the one of now, and one ahead."""
+    held: list[weakref.ref[Any]] = []
+    most = []
+    send = feeds._send
+
+    def watched(run: Run, host: Any) -> Any:
+        most.append(1 + sum(each() is not None for each in held))
+        sent = send(run, host)
+        held.append(weakref.ref(sent.cells))
+        return sent
+
+    monkeypatch.setattr(feeds, "_send", watched)
+    feeding = Feeding(feeds.feed(streaming(data, updates=30 * PERIOD)))
+    for updates in range(PERIOD, 30 * PERIOD, PERIOD):
+        assert feeding.ends(updates)
+        feeding.turn(updates)
+        assert feeding.now.place.swaps == updates // PERIOD
+    feeding.close()
+    assert len(most) >= 30
+    assert max(most) == 2
+
+
+def test_a_bank_that_holds_all_is_the_bank_of_all(data: Path) -> None:
+    run = streaming(data)
+    assert isinstance(run.environment, Driving)
+    every, large = (
+        feeds.feed(dataclasses.replace(run, environment=dataclasses.replace(run.environment, bank=bank)))
+        for bank in (None, COUNT)
+    )
+    assert every.period is large.period is None
+    one, other = (next(source.open(Place())) for source in (every, large))
+    assert_same(one.context, other.context)
+    assert one.following == one.place == Place()
+    assert every.within(one.context).spec == large.within(other.context).spec
+
+
+def test_cuts_hold_in_chunks_as_in_banks(data: Path) -> None:
+    run = streaming(data, horizon=6, objects=3)
+    for fed in contexts(run, 3):
+        assert np.asarray(fed.context.steps).tolist() == [6] * BANK
+        assert np.sum(np.asarray(fed.context.body)[:, 2] > 0, axis=-1).max() == 3
+    spec = feeds.feed(run).within(fed.context).spec
+    assert (spec.max_steps, spec.truncation_interval) == (5, 5)
+    with pytest.raises(ValueError, match=r"scenario 0 was compiled for 1 controlled agents, fewer than 2"):
+        feeds.feed(streaming(data, simulator=dataclasses.replace(EGO, agents=2)))
+
+
+# ------------------------------------------------------------------------------------------------------------ runs
+
+
+@pytest.fixture(scope="module")
+def whole(data: Path, quick: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of the run of 11 updates in 6 chunks, never interrupted."""
+    folder = tmp_path_factory.mktemp("whole") / "run"
+    with pytest.MonkeyPatch.context() as patch:
+        compiled = fused.compiled
+        patch.setattr(fused, "compiled", lambda *given, **more: WHO.append(thread()) or compiled(*given, **more))
+        assert begin(streaming(data), folder).code == 0
+    return folder
+
+
+WHO: list[str] = []
+"""The threads that compiled the program of updates of `whole`."""
+
+
+def thread() -> str:
+    return threading.current_thread().name
+
+
+def test_the_program_is_compiled_once_beside_the_reading(whole: Path) -> None:
+    assert WHO == [precompile.THREAD]
+
+
+def ended_the_same(folder: Path, whole: Path) -> bool:
+    return result(folder) == result(whole) and records(folder) == records(whole)
+
+
+def test_calls_end_where_a_chunk_does(whole: Path) -> None:
+    """With calls of 2 updates in chunks of 2, records are of 2, the last of 1."""
+    assert [r["update"] for r in records(whole)] == [2, 4, 6, 8, 10, 11]
+    assert checkpoints(whole) == [6, 10, 11]
+
+
+@pytest.mark.parametrize("save", [1, 2, 3])
+def test_a_run_that_was_stopped_ends_the_same(
+    data: Path, whole: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, save: int
+) -> None:
+    """At the end of a chunk or within one, and again at the next save."""
+    folder = tmp_path / "run"
+    for _ in range(2):
+        with monkeypatch.context() as patch:
+            patch.setattr(
+                Checkpoints, "save", after(save, lambda: signal.raise_signal(signal.SIGTERM), Checkpoints.save)
+            )
+            outcome = resume(folder) if folder.exists() else begin(streaming(data), folder)
+        assert outcome.code in (0, loop.STOPPED)
+    assert resume(folder).code == 0
+    assert ended_the_same(folder, whole)
+
+
+def test_a_run_that_stays_in_its_chunk_is_another(
+    data: Path, whole: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else the tests above would show nothing."""
+    monkeypatch.setattr(Feeding, "ends", lambda feeding, updates: False)
+    assert begin(streaming(data), tmp_path / "run").code == 0
+    assert result(tmp_path / "run")["params_sha256"] != result(whole)["params_sha256"]
+
+
+def test_worlds_begin_anew_in_another_chunk(data: Path, quick: pytest.MonkeyPatch) -> None:
+    run = streaming(data)
+    source = feeds.feed(run)
+    feeding = Feeding(source)
+    assembly = runs.assemble(run, source.within, feeding.now.context)
+    progress = assembly.start(run.seed, feeding.now.context)
+    first = plain(progress.carry)
+    assert_same(fused.entered(progress, assembly.enter, feeding.now.context).carry.worlds.state.t, np.zeros(4))
+    progress = progress._replace(updates=progress.updates + PERIOD)
+    feeding.turn(PERIOD)
+    entered = fused.entered(progress, assembly.enter, feeding.now.context)
+    state = entered.carry.worlds.state
+    assert_same(state.t, np.zeros(4))
+    lengths = [float(SCENARIOS[numbers(feeding.now)[i]].route_length[0]) / 10 for i in np.asarray(state.scenario)]
+    np.testing.assert_allclose(np.asarray(entered.carry.observation)[:, 0], lengths, atol=1e-3)
+    assert any(np.any(a != b) for a, b in zip(first, plain(entered.carry), strict=True))
+    assert_same(entered.state, progress.state)
+    feeding.close()
+
+
+# ------------------------------------------------------------------------------------------------------------ data
+
+
+def test_other_data_are_noticed_when_a_run_is_gone_on_with(
+    data: Path, whole: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run, folder, part = streaming(data), tmp_path / "run", data / "c.lhs"
+    with monkeypatch.context() as patch:
+        patch.setattr(Checkpoints, "save", after(1, lambda: signal.raise_signal(signal.SIGTERM), Checkpoints.save))
+        assert begin(run, folder).code == loop.STOPPED
+    assert json.loads((folder / "run.json").read_text())["data"]["scenarios"] == COUNT
+    resident = streaming(data, bank=None, bank_updates=None)
+    about = {"data": feeds.feed(resident).about}
+    before = part.read_bytes()
+    try:
+        for scenarios, message in [
+            (SCENARIOS[4:6], "holds 6 scenarios, and 7 when run"),
+            ([*SCENARIOS[4:6], SCENARIOS[3]], "holds 7 other scenarios than when run"),
+        ]:
+            shard.write(part, scenarios)
+            with pytest.raises(RunError, match=message) as raised:
+                resume(folder)
+            assert "\n" not in str(raised.value)
+            with pytest.raises(RunError, match=message):
+                feeds.check(resident, feeds.feed(resident), about, "run")
+    finally:
+        part.write_bytes(before)
+    feeds.check(resident, feeds.feed(resident), about, "run")
+    assert resume(folder).code == 0
+    assert ended_the_same(folder, whole)
+
+
+def test_what_can_not_be_streamed_is_one_line(data: Path) -> None:
+    for task, message in [
+        (Driving((str(data),), bank=0), "--bank is 0; it must be at least 1"),
+        (Driving(bank=4), "--bank is 4, and there is no --data"),
+        (Driving((str(data),), bank=4, bank_updates=0), "--bank-updates is 0; it must be at least 1"),
+        (Driving((str(data),), bank_updates=3), "and needs --bank"),
+        (Driving(objects=1, simulator=simulator.Config(agents=2)), "--objects is 1; it must be at least --agents, 2"),
+    ]:
+        with pytest.raises(RunError, match=message):
+            runs.resolve(Run("bad", task))
+
+
+def test_a_chunk_is_seen_eight_times_if_nothing_is_said() -> None:
+    task = Driving(("x.lhs",), bank=100)
+    assert runs.resolve(Run("r", task, num_envs=64, num_steps=50, devices=1)).environment.bank_updates == 20  # type: ignore[union-attr]
+    task = dataclasses.replace(task, horizon=40)
+    assert runs.resolve(Run("r", task, num_envs=64, num_steps=50, devices=1)).environment.bank_updates == 10  # type: ignore[union-attr]
+
+
+TRAIN = """
+import json, sys
+from pathlib import Path
+from longhaul.training import run_dir as folders
+from longhaul.config import resolve as runs
+from longhaul.training import loop as training
+folder, resumed = Path(sys.argv[1]), Path(sys.argv[1], "run.json").exists()
+run = folders.load_run(folder) if resumed else runs.from_dict(runs.Run, json.loads(sys.argv[2]))
+sys.exit(training.train(run, folder, resumed=resumed).code)
+"""
+
+
+@pytest.mark.slow
+def test_killed_between_two_chunks_it_ends_bit_identical(data: Path, tmp_path: Path) -> None:
+    """kill -9, in processes of their own, of a run that drives."""
+    run = dataclasses.replace(streaming(data), save_interval=1, threads=1)
+    environment = {k: v for k, v in os.environ.items() if k != "NPROC"}
+
+    def started(folder: Path) -> subprocess.Popen:
+        folder.mkdir(exist_ok=True)
+        command = [sys.executable, "-c", TRAIN, str(folder), json.dumps(runs.to_dict(run))]
+        return subprocess.Popen(command, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+
+    killed, whole = tmp_path / "killed", tmp_path / "whole"
+    for updates in (4, 9):
+        process = started(killed)
+        while process.poll() is None and not (killed / f"checkpoints/{updates}").exists():
+            time.sleep(0.001)
+        process.kill()
+        process.wait()
+    assert started(killed).wait() == started(whole).wait() == 0
+    assert ended_the_same(killed, whole)

@@ -1,0 +1,440 @@
+"""Evaluation scores what a policy does in whole episodes: known returns, the same twice, whatever it was trained on."""
+
+from __future__ import annotations
+
+import csv
+import dataclasses
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from longhaul.algorithms import ppo
+from longhaul.cli import evaluate
+from longhaul.config import resolve as runs
+from longhaul.config.recipes import driving as driving_recipes
+from longhaul.config.run import Driving, Named
+from longhaul.driving import scenario_source
+from longhaul.driving.datasets.log import BadData
+from longhaul.driving.evaluation import benchmark_scores as benchmarks
+from longhaul.driving.render import recording
+from longhaul.driving.sim import simulator
+from longhaul.envs import probes
+from longhaul.spaces import Box, Discrete, Measure
+from longhaul.training import confidence, evaluate_realism
+from longhaul.training import evaluate as evaluation
+from longhaul.training.evaluate import Drives, Scores
+from longhaul.training.run_dir import save_run
+from longhaul.types import Environment, Spec, TimeStep, transition
+from tests.helpers import log_files
+from tests.helpers.small_runs import small
+
+
+def policy(run: runs.Run, environment: Environment, seed: int = 0) -> Any:
+    """A policy of the run before any training."""
+    algorithm = ppo.ppo(environment.spec, run.algorithm, updates=1, mean=lambda tree: tree)
+    return algorithm.policy(algorithm.init(jax.random.key(seed)))
+
+
+def test_means_are_means_and_episodes_are_counted() -> None:
+    values, everywhere = np.array([1.0, 2.0, 6.0]), np.ones(3, bool)
+    told = {"return": everywhere, "some": np.array([True, False, True]), "none": ~everywhere}
+    scores = Scores({name: Measure(values, valid) for name, valid in told.items()}, ["a", "b", "b"])
+    assert scores.means() == {"return": 3.0, "some": 3.5, "episodes": 3}
+
+
+COUNTDOWN = Spec(jax.ShapeDtypeStruct((1,), jnp.float32), Discrete(2), max_steps=3)
+
+
+@dataclasses.dataclass(frozen=True)
+class Countdown:
+    """Begins with 1, 2 or 3 steps to go; each earns what is still to go, whatever is done. Metric: how it began."""
+
+    spec: Spec = COUNTDOWN
+
+    def reset(self, key: jax.Array) -> tuple[Any, jax.Array]:
+        left = jax.random.randint(key, (), 1, 4)
+        return (left, left), left[None].astype(jnp.float32)
+
+    def step(self, key: jax.Array, state: Any, action: jax.Array) -> tuple[Any, TimeStep]:
+        left, began = state
+        after = left - 1
+        observation = after[None].astype(jnp.float32)
+        return (after, began), transition(observation, left.astype(jnp.float32), after == 0, jnp.bool_(False))
+
+    def active(self, state: Any) -> jax.Array:
+        return state[0] > 0
+
+    def metrics(self, state: Any) -> dict[str, Measure]:
+        return {"began": Measure(state[1].astype(jnp.float32), jnp.bool_(True))}
+
+
+def test_each_episode_is_played_once_to_its_end() -> None:
+    """Those that end early earn nothing more: from n, the return is n + (n - 1) + ... + 1."""
+    environment = Countdown()
+    run = small(environment=Named("cartpole"))
+    scores = evaluation.play_classic(run, environment, policy(run, environment), 40)
+    began = scores.metrics["began"].value
+    assert set(began) == {1.0, 2.0, 3.0}
+    np.testing.assert_array_equal(scores.metrics["length"].value, began)
+    np.testing.assert_array_equal(scores.metrics["return"].value, began * (began + 1) / 2)
+    assert scores.names == [""] * 40
+    assert scores.means()["return"] == np.mean(began * (began + 1) / 2)
+
+
+def test_agents_are_episodes_each() -> None:
+    """The probe of several agents, some of which never play: none of them is counted."""
+    probe = probes.PROBES["agents"]()
+    run = small(environment=Named("probe/agents"), num_envs=8)
+    scores = evaluation.play_classic(run, probe.environment, policy(run, probe.environment), 5)
+    state, _ = jax.vmap(probe.environment.reset)(jax.random.split(jax.random.key(0), 5))
+    playing = int(np.sum(jax.vmap(probe.environment.active)(state)))
+    assert len(scores.names) == len(scores.metrics["return"].value) == playing
+    assert np.all(scores.metrics["return"].value > probes.POISON)
+
+
+def test_it_is_the_same_twice_and_whatever_the_run_was_trained_on() -> None:
+    """The mode of the policy, from starts that depend on the seed alone."""
+    environment = runs.named(Named("pendulum"))
+    assert isinstance(environment.spec.action, Box)
+    run = small(environment=Named("pendulum"))
+    acting = policy(run, environment)
+    found = evaluation.play_classic(run, environment, acting, 4).metrics
+    others = (run, small(environment=Named("pendulum"), devices=4, num_envs=16, total_steps=10**6))
+    for other in others:
+        again = evaluation.play_classic(other, environment, acting, 4).metrics
+        assert {k: v.value.tobytes() for k, v in again.items()} == {k: v.value.tobytes() for k, v in found.items()}
+    else_where = evaluation.play_classic(dataclasses.replace(run, seed=4), environment, acting, 4).metrics
+    assert np.all(else_where["return"].value != found["return"].value)
+    assert np.all(found["length"].value == 200)
+
+
+def test_what_may_never_end_is_refused() -> None:
+    environment = Countdown(dataclasses.replace(Countdown().spec, max_steps=None))
+    with pytest.raises(ValueError, match="may never end; give it a time limit"):
+        evaluation.play_classic(small(), environment, policy(small(), environment), 1)
+
+
+# ---------------------------------------------------------------------------------------------------------- driving
+
+
+def driving(**changes: Any) -> runs.Run:
+    recipe = driving_recipes.driving()
+    algorithm = dataclasses.replace(recipe.algorithm, hidden_dim=8, num_layers=1)
+    return runs.resolve(dataclasses.replace(recipe, algorithm=algorithm, devices=1, **changes))
+
+
+@pytest.fixture(scope="module")
+def generated() -> Drives:
+    return evaluation.drives(driving(), count=4)
+
+
+def test_generated_scenarios_are_those_that_no_run_trains_in(generated: Drives) -> None:
+    wanted = scenario_source.generated(scenario_source.HELD_OUT, 4, agents=1, horizon=None, workers=1)
+    assert [s.id for s in generated.scenarios] == [s.id for s in wanted]
+    train = scenario_source.generated(0, 4, agents=1, horizon=None, workers=1)
+    assert not {s.id for s in train} & {s.id for s in wanted}
+
+
+@pytest.mark.slow
+def test_who_replays_the_log_makes_no_fault(generated: Drives) -> None:
+    scores, films = generated.play(None, "log", [2, 0])
+    assert scores.names == [s.id for s in generated.scenarios]
+    means = scores.means()
+    assert means["accuracy"] == 1.0
+    assert means["progress"] >= 0.99
+    assert means["log_divergence"] == pytest.approx(0.0, abs=1e-4)
+    assert means["episodes"] == 4
+    for which, film in zip((2, 0), films, strict=True):  # a recording is of the drive that was scored
+        scenario = generated.scenarios[which]
+        assert film.id == scenario.id
+        assert film.dt == scenario.dt
+        frames = len(film.pose)
+        assert frames == scores.metrics["length"].value[which] + 1
+        ego = int(scenario.controlled[0])
+        np.testing.assert_allclose(film.pose[:, film.ego, :2], scenario.pose[:frames, ego, :2], atol=0.01)
+        assert film.metrics["accuracy"] == 1.0
+        assert all(film.events[name] is None for name in ("collision", "offroad", "red_light"))
+    named = evaluation.label(films, "the log")
+    recording.check(named)
+    assert [film.label for film in named] == ["the log"] * 2
+
+
+@pytest.mark.slow
+def test_a_log_is_driven_in_as_the_run_had_it_or_as_it_is_asked_for(tmp_path: Path) -> None:
+    """The log's own driver in two formats of one log scores alike, and each scenario once."""
+    paths = log_files.write_all(log_files.make_log(), tmp_path)
+    run = driving(environment=Driving((str(paths["gpudrive"]),)))
+    own = evaluation.drives(run)
+    assert len(own.scenarios) == 1
+    both = evaluation.drives(run, [str(paths["womd-example"]), str(paths["gpudrive"])])
+    scores = both.play(None, "log")[0]
+    assert scores.means()["log_divergence"] == pytest.approx(0.0, abs=0.01)
+    assert scores.means()["episodes"] == 2
+    for name, measure in scores.metrics.items():
+        assert measure.valid[0] == measure.valid[1], name
+        assert measure.value[0] == pytest.approx(measure.value[1], abs=1e-3), name
+    assert len(evaluation.drives(run, [str(paths["womd-example"]), str(paths["gpudrive"])], 1).scenarios) == 1
+
+
+@pytest.mark.slow
+def test_policies_differ_in_what_they_score_and_are_the_same_twice(generated: Drives) -> None:
+    task = generated.run.environment
+    assert isinstance(task, Driving)
+    environment = simulator.driving(generated.bank, task.simulator)
+    play = generated.player("policy", [1])
+    first, second = (policy(generated.run, environment, seed) for seed in (0, 1))
+    found, again, other = play(first), play(first), play(second)
+    for name, measure in found[0].metrics.items():
+        assert measure.value.tobytes() == again[0].metrics[name].value.tobytes()
+    assert any(np.any(found[0].metrics[k].value != other[0].metrics[k].value) for k in found[0].metrics)
+    assert found[1][0].pose.tobytes() == again[1][0].pose.tobytes()
+
+
+# -------------------------------------------------------------------------------------------------------- intervals
+
+
+def told(values: Any, valid: Any = None) -> Measure:
+    values = np.asarray(values, float)
+    return Measure(values, np.ones(values.shape, bool) if valid is None else np.asarray(valid, bool))
+
+
+def test_an_interval_is_that_of_the_mean() -> None:
+    """Independent episodes: the standard error says how wide it is; it holds the truth about as often as said."""
+    draw = np.random.default_rng(0)
+    held = 0
+    for seed in range(100):
+        values = draw.normal(3.0, 2.0, 200)
+        found = confidence.bootstrap({"a": told(values)}, np.arange(200), seed=seed)["a"]
+        assert found.mean == pytest.approx(values.mean())
+        assert found.high - found.low == pytest.approx(2 * 1.96 * values.std() / np.sqrt(200), rel=0.2)
+        held += found.low <= 3.0 <= found.high
+    assert 88 <= held <= 99
+
+
+def test_two_scenarios_have_three_means() -> None:
+    """Of 0 and 1 a resample makes 0, 0.5 or 1, an end with one chance in four each: the interval is all of it."""
+    found = confidence.bootstrap({"a": told([0.0, 1.0])}, np.array([7, 3]))["a"]
+    assert found == confidence.Estimate(0.5, 0.0, 1.0, 2)
+
+
+def test_agents_of_one_scenario_are_no_more_evidence_than_one() -> None:
+    """Each scenario's score fifty times over: resampled by scenario nothing changes; by agent it would be narrow."""
+    draw = np.random.default_rng(1)
+    values, scenario = draw.normal(0.0, 1.0, 40), np.arange(40)
+    one = confidence.bootstrap({"a": told(values)}, scenario)["a"]
+    many = confidence.bootstrap({"a": told(np.repeat(values, 50))}, np.repeat(scenario, 50))["a"]
+    assert many[:3] == pytest.approx(one[:3])
+    alone = confidence.bootstrap({"a": told(np.repeat(values, 50))}, np.arange(2000))["a"]
+    assert alone.high - alone.low < 0.3 * (one.high - one.low)
+
+
+def test_what_is_not_told_counts_nowhere_and_seeds_repeat() -> None:
+    metrics = {
+        "a": told([1.0, np.nan, 3.0, 7.0], [True, False, True, False]),
+        "once": told([5.0, 1.0, 1.0, 1.0], [True, False, False, False]),
+        "never": told(np.zeros(4), np.zeros(4)),
+    }
+    found = confidence.bootstrap(metrics, np.arange(4))
+    assert found.keys() == {"a", "once"}
+    assert (found["a"].mean, found["a"].low, found["a"].high, found["a"].episodes) == (2.0, 1.0, 3.0, 2)
+    assert found["once"].mean == 5.0
+    assert np.isnan(found["once"].low) and np.isnan(found["once"].high)  # of one scenario nothing can be said
+    backwards = dict(reversed(metrics.items()))
+    assert confidence.bootstrap(backwards, np.arange(4))["a"] == found["a"]
+    assert confidence.bootstrap({}, np.zeros(0, int)) == {}
+    draw = np.random.default_rng(2).normal(size=30)
+    first, again, other = (confidence.bootstrap({"a": told(draw)}, np.arange(30), seed=s)["a"] for s in (0, 0, 1))
+    assert first == again != other
+
+
+def test_blocks_of_resamples_are_all_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    """However few draws are held at a time, there are as many means, and the interval is as wide."""
+    values = np.random.default_rng(3).normal(size=50)
+    whole = confidence.bootstrap({"a": told(values)}, np.arange(50))["a"]
+    monkeypatch.setattr(confidence, "BLOCK", 50 * 7)
+    parts = confidence.bootstrap({"a": told(values)}, np.arange(50))["a"]
+    assert parts == pytest.approx(whole)  # the same draws, one after the other
+
+
+def test_the_worst_scenario_comes_first() -> None:
+    """By accuracy, of all its agents; then by progress; one that tells neither comes last."""
+    scenario = np.array([4, 4, 0, 1, 2, 3])
+    scores = Scores(
+        {
+            "accuracy": told([1, 0, 1, 1, 0, 0], [True, True, True, True, True, False]),
+            "progress": told([1, 1, 0.5, 0.2, 1, 0], [True, True, True, True, True, False]),
+        },
+        [f"s{i}" for i in scenario], scenario,
+    )  # fmt: skip
+    assert evaluate.worst(scores, 3) == [2, 4, 1]
+    assert evaluate.worst(scores, 99) == [2, 4, 1, 0, 3]
+
+
+# ---------------------------------------------------------------------------------------------------------- traffic
+
+
+@pytest.fixture(scope="module")
+def logs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    return log_files.write_all(log_files.make_log(steps=41), tmp_path_factory.mktemp("logs"))
+
+
+def test_the_policy_drives_everybody_or_the_ego_alone(logs: dict[str, Path]) -> None:
+    """Whatever the run trained with."""
+    run = driving(environment=Driving((str(logs["gpudrive"]),), simulator=simulator.Config(agents=2)))
+    both, alone, everybody = (evaluation.drives(run, traffic=traffic) for traffic in (None, "idm", "self"))
+    for drives, agents, traffic in ((both, 2, "log"), (alone, 1, "idm"), (everybody, None, "log")):
+        assert isinstance(drives.run.environment, Driving)
+        config = drives.run.environment.simulator
+        controlled = drives.scenarios[0].controlled
+        assert config.agents == (agents or int(np.sum(controlled >= 0)))
+        assert config.traffic == traffic
+        assert drives.simulator("log").spec.agents == config.agents
+    assert np.sum(everybody.scenarios[0].controlled >= 0) >= 2
+
+
+@pytest.mark.slow
+def test_the_picture_knows_of_everybody_what_the_table_says(logs: dict[str, Path]) -> None:
+    drives = evaluation.drives(driving(environment=Driving((str(logs["gpudrive"]),))), traffic="self")
+    moving = drives.scenarios[0].controlled
+    scores, films = drives.play(None, "log", [0])
+    assert scores.agent is not None
+    np.testing.assert_array_equal(np.sort(scores.agent), np.sort(moving[moving >= 0]))
+    assert set(scores.groups()) == {0}
+    assert {film.agent for film in films[0].others} | {films[0].ego} == set(scores.agent.tolist())
+    for row, agent in enumerate(scores.agent):
+        if agent != films[0].ego:
+            verdict = next(other for other in films[0].others if other.agent == agent)
+            measure = scores.metrics["progress"]
+            assert not measure.valid[row] or verdict.metrics["progress"] == pytest.approx(measure.value[row])
+
+
+def test_only_as_many_scenarios_are_made_as_are_asked_for(logs: dict[str, Path], tmp_path: Path) -> None:
+    """What comes after is not even read: it may be damaged."""
+    (tmp_path / "broken.json").write_text("{")
+    paths = [str(logs["gpudrive"]), str(logs["womd-example"]), str(tmp_path / "broken.json")]
+    run = driving()
+    drives = evaluation.drives(run, paths, 2)
+    assert drives.files == tuple(paths[:2])
+    assert [s.id for s in drives.some([1]).scenarios] == [drives.scenarios[1].id]
+    assert drives.some([1]).files == (paths[1],)
+    with pytest.raises(BadData, match=r"broken\.json"):
+        evaluation.drives(run, paths, 3)
+
+
+@pytest.mark.slow
+def test_the_log_is_more_real_than_who_goes_straight_on(generated: Drives) -> None:
+    few = generated.some([0, 3])
+    log, constant = (evaluate_realism.score(few, None, who, 4) for who in ("log", "constant"))
+    assert log.names == [s.id for s in few.scenarios]
+    assert np.all(log.metrics["realism"].valid)
+    assert np.all(log.metrics["realism"].value > constant.metrics["realism"].value)
+    np.testing.assert_allclose(log.metrics["min_ade"].value, 0.0, atol=0.02)
+
+
+# ---------------------------------------------------------------------------------------------------------- command
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A run of driving, without a checkpoint: drivers that no learning made can be evaluated in it."""
+    monkeypatch.chdir(tmp_path)
+    made = tmp_path / "runs" / "d"
+    made.mkdir(parents=True)
+    environment = dataclasses.replace(driving_recipes.driving().environment, horizon=25)
+    save_run(made, driving(evaluation_episodes=2, environment=environment), {})
+    return made
+
+
+def test_evaluate_writes_what_it_prints(
+    folder: Path, logs: dict[str, Path], capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Two files of one log: rows by scenario and file, means with intervals, a row an episode, pictures."""
+    words = "d --policy constant --traffic self --json out.json --csv out.csv --data"
+    assert evaluate.evaluate([*words.split(), str(logs["gpudrive"]), str(logs["womd-example"])]) == 0
+    out = capsys.readouterr().out
+    report = json.loads(Path("out.json").read_text())
+    with open("out.csv", newline="") as file:
+        rows = list(csv.DictReader(file))
+    assert len(rows) == report["episodes"] == len(report["scenarios"]) > 2
+    assert {row["file"] for row in rows} == {str(logs["gpudrive"]), str(logs["womd-example"])}
+    for row, entry in zip(rows, report["scenarios"], strict=True):
+        assert row == {name: "" if value is None else str(value) for name, value in entry.items()}
+    for name in ("accuracy", "progress", "vmax_score"):
+        values = [entry[name] for entry in report["scenarios"] if entry[name] is not None]
+        assert report["mean"][name] == pytest.approx(np.mean(values))
+        assert report["told"][name] == len(values)
+        low, high = report["interval"][name]
+        assert low <= report["mean"][name] <= high
+    tables = [table.splitlines() for table in out.split("\n\n")]
+    assert [table[0].split()[0] for table in tables] == ["scenario", "file", "metric"]
+    assert [row.split()[0] for row in tables[1][1:3]] == [logs[n].name for n in ("gpudrive", "womd-example")]
+    assert len(tables[2]) - 1 == len(report["mean"])
+    # the benchmarks' scores are those of the rows; accuracy, made on the device, is the same made here
+    columns = {name: [entry[name] for entry in report["scenarios"]] for name in report["mean"]}
+    measures = {
+        name: told([0.0 if v is None else v for v in column], [v is not None for v in column])
+        for name, column in columns.items()
+        if name not in benchmarks.NAMES
+    }
+    again = benchmarks.aggregates(measures)
+    assert again.keys() == set(benchmarks.NAMES)
+    assert np.any(again["accuracy"].value < 1)
+    for name, measure in again.items():
+        found = [value if valid else None for value, valid in zip(*measure, strict=True)]
+        assert found == pytest.approx(columns[name]), name
+
+
+@pytest.mark.slow
+def test_evaluate_tells_how_real_it_is_and_draws_the_worst(
+    folder: Path, logs: dict[str, Path], capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = "d --policy constant --json out.json --worst 1 --realism --rollouts 3 --data"
+    assert evaluate.evaluate([*words.split(), str(logs["gpudrive"])]) == 0
+    out, report = capsys.readouterr().out, json.loads(Path("out.json").read_text())
+    assert [table.split()[0] for table in out.split("\n\n")] == ["scenario", "metric", "realism"]
+    assert report["realism"]["rollouts"] == 3
+    assert report["realism"]["mean"].keys() >= {"realism", "collision", "linear_speed"}
+    picture = Path(out.splitlines()[-1])
+    assert picture.resolve().parent == folder.resolve() / "worst"
+    assert picture.name.startswith("01-")
+    assert "constant" in picture.read_text()
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ("--traffic carla", "--traffic is 'carla'; it must be one of log, idm"),
+        ("--csv nowhere/x.csv", "--csv is 'nowhere/x.csv'; it must be a file in a folder that exists"),
+        ("--csv - --json -", "--json and --csv are both stdout; write one of them to a file"),
+        ("--realism --rollouts 0", "--rollouts is 0; it must be at least 1"),
+        ("--worst -1", "--worst is -1; it must be at least 0"),
+        ("--worst-dir somewhere", "--worst-dir is 'somewhere', and nothing is to be drawn; give --worst 3"),
+        ("--worst 1 --worst-dir runs/d/run.json", "--worst-dir is 'runs/d/run.json', a file; give a folder"),
+        ("--data nowhere", "nowhere: no such file or folder"),
+    ],
+)
+def test_what_can_not_be_is_said_before_work_is_done(folder: Path, words: str, message: str) -> None:
+    with pytest.raises(ValueError, match=re.escape(message)) as refused:
+        evaluate.evaluate(["d", "--policy", "log", *words.split()])
+    assert "\n" not in str(refused.value)
+
+
+def test_what_is_for_driving_is_refused_elsewhere(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = small(environment=Named("cartpole"))
+    monkeypatch.setattr(evaluate, "policy_of", lambda *_: (run, None))
+    for flag in ("--realism", "--traffic log", "--worst 2", "--data x"):
+        name = flag.split()[0]
+        with pytest.raises(ValueError, match=f"{name} is for driving, and run d is cartpole; leave {name} out"):
+            evaluate.evaluate(["d", *flag.split()])
+
+
+@pytest.fixture(autouse=True)
+def _alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Scenarios are made here: workers would take longer to start."""
+    monkeypatch.setattr(evaluation, "cores", lambda: 1)

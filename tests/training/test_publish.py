@@ -1,0 +1,226 @@
+"""What trains is what is published: bit for bit, by every topology, in order, in a new epoch after each start."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import sys
+import threading
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from longhaul.cli import main
+from longhaul.config.run import RunError
+from longhaul.runtime import mesh as meshes
+from longhaul.runtime.provenance import params_sha256
+from longhaul.topologies.actor_learner.config import Acting
+from longhaul.training import loop, publish
+from longhaul.training.publish import Publishing, chosen
+from longhaul.weight_sync import manifest
+from longhaul.weight_sync.manifest import Manifest
+from longhaul.weight_sync.producer import Producer, named
+from longhaul.weight_sync.publisher import Publisher
+from longhaul.weight_sync.receiver import follow
+from longhaul.weight_sync.transports import safetensors_files
+from longhaul.weight_sync.transports.folder import FolderLane
+from tests.helpers.command_line import assert_refused, tree
+from tests.helpers.small_runs import make_quick, resume, small
+from tests.helpers.weight_sync_transports import tensors, until
+
+
+def held(folder: Path) -> tuple[Manifest, dict[str, np.ndarray]]:
+    """The latest version in a folder, with its tensors."""
+    latest = safetensors_files.newest(folder)
+    assert latest is not None
+    where = folder / safetensors_files.folder_name(*latest)
+    found = safetensors_files.read_manifest(where)
+    image = np.zeros(found.size, np.uint8)
+    safetensors_files.read(where, found, image, lambda image, count: None)
+    assert not list(manifest.damaged(found, image))
+    return found, manifest.views(found, image)
+
+
+def train(run: Any, folder: Path, asked: Publishing) -> None:
+    folder.mkdir(parents=True)
+    publish.save(folder, asked)
+    loop.train(run, folder, resumed=False)
+
+
+def trained(folder: Path) -> tuple[str, Any]:
+    """(digest of the parameters at a run's end, their tree)."""
+    _, policy, _ = loop.restore_policy(folder)
+    result = json.loads((folder / "result.json").read_text())
+    assert params_sha256(policy.params) == result["params_sha256"] or params_sha256(policy) == result["params_sha256"]
+    return result["params_sha256"], policy
+
+
+def published(topology: str, folder: Path) -> Any:
+    """Trains 12 updates, each second of which is published, into `folder`; -> the policy at the end."""
+    acting = Acting() if topology == "fused" else Acting(2, "thread", 1)
+    train(small(topology=topology, acting=acting, total_steps=8 * 16 * 12), folder, Publishing(("run",), every=2))
+    found, tensors = held(folder / "weights")
+    assert found.version == 12 and all(
+        version % 2 == 0 for _, version in safetensors_files.versions(folder / "weights")
+    )
+    _, policy = trained(folder)
+    is_policy(tensors, policy)
+    return policy
+
+
+def is_policy(found: dict[str, np.ndarray], policy: Any) -> None:
+    wanted = named(policy)
+    assert list(found) == list(wanted)
+    assert all(found[each].tobytes() == np.asarray(wanted[each]).tobytes() for each in wanted)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("topology", ["actors", "central"])
+def test_the_learner_of_the_other_topologies_publishes_what_it_has_learnt(topology: str, tmp_path: Path) -> None:
+    """Of `fused`: tests/training/test_loop.py."""
+    published(topology, tmp_path / "run")
+
+
+@pytest.mark.slow
+def test_a_run_that_goes_on_publishes_in_a_new_epoch_and_a_shell_can_pull_both_ways(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    make_quick(monkeypatch)
+    folder = tmp_path / "run"
+    policy = published("fused", folder)
+    before, _ = held(folder / "weights")
+    (folder / "result.json").unlink()
+    shutil.rmtree(folder / "checkpoints" / "12")  # as if it had been killed after its first save
+    resume(folder)
+    after, again = held(folder / "weights")
+    assert after.run == before.run == "run" and after.version == before.version == 12 and after.epoch > before.epoch
+    is_policy(again, policy)  # the same numbers, learnt twice
+    assert main.main(["sync", "pull", str(folder), "--out", str(tmp_path / "out")]) == 0
+    assert Path(capsys.readouterr().out.strip()).name == safetensors_files.folder_name(after.epoch, 12)
+    (folder / "weights").rename(tmp_path / "weights")  # of a run that published nothing: its checkpoint
+    assert main.main(["sync", "pull", str(folder), "--out", str(tmp_path / "other")]) == 0
+    is_policy(held(tmp_path / "other")[1], policy)
+
+
+def test_who_follows_gets_each_version_but_those_whose_numbers_are_not_finite(tmp_path: Path) -> None:
+    name = f"shm:{tmp_path}/socket"
+    notes: list[str] = []
+    seen: list[int] = []
+    publish.save(tmp_path, Publishing(("run", name), every=2))
+    with (
+        publish.publishing(tmp_path, lambda state: state, meshes.make_mesh(1), notes.append) as tell,
+        follow([name], on_commit=seen.append) as receiver,
+    ):
+        for done in range(1, 9):
+            tell(done, 1, {"w": jnp.array([1.0, jnp.nan if done == 6 else 0.0]), "n": jnp.int32(done)})
+            if done in (2, 4, 8):
+                assert receiver.wait(done, 60), receiver.errors
+                assert receiver.latest()[1]["n"] == done
+            if done == 6:
+                until(lambda: "version 6 is not published: its numbers are not finite" in notes)
+    assert seen == [2, 4, 8]
+    found, values = held(tmp_path / "weights")  # what is told last is on the disk at the end
+    assert found.version == 8 and values["n"] == 8
+
+
+def test_a_copy_outlives_the_state_it_was_taken_of() -> None:
+    state = {"w": jnp.arange(8.0)}
+    copied, finite = publish.copying(lambda state: state, meshes.make_mesh(1), "as-is")(state)
+    jax.jit(lambda x: jax.tree.map(lambda leaf: leaf * 0, x), donate_argnums=0)(state)
+    assert state["w"].is_deleted()
+    assert finite and np.array_equal(copied["w"], np.arange(8.0))
+    half = {"w": jnp.float32([0.1, 3.0]), "n": jnp.int32(1)}
+    copied, _ = publish.copying(lambda state: state, meshes.make_mesh(1), "bf16")(half)
+    assert copied["w"].dtype == jnp.bfloat16 and copied["n"].dtype == jnp.int32
+    assert jnp.array_equal(copied["w"], half["w"].astype(jnp.bfloat16))
+
+
+def test_of_those_that_wait_only_the_newest_travels(tmp_path: Path) -> None:
+    held_up, going = threading.Event(), threading.Event()
+
+    def take(params: dict[str, Any]) -> dict[str, Any]:
+        going.set()
+        assert held_up.wait(20)
+        return params
+
+    with Publisher("run", lanes=[FolderLane(tmp_path, durable=False)]) as sender, Producer(sender, take) as producer:
+        producer.publish(1, tensors(1))
+        assert going.wait(20)
+        for version in (2, 3, 4):
+            producer.publish(version, tensors(version))
+        held_up.set()
+        assert producer.drain(20)
+        assert (producer.published, producer.passed, producer.newest) == (2, 2, 4)
+        assert held(tmp_path)[0].version == 4  # what is drained is on the disk
+
+
+class Pair(NamedTuple):
+    a: Any
+    b: Any
+
+
+def test_the_leaves_of_any_tree_have_the_names_of_their_paths() -> None:
+    tree = {"x": Pair(np.zeros(2, np.int8), [jnp.ones(1), 3.0]), "none": None}
+    found = named(tree)
+    assert list(found) == ["x.a", "x.b.0", "x.b.1"]
+    assert found["x.a"] is tree["x"].a and found["x.b.1"] == 3.0
+    with pytest.raises(ValueError, match=r"two leaves are named x\.y"):
+        named({"x": {"y": np.zeros(1)}, "x.y": np.zeros(1)})
+    with pytest.raises(ValueError, match="leaf k has dtype key"):
+        named({"k": jax.random.key(0)})
+
+
+def test_torch_gives_its_tensors_and_tied_ones_once() -> None:
+    torch = pytest.importorskip("torch", reason="torch is not installed")
+    from longhaul.weight_sync.producer import of_torch
+
+    module = torch.nn.Sequential(torch.nn.Embedding(5, 4), torch.nn.Linear(4, 5, bias=False))
+    module[1].weight = module[0].weight
+    assert list(of_torch(module)) == ["0.weight"]
+    for dtype in (torch.bfloat16, torch.float16, torch.float8_e4m3fn, torch.int64, torch.bool):
+        given = torch.arange(6).reshape(2, 3).to(dtype)
+        for tensor in (given, given.T):
+            found = of_torch({"w": tensor})["w"]
+            assert found.shape == tuple(tensor.shape) and str(found.dtype) == str(dtype).removeprefix("torch.")
+            assert found.astype(np.float32).tolist() == tensor.float().tolist()
+    with pytest.raises(ValueError, match="complex64"):
+        of_torch({"w": torch.zeros(1, dtype=torch.complex64)})
+
+
+def test_what_is_asked_for_is_checked_and_kept(tmp_path: Path) -> None:
+    values = {"publish": ("run", "there"), "publish-every": 3, "publish-precision": "bf16"}
+    values |= {"publish-token-file": None, "publish-anchor": 8}
+    asked = chosen(values, frozenset({"publish", "publish-every"}))
+    assert asked == Publishing(("run", f"folder:{Path('there').absolute()}"), 3)
+    publish.save(tmp_path, asked)
+    assert chosen(values, frozenset(), publish.load(tmp_path)) == asked  # a run that goes on keeps to it
+    assert chosen({"publish": ("none",)}, frozenset({"publish"}), asked) is None
+    assert publish.address("./a:b") == f"folder:{Path('a:b').absolute()}"
+    assert chosen(values, frozenset()) is None
+    for given, told in (
+        ({"publish": ("tcp:x",)}, "tcp:x"),
+        (
+            {"publish": ("127.0.0.1:7171",)},
+            r"--publish 127\.0\.0\.1:7171: .* is no address; write shm:NAME, tcp:HOST:PORT",
+        ),
+        ({"publish": ("udp:1:2",)}, "--publish udp:1:2: 'udp:1:2' is no address; write shm:NAME, tcp:HOST:PORT"),
+        ({"publish": ("run",), "publish-every": 0}, "--publish-every is 0"),
+        ({"publish-every": 2}, "need --publish"),
+    ):
+        with pytest.raises(RunError, match=told):
+            chosen(given, frozenset(given))
+
+
+@pytest.mark.parametrize(("library", "flag"), [("xxhash", "--publish"), ("zstandard", "--publish-anchor 8")])
+def test_what_publishing_needs_is_asked_for_before_a_run(
+    longhaul: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, library: str, flag: str
+) -> None:
+    """Without it no version would come, or only the first, and the run would train to its end."""
+    monkeypatch.setitem(sys.modules, library, None)
+    words = "train cartpole --total-steps 512 --num-envs 16 --num-steps 32 --publish out --publish-anchor 8"
+    assert_refused(longhaul(*words.split()), f"{flag} needs {library}: pip install 'longhaul[sync]'")
+    assert tree(tmp_path) == []

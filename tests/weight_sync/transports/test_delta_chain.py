@@ -1,0 +1,179 @@
+"""Versions in a folder as what changed: any reader gets them bit by bit, from whatever it holds, or says why not."""
+
+from __future__ import annotations
+
+import shutil
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from longhaul.weight_sync import manifest
+from longhaul.weight_sync.delta import backend
+from longhaul.weight_sync.protocol import NOTHING
+from longhaul.weight_sync.publisher import Publisher
+from longhaul.weight_sync.receiver import Receiver
+from longhaul.weight_sync.transports import delta_chain, safetensors_files
+from longhaul.weight_sync.transports.folder import FolderLane, FolderSource
+from tests.helpers.weight_sync_transports import ZSTANDARD, receivers, until, way
+
+SIZE, VERSIONS = 20_000, 11
+
+
+@pytest.fixture(autouse=True)
+def plain(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing need be compiled."""
+    monkeypatch.setattr(backend, "best", backend.Plain)
+
+
+def weights() -> Iterator[dict[str, np.ndarray]]:
+    """Tensors of which few elements change, once all of them (version 6)."""
+    draw = np.random.default_rng(0)
+    given = {"w": draw.integers(0, 1 << 16, SIZE, np.uint16), "still": np.ones((50, 7), np.float32)}
+    for version in range(VERSIONS):
+        if version == 6:
+            given["w"][:] = draw.integers(0, 1 << 16, SIZE, np.uint16)
+        given["w"][draw.integers(0, SIZE, 300)] += 1
+        yield {name: array.copy() for name, array in given.items()}
+
+
+def written(folder: Path, keep: int = 100, anchor: int = 4) -> list[dict[str, np.ndarray]]:
+    """All versions in `folder`, one after the other, and what they hold."""
+    given = list(weights())
+    lane = FolderLane(folder, keep=keep, durable=False, anchor=anchor, beside={"config.json": b"{}"})
+    with Publisher("run", epoch=3, lanes=[lane], budget=5 * 45_000) as sender:
+        for version, tensors in enumerate(given):
+            sender.publish(version, tensors)
+            until(lambda: lane.latest is not None and lane.latest.name == safetensors_files.folder_name(3, version))  # noqa: B023
+        assert sender.peak_bytes <= 5 * 45_000
+    return given
+
+
+@pytest.fixture(scope="module")
+def chained(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """All versions in a folder; 0 and 6 are whole."""
+    folder = tmp_path_factory.mktemp("chained") / "versions"
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(backend, "best", backend.Plain)
+        written(folder, anchor=100)
+    return folder
+
+
+def is_version(receiver: Receiver, given: list[dict[str, np.ndarray]]) -> bool:
+    version, held = receiver.latest()
+    return all(held[name].tobytes() == array.tobytes() for name, array in given[version].items())
+
+
+@ZSTANDARD
+def test_anchors_are_written_where_they_are_due_and_the_rest_is_small(tmp_path: Path) -> None:
+    given = written(tmp_path)
+    whole = [v for v in range(VERSIONS) if delta_chain.link(tmp_path / safetensors_files.folder_name(3, v)) is None]
+    assert whole == [0, 4, 6, 10]  # each fourth, and where all has changed; then counted anew
+    sizes = [
+        sum(path.stat().st_size for path in (tmp_path / safetensors_files.folder_name(3, v)).iterdir()) for v in (0, 1)
+    ]
+    assert sizes[1] < sizes[0] / 20
+    assert (tmp_path / safetensors_files.folder_name(3, 1) / "config.json").read_bytes() == b"{}"
+    for version, tensors in enumerate(given):
+        found = safetensors_files.read_manifest(tmp_path / safetensors_files.folder_name(3, version))
+        image = np.zeros(found.size, np.uint8)
+        delta_chain.read(tmp_path, found, image, None, lambda image, count: None)
+        assert not list(manifest.damaged(found, image))
+        held = manifest.views(found, image)
+        assert all(held[name].tobytes() == array.tobytes() for name, array in tensors.items())
+
+
+@ZSTANDARD
+def test_who_follows_reads_links_and_who_comes_late_the_anchor(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    read: list[tuple[int, int]] = []
+    path = delta_chain.path
+    monkeypatch.setattr(delta_chain, "path", lambda *args: (read.extend(found := path(*args)), found)[1])
+    given = list(weights())
+    lane = FolderLane(tmp_path / "versions", keep=1, durable=False, anchor=8)
+    there = way("folder", tmp_path)
+    with Publisher("run", epoch=3, lanes=[lane]) as sender, receivers(there) as (receiver,):
+        for version in range(4):
+            sender.publish(version, given[version])
+            assert receiver.wait(version, 20), receiver.errors
+            assert is_version(receiver, given)
+        assert [len(delta_chain.path(lane.folder, (3, 3), held)) for held in ((3, 2), (3, 0), None)] == [1, 3, 4]
+        with receivers(there) as (late,):
+            assert late.wait(3, 20) and is_version(late, given)
+            assert late.held.root == receiver.held.root
+        assert sorted(safetensors_files.versions(lane.folder)) == [
+            (3, v) for v in range(4)
+        ]  # kept, since 3 builds upon them
+
+
+@ZSTANDARD
+def test_old_chains_go_when_nothing_builds_upon_them(tmp_path: Path) -> None:
+    written(tmp_path, keep=2)
+    assert sorted(safetensors_files.versions(tmp_path)) == [(3, v) for v in (6, 7, 8, 9, 10)]
+
+
+@ZSTANDARD
+def test_a_restarted_trainer_begins_with_an_anchor(chained: Path, tmp_path: Path) -> None:
+    given = list(weights())
+    shutil.copytree(chained, tmp_path, dirs_exist_ok=True)
+    lane = FolderLane(tmp_path, keep=1, durable=False, anchor=100)
+    with Publisher("run", epoch=4, lanes=[lane]) as sender:
+        sender.publish(2, given[2])
+        until(lambda: lane.latest is not None and lane.latest.name == safetensors_files.folder_name(4, 2))
+    assert delta_chain.link(tmp_path / safetensors_files.folder_name(4, 2)) is None
+    assert safetensors_files.versions(tmp_path) == [(4, 2)]
+
+
+@ZSTANDARD
+@pytest.mark.parametrize("fault", ["flipped", "cut", "swapped", "missing", "loop", "rooted"])
+def test_a_broken_chain_is_never_served_and_the_next_anchor_mends_it(fault: str, chained: Path, tmp_path: Path) -> None:
+    given = list(weights())
+    shutil.copytree(chained, tmp_path, dirs_exist_ok=True)
+    first, second = (tmp_path / safetensors_files.folder_name(3, v) / delta_chain.CHANGES for v in (7, 8))
+    data = bytearray(first.read_bytes())
+    if fault == "flipped":
+        data[len(data) // 2] ^= 4
+        first.write_bytes(data)
+    elif fault == "cut":
+        first.write_bytes(data[:-1])
+    elif fault == "swapped":
+        first.write_bytes(second.read_bytes())
+    elif fault == "missing":
+        shutil.rmtree(tmp_path / safetensors_files.folder_name(3, 6))
+    elif fault == "loop":
+        head = delta_chain.HEAD.pack(delta_chain.MAGIC, 3, 9, *delta_chain.HEAD.unpack_from(data)[3:])
+        first.write_bytes(
+            delta_chain.tensor_delta.seal(head) + data[delta_chain.HEAD.size + delta_chain.tensor_delta.SEAL :]
+        )
+    else:  # the frames are right, and the head says another base
+        head = delta_chain.HEAD.pack(
+            *delta_chain.HEAD.unpack_from(data)[:3], bytes(16), *delta_chain.HEAD.unpack_from(data)[4:]
+        )
+        first.write_bytes(
+            delta_chain.tensor_delta.seal(head) + data[delta_chain.HEAD.size + delta_chain.tensor_delta.SEAL :]
+        )
+    with Receiver(lambda: FolderSource(tmp_path)) as receiver:
+        until(lambda: receiver.errors)
+        assert receiver.served is None and receiver.held == NOTHING
+        with Publisher("run", epoch=4, lanes=[FolderLane(tmp_path, durable=False)]) as sender:
+            sender.publish(5, given[5])
+            assert receiver.wait(5, 20), receiver.errors
+            assert is_version(receiver, given)
+
+
+def test_wrong_names_beside_a_version_are_refused(tmp_path: Path) -> None:
+    for name in ("../config.json", "model.safetensors", ".hidden"):
+        with pytest.raises(ValueError, match="plain name"):
+            FolderLane(tmp_path, beside={name: b""})
+
+
+def test_changes_are_asked_for_only_where_they_can_be_coded(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Without zstandard the first version came, and none after it."""
+    monkeypatch.setitem(sys.modules, "zstandard", None)
+    needs = "needs zstandard: pip install"
+    with pytest.raises(ValueError, match=needs):
+        FolderLane(tmp_path, anchor=2)
+    with pytest.raises(ValueError, match=needs):
+        Publisher("run", send_changes=True)
+    FolderLane(tmp_path, anchor=1)
