@@ -27,7 +27,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from longhaul.algorithms import actor_critic as algorithms_actor_critic
 from longhaul.algorithms import ppo
+from longhaul.algorithms.actor_critic import Policy
+from longhaul.algorithms.config import PPOConfig
 from longhaul.bench.harness import cpu_seconds
 from longhaul.config import recipes
 from longhaul.driving.sim import observation
@@ -44,7 +47,7 @@ SPEC = Spec(observation.shapes(16, 10, 64), Discrete(91), agents=1)
 """What an agent sees of 16 others, 10 points of its route and 64 pieces of road; its actions as the recipe has them."""
 
 
-def config(asked: argparse.Namespace, precision: str, accumulate: int, remat: str) -> ppo.Config:
+def config(asked: argparse.Namespace, precision: str, accumulate: int, remat: str) -> PPOConfig:
     return replace(
         recipes.recipe("driving").algorithm, torso=asked.torso, model_size=asked.size, num_minibatches=MINIBATCHES,
         update_epochs=1, chunk=asked.rows, precision=precision, accumulate=accumulate, remat=remat,
@@ -70,14 +73,14 @@ def experience(algorithm: Algorithm, state: PyTree, rows: int) -> Rollout:
     )  # fmt: skip
 
 
-def predicted(made: ppo.Config, rows: int) -> int:
+def predicted(made: PPOConfig, rows: int) -> int:
     """Bytes that the gradient of `rows` rows at once takes, by shapes."""
-    network = ppo.network(SPEC, made)
+    network = algorithms_actor_critic.network(SPEC, made)
     params = jax.eval_shape(network.init, jax.random.key(0))
     seen = jax.tree.map(lambda x: jax.ShapeDtypeStruct((rows, *x.shape), x.dtype), SPEC.observation)
 
     def value(params: PyTree, seen: PyTree) -> jax.Array:
-        parameters, value, _ = network.apply(ppo.Policy(params, ()), (), seen)
+        parameters, value, _ = network.apply(Policy(params, ()), (), seen)
         return jnp.sum(parameters) + jnp.sum(value)
 
     kept = jax.eval_shape(lambda p, x: jax.vjp(lambda p: value(p, x), p)[1], params, seen)

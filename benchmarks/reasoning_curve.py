@@ -21,6 +21,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from longhaul.algorithms import registry
+from longhaul.algorithms.config import Reasoner
 from longhaul.config.resolve import prepare_devices
 from longhaul.runtime import mesh as meshes
 from longhaul.telemetry import reward_ceiling, sinks
@@ -34,7 +35,7 @@ from longhaul.types import Progress
 def held_out(folder: Path) -> list[dict[str, Any]]:
     """The quality of each checkpoint that was kept, from the end of the warm start on."""
     run = load_run(folder)
-    assert isinstance(run.algorithm, registry.Reasoner)
+    assert isinstance(run.algorithm, Reasoner)
     prepare_devices(run.all_devices, run.threads)
     algorithm = registry.make(data.spec(run), run.algorithm, updates=1, mean=meshes.identity)
     begun = jax.jit(algorithm.init)(jax.random.key(run.seed))

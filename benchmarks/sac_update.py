@@ -24,7 +24,8 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
-from longhaul.algorithms import registry, sac
+from longhaul.algorithms import registry
+from longhaul.algorithms.config import SACConfig
 from longhaul.bench import harness
 from longhaul.bench.cases import replay
 from longhaul.bench.harness import Worker
@@ -52,7 +53,7 @@ def prepared(about: dict[str, Any]) -> tuple[Callable[[int], None], Callable[[],
     spec = Spec(
         jax.ShapeDtypeStruct((seen,), jnp.float32), Box((-1.0,) * action, (1.0,) * action), truncation_interval=1000
     )
-    config = sac.Config(
+    config = SACConfig(
         batch_size=about["batch"], gradient_steps=about["gradient_steps"], learning_starts=worlds,
         replay_size=about["size"], precision=about["precision"],
     )  # fmt: skip

@@ -13,7 +13,6 @@ whose critic learns nothing here.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 import jax
@@ -22,38 +21,12 @@ import optax
 
 from longhaul.algorithms import actor_critic
 from longhaul.algorithms.actor_critic import Apart, Policy, State
+from longhaul.algorithms.config import APGConfig
 from longhaul.spaces import Box
 from longhaul.types import Algorithm, Key, Metrics, Pathwise, PyTree, Spec
 
 
-@dataclass(frozen=True)
-class Config:
-    """Analytic policy gradient's hyperparameters."""
-
-    lr: float = 1e-3
-    anneal: bool = True  # the learning rate falls to 0 over the run, linearly
-    gamma: float = 0.99  # discount of a step, from the rollout's beginning
-    detach: bool = False  # the gradient does not pass through what the policy sees, only through what it does
-    max_grad_norm: float = 1.0
-    adam_eps: float = 1e-8  # added to the root of Adam's second moment
-    torso: str = "mlp"
-    hidden_dim: int = 64
-    num_layers: int = 2
-    model_size: float | None = None  # millions of parameters, from which hidden_dim and num_layers follow
-    activation: str = "tanh"  # of mlp and deepset
-    shared: bool = False  # actor and critic of mlp and deepset have one torso, without memory, too
-    init: str = "orthogonal"  # of mlp, deepset and heads; "lecun" is Flax's default
-    memory: int = 0  # width of the recurrent unit; 0: none
-    precision: str = "fp32"  # of the torso; "bf16": in bfloat16, with parameters, heads and losses in float32
-    remat: str = "none"  # what of the torso is computed again for the gradient instead of kept: precision.REMATS
-
-    @property
-    def normalise_observation(self) -> bool:
-        """Never: what the collector gives is a gradient, not what was seen."""
-        return False
-
-
-def check(config: Config, *, columns: int, steps: int) -> None:
+def check(config: APGConfig, *, columns: int, steps: int) -> None:
     """Raises ValueError, naming value, bound and remedy, where the sizes of one shard can't work."""
     for name in ("hidden_dim", "num_layers"):
         if getattr(config, name) < 1:
@@ -69,7 +42,7 @@ def check(config: Config, *, columns: int, steps: int) -> None:
 
 def apg(
     spec: Spec,
-    config: Config,
+    config: APGConfig,
     *,
     updates: int,
     mean: Callable[[PyTree], PyTree],

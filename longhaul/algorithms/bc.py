@@ -11,7 +11,6 @@ that of PPO, whose critic learns nothing here.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import jax
@@ -21,40 +20,11 @@ import optax
 from longhaul import normalise
 from longhaul.algorithms import actor_critic, ppo, values
 from longhaul.algorithms.actor_critic import Apart, Policy, State, look
+from longhaul.algorithms.config import BCConfig, PPOConfig
 from longhaul.distributions import Distribution
 from longhaul.networks import actor_critic as networks
 from longhaul.spaces import Action, Box, Discrete, Masked
 from longhaul.types import Algorithm, Guided, Key, Metrics, Params, PyTree, Rollout, Spec
-
-
-@dataclass(frozen=True)
-class Config:
-    """Behaviour cloning's hyperparameters."""
-
-    recorded: tuple[str, ...] = ()  # files of what was recorded (recordings.py); (): the environment's expert shows it
-    expert_share: float = 1.0  # of the worlds that the expert drives; in the others he says what he would do
-    lr: float = 1e-3
-    anneal: bool = True  # the learning rate falls to 0 over the run, linearly
-    warmup: int = 0  # updates over which the learning rate rises to it at the beginning, linearly
-    num_minibatches: int | None = 4
-    update_epochs: int | None = 1
-    ent_coef: float = 0.0
-    ent_coef_final: float | None = None  # annealed to, linearly; None: constant
-    max_grad_norm: float = 0.5
-    adam_eps: float = 1e-5  # added to the root of Adam's second moment
-    normalise_observation: bool = False
-    torso: str = "mlp"
-    hidden_dim: int = 64
-    num_layers: int = 2
-    model_size: float | None = None  # millions of parameters, from which hidden_dim and num_layers follow
-    activation: str = "tanh"  # of mlp and deepset
-    shared: bool = False  # actor and critic of mlp and deepset have one torso, without memory, too
-    init: str = "orthogonal"  # of mlp, deepset and heads; "lecun" is Flax's default
-    memory: int = 0  # width of the recurrent unit; 0: none
-    chunk: int | None = None  # most rows of a minibatch whose gradient is taken at once; None: what suits the device
-    accumulate: int | None = None  # pieces, at least, in which it is taken; None: as `chunk` has it
-    precision: str = "fp32"  # of the torso; "bf16": in bfloat16, with parameters, heads and losses in float32
-    remat: str = "none"  # what of the torso is computed again for the gradient instead of kept: precision.REMATS
 
 
 class Batch(NamedTuple):
@@ -73,7 +43,7 @@ PARTS = ("policy_loss", "entropy", "error")
 share of choices that are not the expert's, or the mean distance in a vector's numbers."""
 
 
-def check(config: Config, *, columns: int, steps: int) -> None:
+def check(config: BCConfig, *, columns: int, steps: int) -> None:
     """Raises ValueError, naming value, bound and remedy, where the sizes of one shard can't work."""
     actor_critic.check(config, columns=columns, steps=steps, shares=("expert_share",), least=("lr", "max_grad_norm"))
     if not config.adam_eps > 0.0:
@@ -110,16 +80,16 @@ def _error(policy: Distribution, action: Action, mode: jax.Array, raw: jax.Array
     return differs if isinstance(action, Discrete) else jnp.mean(differs, axis=-1)
 
 
-def _passes(config: Config) -> ppo.Config:
+def _passes(config: BCConfig) -> PPOConfig:
     """How a batch is learnt from, as `ppo.optimiser_steps` takes it."""
     same = ("lr", "anneal", "warmup", "num_minibatches", "update_epochs", "ent_coef", "ent_coef_final", "memory",
             "chunk", "accumulate")  # fmt: skip
-    return ppo.Config(**{name: getattr(config, name) for name in same})
+    return PPOConfig(**{name: getattr(config, name) for name in same})
 
 
 def bc(
     spec: Spec,
-    config: Config,
+    config: BCConfig,
     *,
     updates: int,
     mean: Callable[[PyTree], PyTree],

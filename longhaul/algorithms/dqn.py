@@ -8,7 +8,6 @@ the loss is Huber's, as the papers clip the error's gradient.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 import jax
@@ -18,6 +17,7 @@ import optax
 from longhaul import prng, replay
 from longhaul.algorithms import off_policy
 from longhaul.algorithms.actor_critic import Apart
+from longhaul.algorithms.config import DQNConfig
 from longhaul.algorithms.off_policy import Parts, Policy, Sight
 from longhaul.networks import actor_critic
 from longhaul.replay import Sizes, Transitions
@@ -25,40 +25,7 @@ from longhaul.spaces import Discrete
 from longhaul.types import Algorithm, Key, Params, PyTree, Spec
 
 
-@dataclass(frozen=True)
-class Config:
-    """DQN's hyperparameters. Steps are agent steps."""
-
-    lr: float = 1e-3
-    anneal: bool = True  # the learning rate falls to 0 over the run, linearly
-    adam_eps: float = 1e-8
-    max_grad_norm: float | None = 10.0  # None: gradients are not cut
-    gamma: float = 0.99
-    tau: float = 0.01  # how far targets follow, a step of the optimiser
-    n_step: int = 3  # rewards that a target sums before it trusts the network
-    double: bool = True  # the network chooses, its target judges
-    duelling: bool = True  # a value, and advantages about it
-    epsilon: float = 1.0  # share of random actions at the beginning
-    epsilon_final: float = 0.05  # and after `exploration`
-    exploration: float = 0.25  # share of the run over which the one goes to the other
-    batch_size: int = 128  # of a step of the optimiser, over all devices
-    gradient_steps: int = 1  # of the optimiser, an update
-    learning_starts: int = 1000  # steps in the replay before learning; until then actions are drawn evenly
-    replay_size: int = 100_000  # steps that the replay holds, over all devices
-    replay_precision: str = "fp32"  # how float observations are kept: off_policy.STORES
-    priority_exponent: float | None = 0.6  # of the error, for the chance of a step to be sampled; None: all alike
-    importance_exponent: float = 0.4  # of the weights that make up for it; rises to 1 over the run
-    reward_scale: float = 1.0
-    torso: str = "mlp"
-    hidden_dim: int = 128
-    num_layers: int = 2
-    activation: str = "relu"  # of mlp and deepset
-    init: str = "lecun"  # of mlp, deepset and heads
-    precision: str = "fp32"  # of the torso
-    remat: str = "none"  # what of the torso is computed again for the gradient: precision.REMATS
-
-
-def check(config: Config, *, shards: int, columns: int, steps: int) -> None:
+def check(config: DQNConfig, *, shards: int, columns: int, steps: int) -> None:
     """Raises ValueError, naming value, bound and remedy, where the sizes can't work."""
     shares = ("epsilon", "epsilon_final", "exploration")
     off_policy.check(config, shards=shards, columns=columns, steps=steps, shares=shares)
@@ -68,7 +35,7 @@ Values = Callable[[Params, PyTree, jax.Array | None], jax.Array]
 """(params, what is seen, which choices are legal) -> the value of each, float32 [..., n]; the least where not legal."""
 
 
-def _values(spec: Spec, config: Config) -> tuple[actor_critic.Tower, Sight, Values]:
+def _values(spec: Spec, config: DQNConfig) -> tuple[actor_critic.Tower, Sight, Values]:
     if not isinstance(spec.action, Discrete):
         raise ValueError(f"DQN learns one choice, and this environment takes {spec.action}")
     sight = off_policy.sight(spec)
@@ -92,7 +59,7 @@ def _of(q: jax.Array, choice: jax.Array) -> jax.Array:
 
 def dqn(
     spec: Spec,
-    config: Config,
+    config: DQNConfig,
     *,
     updates: int,
     mean: Callable[[PyTree], PyTree],
@@ -140,7 +107,7 @@ def dqn(
     return off_policy.algorithm(spec, config, parts, act, updates=updates, mean=mean, apart=apart, sizes=sizes)
 
 
-def network(spec: Spec, config: Config) -> actor_critic.ActorCritic:
+def network(spec: Spec, config: DQNConfig) -> actor_critic.ActorCritic:
     """The values of a `Policy`'s choices as if they were logits, and the greatest of them."""
     tower, sight, values = _values(spec, config)
 

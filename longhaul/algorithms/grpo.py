@@ -18,7 +18,6 @@ is to the policy before the first update from rewards. No dynamic sampling: batc
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import jax
@@ -26,62 +25,11 @@ import jax.numpy as jnp
 import optax
 
 from longhaul.algorithms.actor_critic import Apart
+from longhaul.algorithms.config import LOSSES, GRPOConfig, Loss
 from longhaul.reasoning import reward_gate as gates
 from longhaul.reasoning import transformer
 from longhaul.reasoning.sampler import DEMONSTRATED, OWN, SAMPLED, SOLVED, Completions, Speaker, log_probs
 from longhaul.types import Algorithm, Key, Metrics, Params, PyTree
-
-
-class Loss(NamedTuple):
-    """What a variant is."""
-
-    level: str  # of the ratio: "token"; "sequence": the geometric mean over a completion's tokens
-    clip: str  # "pessimistic": PPO's; "weight": the ratio weighs the gradient, truncated, and nothing is cut off
-    low: float  # ratios below 1 - low are clipped
-    high: float  # ratios above 1 + high are
-    over: str  # mean over "token"s; over "sequence"s of means over theirs; "constant": as many tokens as there could be
-    scaled: bool  # advantages are divided by their group's standard deviation
-
-
-LOSSES = {
-    "grpo": Loss("token", "pessimistic", 0.2, 0.2, "sequence", True),
-    "dr_grpo": Loss("token", "pessimistic", 0.2, 0.2, "constant", False),
-    "dapo": Loss("token", "pessimistic", 0.2, 0.28, "token", True),
-    "gspo": Loss("sequence", "pessimistic", 3e-4, 4e-4, "sequence", True),
-    "cispo": Loss("token", "weight", 1.0, 0.28, "token", True),
-}
-
-
-@dataclass(frozen=True)
-class Config:
-    """GRPO's hyperparameters."""
-
-    loss: str = "dapo"  # one of LOSSES
-    clip_low: float | None = None  # None: the loss's own
-    clip_high: float | None = None
-    lr: float = 2e-4
-    anneal: bool = True  # it falls to a tenth in the last third of the updates after the warm start
-    lr_taught: float = 6e-3  # of the warm start; it falls to a tenth in its last third
-    lr_scaffold: float = 1e-3  # of imitation while the gate is closed
-    warmup: int = 20  # steps of the optimiser over which each of these rates rises
-    adam_b2: float = 0.98
-    max_grad_norm: float = 1.0
-    kl_coef: float = 0.0  # of the KL divergence to the policy that imitation ended with
-    temperature: float = 1.0  # at which completions are sampled
-    group: int = 16  # completions of a problem
-    taught: int = 0  # updates of the warm start, in which demonstrations are imitated
-    curriculum: float = 0.3  # share of the warm start over which harder ones join the easiest quarter; 0: all at once
-    gate: gates.Config = field(default_factory=gates.Config)
-    num_minibatches: int | None = 2
-    update_epochs: int | None = 1
-    accumulate: int = 1  # pieces in which a minibatch's gradient is taken
-    model_folder: str = ""  # of Hugging Face's files: the model that learning begins with; "": random weights
-    model: transformer.Config = field(default_factory=transformer.Config)
-
-    @property
-    def precision(self) -> str:
-        """What the layers compute in."""
-        return self.model.precision
 
 
 class State(NamedTuple):
@@ -102,7 +50,7 @@ class Batch(NamedTuple):
     reference: jax.Array  # float32 [B, N]: log-probabilities by the reference; zeros where there is no KL
 
 
-def check(config: Config, *, columns: int, steps: int) -> None:
+def check(config: GRPOConfig, *, columns: int, steps: int) -> None:
     """Raises ValueError, naming value, bound and remedy, where the sizes of one shard can't work."""
     if config.loss not in LOSSES:
         raise ValueError(f"loss is {config.loss!r}; it must be one of {', '.join(LOSSES)}")
@@ -179,7 +127,7 @@ def surrogate(
     return -jnp.minimum(ratio * worth, bounded * worth), ratio * worth > bounded * worth
 
 
-def reach(config: Config, updates: jax.Array) -> jax.Array:
+def reach(config: GRPOConfig, updates: jax.Array) -> jax.Array:
     """The share of demonstrations, easier ones first, that a warm start has come to after so many updates.
 
     The result of a sum depends on both its terms and on neither alone: among many others a model finds that out after
@@ -192,12 +140,13 @@ def reach(config: Config, updates: jax.Array) -> jax.Array:
 EASIEST = 0.25
 """The share of demonstrations that the first third of a curriculum keeps to."""
 
+
 LAST = 0.1
 """Of a learning rate, what it ends with: it falls in the last third of the warm start, and of what follows."""
 
 
 def _rate(
-    config: Config, state: State, data: Completions, updates: int, mean: Callable[[PyTree], PyTree]
+    config: GRPOConfig, state: State, data: Completions, updates: int, mean: Callable[[PyTree], PyTree]
 ) -> Callable[..., Any]:
     """Step of the optimiser within an update -> the learning rate, by what most of the completions are.
 
@@ -223,7 +172,7 @@ def _rate(
     return rate
 
 
-def objective(config: Config) -> Callable[[Params, Batch], tuple[jax.Array, Metrics]]:
+def objective(config: GRPOConfig) -> Callable[[Params, Batch], tuple[jax.Array, Metrics]]:
     """(params, batch) -> sums over its tokens of the weighted loss, and of its parts."""
     loss = LOSSES[config.loss]
     loss = loss._replace(
@@ -273,7 +222,7 @@ def in_pieces(function: Callable[[Params, Batch], Any], pieces: int) -> Callable
     return run
 
 
-def _worths(config: Config, data: Completions, reference: Params) -> Batch:
+def _worths(config: GRPOConfig, data: Completions, reference: Params) -> Batch:
     """The batch of one shard; `weight` says of each token whether it counts."""
     advantage, informative = advantages(data.reward, config.group, scaled=LOSSES[config.loss].scaled)
     nothing = jnp.zeros(data.token.shape)
@@ -283,7 +232,7 @@ def _worths(config: Config, data: Completions, reference: Params) -> Batch:
 
 
 def _looked(
-    config: Config, state: State, data: Completions, mean: Callable[[PyTree], PyTree]
+    config: GRPOConfig, state: State, data: Completions, mean: Callable[[PyTree], PyTree]
 ) -> tuple[gates.Gate, jax.Array]:
     """(the gate after these completions, whether they taught nothing: a look through it, or too few own chains)."""
     own = (~data.taught).astype(jnp.float32)
@@ -299,7 +248,7 @@ def _looked(
 
 def grpo(
     spec: Any,
-    config: Config,
+    config: GRPOConfig,
     *,
     updates: int,
     mean: Callable[[PyTree], PyTree],
@@ -377,6 +326,6 @@ def grpo(
     return Algorithm(init, policy, lambda count: (), act, learn)
 
 
-def network(spec: Any, config: Config) -> Any:
+def network(spec: Any, config: GRPOConfig) -> Any:
     """Raises ValueError: a language model has none of what others ask an actor's and critic's network for."""
     raise ValueError("a language model says nothing of values or actions; ask evaluate, or reason")

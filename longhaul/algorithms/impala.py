@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import NamedTuple
 
 import jax
@@ -26,60 +25,14 @@ import optax
 from longhaul import normalise, returns
 from longhaul.algorithms import actor_critic, ppo, values
 from longhaul.algorithms.actor_critic import Apart, Policy, State, look, moments_of
+from longhaul.algorithms.config import OPTIMISERS, REWARD_CLIPS, IMPALAConfig
 from longhaul.distributions import Distribution
 from longhaul.networks import actor_critic as networks
 from longhaul.spaces import Masked
 from longhaul.types import Algorithm, Key, Metrics, Params, PyTree, Rollout, Spec
 
-OPTIMISERS = ("rmsprop", "adam")
-
-REWARD_CLIPS = ("none", "unit", "asymmetric")
-"""As they are, within -1 and 1, or as the paper has them for DMLab-30: 0.3 min(tanh r, 0) + 5 max(tanh r, 0)."""
-
 NOTICED = 1e-3
 """By so much of itself a ratio must pass its clip to count as clipped: rounding alone cuts nothing."""
-
-
-@dataclass(frozen=True)
-class Config:
-    """IMPALA's hyperparameters. None for a clip leaves ratios as they are."""
-
-    lr: float = 6e-4
-    anneal: bool = True  # the learning rate falls to 0 over the run, linearly
-    warmup: int = 0  # updates over which the learning rate rises to it at the beginning, linearly
-    optimiser: str = "rmsprop"  # or "adam"
-    rms_decay: float = 0.99
-    rms_eps: float = 1e-5  # added to RMSProp's second moment, within the root
-    momentum: float = 0.0  # of RMSProp
-    adam_eps: float = 1e-5  # added to the root of Adam's second moment
-    gamma: float = 0.99
-    vtrace_lambda: float = 1.0
-    rho_clip: float | None = 1.0  # of the ratio in temporal differences and in the policy's gradient
-    c_clip: float | None = 1.0  # of the ratio in the trace
-    clip_eps: float | None = None  # APPO's clip; None: IMPALA's policy gradient
-    num_minibatches: int | None = 1
-    update_epochs: int | None = 1
-    vf_coef: float = 0.5
-    ent_coef: float = 0.01
-    ent_coef_final: float | None = None  # annealed to, linearly; None: constant
-    max_grad_norm: float = 40.0
-    normalise_advantage: bool = False
-    normalise_observation: bool = False
-    reward_scale: float = 1.0
-    reward_clip: str = "none"  # of what reward_scale made; one of REWARD_CLIPS
-    kl_stop: float | None = None  # no further step of an update once approx_kl passed it
-    torso: str = "mlp"
-    hidden_dim: int = 64
-    num_layers: int = 2
-    model_size: float | None = None  # millions of parameters, from which hidden_dim and num_layers follow
-    activation: str = "tanh"  # of mlp and deepset
-    shared: bool = False  # actor and critic of mlp and deepset have one torso, without memory, too
-    init: str = "orthogonal"  # of mlp, deepset and heads; "lecun" is Flax's default
-    memory: int = 0  # width of the recurrent unit; 0: none
-    chunk: int | None = None  # most rows of a minibatch whose gradient is taken at once; None: what suits the device
-    accumulate: int | None = None  # pieces, at least, in which it is taken; None: as `chunk` has it
-    precision: str = "fp32"  # of the torso; "bf16": in bfloat16, with parameters, heads and losses in float32
-    remat: str = "none"  # what of the torso is computed again for the gradient instead of kept: precision.REMATS
 
 
 class Batch(NamedTuple):
@@ -97,7 +50,7 @@ class Batch(NamedTuple):
     memory: PyTree  # [columns, width] or ()
 
 
-def check(config: Config, *, columns: int, steps: int) -> None:
+def check(config: IMPALAConfig, *, columns: int, steps: int) -> None:
     """Raises ValueError, naming value, bound and remedy, where the sizes of one shard can't work."""
     for name, allowed in (("optimiser", OPTIMISERS), ("reward_clip", REWARD_CLIPS)):
         if getattr(config, name) not in allowed:
@@ -111,7 +64,7 @@ def check(config: Config, *, columns: int, steps: int) -> None:
             raise ValueError(f"{name} is {getattr(config, name)}; it must be above 0")
 
 
-def _optimiser(config: Config) -> optax.GradientTransformation:
+def _optimiser(config: IMPALAConfig) -> optax.GradientTransformation:
     if config.optimiser == "adam":
         steps = [optax.scale_by_adam(eps=config.adam_eps)]
     else:
@@ -132,7 +85,7 @@ def shaped(reward: jax.Array, scale: float, clip: str) -> jax.Array:
 
 
 def _loss(
-    network: networks.ActorCritic, policy: Distribution, config: Config
+    network: networks.ActorCritic, policy: Distribution, config: IMPALAConfig
 ) -> Callable[..., tuple[jax.Array, Metrics]]:
     """(params, batch, entropy weight) -> sums over rows of the loss and of its parts (the paper's section 4.2)."""
 
@@ -166,7 +119,7 @@ def _loss(
 
 def impala(
     spec: Spec,
-    config: Config,
+    config: IMPALAConfig,
     *,
     updates: int,
     mean: Callable[[PyTree], PyTree],

@@ -20,13 +20,11 @@ import optax
 
 from longhaul import prng, replay
 from longhaul.algorithms.actor_critic import Apart
+from longhaul.algorithms.config import STORES
 from longhaul.networks import actor_critic
 from longhaul.replay import Chosen, Cursor, Ring, Sizes, Transitions
 from longhaul.spaces import Box, Discrete, Masked
 from longhaul.types import Algorithm, Key, Local, Metrics, Params, PyTree, Rollout, Spec
-
-STORES = ("fp32", "bf16")
-"""How float32 observations are kept in the replay."""
 
 
 class State(NamedTuple):

@@ -13,7 +13,6 @@ With memory, minibatches are whole columns, replayed from the memory that the ro
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import jax
@@ -29,46 +28,11 @@ from longhaul.algorithms.actor_critic import State as State
 from longhaul.algorithms.actor_critic import annealing as annealing
 from longhaul.algorithms.actor_critic import critic as critic
 from longhaul.algorithms.actor_critic import network as network
+from longhaul.algorithms.config import PPOConfig
 from longhaul.distributions import Distribution
 from longhaul.networks import actor_critic as networks
 from longhaul.spaces import Masked
 from longhaul.types import Algorithm, Key, Metrics, Params, PyTree, Rollout, Spec
-
-
-@dataclass(frozen=True)
-class Config:
-    """PPO's hyperparameters; the defaults are PureJaxRL's."""
-
-    lr: float = 2.5e-4
-    anneal: bool = True  # the learning rate falls to 0 over the run, linearly
-    warmup: int = 0  # updates over which the learning rate rises to it at the beginning, linearly
-    gamma: float = 0.99
-    gae_lambda: float = 0.95
-    num_minibatches: int | None = 4  # None: chosen by `run.resolve`, else 4, or what divides the batch
-    update_epochs: int | None = 4
-    clip_eps: float = 0.2
-    clip_value: bool = True
-    vf_coef: float = 0.5
-    ent_coef: float = 0.01
-    ent_coef_final: float | None = None  # annealed to, linearly; None: constant
-    max_grad_norm: float = 0.5
-    adam_eps: float = 1e-5  # added to the root of Adam's second moment
-    normalise_advantage: bool = True
-    normalise_observation: bool = False
-    reward_scale: float = 1.0
-    kl_stop: float | None = None  # no further step of an update once approx_kl passed it
-    torso: str = "mlp"
-    hidden_dim: int = 64
-    num_layers: int = 2
-    model_size: float | None = None  # millions of parameters, from which hidden_dim and num_layers follow
-    activation: str = "tanh"  # of mlp and deepset
-    shared: bool = False  # actor and critic of mlp and deepset have one torso, without memory, too
-    init: str = "orthogonal"  # of mlp, deepset and heads; "lecun" is Flax's default
-    memory: int = 0  # width of the recurrent unit; 0: none
-    chunk: int | None = None  # most rows of a minibatch whose gradient is taken at once; None: what suits the device
-    accumulate: int | None = None  # pieces, at least, in which it is taken; None: as `chunk` has it
-    precision: str = "fp32"  # of the torso; "bf16": in bfloat16, with parameters, heads and losses in float32
-    remat: str = "none"  # what of the torso is computed again for the gradient instead of kept: precision.REMATS
 
 
 class Batch(NamedTuple):
@@ -86,7 +50,7 @@ class Batch(NamedTuple):
     memory: PyTree  # [columns, width] or ()
 
 
-def check(config: Config, *, columns: int, steps: int) -> None:
+def check(config: PPOConfig, *, columns: int, steps: int) -> None:
     """Raises ValueError, naming value, bound and remedy, where the sizes of one shard can't work."""
     actor_critic.check(
         config, columns=columns, steps=steps, shares=("gamma", "gae_lambda"), least=("lr", "clip_eps", "max_grad_norm")
@@ -100,7 +64,7 @@ PARTS = ("policy_loss", "value_loss", "entropy", "approx_kl", "clip_fraction")
 
 
 def _loss(
-    network: networks.ActorCritic, policy: Distribution, config: Config
+    network: networks.ActorCritic, policy: Distribution, config: PPOConfig
 ) -> Callable[..., tuple[jax.Array, Metrics]]:
     """(params, batch, entropy weight) -> sums over rows of the loss (the paper's equation 9) and of its parts."""
 
@@ -135,7 +99,7 @@ def _loss(
 
 def ppo(
     spec: Spec,
-    config: Config,
+    config: PPOConfig,
     *,
     updates: int,
     mean: Callable[[PyTree], PyTree],

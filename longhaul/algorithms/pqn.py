@@ -10,7 +10,6 @@ PPO's (`ppo.optimiser_steps`).
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import jax
@@ -20,47 +19,10 @@ import optax
 from longhaul import normalise, prng, returns
 from longhaul.algorithms import actor_critic, off_policy, ppo, values
 from longhaul.algorithms.actor_critic import Apart, Parts, State, moments_of
+from longhaul.algorithms.config import PQNConfig
 from longhaul.networks import actor_critic as networks
 from longhaul.spaces import Discrete
 from longhaul.types import Algorithm, Key, Metrics, Params, PyTree, Rollout, Spec
-
-
-@dataclass(frozen=True)
-class Config:
-    """PQN's hyperparameters. Steps are agent steps."""
-
-    lr: float = 2.5e-4
-    anneal: bool = True  # the learning rate falls to 0 over the run, linearly
-    warmup: int = 0  # updates over which the learning rate rises to it at the beginning, linearly
-    adam_eps: float = 1e-8  # added to the root of the second moment of rectified Adam
-    gamma: float = 0.99
-    q_lambda: float = 0.65
-    epsilon: float = 1.0  # share of random actions at the beginning
-    epsilon_final: float = 0.05  # and after `exploration`
-    exploration: float = 0.2  # share of the run over which the one goes to the other
-    num_minibatches: int | None = 4  # None: chosen by `run.resolve`, else 4, or what divides the batch
-    update_epochs: int | None = 4
-    max_grad_norm: float = 10.0
-    duelling: bool = False  # a value, and advantages about it
-    layer_norm: bool = True
-    normalise_observation: bool = False
-    reward_scale: float = 1.0
-    torso: str = "mlp"
-    hidden_dim: int = 128
-    num_layers: int = 2
-    model_size: float | None = None  # millions of parameters, from which hidden_dim and num_layers follow
-    activation: str = "relu"  # of mlp and deepset
-    init: str = "lecun"  # of mlp, deepset and heads
-    memory: int = 0  # width of the recurrent unit; 0: none
-    chunk: int | None = None  # most rows of a minibatch whose gradient is taken at once; None: what suits the device
-    accumulate: int | None = None  # pieces, at least, in which it is taken; None: as `chunk` has it
-    precision: str = "fp32"  # of the torso; "bf16": in bfloat16, with parameters, heads and losses in float32
-    remat: str = "none"  # what of the torso is computed again for the gradient instead of kept: precision.REMATS
-
-    @property
-    def shared(self) -> bool:
-        """There is one torso: the values of choices, and where they duel that of the place, come of it."""
-        return True
 
 
 class Policy(NamedTuple):
@@ -82,7 +44,7 @@ class Batch(NamedTuple):
     memory: PyTree  # [columns, width] or ()
 
 
-def check(config: Config, *, columns: int, steps: int) -> None:
+def check(config: PQNConfig, *, columns: int, steps: int) -> None:
     """Raises ValueError, naming value, bound and remedy, where the sizes of one shard can't work."""
     shares = ("gamma", "q_lambda", "epsilon", "epsilon_final", "exploration")
     actor_critic.check(config, columns=columns, steps=steps, shares=shares, least=("lr", "max_grad_norm"))
@@ -90,7 +52,7 @@ def check(config: Config, *, columns: int, steps: int) -> None:
         raise ValueError(f"adam_eps is {config.adam_eps}; it must be above 0")
 
 
-def _make(spec: Spec, config: Config) -> Parts:
+def _make(spec: Spec, config: PQNConfig) -> Parts:
     """A network of (what is seen, mask): the values of choices, the least number there is where one is not legal, and
     the greatest of them."""
     if not isinstance(spec.action, Discrete):
@@ -133,7 +95,7 @@ def _loss(network: networks.ActorCritic) -> Callable[..., tuple[jax.Array, Metri
 
 def pqn(
     spec: Spec,
-    config: Config,
+    config: PQNConfig,
     *,
     updates: int,
     mean: Callable[[PyTree], PyTree],
@@ -199,7 +161,7 @@ def pqn(
     return Algorithm(starting, policy, network.memory, _acting(made, config, spec.action), learn)
 
 
-def _acting(made: Parts, config: Config, action: Any) -> Callable[..., tuple[jax.Array, PyTree, Any]]:
+def _acting(made: Parts, config: PQNConfig, action: Any) -> Callable[..., tuple[jax.Array, PyTree, Any]]:
     """`Algorithm.act`: the choice of the greatest value, or now and then any. Its extra is that value, which comes for
     nothing where there is no memory."""
 
@@ -218,7 +180,7 @@ def _acting(made: Parts, config: Config, action: Any) -> Callable[..., tuple[jax
     return act
 
 
-def network(spec: Spec, config: Config) -> networks.ActorCritic:
+def network(spec: Spec, config: PQNConfig) -> networks.ActorCritic:
     """The values of a `Policy`'s choices as if they were logits, and the greatest of them."""
     inner = _make(spec, config).network
 

@@ -12,21 +12,24 @@ from typing import Any, NamedTuple
 import jax
 
 from longhaul.algorithms import actor_critic, apg, bc, dqn, grpo, impala, ppo, pqn, sac, td3
+from longhaul.algorithms.config import (
+    NAMES,
+    AlgorithmConfig,
+    APGConfig,
+    BCConfig,
+    DQNConfig,
+    GRPOConfig,
+    IMPALAConfig,
+    OffPolicy,
+    OnPolicy,
+    PPOConfig,
+    PQNConfig,
+    SACConfig,
+    TD3Config,
+)
 from longhaul.networks import actor_critic as networks
 from longhaul.replay import Sizes
 from longhaul.types import Algorithm, PyTree, Spec
-
-OnPolicy = ppo.Config | impala.Config
-"""Of algorithms with a policy that pass over a rollout in minibatches, and forget it."""
-
-OffPolicy = sac.Config | dqn.Config | td3.Config
-"""Of algorithms that learn from a replay (algorithms/off_policy.py)."""
-
-Reasoner = grpo.Config
-"""Of algorithms that learn from completions of prompts (reasoning/sampling.py)."""
-
-Config = OnPolicy | pqn.Config | OffPolicy | Reasoner | bc.Config | apg.Config
-"""Of any algorithm. A run.json that does not say which is of the first."""
 
 
 class Learner(NamedTuple):
@@ -41,54 +44,54 @@ class Learner(NamedTuple):
 
 
 LEARNERS: dict[type, Learner] = {
-    ppo.Config: Learner("ppo", "PPO", ppo.ppo, ppo.check, actor_critic.network),
-    impala.Config: Learner("impala", "IMPALA, or APPO", impala.impala, impala.check, actor_critic.network),
-    pqn.Config: Learner("pqn", "PQN", pqn.pqn, pqn.check, pqn.network),
-    bc.Config: Learner("bc", "behaviour cloning", bc.bc, bc.check, actor_critic.network),
-    apg.Config: Learner("apg", "analytic policy gradient", apg.apg, apg.check, actor_critic.network),
-    dqn.Config: Learner("dqn", "DQN", dqn.dqn, dqn.check, dqn.network),
-    sac.Config: Learner("sac", "SAC", sac.sac, sac.check, sac.network),
-    td3.Config: Learner("td3", "TD3", td3.td3, td3.check, td3.network),
-    grpo.Config: Learner("grpo", "GRPO, or one of its kin", grpo.grpo, grpo.check, grpo.network),
+    PPOConfig: Learner(NAMES[PPOConfig], "PPO", ppo.ppo, ppo.check, actor_critic.network),
+    IMPALAConfig: Learner(NAMES[IMPALAConfig], "IMPALA, or APPO", impala.impala, impala.check, actor_critic.network),
+    PQNConfig: Learner(NAMES[PQNConfig], "PQN", pqn.pqn, pqn.check, pqn.network),
+    BCConfig: Learner(NAMES[BCConfig], "behaviour cloning", bc.bc, bc.check, actor_critic.network),
+    APGConfig: Learner(NAMES[APGConfig], "analytic policy gradient", apg.apg, apg.check, actor_critic.network),
+    DQNConfig: Learner(NAMES[DQNConfig], "DQN", dqn.dqn, dqn.check, dqn.network),
+    SACConfig: Learner(NAMES[SACConfig], "SAC", sac.sac, sac.check, sac.network),
+    TD3Config: Learner(NAMES[TD3Config], "TD3", td3.td3, td3.check, td3.network),
+    GRPOConfig: Learner(NAMES[GRPOConfig], "GRPO, or one of its kin", grpo.grpo, grpo.check, grpo.network),
 }
 
 
-def of(config: Config) -> Learner:
+def of(config: AlgorithmConfig) -> Learner:
     """The algorithm of a config."""
     return LEARNERS[type(config)]
 
 
-def on_policy(config: Config) -> OnPolicy:
+def on_policy(config: AlgorithmConfig) -> OnPolicy:
     """`config`, where it is of an algorithm with a policy, and without a replay; else ValueError."""
     if isinstance(config, OffPolicy):
         raise ValueError(f"{of(config).title} learns from a replay, and this is for algorithms without: PPO, IMPALA")
-    if isinstance(config, pqn.Config):
+    if isinstance(config, PQNConfig):
         raise ValueError("PQN has values and no policy, and this is for algorithms with one: PPO, IMPALA")
     if not isinstance(config, OnPolicy):
         raise ValueError(f"{of(config).title} does not learn from rewards alone; this is for PPO, IMPALA")
     return config
 
 
-def guidance(config: Config) -> float | None:
+def guidance(config: AlgorithmConfig) -> float | None:
     """The share of the worlds that an expert drives, where the algorithm asks one; None where it asks nobody."""
-    if isinstance(config, bc.Config) and not config.recorded:
+    if isinstance(config, BCConfig) and not config.recorded:
         return config.expert_share
-    return config.expert_share if isinstance(config, sac.Config) and config.imitation else None
+    return config.expert_share if isinstance(config, SACConfig) and config.imitation else None
 
 
-def pathwise(config: Config) -> apg.Config | None:
+def pathwise(config: AlgorithmConfig) -> APGConfig | None:
     """`config`, where the algorithm learns from gradients through the environment."""
-    return config if isinstance(config, apg.Config) else None
+    return config if isinstance(config, APGConfig) else None
 
 
-def recorded(config: Config) -> tuple[str, ...]:
+def recorded(config: AlgorithmConfig) -> tuple[str, ...]:
     """The files of what was recorded that the algorithm learns from, instead of from an environment."""
-    return config.recorded if isinstance(config, bc.Config) else ()
+    return config.recorded if isinstance(config, BCConfig) else ()
 
 
 def make(
     spec: Spec,
-    config: Config,
+    config: AlgorithmConfig,
     *,
     updates: int,
     mean: Callable[[PyTree], PyTree],
@@ -109,22 +112,22 @@ def make(
     """
     if isinstance(config, OffPolicy):
         return of(config).make(spec, config, updates=updates, mean=mean, apart=apart, sizes=sizes)
-    more = {} if isinstance(config, apg.Config) else {"split": split}
+    more = {} if isinstance(config, APGConfig) else {"split": split}
     return of(config).make(spec, config, updates=updates, mean=mean, apart=apart, first=first, done=done, **more)
 
 
-def check(config: Config, sizes: Sizes) -> None:
+def check(config: AlgorithmConfig, sizes: Sizes) -> None:
     """Raises ValueError, naming value, bound and remedy, where the sizes can't work."""
     shards = {"shards": sizes.shards} if isinstance(config, OffPolicy) else {}
     of(config).check(config, columns=sizes.columns, steps=sizes.steps, **shards)
 
 
-def network(spec: Spec, config: Config) -> networks.ActorCritic:
+def network(spec: Spec, config: AlgorithmConfig) -> networks.ActorCritic:
     """The network of a policy, which `apply` takes for parameters: what it would do, and what it believes in."""
     return of(config).network(spec, config)
 
 
-def critic(spec: Spec, config: Config) -> Callable[[Any, PyTree, PyTree], jax.Array]:
+def critic(spec: Spec, config: AlgorithmConfig) -> Callable[[Any, PyTree, PyTree], jax.Array]:
     """(policy, memory, observation [B, ...]) -> the value that the learner believes in, float32 [B]."""
     made = network(spec, config)
     return lambda policy, memory, observation: made.apply(policy, memory, observation)[1]

@@ -15,7 +15,6 @@ legal ones allow, in each state; Christodoulou's 0.98 of it leaves little to lea
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 import jax
@@ -25,6 +24,7 @@ import numpy as np
 from longhaul import prng, replay
 from longhaul.algorithms import off_policy
 from longhaul.algorithms.actor_critic import Apart
+from longhaul.algorithms.config import SACConfig
 from longhaul.algorithms.off_policy import Parts, Policy, Sight, State
 from longhaul.distributions import Distribution, distribution
 from longhaul.networks import actor_critic
@@ -33,39 +33,7 @@ from longhaul.spaces import Box, Discrete
 from longhaul.types import Algorithm, Guided, Key, Metrics, Params, PyTree, Rollout, Spec
 
 
-@dataclass(frozen=True)
-class Config:
-    """SAC's hyperparameters. Steps are agent steps."""
-
-    lr: float = 3e-4
-    anneal: bool = False  # the learning rate falls to 0 over the run, linearly
-    adam_eps: float = 1e-8
-    max_grad_norm: float | None = None  # of the actor's and the critics' gradients, each; None: they are not cut
-    gamma: float = 0.99
-    tau: float = 0.005  # how far targets follow, a step of the optimiser
-    n_step: int = 1  # rewards that a target sums before it trusts a critic
-    temperature: float | None = None  # the entropy's weight; None: learnt
-    target_entropy: float | None = None  # nats that the learnt one aims at; None: -1 a dimension, half of log n
-    batch_size: int = 256  # of a step of the optimiser, over all devices
-    gradient_steps: int = 1  # of the optimiser, an update
-    learning_starts: int = 1000  # steps in the replay before learning; until then actions are drawn evenly
-    replay_size: int = 1_000_000  # steps that the replay holds, over all devices
-    replay_precision: str = "fp32"  # how float observations are kept: off_policy.STORES
-    priority_exponent: float | None = None  # of the error, for the chance of a step to be sampled; None: all alike
-    importance_exponent: float = 0.4  # of the weights that make up for it; rises to 1 over the run
-    reward_scale: float = 1.0
-    imitation: float = 0.0  # weight of the expert's negative log-likelihood (BC-SAC's lambda); 0: nobody is asked
-    expert_share: float = 0.25  # of the worlds, which the expert drives where there is imitation
-    torso: str = "mlp"
-    hidden_dim: int = 256
-    num_layers: int = 2
-    activation: str = "relu"  # of mlp and deepset
-    init: str = "lecun"  # of mlp, deepset and heads
-    precision: str = "fp32"  # of the torso
-    remat: str = "none"  # what of the torso is computed again for the gradient: precision.REMATS
-
-
-def check(config: Config, *, shards: int, columns: int, steps: int) -> None:
+def check(config: SACConfig, *, shards: int, columns: int, steps: int) -> None:
     """Raises ValueError, naming value, bound and remedy, where the sizes can't work."""
     off_policy.check(config, shards=shards, columns=columns, steps=steps, shares=("expert_share",))
     if not config.imitation >= 0.0:
@@ -79,7 +47,7 @@ def check(config: Config, *, shards: int, columns: int, steps: int) -> None:
 class _Networks:
     """The networks of a config for environments of `spec`: of the actor, and of one critic."""
 
-    def __init__(self, spec: Spec, config: Config) -> None:
+    def __init__(self, spec: Spec, config: SACConfig) -> None:
         self.sight: Sight = off_policy.sight(spec)
         self.policy: Distribution = distribution(spec.action)
         seen = self.sight.shape
@@ -104,14 +72,14 @@ def _twins(critic: actor_critic.Tower, params: tuple[Params, Params], seen: PyTr
 Loss = Callable[[dict[str, Params], dict[str, Params], Transitions, PyTree], tuple[jax.Array, Metrics, jax.Array]]
 
 
-def _temperature(config: Config, params: dict[str, Params]) -> jax.Array:
+def _temperature(config: SACConfig, params: dict[str, Params]) -> jax.Array:
     if config.temperature is not None:
         return jnp.float32(config.temperature)
     return jax.lax.stop_gradient(jnp.exp(params["temperature"]))
 
 
 def _together(
-    config: Config, params: dict[str, Params], q: jax.Array, target: jax.Array, actor: jax.Array, surplus: jax.Array
+    config: SACConfig, params: dict[str, Params], q: jax.Array, target: jax.Array, actor: jax.Array, surplus: jax.Array
 ) -> tuple[jax.Array, Metrics, jax.Array]:
     """The loss of each row: both critics' q [2, n] against `target`, the `actor`'s own, and the temperature's, of which
     the policy has a `surplus` of entropy."""
@@ -125,7 +93,7 @@ def _together(
     return total, told, jnp.mean(jnp.abs(error), axis=0)
 
 
-def _imitated(config: Config, batch: Transitions, log_prob: Callable[[jax.Array], jax.Array]) -> Any:
+def _imitated(config: SACConfig, batch: Transitions, log_prob: Callable[[jax.Array], jax.Array]) -> Any:
     """(the loss of each row for how unlikely the expert's action is, what is told of it); 0 for others' rows.
 
     Its mean is the expectation over the expert's rows alone, however many of them were drawn. `log_prob` takes the
@@ -140,7 +108,7 @@ def _imitated(config: Config, batch: Transitions, log_prob: Callable[[jax.Array]
     return config.imitation * scaled, {"imitation_loss": scaled, "expert": his.astype(jnp.float32)}
 
 
-def _of_vectors(config: Config, made: _Networks, box: Box) -> Loss:
+def _of_vectors(config: SACConfig, made: _Networks, box: Box) -> Loss:
     """Haarnoja et al.'s losses; noise is (of the actions of now, of next). Entropies are of actions within -1 to 1."""
     policy, look = made.policy, made.sight.look
     moved = policy.moved
@@ -177,7 +145,7 @@ def _of_vectors(config: Config, made: _Networks, box: Box) -> Loss:
     return loss
 
 
-def _of_choices(config: Config, made: _Networks) -> Loss:
+def _of_choices(config: SACConfig, made: _Networks) -> Loss:
     """Christodoulou's losses, with legal choices only."""
     look = made.sight.look
 
@@ -213,7 +181,7 @@ def _of_choices(config: Config, made: _Networks) -> Loss:
 
 def sac(
     spec: Spec,
-    config: Config,
+    config: SACConfig,
     *,
     updates: int,
     mean: Callable[[PyTree], PyTree],
@@ -288,7 +256,7 @@ def _acting(spec: Spec, made: _Networks) -> Callable[..., tuple[jax.Array, PyTre
     return act
 
 
-def critic(spec: Spec, config: Config) -> Callable[[State, PyTree], jax.Array]:
+def critic(spec: Spec, config: SACConfig) -> Callable[[State, PyTree], jax.Array]:
     """(state, observation [B, ...]) -> the lesser of the critics' values of what the policy would do by its mode
     (a vector), or on the mean (choices), float32 [B]; without the entropy."""
     made = _Networks(spec, config)
@@ -305,7 +273,7 @@ def critic(spec: Spec, config: Config) -> Callable[[State, PyTree], jax.Array]:
     return value
 
 
-def network(spec: Spec, config: Config) -> actor_critic.ActorCritic:
+def network(spec: Spec, config: SACConfig) -> actor_critic.ActorCritic:
     """The actor, which `apply` takes a `Policy` for. What it believes in only its critics tell: 0 here."""
     made = _Networks(spec, config)
 

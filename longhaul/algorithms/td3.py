@@ -6,7 +6,6 @@ Where we differ: actor and critics have one gradient, at the same parameters, so
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 import jax
@@ -15,6 +14,7 @@ import jax.numpy as jnp
 from longhaul import prng, replay
 from longhaul.algorithms import off_policy
 from longhaul.algorithms.actor_critic import Apart
+from longhaul.algorithms.config import TD3Config
 from longhaul.algorithms.off_policy import Parts, Policy, Sight, State
 from longhaul.networks import actor_critic
 from longhaul.replay import Sizes, Transitions
@@ -22,39 +22,7 @@ from longhaul.spaces import Box
 from longhaul.types import Algorithm, Key, Params, PyTree, Spec
 
 
-@dataclass(frozen=True)
-class Config:
-    """TD3's hyperparameters. Steps are agent steps; noise is of actions within -1 to 1."""
-
-    lr: float = 1e-3
-    anneal: bool = False  # the learning rate falls to 0 over the run, linearly
-    adam_eps: float = 1e-8
-    max_grad_norm: float | None = None  # of the actor's and the critics' gradients, each; None: they are not cut
-    gamma: float = 0.99
-    tau: float = 0.005  # how far targets follow, each time the actor steps
-    n_step: int = 1  # rewards that a target sums before it trusts a critic
-    noise: float = 0.1  # deviation of what is added to actions
-    target_noise: float = 0.2  # and to the target actor's, for critics that are smooth in actions
-    noise_clip: float = 0.5  # at most
-    actor_interval: int = 2  # steps of the optimiser, of which the actor and the targets join one
-    batch_size: int = 256  # of a step of the optimiser, over all devices
-    gradient_steps: int = 2  # of the optimiser, an update
-    learning_starts: int = 1000  # steps in the replay before learning; until then actions are drawn evenly
-    replay_size: int = 1_000_000  # steps that the replay holds, over all devices
-    replay_precision: str = "fp32"  # how float observations are kept: off_policy.STORES
-    priority_exponent: float | None = None  # of the error, for the chance of a step to be sampled; None: all alike
-    importance_exponent: float = 0.4  # of the weights that make up for it; rises to 1 over the run
-    reward_scale: float = 1.0
-    torso: str = "mlp"
-    hidden_dim: int = 256
-    num_layers: int = 2
-    activation: str = "relu"  # of mlp and deepset
-    init: str = "lecun"  # of mlp, deepset and heads
-    precision: str = "fp32"  # of the torso
-    remat: str = "none"  # what of the torso is computed again for the gradient: precision.REMATS
-
-
-def check(config: Config, *, shards: int, columns: int, steps: int) -> None:
+def check(config: TD3Config, *, shards: int, columns: int, steps: int) -> None:
     """Raises ValueError, naming value, bound and remedy, where the sizes can't work."""
     off_policy.check(config, shards=shards, columns=columns, steps=steps)
     for name in ("noise", "target_noise", "noise_clip"):
@@ -66,7 +34,7 @@ def check(config: Config, *, shards: int, columns: int, steps: int) -> None:
         )
 
 
-def _networks(spec: Spec, config: Config) -> tuple[actor_critic.Tower, actor_critic.Tower, Sight, Box]:
+def _networks(spec: Spec, config: TD3Config) -> tuple[actor_critic.Tower, actor_critic.Tower, Sight, Box]:
     """(actor, one critic, sight, the space of actions)."""
     if not isinstance(spec.action, Box):
         raise ValueError(f"TD3 learns a vector, and this environment takes {spec.action}")
@@ -78,7 +46,7 @@ def _networks(spec: Spec, config: Config) -> tuple[actor_critic.Tower, actor_cri
 
 def td3(
     spec: Spec,
-    config: Config,
+    config: TD3Config,
     *,
     updates: int,
     mean: Callable[[PyTree], PyTree],
@@ -130,7 +98,7 @@ def td3(
     return off_policy.algorithm(spec, config, parts, act, updates=updates, mean=mean, apart=apart, sizes=sizes)
 
 
-def critic(spec: Spec, config: Config) -> Callable[[State, PyTree], jax.Array]:
+def critic(spec: Spec, config: TD3Config) -> Callable[[State, PyTree], jax.Array]:
     """(state, observation [B, ...]) -> the lesser of the critics' values of what the actor does, float32 [B]."""
     actor, judge, sight, _ = _networks(spec, config)
 
@@ -142,7 +110,7 @@ def critic(spec: Spec, config: Config) -> Callable[[State, PyTree], jax.Array]:
     return value
 
 
-def network(spec: Spec, config: Config) -> actor_critic.ActorCritic:
+def network(spec: Spec, config: TD3Config) -> actor_critic.ActorCritic:
     """The actor, which `apply` takes a `Policy` for. What it believes in only its critics tell: 0 here."""
     actor, _, sight, _ = _networks(spec, config)
 

@@ -16,11 +16,12 @@ from longhaul.cli.flags import DEBUG, INT, PATH, TEXT, Flag, FlagError, choice
 from longhaul.cli.run_flags import RUNS_DIR
 from longhaul.config import recipes
 from longhaul.config.resolve import resolve
-from longhaul.config.run import Driving, Named, Run, RunError, named
+from longhaul.config.run import Driving, Named, Run, named
 from longhaul.driving.render import save as pictures
 from longhaul.driving.render.frames import KINDS
 from longhaul.driving.render.recording import Recording
-from longhaul.reasoning.problem_sets import Reasoning
+from longhaul.reasoning.config import Reasoning
+from longhaul.runtime.errors import RunError
 from longhaul.spaces import Measure
 from longhaul.telemetry import html
 from longhaul.training import confidence, evaluate_realism, loop

@@ -201,7 +201,8 @@ def _data(words: Sequence[str]) -> int:
 
 def _convert(words: Sequence[str]) -> int:
     """`longhaul data convert SRC... OUT`; files with errors are counted and listed, with exit code 1."""
-    from longhaul.driving.scenario.compile import CONTROLS, ROUTES
+    from longhaul.driving.scenario.compile import ROUTES
+    from longhaul.driving.scenario.scenario import CONTROLS
 
     paths = Flag("PATH", PATH, (), "files, folders, globs; the last is the folder to write", many=True, shown="")
     workers = Flag("workers", INT, None, "processes", shown="one a core")

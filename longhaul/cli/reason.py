@@ -13,16 +13,17 @@ from typing import Any
 import jax
 import numpy as np
 
-from longhaul.algorithms import registry
+from longhaul.algorithms.config import Reasoner
 from longhaul.cli import flags, tables
 from longhaul.cli.flags import DEBUG, FLOAT, INT, PATH, TEXT, Flag, FlagError, choice
 from longhaul.cli.run_flags import RUNS_DIR
-from longhaul.config.run import Run, RunError
+from longhaul.config.run import Run
 from longhaul.reasoning import problem_sets, self_consistency, test_time_compute
+from longhaul.reasoning.config import QUESTIONS, Reasoning
 from longhaul.reasoning.drawing import drawing
-from longhaul.reasoning.problem_sets import Reasoning
 from longhaul.reasoning.sampler import UNBOUNDED, Sampling, bank
 from longhaul.reasoning.self_consistency import Solution
+from longhaul.runtime.errors import RunError
 from longhaul.training import loop, reasoning_setup
 from longhaul.training.run_dir import find_folder, load_run
 
@@ -73,7 +74,7 @@ def reason(words: Sequence[str]) -> int:
     if made.posed is not None:
         for prompt in asked:
             made.posed(prompt)  # what is no problem is said before anything is loaded
-    if parsed["steps"] is not None and task.task == problem_sets.QUESTIONS:
+    if parsed["steps"] is not None and task.task == QUESTIONS:
         raise FlagError(f"--steps is {parsed['steps']}, and answers to questions have no mark of a step; leave it out")
     run, policy, _ = loop.restore_policy(folder)
     draw = drawing(
@@ -90,8 +91,8 @@ def reason(words: Sequence[str]) -> int:
     return 0
 
 
-def _model(run: Run) -> registry.Reasoner:
-    assert isinstance(run.algorithm, registry.Reasoner)
+def _model(run: Run) -> Reasoner:
+    assert isinstance(run.algorithm, Reasoner)
     return run.algorithm
 
 

@@ -10,18 +10,20 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from longhaul.algorithms import batch_scaling, grpo, impala, off_policy, registry
+from longhaul.algorithms import batch_scaling, registry
+from longhaul.algorithms.config import LOSSES, OPTIMISERS, REWARD_CLIPS, STORES
 from longhaul.cli import flags
 from longhaul.cli.flags import DEBUG, FLOAT, INT, PATH, SWITCH, TEXT, Flag, FlagError, Kind, choice, optional
 from longhaul.cli.meanings import HELP
-from longhaul.config.run import TOPOLOGIES, Run, RunError, agents
+from longhaul.config.run import TOPOLOGIES, Run, agents
 from longhaul.config.validate import check_topology
-from longhaul.driving.sim import config, reward
+from longhaul.driving.sim import config
+from longhaul.driving.sim.config import EVENTS
 from longhaul.networks import actor_critic
 from longhaul.networks.precision import PRECISIONS, REMATS
-from longhaul.reasoning import problem_sets, reward_gate
-from longhaul.reasoning import transformer as models
-from longhaul.runtime.mesh import Shape
+from longhaul.reasoning.config import CHAINS, FAMILIES, TASKS
+from longhaul.runtime.errors import RunError
+from longhaul.runtime.mesh_shape import MeshShape
 from longhaul.telemetry import wandb
 from longhaul.topologies.actor_learner.config import KINDS
 from longhaul.topologies.inference_server.config import LANES
@@ -37,26 +39,26 @@ CHOICES: dict[str, tuple[str, ...]] = {
     "lr-rule": batch_scaling.LR_RULES,
     "traffic": config.TRAFFICS,
     "actions": config.ACTIONS,
-    "control": config.CONTROLS,
+    "control": tuple(config.CONTROLS),
     "expert": config.EXPERTS,
     "dynamics": config.DYNAMICS,
     "goal": config.GOALS,
     "crash": config.CRASHES,
-    "terminations": reward.EVENTS,
+    "terminations": EVENTS,
     "torso": actor_critic.TORSOS,
     "activation": tuple(actor_critic.ACTIVATIONS),
     "init": actor_critic.INITS,
-    "optimiser": impala.OPTIMISERS,
-    "reward-clip": impala.REWARD_CLIPS,
+    "optimiser": OPTIMISERS,
+    "reward-clip": REWARD_CLIPS,
     "precision": tuple(PRECISIONS),
-    "replay-precision": off_policy.STORES,
+    "replay-precision": STORES,
     "remat": REMATS,
-    "model-family": models.FAMILIES,
+    "model-family": FAMILIES,
     "model-precision": tuple(PRECISIONS),
     "model-remat": REMATS,
-    "task": problem_sets.TASKS,
-    "loss": tuple(grpo.LOSSES),
-    "gate-chains": reward_gate.CHAINS,
+    "task": TASKS,
+    "loss": tuple(LOSSES),
+    "gate-chains": CHAINS,
 }
 
 HIDDEN = ("recipe", "driver", "model", "vocabulary", "pad", "rope_scaling")
@@ -212,13 +214,13 @@ def _kind(name: str, hint: Any) -> Kind:
     return {int: INT, float: FLOAT, str: TEXT, bool: SWITCH}[hint]
 
 
-def _mesh(word: str) -> Shape:
+def _mesh(word: str) -> MeshShape:
     """ "data=8,model=2" -> Shape(8, 2)."""
     axes = dict(part.split("=") for part in word.split(","))
     data, model = int(axes.pop("data", "1")), int(axes.pop("model", "1"))
     if axes or data < 1 or model < 1:
         raise ValueError(word)
-    return Shape(data, model)
+    return MeshShape(data, model)
 
 
 MESH = Kind("data=N", "data=N or data=N,model=M with N and M at least 1", _mesh)
@@ -303,6 +305,6 @@ def resumed(folder: Path, recipe: str, parsed: flags.Parsed) -> Run:
 
 
 def _said(value: Any) -> str:
-    if isinstance(value, tuple) and not isinstance(value, Shape):
+    if isinstance(value, tuple) and not isinstance(value, MeshShape):
         return " ".join(map(str, value)) or "none"
     return "none" if value is None else f"{value:g}" if isinstance(value, float) else str(value)

@@ -19,12 +19,14 @@ from longhaul.cli.flags import ALONE, DEBUG, TEXT, Flag, FlagError
 from longhaul.cli.run_flags import RUNS_DIR
 from longhaul.config import recipes
 from longhaul.config.resolve import on_cpu, resolve
-from longhaul.config.run import Driving, Named, Run, RunError, agents, from_dict, named, to_dict
+from longhaul.config.run import Driving, Named, Run, agents, from_dict, named, to_dict
 from longhaul.diagnostics.compiled_run import subject
 from longhaul.envs import registry, suites
 from longhaul.envs.host import registry as host
 from longhaul.runtime import device_memory, heartbeat, partition, process_group
-from longhaul.runtime.mesh import Shape, identity
+from longhaul.runtime.errors import RunError
+from longhaul.runtime.mesh import identity
+from longhaul.runtime.mesh_shape import MeshShape
 from longhaul.runtime.provenance import provenance
 from longhaul.telemetry import forecast, sinks, wandb
 from longhaul.training import loop, population_report, publish
@@ -160,11 +162,11 @@ def _fitting(parsed: flags.Parsed, folder: Path) -> flags.Parsed:
     if heartbeat.DESCRIPTOR not in os.environ or on_cpu():
         return parsed
     run = load_run(folder)
-    wanted: Shape = parsed.values["mesh"] if "mesh" in parsed.given else run.mesh
+    wanted: MeshShape = parsed.values["mesh"] if "mesh" in parsed.given else run.mesh
     envs: int = parsed.values["num-envs"] if "num-envs" in parsed.given else run.num_envs
     there = [sum(device.process_index == i for device in jax.devices()) for i in range(process_group.count())]
     assert wanted.data is not None
-    left = Shape(resume.fewer(wanted.data, there, envs, wanted.model), wanted.model)
+    left = MeshShape(resume.fewer(wanted.data, there, envs, wanted.model), wanted.model)
     if left == wanted:
         return parsed
     count = wanted.data * wanted.model

@@ -11,8 +11,10 @@ from typing import Any, NamedTuple
 import jax
 from jax.sharding import Mesh
 
-from longhaul.algorithms import apg, batch_scaling, bc, population, registry
-from longhaul.algorithms.population import Member
+from longhaul.algorithms import batch_scaling, registry
+from longhaul.algorithms.config import AlgorithmConfig, APGConfig, BCConfig, OffPolicy, Reasoner
+from longhaul.config import population
+from longhaul.config.population import Member
 from longhaul.config.run import BEGINNING as BEGINNING
 from longhaul.config.run import MOST as MOST
 from longhaul.config.run import TOPOLOGIES as TOPOLOGIES
@@ -20,7 +22,6 @@ from longhaul.config.run import Driving as Driving
 from longhaul.config.run import Named as Named
 from longhaul.config.run import Origin as Origin
 from longhaul.config.run import Run as Run
-from longhaul.config.run import RunError as RunError
 from longhaul.config.run import agents as agents
 from longhaul.config.run import from_dict as from_dict
 from longhaul.config.run import named as named
@@ -31,12 +32,14 @@ from longhaul.driving.sim.simulator import Simulator
 from longhaul.environment import advising, vectorise
 from longhaul.envs import classic_control
 from longhaul.reasoning import sampler
-from longhaul.reasoning.problem_sets import Reasoning as Reasoning
+from longhaul.reasoning.config import Reasoning as Reasoning
 from longhaul.reasoning.problem_sets import World
 from longhaul.replay import Sizes
 from longhaul.rollout import Guide, collector, pathwise
 from longhaul.runtime import batch_shards, compile_cache, partition, process_group
 from longhaul.runtime import mesh as meshes
+from longhaul.runtime.errors import RunError as RunError
+from longhaul.runtime.mesh_shape import MeshShape
 from longhaul.topologies import fused
 from longhaul.topologies import population as populations
 from longhaul.topologies.actor_learner import config as layouts
@@ -111,7 +114,7 @@ def resolve(run: Run) -> Run:
     if run.topology not in TOPOLOGIES:
         raise RunError(f"--topology is {run.topology!r}; it must be one of {', '.join(TOPOLOGIES)}")
     check_expert(run)
-    siblings = members.of(run)
+    siblings = population.of(run)
     runs = len(siblings)
     devices, processes = run.devices or _default_devices(run, runs), process_group.count()
     if run.many and runs % devices:
@@ -121,14 +124,14 @@ def resolve(run: Run) -> Run:
     if run.num_envs % devices and not run.many:
         raise RunError(
             f"--num-envs is {run.num_envs}, which {devices} devices can't share evenly; "
-            f"choose a multiple of {devices}, or --mesh {meshes.Shape(1, run.model)}"
+            f"choose a multiple of {devices}, or --mesh {MeshShape(1, run.model)}"
         )
     acting = _acting(run, devices)
     if run.deterministic and (odd := batch_shards.refusal(devices, run.num_envs)):
         raise RunError(odd)
     if run.deterministic and run.model > 1:
         raise RunError(
-            f"--deterministic with --mesh {meshes.Shape(devices, run.model)}: sums over the model axis have no fixed "
+            f"--deterministic with --mesh {MeshShape(devices, run.model)}: sums over the model axis have no fixed "
             "order; choose model=1"
         )
     columns = run.num_envs // parts(run, devices) * agents(run)
@@ -156,7 +159,7 @@ def resolve(run: Run) -> Run:
     many = dataclasses.replace(run.population, together=together) if run.many else run.population
     task = run.environment
     if files := registry.recorded(algorithm):
-        assert isinstance(algorithm, bc.Config)
+        assert isinstance(algorithm, BCConfig)
         algorithm = dataclasses.replace(algorithm, recorded=_absolute(files))
     if isinstance(task, Driving):  # found again from wherever the run is gone on with
         task = dataclasses.replace(
@@ -227,10 +230,10 @@ def _served(run: Run, devices: int) -> Acting:
     return acting
 
 
-def _learning(run: Run, steps: int, columns: int) -> registry.Config:
+def _learning(run: Run, steps: int, columns: int) -> AlgorithmConfig:
     """The algorithm with minibatches and epochs for a batch of `steps` steps, `columns` columns of it on a device."""
     config = run.algorithm
-    if isinstance(config, registry.OffPolicy | registry.Reasoner | apg.Config):
+    if isinstance(config, OffPolicy | Reasoner | APGConfig):
         return config
     rows = columns if config.memory else columns * run.num_steps
     given = config.num_minibatches, config.update_epochs
@@ -363,7 +366,7 @@ def assemble(
             sizes=sizes,
         )  # fmt: skip
 
-    siblings = members.of(run) if run.many else ()
+    siblings = population.of(run) if run.many else ()
     algorithm, init = members.tuned(make, siblings) if siblings else (make({}), None)
     partition.check(jax.eval_shape(algorithm.init, jax.random.key(0)), run.mesh)
 
@@ -407,7 +410,7 @@ def assemble(
 def completing(run: Run, world: World, prompts: int) -> Collector:
     """Completions of so many problems of a bank."""
     config, task = run.algorithm, run.environment
-    assert isinstance(config, registry.Reasoner) and isinstance(task, Reasoning)
+    assert isinstance(config, Reasoner) and isinstance(task, Reasoning)
     how = sampler.Sampling(run.num_steps, config.group, config.temperature, task.wave)
     words = reasoning_setup.words(run)
     return sampler.collector(config.model, world.bank, how, prompts=prompts, words=words, exact=task.exact)
@@ -430,12 +433,12 @@ def last_update(run: Run, origin: Origin = BEGINNING) -> int:
 def decisions(run: Run) -> list[str]:
     """Lines on what followed from the batch of a resolved run."""
     config, steps = run.algorithm, run.num_envs * agents(run) * run.num_steps
-    if isinstance(config, registry.OffPolicy):
+    if isinstance(config, OffPolicy):
         each = config.batch_size * config.gradient_steps / steps
         return [f"each update adds {steps} steps to the replay; each step is learnt from {each:.3g} times on the mean"]
-    if isinstance(config, registry.Reasoner):
+    if isinstance(config, Reasoner):
         return [f"each update learns from {run.num_envs} problems, {config.group} completions of each"]
-    if isinstance(config, apg.Config):
+    if isinstance(config, APGConfig):
         return [f"each update is one step along the gradient of {run.num_steps} steps of {run.num_envs} worlds"]
     assert run.devices is not None and config.num_minibatches is not None and config.update_epochs is not None
     rows = steps // parts(run, run.devices) // (run.num_steps if config.memory else 1)
@@ -448,7 +451,7 @@ def learning_rate(run: Run) -> float:
     return float(_scaled(run, run.algorithm.lr))
 
 
-def _valued(config: registry.Config, values: Mapping[str, Any]) -> registry.Config:
+def _valued(config: AlgorithmConfig, values: Mapping[str, Any]) -> AlgorithmConfig:
     return dataclasses.replace(config, **values)
 
 

@@ -8,14 +8,15 @@ import typing
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from longhaul.algorithms import ppo
 from longhaul.algorithms import registry as learners
-from longhaul.algorithms.population import Population
+from longhaul.algorithms.config import AlgorithmConfig, PPOConfig, Reasoner
+from longhaul.config.population import Population
 from longhaul.driving.sim import simulator
 from longhaul.envs import registry, suites
-from longhaul.reasoning.problem_sets import Reasoning as Reasoning
+from longhaul.reasoning.config import Reasoning as Reasoning
 from longhaul.runtime import batch_shards
-from longhaul.runtime import mesh as meshes
+from longhaul.runtime.errors import RunError
+from longhaul.runtime.mesh_shape import MeshShape
 from longhaul.telemetry.health import Bounds
 from longhaul.topologies.actor_learner import host_rollout
 from longhaul.topologies.actor_learner.config import Acting
@@ -24,12 +25,9 @@ from longhaul.types import Environment
 
 TOPOLOGIES = ("fused", "actors", "central")
 
+
 MOST = 2**31 - 1
 """Of what JAX counts in int32."""
-
-
-class RunError(ValueError):
-    """A run that can't be made, found or gone on with; the message is one line."""
 
 
 @dataclass(frozen=True)
@@ -59,7 +57,7 @@ class Run:
 
     recipe: str
     environment: Named | Driving | Reasoning
-    algorithm: learners.Config = field(default_factory=ppo.Config)
+    algorithm: AlgorithmConfig = field(default_factory=PPOConfig)
     topology: str = "fused"
     acting: Acting = field(default_factory=Acting)  # of the topologies `actors` and `central`
     central: Central = field(default_factory=Central)  # of the topology `central`
@@ -86,8 +84,8 @@ class Run:
     health: Bounds = field(default_factory=Bounds)
 
     @property
-    def mesh(self) -> meshes.Shape:
-        return meshes.Shape(self.devices, self.model)
+    def mesh(self) -> MeshShape:
+        return MeshShape(self.devices, self.model)
 
     @property
     def many(self) -> bool:
@@ -118,7 +116,7 @@ def agents(run: Run) -> int:
     if isinstance(run.environment, Driving):
         return run.environment.simulator.agents
     if isinstance(run.environment, Reasoning):
-        assert isinstance(run.algorithm, learners.Reasoner)
+        assert isinstance(run.algorithm, Reasoner)
         return run.algorithm.group
     if suites.is_suite(run.environment.env):  # whose import may start JAX, before it is told of its devices
         return 1

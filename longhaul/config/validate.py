@@ -7,12 +7,13 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from longhaul.algorithms import batch_scaling, registry
-from longhaul.algorithms.registry import Reasoner
-from longhaul.config.run import MOST, TOPOLOGIES, Driving, Run, RunError, to_dict
+from longhaul.algorithms.config import Reasoner
+from longhaul.config.run import MOST, TOPOLOGIES, Driving, Run, to_dict
 from longhaul.driving.scenario_source import HELD_OUT
 from longhaul.driving.sim import simulator
 from longhaul.reasoning import problem_sets
-from longhaul.reasoning.problem_sets import Reasoning
+from longhaul.reasoning.config import Reasoning
+from longhaul.runtime.errors import RunError
 
 LAID_OUT = (
     dict.fromkeys(("actors", "actor-kind", "ray-address", "staleness"), ("actors", "central"))

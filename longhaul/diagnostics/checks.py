@@ -22,7 +22,7 @@ from jax.sharding import PartitionSpec
 from longhaul.algorithms import batch_scaling, registry
 from longhaul.config import recipes
 from longhaul.config.resolve import learning_rate, resolve
-from longhaul.config.run import Run, RunError, agents
+from longhaul.config.run import Run, agents
 from longhaul.diagnostics import hlo_collectives, permutation_test
 from longhaul.diagnostics.compiled_run import Subject, fresh_cache, seconds_of, smaller, subject
 from longhaul.diagnostics.verdict import FAIL, PASS, WARN, Check, skipped, within
@@ -30,6 +30,7 @@ from longhaul.runtime import device_memory
 from longhaul.runtime import mesh as meshes
 from longhaul.runtime.batch_shards import VIRTUAL
 from longhaul.runtime.device_memory import size as _bytes
+from longhaul.runtime.errors import RunError
 from longhaul.telemetry import sinks
 from longhaul.telemetry.aggregate import Sums
 from longhaul.topologies import fused

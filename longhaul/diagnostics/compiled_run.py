@@ -16,11 +16,12 @@ import numpy as np
 
 from longhaul.algorithms import registry
 from longhaul.config.resolve import Assembly, assemble
-from longhaul.config.run import Run, RunError, parts
+from longhaul.config.run import Run, parts
 from longhaul.networks import actor_critic
 from longhaul.runtime import mesh as meshes
 from longhaul.runtime import partition
 from longhaul.runtime.compile_cache import Ledger
+from longhaul.runtime.errors import RunError
 from longhaul.runtime.provenance import params_sha256
 from longhaul.topologies import fused
 from longhaul.training.data import Feed, Feeding, feed

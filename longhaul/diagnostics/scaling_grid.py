@@ -25,8 +25,9 @@ import numpy as np
 
 from longhaul.algorithms import registry
 from longhaul.config.resolve import resolve
-from longhaul.config.run import Driving, Run, RunError, from_dict, to_dict
+from longhaul.config.run import Driving, Run, from_dict, to_dict
 from longhaul.diagnostics import scaling_law, scaling_page
+from longhaul.runtime.errors import RunError
 from longhaul.training import loop
 from longhaul.training.run_dir import alone, load_run, write_json
 

@@ -13,9 +13,10 @@ from collections.abc import Callable
 from typing import Any
 
 from longhaul.config.resolve import prepare_devices, resolve
-from longhaul.config.run import Run, RunError, from_dict, to_dict
+from longhaul.config.run import Run, from_dict, to_dict
 from longhaul.diagnostics import hlo_collectives, profile
 from longhaul.diagnostics.hlo_collectives import Crossing
+from longhaul.runtime.errors import RunError
 
 HERE = "longhaul.diagnostics.two_shard_probe"
 WORKER = f"from {{module}} import {{name}}; from {HERE} import serve; serve({{name}})"

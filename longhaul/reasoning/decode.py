@@ -20,6 +20,7 @@ import jax.numpy as jnp
 
 from longhaul.networks.precision import PRECISIONS
 from longhaul.reasoning import transformer
+from longhaul.reasoning.config import ModelConfig
 from longhaul.types import Params
 
 JOINED = {"enter": ("query", "key", "value"), "gated": ("gate", "up")}
@@ -49,9 +50,7 @@ class Cache(NamedTuple):
     index: jax.Array  # type: ignore[assignment]  # int32; a tuple has a method of that name
 
 
-def prepare(
-    config: transformer.Config, params: Params, slots: int, adapters: transformer.Lora | None = None
-) -> Kernels:
+def prepare(config: ModelConfig, params: Params, slots: int, adapters: transformer.Lora | None = None) -> Kernels:
     """The kernels of steps within `slots` slots."""
     dtype = PRECISIONS[config.precision]
     layers = transformer.merged(params, adapters or {})["layers"]
@@ -83,7 +82,7 @@ def begin(cache: transformer.Cache, slots: int) -> Cache:
     return Cache(turned(cache.key), turned(cache.value), filled, lengths, cache.index)
 
 
-def step(config: transformer.Config, kernels: Kernels, token: jax.Array, cache: Cache) -> tuple[jax.Array, Cache]:
+def step(config: ModelConfig, kernels: Kernels, token: jax.Array, cache: Cache) -> tuple[jax.Array, Cache]:
     """(logits float32 [V, B] of what follows, the cache with the token in it) of one more token of each row, int32 [B].
 
     A row that has ended may be given any token; what is said of it means nothing.
@@ -109,7 +108,7 @@ def step(config: transformer.Config, kernels: Kernels, token: jax.Array, cache: 
 
 
 def _heads(
-    config: transformer.Config, own: dict[str, jax.Array], x: jax.Array, turn: tuple[jax.Array, ...]
+    config: ModelConfig, own: dict[str, jax.Array], x: jax.Array, turn: tuple[jax.Array, ...]
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Query [heads, head_dim, B], key and value [kv_heads, head_dim, B] of a layer's normalised input [width, B]."""
     made = own["enter"] @ x

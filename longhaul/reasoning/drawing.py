@@ -8,7 +8,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from longhaul.reasoning import tokenizer, transformer
+from longhaul.reasoning import tokenizer
+from longhaul.reasoning.config import ModelConfig
 from longhaul.reasoning.sampler import UNBOUNDED, Drawn, in_waves, sampler
 from longhaul.reasoning.self_consistency import Draw
 from longhaul.reasoning.tokenizer import Tokeniser
@@ -19,7 +20,7 @@ ROOM, ROWS = 8, 64
 
 
 def drawing(
-    config: transformer.Config,
+    config: ModelConfig,
     params: Params,
     *,
     length: int,

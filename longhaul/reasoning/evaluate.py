@@ -13,7 +13,8 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from longhaul.reasoning import tokenizer, transformer
+from longhaul.reasoning import tokenizer
+from longhaul.reasoning.config import ModelConfig
 from longhaul.reasoning.device_verifier import answers, checked
 from longhaul.reasoning.sampler import UNBOUNDED, Bank, Drawn, Sampling, in_waves, sampler
 from longhaul.types import Key, Params
@@ -62,7 +63,7 @@ def quality(problems: Bank, drawn: Drawn, samples: int) -> Quality:
     )
 
 
-def evaluate_reasoning(config: transformer.Config, sampling: Sampling) -> Callable[..., tuple[Quality, Drawn]]:
+def evaluate_reasoning(config: ModelConfig, sampling: Sampling) -> Callable[..., tuple[Quality, Drawn]]:
     """(params, problems, key, budget of steps) -> (what `sampling.group` completions of each are worth, the
     completions); compiled. Without a budget there is none."""
     sample = in_waves(sampler(config, sampling.length, sampling.temperature), sampling.wave)

@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from longhaul.reasoning import transformer
+from longhaul.reasoning.config import ModelConfig
 from longhaul.reasoning.device_verifier import Marks
 from longhaul.reasoning.evaluate import Quality
 from longhaul.reasoning.sampler import UNBOUNDED, Bank, Completions, Drawn, Sampling, in_waves, judged, sampler
@@ -90,7 +90,7 @@ def quality(task: Task, asked: Sequence[Problem], drawn: Drawn, words: Tokeniser
 
 
 def evaluating(
-    task: Task, asked: Sequence[Problem], config: transformer.Config, how: Sampling, words: Tokeniser
+    task: Task, asked: Sequence[Problem], config: ModelConfig, how: Sampling, words: Tokeniser
 ) -> Callable[[Params, Bank, Key], tuple[Quality, Drawn]]:
     """`quality.evaluate_reasoning` of a task that the host checks; the bank is of these problems."""
     sample = jax.jit(in_waves(sampler(config, how.length, how.temperature, words=words), how.wave))

@@ -17,8 +17,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from longhaul.reasoning.config import FAMILIES, ModelConfig, RopeScaling
 from longhaul.reasoning.tokenizer import Tokeniser, cut
-from longhaul.reasoning.transformer import FAMILIES, Config, RopeScaling, check, shapes
+from longhaul.reasoning.transformer import check, shapes
 from longhaul.types import Params
 
 SHARD_BYTES = 5_000_000_000
@@ -56,7 +57,7 @@ class HubError(ValueError):
 # ------------------------------------------------------------------------------------------------------ config.json
 
 
-def config_of(told: Mapping[str, Any]) -> Config:
+def config_of(told: Mapping[str, Any]) -> ModelConfig:
     """The model that a config.json tells of. Raises HubError for one that can't be."""
     family = told.get("model_type")
     if family not in FAMILIES:
@@ -75,7 +76,7 @@ def config_of(told: Mapping[str, Any]) -> Config:
     try:
         heads = told["num_attention_heads"]
         theta, scaling = _rope(told)
-        config = Config(
+        config = ModelConfig(
             family=family, vocabulary=told["vocab_size"], width=told["hidden_size"], layers=told["num_hidden_layers"],
             heads=heads, kv_heads=told.get("num_key_value_heads") or heads,
             head_dim=told.get("head_dim") or (128 if family == "qwen3" else told["hidden_size"] // heads),
@@ -90,7 +91,7 @@ def config_of(told: Mapping[str, Any]) -> Config:
     return config
 
 
-def config(folder: Path | str) -> Config:
+def config(folder: Path | str) -> ModelConfig:
     """The model that a folder's config.json tells of. Raises HubError where there is none, or one that can't be."""
     path = Path(folder) / "config.json"
     try:
@@ -117,7 +118,7 @@ def _rope(told: Mapping[str, Any]) -> tuple[float, RopeScaling | None]:
     )  # fmt: skip
 
 
-def told_of(config: Config, dtype: str = "float32") -> dict[str, Any]:
+def told_of(config: ModelConfig, dtype: str = "float32") -> dict[str, Any]:
     """The config.json of a model."""
     name = {"llama": "Llama", "qwen2": "Qwen2", "qwen3": "Qwen3"}[config.family]
     told: dict[str, Any] = {
@@ -162,7 +163,7 @@ class _Place(NamedTuple):
     turned: bool  # theirs is ours transposed
 
 
-def _places(config: Config) -> dict[str, _Place]:
+def _places(config: ModelConfig) -> dict[str, _Place]:
     """Their name -> our place, of all arrays of a model."""
     ours = shapes(config)
     found = {WHOLE[name]: _Place((name,), None, name == "unembedding") for name in ours if name != "layers"}
@@ -173,7 +174,7 @@ def _places(config: Config) -> dict[str, _Place]:
     return found
 
 
-def load(folder: Path | str, dtype: str = "float32") -> tuple[Config, Params]:
+def load(folder: Path | str, dtype: str = "float32") -> tuple[ModelConfig, Params]:
     """The model of a folder: (config, parameters as NumPy arrays of `dtype`). Raises HubError naming file and fault."""
     folder, told = Path(folder), config(folder)
     places, target = _places(told), _dtype(dtype)
@@ -222,7 +223,7 @@ def _arrays(folder: Path) -> Iterator[tuple[str, np.ndarray]]:
             raise HubError(f"{folder / file}: {error}") from error
 
 
-def exported(config: Config, params: Params) -> dict[str, np.ndarray]:
+def exported(config: ModelConfig, params: Params) -> dict[str, np.ndarray]:
     """The parameters by Hugging Face's names and in its shapes, in the order of layers: views of the host's copy."""
     host = jax.tree.map(np.asarray, params)
     found = {}
@@ -239,7 +240,7 @@ def _place_in_model(name: str) -> tuple[int, int]:
     return (1, int(words[2])) if words[1] == "layers" else (0 if name == WHOLE["embedding"] else 2, 0)
 
 
-def imported(config: Config, tensors: Mapping[str, np.ndarray]) -> Params:
+def imported(config: ModelConfig, tensors: Mapping[str, np.ndarray]) -> Params:
     """The inverse of `exported`: new arrays. HubError where one is missing or of another shape."""
     first = next(iter(tensors.values()), np.zeros(0, np.float32))
     params: dict[str, Any] = jax.tree.map(
@@ -256,13 +257,13 @@ def imported(config: Config, tensors: Mapping[str, np.ndarray]) -> Params:
     return params
 
 
-def config_text(config: Config, dtype: str = "bfloat16") -> bytes:
+def config_text(config: ModelConfig, dtype: str = "bfloat16") -> bytes:
     """config.json."""
     return (json.dumps(told_of(config, dtype), indent=2) + "\n").encode()
 
 
 def save(
-    folder: Path | str, config: Config, params: Params, *, dtype: str = "float32", shard_bytes: int = SHARD_BYTES
+    folder: Path | str, config: ModelConfig, params: Params, *, dtype: str = "float32", shard_bytes: int = SHARD_BYTES
 ) -> None:
     """Writes config.json and the weights, in as many files of about `shard_bytes` as they take."""
     from safetensors.numpy import save_file

@@ -6,8 +6,6 @@ for all seeds of a run, and no run has seen them. Questions of a file are held o
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import jax
@@ -15,6 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from longhaul.reasoning import jsonl_task, tasks, tokenizer
+from longhaul.reasoning.config import MADE, QUESTIONS, TASKS, Reasoning
 from longhaul.reasoning.sampler import Bank, bank
 from longhaul.reasoning.tasks import Problem, Task
 from longhaul.reasoning.tokenizer import Tokeniser
@@ -23,43 +22,6 @@ from longhaul.types import Spec
 
 HELD_OUT = 10_000_019
 """The seed of problems held out, which no run's own is."""
-
-MADE: dict[str, Callable[[int, int], Task]] = {
-    "arithmetic": tasks.arithmetic,
-    "addition": tasks.addition,
-    "countdown": lambda fewest, most: tasks.countdown(most),
-}
-"""Tasks whose problems are made: name -> (fewest, most) -> the task."""
-
-EXACT = ("arithmetic", "addition")
-"""Of these, those with one right answer, which the device can check."""
-
-QUESTIONS = "questions"
-"""The task whose problems are of a file."""
-
-TASKS = (*MADE, QUESTIONS)
-
-
-@dataclass(frozen=True)
-class Reasoning:
-    """Problems with answers that a program checks. Of a run, `num_envs` are problems of an update, a group of
-    completions each, and `num_steps` the most tokens of one."""
-
-    task: str = "arithmetic"
-    fewest: int = 1  # operations of a problem, or digits
-    most: int = 4  # likewise; or numbers of countdown
-    held_out_fewest: int = 2  # of a problem held out
-    problems: int = 16_384  # to train on
-    wave: int = 128  # completions that are sampled together
-    questions: str = ""  # of the task "questions": a JSONL file (`questions.questions`)
-    held_out_questions: str = ""  # another, of those held out; "": they are taken from the first
-    check: str = "numeric"  # how answers are compared
-    template: str = "{question}\n"  # what is around a question
-
-    @property
-    def exact(self) -> bool:
-        """Whether the device can check completions."""
-        return self.task in EXACT
 
 
 class World(NamedTuple):

@@ -14,26 +14,12 @@ rise the gate stays open for good, and says so (`through`).
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 
-CHAINS = ("solver", "own")
-
-
-@dataclass(frozen=True)
-class Config:
-    """When a policy is taught, and when rewarded."""
-
-    threshold: float = 0.0  # soundness from which on rewards teach; 0: always
-    hysteresis: float = 0.1  # so far below the threshold it must fall to be taught again
-    patience: int = 10  # looks without a rise until the gate stays open
-    rise: float = 0.01  # of the best soundness since the gate closed, to count as one
-    every: int = 10  # updates between two looks while it is closed
-    chains: str = "solver"  # whose chains are imitated then: one of CHAINS
-    fewest: int = 4  # own chains of a shard's update, below which nothing is learnt from them
+from longhaul.reasoning.config import CHAINS, GateConfig
 
 
 class Gate(NamedTuple):
@@ -47,7 +33,7 @@ class Gate(NamedTuple):
     visits: jax.Array  # int32: how often it closed
 
 
-def check(config: Config) -> None:
+def check(config: GateConfig) -> None:
     """Raises ValueError, naming value, bound and remedy."""
     for name in ("threshold", "hysteresis", "rise"):
         value = getattr(config, name)
@@ -60,14 +46,14 @@ def check(config: Config) -> None:
             raise ValueError(f"gate_{name} is {getattr(config, name)}; it must be at least 1")
 
 
-def begin(config: Config) -> Gate:
+def begin(config: GateConfig) -> Gate:
     """Closed, where there is a threshold to pass."""
     shut = config.threshold > 0.0
     zero = jnp.int32(0)
     return Gate(jnp.bool_(not shut), jnp.bool_(False), jnp.float32(0.0), jnp.float32(0.0), zero, jnp.int32(shut))
 
 
-def look(config: Config, gate: Gate, level: jax.Array) -> Gate:
+def look(config: GateConfig, gate: Gate, level: jax.Array) -> Gate:
     """The gate after completions of this soundness."""
     risen = level >= gate.best + config.rise
     best = jnp.where(risen, level, gate.best)

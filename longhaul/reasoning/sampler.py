@@ -26,6 +26,7 @@ import numpy as np
 
 from longhaul import prng
 from longhaul.reasoning import decode, tokenizer, transformer
+from longhaul.reasoning.config import ModelConfig
 from longhaul.reasoning.device_verifier import Marks, checked
 from longhaul.reasoning.tasks import Problem, Task
 from longhaul.reasoning.tokenizer import Tokeniser
@@ -174,7 +175,7 @@ def chosen(logits: jax.Array, temperature: float, key: Key, pad: int = tokenizer
 
 
 def sampler(
-    config: transformer.Config,
+    config: ModelConfig,
     length: int,
     temperature: float,
     *,
@@ -255,7 +256,7 @@ def in_waves(sample: Callable[..., Drawn], wave: int) -> Callable[..., Drawn]:
 
 
 def log_probs(
-    config: transformer.Config,
+    config: ModelConfig,
     params: Params,
     prompt: jax.Array,
     text: jax.Array,
@@ -301,7 +302,7 @@ def judged(data: Completions, marks: Marks, ended: Any, group: int) -> tuple[Com
 
 
 def collector(
-    config: transformer.Config,
+    config: ModelConfig,
     problems: Bank,
     sampling: Sampling,
     *,

@@ -14,7 +14,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from longhaul.reasoning import self_consistency, transformer
+from longhaul.reasoning import self_consistency
+from longhaul.reasoning.config import ModelConfig
 from longhaul.reasoning.drawing import texts
 from longhaul.reasoning.evaluate import evaluate_reasoning, quality
 from longhaul.reasoning.sampler import UNBOUNDED, Bank, Drawn, Sampling
@@ -66,7 +67,7 @@ def think(
     params: Params,
     key: Key,
     *,
-    config: transformer.Config,
+    config: ModelConfig,
     sampling: Sampling,
     settings: self_consistency.Config,
 ) -> Thinking:

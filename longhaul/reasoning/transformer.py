@@ -15,7 +15,6 @@ one slice; positions count a row's own tokens. LoRA's factor alpha / r is within
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import jax
@@ -23,65 +22,20 @@ import jax.numpy as jnp
 
 from longhaul import prng
 from longhaul.networks.precision import PRECISIONS, REMATS, rematerialised
+from longhaul.reasoning.config import FAMILIES, ModelConfig
 from longhaul.types import Key, Params, PyTree
-
-FAMILIES = ("llama", "qwen2", "qwen3")
-"""Qwen2 adds biases to queries, keys and values; Qwen3 has none, and normalises each head's queries and keys."""
 
 UNROLLED = 4
 """Most layers that are compiled one by one: a loop over few small ones costs more than they do."""
+
 
 TOGETHER = 2**20
 """Most parameters that are drawn at once, which compiles sooner; of more each array lies where it belongs from the
 beginning."""
 
+
 NEVER = -1e30
 """The score of what is not attended to; finite, so that a row which sees nothing stays a number."""
-
-
-@dataclass(frozen=True)
-class RopeScaling:
-    """How rotary frequencies are stretched for contexts longer than those trained on.
-
-    "linear" divides all by `factor`. "llama3" leaves wavelengths below original / high_freq_factor alone, divides those
-    above original / low_freq_factor, and goes smoothly from one to the other between.
-    """
-
-    kind: str = "llama3"
-    factor: float = 8.0
-    low_freq_factor: float = 1.0
-    high_freq_factor: float = 4.0
-    original: int = 8192  # tokens of the context before
-
-
-@dataclass(frozen=True)
-class Config:
-    """What a model is. `hub.config_of` reads it from a Hugging Face config.json."""
-
-    family: str = "qwen3"
-    vocabulary: int = 23
-    width: int = 64
-    layers: int = 2
-    heads: int = 2
-    kv_heads: int = 2  # heads of keys and values, each shared by heads / kv_heads heads of queries
-    head_dim: int = 32
-    hidden: int = 192  # of the gated perceptron
-    eps: float = 1e-6  # of the root mean square normalisation
-    theta: float = 10_000.0  # base of the rotary frequencies
-    rope_scaling: RopeScaling | None = None
-    tied: bool = True  # the embedding is the output's kernel, too
-    context: int = 4096  # tokens that it was trained on; told to others, and no bound here
-    pad: int = 0  # the token that pads, and is never chosen; -1: none of the vocabulary, and -1 pads
-    precision: str = "fp32"  # of the layers; parameters and logits are as they are
-    remat: str = "none"  # what of a layer is computed again for the gradient: precision.REMATS
-
-    @property
-    def biased(self) -> bool:
-        return self.family == "qwen2"
-
-    @property
-    def normed(self) -> bool:
-        return self.family == "qwen3"
 
 
 class Cache(NamedTuple):
@@ -104,7 +58,7 @@ Lora = dict[str, Adapter]
 """Name of a kernel of the layers -> what is added to it."""
 
 
-def check(config: Config) -> None:
+def check(config: ModelConfig) -> None:
     """Raises ValueError, naming value, bound and remedy, where there is no such model."""
     for name, allowed in (("family", FAMILIES), ("precision", tuple(PRECISIONS)), ("remat", REMATS)):
         if getattr(config, name) not in allowed:
@@ -120,7 +74,7 @@ def check(config: Config) -> None:
         raise ValueError(f"rope scaling is {config.rope_scaling.kind!r}; it must be linear or llama3")
 
 
-def shapes(config: Config) -> dict[str, Any]:
+def shapes(config: ModelConfig) -> dict[str, Any]:
     """Names and shapes of a model's parameters; kernels are [inputs, outputs]. `layers` have a leading axis L."""
     wide, narrow = config.heads * config.head_dim, config.kv_heads * config.head_dim
     layer: dict[str, tuple[int, ...]] = {
@@ -144,7 +98,7 @@ def shapes(config: Config) -> dict[str, Any]:
     return whole | {"layers": {name: (config.layers, *shape) for name, shape in layer.items()}}
 
 
-def init(key: Key, config: Config) -> Params:
+def init(key: Key, config: ModelConfig) -> Params:
     """Float32 parameters, normal; what adds to the residual is less by the root of 2 L (GPT-2's).
 
     Deviations are 1 / sqrt(inputs), of the embedding 1 / sqrt(width). Where we differ: GPT-2's is 0.02 whatever the
@@ -177,12 +131,14 @@ def _normals(key: Key, kernels: list[tuple[int, tuple[int, ...]]]) -> list[jax.A
     return [jax.random.normal(each, shape) for each, shape in zip(keys, wanted, strict=True)]
 
 
-def size(config: Config) -> int:
+def size(config: ModelConfig) -> int:
     """Parameters of a model."""
     return sum(math.prod(shape) for shape in jax.tree.leaves(shapes(config), is_leaf=lambda x: isinstance(x, tuple)))
 
 
-def lora(key: Key, config: Config, rank: int, names: tuple[str, ...] = ("query", "value"), alpha: float = 16.0) -> Lora:
+def lora(
+    key: Key, config: ModelConfig, rank: int, names: tuple[str, ...] = ("query", "value"), alpha: float = 16.0
+) -> Lora:
     """Adapters that add nothing yet. Raises ValueError for a name that is no kernel of the layers."""
     layer = shapes(config)["layers"]
     kernels = [name for name, shape in layer.items() if len(shape) == 3]
@@ -207,14 +163,14 @@ def merged(params: Params, adapters: Lora) -> Params:
     return {**params, "layers": layers}
 
 
-def empty(config: Config, rows: int, slots: int) -> Cache:
+def empty(config: ModelConfig, rows: int, slots: int) -> Cache:
     """A cache with room for `slots` tokens of each of `rows` rows."""
     shape = config.layers, rows, slots, config.kv_heads, config.head_dim
     nothing = jnp.zeros(shape, PRECISIONS[config.precision])
     return Cache(nothing, nothing, jnp.zeros((rows, slots), bool), jnp.int32(0))
 
 
-def frequencies(config: Config) -> jax.Array:
+def frequencies(config: ModelConfig) -> jax.Array:
     """Radians a token of each pair of a head, float32 [head_dim / 2]."""
     pairs = jnp.arange(0, config.head_dim, 2, dtype=jnp.float32) / config.head_dim
     plain = 1.0 / config.theta**pairs
@@ -230,7 +186,7 @@ def frequencies(config: Config) -> jax.Array:
 
 
 def forward(
-    config: Config,
+    config: ModelConfig,
     params: Params,
     tokens: jax.Array,
     mask: jax.Array,
@@ -246,14 +202,14 @@ def forward(
     return unembed(config, params, hidden), cache
 
 
-def unembed(config: Config, params: Params, hidden: jax.Array) -> jax.Array:
+def unembed(config: ModelConfig, params: Params, hidden: jax.Array) -> jax.Array:
     """What `trunk` gave, [..., width] -> logits float32 [..., V]."""
     kernel = params["embedding"].T if config.tied else params["unembedding"]
     return jnp.matmul(hidden.astype(jnp.float32), kernel.astype(jnp.float32))
 
 
 def trunk(
-    config: Config,
+    config: ModelConfig,
     params: Params,
     tokens: jax.Array,
     mask: jax.Array,
@@ -329,7 +285,7 @@ def _turned(x: jax.Array, turn: tuple[jax.Array, jax.Array]) -> jax.Array:
 
 
 def _attention(
-    config: Config,
+    config: ModelConfig,
     own: _Kernels,
     x: jax.Array,
     seen: jax.Array,

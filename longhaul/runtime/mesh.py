@@ -9,7 +9,7 @@ Wraps what moved between JAX versions; nothing else in the package names `shard_
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -21,19 +21,9 @@ from longhaul.types import PyTree
 
 DATA, MODEL = "data", "model"
 
+
 PACKED = 2**18
 """Bytes from which an array is worth a message of its own."""
-
-
-class Shape(NamedTuple):
-    """So many shards of the worlds, and so many parts of the parameters; a device holds one of each."""
-
-    data: int | None  # None: as many as there are devices for
-    model: int = 1
-
-    def __str__(self) -> str:
-        """As `--mesh` takes it."""
-        return f"data={self.data or 'all'}" + f",model={self.model}" * (self.model > 1)
 
 
 def make_mesh(data: int | None = None, model: int = 1) -> Mesh:

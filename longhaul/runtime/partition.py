@@ -20,7 +20,8 @@ from typing import Any, NamedTuple
 import jax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from longhaul.runtime.mesh import DATA, MODEL, Shape
+from longhaul.runtime.mesh import DATA, MODEL
+from longhaul.runtime.mesh_shape import MeshShape
 from longhaul.types import PyTree, is_local
 
 LEAST = 1024
@@ -80,7 +81,7 @@ def shares(tree: PyTree, model: int) -> Shares:
     return Shares(sum(sizes), sum(size // (model if apart else 1) for size, apart in zip(sizes, split, strict=True)))
 
 
-def check(tree: PyTree, mesh: Shape) -> None:
+def check(tree: PyTree, mesh: MeshShape) -> None:
     """Raises ValueError where a mesh shall split an algorithm's state (its shapes), and nothing of it can be."""
     if mesh.model == 1:
         return
@@ -93,7 +94,7 @@ def check(tree: PyTree, mesh: Shape) -> None:
         )
 
 
-def describe(tree: PyTree, mesh: Shape) -> list[str]:
+def describe(tree: PyTree, mesh: MeshShape) -> list[str]:
     """A line on what of an algorithm's state (its shapes) lies on a device, where it is split."""
     if mesh.model == 1:
         return []

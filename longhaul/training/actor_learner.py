@@ -21,7 +21,8 @@ from longhaul.config.resolve import Assembly, completing, prepare_devices
 from longhaul.config.run import Named, Run, from_dict, named, to_dict
 from longhaul.environment import vectorise
 from longhaul.reasoning import sampler
-from longhaul.reasoning.problem_sets import Reasoning, World
+from longhaul.reasoning.config import Reasoning
+from longhaul.reasoning.problem_sets import World
 from longhaul.rollout import collector, join
 from longhaul.runtime import mesh as meshes
 from longhaul.runtime.launch import ray_cluster

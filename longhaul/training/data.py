@@ -24,7 +24,7 @@ import numpy as np
 
 from longhaul.algorithms import registry
 from longhaul.config.resolve import cores, last_update
-from longhaul.config.run import BEGINNING, Driving, Origin, Run, RunError, named
+from longhaul.config.run import BEGINNING, Driving, Origin, Run, named
 from longhaul.driving import scenario_source
 from longhaul.driving.datasets import readers
 from longhaul.driving.datasets.log import BadData
@@ -38,8 +38,10 @@ from longhaul.driving.shards.stream import Library, Position
 from longhaul.driving.sim import simulator, tables
 from longhaul.driving.sim.padding import Room, needs, padded
 from longhaul.driving.sim.tables import FLAT, Tables
-from longhaul.reasoning.problem_sets import Reasoning, World
+from longhaul.reasoning.config import Reasoning
+from longhaul.reasoning.problem_sets import World
 from longhaul.runtime import mesh as meshes
+from longhaul.runtime.errors import RunError
 from longhaul.training import offline_data, reasoning_setup
 from longhaul.training.offline_data import Recorded
 from longhaul.types import Environment, PyTree, Spec

@@ -12,6 +12,7 @@ import numpy as np
 
 from longhaul import rollout
 from longhaul.algorithms import registry
+from longhaul.algorithms.config import Reasoner
 from longhaul.config.resolve import cores
 from longhaul.config.run import Driving, Run
 from longhaul.driving import scenario_source
@@ -25,7 +26,7 @@ from longhaul.driving.scenario.scenario import Scenario
 from longhaul.driving.sim import config, simulator
 from longhaul.reasoning import evaluate as quality
 from longhaul.reasoning import host_verifier, problem_sets, sampler
-from longhaul.reasoning.problem_sets import Reasoning
+from longhaul.reasoning.config import Reasoning
 from longhaul.runtime import mesh as meshes
 from longhaul.spaces import Measure
 from longhaul.topologies.actor_learner import host_rollout
@@ -110,7 +111,7 @@ def reasoner(run: Run, count: int) -> Callable[..., tuple[Scores, list[dict[str,
     A row a problem, over `SAMPLES` completions, at the run's temperature. Compiles once.
     """
     task, config = run.environment, run.algorithm
-    assert isinstance(task, Reasoning) and isinstance(config, registry.Reasoner)
+    assert isinstance(task, Reasoning) and isinstance(config, Reasoner)
     made, asked, words = (
         problem_sets.held_out_task(task),
         problem_sets.held_out(task, count),

@@ -13,7 +13,7 @@ from longhaul.config.resolve import Assembly
 from longhaul.config.run import Driving, Run, named
 from longhaul.driving.render.recording import Recording
 from longhaul.networks import actor_critic
-from longhaul.reasoning.problem_sets import Reasoning
+from longhaul.reasoning.config import Reasoning
 from longhaul.runtime import device_memory as footprints
 from longhaul.runtime.clock import Clock, Seconds
 from longhaul.runtime.provenance import params_sha256

@@ -10,10 +10,11 @@ import jax
 import numpy as np
 
 from longhaul.config.resolve import Assembly
-from longhaul.config.run import Named, Run, RunError, agents, named
+from longhaul.config.run import Named, Run, agents, named
 from longhaul.envs.host import jax_vector, registry
 from longhaul.envs.host.vector import Description
 from longhaul.runtime.credentials import Credentials
+from longhaul.runtime.errors import RunError
 from longhaul.runtime.launch import ray_cluster
 from longhaul.topologies.actor_learner import host_rollout
 from longhaul.topologies.inference_server import frames, learner, ray_actor

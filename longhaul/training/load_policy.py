@@ -13,8 +13,9 @@ import numpy as np
 
 from longhaul.algorithms import registry
 from longhaul.config.resolve import prepare_devices
-from longhaul.config.run import Run, RunError
+from longhaul.config.run import Run
 from longhaul.runtime import mesh as meshes
+from longhaul.runtime.errors import RunError
 from longhaul.training import data as feeds
 from longhaul.training import population, reasoning_setup
 from longhaul.training.checkpoint.checkpoint import Checkpoints

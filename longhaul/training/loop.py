@@ -23,14 +23,16 @@ import numpy as np
 from jax.sharding import Mesh
 
 from longhaul.algorithms import population as pbt
+from longhaul.config import population
 from longhaul.config.resolve import Assembly, decisions, prepare_devices
-from longhaul.config.run import Run, RunError
+from longhaul.config.run import Run
 from longhaul.networks import actor_critic
 from longhaul.runtime import device_memory as footprints
 from longhaul.runtime import heartbeat, partition, process_group
 from longhaul.runtime import mesh as meshes
 from longhaul.runtime.clock import Clock, Seconds
 from longhaul.runtime.compile_cache import Ledger
+from longhaul.runtime.errors import RunError
 from longhaul.runtime.provenance import provenance
 from longhaul.runtime.signals import Stop, Stopped, listening
 from longhaul.telemetry import health_log, sinks, wandb
@@ -398,7 +400,7 @@ def _together(
 ) -> Generator[tuple[Progress, int, Any]]:
     """All calls that are left of a population, in its one context."""
     assert run.block is not None
-    evolve = populations.evolving(pbt.evolve(pbt.bounds(assembly.members)), assembly.mesh)
+    evolve = populations.evolving(pbt.evolve(population.bounds(assembly.members)), assembly.mesh)
     every = run.population.pbt_interval
     yield from populations.populations(
         program, progress, feeding.now.context, updates=assembly.updates, block=run.block,

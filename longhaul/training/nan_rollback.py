@@ -24,9 +24,10 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
-from longhaul.config.run import Run, RunError
+from longhaul.config.run import Run
 from longhaul.runtime import mesh as meshes
 from longhaul.runtime import named_leaves
+from longhaul.runtime.errors import RunError
 from longhaul.runtime.provenance import params_sha256
 from longhaul.topologies import fused
 from longhaul.training.checkpoint.checkpoint import Found

@@ -9,36 +9,13 @@ import jax
 import jax.numpy as jnp
 
 from longhaul.algorithms import population, registry
-from longhaul.algorithms.population import Make, Member, Tuned
-from longhaul.config.run import MOST, Driving, Run, RunError
+from longhaul.algorithms.population import Make, Tuned
+from longhaul.config.population import Member, of, own
+from longhaul.config.run import Run
 from longhaul.replay import Sizes
 from longhaul.runtime import mesh as meshes
-from longhaul.runtime import process_group
+from longhaul.runtime.errors import RunError
 from longhaul.types import Algorithm, Key, PyTree, Spec
-
-
-def of(run: Run) -> tuple[Member, ...]:
-    """The runs of a population; of any other run it alone. Raises RunError where they can't be trained together."""
-    try:
-        found = population.check(run.population, run.algorithm, run.seed)
-    except ValueError as error:
-        name, _, rest = str(error).partition(" ")
-        raise RunError(f"--{name.replace('_', '-')} {rest}") from error
-    if not run.many:
-        return found
-    clashes = {
-        f"--topology {run.topology}": run.topology != "fused",
-        "--deterministic": run.deterministic,
-        f"--mesh {run.mesh}": run.model > 1,
-        "longhaul launch": process_group.together(),
-        "--bank": isinstance(run.environment, Driving) and run.environment.bank is not None,
-    }
-    for flag, clash in clashes.items():
-        if clash:
-            raise RunError(f"{flag} does not go with --seeds and --sweep, which train on one host, fused; leave it out")
-    if run.seed + run.population.seeds - 1 > MOST:
-        raise RunError(f"--seed is {run.seed}, and --seeds {run.population.seeds}; the last must be at most {MOST}")
-    return found
 
 
 def tuned(make: Make, members: tuple[Member, ...]) -> tuple[Algorithm, Callable[[PyTree, Key], Tuned]]:
@@ -65,7 +42,7 @@ def begun(run: Run, spec: Spec) -> tuple[Algorithm, PyTree]:
         found,
     )  # fmt: skip
     first = jax.vmap(lambda key: jax.random.split(key, 3)[0])(keys(found))  # as a population's start has it
-    states = jax.jit(lambda own: jax.lax.map(lambda member: init(*member), own))((population.own(found), first))
+    states = jax.jit(lambda members: jax.lax.map(lambda member: init(*member), members))((own(found), first))
     return algorithm, states
 
 

@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from longhaul.config.run import RunError
+from longhaul.runtime.errors import RunError
 from longhaul.telemetry.aggregate import Record, is_peak
 from longhaul.telemetry.sinks import read
 

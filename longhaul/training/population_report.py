@@ -11,9 +11,9 @@ from typing import Any
 import jax
 import numpy as np
 
-from longhaul.algorithms.population import Member
+from longhaul.config.population import Member
 from longhaul.config.run import Driving, Run, named
-from longhaul.reasoning.problem_sets import Reasoning
+from longhaul.reasoning.config import Reasoning
 from longhaul.runtime.provenance import params_sha256
 from longhaul.telemetry import charts
 from longhaul.training import confidence, evaluate, population_metrics

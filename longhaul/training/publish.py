@@ -20,9 +20,9 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
 
-from longhaul.config.run import RunError
 from longhaul.runtime import credentials, process_group
 from longhaul.runtime import mesh as meshes
+from longhaul.runtime.errors import RunError
 from longhaul.telemetry import html
 from longhaul.types import Params, PyTree
 from longhaul.weight_sync import transports

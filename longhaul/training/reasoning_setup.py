@@ -10,23 +10,25 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from longhaul.algorithms import grpo
-from longhaul.config.run import Run, RunError
-from longhaul.reasoning import huggingface, problem_sets, tokenizer, transformer
+from longhaul.algorithms.config import GRPOConfig
+from longhaul.config.run import Run
+from longhaul.reasoning import huggingface, problem_sets, tokenizer
+from longhaul.reasoning.config import QUESTIONS, ModelConfig, Reasoning
 from longhaul.reasoning.host_verifier import Marking, marking
-from longhaul.reasoning.problem_sets import Reasoning, World
+from longhaul.reasoning.problem_sets import World
 from longhaul.reasoning.sampler import Bank
 from longhaul.reasoning.tokenizer import Tokeniser
+from longhaul.runtime.errors import RunError
 from longhaul.types import Params, PyTree, Spec
 
 
-def _parts(run: Run) -> tuple[Reasoning, grpo.Config]:
-    assert isinstance(run.environment, Reasoning) and isinstance(run.algorithm, grpo.Config)
+def _parts(run: Run) -> tuple[Reasoning, GRPOConfig]:
+    assert isinstance(run.environment, Reasoning) and isinstance(run.algorithm, GRPOConfig)
     return run.environment, run.algorithm
 
 
 def _of_file(run: Run) -> bool:
-    return isinstance(run.environment, Reasoning) and run.environment.task == problem_sets.QUESTIONS
+    return isinstance(run.environment, Reasoning) and run.environment.task == QUESTIONS
 
 
 def fitted(run: Run) -> Run:
@@ -35,14 +37,14 @@ def fitted(run: Run) -> Run:
     Raises RunError, one line, where they can't be read or don't fit each other. Of a run that was fitted before no file
     is read again.
     """
-    if not isinstance(run.environment, Reasoning) or not isinstance(run.algorithm, grpo.Config):
+    if not isinstance(run.environment, Reasoning) or not isinstance(run.algorithm, GRPOConfig):
         return run
     task, config = run.environment, run.algorithm
     if not _of_file(run):
         if config.model_folder:
             raise RunError(
                 f"--model-folder is {config.model_folder}, and problems of --task {task.task} are written in "
-                f"{len(tokenizer.CHARACTERS)} characters of their own; choose --task {problem_sets.QUESTIONS}, "
+                f"{len(tokenizer.CHARACTERS)} characters of their own; choose --task {QUESTIONS}, "
                 "or leave it out"
             )
         return run
@@ -70,7 +72,7 @@ def _tokeniser(folder: str) -> Tokeniser:
         raise RunError(f"--model-folder: {error}") from error
 
 
-def _told(config: grpo.Config, words: Tokeniser) -> transformer.Config:
+def _told(config: GRPOConfig, words: Tokeniser) -> ModelConfig:
     """The model of a folder, which computes as `config` says."""
     try:
         told = huggingface.config(config.model_folder)
@@ -94,7 +96,7 @@ def words(run: Run) -> Tokeniser:
 def loaded(run: Run, state: PyTree) -> PyTree:
     """An algorithm's state that begins with the weights of the run's model's files, where there are any; laid out as it
     was."""
-    if not isinstance(run.algorithm, grpo.Config) or not run.algorithm.model_folder:
+    if not isinstance(run.algorithm, GRPOConfig) or not run.algorithm.model_folder:
         return state
     try:
         _, found = huggingface.load(run.algorithm.model_folder)

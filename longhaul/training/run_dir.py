@@ -16,10 +16,11 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from longhaul.algorithms.population import Population
+from longhaul.config.population import Population
 from longhaul.config.resolve import resolve
-from longhaul.config.run import Run, RunError, from_dict, to_dict
+from longhaul.config.run import Run, from_dict, to_dict
 from longhaul.runtime import process_group
+from longhaul.runtime.errors import RunError
 from longhaul.telemetry import html, wandb
 
 RUNS = Path("runs")

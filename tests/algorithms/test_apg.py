@@ -10,14 +10,16 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from longhaul.algorithms import apg, registry
+from longhaul.algorithms import registry
+from longhaul.algorithms.config import APGConfig
 from longhaul.config import resolve as runs
-from longhaul.config.run import Named, Run, RunError
+from longhaul.config.run import Named, Run
 from longhaul.driving.sim import controllers, dynamics
 from longhaul.driving.sim.dynamics import Drive, Motion
 from longhaul.environment import time_limit, vectorise
 from longhaul.rollout import pathwise
 from longhaul.runtime import mesh as meshes
+from longhaul.runtime.errors import RunError
 from longhaul.spaces import Box, Discrete, Measure
 from longhaul.types import Key, Spec, TimeStep, transition
 
@@ -61,7 +63,7 @@ def cost(gain: np.ndarray) -> np.ndarray:
 @pytest.fixture(scope="module")
 def collected() -> Any:
     """(algorithm, its beginning, (policy, carry, key) -> (carry, data), compiled once)."""
-    config = apg.Config(lr=2e-2, gamma=GAMMA, hidden_dim=16, num_layers=1)
+    config = APGConfig(lr=2e-2, gamma=GAMMA, hidden_dim=16, num_layers=1)
     algorithm = registry.make(REGULATOR.spec, config, updates=300, mean=meshes.identity)
     collect = pathwise(vectorise(REGULATOR, 32), algorithm.act, algorithm.memory, steps=STEPS, gamma=GAMMA)
     begun = algorithm.init(jax.random.key(0)), collect.start(jax.random.key(1))
@@ -132,10 +134,10 @@ def test_drivings_own_dynamics_have_their_gradient() -> None:
 
 def test_what_has_no_gradient_is_refused() -> None:
     with pytest.raises(ValueError, match="APG learns a vector"):
-        registry.make(replace(Regulator().spec, action=Discrete(3)), apg.Config(), updates=1, mean=meshes.identity)
+        registry.make(replace(Regulator().spec, action=Discrete(3)), APGConfig(), updates=1, mean=meshes.identity)
     for changes, message in (
         ({"topology": "actors"}, "--topology is actors, and gradients"),
-        ({"algorithm": apg.Config(gamma=1.5)}, "--gamma is 1.5; it must lie in 0 to 1"),
+        ({"algorithm": APGConfig(gamma=1.5)}, "--gamma is 1.5; it must lie in 0 to 1"),
     ):
         with pytest.raises(RunError, match=message):
-            runs.resolve(replace(Run("x", Named("pendulum"), apg.Config(), devices=1), **changes))
+            runs.resolve(replace(Run("x", Named("pendulum"), APGConfig(), devices=1), **changes))

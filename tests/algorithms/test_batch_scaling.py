@@ -11,11 +11,13 @@ import pytest
 
 from longhaul.algorithms import batch_scaling, ppo
 from longhaul.algorithms.batch_scaling import Passes
+from longhaul.algorithms.config import PPOConfig
 from longhaul.cli import flags, run_flags
 from longhaul.config import recipes
 from longhaul.config import resolve as runs
-from longhaul.config.run import Named, Run, RunError
+from longhaul.config.run import Named, Run
 from longhaul.envs import classic_control
+from longhaul.runtime.errors import RunError
 
 
 def trainers(batch: int) -> Passes:
@@ -70,13 +72,13 @@ def test_a_device_s_batch_is_divided_and_it_is_said() -> None:
 
 
 def _run(**changes: object) -> Run:
-    config = ppo.Config(num_minibatches=None, update_epochs=None)
+    config = PPOConfig(num_minibatches=None, update_epochs=None)
     base = Run("x", Named("cartpole"), config, num_envs=256, num_steps=128, total_steps=10**8, scaling="batch")
     return dataclasses.replace(base, **changes)  # type: ignore[arg-type]
 
 
 def test_with_memory_columns_are_divided() -> None:
-    config = ppo.Config(memory=8, num_minibatches=None, update_epochs=None)
+    config = PPOConfig(memory=8, num_minibatches=None, update_epochs=None)
     run = runs.resolve(_run(algorithm=config, num_envs=600, num_steps=128, devices=2))
     assert (run.algorithm.num_minibatches, run.algorithm.update_epochs) == (10, 2)  # of 300 columns; wanted: 8
 
@@ -128,7 +130,7 @@ def test_rules_that_are_none_are_refused() -> None:
     with pytest.raises(RunError, match="--base-batch is 0; it must be at least 1"):
         runs.resolve(_run(base_batch=0))
     with pytest.raises(RunError, match="--warmup is -1; it must be at least 0"):
-        runs.resolve(_run(algorithm=ppo.Config(warmup=-1)))
+        runs.resolve(_run(algorithm=PPOConfig(warmup=-1)))
 
 
 def test_a_resolved_run_is_resolved() -> None:
@@ -143,7 +145,7 @@ def test_a_warm_up_rises_to_the_rate() -> None:
     spec = classic_control.cartpole().spec
     found: dict[int, list[float]] = {}
     for warmup in (0, 4):
-        config = ppo.Config(hidden_dim=4, num_layers=1, num_minibatches=1, update_epochs=1, warmup=warmup)
+        config = PPOConfig(hidden_dim=4, num_layers=1, num_minibatches=1, update_epochs=1, warmup=warmup)
         algorithm = ppo.ppo(spec, config, updates=10, mean=lambda x: x)
         state = algorithm.init(jax.random.key(0))
         data = _rollout(algorithm, state)

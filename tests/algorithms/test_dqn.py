@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from longhaul.algorithms import dqn
+from longhaul.algorithms.config import DQNConfig
 from longhaul.envs.probes import PROBES, Probe
 from longhaul.spaces import Masked
 from tests.algorithms.test_sac import STEPS, UPDATES, WORLDS, check, steered, trained
@@ -15,12 +16,12 @@ from tests.algorithms.test_sac import STEPS, UPDATES, WORLDS, check, steered, tr
 SIMPLE: dict[str, Any] = {"double": False, "duelling": False, "n_step": 1, "priority_exponent": None}
 
 
-def config(probe: Probe, **changes: Any) -> dqn.Config:
+def config(probe: Probe, **changes: Any) -> DQNConfig:
     settings: dict[str, Any] = {
         "lr": 1e-2, "gamma": probe.gamma, "tau": 0.1, "gradient_steps": 8, "learning_starts": 3 * WORLDS * STEPS,
         "replay_size": 4096, "hidden_dim": 32, "num_layers": 1,
     }  # fmt: skip
-    return dqn.Config(**(settings | changes))
+    return DQNConfig(**(settings | changes))
 
 
 def told(probe: Probe) -> Probe:

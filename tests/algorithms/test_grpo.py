@@ -13,15 +13,17 @@ import numpy as np
 import pytest
 
 from longhaul.algorithms import grpo
+from longhaul.algorithms.config import LOSSES, GRPOConfig, Loss
 from longhaul.reasoning import sampler, tokenizer, transformer
+from longhaul.reasoning.config import ModelConfig
 from longhaul.runtime import mesh as meshes
 
-TINY = transformer.Config(width=16, layers=1, heads=1, kv_heads=1, head_dim=16, hidden=16)
+TINY = ModelConfig(width=16, layers=1, heads=1, kv_heads=1, head_dim=16, hidden=16)
 ROWS, LENGTH, GROUP = 8, 6, 4
 
 
-def config(**changes: Any) -> grpo.Config:
-    return dataclasses.replace(grpo.Config(model=TINY, group=GROUP, num_minibatches=1), **changes)
+def config(**changes: Any) -> GRPOConfig:
+    return dataclasses.replace(GRPOConfig(model=TINY, group=GROUP, num_minibatches=1), **changes)
 
 
 @functools.cache
@@ -67,9 +69,9 @@ def test_weights_by_hand(over: str, wanted: list[list[float]]) -> None:
     np.testing.assert_allclose(found, wanted, rtol=1e-6)
 
 
-def first(settings: grpo.Config, data: sampler.Completions, params: Any) -> tuple[Any, dict[str, jax.Array]]:
+def first(settings: GRPOConfig, data: sampler.Completions, params: Any) -> tuple[Any, dict[str, jax.Array]]:
     """The gradient at the parameters that sampled, and the parts of the loss."""
-    loss = grpo.LOSSES[settings.loss]
+    loss = LOSSES[settings.loss]
     advantage, informative = grpo.advantages(data.reward, GROUP, scaled=loss.scaled)
     weight = grpo.weights(data.taken, informative, loss.over, meshes.identity)
     batch = grpo.Batch(data, advantage, weight, jnp.zeros(data.token.shape))
@@ -77,7 +79,7 @@ def first(settings: grpo.Config, data: sampler.Completions, params: Any) -> tupl
     return jax.jit(gradient)(params, batch)
 
 
-def reinforce(params: Any, data: sampler.Completions, loss: grpo.Loss) -> Any:
+def reinforce(params: Any, data: sampler.Completions, loss: Loss) -> Any:
     """The gradient of -A log p, over the tokens or completions that the variant averages, written out."""
     reward = np.asarray(data.reward).reshape(-1, GROUP)
     advantage = reward - reward.mean(axis=1, keepdims=True)
@@ -106,12 +108,12 @@ def near(found: Any, wanted: Any, tolerance: float) -> None:
 
 
 @pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=() if name in ("grpo", "gspo") else pytest.mark.slow) for name in grpo.LOSSES]
+    "name", [pytest.param(name, marks=() if name in ("grpo", "gspo") else pytest.mark.slow) for name in LOSSES]
 )
 def test_the_first_gradient_is_that_of_reinforce(name: str) -> None:
     params, data = completions()
     found, parts = first(config(loss=name), data, params)
-    near(found, reinforce(params, data, grpo.LOSSES[name]), 2e-5)
+    near(found, reinforce(params, data, LOSSES[name]), 2e-5)
     assert float(parts["clip_fraction"]) == 0.0
     assert abs(float(parts["approx_kl"])) < 1e-6
 
@@ -134,7 +136,7 @@ def test_ratios_are_clipped_as_each_loss_says() -> None:
         """d loss / d log-probability of the two tokens."""
 
         def total(x: jax.Array) -> jax.Array:
-            return jnp.sum(grpo.surrogate(grpo.LOSSES[name], x, acted, taken, jnp.array([worth]))[0])
+            return jnp.sum(grpo.surrogate(LOSSES[name], x, acted, taken, jnp.array([worth]))[0])
 
         return np.asarray(jax.grad(total)(log_prob))[0]
 

@@ -17,7 +17,7 @@ from jax.sharding import PartitionSpec
 
 from longhaul.algorithms import actor_critic, impala, ppo
 from longhaul.algorithms.actor_critic import State
-from longhaul.algorithms.impala import Config
+from longhaul.algorithms.config import IMPALAConfig, PPOConfig
 from longhaul.distributions import distribution
 from longhaul.environment import vectorise
 from longhaul.rollout import collector
@@ -28,7 +28,7 @@ from tests.algorithms.test_ppo import QUICK, STEPS, WORLDS, assert_close, gradie
 from tests.helpers.checkable_environment import BOX, Chaos
 from tests.test_returns_vtrace import oracle
 
-SMALL = Config(hidden_dim=8, num_layers=1, lr=0.0, gamma=0.9, vtrace_lambda=0.9, rho_clip=1.2, c_clip=0.8)
+SMALL = IMPALAConfig(hidden_dim=8, num_layers=1, lr=0.0, gamma=0.9, vtrace_lambda=0.9, rho_clip=1.2, c_clip=0.8)
 KINDS = {
     "categorical": (Chaos(interval=4), replace(SMALL, reward_scale=0.5)),
     "shared-appo": (Chaos(masked=True), replace(SMALL, shared=True, clip_eps=0.2, num_minibatches=2, update_epochs=2)),
@@ -41,7 +41,7 @@ VERSION = 2
 
 class Case(NamedTuple):
     environment: Chaos
-    config: Config
+    config: IMPALAConfig
     algorithm: Algorithm
     state: State
     own: Rollout  # by the state's own policy
@@ -190,7 +190,7 @@ ONE_STEP = replace(
 @cache
 def learning(config: Any) -> tuple[Algorithm, Any]:
     """The algorithm of a config in the world of "categorical", and its compiled `learn`."""
-    make = impala.impala if isinstance(config, Config) else ppo.ppo
+    make = impala.impala if isinstance(config, IMPALAConfig) else ppo.ppo
     algorithm = make(Chaos(interval=4).spec, config, updates=10, mean=meshes.identity)
     return algorithm, jax.jit(algorithm.learn, compiler_options=QUICK)
 
@@ -237,7 +237,7 @@ def test_the_first_step_of_appo_is_that_of_impala() -> None:
 def test_on_policy_without_lambda_it_is_ppo_without_its_clips() -> None:
     """A reduction: with what this very policy did, ratios are 1, and V-trace's advantages GAE's."""
     data = case("categorical").own
-    theirs = ppo.Config(
+    theirs = PPOConfig(
         hidden_dim=8, num_layers=1, lr=1e-2, anneal=False, gamma=0.9, gae_lambda=1.0, num_minibatches=1,
         update_epochs=1, clip_value=False, vf_coef=0.7, ent_coef=0.3, max_grad_norm=1e9, normalise_advantage=False,
     )  # fmt: skip

@@ -11,8 +11,11 @@ import pytest
 from jax.sharding import PartitionSpec
 
 from longhaul import normalise
+from longhaul.algorithms import actor_critic as algorithms_actor_critic
 from longhaul.algorithms import ppo
-from longhaul.algorithms.ppo import Batch, Config
+from longhaul.algorithms.actor_critic import Policy, State
+from longhaul.algorithms.config import PPOConfig
+from longhaul.algorithms.ppo import Batch
 from longhaul.distributions import distribution
 from longhaul.environment import vectorise
 from longhaul.networks import actor_critic as networks
@@ -24,7 +27,7 @@ from longhaul.types import Algorithm, Rollout, Spec
 from tests.helpers.checkable_environment import BOX, PAIR, Chaos
 
 STEPS, WORLDS = 12, 8
-SMALL = Config(hidden_dim=8, num_layers=1, num_minibatches=2, update_epochs=2, gamma=0.9, gae_lambda=0.8)
+SMALL = PPOConfig(hidden_dim=8, num_layers=1, num_minibatches=2, update_epochs=2, gamma=0.9, gae_lambda=0.8)
 QUICK = {"xla_backend_optimization_level": 0}
 """Most of these programs run once; compiling them takes longer than running them ever does."""
 
@@ -43,7 +46,7 @@ def gather(environment: Chaos, algorithm: Algorithm, state: Any) -> Rollout:
     return jax.tree.map(lambda x: x[1], last)
 
 
-def stirred(algorithm: Algorithm, config: Config) -> ppo.State:
+def stirred(algorithm: Algorithm, config: PPOConfig) -> State:
     """A state with life in it: a new policy's last layer is almost zero, and so would be all its gradients."""
     shapes = jax.eval_shape(algorithm.init, jax.random.key(3))
     state = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)
@@ -57,7 +60,7 @@ def stirred(algorithm: Algorithm, config: Config) -> ppo.State:
     return state._replace(params=params, moments=moments)
 
 
-def made(environment: Chaos, config: Config) -> tuple[Algorithm, ppo.State, Rollout]:
+def made(environment: Chaos, config: PPOConfig) -> tuple[Algorithm, State, Rollout]:
     algorithm = ppo.ppo(environment.spec, config, updates=10, mean=meshes.identity)
     state = stirred(algorithm, config)
     return algorithm, state, gather(environment, algorithm, state)
@@ -75,7 +78,7 @@ KINDS = {
 
 
 @cache
-def case(kind: str) -> tuple[Chaos, Config, Algorithm, ppo.State, Rollout, Any]:
+def case(kind: str) -> tuple[Chaos, PPOConfig, Algorithm, State, Rollout, Any]:
     """A kind of learner with learning rate 0, its data, and its compiled `learn`."""
     environment, config = KINDS[kind]
     config = replace(config, lr=0.0)
@@ -105,10 +108,10 @@ def test_at_learning_rate_zero_nothing_moves(kind):
 
 
 def values_by_hand(
-    environment: Chaos, config: Config, algorithm: Algorithm, state: ppo.State, data: Rollout
+    environment: Chaos, config: PPOConfig, algorithm: Algorithm, state: State, data: Rollout
 ) -> tuple[np.ndarray, np.ndarray]:
     """V(observation), V(successor) [T, B], one step after the other, with acting's own memory."""
-    policy, critic = algorithm.policy(state), jax.jit(ppo.critic(environment.spec, config))
+    policy, critic = algorithm.policy(state), jax.jit(algorithms_actor_critic.critic(environment.spec, config))
     act = jax.jit(lambda memory, seen: algorithm.act(policy, memory, seen, None)[1])
     memory, used = data.memory, np.zeros(data.reward.shape[1], int)
     value, successor = [], []
@@ -242,7 +245,7 @@ def test_the_objective_is_the_papers(clip_value):
         f32(observation), jnp.asarray(mask), jnp.asarray(raw), f32(old), f32(before), f32(advantage), f32(target),
         f32(weight), None, (),
     )  # fmt: skip
-    config = Config(clip_eps=0.2, clip_value=clip_value, vf_coef=0.7)
+    config = PPOConfig(clip_eps=0.2, clip_value=clip_value, vf_coef=0.7)
     found, parts = ppo._loss(network, distribution(Discrete(n)), config)(params, batch, jnp.float32(0.03))
     np.testing.assert_allclose(found, total, rtol=1e-5)
     for name, number in expected.items():
@@ -255,7 +258,7 @@ ONE_STEP = replace(
 """One optimiser step on the whole batch: Adam's first moment is then a tenth of the gradient."""
 
 
-def gradient(state: ppo.State) -> jax.Array:
+def gradient(state: State) -> jax.Array:
     """Adam's first moment as one vector: after one step, a tenth of the gradient."""
     found = next(
         part.mu for part in jax.tree.leaves(state.opt_state, is_leaf=lambda x: hasattr(x, "mu")) if hasattr(part, "mu")
@@ -268,12 +271,12 @@ def assert_close(one: Any, other: Any, tolerance: float) -> None:
         np.testing.assert_allclose(a, b, rtol=0, atol=tolerance * max(1.0, float(np.abs(b).max())))
 
 
-def learning(config: Config) -> Any:
+def learning(config: PPOConfig) -> Any:
     return jax.jit(ppo.ppo(Chaos().spec, config, updates=10, mean=meshes.identity).learn, compiler_options=QUICK)
 
 
 @pytest.fixture(scope="module")
-def one_step() -> tuple[ppo.State, Rollout, ppo.State, Any]:
+def one_step() -> tuple[State, Rollout, State, Any]:
     """(state, data, the state after one optimiser step on all of the data, what made that step)."""
     _, state, data = made(Chaos(), ONE_STEP)
     learn = learning(ONE_STEP)
@@ -347,7 +350,7 @@ def test_acting_without_a_key_takes_the_mode_and_normalises():
     assert memory == ()
     by_hand = (np.asarray(seen) - np.asarray(state.moments.mean)) / np.sqrt(np.asarray(state.moments.variance) + 1e-8)
     plain = ppo.ppo(environment.spec, replace(config, normalise_observation=False), updates=10, mean=meshes.identity)
-    other, _, more = plain.act(ppo.Policy(state.params, ()), (), jnp.asarray(by_hand, jnp.float32), None)
+    other, _, more = plain.act(Policy(state.params, ()), (), jnp.asarray(by_hand, jnp.float32), None)
     np.testing.assert_array_equal(action, other)
     np.testing.assert_allclose(extras["log_prob"], more["log_prob"], rtol=1e-5)
     assert np.all(extras["log_prob"] >= np.log(1 / 6) - 1e-6), "the mode of six has at least a sixth"
@@ -399,7 +402,7 @@ SET = Spec(
 
 
 def test_a_model_size_decides_width_and_depth():
-    config = Config(torso="latent", model_size=0.3, hidden_dim=7, num_layers=9)
+    config = PPOConfig(torso="latent", model_size=0.3, hidden_dim=7, num_layers=9)
     algorithm = ppo.ppo(SET, config, updates=1, mean=meshes.identity)
     state = jax.eval_shape(algorithm.init, jax.random.key(0))
     assert networks.count(state.params) == pytest.approx(0.3e6, rel=0.1)
@@ -407,7 +410,7 @@ def test_a_model_size_decides_width_and_depth():
 
 def test_presence_is_not_normalised():
     """An item's last feature says whether it is there: normalised, one that always is would not be."""
-    config = Config(torso="deepset", normalise_observation=True)
+    config = PPOConfig(torso="deepset", normalise_observation=True)
     with pytest.raises(ValueError, match="normalise_observation is on, and torso deepset reads"):
         ppo.ppo(SET, config, updates=1, mean=meshes.identity)
     ppo.ppo(SET, replace(config, torso="mlp"), updates=1, mean=meshes.identity)

@@ -8,13 +8,14 @@ import numpy as np
 import pytest
 
 from longhaul.algorithms import pqn
+from longhaul.algorithms.config import PQNConfig
 from longhaul.envs.probes import PROBES, Probe
 
 
 def made(probe: Probe, updates: int = 100, **changes: Any) -> Any:
     settings: dict[str, Any] = {"hidden_dim": 8, "num_layers": 1}
     places = {name: changes.pop(name) for name in ("first", "done") if name in changes}
-    config = pqn.Config(**(settings | changes))
+    config = PQNConfig(**(settings | changes))
     return pqn.pqn(probe.environment.spec, config, updates=updates, mean=lambda x: x, **places)
 
 
@@ -56,6 +57,6 @@ def test_what_can_not_work_is_refused() -> None:
         ({"lr": -1.0}, "lr"),
     ):
         with pytest.raises(ValueError, match=word):
-            pqn.check(pqn.Config(**changes), columns=8, steps=8)
+            pqn.check(PQNConfig(**changes), columns=8, steps=8)
     with pytest.raises(ValueError, match="PQN learns one choice"):
         made(PROBES["continuous"]())

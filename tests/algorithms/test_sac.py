@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from longhaul.algorithms import registry, sac, td3
+from longhaul.algorithms.config import OffPolicy, SACConfig, TD3Config
 from longhaul.environment import vectorise
 from longhaul.envs import probes
 from longhaul.envs.probes import PROBES, Probe
@@ -51,17 +52,15 @@ def steered(probe: Probe) -> Probe:
     return replace(probe, environment=Steered(probe.environment))
 
 
-def config(probe: Probe, **changes: Any) -> sac.Config:
+def config(probe: Probe, **changes: Any) -> SACConfig:
     settings: dict[str, Any] = {
         "lr": 1e-2, "gamma": probe.gamma, "tau": 0.1, "temperature": 0.0, "batch_size": 128, "gradient_steps": 8,
         "learning_starts": 3 * WORLDS * STEPS, "replay_size": 4096, "hidden_dim": 32, "num_layers": 1,
     }  # fmt: skip
-    return sac.Config(**(settings | changes))
+    return SACConfig(**(settings | changes))
 
 
-def trained(
-    probe: Probe, settings: registry.OffPolicy, devices: int = 1, wrong: Any = None
-) -> tuple[Any, Algorithm, Any]:
+def trained(probe: Probe, settings: OffPolicy, devices: int = 1, wrong: Any = None) -> tuple[Any, Algorithm, Any]:
     """(the last state, the algorithm, metrics of the last updates); `wrong` changes what is learnt from."""
     mesh = meshes.make_mesh(devices)
     sizes = Sizes(devices, WORLDS // devices * (probe.environment.spec.agents or 1), STEPS)
@@ -77,13 +76,13 @@ def trained(
     return jax.device_get(progress.state), algorithm, jax.device_get(metrics)
 
 
-def check(probe: Probe, settings: registry.OffPolicy, state: Any, algorithm: Algorithm) -> None:
+def check(probe: Probe, settings: OffPolicy, state: Any, algorithm: Algorithm) -> None:
     """The values that a learner believes in, and the return of its mode, are those that are known."""
     observations, expected = zip(*probe.value, strict=True)
     batch = jax.tree.map(lambda *leaves: jnp.stack(leaves), *observations)
-    if isinstance(settings, sac.Config):
+    if isinstance(settings, SACConfig):
         found = sac.critic(probe.environment.spec, settings)(state, batch)
-    elif isinstance(settings, td3.Config):
+    elif isinstance(settings, TD3Config):
         found = td3.critic(probe.environment.spec, settings)(state, batch)
     else:
         found = registry.network(probe.environment.spec, settings).apply(algorithm.policy(state), (), batch)[1]

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from longhaul.algorithms import registry, sac
+from longhaul.algorithms.config import SACConfig
 from longhaul.envs.probes import PROBES
 from longhaul.replay import Sizes, Transitions
 from longhaul.runtime import mesh as meshes
@@ -31,13 +32,13 @@ def sample(action: Any, weight: Any) -> Transitions:
 def test_the_loss_is_the_mean_over_the_experts_rows() -> None:
     """Of four rows two are his, of which one is nobody's step."""
     batch = sample([[0.1, 1.0], [0.2, 0.0], [0.3, 1.0], [0.4, 1.0]], [1.0, 1.0, 1.0, 0.0])
-    rows, told = sac._imitated(sac.Config(imitation=0.5), batch, lambda kept: -10.0 * kept[:, 0])
+    rows, told = sac._imitated(SACConfig(imitation=0.5), batch, lambda kept: -10.0 * kept[:, 0])
     np.testing.assert_allclose(rows, 0.5 * np.array([2.0, 0.0, 6.0, 0.0]), rtol=1e-6)
     assert float(jnp.mean(told["imitation_loss"])) == pytest.approx((1.0 + 3.0) / 2)
     assert float(jnp.mean(told["expert"])) == 0.5
     nobody = sample([[0.1, 0.0]] * 4, [1.0] * 4)
-    assert float(jnp.sum(sac._imitated(sac.Config(imitation=0.5), nobody, lambda kept: kept[:, 0])[0])) == 0.0
-    assert sac._imitated(sac.Config(), batch, lambda kept: kept[:, 0])[1] == {}
+    assert float(jnp.sum(sac._imitated(SACConfig(imitation=0.5), nobody, lambda kept: kept[:, 0])[0])) == 0.0
+    assert sac._imitated(SACConfig(), batch, lambda kept: kept[:, 0])[1] == {}
 
 
 def test_what_can_not_work_is_refused() -> None:
@@ -47,19 +48,19 @@ def test_what_can_not_work_is_refused() -> None:
         ({"imitation": 1.0, "expert_share": 0.0}, "expert_share"),
     ):
         with pytest.raises(ValueError, match=word):
-            registry.check(sac.Config(learning_starts=64, **changes), sizes)
+            registry.check(SACConfig(learning_starts=64, **changes), sizes)
     spec = replace(SPEC, action=Discrete(3))
     with pytest.raises(ValueError, match="--actions continuous"):
-        registry.make(spec, sac.Config(imitation=1.0), updates=1, mean=meshes.identity, sizes=sizes)
-    assert registry.guidance(sac.Config()) is None
-    assert registry.guidance(sac.Config(imitation=0.1, expert_share=0.5)) == 0.5
+        registry.make(spec, SACConfig(imitation=1.0), updates=1, mean=meshes.identity, sizes=sizes)
+    assert registry.guidance(SACConfig()) is None
+    assert registry.guidance(SACConfig(imitation=0.1, expert_share=0.5)) == 0.5
 
 
 @pytest.mark.slow
 def test_the_expert_is_imitated_from_the_replay_and_others_are_not() -> None:
     """Without rewards, and with an entropy that weighs nothing, only likelihood is left to learn from."""
     columns, steps, updates = 8, 8, 150
-    config = sac.Config(
+    config = SACConfig(
         lr=1e-2, imitation=1.0, temperature=0.0, batch_size=64, gradient_steps=4, learning_starts=64, replay_size=256,
         hidden_dim=16, num_layers=1,
     )  # fmt: skip

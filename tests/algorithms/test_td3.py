@@ -7,16 +7,17 @@ import numpy as np
 import pytest
 
 from longhaul.algorithms import td3
+from longhaul.algorithms.config import TD3Config
 from longhaul.envs.probes import PROBES, Probe
 from tests.algorithms.test_sac import STEPS, UPDATES, WORLDS, check, steered, trained
 
 
-def config(probe: Probe, **changes: Any) -> td3.Config:
+def config(probe: Probe, **changes: Any) -> TD3Config:
     settings: dict[str, Any] = {
         "lr": 1e-2, "gamma": probe.gamma, "tau": 0.1, "batch_size": 128, "gradient_steps": 8, "target_noise": 0.1,
         "learning_starts": 3 * WORLDS * STEPS, "replay_size": 4096, "hidden_dim": 32, "num_layers": 1,
     }  # fmt: skip
-    return td3.Config(**(settings | changes))
+    return TD3Config(**(settings | changes))
 
 
 def test_a_vector_is_aimed_and_its_actor_steps_half_as_often() -> None:

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from longhaul.algorithms import ppo
+from longhaul.algorithms.config import PPOConfig
 from longhaul.cli import doctor, main
 from longhaul.telemetry import health, health_log, sinks
 from longhaul.training import data, loop
@@ -27,7 +27,7 @@ def test_who_learns_from_a_replay_is_refused_in_one_line(capsys: pytest.CaptureF
 @pytest.mark.slow
 def test_a_learning_rate_of_ten_is_a_run_that_fails(longhaul: Any, capsys: pytest.CaptureFixture[str]) -> None:
     """A policy that no longer looks: found while it trains, by the doctor afterwards, and on the report's page."""
-    ill = ppo.Config(hidden_dim=8, num_minibatches=2, update_epochs=1, lr=10.0)
+    ill = PPOConfig(hidden_dim=8, num_minibatches=2, update_epochs=1, lr=10.0)
     folder = Path("runs/ill")
     folder.mkdir(parents=True)
     loop.train(small(algorithm=ill), folder, resumed=False)

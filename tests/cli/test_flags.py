@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from longhaul.algorithms import ppo, registry
+from longhaul.algorithms.config import OnPolicy, PPOConfig
 from longhaul.cli import flags, run_flags
 from longhaul.cli import train as commands
 from longhaul.cli.main import main
@@ -40,9 +40,7 @@ OLD = {
 OLD_OF_ALL = {name: value for name, value in OLD.items() if name != "gae-lambda"}
 """Those that every algorithm has which learns from rollouts."""
 
-ON_POLICY = [
-    n for n in recipes.RECIPES if isinstance(recipes.recipe(n).algorithm, registry.OnPolicy) and n != "brax-ant"
-]
+ON_POLICY = [n for n in recipes.RECIPES if isinstance(recipes.recipe(n).algorithm, OnPolicy) and n != "brax-ant"]
 """Without the one whose environment is of a suite that need not be installed."""
 
 
@@ -136,7 +134,7 @@ def test_every_recipe_has_the_old_flags(begun: list[tuple[Run, Path]], recipe: s
     if isinstance(task, Named) and task.env.startswith("ale/"):
         pytest.importorskip("ale_py", reason="ale_py, of the extra host, is not installed")
         pytest.importorskip("gymnasium", reason="gymnasium, of the extra host, is not installed")
-    old = OLD if isinstance(recipes.recipe(recipe).algorithm, ppo.Config) else OLD_OF_ALL
+    old = OLD if isinstance(recipes.recipe(recipe).algorithm, PPOConfig) else OLD_OF_ALL
     words = shlex.join(word for name, value in old.items() for word in (f"--{name}", str(value)))
     more = "--wandb --project mine --entity us --run-suffix big --checkpoint-dir there --mesh data=1"
     assert commands.train([recipe, *words.split(), *more.split()]) == loop.STOPPED

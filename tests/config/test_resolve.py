@@ -13,11 +13,12 @@ from typing import Any
 
 import pytest
 
-from longhaul.algorithms import ppo
+from longhaul.algorithms.config import PPOConfig
 from longhaul.config import recipes
 from longhaul.config import resolve as runs
-from longhaul.config.run import Driving, Named, Run, RunError
+from longhaul.config.run import Driving, Named, Run
 from longhaul.driving.sim import simulator
+from longhaul.runtime.errors import RunError
 from longhaul.training import run_dir
 from tests.helpers import installed_recipes
 
@@ -50,12 +51,12 @@ BASE = Run("cartpole", Named("cartpole"), devices=1)
         ({"seed": -1}, "--seed is -1; it must lie in 0 to 2147483647"),
         ({"seed": 2**31}, "--seed is 2147483648; it must lie in 0 to 2147483647"),
         ({"topology": "fuse"}, "--topology is 'fuse'; it must be one of fused"),
-        ({"algorithm": ppo.Config(num_minibatches=3)}, "--num-minibatches is 3, which does not divide the 8192 steps"),
-        ({"algorithm": ppo.Config(num_minibatches=0)}, "--num-minibatches is 0; it must be at least 1"),
-        ({"algorithm": ppo.Config(memory=8, num_minibatches=7)}, "which does not divide the 64 environments"),
-        ({"algorithm": ppo.Config(gamma=1.5)}, "--gamma is 1.5; it must lie in 0 to 1"),
-        ({"algorithm": ppo.Config(lr=math.nan)}, "--lr is nan; it must be finite"),
-        ({"algorithm": ppo.Config(vf_coef=math.inf)}, "--vf-coef is inf; it must be finite"),
+        ({"algorithm": PPOConfig(num_minibatches=3)}, "--num-minibatches is 3, which does not divide the 8192 steps"),
+        ({"algorithm": PPOConfig(num_minibatches=0)}, "--num-minibatches is 0; it must be at least 1"),
+        ({"algorithm": PPOConfig(memory=8, num_minibatches=7)}, "which does not divide the 64 environments"),
+        ({"algorithm": PPOConfig(gamma=1.5)}, "--gamma is 1.5; it must lie in 0 to 1"),
+        ({"algorithm": PPOConfig(lr=math.nan)}, "--lr is nan; it must be finite"),
+        ({"algorithm": PPOConfig(vf_coef=math.inf)}, "--vf-coef is inf; it must be finite"),
         ({"environment": Driving(scenarios=0)}, "--scenarios is 0; it must lie in 1 to 1000000"),
         ({"environment": Driving(scenarios=1_000_001)}, "(those after are for evaluation)"),
         ({"environment": Driving(horizon=1)}, "--horizon is 1; a scenario has at least 2 steps"),
@@ -157,7 +158,7 @@ def test_what_no_recipe_has_comes_back_from_its_folder(tmp_path: Path) -> None:
     task = Driving(
         ("/a", "/b*"), bank=3, bank_updates=5, simulator=simulator.Config(terminations=("collision",), agents=2)
     )
-    run = runs.resolve(dataclasses.replace(BASE, environment=task, algorithm=ppo.Config(kl_stop=0.5, lr=1)))
+    run = runs.resolve(dataclasses.replace(BASE, environment=task, algorithm=PPOConfig(kl_stop=0.5, lr=1)))
     run_dir.save_run(tmp_path, run, {})
     found = run_dir.load_run(tmp_path)
     assert found == run

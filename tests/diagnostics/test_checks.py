@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from longhaul.algorithms import ppo, registry
+from longhaul.algorithms.config import OnPolicy, PPOConfig
 from longhaul.cli import doctor
 from longhaul.config import recipes
 from longhaul.config import resolve as runs
@@ -27,7 +27,7 @@ from longhaul.runtime import device_memory
 
 def tiny(**changes: Any) -> Run:
     """CartPole at a size that compiles and trains in seconds."""
-    config = ppo.Config(hidden_dim=8, num_layers=1, num_minibatches=2, update_epochs=3, lr=3e-3)
+    config = PPOConfig(hidden_dim=8, num_layers=1, num_minibatches=2, update_epochs=3, lr=3e-3)
     settings: dict[str, Any] = {
         "num_envs": 8, "num_steps": 32, "total_steps": 256 * 400, "devices": 2, "block": 4, "log_interval": 4,
         "algorithm": config,
@@ -195,9 +195,7 @@ def test_sizes_and_the_learning_rate_are_said() -> None:
     assert said.figures["batch"] == 8 * 2048
 
 
-ON_POLICY = [
-    n for n in recipes.RECIPES if isinstance(recipes.recipe(n).algorithm, registry.OnPolicy) and n != "brax-ant"
-]
+ON_POLICY = [n for n in recipes.RECIPES if isinstance(recipes.recipe(n).algorithm, OnPolicy) and n != "brax-ant"]
 """Without the one whose environment is of a suite that need not be installed."""
 
 

@@ -13,6 +13,8 @@ import numpy as np
 import pytest
 
 from longhaul.algorithms import actor_critic, impala, ppo, pqn
+from longhaul.algorithms import actor_critic as algorithms_actor_critic
+from longhaul.algorithms.config import IMPALAConfig, PPOConfig, PQNConfig
 from longhaul.environment import vectorise
 from longhaul.envs.probes import PROBES, Probe
 from longhaul.rollout import collector, play, starts
@@ -29,8 +31,8 @@ class Learner:
     value: Callable[[Probe], Callable]  # (policy, memory, observation) -> value
 
 
-def ppo_config(probe: Probe, **options: Any) -> ppo.Config:
-    return ppo.Config(
+def ppo_config(probe: Probe, **options: Any) -> PPOConfig:
+    return PPOConfig(
         lr=1e-2, gamma=probe.gamma, gae_lambda=probe.gae_lambda, hidden_dim=32, num_layers=1, ent_coef=0.0,
         clip_value=False, num_minibatches=2, max_grad_norm=1.0, **options,
     )  # fmt: skip
@@ -41,12 +43,14 @@ def ppo_learner(**options: Any) -> Learner:
         config = ppo_config(probe, **options)
         return ppo.ppo(probe.environment.spec, config, updates=UPDATES, mean=mean)
 
-    return Learner(make, lambda probe: ppo.critic(probe.environment.spec, ppo_config(probe, **options)))
+    return Learner(
+        make, lambda probe: algorithms_actor_critic.critic(probe.environment.spec, ppo_config(probe, **options))
+    )
 
 
-def impala_config(probe: Probe, **options: Any) -> impala.Config:
+def impala_config(probe: Probe, **options: Any) -> IMPALAConfig:
     settings = {"lr": 1e-2, "hidden_dim": 32, "num_layers": 1, "ent_coef": 0.0, "max_grad_norm": 1.0}
-    return impala.Config(gamma=probe.gamma, vtrace_lambda=probe.gae_lambda, **(settings | options))
+    return IMPALAConfig(gamma=probe.gamma, vtrace_lambda=probe.gae_lambda, **(settings | options))
 
 
 def impala_learner(**options: Any) -> Learner:
@@ -57,11 +61,11 @@ def impala_learner(**options: Any) -> Learner:
 
 
 def pqn_learner(**options: Any) -> Learner:
-    def config(probe: Probe) -> pqn.Config:
+    def config(probe: Probe) -> PQNConfig:
         settings: dict[str, Any] = {
             "lr": 1e-2, "hidden_dim": 32, "num_layers": 1, "epsilon_final": 0.0, "exploration": 0.5
         }  # fmt: skip
-        return pqn.Config(gamma=probe.gamma, q_lambda=probe.gae_lambda, **(settings | options))
+        return PQNConfig(gamma=probe.gamma, q_lambda=probe.gae_lambda, **(settings | options))
 
     def make(probe: Probe, mean: Callable) -> Algorithm:
         return pqn.pqn(probe.environment.spec, config(probe), updates=UPDATES, mean=mean)

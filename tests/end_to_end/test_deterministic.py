@@ -21,12 +21,13 @@ import numpy as np
 import pytest
 from jax.sharding import PartitionSpec
 
-from longhaul.algorithms import ppo
+from longhaul.algorithms.config import PPOConfig
 from longhaul.config import recipes
 from longhaul.config import resolve as runs
-from longhaul.config.run import Driving, Run, RunError
+from longhaul.config.run import Driving, Run
 from longhaul.runtime import batch_shards
 from longhaul.runtime import mesh as meshes
+from longhaul.runtime.errors import RunError
 from longhaul.topologies import fused
 from longhaul.training import finish, loop, run_dir
 from longhaul.training.data import Feeding, feed
@@ -34,7 +35,7 @@ from tests.helpers.small_runs import begin, make_quick, records, resume, small
 from tests.runtime.test_process_group import together
 
 ROOT = Path(__file__).resolve().parents[2]
-CONFIG = ppo.Config(
+CONFIG = PPOConfig(
     hidden_dim=8, num_minibatches=3, update_epochs=2, lr=3e-2, normalise_observation=True, kl_stop=1e-3, chunk=5
 )
 """So that sums have lengths which are no powers of two, and each kind of mean is taken."""

@@ -9,7 +9,8 @@ from typing import Any
 
 import pytest
 
-from longhaul.config.run import Named, Run, RunError
+from longhaul.config.run import Named, Run
+from longhaul.runtime.errors import RunError
 from longhaul.telemetry.aggregate import Sums
 from longhaul.topologies.actor_learner.config import Acting
 from longhaul.topologies.inference_server import learner as topology

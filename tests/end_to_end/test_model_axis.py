@@ -14,17 +14,18 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from longhaul.algorithms import ppo
+from longhaul.algorithms.config import PPOConfig
 from longhaul.cli import flags, run_flags
 from longhaul.cli.flags import FlagError
 from longhaul.config import recipes
 from longhaul.config import resolve as runs
 from longhaul.config.resolve import Assembly
-from longhaul.config.run import Driving, Run, RunError
+from longhaul.config.run import Driving, Run
 from longhaul.diagnostics import checks, hlo_collectives, verdict
 from longhaul.diagnostics.compiled_run import Subject, subject
 from longhaul.runtime import mesh as meshes
 from longhaul.runtime import partition
+from longhaul.runtime.errors import RunError
 from longhaul.topologies import fused
 from longhaul.training import data as feeds
 from longhaul.training import loop, precompile, run_dir
@@ -51,7 +52,7 @@ class Made(NamedTuple):
 
 
 def cartpole(**changes: Any) -> Run:
-    config = ppo.Config(hidden_dim=32, num_minibatches=2, update_epochs=2, lr=3e-3, shared=True)
+    config = PPOConfig(hidden_dim=32, num_minibatches=2, update_epochs=2, lr=3e-3, shared=True)
     return small(**{"algorithm": config, "devices": 2, "block": UPDATES, "log_interval": UPDATES, **changes})
 
 
@@ -61,7 +62,7 @@ def driving(**changes: Any) -> Run:
     assert isinstance(recipe.environment, Driving)
     seen = dataclasses.replace(recipe.environment.simulator, agents=2, neighbours=4, waypoints=4, road_points=8)
     task = dataclasses.replace(recipe.environment, scenarios=4, objects=8, horizon=20, simulator=seen)
-    config = ppo.Config(hidden_dim=32, num_minibatches=1, update_epochs=1, lr=3e-3, torso="deepset")
+    config = PPOConfig(hidden_dim=32, num_minibatches=1, update_epochs=1, lr=3e-3, torso="deepset")
     settled = {"environment": task, "algorithm": config, "num_envs": 4, "num_steps": 8, "total_steps": 640}
     return cartpole(**(settled | changes))
 
@@ -269,7 +270,7 @@ def test_sizes_that_cannot_be_are_refused(changes: dict[str, Any], words: str) -
 
 
 def test_a_network_that_cannot_be_split_is_refused() -> None:
-    for run in (cartpole(model=3, devices=1), cartpole(model=2, algorithm=ppo.Config(hidden_dim=8))):
+    for run in (cartpole(model=3, devices=1), cartpole(model=2, algorithm=PPOConfig(hidden_dim=8))):
         source = feeds.feed(run)
         with pytest.raises(ValueError, match=r"no parameters of this network can be split into [23] parts: choose"):
             runs.assemble(run, source.within, ())
@@ -304,7 +305,7 @@ def test_the_flag_says_both_sizes_and_a_run_keeps_them(tmp_path: Path) -> None:
     ],
 )
 def test_other_networks_agree_too(settled: dict[str, Any]) -> None:
-    config = ppo.Config(**{"hidden_dim": 32, "num_minibatches": 2, "update_epochs": 2, "lr": 3e-3, **settled})
+    config = PPOConfig(**{"hidden_dim": 32, "num_minibatches": 2, "update_epochs": 2, "lr": 3e-3, **settled})
     whole, split = (make(cartpole(algorithm=config, model=model)) for model in (1, 2))
     close(whole.progress.state, split.progress.state, 2e-3 if config.precision == "bf16" else 1e-5)
 
@@ -312,6 +313,6 @@ def test_other_networks_agree_too(settled: dict[str, Any]) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("torso", ["latent", "mtr"])
 def test_encoders_agree_too(torso: str) -> None:
-    config = ppo.Config(hidden_dim=32, num_layers=2, num_minibatches=1, update_epochs=1, torso=torso, remat="full")
+    config = PPOConfig(hidden_dim=32, num_layers=2, num_minibatches=1, update_epochs=1, torso=torso, remat="full")
     whole, split = (make(driving(algorithm=config, model=model)) for model in (1, 2))
     close(whole.progress.state, split.progress.state, 1e-5)

@@ -14,8 +14,8 @@ from pathlib import Path
 
 import pytest
 
-from longhaul.config.run import RunError
 from longhaul.runtime import credentials
+from longhaul.runtime.errors import RunError
 from longhaul.runtime.launch import ray_cluster
 from longhaul.runtime.process_group import HostsError
 from longhaul.topologies.actor_learner.config import Acting

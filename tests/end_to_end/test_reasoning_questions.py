@@ -13,19 +13,20 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from longhaul.algorithms import grpo
+from longhaul.algorithms.config import GRPOConfig
 from longhaul.cli import reason
 from longhaul.config import recipes
 from longhaul.config import resolve as runs
-from longhaul.config.run import Run, RunError
+from longhaul.config.run import Run
 from longhaul.reasoning import host_verifier, huggingface, problem_sets, sampler, tasks, tokenizer, transformer
-from longhaul.reasoning.problem_sets import Reasoning
+from longhaul.reasoning.config import ModelConfig, Reasoning
+from longhaul.runtime.errors import RunError
 from longhaul.topologies.actor_learner.config import Acting
 from longhaul.training import evaluate, load_policy, reasoning_setup
 from tests.helpers.small_runs import begin, make_quick, records
 
 WORDS = ("<end>", "<none>", "what", "is", "more", "than", "?", "one", "two", "three", "####", *"12345")
-MODEL = transformer.Config("qwen2", len(WORDS), 16, 1, 2, 1, 8, 16)
+MODEL = ModelConfig("qwen2", len(WORDS), 16, 1, 2, 1, 8, 16)
 LENGTH = 4
 
 
@@ -60,7 +61,7 @@ def asking(folder: Path, **changes: Any) -> Run:
     """60 updates of 8 questions, 8 completions of each, in one thread."""
     settings: dict[str, Any] = {
         "environment": Reasoning(task="questions", questions=str(folder / "sums.jsonl"), template="{question}"),
-        "algorithm": grpo.Config(model_folder=str(folder), group=8, lr=2e-2, warmup=0, num_minibatches=1),
+        "algorithm": GRPOConfig(model_folder=str(folder), group=8, lr=2e-2, warmup=0, num_minibatches=1),
         "topology": "actors", "acting": Acting(1, "thread"), "total_steps": 60 * 64 * LENGTH, "num_envs": 8,
         "num_steps": LENGTH, "devices": 1, "log_interval": 1, "evaluation_episodes": 2,
     }  # fmt: skip
@@ -84,7 +85,7 @@ def test_a_loaded_model_learns_from_questions_that_the_host_checks(folder: Path,
 @pytest.mark.slow
 def test_a_run_two_updates_behind_ends_no_lower_than_one_that_is_not(folder: Path, tmp_path: Path) -> None:
     """From rewards alone, two threads, two seeds each; but for noise, of which so few questions make much."""
-    algorithm = grpo.Config(model_folder=str(folder), group=8, lr=1e-2, warmup=0, num_minibatches=1)
+    algorithm = GRPOConfig(model_folder=str(folder), group=8, lr=1e-2, warmup=0, num_minibatches=1)
     ends: dict[int, list[float]] = {0: [], 2: []}
     for seed in (0, 1):
         for staleness, found in ends.items():
@@ -120,7 +121,7 @@ def test_a_run_on_questions_is_evaluated_and_asked(
 
 
 ARITHMETIC = tasks.arithmetic(1, 3, direct=0.0, noise=0.2)
-CHARACTERS = transformer.Config(width=16, layers=1, heads=1, kv_heads=1, head_dim=16, hidden=16)
+CHARACTERS = ModelConfig(width=16, layers=1, heads=1, kv_heads=1, head_dim=16, hidden=16)
 
 
 def test_the_host_marks_completions_as_the_device_does() -> None:
@@ -176,8 +177,8 @@ def test_a_reward_that_is_no_number_is_named() -> None:
 
 
 def test_bytes_are_the_words_of_a_model_without_files(folder: Path) -> None:
-    run = asking(folder, algorithm=grpo.Config(group=8), num_steps=5, total_steps=64 * 5)
-    assert isinstance(run.algorithm, grpo.Config)
+    run = asking(folder, algorithm=GRPOConfig(group=8), num_steps=5, total_steps=64 * 5)
+    assert isinstance(run.algorithm, GRPOConfig)
     assert (run.algorithm.model.vocabulary, run.algorithm.model.pad) == (257, -1)
     words = reasoning_setup.words(run)
     assert words.decode([*words.encode("né ∑ 3"), tokenizer.BYTE_END, 65]) == "né ∑ 3"
@@ -190,7 +191,7 @@ def test_bytes_are_the_words_of_a_model_without_files(folder: Path) -> None:
     ("changes", "words"),
     [
         ({"topology": "fused"}, "--task questions is checked on the host; give --topology actors"),
-        ({"algorithm": grpo.Config(model_folder="/nowhere")}, "/nowhere/tokenizer.json is not there"),
+        ({"algorithm": GRPOConfig(model_folder="/nowhere")}, "/nowhere/tokenizer.json is not there"),
         ({"environment": Reasoning(task="questions", template="Q:")}, r"--template is 'Q:'; it must have {question}"),
         ({"environment": Reasoning(task="countdown", fewest=1, most=1, held_out_fewest=1)}, "--most is 1; countdown"),
         ({"environment": Reasoning()}, "problems of --task arithmetic are written in 23 characters"),
@@ -212,7 +213,7 @@ def test_what_can_not_be_is_one_line(folder: Path, changes: dict[str, Any], word
     ],
 )
 def test_a_file_that_will_not_do_is_one_line(folder: Path, task: dict[str, Any], held: int, words: str) -> None:
-    run = asking(folder, evaluation_episodes=held, algorithm=grpo.Config(group=8))
+    run = asking(folder, evaluation_episodes=held, algorithm=GRPOConfig(group=8))
     with pytest.raises(RunError, match=words):
         reasoning_setup.bank(dataclasses.replace(run, environment=dataclasses.replace(run.environment, **task)))
 
@@ -236,7 +237,7 @@ def test_countdown_is_imitated_and_rewarded(tmp_path: Path) -> None:
     """Two numbers: imitation alone learns to answer, of which the host says what is right."""
     run = runs.resolve(Run(
         "small-countdown", Reasoning(task="countdown", most=2, problems=512),
-        grpo.Config(model=transformer.Config(), group=8, taught=60), topology="actors", acting=Acting(1, "thread"),
+        GRPOConfig(model=ModelConfig(), group=8, taught=60), topology="actors", acting=Acting(1, "thread"),
         total_steps=80 * 64 * 16, num_envs=8, num_steps=16, devices=1, log_interval=1, evaluation_episodes=16,
     ))  # fmt: skip
     assert begin(run, tmp_path / "run").code == 0

@@ -17,15 +17,16 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from longhaul.algorithms import grpo
+from longhaul.algorithms.config import GRPOConfig
 from longhaul.cli import reason
 from longhaul.cli.flags import FlagError
 from longhaul.config import recipes
 from longhaul.config import resolve as runs
-from longhaul.config.run import Run, RunError
+from longhaul.config.run import Run
 from longhaul.reasoning import evaluate as quality
-from longhaul.reasoning import problem_sets, sampler, tasks, tokenizer, transformer
-from longhaul.reasoning.problem_sets import Reasoning
+from longhaul.reasoning import problem_sets, sampler, tasks, tokenizer
+from longhaul.reasoning.config import ModelConfig, Reasoning
+from longhaul.runtime.errors import RunError
 from longhaul.telemetry.aggregate import Sums
 from longhaul.topologies.actor_learner.config import Acting
 from longhaul.training import evaluate, load_policy, loop
@@ -33,7 +34,7 @@ from longhaul.training.checkpoint.checkpoint import Checkpoints
 from tests.helpers.small_runs import after, begin, checkpoints, make_quick, records, result, resume
 
 TASK = Reasoning(problems=64, most=3)
-MODEL = transformer.Config(width=16, layers=1, heads=1, kv_heads=1, head_dim=16, hidden=16)
+MODEL = ModelConfig(width=16, layers=1, heads=1, kv_heads=1, head_dim=16, hidden=16)
 LENGTH = 21
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -49,7 +50,7 @@ def small(**changes: Any) -> Run:
     """Six updates of 2 problems in calls of 1, the first two of them taught; a checkpoint every 2."""
     settings: dict[str, Any] = {
         "environment": TASK,
-        "algorithm": grpo.Config(model=MODEL, group=4, taught=2, lr_taught=1e-2, lr=1e-2),
+        "algorithm": GRPOConfig(model=MODEL, group=4, taught=2, lr_taught=1e-2, lr=1e-2),
         "total_steps": 6 * 8 * LENGTH,
         "num_envs": 2,
         "num_steps": LENGTH,
@@ -228,8 +229,8 @@ def test_a_perfect_policy_and_one_that_never_ends() -> None:
         ({"environment": dataclasses.replace(TASK, fewest=4)}, "--fewest is 4; it must lie in 1 to --most, 3"),
         ({"environment": runs.Named("cartpole")}, "learn from prompts, and nothing else does"),
         ({"topology": "central"}, "completions are sampled by the learner, its threads or its processes"),
-        ({"num_envs": 3, "algorithm": grpo.Config(model=MODEL, group=3)}, "--num-minibatches is 2"),
-        ({"algorithm": grpo.Config(model=dataclasses.replace(MODEL, heads=0))}, "--model-heads is 0"),
+        ({"num_envs": 3, "algorithm": GRPOConfig(model=MODEL, group=3)}, "--num-minibatches is 2"),
+        ({"algorithm": GRPOConfig(model=dataclasses.replace(MODEL, heads=0))}, "--model-heads is 0"),
     ],
 )
 def test_what_can_not_be_is_one_line(changes: dict[str, Any], words: str) -> None:

@@ -7,9 +7,10 @@ import jax
 import numpy as np
 import pytest
 
-from longhaul.algorithms import dqn, sac
+from longhaul.algorithms.config import DQNConfig, SACConfig
 from longhaul.config import resolve as runs
-from longhaul.config.run import Named, Run, RunError
+from longhaul.config.run import Named, Run
+from longhaul.runtime.errors import RunError
 from longhaul.topologies import fused
 from longhaul.training import loop
 from longhaul.training.checkpoint.checkpoint import Checkpoints
@@ -19,8 +20,8 @@ LITTLE: dict[str, Any] = {
     "hidden_dim": 8, "num_layers": 1, "batch_size": 16, "gradient_steps": 2, "learning_starts": 64, "replay_size": 256
 }  # fmt: skip
 LEARNERS = {
-    "sac": ("pendulum", sac.Config(**LITTLE)),
-    "dqn": ("cartpole", dqn.Config(**LITTLE, replay_precision="bf16")),
+    "sac": ("pendulum", SACConfig(**LITTLE)),
+    "dqn": ("cartpole", DQNConfig(**LITTLE, replay_precision="bf16")),
 }
 
 

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 from longhaul.algorithms import registry
+from longhaul.algorithms.config import OffPolicy
 from longhaul.environment import vectorise
 from longhaul.envs.host.jax_vector import JaxVector, Programs
 from longhaul.envs.probes import PROBES, Probe
@@ -33,7 +34,7 @@ COUNT = 2
 """Of actors."""
 
 
-def made(probe: Probe, settings: registry.OffPolicy, devices: int, *, alone: bool = False) -> Algorithm:
+def made(probe: Probe, settings: OffPolicy, devices: int, *, alone: bool = False) -> Algorithm:
     sizes = Sizes(devices, WORLDS // devices * (probe.environment.spec.agents or 1), STEPS)
     registry.check(settings, sizes)
     mean = meshes.identity if alone else meshes.mean_over_data
@@ -46,7 +47,7 @@ def collecting(probe: Probe, algorithm: Algorithm, worlds: int) -> fused.Collect
 
 
 def by_actors(
-    probe: Probe, settings: registry.OffPolicy, bound: int | None, *, devices: int = 1, updates: int = UPDATES
+    probe: Probe, settings: OffPolicy, bound: int | None, *, devices: int = 1, updates: int = UPDATES
 ) -> tuple[Any, Algorithm, list[Any]]:
     """(the last state, the algorithm, metrics of each update) of two actors in threads."""
     algorithm, mesh = made(probe, settings, devices), meshes.make_mesh(devices)

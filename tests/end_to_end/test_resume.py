@@ -17,9 +17,9 @@ from typing import Any
 
 import pytest
 
-from longhaul.algorithms import ppo
+from longhaul.algorithms.config import PPOConfig
 from longhaul.config import resolve as runs
-from longhaul.config.run import RunError
+from longhaul.runtime.errors import RunError
 from longhaul.telemetry import sinks
 from longhaul.telemetry.sinks import MetricsError
 from longhaul.topologies import fused
@@ -153,7 +153,7 @@ def test_tortured_it_ends_bit_identical(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_the_game_killed_ends_bit_identical(tmp_path: Path) -> None:
     """HackMatrix, whose observations are packed and whose actions are masked: a kill after the first save."""
-    config = ppo.Config(hidden_dim=8, num_minibatches=2, update_epochs=1, shared=True, init="lecun")
+    config = PPOConfig(hidden_dim=8, num_minibatches=2, update_epochs=1, shared=True, init="lecun")
     run = small(environment=runs.Named("hackmatrix"), algorithm=config, total_steps=8 * 16 * 40, threads=1)
     folder, whole = tmp_path / "run", tmp_path / "whole"
     assert begin(run, whole).code == 0

@@ -14,7 +14,8 @@ from typing import Any
 import numpy as np
 
 from longhaul.reasoning import huggingface
-from longhaul.reasoning.transformer import Config, RopeScaling, shapes
+from longhaul.reasoning.config import ModelConfig, RopeScaling
+from longhaul.reasoning.transformer import shapes
 from longhaul.types import Params
 
 STORED = Path(__file__).with_name("reasoning_logits.npz")
@@ -25,20 +26,20 @@ TINY: dict[str, Any] = {"vocabulary": 31, "width": 64, "layers": 3, "heads": 4, 
 LLAMA3 = RopeScaling("llama3", 8.0, 1.0, 4.0, 16)
 
 CONFIGS = {
-    "llama": Config(family="llama", tied=False, **TINY),
-    "llama-all-heads": Config(family="llama", tied=False, **{**TINY, "kv_heads": 4}),
-    "llama3-rope": Config(family="llama", tied=True, theta=50_000.0, rope_scaling=LLAMA3, **TINY),
-    "linear-rope": Config(family="llama", tied=True, rope_scaling=RopeScaling("linear", 4.0), **TINY),
-    "qwen2": Config(family="qwen2", tied=True, theta=1e6, **TINY),
-    "qwen2-untied": Config(family="qwen2", tied=False, **TINY),
-    "qwen3": Config(family="qwen3", tied=True, theta=1e6, **{**TINY, "head_dim": 32}),
-    "qwen3-untied": Config(family="qwen3", tied=False, **TINY),
+    "llama": ModelConfig(family="llama", tied=False, **TINY),
+    "llama-all-heads": ModelConfig(family="llama", tied=False, **{**TINY, "kv_heads": 4}),
+    "llama3-rope": ModelConfig(family="llama", tied=True, theta=50_000.0, rope_scaling=LLAMA3, **TINY),
+    "linear-rope": ModelConfig(family="llama", tied=True, rope_scaling=RopeScaling("linear", 4.0), **TINY),
+    "qwen2": ModelConfig(family="qwen2", tied=True, theta=1e6, **TINY),
+    "qwen2-untied": ModelConfig(family="qwen2", tied=False, **TINY),
+    "qwen3": ModelConfig(family="qwen3", tied=True, theta=1e6, **{**TINY, "head_dim": 32}),
+    "qwen3-untied": ModelConfig(family="qwen3", tied=False, **TINY),
 }
 
 TOKENS = np.random.default_rng(7).integers(0, 31, (2, 24)).astype(np.int32)
 
 
-def params(config: Config) -> Params:
+def params(config: ModelConfig) -> Params:
     """Random ones, norms and biases too, by NumPy: so that no version of JAX changes them."""
     rng = np.random.default_rng(3)
 
@@ -51,7 +52,7 @@ def params(config: Config) -> Params:
     return {name: made(name, shape) for name, shape in ours.items() if name != "layers"} | {"layers": layers}
 
 
-def by_transformers(config: Config, shard_bytes: int = huggingface.SHARD_BYTES) -> np.ndarray:
+def by_transformers(config: ModelConfig, shard_bytes: int = huggingface.SHARD_BYTES) -> np.ndarray:
     """Logits [2, 24, 31] of a model that `hub.save` wrote and transformers loaded."""
     import torch
     from transformers import AutoModelForCausalLM

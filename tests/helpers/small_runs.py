@@ -10,7 +10,7 @@ from typing import Any
 import jax
 import pytest
 
-from longhaul.algorithms import ppo
+from longhaul.algorithms.config import PPOConfig
 from longhaul.config import resolve as runs
 from longhaul.config.resolve import Assembly
 from longhaul.config.run import BEGINNING, Named, Origin, Run
@@ -26,7 +26,7 @@ TIMES = ("wall_seconds", "sps")
 def small(**changes: Any) -> Run:
     """CartPole, 60 updates of 8 worlds in calls of 2; a record every 4, a checkpoint every 6."""
     settings: dict[str, Any] = {
-        "algorithm": ppo.Config(hidden_dim=8, num_minibatches=2, update_epochs=1, lr=3e-3),
+        "algorithm": PPOConfig(hidden_dim=8, num_minibatches=2, update_epochs=1, lr=3e-3),
         "environment": Named("cartpole"),
         "total_steps": 8 * 16 * 60,
         "num_envs": 8,

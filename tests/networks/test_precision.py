@@ -16,16 +16,17 @@ import optax
 import pytest
 
 from longhaul.algorithms import ppo
-from longhaul.algorithms.ppo import Config
+from longhaul.algorithms.actor_critic import State
+from longhaul.algorithms.config import PPOConfig
 from longhaul.cli import flags, main, run_flags
 from longhaul.config import recipes
 from longhaul.config.resolve import resolve
-from longhaul.config.run import RunError
 from longhaul.diagnostics.compiled_run import Subject, subject
 from longhaul.networks import actor_critic
 from longhaul.networks.precision import POLICIES, REMATS
 from longhaul.runtime import device_memory
 from longhaul.runtime import mesh as meshes
+from longhaul.runtime.errors import RunError
 from longhaul.spaces import Discrete
 from longhaul.topologies import fused
 from longhaul.training import finish, run_dir
@@ -157,7 +158,7 @@ def test_run_files_from_before_still_say_how_to_go_on(tmp_path: Path, then: bool
 # -------------------------------------------------------------------------------------------------------- accumulation
 
 STEPS, COLUMNS = 6, 8
-STEP = Config(
+STEP = PPOConfig(
     hidden_dim=16, num_layers=1, num_minibatches=1, update_epochs=1, max_grad_norm=1e9, lr=1e-2, chunk=4096
 )  # fmt: skip
 """One step on the whole batch: Adam's first moment is then a tenth of the gradient."""
@@ -170,7 +171,7 @@ LEARNERS = {
 }
 
 
-def learner(config: Config) -> tuple[Any, ppo.State, Rollout]:
+def learner(config: PPOConfig) -> tuple[Any, State, Rollout]:
     """(learn, a state, experience of which some steps do not count)."""
     spec = Spec(SEEN, Discrete(3), agents=2)
     algorithm = ppo.ppo(spec, config, updates=10, mean=meshes.identity)
@@ -189,7 +190,7 @@ def learner(config: Config) -> tuple[Any, ppo.State, Rollout]:
     return jax.jit(algorithm.learn, compiler_options=QUICK), state, data
 
 
-def gradient(state: ppo.State) -> Any:
+def gradient(state: State) -> Any:
     return next(x.mu for x in jax.tree.leaves(state.opt_state, is_leaf=lambda x: hasattr(x, "mu")) if hasattr(x, "mu"))
 
 

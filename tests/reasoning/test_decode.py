@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from longhaul.reasoning import decode, sampler, tokenizer, transformer
+from longhaul.reasoning.config import ModelConfig
 from tests.helpers import reference_logits as reference
 
 PROMPT, WHOLE = 6, 10
@@ -25,7 +26,7 @@ def rolled(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(transformer, "UNROLLED", 0)
 
 
-def both(config: transformer.Config, adapters: transformer.Lora | None = None) -> tuple[jax.Array, jax.Array]:
+def both(config: ModelConfig, adapters: transformer.Lora | None = None) -> tuple[jax.Array, jax.Array]:
     """Logits [2, 4, V] of what follows each token behind the prompt: of the full forward, and step by step."""
 
     @jax.jit

@@ -14,10 +14,11 @@ import pytest
 
 from longhaul.algorithms import grpo
 from longhaul.reasoning import reward_gate, sampler
+from longhaul.reasoning.config import GateConfig
 from longhaul.runtime import mesh as meshes
 from tests.algorithms.test_grpo import ROWS, TINY, completions, config
 
-SETTINGS = reward_gate.Config(threshold=0.6, hysteresis=0.1, patience=3, rise=0.05, every=4)
+SETTINGS = GateConfig(threshold=0.6, hysteresis=0.1, patience=3, rise=0.05, every=4)
 LOOK = jax.jit(lambda now, level: reward_gate.look(SETTINGS, now, level))
 
 
@@ -49,7 +50,7 @@ def test_who_was_let_through_is_not_taught_again() -> None:
 
 
 def test_without_a_threshold_it_is_open_for_good() -> None:
-    free = reward_gate.Config()
+    free = GateConfig()
     now = reward_gate.begin(free)
     for level in (0.0, 0.0):
         now = reward_gate.look(free, now, jnp.float32(level))

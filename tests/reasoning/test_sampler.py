@@ -11,10 +11,11 @@ import numpy as np
 import pytest
 
 from longhaul.reasoning import device_verifier, sampler, tasks, tokenizer, transformer
+from longhaul.reasoning.config import ModelConfig
 from longhaul.runtime import mesh as meshes
 from longhaul.runtime import partition
 
-CONFIG = transformer.Config(width=32, layers=1, heads=2, kv_heads=1, head_dim=16, hidden=48)
+CONFIG = ModelConfig(width=32, layers=1, heads=2, kv_heads=1, head_dim=16, hidden=48)
 LENGTH = 21
 ARITHMETIC = tasks.arithmetic(1, 3, direct=0.0, noise=0.2)
 

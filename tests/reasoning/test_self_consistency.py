@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from longhaul.reasoning import self_consistency, tasks, tokenizer, transformer
+from longhaul.reasoning.config import ModelConfig
 from longhaul.reasoning.drawing import drawing
 from longhaul.reasoning.self_consistency import Chain, Config, ReasoningOptimizer
 
@@ -125,7 +126,7 @@ def test_a_prompt_says_what_the_problem_is(task: tasks.Task) -> None:
 
 
 def test_a_model_draws_within_its_budget_and_others_each_time() -> None:
-    config = transformer.Config(width=16, layers=1, heads=1, kv_heads=1, head_dim=16, hidden=16)
+    config = ModelConfig(width=16, layers=1, heads=1, kv_heads=1, head_dim=16, hidden=16)
     params = transformer.init(jax.random.key(0), config)
     draw: Callable[..., list[list[tuple[str, float]]]] = drawing(config, params, length=12, max_reasoning_steps=1)
     one, two = draw([PROMPT, "1+1="], 3)

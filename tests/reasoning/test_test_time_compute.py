@@ -12,14 +12,8 @@ import pytest
 from longhaul.reasoning import (
     evaluate as quality,
 )
-from longhaul.reasoning import (
-    sampler,
-    self_consistency,
-    tasks,
-    test_time_compute,
-    tokenizer,
-    transformer,
-)
+from longhaul.reasoning import sampler, self_consistency, tasks, test_time_compute, tokenizer
+from longhaul.reasoning.config import ModelConfig
 
 TASK = tasks.arithmetic(1, 2)
 LENGTH, GROUP = 16, 4
@@ -53,7 +47,7 @@ def test_steps_samples_and_the_early_stop_by_hand(monkeypatch: pytest.MonkeyPatc
     bank = sampler.bank(TASK, asked, np.random.default_rng(0), LENGTH)
     how = sampler.Sampling(LENGTH, GROUP)
     settings = self_consistency.Config(samples=GROUP, wave=1, lead=2.0)
-    found = test_time_compute.think(TASK, asked, bank, {}, jax.random.key(0), config=transformer.Config(), sampling=how,
+    found = test_time_compute.think(TASK, asked, bank, {}, jax.random.key(0), config=ModelConfig(), sampling=how,
                            settings=settings)  # fmt: skip
     # Three of four samples are right where the budget reaches the problem's one or two steps.
     assert [tuple(each) for each in found.budgets] == [(0, 0.0, 0.0), (1, 0.375, 0.5), (2, 0.75, 1.0)]
@@ -66,5 +60,5 @@ def test_steps_samples_and_the_early_stop_by_hand(monkeypatch: pytest.MonkeyPatc
 
 def test_samples_that_are_not_the_group_are_named() -> None:
     with pytest.raises(ValueError, match="samples is 8; it must be the group, 4"):
-        test_time_compute.think(TASK, [], None, {}, jax.random.key(0), config=transformer.Config(),  # type: ignore[arg-type]
+        test_time_compute.think(TASK, [], None, {}, jax.random.key(0), config=ModelConfig(),  # type: ignore[arg-type]
                        sampling=sampler.Sampling(group=4), settings=self_consistency.Config(samples=8))  # fmt: skip

@@ -18,6 +18,7 @@ import pytest
 from jax.sharding import PartitionSpec
 
 from longhaul.reasoning import huggingface, tokenizer, transformer
+from longhaul.reasoning.config import ModelConfig
 from longhaul.runtime import mesh as meshes
 from longhaul.runtime import partition
 from tests.helpers import reference_logits as reference
@@ -209,7 +210,7 @@ def test_rematerialisation_changes_no_gradient_and_bfloat16_little() -> None:
     params, rows = reference.params(TINY), reference.TOKENS
 
     @functools.partial(jax.jit, static_argnums=0)
-    def gradient(config: transformer.Config, params: Any) -> Any:
+    def gradient(config: ModelConfig, params: Any) -> Any:
         def loss(params: Any) -> jax.Array:
             logits, _ = transformer.forward(config, params, rows, jnp.asarray(ALL))
             return jnp.mean(jnp.square(jax.nn.log_softmax(logits)))
@@ -244,7 +245,7 @@ def test_a_model_begins_as_its_shapes_say() -> None:
     assert jax.tree.map(jnp.shape, params) == transformer.shapes(TINY)
     assert transformer.size(TINY) == sum(leaf.size for leaf in jax.tree.leaves(params))
     # By hand: 23 x 64 embedded, 2 layers of 4 x 64 x 64 and 3 x 64 x 192 with 2 norms of 64 and 2 of 32, a norm.
-    assert transformer.size(transformer.Config()) == 23 * 64 + 2 * (4 * 64 * 64 + 3 * 64 * 192 + 2 * 64 + 2 * 32) + 64
+    assert transformer.size(ModelConfig()) == 23 * 64 + 2 * (4 * 64 * 64 + 3 * 64 * 192 + 2 * 64 + 2 * 32) + 64
     layers, root = params["layers"], 1 / np.sqrt(2 * TINY.layers)
     assert float(jnp.std(layers["up"])) == pytest.approx(1 / np.sqrt(TINY.width), rel=0.1)
     assert float(jnp.std(layers["narrow"])) == pytest.approx(root / np.sqrt(TINY.hidden), rel=0.1)

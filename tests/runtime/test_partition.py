@@ -13,11 +13,12 @@ import pytest
 from jax.sharding import PartitionSpec
 
 from longhaul.algorithms import minibatch, ppo
+from longhaul.algorithms.config import PPOConfig
 from longhaul.networks import attention
 from longhaul.runtime import mesh as meshes
 from longhaul.runtime import partition
 from longhaul.spaces import Discrete
-from longhaul.types import Spec
+from longhaul.types import Algorithm, Spec
 
 WHOLE = PartitionSpec()
 COLUMNS, ROWS = PartitionSpec(None, "model"), PartitionSpec("model", None)
@@ -64,9 +65,9 @@ def test_any_shape_is_split_once_and_evenly_where_that_can_be() -> None:
     assert 200 < split < 1800, "both kinds must have been drawn"
 
 
-def algorithm(**settings: Any) -> ppo.Algorithm:
+def algorithm(**settings: Any) -> Algorithm:
     spec = Spec(jax.ShapeDtypeStruct((6,), jnp.float32), Discrete(3))
-    config = ppo.Config(**{"hidden_dim": 48, "num_layers": 3, **settings})
+    config = PPOConfig(**{"hidden_dim": 48, "num_layers": 3, **settings})
     return ppo.ppo(spec, config, updates=1, mean=meshes.identity)
 
 

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from longhaul.cli.main import main
-from longhaul.config.run import RunError
+from longhaul.runtime.errors import RunError
 from longhaul.telemetry import sinks, wandb, wandb_process
 from longhaul.training.run_dir import find_folder, load_run
 from tests.helpers import small_runs

@@ -10,6 +10,7 @@ import pytest
 from jax.sharding import Mesh
 
 from longhaul.algorithms import ppo
+from longhaul.algorithms.config import PPOConfig
 from longhaul.environment import vectorise
 from longhaul.rollout import collector
 from longhaul.runtime import mesh as meshes
@@ -199,7 +200,7 @@ def test_one_all_reduce_a_step_of_the_optimiser(agents):
     The loops are: updates (1), epochs (2), minibatches (3).
     """
     environment, mesh = Chaos(agents=agents), meshes.make_mesh(2)
-    config = ppo.Config(hidden_dim=8, num_layers=1, num_minibatches=3, update_epochs=2)
+    config = PPOConfig(hidden_dim=8, num_layers=1, num_minibatches=3, update_epochs=2)
     algorithm = ppo.ppo(environment.spec, config, updates=4, mean=meshes.mean_over_data)
     collect = collector(vectorise(environment, WORLDS), algorithm.act, algorithm.memory, steps=4)
     made = algorithm, lambda context: collect, mesh

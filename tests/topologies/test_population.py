@@ -15,10 +15,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from longhaul.algorithms import population, ppo
-from longhaul.algorithms.population import Member, Population, Tuned
+from longhaul.algorithms import population
+from longhaul.algorithms.config import PPOConfig
+from longhaul.algorithms.population import Tuned
+from longhaul.config.population import Member, Population, members, sweeps
 from longhaul.config.resolve import resolve
-from longhaul.config.run import Named, Run, RunError
+from longhaul.config.run import Named, Run
+from longhaul.runtime.errors import RunError
 from longhaul.telemetry import sinks
 from longhaul.training import loop, population_metrics, run_dir
 from longhaul.training.checkpoint import resume as resumption
@@ -137,12 +140,12 @@ def test_a_stopped_population_goes_on_to_the_same_end(
     ],
 )
 def test_a_sweep_is_even_on_its_scale(word: str, values: tuple[float, ...]) -> None:
-    ((_, found),) = population.sweeps((word,)).items()
+    ((_, found),) = sweeps((word,)).items()
     assert found == pytest.approx(values, rel=1e-6)
 
 
 def test_several_sweeps_and_seeds_make_every_combination() -> None:
-    found = population.members(Population(2, ("lr=1e-4,1e-3", "gamma=0.9,0.99")), 5)
+    found = members(Population(2, ("lr=1e-4,1e-3", "gamma=0.9,0.99")), 5)
     assert len(found) == 8 and len({(m.seed, *m.values.values()) for m in found}) == 8
     assert found[1] == Member(6, {"lr": 1e-4, "gamma": 0.9})
 
@@ -164,7 +167,7 @@ def test_several_sweeps_and_seeds_make_every_combination() -> None:
 )  # fmt: skip
 def test_what_can_not_be_is_refused_in_a_line(changes: dict[str, Any], line: str) -> None:
     with pytest.raises(RunError, match=line):
-        resolve(Run("small", Named("cartpole"), ppo.Config(), **changes))
+        resolve(Run("small", Named("cartpole"), PPOConfig(), **changes))
 
 
 def test_a_hyperparameter_that_shapes_the_program_is_refused() -> None:
@@ -256,7 +259,7 @@ def test_evolution_finds_the_learning_rate_that_learns(tmp_path: Path) -> None:
     evolving = Population(sweep=("lr=1e-7..1e-2:10",), pbt_interval=5)
     run = resolve(
         Run(
-            "pbt", Named("probe/action"), ppo.Config(hidden_dim=8, num_minibatches=1, update_epochs=2, anneal=False),
+            "pbt", Named("probe/action"), PPOConfig(hidden_dim=8, num_minibatches=1, update_epochs=2, anneal=False),
             population=evolving, total_steps=8 * 8 * 60, num_envs=8, num_steps=8, log_interval=5, evaluation_episodes=2,
         )
     )  # fmt: skip

@@ -22,11 +22,12 @@ import numpy as np
 import pytest
 
 from longhaul.config import resolve as runs
-from longhaul.config.run import Driving, Run, RunError
+from longhaul.config.run import Driving, Run
 from longhaul.driving.scenario import bank as banks
 from longhaul.driving.scenario.scenario import Scenario
 from longhaul.driving.shards import shard, stream
 from longhaul.driving.sim import simulator, tables
+from longhaul.runtime.errors import RunError
 from longhaul.spaces import Discrete, Measure
 from longhaul.topologies import fused
 from longhaul.training import data as feeds

@@ -21,9 +21,10 @@ import pytest
 
 from longhaul.algorithms import registry
 from longhaul.config import resolve as runs
-from longhaul.config.run import Driving, RunError
+from longhaul.config.run import Driving
 from longhaul.driving.sim import simulator
 from longhaul.runtime import mesh as meshes
+from longhaul.runtime.errors import RunError
 from longhaul.runtime.provenance import params_sha256
 from longhaul.telemetry import sinks
 from longhaul.telemetry.aggregate import Sums

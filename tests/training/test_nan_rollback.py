@@ -14,8 +14,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from longhaul.algorithms import ppo
-from longhaul.config.run import Named, Run, RunError
+from longhaul.algorithms.config import PPOConfig
+from longhaul.config.run import Named, Run
+from longhaul.runtime.errors import RunError
 from longhaul.topologies import fused
 from longhaul.training import loop, nan_rollback
 from longhaul.training.nan_rollback import Poisoned
@@ -148,7 +149,7 @@ def test_where_it_comes_again_and_again_the_run_fails_with_one_line(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     folder = tmp_path / "run"
-    config = ppo.Config(hidden_dim=8, num_minibatches=2, update_epochs=1, lr=1e38)
+    config = PPOConfig(hidden_dim=8, num_minibatches=2, update_epochs=1, lr=1e38)
     with pytest.raises(RunError, match=r"update \d+ made numbers .*after 2 detours of 2; lower --lr") as raised:
         begin(small(algorithm=config, rollbacks=2), folder)
     assert "\n" not in str(raised.value)

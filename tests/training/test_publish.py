@@ -15,8 +15,8 @@ import numpy as np
 import pytest
 
 from longhaul.cli import main
-from longhaul.config.run import RunError
 from longhaul.runtime import mesh as meshes
+from longhaul.runtime.errors import RunError
 from longhaul.runtime.provenance import params_sha256
 from longhaul.topologies.actor_learner.config import Acting
 from longhaul.training import loop, publish

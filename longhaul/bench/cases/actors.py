@@ -13,7 +13,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from longhaul.algorithms import impala, ppo
+from longhaul.algorithms.config import IMPALAConfig, PPOConfig
 from longhaul.bench.cases.training import Prepared
 from longhaul.config.resolve import assemble, prepare_devices, resolve
 from longhaul.config.run import Named, Run
@@ -114,10 +114,10 @@ def transport(rows: int, width: int, streams: int, messages: int, copies: int) -
     return Prepared(config, messages * rows, "env steps", 0.0, lambda number: None, work)
 
 
-LEARNERS: dict[str, ppo.Config | impala.Config] = {
-    "ppo": ppo.Config(lr=2.5e-3, anneal=False),
-    "impala": impala.Config(lr=5e-3, anneal=False),
-    "appo": impala.Config(lr=2.5e-3, anneal=False, optimiser="adam", clip_eps=0.2, update_epochs=2, max_grad_norm=0.5),
+LEARNERS: dict[str, PPOConfig | IMPALAConfig] = {
+    "ppo": PPOConfig(lr=2.5e-3, anneal=False),
+    "impala": IMPALAConfig(lr=5e-3, anneal=False),
+    "appo": IMPALAConfig(lr=2.5e-3, anneal=False, optimiser="adam", clip_eps=0.2, update_epochs=2, max_grad_norm=0.5),
 }
 """What `actors` may train by; APPO as others have it by default, twice over each batch."""
 

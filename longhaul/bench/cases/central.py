@@ -16,7 +16,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from longhaul.algorithms import ppo
+from longhaul.algorithms.config import PPOConfig
 from longhaul.bench.cases.actors import cpu_of
 from longhaul.bench.cases.training import Prepared
 from longhaul.config.resolve import assemble, prepare_devices, resolve
@@ -45,7 +45,7 @@ def central(env: str, actors: int, worlds: int, slots: int, lane: str, num_steps
     steps = num_envs * num_steps
     made = resolve(
         Run(
-            "bench", Named(env), ppo.Config(), topology="central", acting=Acting(actors, staleness=None),
+            "bench", Named(env), PPOConfig(), topology="central", acting=Acting(actors, staleness=None),
             central=Central(lane, slots), total_steps=steps * 1_000_000, num_envs=num_envs, num_steps=num_steps,
             devices=1, threads=1,  # as each actor has: a second one's waking costs more than it does
         )

@@ -16,9 +16,11 @@ import jax.numpy as jnp
 import numpy as np
 
 from longhaul.algorithms import grpo
+from longhaul.algorithms.config import GRPOConfig
 from longhaul.bench.cases.training import Prepared
 from longhaul.config.resolve import prepare_devices
 from longhaul.reasoning import sampler, tokenizer, transformer
+from longhaul.reasoning.config import ModelConfig
 from longhaul.runtime import mesh as meshes
 
 
@@ -33,7 +35,7 @@ def cases(
 def reasoning(rows: int, prompt: int, length: int, width: int, layers: int, calls: int, what: str) -> Prepared:
     """`calls` times: `rows` completions of `length` tokens sampled, or as many learnt from in one step of DAPO."""
     prepare_devices(1)
-    config = transformer.Config(width=width, layers=layers, heads=width // 32, kv_heads=width // 32, hidden=3 * width)
+    config = ModelConfig(width=width, layers=layers, heads=width // 32, kv_heads=width // 32, hidden=3 * width)
     rng = np.random.default_rng(0)
     asked = jnp.asarray(rng.integers(1, 23, (rows, prompt)), jnp.int32)
     params = transformer.init(jax.random.key(0), config)
@@ -54,7 +56,7 @@ def reasoning(rows: int, prompt: int, length: int, width: int, layers: int, call
     return Prepared(about, calls * rows * length, "tokens", seconds, lambda number: jax.random.key(number), work)
 
 
-def _sampling(config: transformer.Config, asked: jax.Array, params: Any, length: int) -> tuple[Any, tuple[Any, ...]]:
+def _sampling(config: ModelConfig, asked: jax.Array, params: Any, length: int) -> tuple[Any, tuple[Any, ...]]:
     sample = sampler.sampler(config, length, 1.0, ends=False)
 
     def program(params: Any, asked: jax.Array, key: jax.Array) -> sampler.Drawn:
@@ -64,10 +66,10 @@ def _sampling(config: transformer.Config, asked: jax.Array, params: Any, length:
 
 
 def _learning(
-    config: transformer.Config, asked: jax.Array, params: Any, length: int, rng: np.random.Generator
+    config: ModelConfig, asked: jax.Array, params: Any, length: int, rng: np.random.Generator
 ) -> tuple[Any, tuple[Any, ...]]:
     rows = asked.shape[0]
-    learner = grpo.grpo(None, grpo.Config(model=config, num_minibatches=1), updates=1, mean=meshes.identity)
+    learner = grpo.grpo(None, GRPOConfig(model=config, num_minibatches=1), updates=1, mean=meshes.identity)
     state = jax.jit(learner.init)(jax.random.key(0))
     token = jnp.asarray(rng.integers(tokenizer.PAD + 1, 23, (rows, length)), jnp.int32)
     written, zero = jnp.ones(token.shape, bool), jnp.zeros(rows, jnp.int32)

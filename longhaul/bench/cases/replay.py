@@ -21,7 +21,7 @@ import jax.numpy as jnp
 from longhaul import prng
 from longhaul import replay as replays
 from longhaul.algorithms import off_policy
-from longhaul.algorithms import sac as algorithm
+from longhaul.algorithms.config import SACConfig
 from longhaul.bench.cases.training import Prepared, peak_bytes, training
 from longhaul.config import recipes
 from longhaul.config.run import Named, Run
@@ -144,7 +144,7 @@ def sac(
     if env is None:
         made = dataclasses.replace(recipes.recipe("pendulum-sac"), total_steps=total_steps, devices=devices)
         return training(made, "env steps", {})
-    settings = algorithm.Config(
+    settings = SACConfig(
         batch_size=batch, hidden_dim=256, num_layers=2, gradient_steps=gradient_steps, learning_starts=num_envs,
         replay_size=size or max(total_steps, 65_536), precision=precision,
     )  # fmt: skip

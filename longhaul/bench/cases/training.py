@@ -20,9 +20,10 @@ import numpy as np
 from jax.sharding import PartitionSpec
 
 from longhaul import prng
-from longhaul.algorithms import ppo, registry
-from longhaul.algorithms.population import Population
+from longhaul.algorithms import registry
+from longhaul.algorithms.config import PPOConfig
 from longhaul.config import recipes
+from longhaul.config.population import Population
 from longhaul.config.resolve import assemble, cores, prepare_devices, resolve
 from longhaul.config.run import Driving, Named, Run
 from longhaul.driving import scenario_source
@@ -61,7 +62,7 @@ class Prepared(NamedTuple):
 
 def ppo_cartpole(num_envs: int, total_steps: int, devices: int | None, deterministic: bool = False) -> Prepared:
     made = Run(
-        "bench", Named("cartpole"), ppo.Config(), total_steps=total_steps, num_envs=num_envs, num_steps=128,
+        "bench", Named("cartpole"), PPOConfig(), total_steps=total_steps, num_envs=num_envs, num_steps=128,
         devices=devices, deterministic=deterministic,
     )  # fmt: skip
     return training(made, "env steps", {})
@@ -72,7 +73,7 @@ def seeds(
 ) -> Prepared:
     """So many runs of CartPole by PPO in one program; steps are those of all."""
     made = Run(
-        "bench", Named("cartpole"), ppo.Config(), total_steps=total_steps, num_envs=num_envs, num_steps=num_steps,
+        "bench", Named("cartpole"), PPOConfig(), total_steps=total_steps, num_envs=num_envs, num_steps=num_steps,
         devices=devices, population=Population(seeds=runs, together=together),
     )  # fmt: skip
     return training(made, "env steps", {"runs": runs})
@@ -390,7 +391,7 @@ def _key(mesh: Any, number: int) -> jax.Array:
 
 def _prepare(batch: int, devices: int | None) -> int:
     """As many devices as a training run with so many environments takes, if it is not said."""
-    settings = ppo.Config(num_minibatches=1)
+    settings = PPOConfig(num_minibatches=1)
     run = Run("bench", Named(), settings, total_steps=batch, num_envs=batch, num_steps=1, devices=devices)
     found = resolve(run).devices
     assert found is not None

@@ -14,6 +14,7 @@ import jax.numpy as jnp
 
 from longhaul.algorithms import registry
 from longhaul.algorithms.actor_critic import Policy
+from longhaul.algorithms.config import AlgorithmConfig
 from longhaul.distributions import distribution
 from longhaul.spaces import Masked
 from longhaul.types import Environment, Key, PyTree
@@ -23,7 +24,7 @@ class Agent(NamedTuple):
     """Who plays: a policy, and how its network is made."""
 
     label: str
-    config: registry.Config
+    config: AlgorithmConfig
     policy: Policy
 
 
@@ -81,7 +82,7 @@ def step(environment: Environment, key: Key, t: jax.Array, moment: Moment, actio
 
 
 def chooser(
-    environment: Environment, config: registry.Config, greedy: bool
+    environment: Environment, config: AlgorithmConfig, greedy: bool
 ) -> tuple[Callable[[Moment], Moment], Callable[[Policy, Key, jax.Array, Moment], Choice]]:
     """(moment -> the same with the agent's memory at the start, (policy, key, t, moment) -> what it does)."""
     network = registry.network(environment.spec, config)
@@ -99,7 +100,7 @@ def chooser(
 
 
 def player(
-    environment: Environment, config: registry.Config, *, greedy: bool, limit: int
+    environment: Environment, config: AlgorithmConfig, *, greedy: bool, limit: int
 ) -> Callable[[Policy, int | jax.Array, jax.Array], Played]:
     """A function (policy, seed, numbers [E]) -> the games of those numbers, all at once, of at most `limit` steps."""
     remember, choose = chooser(environment, config, greedy)

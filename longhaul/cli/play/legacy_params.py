@@ -18,7 +18,9 @@ from typing import IO, NamedTuple
 import jax
 import numpy as np
 
-from longhaul.algorithms import ppo
+from longhaul.algorithms import actor_critic
+from longhaul.algorithms.actor_critic import Policy
+from longhaul.algorithms.config import PPOConfig
 from longhaul.spaces import Discrete
 from longhaul.types import Params, Spec
 
@@ -153,22 +155,22 @@ def _said(place: tuple[int, str]) -> str:
 # ------------------------------------------------------------------------------------------------- as our own network
 
 
-def load(path: Path, spec: Spec) -> tuple[ppo.Config, ppo.Policy]:
+def load(path: Path, spec: Spec) -> tuple[PPOConfig, Policy]:
     """The policy of a file, and how its network is made, for an environment of `spec`. Raises LegacyError, OSError."""
     assert isinstance(spec.action, Discrete) and spec.expand is not None
     observed = jax.eval_shape(spec.expand, spec.observation.observation)
     weights = read(path, observed.shape[-1], spec.action.n)
     config = config_of(weights)
     params = params_of(weights)
-    expected = jax.eval_shape(ppo.network(spec, config).init, jax.random.key(0))
+    expected = jax.eval_shape(actor_critic.network(spec, config).init, jax.random.key(0))
     shapes = jax.tree.map(lambda leaf: leaf.shape, (params, expected))
     assert shapes[0] == shapes[1], shapes
-    return config, ppo.Policy(params, ())
+    return config, Policy(params, ())
 
 
-def config_of(weights: Weights) -> ppo.Config:
+def config_of(weights: Weights) -> PPOConfig:
     """The network of `weights`, as ours is configured."""
-    return ppo.Config(shared=True, activation="relu", hidden_dim=weights.width, num_layers=len(weights.hidden))
+    return PPOConfig(shared=True, activation="relu", hidden_dim=weights.width, num_layers=len(weights.hidden))
 
 
 def params_of(weights: Weights) -> Params:

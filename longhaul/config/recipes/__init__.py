@@ -6,12 +6,23 @@ import dataclasses
 import difflib
 from collections.abc import Callable
 
-from longhaul.algorithms import apg, bc, dqn, grpo, impala, ppo, pqn, registry, sac, td3
+from longhaul.algorithms import registry
+from longhaul.algorithms.config import (
+    APGConfig,
+    BCConfig,
+    DQNConfig,
+    GRPOConfig,
+    IMPALAConfig,
+    PPOConfig,
+    PQNConfig,
+    SACConfig,
+    TD3Config,
+)
 from longhaul.config.recipes import driving
-from longhaul.config.run import Named, Run, RunError
+from longhaul.config.run import Named, Run
 from longhaul.diagnostics.scaling_grid import Grid
-from longhaul.reasoning import transformer
-from longhaul.reasoning.problem_sets import Reasoning
+from longhaul.reasoning.config import ModelConfig, Reasoning
+from longhaul.runtime.errors import RunError
 from longhaul.telemetry.health import Bounds
 from longhaul.topologies.actor_learner.config import Acting
 
@@ -24,7 +35,7 @@ def cartpole() -> Run:
     return Run(
         "cartpole",
         Named("cartpole"),
-        ppo.Config(lr=2.5e-3, hidden_dim=64, ent_coef=0.01),
+        PPOConfig(lr=2.5e-3, hidden_dim=64, ent_coef=0.01),
         total_steps=500_000,
         num_envs=32,
         num_steps=64,
@@ -42,7 +53,7 @@ def impala_cartpole() -> Run:
     return Run(
         "impala-cartpole",
         Named("cartpole"),
-        impala.Config(lr=5e-3, ent_coef=0.01),
+        IMPALAConfig(lr=5e-3, ent_coef=0.01),
         total_steps=500_000,
         num_envs=32,
         num_steps=20,
@@ -58,7 +69,7 @@ def appo_cartpole() -> Run:
     return Run(
         "appo-cartpole",
         Named("cartpole"),
-        impala.Config(
+        IMPALAConfig(
             lr=2.5e-3, optimiser="adam", vtrace_lambda=0.95, clip_eps=0.2, num_minibatches=4, update_epochs=4,
             max_grad_norm=0.5, normalise_advantage=True,
         ),
@@ -78,7 +89,7 @@ def impala_pong() -> Run:
     return Run(
         "impala-pong",
         Named("ale/pong"),
-        impala.Config(
+        IMPALAConfig(
             lr=6e-4, rms_eps=0.01 / 640**2, max_grad_norm=40 / 640, torso="nature", shared=True, ent_coef=0.01,
             reward_clip="unit",
         ),
@@ -111,7 +122,7 @@ def appo_pong() -> Run:
     """
     return dataclasses.replace(
         impala_pong(), recipe="appo-pong", environment=Named("ale/pong?img_height=42&img_width=42"),
-        algorithm=impala.Config(
+        algorithm=IMPALAConfig(
             lr=5e-4, optimiser="adam", vtrace_lambda=0.95, clip_eps=0.15, num_minibatches=4, update_epochs=3,
             max_grad_norm=0.5, normalise_advantage=True, ent_coef=0.01, reward_clip="unit", torso="nature",
             shared=True, chunk=256,
@@ -129,7 +140,7 @@ def pendulum() -> Run:
     return Run(
         "pendulum",
         Named("pendulum"),
-        ppo.Config(
+        PPOConfig(
             lr=1e-3, gamma=0.95, gae_lambda=0.95, ent_coef=0.0, clip_value=False, reward_scale=0.1, num_minibatches=8,
             update_epochs=8, normalise_observation=True,
         ),
@@ -148,7 +159,7 @@ def cartpole_dqn() -> Run:
     return Run(
         "cartpole-dqn",
         Named("cartpole"),
-        dqn.Config(
+        DQNConfig(
             lr=1e-3, gradient_steps=16, batch_size=64, tau=0.005, epsilon_final=0.02, exploration=0.1,
             replay_size=200_000,
         ),
@@ -167,7 +178,7 @@ def cartpole_pqn() -> Run:
     return Run(
         "cartpole-pqn",
         Named("cartpole"),
-        pqn.Config(lr=1e-3, num_minibatches=16, q_lambda=0.95, epsilon_final=0.02),
+        PQNConfig(lr=1e-3, num_minibatches=16, q_lambda=0.95, epsilon_final=0.02),
         total_steps=500_000,
         num_envs=32,
         num_steps=64,
@@ -184,7 +195,7 @@ def minatar_dqn() -> Run:
     return Run(
         "minatar-dqn",
         Named("gymnax/Breakout-MinAtar"),
-        dqn.Config(
+        DQNConfig(
             lr=5e-4, gradient_steps=16, batch_size=32, tau=0.005, exploration=0.1, learning_starts=5_000,
             replay_size=100_000, replay_precision="bf16", torso="minatar",
         ),
@@ -204,7 +215,7 @@ def brax_ant() -> Run:
     return Run(
         "brax-ant",
         Named("brax/ant?backend=spring"),
-        ppo.Config(
+        PPOConfig(
             lr=5e-4, gamma=0.97, gae_lambda=0.95, ent_coef=0.001, clip_value=False, reward_scale=0.1,
             num_minibatches=16, update_epochs=4, max_grad_norm=1.0, normalise_observation=True, hidden_dim=128,
             activation="silu",
@@ -224,7 +235,7 @@ def pendulum_sac() -> Run:
     return Run(
         "pendulum-sac",
         Named("pendulum"),
-        sac.Config(lr=1e-3, batch_size=128, hidden_dim=64, gradient_steps=8, learning_starts=1_000, replay_size=30_000),
+        SACConfig(lr=1e-3, batch_size=128, hidden_dim=64, gradient_steps=8, learning_starts=1_000, replay_size=30_000),
         total_steps=30_000,
         num_envs=4,
         num_steps=2,
@@ -239,7 +250,7 @@ def pendulum_td3() -> Run:
     """
     return dataclasses.replace(
         pendulum_sac(), recipe="pendulum-td3",
-        algorithm=td3.Config(lr=1e-3, batch_size=128, hidden_dim=64, gradient_steps=8, replay_size=30_000),
+        algorithm=TD3Config(lr=1e-3, batch_size=128, hidden_dim=64, gradient_steps=8, replay_size=30_000),
     )  # fmt: skip
 
 
@@ -252,7 +263,7 @@ def pendulum_apg() -> Run:
     return Run(
         "pendulum-apg",
         Named("pendulum"),
-        apg.Config(lr=1e-2, gamma=0.99, max_grad_norm=1.0),
+        APGConfig(lr=1e-2, gamma=0.99, max_grad_norm=1.0),
         total_steps=1_000_000,
         num_envs=64,
         num_steps=32,
@@ -262,7 +273,7 @@ def pendulum_apg() -> Run:
 
 def cloning() -> Run:
     """Behaviour cloning of what was recorded in any environment: give --env NAME and --recorded FILES."""
-    return Run("bc", Named("cartpole"), bc.Config(), total_steps=500_000, num_envs=16, num_steps=32)
+    return Run("bc", Named("cartpole"), BCConfig(), total_steps=500_000, num_envs=16, num_steps=32)
 
 
 def hackmatrix() -> Run:
@@ -279,7 +290,7 @@ def hackmatrix() -> Run:
     return Run(
         "hackmatrix",
         Named("hackmatrix"),
-        ppo.Config(
+        PPOConfig(
             lr=2.5e-4, anneal=False, ent_coef=0.15, clip_value=False, hidden_dim=256, num_layers=2, activation="relu",
             shared=True, init="lecun", adam_eps=1e-8, num_minibatches=None, update_epochs=None,
         ),
@@ -327,9 +338,7 @@ def reasoning_arithmetic() -> Run:
     return Run(
         "reasoning-arithmetic",
         Reasoning(),
-        grpo.Config(
-            loss="dapo", lr=4e-4, taught=150, model=transformer.Config(heads=4, kv_heads=4, head_dim=16, theta=100.0)
-        ),
+        GRPOConfig(loss="dapo", lr=4e-4, taught=150, model=ModelConfig(heads=4, kv_heads=4, head_dim=16, theta=100.0)),
         total_steps=280 * 16 * 16 * 28,
         num_envs=16,
         num_steps=28,
@@ -346,7 +355,7 @@ def reasoning_questions() -> Run:
     return Run(
         "reasoning-questions",
         Reasoning(task="questions"),
-        grpo.Config(loss="dapo", group=8, lr=1e-5),
+        GRPOConfig(loss="dapo", group=8, lr=1e-5),
         topology="actors",
         acting=Acting(actor_kind="thread"),
         total_steps=200 * 16 * 8 * 256,
@@ -358,7 +367,7 @@ def reasoning_questions() -> Run:
 
 def general() -> Run:
     """PPO with PureJaxRL's settings in any environment: give --env NAME."""
-    return Run("ppo", Named("cartpole"), ppo.Config(), total_steps=1_000_000, num_envs=64, num_steps=128)
+    return Run("ppo", Named("cartpole"), PPOConfig(), total_steps=1_000_000, num_envs=64, num_steps=128)
 
 
 RECIPES: dict[str, Callable[[], Run]] = {

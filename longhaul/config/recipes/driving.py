@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 
-from longhaul.algorithms import bc, ppo, registry, sac
+from longhaul.algorithms import registry
+from longhaul.algorithms.config import BCConfig, PPOConfig, SACConfig
 from longhaul.config.run import Driving, Run
 from longhaul.diagnostics.scaling_grid import Grid
 from longhaul.driving.sim import simulator
@@ -20,7 +21,7 @@ def driving() -> Run:
     return Run(
         "driving",
         Driving(),
-        ppo.Config(
+        PPOConfig(
             lr=5e-4, gamma=0.98, gae_lambda=0.95, ent_coef=0.005, ent_coef_final=0.0, clip_value=False,
             num_minibatches=8, update_epochs=4, hidden_dim=128, num_layers=2, activation="tanh", torso="deepset",
         ),
@@ -43,7 +44,7 @@ def driving_bc() -> Run:
     return Run(
         "driving-bc",
         Driving(),
-        bc.Config(
+        BCConfig(
             lr=1e-3, hidden_dim=128, num_layers=2, activation="tanh", torso="deepset", num_minibatches=8,
             expert_share=0.5,
         ),
@@ -64,7 +65,7 @@ def driving_sac() -> Run:
     return Run(
         "driving-sac",
         Driving(simulator=simulator.Config(actions="continuous")),
-        sac.Config(
+        SACConfig(
             lr=5e-4, gamma=0.98, tau=0.01, batch_size=256, gradient_steps=8, learning_starts=5_000,
             replay_size=400_000, replay_precision="bf16", torso="deepset", hidden_dim=128, num_layers=2,
         ),
@@ -84,7 +85,7 @@ def driving_bcsac() -> Run:
     real logs, unseen: accuracy 0.429, collisions 0.286.
     """
     base = driving_sac()
-    assert isinstance(base.algorithm, sac.Config)
+    assert isinstance(base.algorithm, SACConfig)
     return dataclasses.replace(
         base, recipe="driving-bcsac", algorithm=dataclasses.replace(base.algorithm, imitation=0.1, expert_share=0.25)
     )
@@ -102,7 +103,7 @@ def selfplay() -> Run:
     return Run(
         "driving-selfplay",
         Driving(scenarios=2048, least=12, simulator=simulator.Config(agents=16)),
-        ppo.Config(
+        PPOConfig(
             lr=5e-4, gamma=0.98, gae_lambda=0.95, ent_coef=0.005, ent_coef_final=0.0, clip_value=False,
             num_minibatches=8, update_epochs=4, hidden_dim=128, num_layers=2, activation="tanh", torso="deepset",
         ),
@@ -123,7 +124,7 @@ def logged() -> Run:
     return Run(
         "driving-log",
         Driving(scenarios=4096, objects=64, simulator=simulator.Config(neighbours=16)),
-        ppo.Config(
+        PPOConfig(
             lr=3e-4, gamma=0.98, gae_lambda=0.95, ent_coef=0.005, ent_coef_final=0.0, clip_value=False,
             num_minibatches=8, update_epochs=4, hidden_dim=256, num_layers=2, activation="tanh", torso="deepset",
         ),
@@ -142,7 +143,7 @@ def large() -> Run:
     return Run(
         "driving-large",
         Driving(scenarios=10_000, simulator=simulator.Config(neighbours=16, waypoints=20, road_points=200)),
-        ppo.Config(
+        PPOConfig(
             lr=2e-4, gamma=0.98, gae_lambda=0.95, ent_coef=0.005, ent_coef_final=0.0, clip_value=False,
             num_minibatches=8, update_epochs=3, torso="wayformer", model_size=10.0, precision="bf16", chunk=2048,
         ),

@@ -14,11 +14,9 @@ import numpy as np
 
 from longhaul.driving.datasets.log import (
     CROSSWALK,
-    CYCLIST,
     DRIVEWAY,
     EDGE_BOUNDARY,
     EDGE_MEDIAN,
-    PEDESTRIAN,
     SPEED_BUMP,
     VEHICLE,
     BadData,
@@ -41,28 +39,41 @@ from longhaul.driving.scenario.routes import (
     make_route,
     meet_lights,
 )
-from longhaul.driving.scenario.scenario import ONWARD, ONWARD_SPACING, ROUTE_SPACING, Scenario
+from longhaul.driving.scenario.scenario import CONTROLS, ONWARD, ONWARD_SPACING, ROUTE_SPACING, Scenario
 
-CONTROLS = {"vehicles": (VEHICLE,), "all": (VEHICLE, CYCLIST, PEDESTRIAN)}
-"""Whom to control beside the ego, by kind."""
 CHOSEN = "chosen"
 """What a scenario says of tracks that were controlled by their number."""
+
+
 MOVES = 2.0
 """Metres that an agent beside the ego must travel in the log to be worth controlling."""
+
+
 ROUTES = ("log", "lanes")
 """Along what routes may run."""
+
+
 FAR = 100.0
 """Metres from the ego's path beyond which a standing agent is left out."""
+
+
 FIELD_BEYOND = 15.0
 """Metres of a route after its logged part that the distance field still covers."""
+
+
 DRAWN, DRAWN_TOLERANCE = 80.0, 0.1
 """Metres around the routes that are drawn, and by how much drawn lines may be simplified."""
+
 
 LONGEST, MOST_AREA = 2e4, 4e6
 """Metres of one agent's path, and square metres of the box around all routes: who is farther is no traffic, but an
 error of the source, and would take the memory of thousands of scenarios."""
+
+
 UNDER_WAY = 0.3
 """Metres within the last half second before a vehicle is lost, above which it goes on."""
+
+
 PAIRS = 1 << 20
 """Pairs of points that are looked at together."""
 

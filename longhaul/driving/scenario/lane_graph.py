@@ -32,32 +32,54 @@ from longhaul.driving.datasets.log import (
     Feature,
 )
 from longhaul.driving.scenario.road_edges import segment_distance, simplify
-from longhaul.driving.scenario.scenario import NO_ROAD, Road
+from longhaul.driving.scenario.scenario import CANDIDATES, NEARBY, NO_ROAD, Road
 
 Array = Any  # numpy.ndarray or jax.Array
 
+
 LONGEST, MERGE = 10.0, 0.1
 """Metres of the longest row (a little more where the source's points lie so), and by which merging may move it."""
+
+
 REACH = 70.0
 """Metres from the routes beyond which rows are left out."""
+
+
 PLACE_UNIT, HALF_UNIT = 0.02, 0.002
 """Metres: the units of a row's middle (int16, from the origin) and of its half (13 bits)."""
+
+
 HALF_MOST = 4095
+
+
 LIMIT_UNIT, LIMIT_MOST = 0.02, 4095
 """The unit, m/s, of a speed limit (12 bits)."""
+
+
 MOST_ROWS, MOST_PLACE, MOST_PARTS = 32767, 32700, 1 << 20
+
 
 LEVEL, SLOPE, BRIDGE = 3.0, 0.08, 5.0
 """What is of another level of the road: its height differs from the nearest route point's by more than `LEVEL` metres
 and `SLOPE` of the distance to it, since roads climb; in any case by more than `BRIDGE`."""
 
+
 MPH = 0.44704
+
+
 INFERRED = {LANE_FREEWAY: 70.0 * MPH, LANE_STREET: 45.0 * MPH}
 """Speed limits, m/s, by a lane's kind where the source has none (as V-Max takes them)."""
 
+
 BIKE, STREET, FREEWAY = 1, 2, 3
+
+
 BROKEN, SOLID, EDGE = 1 << 2, 2 << 2, 3 << 2
+
+
 CROSSING, BUMP, STOP = 1 << 4, 2 << 4, 3 << 4
+
+
 CODES = {
     LANE_BIKE: BIKE,
     LANE_STREET: STREET,
@@ -72,27 +94,39 @@ CODES = {
 """What a row is, three numbers of two bits: lane, barrier, special; of each, a larger one binds more. A passing line
 (13) may be crossed like a broken one. Driveways are left out."""
 
+
 LIMIT_INFERRED, JUNCTION = 1, 2
 """Bits of `Road.lane_flags`."""
 
+
 BLOCK, FINE = 16.0, 5
 """Metres of a block; cells along its side."""
+
+
 PROBES = ((0.0, 0.0), *((i, j) for i in (-1.0, 0.0, 1.0) for j in (-1.0, 0.0, 1.0) if i or j))
 """Where the lanes nearest to a cell are looked for, in halves of its side from its middle."""
+
+
 MARGIN = 8.0
 """Metres around the routes that have blocks."""
+
+
 GOES_ON = 20.0
 """Metres of a route after its goal that still have blocks."""
+
+
 RANGE = 60.0
 """Metres from a block's middle within which its candidates lie."""
+
+
 NEAREST, SECOND = 9, 3
 """Rows of a cell's list of lanes; by how many ranks a lane's second row comes later."""
-CANDIDATES, NEARBY = 384, 256
-"""Rows of a block's list for observations. Where more lie within RANGE, NEARBY of them are the nearest and the rest are
-spread evenly over the others, two and one by turns and the spread ones in bit-reversed order, so that any beginning of
-the list is as fair: 200 rows reach RANGE, and nearby few are missing."""
+
+
 MOST_LANES = 512
 """Lanes' rows of a block that are looked at; the densest junctions have some 200."""
+
+
 FARTHEST, MOST_BLOCKS = 720.0, 1024
 """Metres from the rows' origin beyond which there are no blocks; and the most of them: the ego's come first."""
 

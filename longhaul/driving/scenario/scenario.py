@@ -13,6 +13,8 @@ from typing import NamedTuple
 
 import numpy as np
 
+from longhaul.driving.datasets.log import CYCLIST, PEDESTRIAN, VEHICLE
+
 ROUTE_SPACING = 1.0
 """Metres between two points of a route."""
 
@@ -92,3 +94,13 @@ class Scenario(NamedTuple):
     onward: np.ndarray = np.zeros((0, 2), np.float32)  # float32 [K * ONWARD, 2]: x, y, ONWARD_SPACING apart
     # whom compiling offered to be controlled: "vehicles" or "all", see `compile.CONTROLS`; "chosen": tracks by number
     control: str = "vehicles"
+
+
+CONTROLS = {"vehicles": (VEHICLE,), "all": (VEHICLE, CYCLIST, PEDESTRIAN)}
+"""Whom to control beside the ego, by kind."""
+
+
+CANDIDATES, NEARBY = 384, 256
+"""Rows of a block's list for observations. Where more lie within RANGE, NEARBY of them are the nearest and the rest are
+spread evenly over the others, two and one by turns and the spread ones in bit-reversed order, so that any beginning of
+the list is as fair: 200 rows reach RANGE, and nearby few are missing."""

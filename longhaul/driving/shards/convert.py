@@ -32,7 +32,8 @@ from typing import NamedTuple
 from longhaul.driving import scenario_files
 from longhaul.driving.datasets import readers
 from longhaul.driving.datasets.log import BadData
-from longhaul.driving.scenario.compile import CONTROLS, ROUTES
+from longhaul.driving.scenario.compile import ROUTES
+from longhaul.driving.scenario.scenario import CONTROLS
 from longhaul.driving.shards import shard
 from longhaul.driving.shards.convert_journal import (
     Input,

@@ -30,6 +30,7 @@ import numpy as np
 
 from longhaul.driving.datasets.protobuf import Malformed
 from longhaul.driving.scenario import compile
+from longhaul.driving.scenario import scenario as scenario_scenario
 from longhaul.driving.scenario.extents import Extents, extents
 from longhaul.driving.scenario.lane_graph import (
     FINE,
@@ -110,7 +111,7 @@ LETTERS = "TNARLHWMVBYXQKEGP"
 STORED = tuple(name for name in Road._fields if name != "near")
 """What is stored of a road; the rest follows from it."""
 
-CONTROLS = (*compile.CONTROLS, compile.CHOSEN)
+CONTROLS = (*scenario_scenario.CONTROLS, compile.CHOSEN)
 """A record has the number of `Scenario.control` here."""
 
 HEAD = struct.Struct(f"<{len(LETTERS)}I{len(Extents._fields)}IIdIIH")

@@ -16,10 +16,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from longhaul.driving.sim.config import ACTIONS
 from longhaul.driving.sim.dynamics import Command
 from longhaul.spaces import Action, Box, Discrete, MultiDiscrete
-
-ACTIONS = ("discrete", "continuous", "joint")
 
 
 class Actions(NamedTuple):

@@ -2,25 +2,85 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import numpy as np
 
-from longhaul.driving.scenario import compile
-from longhaul.driving.scenario.lane_graph import CANDIDATES
-from longhaul.driving.sim import goal_behaviour
-from longhaul.driving.sim.actions import ACTIONS
-from longhaul.driving.sim.dynamics import MODELS
-from longhaul.driving.sim.observation import MAX_WAYPOINTS
-from longhaul.driving.sim.perception import Sight, check_sight
-from longhaul.driving.sim.reward import EVENTS, Weights
+from longhaul.driving.scenario.scenario import CANDIDATES, CONTROLS
+
+MAX_WAYPOINTS = 20
+
+
+GOALS = ("remove", "stop", "respawn")
+
+
+CRASHES = ("remove", "stop")
+
+
+class Sight(NamedTuple):
+    """How well agents see. The defaults see everything."""
+
+    noise: tuple[float, float, float] = (0.0, 0.0, 0.0)  # standard deviations: position m, heading rad, velocity m/s
+    mask: float = 0.0  # the chance that one of the others, or a piece of road, is missed in a step
+    reach: float = math.inf  # m, to the middle of what is seen
+    angle: float = 2.0 * math.pi  # rad, of the field of view around straight ahead
+    occlusion: bool = False  # whether boxes hide who is behind them
+
+    @property
+    def draws(self) -> bool:
+        """Whether a key is needed."""
+        return any(self.noise) or self.mask > 0.0
+
+    @property
+    def limited(self) -> bool:
+        return self.reach < math.inf or self.angle < 2.0 * math.pi
+
+    @property
+    def perfect(self) -> bool:
+        return not (self.draws or self.limited or self.occlusion)
+
+
+def check_sight(sight: Sight) -> None:
+    """Raises ValueError, `name is value: remedy` by the names of the simulator's config, where nothing can see so."""
+    if len(sight.noise) != 3 or not all(0.0 <= deviation < math.inf for deviation in sight.noise):
+        raise ValueError(
+            f"observation_noise is {sight.noise}; give three standard deviations of at least 0: m, rad, m/s"
+        )
+    if not 0.0 <= sight.mask <= 1.0:
+        raise ValueError(f"observation_mask is {sight.mask}; it must be 0 .. 1")
+    if not sight.reach > 0.0:
+        raise ValueError(f"view_range is {sight.reach}; it must be above 0")
+    if not 0.0 < sight.angle <= 2.0 * math.pi:
+        raise ValueError(f"view_angle is {sight.angle}; it must be above 0 and at most 2 pi")
+
+
+EVENTS = ("collision", "offroad", "red_light", "goal")
+
+
+@dataclass(frozen=True)
+class Weights:
+    """What things are worth. Events count once an episode."""
+
+    progress: float = 0.1  # a metre along the route, not beyond its end
+    collision: float = -4.0
+    offroad: float = -4.0
+    red_light: float = -4.0
+    goal: float = 2.0
+    discomfort: float = -0.01  # each limit of comfort exceeded by itself, at most twice
+    haste: float = -0.05  # needed braking (`Features.braking`) above HARD, in parts of HARD, at most twice
+    lateral: float = -0.01  # a metre beside the route, at most 4
+    heading: float = -0.02  # 1 - cos of the angle to the route
+
+
+ACTIONS = ("discrete", "continuous", "joint")
+
 
 TRAFFICS = ("log", "idm", "constant")
 DRIVERS = ("policy", "log", "idm", "constant")
 EXPERTS = ("log", "idm")
-DYNAMICS = tuple(MODELS)
-CONTROLS = tuple(compile.CONTROLS)
-GOALS, CRASHES = goal_behaviour.GOALS, goal_behaviour.CRASHES
+DYNAMICS = ("bicycle", "steering", "delta", "jerk")
 
 
 @dataclass(frozen=True)

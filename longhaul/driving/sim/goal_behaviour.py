@@ -28,11 +28,9 @@ import jax.numpy as jnp
 
 from longhaul.driving.sim.features import Features
 
-GOALS = ("remove", "stop", "respawn")
-CRASHES = ("remove", "stop")
-
 GONE, STANDING, PLAYING, GHOST, ARRIVED = range(5)
 """Stages, uint8."""
+
 
 CLEARANCE, HEED = 0.5, 1.0
 """m, s."""

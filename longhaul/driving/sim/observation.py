@@ -26,14 +26,20 @@ from longhaul.driving.sim.tables import AHEAD, ahead_of
 from longhaul.driving.sim.traffic import Scene
 
 EGO = 22
+
+
 NEIGHBOUR = 18
+
+
 LIGHTS = 6
+
+
 WAYPOINT = 4
 
-MAX_WAYPOINTS = 20
 
 RANGE = 60.0
 """Metres within which neighbours are seen."""
+
 
 HORIZON = 4.0
 """Seconds over which a closest approach is looked for."""

@@ -8,54 +8,17 @@ closest approaches) tells of the unseen. All is off by default, and then costs n
 from __future__ import annotations
 
 import math
-from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 
 from longhaul import prng
+from longhaul.driving.sim.config import Sight
 from longhaul.driving.sim.features import Pose
 from longhaul.driving.sim.geometry import into
 from longhaul.driving.sim.road_lookup import Pieces
 from longhaul.driving.sim.traffic import Scene
 from longhaul.types import Key
-
-
-class Sight(NamedTuple):
-    """How well agents see. The defaults see everything."""
-
-    noise: tuple[float, float, float] = (0.0, 0.0, 0.0)  # standard deviations: position m, heading rad, velocity m/s
-    mask: float = 0.0  # the chance that one of the others, or a piece of road, is missed in a step
-    reach: float = math.inf  # m, to the middle of what is seen
-    angle: float = 2.0 * math.pi  # rad, of the field of view around straight ahead
-    occlusion: bool = False  # whether boxes hide who is behind them
-
-    @property
-    def draws(self) -> bool:
-        """Whether a key is needed."""
-        return any(self.noise) or self.mask > 0.0
-
-    @property
-    def limited(self) -> bool:
-        return self.reach < math.inf or self.angle < 2.0 * math.pi
-
-    @property
-    def perfect(self) -> bool:
-        return not (self.draws or self.limited or self.occlusion)
-
-
-def check_sight(sight: Sight) -> None:
-    """Raises ValueError, `name is value: remedy` by the names of the simulator's config, where nothing can see so."""
-    if len(sight.noise) != 3 or not all(0.0 <= deviation < math.inf for deviation in sight.noise):
-        raise ValueError(
-            f"observation_noise is {sight.noise}; give three standard deviations of at least 0: m, rad, m/s"
-        )
-    if not 0.0 <= sight.mask <= 1.0:
-        raise ValueError(f"observation_mask is {sight.mask}; it must be 0 .. 1")
-    if not sight.reach > 0.0:
-        raise ValueError(f"view_range is {sight.reach}; it must be above 0")
-    if not 0.0 < sight.angle <= 2.0 * math.pi:
-        raise ValueError(f"view_angle is {sight.angle}; it must be above 0 and at most 2 pi")
 
 
 def perceive(sight: Sight, here: Scene, pose: Pose, key: Key | None) -> Scene:

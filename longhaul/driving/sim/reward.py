@@ -16,45 +16,37 @@ end is told by `measures`.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 
 from longhaul.driving.datasets.log import PEDESTRIAN
+from longhaul.driving.sim.config import EVENTS, Weights
 from longhaul.driving.sim.features import Features
 
 MAX_COMFORT_LATERAL = 2.0  # m/s^2
+
+
 MIN_COMFORT_LONGITUDINAL, MAX_COMFORT_LONGITUDINAL = -4.05, 2.40  # m/s^2
+
+
 MAX_COMFORT_JERK = 8.3  # m/s^3
+
+
 MAX_COMFORT_YAW = 0.95  # rad/s
+
 
 HARD = 3.0
 """Braking, m/s^2, that nobody should come to need: the sooner a driver feels it, the sooner it learns to stop."""
 
+
 STILL = 0.5
 """A route shorter than this, m, has nothing to reach."""
 
+
 STAY = 2.0
 """How far, m, whoever has nothing to reach may be from its route's beginning at the end."""
-
-EVENTS = ("collision", "offroad", "red_light", "goal")
-
-
-@dataclass(frozen=True)
-class Weights:
-    """What things are worth. Events count once an episode."""
-
-    progress: float = 0.1  # a metre along the route, not beyond its end
-    collision: float = -4.0
-    offroad: float = -4.0
-    red_light: float = -4.0
-    goal: float = 2.0
-    discomfort: float = -0.01  # each limit of comfort exceeded by itself, at most twice
-    haste: float = -0.05  # needed braking (`Features.braking`) above HARD, in parts of HARD, at most twice
-    lateral: float = -0.01  # a metre beside the route, at most 4
-    heading: float = -0.02  # 1 - cos of the angle to the route
 
 
 class Events(NamedTuple):

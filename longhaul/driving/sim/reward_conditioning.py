@@ -17,7 +17,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from longhaul.driving.sim.reward import Weights
+from longhaul.driving.sim.config import Weights
 
 RANGES: dict[str, float] = {
     "progress": 2.0,

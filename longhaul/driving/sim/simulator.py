@@ -36,13 +36,13 @@ from longhaul.driving.sim import (
 )
 from longhaul.driving.sim import tables as banks
 from longhaul.driving.sim.actions import make_actions
-from longhaul.driving.sim.config import Config, check_settings, sight_of
+from longhaul.driving.sim.config import Config, Sight, Weights, check_settings, sight_of
 from longhaul.driving.sim.dynamics import MODELS, WHEELBASE, Drive, Limits, Motion
 from longhaul.driving.sim.features import Features, Pose, extract
 from longhaul.driving.sim.metrics import Course, Tally
 from longhaul.driving.sim.observation import Motives, Observation, observe, shapes, waypoint_offsets
-from longhaul.driving.sim.perception import Sight, perceive, perceive_road
-from longhaul.driving.sim.reward import Events, Weights
+from longhaul.driving.sim.perception import perceive, perceive_road
+from longhaul.driving.sim.reward import Events
 from longhaul.driving.sim.road_lookup import describe, pieces
 from longhaul.driving.sim.tables import Tables
 from longhaul.driving.sim.traffic import Reactive, Scene

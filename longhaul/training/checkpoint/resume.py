@@ -19,9 +19,10 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from longhaul.algorithms import registry
+from longhaul.algorithms.config import OffPolicy
 from longhaul.config.resolve import Assembly, resolve
-from longhaul.config.run import BEGINNING, Origin, Run, RunError, agents, to_dict
+from longhaul.config.run import BEGINNING, Origin, Run, agents, to_dict
+from longhaul.runtime.errors import RunError
 from longhaul.topologies import fused
 from longhaul.training.checkpoint.checkpoint import Checkpoints, Found
 from longhaul.training.data import Feed
@@ -59,7 +60,7 @@ def standing(run: Run, found: Found | None) -> Standing:
         return Standing(BEGINNING, {})
     sizes, steps = found.metadata["sizes"], found.metadata["steps"]
     resized = {name: (sizes[name], getattr(run, name)) for name in SIZES if sizes[name] != getattr(run, name)}
-    if resized and isinstance(run.algorithm, registry.OffPolicy):
+    if resized and isinstance(run.algorithm, OffPolicy):
         name, (before, now) = next(iter(resized.items()))
         raise RunError(
             f"{name} is {now}, and this run's replay is laid out for {before}; go on with {before}, or start a new run"

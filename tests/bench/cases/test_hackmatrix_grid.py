@@ -14,7 +14,7 @@ from longhaul.bench.cases import hackmatrix_grid
 from longhaul.bench.cases.hackmatrix_grid import Cell
 from longhaul.cli import bench_hackmatrix, flags
 from longhaul.cli.flags import FlagError
-from longhaul.config.run import RunError
+from longhaul.runtime.errors import RunError
 from tests.bench.cases.test_training import FIELDS
 
 

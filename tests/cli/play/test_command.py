@@ -20,16 +20,17 @@ import numpy as np
 import pytest
 
 from longhaul.algorithms import ppo
+from longhaul.algorithms.actor_critic import Policy
 from longhaul.cli import main
 from longhaul.cli.play import command as play
 from longhaul.cli.play import session
 from longhaul.cli.play.session import Game
 from longhaul.config import recipes
 from longhaul.config.resolve import resolve
-from longhaul.config.run import RunError
 from longhaul.envs import registry
 from longhaul.envs.hackmatrix import hints, screen
 from longhaul.envs.hackmatrix import state as w
+from longhaul.runtime.errors import RunError
 from longhaul.training.checkpoint.checkpoint import Checkpoints
 from longhaul.training.run_dir import save_run
 from longhaul.types import Progress
@@ -250,7 +251,7 @@ def test_watching_takes_legal_actions_only_and_the_table_counts_the_same_games(l
     assert len({name for episode in watched["episodes"] for name in episode["actions"]}) > 2
 
 
-def saved(runs_dir: Path, name: str, env: str = "hackmatrix") -> ppo.Policy:
+def saved(runs_dir: Path, name: str, env: str = "hackmatrix") -> Policy:
     """A run that was saved after no update: its folder and a checkpoint. -> its policy."""
     recipe = recipes.recipe("hackmatrix" if env == "hackmatrix" else "cartpole")
     algorithm = dataclasses.replace(recipe.algorithm, hidden_dim=4, num_layers=1)
@@ -262,7 +263,7 @@ def saved(runs_dir: Path, name: str, env: str = "hackmatrix") -> ppo.Policy:
     state = jax.jit(ppo.ppo(spec, run.algorithm, updates=1, mean=lambda x: x).init)(jax.random.key(len(name)))
     with contextlib.closing(Checkpoints(folder / "checkpoints")) as checkpoints:
         checkpoints.save(1, Progress(state, (), (), jnp.int32(1)))  # type: ignore[arg-type]
-    return ppo.Policy(state.params, state.moments)
+    return Policy(state.params, state.moments)
 
 
 @pytest.mark.slow

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from longhaul.algorithms import ppo
+from longhaul.algorithms import actor_critic as algorithms_actor_critic
 from longhaul.cli import main
 from longhaul.cli.play import legacy_params
 from longhaul.cli.play.legacy_params import LegacyError
@@ -89,7 +89,7 @@ def test_our_network_gives_what_theirs_gives(width: int, depth: int, game: Game,
     made = arrays(width, depth)
     config, policy = legacy_params.load(save(tmp_path / "params_40.npz", made), game.spec)
     assert (config.hidden_dim, config.num_layers) == (width, depth)
-    logits, value, _ = ppo.network(game.spec, config).apply(policy, (), seen)
+    logits, value, _ = algorithms_actor_critic.network(game.spec, config).apply(policy, (), seen)
     assert game.spec.expand is not None
     x = np.asarray(game.spec.expand(seen.observation), np.float64)
     assert x.shape == (48, INPUTS)

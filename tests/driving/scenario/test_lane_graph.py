@@ -18,7 +18,7 @@ from longhaul.driving.generator.generate import generate
 from longhaul.driving.scenario import lane_graph
 from longhaul.driving.scenario.compile import compile_log
 from longhaul.driving.scenario.road_edges import segment_distance
-from longhaul.driving.scenario.scenario import NO_ROAD, Road, Scenario
+from longhaul.driving.scenario.scenario import CANDIDATES, NO_ROAD, Road, Scenario
 from longhaul.driving.shards import record as packing
 from tests.helpers import log_files as made
 from tests.helpers.short_logs import ORIGIN, make_log, straight
@@ -184,7 +184,7 @@ def test_candidates_hold_nearly_all_of_the_nearest_and_reach_far(name: str) -> N
         listed = rows[rows >= 0]
         assert len(set(listed.tolist())) == len(listed)
         reach.append(gap[listed[:200]].max())
-        spare.append((gap < lane_graph.RANGE).sum() > lane_graph.CANDIDATES + 50)
+        spare.append((gap < lane_graph.RANGE).sum() > CANDIDATES + 50)
     assert np.mean(held) > 0.95
     assert min(held) > 0.85
     assert np.array(reach)[spare].min(initial=np.inf) > 45.0  # where many lie around, the first 200 are thinned

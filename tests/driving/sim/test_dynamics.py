@@ -13,7 +13,8 @@ import pytest
 from longhaul.driving.datasets import readers
 from longhaul.driving.datasets.log import CYCLIST, PEDESTRIAN, VEHICLE
 from longhaul.driving.sim import dynamics, kinds
-from longhaul.driving.sim.actions import ACTIONS, make_actions
+from longhaul.driving.sim.actions import make_actions
+from longhaul.driving.sim.config import ACTIONS
 from longhaul.driving.sim.dynamics import MAX_CURVATURE, MAX_LATERAL, MAX_SPEED, MODELS, Drive, Limits, Motion
 from longhaul.spaces import Box, Discrete, MultiDiscrete
 

@@ -13,16 +13,15 @@ import pytest
 
 from longhaul.config.recipes import recipe
 from longhaul.config.resolve import resolve
-from longhaul.config.run import RunError
 from longhaul.driving import scenario_source
 from longhaul.driving.datasets.log import CYCLIST, PEDESTRIAN, VEHICLE
 from longhaul.driving.scenario.compile import compile_log
 from longhaul.driving.scenario.scenario import Scenario
 from longhaul.driving.sim import goal_behaviour, reward_conditioning
-from longhaul.driving.sim.config import Config
+from longhaul.driving.sim.config import Config, Weights
 from longhaul.driving.sim.goal_behaviour import ARRIVED, GHOST, GONE, PLAYING, STANDING
-from longhaul.driving.sim.reward import Weights
 from longhaul.driving.sim.simulator import driving
+from longhaul.runtime.errors import RunError
 from tests.helpers.driving_scenarios import STRAIGHT, bank, line, scenario, trip
 from tests.helpers.log_files import make_log
 

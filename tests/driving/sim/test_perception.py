@@ -14,9 +14,9 @@ import pytest
 from longhaul.driving.generator.generate import generate
 from longhaul.driving.scenario.compile import compile_log
 from longhaul.driving.sim import road_lookup
-from longhaul.driving.sim.config import Config
+from longhaul.driving.sim.config import Config, Sight
 from longhaul.driving.sim.features import Pose
-from longhaul.driving.sim.perception import Sight, perceive, perceive_road
+from longhaul.driving.sim.perception import perceive, perceive_road
 from longhaul.driving.sim.road_lookup import Pieces
 from longhaul.driving.sim.simulator import driving
 from longhaul.driving.sim.traffic import Scene

@@ -14,9 +14,8 @@ from longhaul.driving.scenario.bank import stack
 from longhaul.driving.scenario.compile import compile_log
 from longhaul.driving.sim import metrics as measures
 from longhaul.driving.sim import reward
-from longhaul.driving.sim.config import Config
-from longhaul.driving.sim.observation import MAX_WAYPOINTS, waypoint_offsets
-from longhaul.driving.sim.reward import Weights
+from longhaul.driving.sim.config import MAX_WAYPOINTS, Config, Weights
+from longhaul.driving.sim.observation import waypoint_offsets
 from longhaul.driving.sim.simulator import driving
 from longhaul.spaces import Measure
 from tests.helpers.driving_scenarios import DT, GREEN, RED, STRAIGHT, bank, line, scenario, trip

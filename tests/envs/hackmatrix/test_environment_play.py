@@ -13,7 +13,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from longhaul.algorithms import actor_critic as algorithms_actor_critic
 from longhaul.algorithms import ppo
+from longhaul.algorithms.config import PPOConfig
 from longhaul.config import recipes
 from longhaul.environment import vectorise
 from longhaul.envs import registry
@@ -313,10 +315,10 @@ class Expanded:
         return getattr(self.inner, name)
 
 
-SMALL = ppo.Config(hidden_dim=8, num_minibatches=2, update_epochs=2, chunk=16, anneal=False)
+SMALL = PPOConfig(hidden_dim=8, num_minibatches=2, update_epochs=2, chunk=16, anneal=False)
 
 
-def _trained(environment: Environment, config: ppo.Config = SMALL) -> Any:
+def _trained(environment: Environment, config: PPOConfig = SMALL) -> Any:
     """(rollout, state after two updates of PPO)."""
     learner = ppo.ppo(environment.spec, config, updates=2, mean=lambda x: x)
     gather = collector(vectorise(environment, 4), learner.act, learner.memory, steps=16)
@@ -398,7 +400,7 @@ def test_any_words_expand_as_their_bits_say() -> None:
 def test_the_recipes_network_is_the_trainers() -> None:
     """1545 inputs, two shared layers of 256, 28 actions and a value."""
     settings = recipes.recipe("hackmatrix").algorithm
-    network = ppo.network(hackmatrix(8).spec, settings)
+    network = algorithms_actor_critic.network(hackmatrix(8).spec, settings)
     shapes = jax.eval_shape(network.init, jax.random.key(0))
     assert actor_critic.count(shapes) == 469_021
     assert shapes["torso"]["layer_0"]["kernel"].shape == (1545, 256)
@@ -418,4 +420,4 @@ def test_without_a_learning_rate_the_policy_stays_what_acted() -> None:
 
 def test_packed_observations_cannot_be_normalised() -> None:
     with pytest.raises(ValueError, match="stored packed"):
-        ppo.ppo(hackmatrix(8).spec, ppo.Config(normalise_observation=True), updates=1, mean=lambda x: x)
+        ppo.ppo(hackmatrix(8).spec, PPOConfig(normalise_observation=True), updates=1, mean=lambda x: x)

@@ -12,7 +12,8 @@ import numpy as np
 import pytest
 
 from longhaul import returns
-from longhaul.config.run import Named, RunError
+from longhaul.config.run import Named
+from longhaul.runtime.errors import RunError
 from longhaul.telemetry.aggregate import Sums
 from longhaul.topologies.actor_learner import host_rollout
 from longhaul.topologies.actor_learner.config import Acting

@@ -18,12 +18,14 @@ import numpy as np
 import pytest
 
 from longhaul import rollout
-from longhaul.algorithms import ppo, registry
-from longhaul.config.run import Named, RunError
+from longhaul.algorithms import registry
+from longhaul.algorithms.config import PPOConfig
+from longhaul.config.run import Named
 from longhaul.environment import vectorise
 from longhaul.envs import probes
 from longhaul.rollout import collector, join
 from longhaul.runtime import mesh as meshes
+from longhaul.runtime.errors import RunError
 from longhaul.telemetry.aggregate import Sums
 from longhaul.topologies import fused
 from longhaul.topologies.actor_learner import learner
@@ -241,7 +243,7 @@ def test_actors_find_the_values_of_the_probes(name: str, algorithm: str, bound: 
     probe = probes.PROBES[name]()
     config: Any = impala_config(probe, **(APPO if algorithm == "appo" else {}))
     if algorithm == "ppo":
-        config = ppo.Config(
+        config = PPOConfig(
             lr=3e-3, gamma=probe.gamma, gae_lambda=probe.gae_lambda, ent_coef=0.0, clip_value=False, hidden_dim=32,
             num_minibatches=2,
         )  # fmt: skip

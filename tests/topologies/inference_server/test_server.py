@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 
 from longhaul.algorithms import ppo
+from longhaul.algorithms.config import PPOConfig
 from longhaul.envs.host import registry
 from longhaul.envs.host.jax_vector import JaxVector, Programs
 from longhaul.envs.host.vector import HostStep, HostVector, Slot, specification
@@ -26,7 +27,7 @@ from tests.end_to_end.test_algorithm_matrix import LEARNERS, check
 from tests.helpers import checkable_environment, inference_server_runs
 from tests.helpers.inference_server_runs import POLES, Gone, Site, Sizes, by_hand, site
 
-SMALL = ppo.Config(hidden_dim=8, num_layers=1, num_minibatches=2, update_epochs=1, lr=1e-2)
+SMALL = PPOConfig(hidden_dim=8, num_layers=1, num_minibatches=2, update_epochs=1, lr=1e-2)
 
 
 def poles(actor: int, slot: int) -> HostVector:

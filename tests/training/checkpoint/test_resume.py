@@ -14,11 +14,13 @@ import jax
 import numpy as np
 import pytest
 
-from longhaul.algorithms import ppo, registry
+from longhaul.algorithms import actor_critic, registry
+from longhaul.algorithms.config import PPOConfig
 from longhaul.cli import flags, run_flags
 from longhaul.config import resolve as runs
-from longhaul.config.run import Origin, Run, RunError
+from longhaul.config.run import Origin, Run
 from longhaul.envs import classic_control
+from longhaul.runtime.errors import RunError
 from longhaul.telemetry import sinks
 from longhaul.training import loop, run_dir
 from longhaul.training.checkpoint import resume as resumption
@@ -240,7 +242,7 @@ def test_updates_too_large_for_what_is_left_are_refused(stopped: Path, tmp_path:
 
 def test_what_was_not_chosen_follows_from_the_new_sizes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("NPROC")
-    config = ppo.Config(num_minibatches=None, update_epochs=None)
+    config = PPOConfig(num_minibatches=None, update_epochs=None)
     run = runs.resolve(Run("small", runs.Named("cartpole"), config, num_envs=256, num_steps=128, scaling="batch"))
     folder = tmp_path / "run"
     folder.mkdir()
@@ -325,7 +327,7 @@ def test_in_a_stream_other_lengths_begin_anew() -> None:
 
 def test_a_schedule_in_two_parts_is_the_schedule() -> None:
     """100 updates in one go, or 40 and then 120 of half the size: the same learning rate at the same step."""
-    whole, second = ppo.annealing(100)(2.5e-4, 0.0), ppo.annealing(160, 40, 0.4)(2.5e-4, 0.0)
+    whole, second = actor_critic.annealing(100)(2.5e-4, 0.0), actor_critic.annealing(160, 40, 0.4)(2.5e-4, 0.0)
     for update in range(40, 161):
         step = 40 + (update - 40) / 2
         assert float(second(update)) == pytest.approx(2.5e-4 * (1 - step / 100), abs=1e-10)

@@ -8,9 +8,9 @@ import pytest
 
 from longhaul.cli import flags, run_flags, train
 from longhaul.config import recipes
-from longhaul.config.run import RunError
 from longhaul.runtime import heartbeat
-from longhaul.runtime.mesh import Shape
+from longhaul.runtime.errors import RunError
+from longhaul.runtime.mesh_shape import MeshShape
 from longhaul.training import run_dir
 from longhaul.training.checkpoint import resume
 from tests.helpers.small_runs import small
@@ -64,10 +64,10 @@ def test_under_a_launcher_alone_it_goes_on_with_fewer(
     monkeypatch.setattr(train, "on_cpu", lambda: False)
     assert "mesh" not in fitting().given
     monkeypatch.setenv(heartbeat.DESCRIPTOR, "9")
-    assert fitting().values["mesh"] == Shape(4)
+    assert fitting().values["mesh"] == MeshShape(4)
     assert "mesh" in fitting().given
-    assert fitting("--mesh", "data=2").values["mesh"] == Shape(2)
-    assert fitting("--mesh", "data=4,model=2").values["mesh"] == Shape(2, 2)
+    assert fitting("--mesh", "data=2").values["mesh"] == MeshShape(2)
+    assert fitting("--mesh", "data=4,model=2").values["mesh"] == MeshShape(2, 2)
     assert "4 of 8 devices are there; goes on with data=4" in capfd.readouterr().err
     monkeypatch.setattr(train, "on_cpu", lambda: True)  # whose devices are as many as one asks for
     assert "mesh" not in fitting().given

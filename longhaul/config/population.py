@@ -1,0 +1,150 @@
+"""Populations of runs: seeds and swept hyperparameters, and the checks of them."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import math
+import typing
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from longhaul.config.run import MOST, Driving, Run
+from longhaul.runtime import process_group
+from longhaul.runtime.errors import RunError
+
+
+def of(run: Run) -> tuple[Member, ...]:
+    """The runs of a population; of any other run it alone. Raises RunError where they can't be trained together."""
+    try:
+        found = check(run.population, run.algorithm, run.seed)
+    except ValueError as error:
+        name, _, rest = str(error).partition(" ")
+        raise RunError(f"--{name.replace('_', '-')} {rest}") from error
+    if not run.many:
+        return found
+    clashes = {
+        f"--topology {run.topology}": run.topology != "fused",
+        "--deterministic": run.deterministic,
+        f"--mesh {run.mesh}": run.model > 1,
+        "longhaul launch": process_group.together(),
+        "--bank": isinstance(run.environment, Driving) and run.environment.bank is not None,
+    }
+    for flag, clash in clashes.items():
+        if clash:
+            raise RunError(f"{flag} does not go with --seeds and --sweep, which train on one host, fused; leave it out")
+    if run.seed + run.population.seeds - 1 > MOST:
+        raise RunError(f"--seed is {run.seed}, and --seeds {run.population.seeds}; the last must be at most {MOST}")
+    return found
+
+
+MOST_MEMBERS = 4096
+"""Members of a population."""
+
+
+FORMS = "NAME=LOW..HIGH:COUNT, or NAME=VALUE,VALUE,..."
+
+
+@dataclass(frozen=True)
+class Population:
+    """Which runs are trained side by side."""
+
+    seeds: int = 1  # runs of each setting: with the run's seed, the next, ...
+    sweep: tuple[str, ...] = ()  # settings: FORMS; of several, every combination
+    pbt_interval: int | None = None  # updates between two steps of population-based training; None: none
+    together: int | None = None  # members of a device computed at once; None: 1 on a CPU, else all
+
+    @property
+    def many(self) -> bool:
+        return self.seeds > 1 or bool(self.sweep)
+
+
+class Member(NamedTuple):
+    seed: int
+    values: dict[str, float]  # of the swept hyperparameters, by their field
+
+    def label(self) -> str:
+        """ "lr=0.0003 gamma=0.99", or "" where nothing is swept."""
+        return " ".join(f"{name.replace('_', '-')}={value:.4g}" for name, value in self.values.items())
+
+
+def members(population: Population, seed: int) -> tuple[Member, ...]:
+    """The members in order: all seeds of the first setting, then of the next. Raises ValueError as `sweeps` does."""
+    swept = sweeps(population.sweep)
+    settings = [dict(zip(swept, values, strict=True)) for values in itertools.product(*swept.values())]
+    return tuple(Member(seed + i, values) for values in settings for i in range(population.seeds))
+
+
+def sweeps(words: tuple[str, ...]) -> dict[str, tuple[float, ...]]:
+    """Field -> its values, of each word. Raises ValueError, naming the word and the forms there are."""
+    found: dict[str, tuple[float, ...]] = {}
+    for word in words:
+        name, _, said = word.partition("=")
+        name = name.strip().replace("-", "_")
+        try:
+            values = _values(said)
+        except ValueError as error:
+            raise ValueError(f"sweep is {word!r} ({error}); give {FORMS}, lr=1e-4..1e-3:8 say") from None
+        if not name or name in found:
+            raise ValueError(f"sweep is {word!r}; name each hyperparameter once: {FORMS}")
+        found[name] = values
+    return found
+
+
+def _values(said: str) -> tuple[float, ...]:
+    """ "1e-4..1e-3:8" evenly on a logarithmic scale where that spans a decade, else on a linear one; "1,2,3"."""
+    if ".." not in said:
+        values = tuple(float(part) for part in said.split(","))
+    else:
+        ends, _, count = said.partition(":")
+        low, high = (float(end) for end in ends.split(".."))
+        n = int(count) if count else 0
+        if n < 2 or not low < high:
+            raise ValueError("a range has LOW < HIGH and a COUNT of at least 2")
+        spread = np.geomspace if low > 0 and high / low >= 10 * (1 - 1e-9) else np.linspace
+        values = tuple(float(f"{value:.9g}") for value in spread(low, high, n))
+    if not all(math.isfinite(value) for value in values):
+        raise ValueError("values must be finite")
+    if len(set(values)) < len(values):
+        raise ValueError("a value stands twice")
+    return values
+
+
+def check(population: Population, config: Any, seed: int) -> tuple[Member, ...]:
+    """The members. Raises ValueError, naming value, bound and remedy, where `config` has no such hyperparameters."""
+    if population.seeds < 1:
+        raise ValueError(f"seeds is {population.seeds}; it must be at least 1")
+    found = members(population, seed)
+    if len(found) > MOST_MEMBERS:
+        raise ValueError(f"sweep and seeds make {len(found)} runs; at most {MOST_MEMBERS} are trained side by side")
+    hints = typing.get_type_hints(type(config))
+    known = [field.name for field in dataclasses.fields(config) if float in (hints[field.name], *_args(hints, field))]
+    for name in sweeps(population.sweep):
+        if name not in known:
+            there = ", ".join(known).replace("_", "-")
+            raise ValueError(f"sweep names {name.replace('_', '-')!r}, no number that can be swept; there are {there}")
+    if population.together is not None and population.together < 1:
+        raise ValueError(f"together is {population.together}; it must be at least 1")
+    if population.pbt_interval is None:
+        return found
+    if population.pbt_interval < 1:
+        raise ValueError(f"pbt_interval is {population.pbt_interval}; it must be at least 1 update")
+    if not population.sweep or len(found) < 2:
+        raise ValueError("pbt_interval needs a population to choose from, and a hyperparameter to change: give --sweep")
+    return found
+
+
+def _args(hints: dict[str, Any], field: dataclasses.Field[Any]) -> tuple[Any, ...]:
+    return typing.get_args(hints[field.name])
+
+
+def own(found: tuple[Member, ...]) -> dict[str, np.ndarray]:
+    """The members' values, float32 [M] each."""
+    return {name: np.array([member.values[name] for member in found], np.float32) for name in found[0].values}
+
+
+def bounds(found: tuple[Member, ...]) -> dict[str, tuple[float, float]]:
+    """The range of each swept hyperparameter."""
+    return {name: (float(column.min()), float(column.max())) for name, column in own(found).items()}
