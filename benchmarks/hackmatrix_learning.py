@@ -24,7 +24,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from longhaul.telemetry import html, sinks
+from longhaul.runtime import files
+from longhaul.telemetry import sinks
 
 POINTS = 40
 """Of a condensed curve, at most."""
@@ -187,10 +188,10 @@ def main() -> int:
             code = train(asked.recipe, seed, name, runs_dir, flags)
         there = {seed: runs_dir / name for seed, name in names.items() if (runs_dir / name / "run.json").exists()}
         found = gather(there, asked.recipe, flags)
-        html.write(asked.json, json.dumps(html.finite(found), allow_nan=False) + "\n")
+        files.write(asked.json, json.dumps(files.finite(found), allow_nan=False) + "\n")
         if code:
             return code
-    print(json.dumps(html.finite(found["summary"]), indent=2))
+    print(json.dumps(files.finite(found["summary"]), indent=2))
     return 0 if found["summary"]["passed"] else 1
 
 

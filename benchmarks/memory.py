@@ -35,10 +35,9 @@ from longhaul.bench.harness import cpu_seconds
 from longhaul.config import recipes
 from longhaul.driving.sim import observation
 from longhaul.networks import actor_critic
-from longhaul.runtime import device_memory, mesh
+from longhaul.runtime import device_memory, files, mesh
 from longhaul.runtime.provenance import provenance
 from longhaul.spaces import Discrete
-from longhaul.telemetry import html
 from longhaul.types import Algorithm, PyTree, Rollout, Spec, Successors
 
 STEPS, MINIBATCHES, REPEATS = 32, 2, 3
@@ -170,7 +169,7 @@ def main() -> int:
         lines.append(json.dumps(figure(asked, *each) | shared))
         print(lines[-1], flush=True)
         if asked.json:
-            html.write(asked.json, "\n".join(lines) + "\n")
+            files.write(asked.json, "\n".join(lines) + "\n")
     return 0
 
 

@@ -18,7 +18,8 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.hackmatrix_learning import train
-from longhaul.telemetry import html, sinks
+from longhaul.runtime import files
+from longhaul.telemetry import sinks
 
 LEAN = ("--precision", "bf16", "--accumulate", "4", "--remat", "full")
 SIDES: dict[str, tuple[str, ...]] = {"plain": (), "lean": LEAN}
@@ -84,8 +85,8 @@ def main() -> int:
         "versions": abouts[0].get("versions") if abouts else None,
         "summary": compare(curves), "curves": curves,
     }  # fmt: skip
-    html.write(asked.json, json.dumps(html.finite(found), allow_nan=False) + "\n")
-    print(json.dumps(html.finite(found["summary"]), indent=2))
+    files.write(asked.json, json.dumps(files.finite(found), allow_nan=False) + "\n")
+    print(json.dumps(files.finite(found["summary"]), indent=2))
     return 0
 
 

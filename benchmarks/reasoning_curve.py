@@ -22,8 +22,8 @@ import numpy as np
 
 from longhaul.algorithms import registry
 from longhaul.algorithms.config import Reasoner
-from longhaul.config.resolve import prepare_devices
 from longhaul.runtime import mesh as meshes
+from longhaul.runtime.devices import prepare_devices
 from longhaul.telemetry import reward_ceiling, sinks
 from longhaul.training import data, evaluate
 from longhaul.training.checkpoint import checkpoint

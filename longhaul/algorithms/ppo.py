@@ -19,7 +19,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from longhaul import normalise, returns, shuffle
+from longhaul import normalise, prng, returns
 from longhaul.algorithms import actor_critic, batch_scaling, values
 from longhaul.algorithms import minibatch as flat
 from longhaul.algorithms.actor_critic import Apart, look, moments_of
@@ -260,7 +260,7 @@ def optimiser_steps(
             return (new, new_state, jax.tree.map(jnp.add, totals, parts), stopped), None
 
         def epoch(carried: Any, key: Key) -> tuple[Any, None]:
-            index = shuffle.permutation(key, rows).reshape(minibatches, -1, chunk)
+            index = prng.permutation(key, rows).reshape(minibatches, -1, chunk)
             return jax.lax.scan(minibatch, carried, index)[0], None
 
         totals = {name: jnp.float32(0.0) for name in (*told, "grad_norm")}

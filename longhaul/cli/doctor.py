@@ -16,12 +16,14 @@ from longhaul.cli import flags, run_flags, tables
 from longhaul.cli.flags import ALONE, DEBUG, INT, PATH, Flag, FlagError
 from longhaul.cli.run_flags import RUNS_DIR
 from longhaul.config import recipes
-from longhaul.config.resolve import prepare_devices, resolve
-from longhaul.config.run import Run, agents, to_dict
+from longhaul.config.resolve import agents, resolve
+from longhaul.config.run import Run
+from longhaul.config.serialize import to_dict
 from longhaul.diagnostics import checks, permutation_test, two_shard_probe
 from longhaul.diagnostics.compiled_run import smaller, subject
 from longhaul.diagnostics.verdict import FAIL, HEADER, PASS, VERDICTS, WARN, Check, failed, skipped
 from longhaul.runtime import mesh as meshes
+from longhaul.runtime.devices import prepare_devices
 from longhaul.runtime.errors import RunError
 from longhaul.runtime.provenance import provenance
 from longhaul.telemetry import health, health_log, sinks

@@ -15,19 +15,20 @@ from longhaul.cli import flags, tables
 from longhaul.cli.flags import DEBUG, INT, PATH, TEXT, Flag, FlagError, choice
 from longhaul.cli.run_flags import RUNS_DIR
 from longhaul.config import recipes
-from longhaul.config.resolve import resolve
-from longhaul.config.run import Driving, Named, Run, named
+from longhaul.config.resolve import named, resolve
+from longhaul.config.run import Driving, Named, Run
 from longhaul.driving.render import save as pictures
 from longhaul.driving.render.frames import KINDS
 from longhaul.driving.render.recording import Recording
 from longhaul.reasoning.config import Reasoning
+from longhaul.runtime import files as runtime_files
 from longhaul.runtime.errors import RunError
 from longhaul.spaces import Measure
-from longhaul.telemetry import html
-from longhaul.training import confidence, evaluate_realism, loop
+from longhaul.training import confidence, evaluate_driving, evaluate_realism, loop
 from longhaul.training import evaluate as evaluation
 from longhaul.training.confidence import Estimate
-from longhaul.training.evaluate import Drives, Scores
+from longhaul.training.evaluate import Scores
+from longhaul.training.evaluate_driving import Drives
 from longhaul.training.run_dir import find_folder, load_run
 
 RUN = Flag("RUN", TEXT, None, "a run's name or folder", shown="")
@@ -139,7 +140,7 @@ def _play(run: Run, acting: Any, parsed: dict[str, Any], folder: Path) -> Result
 
 
 def _drive(run: Run, acting: Any, parsed: dict[str, Any]) -> Result:
-    drives = evaluation.drives(run, parsed["data"], parsed["episodes"], parsed["traffic"])
+    drives = evaluate_driving.drives(run, parsed["data"], parsed["episodes"], parsed["traffic"])
     who = driver_of(parsed["policy"])
     scores, _ = drives.play(acting, who)
     estimates = confidence.bootstrap(scores.metrics, scores.groups())
@@ -249,7 +250,7 @@ def _write_csv(path: str, result: Result) -> None:
     text = io.StringIO()
     writer = csv.DictWriter(text, list(rows[0]) if rows else ["id"], lineterminator="\n")
     writer.writeheader()
-    writer.writerows(html.finite(row) for row in rows)
+    writer.writerows(runtime_files.finite(row) for row in rows)
     tables.write_text(path, text.getvalue())
 
 
@@ -356,7 +357,7 @@ def _check_out(out: str | None) -> None:
 def _film(run: Run, acting: Any, parsed: dict[str, Any]) -> Recording:
     """The recording of one scenario, by its id, else the first."""
     scenario, who = parsed["scenario"], parsed["policy"]
-    drives = evaluation.drives(run, parsed["data"], 1 if scenario is None else None, parsed["traffic"])
+    drives = evaluate_driving.drives(run, parsed["data"], 1 if scenario is None else None, parsed["traffic"])
     ids = [each.id for each in drives.scenarios]
     if scenario is not None and scenario not in ids:
         hint = flags.suggestion(scenario, ids, f"there are {', '.join(ids[:3])}" + (" ..." if len(ids) > 3 else ""))

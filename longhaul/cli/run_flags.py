@@ -15,7 +15,8 @@ from longhaul.algorithms.config import LOSSES, OPTIMISERS, REWARD_CLIPS, STORES
 from longhaul.cli import flags
 from longhaul.cli.flags import DEBUG, FLOAT, INT, PATH, SWITCH, TEXT, Flag, FlagError, Kind, choice, optional
 from longhaul.cli.meanings import HELP
-from longhaul.config.run import TOPOLOGIES, Run, agents
+from longhaul.config.resolve import agents
+from longhaul.config.run import TOPOLOGIES, Run
 from longhaul.config.validate import check_topology
 from longhaul.driving.sim import config
 from longhaul.driving.sim.config import EVENTS

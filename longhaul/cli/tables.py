@@ -10,7 +10,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any, TextIO
 
-from longhaul.telemetry import html
+from longhaul.runtime import files
 
 FIRST = (
     *("accuracy", "progress", "collision", "offroad", "red_light", "goal", "comfort", "vmax_score", "nuplan_score"),
@@ -115,7 +115,7 @@ def check_output(flag: str, path: str | None) -> None:
 
 def write_json(path: str, value: Any) -> None:
     """Writes a file at once or not at all; "-" is stdout. What is not finite becomes null."""
-    write_text(path, json.dumps(html.finite(value), indent=2, allow_nan=False) + "\n")
+    write_text(path, json.dumps(files.finite(value), indent=2, allow_nan=False) + "\n")
 
 
 def write_text(path: str, text: str) -> None:
@@ -123,9 +123,9 @@ def write_text(path: str, text: str) -> None:
     if path == "-":
         sys.stdout.write(text)
         return
-    html.write(path, text)
+    files.write(path, text)
 
 
 def write_line(value: Any) -> None:
     """Prints a JSON object as one line of stdout."""
-    print(json.dumps(html.finite(value), allow_nan=False), flush=True)
+    print(json.dumps(files.finite(value), allow_nan=False), flush=True)

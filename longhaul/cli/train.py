@@ -18,12 +18,14 @@ from longhaul.cli import flags, live_status, run_flags, scaling, tables
 from longhaul.cli.flags import ALONE, DEBUG, TEXT, Flag, FlagError
 from longhaul.cli.run_flags import RUNS_DIR
 from longhaul.config import recipes
-from longhaul.config.resolve import on_cpu, resolve
-from longhaul.config.run import Driving, Named, Run, agents, from_dict, named, to_dict
+from longhaul.config.resolve import agents, named, resolve
+from longhaul.config.run import Driving, Named, Run
+from longhaul.config.serialize import from_dict, to_dict
 from longhaul.diagnostics.compiled_run import subject
 from longhaul.envs import registry, suites
 from longhaul.envs.host import registry as host
 from longhaul.runtime import device_memory, heartbeat, partition, process_group
+from longhaul.runtime.devices import on_cpu
 from longhaul.runtime.errors import RunError
 from longhaul.runtime.mesh import identity
 from longhaul.runtime.mesh_shape import MeshShape

@@ -11,35 +11,6 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from longhaul.config.run import MOST, Driving, Run
-from longhaul.runtime import process_group
-from longhaul.runtime.errors import RunError
-
-
-def of(run: Run) -> tuple[Member, ...]:
-    """The runs of a population; of any other run it alone. Raises RunError where they can't be trained together."""
-    try:
-        found = check(run.population, run.algorithm, run.seed)
-    except ValueError as error:
-        name, _, rest = str(error).partition(" ")
-        raise RunError(f"--{name.replace('_', '-')} {rest}") from error
-    if not run.many:
-        return found
-    clashes = {
-        f"--topology {run.topology}": run.topology != "fused",
-        "--deterministic": run.deterministic,
-        f"--mesh {run.mesh}": run.model > 1,
-        "longhaul launch": process_group.together(),
-        "--bank": isinstance(run.environment, Driving) and run.environment.bank is not None,
-    }
-    for flag, clash in clashes.items():
-        if clash:
-            raise RunError(f"{flag} does not go with --seeds and --sweep, which train on one host, fused; leave it out")
-    if run.seed + run.population.seeds - 1 > MOST:
-        raise RunError(f"--seed is {run.seed}, and --seeds {run.population.seeds}; the last must be at most {MOST}")
-    return found
-
-
 MOST_MEMBERS = 4096
 """Members of a population."""
 

@@ -4,52 +4,30 @@ from __future__ import annotations
 
 import dataclasses
 import os
-from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
-from typing import Any, NamedTuple
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import jax
-from jax.sharding import Mesh
 
 from longhaul.algorithms import batch_scaling, registry
 from longhaul.algorithms.config import AlgorithmConfig, APGConfig, BCConfig, OffPolicy, Reasoner
-from longhaul.config import population
-from longhaul.config.population import Member
-from longhaul.config.run import BEGINNING as BEGINNING
-from longhaul.config.run import MOST as MOST
-from longhaul.config.run import TOPOLOGIES as TOPOLOGIES
-from longhaul.config.run import Driving as Driving
-from longhaul.config.run import Named as Named
-from longhaul.config.run import Origin as Origin
-from longhaul.config.run import Run as Run
-from longhaul.config.run import agents as agents
-from longhaul.config.run import from_dict as from_dict
-from longhaul.config.run import named as named
-from longhaul.config.run import parts as parts
-from longhaul.config.run import to_dict as to_dict
+from longhaul.config import reasoning
+from longhaul.config.population import Member, check
+from longhaul.config.run import MOST, TOPOLOGIES, Driving, Named, Run
 from longhaul.config.validate import check_driving, check_expert, check_numbers, check_reasoning, flag
-from longhaul.driving.sim.simulator import Simulator
-from longhaul.environment import advising, vectorise
-from longhaul.envs import classic_control
-from longhaul.reasoning import sampler
-from longhaul.reasoning.config import Reasoning as Reasoning
-from longhaul.reasoning.problem_sets import World
+from longhaul.envs import registry as environments
+from longhaul.envs import suites
+from longhaul.reasoning.config import Reasoning
 from longhaul.replay import Sizes
-from longhaul.rollout import Guide, collector, pathwise
-from longhaul.runtime import batch_shards, compile_cache, partition, process_group
-from longhaul.runtime import mesh as meshes
-from longhaul.runtime.errors import RunError as RunError
+from longhaul.runtime import batch_shards, process_group
+from longhaul.runtime.devices import cores, default_threads, on_cpu
+from longhaul.runtime.errors import RunError
 from longhaul.runtime.mesh_shape import MeshShape
-from longhaul.topologies import fused
-from longhaul.topologies import population as populations
 from longhaul.topologies.actor_learner import config as layouts
 from longhaul.topologies.actor_learner import host_rollout
-from longhaul.topologies.actor_learner import learner as acted
 from longhaul.topologies.actor_learner.config import Acting
 from longhaul.topologies.inference_server import config as lanes
-from longhaul.training import offline_data, reasoning_setup
-from longhaul.training import population as members
-from longhaul.types import Algorithm, Collector, Environment, Params, Progress, PyTree, Spec
+from longhaul.types import Environment
 
 MOST_RECORDS = 4096
 """Records of metrics in a run, about, however long it is: a record sums up as many updates as that takes."""
@@ -58,50 +36,9 @@ MOST_RECORDS = 4096
 EPISODES = {Driving: 128, Reasoning: 256}
 """Of an evaluation: scenarios, problems; 100 elsewhere."""
 
+
 VISITS, EPISODE = 8, 80
 """How often a scenario of a bank is driven before others come, taking an episode to have so many steps."""
-
-
-UNROLL = 4
-"""Steps of a rollout that are compiled as one in runs side by side, where a step is as small as classic control's, and
-the loop itself costs. Elsewhere compiling would only take longer."""
-
-
-class Assembly(NamedTuple):
-    """A Run as functions, on its mesh."""
-
-    spec: Spec
-    algorithm: Algorithm
-    collector_in: fused.CollectorIn
-    enter: fused.Enter
-    mesh: Mesh
-    updates: int  # at its end
-    steps_per_update: int  # agent steps, over all shards
-    env_steps_per_update: int
-    shards: batch_shards.Shards
-    origin: Origin = BEGINNING
-    members: tuple[Member, ...] = ()  # of a population; steps are those of each
-    begin: populations.Start | None = None  # how it begins
-
-    def start(self, seed: int, context: PyTree) -> Progress:
-        if self.begin is not None:
-            return self.begin(population.own(self.members), members.keys(self.members), context)
-        return fused.start(self.algorithm, self.enter, context, jax.random.key(seed), self.mesh)
-
-    def policy(self, state: PyTree) -> Params:
-        """What acts; of a population with a leading axis of members."""
-        return jax.vmap(self.algorithm.policy)(state).state if self.members else self.algorithm.policy(state)
-
-    def agent_steps(self, updates: int) -> int:
-        """Of a run that has made `updates`, which are no fewer than its origin's."""
-        return self.origin.agent_steps + (updates - self.origin.updates) * self.steps_per_update
-
-    def env_steps(self, updates: int) -> int:
-        return self.origin.env_steps + (updates - self.origin.updates) * self.env_steps_per_update
-
-
-def cores() -> int:
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def resolve(run: Run) -> Run:
@@ -110,11 +47,11 @@ def resolve(run: Run) -> Run:
     if isinstance(run.environment, Driving):
         check_driving(run.environment)
     check_reasoning(run)
-    run = reasoning_setup.fitted(run)
+    run = reasoning.fitted(run)
     if run.topology not in TOPOLOGIES:
         raise RunError(f"--topology is {run.topology!r}; it must be one of {', '.join(TOPOLOGIES)}")
     check_expert(run)
-    siblings = population.of(run)
+    siblings = members_of(run)
     runs = len(siblings)
     devices, processes = run.devices or _default_devices(run, runs), process_group.count()
     if run.many and runs % devices:
@@ -144,7 +81,7 @@ def resolve(run: Run) -> Run:
     try:
         sizes = Sizes(parts(run, devices), columns, run.num_steps)
         for values in ({}, *(member.values for member in siblings if run.population.sweep)):
-            registry.check(_valued(algorithm, values), sizes)
+            registry.check(with_values(algorithm, values), sizes)
     except ValueError as error:
         name, _, rest = str(error).partition(" ")
         raise RunError(f"--{flag(name)} {rest}") from error
@@ -168,7 +105,7 @@ def resolve(run: Run) -> Run:
     episodes = run.evaluation_episodes or EPISODES.get(type(task), 100)
     return dataclasses.replace(
         run, environment=task, algorithm=algorithm, acting=acting, base_batch=run.base_batch or steps, devices=devices,
-        threads=run.threads or _default_threads(-(-devices * run.model // processes)) * processes,
+        threads=run.threads or default_threads(-(-devices * run.model // processes)) * processes,
         log_interval=log_interval, block=block, evaluation_episodes=episodes, population=many,
     )  # fmt: skip
 
@@ -288,175 +225,58 @@ def _default_devices(run: Run, runs: int) -> int:
     return max(1, processes * own // model)
 
 
-def on_cpu() -> bool:
-    """Whether a run computes on the CPU, told without starting JAX."""
-    return os.environ.get("JAX_PLATFORMS", "").startswith("cpu") or not _has_accelerator()
-
-
-def _has_accelerator() -> bool:
-    """Whether a GPU or TPU is there, told without starting JAX (which then could not make several CPU devices)."""
-    return any(Path(place).exists() for place in ("/dev/nvidia0", "/dev/kfd", "/dev/accel0", "/dev/vfio/0"))
-
-
-def _default_threads(devices: int) -> int:
-    given = os.environ.get("NPROC", "")
-    if given.isdecimal() and int(given) > 0:
-        return int(given)
-    # One thread: a pool of them only gets in the way of many small kernels (1.4 times slower at 4 environments).
-    # Where kernels are an accelerator's, threads of the host compile them.
-    return 1 if devices == 1 and on_cpu() else max(cores(), devices)
-
-
-def prepare_devices(devices: int, threads: int | None = None, inline: bool = False) -> None:
-    """Makes the CPU show `devices` devices, with `threads` in all. Call it before JAX runs; then it changes nothing.
-
-    They are those of both axes of the mesh; of several processes each has an equal part of both. `inline`: the CPU's
-    programs run in the thread that calls them: where small ones follow on each other, handing each to a thread of JAX's
-    and waiting for it costs as much as what it computes.
-    """
-    if inline:
-        jax.config.update("jax_cpu_enable_async_dispatch", False)
-    processes, all_devices = process_group.count(), devices
-    if devices % processes:
-        raise RunError(
-            f"--mesh is of {devices} devices, which {processes} processes can't share evenly; choose a multiple of "
-            f"{processes}, or another number of processes"
-        )
-    devices //= processes
-    threads = threads or _default_threads(devices) * processes
-    os.environ["NPROC"] = str(threads if processes == 1 else max(threads // processes, devices))
-    compile_cache.keep(int(os.environ["NPROC"]), on_cpu=on_cpu(), process=process_group.index())
-    try:
-        jax.config.update("jax_num_cpu_devices", devices)
-    except RuntimeError:
-        if len(jax.devices()) < all_devices:
-            there = len(jax.devices())
-            raise RunError(f"{all_devices} devices are wanted, and JAX already runs with {there}") from None
-
-
-def assemble(
-    run: Run, within: Callable[[PyTree], Environment | World], context: PyTree, origin: Origin = BEGINNING
-) -> Assembly:
-    """The functions of a resolved run, from `origin` on.
-
-    What environments read and never write is their context, () for most; `within` gives the environment in a context,
-    also while a program is traced. `context` is one of them: all have the same shapes and the same spec.
-    """
-    assert run.devices is not None
-    mesh = meshes.make_mesh(*run.mesh)
-    parted = (
-        batch_shards.alone()
-        if run.many
-        else batch_shards.virtual(mesh)
-        if run.deterministic
-        else batch_shards.by_device(mesh)
-    )
-    count = run.acting.actors if run.topology == "actors" and run.acting.actors else parted.number
-    worlds = run.num_envs // count
-    spec = within(context).spec
-    steps = run.num_envs * agents(run) * run.num_steps
-    updates = last_update(run, origin)
-    sizes = Sizes(parted.number, run.num_envs // parted.number * agents(run), run.num_steps)
-
-    def make(values: Mapping[str, Any]) -> Algorithm:
-        config = _valued(run.algorithm, values)
-        return registry.make(
-            spec, dataclasses.replace(config, lr=_scaled(run, config.lr)), updates=updates, mean=parted.mean,
-            apart=parted.apart, first=origin.updates, done=origin.agent_steps / run.total_steps, split=run.model > 1,
-            sizes=sizes,
-        )  # fmt: skip
-
-    siblings = population.of(run) if run.many else ()
-    algorithm, init = members.tuned(make, siblings) if siblings else (make({}), None)
-    partition.check(jax.eval_shape(algorithm.init, jax.random.key(0)), run.mesh)
-
-    tiny = run.many and isinstance(within(context), classic_control.Classic) and worlds <= 64
-    unroll = UNROLL if tiny else 1
-
-    def collector_in(context: PyTree) -> Collector:
-        if isinstance(context, offline_data.Recorded):
-            return offline_data.collector(context, columns=worlds * agents(run), steps=run.num_steps)
-        world = within(context)
-        if isinstance(world, World):
-            return completing(run, world, worlds)
-        many, guide = vectorise(world, worlds), _guide(run, world, worlds)
-        if through := registry.pathwise(run.algorithm):
-            how: dict[str, Any] = {"gamma": through.gamma, "detach": through.detach}
-            return pathwise(many, algorithm.act, algorithm.memory, steps=run.num_steps, **how)
-        return collector(many, algorithm.act, algorithm.memory, steps=run.num_steps, unroll=unroll, guide=guide)
-
-    enter, env_steps = fused.entering(collector_in, mesh, parted), run.num_envs * run.num_steps
-    if run.topology == "actors":
-        if isinstance(run.environment, Named) and host_rollout.is_hosted(run.environment.env):
-            enter = host_rollout.entering(
-                run.environment.env, algorithm, host_rollout.Sizes(worlds, run.num_steps), count
-            )
-        else:
-            enter = acted.entering(collector_in, count)
-        enter = acted.kept(enter, layouts.rule(run.acting, updates).pinned, algorithm)
-    if run.topology == "central":
-        enter = lambda key, context: ()  # noqa: E731  environments are the actors'
-        if run.acting.staleness == 0 and isinstance(run.environment, Named) and run.acting.actors is not None:
-            groups = run.acting.actors * run.central.slots
-            enter = host_rollout.standing(
-                run.environment.env, named(run.environment), algorithm, groups, run.num_envs // groups
-            )
-    begin = populations.starting(init, collector_in, mesh) if init is not None else None
-    return Assembly(
-        spec, algorithm, collector_in, enter, mesh, updates, steps, env_steps, parted, origin, siblings, begin
-    )
-
-
-def completing(run: Run, world: World, prompts: int) -> Collector:
-    """Completions of so many problems of a bank."""
-    config, task = run.algorithm, run.environment
-    assert isinstance(config, Reasoner) and isinstance(task, Reasoning)
-    how = sampler.Sampling(run.num_steps, config.group, config.temperature, task.wave)
-    words = reasoning_setup.words(run)
-    return sampler.collector(config.model, world.bank, how, prompts=prompts, words=words, exact=task.exact)
-
-
-def _guide(run: Run, environment: Environment, worlds: int) -> Guide | None:
-    """The expert of `worlds` worlds, where the algorithm asks one."""
-    share = registry.guidance(run.algorithm)
-    if share is None:
-        return None
-    assert isinstance(environment, Simulator), "check_expert lets no other pass"
-    return Guide(advising(environment, worlds), share)
-
-
-def last_update(run: Run, origin: Origin = BEGINNING) -> int:
-    """The number of a run's last update: what is left of its steps from `origin` on, in whole updates."""
-    return origin.updates + (run.total_steps - origin.agent_steps) // (run.num_envs * agents(run) * run.num_steps)
-
-
-def decisions(run: Run) -> list[str]:
-    """Lines on what followed from the batch of a resolved run."""
-    config, steps = run.algorithm, run.num_envs * agents(run) * run.num_steps
-    if isinstance(config, OffPolicy):
-        each = config.batch_size * config.gradient_steps / steps
-        return [f"each update adds {steps} steps to the replay; each step is learnt from {each:.3g} times on the mean"]
-    if isinstance(config, Reasoner):
-        return [f"each update learns from {run.num_envs} problems, {config.group} completions of each"]
-    if isinstance(config, APGConfig):
-        return [f"each update is one step along the gradient of {run.num_steps} steps of {run.num_envs} worlds"]
-    assert run.devices is not None and config.num_minibatches is not None and config.update_epochs is not None
-    rows = steps // parts(run, run.devices) // (run.num_steps if config.memory else 1)
-    chosen = batch_scaling.Passes(config.num_minibatches, config.update_epochs)
-    return batch_scaling.describe(steps, run.base_batch or steps, run.scaling, chosen, rows, run.lr_rule, config.lr)
-
-
-def learning_rate(run: Run) -> float:
-    """The learning rate of a resolved run at its batch, before it is annealed."""
-    return float(_scaled(run, run.algorithm.lr))
-
-
-def _valued(config: AlgorithmConfig, values: Mapping[str, Any]) -> AlgorithmConfig:
+def with_values(config: AlgorithmConfig, values: Mapping[str, Any]) -> AlgorithmConfig:
     return dataclasses.replace(config, **values)
 
 
-def _scaled(run: Run, lr: Any) -> Any:
-    """A learning rate, be it a number or an array, at the run's batch."""
-    steps = run.num_envs * agents(run) * run.num_steps
-    factor = batch_scaling.lr_factor(run.lr_rule, steps, run.base_batch or steps)
-    return lr if factor == 1.0 else lr * factor
+def members_of(run: Run) -> tuple[Member, ...]:
+    """The runs of a population; of any other run it alone. Raises RunError where they can't be trained together."""
+    try:
+        found = check(run.population, run.algorithm, run.seed)
+    except ValueError as error:
+        name, _, rest = str(error).partition(" ")
+        raise RunError(f"--{name.replace('_', '-')} {rest}") from error
+    if not run.many:
+        return found
+    clashes = {
+        f"--topology {run.topology}": run.topology != "fused",
+        "--deterministic": run.deterministic,
+        f"--mesh {run.mesh}": run.model > 1,
+        "longhaul launch": process_group.together(),
+        "--bank": isinstance(run.environment, Driving) and run.environment.bank is not None,
+    }
+    for name, clash in clashes.items():
+        if clash:
+            raise RunError(f"{name} does not go with --seeds and --sweep, which train on one host, fused; leave it out")
+    if run.seed + run.population.seeds - 1 > MOST:
+        raise RunError(f"--seed is {run.seed}, and --seeds {run.population.seeds}; the last must be at most {MOST}")
+    return found
+
+
+def agents(run: Run) -> int:
+    """Columns of the batch that one world makes."""
+    if isinstance(run.environment, Driving):
+        return run.environment.simulator.agents
+    if isinstance(run.environment, Reasoning):
+        assert isinstance(run.algorithm, Reasoner)
+        return run.algorithm.group
+    if suites.is_suite(run.environment.env):  # whose import may start JAX, before it is told of its devices
+        return 1
+    return named(run.environment).spec.agents or 1
+
+
+def parts(run: Run, devices: int) -> int:
+    """In how many the batch is computed."""
+    return 1 if run.many else batch_shards.VIRTUAL if run.deterministic else devices
+
+
+def named(environment: Named) -> Environment:
+    """The environment of that name; RunError with the nearest names where there is none."""
+    try:
+        return (
+            host_rollout.hosted(environment.env)
+            if host_rollout.is_hosted(environment.env)
+            else environments.make(environment.env)
+        )
+    except ValueError as error:
+        raise RunError(str(error)) from error

@@ -8,7 +8,8 @@ from typing import Any
 
 from longhaul.algorithms import batch_scaling, registry
 from longhaul.algorithms.config import Reasoner
-from longhaul.config.run import MOST, TOPOLOGIES, Driving, Run, to_dict
+from longhaul.config.run import MOST, TOPOLOGIES, Driving, Run
+from longhaul.config.serialize import to_dict
 from longhaul.driving.scenario_source import HELD_OUT
 from longhaul.driving.sim import simulator
 from longhaul.reasoning import problem_sets

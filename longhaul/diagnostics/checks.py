@@ -21,8 +21,8 @@ from jax.sharding import PartitionSpec
 
 from longhaul.algorithms import batch_scaling, registry
 from longhaul.config import recipes
-from longhaul.config.resolve import learning_rate, resolve
-from longhaul.config.run import Run, agents
+from longhaul.config.resolve import agents, resolve
+from longhaul.config.run import Run
 from longhaul.diagnostics import hlo_collectives, permutation_test
 from longhaul.diagnostics.compiled_run import Subject, fresh_cache, seconds_of, smaller, subject
 from longhaul.diagnostics.verdict import FAIL, PASS, WARN, Check, skipped, within
@@ -34,6 +34,7 @@ from longhaul.runtime.errors import RunError
 from longhaul.telemetry import sinks
 from longhaul.telemetry.aggregate import Sums
 from longhaul.topologies import fused
+from longhaul.training.assemble import learning_rate
 from longhaul.training.data import Feeding
 
 STILL = 1e-6

@@ -15,8 +15,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from longhaul.algorithms import registry
-from longhaul.config.resolve import Assembly, assemble
-from longhaul.config.run import Run, parts
+from longhaul.config.resolve import parts
+from longhaul.config.run import Run
 from longhaul.networks import actor_critic
 from longhaul.runtime import mesh as meshes
 from longhaul.runtime import partition
@@ -24,6 +24,7 @@ from longhaul.runtime.compile_cache import Ledger
 from longhaul.runtime.errors import RunError
 from longhaul.runtime.provenance import params_sha256
 from longhaul.topologies import fused
+from longhaul.training.assemble import Assembly, assemble
 from longhaul.training.data import Feed, Feeding, feed
 from longhaul.types import Key, Progress, PyTree
 

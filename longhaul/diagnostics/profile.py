@@ -17,15 +17,16 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from longhaul.config.resolve import Assembly, assemble, prepare_devices
 from longhaul.config.run import Run
 from longhaul.diagnostics import chips, hlo_costs, trace
 from longhaul.diagnostics.chips import Chip
 from longhaul.diagnostics.hlo_costs import COLLECTIVES, CONTROL, Instruction
 from longhaul.runtime import device_memory
 from longhaul.runtime import mesh as meshes
+from longhaul.runtime.devices import prepare_devices
 from longhaul.runtime.provenance import provenance
 from longhaul.topologies import fused
+from longhaul.training.assemble import Assembly, assemble
 from longhaul.training.data import Feeding, feed
 from longhaul.types import ENVIRONMENT, INFERENCE, LEARNING, Progress, PyTree
 

@@ -16,7 +16,6 @@ import itertools
 import json
 import sys
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -24,8 +23,10 @@ import jax
 import numpy as np
 
 from longhaul.algorithms import registry
+from longhaul.config.recipes.grid import Grid
 from longhaul.config.resolve import resolve
-from longhaul.config.run import Driving, Run, from_dict, to_dict
+from longhaul.config.run import Driving, Run
+from longhaul.config.serialize import from_dict, to_dict
 from longhaul.diagnostics import scaling_law, scaling_page
 from longhaul.runtime.errors import RunError
 from longhaul.training import loop
@@ -34,19 +35,9 @@ from longhaul.training.run_dir import alone, load_run, write_json
 FORMAT = 1
 """Of grid.json; another is refused."""
 
+
 METRICS = ("goal", "accuracy")
 """What can be the opposite of failing."""
-
-
-@dataclass(frozen=True)
-class Grid:
-    """What is run: `base` with each of `sizes` (million parameters) x `scenarios` x seeds base.seed + 0 .. seeds-1."""
-
-    base: Run
-    sizes: tuple[float, ...]
-    scenarios: tuple[int, ...]
-    seeds: int = 1
-    metric: str = "goal"
 
 
 class Cell(NamedTuple):

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 
 from longhaul.diagnostics.scaling_law import Law
+from longhaul.runtime import files
 from longhaul.telemetry import html as pages
 from longhaul.telemetry.charts import BOTTOM, HEIGHT, LEFT, RIGHT, TOP, WIDTH, Axes, short
 
@@ -44,7 +45,7 @@ def write(path: Path, name: str, summary: Mapping[str, Any]) -> None:
     curves = f'<section><h2>Scaling</h2><div class="curves">{drawn}</div></section>' if drawn else ""
     body = f"<main>{head}{curves}{_law(summary)}{_runs(summary['cells'])}</main>"
     styles = [pages.asset(f"{sheet}.css") for sheet in ("page", "report", "curves")]
-    pages.write(path, pages.page(f"{name} · Longhaul", body, styles=styles))
+    files.write(path, pages.page(f"{name} · Longhaul", body, styles=styles))
 
 
 def figure(title: str, points: Sequence[Mapping[str, Any]], along: str, by: str, label: str, law: Law | None) -> str:

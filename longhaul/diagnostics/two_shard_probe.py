@@ -12,10 +12,12 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
-from longhaul.config.resolve import prepare_devices, resolve
-from longhaul.config.run import Run, from_dict, to_dict
+from longhaul.config.resolve import resolve
+from longhaul.config.run import Run
+from longhaul.config.serialize import from_dict, to_dict
 from longhaul.diagnostics import hlo_collectives, profile
 from longhaul.diagnostics.hlo_collectives import Crossing
+from longhaul.runtime.devices import prepare_devices
 from longhaul.runtime.errors import RunError
 
 HERE = "longhaul.diagnostics.two_shard_probe"

@@ -29,20 +29,23 @@ from typing import Any
 
 import jax
 
-from longhaul.runtime import caches
+from longhaul.runtime.cache_dir import MOST_BYTES, folder, named, say, trim
 
 COMPILE = "/jax/core/compile/backend_compile_duration"
+
+
 HIT, MISS = "/jax/compilation_cache/cache_hits", "/jax/compilation_cache/cache_misses"
+
 
 FAULT = r"Error (reading|writing) persistent compilation cache entry for '([^']*)': (.*)"
 
 
 def root() -> Path | None:
     """The folder of the store; None where it is switched off."""
-    named = caches.named() or os.environ.get("JAX_COMPILATION_CACHE_DIR")
-    if named == "off":
+    place = named() or os.environ.get("JAX_COMPILATION_CACHE_DIR")
+    if place == "off":
         return None
-    return Path(named).expanduser().absolute() if named else caches.folder("xla")
+    return Path(place).expanduser().absolute() if place else folder("xla")
 
 
 def part(threads: int, *, on_cpu: bool, process: int = 0) -> str:
@@ -82,9 +85,9 @@ def keep(threads: int, *, on_cpu: bool, process: int = 0) -> Path | None:
         if not os.access(folder, os.W_OK | os.X_OK):
             raise PermissionError(13, "it can't be written")
         limit = jax.config.jax_compilation_cache_max_size  # type: ignore[attr-defined, unused-ignore]
-        caches.trim(store, "*-cache", caches.MOST_BYTES if limit < 0 else limit)
+        trim(store, "*-cache", MOST_BYTES if limit < 0 else limit)
     except OSError as error:
-        caches.say(f"no compilation cache in {folder} ({error.strerror}): programs are compiled anew")
+        say(f"no compilation cache in {folder} ({error.strerror}): programs are compiled anew")
         jax.config.update("jax_enable_compilation_cache", False)
         return None
     jax.config.update("jax_compilation_cache_max_size", -1)  # a bound of JAX's own needs a package that we do not
@@ -93,7 +96,7 @@ def keep(threads: int, *, on_cpu: bool, process: int = 0) -> Path | None:
     jax.config.update("jax_compilation_cache_dir", str(folder))
     _quieten(folder)
     if process > 0 and on_cpu and not _write_too():
-        caches.say("this JAX keeps programs of process 0 alone: this process compiles its own anew at each start")
+        say("this JAX keeps programs of process 0 alone: this process compiles its own anew at each start")
     return folder
 
 
@@ -144,7 +147,7 @@ def _quieten(folder: Path) -> None:
                 break
         if not said:
             short = " ".join(reason.split())[:200]
-            caches.say(f"the compilation cache in {folder} failed in {verb} {name} ({short}); it was compiled anew")
+            say(f"the compilation cache in {folder} failed in {verb} {name} ({short}); it was compiled anew")
         said = True
 
     warnings.showwarning = show

@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 from urllib.parse import urlsplit
 
-from longhaul.telemetry import html
+from longhaul.runtime import files
 from longhaul.telemetry.sinks import Record, Sink
 
 MODES = ("online", "offline", "disabled")
@@ -108,7 +108,7 @@ def save(folder: Path, tracking: Tracking | None) -> None:
     """Keeps how the run in `folder` is tracked, with an id of its own."""
     if tracking is not None:
         tracking = tracking._replace(id=tracking.id or os.environ.get("WANDB_RUN_ID") or run_id(folder.name))
-        html.write(folder / FILE, json.dumps(tracking._asdict(), indent=2) + "\n")
+        files.write(folder / FILE, json.dumps(tracking._asdict(), indent=2) + "\n")
 
 
 # --------------------------------------------------------------------------------------------------- where it goes

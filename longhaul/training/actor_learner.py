@@ -17,20 +17,23 @@ from typing import Any, NamedTuple
 import jax
 
 from longhaul.algorithms import registry
-from longhaul.config.resolve import Assembly, completing, prepare_devices
-from longhaul.config.run import Named, Run, from_dict, named, to_dict
+from longhaul.config.resolve import named
+from longhaul.config.run import Named, Run
+from longhaul.config.serialize import from_dict, to_dict
 from longhaul.environment import vectorise
 from longhaul.reasoning import sampler
 from longhaul.reasoning.config import Reasoning
 from longhaul.reasoning.problem_sets import World
 from longhaul.rollout import collector, join
+from longhaul.runtime import files
 from longhaul.runtime import mesh as meshes
+from longhaul.runtime.devices import prepare_devices
 from longhaul.runtime.launch import ray_cluster
-from longhaul.telemetry import html
 from longhaul.topologies.actor_learner import config, host_rollout, learner
 from longhaul.topologies.actor_learner.actor import Collect
 from longhaul.topologies.actor_learner.actor_pool import Crew
 from longhaul.training import reasoning_setup
+from longhaul.training.assemble import Assembly, completing
 from longhaul.types import Algorithm, Collector, Metrics, Progress, PyTree
 
 LIVE = "live.json"
@@ -138,7 +141,7 @@ def calls(
             if time.monotonic() - told >= EVERY:
                 told = time.monotonic()
                 with suppress(OSError):  # no matter for the run
-                    html.write(folder / LIVE, json.dumps(html.finite(_live(run, assembly, crew, rows))))
+                    files.write(folder / LIVE, json.dumps(files.finite(_live(run, assembly, crew, rows))))
             yield progress, n, rows
 
 

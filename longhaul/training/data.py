@@ -23,8 +23,8 @@ import jax
 import numpy as np
 
 from longhaul.algorithms import registry
-from longhaul.config.resolve import cores, last_update
-from longhaul.config.run import BEGINNING, Driving, Origin, Run, named
+from longhaul.config.resolve import named
+from longhaul.config.run import BEGINNING, Driving, Origin, Run
 from longhaul.driving import scenario_source
 from longhaul.driving.datasets import readers
 from longhaul.driving.datasets.log import BadData
@@ -41,8 +41,10 @@ from longhaul.driving.sim.tables import FLAT, Tables
 from longhaul.reasoning.config import Reasoning
 from longhaul.reasoning.problem_sets import World
 from longhaul.runtime import mesh as meshes
+from longhaul.runtime.devices import cores
 from longhaul.runtime.errors import RunError
 from longhaul.training import offline_data, reasoning_setup
+from longhaul.training.assemble import last_update
 from longhaul.training.offline_data import Recorded
 from longhaul.types import Environment, PyTree, Spec
 

@@ -12,7 +12,8 @@ import numpy as np
 from longhaul import rollout
 from longhaul.driving.evaluation.realism import realism
 from longhaul.spaces import Measure
-from longhaul.training.evaluate import Drives, Scores
+from longhaul.training.evaluate import Scores
+from longhaul.training.evaluate_driving import Drives
 from longhaul.types import Params
 
 ROLLOUTS = 32

@@ -9,8 +9,8 @@ from typing import Any
 
 import jax
 
-from longhaul.config.resolve import Assembly
-from longhaul.config.run import Driving, Run, named
+from longhaul.config.resolve import named
+from longhaul.config.run import Driving, Run
 from longhaul.driving.render.recording import Recording
 from longhaul.networks import actor_critic
 from longhaul.reasoning.config import Reasoning
@@ -19,7 +19,8 @@ from longhaul.runtime.clock import Clock, Seconds
 from longhaul.runtime.provenance import params_sha256
 from longhaul.runtime.signals import Stop
 from longhaul.telemetry import health_log, sinks
-from longhaul.training import evaluate, population_report, report
+from longhaul.training import evaluate, evaluate_driving, population_report, report
+from longhaul.training.assemble import Assembly
 from longhaul.training.run_dir import write_json
 from longhaul.types import Params
 
@@ -90,14 +91,14 @@ def evaluations(run: Run, policy: Params, untrained: Params) -> Iterator[tuple[s
         for name, params in (("trained", policy), ("untrained", untrained)):
             yield name, once(params).means(), []
         return
-    drives = evaluate.drives(run)
+    drives = evaluate_driving.drives(run)
     shown = range(min(6, len(drives.scenarios)))
     by_policy, idm, log = drives.player("policy", shown), drives.player("idm", shown), drives.player("log")
     for name, play, params in (
         ("trained", by_policy, policy), ("untrained", by_policy, untrained), ("idm", idm, None), ("log", log, None),
     ):  # fmt: skip
         scores, films = play(params)
-        yield name, scores.means(), evaluate.label(films, name) if films else []
+        yield name, scores.means(), evaluate_driving.label(films, name) if films else []
 
 
 def write_report(folder: Path, result: dict[str, Any], recordings: list[Recording], runs: str = "") -> None:

@@ -9,8 +9,8 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-from longhaul.config.resolve import Assembly
-from longhaul.config.run import Named, Run, agents, named
+from longhaul.config.resolve import agents, named
+from longhaul.config.run import Named, Run
 from longhaul.envs.host import jax_vector, registry
 from longhaul.envs.host.vector import Description
 from longhaul.runtime.credentials import Credentials
@@ -29,6 +29,7 @@ from longhaul.topologies.inference_server.shm_transport import SharedLane
 from longhaul.topologies.inference_server.trajectory_buffer import Trajectories
 from longhaul.topologies.inference_server.transport import Held, Lane
 from longhaul.topologies.places import Places
+from longhaul.training.assemble import Assembly
 from longhaul.types import Metrics, Progress
 
 

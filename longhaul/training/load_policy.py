@@ -12,9 +12,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from longhaul.algorithms import registry
-from longhaul.config.resolve import prepare_devices
 from longhaul.config.run import Run
 from longhaul.runtime import mesh as meshes
+from longhaul.runtime.devices import prepare_devices
 from longhaul.runtime.errors import RunError
 from longhaul.training import data as feeds
 from longhaul.training import population, reasoning_setup

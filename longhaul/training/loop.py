@@ -24,7 +24,6 @@ from jax.sharding import Mesh
 
 from longhaul.algorithms import population as pbt
 from longhaul.config import population
-from longhaul.config.resolve import Assembly, decisions, prepare_devices
 from longhaul.config.run import Run
 from longhaul.networks import actor_critic
 from longhaul.runtime import device_memory as footprints
@@ -32,6 +31,7 @@ from longhaul.runtime import heartbeat, partition, process_group
 from longhaul.runtime import mesh as meshes
 from longhaul.runtime.clock import Clock, Seconds
 from longhaul.runtime.compile_cache import Ledger
+from longhaul.runtime.devices import prepare_devices
 from longhaul.runtime.errors import RunError
 from longhaul.runtime.provenance import provenance
 from longhaul.runtime.signals import Stop, Stopped, listening
@@ -54,6 +54,7 @@ from longhaul.training import data as feeds
 from longhaul.training import (
     publish as publishing,
 )
+from longhaul.training.assemble import Assembly, decisions
 from longhaul.training.checkpoint import resume
 from longhaul.training.checkpoint.checkpoint import CheckpointError, Checkpoints
 from longhaul.training.data import Feed, Feeding, feed

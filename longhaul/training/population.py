@@ -10,7 +10,8 @@ import jax.numpy as jnp
 
 from longhaul.algorithms import population, registry
 from longhaul.algorithms.population import Make, Tuned
-from longhaul.config.population import Member, of, own
+from longhaul.config.population import Member, own
+from longhaul.config.resolve import members_of
 from longhaul.config.run import Run
 from longhaul.replay import Sizes
 from longhaul.runtime import mesh as meshes
@@ -33,7 +34,7 @@ def keys(members: tuple[Member, ...]) -> Key:
 
 def begun(run: Run, spec: Spec) -> tuple[Algorithm, PyTree]:
     """(the algorithm of a population, its states before training [M, ...]): what a checkpoint is restored into."""
-    found = of(run)
+    found = members_of(run)
     sizes = Sizes(1, run.num_envs * (spec.agents or 1), run.num_steps)
     algorithm, init = tuned(
         lambda values: registry.make(
@@ -48,7 +49,7 @@ def begun(run: Run, spec: Spec) -> tuple[Algorithm, PyTree]:
 
 def chosen(run: Run, member: int | None, name: str) -> Member:
     """The member of a run's folder `name` that is asked for. Raises RunError where there is none, or none was named."""
-    found = of(run)
+    found = members_of(run)
     if member is None or not 0 <= member < len(found):
         said = "give" if member is None else f"--member is {member}; it must be"
         raise RunError(f"run {name} holds {len(found)} runs; {said} --member 0 to {len(found) - 1}"

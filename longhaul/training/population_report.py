@@ -12,11 +12,12 @@ import jax
 import numpy as np
 
 from longhaul.config.population import Member
-from longhaul.config.run import Driving, Run, named
+from longhaul.config.resolve import named
+from longhaul.config.run import Driving, Run
 from longhaul.reasoning.config import Reasoning
 from longhaul.runtime.provenance import params_sha256
 from longhaul.telemetry import charts
-from longhaul.training import confidence, evaluate, population_metrics
+from longhaul.training import confidence, evaluate, evaluate_driving, population_metrics
 from longhaul.types import Params
 
 MOST_LINES = 5
@@ -56,7 +57,7 @@ def _player(run: Run) -> Callable[[Params, int], dict[str, Any]]:
     """(policy, seed) -> the means that it scores, compiled once."""
     assert run.evaluation_episodes is not None
     if isinstance(run.environment, Driving):
-        drive = evaluate.drives(run).player("policy")
+        drive = evaluate_driving.drives(run).player("policy")
         return lambda policy, seed: drive(policy)[0].means()
     if isinstance(run.environment, Reasoning):
         each = evaluate.reasoner(run, run.evaluation_episodes)

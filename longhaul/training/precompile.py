@@ -12,9 +12,9 @@ from typing import Any
 
 import jax
 
-from longhaul.config.resolve import Assembly, assemble
 from longhaul.config.run import Origin, Run
 from longhaul.topologies import fused
+from longhaul.training.assemble import Assembly, assemble
 from longhaul.training.data import Feed, Feeding
 from longhaul.types import Progress, PyTree
 

@@ -20,10 +20,9 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
 
-from longhaul.runtime import credentials, process_group
+from longhaul.runtime import credentials, files, process_group
 from longhaul.runtime import mesh as meshes
 from longhaul.runtime.errors import RunError
-from longhaul.telemetry import html
 from longhaul.types import Params, PyTree
 from longhaul.weight_sync import transports
 from longhaul.weight_sync.producer import Producer, named
@@ -110,7 +109,7 @@ def load(folder: Path) -> Publishing | None:
 def save(folder: Path, publishing: Publishing | None) -> None:
     """Keeps what the run in `folder` publishes."""
     if publishing is not None:
-        html.write(folder / FILE, json.dumps(publishing._asdict(), indent=2) + "\n")
+        files.write(folder / FILE, json.dumps(publishing._asdict(), indent=2) + "\n")
     else:
         (folder / FILE).unlink(missing_ok=True)
 

@@ -18,6 +18,7 @@ import numpy as np
 
 from longhaul.driving.render import web_player
 from longhaul.driving.render.recording import Recording
+from longhaul.runtime import files
 from longhaul.telemetry import charts, forecast
 from longhaul.telemetry import html as pages
 from longhaul.telemetry.health import Finding
@@ -114,7 +115,7 @@ def write_report(
         _section("Where it comes from", _provenance(run)),
         _section("Configuration", _folded("run.json", whole) + _folded("result.json", result)),
     ]
-    pages.write(
+    files.write(
         path,
         pages.page(
             f"{name} · Longhaul",

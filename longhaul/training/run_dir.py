@@ -18,10 +18,11 @@ from typing import Any
 
 from longhaul.config.population import Population
 from longhaul.config.resolve import resolve
-from longhaul.config.run import Run, from_dict, to_dict
-from longhaul.runtime import process_group
+from longhaul.config.run import Run
+from longhaul.config.serialize import from_dict, to_dict
+from longhaul.runtime import files, process_group
 from longhaul.runtime.errors import RunError
-from longhaul.telemetry import html, wandb
+from longhaul.telemetry import wandb
 
 RUNS = Path("runs")
 """Where runs are if nobody says."""
@@ -106,9 +107,9 @@ def alone(folder: Path) -> Iterator[None]:
 def write_json(path: Path, value: Any) -> None:
     """Writes at once or not at all; what is not finite becomes null, since JSON has no word for it."""
     partial_path = path.with_name(path.name + ".partial")
-    with html.naming(path):
+    with files.naming(path):
         with open(partial_path, "w") as file:
-            json.dump(html.finite(value), file, indent=2, allow_nan=False)
+            json.dump(files.finite(value), file, indent=2, allow_nan=False)
             file.write("\n")
             file.flush()
             os.fsync(file.fileno())

@@ -18,6 +18,7 @@ from longhaul.config import resolve as runs
 from longhaul.config.run import Named, Run
 from longhaul.envs import classic_control
 from longhaul.runtime.errors import RunError
+from longhaul.training import assemble
 
 
 def trainers(batch: int) -> Passes:
@@ -65,10 +66,10 @@ def test_a_device_s_batch_is_divided_and_it_is_said() -> None:
     assert run.algorithm.num_minibatches == 12  # the batch is 99,000 steps, scale 3
     odd = runs.resolve(_run(num_envs=1000, num_steps=77, devices=8))
     assert odd.algorithm.num_minibatches == 7  # 9,625 rows, which 8 does not divide
-    assert runs.decisions(odd) == [
+    assert assemble.decisions(odd) == [
         "the batch is 77,000 steps: 7 minibatches (not 8, which does not divide 9,625) and 2 epochs, by --scaling batch"
     ]
-    assert runs.decisions(runs.resolve(_run())) == []
+    assert assemble.decisions(runs.resolve(_run())) == []
 
 
 def _run(**changes: object) -> Run:
@@ -101,15 +102,15 @@ def _chosen(recipe: str, *words: str) -> Run:
 def test_the_base_is_the_recipes_own_batch() -> None:
     run = _chosen("cartpole", "--num-envs", "128", "--lr-rule", "sqrt")
     assert run.base_batch == 32 * 64
-    assert runs.learning_rate(run) == pytest.approx(2.5e-3 * 2)
-    assert runs.decisions(run) == [
+    assert assemble.learning_rate(run) == pytest.approx(2.5e-3 * 2)
+    assert assemble.decisions(run) == [
         "the learning rate is 0.005: 0.0025 x 2, by --lr-rule sqrt for a batch of 8,192 steps instead of 2,048"
     ]
     assert run.algorithm.lr == 2.5e-3, "what was given stays in run.json"
-    assert runs.learning_rate(_chosen("cartpole", "--num-envs", "128")) == 2.5e-3
-    assert runs.learning_rate(_chosen("cartpole", "--lr-rule", "linear")) == 2.5e-3
+    assert assemble.learning_rate(_chosen("cartpole", "--num-envs", "128")) == 2.5e-3
+    assert assemble.learning_rate(_chosen("cartpole", "--lr-rule", "linear")) == 2.5e-3
     driven = _chosen("driving", "--num-envs", "512", "--lr-rule", "linear")
-    assert runs.learning_rate(driven) == pytest.approx(2 * driven.algorithm.lr)
+    assert assemble.learning_rate(driven) == pytest.approx(2 * driven.algorithm.lr)
 
 
 def test_the_game_follows_its_batch_and_others_do_not() -> None:

@@ -26,7 +26,7 @@ from longhaul.runtime import mesh as meshes
 from longhaul.runtime.errors import RunError
 from longhaul.spaces import Box, Discrete, Masked
 from longhaul.topologies import fused
-from longhaul.training import offline_data
+from longhaul.training import assemble, offline_data
 from longhaul.training.data import feed
 from longhaul.types import Guided, Rollout, Successors, TimeStep
 
@@ -173,7 +173,7 @@ def test_recorded_steps_are_cloned_by_a_run(tmp_path: Path) -> None:
     found = offline_data.read(files, runs.named(run.environment).spec)
     assert found.rows == 410
     context = jax.tree.map(jnp.asarray, found)
-    made = runs.assemble(run, lambda _: runs.named(run.environment), context)
+    made = assemble.assemble(run, lambda _: runs.named(run.environment), context)
     progress = made.start(0, context)
     program = fused.compiled(made.algorithm, made.collector_in, progress, context, made.mesh, block=200)
     [(progress, _, metrics)] = list(fused.fused(program, progress, context, updates=200, block=200))

@@ -70,7 +70,7 @@ def test_the_help_of_a_recipe_has_each_flag_with_its_default(longhaul: Any, reci
 
 def test_the_help_and_the_reading_of_logs_start_without_jax() -> None:
     program = (
-        "import sys; from longhaul import cli; cli.main(['--help']); cli.main(['data', 'inspect', 'no.json']);"
+        "import sys; from longhaul.cli.main import main; main(['--help']); main(['data', 'inspect', 'no.json']);"
         "sys.exit(any(name in sys.modules for name in ('jax', 'flax', 'orbax')))"
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, check=False)
@@ -117,10 +117,10 @@ def test_bench_prints_an_object_a_line(longhaul: Any, monkeypatch: pytest.Monkey
             yield {"name": name, "per_second": 1.5}
             yield {"name": name, "per_second": float("nan")}
 
-    import longhaul as package
+    import longhaul.bench as package
 
     monkeypatch.setitem(sys.modules, "longhaul.bench.harness", Bench)
-    monkeypatch.setattr(package, "bench", Bench, raising=False)
+    monkeypatch.setattr(package, "harness", Bench, raising=False)
     code, out, _ = longhaul("bench", "ppo-cartpole", "--json", "b.json")
     assert code == 0
     figures = [{"name": "ppo-cartpole", "per_second": 1.5}, {"name": "ppo-cartpole", "per_second": None}]

@@ -13,7 +13,8 @@ import pytest
 from longhaul.cli import meanings, run_flags
 from longhaul.config import recipes
 from longhaul.config.resolve import resolve
-from longhaul.config.run import Driving, Named, Run, to_dict
+from longhaul.config.run import Driving, Named, Run
+from longhaul.config.serialize import to_dict
 from longhaul.envs import suites
 from longhaul.training import loop
 from longhaul.training.run_dir import save_run

@@ -16,8 +16,9 @@ import pytest
 from longhaul.algorithms.config import PPOConfig
 from longhaul.config import recipes
 from longhaul.config import resolve as runs
-from longhaul.config.run import Driving, Named, Run
+from longhaul.config.run import MOST, Driving, Named, Run
 from longhaul.driving.sim import simulator
+from longhaul.runtime import devices
 from longhaul.runtime.errors import RunError
 from longhaul.training import run_dir
 from tests.helpers import installed_recipes
@@ -94,7 +95,7 @@ def test_records_and_calls_stay_bounded_however_long_a_run_is(name: str) -> None
     steps = recipe.num_envs * recipe.num_steps * runs.agents(recipe)
     blocks = set()
     for total in (10**6, 10**7, 10**9, 10**12):
-        total = min(total, steps * runs.MOST)  # updates are counted in int32
+        total = min(total, steps * MOST)  # updates are counted in int32
         run = runs.resolve(dataclasses.replace(recipe, total_steps=total))
         assert run.log_interval is not None
         assert run.block is not None
@@ -126,10 +127,10 @@ def test_records_sum_up_whole_calls(wanted: dict[str, int], found: tuple[int, in
 
 
 def test_threads_are_those_of_the_first_start(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(runs, "cores", lambda: 6)
-    for given, devices, threads in (("3", 1, 3), ("", 1, 1), ("", 2, 6), ("", 8, 8), ("many", 1, 1), ("0", 1, 1)):
+    monkeypatch.setattr(devices, "cores", lambda: 6)
+    for given, count, threads in (("3", 1, 3), ("", 1, 1), ("", 2, 6), ("", 8, 8), ("many", 1, 1), ("0", 1, 1)):
         monkeypatch.setenv("NPROC", given)
-        run = runs.resolve(dataclasses.replace(BASE, devices=devices))
+        run = runs.resolve(dataclasses.replace(BASE, devices=count))
         assert run.threads == threads
         monkeypatch.setenv("NPROC", "5")
         assert runs.resolve(run).threads == threads

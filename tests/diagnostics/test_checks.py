@@ -11,10 +11,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from longhaul import rollout
 from longhaul.algorithms.config import OnPolicy, PPOConfig
 from longhaul.cli import doctor
 from longhaul.config import recipes
-from longhaul.config import resolve as runs
 from longhaul.config.resolve import resolve
 from longhaul.config.run import Named, Run
 from longhaul.diagnostics import checks, hlo_collectives, permutation_test
@@ -23,6 +23,7 @@ from longhaul.diagnostics.compiled_run import Subject, fresh_cache, smaller, sub
 from longhaul.diagnostics.hlo_collectives import Crossing
 from longhaul.diagnostics.verdict import Check
 from longhaul.runtime import device_memory
+from longhaul.training import assemble
 
 
 def tiny(**changes: Any) -> Run:
@@ -153,7 +154,7 @@ def test_a_learning_rate_of_zero_leaves_the_policy_where_it_is(monkeypatch: pyte
     assert checks.still(run) == Check(
         "lr 0", verdicts.PASS, "approx_kl 0.0e+00", "< 1e-06", "", {"approx_kl": 0.0}
     )  # fmt: skip
-    made = runs.collector
+    made = rollout.collector
 
     def mixed_up(*arguments: Any, **keywords: Any) -> Any:
         inner = made(*arguments, **keywords)
@@ -164,7 +165,7 @@ def test_a_learning_rate_of_zero_leaves_the_policy_where_it_is(monkeypatch: pyte
 
         return inner._replace(collect=collect)
 
-    monkeypatch.setattr(runs, "collector", mixed_up)
+    monkeypatch.setattr(assemble, "collector", mixed_up)
     found = checks.still(run)
     assert found.verdict == verdicts.FAIL
     assert found.figures["approx_kl"] > checks.COARSE * checks.STILL

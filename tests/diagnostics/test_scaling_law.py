@@ -13,10 +13,12 @@ import pytest
 
 from longhaul.cli import main
 from longhaul.config.recipes.driving import driving_scaling
-from longhaul.config.run import Driving, Run, from_dict, to_dict
+from longhaul.config.recipes.grid import Grid
+from longhaul.config.run import Driving, Run
+from longhaul.config.serialize import from_dict, to_dict
 from longhaul.diagnostics import scaling_grid as grids
 from longhaul.diagnostics import scaling_page
-from longhaul.diagnostics.scaling_grid import Cell, Grid
+from longhaul.diagnostics.scaling_grid import Cell
 from longhaul.diagnostics.scaling_law import Law, TooFew, fit
 from longhaul.runtime.errors import RunError
 from longhaul.training import loop

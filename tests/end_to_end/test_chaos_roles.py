@@ -21,13 +21,14 @@ import numpy as np
 import pytest
 
 from longhaul.cli import launch
-from longhaul.config.resolve import assemble, prepare_devices
 from longhaul.config.run import Named, Run
+from longhaul.runtime.devices import prepare_devices
 from longhaul.topologies.actor_learner.config import Acting
 from longhaul.topologies.inference_server import learner as central
 from longhaul.topologies.inference_server.config import Central
 from longhaul.topologies.inference_server.grpc_transport import PATH
 from longhaul.training import actor_learner, inference_server
+from longhaul.training.assemble import assemble
 from longhaul.training.data import Feeding, feed
 from tests.helpers import launch_faults
 from tests.helpers.malformed_frames import malformed, observe

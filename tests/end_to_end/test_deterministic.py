@@ -22,14 +22,15 @@ import pytest
 from jax.sharding import PartitionSpec
 
 from longhaul.algorithms.config import PPOConfig
-from longhaul.config import recipes
+from longhaul.config import recipes, serialize
 from longhaul.config import resolve as runs
 from longhaul.config.run import Driving, Run
 from longhaul.runtime import batch_shards
+from longhaul.runtime import devices as machine
 from longhaul.runtime import mesh as meshes
 from longhaul.runtime.errors import RunError
 from longhaul.topologies import fused
-from longhaul.training import finish, loop, run_dir
+from longhaul.training import assemble, finish, loop, run_dir
 from longhaul.training.data import Feeding, feed
 from tests.helpers.small_runs import begin, make_quick, records, resume, small
 from tests.runtime.test_process_group import together
@@ -60,7 +61,7 @@ def digests(run: Run) -> dict[str, str]:
     """Of all that a run is after its last update."""
     source = feed(run)
     context = Feeding(source).now.context
-    made = runs.assemble(run, source.within, context)
+    made = assemble.assemble(run, source.within, context)
     progress, block = made.start(run.seed, context), run.block
     assert block is not None
     program = fused.compiled(
@@ -171,7 +172,7 @@ def test_moved_to_another_number_of_devices_it_goes_on_as_if_it_had_not_been(
         path = folder / name
         path.unlink() if path.is_file() else shutil.rmtree(path)
     about = json.loads((folder / "run.json").read_text())
-    (folder / "run.json").write_text(json.dumps(about | {"run": runs.to_dict(one)}))
+    (folder / "run.json").write_text(json.dumps(about | {"run": serialize.to_dict(one)}))
     assert run_dir.load_run(folder).devices == 1
     result = resume(folder).result
     assert result is not None
@@ -189,8 +190,9 @@ def test_sizes_that_can_not_be_are_refused(devices: int, model: int, envs: int, 
 
 
 def test_devices_that_nobody_chose_can_share_the_shards(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(runs, "cores", lambda: 7)
-    monkeypatch.setattr(runs, "on_cpu", lambda: True)
+    for module in (runs, machine):
+        monkeypatch.setattr(module, "cores", lambda: 7)
+        monkeypatch.setattr(module, "on_cpu", lambda: True)
     sizes: dict[str, Any] = {"devices": None, "num_envs": 56 * 8, "total_steps": 56 * 8 * 16}
     assert small(**sizes).devices == 7
     assert small(deterministic=True, **sizes).devices == 4

@@ -19,7 +19,6 @@ from longhaul.cli import flags, run_flags
 from longhaul.cli.flags import FlagError
 from longhaul.config import recipes
 from longhaul.config import resolve as runs
-from longhaul.config.resolve import Assembly
 from longhaul.config.run import Driving, Run
 from longhaul.diagnostics import checks, hlo_collectives, verdict
 from longhaul.diagnostics.compiled_run import Subject, subject
@@ -27,8 +26,9 @@ from longhaul.runtime import mesh as meshes
 from longhaul.runtime import partition
 from longhaul.runtime.errors import RunError
 from longhaul.topologies import fused
+from longhaul.training import assemble, loop, precompile, run_dir
 from longhaul.training import data as feeds
-from longhaul.training import loop, precompile, run_dir
+from longhaul.training.assemble import Assembly
 from longhaul.training.checkpoint.checkpoint import Checkpoints
 from longhaul.types import Progress
 from tests.helpers.small_runs import after, begin, make_quick, resume, small
@@ -273,7 +273,7 @@ def test_a_network_that_cannot_be_split_is_refused() -> None:
     for run in (cartpole(model=3, devices=1), cartpole(model=2, algorithm=PPOConfig(hidden_dim=8))):
         source = feeds.feed(run)
         with pytest.raises(ValueError, match=r"no parameters of this network can be split into [23] parts: choose"):
-            runs.assemble(run, source.within, ())
+            assemble.assemble(run, source.within, ())
 
 
 @pytest.mark.parametrize("word", ["data=2,model=0", "model=x", "data=2,model=2,model", "mdl=2"])

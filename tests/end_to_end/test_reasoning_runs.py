@@ -22,7 +22,7 @@ from longhaul.cli import reason
 from longhaul.cli.flags import FlagError
 from longhaul.config import recipes
 from longhaul.config import resolve as runs
-from longhaul.config.run import Run
+from longhaul.config.run import Named, Run
 from longhaul.reasoning import evaluate as quality
 from longhaul.reasoning import problem_sets, sampler, tasks, tokenizer
 from longhaul.reasoning.config import ModelConfig, Reasoning
@@ -227,7 +227,7 @@ def test_a_perfect_policy_and_one_that_never_ends() -> None:
             "is checked on the host; give --topology actors",
         ),
         ({"environment": dataclasses.replace(TASK, fewest=4)}, "--fewest is 4; it must lie in 1 to --most, 3"),
-        ({"environment": runs.Named("cartpole")}, "learn from prompts, and nothing else does"),
+        ({"environment": Named("cartpole")}, "learn from prompts, and nothing else does"),
         ({"topology": "central"}, "completions are sampled by the learner, its threads or its processes"),
         ({"num_envs": 3, "algorithm": GRPOConfig(model=MODEL, group=3)}, "--num-minibatches is 2"),
         ({"algorithm": GRPOConfig(model=dataclasses.replace(MODEL, heads=0))}, "--model-heads is 0"),

@@ -12,7 +12,7 @@ from longhaul.config import resolve as runs
 from longhaul.config.run import Named, Run
 from longhaul.runtime.errors import RunError
 from longhaul.topologies import fused
-from longhaul.training import loop
+from longhaul.training import assemble, loop
 from longhaul.training.checkpoint.checkpoint import Checkpoints
 from tests.helpers.small_runs import begin, checkpoints, make_quick, records, result, resume
 
@@ -77,7 +77,7 @@ def test_a_run_that_was_killed_goes_on_bit_for_bit(
 
 def _last(run: Run, folder: Path) -> Any:
     """The state of the last checkpoint."""
-    assembly = runs.assemble(run, lambda _: runs.named(run.environment), ())
+    assembly = assemble.assemble(run, lambda _: runs.named(run.environment), ())
     saved = Checkpoints(folder / "checkpoints")
     try:
         found = saved.latest(assembly.start(run.seed, ()))

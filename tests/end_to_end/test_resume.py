@@ -18,7 +18,8 @@ from typing import Any
 import pytest
 
 from longhaul.algorithms.config import PPOConfig
-from longhaul.config import resolve as runs
+from longhaul.config import serialize as runs
+from longhaul.config.run import Named, Run
 from longhaul.runtime.errors import RunError
 from longhaul.telemetry import sinks
 from longhaul.telemetry.sinks import MetricsError
@@ -74,7 +75,7 @@ def stop_at(monkeypatch: pytest.MonkeyPatch, save: int, folder: Path) -> None:
 # ------------------------------------------------------------------------------------------------------------- kill
 
 
-def spawn(folder: Path, run: runs.Run) -> subprocess.Popen:
+def spawn(folder: Path, run: Run) -> subprocess.Popen:
     """A process that trains or resumes, with one device and one thread."""
     folder.mkdir(parents=True, exist_ok=True)
     environment = {k: v for k, v in os.environ.items() if k != "NPROC"}
@@ -154,7 +155,7 @@ def test_tortured_it_ends_bit_identical(tmp_path: Path) -> None:
 def test_the_game_killed_ends_bit_identical(tmp_path: Path) -> None:
     """HackMatrix, whose observations are packed and whose actions are masked: a kill after the first save."""
     config = PPOConfig(hidden_dim=8, num_minibatches=2, update_epochs=1, shared=True, init="lecun")
-    run = small(environment=runs.Named("hackmatrix"), algorithm=config, total_steps=8 * 16 * 40, threads=1)
+    run = small(environment=Named("hackmatrix"), algorithm=config, total_steps=8 * 16 * 40, threads=1)
     folder, whole = tmp_path / "run", tmp_path / "whole"
     assert begin(run, whole).code == 0
     kill_when(spawn(folder, run), lambda: finished(folder) >= 12, delay=0.0)

@@ -12,12 +12,13 @@ import pytest
 
 from longhaul.algorithms.config import PPOConfig
 from longhaul.config import resolve as runs
-from longhaul.config.resolve import Assembly
 from longhaul.config.run import BEGINNING, Named, Origin, Run
 from longhaul.runtime.provenance import params_sha256
 from longhaul.telemetry import sinks
 from longhaul.topologies import fused
+from longhaul.training import assemble as training_assemble
 from longhaul.training import finish, loop, precompile, run_dir
+from longhaul.training.assemble import Assembly
 
 TIMES = ("wall_seconds", "sps")
 """What may differ between records of two runs that are the same."""
@@ -75,7 +76,7 @@ def make_quick(patch: pytest.MonkeyPatch) -> None:
     assemblies: dict[str, Assembly] = {}
     programs: dict[tuple[Any, ...], fused.Program] = {}
     starts: dict[tuple[int, int], Any] = {}
-    assemble, compiled, start = runs.assemble, fused.compiled, Assembly.start
+    assemble, compiled, start = training_assemble.assemble, fused.compiled, Assembly.start
 
     def assemble_once(run: Run, within: Any, context: Any, origin: Origin = BEGINNING) -> Assembly:
         sizes = run.total_steps, run.num_envs, run.num_steps, run.mesh, run.lr_rule, run.base_batch

@@ -11,7 +11,8 @@ from typing import Any
 
 import pytest
 
-from longhaul.runtime import caches, clock, compile_cache
+from longhaul.runtime import cache_dir as caches
+from longhaul.runtime import clock, compile_cache
 
 # Trains a small run in a process of its own, where the store may be on.
 TRAIN = """

@@ -16,8 +16,9 @@ import numpy as np
 import pytest
 
 from longhaul.config import resolve as runs
-from longhaul.runtime import compile_cache, named_leaves, process_group
+from longhaul.runtime import compile_cache, devices, named_leaves, process_group
 from longhaul.runtime import mesh as meshes
+from longhaul.runtime.errors import RunError
 from longhaul.runtime.launch import local
 from longhaul.runtime.process_group import ALONE, AUTO, Hosts, HostsError
 from longhaul.training.checkpoint.checkpoint import Checkpoints
@@ -136,7 +137,8 @@ def test_a_port_that_is_taken_is_named() -> None:
 
 def test_the_devices_and_threads_of_a_run_are_shared_by_its_processes(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("NPROC")
-    monkeypatch.setattr(runs, "cores", lambda: 2)
+    for module in (runs, devices):
+        monkeypatch.setattr(module, "cores", lambda: 2)
     monkeypatch.setattr(process_group, "count", lambda: 2)
     for own, wanted in (("3", 6), ("1", 2), ("", 4)):  # without: a device a core
         monkeypatch.setenv(process_group.DEVICES, own or "0")
@@ -144,8 +146,8 @@ def test_the_devices_and_threads_of_a_run_are_shared_by_its_processes(monkeypatc
         assert (resolved.devices, resolved.threads) == (wanted, max(wanted, 4) if wanted > 2 else 2)
     monkeypatch.setenv(process_group.DEVICES, "3")
     assert small(devices=None, num_envs=64, total_steps=64 * 16 * 5).devices == 4, "6 can't share 64 worlds"
-    with pytest.raises(runs.RunError, match=r"of 3 devices, which 2 processes can't share evenly; choose a multiple"):
-        runs.prepare_devices(3)
+    with pytest.raises(RunError, match=r"of 3 devices, which 2 processes can't share evenly; choose a multiple"):
+        devices.prepare_devices(3)
 
 
 def test_a_process_ends_with_its_launcher() -> None:

@@ -22,6 +22,7 @@ import numpy as np
 import pytest
 
 from longhaul.config import resolve as runs
+from longhaul.config import serialize
 from longhaul.config.run import Driving, Run
 from longhaul.driving.scenario import bank as banks
 from longhaul.driving.scenario.scenario import Scenario
@@ -30,8 +31,8 @@ from longhaul.driving.sim import simulator, tables
 from longhaul.runtime.errors import RunError
 from longhaul.spaces import Discrete, Measure
 from longhaul.topologies import fused
+from longhaul.training import assemble, loop, precompile
 from longhaul.training import data as feeds
-from longhaul.training import loop, precompile
 from longhaul.training.checkpoint.checkpoint import Checkpoints
 from longhaul.training.data import Feeding, Place
 from longhaul.types import Spec, TimeStep, transition
@@ -337,7 +338,7 @@ def test_worlds_begin_anew_in_another_chunk(data: Path, quick: pytest.MonkeyPatc
     run = streaming(data)
     source = feeds.feed(run)
     feeding = Feeding(source)
-    assembly = runs.assemble(run, source.within, feeding.now.context)
+    assembly = assemble.assemble(run, source.within, feeding.now.context)
     progress = assembly.start(run.seed, feeding.now.context)
     first = plain(progress.carry)
     assert_same(fused.entered(progress, assembly.enter, feeding.now.context).carry.worlds.state.t, np.zeros(4))
@@ -424,7 +425,7 @@ def test_killed_between_two_chunks_it_ends_bit_identical(data: Path, tmp_path: P
 
     def started(folder: Path) -> subprocess.Popen:
         folder.mkdir(exist_ok=True)
-        command = [sys.executable, "-c", TRAIN, str(folder), json.dumps(runs.to_dict(run))]
+        command = [sys.executable, "-c", TRAIN, str(folder), json.dumps(serialize.to_dict(run))]
         return subprocess.Popen(command, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
 
     killed, whole = tmp_path / "killed", tmp_path / "whole"

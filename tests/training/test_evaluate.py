@@ -18,7 +18,7 @@ from longhaul.algorithms import ppo
 from longhaul.cli import evaluate
 from longhaul.config import resolve as runs
 from longhaul.config.recipes import driving as driving_recipes
-from longhaul.config.run import Driving, Named
+from longhaul.config.run import Driving, Named, Run
 from longhaul.driving import scenario_source
 from longhaul.driving.datasets.log import BadData
 from longhaul.driving.evaluation import benchmark_scores as benchmarks
@@ -26,16 +26,17 @@ from longhaul.driving.render import recording
 from longhaul.driving.sim import simulator
 from longhaul.envs import probes
 from longhaul.spaces import Box, Discrete, Measure
-from longhaul.training import confidence, evaluate_realism
+from longhaul.training import confidence, evaluate_driving, evaluate_realism
 from longhaul.training import evaluate as evaluation
-from longhaul.training.evaluate import Drives, Scores
+from longhaul.training.evaluate import Scores
+from longhaul.training.evaluate_driving import Drives
 from longhaul.training.run_dir import save_run
 from longhaul.types import Environment, Spec, TimeStep, transition
 from tests.helpers import log_files
 from tests.helpers.small_runs import small
 
 
-def policy(run: runs.Run, environment: Environment, seed: int = 0) -> Any:
+def policy(run: Run, environment: Environment, seed: int = 0) -> Any:
     """A policy of the run before any training."""
     algorithm = ppo.ppo(environment.spec, run.algorithm, updates=1, mean=lambda tree: tree)
     return algorithm.policy(algorithm.init(jax.random.key(seed)))
@@ -123,7 +124,7 @@ def test_what_may_never_end_is_refused() -> None:
 # ---------------------------------------------------------------------------------------------------------- driving
 
 
-def driving(**changes: Any) -> runs.Run:
+def driving(**changes: Any) -> Run:
     recipe = driving_recipes.driving()
     algorithm = dataclasses.replace(recipe.algorithm, hidden_dim=8, num_layers=1)
     return runs.resolve(dataclasses.replace(recipe, algorithm=algorithm, devices=1, **changes))
@@ -131,7 +132,7 @@ def driving(**changes: Any) -> runs.Run:
 
 @pytest.fixture(scope="module")
 def generated() -> Drives:
-    return evaluation.drives(driving(), count=4)
+    return evaluate_driving.drives(driving(), count=4)
 
 
 def test_generated_scenarios_are_those_that_no_run_trains_in(generated: Drives) -> None:
@@ -160,7 +161,7 @@ def test_who_replays_the_log_makes_no_fault(generated: Drives) -> None:
         np.testing.assert_allclose(film.pose[:, film.ego, :2], scenario.pose[:frames, ego, :2], atol=0.01)
         assert film.metrics["accuracy"] == 1.0
         assert all(film.events[name] is None for name in ("collision", "offroad", "red_light"))
-    named = evaluation.label(films, "the log")
+    named = evaluate_driving.label(films, "the log")
     recording.check(named)
     assert [film.label for film in named] == ["the log"] * 2
 
@@ -170,16 +171,16 @@ def test_a_log_is_driven_in_as_the_run_had_it_or_as_it_is_asked_for(tmp_path: Pa
     """The log's own driver in two formats of one log scores alike, and each scenario once."""
     paths = log_files.write_all(log_files.make_log(), tmp_path)
     run = driving(environment=Driving((str(paths["gpudrive"]),)))
-    own = evaluation.drives(run)
+    own = evaluate_driving.drives(run)
     assert len(own.scenarios) == 1
-    both = evaluation.drives(run, [str(paths["womd-example"]), str(paths["gpudrive"])])
+    both = evaluate_driving.drives(run, [str(paths["womd-example"]), str(paths["gpudrive"])])
     scores = both.play(None, "log")[0]
     assert scores.means()["log_divergence"] == pytest.approx(0.0, abs=0.01)
     assert scores.means()["episodes"] == 2
     for name, measure in scores.metrics.items():
         assert measure.valid[0] == measure.valid[1], name
         assert measure.value[0] == pytest.approx(measure.value[1], abs=1e-3), name
-    assert len(evaluation.drives(run, [str(paths["womd-example"]), str(paths["gpudrive"])], 1).scenarios) == 1
+    assert len(evaluate_driving.drives(run, [str(paths["womd-example"]), str(paths["gpudrive"])], 1).scenarios) == 1
 
 
 @pytest.mark.slow
@@ -287,7 +288,7 @@ def logs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 def test_the_policy_drives_everybody_or_the_ego_alone(logs: dict[str, Path]) -> None:
     """Whatever the run trained with."""
     run = driving(environment=Driving((str(logs["gpudrive"]),), simulator=simulator.Config(agents=2)))
-    both, alone, everybody = (evaluation.drives(run, traffic=traffic) for traffic in (None, "idm", "self"))
+    both, alone, everybody = (evaluate_driving.drives(run, traffic=traffic) for traffic in (None, "idm", "self"))
     for drives, agents, traffic in ((both, 2, "log"), (alone, 1, "idm"), (everybody, None, "log")):
         assert isinstance(drives.run.environment, Driving)
         config = drives.run.environment.simulator
@@ -300,7 +301,7 @@ def test_the_policy_drives_everybody_or_the_ego_alone(logs: dict[str, Path]) -> 
 
 @pytest.mark.slow
 def test_the_picture_knows_of_everybody_what_the_table_says(logs: dict[str, Path]) -> None:
-    drives = evaluation.drives(driving(environment=Driving((str(logs["gpudrive"]),))), traffic="self")
+    drives = evaluate_driving.drives(driving(environment=Driving((str(logs["gpudrive"]),))), traffic="self")
     moving = drives.scenarios[0].controlled
     scores, films = drives.play(None, "log", [0])
     assert scores.agent is not None
@@ -319,12 +320,12 @@ def test_only_as_many_scenarios_are_made_as_are_asked_for(logs: dict[str, Path],
     (tmp_path / "broken.json").write_text("{")
     paths = [str(logs["gpudrive"]), str(logs["womd-example"]), str(tmp_path / "broken.json")]
     run = driving()
-    drives = evaluation.drives(run, paths, 2)
+    drives = evaluate_driving.drives(run, paths, 2)
     assert drives.files == tuple(paths[:2])
     assert [s.id for s in drives.some([1]).scenarios] == [drives.scenarios[1].id]
     assert drives.some([1]).files == (paths[1],)
     with pytest.raises(BadData, match=r"broken\.json"):
-        evaluation.drives(run, paths, 3)
+        evaluate_driving.drives(run, paths, 3)
 
 
 @pytest.mark.slow
@@ -437,4 +438,4 @@ def test_what_is_for_driving_is_refused_elsewhere(folder: Path, monkeypatch: pyt
 @pytest.fixture(autouse=True)
 def _alone(monkeypatch: pytest.MonkeyPatch) -> None:
     """Scenarios are made here: workers would take longer to start."""
-    monkeypatch.setattr(evaluation, "cores", lambda: 1)
+    monkeypatch.setattr(evaluate_driving, "cores", lambda: 1)

@@ -20,8 +20,7 @@ import numpy as np
 import pytest
 
 from longhaul.algorithms import registry
-from longhaul.config import resolve as runs
-from longhaul.config.run import Driving
+from longhaul.config.run import Driving, Named
 from longhaul.driving.sim import simulator
 from longhaul.runtime import mesh as meshes
 from longhaul.runtime.errors import RunError
@@ -359,7 +358,7 @@ def test_what_a_run_publishes_last_is_what_it_has_learnt(tmp_path: Path) -> None
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"environment": runs.Named("cartpol")}, "no environment is named 'cartpol'; did you mean cartpole"),
+        ({"environment": Named("cartpol")}, "no environment is named 'cartpol'; did you mean cartpole"),
         ({"algorithm": dataclasses.replace(small().algorithm, activation="tanhh")}, "activation is 'tanhh'"),
         ({"environment": Driving(("nowhere",))}, "nowhere: no such file or folder"),
     ],

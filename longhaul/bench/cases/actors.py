@@ -15,15 +15,17 @@ import numpy as np
 
 from longhaul.algorithms.config import IMPALAConfig, PPOConfig
 from longhaul.bench.cases.training import Prepared
-from longhaul.config.resolve import assemble, prepare_devices, resolve
+from longhaul.config.resolve import resolve
 from longhaul.config.run import Named, Run
 from longhaul.runtime import shared_memory
+from longhaul.runtime.devices import prepare_devices
 from longhaul.runtime.doorbell import Bell, bell
 from longhaul.runtime.shared_memory import Leaf
 from longhaul.topologies.actor_learner import slots
 from longhaul.topologies.actor_learner.config import Acting
 from longhaul.topologies.actor_learner.slots import Slots
 from longhaul.training import actor_learner
+from longhaul.training.assemble import assemble
 from longhaul.training.data import Feeding, feed
 
 

@@ -19,10 +19,11 @@ import numpy as np
 from longhaul.algorithms.config import PPOConfig
 from longhaul.bench.cases.actors import cpu_of
 from longhaul.bench.cases.training import Prepared
-from longhaul.config.resolve import assemble, prepare_devices, resolve
+from longhaul.config.resolve import resolve
 from longhaul.config.run import Named, Run
 from longhaul.envs.host.vector import HostSpec
 from longhaul.runtime import shared_memory
+from longhaul.runtime.devices import prepare_devices
 from longhaul.spaces import Discrete, Leaf
 from longhaul.topologies.actor_learner.actor import end_with_parent
 from longhaul.topologies.actor_learner.config import Acting
@@ -33,6 +34,7 @@ from longhaul.topologies.inference_server.grpc_streams import run
 from longhaul.topologies.inference_server.grpc_transport import GrpcLane
 from longhaul.topologies.inference_server.transport import Answer, Arrival
 from longhaul.training import inference_server
+from longhaul.training.assemble import assemble
 from longhaul.training.data import Feeding, feed
 
 

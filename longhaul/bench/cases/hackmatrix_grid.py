@@ -31,14 +31,16 @@ from longhaul.algorithms import registry
 from longhaul.bench import harness
 from longhaul.bench.cases import training
 from longhaul.config import recipes
-from longhaul.config.resolve import Assembly, assemble, prepare_devices, resolve
+from longhaul.config.resolve import resolve
 from longhaul.config.run import Run
 from longhaul.distributions import distribution
 from longhaul.environment import vectorise
 from longhaul.runtime import mesh as meshes
+from longhaul.runtime.devices import prepare_devices
 from longhaul.runtime.provenance import provenance
 from longhaul.spaces import Masked
 from longhaul.topologies import fused
+from longhaul.training.assemble import Assembly, assemble
 from longhaul.training.data import Feeding, feed
 from longhaul.types import Key, Params, Progress, PyTree
 

@@ -18,10 +18,10 @@ import numpy as np
 from longhaul.algorithms import grpo
 from longhaul.algorithms.config import GRPOConfig
 from longhaul.bench.cases.training import Prepared
-from longhaul.config.resolve import prepare_devices
 from longhaul.reasoning import sampler, tokenizer, transformer
 from longhaul.reasoning.config import ModelConfig
 from longhaul.runtime import mesh as meshes
+from longhaul.runtime.devices import prepare_devices
 
 
 def cases(

@@ -20,8 +20,8 @@ import numpy as np
 
 from longhaul.bench.cases.training import Prepared
 from longhaul.bench.machine_rates import Sample
-from longhaul.config.resolve import cores
 from longhaul.runtime import worker_pool
+from longhaul.runtime.devices import cores
 from longhaul.weight_sync import cost_model, model_shapes
 from longhaul.weight_sync.buffers import Block
 from longhaul.weight_sync.cost_model import Rates

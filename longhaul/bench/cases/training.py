@@ -24,7 +24,7 @@ from longhaul.algorithms import registry
 from longhaul.algorithms.config import PPOConfig
 from longhaul.config import recipes
 from longhaul.config.population import Population
-from longhaul.config.resolve import assemble, cores, prepare_devices, resolve
+from longhaul.config.resolve import resolve
 from longhaul.config.run import Driving, Named, Run
 from longhaul.driving import scenario_source
 from longhaul.driving.datasets import readers
@@ -39,9 +39,11 @@ from longhaul.environment import vectorise
 from longhaul.envs.hackmatrix import environment
 from longhaul.envs.hackmatrix import state as world
 from longhaul.runtime import mesh as meshes
+from longhaul.runtime.devices import cores, prepare_devices
 from longhaul.spaces import MultiDiscrete
 from longhaul.topologies import fused
 from longhaul.topologies import population as populations
+from longhaul.training.assemble import assemble
 from longhaul.training.data import Feeding, feed
 from longhaul.types import PyTree
 

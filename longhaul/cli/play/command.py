@@ -19,11 +19,12 @@ from longhaul.cli.play.console import Look
 from longhaul.cli.play.episodes import Agent
 from longhaul.cli.play.session import Record
 from longhaul.cli.run_flags import RUNS_DIR
-from longhaul.config.resolve import prepare_devices
-from longhaul.config.run import MOST, Named, named
+from longhaul.config.resolve import named
+from longhaul.config.run import MOST, Named
 from longhaul.envs import registry
 from longhaul.envs.hackmatrix import reward, screen
 from longhaul.envs.hackmatrix import state as w
+from longhaul.runtime.devices import prepare_devices
 from longhaul.runtime.errors import RunError
 from longhaul.training import loop, run_dir
 from longhaul.types import Environment

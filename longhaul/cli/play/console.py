@@ -12,9 +12,10 @@ from typing import NamedTuple
 
 from longhaul.cli.play import session
 from longhaul.cli.play.session import Choice, Game, Playing, Record
-from longhaul.cli.play.terminal import END, Line, Screen, plain
+from longhaul.cli.play.terminal import END, Screen, plain
 from longhaul.envs.hackmatrix import hints, screen
 from longhaul.envs.hackmatrix import state as w
+from longhaul.envs.hackmatrix.screen import Line
 
 KEYS = "arrows, hjkl: go   s: siphon   letters: programs   n: new game   q: quit   ?: help"
 WATCHING = "space: pause   .: one step   + -: faster, slower   n: next game   q: quit"

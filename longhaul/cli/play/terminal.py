@@ -17,10 +17,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from typing import Any, NamedTuple, TextIO
 
-Span = tuple[str, str]
-"""A text and its style: words of STYLES, "" for none."""
-
-Line = tuple[Span, ...]
+from longhaul.envs.hackmatrix.screen import Line
 
 STYLES = {
     "bold": "1", "dim": "2", "reverse": "7", "red": "31", "green": "32", "yellow": "33", "blue": "34",
@@ -28,16 +25,28 @@ STYLES = {
 }  # fmt: skip
 """The numbers of ECMA-48's select graphic rendition."""
 
+
 ENTER, LEAVE = "\x1b[?1049h\x1b[?25l\x1b[?7l", "\x1b[?7h\x1b[?25h\x1b[?1049l"
 """To the other screen without a cursor and without wrapped lines, and back."""
 
+
 ESCAPE = 0x1B
+
+
 ARROWS = {ord("A"): "up", ord("B"): "down", ord("C"): "right", ord("D"): "left"}
+
+
 END = "end of input"
+
+
 ROWS = 24
 """Of a terminal that does not say."""
+
+
 PATIENCE = 0.05
 """Seconds in which the rest of an arrow key's sequence comes."""
+
+
 SLICE = 0.25
 
 

@@ -19,8 +19,8 @@ from longhaul.algorithms.config import (
     TD3Config,
 )
 from longhaul.config.recipes import driving
+from longhaul.config.recipes.grid import Grid
 from longhaul.config.run import Named, Run
-from longhaul.diagnostics.scaling_grid import Grid
 from longhaul.reasoning.config import ModelConfig, Reasoning
 from longhaul.runtime.errors import RunError
 from longhaul.telemetry.health import Bounds

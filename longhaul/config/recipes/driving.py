@@ -6,8 +6,8 @@ import dataclasses
 
 from longhaul.algorithms import registry
 from longhaul.algorithms.config import BCConfig, PPOConfig, SACConfig
+from longhaul.config.recipes.grid import Grid
 from longhaul.config.run import Driving, Run
-from longhaul.diagnostics.scaling_grid import Grid
 from longhaul.driving.sim import simulator
 from longhaul.telemetry.health import Bounds
 

@@ -23,7 +23,7 @@ from longhaul.driving.render.recording import replay
 from longhaul.driving.scenario.compile import compile_log
 from longhaul.driving.scenario.routes import STATES
 from longhaul.driving.scenario.scenario import Scenario
-from longhaul.telemetry import html as pages
+from longhaul.runtime import files as pages
 
 SUFFIXES = (".png", ".svg", ".html")
 

@@ -20,7 +20,7 @@ from PIL import Image
 from longhaul.driving.render import web_player
 from longhaul.driving.render.frames import COLOURS, SIZE, frames
 from longhaul.driving.render.recording import Recording, check
-from longhaul.telemetry import html as pages
+from longhaul.runtime import files as pages
 
 STRIP = 5
 """Frames a recording gets in a film strip."""

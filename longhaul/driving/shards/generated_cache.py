@@ -22,7 +22,7 @@ import numpy as np
 
 from longhaul import driving
 from longhaul.driving.scenario.scenario import Road, Scenario
-from longhaul.runtime import caches
+from longhaul.runtime import cache_dir
 
 BLOCK = 32
 """Seeds of a file; the first one is a multiple of it."""
@@ -80,18 +80,18 @@ class Store:
 
     def _complain(self, error: Exception) -> None:
         if not self._complained:
-            caches.say(f"generated scenarios in {self.folder} are of no use ({error}): they are made anew")
+            cache_dir.say(f"generated scenarios in {self.folder} are of no use ({error}): they are made anew")
         self._complained = True
 
 
 def open(about: str) -> Store | None:
     """Where such scenarios are kept; None where caches are switched off, or the code can't be read."""
-    folder = caches.folder("scenarios")
+    folder = cache_dir.folder("scenarios")
     if folder is None:
         return None
     try:
         maker()
-        caches.trim(folder, f"*{SUFFIX}")
+        cache_dir.trim(folder, f"*{SUFFIX}")
     except OSError:
         return None
     return Store(folder, about)

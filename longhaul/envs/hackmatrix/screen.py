@@ -9,10 +9,16 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from longhaul.cli.play.terminal import Line, Span
 from longhaul.envs.hackmatrix import hints, reward
 from longhaul.envs.hackmatrix import state as w
 from longhaul.envs.hackmatrix.view import Cell, View
+
+Span = tuple[str, str]
+"""A text and its style: words of STYLES, "" for none."""
+
+
+Line = tuple[Span, ...]
+
 
 WIDTH = 7
 """Columns inside a cell."""

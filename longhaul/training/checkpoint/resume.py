@@ -20,10 +20,12 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from longhaul.algorithms.config import OffPolicy
-from longhaul.config.resolve import Assembly, resolve
-from longhaul.config.run import BEGINNING, Origin, Run, agents, to_dict
+from longhaul.config.resolve import agents, resolve
+from longhaul.config.run import BEGINNING, Origin, Run
+from longhaul.config.serialize import to_dict
 from longhaul.runtime.errors import RunError
 from longhaul.topologies import fused
+from longhaul.training.assemble import Assembly
 from longhaul.training.checkpoint.checkpoint import Checkpoints, Found
 from longhaul.training.data import Feed
 from longhaul.training.run_dir import load_run, write_json

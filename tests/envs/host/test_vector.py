@@ -258,7 +258,7 @@ def test_a_description_is_plain_data_and_processes_start_without_jax() -> None:
     assert hash(wanted) == hash(host.describe("numpy/longhaul.envs.host.numpy_cartpole:cartpole", max_steps=9))
     program = (
         "import sys\n"
-        "from longhaul.envs import host\n"
+        "from longhaul.envs.host import registry as host\n"
         "for name in ('gymnasium/CartPole-v1', 'gymnasium/Pendulum-v1', 'ale/pong',\n"
         "             'numpy/longhaul.envs.host.numpy_cartpole:cartpole'):\n"
         "    vector = host.make(host.describe(name), 2, 0)\n"

@@ -18,11 +18,11 @@ from longhaul.algorithms import actor_critic, registry
 from longhaul.algorithms.config import PPOConfig
 from longhaul.cli import flags, run_flags
 from longhaul.config import resolve as runs
-from longhaul.config.run import Origin, Run
+from longhaul.config.run import Named, Origin, Run
 from longhaul.envs import classic_control
 from longhaul.runtime.errors import RunError
 from longhaul.telemetry import sinks
-from longhaul.training import loop, run_dir
+from longhaul.training import assemble, loop, run_dir
 from longhaul.training.checkpoint import resume as resumption
 from longhaul.training.checkpoint.checkpoint import Checkpoints
 from longhaul.training.data import Fed, Feed, Feeding, Place
@@ -88,7 +88,7 @@ def saved(folder: Path) -> Any:
     """The progress in the newest checkpoint of a small run."""
     run = run_dir.load_run(folder)
     environment = classic_control.cartpole()
-    like = runs.assemble(run, lambda _: environment, ()).start(0, ())
+    like = assemble.assemble(run, lambda _: environment, ()).start(0, ())
     found = Checkpoints(folder / "checkpoints").latest(like)
     assert found is not None
     return jax.tree.map(np.array, jax.device_get(found.progress._replace(key=jax.random.key_data(found.progress.key))))
@@ -136,7 +136,7 @@ def test_weights_optimiser_and_count_go_on_and_the_worlds_begin_anew(stopped: Pa
 def begun(folder: Path) -> np.ndarray:
     """The first observations of the run in a folder, with the sizes that it had."""
     environment = classic_control.cartpole()
-    return np.asarray(runs.assemble(small(), lambda _: environment, ()).start(small().seed, ()).carry.observation)
+    return np.asarray(assemble.assemble(small(), lambda _: environment, ()).start(small().seed, ()).carry.observation)
 
 
 def test_what_was_dropped_is_said_and_recorded(
@@ -243,7 +243,7 @@ def test_updates_too_large_for_what_is_left_are_refused(stopped: Path, tmp_path:
 def test_what_was_not_chosen_follows_from_the_new_sizes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("NPROC")
     config = PPOConfig(num_minibatches=None, update_epochs=None)
-    run = runs.resolve(Run("small", runs.Named("cartpole"), config, num_envs=256, num_steps=128, scaling="batch"))
+    run = runs.resolve(Run("small", Named("cartpole"), config, num_envs=256, num_steps=128, scaling="batch"))
     folder = tmp_path / "run"
     folder.mkdir()
     run_dir.save_run(folder, run, {})

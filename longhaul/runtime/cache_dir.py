@@ -1,8 +1,8 @@
-"""Folders of what is dear to make and can be made again: compiled programs, generated scenarios.
+"""Folders of caches: compiled programs and generated scenarios, which cost time to make and can be made again.
 
     LONGHAUL_CACHE     off, or a folder; else $XDG_CACHE_HOME/longhaul, which is ~/.cache/longhaul
 
-Nothing wrong with such a folder stops a run: what it does not give is made anew.
+A fault of such a folder stops no run: what it does not hold is computed again.
 """
 
 from __future__ import annotations

@@ -1,0 +1,196 @@
+"""Assembly of a resolved run: environment, algorithm and topology as functions on the mesh."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+import jax
+from jax.sharding import Mesh
+
+from longhaul.algorithms import batch_scaling, registry
+from longhaul.algorithms.config import APGConfig, OffPolicy, Reasoner
+from longhaul.config import population
+from longhaul.config.population import Member
+from longhaul.config.resolve import agents, members_of, named, parts, with_values
+from longhaul.config.run import BEGINNING, Named, Origin, Run
+from longhaul.driving.sim.simulator import Simulator
+from longhaul.environment import advising, vectorise
+from longhaul.envs import classic_control
+from longhaul.reasoning import sampler
+from longhaul.reasoning.config import Reasoning
+from longhaul.reasoning.problem_sets import World
+from longhaul.replay import Sizes
+from longhaul.rollout import Guide, collector, pathwise
+from longhaul.runtime import batch_shards, partition
+from longhaul.runtime import mesh as meshes
+from longhaul.topologies import fused
+from longhaul.topologies import population as populations
+from longhaul.topologies.actor_learner import config as layouts
+from longhaul.topologies.actor_learner import host_rollout
+from longhaul.topologies.actor_learner import learner as acted
+from longhaul.training import offline_data, reasoning_setup
+from longhaul.training import population as members
+from longhaul.types import Algorithm, Collector, Environment, Params, Progress, PyTree, Spec
+
+UNROLL = 4
+"""Steps of a rollout that are compiled as one in runs side by side, where a step is as small as classic control's, and
+the loop itself costs. Elsewhere compiling would only take longer."""
+
+
+class Assembly(NamedTuple):
+    """A Run as functions, on its mesh."""
+
+    spec: Spec
+    algorithm: Algorithm
+    collector_in: fused.CollectorIn
+    enter: fused.Enter
+    mesh: Mesh
+    updates: int  # at its end
+    steps_per_update: int  # agent steps, over all shards
+    env_steps_per_update: int
+    shards: batch_shards.Shards
+    origin: Origin = BEGINNING
+    members: tuple[Member, ...] = ()  # of a population; steps are those of each
+    begin: populations.Start | None = None  # how it begins
+
+    def start(self, seed: int, context: PyTree) -> Progress:
+        if self.begin is not None:
+            return self.begin(population.own(self.members), members.keys(self.members), context)
+        return fused.start(self.algorithm, self.enter, context, jax.random.key(seed), self.mesh)
+
+    def policy(self, state: PyTree) -> Params:
+        """What acts; of a population with a leading axis of members."""
+        return jax.vmap(self.algorithm.policy)(state).state if self.members else self.algorithm.policy(state)
+
+    def agent_steps(self, updates: int) -> int:
+        """Of a run that has made `updates`, which are no fewer than its origin's."""
+        return self.origin.agent_steps + (updates - self.origin.updates) * self.steps_per_update
+
+    def env_steps(self, updates: int) -> int:
+        return self.origin.env_steps + (updates - self.origin.updates) * self.env_steps_per_update
+
+
+def assemble(
+    run: Run, within: Callable[[PyTree], Environment | World], context: PyTree, origin: Origin = BEGINNING
+) -> Assembly:
+    """The functions of a resolved run, from `origin` on.
+
+    What environments read and never write is their context, () for most; `within` gives the environment in a context,
+    also while a program is traced. `context` is one of them: all have the same shapes and the same spec.
+    """
+    assert run.devices is not None
+    mesh = meshes.make_mesh(*run.mesh)
+    parted = (
+        batch_shards.alone()
+        if run.many
+        else batch_shards.virtual(mesh)
+        if run.deterministic
+        else batch_shards.by_device(mesh)
+    )
+    count = run.acting.actors if run.topology == "actors" and run.acting.actors else parted.number
+    worlds = run.num_envs // count
+    spec = within(context).spec
+    steps = run.num_envs * agents(run) * run.num_steps
+    updates = last_update(run, origin)
+    sizes = Sizes(parted.number, run.num_envs // parted.number * agents(run), run.num_steps)
+
+    def make(values: Mapping[str, Any]) -> Algorithm:
+        config = with_values(run.algorithm, values)
+        return registry.make(
+            spec, dataclasses.replace(config, lr=scaled_rate(run, config.lr)), updates=updates, mean=parted.mean,
+            apart=parted.apart, first=origin.updates, done=origin.agent_steps / run.total_steps, split=run.model > 1,
+            sizes=sizes,
+        )  # fmt: skip
+
+    siblings = members_of(run) if run.many else ()
+    algorithm, init = members.tuned(make, siblings) if siblings else (make({}), None)
+    partition.check(jax.eval_shape(algorithm.init, jax.random.key(0)), run.mesh)
+
+    tiny = run.many and isinstance(within(context), classic_control.Classic) and worlds <= 64
+    unroll = UNROLL if tiny else 1
+
+    def collector_in(context: PyTree) -> Collector:
+        if isinstance(context, offline_data.Recorded):
+            return offline_data.collector(context, columns=worlds * agents(run), steps=run.num_steps)
+        world = within(context)
+        if isinstance(world, World):
+            return completing(run, world, worlds)
+        many, guide = vectorise(world, worlds), _guide(run, world, worlds)
+        if through := registry.pathwise(run.algorithm):
+            how: dict[str, Any] = {"gamma": through.gamma, "detach": through.detach}
+            return pathwise(many, algorithm.act, algorithm.memory, steps=run.num_steps, **how)
+        return collector(many, algorithm.act, algorithm.memory, steps=run.num_steps, unroll=unroll, guide=guide)
+
+    enter, env_steps = fused.entering(collector_in, mesh, parted), run.num_envs * run.num_steps
+    if run.topology == "actors":
+        if isinstance(run.environment, Named) and host_rollout.is_hosted(run.environment.env):
+            enter = host_rollout.entering(
+                run.environment.env, algorithm, host_rollout.Sizes(worlds, run.num_steps), count
+            )
+        else:
+            enter = acted.entering(collector_in, count)
+        enter = acted.kept(enter, layouts.rule(run.acting, updates).pinned, algorithm)
+    if run.topology == "central":
+        enter = lambda key, context: ()  # noqa: E731  environments are the actors'
+        if run.acting.staleness == 0 and isinstance(run.environment, Named) and run.acting.actors is not None:
+            groups = run.acting.actors * run.central.slots
+            enter = host_rollout.standing(
+                run.environment.env, named(run.environment), algorithm, groups, run.num_envs // groups
+            )
+    begin = populations.starting(init, collector_in, mesh) if init is not None else None
+    return Assembly(
+        spec, algorithm, collector_in, enter, mesh, updates, steps, env_steps, parted, origin, siblings, begin
+    )
+
+
+def completing(run: Run, world: World, prompts: int) -> Collector:
+    """Completions of so many problems of a bank."""
+    config, task = run.algorithm, run.environment
+    assert isinstance(config, Reasoner) and isinstance(task, Reasoning)
+    how = sampler.Sampling(run.num_steps, config.group, config.temperature, task.wave)
+    words = reasoning_setup.words(run)
+    return sampler.collector(config.model, world.bank, how, prompts=prompts, words=words, exact=task.exact)
+
+
+def _guide(run: Run, environment: Environment, worlds: int) -> Guide | None:
+    """The expert of `worlds` worlds, where the algorithm asks one."""
+    share = registry.guidance(run.algorithm)
+    if share is None:
+        return None
+    assert isinstance(environment, Simulator), "check_expert lets no other pass"
+    return Guide(advising(environment, worlds), share)
+
+
+def last_update(run: Run, origin: Origin = BEGINNING) -> int:
+    """The number of a run's last update: what is left of its steps from `origin` on, in whole updates."""
+    return origin.updates + (run.total_steps - origin.agent_steps) // (run.num_envs * agents(run) * run.num_steps)
+
+
+def decisions(run: Run) -> list[str]:
+    """Lines on what followed from the batch of a resolved run."""
+    config, steps = run.algorithm, run.num_envs * agents(run) * run.num_steps
+    if isinstance(config, OffPolicy):
+        each = config.batch_size * config.gradient_steps / steps
+        return [f"each update adds {steps} steps to the replay; each step is learnt from {each:.3g} times on the mean"]
+    if isinstance(config, Reasoner):
+        return [f"each update learns from {run.num_envs} problems, {config.group} completions of each"]
+    if isinstance(config, APGConfig):
+        return [f"each update is one step along the gradient of {run.num_steps} steps of {run.num_envs} worlds"]
+    assert run.devices is not None and config.num_minibatches is not None and config.update_epochs is not None
+    rows = steps // parts(run, run.devices) // (run.num_steps if config.memory else 1)
+    chosen = batch_scaling.Passes(config.num_minibatches, config.update_epochs)
+    return batch_scaling.describe(steps, run.base_batch or steps, run.scaling, chosen, rows, run.lr_rule, config.lr)
+
+
+def learning_rate(run: Run) -> float:
+    """The learning rate of a resolved run at its batch, before it is annealed."""
+    return float(scaled_rate(run, run.algorithm.lr))
+
+
+def scaled_rate(run: Run, lr: Any) -> Any:
+    """A learning rate, be it a number or an array, at the run's batch."""
+    steps = run.num_envs * agents(run) * run.num_steps
+    factor = batch_scaling.lr_factor(run.lr_rule, steps, run.base_batch or steps)
+    return lr if factor == 1.0 else lr * factor
