@@ -1,16 +1,18 @@
-"""Shared memory without a name: what one process maps and hands to its children, and the system takes back when the
-last of them ends, however that ends.
+"""Shared memory without a name, and wake-up pipes between the processes that map it.
 
-A `Plan` says where named arrays lie in one block. There is no lock in it: a process that dies can't hold what another
-one waits for. Words of 8 bytes that only one process writes, written after what they tell of, are the only order
-(stores are seen in order on x86-64; elsewhere the doorbells' system calls see to it).
+One process creates a block and hands its descriptor to its children; the system frees it when the last of them ends,
+however that ends. A `Plan` gives the position of each named array in a block. No lock lies in it: a process that dies
+can't hold what another one waits for. The only order is that of words of 8 bytes with one writer each, written after
+the data that they announce (stores are seen in order on x86-64; elsewhere the system calls of a `Wakeup` order them).
 """
 
 from __future__ import annotations
 
+import contextlib
 import math
 import mmap
 import os
+import select
 import tempfile
 from collections.abc import Iterable
 from typing import NamedTuple
@@ -18,11 +20,11 @@ from typing import NamedTuple
 import numpy as np
 
 LINE = 64
-"""Bytes of a cache line: no two arrays share one."""
+"""Bytes of a cache line; each array starts a new one, so that two writers never share it."""
 
 
 class Leaf(NamedTuple):
-    """Shape and dtype of an array, in words that can be sent."""
+    """Shape and dtype of an array, as plain data that can be sent."""
 
     shape: tuple[int, ...]
     dtype: str
@@ -38,14 +40,14 @@ class Region(NamedTuple):
 
 
 class Plan(NamedTuple):
-    """Where arrays lie in a block of `size` bytes."""
+    """Positions of arrays in a block of `size` bytes."""
 
     regions: dict[str, Region]
     size: int
 
 
 def plan(named: Iterable[tuple[str, Leaf]]) -> Plan:
-    """The arrays one after the other, each at the beginning of a line."""
+    """Arrays one after the other, each at the start of a cache line."""
     regions: dict[str, Region] = {}
     size = 0
     for name, leaf in named:
@@ -57,7 +59,7 @@ def plan(named: Iterable[tuple[str, Leaf]]) -> Plan:
 
 
 def create(size: int) -> int:
-    """The descriptor of `size` bytes of zeros, which no path leads to."""
+    """Descriptor of `size` bytes of zeros, which no path names."""
     if hasattr(os, "memfd_create"):
         descriptor = os.memfd_create("longhaul", os.MFD_CLOEXEC)
     else:
@@ -68,11 +70,53 @@ def create(size: int) -> int:
 
 
 def arrays(descriptor: int, planned: Plan) -> dict[str, np.ndarray]:
-    """The arrays of a block, which stays mapped as long as one of them is held."""
+    """Arrays of a block, which stays mapped as long as one of them is referenced."""
     block = mmap.mmap(descriptor, planned.size)
-    found = {}
+    views = {}
     for name, (offset, leaf) in planned.regions.items():
         count = math.prod(leaf.shape)
         flat = np.frombuffer(block, leaf.dtype, count, offset) if count else np.empty(0, leaf.dtype)
-        found[name] = flat.reshape(leaf.shape)
-    return found
+        views[name] = flat.reshape(leaf.shape)
+    return views
+
+
+class Wakeup:
+    """Pipe by which any number of processes or threads wake one that waits; wake-ups before it looks count as one.
+
+    `reads` and `writes` are the ends; -1 where that end is in another process. A pipe whose other end is gone reports
+    it at once, so that nobody waits for a process that died.
+    """
+
+    def __init__(self, reads: int, writes: int) -> None:
+        self.reads, self.writes = reads, writes
+        self._poll = select.poll()
+        if reads >= 0:
+            os.set_blocking(reads, False)
+            self._poll.register(reads, select.POLLIN)
+        if writes >= 0:
+            os.set_blocking(writes, False)
+
+    def wake(self) -> None:
+        """Wakes the waiting side; does nothing where the pipe is full or the other side is gone."""
+        with contextlib.suppress(BlockingIOError, BrokenPipeError):
+            os.write(self.writes, b"!")
+
+    def wait(self, seconds: float) -> bool:
+        """Sleeps until woken, or for so long; -> False where nobody is left who could wake it."""
+        if not self._poll.poll(seconds * 1000.0):
+            return True
+        try:
+            return bool(os.read(self.reads, 4096))
+        except BlockingIOError:  # another reader was faster
+            return True
+
+    def close(self) -> None:
+        for end in (self.reads, self.writes):
+            if end >= 0:
+                os.close(end)
+        self.reads = self.writes = -1
+
+
+def wakeup() -> Wakeup:
+    """A new one, with both ends."""
+    return Wakeup(*os.pipe())

@@ -1,4 +1,4 @@
-"""Tickets: who may act when, so that staleness is bounded by construction and nothing is dropped.
+"""Staleness bound: which rollout an actor may collect next, so that no update learns from weights that are too old.
 
 Rollouts are tickets 0, 1, 2, ...; N of them make a batch, and ticket i is place i % N of batch i // N. With v updates
 finished, a ticket of batch b may start only when b <= v + S, and the learner takes batches in order. So what update b
@@ -6,9 +6,12 @@ learns from was acted by version b - S or a later one: S = 0 is the synchronous 
 al., "More effective distributed ML via a stale synchronous parallel parameter server", NeurIPS 2013; the capacity rule
 of AReaL, made deterministic by the order). Place k of each batch then belongs to actor k.
 
-Without a bound (S None) an actor that is free takes the next ticket, whichever that is; only room bounds how far it
-gets. All is pure: a `Book` and functions from one to the next. Whoever loses an actor asks it for nothing: its tickets
-stay in the book, and the one that takes its place does them.
+Without a bound (S None) an actor that is free takes the next ticket; only memory limits how far it runs ahead.
+
+Both topologies use this rule. The learner of `actor_learner` hands tickets out ahead (`hand_out`); a successor of a
+dead actor finishes the same tickets. The inference server gives each group of environments one ticket at a time
+(`begin`); a group that is lost gives its ticket back (`lose`), because the server assembles the rollouts itself.
+All functions are pure: they take a `Book` and return the next one.
 """
 
 from __future__ import annotations
@@ -16,56 +19,56 @@ from __future__ import annotations
 from typing import NamedTuple
 
 AHEAD = 2
-"""Batches that may be under way beside the learner's where nothing else bounds it."""
+"""Batches beside the learner's that may be collected where no staleness bounds them: one fills while one waits."""
 
 LATEST = -1
-"""The version of a ticket that is acted with the newest weights there are."""
+"""Version of a ticket that is acted with the newest weights."""
 
 
 class Ticket(NamedTuple):
     batch: int
     place: int  # 0 .. N-1 in it
     version: int  # of the weights that must act; LATEST: the newest
-    turn: int  # so many rollouts of its environment came before
+    turn: int  # rollouts of its environment before this one
 
 
 class Rule(NamedTuple):
-    """How far acting may run ahead of learning."""
+    """How far acting may run ahead of learning. Raises nothing; `opened` checks it."""
 
     places: int  # N, tickets of a batch; as many as actors
-    staleness: int | None  # S; None: no bound but room
+    staleness: int | None  # S; None: no bound but memory
     pin: bool = False  # act with exactly version b - S
-    until: int = 2**62  # batches of the run; no ticket after them is given out
+    until: int = 2**62  # batches of the run; no ticket of a later batch is handed out
     oldest: int = 0  # version that can be pinned
 
     @property
     def ahead(self) -> int:
-        """Batches after the learner's that may be under way."""
+        """Batches after the learner's that may be collected."""
         return AHEAD if self.staleness is None else self.staleness
 
     @property
     def rooms(self) -> int:
-        """Batches that lie in memory at once: those under way, and the last one learnt."""
+        """Batches in memory at once: those that are collected, and the last one learnt."""
         return self.ahead + 2
 
     @property
     def versions(self) -> int:
-        """Versions of the weights that lie in memory at once: all that may act yet, and the one that is written."""
+        """Versions of the weights in memory at once: all that may still act, and the one that is written."""
         return self.ahead + 2
 
     @property
     def pinned(self) -> int:
-        """Versions before the newest one that must be known to go on exactly."""
+        """Versions before the newest one that a resumed run needs to go on exactly."""
         return (self.staleness or 0) if self.pin else 0
 
     @property
     def turns(self) -> int:
-        """Rollouts of one environment of which it must be known how they ended, the last one learnt among them."""
+        """Rollouts of one environment whose final states are kept, the last one learnt among them."""
         return self.ahead + 2
 
 
 class Book(NamedTuple):
-    """Who has which tickets. `given[a]` are those of actor a that are not learnt yet, oldest first, of which the first
+    """Tickets of each actor. `given[a]` are those of actor a that are not learnt yet, oldest first, of which the first
     `done[a]` are finished."""
 
     rule: Rule
@@ -73,11 +76,18 @@ class Book(NamedTuple):
     given: tuple[tuple[Ticket, ...], ...]
     done: tuple[int, ...]
     turn: tuple[int, ...]  # of each actor's next ticket
-    following: int  # the next ticket, where nobody owns places
+    following: int  # number of the next new ticket, where nobody owns places
+    free: tuple[int, ...] = ()  # numbers of tickets that were given back, ascending, where nobody owns places
+    there: int = 0  # finished tickets of the learner's next batch
+
+    @property
+    def whole(self) -> bool:
+        """Whether the learner's next batch is complete."""
+        return self.there == self.rule.places
 
 
-def opened(rule: Rule, version: int, turns: tuple[int, ...] | None = None) -> Book:
-    """The book of a run that has made `version` updates, of which no ticket is out."""
+def opened(rule: Rule, version: int) -> Book:
+    """The book of a run after `version` updates; no ticket is handed out yet."""
     if rule.staleness is not None and rule.staleness < 0:
         raise ValueError(f"staleness is {rule.staleness}; it must be at least 0, or none")
     if rule.pin and rule.staleness is None:
@@ -85,47 +95,88 @@ def opened(rule: Rule, version: int, turns: tuple[int, ...] | None = None) -> Bo
     if rule.places < 1:
         raise ValueError(f"{rule.places} actors; at least 1 is needed")
     n = rule.places
-    return Book(rule, version, ((),) * n, (0,) * n, turns or (version,) * n, version * n)
+    return Book(rule, version, ((),) * n, (0,) * n, (version,) * n, version * n)
+
+
+def begin(book: Book, actor: int) -> tuple[Book, Ticket | None]:
+    """The next ticket of an actor; None while it must wait for the learner."""
+    rule, number = book.rule, book.following
+    if rule.staleness is None:
+        if book.free:
+            number = book.free[0]
+        batch, place = divmod(number, rule.places)
+    else:
+        batch, place = book.turn[actor], actor
+    if batch > book.version + rule.ahead or batch >= rule.until:
+        return book, None
+    version = max(rule.oldest, batch - (rule.staleness or 0)) if rule.pin else LATEST
+    ticket = Ticket(batch, place, version, book.turn[actor])
+    book = book._replace(
+        given=_with(book.given, actor, (*book.given[actor], ticket)), turn=_with(book.turn, actor, ticket.turn + 1)
+    )
+    if rule.staleness is None and book.free:
+        book = book._replace(free=book.free[1:])
+    elif rule.staleness is None:
+        book = book._replace(following=number + 1)
+    return book, ticket
 
 
 def hand_out(book: Book) -> tuple[Book, list[tuple[int, Ticket]]]:
     """Every ticket that may start now, with the actor that gets it, in order."""
-    rule, last = book.rule, min(book.version + book.rule.ahead, book.rule.until - 1)
     out: list[tuple[int, Ticket]] = []
-    given, turn, following = list(book.given), list(book.turn), book.following
-    for batch in range(book.version, last + 1):
-        for place in range(rule.places):
-            if rule.staleness is None:
-                if batch * rule.places + place < following:
-                    continue
-                actor = min(range(rule.places), key=lambda a: (len(given[a]) - book.done[a], len(given[a]), a))
-                if len(given[actor]) >= rule.ahead + 1 or len(given[actor]) - book.done[actor] >= 2:
-                    return book._replace(given=tuple(given), turn=tuple(turn), following=following), out
-                following += 1
-            else:
-                actor = place
-                if turn[actor] > batch:
-                    continue
-            version = max(rule.oldest, batch - (rule.staleness or 0)) if rule.pin else LATEST
-            ticket = Ticket(batch, place, version, turn[actor])
-            given[actor] += (ticket,)
-            turn[actor] += 1
-            out.append((actor, ticket))
-    return book._replace(given=tuple(given), turn=tuple(turn), following=following), out
+    for actor in _owners(book):
+        if actor is None:
+            actor = min(range(book.rule.places), key=lambda a: (_unfinished(book, a), len(book.given[a]), a))
+            if len(book.given[actor]) > book.rule.ahead or _unfinished(book, actor) >= 2:
+                break
+        book, ticket = begin(book, actor)
+        if ticket is None:
+            break
+        out.append((actor, ticket))
+    return book, out
+
+
+def _owners(book: Book) -> list[int | None]:
+    """Whose tickets may start, in order of the tickets; None: whoever is least busy."""
+    rule = book.rule
+    last = min(book.version + rule.ahead, rule.until - 1)
+    if rule.staleness is None:
+        return [None] * (max(0, (last + 1) * rule.places - book.following) + len(book.free))
+    batches = range(book.version, last + 1)
+    return [actor for batch in batches for actor in range(rule.places) if book.turn[actor] <= batch]
+
+
+def _unfinished(book: Book, actor: int) -> int:
+    return len(book.given[actor]) - book.done[actor]
 
 
 def finished(book: Book, actor: int) -> tuple[Book, Ticket]:
-    """The actor finished its oldest unfinished ticket; -> which one. ValueError where it has none."""
+    """The actor finished its oldest unfinished ticket, which is returned. ValueError where it has none."""
     given, done = book.given[actor], book.done[actor]
     if done == len(given):
         raise ValueError(f"actor {actor} finished a rollout that nobody asked for")
-    return book._replace(done=_with(book.done, actor, done + 1)), given[done]
+    there = book.there + (given[done].batch == book.version)
+    return book._replace(done=_with(book.done, actor, done + 1), there=there), given[done]
+
+
+def lose(book: Book, actor: int) -> tuple[Book, bool]:
+    """The actor gives its unfinished tickets back, to be started again; -> whether it had any."""
+    given, done = book.given[actor], book.done[actor]
+    lost = given[done:]
+    if not lost:
+        return book, False
+    book = book._replace(
+        given=_with(book.given, actor, given[:done]), turn=_with(book.turn, actor, lost[0].turn)
+    )  # fmt: skip
+    if book.rule.staleness is None:
+        numbers = [ticket.batch * book.rule.places + ticket.place for ticket in lost]
+        book = book._replace(free=tuple(sorted([*book.free, *numbers])))
+    return book, True
 
 
 def missing(book: Book) -> list[int]:
-    """The actors whom the learner's next batch waits for; none: it is whole."""
-    there = {t.place for given, done in zip(book.given, book.done) for t in given[:done] if t.batch == book.version}
-    if len(there) == book.rule.places:
+    """Actors whom the learner's next batch waits for; none: it is whole."""
+    if book.whole:
         return []
     waited = {
         actor
@@ -142,14 +193,14 @@ def queue(book: Book) -> int:
 
 def learnt(book: Book) -> Book:
     """The next update is finished. ValueError where its batch was not whole."""
-    if missing(book):
+    if not book.whole:
         raise ValueError(f"batch {book.version} was learnt before it was whole")
     over = [sum(t.batch == book.version for t in given) for given in book.given]
     given = tuple(tuple(t for t in tickets if t.batch != book.version) for tickets in book.given)
-    return book._replace(
-        version=book.version + 1, given=given, done=tuple(d - n for d, n in zip(book.done, over))
-    )  # fmt: skip
+    done = tuple(d - n for d, n in zip(book.done, over))
+    there = sum(t.batch == book.version + 1 for mine, d in zip(given, done) for t in mine[:d])
+    return book._replace(version=book.version + 1, given=given, done=done, there=there)
 
 
-def _with(values: tuple[int, ...], index: int, value: int) -> tuple[int, ...]:
+def _with(values: tuple, index: int, value: object) -> tuple:
     return (*values[:index], value, *values[index + 1 :])

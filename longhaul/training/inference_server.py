@@ -16,6 +16,7 @@ from longhaul.envs.host.vector import Description
 from longhaul.runtime.credentials import Credentials
 from longhaul.runtime.errors import RunError
 from longhaul.runtime.launch import ray_cluster
+from longhaul.topologies import staleness
 from longhaul.topologies.actor_learner import host_rollout
 from longhaul.topologies.inference_server import frames, learner, ray_actor
 from longhaul.topologies.inference_server.actor_pool import Orders, Processes, process
@@ -28,7 +29,7 @@ from longhaul.topologies.inference_server.server import Server
 from longhaul.topologies.inference_server.shm_transport import SharedLane
 from longhaul.topologies.inference_server.trajectory_buffer import Trajectories
 from longhaul.topologies.inference_server.transport import Held, Lane
-from longhaul.topologies.places import Places
+from longhaul.topologies.staleness import Book, Rule
 from longhaul.training.assemble import Assembly
 from longhaul.types import Metrics, Progress
 
@@ -37,7 +38,7 @@ class Serving(NamedTuple):
     """A run's policy, compiled, and what holds its trajectories."""
 
     inference: Inference
-    places: Places
+    book: Book
     store: Trajectories
     codec: Codec
 
@@ -80,7 +81,7 @@ def _keeps(run: Run, groups: int) -> Keeps:
 def prepare(run: Run, assembly: Assembly, progress: Progress) -> Prepared:
     """Compiles what a run like `progress` needs."""
     serving = serves(run, assembly, progress)
-    data = serving.store.batch(serving.places.version)[0]
+    data = serving.store.batch(serving.book.version)[0]
     return Prepared(learner.compiled(assembly.algorithm, data, progress, assembly.mesh), serving)
 
 
@@ -92,18 +93,19 @@ def serves(run: Run, assembly: Assembly, progress: Progress) -> Serving:
     groups = run.acting.actors * run.central.slots
     codec = Codec(_layout(run, groups), _keeps(run, groups))
     columns = codec.layout.columns
-    algorithm, staleness = assembly.algorithm, run.acting.staleness
+    algorithm = assembly.algorithm
     policy = learner.local(jax.jit(algorithm.policy)(progress.state))
     inference = Inference(
         algorithm.act, algorithm.memory, learner.acting_key(progress), policy, assembly.spec.observation,
-        groups=groups, columns=columns, fixed=staleness == 0,
+        groups=groups, columns=columns, fixed=run.acting.staleness == 0,
     )  # fmt: skip
-    places = Places(groups, staleness, int(progress.updates), assembly.updates)
+    rule = Rule(groups, run.acting.staleness, until=assembly.updates)
+    book = staleness.opened(rule, int(progress.updates))
     store = Trajectories(
-        inference.shapes, rooms=places.rooms, steps=run.num_steps, places=groups, columns=columns,
+        inference.shapes, rooms=rule.ahead + 1, steps=run.num_steps, places=groups, columns=columns,
         interval=assembly.spec.truncation_interval,
     )  # fmt: skip
-    return Serving(inference, places, store, codec)
+    return Serving(inference, book, store, codec)
 
 
 def opened(
@@ -133,7 +135,7 @@ def opened(
     elif isinstance(lane, GrpcLane):
         note(f"waits for {run.acting.actors} actors: {_command(run, lane.address)}")
     server = Server(
-        lane, serving.inference, serving.places, serving.store, slots=slots,
+        lane, serving.inference, serving.book, serving.store, slots=slots,
         scores=serving.codec.layout.scores, crew=crew, note=note, kept=kept,
     )  # fmt: skip
     return server, lambda: [] if crew is None else crew.ids()

@@ -15,6 +15,7 @@ import numpy as np
 from longhaul.envs.host import registry
 from longhaul.envs.host.vector import HostVector
 from longhaul.runtime.credentials import NOBODY
+from longhaul.topologies import staleness
 from longhaul.topologies.inference_server import env_state, frames
 from longhaul.topologies.inference_server.actor import play, straight
 from longhaul.topologies.inference_server.env_state import NOTHING, Keeps
@@ -26,7 +27,7 @@ from longhaul.topologies.inference_server.server import Server
 from longhaul.topologies.inference_server.shm_transport import SharedLane, SharedLine
 from longhaul.topologies.inference_server.trajectory_buffer import Trajectories
 from longhaul.topologies.inference_server.transport import Lane
-from longhaul.topologies.places import Places
+from longhaul.topologies.staleness import Rule
 from longhaul.types import Algorithm, Spec
 
 Make = Callable[[int, int], HostVector]
@@ -57,7 +58,6 @@ class Site(NamedTuple):
 
     server: Server
     lane: Lane
-    places: Places
     store: Trajectories
     begin: Callable[[int], threading.Thread]
 
@@ -89,16 +89,18 @@ def site(
         else:
             ways = GrpcLane(codec, sizes.actors, sizes.slots, seeds(sizes), held=kept)
         closed.enter_context(closing(ways))
-        places = Places(sizes.groups, sizes.staleness, 0, UNTIL)
+        rule = Rule(sizes.groups, sizes.staleness, until=UNTIL)
         inference = Inference(
             algorithm.act, algorithm.memory, jax.random.key(7) if key is None else key, policy, spec.observation,
             groups=sizes.groups, columns=host.columns, fixed=sizes.staleness == 0,
         )  # fmt: skip
         store = Trajectories(
-            inference.shapes, rooms=places.rooms, steps=sizes.steps, places=sizes.groups, columns=host.columns,
+            inference.shapes, rooms=rule.ahead + 1, steps=sizes.steps, places=sizes.groups, columns=host.columns,
             interval=spec.truncation_interval,
         )  # fmt: skip
-        server = Server(ways, inference, places, store, slots=sizes.slots, scores=names, crew=crew, kept=kept)
+        server = Server(
+            ways, inference, staleness.opened(rule, 0), store, slots=sizes.slots, scores=names, crew=crew, kept=kept
+        )
         server.acts_with(policy)
 
         def begin(actor: int) -> threading.Thread:
@@ -119,7 +121,7 @@ def site(
         if begun:
             for actor in range(sizes.actors):
                 begin(actor)
-        yield Site(server, ways, places, store, begin)
+        yield Site(server, ways, store, begin)
 
 
 def _until_gone(work: Callable[[], None], line: Any) -> None:

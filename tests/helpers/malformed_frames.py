@@ -52,7 +52,7 @@ def observe(
 
 
 def malformed(rng: np.random.Generator, head: Head, payload: bytes) -> bytes:
-    """A frame that is not the one of this head and payload; its checksum may be right."""
+    """A frame that is not the one of this head and payload."""
     whole = frames.frame(head, payload)
     match rng.integers(9):
         case 0:  # any bytes
@@ -61,10 +61,10 @@ def malformed(rng: np.random.Generator, head: Head, payload: bytes) -> bytes:
             return whole[: int(rng.integers(0, len(whole)))]
         case 2:  # longer
             return whole + rng.bytes(int(rng.integers(1, 64)))
-        case 3:  # some bits turned
-            bad = bytearray(whole)
+        case 3:  # some bits of the head turned, but the group's, which may name another one that is due
+            bad, where = bytearray(whole), [*range(8), *range(12, frames.HEAD_BYTES)]
             for _ in range(int(rng.integers(1, 8))):
-                bad[int(rng.integers(len(bad)))] ^= 1 << int(rng.integers(8))
+                bad[rng.choice(where)] ^= 1 << int(rng.integers(8))
             return bytes(bad) if bytes(bad) != whole else b""
         case 4:  # another number in the head, and all consistent
             field = str(rng.choice(["kind", "group", "incarnation", "step", "columns", "finals", "digest"]))

@@ -1,16 +1,17 @@
-"""Tickets: whatever happens in whatever order, staleness keeps its bound, and every ticket is learnt from once."""
+"""Staleness: whatever happens in whatever order, the bound holds, and every ticket is learnt from once."""
 
 from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as some
 
 from longhaul.topologies import staleness
 from longhaul.topologies.actor_learner.config import Acting, decided
-from longhaul.topologies.staleness import LATEST, Book, Rule, Ticket
+from longhaul.topologies.staleness import AHEAD, LATEST, Book, Rule, Ticket
 
 BOUNDS = some.sampled_from([None, 0, 1, 2, 5])
 RULES = some.builds(Rule, some.integers(1, 4), BOUNDS, some.just(False), some.integers(1, 12), some.just(0))
@@ -112,6 +113,77 @@ def test_what_nobody_ordered_and_what_is_not_whole_is_refused() -> None:
     book, _ = staleness.finished(book, 0)
     with pytest.raises(ValueError, match="nobody asked for"):
         staleness.finished(book, 0)
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    groups=some.integers(1, 5), bound=some.sampled_from([None, 0, 1, 3]), seed=some.integers(0, 2**32 - 1),
+    until=some.integers(1, 9),
+)  # fmt: skip
+def test_one_ticket_at_a_time_each_is_finished_once_and_none_too_early(
+    groups: int, bound: int | None, seed: int, until: int
+) -> None:
+    """Groups begin, finish and are lost as chance has it; the learner learns when it may."""
+    rng = np.random.default_rng(seed)
+    book = staleness.opened(Rule(groups, bound, until=until), 0)
+    mine: dict[int, Ticket] = {}
+    done: list[tuple[int, int]] = []
+    for _ in range(4000):
+        if book.version == until:
+            break
+        group = int(rng.integers(groups))
+        chance = rng.random()
+        if group not in mine:
+            book, ticket = staleness.begin(book, group)
+            if ticket is not None:
+                assert book.version <= ticket.batch <= book.version + (AHEAD if bound is None else bound)
+                assert ticket.batch < until
+                assert ticket[:2] not in [other[:2] for other in mine.values()], "two fill one place"
+                assert bound is None or ticket.place == group
+                mine[group] = ticket
+        elif chance < 0.2:
+            book, lost = staleness.lose(book, group)
+            assert lost
+            del mine[group]
+        elif chance < 0.8:
+            book, ticket = staleness.finished(book, group)
+            assert ticket == mine.pop(group)
+            done.append(ticket[:2])
+        if book.whole and rng.random() < 0.5:
+            book = staleness.learnt(book)
+    assert book.version == until, "it stands still"
+    assert sorted(done) == [(b, i) for b in range(until) for i in range(groups)]
+
+
+def test_without_a_bound_a_group_that_was_lost_holds_up_nobody() -> None:
+    book, ticket = staleness.begin(staleness.opened(Rule(3, None, until=100), 0), 2)
+    assert ticket is not None
+    assert (ticket.batch, ticket.place) == (0, 0)
+    book, _ = staleness.lose(book, 2)
+    for _ in range(50):
+        for group in (0, 1):
+            book, ticket = staleness.begin(book, group)
+            if ticket is not None:
+                book, _ = staleness.finished(book, group)
+            while book.whole:
+                book = staleness.learnt(book)
+    assert book.version > 25
+
+
+def test_with_a_bound_everybody_is_waited_for() -> None:
+    book = staleness.opened(Rule(2, 1, until=100), 0)
+    for batch in (0, 1):
+        book, ticket = staleness.begin(book, 0)
+        assert ticket is not None
+        assert (ticket.batch, ticket.place) == (batch, 0)
+        book, _ = staleness.finished(book, 0)
+    assert staleness.begin(book, 0)[1] is None
+    assert not book.whole
+
+
+def test_a_negative_bound_is_refused() -> None:
+    with pytest.raises(ValueError, match="staleness is -1; it must be at least 0"):
+        staleness.opened(Rule(1, -1), 0)
 
 
 @pytest.mark.parametrize(

@@ -19,8 +19,7 @@ from longhaul.config.resolve import resolve
 from longhaul.config.run import Named, Run
 from longhaul.runtime import shared_memory
 from longhaul.runtime.devices import prepare_devices
-from longhaul.runtime.doorbell import Bell, bell
-from longhaul.runtime.shared_memory import Leaf
+from longhaul.runtime.shared_memory import Leaf, Wakeup, wakeup
 from longhaul.topologies.actor_learner import slots
 from longhaul.topologies.actor_learner.config import Acting
 from longhaul.topologies.actor_learner.slots import Slots
@@ -43,13 +42,12 @@ import sys
 import numpy as np
 from longhaul.runtime import shared_memory as memory
 from longhaul.topologies.actor_learner import slots
-from longhaul.runtime.doorbell import Bell
-from longhaul.runtime.shared_memory import Leaf
+from longhaul.runtime.shared_memory import Wakeup
 descriptor, count, rows, width, hears, rings = map(int, sys.argv[1:])
 questions, answers = [Leaf((rows, width), "float32")], [Leaf((rows,), "int32")]
 planned = memory.plan(slots.regions(count, questions, answers))
 mine = slots.Slots(memory.arrays(descriptor, planned))
-hear, ring = Bell(hears, -1), Bell(-1, rings)
+hear, ring = Wakeup(hears, -1), Wakeup(-1, rings)
 seen, all_ = np.ones((rows, width), np.float32), np.arange(count)
 waiting = np.zeros(count, bool)
 while True:
@@ -64,7 +62,7 @@ while True:
         mine.questions[0][free] = seen
     waiting[free] = True
     mine.ask(free)
-    ring.ring()
+    ring.wake()
 """
 """A client with `count` slots: it asks again as soon as it has its answer."""
 
@@ -82,14 +80,14 @@ def transport(rows: int, width: int, streams: int, messages: int, copies: int) -
     leaves = [Leaf((rows, width), "float32")], [Leaf((rows,), "int32")]
     descriptor, planned = slots.create(streams, *leaves)
     mine = Slots(shared_memory.arrays(descriptor, planned))
-    ours, theirs = bell(), bell()
-    numbers = [descriptor, streams, rows, width, theirs.heard, ours.rings]
+    ours, theirs = wakeup(), wakeup()
+    numbers = [descriptor, streams, rows, width, theirs.reads, ours.writes]
     client = subprocess.Popen(
-        [sys.executable, "-c", CLIENT, *map(str, numbers)], pass_fds=(descriptor, theirs.heard, ours.rings),
+        [sys.executable, "-c", CLIENT, *map(str, numbers)], pass_fds=(descriptor, theirs.reads, ours.writes),
         stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL,
     )  # fmt: skip
-    os.close(theirs.heard)  # it ends when we do
-    asks = Bell(-1, theirs.rings)
+    os.close(theirs.reads)  # it ends when we do
+    asks = Wakeup(-1, theirs.writes)
     staging = np.empty((streams, rows, width), np.float32)
 
     def work(_: Any) -> dict[str, float]:
@@ -107,7 +105,7 @@ def transport(rows: int, width: int, streams: int, messages: int, copies: int) -
                 np.take(mine.questions[0], which, axis=0, out=staging[: len(which)])
             mine.answers[0][which] = batches
             mine.close(which)
-            asks.ring()
+            asks.wake()
             done, batches = done + len(which), batches + 1
         used = time.process_time() + cpu_of([client.pid]) - used
         return {"cpu_seconds": used * messages / done, "messages_per_batch": done / batches}

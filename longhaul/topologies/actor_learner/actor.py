@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from longhaul.runtime.doorbell import Bell
+from longhaul.runtime.shared_memory import Wakeup
 from longhaul.topologies.actor_learner import shared_buffers as desks
 from longhaul.topologies.actor_learner.shared_buffers import Desk, Shapes, Size
 from longhaul.topologies.staleness import Ticket
@@ -49,12 +49,12 @@ class Description(NamedTuple):
     shapes: Shapes
     size: Size
     memory: int  # descriptors
-    hears: int
-    rings: int
+    reads: int
+    writes: int
     parent: int
 
 
-def work(desk: Desk, actor: int, collect: Collect, orders: Bell, learner: Bell) -> None:
+def work(desk: Desk, actor: int, collect: Collect, orders: Wakeup, learner: Wakeup) -> None:
     """Does what is ordered until the desk is closed, or nobody is left to order."""
     vitals = desk.vitals[actor]
     weights, version = np.empty(desk.shapes.weight_bytes, np.uint8), -1
@@ -78,7 +78,7 @@ def work(desk: Desk, actor: int, collect: Collect, orders: Bell, learner: Bell) 
         carry, data, scores = collect(policy, state, desk.key, ticket, version)
         now = desk.at(actor, desks.WRITES)
         desk.deliver(actor, ticket, version, data, scores, carry)
-        learner.ring()
+        learner.wake()
         kept, kept_turn = carry, ticket.turn
         vitals[desks.WAITED_NS] += began - since
         vitals[desks.ACTED_NS] += now - began
@@ -119,7 +119,7 @@ def main() -> int:
     try:
         desk.at(about.actor, desks.STARTS)
         collect = about.make(about.actor)
-        work(desk, about.actor, collect, Bell(about.hears, -1), Bell(-1, about.rings))
+        work(desk, about.actor, collect, Wakeup(about.reads, -1), Wakeup(-1, about.writes))
     except Exception as error:
         failed(desk, about.actor, error)
         raise

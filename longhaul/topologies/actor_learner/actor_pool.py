@@ -18,7 +18,7 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 
 from longhaul.runtime import heartbeat, shared_memory
-from longhaul.runtime.doorbell import Bell, bell
+from longhaul.runtime.shared_memory import Wakeup, wakeup
 from longhaul.topologies import staleness
 from longhaul.topologies.actor_learner import actor as worker
 from longhaul.topologies.actor_learner import ray_actor
@@ -60,7 +60,7 @@ class Hand(Protocol):
 class ThreadHand:
     """An actor in a thread of this process."""
 
-    def __init__(self, desk: Desk, actor: int, make: Callable[[int], Collect], orders: Bell, learner: Bell) -> None:
+    def __init__(self, desk: Desk, actor: int, make: Callable[[int], Collect], orders: Wakeup, learner: Wakeup) -> None:
         self._failed: str | None = None
         self._orders = orders
 
@@ -70,7 +70,7 @@ class ThreadHand:
             except Exception as error:
                 worker.failed(desk, actor, error)
                 self._failed = "it failed"
-                learner.ring()
+                learner.wake()
 
         self._thread = threading.Thread(target=run, name=f"actor {actor}", daemon=True)
         self._thread.start()
@@ -80,7 +80,7 @@ class ThreadHand:
 
     def end(self, within: float) -> None:
         """Waits: a thread can't be killed."""
-        self._orders.ring()
+        self._orders.wake()
         self._thread.join(max(within, HANG))
 
 
@@ -125,8 +125,8 @@ class Crew:
         self.rule = rule
         self._memory = shared_memory.create(desks.planned(shapes, self._size).size)
         self.desk = Desk(self._memory, shapes, self._size)
-        self._learner = bell()
-        self._orders = [bell() for _ in range(rule.places)]
+        self._learner = wakeup()
+        self._orders = [wakeup() for _ in range(rule.places)]
         self._stations = [Station(None) for _ in range(rule.places)]
         self._heads: dict[Ticket, Head] = {}
         self._stopped = [math.inf] * rule.places  # since when a process does not run
@@ -219,7 +219,7 @@ class Crew:
         """Ends all actors. Nothing of them is left."""
         self.desk.closed[0] = 1
         for door in self._orders:
-            door.ring()
+            door.wake()
         deadline = time.monotonic() + LEAVE
         for actor, station in enumerate(self._stations):
             if station.hand is not None:
@@ -236,7 +236,7 @@ class Crew:
         for actor, ticket in out:
             self.desk.order(actor, ticket)
         for actor in {actor for actor, _ in out}:
-            self._orders[actor].ring()
+            self._orders[actor].wake()
 
     def _drain(self) -> None:
         """Notes what was finished since."""
@@ -295,7 +295,7 @@ class Crew:
         elif self._board is not None:
             hand = ray_actor.FarHand(self.desk, actor, self._board, orders, learner)
         else:
-            shapes, ends = self.desk.shapes, (self._memory, orders.heard, learner.rings)
+            shapes, ends = self.desk.shapes, (self._memory, orders.reads, learner.writes)
             about = Description(actor, self._make, shapes, self._size, *ends, os.getpid())
             hand = child = Child("longhaul.topologies.actor_learner.actor", pickle.dumps(about), ends)
             vitals[desks.PROCESS] = child.id

@@ -18,8 +18,8 @@ from typing import Any
 
 import numpy as np
 
-from longhaul.runtime.doorbell import Bell
 from longhaul.runtime.launch import ray_cluster
+from longhaul.runtime.shared_memory import Wakeup
 from longhaul.topologies.actor_learner import actor as worker
 from longhaul.topologies.actor_learner.actor import FEW, Collect, Leaves
 from longhaul.topologies.actor_learner.shared_buffers import Desk
@@ -96,7 +96,7 @@ class Board:
 class FarHand:
     """One life of an actor on a node; a `crew.Hand`."""
 
-    def __init__(self, desk: Desk, actor: int, board: Board, orders: Bell, learner: Bell) -> None:
+    def __init__(self, desk: Desk, actor: int, board: Board, orders: Wakeup, learner: Wakeup) -> None:
         self._board, self._orders = board, orders
         self._given = threading.Event()
         self._failed: str | None = None
@@ -111,11 +111,11 @@ class FarHand:
                 pass
             except ray_cluster.Lost as error:
                 self._failed = str(error)
-                learner.ring()
+                learner.wake()
             except Exception as error:
                 worker.failed(desk, actor, error)
                 self._failed = "it failed"
-                learner.ring()
+                learner.wake()
 
         self._thread = threading.Thread(target=run, name=f"actor {actor}", daemon=True)
         self._thread.start()
@@ -127,7 +127,7 @@ class FarHand:
         """Its thread has ended afterwards, so that it writes nothing more, whatever its node still does."""
         import ray
 
-        self._orders.ring()
+        self._orders.wake()
         self._thread.join(within)
         self._given.set()
         ray.kill(self._remote)

@@ -1,22 +1,23 @@
 """Frames between environment-only actors and the inference server: a fixed head, then arrays of a layout both have.
 
-A frame is a head of 64 bytes, little-endian, and a payload. Both sides derive the layout (names, dtypes, shapes) from
-what they believe the environment to be, and the first frame compares the two, so that no frame after it says what its
-arrays are: lengths follow from the layout and from two counts in the head. Nothing is pickled, parsed or allocated by
-what a frame says of itself. A frame that is not exactly what was due raises `WireError`, and its stream ends.
+A frame is a head of 48 bytes, little-endian, and a payload. Both sides derive the layout (names, dtypes, shapes) from
+their own environment, and the first frame compares the two; no later frame describes its arrays, because lengths follow
+from the layout and from two counts in the head. Nothing is pickled, parsed or allocated by a count that a frame claims.
+A frame that differs from the one that is due raises `WireError`, and its stream ends. There is no checksum: TCP and TLS
+guarantee the integrity of a stream.
 
-    HELLO    actor -> server   I am actor `group`, with `finals` groups of `columns` columns, and `step` is a number by
+    HELLO    actor -> server   I am actor `group`, with `finals` groups of `columns` columns; `step` is a number by
                                which to know me again; payload: my layout, as text
     WELCOME  server -> actor   your first group is `group`, this is your life `incarnation`; payload: a seed a group;
                                after how many steps states are wanted, and a bit for each group whose own follows,
                                to go on from; then the names of the scores that are wanted, as text
-    OBSERVE  actor -> server   what step `step` of a group led to, and what the next action is chosen on
+    OBSERVE  actor -> server   the result of step `step` of a group, and the observation for its next action
     ACT      server -> actor   the actions that follow on it
-    REFUSE   server -> actor   the stream ends; payload: why, as text; `step` 1: trying again later may help
+    REFUSE   server -> actor   the stream ends; payload: the reason, as text; `step` 1: trying again later may help
 
-Step 0 of a life is the observation that it begins with, whose reward and flags say nothing. The payload of OBSERVE is
-one step of `vectors.HostVector`, with the final observations and scores of the `finals` columns whose episode ended;
-where it ends a trajectory and states are wanted, the group's follows (`states`).
+Step 0 of a life is the observation that it begins with, whose reward and flags mean nothing. The payload of OBSERVE is
+one step of a `HostVector`, with the final observations and scores of the `finals` columns whose episode ended; where it
+ends a trajectory and states are wanted, the group's state follows (`env_state`).
 Arrays lie at multiples of 8 bytes; the same blocks lie in shared memory, where no frame is copied.
 """
 
@@ -26,7 +27,6 @@ import functools
 import hashlib
 import math
 import struct
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -35,30 +35,27 @@ from longhaul.envs.host.vector import HostSpec
 from longhaul.spaces import Leaf, Tree, action_shape, leaves, mapped
 from longhaul.topologies.inference_server.env_state import NOTHING, Keeps
 
-MAGIC, VERSION = b"LHCI", 2
+MAGIC, VERSION = b"LHCI", 3
 
 HELLO, WELCOME, OBSERVE, ACT, REFUSE = range(1, 6)
 """Kinds of frames."""
 
 ANY = 2**32 - 1
-"""The actor of a HELLO that takes whichever place is free."""
+"""Actor number of a HELLO that takes whichever number is free."""
 
 MOST_TEXT, MOST_GROUPS = 65_536, 64
-"""Bytes of a text (a layout, a reason); groups of an actor."""
+"""Bounds of what is read from a stranger: bytes of a text (a layout, a reason); groups of an actor."""
 
-HEAD, WORD = struct.Struct("<4sHHIIQIIQQ"), struct.Struct("<I")
-CHECK_BYTES = 16
-"""After it: a checksum of 8 bytes, and zeros."""
-HEAD_BYTES = HEAD.size + CHECK_BYTES
-KIND, GROUP, STEP, FINALS = slice(6, 8), slice(8, 12), 16, 28  # where they lie in a head
+HEAD = struct.Struct("<4sHHIIQIIQQ")
+HEAD_BYTES = HEAD.size
 
 
 class WireError(ValueError):
-    """A frame that is not what was due; one line."""
+    """A frame that is not the one that is due; one line."""
 
 
 class Head(NamedTuple):
-    """What a frame says of itself; unsigned."""
+    """Head of a frame; unsigned numbers."""
 
     kind: int
     group: int = 0
@@ -71,7 +68,7 @@ class Head(NamedTuple):
 
 
 class Due(NamedTuple):
-    """What frames of one group must say."""
+    """Numbers that the next frame of a group must have."""
 
     kind: int
     group: int
@@ -80,7 +77,7 @@ class Due(NamedTuple):
 
 
 class Field(NamedTuple):
-    """An array of one column."""
+    """Array of one column."""
 
     name: str
     dtype: str
@@ -92,7 +89,7 @@ class Field(NamedTuple):
 
 
 class Layout(NamedTuple):
-    """What steps and actions are made of, for groups of `columns` columns."""
+    """Arrays of steps and actions, for groups of `columns` columns."""
 
     columns: int
     observation: tuple[Field, ...]  # the leaves, in order
@@ -102,7 +99,7 @@ class Layout(NamedTuple):
 
     @property
     def text(self) -> str:
-        """All that two sides must agree on before they speak."""
+        """Everything that two sides must agree on before they exchange steps."""
         fields = [*self.observation, self.action]
         lines = [f"{name} {dtype} {'x'.join(map(str, shape)) or 'scalar'}" for name, dtype, shape in fields]
         return "\n".join([f"columns {self.columns}", *lines])
@@ -118,7 +115,7 @@ class Layout(NamedTuple):
 
 
 class Block(NamedTuple):
-    """One step of a group, as views of memory: `observation` has the leaves in order."""
+    """Step of a group, as views of memory; `observation` has the leaves in order."""
 
     observation: list[np.ndarray]  # [C, ...]
     reward: np.ndarray  # float32 [C]
@@ -130,7 +127,7 @@ class Block(NamedTuple):
 
 
 def layout(spec: HostSpec, columns: int, scores: tuple[str, ...] = ()) -> Layout:
-    """The layout for groups of so many columns of an environment."""
+    """Layout for groups of so many columns of an environment."""
     found: list[Leaf] = leaves(spec.observation)
     shape, dtype = action_shape(spec.action)
     observed = tuple(_field(f"observation/{i}", leaf.dtype, leaf.shape) for i, leaf in enumerate(found))
@@ -154,13 +151,12 @@ class _Part(NamedTuple):
 
 
 class Codec:
-    """A layout, with where the arrays of its blocks lie; and what travels of states."""
+    """A layout with the positions of its arrays in a block, and the states that travel."""
 
     def __init__(self, layout: Layout, keeps: Keeps = NOTHING) -> None:
         self.layout, self.digest, self._columns, self.keeps = layout, layout.digest, layout.columns, keeps
         self.action_bytes = _padded(layout.columns * layout.action.nbytes)
         self._action = np.dtype(layout.action.dtype), (layout.columns, *layout.action.shape)
-        self._pad = bytes(self.action_bytes - layout.columns * layout.action.nbytes)
         self._known: dict[int, tuple[list[_Part], int]] = {}  # by finals: at most columns + 1
         self._unended: tuple[Any, ...] = ()  # of steps that ended nothing: what a block has of ends
         self._unended = self.block(bytearray(self.block_bytes(0)), 0)[3:]
@@ -179,12 +175,12 @@ class Codec:
         forms += [("float32", (c,)), ("bool", (3, c)), ("int32", (f,))]
         forms += [(x.dtype, (f, *x.shape)) for x in layout.observation]
         forms += [("float32", (names, f)), ("bool", (names, f))]
-        found, offset = [], 0
+        parts, offset = [], 0
         for name, shape in forms:
             dtype = np.dtype(name)
-            found.append(_Part(offset, dtype, shape))
+            parts.append(_Part(offset, dtype, shape))
             offset += _padded(math.prod(shape) * dtype.itemsize)
-        return self._known.setdefault(finals, (found, offset))
+        return self._known.setdefault(finals, (parts, offset))
 
     def block_bytes(self, finals: int) -> int:
         """Bytes of a step in which so many episodes ended."""
@@ -199,8 +195,8 @@ class Codec:
         views = [np.ndarray(shape, dtype, memory, offset + at) for at, dtype, shape in parts]
         return Block(views[:n], views[n], views[n + 1], views[n + 2], views[n + 3 : 2 * n + 3], views[-2], views[-1])
 
-    def calm(self, data: bytes, offset: int) -> Block | None:
-        """The same of a step without finals in which nothing ended, and all columns count; else None."""
+    def _calm_block(self, data: bytes, offset: int) -> Block | None:
+        """The same block where no episode ended and all columns are valid; else None."""
         *seen, reward, flags = self._first
         begin = offset + flags.offset
         if data[begin : begin + self._calm.size] != _quiet(self._columns):
@@ -216,23 +212,15 @@ class Codec:
         dtype, shape = self._action
         return np.ndarray(shape, dtype, memory, offset)
 
-    def padded(self, action: bytes) -> bytes:
-        """Actions as a frame has them."""
-        return action + self._pad if self._pad else action
-
-    def told(self, finals: int) -> tuple[int, int, int]:
-        """What all heads say of the layout, and of these finals."""
-        return self._columns, finals, self.digest
-
     def check_head(self, head: Head, due: Due) -> None:
         """Raises WireError where a frame is not the one that is due, or its counts do not give its length."""
-        if (head.kind, head.group, head.incarnation, head.step) != due:
-            found = (head.kind, head.group, head.incarnation, head.step)
-            raise WireError(f"a frame is {found} (kind, group, life, step), and {tuple(due)} is due")
-        if head.digest != self.digest or head.columns != self.layout.columns:
+        if head[:4] != due:
+            raise WireError(f"a frame is {tuple(head[:4])} (kind, group, life, step), and {tuple(due)} is due")
+        if head.digest != self.digest or head.columns != self._columns:
             raise WireError("a frame is of another layout than its stream")
-        if head.finals > head.columns:
-            raise WireError(f"{head.finals} final observations of {head.columns} columns")
+        most = head.columns if due.kind == OBSERVE else 0
+        if head.finals > most:
+            raise WireError(f"{head.finals} final observations; there can be {most}")
         wanted = self.length(due, head.finals)
         if head.length != wanted:
             raise WireError(f"a payload of {head.length} bytes, where the layout gives {wanted}")
@@ -242,6 +230,29 @@ class Codec:
         if due.kind != OBSERVE:
             return self.action_bytes
         return self.block_bytes(finals) + self.keeps.after(due.step)
+
+    def write_head(self, memory: bytearray, due: Due, finals: int) -> int:
+        """Writes the head of a frame whose payload lies behind it in `memory`; -> bytes of the frame."""
+        length = self.length(due, finals)
+        HEAD.pack_into(memory, 0, MAGIC, VERSION, *due, self._columns, finals, self.digest, length)
+        return HEAD_BYTES + length
+
+    def act_frame(self, due: Due, action: np.ndarray) -> bytes:
+        """The frame of actions [C, ...]."""
+        memory = bytearray(HEAD_BYTES + self.action_bytes)
+        self.write_head(memory, due, 0)
+        self.action(memory, HEAD_BYTES)[...] = action
+        return bytes(memory)
+
+    def observed(self, data: bytes, finals: int, *, first: bool) -> Block:
+        """The step in a frame whose head was checked; views of its bytes. WireError where it contradicts itself."""
+        step = None if finals else self._calm_block(data, HEAD_BYTES)
+        if step is None:
+            step = self.block(data, finals, HEAD_BYTES)
+            _check_flags(step, first=first)
+        if not first:
+            _check_reward(step.reward)
+        return step
 
     def state(self, memory: Any, finals: int, offset: int = 0) -> np.ndarray:
         """A view of the state [size] that follows on a step in `memory`."""
@@ -266,13 +277,13 @@ def _quiet(columns: int) -> bytes:
 
 def check_block(step: Block, *, first: bool) -> None:
     """Raises WireError where a step contradicts itself. `first`: it begins a life, and ends nothing."""
-    check_flags(step, first=first)
+    _check_flags(step, first=first)
     if not first:
-        check_reward(step.reward)
+        _check_reward(step.reward)
 
 
-def check_flags(step: Block, *, first: bool) -> None:
-    """The same of who ended, and how."""
+def _check_flags(step: Block, *, first: bool) -> None:
+    """The same for the flags, and the columns whose episode ended."""
     # As bytes: a bool that is neither 0 nor 1 is no bool, and NumPy does not look. A row of them as one long number: of
     # so few, Python's arithmetic is several times as fast as NumPy's calls.
     rows, columns = step.flags.tobytes(), step.flags.shape[1]
@@ -293,8 +304,8 @@ def check_flags(step: Block, *, first: bool) -> None:
             raise WireError(f"{len(where)} episodes ended, and {len(step.columns)} final observations are of others")
 
 
-def check_reward(reward: np.ndarray) -> None:
-    """The same of rewards [C]."""
+def _check_reward(reward: np.ndarray) -> None:
+    """The same for rewards [C]."""
     # One number that tells of all; it may overflow where no reward is at fault.
     if not math.isfinite(reward.dot(reward)) and not np.isfinite(reward).all():
         raise WireError("a reward is not finite")
@@ -303,32 +314,14 @@ def check_reward(reward: np.ndarray) -> None:
 # -------------------------------------------------------------------------------------------------------------- frames
 
 
-@functools.cache
-def hashing() -> Callable[..., int]:
-    """xxh3-64 of bytes, with a seed: several times as fast as CRC-32C, which costs as much as sending."""
-    try:
-        from xxhash import xxh3_64_intdigest
-    except ImportError:
-        raise ValueError("frames over gRPC need xxhash: pip install 'longhaul[cluster]'") from None
-    return xxh3_64_intdigest
-
-
-def _checksum(begin: bytes, payload: bytes) -> bytes:
-    """Of a head up to it, and of what follows; with the zeros."""
-    return hashing()(payload, hashing()(begin)).to_bytes(CHECK_BYTES, "little")
-
-
 def frame(head: Head, payload: bytes = b"") -> bytes:
-    """A frame's bytes; the head's length is the payload's."""
-    begin = HEAD.pack(MAGIC, VERSION, *head[:-1], len(payload))
-    return b"".join((begin, _checksum(begin, payload), payload))
+    """Bytes of a frame; the head's length is the payload's."""
+    return HEAD.pack(MAGIC, VERSION, *head[:-1], len(payload)) + payload
 
 
 def read(data: bytes, most: int) -> Head:
-    """The head of a frame that is whole: right magic, version and checksum, and as long as it says.
-
-    Raises WireError; looks at nothing of a frame that is longer than `most`.
-    """
+    """Head of a whole frame: right magic, version and kind, and as long as it says. Raises WireError; nothing is read
+    of a frame that is longer than `most`."""
     if not HEAD_BYTES <= len(data) <= most:
         raise WireError(f"a frame of {len(data)} bytes; it must have {HEAD_BYTES} to {most}")
     magic, version, *numbers = HEAD.unpack_from(data)
@@ -336,20 +329,16 @@ def read(data: bytes, most: int) -> Head:
         raise WireError(f"a frame that begins with {magic!r}; it must begin with {MAGIC!r}")
     if version != VERSION:
         raise WireError(f"a frame of version {version}; this is version {VERSION}: use the same longhaul on both sides")
-    head = Head(*numbers)
+    head = Head._make(numbers)
     if head.length != len(data) - HEAD_BYTES:
         raise WireError(f"a frame says {head.length} bytes of payload, and has {len(data) - HEAD_BYTES}")
     if not HELLO <= head.kind <= REFUSE:
         raise WireError(f"a frame of kind {head.kind}; there are {HELLO} to {REFUSE}")
-    if any(data[HEAD.size + 8 : HEAD_BYTES]):
-        raise WireError("a frame whose head does not end with zeros")
-    if _checksum(data[: HEAD.size], data[HEAD_BYTES:]) != data[HEAD.size : HEAD_BYTES]:
-        raise WireError("a frame's checksum is not that of its bytes")
     return head
 
 
 def text(data: bytes, offset: int = 0) -> str:
-    """The payload of a frame that has text, from `offset` on; WireError where it is none."""
+    """Text payload of a frame, from `offset` on. Raises WireError."""
     size = len(data) - HEAD_BYTES - offset
     if size > MOST_TEXT:
         raise WireError(f"a text of {size} bytes; at most {MOST_TEXT} are read")
@@ -360,7 +349,7 @@ def text(data: bytes, offset: int = 0) -> str:
 
 
 def difference(mine: str, theirs: str) -> str:
-    """How two layouts differ first, for a refusal."""
+    """First difference of two layouts, for a refusal."""
     rows, others = mine.split("\n"), theirs.split("\n")
     for i in range(max(len(rows), len(others))):
         ours, yours = (side[i] if i < len(side) else "nothing" for side in (rows, others))

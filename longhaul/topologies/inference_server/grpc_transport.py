@@ -24,8 +24,7 @@ import numpy as np
 
 from longhaul.runtime.credentials import NOBODY, Credentials, channel, check_bind, server_credentials
 from longhaul.topologies.inference_server import frames as wire
-from longhaul.topologies.inference_server import frames_heads
-from longhaul.topologies.inference_server.frames import Codec, Head, WireError
+from longhaul.topologies.inference_server.frames import ACT, OBSERVE, Codec, Due, Head, WireError
 from longhaul.topologies.inference_server.grpc_streams import Loop, Reader, Write, Writer
 from longhaul.topologies.inference_server.transport import NOBODY as NONE_HELD
 from longhaul.topologies.inference_server.transport import Answer, Arrival, Held, Lost
@@ -70,10 +69,9 @@ class Busy(WireError):
 class _Life:
     """One stream of an actor, from HELLO to its end."""
 
-    def __init__(self, codec: Codec, actor: int, number: int, slots: int, name: int, write: Write) -> None:
+    def __init__(self, actor: int, number: int, slots: int, name: int, write: Write) -> None:
         self.actor, self.number, self.name = actor, number, name
         self.first = actor * slots  # its first group
-        self.steps, self.actions = frames_heads.ears(codec, self.first, slots, number)
         self.step = [0] * slots  # of the frame that is due, or was the last to come
         self.due = [True] * slots
         self.writer = Writer(write, lambda error: self.end(f"its stream ended: {error}"))
@@ -139,7 +137,8 @@ class GrpcLane:
             life = self._lives.get(actor)
             if life is None or life.number != number or life.due[slot]:
                 continue
-            life.writer.say(life.actions[slot].acts(life.step[slot], action))
+            due = Due(ACT, group, number, life.step[slot])
+            life.writer.say(self._codec.act_frame(due, action))
             life.step[slot] += 1
             life.due[slot] = True
             self._answered = True
@@ -248,7 +247,7 @@ class GrpcLane:
                 raise Busy(f"actor {actor} is here already")
             self._leave(self._lives[actor], "it came back in another stream")  # before we knew that it was gone
         self._numbers[actor] += 1
-        life = _Life(self._codec, actor, self._numbers[actor], self._slots, head.step, write)
+        life = _Life(actor, self._numbers[actor], self._slots, head.step, write)
         self._lives[actor] = life
         return life
 
@@ -279,15 +278,14 @@ class GrpcLane:
 
     def _check(self, life: _Life, data: bytes) -> None:
         """Raises WireError where a frame is not a step that is due."""
-        codec, group = self._codec, int.from_bytes(data[wire.GROUP], "little")
-        slot = group - life.first
+        codec, head = self._codec, wire.read(data, self._codec.most)
+        slot = head.group - life.first
         if not 0 <= slot < self._slots or not life.due[slot]:
-            wire.read(data, codec.most)  # it may be none at all
-            raise WireError(f"a frame of group {group}, of which none is due")
-        t, steps = life.step[slot], life.steps[slot]
-        finals = steps.whole(data, t)
-        step = steps.observed(data, finals, first=t == 0)
-        state = codec.state(data, finals, wire.HEAD_BYTES) if codec.keeps.after(t) else None
+            raise WireError(f"a frame of group {head.group}, of which none is due")
+        t = life.step[slot]
+        codec.check_head(head, Due(OBSERVE, head.group, life.number, t))
+        step = codec.observed(data, head.finals, first=t == 0)
+        state = codec.state(data, head.finals, wire.HEAD_BYTES) if codec.keeps.after(t) else None
         life.due[slot] = False
         self._inbox.append((life, slot, step, state))
 
@@ -307,7 +305,7 @@ class GrpcLine:
         self.codec, self._slots, self._address = codec, slots, address
         self._actor, self._credentials = actor, credentials
         self._steps, self._held = [0] * slots, dict[int, np.ndarray]()
-        self._first = 0
+        self._first = self._life = 0
         self._channel: Any = None
         self._call: Any = None
         self._writer: Writer | None = None
@@ -326,8 +324,7 @@ class GrpcLine:
         # Who reads hears why the stream ended, whatever a write says of it.
         self._writer = Writer(self._call.write, lambda error: None)
         self._writer.say(wire.frame(hello, codec.layout.text.encode()))
-        data = await self._read()
-        head = wire.read(data, codec.most)
+        data, head = await self._read()
         size = 8 * (self._slots + 2)
         if head.kind != wire.WELCOME or head.length < size or head.finals != self._slots:
             raise WireError(f"the server answers HELLO with a frame of kind {head.kind}; give both the same version")
@@ -346,13 +343,13 @@ class GrpcLine:
         most = wire.HEAD_BYTES + codec.block_bytes(codec.layout.columns) + keeps.size
         self._memory = [bytearray(most) for _ in range(self._slots)]
         self.blocks = [codec.block(memory, 0, wire.HEAD_BYTES) for memory in self._memory]
-        self._first = head.group
-        self._told, self._heard = frames_heads.ears(codec, self._first, self._slots, head.incarnation)
+        self._first, self._life = head.group, head.incarnation
         return seeds
 
     async def post(self, slot: int, finals: int) -> None:
         assert self._writer is not None, "it is open"
-        self._writer.say(self._told[slot].sealed(self._memory[slot], self._steps[slot], finals))
+        memory, due = self._memory[slot], Due(OBSERVE, self._first + slot, self._life, self._steps[slot])
+        self._writer.say(bytes(memoryview(memory)[: self.codec.write_head(memory, due, finals)]))
 
     def held(self, slot: int) -> np.ndarray | None:
         return self._held.get(slot)
@@ -366,12 +363,11 @@ class GrpcLine:
         return self.codec.block(self._memory[slot], finals, wire.HEAD_BYTES)
 
     async def next(self) -> tuple[int, np.ndarray]:
-        data = await self._read()
-        group = int.from_bytes(data[wire.GROUP], "little")
-        slot = group - self._first
+        data, head = await self._read()
+        slot = head.group - self._first
         if not 0 <= slot < self._slots:
-            raise WireError(f"actions for group {group}, which is not this actor's")
-        self._heard[slot].whole(data, self._steps[slot])
+            raise WireError(f"actions for group {head.group}, which is not this actor's")
+        self.codec.check_head(head, Due(ACT, head.group, self._life, self._steps[slot]))
         self._steps[slot] += 1
         return slot, self.codec.action(data, wire.HEAD_BYTES)
 
@@ -390,7 +386,7 @@ class GrpcLine:
         fatal = code in (grpc.StatusCode.UNAUTHENTICATED, grpc.StatusCode.UNIMPLEMENTED)
         return (WireError if fatal else ConnectionError)(f"{self._address}: {details or 'the stream ended'}")
 
-    async def _read(self) -> bytes:
+    async def _read(self) -> tuple[bytes, Head]:
         """The next frame. WireError with the server's reason where it refuses; ConnectionError where it is gone."""
         try:
             data = await self._call.read()
@@ -398,7 +394,8 @@ class GrpcLine:
             raise self._gone(error.code(), error.details()) from error
         if data is self._end:
             raise ConnectionError(f"{self._address}: the stream ended")
-        if int.from_bytes(data[wire.KIND], "little") == wire.REFUSE:
-            kind = ConnectionError if wire.read(data, self.codec.most).step else WireError
+        head = wire.read(data, self.codec.most)
+        if head.kind == wire.REFUSE:
+            kind = ConnectionError if head.step else WireError
             raise kind(f"{self._address} refuses: {wire.text(data)}")
-        return data
+        return data, head

@@ -3,7 +3,7 @@
 
 One thread does it all: takes what came, infers on what the batcher chooses, answers, and fills trajectories in place.
 Where we differ from SEED: no batch waits for an actor that is gone; how far acting may run ahead of learning is bounded
-(`places`); a step acted by other weights than the one before it is known by its version; and what an actor that died
+(`staleness`); a step acted by other weights than the one before it is known by its version; and what an actor that died
 had begun counts nowhere, so that nothing is counted twice.
 """
 
@@ -15,14 +15,21 @@ from typing import NamedTuple, Protocol
 
 import numpy as np
 
-from longhaul.topologies.inference_server import batcher, episodes
+from longhaul.topologies import staleness
+from longhaul.topologies.inference_server import batcher
 from longhaul.topologies.inference_server.env_state import Standing
-from longhaul.topologies.inference_server.episodes import Running
 from longhaul.topologies.inference_server.frames import Block
 from longhaul.topologies.inference_server.policy import Inference
-from longhaul.topologies.inference_server.trajectory_buffer import Overrun, Sums, Trajectories
+from longhaul.topologies.inference_server.trajectory_buffer import (
+    Overrun,
+    Running,
+    Sums,
+    Trajectories,
+    count_episodes,
+    fresh,
+)
 from longhaul.topologies.inference_server.transport import Answer, Arrival, Lane, Lost
-from longhaul.topologies.places import Place, Places
+from longhaul.topologies.staleness import Book, Ticket
 from longhaul.types import Params, Rollout
 
 HANG, TIMES = 10.0, 8.0
@@ -45,7 +52,7 @@ class Crew(Protocol):
         """Ends an actor's process for good, if there is one; another one follows."""
 
 
-NOBODY = episodes.fresh(0)
+NOBODY = fresh(0)
 
 
 class _Group:
@@ -53,7 +60,7 @@ class _Group:
 
     def __init__(self) -> None:
         self.life = 0
-        self.place: Place | None = None
+        self.ticket: Ticket | None = None  # the trajectory that it fills
         self.t = 0  # step of its trajectory that is to be acted, or was
         self.acted = False  # its first one
         self.step: Block | None = None  # what it waits with for an answer
@@ -84,14 +91,14 @@ class Server:
     """`slots` groups of `inference.columns` environments for each of so many actors."""
 
     def __init__(
-        self, lane: Lane, inference: Inference, places: Places, store: Trajectories, *, slots: int,
+        self, lane: Lane, inference: Inference, book: Book, store: Trajectories, *, slots: int,
         scores: tuple[str, ...], crew: Crew | None = None, deadline: float = batcher.DEADLINE,
         note: Callable[[str], None] = lambda line: None, kept: dict[int, np.ndarray] | None = None,
     ) -> None:  # fmt: skip
         """`kept`: group -> the state with which its trajectory began, as actors tell them; the lane hands them on."""
-        self._lane, self._inference, self._places, self._store = lane, inference, places, store
+        self._lane, self._inference, self.book, self._store = lane, inference, book, store
         self._crew, self._note, self._slots, self._scores = crew, note, slots, scores
-        n, self._c = places.groups, inference.columns
+        n, self._c = book.rule.places, inference.columns
         self._rule = batcher.Rule(slots, n, deadline)
         self._groups = [_Group() for _ in range(n)]
         self._waiting: dict[int, float] = {}
@@ -100,7 +107,6 @@ class Server:
         self._looked, self._left = 0.0, time.monotonic()
         self._kept: dict[int, np.ndarray] = {} if kept is None else kept
         self._policy: Params = None
-        self.version = places.version
         self.meter = Meter()
 
     # ---------------------------------------------------------------------------------------------- the learner's
@@ -111,17 +117,21 @@ class Server:
 
     def gather(self) -> tuple[Rollout, Sums, np.ndarray]:
         """Serves until the learner's next batch is whole -> (its rollout, sums of its episodes, versions)."""
-        while not self._places.whole():
+        while not self.book.whole:
             self.serve()
-        return self._store.batch(self._places.version)
+        return self._store.batch(self.version)
 
     def learnt(self, policy: Params) -> None:
         """The update is finished, and nothing reads its batch any more."""
-        self._store.empty(self._places.version)
-        self._places.learnt()
-        self.version = self._places.version
+        self._store.empty(self.version)
+        self.book = staleness.learnt(self.book)
         self.acts_with(policy)
         self._release()
+
+    @property
+    def version(self) -> int:
+        """Finished updates, which number the weights that act."""
+        return self.book.version
 
     @property
     def can_act(self) -> bool:
@@ -196,14 +206,15 @@ class Server:
     def _drop(self, g: int) -> None:
         """What a group has begun counts nowhere."""
         group = self._groups[g]
-        place = group.place
-        if self._places.lose(g):
+        ticket = group.ticket
+        self.book, lost = staleness.lose(self.book, g)
+        if lost:
             self.meter = self.meter._replace(discarded=self.meter.discarded + group.t * self._c)
-        if place is not None and group.begins is not None:  # its successor goes on from there
+        if ticket is not None and group.begins is not None:  # its successor goes on from there
             self._begins[g] = group.begins
             if self._inference.remembers and group.acted:
-                self._inference.put(g, self._store.memory(*place))
-        group.place = group.step = group.owes = None
+                self._inference.put(g, self._store.memory(ticket))
+        group.ticket = group.step = group.owes = None
         group.sums = {}
         self._waiting.pop(g, None)
         if g in self._held:
@@ -215,7 +226,7 @@ class Server:
             self._drop(event.group)
             group.life = event.life
             if event.group not in self._kept:  # else it goes on from where its trajectory began
-                group.running = episodes.fresh(self._c)
+                group.running = fresh(self._c)
                 self._begins[event.group] = True
         else:
             if group.owes is not None:
@@ -224,14 +235,14 @@ class Server:
             if event.state is not None:
                 self._kept[event.group], group.begins = event.state, self._begins[event.group].copy()
         group.step, group.owes = step, None
-        if group.place is None:
+        if group.ticket is None:
             self._begin(event.group)
         else:
             self._waiting[event.group] = time.monotonic()
 
     def _led_to(self, g: int, group: _Group, step: Block) -> None:
-        assert group.place is not None
-        self._store.led_to(*group.place, group.t, step)
+        assert group.ticket is not None
+        self._store.led_to(group.ticket, group.t, step)
         if self._inference.remembers:
             np.logical_not(step.flags[2], out=self._begins[g])
             self._begins[g, step.columns] = True
@@ -249,14 +260,14 @@ class Server:
 
     def _fill(self, g: int, group: _Group, step: Block) -> None:
         """A group's trajectory is whole; what ended in it is counted."""
-        assert group.place is not None
-        self._places.fill(g)
-        reward, (terminated, truncated, valid) = self._store.filled(*group.place, step.observation)
-        ended, group.running = episodes.count(group.running, reward, terminated | truncated, valid)
+        assert group.ticket is not None
+        self.book, _ = staleness.finished(self.book, g)
+        reward, (terminated, truncated, valid) = self._store.filled(group.ticket, step.observation)
+        ended, group.running = count_episodes(group.running, reward, terminated | truncated, valid)
         if ended.episodes:
             told = {"episodes": ended.episodes, "episode/return": ended.earned, "episode/length": ended.length}
-            self._store.told(group.place.batch, group.sums | told)
-        group.place, group.sums = None, {}
+            self._store.told(group.ticket.batch, group.sums | told)
+        group.ticket, group.sums = None, {}
 
     def _release(self) -> None:
         """Who waited for a place may have one now."""
@@ -267,12 +278,12 @@ class Server:
     def _begin(self, g: int) -> None:
         """A group begins its next trajectory, or waits for the learner."""
         group = self._groups[g]
-        place = self._places.begin(g)
-        if place is None:
+        self.book, ticket = staleness.begin(self.book, g)
+        if ticket is None:
             self._held.append(g)
             return
-        group.place, group.t, group.acted = place, 0, False
-        self._store.begin(*place)
+        group.ticket, group.t, group.acted = ticket, 0, False
+        self._store.begin(ticket)
         self._waiting[g] = time.monotonic()
 
     def _infer(self, take: tuple[int, ...]) -> None:
@@ -281,20 +292,20 @@ class Server:
         groups = [self._groups[g] for g in take]
         about, seen = [], []
         for g, group in zip(take, groups, strict=True):
-            assert group.place is not None and group.step is not None
-            about.append((g, group.place.number, group.place.batch, group.t))
+            assert group.ticket is not None and group.step is not None
+            about.append((g, group.ticket.place, group.ticket.batch, group.t))
             seen.append(group.step.observation)
         found = self._inference.run(self._policy, np.array(about, np.int32), self._begins[list(take)], seen)
         answers = []
         now, c = time.monotonic(), self._c
         for i, (g, group, observation) in enumerate(zip(take, groups, seen, strict=True)):
-            assert group.place is not None
+            assert group.ticket is not None
             rows = slice(i * c, (i + 1) * c)
             action = found.action[rows]
             drawn = [leaf[rows] for leaf in found.extras]
-            self._store.acted(*group.place, group.t, observation, action, drawn, self.version)
+            self._store.acted(group.ticket, group.t, observation, action, drawn, self.version)
             if group.t == 0:
-                self._store.remembered(*group.place, [leaf[rows] for leaf in found.memory])
+                self._store.remembered(group.ticket, [leaf[rows] for leaf in found.memory])
             answers.append(Answer(g, group.life, action))
             group.step, group.owes, group.acted = None, now, True
             del self._waiting[g]

@@ -1,4 +1,4 @@
-"""The lane on one machine: the blocks of the wire in shared memory, and doorbells.
+"""The lane on one machine: the blocks of the wire in shared memory, and wake-up pipes.
 
 Each life of an actor has a memory of its own, without a name: one that was killed, or is killed later, can't write what
 its successor writes, and nothing is left when both are gone. A word of a slot says which step was posted, another which
@@ -15,8 +15,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from longhaul.runtime import shared_memory
-from longhaul.runtime.doorbell import Bell, bell
-from longhaul.runtime.shared_memory import Leaf
+from longhaul.runtime.shared_memory import Leaf, Wakeup, wakeup
 from longhaul.topologies.inference_server import frames
 from longhaul.topologies.inference_server.frames import Block, Codec, WireError
 from longhaul.topologies.inference_server.transport import NOBODY, Answer, Arrival, Held, Lost
@@ -29,11 +28,11 @@ ANSWERED, HELD = 0, 1
 
 
 class Ends(NamedTuple):
-    """What a process needs to be an actor: descriptors of its memory and bells; and its seeds."""
+    """What a process needs to be an actor: descriptors of its memory and wake-up pipes; and its seeds."""
 
     memory: int
-    hears: int
-    rings: int
+    reads: int
+    writes: int
     seeds: tuple[int, ...]
 
 
@@ -71,7 +70,7 @@ class _Views:
 
 
 class _Life:
-    def __init__(self, number: int, views: _Views, wakes: Bell, slots: int) -> None:
+    def __init__(self, number: int, views: _Views, wakes: Wakeup, slots: int) -> None:
         self.number, self.views, self.wakes = number, views, wakes
         self.taken = [0] * slots  # steps that arrived
         self.waits = [False] * slots  # for an answer
@@ -85,7 +84,7 @@ class SharedLane:
         self._lives: dict[int, _Life] = {}
         self._numbers = [0] * actors
         self._lost: list[Lost] = []
-        self._bell = bell()
+        self._wakeup = wakeup()
 
     def join(self, actor: int) -> Ends:
         """A new life of an actor, whose descriptors the caller closes once its process has them."""
@@ -94,18 +93,18 @@ class SharedLane:
         self._numbers[actor] += 1
         number = self._numbers[actor]
         descriptor = shared_memory.create(_plan(self._codec, self._slots).size)
-        wakes = bell()
+        wakes = wakeup()
         views = _Views(descriptor, self._codec, self._slots)
         for slot in range(self._slots):
             state = self._held.get(actor * self._slots + slot)
             if state is not None:
                 views.states[slot], views.ours[slot, HELD] = state, 1
         self._lives[actor] = _Life(number, views, wakes, self._slots)
-        return Ends(descriptor, os.dup(wakes.heard), os.dup(self._bell.rings), tuple(self._seeds(actor, number)))
+        return Ends(descriptor, os.dup(wakes.reads), os.dup(self._wakeup.writes), tuple(self._seeds(actor, number)))
 
     def wait(self, seconds: float) -> None:
         if not self._lost:
-            self._bell.wait(seconds)
+            self._wakeup.wait(seconds)
 
     def take(self) -> list[Arrival | Lost]:
         found: list[Arrival | Lost] = list(self._lost)
@@ -136,7 +135,7 @@ class SharedLane:
         return step
 
     def answer(self, answers: Sequence[Answer]) -> None:
-        rung: dict[int, Bell] = {}
+        woken: dict[int, Wakeup] = {}
         for group, number, action in answers:
             actor, slot = divmod(group, self._slots)
             life = self._lives.get(actor)
@@ -145,9 +144,9 @@ class SharedLane:
             life.views.actions[slot][...] = action
             life.waits[slot] = False
             life.views.answered[slot] = life.taken[slot]
-            rung[actor] = life.wakes
-        for wakes in rung.values():
-            wakes.ring()
+            woken[actor] = life.wakes
+        for wakes in woken.values():
+            wakes.wake()
 
     def cut(self, actor: int, why: str) -> None:
         life = self._lives.pop(actor, None)
@@ -161,7 +160,7 @@ class SharedLane:
     def close(self) -> None:
         for actor in list(self._lives):
             self.cut(actor, "the server ends")
-        self._bell.close()
+        self._wakeup.close()
 
 
 class SharedLine:
@@ -170,7 +169,7 @@ class SharedLine:
     def __init__(self, codec: Codec, slots: int, ends: Ends) -> None:
         self.codec = codec
         self._views, self._seeds, self._slots = _Views(ends.memory, codec, slots), ends.seeds, slots
-        self._hears, self._server = Bell(ends.hears, -1), Bell(-1, ends.rings)
+        self._answers, self._server = Wakeup(ends.reads, -1), Wakeup(-1, ends.writes)
         self.blocks = [self._views.block(slot, 0) for slot in range(slots)]
         self._done = [0] * slots  # steps that were answered
 
@@ -189,7 +188,7 @@ class SharedLine:
     async def post(self, slot: int, finals: int) -> None:
         self._views.theirs[slot, FINALS] = finals
         self._views.posted[slot] = self._done[slot] + 1
-        self._server.ring()
+        self._server.wake()
 
     async def next(self) -> tuple[int, np.ndarray]:
         while True:
@@ -198,10 +197,10 @@ class SharedLine:
                 if answered[slot] != self._done[slot]:
                     self._done[slot] = answered[slot]
                     return slot, self._views.actions[slot]
-            if not self._hears.wait(60.0):
+            if not self._answers.wait(60.0):
                 raise ConnectionError("the server is gone")
 
     async def close(self) -> None:
         with contextlib.suppress(OSError):
-            self._hears.close()
+            self._answers.close()
             self._server.close()

@@ -15,6 +15,7 @@ import jax
 import numpy as np
 
 from longhaul.topologies.inference_server.frames import Block
+from longhaul.topologies.staleness import Ticket
 from longhaul.types import PyTree, Rollout, Successors
 
 Sums = dict[str, float]
@@ -73,39 +74,39 @@ class Trajectories:
         self._slots = slots
         self._used = np.zeros((rooms, b), np.int32)  # successors kept of each column
 
-    def begin(self, batch: int, place: int) -> None:
+    def begin(self, ticket: Ticket) -> None:
         """A place is filled from its beginning."""
-        self._used[batch % len(self.rooms), self._span(place)] = 0
+        self._used[ticket.batch % len(self.rooms), self._span(ticket.place)] = 0
 
     def _span(self, place: int) -> slice:
         return slice(place * self._c, (place + 1) * self._c)
 
     def acted(
-        self, batch: int, place: int, t: int, observation: Sequence[np.ndarray], action: np.ndarray,
+        self, ticket: Ticket, t: int, observation: Sequence[np.ndarray], action: np.ndarray,
         extras: Sequence[np.ndarray], version: int,
     ) -> None:  # fmt: skip
         """What was seen and done at step t."""
-        room, span = self.rooms[batch % len(self.rooms)], self._span(place)
+        room, span = self.rooms[ticket.batch % len(self.rooms)], self._span(ticket.place)
         for into, leaf in zip(room.observation, observation, strict=True):
             into[t, span] = leaf
         room.action[t, span] = action
         for into, leaf in zip(room.extras, extras, strict=True):
             into[t, span] = leaf
-        room.version[t, place] = version
+        room.version[t, ticket.place] = version
 
-    def remembered(self, batch: int, place: int, memory: Sequence[np.ndarray]) -> None:
+    def remembered(self, ticket: Ticket, memory: Sequence[np.ndarray]) -> None:
         """The memory that a trajectory begins with."""
-        for into, leaf in zip(self.rooms[batch % len(self.rooms)].memory, memory, strict=True):
-            into[self._span(place)] = leaf
+        for into, leaf in zip(self.rooms[ticket.batch % len(self.rooms)].memory, memory, strict=True):
+            into[self._span(ticket.place)] = leaf
 
-    def memory(self, batch: int, place: int) -> list[np.ndarray]:
+    def memory(self, ticket: Ticket) -> list[np.ndarray]:
         """The same again, [C, ...]."""
-        return [leaf[self._span(place)] for leaf in self.rooms[batch % len(self.rooms)].memory]
+        return [leaf[self._span(ticket.place)] for leaf in self.rooms[ticket.batch % len(self.rooms)].memory]
 
-    def led_to(self, batch: int, place: int, t: int, step: Block) -> None:
+    def led_to(self, ticket: Ticket, t: int, step: Block) -> None:
         """What step t led to. Raises Overrun."""
-        number = batch % len(self.rooms)
-        room, span = self.rooms[number], self._span(place)
+        number = ticket.batch % len(self.rooms)
+        room, span = self.rooms[number], self._span(ticket.place)
         room.reward[t, span] = step.reward
         room.flags[:, t, span] = step.flags
         ended = step.columns
@@ -124,10 +125,10 @@ class Trajectories:
             into[used, columns] = leaf[cut]
         self._used[number, columns] += 1
 
-    def filled(self, batch: int, place: int, last: Sequence[np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
+    def filled(self, ticket: Ticket, last: Sequence[np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
         """A place is full; `last` is what its last step led to. -> reward [T, C]; flags [3, T, C], which agree now:
         nothing ends that is not valid, nor in both ways."""
-        room, span = self.rooms[batch % len(self.rooms)], self._span(place)
+        room, span = self.rooms[ticket.batch % len(self.rooms)], self._span(ticket.place)
         for into, leaf in zip(room.last, last, strict=True):
             into[span] = leaf
         flags = room.flags[:, :, span]
@@ -159,3 +160,45 @@ class Trajectories:
     def empty(self, number: int) -> None:
         """A batch was learnt from; its room may be begun again."""
         self.rooms[number % len(self.rooms)].sums.clear()
+
+
+# ------------------------------------------------------------------------------------------------------------ episodes
+
+
+class Running(NamedTuple):
+    """Reward and length so far of the episode that runs in each column."""
+
+    earned: np.ndarray  # float64 [C]
+    length: np.ndarray  # int64 [C]
+
+
+class Ended(NamedTuple):
+    """Sums over the episodes that ended."""
+
+    episodes: int
+    earned: float
+    length: int
+
+
+def fresh(columns: int) -> Running:
+    """Episodes that begin."""
+    return Running(np.zeros(columns), np.zeros(columns, np.int64))
+
+
+def count_episodes(running: Running, reward: np.ndarray, over: np.ndarray, valid: np.ndarray) -> tuple[Ended, Running]:
+    """-> (sums, what runs after it). All are [T, C]: float, and bool; `over` only where `valid`.
+
+    Counted once a trajectory is whole, for all its columns together: step by step it would cost as much as all else
+    that the server does with a step. Steps up to a column's last end belong to episodes that ended, those after it to
+    the one that runs.
+    """
+    ends = over.any(axis=0)
+    last = np.where(ends, len(over) - 1 - over[::-1].argmax(axis=0), -1)
+    after = np.arange(len(over))[:, None] > last
+    after &= valid
+    steps, left = valid.sum(axis=0), after.sum(axis=0)
+    earned = np.add.reduce(reward, axis=0, dtype=np.float64, where=valid)
+    rest = np.add.reduce(reward, axis=0, dtype=np.float64, where=after)
+    done = (running.earned + earned - rest)[ends], (running.length + steps - left)[ends]
+    now = Running(np.where(ends, rest, running.earned + earned), np.where(ends, left, running.length + steps))
+    return Ended(int(over.sum()), float(done[0].sum()), int(done[1].sum())), now

@@ -12,8 +12,7 @@ import numpy as np
 import pytest
 
 from longhaul.runtime import shared_memory
-from longhaul.runtime.doorbell import Bell, bell
-from longhaul.runtime.shared_memory import Leaf
+from longhaul.runtime.shared_memory import Leaf, Wakeup, wakeup
 from longhaul.topologies.actor_learner import slots, weight_ring
 from longhaul.topologies.actor_learner.weight_ring import Lane
 
@@ -108,23 +107,23 @@ def test_weights_that_are_not_what_was_published_are_refused() -> None:
 
 
 def test_a_bell_is_heard_once_and_tells_that_nobody_is_left() -> None:
-    door = bell()
+    door = wakeup()
     for _ in range(200_000):  # more than a pipe holds
-        door.ring()
+        door.wake()
     assert door.wait(1.0)
     while door._poll.poll(0):
         door.wait(0.0)
     began = time.monotonic()
     assert door.wait(0.05)
     assert time.monotonic() - began >= 0.04
-    os.close(door.rings)
-    door.rings = -1
+    os.close(door.writes)
+    door.writes = -1
     assert not door.wait(5.0)
     door.close()
-    gone = Bell(*os.pipe())
-    os.close(gone.heard)
-    gone.heard = -1
-    gone.ring()
+    gone = Wakeup(*os.pipe())
+    os.close(gone.reads)
+    gone.reads = -1
+    gone.wake()
     gone.close()
 
 

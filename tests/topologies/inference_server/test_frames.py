@@ -9,10 +9,7 @@ from longhaul.envs.host.vector import HostSpec
 from longhaul.spaces import Box, Discrete, Leaf, Masked, MultiDiscrete
 from longhaul.topologies.inference_server import frames
 from longhaul.topologies.inference_server.frames import Codec, Due, WireError
-from longhaul.topologies.inference_server.frames_heads import Frames
 from tests.helpers.malformed_frames import CODEC, COLUMNS, malformed, observe
-
-pytest.importorskip("grpc")
 
 
 def random_spec(rng: np.random.Generator) -> HostSpec:
@@ -39,18 +36,15 @@ def test_what_goes_in_comes_out_bit_for_bit(seed: int) -> None:
         assert found == head._replace(length=len(payload))
         due = Due(frames.OBSERVE, 3, 2, number)
         codec.check_head(found, due)
-        steps = Frames(codec, *due[:3])
-        assert steps.whole(data, number) == head.finals
-        assert steps.told(number, head.finals, payload) == data
-        assert steps.sealed(bytearray(bytes(frames.HEAD_BYTES) + payload), number, head.finals) == data
+        memory = bytearray(bytes(frames.HEAD_BYTES) + payload)
+        assert codec.write_head(memory, due, head.finals) == len(data)
+        assert memory == data
         act = Due(frames.ACT, 3, 2, number)
         action = codec.action(rng.bytes(codec.action_bytes))
-        actions = Frames(codec, *act[:3])
-        answer = actions.acts(number, action)
+        answer = codec.act_frame(act, action)
         codec.check_head(frames.read(answer, codec.most), act)
-        assert actions.whole(answer, number) == 0
         assert codec.action(answer, frames.HEAD_BYTES).tobytes() == action.tobytes()
-        sent, came = codec.block(payload, head.finals), steps.observed(data, head.finals, first=number == 0)
+        sent, came = codec.block(payload, head.finals), codec.observed(data, head.finals, first=number == 0)
         for a, b in zip((*sent.observation, *sent.final, *sent[1:4]), (*came.observation, *came.final, *came[1:4])):
             assert (a.dtype, a.shape, a.tobytes()) == (b.dtype, b.shape, b.tobytes())
         assert sent.scores.tobytes() == came.scores.tobytes()
@@ -74,8 +68,9 @@ def test_arrays_of_a_block_do_not_overlap_and_fill_it() -> None:
 def accepted(data: bytes, due: Due) -> bool:
     """Whether a frame passes all checks; anything but WireError escapes."""
     try:
-        steps = Frames(CODEC, *due[:3])
-        steps.observed(data, steps.whole(data, due.step), first=due.step == 0)
+        head = frames.read(data, CODEC.most)
+        CODEC.check_head(head, due)
+        CODEC.observed(data, head.finals, first=due.step == 0)
     except WireError:
         return False
     return True

@@ -99,7 +99,8 @@ async def play_badly(call: Any, rng: np.random.Generator, actor: int, more: int 
             await call.write(malformed(rng, *observe(rng, actor * SLOTS, 1, 0)))
         elif chance < 0.2:
             bad = bytearray(greeting)
-            bad[int(rng.integers(len(bad)))] ^= 1 << int(rng.integers(8))
+            where = [*range(6), *range(wire.HEAD_BYTES, len(bad))]  # the magic, the version, the layout
+            bad[rng.choice(where)] ^= 1 << int(rng.integers(8))
             await call.write(bytes(bad))
         else:
             await call.write(greeting)

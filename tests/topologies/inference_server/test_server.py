@@ -21,7 +21,7 @@ from longhaul.envs.host.vector import HostStep, HostVector, Slot, specification
 from longhaul.envs.probes import PROBES, Probe
 from longhaul.topologies.inference_server import frames
 from longhaul.topologies.inference_server import server as servers
-from longhaul.topologies.places import AHEAD
+from longhaul.topologies.staleness import AHEAD
 from longhaul.types import Algorithm
 from tests.end_to_end.test_algorithm_matrix import LEARNERS, check
 from tests.helpers import checkable_environment, inference_server_runs
@@ -145,7 +145,7 @@ class Frail:
 def serve(here: Site, then: Callable[[], None] = lambda: None) -> None:
     """Until the learner's batch is whole; fails where that takes a minute. `then` is called after each round."""
     deadline = time.monotonic() + 60.0
-    while not here.places.whole():
+    while not here.server.book.whole:
         here.server.serve(0.05)
         then()
         assert time.monotonic() < deadline, "it stands still"
