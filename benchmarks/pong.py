@@ -27,6 +27,7 @@ import numpy as np
 from longhaul.algorithms import registry
 from longhaul.config import recipes
 from longhaul.envs.host import registry as host
+from longhaul.envs.host.spec_stub import spec_stub
 from longhaul.runtime import mesh as meshes
 from longhaul.topologies.actor_learner import host_rollout
 from longhaul.topologies.staleness import Ticket
@@ -88,7 +89,7 @@ def cpu_seconds(turn: Callable[[], None]) -> float:
 
 def measure(worlds: int, steps: int, repeats: int, nature: bool) -> dict[str, Any]:
     """Steps of worlds per CPU-second, and each policy's share of the bare environment's."""
-    spec = host_rollout.hosted(PONG).spec
+    spec = spec_stub(PONG).spec
     ways = {"bare": bare(worlds, steps), "random": collecting(blind(6), worlds, steps)}
     if nature:
         config = recipes.recipe("impala-pong").algorithm

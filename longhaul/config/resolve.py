@@ -17,6 +17,8 @@ from longhaul.config.run import MOST, TOPOLOGIES, Driving, Named, Run
 from longhaul.config.validate import check_driving, check_expert, check_numbers, check_reasoning, flag
 from longhaul.envs import registry as environments
 from longhaul.envs import suites
+from longhaul.envs.host.registry import is_hosted
+from longhaul.envs.host.spec_stub import spec_stub
 from longhaul.reasoning.config import Reasoning
 from longhaul.replay import Sizes
 from longhaul.runtime import batch_shards, process_group
@@ -24,7 +26,6 @@ from longhaul.runtime.devices import cores, default_threads, on_cpu
 from longhaul.runtime.errors import RunError
 from longhaul.runtime.mesh_shape import MeshShape
 from longhaul.topologies.actor_learner import config as layouts
-from longhaul.topologies.actor_learner import host_rollout
 from longhaul.topologies.actor_learner.config import Acting
 from longhaul.topologies.inference_server import config as lanes
 from longhaul.types import Environment
@@ -117,7 +118,7 @@ def _absolute(paths: Sequence[str]) -> tuple[str, ...]:
 def _acting(run: Run, devices: int) -> Acting:
     """Who acts, where that is no matter of the learner's program."""
     if run.topology == "fused":
-        if isinstance(run.environment, Named) and host_rollout.is_hosted(run.environment.env):
+        if isinstance(run.environment, Named) and is_hosted(run.environment.env):
             raise RunError(f"--env {run.environment.env} is stepped on the host; choose --topology actors or central")
         return run.acting
     if run.deterministic:
@@ -274,8 +275,8 @@ def named(environment: Named) -> Environment:
     """The environment of that name; RunError with the nearest names where there is none."""
     try:
         return (
-            host_rollout.hosted(environment.env)
-            if host_rollout.is_hosted(environment.env)
+            spec_stub(environment.env)
+            if is_hosted(environment.env)
             else environments.make(environment.env)
         )
     except ValueError as error:

@@ -3,13 +3,19 @@ delay that grows."""
 
 from __future__ import annotations
 
+import ctypes
 import os
 import signal
 import subprocess
 import sys
 from collections.abc import Sequence
 
-from longhaul.topologies.actor_learner.actor import FEW
+FEW = {
+    "JAX_PLATFORMS": "cpu", "NPROC": "1", "OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1",
+    "JAX_CPU_ENABLE_ASYNC_DISPATCH": "false",
+}  # fmt: skip
+"""The environment of an actor's process, whatever the learner's says: it computes on the CPU, with one thread, in which
+JAX's programs run, too (`run.prepare_devices` says why)."""
 
 BACK_OFF, LONGEST = 0.1, 10.0
 """Seconds before an actor is begun again: the first, doubled with each failure in a row, at most the last."""
@@ -60,3 +66,11 @@ class Child:
         except subprocess.TimeoutExpired:
             self.kill()
             self.wait()
+
+
+def end_with_parent(parent: int) -> None:
+    """This process is killed when its parent ends. Exits where it has ended already."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None, use_errno=True).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
+    if os.getppid() != parent:
+        os._exit(1)

@@ -21,6 +21,7 @@ from longhaul.config.resolve import named
 from longhaul.config.run import Named, Run
 from longhaul.config.serialize import from_dict, to_dict
 from longhaul.environment import vectorise
+from longhaul.envs.host.registry import is_hosted
 from longhaul.reasoning import sampler
 from longhaul.reasoning.config import Reasoning
 from longhaul.reasoning.problem_sets import World
@@ -84,7 +85,7 @@ def process(plain: dict[str, Any], actor: int) -> Collect:
 
 def _acting(run: Run, algorithm: Algorithm, policy: PyTree, on_device: Callable[[], Collector]) -> learner.Acting:
     """What one actor of `run` does: on the host, or as the collector does that `on_device` makes."""
-    if not isinstance(run.environment, Named) or not host_rollout.is_hosted(run.environment.env):
+    if not isinstance(run.environment, Named) or not is_hosted(run.environment.env):
         return learner.acting(on_device(), policy, reasoning_setup.checker(run))
     assert run.acting.actors is not None
     sizes = host_rollout.Sizes(run.num_envs // run.acting.actors, run.num_steps)
@@ -111,7 +112,7 @@ def opened(run: Run, assembly: Assembly, prepared: Prepared, progress: Progress,
     policy = jax.eval_shape(assembly.algorithm.policy, progress.state)
 
     def make(actor: int) -> Collect:
-        if isinstance(run.environment, Named) and host_rollout.is_hosted(
+        if isinstance(run.environment, Named) and is_hosted(
             run.environment.env
         ):  # a vector is one thread's
             return _acting(run, assembly.algorithm, policy, _nobody).collect

@@ -18,6 +18,7 @@ from longhaul.config.run import BEGINNING, Named, Origin, Run
 from longhaul.driving.sim.simulator import Simulator
 from longhaul.environment import advising, vectorise
 from longhaul.envs import classic_control
+from longhaul.envs.host.registry import is_hosted
 from longhaul.reasoning import sampler
 from longhaul.reasoning.config import Reasoning
 from longhaul.reasoning.problem_sets import World
@@ -30,6 +31,7 @@ from longhaul.topologies import population as populations
 from longhaul.topologies.actor_learner import config as layouts
 from longhaul.topologies.actor_learner import host_rollout
 from longhaul.topologies.actor_learner import learner as acted
+from longhaul.topologies.inference_server import learner as served
 from longhaul.training import offline_data, reasoning_setup
 from longhaul.training import population as members
 from longhaul.types import Algorithm, Collector, Environment, Params, Progress, PyTree, Spec
@@ -125,7 +127,7 @@ def assemble(
 
     enter, env_steps = fused.entering(collector_in, mesh, parted), run.num_envs * run.num_steps
     if run.topology == "actors":
-        if isinstance(run.environment, Named) and host_rollout.is_hosted(run.environment.env):
+        if isinstance(run.environment, Named) and is_hosted(run.environment.env):
             enter = host_rollout.entering(
                 run.environment.env, algorithm, host_rollout.Sizes(worlds, run.num_steps), count
             )
@@ -136,7 +138,7 @@ def assemble(
         enter = lambda key, context: ()  # noqa: E731  environments are the actors'
         if run.acting.staleness == 0 and isinstance(run.environment, Named) and run.acting.actors is not None:
             groups = run.acting.actors * run.central.slots
-            enter = host_rollout.standing(
+            enter = served.entering(
                 run.environment.env, named(run.environment), algorithm, groups, run.num_envs // groups
             )
     begin = populations.starting(init, collector_in, mesh) if init is not None else None

@@ -13,6 +13,7 @@ from longhaul.algorithms import registry
 from longhaul.algorithms.config import Reasoner
 from longhaul.config.run import Run
 from longhaul.driving.sim import config
+from longhaul.envs.host.spec_stub import SpecStub
 from longhaul.reasoning import evaluate as quality
 from longhaul.reasoning import host_verifier, problem_sets, sampler
 from longhaul.reasoning.config import Reasoning
@@ -79,7 +80,7 @@ def classic_player(run: Run, environment: Environment, episodes: int) -> Callabl
 
 def player(run: Run, environment: Environment, episodes: int) -> Callable[..., Scores]:
     """As `classic_player`, of environments on the host, too."""
-    if not isinstance(environment, host_rollout.Hosted):
+    if not isinstance(environment, SpecStub):
         return classic_player(run, environment, episodes)
     algorithm = registry.make(environment.spec, run.algorithm, updates=1, mean=meshes.identity)
 

@@ -12,12 +12,12 @@ import numpy as np
 from longhaul.config.resolve import agents, named
 from longhaul.config.run import Named, Run
 from longhaul.envs.host import jax_vector, registry
+from longhaul.envs.host.registry import is_hosted
 from longhaul.envs.host.vector import Description
 from longhaul.runtime.credentials import Credentials
 from longhaul.runtime.errors import RunError
 from longhaul.runtime.launch import ray_cluster
 from longhaul.topologies import staleness
-from longhaul.topologies.actor_learner import host_rollout
 from longhaul.topologies.inference_server import frames, learner, ray_actor
 from longhaul.topologies.inference_server.actor_pool import Orders, Processes, process
 from longhaul.topologies.inference_server.config import load
@@ -54,14 +54,14 @@ def description(run: Run) -> Description:
     """The environment of a run, as its actors make it."""
     assert isinstance(run.environment, Named)
     name = run.environment.env
-    return registry.describe(name if host_rollout.is_hosted(name) else f"jax/{name}")
+    return registry.describe(name if is_hosted(name) else f"jax/{name}")
 
 
 def _layout(run: Run, groups: int) -> frames.Layout:
     """What travels between a run and its actors."""
     assert isinstance(run.environment, Named)
     columns = run.num_envs // groups * agents(run)
-    if host_rollout.is_hosted(run.environment.env):
+    if is_hosted(run.environment.env):
         with closing(registry.make(description(run), 1)) as vector:
             return frames.layout(vector.spec, columns)
     environment = named(run.environment)
@@ -74,7 +74,7 @@ def _keeps(run: Run, groups: int) -> Keeps:
     assert isinstance(run.environment, Named)
     if run.acting.staleness != 0:
         return NOTHING
-    size = host_rollout.state_size(run.environment.env, named(run.environment), run.num_envs // groups)
+    size = learner.state_size(run.environment.env, named(run.environment), run.num_envs // groups)
     return Keeps(size, run.num_steps if size else 0)
 
 

@@ -17,7 +17,7 @@ from longhaul.envs.host.vector import HostVector
 from longhaul.runtime.credentials import NOBODY
 from longhaul.topologies import staleness
 from longhaul.topologies.inference_server import env_state, frames
-from longhaul.topologies.inference_server.actor import play, straight
+from longhaul.topologies.inference_server.actor import play, play_shared
 from longhaul.topologies.inference_server.env_state import NOTHING, Keeps
 from longhaul.topologies.inference_server.frames import Codec
 from longhaul.topologies.inference_server.grpc_streams import run
@@ -107,7 +107,7 @@ def site(
             vectors = [make(actor, slot) for slot in range(sizes.slots)]
             if isinstance(ways, SharedLane):
                 line: Any = SharedLine(codec, sizes.slots, ways.join(actor))
-                work: Any = lambda: straight(play(line, vectors))  # noqa: E731
+                work: Any = lambda: play_shared(line, vectors)  # noqa: E731
             else:
                 assert isinstance(ways, GrpcLane)
                 told = Codec(layout, Keeps(size))  # when it is wanted, the server says
@@ -131,7 +131,7 @@ def _until_gone(work: Callable[[], None], line: Any) -> None:
         pass
     finally:
         if isinstance(line, SharedLine):
-            straight(line.close())
+            line.close()
 
 
 class Gone(Exception):

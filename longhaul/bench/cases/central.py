@@ -1,5 +1,5 @@
-"""What the benchmarks of central inference measure: inference for actors without a learner, and frames over gRPC beside
-a bare gRPC echo of the same messages."""
+"""Benchmarks of central inference: inference for actors without a learner; its transports alone, through shared memory,
+and over gRPC beside a bare gRPC echo of the same messages."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from typing import Any
 
 import jax
@@ -25,13 +25,14 @@ from longhaul.envs.host.vector import HostSpec
 from longhaul.runtime import shared_memory
 from longhaul.runtime.devices import prepare_devices
 from longhaul.spaces import Discrete, Leaf
-from longhaul.topologies.actor_learner.actor import end_with_parent
 from longhaul.topologies.actor_learner.config import Acting
+from longhaul.topologies.actor_process import end_with_parent
 from longhaul.topologies.inference_server import frames
 from longhaul.topologies.inference_server.config import Central
 from longhaul.topologies.inference_server.frames import Codec
 from longhaul.topologies.inference_server.grpc_streams import run
 from longhaul.topologies.inference_server.grpc_transport import GrpcLane
+from longhaul.topologies.inference_server.shm_transport import Ends, SharedLane, SharedLine
 from longhaul.topologies.inference_server.transport import Answer, Arrival
 from longhaul.training import inference_server
 from longhaul.training.assemble import assemble
@@ -85,6 +86,73 @@ def central(env: str, actors: int, worlds: int, slots: int, lane: str, num_steps
 
 # ----------------------------------------------------------------------------------------------------------- transport
 
+SHARED_CLIENT = """
+import sys
+from longhaul.bench.cases.central import shared_client
+shared_client(*map(int, sys.argv[1:]))
+"""
+
+
+def shared_client(parent: int, memory: int, reads: int, writes: int, rows: int, width: int, streams: int) -> None:
+    """An actor with so many groups, which posts its next step as soon as it has its actions."""
+    end_with_parent(parent)
+    line = SharedLine(_codec(rows, width), streams, Ends(memory, reads, writes, (0,) * streams))
+    seen = np.ones((rows, width), np.float32)
+    with suppress(ConnectionError):
+        for slot, block in enumerate(line.blocks):
+            block.flags[:] = False
+            line.post(slot, 0)
+        while True:
+            slot, _ = line.next()
+            block = line.blocks[slot]
+            block.observation[0][:], block.reward[:], block.flags[2] = seen, 0.0, True
+            line.post(slot, 0)
+
+
+def shared_transport(rows: int, width: int, streams: int, messages: int, copies: int) -> Prepared:
+    """Steps [rows, width] of float32 from another process by the shared-memory transport, answered by int32 [rows].
+
+    The other process copies them in; with two `copies` this one copies them out, too. A unit is a row: the step of one
+    environment.
+    """
+    lane = SharedLane(_codec(rows, width), 1, streams, lambda actor, life: [0] * streams)
+    ends = lane.join(0)
+    numbers = [os.getpid(), ends.memory, ends.reads, ends.writes, rows, width, streams]
+    client = subprocess.Popen(
+        [sys.executable, "-c", SHARED_CLIENT, *map(str, numbers)], pass_fds=ends[:3],
+        stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL,
+    )  # fmt: skip
+    for descriptor in ends[:3]:
+        os.close(descriptor)
+    staging, action = np.empty((streams, rows, width), np.float32), np.zeros(rows, np.int32)
+
+    def work(_: Any) -> dict[str, float]:
+        used, done, batches = time.process_time() + cpu_of([client.pid]), 0, 0
+        heard = time.monotonic()
+        while done < messages:
+            events = lane.take()
+            if not events:
+                lane.wait(1.0)
+                if client.poll() is not None or time.monotonic() - heard > PATIENCE:
+                    raise RuntimeError(f"the client stands still (code {client.returncode})")
+                continue
+            heard = time.monotonic()
+            answers = []
+            for event in events:
+                if not isinstance(event, Arrival):
+                    raise RuntimeError(f"the client was cut off: {event.why}")
+                if copies > 1:
+                    staging[event.group] = event.step.observation[0]
+                answers.append(Answer(event.group, event.life, action))
+            lane.answer(answers)
+            done, batches = done + len(answers), batches + 1
+        used = time.process_time() + cpu_of([client.pid]) - used
+        return {"cpu_seconds": used * messages / done, "messages_per_batch": done / batches}
+
+    config = {"rows": rows, "width": width, "streams": streams, "messages": messages, "copies": copies}
+    return Prepared(config, messages * rows, "env steps", 0.0, lambda number: None, work)
+
+
 PATH = "/bare.Echo/Play"
 
 
@@ -110,7 +178,7 @@ def client(what: str, address: str, parent: int, rows: int, width: int, streams:
         line = GrpcLine(_codec(rows, width), 1, address, actor=number, credentials=NOBODY)
         await line.open()
         while True:
-            await line.post(0, 0)
+            line.post(0, 0)
             await line.next()
 
     async def bare(channel: Any) -> None:

@@ -66,6 +66,11 @@ KINDS: dict[str, Kind] = {
 }  # fmt: skip
 
 
+def is_hosted(name: str) -> bool:
+    """Whether a name is that of an environment on the host: "kind/name"."""
+    return name.partition("/")[0] in KINDS
+
+
 def describe(name: str, **options: Any) -> Description:
     """ "kind/name" as plain data; options may follow it as in an address. ValueError where there is no such kind.
 

@@ -8,8 +8,6 @@ its environment and policy; nothing is pickled after that. It ends with its pare
 
 from __future__ import annotations
 
-import ctypes
-import os
 import pickle
 import signal
 import sys
@@ -21,17 +19,11 @@ import numpy as np
 from longhaul.runtime.shared_memory import Wakeup
 from longhaul.topologies.actor_learner import shared_buffers as desks
 from longhaul.topologies.actor_learner.shared_buffers import Desk, Shapes, Size
+from longhaul.topologies.actor_process import end_with_parent
 from longhaul.topologies.staleness import Ticket
 
 BEAT = 0.5
 """Seconds between two signs of life of an actor that waits."""
-
-FEW = {
-    "JAX_PLATFORMS": "cpu", "NPROC": "1", "OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1",
-    "JAX_CPU_ENABLE_ASYNC_DISPATCH": "false",
-}  # fmt: skip
-"""The environment of an actor's process, whatever the learner's says: it computes on the CPU, with one thread, in which
-JAX's programs run, too (`run.prepare_devices` says why)."""
 
 Leaves = Sequence[Any]
 """Arrays, NumPy's or what NumPy can read without a copy."""
@@ -100,14 +92,6 @@ def _split(buffer: np.ndarray, shapes: Shapes) -> list[np.ndarray]:
 def failed(desk: Desk, actor: int, error: BaseException) -> None:
     """Leaves word of why an actor ends."""
     desk.say(actor, f"{type(error).__name__}: {error}")
-
-
-def end_with_parent(parent: int) -> None:
-    """This process is killed when its parent ends. Exits where it has ended already."""
-    if sys.platform == "linux":
-        ctypes.CDLL(None, use_errno=True).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
-    if os.getppid() != parent:
-        os._exit(1)
 
 
 def main() -> int:

@@ -10,92 +10,25 @@ one agent where an ordinary environment's says None.
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import math
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from longhaul.envs.host import jax_vector, registry
+from longhaul.envs.host import registry
+from longhaul.envs.host.spec_stub import spec_stub
 from longhaul.envs.host.vector import HostVector, Slot
 from longhaul.spaces import Measure
 from longhaul.topologies.actor_learner import learner
 from longhaul.topologies.actor_learner.actor import Leaves
 from longhaul.topologies.actor_learner.learner import Acting
-from longhaul.topologies.inference_server import env_state
-from longhaul.topologies.inference_server import learner as central
 from longhaul.topologies.staleness import Ticket
-from longhaul.types import Algorithm, Environment, Key, PyTree, Rollout, Spec, Successors, TimeStep
-
-
-@dataclass(frozen=True)
-class Hosted:
-    """What stands for an environment on the host where one of JAX is expected: its spec. Only actors can step it."""
-
-    name: str
-    spec: Spec
-
-    def reset(self, key: Key) -> tuple[PyTree, PyTree]:
-        raise ValueError(f"{self.name} is stepped on the host; choose --topology actors")
-
-    def step(self, key: Key, state: PyTree, action: jax.Array) -> tuple[PyTree, TimeStep]:
-        raise ValueError(f"{self.name} is stepped on the host; choose --topology actors")
-
-    def active(self, state: PyTree) -> jax.Array:
-        return jnp.bool_(True)
-
-    def metrics(self, state: PyTree) -> dict[str, Measure]:
-        return {}
-
-
-def is_hosted(name: str) -> bool:
-    """Whether a name is that of an environment on the host: "kind/name"."""
-    return name.partition("/")[0] in registry.KINDS
-
-
-@functools.cache
-def hosted(name: str) -> Hosted:
-    """The environment of that name. ValueError, one line, where it can't be made."""
-    vector = registry.make(registry.describe(name), 1)
-    try:
-        spec = registry.specification(vector)
-        return Hosted(name, dataclasses.replace(spec, agents=spec.agents or 1))
-    finally:
-        vector.close()
-
-
-def standing(
-    name: str, environment: Environment, algorithm: Algorithm, groups: int, worlds: int
-) -> Callable[[Key, PyTree], PyTree]:
-    """As `entering`, of groups that actors step for a server: where they stand, when nobody has begun."""
-
-    def enter(key: Key, context: PyTree) -> PyTree:
-        size, columns = state_size(name, environment, worlds), worlds * (environment.spec.agents or 1)
-        return central.nowhere(size, algorithm, groups, columns) if size else ()
-
-    return enter
-
-
-def state_size(name: str, environment: Environment, worlds: int) -> int:
-    """Bytes of the state of so many worlds, as `central.states` has it; 0 where they can't tell it."""
-    if not is_hosted(name):
-        return jax_vector.state_size(environment, worlds)
-    size = 0
-    for count in (1, worlds):  # one is asked first: many may take long to make
-        vector = registry.make(registry.describe(name), count)
-        try:
-            size = env_state.size(vector, vector.reset(0))
-        finally:
-            vector.close()
-        if not size:
-            break
-    return size
+from longhaul.types import Algorithm, Key, PyTree, Rollout, Spec, Successors
 
 
 class Carry(NamedTuple):
@@ -181,7 +114,7 @@ def _likeness(name: str, algorithm: Algorithm, sizes: Sizes) -> tuple[Spec, int,
     """(spec, columns, a carry) of an actor's worlds."""
     vector = registry.make(registry.describe(name), sizes.worlds)
     try:
-        return hosted(name).spec, vector.columns, _begun(vector, algorithm, 0)
+        return spec_stub(name).spec, vector.columns, _begun(vector, algorithm, 0)
     finally:
         vector.close()
 
@@ -284,14 +217,14 @@ def _put_back(begins: np.ndarray, memory: Any, initial: Any) -> np.ndarray:
 
 def play(name: str, algorithm: Algorithm, policy: PyTree, episodes: int, seed: int) -> dict[str, Measure]:
     """What a policy scores by its mode in the first `episodes` episodes that end of as many worlds, float64 [E]."""
-    vector = registry.make(registry.describe(name), max(1, -(-episodes // (hosted(name).spec.agents or 1))), seed)
+    vector = registry.make(registry.describe(name), max(1, -(-episodes // (spec_stub(name).spec.agents or 1))), seed)
     act = jax.jit(lambda memory, seen: algorithm.act(policy, memory, seen, None)[:2])
     try:
         initial = jax.device_get(algorithm.memory(vector.columns))
         seen, memory = vector.reset(seed), initial
         total, length = np.zeros(vector.columns), np.zeros(vector.columns)
         returns, lengths = np.full(vector.columns, np.nan), np.full(vector.columns, np.nan)
-        for _ in range(hosted(name).spec.max_steps or MOST):
+        for _ in range(spec_stub(name).spec.max_steps or MOST):
             action, memory = act(memory, seen)
             led_to = vector.step(np.asarray(action))
             total, length = total + led_to.reward * led_to.valid, length + led_to.valid

@@ -21,8 +21,9 @@ import numpy as np
 from longhaul.runtime.launch import ray_cluster
 from longhaul.runtime.shared_memory import Wakeup
 from longhaul.topologies.actor_learner import actor as worker
-from longhaul.topologies.actor_learner.actor import FEW, Collect, Leaves
+from longhaul.topologies.actor_learner.actor import Collect, Leaves
 from longhaul.topologies.actor_learner.shared_buffers import Desk
+from longhaul.topologies.actor_process import FEW
 from longhaul.topologies.staleness import Ticket
 
 LOOK = 0.1

@@ -14,17 +14,20 @@ import random
 import signal
 import sys
 import time
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
+
+import numpy as np
 
 from longhaul.envs.host.vector import Description, HostVector, Slot, write
 from longhaul.runtime.credentials import NOBODY, Credentials, load
-from longhaul.topologies.actor_learner.actor import end_with_parent
+from longhaul.topologies.actor_process import end_with_parent
 from longhaul.topologies.inference_server import env_state, frames
 from longhaul.topologies.inference_server.env_state import NOTHING, Keeps
 from longhaul.topologies.inference_server.frames import Codec, WireError
-from longhaul.topologies.inference_server.transport import Line
+from longhaul.topologies.inference_server.shm_transport import Ends, SharedLine
+from longhaul.topologies.inference_server.transport import Blocks, Line
 
 PATIENCE = 600.0
 """Seconds that an actor looks for its server before it gives up."""
@@ -32,48 +35,57 @@ PATIENCE = 600.0
 FIRST, LONGEST = 0.2, 5.0
 """Seconds between two tries: the first, doubled with each up to the last, and shaken."""
 
-T = TypeVar("T")
-
 
 async def play(line: Line, vectors: Sequence[HostVector]) -> None:
-    """Steps group i of environments, `vectors[i]`, as the line says, for ever."""
-    seeds = await line.open()
-    codec, outs = line.codec, []
+    """Steps group i of environments, `vectors[i]`, as the server answers over gRPC, for ever."""
+    outs = start(line, vectors, await line.open())
+    for slot in range(len(vectors)):
+        line.post(slot, 0)
+    while True:
+        slot, action = await line.next()
+        line.post(slot, step(line, vectors[slot], slot, action, outs[slot]))
+
+
+def play_shared(line: SharedLine, vectors: Sequence[HostVector]) -> None:
+    """The same through shared memory, where waiting blocks this thread."""
+    outs = start(line, vectors, line.open())
+    for slot in range(len(vectors)):
+        line.post(slot, 0)
+    while True:
+        slot, action = line.next()
+        line.post(slot, step(line, vectors[slot], slot, action, outs[slot]))
+
+
+def start(line: Blocks, vectors: Sequence[HostVector], seeds: Sequence[int]) -> list[Slot]:
+    """First observations of all groups, written to their blocks; -> where their steps go."""
+    outs = []
     for slot, (vector, block, seed) in enumerate(zip(vectors, line.blocks, seeds, strict=True)):
         block.reward[:] = 0.0
         block.flags[:] = False
-        outs.append(Slot(codec.layout.tree(block.observation), block.reward, *block.flags))
+        outs.append(Slot(line.codec.layout.tree(block.observation), block.reward, *block.flags))
         vector.reset(seed, out=outs[slot])
         held = line.held(slot)
         if held is not None:
             env_state.restore(held, vector, outs[slot].observation)
-        await line.post(slot, 0)
-    names = codec.layout.scores
-    while True:
-        slot, action = await line.next()
-        finals = vectors[slot].step(action, out=outs[slot]).finals
-        count = len(finals.columns)
-        if count:
-            block = line.ended(slot, count)
-            block.columns[:] = finals.columns
-            write(codec.layout.tree(block.final), finals.observation)
-            block.known[:] = False
-            for i, name in enumerate(names):
-                if name in finals.scores:
-                    block.scores[i], block.known[i] = finals.scores[name]
-        kept = line.keeps(slot, count)
-        if kept is not None:
-            env_state.write(kept, vectors[slot], outs[slot].observation)
-        await line.post(slot, count)
+    return outs
 
 
-def straight(work: Coroutine[Any, Any, T]) -> T:
-    """What a coroutine gives that never suspends."""
-    try:
-        work.send(None)
-    except StopIteration as done:
-        return done.value
-    raise RuntimeError("a line of shared memory suspended")
+def step(line: Blocks, vector: HostVector, slot: int, action: np.ndarray, out: Slot) -> int:
+    """One step of a group, written to its block; -> how many episodes ended in it."""
+    finals = vector.step(action, out=out).finals
+    count = len(finals.columns)
+    if count:
+        block, layout = line.ended(slot, count), line.codec.layout
+        block.columns[:] = finals.columns
+        write(layout.tree(block.final), finals.observation)
+        block.known[:] = False
+        for i, name in enumerate(layout.scores):
+            if name in finals.scores:
+                block.scores[i], block.known[i] = finals.scores[name]
+    kept = line.keeps(slot, count)
+    if kept is not None:
+        env_state.write(kept, vector, out.observation)
+    return count
 
 
 async def stay(connect: Callable[[], Line], vectors: Sequence[HostVector], patience: float) -> None:
@@ -136,10 +148,8 @@ def main() -> int:
     worlds, slots, lane = about["worlds"], about["slots"], about["lane"]
     try:
         if lane == "shm":
-            from longhaul.topologies.inference_server.shm_transport import Ends, SharedLine
-
             vectors, codec = make(description, worlds, slots, about["scores"], about["every"])
-            straight(play(SharedLine(codec, slots, Ends(*about["ends"])), vectors))
+            play_shared(SharedLine(codec, slots, Ends(*about["ends"])), vectors)
         else:
             authority = None if about["authority"] is None else Path(about["authority"]).read_bytes()
             credentials = load(about["token_file"])._replace(authority=authority)

@@ -346,7 +346,7 @@ class GrpcLine:
         self._first, self._life = head.group, head.incarnation
         return seeds
 
-    async def post(self, slot: int, finals: int) -> None:
+    def post(self, slot: int, finals: int) -> None:
         assert self._writer is not None, "it is open"
         memory, due = self._memory[slot], Due(OBSERVE, self._first + slot, self._life, self._steps[slot])
         self._writer.say(bytes(memoryview(memory)[: self.codec.write_head(memory, due, finals)]))

@@ -10,7 +10,7 @@ Batches lie in memory as the learner takes them; it moves them and never looks i
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NamedTuple
 
@@ -19,13 +19,16 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, PartitionSpec
 
+from longhaul.envs.host import jax_vector, registry
+from longhaul.envs.host.registry import is_hosted
 from longhaul.runtime import mesh as meshes
 from longhaul.runtime.batch_shards import part
 from longhaul.topologies import fused
+from longhaul.topologies.inference_server import env_state
 from longhaul.topologies.inference_server.env_state import Standing
 from longhaul.topologies.inference_server.server import Server
 from longhaul.topologies.inference_server.trajectory_buffer import Sums
-from longhaul.types import LEARNING, Algorithm, Key, Metrics, Params, Progress, PyTree, Rollout, Successors
+from longhaul.types import LEARNING, Algorithm, Environment, Key, Metrics, Params, Progress, PyTree, Rollout, Successors
 
 ACTING = 2**32 - 2
 """What the run's key is folded with for the keys of actions: no update has this number."""
@@ -52,7 +55,7 @@ def local(policy: Params) -> Params:
     return jax.tree.map(lambda leaf: leaf.addressable_data(0), policy)
 
 
-def nowhere(size: int, algorithm: Algorithm, groups: int, columns: int) -> Standing:
+def _nowhere(size: int, algorithm: Algorithm, groups: int, columns: int) -> Standing:
     """Where environments stand that nobody has begun. `size`: bytes of the state of a group."""
     memory = jax.tree.leaves(jax.eval_shape(lambda: algorithm.memory(groups * columns)))
     many = groups, columns
@@ -60,6 +63,35 @@ def nowhere(size: int, algorithm: Algorithm, groups: int, columns: int) -> Stand
         np.zeros(1, np.uint8), np.zeros((groups, size), np.uint8), np.zeros(many, bool), np.zeros(many),
         np.zeros(many, np.int64), [np.zeros(leaf.shape, leaf.dtype) for leaf in memory],
     )  # fmt: skip
+
+
+def entering(
+    name: str, environment: Environment, algorithm: Algorithm, groups: int, worlds: int
+) -> Callable[[Key, PyTree], PyTree]:
+    """Initial carry of a run whose `groups` groups of so many worlds are stepped for a server; () where they can't
+    report their state."""
+
+    def enter(key: Key, context: PyTree) -> PyTree:
+        size, columns = state_size(name, environment, worlds), worlds * (environment.spec.agents or 1)
+        return _nowhere(size, algorithm, groups, columns) if size else ()
+
+    return enter
+
+
+def state_size(name: str, environment: Environment, worlds: int) -> int:
+    """Bytes of the state of so many worlds, as `env_state` writes it; 0 where they can't report it."""
+    if not is_hosted(name):
+        return jax_vector.state_size(environment, worlds)
+    size = 0
+    for count in (1, worlds):  # one is asked first: many may take long to make
+        vector = registry.make(registry.describe(name), count)
+        try:
+            size = env_state.size(vector, vector.reset(0))
+        finally:
+            vector.close()
+        if not size:
+            break
+    return size
 
 
 def _layout() -> Rollout:

@@ -17,7 +17,7 @@ from typing import Any
 from longhaul.envs.host.vector import Description
 from longhaul.runtime.credentials import Credentials, is_loopback, self_signed, split
 from longhaul.runtime.launch import ray_cluster
-from longhaul.topologies.actor_learner.actor import FEW
+from longhaul.topologies.actor_process import FEW
 from longhaul.topologies.inference_server import actor as client
 from longhaul.topologies.inference_server.actor_pool import Orders
 from longhaul.topologies.inference_server.frames import WireError

@@ -164,7 +164,7 @@ class SharedLane:
 
 
 class SharedLine:
-    """The actor's side, a `lane.Line`, over the descriptors of `Ends`. ConnectionError once the server is gone."""
+    """Actor's side, a `transport.Blocks`, over the descriptors of `Ends`. ConnectionError once the server is gone."""
 
     def __init__(self, codec: Codec, slots: int, ends: Ends) -> None:
         self.codec = codec
@@ -173,7 +173,7 @@ class SharedLine:
         self.blocks = [self._views.block(slot, 0) for slot in range(slots)]
         self._done = [0] * slots  # steps that were answered
 
-    async def open(self) -> list[int]:
+    def open(self) -> list[int]:
         return list(self._seeds)
 
     def held(self, slot: int) -> np.ndarray | None:
@@ -185,12 +185,12 @@ class SharedLine:
     def keeps(self, slot: int, finals: int) -> np.ndarray | None:
         return self._views.states[slot] if self.codec.keeps.after(self._done[slot]) else None
 
-    async def post(self, slot: int, finals: int) -> None:
+    def post(self, slot: int, finals: int) -> None:
         self._views.theirs[slot, FINALS] = finals
         self._views.posted[slot] = self._done[slot] + 1
         self._server.wake()
 
-    async def next(self) -> tuple[int, np.ndarray]:
+    def next(self) -> tuple[int, np.ndarray]:
         while True:
             answered = self._views.answered.tolist()
             for slot in range(self._slots):
@@ -200,7 +200,7 @@ class SharedLine:
             if not self._answers.wait(60.0):
                 raise ConnectionError("the server is gone")
 
-    async def close(self) -> None:
+    def close(self) -> None:
         with contextlib.suppress(OSError):
             self._answers.close()
             self._server.close()

@@ -68,17 +68,12 @@ class Lane(Protocol):
     def close(self) -> None: ...
 
 
-class Line(Protocol):
-    """The actor's side. A step is written to `blocks[slot]`, and its ended episodes to what `ended` gives; then posted.
-
-    Methods that wait are awaited; those of shared memory never suspend.
-    """
+class Blocks(Protocol):
+    """The actor's side, whichever transport: a step is written to `blocks[slot]`, and its ended episodes to the block
+    of `ended`; then it is posted."""
 
     codec: Codec  # with the scores that are wanted, once it is open; as the blocks
     blocks: list[Block]
-
-    async def open(self) -> list[int]:
-        """Begins a life -> a seed for each group. Raises WireError where it is refused, OSError where nobody is."""
 
     def held(self, slot: int) -> np.ndarray | None:
         """The state that a group goes on from; None: new episodes."""
@@ -86,9 +81,17 @@ class Line(Protocol):
     def ended(self, slot: int, finals: int) -> Block: ...
 
     def keeps(self, slot: int, finals: int) -> np.ndarray | None:
-        """Where its state goes, which is wanted with the step that is posted next; None: it is not."""
+        """Memory for the group's state, which the server wants with the step that is posted next; None: it does not."""
 
-    async def post(self, slot: int, finals: int) -> None: ...
+    def post(self, slot: int, finals: int) -> None:
+        """Sends the step; does not wait."""
+
+
+class Line(Blocks, Protocol):
+    """Actor's side where waiting suspends a coroutine. `shm_transport.SharedLine` has the same methods, and blocks."""
+
+    async def open(self) -> list[int]:
+        """Begins a life -> a seed for each group. Raises WireError where it is refused, OSError where nobody is."""
 
     async def next(self) -> tuple[int, np.ndarray]:
         """-> (slot, actions [C, ...]), which hold until that slot is posted again."""

@@ -13,6 +13,7 @@ import pytest
 
 from longhaul import returns
 from longhaul.config.run import Named
+from longhaul.envs.host.spec_stub import spec_stub
 from longhaul.runtime.errors import RunError
 from longhaul.telemetry.aggregate import Sums
 from longhaul.topologies.actor_learner import host_rollout
@@ -64,7 +65,7 @@ def test_every_number_of_known_worlds_is_in_its_place(mode: str, monkeypatch: py
     """Three worlds, two rollouts of 13 steps: who is where, what it earned, how it ended, what was remembered."""
     describe = host_rollout.registry.describe
     monkeypatch.setattr(host_rollout.registry, "describe", lambda name: describe(name, mode=mode))
-    host_rollout.hosted.cache_clear()
+    spec_stub.cache_clear()
     does, begun = acting(COUNT, Sizes(3, 13))
     carry: Any = jax.tree.leaves(begun)
     ended, earned = 0, 0.0
@@ -98,7 +99,7 @@ def test_every_number_of_known_worlds_is_in_its_place(mode: str, monkeypatch: py
         assert np.all(np.asarray(last)[goes_on] == data.observation["where"][..., 2][goes_on] + 1)
         ended, earned = ended - int(scores["episodes"]), earned - float(scores["episode/return"])
     assert (ended, earned) == (0, 0.0)
-    host_rollout.hosted.cache_clear()
+    spec_stub.cache_clear()
 
 
 def test_another_actor_goes_on_exactly_where_the_state_can_be_told() -> None:
@@ -143,7 +144,7 @@ def test_only_actors_step_on_the_host() -> None:
     with pytest.raises(RunError, match="nowhere"):
         small(environment=Named("numpy/nowhere:cartpole"), topology="actors", acting=Acting(2))
     with pytest.raises(ValueError, match="choose --topology actors"):
-        host_rollout.hosted(CARTPOLE).reset(jax.random.key(0))
+        spec_stub(CARTPOLE).reset(jax.random.key(0))
 
 
 @pytest.mark.slow

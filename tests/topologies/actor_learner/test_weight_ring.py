@@ -13,7 +13,7 @@ import pytest
 
 from longhaul.runtime import shared_memory
 from longhaul.runtime.shared_memory import Leaf, Wakeup, wakeup
-from longhaul.topologies.actor_learner import slots, weight_ring
+from longhaul.topologies.actor_learner import weight_ring
 from longhaul.topologies.actor_learner.weight_ring import Lane
 
 SIZE, PLACES = 1 << 16, 3
@@ -125,45 +125,3 @@ def test_a_bell_is_heard_once_and_tells_that_nobody_is_left() -> None:
     gone.reads = -1
     gone.wake()
     gone.close()
-
-
-ANSWERER = """
-import sys
-from longhaul.runtime import shared_memory as memory
-from longhaul.topologies.actor_learner import slots
-from longhaul.runtime.shared_memory import Leaf
-planned = memory.plan(slots.regions(3, [Leaf((2,), "int64")], [Leaf((), "int64")]))
-mine = slots.Slots(memory.arrays(int(sys.argv[1]), planned))
-while True:
-    which = mine.open()
-    mine.answers[0][which] = mine.questions[0][which].prod(axis=1)
-    if sys.argv[2] == "dies":  # with its answers written, and nothing closed
-        break
-    mine.close(which)
-"""
-
-
-def test_questions_are_answered_once_each_and_by_another_server_where_one_dies() -> None:
-    descriptor, planned = slots.create(3, [Leaf((2,), "int64")], [Leaf((), "int64")])
-    mine = slots.Slots(shared_memory.arrays(descriptor, planned))
-    every = np.arange(3)
-    mine.questions[0][:] = [[2, 3], [4, 5], [6, 7]]
-    mine.ask(np.array([0, 2]))
-    assert mine.open().tolist() == [0, 2]
-    subprocess.run([sys.executable, "-c", ANSWERER, str(descriptor), "dies"], pass_fds=(descriptor,), check=True)
-    assert mine.open().tolist() == [0, 2], "what a server that died left open, another one finds"
-    with subprocess.Popen([sys.executable, "-c", ANSWERER, str(descriptor), "lives"], pass_fds=(descriptor,)) as server:
-        try:
-            for turn in range(50):
-                deadline = time.monotonic() + 30.0
-                while len(mine.open()) and time.monotonic() < deadline:
-                    time.sleep(0.001)
-                told = mine.told(every)
-                assert told.tolist() == [0, 1, 2]
-                if turn:
-                    assert mine.answers[0].tolist() == mine.questions[0].prod(axis=1).tolist()
-                mine.questions[0][:] += turn
-                mine.ask(every)
-        finally:
-            server.kill()
-    os.close(descriptor)

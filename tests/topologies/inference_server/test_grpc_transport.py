@@ -73,7 +73,7 @@ async def play_well(address: str, over: asyncio.Event, life: int) -> int:
         line.blocks[slot].flags[:] = False
         line.blocks[slot].reward[:] = rng.random()
         wanted[slot] = int(line.blocks[slot].reward.view(np.int32)[0])
-        await line.post(slot, 0)
+        line.post(slot, 0)
 
     for slot in range(SLOTS):
         await post(slot)

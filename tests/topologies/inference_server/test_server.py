@@ -24,7 +24,7 @@ from longhaul.topologies.inference_server import server as servers
 from longhaul.topologies.staleness import AHEAD
 from longhaul.types import Algorithm
 from tests.end_to_end.test_algorithm_matrix import LEARNERS, check
-from tests.helpers import checkable_environment, inference_server_runs
+from tests.helpers import checkable_environment
 from tests.helpers.inference_server_runs import POLES, Gone, Site, Sizes, by_hand, site
 
 SMALL = PPOConfig(hidden_dim=8, num_layers=1, num_minibatches=2, update_epochs=1, lr=1e-2)
@@ -299,10 +299,10 @@ def test_garbage_in_shared_memory_ends_its_actor_alone(what: str) -> None:
         from longhaul.topologies.inference_server.shm_transport import FINALS, POSTED, SharedLine
 
         line = SharedLine(codec, 2, ends)
-        inference_server_runs.straight(line.post(0, 0))
+        line.post(0, 0)
         here.server.serve(0.05)
         here.server.serve(0.05)
-        inference_server_runs.straight(line.next())
+        line.next()
         if what == "flag":
             line.blocks[0].flags.view(np.uint8)[1, 1] = 7
         if what == "finals":
@@ -317,7 +317,7 @@ def test_garbage_in_shared_memory_ends_its_actor_alone(what: str) -> None:
             here.server.learnt(algorithm.policy(jax.jit(algorithm.init)(jax.random.key(0))))
         assert here.lane.live() == {0}
         assert here.server.meter.lost == 1
-        inference_server_runs.straight(line.close())
+        line.close()
 
 
 # ------------------------------------------------------------------------------------------------------ values, learnt
