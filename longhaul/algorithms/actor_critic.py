@@ -116,7 +116,7 @@ def parts(spec: Spec, config: Any, *, norm: bool = False) -> Parts:
         )
     options: dict[str, Any] = {
         "free": policy.free, "torso": design.torso, "activation": design.activation, "memory": design.memory,
-        "precision": design.precision, "remat": design.remat, "shared": design.shared, "begin": design.init,
+        "precision": design.precision, "remat": design.remat, "shared": design.shared, "init": design.init,
         "norm": norm,
     }  # fmt: skip
     width, depth = design.hidden_dim, design.num_layers
@@ -139,7 +139,7 @@ def _expanding(
     def expanding(apply: actor_critic.Apply) -> actor_critic.Apply:
         return lambda params, memory, observation: apply(params, memory, expand(observation))
 
-    return network._replace(apply=expanding(network.apply), both=network.both and expanding(network.both))
+    return network._replace(apply=expanding(network.apply), both=expanding(network.both))
 
 
 def look(moments: normalise.Moments | tuple[()], observation: PyTree) -> tuple[PyTree, jax.Array | None]:
@@ -195,7 +195,7 @@ def network(spec: Spec, config: Any) -> actor_critic.ActorCritic:
     def apply(policy: Policy, memory: PyTree, observation: PyTree) -> tuple[jax.Array, jax.Array, PyTree]:
         return inner.apply(policy.params, memory, look(policy.moments, observation)[0])
 
-    return inner._replace(apply=apply, both=None)
+    return inner._replace(apply=apply, both=apply)
 
 
 def moments_of(

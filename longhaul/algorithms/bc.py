@@ -18,9 +18,9 @@ import jax.numpy as jnp
 import optax
 
 from longhaul import normalise
-from longhaul.algorithms import actor_critic, ppo, values
+from longhaul.algorithms import actor_critic, minibatch, values
 from longhaul.algorithms.actor_critic import Apart, Policy, State, look
-from longhaul.algorithms.config import BCConfig, PPOConfig
+from longhaul.algorithms.config import BCConfig
 from longhaul.distributions import Distribution
 from longhaul.networks import actor_critic as networks
 from longhaul.spaces import Action, Box, Discrete, Masked
@@ -80,11 +80,11 @@ def _error(policy: Distribution, action: Action, mode: jax.Array, raw: jax.Array
     return differs if isinstance(action, Discrete) else jnp.mean(differs, axis=-1)
 
 
-def _passes(config: BCConfig) -> PPOConfig:
-    """How a batch is learnt from, as `ppo.optimiser_steps` takes it."""
-    same = ("lr", "anneal", "warmup", "num_minibatches", "update_epochs", "ent_coef", "ent_coef_final", "memory",
-            "chunk", "accumulate")  # fmt: skip
-    return PPOConfig(**{name: getattr(config, name) for name in same})
+def _passes(config: BCConfig) -> minibatch.Passes:
+    return minibatch.Passes(
+        config.lr, config.anneal, config.warmup, config.num_minibatches, config.update_epochs, config.memory,
+        config.chunk, config.accumulate, ent_coef=config.ent_coef, ent_coef_final=config.ent_coef_final,
+    )  # fmt: skip
 
 
 def bc(
@@ -103,7 +103,7 @@ def bc(
     made = actor_critic.parts(spec, config)
     network, policy = made.network, made.policy
     optimiser = optax.chain(optax.clip_by_global_norm(config.max_grad_norm), optax.scale_by_adam(eps=config.adam_eps))
-    optimise = ppo.optimiser_steps(
+    optimise = minibatch.optimiser_steps(
         _loss(network, policy, spec.action), network.live, optimiser, _passes(config),
         actor_critic.annealing(updates, first, done), mean, apart, PARTS, split=split,
     )  # fmt: skip

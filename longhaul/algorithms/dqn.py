@@ -115,4 +115,4 @@ def network(spec: Spec, config: DQNConfig) -> actor_critic.ActorCritic:
         q = values(policy.params, *sight.look(observation))
         return q, jnp.max(q, axis=-1), memory
 
-    return actor_critic.ActorCritic(tower.init, apply, lambda columns: ())
+    return actor_critic.ActorCritic(tower.init, apply, lambda columns: (), apply)

@@ -23,7 +23,7 @@ import jax.numpy as jnp
 import optax
 
 from longhaul import normalise, returns
-from longhaul.algorithms import actor_critic, ppo, values
+from longhaul.algorithms import actor_critic, minibatch, values
 from longhaul.algorithms.actor_critic import Apart, Policy, State, look, moments_of
 from longhaul.algorithms.config import OPTIMISERS, REWARD_CLIPS, IMPALAConfig
 from longhaul.distributions import Distribution
@@ -91,7 +91,7 @@ def _loss(
 
     def loss(params: Params, batch: Batch, entropy_weight: jax.Array) -> tuple[jax.Array, Metrics]:
         if batch.begins is None:
-            parameters, value, _ = (network.both or network.apply)(params, (), batch.observation)
+            parameters, value, _ = network.both(params, (), batch.observation)
         else:
             parameters, value, _ = values.along_time(network, params, batch.memory, batch.observation, batch.begins)
         log_prob = policy.log_prob(parameters, batch.mask, batch.raw)
@@ -141,7 +141,7 @@ def impala(
     optimiser = _optimiser(config)
     told = ["policy_loss", "value_loss", "entropy", "approx_kl"]
     told += [] if config.clip_eps is None else ["clip_fraction"]
-    optimise = ppo.optimiser_steps(
+    optimise = minibatch.optimiser_steps(
         _loss(network, policy, config), network.live, optimiser, config,
         actor_critic.annealing(updates, first, done), mean, apart, told, split=split,
     )  # fmt: skip

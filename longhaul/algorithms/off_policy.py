@@ -127,7 +127,7 @@ def tower(config: Any, seen: PyTree, outputs: int, scale: float = 1.0) -> actor_
     made = design(config)
     return actor_critic.tower(
         seen, outputs, torso=made.torso, sizes=(made.hidden_dim,) * made.num_layers, activation=made.activation,
-        precision=made.precision, remat=made.remat, begin=made.init, scale=scale,
+        precision=made.precision, remat=made.remat, init=made.init, scale=scale,
     )  # fmt: skip
 
 

@@ -12,16 +12,15 @@ With memory, minibatches are whole columns, replayed from the memory that the ro
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 import optax
 
-from longhaul import normalise, prng, returns
-from longhaul.algorithms import actor_critic, batch_scaling, values
-from longhaul.algorithms import minibatch as flat
+from longhaul import normalise, returns
+from longhaul.algorithms import actor_critic, minibatch, values
 from longhaul.algorithms.actor_critic import Apart, look, moments_of
 from longhaul.algorithms.actor_critic import Policy as Policy
 from longhaul.algorithms.actor_critic import State as State
@@ -70,7 +69,7 @@ def _loss(
 
     def loss(params: Params, batch: Batch, entropy_weight: jax.Array) -> tuple[jax.Array, Metrics]:
         if batch.begins is None:
-            parameters, value, _ = (network.both or network.apply)(params, (), batch.observation)
+            parameters, value, _ = network.both(params, (), batch.observation)
         else:
             parameters, value, _ = values.along_time(network, params, batch.memory, batch.observation, batch.begins)
         log_ratio = policy.log_prob(parameters, batch.mask, batch.raw) - batch.log_prob
@@ -120,7 +119,7 @@ def ppo(
     network = made.network
     optimiser = optax.chain(optax.clip_by_global_norm(config.max_grad_norm), optax.scale_by_adam(eps=config.adam_eps))
     schedule = annealing(updates, first, done)
-    optimise = optimiser_steps(
+    optimise = minibatch.optimiser_steps(
         _loss(network, made.policy, config), network.live, optimiser, config, schedule, mean, apart, PARTS, split=split
     )
 
@@ -163,123 +162,3 @@ def ppo(
         actor_critic.starting(made, config, optimiser), lambda state: Policy(state.params, state.moments),
         network.memory, actor_critic.acting(made, config), learn,
     )  # fmt: skip
-
-
-class Passes(NamedTuple):
-    """What `optimiser_steps` reads of a config, for algorithms of which some is always as it is here."""
-
-    lr: float
-    anneal: bool
-    warmup: int
-    num_minibatches: int | None
-    update_epochs: int | None
-    memory: int
-    chunk: int | None
-    accumulate: int | None
-    kl_stop: float | None = None
-    vf_coef: float = 1.0
-    ent_coef: float = 0.0
-    ent_coef_final: float | None = None
-
-
-def _take(batch: Any, index: jax.Array, axis: int) -> Any:
-    """These rows of a batch, or these columns."""
-    rows = jax.tree.map(lambda x: jnp.take(x, index, axis=axis, mode="clip"), batch._replace(memory=()))
-    return rows._replace(memory=jax.tree.map(lambda x: x[index], batch.memory))
-
-
-def optimiser_steps(
-    loss: Callable[..., tuple[jax.Array, Metrics]],
-    live: Callable[[Params], Params],
-    optimiser: optax.GradientTransformation,
-    config: Any,
-    schedule: Callable[[float, float], optax.Schedule],
-    mean: Callable[[PyTree], PyTree],
-    apart: Apart,
-    told: Sequence[str],
-    *,
-    split: bool,
-) -> Callable[..., tuple[Params, optax.OptState, Metrics]]:
-    """(params, opt_state, update, batch, key) -> all epochs over the batch; metrics are means over rows and steps.
-
-    `config` is this algorithm's, or has the fields of `Passes`. `loss` takes (params, batch, entropy weight) to sums
-    over rows of the loss and of its parts, which are named `told`. A batch is a NamedTuple of rows, with `memory`
-    and `weight` among them. Say `split` where parameters are split over devices: then the optimiser takes
-    them one by one.
-    """
-    working = optimiser if split else optax.flatten(optimiser)
-    rate = schedule(config.lr, 0.0 if config.anneal else config.lr)
-    final = config.ent_coef if config.ent_coef_final is None else config.ent_coef_final
-    entropy_weight = schedule(config.ent_coef, final)
-    axis = 1 if config.memory else 0
-
-    def gradient(params: Params, batch: Any, index: jax.Array, weight: jax.Array) -> tuple[PyTree, Metrics]:
-        """Sums over the rows index [chunks, rows]."""
-        params, back = jax.vjp(live, params)
-        grad = jax.grad(loss, has_aux=True)
-
-        def add(total: Any, chunk: jax.Array) -> tuple[Any, None]:
-            return jax.tree.map(jnp.add, total, grad(params, _take(batch, chunk, axis), weight)), None
-
-        if index.shape[0] == 1:
-            total, parts = grad(params, _take(batch, index[0], axis), weight)
-        else:
-            shapes = jax.eval_shape(grad, params, _take(batch, index[0], axis), weight)
-            zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)
-            total, parts = jax.lax.scan(add, zeros, index)[0]
-        return back(total)[0], parts
-
-    def optimise(
-        params: Params, opt_state: optax.OptState, update: jax.Array, batch: Any, key: Key
-    ) -> tuple[Params, optax.OptState, Metrics]:
-        if not config.memory:
-            batch = jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), batch)
-        shape = jax.tree.leaves(batch._replace(memory=()))[0].shape
-        rows = shape[axis]
-        given = config.num_minibatches, config.update_epochs
-        minibatches, epochs = batch_scaling.decide(rows, rows, "none", *given)
-        deep = 1 if axis == 0 else shape[0]
-        chunk = chunk_of(rows // minibatches // (config.accumulate or 1), max(1, values.at_once(config.chunk) // deep))
-        share = jnp.float32(1.0) if batch.weight is None else jnp.maximum(mean(apart(jnp.mean)(batch.weight)), 1e-8)
-        norm = share * (deep * rows // minibatches)  # one for the whole batch: no minibatch weighs more
-        lr, weight = jnp.maximum(rate(update), 0.0), entropy_weight(update)  # rounding may end just below 0
-        if config.warmup:
-            lr = lr * jnp.minimum((update + 1).astype(jnp.float32) / config.warmup, 1.0)
-
-        def minibatch(carried: Any, index: jax.Array) -> tuple[Any, None]:
-            params, opt_state, totals, stopped = carried
-            grads, parts = apart(gradient)(params, batch, index, weight)
-            grads = mean(jax.tree.map(lambda g: g / norm, grads))
-            parts = parts | {"grad_norm": optax.tree.norm(grads) * norm}
-            directions, new_state = working.update(grads, opt_state)
-            new = jax.tree.map(lambda p, d: p - lr * d, params, directions)
-            if config.kl_stop is not None:
-                stopped = stopped | (mean(parts["approx_kl"]) > config.kl_stop * norm)
-                old = (params, opt_state)
-                new, new_state = jax.tree.map(lambda a, b: jnp.where(stopped, a, b), old, (new, new_state))
-            return (new, new_state, jax.tree.map(jnp.add, totals, parts), stopped), None
-
-        def epoch(carried: Any, key: Key) -> tuple[Any, None]:
-            index = prng.permutation(key, rows).reshape(minibatches, -1, chunk)
-            return jax.lax.scan(minibatch, carried, index)[0], None
-
-        totals = {name: jnp.float32(0.0) for name in (*told, "grad_norm")}
-        begun = opt_state if split else flat.pack(opt_state, params)
-        carried = (params, begun, totals, jnp.bool_(False))
-        keys = jax.random.split(key, epochs)
-        (params, ended, totals, _), _ = jax.lax.scan(epoch, carried, keys)
-        opt_state = ended if split else flat.unpack(ended, opt_state, params)
-        steps = epochs * minibatches
-        means = mean(jax.tree.map(lambda x: x / (norm * steps), totals))
-        if "policy_loss" in means:
-            of_value = means.get("value_loss", jnp.float32(0.0))  # who imitates has none
-            means["total_loss"] = means["policy_loss"] + config.vf_coef * of_value - weight * means["entropy"]
-        return params, opt_state, means | {"lr": lr}
-
-    return optimise
-
-
-def chunk_of(n: int, most: int) -> int:
-    """The largest divisor of n that is at most `most`; n itself where that would make far too many chunks (n prime)."""
-    best = next(d for d in range(min(n, most), 0, -1) if n % d == 0)
-    return best if 8 * best >= min(n, most) else n

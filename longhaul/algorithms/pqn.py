@@ -4,7 +4,7 @@ In their place are a normalised network (Ba et al. 2016) and returns over lambda
 
 Where we differ: values are computed once an update, from the parameters at its beginning, or taken from acting where it
 was by these very ones. A truncated step looks ahead to its own successor. Minibatches, accumulation and memory are
-PPO's (`ppo.optimiser_steps`).
+PPO's (`minibatch.optimiser_steps`).
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import jax.numpy as jnp
 import optax
 
 from longhaul import normalise, prng, returns
-from longhaul.algorithms import actor_critic, off_policy, ppo, values
+from longhaul.algorithms import actor_critic, minibatch, off_policy, values
 from longhaul.algorithms.actor_critic import Apart, Parts, State, moments_of
 from longhaul.algorithms.config import PQNConfig
 from longhaul.networks import actor_critic as networks
@@ -68,7 +68,7 @@ def _make(spec: Spec, config: PQNConfig) -> Parts:
         q = q if mask is None else jnp.where(mask, q, jnp.finfo(jnp.float32).min)
         return q, jnp.max(q, axis=-1), memory
 
-    return made._replace(network=inner._replace(apply=apply, both=None))
+    return made._replace(network=inner._replace(apply=apply, both=apply))
 
 
 def _of(q: jax.Array, choice: jax.Array) -> jax.Array:
@@ -113,11 +113,11 @@ def pqn(
     network = made.network
     optimiser = optax.chain(optax.clip_by_global_norm(config.max_grad_norm), optax.scale_by_radam(eps=config.adam_eps))
     schedule = actor_critic.annealing(updates, first, done)
-    passes = ppo.Passes(
+    passes = minibatch.Passes(
         config.lr, config.anneal, config.warmup, config.num_minibatches, config.update_epochs, config.memory,
         config.chunk, config.accumulate,
     )  # fmt: skip
-    optimise = ppo.optimiser_steps(
+    optimise = minibatch.optimiser_steps(
         _loss(network), network.live, optimiser, passes, schedule, mean, apart, ("value_loss", "q"), split=split
     )
 
@@ -187,4 +187,4 @@ def network(spec: Spec, config: PQNConfig) -> networks.ActorCritic:
     def apply(policy: Policy, memory: PyTree, observation: PyTree) -> tuple[jax.Array, jax.Array, PyTree]:
         return inner.apply(policy.params, memory, actor_critic.look(policy.moments, observation))
 
-    return inner._replace(apply=apply, both=None)
+    return inner._replace(apply=apply, both=apply)

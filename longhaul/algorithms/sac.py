@@ -281,4 +281,4 @@ def network(spec: Spec, config: SACConfig) -> actor_critic.ActorCritic:
         parameters = made.actor.apply(policy.params, made.sight.look(observation)[0])
         return parameters, jnp.zeros(parameters.shape[:-1], jnp.float32), memory
 
-    return actor_critic.ActorCritic(made.actor.init, apply, lambda columns: ())
+    return actor_critic.ActorCritic(made.actor.init, apply, lambda columns: (), apply)

@@ -118,4 +118,4 @@ def network(spec: Spec, config: TD3Config) -> actor_critic.ActorCritic:
         parameters = actor.apply(policy.params, sight.look(observation)[0])
         return parameters, jnp.zeros(parameters.shape[:-1], jnp.float32), memory
 
-    return actor_critic.ActorCritic(actor.init, apply, lambda columns: ())
+    return actor_critic.ActorCritic(actor.init, apply, lambda columns: (), apply)

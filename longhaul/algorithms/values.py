@@ -94,7 +94,7 @@ def judgements(
         return log_prob(parameters, taken), value, _following(network, params, data, value, after, last, truncated)
 
     def judge(rows: tuple[PyTree, PyTree]) -> tuple[jax.Array, jax.Array]:
-        parameters, value, _ = (network.both or network.apply)(params, (), rows[0])
+        parameters, value, _ = network.both(params, (), rows[0])
         return log_prob(parameters, rows[1]), value
 
     def of_steps() -> tuple[jax.Array, jax.Array]:

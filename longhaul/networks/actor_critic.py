@@ -1,50 +1,55 @@
-"""Actor-critic networks as pairs of pure functions; the only file that knows Flax.
+"""Actor-critic networks as pairs of pure functions.
 
 Torsos: `mlp` flattens and joins all leaves of an observation; `deepset` (Zaheer et al. 2017) embeds each item of a
 rank-2 leaf [items, features] with one shared layer and takes the maximum over items, so that the order of neighbours
-does not matter. The last feature of an item says whether it is there (1) or padding (0). `latent`, `wayformer` and
-`mtr` attend to the items (encoders.py); their width is the first of `sizes`, their depth how many there are, and GELU
-their activation. `nature`, `impala` and `minatar` see one image (convolutions.py), with sizes and ReLU of their own.
-With `norm` each layer but an encoder's by attention is normalised before its activation (Ba et al. 2016, arXiv
-1607.06450).
+does not matter. The last feature of an item marks it as present (1) or padding (0). `latent`, `wayformer` and `mtr`
+attend to the items (attention.py): their width is the first of `sizes`, their depth the number of sizes, and GELU their
+activation. `nature`, `impala` and `minatar` take one image (conv.py), with sizes and ReLU of their own. With `norm`
+each layer, except in torsos by attention, is normalised before its activation (Ba et al. 2016, arXiv 1607.06450).
 
-Without memory the actor and the critic of `mlp` and `deepset` are two towers (PureJaxRL's layout), unless they are to
-be `shared`: then they have one torso, and an `mlp` is computed as perceptron.py has it. With `memory > 0` they share a
-torso and a gated recurrent unit (Cho et al. 2014) of that width. An encoder of sets or images is shared, for it is
-nearly all of the work; after one by attention, each head has a hidden layer of its own.
+Without memory the actor and the critic of `mlp` and `deepset` are two towers (PureJaxRL's layout). With `shared` they
+have one torso, and an `mlp` is computed as in mlp.py. With `memory > 0` they share a torso and a gated recurrent unit
+of that width. A torso of sets or images is always shared, because it is nearly all of the work; after a torso by
+attention each head has a hidden layer of its own.
 
 With `precision` "bf16" the torso computes in bfloat16; parameters, memory (in which rounding would add up along time)
-and the last layers stay in float32. Of a tower's `mlp` only the factors of products are rounded (precision.affine).
+and the last layers stay in float32. In an `mlp` tower only the factors of products are rounded (layers.mixed_affine).
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
-import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from longhaul.networks import attention, conv, set_pooling
+from longhaul.networks import attention, conv, layers, set_pooling
+from longhaul.networks.layers import INITS, NamedKey
 from longhaul.networks.mlp import perceptron
-from longhaul.networks.precision import POLICIES, PRECISIONS, REMATS, affine, rematerialised
+from longhaul.networks.precision import PRECISIONS, REMATS, rematerialised
 from longhaul.types import Key, Params, PyTree
 
 ACTIVATIONS: dict[str, Callable[[jax.Array], jax.Array]] = {
-    "tanh": nn.tanh, "relu": nn.relu, "silu": nn.silu, "gelu": nn.gelu,
-}  # fmt: skip
+    "tanh": jnp.tanh,
+    "relu": jax.nn.relu,
+    "silu": jax.nn.silu,
+    "gelu": jax.nn.gelu,
+}
 RISING = ("tanh", "relu")
 """Activations that never fall, and are 0 at 0."""
 
 TORSOS = ("mlp", "deepset", *attention.ENCODERS, *conv.CONVOLUTIONS)
 ENCODED = (*attention.ENCODERS, *conv.CONVOLUTIONS)
-"""Torsos that are nearly all of the work: actor and critic have one together."""
+"""Torsos that are nearly all of the work, and which actor and critic share."""
 
-INITS = ("orthogonal", "lecun")
-"""How kernels begin: orthogonal with a scale of their own (0.01 for the policy's), or as Flax does if not told."""
+HIDDEN_SCALE, POLICY_SCALE, VALUE_SCALE = math.sqrt(2.0), 0.01, 1.0
+"""Scales of orthogonal kernels: of hidden layers, the policy's head and the value's head."""
 
+LOG_STD = -0.5
+"""Initial logarithm of a Gaussian policy's standard deviation."""
 
 Apply = Callable[[Params, PyTree, PyTree], tuple[jax.Array, jax.Array, PyTree]]
 
@@ -58,160 +63,9 @@ class ActorCritic(NamedTuple):
     init: Callable[[Key], Params]
     apply: Apply
     memory: Callable[[int], PyTree]  # B -> memory at an episode's start
+    both: Apply  # `apply`, or a faster way to it where policy and value are both used
     live: Callable[[Params], Params] = lambda params: params
-    """What has a gradient of the parameters; `apply` takes it as well. Found once, it serves many chunks of a batch."""
-    both: Apply | None = None
-    """`apply` where policy and value are wanted both, if there is a faster way to it."""
-
-
-def count(params: Params) -> int:
-    """How many numbers the parameters (or their shapes) are."""
-    return sum(int(np.prod(leaf.shape)) for leaf in jax.tree.leaves(params))
-
-
-def _kernels(begin: str) -> Callable[[float], Callable[..., jax.Array]]:
-    """scale -> what draws a kernel."""
-    return nn.initializers.orthogonal if begin == "orthogonal" else lambda scale: nn.initializers.lecun_normal()
-
-
-def _dense(features: int, scale: float, name: str, begin: str, dtype: Any = jnp.float32) -> nn.Dense:
-    return nn.Dense(features, dtype=dtype, kernel_init=_kernels(begin)(scale), name=name)
-
-
-def _rematerialised(part: Any, remat: str) -> Any:
-    """`precision.rematerialised` for what has parameters by Flax: a module, or a function of one."""
-    return part if remat == "none" else nn.remat(part, policy=POLICIES[remat])
-
-
-class _Greatest(nn.Module):
-    """A `_dense` layer of each item [..., items, inputs] and the greatest over those that are there, [..., features];
-    as a CPU likes it."""
-
-    features: int
-    begin: str
-    dtype: Any
-
-    @nn.compact
-    def __call__(self, x: jax.Array) -> jax.Array:
-        kernel = self.param("kernel", _kernels(self.begin)(np.sqrt(2.0)), (x.shape[-1], self.features))
-        bias = self.param("bias", nn.initializers.zeros_init(), (self.features,))
-        found = set_pooling.greatest(kernel, bias, x.reshape(-1, *x.shape[-2:]).astype(self.dtype))
-        return found.reshape(*x.shape[:-2], self.features).astype(self.dtype)
-
-
-class _Torso(nn.Module):
-    """An observation -> features [..., sizes[-1]]."""
-
-    kind: str
-    sizes: Sequence[int]
-    activation: str
-    ranks: Sequence[int]  # the rank of each leaf of one observation
-    dtype: Any
-    remat: str
-    begin: str
-    norm: bool = False
-
-    @nn.compact
-    def __call__(self, observation: PyTree) -> jax.Array:
-        if self.kind in ENCODED:
-            return self._encode(observation)
-        leaves = jax.tree.leaves(observation)
-        lead = leaves[0].ndim - self.ranks[0]
-        parts = []
-        for i, (leaf, rank) in enumerate(zip(leaves, self.ranks, strict=True)):
-            x = leaf.astype(jnp.float32)
-            if self.kind == "deepset" and rank == 2:
-                parts.append(self._through(x, self.sizes[0] // 2, f"item_{i}", pooled=True))
-            else:
-                parts.append(x.reshape(*x.shape[:lead], -1).astype(self.dtype))
-        x = jnp.concatenate(parts, axis=-1) if len(parts) > 1 else parts[0]
-        for i, size in enumerate(self.sizes):
-            x = self._through(x, size, f"layer_{i}")
-        return x
-
-    def _through(self, x: jax.Array, size: int, name: str, *, pooled: bool = False) -> jax.Array:
-        """A layer; `pooled`: the greatest of each feature over items [..., items, features] that are there."""
-
-        def layer(torso: _Torso, x: jax.Array) -> jax.Array:
-            activation = ACTIVATIONS[torso.activation]
-            rising = torso.activation in RISING  # of a set the greatest stays the greatest: activated alone
-            if pooled and rising and not torso.norm and jax.default_backend() == "cpu":
-                return activation(_Greatest(size, torso.begin, torso.dtype, name=name)(x))
-            found = _dense(size, np.sqrt(2.0), name, torso.begin, torso.dtype)(x)
-            found = nn.LayerNorm(dtype=torso.dtype, name=f"{name}_norm")(found) if torso.norm else found
-            if not pooled:
-                return activation(found)
-            there = x[..., -1:].astype(found.dtype)
-            if rising:
-                return activation(jnp.max(found * there, axis=-2))
-            return jnp.max(activation(found) * there, axis=-2)
-
-        through: jax.Array = _rematerialised(layer, self.remat)(self, x)
-        return through
-
-    def _encode(self, observation: PyTree) -> jax.Array:
-        one = jax.tree.unflatten(
-            jax.tree.structure(observation),
-            [
-                jax.ShapeDtypeStruct(leaf.shape[leaf.ndim - rank :], leaf.dtype)
-                for leaf, rank in zip(jax.tree.leaves(observation), self.ranks, strict=True)
-            ],
-        )
-        options: dict[str, Any] = {"dtype": self.dtype, "remat": self.remat}
-        encoder: attention.Encoder | conv.Encoder
-        if self.kind in conv.CONVOLUTIONS:
-            kernels = _kernels(self.begin)(np.sqrt(2.0))
-            encoder = conv.encoder(one, self.kind, kernels, norm=self.norm, **options)
-        else:
-            encoder = attention.encoder(one, self.kind, self.sizes[0], len(self.sizes), **options)
-        return encoder.apply(self.param("encoder", encoder.init), observation)
-
-
-class _Network(nn.Module):
-    kind: str
-    sizes: Sequence[int]
-    activation: str
-    ranks: Sequence[int]
-    dtype: Any
-    remat: str
-    begin: str
-    outputs: int
-    free: int
-    width: int
-    shared: bool
-    norm: bool
-
-    @nn.compact
-    def __call__(
-        self, memory: PyTree, observation: PyTree, towers: tuple[jax.Array, jax.Array] | None = None
-    ) -> tuple[jax.Array, jax.Array, PyTree]:
-        """`towers`: what the actor's and the critic's torso have seen, if that is known."""
-        torso = (self.kind, self.sizes, self.activation, self.ranks, self.dtype, self.remat, self.begin, self.norm)
-        attends = self.kind in attention.ENCODERS
-        if towers is not None:
-            for_actor, for_critic = towers
-        elif self.width:
-            features = _Torso(*torso, name="torso")(observation)
-            cell = _rematerialised(nn.GRUCell, self.remat)(self.width, name="memory")
-            memory, features = cell(memory, features.astype(jnp.float32))
-            for_actor = for_critic = features
-        elif self.kind in ENCODED or self.shared:
-            for_actor = for_critic = _Torso(*torso, name="torso")(observation)
-        else:
-            for_actor = _Torso(*torso, name="actor")(observation)
-            for_critic = _Torso(*torso, name="critic")(observation)
-        if attends:
-            for_actor, for_critic = (
-                nn.gelu(_dense(self.sizes[0], np.sqrt(2.0), name, self.begin, self.dtype)(features))
-                for features, name in ((for_actor, "policy_hidden"), (for_critic, "value_hidden"))
-            )
-        parameters = _dense(self.outputs, 0.01, "policy", self.begin)(for_actor)
-        value = _dense(1, 1.0, "value", self.begin)(for_critic)[..., 0]
-        if self.free:
-            extra = self.param("log_std", nn.initializers.constant(-0.5), (self.free,))
-            extra = jnp.broadcast_to(extra, (*parameters.shape[:-1], self.free))
-            parameters = jnp.concatenate([parameters, extra], axis=-1)
-        return parameters, value, memory
+    """Parameters that have a gradient; `apply` takes them too. Computed once, they serve many chunks of a batch."""
 
 
 class Tower(NamedTuple):
@@ -221,79 +75,169 @@ class Tower(NamedTuple):
     apply: Callable[[Params, PyTree], jax.Array]
 
 
-class _Tower(nn.Module):
-    torso: Sequence[Any]  # of _Torso
-    outputs: int
-    scale: float
+class _Torso(NamedTuple):
+    """`apply(params, observation) -> features [..., width]`."""
 
-    @nn.compact
-    def __call__(self, observation: PyTree) -> jax.Array:
-        torso = _Torso(*self.torso, name="torso")
-        features = torso(observation)
-        if torso.kind in attention.ENCODERS:
-            features = nn.gelu(_dense(torso.sizes[0], np.sqrt(2.0), "hidden", torso.begin, torso.dtype)(features))
-        return _dense(self.outputs, self.scale, "head", torso.begin)(features).astype(jnp.float32)
+    init: Callable[[NamedKey], Params]
+    apply: Callable[[Params, PyTree], jax.Array]
+    width: int
+
+
+def count(params: Params) -> int:
+    """Number of parameters; shapes suffice."""
+    return sum(int(np.prod(leaf.shape)) for leaf in jax.tree.leaves(params))
+
+
+def _dense(key: NamedKey, inputs: int, outputs: int, scale: float, init: str) -> Params:
+    return layers.init_dense(key.draw(), (inputs, outputs), layers.kernel_init(init, scale))
+
+
+def _lead(observation: PyTree, ranks: Sequence[int]) -> tuple[int, ...]:
+    """Leading axes of an observation whose leaves have these ranks without them."""
+    first = jax.tree.leaves(observation)[0]
+    return first.shape[: first.ndim - ranks[0]]
+
+
+def _torso(
+    observation: PyTree, kind: str, sizes: Sequence[int], activation: str, dtype: Any, remat: str, init: str, norm: bool
+) -> _Torso:
+    """The torso for observations like `observation` (a pytree of ShapeDtypeStruct)."""
+    if kind in conv.CONVOLUTIONS:
+        kernels = layers.kernel_init(init, HIDDEN_SCALE)
+        image = conv.encoder(observation, kind, kernels, dtype=dtype, remat=remat, norm=norm)
+        return _encoding(image, conv.FEATURES[kind])
+    if kind in attention.ENCODERS:
+        return _encoding(attention.encoder(observation, kind, sizes[0], len(sizes), dtype=dtype, remat=remat), sizes[0])
+    shapes = [tuple(leaf.shape) for leaf in jax.tree.leaves(observation)]
+    ranks = [len(shape) for shape in shapes]
+    pooled = [kind == "deepset" and rank == 2 for rank in ranks]
+    embedded = sizes[0] // 2
+    activate, rising = ACTIVATIONS[activation], activation in RISING
+
+    def init_params(key: NamedKey) -> Params:
+        joined = sum(embedded if own else math.prod(shape) for shape, own in zip(shapes, pooled, strict=True))
+        wanted = {f"item_{i}": (shape[-1], embedded) for i, shape in enumerate(shapes) if pooled[i]}
+        wanted |= {f"layer_{i}": pair for i, pair in enumerate(zip((joined, *sizes), sizes, strict=False))}
+        params = {name: _dense(key.child(name), *pair, HIDDEN_SCALE, init) for name, pair in wanted.items()}
+        return params | ({f"{name}_norm": layers.init_norm(pair[1]) for name, pair in wanted.items()} if norm else {})
+
+    def layer(own: Params, scale: Params | None, x: jax.Array) -> jax.Array:
+        x = layers.dense(own, x, dtype)
+        return activate(x if scale is None else layers.one_pass_layer_norm(scale, x))
+
+    def pool(own: Params, scale: Params | None, x: jax.Array) -> jax.Array:
+        """The maximum of each feature over the items [..., items, features] that are present."""
+        if rising and not norm and jax.default_backend() == "cpu":
+            most = set_pooling.greatest(own["kernel"], own["bias"], x.reshape(-1, *x.shape[-2:]).astype(dtype))
+            return activate(most.reshape(*x.shape[:-2], -1).astype(dtype))
+        present = x[..., -1:].astype(dtype)
+        if not rising:
+            return jnp.max(layer(own, scale, x) * present, axis=-2)
+        x = layers.dense(own, x, dtype)  # activated after the maximum: the activation keeps the order
+        x = x if scale is None else layers.one_pass_layer_norm(scale, x)
+        return activate(jnp.max(x * present, axis=-2))
+
+    def apply(params: Params, observed: PyTree) -> jax.Array:
+        def through(part: Callable[..., jax.Array], name: str, x: jax.Array) -> jax.Array:
+            return rematerialised(part, remat)(params[name], params[f"{name}_norm"] if norm else None, x)
+
+        lead, parts = _lead(observed, ranks), []
+        for i, leaf in enumerate(jax.tree.leaves(observed)):
+            x = leaf.astype(jnp.float32)
+            parts.append(through(pool, f"item_{i}", x) if pooled[i] else x.reshape(*lead, -1).astype(dtype))
+        x = jnp.concatenate(parts, axis=-1) if len(parts) > 1 else parts[0]
+        for i in range(len(sizes)):
+            x = through(layer, f"layer_{i}", x)
+        return x
+
+    return _Torso(init_params, apply, sizes[-1])
+
+
+def _encoding(encoder: attention.Encoder | conv.Encoder, width: int) -> _Torso:
+    """The torso that an encoder is."""
+    return _Torso(
+        lambda key: {"encoder": encoder.init(key.draw())},
+        lambda params, observed: encoder.apply(params["encoder"], observed),
+        width,
+    )
 
 
 def tower(
-    observation: PyTree, outputs: int, *, torso: str, sizes: Sequence[int], activation: str, precision: str,
-    remat: str, begin: str, scale: float = 1.0,
-) -> Tower:  # fmt: skip
-    """A torso with one head, whose kernel begins with `scale`; the rest is as `actor_critic` has it, and so are errors.
+    observation: PyTree,
+    outputs: int,
+    *,
+    torso: str,
+    sizes: Sequence[int],
+    activation: str,
+    precision: str,
+    remat: str,
+    init: str,
+    scale: float = 1.0,
+) -> Tower:
+    """A torso with one head, whose kernel begins with `scale`; arguments and errors are those of `actor_critic`.
 
-    A critic of vectors takes (what is seen, action) for its observation; a torso of images takes one image alone.
+    A critic of vectors takes (seen, action) for its observation; a torso of images takes one image alone.
     """
-    _check(observation, torso, sizes, activation, precision, remat, begin)
-    ranks = tuple(len(leaf.shape) for leaf in jax.tree.leaves(observation))
-    parts = (torso, tuple(sizes), activation, ranks, PRECISIONS[precision], remat, begin)
-    module = _Tower(parts, outputs, scale)
+    _check(observation, torso, sizes, activation, precision, remat, init)
+    trunk = _torso(observation, torso, sizes, activation, PRECISIONS[precision], remat, init, norm=False)
+    attends = torso in attention.ENCODERS
 
-    def init(key: Key) -> Params:
-        example = jax.tree.map(lambda leaf: jnp.zeros((1, *leaf.shape), leaf.dtype), observation)
-        return module.init(key, example)["params"]
+    def init_params(key: Key) -> Params:
+        root = NamedKey(key)
+        params = {"torso": trunk.init(root.child("torso"))}
+        params["head"] = _dense(root.child("head"), trunk.width, outputs, scale, init)
+        if attends:
+            params["hidden"] = _dense(root.child("hidden"), trunk.width, sizes[0], HIDDEN_SCALE, init)
+        return params
+
+    def apply(params: Params, observed: PyTree) -> jax.Array:
+        features = trunk.apply(params["torso"], observed)
+        if attends:
+            features = jax.nn.gelu(layers.dense(params["hidden"], features, PRECISIONS[precision]))
+        return layers.dense(params["head"], features)
 
     if torso == "mlp" and precision == "bf16":
-        return Tower(init, _rounded(ranks, len(sizes), ACTIVATIONS[activation], remat))
-    return Tower(init, lambda params, seen: module.apply({"params": params}, seen))  # type: ignore[arg-type, return-value]
+        ranks = [len(leaf.shape) for leaf in jax.tree.leaves(observation)]
+        return Tower(init_params, _mixed_tower(ranks, len(sizes), ACTIVATIONS[activation], remat))
+    return Tower(init_params, apply)
 
 
-def _rounded(
-    ranks: Sequence[int], layers: int, activation: Callable[[jax.Array], jax.Array], remat: str
+def _mixed_tower(
+    ranks: Sequence[int], depth: int, activation: Callable[[jax.Array], jax.Array], remat: str
 ) -> Callable[[Params, PyTree], jax.Array]:
-    """How a `_Tower` of an mlp is applied with products of bfloat16 whose sums are float32."""
+    """`Tower.apply` of an mlp whose products have bfloat16 factors and float32 sums."""
 
     def layer(own: Params, x: jax.Array) -> jax.Array:
-        return activation(affine(x, own["kernel"], own["bias"]))
+        return activation(layers.mixed_affine(x, own["kernel"], own["bias"]))
 
     through = rematerialised(layer, remat)
 
     def apply(params: Params, observation: PyTree) -> jax.Array:
-        leaves = jax.tree.leaves(observation)
-        lead = leaves[0].shape[: leaves[0].ndim - ranks[0]]
-        parts = [leaf.astype(jnp.float32).reshape(*lead, -1) for leaf in leaves]
+        lead = _lead(observation, ranks)
+        parts = [leaf.astype(jnp.float32).reshape(*lead, -1) for leaf in jax.tree.leaves(observation)]
         x = jnp.concatenate(parts, axis=-1)
         x = x.reshape(-1, x.shape[-1])
-        for i in range(layers):
+        for i in range(depth):
             x = through(params["torso"][f"layer_{i}"], x)
-        found = x @ params["head"]["kernel"] + params["head"]["bias"][None]
-        return found.reshape(*lead, found.shape[-1])
+        x = layers.dense(params["head"], x)
+        return x.reshape(*lead, x.shape[-1])
 
     return apply
 
 
 def _check(
-    observation: PyTree, torso: str, sizes: Sequence[int], activation: str, precision: str, remat: str, begin: str
+    observation: PyTree, torso: str, sizes: Sequence[int], activation: str, precision: str, remat: str, init: str
 ) -> None:
-    if torso not in TORSOS:
-        raise ValueError(f"torso is {torso!r}; it must be one of {', '.join(TORSOS)}")
-    if activation not in ACTIVATIONS:
-        raise ValueError(f"activation is {activation!r}; it must be one of {', '.join(ACTIVATIONS)}")
-    if precision not in PRECISIONS:
-        raise ValueError(f"precision is {precision!r}; it must be one of {', '.join(PRECISIONS)}")
-    if remat not in REMATS:
-        raise ValueError(f"remat is {remat!r}; it must be one of {', '.join(REMATS)}")
-    if begin not in INITS:
-        raise ValueError(f"init is {begin!r}; it must be one of {', '.join(INITS)}")
+    choices = (
+        ("torso", torso, TORSOS),
+        ("activation", activation, tuple(ACTIVATIONS)),
+        ("precision", precision, tuple(PRECISIONS)),
+        ("remat", remat, REMATS),
+        ("init", init, INITS),
+    )
+    for name, value, allowed in choices:
+        if value not in allowed:
+            raise ValueError(f"{name} is {value!r}; it must be one of {', '.join(allowed)}")
     if not sizes or min(sizes) < 1:
         raise ValueError(f"sizes are {tuple(sizes)}; give at least one, all positive")
     if torso in conv.CONVOLUTIONS:
@@ -312,54 +256,83 @@ def actor_critic(
     precision: str = "fp32",
     remat: str = "none",
     shared: bool = False,
-    begin: str = "orthogonal",
+    init: str = "orthogonal",
     norm: bool = False,
     live: Sequence[int] | None = None,
 ) -> ActorCritic:
     """The network for observations like `observation` (a pytree of ShapeDtypeStruct) and `outputs` policy parameters.
 
     `free` more parameters do not depend on the observation. `memory` is the width of the recurrent unit, 0 for none.
-    `remat`, of precision.REMATS: what is computed again for the gradient; less memory, up to a third more work.
-    `begin` is one of INITS. `norm` normalises layers. `live`, where `takes_live` allows it: the network is applied only
-    to the inputs at these places, the others being 0 in any observation.
+    `remat`, one of precision.REMATS: parts computed again for the gradient; less memory, up to a third more work.
+    `init` is one of layers.INITS. `norm` normalises layers. `live`, where `takes_live` allows it: places of the inputs
+    that are not 0 in every observation; the network is applied to these alone.
     """
     if not sizes or min(sizes) < 1 or memory < 0:
         raise ValueError(
             f"sizes are {tuple(sizes)} and memory {memory}; give at least one positive size and memory >= 0"
         )
-    _check(observation, torso, sizes, activation, precision, remat, begin)
-    leaves = jax.tree.leaves(observation)
-    ranks = tuple(len(leaf.shape) for leaf in leaves)
+    _check(observation, torso, sizes, activation, precision, remat, init)
+    dtype = PRECISIONS[precision]
     if takes_live(torso, shared, memory, norm):
-        made = perceptron(
+        ranks = [len(leaf.shape) for leaf in jax.tree.leaves(observation)]
+        mlp = perceptron(
             count(observation), ranks, outputs, free=free, sizes=sizes, activation=ACTIVATIONS[activation],
-            dtype=PRECISIONS[precision], kernels=_kernels(begin), live=live, remat=remat,
+            dtype=dtype, init=init, live=live, remat=remat,
         )  # fmt: skip
-        return ActorCritic(made.init, lambda p, carried, seen: (*made.apply(p, seen), carried), lambda _: (), made.live)
-    assert live is None, "only `takes_live` may be asked for it"
-    network = _Network(
-        torso, tuple(sizes), activation, ranks, PRECISIONS[precision], remat, begin, outputs, free, memory, shared, norm
-    )
 
-    def initial(batch: int) -> PyTree:
-        return jnp.zeros((batch, memory), jnp.float32) if memory else ()
+        def plain(params: Params, carried: PyTree, observed: PyTree) -> tuple[jax.Array, jax.Array, PyTree]:
+            return (*mlp.apply(params, observed), carried)
 
-    def init(key: Key) -> Params:
-        example = jax.tree.map(lambda leaf: jnp.zeros((1, *leaf.shape), leaf.dtype), observation)
-        return network.init(key, initial(1), example)["params"]
+        return ActorCritic(mlp.init, plain, lambda _: (), plain, mlp.live)
+    assert live is None, "live is given for a network that `takes_live` excludes"
+    trunk = _torso(observation, torso, sizes, activation, dtype, remat, init, norm)
+    attends, apart = torso in attention.ENCODERS, not memory and not shared and torso not in ENCODED
+    towers = ("actor", "critic") if apart else ("torso",)
+
+    def init_params(key: Key) -> Params:
+        root, width = NamedKey(key), memory or trunk.width
+        params = {name: trunk.init(root.child(name)) for name in towers}
+        if memory:
+            params["memory"] = layers.init_gru(root.child("memory"), trunk.width, memory)
+        for head, size, scale in (("policy", outputs, POLICY_SCALE), ("value", 1, VALUE_SCALE)):
+            if attends:
+                params[f"{head}_hidden"] = _dense(root.child(f"{head}_hidden"), width, sizes[0], HIDDEN_SCALE, init)
+            params[head] = _dense(root.child(head), sizes[0] if attends else width, size, scale, init)
+        return params | ({"log_std": jnp.full(free, LOG_STD, jnp.float32)} if free else {})
+
+    def heads(params: Params, features: Sequence[jax.Array]) -> tuple[jax.Array, jax.Array]:
+        """Policy parameters and value of the actor's and the critic's features, or of those that they share."""
+        hidden = []
+        for name, own in (("policy", features[0]), ("value", features[-1])):
+            own = jax.nn.gelu(layers.dense(params[f"{name}_hidden"], own, dtype)) if attends else own
+            hidden.append(layers.dense(params[name], own))
+        parameters, value = hidden[0], hidden[1][..., 0]
+        if free:
+            extra = jnp.broadcast_to(params["log_std"], (*parameters.shape[:-1], free))
+            parameters = jnp.concatenate([parameters, extra], axis=-1)
+        return parameters, value
+
+    step = rematerialised(layers.gru, remat)
 
     def apply(params: Params, carried: PyTree, observed: PyTree) -> tuple[jax.Array, jax.Array, PyTree]:
-        return network.apply({"params": params}, carried, observed)  # type: ignore[return-value]
+        features = [trunk.apply(params[name], observed) for name in towers]
+        if memory:
+            carried = step(params["memory"], carried, features[0].astype(jnp.float32))
+            features = [carried]
+        return (*heads(params, features), carried)
 
     def both(params: Params, carried: PyTree, observed: PyTree) -> tuple[jax.Array, jax.Array, PyTree]:
-        """Both towers as one twice as wide: half as many kernels, each of which takes a GPU as long to begin."""
-        tower = _Torso(torso, tuple(sizes), activation, ranks, PRECISIONS[precision], remat, begin, norm)
-        towers = jax.tree.map(lambda *leaves: jnp.stack(leaves), params["actor"], params["critic"])
-        seen = jax.vmap(lambda own: tower.apply({"params": own}, observed))(towers)
-        return network.apply({"params": params}, carried, observed, (seen[0], seen[1]))  # type: ignore[return-value]
+        """Both towers as one twice as wide: half as many kernels, each of which takes a GPU as long to start."""
+        stacked = jax.tree.map(lambda *leaves: jnp.stack(leaves), params["actor"], params["critic"])
+        features = jax.vmap(lambda own: trunk.apply(own, observed))(stacked)
+        return (*heads(params, features), carried)
 
-    apart = not memory and not shared and torso not in ENCODED
-    return ActorCritic(init, apply, initial, both=both if apart and jax.default_backend() != "cpu" else None)
+    return ActorCritic(
+        init_params,
+        apply,
+        lambda batch: jnp.zeros((batch, memory), jnp.float32) if memory else (),
+        both if apart and jax.default_backend() != "cpu" else apply,
+    )
 
 
 def takes_live(torso: str, shared: bool, memory: int, norm: bool = False) -> bool:

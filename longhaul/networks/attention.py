@@ -34,6 +34,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from longhaul import prng
+from longhaul.networks.layers import affine, along_last, init_norm, layer_norm
 from longhaul.networks.precision import rematerialised
 from longhaul.types import Key, Params, PyTree
 
@@ -109,7 +110,7 @@ def encoder(observation: PyTree, kind: str, width: int, depth: int, *, dtype: An
             first, second = jax.random.split(next(keys))
             params["query"] = _scaled(first, (1, width), FAINT, fan=1)
             params["pool"] = _init_block(second, width, inner, 1.0, cross=True)
-        params["norm"] = _init_norm(width)
+        params["norm"] = init_norm(width)
         return params
 
     def apply(params: Params, observed: PyTree) -> jax.Array:
@@ -136,7 +137,7 @@ def encoder(observation: PyTree, kind: str, width: int, depth: int, *, dtype: An
         else:
             mask = None if latents else seen.present[..., None, None, :]
             pooled = block(params["pool"], queries("query", 1), value, mask)[..., 0, :]
-        return _normalise(params["norm"], pooled).astype(jnp.float32)
+        return layer_norm(params["norm"], pooled).astype(jnp.float32)
 
     return Encoder(init, apply)
 
@@ -169,7 +170,8 @@ def _tokens(params: Params, leaves: list[jax.Array], shapes: list[tuple[int, ...
 
 def _embed(own: Mapping[str, jax.Array], x: jax.Array) -> jax.Array:
     """Tokens [..., S, width] of one leaf's items [..., S, features]."""
-    return _plus(jax.nn.gelu(_plus(_times(x, own["kernel"]), own["bias"])), own["kind"])
+    x = jax.nn.gelu(affine(x, own["kernel"], own["bias"]))
+    return x + along_last(own["kind"].astype(x.dtype), x)
 
 
 def _split(value: jax.Array, shapes: list[tuple[int, ...]]) -> list[jax.Array]:
@@ -213,11 +215,11 @@ def _block(
 
     `mask`, bool, broadcasts to [..., heads, Q, S].
     """
-    queries = _normalise(params["norm_query"], x)
-    keys = queries if context is None else _normalise(params["norm_key"], context)
+    queries = layer_norm(params["norm_query"], x)
+    keys = queries if context is None else layer_norm(params["norm_key"], context)
     x = x + _attend(params, queries, keys, mask, turn)
-    hidden = jax.nn.gelu(_plus(_times(_normalise(params["norm_wide"], x), params["wide"]), params["wide_bias"]))
-    return x + _plus(_times(hidden, params["narrow"]), params["narrow_bias"])
+    hidden = jax.nn.gelu(affine(layer_norm(params["norm_wide"], x), params["wide"], params["wide_bias"]))
+    return x + affine(hidden, params["narrow"], params["narrow_bias"])
 
 
 def _attend(
@@ -226,7 +228,7 @@ def _attend(
 ) -> jax.Array:  # fmt: skip
     """Multi-head attention; zero for a query that may look at nothing."""
     q, k, v = (
-        _times(source, params[name]).reshape(*source.shape[:-1], -1, HEAD)
+        affine(source, params[name]).reshape(*source.shape[:-1], -1, HEAD)
         for source, name in ((queries, "query"), (keys, "key"), (keys, "value"))
     )
     if turn is not None:
@@ -238,36 +240,13 @@ def _attend(
         there = jnp.broadcast_to(mask, logits.shape)
         weights = jnp.where(there, jax.nn.softmax(jnp.where(there, logits, ABSENT), axis=-1), 0.0)
     out = jnp.einsum("...hqk,...khd->...qhd", weights.astype(v.dtype), v)
-    return _times(out.reshape(*out.shape[:-2], -1), params["out"])
-
-
-def _times(x: jax.Array, kernel: jax.Array) -> jax.Array:
-    """x @ kernel in x's precision."""
-    return jnp.einsum("...i,ij->...j", x, kernel.astype(x.dtype))
-
-
-def _plus(x: jax.Array, bias: jax.Array) -> jax.Array:
-    return x + jnp.broadcast_to(bias.astype(x.dtype), x.shape)
-
-
-def _normalise(params: Params, x: jax.Array) -> jax.Array:
-    """Layer normalisation (Ba et al. 2016), in float32; -> x's precision."""
-    wide = x.astype(jnp.float32)
-    centred = wide - jnp.mean(wide, axis=-1, keepdims=True)
-    scaled = centred * jax.lax.rsqrt(jnp.mean(jnp.square(centred), axis=-1, keepdims=True) + 1e-6)
-    return (scaled * jnp.broadcast_to(params["scale"], x.shape) + jnp.broadcast_to(params["bias"], x.shape)).astype(
-        x.dtype
-    )
+    return affine(out.reshape(*out.shape[:-2], -1), params["out"])
 
 
 def _scaled(key: Key, shape: tuple[int, int], scale: float, *, fan: int | None = None) -> jax.Array:
     """Uniform numbers of mean 0 and variance scale^2 / fan; `fan` is the first axis where it is None."""
     most = scale * math.sqrt(3.0 / (fan or shape[0]))
     return most * (2.0 * prng.uniform(key, shape) - 1.0)
-
-
-def _init_norm(width: int) -> Params:
-    return {"scale": jnp.ones(width, jnp.float32), "bias": jnp.zeros(width, jnp.float32)}
 
 
 def _init_embedding(key: Key, features: int, width: int) -> Params:
@@ -284,9 +263,9 @@ def _init_block(key: Key, width: int, inner: int, branch: float, *, cross: bool)
     keys = jax.random.split(key, 6)
     hidden = WIDEN * width
     return {
-        **({"norm_key": _init_norm(width)} if cross else {}),
-        "norm_query": _init_norm(width),
-        "norm_wide": _init_norm(width),
+        **({"norm_key": init_norm(width)} if cross else {}),
+        "norm_query": init_norm(width),
+        "norm_wide": init_norm(width),
         "query": _scaled(keys[0], (width, inner), 1.0),
         "key": _scaled(keys[1], (width, inner), 1.0),
         "value": _scaled(keys[2], (width, inner), 1.0),

@@ -26,6 +26,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from longhaul.networks.layers import Initialise, affine, init_dense, init_norm, layer_norm
 from longhaul.networks.precision import rematerialised
 from longhaul.types import Key, Params, PyTree
 
@@ -46,9 +47,6 @@ SECTIONS, BLOCKS = (16, 32, 32), 2
 """Channels of the sections of `impala`, and residual blocks of each."""
 
 FEATURES = {"nature": 512, "impala": 256, "minatar": 128}
-
-Initialise = Callable[[Key, tuple[int, ...], Any], jax.Array]
-"""(key, shape [..., inputs, outputs], dtype) -> a kernel."""
 
 
 class Encoder(NamedTuple):
@@ -144,8 +142,8 @@ def encoder(
         else:
             made = _init_impala(convolutions, seen.channels, kernels)
         inputs = math.prod(sides[-1]) * channels
-        made |= {f"norm_{last}": _norm(FEATURES[kind])} if norm else {}
-        return made | {f"layer_{last}": _layer(dense, (inputs, FEATURES[kind]), kernels)}
+        made |= {f"norm_{last}": init_norm(FEATURES[kind])} if norm else {}
+        return made | {f"layer_{last}": init_dense(dense, (inputs, FEATURES[kind]), kernels)}
 
     def apply(params: Params, observed: PyTree) -> jax.Array:
         (x,) = jax.tree.leaves(observed)
@@ -156,8 +154,8 @@ def encoder(
         x = (x.astype(jnp.float32) * scale).astype(dtype)
         params = jax.tree.map(lambda p: p.astype(dtype), params)
         x = _stack(params, x, stack, remat) if stack else _impala(params, x, remat)
-        x = _affine(params[f"layer_{last}"], x.reshape(len(x), -1))
-        x = jax.nn.relu(_normalised(params[f"norm_{last}"], x) if norm else x)
+        x = affine(x.reshape(len(x), -1), **params[f"layer_{last}"])
+        x = jax.nn.relu(layer_norm(params[f"norm_{last}"], x) if norm else x)
         return x.reshape(*lead, -1)
 
     return Encoder(init, apply)
@@ -190,28 +188,11 @@ def sizes(kind: str, seen: Image) -> list[tuple[int, int]]:
     return found
 
 
-def _layer(key: Key, shape: tuple[int, ...], kernels: Initialise) -> Params:
-    return {"kernel": kernels(key, shape, jnp.float32), "bias": jnp.zeros(shape[-1], jnp.float32)}
-
-
-def _norm(features: int) -> Params:
-    return {"scale": jnp.ones(features, jnp.float32), "bias": jnp.zeros(features, jnp.float32)}
-
-
-def _normalised(norm: Params, x: jax.Array) -> jax.Array:
-    """Layer normalisation over the last axis, in float32 (Ba et al. 2016, arXiv 1607.06450)."""
-    wide = x.astype(jnp.float32)
-    mean = jnp.mean(wide, axis=-1, keepdims=True)
-    variance = jnp.mean(jnp.square(wide - mean), axis=-1, keepdims=True)
-    scale, bias = (norm[name].reshape((1,) * (x.ndim - 1) + (-1,)) for name in ("scale", "bias"))
-    return ((wide - mean) * jax.lax.rsqrt(variance + 1e-6) * scale + bias).astype(x.dtype)
-
-
 def _init_stack(key: Key, channels: int, kernels: Initialise, stack: Sequence[Stage], norm: bool) -> Params:
     made = {}
     for i, (outputs, side, _) in enumerate(stack):
-        made[f"layer_{i}"] = _layer(jax.random.fold_in(key, i), (side, side, channels, outputs), kernels)
-        made |= {f"norm_{i}": _norm(outputs)} if norm else {}
+        made[f"layer_{i}"] = init_dense(jax.random.fold_in(key, i), (side, side, channels, outputs), kernels)
+        made |= {f"norm_{i}": init_norm(outputs)} if norm else {}
         channels = outputs
     return made
 
@@ -220,18 +201,14 @@ def _init_impala(key: Key, channels: int, kernels: Initialise) -> Params:
     made = {}
     for i, outputs in enumerate(SECTIONS):
         keys = iter(jax.random.split(jax.random.fold_in(key, i), 1 + 2 * BLOCKS))
-        section: dict[str, Any] = {"conv": _layer(next(keys), (3, 3, channels, outputs), kernels)}
+        section: dict[str, Any] = {"conv": init_dense(next(keys), (3, 3, channels, outputs), kernels)}
         for b in range(BLOCKS):
             section[f"block_{b}"] = {
-                f"layer_{j}": _layer(next(keys), (3, 3, outputs, outputs), kernels) for j in range(2)
+                f"layer_{j}": init_dense(next(keys), (3, 3, outputs, outputs), kernels) for j in range(2)
             }
         made[f"section_{i}"] = section
         channels = outputs
     return made
-
-
-def _affine(layer: Params, x: jax.Array) -> jax.Array:
-    return x @ layer["kernel"] + layer["bias"].reshape((1,) * (x.ndim - 1) + (-1,))
 
 
 def _convolution(layer: Params, x: jax.Array, stride: int = 1, padding: str = "SAME") -> jax.Array:
@@ -243,7 +220,7 @@ def _stack(params: Params, x: jax.Array, stack: Sequence[Stage], remat: str) -> 
 
         def part(layer: Params, norm: Params, x: jax.Array, stride: int = stride) -> jax.Array:
             found = _convolution(layer, x, stride, "VALID")
-            return jax.nn.relu(_normalised(norm, found) if norm else found)
+            return jax.nn.relu(layer_norm(norm, found) if norm else found)
 
         x = rematerialised(part, remat)(params[f"layer_{i}"], params.get(f"norm_{i}", {}), x)
     return x

@@ -17,6 +17,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from longhaul.networks import layers
+from longhaul.networks.layers import contract
 from longhaul.networks.precision import rematerialised
 from longhaul.types import Key, Params, PyTree
 
@@ -25,11 +27,6 @@ class Perceptron(NamedTuple):
     init: Callable[[Key], Params]
     apply: Callable[[Params, PyTree], tuple[jax.Array, jax.Array]]  # (params, observation) -> (parameters, value)
     live: Callable[[Params], Params]  # what is multiplied of the parameters, which `apply` takes as well
-
-
-def _dot(a: jax.Array, b: jax.Array, i: int, j: int) -> jax.Array:
-    """float32: the product of two matrices over axis i of the one and j of the other."""
-    return jax.lax.dot_general(a, b, (((i,), (j,)), ((), ())), preferred_element_type=jnp.float32)
 
 
 @jax.custom_vjp
@@ -42,7 +39,7 @@ def affine(kernel: jax.Array, bias: jax.Array, x: jax.Array) -> jax.Array:
     # Behind a barrier the transposition is a step of its own, made once for all chunks of a loop and not inside the
     # product for each of them.
     turned = jax.lax.optimization_barrier(kernel.astype(x.dtype).T)
-    return _dot(turned, x, 1, 0) + bias[:, None]
+    return contract(turned, x, 1, 0) + bias[:, None]
 
 
 def _affine(kernel: jax.Array, bias: jax.Array, x: jax.Array) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
@@ -53,7 +50,7 @@ def _affine_back(kept: tuple[jax.Array, jax.Array], g: jax.Array) -> tuple[jax.A
     kernel, x = kept
     of_bias = jnp.matmul(g, jnp.ones(g.shape[1]), precision=jax.lax.Precision.HIGHEST)
     g = g.astype(x.dtype)
-    return _dot(x, g, 1, 1), of_bias, _dot(kernel.astype(x.dtype), g, 1, 0).astype(x.dtype)
+    return contract(x, g, 1, 1), of_bias, contract(kernel.astype(x.dtype), g, 1, 0).astype(x.dtype)
 
 
 affine.defvjp(_affine, _affine_back)
@@ -85,7 +82,7 @@ def perceptron(
     sizes: Sequence[int],
     activation: Callable[[jax.Array], jax.Array],
     dtype: Any,
-    kernels: Callable[[float], Callable[..., jax.Array]],
+    init: str,
     live: Sequence[int] | None = None,
     remat: str = "none",
 ) -> Perceptron:
@@ -99,11 +96,11 @@ def perceptron(
     widths = (inputs, *sizes)
     names = [f"layer_{i}" for i in range(len(sizes))]
 
-    def init(key: Key) -> Params:
+    def init_params(key: Key) -> Params:
         keys = jax.random.split(key, len(sizes) + 2)
 
         def layer(key: Key, width: int, n: int, scale: float) -> Params:
-            return {"kernel": kernels(scale)(key, (width, n), jnp.float32), "bias": jnp.zeros(n, jnp.float32)}
+            return layers.init_dense(key, (width, n), layers.kernel_init(init, scale))
 
         shapes = zip(keys[2:], widths[:-1], sizes, strict=True)
         torso = {name: layer(k, width, n, np.sqrt(2.0)) for name, (k, width, n) in zip(names, shapes, strict=True)}
@@ -135,7 +132,7 @@ def perceptron(
             parameters = jnp.concatenate([parameters, extra], axis=-1)
         return parameters, value
 
-    return Perceptron(init, apply, living)
+    return Perceptron(init_params, apply, living)
 
 
 def _rows(observation: PyTree, ranks: Sequence[int]) -> tuple[jax.Array, tuple[int, ...]]:

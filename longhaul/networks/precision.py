@@ -31,37 +31,6 @@ POLICIES: dict[str, Callable[..., Any]] = {
 REMATS = ("none", *POLICIES)
 
 
-@jax.custom_vjp
-def affine(x: jax.Array, kernel: jax.Array, bias: jax.Array) -> jax.Array:
-    """float32 [rows, outputs]: x [rows, inputs] times kernel [inputs, outputs], plus bias; and likewise its gradients.
-    Factors of products are rounded to bfloat16, sums are not.
-
-    On a CPU that multiplies bfloat16 this is faster than sums that are rounded, after which each step converts.
-    """
-    return _affine(x, kernel, bias)[0]
-
-
-def _dot(a: jax.Array, b: jax.Array, i: int, j: int) -> jax.Array:
-    """float32: over axis i of the one and j of the other."""
-    return jax.lax.dot_general(a, b, (((i,), (j,)), ((), ())), preferred_element_type=jnp.float32)
-
-
-def _affine(x: jax.Array, kernel: jax.Array, bias: jax.Array) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
-    factors = x.astype(jnp.bfloat16), kernel.astype(jnp.bfloat16)
-    return _dot(*factors, 1, 0) + bias[None], factors
-
-
-def _affine_back(factors: tuple[jax.Array, jax.Array], g: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
-    (x, kernel), g = factors, g.astype(jnp.bfloat16)
-    # XLA multiplies bfloat16 by a CPU's own instructions where sums are over the first factor's last axis; elsewhere it
-    # widens both factors, at a fifth of the speed. A factor that is but turned it turns back, not one with a row more.
-    ones = jnp.ones((1, x.shape[0]), x.dtype)
-    both = _dot(jnp.concatenate([x.T, ones]), g, 1, 0)
-    return _dot(g, kernel, 1, 1), both[:-1], both[-1]
-
-
-affine.defvjp(_affine, _affine_back)
-
 Function = TypeVar("Function", bound=Callable[..., Any])
 
 

@@ -14,15 +14,12 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-
-def _dot(a: jax.Array, b: jax.Array, i: int, j: int) -> jax.Array:
-    """float32: the product over axis i of the one and j of the other."""
-    return jax.lax.dot_general(a, b, (((i,), (j,)), ((), ())), preferred_element_type=jnp.float32)
+from longhaul.networks.layers import contract
 
 
 def _embedded(kernel: jax.Array, bias: jax.Array, item: jax.Array) -> jax.Array:
     """float32 [rows, features], of one item [rows, inputs] whose last input says whether it is there."""
-    return (_dot(item, kernel.astype(item.dtype), 1, 0) + bias[None]) * item[:, -1:].astype(jnp.float32)
+    return (contract(item, kernel.astype(item.dtype), 1, 0) + bias[None]) * item[:, -1:].astype(jnp.float32)
 
 
 @jax.custom_vjp
@@ -56,15 +53,15 @@ def _back(kept: Any, g: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
     def step(total: tuple[jax.Array, jax.Array], numbered: tuple[jax.Array, jax.Array]) -> tuple[Any, None]:
         (of_kernel, of_bias), (i, item) = total, numbered
         own = jnp.where(which == i, g, 0.0) * item[:, -1:].astype(jnp.float32)
-        return (of_kernel + _dot(item, own.astype(item.dtype), 0, 0), of_bias + jnp.sum(own, axis=0)), None
+        return (of_kernel + contract(item, own.astype(item.dtype), 0, 0), of_bias + jnp.sum(own, axis=0)), None
 
     zeros = jnp.zeros(kernel.shape, jnp.float32), jnp.zeros(bias.shape, jnp.float32)
     (of_kernel, of_bias), _ = jax.lax.scan(step, zeros, (numbers, each))
     # Mostly nobody asks for the gradient of what was seen, and the compiler leaves all of this out.
     own = jnp.where(which[:, None] == numbers[None, :, None], g[:, None], 0.0)  # [rows, items, features]
     through = (own * items[..., -1:].astype(jnp.float32)).astype(items.dtype)
-    of_items = _dot(through, kernel.astype(items.dtype), 2, 1)
-    plain = _dot(items, kernel.astype(items.dtype), 2, 0) + bias[None, None]
+    of_items = contract(through, kernel.astype(items.dtype), 2, 1)
+    plain = contract(items, kernel.astype(items.dtype), 2, 0) + bias[None, None]
     of_items = of_items.at[..., -1].add(jnp.sum(own * plain, axis=-1))
     return of_kernel, of_bias, of_items.astype(items.dtype)
 

@@ -18,6 +18,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
+from longhaul.networks.layers import rms_norm
 from longhaul.networks.precision import PRECISIONS
 from longhaul.reasoning import transformer
 from longhaul.reasoning.config import ModelConfig
@@ -25,6 +26,9 @@ from longhaul.types import Params
 
 JOINED = {"enter": ("query", "key", "value"), "gated": ("gate", "up")}
 """Kernels of one input, as one."""
+
+FEATURES = -2
+"""Axis of the features: rows lie along the last one."""
 
 PIECE = 64
 """Slots whose values are added up in one go; caches of more have a multiple of it."""
@@ -92,7 +96,7 @@ def step(config: ModelConfig, kernels: Kernels, token: jax.Array, cache: Cache) 
     x = kernels.embedding[token].T
     keys, values = [], []
     for own, key, value in zip(kernels.layers, cache.key, cache.value, strict=True):
-        query, new_key, new_value = _heads(config, own, norm(x, own["attention_norm"], config.eps), turn)
+        query, new_key, new_value = _heads(config, own, rms_norm(x, own["attention_norm"], config.eps, FEATURES), turn)
         key, value = (
             jax.lax.dynamic_update_slice(old, new[None], (cache.index, 0, 0, 0))
             for old, new in ((key, new_key), (value, new_value))
@@ -100,9 +104,9 @@ def step(config: ModelConfig, kernels: Kernels, token: jax.Array, cache: Cache) 
         keys.append(key)
         values.append(value)
         x = x + own["out"] @ attended(query, key, value, seen).reshape(-1, x.shape[1])
-        gate, up = jnp.split(own["gated"] @ norm(x, own["mlp_norm"], config.eps), 2)
+        gate, up = jnp.split(own["gated"] @ rms_norm(x, own["mlp_norm"], config.eps, FEATURES), 2)
         x = x + own["narrow"] @ (jax.nn.silu(gate) * up)
-    x = norm(x, kernels.final_norm, config.eps).astype(jnp.float32)
+    x = rms_norm(x, kernels.final_norm, config.eps, FEATURES).astype(jnp.float32)
     after = Cache(tuple(keys), tuple(values), cache.filled, cache.lengths + 1, cache.index + 1)
     return kernels.unembedding @ x, after
 
@@ -117,15 +121,9 @@ def _heads(
     made = made.reshape(-1, config.head_dim, x.shape[1])
     query, key, value = jnp.split(made, (config.heads, config.heads + config.kv_heads))
     if config.normed:
-        query, key = norm(query, own["query_norm"], config.eps), norm(key, own["key_norm"], config.eps)
+        query = rms_norm(query, own["query_norm"], config.eps, FEATURES)
+        key = rms_norm(key, own["key_norm"], config.eps, FEATURES)
     return turned(query, turn), turned(key, turn), value
-
-
-def norm(x: jax.Array, scale: jax.Array, eps: float) -> jax.Array:
-    """`model`'s root mean square normalisation of [..., features, B]."""
-    y = x.astype(jnp.float32)
-    y = y * jax.lax.rsqrt(jnp.mean(jnp.square(y), axis=-2, keepdims=True) + eps)
-    return (y * scale.astype(jnp.float32).reshape((1,) * (y.ndim - 2) + (-1, 1))).astype(x.dtype)
 
 
 def turned(x: jax.Array, turn: tuple[jax.Array, ...]) -> jax.Array:

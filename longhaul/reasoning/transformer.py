@@ -21,6 +21,7 @@ import jax
 import jax.numpy as jnp
 
 from longhaul import prng
+from longhaul.networks.layers import affine, along_last, rms_norm
 from longhaul.networks.precision import PRECISIONS, REMATS, rematerialised
 from longhaul.reasoning.config import FAMILIES, ModelConfig
 from longhaul.types import Key, Params, PyTree
@@ -235,9 +236,10 @@ def trunk(
     def layer(x: jax.Array, each: PyTree) -> tuple[jax.Array, PyTree]:
         weights, extra, kept = each
         own = _Kernels(weights, extra, dtype)
-        mixed, kept = _attention(config, own, _norm(x, weights["attention_norm"], config.eps), seen, turn, kept, index)
+        y = rms_norm(x, weights["attention_norm"], config.eps)
+        mixed, kept = _attention(config, own, y, seen, turn, kept, index)
         x = x + mixed
-        y = _norm(x, weights["mlp_norm"], config.eps)
+        y = rms_norm(x, weights["mlp_norm"], config.eps)
         x = x + own("narrow", jax.nn.silu(own("gate", y)) * own("up", y))
         return x, kept
 
@@ -246,7 +248,7 @@ def trunk(
     part = rematerialised(layer, config.remat, scanned=True)
     unroll = config.layers if config.layers <= UNROLLED else 1
     x, kept = jax.lax.scan(part, x, (params["layers"], adapters or {}, kept), unroll=unroll)
-    x = _norm(x, params["final_norm"], config.eps)
+    x = rms_norm(x, params["final_norm"], config.eps)
     if cache is None or kept is None:
         return x, None
     key, value = kept
@@ -261,20 +263,13 @@ class _Kernels(NamedTuple):
     dtype: Any
 
     def __call__(self, name: str, x: jax.Array) -> jax.Array:
-        y = jnp.matmul(x, self.weights[name].astype(self.dtype))
+        y = affine(x, self.weights[name])
         if name in self.adapters:
             down, up = (part.astype(self.dtype) for part in self.adapters[name])
             y = y + jnp.matmul(jnp.matmul(x, down), up)
         if f"{name}_bias" in self.weights:
-            y = y + jnp.broadcast_to(self.weights[f"{name}_bias"].astype(self.dtype), y.shape)
+            y = y + along_last(self.weights[f"{name}_bias"].astype(self.dtype), y)
         return y
-
-
-def _norm(x: jax.Array, scale: jax.Array, eps: float) -> jax.Array:
-    """Root mean square normalisation (Zhang and Sennrich 2019) in float32, of the last axis."""
-    y = x.astype(jnp.float32)
-    y = y * jax.lax.rsqrt(jnp.mean(jnp.square(y), axis=-1, keepdims=True) + eps)
-    return (y * scale.astype(jnp.float32).reshape((1,) * (y.ndim - 1) + (-1,))).astype(x.dtype)
 
 
 def _turned(x: jax.Array, turn: tuple[jax.Array, jax.Array]) -> jax.Array:
@@ -297,8 +292,8 @@ def _attention(
     rows, steps, _ = x.shape
     query, key, value = (own(name, x).reshape(rows, steps, -1, config.head_dim) for name in ("query", "key", "value"))
     if config.normed:
-        query = _norm(query, own.weights["query_norm"], config.eps)
-        key = _norm(key, own.weights["key_norm"], config.eps)
+        query = rms_norm(query, own.weights["query_norm"], config.eps)
+        key = rms_norm(key, own.weights["key_norm"], config.eps)
     query, key = _turned(query, turn), _turned(key, turn)
     if kept is not None:
         assert index is not None

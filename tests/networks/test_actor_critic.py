@@ -91,7 +91,7 @@ def test_a_shared_set_serves_policy_and_value():
 def test_layers_begin_as_flax_has_it(options):
     """lecun_normal: mean 0, variance 1 / inputs, cut at two deviations of the normal before; biases 0; heads, too."""
     seen = jax.ShapeDtypeStruct((40, 16), jnp.float32)
-    params = actor_critic(seen, 50, sizes=(128, 128), begin="lecun", **options).init(jax.random.key(0))
+    params = actor_critic(seen, 50, sizes=(128, 128), init="lecun", **options).init(jax.random.key(0))
     assert set(params) >= {"policy", "value"}
     for path, leaf in jax.tree_util.tree_leaves_with_path(params):
         if path[-1].key == "bias":
@@ -230,11 +230,12 @@ def test_a_rising_activation_is_taken_of_the_greatest_alone():
 @pytest.mark.parametrize("options", [{}, {"torso": "deepset"}, {"torso": "deepset", "precision": "bf16"}])
 def test_both_towers_at_once_are_what_they_are_apart(monkeypatch, options):
     on_cpu = actor_critic(SEEN, 3, free=1, sizes=(16, 8), **options)
-    assert on_cpu.both is None, "a CPU multiplies one after the other faster"
+    assert on_cpu.both is on_cpu.apply, "a CPU multiplies one after the other faster"
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
     network = actor_critic(SEEN, 3, free=1, sizes=(16, 8), **options)
-    assert actor_critic(SEEN, 3, torso="deepset", shared=True).both is None
-    assert actor_critic(SEEN, 3, memory=4).both is None
+    for one_torso in ({"torso": "deepset", "shared": True}, {"memory": 4}):
+        alone = actor_critic(SEEN, 3, **one_torso)
+        assert alone.both is alone.apply
     params, seen = drawn(network), observation(6)
 
     def told(apply):
@@ -281,7 +282,7 @@ def test_activations_by_name(name, function):
     [
         ({"torso": "cnn"}, "torso is 'cnn'; it must be one of mlp, deepset, latent, wayformer, mtr"),
         ({"precision": "fp8"}, "precision is 'fp8'; it must be one of fp32, bf16"),
-        ({"begin": "zeros"}, "init is 'zeros'; it must be one of orthogonal, lecun"),
+        ({"init": "zeros"}, "init is 'zeros'; it must be one of orthogonal, lecun"),
         ({"activation": "sine"}, "activation is 'sine'; it must be one of tanh, relu"),
         ({"sizes": ()}, "give at least one positive size"),
         ({"sizes": (8, 0)}, "give at least one positive size"),
@@ -297,7 +298,7 @@ def test_a_tower_in_bf16_rounds_factors_and_nothing_else() -> None:
     """Beside one in float32, and by the types of all its products."""
     seen = {"a": jax.ShapeDtypeStruct((3,), jnp.float32), "b": jax.ShapeDtypeStruct((2, 2), jnp.float32)}
     options: dict[str, Any] = {
-        "torso": "mlp", "sizes": (16, 16), "activation": "relu", "remat": "none", "begin": "lecun"
+        "torso": "mlp", "sizes": (16, 16), "activation": "relu", "remat": "none", "init": "lecun"
     }  # fmt: skip
     full, low = (networks.tower(seen, 2, precision=precision, **options) for precision in ("fp32", "bf16"))
     params = full.init(jax.random.key(0))

@@ -27,7 +27,7 @@ def _by_loops(x: np.ndarray, kernel: np.ndarray, stride: int, before: int, after
 
 
 def _network(kind: str, seen: jax.ShapeDtypeStruct = ATARI, **options: object) -> actor_critic.ActorCritic:
-    made = actor_critic.actor_critic(seen, 6, torso=kind, begin="lecun", **options)  # type: ignore[arg-type]
+    made = actor_critic.actor_critic(seen, 6, torso=kind, init="lecun", **options)  # type: ignore[arg-type]
     return made._replace(init=jax.jit(made.init), apply=jax.jit(made.apply))
 
 

@@ -15,7 +15,7 @@ import numpy as np
 import optax
 import pytest
 
-from longhaul.algorithms import ppo
+from longhaul.algorithms import minibatch, ppo
 from longhaul.algorithms.actor_critic import State
 from longhaul.algorithms.config import PPOConfig
 from longhaul.cli import flags, main, run_flags
@@ -218,14 +218,14 @@ def test_pieces_are_as_many_as_asked_for_and_no_larger_than_a_chunk(
     accumulate: int | None, chunk: int, pieces: int
 ) -> None:
     seen: list[int] = []
-    chunk_of = ppo.chunk_of
+    chunk_of = minibatch.chunk_of
 
     def noted(n: int, most: int) -> int:
         seen.append(STEPS * COLUMNS // chunk_of(n, most))
         return chunk_of(n, most)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(ppo, "chunk_of", noted)
+        patch.setattr(minibatch, "chunk_of", noted)
         learn, state, data = learner(replace(STEP, accumulate=accumulate, chunk=chunk))
         jax.eval_shape(learn, state, data, jax.random.key(2))
     assert seen == [pieces]
