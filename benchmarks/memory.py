@@ -31,6 +31,7 @@ from longhaul.algorithms import actor_critic as algorithms_actor_critic
 from longhaul.algorithms import ppo
 from longhaul.algorithms.actor_critic import Policy
 from longhaul.algorithms.config import PPOConfig
+from longhaul.algorithms.context import Context
 from longhaul.bench.harness import cpu_seconds
 from longhaul.config import recipes
 from longhaul.driving.sim import observation
@@ -126,7 +127,7 @@ def filled(shapes: PyTree, seed: int = 0) -> PyTree:
 
 def figure(asked: argparse.Namespace, precision: str, accumulate: int, remat: str) -> dict[str, Any]:
     made = config(asked, precision, accumulate, remat)
-    algorithm = ppo.ppo(SPEC, made, updates=100, mean=mesh.identity)
+    algorithm = ppo.ppo(SPEC, made, Context(updates=100, mean=mesh.identity))
     state = jax.eval_shape(algorithm.init, jax.random.key(0))
     data = experience(algorithm, state, asked.rows)
     lowered = jax.jit(algorithm.learn, donate_argnums=0).lower(state, data, jax.random.key(0))

@@ -1,8 +1,8 @@
-"""Policies' distributions over actions: masked categorical, multi-categorical, tanh-Gaussian.
+"""Distributions of policies over actions: masked categorical, multi-categorical, tanh-Gaussian.
 
-A distribution works on a *raw* action, the one that log-probabilities are of; `action(raw)` is what the environment
-gets. For choices they are the same. For a bounded vector the raw action is the Gaussian's sample before tanh: keeping
-it avoids the inverse of tanh, which loses everything where it saturates.
+A distribution works on a *raw* action, to which log-probabilities belong; `action(raw)` is the environment's action.
+For choices they are the same. For a bounded vector the raw action is the Gaussian's sample before tanh: keeping it
+avoids the inverse of tanh, which loses all precision where tanh saturates.
 
 Leading axes are free: parameters [..., size], masks bool [..., n] (or None), raw actions int32 [...], int32 [..., k]
 or float32 [..., d]. At least one action of a mask must be legal.
@@ -25,29 +25,28 @@ from longhaul.spaces import Action, Box, Discrete, MultiDiscrete
 from longhaul.types import Key
 
 FEW = 8
-"""Choices that are computed one by one: without sums along an axis so short, each of which would be a kernel of its own
-on a GPU, and a loop of its own on a CPU."""
+"""Largest number of choices computed one by one. A sum along so short an axis would be a kernel of its own on a GPU and
+a loop of its own on a CPU."""
 
 WITHIN = 0.999
-"""As a share of a vector's range: nearer to the bounds, an action of others counts as one here, whose raw one is
-finite."""
+"""Share of a vector's range within which a foreign action is clipped, so that its raw action is finite."""
 
 
 class Distribution(NamedTuple):
-    size: int  # parameters that the network gives
-    free: int  # parameters that no observation changes (a Gaussian's log standard deviations), appended to them
+    size: int  # parameters from the network
+    free: int  # parameters independent of the observation (a Gaussian's log standard deviations), appended to them
     sample: Callable[[jax.Array, jax.Array | None, Key], jax.Array]  # (parameters, mask, key) -> raw
     mode: Callable[[jax.Array, jax.Array | None], jax.Array]  # (parameters, mask) -> raw
     log_prob: Callable[[jax.Array, jax.Array | None, jax.Array], jax.Array]  # (parameters, mask, raw) -> float32 [...]
     entropy: Callable[[jax.Array, jax.Array | None], jax.Array]  # (parameters, mask) -> float32 [...], nats
     action: Callable[[jax.Array], jax.Array]  # raw -> the environment's action
-    raw: Callable[[jax.Array], jax.Array]  # the reverse, for actions of others: vectors within `WITHIN` of the bounds
+    raw: Callable[[jax.Array], jax.Array]  # the inverse, for foreign actions: vectors are clipped by `WITHIN`
     moved: Callable[[jax.Array, jax.Array], jax.Array] | None = None
     #     of vectors: (parameters, standard normal noise) -> raw, differentiable (the reparameterised `sample`)
 
 
 def distribution(action: Action) -> Distribution:
-    """The distribution for a space of actions."""
+    """Distribution for a space of actions."""
     match action:
         case Discrete(n):
             return _multi_categorical((n,), scalar=True)
@@ -66,7 +65,7 @@ def _columns(logits: jax.Array) -> list[jax.Array]:
 
 
 def _choose(logits: jax.Array, uniform: jax.Array) -> jax.Array:
-    """The choice whose cumulated probability first passes `uniform`: one random number, never an impossible choice."""
+    """Choice whose cumulated probability first passes `uniform`: one random number, never an impossible choice."""
     n = logits.shape[-1]
     if n <= FEW:
         each = _columns(logits)
@@ -81,7 +80,7 @@ def _choose(logits: jax.Array, uniform: jax.Array) -> jax.Array:
 
 
 def _log_softmax(logits: jax.Array) -> list[jax.Array]:
-    """Of a few choices, each by itself."""
+    """Log-probabilities of a few choices, one array each."""
     each = _columns(logits)
     most = jax.lax.stop_gradient(functools.reduce(jnp.maximum, each))
     each = [logit - most for logit in each]
@@ -90,7 +89,7 @@ def _log_softmax(logits: jax.Array) -> list[jax.Array]:
 
 
 def _log_of(logits: jax.Array, choice: jax.Array) -> jax.Array:
-    """The log-probability of a choice, as a masked sum, whose gradient is no scatter."""
+    """Log-probability of a choice, as a masked sum, whose gradient is no scatter."""
     if logits.shape[-1] <= FEW:
         each = enumerate(_log_softmax(logits))
         return sum((jnp.where(choice == i, log_p, 0.0) for i, log_p in each), jnp.float32(0.0))
@@ -110,7 +109,7 @@ def _entropy_of(logits: jax.Array) -> jax.Array:
 
 
 def _multi_categorical(sizes: tuple[int, ...], scalar: bool) -> Distribution:
-    """Independent choices; `scalar`: just one, whose action has no axis of its own."""
+    """Distribution of independent choices; `scalar`: one choice, whose action has no axis of its own."""
     edges = (0, *itertools.accumulate(sizes))
 
     def parts(parameters: jax.Array, mask: jax.Array | None) -> list[jax.Array]:
@@ -139,14 +138,14 @@ def _multi_categorical(sizes: tuple[int, ...], scalar: bool) -> Distribution:
 
 
 def _along(constant: np.ndarray, values: jax.Array) -> jax.Array:
-    """A vector [d] spread over the leading axes of values [..., d]."""
+    """Vector [d] broadcast over the leading axes of values [..., d]."""
     return jnp.broadcast_to(constant, values.shape)
 
 
 def _tanh_gaussian(low: np.ndarray, high: np.ndarray) -> Distribution:
-    """A diagonal Gaussian squashed into low .. high (Haarnoja et al. 2018, appendix C).
+    """Diagonal Gaussian squashed into low .. high (Haarnoja et al. 2018, appendix C).
 
-    Entropy has no closed form: E[log(1 - tanh(x)^2)] is taken by Gauss-Hermite quadrature, without a sample's noise.
+    Entropy has no closed form: E[log(1 - tanh(x)^2)] is computed by Gauss-Hermite quadrature, without sampling noise.
     """
     d = low.size
     centre, half = (high + low) / 2, (high - low) / 2

@@ -1,9 +1,9 @@
-"""Many worlds as one: vectorise, reset where an episode ended, count what episodes scored.
+"""Vectorised worlds with automatic resets and the scores of ended episodes.
 
 `vectorise` keeps the successor of an ended step beside the first observation of the next episode (`types.TimeStep`).
 Resets are cheap: fresh episodes come from a small bank that is drawn once a rollout (`Worlds.fresh`), so that a step
-only chooses between two states that exist. A world that ends more often within one rollout than its bank has starts
-meets the same starts again, in order. Where a rollout is one step, its bank is drawn only if a world has ended.
+only chooses between two existing states. A world that ends more often within a rollout than its bank has starts meets
+the same starts again, in order. Where a rollout is one step, its bank is drawn only if a world has ended.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from longhaul.types import Demonstrator, Environment, Key, PyTree, Spec, TimeSte
 
 
 class Starts(NamedTuple):
-    """Fresh episodes, R a world: leaves [R, W, ...]."""
+    """Bank of fresh episodes, R a world: leaves [R, W, ...]."""
 
     state: PyTree
     observation: PyTree
@@ -35,17 +35,17 @@ class WorldsState(NamedTuple):
 
 
 class Tally(NamedTuple):
-    """Sums over the episodes that ended, a column each: what a rollout reports."""
+    """Sums over the ended episodes, one a column: the report of a rollout."""
 
     start: jax.Array  # int32 [W]: starts used
     episodes: jax.Array  # float32 [B]
     sums: dict[str, jax.Array]  # float32 [B] each: "return", "length" and the environment's metrics where valid
-    counts: dict[str, jax.Array]  # float32 [B] each: of the environment's metrics, in how many episodes they were valid
-    peaks: dict[str, jax.Array]  # float32 [B] each: the greatest of `Spec.peaks` where valid; -inf where none was
+    counts: dict[str, jax.Array]  # float32 [B] each: episodes in which the environment's metric was valid
+    peaks: dict[str, jax.Array]  # float32 [B] each: greatest valid value of `Spec.peaks`; -inf where none was valid
 
 
 class Worlds(NamedTuple):
-    """W worlds of one environment; B = W x A columns, a world's agents side by side."""
+    """Worlds of one environment, W of them; B = W x A columns, a world's agents side by side."""
 
     spec: Spec
     worlds: int
@@ -54,12 +54,12 @@ class Worlds(NamedTuple):
     fresh: Callable[[Key, int], Starts]
     tally: Callable[[], Tally]
     step: Callable[[WorldsState, Tally, jax.Array, Key, Starts | Key], tuple[WorldsState, Tally, TimeStep]]
-    #     (state, tally, action, key, starts, or the key to draw one a world with, if any world ends)
-    valid: Callable[[WorldsState], jax.Array]  # bool [B]: whose next step will count
+    #     (state, tally, action, key, starts or the key that draws one start a world if any world ends)
+    valid: Callable[[WorldsState], jax.Array]  # bool [B]: the column's next step will count
 
 
 class _Shape(NamedTuple):
-    """How worlds and agents make columns."""
+    """Layout of worlds and agents as columns."""
 
     worlds: int
     agents: int | None
@@ -69,20 +69,20 @@ class _Shape(NamedTuple):
         return self.worlds * (self.agents or 1)
 
     def flat(self, tree: PyTree) -> PyTree:
-        """[W, A, ...] -> [B, ...]"""
+        """Leaves [W, A, ...] as [B, ...]."""
         if self.agents is None:
             return tree
         return jax.tree.map(lambda leaf: leaf.reshape(self.columns, *leaf.shape[2:]), tree)
 
     def by_world(self, tree: PyTree) -> PyTree:
-        """[B, ...] -> [W, A, ...]"""
+        """Leaves [B, ...] as [W, A, ...]."""
         if self.agents is None:
             return tree
         return jax.tree.map(lambda leaf: leaf.reshape(self.worlds, self.agents, *leaf.shape[1:]), tree)
 
 
 def vectorise(environment: Environment, worlds: int) -> Worlds:
-    """`worlds` copies of `environment` that reset themselves."""
+    """Copies of `environment` that reset themselves."""
     if worlds < 1:
         raise ValueError(f"num_envs is {worlds}; at least 1 environment is needed")
     spec = environment.spec
@@ -137,11 +137,11 @@ def vectorise(environment: Environment, worlds: int) -> Worlds:
 
 
 Advise = Callable[[WorldsState], tuple[jax.Array, jax.Array]]
-"""What an expert would do in each column: (action [B, ...], bool [B]: whether there is one to tell)."""
+"""Expert's action in each column: (action [B, ...], bool [B]: it is known)."""
 
 
 def advising(environment: Demonstrator, worlds: int) -> Advise:
-    """The expert of `worlds` copies of `environment`."""
+    """Expert of `worlds` copies of `environment`."""
     shape = _Shape(worlds, environment.spec.agents)
 
     def advise(state: WorldsState) -> tuple[jax.Array, jax.Array]:
@@ -155,11 +155,11 @@ Sums = dict[str, jax.Array]
 
 
 def _scorer(environment: Environment, shape: _Shape) -> Callable[..., tuple[Sums, Sums, Sums]]:
-    """-> the sums, counts and peaks of a tally after a step that led to `following` and ended some episodes.
+    """Function to the sums, counts and peaks of a tally after a step that led to `following` and ended some episodes.
 
-    The environment's metrics are behind a condition on a CPU: mostly nothing has ended, and no compiler then repeats a
-    whole step inside each of the sums. On an accelerator the host would wait for the condition, and whatever XLA fuses
-    with it is computed by one block of threads (seen on an H100: a sixth of HackMatrix's update).
+    On a CPU the environment's metrics are behind a condition: in most steps nothing has ended, and the compiler then
+    does not repeat a whole step inside each of the sums. On an accelerator the host would wait for the condition, and
+    XLA computes whatever it fuses with it in one block of threads (seen on an H100: a sixth of HackMatrix's update).
     """
 
     def score(
@@ -194,7 +194,7 @@ def _scorer(environment: Environment, shape: _Shape) -> Callable[..., tuple[Sums
 
 
 def _restart(now: tuple[PyTree, PyTree], starts: Starts, used: jax.Array, over: jax.Array) -> tuple[PyTree, PyTree]:
-    """State and observation [W, ...], of worlds that are `over` [W] those of their next start; `used` [W] so far."""
+    """State and observation [W, ...]; where a world is `over` [W], those of its next start, of which `used` [W] are."""
     which = used % jax.tree.leaves(starts)[0].shape[0]
     world = jnp.arange(len(over))
 
@@ -239,7 +239,7 @@ class _TimeLimit:
 
 
 def time_limit(environment: Environment, steps: int) -> Environment:
-    """`environment`, truncated after `steps` steps of an episode."""
+    """Environment with episodes truncated after `steps` steps."""
     if steps < 1:
         raise ValueError(f"a time limit of {steps} steps; at least 1 is needed")
     return _TimeLimit(environment, steps)

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from longhaul.types import PyTree
 
 CLIP = 10.0
-"""Normalised values are clipped to +-CLIP: one outlier must not swamp a network."""
+"""Bound of normalised values: one outlier must not dominate a network."""
 
 
 class Moments(NamedTuple):
@@ -21,20 +21,20 @@ class Moments(NamedTuple):
 
 
 def start(observation: PyTree) -> Moments:
-    """Moments of nothing yet, for observations like `observation` (shapes of one agent)."""
+    """Moments of no sample, for observations like `observation` (shapes of one agent)."""
     zeros = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, jnp.float32), observation)
     return Moments(jnp.float32(0.0), zeros, jax.tree.map(jnp.ones_like, zeros))
 
 
 def update(
     moments: Moments, batch: PyTree, valid: jax.Array | None, mean: Callable[[PyTree], PyTree],
-    apart: Callable[[Callable[..., Any]], Callable[..., Any]] = lambda function: function,
+    isolated: Callable[[Callable[..., Any]], Callable[..., Any]] = lambda function: function,
 ) -> Moments:  # fmt: skip
     """Moments with a batch [T, B, ...] merged in; `valid` bool [T, B] leaves steps out, `mean` averages over shards.
 
-    What is summed within a shard goes through `apart`.
+    The sums of a shard are computed in isolation.
     """
-    share, shifted, squares = mean(apart(_sums)(moments, batch, valid))
+    share, shifted, squares = mean(isolated(_sums)(moments, batch, valid))
     size = jax.tree.leaves(batch)[0].shape
     count = share * (size[0] * size[1])
     total = moments.samples + count
@@ -54,7 +54,7 @@ def update(
 
 
 def _sums(moments: Moments, batch: PyTree, valid: jax.Array | None) -> tuple[jax.Array, PyTree, PyTree]:
-    """Of one shard: the share of steps that count, and about the running mean their first and second moments."""
+    """Share of a shard's steps that count, and their first and second moments about the running mean."""
     ones = jnp.ones(jax.tree.leaves(batch)[0].shape[:2], jnp.float32) if valid is None else valid.astype(jnp.float32)
 
     def average(leaf: jax.Array) -> jax.Array:
@@ -72,7 +72,7 @@ def _sums(moments: Moments, batch: PyTree, valid: jax.Array | None) -> tuple[jax
 
 
 def apply(moments: Moments, observation: PyTree) -> PyTree:
-    """(observation - mean) / std, clipped; leading axes are free."""
+    """Observation less the mean, divided by the deviation, clipped; leading axes are free."""
 
     def one(leaf: jax.Array, centre: jax.Array, variance: jax.Array) -> jax.Array:
         lead = leaf.ndim - centre.ndim

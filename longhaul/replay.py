@@ -1,21 +1,19 @@
-"""Replay on the device: a ring of experience [rows, columns], sampled evenly, by priority, or in sequences.
+"""Replay on the device: a ring of experience [rows, columns], sampled uniformly, by priority, or in sequences.
 
 Lin 1992; priorities after Schaul et al. 2016 (arXiv 1511.05952), n-step targets after Hessel et al. 2018 (arXiv
 1710.02298). Where we differ:
 
 - Observations are stored once. A step's successor is the next row's observation, except where the step was truncated:
-  what such steps led to lies behind the ring, in as many rows as `Spec.truncation_interval` allows, so that either is
-  one look-up. Terminated and truncated stay two things.
-- Priorities are sums of segments of `FANOUT`, not a binary tree: three or four look-ups instead of 24, each a random
-  choice of its own, so that no float32 sum over all of the ring has to tell single steps apart. An update sets leaves
-  and sums their segments again, in which nothing drifts. Cost does not depend on the fill.
-- An n-step return ends early where the ring's newest row is reached: with fewer rewards, never with a wrong successor.
-- A column that began anew between two rollouts (other scenarios, an actor put back) loses the step before that, whose
+  successors of truncated steps lie behind the ring, in as many rows as `Spec.truncation_interval` allows, so that both
+  kinds are one look-up. Terminated and truncated stay two things.
+- Priorities are in a tree with wide nodes (sum_tree.py), whose cost does not depend on the fill.
+- An n-step return ends early at the ring's newest row: with fewer rewards, never with a wrong successor.
+- A column that was restarted between two rollouts (other scenarios, an actor restarted) loses its last step, whose
   successor was not kept.
 
 Functions are of one shard; each shard has a ring of its own (`types.Local`) and samples from it alone. All rings have
-the same rows filled, so one `Cursor` serves them. Floats are kept in bfloat16 where `half` says so, as their bits:
-some compilers would widen a whole ring of bfloat16 to write a row of it.
+the same rows filled, so one `Cursor` serves them. With `half`, floats are kept as the bits of their bfloat16: some
+compilers would widen a whole ring of bfloat16 to write one row.
 """
 
 from __future__ import annotations
@@ -33,14 +31,14 @@ from longhaul.sum_tree import Tree
 from longhaul.types import Key, PyTree, Rollout, Spec, Successors
 
 ON, TERMINATED, NOBODY = -1, -2, -3
-"""How a row ends: it goes on; its value is zero; nobody played. 0 and more: truncated, its successor's place."""
+"""Ending of a row: it continues; it terminated; nobody played. From 0 on: truncated, the place of its successor."""
 
 MOST = 2**31 - 1
-"""Of steps on a shard: they are counted in int32."""
+"""Largest number of steps on a shard: they are counted in int32."""
 
 
 class Sizes(NamedTuple):
-    """Of a run, as far as replay depends on them."""
+    """Sizes of a run's experience."""
 
     shards: int
     columns: int  # of each shard
@@ -48,67 +46,67 @@ class Sizes(NamedTuple):
 
 
 class Cursor(NamedTuple):
-    """Where the rings are written next; the same on all shards."""
+    """Position at which the rings are written next; the same on all shards."""
 
     at: jax.Array  # int32: row
     filled: jax.Array  # int32: rows that can be sampled, those before `at`
 
 
 class Ring(NamedTuple):
-    """Of one shard. R rows, B columns, K places for successors of truncated steps."""
+    """Experience of one shard: R rows, B columns, K places for successors of truncated steps."""
 
     observation: PyTree  # [R + K, B, ...], packed; the row at the cursor is the newest step's successor
-    last: PyTree  # [B, ...], a copy of that row: who reads the ring before it writes, has the compiler copy all of it
-    open: jax.Array  # bool [B]: the newest step goes on
+    last: PyTree  # [B, ...], a copy of that row: reading the ring before a write makes the compiler copy all of it
+    open: jax.Array  # bool [B]: the newest step's episode continues
     action: jax.Array  # [R, B, ...]
     reward: jax.Array  # float32 [R, B]
     ending: jax.Array  # [R, B]: ON, TERMINATED, NOBODY or a place
     cuts: jax.Array  # int32 [B]: the next free place
     tree: Tree | tuple[()]  # priorities of the steps, row by row
-    greatest: jax.Array  # float32: priority of a step that was never learnt from
+    greatest: jax.Array  # float32: priority of a step that was never sampled
 
 
 class Chosen(NamedTuple):
-    """Which n steps a sample is made of."""
+    """Places of the n steps of a sample."""
 
     place: jax.Array  # int32 [n], in the ring, row by row
     weight: jax.Array  # float32 [n]: importance, at most 1
 
 
 class Transitions(NamedTuple):
-    """A sample of n steps of experience."""
+    """Sample of n steps of experience."""
 
     observation: PyTree  # [n, ...]
     action: jax.Array  # [n, ...]
     rewards: jax.Array  # float32 [n_step, n], 0 past an end
-    counts: jax.Array  # int32 [n]: how many of them count, m
-    terminated: jax.Array  # bool [n]: the last of them ended the episode, whose value is zero
-    successor: PyTree  # [n, ...]: where m steps led
+    counts: jax.Array  # int32 [n]: number of them that count, m
+    terminated: jax.Array  # bool [n]: the last of them ended the episode; the successor's value is zero
+    successor: PyTree  # [n, ...]: the observation after m steps
     weight: jax.Array  # float32 [n]: importance, at most 1; 0 where nobody played
     chosen: jax.Array  # int32 [n]: their places in the ring
 
 
 class Replay(NamedTuple):
-    """A ring's functions."""
+    """Functions of a ring."""
 
     rows: int
     start: Callable[[], Ring]  # of all shards, leaves [shards, ...]
     add: Callable[[Ring, Cursor, Rollout], tuple[Ring, Cursor]]
     sample: Callable[[Ring, Cursor, Key, int, jax.Array | float], Transitions]
     #     (ring, cursor, key, n, exponent of the importance weights)
-    choose: Callable[[Ring, Cursor, Key, int, jax.Array | float], Chosen]  # likewise; what is kept is not read
-    look: Callable[[Ring, Cursor, Chosen], Transitions]  # the rest of `sample`
+    choose: Callable[[Ring, Cursor, Key, int, jax.Array | float], Chosen]  # first half of `sample`: reads no experience
+    look: Callable[[Ring, Cursor, Chosen], Transitions]  # second half of `sample`
     sequences: Callable[[Ring, Cursor, Key, int, int], Rollout]  # (ring, cursor, key, n, length) -> [length, n]
     prioritise: Callable[[Ring, Transitions, jax.Array], Ring]  # (ring, a sample, its priorities float32 [n] >= 0)
 
 
 def begun() -> Cursor:
-    """Nothing written."""
+    """Cursor of an empty ring."""
     return Cursor(jnp.int32(0), jnp.int32(0))
 
 
 def rows_of(size: int, sizes: Sizes) -> int:
-    """Rows of a ring, whole rollouts, for about `size` steps over all shards. Raises ValueError where they can't be."""
+    """Rows of a ring, whole rollouts, for about `size` steps over all shards. Raises ValueError above MOST."""
     wanted = size // (sizes.shards * sizes.columns)
     rows = max(2, math.ceil(wanted / sizes.steps)) * sizes.steps
     if rows * sizes.columns > MOST:
@@ -117,7 +115,7 @@ def rows_of(size: int, sizes: Sizes) -> int:
 
 
 def discounted(batch: Transitions, gamma: float) -> tuple[jax.Array, jax.Array]:
-    """(the sum of a sample's rewards, each discounted; the discount of its successor's value), float32 [n] each."""
+    """(discounted sum of a sample's rewards, discount of its successor's value), float32 [n] each."""
     powers = gamma ** jnp.arange(batch.rewards.shape[0], dtype=jnp.float32)
     ahead = jnp.float32(gamma) ** batch.counts.astype(jnp.float32)
     return jnp.sum(powers[:, None] * batch.rewards, axis=0), jnp.where(batch.terminated, 0.0, ahead)
@@ -127,11 +125,11 @@ def replay(
     spec: Spec, action: jax.ShapeDtypeStruct, sizes: Sizes, size: int, *, n_step: int = 1, half: bool = False,
     prioritised: bool = False,
 ) -> Replay:  # fmt: skip
-    """A ring of about `size` steps over all shards, for environments of `spec` and actions like `action` (of one agent,
-    as it is to be kept).
+    """Ring of about `size` steps over all shards, for environments of `spec` and stored actions like `action` (of one
+    agent).
 
-    `half` keeps float32 observations in bfloat16; other dtypes stay as they are. Without `prioritised` all steps are
-    alike.
+    `half` keeps float32 observations in bfloat16; other dtypes do not change. Without `prioritised` all steps have the
+    same chance.
     """
     rows = rows_of(size, sizes)
     places = min(rows, math.ceil(rows / spec.truncation_interval)) if spec.truncation_interval else 1
@@ -146,7 +144,7 @@ def replay(
 
 
 class _Layout(NamedTuple):
-    """What a ring's functions know of it."""
+    """Sizes and types of a ring."""
 
     rows: int
     columns: int
@@ -161,7 +159,7 @@ class _Layout(NamedTuple):
 
     @property
     def kept(self) -> Any:
-        """How an ending is kept, which may be a place."""
+        """Type of a stored ending, which may be a place."""
         return jnp.int8 if self.places <= 127 else jnp.int16 if self.places <= 32_767 else jnp.int32
 
     def look(self, ring: Ring, row: jax.Array, column: jax.Array) -> PyTree:
@@ -197,7 +195,7 @@ def _add(of: _Layout, ring: Ring, cursor: Cursor, data: Rollout) -> tuple[Ring, 
     place = (ring.cuts[None] + jnp.cumsum(cut, axis=0) - cut) % places
     ending = jnp.where(cut, place, jnp.where(data.terminated, TERMINATED, ON))
     ending = jnp.where(data.valid, ending, NOBODY).astype(of.kept)
-    # A rollout's k-th truncation of a column goes to the k-th place free; what is out of range is dropped.
+    # A column's k-th truncation in a rollout goes to the k-th free place; places out of range are dropped.
     k = jnp.arange(jax.tree.leaves(truncated)[0].shape[0])[:, None]
     where = jnp.where(k < jnp.sum(cut, axis=0)[None], rows + (ring.cuts[None] + k) % places, rows + places)
 
@@ -223,8 +221,8 @@ def _add(of: _Layout, ring: Ring, cursor: Cursor, data: Rollout) -> tuple[Ring, 
 def _worth(
     of: _Layout, ring: Ring, tree: Tree, at: jax.Array, after: jax.Array, valid: jax.Array, lost: jax.Array
 ) -> Tree:
-    """The priorities of new rows. The row at the cursor has the newest step's successor for its observation: it can't
-    be sampled, nor can a step whose successor is not known, in row `lost` [B]."""
+    """Tree with the priorities of new rows. The row at the cursor holds the newest step's successor and cannot be
+    sampled, nor can the step in row `lost` [B], whose successor is not known."""
     worth = jnp.where(valid, ring.greatest, 0.0).reshape(-1)
     nothing = jnp.zeros(of.columns)
     rows = (at * of.columns, worth), (after * of.columns, nothing)
@@ -288,13 +286,13 @@ def _prioritise(ring: Ring, batch: Transitions, priority: jax.Array) -> Ring:
     if not isinstance(ring.tree, Tree):
         return ring
     greatest = jnp.maximum(ring.greatest, jnp.max(priority))
-    # Who has no weight keeps none. By it, too, what was drawn is read before it is written, without a copy.
+    # A step without weight keeps priority 0. The condition also orders the read before the write, without a copy.
     priority = jnp.where(batch.weight > 0.0, priority, 0.0)
     return ring._replace(tree=sum_tree.change(ring.tree, (), batch.chosen, priority), greatest=greatest)
 
 
 def _packing(observation: PyTree, half: bool) -> tuple[Callable[[PyTree], PyTree], Callable[[PyTree], PyTree]]:
-    """(what is seen -> what is kept, and back), leading axes free."""
+    """Functions (observation -> stored form, and back); leading axes are free."""
     halved = jax.tree.map(lambda x: half and x.dtype == jnp.float32, observation)
 
     def pack(seen: PyTree) -> PyTree:
@@ -317,7 +315,7 @@ def _put(store: jax.Array, rows: jax.Array, at: jax.Array) -> jax.Array:
 
 
 def _differ(one: PyTree, other: PyTree) -> jax.Array:
-    """bool [B]: whether any leaf [B, ...] does."""
+    """Flag bool [B]: any leaf [B, ...] differs."""
 
     def leaf(x: jax.Array, y: jax.Array) -> jax.Array:
         return jnp.any((x != y).reshape(x.shape[0], -1), axis=-1)
@@ -326,5 +324,5 @@ def _differ(one: PyTree, other: PyTree) -> jax.Array:
 
 
 def _below(bits: jax.Array, bound: Any) -> jax.Array:
-    """Random bits as int32 below `bound`; uneven by less than bound / 2^32."""
+    """Random bits as int32 below `bound`; biased by less than bound / 2^32."""
     return (bits % jnp.asarray(bound, jnp.uint32)).astype(jnp.int32)

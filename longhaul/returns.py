@@ -1,7 +1,7 @@
 """Returns and advantages of one stream of experience [T]; batch them with `jax.vmap(..., in_axes=1, out_axes=1)`.
 
-Every function takes `terminated` and `truncated` apart: the first ends the task (nothing follows), the second only our
-watching (the successor's value counts, but the next step of the stream belongs to another episode).
+Every function takes `terminated` and `truncated` separately: the first ends the task (nothing follows), the second
+only the watching (the successor's value counts, but the next step of the stream belongs to another episode).
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ def gae(
 ) -> Float[Array, " T"]:
     """Generalised advantage estimates (Schulman et al. 2016, equation 16); add `value` for the lambda-return.
 
-    `successor_value[t]` is the value of what step t truly led to. The sum stops at an episode's end of either kind.
+    `successor_value[t]` is the value of the observation that step t led to. The sum stops at both kinds of end.
     """
     bootstrap = jnp.where(terminated, 0.0, gamma * successor_value)
     delta = reward + bootstrap - value
@@ -51,24 +51,24 @@ def q_lambda(
 ) -> Float[Array, " T"]:
     """Returns of Q-learning over lambda: r_t + gamma ((1 - lam) max_a Q(s_{t+1}, a) + lam the next step's return).
 
-    Peng's Q(lambda) (Peng and Williams 1996), as PQN has it (Gallici et al. 2024): `successor_value[t]` is the greatest
-    value where step t truly led. A return goes on past a choice that was not the greatest, where Watkins' is cut; so
-    it is biased by as much as was drawn at random. At the end of an episode or of the stream it looks one step ahead.
+    Peng's Q(lambda) (Peng and Williams 1996), as in PQN (Gallici et al. 2024): `successor_value[t]` is the greatest
+    value of the observation that step t led to. A return continues past a choice that was not the greatest, where
+    Watkins' is cut: random choices bias it. At the end of an episode or of the stream it looks one step ahead.
     """
     discount = jnp.where(terminated, 0.0, gamma)
     trace = jnp.where(terminated | truncated, 0.0, lam)
 
     def backward(following: jax.Array, step: tuple[jax.Array, ...]) -> tuple[jax.Array, jax.Array]:
         r, ahead, discount_t, trace_t = step
-        found = r + discount_t * ((1.0 - trace_t) * ahead + trace_t * following)
-        return found, found
+        total = r + discount_t * ((1.0 - trace_t) * ahead + trace_t * following)
+        return total, total
 
     steps = (reward, successor_value, discount, trace)
     return jax.lax.scan(backward, successor_value[-1], steps, reverse=True, unroll=16)[1]
 
 
 class VTrace(NamedTuple):
-    """What V-trace makes of a stream; a constant to any gradient."""
+    """Targets and advantages of V-trace for one stream; constants to any gradient."""
 
     target: jax.Array  # [T], v_s: of the value
     advantage: jax.Array  # [T], of the policy's gradient, weighted: rho_s (r_s + gamma v_{s+1} - V(x_s))
@@ -90,14 +90,14 @@ def vtrace(
 ) -> VTrace:
     """V-trace (Espeholt et al. 2018, equation 1, and remark 2 for `lam`): off-policy targets of values and policy.
 
-    `log_ratio[t]` is log pi(a_t) - log mu(a_t), of the policy that is judged over that which acted. `rho_clip` and
+    `log_ratio[t]` is log pi(a_t) - log mu(a_t), of the learnt policy over the acting one. `rho_clip` and
     `c_clip` bound the ratio in the temporal difference and in the trace, `pg_rho_clip` (None: as `rho_clip`) that of
-    the policy's gradient; infinity leaves it as it is. The paper wants c_clip <= rho_clip; nothing here needs it.
+    the policy's gradient; infinity: no bound. The paper requires c_clip <= rho_clip; nothing here needs it.
 
-    Where we differ: the paper knows of one kind of end. Here the trace stops at an end of either kind; at a truncated
-    step, as at the last of the stream, v_{s+1} is `successor_value`, and at a terminated one 0. With `lam` below 1 the
-    policy's gradient has v_{s+1} as the paper's section 4.2 does, which holds lambda once, being itself a target;
-    mixing it with V(x_{s+1}) by lambda once more, as some do, would make GAE of it where pi = mu. Raises ValueError.
+    Where we differ: the paper has one kind of end. Here the trace stops at both kinds; at a truncated step, as at the
+    last of the stream, v_{s+1} is `successor_value`, and at a terminated one 0. With `lam` below 1 the policy's
+    gradient has the v_{s+1} of the paper's section 4.2, a target that contains lambda already; mixing it with
+    V(x_{s+1}) by lambda again, as some code does, would turn it into GAE where pi = mu. Raises ValueError.
     """
     pg_rho_clip = rho_clip if pg_rho_clip is None else pg_rho_clip
     for name, clip in (("rho_clip", rho_clip), ("c_clip", c_clip), ("pg_rho_clip", pg_rho_clip)):
@@ -131,7 +131,7 @@ def successor_values(
     truncated_value: Float[Array, "K B"],
     truncated: Bool[Array, "T B"],
 ) -> Float[Array, "T B"]:
-    """The value of each step's true successor, from the values of a rollout and of its `types.Successors`."""
+    """Value of each step's successor, from the values of a rollout and of its `types.Successors`."""
     following = jnp.concatenate([value[1:], last[None]], axis=0)
     count = jnp.cumsum(truncated.astype(jnp.int32), axis=0) - truncated
     own = jnp.take_along_axis(truncated_value, count, axis=0, mode="clip")

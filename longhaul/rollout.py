@@ -31,14 +31,14 @@ Act = Callable[[Params, PyTree, PyTree, Key | None], tuple[jax.Array, PyTree, Py
 
 
 class Guide(NamedTuple):
-    """An expert beside the policy, who is asked at every step."""
+    """Expert beside the policy, consulted at every step."""
 
     advise: Advise
-    share: float  # of the worlds, rounded up, the first ones: there his action is done, where he has one
+    share: float  # of the worlds, rounded up, the first ones: there the expert's action is taken where it is known
 
 
 class Carry(NamedTuple):
-    """What one rollout hands to the next; leaves start with [W] or [B], so that a mesh can split them."""
+    """State between two rollouts; leaves start with [W] or [B], so that a mesh can split them."""
 
     worlds: WorldsState
     observation: PyTree  # [B, ...]
@@ -46,7 +46,7 @@ class Carry(NamedTuple):
 
 
 def _where_column(condition: jax.Array, new: PyTree, old: PyTree) -> PyTree:
-    """`new` where condition [B], else `old`, leaf by leaf."""
+    """Leaves of `new` where condition [B], else of `old`."""
 
     def choose(x: jax.Array, y: jax.Array) -> jax.Array:
         return jnp.where(condition.reshape(-1, *([1] * (x.ndim - 1))), x, y)
@@ -55,7 +55,7 @@ def _where_column(condition: jax.Array, new: PyTree, old: PyTree) -> PyTree:
 
 
 def _keep(slots: PyTree, used: jax.Array, truncated: jax.Array, successor: PyTree) -> PyTree:
-    """The successors of truncated steps written to each column's next free slot; slots [K, B, ...]."""
+    """Slots [K, B, ...] with the successors of truncated steps written to each column's next free one."""
 
     def write(slot: jax.Array, value: jax.Array) -> jax.Array:
         column = jnp.arange(value.shape[0])
@@ -80,9 +80,9 @@ def collector(
     """Rollouts of `steps` steps of every world; with a `guide`, their extras are `Guided`.
 
     `starts` fresh episodes a world are drawn for each rollout (default: one for every 8 steps, at most 16). The metrics
-    of a rollout are sums over the episodes that ended in it, "episodes" of them: "episode/return", "episode/length" and
-    each "episode/NAME" of the environment, which was valid in "episodes/NAME" of them; "peak/NAME" is the greatest of
-    `Spec.peaks`, -inf where none was valid.
+    of a rollout are sums over the episodes that ended in it; their number is "episodes". The sums are "episode/return",
+    "episode/length" and each "episode/NAME" of the environment, which was valid in "episodes/NAME" of them; "peak/NAME"
+    is the greatest value of `Spec.peaks`, -inf where none was valid.
     """
     if steps < 1:
         raise ValueError(f"num_steps is {steps}; at least 1 is needed")
@@ -98,7 +98,7 @@ def collector(
     def collect(params: Params, carry: Carry, key: Key, version: jax.Array) -> tuple[Carry, Rollout, Metrics]:
         key_starts, key_steps = jax.random.split(key)
         with jax.named_scope(ENVIRONMENT):
-            # For a single step a bank costs as much as the step itself, and mostly no world ends.
+            # For a single step a bank costs as much as the step itself, and in most steps no world ends.
             bank = key_starts if steps == starts == 1 else worlds.fresh(key_starts, starts)
         initial_memory = memory(worlds.columns)
         kept = jax.tree.map(lambda leaf: jnp.zeros((slots, *leaf.shape), leaf.dtype), carry.observation)
@@ -121,7 +121,7 @@ def collector(
             if valid is not None:
                 ended, truncated = ended & valid, truncated & valid
             kept = _keep(kept, used, truncated, led_to.successor)
-            # Who waits for its world remembers nothing of it when the next episode begins.
+            # An agent that waits for its world begins the next episode with fresh memory.
             begins = ended if valid is None else ended | ~valid
             remembered = _where_column(begins, initial_memory, remembered)
             row = (observation, action, led_to.reward, led_to.terminated, truncated, valid, extras)
@@ -155,12 +155,12 @@ def pathwise(
     gamma: float,
     detach: bool = False,
 ) -> Collector:
-    """Rollouts of `steps` steps of every world, of which the gradient is handed on: data are `Pathwise`.
+    """Gradients of rollouts of `steps` steps of every world: data are `Pathwise`.
 
     The discount counts from the rollout's beginning. The gradient passes through policy, actions, environment and
-    rewards; not into the rollout before, nor from an episode into the next. `detach`: nor through what the policy sees,
-    where that path is not smooth, or so long that it explodes. A step is computed again for its gradient, so that
-    memory holds the states of worlds and little else.
+    rewards; not into the previous rollout, nor from an episode into the next. `detach`: nor through the policy's
+    observations, where that path is not smooth, or so long that it explodes. A step is computed again for its gradient,
+    so that memory holds little more than the states of worlds.
     """
 
     def acting(
@@ -184,7 +184,7 @@ def pathwise(
 
 
 def join(rollouts: Sequence[Rollout]) -> Rollout:
-    """Rollouts side by side, as one of all their columns. Its version is the oldest."""
+    """One rollout with the columns of all. Its version is the oldest."""
     if len(rollouts) == 1:
         return rollouts[0]
 
@@ -192,7 +192,7 @@ def join(rollouts: Sequence[Rollout]) -> Rollout:
         return jax.tree.map(lambda *leaves: jnp.concatenate(leaves, axis), *trees)
 
     def one(rollout: Rollout) -> tuple[PyTree, PyTree]:
-        """What is [T, B, ...], and what is [B, ...]."""
+        """(leaves [T, B, ...], leaves [B, ...]) of a rollout."""
         successors = rollout.successors
         wide = rollout._replace(successors=successors.truncated, memory=(), version=())  # type: ignore[arg-type]
         return wide, (successors.last, rollout.memory)
@@ -205,11 +205,11 @@ def join(rollouts: Sequence[Rollout]) -> Rollout:
 
 
 class Episodes(NamedTuple):
-    """What whole episodes scored, [E, A] each (A = 1 without agents)."""
+    """Scores of whole episodes, [E, A] each (A = 1 without agents)."""
 
     scores: dict[str, Measure]
-    valid: jax.Array  # bool [E, A]: who played at all; no score is valid elsewhere
-    finished: jax.Array  # bool [E, A]: ended within the steps given
+    valid: jax.Array  # bool [E, A]: the agent played at all; no score is valid elsewhere
+    finished: jax.Array  # bool [E, A]: ended within `steps`
 
 
 def play(
@@ -220,11 +220,11 @@ def play(
     steps: int,
     observe: Callable[[PyTree], PyTree] | None = None,
 ) -> Callable[[Params, tuple[PyTree, PyTree], Key | None, Key], tuple[Episodes, PyTree]]:
-    """A function (params, starts, key, world_key) -> (episodes, frames) that plays one episode from each start.
+    """Function (params, starts, key, world_key) -> (episodes, frames) that plays one episode from each start.
 
-    `starts` is (state, observation) with leaves [E, ...]. `key` None acts by the policy's mode. Frames are
+    `starts` is (state, observation) with leaves [E, ...]. With `key` None the policy acts by its mode. Frames are
     `observe(states)` of all [E, ...] states before each step and at the end, [T+1, ...]; () without `observe`. Nothing
-    resets: an ended agent waits.
+    is reset: an ended agent waits.
     """
     agents = environment.spec.agents
 
@@ -259,7 +259,7 @@ def play(
             scored["length"] = Measure(scores["length"].value + 1.0, present)
             scores = jax.tree.map(lambda new, old: jnp.where(playing, new, old), scored, scores)
             still = playing & ~ended
-            # A single world that ended stays where it ended, for the pictures.
+            # A world that ended keeps its last state, for the pictures.
             kept = _where_column(jnp.any(playing, axis=-1), following, state)
             return (kept, led_to.observation, remembered, still, scores), frame
 
@@ -275,7 +275,7 @@ def play(
 
 
 def starts(environment: Environment, key: Key, episodes: int) -> tuple[PyTree, PyTree]:
-    """`episodes` fresh starts: (state, observation), leaves [E, ...]."""
+    """Fresh starts of `episodes` episodes: (state, observation), leaves [E, ...]."""
     if episodes < 1:
         raise ValueError(f"{episodes} evaluation episodes; at least 1 is needed")
     return jax.vmap(environment.reset)(jax.random.split(key, episodes))

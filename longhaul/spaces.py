@@ -1,7 +1,7 @@
-"""Those types that processes without JAX speak too: actions, masks, measures, and trees of NumPy arrays.
+"""Actions, masks, measures and trees of NumPy arrays: the types of processes without JAX.
 
-`types` has them as well, for everybody who computes with JAX. A tree is what JAX takes for one: dicts, tuples, named
-tuples, lists, None; its leaves come in JAX's order, dicts by key.
+`types` exports them too, for code that computes with JAX. Trees are those of JAX: dicts, tuples, named tuples, lists,
+None; leaves come in JAX's order, dicts by key.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ class Discrete:
 
 @dataclass(frozen=True)
 class MultiDiscrete:
-    """A vector of independent choices, int32 [len(sizes)]; choice i is in 0 .. sizes[i]-1."""
+    """Vector of independent choices, int32 [len(sizes)]; choice i is in 0 .. sizes[i]-1."""
 
     sizes: tuple[int, ...]
 
 
 @dataclass(frozen=True)
 class Box:
-    """A float32 vector within `low` .. `high`, both of the action's length."""
+    """Vector float32 within `low` .. `high`, both of the action's length."""
 
     low: tuple[float, ...]
     high: tuple[float, ...]
@@ -41,11 +41,11 @@ Action = Discrete | MultiDiscrete | Box
 
 
 class Measure(NamedTuple):
-    """A number with its validity: a mask travels with its value.
+    """Number with its validity: a mask travels with its value.
 
-    Not every episode can tell every metric: without a light, nobody knows whether the agent heeds red. Where `valid` is
-    False, `value` means nothing and counts nowhere. Example: of Measure([1.0, 7.0, 0.0], [True, False, True]) the mean
-    is 0.5, over 2 episodes.
+    Not every episode has every metric: without a traffic light there is no red-light metric. Where `valid` is False,
+    `value` means nothing and counts nowhere. Example: the mean of Measure([1.0, 7.0, 0.0], [True, False, True]) is 0.5,
+    over 2 episodes.
     """
 
     value: Any  # float32 [...]
@@ -53,7 +53,7 @@ class Measure(NamedTuple):
 
 
 class Masked(NamedTuple):
-    """An observation that comes with the set of actions that are legal now."""
+    """Observation together with the set of actions that are legal now."""
 
     observation: Tree
     mask: Any  # bool [..., n]: True where the action is legal
@@ -61,7 +61,7 @@ class Masked(NamedTuple):
 
 @dataclass(frozen=True)
 class Leaf:
-    """An array's form. `choices`: it holds whole numbers, each below its entry, which mean no quantity."""
+    """Shape and type of an array. `choices`: its numbers are labels, each below its entry, and no quantities."""
 
     shape: tuple[int, ...]
     dtype: np.dtype
@@ -69,7 +69,7 @@ class Leaf:
 
 
 def action_shape(action: Action) -> tuple[tuple[int, ...], np.dtype]:
-    """(shape, dtype) of one action."""
+    """Shape and dtype of one action."""
     match action:
         case Discrete():
             return (), np.dtype(np.int32)
@@ -80,7 +80,7 @@ def action_shape(action: Action) -> tuple[tuple[int, ...], np.dtype]:
 
 
 def mapped(function: Callable[..., Any], tree: Tree, *others: Tree) -> Tree:
-    """The tree of `function(leaf, *leaves of the others)`. ValueError where the others are of another form."""
+    """Tree of `function(leaf, *leaves of the others)`. ValueError where the structures differ."""
     match tree:
         case None:
             return None
@@ -97,7 +97,7 @@ def mapped(function: Callable[..., Any], tree: Tree, *others: Tree) -> Tree:
 
 
 def leaves(tree: Tree) -> list[Any]:
-    """The leaves in JAX's order."""
-    found: list[Any] = []
-    mapped(found.append, tree)
-    return found
+    """Leaves in JAX's order."""
+    collected: list[Any] = []
+    mapped(collected.append, tree)
+    return collected

@@ -1,9 +1,9 @@
-"""Random choice of one of many by weights that change: sums of segments, and sums of those.
+"""Sum tree: random choice among many by weights that change.
 
-A sum tree (Schaul et al. 2016, arXiv 1511.05952) with wide nodes: a binary one over ten million weights is 24 dependent
-look-ups. Where we differ further: each level is a random choice of its own, instead of one number that is cut down from
-level to level, in which float32 could not tell ten million apart; and sums are taken again from their segment, not
-corrected by differences that would add up.
+The nodes of this tree (Schaul et al. 2016, arXiv 1511.05952) are wide: a binary tree over ten million weights takes 24
+dependent look-ups. Where we differ further: each level is a random choice of its own, instead of one number reduced
+from level to level, whose float32 could not tell ten million weights apart; and sums are computed again from their
+segment, not corrected by differences, whose errors would add up.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ FANOUT = 64
 
 
 class Tree(NamedTuple):
-    """Weights, at least 0, and above them sums of `FANOUT` each, up to a level of at most `FANOUT` numbers."""
+    """Weights, at least 0, and levels of sums of `FANOUT` each, up to a level of at most `FANOUT` numbers."""
 
     leaves: jax.Array  # float32 [n, rounded up to whole segments]
-    sums: tuple[jax.Array, ...]  # float32, whole segments each, but the last
+    sums: tuple[jax.Array, ...]  # float32, whole segments each, except the last
 
 
 def start(n: int) -> Tree:
-    """`n` weights of 0."""
+    """Tree of `n` weights of 0."""
     widths = [-(-n // FANOUT) * FANOUT]
     while widths[-1] > FANOUT:
         widths.append(-(-(widths[-1] // FANOUT) // FANOUT) * FANOUT)
@@ -44,10 +44,10 @@ Rows = tuple[jax.Array, jax.Array]
 def change(
     tree: Tree, rows: Sequence[Rows] = (), index: jax.Array | None = None, weights: jax.Array | float = 0.0
 ) -> Tree:
-    """New weights in `rows`, one after the other, and then `weights` in the places `index` [k].
+    """Tree with new weights in `rows`, one after the other, and then `weights` in the places `index` [k].
 
-    Of equal places in `index` any one's weight wins. All of a level is written before any of it is read: else the
-    compiler would copy the level, to have it both ways.
+    Of equal places in `index` any one's weight wins. A level is written completely before any of it is read: otherwise
+    the compiler would copy the level.
     """
     below = tree.leaves
     for at, new in rows:
@@ -57,7 +57,7 @@ def change(
     levels, places = [below], [(at, len(new)) for at, new in rows]
     for above in tree.sums:
         segments = len(below) // FANOUT
-        # The segments that k places can touch; whatever else is summed again is as it was.
+        # The segments that k places can touch; the others that are summed again do not change.
         counts = [min(count // FANOUT + 2, segments) for _, count in places]
         places = [(jnp.minimum(at // FANOUT, segments - n), n) for (at, _), n in zip(places, counts, strict=True)]
         sums = [
@@ -75,9 +75,9 @@ def change(
 
 
 def draw(tree: Tree, key: Key, n: int) -> tuple[jax.Array, jax.Array]:
-    """`n` places, each with a chance in proportion to its weight, and their weights: int32 [n], float32 [n].
+    """Places int32 [n], each with a chance in proportion to its weight, and their weights float32 [n].
 
-    The first level is drawn evenly spread (stratified). Where all weights are 0, places mean nothing.
+    The first level is stratified. Where all weights are 0, places mean nothing.
     """
     uniform = prng.uniform(key, (1 + len(tree.sums), n))
     spread = (jnp.arange(n) + uniform[0]) / n
@@ -89,14 +89,14 @@ def draw(tree: Tree, key: Key, n: int) -> tuple[jax.Array, jax.Array]:
 
 
 def _segments(level: jax.Array, index: jax.Array) -> jax.Array:
-    """float32 [k, FANOUT]: the segments of these numbers."""
+    """Segments float32 [k, FANOUT] of these numbers."""
     return level.reshape(-1, FANOUT)[index]
 
 
 def _choose(weights: jax.Array, uniform: jax.Array) -> jax.Array:
-    """int32 [k]: where the running sum of weights [k, FANOUT] first passes the share `uniform` [k] of the whole."""
+    """Place int32 [k] where the running sum of weights [k, FANOUT] first passes the share `uniform` [k] of all."""
     triangle = jnp.triu(jnp.ones((FANOUT, FANOUT), jnp.float32))
     cumulated = jnp.matmul(weights, triangle, precision=jax.lax.Precision.HIGHEST)
-    # Against the greatest below: a spread number may round up to 1, and the last weight may be 0.
+    # Bounded below the total: a stratified number may round up to 1, and the last weight may be 0.
     wanted = jnp.minimum(uniform * cumulated[:, -1], cumulated[:, -1] * (1.0 - 2.0**-23))
     return jnp.sum(cumulated[:, :-1] <= wanted[:, None], axis=1, dtype=jnp.int32)

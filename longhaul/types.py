@@ -1,11 +1,11 @@
-"""The types that everything speaks.
+"""Types that the whole package shares.
 
-Axes, once and for all: T time, B batch (columns), K slots, A controlled agents of one world; time first. A *column* of
-the batch is one agent's stream of experience: B = worlds x A. All lengths are metres, angles radians, times seconds.
+Axes: T time, B batch (columns), K slots, A controlled agents of one world; time first. A *column* of the batch is one
+agent's stream of experience: B = worlds x A. All lengths are metres, angles radians, times seconds.
 
-The one invariant that the whole package rests on: **an episode ends in two ways, and they are not the same.**
-`terminated` says that the task is over: nothing follows, its value is zero. `truncated` says that we stopped watching:
-the episode would have gone on from `successor`, the observation that the step truly led to, and its value counts.
+The invariant of the whole package: **an episode ends in two ways, and they are not the same.** `terminated`: the task
+is over, nothing follows, the value of the successor is zero. `truncated`: watching stopped; the episode would continue
+from `successor`, the observation that the step led to, and its value counts.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ Params = PyTree
 Metrics = dict[str, jax.Array]
 
 ENVIRONMENT, INFERENCE, LEARNING = "environment", "inference", "learning"
-"""Scopes of a compiled program's instructions, by which a profile tells them apart."""
+"""Scopes of a compiled program's instructions; a profile groups by them."""
 
 
 class Compact(NamedTuple):
-    """A long input without the numbers that are 0 in every observation."""
+    """Long input without the numbers that are 0 in every observation."""
 
     expand: Callable[[PyTree], jax.Array]  # stored observations [..., *shape] -> float32 [..., len(places)]
     places: tuple[int, ...]  # of these numbers in the whole input
@@ -41,17 +41,17 @@ class Compact(NamedTuple):
 
 @dataclass(frozen=True)
 class Spec:
-    """What an environment takes and gives.
+    """Observations, actions and bounds of an environment.
 
     `observation` is a pytree of `jax.ShapeDtypeStruct` for ONE agent (a `Masked` where actions can be illegal).
     `agents` is None for an ordinary environment, whose arrays have no agent axis; with a number A, observation, reward,
-    terminated and truncated have a leading [A], and `Environment.active` says which agents still play.
+    terminated and truncated have a leading [A], and `Environment.active` is the mask of agents that still play.
     `truncation_interval` is a promise: no agent is truncated twice within fewer steps (None: never). It bounds the
-    memory that the successors of truncated steps take in a rollout; 1 is always right, a time limit is much better.
-    `max_steps` bounds an episode's length; None where nothing does. `expand` turns stored observations [..., *shape]
-    (without their mask) into what a network takes, where that is not the same: rollouts then keep the small form.
-    `compact` is the same for networks that can leave out what is always 0 of one long vector.
-    `peaks` names metrics of which a run is told the greatest value, too.
+    memory for successors of truncated steps in a rollout; 1 is always correct, a time limit needs much less memory.
+    `max_steps` bounds an episode's length; None: unbounded. `expand` turns stored observations [..., *shape] (without
+    their mask) into a network's input, where the two differ: rollouts then keep the small form. `compact` does the same
+    for networks that can leave out the numbers of one long vector that are always 0. `peaks` names metrics whose
+    greatest value is reported too.
     """
 
     observation: PyTree
@@ -65,11 +65,11 @@ class Spec:
 
 
 class TimeStep(NamedTuple):
-    """What a step led to.
+    """Result of a step.
 
     From an environment: `observation` and `successor` are the same object. From `environment.vectorise`, which resets:
-    `observation` is what the next action is chosen on (the first of a new episode where one ended) and `successor`
-    what the step truly led to. They differ only where `terminated | truncated`.
+    `observation` is the input of the next action (the first of a new episode where one ended), `successor` the
+    observation that the step led to. They differ only where `terminated | truncated`.
     """
 
     observation: PyTree
@@ -80,12 +80,12 @@ class TimeStep(NamedTuple):
 
 
 def transition(observation: PyTree, reward: jax.Array, terminated: jax.Array, truncated: jax.Array) -> TimeStep:
-    """The time step of an environment that does not reset itself."""
+    """Time step of an environment that does not reset itself."""
     return TimeStep(observation, reward, terminated, truncated, observation)
 
 
 class Environment(Protocol):
-    """One world, as pure functions; `environment.vectorise` makes many of it.
+    """World as pure functions; `environment.vectorise` makes many of one.
 
     After an agent's episode ended, `step` may be called again before `reset`; its results are then ignored.
     """
@@ -99,41 +99,39 @@ class Environment(Protocol):
     def step(self, key: Key, state: PyTree, action: jax.Array) -> tuple[PyTree, TimeStep]: ...
 
     def active(self, state: PyTree) -> jax.Array:
-        """bool: whether an episode is running; with `spec.agents` = A: bool [A], which agents still play."""
+        """Flag bool: an episode is running; with `spec.agents` = A: mask bool [A] of the agents that still play."""
 
     def metrics(self, state: PyTree) -> dict[str, Measure]:
-        """What an episode that ends in `state` scored beside its return and length, scalars ([A] with agents); may be
+        """Scores, beside return and length, of an episode that ends in `state`: scalars ([A] with agents); may be
         empty."""
 
 
 class Demonstrator(Environment, Protocol):
-    """An environment with an expert whom one can ask."""
+    """Environment with an expert."""
 
     def demonstrate(self, state: PyTree) -> tuple[jax.Array, jax.Array]:
-        """(what the expert would do in `state`, an action; bool: whether there is one to tell), [A, ...] with agents.
-
-        Where nothing can be told the action is one all the same, and means nothing.
-        """
+        """(the expert's action in `state`, bool: it is known), [A, ...] with agents. An unknown action is any legal
+        value and means nothing."""
 
 
 class Guided(NamedTuple):
-    """`Rollout.extras` where an expert was asked."""
+    """`Rollout.extras` of rollouts with an expert."""
 
-    own: PyTree  # what `act` gave, as ever
+    own: PyTree  # the extras of `act`
     action: jax.Array  # [T, B, ...], the expert's
-    known: jax.Array  # bool [T, B]: whether there is one
-    followed: jax.Array  # bool [T, B]: it is what was done
+    known: jax.Array  # bool [T, B]: the expert has one
+    followed: jax.Array  # bool [T, B]: it was taken
 
 
 class Pathwise(NamedTuple):
-    """How much more the rewards of a rollout would be, by each parameter of who acted."""
+    """Gradient of a rollout's rewards by the parameters of the acting policy."""
 
     gradient: PyTree  # like `params`, of "objective"
-    told: Metrics  # "objective": the discounted sum of a column's rewards, the mean over columns
+    metrics: Metrics  # "objective": the discounted sum of a column's rewards, the mean over columns
 
 
 class Successors(NamedTuple):
-    """The successors of a rollout, kept where they are not a copy of the next observation.
+    """Successors of a rollout, kept where they are not a copy of the next observation.
 
     The successor of step t in column b is `observation[t + 1, b]` (`last[b]` for t = T-1), except where the step was
     truncated: there it is `truncated[k, b]`, k being the number of truncations of column b before step t. Terminated
@@ -148,14 +146,14 @@ class Successors(NamedTuple):
 
 
 class Rollout(NamedTuple):
-    """Experience, [T, B, ...], time first, with the memory that it began with.
+    """Experience, [T, B, ...], time first, with the memory before its first step.
 
     `valid` is False where a column's agent was not playing (it ended earlier than its world, or the slot is empty):
-    such steps mean nothing and count nowhere. `extras` is what `act` gave beside the action (log-probabilities, say).
-    `version` counts the updates that had made the weights which acted.
+    such steps mean nothing and count nowhere. `extras` are the further results of `act` (log-probabilities, for
+    example). `version` is the number of updates behind the acting weights.
     """
 
-    observation: PyTree  # [T, B, ...], what the action was chosen on
+    observation: PyTree  # [T, B, ...], the input of the action
     action: jax.Array  # [T, B, ...]
     reward: jax.Array  # float32 [T, B]
     terminated: jax.Array  # bool [T, B]
@@ -168,7 +166,7 @@ class Rollout(NamedTuple):
 
 
 class Local(NamedTuple):
-    """What of an algorithm's State each shard has for itself, and never meets with the others': its part of a replay.
+    """Part of an algorithm's State that each shard has for itself, never averaged: its part of a replay.
 
     A shard sees leaves [1, ...]; those of all shards together are [shards, ...].
     """
@@ -177,20 +175,20 @@ class Local(NamedTuple):
 
 
 def is_local(tree: PyTree) -> bool:
-    """Whether a part of a State is such a one."""
+    """True for a part of a State that is `Local`."""
     return isinstance(tree, Local)
 
 
 class Algorithm(NamedTuple):
-    """A learner as pure functions; written for one shard, and ignorant of devices.
+    """Learner as pure functions, written for one shard and independent of devices.
 
-    `policy(state)` is what `act` needs of the state (parameters, normalisers). `memory(B)` is the memory at an
-    episode's start, `()` where there is none; the caller puts it back where an episode ended. `act` with `key=None`
-    takes the mode of the policy instead of a sample.
+    `policy(state)` is the part of the state that `act` needs (parameters, normalisers). `memory(B)` is the memory at an
+    episode's start, `()` where there is none; the caller resets it where an episode ended. `act` with `key=None` takes
+    the mode of the policy instead of a sample.
     """
 
     init: Callable[[Key], PyTree]  # key -> State
-    policy: Callable[[PyTree], Params]  # State -> what acting needs
+    policy: Callable[[PyTree], Params]  # State -> the part that acting needs
     memory: Callable[[int], PyTree]  # B -> memory at an episode's start
     act: Callable[[Params, PyTree, PyTree, Key | None], tuple[jax.Array, PyTree, PyTree]]
     #     (params, memory, observation [B, ...], key) -> (action, memory, extras)
@@ -208,7 +206,7 @@ class Collector(NamedTuple):
 
 
 class Progress(NamedTuple):
-    """A training run between two updates: with the Run itself, all that is needed to go on exactly."""
+    """Training run between two updates: with the Run itself, everything that an exact continuation needs."""
 
     state: PyTree  # the algorithm's
     carry: PyTree  # the collector's
@@ -217,7 +215,7 @@ class Progress(NamedTuple):
 
 
 class Weights(Protocol):
-    """The way of parameters from a learner to whoever acts; versions only grow."""
+    """Transfer of parameters from a learner to its actors; versions only grow."""
 
     def publish(self, version: int, params: Params) -> None: ...
 

@@ -14,13 +14,11 @@ import jax.numpy as jnp
 import optax
 
 from longhaul import normalise
+from longhaul.algorithms.context import Context, Isolate
 from longhaul.distributions import Distribution, distribution
 from longhaul.networks import actor_critic, sizing
 from longhaul.spaces import Masked
 from longhaul.types import Key, Params, PyTree, Spec
-
-Apart = Callable[[Callable[..., Any]], Callable[..., Any]]
-"""A function of one shard -> the same, computed apart from what is around it (shards.py)."""
 
 
 class State(NamedTuple):
@@ -199,7 +197,7 @@ def network(spec: Spec, config: Any) -> actor_critic.ActorCritic:
 
 
 def moments_of(
-    x: jax.Array, weight: jax.Array | None, mean: Callable[[PyTree], PyTree], apart: Apart
+    x: jax.Array, weight: jax.Array | None, mean: Callable[[PyTree], PyTree], isolated: Isolate
 ) -> tuple[jax.Array, jax.Array]:
     """Mean and variance of x over all shards, where weight is 1."""
 
@@ -207,13 +205,13 @@ def moments_of(
         first, second = first / share, second / share
         return first, jnp.maximum(second - first**2, 0.0)
 
-    # Apart, too: whether a product is rounded before it is subtracted is decided by what it is compiled with.
+    # Isolated, too: whether a product is rounded before it is subtracted is decided by what it is compiled with.
     if weight is None:  # no share to agree on: a shard has nothing to tell but two numbers
-        first, second = mean(apart(lambda x: (_mean(x), _mean(x * x)))(x))
-        return apart(lambda first, second: of_sums(first, second, 1.0))(first, second)
-    sums = apart(lambda x, weight: (_mean(x * weight), _mean(x * x * weight), _mean(weight)))
+        first, second = mean(isolated(lambda x: (_mean(x), _mean(x * x)))(x))
+        return isolated(lambda first, second: of_sums(first, second, 1.0))(first, second)
+    sums = isolated(lambda x, weight: (_mean(x * weight), _mean(x * x * weight), _mean(weight)))
     first, second, share = mean(sums(x, weight))
-    return apart(of_sums)(first, second, jnp.maximum(share, 1e-8))
+    return isolated(of_sums)(first, second, jnp.maximum(share, 1e-8))
 
 
 SUMMANDS = 16
@@ -230,8 +228,9 @@ def _mean(x: jax.Array) -> jax.Array:
     return left[0] / x.size
 
 
-def annealing(updates: int, first: int = 0, done: float = 0.0) -> Callable[[float, float], optax.Schedule]:
-    """(begin, end) -> update -> what goes from `begin` to `end` over a run, of which `done` is past at `first`."""
+def annealing(context: Context) -> Callable[[float, float], optax.Schedule]:
+    """(begin, end) -> schedule from `begin` to `end` over a run, a function of the update's number."""
+    updates, first, done = context.updates, context.first, context.done
 
     def schedule(begin: float, end: float) -> optax.Schedule:
         return optax.linear_schedule(begin + (end - begin) * done, end, updates - first, transition_begin=first)

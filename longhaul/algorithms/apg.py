@@ -12,7 +12,6 @@ whose critic learns nothing here.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -20,8 +19,9 @@ import jax.numpy as jnp
 import optax
 
 from longhaul.algorithms import actor_critic
-from longhaul.algorithms.actor_critic import Apart, Policy, State
+from longhaul.algorithms.actor_critic import Policy, State
 from longhaul.algorithms.config import APGConfig
+from longhaul.algorithms.context import Context
 from longhaul.spaces import Box
 from longhaul.types import Algorithm, Key, Metrics, Pathwise, PyTree, Spec
 
@@ -40,23 +40,13 @@ def check(config: APGConfig, *, columns: int, steps: int) -> None:
         raise ValueError(f"adam_eps is {config.adam_eps}; it must be above 0")
 
 
-def apg(
-    spec: Spec,
-    config: APGConfig,
-    *,
-    updates: int,
-    mean: Callable[[PyTree], PyTree],
-    apart: Apart = lambda function: function,
-    first: int = 0,
-    done: float = 0.0,
-) -> Algorithm:
-    """Analytic policy gradient for environments of `spec`; arguments as `ppo.ppo` has them. `learn` takes what
-    `rollout.pathwise` gives."""
+def apg(spec: Spec, config: APGConfig, context: Context) -> Algorithm:
+    """Analytic policy gradient for environments of `spec`. `learn` takes the data of `rollout.pathwise`."""
     if not isinstance(spec.action, Box):
         raise ValueError(f"APG learns a vector, and this environment takes {spec.action}; --actions continuous, say")
     made = actor_critic.parts(spec, config)
     optimiser = optax.chain(optax.clip_by_global_norm(config.max_grad_norm), optax.scale_by_adam(eps=config.adam_eps))
-    rate = actor_critic.annealing(updates, first, done)(config.lr, 0.0 if config.anneal else config.lr)
+    rate = actor_critic.annealing(context)(config.lr, 0.0 if config.anneal else config.lr)
     acting = actor_critic.acting(made, config)
 
     def act(params: Policy, memory: PyTree, observation: PyTree, key: Key | None) -> tuple[jax.Array, PyTree, Any]:
@@ -64,11 +54,11 @@ def apg(
         return action, memory, ()
 
     def learn(state: State, data: Pathwise, key: Key) -> tuple[State, Metrics]:
-        upwards, told = mean((data.gradient.params, data.told))
+        upwards, metrics = context.mean((data.gradient.params, data.metrics))
         directions, opt_state = optimiser.update(jax.tree.map(jnp.negative, upwards), state.opt_state)
         lr = jnp.maximum(rate(state.updates), 0.0)
         params = optax.apply_updates(state.params, jax.tree.map(lambda x: -lr * x, directions))
-        metrics = told | {"grad_norm": optax.tree.norm(upwards), "lr": lr}
+        metrics |= {"grad_norm": optax.tree.norm(upwards), "lr": lr}
         return State(params, opt_state, state.moments, state.updates + 1), {f"apg/{k}": v for k, v in metrics.items()}
 
     return Algorithm(

@@ -19,8 +19,9 @@ import optax
 
 from longhaul import normalise
 from longhaul.algorithms import actor_critic, minibatch, values
-from longhaul.algorithms.actor_critic import Apart, Policy, State, look
+from longhaul.algorithms.actor_critic import Policy, State, look
 from longhaul.algorithms.config import BCConfig
+from longhaul.algorithms.context import Context
 from longhaul.distributions import Distribution
 from longhaul.networks import actor_critic as networks
 from longhaul.spaces import Action, Box, Discrete, Masked
@@ -87,26 +88,16 @@ def _passes(config: BCConfig) -> minibatch.Passes:
     )  # fmt: skip
 
 
-def bc(
-    spec: Spec,
-    config: BCConfig,
-    *,
-    updates: int,
-    mean: Callable[[PyTree], PyTree],
-    apart: Apart = lambda function: function,
-    first: int = 0,
-    done: float = 0.0,
-    split: bool = False,
-) -> Algorithm:
-    """Behaviour cloning for environments of `spec`; arguments as `ppo.ppo` has them."""
+def bc(spec: Spec, config: BCConfig, context: Context) -> Algorithm:
+    """Behaviour cloning for environments of `spec`."""
+    mean, isolated = context.mean, context.isolated
     masked = isinstance(spec.observation, Masked)
     made = actor_critic.parts(spec, config)
     network, policy = made.network, made.policy
     optimiser = optax.chain(optax.clip_by_global_norm(config.max_grad_norm), optax.scale_by_adam(eps=config.adam_eps))
     optimise = minibatch.optimiser_steps(
-        _loss(network, policy, spec.action), network.live, optimiser, _passes(config),
-        actor_critic.annealing(updates, first, done), mean, apart, PARTS, split=split,
-    )  # fmt: skip
+        _loss(network, policy, spec.action), network.live, optimiser, _passes(config), context, PARTS
+    )
     acting = actor_critic.acting(made, config)
 
     def act(params: Policy, memory: PyTree, observation: PyTree, key: Key | None) -> tuple[jax.Array, PyTree, Any]:
@@ -124,13 +115,13 @@ def bc(
         return Batch(visible, mask, raw, weight, begins, data.memory)
 
     def learn(state: State, data: Rollout, key: Key) -> tuple[State, Metrics]:
-        batch = apart(see)(state, data)
+        batch = isolated(see)(state, data)
         params, opt_state, metrics = optimise(state.params, state.opt_state, state.updates, batch, key)
-        metrics["known"] = mean(apart(jnp.mean)(batch.weight))
+        metrics["known"] = mean(isolated(jnp.mean)(batch.weight))
         moments = state.moments
         if isinstance(moments, normalise.Moments):  # after the update, as PPO has it
             seen = data.observation.observation if masked else data.observation
-            moments = normalise.update(moments, seen, data.valid, mean, apart)
+            moments = normalise.update(moments, seen, data.valid, mean, isolated)
         return State(params, opt_state, moments, state.updates + 1), {f"bc/{k}": v for k, v in metrics.items()}
 
     return Algorithm(

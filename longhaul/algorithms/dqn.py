@@ -16,11 +16,11 @@ import optax
 
 from longhaul import prng, replay
 from longhaul.algorithms import off_policy
-from longhaul.algorithms.actor_critic import Apart
 from longhaul.algorithms.config import DQNConfig
+from longhaul.algorithms.context import Context
 from longhaul.algorithms.off_policy import Parts, Policy, Sight
 from longhaul.networks import actor_critic
-from longhaul.replay import Sizes, Transitions
+from longhaul.replay import Transitions
 from longhaul.spaces import Discrete
 from longhaul.types import Algorithm, Key, Params, PyTree, Spec
 
@@ -57,19 +57,8 @@ def _of(q: jax.Array, choice: jax.Array) -> jax.Array:
     return jnp.sum(jnp.where(jax.nn.one_hot(choice, q.shape[-1], dtype=bool), q, 0.0), axis=-1)
 
 
-def dqn(
-    spec: Spec,
-    config: DQNConfig,
-    *,
-    updates: int,
-    mean: Callable[[PyTree], PyTree],
-    apart: Apart = lambda function: function,
-    sizes: Sizes | None = None,
-) -> Algorithm:
-    """DQN for environments of `spec`, in a run of `updates` updates; `mean` averages over the shards.
-
-    Without `sizes` it acts and does not learn.
-    """
+def dqn(spec: Spec, config: DQNConfig, context: Context) -> Algorithm:
+    """DQN for environments of `spec`; without `context.sizes` it acts and cannot learn."""
     tower, sight, values = _values(spec, config)
 
     def loss(params: dict[str, Params], target: dict[str, Params], batch: Transitions, noise: PyTree) -> Any:
@@ -85,7 +74,7 @@ def dqn(
         return rows, {"value_loss": rows, "q": q}, q - goal
 
     def explore(done: jax.Array) -> jax.Array:
-        passed = jnp.minimum(done / max(config.exploration * updates, 1.0), 1.0)
+        passed = jnp.minimum(done / max(config.exploration * context.updates, 1.0), 1.0)
         return config.epsilon + (config.epsilon_final - config.epsilon) * passed
 
     def act(acting: Policy, memory: PyTree, observation: PyTree, key: Key | None) -> tuple[jax.Array, PyTree, PyTree]:
@@ -104,7 +93,7 @@ def dqn(
     parts = Parts(
         "dqn", lambda key: {"q": tower.init(key)}, ("q",), loss, lambda action: action, kept, "q", explore
     )  # fmt: skip
-    return off_policy.algorithm(spec, config, parts, act, updates=updates, mean=mean, apart=apart, sizes=sizes)
+    return off_policy.algorithm(spec, config, parts, act, context)
 
 
 def network(spec: Spec, config: DQNConfig) -> actor_critic.ActorCritic:

@@ -24,8 +24,8 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from longhaul.algorithms.actor_critic import Apart
 from longhaul.algorithms.config import LOSSES, GRPOConfig, Loss
+from longhaul.algorithms.context import Context
 from longhaul.reasoning import reward_gate as gates
 from longhaul.reasoning import transformer
 from longhaul.reasoning.sampler import DEMONSTRATED, OWN, SAMPLED, SOLVED, Completions, Speaker, log_probs
@@ -246,22 +246,9 @@ def _looked(
     return after, ((count > 0.0) & ~after.open) | lacking
 
 
-def grpo(
-    spec: Any,
-    config: GRPOConfig,
-    *,
-    updates: int,
-    mean: Callable[[PyTree], PyTree],
-    apart: Apart = lambda function: function,
-    first: int = 0,
-    done: float = 0.0,
-    split: bool = False,
-) -> Algorithm:
-    """The learner of `Completions`; `mean` averages over the shards. Acting is `sampling.collector`'s.
-
-    By `updates`, those of the whole run, the rate falls. `spec`, `first`, `done` and `split` are what other algorithms
-    take, and change nothing here.
-    """
+def grpo(spec: Any, config: GRPOConfig, context: Context) -> Algorithm:
+    """The learner of `Completions`; acting is the sampler's. Of the context only `updates` and `mean` matter."""
+    updates, mean = context.updates, context.mean
     assert config.num_minibatches is not None and config.update_epochs is not None
     loss = LOSSES[config.loss]
     optimiser = optax.chain(optax.clip_by_global_norm(config.max_grad_norm), optax.scale_by_adam(b2=config.adam_b2))

@@ -24,8 +24,9 @@ import optax
 
 from longhaul import normalise, returns
 from longhaul.algorithms import actor_critic, minibatch, values
-from longhaul.algorithms.actor_critic import Apart, Policy, State, look, moments_of
+from longhaul.algorithms.actor_critic import Policy, State, look, moments_of
 from longhaul.algorithms.config import OPTIMISERS, REWARD_CLIPS, IMPALAConfig
+from longhaul.algorithms.context import Context, Isolate
 from longhaul.distributions import Distribution
 from longhaul.networks import actor_critic as networks
 from longhaul.spaces import Masked
@@ -117,34 +118,16 @@ def _loss(
     return loss
 
 
-def impala(
-    spec: Spec,
-    config: IMPALAConfig,
-    *,
-    updates: int,
-    mean: Callable[[PyTree], PyTree],
-    apart: Apart = lambda function: function,
-    first: int = 0,
-    done: float = 0.0,
-    split: bool = False,
-) -> Algorithm:
-    """IMPALA for environments of `spec`, annealed over `updates` updates; `mean` averages over the shards.
-
-    Between two means, what is computed of a shard's numbers goes through `apart`.
-
-    A run that goes on from update `first` with batches of another size has the share `done` of it behind it there.
-    Say `split` where parameters are split over devices: then the optimiser takes them one by one.
-    """
+def impala(spec: Spec, config: IMPALAConfig, context: Context) -> Algorithm:
+    """IMPALA for environments of `spec`."""
+    mean, isolated = context.mean, context.isolated
     masked = isinstance(spec.observation, Masked)
     made = actor_critic.parts(spec, config)
     network, policy = made.network, made.policy
     optimiser = _optimiser(config)
     told = ["policy_loss", "value_loss", "entropy", "approx_kl"]
     told += [] if config.clip_eps is None else ["clip_fraction"]
-    optimise = minibatch.optimiser_steps(
-        _loss(network, policy, config), network.live, optimiser, config,
-        actor_critic.annealing(updates, first, done), mean, apart, told, split=split,
-    )  # fmt: skip
+    optimise = minibatch.optimiser_steps(_loss(network, policy, config), network.live, optimiser, config, context, told)
     rho_clip, c_clip = (math.inf if clip is None else clip for clip in (config.rho_clip, config.c_clip))
 
     def log_prob(parameters: jax.Array, taken: tuple[jax.Array | None, jax.Array]) -> jax.Array:
@@ -176,21 +159,21 @@ def impala(
         return batch, value, log_ratio
 
     def learn(state: State, data: Rollout, key: Key) -> tuple[State, Metrics]:
-        batch, value, log_ratio = apart(see)(state, data)
+        batch, value, log_ratio = isolated(see)(state, data)
         weight = batch.weight
-        errors = apart(jnp.subtract)(batch.target, value)
-        unexplained, spread = (moments_of(x, weight, mean, apart)[1] for x in (errors, batch.target))
+        errors = isolated(jnp.subtract)(batch.target, value)
+        unexplained, spread = (moments_of(x, weight, mean, isolated)[1] for x in (errors, batch.target))
         if config.normalise_advantage:
-            centre, variance = moments_of(batch.advantage, weight, mean, apart)
+            centre, variance = moments_of(batch.advantage, weight, mean, isolated)
             batch = batch._replace(advantage=(batch.advantage - centre) / (jnp.sqrt(variance) + 1e-8))
         params, opt_state, metrics = optimise(state.params, state.opt_state, state.updates, batch, key)
         metrics["explained_variance"] = 1.0 - unexplained / jnp.maximum(spread, 1e-8)
-        metrics |= _staleness(log_ratio, rho_clip, state.updates - data.version, weight, mean, apart)
+        metrics |= _staleness(log_ratio, rho_clip, state.updates - data.version, weight, mean, isolated)
         moments = state.moments
         # After the update: this batch was acted and learnt with the old ones.
         if isinstance(moments, normalise.Moments):
             seen = data.observation.observation if masked else data.observation
-            moments = normalise.update(moments, seen, None if weight is None else data.valid, mean, apart)
+            moments = normalise.update(moments, seen, None if weight is None else data.valid, mean, isolated)
         return State(params, opt_state, moments, state.updates + 1), {f"impala/{k}": v for k, v in metrics.items()}
 
     return Algorithm(
@@ -205,7 +188,7 @@ def _staleness(
     age: jax.Array,
     weight: jax.Array | None,
     mean: Callable[[PyTree], PyTree],
-    apart: Apart,
+    isolated: Isolate,
 ) -> Metrics:
     """How far the policy at an update's beginning is from those that acted: in updates, and in ratios."""
 
@@ -215,6 +198,6 @@ def _staleness(
         clipped = (rho > clip * (1.0 + NOTICED)).astype(jnp.float32)
         return jnp.stack([jnp.mean(x * count) for x in (rho, clipped, age.astype(jnp.float32), jnp.ones_like(rho))])
 
-    sums = mean(apart(local)(log_ratio, age, weight))
+    sums = mean(isolated(local)(log_ratio, age, weight))
     rho, clipped, age = sums[:3] / jnp.maximum(sums[3], 1e-8)
     return {"rho": rho, "rho_clipped": clipped, "staleness": age}

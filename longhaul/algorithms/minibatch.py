@@ -20,7 +20,8 @@ import optax
 
 from longhaul import prng
 from longhaul.algorithms import batch_scaling, values
-from longhaul.algorithms.actor_critic import Apart
+from longhaul.algorithms.actor_critic import annealing
+from longhaul.algorithms.context import Context
 from longhaul.types import Key, Metrics, Params, PyTree
 
 
@@ -52,20 +53,16 @@ def optimiser_steps(
     live: Callable[[Params], Params],
     optimiser: optax.GradientTransformation,
     config: Any,
-    schedule: Callable[[float, float], optax.Schedule],
-    mean: Callable[[PyTree], PyTree],
-    apart: Apart,
+    context: Context,
     told: Sequence[str],
-    *,
-    split: bool,
 ) -> Callable[..., tuple[Params, optax.OptState, Metrics]]:
     """(params, opt_state, update, batch, key) -> all epochs over the batch; metrics are means over rows and steps.
 
     `config` is this algorithm's, or has the fields of `Passes`. `loss` takes (params, batch, entropy weight) to sums
     over rows of the loss and of its parts, which are named `told`. A batch is a NamedTuple of rows, with `memory`
-    and `weight` among them. Say `split` where parameters are split over devices: then the optimiser takes
-    them one by one.
+    and `weight` among them.
     """
+    mean, isolated, split, schedule = context.mean, context.isolated, context.split, annealing(context)
     working = optimiser if split else optax.flatten(optimiser)
     rate = schedule(config.lr, 0.0 if config.anneal else config.lr)
     final = config.ent_coef if config.ent_coef_final is None else config.ent_coef_final
@@ -99,7 +96,7 @@ def optimiser_steps(
         minibatches, epochs = batch_scaling.decide(rows, rows, "none", *given)
         deep = 1 if axis == 0 else shape[0]
         chunk = chunk_of(rows // minibatches // (config.accumulate or 1), max(1, values.at_once(config.chunk) // deep))
-        share = jnp.float32(1.0) if batch.weight is None else jnp.maximum(mean(apart(jnp.mean)(batch.weight)), 1e-8)
+        share = jnp.float32(1.0) if batch.weight is None else jnp.maximum(mean(isolated(jnp.mean)(batch.weight)), 1e-8)
         norm = share * (deep * rows // minibatches)  # one for the whole batch: no minibatch weighs more
         lr, weight = jnp.maximum(rate(update), 0.0), entropy_weight(update)  # rounding may end just below 0
         if config.warmup:
@@ -107,7 +104,7 @@ def optimiser_steps(
 
         def minibatch(carried: Any, index: jax.Array) -> tuple[Any, None]:
             params, opt_state, totals, stopped = carried
-            grads, parts = apart(gradient)(params, batch, index, weight)
+            grads, parts = isolated(gradient)(params, batch, index, weight)
             grads = mean(jax.tree.map(lambda g: g / norm, grads))
             parts = parts | {"grad_norm": optax.tree.norm(grads) * norm}
             directions, new_state = working.update(grads, opt_state)

@@ -19,8 +19,8 @@ import numpy as np
 import optax
 
 from longhaul import prng, replay
-from longhaul.algorithms.actor_critic import Apart
 from longhaul.algorithms.config import STORES
+from longhaul.algorithms.context import Context
 from longhaul.networks import actor_critic
 from longhaul.replay import Chosen, Cursor, Ring, Sizes, Transitions
 from longhaul.spaces import Box, Discrete, Masked
@@ -210,11 +210,10 @@ def _rarely(parts: Parts, after: Any, before: Any, i: jax.Array) -> Any:
 
 
 def algorithm(
-    spec: Spec, config: Any, parts: Parts, act: Callable[..., tuple[jax.Array, PyTree, PyTree]], *, updates: int,
-    mean: Callable[[PyTree], PyTree], apart: Apart, sizes: Sizes | None,
-) -> Algorithm:  # fmt: skip
-    """The algorithm of these parts, in a run of `updates` updates; without `sizes` one that can't learn."""
-    made = design(config)
+    spec: Spec, config: Any, parts: Parts, act: Callable[..., tuple[jax.Array, PyTree, PyTree]], context: Context
+) -> Algorithm:
+    """The algorithm of these parts; without `context.sizes` it cannot learn."""
+    made, updates, mean, sizes = design(config), context.updates, context.mean, context.sizes
     # Their states are alike, so that a run may go on with another; only the second passes over the gradients.
     cut = optax.identity() if made.max_grad_norm is None else optax.clip_by_global_norm(made.max_grad_norm)
     lr = optax.linear_schedule(made.lr, 0.0 if made.anneal else made.lr, updates * made.gradient_steps)
@@ -266,7 +265,7 @@ def algorithm(
             chosen = choose(ring, key_samples[i]) if ahead is None else jax.tree.map(lambda x: x[i], ahead)
             noise = jax.tree.map(lambda x: x[i], noises)
             batch = store.look(ring, cursor, chosen)
-            grads, now, error = apart(functools.partial(_gradient, parts))(params, target, batch, noise)
+            grads, now, error = context.isolated(functools.partial(_gradient, parts))(params, target, batch, noise)
             grads, now = mean((grads, now))
             before = params, opt_state, target
             changes = {name: optimiser.update(grads[name], opt_state[name], old) for name, old in params.items()}

@@ -21,13 +21,11 @@ import optax
 
 from longhaul import normalise, returns
 from longhaul.algorithms import actor_critic, minibatch, values
-from longhaul.algorithms.actor_critic import Apart, look, moments_of
 from longhaul.algorithms.actor_critic import Policy as Policy
 from longhaul.algorithms.actor_critic import State as State
-from longhaul.algorithms.actor_critic import annealing as annealing
-from longhaul.algorithms.actor_critic import critic as critic
-from longhaul.algorithms.actor_critic import network as network
+from longhaul.algorithms.actor_critic import look, moments_of
 from longhaul.algorithms.config import PPOConfig
+from longhaul.algorithms.context import Context
 from longhaul.distributions import Distribution
 from longhaul.networks import actor_critic as networks
 from longhaul.spaces import Masked
@@ -96,31 +94,15 @@ def _loss(
     return loss
 
 
-def ppo(
-    spec: Spec,
-    config: PPOConfig,
-    *,
-    updates: int,
-    mean: Callable[[PyTree], PyTree],
-    apart: Apart = lambda function: function,
-    first: int = 0,
-    done: float = 0.0,
-    split: bool = False,
-) -> Algorithm:
-    """PPO for environments of `spec`, annealed over `updates` updates; `mean` averages over the shards.
-
-    Between two means, what is computed of a shard's numbers goes through `apart`.
-
-    A run that goes on from update `first` with batches of another size has the share `done` of it behind it there.
-    Say `split` where parameters are split over devices: then the optimiser takes them one by one.
-    """
+def ppo(spec: Spec, config: PPOConfig, context: Context) -> Algorithm:
+    """PPO for environments of `spec`."""
+    mean, isolated = context.mean, context.isolated
     masked = isinstance(spec.observation, Masked)
     made = actor_critic.parts(spec, config)
     network = made.network
     optimiser = optax.chain(optax.clip_by_global_norm(config.max_grad_norm), optax.scale_by_adam(eps=config.adam_eps))
-    schedule = annealing(updates, first, done)
     optimise = minibatch.optimiser_steps(
-        _loss(network, made.policy, config), network.live, optimiser, config, schedule, mean, apart, PARTS, split=split
+        _loss(network, made.policy, config), network.live, optimiser, config, context, PARTS
     )
 
     def see(state: State, data: Rollout) -> Batch:
@@ -143,11 +125,11 @@ def ppo(
         )  # fmt: skip
 
     def learn(state: State, data: Rollout, key: Key) -> tuple[State, Metrics]:
-        batch = apart(see)(state, data)
+        batch = isolated(see)(state, data)
         weight = batch.weight
-        unexplained, spread = (moments_of(x, weight, mean, apart)[1] for x in (batch.advantage, batch.target))
+        unexplained, spread = (moments_of(x, weight, mean, isolated)[1] for x in (batch.advantage, batch.target))
         if config.normalise_advantage:
-            centre, variance = moments_of(batch.advantage, weight, mean, apart)
+            centre, variance = moments_of(batch.advantage, weight, mean, isolated)
             batch = batch._replace(advantage=(batch.advantage - centre) / (jnp.sqrt(variance) + 1e-8))
         params, opt_state, metrics = optimise(state.params, state.opt_state, state.updates, batch, key)
         metrics["explained_variance"] = 1.0 - unexplained / jnp.maximum(spread, 1e-8)
@@ -155,7 +137,7 @@ def ppo(
         # After the update: this batch was acted and learnt with the old ones.
         if isinstance(moments, normalise.Moments):
             raw = data.observation.observation if masked else data.observation
-            moments = normalise.update(moments, raw, None if weight is None else data.valid, mean, apart)
+            moments = normalise.update(moments, raw, None if weight is None else data.valid, mean, isolated)
         return State(params, opt_state, moments, state.updates + 1), {f"ppo/{k}": v for k, v in metrics.items()}
 
     return Algorithm(

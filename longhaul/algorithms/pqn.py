@@ -18,8 +18,9 @@ import optax
 
 from longhaul import normalise, prng, returns
 from longhaul.algorithms import actor_critic, minibatch, off_policy, values
-from longhaul.algorithms.actor_critic import Apart, Parts, State, moments_of
+from longhaul.algorithms.actor_critic import Parts, State, moments_of
 from longhaul.algorithms.config import PQNConfig
+from longhaul.algorithms.context import Context
 from longhaul.networks import actor_critic as networks
 from longhaul.spaces import Discrete
 from longhaul.types import Algorithm, Key, Metrics, Params, PyTree, Rollout, Spec
@@ -93,33 +94,17 @@ def _loss(network: networks.ActorCritic) -> Callable[..., tuple[jax.Array, Metri
     return loss
 
 
-def pqn(
-    spec: Spec,
-    config: PQNConfig,
-    *,
-    updates: int,
-    mean: Callable[[PyTree], PyTree],
-    apart: Apart = lambda function: function,
-    first: int = 0,
-    done: float = 0.0,
-    split: bool = False,
-) -> Algorithm:
-    """PQN for environments of `spec`, annealed over `updates` updates; `mean` averages over the shards.
-
-    Between two means, what is computed of a shard's numbers goes through `apart`. `first`, `done` and `split` as in
-    `ppo.ppo`.
-    """
+def pqn(spec: Spec, config: PQNConfig, context: Context) -> Algorithm:
+    """PQN for environments of `spec`."""
+    updates, mean, isolated, first, done = context[:5]
     made = _make(spec, config)
     network = made.network
     optimiser = optax.chain(optax.clip_by_global_norm(config.max_grad_norm), optax.scale_by_radam(eps=config.adam_eps))
-    schedule = actor_critic.annealing(updates, first, done)
     passes = minibatch.Passes(
         config.lr, config.anneal, config.warmup, config.num_minibatches, config.update_epochs, config.memory,
         config.chunk, config.accumulate,
     )  # fmt: skip
-    optimise = minibatch.optimiser_steps(
-        _loss(network), network.live, optimiser, passes, schedule, mean, apart, ("value_loss", "q"), split=split
-    )
+    optimise = minibatch.optimiser_steps(_loss(network), network.live, optimiser, passes, context, ("value_loss", "q"))
 
     def see(state: State, data: Rollout) -> tuple[Batch, jax.Array]:
         """(the batch of one shard, its errors before the update)."""
@@ -137,8 +122,8 @@ def pqn(
         return Batch(seen, data.action, target, weight, begins, data.memory), target - ahead
 
     def learn(state: State, data: Rollout, key: Key) -> tuple[State, Metrics]:
-        batch, surplus = apart(see)(state, data)
-        unexplained, spread = (moments_of(x, batch.weight, mean, apart)[1] for x in (surplus, batch.target))
+        batch, surplus = isolated(see)(state, data)
+        unexplained, spread = (moments_of(x, batch.weight, mean, isolated)[1] for x in (surplus, batch.target))
         params, opt_state, metrics = optimise(state.params, state.opt_state, state.updates, batch, key)
         metrics["explained_variance"] = 1.0 - unexplained / jnp.maximum(spread, 1e-8)
         metrics["epsilon"] = explore(state.updates)
@@ -146,7 +131,7 @@ def pqn(
         # After the update: this batch was acted and learnt with the old ones.
         if isinstance(moments, normalise.Moments):
             raw = actor_critic.look((), data.observation)[0]
-            moments = normalise.update(moments, raw, None if batch.weight is None else data.valid, mean, apart)
+            moments = normalise.update(moments, raw, None if batch.weight is None else data.valid, mean, isolated)
         return State(params, opt_state, moments, state.updates + 1), {f"pqn/{k}": v for k, v in metrics.items()}
 
     def explore(at: jax.Array) -> jax.Array:

@@ -27,6 +27,7 @@ from longhaul.algorithms.config import (
     SACConfig,
     TD3Config,
 )
+from longhaul.algorithms.context import Context
 from longhaul.networks import actor_critic as networks
 from longhaul.replay import Sizes
 from longhaul.types import Algorithm, PyTree, Spec
@@ -37,8 +38,7 @@ class Learner(NamedTuple):
 
     name: str  # what run.json says, and what its metrics begin with: "ppo/entropy"
     title: str  # what a user reads
-    make: Callable[..., Algorithm]  # (spec, config, *, updates, mean, apart), and: on-policy first, done, split;
-    #     off-policy sizes
+    make: Callable[[Spec, Any, Context], Algorithm]
     check: Callable[..., None]  # (config, *, columns, steps), off-policy shards, too; raises ValueError
     network: Callable[[Spec, Any], networks.ActorCritic]  # what a policy does and believes in; it takes a policy
 
@@ -89,31 +89,9 @@ def recorded(config: AlgorithmConfig) -> tuple[str, ...]:
     return config.recorded if isinstance(config, BCConfig) else ()
 
 
-def make(
-    spec: Spec,
-    config: AlgorithmConfig,
-    *,
-    updates: int,
-    mean: Callable[[PyTree], PyTree],
-    apart: actor_critic.Apart = lambda function: function,
-    first: int = 0,
-    done: float = 0.0,
-    split: bool = False,
-    sizes: Sizes | None = None,
-) -> Algorithm:
-    """The algorithm of a config for environments of `spec`, annealed over `updates` updates; `mean` averages over the
-    shards.
-
-    Between two means, what is computed of a shard's numbers goes through `apart` (shards.py).
-
-    A run that goes on from update `first` with batches of another size has the share `done` of it behind it there.
-    Say `split` where parameters are split over devices: then the optimiser takes them one by one. `sizes` are the
-    run's; who learns from a replay can only act without.
-    """
-    if isinstance(config, OffPolicy):
-        return of(config).make(spec, config, updates=updates, mean=mean, apart=apart, sizes=sizes)
-    more = {} if isinstance(config, APGConfig) else {"split": split}
-    return of(config).make(spec, config, updates=updates, mean=mean, apart=apart, first=first, done=done, **more)
+def make(spec: Spec, config: AlgorithmConfig, context: Context) -> Algorithm:
+    """The algorithm of a config for environments of `spec`."""
+    return of(config).make(spec, config, context)
 
 
 def check(config: AlgorithmConfig, sizes: Sizes) -> None:

@@ -23,12 +23,12 @@ import numpy as np
 
 from longhaul import prng, replay
 from longhaul.algorithms import off_policy
-from longhaul.algorithms.actor_critic import Apart
 from longhaul.algorithms.config import SACConfig
+from longhaul.algorithms.context import Context
 from longhaul.algorithms.off_policy import Parts, Policy, Sight, State
 from longhaul.distributions import Distribution, distribution
 from longhaul.networks import actor_critic
-from longhaul.replay import Sizes, Transitions
+from longhaul.replay import Transitions
 from longhaul.spaces import Box, Discrete
 from longhaul.types import Algorithm, Guided, Key, Metrics, Params, PyTree, Rollout, Spec
 
@@ -179,19 +179,8 @@ def _of_choices(config: SACConfig, made: _Networks) -> Loss:
     return loss
 
 
-def sac(
-    spec: Spec,
-    config: SACConfig,
-    *,
-    updates: int,
-    mean: Callable[[PyTree], PyTree],
-    apart: Apart = lambda function: function,
-    sizes: Sizes | None = None,
-) -> Algorithm:
-    """SAC for environments of `spec`, in a run of `updates` updates; `mean` averages over the shards.
-
-    Without `sizes` it acts and does not learn.
-    """
+def sac(spec: Spec, config: SACConfig, context: Context) -> Algorithm:
+    """SAC for environments of `spec`; without `context.sizes` it acts and cannot learn."""
     made = _Networks(spec, config)
     box = spec.action if isinstance(spec.action, Box) else None
 
@@ -209,9 +198,7 @@ def sac(
         if box is None:
             raise ValueError(f"imitation is {config.imitation}, and it needs a vector of actions: --actions continuous")
         parts = parts._replace(kept=jax.ShapeDtypeStruct((len(box.low) + 1,), jnp.float32), mark=_mark)
-    return off_policy.algorithm(
-        spec, config, parts, _acting(spec, made), updates=updates, mean=mean, apart=apart, sizes=sizes
-    )
+    return off_policy.algorithm(spec, config, parts, _acting(spec, made), context)
 
 
 def _noise(key: Key, shape: tuple[int, ...]) -> tuple[jax.Array, jax.Array]:

@@ -13,11 +13,11 @@ import jax.numpy as jnp
 
 from longhaul import prng, replay
 from longhaul.algorithms import off_policy
-from longhaul.algorithms.actor_critic import Apart
 from longhaul.algorithms.config import TD3Config
+from longhaul.algorithms.context import Context
 from longhaul.algorithms.off_policy import Parts, Policy, Sight, State
 from longhaul.networks import actor_critic
-from longhaul.replay import Sizes, Transitions
+from longhaul.replay import Transitions
 from longhaul.spaces import Box
 from longhaul.types import Algorithm, Key, Params, PyTree, Spec
 
@@ -44,19 +44,8 @@ def _networks(spec: Spec, config: TD3Config) -> tuple[actor_critic.Tower, actor_
     return actor, off_policy.tower(config, (sight.shape, action), 1), sight, spec.action
 
 
-def td3(
-    spec: Spec,
-    config: TD3Config,
-    *,
-    updates: int,
-    mean: Callable[[PyTree], PyTree],
-    apart: Apart = lambda function: function,
-    sizes: Sizes | None = None,
-) -> Algorithm:
-    """TD3 for environments of `spec`, in a run of `updates` updates; `mean` averages over the shards.
-
-    Without `sizes` it acts and does not learn.
-    """
+def td3(spec: Spec, config: TD3Config, context: Context) -> Algorithm:
+    """TD3 for environments of `spec`; without `context.sizes` it acts and cannot learn."""
     actor, critic, sight, box = _networks(spec, config)
 
     def init(key: Key) -> dict[str, Params]:
@@ -95,7 +84,7 @@ def td3(
         lambda done: jnp.float32(0.0), ("actor",), config.actor_interval,
         lambda key, rows: prng.normal(key, (rows, len(box.low))),
     )  # fmt: skip
-    return off_policy.algorithm(spec, config, parts, act, updates=updates, mean=mean, apart=apart, sizes=sizes)
+    return off_policy.algorithm(spec, config, parts, act, context)
 
 
 def critic(spec: Spec, config: TD3Config) -> Callable[[State, PyTree], jax.Array]:

@@ -14,6 +14,7 @@ from typing import Any
 import jax
 
 from longhaul.algorithms import registry as learners
+from longhaul.algorithms.context import Context
 from longhaul.cli import flags, live_status, run_flags, scaling, tables
 from longhaul.cli.flags import ALONE, DEBUG, TEXT, Flag, FlagError
 from longhaul.cli.run_flags import RUNS_DIR
@@ -201,7 +202,7 @@ def _begin(runs_dir: Path, run: Run, parsed: flags.Parsed, tracked: wandb.Tracki
     assert run.devices is not None
     loop.prepare_devices(run.all_devices, run.threads)
     if isinstance(task, Driving) or run.model > 1:  # elsewhere nothing dear is made before that is asked for
-        algorithm = learners.make(spec(run), run.algorithm, updates=1, mean=identity)
+        algorithm = learners.make(spec(run), run.algorithm, Context(updates=1, mean=identity))
         partition.check(jax.eval_shape(algorithm.init, jax.random.key(0)), run.mesh)
     source = feed(run) if isinstance(task, Driving) and task.data else None
     about = provenance() | {"data": source.about if source else None}

@@ -317,15 +317,15 @@ def actor_critic(
     def apply(params: Params, carried: PyTree, observed: PyTree) -> tuple[jax.Array, jax.Array, PyTree]:
         features = [trunk.apply(params[name], observed) for name in towers]
         if memory:
-            carried = step(params["memory"], carried, features[0].astype(jnp.float32))
-            features = [carried]
+            carried, output = step(params["memory"], carried, features[0].astype(jnp.float32))
+            features = [output]
         return (*heads(params, features), carried)
 
     def both(params: Params, carried: PyTree, observed: PyTree) -> tuple[jax.Array, jax.Array, PyTree]:
         """Both towers as one twice as wide: half as many kernels, each of which takes a GPU as long to start."""
         stacked = jax.tree.map(lambda *leaves: jnp.stack(leaves), params["actor"], params["critic"])
         features = jax.vmap(lambda own: trunk.apply(own, observed))(stacked)
-        return (*heads(params, features), carried)
+        return (*heads(params, (features[0], features[1])), carried)
 
     return ActorCritic(
         init_params,

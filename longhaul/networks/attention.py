@@ -1,26 +1,26 @@
-"""Encoders by attention over the tokens of an observation: latent queries, Wayformer and MTR, as pure functions.
+"""Encoders by attention over the tokens of an observation: latent queries, Wayformer and MTR.
 
-Every leaf of rank 2 [items, features] is a set: an item is a token, and its last feature says whether it is there
-(above 0) or padding, which nothing attends to. Every other leaf is a vector and one token. Each leaf has a projection
-of its own to the common width, and an embedding that tells its tokens from those of other leaves (early fusion).
+Every leaf of rank 2 [items, features] is a set: an item is a token, and its last feature marks it as present (above 0)
+or padding, to which nothing attends. Every other leaf is a vector and one token. Each leaf has a projection of its own
+to the common width, and an embedding that tells its tokens from those of other leaves (early fusion).
 
-- `latent`: a few latents attend to all tokens, then to each other; their mean is what is seen (Perceiver, Jaegle et al.
-  2021, arXiv 2103.03206). Each token is looked at once: the cheapest.
+- `latent`: a few latents attend to all tokens, then to each other; their mean is the result (Perceiver, Jaegle et al.
+  2021, arXiv 2103.03206). Each token is read once: the cheapest.
 - `wayformer`: twice as many latents, pooled by the attention of one query (Wayformer, Nayakanti et al. 2022, arXiv
-  2207.05844, its early fusion with latent queries). No axis of time: our observation is of one moment.
+  2207.05844, its early fusion with latent queries). There is no axis of time: our observation is of one moment.
 - `mtr`: tokens stay tokens; each attends to the NEIGHBOURS tokens nearest to it, and one query pools them (MTR, Shi et
-  al. 2022, arXiv 2209.13508, its context encoder). A token lies where its first two features say, vectors at the
-  origin: they are x and y in the agent's frame, in one scale for all sets. Relative positions enter by rotating queries
-  and keys (Su et al. 2021, arXiv 2104.09864) rather than by sinusoids added to keys: the logits then depend on
-  differences alone, and no [tokens, tokens, features] array is made.
+  al. 2022, arXiv 2209.13508, its context encoder). A token's position is its first two features, x and y in the agent's
+  frame in one scale for all sets; vectors lie at the origin. Relative positions enter by rotating queries and keys (Su
+  et al. 2021, arXiv 2104.09864) instead of by sinusoids added to keys: the logits then depend on differences alone, and
+  there is no array [tokens, tokens, features].
 
-Where we differ from all three: latents and queries begin faint, and the tokens of the vectors (the agent itself, its
-route) are added to them, so that what an agent knows of itself reaches the heads without any attention. Without both,
-an untrained encoder gave nearly the same features whatever it saw (measured: deviation 0.03 at size 1).
+Where we differ from all three: latents and queries begin small, and the tokens of the vectors (the agent itself, its
+route) are added to them, so that they reach the heads without any attention. Without both, an untrained encoder gave
+nearly the same features for all observations (measured: deviation 0.03 at size 1).
 
 Blocks are pre-norm with GELU and a feed-forward layer four times as wide; residual branches begin scaled down by
-sqrt(2 x blocks). The blocks' parameters are stacked and scanned over, so that compiling costs the same at any depth.
-Normalisation and softmax are in float32 whatever the precision of the rest.
+sqrt(2 x blocks). The blocks' parameters are stacked and scanned, so that compiling costs the same at any depth.
+Normalisation and softmax are always in float32.
 """
 
 from __future__ import annotations
@@ -41,22 +41,22 @@ from longhaul.types import Key, Params, PyTree
 ENCODERS = ("latent", "wayformer", "mtr")
 
 HEAD = 32
-"""Width of an attention head."""
+"""Features of an attention head."""
 
 NEIGHBOURS = 16
 """Tokens that a token of `mtr` attends to, itself among them."""
 
 WIDEN = 4
-"""How many times wider than the rest a feed-forward layer is."""
+"""Width of a feed-forward layer as a multiple of the encoder's."""
 
 FAINT = 0.02
-"""The deviation that latents and queries begin with."""
+"""Initial deviation of latents and queries."""
 
 ABSENT = -1e30
-"""The logit of what is not there."""
+"""Logit of a token that is absent; finite, so that no row becomes NaN."""
 
 FREQUENCIES = np.geomspace(1.0, 64.0, HEAD // 4).astype(np.float32)
-"""Radians per unit of position by which pairs of a head are turned: a quarter of a head for x, a quarter for y."""
+"""Rotation of a head's pairs in radians per unit of position: a quarter of a head for x, a quarter for y."""
 
 
 class Encoder(NamedTuple):
@@ -75,20 +75,20 @@ class Tokens(NamedTuple):
 
 
 def heads_of(width: int) -> int:
-    """Heads of HEAD features each that fit a width; at least one."""
+    """Number of heads of HEAD features each that fit a width; at least one."""
     return max(1, round(width / HEAD))
 
 
 def latents_of(kind: str, depth: int) -> int:
-    """Learned latents of an encoder with `depth` blocks."""
+    """Number of learned latents of an encoder with `depth` blocks."""
     return {"latent": 4, "wayformer": 8, "mtr": 0}[kind] * depth
 
 
 def encoder(observation: PyTree, kind: str, width: int, depth: int, *, dtype: Any, remat: str = "none") -> Encoder:
     """The encoder for observations like `observation` (a pytree of ShapeDtypeStruct).
 
-    `width` features of a token, `depth` blocks of self-attention; `dtype` is what is computed in, parameters are
-    float32. `remat`, of precision.REMATS: what of tokens and blocks is computed again for the gradient.
+    `width` features of a token, `depth` blocks of self-attention. Computing is in `dtype`, parameters are float32.
+    `remat`, one of precision.REMATS: parts of tokens and blocks that are computed again for the gradient.
     """
     if kind not in ENCODERS:
         raise ValueError(f"encoder is {kind!r}; it must be one of {', '.join(ENCODERS)}")
@@ -156,7 +156,7 @@ def _tokens(params: Params, leaves: list[jax.Array], shapes: list[tuple[int, ...
             x = leaf.astype(jnp.float32)
             present = x[..., -1] > 0.0
             position = x[..., :2] if shape[1] > 2 else jnp.zeros((*x.shape[:-1], 2), jnp.float32)
-            # Whatever stands in padding, no token and no gradient comes of it.
+            # Padding gives no token and no gradient, whatever numbers it holds.
             x, position = (jnp.where(present[..., None], part, 0.0) for part in (x, position))
         else:
             x = leaf.astype(jnp.float32).reshape(*lead, 1, math.prod(shape))
@@ -181,7 +181,7 @@ def _split(value: jax.Array, shapes: list[tuple[int, ...]]) -> list[jax.Array]:
 
 
 def _near(seen: Tokens) -> jax.Array:
-    """Bool [..., S, S]: whether token j is there and among the NEIGHBOURS nearest of token i; all of equal distance."""
+    """Mask bool [..., S, S]: token j is present and among the NEIGHBOURS nearest of token i, or as near as the last."""
     x, y = seen.position[..., 0], seen.position[..., 1]
     square = jnp.square(x[..., :, None] - x[..., None, :]) + jnp.square(y[..., :, None] - y[..., None, :])
     present = jnp.broadcast_to(seen.present[..., None, :], square.shape)
@@ -189,19 +189,19 @@ def _near(seen: Tokens) -> jax.Array:
         return present
     square = jnp.where(present, square, jnp.inf)
     last = -jax.lax.top_k(-square, NEIGHBOURS)[0][..., -1:]
-    # A compiler may round the distance otherwise here than above: the last of the nearest must not be beyond itself.
+    # A compiler may round the distance differently here than above: the last neighbour must stay within its own bound.
     return present & (square <= last * (1.0 + 1e-6))
 
 
 def _turns(position: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Cosine and sine, float32 [..., S, 1, HEAD / 2], by which the pairs of a head are turned."""
+    """Cosine and sine, float32 [..., S, 1, HEAD / 2], of the rotation of a head's pairs."""
     angles = position[..., None] * jnp.broadcast_to(FREQUENCIES, (*position.shape, len(FREQUENCIES)))
     angles = angles.reshape(*position.shape[:-1], 1, HEAD // 2)
     return jnp.cos(angles), jnp.sin(angles)
 
 
 def _turned(x: jax.Array, turn: tuple[jax.Array, jax.Array]) -> jax.Array:
-    """Heads [..., S, H, HEAD], each pair (i, i + HEAD / 2) turned by its token's angle."""
+    """Heads [..., S, H, HEAD] with each pair (i, i + HEAD / 2) rotated by its token's angle."""
     cos, sin = (part.astype(x.dtype) for part in turn)
     first, second = x[..., : HEAD // 2], x[..., HEAD // 2 :]
     return jnp.concatenate([first * cos - second * sin, first * sin + second * cos], axis=-1)
@@ -226,7 +226,7 @@ def _attend(
     params: Params, queries: jax.Array, keys: jax.Array, mask: jax.Array | None,
     turn: tuple[jax.Array, jax.Array] | None,
 ) -> jax.Array:  # fmt: skip
-    """Multi-head attention; zero for a query that may look at nothing."""
+    """Multi-head attention; zero for a query without any present key."""
     q, k, v = (
         affine(source, params[name]).reshape(*source.shape[:-1], -1, HEAD)
         for source, name in ((queries, "query"), (keys, "key"), (keys, "value"))
@@ -259,7 +259,7 @@ def _init_embedding(key: Key, features: int, width: int) -> Params:
 
 
 def _init_block(key: Key, width: int, inner: int, branch: float, *, cross: bool) -> Params:
-    """A block of attention (`cross`: to others than itself) and feed-forward; its branches begin scaled by `branch`."""
+    """A block of attention (`cross`: to other tokens) and feed-forward; its branches begin scaled by `branch`."""
     keys = jax.random.split(key, 6)
     hidden = WIDEN * width
     return {

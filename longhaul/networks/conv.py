@@ -1,19 +1,19 @@
-"""Encoders of images by convolutions, as pure functions: the network of DQN, the deep one of IMPALA, MinAtar's.
+"""Encoders of images by convolutions: the network of DQN, the deep one of IMPALA, MinAtar's.
 
 - `nature`: 32 kernels of 8x8 every 4 pixels, 64 of 4x4 every 2, 64 of 3x3, and 512 features of all that (Mnih et al.
   2015, Nature 518, "Methods").
-- `impala`: three sections of 16, 32 and 32 channels, each a convolution of 3x3, the greatest of 3x3 every 2 pixels, and
+- `impala`: three sections of 16, 32 and 32 channels, each a convolution of 3x3, the maximum of 3x3 every 2 pixels, and
   two residual blocks; and 256 features of all that (Espeholt et al. 2018, arXiv 1802.01561, figure 3, right, without
-  its language and its LSTM; memory is networks.py's).
+  its language and its LSTM; memory is actor_critic.py's).
 - `minatar`: 16 kernels of 3x3 and 128 features of all that, for images of 10x10 (Young and Tian 2019, arXiv
   1903.03176).
 
-An observation is one image, [H, W, C] or, as Atari's stacked frames come, [C, H, W]: what is smaller, the first axis or
-the last, are its channels. Here they are put last. Bytes are scaled to 0 to 1
-here, so that rollouts keep them as bytes; numbers of other types are taken as they are.
+An observation is one image, [H, W, C] or, like Atari's stacked frames, [C, H, W]: the smaller of the first axis and the
+last holds the channels. Bytes are scaled to 0 to 1 here, so that rollouts keep them as bytes; numbers of other types
+are taken as they are.
 
-Widths are the papers', whatever `hidden_dim` and `num_layers` say. Layers are named as partition.py's rule wants it:
-`layer_0` split by its outputs, `layer_1` by its inputs, and so on in turn.
+Widths are the papers'; `hidden_dim` and `num_layers` do not matter. Names of layers follow the rule of partition.py:
+`layer_0` is split by its outputs, `layer_1` by its inputs, and so on in turn.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from longhaul.networks.layers import Initialise, affine, init_dense, init_norm, layer_norm
+from longhaul.networks.layers import EPSILON, Initialise, affine, along_last, init_dense, init_norm
 from longhaul.networks.precision import rematerialised
 from longhaul.types import Key, Params, PyTree
 
@@ -35,13 +35,13 @@ CONVOLUTIONS = ("nature", "impala", "minatar")
 Stage = tuple[int, int, int]
 
 NATURE = ((32, 8, 4), (64, 4, 2), (64, 3, 1))
-"""(kernels, their side, the stride) of its convolutions."""
+"""Convolutions of `nature`: (kernels, their side in pixels, the stride)."""
 
 STACKS: dict[str, tuple[Stage, ...]] = {"nature": NATURE, "minatar": ((16, 3, 1),)}
-"""The same of every encoder that is a stack of convolutions and no more."""
+"""Convolutions of each encoder that is a plain stack of them."""
 
 LEAST = {"nature": 36, "minatar": 3, "impala": 1}
-"""Pixels that an image must have at least, each way."""
+"""Smallest height and width of an image, in pixels."""
 
 SECTIONS, BLOCKS = (16, 32, 32), 2
 """Channels of the sections of `impala`, and residual blocks of each."""
@@ -57,7 +57,7 @@ class Encoder(NamedTuple):
 
 
 class Image(NamedTuple):
-    """How an observation is an image."""
+    """Layout of an image."""
 
     height: int
     width: int
@@ -92,10 +92,10 @@ def convolve(x: jax.Array, kernel: jax.Array, stride: int = 1, padding: str = "V
 
 
 def by_product(x: jax.Array, kernel: jax.Array, stride: int, padding: str) -> jax.Array:
-    """`convolve` as one product of matrices, all that a kernel covers being laid side by side (im2col).
+    """`convolve` as one product of matrices: the pixels that a kernel covers are laid side by side (im2col).
 
-    XLA's own convolutions have slow gradients on a CPU within a loop (jax issue 12868), as an update's minibatches are:
-    measured 2.4 ms against 0.2 for a row of `nature` at 42x42.
+    XLA's own convolutions have slow gradients on a CPU within a loop (jax issue 12868), and an update's minibatches are
+    one: measured 2.4 ms against 0.2 for a row of `nature` at 42x42.
     """
     side, _, _, outputs = kernel.shape
     if padding == "SAME":
@@ -110,13 +110,13 @@ def by_product(x: jax.Array, kernel: jax.Array, stride: int, padding: str) -> ja
 
 
 def _same(length: int, side: int, stride: int) -> tuple[int, int]:
-    """What is padded before and after, so that ceil(length / stride) numbers come out."""
+    """Padding before and after, for ceil(length / stride) outputs."""
     lacking = max((-(-length // stride) - 1) * stride + side - length, 0)
     return lacking // 2, lacking - lacking // 2
 
 
 def greatest(x: jax.Array) -> jax.Array:
-    """The greatest of 3x3 every 2 pixels: [N, H, W, C] -> [N, ceil(H / 2), ceil(W / 2), C]."""
+    """Maximum of 3x3 every 2 pixels: [N, H, W, C] -> [N, ceil(H / 2), ceil(W / 2), C]."""
     return jax.lax.reduce_window(x, -jnp.inf, jax.lax.max, (1, 3, 3, 1), (1, 2, 2, 1), "SAME")
 
 
@@ -125,9 +125,9 @@ def encoder(
 ) -> Encoder:
     """The encoder for observations like `observation` (a pytree of ShapeDtypeStruct).
 
-    `dtype` is what is computed in, parameters are float32. `remat`, of precision.REMATS: what of a layer of a stack,
-    or of a section of `impala`, is computed again for the gradient. `norm` normalises what a convolution of a stack
-    gives over its channels, and all features, before ReLU. ValueError where the observation is no such image.
+    Computing is in `dtype`, parameters are float32. `remat`, one of precision.REMATS: parts of a stack's layer, or of a
+    section of `impala`, that are computed again for the gradient. `norm` normalises the channels after each convolution
+    of a stack, and all features, before ReLU. ValueError where the observation is no such image.
     """
     seen = check(observation, kind)
     sides = sizes(kind, seen)
@@ -138,12 +138,12 @@ def encoder(
     def init(key: Key) -> Params:
         convolutions, dense = jax.random.split(key)
         if stack:
-            made = _init_stack(convolutions, seen.channels, kernels, stack, norm)
+            params = _init_stack(convolutions, seen.channels, kernels, stack, norm)
         else:
-            made = _init_impala(convolutions, seen.channels, kernels)
+            params = _init_impala(convolutions, seen.channels, kernels)
         inputs = math.prod(sides[-1]) * channels
-        made |= {f"norm_{last}": init_norm(FEATURES[kind])} if norm else {}
-        return made | {f"layer_{last}": init_dense(dense, (inputs, FEATURES[kind]), kernels)}
+        params |= {f"norm_{last}": init_norm(FEATURES[kind])} if norm else {}
+        return params | {f"layer_{last}": init_dense(dense, (inputs, FEATURES[kind]), kernels)}
 
     def apply(params: Params, observed: PyTree) -> jax.Array:
         (x,) = jax.tree.leaves(observed)
@@ -155,7 +155,7 @@ def encoder(
         params = jax.tree.map(lambda p: p.astype(dtype), params)
         x = _stack(params, x, stack, remat) if stack else _impala(params, x, remat)
         x = affine(x.reshape(len(x), -1), **params[f"layer_{last}"])
-        x = jax.nn.relu(layer_norm(params[f"norm_{last}"], x) if norm else x)
+        x = jax.nn.relu(_layer_norm(params[f"norm_{last}"], x) if norm else x)
         return x.reshape(*lead, -1)
 
     return Encoder(init, apply)
@@ -175,30 +175,39 @@ def check(observation: PyTree, kind: str) -> Image:
 
 
 def sizes(kind: str, seen: Image) -> list[tuple[int, int]]:
-    """Height and width of what each convolution of a stack, or section of `impala`, gives."""
-    found, now = [], (seen.height, seen.width)
+    """Height and width after each convolution of a stack, or after each section of `impala`."""
+    sides, now = [], (seen.height, seen.width)
     if kind not in STACKS:
         for _ in SECTIONS:
             now = (-(-now[0] // 2), -(-now[1] // 2))
-            found.append(now)
-        return found
+            sides.append(now)
+        return sides
     for _, side, stride in STACKS[kind]:
         now = ((now[0] - side) // stride + 1, (now[1] - side) // stride + 1)
-        found.append(now)
-    return found
+        sides.append(now)
+    return sides
+
+
+def _layer_norm(norm: Params, x: jax.Array) -> jax.Array:
+    """`layers.layer_norm`; its gradient has other last bits, which old runs continue with."""
+    wide = x.astype(jnp.float32)
+    mean = jnp.mean(wide, axis=-1, keepdims=True)
+    variance = jnp.mean(jnp.square(wide - mean), axis=-1, keepdims=True)
+    scale, bias = along_last(norm["scale"], x), along_last(norm["bias"], x)
+    return ((wide - mean) * jax.lax.rsqrt(variance + EPSILON) * scale + bias).astype(x.dtype)
 
 
 def _init_stack(key: Key, channels: int, kernels: Initialise, stack: Sequence[Stage], norm: bool) -> Params:
-    made = {}
+    params = {}
     for i, (outputs, side, _) in enumerate(stack):
-        made[f"layer_{i}"] = init_dense(jax.random.fold_in(key, i), (side, side, channels, outputs), kernels)
-        made |= {f"norm_{i}": init_norm(outputs)} if norm else {}
+        params[f"layer_{i}"] = init_dense(jax.random.fold_in(key, i), (side, side, channels, outputs), kernels)
+        params |= {f"norm_{i}": init_norm(outputs)} if norm else {}
         channels = outputs
-    return made
+    return params
 
 
 def _init_impala(key: Key, channels: int, kernels: Initialise) -> Params:
-    made = {}
+    params = {}
     for i, outputs in enumerate(SECTIONS):
         keys = iter(jax.random.split(jax.random.fold_in(key, i), 1 + 2 * BLOCKS))
         section: dict[str, Any] = {"conv": init_dense(next(keys), (3, 3, channels, outputs), kernels)}
@@ -206,9 +215,9 @@ def _init_impala(key: Key, channels: int, kernels: Initialise) -> Params:
             section[f"block_{b}"] = {
                 f"layer_{j}": init_dense(next(keys), (3, 3, outputs, outputs), kernels) for j in range(2)
             }
-        made[f"section_{i}"] = section
+        params[f"section_{i}"] = section
         channels = outputs
-    return made
+    return params
 
 
 def _convolution(layer: Params, x: jax.Array, stride: int = 1, padding: str = "SAME") -> jax.Array:
@@ -219,8 +228,8 @@ def _stack(params: Params, x: jax.Array, stack: Sequence[Stage], remat: str) -> 
     for i, (_, _, stride) in enumerate(stack):
 
         def part(layer: Params, norm: Params, x: jax.Array, stride: int = stride) -> jax.Array:
-            found = _convolution(layer, x, stride, "VALID")
-            return jax.nn.relu(layer_norm(norm, found) if norm else found)
+            x = _convolution(layer, x, stride, "VALID")
+            return jax.nn.relu(_layer_norm(norm, x) if norm else x)
 
         x = rematerialised(part, remat)(params[f"layer_{i}"], params.get(f"norm_{i}", {}), x)
     return x

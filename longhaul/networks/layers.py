@@ -128,10 +128,12 @@ def layer_norm(params: Mapping[str, jax.Array], x: jax.Array) -> jax.Array:
 def one_pass_layer_norm(params: Mapping[str, jax.Array], x: jax.Array) -> jax.Array:
     """`layer_norm` with the variance E[x^2] - E[x]^2, which reads x once; less exact where the mean is large."""
     wide = x.astype(jnp.float32)
-    mean, square = jnp.mean(wide, axis=-1), jnp.mean(jnp.square(wide), axis=-1)
-    variance = jnp.maximum(0.0, square - jnp.square(mean))
+    squares = jnp.square(wide)
+    mean = jnp.mean(wide, axis=-1)
+    variance = jnp.maximum(0.0, jnp.mean(squares, axis=-1) - jnp.square(mean))
     factor = jax.lax.rsqrt(variance[..., None] + EPSILON) * along_last(params["scale"], x)
-    return ((wide - mean[..., None]) * factor + along_last(params["bias"], x)).astype(x.dtype)
+    centred = x.astype(jnp.float32) - mean[..., None]  # gradients of x are added up in its own precision
+    return (centred * factor + along_last(params["bias"], x)).astype(x.dtype)
 
 
 def rms_norm(x: jax.Array, scale: jax.Array, eps: float, axis: int = -1) -> jax.Array:
@@ -141,8 +143,9 @@ def rms_norm(x: jax.Array, scale: jax.Array, eps: float, axis: int = -1) -> jax.
     return (y * scale.astype(jnp.float32).reshape((1,) * (y.ndim + axis) + (-1,) + (1,) * (-1 - axis))).astype(x.dtype)
 
 
-def gru(params: Mapping[str, Params], memory: jax.Array, x: jax.Array) -> jax.Array:
-    """Memory [..., width] after input x [..., inputs] of a gated recurrent unit (Cho et al. 2014, arXiv 1406.1078)."""
+def gru(params: Mapping[str, Params], memory: jax.Array, x: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """(memory, output), the same array [..., width], after input x [..., inputs] of a gated recurrent unit (Cho et al.
+    2014, arXiv 1406.1078). Two results, because their gradients are then added up apart from each other."""
 
     def gate(name: str) -> tuple[jax.Array, jax.Array]:
         return dense(params["i" + name], x), dense(params["h" + name], memory)
@@ -150,4 +153,5 @@ def gru(params: Mapping[str, Params], memory: jax.Array, x: jax.Array) -> jax.Ar
     reset = jax.nn.sigmoid(jnp.add(*gate("r")))
     keep = jax.nn.sigmoid(jnp.add(*gate("z")))
     fresh, old = gate("n")
-    return (1.0 - keep) * jnp.tanh(fresh + reset * old) + keep * memory
+    memory = (1.0 - keep) * jnp.tanh(fresh + reset * old) + keep * memory
+    return memory, memory

@@ -1,11 +1,11 @@
-"""A multilayer perceptron with a policy and a value on top of one torso, in plain JAX, for large batches.
+"""Multilayer perceptron with a policy and a value on one torso, for large batches.
 
-Rows lie along the minor axis: what a layer gives is [features, rows]. So on a CPU each of a layer's three products (its
-output, the gradients of its kernel and of its input) finds both factors as they lie; with rows along the major axis XLA
-transposes the input anew for each kernel's gradient and loses a fifth. GPUs and TPUs have it as they like either way.
+Rows lie along the minor axis: a layer's output is [features, rows]. On a CPU each of a layer's three products (its
+output, the gradients of its kernel and of its input) then reads both factors in place; with rows along the major axis
+XLA transposes the input for each kernel's gradient and loses a fifth. GPUs and TPUs are fast with either layout.
 
 Inputs that are 0 in every observation need no product: with `live`, the places of the others, the network takes only
-these. Its parameters are those of all inputs, and those of dead inputs have a gradient of 0, as they would anyway.
+these. The parameters are those of all inputs; those of dead inputs have a gradient of 0, as without `live`.
 """
 
 from __future__ import annotations
@@ -26,20 +26,19 @@ from longhaul.types import Key, Params, PyTree
 class Perceptron(NamedTuple):
     init: Callable[[Key], Params]
     apply: Callable[[Params, PyTree], tuple[jax.Array, jax.Array]]  # (params, observation) -> (parameters, value)
-    live: Callable[[Params], Params]  # what is multiplied of the parameters, which `apply` takes as well
+    live: Callable[[Params], Params]  # the parameters without the rows of dead inputs; `apply` takes both
 
 
 @jax.custom_vjp
 def affine(kernel: jax.Array, bias: jax.Array, x: jax.Array) -> jax.Array:
     """kernel^T x + bias: [inputs, outputs], [outputs], [inputs, rows] -> float32 [outputs, rows].
 
-    Factors of the products are rounded to x's type, and added up in float32: on CPUs that multiply bfloat16, too, twice
-    as fast as with sums rounded to it.
+    Factors of the products are rounded to x's type and added up in float32: on CPUs that multiply bfloat16 this is
+    twice as fast as sums rounded to bfloat16.
     """
-    # Behind a barrier the transposition is a step of its own, made once for all chunks of a loop and not inside the
-    # product for each of them.
-    turned = jax.lax.optimization_barrier(kernel.astype(x.dtype).T)
-    return contract(turned, x, 1, 0) + bias[:, None]
+    # The barrier makes the transposition a step of its own: once for all chunks of a loop, not once a product.
+    transposed = jax.lax.optimization_barrier(kernel.astype(x.dtype).T)
+    return contract(transposed, x, 1, 0) + bias[:, None]
 
 
 def _affine(kernel: jax.Array, bias: jax.Array, x: jax.Array) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
@@ -57,7 +56,7 @@ affine.defvjp(_affine, _affine_back)
 
 
 def _cut(places: Sequence[int], size: int) -> Callable[[jax.Array], jax.Array]:
-    """kernel [size, n] -> its rows at `places`. For the gradient rows are looked up the other way instead of strewn."""
+    """Function of a kernel [size, n] to its rows at `places`. Its gradient is a look-up, not a scatter."""
     place = np.asarray(places, np.int32)
     back = np.full(size, len(place), np.int32)
     back[place] = np.arange(len(place))
@@ -86,10 +85,10 @@ def perceptron(
     live: Sequence[int] | None = None,
     remat: str = "none",
 ) -> Perceptron:
-    """The perceptron for observations of `inputs` numbers in leaves of `ranks`; `kernels(scale)` begins a kernel.
+    """The perceptron for observations of `inputs` numbers in leaves of `ranks`; `init` is one of layers.INITS.
 
     `outputs` policy parameters depend on the observation, and `free` more do not. With `live` an observation has one
-    leaf, of the inputs at these places. `remat`, of precision.REMATS: what of a layer is computed again.
+    leaf: the inputs at these places. `remat`, one of precision.REMATS: parts of a layer that are computed again.
     """
     cut = (lambda kernel: kernel) if live is None else _cut(live, inputs)
     count = inputs if live is None else len(live)
@@ -136,7 +135,7 @@ def perceptron(
 
 
 def _rows(observation: PyTree, ranks: Sequence[int]) -> tuple[jax.Array, tuple[int, ...]]:
-    """All numbers of observations as [inputs, rows], and the leading axes that the rows stand for."""
+    """Numbers of observations as [inputs, rows], and the leading axes that were joined to rows."""
     leaves = jax.tree.leaves(observation)
     lead = leaves[0].shape[: leaves[0].ndim - ranks[0]]
     parts = [leaf.astype(jnp.float32).reshape(*lead, -1) for leaf in leaves]

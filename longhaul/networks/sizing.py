@@ -1,8 +1,8 @@
-"""One number for the size of a network: so many million parameters, from which width and depth follow.
+"""Width and depth of a network from one number: its size in millions of parameters.
 
 depth = round(2 x (size / 0.3)^(1/3)), at least 1: 2, 3, 4, 6 and 9 at 0.3, 1, 3, 10 and 25 million. The width, a
 multiple of 8 (of 4 below 96), is the one whose network comes nearest to the size. Heads and latents follow from these
-(encoders.py): a head every 32 features, 4 latents a block of `latent`, 8 a block of `wayformer`. With a transformer's
+(attention.py): a head every 32 features, 4 latents a block of `latent`, 8 a block of `wayformer`. With a transformer's
 12 x depth x width^2 parameters, width / depth stays between 35 and 60, in which the shape matters little (Kaplan et al.
 2020, arXiv 2001.08361, section 3.1).
 """
@@ -19,7 +19,7 @@ from longhaul.networks import actor_critic
 from longhaul.types import PyTree
 
 LEAST, MOST = 0.01, 1000.0
-"""Million parameters that can be asked for; the rule is tested from 0.3 to 25."""
+"""Bounds of the size, in millions of parameters; the rule is tested from 0.3 to 25."""
 
 
 class Shape(NamedTuple):
@@ -30,8 +30,8 @@ class Shape(NamedTuple):
 def shape(observation: PyTree, outputs: int, size: float, **options: Any) -> Shape:
     """Width and depth of the network of about `size` million parameters for observations like `observation`.
 
-    `outputs` and `options` are those of `networks.actor_critic`, without `sizes`. Raises ValueError where none is
-    within a third of the size: what is fixed (layers on a long observation, say) may already be more.
+    `outputs` and `options` are those of `actor_critic`, without `sizes`. Raises ValueError where no network is within a
+    third of the size: its fixed part (layers on a long observation, for example) may already be larger.
     """
     if not LEAST <= size <= MOST:
         raise ValueError(f"model_size is {size}; it must lie in {LEAST:g} to {MOST:g} (millions of parameters)")
@@ -49,7 +49,7 @@ def _shape(leaves: Any, tree: Any, outputs: int, size: float, options: tuple[tup
         network = actor_critic.actor_critic(observation, outputs, sizes=(width,) * depth, **dict(options))
         return actor_critic.count(jax.eval_shape(network.init, jax.random.key(0)))
 
-    # Counts grow like a power of the width between 1 and 2: from each guess straight to where that would end.
+    # The count grows like a power of the width between 1 and 2: each guess takes the power 2.
     wanted, tried, guess = size * 1e6, {}, _rounded(math.sqrt(size * 1e6 / (12 * (depth + 2))))
     while guess not in tried:
         tried[guess] = count(guess)
@@ -64,6 +64,6 @@ def _shape(leaves: Any, tree: Any, outputs: int, size: float, options: tuple[tup
 
 
 def _rounded(width: float) -> int:
-    """The nearest width that may be."""
+    """The nearest width that is allowed."""
     step = 8 if width >= 96 else 4
     return max(step, step * round(width / step))

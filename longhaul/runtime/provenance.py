@@ -18,7 +18,7 @@ import longhaul
 from longhaul.runtime import named_leaves
 from longhaul.types import PyTree
 
-PACKAGES = ("jax", "jaxlib", "numpy", "optax", "orbax-checkpoint", "flax")
+PACKAGES = ("jax", "jaxlib", "numpy", "optax", "orbax-checkpoint")
 
 
 def provenance() -> dict[str, Any]:

@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 import jax
 
 from longhaul.algorithms import registry
+from longhaul.algorithms.context import Context
 from longhaul.config.resolve import named
 from longhaul.config.run import Named, Run
 from longhaul.config.serialize import from_dict, to_dict
@@ -72,7 +73,7 @@ def process(plain: dict[str, Any], actor: int) -> Collect:
     assert isinstance(run.environment, Named | Reasoning) and run.acting.actors is not None
     task, share = run.environment, run.num_envs // run.acting.actors
     environment = reasoning_setup.world(run, reasoning_setup.bank(run)) if isinstance(task, Reasoning) else named(task)
-    algorithm = registry.make(environment.spec, run.algorithm, updates=1, mean=meshes.identity)
+    algorithm = registry.make(environment.spec, run.algorithm, Context(updates=1, mean=meshes.identity))
     policy = jax.eval_shape(lambda key: algorithm.policy(algorithm.init(key)), jax.random.key(0))
 
     def on_device() -> Collector:

@@ -11,6 +11,7 @@ from jax.sharding import Mesh
 
 from longhaul.algorithms import batch_scaling, registry
 from longhaul.algorithms.config import APGConfig, OffPolicy, Reasoner
+from longhaul.algorithms.context import Context
 from longhaul.config import population
 from longhaul.config.population import Member
 from longhaul.config.resolve import agents, members_of, named, parts, with_values
@@ -100,11 +101,9 @@ def assemble(
 
     def make(values: Mapping[str, Any]) -> Algorithm:
         config = with_values(run.algorithm, values)
-        return registry.make(
-            spec, dataclasses.replace(config, lr=scaled_rate(run, config.lr)), updates=updates, mean=parted.mean,
-            apart=parted.apart, first=origin.updates, done=origin.agent_steps / run.total_steps, split=run.model > 1,
-            sizes=sizes,
-        )  # fmt: skip
+        done, split = origin.agent_steps / run.total_steps, run.model > 1
+        context = Context(updates, parted.mean, parted.apart, origin.updates, done, split, sizes)
+        return registry.make(spec, dataclasses.replace(config, lr=scaled_rate(run, config.lr)), context)
 
     siblings = members_of(run) if run.many else ()
     algorithm, init = members.tuned(make, siblings) if siblings else (make({}), None)

@@ -11,6 +11,7 @@ import numpy as np
 from longhaul import rollout
 from longhaul.algorithms import registry
 from longhaul.algorithms.config import Reasoner
+from longhaul.algorithms.context import Context
 from longhaul.config.run import Run
 from longhaul.driving.sim import config
 from longhaul.envs.host.spec_stub import SpecStub
@@ -63,7 +64,7 @@ def classic_player(run: Run, environment: Environment, episodes: int) -> Callabl
 
     The seed is by default the run's. Compiles once.
     """
-    algorithm = registry.make(environment.spec, run.algorithm, updates=1, mean=meshes.identity)
+    algorithm = registry.make(environment.spec, run.algorithm, Context(updates=1, mean=meshes.identity))
     limit = environment.spec.max_steps
     if limit is None:
         raise ValueError("episodes of this environment may never end; give it a time limit to evaluate in it")
@@ -82,7 +83,7 @@ def player(run: Run, environment: Environment, episodes: int) -> Callable[..., S
     """As `classic_player`, of environments on the host, too."""
     if not isinstance(environment, SpecStub):
         return classic_player(run, environment, episodes)
-    algorithm = registry.make(environment.spec, run.algorithm, updates=1, mean=meshes.identity)
+    algorithm = registry.make(environment.spec, run.algorithm, Context(updates=1, mean=meshes.identity))
 
     def play(policy: Params, seed: int = run.seed) -> Scores:
         return Scores(host_rollout.play(environment.name, algorithm, policy, episodes, seed + 10_000), [""] * episodes)

@@ -12,6 +12,7 @@ import numpy as np
 
 from longhaul import rollout
 from longhaul.algorithms import registry
+from longhaul.algorithms.context import Context
 from longhaul.config.run import Driving, Run
 from longhaul.driving import scenario_source
 from longhaul.driving.datasets import readers
@@ -47,7 +48,7 @@ class Drives(NamedTuple):
         """(act, memory) of the run's policy, or of nobody where the simulator drives."""
         if driver != "policy":
             return _hands_off, lambda count: ()
-        algorithm = registry.make(environment.spec, self.run.algorithm, updates=1, mean=meshes.identity)
+        algorithm = registry.make(environment.spec, self.run.algorithm, Context(updates=1, mean=meshes.identity))
         return algorithm.act, algorithm.memory
 
     def player(

@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from longhaul.algorithms import registry
+from longhaul.algorithms.context import Context
 from longhaul.config.run import Run
 from longhaul.runtime import mesh as meshes
 from longhaul.runtime.devices import prepare_devices
@@ -35,7 +36,7 @@ def restore_policy(folder: Path, member: int | None = None) -> tuple[Run, Params
     if run.many:
         algorithm, begun = population.begun(run, feeds.spec(run))
     else:
-        algorithm = registry.make(feeds.spec(run), run.algorithm, updates=1, mean=meshes.identity)
+        algorithm = registry.make(feeds.spec(run), run.algorithm, Context(updates=1, mean=meshes.identity))
         begun = jax.jit(algorithm.init)(jax.random.split(jax.random.key(run.seed), 3)[0])  # as `fused.start` has it
         begun = reasoning_setup.loaded(run, begun)
     progress = Progress(begun, (), (), jnp.int32(0))  # type: ignore[arg-type]

@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 
 from longhaul.algorithms import population, registry
+from longhaul.algorithms.context import Context
 from longhaul.algorithms.population import Make, Tuned
 from longhaul.config.population import Member, own
 from longhaul.config.resolve import members_of
@@ -38,7 +39,7 @@ def begun(run: Run, spec: Spec) -> tuple[Algorithm, PyTree]:
     sizes = Sizes(1, run.num_envs * (spec.agents or 1), run.num_steps)
     algorithm, init = tuned(
         lambda values: registry.make(
-            spec, dataclasses.replace(run.algorithm, **values), updates=1, mean=meshes.identity, sizes=sizes
+            spec, dataclasses.replace(run.algorithm, **values), Context(updates=1, mean=meshes.identity, sizes=sizes)
         ),
         found,
     )  # fmt: skip

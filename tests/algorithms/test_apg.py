@@ -12,6 +12,7 @@ import pytest
 
 from longhaul.algorithms import registry
 from longhaul.algorithms.config import APGConfig
+from longhaul.algorithms.context import Context
 from longhaul.config import resolve as runs
 from longhaul.config.run import Named, Run
 from longhaul.driving.sim import controllers, dynamics
@@ -64,7 +65,7 @@ def cost(gain: np.ndarray) -> np.ndarray:
 def collected() -> Any:
     """(algorithm, its beginning, (policy, carry, key) -> (carry, data), compiled once)."""
     config = APGConfig(lr=2e-2, gamma=GAMMA, hidden_dim=16, num_layers=1)
-    algorithm = registry.make(REGULATOR.spec, config, updates=300, mean=meshes.identity)
+    algorithm = registry.make(REGULATOR.spec, config, Context(updates=300, mean=meshes.identity))
     collect = pathwise(vectorise(REGULATOR, 32), algorithm.act, algorithm.memory, steps=STEPS, gamma=GAMMA)
     begun = algorithm.init(jax.random.key(0)), collect.start(jax.random.key(1))
     return algorithm, begun, jax.jit(lambda policy, carry, key: collect.collect(policy, carry, key, jnp.int32(0))[:2])
@@ -77,7 +78,7 @@ def test_the_gradient_is_that_of_finite_differences(collected: Any) -> None:
     carry = carry._replace(worlds=carry.worlds._replace(state=begun._replace(steps=begun.steps + 3)))
 
     def objective(policy: Any) -> float:
-        return float(collect(policy, carry, jax.random.key(2))[1].told["objective"])
+        return float(collect(policy, carry, jax.random.key(2))[1].metrics["objective"])
 
     policy = jax.tree.map(lambda x: 3.0 * x, algorithm.policy(state))
     gradient = collect(policy, carry, jax.random.key(2))[1].gradient
@@ -134,7 +135,7 @@ def test_drivings_own_dynamics_have_their_gradient() -> None:
 
 def test_what_has_no_gradient_is_refused() -> None:
     with pytest.raises(ValueError, match="APG learns a vector"):
-        registry.make(replace(Regulator().spec, action=Discrete(3)), APGConfig(), updates=1, mean=meshes.identity)
+        registry.make(replace(Regulator().spec, action=Discrete(3)), APGConfig(), Context(1, meshes.identity))
     for changes, message in (
         ({"topology": "actors"}, "--topology is actors, and gradients"),
         ({"algorithm": APGConfig(gamma=1.5)}, "--gamma is 1.5; it must lie in 0 to 1"),

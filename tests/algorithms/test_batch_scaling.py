@@ -12,6 +12,7 @@ import pytest
 from longhaul.algorithms import batch_scaling, ppo
 from longhaul.algorithms.batch_scaling import Passes
 from longhaul.algorithms.config import PPOConfig
+from longhaul.algorithms.context import Context
 from longhaul.cli import flags, run_flags
 from longhaul.config import recipes
 from longhaul.config import resolve as runs
@@ -147,7 +148,7 @@ def test_a_warm_up_rises_to_the_rate() -> None:
     found: dict[int, list[float]] = {}
     for warmup in (0, 4):
         config = PPOConfig(hidden_dim=4, num_layers=1, num_minibatches=1, update_epochs=1, warmup=warmup)
-        algorithm = ppo.ppo(spec, config, updates=10, mean=lambda x: x)
+        algorithm = ppo.ppo(spec, config, Context(updates=10, mean=lambda x: x))
         state = algorithm.init(jax.random.key(0))
         data = _rollout(algorithm, state)
         learn = jax.jit(algorithm.learn)

@@ -13,6 +13,7 @@ import pytest
 
 from longhaul.algorithms import registry
 from longhaul.algorithms.config import BCConfig
+from longhaul.algorithms.context import Context
 from longhaul.config import resolve as runs
 from longhaul.config.run import Driving, Named, Run
 from longhaul.driving import scenario_source
@@ -111,7 +112,7 @@ SETTINGS: dict[str, Any] = {"lr": 2e-2, "num_minibatches": 2, "hidden_dim": 16, 
 def test_an_expert_is_asked_everywhere_and_followed_in_his_worlds() -> None:
     probe = PROBES["successor"]()  # one of four places has a positive first number
     environment = Shown(probe.environment, jnp.int32(2), jnp.int32(1), Discrete(3))
-    algorithm = registry.make(environment.spec, BCConfig(**SETTINGS), updates=1, mean=meshes.identity)
+    algorithm = registry.make(environment.spec, BCConfig(**SETTINGS), Context(updates=1, mean=meshes.identity))
     guide = Guide(advising(environment, 8), 0.5)
     collect = collector(vectorise(environment, 8), algorithm.act, algorithm.memory, steps=16, guide=guide)
     policy = algorithm.policy(algorithm.init(jax.random.key(0)))
@@ -133,7 +134,7 @@ def test_a_vector_is_cloned_where_it_is_known() -> None:
     best = jnp.array([[0.5, 1.0], [-1.0, 4.0], [0.0, 2.0], [jnp.nan, 1e9]], jnp.float32)
     known = seen[..., 3] == 0.0
     spec = replace(PROBES["successor"]().environment.spec, action=Box((-1.0, 0.0), (1.0, 4.0)))
-    algorithm = registry.make(spec, BCConfig(**SETTINGS), updates=200, mean=meshes.identity)
+    algorithm = registry.make(spec, BCConfig(**SETTINGS), Context(updates=200, mean=meshes.identity))
     nothing, never = jnp.zeros((4, 16)), jnp.zeros((4, 16), bool)
     extras = Guided((), seen @ jnp.where(jnp.isnan(best), 0.0, best), known, known)
     extras = extras._replace(action=jnp.where(known[..., None], extras.action, jnp.nan))

@@ -15,9 +15,10 @@ import numpy as np
 import pytest
 from jax.sharding import PartitionSpec
 
-from longhaul.algorithms import actor_critic, impala, ppo
+from longhaul.algorithms import actor_critic, impala, minibatch, ppo
 from longhaul.algorithms.actor_critic import State
 from longhaul.algorithms.config import IMPALAConfig, PPOConfig
+from longhaul.algorithms.context import Context
 from longhaul.distributions import distribution
 from longhaul.environment import vectorise
 from longhaul.rollout import collector
@@ -52,7 +53,7 @@ class Case(NamedTuple):
 @cache
 def case(kind: str) -> Case:
     environment, config = KINDS[kind]
-    algorithm = impala.impala(environment.spec, config, updates=10, mean=meshes.identity)
+    algorithm = impala.impala(environment.spec, config, Context(updates=10, mean=meshes.identity))
     state = stirred(algorithm, config)._replace(updates=jnp.int32(VERSION))
     rng = np.random.default_rng(3)
     before = jax.tree.map(lambda x: x + jnp.asarray(rng.normal(scale=0.2, size=x.shape), jnp.float32), state.params)
@@ -191,7 +192,7 @@ ONE_STEP = replace(
 def learning(config: Any) -> tuple[Algorithm, Any]:
     """The algorithm of a config in the world of "categorical", and its compiled `learn`."""
     make = impala.impala if isinstance(config, IMPALAConfig) else ppo.ppo
-    algorithm = make(Chaos(interval=4).spec, config, updates=10, mean=meshes.identity)
+    algorithm = make(Chaos(interval=4).spec, config, Context(10, meshes.identity))
     return algorithm, jax.jit(algorithm.learn, compiler_options=QUICK)
 
 
@@ -249,13 +250,13 @@ def test_on_policy_without_lambda_it_is_ppo_without_its_clips() -> None:
 
 def test_accumulated_and_computed_again_it_is_the_gradient_of_one_big_batch(monkeypatch: pytest.MonkeyPatch) -> None:
     largest: list[int] = []
-    chunk_of = ppo.chunk_of
+    chunk_of = minibatch.chunk_of
 
     def noted(n: int, most: int) -> int:
         largest.append(n)
         return chunk_of(n, most)
 
-    monkeypatch.setattr(ppo, "chunk_of", noted)
+    monkeypatch.setattr(minibatch, "chunk_of", noted)
     pieces = step_of(replace(ONE_STEP, accumulate=4, remat="full"), case("categorical").old)
     assert largest == [STEPS * WORLDS // 4]
     assert_close(gradient(pieces), gradient(one_step()), 1e-6)
@@ -278,7 +279,7 @@ def test_two_shards_have_the_gradient_of_one_with_all_columns() -> None:
     data, columns, everywhere = made.old, PartitionSpec(None, "data"), PartitionSpec()
     layout = jax.tree.map(lambda _: columns, data)._replace(version=everywhere)
     layout = layout._replace(successors=layout.successors._replace(last=PartitionSpec("data")))
-    algorithm = impala.impala(made.environment.spec, config, updates=10, mean=meshes.mean_over_data)
+    algorithm = impala.impala(made.environment.spec, config, Context(updates=10, mean=meshes.mean_over_data))
     state = jax.tree.map(lambda x: jnp.zeros_like(x), one_step())
     state = state._replace(params=made.state.params, updates=jnp.int32(VERSION))
     learn = meshes.per_shard(algorithm.learn, meshes.make_mesh(2), (everywhere, layout, everywhere), everywhere)

@@ -15,6 +15,7 @@ from longhaul.algorithms import actor_critic as algorithms_actor_critic
 from longhaul.algorithms import ppo
 from longhaul.algorithms.actor_critic import Policy, State
 from longhaul.algorithms.config import PPOConfig
+from longhaul.algorithms.context import Context
 from longhaul.algorithms.ppo import Batch
 from longhaul.distributions import distribution
 from longhaul.environment import vectorise
@@ -61,7 +62,7 @@ def stirred(algorithm: Algorithm, config: PPOConfig) -> State:
 
 
 def made(environment: Chaos, config: PPOConfig) -> tuple[Algorithm, State, Rollout]:
-    algorithm = ppo.ppo(environment.spec, config, updates=10, mean=meshes.identity)
+    algorithm = ppo.ppo(environment.spec, config, Context(10, meshes.identity))
     state = stirred(algorithm, config)
     return algorithm, state, gather(environment, algorithm, state)
 
@@ -272,7 +273,7 @@ def assert_close(one: Any, other: Any, tolerance: float) -> None:
 
 
 def learning(config: PPOConfig) -> Any:
-    return jax.jit(ppo.ppo(Chaos().spec, config, updates=10, mean=meshes.identity).learn, compiler_options=QUICK)
+    return jax.jit(ppo.ppo(Chaos().spec, config, Context(10, meshes.identity)).learn, compiler_options=QUICK)
 
 
 @pytest.fixture(scope="module")
@@ -297,7 +298,7 @@ def test_two_shards_have_the_gradient_of_one_with_all_columns(one_step):
     columns, everywhere = PartitionSpec(None, "data"), PartitionSpec()
     layout = jax.tree.map(lambda _: columns, data)._replace(version=everywhere)
     layout = layout._replace(successors=layout.successors._replace(last=PartitionSpec("data")))
-    learn = ppo.ppo(Chaos().spec, ONE_STEP, updates=10, mean=meshes.mean_over_data).learn
+    learn = ppo.ppo(Chaos().spec, ONE_STEP, Context(updates=10, mean=meshes.mean_over_data)).learn
     learn = meshes.per_shard(learn, mesh, (everywhere, layout, everywhere), everywhere)
     split, _ = jax.jit(learn, compiler_options=QUICK)(state, data, jax.random.key(2))
     assert_close(gradient(split), gradient(after), 1e-6)
@@ -349,7 +350,7 @@ def test_acting_without_a_key_takes_the_mode_and_normalises():
     action, memory, extras = algorithm.act(policy, (), seen, None)
     assert memory == ()
     by_hand = (np.asarray(seen) - np.asarray(state.moments.mean)) / np.sqrt(np.asarray(state.moments.variance) + 1e-8)
-    plain = ppo.ppo(environment.spec, replace(config, normalise_observation=False), updates=10, mean=meshes.identity)
+    plain = ppo.ppo(environment.spec, replace(config, normalise_observation=False), Context(10, meshes.identity))
     other, _, more = plain.act(Policy(state.params, ()), (), jnp.asarray(by_hand, jnp.float32), None)
     np.testing.assert_array_equal(action, other)
     np.testing.assert_allclose(extras["log_prob"], more["log_prob"], rtol=1e-5)
@@ -403,7 +404,7 @@ SET = Spec(
 
 def test_a_model_size_decides_width_and_depth():
     config = PPOConfig(torso="latent", model_size=0.3, hidden_dim=7, num_layers=9)
-    algorithm = ppo.ppo(SET, config, updates=1, mean=meshes.identity)
+    algorithm = ppo.ppo(SET, config, Context(updates=1, mean=meshes.identity))
     state = jax.eval_shape(algorithm.init, jax.random.key(0))
     assert networks.count(state.params) == pytest.approx(0.3e6, rel=0.1)
 
@@ -412,5 +413,5 @@ def test_presence_is_not_normalised():
     """An item's last feature says whether it is there: normalised, one that always is would not be."""
     config = PPOConfig(torso="deepset", normalise_observation=True)
     with pytest.raises(ValueError, match="normalise_observation is on, and torso deepset reads"):
-        ppo.ppo(SET, config, updates=1, mean=meshes.identity)
-    ppo.ppo(SET, replace(config, torso="mlp"), updates=1, mean=meshes.identity)
+        ppo.ppo(SET, config, Context(updates=1, mean=meshes.identity))
+    ppo.ppo(SET, replace(config, torso="mlp"), Context(updates=1, mean=meshes.identity))

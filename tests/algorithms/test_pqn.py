@@ -9,6 +9,7 @@ import pytest
 
 from longhaul.algorithms import pqn
 from longhaul.algorithms.config import PQNConfig
+from longhaul.algorithms.context import Context
 from longhaul.envs.probes import PROBES, Probe
 
 
@@ -16,7 +17,7 @@ def made(probe: Probe, updates: int = 100, **changes: Any) -> Any:
     settings: dict[str, Any] = {"hidden_dim": 8, "num_layers": 1}
     places = {name: changes.pop(name) for name in ("first", "done") if name in changes}
     config = PQNConfig(**(settings | changes))
-    return pqn.pqn(probe.environment.spec, config, updates=updates, mean=lambda x: x, **places)
+    return pqn.pqn(probe.environment.spec, config, Context(updates=updates, mean=lambda x: x, **places))
 
 
 def test_exploration_falls_with_the_share_of_the_run_that_is_past() -> None:

@@ -11,6 +11,7 @@ import pytest
 
 from longhaul.algorithms import registry, sac, td3
 from longhaul.algorithms.config import OffPolicy, SACConfig, TD3Config
+from longhaul.algorithms.context import Context
 from longhaul.environment import vectorise
 from longhaul.envs import probes
 from longhaul.envs.probes import PROBES, Probe
@@ -65,7 +66,7 @@ def trained(probe: Probe, settings: OffPolicy, devices: int = 1, wrong: Any = No
     mesh = meshes.make_mesh(devices)
     sizes = Sizes(devices, WORLDS // devices * (probe.environment.spec.agents or 1), STEPS)
     registry.check(settings, sizes)
-    made = registry.make(probe.environment.spec, settings, updates=UPDATES, mean=meshes.mean_over_data, sizes=sizes)
+    made = registry.make(probe.environment.spec, settings, Context(UPDATES, meshes.mean_over_data, sizes=sizes))
     algorithm = made if wrong is None else made._replace(learn=lambda s, data, key: made.learn(s, wrong(data), key))
     collect = collector(vectorise(probe.environment, WORLDS // devices), algorithm.act, algorithm.memory, steps=STEPS)
     progress = fused.start(algorithm, fused.entering(lambda _: collect, mesh), (), jax.random.key(0), mesh)
@@ -178,7 +179,7 @@ def test_an_update_copies_nothing_of_the_replay() -> None:
     """XLA once read the ring as it was before a row was added, and so copied all of it to write that row."""
     spec = Spec(jax.ShapeDtypeStruct((3,), jnp.float32), Box((-1.0,) * 2, (1.0,) * 2), truncation_interval=100)
     settings = replace(config(probes.continuous()), gradient_steps=2, hidden_dim=8, replay_size=400_000)
-    algorithm = registry.make(spec, settings, updates=10, mean=meshes.identity, sizes=Sizes(1, WORLDS, STEPS))
+    algorithm = registry.make(spec, settings, Context(updates=10, mean=meshes.identity, sizes=Sizes(1, WORLDS, STEPS)))
     state = jax.eval_shape(algorithm.init, jax.random.key(0))
     shape = functools.partial(jax.ShapeDtypeStruct, dtype=jnp.float32)
     seen, action, flag = shape((STEPS, WORLDS, 3)), shape((STEPS, WORLDS, 2)), shape((STEPS, WORLDS), dtype=bool)

@@ -12,6 +12,7 @@ import pytest
 
 from longhaul.algorithms import registry, sac
 from longhaul.algorithms.config import SACConfig
+from longhaul.algorithms.context import Context
 from longhaul.envs.probes import PROBES
 from longhaul.replay import Sizes, Transitions
 from longhaul.runtime import mesh as meshes
@@ -51,7 +52,7 @@ def test_what_can_not_work_is_refused() -> None:
             registry.check(SACConfig(learning_starts=64, **changes), sizes)
     spec = replace(SPEC, action=Discrete(3))
     with pytest.raises(ValueError, match="--actions continuous"):
-        registry.make(spec, SACConfig(imitation=1.0), updates=1, mean=meshes.identity, sizes=sizes)
+        registry.make(spec, SACConfig(imitation=1.0), Context(updates=1, mean=meshes.identity, sizes=sizes))
     assert registry.guidance(SACConfig()) is None
     assert registry.guidance(SACConfig(imitation=0.1, expert_share=0.5)) == 0.5
 
@@ -66,7 +67,7 @@ def test_the_expert_is_imitated_from_the_replay_and_others_are_not() -> None:
     )  # fmt: skip
     sizes = Sizes(1, columns, steps)
     registry.check(config, sizes)
-    algorithm = registry.make(SPEC, config, updates=updates, mean=meshes.identity, sizes=sizes)
+    algorithm = registry.make(SPEC, config, Context(updates=updates, mean=meshes.identity, sizes=sizes))
     place = np.arange(columns * steps).reshape(steps, columns) % 4
     best = np.array([[0.5, 1.0], [-0.8, 3.5], [0.0, 2.0], [0.9, 0.4]], np.float32)
     his = np.arange(columns) < 4

@@ -8,6 +8,7 @@ import pytest
 
 from longhaul.algorithms import td3
 from longhaul.algorithms.config import TD3Config
+from longhaul.algorithms.context import Context
 from longhaul.envs.probes import PROBES, Probe
 from tests.algorithms.test_sac import STEPS, UPDATES, WORLDS, check, steered, trained
 
@@ -47,4 +48,4 @@ def test_what_can_not_work_is_refused() -> None:
             td3.check(config(PROBES["continuous"](), **changes), shards=1, columns=8, steps=STEPS)
     probe = PROBES["action"]()
     with pytest.raises(ValueError, match="TD3 learns a vector"):
-        td3.td3(probe.environment.spec, config(probe), updates=1, mean=lambda x: x)
+        td3.td3(probe.environment.spec, config(probe), Context(updates=1, mean=lambda x: x))

@@ -15,6 +15,7 @@ import pytest
 from longhaul.algorithms import actor_critic, impala, ppo, pqn
 from longhaul.algorithms import actor_critic as algorithms_actor_critic
 from longhaul.algorithms.config import IMPALAConfig, PPOConfig, PQNConfig
+from longhaul.algorithms.context import Context
 from longhaul.environment import vectorise
 from longhaul.envs.probes import PROBES, Probe
 from longhaul.rollout import collector, play, starts
@@ -41,7 +42,7 @@ def ppo_config(probe: Probe, **options: Any) -> PPOConfig:
 def ppo_learner(**options: Any) -> Learner:
     def make(probe: Probe, mean: Callable) -> Algorithm:
         config = ppo_config(probe, **options)
-        return ppo.ppo(probe.environment.spec, config, updates=UPDATES, mean=mean)
+        return ppo.ppo(probe.environment.spec, config, Context(UPDATES, mean))
 
     return Learner(
         make, lambda probe: algorithms_actor_critic.critic(probe.environment.spec, ppo_config(probe, **options))
@@ -55,7 +56,7 @@ def impala_config(probe: Probe, **options: Any) -> IMPALAConfig:
 
 def impala_learner(**options: Any) -> Learner:
     def make(probe: Probe, mean: Callable) -> Algorithm:
-        return impala.impala(probe.environment.spec, impala_config(probe, **options), updates=UPDATES, mean=mean)
+        return impala.impala(probe.environment.spec, impala_config(probe, **options), Context(UPDATES, mean))
 
     return Learner(make, lambda probe: actor_critic.critic(probe.environment.spec, impala_config(probe, **options)))
 
@@ -68,7 +69,7 @@ def pqn_learner(**options: Any) -> Learner:
         return PQNConfig(gamma=probe.gamma, q_lambda=probe.gae_lambda, **(settings | options))
 
     def make(probe: Probe, mean: Callable) -> Algorithm:
-        return pqn.pqn(probe.environment.spec, config(probe), updates=UPDATES, mean=mean)
+        return pqn.pqn(probe.environment.spec, config(probe), Context(UPDATES, mean))
 
     def value(probe: Probe) -> Callable:
         network = pqn.network(probe.environment.spec, config(probe))

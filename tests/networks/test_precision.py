@@ -18,6 +18,7 @@ import pytest
 from longhaul.algorithms import minibatch, ppo
 from longhaul.algorithms.actor_critic import State
 from longhaul.algorithms.config import PPOConfig
+from longhaul.algorithms.context import Context
 from longhaul.cli import flags, main, run_flags
 from longhaul.config import recipes
 from longhaul.config.resolve import resolve
@@ -174,7 +175,7 @@ LEARNERS = {
 def learner(config: PPOConfig) -> tuple[Any, State, Rollout]:
     """(learn, a state, experience of which some steps do not count)."""
     spec = Spec(SEEN, Discrete(3), agents=2)
-    algorithm = ppo.ppo(spec, config, updates=10, mean=meshes.identity)
+    algorithm = ppo.ppo(spec, config, Context(updates=10, mean=meshes.identity))
     state = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), jax.eval_shape(algorithm.init, jax.random.key(0)))
     state = state._replace(params=drawn(state.params, scale=0.3))
     rng = np.random.default_rng(3)

@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 
 from longhaul.algorithms import ppo
+from longhaul.algorithms.context import Context
 from longhaul.cli import evaluate
 from longhaul.config import resolve as runs
 from longhaul.config.recipes import driving as driving_recipes
@@ -38,7 +39,7 @@ from tests.helpers.small_runs import small
 
 def policy(run: Run, environment: Environment, seed: int = 0) -> Any:
     """A policy of the run before any training."""
-    algorithm = ppo.ppo(environment.spec, run.algorithm, updates=1, mean=lambda tree: tree)
+    algorithm = ppo.ppo(environment.spec, run.algorithm, Context(updates=1, mean=lambda tree: tree))
     return algorithm.policy(algorithm.init(jax.random.key(seed)))
 
 

@@ -20,6 +20,7 @@ import numpy as np
 import pytest
 
 from longhaul.algorithms import registry
+from longhaul.algorithms.context import Context
 from longhaul.config.run import Driving, Named
 from longhaul.driving.sim import simulator
 from longhaul.runtime import mesh as meshes
@@ -349,7 +350,7 @@ def test_what_a_run_publishes_last_is_what_it_has_learnt(tmp_path: Path) -> None
     found = safetensors_files.read_manifest(where)
     image = np.zeros(found.size, np.uint8)
     safetensors_files.read(where, found, image, lambda image, count: None)
-    algorithm = registry.make(data.spec(run), run.algorithm, updates=1, mean=meshes.identity)
+    algorithm = registry.make(data.spec(run), run.algorithm, Context(updates=1, mean=meshes.identity))
     like = jax.eval_shape(lambda: algorithm.policy(algorithm.init(jax.random.key(0))))
     digest = params_sha256(to_jax(manifest.views(found, image), like))
     assert digest == result(folder)["evaluation"]["trained"]["digest"]

@@ -17,6 +17,7 @@ import numpy as np
 
 from longhaul.algorithms import grpo
 from longhaul.algorithms.config import GRPOConfig
+from longhaul.algorithms.context import Context
 from longhaul.bench.cases.training import Prepared
 from longhaul.reasoning import sampler, tokenizer, transformer
 from longhaul.reasoning.config import ModelConfig
@@ -69,7 +70,7 @@ def _learning(
     config: ModelConfig, asked: jax.Array, params: Any, length: int, rng: np.random.Generator
 ) -> tuple[Any, tuple[Any, ...]]:
     rows = asked.shape[0]
-    learner = grpo.grpo(None, GRPOConfig(model=config, num_minibatches=1), updates=1, mean=meshes.identity)
+    learner = grpo.grpo(None, GRPOConfig(model=config, num_minibatches=1), Context(updates=1, mean=meshes.identity))
     state = jax.jit(learner.init)(jax.random.key(0))
     token = jnp.asarray(rng.integers(tokenizer.PAD + 1, 23, (rows, length)), jnp.int32)
     written, zero = jnp.ones(token.shape, bool), jnp.zeros(rows, jnp.int32)

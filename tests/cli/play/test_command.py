@@ -21,6 +21,7 @@ import pytest
 
 from longhaul.algorithms import ppo
 from longhaul.algorithms.actor_critic import Policy
+from longhaul.algorithms.context import Context
 from longhaul.cli import main
 from longhaul.cli.play import command as play
 from longhaul.cli.play import session
@@ -260,7 +261,7 @@ def saved(runs_dir: Path, name: str, env: str = "hackmatrix") -> Policy:
     folder.mkdir(parents=True)
     save_run(folder, run, {})
     spec = registry.make(env).spec
-    state = jax.jit(ppo.ppo(spec, run.algorithm, updates=1, mean=lambda x: x).init)(jax.random.key(len(name)))
+    state = jax.jit(ppo.ppo(spec, run.algorithm, Context(updates=1, mean=lambda x: x)).init)(jax.random.key(len(name)))
     with contextlib.closing(Checkpoints(folder / "checkpoints")) as checkpoints:
         checkpoints.save(1, Progress(state, (), (), jnp.int32(1)))  # type: ignore[arg-type]
     return Policy(state.params, state.moments)

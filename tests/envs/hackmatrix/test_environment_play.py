@@ -16,6 +16,7 @@ import pytest
 from longhaul.algorithms import actor_critic as algorithms_actor_critic
 from longhaul.algorithms import ppo
 from longhaul.algorithms.config import PPOConfig
+from longhaul.algorithms.context import Context
 from longhaul.config import recipes
 from longhaul.environment import vectorise
 from longhaul.envs import registry
@@ -320,7 +321,7 @@ SMALL = PPOConfig(hidden_dim=8, num_minibatches=2, update_epochs=2, chunk=16, an
 
 def _trained(environment: Environment, config: PPOConfig = SMALL) -> Any:
     """(rollout, state after two updates of PPO)."""
-    learner = ppo.ppo(environment.spec, config, updates=2, mean=lambda x: x)
+    learner = ppo.ppo(environment.spec, config, Context(updates=2, mean=lambda x: x))
     gather = collector(vectorise(environment, 4), learner.act, learner.memory, steps=16)
 
     @jax.jit
@@ -420,4 +421,4 @@ def test_without_a_learning_rate_the_policy_stays_what_acted() -> None:
 
 def test_packed_observations_cannot_be_normalised() -> None:
     with pytest.raises(ValueError, match="stored packed"):
-        ppo.ppo(hackmatrix(8).spec, PPOConfig(normalise_observation=True), updates=1, mean=lambda x: x)
+        ppo.ppo(hackmatrix(8).spec, PPOConfig(normalise_observation=True), Context(updates=1, mean=lambda x: x))

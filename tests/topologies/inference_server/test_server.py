@@ -15,6 +15,7 @@ import pytest
 
 from longhaul.algorithms import ppo
 from longhaul.algorithms.config import PPOConfig
+from longhaul.algorithms.context import Context
 from longhaul.envs.host import registry
 from longhaul.envs.host.jax_vector import JaxVector, Programs
 from longhaul.envs.host.vector import HostStep, HostVector, Slot, specification
@@ -37,13 +38,13 @@ def poles(actor: int, slot: int) -> HostVector:
 @cache
 def of_poles() -> tuple[Any, Algorithm]:
     spec = specification(poles(0, 0).spec)
-    return spec, ppo.ppo(spec, SMALL, updates=100, mean=lambda tree: tree)
+    return spec, ppo.ppo(spec, SMALL, Context(updates=100, mean=lambda tree: tree))
 
 
 @cache
 def of_poles_remembered() -> tuple[Any, Algorithm]:
     spec = specification(poles(0, 0).spec)
-    return spec, ppo.ppo(spec, dataclasses.replace(SMALL, memory=8), updates=100, mean=lambda tree: tree)
+    return spec, ppo.ppo(spec, dataclasses.replace(SMALL, memory=8), Context(updates=100, mean=lambda tree: tree))
 
 
 def learnt(
@@ -185,7 +186,7 @@ def check_chaos(data: Any) -> tuple[int, int]:
 @cache
 def of_chaos() -> tuple[Any, Algorithm]:
     spec = checkable_environment.Chaos(interval=INTERVAL).spec
-    return spec, ppo.ppo(spec, SMALL, updates=100, mean=lambda tree: tree)
+    return spec, ppo.ppo(spec, SMALL, Context(updates=100, mean=lambda tree: tree))
 
 
 @pytest.mark.parametrize(("lane", "staleness"), [("shm", 0), ("shm", 2), ("grpc", 1), ("shm", None)])

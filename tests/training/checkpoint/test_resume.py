@@ -16,10 +16,12 @@ import pytest
 
 from longhaul.algorithms import actor_critic, registry
 from longhaul.algorithms.config import PPOConfig
+from longhaul.algorithms.context import Context
 from longhaul.cli import flags, run_flags
 from longhaul.config import resolve as runs
 from longhaul.config.run import Named, Origin, Run
 from longhaul.envs import classic_control
+from longhaul.runtime import mesh
 from longhaul.runtime.errors import RunError
 from longhaul.telemetry import sinks
 from longhaul.training import assemble, loop, run_dir
@@ -327,7 +329,10 @@ def test_in_a_stream_other_lengths_begin_anew() -> None:
 
 def test_a_schedule_in_two_parts_is_the_schedule() -> None:
     """100 updates in one go, or 40 and then 120 of half the size: the same learning rate at the same step."""
-    whole, second = actor_critic.annealing(100)(2.5e-4, 0.0), actor_critic.annealing(160, 40, 0.4)(2.5e-4, 0.0)
+    whole, second = (
+        actor_critic.annealing(Context(updates, mesh.identity, first=first, done=done))(2.5e-4, 0.0)
+        for updates, first, done in ((100, 0, 0.0), (160, 40, 0.4))
+    )
     for update in range(40, 161):
         step = 40 + (update - 40) / 2
         assert float(second(update)) == pytest.approx(2.5e-4 * (1 - step / 100), abs=1e-10)

@@ -1,0 +1,27 @@
+"""Context of an algorithm: the facts of a run that its factory needs beside the environment's spec and the config."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+from longhaul.replay import Sizes
+from longhaul.types import PyTree
+
+Isolate = Callable[[Callable[..., Any]], Callable[..., Any]]
+"""A function of one shard -> the same function, compiled in isolation from its surroundings (batch_shards.py)."""
+
+
+class Context(NamedTuple):
+    """Context of an algorithm; whatever a shard computes between two means goes through `isolated`.
+
+    A run that continues from update `first` with batches of another size has the share `done` of its steps behind it.
+    """
+
+    updates: int  # of the whole run; learning rates are annealed over them
+    mean: Callable[[PyTree], PyTree]  # averages over shards
+    isolated: Isolate = lambda function: function
+    first: int = 0
+    done: float = 0.0
+    split: bool = False  # parameters are split over devices: the optimiser takes them one by one
+    sizes: Sizes | None = None  # of the experience; without them an algorithm with a replay acts and cannot learn
