@@ -29,7 +29,8 @@ import zstandard
 from benchmarks import sync_training
 from longhaul.bench import harness
 from longhaul.runtime.provenance import provenance
-from longhaul.weight_sync.delta import numpy_kernels, tensor_delta
+from longhaul.weight_sync.delta import tensor_delta
+from tests.helpers import delta_oracle
 
 RATES = (1e-6, 3e-6, 1e-5, 1e-4, 3e-4)
 
@@ -98,7 +99,7 @@ def independent(base: np.ndarray, new: np.ndarray) -> float:
     share = (base != new).mean()
     if not 0.0 < share < 1.0:
         return 1.0
-    steps = (numpy_kernels.keys(new) - numpy_kernels.keys(base))[base != new]
+    steps = (delta_oracle.keys(new) - delta_oracle.keys(base))[base != new]
     counts = np.unique(steps, return_counts=True)[1]
     positions = -base.size * (share * np.log2(share) + (1 - share) * np.log2(1 - share))
     return float(positions - (counts * np.log2(counts / counts.sum())).sum())

@@ -1,4 +1,4 @@
-"""What this machine does a second, now, by the code that versions go through: what `cost.local` asks for."""
+"""Rates of this machine now, measured with the code that versions go through: the input of `cost_model.local`."""
 
 from __future__ import annotations
 
@@ -14,23 +14,22 @@ from longhaul.weight_sync.buffers import Block
 from longhaul.weight_sync.cost_model import Rates
 from longhaul.weight_sync.digest import digest
 from longhaul.weight_sync.manifest import LINE, Manifest
-from longhaul.weight_sync.receiver import BUFFER
 from longhaul.weight_sync.transports.framing import Wire
 from longhaul.weight_sync.transports.tcp import NEAR
 
 PARTS = 8
-"""Tensors of what is copied."""
+"""Tensors of the sample."""
 
 PATIENCE = 120.0
 """Seconds that a stream may take."""
 
 
 class Sample:
-    """Memory to measure with, whose pages are there. Two threads work at once, as in a run, if there are two cores."""
+    """Memory to measure with, already touched. Two threads work at once if there are two cores."""
 
     def __init__(self, nbytes: int = 128 << 20, cores: int = 2) -> None:
         self.together = together = min(2, cores)
-        self.pairs = min(float(together), max(1.0, cores / 2))  # of cores, that carry streams
+        self.pairs = min(float(together), max(1.0, cores / 2))  # pairs of cores that carry streams
         self._given = {str(i): np.ones(nbytes // PARTS, np.uint8) for i in range(PARTS)}
         self._planned, self.size = image.describe(self._given)
         self._block = Block(self.size, 0)
@@ -39,10 +38,10 @@ class Sample:
         self._private = [_aligned(self.size) for _ in range(together)]
         self._form = Manifest("rates", 0, 0, -1, self.size, self._planned)
         self._pool = ThreadPoolExecutor(2 * together, "longhaul-rates")
-        self.rates()  # whatever must be compiled, is
+        self.rates()  # compiles the kernels
 
     def rates(self, repeats: int = 1) -> Rates:
-        """Bytes a second of one thread while all work: the best of some repeats, since others can only slow it down."""
+        """Bytes a second of one thread while all work; the best of the repeats, since other load only slows it down."""
         return Rates(
             self._best(repeats, self._gather) / self.together,
             self._best(repeats, self._streams) * self.together / self.pairs,
@@ -50,7 +49,7 @@ class Sample:
         )
 
     def close(self) -> None:
-        """Gives all of it back."""
+        """Frees the memory."""
         self._pool.shutdown()
         del self._image
         self._block.free()
@@ -70,12 +69,12 @@ class Sample:
         list(self._pool.map(lambda _: digest.digest(self._image), range(self.together)))
 
     def _streams(self) -> None:
-        """All of it through so many TCP sockets of this machine at once, digested as it comes."""
+        """Sends the sample through TCP sockets of this machine, one a thread, digested as it arrives."""
         with socket.create_server(("127.0.0.1", 0)) as server:
             server.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, NEAR)
             pairs = [(socket.create_connection(server.getsockname()), server.accept()[0]) for _ in self._private]
         wires = [(Wire(receiver), Wire(sender)) for receiver, sender in pairs]
-        sent = [self._pool.submit(sender.pour_memory, self._image.data, PATIENCE) for _, sender in wires]
+        sent = [self._pool.submit(sender.pour, self._image.data, PATIENCE) for _, sender in wires]
         came = [
             self._pool.submit(self._drawn, wire, into) for (wire, _), into in zip(wires, self._private, strict=True)
         ]
@@ -86,23 +85,19 @@ class Sample:
 
     def _drawn(self, wire: Wire, into: np.ndarray) -> None:
         wire.sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, NEAR)
-        arrival, buffer = image.Arrival(self._form), np.empty(BUFFER, np.uint8)
-        until = time.monotonic() + PATIENCE
-        if image.pulls(into):
-            wire.pull(until, lambda descriptor, stop: arrival.pull(into, buffer, descriptor, stop, False))
-        else:
-            wire.draw_by(buffer.data, self.size, until, lambda held: arrival.draw(into, buffer, held))
+        arrival = image.Arrival(self._form)
+        wire.draw(into.data, time.monotonic() + PATIENCE, lambda count: arrival.arrived(into, count))
 
 
 def _aligned(size: int) -> np.ndarray:
-    """Memory that begins at a cache line, as an image does, whose pages are there."""
+    """Touched memory that begins at a cache line, as an image does."""
     memory = np.ones(size + LINE, np.uint8)
     begin = -memory.ctypes.data % LINE
     return memory[begin : begin + size]
 
 
 def measured(nbytes: int = 128 << 20, cores: int = 2, repeats: int = 5) -> Rates:
-    """The rates of this machine now."""
+    """Rates of this machine now."""
     sample = Sample(nbytes, cores)
     try:
         return sample.rates(repeats)

@@ -1,6 +1,6 @@
-"""A receiver's process that measures: what `longhaul sync bench` starts, and orders about line by line.
+"""Receiver process of `longhaul sync bench`: commands on stdin, one a line, answers on stdout, one JSON object a line.
 
-It also does what bounds any lane: a private copy of memory that another process holds, and a bare loopback socket.
+It also measures the limits of any transport: a private copy of another process's memory, and a bare loopback socket.
 """
 
 from __future__ import annotations
@@ -16,20 +16,19 @@ from typing import Any
 
 import numpy as np
 
-from longhaul.weight_sync.manifest import digest
 from longhaul.weight_sync.receiver import Receiver, follow
 
 
 class Probe:
-    """Does what it is told; times are those of `time.monotonic`, which all processes of a machine share."""
+    """Executes commands; times are those of `time.monotonic`, which all processes of a machine share."""
 
-    def __init__(self, address: str, size: int, descriptor: int, budget: int, verify: str) -> None:
+    def __init__(self, address: str, size: int, descriptor: int, budget: int) -> None:
         self.at: dict[int, float] = {}
         self._came = threading.Condition()
-        options: dict[str, Any] = {"budget": budget, "on_commit": self._note, "verify": verify}
+        options: dict[str, Any] = {"budget": budget, "on_commit": self._note}
         self.receiver: Receiver | None = follow([address], name="probe", **options) if address else None
         self.source = np.frombuffer(mmap.mmap(descriptor, size, mmap.MAP_SHARED, mmap.PROT_READ), np.uint8)
-        self.private = np.ones(size, np.uint8)  # its pages are there
+        self.private = np.ones(size, np.uint8)  # touches its pages
 
     def _note(self, version: int) -> None:
         with self._came:
@@ -37,7 +36,7 @@ class Probe:
             self._came.notify_all()
 
     def wait(self, version: int) -> dict[str, Any]:
-        """When a version came, and by which stages."""
+        """Time at which a version came, and its stages."""
         assert self.receiver is not None
         with self._came:
             if not self._came.wait_for(lambda: version in self.at, 120):
@@ -45,21 +44,14 @@ class Probe:
         root = self.receiver.held.root.hex()
         return {"at": self.at[version], "root": root, "peak": self.receiver.peak_bytes, **self.receiver.seconds}
 
-    def touch(self) -> dict[str, Any]:
-        """Reads every byte that is served."""
-        assert self.receiver is not None and self.receiver.served is not None
-        began = time.monotonic()
-        digest(self.receiver.served.image)
-        return {"seconds": time.monotonic() - began}
-
     def copy(self) -> dict[str, Any]:
-        """The limit of memory."""
+        """Limit of memory: a private copy."""
         began = time.monotonic()
         self.private[:] = self.source
         return {"began": began, "at": time.monotonic()}
 
     def stream(self, port: int) -> dict[str, Any]:
-        """The limit of a loopback socket."""
+        """Limit of a loopback socket: bare bytes."""
         with socket.create_connection(("127.0.0.1", port)) as sock:
             sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4 << 20)
             into, done = self.private.data, 0
@@ -69,17 +61,15 @@ class Probe:
 
 
 def main() -> None:
-    """Its arguments are Probe's, and a folder to remove at the end, which a sender that is killed can't; every line is
-    a command with a number, every answer one of JSON."""
-    address, size, descriptor, budget, verify, folder = sys.argv[1:]
-    probe = Probe(address, int(size), int(descriptor), int(budget), verify)
+    """Entry point. Arguments: those of Probe, and a folder to remove at the end, which a killed sender can't remove."""
+    address, size, descriptor, budget, folder = sys.argv[1:]
+    probe = Probe(address, int(size), int(descriptor), int(budget))
     print(json.dumps({"ready": True}), flush=True)
     for line in sys.stdin:
         what, _, number = line.strip().partition(" ")
         used = time.process_time()
-        commands = {"copy": probe.copy, "touch": probe.touch}
-        if what in commands:
-            answer = commands[what]()
+        if what == "copy":
+            answer = probe.copy()
         elif what == "cpu":
             answer = {"cpu": time.process_time()}
         else:

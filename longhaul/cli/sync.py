@@ -1,4 +1,4 @@
-"""`longhaul sync`: versions of parameters served, fetched, looked at and measured from a shell. Starts without JAX."""
+"""Commands of `longhaul sync`: versions of parameters served, fetched, inspected and measured. Starts without JAX."""
 
 from __future__ import annotations
 
@@ -17,32 +17,32 @@ from longhaul.runtime import credentials
 from longhaul.weight_sync import model_shapes, transports
 from longhaul.weight_sync.relay import Relay
 from longhaul.weight_sync.transports.base import Source
-from longhaul.weight_sync.transports.folder import FolderLane
+from longhaul.weight_sync.transports.folder import FolderTransport
 from longhaul.weight_sync.transports.safetensors_files import folder_name, read_manifest
 
 FAILED = 1
 
 LOOK = 0.2
-"""Seconds between two looks at whether a server can serve at all."""
+"""Seconds between two checks of whether a server can serve at all."""
 
 CHECKPOINTS = "checkpoints"
-"""The kind of an address that only these commands know: a run's folder that has no versions."""
+"""Kind of address that only these commands know: the folder of a run without versions."""
 
-WHERE = "of who serves: tcp:HOST:PORT, shm:NAME, a folder of versions or of a run"
+WHERE = "the sender: tcp:HOST:PORT, shm:NAME, a folder of versions or of a run"
 
-TOKEN = Flag("token-file", flags.optional(PATH), None, "a file with the token that both sides know", shown="")
+TOKEN = Flag("token-file", flags.optional(PATH), None, "file with the token that both sides know", shown="")
 
 
 def serve(words: Sequence[str]) -> int:
     """`longhaul sync serve SOURCE --port N`."""
-    source = Flag("SOURCE", TEXT, None, "a folder of versions or of a run, or the address of who serves", shown="")
-    port = Flag("port", INT, 7171, "of TCP; 0 is one that is free")
-    host = Flag("host", TEXT, "127.0.0.1", "the address to listen at; beyond this machine with --token-file")
-    name = Flag("shm", TEXT, None, "serve this machine's processes too: a socket's path, or @NAME", shown="")
+    source = Flag("SOURCE", TEXT, None, "a folder of versions or of a run, or the address of another server", shown="")
+    port = Flag("port", INT, 7171, "TCP port; 0 takes a free one")
+    host = Flag("host", TEXT, "127.0.0.1", "address to listen at; beyond this machine it needs --token-file")
+    name = Flag("shm", TEXT, None, "also serve processes of this machine: a socket's path, or @NAME", shown="")
     about = "Serves a folder's versions, or relays another server's, to any number of receivers, until it is stopped."
     given = flags.parse("sync serve", about, {"": [source, port, host, name, TOKEN, DEBUG]}, words).values
     if given["SOURCE"] is None:
-        raise FlagError("what to serve? longhaul sync serve FOLDER --port N, or an address: tcp:HOST:PORT")
+        raise FlagError("a source is missing: longhaul sync serve FOLDER --port N, or an address, as tcp:HOST:PORT")
 
     token = _token(given["token-file"])
     source_address = _address(given["SOURCE"])
@@ -56,10 +56,10 @@ def serve(words: Sequence[str]) -> int:
 
     with (
         _stopped() as stop,
-        Relay(lambda: _connect(source_address, token, "relay"), lanes=opened, on_commit=say) as relay,
+        Relay(lambda: _connect(source_address, token, "relay"), transports=opened, on_commit=say) as relay,
     ):
-        for lane in opened:
-            print(lane.address, flush=True)
+        for transport in opened:
+            print(transport.address, flush=True)
         while not stop.wait(LOOK):
             if relay.failed is not None:
                 return _failed(str(relay.failed))
@@ -68,24 +68,22 @@ def serve(words: Sequence[str]) -> int:
 
 def pull(words: Sequence[str]) -> int:
     """`longhaul sync pull ADDRESS --out FOLDER`."""
-    address = Flag(
-        "ADDRESS", TEXT, None, "of who serves: tcp:HOST:PORT, shm:NAME, a folder of versions or of a run", shown=""
-    )
-    out = Flag("out", PATH, None, "the folder for versions, in Hugging Face's naming", shown="")
+    address = Flag("ADDRESS", TEXT, None, WHERE, shown="")
+    out = Flag("out", PATH, None, "folder for versions, in Hugging Face's naming", shown="")
     seconds = Flag("timeout", FLOAT, 60.0, "seconds to wait for a version")
-    follow = Flag("follow", flags.ALONE, False, "go on with each newer version, until stopped")
-    keep = Flag("keep", INT, 3, "versions that stay in the folder")
+    follow = Flag("follow", flags.ALONE, False, "fetch each newer version too, until stopped")
+    keep = Flag("keep", INT, 3, "versions that are kept in the folder")
     about = "Fetches the newest version, verified, as safetensors files: FOLDER/version-EPOCH-VERSION."
     given = flags.parse("sync pull", about, {"": [address, out, seconds, follow, keep, TOKEN, DEBUG]}, words).values
     if given["ADDRESS"] is None or given["out"] is None:
-        raise FlagError("from where to where? longhaul sync pull ADDRESS --out FOLDER")
+        raise FlagError("ADDRESS or --out is missing: longhaul sync pull ADDRESS --out FOLDER")
     if given["keep"] < 1 or not given["timeout"] > 0:
         raise FlagError(f"--keep {given['keep']} must be at least 1, --timeout {given['timeout']} above 0")
 
     where, token = _address(given["ADDRESS"]), _token(given["token-file"])
     _writable(given["out"])
-    folder = FolderLane(given["out"], keep=given["keep"])
-    with _stopped() as stop, Relay(lambda: _connect(where, token, "pull"), lanes=[folder]) as relay:
+    folder = FolderTransport(given["out"], keep=given["keep"])
+    with _stopped() as stop, Relay(lambda: _connect(where, token, "pull"), transports=[folder]) as relay:
         shown = None
         while not stop.is_set():
 
@@ -107,22 +105,22 @@ def pull(words: Sequence[str]) -> int:
 
 
 def _writable(out: str) -> None:
-    """FlagError where nothing can be written into a folder, which is made where it is not there."""
+    """Raises FlagError where a folder can't be written; makes it if needed."""
     try:
         Path(out).mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=out):
             pass
     except OSError as error:
-        raise FlagError(f"--out is {out}; it must be a folder that can be written: {error.strerror}") from error
+        raise FlagError(f"--out is {out}; it must be a writable folder: {error.strerror}") from error
 
 
-def _fetched(relay: Relay, folder: FolderLane) -> Path | None:
-    """The folder of the version that the relay has; None where it is not complete there."""
+def _fetched(relay: Relay, folder: FolderTransport) -> Path | None:
+    """Folder of the version that the relay serves; None where it is not complete there."""
     held, latest = relay.receiver.held, folder.latest
     if latest is None or latest.name != folder_name(held.epoch, held.version):
         return None
     try:
-        return latest if read_manifest(latest).root == held.root else None  # another run's may have the name, too
+        return latest if read_manifest(latest).root == held.root else None  # another run may use the same name
     except (OSError, ValueError):  # a later one has taken its place
         return None
 
@@ -134,14 +132,12 @@ def _failed(line: str) -> int:
 
 def status(words: Sequence[str]) -> int:
     """`longhaul sync status ADDRESS`."""
-    address = Flag(
-        "ADDRESS", TEXT, None, "of who serves: tcp:HOST:PORT, shm:NAME, a folder of versions or of a run", shown=""
-    )
+    address = Flag("ADDRESS", TEXT, None, WHERE, shown="")
     out = Flag("json", PATH, None, "write it to this file; - is stdout", shown="")
-    about = "What a sender serves, and to whom."
+    about = "Prints the version that a sender serves, and its receivers."
     given = flags.parse("sync status", about, {"": [address, out, TOKEN, DEBUG]}, words).values
     if given["ADDRESS"] is None:
-        raise FlagError("of whom? longhaul sync status ADDRESS")
+        raise FlagError("ADDRESS is missing: longhaul sync status ADDRESS")
     tables.check_json(given["json"])
 
     where, token = _address(given["ADDRESS"]), _token(given["token-file"])
@@ -150,7 +146,7 @@ def status(words: Sequence[str]) -> int:
         return _failed(f"there is no folder {path}, so nothing was published there yet")
     try:
         source = _connect(where, token, "status")
-    except PermissionError:  # of a token: it says so itself
+    except PermissionError:  # a wrong token: the error says so
         raise
     except OSError as error:
         return _failed(f"nobody answers at {where}: {error.strerror or error}; is it served there?")
@@ -175,27 +171,27 @@ def status(words: Sequence[str]) -> int:
 
 def bench(words: Sequence[str]) -> int:
     """`longhaul sync bench`: `longhaul bench sync` with flags of its own."""
-    model = Flag("model", TEXT, "qwen3-0.6b", "whose parameters, by its name")
+    model = Flag("model", TEXT, "qwen3-0.6b", "model whose parameters are sent, by its name")
     receivers = Flag("receivers", INT, 2, "processes that receive")
     lane = Flag("lane", choice(("shm", "tcp", "folder")), (), "a figure for each", True, "shm, tcp")
-    repeats = Flag("repeats", INT, 5, "of which the medians are told; at least 5")
+    repeats = Flag("repeats", INT, 5, "repeats, of which medians are reported; at least 5")
     peers = Flag(
         "peers", ALONE, False, "instead, what others take beside ours: sockets, gloo, gRPC, Orbax, torch's files"
     )
     rate = Flag(
-        "learning-rate", FLOAT, None, "versions apart by one step of Adam at this rate, of which tcp sends the changes",
+        "learning-rate", FLOAT, None, "versions are one step of Adam at this rate apart, and tcp sends the changes",
         shown="all of a version",
     )  # fmt: skip
     layouts = Flag(
         "layouts",
         TEXT,
         (),
-        "instead, planning from one layout to another, as fsdp:8 tp:2x4, by shapes alone",
+        "instead: planning from one layout to another, as fsdp:8 tp:2x4, by shapes alone",
         True,
         "",
     )
     out = Flag("json", PATH, None, "write the figures as a list to this file, too", shown="")
-    about = "How long a version takes from one process to others, by stages, beside the limits of memory and sockets."
+    about = "Measures a version from one process to others, by stages, beside the limits of memory and sockets."
     groups = {"": [model, receivers, lane, repeats, rate, layouts, peers, out, DEBUG]}
     given = flags.parse("sync bench", about, groups, words).values
     tables.check_json(given["json"])
@@ -228,11 +224,11 @@ def _figures(sizes: dict[str, Any], given: Mapping[str, Any]) -> Iterator[dict[s
         return sync_layouts.measure(given["model"], *layouts)
     if given["peers"]:
         if rate is not None:
-            raise FlagError("--learning-rate and --peers: the others send all of a version; leave one out")
+            raise FlagError("--learning-rate and --peers: other libraries send whole versions; leave one out")
         return _peers(**sizes)
     if rate is not None:
         if any(lane != "tcp" for lane in given["lane"]):
-            raise FlagError("--learning-rate is of --lane tcp, by which changes alone can travel; leave --lane out")
+            raise FlagError("--learning-rate needs --lane tcp, which alone sends changes; leave --lane out")
         sizes |= {"lane": ("tcp",), "learning_rate": rate}
     return _lanes(**sizes)
 
@@ -284,7 +280,7 @@ def _address(words: str) -> str:
 
 
 def _connect(address: str, token: str | None, name: str) -> Source:
-    """A receiver's end of the lane at an address, or of a run's checkpoints."""
+    """Receiver's end of the transport at an address, or of a run's checkpoints."""
     kind, _, rest = address.partition(":")
     if kind == CHECKPOINTS:
         from longhaul.training.checkpoint.weight_source import CheckpointSource
@@ -299,9 +295,9 @@ def _token(path: str | None) -> str | None:
 
 @contextmanager
 def _stopped() -> Iterator[threading.Event]:
-    """An event that Ctrl-C and SIGTERM set."""
+    """Event that Ctrl-C and SIGTERM set."""
     stop = threading.Event()
-    if threading.current_thread() is not threading.main_thread():  # which alone hears signals
+    if threading.current_thread() is not threading.main_thread():  # only that thread gets signals
         yield stop
         return
     before = {number: signal.signal(number, lambda *_: stop.set()) for number in (signal.SIGINT, signal.SIGTERM)}
@@ -313,7 +309,7 @@ def _stopped() -> Iterator[threading.Event]:
 
 
 def _until(what: Callable[[], bool], stop: threading.Event, seconds: float) -> bool:
-    """Whether it came to be, before the time was over or someone stopped it."""
+    """True once `what` holds; False after `seconds`, or when stopped."""
     for _ in range(max(1, int(seconds / 0.05))):
         if what():
             return True

@@ -1,4 +1,4 @@
-"""`longhaul sync plan`: what an update of a model's parameters costs between so many trainers and receivers."""
+"""Command `longhaul sync plan`: the cost of an update of a model's parameters between trainers and receivers."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ UNITS = {
     "Tb/s": 1e12 / 8,
 }
 
-ABOUT = "What an update of a model's parameters costs, stage by stage, full and by deltas; from a model, not measured."
+ABOUT = "Cost of an update of a model's parameters, stage by stage, full and by deltas; from a model, not measured."
 
 
 def _rate(word: str) -> float:
-    """400Gb/s -> 5e10 bytes a second. A bare number is none: links are sold in bits, and memory in bytes."""
+    """Bytes a second: 400Gb/s -> 5e10. A unit is required: links are sold in bits, memory in bytes."""
     found = re.fullmatch(r"([0-9.]+(?:e[+-]?[0-9]+)?)\s*([KMGT]?[Bb]/s)", word.strip())
     if found is None or found[2] not in UNITS:
         raise ValueError(word)
@@ -37,7 +37,7 @@ def _rate(word: str) -> float:
 
 
 def _receivers(word: str) -> tuple[int, int]:
-    """16x8 -> (16, 8)."""
+    """(replicas, receivers of each): 16x8 -> (16, 8)."""
     replicas, _, each = word.lower().partition("x")
     return int(replicas), int(each or 1)
 
@@ -46,8 +46,8 @@ RATE = Kind("RATE", "a rate with its unit, as 400Gb/s or 50GB/s", _rate)
 RECEIVERS = Kind("MxR", "replicas x receivers of each, as 16x16", _receivers)
 
 FLAGS = [
-    Flag("params", FLOAT, None, "how many parameters, as 1e12", shown=""),
-    Flag("dtype", choice(tuple(ITEMSIZES)), "bf16", "what is sent"),
+    Flag("params", FLOAT, None, "number of parameters, as 1e12", shown=""),
+    Flag("dtype", choice(tuple(ITEMSIZES)), "bf16", "dtype that is sent"),
     Flag("trainers", INT, 256, "accelerators that hold a shard each"),
     Flag("receivers", RECEIVERS, (16, 16), "replicas x accelerators that share one", shown="16x16"),
     Flag("nic", RATE, 50e9, "an accelerator's link, each direction", shown="400Gb/s"),
@@ -55,16 +55,16 @@ FLAGS = [
     Flag("pcie", RATE, 55e9, "between accelerator and host", shown="55GB/s"),
     Flag("hbm", RATE, 3350e9, "an accelerator's memory", shown="3350GB/s"),
     Flag("staged", SWITCH, False, "through the hosts' memory"),
-    Flag("relay", SWITCH, True, "replicas pass on what they got where that is faster"),
+    Flag("relay", SWITCH, True, "replicas pass buckets on where that is faster"),
     Flag("bucket-mb", FLOAT, 256.0, "megabytes of a receiver's bucket"),
     Flag("delta-ratio", FLOAT, 50.0, "dense bytes / bytes of a delta"),
     Flag("codec-share", FLOAT, 0.2, "share of memory bandwidth that encoding on accelerators reaches"),
     Flag("cores", INT, 16, "cores of a host, an accelerator"),
     Flag("core-encode", RATE, 1e9, "dense bytes that a core encodes a second", shown="1GB/s"),
-    Flag("core-decode", RATE, 2e9, "likewise, decodes", shown="2GB/s"),
-    Flag("check", ALONE, False, "measures runs on this machine, and prints how far off the model is", shown=""),
-    Flag("model", TEXT, "qwen3-0.6b", "of --check: whose parameters, by its name"),
-    Flag("json", PATH, None, "write all of it to this file; - is stdout", shown=""),
+    Flag("core-decode", RATE, 2e9, "dense bytes that a core decodes a second", shown="2GB/s"),
+    Flag("check", ALONE, False, "measure runs on this machine, and print the model's error", shown=""),
+    Flag("model", TEXT, "qwen3-0.6b", "with --check: the model whose parameters are sent, by its name"),
+    Flag("json", PATH, None, "write everything to this file; - is stdout", shown=""),
     DEBUG,
 ]
 
@@ -77,7 +77,7 @@ def sync(words: Sequence[str]) -> int:
     if words and words[0] in ("-h", "--help"):
         print(f"usage: {usage.replace(', ', chr(10) + '       ')}")
         return 0
-    given = f"longhaul sync has no command {words[0]!r}" if words else "name what to do with the parameters"
+    given = f"longhaul sync has no command {words[0]!r}" if words else "a command is missing"
     raise FlagError(f"{given}; there are {usage}")
 
 
@@ -87,7 +87,7 @@ def plan(words: Sequence[str]) -> int:
     if values["check"]:
         return check(values["model"], values["json"])
     if values["params"] is None:
-        raise FlagError("how many parameters? longhaul sync plan --params 1e12")
+        raise FlagError("--params is missing: longhaul sync plan --params 1e12")
     tables.check_json(values["json"])
     replicas, each = values["receivers"]
     setting = Setting(
@@ -105,7 +105,7 @@ def plan(words: Sequence[str]) -> int:
 
 
 def check(model: str, out: str | None) -> int:
-    """`longhaul sync plan --check`: what `cost.local` says of runs on this machine, beside what they take."""
+    """`longhaul sync plan --check`: predictions of `cost_model.local` for this machine beside measured runs."""
     model_shapes.forms(model)
     tables.check_json(out)
     from longhaul.bench import harness
@@ -115,7 +115,7 @@ def check(model: str, out: str | None) -> int:
         tables.write_json(out, figures)
     if out != "-":
         rows = [
-            [f"{each['config']['lane']}, verify {each['config']['verify']}", _seconds(each["wall_seconds"]),
+            [each["config"]["lane"], _seconds(each["wall_seconds"]),
              _seconds(each["model_seconds"]), f"{each['model_error']:+.0%}"]
             for each in figures
         ]  # fmt: skip
@@ -137,7 +137,7 @@ def show(of: Setting, found: Sequence[Cost]) -> None:
 
 
 def as_json(of: Setting, found: Sequence[Cost]) -> dict[str, Any]:
-    """All that `show` prints, as numbers."""
+    """Everything that `show` prints, as numbers."""
     return {
         "setting": dataclasses.asdict(of),
         "assumptions": dict(cost_model.assumptions(of)),

@@ -1,10 +1,9 @@
-"""What a run publishes while it trains: its policy, as versions of `longhaul.weight_sync`, to whoever acts or serves
-with it.
+"""Publication of a run's policy while it trains, as versions of `longhaul.weight_sync`.
 
-A version's number is that of the update it comes after; its tensors are `policy(state)`, parameters and normalisers,
-under their paths. Training is held up by one copy on the device: what goes to the host, is digested, written and sent,
-goes beside it. Each start of a trainer is a new epoch, so a run that goes on, or goes back, is never taken for stale.
-Versions whose numbers are not finite are not published.
+A version's number is that of the update after which it was taken; its tensors are `policy(state)`, parameters and
+normalisers, under their paths. Training waits for one copy on the device; transfer to the host, digests, files and
+network run beside it. Each start of a trainer is a new epoch, so that a resumed or rolled-back run is never taken for
+stale. Versions with non-finite numbers are not published.
 """
 
 from __future__ import annotations
@@ -28,41 +27,41 @@ from longhaul.weight_sync import transports
 from longhaul.weight_sync.producer import Producer, named
 from longhaul.weight_sync.protocol import Settings
 from longhaul.weight_sync.publisher import Publisher
-from longhaul.weight_sync.transports.folder import FolderLane
+from longhaul.weight_sync.transports.folder import FolderTransport
 
 FILE = "publish.json"
-"""Of a run's folder: what it publishes, and where."""
+"""File of a run's folder with its `Publishing`."""
 
 FOLDER = "weights"
-"""Of a run's folder: its versions, where it publishes to `run`."""
+"""Folder of a run's versions, where it publishes to `run`."""
 
 PRECISIONS = ("as-is", "bf16")
 
 FLAGS = ("publish", "publish-every", "publish-precision", "publish-token-file", "publish-anchor")
-"""Of `longhaul train`, in the order of `Publishing`'s fields."""
+"""Flags of `longhaul train`, in the order of `Publishing`'s fields."""
 
 SETTINGS = Settings(quorum=0, lease=30.0)
-"""Nobody is waited for: each receiver takes the newest when it can."""
+"""Settings of the publisher: it waits for no receiver; each takes the newest version when it can."""
 
 PATIENCE, HASTE = 60.0, 5.0
-"""Seconds that a run which is done, or which a signal stops, waits at its end for who follows."""
+"""Seconds for which a run that is done, or that a signal stops, waits at its end for its receivers."""
 
 Tell = Callable[[int, int, PyTree], None]
-"""(updates done, of which in this call, the algorithm's state) -> publishes, where that is due."""
+"""(updates done, updates of this call, the algorithm's state): publishes a version where one is due."""
 
 
 class Publishing(NamedTuple):
-    """What a run publishes, as its folder keeps it."""
+    """Publication of a run, as its folder keeps it."""
 
-    to: tuple[str, ...]  # addresses of lanes; "run" is the run's own folder
+    to: tuple[str, ...]  # addresses of transports; "run" is the run's own folder
     every: int = 1  # updates
     precision: str = "as-is"
     token_file: str | None = None
-    anchor: int = 1  # of versions in a folder every so manyth is whole, the others what changed
+    anchor: int = 1  # every `anchor`-th version in a folder is whole, the others are changes
 
 
 def chosen(values: Mapping[str, Any], given: frozenset[str], before: Publishing | None = None) -> Publishing | None:
-    """What the flags ask for, after `before`; None where nothing is published. Raises RunError, one line."""
+    """Publication that the flags ask for, after `before`; None for none. Raises RunError, one line."""
     known = before or Publishing(())
     changes = {field: values[flag] for field, flag in zip(Publishing._fields, FLAGS, strict=True) if flag in given}
     found = known._replace(**changes)
@@ -75,7 +74,9 @@ def chosen(values: Mapping[str, Any], given: frozenset[str], before: Publishing 
         raise RunError(f"--publish-every is {found.every}; it must be at least 1 update")
     if found.anchor < 1:
         raise RunError(f"--publish-anchor is {found.anchor}; it must be at least 1 version")
-    flags = {"xxhash": "--publish"} | ({"zstandard": f"--publish-anchor {found.anchor}"} if found.anchor > 1 else {})
+    flags = {"xxhash": "--publish"}
+    if found.anchor > 1:
+        flags |= dict.fromkeys(("zstandard", "numba"), f"--publish-anchor {found.anchor}")
     for library, flag in flags.items():
         if importlib.util.find_spec(library) is None:
             raise RunError(f"{flag} needs {library}: pip install 'longhaul[sync]'")
@@ -83,8 +84,7 @@ def chosen(values: Mapping[str, Any], given: frozenset[str], before: Publishing 
 
 
 def address(word: str) -> str:
-    """Where a word sends versions: `run`, an address of a lane, or a folder. RunError where it is an address in form
-    alone."""
+    """Destination of a word: `run`, the address of a transport, or a folder. RunError for a wrong address."""
     plain = ":" not in word or "/" in word or Path(word).is_dir()
     if word == "run" or (word.partition(":")[0] not in transports.KINDS and plain):
         return word if word == "run" else f"folder:{Path(word).expanduser().absolute()}"
@@ -96,7 +96,7 @@ def address(word: str) -> str:
 
 
 def load(folder: Path) -> Publishing | None:
-    """What the run in `folder` publishes; None where it does not. Raises RunError where the file is damaged."""
+    """Publication of the run in `folder`; None for none. Raises RunError where its file is damaged."""
     try:
         found = json.loads((folder / FILE).read_text())
         return Publishing(tuple(found.pop("to")), **found)
@@ -107,7 +107,7 @@ def load(folder: Path) -> Publishing | None:
 
 
 def save(folder: Path, publishing: Publishing | None) -> None:
-    """Keeps what the run in `folder` publishes."""
+    """Saves the publication of the run in `folder`."""
     if publishing is not None:
         files.write(folder / FILE, json.dumps(publishing._asdict(), indent=2) + "\n")
     else:
@@ -122,9 +122,10 @@ def publishing(
     note: Callable[[str], None],
     stopped: Callable[[], bool] = lambda: False,
 ) -> Iterator[Tell]:
-    """Within it, what the run in `folder` asks for is published: call what it yields after each call of the topology,
-    before the state is donated, in all processes alike. At its end the last version is brought to who follows; with
-    less patience where a signal has `stopped` the run.
+    """Context in which the run in `folder` is published as it asks for.
+
+    The yielded function is called after each call of the topology, before the state is donated, in all processes alike.
+    At the end the last version is delivered to the receivers, with less patience where a signal has `stopped` the run.
     """
     asked = load(folder)
     if asked is None:
@@ -143,15 +144,15 @@ def publishing(
 
         yield tell
         if producer is not None and not producer.drain(HASTE if stopped() else PATIENCE):
-            note("warning: not all who follow the run's versions have the last one")
+            note("warning: not all receivers of the run's versions have the last one")
         if producer is not None:
             note(f"{producer.published} versions were published, the newest {producer.newest}")
 
 
 def copying(policy: Callable[[PyTree], Params], mesh: Mesh, precision: str) -> Callable[[PyTree], Any]:
-    """state -> (a copy of its policy, whether all its numbers are finite), dispatched and not waited for.
+    """Function of a state that returns (copy of its policy, whether all its numbers are finite), without waiting.
 
-    Of several processes each has the whole copy.
+    With several processes each has the whole copy.
     """
 
     def fresh(leaf: jax.Array) -> jax.Array:
@@ -181,9 +182,10 @@ def _opened(folder: Path, asked: Publishing, note: Callable[[str], None]) -> Ite
         opened = []
         for each in where:
             kind, rest = transports.split(each)
-            opened.append(FolderLane(rest, anchor=asked.anchor) if kind == "folder" else transports.serve(each, token))
+            folder_only = kind == "folder"
+            opened.append(FolderTransport(rest, anchor=asked.anchor) if folder_only else transports.serve(each, token))
             closed.callback(opened[-1].close)
-        publisher = Publisher(folder.name, lanes=opened, settings=SETTINGS)
-        closed.callback(publisher.close, 0.0)  # a run that is done has drained it; an error ends it at once
-        note(f"publishes its policy to {', '.join(lane.address for lane in opened)}")
+        publisher = Publisher(folder.name, transports=opened, settings=SETTINGS)
+        closed.callback(publisher.close, 0.0)  # a finished run has drained it; an error ends it at once
+        note(f"publishes its policy to {', '.join(transport.address for transport in opened)}")
         yield closed.enter_context(Producer(publisher, take, note))

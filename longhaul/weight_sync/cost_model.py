@@ -1,10 +1,10 @@
-"""What an update of parameters costs: a model of its stages, each a number of bytes over a rate, and nothing hidden.
+"""Cost model of an update of parameters: each stage is a number of bytes over a rate.
 
-Shards go straight from trainers to receivers, each byte of a replica once (`plan`); replicas that the trainers' links
-can't feed pass buckets on to one another (`relay`). Stages overlap bucket by bucket, so that an update takes as long as
-its busiest resource (stages that share one add up), and what the others need for one bucket; `serial` is the sum, with
-no overlap at all. What consumers feel is the swap alone. The rates are data sheets' and assumptions, and printed;
-`local` predicts a run on one machine from rates measured there.
+Shards go straight from trainers to receivers, each byte of a replica once (`resharding.plan`); replicas that the
+trainers' links can't feed pass buckets on to one another. Stages overlap bucket by bucket: an update takes as long as
+its busiest resource (stages that share one add up), plus the time of one bucket in the others; `serial` is the sum
+without overlap. Consumers notice the swap alone. Rates are from data sheets or assumed, and printed; `local` predicts a
+run on one machine from rates measured there.
 """
 
 from __future__ import annotations
@@ -18,26 +18,26 @@ GB = 1e9
 
 @dataclass(frozen=True)
 class Setting:
-    """Who sends what to whom, over what. Bytes, bytes a second, seconds; links in each direction."""
+    """Sizes and rates of an update, in bytes, bytes a second and seconds; link rates hold for each direction."""
 
     params: float
     itemsize: float = 2.0  # bf16
     trainers: int = 256
     replicas: int = 16
-    per_replica: int = 16  # receivers that share one copy
-    nic: float = 50 * GB  # of an accelerator: 400 Gb/s
-    efficiency: float = 0.9  # of links, that is reached
-    pcie: float = 55 * GB  # generation 5, as measured by many
+    per_replica: int = 16  # receivers that share one replica
+    nic: float = 50 * GB  # link of an accelerator: 400 Gb/s
+    efficiency: float = 0.9  # share of a link's rate that is reached
+    pcie: float = 55 * GB  # PCIe 5, as usually measured
     hbm: float = 3350 * GB  # H100
-    staged: bool = False  # through the hosts' memory, for want of direct access of the network to accelerators
-    relay: bool = True  # replicas pass on what they got where that is faster
+    staged: bool = False  # through the hosts' memory, without direct access of the network to accelerators
+    relay: bool = True  # replicas pass buckets on where that is faster
     bucket: float = 256e6
     delta_ratio: float = 50.0  # dense bytes / bytes of the delta
-    codec_share: float = 0.2  # of the accelerator's memory bandwidth that diff, encoding and decoding reach there
-    cores: int = 16  # of a host, an accelerator
-    core_encode: float = 1.0 * GB  # dense bytes a core encodes, and decodes, a second
-    core_decode: float = 2.0 * GB
-    latency: float = 50e-6  # of a message of the protocol
+    codec_share: float = 0.2  # share of an accelerator's memory bandwidth that encoding and decoding reach
+    cores: int = 16  # of a host, for each accelerator
+    core_encode: float = 1.0 * GB  # dense bytes that a core encodes a second
+    core_decode: float = 2.0 * GB  # dense bytes that a core decodes a second
+    latency: float = 50e-6  # seconds of a message
     swap: float = 1e-3
 
     def __post_init__(self) -> None:
@@ -51,7 +51,7 @@ class Setting:
             if not 0.0 < (value := getattr(self, name)) <= 1.0:
                 raise ValueError(f"{name} is {value:g}; it must lie above 0 and not above 1")
         if self.delta_ratio < 1.0:
-            raise ValueError(f"delta_ratio is {self.delta_ratio:g}; it must be at least 1, where a delta is no smaller")
+            raise ValueError(f"delta_ratio is {self.delta_ratio:g}; it must be at least 1")
 
     @property
     def nbytes(self) -> float:
@@ -59,21 +59,21 @@ class Setting:
 
 
 class Term(NamedTuple):
-    """One stage: seconds over all its bytes, and how they come about."""
+    """One stage: its seconds over all bytes, and their formula."""
 
     name: str
     seconds: float
     formula: str
-    on: str = ""  # the resource it keeps busy; "": it overlaps with nothing
+    on: str = ""  # resource that it keeps busy; "": it overlaps with nothing
 
 
 class Cost(NamedTuple):
-    """An update of one kind."""
+    """Cost of one kind of update."""
 
     name: str
     terms: tuple[Term, ...]
-    buckets: int  # that pass through the stages of a receiver
-    pause: float  # what a consumer feels of it
+    buckets: int  # of a receiver, which pass through the stages
+    pause: float  # seconds that a consumer waits
 
     @property
     def serial(self) -> float:
@@ -81,7 +81,7 @@ class Cost(NamedTuple):
 
     @property
     def pipelined(self) -> float:
-        """The busiest resource, one bucket in each of the others, and what can't overlap."""
+        """Seconds of the busiest resource, of one bucket in each other, and of the stages that can't overlap."""
         busy = self.busy
         slowest = max(busy.values(), default=0.0)
         fixed = sum(term.seconds for term in self.terms if not term.on)
@@ -90,31 +90,31 @@ class Cost(NamedTuple):
     @property
     def busy(self) -> dict[str, float]:
         """Seconds of each resource."""
-        found: dict[str, float] = {}
+        busy: dict[str, float] = {}
         for term in self.terms:
             if term.on:
-                found[term.on] = found.get(term.on, 0.0) + term.seconds
-        return found
+                busy[term.on] = busy.get(term.on, 0.0) + term.seconds
+        return busy
 
     @property
     def bottleneck(self) -> str:
-        """The resource that is busiest, or the longest stage where none overlaps."""
+        """Busiest resource, or the longest stage where none overlaps."""
         busy = self.busy or {term.name: term.seconds for term in self.terms}
         return max(busy, key=lambda name: busy[name])
 
 
 def costs(of: Setting) -> tuple[Cost, ...]:
-    """The kinds of update that there are: full, and by deltas made on the accelerators or by the hosts' cores."""
+    """Costs of the kinds of update: full, by deltas made on the accelerators, by deltas made by the hosts' cores."""
     return full(of), delta(of), delta(of, host=True)
 
 
 def full(of: Setting) -> Cost:
-    """All of the parameters."""
+    """Cost of sending all parameters."""
     return _cost("full", of, 1.0, [], [])
 
 
 def delta(of: Setting, host: bool = False) -> Cost:
-    """A delta: the same ways, fewer bytes; but whole shards are read for the difference, and again to apply it."""
+    """Cost of a delta: fewer bytes travel, but whole shards are read for the difference and again to apply it."""
     shard, part = of.nbytes / of.trainers, of.nbytes / of.per_replica
     on = of.hbm * of.codec_share
     if host:
@@ -138,7 +138,7 @@ def delta(of: Setting, host: bool = False) -> Cost:
 
 
 def _cost(name: str, of: Setting, ratio: float, before: list[Term], after: list[Term]) -> Cost:
-    """The stages of a transfer of bytes / ratio between what comes before and after it."""
+    """Cost of a transfer of bytes / ratio, between the terms `before` and `after`."""
     sent, nic = of.nbytes / ratio, of.nic * of.efficiency
     part = sent / of.per_replica
     over = "" if ratio == 1.0 else " / ratio"
@@ -170,7 +170,7 @@ def _cost(name: str, of: Setting, ratio: float, before: list[Term], after: list[
 
 
 def assumptions(of: Setting) -> list[tuple[str, str]]:
-    """Every number that the model takes as given, in words."""
+    """Assumptions of the model: (name, value in words)."""
     return [
         ("parameters", f"{of.params:.4g} of {of.itemsize:g} bytes: {of.nbytes / GB:,.1f} GB"),
         ("trainers", f"{of.trainers:,}, each with {of.nbytes / of.trainers / GB:,.2f} GB of them"),
@@ -194,23 +194,22 @@ def assumptions(of: Setting) -> list[tuple[str, str]]:
 
 
 class Rates(NamedTuple):
-    """Bytes a second of one thread of this machine while as many work as do in a run (`rates` measures them)."""
+    """Bytes a second of one thread of this machine while all threads of a run work (`bench.machine_rates`)."""
 
-    gather: float  # copied into an image that is there already, with digests
-    loopback: float  # through TCP sockets, digested as they come, by two cores that carry both ends of them all
-    digest: float  # of an image that is mapped
+    gather: float  # copied into an image with digests
+    loopback: float  # through TCP sockets, digested as they arrive, by two cores for both ends
+    digest: float  # digested of a mapped image
 
 
 def local(
-    nbytes: float, receivers: int, cores: int, rates: Rates, lane: str = "shm", delay: float = 2e-3, threads: int = 2,
-    verify: str = "once",
-) -> Cost:  # fmt: skip
-    """A run on one machine, by shared memory (`shm`) or TCP: who has no core of his own waits for one.
+    nbytes: float, receivers: int, cores: int, rates: Rates, lane: str = "shm", delay: float = 2e-3, threads: int = 2
+) -> Cost:
+    """Cost of a run on one machine, by shared memory (`shm`) or TCP. ValueError for another lane.
 
-    The sender copies once, with digests, in so many threads. Then receivers map the image, which all of them together
-    read `once` for its digests, or each of them ("always"), or none ("moved"); or the sender pours a stream to each,
-    digested as it comes. `delay` is for messages. Nothing overlaps: a version is offered when it is whole. Raises
-    ValueError for another lane.
+    The sender copies once, with digests, in `threads` threads. By shared memory the receivers map the image and read it
+    once, together, for its digests; by TCP the sender sends each a stream that is digested as it arrives. `delay` is
+    the seconds of messages. Stages do not overlap: a version is offered when it is complete. A process without a core
+    of its own waits for one.
     """
     if lane not in ("shm", "tcp"):
         raise ValueError(f"no local lane is named {lane!r}; there are shm and tcp")
@@ -218,9 +217,8 @@ def local(
     gather = Term("gather", copied, "bytes / threads / copying with digests")
     messages = Term("protocol", delay, "messages")
     if lane == "shm":
-        beside = max(1, min(receivers, cores))  # who read at once
-        passes = {"once": 1, "always": receivers, "moved": 0}[verify]
-        check = Term("check", passes * nbytes / beside / rates.digest, f"{passes} x bytes / {beside} at once / digest")
+        readers = max(1, min(receivers, cores))
+        check = Term("check", nbytes / readers / rates.digest, f"bytes / {readers} at once / digest")
         return Cost("shared memory", (gather, check, messages), 1, 0.0)
     streams = max(1.0, 2.0 * receivers / max(2, cores))  # both ends of a stream want a core
     wire = Term("wire", streams * nbytes / rates.loopback, "rounds x bytes / loopback")

@@ -1,8 +1,8 @@
-"""What a version of a model is: its tensors, where they lie in one flat image, and the digests by which they are known.
+"""Manifest of a version: its tensors, their places in one flat image, and the digests by which they are known.
 
-An image holds all tensors in the order of their layers, each at the beginning of a cache line. The manifest names every
-byte range and its xxh3-128 (Collet, xxHash), and is itself known by the digest of its text, the root: two sides whose
-roots are equal hold the same bits. xxh3 finds damage, not malice: lanes beyond one machine ask for a token.
+An image holds all tensors in the order of their layers, each at the start of a cache line. The manifest lists every
+byte range with its xxh3-128 (Collet, xxHash), and is itself known by the digest of its text, the root: two sides with
+equal roots hold the same bits. xxh3 detects damage, not malice: transports beyond one machine ask for a token.
 """
 
 from __future__ import annotations
@@ -10,13 +10,15 @@ from __future__ import annotations
 import functools
 import json
 import math
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
 
 import numpy as np
 
+from longhaul.weight_sync.digest.digest import library
+
 LINE = 64
-"""Bytes at whose multiples tensors begin."""
+"""Bytes of a cache line, at whose multiples tensors begin."""
 
 ITEMSIZES = {
     name: size
@@ -28,7 +30,7 @@ ITEMSIZES = {
     )
     for name in names
 }
-"""What a tensor's elements may be, and their bytes."""
+"""Bytes of an element of each dtype that can be sent."""
 
 MAGIC = b"LHMANIF1"
 DIGEST = 16
@@ -37,11 +39,11 @@ DIGEST = 16
 LONGEST_NAME = 1024
 MOST_DIMENSIONS = 32
 LARGEST = 1 << 62
-"""Bytes of an image: what no honest one reaches."""
+"""Bytes of an image, at most; a larger number is no honest one."""
 
 
 class Tensor(NamedTuple):
-    """One tensor of an image. `sharding` is what its producer says of it ("" for whole); nobody here reads it."""
+    """One tensor of an image. `sharding` is a note of its producer ("" for whole), which nothing here reads."""
 
     name: str
     shape: tuple[int, ...]
@@ -60,28 +62,27 @@ class Tensor(NamedTuple):
 
 
 class Manifest(NamedTuple):
-    """A version: `run` and `epoch` say who made it (a restarted trainer has a later epoch), `base` upon which version
-    it was made (-1: upon none), `size` how many bytes its image has."""
+    """A version of a run."""
 
     run: str
-    epoch: int
+    epoch: int  # a restarted trainer has a later one
     version: int
-    base: int
-    size: int
+    base: int  # version upon which it was made, -1: none
+    size: int  # bytes of its image
     tensors: tuple[Tensor, ...]
 
     @property
     def root(self) -> bytes:
-        """The digest of the whole: of names, shapes, dtypes, places and every tensor's digest."""
+        """Digest of the whole: names, shapes, dtypes, places and every tensor's digest."""
         return digest(text(self))
 
 
 def layout(
     named: Iterable[tuple[str, tuple[int, ...], str]], shardings: Mapping[str, str] | None = None
 ) -> tuple[tuple[Tensor, ...], int]:
-    """(name, shape, dtype) of each tensor, in the order of layers -> tensors with their places, and the image's bytes.
+    """(tensors with their places, bytes of the image) for (name, shape, dtype) in the order of layers.
 
-    ValueError for what can't be one.
+    ValueError for names, shapes or dtypes that can't be.
     """
     tensors, offset = [], 0
     for name, shape, dtype in named:
@@ -94,9 +95,9 @@ def layout(
     return tuple(tensors), size
 
 
-@functools.lru_cache(maxsize=2)  # each receiver asks for the same
+@functools.lru_cache(maxsize=2)  # every receiver checks the same one
 def check(manifest: Manifest) -> None:
-    """Raises ValueError, one line, where a manifest can't be true: names, bounds, overlaps, numbers."""
+    """Raises ValueError, one line, for a manifest whose names, bounds, overlaps or numbers can't be."""
     if not _is_text(manifest.run, 256) or not manifest.run:
         raise ValueError(f"manifest: the run is {manifest.run!r:.80}; a run's id has 1 to 256 printable characters")
     numbers = (("epoch", manifest.epoch, 0), ("version", manifest.version, 0), ("base", manifest.base, -1))
@@ -126,20 +127,20 @@ def check(manifest: Manifest) -> None:
 
 @functools.lru_cache(maxsize=2)
 def text(manifest: Manifest) -> bytes:
-    """The one text of a manifest, from which its root is made."""
+    """Canonical text of a manifest, from which its root is computed."""
     rows = [[*tensor[:-1], tensor.digest.hex()] for tensor in manifest.tensors]
     return json.dumps({**manifest._asdict(), "tensors": rows}, sort_keys=True, separators=(",", ":")).encode()
 
 
 def to_bytes(manifest: Manifest) -> bytes:
-    """As it travels: magic, root, length, text. ValueError where it can't be true."""
+    """Magic, root, length, text: a manifest as it travels. ValueError as `check`."""
     check(manifest)
     body = text(manifest)
     return MAGIC + digest(body) + len(body).to_bytes(8, "little") + body
 
 
 def from_bytes(data: bytes) -> Manifest:
-    """The way back; ValueError, one line, for whatever is not exactly such bytes."""
+    """Inverse of `to_bytes`; ValueError, one line, for any other bytes."""
     start = len(MAGIC) + DIGEST + 8
     if len(data) < start or data[: len(MAGIC)] != MAGIC:
         raise ValueError(f"no manifest: {len(data)} bytes that begin {bytes(data[:8])!r}")
@@ -155,7 +156,7 @@ def from_bytes(data: bytes) -> Manifest:
         raise ValueError(f"a manifest whose text means nothing: {error}") from error
     check(manifest)
     if text(manifest) != body:
-        raise ValueError("a manifest in other words than its own: it has fields or forms that are not known")
+        raise ValueError("a manifest with unknown fields, or not in its canonical text")
     return manifest
 
 
@@ -202,21 +203,17 @@ def _is_text(words: str, most: int) -> bool:
 
 
 def digest(data: Any) -> bytes:
-    """xxh3-128 of bytes, or of an array's."""
+    """xxh3-128 of bytes, or of an array's bytes."""
     return hasher()(data).digest()
 
 
 def hasher() -> Any:
-    """The class of running xxh3-128 digests. ValueError where the library is not there."""
-    try:
-        import xxhash
-    except ImportError:
-        raise ValueError("longhaul.sync needs xxhash: pip install 'longhaul[sync]'") from None
-    return xxhash.xxh3_128
+    """Class of running xxh3-128 digests. ValueError where the library is not installed."""
+    return library("xxhash").xxh3_128
 
 
 def numpy_dtype(name: str) -> np.dtype:
-    """NumPy's dtype of a tensor's; bfloat16 and the float8 ones are ml_dtypes'."""
+    """NumPy dtype of a tensor's dtype; bfloat16 and float8 are those of ml_dtypes."""
     if name == "bfloat16" or name.startswith("float8"):
         import ml_dtypes
 
@@ -225,15 +222,8 @@ def numpy_dtype(name: str) -> np.dtype:
 
 
 def views(manifest: Manifest, image: np.ndarray) -> dict[str, np.ndarray]:
-    """The tensors of an image by name, without a copy. `image` is uint8 [size]."""
+    """Tensors of an image by name, without a copy. `image` is uint8 [size]."""
     return {
         tensor.name: image[tensor.offset : tensor.end].view(numpy_dtype(tensor.dtype)).reshape(tensor.shape)
         for tensor in manifest.tensors
     }
-
-
-def damaged(manifest: Manifest, image: np.ndarray) -> Iterator[str]:
-    """The names of those tensors whose bytes are not what the manifest says."""
-    for tensor in manifest.tensors:
-        if digest(image[tensor.offset : tensor.end]) != tensor.digest:
-            yield tensor.name

@@ -1,8 +1,8 @@
-"""The protocol of updates as pure functions of frozen states: who holds what, who is offered what, when it counts.
+"""Protocol of updates as pure functions of frozen states: who holds which version, who is offered one, when it counts.
 
 bind -> prepare(version, base) -> transfer to staging -> verify -> ready (quorum: all, k, or none) -> commit | abort.
-Two-phase commit (Gray, 1978) with presumed abort, and leases (Gray and Cheriton, 1989) in the place of waiting: who
-is silent past its lease, or not ready by its deadline, is dropped, and gets the whole version when it comes again.
+Two-phase commit (Gray, 1978) with presumed abort, and leases (Gray and Cheriton, 1989) instead of waiting: a receiver
+that is silent past its lease, or not ready by its deadline, is dropped, and gets the whole version when it binds again.
 Nothing here reads a clock, a socket or memory: times are arguments, so that a test plays every order of events.
 """
 
@@ -13,15 +13,15 @@ from enum import StrEnum
 from typing import Literal, NamedTuple
 
 Quorum = Literal["all"] | int
-"""How many must be ready before a version counts: all who were bound when it was prepared, k of any, or 0: none."""
+"""Receivers that must be ready before a version counts: all that were bound when it was prepared, any k, or 0."""
 
 
 class ProtocolError(ValueError):
-    """What a side asked for is against the protocol; nothing has changed. The message says which rule."""
+    """Request against the protocol; nothing has changed. The message names the rule."""
 
 
 class Held(NamedTuple):
-    """What a receiver serves."""
+    """Version that a receiver serves; version -1: none."""
 
     run: str = ""
     epoch: int = -1
@@ -33,26 +33,26 @@ NOTHING = Held()
 
 
 class Settings(NamedTuple):
-    """Of a cohort. Seconds: `lease` of silence, `deadline` from an offer to ready. `retries` after damage."""
+    """Settings of a cohort."""
 
     quorum: Quorum = "all"
-    lease: float = 10.0
-    deadline: float = 60.0
-    retries: int = 2
+    lease: float = 10.0  # seconds of silence, after which a receiver is dropped
+    deadline: float = 60.0  # seconds from an offer to ready
+    retries: int = 2  # after damage
 
 
 STANDARD = Settings()
 
 
 class Offer(NamedTuple):
-    """A version for a receiver; with a `base` it may come as what changed since, else (-1) whole."""
+    """Version for a receiver; with a `base` it may come as the changes since then, else (-1) whole."""
 
     run: str
     epoch: int
     version: int
     base: int
     root: bytes
-    seconds: float  # until who was offered it must be ready
+    seconds: float  # until the receiver must be ready
 
 
 class Phase(StrEnum):
@@ -70,14 +70,14 @@ class Verdict(StrEnum):
 # ------------------------------------------------------------------------------------------------------- the sender
 
 
-class Member(NamedTuple):
-    """A receiver as the sender knows it. `target` is what it was offered, until it says how that ended."""
+class ReceiverState(NamedTuple):
+    """A receiver as the sender knows it."""
 
     held: Held
-    lease: float  # when its silence is too long
+    lease: float  # time at which its silence is too long
     phase: Phase = Phase.IDLE
-    target: int = -1
-    deadline: float = 0.0  # when it must be ready
+    target: int = -1  # version that it was offered, until it reports the outcome
+    deadline: float = 0.0  # time by which it must be ready
     failures: int = 0  # in succession
 
 
@@ -87,99 +87,83 @@ class Round(NamedTuple):
     version: int
     root: bytes
     deadline: float
-    electors: frozenset[str]  # bound when it was prepared, and neither dropped nor gone since
+    electors: frozenset[str]  # receivers bound when it was prepared, and neither dropped nor gone since
     ready: frozenset[str] = frozenset()
-    spoilt: int = 0  # electors that found it damaged to the end
-    held: bool = False  # whether it may count is said elsewhere, and not yet
+    spoilt: int = 0  # electors that found it damaged in every attempt
 
 
 class Cohort(NamedTuple):
-    """A sender's whole knowledge. `committed` is the newest version that counts, -1 before the first."""
+    """State of a sender."""
 
     run: str
     epoch: int
     settings: Settings = STANDARD
-    members: Mapping[str, Member] = {}
+    receivers: Mapping[str, ReceiverState] = {}
     round: Round | None = None
-    committed: int = -1
+    committed: int = -1  # newest version that counts, -1 before the first
     root: bytes = b""  # of `committed`
-    before: tuple[int, bytes] = (-1, b"")  # what counted before it, and its root
-    prepared: int = -1  # the newest version that ever was
+    before: tuple[int, bytes] = (-1, b"")  # version that counted before it, and its root
+    prepared: int = -1  # newest version that was ever prepared
     aborted: frozenset[int] = frozenset()
-    dropped: tuple[tuple[str, str], ...] = ()  # who was, and why; the newest last, at most REMEMBERED
+    dropped: tuple[tuple[str, str], ...] = ()  # (name, reason), the newest last, at most REMEMBERED
 
 
 REMEMBERED = 64
+"""Dropped receivers that are kept for status and error messages."""
 
 
 def open_cohort(run: str, epoch: int, settings: Settings = STANDARD) -> Cohort:
-    """A cohort of nobody. ValueError for settings that can't work."""
+    """Cohort without receivers. ValueError for settings that can't work."""
     quorum, lease, deadline, retries = settings
     if quorum != "all" and (not isinstance(quorum, int) or quorum < 0):
-        raise ValueError(f"quorum is {quorum!r}; 'all', or how many: 0 or more")
+        raise ValueError(f"quorum is {quorum!r}; it must be 'all', or a number: 0 or more")
     if not (lease > 0 and deadline > 0 and retries >= 0):
         raise ValueError(f"lease {lease}, deadline {deadline} seconds must be above 0, retries {retries} at least 0")
     return Cohort(run, epoch, settings)
 
 
 def bind(cohort: Cohort, name: str, held: Held, now: float) -> Cohort:
-    """A receiver comes, or comes again under another name. ProtocolError where it must not be served from here."""
-    if name in cohort.members:
+    """Adds a receiver. ProtocolError where it must not be served from here."""
+    if name in cohort.receivers:
         raise ProtocolError(f"receiver {name} is bound already")
     _check_held(cohort, held)
-    return _with(cohort, name, Member(held, now + cohort.settings.lease))
+    return _with(cohort, name, ReceiverState(held, now + cohort.settings.lease))
 
 
 def _check_held(cohort: Cohort, held: Held) -> None:
     if held.run and held.run != cohort.run:
-        raise ProtocolError(f"the receiver serves run {held.run}, this is run {cohort.run}; start it anew to change")
+        raise ProtocolError(f"the receiver serves run {held.run}, this is run {cohort.run}; restart it to change")
     if held.run and held.epoch > cohort.epoch:
         raise ProtocolError(f"the receiver has seen epoch {held.epoch} of the run, this is {cohort.epoch}: superseded")
 
 
 def heard(cohort: Cohort, name: str, now: float) -> Cohort:
-    """Any sign of life renews the lease. ProtocolError for who was dropped: it must bind anew."""
-    return _with(cohort, name, member(cohort, name)._replace(lease=now + cohort.settings.lease))
+    """Renews the lease at a sign of life. ProtocolError for a dropped receiver: it must bind again."""
+    return _with(cohort, name, receiver(cohort, name)._replace(lease=now + cohort.settings.lease))
 
 
-def member(cohort: Cohort, name: str) -> Member:
+def receiver(cohort: Cohort, name: str) -> ReceiverState:
+    """State of a receiver. ProtocolError where it was dropped, or never bound."""
     try:
-        return cohort.members[name]
+        return cohort.receivers[name]
     except KeyError:
         why = next((why for dropped, why in reversed(cohort.dropped) if dropped == name), "never bound")
-        raise ProtocolError(f"receiver {name} is not of the cohort ({why}); it must bind anew") from None
+        raise ProtocolError(f"receiver {name} is not of the cohort ({why}); it must bind again") from None
 
 
-def prepare(cohort: Cohort, version: int, root: bytes, now: float, held: bool = False) -> Cohort:
-    """A new version, the newest of its epoch. ProtocolError where it is not, or another one is undecided.
-
-    One that is `held` is undecided until its `release`, from which its deadline counts: a relay prepares what its own
-    sender has not decided.
-    """
+def prepare(cohort: Cohort, version: int, root: bytes, now: float) -> Cohort:
+    """Prepares a new version, the newest of its epoch. ProtocolError where it is not, or another one is undecided."""
     if version <= cohort.prepared:
         raise ProtocolError(f"version {version} is stale: epoch {cohort.epoch} has prepared {cohort.prepared}")
     if cohort.round is not None:
         raise ProtocolError(f"version {cohort.round.version} is undecided; {version} comes after it")
-    fresh = Round(version, root, now + cohort.settings.deadline, frozenset(cohort.members), held=held)
+    fresh = Round(version, root, now + cohort.settings.deadline, frozenset(cohort.receivers))
     return settle(cohort._replace(round=fresh, prepared=version))
 
 
-def release(cohort: Cohort, version: int, counts: bool, now: float) -> Cohort:
-    """A version that was held may count, by its quorum; or it is as if it had never been prepared, and may come again.
-
-    Nothing happens where it is not held.
-    """
-    held = cohort.round
-    if held is None or held.version != version or not held.held:
-        return cohort
-    if not counts:
-        return cohort._replace(round=None, prepared=version - 1)
-    return settle(cohort._replace(round=held._replace(held=False, deadline=now + cohort.settings.deadline)))
-
-
 def offer(cohort: Cohort, name: str, now: float) -> tuple[Cohort, Offer | None]:
-    """What an idle receiver should fetch next: the newest there is, undecided or not; None where it has that."""
-    one = member(cohort, name)
+    """Offers an idle receiver the newest version, undecided or not; None where it has that."""
+    one = receiver(cohort, name)
     if one.phase is not Phase.IDLE:
         raise ProtocolError(f"receiver {name} is {one.phase} with version {one.target}; it must end that first")
     newest, last = (cohort.committed, cohort.root), cohort.before
@@ -196,7 +180,7 @@ def offer(cohort: Cohort, name: str, now: float) -> tuple[Cohort, Offer | None]:
 
 
 def ready(cohort: Cohort, name: str, version: int, root: bytes, now: float) -> Cohort:
-    """A receiver has all of a version in staging, and it is whole. A word said twice changes nothing."""
+    """Records that a receiver has staged and verified a version. A repeated report changes nothing."""
     one = _staging(cohort, name, version, (Phase.STAGING, Phase.READY))
     undecided = cohort.round is not None and cohort.round.version == version
     wanted = cohort.round.root if undecided and cohort.round else cohort.root if version == cohort.committed else None
@@ -210,59 +194,60 @@ def ready(cohort: Cohort, name: str, version: int, root: bytes, now: float) -> C
 
 
 def failed(cohort: Cohort, name: str, version: int, why: str, now: float) -> Cohort:
-    """A receiver could not take a version. It is offered the whole of the newest again, `retries` times."""
+    """Records that a receiver could not take a version. It is offered the newest one whole again, `retries` times."""
     one = _staging(cohort, name, version, (Phase.STAGING,))
     failures = one.failures + 1
     if failures > cohort.settings.retries:
-        cohort = drop(cohort, name, f"version {version} failed {failures} times: {why}", spoilt=True)
-        return settle(cohort)
+        return settle(drop(cohort, name, f"version {version} failed {failures} times: {why}", spoilt=True))
     lease = now + cohort.settings.lease
     return _with(cohort, name, one._replace(phase=Phase.IDLE, target=-1, failures=failures, lease=lease))
 
 
 def verdict(cohort: Cohort, version: int) -> Verdict:
-    """What became of a version that was offered."""
+    """Outcome of a version that was offered."""
     if version in cohort.aborted or version > cohort.prepared or version < 0:
         return Verdict.ABORT
     return Verdict.WAIT if cohort.round is not None and cohort.round.version == version else Verdict.COMMIT
 
 
 def done(cohort: Cohort, name: str, held: Held, now: float) -> Cohort:
-    """A receiver has done what the verdict said, and serves `held`."""
-    one = member(cohort, name)
+    """Records that a receiver has followed the verdict, and serves `held`."""
+    one = receiver(cohort, name)
     _check_held(cohort, held)
     if one.phase is not Phase.READY:
-        raise ProtocolError(f"receiver {name} ends what it was not ready for")
+        raise ProtocolError(f"receiver {name} ends a version that it was not ready for")
     outcome = verdict(cohort, one.target)
     serves_it = (held.epoch, held.version) == (cohort.epoch, one.target)
     if outcome is Verdict.WAIT or (outcome is Verdict.ABORT and serves_it):
         raise ProtocolError(f"receiver {name} serves version {one.target}, which does not count")
-    return _with(cohort, name, Member(held, now + cohort.settings.lease))
+    return _with(cohort, name, ReceiverState(held, now + cohort.settings.lease))
 
 
 def drop(cohort: Cohort, name: str, why: str, spoilt: bool = False) -> Cohort:
-    """A receiver is gone, or as good as gone; `spoilt`: because it could not take what was sent."""
-    if name not in cohort.members:
+    """Removes a receiver; `spoilt`: because it could not take what was sent."""
+    if name not in cohort.receivers:
         return cohort
-    members = {key: value for key, value in cohort.members.items() if key != name}
-    now = cohort.round
-    if now is not None and name in now.electors:
-        now = now._replace(electors=now.electors - {name}, ready=now.ready - {name}, spoilt=now.spoilt + spoilt)
+    receivers = {key: value for key, value in cohort.receivers.items() if key != name}
+    undecided = cohort.round
+    if undecided is not None and name in undecided.electors:
+        undecided = undecided._replace(
+            electors=undecided.electors - {name}, ready=undecided.ready - {name}, spoilt=undecided.spoilt + spoilt
+        )
     dropped = (*cohort.dropped, (name, why))[-REMEMBERED:]
-    return settle(cohort._replace(members=members, round=now, dropped=dropped))
+    return settle(cohort._replace(receivers=receivers, round=undecided, dropped=dropped))
 
 
 def tick(cohort: Cohort, now: float) -> Cohort:
-    """Time passes: leases and deadlines end, and then an undecided version is decided."""
-    for name, one in list(cohort.members.items()):
+    """Ends the leases and deadlines that have passed, and decides an undecided version by then."""
+    for name, one in list(cohort.receivers.items()):
         if one.phase is Phase.STAGING:
             if one.deadline <= now:
                 cohort = drop(cohort, name, f"not ready with version {one.target} by its deadline")
         elif one.lease <= now:
             cohort = drop(cohort, name, f"silent for {cohort.settings.lease:g} s")
     late = cohort.round
-    if late is not None and not late.held and late.deadline <= now:
-        for name in late.electors - late.ready:  # bound, but never asked for it
+    if late is not None and late.deadline <= now:
+        for name in late.electors - late.ready:  # bound, but it never asked for the version
             cohort = drop(cohort, name, f"not ready with version {late.version} by the round's deadline")
         if cohort.round is not None:
             cohort = _end(cohort, cohort.settings.quorum == "all" and not cohort.round.spoilt)
@@ -270,26 +255,26 @@ def tick(cohort: Cohort, now: float) -> Cohort:
 
 
 def settle(cohort: Cohort) -> Cohort:
-    """Decides what can be decided: a quorum is ready, or none that was to be is left.
+    """Decides the undecided version once its quorum is ready, or no elector is left to wait for.
 
-    "all" counts who still lives: the dead are not waited for. Where nobody took the version, and some could not, it is
-    damaged at its source, and aborted.
+    "all" counts live receivers: dropped ones are not waited for. Where none took the version, and some found it
+    damaged, it is damaged at its source, and aborted.
     """
-    now, quorum = cohort.round, cohort.settings.quorum
-    if now is None or now.held:
+    undecided, quorum = cohort.round, cohort.settings.quorum
+    if undecided is None:
         return cohort
     if quorum == "all":
-        if now.electors <= now.ready:
-            return _end(cohort, bool(now.ready) or not now.spoilt)
-    elif len(now.ready) >= quorum:
+        if undecided.electors <= undecided.ready:
+            return _end(cohort, bool(undecided.ready) or not undecided.spoilt)
+    elif len(undecided.ready) >= quorum:
         return _end(cohort, True)
     return cohort
 
 
 def wakes(cohort: Cohort) -> float | None:
-    """When `tick` may next change anything; None: never."""
-    times = [one.deadline if one.phase is Phase.STAGING else one.lease for one in cohort.members.values()]
-    times += [] if cohort.round is None or cohort.round.held else [cohort.round.deadline]
+    """Time at which `tick` may next change anything; None: never."""
+    times = [one.deadline if one.phase is Phase.STAGING else one.lease for one in cohort.receivers.values()]
+    times += [] if cohort.round is None else [cohort.round.deadline]
     return min(times, default=None)
 
 
@@ -299,26 +284,26 @@ def _end(cohort: Cohort, counts: bool) -> Cohort:
     if counts:
         before = (cohort.committed, cohort.root)
         return cohort._replace(round=None, committed=ended.version, root=ended.root, before=before)
-    awaited = {one.target for one in cohort.members.values()}
+    awaited = {one.target for one in cohort.receivers.values()}
     return cohort._replace(round=None, aborted=frozenset((cohort.aborted & awaited) | {ended.version}))
 
 
-def _staging(cohort: Cohort, name: str, version: int, phases: tuple[Phase, ...]) -> Member:
-    one = member(cohort, name)
+def _staging(cohort: Cohort, name: str, version: int, phases: tuple[Phase, ...]) -> ReceiverState:
+    one = receiver(cohort, name)
     if one.phase not in phases or one.target != version:
-        raise ProtocolError(f"receiver {name} speaks of version {version}; it is {one.phase} with {one.target}")
+        raise ProtocolError(f"receiver {name} names version {version}; it is {one.phase} with {one.target}")
     return one
 
 
-def _with(cohort: Cohort, name: str, one: Member) -> Cohort:
-    return cohort._replace(members={**cohort.members, name: one})
+def _with(cohort: Cohort, name: str, one: ReceiverState) -> Cohort:
+    return cohort._replace(receivers={**cohort.receivers, name: one})
 
 
 # ----------------------------------------------------------------------------------------------------- the receiver
 
 
-class Seat(NamedTuple):
-    """A receiver's own knowledge: what it serves, and what it is about to."""
+class ReceiverSide(NamedTuple):
+    """State of a receiver, on its own side: the version that it serves, and the one that it stages."""
 
     held: Held = NOTHING
     phase: Phase = Phase.IDLE
@@ -326,11 +311,11 @@ class Seat(NamedTuple):
     deadline: float = 0.0
 
 
-def accept(seat: Seat, offered: Offer, now: float) -> Seat:
-    """Begins to stage an offer. ProtocolError where it is stale, of another run, or upon a base that is not held."""
-    held = seat.held
-    if seat.phase is not Phase.IDLE:
-        raise ProtocolError(f"version {offered.version} is offered while another is {seat.phase}")
+def accept(side: ReceiverSide, offered: Offer, now: float) -> ReceiverSide:
+    """Starts to stage an offer. ProtocolError where it is stale, of another run, or upon a base that is not held."""
+    held = side.held
+    if side.phase is not Phase.IDLE:
+        raise ProtocolError(f"version {offered.version} is offered while another is {side.phase}")
     if held.run and offered.run != held.run:
         raise ProtocolError(f"version {offered.version} is of run {offered.run}; {held.run} is served")
     if (offered.epoch, offered.version) <= (held.epoch, held.version):
@@ -339,28 +324,28 @@ def accept(seat: Seat, offered: Offer, now: float) -> Seat:
         )
     if offered.base >= 0 and (offered.epoch, offered.base) != (held.epoch, held.version):
         raise ProtocolError(f"version {offered.version} builds upon {offered.base}; {held.version} is held")
-    return Seat(held, Phase.STAGING, offered, now + offered.seconds)
+    return ReceiverSide(held, Phase.STAGING, offered, now + offered.seconds)
 
 
-def staged(seat: Seat, root: bytes, now: float) -> Seat:
-    """All is there and verified, with this root."""
-    if seat.phase is not Phase.STAGING or seat.offered is None:
+def staged(side: ReceiverSide, root: bytes, now: float) -> ReceiverSide:
+    """Records that the offered version is complete and verified, with this root."""
+    if side.phase is not Phase.STAGING or side.offered is None:
         raise ProtocolError("nothing is being staged")
-    if root != seat.offered.root:
-        raise ProtocolError(f"what came as version {seat.offered.version} is another one: its root differs")
-    if now > seat.deadline:
-        raise ProtocolError(f"version {seat.offered.version} came after its deadline")
-    return seat._replace(phase=Phase.READY)
+    if root != side.offered.root:
+        raise ProtocolError(f"what came as version {side.offered.version} is another one: its root differs")
+    if now > side.deadline:
+        raise ProtocolError(f"version {side.offered.version} came after its deadline")
+    return side._replace(phase=Phase.READY)
 
 
-def commit(seat: Seat, version: int) -> Seat:
-    """The staged version is served from now on."""
-    offered = seat.offered
-    if seat.phase is not Phase.READY or offered is None or offered.version != version:
+def commit(side: ReceiverSide, version: int) -> ReceiverSide:
+    """Serves the staged version from now on."""
+    offered = side.offered
+    if side.phase is not Phase.READY or offered is None or offered.version != version:
         raise ProtocolError(f"version {version} is to be served, but is not staged")
-    return Seat(Held(offered.run, offered.epoch, version, offered.root))
+    return ReceiverSide(Held(offered.run, offered.epoch, version, offered.root))
 
 
-def lost(seat: Seat) -> Seat:
-    """What was staged counts no more: aborted, or the sender is gone before it said (presumed abort)."""
-    return Seat(seat.held)
+def lost(side: ReceiverSide) -> ReceiverSide:
+    """Gives up the staged version: aborted, or the sender is gone without a verdict (presumed abort)."""
+    return ReceiverSide(side.held)

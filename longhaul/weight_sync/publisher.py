@@ -1,8 +1,8 @@
-"""The sender: takes versions of a model from a trainer, and serves them to receivers by any number of lanes.
+"""Publisher: takes versions of a model from a trainer, and serves them to receivers by any number of transports.
 
 `publish` copies the tensors into an image, with their digests, and returns: the version travels while training goes on,
-and of several that wait only the newest goes (latest wins). What counts when is `protocol`'s to say; here are its
-clock, its memory and its threads.
+and of several that wait only the newest is sent (latest wins). `protocol` decides which version counts; this file adds
+its clock, memory and threads.
 """
 
 from __future__ import annotations
@@ -16,36 +16,38 @@ from typing import Any, NamedTuple
 from longhaul.weight_sync import image as images
 from longhaul.weight_sync import protocol
 from longhaul.weight_sync.buffers import Image, Pool
-from longhaul.weight_sync.delta import backend, version_delta
+from longhaul.weight_sync.delta import version_delta
 from longhaul.weight_sync.delta.version_delta import Changes
+from longhaul.weight_sync.digest.digest import library
 from longhaul.weight_sync.manifest import Manifest, Tensor
 from longhaul.weight_sync.protocol import STANDARD, Held, Settings, Verdict
-from longhaul.weight_sync.transports.base import Lane, Parcel
+from longhaul.weight_sync.transports.base import Parcel, Transport
 
 IMAGES = 4
-"""How many images a sender has unless a budget says otherwise: one that is served, one on its way, one that waits, and
-one that a slow reader has not let go."""
+"""Images of a sender by default: one that is served, one on its way, one that waits, one that a slow reader holds."""
 
 LOOK = 0.01
-"""Seconds between two looks at who has the last version."""
+"""Seconds between two checks of which receivers have the last version."""
 
 
-class _Made(NamedTuple):
+class _Version(NamedTuple):
+    """A gathered version."""
+
     manifest: Manifest
     image: Image
 
 
 class Publisher:
-    """A sender of versions of one run. Also the hub that its lanes speak with (`lanes.base.Hub`).
+    """Sender of versions of one run, and the `PublisherSide` of its transports.
 
     `epoch` is larger with each start of the trainer: by default the time, in nanoseconds. `budget` bounds the bytes of
-    all images together. With `send_changes`, receivers that hold the version before get what changed since, where
-    their lane can and it is much less; then one image more is kept. Example:
+    all images together. With `send_changes`, receivers that hold the version before get the changes since then, where
+    their transport can send them and they are much smaller; this takes one image more. Example:
 
-        with Publisher("run-7", lanes=[lanes.serve("shm:@weights")]) as weights:
+        with Publisher("run-7", transports=[transports.serve("shm:@weights")]) as weights:
             weights.publish(version, params)      # {name: array}; returns as soon as they are copied
 
-    Its end, as `close`, brings what was taken to who follows; an error ends it at once.
+    `close`, which ends the `with`, delivers the published versions to the receivers; an exception ends it at once.
     """
 
     def __init__(
@@ -53,7 +55,7 @@ class Publisher:
         run: str,
         *,
         epoch: int | None = None,
-        lanes: Sequence[Lane] = (),
+        transports: Sequence[Transport] = (),
         settings: Settings = STANDARD,
         budget: int | None = None,
         send_changes: bool = False,
@@ -62,106 +64,73 @@ class Publisher:
     ) -> None:
         self.run, self.epoch = run, time.time_ns() if epoch is None else epoch
         self.settings = settings
-        self.skipped = 0  # versions for which there was no memory
-        self.seconds: dict[str, float] = {}  # of the newest version: gather, round
+        self.skipped = 0  # versions for which no memory was free
+        self.seconds: dict[str, float] = {}  # stages of the newest version: gather, round
         self._budget, self._threads, self._clock = budget, threads, clock
         if send_changes:
-            backend.library("zstandard")  # which changes are coded with
+            library("zstandard")  # changes are coded by both; without them no version after the first would come
+            library("numba")
         self._encodes, self._encoding = send_changes, threading.Lock()
-        self._encoded: tuple[int, Changes | None] = (-1, None)  # of the newest version that was asked for
+        self._encoded: tuple[int, Changes | None] = (-1, None)  # changes of the newest version that was asked for
         self._peak_changes = 0
         self._cohort = protocol.open_cohort(run, self.epoch, settings)
         self._changed = threading.Condition(threading.RLock())
         self._publishing = threading.Lock()
         self._pool: Pool | None = None
         self._planned: tuple[tuple[Tensor, ...], int] | None = None
-        self._waiting: _Made | tuple[int, Mapping[str, Any]] | None = None
-        self._ahead: _Made | None = None  # that is arriving
-        self._given = -1
-        self._made: dict[int, _Made] = {}  # what is undecided, and what counts
+        self._waiting: _Version | tuple[int, Mapping[str, Any]] | None = None
+        self._newest = -1  # newest version that was taken from the trainer
+        self._versions: dict[int, _Version] = {}  # those that are undecided, or count
         self._began = 0.0
         self._ends: dict[str, Callable[[], None]] = {}
         self._numbers = 0
         self._ending, self._closed = False, False
         self._copiers = ThreadPoolExecutor(max(1, threads), "longhaul-gather")
-        self._lanes: list[Lane] = []
+        self._transports: list[Transport] = []
         self._thread = threading.Thread(target=self._work, name="longhaul-publisher", daemon=True)
         self._thread.start()
         try:
-            for lane in lanes:
-                self.add(lane)
+            for transport in transports:
+                self.add(transport)
         except BaseException:
             self.close(0.0)
             raise
 
-    def add(self, lane: Lane) -> None:
-        """One more lane, now."""
-        lane.open(self)
-        self._lanes.append(lane)
+    def add(self, transport: Transport) -> None:
+        """Serves by one more transport from now on."""
+        transport.open(self)
+        self._transports.append(transport)
 
     # ---------------------------------------------------------------------------------------------- for the trainer
 
     def publish(self, version: int, tensors: Mapping[str, Any], *, lent: bool = False, patience: float = 1.0) -> bool:
-        """Takes a version; -> whether it was taken. It replaces one that still waits.
+        """Takes a version; returns False where it was skipped. It replaces a version that still waits.
 
-        `tensors` are arrays by name, in the order of layers, of one form throughout. They are copied before this
-        returns, unless they are `lent`: then they must stay as they are until `wait(version, ...)`. Where all images
-        are being read for `patience` seconds, the version is skipped: False, and `skipped` counts it. ValueError where
-        versions do not grow or the tensors have another form.
+        `tensors` are arrays by name, in the order of layers, always of the same names, shapes and dtypes. They are
+        copied before this returns, unless they are `lent`: then they must not change until `wait(version, ...)`. A
+        version is skipped, and counted in `skipped`, where all images are being read for `patience` seconds. ValueError
+        where versions do not grow, or the tensors have another form.
         """
         with self._publishing:
             if self._ending:
                 raise ValueError("the publisher is closed")
             self._check(version, tensors)
-            self._waiting = None  # its image serves again
-            made = (version, tensors) if lent else self._gathered(version, tensors, patience)
-            return made is not None and self._waits(version, made)
+            self._waiting = None  # frees its image
+            fresh = (version, tensors) if lent else self._gathered(version, tensors, patience)
+            return fresh is not None and self._waits(version, fresh)
 
     def forward(self, manifest: Manifest, image: Image) -> None:
-        """A version that came from another sender, as it is: what a relay does. A later epoch begins anew."""
+        """Takes a version of another sender as it is: what a relay does. A later epoch resets the cohort."""
         with self._publishing:
             epoch, version = manifest.epoch, manifest.version
             if manifest.run != self.run or epoch < self.epoch:
                 raise ValueError(f"version {version} of {manifest.run}, epoch {epoch} can't be forwarded here")
             if epoch > self.epoch:
                 self._begin(epoch)
-            if self._ahead is None or self._ahead.manifest.version != version:
-                self._waits(version, _Made(manifest, image))
-                return
-            with self._changed:
-                self._ends_ahead(True)
-                if version in self._made:
-                    self._made[version] = _Made(manifest, image)
-                self._apply(lambda cohort: protocol.release(cohort, version, True, self._clock()))
-
-    def ahead(self, manifest: Manifest, image: Image) -> bool:
-        """Offers a version while its image is `arriving`; -> whether it is. Then `forward` says that it counts, or
-        `withdraw` that it does not: until then it is undecided here."""
-        with self._publishing, self._changed:
-            known = (manifest.run, manifest.epoch) == (self.run, self.epoch) and manifest.version > self._given
-            if not known or self._waiting is not None or self._cohort.round is not None:
-                return False  # when it counts is soon enough
-            self._ahead = _Made(manifest, image)
-            self._waits(manifest.version, self._ahead)
-            return True
-
-    def withdraw(self, version: int) -> None:
-        """What was offered `ahead` does not count: it is as if it had never been, and may come again."""
-        with self._publishing, self._changed:
-            if self._ahead is not None and self._ahead.manifest.version == version:
-                self._ends_ahead(False)
-                self._waiting, self._given = None, version - 1
-                self._apply(lambda cohort: protocol.release(cohort, version, False, self._clock()))
-
-    def _ends_ahead(self, counts: bool) -> None:
-        made, self._ahead = self._ahead, None
-        if made is not None and made.image.arriving is not None:
-            made.image.arriving.counts = counts
-            if not counts:
-                made.image.arriving.broken()
+            self._waits(version, _Version(manifest, image))
 
     def wait(self, version: int, seconds: float) -> bool:
-        """Whether the version, or one after it, counts within `seconds`."""
+        """True if the version, or a later one, counts within `seconds`."""
         until = self._clock() + seconds
         with self._changed:
             while self._cohort.committed < version and version not in self._cohort.aborted and not self._closed:
@@ -172,11 +141,11 @@ class Publisher:
             return self._cohort.committed >= version
 
     def flush(self, seconds: float) -> bool:
-        """Waits until what was taken counts, or can't, and who followed when this began serves it, or was dropped; ->
-        whether that came within `seconds`."""
+        """Waits until every version that was taken is decided, and the present receivers serve the newest or are
+        dropped; returns False where that took longer than `seconds`."""
         until = self._clock() + seconds
         with self._changed:
-            names = set(self._cohort.members)
+            names = set(self._cohort.receivers)
             while not self._closed and not self._settled(names):
                 left = until - self._clock()
                 if left <= 0 or not self._thread.is_alive():
@@ -187,13 +156,13 @@ class Publisher:
     def _settled(self, names: set[str]) -> bool:
         cohort = self._cohort
         newest = (cohort.epoch, cohort.committed)
-        there = [one.held for name, one in cohort.members.items() if name in names]
-        decided = cohort.prepared >= self._given and cohort.round is None
-        return decided and (cohort.committed < 0 or all((held.epoch, held.version) >= newest for held in there))
+        served = [one.held for name, one in cohort.receivers.items() if name in names]
+        decided = cohort.prepared >= self._newest and cohort.round is None
+        return decided and (cohort.committed < 0 or all((held.epoch, held.version) >= newest for held in served))
 
     def close(self, seconds: float | None = None) -> None:
-        """Takes no more, brings what was taken to who follows, for at most `seconds` (by default the settings'
-        `deadline`; 0: at once), and ends all lanes. Idempotent."""
+        """Takes no more versions, delivers those that were taken for at most `seconds` (by default the settings'
+        `deadline`; 0: at once), and closes all transports. Idempotent."""
         with self._changed:
             self._ending = True
         try:
@@ -206,12 +175,12 @@ class Publisher:
         with self._changed:
             self._closed = True
             self._changed.notify_all()
-        for lane in self._lanes:
-            lane.close()
+        for transport in self._transports:
+            transport.close()
         if self._thread is not threading.current_thread():
             self._thread.join()
         self._copiers.shutdown()
-        self._made.clear()
+        self._versions.clear()
         self._waiting = None
         if self._pool is not None:
             self._pool.close()
@@ -224,13 +193,13 @@ class Publisher:
 
     @property
     def peak_bytes(self) -> int:
-        """The most that its images, and their changes, ever took."""
+        """Most bytes that its images and their changes ever took."""
         return self._peak_changes + (0 if self._pool is None else self._pool.peak)
 
     def _check(self, version: int, tensors: Mapping[str, Any]) -> None:
-        if version <= self._given:
+        if version <= self._newest:
             raise ValueError(
-                f"version {version} after {self._given}: versions grow; a restarted trainer has a new epoch"
+                f"version {version} after {self._newest}: versions grow; a restarted trainer has a new epoch"
             )
         planned = images.describe(tensors)
         if self._planned is None:
@@ -242,7 +211,7 @@ class Publisher:
             names = sorted({tensor.name for tensor in set(planned[0]) ^ set(self._planned[0])})
             raise ValueError(f"another form of tensors than before ({', '.join(names[:3])}); open a new publisher")
 
-    def _gathered(self, version: int, tensors: Mapping[str, Any], patience: float) -> _Made | None:
+    def _gathered(self, version: int, tensors: Mapping[str, Any], patience: float) -> _Version | None:
         assert self._pool is not None and self._planned is not None
         image = self._pool.take(patience)
         if image is None:
@@ -250,41 +219,41 @@ class Publisher:
             return None
         began = time.perf_counter()
         planned, size = self._planned
-        found = images.gather(tensors, planned, image.array, self._copiers, self._threads)
+        gathered = images.gather(tensors, planned, image.array, self._copiers, self._threads)
         self.seconds["gather"] = time.perf_counter() - began
-        return _Made(Manifest(self.run, self.epoch, version, -1, size, found), image)
+        return _Version(Manifest(self.run, self.epoch, version, -1, size, gathered), image)
 
-    def _waits(self, version: int, what: _Made | tuple[int, Mapping[str, Any]]) -> bool:
-        """-> whether it will be prepared; it is not where `close` has begun."""
+    def _waits(self, version: int, what: _Version | tuple[int, Mapping[str, Any]]) -> bool:
+        """Queues a version; False where `close` was called before."""
         with self._changed:
             if self._ending:
                 return False
-            self._given = version
+            self._newest = version
             self._waiting = what
             self._changed.notify_all()
             return True
 
     def _begin(self, epoch: int) -> None:
         with self._changed:
-            for name in list(self._cohort.members):
+            for name in list(self._cohort.receivers):
                 self.gone(name, "a new epoch begins")
-            self.epoch, self._given = epoch, -1
-            self._made.clear()
+            self.epoch, self._newest = epoch, -1
+            self._versions.clear()
             self._encoded = (-1, None)
             self._cohort = protocol.open_cohort(self.run, epoch, self.settings)
 
     # ------------------------------------------------------------------------------------------------ its own thread
 
     def _work(self) -> None:
-        """Prepares what waits when nothing is undecided, and lets time pass."""
+        """Prepares the waiting version when none is undecided, and applies the passing of time."""
         while not self._closed:
-            made = self._next()
-            if made is not None:
-                self._prepare(made)
-            del made  # or its image would not come back while we wait
+            version = self._next()
+            if version is not None:
+                self._prepare(version)
+            del version  # or its image would not return while this thread waits
 
-    def _next(self) -> _Made | None:
-        """What waits, gathered; None where it is not yet time, or time has passed."""
+    def _next(self) -> _Version | None:
+        """Waiting version, gathered; None where there is none yet, or time has passed."""
         with self._changed:
             self._apply(lambda cohort: protocol.tick(cohort, self._clock()))
             if self._waiting is None or self._cohort.round is not None:
@@ -293,30 +262,27 @@ class Publisher:
                     self._changed.wait(None if wake is None else max(0.0, wake - self._clock()) + 0.001)
                 return None
             what, self._waiting = self._waiting, None
-        if isinstance(what, _Made):
+        if isinstance(what, _Version):
             return what
-        made = self._gathered(*what, 0.0)
-        if made is None:  # it is not given up: it waits on
+        fresh = self._gathered(*what, 0.0)
+        if fresh is None:  # it is not skipped: it waits on
             with self._changed:
                 self.skipped -= 1
                 self._waiting = self._waiting or what
                 self._changed.wait(0.005)
-        return made
+        return fresh
 
-    def _prepare(self, made: _Made) -> None:
-        version, root, arriving = made.manifest.version, made.manifest.root, made.image.arriving
+    def _prepare(self, fresh: _Version) -> None:
+        version, root = fresh.manifest.version, fresh.manifest.root
         with self._changed:
             if version <= self._cohort.prepared or self._cohort.round is not None:
                 return  # another epoch has begun
-            if arriving is not None and arriving.counts is False:
-                return
-            held = arriving is not None and arriving.counts is None
-            self._made[version] = made
+            self._versions[version] = fresh
             self._began = time.perf_counter()
-            self._apply(lambda cohort: protocol.prepare(cohort, version, root, self._clock(), held))
+            self._apply(lambda cohort: protocol.prepare(cohort, version, root, self._clock()))
 
     def _apply(self, step: Callable[[protocol.Cohort], protocol.Cohort]) -> None:
-        """One step of the protocol, and what follows from it. ProtocolError leaves all as it was."""
+        """Applies one step of the protocol and its consequences. ProtocolError leaves everything as it was."""
         with self._changed:
             before = self._cohort
             after = self._cohort = step(before)
@@ -325,14 +291,14 @@ class Publisher:
                 if undecided is None:
                     self.seconds["round"] = time.perf_counter() - self._began
                 keep = {after.committed, undecided, after.before[0] if self._encodes else None}
-                self._made = {version: made for version, made in self._made.items() if version in keep}
+                self._versions = {version: one for version, one in self._versions.items() if version in keep}
                 self._changed.notify_all()
-            ended = [self._ends.pop(name, None) for name in before.members.keys() - after.members.keys()]
+            ended = [self._ends.pop(name, None) for name in before.receivers.keys() - after.receivers.keys()]
         for end in ended:
             if end is not None:
                 end()
 
-    # ------------------------------------------------------------------------------------------------- for its lanes
+    # -------------------------------------------------------------------------------------------- for its transports
 
     def bind(self, name: str, held: Held) -> str:
         with self._changed:
@@ -343,23 +309,21 @@ class Publisher:
 
     def watch(self, name: str, end: Callable[[], None]) -> None:
         with self._changed:
-            protocol.member(self._cohort, name)
+            protocol.receiver(self._cohort, name)
             self._ends[name] = end
 
     def heard(self, name: str) -> None:
         self._apply(lambda cohort: protocol.heard(cohort, name, self._clock()))
 
-    def ask(self, name: str, wait: float, partly: bool = False) -> tuple[Parcel, Image] | None:
+    def ask(self, name: str, wait: float) -> tuple[Parcel, Image] | None:
         until = self._clock() + wait
         with self._changed:
             while True:
                 self.heard(name)
-                cohort, offered = protocol.offer(self._cohort, name, self._clock())
-                ahead = self._cohort.round is not None and self._cohort.round.held
-                if offered is not None and (partly or not ahead):
-                    self._cohort = cohort
-                    made = self._made[offered.version]
-                    return Parcel(offered, made.manifest), made.image
+                self._cohort, offered = protocol.offer(self._cohort, name, self._clock())
+                if offered is not None:
+                    version = self._versions[offered.version]
+                    return Parcel(offered, version.manifest), version.image
                 left = until - self._clock()
                 if left <= 0 or self._closed:
                     return None
@@ -367,43 +331,43 @@ class Publisher:
 
     def changes(self, parcel: Parcel, image: Image) -> Changes | None:
         base, version = parcel.offer.base, parcel.offer.version
-        if not self._encodes or base < 0 or image.arriving is not None:
+        if not self._encodes or base < 0:
             return None
         with self._encoding:
             if self._encoded[0] != version:
                 self._encoded = (-1, None)
                 with self._changed:
-                    before = self._made.get(base)
+                    before = self._versions.get(base)
                 if before is None:
                     return None
                 began = time.perf_counter()
-                found = version_delta.make(
+                changes = version_delta.make(
                     before.manifest, before.image.array, parcel.manifest, image.array, self._copiers
                 )
                 self.seconds["encode"] = time.perf_counter() - began
-                size = 0 if found is None else len(found.body)
+                size = 0 if changes is None else len(changes.body)
                 if self._budget is not None and self._pool is not None and self._pool.bytes + size > self._budget:
-                    found, size = None, 0
+                    changes, size = None, 0
                 self._peak_changes = max(self._peak_changes, size)
-                self._encoded = (version, found)
-            found = self._encoded[1]
-            return found if found is not None and found.base == base else None
+                self._encoded = (version, changes)
+            changes = self._encoded[1]
+            return changes if changes is not None and changes.base == base else None
 
     def sent_changes(self, version: int) -> int | None:
-        """Bytes of the changes by which the newest version went to who had the one before; None where it went whole."""
+        """Bytes of the changes that were sent for this version; None where it went whole."""
         with self._encoding:
-            number, found = self._encoded
-            return len(found.body) if found is not None and number == version else None
+            number, changes = self._encoded
+            return len(changes.body) if changes is not None and number == version else None
 
     def ready(self, name: str, version: int, root: bytes, wait: float) -> Verdict:
         until = self._clock() + wait
         with self._changed:
             self._apply(lambda cohort: protocol.ready(cohort, name, version, root, self._clock()))
             while True:
-                found = protocol.verdict(self._cohort, version)
+                verdict = protocol.verdict(self._cohort, version)
                 left = until - self._clock()
-                if found is not Verdict.WAIT or left <= 0 or self._closed:
-                    return found
+                if verdict is not Verdict.WAIT or left <= 0 or self._closed:
+                    return verdict
                 self._changed.wait(left)
 
     def failed(self, name: str, version: int, why: str) -> None:
@@ -416,19 +380,19 @@ class Publisher:
         self._apply(lambda cohort: protocol.drop(cohort, name, why))
 
     def _image_bytes(self) -> int:
-        """Of a version: a relay plans none, and has what came."""
+        """Bytes of a version's image: a relay has no plan, but the images that came."""
         if self._planned is not None:
             return self._planned[1]
-        return max((made.manifest.size for made in self._made.values()), default=0)
+        return max((version.manifest.size for version in self._versions.values()), default=0)
 
     def status(self) -> dict[str, Any]:
-        """For people and other programs: what is served, to whom, what is on its way."""
+        """Status for people and other programs: the version that is served, its receivers, the one on its way."""
         with self._changed:
             now, cohort = self._clock(), self._cohort
-            members = [
+            receivers = [
                 {"name": name, "epoch": one.held.epoch, "version": one.held.version, "phase": str(one.phase)}
                 | {"target": one.target, "lease_seconds": round(one.lease - now, 1), "failures": one.failures}
-                for name, one in sorted(cohort.members.items())
+                for name, one in sorted(cohort.receivers.items())
             ]
             return {
                 "run": self.run,
@@ -436,7 +400,7 @@ class Publisher:
                 "version": cohort.committed,
                 "root": cohort.root.hex(),
                 "undecided": None if cohort.round is None else cohort.round.version,
-                "receivers": members,
+                "receivers": receivers,
                 "dropped": [list(each) for each in cohort.dropped[-8:]],
                 "skipped": self.skipped,
                 "image_bytes": self._image_bytes(),

@@ -1,8 +1,8 @@
-"""The receiver: follows a sender, and always serves one whole version.
+"""Receiver: follows a sender, and always serves one whole version.
 
-A version is staged beside the one that is served, verified tensor by tensor, and put in its place by one assignment
-when the sender says that it counts. Readers hold what they took for as long as they like. Whatever fails before the
-assignment changes nothing; then the receiver comes again, after a while, to the first of its sources that has more.
+A version is staged beside the one that is served, verified tensor by tensor, and takes its place by one assignment when
+the sender commits it. Readers hold what they took for as long as they like. A failure before the assignment changes
+nothing: after a pause the receiver connects again, to the first of its sources that has a newer version.
 """
 
 from __future__ import annotations
@@ -12,60 +12,43 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any, Literal, NamedTuple, get_args
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from longhaul.weight_sync import image as images
 from longhaul.weight_sync import manifest, protocol, shared_verification
-from longhaul.weight_sync.buffers import Arriving, Block, Image, Pool
+from longhaul.weight_sync.buffers import Block, Pool
 from longhaul.weight_sync.manifest import Manifest
-from longhaul.weight_sync.protocol import ProtocolError, Seat, Verdict
-from longhaul.weight_sync.transports.base import DAMAGED, Parcel, Source, Staging
+from longhaul.weight_sync.protocol import ProtocolError, ReceiverSide, Verdict
+from longhaul.weight_sync.shared_verification import VerifiedMarks
+from longhaul.weight_sync.transports.base import DAMAGED, Parcel, Source
 
 IMAGES = 3.5
-"""How many images a receiver has, unless a budget says otherwise: served, staged, one that readers hold, and room for
-changes on their way."""
-
-BUFFER = 1 << 19
-"""Bytes that fit in the second of a processor's caches: large images come by way of so many."""
+"""Images of a receiver by default: one served, one staged, one that readers hold, and room for changes on their way."""
 
 FIRST_PAUSE, LONGEST_PAUSE = 0.05, 2.0
-"""Seconds before a receiver comes again: twice as long each time."""
-
-
-Verify = Literal["once", "always", "moved"]
-"""Which of the receivers that map one image verify it: one of them for all, each, or none."""
+"""Seconds before a receiver connects again; the pause doubles each time."""
 
 
 class Served(NamedTuple):
-    """A whole version: read-only arrays by name, good for as long as they are held."""
+    """A whole version: read-only arrays by name, valid for as long as they are held."""
 
     version: int
     tensors: Mapping[str, np.ndarray]
     manifest: Manifest
     image: np.ndarray  # uint8 [size]
-    block: Block | None = None  # where it lies, if in memory of ours
-
-
-class Onward(NamedTuple):
-    """Who passes versions on while they come: `begins` is told of an image that has begun to arrive, and `withdrawn` of
-    one that came to nothing. Those that are served are told of by `on_commit`."""
-
-    begins: Callable[[Manifest, Image], None]
-    withdrawn: Callable[[Manifest], None]
+    block: Block | None = None  # block of the image; None where it is mapped from the sender
 
 
 class Receiver:
     """Follows a sender in a thread of its own.
 
-    `sources` connect, each to a sender of the same run: the first is followed, the others (peers, a folder) are
-    asked where it can't be reached, and for the first version where theirs is newer. `on_commit(version)` is called
-    after each swap (flush a prefix cache, tag requests); what it raises is kept in `errors`, and undoes nothing.
-    `budget` bounds the bytes of images in memory of ours; mapped ones are the sender's. Of those, `verify` says who
-    reads them for their digests: "once", one of the receivers that map the same memory (`ledger`); "always", each;
-    "moved", none: they are taken at the sender's word, which it gave while it wrote them. What travelled is always
-    verified.
+    `sources` are functions that connect, each to a sender of the same run: the first is followed, the others (peers, a
+    folder) are used where it can't be reached, and for the first version where theirs is newer. `on_commit(version)` is
+    called after each swap (to flush a prefix cache, say); an exception there is kept in `errors`, and undoes nothing.
+    `budget` bounds the bytes of images in the receiver's memory; mapped images are the sender's. Every byte that is
+    served was verified on this host: of the receivers that map one image, by one of them (`shared_verification`).
     """
 
     def __init__(
@@ -73,36 +56,27 @@ class Receiver:
         *sources: Callable[[], Source],
         budget: int | None = None,
         on_commit: Callable[[int], None] | None = None,
-        verify: Verify = "once",
         threads: int = 1,
-        onward: Onward | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         if not sources:
-            raise ValueError("a receiver of nothing: name a source")
-        if verify not in get_args(Verify):
-            raise ValueError(f"verify is {verify!r}; there are {', '.join(get_args(Verify))}")
-        self._verify = verify
+            raise ValueError("a receiver without sources: give at least one")
         self._sources, self._budget, self._on_commit, self._clock = sources, budget, on_commit, clock
         self._threads = max(1, threads)
-        self._seat = Seat()
+        self._side = ReceiverSide()
         self._served: Served | None = None
         self._pool: Pool | None = None
-        self._block: Block | None = None  # of what is being staged
-        self._peak = 0  # bytes, with what was taken beside images
-        self._onward = onward
-        self._arriving: Arriving | None = None  # of what is being staged, where it was told of
-        self._buffer: np.ndarray | None = None
+        self._peak = 0  # bytes of images and of changes beside them
         self._changed = threading.Condition()
         self._closed = threading.Event()
         self._current: Source | None = None
         self.errors: list[str] = []  # the newest last, at most 32
-        self.seconds: dict[str, float] = {}  # of the newest version: fetch, verify, decide, swap
+        self.seconds: dict[str, float] = {}  # stages of the newest version: fetch, verify, decide, swap
         self._hashers = ThreadPoolExecutor(self._threads, "longhaul-verify")
         self._thread = threading.Thread(target=self._follow, name="longhaul-receiver", daemon=True)
         self._thread.start()
 
-    # ----------------------------------------------------------------------------------------------- for who serves
+    # ----------------------------------------------------------------------------------------------- for readers
 
     def latest(self) -> tuple[int, Mapping[str, np.ndarray]]:
         """(version, arrays by name). LookupError before the first."""
@@ -118,21 +92,21 @@ class Receiver:
 
     @property
     def held(self) -> protocol.Held:
-        """What is served, in the protocol's words."""
-        return self._seat.held
+        """Version that is served, as the protocol names it."""
+        return self._side.held
 
     def wait(self, version: int, seconds: float) -> bool:
-        """Whether that version or a newer one is served within `seconds`."""
+        """True if that version or a newer one is served within `seconds`."""
         with self._changed:
             return self._changed.wait_for(lambda: self._served is not None and self._served.version >= version, seconds)
 
     @property
     def peak_bytes(self) -> int:
-        """The most that images in memory of ours, and changes on their way to one, ever took."""
+        """Most bytes that images in the receiver's memory, and changes on their way, ever took."""
         return 0 if self._pool is None else max(self._peak, self._pool.peak)
 
     def close(self) -> None:
-        """Follows no more; what was taken stays good. Idempotent."""
+        """Stops following; arrays that were taken stay valid. Idempotent."""
         self._closed.set()
         current = self._current
         if current is not None:
@@ -151,31 +125,30 @@ class Receiver:
     # ----------------------------------------------------------------------------------------------- its own thread
 
     def _seed(self) -> None:
-        """The first version, from whichever source has the newest; of equals the last, to spare the first."""
-        found: list[tuple[int, int, int]] = []
+        """Takes the first version from the source that has the newest; of equals from the last, to spare the first."""
+        newest: list[tuple[int, int, int]] = []
         for which, connect in enumerate(self._sources):
             with self._attempt(), contextlib.closing(connect()) as source:
-                told = source.status()
-                if told["version"] >= 0:
-                    found.append((int(told["epoch"]), int(told["version"]), which))
-        best = max(found)[2] if found else 0
+                status = source.status()
+                if status["version"] >= 0:
+                    newest.append((int(status["epoch"]), int(status["version"]), which))
+        best = max(newest)[2] if newest else 0
         if best > 0:
             with self._attempt(), contextlib.closing(self._sources[best]()) as source:
-                source.bind(self._seat.held, 10.0)
-                parcel = source.ask(self._seat.held, 0.0)
+                source.bind(self.held, 10.0)
+                parcel = source.ask(self.held, 0.0)
                 if parcel is not None:
-                    with self._passing(parcel):
-                        self._take(source, parcel)
+                    self._take(source, parcel)
 
     @contextlib.contextmanager
     def _attempt(self) -> Iterator[None]:
-        """What fails within it is noted, and what was staged forgotten."""
+        """Notes an exception within it, and gives up what was staged."""
         try:
             yield
-        except Exception as error:  # whatever it is, what is served stays, and the next try may do
+        except Exception as error:  # the served version stays, and the next attempt may succeed
             self._note(f"{type(error).__name__}: {error}")
         finally:
-            self._seat = protocol.lost(self._seat)
+            self._side = protocol.lost(self._side)
 
     def _follow(self) -> None:
         pause, which = FIRST_PAUSE, 0
@@ -183,74 +156,63 @@ class Receiver:
             self._seed()
         while not self._closed.is_set():
             source = None
-            before = self._seat.held
+            before = self._side.held
             try:
                 source = self._sources[which]()
                 self._current = source
-                source.bind(self._seat.held, 10.0)
+                source.bind(self._side.held, 10.0)
                 while not self._closed.is_set():
-                    parcel = source.ask(self._seat.held, 5.0)
+                    parcel = source.ask(self._side.held, 5.0)
                     if parcel is not None:
-                        with self._passing(parcel):
-                            self._take(source, parcel)
+                        self._take(source, parcel)
                         pause = FIRST_PAUSE
-            except Exception as error:  # whatever it is, what is served stays, and the next try may do
+            except Exception as error:  # the served version stays, and the next attempt may succeed
                 self._note(f"{type(error).__name__}: {error}")
             finally:
-                self._seat = protocol.lost(self._seat)
+                self._side = protocol.lost(self._side)
                 self._current = None
                 if self._closed.is_set():
-                    self._served = None  # so that the last word can say that we have let it go
+                    self._served = None  # so that the last frame reports the image as released
                 if source is not None:
                     source.close()
-            if self._seat.held == before:
+            if self._side.held == before:
                 which = (which + 1) % len(self._sources)
             self._closed.wait(pause)
             pause = min(2 * pause, LONGEST_PAUSE)
 
-    @contextlib.contextmanager
-    def _passing(self, parcel: Parcel) -> Iterator[None]:
-        """Who was told that a version arrives is told if it comes to nothing."""
-        try:
-            yield
-        finally:
-            told, self._arriving = self._arriving is not None, None
-            if told and self._onward is not None and self._seat.held.root != parcel.offer.root:
-                self._onward.withdrawn(parcel.manifest)
-
     def _take(self, source: Source, parcel: Parcel) -> None:
-        """One offer, to its end. Raises what ends the connection."""
+        """Handles one offer to its end. Raises the errors that end the connection."""
         offer = parcel.offer
-        seat = protocol.accept(self._seat, offer, self._clock())
+        side = protocol.accept(self._side, offer, self._clock())
         if offer.root != parcel.manifest.root:
             raise ProtocolError("an offer has another root than its manifest")
-        self._seat = seat
+        self._side = side
         try:
-            array = self._staged(source, parcel)
+            array, block = self._staged(source, parcel)
         except LookupError as error:  # no memory, or damage: the connection is good
-            self._seat = protocol.lost(self._seat)
+            self._side = protocol.lost(self._side)
             self._note(str(error))
             source.failed(offer.version, str(error))
             return
-        self._seat = protocol.staged(self._seat, parcel.manifest.root, self._clock())
-        fresh = Served(offer.version, manifest.views(parcel.manifest, array), parcel.manifest, array, self._block)
+        self._side = protocol.staged(self._side, parcel.manifest.root, self._clock())
+        fresh = Served(offer.version, manifest.views(parcel.manifest, array), parcel.manifest, array, block)
         began = time.perf_counter()
-        found = Verdict.WAIT
-        while found is Verdict.WAIT and not self._closed.is_set():
-            if self._clock() > seat.deadline + offer.seconds:
+        verdict = Verdict.WAIT
+        while verdict is Verdict.WAIT and not self._closed.is_set():
+            if self._clock() > side.deadline + offer.seconds:
                 raise TimeoutError(f"version {offer.version} is not decided, {2 * offer.seconds:g} s after its offer")
-            found = source.ready(self._seat.held, offer.version, offer.root, 5.0)
+            verdict = source.ready(self.held, offer.version, offer.root, 5.0)
         self.seconds["decide"] = time.perf_counter() - began
-        if found is Verdict.COMMIT:
+        if verdict is Verdict.COMMIT:
             began = time.perf_counter()
-            self._seat = protocol.commit(self._seat, offer.version)
+            self._side = protocol.commit(self._side, offer.version)
             self._served = fresh  # the swap: readers have the one or the other
             self.seconds["swap"] = time.perf_counter() - began
             del fresh, array
             self._committed(offer.version)
         else:
-            self._seat = protocol.lost(self._seat)
-        source.done(self._seat.held)
+            self._side = protocol.lost(self._side)
+        source.done(self.held)
 
     def _committed(self, version: int) -> None:
         if self._on_commit is not None:
@@ -261,48 +223,19 @@ class Receiver:
         with self._changed:
             self._changed.notify_all()
 
-    def _staged(self, source: Source, parcel: Parcel) -> np.ndarray:
-        """The verified image of a parcel, read-only. LookupError where it can't be had, but the connection is good."""
+    def _staged(self, source: Source, parcel: Parcel) -> tuple[np.ndarray, Block | None]:
+        """Verified image of a parcel, read-only. LookupError where it can't be had, but the connection is good."""
         began = time.perf_counter()
-        self._block = None
-        arrival = images.Arrival(parcel.manifest)
-        served = self._served
-        base = None if served is None else (served.manifest, served.image)
-        seconds, shared = parcel.offer.seconds, list[shared_verification.Ledger]()
-
-        def arrived(image: np.ndarray, count: int) -> None:
-            arrival(image, count)
-            if self._onward is not None:
-                self._passed_on(parcel.manifest, image, count)
-
-        def drawn(image: np.ndarray, buffer: np.ndarray, held: int) -> int:
-            used = arrival.draw(image, buffer, held)
-            if self._onward is not None:
-                self._passed_on(parcel.manifest, image, arrival.at)
-            return used
-
-        def pulled(image: np.ndarray, buffer: np.ndarray, descriptor: int, stop: float) -> int:
-            left = arrival.pull(image, buffer, descriptor, stop, self._onward is not None)
-            if self._onward is not None:
-                self._passed_on(parcel.manifest, image, arrival.at)
-            return left
-
-        large = parcel.manifest.size >= images.LARGE
-        if self._buffer is None and source.moves and large:
-            self._buffer = np.empty(BUFFER, np.uint8)
-        staging = Staging(
-            lambda size: self._room(size, seconds / 2), arrived, base, shared.append, arrival.made, self._spare,
-            self._buffer if large else None, drawn, pulled,
-        )  # fmt: skip
-        array = source.fetch(parcel, staging, seconds)
+        seconds = parcel.offer.seconds
+        target = _Target(self, parcel.manifest, seconds / 2)
+        array = source.fetch(parcel, target, seconds)
         fetched = time.perf_counter()
-        if arrival.complete:
-            damaged = arrival.damaged
-        elif self._verify == "moved" and not source.moves:
-            damaged = []
-        elif self._verify == "once" and shared:
-            threads = self._threads
-            damaged = shared_verification.verify(parcel.manifest, array, shared[0], seconds, self._hashers, threads)
+        if target.arrival.complete:
+            damaged = target.arrival.damaged
+        elif target.marks is not None:
+            damaged = shared_verification.verify(
+                parcel.manifest, array, target.marks, seconds, self._hashers, self._threads
+            )
         else:
             damaged = images.verify(parcel.manifest, array, self._hashers, self._threads)
         if damaged:
@@ -310,26 +243,15 @@ class Receiver:
         self.seconds |= {"fetch": fetched - began, "verify": time.perf_counter() - fetched}
         array = array[:]
         array.flags.writeable = False
-        return array
+        return array, target.block
 
-    def _room(self, size: int, seconds: float) -> np.ndarray:
+    def _memory(self, size: int) -> Pool:
         if self._pool is None or self._pool.size < size:
             self._pool = Pool(size, int(IMAGES * size) if self._budget is None else self._budget)
-        image = self._pool.take(seconds)
-        if image is None:
-            raise LookupError(f"readers hold all {self._pool.budget:,} bytes of images; let old versions go")
-        self._block = image.block
-        return image.array
-
-    def _passed_on(self, found: Manifest, array: np.ndarray, count: int) -> None:
-        assert self._onward is not None
-        if self._arriving is None:
-            self._arriving = Arriving()
-            self._onward.begins(found, Image(array, self._block, self._arriving))
-        self._arriving.told(count)
+        return self._pool
 
     def _spare(self, taken: int) -> int:
-        """Bytes of the budget that neither images nor what is `taken` beside them have."""
+        """Bytes of the budget beside images and the bytes `taken`."""
         if self._pool is None:
             return 0
         used = self._pool.bytes + taken
@@ -340,8 +262,35 @@ class Receiver:
         self.errors = [*self.errors, line][-32:]
 
 
+class _Target:
+    """Target of one version (`base.ReceiveTarget`), in the memory of its receiver."""
+
+    def __init__(self, receiver: Receiver, manifest: Manifest, patience: float) -> None:
+        served = receiver.served
+        self.base = None if served is None else (served.manifest, served.image)
+        self.arrival = images.Arrival(manifest)
+        self.block: Block | None = None
+        self.marks: VerifiedMarks | None = None
+        self._receiver, self._patience = receiver, patience
+        self.arrived, self.verified = self.arrival.arrived, self.arrival.verified
+
+    def take(self, size: int) -> np.ndarray:
+        pool = self._receiver._memory(size)
+        image = pool.take(self._patience)
+        if image is None:
+            raise LookupError(f"readers hold all {pool.budget:,} bytes of images; let old versions go")
+        self.block = image.block
+        return image.array
+
+    def spare(self, taken: int) -> int:
+        return self._receiver._spare(taken)
+
+    def share(self, marks: VerifiedMarks) -> None:
+        self.marks = marks
+
+
 def follow(addresses: Sequence[str], *, token: str | None = None, name: str = "receiver", **options: Any) -> Receiver:
-    """A receiver of senders by address: shm:NAME, tcp:HOST:PORT, folder:PATH."""
+    """Receiver of senders by address: shm:NAME, tcp:HOST:PORT, folder:PATH."""
     from longhaul.weight_sync.transports import connect
 
     return Receiver(*(lambda each=each: connect(each, token, name) for each in addresses), **options)

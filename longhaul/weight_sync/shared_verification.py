@@ -1,11 +1,13 @@
-"""One verification for all processes that map one image: each notes what it has digested, and the others believe it.
+"""Shared verification: of the processes that map one image, each digests a part and notes it for the others.
 
-Sound, because they have the same pages of memory, which the kernel lets none of them write: what one process read
-there is what all of them serve. A note is made of the digest that was *found* and of the version's root, so that there
-is none for what is damaged, none that was meant for another version believed, and none that was torn. Notes are
-believed for as long as a version may take to be staged: who comes later reads for himself. Who dies holds up nobody
-for long, since whoever waits for a note does the work himself in the end. The notes are in memory that all of them
-write; they are processes of one user, which could do one another anything as it is.
+This is sound because they map the same pages of memory, which the kernel lets none of them write: the bytes that one
+process read are the bytes that all of them serve. A note is computed from the digest that was *found*, the version's
+root and the time. So there is none for damaged bytes, and none of another version or half written is believed. Notes
+are believed for as long as a version may take to be staged; a later receiver reads all of it. A receiver that dies
+delays the others little: they do its part in the end. The notes lie in memory that all of them write; they are
+processes of one user.
+
+It is kept for its gain (MEASURED).
 """
 
 from __future__ import annotations
@@ -21,52 +23,56 @@ from longhaul.weight_sync.digest import digest as digests
 from longhaul.weight_sync.manifest import Manifest, Tensor, digest
 
 ROWS = 1024
+"""Notes of an image."""
+
 ROW = np.dtype([("claim", "u8"), ("at", "u8"), ("note", "u1", 16)])
 SIZE = ROWS * ROW.itemsize
 """Bytes of the notes of an image."""
 
 PORTION = 4 << 20
-"""Bytes, at least, that are verified for one note."""
+"""Bytes that one note stands for, at least."""
 
 POLL = 0.0005
-"""Seconds between two looks at what others do."""
+"""Seconds between two looks at the notes of others."""
 
 PATIENCE, SLOWER = 0.02, 4.0
-"""Seconds, and times what it would take us, until we do what another has begun: where cores are few he may have none
-for a while, and then reading it twice would only take what he waits for."""
+"""Seconds, plus this many times the expected duration, to wait for a part that another process has begun.
+
+With few cores the other may have none for a while; reading its part twice would only take the core that it waits for.
+"""
 
 
-class Ledger(NamedTuple):
-    """The notes of an image. `turn` tells receivers apart: from it follows where each begins."""
+class VerifiedMarks(NamedTuple):
+    """Notes of an image."""
 
     rows: np.ndarray  # ROW [ROWS]
-    turn: int
+    turn: int  # number of the receiver, from which follows where it begins
 
 
-def ledger(memory: np.ndarray, turn: int) -> Ledger:
-    """Over shared memory, uint8 [SIZE], of zeros at first."""
-    return Ledger(memory.view(ROW), turn)
+def marks(memory: np.ndarray, turn: int) -> VerifiedMarks:
+    """Notes in shared memory, uint8 [SIZE], zeros at first."""
+    return VerifiedMarks(memory.view(ROW), turn)
 
 
 def portions(manifest: Manifest) -> list[list[Tensor]]:
-    """The tensors in the order in which they lie, in groups of a note each."""
+    """Tensors in the order of their offsets, in groups of one note each."""
     least = max(PORTION, 2 * manifest.size // ROWS)
-    found: list[list[Tensor]] = []
+    groups: list[list[Tensor]] = []
     size = least
     for tensor in sorted(manifest.tensors, key=lambda each: each.offset):
         if size >= least:
-            found.append([])
+            groups.append([])
             size = 0
-        found[-1].append(tensor)
+        groups[-1].append(tensor)
         size += tensor.nbytes
-    return found
+    return groups
 
 
 def verify(
-    manifest: Manifest, image: np.ndarray, shared: Ledger, seconds: float, pool: ThreadPoolExecutor, parts: int
+    manifest: Manifest, image: np.ndarray, shared: VerifiedMarks, seconds: float, pool: ThreadPoolExecutor, parts: int
 ) -> list[str]:
-    """The names of tensors whose bytes are not what the manifest says, as `images.verify`, each read by one of those
-    who share the image. `seconds` is how old a note may be; in `parts` threads."""
+    """Names of damaged tensors, as `image.verify` returns them; each tensor is read by one of the processes that share
+    the image. Notes are believed for `seconds`. Runs in `parts` threads."""
     root, groups = manifest.root, portions(manifest)
     turns = range(shared.turn * parts, (shared.turn + 1) * parts)
     walks = [_Walk(image, shared.rows, root, groups, turn, seconds) for turn in turns]
@@ -75,7 +81,7 @@ def verify(
 
 
 class _Walk:
-    """One thread's way over an image: what nobody has begun, then what nobody has ended."""
+    """One thread's walk over an image: first the parts that nobody has begun, then those that nobody has ended."""
 
     def __init__(
         self, image: np.ndarray, rows: np.ndarray, root: bytes, groups: list[list[Tensor]], turn: int, seconds: float
@@ -100,7 +106,7 @@ class _Walk:
         return self._damaged
 
     def _first(self, at: int) -> bool:
-        """Verifies a portion unless somebody has begun it."""
+        """Verifies a portion, unless another process has begun it."""
         row = self._rows[at]
         if row["claim"] == self._claim:
             return False
@@ -118,7 +124,7 @@ class _Walk:
         self._damaged += [each.name for each, got in zip(self._portions[at], found, strict=True) if got != each.digest]
 
     def _done(self, at: int) -> bool:
-        """Whether somebody has found the digests of a portion that it should have."""
+        """True where another process found the right digests for a portion."""
         row = self._rows[at]
         now = int(row["at"])
         if not 0 <= time.monotonic_ns() - now <= self._life:
@@ -132,14 +138,16 @@ class _Walk:
         return sum(each.nbytes for each in self._portions[at])
 
     def _expected(self, left: Sequence[int]) -> float:
-        """Seconds in which others should end what they have begun, if they are as fast as we were."""
+        """Seconds in which others should finish their parts, if they are as fast as this process was."""
         pace = self._took / self._read if self._read else 1e-9
         return pace * max(map(self._bytes, left), default=0)
 
 
 def order(count: int, turn: int) -> list[int]:
-    """The order in which the receiver with a turn goes over portions: the first from the beginning on, the second from
-    the end, the others so from places between, so that they meet late."""
+    """Order of portions for the receiver with this turn.
+
+    The first starts at the beginning, the second goes backwards from the end, the others start between: they meet late.
+    """
     begin = int(count * (turn // 2 * 0.618 % 1.0))
     row = [*range(begin, count), *range(begin)]
     return row[::-1] if turn % 2 else row

@@ -1,4 +1,4 @@
-"""Ways to open each lane for the tests of weight synchronisation, and what every receiver must hold."""
+"""Ways to open each transport for the tests of weight synchronisation, and what every receiver must hold."""
 
 from __future__ import annotations
 
@@ -17,10 +17,11 @@ from typing import NamedTuple
 import numpy as np
 import pytest
 
+from longhaul.weight_sync.manifest import Manifest, digest
 from longhaul.weight_sync.receiver import Receiver
-from longhaul.weight_sync.transports import connect, serve, shared_memory, tcp
-from longhaul.weight_sync.transports.base import Lane, Source
-from longhaul.weight_sync.transports.folder import FolderLane
+from longhaul.weight_sync.transports import connect, shared_memory, tcp
+from longhaul.weight_sync.transports.base import Source, Transport
+from longhaul.weight_sync.transports.folder import FolderTransport
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -28,9 +29,9 @@ _number = itertools.count()
 
 
 class Way(NamedTuple):
-    """`lane()` opens the sender's end anew at the same place; `connect()` is a receiver's."""
+    """`serve()` opens the sender's end at the same place each time; `connect()` is a receiver's."""
 
-    lane: Callable[[], Lane]
+    serve: Callable[[], Transport]
     connect: Callable[[], Source]
     answers: bool = True  # receivers speak with the sender: it knows them, and quorums count them
 
@@ -38,19 +39,16 @@ class Way(NamedTuple):
 def way(kind: str, folder: Path) -> Way:
     if kind == "tcp":
         address = _free()
-        return Way(lambda: tcp.lane(address), lambda: connect(f"tcp:{address}", name="test"))
-    if kind in ("gloo", "nixl"):
-        address = f"{kind}:{_free()}"
-        return Way(lambda: serve(address), lambda: connect(address, name="test"))
+        return Way(lambda: tcp.serve(address), lambda: connect(f"tcp:{address}", name="test"))
     if kind in ("folder", "chain"):
         anchor = 4 if kind == "chain" else 1
         return Way(
-            lambda: FolderLane(folder / "versions", shard=3000, durable=False, anchor=anchor),
+            lambda: FolderTransport(folder / "versions", shard=3000, durable=False, anchor=anchor),
             lambda: connect(f"folder:{folder / 'versions'}"),
             False,
         )
     name = f"@longhaul-test-{os.getpid()}-{next(_number)}"
-    return Way(lambda: shared_memory.lane(name), lambda: connect(f"shm:{name}", name="test"))
+    return Way(lambda: shared_memory.serve(name), lambda: connect(f"shm:{name}", name="test"))
 
 
 def _free() -> str:
@@ -60,16 +58,13 @@ def _free() -> str:
         return f"127.0.0.1:{probe.getsockname()[1]}"
 
 
-ZSTANDARD = pytest.mark.skipif(find_spec("zstandard") is None, reason="zstandard, of the extra sync, is not installed")
-"""Of tests in which what changed travels, or is written."""
-
-OTHERS = (
-    pytest.param("gloo", marks=pytest.mark.skipif(find_spec("torch") is None, reason="torch is not installed")),
-    pytest.param("nixl", marks=pytest.mark.skipif(find_spec("nixl") is None, reason="NIXL is not installed")),
+CODEC = pytest.mark.skipif(
+    find_spec("zstandard") is None or find_spec("numba") is None,
+    reason="zstandard or numba, of the extra sync, is not installed",
 )
-"""Lanes by other libraries."""
+"""Mark of tests in which changes are sent or written."""
 
-KINDS = (*("shared", "tcp", "folder"), pytest.param("chain", marks=ZSTANDARD), *OTHERS)
+KINDS = ("shared", "tcp", "folder", pytest.param("chain", marks=CODEC))
 
 
 def tensors(version: int, size: int = 1000) -> dict[str, np.ndarray]:
@@ -86,6 +81,11 @@ def is_whole(version: int, held: object) -> bool:
     assert isinstance(held, dict)
     wanted = tensors(version, len(held["a"]))
     return list(held) == list(wanted) and all(np.array_equal(held[name], wanted[name]) for name in wanted)
+
+
+def damaged(version: Manifest, image: np.ndarray) -> list[str]:
+    """Names of the tensors whose bytes do not match the manifest."""
+    return [each.name for each in version.tensors if digest(image[each.offset : each.end]) != each.digest]
 
 
 def until(what: Callable[[], object], seconds: float = 60.0) -> None:

@@ -27,10 +27,10 @@ from longhaul.weight_sync.producer import Producer, named
 from longhaul.weight_sync.publisher import Publisher
 from longhaul.weight_sync.receiver import follow
 from longhaul.weight_sync.transports import safetensors_files
-from longhaul.weight_sync.transports.folder import FolderLane
+from longhaul.weight_sync.transports.folder import FolderTransport
 from tests.helpers.command_line import assert_refused, tree
 from tests.helpers.small_runs import make_quick, resume, small
-from tests.helpers.weight_sync_transports import tensors, until
+from tests.helpers.weight_sync_transports import damaged, tensors, until
 
 
 def held(folder: Path) -> tuple[Manifest, dict[str, np.ndarray]]:
@@ -41,7 +41,7 @@ def held(folder: Path) -> tuple[Manifest, dict[str, np.ndarray]]:
     found = safetensors_files.read_manifest(where)
     image = np.zeros(found.size, np.uint8)
     safetensors_files.read(where, found, image, lambda image, count: None)
-    assert not list(manifest.damaged(found, image))
+    assert not damaged(found, image)
     return found, manifest.views(found, image)
 
 
@@ -147,7 +147,10 @@ def test_of_those_that_wait_only_the_newest_travels(tmp_path: Path) -> None:
         assert held_up.wait(20)
         return params
 
-    with Publisher("run", lanes=[FolderLane(tmp_path, durable=False)]) as sender, Producer(sender, take) as producer:
+    with (
+        Publisher("run", transports=[FolderTransport(tmp_path, durable=False)]) as sender,
+        Producer(sender, take) as producer,
+    ):
         producer.publish(1, tensors(1))
         assert going.wait(20)
         for version in (2, 3, 4):

@@ -25,7 +25,7 @@ from longhaul.weight_sync.producer import named
 from longhaul.weight_sync.publisher import Publisher
 from longhaul.weight_sync.torch_arrays import torch_tensor
 from longhaul.weight_sync.transports import safetensors_files
-from longhaul.weight_sync.transports.folder import FolderLane
+from longhaul.weight_sync.transports.folder import FolderTransport
 from longhaul.weight_sync.vllm import Announced, Http, Phase, PhaseError, Rollout, Worker
 from tests.helpers import reference_logits as reference
 from tests.helpers.weight_sync_transports import until, way
@@ -56,7 +56,7 @@ def test_each_device_of_a_mesh_gets_its_box_and_nothing_else(tmp_path: Path) -> 
         for name, array in values.items()
     }
     there = way("shared", tmp_path)
-    with Publisher("run", lanes=[there.lane()]) as sender, vllm.Receiver(there.connect) as receiver:
+    with Publisher("run", transports=[there.serve()]) as sender, vllm.Receiver(there.connect) as receiver:
         weights = JaxWeights(receiver, like)
         with pytest.raises(LookupError, match="no version"):
             weights.latest()
@@ -158,8 +158,8 @@ def test_a_language_model_is_published_as_files_that_others_read(tmp_path: Path)
         lambda shape: np.random.default_rng(1).normal(size=shape).astype(ml_dtypes.bfloat16),
         transformer.shapes(TINY), is_leaf=lambda x: isinstance(x, tuple),
     )  # fmt: skip
-    lane = FolderLane(tmp_path, durable=False, shard=20_000, beside={"config.json": huggingface.config_text(TINY)})
-    with Publisher("run", epoch=1, lanes=[lane]) as sender:
+    lane = FolderTransport(tmp_path, durable=False, shard=20_000, beside={"config.json": huggingface.config_text(TINY)})
+    with Publisher("run", epoch=1, transports=[lane]) as sender:
         sender.publish(3, huggingface.exported(TINY, params))
         until(lambda: lane.latest is not None)
     where = tmp_path / safetensors_files.folder_name(1, 3)
@@ -258,8 +258,8 @@ def test_vllm_is_brought_to_a_version_in_its_four_phases(
     fake: Fake, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(vllm, "CHUNK", 300)  # two tensors of 128 bytes a call
-    lane = way("shared", tmp_path).lane()
-    with Publisher("run", lanes=[lane]) as sender:
+    lane = way("shared", tmp_path).serve()
+    with Publisher("run", transports=[lane]) as sender:
         rollout = Rollout(sender, fake, [lane.address])
         for version in (1, 2):
             rollout.update(version, filled(version), 20)
@@ -278,11 +278,11 @@ def test_vllm_is_brought_to_a_version_in_its_four_phases(
 def test_phases_out_of_order_and_other_versions_are_refused(tmp_path: Path) -> None:
     got: dict[str, Any] = {}
     worker = Worker(lambda pairs: got.update(pairs))
-    lane = way("shared", tmp_path).lane()
+    lane = way("shared", tmp_path).serve()
     for call in (worker.start_weight_update, worker.finish_weight_update):
         with pytest.raises(PhaseError, match="not initialised"):
             call()
-    with Publisher("run", lanes=[lane]) as sender:
+    with Publisher("run", transports=[lane]) as sender:
         worker.init_transfer_engine([lane.address])
         with pytest.raises(PhaseError, match="shut it down"):
             worker.init_transfer_engine([lane.address])

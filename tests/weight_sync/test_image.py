@@ -5,15 +5,11 @@ from __future__ import annotations
 import gc
 import importlib.util
 import json
-import socket
 import subprocess
 import sys
-import threading
-import time
 import weakref
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +21,6 @@ from longhaul.weight_sync import image as images
 from longhaul.weight_sync.buffers import Pool
 from longhaul.weight_sync.digest import digest as digests
 from longhaul.weight_sync.manifest import Manifest, digest
-from longhaul.weight_sync.transports.framing import Wire
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -89,79 +84,6 @@ def test_an_image_has_what_was_given_and_its_digests(past: bool) -> None:
         assert tensor.digest == digest(held)
 
 
-def sent_and_received(draw: np.random.Generator) -> tuple[Manifest, np.ndarray, np.ndarray]:
-    """A version of tensors of all kinds of lengths, its image, and as much memory."""
-    sizes = [0, 1, 63, 240, 241, 300, 0, 1024, 1025, 4096, 9000, 20_001, 0]
-    given = {f"t{i}": draw.integers(0, 256, size, np.uint8) for i, size in enumerate(sizes)}
-    planned, size = images.describe(given)
-    sent, memory = np.zeros(size, np.uint8), Pool(size, 2 * size).take()
-    assert memory is not None
-    with ThreadPoolExecutor(1) as pool:
-        return Manifest("run", 0, 1, -1, size, images.gather(given, planned, sent, pool, 1)), sent, memory.array
-
-
-def test_what_comes_by_way_of_a_buffer_is_digested_on_its_way(past: bool) -> None:
-    """In pieces of any length, the rest of one before the next; and a flipped bit in any of them is found."""
-    draw = np.random.default_rng(4)
-    manifest, sent, came = sent_and_received(draw)
-    size, buffer = manifest.size, np.empty(5000, np.uint8)
-    for flipped in [None, *draw.integers(0, size, 6).tolist()]:
-        arrival, at, held = images.Arrival(manifest), 0, 0
-        came[:] = 0
-        while at < size:
-            count = min(size - at, int(draw.integers(1, buffer.size - held + 1)))
-            buffer[held : held + count] = sent[at : at + count]
-            if flipped is not None and at <= flipped < at + count:
-                buffer[held + flipped - at] ^= 4
-            at, held = at + count, held + count
-            used = arrival.draw(came, buffer, held)
-            buffer[: held - used], held = buffer[used:held].copy(), held - used
-            assert arrival.at == at - held
-        arrival(came, size)
-        hit = [each.name for each in manifest.tensors if flipped is not None and each.offset <= flipped < each.end]
-        assert arrival.complete and arrival.damaged == hit
-        assert np.flatnonzero(came != sent).tolist() == ([] if flipped is None else [flipped])
-
-
-def pulled(manifest: Manifest, data: np.ndarray, cuts: np.ndarray, into: np.ndarray, once: bool) -> images.Arrival:
-    """An image as a compiled loop receives it, out of a socket that gets it in pieces; what it says of its progress
-    is so."""
-    arrival, counts, buffer = images.Arrival(manifest), [0], np.empty(1025 + int(cuts[0]), np.uint8)
-
-    def step(descriptor: int, stop: float) -> int:
-        left = arrival.pull(into, buffer, descriptor, stop, once)
-        counts.append(arrival.at)
-        assert np.array_equal(into[: arrival.at], data[: arrival.at])
-        return left
-
-    near, far = (Wire(each) for each in socket.socketpair())
-    with closing(near), closing(far):
-        thread = threading.Thread(target=lambda: [far.pour(each.data, 20) for each in np.split(data, cuts)])
-        thread.start()
-        near.pull(time.monotonic() + 20, step)
-        thread.join()
-    assert counts == sorted(counts) and counts[-1] == data.size and (len(counts) > 2 or not once)
-    return arrival
-
-
-@pytest.mark.parametrize("once", [False, True])
-def test_a_compiled_loop_receives_the_same(once: bool) -> None:
-    """Whatever pieces come; and a flipped bit in any of them is found."""
-    draw = np.random.default_rng(5)
-    manifest, sent, came = sent_and_received(draw)
-    if not images.pulls(came):
-        pytest.skip("numba, of the extra sync, is not installed, or the system is not Linux")
-    large = [each for each in manifest.tensors if each.nbytes]
-    for flipped in [None, *draw.integers(0, manifest.size, 4).tolist(), large[0].offset, large[-1].end - 1]:
-        data = sent.copy()
-        if flipped is not None:
-            data[flipped] ^= 16
-        came[:] = 0
-        arrival = pulled(manifest, data, np.sort(draw.integers(0, data.size, 20)), came, once)
-        hit = [each.name for each in manifest.tensors if flipped is not None and each.offset <= flipped < each.end]
-        assert arrival.complete and arrival.damaged == hit
-
-
 def test_what_is_flipped_on_the_way_is_found(past: bool) -> None:
     """Any one bit, in any place of a block, a stripe and what is behind them, however the bytes come."""
     draw = np.random.default_rng(2)
@@ -175,7 +97,7 @@ def test_what_is_flipped_on_the_way_is_found(past: bool) -> None:
         image[at] ^= 1 << at % 8
         arrival = images.Arrival(manifest)
         for count in (100, 1500, 4096, 5001, size):
-            arrival(image, count)
+            arrival.arrived(image, count)
         assert arrival.complete and arrival.damaged == ["a" if at < 5001 else "b"]
         image[at] ^= 1 << at % 8
 
@@ -183,7 +105,7 @@ def test_what_is_flipped_on_the_way_is_found(past: bool) -> None:
 PEAK = """
 import json, sys
 import numpy as np
-from longhaul.weight_sync import transports as lanes
+from longhaul.weight_sync import transports
 from longhaul.weight_sync.publisher import Publisher
 from longhaul.weight_sync.receiver import Receiver
 
@@ -194,12 +116,12 @@ def memory(what):
     return 1024 * int(next(line for line in open("/proc/self/status") if line.startswith(what)).split()[1])
 
 given = {f"layer.{i}": np.ones(SIZE // 32 // 4, np.float32) for i in range(32)}
-opened = lanes.serve(lane)
+opened = transports.serve(lane)
 before = memory("VmRSS")
 with open("/proc/self/clear_refs", "w") as file:
     file.write("5")  # the high-water mark begins anew
-with Publisher("run", lanes=[opened], budget=SEND * SIZE) as sender, Receiver(
-    lambda: lanes.connect(opened.address), budget=RECEIVE * SIZE
+with Publisher("run", transports=[opened], budget=SEND * SIZE) as sender, Receiver(
+    lambda: transports.connect(opened.address), budget=RECEIVE * SIZE
 ) as receiver:
     for version in range(6):
         given["layer.0"][0] = version

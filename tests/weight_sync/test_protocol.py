@@ -16,7 +16,7 @@ from longhaul.weight_sync.protocol import (
     Offer,
     Phase,
     ProtocolError,
-    Seat,
+    ReceiverSide,
     Settings,
     Verdict,
 )
@@ -41,7 +41,7 @@ def taken(cohort: Cohort, name: str, now: float = 1.0) -> Cohort:
 
 
 def ended(cohort: Cohort, name: str, now: float = 2.0) -> Cohort:
-    one = cohort.members[name]
+    one = cohort.receivers[name]
     held = Held("run", cohort.epoch, one.target, root(one.target))
     return p.done(cohort, name, held if p.verdict(cohort, one.target) is Verdict.COMMIT else one.held, now)
 
@@ -55,7 +55,7 @@ def test_a_version_counts_when_its_quorum_is_ready(quorum: p.Quorum, after: int)
     assert cohort.committed == 5 and cohort.round is None and cohort.root == root(5)
     for name in "abc":
         cohort = ended(cohort, name)
-        assert cohort.members[name].held.version == 5
+        assert cohort.receivers[name].held.version == 5
         assert p.offer(cohort, name, 3.0)[1] is None  # it has the newest
 
 
@@ -76,7 +76,7 @@ def test_the_dead_and_the_silent_are_dropped_and_not_waited_for() -> None:
     assert p.tick(p.heard(p.heard(cohort, "a", 19.0), "c", 19.0), 20.5).committed == 1
     silent = p.tick(cohort, 20.5)
     assert silent.committed == 1 or silent.round is None
-    assert "c" not in silent.members
+    assert "c" not in silent.receivers
 
 
 def test_too_few_by_the_deadline_abort_a_round_of_k() -> None:
@@ -84,38 +84,8 @@ def test_too_few_by_the_deadline_abort_a_round_of_k() -> None:
     cohort = p.tick(p.heard(cohort, "a", 15.0), 20.1)
     assert cohort.round is None and cohort.committed == -1 and p.verdict(cohort, 1) is Verdict.ABORT
     cohort = ended(cohort, "a", 20.2)
-    assert cohort.members["a"].held == NOTHING
+    assert cohort.receivers["a"].held == NOTHING
     assert p.prepare(cohort, 2, root(2), 21.0).prepared == 2  # and goes on
-
-
-def test_what_is_held_counts_when_that_is_said_and_not_before() -> None:
-    cohort = p.prepare(opened("ab"), 1, root(1), 0.0, held=True)
-    cohort = taken(taken(cohort, "a"), "b")
-    assert cohort.committed == -1 and p.verdict(cohort, 1) is Verdict.WAIT
-    assert p.release(cohort, 2, True, 1.0) is cohort
-    assert p.release(cohort, 1, True, 1.0).committed == 1
-
-    gone = p.release(cohort, 1, False, 1.0)
-    assert gone.round is None and gone.committed == -1 and p.verdict(gone, 1) is Verdict.ABORT
-    for name in "ab":
-        gone = ended(gone, name)
-        assert gone.members[name].held == NOTHING
-    again = taken(taken(p.prepare(gone, 1, root(1), 3.0), "a"), "b")
-    assert again.committed == 1
-
-
-@pytest.mark.parametrize(("quorum", "counts"), [("all", True), (1, True), (2, False)])
-def test_the_deadline_of_what_is_held_begins_with_its_release(quorum: p.Quorum, counts: bool) -> None:
-    cohort = taken(p.prepare(opened("ab", quorum), 1, root(1), 0.0, held=True), "a")
-    cohort = p.heard(p.heard(cohort, "a", 15.0), "b", 15.0)
-    assert p.wakes(cohort) == 25.0 and p.tick(cohort, 20.5) == cohort
-    cohort = p.release(cohort, 1, True, 24.0)
-    assert (cohort.committed == 1) == (quorum == 1)
-    cohort = p.tick(p.heard(p.heard(cohort, "a", 40.0), "b", 40.0), 43.9)
-    assert (cohort.committed == 1) == (quorum == 1)
-    cohort = p.tick(cohort, 44.1)
-    assert cohort.round is None and (cohort.committed == 1) == counts
-    assert ("b" in cohort.members) == (quorum == 1)
 
 
 def test_what_all_find_damaged_is_aborted_and_what_one_does_is_not() -> None:
@@ -125,13 +95,13 @@ def test_what_all_find_damaged_is_aborted_and_what_one_does_is_not() -> None:
             cohort, offer = p.offer(cohort, name, 1.0)
             assert offer is not None and offer.base == -1
             cohort = p.failed(cohort, name, 1, "damaged", 1.0)
-    assert cohort.round is None and cohort.committed == -1 and not cohort.members
+    assert cohort.round is None and cohort.committed == -1 and not cohort.receivers
 
     cohort = taken(p.prepare(opened("ab"), 1, root(1), 0.0), "a")
     for _ in range(2):
         cohort, _ = p.offer(cohort, "b", 1.0)
         cohort = p.failed(cohort, "b", 1, "damaged", 1.0)
-    assert cohort.committed == 1 and set(cohort.members) == {"a"}
+    assert cohort.committed == 1 and set(cohort.receivers) == {"a"}
 
 
 def test_the_base_is_what_a_receiver_really_holds_and_counts() -> None:
@@ -181,7 +151,7 @@ def test_words_out_of_order_are_refused_and_change_nothing() -> None:
         (lambda: p.prepare(cohort, 6, root(6), 0.0), "undecided"),
         (lambda: p.prepare(taken(taken(cohort, "a"), "b"), 5, root(5), 0.0), "stale"),
         (lambda: p.ready(cohort, "a", 5, root(5), 0.0), "idle"),
-        (lambda: p.ready(offered, "a", 4, root(4), 0.0), "speaks of version 4"),
+        (lambda: p.ready(offered, "a", 4, root(4), 0.0), "names version 4"),
         (lambda: p.ready(offered, "a", 5, root(4), 0.0), "another version"),
         (lambda: p.done(offered, "a", Held("run", 1, 5, root(5)), 0.0), "not ready"),
         (lambda: p.done(taken(cohort, "a"), "a", Held("run", 1, 5, root(5)), 0.0), "does not count"),
@@ -202,12 +172,12 @@ OFFER = Offer("run", 3, 7, -1, root(7), 20.0)
 
 
 def test_a_seat_serves_only_what_was_staged_whole_and_told_to_count() -> None:
-    staging = p.accept(Seat(), OFFER, 0.0)
+    staging = p.accept(ReceiverSide(), OFFER, 0.0)
     staged = p.staged(staging, root(7), 1.0)
     served = p.commit(staged, 7)
-    assert served == Seat(Held("run", 3, 7, root(7)))
+    assert served == ReceiverSide(Held("run", 3, 7, root(7)))
     for seat in (staging, staged):
-        assert p.lost(seat) == Seat()
+        assert p.lost(seat) == ReceiverSide()
     refused = [
         (lambda: p.accept(served, OFFER, 0.0), "stale"),
         (lambda: p.accept(served, OFFER._replace(version=6), 0.0), "stale"),
@@ -215,11 +185,11 @@ def test_a_seat_serves_only_what_was_staged_whole_and_told_to_count() -> None:
         (lambda: p.accept(served, OFFER._replace(run="other", epoch=9), 0.0), "other"),
         (lambda: p.accept(served, OFFER._replace(version=9, base=8), 0.0), "builds upon 8"),
         (lambda: p.accept(served, OFFER._replace(epoch=4, version=9, base=7), 0.0), "builds upon 7"),
-        (lambda: p.accept(Seat(), OFFER._replace(base=6), 0.0), "builds upon 6"),
+        (lambda: p.accept(ReceiverSide(), OFFER._replace(base=6), 0.0), "builds upon 6"),
         (lambda: p.accept(staging, OFFER._replace(version=8), 0.0), "another"),
         (lambda: p.staged(staging, root(8), 1.0), "root differs"),
         (lambda: p.staged(staging, root(7), 21.0), "deadline"),
-        (lambda: p.staged(Seat(), root(7), 1.0), "nothing"),
+        (lambda: p.staged(ReceiverSide(), root(7), 1.0), "nothing"),
         (lambda: p.commit(staging, 7), "not staged"),
         (lambda: p.commit(staged, 6), "not staged"),
         (lambda: p.commit(served, 7), "not staged"),  # said twice
@@ -239,7 +209,7 @@ class World:
         self.now, self.epoch, self.version = 0.0, 1, 0
         self.quorum = quorum
         self.cohort = opened("", quorum)
-        self.seats = {f"r{i}": Seat() for i in range(receivers)}
+        self.seats = {f"r{i}": ReceiverSide() for i in range(receivers)}
         self.names: dict[str, str] = {}  # receiver -> under which name it is bound
         self.served: dict[str, list[tuple[int, int]]] = {name: [] for name in self.seats}
         self.counted: set[tuple[int, int]] = set()
@@ -278,7 +248,7 @@ class World:
         """A receiver's process dies and comes back empty, or its connection breaks; the sender may hear of it late."""
         name = self.random.choice(list(self.seats))
         if self.random.random() < 0.5:
-            self.seats[name] = Seat()
+            self.seats[name] = ReceiverSide()
             self.served[name] = []
         else:
             self.seats[name] = p.lost(self.seats[name])
@@ -334,7 +304,7 @@ class World:
         if before.epoch == now.epoch:
             assert now.committed >= before.committed and now.prepared >= before.prepared
         assert now.committed not in now.aborted
-        for one in now.members.values():
+        for one in now.receivers.values():
             if one.held.epoch == now.epoch:
                 assert one.held.version <= now.prepared
         wakes = p.wakes(now)
@@ -366,14 +336,14 @@ def test_a_thousand_versions_reach_all_and_their_roots_are_a_chain() -> None:
             cohort = taken(cohort, name, version)
         for name in "abc":
             cohort = ended(cohort, name, version)
-            chains[name] = hashlib.md5(chains[name] + cohort.members[name].held.root).digest()
+            chains[name] = hashlib.md5(chains[name] + cohort.receivers[name].held.root).digest()
     assert set(chains.values()) == {wanted}
 
 
 def test_three_hundred_receivers_skip_to_the_newest() -> None:
     cohort = p.open_cohort("run", 1, Settings(quorum=0))
     draw = random.Random(0)
-    seats = {f"r{i}": Seat() for i in range(300)}
+    seats = {f"r{i}": ReceiverSide() for i in range(300)}
     for name in seats:
         cohort = p.bind(cohort, name, NOTHING, 0.0)
     for version in range(40):

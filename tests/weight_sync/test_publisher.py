@@ -17,7 +17,7 @@ from longhaul.weight_sync.protocol import NOTHING, ProtocolError, Settings
 from longhaul.weight_sync.publisher import Publisher
 from longhaul.weight_sync.receiver import Receiver
 from longhaul.weight_sync.transports import safetensors_files, shared_memory, tcp
-from longhaul.weight_sync.transports.folder import FolderLane, FolderSource
+from longhaul.weight_sync.transports.folder import FolderSource, FolderTransport
 from tests.helpers.weight_sync_transports import is_whole, receivers, tensors, until, way
 
 QUICK = Settings(lease=3.0, deadline=3.0, retries=1)
@@ -38,12 +38,12 @@ def stalled(address: str) -> tcp.SocketSource:
 
 @pytest.mark.parametrize("quorum", ["all", 1])
 def test_who_takes_nothing_is_dropped_by_the_deadline_and_memory_is_bounded(quorum: str | int) -> None:
-    lane = tcp.lane()
+    lane = tcp.serve()
     size = 1 << 22  # more than sockets hold
     settings = Settings(quorum, lease=20.0, deadline=1.0, retries=0)
     image = 4 * size + 192
     with (
-        Publisher("run", lanes=[lane], settings=settings, budget=3 * image) as sender,
+        Publisher("run", transports=[lane], settings=settings, budget=3 * image) as sender,
         Receiver(lambda: tcp.connect(lane.address.removeprefix("tcp:"), "quick")) as quick,
     ):
         until(lambda: sender.status()["receivers"])
@@ -60,7 +60,7 @@ def test_who_takes_nothing_is_dropped_by_the_deadline_and_memory_is_bounded(quor
 
 def test_a_wrong_base_and_a_stale_offer_are_refused_and_nothing_changes() -> None:
     name = f"@longhaul-test-faults-{time.monotonic_ns()}"
-    with Publisher("run", epoch=4, lanes=[shared_memory.lane(name)]) as sender:
+    with Publisher("run", epoch=4, transports=[shared_memory.serve(name)]) as sender:
         sender.publish(5, tensors(5))
         with Receiver(lambda: shared_memory.connect(name, "one")) as receiver:
             assert receiver.wait(5, 20)
@@ -76,18 +76,18 @@ def test_a_wrong_base_and_a_stale_offer_are_refused_and_nothing_changes() -> Non
 
 
 def test_a_close_writes_what_was_taken_and_an_error_ends_at_once(tmp_path: Path) -> None:
-    with Publisher("run", epoch=1, lanes=[FolderLane(tmp_path / "whole")]) as sender:
+    with Publisher("run", epoch=1, transports=[FolderTransport(tmp_path / "whole")]) as sender:
         assert sender.publish(1, tensors(1))
     assert safetensors_files.newest(tmp_path / "whole") == (1, 1)
 
-    class Slow(FolderLane):
+    class Slow(FolderTransport):
         """Comes to a version only when it is told to close."""
 
         def _take(self, *parcel: object) -> None:
             self._closed.wait()
 
     for ends, least, most in ((None, 1.0, 5.0), (0.0, 0.0, 0.9)):
-        sender = Publisher("run", lanes=[Slow(tmp_path / "slow")], settings=Settings(lease=30.0, deadline=1.0))
+        sender = Publisher("run", transports=[Slow(tmp_path / "slow")], settings=Settings(lease=30.0, deadline=1.0))
         assert sender.publish(1, tensors(1))
         began = time.monotonic()
         sender.close(ends)
@@ -96,7 +96,7 @@ def test_a_close_writes_what_was_taken_and_an_error_ends_at_once(tmp_path: Path)
 
     def fails() -> None:
         settings = Settings(lease=30.0, deadline=20.0)
-        with Publisher("run", lanes=[Slow(tmp_path / "slow")], settings=settings) as sender:
+        with Publisher("run", transports=[Slow(tmp_path / "slow")], settings=settings) as sender:
             raise KeyError(sender.publish(1, tensors(1)))
 
     with pytest.raises(KeyError, match="True"):
@@ -105,11 +105,11 @@ def test_a_close_writes_what_was_taken_and_an_error_ends_at_once(tmp_path: Path)
 
 
 def test_of_two_writers_of_a_folder_the_later_epoch_wins(tmp_path: Path) -> None:
-    old = Publisher("run", epoch=1, lanes=[FolderLane(tmp_path, durable=False)], settings=QUICK)
+    old = Publisher("run", epoch=1, transports=[FolderTransport(tmp_path, durable=False)], settings=QUICK)
     with old, Receiver(lambda: FolderSource(tmp_path)) as receiver:
         old.publish(50, tensors(50))
         assert receiver.wait(50, 20), receiver.errors
-        with Publisher("run", epoch=2, lanes=[FolderLane(tmp_path, durable=False)], settings=QUICK) as new:
+        with Publisher("run", epoch=2, transports=[FolderTransport(tmp_path, durable=False)], settings=QUICK) as new:
             new.publish(3, tensors(3))
             until(lambda: receiver.held.epoch == 2)
             old.publish(51, tensors(51))
@@ -128,9 +128,9 @@ def test_a_full_disk_holds_nobody_up_and_is_got_over(tmp_path: Path, monkeypatch
         pour(file, shard, image)
 
     monkeypatch.setattr(safetensors_files, "_pour", limited)
-    lane = FolderLane(tmp_path / "folder", shard=3000, durable=False)
+    lane = FolderTransport(tmp_path / "folder", shard=3000, durable=False)
     there = way("tcp", tmp_path)
-    with Publisher("run", lanes=[lane, there.lane()], settings=QUICK) as sender, receivers(there) as (receiver,):
+    with Publisher("run", transports=[lane, there.serve()], settings=QUICK) as sender, receivers(there) as (receiver,):
         sender.publish(1, tensors(1))
         assert receiver.wait(1, 20)
         until(lambda: lane.latest and lane.latest.name.endswith("-1"))
@@ -149,7 +149,7 @@ def test_a_full_disk_holds_nobody_up_and_is_got_over(tmp_path: Path, monkeypatch
 
 
 def test_an_interrupted_version_goes_on_with_its_complete_shards(tmp_path: Path) -> None:
-    with Publisher("run", epoch=1, lanes=[FolderLane(tmp_path / "a", shard=3000, durable=False)]) as sender:
+    with Publisher("run", epoch=1, transports=[FolderTransport(tmp_path / "a", shard=3000, durable=False)]) as sender:
         sender.publish(1, tensors(1))
         assert sender.wait(1, 20)
         until(lambda: safetensors_files.newest(tmp_path / "a"))
@@ -177,7 +177,7 @@ def test_an_interrupted_version_goes_on_with_its_complete_shards(tmp_path: Path)
 
 def test_a_spoilt_file_is_not_served(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("longhaul.weight_sync.transports.folder.PAUSE", 0.01)
-    with Publisher("run", epoch=1, lanes=[FolderLane(tmp_path, shard=3000, durable=False)]) as sender:
+    with Publisher("run", epoch=1, transports=[FolderTransport(tmp_path, shard=3000, durable=False)]) as sender:
         with Receiver(lambda: FolderSource(tmp_path)) as receiver:
             sender.publish(1, tensors(1))
             assert receiver.wait(1, 20)
@@ -200,7 +200,7 @@ def test_a_spoilt_file_is_not_served(tmp_path: Path, monkeypatch: pytest.MonkeyP
 def soak(count: int, kind: str, folder: Path) -> None:
     """Every version, by its digest, is the next link of a chain that sender and receivers make each for itself."""
     there = way(kind, folder)
-    with Publisher("run", lanes=[there.lane()]) as sender, receivers(there, 2) as both:
+    with Publisher("run", transports=[there.serve()]) as sender, receivers(there, 2) as both:
         chains = [b"", b""]
         wanted = b""
         until(lambda: len(sender.status()["receivers"]) == (2 if there.answers else 1))
@@ -231,7 +231,8 @@ def test_a_thousand_versions_are_a_chain(kind: str, tmp_path: Path) -> None:
 def crowd(count: int, folder: Path) -> None:
     there = way("shared", folder)
     settings = Settings(quorum=0, lease=60.0)
-    with Publisher("run", lanes=[there.lane()], settings=settings) as sender, receivers(there, count) as all_of_them:
+    opened = there.serve()
+    with Publisher("run", transports=[opened], settings=settings) as sender, receivers(there, count) as all_of_them:
         until(lambda: len(sender.status()["receivers"]) == count, 120)
         for version in range(50):
             sender.publish(version, tensors(version, 64), patience=60.0)  # nobody is waited for

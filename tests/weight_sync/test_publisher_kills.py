@@ -53,8 +53,8 @@ time.sleep(600)
 )
 def test_a_receiver_killed_in_any_phase_holds_nobody_up(kind: str, phase: str, tmp_path: Path) -> None:
     there = way(kind, tmp_path)
-    lane = there.lane()
-    with Publisher("run", lanes=[lane], settings=Settings(deadline=30.0)) as sender, receivers(there) as (other,):
+    lane = there.serve()
+    with Publisher("run", transports=[lane], settings=Settings(deadline=30.0)) as sender, receivers(there) as (other,):
         sender.publish(1, tensors(1))
         assert other.wait(1, 20)
         with process(sys.executable, "-c", RECEIVER, lane.address, phase, "2") as victim:
@@ -86,16 +86,16 @@ def hang(*_):
     print("here", flush=True)
     time.sleep(600)
 lane = serve(address)
-sender = engine.Publisher("run", epoch=1, lanes=[lane])
+sender = engine.Publisher("run", epoch=1, transports=[lane])
 def tensors(v):
     return {"a": np.full(200_000, v, np.int32), "b": np.full((7, 3), v, np.float32), "c": np.array(v, np.uint8)}
 sender.publish(1, tensors(1))
 assert sys.stdin.readline() == "go\\n"
 if phase == "pouring":
-    def half(self, data, seconds, *more):
+    def half(self, data, seconds):
         self.sock.sendall(data[: len(data) // 2])
         hang()
-    wire.Wire.pour_memory = half
+    wire.Wire.pour = half
 elif phase == "deciding":
     engine.Publisher.ready = hang
 elif phase == "offering":
@@ -108,7 +108,7 @@ time.sleep(600)
 @pytest.mark.parametrize(("kind", "phase"), [("tcp", "pouring"), ("tcp", "deciding"), ("shared", "deciding")])
 def test_a_sender_killed_in_any_phase_leaves_the_old_version_served(kind: str, phase: str, tmp_path: Path) -> None:
     there = way(kind, tmp_path)
-    lane = there.lane()
+    lane = there.serve()
     address = lane.address
     lane.close()
     with receivers(there) as (receiver,):
@@ -122,7 +122,7 @@ def test_a_sender_killed_in_any_phase_leaves_the_old_version_served(kind: str, p
             sender.wait()
         time.sleep(0.1)
         assert receiver.latest()[0] == 1 and is_whole(*receiver.latest())
-        with Publisher("run", epoch=2, lanes=[there.lane()]) as again:
+        with Publisher("run", epoch=2, transports=[there.serve()]) as again:
             again.publish(1, tensors(1, 200_000))
             until(lambda: receiver.held.epoch == 2)
             assert is_whole(*receiver.latest())

@@ -41,7 +41,7 @@ class Host:
     def verify(self, turn: int = 0, seconds: float = 60.0, manifest: Manifest | None = None) -> tuple[list[str], int]:
         """-> (what is damaged, bytes that were read for it)."""
         before = self.read
-        shared = shared_verification.ledger(self.notes, turn)
+        shared = shared_verification.marks(self.notes, turn)
         found = shared_verification.verify(manifest or self.manifest, self.image, shared, seconds, self.pool, 1)
         return found, self.read - before
 
@@ -123,19 +123,16 @@ def test_portions_have_all_tensors_in_few_rows(host: Host, monkeypatch: pytest.M
     assert len(shared_verification.portions(Manifest("run", 0, 1, -1, many[1], many[0]))) <= shared_verification.ROWS
 
 
-@pytest.mark.parametrize(("verify", "times"), [("once", 1), ("always", 3), ("moved", 0)])
-def test_receivers_of_a_host_read_an_image_so_often(
-    verify: str, times: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_receivers_of_a_host_read_an_image_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     host = Host(monkeypatch)
     given = {name: np.full(1000, 3, np.uint8) for name in "abcdefgh"}
     there = way("shared", tmp_path)
-    with Publisher("run", lanes=[there.lane()]) as sender, receivers(there, 3, verify=verify) as three:
+    with Publisher("run", transports=[there.serve()]) as sender, receivers(there, 3) as three:
         until(lambda: len(sender.status()["receivers"]) == 3)
         for version in range(3):
             given["a"][0] = version
             host.read = 0
             sender.publish(version, given)
             assert all(receiver.wait(version, 20) for receiver in three)
-            assert times * 8000 <= host.read < times * 8000 + (16_000 if verify == "once" else 1)
+            assert 8000 <= host.read < 24_000  # what several begin at the same moment is read by each
             assert all(receiver.latest()[1]["a"][0] == version for receiver in three)

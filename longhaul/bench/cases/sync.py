@@ -1,7 +1,7 @@
-"""What `longhaul bench sync` measures: a model's parameters from one process to others, by each lane, by its stages.
+"""Cases of `longhaul bench sync`: a model's parameters from one process to others, by each transport, stage by stage.
 
-In the same repeat, the limits: as many private copies of shared memory, and bare loopback sockets, to the same
-processes. So both meet the same load of the machine, and `limit_ratio` is of that moment.
+The limits are measured in the same repeat: as many private copies of shared memory, and bare loopback sockets, to the
+same processes. Both then meet the same load of the machine, which `limit_ratio` is relative to.
 """
 
 from __future__ import annotations
@@ -31,20 +31,20 @@ from longhaul.weight_sync.publisher import Publisher
 from longhaul.weight_sync.transports import serve
 
 PLACES = 3
-"""Images of the sender."""
+"""Images of the sender: one served, one on its way, one free."""
 
 PART = 1 << 20
-"""Elements that are changed at a time."""
+"""Elements that are changed at a time, to bound temporary memory."""
 
 LARGEST_SAMPLE = 512 << 20
-"""Bytes that the machine's rates are measured with: as many as are sent, up to more than its caches hold."""
+"""Bytes with which the machine's rates are measured, at most: more than its caches hold."""
 
 
 class Child:
-    """A process of `longhaul.bench.sync_receiver`."""
+    """Process of `longhaul.bench.sync_receiver`."""
 
-    def __init__(self, address: str, size: int, descriptor: int, verify: str, folder: str, images: int = 2) -> None:
-        words = [address, size, descriptor, images * size, verify, folder]
+    def __init__(self, address: str, size: int, descriptor: int, folder: str, images: int = 2) -> None:
+        words = [address, size, descriptor, images * size, folder]
         command = [sys.executable, "-m", "longhaul.bench.sync_receiver", *map(str, words)]
         self.process = subprocess.Popen(
             command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, pass_fds=[descriptor]
@@ -65,15 +65,15 @@ class Child:
 
 
 def together(children: list[Child], line: str) -> list[dict[str, Any]]:
-    """The answers of all to one line."""
+    """Answers of all children to one line."""
     for child in children:
         child.tell(line)
     return [child.answer() for child in children]
 
 
 def check(model: str, receivers: int) -> None:
-    """Raises ValueError where the machine has no room for the trainer's tensors, the limit's, the sender's images, and
-    one of each receiver, which is the least that any lane takes."""
+    """Raises ValueError where the machine's memory does not hold the trainer's tensors, the limit's, the sender's
+    images, and one image a receiver, the least that any transport takes."""
     size, room = layout(model_shapes.forms(model))[1], worker_pool.machine_memory()
     needed = (2 + PLACES + receivers) * size
     if room is not None and needed > room:
@@ -84,11 +84,10 @@ def check(model: str, receivers: int) -> None:
 
 
 class Trained:
-    """Parameters as bfloat16 that move by one step of Adam at `rate` at a time, as far as that is to be seen.
+    """Parameters as bfloat16 that take steps of Adam at `rate`, simulated; `benchmarks.sync_delta` measures a training.
 
-    Adam moves each by about the rate, up or down. The master of which a bfloat16 is the rounding lies anywhere between
-    its neighbours: so one steps to the next with the probability of the rate over their distance. It is simulated;
-    `benchmarks.sync_delta` measures a real training.
+    Adam moves each parameter by about the rate, up or down. The fp32 master of a bfloat16 lies anywhere between its
+    neighbours, so the bfloat16 moves to the next one with the probability rate / distance.
     """
 
     def __init__(self, tensors: dict[str, np.ndarray], rate: float) -> None:
@@ -105,7 +104,7 @@ class Trained:
         return (flat[at : at + PART] for at in range(0, flat.size, PART))
 
     def step(self) -> float:
-        """One step; -> the share of all elements that changed."""
+        """Takes one step; returns the share of all elements that changed."""
         changed = total = 0
         for array in self._tensors.values():
             for part in self._parts(array):
@@ -118,10 +117,12 @@ class Trained:
         return changed / total
 
 
-def sync(model: str, receivers: int, lane: str, verify: str, learning_rate: float | None = None) -> Prepared:
-    """A version of `model` to `receivers` processes by `lane`: from the call of `publish` until the last one serves
-    it. The trainer's tensors are in its own memory, and are copied once. With `learning_rate` only what `Trained`
-    changes travels, where it is worth it."""
+def sync(model: str, receivers: int, lane: str, learning_rate: float | None = None) -> Prepared:
+    """Case: a version of `model` to `receivers` processes by `lane`, from the call of `publish` until all serve it.
+
+    The trainer's tensors are in its own memory, and are copied once. With `learning_rate` only the changes that
+    `Trained` makes are sent, where they are worth it.
+    """
     forms = model_shapes.forms(model)
     _, size = layout(forms)
     tensors = {name: np.zeros(shape, numpy_dtype(dtype)) for name, shape, dtype in forms}
@@ -138,12 +139,11 @@ def sync(model: str, receivers: int, lane: str, verify: str, learning_rate: floa
     if lane not in where:
         raise ValueError(f"no lane is {lane!r}; there are {', '.join(where)}")
     opened = serve(where[lane])
-    places = PLACES + (2 if trained else 0)  # the version before stays; and room for what changed
-    sender = Publisher(
-        "bench", lanes=[opened], settings=Settings(lease=60.0), budget=places * size, send_changes=trained is not None
-    )
-    images = 3 if trained else 2  # and room for what changed
-    children = [Child(opened.address, size, limit.descriptor, verify, folder, images) for _ in range(receivers)]
+    places = PLACES + (2 if trained else 0)  # the version before stays; and room for changes
+    settings, changes = Settings(lease=60.0), trained is not None
+    sender = Publisher("bench", transports=[opened], settings=settings, budget=places * size, send_changes=changes)
+    images = 3 if trained else 2  # and room for changes
+    children = [Child(opened.address, size, limit.descriptor, folder, images) for _ in range(receivers)]
     versions = iter(range(1 << 30))
     sample = Sample(min(size, LARGEST_SAMPLE), cores())
     rates = [sample.rates()]
@@ -162,7 +162,7 @@ def sync(model: str, receivers: int, lane: str, verify: str, learning_rate: floa
             raise RuntimeError(f"version {version} is not what was sent")
         stages = {stage: max(each.get(stage, 0.0) for each in found) for stage in ("fetch", "verify", "decide", "swap")}
         if share is not None:
-            sent = sender.sent_changes(version) or size  # whole, where changes are not worth it
+            sent = sender.sent_changes(version) or size  # all of it, where changes are not worth it
             stages |= {"encode": sender.seconds["encode"], "changed": share, "ratio": size / sent}
         return {"wall": max(each["at"] for each in found) - began, "publish": returned, **stages}, found
 
@@ -178,7 +178,7 @@ def sync(model: str, receivers: int, lane: str, verify: str, learning_rate: floa
         bare, bare_cpu = _streamed(children, source) if lane == "tcp" else (0.0, 0.0)
         bound = bare or copies
         rates.append(sample.rates())
-        foreseen = {} if lane == "folder" or trained else _foreseen(size, receivers, lane, verify, rates, took["wall"])
+        predicted = {} if lane == "folder" or trained else _predicted(size, receivers, lane, rates, took["wall"])
         return {
             "wall_seconds": took["wall"],
             "cpu_seconds": used + sum(b - a for a, b in zip(before, after, strict=True)),
@@ -191,7 +191,7 @@ def sync(model: str, receivers: int, lane: str, verify: str, learning_rate: floa
             "memcpy_cpu_seconds": sum(each["used"] for each in copied),
             **({"socket_seconds": bare, "socket_cpu_seconds": bare_cpu} if bare else {}),
             "limit_seconds": bound,
-            **foreseen,
+            **predicted,
         }
 
     def timed(given: Any) -> dict[str, float]:
@@ -201,25 +201,26 @@ def sync(model: str, receivers: int, lane: str, verify: str, learning_rate: floa
     if trained:  # the first has no base
         sender.publish(next(versions), tensors)
         together(children, "wait 0")
-    for _ in range(PLACES):  # every image's pages are touched
+    for _ in range(PLACES):  # touches every image's pages
         publish()
     config = {"model": model, "tensors": len(forms), "image_bytes": size, "receivers": receivers}
-    config |= {"lane": lane, "verify": verify} | ({"learning_rate": learning_rate} if trained else {})
+    config |= {"lane": lane, "verify": "once" if lane == "shm" else "always"}
+    config |= {"learning_rate": learning_rate} if trained else {}
     return Prepared(config, receivers * size, "bytes", 0.0, lambda number: np.zeros(0), timed)
 
 
-def _foreseen(
-    size: int, receivers: int, lane: str, verify: str, rates: Sequence[Rates], wall: float
-) -> dict[str, float]:
-    """What `cost.local` says of this repeat, from the machine's rates right before and right after it; `model_error` is
-    its share of the measured time, above 0 where it says too much."""
-    around = [cost_model.local(size, receivers, cores(), each, lane, verify=verify).pipelined for each in rates[-2:]]
-    said = sum(around) / len(around)
-    return {"model_seconds": said, "model_error": said / wall - 1.0}
+def _predicted(size: int, receivers: int, lane: str, rates: Sequence[Rates], wall: float) -> dict[str, float]:
+    """Prediction of `cost_model.local` for this repeat, from the machine's rates right before and after it.
+
+    `model_error` is relative to the measured time, above 0 where the prediction is too long.
+    """
+    around = [cost_model.local(size, receivers, cores(), each, lane).pipelined for each in rates[-2:]]
+    seconds = sum(around) / len(around)
+    return {"model_seconds": seconds, "model_error": seconds / wall - 1.0}
 
 
 def _streamed(children: list[Child], data: np.ndarray) -> tuple[float, float]:
-    """Seconds in which bare sockets bring the bytes to each of the processes, and CPU-seconds of all."""
+    """(seconds, CPU-seconds of all processes) of bare sockets that send the bytes to each receiver."""
     with socket.create_server(("127.0.0.1", 0), backlog=len(children)) as server:
         server.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4 << 20)
         for child in children:

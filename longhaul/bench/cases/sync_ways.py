@@ -256,7 +256,7 @@ class Ours(Copy):
             return
         size = memory.flat.size + LINE * len(memory.forms)
         lane = transports.serve(f"shm:{memory.folder}/lane" if kind == "shm" else "tcp:127.0.0.1:0")
-        self._sender = Publisher("peers", lanes=[lane], budget=2 * size)
+        self._sender = Publisher("peers", transports=[lane], budget=2 * size)
         _tell(where, lane.address)
         _until(lambda: len(self._sender.status()["receivers"]) == RECEIVERS)
         self._end = self._sender.close

@@ -1,7 +1,7 @@
-"""A run's checkpoints as a source of versions: for those who ask for a run that publishes none (`longhaul sync`).
+"""Checkpoints of a run as a source of versions, for runs that publish none (`longhaul sync`).
 
-The version is the number of updates, the epoch the time at which the checkpoint was written: so a run that went back
-and on is never stale. Its policy is restored when someone asks, in this process, by JAX.
+The version is the number of updates, the epoch the time at which the checkpoint was written: a rolled-back run is never
+stale. The policy is restored on request, in this process, by JAX.
 """
 
 from __future__ import annotations
@@ -19,19 +19,17 @@ from longhaul.weight_sync import image as images
 from longhaul.weight_sync.manifest import Manifest
 from longhaul.weight_sync.producer import named
 from longhaul.weight_sync.protocol import Held, Offer, Verdict
-from longhaul.weight_sync.transports.base import Parcel, Staging
+from longhaul.weight_sync.transports.base import Parcel, ReceiveTarget
 
 SECONDS = 600.0
-"""Until a reader must have taken a version."""
+"""Seconds within which a reader must have taken a version."""
 
 LOOK = 1.0
 """Seconds between two looks at the checkpoints."""
 
 
 class CheckpointSource:
-    """A reader's end (`lanes.base.Source`) of the checkpoints in a run's folder."""
-
-    moves = True
+    """Reader's end, a `transports.base.Source`, of the checkpoints in a run's folder."""
 
     def __init__(self, folder: str | Path) -> None:
         self.folder = Path(folder)
@@ -39,7 +37,7 @@ class CheckpointSource:
         self._found: tuple[tuple[int, int], Manifest, np.ndarray] | None = None
 
     def bind(self, held: Held, seconds: float) -> None:
-        """Nobody is there to be told."""
+        """Nothing: checkpoints do not know their readers."""
 
     def ask(self, held: Held, wait: float) -> Parcel | None:
         until = time.monotonic() + wait
@@ -54,12 +52,12 @@ class CheckpointSource:
             if self._interrupted.wait(min(LOOK, left)):
                 raise ConnectionAbortedError("interrupted")
 
-    def fetch(self, parcel: Parcel, staging: Staging, seconds: float) -> np.ndarray:
+    def fetch(self, parcel: Parcel, target: ReceiveTarget, seconds: float) -> np.ndarray:
         assert self._found is not None
         size = parcel.manifest.size
-        image = staging.take(size)[:size]
+        image = target.take(size)[:size]
         image[:] = self._found[2]
-        staging.arrived(image, size)
+        target.arrived(image, size)
         return image
 
     def ready(self, held: Held, version: int, root: bytes, wait: float) -> Verdict:
@@ -70,10 +68,9 @@ class CheckpointSource:
             raise ConnectionAbortedError("interrupted")
 
     def done(self, held: Held) -> None:
-        """Nobody is there to be told."""
+        """Nothing: checkpoints do not know their readers."""
 
     def status(self) -> dict[str, Any]:
-        """What the newest checkpoint holds."""
         latest = self._latest()
         found = None if latest is None else self._restored(latest)[0]
         return {

@@ -1,10 +1,9 @@
-"""One block of a tensor as bytes: unchanged, plain, in compressed byte planes, or as a delta, whichever is smallest.
+"""Codec of one block of a tensor: unchanged, plain, compressed byte planes, or a delta, whichever is smallest.
 
-A delta has, for each class of exponents (`reference`), how many of its elements changed, the gaps between them and the
-steps they take. Gaps are near to geometric: their low bits are noise and stay as they are, what is above is one byte
-for a Huffman code. Steps are half bytes, two of which share one symbol, since a single one, mostly +1 or -1, has too
-few bits to be coded by itself. Both go through zstd as an entropy coder alone; rare large values follow as bytes and
-whole.
+A delta has, for each class of exponents (`numba_kernels`), the number of changes, their gaps and their steps. Gaps are
+nearly geometric: their low bits are noise and stay raw, and the part above is one byte for a Huffman code. Steps are
+half bytes, two in a symbol, since a single one, mostly +1 or -1, has too few bits to be coded alone. Both go through
+zstd as an entropy coder only; rare large values follow as bytes and whole words.
 """
 
 from __future__ import annotations
@@ -12,35 +11,42 @@ from __future__ import annotations
 import functools
 import math
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from enum import IntEnum
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from longhaul.weight_sync.delta import backend
-from longhaul.weight_sync.delta.backend import LEAST, NO_FEED, Changes, Feed, Loops, Streams
-from longhaul.weight_sync.delta.numpy_kernels import CLASSES, Patterns
+from longhaul.weight_sync.digest.digest import library
+
+Patterns = NDArray[np.uint8] | NDArray[np.uint16] | NDArray[np.uint32]
+"""Elements as bit patterns, [n]."""
+
+CLASSES = 4
+"""Classes of exponents, used or not: more saved no bytes on trained models."""
+
+LEAST = 64
+"""Elements of a block for the kernels, at least: shorter ones are padded with zeros."""
 
 BLOCK = 1 << 20
-"""Elements of a block: base and new of a 16-bit one fit in a core's cache, and its tables are a small part of it."""
+"""Elements of a block: 2 MB of 16-bit ones fit in a core's cache, and the block's tables are small beside it."""
 
 HOPELESS = 0.5
-"""A delta above this share of the block's bytes is compared with its compressed planes."""
+"""Share of the block's bytes above which a delta is compared with the compressed planes."""
 
 SMALLEST = 32
-"""Bytes below which a stream is not worth compressing."""
+"""Bytes of a stream below which compression gains nothing."""
 
 WINDOW = 1 << 20
-"""Bytes that zstd may look back, at most: what level 1 does, so that no stream makes us reserve more."""
+"""Bytes of zstd's window, at most: those of level 1, so that no stream from elsewhere reserves more memory."""
 
 MOST_LOW = 24
-"""Low bits of a gap, at most: more than a block's gaps have."""
+"""Raw low bits of a gap, at most: a block's gaps have fewer."""
 
 
 class Mode(IntEnum):
-    """How a block is written: its first byte."""
+    """First byte of a block: its form."""
 
     SAME = 0
     PLAIN = 1
@@ -48,29 +54,55 @@ class Mode(IntEnum):
     DELTA = 3
 
 
-def encode(base: Patterns | None, new: Patterns, by: Loops | None = None) -> bytes:
-    """`new` as bytes, given that the receiver has `base` (None: nothing); both of one size, at most BLOCK."""
+class Changes(NamedTuple):
+    """Changes of a block, class after class."""
+
+    bounds: NDArray[np.uint8]  # [CLASSES - 1] largest exponent of each class but the last
+    counts: NDArray[np.int64]  # [CLASSES] changes of each class
+    gaps: NDArray[np.uint32]  # members of the class since the change before
+    steps: NDArray[np.uint32]  # zigzag of the units moved, less one
+
+
+class Streams(NamedTuple):
+    """Changes as they travel: the first four by class, the last three for all classes together."""
+
+    lows: tuple[int, ...]  # [CLASSES] raw low bits of a gap
+    highs: tuple[NDArray[np.uint8], ...]  # gaps above those bits
+    bits: tuple[NDArray[np.uint8], ...]  # the raw bits, packed
+    halves: tuple[NDArray[np.uint8], ...]  # steps, two in a byte
+    more: NDArray[np.uint8]  # steps of 15 and more
+    rest: NDArray[np.uint32]  # gaps too large for a byte
+    whole: NDArray[np.uint32]  # steps too large for both
+
+
+@functools.cache
+def kernels() -> Any:
+    """The compiled loops. ValueError where numba is not installed. Tests put their NumPy oracle here."""
+    library("numba")
+    from longhaul.weight_sync.delta import numba_kernels
+
+    return numba_kernels
+
+
+def encode(base: Patterns | None, new: Patterns) -> bytes:
+    """`new` as bytes for a receiver that has `base` (None: nothing); both of one size, at most BLOCK."""
     best = None
     if base is not None:
-        by = by or backend.best()
-        found = by.changes(_padded(base), _padded(new))
+        found = kernels().changes(_padded(base), _padded(new))
         if not found.gaps.size:
             return bytes([Mode.SAME])
-        if (best := _delta(found, by)) and len(best) <= HOPELESS * new.nbytes:
+        if (best := _delta(found)) and len(best) <= HOPELESS * new.nbytes:
             return best
     dense = _planes(new)
     best = dense if best is None else min(best, dense, key=len)
     return best if len(best) <= new.nbytes else bytes([Mode.PLAIN]) + new.tobytes()
 
 
-def decode(
-    base: Patterns, out: Patterns, data: memoryview, by: Loops | None = None, feed: Callable[[], Feed] | None = None
-) -> None:
-    """Makes of `out` what was new, of the base that `encode` was given (`out` itself, or apart from it).
+def decode(base: Patterns, out: Patterns, data: memoryview) -> None:
+    """Writes the new elements to `out`, which is the base that `encode` was given, or memory apart from it.
 
-    `feed` is of the digest of `out`, for loops that feed one: asked for where they do.
-    Raises ValueError where `data` is no such block. Nothing outside `out` is written, whatever `data` holds; `out`
-    itself may be half changed then.
+    Raises ValueError where `data` is no such block; `out` may be half changed then. Nothing outside `out` is written,
+    whatever `data` holds.
     """
     if len(data) < 1 or data[0] > max(Mode):
         raise ValueError("the delta is damaged: a block begins with no known mode")
@@ -86,18 +118,17 @@ def decode(
     elif mode is Mode.PLANES:
         out[:] = _from_planes(data, out)
     else:
-        by = by or backend.best()
-        found = _changes(data, out.size, by)
+        found = _changes(data, out.size)
         short = out.size < LEAST
         now = _padded(base) if short else out
-        if not by.patch(now if short else base, now, found, feed() if feed and not short else NO_FEED):
+        if not kernels().patch(now if short else base, now, found):
             raise ValueError("the delta is damaged: its gaps lead outside of the block")
         if short:
             out[:] = now[: out.size]
 
 
 def _padded(patterns: Patterns) -> Patterns:
-    """With zeros up to what `loops` need: both sides add them, and they never change."""
+    """Patterns with zeros up to LEAST: both sides add them, and they never change."""
     if patterns.size >= LEAST:
         return patterns
     return np.concatenate([patterns, np.zeros(LEAST - patterns.size, patterns.dtype)])
@@ -106,13 +137,13 @@ def _padded(patterns: Patterns) -> Patterns:
 # ------------------------------------------------------------------------------------------------------------ deltas
 
 
-def _delta(found: Changes, by: Loops) -> bytes:
-    """Bounds; numbers (counts, low bits, how many rare values, lengths of streams); streams; raw bits and words."""
+def _delta(found: Changes) -> bytes:
+    """Bounds; numbers (counts, low bits, numbers of rare values, lengths of streams); streams; raw bits and words."""
     ends = np.cumsum(found.counts).tolist()
     spans = [slice(end - count, end) for end, count in zip(ends, found.counts.tolist())]
     lows = [_low(found.gaps[span]) for span in spans]
-    highs, bits, gaps = zip(*(by.pack_gaps(found.gaps[span], low) for span, low in zip(spans, lows)))
-    halves, more, steps = zip(*(by.pack_steps(found.steps[span]) for span in spans))
+    highs, bits, gaps = zip(*(kernels().pack_gaps(found.gaps[span], low) for span, low in zip(spans, lows)))
+    halves, more, steps = zip(*(kernels().pack_steps(found.steps[span]) for span in spans))
     squeezed = [_squeeze(stream) for stream in (*highs, *halves, np.concatenate(more))]
     rare = [sum(map(len, each)) for each in (gaps, more, steps)]
     lengths = [len(data) << 1 | packed for packed, data in squeezed]
@@ -122,13 +153,13 @@ def _delta(found: Changes, by: Loops) -> bytes:
 
 
 def _low(gaps: NDArray[np.uint32]) -> int:
-    """Bits of a gap that are as good as noise: those below a sixteenth of the mean."""
+    """Number of low bits of a gap that are noise: those below a sixteenth of the mean gap."""
     mean = float(gaps.sum(dtype=np.int64)) / gaps.size if gaps.size else 0.0
     return min(MOST_LOW, max(0, int(math.log2(mean + 1.0)) - 4))
 
 
-def _changes(data: memoryview, size: int, by: Loops) -> Changes:
-    """Reads what `_delta` wrote of a block of `size`; ValueError where a length does not fit."""
+def _changes(data: memoryview, size: int) -> Changes:
+    """Inverse of `_delta` for a block of `size` elements; ValueError where a length does not fit."""
     bounds, data = _array(data, CLASSES - 1, np.uint8)
     if (row := bounds.tolist()) != sorted(row):
         raise ValueError("the delta is damaged: bounds of classes do not ascend")
@@ -148,8 +179,8 @@ def _changes(data: memoryview, size: int, by: Loops) -> Changes:
     whole, data = _array(data, rare[2], np.uint32)
     _ended(data)
     highs, halves, more = streams[:CLASSES], streams[CLASSES:-1], streams[-1]
-    found = Streams(tuple(lows), tuple(highs), tuple(bits), tuple(halves), more, rest, whole)
-    gaps, steps, left = by.unpack(found)
+    travelled = Streams(tuple(lows), tuple(highs), tuple(bits), tuple(halves), more, rest, whole)
+    gaps, steps, left = kernels().unpack(travelled)
     if left:
         raise ValueError(f"the delta is damaged: a stream {'ends too early' if left < 0 else 'is too long'}")
     return Changes(bounds, np.array(counts, np.int64), gaps, steps)
@@ -159,7 +190,7 @@ def _changes(data: memoryview, size: int, by: Loops) -> Changes:
 
 
 def _planes(new: Patterns) -> bytes:
-    """First bytes of all elements, then second ones ...: signs and exponents compress, mantissas hardly."""
+    """Byte planes, compressed: the first bytes of all elements, then the second ones ... Mantissas hardly compress."""
     planes = new.view(np.uint8).reshape(-1, new.itemsize).T
     squeezed = [_squeeze(np.ascontiguousarray(plane), whole=True) for plane in planes]
     lengths = _varints(len(data) << 1 | packed for packed, data in squeezed)
@@ -179,10 +210,10 @@ def _from_planes(data: memoryview, like: Patterns) -> Patterns:
 
 
 class _Zstd(threading.local):
-    """A thread's own zstd contexts, which are dear to make and can't be shared."""
+    """Zstd contexts of one thread: they are expensive to make and can't be shared."""
 
     def __init__(self) -> None:
-        zstandard = backend.library("zstandard")
+        zstandard = library("zstandard")
         common: dict[str, Any] = {"write_content_size": False, "format": zstandard.FORMAT_ZSTD1_MAGICLESS}
         alone = {"window_log": 17, "hash_log": 6, "chain_log": 6, "search_log": 1, "min_match": 7, "target_length": 0}
         huffman = zstandard.ZstdCompressionParameters(strategy=zstandard.STRATEGY_FAST, **alone, **common)
@@ -199,7 +230,7 @@ def _zstd() -> _Zstd:
 
 
 def _squeeze(stream: NDArray[np.uint8], whole: bool = False) -> tuple[bool, bytes]:
-    """-> (whether compressed, bytes): by Huffman's code alone, or with `whole` by all that zstd's level 1 does."""
+    """(compressed or not, bytes): by Huffman's code alone, or with `whole` by zstd's level 1."""
     plain = stream.tobytes()
     if len(plain) < SMALLEST:
         return False, plain
@@ -208,13 +239,13 @@ def _squeeze(stream: NDArray[np.uint8], whole: bool = False) -> tuple[bool, byte
 
 
 def _expand(data: memoryview, about: int, length: int) -> tuple[NDArray[np.uint8], memoryview]:
-    """Reads a stream of `length` bytes that `_squeeze` wrote; -> (stream, what is behind it)."""
+    """(stream of `length` bytes that `_squeeze` wrote, the data behind it)."""
     taken, packed = about >> 1, about & 1
     if taken > len(data) or (not packed and taken != length):
         raise ValueError("the delta is damaged: a stream has another length than it says")
     if not packed:
         return np.frombuffer(data[:taken].toreadonly(), np.uint8), data[taken:]
-    if taken and data[0]:  # a length of its own, for which memory would be reserved; a dictionary; a checksum
+    if taken and data[0]:  # a length of its own would reserve memory; a dictionary and a checksum are not ours
         raise ValueError("the delta is damaged: a stream begins as none of ours does")
     try:
         plain = _zstd().reader.decompress(data[:taken], max_output_size=max(1, length), allow_extra_data=False)
@@ -226,7 +257,7 @@ def _expand(data: memoryview, about: int, length: int) -> tuple[NDArray[np.uint8
 
 
 def _array(data: memoryview, count: int, dtype: Any) -> tuple[Any, memoryview]:
-    """-> (a copy of `count` little-endian numbers, what is behind them)."""
+    """(copy of `count` little-endian numbers, the data behind them)."""
     size = count * np.dtype(dtype).itemsize
     if size > len(data):
         raise ValueError("the delta is damaged: a block is too short")
@@ -239,20 +270,20 @@ def _ended(data: memoryview) -> None:
 
 
 def _varints(numbers: Iterable[int]) -> bytes:
-    """Seven bits a byte, the lowest first."""
-    made = bytearray()
+    """Numbers at seven bits a byte, the lowest first."""
+    packed = bytearray()
     for number in numbers:
         while number > 127:
-            made.append(number & 127 | 128)
+            packed.append(number & 127 | 128)
             number >>= 7
-        made.append(number)
-    return bytes(made)
+        packed.append(number)
+    return bytes(packed)
 
 
 def _read_varints(data: memoryview, count: int) -> tuple[list[int], memoryview]:
-    """-> (`count` numbers below 2^35, what is behind them)."""
+    """(`count` numbers below 2^35, the data behind them)."""
     numbers, number, shift = list[int](), 0, 0
-    for at, byte in enumerate(bytes(data[: 5 * count])):  # bytes are quicker to go through than their view
+    for at, byte in enumerate(bytes(data[: 5 * count])):  # bytes are faster to iterate than a view
         number |= (byte & 127) << shift
         shift += 7
         if byte < 128:

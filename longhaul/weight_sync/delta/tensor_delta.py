@@ -1,14 +1,15 @@
-"""Lossless deltas of parameters: what changed from one version of a tensor to the next, bit for bit, as few bytes.
+"""Lossless deltas of tensors: the change from one version to the next, bit for bit, in as few bytes as possible.
 
-At the learning rates of fine-tuning an update moves few elements of a bf16 tensor, most of them by one unit in the last
-place (PULSE, arXiv 2602.03839, sends positions and new values). Where we differ: units in the last place are sent
+At the learning rates of fine-tuning, an update moves few elements of a bf16 tensor, most of them by one unit in the
+last place (PULSE, arXiv 2602.03839, sends positions and new values). Where we differ: units in the last place are sent
 instead of values, and positions are coded by the exponent that both sides know, because small numbers change often and
-large ones hardly (`reference`). A delta says which base it needs and what must come out (xxh3-128), so that it can't be
-applied to another base, nor twice, nor half unnoticed. Any dtype goes; fp32 masters change everywhere and gain nothing.
+large ones hardly ever (`numba_kernels`). A delta names the digests of its base and of its result (xxh3-128): it can't
+be applied to another base, twice, or half without an error. Any dtype works; fp32 masters change everywhere and gain
+nothing.
 
-A frame is: 4 bytes "LHD1", the elements' width, 3 bytes zero, bytes of the tensor (u64), digest of the base (16; zeros
-for none), digest of what it becomes (16), then a u32 length for each block of BLOCK elements, then the blocks
-(`codec`), then xxh3-64 of all before (8). All numbers are little-endian.
+A frame is: 4 bytes "LHD1", the width of an element, 3 zero bytes, bytes of the tensor (u64), digest of the base (16;
+zeros for none), digest of the result (16), one u32 length for each block of BLOCK elements, the blocks (`block_codec`),
+and the xxh3-64 of everything before (8). All numbers are little-endian. Encoding and decoding need numba and zstandard.
 """
 
 from __future__ import annotations
@@ -23,39 +24,39 @@ from typing import Any, NamedTuple
 import ml_dtypes  # noqa: F401  (NumPy then knows bfloat16 and the float8s by name)
 import numpy as np
 
-from longhaul.weight_sync.delta import backend, block_codec
-from longhaul.weight_sync.delta.backend import Loops, library
-from longhaul.weight_sync.delta.numpy_kernels import Patterns
+from longhaul.weight_sync.delta import block_codec
+from longhaul.weight_sync.delta.block_codec import Patterns
 from longhaul.weight_sync.digest import digest as digests
+from longhaul.weight_sync.digest.digest import library
 
 Buffer = Any
-"""Whatever has contiguous bytes: bytes, memoryview, a NumPy array of any dtype."""
+"""Object with contiguous bytes: bytes, memoryview, or a NumPy array of any dtype."""
 
 MAGIC = b"LHD1"
 
 HEAD = struct.Struct("<4sB3xQ16s16s")
 
 SEAL = 8
-"""Bytes of a frame's checksum."""
+"""Bytes of a frame's checksum, an xxh3-64."""
 
 NOTHING = bytes(16)
-"""The digest of no base."""
+"""Digest in a frame that needs no base."""
 
 WIDTHS = {1: np.uint8, 2: np.uint16, 4: np.uint32}
 
 
 class Delta(NamedTuple):
-    """What a frame says of itself."""
+    """Contents of a frame."""
 
     width: int  # bytes of an element
-    nbytes: int  # of the tensor
-    base: bytes  # xxh3-128 of the bytes it needs; zeros where it needs none
-    target: bytes  # and of those it makes
+    nbytes: int  # bytes of the tensor
+    base: bytes  # xxh3-128 of the base; zeros where none is needed
+    target: bytes  # xxh3-128 of the result
     blocks: tuple[memoryview, ...]
 
 
 def digest(data: Buffer) -> bytes:
-    """xxh3-128 of the bytes of `data`: 16 bytes. It finds damage, not malice."""
+    """xxh3-128 of the bytes of `data`, 16 bytes. It detects damage, not malice."""
     return digests.digest(np.frombuffer(_bytes(data), np.uint8))
 
 
@@ -66,13 +67,12 @@ def encode(
     *,
     known: bytes | None = None,
     pool: Executor | None = None,
-    by: Loops | None = None,
 ) -> bytes:
-    """The frame that makes of `base` the bytes of `new`, both elements of `dtype`; with no base, `new` itself.
+    """Frame that leads from `base` to `new`, both elements of `dtype`; without a base it holds `new` itself.
 
-    `known` is the base's digest, where the caller has it from the version before: it is not computed again then. `pool`
-    encodes blocks beside each other (threads do: the work leaves Python's lock). Raises ValueError where base and new
-    differ in size, or are no whole number of elements.
+    `known` is the base's digest, if the caller has it: then it is not computed again. `pool` encodes blocks in parallel
+    (threads suffice: the work releases Python's lock). Raises ValueError where base and new differ in size, or are no
+    whole number of elements.
     """
     width = width_of(dtype)
     after = patterns(new, width)
@@ -80,30 +80,29 @@ def encode(
     if before is not None and before.size != after.size:
         raise ValueError(f"the base has {before.nbytes} bytes, what is new {after.nbytes}; they must be of one shape")
     work = [
-        functools.partial(block_codec.encode, None if before is None else before[s], after[s], by)
-        for s in _spans(after)
+        functools.partial(block_codec.encode, None if before is None else before[s], after[s]) for s in _spans(after)
     ]
     unknown = [] if before is None or known else [before]
     running = [digests.Running(each.view(np.uint8)) for each in (after, *unknown)]
-    blocks, (made, *needed) = _done(work, after, running, pool)
+    blocks, (target, *needed) = _done(work, after, running, pool)
     base_digest = NOTHING if before is None else known or needed[0]
     lengths = struct.pack(f"<{len(blocks)}I", *map(len, blocks))
-    return seal(b"".join([HEAD.pack(MAGIC, width, after.nbytes, base_digest, made), lengths, *blocks]))
+    return seal(b"".join([HEAD.pack(MAGIC, width, after.nbytes, base_digest, target), lengths, *blocks]))
 
 
 def seal(data: Buffer) -> bytes:
-    """`data` with its checksum behind it."""
+    """`data`, followed by its checksum."""
     return bytes(data) + library("xxhash").xxh3_64_digest(data)
 
 
 def read(frame: Buffer) -> Delta:
-    """What a frame says of itself; ValueError where it was damaged or cut off. Its blocks are not looked into."""
+    """Contents of a frame; ValueError where it was damaged or cut off. The blocks are not decoded."""
     data = _bytes(frame)
     if len(data) < HEAD.size + SEAL:
         raise ValueError(f"the delta is cut off: {len(data)} bytes, and its head alone has {HEAD.size}")
     magic, width, nbytes, base, target = HEAD.unpack_from(data)
     if library("xxhash").xxh3_64_digest(data[:-SEAL]) != data[-SEAL:]:
-        raise ValueError(f"the delta is damaged or cut off: its {len(data)} bytes have another checksum than it says")
+        raise ValueError(f"the delta is damaged or cut off: its {len(data)} bytes do not match its checksum")
     data = data[:-SEAL]
     if magic != MAGIC or width not in WIDTHS or nbytes % width or any(data[5:8]):
         raise ValueError("these bytes are no delta")
@@ -113,7 +112,7 @@ def read(frame: Buffer) -> Delta:
         raise ValueError("the delta is cut off: its table of blocks is not all there")
     lengths, rest = struct.unpack_from(f"<{count}I", rest), rest[4 * count :]
     if sum(lengths) != len(rest):
-        raise ValueError(f"the delta is damaged: {len(rest)} bytes of blocks, and it says {sum(lengths)}")
+        raise ValueError(f"the delta is damaged: {len(rest)} bytes of blocks, not {sum(lengths)} as its table says")
     ends = np.cumsum(lengths, dtype=np.int64).tolist()
     return Delta(width, nbytes, base, target, tuple(rest[end - n : end] for end, n in zip(ends, lengths)))
 
@@ -125,52 +124,48 @@ def decode(
     *,
     known: bytes | None = None,
     pool: Executor | None = None,
-    by: Loops | None = None,
 ) -> None:
-    """Writes what `frame` makes of `base` to `out`, a writable buffer of as many bytes: `base`'s own, or another.
+    """Writes the result of `frame` upon `base` to `out`, a writable buffer of the same size, or `base` itself.
 
-    `known` and `pool` as in `encode`. Without `known`, and with `out` elsewhere, the base is not digested beforehand:
-    the digest of what comes out proves it, too. Raises ValueError, with `out` untouched, where the frame is cut off,
-    needs a base that is not the `known` one or not of this size, or would be applied in place to another; and, with
-    `out` worthless, where the base turns out to be another, or the frame to be damaged further in (so `out` should not
-    be what serves). Never writes outside of `out`, and never returns with other bytes in it than were encoded.
+    `known` and `pool` are those of `encode`. Without `known`, and with `out` apart from the base, the base is not
+    digested first: the digest of the result proves it as well. Raises ValueError. `out` is then untouched where the
+    frame is cut off, or its base is not the `known` one, not of this size, or another that it would be applied to in
+    place; `out` is worthless where the error is found later, so it should not be what serves. Nothing is ever written
+    outside `out`, and it never returns with other bytes than were encoded.
     """
     head = read(frame)
     now = _writable(out, head)
     if head.base == NOTHING:
-        _made(head, patterns(out, head.width), now, by or backend.best(), pool)
+        _decoded(head, patterns(out, head.width), now, pool)
         return
     before = _base(head, base, known)
     if not known and np.may_share_memory(before, now):
         known = digest(before)
         _check(head, known)
     try:
-        _made(head, before, now, by or backend.best(), pool)
+        _decoded(head, before, now, pool)
     except ValueError:
         if not known:
             _check(head, digest(before))  # a better reason, where it is one
         raise
 
 
-def _made(head: Delta, before: Patterns, now: Patterns, by: Loops, pool: Executor | None) -> None:
-    """Makes `now` of what was before; ValueError where that is not what should come out."""
-    raw = now.view(np.uint8)
-    running = digests.of_made(raw) if by.feeds and pool is None else digests.Running(raw)
-    work = []
-    for span, block in zip(_spans(now), head.blocks):
-        feed = functools.partial(running.feed, span.start * head.width, span.stop * head.width)
-        work.append(functools.partial(block_codec.decode, before[span], now[span], block, by, feed))
-    if (made := _done(work, now, [running], pool)[1][0]) != head.target:
-        raise ValueError(f"the delta is damaged: it makes {made.hex()} and should make {head.target.hex()}")
+def _decoded(head: Delta, before: Patterns, now: Patterns, pool: Executor | None) -> None:
+    """Writes the result to `now`; ValueError where it is not the frame's target."""
+    spans = zip(_spans(now), head.blocks)
+    work = [functools.partial(block_codec.decode, before[span], now[span], block) for span, block in spans]
+    target = _done(work, now, [digests.Running(now.view(np.uint8))], pool)[1][0]
+    if target != head.target:
+        raise ValueError(f"the delta is damaged: its result is {target.hex()}, not {head.target.hex()}")
 
 
 def apply(staging: Buffer, frame: Buffer, **options: Any) -> None:
-    """`decode` in place: `staging` holds the base, and what the frame makes of it afterwards."""
+    """Applies a frame in place: `staging` holds the base before, the result afterwards."""
     decode(staging, frame, staging, **options)
 
 
 def _base(head: Delta, base: Buffer | None, known: bytes | None) -> Patterns:
-    """The base as patterns; ValueError where it can't be the one that the frame needs."""
+    """Patterns of the base; ValueError where it can't be the one that the frame needs."""
     needs = f"the delta needs the base {head.base.hex()} of {head.nbytes} bytes"
     if base is None:
         raise ValueError(f"{needs}; there is none")
@@ -182,13 +177,13 @@ def _base(head: Delta, base: Buffer | None, known: bytes | None) -> Patterns:
 
 
 def _check(head: Delta, found: bytes) -> None:
-    """ValueError where the digest that was found is not that of the base that the frame needs."""
+    """Raises ValueError where a digest is not that of the base that the frame needs."""
     if found != head.base:
         raise ValueError(f"the delta needs the base {head.base.hex()} of {head.nbytes} bytes; here is {found.hex()}")
 
 
 def _writable(out: Buffer, head: Delta) -> Patterns:
-    """The buffer as patterns to write to; ValueError where it can't take them."""
+    """Writable patterns of the buffer; ValueError where it can't take the result."""
     given = _bytes(out)
     if given.nbytes != head.nbytes:
         raise ValueError(f"the delta makes {head.nbytes} bytes; there is room for {given.nbytes}")
@@ -201,25 +196,25 @@ def _writable(out: Buffer, head: Delta) -> Patterns:
 
 
 def width_of(dtype: Any) -> int:
-    """Bytes of the bit patterns that elements of `dtype` are compared by; wider ones in pieces of four."""
+    """Bytes of a pattern for elements of `dtype`; wider elements are taken in pieces of four bytes."""
     size = np.dtype(dtype).itemsize
     return size if size in WIDTHS else 4 if size % 4 == 0 else 1
 
 
 def patterns(data: Buffer, width: int) -> Patterns:
-    """The bytes of `data` as read-only unsigned integers of `width` bytes; a copy only where they are not aligned."""
+    """Bytes of `data` as read-only unsigned integers of `width` bytes; copied only where they are not aligned."""
     given = _bytes(data)
     if given.nbytes % width:
         raise ValueError(f"{given.nbytes} bytes are no whole number of elements of {width} bytes")
     found = np.frombuffer(given, WIDTHS[width])
     if not found.flags.aligned:
         found = found.copy()
-    found.flags.writeable = False  # one kind of array for the compiled loops, whatever is given
+    found.flags.writeable = False  # so that kernels are compiled for one kind of array alone
     return found
 
 
 def _bytes(data: Buffer) -> memoryview:
-    """Its bytes, without a copy."""
+    """View of the bytes."""
     if sys.byteorder != "little":
         raise RuntimeError("deltas are written for little-endian machines")
     if isinstance(data, np.ndarray):
@@ -236,13 +231,10 @@ def _spans(of: Patterns) -> list[slice]:
 def _done(
     work: Sequence[Callable[[], Any]],
     of: Patterns,
-    running: Sequence[digests.Running | digests.Streamed],
+    running: Sequence[digests.Running],
     pool: Executor | None,
 ) -> tuple[list[Any], list[bytes]]:
-    """Does the work of each block `of` a tensor; -> (results, the digests afterwards).
-
-    Without a pool a block is digested while it is still in the cache.
-    """
+    """(results of each block's work, digests afterwards). Without a pool, a block is digested while in the cache."""
     if pool is not None and len(work) > 1:
         return list(pool.map(lambda call: call(), work)), [each.end() for each in running]
 

@@ -1,8 +1,7 @@
-"""What changed from one version to the next, as one body: a frame (`delta`) for each tensor that did.
+"""Changes from one version to the next as one body: a frame (`tensor_delta`) for each tensor that changed.
 
-It is made once for all receivers that hold the base, and taken only by those: every frame knows the digest of what it
-needs and of what it makes, and the manifest knows that of the whole. Where the body is not much smaller than the image,
-the image itself goes.
+A body is made once for all receivers that hold the base. Every frame knows the digests of its base and of its result,
+and the manifest knows those of the whole version. Where the body is not much smaller than the image, the image is sent.
 """
 
 from __future__ import annotations
@@ -16,20 +15,20 @@ import numpy as np
 
 from longhaul.weight_sync.delta import tensor_delta
 from longhaul.weight_sync.digest import digest
-from longhaul.weight_sync.manifest import Manifest, Tensor
+from longhaul.weight_sync.manifest import ITEMSIZES, Manifest, Tensor
 
 WORTH = 0.5
-"""The share of the image's bytes above which changes are not worth their encoding."""
+"""Share of the image's bytes above which changes are not worth their encoding."""
 
-HEAD = struct.Struct("<IQ")  # the tensor's number in the manifest, bytes of its frame
-
+HEAD = struct.Struct("<IQ")
+"""Number of the tensor in the manifest, bytes of its frame."""
 
 Take: TypeAlias = Callable[[int], memoryview]
-"""The next so many bytes of a body, good until the next are taken."""
+"""Reader of a body: the next so many bytes, valid until the next call."""
 
 
 class Changes(NamedTuple):
-    """The changes from `base` to a version, as they travel. No frame is longer than `most` bytes."""
+    """Changes from version `base` to a later one, as they travel. No frame is longer than `most` bytes."""
 
     base: int
     body: bytes
@@ -37,14 +36,14 @@ class Changes(NamedTuple):
 
 
 def fits(base: Manifest, manifest: Manifest) -> bool:
-    """Whether both have the same tensors in the same places."""
+    """True where both have the same tensors in the same places."""
     return base.size == manifest.size and [each[:5] for each in base.tensors] == [each[:5] for each in manifest.tensors]
 
 
 def make(
     base: Manifest, before: np.ndarray, manifest: Manifest, after: np.ndarray, pool: Executor | None = None
 ) -> Changes | None:
-    """The changes between two images; None where they are not worth it."""
+    """Changes between two images; None where they are not worth their encoding."""
     if not fits(base, manifest):
         return None
     parts: list[bytes] = []
@@ -55,7 +54,7 @@ def make(
         place = slice(new.offset, new.end)
         frame = tensor_delta.encode(before[place], after[place], _width(new), known=old.digest, pool=pool)
         if tensor_delta.HEAD.unpack_from(frame)[-1] != new.digest:
-            return None  # the image is damaged, which the whole will show
+            return None  # the image is damaged: the receiver finds that in the whole image
         parts += [HEAD.pack(number, len(frame)), frame]
         total, longest = total + HEAD.size + len(frame), max(longest, len(frame))
         if total > most:
@@ -64,7 +63,7 @@ def make(
 
 
 def taken(body: memoryview) -> Take:
-    """Of a body that is in memory."""
+    """Reader of a body in memory."""
     at = 0
 
     def take(count: int) -> memoryview:
@@ -76,8 +75,8 @@ def taken(body: memoryview) -> Take:
 
 
 def frames(take: Take, size: int, most: int, manifest: Manifest) -> Iterator[tuple[Tensor, memoryview]]:
-    """The tensors that changed, with their frames of at most `most` bytes, in the manifest's order, out of a body of
-    `size` bytes. ValueError where it is damaged."""
+    """Tensors that changed with their frames of at most `most` bytes, in the manifest's order, from a body of `size`
+    bytes. ValueError where it is damaged."""
     left, last = size, -1
     while left:
         if HEAD.size > left:
@@ -91,23 +90,22 @@ def frames(take: Take, size: int, most: int, manifest: Manifest) -> Iterator[tup
 
 
 def apply(
-    found: Iterator[tuple[Tensor, memoryview]],
+    changed_frames: Iterator[tuple[Tensor, memoryview]],
     base: Manifest,
     before: np.ndarray,
     manifest: Manifest,
     after: np.ndarray,
     pool: Executor | None,
 ) -> None:
-    """Makes the image `after` from `before` and the `frames` that are found. ValueError where that is not the
-    manifest's version.
+    """Writes the manifest's version to `after`, from the base in `before` and its frames. ValueError where it differs.
 
-    Every tensor's digest is found on the way, of what is in `after`: nothing need be read again to verify it.
+    Every tensor of `after` is digested on the way: nothing need be read again to verify it.
     """
     if not fits(base, manifest):
         raise ValueError(f"version {manifest.version} has another form than its base {base.version}")
     old = {tensor.name: tensor.digest for tensor in base.tensors}
     changed = set()
-    for tensor, frame in found:
+    for tensor, frame in changed_frames:
         place = slice(tensor.offset, tensor.end)
         if tensor_delta.read(frame).target != tensor.digest:
             raise ValueError(f"the changes make another {tensor.name} than the version has")
@@ -119,19 +117,17 @@ def apply(
 
 
 def _copied(tensor: Tensor, before: np.ndarray, after: np.ndarray) -> None:
-    """A tensor that did not change; ValueError where its copy is not what it should be."""
+    """Copies a tensor that did not change; ValueError where its digest is not the manifest's."""
     running = digest.Running(after)
     for begin in range(0, after.size, digest.PIECE):
         end = min(begin + digest.PIECE, after.size)
         after[begin:end] = before[begin:end]
         running.upto(end)
     if running.end() != tensor.digest:
-        raise ValueError(f"{tensor.name} is not what it was in the version before, nor is it among the changes")
+        raise ValueError(f"{tensor.name} is not what it was in the version before, and not among the changes")
 
 
 def _width(tensor: Tensor) -> np.dtype:
-    """An unsigned dtype of the tensor's elements' width: the codec looks at bit patterns alone."""
-    from longhaul.weight_sync.manifest import ITEMSIZES
-
+    """Unsigned dtype of the elements' width: the codec compares bit patterns alone."""
     size = ITEMSIZES[tensor.dtype]
     return np.dtype(f"u{min(size, 4)}")

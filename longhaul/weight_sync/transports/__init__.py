@@ -1,16 +1,16 @@
-"""The ways of a version: shared memory on a host; TCP, gloo or NIXL between hosts; a folder that outlives them all."""
+"""Transports of versions by address: shared memory on a host, TCP between hosts, a folder that outlives processes."""
 
 from __future__ import annotations
 
 from longhaul.runtime import credentials
-from longhaul.weight_sync.transports.base import Lane, Source
+from longhaul.weight_sync.transports.base import Source, Transport
 
-KINDS = ("shm", "tcp", "folder", "gloo", "nixl")
-"""Of addresses."""
+KINDS = ("shm", "tcp", "folder")
+"""Kinds of addresses: shm:NAME, tcp:HOST:PORT, folder:PATH."""
 
 
 def connect(address: str, token: str | None = None, name: str = "receiver") -> Source:
-    """A receiver's end of the lane at an address, as shm:NAME or tcp:HOST:PORT. ValueError for what is none."""
+    """Receiver's end of the transport at an address, as shm:NAME or tcp:HOST:PORT. ValueError for a wrong address."""
     kind, rest = split(address)
     if kind == "shm":
         from longhaul.weight_sync.transports import shared_memory
@@ -20,50 +20,32 @@ def connect(address: str, token: str | None = None, name: str = "receiver") -> S
         from longhaul.weight_sync.transports.folder import FolderSource
 
         return FolderSource(rest)
-    if kind == "gloo":
-        from longhaul.weight_sync.transports import gloo
-
-        return gloo.connect(rest, name, token)
-    if kind == "nixl":
-        from longhaul.weight_sync.transports import nixl
-
-        return nixl.connect(rest, name, token)
     from longhaul.weight_sync.transports import tcp
 
     return tcp.connect(rest, name, token)
 
 
-def serve(address: str, token: str | None = None) -> Lane:
-    """A sender's end of the lane at an address; tcp:HOST:0 takes a port that is free, which the lane's own names."""
+def serve(address: str, token: str | None = None) -> Transport:
+    """Sender's end of the transport at an address; tcp:HOST:0 takes a free port, which `Transport.address` names."""
     kind, rest = split(address)
     if kind == "shm":
-        from longhaul.weight_sync.transports import shared_memory as shared
+        from longhaul.weight_sync.transports import shared_memory
 
-        return shared.lane(rest)
+        return shared_memory.serve(rest)
     if kind == "folder":
-        from longhaul.weight_sync.transports.folder import FolderLane
+        from longhaul.weight_sync.transports.folder import FolderTransport
 
-        return FolderLane(rest)
-    if kind == "gloo":
-        from longhaul.weight_sync.transports import gloo as group
-
-        return group.lane(rest, token)
-    if kind == "nixl":
-        from longhaul.weight_sync.transports import nixl
-
-        return nixl.lane(rest, token)
+        return FolderTransport(rest)
     from longhaul.weight_sync.transports import tcp
 
-    return tcp.lane(rest, token)
+    return tcp.serve(rest, token)
 
 
 def split(address: str) -> tuple[str, str]:
-    """(kind, where) of an address. ValueError where it is none."""
+    """(kind, rest) of an address. ValueError for a wrong one."""
     kind, _, rest = address.partition(":")
     if not rest or kind not in KINDS:
-        raise ValueError(
-            f"{address!r} is no address; write shm:NAME, tcp:HOST:PORT, folder:PATH, gloo:HOST:PORT or nixl:HOST:PORT"
-        )
-    if kind not in ("shm", "folder"):
+        raise ValueError(f"{address!r} is no address; write shm:NAME, tcp:HOST:PORT or folder:PATH")
+    if kind == "tcp":
         credentials.split(rest)
     return kind, rest

@@ -1,9 +1,10 @@
-"""Versions in a folder as what changed since the one before: a chain of small files down to an anchor, a whole one.
+"""Versions in a folder as changes: a chain of small files, each upon the version before, down to a whole one, the
+anchor.
 
-A version's folder has either safetensors files (`files`) or CHANGES: frames (`changes`) upon a base that the head names
-by epoch, version and root. A reader that holds some version of the chain reads what came after it; a late one reads the
-newest anchor and all after that. Nothing is applied to another base than was meant: each frame knows its base's digest,
-the head the roots of both sides, and the outcome is verified by the manifest as every image is.
+A version's folder has either safetensors files (`safetensors_files`) or CHANGES: frames (`version_delta`) upon a base
+that the head names by epoch, version and root. A reader that holds some version of the chain reads the later ones; a
+new reader reads the newest anchor and all later ones. Each frame knows its base's digest, the head knows the roots of
+both sides, and the result is verified by the manifest as every image is: changes can't be applied to another base.
 """
 
 from __future__ import annotations
@@ -27,14 +28,14 @@ HEAD = struct.Struct("<8sqq16s16sQ")
 MAGIC = b"LHCHAIN1"
 
 LONGEST = 10_000
-"""Links of a chain; a longer one is a loop, or somebody's mistake."""
+"""Links of a chain, at most; a longer one is a loop, or a mistake."""
 
 Key = tuple[int, int]
 """(epoch, version)."""
 
 
 class Link(NamedTuple):
-    """The head of a version's changes."""
+    """Head of a version's changes."""
 
     base: Key
     base_root: bytes
@@ -45,10 +46,7 @@ class Link(NamedTuple):
 def stage(
     manifest: Manifest, base: Manifest, body: bytes, folder: Path, durable: bool, beside: Mapping[str, bytes]
 ) -> Path:
-    """Writes a version as its changes into a folder beside its name; -> that folder.
-
-    It is small, so that an interrupted one is written anew.
-    """
+    """Writes the changes of a version into its staging folder, and returns that. None is resumed: they are small."""
     staging = safetensors_files.staging(folder, manifest)
     for path in staging.iterdir():
         path.unlink()
@@ -58,7 +56,7 @@ def stage(
 
 
 def link(folder: Path) -> Link | None:
-    """The head of the changes in a version's folder; None where it is whole. OSError, Damaged."""
+    """Head of the changes in a version's folder; None where the version is whole. OSError, Damaged."""
     try:
         with (folder / CHANGES).open("rb") as file:
             head = file.read(HEAD.size + tensor_delta.SEAL)
@@ -76,15 +74,16 @@ def link(folder: Path) -> Link | None:
 
 
 def path(folder: Path, key: Key, held: Key | None = None) -> list[Key]:
-    """The versions to read for `key`, oldest first, from what is held or else from the anchor on. OSError, Damaged."""
-    found = [key]
-    while (below := link(folder / safetensors_files.folder_name(*found[-1]))) is not None:
-        if not below.base < found[-1] or len(found) > LONGEST:
-            raise Damaged(f"{safetensors_files.folder_name(*found[-1])} builds upon {below.base}, which is not older")
+    """Versions to read for `key`, oldest first, after the one that is held, or else from the anchor on. OSError,
+    Damaged."""
+    chain = [key]
+    while (below := link(folder / safetensors_files.folder_name(*chain[-1]))) is not None:
+        if not below.base < chain[-1] or len(chain) > LONGEST:
+            raise Damaged(f"{safetensors_files.folder_name(*chain[-1])} builds upon {below.base}, which is not older")
         if below.base == held:
             break
-        found.append(below.base)
-    return found[::-1]
+        chain.append(below.base)
+    return chain[::-1]
 
 
 def read(
@@ -94,12 +93,12 @@ def read(
     base: tuple[Manifest, np.ndarray] | None,
     arrived: safetensors_files.Arrived,
 ) -> None:
-    """A version into an image, upon `base` where the chain leads over it. Damaged, OSError."""
+    """Reads a version into an image, upon `base` where the chain leads over it. Damaged, OSError."""
     key = (manifest.epoch, manifest.version)
     row = path(folder, key, None if base is None else (base[0].epoch, base[0].version))
     now = None if base is None else base[0]
     first = link(folder / safetensors_files.folder_name(*row[0]))
-    if first is not None and now is not None and first.base_root != now.root:  # another version of the same number
+    if first is not None and now is not None and first.base_root != now.root:  # another version with the same number
         row = path(folder, key)
         first = link(folder / safetensors_files.folder_name(*row[0]))
     if first is None:
@@ -122,38 +121,39 @@ def read(
 
 
 def _applied(folder: Path, base: Manifest, image: np.ndarray) -> Manifest:
-    """Makes of the base in `image` the version in `folder`, in place; -> its manifest."""
-    found, about = safetensors_files.read_manifest(folder), link(folder)
-    if about is None or about.base_root != base.root or about.root != found.root or not version_delta.fits(base, found):
+    """Applies the changes in `folder` to the base in `image`, in place; returns the manifest of the result."""
+    manifest, head = safetensors_files.read_manifest(folder), link(folder)
+    matches = head is not None and (head.base_root, head.root) == (base.root, manifest.root)
+    if not matches or not version_delta.fits(base, manifest):
         raise Damaged(f"{folder.name} builds upon another version {base.version} than is there")
     old = {tensor.name: tensor.digest for tensor in base.tensors}
     with (folder / CHANGES).open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as whole:
         body = memoryview(whole)[HEAD.size + tensor_delta.SEAL :]
         try:
-            _decoded(body, found, image, old)
+            _decoded(body, manifest, image, old)
         except ValueError as error:
             raise Damaged(f"{folder.name}: {error}") from error
         finally:
             body.release()
-    return found
+    return manifest
 
 
-def _decoded(body: memoryview, found: Manifest, image: np.ndarray, old: Mapping[str, bytes]) -> None:
-    for tensor, frame in version_delta.frames(version_delta.taken(body), len(body), len(body), found):
+def _decoded(body: memoryview, manifest: Manifest, image: np.ndarray, old: Mapping[str, bytes]) -> None:
+    for tensor, frame in version_delta.frames(version_delta.taken(body), len(body), len(body), manifest):
         place = image[tensor.offset : tensor.end]
         tensor_delta.apply(place, bytes(frame), known=old[tensor.name])
 
 
 def prune(folder: Path, keep: int) -> None:
-    """Removes all but the `keep` newest versions and what they build upon, and staging folders; never the latest."""
-    latest, found = safetensors_files.newest(folder), sorted(safetensors_files.versions(folder))
-    needed = set(found[-keep:]) | ({latest} if latest else set())
+    """Removes staging folders and all versions but the latest, the `keep` newest, and those that they build upon."""
+    latest, there = safetensors_files.newest(folder), sorted(safetensors_files.versions(folder))
+    needed = set(there[-keep:]) | ({latest} if latest else set())
     for key in list(needed):
         try:
             needed.update(path(folder, key))
-        except (OSError, Damaged):  # a broken chain keeps what it has
+        except (OSError, Damaged):  # a broken chain keeps its rest
             continue
-    for key in found:
+    for key in there:
         if key not in needed:
             shutil.rmtree(folder / safetensors_files.folder_name(*key), ignore_errors=True)
     safetensors_files.tidy(folder)

@@ -1,19 +1,17 @@
-"""Frames on a stream: what two sides of a connection say to each other, each word checked, in order, and in time.
+"""Frames on a stream socket: small messages, each checked, in order and in time; and bare bytes of images behind them.
 
-A frame has a session's number, which the server draws for each connection, and its own number in it: what was cut,
-doubled, changed in order or brought from another connection is no frame, and ends the connection. Big bytes (images)
-follow a frame bare: their digests are in the manifest.
+A frame carries the session's number, which the server draws for each connection, and its own number: a frame that was
+cut, repeated, reordered or taken from another connection is refused, and ends the connection. Images follow a frame as
+bare bytes: their digests are in the manifest.
 """
 
 from __future__ import annotations
 
 import array
 import contextlib
-import errno
 import hashlib
 import hmac
 import json
-import math
 import os
 import secrets
 import select
@@ -25,30 +23,27 @@ from typing import Any, NamedTuple
 
 from longhaul.weight_sync import manifest
 
-HEAD = struct.Struct("<4sIQQIH")  # magic, number, session, digest, length of the blob, length of the words
+HEAD = struct.Struct("<4sIQQIH")  # magic, number, session, digest, bytes of the blob, bytes of the words
 MAGIC = b"LHS1"
 MOST_WORDS = 1 << 15
 MOST_BLOB = 1 << 28
-"""Bytes of a frame's two parts: a manifest of a million tensors fits."""
+"""Bytes of a frame's two parts, at most: a manifest of a million tensors fits."""
 
 MOST_DESCRIPTORS = 2
-"""That come with a frame."""
+"""Descriptors that come with a frame, at most."""
 
 PIECE = 1 << 18
-"""Bytes that are received at once at most, and then digested while the processor's cache still has them."""
-
-TURN = 1.0
-"""Seconds after which a deadline is looked at again, however much comes."""
+"""Bytes received at once, at most: they are digested while the processor's cache still has them."""
 
 LOW = 256 << 10
-"""Bytes that a large stream wakes us for."""
+"""Bytes of a large stream for which a receiver wakes up."""
 
 SECRET = 16
-"""The fewest characters of a token."""
+"""Characters of a token, at least."""
 
 
 class WireError(ConnectionError):
-    """What came is no frame of this connection; it must be closed."""
+    """Bytes that are no frame of this connection, which must be closed."""
 
 
 class Frame(NamedTuple):
@@ -58,7 +53,7 @@ class Frame(NamedTuple):
 
 
 class Wire:
-    """One end of a connected stream socket. One thread at a time."""
+    """One end of a connected stream socket, for one thread at a time."""
 
     def __init__(self, sock: socket.socket) -> None:
         self.sock = sock
@@ -75,7 +70,7 @@ class Wire:
         blob: bytes = b"",
         descriptors: Sequence[int] = (),
     ) -> None:
-        """One frame, with descriptors on a Unix socket. TimeoutError, ConnectionError."""
+        """Sends one frame, with descriptors on a Unix socket. TimeoutError, ConnectionError."""
         text = json.dumps({**(words or {}), "kind": kind}, separators=(",", ":")).encode()
         if len(text) > MOST_WORDS or len(blob) > MOST_BLOB:
             raise WireError(f"a frame of {len(text)} + {len(blob)} bytes; at most {MOST_WORDS} + {MOST_BLOB}")
@@ -90,15 +85,17 @@ class Wire:
             self.sock.sendall(head + text + blob)
 
     def receive(self, seconds: float, descriptors: list[int] | None = None) -> Frame:
-        """The next frame; `descriptors` grows by those that came with it. TimeoutError, WireError; ConnectionError if
-        the other side is gone."""
+        """Next frame; appends the descriptors that came with it to `descriptors`.
+
+        TimeoutError, WireError; ConnectionError where the other side is gone.
+        """
         until = time.monotonic() + seconds
         magic, number, session, digest, blob_length, text_length = HEAD.unpack(
             self._take(HEAD.size, until, descriptors)
         )
-        most = MOST_BLOB if self.session else 0  # who has not proved himself makes us reserve no memory
+        most = MOST_BLOB if self.session else 0  # before the handshake nobody can make us reserve memory
         if magic != MAGIC or text_length > MOST_WORDS or blob_length > most:
-            raise WireError("what came is no frame")
+            raise WireError("the bytes received are no frame")
         text, blob = self._take(text_length, until), self._take(blob_length, until)
         if session != self.session or number != self._received:
             raise WireError(f"frame {number} of session {session:x}; {self._received} of {self.session:x} comes next")
@@ -117,7 +114,7 @@ class Wire:
         return bytes(data)
 
     def fill(self, into: memoryview, until: float, descriptors: list[int] | None = None) -> None:
-        """Reads exactly as many bytes, until the time `until` of `time.monotonic`."""
+        """Reads exactly len(into) bytes before the time `until` of `time.monotonic`."""
         done = 0
         while done < len(into):
             self.sock.settimeout(_positive(until - time.monotonic()))
@@ -140,9 +137,9 @@ class Wire:
         return got
 
     def draw(self, into: memoryview, until: float, arrived: Callable[[int], None]) -> None:
-        """`fill` for what is large: `arrived(n)` is told, while they are hot, that the first n bytes are in place.
+        """Reads a large block; `arrived(n)` is called when its first n bytes are in place, while the cache has them.
 
-        It sleeps until there is a PIECE, so that it is not woken for every packet.
+        Sleeps until LOW bytes are there, so that it does not wake for every packet.
         """
         done, low = 0, 0
         self.sock.settimeout(0.0)
@@ -163,91 +160,26 @@ class Wire:
             if low > 1:
                 self.sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, 1)
 
-    def draw_by(self, buffer: memoryview, size: int, until: float, take: Callable[[int], int]) -> None:
-        """`draw` of `size` bytes by way of a buffer that stays in the cache: `take(n)` says how many of its first n
-        bytes it has taken. Those that it left come again, in front of what follows.
-
-        It takes what comes at once, packet by packet: so few are on their way that the cache has them, too.
-        """
-        held, left, turn = 0, size, 0.0
-        while left:
-            while left and held < len(buffer):
-                if time.monotonic() >= turn:
-                    turn = self._block(socket.SO_RCVTIMEO, until, TURN)
-                try:
-                    got = self.sock.recv_into(buffer[held : held + left])
-                except BlockingIOError:
-                    turn = 0.0
-                    continue
-                if not got:
-                    raise ConnectionResetError("the other side has closed the connection")
-                held, left = held + got, left - got
-            used = take(held)
-            if used < held:
-                rest = bytes(buffer[used:held])
-                buffer[: len(rest)] = rest
-            held -= used
-
-    def pull(self, until: float, step: Callable[[int, float], int]) -> None:
-        """`draw_by` whose loop is compiled (`intake`): `step(descriptor, stop)` receives until all is there, which is
-        0, or until the time `stop`, above 0; below 0 it is -errno."""
-        descriptor = os.dup(self.sock.fileno())  # so that its number is no other file's when someone closes the socket
-        try:
-            left = 1
-            while left:
-                left = step(descriptor, self._block(socket.SO_RCVTIMEO, until, TURN))
-                if left == -errno.ECONNRESET:
-                    raise ConnectionResetError("the other side has closed the connection")
-                if left < 0 and left not in (-errno.EAGAIN, -errno.EINTR):
-                    raise OSError(-left, os.strerror(-left))
-        finally:
-            os.close(descriptor)
-
-    def _block(self, which: int, until: float, most: float = math.inf) -> float:
-        """What is received next, or sent, waits in the kernel, which needs no call to wait: for `most` seconds, and
-        until then at the latest. `which` is SO_RCVTIMEO or SO_SNDTIMEO. -> the time when that ends."""
-        now = time.monotonic()
-        seconds = min(_positive(until - now), most)
-        self.sock.settimeout(None)
-        whole = int(seconds)
-        self.sock.setsockopt(socket.SOL_SOCKET, which, struct.pack("@ll", whole, int(1e6 * (seconds - whole)) or 1))
-        return now + seconds
-
     def pour(self, data: memoryview, seconds: float) -> None:
-        """Sends bare bytes, all within `seconds`."""
-        self.pour_memory(data, seconds)
-
-    def pour_memory(self, data: memoryview, seconds: float, beyond: Callable[[int, float], int] | None = None) -> None:
-        """`pour` of an image, whose bytes may still be coming, as in `pour_file`."""
-        until, done, there = time.monotonic() + seconds, 0, 0 if beyond else len(data)
+        """Sends bare bytes, all within `seconds`. The kernel waits, not Python: that takes fewer calls."""
+        until, done = time.monotonic() + seconds, 0
+        self.sock.settimeout(None)
         while done < len(data):
-            if beyond and done == there:
-                there = beyond(done, until - time.monotonic())
-            self._block(socket.SO_SNDTIMEO, until)
+            left = _positive(until - time.monotonic())
+            timeout = struct.pack("@ll", int(left), int(1e6 * (left % 1.0)) or 1)
+            self.sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, timeout)
             try:
-                done += self.sock.send(data[done:there])
+                done += self.sock.send(data[done:])
             except BlockingIOError:
                 raise TimeoutError("the other side takes no bytes") from None
 
-    def pour_file(
-        self,
-        descriptor: int,
-        size: int,
-        seconds: float,
-        beyond: Callable[[int, float], int] | None = None,
-        bucket: int = 1 << 24,
-    ) -> None:
-        """Sends a file's bytes without bringing them to us (sendfile): none may change before they are read there.
-
-        `beyond(n, seconds)` says how many there are, once they are more than n; without it, all are.
-        """
-        until, done, there = time.monotonic() + seconds, 0, 0 if beyond else size
+    def pour_file(self, descriptor: int, size: int, seconds: float, bucket: int = 1 << 24) -> None:
+        """Sends a file's bytes without copying them (sendfile): none may change before they are read there."""
+        until, done = time.monotonic() + seconds, 0
         while done < size:
             self.sock.settimeout(_positive(until - time.monotonic()))
-            if beyond and done == there:
-                there = beyond(done, until - time.monotonic())
             try:
-                sent = os.sendfile(self.sock.fileno(), descriptor, done, min(bucket, there - done))
+                sent = os.sendfile(self.sock.fileno(), descriptor, done, min(bucket, size - done))
             except BlockingIOError:
                 _awaited(self.sock, select.POLLOUT, until - time.monotonic(), "the other side takes no bytes")
                 continue
@@ -275,24 +207,24 @@ def _positive(seconds: float) -> float:
 
 
 def _awaited(sock: socket.socket, event: int, seconds: float, why: str) -> None:
-    """Sleeps until a socket can be read or written; TimeoutError after so many seconds."""
+    """Sleeps until a socket is readable or writable; TimeoutError after `seconds`."""
     poll = select.poll()
     poll.register(sock, event)
     if not poll.poll(_positive(seconds) * 1000):
         raise TimeoutError(why)
 
 
-# ----------------------------------------------------------------------------------------------- who may speak here
+# ---------------------------------------------------------------------------------------------------- authentication
 
 
 def check_token(token: str | None) -> None:
-    """ValueError where a token is too weak to be one."""
+    """Raises ValueError for a token that is too weak."""
     if token is not None and (len(token) < SECRET or not token.isascii() or not token.isprintable()):
         raise ValueError(f"a token of {len(token)} characters; it is one line of {SECRET} or more ASCII ones")
 
 
 def welcome(wire: Wire, token: str | None, seconds: float) -> None:
-    """The server's part: draws the session's number, and lets in who proves to know the token without showing it."""
+    """Server's handshake: draws the session's number, and admits a client that proves to know the token."""
     nonce = secrets.token_bytes(16)
     wire.send("hello", seconds, {"nonce": nonce.hex(), "asks": token is not None})
     frame = wire.receive(seconds)
@@ -308,7 +240,7 @@ def welcome(wire: Wire, token: str | None, seconds: float) -> None:
 
 
 def enter(wire: Wire, token: str | None, seconds: float) -> None:
-    """The client's part; PermissionError where either side has another token."""
+    """Client's handshake; PermissionError where either side has another token."""
     asked = wire.receive(seconds)
     mine, theirs = secrets.token_bytes(16).hex(), str(asked.words.get("nonce", ""))
     if asked.words.get("asks") and token is None:

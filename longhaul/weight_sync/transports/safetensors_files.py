@@ -1,8 +1,8 @@
-"""A version as files: safetensors in Hugging Face's naming, sharded with an index, and our manifest beside them.
+"""Versions as files: safetensors in Hugging Face's naming, sharded with an index, and the manifest beside them.
 
-Written into a folder that no reader looks at, made durable, and given its name by one rename; so a folder that has a
-version's name is whole. Interrupted, it goes on with the shards that are complete. The format is safetensors' own
-(a length, a header of JSON, the bytes); no library is needed, and nothing is held in memory but the image.
+A version is written into a staging folder, made durable, and renamed; so a folder with a version's name is complete. An
+interrupted one continues with the shards that are complete. The format is that of safetensors (a length, a header of
+JSON, the bytes); no library is needed, and no memory but the image.
 """
 
 from __future__ import annotations
@@ -29,31 +29,33 @@ DTYPES = {
     **{f"float{bits}": f"F{bits}" for bits in (16, 32, 64)},
     **{f"{sign}int{bits}": f"{sign.upper() or 'I'}{bits}" for sign in ("", "u") for bits in (8, 16, 32, 64)},
 }
-"""Our names of dtypes -> safetensors'."""
+"""Names of dtypes -> those of safetensors."""
 
 SHARD = 5 << 30
-"""Bytes of a shard, unless one tensor has more: what Hugging Face's hub prefers."""
+"""Bytes of a shard, at most, unless one tensor has more: the size that Hugging Face's hub prefers."""
 
 MANIFEST, INDEX, LATEST = "manifest.longhaul", "model.safetensors.index.json", "LATEST"
 
 LONGEST_HEADER = 100 << 20
-
+"""Bytes of a header, at most: safetensors' own limit."""
 
 Arrived = Callable[[np.ndarray, int], None]
-"""As of a lane's staging: told that so many bytes of an image are in place."""
+"""Callback: this many bytes of an image are in place."""
 
 
 class Damaged(LookupError):
-    """Bytes that are not what the manifest says."""
+    """Bytes that do not match the manifest."""
 
 
 class Shard(NamedTuple):
+    """A file and its tensors."""
+
     name: str
     tensors: tuple[Tensor, ...]
 
 
 def shards(manifest: Manifest, most: int = SHARD) -> list[Shard]:
-    """How a version's tensors are shared out to files, in the order of the image."""
+    """Files of a version, with its tensors in the order of the image."""
     groups: list[list[Tensor]] = [[]]
     taken = 0
     for tensor in sorted(manifest.tensors, key=lambda each: each.offset):
@@ -69,7 +71,7 @@ def shards(manifest: Manifest, most: int = SHARD) -> list[Shard]:
 
 
 def header(shard: Shard) -> bytes:
-    """A shard's beginning: the length, then names, dtypes, shapes and places."""
+    """Header of a shard: its length, then names, dtypes, shapes and places."""
     table: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     offset = 0
     for tensor in shard.tensors:
@@ -82,25 +84,25 @@ def header(shard: Shard) -> bytes:
 
 
 def folder_name(epoch: int, version: int) -> str:
-    """The folder of a version."""
+    """Name of a version's folder."""
     return f"version-{epoch}-{version}"
 
 
 def staging(folder: Path, manifest: Manifest) -> Path:
-    """The folder, beside its name, that a version is written into."""
-    found = folder / f".staging-{manifest.epoch}-{manifest.version}"
-    found.mkdir(parents=True, exist_ok=True)
-    return found
+    """Folder into which a version is written before it has its name."""
+    path = folder / f".staging-{manifest.epoch}-{manifest.version}"
+    path.mkdir(parents=True, exist_ok=True)
+    return path
 
 
 def stage(
     manifest: Manifest, image: np.ndarray, folder: Path, most: int = SHARD, durable: bool = True,
     beside: Mapping[str, bytes] = {},
 ) -> Path:  # fmt: skip
-    """Writes a version into a folder beside its name; -> that folder. Damaged where the image is not the manifest's.
+    """Writes a version into its staging folder, and returns that. Damaged where the image does not match the manifest.
 
-    Complete shards of an interrupted attempt stay. OSError leaves what is complete, and nothing that is not. `beside`
-    are more files (config.json), name -> content.
+    Complete shards of an interrupted attempt stay. After an OSError, only complete files are left. `beside` are further
+    files (config.json), name -> content.
     """
     into = staging(folder, manifest)
     planned = shards(manifest, most)
@@ -122,7 +124,7 @@ def stage(
 
 
 def closed(into: Path, manifest: Manifest, durable: bool, beside: Mapping[str, bytes]) -> Path:
-    """A staging folder with all that belongs beside the tensors."""
+    """Adds the files beside the tensors to a staging folder, the manifest last."""
     for name, content in beside.items():
         write(into / name, content, durable)
     write(into / MANIFEST, manifests.to_bytes(manifest), durable)
@@ -132,7 +134,7 @@ def closed(into: Path, manifest: Manifest, durable: bool, beside: Mapping[str, b
 
 
 def write(path: Path, content: bytes, durable: bool) -> None:
-    """A file, at once or not at all."""
+    """Writes a file completely or not at all."""
     _written(path, lambda file: file.write(content), durable)
 
 
@@ -161,7 +163,7 @@ def _pour(file: Any, shard: Shard, image: np.ndarray) -> None:
 
 
 def _is_whole(path: Path, shard: Shard) -> bool:
-    """Whether a file is exactly this shard."""
+    """True where a file is exactly this shard."""
     head = header(shard)
     try:
         if path.stat().st_size != len(head) + sum(tensor.nbytes for tensor in shard.tensors):
@@ -185,7 +187,7 @@ def _is_whole(path: Path, shard: Shard) -> bool:
 
 
 def publish(staging: Path, manifest: Manifest, durable: bool = True) -> Path:
-    """Gives a staged version its name, and makes it the latest; -> its folder."""
+    """Renames a staged version, and makes it the latest; returns its folder."""
     folder = staging.parent / folder_name(manifest.epoch, manifest.version)
     if folder.exists():
         shutil.rmtree(folder)  # the same version, published before LATEST could be written
@@ -205,7 +207,7 @@ def _sync_folder(folder: Path) -> None:
 
 
 def tidy(folder: Path) -> None:
-    """Removes staging folders of versions that are not to come any more."""
+    """Removes staging folders of versions that are not newer than the latest."""
     latest = newest(folder)
     for path in folder.glob(".staging-*-*"):
         numbers = _numbers(path.name)
@@ -214,7 +216,7 @@ def tidy(folder: Path) -> None:
 
 
 def versions(folder: Path) -> list[tuple[int, int]]:
-    """(epoch, version) of each folder that is named as a version."""
+    """(epoch, version) of each folder with a version's name."""
     return [numbers for path in folder.glob("version-*-*") if (numbers := _numbers(path.name))]
 
 
@@ -234,12 +236,12 @@ def _numbers(name: str) -> tuple[int, int] | None:
 
 
 def read_manifest(folder: Path) -> Manifest:
-    """Of a version's folder. OSError, ValueError."""
+    """Manifest in a version's folder. OSError, ValueError."""
     return manifests.from_bytes((folder / MANIFEST).read_bytes())
 
 
 def read(folder: Path, manifest: Manifest, image: np.ndarray, arrived: Arrived) -> None:
-    """Reads a version's files into an image; `arrived` as of a lane's staging. Damaged, OSError."""
+    """Reads a version's files into an image, and reports progress. Damaged, OSError."""
     for name, tensors in _where(folder, manifest):
         with (folder / name).open("rb") as file:
             length = int.from_bytes(file.read(8), "little")
@@ -264,15 +266,15 @@ def read(folder: Path, manifest: Manifest, image: np.ndarray, arrived: Arrived) 
 
 
 def _where(folder: Path, manifest: Manifest) -> Sequence[tuple[str, list[Tensor]]]:
-    """Each file of a version, with its tensors in the order of the image."""
+    """Files of a version, each with its tensors in the order of the image."""
     ordered = sorted(manifest.tensors, key=lambda each: each.offset)
     if not (folder / INDEX).exists():
         return [("model.safetensors", ordered)]
     try:
         weights = json.loads((folder / INDEX).read_text())["weight_map"]
-        found: dict[str, list[Tensor]] = {}
+        files: dict[str, list[Tensor]] = {}
         for tensor in ordered:
-            found.setdefault(Path(weights[tensor.name]).name, []).append(tensor)
+            files.setdefault(Path(weights[tensor.name]).name, []).append(tensor)
     except (ValueError, KeyError, TypeError) as error:
         raise Damaged(f"{INDEX} is damaged: {error}") from error
-    return list(found.items())
+    return list(files.items())

@@ -1,9 +1,9 @@
-"""The lane on a host: receivers map the sender's own images, and no byte is copied for them.
+"""Transport within a host: receivers map the sender's images, and no byte is copied for them.
 
-An image's memory has no name: its descriptor goes over a Unix socket, read-only, once for each receiver. With it goes
-that of a few notes, which all of them may write: what one has verified, the others need not (`ledger`). So whatever
-is killed, nothing stays behind. An image that was mapped by someone who vanished without a word is never written
-again: its memory goes back to the system with the last process that has it, and the sender takes fresh one.
+The memory of an image has no name: its descriptor is sent over a Unix socket, read-only, once to each receiver, with
+that of a few notes which all receivers may write (`shared_verification`). So nothing remains behind, whichever process
+is killed. An image that was mapped by a process which vanished without a message is never written again: its memory is
+freed with the last process that maps it, and the sender allocates anew.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ import numpy as np
 from longhaul.weight_sync import shared_verification
 from longhaul.weight_sync.buffers import Block, Image
 from longhaul.weight_sync.protocol import ProtocolError
-from longhaul.weight_sync.transports.base import Hub, Parcel, Staging
+from longhaul.weight_sync.transports.base import Parcel, PublisherSide, ReceiveTarget
 from longhaul.weight_sync.transports.framing import Wire, WireError
-from longhaul.weight_sync.transports.socket_server import PATIENCE, SocketLane, SocketSource, expect
+from longhaul.weight_sync.transports.socket_server import PATIENCE, SocketSource, SocketTransport, expect
 
 
-def lane(name: str) -> SocketLane:
+def serve(name: str) -> SocketTransport:
     """Serves the processes of this user at `name`: a socket's path, or @NAME, which needs no file (Linux).
 
     ValueError where something else is there, or another sender.
@@ -52,11 +52,11 @@ def lane(name: str) -> SocketLane:
             with contextlib.suppress(OSError):
                 os.unlink(name)
 
-    return SocketLane(listener, f"shm:{name}", None, SharedDelivery, admits=_is_mine, tidy=tidy)
+    return SocketTransport(listener, f"shm:{name}", None, SharedDelivery, admits=_is_mine, tidy=tidy)
 
 
 def connect(name: str, receiver: str) -> SocketSource:
-    """A receiver's end. ConnectionError where nobody serves there."""
+    """Receiver's end. ConnectionError where nobody serves there."""
     sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     try:
         sock.settimeout(PATIENCE)
@@ -72,7 +72,7 @@ def connect(name: str, receiver: str) -> SocketSource:
 
 
 def _clear(path: str) -> None:
-    """Removes the socket of a sender that was killed. ValueError where it is something else, or alive."""
+    """Removes the socket of a sender that was killed. ValueError where it is another file, or in use."""
     try:
         kind = os.lstat(path).st_mode
     except FileNotFoundError:
@@ -89,7 +89,7 @@ def _clear(path: str) -> None:
 
 
 def _is_mine(sock: socket.socket) -> bool:
-    """Whether the other side's process is of the same user; where the system can't tell, the file's rights do."""
+    """True where the other side's process is of the same user; systems without SO_PEERCRED rely on the file's mode."""
     if not hasattr(socket, "SO_PEERCRED"):
         return True
     _, user, _ = struct.unpack("3i", sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i")))
@@ -97,15 +97,15 @@ def _is_mine(sock: socket.socket) -> bool:
 
 
 class SharedDelivery:
-    """A session's images, each lent until the receiver says that it has let go."""
-
-    partly = False
+    """Sender's part: each image is lent until the receiver releases it."""
 
     def __init__(self) -> None:
-        self._known: dict[int, Block] = {}  # the receiver has these mapped
+        self._known: dict[int, Block] = {}  # blocks that the receiver has mapped
         self._lent: dict[int, Image] = {}
 
-    def deliver(self, connection: Wire, hub: Hub, parcel: Parcel, image: Image, words: dict[str, Any]) -> None:
+    def deliver(
+        self, connection: Wire, publisher: PublisherSide, parcel: Parcel, image: Image, words: dict[str, Any]
+    ) -> None:
         block = image.block
         if block is None:
             raise ProtocolError("this image is mapped from another sender: follow that one")
@@ -113,14 +113,14 @@ class SharedDelivery:
         for serial in stale:
             del self._known[serial]
         turn = block.turn(parcel.manifest.version)
-        told = {"serial": block.serial, "size": block.size, "forget": stale, "turn": turn}
+        about = {"serial": block.serial, "size": block.size, "forget": stale, "turn": turn}
         self._lent[block.serial] = image
         if block.serial in self._known:
-            connection.send("image", PATIENCE, {**told, "fresh": False})
+            connection.send("image", PATIENCE, {**about, "fresh": False})
             return
         self._known[block.serial] = block
         with _read_only(block.descriptor) as descriptor:
-            connection.send("image", PATIENCE, {**told, "fresh": True}, descriptors=[descriptor, block.notes])
+            connection.send("image", PATIENCE, {**about, "fresh": True}, descriptors=[descriptor, block.notes])
 
     def released(self, words: dict[str, Any]) -> None:
         for serial in words.get("released", ()):
@@ -129,39 +129,37 @@ class SharedDelivery:
     def end(self) -> None:
         for image in self._lent.values():
             if image.block is not None:
-                image.block.spent = True  # someone may still read it
+                image.block.spent = True  # it may still be read
         self._lent.clear()
 
 
 @contextlib.contextmanager
 def _read_only(descriptor: int) -> Any:
-    """The same memory under a descriptor that can't write it, where the system has such; else a copy of this one."""
+    """Read-only descriptor of the same memory, where the system has such; else a duplicate."""
     try:
-        found = os.open(f"/proc/self/fd/{descriptor}", os.O_RDONLY | os.O_CLOEXEC)
+        opened = os.open(f"/proc/self/fd/{descriptor}", os.O_RDONLY | os.O_CLOEXEC)
     except OSError:
-        found = os.dup(descriptor)
+        opened = os.dup(descriptor)
     try:
-        yield found
+        yield opened
     finally:
-        os.close(found)
+        os.close(opened)
 
 
 class SharedCollection:
-    """The images that a receiver has mapped; whoever reads one keeps it from being written again."""
-
-    moves = False
+    """Receiver's part: the images it has mapped. The sender does not write an image again while it is read."""
 
     def __init__(self) -> None:
-        self._maps: dict[int, tuple[mmap.mmap, np.ndarray]] = {}  # images, and the notes of those who map them
-        self._let_go: queue.SimpleQueue[int] = queue.SimpleQueue()  # whose put a finaliser may call at any moment
+        self._maps: dict[int, tuple[mmap.mmap, np.ndarray]] = {}  # images with their notes
+        self._released: queue.SimpleQueue[int] = queue.SimpleQueue()  # its put is safe in a finaliser
 
     def words(self) -> dict[str, Any]:
         released = []
-        while not self._let_go.empty():
-            released.append(self._let_go.get())
+        while not self._released.empty():
+            released.append(self._released.get())
         return {"released": released} if released else {}
 
-    def collect(self, connection: Wire, parcel: Parcel, staging: Staging, seconds: float) -> np.ndarray:
+    def collect(self, connection: Wire, parcel: Parcel, target: ReceiveTarget, seconds: float) -> np.ndarray:
         connection.send("fetch", PATIENCE, {"version": parcel.offer.version, **self.words()})
         descriptors: list[int] = []
         try:
@@ -179,17 +177,17 @@ class SharedCollection:
         finally:
             for descriptor in descriptors:
                 os.close(descriptor)
-        staging.shared(shared_verification.ledger(notes, turn))
+        target.share(shared_verification.marks(notes, turn))
         array = np.frombuffer(mapped, np.uint8, parcel.manifest.size)
-        weakref.finalize(array.base, self._let_go.put, serial).atexit = False
+        weakref.finalize(array.base, self._released.put, serial).atexit = False
         return array
 
     def close(self) -> None:
-        self._maps.clear()  # each stays mapped as long as it is read
+        self._maps.clear()  # a map that is read stays until its last reader is gone
 
 
 def _mapped(descriptors: Sequence[int], size: int) -> tuple[mmap.mmap, np.ndarray]:
-    """An image's memory, which we can't write, and that of its notes. WireError where they did not come."""
+    """(memory of an image, read-only; memory of its notes). WireError where they did not come."""
     sizes = [os.fstat(each).st_size for each in descriptors]
     if len(sizes) != 2 or not 0 < size <= sizes[0] or sizes[1] != shared_verification.SIZE:
         raise WireError("an image came without its memory")

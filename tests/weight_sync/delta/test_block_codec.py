@@ -3,19 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from types import ModuleType
 from typing import Any
 
 import numpy as np
 import pytest
 from numba import njit
 
-from longhaul.weight_sync.delta import backend, block_codec, numba_kernels
-from longhaul.weight_sync.delta.block_codec import Mode
-from longhaul.weight_sync.delta.numpy_kernels import CLASSES
+from longhaul.weight_sync.delta import block_codec, numba_kernels
+from longhaul.weight_sync.delta.block_codec import CLASSES, Mode
+from tests.helpers.delta_oracle import LOOPS, loops
 
 zstandard = pytest.importorskip("zstandard", reason="zstandard, of the extra sync, is not installed")
-
-BY = [backend.Plain(), backend.Compiled()]
 
 SIZE = 3000
 BASE = np.zeros(SIZE, np.uint16)  # of the first class, all of them
@@ -47,12 +46,13 @@ def block(
     return b"".join([bytes([Mode.DELTA]), bounds, block_codec._varints(numbers), *streams, bits, *words])
 
 
-def decoded(data: bytes, by: backend.Loops, base: np.ndarray = BASE) -> np.ndarray | str:
+def decoded(data: bytes, by: ModuleType, base: np.ndarray = BASE) -> np.ndarray | str:
     """What a block makes of `base`, or why it is none. Nobody touches what lies around."""
     around = np.full(base.size + 512, 171, base.dtype)
     out = around[256:-256]
     try:
-        block_codec.decode(base, out, memoryview(data), by)
+        with loops(by):
+            block_codec.decode(base, out, memoryview(data))
     except ValueError as error:
         return str(error)
     finally:
@@ -60,8 +60,8 @@ def decoded(data: bytes, by: backend.Loops, base: np.ndarray = BASE) -> np.ndarr
     return out
 
 
-@pytest.mark.parametrize("by", BY, ids=["plain", "compiled"])
-def test_a_block_by_hand_is_read_as_it_is_meant(by: backend.Loops) -> None:
+@pytest.mark.parametrize("by", LOOPS, ids=["plain", "compiled"])
+def test_a_block_by_hand_is_read_as_it_is_meant(by: ModuleType) -> None:
     """The places and steps that the format's words say: gaps in three ways, steps in three."""
     assert np.flatnonzero(decoded(block(), by)).tolist() == [0]
     made = decoded(
@@ -96,7 +96,7 @@ BOMB = zstandard.ZstdCompressor(
 ).compress(bytes(1 << 20))
 
 
-@pytest.mark.parametrize("by", BY, ids=["plain", "compiled"])
+@pytest.mark.parametrize("by", LOOPS, ids=["plain", "compiled"])
 @pytest.mark.parametrize(
     ("lie", "said"),
     [
@@ -129,12 +129,12 @@ BOMB = zstandard.ZstdCompressor(
     ],
     ids=str,
 )  # fmt: skip
-def test_a_block_that_lies_is_refused(lie: dict[str, Any], said: str, by: backend.Loops) -> None:
+def test_a_block_that_lies_is_refused(lie: dict[str, Any], said: str, by: ModuleType) -> None:
     assert said in str(decoded(block(**lie), by))
 
 
-@pytest.mark.parametrize("by", BY, ids=["plain", "compiled"])
-def test_what_has_no_end_is_refused(by: backend.Loops) -> None:
+@pytest.mark.parametrize("by", LOOPS, ids=["plain", "compiled"])
+def test_what_has_no_end_is_refused(by: ModuleType) -> None:
     for cut in range(len(block())):
         assert "the delta is damaged" in str(decoded(block()[:cut], by))
     assert "a number has no end" in str(decoded(bytes([Mode.DELTA, 255, 255, 255]) + 40 * b"\xff", by))
@@ -165,7 +165,7 @@ def test_both_kinds_of_loops_read_any_block_alike(dtype: type) -> None:
             counts, [each.tobytes() for each in highs], [each.tobytes() for each in halves], more.tobytes(), lows,
             rest, whole, raw, bounds,
         )  # fmt: skip
-        found = [decoded(data, by, base) for by in BY]
+        found = [decoded(data, by, base) for by in LOOPS]
         assert type(found[0]) is type(found[1]), found
         assert np.array_equal(found[0], found[1])
         made += isinstance(found[0], np.ndarray)

@@ -1,4 +1,4 @@
-"""What every lane of weight synchronisation must do, run for each of them."""
+"""Contract of a transport of weight synchronisation, run for each of them."""
 
 from __future__ import annotations
 
@@ -13,16 +13,15 @@ import numpy as np
 import pytest
 
 from longhaul.weight_sync import image as images
-from longhaul.weight_sync.delta import backend, version_delta
+from longhaul.weight_sync.delta import version_delta
 from longhaul.weight_sync.manifest import Manifest
 from longhaul.weight_sync.protocol import Settings
 from longhaul.weight_sync.publisher import Publisher
 from longhaul.weight_sync.receiver import Receiver
 from longhaul.weight_sync.transports import tcp
 from tests.helpers.weight_sync_transports import (
+    CODEC,
     KINDS,
-    OTHERS,
-    ZSTANDARD,
     Way,
     is_whole,
     process,
@@ -31,12 +30,6 @@ from tests.helpers.weight_sync_transports import (
     until,
     way,
 )
-
-
-@pytest.fixture(autouse=True)
-def plain(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nothing need be compiled."""
-    monkeypatch.setattr(backend, "best", backend.Plain)
 
 
 @pytest.fixture(params=KINDS)
@@ -48,7 +41,7 @@ def test_a_version_comes_bit_by_bit_in_every_dtype(lane: Way) -> None:
     from tests.weight_sync.test_manifest import arrays
 
     sent = arrays()
-    with Publisher("run", lanes=[lane.lane()]) as sender, receivers(lane) as (receiver,):
+    with Publisher("run", transports=[lane.serve()]) as sender, receivers(lane) as (receiver,):
         sender.publish(5, sent)
         assert receiver.wait(5, 20), receiver.errors
         version, held = receiver.latest()
@@ -61,7 +54,7 @@ def test_a_version_comes_bit_by_bit_in_every_dtype(lane: Way) -> None:
 
 def test_versions_come_in_order_and_each_is_whole(lane: Way) -> None:
     seen: list[int] = []
-    with Publisher("run", lanes=[lane.lane()]) as sender, receivers(lane, on_commit=seen.append) as (receiver,):
+    with Publisher("run", transports=[lane.serve()]) as sender, receivers(lane, on_commit=seen.append) as (receiver,):
         for version in range(20):
             assert sender.publish(version, tensors(version))
             if version % 3 == 0:
@@ -76,7 +69,7 @@ def test_versions_come_in_order_and_each_is_whole(lane: Way) -> None:
 
 def test_what_was_taken_comes_before_the_end(lane: Way) -> None:
     with receivers(lane, 2) as both:
-        with Publisher("run", lanes=[lane.lane()]) as sender:
+        with Publisher("run", transports=[lane.serve()]) as sender:
             sender.publish(1, tensors(1))
             assert all(one.wait(1, 20) for one in both)
             assert sender.publish(2, tensors(2)) and sender.publish(3, tensors(3), lent=True)
@@ -87,7 +80,7 @@ def test_what_was_taken_comes_before_the_end(lane: Way) -> None:
 
 
 def test_who_comes_late_gets_the_newest(lane: Way) -> None:
-    with Publisher("run", lanes=[lane.lane()]) as sender:
+    with Publisher("run", transports=[lane.serve()]) as sender:
         for version in (1, 2, 3):
             sender.publish(version, tensors(version))
             assert sender.wait(version, 20)
@@ -99,10 +92,10 @@ def test_who_comes_late_gets_the_newest(lane: Way) -> None:
 
 def test_who_comes_late_is_seeded_by_whoever_has_the_newest(lane: Way, tmp_path: Path) -> None:
     store = way("folder", tmp_path / "store")
-    with Publisher("run", epoch=1, lanes=[store.lane()]) as before:
+    with Publisher("run", epoch=1, transports=[store.serve()]) as before:
         before.publish(5, tensors(5))
         assert before.wait(5, 20)
-    with Publisher("run", epoch=2, lanes=[lane.lane()]) as sender:  # started anew, and has nothing yet
+    with Publisher("run", epoch=2, transports=[lane.serve()]) as sender:  # started anew, and has nothing yet
         with Receiver(lane.connect, store.connect) as receiver:
             assert receiver.wait(5, 20) and is_whole(*receiver.latest())
             sender.publish(1, tensors(1))
@@ -113,7 +106,7 @@ def test_who_comes_late_is_seeded_by_whoever_has_the_newest(lane: Way, tmp_path:
 
 
 def test_a_reader_keeps_its_version_while_others_come_and_go(lane: Way) -> None:
-    with Publisher("run", lanes=[lane.lane()]) as sender, receivers(lane) as (receiver,):
+    with Publisher("run", transports=[lane.serve()]) as sender, receivers(lane) as (receiver,):
         sender.publish(0, tensors(0))
         assert receiver.wait(0, 20)
         _, kept = receiver.latest()
@@ -137,7 +130,7 @@ def test_damage_is_found_and_the_old_version_served(lane: Way, monkeypatch: pyte
 
     monkeypatch.setattr(images, "gather", spoilt)
     settings = Settings(retries=1)
-    with Publisher("run", lanes=[lane.lane()], settings=settings) as sender, receivers(lane) as (receiver,):
+    with Publisher("run", transports=[lane.serve()], settings=settings) as sender, receivers(lane) as (receiver,):
         sender.publish(1, tensors(1))
         assert receiver.wait(1, 20), receiver.errors
         sender.publish(2, tensors(2))
@@ -154,11 +147,11 @@ def test_damage_is_found_and_the_old_version_served(lane: Way, monkeypatch: pyte
 
 def test_a_restarted_trainer_goes_on_in_a_new_epoch(lane: Way) -> None:
     with receivers(lane) as (receiver,):
-        with Publisher("run", epoch=1, lanes=[lane.lane()]) as sender:
+        with Publisher("run", epoch=1, transports=[lane.serve()]) as sender:
             sender.publish(9, tensors(9))
             assert receiver.wait(9, 20), receiver.errors
         assert is_whole(*receiver.latest())  # it serves on without a sender
-        with Publisher("run", epoch=2, lanes=[lane.lane()]) as sender:
+        with Publisher("run", epoch=2, transports=[lane.serve()]) as sender:
             sender.publish(4, tensors(4))  # from a checkpoint before
             until(lambda: receiver.held.epoch == 2)
             assert receiver.latest()[0] == 4 and is_whole(*receiver.latest())
@@ -166,15 +159,15 @@ def test_a_restarted_trainer_goes_on_in_a_new_epoch(lane: Way) -> None:
 
 def test_an_older_epoch_and_another_run_change_nothing(lane: Way) -> None:
     with receivers(lane) as (receiver,):
-        with Publisher("run", epoch=5, lanes=[lane.lane()]) as sender:
+        with Publisher("run", epoch=5, transports=[lane.serve()]) as sender:
             sender.publish(1, tensors(1))
             assert receiver.wait(1, 20), receiver.errors
         for run, epoch in (("run", 4), ("other", 9)):
             if not lane.answers:  # who writes into a folder is refused at once
                 with pytest.raises(ValueError, match=r"superseded|run run"):
-                    Publisher(run, epoch=epoch, lanes=[lane.lane()])
+                    Publisher(run, epoch=epoch, transports=[lane.serve()])
                 continue
-            with Publisher(run, epoch=epoch, lanes=[lane.lane()]) as sender:
+            with Publisher(run, epoch=epoch, transports=[lane.serve()]) as sender:
                 sender.publish(8, tensors(8))
                 count = len(receiver.errors)
                 until(lambda: any(run in each or "epoch 4" in each for each in receiver.errors[count:]))  # noqa: B023
@@ -185,7 +178,7 @@ def test_memory_stays_within_the_budget(lane: Way) -> None:
     size = 1 << 16
     image = 4 * size + 64 * 3
     with (
-        Publisher("run", lanes=[lane.lane()], budget=3 * image) as sender,
+        Publisher("run", transports=[lane.serve()], budget=3 * image) as sender,
         receivers(lane, 2, budget=2 * image) as both,
     ):
         for version in range(30):
@@ -203,7 +196,7 @@ def descriptors() -> int:
 @pytest.mark.skipif(not Path("/proc/self/fd").exists(), reason="this system does not list descriptors")
 def test_nothing_is_left_behind(lane: Way) -> None:
     def once() -> None:
-        with Publisher("run", lanes=[lane.lane()]) as sender, receivers(lane, 3) as three:
+        with Publisher("run", transports=[lane.serve()]) as sender, receivers(lane, 3) as three:
             sender.publish(0, tensors(0))
             assert all(receiver.wait(0, 20) for receiver in three)
 
@@ -216,7 +209,7 @@ def test_nothing_is_left_behind(lane: Way) -> None:
 
 
 def test_lent_tensors_go_without_waiting(lane: Way) -> None:
-    with Publisher("run", lanes=[lane.lane()]) as sender, receivers(lane) as (receiver,):
+    with Publisher("run", transports=[lane.serve()]) as sender, receivers(lane) as (receiver,):
         kept = [tensors(version) for version in range(8)]
         for version, given in enumerate(kept):
             assert sender.publish(version, given, lent=True)
@@ -238,8 +231,8 @@ with follow([sys.argv[1]], name="other") as receiver:
 
 
 def test_a_version_reaches_another_process(lane: Way, tmp_path: Path) -> None:
-    opened = lane.lane()
-    with Publisher("run", lanes=[opened]) as sender, process(sys.executable, "-c", OTHER, opened.address) as other:
+    opened = lane.serve()
+    with Publisher("run", transports=[opened]) as sender, process(sys.executable, "-c", OTHER, opened.address) as other:
         assert other.stdin is not None and other.stdout is not None
         for version in range(3):
             sender.publish(version, tensors(version))
@@ -251,27 +244,7 @@ def test_a_version_reaches_another_process(lane: Way, tmp_path: Path) -> None:
         assert other.wait(30) == 0
 
 
-@pytest.mark.parametrize("kind", OTHERS)
-def test_a_receiver_killed_on_the_way_holds_up_nobody(kind: str, tmp_path: Path) -> None:
-    """Of the lanes by other libraries; test_sync_kills has all phases of our own."""
-    there = way(kind, tmp_path)
-    opened = there.lane()
-    with (
-        Publisher("run", lanes=[opened], settings=Settings(deadline=20)) as sender,
-        process(sys.executable, "-c", OTHER, opened.address) as other,
-        receivers(there) as (receiver,),
-    ):
-        until(lambda: len(sender.status()["receivers"]) == 2)
-        sender.publish(0, tensors(0, 1 << 23))
-        until(lambda: any(each["phase"] != "idle" or each["version"] == 0 for each in sender.status()["receivers"]))
-        other.kill()
-        for version in (1, 2):
-            sender.publish(version, tensors(version, 1 << 23))
-            assert receiver.wait(version, 40), receiver.errors
-            assert is_whole(*receiver.latest())
-
-
-@ZSTANDARD
+@CODEC
 def test_only_what_changed_travels_to_who_holds_the_version_before(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -290,7 +263,7 @@ def test_only_what_changed_travels_to_who_holds_the_version_before(
     there = way("tcp", tmp_path)
     draw = np.random.default_rng(0)
     given = {"w": draw.integers(0, 1 << 16, 40_000, np.uint16), "still": np.ones(5000, np.float32)}
-    with Publisher("run", lanes=[there.lane()], send_changes=True) as sender, receivers(there, 2) as both:
+    with Publisher("run", transports=[there.serve()], send_changes=True) as sender, receivers(there, 2) as both:
         until(lambda: len(sender.status()["receivers"]) == 2)
         for version in range(6):
             given["w"][draw.integers(0, 40_000, 400)] += 1
@@ -307,7 +280,7 @@ def test_only_what_changed_travels_to_who_holds_the_version_before(
     assert len(poured) == 8 and max(poured) < 3000  # versions 1, 2, 3, 5 to both; the damaged one then came whole
 
 
-@ZSTANDARD
+@CODEC
 def test_changes_come_only_where_the_receivers_budget_has_room_for_them(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -320,7 +293,7 @@ def test_changes_come_only_where_the_receivers_budget_has_room_for_them(
     size = 2 * images.describe(given)[1]  # of two images
     for room, changed in ((0, 0), (size, 2)):
         with (
-            Publisher("run", lanes=[there.lane()], send_changes=True) as sender,
+            Publisher("run", transports=[there.serve()], send_changes=True) as sender,
             receivers(there, budget=size + room) as (receiver,),
         ):
             poured.clear()
@@ -337,7 +310,7 @@ def test_changes_come_only_where_the_receivers_budget_has_room_for_them(
                 assert size < receiver.peak_bytes < size + max(poured)
 
 
-@ZSTANDARD
+@CODEC
 def test_changes_are_verified_in_the_making() -> None:
     """A bit of the base that flipped since it was verified is found, in what changes and in what does not."""
     draw = np.random.default_rng(0)
@@ -375,7 +348,7 @@ def test_parameters_of_jax_travel_as_they_are(tmp_path: Path) -> None:
 
     there = way("shared", tmp_path)
     given = {"w": jnp.linspace(-3, 3, 12, dtype=jnp.bfloat16).reshape(3, 4), "b": jnp.float32(0.1)}
-    with Publisher("run", lanes=[there.lane()]) as sender, receivers(there) as (receiver,):
+    with Publisher("run", transports=[there.serve()]) as sender, receivers(there) as (receiver,):
         sender.publish(0, given)
         assert receiver.wait(0, 20)
         _, held = receiver.latest()

@@ -11,21 +11,14 @@ import numpy as np
 import pytest
 
 from longhaul.weight_sync import manifest
-from longhaul.weight_sync.delta import backend
 from longhaul.weight_sync.protocol import NOTHING
 from longhaul.weight_sync.publisher import Publisher
 from longhaul.weight_sync.receiver import Receiver
 from longhaul.weight_sync.transports import delta_chain, safetensors_files
-from longhaul.weight_sync.transports.folder import FolderLane, FolderSource
-from tests.helpers.weight_sync_transports import ZSTANDARD, receivers, until, way
+from longhaul.weight_sync.transports.folder import FolderSource, FolderTransport
+from tests.helpers.weight_sync_transports import CODEC, damaged, receivers, until, way
 
 SIZE, VERSIONS = 20_000, 11
-
-
-@pytest.fixture(autouse=True)
-def plain(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nothing need be compiled."""
-    monkeypatch.setattr(backend, "best", backend.Plain)
 
 
 def weights() -> Iterator[dict[str, np.ndarray]]:
@@ -42,8 +35,8 @@ def weights() -> Iterator[dict[str, np.ndarray]]:
 def written(folder: Path, keep: int = 100, anchor: int = 4) -> list[dict[str, np.ndarray]]:
     """All versions in `folder`, one after the other, and what they hold."""
     given = list(weights())
-    lane = FolderLane(folder, keep=keep, durable=False, anchor=anchor, beside={"config.json": b"{}"})
-    with Publisher("run", epoch=3, lanes=[lane], budget=5 * 45_000) as sender:
+    lane = FolderTransport(folder, keep=keep, durable=False, anchor=anchor, beside={"config.json": b"{}"})
+    with Publisher("run", epoch=3, transports=[lane], budget=5 * 45_000) as sender:
         for version, tensors in enumerate(given):
             sender.publish(version, tensors)
             until(lambda: lane.latest is not None and lane.latest.name == safetensors_files.folder_name(3, version))  # noqa: B023
@@ -55,9 +48,7 @@ def written(folder: Path, keep: int = 100, anchor: int = 4) -> list[dict[str, np
 def chained(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """All versions in a folder; 0 and 6 are whole."""
     folder = tmp_path_factory.mktemp("chained") / "versions"
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(backend, "best", backend.Plain)
-        written(folder, anchor=100)
+    written(folder, anchor=100)
     return folder
 
 
@@ -66,7 +57,7 @@ def is_version(receiver: Receiver, given: list[dict[str, np.ndarray]]) -> bool:
     return all(held[name].tobytes() == array.tobytes() for name, array in given[version].items())
 
 
-@ZSTANDARD
+@CODEC
 def test_anchors_are_written_where_they_are_due_and_the_rest_is_small(tmp_path: Path) -> None:
     given = written(tmp_path)
     whole = [v for v in range(VERSIONS) if delta_chain.link(tmp_path / safetensors_files.folder_name(3, v)) is None]
@@ -80,20 +71,20 @@ def test_anchors_are_written_where_they_are_due_and_the_rest_is_small(tmp_path: 
         found = safetensors_files.read_manifest(tmp_path / safetensors_files.folder_name(3, version))
         image = np.zeros(found.size, np.uint8)
         delta_chain.read(tmp_path, found, image, None, lambda image, count: None)
-        assert not list(manifest.damaged(found, image))
+        assert not damaged(found, image)
         held = manifest.views(found, image)
         assert all(held[name].tobytes() == array.tobytes() for name, array in tensors.items())
 
 
-@ZSTANDARD
+@CODEC
 def test_who_follows_reads_links_and_who_comes_late_the_anchor(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     read: list[tuple[int, int]] = []
     path = delta_chain.path
     monkeypatch.setattr(delta_chain, "path", lambda *args: (read.extend(found := path(*args)), found)[1])
     given = list(weights())
-    lane = FolderLane(tmp_path / "versions", keep=1, durable=False, anchor=8)
+    lane = FolderTransport(tmp_path / "versions", keep=1, durable=False, anchor=8)
     there = way("folder", tmp_path)
-    with Publisher("run", epoch=3, lanes=[lane]) as sender, receivers(there) as (receiver,):
+    with Publisher("run", epoch=3, transports=[lane]) as sender, receivers(there) as (receiver,):
         for version in range(4):
             sender.publish(version, given[version])
             assert receiver.wait(version, 20), receiver.errors
@@ -107,25 +98,25 @@ def test_who_follows_reads_links_and_who_comes_late_the_anchor(tmp_path: Path, m
         ]  # kept, since 3 builds upon them
 
 
-@ZSTANDARD
+@CODEC
 def test_old_chains_go_when_nothing_builds_upon_them(tmp_path: Path) -> None:
     written(tmp_path, keep=2)
     assert sorted(safetensors_files.versions(tmp_path)) == [(3, v) for v in (6, 7, 8, 9, 10)]
 
 
-@ZSTANDARD
+@CODEC
 def test_a_restarted_trainer_begins_with_an_anchor(chained: Path, tmp_path: Path) -> None:
     given = list(weights())
     shutil.copytree(chained, tmp_path, dirs_exist_ok=True)
-    lane = FolderLane(tmp_path, keep=1, durable=False, anchor=100)
-    with Publisher("run", epoch=4, lanes=[lane]) as sender:
+    lane = FolderTransport(tmp_path, keep=1, durable=False, anchor=100)
+    with Publisher("run", epoch=4, transports=[lane]) as sender:
         sender.publish(2, given[2])
         until(lambda: lane.latest is not None and lane.latest.name == safetensors_files.folder_name(4, 2))
     assert delta_chain.link(tmp_path / safetensors_files.folder_name(4, 2)) is None
     assert safetensors_files.versions(tmp_path) == [(4, 2)]
 
 
-@ZSTANDARD
+@CODEC
 @pytest.mark.parametrize("fault", ["flipped", "cut", "swapped", "missing", "loop", "rooted"])
 def test_a_broken_chain_is_never_served_and_the_next_anchor_mends_it(fault: str, chained: Path, tmp_path: Path) -> None:
     given = list(weights())
@@ -156,7 +147,7 @@ def test_a_broken_chain_is_never_served_and_the_next_anchor_mends_it(fault: str,
     with Receiver(lambda: FolderSource(tmp_path)) as receiver:
         until(lambda: receiver.errors)
         assert receiver.served is None and receiver.held == NOTHING
-        with Publisher("run", epoch=4, lanes=[FolderLane(tmp_path, durable=False)]) as sender:
+        with Publisher("run", epoch=4, transports=[FolderTransport(tmp_path, durable=False)]) as sender:
             sender.publish(5, given[5])
             assert receiver.wait(5, 20), receiver.errors
             assert is_version(receiver, given)
@@ -165,15 +156,16 @@ def test_a_broken_chain_is_never_served_and_the_next_anchor_mends_it(fault: str,
 def test_wrong_names_beside_a_version_are_refused(tmp_path: Path) -> None:
     for name in ("../config.json", "model.safetensors", ".hidden"):
         with pytest.raises(ValueError, match="plain name"):
-            FolderLane(tmp_path, beside={name: b""})
+            FolderTransport(tmp_path, beside={name: b""})
 
 
 def test_changes_are_asked_for_only_where_they_can_be_coded(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """Without zstandard the first version came, and none after it."""
-    monkeypatch.setitem(sys.modules, "zstandard", None)
-    needs = "needs zstandard: pip install"
-    with pytest.raises(ValueError, match=needs):
-        FolderLane(tmp_path, anchor=2)
-    with pytest.raises(ValueError, match=needs):
-        Publisher("run", send_changes=True)
-    FolderLane(tmp_path, anchor=1)
+    """Without zstandard or numba the first version came, and none after it."""
+    for name in ("zstandard", "numba"):
+        with monkeypatch.context() as patched:
+            patched.setitem(sys.modules, name, None)
+            with pytest.raises(ValueError, match=f"needs {name}: pip install"):
+                FolderTransport(tmp_path, anchor=2)
+            with pytest.raises(ValueError, match=f"needs {name}: pip install"):
+                Publisher("run", send_changes=True)
+            FolderTransport(tmp_path, anchor=1)

@@ -119,9 +119,45 @@ def test_a_large_stream_is_told_of_as_it_comes() -> None:
             mine.draw(into.data, time.monotonic() + 5, lambda count: None)
 
 
+def test_an_image_is_awaited_until_the_deadline_however_it_trickles_in() -> None:
+    """Silence, a byte now and then, an end, and a connection that another thread closes: none is a hang."""
+    into = memoryview(bytearray(1 << 20))
+
+    def drawn(wire: framing.Wire, seconds: float) -> None:
+        wire.draw(into, time.monotonic() + seconds, lambda count: None)
+
+    near, far = socket.socketpair()
+    with closing(framing.Wire(near)) as mine, closing(framing.Wire(far)) as other:
+        with pytest.raises(TimeoutError):
+            drawn(mine, 0.05)
+        ended = threading.Event()
+        drip = threading.Thread(target=lambda: [other.sock.send(b"a") for _ in range(300) if not ended.wait(0.02)])
+        drip.start()
+        with pytest.raises(TimeoutError):
+            drawn(mine, 0.3)
+        assert drip.is_alive()
+        ended.set()
+        drip.join()
+        closer = threading.Timer(0.1, mine.close)
+        closer.start()
+        with pytest.raises(OSError, match=r"closed|Bad file"):
+            drawn(mine, 30)
+        closer.join()
+
+
+def test_who_sends_an_image_is_freed_when_another_thread_closes() -> None:
+    near, far = socket.socketpair()
+    with closing(framing.Wire(near)) as mine, closing(framing.Wire(far)):
+        closer = threading.Timer(0.1, mine.close)
+        closer.start()
+        with pytest.raises(OSError, match=r"Broken pipe|Bad file"):
+            mine.pour(memoryview(bytes(1 << 24)), 30)  # nobody reads
+        closer.join()
+
+
 def test_who_has_another_token_gets_nothing() -> None:
-    lane = tcp.lane("127.0.0.1:0", "a token of sixteen")
-    with Publisher("run", lanes=[lane]):
+    lane = tcp.serve("127.0.0.1:0", "a token of sixteen")
+    with Publisher("run", transports=[lane]):
         address = lane.address.removeprefix("tcp:")
         for token, words in (("another of sixteen", "another one"), (None, "asks for a token")):
             with pytest.raises(PermissionError, match=words):
@@ -130,7 +166,7 @@ def test_who_has_another_token_gets_nothing() -> None:
             source.bind(NOTHING, 5.0)
     for token in (None, "short"):
         with pytest.raises(ValueError, match="token"):
-            tcp.lane("0.0.0.0:0", token)
+            tcp.serve("0.0.0.0:0", token)
 
 
 class Meddler:
@@ -185,8 +221,8 @@ def test_whatever_happens_between_them_what_is_served_is_whole(monkeypatch: pyte
     monkeypatch.setattr("longhaul.weight_sync.receiver.LONGEST_PAUSE", 0.02)
     monkeypatch.setattr("longhaul.weight_sync.receiver.FIRST_PAUSE", 0.01)
     monkeypatch.setattr("longhaul.weight_sync.transports.socket_server.PATIENCE", 0.3)
-    lane = tcp.lane()
-    with Publisher("run", lanes=[lane], settings=Settings(0, deadline=0.5, lease=1.0)) as sender:
+    lane = tcp.serve()
+    with Publisher("run", transports=[lane], settings=Settings(0, deadline=0.5, lease=1.0)) as sender:
         meddler = Meddler(lane.address.removeprefix("tcp:"), seed=3, faults=20)
         seen: list[tuple[int, bool]] = []
         with Receiver(lambda: tcp.connect(meddler.address, "meddled")) as receiver:

@@ -1,24 +1,30 @@
-"""The delta codec's loops in plain NumPy: what `longhaul.weight_sync.delta.numba_kernels` is tested against, and what
-runs without numba.
-
-Elements are bit patterns (uint8, uint16, uint32). A pattern's *exponent* is the eight bits below its sign, which of
-bf16 and fp32 is the exponent indeed; its *key* is a signed integer that grows with the number, one unit in the last
-place a unit, and is a bijection of all patterns, NaNs and both zeros too. How likely an element changes follows from
-its exponent: an update of one size moves a small number by many units in the last place, and a large one by none. So
-elements are counted by classes of exponents that sender and receiver both know from the base: a change is told as the
-number of members of its class since the one before (its *gap*), and by how many units it moves (its *step*).
-"""
+"""Oracle of the delta codec: plain NumPy with the functions of `longhaul.weight_sync.delta.numba_kernels`."""
 
 from __future__ import annotations
 
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import ModuleType
 from typing import Any
 
 import numpy as np
+import pytest
 from numpy.typing import NDArray
 
-Patterns = NDArray[np.uint8] | NDArray[np.uint16] | NDArray[np.uint32]
+from longhaul.weight_sync.delta import block_codec, numba_kernels
+from longhaul.weight_sync.delta.block_codec import CLASSES, Changes, Patterns, Streams
 
-CLASSES = 4
+LOOPS = (sys.modules[__name__], numba_kernels)
+"""Both kinds of loops, the oracle first."""
+
+
+@contextmanager
+def loops(which: ModuleType) -> Iterator[None]:
+    """Within it the codec uses these loops."""
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(block_codec, "kernels", lambda: which)
+        yield
 
 
 def exponents(patterns: Patterns) -> NDArray[np.int64]:
@@ -43,7 +49,7 @@ def survey(base: Patterns, new: Patterns) -> tuple[NDArray[np.int64], NDArray[np
     return np.bincount(found, minlength=256), np.bincount(found[base != new], minlength=256)
 
 
-def changes(
+def _changes(
     base: Patterns, new: Patterns, bounds: NDArray[np.uint8]
 ) -> tuple[NDArray[np.int64], NDArray[np.uint32], NDArray[np.uint32]]:
     """-> (changes of each class, their gaps, their steps less one), class after class.
@@ -64,7 +70,7 @@ def changes(
     return counts, np.concatenate(gaps).astype(np.uint32), np.concatenate(found).astype(np.uint32)
 
 
-def patch(
+def _patch(
     base: Patterns,
     out: Patterns,
     bounds: NDArray[np.uint8],
@@ -72,7 +78,7 @@ def patch(
     gaps: NDArray[np.uint32],
     steps: NDArray[np.uint32],
 ) -> bool:
-    """Undoes `changes`: `out`, which may be `base` itself, becomes what was new. False where the gaps lead outside."""
+    """Undoes `_changes`: `out`, which may be `base` itself, becomes what was new. False where the gaps lead outside."""
     full, of, now, at = (1 << (out.itemsize * 8)) - 1, classes(base, bounds), base.copy(), 0
     for k in range(CLASSES):
         members = np.flatnonzero(of == k)
@@ -137,41 +143,24 @@ def unpack_steps(
     return steps, more.size, whole.size
 
 
-def merge(members: NDArray[np.int64], changed: NDArray[np.int64], worth: float) -> NDArray[np.uint8]:
-    """Bounds of the classes that make positions cheapest: of neighbours, those that lose least are merged.
-
-    `members` and `changed` are [256] by exponent. There are CLASSES classes at most, and each saves at least `worth`
-    bits. -> uint8 [CLASSES - 1], ascending; 255 for those that are not used. Plain loops: numba compiles this, too.
-    """
-    last, of, hit = np.zeros(256, np.int64), np.zeros(256), np.zeros(256)
-    cost, count = np.zeros(256), 0
-    for i in range(256):
-        if members[i] > 0:
-            last[count], of[count], hit[count] = i, members[i], changed[i]
-            cost[count] = _bits(of[count], hit[count])
-            count += 1
-    while count > 1:
-        best, least = 0, np.inf
-        for i in range(count - 1):
-            more = _bits(of[i] + of[i + 1], hit[i] + hit[i + 1]) - cost[i] - cost[i + 1]
-            if more < least:
-                best, least = i, more
-        if count <= CLASSES and least > worth:
-            break
-        last[best] = last[best + 1]
-        of[best], hit[best] = of[best] + of[best + 1], hit[best] + hit[best + 1]
-        cost[best] = _bits(of[best], hit[best])
-        count -= 1
-        for i in range(best + 1, count):
-            last[i], of[i], hit[i], cost[i] = last[i + 1], of[i + 1], hit[i + 1], cost[i + 1]
-    bounds = np.full(CLASSES - 1, 255, np.uint8)
-    for i in range(count - 1):
-        bounds[i] = last[i]
-    return bounds
+def changes(base: Patterns, new: Patterns) -> Changes:
+    bounds = numba_kernels.merge.py_func(*survey(base, new), numba_kernels.WORTH)
+    return Changes(bounds, *_changes(base, new, bounds))
 
 
-def _bits(of: float, hit: float) -> float:
-    """The entropy of which `hit` of `of` elements changed."""
-    if hit <= 0.0 or hit >= of:
-        return 0.0
-    return float(of * np.log2(of) - hit * np.log2(hit) - (of - hit) * np.log2(of - hit))
+def patch(base: Patterns, out: Patterns, found: Changes) -> bool:
+    return _patch(base, out, found.bounds, found.counts, found.gaps, found.steps)
+
+
+def unpack(found: Streams) -> tuple[NDArray[np.uint32], NDArray[np.uint32], int]:
+    gaps, steps = [], []
+    more, rest, whole = found.more, found.rest, found.whole
+    for low, highs, bits, halves in zip(found.lows, found.highs, found.bits, found.halves, strict=True):
+        some, used = unpack_gaps(highs, low, bits, rest)
+        gaps.append(some)
+        some, taken, words = unpack_steps(halves, highs.size, more, whole)
+        steps.append(some)
+        if min(used, taken) < 0:
+            return gaps[0], steps[0], -1
+        rest, more, whole = rest[used:], more[taken:], whole[words:]
+    return np.concatenate(gaps), np.concatenate(steps), rest.size + more.size + whole.size
