@@ -7,7 +7,9 @@ are believed for as long as a version may take to be staged; a later receiver re
 delays the others little: they do its part in the end. The notes lie in memory that all of them write; they are
 processes of one user.
 
-It is kept for its gain (MEASURED).
+It is kept because it saves more than 15 % (`sync bench --model qwen3-0.6b --receivers 2 --lane shm`, 2 cores, in turn
+with receivers that each read everything, two rounds of 5 repeats, 2026-11-23): CPU-seconds 0.123 and 0.120 with it,
+0.160 and 0.151 without; times over that of a private copy in each receiver 1.07 and 1.10, 1.21 and 1.21.
 """
 
 from __future__ import annotations

@@ -175,8 +175,8 @@ def test_what_arrives_in_any_pieces_is_verified(cuts: list[int]) -> None:
             image[spoilt.offset] ^= 4
         arrival = images.Arrival(Manifest("run", 0, 0, -1, size, found))
         for cut in sorted(cut for cut in cuts if cut < size):
-            arrival(image, cut)
-        arrival(image, size)
+            arrival.arrived(image, cut)
+        arrival.arrived(image, size)
         assert arrival.complete and arrival.damaged == ([] if spoilt is None else [spoilt.name])
         if spoilt is not None:
             image[spoilt.offset] ^= 4

@@ -5,6 +5,9 @@ A version's folder has either safetensors files (`safetensors_files`) or CHANGES
 that the head names by epoch, version and root. A reader that holds some version of the chain reads the later ones; a
 new reader reads the newest anchor and all later ones. Each frame knows its base's digest, the head knows the roots of
 both sides, and the result is verified by the manifest as every image is: changes can't be applied to another base.
+
+Kept because a folder is 65 times smaller with it (model `small`, bf16, one simulated step of Adam at 1e-6 a version,
+2026-11-23): 4.9 MB a version between anchors instead of 317 MB.
 """
 
 from __future__ import annotations
