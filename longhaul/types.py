@@ -215,7 +215,10 @@ class Progress(NamedTuple):
 
 
 class Weights(Protocol):
-    """Transfer of parameters from a learner to its actors; versions only grow."""
+    """Transfer of parameters from a learner to its actors; versions only grow.
+
+    Between hosts it is `weight_sync.weights.SyncWeights`.
+    """
 
     def publish(self, version: int, params: Params) -> None: ...
 

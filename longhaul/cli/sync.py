@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from longhaul.cli import flags, tables
-from longhaul.cli.flags import ALONE, DEBUG, FLOAT, INT, PATH, TEXT, Flag, FlagError, choice
+from longhaul.cli.flags import DEBUG, FLOAT, INT, PATH, TEXT, Flag, FlagError, choice
 from longhaul.runtime import credentials
 from longhaul.weight_sync import model_shapes, transports
 from longhaul.weight_sync.relay import Relay
@@ -175,9 +175,6 @@ def bench(words: Sequence[str]) -> int:
     receivers = Flag("receivers", INT, 2, "processes that receive")
     lane = Flag("lane", choice(("shm", "tcp", "folder")), (), "a figure for each", True, "shm, tcp")
     repeats = Flag("repeats", INT, 5, "repeats, of which medians are reported; at least 5")
-    peers = Flag(
-        "peers", ALONE, False, "instead, what others take beside ours: sockets, gloo, gRPC, Orbax, torch's files"
-    )
     rate = Flag(
         "learning-rate", FLOAT, None, "versions are one step of Adam at this rate apart, and tcp sends the changes",
         shown="all of a version",
@@ -192,7 +189,7 @@ def bench(words: Sequence[str]) -> int:
     )
     out = Flag("json", PATH, None, "write the figures as a list to this file, too", shown="")
     about = "Measures a version from one process to others, by stages, beside the limits of memory and sockets."
-    groups = {"": [model, receivers, lane, repeats, rate, layouts, peers, out, DEBUG]}
+    groups = {"": [model, receivers, lane, repeats, rate, layouts, out, DEBUG]}
     given = flags.parse("sync bench", about, groups, words).values
     tables.check_json(given["json"])
     if given["receivers"] < 1:
@@ -215,17 +212,11 @@ def _figures(sizes: dict[str, Any], given: Mapping[str, Any]) -> Iterator[dict[s
     if rate is not None and not 0.0 < rate < 1.0:
         raise FlagError(f"--learning-rate is {rate:g}; it must lie above 0 and below 1")
     if layouts:
-        if len(layouts) != 2 or given["peers"] or rate is not None or given["lane"]:
-            raise FlagError(
-                "--layouts takes two, of trainers and receivers, without --lane, --learning-rate and --peers"
-            )
+        if len(layouts) != 2 or rate is not None or given["lane"]:
+            raise FlagError("--layouts takes two, of trainers and receivers, without --lane and --learning-rate")
         from longhaul.bench.cases import sync_layouts
 
         return sync_layouts.measure(given["model"], *layouts)
-    if given["peers"]:
-        if rate is not None:
-            raise FlagError("--learning-rate and --peers: other libraries send whole versions; leave one out")
-        return _peers(**sizes)
     if rate is not None:
         if any(lane != "tcp" for lane in given["lane"]):
             raise FlagError("--learning-rate needs --lane tcp, which alone sends changes; leave --lane out")
@@ -237,21 +228,6 @@ def _lanes(**sizes: Any) -> Iterator[dict[str, Any]]:
     from longhaul.bench import harness as benches
 
     return benches.run("sync", **sizes)
-
-
-def _peers(model: str, receivers: int, repeats: int, lane: Sequence[str] = ()) -> Iterator[dict[str, Any]]:
-    """A figure of each other way whose libraries are here; of those that are not, a line on stderr."""
-    from longhaul.bench.cases import sync, sync_peers, sync_ways
-
-    if receivers != sync_ways.RECEIVERS or lane or repeats < 1:
-        given = f"--receivers {receivers}, --repeats {repeats}{' and --lane' if lane else ''}"
-        raise FlagError(f"{given}: --peers has {sync_ways.RECEIVERS} receivers, a repeat at least, and its own lanes")
-    sync.check(model, receivers)
-    for name in sync_ways.WAYS:
-        if without := sync_ways.missing(name):
-            print(f"{name} is left out: {without} is not installed", file=sys.stderr, flush=True)
-            continue
-        yield sync_peers.measure(name, model, repeats)
 
 
 COMMANDS: dict[str, Callable[[Sequence[str]], int]] = {"serve": serve, "pull": pull, "status": status, "bench": bench}

@@ -55,8 +55,6 @@ def test_tensor_parallel_kernels_are_split_where_serving_splits_them():
         ("--layouts fsdp:2 tp:99999", "'tp:99999' is no layout"),
         ("--learning-rate 0", "it must lie above 0 and below 1"),
         ("--learning-rate 1e-6 --lane shm", "needs --lane tcp"),
-        ("--learning-rate 1e-6 --peers", "leave one out"),
-        ("--model 1t --peers", "choose a smaller one, or plan it by its shapes"),
         ("--model 1t", "choose a smaller one, or plan it by its shapes"),
     ],
 )

@@ -1,4 +1,4 @@
-"""`longhaul sync bench --peers`: each other way brings the same bytes, or is told to be missing."""
+"""`python -m benchmarks.peers.sync`: each other way brings the same bytes, or is reported as missing."""
 
 from __future__ import annotations
 
@@ -7,9 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from longhaul.bench.cases import sync_peers, sync_ways
-from longhaul.bench.cases.sync_peers import Took, condensed
-from longhaul.cli import main
+from benchmarks.peers import sync
+from benchmarks.peers.sync import Took, condensed
 
 
 def test_figures_are_medians_of_ratios_within_a_repeat() -> None:
@@ -24,11 +23,11 @@ def test_figures_are_medians_of_ratios_within_a_repeat() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", sync_ways.WAYS)
+@pytest.mark.parametrize("name", sync.WAYS)
 def test_a_way_brings_what_was_sent(name: str) -> None:
-    if without := sync_ways.missing(name):
+    if without := sync.missing(name):
         pytest.skip(f"{without} is not installed")
-    found = sync_peers.measure(name, "tiny", 1)  # which compares digests
+    found = sync.measure(name, "tiny", 1)  # which compares digests
     assert found["peer"] == name and found["wall_seconds"] > 0
 
 
@@ -36,17 +35,25 @@ def test_the_command_writes_what_is_there_and_tells_what_is_not(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """By bare sockets alone; both receivers' digests are compared with the sender's on the way."""
-    ways = {"socket": sync_ways.WAYS["socket"], "other": sync_ways.Known(sync_ways.Socket, ("no_such_library",))}
-    monkeypatch.setattr(sync_ways, "WAYS", ways)
-    out = tmp_path / "figures.json"
-    assert main.main(f"sync bench --peers --model tiny --repeats 1 --json {out}".split()) == 0
+    ways = {"socket": sync.WAYS["socket"], "other": sync.Known(sync.Socket, ("no_such_library",))}
+    monkeypatch.setattr(sync, "WAYS", ways)
+    out = tmp_path / "figures.jsonl"
+    assert sync.main(f"--model tiny --repeats 1 --json {out}".split()) == 0
     said = capsys.readouterr()
     assert said.err == "other is left out: no_such_library is not installed\n"
-    (found,) = json.loads(out.read_text())
+    found = json.loads(out.read_text())
     assert json.loads(said.out) == found and found["peer"] == "socket" and found["times_ours"] > 0
 
 
-@pytest.mark.parametrize("words", ["--receivers 3", "--repeats 0", "--lane tcp"])
-def test_words_that_mean_nothing_for_peers_are_refused(words: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main.main(f"sync bench --peers {words}".split()) == 2
-    assert "--peers has 2 receivers" in capsys.readouterr().err
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ("--repeats 0", "--repeats is 0; it must be at least 1"),
+        ("--model 1t", "choose a smaller one, or plan it by its shapes"),
+        ("--model gpt-9", "no model is known"),
+    ],
+)
+def test_wrong_words_are_refused(words: str, said: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        sync.main(words.split())
+    assert said in capsys.readouterr().err

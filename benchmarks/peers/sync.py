@@ -1,22 +1,35 @@
-"""Ways to bring a model's parameters from one process to others: what people use, bare sockets, and ours.
+"""Other ways to bring a model's parameters from one process to two, in turn with ours: `python -m
+benchmarks.peers.sync`.
 
-Each is one small class with both ends; `sync_peers` measures them. Their libraries are imported where an end is made.
+A repeat is one transfer by the other way, one of ours (shared memory, verified), and a private copy of shared memory in
+each receiver, which is the limit. All three meet the same load, so ratios within a repeat compare across ways. The time
+is from the start of sending until the last receiver has all tensors in memory that it may read: its own, or, by ours,
+mapped and verified. Receivers are warmed up by two transfers of each way, after which both sides' digests must agree.
+Prints one JSON object a way; a way whose library is not installed is left out, with a line on stderr.
 """
 
 from __future__ import annotations
 
+import argparse
 import importlib.util
+import json
+import multiprocessing
+import os
 import shutil
 import socket
+import statistics
+import sys
+import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from multiprocessing import shared_memory
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
+from longhaul.bench.cases.sync import check
 from longhaul.weight_sync import manifest, model_shapes, transports
 from longhaul.weight_sync.manifest import LINE
 from longhaul.weight_sync.publisher import Publisher
@@ -24,18 +37,20 @@ from longhaul.weight_sync.receiver import follow
 from longhaul.weight_sync.transports.tcp import BUFFER
 
 RECEIVERS = 2
+"""Processes that receive."""
 
 CHUNK = 4 << 20
-"""Bytes of a gRPC message."""
+"""Bytes of a gRPC message: its usual limit."""
 
 PATIENCE = 300.0
 """Seconds that one transfer may take."""
 
 
 class Memory:
-    """A process's own: the sender's tensors are parts of `flat`, which others can map; a receiver's, of private memory.
+    """Tensors of one process as bit patterns, since not every library knows NumPy's bfloat16.
 
-    `source` is the sender's as it is mapped here. Bit patterns: not every library knows NumPy's bfloat16.
+    They are parts of `flat`: shared memory at the sender, private memory at a receiver. `source` is the sender's
+    memory, mapped here.
     """
 
     def __init__(self, rank: int, model: str, folder: str) -> None:
@@ -52,14 +67,14 @@ class Memory:
         self.tensors = {name: part.reshape(shape) for (name, shape), part in zip(self.forms, parts, strict=True)}
 
     def digest(self, tensors: Iterable[np.ndarray]) -> str:
-        """Of tensors in the model's order."""
+        """Digest of tensors in the model's order."""
         running = manifest.hasher()()
         for each in tensors:
             running.update(np.asarray(each).reshape(-1).view(np.uint8))
         return running.hexdigest()
 
     def close(self, mine: bool) -> None:
-        """Gives it back; `mine` is whether it was made here."""
+        """Unmaps the memory; `mine`: this process created it, and removes it."""
         del self.source, self.flat, self.tensors
         self._shared.close()
         if mine:
@@ -67,31 +82,31 @@ class Memory:
 
 
 class Way(Protocol):
-    """One end: of rank 0, which sends, or of another, which receives into its memory."""
+    """One end of a way: rank 0 sends, the others receive into their memory."""
 
     def clear(self) -> None:
-        """At the sender, before a transfer; not timed."""
+        """Prepares the sender for a transfer; not timed."""
 
     def send(self) -> None: ...
 
     def receive(self) -> Iterable[np.ndarray]:
-        """-> all tensors, in the model's order."""
+        """All tensors, in the model's order."""
 
     def close(self) -> None: ...
 
 
 class Copy:
-    """The limit: a private copy of memory that the sender has mapped, too."""
+    """The limit: a private copy of the sender's memory."""
 
     def __init__(self, rank: int, memory: Memory) -> None:
         self._memory = memory
         self._end: Callable[[], object] = lambda: None
 
     def clear(self) -> None:
-        """Nothing is left."""
+        """Nothing to prepare."""
 
     def send(self) -> None:
-        """It is there."""
+        """Nothing to send: receivers have mapped it."""
 
     def receive(self) -> Iterable[np.ndarray]:
         self._memory.flat[:] = self._memory.source
@@ -102,7 +117,7 @@ class Copy:
 
 
 class Socket(Copy):
-    """A bare socket to each, into memory that is there already."""
+    """Bare socket to each receiver, into memory that exists already."""
 
     def __init__(self, rank: int, memory: Memory) -> None:
         super().__init__(rank, memory)
@@ -208,7 +223,7 @@ class Orbax(Copy):
 
 
 class Grpc(Copy):
-    """A server stream of chunks, into memory that is there already."""
+    """Server stream of chunks, into memory that exists already."""
 
     def __init__(self, rank: int, memory: Memory) -> None:
         import grpc
@@ -245,7 +260,7 @@ class Grpc(Copy):
 
 
 class Ours(Copy):
-    """A `Publisher` and receivers, verified as they are by default. `kind` is the lane."""
+    """`Publisher` and receivers of the package. `kind`: shm or tcp."""
 
     def __init__(self, rank: int, memory: Memory, kind: str = "shm") -> None:
         super().__init__(rank, memory)
@@ -255,9 +270,9 @@ class Ours(Copy):
             self._end = self._receiver.close
             return
         size = memory.flat.size + LINE * len(memory.forms)
-        lane = transports.serve(f"shm:{memory.folder}/lane" if kind == "shm" else "tcp:127.0.0.1:0")
-        self._sender = Publisher("peers", transports=[lane], budget=2 * size)
-        _tell(where, lane.address)
+        transport = transports.serve(f"shm:{memory.folder}/lane" if kind == "shm" else "tcp:127.0.0.1:0")
+        self._sender = Publisher("peers", transports=[transport], budget=2 * size)
+        _tell(where, transport.address)
         _until(lambda: len(self._sender.status()["receivers"]) == RECEIVERS)
         self._end = self._sender.close
 
@@ -278,7 +293,7 @@ def _tcp(rank: int, memory: Memory) -> Ours:
 
 
 class Known(NamedTuple):
-    """Another way, and what must be importable for it."""
+    """A way, and the modules that it needs."""
 
     way: Callable[[int, Memory], Way]
     needs: tuple[str, ...] = ()
@@ -295,12 +310,12 @@ WAYS = {
 
 
 def missing(name: str) -> str:
-    """What a way needs that is not installed; "" where all is."""
+    """Modules that a way needs and that are not installed; "" for none."""
     return ", ".join(each for each in WAYS[name].needs if importlib.util.find_spec(each) is None)
 
 
 def _tell(path: Path, words: str) -> None:
-    """Where the other side finds it, all at once."""
+    """Writes a file for the other side, completely or not at all."""
     part = path.with_suffix(".part")
     part.write_text(words)
     part.rename(path)
@@ -317,3 +332,130 @@ def _until(what: Callable[[], bool]) -> None:
         if time.monotonic() > until:
             raise TimeoutError(f"the other side did not come within {PATIENCE:g} s")
         time.sleep(0.001)
+
+
+def _ends(rank: int, name: str, memory: Memory) -> dict[str, Way]:
+    """Ends of this process, in the order in which both sides connect them."""
+    return {"limit": Copy(rank, memory), "theirs": WAYS[name].way(rank, memory), "ours": Ours(rank, memory)}
+
+
+def serve(rank: int, name: str, model: str, folder: str, orders: Any) -> None:
+    """Process of a receiver: one transfer for each order (way, whether to digest the result)."""
+    memory = Memory(rank, model, folder)
+    ends = _ends(rank, name, memory)
+    orders.send(None)
+    while order := orders.recv():
+        used, began = time.process_time(), time.monotonic()
+        came = ends[order[0]].receive()
+        at = (began, time.monotonic(), time.process_time() - used)
+        orders.send((*at, memory.digest(came) if order[1] else ""))
+        del came  # or an image would stay lent
+    for each in ends.values():
+        each.close()
+    orders.send(None)
+    memory.close(False)
+
+
+class Took(NamedTuple):
+    """Duration of a transfer."""
+
+    wall: float  # seconds
+    cpu: float  # CPU-seconds of all processes
+
+
+def measure(name: str, model: str, repeats: int) -> dict[str, Any]:
+    """Figure of one way: medians of repeats, and of ratios within them. RuntimeError where other bytes came."""
+    context, pipes, processes = multiprocessing.get_context("spawn"), [], []
+    folder = tempfile.mkdtemp(prefix="sync-peers-")
+    memory = Memory(0, model, folder)
+    for rank in range(1, RECEIVERS + 1):
+        mine, theirs = context.Pipe()
+        processes.append(context.Process(target=serve, args=(rank, name, model, folder, theirs), daemon=True))
+        processes[-1].start()
+        theirs.close()  # so that the pipe closes with its process
+        pipes.append(mine)
+    ends = _ends(0, name, memory)
+    for pipe in pipes:
+        pipe.recv()
+    right = memory.digest(memory.tensors.values())
+
+    def transfer(which: str, check: bool = False) -> Took:
+        ends[which].clear()
+        used, began = time.process_time(), time.monotonic()
+        for pipe in pipes:
+            pipe.send((which, check))
+        ends[which].send()
+        answers = [pipe.recv() for pipe in pipes]
+        used = time.process_time() - used
+        if check and {each[-1] for each in answers} != {right}:
+            raise RuntimeError(f"{name}: what came by {which} is not what was sent")
+        # Nothing is sent for the limit: its time begins with the first copy.
+        start = min(each[0] for each in answers) if which == "limit" else began
+        return Took(max(each[1] for each in answers) - start, used + sum(each[2] for each in answers))
+
+    try:
+        for which in 2 * list(ends):  # twice, so that both images of ours are touched
+            transfer(which, check=True)
+        rows = [{which: transfer(which) for which in ends} for _ in range(repeats)]
+        for pipe in pipes:
+            pipe.send(None)
+            pipe.recv()
+    finally:
+        for each in ends.values():
+            each.close()
+        for process in processes:
+            process.join(10)
+            process.kill()
+        ends.clear()
+        memory.close(True)
+        shutil.rmtree(folder, ignore_errors=True)
+    about = {"name": "sync-peer", "peer": name, "model": model, "receivers": RECEIVERS, "repeats": repeats}
+    return about | condensed(rows) | {"load": os.getloadavg()[0]}
+
+
+def condensed(rows: list[dict[str, Took]]) -> dict[str, float]:
+    """Medians; `limit_ratio` is the way's time over the limit's, `times_ours` over ours, each within a repeat."""
+
+    def middle(of: Callable[[dict[str, Took]], float]) -> float:
+        return statistics.median(of(row) for row in rows)
+
+    return {
+        "wall_seconds": middle(lambda row: row["theirs"].wall),
+        "cpu_seconds": middle(lambda row: row["theirs"].cpu),
+        "limit_seconds": middle(lambda row: row["limit"].wall),
+        "limit_cpu_seconds": middle(lambda row: row["limit"].cpu),
+        "ours_seconds": middle(lambda row: row["ours"].wall),
+        "ours_cpu_seconds": middle(lambda row: row["ours"].cpu),
+        "limit_ratio": middle(lambda row: row["theirs"].wall / row["limit"].wall),
+        "ours_limit_ratio": middle(lambda row: row["ours"].wall / row["limit"].wall),
+        "times_ours": middle(lambda row: row["theirs"].wall / row["ours"].wall),
+        "cpu_times_ours": middle(lambda row: row["theirs"].cpu / row["ours"].cpu),
+    }
+
+
+def main(words: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", default="qwen3-0.6b", help="model whose parameters are sent")
+    parser.add_argument("--repeats", type=int, default=5, help="repeats, of which medians are reported")
+    parser.add_argument("--json", help="write the figures as lines to this file, too")
+    given = parser.parse_args(words)
+    if given.repeats < 1:
+        parser.error(f"--repeats is {given.repeats}; it must be at least 1")
+    try:
+        check(given.model, RECEIVERS)
+    except ValueError as error:
+        parser.error(str(error))
+    lines = []
+    for name in WAYS:
+        if without := missing(name):
+            print(f"{name} is left out: {without} is not installed", file=sys.stderr, flush=True)
+            continue
+        lines.append(json.dumps(measure(name, given.model, given.repeats)))
+        print(lines[-1], flush=True)
+    if given.json:
+        Path(given.json).write_text("".join(f"{line}\n" for line in lines))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
