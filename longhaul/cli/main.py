@@ -20,7 +20,7 @@ from typing import Any
 import longhaul
 from longhaul.cli import flags, tables
 from longhaul.cli.flags import DEBUG, FLOAT, INT, PATH, TEXT, Flag, FlagError, choice
-from longhaul.runtime import process_group
+from longhaul.runtime.launch.process import end_with_parent
 
 COMMANDS = {
     "train": "train by a recipe, or go on with a run",
@@ -60,7 +60,7 @@ LONGEST = 600
 def main(words: Sequence[str] | None = None) -> int:
     """Runs one command; -> its exit code. `words` default to those of the process."""
     words = list(sys.argv[1:] if words is None else words)
-    process_group.attend()  # before what is heavy is imported, which takes a while
+    end_with_parent()  # before what is heavy is imported, which takes a while
     debug = "--debug" in words
     # Before anything loads it: its threads gain nothing here and cost seconds where cores are busy, and the last bits
     # of initial weights would depend on their number.

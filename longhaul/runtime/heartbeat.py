@@ -1,7 +1,7 @@
-"""Signs of life of a process that trains, and what a launcher that hears them makes of its silence.
+"""Heartbeat of a process that trains, and the rule by which silence means that it hangs.
 
-The training loop itself gives them, at each compiled call that is done: a thread beside it would go on while it hangs.
-What takes as long as it takes (starting, compiling, saving, evaluating) is announced, and has a bound of its own.
+The training loop itself gives the signs of life, at each compiled call that is done: a thread beside it would go on
+while the loop hangs. Starting, compiling, saving and evaluating are announced, and have a bound of their own.
 """
 
 from __future__ import annotations
@@ -10,15 +10,17 @@ import contextlib
 import os
 from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import NamedTuple
 
 DESCRIPTOR = "LONGHAUL_PULSE"
-"""A file descriptor that takes signs, one byte each."""
+"""Environment variable: a file descriptor that takes signs of life, one byte each."""
 
 RESTS, WORKS, CALL = b"r", b"w", b"c"
-"""Something else than updates begins; updates begin; a call of them is done."""
+"""Signs: something else than updates begins; updates begin; a call of them is done."""
 
 SILENCE, TIMES = 15.0, 4.0
-"""Between updates so many seconds without a sign, and so many times the longest call so far, are too many."""
+"""A process that works hangs when it gives no sign for so many seconds, and for so many times its longest work so far.
+Launched processes, actors and the inference server's actors are judged by the same numbers."""
 
 FROZEN = 5.0
 """Seconds that a process may be stopped (by SIGSTOP, say)."""
@@ -27,14 +29,14 @@ Tell = Callable[[bytes], None]
 
 
 def teller(environment: Mapping[str, str]) -> Tell:
-    """What gives signs to the launcher of this process; does nothing where there is none."""
+    """Function that sends signs to the launcher of this process; without a launcher it does nothing."""
     word = environment.get(DESCRIPTOR, "")
     if not word.isdecimal():
         return lambda sign: None
     descriptor = int(word)
 
     def tell(sign: bytes) -> None:
-        with contextlib.suppress(OSError):  # nobody listens any more: no matter of ours
+        with contextlib.suppress(OSError):  # nobody listens any more
             os.write(descriptor, sign)
 
     with contextlib.suppress(OSError):
@@ -42,53 +44,69 @@ def teller(environment: Mapping[str, str]) -> Tell:
     return tell
 
 
+class Silence(NamedTuple):
+    """Hang rule of one process, after its signs of life so far. Times are seconds of one clock."""
+
+    at: float  # of the last sign
+    longest: float = 0.0  # seconds of its longest work so far
+    resting: bool = True  # it starts, compiles or saves, which takes as long as it takes
+    frozen: float | None = None  # since when it is stopped
+
+    def bound(self, starting: float) -> float:
+        """Seconds of silence that are too many now; `starting`: of a process that rests."""
+        return starting if self.resting else max(SILENCE, TIMES * self.longest)
+
+    def stopped(self, stopped: bool, now: float) -> Silence:
+        """After a look whether the process is stopped."""
+        return self._replace(frozen=None if not stopped else now if self.frozen is None else self.frozen)
+
+    def hang(self, now: float, starting: float) -> str | None:
+        """What is wrong with the process; None where nothing is."""
+        if self.frozen is not None and now - self.frozen > FROZEN:
+            return f"was stopped for {now - self.frozen:.0f} s"
+        silent = now - self.at
+        if silent <= self.bound(starting):
+            return None
+        if self.resting:
+            return f"has not begun to work for {silent:.0f} s (deadline {starting:g})"
+        return f"was silent for {silent:.0f} s; its longest work before took {self.longest:.1f} s"
+
+
 class Listener:
-    """What one process told so far, and whether it has been silent for too long. Times are seconds by one clock."""
+    """Signs that one training process gave so far, and whether it has been silent for too long."""
 
     def __init__(self, now: float, deadline: float):
         """`deadline`: seconds that anything but updates may take."""
         self._deadline = deadline
-        self._last, self._at = RESTS, now
-        self._longest = 0.0
-        self._calls = 0
-        self._stopped: float | None = None
+        self._silence = Silence(now)
+        self._rests, self._calls = True, 0
 
     def hear(self, signs: bytes, now: float) -> None:
         for sign in (signs[i : i + 1] for i in range(len(signs))):
-            if sign == CALL:
-                self._longest = max(self._longest, now - self._at if self._last != RESTS else 0.0)
-                self._calls += 1
-            self._last, self._at = sign, now
+            took = now - self._silence.at if sign == CALL and not self._rests else 0.0
+            self._rests, self._calls = sign == RESTS, self._calls + (sign == CALL)
+            longest, resting = max(self._silence.longest, took), self._rests or not self._calls
+            self._silence = self._silence._replace(at=now, longest=longest, resting=resting)
 
     def see(self, stopped: bool, now: float) -> None:
         """Whether the process is stopped now."""
-        self._stopped = None if not stopped else now if self._stopped is None else self._stopped
+        self._silence = self._silence.stopped(stopped, now)
 
     def forgive(self, now: float) -> None:
         """The listener itself was away: silence counts from now."""
-        self._at = now
-        self._stopped = None
+        self._silence = self._silence._replace(at=now, frozen=None)
 
     def bound(self) -> float:
         """Seconds of silence that are too many now."""
-        if self._last == RESTS or not self._calls:
-            return self._deadline
-        return max(SILENCE, TIMES * self._longest)
+        return self._silence.bound(self._deadline)
 
     def verdict(self, now: float) -> str | None:
-        """What is wrong with it, in words; None where nothing is."""
-        if self._stopped is not None and now - self._stopped > FROZEN:
-            return f"was stopped for {now - self._stopped:.0f} s"
-        silent, bound = now - self._at, self.bound()
-        if silent <= bound:
-            return None
-        if self._last == RESTS or not self._calls:
-            return f"has not begun to train for {silent:.0f} s (--deadline {self._deadline:g})"
-        return f"was silent for {silent:.0f} s; the longest call before took {self._longest:.1f} s"
+        """What is wrong with it; None where nothing is."""
+        return self._silence.hang(now, self._deadline)
 
 
 def stopped(process: int) -> bool:
-    """Whether the process of this id is stopped; False where the system does not say."""
+    """Whether the process of this id is stopped; False where the system does not report it."""
     try:
         return Path(f"/proc/{process}/stat").read_bytes().rpartition(b")")[2].split()[0] in (b"T", b"t")
     except (OSError, IndexError):

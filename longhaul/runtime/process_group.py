@@ -25,6 +25,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar, cast
 
+from longhaul.runtime.launch.process import end_with_parent
+
 T = TypeVar("T")
 
 COORDINATOR, INDEX, COUNT = "LONGHAUL_COORDINATOR", "LONGHAUL_PROCESS_ID", "LONGHAUL_NUM_PROCESSES"
@@ -35,9 +37,6 @@ SERVICE = "LONGHAUL_SERVICE"
 
 DEVICES = "LONGHAUL_LOCAL_DEVICES"
 """CPU devices of each process, where --mesh does not say how many there are in all."""
-
-LIFELINE = "LONGHAUL_LIFELINE"
-"""A file descriptor that is at its end when the launcher has ended: the process then ends too."""
 
 AUTO = "auto"
 """As the coordinator: JAX finds out by itself."""
@@ -186,7 +185,7 @@ def on_tpu(environment: Mapping[str, str]) -> bool:
 
 def start(hosts: Hosts) -> None:
     """Joins the processes, before JAX runs; does nothing where this one is alone. Raises HostsError."""
-    attend()
+    end_with_parent()
     if hosts.count == 1:
         return
     import jax
@@ -251,20 +250,6 @@ def _redirect() -> None:
 
 def _short(error: BaseException) -> str:
     return " ".join(str(error).split())[:200] or type(error).__name__
-
-
-def attend() -> None:
-    """From now on this process ends at once when its launcher does, be that killed; nothing where it has none."""
-    if LIFELINE not in os.environ:
-        return
-    lifeline = int(os.environ.pop(LIFELINE))
-
-    def wait() -> None:
-        while os.read(lifeline, 1):
-            pass
-        os._exit(1)
-
-    threading.Thread(target=wait, name="lifeline", daemon=True).start()
 
 
 def together() -> bool:

@@ -1,76 +1,133 @@
-"""Processes of actors: begun with what they must know on their standard input, ended for good, and begun again with a
-delay that grows."""
+"""Actors as processes, whichever topology: started, ended for good, and started again with a growing pause."""
 
 from __future__ import annotations
 
-import ctypes
 import os
-import signal
-import subprocess
 import sys
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
+from typing import NamedTuple, Protocol
+
+from longhaul.runtime.launch.process import Process, Restarts
 
 FEW = {
     "JAX_PLATFORMS": "cpu", "NPROC": "1", "OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1",
     "JAX_CPU_ENABLE_ASYNC_DISPATCH": "false",
 }  # fmt: skip
-"""The environment of an actor's process, whatever the learner's says: it computes on the CPU, with one thread, in which
-JAX's programs run, too (`run.prepare_devices` says why)."""
+"""Environment variables of an actor's process: it computes on the CPU with one thread, in which JAX's programs run, too
+(`runtime.devices.prepare_devices` says why)."""
 
-BACK_OFF, LONGEST = 0.1, 10.0
-"""Seconds before an actor is begun again: the first, doubled with each failure in a row, at most the last."""
+STARTING = 600.0
+"""Seconds that an actor may take until its first work is done: it compiles, and a cluster must find a place for it."""
+
+RESTARTS = Restarts(allowed=4, first=0.1, most=10.0)
+"""The fifth failure in a row ends the run."""
 
 
-class CrewError(RuntimeError):
+class ActorError(RuntimeError):
     """Actors that can't go on; one line."""
 
 
-def delay(failures: int) -> float:
-    """Seconds until another takes the place of an actor that has failed so often in a row, at least once."""
-    return min(LONGEST, BACK_OFF * 2.0 ** (failures - 1))
-
-
-class Child:
-    """One life of an actor, in a process of its own: `python -m MODULE`."""
-
-    def __init__(self, module: str, orders: bytes, descriptors: Sequence[int] = ()) -> None:
-        """`orders` are all that it reads; the descriptors are its own, too."""
-        self._process = process = subprocess.Popen(
-            [sys.executable, "-m", module], stdin=subprocess.PIPE, pass_fds=descriptors, env=os.environ | FEW
-        )
-        self.id = process.pid
-        assert process.stdin is not None
-        try:
-            with process.stdin as pipe:
-                pipe.write(orders)
-        except BrokenPipeError:
-            pass  # it ended at once, which `ended` tells
+class ActorHandle(Protocol):
+    """One life of an actor: a `Process`, a thread, or an actor of Ray's."""
 
     def ended(self) -> str | None:
         """How it ended; None while it lives."""
-        code = self._process.poll()
-        if code is None:
-            return None
-        return f"it was ended by {signal.Signals(-code).name}" if code < 0 else f"it ended with code {code}"
 
     def kill(self) -> None:
-        self._process.kill()
+        """Ends it at once, as far as it can be; does not wait."""
 
-    def wait(self) -> None:
-        self._process.wait()
-
-    def end(self, within: float) -> None:
-        """Waits for its end; kills it where that takes more than so many seconds."""
-        try:
-            self._process.wait(timeout=within)
-        except subprocess.TimeoutExpired:
-            self.kill()
-            self.wait()
+    def end(self, within: float = 0.0) -> None:
+        """Waits so many seconds for its end, then kills it. It writes nothing more after this."""
 
 
-def end_with_parent(parent: int) -> None:
-    """This process is killed when its parent ends. Exits where it has ended already."""
-    if sys.platform == "linux":
-        ctypes.CDLL(None, use_errno=True).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
-    if os.getppid() != parent:
-        os._exit(1)
+class _Seat(NamedTuple):
+    restarts: Restarts
+    handle: ActorHandle | None = None  # None: one is started at `due`
+    started: float = 0.0
+    due: float = 0.0
+    again: int = 0  # restarts
+
+
+class Actors:
+    """Actors 0 .. N-1, each kept alive. Call `close` at the end.
+
+    An actor is ended for good before another takes its place, so that two never write to one place. The owner calls
+    `failed` for each that `look` reports, and for those that it ended itself.
+    """
+
+    def __init__(self, count: int, start: Callable[[int], ActorHandle], without: str) -> None:
+        """`start(a)`: a new life of actor a. `without`: what an actor that fails for good did not reach, for its
+        error."""
+        self._start, self._without = start, without
+        self._seats = [_Seat(RESTARTS) for _ in range(count)]
+
+    def look(self, now: float) -> list[tuple[int, str]]:
+        """Starts who is due; -> (actor, how it ended) of those that ended."""
+        gone = []
+        for actor, seat in enumerate(self._seats):
+            if seat.handle is None:
+                if now >= seat.due:
+                    self._seats[actor] = seat._replace(handle=self._start(actor), started=now)
+            elif (how := seat.handle.ended()) is not None:
+                gone.append((actor, how))
+        return gone
+
+    def end(self, actor: int) -> bool:
+        """Ends an actor for good; -> whether it lived."""
+        handle = self._seats[actor].handle
+        if handle is not None:
+            handle.end()
+        return handle is not None
+
+    def failed(self, actor: int, why: str, *, progress: bool) -> float:
+        """Notes the end of an actor; -> seconds until another takes its place. Raises ActorError once it has failed too
+        often in a row without progress."""
+        seat = self._seats[actor]
+        if seat.handle is not None:
+            seat.handle.end()
+        restarts = seat.restarts.failed(progress=progress)
+        if restarts.exhausted:
+            raise ActorError(f"actor {actor} failed {restarts.failures} times {self._without}; {why}")
+        due = time.monotonic() + restarts.pause
+        self._seats[actor] = _Seat(restarts, due=due, again=seat.again + 1)
+        return restarts.pause
+
+    def started(self, actor: int) -> float:
+        """Time of an actor's last start, by the monotonic clock."""
+        return self._seats[actor].started
+
+    def count(self, actor: int) -> int:
+        """Restarts of an actor since the run began."""
+        return self._seats[actor].again
+
+    def handles(self) -> list[ActorHandle | None]:
+        """Lives of all actors; None where one is yet to start."""
+        return [seat.handle for seat in self._seats]
+
+    @property
+    def restarts(self) -> int:
+        """Restarts of all actors since the run began."""
+        return sum(seat.again for seat in self._seats)
+
+    def close(self, within: Callable[[int], float] = lambda actor: 0.0) -> None:
+        """Ends all actors; nothing of them is left. `within(a)`: seconds that actor a may take by itself."""
+        alive = [(actor, seat.handle) for actor, seat in enumerate(self._seats) if seat.handle is not None]
+        for actor, handle in alive:
+            if not within(actor):
+                handle.kill()  # all of them, before any is waited for
+        for actor, handle in alive:
+            handle.end(within(actor))
+        self._start = _closed  # the owner's memory is free at once: no circle of references holds it
+        self._seats = [_Seat(seat.restarts, due=float("inf"), again=seat.again) for seat in self._seats]
+
+
+def _closed(actor: int) -> ActorHandle:
+    raise AssertionError(f"actor {actor} is started after the end")
+
+
+def process(module: str, payload: bytes, descriptors: Sequence[int] = ()) -> Process:
+    """An actor in a process of its own, `python -m MODULE`. `payload`: all that it reads; the descriptors are its own,
+    too."""
+    command = [sys.executable, "-m", module]
+    return Process(command, variables=os.environ | FEW, payload=payload, descriptors=descriptors)

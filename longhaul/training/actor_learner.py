@@ -33,7 +33,7 @@ from longhaul.runtime.devices import prepare_devices
 from longhaul.runtime.launch import ray_cluster
 from longhaul.topologies.actor_learner import config, host_rollout, learner
 from longhaul.topologies.actor_learner.actor import Collect
-from longhaul.topologies.actor_learner.actor_pool import Crew
+from longhaul.topologies.actor_learner.actor_pool import ActorPool
 from longhaul.training import reasoning_setup
 from longhaul.training.assemble import Assembly, completing
 from longhaul.types import Algorithm, Collector, Metrics, Progress, PyTree
@@ -49,7 +49,7 @@ class Prepared(NamedTuple):
     """A run's learner, compiled, and what its actors do."""
 
     program: learner.Program
-    acting: learner.Acting
+    acting: learner.CompiledActor
 
 
 def prepare(run: Run, assembly: Assembly, context: PyTree, progress: Progress) -> Prepared:
@@ -84,7 +84,9 @@ def process(plain: dict[str, Any], actor: int) -> Collect:
     return _acting(run, algorithm, policy, on_device).collect
 
 
-def _acting(run: Run, algorithm: Algorithm, policy: PyTree, on_device: Callable[[], Collector]) -> learner.Acting:
+def _acting(
+    run: Run, algorithm: Algorithm, policy: PyTree, on_device: Callable[[], Collector]
+) -> learner.CompiledActor:
     """What one actor of `run` does: on the host, or as the collector does that `on_device` makes."""
     if not isinstance(run.environment, Named) or not is_hosted(run.environment.env):
         return learner.acting(on_device(), policy, reasoning_setup.checker(run))
@@ -100,12 +102,12 @@ def _nobody() -> Collector:
 class Opened(NamedTuple):
     """A run's actors at work."""
 
-    crew: Crew
+    pool: ActorPool
     calls: Iterator[tuple[Progress, int, Metrics]]  # all updates that are left, as `fused.fused` has them
 
     def processes(self) -> list[int]:
         """The processes of actors that are not this one."""
-        return [row["process"] for row in self.crew.report()["actors"] if row["process"] not in (0, os.getpid())]
+        return [row["process"] for row in self.pool.report()["actors"] if row["process"] not in (0, os.getpid())]
 
 
 def opened(run: Run, assembly: Assembly, prepared: Prepared, progress: Progress, closed: ExitStack) -> Opened:
@@ -113,9 +115,7 @@ def opened(run: Run, assembly: Assembly, prepared: Prepared, progress: Progress,
     policy = jax.eval_shape(assembly.algorithm.policy, progress.state)
 
     def make(actor: int) -> Collect:
-        if isinstance(run.environment, Named) and is_hosted(
-            run.environment.env
-        ):  # a vector is one thread's
+        if isinstance(run.environment, Named) and is_hosted(run.environment.env):  # a vector is one thread's
             return _acting(run, assembly.algorithm, policy, _nobody).collect
         return prepared.acting.collect
 
@@ -123,9 +123,9 @@ def opened(run: Run, assembly: Assembly, prepared: Prepared, progress: Progress,
     making = make if kind == "thread" else functools.partial(process, to_dict(run))
     if kind == "ray":
         closed.enter_context(ray_cluster.joined(run.acting.ray_address, ray_cluster.ACTORS))
-    crew = closed.enter_context(closing(Crew(rule, prepared.acting.shapes, making, kind=kind)))
+    pool = closed.enter_context(closing(ActorPool(rule, prepared.acting.shapes, making, kind=kind)))
     publish = learner.weights_of(assembly.algorithm)
-    return Opened(crew, learner.actors(prepared.program, crew, progress, publish, updates=assembly.updates))
+    return Opened(pool, learner.actors(prepared.program, pool, progress, publish, updates=assembly.updates))
 
 
 def calls(
@@ -135,22 +135,22 @@ def calls(
     no actor is left."""
     with ExitStack() as closed:
         closed.callback((folder / LIVE).unlink, missing_ok=True)
-        crew, updates = opened(run, assembly, prepared, progress, closed)
+        pool, updates = opened(run, assembly, prepared, progress, closed)
         told = 0.0
         for progress, n, rows in updates:
-            while crew.news:
-                note(crew.news.pop(0))
+            while pool.news:
+                note(pool.news.pop(0))
             if time.monotonic() - told >= EVERY:
                 told = time.monotonic()
                 with suppress(OSError):  # no matter for the run
-                    files.write(folder / LIVE, json.dumps(files.finite(_live(run, assembly, crew, rows))))
+                    files.write(folder / LIVE, json.dumps(files.finite(_live(run, assembly, pool, rows))))
             yield progress, n, rows
 
 
-def _live(run: Run, assembly: Assembly, crew: Crew, rows: Metrics) -> dict[str, Any]:
+def _live(run: Run, assembly: Assembly, pool: ActorPool, rows: Metrics) -> dict[str, Any]:
     """What everybody is at, and who holds the others up."""
     now = {name.partition("/")[2]: float(rows[name][0]) for name in rows if name.startswith("actors/")}
-    return crew.report() | {
+    return pool.report() | {
         "steps_per_update": assembly.steps_per_update,
         "staleness": run.acting.staleness,
         "kind": run.acting.actor_kind,

@@ -19,7 +19,7 @@ from longhaul.runtime.errors import RunError
 from longhaul.runtime.launch import ray_cluster
 from longhaul.topologies import staleness
 from longhaul.topologies.inference_server import frames, learner, ray_actor
-from longhaul.topologies.inference_server.actor_pool import Orders, Processes, process
+from longhaul.topologies.inference_server.actor_pool import ActorPool, Orders, process
 from longhaul.topologies.inference_server.config import load
 from longhaul.topologies.inference_server.env_state import NOTHING, Keeps
 from longhaul.topologies.inference_server.frames import Codec
@@ -129,16 +129,16 @@ def opened(
     at = _found(run)
     kept: dict[int, np.ndarray] = {}
     lane = closed.enter_context(closing(_lane(run, serving.codec, seeds, at, kept)))
-    crew = None
+    pool = None
     if on_ray or run.central.bind is None:
-        crew = closed.enter_context(closing(_crew(run, serving.codec, lane, at)))
+        pool = closed.enter_context(closing(_pool(run, serving.codec, lane, at)))
     elif isinstance(lane, GrpcLane):
         note(f"waits for {run.acting.actors} actors: {_command(run, lane.address)}")
     server = Server(
         lane, serving.inference, serving.book, serving.store, slots=slots,
-        scores=serving.codec.layout.scores, crew=crew, note=note, kept=kept,
+        scores=serving.codec.layout.scores, pool=pool, note=note, kept=kept,
     )  # fmt: skip
-    return server, lambda: [] if crew is None else crew.ids()
+    return server, lambda: [] if pool is None else pool.ids()
 
 
 def calls(
@@ -166,7 +166,7 @@ def _found(run: Run) -> tuple[str, Credentials]:
     try:
         given = load(run.central)
         if run.acting.actor_kind == "ray":
-            return ray_actor.found(run.central.bind, given)
+            return ray_actor.reachable(run.central.bind, given)
         return run.central.bind or "127.0.0.1:0", given
     except ValueError as error:
         raise RunError(str(error)) from error
@@ -184,7 +184,7 @@ def _lane(
         raise RunError(str(error)) from error
 
 
-def _crew(run: Run, codec: Codec, lane: Lane, at: tuple[str, Credentials]) -> Processes:
+def _pool(run: Run, codec: Codec, lane: Lane, at: tuple[str, Credentials]) -> ActorPool:
     """Actors on this machine, or on the nodes of a Ray cluster."""
     assert run.acting.actors is not None
     groups = run.acting.actors * run.central.slots
@@ -201,5 +201,5 @@ def _crew(run: Run, codec: Codec, lane: Lane, at: tuple[str, Credentials]) -> Pr
         found = {"address": lane.address, "token_file": run.central.token_file, "authority": run.central.tls_cert}
         return Orders(about | found)
 
-    begin = ray_actor.beginning(at[1]) if run.acting.actor_kind == "ray" else process
-    return Processes(run.acting.actors, orders, lane.cut, begin=begin)
+    start = ray_actor.starter(at[1]) if run.acting.actor_kind == "ray" else process
+    return ActorPool(run.acting.actors, orders, lane.cut, start)

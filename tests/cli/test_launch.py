@@ -213,7 +213,7 @@ def test_new_starts_are_counted_and_go_on_with_the_run(
 @pytest.mark.parametrize(("words", "said"), [
     ("stopped", "process 1 was stopped for"),
     ("silent", "process 1 was silent for"),
-    ("deadline", "process 0 has not begun to train for"),
+    ("deadline", "process 0 has not begun to work for"),
 ])  # fmt: skip
 def test_who_lives_and_hangs_is_killed_and_all_start_again(
     dummies: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], words: str,

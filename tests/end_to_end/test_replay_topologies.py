@@ -22,7 +22,7 @@ from longhaul.rollout import collector, join
 from longhaul.runtime import mesh as meshes
 from longhaul.topologies import fused
 from longhaul.topologies.actor_learner import learner
-from longhaul.topologies.actor_learner.actor_pool import Crew
+from longhaul.topologies.actor_learner.actor_pool import ActorPool
 from longhaul.topologies.staleness import Rule
 from longhaul.types import Algorithm
 from tests.algorithms import test_dqn, test_sac, test_td3
@@ -58,7 +58,7 @@ def by_actors(
     program = learner.compiled(algorithm, does, join, begun, mesh, actors=COUNT)
     rows = []
     rule = Rule(COUNT, bound, until=updates)
-    with closing(Crew(rule, does.shapes, lambda actor: does.collect, kind="thread")) as crew:
+    with closing(ActorPool(rule, does.shapes, lambda actor: does.collect, kind="thread")) as crew:
         weights = learner.weights_of(algorithm)
         for progress, _, row in learner.actors(program, crew, begun, weights, updates=updates):
             rows.append(jax.device_get(row))

@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 
 from longhaul.runtime.shared_memory import Leaf
-from longhaul.topologies.actor_learner.actor_pool import Crew
+from longhaul.topologies.actor_learner.actor_pool import ActorPool
 from longhaul.topologies.actor_learner.shared_buffers import Shapes
 from longhaul.topologies.staleness import Rule, Ticket
 
@@ -70,16 +70,18 @@ def weights(version: int, total: int) -> np.ndarray:
     return np.concatenate([np.frombuffer(np.asarray(x).tobytes(), np.uint8) for x in parts])
 
 
-def crew(rule: Rule, plan: Plan, marks: Path, kind: str) -> Crew:
-    return Crew(rule, SHAPES, functools.partial(make, plan, str(marks)), kind=kind)
+def crew(rule: Rule, plan: Plan, marks: Path, kind: str) -> ActorPool:
+    return ActorPool(rule, SHAPES, functools.partial(make, plan, str(marks)), kind=kind)
 
 
-def begin(mine: Crew) -> None:
+def begin(mine: ActorPool) -> None:
     n = mine.rule.places
     mine.open(0, np.array([11, 12], np.uint32), [weights(0, 0)], [np.arange(2 * n, dtype=np.int64).reshape(n, 2)])
 
 
-def learn(mine: Crew, updates: int, before: Callable[[int], object] = lambda version: None) -> tuple[int, list[int]]:
+def learn(
+    mine: ActorPool, updates: int, before: Callable[[int], object] = lambda version: None
+) -> tuple[int, list[int]]:
     """(a number that tells all that was learnt from, in order; the staleness of every rollout); `before` each update
     something may be done."""
     total, ages = 0, []

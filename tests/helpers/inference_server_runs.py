@@ -71,7 +71,7 @@ def seeds(sizes: Sizes) -> Callable[[int, int], list[int]]:
 @contextmanager
 def site(
     algorithm: Algorithm, spec: Spec, make: Make, sizes: Sizes = FEW, *, lane: str = "shm", begun: bool = True,
-    key: Any = None, crew: Any = None,
+    key: Any = None, pool: Any = None,
 ) -> Iterator[Site]:  # fmt: skip
     """Open until the block is left; then all its threads have ended."""
     host = make(0, 0)
@@ -99,7 +99,7 @@ def site(
             interval=spec.truncation_interval,
         )  # fmt: skip
         server = Server(
-            ways, inference, staleness.opened(rule, 0), store, slots=sizes.slots, scores=names, crew=crew, kept=kept
+            ways, inference, staleness.opened(rule, 0), store, slots=sizes.slots, scores=names, pool=pool, kept=kept
         )
         server.acts_with(policy)
 

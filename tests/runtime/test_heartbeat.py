@@ -18,7 +18,7 @@ def test_before_the_first_call_is_done_the_deadline_holds() -> None:
     assert listener.verdict(100.0) is None
     listener.hear(WORKS, 60.0)
     assert listener.verdict(160.0) is None
-    assert listener.verdict(161.0) == "has not begun to train for 101 s (--deadline 100)"
+    assert listener.verdict(161.0) == "has not begun to work for 101 s (deadline 100)"
 
 
 def test_between_calls_fifteen_seconds_of_silence_are_too_many() -> None:
@@ -28,7 +28,7 @@ def test_between_calls_fifteen_seconds_of_silence_are_too_many() -> None:
         listener.hear(CALL, now)
     assert listener.bound() == heartbeat.SILENCE == 15.0
     assert listener.verdict(29.0) is None
-    assert listener.verdict(29.1) == "was silent for 15 s; the longest call before took 2.0 s"
+    assert listener.verdict(29.1) == "was silent for 15 s; its longest work before took 2.0 s"
 
 
 def test_long_calls_have_a_longer_bound_and_the_first_one_counts() -> None:

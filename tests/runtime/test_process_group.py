@@ -20,6 +20,7 @@ from longhaul.runtime import compile_cache, devices, named_leaves, process_group
 from longhaul.runtime import mesh as meshes
 from longhaul.runtime.errors import RunError
 from longhaul.runtime.launch import local
+from longhaul.runtime.launch.process import LIFELINE
 from longhaul.runtime.process_group import ALONE, AUTO, Hosts, HostsError
 from longhaul.training.checkpoint.checkpoint import Checkpoints
 from tests.helpers.small_runs import small
@@ -158,7 +159,7 @@ def test_a_process_ends_with_its_launcher() -> None:
         "hosts.start(hosts.ALONE); print('up', flush=True); time.sleep(60)"
     )
     child = subprocess.Popen(
-        [sys.executable, "-c", program], cwd=ROOT, env=os.environ | {process_group.LIFELINE: str(reader)},
+        [sys.executable, "-c", program], cwd=ROOT, env=os.environ | {LIFELINE: str(reader)},
         pass_fds=[reader], stdout=subprocess.PIPE,
     )  # fmt: skip
     os.close(reader)
@@ -174,7 +175,7 @@ def test_a_process_ends_with_its_launcher_while_it_imports(tmp_path: Path) -> No
     """A launcher that is killed at once, say: on a busy machine JAX takes many seconds to come."""
     (tmp_path / "jax.py").write_text("import os, time; os.write(1, b'imports\\n'); time.sleep(60)")
     reader, writer = os.pipe()
-    variables = os.environ | {process_group.LIFELINE: str(reader), "PYTHONPATH": f"{tmp_path}{os.pathsep}{ROOT}"}
+    variables = os.environ | {LIFELINE: str(reader), "PYTHONPATH": f"{tmp_path}{os.pathsep}{ROOT}"}
     child = subprocess.Popen(
         [sys.executable, "-m", "longhaul", "train", "cartpole"], cwd=tmp_path, env=variables,
         pass_fds=[reader], stdout=subprocess.PIPE,

@@ -6,7 +6,6 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
-import subprocess
 import sys
 import time
 from collections.abc import Sequence
@@ -24,9 +23,9 @@ from longhaul.config.run import Named, Run
 from longhaul.envs.host.vector import HostSpec
 from longhaul.runtime import shared_memory
 from longhaul.runtime.devices import prepare_devices
+from longhaul.runtime.launch.process import DROP, PIPE, Process, end_with_parent
 from longhaul.spaces import Discrete, Leaf
 from longhaul.topologies.actor_learner.config import Acting
-from longhaul.topologies.actor_process import end_with_parent
 from longhaul.topologies.inference_server import frames
 from longhaul.topologies.inference_server.config import Central
 from longhaul.topologies.inference_server.frames import Codec
@@ -93,9 +92,9 @@ shared_client(*map(int, sys.argv[1:]))
 """
 
 
-def shared_client(parent: int, memory: int, reads: int, writes: int, rows: int, width: int, streams: int) -> None:
+def shared_client(memory: int, reads: int, writes: int, rows: int, width: int, streams: int) -> None:
     """An actor with so many groups, which posts its next step as soon as it has its actions."""
-    end_with_parent(parent)
+    end_with_parent()
     line = SharedLine(_codec(rows, width), streams, Ends(memory, reads, writes, (0,) * streams))
     seen = np.ones((rows, width), np.float32)
     with suppress(ConnectionError):
@@ -117,24 +116,22 @@ def shared_transport(rows: int, width: int, streams: int, messages: int, copies:
     """
     lane = SharedLane(_codec(rows, width), 1, streams, lambda actor, life: [0] * streams)
     ends = lane.join(0)
-    numbers = [os.getpid(), ends.memory, ends.reads, ends.writes, rows, width, streams]
-    client = subprocess.Popen(
-        [sys.executable, "-c", SHARED_CLIENT, *map(str, numbers)], pass_fds=ends[:3],
-        stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL,
-    )  # fmt: skip
+    numbers = [ends.memory, ends.reads, ends.writes, rows, width, streams]
+    command = [sys.executable, "-c", SHARED_CLIENT, *map(str, numbers)]
+    client = Process(command, descriptors=ends[:3], out=DROP)
     for descriptor in ends[:3]:
         os.close(descriptor)
     staging, action = np.empty((streams, rows, width), np.float32), np.zeros(rows, np.int32)
 
     def work(_: Any) -> dict[str, float]:
-        used, done, batches = time.process_time() + cpu_of([client.pid]), 0, 0
+        used, done, batches = time.process_time() + cpu_of([client.id]), 0, 0
         heard = time.monotonic()
         while done < messages:
             events = lane.take()
             if not events:
                 lane.wait(1.0)
-                if client.poll() is not None or time.monotonic() - heard > PATIENCE:
-                    raise RuntimeError(f"the client stands still (code {client.returncode})")
+                if client.code is not None or time.monotonic() - heard > PATIENCE:
+                    raise RuntimeError(f"the client stands still (code {client.code})")
                 continue
             heard = time.monotonic()
             answers = []
@@ -146,7 +143,7 @@ def shared_transport(rows: int, width: int, streams: int, messages: int, copies:
                 answers.append(Answer(event.group, event.life, action))
             lane.answer(answers)
             done, batches = done + len(answers), batches + 1
-        used = time.process_time() + cpu_of([client.pid]) - used
+        used = time.process_time() + cpu_of([client.id]) - used
         return {"cpu_seconds": used * messages / done, "messages_per_batch": done / batches}
 
     config = {"rows": rows, "width": width, "streams": streams, "messages": messages, "copies": copies}
@@ -167,10 +164,10 @@ client(sys.argv[1], sys.argv[2], *map(int, sys.argv[3:]))
 """
 
 
-def client(what: str, address: str, parent: int, rows: int, width: int, streams: int) -> None:
+def client(what: str, address: str, rows: int, width: int, streams: int) -> None:
     """So many streams from one process, each with one message on the way, until the server is gone; no longer than the
     process that began it, by which it may be stopped at the time."""
-    end_with_parent(parent)
+    end_with_parent()
     from longhaul.runtime.credentials import NOBODY
     from longhaul.topologies.inference_server.grpc_transport import GrpcLine
 
@@ -222,34 +219,31 @@ class _Echo:
         planned = shared_memory.plan([("count", shared_memory.Leaf((1,), "int64"))])
         descriptor = shared_memory.create(planned.size)
         self._count = shared_memory.arrays(descriptor, planned)["count"]
-        self._server = self._begun(SERVER, what, str(os.getpid()), str(descriptor), *map(str, sizes), keep=descriptor)
+        self._server = self._begun(SERVER, what, str(descriptor), *map(str, sizes), keep=[descriptor])
         os.close(descriptor)
 
-    def _begun(self, program: str, *words: str, keep: int | None = None) -> subprocess.Popen[str]:
-        # What it holds of ours it would keep open while it is stopped: our output's reader would wait for its end.
-        process = subprocess.Popen(
-            [sys.executable, "-c", program, *words], pass_fds=() if keep is None else (keep,), text=True,
-            stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL,
-        )  # fmt: skip
-        self._closed.callback(process.kill)
+    def _begun(self, program: str, *words: str, keep: Sequence[int] = ()) -> Process:
+        # It inherits none of our outputs: while it is stopped it would keep them open, and their reader would wait.
+        process = Process([sys.executable, "-c", program, *words], descriptors=keep, out=PIPE, error=DROP)
+        self._closed.callback(process.end)
         return process
 
     def begin(self) -> None:
         """All its streams are open: none is stopped amid its greeting."""
-        assert self._server.stdout is not None
-        address = self._server.stdout.readline().strip()
+        assert self._server.out is not None
+        address = self._server.out.readline().decode().strip()
         if not address:
-            raise RuntimeError(f"the server ended with code {self._server.wait()}")
-        self._client = self._begun(CLIENT, self._what, address, str(os.getpid()), *map(str, self._sizes))
+            raise RuntimeError(f"the server has not begun: {self._server.ended()}")
+        self._client = self._begun(CLIENT, self._what, address, *map(str, self._sizes))
         self._until(self._most, STARTING)
 
     def stop(self) -> None:
-        os.kill(self._client.pid, signal.SIGSTOP)
+        self._client.send(signal.SIGSTOP)
 
     def turn(self, messages: int) -> tuple[float, float]:
         """CPU seconds of the server and of the client for so many messages."""
-        processes = [self._server.pid], [self._client.pid]
-        os.kill(self._client.pid, signal.SIGCONT)
+        processes = [self._server.id], [self._client.id]
+        self._client.send(signal.SIGCONT)
         before, first = list(map(cpu_of, processes)), int(self._count[0])
         self._until(first + messages, PATIENCE)
         share = messages / (int(self._count[0]) - first)
@@ -262,8 +256,8 @@ class _Echo:
         patience = time.monotonic() + seconds
         while self._count[0] < count:
             for name, process in (("server", self._server), ("client", self._client)):
-                if process.poll() is not None:
-                    raise RuntimeError(f"the {name} ended with code {process.returncode}")
+                if process.code is not None:
+                    raise RuntimeError(f"the {name} ended with code {process.code}")
             if time.monotonic() > patience:
                 raise RuntimeError(f"the client stands still: {self._count[0]} of {count} answers in {seconds:.0f} s")
             time.sleep(0.02)
@@ -296,9 +290,9 @@ def transport(rows: int, width: int, streams: int, messages: int) -> Prepared:
     return Prepared(config, messages * rows, "env steps", 0.0, lambda number: None, work)
 
 
-def serve(what: str, parent: int, descriptor: int, rows: int, width: int, streams: int) -> None:
+def serve(what: str, descriptor: int, rows: int, width: int, streams: int) -> None:
     """A server that says on standard output where it is, and counts its answers in the memory of a descriptor."""
-    end_with_parent(parent)
+    end_with_parent()
     count = shared_memory.arrays(descriptor, shared_memory.plan([("count", shared_memory.Leaf((1,), "int64"))]))[
         "count"
     ]

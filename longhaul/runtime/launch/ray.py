@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 
 from longhaul.runtime import process_group
 from longhaul.runtime.launch import local
+from longhaul.runtime.launch.process import Take
 from longhaul.runtime.launch.supervisor import Gang, Look, Printed
 from longhaul.runtime.process_group import HostsError
 
@@ -109,7 +110,7 @@ class Host:
     """An actor, and the process that it holds."""
 
     def __init__(self) -> None:
-        self._member: local.Member | None = None
+        self._member: local.TrainingProcess | None = None
         self._lines: list[tuple[bool, bytes]] = []
         self._lock = threading.Lock()
 
@@ -124,11 +125,11 @@ class Host:
         given = {**os.environ, **variables}
         python = local.PROGRAM[0]
         there = folder if os.path.isdir(folder) else None
-        self._member = local.Member(
+        self._member = local.TrainingProcess(
             [python, *program], given, out=self._take(out=True), error=self._take(out=False), folder=there
         )
 
-    def _take(self, *, out: bool) -> local.Take:
+    def _take(self, *, out: bool) -> Take:
         def take(line: bytes) -> None:
             with self._lock:
                 self._lines.append((out, line))
@@ -145,7 +146,7 @@ class Host:
 
     def send(self, number: int) -> None:
         if self._member is not None:
-            self._member.send(number)
+            self._member.process.send(number)
 
     def end(self) -> list[tuple[bool, bytes]]:
         """Ends the process; -> the lines that are left."""

@@ -1,1 +1,1 @@
-"""What actors are made of: tickets, shared memory, the lane of weights, the actor itself, its crew."""
+"""Actor-learner topology: actors collect with a policy of their own, a learner learns from their rollouts."""

@@ -1,8 +1,8 @@
-"""The crew: actors begun, watched and begun again; what they finished handed to the learner in order.
+"""Pool of actors: started, watched and restarted, and their finished rollouts handed to the learner in order.
 
-An actor that ended, hangs, or writes what it was not asked for is ended for good (killed, and waited for) before
-another takes its place, so that never two write one slot. The other begins where it left off: its orders and the states
-of its environments lie on the desk. Who fails again and again without one rollout ends the run, with its last words.
+An actor that ended, hangs, or writes another rollout than it was asked for is ended for good before another takes its
+place. Its successor goes on where it left off, because its orders and the states of its environments lie in the shared
+buffers. An actor that fails again and again without a rollout ends the run, with its last error.
 """
 
 from __future__ import annotations
@@ -13,62 +13,47 @@ import pickle
 import threading
 import time
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
 from longhaul.runtime import heartbeat, shared_memory
+from longhaul.runtime.heartbeat import SILENCE, Silence
+from longhaul.runtime.launch.process import Process
 from longhaul.runtime.shared_memory import Wakeup, wakeup
 from longhaul.topologies import staleness
-from longhaul.topologies.actor_learner import actor as worker
+from longhaul.topologies.actor_learner import actor as actors
 from longhaul.topologies.actor_learner import ray_actor
-from longhaul.topologies.actor_learner import shared_buffers as desks
+from longhaul.topologies.actor_learner import shared_buffers as buffers
 from longhaul.topologies.actor_learner.actor import Collect, Description
-from longhaul.topologies.actor_learner.shared_buffers import Desk, Garbage, Head, Shapes, Size
-from longhaul.topologies.actor_process import Child, CrewError, delay
+from longhaul.topologies.actor_learner.shared_buffers import Garbage, Head, Shapes, SharedBuffers, Size
+from longhaul.topologies.actor_process import STARTING, ActorHandle, Actors, process
 from longhaul.topologies.staleness import Book, Rule, Ticket
+
+if TYPE_CHECKING:
+    from longhaul.types import Weights
 
 WATCH = 0.2
 """Seconds between two looks at the actors."""
 
-HANG, TIMES = 10.0, 4.0
-"""A rollout that takes longer than so many seconds, and so many times the longest one before, hangs."""
-
-FROZEN = 5.0
-"""Seconds that a process may be stopped (by SIGSTOP, say)."""
-
-STARTING = 600.0
-"""Seconds that an actor may take until its first rollout is done: it compiles."""
-
 LEAVE = 3.0
-"""Seconds for all to leave of themselves, at the end of a run."""
-
-FAILURES = 5
-"""So many failures of one actor, without a rollout between them, end the run."""
+"""Seconds for all actors to leave by themselves, at the end of a run."""
 
 
-class Hand(Protocol):
-    """One life of an actor."""
+class ActorThread:
+    """An actor in a thread of this process; an `ActorHandle`."""
 
-    def ended(self) -> str | None:
-        """How it ended; None while it lives."""
-
-    def end(self, within: float) -> None:
-        """Waits for its end; kills it where that takes more than so many seconds."""
-
-
-class ThreadHand:
-    """An actor in a thread of this process."""
-
-    def __init__(self, desk: Desk, actor: int, make: Callable[[int], Collect], orders: Wakeup, learner: Wakeup) -> None:
+    def __init__(
+        self, shared: SharedBuffers, actor: int, make: Callable[[int], Collect], orders: Wakeup, learner: Wakeup
+    ) -> None:
         self._failed: str | None = None
         self._orders = orders
 
         def run() -> None:
             try:
-                worker.work(desk, actor, make(actor), orders, learner)
+                actors.work(shared, actor, make(actor), orders, learner)
             except Exception as error:
-                worker.failed(desk, actor, error)
+                actors.failed(shared, actor, error)
                 self._failed = "it failed"
                 learner.wake()
 
@@ -78,71 +63,66 @@ class ThreadHand:
     def ended(self) -> str | None:
         return None if self._thread.is_alive() else self._failed or "it ended"
 
-    def end(self, within: float) -> None:
-        """Waits: a thread can't be killed."""
+    def kill(self) -> None:
+        """Asks only: a thread can't be killed."""
         self._orders.wake()
-        self._thread.join(max(within, HANG))
 
-
-class Station(NamedTuple):
-    """An actor as the crew knows it."""
-
-    hand: Hand | None  # None: it is to be begun at `due`
-    due: float = 0.0
-    failures: int = 0  # since its last rollout
-    rollouts: int = 0  # when it was begun
-    restarts: int = 0
+    def end(self, within: float = 0.0) -> None:
+        self._orders.wake()
+        self._thread.join(max(within, SILENCE))
 
 
 class Batch(NamedTuple):
-    """A whole batch: views of [N, ...] arrays, which hold until the update that learns from it is finished."""
+    """A whole batch, as views of [N, ...] arrays, which hold until the update that learns from it is finished."""
 
     data: list[np.ndarray]
     scores: list[np.ndarray]
     heads: list[Head]
 
 
-class Crew:
-    """N actors, and the learner's side of the desk. Call `close` at the end.
+class ActorPool:
+    """N actors, and the learner's side of the shared buffers. Call `close` at the end.
 
-        crew.open(version, key, weights, carry, turns)
+        pool.open(version, key, weights, carry)
         while ...:
-            batch = crew.take()                      # waits
+            batch = pool.take()                      # waits
             ... learn from it ...
-            crew.learnt(weights)                     # the next version
+            pool.learnt(weights)                     # the next version
     """  # fmt: skip
 
     def __init__(
-        self, rule: Rule, shapes: Shapes, make: Callable[[int], Collect], *, kind: str
-    ) -> None:  # fmt: skip
+        self, rule: Rule, shapes: Shapes, make: Callable[[int], Collect], *, kind: str, weights: Sequence[Weights] = ()
+    ) -> None:
         """`make` gives what actor a does; for processes (`kind` "process", or "ray" for those on a cluster that was
-        joined; else "thread") it is importable."""
+        joined; else "thread") it is importable. `weights`: where else than in shared memory versions are published."""
         self._make, self._kind = make, kind
-        self._board = ray_actor.Board(make, rule.versions) if kind == "ray" else None
+        self._board = ray_actor.Board(make, shapes, rule.versions) if kind == "ray" else None
         self.news: list[str] = []
-        """Lines on what befell actors; whoever tells them takes them out."""
+        """Lines on the failures of actors; the reader removes them."""
         self._size = Size(rule.places, rule.rooms, rule.turns, rule.versions)
         self.rule = rule
-        self._memory = shared_memory.create(desks.planned(shapes, self._size).size)
-        self.desk = Desk(self._memory, shapes, self._size)
+        self._memory = shared_memory.create(buffers.planned(shapes, self._size).size)
+        self.shared = SharedBuffers(self._memory, shapes, self._size)
+        self._weights: list[Weights] = [*weights, *([self._board.weights] if self._board else []), self.shared.weights]
         self._learner = wakeup()
         self._orders = [wakeup() for _ in range(rule.places)]
-        self._stations = [Station(None) for _ in range(rule.places)]
+        self._actors = Actors(rule.places, self._start, "without one rollout")
+        self._rollouts = [0] * rule.places  # of each actor when its life began
+        self._silence = [Silence(0.0)] * rule.places
         self._heads: dict[Ticket, Head] = {}
-        self._stopped = [math.inf] * rule.places  # since when a process does not run
         self._looked = 0.0
         self.waited = 0.0  # seconds of the learner, for actors
         self.book: Book = staleness.opened(rule, 0)
 
     def open(self, version: int, key: np.ndarray, weights: Sequence[np.ndarray], carry: Sequence[np.ndarray]) -> None:
-        """Begins with `version` finished updates: with the run's key, its weights (the last ones are `version`'s, those
-        before them of the versions before) and the states of the environments, [N, ...] each."""
+        """Starts after `version` updates, with the run's key, its weights (the last is that of `version`, those before
+        them of earlier versions) and the states of the environments, [N, ...] each."""
         self.book = staleness.opened(self.rule, version)
-        self.desk.key[: key.size] = key.ravel()
-        self.desk.set_carry([turn - 1 for turn in self.book.turn], carry)
+        self.shared.key[: key.size] = key.ravel()
+        self.shared.set_carry([turn - 1 for turn in self.book.turn], carry)
         for back, policy in zip(range(len(weights) - 1, -1, -1), weights, strict=True):
             if version - back >= self.rule.oldest:
-                self.desk.lane.publish(version - back, policy)
+                self._publish(version - back, policy)
         self._hand_out()
         self._watch(time.monotonic())
 
@@ -151,7 +131,7 @@ class Crew:
         began = time.perf_counter()
         while True:
             self._drain()
-            if not staleness.missing(self.book):
+            if self.book.whole:
                 break
             self._learner.wait(WATCH)
             now = time.monotonic()
@@ -160,20 +140,20 @@ class Crew:
         self.waited += time.perf_counter() - began
         number = self.book.version
         mine = sorted((t for t in self._heads if t.batch == number), key=lambda t: t.place)
-        data, scores = self.desk.batch(number)
+        data, scores = self.shared.batch(number)
         return Batch(data, scores, [self._heads.pop(ticket) for ticket in mine])
 
     def learnt(self, weights: np.ndarray) -> None:
-        """The update is finished and nothing reads its batch any more; `weights` are what it made."""
+        """The update is finished and nothing reads its batch any more; `weights` are the new ones."""
         self.book = staleness.learnt(self.book)
-        self.desk.lane.publish(self.book.version, weights)
+        self._publish(self.book.version, weights)
         self._hand_out()
 
     def carry(self) -> list[np.ndarray]:
         """The states of the environments after the last batch that was learnt from, [N, ...] each: views, which hold
         until the next one is."""
         turns = [turn - len(given) - 1 for turn, given in zip(self.book.turn, self.book.given)]
-        return self.desk.carry(turns)
+        return self.shared.carry(turns)
 
     @property
     def queue(self) -> int:
@@ -182,30 +162,30 @@ class Crew:
 
     @property
     def restarts(self) -> int:
-        """How often an actor was begun again."""
-        return sum(station.restarts for station in self._stations)
+        """Restarts of actors since the pool was opened."""
+        return self._actors.restarts
 
     def worked(self) -> tuple[float, float]:
         """Seconds that actors spent in rollouts, and waiting for orders, all together since they began."""
-        acted, waited = self.desk.vitals[:, [desks.ACTED_NS, desks.WAITED_NS]].sum(axis=0)
+        acted, waited = self.shared.vitals[:, [buffers.ACTED_NS, buffers.WAITED_NS]].sum(axis=0)
         return acted / 1e9, waited / 1e9
 
     def report(self) -> dict[str, Any]:
-        """What everybody is at, as JSON can hold it."""
+        """State of all actors, as JSON can hold it."""
         now, rows = time.monotonic(), []
-        for actor, (vitals, station) in enumerate(zip(self.desk.vitals, self._stations)):
-            acted, waited = vitals[desks.ACTED_NS] / 1e9, vitals[desks.WAITED_NS] / 1e9
+        for actor, (vitals, handle) in enumerate(zip(self.shared.vitals, self._actors.handles())):
+            acted, waited = vitals[buffers.ACTED_NS] / 1e9, vitals[buffers.WAITED_NS] / 1e9
             rows.append(
                 {
                     "actor": actor,
-                    "state": desks.STATES[int(vitals[desks.STATE])] if station.hand is not None else "ended",
-                    "since": now - vitals[desks.BEAT] / 1e9,
-                    "process": int(vitals[desks.PROCESS]),
-                    "rollouts": int(vitals[desks.ROLLOUTS]),
+                    "state": buffers.STATES[int(vitals[buffers.STATE])] if handle is not None else "ended",
+                    "since": now - vitals[buffers.BEAT] / 1e9,
+                    "process": int(vitals[buffers.PROCESS]),
+                    "rollouts": int(vitals[buffers.ROLLOUTS]),
                     "seconds_acting": acted,
                     "seconds_waiting": waited,
                     "queue": self.book.done[actor],
-                    "restarts": station.restarts,
+                    "restarts": self._actors.count(actor),
                 }
             )
         return {"time": time.time(), "updates": self.book.version, "queue": self.queue, "actors": rows}
@@ -213,39 +193,45 @@ class Crew:
     def past(self) -> tuple[np.ndarray, ...]:
         """The weights of the versions before the newest one that a pinned run needs to go on: views, as `carry`'s."""
         newest = self.book.version
-        return tuple(self.desk.lane.held(newest - back) for back in range(self.rule.pinned, 0, -1))
+        return tuple(self.shared.weights.held(newest - back) for back in range(self.rule.pinned, 0, -1))
 
     def close(self) -> None:
-        """Ends all actors. Nothing of them is left."""
-        self.desk.closed[0] = 1
+        """Ends all actors; nothing of them is left."""
+        self.shared.closed[0] = 1
         for door in self._orders:
             door.wake()
         deadline = time.monotonic() + LEAVE
-        for actor, station in enumerate(self._stations):
-            if station.hand is not None:
-                starts = self.desk.vitals[actor, desks.STATE] == desks.STARTS
-                station.hand.end(within=0.0 if starts else max(0.0, deadline - time.monotonic()))
+
+        def within(actor: int) -> float:
+            starts = self.shared.vitals[actor, buffers.STATE] == buffers.STARTS
+            return 0.0 if starts else max(0.0, deadline - time.monotonic())
+
+        self._actors.close(within)
         for door in (*self._orders, self._learner):
             door.close()
         os.close(self._memory)
 
     # ------------------------------------------------------------------------------------------------------ inside
 
+    def _publish(self, version: int, weights: np.ndarray) -> None:
+        for each in self._weights:  # shared memory last: an actor reads the version there first
+            each.publish(version, weights)
+
     def _hand_out(self) -> None:
         self.book, out = staleness.hand_out(self.book)
         for actor, ticket in out:
-            self.desk.order(actor, ticket)
+            self.shared.order(actor, ticket)
         for actor in {actor for actor, _ in out}:
             self._orders[actor].wake()
 
     def _drain(self) -> None:
-        """Notes what was finished since."""
+        """Notes the rollouts that were finished since."""
         moved = False
         for actor in range(self.rule.places):
-            while self._finished(actor) < self.desk.finished[actor]:
+            while self._finished(actor) < self.shared.finished[actor]:
                 ticket = self.book.given[actor][self.book.done[actor]]
                 try:
-                    self._heads[ticket] = self.desk.check(actor, ticket)
+                    self._heads[ticket] = self.shared.check(actor, ticket)
                 except (Garbage, IndexError) as error:
                     self._reject(actor, str(error))
                     break
@@ -255,72 +241,60 @@ class Crew:
             self._hand_out()
 
     def _finished(self, actor: int) -> int:
-        """Rollouts of an actor that were taken note of, in all."""
-        return int(self.desk.ordered[actor]) - len(self.book.given[actor]) + self.book.done[actor]
+        """Rollouts of an actor that were noted, in all."""
+        return int(self.shared.ordered[actor]) - len(self.book.given[actor]) + self.book.done[actor]
 
     def _reject(self, actor: int, why: str) -> None:
-        """What an actor wrote counts not; another does it again."""
-        station = self._stations[actor]
-        if station.hand is not None:
-            station.hand.end(within=0.0)
-        self.desk.finished[actor] = self._finished(actor)
+        """A rollout that is not what was asked for does not count; another actor does it again."""
+        self._actors.end(actor)
+        self.shared.finished[actor] = self._finished(actor)
         self._failed(actor, why)
 
     def _watch(self, now: float) -> None:
-        """Begins who is due, and ends who hangs."""
+        """Starts actors that are due, and ends those that hang."""
         self._looked = now
-        for actor, station in enumerate(self._stations):
-            if station.hand is None:
-                if now >= station.due:
-                    self._begin(actor, station)
-                continue
-            how = station.hand.ended()
-            if how is not None:
-                self._failed(actor, f"{how}: {words}" if (words := self.desk.said(actor)) else how)
-            elif self._hangs(actor, now):
-                station.hand.end(within=0.0)
-                self._failed(actor, f"it was silent for {now - self.desk.vitals[actor, desks.BEAT] / 1e9:.0f} s")
+        for actor, how in self._actors.look(now):
+            self._failed(actor, f"{how}: {words}" if (words := self.shared.said(actor)) else how)
+        for actor, handle in enumerate(self._actors.handles()):
+            if handle is not None and (why := self._hang(actor, handle, now)) is not None:
+                self._actors.end(actor)
+                self._failed(actor, f"it {why}")
 
-    def _begin(self, actor: int, station: Station) -> None:
-        self._stopped[actor] = math.inf
-        vitals = self.desk.vitals[actor]
-        vitals[desks.INCARNATION] += 1
-        self.desk.at(actor, desks.STARTS)
-        self.desk.say(actor, "")
-        vitals[desks.LONGEST_NS] = 0
+    def _start(self, actor: int) -> ActorHandle:
+        self._silence[actor] = Silence(math.inf)
+        vitals = self.shared.vitals[actor]
+        vitals[buffers.INCARNATION] += 1
+        self.shared.at(actor, buffers.STARTS)
+        self.shared.say(actor, "")
+        vitals[buffers.LONGEST_NS] = 0
+        self._rollouts[actor] = int(vitals[buffers.ROLLOUTS])
         orders, learner = self._orders[actor], self._learner
         if self._kind == "thread":
-            hand: Hand = ThreadHand(self.desk, actor, self._make, orders, learner)
-            vitals[desks.PROCESS] = os.getpid()
-        elif self._board is not None:
-            hand = ray_actor.FarHand(self.desk, actor, self._board, orders, learner)
-        else:
-            shapes, ends = self.desk.shapes, (self._memory, orders.reads, learner.writes)
-            about = Description(actor, self._make, shapes, self._size, *ends, os.getpid())
-            hand = child = Child("longhaul.topologies.actor_learner.actor", pickle.dumps(about), ends)
-            vitals[desks.PROCESS] = child.id
-        self._stations[actor] = station._replace(hand=hand, rollouts=int(vitals[desks.ROLLOUTS]))
+            vitals[buffers.PROCESS] = os.getpid()
+            return ActorThread(self.shared, actor, self._make, orders, learner)
+        if self._board is not None:
+            return ray_actor.RayActor(self.shared, actor, self._board, orders, learner)
+        ends = self._memory, orders.reads, learner.writes
+        about = Description(actor, self._make, self.shared.shapes, self._size, *ends)
+        started = process("longhaul.topologies.actor_learner.actor", pickle.dumps(about), ends)
+        vitals[buffers.PROCESS] = started.id
+        return started
 
     def _failed(self, actor: int, why: str) -> None:
-        """An actor has ended; another one is begun after a while. Raises CrewError where that helps not."""
-        station, done = self._stations[actor], int(self.desk.vitals[actor, desks.ROLLOUTS])
-        failures = 1 if done > station.rollouts else station.failures + 1
-        if failures >= FAILURES:
-            raise CrewError(f"actor {actor} failed {failures} times without one rollout; {why}")
-        wait = delay(failures)
-        self.news.append(f"actor {actor}: {why}; another takes its place in {wait:.1f} s")
-        self._stations[actor] = Station(None, time.monotonic() + wait, failures, done, station.restarts + 1)
+        """An actor has ended; another is started after a pause. Raises ActorError where that has not helped."""
+        progress = int(self.shared.vitals[actor, buffers.ROLLOUTS]) > self._rollouts[actor]
+        pause = self._actors.failed(actor, why, progress=progress)
+        self.news.append(f"actor {actor}: {why}; another takes its place in {pause:.1f} s")
 
-    def _hangs(self, actor: int, now: float) -> bool:
-        vitals = self.desk.vitals[actor]
-        silent, longest = now - vitals[desks.BEAT] / 1e9, vitals[desks.LONGEST_NS] / 1e9
-        if self._kind == "process":
-            stops = heartbeat.stopped(int(vitals[desks.PROCESS]))
-            since = self._stopped[actor] = min(self._stopped[actor], now) if stops else math.inf
-            if now - since > FROZEN:
-                return True
-        if vitals[desks.STATE] == desks.WAITS:
-            return bool(silent > HANG)
-        if vitals[desks.STATE] == desks.STARTS or not longest:
-            return bool(silent > STARTING)
-        return bool(silent > max(HANG, TIMES * longest))
+    def _hang(self, actor: int, handle: ActorHandle, now: float) -> str | None:
+        """What is wrong with an actor that lives; None where nothing is."""
+        vitals = self.shared.vitals[actor]
+        state, longest = vitals[buffers.STATE], vitals[buffers.LONGEST_NS] / 1e9
+        waits = state == buffers.WAITS
+        resting = not waits and (state == buffers.STARTS or not longest)
+        frozen = self._silence[actor].frozen
+        silence = Silence(vitals[buffers.BEAT] / 1e9, 0.0 if waits else longest, resting, frozen)
+        if isinstance(handle, Process):
+            silence = silence.stopped(heartbeat.stopped(handle.id), now)
+        self._silence[actor] = silence
+        return silence.hang(now, STARTING)

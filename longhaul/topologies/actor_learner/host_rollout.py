@@ -26,7 +26,7 @@ from longhaul.envs.host.vector import HostVector, Slot
 from longhaul.spaces import Measure
 from longhaul.topologies.actor_learner import learner
 from longhaul.topologies.actor_learner.actor import Leaves
-from longhaul.topologies.actor_learner.learner import Acting
+from longhaul.topologies.actor_learner.learner import CompiledActor
 from longhaul.topologies.staleness import Ticket
 from longhaul.types import Algorithm, Key, PyTree, Rollout, Spec, Successors
 
@@ -75,7 +75,7 @@ def _begun(vector: HostVector, algorithm: Algorithm, seed: int) -> Carry:
     return Carry(kept, observation, zero, zero.astype(np.int32), memory)
 
 
-def acting(name: str, algorithm: Algorithm, policy: PyTree, sizes: Sizes) -> Acting:
+def acting(name: str, algorithm: Algorithm, policy: PyTree, sizes: Sizes) -> CompiledActor:
     """What an actor does that steps `sizes.worlds` worlds. The vector is made when it first acts."""
     spec, columns, likeness = _likeness(name, algorithm, sizes)
     key = jax.random.key(0)
@@ -102,7 +102,7 @@ def acting(name: str, algorithm: Algorithm, policy: PyTree, sizes: Sizes) -> Act
         drawn = jax.random.fold_in(jax.random.fold_in(jax.random.wrap_key_data(key), batch), place)
         return algorithm.act(learner.tree(policy, weights), memory, observation, jax.random.fold_in(drawn, t))
 
-    return Acting(_Collector(name, algorithm, sizes, likeness, data, act), made, data, scores)
+    return CompiledActor(_Collector(name, algorithm, sizes, likeness, data, act), made, data, scores)
 
 
 SCORES = ("episodes", "episode/return", "episode/length", "actors/environment_seconds", "actors/inference_seconds",

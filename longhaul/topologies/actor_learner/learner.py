@@ -25,7 +25,7 @@ from longhaul.runtime.batch_shards import part
 from longhaul.runtime.shared_memory import Leaf
 from longhaul.topologies import fused
 from longhaul.topologies.actor_learner.actor import Collect, Leaves
-from longhaul.topologies.actor_learner.actor_pool import Crew
+from longhaul.topologies.actor_learner.actor_pool import ActorPool
 from longhaul.topologies.actor_learner.shared_buffers import Shapes
 from longhaul.topologies.staleness import Ticket
 from longhaul.types import LEARNING, Algorithm, Collector, Key, Metrics, Params, Progress, PyTree
@@ -34,7 +34,7 @@ Join = Callable[[Sequence[PyTree]], PyTree]
 """Rollouts of several actors as one, side by side."""
 
 
-class Acting(NamedTuple):
+class CompiledActor(NamedTuple):
     """What one actor does, and what that gives."""
 
     collect: Collect
@@ -43,7 +43,7 @@ class Acting(NamedTuple):
     scores: Metrics  # of its scores
 
 
-class Flight(NamedTuple):
+class PinnedCarry(NamedTuple):
     """The carry of a pinned run: what it needs beside the environments' states to go on exactly."""
 
     carry: PyTree
@@ -68,7 +68,7 @@ Finish = Callable[[PyTree, Metrics], tuple[PyTree, Metrics]]
 """(data, scores) as they were collected -> as they are handed over; NumPy's arrays of the same shapes."""
 
 
-def acting(collector: Collector, policy: Params, finish: Finish | None = None) -> Acting:
+def acting(collector: Collector, policy: Params, finish: Finish | None = None) -> CompiledActor:
     """An actor that runs a compiled collector with a policy of these shapes; what the host has to do with it, if
     anything, is `finish`."""
     version = jax.ShapeDtypeStruct((), jnp.int32)
@@ -95,7 +95,7 @@ def acting(collector: Collector, policy: Params, finish: Finish | None = None) -
             told, sums = map(jax.tree.leaves, finish(tree(data, told), tree(scores, sums)))
         return after, told, sums
 
-    return Acting(collect, shapes(policy, carry, data, scores), data, scores)
+    return CompiledActor(collect, shapes(policy, carry, data, scores), data, scores)
 
 
 def shapes(policy: PyTree, carry: PyTree, data: PyTree, scores: PyTree) -> Shapes:
@@ -144,14 +144,14 @@ def entering(collector_in: fused.CollectorIn, actors: int) -> fused.Enter:
 
 
 def kept(enter: fused.Enter, pinned: int, algorithm: Algorithm) -> fused.Enter:
-    """`enter` of a run that keeps so many versions of the weights: its carry is a Flight, where they are any."""
+    """`enter` of a run that keeps so many versions of the weights: its carry is a PinnedCarry where they are any."""
     if not pinned:
         return enter
 
     def begin(key: Key, context: PyTree) -> PyTree:
         shapes = jax.eval_shape(lambda key: _raw(algorithm.policy(algorithm.init(key))), key)
         size = sum(_leaf(x).nbytes for x in shapes)
-        return Flight(enter(key, context), tuple(np.zeros(size, np.uint8) for _ in range(pinned)))
+        return PinnedCarry(enter(key, context), tuple(np.zeros(size, np.uint8) for _ in range(pinned)))
 
     return begin
 
@@ -160,7 +160,7 @@ def kept(enter: fused.Enter, pinned: int, algorithm: Algorithm) -> fused.Enter:
 
 
 def compiled(
-    algorithm: Algorithm, acting: Acting, join: Join, progress: Progress, mesh: Mesh, *, actors: int
+    algorithm: Algorithm, acting: CompiledActor, join: Join, progress: Progress, mesh: Mesh, *, actors: int
 ) -> Program:
     """The learner's update for runs like `progress`, compiled ahead."""
     executable = lowered(algorithm, acting, join, progress, mesh, actors=actors).compile()
@@ -168,7 +168,7 @@ def compiled(
 
 
 def lowered(
-    algorithm: Algorithm, acting: Acting, join: Join, progress: Progress, mesh: Mesh, *, actors: int
+    algorithm: Algorithm, acting: CompiledActor, join: Join, progress: Progress, mesh: Mesh, *, actors: int
 ) -> jax.stages.Lowered:
     """The update traced but not compiled yet."""
 
@@ -221,45 +221,45 @@ def _on_host(weights: jax.Array) -> np.ndarray:
 
 
 def actors(
-    program: Program, crew: Crew, progress: Progress, publish: Callable[[PyTree], np.ndarray], *, updates: int
+    program: Program, pool: ActorPool, progress: Progress, publish: Callable[[PyTree], np.ndarray], *, updates: int
 ) -> Iterator[tuple[Progress, int, Metrics]]:
     """Goes on from `progress` to `updates` finished updates; yields (progress, 1, metrics) after each, as `fused.fused`
     does.
 
     `progress` is taken back when the iterator is advanced, its carry too: save it before.
     """
-    pinned = crew.rule.pinned
-    flight = progress.carry if pinned else Flight(progress.carry, ())
-    structure = jax.tree.structure(flight.carry)
+    pinned = pool.rule.pinned
+    held = progress.carry if pinned else PinnedCarry(progress.carry, ())
+    structure = jax.tree.structure(held.carry)
     layout = meshes.sharded(program.mesh)
-    begun = [np.asarray(x) for x in _raw(flight.carry)]
+    begun = [np.asarray(x) for x in _raw(held.carry)]
     done = int(progress.updates)
-    weights = [*flight.weights, publish(progress.state)]
-    crew.open(done, np.asarray(jax.random.key_data(progress.key)), weights, begun)
+    weights = [*held.weights, publish(progress.state)]
+    pool.open(done, np.asarray(jax.random.key_data(progress.key)), weights, begun)
     state, key, count = progress.state, progress.key, progress.updates
-    meter = _Meter(crew)
+    meter = _Meter(pool)
     while done < updates:
-        batch = crew.take()
+        batch = pool.take()
         data, scores = jax.device_put((batch.data, batch.scores), layout)
         state, count, rows, made = program.executable(state, key, count, data, scores)
         versions = [head.version for head in batch.heads]
-        crew.learnt(_on_host(made))  # waits for the update, which ends with it
+        pool.learnt(_on_host(made))  # waits for the update, which ends with it
         told = meter.read(done, versions)
         done += 1
-        carry = jax.tree.unflatten(structure, crew.carry())
-        yield Progress(state, Flight(carry, crew.past()) if pinned else carry, key, count), 1, rows | told
+        carry = jax.tree.unflatten(structure, pool.carry())
+        yield Progress(state, PinnedCarry(carry, pool.past()) if pinned else carry, key, count), 1, rows | told
 
 
 class _Meter:
-    """What the crew did between two updates, as metrics."""
+    """Work of the actors between two updates, as metrics."""
 
-    def __init__(self, crew: Crew) -> None:
-        self._crew = crew
+    def __init__(self, pool: ActorPool) -> None:
+        self._pool = pool
         self._before = self._now()
 
     def _now(self) -> np.ndarray:
-        acted, waited = self._crew.worked()
-        return np.array([time.perf_counter(), self._crew.waited, acted, waited])
+        acted, waited = self._pool.worked()
+        return np.array([time.perf_counter(), self._pool.waited, acted, waited])
 
     def read(self, update: int, versions: Sequence[int]) -> dict[str, Any]:
         now = self._now()
@@ -269,9 +269,9 @@ class _Meter:
         told = {
             "staleness_mean": sum(age) / len(age),
             "staleness_max": max(age),
-            "queue": self._crew.queue,
+            "queue": self._pool.queue,
             "learner_wait": learner / max(wall, 1e-9),
             "actor_wait": waited / max(acted + waited, 1e-9),
-            "restarts": self._crew.restarts,
+            "restarts": self._pool.restarts,
         }
         return {f"actors/{name}": np.array([value], np.float32) for name, value in told.items()}

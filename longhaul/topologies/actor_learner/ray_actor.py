@@ -1,9 +1,9 @@
 """Actors on the nodes of a Ray cluster (Moritz et al. 2018): a thread here for each, which has its orders done there.
 
-The thread is an actor as any other: tickets, versions, slots and vitals are those of `worker.work`, so that what holds
-of actors in threads holds of these. Of each rollout one call goes out and one answer comes back, whose arrays Ray keeps
-in shared memory on both sides; weights are put there once a version, and fetched once a node. Ray begins no actor again
-and repeats no call: who died is begun again by the crew, which knows what it owes, and with what delay.
+The thread is an actor as any other: its tickets, versions, slots and vitals are those of `actor.work`, so that what
+holds of actors in threads holds of these. Of each rollout one call goes out and one answer comes back, whose arrays Ray
+keeps in shared memory on both sides; weights are put there once a version, and fetched once a node. Ray restarts no
+actor and repeats no call: the pool does, which knows what an actor owes.
 
 An answer that comes after its actor was given up is read by nobody.
 """
@@ -20,9 +20,9 @@ import numpy as np
 
 from longhaul.runtime.launch import ray_cluster
 from longhaul.runtime.shared_memory import Wakeup
-from longhaul.topologies.actor_learner import actor as worker
+from longhaul.topologies.actor_learner import actor as actors
 from longhaul.topologies.actor_learner.actor import Collect, Leaves
-from longhaul.topologies.actor_learner.shared_buffers import Desk
+from longhaul.topologies.actor_learner.shared_buffers import Shapes, SharedBuffers
 from longhaul.topologies.actor_process import FEW
 from longhaul.topologies.staleness import Ticket
 
@@ -30,18 +30,18 @@ LOOK = 0.1
 """Seconds between two looks whether an actor that is waited for was given up."""
 
 
-class Given(Exception):
-    """The actor was given up by its crew."""
+class GivenUp(Exception):
+    """The pool gave the actor up."""
 
 
 class Remote:
-    """What runs on a node: one actor's environment and policy."""
+    """An actor's environment and policy, on a node."""
 
-    def begin(self, made: bytes, actor: int) -> int:
-        """Makes what actor `actor` does, of a pickled maker; -> its process."""
+    def begin(self, made: bytes, shapes: Shapes, actor: int) -> int:
+        """Makes what actor `actor` does, from a pickled maker; -> its process."""
         os.environ |= FEW  # before anything imports JAX
         make: Callable[[int], Collect] = pickle.loads(made)
-        self._collect = make(actor)
+        self._collect, self._shapes = make(actor), shapes
         self._version = -1
         self._weights: list[np.ndarray] = []
         self._after: Leaves = []
@@ -54,7 +54,7 @@ class Remote:
         import ray
 
         if version != self._version:
-            self._weights = ray.get(weights[0])
+            self._weights = actors.split(ray.get(weights[0]), self._shapes)
             self._version = version
         before = self._after if state is None else state
         self._after, data, scores = self._collect(self._weights, before, key, ticket, version)
@@ -65,41 +65,56 @@ def _plain(leaves: Leaves) -> list[np.ndarray]:
     return [np.asarray(leaf) for leaf in leaves]
 
 
-class Board:
-    """The learner's side of all actors: how they are made, and the weights that lie ready for them."""
+class RayWeights:
+    """`types.Weights` in the object store of the cluster that was joined; the newest versions are kept."""
 
-    def __init__(self, make: Callable[[int], Collect], versions: int) -> None:
+    def __init__(self, versions: int) -> None:
+        self._kept = versions
+        self._references: dict[int, Any] = {}
+
+    def publish(self, version: int, params: Any) -> None:
+        import ray
+
+        self._references[version] = ray.put(params)
+        for old in sorted(self._references)[: -self._kept]:
+            del self._references[old]
+
+    def latest(self) -> tuple[int, Any]:
+        """LookupError where nothing was published."""
+        import ray
+
+        if not self._references:
+            raise LookupError("no weights were published yet")
+        version = max(self._references)
+        return version, ray.get(self._references[version])
+
+    def reference(self, version: int) -> Any:
+        """Ray's reference to a version, to hand to its actors."""
+        return self._references[version]
+
+
+class Board:
+    """How all actors of a run are made on the cluster, and the weights for them."""
+
+    def __init__(self, make: Callable[[int], Collect], shapes: Shapes, versions: int) -> None:
         """`make` is importable; so many versions of the weights are kept."""
-        self._made, self._versions = pickle.dumps(make), versions
-        self._weights: dict[int, Any] = {}
-        self._lock = threading.Lock()
+        self._made, self._shapes = pickle.dumps(make), shapes
+        self.weights = RayWeights(versions)
         self._turn = 0
 
     def place(self, actor: int) -> tuple[Any, Any]:
         """A new actor, on a node that is there -> (it, its process, which will come)."""
         remote = ray_cluster.placed(Remote, self._turn)
         self._turn += 1
-        return remote, remote.begin.remote(self._made, actor)
-
-    def weights(self, version: int, leaves: Sequence[np.ndarray]) -> Any:
-        """A reference to the weights of a version, put there by the first who asks."""
-        import ray
-
-        with self._lock:
-            found = self._weights.get(version)
-            if found is None:
-                found = self._weights[version] = ray.put(list(leaves))
-                for old in sorted(self._weights)[: -self._versions]:
-                    del self._weights[old]
-            return found
+        return remote, remote.begin.remote(self._made, self._shapes, actor)
 
 
-class FarHand:
-    """One life of an actor on a node; a `crew.Hand`."""
+class RayActor:
+    """One life of an actor on a node; an `ActorHandle`."""
 
-    def __init__(self, desk: Desk, actor: int, board: Board, orders: Wakeup, learner: Wakeup) -> None:
+    def __init__(self, shared: SharedBuffers, actor: int, board: Board, orders: Wakeup, learner: Wakeup) -> None:
         self._board, self._orders = board, orders
-        self._given = threading.Event()
+        self._given_up = threading.Event()
         self._failed: str | None = None
         self._after: Leaves | None = None
         self._remote, begun = board.place(actor)
@@ -107,14 +122,14 @@ class FarHand:
         def run() -> None:
             try:
                 self._answer(begun)
-                worker.work(desk, actor, self._collect, orders, learner)
-            except Given:
+                actors.work(shared, actor, self._collect, orders, learner)
+            except GivenUp:
                 pass
             except ray_cluster.Lost as error:
                 self._failed = str(error)
                 learner.wake()
             except Exception as error:
-                worker.failed(desk, actor, error)
+                actors.failed(shared, actor, error)
                 self._failed = "it failed"
                 learner.wake()
 
@@ -124,34 +139,37 @@ class FarHand:
     def ended(self) -> str | None:
         return None if self._thread.is_alive() else self._failed or "it ended"
 
-    def end(self, within: float) -> None:
-        """Its thread has ended afterwards, so that it writes nothing more, whatever its node still does."""
+    def kill(self) -> None:
         import ray
 
+        self._given_up.set()
+        ray.kill(self._remote)
+
+    def end(self, within: float = 0.0) -> None:
+        """Its thread has ended afterwards, so that it writes nothing more, whatever its node still does."""
         self._orders.wake()
         self._thread.join(within)
-        self._given.set()
-        ray.kill(self._remote)
+        self.kill()
         self._thread.join()
 
     def _collect(
         self, weights: list[np.ndarray], state: Leaves, key: np.ndarray, ticket: Ticket, version: int
     ) -> tuple[Leaves, Leaves, Leaves]:
-        """A `worker.Collect` that has it done there."""
+        """An `actor.Collect` that has it done on the node."""
         sent = None if state is self._after else list(state)  # it knows where it is itself
-        held = [self._board.weights(version, weights)]  # in a list: else Ray would have it fetched with each call
-        after, made = self._remote.collect.options(num_returns=2).remote(version, held, sent, key, ticket)
+        reference = [self._board.weights.reference(version)]  # in a list: else Ray would fetch it with each call
+        after, made = self._remote.collect.options(num_returns=2).remote(version, reference, sent, key, ticket)
         data, scores = self._answer(made)
         self._after = self._answer(after)
         return self._after, data, scores
 
     def _answer(self, coming: Any) -> Any:
-        """What a call gives. Raises Given as soon as the crew gives the actor up, and `membership.Lost`."""
+        """Result of a call. Raises GivenUp as soon as the pool gives the actor up, and `ray_cluster.Lost`."""
         import ray
 
         while not ray.wait([coming], timeout=LOOK)[0]:
-            if self._given.is_set():
-                raise Given
-        if self._given.is_set():
-            raise Given
+            if self._given_up.is_set():
+                raise GivenUp
+        if self._given_up.is_set():
+            raise GivenUp
         return ray_cluster.fetched(coming)

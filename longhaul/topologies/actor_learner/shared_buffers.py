@@ -1,12 +1,12 @@
-"""The desk between actors and learner: orders, slots for rollouts, states of environments, vitals, in one memory.
+"""Shared buffers between actors and learner: orders, rollouts, states of environments and vitals, in one memory.
 
-Every word has one writer. An order is a ticket that its actor finds when `ordered` has grown; a rollout is the
-learner's when `finished` has grown. So an actor that dies at any instruction leaves its orders where its successor
-finds them, and the slot that it was writing, which nobody has read, is written again.
+Every word has one writer. An order is a ticket, which its actor finds when `ordered` has grown; a rollout belongs to
+the learner when `finished` has grown. So an actor that dies at any instruction leaves its orders to its successor, and
+the slot that it was writing, which nobody has read, is written again.
 
-Slots of a batch lie side by side, [rooms, N, ...] an array: what the learner takes of one is an array that is there
-already, [N, ...], and no copy of it is made on the host. The environment's state after turn j lies at j % turns, so
-that a rollout that is done again begins where it began.
+Slots of a batch lie side by side, [rooms, N, ...] an array: the learner takes a batch as an array [N, ...] that is
+there already, without a copy on the host. The environment's state after turn j lies at j % turns, so that a rollout
+that is done again begins where the first one began.
 """
 
 from __future__ import annotations
@@ -19,18 +19,18 @@ import numpy as np
 
 from longhaul.runtime import shared_memory
 from longhaul.runtime.shared_memory import Leaf, Plan
-from longhaul.topologies.actor_learner.weight_ring import Lane
-from longhaul.topologies.actor_learner.weight_ring import regions as lane_regions
+from longhaul.topologies.actor_learner import weight_ring
+from longhaul.topologies.actor_learner.weight_ring import WeightRing
 from longhaul.topologies.staleness import Ticket
 
 STARTS, WAITS, ACTS, WRITES, ENDED = range(5)
-"""What an actor is at."""
+"""States of an actor."""
 
 STATES = ("starts", "waits", "acts", "writes", "ended")
 
 INCARNATION, STATE, BEAT, ACTED_NS, WAITED_NS, STEPPED_NS, ROLLOUTS, LONGEST_NS, PROCESS = range(9)
-"""Vitals of an actor: which of its lives; what it is at, and since when (ns of the monotonic clock); ns in rollouts, in
-waiting, of the rollouts those in the environment where that is known; rollouts; the longest; its process."""
+"""Vitals of an actor: number of its life; its state, and since when (ns of the monotonic clock); ns in rollouts, in
+waiting, of the rollouts those in the environment where that is known; rollouts; ns of the longest; its process."""
 
 BEGUN, WRITTEN, OWNER, ACTED_BY = range(4)
 """Head of a slot: the ticket's number plus 1 when writing began, and when it ended; who wrote, in which life; the
@@ -38,7 +38,7 @@ version that acted."""
 
 
 class Shapes(NamedTuple):
-    """What travels, as flat lists of arrays; of one actor."""
+    """Arrays of one actor, as flat lists."""
 
     weights: tuple[Leaf, ...]
     carry: tuple[Leaf, ...]
@@ -58,7 +58,7 @@ class Size(NamedTuple):
 
 
 class Head(NamedTuple):
-    """What a slot says of the rollout in it."""
+    """Origin of the rollout in a slot."""
 
     actor: int
     incarnation: int
@@ -66,11 +66,11 @@ class Head(NamedTuple):
 
 
 class Garbage(ValueError):
-    """A slot that is not what was asked for; the message says how."""
+    """A slot that holds another rollout than was asked for."""
 
 
 def planned(shapes: Shapes, size: Size) -> Plan:
-    """The desk's memory."""
+    """Positions of all buffers in their memory."""
     return shared_memory.plan(_regions(shapes, size))
 
 
@@ -90,28 +90,28 @@ def _regions(shapes: Shapes, size: Size) -> Iterator[tuple[str, Leaf]]:
         yield f"scores/{i}", Leaf((rooms, n, *leaf.shape), leaf.dtype)
     for i, leaf in enumerate(shapes.carry):
         yield f"carry/{i}", Leaf((turns, n, *leaf.shape), leaf.dtype)
-    yield from lane_regions(shapes.weight_bytes, size.versions)
+    yield from weight_ring.regions(shapes.weight_bytes, size.versions)
 
 
-class Desk:
-    """One process's view of it."""
+class SharedBuffers:
+    """View of the buffers in one process."""
 
     def __init__(self, descriptor: int, shapes: Shapes, size: Size) -> None:
         self.shapes, self.size = shapes, size
-        found = shared_memory.arrays(descriptor, planned(shapes, size))
-        self.closed, self.key = found["closed"], found["key"]
-        self.ordered, self.finished = found["ordered"][:, 0], found["finished"][:, 0]
-        self.vitals = found["vitals"]
-        self.lane = Lane(found)
-        self._orders, self._heads, self._words = found["orders"], found["heads"], found["words"]
-        self._data = [found[f"data/{i}"] for i in range(len(shapes.data))]
-        self._scores = [found[f"scores/{i}"] for i in range(len(shapes.scores))]
-        self._carry = [found[f"carry/{i}"] for i in range(len(shapes.carry))]
+        views = shared_memory.arrays(descriptor, planned(shapes, size))
+        self.closed, self.key = views["closed"], views["key"]
+        self.ordered, self.finished = views["ordered"][:, 0], views["finished"][:, 0]
+        self.vitals = views["vitals"]
+        self.weights = WeightRing(views)
+        self._orders, self._heads, self._words = views["orders"], views["heads"], views["words"]
+        self._data = [views[f"data/{i}"] for i in range(len(shapes.data))]
+        self._scores = [views[f"scores/{i}"] for i in range(len(shapes.scores))]
+        self._carry = [views[f"carry/{i}"] for i in range(len(shapes.carry))]
 
     # ------------------------------------------------------------------------------------------------- the learner's
 
     def order(self, actor: int, ticket: Ticket) -> None:
-        """Puts a ticket before an actor; there is room for as many as it may have unlearnt."""
+        """Hands a ticket to an actor; there is room for as many as it may have unlearnt."""
         self._orders[actor, int(self.ordered[actor]) % self.size.turns, :4] = ticket
         self.ordered[actor] += 1
 
@@ -122,16 +122,16 @@ class Desk:
         owner, incarnation = divmod(int(head[OWNER]), 2**32)
         lives = int(self.vitals[actor, INCARNATION])
         if head[BEGUN] != number or head[WRITTEN] != number or owner != actor or not 0 <= incarnation <= lives:
-            found = f"{int(head[BEGUN]) - 1} to {int(head[WRITTEN]) - 1} by actor {owner} in life {incarnation}"
-            raise Garbage(f"actor {actor} was to write ticket {number - 1}, and its slot says {found}")
+            origin = f"{int(head[BEGUN]) - 1} to {int(head[WRITTEN]) - 1} by actor {owner} in life {incarnation}"
+            raise Garbage(f"actor {actor} was to write ticket {number - 1}, and its slot says {origin}")
         version = int(head[ACTED_BY])
-        newest = self.lane.latest
+        newest = self.weights.newest
         if not 0 <= version <= newest or (ticket.version >= 0 and version != ticket.version):
             raise Garbage(f"actor {actor} acted by version {version} of the weights; the newest is {newest}")
         return Head(owner, incarnation, version)
 
     def batch(self, number: int) -> tuple[list[np.ndarray], list[np.ndarray]]:
-        """(data, scores) of a whole batch, [N, ...] each: views, which stay until its room is given out again."""
+        """(data, scores) of a whole batch, [N, ...] each: views, which hold until its room is used again."""
         room = number % self.size.rooms
         return [x[room] for x in self._data], [x[room] for x in self._scores]
 
@@ -149,7 +149,7 @@ class Desk:
                 x[turn % self.size.turns, actor] = leaf[actor]
 
     def said(self, actor: int) -> str:
-        """The last words of an actor that failed."""
+        """Last error of an actor that failed."""
         return bytes(self._words[actor]).rstrip(b"\0").decode(errors="replace")
 
     # --------------------------------------------------------------------------------------------------- the actors'
@@ -184,13 +184,13 @@ class Desk:
         self.finished[actor] += 1
 
     def say(self, actor: int, words: str) -> None:
-        """Why an actor fails."""
+        """Notes why an actor fails."""
         encoded = words.encode()[: self._words.shape[1]]
         self._words[actor] = 0
         self._words[actor, : len(encoded)] = np.frombuffer(encoded, np.uint8)
 
     def at(self, actor: int, state: int) -> int:
-        """An actor tells what it is at; -> ns of the monotonic clock."""
+        """Notes the state of an actor; -> ns of the monotonic clock."""
         now = time.monotonic_ns()
         self.vitals[actor, BEAT] = now
         self.vitals[actor, STATE] = state

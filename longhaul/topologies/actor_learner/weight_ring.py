@@ -1,9 +1,9 @@
-"""The weights' lane: versions of a policy in shared memory, one flat buffer each; written once, read by any number.
+"""Ring of weights: versions of a policy in shared memory, one flat buffer each; written once, read by any number.
 
-Version v lies in place v % H, so that the H newest ones can be read. Who writes never waits: it makes the place's mark
+Version v lies in place v % H, so that the H newest ones can be read. The writer never waits: it makes the place's mark
 odd, copies, and makes it even again (a sequence lock; Lameter, "Effective synchronization on Linux/NUMA systems",
-2005). Who reads copies, and looks at the mark before and after; where it changed, the copy counts not. A copy that
-has not the checksum it was published with (CRC-32C) is refused: nobody acts by weights that no learner made.
+2005). A reader copies, and compares the mark before and after; where it changed, it copies again. A copy whose checksum
+differs from the published one (CRC-32C) is refused: nobody acts by weights that no learner made.
 """
 
 from __future__ import annotations
@@ -16,42 +16,62 @@ import numpy as np
 from longhaul.runtime.shared_memory import Leaf
 
 PATIENCE = 1000
-"""Times that a reader tries before it says that the lane is broken."""
+"""Copies that a reader tries before it reports that the ring is broken."""
 
 
 def regions(size: int, places: int) -> Iterator[tuple[str, Leaf]]:
-    """What a lane for policies of `size` bytes needs in memory."""
-    yield "lane/latest", Leaf((8,), "int64")
-    yield "lane/marks", Leaf((places, 8), "int64")
-    yield "lane/weights", Leaf((places, size), "uint8")
+    """Arrays that a ring for policies of `size` bytes needs in shared memory."""
+    yield "weights/newest", Leaf((8,), "int64")
+    yield "weights/marks", Leaf((places, 8), "int64")
+    yield "weights/bytes", Leaf((places, size), "uint8")
 
 
-class Lane:
-    """`publish` belongs to one process. Bytes come out as they went in: what they mean is the caller's matter."""
+class WeightRing:
+    """`types.Weights` for flat policies, uint8 [size], between processes of one machine. One process publishes."""
 
     def __init__(self, arrays: dict[str, np.ndarray]) -> None:
-        self._latest, self._marks = arrays["lane/latest"], arrays["lane/marks"]
-        self._weights = arrays["lane/weights"]
+        self._arrays = arrays
+        self._newest, self._marks = arrays["weights/newest"], arrays["weights/marks"]
+        self._weights = arrays["weights/bytes"]
+        self._buffer, self._read = np.empty(0, np.uint8), -1
 
-    def publish(self, version: int, weights: np.ndarray) -> None:
-        """`weights` are bytes, as many as the lane is wide. Versions grow, or begin anew before anyone reads."""
+    def reader(self) -> WeightRing:
+        """The same ring for another thread: each needs a copy of its own."""
+        return WeightRing(self._arrays)
+
+    def publish(self, version: int, params: np.ndarray) -> None:
+        """`params` are as many bytes as the ring is wide. Versions grow, or start again before anyone reads."""
         place = version % len(self._weights)
         mark = self._marks[place]
         mark[0] |= 1  # being written
         mark[1] = version
-        self._weights[place] = weights
-        mark[2] = _checksum(weights)
+        self._weights[place] = params
+        mark[2] = _checksum(params)
         mark[0] += 1
-        self._latest[0] = version + 1
+        self._newest[0] = version + 1
 
     @property
-    def latest(self) -> int:
+    def newest(self) -> int:
         """The newest version; -1 where there is none."""
-        return int(self._latest[0]) - 1
+        return int(self._newest[0]) - 1
+
+    def latest(self) -> tuple[int, np.ndarray]:
+        """(version, bytes) of the newest version, copied where they are new; the same memory each time."""
+        return self.at(-1)
+
+    def at(self, version: int) -> tuple[int, np.ndarray]:
+        """The same of a version; the newest where it is negative."""
+        wanted = self.newest if version < 0 else version
+        if wanted < 0 or wanted != self._read:
+            if not len(self._buffer):
+                self._buffer = np.empty(self._weights.shape[1], np.uint8)
+            self._read = -1  # until it was read whole
+            self._read = self.read(version, self._buffer)
+        return self._read, self._buffer
 
     def held(self, version: int) -> np.ndarray:
-        """A view of a version's bytes, for the one who publishes: good until it publishes as many as there are places.
-        Zeros where there was no such version."""
+        """View of a version's bytes, for the publisher: valid until it publishes as many as there are places. Zeros
+        where there was no such version."""
         place = version % len(self._weights)
         if version < 0 or int(self._marks[place, 1]) != version:
             return np.zeros_like(self._weights[0])
@@ -63,19 +83,19 @@ class Lane:
         LookupError where it is not there: it never was, has been written over, or is damaged.
         """
         for _ in range(PATIENCE):
-            wanted = self.latest if version < 0 else version
+            wanted = self.newest if version < 0 else version
             if wanted < 0:
                 raise LookupError("no weights were published yet")
             place = wanted % len(self._weights)
-            before, found, told = (int(word) for word in self._marks[place, :3])
-            if not before & 1 and found == wanted:
+            before, held, checksum = (int(word) for word in self._marks[place, :3])
+            if not before & 1 and held == wanted:
                 out[...] = self._weights[place]
                 if int(self._marks[place, 0]) == before:
-                    if _checksum(out) != told:
+                    if _checksum(out) != checksum:
                         raise LookupError(f"version {wanted} of the weights is damaged: its checksum is another")
                     return wanted
             elif not before & 1 and version >= 0:
-                raise LookupError(f"version {version} of the weights is not there; the newest is {self.latest}")
+                raise LookupError(f"version {version} of the weights is not there; the newest is {self.newest}")
         raise LookupError("the weights change faster than they can be read")
 
 

@@ -22,7 +22,7 @@ import numpy as np
 
 from longhaul.envs.host.vector import Description, HostVector, Slot, write
 from longhaul.runtime.credentials import NOBODY, Credentials, load
-from longhaul.topologies.actor_process import end_with_parent
+from longhaul.runtime.launch.process import end_with_parent
 from longhaul.topologies.inference_server import env_state, frames
 from longhaul.topologies.inference_server.env_state import NOTHING, Keeps
 from longhaul.topologies.inference_server.frames import Codec, WireError
@@ -141,8 +141,8 @@ def remote(
 def main() -> int:
     """A process that a run began."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the run's, which ends us
+    end_with_parent()
     about = json.load(sys.stdin)
-    end_with_parent(about["parent"])
     kind, name, options = about["environment"]
     description = Description(kind, name, tuple((key, _plain(value)) for key, value in options))
     worlds, slots, lane = about["worlds"], about["slots"], about["lane"]

@@ -1,110 +1,73 @@
-"""The processes of actors that a run begins itself: watched, and begun again.
-
-An actor is ended for good (killed, and waited for) before another takes its place. Who fails again and again within a
-short time ends the run.
-"""
+"""Actors that a run starts itself for its inference server: watched, and restarted."""
 
 from __future__ import annotations
 
 import json
 import os
 import time
-from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, Protocol
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
-from longhaul.topologies.actor_process import Child, CrewError, delay
+from longhaul.runtime.launch.process import Process
+from longhaul.topologies import actor_process
+from longhaul.topologies.actor_process import ActorHandle, Actors
 
-FAILURES, SOON = 5, 60.0
-"""So many failures, each within so many seconds of its beginning, end the run."""
+SOON = 60.0
+"""Seconds: an actor that fails later than this after its start has worked, and is restarted without a count."""
 
 
 class Orders(NamedTuple):
-    """What a process that is to be an actor is told, as JSON can hold it, and the descriptors that it gets."""
+    """What an actor's process is told, as JSON can hold it, and the descriptors that it inherits."""
 
     about: dict[str, Any]
     descriptors: tuple[int, ...] = ()  # closed here once it has them
 
 
-class Life(Protocol):
-    """One life of an actor."""
-
-    @property
-    def id(self) -> int | None:
-        """Its process, where that is one of this machine."""
-
-    def ended(self) -> str | None:
-        """How it ended; None while it lives."""
-
-    def kill(self) -> None: ...
-
-    def wait(self) -> None:
-        """Until nothing of it is left that could do harm."""
-
-
-def process(actor: int, orders: Orders) -> Child:
+def process(actor: int, orders: Orders) -> Process:
     """An actor in a process of this machine."""
-    about = orders.about | {"parent": os.getpid(), "actor": actor}
     try:
-        return Child("longhaul.topologies.inference_server.actor", json.dumps(about).encode(), orders.descriptors)
+        payload = json.dumps(orders.about | {"actor": actor}).encode()
+        return actor_process.process("longhaul.topologies.inference_server.actor", payload, orders.descriptors)
     finally:
         for descriptor in orders.descriptors:
             os.close(descriptor)
 
 
-class _Place(NamedTuple):
-    life: Life | None = None
-    begun: float = 0.0
-    due: float = 0.0  # when another is to begin
-    failures: int = 0
-
-
-class Processes:
-    """`actors` lives, of processes of this machine unless `begin` makes others; a `server.Crew`. Call `close` at the
+class ActorPool:
+    """So many actors, processes of this machine unless `start` makes others; a `server.ActorPool`. Call `close` at the
     end."""
 
     def __init__(
         self, actors: int, orders: Callable[[int], Orders], lost: Callable[[int, str], None],
-        note: Callable[[str], None] = lambda line: None, begin: Callable[[int, Orders], Life] = process,
+        start: Callable[[int, Orders], ActorHandle] = process,
     ) -> None:  # fmt: skip
         """`orders(a)`: what a new actor a is told. `lost(a, why)`: its life has ended."""
-        self._orders, self._lost, self._note, self._begin = orders, lost, note, begin
-        self._places = [_Place() for _ in range(actors)]
-        self.restarts = 0
+        self._actors = Actors(
+            actors, lambda actor: start(actor, orders(actor)), f"within {SOON:.0f} s of its beginning"
+        )  # fmt: skip
+        self._lost = lost
+
+    @property
+    def restarts(self) -> int:
+        return self._actors.restarts
 
     def ids(self) -> list[int | None]:
-        """The actors' processes on this machine; None where one is yet to begin."""
-        return [place.life.id if place.life else None for place in self._places]
+        """Process numbers of the actors on this machine; None where one is yet to start, or is elsewhere."""
+        return [handle.id if isinstance(handle, Process) else None for handle in self._actors.handles()]
 
     def look(self, now: float) -> None:
-        for actor, place in enumerate(self._places):
-            if place.life is None:
-                if now >= place.due:
-                    self._places[actor] = place._replace(life=self._begin(actor, self._orders(actor)), begun=now)
-            elif (how := place.life.ended()) is not None:
-                self._ended(actor, how)
-                self._lost(actor, how)
-
-    def _ended(self, actor: int, why: str) -> None:
-        """Another one is to begin after a while. Raises CrewError where that helps not."""
-        place, now = self._places[actor], time.monotonic()
-        failures = place.failures + 1 if now - place.begun < SOON else 1
-        if failures >= FAILURES:
-            raise CrewError(f"actor {actor} failed {failures} times within {SOON:.0f} s of its beginning; {why}")
-        self.restarts += 1
-        self._places[actor] = _Place(None, 0.0, now + delay(failures), failures)
+        for actor, how in self._actors.look(now):
+            self._failed(actor, how)
+            self._lost(actor, how)
 
     def end(self, actor: int, why: str) -> None:
-        life = self._places[actor].life
-        if life is not None:
-            life.kill()
-            life.wait()
-            self._ended(actor, why)
+        if self._actors.end(actor):
+            self._failed(actor, why)
+
+    def _failed(self, actor: int, why: str) -> None:
+        worked = time.monotonic() - self._actors.started(actor) >= SOON
+        self._actors.failed(actor, why, progress=worked)
 
     def close(self) -> None:
-        """Ends them all. Nothing of them is left."""
-        running: Sequence[Life] = [place.life for place in self._places if place.life is not None]
-        for life in running:
-            life.kill()
-        for life in running:
-            life.wait()
-        self._places = [_Place(due=float("inf")) for _ in self._places]
+        """Ends all actors; nothing of them is left."""
+        self._actors.close()

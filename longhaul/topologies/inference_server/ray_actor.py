@@ -1,8 +1,8 @@
-"""Actors of central inference on the nodes of a Ray cluster (Moritz et al. 2018), which speak gRPC with the server.
+"""Actors of the inference server on the nodes of a Ray cluster (Moritz et al. 2018), which speak gRPC with it.
 
-Ray places them, says when one is gone, and carries what they must know: the address, a token that is made for the run,
-and the certificate by which they know the server. Steps never go through it. Each life is one stream: an actor whose
-stream ends ends, and the crew begins another, elsewhere where its node has died.
+Ray places them, reports when one is gone, and carries what they must know: the address, a token that is made for the
+run, and the certificate by which they know the server. Steps never go through Ray. Each life is one stream: an actor
+whose stream ends ends, and the pool starts another, elsewhere where its node has died.
 """
 
 from __future__ import annotations
@@ -17,19 +17,16 @@ from typing import Any
 from longhaul.envs.host.vector import Description
 from longhaul.runtime.credentials import Credentials, is_loopback, self_signed, split
 from longhaul.runtime.launch import ray_cluster
-from longhaul.topologies.actor_process import FEW
+from longhaul.topologies.actor_process import FEW, STARTING
 from longhaul.topologies.inference_server import actor as client
 from longhaul.topologies.inference_server.actor_pool import Orders
 from longhaul.topologies.inference_server.frames import WireError
 from longhaul.topologies.inference_server.grpc_streams import run
 from longhaul.topologies.inference_server.grpc_transport import GrpcLine
 
-STARTING = 600.0
-"""Seconds that a cluster may take to find a place for an actor."""
-
 
 class Remote:
-    """What runs on a node."""
+    """An actor on a node."""
 
     def begin(self) -> int:
         """-> its process."""
@@ -37,7 +34,7 @@ class Remote:
         return os.getpid()
 
     def play(self, about: dict[str, Any], credentials: Credentials) -> str:
-        """Steps environments until the stream ends; -> why it did."""
+        """Steps environments until the stream ends; -> the reason."""
         slots, address = about["slots"], about["address"]
         try:
             vectors, codec = client.make(Description(*about["environment"]), about["worlds"], slots)
@@ -55,13 +52,11 @@ async def _once(line: GrpcLine, vectors: Any) -> None:
         await line.close()
 
 
-class FarLife:
-    """One life of an actor on a node; a `crew.Life`."""
-
-    id = None
+class RayActor:
+    """One life of an actor on a node; an `ActorHandle`."""
 
     def __init__(self, about: dict[str, Any], credentials: Credentials, turn: int) -> None:
-        """`turn`: so many lives were begun before."""
+        """`turn`: lives that were started before."""
         self._remote = ray_cluster.placed(Remote, turn)
         self._begun: Any = self._remote.begin.remote()
         self._since = time.monotonic()
@@ -90,18 +85,19 @@ class FarLife:
 
         ray.kill(self._remote)
 
-    def wait(self) -> None:
-        """Not at all: the server has closed its stream, and hears nothing of it any more."""
+    def end(self, within: float = 0.0) -> None:
+        """Does not wait: the server has closed its stream, and hears nothing of it any more."""
+        self.kill()
 
 
-def beginning(credentials: Credentials) -> Callable[[int, Orders], FarLife]:
+def starter(credentials: Credentials) -> Callable[[int, Orders], RayActor]:
     """(actor, orders) -> a new life of it, which shows the token and knows the server by its certificate."""
     shown = Credentials(credentials.token, authority=credentials.certificate)
     turns = itertools.count()
-    return lambda actor, orders: FarLife(orders.about | {"actor": actor}, shown, next(turns))
+    return lambda actor, orders: RayActor(orders.about | {"actor": actor}, shown, next(turns))
 
 
-def found(bind: str | None, given: Credentials) -> tuple[str, Credentials]:
+def reachable(bind: str | None, given: Credentials) -> tuple[str, Credentials]:
     """(where to listen, what to show and ask for) so that the nodes of the cluster that was joined can reach it.
 
     On this machine alone it is loopback, and plain; else this node's address by TLS, with a certificate that is made

@@ -15,7 +15,9 @@ from typing import NamedTuple, Protocol
 
 import numpy as np
 
+from longhaul.runtime.heartbeat import Silence
 from longhaul.topologies import staleness
+from longhaul.topologies.actor_process import STARTING
 from longhaul.topologies.inference_server import batcher
 from longhaul.topologies.inference_server.env_state import Standing
 from longhaul.topologies.inference_server.frames import Block
@@ -32,24 +34,18 @@ from longhaul.topologies.inference_server.transport import Answer, Arrival, Lane
 from longhaul.topologies.staleness import Book, Ticket
 from longhaul.types import Params, Rollout
 
-HANG, TIMES = 10.0, 8.0
-"""An actor that owes a step for so many seconds, and so many times its longest one before, hangs."""
-
-STARTING = 600.0
-"""Seconds that the first step after an answer may take: environments compile."""
-
 LOOK = 0.2
 """Seconds between two looks at the actors' health."""
 
 
-class Crew(Protocol):
-    """Who begins actors, and begins them again; of remote actors nobody."""
+class ActorPool(Protocol):
+    """Starts actors, and restarts them; remote actors have none."""
 
     def look(self, now: float) -> None:
-        """Begins who is due. Raises where that helps no more."""
+        """Starts actors that are due. Raises ActorError where that helps no more."""
 
     def end(self, actor: int, why: str) -> None:
-        """Ends an actor's process for good, if there is one; another one follows."""
+        """Ends an actor's process for good, if there is one; another follows."""
 
 
 NOBODY = fresh(0)
@@ -92,12 +88,12 @@ class Server:
 
     def __init__(
         self, lane: Lane, inference: Inference, book: Book, store: Trajectories, *, slots: int,
-        scores: tuple[str, ...], crew: Crew | None = None, deadline: float = batcher.DEADLINE,
+        scores: tuple[str, ...], pool: ActorPool | None = None, deadline: float = batcher.DEADLINE,
         note: Callable[[str], None] = lambda line: None, kept: dict[int, np.ndarray] | None = None,
     ) -> None:  # fmt: skip
         """`kept`: group -> the state with which its trajectory began, as actors tell them; the lane hands them on."""
         self._lane, self._inference, self.book, self._store = lane, inference, book, store
-        self._crew, self._note, self._slots, self._scores = crew, note, slots, scores
+        self._pool, self._note, self._slots, self._scores = pool, note, slots, scores
         n, self._c = book.rule.places, inference.columns
         self._rule = batcher.Rule(slots, n, deadline)
         self._groups = [_Group() for _ in range(n)]
@@ -200,8 +196,8 @@ class Server:
         self._release()  # without a bound others fill what it had begun
         self.meter = self.meter._replace(lost=self.meter.lost + 1)
         self._note(f"actor {lost.actor}: {lost.why}")
-        if self._crew is not None:
-            self._crew.end(lost.actor, lost.why)
+        if self._pool is not None:
+            self._pool.end(lost.actor, lost.why)
 
     def _drop(self, g: int) -> None:
         """What a group has begun counts nowhere."""
@@ -320,15 +316,15 @@ class Server:
     def _look(self, now: float) -> None:
         """Ends who hangs. What they sent has been taken: who still owes a step is late."""
         self._looked = now
-        if self._crew is not None:
-            self._crew.look(now)
+        if self._pool is not None:
+            self._pool.look(now)
         live = self._lane.live()
         for g, group in enumerate(self._groups):
             if group.owes is None or g // self._slots not in live:
                 continue
-            silent = now - group.owes
-            if silent > (max(HANG, TIMES * group.longest) if group.longest else STARTING):
-                why = f"it was silent for {silent:.0f} s"
+            silence = Silence(group.owes, group.longest, resting=not group.longest)
+            if (hang := silence.hang(now, STARTING)) is not None:
+                why = f"it {hang}"
                 self._lane.cut(g // self._slots, why)
-                if self._crew is not None:
-                    self._crew.end(g // self._slots, why)
+                if self._pool is not None:
+                    self._pool.end(g // self._slots, why)

@@ -19,10 +19,11 @@ import numpy as np
 import pytest
 
 from longhaul.cli import live_status
-from longhaul.topologies.actor_learner import actor_pool as crews
-from longhaul.topologies.actor_learner import shared_buffers as desks
-from longhaul.topologies.actor_learner.actor_pool import Crew
-from longhaul.topologies.actor_process import CrewError
+from longhaul.runtime import heartbeat
+from longhaul.topologies import actor_process
+from longhaul.topologies.actor_learner import shared_buffers as buffers
+from longhaul.topologies.actor_learner.actor_pool import ActorPool
+from longhaul.topologies.actor_process import ActorError
 from longhaul.topologies.staleness import Rule
 from longhaul.training import actor_learner
 from tests.helpers import fake_actors
@@ -63,7 +64,7 @@ def _nothing_is_left() -> Iterator[None]:
     assert there() == before
 
 
-def run(rule: Rule, plan: Plan, marks: Path, kind: str) -> tuple[int, list[int], Crew]:
+def run(rule: Rule, plan: Plan, marks: Path, kind: str) -> tuple[int, list[int], ActorPool]:
     with closing(fake_actors.crew(rule, plan, marks, kind)) as mine:
         fake_actors.begin(mine)
         total, ages = fake_actors.learn(mine, UPDATES)
@@ -82,7 +83,7 @@ def test_threads_do_what_was_ordered(tmp_path: Path, bound: int) -> None:
 @pytest.mark.parametrize("bound", [0, 2])
 def test_faults_of_processes_change_no_number(tmp_path: Path, bound: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """One is killed twice, one stops (and is silent for too long), one fails once."""
-    monkeypatch.setattr(crews, "FROZEN", 0.5)
+    monkeypatch.setattr(heartbeat, "FROZEN", 0.5)
     plan: Plan = {(0, 2): "kill", (0, 6): "kill", (1, 4): "stop", (2, 5): "fail"}
     rule = Rule(3, bound, pin=True, until=UPDATES)
     total, ages, mine = run(rule, plan, tmp_path, "process")
@@ -91,14 +92,14 @@ def test_faults_of_processes_change_no_number(tmp_path: Path, bound: int, monkey
     told = sorted(mine.news)
     assert [line.partition(":")[0] for line in told] == ["actor 0", "actor 0", "actor 1", "actor 2"]
     assert "SIGKILL" in told[0]
-    assert "silent" in told[2]
+    assert "it was stopped for" in told[2]
     assert "ValueError: the environment broke" in told[3]
     assert mine.restarts == 4
 
 
 def test_hits_at_random_moments_change_no_number(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whatever an actor is at: killed, stopped for a while, or stopped for good."""
-    monkeypatch.setattr(crews, "FROZEN", 0.3)
+    monkeypatch.setattr(heartbeat, "FROZEN", 0.3)
     rng, updates, hits = random.Random(5), 60, ["kill"] * 4 + ["pause"] * 3 + ["stop"] * 3
     rng.shuffle(hits)
     rule = Rule(2, 1, pin=True, until=updates)
@@ -146,16 +147,16 @@ def test_a_bound_holds_where_actors_run_free(tmp_path: Path) -> None:
 def test_nonsense_is_rejected_and_done_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A slot of another ticket, a torn one, one by weights that never were: none is learnt from."""
     rule = Rule(2, 0, pin=True, until=UPDATES)
-    check, spoilt = desks.Desk.check, []
+    check, spoilt = buffers.SharedBuffers.check, []
 
-    def spoil(desk: desks.Desk, actor: int, ticket: desks.Ticket) -> desks.Head:
-        word = {2: desks.WRITTEN, 4: desks.BEGUN, 6: desks.ACTED_BY, 8: desks.OWNER}.get(ticket.batch)
+    def spoil(shared: buffers.SharedBuffers, actor: int, ticket: buffers.Ticket) -> buffers.Head:
+        word = {2: buffers.WRITTEN, 4: buffers.BEGUN, 6: buffers.ACTED_BY, 8: buffers.OWNER}.get(ticket.batch)
         if word is not None and ticket.batch not in spoilt:
             spoilt.append(ticket.batch)
-            desk._heads[ticket.batch % desk.size.rooms, ticket.place, word] += 3 + 2**32
-        return check(desk, actor, ticket)
+            shared._heads[ticket.batch % shared.size.rooms, ticket.place, word] += 3 + 2**32
+        return check(shared, actor, ticket)
 
-    monkeypatch.setattr(desks.Desk, "check", spoil)
+    monkeypatch.setattr(buffers.SharedBuffers, "check", spoil)
     total, _, mine = run(rule, {}, tmp_path, "process")
     assert spoilt == [2, 4, 6, 8]
     assert total == alone(rule)
@@ -163,11 +164,11 @@ def test_nonsense_is_rejected_and_done_again(tmp_path: Path, monkeypatch: pytest
 
 
 def test_who_always_fails_ends_the_run_with_its_words(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(crews, "FAILURES", 2)
+    monkeypatch.setattr(actor_process, "RESTARTS", actor_process.RESTARTS._replace(allowed=1))
     mine = fake_actors.crew(Rule(2, 0), {(1, 0): "always"}, tmp_path, "process")
     with closing(mine):
         fake_actors.begin(mine)
-        with pytest.raises(CrewError, match=r"actor 1 failed 2 times .* the environment broke"):
+        with pytest.raises(ActorError, match=r"actor 1 failed 2 times .* the environment broke"):
             fake_actors.learn(mine, 3)
 
 
@@ -207,7 +208,7 @@ def _lives(process: int) -> bool:
 
 def test_an_actor_that_was_silent_for_too_long_is_replaced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """It runs, and nothing comes of it: it is no stopped process."""
-    monkeypatch.setattr(crews, "HANG", 2.0)
+    monkeypatch.setattr(heartbeat, "SILENCE", 2.0)
     rule = Rule(2, 0, pin=True, until=UPDATES)
     total, _, mine = run(rule, {(1, 3): "hang"}, tmp_path, "process")
     assert total == alone(rule)

@@ -19,7 +19,7 @@ from longhaul.telemetry.aggregate import Sums
 from longhaul.topologies.actor_learner import host_rollout
 from longhaul.topologies.actor_learner.config import Acting
 from longhaul.topologies.actor_learner.host_rollout import Carry, Sizes
-from longhaul.topologies.actor_learner.learner import Acting as Does
+from longhaul.topologies.actor_learner.learner import CompiledActor as Does
 from longhaul.topologies.actor_learner.learner import tree
 from longhaul.topologies.staleness import Ticket
 from longhaul.types import Algorithm, Rollout

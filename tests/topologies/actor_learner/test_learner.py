@@ -29,7 +29,7 @@ from longhaul.runtime.errors import RunError
 from longhaul.telemetry.aggregate import Sums
 from longhaul.topologies import fused
 from longhaul.topologies.actor_learner import learner
-from longhaul.topologies.actor_learner.actor_pool import Crew
+from longhaul.topologies.actor_learner.actor_pool import ActorPool
 from longhaul.topologies.actor_learner.config import Acting
 from longhaul.topologies.staleness import Rule, Ticket
 from longhaul.training import actor_learner, loop
@@ -62,7 +62,7 @@ def by_fused(devices: int) -> tuple[list[np.ndarray], list[np.ndarray], dict[str
     return plain(progress.state), plain(progress.carry), jax.device_get(rows)
 
 
-Made = tuple[learner.Program, learner.Acting, Algorithm, Callable[[], Progress]]
+Made = tuple[learner.Program, learner.CompiledActor, Algorithm, Callable[[], Progress]]
 
 
 @functools.cache
@@ -84,8 +84,8 @@ def run(made: Made, rule: Rule, make: Any = None) -> tuple[list[np.ndarray], lis
     rows, begun = [], start()
     if rule.pinned:
         past = tuple(np.zeros(does.shapes.weight_bytes, np.uint8) for _ in range(rule.pinned))
-        begun = begun._replace(carry=learner.Flight(begun.carry, past))
-    with closing(Crew(rule, does.shapes, make or (lambda actor: does.collect), kind="thread")) as crew:
+        begun = begun._replace(carry=learner.PinnedCarry(begun.carry, past))
+    with closing(ActorPool(rule, does.shapes, make or (lambda actor: does.collect), kind="thread")) as crew:
         calls = learner.actors(program, crew, begun, learner.weights_of(algorithm), updates=UPDATES)
         for progress, n, row in calls:
             assert n == 1

@@ -14,16 +14,16 @@ import pytest
 from longhaul.runtime import shared_memory
 from longhaul.runtime.shared_memory import Leaf, Wakeup, wakeup
 from longhaul.topologies.actor_learner import weight_ring
-from longhaul.topologies.actor_learner.weight_ring import Lane
+from longhaul.topologies.actor_learner.weight_ring import WeightRing
 
 SIZE, PLACES = 1 << 16, 3
 
 WRITER = f"""
 import sys, numpy as np
-from longhaul.topologies.actor_learner import weight_ring as lane
+from longhaul.topologies.actor_learner import weight_ring
 from longhaul.runtime import shared_memory as memory
-arrays = memory.arrays(int(sys.argv[1]), memory.plan(lane.regions({SIZE}, {PLACES})))
-mine = lane.Lane(arrays)
+arrays = memory.arrays(int(sys.argv[1]), memory.plan(weight_ring.regions({SIZE}, {PLACES})))
+mine = weight_ring.WeightRing(arrays)
 version = 0
 while True:
     mine.publish(version, np.full({SIZE}, version % 251, np.uint8))
@@ -51,13 +51,13 @@ def test_arrays_have_lines_of_their_own_and_are_the_same_memory() -> None:
 def test_weights_are_read_whole_while_another_process_writes_and_when_it_is_killed() -> None:
     planned = shared_memory.plan(weight_ring.regions(SIZE, PLACES))
     block = shared_memory.create(planned.size)
-    mine, out = Lane(shared_memory.arrays(block, planned)), np.empty(SIZE, np.uint8)
+    mine, out = WeightRing(shared_memory.arrays(block, planned)), np.empty(SIZE, np.uint8)
     with pytest.raises(LookupError, match="no weights"):
         mine.read(-1, out)
     with subprocess.Popen([sys.executable, "-c", WRITER, str(block)], pass_fds=(block,)) as writer:
         try:
             deadline = time.monotonic() + 30.0
-            while mine.latest < 0 and time.monotonic() < deadline:
+            while mine.newest < 0 and time.monotonic() < deadline:
                 time.sleep(0.01)
             seen = []
             while len(seen) < 300 or (seen[-1] == seen[0] and time.monotonic() < deadline):
@@ -77,7 +77,7 @@ def test_weights_are_read_whole_while_another_process_writes_and_when_it_is_kill
 def test_versions_are_kept_as_long_as_there_are_places() -> None:
     planned = shared_memory.plan(weight_ring.regions(4, PLACES))
     block = shared_memory.create(planned.size)
-    mine, out = Lane(shared_memory.arrays(block, planned)), np.empty(4, np.uint8)
+    mine, out = WeightRing(shared_memory.arrays(block, planned)), np.empty(4, np.uint8)
     os.close(block)
     for version in range(5):
         mine.publish(version, np.full(4, version, np.uint8))
@@ -93,12 +93,12 @@ def test_weights_that_are_not_what_was_published_are_refused() -> None:
     planned = shared_memory.plan(weight_ring.regions(SIZE, PLACES))
     block = shared_memory.create(planned.size)
     arrays = shared_memory.arrays(block, planned)
-    mine, out = Lane(arrays), np.empty(SIZE, np.uint8)
+    mine, out = WeightRing(arrays), np.empty(SIZE, np.uint8)
     os.close(block)
     weights = np.random.default_rng(0).integers(0, 256, SIZE).astype(np.uint8)
     mine.publish(4, weights)
     assert mine.read(-1, out) == 4
-    arrays["lane/weights"][4 % PLACES, 1_000] ^= 1
+    arrays["weights/bytes"][4 % PLACES, 1_000] ^= 1
     for version in (-1, 4):
         with pytest.raises(LookupError, match="version 4 of the weights is damaged"):
             mine.read(version, out)

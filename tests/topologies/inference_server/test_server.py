@@ -20,8 +20,8 @@ from longhaul.envs.host import registry
 from longhaul.envs.host.jax_vector import JaxVector, Programs
 from longhaul.envs.host.vector import HostStep, HostVector, Slot, specification
 from longhaul.envs.probes import PROBES, Probe
+from longhaul.runtime import heartbeat
 from longhaul.topologies.inference_server import frames
-from longhaul.topologies.inference_server import server as servers
 from longhaul.topologies.staleness import AHEAD
 from longhaul.types import Algorithm
 from tests.end_to_end.test_algorithm_matrix import LEARNERS, check
@@ -255,8 +255,8 @@ def test_an_actor_that_dies_amid_a_trajectory_leaves_nothing_of_it(lane: str, st
 
 def test_one_that_stands_still_is_found_and_holds_up_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
     """Without a bound the others fill its places."""
-    monkeypatch.setattr(servers, "HANG", 3.0)
-    monkeypatch.setattr(servers, "TIMES", 0.0)
+    monkeypatch.setattr(heartbeat, "SILENCE", 3.0)
+    monkeypatch.setattr(heartbeat, "TIMES", 0.0)
     spec, algorithm = of_poles()
     gate, sizes = threading.Event(), Sizes(staleness=None)
 
@@ -282,8 +282,8 @@ def test_nobody_is_late_while_the_server_learns(lane: str, monkeypatch: pytest.M
         serve(here)
         here.server.gather()
         with monkeypatch.context() as hurried:
-            hurried.setattr(servers, "HANG", 0.4)
-            hurried.setattr(servers, "TIMES", 0.0)
+            hurried.setattr(heartbeat, "SILENCE", 0.4)
+            hurried.setattr(heartbeat, "TIMES", 0.0)
             time.sleep(0.5)
             here.server.learnt(policy)
             here.server.serve(0.0)

@@ -1,0 +1,195 @@
+"""Child processes: started with what they must know, watched, ended for good, and started again with a growing pause.
+
+Launched training processes, actors, the W&B follower and benchmarks are all a `Process`. A child that calls
+`end_with_parent` never outlives its parent, however that ends.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from typing import IO, NamedTuple
+
+from longhaul.runtime import heartbeat
+
+LIFELINE = "LONGHAUL_LIFELINE"
+"""Environment variable: a file descriptor that is at its end when the parent has ended; the child then ends too."""
+
+INHERIT, DROP, PIPE = None, subprocess.DEVNULL, subprocess.PIPE
+"""Where a child's output goes: to the parent's own, nowhere, or to a stream that the parent reads."""
+
+Take = Callable[[bytes], None]
+"""Receives a child's output line by line, in a thread."""
+
+Output = int | Take | IO[bytes] | None
+
+
+class Process:
+    """One child process.
+
+        process = Process(command, payload=b"...", out=print)
+        while process.ended() is None:
+            ...
+        process.end()  # nothing of it is left
+    """  # fmt: skip
+
+    def __init__(
+        self, command: Sequence[str], *, variables: Mapping[str, str] | None = None, payload: bytes | None = None,
+        talks: bool = False, descriptors: Sequence[int] = (), out: Output = INHERIT, error: Output = INHERIT,
+        folder: str | None = None, session: bool = False, tied: bool = True,
+    ) -> None:  # fmt: skip
+        """`variables`: its whole environment; None: ours. `payload`: all that it reads on standard input; where it
+        `talks`, its input stays open for `say`. `descriptors`: inherited under the same numbers. `session`: it gets a
+        session of its own, out of reach of a terminal's signals, and is killed with everything that it started.
+        `tied`: it ends with this process, once it calls `end_with_parent`."""
+        self._session = session
+        lifeline, self._line = os.pipe()
+        given = dict(os.environ if variables is None else variables) | ({LIFELINE: str(lifeline)} if tied else {})
+        try:
+            self._process = process = subprocess.Popen(
+                list(command), env=given, cwd=folder, start_new_session=session,
+                pass_fds=(*descriptors, *([lifeline] if tied else [])),
+                stdin=PIPE if talks or payload is not None else DROP,
+                stdout=PIPE if callable(out) else out, stderr=PIPE if callable(error) else error,
+            )  # fmt: skip
+        except BaseException:
+            os.close(self._line)
+            raise
+        finally:
+            os.close(lifeline)
+        self.id, self.out = process.pid, process.stdout
+        pumps = [(process.stdout, out), (process.stderr, error)]
+        self._pumps = [_pump(stream, take) for stream, take in pumps if stream is not None and callable(take)]
+        if process.stdin is not None and not talks:
+            with contextlib.suppress(BrokenPipeError), process.stdin as pipe:  # where it ended at once, `ended` says it
+                pipe.write(payload or b"")
+        elif process.stdin is not None:
+            os.set_blocking(process.stdin.fileno(), False)
+
+    @property
+    def code(self) -> int | None:
+        """Exit code; negative: the signal that killed it; None while it runs."""
+        return self._process.poll()
+
+    def ended(self) -> str | None:
+        """How it ended; None while it runs."""
+        code = self.code
+        if code is None:
+            return None
+        return f"it was ended by {signal.Signals(-code).name}" if code < 0 else f"it ended with code {code}"
+
+    def stopped(self) -> bool:
+        """Whether it is stopped, by SIGSTOP, say."""
+        return self.code is None and heartbeat.stopped(self.id)
+
+    def say(self, words: bytes) -> bool:
+        """Writes to its standard input without waiting; -> False where it is gone. A full pipe drops the words: it has
+        thousands to read yet."""
+        assert self._process.stdin is not None
+        try:
+            os.write(self._process.stdin.fileno(), words)
+        except BlockingIOError:
+            pass
+        except OSError:
+            return False
+        return self.code is None
+
+    def hang_up(self) -> None:
+        """Closes its standard input."""
+        if self._process.stdin is not None:
+            with contextlib.suppress(BrokenPipeError):
+                self._process.stdin.close()
+
+    def send(self, number: int) -> None:
+        """Sends a signal; does nothing where it has ended."""
+        with contextlib.suppress(ProcessLookupError):
+            self._process.send_signal(number)
+
+    def kill(self) -> None:
+        """Kills it without waiting; with a session of its own, also all that it started."""
+        if not self._session:
+            self._process.kill()
+            return
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(self.id, signal.SIGKILL)
+
+    def wait(self, within: float | None = None) -> bool:
+        """Whether it has ended within so many seconds; None: waits as long as it takes."""
+        try:
+            self._process.wait(timeout=within)
+        except subprocess.TimeoutExpired:
+            return False
+        return True
+
+    def end(self, within: float = 0.0) -> None:
+        """Waits so many seconds for its end, then kills it. All its lines were taken and nothing of it is left after
+        this; what it started and was not killed may hold its output open, which is not waited for."""
+        if not within or not self.wait(within) or self._session:
+            self.kill()
+        self.wait()
+        for pump in self._pumps:
+            pump.join()
+        self.hang_up()
+        if self.out is not None and not self._pumps:
+            self.out.close()
+        if self._line >= 0:
+            os.close(self._line)
+        self._line = -1
+
+
+def _pump(stream: IO[bytes], take: Take) -> threading.Thread:
+    """A thread that gives each line of `stream` to `take`, to its end."""
+
+    def run() -> None:
+        with stream, contextlib.suppress(OSError):  # nobody reads what we print any more
+            for line in stream:
+                take(line)
+
+    thread = threading.Thread(target=run, daemon=True)
+    thread.start()
+    return thread
+
+
+def end_with_parent() -> None:
+    """This process ends at once when its parent does, be that killed; nothing where no parent asked for it."""
+    if LIFELINE not in os.environ:
+        return
+    lifeline = int(os.environ.pop(LIFELINE))
+    if sys.platform == "linux":  # a thread would not run while the process is stopped
+        import ctypes
+
+        ctypes.CDLL(None, use_errno=True).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
+
+    def wait() -> None:
+        while os.read(lifeline, 1):
+            pass
+        os._exit(1)
+
+    threading.Thread(target=wait, name="lifeline", daemon=True).start()
+
+
+class Restarts(NamedTuple):
+    """Failures in a row without progress between them, and the pause before the next start."""
+
+    allowed: int  # failures that another start follows
+    first: float  # seconds before the first restart, doubled with each
+    most: float  # seconds
+    failures: int = 0
+
+    def failed(self, *, progress: bool) -> Restarts:
+        """After another failure; `progress`: it had done something worth a new start."""
+        return self._replace(failures=1 if progress else self.failures + 1)
+
+    @property
+    def exhausted(self) -> bool:
+        return self.failures > self.allowed
+
+    @property
+    def pause(self) -> float:
+        """Seconds until the next start."""
+        return min(self.most, self.first * 2.0 ** (self.failures - 1))
