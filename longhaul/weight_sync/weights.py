@@ -5,7 +5,8 @@
 
 from __future__ import annotations
 
-from longhaul.types import Params
+from typing import Any
+
 from longhaul.weight_sync.consumers import JaxWeights
 from longhaul.weight_sync.producer import Producer
 
@@ -24,13 +25,13 @@ class SyncWeights:
             raise ValueError("weights without an end: give a producer, or received weights")
         self._producer, self._received = producer, received
 
-    def publish(self, version: int, params: Params) -> None:
+    def publish(self, version: int, params: Any) -> None:
         """Hands over a version and returns at once; `params` must not change afterwards. RuntimeError at an actor."""
         if self._producer is None:
             raise RuntimeError("this end receives weights; publish at the learner's")
         self._producer.publish(version, params)
 
-    def latest(self) -> tuple[int, Params]:
+    def latest(self) -> tuple[int, Any]:
         """Newest (version, params) that was committed here. LookupError before the first; RuntimeError at a learner."""
         if self._received is None:
             raise RuntimeError("this end publishes weights; receive them at an actor's")

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from importlib.util import find_spec
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
@@ -111,7 +111,7 @@ def process(*command: str) -> Iterator[subprocess.Popen[str]]:
 
 
 @contextmanager
-def receivers(way: Way, count: int = 1, **options: object) -> Iterator[list[Receiver]]:
+def receivers(way: Way, count: int = 1, **options: Any) -> Iterator[list[Receiver]]:
     made = [Receiver(way.connect, **options) for _ in range(count)]
     try:
         yield made
