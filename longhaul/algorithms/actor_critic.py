@@ -1,6 +1,6 @@
-"""What algorithms with an actor and a critic in one network have in common: how it is made, its state, how it acts.
+"""Common part of algorithms with an actor and a critic in one network: the network, the state, acting.
 
-A config of such an algorithm has the fields of `Design` and `normalise_observation`, `shared` and `memory` among them.
+A config of such an algorithm has the fields of `Design`.
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ class State(NamedTuple):
 
 
 class Policy(NamedTuple):
-    """What acting needs."""
+    """Part of the state that acting needs."""
 
     params: Params
     moments: normalise.Moments | tuple[()]
 
 
 class Design(NamedTuple):
-    """The fields of a config that say how its network is made; `ppo.Config` says what they mean."""
+    """Fields of a config that define its network; `config.PPOConfig` explains them."""
 
     torso: str
     hidden_dim: int
@@ -52,9 +52,9 @@ class Design(NamedTuple):
 
 
 def check(config: Any, *, columns: int, steps: int, shares: Sequence[str], least: Sequence[str]) -> None:
-    """Raises ValueError, naming value, bound and remedy, where the sizes of one shard can't work.
+    """Raises ValueError, with value, bound and remedy, for impossible sizes of one shard.
 
-    The fields in `shares` must lie in 0 to 1; those in `least` must be at least 0, or None where that may be.
+    The fields in `shares` must lie in 0 to 1; those in `least` must be at least 0, or None where that is allowed.
     """
     rows, unit = (columns, "environments") if config.memory else (columns * steps, "steps of a batch")
     for name in ("num_minibatches", "update_epochs", "chunk", "accumulate", "hidden_dim", "num_layers"):
@@ -90,14 +90,14 @@ def check(config: Any, *, columns: int, steps: int, shares: Sequence[str], least
 
 
 class Parts(NamedTuple):
-    seen: PyTree  # what the network sees of one observation, as ShapeDtypeStruct
+    seen: PyTree  # input of the network for one observation, as ShapeDtypeStruct
     policy: Distribution
     network: actor_critic.ActorCritic
 
 
 def parts(spec: Spec, config: Any, *, norm: bool = False) -> Parts:
-    """The network of a config for environments of `spec`, its layers normalised where `norm` says so. Raises ValueError
-    where the two don't fit."""
+    """Network of a config for environments of `spec`; `norm` normalises its layers. Raises ValueError where the two do
+    not fit."""
     design = Design(*(getattr(config, name) for name in Design._fields))
     seen = spec.observation.observation if isinstance(spec.observation, Masked) else spec.observation
     if spec.expand is not None:
@@ -130,7 +130,7 @@ def parts(spec: Spec, config: Any, *, norm: bool = False) -> Parts:
 def _expanding(
     network: actor_critic.ActorCritic, expand: Callable[[PyTree], PyTree] | None
 ) -> actor_critic.ActorCritic:
-    """`network` for stored observations: they are expanded where they are used, never kept so."""
+    """Network for stored observations, which are expanded at their use and never kept expanded."""
     if expand is None:
         return network
 
@@ -141,7 +141,7 @@ def _expanding(
 
 
 def look(moments: normalise.Moments | tuple[()], observation: PyTree) -> tuple[PyTree, jax.Array | None]:
-    """What the network sees of an observation, and the mask of legal actions."""
+    """Input of the network for an observation, and the mask of legal actions."""
     visible, mask = observation if isinstance(observation, Masked) else (observation, None)
     if isinstance(moments, normalise.Moments):
         visible = normalise.apply(moments, visible)
@@ -149,7 +149,7 @@ def look(moments: normalise.Moments | tuple[()], observation: PyTree) -> tuple[P
 
 
 def starting(made: Parts, config: Any, optimiser: optax.GradientTransformation) -> Callable[[Key], State]:
-    """key -> the state before any update."""
+    """Function of a key to the state before the first update."""
 
     def init(key: Key) -> State:
         params = made.network.init(key)
@@ -160,9 +160,8 @@ def starting(made: Parts, config: Any, optimiser: optax.GradientTransformation) 
 
 
 def acting(made: Parts, config: Any) -> Callable[..., tuple[jax.Array, PyTree, PyTree]]:
-    """`Algorithm.act`. Its extras are the raw action and its log-probability; and the value, where that comes with the
-    policy for nothing (one torso, no memory).
-    """
+    """`Algorithm.act`. Its extras are the raw action and its log-probability, and the value where it costs nothing (one
+    torso, no memory)."""
     _, policy, network = made
     free = config.shared and not config.memory
 
@@ -177,7 +176,7 @@ def acting(made: Parts, config: Any) -> Callable[..., tuple[jax.Array, PyTree, P
 
 
 def critic(spec: Spec, config: Any) -> Callable[[Policy, PyTree, PyTree], jax.Array]:
-    """(policy, memory, observation [B, ...]) -> the value that the learner believes in, float32 [B]."""
+    """Function (policy, memory, observation [B, ...]) -> the learner's value, float32 [B]."""
     inner = parts(spec, config).network
 
     def value(policy: Policy, memory: PyTree, observation: PyTree) -> jax.Array:
@@ -187,7 +186,7 @@ def critic(spec: Spec, config: Any) -> Callable[[Policy, PyTree, PyTree], jax.Ar
 
 
 def network(spec: Spec, config: Any) -> actor_critic.ActorCritic:
-    """The network of a `Policy`, which `apply` takes for parameters: what it would do, and what it believes in."""
+    """Network whose `apply` takes a `Policy` for parameters: policy parameters and value."""
     inner = parts(spec, config).network
 
     def apply(policy: Policy, memory: PyTree, observation: PyTree) -> tuple[jax.Array, jax.Array, PyTree]:
@@ -199,14 +198,14 @@ def network(spec: Spec, config: Any) -> actor_critic.ActorCritic:
 def moments_of(
     x: jax.Array, weight: jax.Array | None, mean: Callable[[PyTree], PyTree], isolated: Isolate
 ) -> tuple[jax.Array, jax.Array]:
-    """Mean and variance of x over all shards, where weight is 1."""
+    """Mean and variance over all shards of x where weight is 1."""
 
     def of_sums(first: jax.Array, second: jax.Array, share: jax.Array | float) -> tuple[jax.Array, jax.Array]:
         first, second = first / share, second / share
         return first, jnp.maximum(second - first**2, 0.0)
 
-    # Isolated, too: whether a product is rounded before it is subtracted is decided by what it is compiled with.
-    if weight is None:  # no share to agree on: a shard has nothing to tell but two numbers
+    # Isolated: whether a product is rounded before the subtraction depends on the program around it.
+    if weight is None:  # no share to agree on: a shard sends two numbers
         first, second = mean(isolated(lambda x: (_mean(x), _mean(x * x)))(x))
         return isolated(lambda first, second: of_sums(first, second, 1.0))(first, second)
     sums = isolated(lambda x, weight: (_mean(x * weight), _mean(x * x * weight), _mean(weight)))
@@ -215,17 +214,17 @@ def moments_of(
 
 
 SUMMANDS = 16
-"""Numbers that are added up one after the other, side by side with others: so a device begins few kernels, all wide."""
+"""Numbers added up one after the other, side by side with others: few kernels, all of them wide."""
 
 
 def _mean(x: jax.Array) -> jax.Array:
-    """The mean, added up in one order. XLA's own sums have none: the same one may be rounded otherwise in another
-    program, as it was on eight devices. So may a product that is added at once, but for the barrier."""
-    left = jax.lax.optimization_barrier(x.reshape(-1))
-    while len(left) > 1:
-        rows = jnp.pad(left, (0, -len(left) % SUMMANDS)).reshape(SUMMANDS, -1)
-        left = functools.reduce(jnp.add, rows)
-    return left[0] / x.size
+    """Mean with a fixed order of additions. XLA's own sums have none: the same sum was rounded differently in another
+    program on eight devices. The barrier keeps a product from being fused with its addition."""
+    sums = jax.lax.optimization_barrier(x.reshape(-1))
+    while len(sums) > 1:
+        rows = jnp.pad(sums, (0, -len(sums) % SUMMANDS)).reshape(SUMMANDS, -1)
+        sums = functools.reduce(jnp.add, rows)
+    return sums[0] / x.size
 
 
 def annealing(context: Context) -> Callable[[float, float], optax.Schedule]:

@@ -1,13 +1,13 @@
 """Analytic policy gradient: the gradient of the return itself, through policy, environment and rewards.
 
-Of environments that JAX can differentiate: the collector (`rollout.pathwise`) gives the gradient of the discounted
-rewards of a rollout, and here it is followed. The horizon is the rollout's length, beyond which nothing is looked for
-(as Brax's APG has it; Freeman et al. 2021, arXiv 2106.13281); at an episode's end the gradient is cut, since the next
-one does not depend on what was done. Actions are sampled by the reparameterisation of the policy's Gaussian (Kingma and
-Welling 2014), so that the gradient is that of the expectation.
+It works for environments that JAX can differentiate: the collector (`rollout.pathwise`) computes the gradient of the
+discounted rewards of a rollout, and the learner follows it. The horizon is the rollout's length, as in Brax's APG
+(Freeman et al. 2021, arXiv 2106.13281); the gradient is cut at an episode's end, because the next episode does not
+depend on earlier actions. Actions are sampled by the reparameterisation of the policy's Gaussian (Kingma and Welling
+2014), so that the gradient is that of the expectation.
 
-What has no gradient, a collision say, is not felt: rewards must lead there by themselves. The network is that of PPO,
-whose critic learns nothing here.
+Events without a gradient, a collision for example, have no effect: other rewards must account for them. The network is
+that of PPO, whose critic learns nothing here.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from longhaul.types import Algorithm, Key, Metrics, Pathwise, PyTree, Spec
 
 
 def check(config: APGConfig, *, columns: int, steps: int) -> None:
-    """Raises ValueError, naming value, bound and remedy, where the sizes of one shard can't work."""
+    """Raises ValueError, with value, bound and remedy, for impossible settings."""
     for name in ("hidden_dim", "num_layers"):
         if getattr(config, name) < 1:
             raise ValueError(f"{name} is {getattr(config, name)}; it must be at least 1")

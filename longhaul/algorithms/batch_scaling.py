@@ -1,8 +1,8 @@
-"""What follows from the size of a batch: minibatches, epochs and the learning rate. Pure numbers.
+"""Minibatches, epochs and learning rate by the size of a batch. Pure numbers.
 
-The rule "batch" is that of the HackMatrix trainer: a batch above 32,768 steps is learnt from in more minibatches, so
-that each keeps about its size, and in fewer epochs. Learning rates: linear (Goyal et al. 2017) or by the square root
-(Krizhevsky 2014), with a warm-up.
+The rule "batch" is that of the HackMatrix trainer: a batch above 32,768 steps has more minibatches, so that each keeps
+about its size, and fewer epochs. Learning rates scale linearly (Goyal et al. 2017) or by the square root (Krizhevsky
+2014), with a warm-up.
 """
 
 from __future__ import annotations
@@ -14,32 +14,32 @@ SCALINGS = ("none", "batch")
 LR_RULES = ("none", "linear", "sqrt")
 
 LARGE = 32_768
-"""Agent steps of a batch above which the rule "batch" changes anything."""
+"""Agent steps of a batch above which the rule "batch" has an effect."""
 
 MINIBATCHES, EPOCHS = 4, 4
-"""Of a batch that is not large."""
+"""Minibatches and epochs of a batch that is not large."""
 
 MOST_MINIBATCHES, LEAST_EPOCHS = 64, 2
 
 
 class Passes(NamedTuple):
-    """How a batch is learnt from."""
+    """Passes over a batch."""
 
     minibatches: int
     epochs: int
 
 
 def passes(batch: int, scaling: str) -> Passes:
-    """For a batch of `batch` agent steps: of 262,144 by "batch", 32 minibatches and 2 epochs."""
+    """Passes over `batch` agent steps by a rule; for 262,144 by "batch" they are 32 minibatches and 2 epochs."""
     scale = batch // LARGE if scaling == "batch" and batch > LARGE else 1
     return Passes(min(MINIBATCHES * scale, MOST_MINIBATCHES), max(LEAST_EPOCHS, EPOCHS // scale))
 
 
 def decide(batch: int, rows: int, scaling: str, minibatches: int | None, epochs: int | None) -> Passes:
-    """What was given, and by the rule what was not (None).
+    """Passes as given; those not given (None) follow the rule.
 
-    Where minibatches are given, the user has chosen how to learn, and epochs are not the rule's either. A number of
-    minibatches that is not given divides `rows`, the steps of one device's batch (with memory: its columns).
+    If minibatches are given, the rule does not apply to the epochs either. A number of minibatches that is not given
+    divides `rows`, the steps of one device's batch (with memory: its columns).
     """
     wanted = passes(batch, scaling if minibatches is None else "none")
     chosen = nearest_divisor(rows, wanted.minibatches) if minibatches is None else minibatches
@@ -47,7 +47,7 @@ def decide(batch: int, rows: int, scaling: str, minibatches: int | None, epochs:
 
 
 def nearest_divisor(n: int, wanted: int) -> int:
-    """The divisor of n that is nearest to `wanted`, the larger one of two; n and `wanted` at least 1."""
+    """Divisor of n nearest to `wanted`, the larger of two equally near; n and `wanted` at least 1."""
     for distance in range(wanted):
         for divisor in (wanted + distance, wanted - distance):
             if n % divisor == 0:
@@ -56,13 +56,13 @@ def nearest_divisor(n: int, wanted: int) -> int:
 
 
 def lr_factor(rule: str, batch: int, base: int) -> float:
-    """What the learning rate of a batch of `base` steps is multiplied with for one of `batch`."""
+    """Factor of the learning rate from a batch of `base` steps to one of `batch`."""
     ratio = batch / base
     return {"none": 1.0, "linear": ratio, "sqrt": math.sqrt(ratio)}[rule]
 
 
 def describe(batch: int, base: int, scaling: str, chosen: Passes, rows: int, lr_rule: str, lr: float) -> list[str]:
-    """Lines on what the rules made of a batch; none where they changed nothing.
+    """Lines that explain the effect of the rules on a batch; none where they changed nothing.
 
     `rows` as in `decide`; `lr` before the rule.
     """

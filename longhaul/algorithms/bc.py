@@ -1,11 +1,11 @@
-"""Behaviour cloning (Pomerleau 1991): the policy's likelihood of what an expert does, raised.
+"""Behaviour cloning (Pomerleau 1991): maximum likelihood of an expert's actions.
 
-What is learnt from are rollouts whose extras are `Guided`: the expert drives, or was asked in each state what he would
-do, or was recorded. Where he drives a share of the worlds only, the policy drives the others and learns from him what
-to do there, too, where its own mistakes lead it (DAgger; Ross et al. 2011, arXiv 1011.0686).
+The data are rollouts whose extras are `Guided`: the expert drives, or gives its action in each state, or was recorded.
+If the expert drives only a share of the worlds, the policy drives the others and learns the expert's action in states
+to which its own mistakes lead (DAgger; Ross et al. 2011, arXiv 1011.0686).
 
-Where we differ: the data are made anew for every update, on the device, and nothing of them is kept. The network is
-that of PPO, whose critic learns nothing here.
+Where we differ: the data are generated on the device for every update and not kept. The network is that of PPO, whose
+critic learns nothing here.
 """
 
 from __future__ import annotations
@@ -34,18 +34,18 @@ class Batch(NamedTuple):
     observation: PyTree
     mask: jax.Array | None
     raw: jax.Array  # the expert's
-    weight: jax.Array  # float32: 1, and 0 where nothing is known of him
-    begins: jax.Array | None  # bool [T, columns]: an episode begins here, so memory is put back
+    weight: jax.Array  # float32: 1, and 0 where the expert's action is not known
+    begins: jax.Array | None  # bool [T, columns]: an episode begins here, so memory is reset
     memory: PyTree  # [columns, width] or ()
 
 
 PARTS = ("policy_loss", "entropy", "error")
-"""Of the loss, as they are told. The first is the negative log-likelihood; the error that of the likeliest action: the
-share of choices that are not the expert's, or the mean distance in a vector's numbers."""
+"""Reported parts of the loss. The first is the negative log-likelihood; the error is that of the likeliest action: the
+share of choices that differ from the expert's, or the mean distance in a vector's numbers."""
 
 
 def check(config: BCConfig, *, columns: int, steps: int) -> None:
-    """Raises ValueError, naming value, bound and remedy, where the sizes of one shard can't work."""
+    """Raises ValueError, with value, bound and remedy, for impossible settings or sizes of one shard."""
     actor_critic.check(config, columns=columns, steps=steps, shares=("expert_share",), least=("lr", "max_grad_norm"))
     if not config.adam_eps > 0.0:
         raise ValueError(f"adam_eps is {config.adam_eps}; it must be above 0")
@@ -56,7 +56,7 @@ def check(config: BCConfig, *, columns: int, steps: int) -> None:
 def _loss(
     network: networks.ActorCritic, policy: Distribution, action: Action
 ) -> Callable[..., tuple[jax.Array, Metrics]]:
-    """(params, batch, entropy weight) -> sums over rows of the loss and of its parts."""
+    """Function (params, batch, entropy weight) -> sums over rows of the loss and of its parts."""
 
     def loss(params: Params, batch: Batch, entropy_weight: jax.Array) -> tuple[jax.Array, Metrics]:
         if batch.begins is None:
@@ -105,11 +105,11 @@ def bc(spec: Spec, config: BCConfig, context: Context) -> Algorithm:
         return action, memory, ()
 
     def see(state: State, data: Rollout) -> Batch:
-        assert isinstance(data.extras, Guided), "nobody shows what to do: the collector has no guide"
+        assert isinstance(data.extras, Guided), "cloning without an expert: the collector has no guide"
         visible, mask = look(state.moments, data.observation)
         known = data.valid & data.extras.known
         raw = policy.raw(data.extras.action)
-        # What means nothing may be no number, and 0 times its gradient none either.
+        # A value without meaning may be NaN, and so would 0 times its gradient.
         raw = jnp.where(known.reshape(*known.shape, *([1] * (raw.ndim - known.ndim))), raw, 0)
         weight, begins = known.astype(jnp.float32), values.begins(data) if config.memory else None
         return Batch(visible, mask, raw, weight, begins, data.memory)
@@ -119,7 +119,7 @@ def bc(spec: Spec, config: BCConfig, context: Context) -> Algorithm:
         params, opt_state, metrics = optimise(state.params, state.opt_state, state.updates, batch, key)
         metrics["known"] = mean(isolated(jnp.mean)(batch.weight))
         moments = state.moments
-        if isinstance(moments, normalise.Moments):  # after the update, as PPO has it
+        if isinstance(moments, normalise.Moments):  # after the update, as in PPO
             seen = data.observation.observation if masked else data.observation
             moments = normalise.update(moments, seen, data.valid, mean, isolated)
         return State(params, opt_state, moments, state.updates + 1), {f"bc/{k}": v for k, v in metrics.items()}

@@ -48,7 +48,7 @@ OPTIMISERS = ("rmsprop", "adam")
 
 
 REWARD_CLIPS = ("none", "unit", "asymmetric")
-"""As they are, within -1 and 1, or as the paper has them for DMLab-30: 0.3 min(tanh r, 0) + 5 max(tanh r, 0)."""
+"""Rewards unchanged, clipped to -1 and 1, or the paper's for DMLab-30: 0.3 min(tanh r, 0) + 5 max(tanh r, 0)."""
 
 
 @dataclass(frozen=True)
@@ -132,7 +132,7 @@ class PQNConfig:
 
 
 STORES = ("fp32", "bf16")
-"""How float32 observations are kept in the replay."""
+"""Types of float32 observations in the replay."""
 
 
 @dataclass(frozen=True)
@@ -290,7 +290,7 @@ class APGConfig:
 
 
 class Loss(NamedTuple):
-    """What a variant is."""
+    """Definition of a variant."""
 
     level: str  # of the ratio: "token"; "sequence": the geometric mean over a completion's tokens
     clip: str  # "pessimistic": PPO's; "weight": the ratio weighs the gradient, truncated, and nothing is cut off
@@ -337,24 +337,24 @@ class GRPOConfig:
 
     @property
     def precision(self) -> str:
-        """What the layers compute in."""
+        """Type that the layers compute in."""
         return self.model.precision
 
 
 OnPolicy = PPOConfig | IMPALAConfig
-"""Of algorithms with a policy that pass over a rollout in minibatches, and forget it."""
+"""Configs of algorithms with a policy that learn from a rollout in minibatches and discard it."""
 
 
 OffPolicy = SACConfig | DQNConfig | TD3Config
-"""Of algorithms that learn from a replay (algorithms/off_policy.py)."""
+"""Configs of algorithms that learn from a replay (algorithms/off_policy.py)."""
 
 
 Reasoner = GRPOConfig
-"""Of algorithms that learn from completions of prompts (reasoning/sampling.py)."""
+"""Configs of algorithms that learn from completions of prompts (reasoning/sampler.py)."""
 
 
 AlgorithmConfig = OnPolicy | PQNConfig | OffPolicy | Reasoner | BCConfig | APGConfig
-"""Of any algorithm. A run.json that does not say which is of the first."""
+"""Config of any algorithm. A run.json without the algorithm's name is of the first."""
 
 NAMES: dict[type, str] = {
     PPOConfig: "ppo",

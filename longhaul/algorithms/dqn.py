@@ -1,8 +1,8 @@
 """DQN (Mnih et al. 2015) with double targets (van Hasselt et al. 2016, arXiv 1509.06461), duelling values (Wang et al.
 2016, arXiv 1511.06581), returns of several steps and priorities (Hessel et al. 2018, arXiv 1710.02298).
 
-Where we differ: targets follow by a moving average each step of the optimiser, where the papers copy them now and then;
-the loss is Huber's, as the papers clip the error's gradient.
+Where we differ: targets follow by a moving average at each step of the optimiser, where the papers copy them at
+intervals; the loss is Huber's, because the papers clip the error's gradient.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ from longhaul.types import Algorithm, Key, Params, PyTree, Spec
 
 
 def check(config: DQNConfig, *, shards: int, columns: int, steps: int) -> None:
-    """Raises ValueError, naming value, bound and remedy, where the sizes can't work."""
+    """Raises ValueError, with value, bound and remedy, for impossible settings or sizes."""
     shares = ("epsilon", "epsilon_final", "exploration")
     off_policy.check(config, shards=shards, columns=columns, steps=steps, shares=shares)
 
 
 Values = Callable[[Params, PyTree, jax.Array | None], jax.Array]
-"""(params, what is seen, which choices are legal) -> the value of each, float32 [..., n]; the least where not legal."""
+"""(params, input, mask of legal choices) -> value of each choice, float32 [..., n]; the least float if not legal."""
 
 
 def _values(spec: Spec, config: DQNConfig) -> tuple[actor_critic.Tower, Sight, Values]:
@@ -53,7 +53,7 @@ def _values(spec: Spec, config: DQNConfig) -> tuple[actor_critic.Tower, Sight, V
 
 
 def _of(q: jax.Array, choice: jax.Array) -> jax.Array:
-    """The value of one choice, as a masked sum, whose gradient is no scatter."""
+    """Value of one choice, as a masked sum, whose gradient is no scatter."""
     return jnp.sum(jnp.where(jax.nn.one_hot(choice, q.shape[-1], dtype=bool), q, 0.0), axis=-1)
 
 
@@ -97,7 +97,7 @@ def dqn(spec: Spec, config: DQNConfig, context: Context) -> Algorithm:
 
 
 def network(spec: Spec, config: DQNConfig) -> actor_critic.ActorCritic:
-    """The values of a `Policy`'s choices as if they were logits, and the greatest of them."""
+    """Network whose `apply` takes a `Policy`: values of the choices in place of logits, and the greatest value."""
     tower, sight, values = _values(spec, config)
 
     def apply(policy: Policy, memory: PyTree, observation: PyTree) -> tuple[jax.Array, jax.Array, PyTree]:

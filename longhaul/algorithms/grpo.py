@@ -1,18 +1,18 @@
-"""GRPO and its kin (Shao et al. 2024, arXiv 2402.03300): a policy gradient on groups of completions, without a critic.
+"""GRPO and its variants (Shao et al. 2024, arXiv 2402.03300): a policy gradient on groups of completions, no critic.
 
-A completion's advantage is its reward less the mean of its group. What sets the variants apart is data, in `LOSSES`:
-whether a ratio is of tokens or of sequences, how it is clipped, what losses are averaged over, and whether advantages
-are scaled. GRPO; Dr.GRPO (Liu et al. 2025, 2503.20783); DAPO (Yu et al. 2025, 2503.14476); GSPO (Zheng et al. 2025,
-2507.18071); CISPO (MiniMax 2025, 2506.13585).
+A completion's advantage is its reward less the mean of its group. The variants differ in the data of `LOSSES`: a ratio
+of tokens or of sequences, its clipping, the average of the losses, the scaling of advantages. GRPO; Dr.GRPO (Liu et al.
+2025, 2503.20783); DAPO (Yu et al. 2025, 2503.14476); GSPO (Zheng et al. 2025, 2507.18071); CISPO (MiniMax 2025,
+2506.13585).
 
-Groups whose rewards are all exactly equal teach nothing, and count nowhere. What a loss is divided by is of all the
-completions of an optimiser's step, on all shards, and known before any gradient: so it is the same in one piece and in
-micro-batches. The ratio is over what the sampler recorded, and `mismatch` is by how much the learner's
-log-probabilities differ from it in an update's first minibatch: rounding alone where both have the same parameters.
+Groups whose rewards are all exactly equal teach nothing and count nowhere. The divisor of a loss covers all completions
+of an optimiser's step, on all shards, and is known before any gradient: so it is the same in one piece and in
+micro-batches. The ratio is to the log-probabilities that the sampler recorded; `mismatch` is the learner's mean
+difference from them in an update's first minibatch: rounding alone where both have the same parameters.
 
-Where we differ: demonstrations are imitated by the same learner (`Completions.taught`), with learning rates of their
-own: a warm start of `Config.taught` updates, and scaffolding while the gate (reasoning/gate.py) is closed. KL
-is to the policy before the first update from rewards. No dynamic sampling: batches keep their shape.
+Where we differ: the same learner imitates demonstrations (`Completions.taught`), with separate learning rates: in a
+warm start of `GRPOConfig.taught` updates, and while the gate (reasoning/reward_gate.py) is closed. KL is to the policy
+before the first update from rewards. There is no dynamic sampling: batches keep their shape.
 """
 
 from __future__ import annotations
@@ -35,23 +35,23 @@ from longhaul.types import Algorithm, Key, Metrics, Params, PyTree
 class State(NamedTuple):
     params: Params
     opt_state: optax.OptState
-    reference: Params | tuple[()]  # what KL is measured to
+    reference: Params | tuple[()]  # policy of the KL divergence
     updates: jax.Array  # int32
-    imitated: jax.Array  # int32: of these, how many had something to imitate
+    imitated: jax.Array  # int32: number of these that imitated
     gate: gates.Gate
 
 
 class Batch(NamedTuple):
-    """Completions [B, ...] of an optimiser's step, with what they are worth."""
+    """Completions [B, ...] of an optimiser's step, with their advantages and weights."""
 
     data: Completions
     advantage: jax.Array  # float32 [B]
-    weight: jax.Array  # float32 [B, N]: a token's part of the loss; sums to 1 over all shards, but for "constant"
+    weight: jax.Array  # float32 [B, N]: a token's part of the loss; sums to 1 over all shards, except for "constant"
     reference: jax.Array  # float32 [B, N]: log-probabilities by the reference; zeros where there is no KL
 
 
 def check(config: GRPOConfig, *, columns: int, steps: int) -> None:
-    """Raises ValueError, naming value, bound and remedy, where the sizes of one shard can't work."""
+    """Raises ValueError, with value, bound and remedy, for impossible settings or sizes of one shard."""
     if config.loss not in LOSSES:
         raise ValueError(f"loss is {config.loss!r}; it must be one of {', '.join(LOSSES)}")
     for name in ("lr", "lr_taught", "lr_scaffold", "max_grad_norm", "temperature"):
@@ -84,9 +84,9 @@ def check(config: GRPOConfig, *, columns: int, steps: int) -> None:
 
 
 def advantages(reward: jax.Array, group: int, *, scaled: bool) -> tuple[jax.Array, jax.Array]:
-    """(advantages, whether the group teaches something), both [B], of rewards [B] with groups side by side.
+    """(advantages, flag that the group teaches something), both [B], of rewards [B] with groups side by side.
 
-    Whether all rewards of a group are equal is asked of the numbers themselves: a deviation of rounding is none.
+    Equal rewards of a group are found by comparing the numbers, not by their deviation, which rounding makes non-zero.
     """
     groups = reward.reshape(-1, group)
     informative = jnp.max(groups, axis=1, keepdims=True) > jnp.min(groups, axis=1, keepdims=True)
@@ -98,7 +98,7 @@ def advantages(reward: jax.Array, group: int, *, scaled: bool) -> tuple[jax.Arra
 
 
 def weights(taken: jax.Array, counted: jax.Array, over: str, mean: Callable[[PyTree], PyTree]) -> jax.Array:
-    """What each token of completions [B, N] is of the loss, [B, N]; completions that are not `counted` [B] are nothing.
+    """Weight [B, N] of each token of completions in the loss; 0 for completions that are not `counted` [B].
 
     `mean` is over shards: a sum of weighted losses, averaged over shards, is the average that `over` names.
     """
@@ -114,7 +114,7 @@ def weights(taken: jax.Array, counted: jax.Array, over: str, mean: Callable[[PyT
 def surrogate(
     loss: Loss, log_prob: jax.Array, acted: jax.Array, taken: jax.Array, advantage: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
-    """(the loss of each token, whether its ratio was clipped), [B, N]; `acted` are log-probabilities of sampling."""
+    """(loss of each token, flag that its ratio was clipped), [B, N]; `acted` are log-probabilities of sampling."""
     log_ratio = jnp.where(taken, log_prob - acted, 0.0)
     if loss.level == "sequence":
         count = jnp.maximum(jnp.sum(taken, axis=1, keepdims=True), 1)
@@ -128,27 +128,27 @@ def surrogate(
 
 
 def reach(config: GRPOConfig, updates: jax.Array) -> jax.Array:
-    """The share of demonstrations, easier ones first, that a warm start has come to after so many updates.
+    """Share of demonstrations, easier ones first, that a warm start uses after so many updates.
 
-    The result of a sum depends on both its terms and on neither alone: among many others a model finds that out after
-    hundreds of updates, or never; where a problem is one sum, soon.
+    The result of a sum depends on both its terms and on neither alone: among many other problems a model finds that out
+    after hundreds of updates, or never; among problems of one sum, soon.
     """
     behind = updates / jnp.maximum(config.curriculum * config.taught, 1e-6)
     return EASIEST + (1.0 - EASIEST) * jnp.clip(1.5 * behind - 0.5, 0.0, 1.0).astype(jnp.float32)
 
 
 EASIEST = 0.25
-"""The share of demonstrations that the first third of a curriculum keeps to."""
+"""Share of demonstrations in the first third of a curriculum."""
 
 
 LAST = 0.1
-"""Of a learning rate, what it ends with: it falls in the last third of the warm start, and of what follows."""
+"""Share of a learning rate at its end: it falls in the last third of the warm start, and of the rest of the run."""
 
 
 def _rate(
     config: GRPOConfig, state: State, data: Completions, updates: int, mean: Callable[[PyTree], PyTree]
 ) -> Callable[..., Any]:
-    """Step of the optimiser within an update -> the learning rate, by what most of the completions are.
+    """Function of the optimiser's step within an update to the learning rate, that of the most frequent lesson.
 
     `updates` are those of the whole run.
     """
@@ -173,7 +173,7 @@ def _rate(
 
 
 def objective(config: GRPOConfig) -> Callable[[Params, Batch], tuple[jax.Array, Metrics]]:
-    """(params, batch) -> sums over its tokens of the weighted loss, and of its parts."""
+    """Function (params, batch) -> sums over its tokens of the weighted loss, and of its parts."""
     loss = LOSSES[config.loss]
     loss = loss._replace(
         low=loss.low if config.clip_low is None else config.clip_low,
@@ -204,7 +204,7 @@ def objective(config: GRPOConfig) -> Callable[[Params, Batch], tuple[jax.Array, 
 
 
 def in_pieces(function: Callable[[Params, Batch], Any], pieces: int) -> Callable[[Params, Batch], Any]:
-    """A function that sums over a batch's rows, as the sum over so many pieces of it."""
+    """Function that sums over a batch's rows, computed piece by piece."""
     if pieces == 1:
         return function
 
@@ -223,7 +223,7 @@ def in_pieces(function: Callable[[Params, Batch], Any], pieces: int) -> Callable
 
 
 def _worths(config: GRPOConfig, data: Completions, reference: Params) -> Batch:
-    """The batch of one shard; `weight` says of each token whether it counts."""
+    """Batch of one shard; `weight` is the mask of tokens that count."""
     advantage, informative = advantages(data.reward, config.group, scaled=LOSSES[config.loss].scaled)
     nothing = jnp.zeros(data.token.shape)
     if config.kl_coef > 0.0:
@@ -234,7 +234,8 @@ def _worths(config: GRPOConfig, data: Completions, reference: Params) -> Batch:
 def _looked(
     config: GRPOConfig, state: State, data: Completions, mean: Callable[[PyTree], PyTree]
 ) -> tuple[gates.Gate, jax.Array]:
-    """(the gate after these completions, whether they taught nothing: a look through it, or too few own chains)."""
+    """(gate after these completions, flag that nothing is learnt from them: a look at a closed gate, or too few own
+    chains)."""
     own = (~data.taught).astype(jnp.float32)
     count = mean(jnp.sum(own))
     level = mean(jnp.sum(own * data.soundness)) / jnp.maximum(count, 1.0)
@@ -247,7 +248,7 @@ def _looked(
 
 
 def grpo(spec: Any, config: GRPOConfig, context: Context) -> Algorithm:
-    """The learner of `Completions`; acting is the sampler's. Of the context only `updates` and `mean` matter."""
+    """Learner of `Completions`; acting is the sampler's. Of the context only `updates` and `mean` matter."""
     updates, mean = context.updates, context.mean
     assert config.num_minibatches is not None and config.update_epochs is not None
     loss = LOSSES[config.loss]
@@ -262,7 +263,7 @@ def grpo(spec: Any, config: GRPOConfig, context: Context) -> Algorithm:
         return State(params, optimiser.init(params), reference, zero, zero, gates.begin(config.gate))
 
     def policy(state: State) -> Speaker:
-        """While the gate is closed, verified chains, but for a look at the policy's own every so many updates."""
+        """Lesson of the next update: verified chains while the gate is closed, except for a look every few updates."""
         looks = (state.updates - config.taught) % config.gate.every == 0
         after = jnp.where(state.gate.open | looks, SAMPLED, SOLVED if config.gate.chains == "solver" else OWN)
         warm = state.updates < config.taught
@@ -308,11 +309,11 @@ def grpo(spec: Any, config: GRPOConfig, context: Context) -> Algorithm:
         return after, {f"grpo/{name}": value for name, value in metrics.items()}
 
     def act(params: Params, memory: PyTree, observation: PyTree, key: Key | None) -> Any:
-        raise NotImplementedError("completions are sampled by reasoning.sampling.collector, a token by a cache")
+        raise NotImplementedError("completions are sampled by reasoning.sampler.collector, token by token with a cache")
 
     return Algorithm(init, policy, lambda count: (), act, learn)
 
 
 def network(spec: Any, config: GRPOConfig) -> Any:
-    """Raises ValueError: a language model has none of what others ask an actor's and critic's network for."""
-    raise ValueError("a language model says nothing of values or actions; ask evaluate, or reason")
+    """Raises ValueError: a language model has no actor and no critic."""
+    raise ValueError("a language model has no values and no actions; use longhaul evaluate, or longhaul reason")

@@ -1,15 +1,15 @@
-"""IMPALA (Espeholt et al. 2018): an actor-critic that learns from what older policies did, by V-trace; and APPO.
+"""IMPALA (Espeholt et al. 2018): an actor-critic that learns from the actions of older policies by V-trace; and APPO.
 
 With `clip_eps` the policy's gradient is that of a clipped surrogate (APPO, after Luo et al. 2020): its ratio is over
-the policy at the update's beginning, its advantages are V-trace's, and so weighted by what that policy would have done
-over what the actor did (the decoupled objective of Hilton et al. 2022). Its first step is IMPALA's.
+the policy at the update's beginning, its advantages are V-trace's, and so weighted by the ratio of that policy to the
+acting one (the decoupled objective of Hilton et al. 2022). Its first step is IMPALA's.
 
 Where we differ from the paper: losses are means over the batch where its code takes sums, so that nothing depends on
-the batch's size; norms of gradients, and what RMSProp adds to its second moment, are of that scale. Values,
-log-probabilities and V-trace are computed once an update, from the parameters at its beginning, or taken from acting
-where that gave both and was by these very parameters. A truncated step bootstraps from its own successor.
+the batch's size; norms of gradients, and RMSProp's epsilon, are of that scale. Values, log-probabilities and V-trace
+are computed once an update, from the parameters at its beginning, or taken from acting if acting computed both with the
+same parameters. A truncated step bootstraps from its own successor.
 
-With memory, minibatches are whole columns, replayed from the memory that the rollout began with.
+With memory, minibatches are whole columns, replayed from the memory at the rollout's beginning.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from longhaul.spaces import Masked
 from longhaul.types import Algorithm, Key, Metrics, Params, PyTree, Rollout, Spec
 
 NOTICED = 1e-3
-"""By so much of itself a ratio must pass its clip to count as clipped: rounding alone cuts nothing."""
+"""Relative excess of a ratio over its clip from which it counts as clipped: rounding alone does not."""
 
 
 class Batch(NamedTuple):
@@ -42,17 +42,17 @@ class Batch(NamedTuple):
     observation: PyTree
     mask: jax.Array | None
     raw: jax.Array
-    acted: jax.Array  # the log-probability by which it was acted
-    begun: jax.Array  # by the policy at the update's beginning
+    acted: jax.Array  # log-probability by the acting policy
+    begun: jax.Array  # log-probability by the policy at the update's beginning
     advantage: jax.Array  # V-trace's, with its ratio
     target: jax.Array  # for the value
     weight: jax.Array | None  # float32; None where every row counts alike
-    begins: jax.Array | None  # bool [T, columns]: an episode begins here, so memory is put back
+    begins: jax.Array | None  # bool [T, columns]: an episode begins here, so memory is reset
     memory: PyTree  # [columns, width] or ()
 
 
 def check(config: IMPALAConfig, *, columns: int, steps: int) -> None:
-    """Raises ValueError, naming value, bound and remedy, where the sizes of one shard can't work."""
+    """Raises ValueError, with value, bound and remedy, for impossible settings or sizes of one shard."""
     for name, allowed in (("optimiser", OPTIMISERS), ("reward_clip", REWARD_CLIPS)):
         if getattr(config, name) not in allowed:
             raise ValueError(f"{name} is {getattr(config, name)!r}; it must be one of {', '.join(allowed)}")
@@ -75,7 +75,7 @@ def _optimiser(config: IMPALAConfig) -> optax.GradientTransformation:
 
 
 def shaped(reward: jax.Array, scale: float, clip: str) -> jax.Array:
-    """A reward as it is learnt from."""
+    """Reward as the learner takes it, scaled and clipped."""
     reward = reward * scale
     if clip == "unit":
         return jnp.clip(reward, -1.0, 1.0)
@@ -88,7 +88,7 @@ def shaped(reward: jax.Array, scale: float, clip: str) -> jax.Array:
 def _loss(
     network: networks.ActorCritic, policy: Distribution, config: IMPALAConfig
 ) -> Callable[..., tuple[jax.Array, Metrics]]:
-    """(params, batch, entropy weight) -> sums over rows of the loss and of its parts (the paper's section 4.2)."""
+    """Function (params, batch, entropy weight) -> sums over rows of the loss and of its parts (section 4.2)."""
 
     def loss(params: Params, batch: Batch, entropy_weight: jax.Array) -> tuple[jax.Array, Metrics]:
         if batch.begins is None:
@@ -139,14 +139,14 @@ def impala(spec: Spec, config: IMPALAConfig, context: Context) -> Algorithm:
         )  # fmt: skip
 
     def see(state: State, data: Rollout) -> tuple[Batch, jax.Array, jax.Array]:
-        """The batch of one shard, whose advantages are not normalised yet; V(s); log of the ratios of what acted."""
+        """(batch of one shard, advantages not yet normalised; V(s); logarithms of the ratios to the acting policy)."""
         visible, mask = look(state.moments, data.observation)
         others = [look(state.moments, o)[0] for o in data.successors]
         raw, acted = data.extras["raw"], data.extras["log_prob"]
         begun, value, successor = values.judgements(
             network, log_prob, state.params, data, (visible, *others), (mask, raw), config.chunk, state.updates
         )
-        if spec.agents is not None:  # whatever stands where nobody played
+        if spec.agents is not None:  # rows of absent agents hold no log-probability
             acted = jnp.where(data.valid, acted, begun)
         log_ratio = begun - acted
         reward = shaped(data.reward, config.reward_scale, config.reward_clip)
@@ -170,7 +170,7 @@ def impala(spec: Spec, config: IMPALAConfig, context: Context) -> Algorithm:
         metrics["explained_variance"] = 1.0 - unexplained / jnp.maximum(spread, 1e-8)
         metrics |= _staleness(log_ratio, rho_clip, state.updates - data.version, weight, mean, isolated)
         moments = state.moments
-        # After the update: this batch was acted and learnt with the old ones.
+        # After the update: acting and learning of this batch used the old moments.
         if isinstance(moments, normalise.Moments):
             seen = data.observation.observation if masked else data.observation
             moments = normalise.update(moments, seen, None if weight is None else data.valid, mean, isolated)
@@ -190,7 +190,7 @@ def _staleness(
     mean: Callable[[PyTree], PyTree],
     isolated: Isolate,
 ) -> Metrics:
-    """How far the policy at an update's beginning is from those that acted: in updates, and in ratios."""
+    """Distance of the policy at an update's beginning from the acting ones: in updates, and in ratios."""
 
     def local(log_ratio: jax.Array, age: jax.Array, weight: jax.Array | None) -> jax.Array:
         rho = jnp.exp(log_ratio)

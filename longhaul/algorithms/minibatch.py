@@ -26,7 +26,7 @@ from longhaul.types import Key, Metrics, Params, PyTree
 
 
 class Passes(NamedTuple):
-    """What `optimiser_steps` reads of a config, for algorithms of which some is always as it is here."""
+    """Settings that `optimiser_steps` reads; the defaults are for algorithms without such a setting."""
 
     lr: float
     anneal: bool
@@ -43,7 +43,7 @@ class Passes(NamedTuple):
 
 
 def _take(batch: Any, index: jax.Array, axis: int) -> Any:
-    """These rows of a batch, or these columns."""
+    """Rows of a batch, or columns, by their index."""
     rows = jax.tree.map(lambda x: jnp.take(x, index, axis=axis, mode="clip"), batch._replace(memory=()))
     return rows._replace(memory=jax.tree.map(lambda x: x[index], batch.memory))
 
@@ -54,13 +54,13 @@ def optimiser_steps(
     optimiser: optax.GradientTransformation,
     config: Any,
     context: Context,
-    told: Sequence[str],
+    parts: Sequence[str],
 ) -> Callable[..., tuple[Params, optax.OptState, Metrics]]:
-    """(params, opt_state, update, batch, key) -> all epochs over the batch; metrics are means over rows and steps.
+    """Function (params, opt_state, update, batch, key) -> (params, opt_state, metrics) after all epochs over the batch;
+    metrics are means over rows and steps.
 
-    `config` is this algorithm's, or has the fields of `Passes`. `loss` takes (params, batch, entropy weight) to sums
-    over rows of the loss and of its parts, which are named `told`. A batch is a NamedTuple of rows, with `memory`
-    and `weight` among them.
+    `config` has the fields of `Passes`. `loss` takes (params, batch, entropy weight) to sums over rows of the loss and
+    of its parts, whose names are `parts`. A batch is a NamedTuple of rows, `memory` and `weight` among them.
     """
     mean, isolated, split, schedule = context.mean, context.isolated, context.split, annealing(context)
     working = optimiser if split else optax.flatten(optimiser)
@@ -70,7 +70,7 @@ def optimiser_steps(
     axis = 1 if config.memory else 0
 
     def gradient(params: Params, batch: Any, index: jax.Array, weight: jax.Array) -> tuple[PyTree, Metrics]:
-        """Sums over the rows index [chunks, rows]."""
+        """Gradient and parts summed over the rows index [chunks, rows]."""
         params, back = jax.vjp(live, params)
         grad = jax.grad(loss, has_aux=True)
 
@@ -119,7 +119,7 @@ def optimiser_steps(
             index = prng.permutation(key, rows).reshape(minibatches, -1, chunk)
             return jax.lax.scan(minibatch, carried, index)[0], None
 
-        totals = {name: jnp.float32(0.0) for name in (*told, "grad_norm")}
+        totals = {name: jnp.float32(0.0) for name in (*parts, "grad_norm")}
         begun = opt_state if split else pack(opt_state, params)
         carried = (params, begun, totals, jnp.bool_(False))
         keys = jax.random.split(key, epochs)
@@ -128,7 +128,7 @@ def optimiser_steps(
         steps = epochs * minibatches
         means = mean(jax.tree.map(lambda x: x / (norm * steps), totals))
         if "policy_loss" in means:
-            of_value = means.get("value_loss", jnp.float32(0.0))  # who imitates has none
+            of_value = means.get("value_loss", jnp.float32(0.0))  # imitation has none
             means["total_loss"] = means["policy_loss"] + config.vf_coef * of_value - weight * means["entropy"]
         return params, opt_state, means | {"lr": lr}
 
@@ -136,13 +136,13 @@ def optimiser_steps(
 
 
 def chunk_of(n: int, most: int) -> int:
-    """The largest divisor of n that is at most `most`; n itself where that would make far too many chunks (n prime)."""
+    """Largest divisor of n that is at most `most`; n itself where that would make far too many chunks (n prime)."""
     best = next(d for d in range(min(n, most), 0, -1) if n % d == 0)
     return best if 8 * best >= min(n, most) else n
 
 
 def pack(opt_state: optax.OptState, params: Params) -> optax.OptState:
-    """`opt_state` with one vector for each part that has the parameters' structure, as `optax.flatten` makes it."""
+    """State with one vector for each part that has the parameters' structure, like that of `optax.flatten`."""
     is_like = _is_like(params)
 
     def one(part: PyTree) -> PyTree:
@@ -152,7 +152,7 @@ def pack(opt_state: optax.OptState, params: Params) -> optax.OptState:
 
 
 def unpack(packed: optax.OptState, opt_state: optax.OptState, params: Params) -> optax.OptState:
-    """The inverse of `pack`; of `opt_state` the structure counts."""
+    """Inverse of `pack`; only the structure of `opt_state` matters."""
     leaves, is_like = jax.tree.leaves(params), _is_like(params)
     ends = np.cumsum([leaf.size for leaf in leaves])[:-1].tolist()
 
@@ -166,6 +166,6 @@ def unpack(packed: optax.OptState, opt_state: optax.OptState, params: Params) ->
 
 
 def _is_like(params: Params) -> Callable[[PyTree], bool]:
-    """Whether a part of a state has the parameters' structure."""
+    """Test whether a part of a state has the parameters' structure."""
     wanted: Any = jax.tree.structure(params)
     return lambda part: bool(jax.tree.structure(part) == wanted)

@@ -1,8 +1,8 @@
-"""What algorithms that learn from a replay have in common: their state, how a rollout is learnt from, how they act.
+"""Common part of algorithms with a replay: state, learning from a rollout, acting.
 
-A rollout goes into the replay; then come `gradient_steps` steps of the optimiser, each on a sample of its own, with one
-mean of gradients over the shards each. All of it is one compiled loop, in which the replay is written in place. Before
-`learning_starts` steps are in the replay nothing is learnt, and actions are drawn evenly.
+A rollout goes into the replay; then `gradient_steps` steps of the optimiser follow, each on a sample of its own and
+with one mean of gradients over the shards. All of it is one compiled loop, in which the replay is written in place.
+Before `learning_starts` steps are in the replay nothing is learnt, and actions are drawn uniformly.
 
 A config of such an algorithm has the fields of `Design`.
 """
@@ -29,22 +29,22 @@ from longhaul.types import Algorithm, Key, Local, Metrics, Params, PyTree, Rollo
 
 class State(NamedTuple):
     params: dict[str, Params]
-    target: dict[str, Params]  # of some of `params`, which they follow
+    target: dict[str, Params]  # targets, which follow some of `params`
     opt_state: dict[str, optax.OptState]
-    replay: Local | tuple[()]  # of replay.Ring; () for one that only acts
+    replay: Local | tuple[()]  # of replay.Ring; () for a learner that only acts
     cursor: Cursor
     updates: jax.Array  # int32
 
 
 class Policy(NamedTuple):
-    """What acting needs."""
+    """Part of the state that acting needs."""
 
     params: Params
-    random: jax.Array  # float32: the share of actions that are drawn evenly among the legal ones
+    random: jax.Array  # float32: share of actions drawn uniformly from the legal ones
 
 
 class Design(NamedTuple):
-    """The fields of a config that this module reads; `sac.Config` says what they mean."""
+    """Fields of a config that this module reads; `config.SACConfig` explains them."""
 
     lr: float
     anneal: bool
@@ -70,21 +70,21 @@ class Design(NamedTuple):
 
 
 class Parts(NamedTuple):
-    """What makes one algorithm of this kind."""
+    """Specific part of one algorithm of this kind."""
 
     name: str  # its metrics begin with it
     init: Callable[[Key], dict[str, Params]]
-    followed: tuple[str, ...]  # which of `params` have a target
+    followed: tuple[str, ...]  # those of `params` with a target
     loss: Callable[[dict[str, Params], dict[str, Params], Transitions, PyTree], tuple[jax.Array, Metrics, jax.Array]]
-    #     (params, target, batch, noise) -> the loss of each row [n], what is told of each [n], its error for priorities
-    keep: Callable[[jax.Array], jax.Array]  # an action -> how it is kept
-    kept: jax.ShapeDtypeStruct  # such a one
-    acts: str  # which of `params` acts
-    explore: Callable[[jax.Array], jax.Array]  # finished updates -> the share of random actions, once it learns
-    rare: tuple[str, ...] = ()  # which of `params` step more rarely, and with them all targets
-    interval: int = 1  # in which of an update's steps: one of so many
-    noise: Callable[[Key, int], PyTree] = lambda key, rows: ()  # the random numbers of a loss of so many rows
-    mark: Callable[[jax.Array, Rollout], jax.Array] = lambda kept, data: kept  # what else is kept beside actions
+    #     (params, target, batch, noise) -> loss of each row [n], metrics of each row [n], its error for priorities [n]
+    keep: Callable[[jax.Array], jax.Array]  # an action -> its stored form
+    kept: jax.ShapeDtypeStruct  # shape and type of the stored form
+    acts: str  # the one of `params` that acts
+    explore: Callable[[jax.Array], jax.Array]  # finished updates -> share of random actions, once it learns
+    rare: tuple[str, ...] = ()  # those of `params` that step more rarely, together with all targets
+    interval: int = 1  # steps of the optimiser for one of the rare ones
+    noise: Callable[[Key, int], PyTree] = lambda key, rows: ()  # random numbers of the loss of so many rows
+    mark: Callable[[jax.Array, Rollout], jax.Array] = lambda kept, data: kept  # adds to the stored actions
 
 
 def design(config: Any) -> Design:
@@ -92,7 +92,7 @@ def design(config: Any) -> Design:
 
 
 def check(config: Any, *, shards: int, columns: int, steps: int, shares: Sequence[str] = ()) -> None:
-    """Raises ValueError, naming value, bound and remedy, where the sizes can't work. `shares` must lie in 0 to 1."""
+    """Raises ValueError, with value, bound and remedy, for impossible settings; `shares` must lie in 0 to 1."""
     made = design(config)
     for name in ("batch_size", "gradient_steps", "n_step", "hidden_dim", "num_layers", "replay_size"):
         if getattr(made, name) < 1:
@@ -123,7 +123,7 @@ def check(config: Any, *, shards: int, columns: int, steps: int, shares: Sequenc
 
 
 def tower(config: Any, seen: PyTree, outputs: int, scale: float = 1.0) -> actor_critic.Tower:
-    """A network as the config has it."""
+    """Network of a config."""
     made = design(config)
     return actor_critic.tower(
         seen, outputs, torso=made.torso, sizes=(made.hidden_dim,) * made.num_layers, activation=made.activation,
@@ -132,14 +132,14 @@ def tower(config: Any, seen: PyTree, outputs: int, scale: float = 1.0) -> actor_
 
 
 class Sight(NamedTuple):
-    """What networks see of observations."""
+    """Inputs of networks for observations."""
 
-    shape: PyTree  # of one
-    look: Callable[[PyTree], tuple[PyTree, jax.Array | None]]  # stored -> (what is seen, which actions are legal)
+    shape: PyTree  # of one input
+    look: Callable[[PyTree], tuple[PyTree, jax.Array | None]]  # stored -> (input, mask of legal actions)
 
 
 def sight(spec: Spec) -> Sight:
-    """Observations without their mask, and unpacked where they are stored packed."""
+    """Sight of observations without their mask, expanded where they are stored packed."""
     stored = spec.observation.observation if isinstance(spec.observation, Masked) else spec.observation
     expand = spec.expand or (lambda x: x)
 
@@ -151,19 +151,19 @@ def sight(spec: Spec) -> Sight:
 
 
 def evenly(key: Key, mask: jax.Array | None, actions: int, rows: int) -> jax.Array:
-    """int32 [rows]: one of the legal actions each, all with the same chance."""
+    """Legal actions int32 [rows], all with the same chance."""
     legal = jnp.ones((rows, actions), bool) if mask is None else mask
     return jnp.argmax(jnp.where(legal, prng.uniform(key, (rows, actions)), -1.0), axis=-1).astype(jnp.int32)
 
 
 def inward(box: Box, action: jax.Array) -> jax.Array:
-    """An environment's action within -1 to 1."""
+    """Environment's action scaled to -1 to 1."""
     centre, half = _middle(box, action)
     return jnp.clip((action - centre) / half, -1.0, 1.0)
 
 
 def outward(box: Box, action: jax.Array) -> jax.Array:
-    """The inverse of `inward`."""
+    """Inverse of `inward`."""
     centre, half = _middle(box, action)
     return centre + half * action
 
@@ -174,31 +174,31 @@ def _middle(box: Box, action: jax.Array) -> list[jax.Array]:
 
 
 def pair(critic: actor_critic.Tower, params: Sequence[Params], seen: PyTree, action: jax.Array) -> jax.Array:
-    """float32 [critics, ...]: what critics say of a vector within -1 to 1."""
+    """Values float32 [critics, ...] of a vector within -1 to 1 by several critics."""
     return jnp.stack([critic.apply(each, (seen, action))[..., 0] for each in params])
 
 
 def kept_choice(action: Discrete) -> jax.ShapeDtypeStruct:
-    """How a choice is kept."""
+    """Stored form of a choice."""
     return jax.ShapeDtypeStruct((), jnp.uint8 if action.n <= 256 else jnp.int32)
 
 
 def _gradient(
     parts: Parts, params: Any, target: Any, batch: Transitions, noise: PyTree
 ) -> tuple[Any, Metrics, jax.Array]:
-    """(gradients, metrics, each row's error) of the mean loss of those rows of a batch that have a weight."""
+    """(gradients, metrics, each row's error) of the mean loss over the rows of a batch with a weight."""
     share = batch.weight / jnp.maximum(jnp.sum(batch.weight > 0.0), 1)
 
     def total(params: Any) -> tuple[jax.Array, tuple[Metrics, jax.Array]]:
-        rows, told, error = parts.loss(params, target, batch, noise)
-        return jnp.sum(share * rows), ({name: jnp.sum(share * x) for name, x in told.items()}, error)
+        rows, metrics, error = parts.loss(params, target, batch, noise)
+        return jnp.sum(share * rows), ({name: jnp.sum(share * x) for name, x in metrics.items()}, error)
 
-    grads, (told, error) = jax.grad(total, has_aux=True)(params)
-    return grads, told, error
+    grads, (metrics, error) = jax.grad(total, has_aux=True)(params)
+    return grads, metrics, error
 
 
 def _rarely(parts: Parts, after: Any, before: Any, i: jax.Array) -> Any:
-    """`after`, without what of it does not step this time."""
+    """State `after` a step, with the rare parts and all targets as `before` unless they step this time."""
     joins = i % parts.interval == parts.interval - 1
 
     def chosen(new: PyTree, old: PyTree) -> PyTree:
@@ -214,7 +214,7 @@ def algorithm(
 ) -> Algorithm:
     """The algorithm of these parts; without `context.sizes` it cannot learn."""
     made, updates, mean, sizes = design(config), context.updates, context.mean, context.sizes
-    # Their states are alike, so that a run may go on with another; only the second passes over the gradients.
+    # Both have the same state, so that a run may continue with the other; only the second reads the gradients.
     cut = optax.identity() if made.max_grad_norm is None else optax.clip_by_global_norm(made.max_grad_norm)
     lr = optax.linear_schedule(made.lr, 0.0 if made.anneal else made.lr, updates * made.gradient_steps)
     optimiser = optax.chain(cut, optax.adam(lr, eps=made.adam_eps))
@@ -231,7 +231,7 @@ def algorithm(
         return State(params, target, moments, rings, replay.begun(), jnp.int32(0))
 
     def held(cursor: Cursor) -> jax.Array:
-        """Steps in the replay, over all shards."""
+        """Number of steps in the replay, over all shards."""
         return cursor.filled * (sizes.shards * sizes.columns if sizes else 1)
 
     def policy(state: State) -> Policy:
@@ -239,7 +239,7 @@ def algorithm(
         return Policy(state.params[parts.acts], jnp.where(learns, parts.explore(state.updates), 1.0))
 
     def learn(state: State, data: Rollout, key: Key) -> tuple[State, Metrics]:
-        assert store is not None and sizes is not None and isinstance(state.replay, Local), "it can't learn: no sizes"
+        assert store is not None and sizes is not None and isinstance(state.replay, Local), "no sizes: it can only act"
         ring = jax.tree.map(lambda x: x[0], state.replay.value)
         ring, cursor = store.add(ring, state.cursor, data._replace(action=parts.mark(parts.keep(data.action), data)))
         rows = made.batch_size // sizes.shards
@@ -252,15 +252,14 @@ def algorithm(
         def choose(ring: Ring, key: Key) -> Chosen:
             return store.choose(ring, cursor, key, rows, beta)
 
-        # Random numbers are drawn before the loop: in it XLA would make them anew inside of whatever uses them, a dozen
-        # times over. What is kept is read in the loop alone: outside, XLA would read the ring of before, with the new
-        # row in its place, and copy all of it to write that row. It must not find out, either, that the loop gives back
-        # the ring that it was given: hence the barrier.
+        # Random numbers are drawn before the loop: inside, XLA would compute them again in each of a dozen uses. The
+        # replay is read in the loop alone: outside, XLA would read the ring before the new row is written, and copy all
+        # of it to write that row. The barrier hides from XLA that the loop returns the ring unchanged.
         ahead = jax.vmap(functools.partial(choose, ring))(key_samples) if made.priority_exponent is None else None
         noises = jax.vmap(lambda key: parts.noise(key, rows))(key_losses)
 
         def step(i: jax.Array, carried: Any) -> Any:
-            params, target, opt_state, ring, told = carried
+            params, target, opt_state, ring, sums = carried
             ring = jax.lax.optimization_barrier(ring)
             chosen = choose(ring, key_samples[i]) if ahead is None else jax.tree.map(lambda x: x[i], ahead)
             noise = jax.tree.map(lambda x: x[i], noises)
@@ -276,16 +275,16 @@ def algorithm(
                 params, opt_state, target = _rarely(parts, (params, opt_state, target), before, i)
             if made.priority_exponent is not None:
                 ring = store.prioritise(ring, batch, (jnp.abs(error) + 1e-6) ** made.priority_exponent)
-            return params, target, opt_state, ring, {name: told.get(name, 0.0) + x for name, x in now.items()}
+            return params, target, opt_state, ring, {name: sums.get(name, 0.0) + x for name, x in now.items()}
 
         steps = jnp.where(held(cursor) >= made.learning_starts, made.gradient_steps, 0)
         begun = state.params, state.target, state.opt_state, ring
         nothing = {name: jnp.float32(0.0) for name in jax.eval_shape(step, 0, (*begun, {}))[-1]}
-        params, target, opt_state, ring, told = jax.lax.fori_loop(0, steps, step, (*begun, nothing))
-        told = {name: total / jnp.maximum(steps, 1) for name, total in told.items()}
-        told["replay"] = held(cursor).astype(jnp.float32)
+        params, target, opt_state, ring, sums = jax.lax.fori_loop(0, steps, step, (*begun, nothing))
+        metrics = {name: total / jnp.maximum(steps, 1) for name, total in sums.items()}
+        metrics["replay"] = held(cursor).astype(jnp.float32)
         rings = Local(jax.tree.map(lambda x: x[None], ring))
         after = State(params, target, opt_state, rings, cursor, state.updates + 1)
-        return after, {f"{parts.name}/{name}": value for name, value in told.items()}
+        return after, {f"{parts.name}/{name}": value for name, value in metrics.items()}
 
     return Algorithm(init, policy, lambda columns: (), act, learn)

@@ -1,11 +1,11 @@
-"""Populations: the runs that `--seeds` and `--sweep` make, an algorithm whose hyperparameters are in its state, and
-population-based training on top (Jaderberg et al. 2017, "Population Based Training of Neural Networks").
+"""Algorithms whose hyperparameters are in their state, and population-based training on top (Jaderberg et al. 2017,
+"Population Based Training of Neural Networks").
 
 A swept hyperparameter is no constant of the compiled program but a float32 beside the learner's state. So one program
-trains all members, a checkpoint holds what each has, and `evolve` changes it while they train.
+trains all members, a checkpoint holds each member's values, and `evolve` changes them during training.
 
-Where we differ from the paper: all members evolve together, after the same number of updates; who is copied is drawn
-among the best 20 % (its truncation selection); values stay within the range that was swept.
+Where we differ from the paper: all members evolve together, after the same number of updates; the member to copy is
+drawn from the best 20 % (its truncation selection); values stay within the range of the sweep.
 """
 
 from __future__ import annotations
@@ -19,29 +19,29 @@ import jax.numpy as jnp
 from longhaul.types import Algorithm, Key, Metrics, PyTree
 
 SHARE = 5
-"""One in so many members is copied, and as many are replaced: the paper's 20 %."""
+"""Members for one that is copied, and for one that is replaced: the paper's 20 %."""
 
 
 FACTORS = (0.8, 1.2)
-"""What a copied hyperparameter is multiplied with, either of them."""
+"""Factors of a copied hyperparameter, either with the same chance."""
 
 
 class Tuned(NamedTuple):
-    """A learner's state, or what acts, with the hyperparameters that it is to work by."""
+    """State of a learner, or its acting part, with its hyperparameters."""
 
     values: dict[str, jax.Array]  # float32
     state: PyTree
 
 
 Make = Callable[[Mapping[str, Any]], Algorithm]
-"""The values of swept hyperparameters, as numbers or as arguments of a compiled program -> the algorithm of them."""
+"""Values of swept hyperparameters, as numbers or as arguments of a compiled program -> the algorithm."""
 
 
 def tuned(make: Make, names: tuple[str, ...]) -> tuple[Algorithm, Callable[[PyTree, Key], Tuned]]:
-    """(the algorithm whose state holds the values of `names`, how its state begins: (values, key) -> Tuned).
+    """(algorithm whose state holds the values of `names`, its initial state as a function (values, key) -> Tuned).
 
-    Its `init` is for shapes alone, with values of 0. Raises ValueError where the algorithm can't be made of a value
-    that is an argument of the compiled program.
+    The algorithm's own `init` is for shapes alone, with values of 0. Raises ValueError for a hyperparameter that cannot
+    be an argument of the compiled program.
     """
 
     def init(values: PyTree, key: Key) -> Tuned:
@@ -65,7 +65,7 @@ def tuned(make: Make, names: tuple[str, ...]) -> tuple[Algorithm, Callable[[PyTr
 
 
 def _try(make: Make, name: str) -> None:
-    """Raises ValueError where `name` decides on shapes, or on what is computed at all."""
+    """Raises ValueError where `name` changes shapes or the program itself."""
     try:
         jax.eval_shape(lambda value: make({name: value}).init(jax.random.key(0)), jnp.float32(1.0))
     except (jax.errors.ConcretizationTypeError, TypeError) as error:
@@ -77,8 +77,8 @@ def _try(make: Make, name: str) -> None:
 
 
 def parents(scores: jax.Array, key: Key) -> jax.Array:
-    """int32 [M]: of whom each member goes on. The worst fifth by score [M] is replaced by members of the best fifth,
-    drawn evenly, where these are better; NaN is worst."""
+    """Parent int32 [M] of each member. Members of the best fifth by score [M], drawn uniformly, replace the worst fifth
+    where they are better; NaN is worst."""
     count = scores.shape[0]
     share = max(1, count // SHARE)
     scores = jnp.where(jnp.isnan(scores), -jnp.inf, scores)
@@ -90,7 +90,7 @@ def parents(scores: jax.Array, key: Key) -> jax.Array:
 
 
 def evolve(bounds: Mapping[str, tuple[float, float]]) -> Callable[[Tuned, jax.Array, Key], Tuned]:
-    """(states [M, ...], scores [M], key) -> the states after exploiting and exploring, values within `bounds`."""
+    """Function (states [M, ...], scores [M], key) -> states after exploiting and exploring, values within `bounds`."""
 
     def step(states: Tuned, scores: jax.Array, key: Key) -> Tuned:
         key_parent, key_values = jax.random.split(key)

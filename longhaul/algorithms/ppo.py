@@ -1,13 +1,11 @@
 """Proximal policy optimisation (Schulman et al. 2017), with generalised advantage estimation.
 
-Where we differ from the usual code: V(s) and V(successor) can never come from two networks, for values are computed
-here, all at once and from the current parameters. Where acting gives them for nothing (a shared torso) its values are
-taken, if it was by these very parameters: the rollout's version says so. A truncated step bootstraps from its own
-successor; the gradient of a minibatch is accumulated over chunks that fit a core's cache (with `accumulate`, a device's
-memory), which is the same gradient, 1.5 times faster on the CPU at large batches; minibatches are drawn by a bijection
-instead of a sort; advantages are normalised once over the whole batch.
+Where we differ from the usual code: V(s) and V(successor) never come from two networks, because values are computed
+here, all at once and from the current parameters. Where acting computes them at no cost (a shared torso), its values
+are used if the rollout's version is that of the current parameters. A truncated step bootstraps from its own successor;
+advantages are normalised once over the whole batch; minibatch.py describes its steps of the optimiser.
 
-With memory, minibatches are whole columns, replayed from the memory that the rollout began with.
+With memory, minibatches are whole columns, replayed from the memory at the rollout's beginning.
 """
 
 from __future__ import annotations
@@ -43,27 +41,27 @@ class Batch(NamedTuple):
     advantage: jax.Array  # normalised
     target: jax.Array  # for the value
     weight: jax.Array | None  # float32; None where every row counts alike
-    begins: jax.Array | None  # bool [T, columns]: an episode begins here, so memory is put back
+    begins: jax.Array | None  # bool [T, columns]: an episode begins here, so memory is reset
     memory: PyTree  # [columns, width] or ()
 
 
 def check(config: PPOConfig, *, columns: int, steps: int) -> None:
-    """Raises ValueError, naming value, bound and remedy, where the sizes of one shard can't work."""
+    """Raises ValueError, with value, bound and remedy, for impossible settings or sizes of one shard."""
     actor_critic.check(
         config, columns=columns, steps=steps, shares=("gamma", "gae_lambda"), least=("lr", "clip_eps", "max_grad_norm")
     )
-    if not config.adam_eps > 0.0:  # 0 / 0 where an input is never there
+    if not config.adam_eps > 0.0:  # 0 / 0 for an input that is always 0
         raise ValueError(f"adam_eps is {config.adam_eps}; it must be above 0")
 
 
 PARTS = ("policy_loss", "value_loss", "entropy", "approx_kl", "clip_fraction")
-"""Of the loss, as they are told."""
+"""Reported parts of the loss."""
 
 
 def _loss(
     network: networks.ActorCritic, policy: Distribution, config: PPOConfig
 ) -> Callable[..., tuple[jax.Array, Metrics]]:
-    """(params, batch, entropy weight) -> sums over rows of the loss (the paper's equation 9) and of its parts."""
+    """Function (params, batch, entropy weight) -> sums over rows of the loss (equation 9) and of its parts."""
 
     def loss(params: Params, batch: Batch, entropy_weight: jax.Array) -> tuple[jax.Array, Metrics]:
         if batch.begins is None:
@@ -106,7 +104,7 @@ def ppo(spec: Spec, config: PPOConfig, context: Context) -> Algorithm:
     )
 
     def see(state: State, data: Rollout) -> Batch:
-        """The batch of one shard, whose advantages are not normalised yet."""
+        """Batch of one shard, advantages not yet normalised."""
         visible, mask = look(state.moments, data.observation)
         others = [look(state.moments, o)[0] for o in data.successors]
         value, successor = values.estimates(
@@ -134,7 +132,7 @@ def ppo(spec: Spec, config: PPOConfig, context: Context) -> Algorithm:
         params, opt_state, metrics = optimise(state.params, state.opt_state, state.updates, batch, key)
         metrics["explained_variance"] = 1.0 - unexplained / jnp.maximum(spread, 1e-8)
         moments = state.moments
-        # After the update: this batch was acted and learnt with the old ones.
+        # After the update: acting and learning of this batch used the old moments.
         if isinstance(moments, normalise.Moments):
             raw = data.observation.observation if masked else data.observation
             moments = normalise.update(moments, raw, None if weight is None else data.valid, mean, isolated)

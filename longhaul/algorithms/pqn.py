@@ -1,10 +1,10 @@
 """PQN (Gallici et al. 2024, arXiv 2407.04811): Q-learning from many worlds at once, without a replay or targets.
 
-In their place are a normalised network (Ba et al. 2016) and returns over lambda of what was just acted.
+Their place is taken by a normalised network (Ba et al. 2016) and lambda-returns of the newest rollout.
 
-Where we differ: values are computed once an update, from the parameters at its beginning, or taken from acting where it
-was by these very ones. A truncated step looks ahead to its own successor. Minibatches, accumulation and memory are
-PPO's (`minibatch.optimiser_steps`).
+Where we differ: values are computed once an update, from the parameters at its beginning, or taken from acting if it
+used the same parameters. A truncated step looks ahead to its own successor. Minibatches, accumulation and memory are
+those of PPO (minibatch.py).
 """
 
 from __future__ import annotations
@@ -27,35 +27,35 @@ from longhaul.types import Algorithm, Key, Metrics, Params, PyTree, Rollout, Spe
 
 
 class Policy(NamedTuple):
-    """What acting needs."""
+    """Part of the state that acting needs."""
 
     params: Params
     moments: normalise.Moments | tuple[()]
-    random: jax.Array  # float32: the share of actions that are drawn evenly among the legal ones
+    random: jax.Array  # float32: share of actions drawn uniformly from the legal ones
 
 
 class Batch(NamedTuple):
     """Rows of a rollout, [rows, ...]; with memory: whole columns, [T, columns, ...]."""
 
-    seen: PyTree  # (what is seen, which choices are legal or None)
+    seen: PyTree  # (input of the network, mask of legal choices or None)
     action: jax.Array
     target: jax.Array  # for the value of the action
     weight: jax.Array | None  # float32; None where every row counts alike
-    begins: jax.Array | None  # bool [T, columns]: an episode begins here, so memory is put back
+    begins: jax.Array | None  # bool [T, columns]: an episode begins here, so memory is reset
     memory: PyTree  # [columns, width] or ()
 
 
 def check(config: PQNConfig, *, columns: int, steps: int) -> None:
-    """Raises ValueError, naming value, bound and remedy, where the sizes of one shard can't work."""
+    """Raises ValueError, with value, bound and remedy, for impossible settings or sizes of one shard."""
     shares = ("gamma", "q_lambda", "epsilon", "epsilon_final", "exploration")
     actor_critic.check(config, columns=columns, steps=steps, shares=shares, least=("lr", "max_grad_norm"))
-    if not config.adam_eps > 0.0:  # 0 / 0 where an input is never there
+    if not config.adam_eps > 0.0:  # 0 / 0 for an input that is always 0
         raise ValueError(f"adam_eps is {config.adam_eps}; it must be above 0")
 
 
 def _make(spec: Spec, config: PQNConfig) -> Parts:
-    """A network of (what is seen, mask): the values of choices, the least number there is where one is not legal, and
-    the greatest of them."""
+    """Parts whose network takes (input, mask): the values of choices, the least float where one is not legal, and the
+    greatest of them."""
     if not isinstance(spec.action, Discrete):
         raise ValueError(f"PQN learns one choice, and this environment takes {spec.action}")
     made = actor_critic.parts(spec, config, norm=config.layer_norm)
@@ -73,12 +73,12 @@ def _make(spec: Spec, config: PQNConfig) -> Parts:
 
 
 def _of(q: jax.Array, choice: jax.Array) -> jax.Array:
-    """The value of one choice, as a masked sum, whose gradient is no scatter."""
+    """Value of one choice, as a masked sum, whose gradient is no scatter."""
     return jnp.sum(jnp.where(jax.nn.one_hot(choice, q.shape[-1], dtype=bool), q, 0.0), axis=-1)
 
 
 def _loss(network: networks.ActorCritic) -> Callable[..., tuple[jax.Array, Metrics]]:
-    """(params, batch, nothing) -> sums over rows of the loss (the paper's equation 14) and of what is told."""
+    """Function (params, batch, unused) -> sums over rows of the loss (the paper's equation 14) and of its metrics."""
 
     def loss(params: Params, batch: Batch, _: jax.Array) -> tuple[jax.Array, Metrics]:
         if batch.begins is None:
@@ -107,7 +107,7 @@ def pqn(spec: Spec, config: PQNConfig, context: Context) -> Algorithm:
     optimise = minibatch.optimiser_steps(_loss(network), network.live, optimiser, passes, context, ("value_loss", "q"))
 
     def see(state: State, data: Rollout) -> tuple[Batch, jax.Array]:
-        """(the batch of one shard, its errors before the update)."""
+        """(batch of one shard, its errors before the update)."""
         seen, *others = (actor_critic.look(state.moments, o) for o in (data.observation, *data.successors))
         ahead, successor = values.estimates(
             network, state.params, data, (seen, *others), config.chunk, state.updates
@@ -128,7 +128,7 @@ def pqn(spec: Spec, config: PQNConfig, context: Context) -> Algorithm:
         metrics["explained_variance"] = 1.0 - unexplained / jnp.maximum(spread, 1e-8)
         metrics["epsilon"] = explore(state.updates)
         moments = state.moments
-        # After the update: this batch was acted and learnt with the old ones.
+        # After the update: acting and learning of this batch used the old moments.
         if isinstance(moments, normalise.Moments):
             raw = actor_critic.look((), data.observation)[0]
             moments = normalise.update(moments, raw, None if batch.weight is None else data.valid, mean, isolated)
@@ -147,8 +147,8 @@ def pqn(spec: Spec, config: PQNConfig, context: Context) -> Algorithm:
 
 
 def _acting(made: Parts, config: PQNConfig, action: Any) -> Callable[..., tuple[jax.Array, PyTree, Any]]:
-    """`Algorithm.act`: the choice of the greatest value, or now and then any. Its extra is that value, which comes for
-    nothing where there is no memory."""
+    """`Algorithm.act`: the choice of the greatest value, or a random one. Its extra is that value, which costs nothing
+    where there is no memory."""
 
     def act(acting: Policy, memory: PyTree, observation: PyTree, key: Key | None) -> tuple[jax.Array, PyTree, Any]:
         looked = actor_critic.look(acting.moments, observation)
@@ -166,7 +166,7 @@ def _acting(made: Parts, config: PQNConfig, action: Any) -> Callable[..., tuple[
 
 
 def network(spec: Spec, config: PQNConfig) -> networks.ActorCritic:
-    """The values of a `Policy`'s choices as if they were logits, and the greatest of them."""
+    """Network whose `apply` takes a `Policy`: values of the choices in place of logits, and the greatest value."""
     inner = _make(spec, config).network
 
     def apply(policy: Policy, memory: PyTree, observation: PyTree) -> tuple[jax.Array, jax.Array, PyTree]:

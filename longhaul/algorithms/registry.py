@@ -1,7 +1,7 @@
-"""Which algorithm a config is of: the one place that knows them all.
+"""Registry of the algorithms: from a config to its functions.
 
-Another algorithm is a module in `algorithms/` with a frozen `Config`, and a row and a name here. All that the rest of
-the package asks of it stands in `Learner`.
+A new algorithm is a module in `algorithms/`, a frozen dataclass in `algorithms/config.py` and a row here. The rest of
+the package uses `Learner` alone.
 """
 
 from __future__ import annotations
@@ -34,13 +34,13 @@ from longhaul.types import Algorithm, PyTree, Spec
 
 
 class Learner(NamedTuple):
-    """An algorithm's module, as functions of its config."""
+    """Functions of an algorithm."""
 
-    name: str  # what run.json says, and what its metrics begin with: "ppo/entropy"
-    title: str  # what a user reads
+    name: str  # in run.json, and the prefix of its metrics: "ppo/entropy"
+    title: str  # shown to users
     make: Callable[[Spec, Any, Context], Algorithm]
     check: Callable[..., None]  # (config, *, columns, steps), off-policy shards, too; raises ValueError
-    network: Callable[[Spec, Any], networks.ActorCritic]  # what a policy does and believes in; it takes a policy
+    network: Callable[[Spec, Any], networks.ActorCritic]  # its `apply` takes a policy for parameters
 
 
 LEARNERS: dict[type, Learner] = {
@@ -57,12 +57,12 @@ LEARNERS: dict[type, Learner] = {
 
 
 def of(config: AlgorithmConfig) -> Learner:
-    """The algorithm of a config."""
+    """Learner of a config."""
     return LEARNERS[type(config)]
 
 
 def on_policy(config: AlgorithmConfig) -> OnPolicy:
-    """`config`, where it is of an algorithm with a policy, and without a replay; else ValueError."""
+    """Config of an algorithm with a policy and without a replay; ValueError for others."""
     if isinstance(config, OffPolicy):
         raise ValueError(f"{of(config).title} learns from a replay, and this is for algorithms without: PPO, IMPALA")
     if isinstance(config, PQNConfig):
@@ -73,39 +73,39 @@ def on_policy(config: AlgorithmConfig) -> OnPolicy:
 
 
 def guidance(config: AlgorithmConfig) -> float | None:
-    """The share of the worlds that an expert drives, where the algorithm asks one; None where it asks nobody."""
+    """Share of the worlds that an expert drives; None for algorithms without an expert."""
     if isinstance(config, BCConfig) and not config.recorded:
         return config.expert_share
     return config.expert_share if isinstance(config, SACConfig) and config.imitation else None
 
 
 def pathwise(config: AlgorithmConfig) -> APGConfig | None:
-    """`config`, where the algorithm learns from gradients through the environment."""
+    """Config of an algorithm that learns from gradients through the environment; None for others."""
     return config if isinstance(config, APGConfig) else None
 
 
 def recorded(config: AlgorithmConfig) -> tuple[str, ...]:
-    """The files of what was recorded that the algorithm learns from, instead of from an environment."""
+    """Files of recorded steps that the algorithm learns from instead of an environment."""
     return config.recorded if isinstance(config, BCConfig) else ()
 
 
 def make(spec: Spec, config: AlgorithmConfig, context: Context) -> Algorithm:
-    """The algorithm of a config for environments of `spec`."""
+    """Algorithm of a config for environments of `spec`."""
     return of(config).make(spec, config, context)
 
 
 def check(config: AlgorithmConfig, sizes: Sizes) -> None:
-    """Raises ValueError, naming value, bound and remedy, where the sizes can't work."""
+    """Raises ValueError, with value, bound and remedy, for impossible settings or sizes."""
     shards = {"shards": sizes.shards} if isinstance(config, OffPolicy) else {}
     of(config).check(config, columns=sizes.columns, steps=sizes.steps, **shards)
 
 
 def network(spec: Spec, config: AlgorithmConfig) -> networks.ActorCritic:
-    """The network of a policy, which `apply` takes for parameters: what it would do, and what it believes in."""
+    """Network whose `apply` takes a policy for parameters: policy parameters and value."""
     return of(config).network(spec, config)
 
 
 def critic(spec: Spec, config: AlgorithmConfig) -> Callable[[Any, PyTree, PyTree], jax.Array]:
-    """(policy, memory, observation [B, ...]) -> the value that the learner believes in, float32 [B]."""
+    """Function (policy, memory, observation [B, ...]) -> the learner's value, float32 [B]."""
     made = network(spec, config)
     return lambda policy, memory, observation: made.apply(policy, memory, observation)[1]

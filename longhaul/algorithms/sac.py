@@ -1,15 +1,15 @@
 """SAC (Haarnoja et al. 2018, arXiv 1812.05905): off-policy, twin critics, a temperature that keeps the policy random.
 
 For a Box the policy is a tanh-Gaussian and critics take its action, within -1 to 1. For choices (Christodoulou 2019,
-arXiv 1910.07207) critics tell the value of each, and expectations over them are exact.
+arXiv 1910.07207) critics give the value of each, and expectations over them are exact.
 
-With `imitation` it is BC-SAC (Lu et al. 2022, arXiv 2212.11419): in a share of the worlds an expert drives, and the
-actor's loss is joined by how unlikely it finds what he did. Where we differ from it: the expert's steps lie in the same
-replay as the policy's own, and actor and critics learn from both by SAC, too.
+With `imitation` it is BC-SAC (Lu et al. 2022, arXiv 2212.11419): an expert drives in a share of the worlds, and its
+negative log-likelihood joins the actor's loss. Where we differ from it: the expert's steps lie in the same replay as
+the policy's own, and actor and critics learn from both by SAC too.
 
 Where we differ: actor, critics and temperature step together, by one gradient at the same parameters, so that shards
-meet once a step; the paper updates one after the other. The entropy wanted of choices is half of the greatest that the
-legal ones allow, in each state; Christodoulou's 0.98 of it leaves little to learn.
+meet once a step; the paper updates one after the other. The target entropy of choices is half of the maximum of the
+legal ones in each state; Christodoulou's 0.98 of it leaves little to learn.
 """
 
 from __future__ import annotations
@@ -34,18 +34,18 @@ from longhaul.types import Algorithm, Guided, Key, Metrics, Params, PyTree, Roll
 
 
 def check(config: SACConfig, *, shards: int, columns: int, steps: int) -> None:
-    """Raises ValueError, naming value, bound and remedy, where the sizes can't work."""
+    """Raises ValueError, with value, bound and remedy, for impossible settings or sizes."""
     off_policy.check(config, shards=shards, columns=columns, steps=steps, shares=("expert_share",))
     if not config.imitation >= 0.0:
         raise ValueError(f"imitation is {config.imitation}; it must be at least 0")
     if config.imitation and config.expert_share == 0.0:
-        raise ValueError("expert_share is 0.0, and with imitation somebody must show what to do; take 0.25, say")
+        raise ValueError("expert_share is 0.0, and imitation needs worlds that the expert drives; take 0.25")
     if config.temperature is not None and not config.temperature >= 0.0:
         raise ValueError(f"temperature is {config.temperature}; it must be at least 0, or none")
 
 
 class _Networks:
-    """The networks of a config for environments of `spec`: of the actor, and of one critic."""
+    """Networks of a config for environments of `spec`: the actor's, and one critic's."""
 
     def __init__(self, spec: Spec, config: SACConfig) -> None:
         self.sight: Sight = off_policy.sight(spec)
@@ -65,7 +65,7 @@ class _Networks:
 
 
 def _twins(critic: actor_critic.Tower, params: tuple[Params, Params], seen: PyTree) -> jax.Array:
-    """float32 [2, ..., n]: what both critics say."""
+    """Values float32 [2, ..., n] of both critics."""
     return jnp.stack([critic.apply(each, seen) for each in params])
 
 
@@ -81,35 +81,36 @@ def _temperature(config: SACConfig, params: dict[str, Params]) -> jax.Array:
 def _together(
     config: SACConfig, params: dict[str, Params], q: jax.Array, target: jax.Array, actor: jax.Array, surplus: jax.Array
 ) -> tuple[jax.Array, Metrics, jax.Array]:
-    """The loss of each row: both critics' q [2, n] against `target`, the `actor`'s own, and the temperature's, of which
-    the policy has a `surplus` of entropy."""
+    """Loss of each row: both critics' q [2, n] against `target`, the `actor`'s own, and the temperature's, by the
+    policy's `surplus` of entropy."""
     error = q - jax.lax.stop_gradient(target)[None]
     critic = 0.5 * jnp.sum(jnp.square(error), axis=0)
     total = critic + actor
     if config.temperature is None:
         total = total + params["temperature"] * jax.lax.stop_gradient(surplus)
     alpha = jnp.broadcast_to(_temperature(config, params), critic.shape)
-    told = {"value_loss": critic, "policy_loss": actor, "q": jnp.mean(q, axis=0), "temperature": alpha}
-    return total, told, jnp.mean(jnp.abs(error), axis=0)
+    metrics = {"value_loss": critic, "policy_loss": actor, "q": jnp.mean(q, axis=0), "temperature": alpha}
+    return total, metrics, jnp.mean(jnp.abs(error), axis=0)
 
 
 def _imitated(config: SACConfig, batch: Transitions, log_prob: Callable[[jax.Array], jax.Array]) -> Any:
-    """(the loss of each row for how unlikely the expert's action is, what is told of it); 0 for others' rows.
+    """(negative log-likelihood of the expert's action in each row, its metrics); 0 for rows of the policy.
 
-    Its mean is the expectation over the expert's rows alone, however many of them were drawn. `log_prob` takes the
-    actions as they are kept, of whatever rows.
+    Its mean is the expectation over the expert's rows alone, for any number of them in the sample. `log_prob` takes the
+    stored actions of all rows.
     """
     if not config.imitation:
         return jnp.float32(0.0), {}
-    his = (batch.action[..., -1] > 0.5) & (batch.weight > 0.0)
-    rows = jnp.where(his, -log_prob(batch.action[..., :-1]), 0.0)
-    share = his.astype(jnp.float32).mean()
+    expert = (batch.action[..., -1] > 0.5) & (batch.weight > 0.0)
+    rows = jnp.where(expert, -log_prob(batch.action[..., :-1]), 0.0)
+    share = expert.astype(jnp.float32).mean()
     scaled = rows / jnp.maximum(share, 1.0 / rows.shape[0])
-    return config.imitation * scaled, {"imitation_loss": scaled, "expert": his.astype(jnp.float32)}
+    return config.imitation * scaled, {"imitation_loss": scaled, "expert": expert.astype(jnp.float32)}
 
 
 def _of_vectors(config: SACConfig, made: _Networks, box: Box) -> Loss:
-    """Haarnoja et al.'s losses; noise is (of the actions of now, of next). Entropies are of actions within -1 to 1."""
+    """Losses of Haarnoja et al.; noise is that of (current actions, next ones). Entropies are of actions within -1 to
+    1."""
     policy, look = made.policy, made.sight.look
     moved = policy.moved
     assert moved is not None, "a vector's distribution has it"
@@ -135,18 +136,18 @@ def _of_vectors(config: SACConfig, made: _Networks, box: Box) -> Loss:
         action, log_prob = drawn(parameters, now)
         frozen = jax.lax.stop_gradient(params["critics"])
         worth = jnp.min(off_policy.pair(made.critic, frozen, seen, action), axis=0)
-        rows, told, error = _together(config, params, q, goal, alpha * log_prob - worth, -log_prob - wanted)
+        rows, metrics, error = _together(config, params, q, goal, alpha * log_prob - worth, -log_prob - wanted)
         imitated, more = _imitated(
             config, batch,
             lambda kept: shift + policy.log_prob(parameters, None, policy.raw(off_policy.outward(box, kept))),
         )  # fmt: skip
-        return rows + imitated, told | more | {"entropy": shift - log_prob}, error
+        return rows + imitated, metrics | more | {"entropy": shift - log_prob}, error
 
     return loss
 
 
 def _of_choices(config: SACConfig, made: _Networks) -> Loss:
-    """Christodoulou's losses, with legal choices only."""
+    """Losses of Christodoulou, with legal choices only."""
     look = made.sight.look
 
     def chances(params: Params, seen: PyTree, mask: jax.Array | None) -> tuple[jax.Array, jax.Array]:
@@ -173,8 +174,8 @@ def _of_choices(config: SACConfig, made: _Networks) -> Loss:
         entropy = -jnp.sum(p * log_p, axis=-1)
         legal = all_q.shape[-1] if mask is None else jnp.sum(mask, axis=-1)
         wanted = 0.5 * jnp.log(legal) if config.target_entropy is None else config.target_entropy
-        rows, told, error = _together(config, params, q, goal, actor, entropy - wanted)
-        return rows, told | {"entropy": entropy}, error
+        rows, metrics, error = _together(config, params, q, goal, actor, entropy - wanted)
+        return rows, metrics | {"entropy": entropy}, error
 
     return loss
 
@@ -202,13 +203,13 @@ def sac(spec: Spec, config: SACConfig, context: Context) -> Algorithm:
 
 
 def _noise(key: Key, shape: tuple[int, ...]) -> tuple[jax.Array, jax.Array]:
-    """Standard normal, for the actions of now and of next."""
+    """Standard normal noise for the current actions and the next ones."""
     now, next_ = prng.split(key, 2)
     return prng.normal(now, shape), prng.normal(next_, shape)
 
 
 def _keeping(spec: Spec) -> tuple[Callable[[jax.Array], jax.Array], jax.ShapeDtypeStruct]:
-    """(how an action is kept, such a one): vectors within -1 to 1."""
+    """(function of an action to its stored form, shape and type of that): vectors lie within -1 to 1."""
     if isinstance(spec.action, Discrete):
         return lambda action: action, off_policy.kept_choice(spec.action)
     assert isinstance(spec.action, Box)
@@ -217,13 +218,13 @@ def _keeping(spec: Spec) -> tuple[Callable[[jax.Array], jax.Array], jax.ShapeDty
 
 
 def _mark(kept: jax.Array, data: Rollout) -> jax.Array:
-    """Vectors with one more number: whether it is what the expert did."""
-    assert isinstance(data.extras, Guided), "nobody shows what to do: the collector has no guide"
+    """Vectors with one more number: 1 if the action was the expert's."""
+    assert isinstance(data.extras, Guided), "imitation without an expert: the collector has no guide"
     return jnp.concatenate([kept, data.extras.followed[..., None].astype(kept.dtype)], axis=-1)
 
 
 def _acting(spec: Spec, made: _Networks) -> Callable[..., tuple[jax.Array, PyTree, PyTree]]:
-    """`Algorithm.act`, without extras: what is learnt from is the action alone."""
+    """`Algorithm.act`, without extras: learning needs the action alone."""
     policy = made.policy
 
     def act(acting: Policy, memory: PyTree, observation: PyTree, key: Key | None) -> tuple[jax.Array, PyTree, PyTree]:
@@ -244,8 +245,8 @@ def _acting(spec: Spec, made: _Networks) -> Callable[..., tuple[jax.Array, PyTre
 
 
 def critic(spec: Spec, config: SACConfig) -> Callable[[State, PyTree], jax.Array]:
-    """(state, observation [B, ...]) -> the lesser of the critics' values of what the policy would do by its mode
-    (a vector), or on the mean (choices), float32 [B]; without the entropy."""
+    """Function (state, observation [B, ...]) -> the smaller critic's value, float32 [B], without entropy: of the policy's
+    mode (a vector), or the mean over the policy (choices)."""
     made = _Networks(spec, config)
 
     def value(state: State, observation: PyTree) -> jax.Array:
@@ -261,7 +262,7 @@ def critic(spec: Spec, config: SACConfig) -> Callable[[State, PyTree], jax.Array
 
 
 def network(spec: Spec, config: SACConfig) -> actor_critic.ActorCritic:
-    """The actor, which `apply` takes a `Policy` for. What it believes in only its critics tell: 0 here."""
+    """Actor whose `apply` takes a `Policy`. Its value is 0: only the critics have one."""
     made = _Networks(spec, config)
 
     def apply(policy: Policy, memory: PyTree, observation: PyTree) -> tuple[jax.Array, jax.Array, PyTree]:

@@ -23,7 +23,7 @@ from longhaul.types import Algorithm, Key, Params, PyTree, Spec
 
 
 def check(config: TD3Config, *, shards: int, columns: int, steps: int) -> None:
-    """Raises ValueError, naming value, bound and remedy, where the sizes can't work."""
+    """Raises ValueError, with value, bound and remedy, for impossible settings or sizes."""
     off_policy.check(config, shards=shards, columns=columns, steps=steps)
     for name in ("noise", "target_noise", "noise_clip"):
         if not getattr(config, name) >= 0.0:
@@ -35,7 +35,7 @@ def check(config: TD3Config, *, shards: int, columns: int, steps: int) -> None:
 
 
 def _networks(spec: Spec, config: TD3Config) -> tuple[actor_critic.Tower, actor_critic.Tower, Sight, Box]:
-    """(actor, one critic, sight, the space of actions)."""
+    """Networks and spaces: (actor, one critic, sight, space of actions)."""
     if not isinstance(spec.action, Box):
         raise ValueError(f"TD3 learns a vector, and this environment takes {spec.action}")
     sight = off_policy.sight(spec)
@@ -65,8 +65,8 @@ def td3(spec: Spec, config: TD3Config, context: Context) -> Algorithm:
         frozen = jax.lax.stop_gradient(params["critics"][:1])
         worth = off_policy.pair(critic, frozen, seen, jnp.tanh(actor.apply(params["actor"], seen)))[0]
         judged = 0.5 * jnp.sum(jnp.square(error), axis=0)
-        told = {"value_loss": judged, "policy_loss": -worth, "q": jnp.mean(q, axis=0)}
-        return judged - worth, told, jnp.mean(jnp.abs(error), axis=0)
+        metrics = {"value_loss": judged, "policy_loss": -worth, "q": jnp.mean(q, axis=0)}
+        return judged - worth, metrics, jnp.mean(jnp.abs(error), axis=0)
 
     def act(acting: Policy, memory: PyTree, observation: PyTree, key: Key | None) -> tuple[jax.Array, PyTree, PyTree]:
         chosen = jnp.tanh(actor.apply(acting.params, sight.look(observation)[0]))
@@ -88,7 +88,7 @@ def td3(spec: Spec, config: TD3Config, context: Context) -> Algorithm:
 
 
 def critic(spec: Spec, config: TD3Config) -> Callable[[State, PyTree], jax.Array]:
-    """(state, observation [B, ...]) -> the lesser of the critics' values of what the actor does, float32 [B]."""
+    """Function (state, observation [B, ...]) -> the smaller critic's value of the actor's action, float32 [B]."""
     actor, judge, sight, _ = _networks(spec, config)
 
     def value(state: State, observation: PyTree) -> jax.Array:
@@ -100,7 +100,7 @@ def critic(spec: Spec, config: TD3Config) -> Callable[[State, PyTree], jax.Array
 
 
 def network(spec: Spec, config: TD3Config) -> actor_critic.ActorCritic:
-    """The actor, which `apply` takes a `Policy` for. What it believes in only its critics tell: 0 here."""
+    """Actor whose `apply` takes a `Policy`. Its value is 0: only the critics have one."""
     actor, _, sight, _ = _networks(spec, config)
 
     def apply(policy: Policy, memory: PyTree, observation: PyTree) -> tuple[jax.Array, jax.Array, PyTree]:

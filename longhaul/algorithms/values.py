@@ -1,4 +1,4 @@
-"""V(s) and V(successor) of a rollout, its log-probabilities by other parameters; the recurrent network along time."""
+"""Values of a rollout and of its successors, log-probabilities by other parameters, recurrent networks along time."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from longhaul.types import Params, PyTree, Rollout
 def along_time(
     network: actor_critic.ActorCritic, params: Params, memory: jax.Array, observation: PyTree, begins: jax.Array
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """The recurrent network along time: parameters [T, B, n], values [T, B], memory after each step [T, B, width]."""
+    """Recurrent network along time: parameters [T, B, n], values [T, B], memory after each step [T, B, width]."""
     initial = jnp.zeros_like(memory)
 
     def step(memory: jax.Array, now: tuple[PyTree, jax.Array]) -> tuple[jax.Array, Any]:
@@ -36,9 +36,9 @@ def estimates(
     chunk: int | None,
     updates: jax.Array,
 ) -> tuple[jax.Array, jax.Array]:
-    """V(observation) and V(successor), float32 [T, B] each, all from `params`, which so many updates made.
+    """V(observation) and V(successor), float32 [T, B] each, all from `params`, which are those after `updates` updates.
 
-    `observation` is (of the steps, of `successors.last`, of `successors.truncated`), as the network sees them.
+    `observation` are the network's inputs for (the steps, `successors.last`, `successors.truncated`).
     """
     steps, last, truncated = observation
     t, b = data.reward.shape
@@ -66,10 +66,10 @@ def _following(
     network: actor_critic.ActorCritic, params: Params, data: Rollout, value: jax.Array, after: jax.Array, last: PyTree,
     truncated: PyTree,
 ) -> jax.Array:  # fmt: skip
-    """V(successor) with memory, of which `after` [T, B, width] is that after each step."""
+    """V(successor) with memory; `after` [T, B, width] is the memory after each step."""
     ended = (data.terminated | data.truncated)[-1]
     last_value = network.apply(params, jnp.where(ended[:, None], jnp.zeros_like(after[-1]), after[-1]), last)[1]
-    # A truncated episode would have gone on with the memory after its last step: pick it out, slot by slot.
+    # A truncated episode would have continued with the memory after its last step: it is picked out slot by slot.
     slot = jnp.cumsum(data.truncated, axis=0) - data.truncated
     which = jnp.arange(jax.tree.leaves(truncated)[0].shape[0])
     here = data.truncated[None] & (slot[None] == which[:, None, None])  # [K, T, B]
@@ -82,10 +82,9 @@ def judgements(
     network: actor_critic.ActorCritic, log_prob: Callable[[jax.Array, Any], jax.Array], params: Params, data: Rollout,
     observation: PyTree, taken: PyTree, chunk: int | None, updates: jax.Array,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:  # fmt: skip
-    """What `params`, made by so many updates, make of a rollout that any others may have acted: log pi(a | s), V(s) and
-    V(successor), float32 [T, B] each.
+    """Log pi(a | s), V(s) and V(successor), float32 [T, B] each, by `params`, of a rollout of any older policy.
 
-    `observation` as in `estimates`; `log_prob` takes (the policy's parameters, `taken`), which is [T, B, ...].
+    Arguments are those of `estimates`; `log_prob` takes (the policy's parameters, `taken`), which is [T, B, ...].
     """
     steps, last, truncated = observation
     t, b = data.reward.shape
@@ -102,7 +101,7 @@ def judgements(
         found: tuple[jax.Array, jax.Array] = jax.tree.map(lambda x: x.reshape(t, b), by_chunks(judge, rows, chunk))
         return found
 
-    if "value" in data.extras:  # acting told both: taken, if it was by these very parameters
+    if "value" in data.extras:  # acting computed both: they are used if its parameters were the same
         known = data.extras["log_prob"], data.extras["value"]
         pi, value = jax.lax.cond(jnp.all(data.version == updates), lambda: known, of_steps)
     else:
@@ -115,20 +114,19 @@ def judgements(
 
 
 def begins(data: Rollout) -> jax.Array:
-    """bool [T, B]: memory was put back before the step (the first row begins with the memory of the rollout)."""
+    """Flag bool [T, B]: memory was reset before the step (the first row begins with the memory of the rollout)."""
     ended = data.terminated | data.truncated | ~data.valid
     return jnp.concatenate([jnp.zeros_like(ended[:1]), ended[:-1]])
 
 
 OF_A_CORE, OF_AN_ACCELERATOR = 1_024, 65_536
-"""Rows of a batch."""
+"""Rows of a batch computed at once on a core, and on an accelerator."""
 
 
 def at_once(chunk: int | None) -> int:
-    """Rows of a batch to compute at once: `chunk`, or what suits the device.
+    """Number of rows to compute at once: `chunk`, or a default for the device.
 
-    What a core computes should stay in its cache; an accelerator takes as long to begin a kernel as to compute it for a
-    few thousand rows.
+    The rows should fit a core's cache; an accelerator starts a kernel in the time of a few thousand rows.
     """
     if chunk is not None:
         return chunk
@@ -136,7 +134,7 @@ def at_once(chunk: int | None) -> int:
 
 
 def by_chunks(function: Callable[[PyTree], Any], rows: PyTree, chunk: int | None) -> Any:
-    """function(rows), arrays [rows], `chunk` rows at a time where there are more (None: what suits the device)."""
+    """Result of function(rows), arrays [rows], computed `chunk` rows at a time (None: a default for the device)."""
     chunk = at_once(chunk)
     n = jax.tree.leaves(rows)[0].shape[0]
     whole = n - n % chunk

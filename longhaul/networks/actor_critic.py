@@ -336,5 +336,5 @@ def actor_critic(
 
 
 def takes_live(torso: str, shared: bool, memory: int, norm: bool = False) -> bool:
-    """Whether such a network can leave out inputs that are always 0."""
+    """True for a network that can leave out inputs that are always 0."""
     return torso == "mlp" and shared and not memory and not norm
