@@ -245,8 +245,8 @@ def _acting(spec: Spec, made: _Networks) -> Callable[..., tuple[jax.Array, PyTre
 
 
 def critic(spec: Spec, config: SACConfig) -> Callable[[State, PyTree], jax.Array]:
-    """Function (state, observation [B, ...]) -> the smaller critic's value, float32 [B], without entropy: of the policy's
-    mode (a vector), or the mean over the policy (choices)."""
+    """Function (state, observation [B, ...]) -> the smaller critic's value without entropy, float32 [B]: that of the
+    policy's mode (a vector), or the mean over the policy (choices)."""
     made = _Networks(spec, config)
 
     def value(state: State, observation: PyTree) -> jax.Array:

@@ -20,9 +20,8 @@ from longhaul.cli.run_flags import RUNS_DIR
 from longhaul.config.run import Run
 from longhaul.reasoning import problem_sets, self_consistency, test_time_compute
 from longhaul.reasoning.config import QUESTIONS, Reasoning
-from longhaul.reasoning.drawing import drawing
 from longhaul.reasoning.sampler import UNBOUNDED, Sampling, bank
-from longhaul.reasoning.self_consistency import Solution
+from longhaul.reasoning.self_consistency import Solution, drawing
 from longhaul.runtime.errors import RunError
 from longhaul.training import loop, reasoning_setup
 from longhaul.training.run_dir import find_folder, load_run

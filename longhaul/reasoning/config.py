@@ -13,15 +13,15 @@ MADE: dict[str, Callable[[int, int], Task]] = {
     "addition": tasks.addition,
     "countdown": lambda fewest, most: tasks.countdown(most),
 }
-"""Tasks whose problems are made: name -> (fewest, most) -> the task."""
+"""Tasks with generated problems: name -> (fewest, most) -> the task."""
 
 
 EXACT = ("arithmetic", "addition")
-"""Of these, those with one right answer, which the device can check."""
+"""Tasks with one right answer, which the device can check."""
 
 
 QUESTIONS = "questions"
-"""The task whose problems are of a file."""
+"""Task whose problems come from a file."""
 
 
 TASKS = (*MADE, QUESTIONS)
@@ -45,7 +45,7 @@ class Reasoning:
 
     @property
     def exact(self) -> bool:
-        """Whether the device can check completions."""
+        """True where the device can check completions."""
         return self.task in EXACT
 
 
@@ -54,7 +54,7 @@ CHAINS = ("solver", "own")
 
 @dataclass(frozen=True)
 class GateConfig:
-    """When a policy is taught, and when rewarded."""
+    """Gate between imitation and rewards."""
 
     threshold: float = 0.0  # soundness from which on rewards teach; 0: always
     hysteresis: float = 0.1  # so far below the threshold it must fall to be taught again
@@ -71,7 +71,7 @@ FAMILIES = ("llama", "qwen2", "qwen3")
 
 @dataclass(frozen=True)
 class RopeScaling:
-    """How rotary frequencies are stretched for contexts longer than those trained on.
+    """Scaling of rotary frequencies for contexts longer than those of the training.
 
     "linear" divides all by `factor`. "llama3" leaves wavelengths below original / high_freq_factor alone, divides those
     above original / low_freq_factor, and goes smoothly from one to the other between.
@@ -86,7 +86,7 @@ class RopeScaling:
 
 @dataclass(frozen=True)
 class ModelConfig:
-    """What a model is. `hub.config_of` reads it from a Hugging Face config.json."""
+    """Architecture of a language model. `huggingface.config_of` reads it from a config.json."""
 
     family: str = "qwen3"
     vocabulary: int = 23

@@ -1,12 +1,12 @@
-"""One token after the other: what `model.forward` says of a single token, for rows that lie along the minor axis.
+"""Decode steps: `transformer.forward` for a single token, with rows along the minor axis.
 
-A decode step is small products and much besides, so that layout is speed. Here x is [width, B], and the keys and values
-of a layer are [S, kv_heads, head_dim, B]: a token's are one block that is written where it belongs, no product finds a
-factor the wrong way round, and what is between them is computed for all rows side by side. What can be done before the
-loop is: kernels are turned, those of one input become one, adapters are merged. Layers are compiled one by one,
-as a loop over them would copy its part of the cache out and in again for each token.
+A decode step is small products and much besides, so its speed depends on the layout. Here x is [width, B], and the keys
+and values of a layer are [S, kv_heads, head_dim, B]: those of a token are one block, every product reads its factors in
+place, and all rows are computed side by side between the products. Work that does not depend on the token is done
+before the loop: kernels are transposed, those of one input joined, adapters merged. Layers are compiled one by one,
+because a loop over them would copy its part of the cache out and in again for each token.
 
-Mathematics and parameters are those of `model.py`, and a test holds the two together. The price is a second copy of the
+Mathematics and parameters are those of transformer.py; a test compares the two. The price is a second copy of the
 kernels while sampling.
 """
 
@@ -25,17 +25,17 @@ from longhaul.reasoning.config import ModelConfig
 from longhaul.types import Params
 
 JOINED = {"enter": ("query", "key", "value"), "gated": ("gate", "up")}
-"""Kernels of one input, as one."""
+"""Kernels of the same input, which are joined: name -> their names."""
 
 FEATURES = -2
 """Axis of the features: rows lie along the last one."""
 
 PIECE = 64
-"""Slots whose values are added up in one go; caches of more have a multiple of it."""
+"""Slots whose values are added up in one step; larger caches have a multiple of it."""
 
 
 class Kernels(NamedTuple):
-    """What decode steps multiply by; kernels are [outputs, inputs]."""
+    """Factors of decode steps; kernels are [outputs, inputs]."""
 
     embedding: jax.Array  # [V, width]
     unembedding: jax.Array  # float32 [V, width]
@@ -45,7 +45,7 @@ class Kernels(NamedTuple):
 
 
 class Cache(NamedTuple):
-    """Keys and values of the tokens before, for S slots, of which `index` are filled; all rows alike."""
+    """Keys and values of earlier tokens, for S slots, of which `index` are filled in all rows."""
 
     key: tuple[jax.Array, ...]  # of each layer [S, kv_heads, head_dim, B]
     value: tuple[jax.Array, ...]
@@ -55,7 +55,7 @@ class Cache(NamedTuple):
 
 
 def prepare(config: ModelConfig, params: Params, slots: int, adapters: transformer.Lora | None = None) -> Kernels:
-    """The kernels of steps within `slots` slots."""
+    """Kernels of steps within `slots` slots."""
     dtype = PRECISIONS[config.precision]
     layers = transformer.merged(params, adapters or {})["layers"]
     made = dict(layers)
@@ -73,7 +73,7 @@ def prepare(config: ModelConfig, params: Params, slots: int, adapters: transform
 
 
 def begin(cache: transformer.Cache, slots: int) -> Cache:
-    """The cache of `slots` slots, or some more, that goes on where `model.trunk` filled one of a prompt."""
+    """Cache of at least `slots` slots that continues the prompt's cache of `transformer.trunk`."""
     slots = slots if slots <= PIECE else -(-slots // PIECE) * PIECE
 
     def turned(x: jax.Array) -> tuple[jax.Array, ...]:
@@ -87,9 +87,9 @@ def begin(cache: transformer.Cache, slots: int) -> Cache:
 
 
 def step(config: ModelConfig, kernels: Kernels, token: jax.Array, cache: Cache) -> tuple[jax.Array, Cache]:
-    """(logits float32 [V, B] of what follows, the cache with the token in it) of one more token of each row, int32 [B].
+    """(logits float32 [V, B] of the next token, cache with this token) for one more token of each row, int32 [B].
 
-    A row that has ended may be given any token; what is said of it means nothing.
+    A row that has ended may have any token; its logits mean nothing.
     """
     turn = tuple(part[cache.lengths].T[None] for part in kernels.turns)  # [1, head_dim / 2, B]
     seen = cache.filled & (jnp.arange(cache.filled.shape[0]) <= cache.index)[:, None]
@@ -127,48 +127,48 @@ def _heads(
 
 
 def turned(x: jax.Array, turn: tuple[jax.Array, ...]) -> jax.Array:
-    """Heads [N, head_dim, B] turned to their positions."""
+    """Heads [N, head_dim, B] rotated to their positions."""
     cos, sin = turn
     a, b = jnp.split(x.astype(jnp.float32), 2, axis=1)
     return jnp.concatenate([a * cos - b * sin, b * cos + a * sin], axis=1).astype(x.dtype)
 
 
 def attended(query: jax.Array, key: jax.Array, value: jax.Array, seen: jax.Array) -> jax.Array:
-    """What one token of each row finds, [kv_heads, group, head_dim, B]: query [heads, head_dim, B], of the slots that
+    """Attention [kv_heads, group, head_dim, B] of one token of each row: query [heads, head_dim, B] to the slots that
     are `seen` [S, B]; key and value [S, kv_heads, head_dim, B]."""
     query = query.reshape(key.shape[1], -1, *key.shape[2:])
     return jax.lax.platform_dependent(query, key, value, seen, cpu=written_out, default=multiplied)
 
 
 def multiplied(query: jax.Array, key: jax.Array, value: jax.Array, seen: jax.Array) -> jax.Array:
-    """`attended`, of a query [kv_heads, group, head_dim, B], by batched products."""
+    """Attention of a query [kv_heads, group, head_dim, B] by batched products."""
     scores = jnp.einsum("kgdb,skdb->skgb", query, key, preferred_element_type=jnp.float32)
     return jnp.einsum("skgb,skdb->kgdb", _shares(scores, seen, query.shape[2]).astype(value.dtype), value)
 
 
 def written_out(query: jax.Array, key: jax.Array, value: jax.Array, seen: jax.Array) -> jax.Array:
-    """`attended`, likewise, by sums that are written out, term by term.
+    """Attention like `multiplied`, by sums written out term by term.
 
-    On a CPU XLA neither multiplies nor adds up along an outer axis for all rows at once, unless it is told so: these
-    sums are one loop over rows each. Of a step of 64 rows and 64 slots they are 0.3 ms, `multiplied` 1.0, sums by
-    `jnp.sum` 11. Values of many slots are added up a piece after the other.
+    On a CPU XLA does not multiply or add along an outer axis for all rows at once by itself; written out, each of these
+    sums is one loop over rows. With 64 rows and 64 slots a step takes 0.3 ms; `multiplied` takes 1.0, sums by `jnp.sum`
+    11. Values of many slots are added up piece by piece.
     """
     slots, size = key.shape[0], key.shape[2]
     key = key.astype(jnp.float32)
     scores = sum((query[None, :, :, d] * key[:, :, None, d] for d in range(size)), jnp.zeros((), jnp.float32))
     weights = _shares(scores, seen, size).astype(value.dtype)
 
-    def piece(first: jax.Array | int, found: jax.Array) -> jax.Array:
+    def piece(first: jax.Array | int, total: jax.Array) -> jax.Array:
         count = min(slots, PIECE)
         share, of = (jax.lax.dynamic_slice_in_dim(x, first, count) for x in (weights, value))
-        return sum((share[s, :, :, None] * of[s, :, None] for s in range(count)), found)
+        return sum((share[s, :, :, None] * of[s, :, None] for s in range(count)), total)
 
     nothing = jnp.zeros(query.shape, value.dtype)
     if slots <= PIECE:
         return piece(0, nothing)
-    return jax.lax.fori_loop(0, slots // PIECE, lambda i, found: piece(i * PIECE, found), nothing)
+    return jax.lax.fori_loop(0, slots // PIECE, lambda i, total: piece(i * PIECE, total), nothing)
 
 
 def _shares(scores: jax.Array, seen: jax.Array, size: int) -> jax.Array:
-    """The softmax over slots of scores [S, kv_heads, group, B] of heads of `size`."""
+    """Softmax over slots of scores [S, kv_heads, group, B] of heads of `size`."""
     return jax.nn.softmax(jnp.where(seen[:, None, None], scores / math.sqrt(size), transformer.NEVER), axis=0)

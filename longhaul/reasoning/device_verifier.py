@@ -1,7 +1,7 @@
-"""Completions checked on the device, where a problem has one right answer: its solution stands beside them as tokens.
+"""Verifier on the device, for problems with one right answer: completions are compared with solutions as tokens.
 
-What `tasks.read`, `Task.reward` and `Task.soundness` say of text, as arithmetic on whole batches; a test holds the two
-together. Tasks with many right answers are the host's matter (`marking.py`).
+It computes `tasks.read`, `Task.reward` and `Task.soundness` as arithmetic on whole batches; a test compares the two.
+Tasks with many right answers are checked on the host (host_verifier.py).
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from longhaul.reasoning import tokenizer
 
 
 class Marks(NamedTuple):
-    """What a checker says of completions; float32 [B], NumPy's or JAX's."""
+    """Scores of completions by a checker; float32 [B], NumPy's or JAX's."""
 
     reward: Any
     soundness: Any
@@ -23,17 +23,17 @@ class Marks(NamedTuple):
 
 
 def checked(solution: jax.Array, text: jax.Array) -> Marks:
-    """What completions are worth beside the solutions, both [B, N]."""
+    """Marks of completions against the solutions, both [B, N]."""
     return Marks(rewards(solution, text), soundness(solution, text), steps(text))
 
 
 def _before(found: jax.Array) -> jax.Array:
-    """bool [B, N] -> how often it was True before each place, int32."""
+    """Number of True before each place of a mask [B, N], int32."""
     return jnp.cumsum(found, axis=1, dtype=jnp.int32) - found
 
 
 def answers(text: jax.Array) -> jax.Array:
-    """What stands after the first answer's mark up to the first end, moved to the front; [B, N], PAD behind."""
+    """Tokens between the first answer's mark and the first end, moved to the front; [B, N], PAD behind."""
     rows, length = text.shape
     marked = _before(text == tokenizer.ANSWER) > 0
     inside = marked & (_before(text == tokenizer.END) == 0)
@@ -43,19 +43,19 @@ def answers(text: jax.Array) -> jax.Array:
 
 
 def rewards(solution: jax.Array, text: jax.Array) -> jax.Array:
-    """1 where the answers of completions are those of the solutions, both [B, N], else 0: `Task.reward`."""
+    """Rewards of completions, 1 where the answers are those of the solutions, both [B, N], else 0: `Task.reward`."""
     ended = jnp.any(text == tokenizer.END, axis=1)
     return (ended & jnp.all(answers(solution) == answers(text), axis=1)).astype(jnp.float32)
 
 
 def _heads(text: jax.Array) -> jax.Array:
-    """bool [B, N]: before the answer's mark and the end."""
+    """Mask bool [B, N] of tokens before the answer's mark and the end."""
     stop = (text == tokenizer.ANSWER) | (text == tokenizer.END) | (text == tokenizer.PAD)
     return (_before(stop) == 0) & ~stop
 
 
 def steps(text: jax.Array) -> jax.Array:
-    """Written steps of completions [B, N], float32 [B]; one that is begun and not ended by `;` counts, too."""
+    """Number of written steps of completions [B, N], float32 [B]; a step without its final `;` counts too."""
     head = _heads(text)
     ends = head & (text == tokenizer.STEP)
     last = jnp.take_along_axis(text, jnp.maximum(jnp.sum(head, axis=1) - 1, 0)[:, None], axis=1)[:, 0]
@@ -64,7 +64,7 @@ def steps(text: jax.Array) -> jax.Array:
 
 
 def soundness(solution: jax.Array, text: jax.Array) -> jax.Array:
-    """The share of the completions' steps that are the solutions', float32 [B]: `Task.soundness`."""
+    """Share of the completions' steps that are the solutions', float32 [B]: `Task.soundness`."""
     same = _before(solution != text) == 0
     same &= (solution == text) & _heads(solution) & _heads(text)
     common = jnp.sum(same & (text == tokenizer.STEP), axis=1).astype(jnp.float32)

@@ -1,8 +1,9 @@
-"""How well a policy reasons: `evaluate_reasoning` on a fixed set of problems, several completions of each.
+"""Evaluation of reasoning on a fixed set of problems, with several completions of each.
 
-pass@1 is the share of completions that are right, pass@k of problems that some completion of k solves (Chen et al.
-2021, arXiv 2107.03374, with as many samples as k), majority@k of those whose most frequent answer is right (Wang et al.
-2022, 2203.11171; of equal ones the first written). Soundness is the share of written steps that are this problem's.
+pass@1 is the share of right completions, pass@k the share of problems that some completion of k solves (Chen et al.
+2021, arXiv 2107.03374, with as many samples as k), majority@k the share of problems whose most frequent answer is right
+(Wang et al. 2022, 2203.11171; of equal ones the first written). Soundness is the share of written steps that belong to
+the problem.
 """
 
 from __future__ import annotations
@@ -21,20 +22,20 @@ from longhaul.types import Key, Params
 
 
 class Quality(NamedTuple):
-    """Of each of M problems, over its completions; float32 [M]."""
+    """Scores of each of M problems over its completions; float32 [M]."""
 
     pass_at_1: jax.Array
     pass_at_k: jax.Array
     majority_at_k: jax.Array
-    soundness: jax.Array  # share of the written steps that are this problem's
+    soundness: jax.Array  # share of the written steps that belong to the problem
     reasoned: jax.Array  # share of completions that write a step at all
-    steps: jax.Array  # written, on the mean
+    steps: jax.Array  # mean number of written steps
     truncated: jax.Array  # share of completions that did not end
-    length: jax.Array  # tokens, on the mean
+    length: jax.Array  # mean number of tokens
 
 
 def votes(text: jax.Array, ended: jax.Array) -> jax.Array:
-    """How many completions of a problem say what each says: int32 [M, K] of texts [M, K, N]; who never ended has 0."""
+    """Votes int32 [M, K] of texts [M, K, N]: completions with the same answer; 0 for a completion without an end."""
     problems, samples, length = text.shape
     said = answers(text.reshape(-1, length)).reshape(problems, samples, length)
     same = jnp.all(said[:, :, None] == said[:, None, :], axis=-1) & ended[:, None, :]
@@ -42,7 +43,7 @@ def votes(text: jax.Array, ended: jax.Array) -> jax.Array:
 
 
 def quality(problems: Bank, drawn: Drawn, samples: int) -> Quality:
-    """What completions are worth, `samples` of each problem side by side."""
+    """Quality of completions, `samples` of each problem side by side."""
     text, solution = drawn.token, jnp.repeat(problems.solution, samples, axis=0)
 
     def each(x: jax.Array) -> jax.Array:
@@ -64,8 +65,8 @@ def quality(problems: Bank, drawn: Drawn, samples: int) -> Quality:
 
 
 def evaluate_reasoning(config: ModelConfig, sampling: Sampling) -> Callable[..., tuple[Quality, Drawn]]:
-    """(params, problems, key, budget of steps) -> (what `sampling.group` completions of each are worth, the
-    completions); compiled. Without a budget there is none."""
+    """Compiled function (params, problems, key, budget of steps) -> (quality of `sampling.group` completions of each,
+    completions). The default budget is unbounded."""
     sample = in_waves(sampler(config, sampling.length, sampling.temperature), sampling.wave)
 
     @jax.jit

@@ -1,7 +1,7 @@
-"""Completions checked on the host, where a problem has many right answers: what the device sampled gets its rewards.
+"""Verifier on the host, for problems with many right answers: it adds the rewards to completions of the device.
 
-A checker is Python, which no compiled program holds. So it runs between sampling and learning, in the actor that
-sampled: of an asynchronous run beside the learner.
+A checker is Python, which no compiled program can hold. So it runs between sampling and learning, in the actor that
+sampled; in an asynchronous run beside the learner.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ from longhaul.reasoning.tokenizer import Tokeniser
 from longhaul.types import Key, Metrics, Params
 
 Marking = Callable[[Completions, Metrics], tuple[Completions, Metrics]]
-"""(completions as they were sampled, sums over them) -> both with rewards; NumPy's arrays."""
+"""(sampled completions, sums over them) -> both with rewards; NumPy's arrays."""
 
 
 def marks(task: Task, asked: Sequence[Problem], texts: Sequence[str]) -> Marks:
-    """What a task's checker says of completions of as many problems. Raises ValueError where a reward is no number."""
+    """Marks of completions of as many problems by a task's checker. Raises ValueError for a reward not finite."""
     rewards = []
     for problem, text in zip(asked, texts, strict=True):
         reward = float(task.reward(problem, text))
@@ -42,43 +42,43 @@ def marks(task: Task, asked: Sequence[Problem], texts: Sequence[str]) -> Marks:
 
 
 def ended(token: np.ndarray, words: Tokeniser) -> np.ndarray:
-    """Which completions [B, N] have an end; bool [B]."""
+    """Mask bool [B] of completions [B, N] with an end."""
     return np.asarray(np.isin(token, words.ends).any(axis=1))
 
 
 def marking(task: Task, problems: Sequence[Problem], words: Tokeniser, group: int) -> Marking:
-    """Checks completions of a bank of these problems, in groups."""
+    """Function that checks completions of a bank of these problems, in groups."""
 
-    def mark(data: Completions, told: Metrics) -> tuple[Completions, Metrics]:
+    def mark(data: Completions, metrics: Metrics) -> tuple[Completions, Metrics]:
         token = np.asarray(data.token)
         asked = [problems[int(place)] for place in np.asarray(data.problem)]
-        found = marks(task, asked, [words.decode(row) for row in token])
-        known, sums = judged(data, found, ended(token, words), group)
-        whole: Metrics = {name: np.asarray(sums[name], np.float32) for name in told}  # type: ignore[misc]
+        scores = marks(task, asked, [words.decode(row) for row in token])
+        known, sums = judged(data, scores, ended(token, words), group)
+        whole: Metrics = {name: np.asarray(sums[name], np.float32) for name in metrics}  # type: ignore[misc]
         return known, whole
 
     return mark
 
 
 def quality(task: Task, asked: Sequence[Problem], drawn: Drawn, words: Tokeniser, samples: int) -> Quality:
-    """`quality.quality` on the host: what completions are worth, `samples` of each problem side by side."""
+    """Quality of completions, `samples` of each problem side by side: `evaluate.quality` on the host."""
     token = np.asarray(drawn.token)
     texts = [words.decode(row) for row in token]
-    found = marks(task, [problem for problem in asked for _ in range(samples)], texts)
+    scores = marks(task, [problem for problem in asked for _ in range(samples)], texts)
     answers = [task.reading(text).answer for text in texts]
     leaders = [_leader(answers[first : first + samples]) for first in range(0, len(texts), samples)]
 
     def each(x: Any) -> np.ndarray:
         return np.asarray(x, np.float32).reshape(-1, samples)
 
-    right = each(found.reward)
+    right = each(scores.reward)
     best: Any = right.max(axis=1)
     picked: Any = right[np.arange(len(right)), leaders]
     means: dict[str, Any] = {
         "pass_at_1": right,
-        "soundness": each(found.soundness),
-        "reasoned": each(found.steps > 0.0),
-        "steps": each(found.steps),
+        "soundness": each(scores.soundness),
+        "reasoned": each(scores.steps > 0.0),
+        "steps": each(scores.steps),
         "truncated": each(~ended(token, words)),
         "length": each(np.sum(drawn.written, axis=1)),
     }
@@ -92,7 +92,7 @@ def quality(task: Task, asked: Sequence[Problem], drawn: Drawn, words: Tokeniser
 def evaluating(
     task: Task, asked: Sequence[Problem], config: ModelConfig, how: Sampling, words: Tokeniser
 ) -> Callable[[Params, Bank, Key], tuple[Quality, Drawn]]:
-    """`quality.evaluate_reasoning` of a task that the host checks; the bank is of these problems."""
+    """Evaluation of a task that the host checks, like `evaluate.evaluate_reasoning`; the bank is of these problems."""
     sample = jax.jit(in_waves(sampler(config, how.length, how.temperature, words=words), how.wave))
 
     def evaluate(params: Params, posed: Bank, key: Key) -> tuple[Quality, Drawn]:
@@ -104,6 +104,6 @@ def evaluating(
 
 
 def _leader(answers: Sequence[str | None]) -> int:
-    """The first completion whose answer has most votes; who says nothing has none."""
+    """Place of the first completion whose answer has most votes; a missing answer has none."""
     votes = Counter(answers) | {None: 0}
     return max(range(len(answers)), key=lambda place: (votes[answers[place]], -place))

@@ -1,8 +1,8 @@
-"""Models and tokenisers as Hugging Face keeps them: config.json, *.safetensors, tokenizer.json; no torch.
+"""Models and tokenisers in Hugging Face's files: config.json, *.safetensors, tokenizer.json; without torch.
 
-Read: one file or several with an index (model.safetensors.index.json), float32, float16 or bfloat16, tied embeddings or
-not, rope scaling as transformers 4 and 5 write it. What a model here can't be (a sliding window, biases elsewhere,
-experts, another rope) is refused by name, before any weight is read. Written: the same files, which transformers reads.
+Reading supports one file or several with an index (model.safetensors.index.json), float32, float16 or bfloat16, tied
+embeddings or not, rope scaling of transformers 4 and 5. Unsupported properties (a sliding window, other biases,
+experts, another rope) are refused by name before any weight is read. Written files can be read by transformers.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from longhaul.reasoning.transformer import check, shapes
 from longhaul.types import Params
 
 SHARD_BYTES = 5_000_000_000
-"""Most bytes of one file, about, where a model is written."""
+"""Approximate size of a written file in bytes."""
 
 ONE, INDEX = "model.safetensors", "model.safetensors.index.json"
 
@@ -43,7 +43,7 @@ LAYER = {
     "up": "mlp.up_proj.weight",
     "narrow": "mlp.down_proj.weight",
 }
-"""Our name of a layer's array -> theirs; their kernels are [outputs, inputs]."""
+"""Names of a layer's arrays here -> in Hugging Face's files, whose kernels are [outputs, inputs]."""
 
 WHOLE = {"embedding": "model.embed_tokens.weight", "final_norm": "model.norm.weight", "unembedding": "lm_head.weight"}
 
@@ -51,37 +51,37 @@ DTYPES = {name: np.dtype(getattr(jnp, name)) for name in ("float32", "float16", 
 
 
 class HubError(ValueError):
-    """Files that are no model which can be read; the message is one line."""
+    """Error of files that hold no readable model; the message is one line."""
 
 
 # ------------------------------------------------------------------------------------------------------ config.json
 
 
-def config_of(told: Mapping[str, Any]) -> ModelConfig:
-    """The model that a config.json tells of. Raises HubError for one that can't be."""
-    family = told.get("model_type")
+def config_of(fields: Mapping[str, Any]) -> ModelConfig:
+    """Architecture in a config.json. Raises HubError for an unsupported one."""
+    family = fields.get("model_type")
     if family not in FAMILIES:
         raise HubError(f"model_type is {family!r}; it must be one of {', '.join(FAMILIES)}")
     refused = {
-        "attention_bias": family != "qwen2" and told.get("attention_bias"),
-        "mlp_bias": told.get("mlp_bias"),
-        "use_sliding_window": told.get("use_sliding_window"),
-        "hidden_act": told.get("hidden_act", "silu") != "silu",
-        "partial_rotary_factor": told.get("partial_rotary_factor", 1.0) != 1.0,
-        "quantization_config": told.get("quantization_config"),
+        "attention_bias": family != "qwen2" and fields.get("attention_bias"),
+        "mlp_bias": fields.get("mlp_bias"),
+        "use_sliding_window": fields.get("use_sliding_window"),
+        "hidden_act": fields.get("hidden_act", "silu") != "silu",
+        "partial_rotary_factor": fields.get("partial_rotary_factor", 1.0) != 1.0,
+        "quantization_config": fields.get("quantization_config"),
     }
     for name, odd in refused.items():
         if odd:
-            raise HubError(f"{name} is {told[name]!r}; models with it can't be read")
+            raise HubError(f"{name} is {fields[name]!r}; models with it are not supported")
     try:
-        heads = told["num_attention_heads"]
-        theta, scaling = _rope(told)
+        heads = fields["num_attention_heads"]
+        theta, scaling = _rope(fields)
         config = ModelConfig(
-            family=family, vocabulary=told["vocab_size"], width=told["hidden_size"], layers=told["num_hidden_layers"],
-            heads=heads, kv_heads=told.get("num_key_value_heads") or heads,
-            head_dim=told.get("head_dim") or (128 if family == "qwen3" else told["hidden_size"] // heads),
-            hidden=told["intermediate_size"], eps=told.get("rms_norm_eps", 1e-6), theta=theta, rope_scaling=scaling,
-            tied=told.get("tie_word_embeddings", False), context=told.get("max_position_embeddings", 4096),
+            family=family, vocabulary=fields["vocab_size"], width=fields["hidden_size"],
+            layers=fields["num_hidden_layers"], heads=heads, kv_heads=fields.get("num_key_value_heads") or heads,
+            head_dim=fields.get("head_dim") or (128 if family == "qwen3" else fields["hidden_size"] // heads),
+            hidden=fields["intermediate_size"], eps=fields.get("rms_norm_eps", 1e-6), theta=theta, rope_scaling=scaling,
+            tied=fields.get("tie_word_embeddings", False), context=fields.get("max_position_embeddings", 4096),
         )  # fmt: skip
         check(config)
     except KeyError as error:
@@ -92,19 +92,19 @@ def config_of(told: Mapping[str, Any]) -> ModelConfig:
 
 
 def config(folder: Path | str) -> ModelConfig:
-    """The model that a folder's config.json tells of. Raises HubError where there is none, or one that can't be."""
+    """Architecture in a folder's config.json. Raises HubError where there is none, or for an unsupported one."""
     path = Path(folder) / "config.json"
     try:
-        told = json.loads(path.read_text())
+        fields = json.loads(path.read_text())
     except (OSError, ValueError) as error:
         raise HubError(f"{path}: {error}; give a folder with config.json and *.safetensors") from error
-    return config_of(told)
+    return config_of(fields)
 
 
-def _rope(told: Mapping[str, Any]) -> tuple[float, RopeScaling | None]:
-    """(theta, scaling): transformers 5 has both in `rope_parameters`, 4 in `rope_theta` and `rope_scaling`."""
-    rope = told.get("rope_parameters") or told.get("rope_scaling") or {}
-    theta = float(rope.get("rope_theta") or told.get("rope_theta") or 10_000.0)
+def _rope(fields: Mapping[str, Any]) -> tuple[float, RopeScaling | None]:
+    """Theta and scaling: transformers 5 has both in `rope_parameters`, 4 in `rope_theta` and `rope_scaling`."""
+    rope = fields.get("rope_parameters") or fields.get("rope_scaling") or {}
+    theta = float(rope.get("rope_theta") or fields.get("rope_theta") or 10_000.0)
     kind = rope.get("rope_type") or rope.get("type") or "default"
     if kind == "default":
         return theta, None
@@ -118,10 +118,10 @@ def _rope(told: Mapping[str, Any]) -> tuple[float, RopeScaling | None]:
     )  # fmt: skip
 
 
-def told_of(config: ModelConfig, dtype: str = "float32") -> dict[str, Any]:
-    """The config.json of a model."""
+def fields_of(config: ModelConfig, dtype: str = "float32") -> dict[str, Any]:
+    """Content of a model's config.json."""
     name = {"llama": "Llama", "qwen2": "Qwen2", "qwen3": "Qwen3"}[config.family]
-    told: dict[str, Any] = {
+    fields: dict[str, Any] = {
         "architectures": [f"{name}ForCausalLM"],
         "model_type": config.family,
         "vocab_size": config.vocabulary,
@@ -139,65 +139,65 @@ def told_of(config: ModelConfig, dtype: str = "float32") -> dict[str, Any]:
         "torch_dtype": dtype,
     }
     if config.family != "qwen2":
-        told["attention_bias"] = False
+        fields["attention_bias"] = False
     scaling = config.rope_scaling
     if scaling is not None:
-        told["rope_scaling"] = {"rope_type": scaling.kind, "factor": scaling.factor}
+        fields["rope_scaling"] = {"rope_type": scaling.kind, "factor": scaling.factor}
     if scaling is not None and scaling.kind == "llama3":
-        told["rope_scaling"] |= {
+        fields["rope_scaling"] |= {
             "low_freq_factor": scaling.low_freq_factor,
             "high_freq_factor": scaling.high_freq_factor,
             "original_max_position_embeddings": scaling.original,
         }
-    return told
+    return fields
 
 
 # ---------------------------------------------------------------------------------------------------------- weights
 
 
 class _Place(NamedTuple):
-    """Where one of their arrays goes."""
+    """Place of an array of the files in the parameters."""
 
-    path: tuple[str, ...]  # ours
+    path: tuple[str, ...]
     layer: int | None
-    turned: bool  # theirs is ours transposed
+    transposed: bool  # in the files
 
 
 def _places(config: ModelConfig) -> dict[str, _Place]:
-    """Their name -> our place, of all arrays of a model."""
+    """Names in the files -> places in the parameters, for all arrays of a model."""
     ours = shapes(config)
-    found = {WHOLE[name]: _Place((name,), None, name == "unembedding") for name in ours if name != "layers"}
+    places = {WHOLE[name]: _Place((name,), None, name == "unembedding") for name in ours if name != "layers"}
     for name, shape in ours["layers"].items():
         for layer in range(config.layers):
             place = _Place(("layers", name), layer, len(shape) == 3)
-            found[f"model.layers.{layer}.{LAYER[name]}"] = place
-    return found
+            places[f"model.layers.{layer}.{LAYER[name]}"] = place
+    return places
 
 
 def load(folder: Path | str, dtype: str = "float32") -> tuple[ModelConfig, Params]:
-    """The model of a folder: (config, parameters as NumPy arrays of `dtype`). Raises HubError naming file and fault."""
-    folder, told = Path(folder), config(folder)
-    places, target = _places(told), _dtype(dtype)
+    """Model of a folder: (config, parameters as NumPy arrays of `dtype`). Raises HubError with file and fault."""
+    folder, model = Path(folder), config(folder)
+    places, target = _places(model), _dtype(dtype)
     params: dict[str, Any] = jax.tree.map(
-        lambda shape: np.empty(shape, target), shapes(told), is_leaf=lambda x: isinstance(x, tuple)
+        lambda shape: np.empty(shape, target), shapes(model), is_leaf=lambda x: isinstance(x, tuple)
     )
     missing = dict.fromkeys(places)
     for name, array in _arrays(folder):
         if name not in places:
             if name == WHOLE["unembedding"] or name.endswith("rotary_emb.inv_freq"):
-                continue  # the tied embedding a second time; what positions are computed from
-            raise HubError(f"{folder}: {name} has no place in a {told.family} model; the files don't fit config.json")
-        path, layer, turned = places[name]
+                continue  # a copy of the tied embedding; frequencies that are computed here
+            raise HubError(f"{folder}: {name} has no place in a {model.family} model; the files don't fit config.json")
+        path, layer, transposed = places[name]
         target_array = params[path[0]] if len(path) == 1 else params[path[0]][path[1]]
         into = target_array if layer is None else target_array[layer]
-        array = array.T if turned else array
+        array = array.T if transposed else array
         if array.shape != into.shape:
             raise HubError(f"{folder}: {name} has shape {array.shape}, and config.json asks for {into.shape}")
         into[...] = array
         del missing[name]
     if missing:
         raise HubError(f"{folder}: {len(missing)} arrays are missing, {next(iter(missing))} the first")
-    return told, params
+    return model, params
 
 
 def _dtype(name: str) -> np.dtype[Any]:
@@ -207,7 +207,7 @@ def _dtype(name: str) -> np.dtype[Any]:
 
 
 def _arrays(folder: Path) -> Iterator[tuple[str, np.ndarray]]:
-    """(name, array) of all files of a model, one array at a time."""
+    """Pairs (name, array) of all files of a model, one array at a time."""
     from safetensors import SafetensorError, safe_open
 
     if (folder / INDEX).exists():
@@ -224,48 +224,48 @@ def _arrays(folder: Path) -> Iterator[tuple[str, np.ndarray]]:
 
 
 def exported(config: ModelConfig, params: Params) -> dict[str, np.ndarray]:
-    """The parameters by Hugging Face's names and in its shapes, in the order of layers: views of the host's copy."""
+    """Parameters by Hugging Face's names and in its shapes, in the order of layers: views of the host's copy."""
     host = jax.tree.map(np.asarray, params)
-    found = {}
-    for name, (path, layer, turned) in _places(config).items():
+    arrays = {}
+    for name, (path, layer, transposed) in _places(config).items():
         leaf = host[path[0]] if len(path) == 1 else host[path[0]][path[1]]
         array = leaf if layer is None else leaf[layer]
-        found[name] = array.T if turned else array
-    return {name: found[name] for name in sorted(found, key=_place_in_model)}
+        arrays[name] = array.T if transposed else array
+    return {name: arrays[name] for name in sorted(arrays, key=_place_in_model)}
 
 
 def _place_in_model(name: str) -> tuple[int, int]:
-    """Embedding, layer by layer, the rest; a layer's tensors as they come."""
+    """Sort key: embedding, layer by layer, the rest; a layer's tensors keep their order."""
     words = name.split(".")
     return (1, int(words[2])) if words[1] == "layers" else (0 if name == WHOLE["embedding"] else 2, 0)
 
 
 def imported(config: ModelConfig, tensors: Mapping[str, np.ndarray]) -> Params:
-    """The inverse of `exported`: new arrays. HubError where one is missing or of another shape."""
+    """Inverse of `exported`, with new arrays. HubError where one is missing or has another shape."""
     first = next(iter(tensors.values()), np.zeros(0, np.float32))
     params: dict[str, Any] = jax.tree.map(
         lambda shape: np.empty(shape, first.dtype), shapes(config), is_leaf=lambda x: isinstance(x, tuple)
     )
-    for name, (path, layer, turned) in _places(config).items():
+    for name, (path, layer, transposed) in _places(config).items():
         into = params[path[0]] if len(path) == 1 else params[path[0]][path[1]]
         into = into if layer is None else into[layer]
         array = tensors.get(name)
-        if array is None or (array.T if turned else array).shape != into.shape:
+        if array is None or (array.T if transposed else array).shape != into.shape:
             there = "missing" if array is None else f"of shape {array.shape}"
             raise HubError(f"{name} is {there}, and a {config.family} model of this config has it as {into.shape}")
-        into[...] = array.T if turned else array
+        into[...] = array.T if transposed else array
     return params
 
 
 def config_text(config: ModelConfig, dtype: str = "bfloat16") -> bytes:
-    """config.json."""
-    return (json.dumps(told_of(config, dtype), indent=2) + "\n").encode()
+    """Text of a model's config.json."""
+    return (json.dumps(fields_of(config, dtype), indent=2) + "\n").encode()
 
 
 def save(
     folder: Path | str, config: ModelConfig, params: Params, *, dtype: str = "float32", shard_bytes: int = SHARD_BYTES
 ) -> None:
-    """Writes config.json and the weights, in as many files of about `shard_bytes` as they take."""
+    """Writes config.json and the weights, in files of about `shard_bytes`."""
     from safetensors.numpy import save_file
 
     folder, target = Path(folder), _dtype(dtype)
@@ -280,10 +280,10 @@ def save(
         shards[-1][name] = array
         room -= array.nbytes
     (folder / "config.json").write_bytes(config_text(config, dtype))
-    for old in (folder / INDEX, *folder.glob("model*.safetensors")):  # of a model that was here before
+    for old in (folder / INDEX, *folder.glob("model*.safetensors")):  # files of an earlier model
         with contextlib.suppress(FileNotFoundError):
             old.unlink()
-    about = {"format": "pt"}  # which transformers asks for
+    about = {"format": "pt"}  # required by transformers
     if len(shards) == 1:
         save_file(shards[0], folder / ONE, metadata=about)
         return
@@ -300,9 +300,9 @@ def save(
 
 
 def tokeniser(folder: Path | str) -> Tokeniser:
-    """Of a model's folder, without the marks that a template adds. Raises HubError where there is none to be read.
+    """Tokeniser of a model's folder, without a template's marks. Raises HubError where none can be read.
 
-    What ends a text is what generation_config.json says, or else config.json; () where neither does.
+    The tokens that end a text are those of generation_config.json, else of config.json, else ().
     """
     from tokenizers import Tokenizer
 
@@ -325,9 +325,9 @@ def tokeniser(folder: Path | str) -> Tokeniser:
 def _ends(folder: Path) -> tuple[int, ...]:
     for name in ("generation_config.json", "config.json"):
         try:
-            told = json.loads((folder / name).read_text()).get("eos_token_id")
+            ends = json.loads((folder / name).read_text()).get("eos_token_id")
         except (OSError, ValueError, AttributeError):
             continue
-        if told is not None:
-            return tuple(told) if isinstance(told, list) else (int(told),)
+        if ends is not None:
+            return tuple(ends) if isinstance(ends, list) else (int(ends),)
     return ()

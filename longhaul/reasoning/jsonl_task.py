@@ -18,20 +18,20 @@ import numpy as np
 from longhaul.reasoning.tasks import SIGNS, Problem, Task, Written
 
 QUESTION = "{question}"
-"""What stands for the question in a template."""
+"""Placeholder of the question in a template."""
 
 
 def questions(path: Path | str, *, check: str = "numeric", mark: str = "####", template: str = QUESTION) -> Task:
     """Questions of a JSONL file with `question` and `answer` a line, in GSM8K's format: the final answer after `mark`.
 
-    A prompt is `template` with the question in the place of {question}. A line whose question came before is left out.
+    A prompt is `template` with the question in the place of {question}. A repeated question is left out.
 
-    `check` is "numeric" (as numbers: 1,000 is 1000.0; of a completion without `mark`, its last number counts), "exact"
-    (what stands after `mark`, but for spaces), or a function of one's own by its path, "package.module:function",
+    `check` is "numeric" (numbers are compared: 1,000 is 1000.0; without `mark` the last number of a completion counts),
+    "exact" (the text after `mark`, without outer spaces), or the path of a user's function, "package.module:function",
     (problem, completion) -> reward. A problem's steps are GSM8K's calculations, <<48/2=24>>; `soundness` is the share
-    of a completion's calculations that are right on numbers of the question or of calculations before.
+    of a completion's calculations that are right and use numbers of the question or of earlier calculations.
 
-    Raises ValueError, one line with file and line, for what can't be read.
+    Raises ValueError, one line with file and line, for an unreadable line.
     """
     if QUESTION not in template:
         raise ValueError(f"template is {template!r}; it must have {QUESTION} where the question stands")
@@ -54,11 +54,11 @@ def questions(path: Path | str, *, check: str = "numeric", mark: str = "####", t
         return bare[problem.prompt][1]
 
     def soundness(problem: Problem, completion: str) -> float:
-        """The template's numbers are not the question's."""
+        """Soundness by the question's numbers, without the template's."""
         return calculated(bare.get(problem.prompt, (problem, ""))[0], completion)
 
     def posed(prompt: str) -> Problem:
-        """By its question or all that is around it; also what is not of the file, whose answer nobody knows."""
+        """Problem by its question or its whole prompt; a text that is not in the file has no known answer."""
         question = bare[prompt][0].prompt if prompt in bare else prompt
         return asked.get(question) or prompted(Problem(question, ""))
 
@@ -89,7 +89,7 @@ def _question(line: str, where: str, mark: str) -> tuple[Problem, str]:
 
 
 def checker(check: str, mark: str = "####") -> Callable[[Problem, str], float]:
-    """The function that `questions` means by `check`. Raises ValueError where there is none such."""
+    """Reward function of `check`. Raises ValueError for an unknown one."""
     if check == "exact":
         return lambda problem, completion: float(_final(completion, mark) == problem.answer)
     if check == "numeric":
@@ -112,7 +112,7 @@ def _final(completion: str, mark: str) -> str | None:
 
 
 def reading(completion: str, mark: str = "####") -> Written:
-    """A completion's calculations and its answer: what stands after `mark`, or the last number; as a plain number, so
+    """Calculations of a completion and its answer: the text after `mark`, or the last number; as a plain number, such
     that 1,050 and 1050.00 are one answer."""
     final = _final(completion, mark)
     final = _last(completion) if final is None else final
@@ -122,7 +122,7 @@ def reading(completion: str, mark: str = "####") -> Written:
 
 
 def number(text: str) -> Decimal | None:
-    """A number as people write it: "$1,000.50" is 1000.50; None for anything else."""
+    """Number in a common notation: "$1,000.50" is 1000.50; None for anything else."""
     plain = text.strip().lstrip("$").rstrip(".%").replace(",", "")
     if not re.fullmatch(r"[-+]?(\d+\.?\d*|\.\d+)", plain, re.ASCII):
         return None
@@ -139,15 +139,15 @@ def _same_number(final: str | None, completion: str, answer: str) -> bool:
 
 
 def _last(completion: str) -> str:
-    """The last number of a text; "" where there is none."""
+    """Last number of a text; "" where there is none."""
     found = re.findall(r"-?[\d,]*\.?\d+", completion, re.ASCII)
     return found[-1] if found else ""
 
 
 def calculated(problem: Problem, completion: str) -> float:
-    """The share of a completion's calculations, <<48/2=24>>, that are right and about the question's numbers.
+    """Share of a completion's calculations, <<48/2=24>>, that are right and about the question's numbers.
 
-    Each has two numbers, both of the question or results before. 0 where there is none.
+    Each has two numbers, both of the question or earlier results. 0 without any calculation.
     """
     known = {number(found) for found in re.findall(r"[\d,]*\.?\d+", problem.prompt, re.ASCII)}
     written = re.findall(r"<<([^<>]*)>>", completion)

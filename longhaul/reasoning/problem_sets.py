@@ -1,7 +1,8 @@
-"""What a run reasons about: a task by its name, the problems to train on, and those held out.
+"""Problems of a run: its task by name, the problems to train on, and those held out.
 
-Problems held out come first, from a seed of their own, and no training problem has the prompt of one: they are the same
-for all seeds of a run, and no run has seen them. Questions of a file are held out likewise, or are those of another.
+Held-out problems come first, from a seed of their own, and no training problem has the same prompt: they are the same
+for all seeds of a run, and no run has seen them. Questions of a file are held out in the same way, or come from another
+file.
 """
 
 from __future__ import annotations
@@ -21,18 +22,18 @@ from longhaul.spaces import Discrete
 from longhaul.types import Spec
 
 HELD_OUT = 10_000_019
-"""The seed of problems held out, which no run's own is."""
+"""Seed of held-out problems; different from any run's."""
 
 
 class World(NamedTuple):
-    """What of an environment problems have: a spec, and the bank that completions are about."""
+    """Stand-in for an environment: spec and problem bank."""
 
     spec: Spec
     bank: Bank
 
 
 def check(config: Reasoning) -> None:
-    """Raises ValueError, naming value, bound and remedy."""
+    """Raises ValueError, with value, bound and remedy."""
     if config.task not in TASKS:
         raise ValueError(f"task is {config.task!r}; it must be one of {', '.join(TASKS)}")
     if config.task == "countdown" and config.most < 2:
@@ -48,7 +49,7 @@ def check(config: Reasoning) -> None:
 
 
 def task(config: Reasoning, *, fewest: int | None = None) -> Task:
-    """The task of a run, of problems no easier than `fewest`. Raises ValueError where its file can't be read."""
+    """Task of a run, with problems no easier than `fewest`. Raises ValueError for an unreadable file."""
     if config.task == QUESTIONS:
         return _read(config, config.questions)
     return MADE[config.task](fewest or config.fewest, config.most)
@@ -61,14 +62,14 @@ def _read(config: Reasoning, path: str) -> Task:
 
 
 def held_out_task(config: Reasoning) -> Task:
-    """The task whose problems are held out."""
+    """Task whose problems are held out."""
     if config.task == QUESTIONS:
         return _read(config, config.held_out_questions or config.questions)
     return task(config, fewest=config.held_out_fewest)
 
 
 def held_out(config: Reasoning, count: int) -> list[Problem]:
-    """The first `count` distinct problems held out. Raises ValueError where there are not as many."""
+    """First `count` distinct held-out problems. Raises ValueError where there are fewer."""
     rng, made = np.random.default_rng(HELD_OUT), held_out_task(config)
     if not made.listed:
         return tasks.problems(made, rng, count, distinct=True)
@@ -79,7 +80,7 @@ def held_out(config: Reasoning, count: int) -> list[Problem]:
 
 
 def asked(config: Reasoning, rng: np.random.Generator, without: int) -> list[Problem]:
-    """The problems that a run trains on, without the first `without` held out, those of few steps first."""
+    """Problems that a run trains on, without the first `without` held-out ones, those of few steps first."""
     made, never = task(config), {problem.prompt for problem in held_out(config, without)}
     if made.listed:
         left = [problem for problem in made.listed if problem.prompt not in never]
@@ -95,13 +96,13 @@ def asked(config: Reasoning, rng: np.random.Generator, without: int) -> list[Pro
 def training(
     config: Reasoning, *, seed: int, without: int, length: int, words: Tokeniser = tokenizer.TOKENISER
 ) -> Bank:
-    """The bank of a run of this seed: what it has `asked`."""
+    """Bank of a run's problems by its seed."""
     rng = np.random.default_rng(seed)
     problems = asked(config, rng, without)
     return bank(task(config), problems, rng, length, words)
 
 
 def spec(length: int, vocabulary: int) -> Spec:
-    """What takes the place of an environment's: a prompt of any length, and one token after the other."""
+    """Spec in place of an environment's: a prompt of any length, and one token after the other."""
     prompt: Any = jax.ShapeDtypeStruct((), jnp.int32)
     return Spec(prompt, Discrete(vocabulary), truncation_interval=None, max_steps=length)

@@ -1,15 +1,15 @@
-"""The gate between imitation and rewards: a policy whose written steps are not sound enough is taught, not rewarded.
+"""Gate between imitation and rewards: a policy whose written steps are not sound enough imitates.
 
-Rewards raise what a policy does already: where it hardly reasons they teach it to guess. So while the soundness of what
-it writes is below a threshold, it imitates verified chains; from there on, rewards teach. The measure must be grounded,
-steps of this very problem: right sums about something else read 0.95 where 25 % of the answers were right.
+Rewards reinforce what a policy does already: if it hardly reasons, they teach it to guess. So while the soundness of
+its steps is below a threshold, it imitates verified chains; above it, it learns from rewards. The measure must count
+steps of the same problem: right sums about other numbers scored 0.95 where 25 % of the answers were right.
 
-The chains are a solver's, or the policy's own that are right and sound, one of a problem at most (STaR, Zelikman et al.
-2022, arXiv 2203.14465; where we differ, they are of this very policy, and no rationale is made from the answer). A few
-lucky ones would be learnt by heart: an update with fewer than so many learns nothing.
+The chains are a solver's, or the policy's own right and sound ones, at most one of a problem (STaR, Zelikman et al.
+2022, arXiv 2203.14465; where we differ, they are of the current policy, and no rationale is made from the answer). A
+few lucky ones would be memorised: an update with fewer than `fewest` learns nothing.
 
-Hysteresis keeps the gate from flapping. Patience ends a scaffolding that does not help: after so many looks without a
-rise the gate stays open for good, and says so (`through`).
+Hysteresis keeps the gate from oscillating. Patience ends an imitation that does not help: after so many looks without a
+rise the gate stays open for good, which `through` reports.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from longhaul.reasoning.config import CHAINS, GateConfig
 
 
 class Gate(NamedTuple):
-    """Where it stands; all scalars."""
+    """State of the gate; all scalars."""
 
     open: jax.Array  # bool: rewards teach
     through: jax.Array  # bool: patience has ended, and it stays open
@@ -34,7 +34,7 @@ class Gate(NamedTuple):
 
 
 def check(config: GateConfig) -> None:
-    """Raises ValueError, naming value, bound and remedy."""
+    """Raises ValueError, with value, bound and remedy."""
     for name in ("threshold", "hysteresis", "rise"):
         value = getattr(config, name)
         if not 0.0 <= value <= 1.0:
@@ -47,14 +47,14 @@ def check(config: GateConfig) -> None:
 
 
 def begin(config: GateConfig) -> Gate:
-    """Closed, where there is a threshold to pass."""
+    """Initial gate: closed if there is a threshold."""
     shut = config.threshold > 0.0
     zero = jnp.int32(0)
     return Gate(jnp.bool_(not shut), jnp.bool_(False), jnp.float32(0.0), jnp.float32(0.0), zero, jnp.int32(shut))
 
 
 def look(config: GateConfig, gate: Gate, level: jax.Array) -> Gate:
-    """The gate after completions of this soundness."""
+    """Gate after completions of this soundness."""
     risen = level >= gate.best + config.rise
     best = jnp.where(risen, level, gate.best)
     waited = jnp.where(risen, 0, gate.waited + 1)

@@ -1,16 +1,16 @@
-"""Completions: a bank of problems on the device, sampling in groups, checking, and the collector of all three.
+"""Sampling of completions: a bank of problems on the device, groups of completions, their checks, the collector.
 
 A problem's answer stands in the bank as tokens, so that rewards are computed where completions are sampled and an
-update is one compiled program. That is for tasks with one right answer (`Task.exact`); of others the bank tells prompts
-and demonstrations, and `marking.py` has the host check what was sampled.
+update is one compiled program. That is for tasks with one right answer (`Task.exact`); for others the bank has prompts
+and demonstrations, and the host checks the completions (host_verifier.py).
 
-A budget is in steps, not tokens: who has written as many gets the answer's mark put after them (s1, Muennighoff et al.
-2025, arXiv 2501.19393). Such a token was not chosen, and `taken` is False for it: no loss may count it. A prompt is
-read by the `model.forward` that is learnt with, each token after it by `decoding.step`, which says the same but for
-rounding; both give float32 logits, taken at the same temperature.
+A budget is in steps, not tokens: after that many steps the answer's mark is inserted (s1, Muennighoff et al. 2025,
+arXiv 2501.19393). Such a token was not sampled, and `taken` is False for it: no loss may count it. The learner's
+`transformer.forward` reads the prompt, `decode.step` each later token; they agree up to rounding. Both give float32
+logits, used at the same temperature.
 
-Where we differ from engines for large models: all completions of a wave take the slots of the longest that is allowed,
-so that shapes are static and what fits at first fits always. No top-p and no top-k: they would bias the ratio.
+Where we differ from engines for large models: all completions of a wave take the slots of the longest allowed one, so
+that shapes are static and memory never grows. There is no top-p and no top-k: they would bias the ratio.
 """
 
 from __future__ import annotations
@@ -33,11 +33,11 @@ from longhaul.reasoning.tokenizer import Tokeniser
 from longhaul.types import INFERENCE, Collector, Key, Metrics, Params
 
 UNBOUNDED = 2**30
-"""A budget that no completion reaches."""
+"""Budget of steps that no completion reaches."""
 
 
 class Bank(NamedTuple):
-    """M problems as tokens, easier ones first: prompts padded on the left, the rest on the right."""
+    """Problems as tokens, M of them, easier ones first: prompts padded on the left, the rest on the right."""
 
     prompt: jax.Array  # int32 [M, P]
     solution: jax.Array  # int32 [M, N], with all steps
@@ -45,55 +45,55 @@ class Bank(NamedTuple):
 
 
 class Completions(NamedTuple):
-    """B completions of at most N tokens, those of one problem side by side: what is learnt from.
+    """Completions of at most N tokens, B of them, those of one problem side by side: the learner's data.
 
     Example: the prompt "3+4=" and the completion ">2$" under a budget of 0 steps: `written` is True for three tokens,
-    `taken` for "2" and "$", as `>` was put there.
+    `taken` for "2" and "$", because `>` was inserted.
     """
 
     prompt: jax.Array  # int32 [B, P]
     token: jax.Array  # int32 [B, N], PAD behind the end
     written: jax.Array  # bool [B, N]: up to and with the end
-    taken: jax.Array  # bool [B, N]: what a loss may count: chosen by the policy; of OWN, in a verified chain, too
-    log_prob: jax.Array  # float32 [B, N], by which it was chosen; 0 where it was not
+    taken: jax.Array  # bool [B, N]: a loss may count it: sampled by the policy and, for OWN, in a verified chain
+    log_prob: jax.Array  # float32 [B, N], of sampling; 0 where it was not sampled
     reward: jax.Array  # float32 [B]
     soundness: jax.Array  # float32 [B]
     lesson: jax.Array  # int32 [B], one of those below
-    version: jax.Array  # int32 [B]: updates that had made the weights
-    problem: jax.Array  # int32 [B]: its place in the bank
+    version: jax.Array  # int32 [B]: number of updates behind the weights
+    problem: jax.Array  # int32 [B]: place in the bank
 
     @property
     def taught(self) -> jax.Array:
-        """bool [B]: to be imitated, whatever the reward."""
+        """Flag bool [B]: to be imitated, for any reward."""
         return self.lesson != SAMPLED
 
 
 def together(parts: Sequence[Completions]) -> Completions:
-    """Completions of several samplers as one batch, whole groups side by side."""
+    """One batch of the completions of several samplers, whole groups side by side."""
     return jax.tree.map(lambda *each: jnp.concatenate(each), *parts)
 
 
 SAMPLED, DEMONSTRATED, SOLVED, OWN = range(4)
-"""Lessons: completions of the policy's own, the bank's demonstrations, its verified solutions; and completions of the
-policy's own of which the verified are to be imitated."""
+"""Lessons: the policy's own completions, to be rewarded; the bank's demonstrations; its verified solutions; own
+completions, of which the verified ones are imitated."""
 
 
 class Speaker(NamedTuple):
-    """What sampling needs of a learner's state."""
+    """Part of a learner's state that sampling needs."""
 
     params: Params
-    lesson: jax.Array  # int32: what the next completions are to be
-    reach: jax.Array  # float32: of the bank, from its beginning, the share that may be imitated
+    lesson: jax.Array  # int32: kind of the next completions
+    reach: jax.Array  # float32: share of the bank, from its beginning, that may be imitated
 
 
 @dataclass(frozen=True)
 class Sampling:
-    """How completions are drawn."""
+    """Settings of sampling."""
 
     length: int = 34  # most tokens of a completion
     group: int = 16  # completions of a problem
     temperature: float = 1.0  # 0: always the likeliest token
-    wave: int = 64  # rows that are decoded together; on a CPU fewer stay in its cache
+    wave: int = 64  # rows decoded together; on a CPU fewer stay in its cache
 
 
 # ------------------------------------------------------------------------------------------------------------- banks
@@ -106,9 +106,9 @@ def bank(
     length: int,
     words: Tokeniser = tokenizer.TOKENISER,
 ) -> Bank:
-    """The problems of a task on the device, with a demonstration of each, for completions of at most `length` tokens.
+    """Bank of a task's problems, with a demonstration of each, for completions of at most `length` tokens.
 
-    Raises ValueError where a text is longer; but of questions from elsewhere (`Task.listed`) it is cut.
+    Raises ValueError for a longer text; texts of questions from a file (`Task.listed`) are cut instead.
     """
 
     def ended(text: str) -> list[int]:
@@ -134,7 +134,7 @@ def bank(
 
 
 class Drawn(NamedTuple):
-    """The fields of `Completions` that sampling gives."""
+    """Fields of `Completions` from sampling."""
 
     token: jax.Array
     written: jax.Array
@@ -143,19 +143,19 @@ class Drawn(NamedTuple):
 
 
 class _Decoding(NamedTuple):
-    """Between two tokens."""
+    """State between two tokens."""
 
     t: jax.Array
     cache: decode.Cache
     logits: jax.Array  # [V, B], of the next token
-    drawn: Drawn  # [N, B], time first, so that a token of each row is one block
+    drawn: Drawn  # [N, B], time first, so that one token of all rows is one block
     steps: jax.Array  # int32 [B], written so far
     answering: jax.Array  # bool [B]: the mark is written
     ended: jax.Array  # bool [B]
 
 
 def scored(logits: jax.Array, temperature: float, axis: int = -1, pad: int = tokenizer.PAD) -> jax.Array:
-    """Log-probabilities of the next token, tokens along `axis`. Padding is never chosen: it would be read as none."""
+    """Log-probabilities of the next token, tokens along `axis`. Padding is never sampled: it is not read as a token."""
     logits = logits / temperature
     if pad != tokenizer.NONE:
         places = jax.lax.broadcasted_iota(jnp.int32, logits.shape, axis % logits.ndim)
@@ -164,8 +164,8 @@ def scored(logits: jax.Array, temperature: float, axis: int = -1, pad: int = tok
 
 
 def chosen(logits: jax.Array, temperature: float, key: Key, pad: int = tokenizer.PAD) -> tuple[jax.Array, jax.Array]:
-    """(token, its log-probability) [B] of logits [V, B]: what `jax.random.categorical` draws of their rows; at
-    temperature 0 the likeliest, of log-probability 0."""
+    """(token, its log-probability) [B] of logits [V, B]: the draw of `jax.random.categorical`; at temperature 0 the
+    likeliest token with log-probability 0."""
     if temperature == 0.0:
         return jnp.argmax(scored(logits, 1.0, 0, pad), axis=0).astype(jnp.int32), jnp.zeros(logits.shape[1])
     scores = scored(logits, temperature, 0, pad)
@@ -182,10 +182,10 @@ def sampler(
     ends: bool = True,
     words: Tokeniser = tokenizer.TOKENISER,
 ) -> Callable[..., Drawn]:
-    """(params, prompt [B, P], key, budget) -> completions of at most `length` tokens, as one loop of decode steps.
+    """Function (params, prompt [B, P], key, budget) -> completions of at most `length` tokens, a loop of decode steps.
 
-    `budget` int32: the most steps of each; `words` that have no step and no answer know none. It ends with the longest
-    completion; where nothing `ends`, with the last token that is allowed. `adapters` may be given, too.
+    `budget` int32: most steps of each; it has no effect for `words` without steps and answers. The loop ends with the
+    longest completion; without `ends`, with the last allowed token. A fifth argument may be LoRA adapters.
     """
     if temperature < 0.0:
         raise ValueError(f"temperature is {temperature}; it must be at least 0")
@@ -234,12 +234,12 @@ def sampler(
 
 
 def _any_of(token: jax.Array, numbers: Sequence[int]) -> jax.Array:
-    """Whether each token is one of a few; bool."""
+    """Flag of each token: it is one of `numbers`; bool."""
     return functools.reduce(jnp.logical_or, (token == number for number in numbers), jnp.zeros(token.shape, bool))
 
 
 def in_waves(sample: Callable[..., Drawn], wave: int) -> Callable[..., Drawn]:
-    """The same sampler, which decodes at most about `wave` rows at a time."""
+    """Sampler that decodes at most about `wave` rows at a time."""
 
     def some(params: Params, prompt: jax.Array, key: Key, budget: jax.Array, *rest: Any) -> Drawn:
         rows = prompt.shape[0]
@@ -263,9 +263,9 @@ def log_probs(
     temperature: float,
     adapters: transformer.Lora | None = None,
 ) -> tuple[jax.Array, jax.Array]:
-    """(log-probability of each token, entropy of what it was chosen from), float32 [B, N], of completions [B, N].
+    """(log-probability of each token, entropy of its distribution), float32 [B, N], of completions [B, N].
 
-    All tokens up to the padding, `config.pad`, count as read. Differentiable.
+    All tokens up to the padding, `config.pad`, are read. Differentiable.
     """
     whole = jnp.concatenate([prompt, text], axis=1)
     hidden, _ = transformer.trunk(config, params, whole, whole != config.pad, None, adapters)
@@ -280,16 +280,16 @@ def log_probs(
 
 
 def judged(data: Completions, marks: Marks, ended: Any, group: int) -> tuple[Completions, dict[str, Any]]:
-    """(completions with what they are worth, sums over them); on the host as on the device. `ended` bool [B].
+    """(completions with rewards and soundness, sums over them), on the host and on the device. `ended` bool [B].
 
-    Of a problem's own chains that are to be imitated the first verified one counts: others of it say the same.
+    Of the policy's own chains to imitate, only the first verified one of a problem counts: the others are the same.
     """
     rows = data.token.shape[0]
     facts = ((marks.reward == 1.0) & (marks.soundness == 1.0)).reshape(-1, group)
     first = (facts & (facts.cumsum(axis=1) == 1)).reshape(-1, 1)
     taken = data.taken & (first | (data.lesson != OWN)[:, None])
     groups = marks.reward.reshape(-1, group)
-    told = {
+    sums = {
         "episodes": rows,
         "episode/return": marks.reward.sum(),
         "episode/length": data.written.sum(),
@@ -298,7 +298,7 @@ def judged(data: Completions, marks: Marks, ended: Any, group: int) -> tuple[Com
         "episode/cut": rows - ended.sum(),
         "episode/informative": group * (groups.max(axis=1) > groups.min(axis=1)).sum(),
     }
-    return data._replace(taken=taken, reward=marks.reward, soundness=marks.soundness), told
+    return data._replace(taken=taken, reward=marks.reward, soundness=marks.soundness), sums
 
 
 def collector(
@@ -310,13 +310,13 @@ def collector(
     words: Tokeniser = tokenizer.TOKENISER,
     exact: bool = True,
 ) -> Collector:
-    """Groups of completions of `prompts` problems, drawn anew each time, to be rewarded, or to be imitated where they
-    are verified; or as many of the bank's, to be imitated.
+    """Collector of groups of completions of `prompts` random problems, to be rewarded or imitated where verified; or of
+    as many texts of the bank, to be imitated.
 
-    `params` are a `Speaker`, which says what is due. Its metrics are sums over the completions: of reward
-    ("episode/return"), tokens ("episode/length"), soundness, steps, and how many were cut at the length; and of groups,
-    how many hold something to learn, as not all their rewards are equal. Where the device can't check them (not
-    `exact`), rewards and sums are 0 until `marking.marking` has them.
+    `params` are a `Speaker`, whose `lesson` decides. Metrics are sums over the completions: of reward
+    ("episode/return"), tokens ("episode/length"), soundness, steps, completions cut at the length, and completions in
+    groups whose rewards differ, from which something is learnt. If the device can't check them (not `exact`), rewards
+    and sums are 0 until `host_verifier.marking` computes them.
     """
     if not sampling.temperature > 0.0:
         raise ValueError(f"temperature is {sampling.temperature}; to learn it must be above 0")
@@ -356,8 +356,8 @@ def collector(
             which.astype(jnp.int32),
         )  # fmt: skip
         marks = checked(solution, text) if exact else Marks(nothing, nothing, nothing)
-        known, told = judged(data, marks, jnp.any(_any_of(text, words.ends), axis=1), sampling.group)
-        floats = {name: jnp.asarray(value, jnp.float32) for name, value in told.items()}
+        known, sums = judged(data, marks, jnp.any(_any_of(text, words.ends), axis=1), sampling.group)
+        floats = {name: jnp.asarray(value, jnp.float32) for name, value in sums.items()}
         return (), known if exact else data, floats
 
     return Collector(start, collect, rows * sampling.length, prompts * sampling.length)

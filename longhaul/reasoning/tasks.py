@@ -1,13 +1,13 @@
-"""Problems whose answers a program can check: chained arithmetic, addition, countdown.
+"""Tasks with problems whose answers a program can check: chained arithmetic, addition, countdown.
 
-A task gives problems, demonstrations of how one is solved in written steps, a reward for a completion, and its
-soundness: the share of its written steps that are grounded in this very problem. That a step is right arithmetic is
-not enough: a policy learns to write right sums that are about something else.
+A task has problems, demonstrations with written steps, a reward for a completion, and its soundness: the share of its
+written steps that belong to the problem. Right arithmetic alone is not enough: a policy learns to write right sums
+about other numbers.
 
-A completion of the tasks made here is steps, each ended by `;`, then `>`, the answer and `$`: "3+4=2;2-2=0;>0$". NumPy
-and plain Python only: the device works on what `sampling.bank` makes of problems.
+A completion of these tasks is steps, each ended by `;`, then `>`, the answer and `$`: "3+4=2;2-2=0;>0$". This is NumPy
+and plain Python only: `sampler.bank` puts problems on the device.
 
-Countdown is TinyZero's (Pan et al. 2025), and has many right answers. `questions.py` has questions from a file.
+Countdown is TinyZero's (Pan et al. 2025), and has many right answers. jsonl_task.py has questions from a file.
 """
 
 from __future__ import annotations
@@ -24,25 +24,25 @@ import numpy as np
 SIGNS: dict[str, Callable[[Any, Any], Any]] = {"+": operator.add, "-": operator.sub, "*": operator.mul}
 
 ATTEMPTS = 100
-"""Draws, for each problem that is wanted, before there are taken to be no more."""
+"""Most draws for each wanted problem; after them the task is taken to have no more."""
 
 
 class Problem(NamedTuple):
     prompt: str
-    answer: str  # what is to stand between `>` and `$`; of countdown the target, which many answers reach
-    steps: tuple[str, ...] = ()  # how it is solved; () where there are many ways
+    answer: str  # text between `>` and `$`; of countdown the target, which many answers reach
+    steps: tuple[str, ...] = ()  # of the solution; () where there are many
 
 
 class Written(NamedTuple):
-    """A completion, read."""
+    """Parts of a completion."""
 
-    steps: tuple[str, ...]  # those that `;` ended
-    unfinished: bool  # whether another was begun
-    answer: str | None  # None where it has no end
+    steps: tuple[str, ...]  # ended by `;`
+    unfinished: bool  # another one was begun
+    answer: str | None  # None without an end
 
 
 def read(completion: str) -> Written:
-    """Example: "3+4=2;>0$" -> (("3+4=2",), False, "0"); "3+4=2;2-" -> (("3+4=2",), True, None)."""
+    """Parts of a text. Example: "3+4=2;>0$" -> (("3+4=2",), False, "0"); "3+4=2;2-" -> (("3+4=2",), True, None)."""
     head, mark, tail = completion.partition(">")
     *steps, rest = head.split(";")
     answer = tail.removesuffix("$") if mark and tail.endswith("$") else None
@@ -50,17 +50,17 @@ def read(completion: str) -> Written:
 
 
 def write(steps: Sequence[str], answer: str) -> str:
-    """The inverse of `read`."""
+    """Inverse of `read`."""
     return "".join(f"{step};" for step in steps) + f">{answer}$"
 
 
 def in_steps(problem: Problem, rng: np.random.Generator) -> str:
-    """The one right completion of a problem that has one."""
+    """Right completion of a problem that has only one."""
     return write(problem.steps, problem.answer)
 
 
 class Task(NamedTuple):
-    """Problems of one kind, as pure functions."""
+    """Kind of problems as pure functions."""
 
     name: str
     problem: Callable[[np.random.Generator], Problem]
@@ -71,11 +71,11 @@ class Task(NamedTuple):
     posed: Callable[[str], Problem] | None = None  # the problem of a prompt; ValueError where it is none of the task's
     solution: Callable[[Problem, np.random.Generator], str] = in_steps  # a completion that is right
     reading: Callable[[str], Written] = read
-    listed: tuple[Problem, ...] = ()  # all that there are, where they are not made
+    listed: tuple[Problem, ...] = ()  # all problems, where they are not generated
 
 
 def common(true: Sequence[str], written: Written) -> float:
-    """The share of steps that are those of the problem: their longest common beginning over the longer's length."""
+    """Share of steps that are the problem's: their longest common beginning over the longer one's length."""
     longer = max(len(true), len(written.steps) + written.unfinished)
     pairs = enumerate(zip(true, written.steps, strict=False))
     same = next((i for i, (a, b) in pairs if a != b), min(len(true), len(written.steps)))
@@ -93,7 +93,7 @@ def _common_steps(problem: Problem, completion: str) -> float:
 def problems(
     task: Task, rng: np.random.Generator, count: int, *, without: Collection[str] = (), distinct: bool = False
 ) -> list[Problem]:
-    """`count` problems whose prompts are none of `without`. Raises ValueError where there are not as many."""
+    """Problems, `count` of them, whose prompts are not in `without`. Raises ValueError where there are fewer."""
     found: list[Problem] = []
     seen = set(without)
     for _ in range(ATTEMPTS * count):
@@ -114,9 +114,9 @@ def problems(
 def arithmetic(fewest: int = 2, most: int = 4, *, modulus: int = 5, direct: float = 0.3, noise: float = 0.05) -> Task:
     """Sums and differences from left to right, modulo `modulus`: "3+4-2=" is "3+4=2;2-2=0;>0$" modulo 5.
 
-    `fewest` to `most` operations, evenly. Of the demonstrations the share `direct` has the answer alone, so that a
-    policy has two habits, as a pretrained one does; in the others each step's result is, with probability `noise`, any
-    digit, with which the chain then goes on.
+    `fewest` to `most` operations, uniformly. The share `direct` of the demonstrations has the answer alone, so that a
+    policy has two habits like a pretrained one; in the others each step's result is, with probability `noise`, a random
+    digit, with which the chain continues.
     """
     if not 1 <= fewest <= most:
         raise ValueError(f"fewest is {fewest}; it must lie in 1 to most, {most}")
@@ -153,7 +153,7 @@ def arithmetic(fewest: int = 2, most: int = 4, *, modulus: int = 5, direct: floa
 def _chain(
     terms: Sequence[int], signs: Sequence[str], modulus: int, instead: Sequence[int | None] | None = None
 ) -> tuple[tuple[str, ...], int]:
-    """(the steps, the last result); `instead` of a step's result, where it is given, stands another."""
+    """(steps, last result); a number in `instead` replaces a step's result."""
     steps, now = [], terms[0]
     for i, (sign, term) in enumerate(zip(signs, terms[1:], strict=True)):
         other = instead[i] if instead is not None else None
@@ -164,9 +164,9 @@ def _chain(
 
 
 def addition(fewest: int = 2, most: int = 3, *, direct: float = 0.3) -> Task:
-    """Numbers of `fewest` to `most` digits, added digit by digit from the last, with what is carried.
+    """Addition of numbers of `fewest` to `most` digits, digit by digit from the last, with the carry.
 
-    "47+85=" is "7+5+0=12;4+8+1=13;>132$". Of the demonstrations the share `direct` has the answer alone.
+    "47+85=" is "7+5+0=12;4+8+1=13;>132$". The share `direct` of the demonstrations has the answer alone.
     """
     if not 1 <= fewest <= most:
         raise ValueError(f"fewest is {fewest}; it must lie in 1 to most, {most}")
@@ -199,9 +199,9 @@ def addition(fewest: int = 2, most: int = 3, *, direct: float = 0.3) -> Task:
 
 
 def countdown(count: int = 3, greatest: int = 9, *, limit: int = 99, aimless: float = 0.5) -> Task:
-    """Each of `count` numbers once, by + - *, to a target: "3,5,2:13=" is "3*5=15;15-2=13;>3*5-2$", or another way.
+    """Countdown: each of `count` numbers once, by + - *, to a target: "3,5,2:13=" is "3*5=15;15-2=13;>3*5-2$".
 
-    Results lie in 0 to `limit`. Of the demonstrations the share `aimless` reaches some other number.
+    Results lie in 0 to `limit`. The share `aimless` of the demonstrations reaches another number.
     """
     if count < 2:
         raise ValueError(f"count is {count}; countdown needs at least 2 numbers")
@@ -225,7 +225,7 @@ def countdown(count: int = 3, greatest: int = 9, *, limit: int = 99, aimless: fl
 
     def solved(numbers: Sequence[int], rng: np.random.Generator) -> tuple[list[str], str, int]:
         while (found := walk(numbers, rng)) is None:
-            pass  # a sum of all is always within reach, so that this ends
+            pass  # this ends: the sum of all numbers is always possible
         return found
 
     def problem(rng: np.random.Generator) -> Problem:
@@ -236,7 +236,7 @@ def countdown(count: int = 3, greatest: int = 9, *, limit: int = 99, aimless: fl
     def solution(problem: Problem, rng: np.random.Generator) -> str:
         numbers, target = given(problem)
         while (found := solved(numbers, rng))[2] != target:
-            pass  # the target was reached when the problem was made
+            pass  # this ends: the target was reached when the problem was generated
         return write(found[0], found[1])
 
     def demonstration(problem: Problem, rng: np.random.Generator) -> str:
@@ -252,7 +252,7 @@ def countdown(count: int = 3, greatest: int = 9, *, limit: int = 99, aimless: fl
         return float(found is not None and found[0] == target and sorted(found[1]) == sorted(numbers))
 
     def soundness(problem: Problem, completion: str) -> float:
-        """The share of steps before the first that is wrong, or takes a number that is not there."""
+        """Share of steps before the first that is wrong or uses a number that is not available."""
         left, sound, (steps, unfinished, _) = given(problem)[0], 0, read(completion)
         for step in steps:
             parts = re.fullmatch(r"(\d{1,4})([-+*])(\d{1,4})=(\d{1,8})", step, re.ASCII)
@@ -274,13 +274,13 @@ def countdown(count: int = 3, greatest: int = 9, *, limit: int = 99, aimless: fl
 
 
 def given(problem: Problem) -> tuple[list[int], int]:
-    """The numbers and the target of a problem of countdown."""
+    """Numbers and target of a problem of countdown."""
     numbers, _, target = problem.prompt.removesuffix("=").partition(":")
     return [int(number) for number in numbers.split(",")], int(target)
 
 
 def evaluate(expression: str) -> tuple[int, list[int]] | None:
-    """(value, the numbers in it) of an expression of whole numbers, + - * and brackets; None for anything else."""
+    """(value, numbers) of an expression of whole numbers, + - * and brackets; None for anything else."""
     if len(expression) > 64 or not re.fullmatch(r"[-+*()0-9]+", expression, re.ASCII):
         return None
     try:

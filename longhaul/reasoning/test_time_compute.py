@@ -1,8 +1,8 @@
-"""What more thinking is worth at fixed weights: accuracy by the budget of steps, by samples, and by an early stop.
+"""Test-time compute: accuracy at fixed weights by the budget of steps, by samples, and with an early stop.
 
 The budget forces an answer after so many steps (s1, Muennighoff et al. 2025, arXiv 2501.19393); samples vote (Wang et
-al. 2022, 2203.11171). All samples of a problem are drawn once: fewer of them are parts of these, side by side, and the
-early stop takes them in order, so that differences are of the rule alone and not of what was drawn.
+al. 2022, 2203.11171). All samples of a problem are drawn once: smaller numbers are parts of these, and the early stop
+takes them in order, so that differences come from the rule alone and not from the samples.
 """
 
 from __future__ import annotations
@@ -16,16 +16,15 @@ import numpy as np
 
 from longhaul.reasoning import self_consistency
 from longhaul.reasoning.config import ModelConfig
-from longhaul.reasoning.drawing import texts
 from longhaul.reasoning.evaluate import evaluate_reasoning, quality
 from longhaul.reasoning.sampler import UNBOUNDED, Bank, Drawn, Sampling
-from longhaul.reasoning.self_consistency import Draw, ReasoningOptimizer
+from longhaul.reasoning.self_consistency import Draw, ReasoningOptimizer, texts
 from longhaul.reasoning.tasks import Problem, Task
 from longhaul.types import Key, Params
 
 
 class ByBudget(NamedTuple):
-    """Shares of right answers where a chain may have so many steps."""
+    """Shares of right answers with chains of at most so many steps."""
 
     steps: int
     pass_at_1: float
@@ -33,20 +32,20 @@ class ByBudget(NamedTuple):
 
 
 class BySamples(NamedTuple):
-    """Shares of right answers of so many samples of each problem, the mean over as many parts as there are."""
+    """Shares of right answers of so many samples of each problem, the mean over all parts of the samples."""
 
     samples: int
     majority: float
-    some: float  # problems of which a sample is right: pass@k
+    some: float  # share of problems with a right sample: pass@k
 
 
 class Stopped(NamedTuple):
-    """What the early stop saves."""
+    """Savings of the early stop."""
 
-    drawn: float  # samples of a problem, on the mean
-    share: float  # of all
+    drawn: float  # mean number of samples of a problem
+    share: float  # of all samples
     accuracy: float  # share of right answers
-    full: float  # likewise where all samples vote
+    full: float  # share of right answers where all samples vote
 
 
 class Thinking(NamedTuple):
@@ -55,7 +54,7 @@ class Thinking(NamedTuple):
     stop: Stopped
 
     def plain(self) -> dict[str, Any]:
-        """As JSON can hold it."""
+        """Plain dicts and lists for JSON."""
         rows = {name: [each._asdict() for each in getattr(self, name)] for name in ("budgets", "samples")}
         return rows | {"stop": self.stop._asdict()}
 
@@ -71,9 +70,10 @@ def think(
     sampling: Sampling,
     settings: self_consistency.Config,
 ) -> Thinking:
-    """What a policy makes of `asked`, which `bank` holds, by budget, by samples, and with the early stop of `settings`.
+    """Accuracy of a policy on `asked`, the problems of `bank`, by budget, by samples, and with the early stop of
+    `settings`.
 
-    `settings.samples` is what `sampling.group` is; budgets go from 0 steps to those of the longest problem.
+    `settings.samples` equals `sampling.group`; budgets go from 0 steps to those of the longest problem.
     """
     if settings.samples != sampling.group:
         raise ValueError(f"samples is {settings.samples}; it must be the group, {sampling.group}")
@@ -95,14 +95,14 @@ _quality = jax.jit(quality, static_argnums=2)
 
 
 def by_samples(bank: Bank, drawn: Drawn, group: int, count: int) -> BySamples:
-    """What `count` samples of each problem say, of `group` side by side; `count` divides `group`."""
+    """Accuracy of `count` samples of each problem, parts of `group` side by side; `count` divides `group`."""
     whole = jax.tree.map(lambda x: jnp.repeat(x, group // count, axis=0), bank)
     scored = jax.device_get(_quality(whole, drawn, count))
     return BySamples(count, float(np.mean(scored.majority_at_k)), float(np.mean(scored.pass_at_k)))
 
 
 def again(asked: Sequence[Problem], drawn: Sequence[Sequence[tuple[str, float]]]) -> Draw:
-    """Draws what was drawn of these problems before, in the same order."""
+    """Sampler that returns the earlier samples of these problems, in the same order."""
     left = {problem.prompt: iter(each) for problem, each in zip(asked, drawn, strict=True)}
 
     def draw(prompts: Sequence[str], count: int) -> list[list[tuple[str, float]]]:
@@ -117,11 +117,11 @@ def stopped(
     drawn: Sequence[Sequence[tuple[str, float]]],
     settings: self_consistency.Config,
 ) -> Stopped:
-    """What stopping early makes of samples that were drawn, and what all of them do."""
+    """Accuracy of drawn samples with an early stop, and of all of them."""
     prompts = [problem.prompt for problem in asked]
 
     def solved(lead: float) -> tuple[float, float]:
-        """(samples of a problem, share of right answers)."""
+        """Mean samples of a problem and share of right answers."""
         rule = self_consistency.Config(settings.samples, settings.wave, lead, settings.select, cache=0)
         found = ReasoningOptimizer(task, again(asked, drawn), rule).solve(prompts)
         right = [each.chain is not None and each.chain.reward == 1.0 for each in found]

@@ -1,15 +1,14 @@
-"""Decoder-only transformers, Llama 2 and 3, Qwen2 and Qwen3 (dense), as plain functions over a dict of stacked arrays.
+"""Transformers, decoder-only: Llama 2 and 3, Qwen2 and Qwen3 (dense), as plain functions over a dict of stacked arrays.
 
 Llama: Touvron et al. 2023 (arXiv 2307.09288), Dubey et al. 2024 (2407.21783); rotary positions: Su et al. 2021
 (2104.09864); grouped queries: Ainslie et al. 2023 (2305.13245); LoRA: Hu et al. 2021 (2106.09685).
 
-The layers of a model are one array each, with a leading axis L, so that a step over them is one scan, a rule of
-`partition.py` needs one name, and what is saved or sent is a flat dict. Logits are float32 whatever the layers compute
-in (MiniMax-M1 and ScaleRL, arXiv 2506.13585 and 2510.13786, found what is lost otherwise), and the same `forward`
-samples and learns.
+Each parameter of the layers is one array with a leading axis L, so that the layers are one scan, a rule of
+`partition.py` needs one name, and a checkpoint is a flat dict. Logits are always float32 (MiniMax-M1 and ScaleRL, arXiv
+2506.13585 and 2510.13786, measured the loss in lower precision), and the same `forward` samples and learns.
 
 Where we differ: prompts are padded on the left and a cache has one index for all rows, so that a decode step writes
-one slice; positions count a row's own tokens. LoRA's factor alpha / r is within `down` from the beginning.
+one slice; positions count a row's own tokens. LoRA's factor alpha / r is part of the initial `down`.
 """
 
 from __future__ import annotations
@@ -27,20 +26,19 @@ from longhaul.reasoning.config import FAMILIES, ModelConfig
 from longhaul.types import Key, Params, PyTree
 
 UNROLLED = 4
-"""Most layers that are compiled one by one: a loop over few small ones costs more than they do."""
+"""Most layers that are compiled one by one: a loop over few small layers costs more than the layers."""
 
 
 TOGETHER = 2**20
-"""Most parameters that are drawn at once, which compiles sooner; of more each array lies where it belongs from the
-beginning."""
+"""Most parameters drawn at once, which compiles faster; larger models draw each array in its place."""
 
 
 NEVER = -1e30
-"""The score of what is not attended to; finite, so that a row which sees nothing stays a number."""
+"""Score of a token outside the mask; finite, so that a row without any token does not become NaN."""
 
 
 class Cache(NamedTuple):
-    """Keys and values of the tokens before, for S slots, of which `index` are filled; all rows alike."""
+    """Keys and values of earlier tokens, for S slots, of which `index` are filled in all rows."""
 
     key: jax.Array  # [L, B, S, kv_heads, head_dim]
     value: jax.Array  # [L, B, S, kv_heads, head_dim]
@@ -49,18 +47,18 @@ class Cache(NamedTuple):
 
 
 class Adapter(NamedTuple):
-    """What LoRA adds to one kernel of each layer: x @ down @ up."""
+    """LoRA's addition to one kernel of each layer: x @ down @ up."""
 
     down: jax.Array  # [L, inputs, rank]
     up: jax.Array  # [L, rank, outputs]
 
 
 Lora = dict[str, Adapter]
-"""Name of a kernel of the layers -> what is added to it."""
+"""Adapters by the name of the layers' kernel."""
 
 
 def check(config: ModelConfig) -> None:
-    """Raises ValueError, naming value, bound and remedy, where there is no such model."""
+    """Raises ValueError, with value, bound and remedy, for an impossible model."""
     for name, allowed in (("family", FAMILIES), ("precision", tuple(PRECISIONS)), ("remat", REMATS)):
         if getattr(config, name) not in allowed:
             raise ValueError(f"{name} is {getattr(config, name)!r}; it must be one of {', '.join(allowed)}")
@@ -100,10 +98,10 @@ def shapes(config: ModelConfig) -> dict[str, Any]:
 
 
 def init(key: Key, config: ModelConfig) -> Params:
-    """Float32 parameters, normal; what adds to the residual is less by the root of 2 L (GPT-2's).
+    """Initial parameters, float32 and normal; kernels that add to the residual are scaled by 1 / sqrt(2 L) as in GPT-2.
 
-    Deviations are 1 / sqrt(inputs), of the embedding 1 / sqrt(width). Where we differ: GPT-2's is 0.02 whatever the
-    width, which is this one's at 2,500; a model 64 wide then takes hundreds of updates to begin to learn.
+    Deviations are 1 / sqrt(inputs), of the embedding 1 / sqrt(width). Where we differ: GPT-2's deviation is 0.02 for
+    any width, which is this one's at 2,500; a model of width 64 then needs hundreds of updates before it learns.
     """
     check(config)
     flat, tree = jax.tree.flatten_with_path(shapes(config), is_leaf=lambda x: isinstance(x, tuple))
@@ -124,7 +122,7 @@ def init(key: Key, config: ModelConfig) -> Params:
 
 
 def _normals(key: Key, kernels: list[tuple[int, tuple[int, ...]]]) -> list[jax.Array]:
-    """Standard normal numbers of (number, shape), each by the key that `key` folded with its number is."""
+    """Standard normal arrays of (number, shape) pairs, each by `key` with its number folded in."""
     keys = jax.vmap(lambda number: jax.random.fold_in(key, number))(jnp.array([number for number, _ in kernels]))
     wanted = [shape for _, shape in kernels]
     if sum(map(math.prod, wanted)) <= TOGETHER:
@@ -133,7 +131,7 @@ def _normals(key: Key, kernels: list[tuple[int, tuple[int, ...]]]) -> list[jax.A
 
 
 def size(config: ModelConfig) -> int:
-    """Parameters of a model."""
+    """Number of a model's parameters."""
     return sum(math.prod(shape) for shape in jax.tree.leaves(shapes(config), is_leaf=lambda x: isinstance(x, tuple)))
 
 
@@ -156,7 +154,7 @@ def lora(
 
 
 def merged(params: Params, adapters: Lora) -> Params:
-    """The parameters of a model that does without adapters what `params` does with them."""
+    """Parameters with the adapters merged into their kernels."""
     layers = dict(params["layers"])
     for name, (down, up) in adapters.items():
         kernel = layers[name]
@@ -194,17 +192,17 @@ def forward(
     cache: Cache | None = None,
     adapters: Lora | None = None,
 ) -> tuple[jax.Array, Cache | None]:
-    """(logits float32 [B, T, V] of what follows each token, the cache with them in it; None without one).
+    """(logits float32 [B, T, V] of each next token, cache with these tokens; None without one).
 
-    `tokens` int32 [B, T] and `mask` bool [B, T], False where there is padding, which nothing sees. With a cache they
-    follow what is in it; no more than its slots are left may be given.
+    `tokens` int32 [B, T] and `mask` bool [B, T], False at padding, to which nothing attends. With a cache they follow
+    its tokens; they must fit in its free slots.
     """
     hidden, cache = trunk(config, params, tokens, mask, cache, adapters)
     return unembed(config, params, hidden), cache
 
 
 def unembed(config: ModelConfig, params: Params, hidden: jax.Array) -> jax.Array:
-    """What `trunk` gave, [..., width] -> logits float32 [..., V]."""
+    """Logits float32 [..., V] of outputs of `trunk` [..., width]."""
     kernel = params["embedding"].T if config.tied else params["unembedding"]
     return jnp.matmul(hidden.astype(jnp.float32), kernel.astype(jnp.float32))
 
@@ -256,7 +254,7 @@ def trunk(
 
 
 class _Kernels(NamedTuple):
-    """The kernels of one layer: (name, x [..., inputs]) -> [..., outputs], with bias and adapter where they are."""
+    """Kernels of one layer: (name, x [..., inputs]) -> [..., outputs], with bias and adapter if present."""
 
     weights: dict[str, jax.Array]
     adapters: Lora
@@ -273,7 +271,8 @@ class _Kernels(NamedTuple):
 
 
 def _turned(x: jax.Array, turn: tuple[jax.Array, jax.Array]) -> jax.Array:
-    """Heads [B, T, N, head_dim] turned to their positions: halves are pairs, as Hugging Face's weights have them."""
+    """Heads [B, T, N, head_dim] rotated to their positions: pairs are (i, i + head_dim / 2), as in Hugging Face's
+    weights."""
     cos, sin = turn
     a, b = jnp.split(x.astype(jnp.float32), 2, axis=-1)
     return jnp.concatenate([a * cos - b * sin, b * cos + a * sin], axis=-1).astype(x.dtype)
@@ -288,7 +287,7 @@ def _attention(
     kept: tuple[jax.Array, jax.Array] | None,
     index: jax.Array | None,
 ) -> tuple[jax.Array, tuple[jax.Array, jax.Array] | None]:
-    """One layer's attention of x [B, T, width] to `seen` [B, T, S], and its part of the cache."""
+    """Attention of one layer from x [B, T, width] to `seen` [B, T, S], and the layer's part of the cache."""
     rows, steps, _ = x.shape
     query, key, value = (own(name, x).reshape(rows, steps, -1, config.head_dim) for name in ("query", "key", "value"))
     if config.normed:

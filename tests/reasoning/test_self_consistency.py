@@ -10,8 +10,7 @@ import pytest
 
 from longhaul.reasoning import self_consistency, tasks, tokenizer, transformer
 from longhaul.reasoning.config import ModelConfig
-from longhaul.reasoning.drawing import drawing
-from longhaul.reasoning.self_consistency import Chain, Config, ReasoningOptimizer
+from longhaul.reasoning.self_consistency import Chain, Config, ReasoningOptimizer, drawing
 
 TASK = tasks.arithmetic(1, 4)
 PROMPT = "3+4-2="  # 3+4=2;2-2=0;>0$

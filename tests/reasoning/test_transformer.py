@@ -104,7 +104,7 @@ def test_what_can_not_be_read_is_named(tmp_path: Path, change: dict[str, Any], w
 
 
 def test_rope_is_read_as_transformers_4_and_5_write_it() -> None:
-    told = huggingface.told_of(reference.CONFIGS["llama3-rope"])
+    told = huggingface.fields_of(reference.CONFIGS["llama3-rope"])
     five = {k: v for k, v in told.items() if k not in ("rope_theta", "rope_scaling")}
     five["rope_parameters"] = told["rope_scaling"] | {"rope_theta": told["rope_theta"]}
     assert huggingface.config_of(five) == huggingface.config_of(told) == reference.CONFIGS["llama3-rope"]
