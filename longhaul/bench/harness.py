@@ -13,12 +13,11 @@ import json
 import os
 import resource
 import statistics
-import subprocess
 import sys
 import time
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -29,6 +28,7 @@ from longhaul.bench.cases import actors as acting_workloads
 from longhaul.bench.cases import central, reasoning, replay, sync, training, training_peers
 from longhaul.bench.cases.training import Prepared
 from longhaul.config.run import MOST
+from longhaul.runtime.launch.process import PIPE, Process
 from longhaul.runtime.provenance import provenance
 
 NAMES = {
@@ -174,50 +174,46 @@ OURS = "from longhaul.bench.harness import serve; serve()"
 
 
 class Worker:
-    """The process of a figure: `ask` is one repeat, `about` is what it said when it was ready."""
+    """Process of a figure: `ask` is one repeat, `about` what it reported when it was ready."""
 
     def __init__(
         self, command: list[str], defaults: dict[str, str], settings: Mapping[str, str] = MappingProxyType({})
     ) -> None:
         """`defaults` are variables of its environment where ours has none, `settings` in any case."""
         variables = defaults | dict(os.environ) | dict(settings)
-        self.process = subprocess.Popen(
-            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=variables
-        )
+        self._process = Process(command, variables=variables, talks=True, out=PIPE, tied=False)
         try:
             self.about = self._answer()
         except BaseException:
             self.__exit__()
             raise
 
+    @property
+    def id(self) -> int:
+        return self._process.id
+
     def ask(self, what: str = "go") -> dict[str, float]:
         """One repeat, or what else its program knows by a line."""
-        assert self.process.stdin is not None
-        self.process.stdin.write(f"{what}\n")
-        self.process.stdin.flush()
+        self._process.say(f"{what}\n".encode())
         return self._answer()
 
     def _answer(self) -> dict[str, Any]:
-        assert self.process.stdout is not None
-        for line in self.process.stdout:
-            if line.startswith(MARK):
-                told: dict[str, Any] = json.loads(line[len(MARK) :])
-                if "refused" in told:
-                    raise ValueError(told["refused"])
-                return told
-        raise RuntimeError(f"the benchmark's process ended with code {self.process.wait()}; its message is above")
+        assert self._process.out is not None
+        for line in self._process.out:
+            if line.startswith(MARK.encode()):
+                answer: dict[str, Any] = json.loads(line[len(MARK) :])
+                if "refused" in answer:
+                    raise ValueError(answer["refused"])
+                return answer
+        self._process.wait()
+        raise RuntimeError(f"the benchmark's process ended with code {self._process.code}; its message is above")
 
     def __enter__(self) -> Worker:
         return self
 
     def __exit__(self, *error: object) -> None:
         """Waits for its end alone: what it began may hold its output open for ever."""
-        self.process.kill()
-        self.process.wait()
-        for pipe in (self.process.stdin, self.process.stdout):
-            assert pipe is not None
-            with suppress(BrokenPipeError):
-                pipe.close()
+        self._process.end()
 
 
 def serve() -> None:

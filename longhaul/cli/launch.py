@@ -21,6 +21,7 @@ from longhaul.cli import flags
 from longhaul.cli.flags import DEBUG, FLOAT, INT, TEXT, Flag, FlagError, choice
 from longhaul.runtime import heartbeat
 from longhaul.runtime.launch import local, supervisor
+from longhaul.runtime.launch.process import Restarts
 from longhaul.runtime.launch.supervisor import STOPPED, Death, Ended, Gang, Printed
 from longhaul.runtime.process_group import HostsError
 from longhaul.runtime.worker_pool import machine_memory
@@ -109,14 +110,14 @@ def supervise(command: Sequence[str], start: Start, restarts: int, deadline: flo
     """Runs `longhaul COMMAND` in all processes to its end; -> its exit code."""
     asked: list[int] = []  # signals that came
     printed = Printed()
-    failures, before, words = 0, -1, list(command)
+    history, before, words = Restarts(restarts, *PAUSES), -1, list(command)
     with _listening(asked):
         while True:
             printed.begin()
             try:
                 started = start(words, printed)
             except HostsError as error:
-                if not failures:
+                if not history.failures:
                     raise
                 say(str(error))
                 return FAILED
@@ -127,15 +128,15 @@ def supervise(command: Sequence[str], start: Start, restarts: int, deadline: flo
             if code != FAILED:
                 return code
             newest = newest_step(folder) if folder is not None and there else -1
-            failures = 1 if newest > before else failures + 1
+            history = history.failed(progress=newest > before)
             before = newest
             say(report(ended))
-            if failures <= restarts:
-                _rest(min(PAUSES[0] * 2 ** (failures - 1), PAUSES[1]), asked)
-            if asked or failures > restarts:
+            if not history.exhausted:
+                _rest(history.pause, asked)
+            if asked or history.exhausted:
                 return code
             words = again(command, folder) if folder is not None and there else list(command)
-            say(f"starts again ({failures} of {restarts}), from update {max(newest, 0)}")
+            say(f"starts again ({history.failures} of {restarts}), from update {max(newest, 0)}")
 
 
 def verdict(ended: Ended, asked: Sequence[int], there: bool) -> int:

@@ -14,7 +14,6 @@ import importlib.util
 import json
 import netrc
 import os
-import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -24,6 +23,7 @@ from typing import Any, NamedTuple
 from urllib.parse import urlsplit
 
 from longhaul.runtime import files
+from longhaul.runtime.launch.process import PIPE, Process
 from longhaul.telemetry.sinks import Record, Sink
 
 MODES = ("online", "offline", "disabled")
@@ -169,7 +169,7 @@ def mirror(folder: Path, note: Note, stopping: Callable[[], bool]) -> Iterator[S
         nonlocal lost
         if lost:
             return
-        lost = not _poke(process, b"\n")
+        lost = not process.say(b"\n")
         _relay(process, said, note)
         if lost:
             note(f"W&B has ended ({folder / LOG} says why); the run goes on, and its metrics are in metrics.jsonl")
@@ -182,50 +182,35 @@ def mirror(folder: Path, note: Note, stopping: Callable[[], bool]) -> Iterator[S
         end = "stopped" if stopping() else end
         _finish(process, b"" if lost else end.encode() + b"\n", end, stopping)
         _relay(process, said, note)
-        if process.returncode and not lost:
+        if process.code and not lost:
             note(f"W&B did not finish ({folder / LOG}); what it lacks is sent when the run goes on, or by wandb sync")
-        for stream in (process.stdin, process.stdout):
-            assert stream is not None
-            stream.close()
+        process.end()
 
 
-def _begun(folder: Path, mode: str, note: Note) -> subprocess.Popen[bytes] | None:
+def _begun(folder: Path, mode: str, note: Note) -> Process | None:
     """The tracker's process, out of reach of the terminal's Ctrl-C."""
     package = str(Path(__file__).resolve().parents[2])
     path = os.pathsep.join([package, *filter(None, [os.environ.get("PYTHONPATH")])])
     try:
         with open(folder / LOG, "ab") as log:
-            process = subprocess.Popen(
+            process = Process(
                 [sys.executable, "-m", "longhaul.telemetry.wandb_process", str(folder), mode, str(os.getpid())],
-                bufsize=0, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=log, start_new_session=True,
-                env=os.environ | {"PYTHONPATH": path},
+                variables=os.environ | {"PYTHONPATH": path}, talks=True, out=PIPE, error=log, session=True,
+                tied=False,  # it sends what a run that is killed has written
             )  # fmt: skip
     except OSError as error:
         note(f"W&B can't be started ({error.strerror}); the run goes on without it")
         return None
-    assert process.stdin is not None and process.stdout is not None
-    os.set_blocking(process.stdin.fileno(), False)
-    os.set_blocking(process.stdout.fileno(), False)
+    assert process.out is not None
+    os.set_blocking(process.out.fileno(), False)
     return process
 
 
-def _poke(process: subprocess.Popen[bytes], word: bytes) -> bool:
-    """Tells the tracker something; False where it is no more."""
-    assert process.stdin is not None
-    try:
-        os.write(process.stdin.fileno(), word)
-    except BlockingIOError:
-        pass  # it has thousands of words to read yet, and reads the metrics' file to its end at each
-    except OSError:
-        return False
-    return process.poll() is None
-
-
-def _relay(process: subprocess.Popen[bytes], said: list[bytes], note: Note) -> None:
+def _relay(process: Process, said: list[bytes], note: Note) -> None:
     """Notes the whole lines that the tracker has said."""
-    assert process.stdout is not None
+    assert process.out is not None
     with suppress(BlockingIOError):
-        while part := os.read(process.stdout.fileno(), 65536):
+        while part := os.read(process.out.fileno(), 65536):
             said.append(part)
     *lines, rest = b"".join(said).split(b"\n")
     said[:] = [rest]
@@ -233,13 +218,12 @@ def _relay(process: subprocess.Popen[bytes], said: list[bytes], note: Note) -> N
         note(line.decode(errors="replace"))
 
 
-def _finish(process: subprocess.Popen[bytes], word: bytes, end: str, stopping: Callable[[], bool]) -> None:
+def _finish(process: Process, word: bytes, end: str, stopping: Callable[[], bool]) -> None:
     """Tells the tracker the end, and waits for its own as long as there is time; then it is killed."""
-    assert process.stdin is not None
-    _poke(process, word)
-    process.stdin.close()
+    process.say(word)
+    process.hang_up()
     begun = time.monotonic()
-    while process.poll() is None:
+    while process.code is None:
         passed = time.monotonic() - begun
         if passed > (PATIENCE if end == "done" and not stopping() else HASTE):
             process.kill()

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import signal
-import subprocess
 import textwrap
 import time
 from pathlib import Path
@@ -13,6 +12,7 @@ from typing import Any, NamedTuple
 
 import pytest
 
+from longhaul.runtime.launch.process import Process
 from longhaul.telemetry import sinks, wandb, wandb_process
 from tests.helpers.wandb_files import hide_credentials, record, tracked_folder, write
 
@@ -127,7 +127,7 @@ def test_signals_stay_the_runs_own(tmp_path: Path, fake: Any) -> None:
     """SIGTERM reaches whole groups of processes: the tracker sends what there is, and then ends."""
     server, folder = fake(), tracked_folder(tmp_path)
     before = [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)]
-    started: list[subprocess.Popen[bytes]] = []
+    started: list[Process] = []
     begun = wandb._begun
 
     def keep(*words: Any) -> Any:
@@ -142,9 +142,9 @@ def test_signals_stay_the_runs_own(tmp_path: Path, fake: Any) -> None:
             while not (server.folder / wandb_process.MARK).exists():
                 time.sleep(0.02)
             for number in (signal.SIGTERM, signal.SIGINT):
-                started[0].send_signal(number)
+                started[0].send(number)
             (folder / "metrics.jsonl").write_text(json.dumps(record(1)) + "\n")
     assert [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)] == before
-    assert os.getpgid(0) != started[0].pid
+    assert os.getpgid(0) != started[0].id
     assert server.steps == [1]
     assert (server.folder / "exit").read_text() == "75"

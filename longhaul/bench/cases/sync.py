@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import socket
-import subprocess
 import sys
 import tempfile
 import threading
@@ -22,6 +21,7 @@ from longhaul.bench.cases.training import Prepared
 from longhaul.bench.machine_rates import Sample
 from longhaul.runtime import worker_pool
 from longhaul.runtime.devices import cores
+from longhaul.runtime.launch.process import PIPE, Process
 from longhaul.weight_sync import cost_model, model_shapes
 from longhaul.weight_sync.buffers import Block
 from longhaul.weight_sync.cost_model import Rates
@@ -46,21 +46,18 @@ class Child:
     def __init__(self, address: str, size: int, descriptor: int, folder: str, images: int = 2) -> None:
         words = [address, size, descriptor, images * size, folder]
         command = [sys.executable, "-m", "longhaul.bench.sync_receiver", *map(str, words)]
-        self.process = subprocess.Popen(
-            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, pass_fds=[descriptor]
-        )
+        self._process = Process(command, talks=True, out=PIPE, descriptors=[descriptor], tied=False)
         self.answer()
 
     def tell(self, line: str) -> None:
-        assert self.process.stdin is not None
-        self.process.stdin.write(f"{line}\n")
-        self.process.stdin.flush()
+        self._process.say(f"{line}\n".encode())
 
     def answer(self) -> dict[str, Any]:
-        assert self.process.stdout is not None
-        line = self.process.stdout.readline()
+        assert self._process.out is not None
+        line = self._process.out.readline()
         if not line:
-            raise RuntimeError(f"a receiver's process ended with code {self.process.wait()}; its message is above")
+            self._process.wait()
+            raise RuntimeError(f"a receiver's process ended with code {self._process.code}; its message is above")
         return json.loads(line)
 
 

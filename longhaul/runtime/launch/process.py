@@ -47,8 +47,8 @@ class Process:
         `talks`, its input stays open for `say`. `descriptors`: inherited under the same numbers. `session`: it gets a
         session of its own, out of reach of a terminal's signals, and is killed with everything that it started.
         `tied`: it ends with this process, once it calls `end_with_parent`."""
-        self._session = session
-        lifeline, self._line = os.pipe()
+        self._session, self._tied = session, tied
+        lifeline, self._line = os.pipe() if tied else (-1, -1)
         given = dict(os.environ if variables is None else variables) | ({LIFELINE: str(lifeline)} if tied else {})
         try:
             self._process = process = subprocess.Popen(
@@ -58,10 +58,12 @@ class Process:
                 stdout=PIPE if callable(out) else out, stderr=PIPE if callable(error) else error,
             )  # fmt: skip
         except BaseException:
-            os.close(self._line)
+            if tied:
+                os.close(self._line)
             raise
         finally:
-            os.close(lifeline)
+            if tied:
+                os.close(lifeline)
         self.id, self.out = process.pid, process.stdout
         pumps = [(process.stdout, out), (process.stderr, error)]
         self._pumps = [_pump(stream, take) for stream, take in pumps if stream is not None and callable(take)]
@@ -129,7 +131,8 @@ class Process:
     def end(self, within: float = 0.0) -> None:
         """Waits so many seconds for its end, then kills it. All its lines were taken and nothing of it is left after
         this; what it started and was not killed may hold its output open, which is not waited for."""
-        if not within or not self.wait(within) or self._session:
+        running = not self.wait(within)
+        if running or (self._session and self._tied):  # what an untied child started may go on, as it may
             self.kill()
         self.wait()
         for pump in self._pumps:

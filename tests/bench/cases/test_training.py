@@ -95,7 +95,7 @@ def test_a_figure_ends_though_what_it_began_holds_its_output_open() -> None:
 
     with harness.Worker([sys.executable, "-c", HOLDER], {}) as worker:
         child = int(worker.about["child"])
-    assert worker.process.returncode == -signal.SIGKILL
+    assert worker._process.code == -signal.SIGKILL
     os.kill(child, signal.SIGKILL)  # ProcessLookupError where it was waited for
 
 
