@@ -1,4 +1,4 @@
-"""How small and how fast deltas are on a real training: `python -m benchmarks.sync_delta [--rates ...] [--json FILE]`.
+"""Size and speed of deltas on a real training: `python -m benchmarks.sync_delta [--rates ...] [--json FILE]`.
 
 `sync_training` pretrains a small transformer once and branches it at each learning rate; of the bf16 parameters of the
 second half of a branch, every update's delta is taken, tensor by tensor. Prints a JSON object a learning rate and
@@ -37,7 +37,7 @@ RATES = (1e-6, 3e-6, 1e-5, 1e-4, 3e-4)
 UPDATES = 32
 
 LEAST = 100 * 10**6
-"""Bytes that are timed at once: the model, again and again."""
+"""Bytes that are timed at once, at least: the model is repeated."""
 
 
 def main(words: Sequence[str] | None = None) -> int:
@@ -95,7 +95,7 @@ def sizes(taken: Sequence[dict[str, np.ndarray]]) -> dict[str, float]:
 
 
 def independent(base: np.ndarray, new: np.ndarray) -> float:
-    """Bits of which elements change, all alike, and by how many units in the last place."""
+    """Bits that independent changes need: which elements change, and by how many units in the last place."""
     share = (base != new).mean()
     if not 0.0 < share < 1.0:
         return 1.0
@@ -106,7 +106,7 @@ def independent(base: np.ndarray, new: np.ndarray) -> float:
 
 
 def speeds(before: dict[str, np.ndarray], after: dict[str, np.ndarray], repeats: int) -> dict[str, dict[str, Any]]:
-    """operation -> medians; all take turns, so that each meets the same load."""
+    """operation -> medians; operations take turns, so that all meet the same load."""
     base, new = (np.concatenate([leaf.reshape(-1) for leaf in tree.values()]) for tree in (before, after))
     times = -(-LEAST // base.nbytes)
     base, new = np.tile(base, times).view(np.uint16), np.tile(new, times).view(np.uint16)

@@ -1,4 +1,4 @@
-"""A real small training whose bf16 parameters, step by step, are what the deltas of `sync_delta` are measured on.
+"""Small training whose bf16 parameters, step by step, are the data of `sync_delta`.
 
 A transformer over bytes (3.5 M parameters: width 256, 4 layers, RMSNorm, SwiGLU, tied embedding) in plain JAX learns
 this repository's own Python sources; fp32 masters, gradients clipped to norm 1, Adam(0.9, 0.999). It is pretrained at

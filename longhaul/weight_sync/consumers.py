@@ -1,8 +1,8 @@
-"""From a version's tensors to who computes with them: JAX on any mesh, torch modules in place, files by other names.
+"""Consumers of a version's tensors: JAX on any mesh, and torch modules in place. For vLLM's workers see `vllm`.
 
-A receiver serves NumPy arrays over one image (`receiver.Served`). JAX's devices each take their own box of it, straight
-from the image; a torch module's parameters are written where they lie, since others (compiled graphs, optimisers) hold
-them. What does not fit is refused before anything is touched: names, shapes, dtypes. For vLLM's workers see `vllm`.
+A receiver serves NumPy arrays over one image (`receiver.Served`). Each JAX device takes its own box straight from the
+image; a torch module's parameters are written where they lie, since others (compiled graphs, optimisers) hold them.
+Names, shapes and dtypes that do not fit are refused before anything is written.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from longhaul.weight_sync.producer import named
 from longhaul.weight_sync.torch_arrays import torch_tensor
 
 Arrays = Mapping[str, np.ndarray]
-"""A version: read-only arrays by name."""
+"""Version: read-only arrays by name."""
 
 Form = tuple[tuple[int, ...], str]
 """Shape and dtype."""
@@ -26,7 +26,7 @@ Forms = Mapping[str, Form]
 
 
 class Latest(Protocol):
-    """What consumers need of a `Receiver`."""
+    """Part of a `Receiver` that consumers use."""
 
     def latest(self) -> tuple[int, Arrays]: ...
 
@@ -34,7 +34,7 @@ class Latest(Protocol):
 def fitting(
     found: Mapping[str, tuple[tuple[int, ...], str]], wanted: Mapping[str, tuple[tuple[int, ...], str]]
 ) -> None:
-    """Raises ValueError, naming the first, where a tensor is missing or of another shape or dtype than wanted."""
+    """Raises ValueError for the first tensor that is missing, or of another shape or dtype than wanted."""
     for name, form in wanted.items():
         if name not in found:
             near = ", ".join(list(found)[:3])
@@ -45,7 +45,7 @@ def fitting(
 
 
 def forms(tensors: Mapping[str, Any]) -> dict[str, Form]:
-    """Name -> (shape, dtype) of arrays, or of anything with both."""
+    """Name -> (shape, dtype) of arrays, or of objects with both."""
     return {name: (tuple(each.shape), str(each.dtype).removeprefix("torch.")) for name, each in tensors.items()}
 
 
@@ -53,10 +53,10 @@ def forms(tensors: Mapping[str, Any]) -> dict[str, Form]:
 
 
 def to_jax(tensors: Arrays, like: Any) -> Any:
-    """The version as a pytree of `jax.Array`s in the likeness of `like`: its structure, dtypes and shardings.
+    """Version as a pytree of `jax.Array`s with the structure, dtypes and shardings of `like`.
 
-    `like` has arrays or `jax.ShapeDtypeStruct`s; where one has a sharding, on whatever mesh, each device is given its
-    box of the tensor and nothing else. The version may have more tensors. ValueError where it does not fit.
+    `like` has arrays or `jax.ShapeDtypeStruct`s; where one has a sharding, on any mesh, each device is given its box of
+    the tensor alone. The version may have more tensors. ValueError where it does not fit.
     """
     import jax
 
@@ -74,7 +74,7 @@ def to_jax(tensors: Arrays, like: Any) -> Any:
 
 
 class JaxWeights:
-    """The receiving half of the `Weights` of `types.py`: `latest()` is (version, pytree), placed once a version."""
+    """Received versions as pytrees for JAX, placed on the devices once a version; see `weights.SyncWeights`."""
 
     def __init__(self, receiver: Latest, like: Any) -> None:
         self._receiver, self._like = receiver, like
@@ -82,7 +82,7 @@ class JaxWeights:
         self._lock = threading.Lock()
 
     def latest(self) -> tuple[int, Any]:
-        """LookupError before the first version, ValueError where it does not fit."""
+        """Newest (version, pytree). LookupError before the first version, ValueError where it does not fit."""
         with self._lock:
             version, tensors = self._receiver.latest()
             if self._held is None or self._held[0] != version:
@@ -94,10 +94,10 @@ class JaxWeights:
 
 
 def to_torch(tensors: Arrays, module: Any) -> list[str]:
-    """Writes a version into a torch module's parameters and buffers, in place; -> the names that were written.
+    """Writes a version into a torch module's parameters and buffers, in place; returns the written names.
 
-    All must fit before the first is written: ValueError otherwise. Tied parameters are written once; that the version
-    has them under one of their names is enough. Non-persistent buffers are the module's own.
+    ValueError where any does not fit, before the first is written. Tied parameters are written once, and the version
+    needs only one of their names. Non-persistent buffers are left alone.
     """
     import torch
 
@@ -115,9 +115,9 @@ def to_torch(tensors: Arrays, module: Any) -> list[str]:
 
 
 class TorchWeights:
-    """Keeps a torch module at the newest version: `refresh()` between two batches writes a newer one.
+    """Torch module that follows the newest version: `refresh()` between two batches writes a newer one.
 
-    `before` and `after` are called around a write (stop admitting requests; flush a prefix cache).
+    `before` and `after` are called around a write (to stop admitting requests, to flush a prefix cache).
     """
 
     def __init__(
@@ -131,7 +131,7 @@ class TorchWeights:
         self.version = -1
 
     def refresh(self) -> bool:
-        """-> whether the module was written. LookupError before the first version, ValueError where it does not fit."""
+        """True if a newer version was written. LookupError before the first version, ValueError where it does not fit."""
         version, tensors = self._receiver.latest()
         if version == self.version:
             return False

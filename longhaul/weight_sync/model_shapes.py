@@ -1,15 +1,15 @@
-"""The forms of known models' parameters, in the order of their layers, under their Hugging Face names."""
+"""Shapes of known models' parameters, in the order of their layers, under their Hugging Face names."""
 
 from __future__ import annotations
 
 from typing import NamedTuple
 
 Form = tuple[str, tuple[int, ...], str]
-"""Name, shape, dtype of a tensor."""
+"""(name, shape, dtype) of a tensor."""
 
 
 class Decoder(NamedTuple):
-    """A decoder of Qwen3's kind: grouped-query attention with normed heads, gated feed-forward, tied or own head."""
+    """Decoder like Qwen3: grouped-query attention with normalised heads, gated feed-forward, tied or own head."""
 
     layers: int
     width: int
@@ -26,17 +26,16 @@ DECODERS = {
     "small": Decoder(8, 1024, 3072, 16, 8, 128, 32_000, True),
     "qwen3-0.6b": Decoder(28, 1024, 3072, 16, 8, 128, 151_936, True),
     "qwen3-8b": Decoder(36, 4096, 12_288, 32, 8, 128, 151_936, False),
-    "1t": Decoder(135, 20_480, 106_496, 160, 8, 128, 151_936, False),  # of no model that is known; for its shapes
+    "1t": Decoder(135, 20_480, 106_496, 160, 8, 128, 151_936, False),  # no known model: for planning alone
 }
 
 
 def forms(name: str, dtype: str = "bfloat16", layers: int | None = None) -> list[Form]:
-    """The tensors of a model, or of its first `layers` and what is outside of layers. ValueError for one that is not
-    known."""
+    """Tensors of a model, or of its first `layers` and all that is outside of layers. ValueError for an unknown one."""
     if name not in DECODERS:
         raise ValueError(f"no model is known as {name!r}; there are {', '.join(DECODERS)}")
     d = DECODERS[name]
-    found: list[tuple[str, tuple[int, ...]]] = [("model.embed_tokens.weight", (d.vocabulary, d.width))]
+    shapes: list[tuple[str, tuple[int, ...]]] = [("model.embed_tokens.weight", (d.vocabulary, d.width))]
     for i in range(d.layers if layers is None else layers):
         parts: dict[str, tuple[int, ...]] = {
             "input_layernorm": (d.width,),
@@ -51,7 +50,7 @@ def forms(name: str, dtype: str = "bfloat16", layers: int | None = None) -> list
             "mlp.up_proj": (d.hidden, d.width),
             "mlp.down_proj": (d.width, d.hidden),
         }
-        found += [(f"model.layers.{i}.{part}.weight", shape) for part, shape in parts.items()]
-    found.append(("model.norm.weight", (d.width,)))
-    found += [] if d.tied else [("lm_head.weight", (d.vocabulary, d.width))]
-    return [(each, shape, dtype) for each, shape in found]
+        shapes += [(f"model.layers.{i}.{part}.weight", shape) for part, shape in parts.items()]
+    shapes.append(("model.norm.weight", (d.width,)))
+    shapes += [] if d.tied else [("lm_head.weight", (d.vocabulary, d.width))]
+    return [(each, shape, dtype) for each, shape in shapes]

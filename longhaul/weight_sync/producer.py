@@ -1,8 +1,8 @@
-"""Trees of parameters as tensors by name, and the thread that carries them from a trainer to a `Publisher`.
+"""Producer: a thread that carries parameters from a trainer to a `Publisher`, and ways to name their tensors.
 
-What is published is a flat mapping of names to arrays (`engine`). Here are the ways to it: of any pytree, whose names
-are the paths in it; of a torch module or state dict, whose names are its own. `Producer` is the publishing half of the
-`Weights` of `types.py`: training hands over a version and goes on, and of those that wait only the newest travels.
+A publisher takes a flat mapping of names to arrays. `named` makes one of any pytree, whose names are the paths in it;
+`of_torch` makes one of a torch module or state dict, with its own names. `Producer` returns to training at once; of the
+versions that wait only the newest is sent.
 """
 
 from __future__ import annotations
@@ -19,37 +19,37 @@ from longhaul.weight_sync.publisher import Publisher
 from longhaul.weight_sync.torch_arrays import torch_array
 
 PATIENCE = 60.0
-"""Seconds that `Producer.drain` waits, unless told otherwise, for who still takes the last version."""
+"""Seconds that `Producer.drain` waits by default for receivers that still take the last version."""
 
 Tensors = Mapping[str, Any]
-"""Arrays by name, in the order of layers: NumPy's, JAX's, whatever `numpy.asarray` takes."""
+"""Arrays by name, in the order of layers: NumPy's, JAX's, all that `numpy.asarray` takes."""
 
 
 def named(tree: Any) -> dict[str, Any]:
-    """The leaves of any pytree by their paths, {"params.torso.0": array}, as they are: nothing is copied.
+    """Leaves of any pytree by their paths, {"params.torso.0": array}, without a copy.
 
-    ValueError where two have one name, or a leaf is no array that can travel.
+    ValueError where two have the same name, or a leaf's dtype can't be sent.
     """
     import jax
 
-    found: dict[str, Any] = {}
+    leaves: dict[str, Any] = {}
     for path, leaf in jax.tree_util.tree_flatten_with_path(tree)[0]:
         name = jax.tree_util.keystr(path, simple=True, separator=".") or "value"
-        if name in found:
+        if name in leaves:
             raise ValueError(f"two leaves are named {name}; give the tree's nodes other keys")
         if not hasattr(leaf, "shape"):
             leaf = np.asarray(leaf)
         if str(leaf.dtype) not in ITEMSIZES:
             raise ValueError(f"leaf {name} has dtype {leaf.dtype}; there are {', '.join(ITEMSIZES)}")
-        found[name] = leaf
-    return found
+        leaves[name] = leaf
+    return leaves
 
 
 def of_torch(given: Any) -> dict[str, np.ndarray]:
-    """The tensors of a torch module or state dict by name, as NumPy's; those on the CPU without a copy.
+    """Tensors of a torch module or state dict by name, as NumPy arrays; those on the CPU without a copy.
 
-    Tied parameters go once, under the first of their names, as safetensors asks for. Sharded ones (DTensor) are
-    gathered, which all ranks must do alike. ValueError for an entry that is no tensor, or of an unknown dtype.
+    Tied parameters appear once, under the first of their names, as safetensors requires. Sharded ones (DTensor) are
+    gathered, which all ranks must do together. ValueError for an entry that is no tensor, or of an unknown dtype.
     """
     import torch
 
@@ -70,10 +70,10 @@ def of_torch(given: Any) -> dict[str, np.ndarray]:
 
 
 class Producer:
-    """Publishes what a trainer gives it, in a thread of its own. The engine's `Publisher` stays the caller's.
+    """Publishes a trainer's versions in a thread of its own. The caller opens and closes the `Publisher`.
 
-    `take` makes tensors of what was given, in that thread: by default `named`. A version whose `take` returns None is
-    left out. What goes wrong there is told to `note` once for each kind of error, and never stops who trains. Example:
+    `take` turns the given parameters into tensors, in that thread: by default `named`. A version for which it returns
+    None is left out. Each kind of error there is reported to `note` once, and never stops training. Example:
 
         with Publisher("run-7", lanes=[...]) as publisher, Producer(publisher) as weights:
             weights.publish(version, params)  # returns at once; params must stay as they are
@@ -86,18 +86,18 @@ class Producer:
         note: Callable[[str], None] = lambda line: None,
     ) -> None:
         self.publisher, self._take, self._note = publisher, take, note
-        self.published, self.passed = 0, 0  # versions that were taken, and that newer ones overtook
+        self.published, self.passed = 0, 0  # versions that were taken, and versions that newer ones overtook
         self.newest = -1
-        self.seconds: list[float] = []  # of the newest versions, from `publish` until they were copied
+        self.seconds: list[float] = []  # of the newest versions: from `publish` until the copy
         self._waiting: tuple[int, Any, float] | None = None
         self._busy, self._closed = False, False
-        self._told: set[str] = set()
+        self._noted: set[str] = set()
         self._changed = threading.Condition()
         self._thread = threading.Thread(target=self._work, name="longhaul-producer", daemon=True)
         self._thread.start()
 
     def publish(self, version: int, params: Any) -> None:
-        """Hands over a version; what waits yet is passed over. `params` are read later: nobody may write them."""
+        """Hands over a version; one that still waits is dropped. `params` are read later and must not change."""
         with self._changed:
             if self._closed:
                 raise ValueError("the producer is closed")
@@ -106,7 +106,8 @@ class Producer:
             self._changed.notify_all()
 
     def drain(self, seconds: float = PATIENCE) -> bool:
-        """Waits until the newest version counts, and whoever follows has it; -> whether that came within `seconds`."""
+        """Waits until the newest version counts and all receivers have it; False where that takes longer than
+        `seconds`."""
         until = time.monotonic() + seconds
         with self._changed:
             self._changed.wait_for(lambda: self._waiting is None and not self._busy, seconds)
@@ -114,8 +115,8 @@ class Producer:
             return True
         settled = self.publisher.wait(self.newest, max(0.0, until - time.monotonic()))
         while settled:
-            told = self.publisher.status()
-            if all(each["version"] >= told["version"] for each in told["receivers"]):
+            status = self.publisher.status()
+            if all(each["version"] >= status["version"] for each in status["receivers"]):
                 return True
             if time.monotonic() > until:
                 return False
@@ -123,7 +124,7 @@ class Producer:
         return False
 
     def close(self) -> None:
-        """Takes no more; what waits is let go. Idempotent."""
+        """Stops; a version that waits is dropped. Idempotent."""
         with self._changed:
             self._closed, self._waiting = True, None
             self._changed.notify_all()
@@ -148,11 +149,11 @@ class Producer:
                 self._busy = True
             try:
                 self._one(version, params)
-            except Exception as error:  # whatever it is: training goes on, and a later version may do
-                if (kind := f"{type(error).__name__}: {error}"[:60]) not in self._told:
-                    self._told.add(kind)
+            except Exception as error:  # training goes on, and a later version may succeed
+                if (kind := f"{type(error).__name__}: {error}"[:60]) not in self._noted:
+                    self._noted.add(kind)
                     self._note(f"version {version} is not published: {error}")
-            del params  # or its memory would be held until the next one comes
+            del params  # or its memory would be held until the next version
             self.seconds = [*self.seconds, time.perf_counter() - began][-64:]
 
     def _one(self, version: int, params: Any) -> None:

@@ -1,4 +1,4 @@
-"""NumPy's arrays as torch's tensors and back, over the same memory, in every dtype that travels."""
+"""Conversion between NumPy arrays and torch tensors over the same memory, in every dtype that can be sent."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from longhaul.weight_sync.manifest import ITEMSIZES, numpy_dtype
 
 
 def torch_array(tensor: Any, name: str = "a tensor") -> np.ndarray:
-    """A torch tensor as a NumPy array, over the same memory where it is contiguous and on the CPU."""
+    """NumPy array of a torch tensor, over the same memory where it is contiguous and on the CPU."""
     import torch
 
     dtype = str(tensor.dtype).removeprefix("torch.")
@@ -21,16 +21,16 @@ def torch_array(tensor: Any, name: str = "a tensor") -> np.ndarray:
 
 
 class _Window:
-    """Memory of an array as `numpy.asarray` takes it, not marked read-only: torch knows no such mark, and warns."""
+    """Memory of an array for `numpy.asarray`, not marked read-only: torch has no such mark, and warns."""
 
     def __init__(self, array: np.ndarray) -> None:
         place = (array.__array_interface__["data"][0], False)
         self.__array_interface__ = {"data": place, "shape": (array.nbytes,), "typestr": "|u1", "version": 3}
-        self._array = array  # which keeps the memory
+        self._array = array  # keeps the memory alive
 
 
 def torch_tensor(array: np.ndarray) -> Any:
-    """A read-only array as a torch tensor over the same memory, where that is contiguous. Nobody may write it."""
+    """Torch tensor of a read-only array, over the same memory where that is contiguous. It must not be written."""
     import torch
 
     array = np.ascontiguousarray(array).reshape(array.shape)

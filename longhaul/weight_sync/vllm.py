@@ -1,14 +1,14 @@
-"""vLLM's weight-transfer interface, both ends: control goes by its four phases, the bytes by our lanes.
+"""vLLM's weight-transfer interface, both ends: control by its four phases, bytes by the transports of this package.
 
-vLLM (0.25 and later) asks of a backend: init_transfer_engine, start_weight_update, receive_weights (once or often),
+vLLM (0.25 and later) asks of a backend: init_transfer_engine, start_weight_update, receive_weights (once or more),
 finish_weight_update, shutdown; its clients call init_weight_transfer_engine, start_weight_update, update_weights,
-finish_weight_update. Here every worker follows a sender by itself, so that a host's workers map one verified image, and
-a call of update_weights names tensors of it: by version and root, so that no worker loads another one than the rest.
-What its own backends leave open is checked: the order of phases, that each tensor was loaded once and only once, and
-that an update which failed is begun anew and never finished.
+finish_weight_update. Here every worker follows a sender by itself, so that a host's workers map one verified image. A
+call of update_weights names tensors by version and root, so that no worker loads another version than the rest. Checks
+that vLLM's own backends leave out: the order of phases, each tensor loaded exactly once, a failed update restarted, not
+finished.
 
-On the server's side, before it starts (a vLLM plugin's entry point does): `register()`, then
-`vllm serve MODEL --weight-transfer-config '{"backend": "longhaul"}'`. The trainer has a `Rollout`.
+On the server, call `register()` before it starts (a vLLM plugin's entry point does), then `vllm serve MODEL
+--weight-transfer-config '{"backend": "longhaul"}'`. The trainer has a `Rollout`.
 """
 
 from __future__ import annotations
@@ -25,15 +25,17 @@ from longhaul.weight_sync.receiver import Receiver, follow
 from longhaul.weight_sync.torch_arrays import torch_tensor
 
 CHUNK = 1 << 30
-"""Bytes of tensors that one call of update_weights names, at most, where they are not larger one by one."""
+"""Bytes of tensors that one call of update_weights names, at most, unless one tensor is larger."""
 
 PATIENCE = 60.0
-"""Seconds that a worker waits for the version that it is told of."""
+"""Seconds that a worker waits for the announced version."""
 
 BACKEND = "longhaul"
 
 
 class Phase(StrEnum):
+    """Phase of a worker, as error messages name it."""
+
     CLOSED = "not initialised"
     OPEN = "between updates"
     STARTED = "in an update"
@@ -41,11 +43,11 @@ class Phase(StrEnum):
 
 
 class PhaseError(RuntimeError):
-    """A phase out of order, or a version that is not the one which was announced. The message says what to do."""
+    """Phase out of order, or a version other than the announced one. The message names the remedy."""
 
 
 class Announced(NamedTuple):
-    """What a call of update_weights says: tensors `begin` to `end` of the version with this root."""
+    """Arguments of update_weights: tensors `begin` to `end` of the version with this root."""
 
     version: int
     root: str
@@ -55,9 +57,11 @@ class Announced(NamedTuple):
 
 
 class Worker:
-    """An inference worker's end. `load` takes (name, torch tensor) pairs over the received image, which it must copy
-    and not keep; `begin` and `finish` enclose an update (layerwise reloading); `on_commit(version)` is called at its
-    end, when a prefix cache is stale.
+    """End of an inference worker.
+
+    `load` takes (name, torch tensor) pairs over the received image, which it must copy and not keep; `begin` and
+    `finish` enclose an update (layerwise reloading); `on_commit(version)` is called at its end, when a prefix cache is
+    stale.
     """
 
     def __init__(
@@ -74,45 +78,44 @@ class Worker:
         self.phase, self.version = Phase.CLOSED, -1
 
     def init_transfer_engine(self, addresses: Sequence[str], token: str | None = None) -> None:
-        """Follows a sender, from whose first address that answers versions come."""
+        """Follows a sender by the first of its addresses that answers."""
         if self.phase is not Phase.CLOSED:
-            raise PhaseError(f"the worker is {self.phase}; shut it down before it is initialised anew")
+            raise PhaseError(f"the worker is {self.phase}; shut it down before it is initialised again")
         self._receiver = follow(addresses, token=token, name="vllm")
         self.phase = Phase.OPEN
 
     def start_weight_update(self) -> None:
-        """An update begins; where one had begun before, here or in another worker only, it is given up."""
+        """Starts an update; one that was started before, here or in another worker, is given up."""
         if self.phase is Phase.CLOSED:
             raise PhaseError(f"the worker is {self.phase}; call init_weight_transfer_engine first")
         self._version, self._root, self._left = -1, "", set()
         self._begin()
         self.phase = Phase.STARTED
 
-    def receive_weights(self, told: Announced) -> None:
-        """Loads the tensors that are named. TimeoutError where their version does not come in time."""
+    def receive_weights(self, announced: Announced) -> None:
+        """Loads the named tensors. TimeoutError where their version does not come in time."""
         if self.phase is not Phase.STARTED:
             raise PhaseError(f"the worker is {self.phase}; call start_weight_update before update_weights")
-        self.phase = Phase.BROKEN  # until it is done
-        found, tensors = self._awaited(told)
+        self.phase = Phase.BROKEN  # until all are loaded
+        names, tensors = self._awaited(announced)
         if not self._root:
-            self._version, self._root, self._left = told.version, told.root, set(range(len(found)))
-        elif told.root != self._root:
-            raise PhaseError(f"version {told.version} came within an update to {self._version}; start the update anew")
-        named = set(range(told.begin, told.end))
+            self._version, self._root, self._left = announced.version, announced.root, set(range(len(names)))
+        elif announced.root != self._root:
+            raise PhaseError(f"version {announced.version} came within an update to {self._version}; start it again")
+        named = set(range(announced.begin, announced.end))
         if not named <= self._left:
-            raise PhaseError(
-                f"tensors {told.begin} to {told.end} of version {told.version}: not there, or loaded already"
-            )
-        self._load((found[i], torch_tensor(tensors[found[i]])) for i in range(told.begin, told.end))
+            these = f"tensors {announced.begin} to {announced.end} of version {announced.version}"
+            raise PhaseError(f"{these}: missing, or already loaded")
+        self._load((names[i], torch_tensor(tensors[names[i]])) for i in range(announced.begin, announced.end))
         self._left -= named
         self.phase = Phase.STARTED
 
     def finish_weight_update(self) -> None:
-        """The update counts. PhaseError where tensors are missing, and the update must start anew."""
+        """Finishes the update. PhaseError where tensors are missing: the update must be started again."""
         if self.phase is not Phase.STARTED or self._left or not self._root:
             why = f"{len(self._left)} tensors are missing" if self._left else "nothing was loaded"
             self.phase = Phase.BROKEN if self.phase is Phase.STARTED else self.phase
-            raise PhaseError(f"an update can't end: the worker is {self.phase}, {why}; start it anew")
+            raise PhaseError(f"an update can't end: the worker is {self.phase}, {why}; start it again")
         self._finish()
         self.phase, self.version = Phase.OPEN, self._version
         self._on_commit(self.version)
@@ -124,25 +127,25 @@ class Worker:
             receiver.close()
         self.phase = Phase.CLOSED
 
-    def _awaited(self, told: Announced) -> tuple[list[str], Mapping[str, Any]]:
-        """The names, in the manifest's order, and the arrays of the version that was announced."""
+    def _awaited(self, announced: Announced) -> tuple[list[str], Mapping[str, Any]]:
+        """(names in the manifest's order, arrays) of the announced version."""
         assert self._receiver is not None
-        until = time.monotonic() + told.seconds
+        until = time.monotonic() + announced.seconds
         while True:
             served = self._receiver.served
-            if served is not None and served.manifest.root.hex() == told.root:
+            if served is not None and served.manifest.root.hex() == announced.root:
                 return [tensor.name for tensor in served.manifest.tensors], served.tensors
             if time.monotonic() > until:
                 there = "none" if served is None else f"version {served.version}"
                 why = self._receiver.errors[-1:] or ["it was published again meanwhile, or never"]
                 raise TimeoutError(
-                    f"version {told.version} did not come in {told.seconds:g} s; {there} is there: {why[0]}"
+                    f"version {announced.version} did not come in {announced.seconds:g} s; {there} is there: {why[0]}"
                 )
             time.sleep(0.002)
 
 
 class Engine(Protocol):
-    """vLLM's side as its trainers see it: `Http`, vLLM's own clients, or anything with the four methods."""
+    """vLLM as its trainers see it: `Http`, vLLM's own clients, or an object with the four methods."""
 
     def init_weight_transfer_engine(self, init_info: dict[str, Any]) -> None: ...
 
@@ -154,9 +157,9 @@ class Engine(Protocol):
 
 
 class Rollout:
-    """Trainer's end: `update(version, tensors)` publishes, and brings the engines to it by the four phases.
+    """Trainer's end: `update(version, tensors)` publishes, and updates the engine by the four phases.
 
-    `publisher` has quorum "all", or as many as there are workers; `addresses` are its lanes as workers reach them.
+    `publisher` has quorum "all", or the number of workers; `addresses` are its transports as workers reach them.
     """
 
     def __init__(
@@ -166,8 +169,10 @@ class Rollout:
         engine.init_weight_transfer_engine({"addresses": list(addresses), "token": token})
 
     def update(self, version: int, tensors: Mapping[str, Any], seconds: float = PATIENCE) -> None:
-        """TimeoutError where the version does not count in time; what an engine raises is passed on, and the update
-        may be called again with a later version: engines that failed load all of it."""
+        """Updates the engine to a version. TimeoutError where the version does not count in time.
+
+        An engine's error is passed on; then a later version may be sent, which a failed engine loads whole.
+        """
         if not self._publisher.publish(version, tensors, patience=seconds):
             raise TimeoutError(f"no memory came free for version {version}; raise the publisher's budget")
         if not self._publisher.wait(version, seconds):
@@ -182,7 +187,7 @@ class Rollout:
 
 
 def chunks(sizes: Sequence[int], most: int) -> Iterator[tuple[int, int]]:
-    """Cuts a row of sizes into stretches (begin, end) of at most `most`, or of one that is larger."""
+    """Ranges (begin, end) of a row of sizes with sums of at most `most`, or of one size that is larger."""
     begin, taken = 0, 0
     for i, size in enumerate(sizes):
         if i > begin and taken + size > most:
@@ -216,7 +221,7 @@ class Http:
 
     def finish_weight_update(self) -> None:
         self._post("finish_weight_update", {})
-        self._post("reset_prefix_cache", {})  # what was cached is of the version before
+        self._post("reset_prefix_cache", {})  # cached values are those of the version before
 
     def _post(self, route: str, body: dict[str, Any]) -> None:
         data = json.dumps(body).encode()
@@ -226,15 +231,15 @@ class Http:
 
 
 def register() -> None:
-    """Makes vLLM know the backend "longhaul". ValueError where there is no vLLM of version 0.25 or later.
+    """Registers the backend "longhaul" with vLLM. ValueError where vLLM 0.25 or later is not installed.
 
-    Written after vLLM's documentation, and tested against a fake of the same phases: no vLLM runs where this is tested.
+    Written after vLLM's documentation, and tested against a fake of the same phases, never against vLLM itself.
     """
     try:
         from vllm.distributed.weight_transfer.base import WeightTransferEngine
         from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
     except ImportError:
-        raise ValueError("vLLM 0.25 or later is not installed, whose weight_transfer this is a backend of") from None
+        raise ValueError("the backend needs vLLM 0.25 or later: pip install vllm") from None
     from dataclasses import dataclass
 
     @dataclass

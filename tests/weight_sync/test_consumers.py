@@ -268,7 +268,7 @@ def test_vllm_is_brought_to_a_version_in_its_four_phases(
         with pytest.raises(RuntimeError, match="died"):
             rollout.update(3, filled(3), 20)
         assert [worker.version for worker in fake.workers] == [2, 2] and len(fake.flushed) == 4
-        with pytest.raises(PhaseError, match="start it anew"):
+        with pytest.raises(PhaseError, match="start it again"):
             fake.finish_weight_update()
         rollout.update(4, filled(4), 20)  # all of it is loaded anew
         assert loaded(fake, 4) and [worker.version for worker in fake.workers] == [4, 4]
@@ -293,7 +293,7 @@ def test_phases_out_of_order_and_other_versions_are_refused(tmp_path: Path) -> N
         with pytest.raises(PhaseError, match="start_weight_update before"):
             worker.receive_weights(Announced(1, root, 0, 5))
         for told, error in (
-            (Announced(1, root, 0, 6), "not there, or loaded already"),
+            (Announced(1, root, 0, 6), "missing, or already loaded"),
             (Announced(2, "00", 0, 5, 0.05), "version 2 did not come"),
         ):
             worker.start_weight_update()
@@ -308,7 +308,7 @@ def test_phases_out_of_order_and_other_versions_are_refused(tmp_path: Path) -> N
             worker.finish_weight_update()
         worker.start_weight_update()
         worker.receive_weights(Announced(1, root, 0, 4))
-        with pytest.raises(PhaseError, match="loaded already"):
+        with pytest.raises(PhaseError, match="already loaded"):
             worker.receive_weights(Announced(1, root, 3, 5))
         worker.shutdown()
         got.clear()

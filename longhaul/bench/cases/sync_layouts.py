@@ -1,7 +1,7 @@
-"""What `longhaul sync bench --layouts` measures: planning the moves from one layout of a model to another.
+"""Case of `longhaul sync bench --layouts`: planning the moves from one layout of a model to another.
 
-By shape alone: a model of any size is planned; its layers are one like the other, so that one of them is. Where both
-layouts of that layer are small, its moves are made between arrays, too, and what came is compared with what was to.
+It works by shapes alone, so a model of any size is planned; its layers are alike, so one of them is. Where both layouts
+of that layer are small, the moves are also made between arrays, and the result is compared with the layout.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ from longhaul.weight_sync.resharding.layout import Box, Layout, Shapes, replicas
 from longhaul.weight_sync.resharding.plan import Plan, execute_numpy, plan
 
 SMALL = 256 << 20
-"""Bytes of both layouts on all ranks up to which the moves are made."""
+"""Bytes of both layouts on all ranks, up to which the moves are made."""
 
 BY_ROWS = ("o_proj", "down_proj")
 """Kernels that tensor-parallel serving splits along their input; all other matrices along their output."""
 
 
 def parsed(word: str) -> tuple[str, int, int]:
-    """`tp:16x8` -> ("tp", 16, 8): a kind, its replicas, the ranks of each. ValueError for what is none."""
+    """(kind, replicas, ranks of each) of a layout: `tp:16x8` -> ("tp", 16, 8). ValueError for a wrong one."""
     kind, _, sizes = word.partition(":")
     count, _, each = sizes.rpartition("x")
     numbers = [count or "1", each]
@@ -50,24 +50,24 @@ KINDS: dict[str, Callable[[Shapes, int], Layout]] = {
     "fsdp": sharded,
     "tp": lambda shapes, ranks: sharded(shapes, ranks, _tensor_parallel),
 }
-"""All of it on each rank; each tensor split along its first axis; as tensor-parallel serving has it."""
+"""Kinds of layouts: every tensor on each rank; split along its first axis; split as tensor-parallel serving does."""
 
 
-def made(word: str, shapes: Shapes) -> Layout:
-    """A layout of these tensors by its word."""
+def layout_of(word: str, shapes: Shapes) -> Layout:
+    """Layout of these tensors by its word."""
     kind, count, ranks = parsed(word)
     one = KINDS[kind](shapes, ranks)
     return replicas(one, count) if count > 1 else one
 
 
 def measure(model: str, source: str, destination: str, delta_ratio: float = 50.0) -> Iterator[dict[str, Any]]:
-    """The figure of one plan. ValueError for words that are no layouts, or a model that is not known."""
+    """Figure of one plan. ValueError for words that are no layouts, or an unknown model."""
     (_, m, n), (kind, count, each) = parsed(source), parsed(destination)
     count, each = (each, count) if kind == "replicated" else (count, each)  # each rank has all of it
     forms = model_shapes.forms(model)
     params = sum(math.prod(shape) for _, shape, _ in forms)
     shapes = {name: (shape, dtype) for name, shape, dtype in model_shapes.forms(model, layers=1) if ".layers." in name}
-    held, needed = made(source, shapes), made(destination, shapes)
+    held, needed = layout_of(source, shapes), layout_of(destination, shapes)
     used, began = time.process_time(), time.perf_counter()
     found = plan(held, needed)
     planned = {"plan_seconds": time.perf_counter() - began, "plan_cpu_seconds": time.process_time() - used}
@@ -103,7 +103,7 @@ def _elements(box: Box) -> int:
 
 
 def _moved(what: Plan, held: Layout, needed: Layout) -> bool:
-    """Makes the moves between arrays. RuntimeError where something else came than was to."""
+    """Makes the moves between arrays; returns True. RuntimeError where a part differs from its layout."""
     random = np.random.default_rng(0)
     whole = {
         tensor.name: random.integers(0, 1 << 16, tensor.shape, np.uint16).view(numpy_dtype(tensor.dtype))

@@ -1,8 +1,7 @@
-"""Who holds which part of a tree of tensors: for every tensor its shape, and for every rank the box that it holds.
+"""Layouts of a tree of tensors: for every tensor its shape, and for every rank the box that it holds.
 
-Pure data, without JAX or torch: a layout is made by hand, by a rule, or from JAX's own shardings, on either side, and
-`plan` says what must move from one to another. A rank's part lies in memory as one contiguous array, its last axis the
-fastest.
+Pure data, without JAX or torch: a layout is made by hand, by a rule, or from JAX's shardings; `plan` finds the moves
+from one layout to another. A rank's part is one contiguous array in memory, its last axis the fastest.
 """
 
 from __future__ import annotations
@@ -18,22 +17,22 @@ import ml_dtypes  # noqa: F401  (NumPy then knows bfloat16 and the float8s by na
 import numpy as np
 
 Box: TypeAlias = tuple[tuple[int, int], ...]
-"""Begin and end along every axis; () of a tensor without axes."""
+"""(begin, end) along every axis; () for a tensor without axes."""
 
 Shapes: TypeAlias = Mapping[str, tuple[Sequence[int], Any]]
 """Name -> (shape, dtype), in the order of layers."""
 
 Axis: TypeAlias = "int | Callable[[str, tuple[int, ...]], int | None] | None"
-"""Along which axis to split: of all tensors, or by name and shape; None keeps a tensor whole on every rank."""
+"""Axis to split, for all tensors or by name and shape; None keeps a tensor whole on every rank."""
 
 
 class Tensor(NamedTuple):
-    """One tensor: `boxes` are (rank, what it holds), by rank; a rank that holds nothing is not there."""
+    """One tensor of a layout."""
 
     name: str
     shape: tuple[int, ...]
     dtype: str
-    boxes: tuple[tuple[int, Box], ...]
+    boxes: tuple[tuple[int, Box], ...]  # (rank, its box), by rank; without the ranks that hold nothing
 
     @property
     def itemsize(self) -> int:
@@ -45,7 +44,7 @@ class Tensor(NamedTuple):
 
 
 class Layout(NamedTuple):
-    """Tensors in the order of layers, which is the order they are sent in."""
+    """Tensors in the order of layers, in which they are sent."""
 
     tensors: tuple[Tensor, ...]
 
@@ -55,12 +54,12 @@ class Layout(NamedTuple):
 
     @property
     def nbytes(self) -> int:
-        """Of the whole tree, once."""
+        """Bytes of the whole tree, each counted once."""
         return sum(tensor.nbytes for tensor in self.tensors)
 
 
 def make(shapes: Shapes, boxes: Callable[[str, tuple[int, ...]], Iterable[tuple[int, Box]]]) -> Layout:
-    """A layout whose boxes are what `boxes(name, shape)` says. Raises ValueError for one that lies outside."""
+    """Layout with the boxes of `boxes(name, shape)`. Raises ValueError for a box outside of its tensor."""
     tensors = []
     for name, (sizes, dtype) in shapes.items():
         shape = tuple(int(size) for size in sizes)
@@ -73,7 +72,7 @@ def make(shapes: Shapes, boxes: Callable[[str, tuple[int, ...]], Iterable[tuple[
 
 @functools.lru_cache(maxsize=256)
 def _checked(shape: tuple[int, ...], boxes: tuple[tuple[int, Box], ...]) -> tuple[tuple[int, Box], ...] | str:
-    """(rank, box) of those that hold something, by rank, once for all tensors that lie so; or what is wrong with it."""
+    """(rank, box) of the ranks that hold something, by rank, or the error. Cached: most tensors have equal boxes."""
     held = sorted((rank, tuple((int(a), int(b)) for a, b in box)) for rank, box in boxes)
     for rank, box in held:
         if len(box) != len(shape) or not all(0 <= a <= b <= size for (a, b), size in zip(box, shape)):
@@ -84,18 +83,18 @@ def _checked(shape: tuple[int, ...], boxes: tuple[tuple[int, Box], ...]) -> tupl
 
 
 def replicated(shapes: Shapes, ranks: int) -> Layout:
-    """All of it on every rank, as in data-parallel training."""
+    """Layout with every tensor on every rank, as in data-parallel training."""
     return sharded(shapes, ranks, None)
 
 
 def sharded(shapes: Shapes, ranks: int, axis: Axis = 0) -> Layout:
-    """Every tensor split along one axis over all ranks, as evenly as it goes, the first ones larger.
+    """Layout with every tensor split along one axis over all ranks, as evenly as possible, the first parts larger.
 
-    With one axis for all it is fully-sharded training, with a rule (name, shape) -> axis or None it is tensor-parallel
-    serving. What has no such axis stays whole on every rank.
+    One axis for all tensors is fully-sharded training; a rule (name, shape) -> axis or None is tensor-parallel serving.
+    A tensor without that axis stays whole on every rank.
     """
     if ranks < 1:
-        raise ValueError(f"{ranks} ranks; there must be one at least")
+        raise ValueError(f"{ranks} ranks; there must be at least one")
 
     def boxes(name: str, shape: tuple[int, ...]) -> Iterable[tuple[int, Box]]:
         return cut(shape, axis(name, shape) if callable(axis) else axis)
@@ -114,9 +113,9 @@ def sharded(shapes: Shapes, ranks: int, axis: Axis = 0) -> Layout:
 
 
 def replicas(one: Layout, count: int) -> Layout:
-    """`count` copies of a layout, rank after rank: 16 replicas of a layout of 16 ranks have 256."""
+    """Layout of `count` copies, rank after rank: 16 replicas of a layout of 16 ranks have 256."""
     if count < 1:
-        raise ValueError(f"{count} replicas; there must be one at least")
+        raise ValueError(f"{count} replicas; there must be at least one")
     size = max(one.ranks, default=-1) + 1
     copied = functools.cache(lambda boxes: tuple((i * size + rank, box) for i in range(count) for rank, box in boxes))
     held = {t.name: t.boxes for t in one.tensors}
@@ -124,9 +123,9 @@ def replicas(one: Layout, count: int) -> Layout:
 
 
 def of_jax(arrays: Mapping[str, Any], rank: Callable[[Any], int] | None = None) -> Layout:
-    """The layout of named `jax.Array`s, or of anything with their shape, dtype and sharding.
+    """Layout of named `jax.Array`s, or of objects with their shape, dtype and sharding.
 
-    `rank` numbers the devices; by default it is their id.
+    `rank` numbers the devices, by default by their id.
     """
     number = rank or (lambda device: int(device.id))
 
@@ -141,8 +140,8 @@ def of_jax(arrays: Mapping[str, Any], rank: Callable[[Any], int] | None = None) 
 
 
 def digest(layout: Layout) -> str:
-    """Equal exactly where layouts are: 32 hexadecimal digits."""
-    boxes = functools.cache(_digest)  # once for all tensors that lie so
+    """Digest of a layout, 32 hexadecimal digits: equal exactly where layouts are equal."""
+    boxes = functools.cache(_digest)  # once for all tensors with equal boxes
     return _digest([(*tensor[:3], boxes(tensor.boxes)) for tensor in layout.tensors])
 
 
@@ -154,18 +153,18 @@ def _digest(what: object) -> str:
 
 
 def volume(box: Box) -> int:
-    """Elements of a box."""
+    """Number of elements of a box."""
     return math.prod(end - begin for begin, end in box)
 
 
 def common(one: Box, other: Box) -> Box | None:
-    """What two boxes of one tensor share; None for nothing."""
+    """Intersection of two boxes of one tensor; None where it is empty."""
     shared = tuple((max(a, c), min(b, d)) for (a, b), (c, d) in zip(one, other))
     return shared if all(a < b for a, b in shared) else None
 
 
 def without(box: Box, hole: Box) -> list[Box]:
-    """`box` less `hole`, which lies in it, as boxes that don't overlap."""
+    """`box` minus `hole`, which lies in it, as boxes that don't overlap."""
     left: list[Box] = []
     rest = list(box)
     for axis, ((begin, end), (a, b)) in enumerate(zip(box, hole)):
@@ -176,5 +175,5 @@ def without(box: Box, hole: Box) -> list[Box]:
 
 
 def words(box: Box) -> str:
-    """((0, 4), (2, 8)) -> "[0:4, 2:8]"."""
+    """Text of a box: ((0, 4), (2, 8)) -> "[0:4, 2:8]"."""
     return "[" + ", ".join(f"{begin}:{end}" for begin, end in box) + "]"

@@ -1,9 +1,9 @@
-"""What must move from one layout to another: planned once, from nothing but the two layouts, and tested in NumPy.
+"""Plan of the moves from one layout to another, from the two layouts alone, and its execution in NumPy.
 
-As vLLM's sharded transfer and Perplexity's static schedule do, every destination gets each of its bytes exactly once,
-from one of the sources that hold it; nobody gathers a tensor. Where sources hold copies, the one whose link would be
-done first is taken. Moves stand in the order of layers, in buckets in which no rank sends or receives more than so many
-bytes: what a transfer needs of memory for buffers.
+As in vLLM's sharded transfer and Perplexity's static schedule, every destination gets each of its bytes exactly once,
+from one of the sources that hold it; nobody gathers a tensor. Where several sources hold copies, the one whose link
+would finish first is chosen. Moves are in the order of layers, in buckets in which no rank sends or receives more than
+a bound of bytes: the memory that a transfer needs for buffers.
 """
 
 from __future__ import annotations
@@ -25,32 +25,32 @@ BUCKET = 256 * 10**6
 """Bytes that a rank sends or receives in a bucket, at most."""
 
 REMEMBERED = 16
-"""Plans that are kept."""
+"""Plans that are cached."""
 
 Buffers: TypeAlias = Mapping[int, Mapping[str, NDArray[Any]]]
-"""rank -> tensor's name -> the rank's box of it, contiguous."""
+"""rank -> name of a tensor -> the rank's box of it, contiguous."""
 
 
 class Runs(NamedTuple):
-    """Where a box lies in a rank's part of a tensor: runs of `length` bytes from `offset` on, repeated along axes."""
+    """Place of a box in a rank's part of a tensor: runs of `length` bytes from `offset` on, repeated along axes."""
 
     offset: int
     length: int
-    axes: tuple[tuple[int, int], ...]  # (how often, stride in bytes), the last the fastest
+    axes: tuple[tuple[int, int], ...]  # (count, stride in bytes), the last the fastest
 
     def starts(self) -> NDArray[np.int64]:
-        """Where each run begins, in order."""
-        found = np.array([self.offset], np.int64)
+        """Offset of each run, in order."""
+        offsets = np.array([self.offset], np.int64)
         for count, stride in self.axes:
-            found = (found[:, None] + np.arange(count, dtype=np.int64) * stride).reshape(-1)
-        return found
+            offsets = (offsets[:, None] + np.arange(count, dtype=np.int64) * stride).reshape(-1)
+        return offsets
 
 
 class Move(NamedTuple):
     """One box of a tensor from one rank to another; the runs of both sides hold the same bytes in the same order."""
 
     name: str
-    box: Box  # of the whole tensor
+    box: Box  # in the whole tensor
     source: int
     destination: int
     nbytes: int
@@ -62,7 +62,7 @@ class Plan(NamedTuple):
     """All moves, in buckets, in the order of layers."""
 
     buckets: tuple[tuple[Move, ...], ...]
-    nbytes: int  # that move, those that stay on a rank included
+    nbytes: int  # that move, including those that stay on a rank
     sent: tuple[tuple[int, int], ...]  # (rank, bytes over its link)
     received: tuple[tuple[int, int], ...]
 
@@ -82,15 +82,15 @@ def plan(
     bucket: int = BUCKET,
     together: bool = False,
 ) -> Plan:
-    """The moves that make of `source` what `destination` asks for, and no others.
+    """Plan of the moves from `source` to `destination`.
 
-    `links` are the sources' links in bytes a second (only their ratios count; 1 where a rank has none). With
-    `together`, equal ranks of both sides are one device: what it has already it takes from itself. Plans are remembered
-    by the layouts' digests. Raises ValueError where no source holds what is needed, or shapes or dtypes differ.
+    `links` are the sources' links in bytes a second (only their ratios matter; 1 for a rank without an entry). With
+    `together`, equal ranks of both sides are one device, which takes what it has from itself. Plans are cached by the
+    layouts' digests. Raises ValueError where no source holds what is needed, or shapes or dtypes differ.
     """
     largest = max((tensor.itemsize for tensor in destination.tensors), default=1)
     if bucket < largest:
-        raise ValueError(f"a bucket of {bucket} bytes; it must hold one element at least, {largest} bytes")
+        raise ValueError(f"a bucket of {bucket} bytes; it must hold at least one element, {largest} bytes")
     if links is not None and min(links.values(), default=1.0) <= 0.0:
         raise ValueError(f"a link has {min(links.values())} bytes a second; leave out ranks that can't send")
     key = (layouts.digest(source), layouts.digest(destination), *sorted((links or {}).items()), bucket, together)
@@ -119,10 +119,10 @@ def _planned(source: Layout, destination: Layout, links: dict[int, float], bucke
 
 
 class _Chooser:
-    """Of ranks that hold the same, the one whose link would be done first, the lowest of equals.
+    """Choice, among ranks that hold the same, of the one whose link would finish first; of equals the lowest.
 
-    Heaps of what each link has to do, one for each set of ranks and speed of links; a rank's work only grows, so an
-    entry that has become old is put right when it comes to the top.
+    It has one heap of the links' work for each set of ranks and speed of links. A rank's work only grows, so an
+    outdated entry is corrected when it comes to the top.
     """
 
     def __init__(self, links: Mapping[int, float]) -> None:
@@ -136,7 +136,7 @@ class _Chooser:
             best = ranks[0]
         else:
             best, least = -1, math.inf
-            for speed, heap in self._heaps.get(ranks) or self._begun(ranks):
+            for speed, heap in self._heaps.get(ranks) or self._new_heaps(ranks):
                 while (now := busy[heap[0][1]]) > heap[0][0]:
                     heapq.heapreplace(heap, (now, heap[0][1]))
                 done = heap[0][0] + nbytes / speed
@@ -145,7 +145,7 @@ class _Chooser:
         busy[best] += nbytes / links.get(best, 1.0)
         return best
 
-    def _begun(self, ranks: tuple[int, ...]) -> list[tuple[float, list[tuple[float, int]]]]:
+    def _new_heaps(self, ranks: tuple[int, ...]) -> list[tuple[float, list[tuple[float, int]]]]:
         by_speed: defaultdict[float, list[tuple[float, int]]] = defaultdict(list)
         for rank in ranks:
             by_speed[self._links.get(rank, 1.0)].append((self._busy[rank], rank))
@@ -156,7 +156,7 @@ class _Chooser:
 
 
 class _Part(NamedTuple):
-    """A move of any tensor of a class, but for its source."""
+    """Move of any tensor of a class, without its source."""
 
     rank: int  # the destination
     box: Box
@@ -170,7 +170,7 @@ class _Part(NamedTuple):
 def _class(
     held: tuple[tuple[int, Box], ...], needed: tuple[tuple[int, Box], ...], itemsize: int, bucket: int
 ) -> tuple[_Part, ...] | str:
-    """The parts of all tensors that lie so on both sides, computed once for them; or what nobody holds, in words."""
+    """Parts of all tensors with these boxes on both sides, computed once; or the box that nobody holds, as text."""
     pieces = _pieces(tuple(box for _, box in held), tuple(box for _, box in needed))
     if isinstance(pieces, str):
         return pieces
@@ -198,9 +198,9 @@ def _matching(held: Tensor | None, needed: Tensor) -> Tensor:
 
 
 def _pieces(held: tuple[Box, ...], needed: tuple[Box, ...]) -> list[tuple[int, Box, tuple[int, ...]]] | str:
-    """Cuts every needed box into pieces that one source holds whole.
+    """(index of the needed box, piece, indices of all `held` that hold the piece whole), for all pieces of all boxes.
 
-    -> (index of the needed box, piece, indices of all `held` that hold it); or what nobody holds, in words.
+    Or the box that nobody holds, as text.
     """
     groups: dict[Box, list[int]] = {}
     for j, box in enumerate(held):
@@ -227,7 +227,7 @@ def _pieces(held: tuple[Box, ...], needed: tuple[Box, ...]) -> list[tuple[int, B
 
 
 def _parts(box: Box, most: int) -> Iterator[Box]:
-    """`box` in parts of at most `most` elements, cut along its first axes so that they stay contiguous."""
+    """Parts of `box` of at most `most` elements, cut along its first axes so that they stay contiguous."""
     if volume(box) <= most:
         yield box
         return
@@ -240,7 +240,7 @@ def _parts(box: Box, most: int) -> Iterator[Box]:
 
 
 def runs(box: Box, whole: Box, itemsize: int) -> Runs:
-    """Where `box` lies in a contiguous array that holds `whole`, in the fewest runs."""
+    """Runs of `box` in a contiguous array that holds `whole`, as few as possible."""
     length, stride, offset, axes, contiguous = itemsize, itemsize, 0, [], True
     for (begin, end), (first, last) in zip(reversed(box), reversed(whole)):
         offset += (begin - first) * stride
@@ -254,7 +254,7 @@ def runs(box: Box, whole: Box, itemsize: int) -> Runs:
 
 
 def _bucketed(moves: list[Move], bucket: int) -> list[tuple[Move, ...]]:
-    """In order, each bucket as full as the first rank that would have too much allows."""
+    """Moves in buckets, in order; a bucket ends where a rank would exceed its bound."""
     buckets: list[tuple[Move, ...]] = []
     begin = 0
     out: defaultdict[int, int] = defaultdict(int)
@@ -284,7 +284,7 @@ def _counted(buckets: list[tuple[Move, ...]], together: bool) -> Plan:
 
 
 def execute_numpy(what: Plan, sources: Buffers, destinations: Buffers) -> None:
-    """Carries out a plan between arrays, run by run: what every other executor must equal. Destinations are written."""
+    """Executes a plan between arrays, run by run, into `destinations`. The reference for every other executor."""
     for move in what.moves:
         taken = _raw(sources[move.source][move.name])
         put = _raw(destinations[move.destination][move.name])
@@ -299,5 +299,5 @@ def _raw(array: NDArray[Any]) -> NDArray[np.uint8]:
 
 
 def _places(of: Runs) -> NDArray[np.int64]:
-    """The places of all bytes of the runs, in order."""
+    """Offsets of all bytes of the runs, in order."""
     return (of.starts()[:, None] + np.arange(of.length)).reshape(-1)

@@ -38,11 +38,11 @@ def test_a_model_too_large_for_any_machine_is_planned_by_its_shapes():
 
 def test_tensor_parallel_kernels_are_split_where_serving_splits_them():
     shapes = {name: (shape, dtype) for name, shape, dtype in model_shapes.forms("tiny")}
-    held = {tensor.name: tensor for tensor in sync_layouts.made("tp:2", shapes).tensors}
+    held = {tensor.name: tensor for tensor in sync_layouts.layout_of("tp:2", shapes).tensors}
     split = {part: held[f"model.layers.0.{part}.weight"].boxes[1][1] for part in ("mlp.up_proj", "mlp.down_proj")}
     assert split == {"mlp.up_proj": ((64, 128), (0, 64)), "mlp.down_proj": ((0, 64), (64, 128))}
     assert held["model.norm.weight"].boxes[1][1] == ((0, 64),)
-    assert sync_layouts.made("fsdp:2", shapes) == sharded(shapes, 2)
+    assert sync_layouts.layout_of("fsdp:2", shapes) == sharded(shapes, 2)
 
 
 @pytest.mark.parametrize(

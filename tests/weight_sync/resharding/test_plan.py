@@ -189,7 +189,7 @@ def test_what_nobody_holds_is_named() -> None:
         plan.plan(half, layout.replicated({"kernel": ((4, 6), "bfloat16")}, 1))
     with pytest.raises(ValueError, match=r"rank 0 holds \[0:5\], which is no part of the shape \(4,\)"):
         layout.make({"bias": ((4,), "float32")}, lambda *_: [(0, ((0, 5),))])
-    with pytest.raises(ValueError, match="a bucket of 3 bytes; it must hold one element at least, 4 bytes"):
+    with pytest.raises(ValueError, match="a bucket of 3 bytes; it must hold at least one element, 4 bytes"):
         plan.plan(half, half, bucket=3)
     with pytest.raises(ValueError, match="named twice"):
         layout.make({"bias": ((4,), "float32")}, lambda *_: 2 * [(0, ((0, 4),))])
