@@ -131,7 +131,7 @@ class TorchWeights:
         self.version = -1
 
     def refresh(self) -> bool:
-        """True if a newer version was written. LookupError before the first version, ValueError where it does not fit."""
+        """True if a newer version was written. LookupError before the first, ValueError where it does not fit."""
         version, tensors = self._receiver.latest()
         if version == self.version:
             return False
