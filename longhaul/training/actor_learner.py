@@ -1,6 +1,6 @@
-"""A run's actors: what they are told, and the run's updates from what they bring.
+"""Actor-learner training of a run: its actors, its learner and its updates.
 
-In threads they share the learner's environment; processes make their own, from the Run as plain data.
+Threads share the learner's environment. Processes build their own from the Run as plain data.
 """
 
 from __future__ import annotations
@@ -39,21 +39,21 @@ from longhaul.training.assemble import Assembly, completing
 from longhaul.types import Algorithm, Collector, Metrics, Progress, PyTree
 
 LIVE = "live.json"
-"""In a run's folder, while it runs: what its actors are at."""
+"""File of a run's folder with the actors' current state; removed when the run ends."""
 
 EVERY = 1.0
-"""Seconds between two of them."""
+"""Seconds between two writes of `LIVE`."""
 
 
 class Prepared(NamedTuple):
-    """A run's learner, compiled, and what its actors do."""
+    """A run's compiled learner and the specification of its actors."""
 
     program: learner.Program
     acting: learner.CompiledActor
 
 
 def prepare(run: Run, assembly: Assembly, context: PyTree, progress: Progress) -> Prepared:
-    """Compiles the learner of a run like `progress`."""
+    """Compile the learner for a run whose state looks like `progress`."""
     if run.acting.actor_kind == "ray":
         ray_cluster.check(run.acting.ray_address, ray_cluster.ACTORS)
     assert run.acting.actors is not None
@@ -67,7 +67,7 @@ def prepare(run: Run, assembly: Assembly, context: PyTree, progress: Progress) -
 
 
 def process(plain: dict[str, Any], actor: int) -> Collect:
-    """What an actor of a Run in JSON's words does, made in its own process."""
+    """Rollout function of an actor, built in its own process from a Run as plain data."""
     run: Run = from_dict(Run, plain)
     prepare_devices(1, 1)
     assert isinstance(run.environment, Named | Reasoning) and run.acting.actors is not None
@@ -87,7 +87,7 @@ def process(plain: dict[str, Any], actor: int) -> Collect:
 def _acting(
     run: Run, algorithm: Algorithm, policy: PyTree, on_device: Callable[[], Collector]
 ) -> learner.CompiledActor:
-    """What one actor of `run` does: on the host, or as the collector does that `on_device` makes."""
+    """Actor of `run`: on the host for host environments, else around the collector that `on_device` returns."""
     if not isinstance(run.environment, Named) or not is_hosted(run.environment.env):
         return learner.acting(on_device(), policy, reasoning_setup.checker(run))
     assert run.acting.actors is not None
@@ -103,19 +103,18 @@ class Opened(NamedTuple):
     """A run's actors at work."""
 
     pool: ActorPool
-    calls: Iterator[tuple[Progress, int, Metrics]]  # all updates that are left, as `fused.fused` has them
+    calls: Iterator[tuple[Progress, int, Metrics]]  # all remaining updates, as in `fused.fused`
 
     def processes(self) -> list[int]:
-        """The processes of actors that are not this one."""
         return [row["process"] for row in self.pool.report()["actors"] if row["process"] not in (0, os.getpid())]
 
 
 def opened(run: Run, assembly: Assembly, prepared: Prepared, progress: Progress, closed: ExitStack) -> Opened:
-    """Begins with the actors of a run; when `closed` is, none is left."""
+    """Start a run's actors; closing `closed` stops them."""
     policy = jax.eval_shape(assembly.algorithm.policy, progress.state)
 
     def make(actor: int) -> Collect:
-        if isinstance(run.environment, Named) and is_hosted(run.environment.env):  # a vector is one thread's
+        if isinstance(run.environment, Named) and is_hosted(run.environment.env):  # a vector belongs to one thread
             return _acting(run, assembly.algorithm, policy, _nobody).collect
         return prepared.acting.collect
 
@@ -131,24 +130,23 @@ def opened(run: Run, assembly: Assembly, prepared: Prepared, progress: Progress,
 def calls(
     run: Run, folder: Path, assembly: Assembly, prepared: Prepared, progress: Progress, note: Callable[[str], None]
 ) -> Generator[tuple[Progress, int, Metrics]]:
-    """All updates that are left, as `fused.fused` has them; tells what befell actors, and writes `LIVE`. Close it: then
-    no actor is left."""
+    """All remaining updates, as in `fused.fused`. Notes news of actors and writes `LIVE`. Closing it stops them."""
     with ExitStack() as closed:
         closed.callback((folder / LIVE).unlink, missing_ok=True)
         pool, updates = opened(run, assembly, prepared, progress, closed)
-        told = 0.0
+        written = 0.0
         for progress, n, rows in updates:
             while pool.news:
                 note(pool.news.pop(0))
-            if time.monotonic() - told >= EVERY:
-                told = time.monotonic()
-                with suppress(OSError):  # no matter for the run
+            if time.monotonic() - written >= EVERY:
+                written = time.monotonic()
+                with suppress(OSError):  # the run goes on without this file
                     files.write(folder / LIVE, json.dumps(files.finite(_live(run, assembly, pool, rows))))
             yield progress, n, rows
 
 
 def _live(run: Run, assembly: Assembly, pool: ActorPool, rows: Metrics) -> dict[str, Any]:
-    """What everybody is at, and who holds the others up."""
+    """Content of `LIVE`: state of each actor, and the bottleneck."""
     now = {name.partition("/")[2]: float(rows[name][0]) for name in rows if name.startswith("actors/")}
     return pool.report() | {
         "steps_per_update": assembly.steps_per_update,
@@ -159,10 +157,9 @@ def _live(run: Run, assembly: Assembly, pool: ActorPool, rows: Metrics) -> dict[
     }
 
 
-def bottleneck(told: dict[str, float]) -> str:
-    """Who holds the others up, of an update's metrics (without "actors/"): the learner, or within the actors what takes
-    longest."""
-    if told["actor_wait"] > told["learner_wait"]:
+def bottleneck(metrics: dict[str, float]) -> str:
+    """Bottleneck by an update's metrics (without "actors/"): the learner, or the slowest part of the actors."""
+    if metrics["actor_wait"] > metrics["learner_wait"]:
         return "learner"
-    inner = {name: told.get(f"{name}_seconds", 0.0) for name in ("environment", "inference")}
+    inner = {name: metrics.get(f"{name}_seconds", 0.0) for name in ("environment", "inference")}
     return max(inner, key=lambda name: inner[name]) if any(inner.values()) else "actors"

@@ -38,8 +38,8 @@ from longhaul.training import population as members
 from longhaul.types import Algorithm, Collector, Environment, Params, Progress, PyTree, Spec
 
 UNROLL = 4
-"""Steps of a rollout that are compiled as one in runs side by side, where a step is as small as classic control's, and
-the loop itself costs. Elsewhere compiling would only take longer."""
+"""Rollout steps compiled as one in populations of classic control, where a step is so small that the loop itself costs.
+Elsewhere unrolling only takes longer to compile."""
 
 
 class Assembly(NamedTuple):
@@ -50,13 +50,13 @@ class Assembly(NamedTuple):
     collector_in: fused.CollectorIn
     enter: fused.Enter
     mesh: Mesh
-    updates: int  # at its end
+    updates: int  # at the run's end
     steps_per_update: int  # agent steps, over all shards
     env_steps_per_update: int
     shards: batch_shards.Shards
     origin: Origin = BEGINNING
-    members: tuple[Member, ...] = ()  # of a population; steps are those of each
-    begin: populations.Start | None = None  # how it begins
+    members: tuple[Member, ...] = ()  # of a population; steps are those of each member
+    begin: populations.Start | None = None  # start of a population
 
     def start(self, seed: int, context: PyTree) -> Progress:
         if self.begin is not None:
@@ -64,11 +64,11 @@ class Assembly(NamedTuple):
         return fused.start(self.algorithm, self.enter, context, jax.random.key(seed), self.mesh)
 
     def policy(self, state: PyTree) -> Params:
-        """What acts; of a population with a leading axis of members."""
+        """Parameters that act; of a population with a leading axis of members."""
         return jax.vmap(self.algorithm.policy)(state).state if self.members else self.algorithm.policy(state)
 
     def agent_steps(self, updates: int) -> int:
-        """Of a run that has made `updates`, which are no fewer than its origin's."""
+        """Agent steps after `updates` updates; `updates` must not be below the origin's."""
         return self.origin.agent_steps + (updates - self.origin.updates) * self.steps_per_update
 
     def env_steps(self, updates: int) -> int:
@@ -78,10 +78,10 @@ class Assembly(NamedTuple):
 def assemble(
     run: Run, within: Callable[[PyTree], Environment | World], context: PyTree, origin: Origin = BEGINNING
 ) -> Assembly:
-    """The functions of a resolved run, from `origin` on.
+    """Functions of a resolved run from `origin` on.
 
-    What environments read and never write is their context, () for most; `within` gives the environment in a context,
-    also while a program is traced. `context` is one of them: all have the same shapes and the same spec.
+    A context is the data that environments read and never write; () for most. `within` returns the environment of a
+    context, also under tracing. `context` is an example: all have the same shapes and the same spec.
     """
     assert run.devices is not None
     mesh = meshes.make_mesh(*run.mesh)
@@ -134,7 +134,7 @@ def assemble(
             enter = acted.entering(collector_in, count)
         enter = acted.kept(enter, layouts.rule(run.acting, updates).pinned, algorithm)
     if run.topology == "central":
-        enter = lambda key, context: ()  # noqa: E731  environments are the actors'
+        enter = lambda key, context: ()  # noqa: E731  the actors hold the environments
         if run.acting.staleness == 0 and isinstance(run.environment, Named) and run.acting.actors is not None:
             groups = run.acting.actors * run.central.slots
             enter = served.entering(
@@ -147,7 +147,7 @@ def assemble(
 
 
 def completing(run: Run, world: World, prompts: int) -> Collector:
-    """Completions of so many problems of a bank."""
+    """Collector of completions for `prompts` problems of a bank."""
     config, task = run.algorithm, run.environment
     assert isinstance(config, Reasoner) and isinstance(task, Reasoning)
     how = sampler.Sampling(run.num_steps, config.group, config.temperature, task.wave)
@@ -156,7 +156,7 @@ def completing(run: Run, world: World, prompts: int) -> Collector:
 
 
 def _guide(run: Run, environment: Environment, worlds: int) -> Guide | None:
-    """The expert of `worlds` worlds, where the algorithm asks one."""
+    """Expert of `worlds` worlds; None if the algorithm asks none."""
     share = registry.guidance(run.algorithm)
     if share is None:
         return None
@@ -165,16 +165,16 @@ def _guide(run: Run, environment: Environment, worlds: int) -> Guide | None:
 
 
 def last_update(run: Run, origin: Origin = BEGINNING) -> int:
-    """The number of a run's last update: what is left of its steps from `origin` on, in whole updates."""
+    """Number of a run's last update: the steps left at `origin` in whole updates."""
     return origin.updates + (run.total_steps - origin.agent_steps) // (run.num_envs * agents(run) * run.num_steps)
 
 
 def decisions(run: Run) -> list[str]:
-    """Lines on what followed from the batch of a resolved run."""
+    """Lines on settings derived from the batch of a resolved run."""
     config, steps = run.algorithm, run.num_envs * agents(run) * run.num_steps
     if isinstance(config, OffPolicy):
-        each = config.batch_size * config.gradient_steps / steps
-        return [f"each update adds {steps} steps to the replay; each step is learnt from {each:.3g} times on the mean"]
+        uses = config.batch_size * config.gradient_steps / steps
+        return [f"each update adds {steps} steps to the replay; each step is learnt from {uses:.3g} times on the mean"]
     if isinstance(config, Reasoner):
         return [f"each update learns from {run.num_envs} problems, {config.group} completions of each"]
     if isinstance(config, APGConfig):
@@ -186,12 +186,12 @@ def decisions(run: Run) -> list[str]:
 
 
 def learning_rate(run: Run) -> float:
-    """The learning rate of a resolved run at its batch, before it is annealed."""
+    """Learning rate of a resolved run at its batch, before annealing."""
     return float(scaled_rate(run, run.algorithm.lr))
 
 
 def scaled_rate(run: Run, lr: Any) -> Any:
-    """A learning rate, be it a number or an array, at the run's batch."""
+    """Learning rate, a number or an array, at the run's batch."""
     steps = run.num_envs * agents(run) * run.num_steps
     factor = batch_scaling.lr_factor(run.lr_rule, steps, run.base_batch or steps)
     return lr if factor == 1.0 else lr * factor

@@ -1,8 +1,8 @@
-"""How sure the means of an evaluation are: bootstrap intervals, resampled by scenario.
+"""Bootstrap confidence intervals of evaluation means, resampled by scenario.
 
-What the agents of one scenario score is not independent: they met each other on one map. So scenarios are drawn with
-replacement, each with all its agents (the cluster bootstrap: Field and Welsh, "Bootstrapping clustered data", 2007),
-and the interval is that between two percentiles of the means (Efron, "Bootstrap methods", 1979). NumPy only.
+Agents of one scenario are not independent: they met on one map. So scenarios are drawn with replacement, each with all
+its agents (the cluster bootstrap: Field and Welsh, "Bootstrapping clustered data", 2007). The interval lies between two
+percentiles of the means (Efron, "Bootstrap methods", 1979). NumPy only.
 """
 
 from __future__ import annotations
@@ -16,28 +16,28 @@ from longhaul.spaces import Measure
 
 RESAMPLES = 1000
 SHARE = 0.95
-"""Of the resampled means that an interval holds."""
+"""Share of the resampled means inside an interval."""
 
 BLOCK = 1 << 22
-"""Numbers of draws that are held at a time."""
+"""Largest number of draws held at a time, a bound on memory."""
 
 
 class Estimate(NamedTuple):
-    """A mean with its interval; `low` and `high` are NaN where fewer than two scenarios tell the metric."""
+    """Mean with its interval; `low` and `high` are NaN where fewer than two scenarios report the metric."""
 
     mean: float
     low: float
     high: float
-    episodes: int  # that tell it
+    episodes: int  # episodes that report the metric
 
 
 def bootstrap(
     metrics: Mapping[str, Measure], scenario: np.ndarray, *, resamples: int = RESAMPLES, seed: int = 0
 ) -> dict[str, Estimate]:
-    """The mean of each metric [E] over the episodes that tell it; metrics that none tells are left out.
+    """Mean of each metric [E] over the episodes that report it; metrics reported by none are left out.
 
     `scenario` [E] numbers the scenario of each episode. The same seed gives the same intervals, whatever the order of
-    the metrics: all share the draws. A resample that has no episode that tells a metric is left out for it.
+    the metrics: all share the draws. A resample without an episode that reports a metric is left out for that metric.
     """
     _, group = np.unique(scenario, return_inverse=True)
     groups = int(group.max()) + 1 if len(group) else 0
@@ -51,20 +51,20 @@ def bootstrap(
     np.add.at(counts, group, valid)
     means = _resampled(sums, counts, resamples, np.random.default_rng(seed))
     edges = 100.0 * np.array([(1 - SHARE) / 2, (1 + SHARE) / 2])
-    found = {}
+    estimates = {}
     for i, name in enumerate(names):
         known = means[np.isfinite(means[:, i]), i]
         sure = np.count_nonzero(counts[:, i]) >= 2 and len(known) > 0
         low, high = np.percentile(known, edges) if sure else (np.nan, np.nan)
         mean = float(sums[:, i].sum() / counts[:, i].sum())
-        found[name] = Estimate(mean, float(low), float(high), int(counts[:, i].sum()))
-    return found
+        estimates[name] = Estimate(mean, float(low), float(high), int(counts[:, i].sum()))
+    return estimates
 
 
 def around(values: np.ndarray, *, resamples: int = RESAMPLES, seed: int = 0) -> tuple[np.ndarray, ...]:
-    """(mean, low, high) [P] of runs' values [P, M] at points that they share: NaN is a run that tells none there.
+    """(mean, low, high) [P] of runs' values [P, M] at P shared points; NaN means that a run reports no value there.
 
-    Runs are drawn with replacement, the same ones at every point; of one run alone low and high are NaN.
+    Runs are drawn with replacement, the same ones at every point. `low` and `high` of a single run are NaN.
     """
     count = values.shape[1]
     known = np.isfinite(values).astype(float)
@@ -81,7 +81,8 @@ def around(values: np.ndarray, *, resamples: int = RESAMPLES, seed: int = 0) -> 
 
 
 def _resampled(sums: np.ndarray, counts: np.ndarray, resamples: int, draw: np.random.Generator) -> np.ndarray:
-    """float64 [resamples, M]: means over drawn groups, from each group's sums and counts [G, M]; NaN of nothing."""
+    """Means over drawn groups, float64 [resamples, M], from the groups' sums and counts [G, M]; NaN where nothing was
+    drawn."""
     groups = len(sums)
     block = max(1, BLOCK // groups)
     parts = []

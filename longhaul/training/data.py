@@ -1,13 +1,13 @@
-"""What a run trains in: one context for all of it, or chunks of scenarios one after the other.
+"""Training data of a run: one context for all of it, or chunks of scenarios one after the other.
 
-Scenarios that fit on the device lie there as one bank. Of shards that hold more than `Driving.bank`, chunks of so many
-are drawn (`datasets.stream`: shuffled by the run's seed, each once an epoch; the same on all hosts); a thread reads,
-compiles and sends the next one while the run trains in the one before, so that two are on the device at a time. After
-`Driving.bank_updates` updates all worlds begin new episodes in the next chunk. Which chunk comes when follows from the
-seed and the number of updates alone.
+Scenarios that fit on the device form one bank. Shards that hold more than `Driving.bank` scenarios are read in chunks
+of that size (`shards.stream`: shuffled by the run's seed, each once an epoch; the same on all hosts). A thread reads,
+compiles and sends the next chunk while the run trains, so two are on the device at a time. After `Driving.bank_updates`
+updates all worlds start new episodes in the next chunk. The order of chunks follows from the seed and the number of
+updates alone.
 
-All chunks of a run have the same shapes, known before any is read: the shards' indices say what each scenario needs,
-and which scenarios come together is known too, so the room is that of the largest chunk of the run.
+All chunks of a run have the same shapes, known before any is read: the shards' indices hold the size of each scenario
+and the composition of each chunk is known, so the padding is that of the run's largest chunk.
 """
 
 from __future__ import annotations
@@ -49,58 +49,57 @@ from longhaul.training.offline_data import Recorded
 from longhaul.types import Environment, PyTree, Spec
 
 AHEAD = 1
-"""Chunks that are made in advance."""
+"""Chunks prepared in advance."""
 
 MOST = 2**31 - 1
-"""Places of an array that int32 counts."""
+"""Largest number of elements of an array: XLA indexes it by int32."""
 
 
 class Place(NamedTuple):
-    """Where a run stands in its stream: what a checkpoint holds to find the chunk again."""
+    """Position of a run in its data stream, kept in checkpoints."""
 
     swaps: int = 0  # chunks before this one
-    position: Position = Position(0, 0)  # of its first scenario
+    position: Position = Position(0, 0)  # of this chunk's first scenario
 
     def plain(self) -> dict[str, Any]:
-        """As JSON can hold it."""
+        """The position as JSON can hold it."""
         return {"swaps": self.swaps, "position": list(self.position)}
 
 
 def place(plain: dict[str, Any]) -> Place:
-    """The inverse of `Place.plain`."""
     return Place(plain["swaps"], Position(*plain["position"]))
 
 
 class Fed(NamedTuple):
-    """A context that a run trains in."""
+    """A context with its place in the stream."""
 
     context: PyTree  # on the mesh
     place: Place
-    following: Place  # of the next one
+    following: Place  # of the next context
 
 
 class Feed(NamedTuple):
-    """What a run trains in."""
+    """Source of a run's training data."""
 
-    within: Callable[[PyTree], Environment | World]  # the environment in a context
-    open: Callable[[Place], Generator[Fed]]  # the contexts from a place on
-    period: int | None = None  # updates in each; None: there is one
-    about: dict[str, Any] | None = None  # what tells its data from others, for run.json
-    like: PyTree | None = None  # the shapes of a context on the mesh, where they are known before the first is read
+    within: Callable[[PyTree], Environment | World]  # environment in a context
+    open: Callable[[Place], Generator[Fed]]  # contexts from a place on
+    period: int | None = None  # updates in each context; None if there is one
+    about: dict[str, Any] | None = None  # digest of the data, for run.json
+    like: PyTree | None = None  # shapes of a context on the mesh, if known before reading
 
 
 class Feeding:
-    """A feed under way: the context of now, and a thread that makes the next."""
+    """An open feed: the current context, and a thread that prepares the next."""
 
     def __init__(self, source: Feed, origin: Origin = BEGINNING):
-        """`origin`: from where the run counts the updates that it makes in each context."""
+        """`origin` is where the run counts the updates in each context from."""
         self._source = source
         self._origin = origin
         self._contexts = source.open(Place())
         self.now = next(self._contexts)
 
     def move(self, to: Place) -> None:
-        """Goes on at another place."""
+        """Continue at another place."""
         if to != self.now.place:
             del self.now
             self.close()
@@ -108,54 +107,53 @@ class Feeding:
             self.now = next(self._contexts)
 
     def ends(self, updates: int) -> bool:
-        """Whether a run that has made `updates` is to begin in another context."""
+        """True if a run with `updates` updates is due in the next context."""
         period, made = self._source.period, updates - self._origin.updates
         return period is not None and made > 0 and made % period == 0
 
     def turn(self, updates: int) -> None:
-        """Takes the context of a run that has made `updates`; the one before is to be held nowhere else."""
+        """Switch to the context after `updates` updates; the caller must hold no reference to the old one."""
         if self.place(updates) != self.now.place:
             del self.now
             self.now = next(self._contexts)
 
     def until(self, updates: int) -> int | None:
-        """At how many updates the context of a run that has made `updates` ends; None: never."""
+        """Update at which the context of a run with `updates` updates ends; None if never."""
         period, first = self._source.period, self._origin.updates
         return None if period is None else first + ((updates - first) // period + 1) * period
 
     def place(self, updates: int) -> Place:
-        """Where a run that has made `updates` goes on."""
+        """Place of a run with `updates` updates."""
         due = self._origin.swaps + (updates - self._origin.updates) // (self._source.period or 1)
         over = self.ends(updates) and self.now.place.swaps < due
         return self.now.following if over else self.now.place
 
     def close(self) -> None:
-        """Ends the thread."""
         self._contexts.close()
 
 
 def feed(run: Run, origin: Origin = BEGINNING) -> Feed:
-    """What the resolved `run` trains in from `origin` on; its data are read, or where they are streamed, their indices.
+    """Training data of the resolved `run` from `origin` on; read now, or only their indices if streamed.
 
-    Devices must have been prepared. Raises RunError or BadData, one line, where data can't be used.
+    Call `prepare_devices` first. Raises RunError or BadData, one line, if data cannot be used.
     """
     task = run.environment
-    if isinstance(task, Reasoning):  # the problems of the run's seed, without those that it is evaluated on
+    if isinstance(task, Reasoning):  # problems of the run's seed, without those held out for evaluation
         held = meshes.everywhere(reasoning_setup.bank(run), meshes.make_mesh(*run.mesh))
         return Feed(lambda context: reasoning_setup.world(run, context), once(held))
     if not isinstance(task, Driving):
         environment = named(task)
         if files := registry.recorded(run.algorithm):
-            found = offline_data.read(files, environment.spec)
-            return Feed(lambda context: environment, once(_send(run, found)), about=_told(found))
+            recorded = offline_data.read(files, environment.spec)
+            return Feed(lambda context: environment, once(_send(run, recorded)), about=_identity(recorded))
         if registry.guidance(run.algorithm) is not None:
             title = registry.of(run.algorithm).title
-            raise RunError(f"{title} has nobody to imitate in {task.env}; give --recorded FILES, or train driving-bc")
+            raise RunError(f"{title} has no expert in {task.env}; give --recorded FILES, or train driving-bc")
         return Feed(lambda context: environment, once(()))
     if task.bank is not None:
         for path in readers.expand(task.data):
             if readers.detect(path) != readers.SHARD:
-                raise BadData(f"{path}: is no shard, of which --bank holds a part; longhaul data convert makes shards")
+                raise BadData(f"{path}: is no shard, and --bank needs shards; longhaul data convert makes them")
         library = stream.open(task.data)
         _check(library, task)
         if len(library) > task.bank:
@@ -164,12 +162,12 @@ def feed(run: Run, origin: Origin = BEGINNING) -> Feed:
 
 
 def once(context: PyTree) -> Callable[[Place], Generator[Fed]]:
-    """The contexts of a feed that has one."""
+    """Contexts of a feed that has only one."""
     return lambda at: (Fed(context, at, at) for _ in range(1))
 
 
 def _resident(run: Run, task: Driving) -> Feed:
-    """All scenarios as one bank."""
+    """Feed of all scenarios as one bank."""
     agents, about = task.simulator.agents, None
     if task.data:
         scenarios = scenario_source.from_logs(
@@ -189,7 +187,7 @@ def _resident(run: Run, task: Driving) -> Feed:
 
 
 def _streamed(run: Run, task: Driving, library: Library, origin: Origin = BEGINNING) -> Feed:
-    """Chunks of the library."""
+    """Feed of chunks of the library."""
     assert task.bank is not None and task.bank_updates is not None
     steps = np.minimum(library.sizes["T"], task.horizon or np.iinfo(np.int64).max)
     objects = min(int(library.sizes["N"].max()), task.objects)
@@ -206,7 +204,7 @@ def _streamed(run: Run, task: Driving, library: Library, origin: Origin = BEGINN
 
 
 def _outline(run: Run, task: Driving, library: Library, sizes: Sizes, room: Room) -> Tables:
-    """The shapes of every chunk. Those of one scenario and of two tell how they grow with their number."""
+    """Shapes of every chunk, extrapolated from one and two scenarios."""
     assert task.bank is not None
     few = [stream.load(library, i % len(library), task.simulator.agents, task.horizon, task.objects) for i in range(2)]
     one, two = (_arranged(task, few[:count], sizes) for count in (1, 2))
@@ -223,14 +221,14 @@ def _outline(run: Run, task: Driving, library: Library, sizes: Sizes, room: Room
 
 
 def _arranged(task: Driving, scenarios: list[Scenario], sizes: Sizes) -> Tables:
-    """Scenarios as the simulator reads them, still the host's."""
+    """Scenarios in the simulator's layout, on the host."""
     bank = banks.stack(scenarios, agents=task.simulator.agents, sizes=sizes)
     simulator.check(bank, task.simulator)
     return tables.arrange(bank, task.simulator.agents, task.simulator.traffic == "idm")
 
 
 def room_for(run: Run, task: Driving, library: Library, origin: Origin = BEGINNING) -> Room:
-    """The room that the chunks of the whole run need, whichever of them is next."""
+    """Padding that fits every chunk of the whole run."""
     assert task.bank is not None and task.bank_updates is not None
     needed = needs(
         library.sizes, library.extents, agents=task.simulator.agents, horizon=task.horizon,
@@ -271,23 +269,23 @@ def _chunks(run: Run, task: Driving, library: Library, sizes: Sizes, room: Room,
 
 
 def _within(task: Driving, least: int, most: int, dt: float) -> Callable[[PyTree], Environment]:
-    made = simulator.outline(task.simulator, least=least, most=most, dt=dt)
-    return lambda context: dataclasses.replace(made, tables=context)
+    environment = simulator.outline(task.simulator, least=least, most=most, dt=dt)
+    return lambda context: dataclasses.replace(environment, tables=context)
 
 
 Sent = TypeVar("Sent")
 
 
 def _send(run: Run, host: Sent) -> Sent:
-    """What the run reads, on each device of its mesh."""
+    """Data replicated on each device of the run's mesh."""
     sent: Sent = meshes.everywhere(host, meshes.make_mesh(*run.mesh))
     return sent
 
 
-def _told(found: Recorded) -> dict[str, Any]:
-    """What tells recorded steps from others."""
-    rows = [_checksum(np.asarray(leaf)) for leaf in jax.tree.leaves(found)]
-    return {"steps": found.rows, "sha256": hashlib.sha256(json.dumps(rows).encode()).hexdigest()}
+def _identity(recorded: Recorded) -> dict[str, Any]:
+    """Count and SHA-256 of recorded steps."""
+    rows = [_checksum(np.asarray(leaf)) for leaf in jax.tree.leaves(recorded)]
+    return {"steps": recorded.rows, "sha256": hashlib.sha256(json.dumps(rows).encode()).hexdigest()}
 
 
 def _checksum(array: np.ndarray) -> int:
@@ -295,13 +293,13 @@ def _checksum(array: np.ndarray) -> int:
 
 
 def digest(scenarios: Sequence[Scenario]) -> str:
-    """SHA-256 of the ids, courses, routes and fields of scenarios, in order: other data have another."""
+    """SHA-256 of the ids, courses, routes and fields of scenarios, in order."""
     rows = [(s.id, *(_checksum(array) for array in (s.pose, s.route, s.field))) for s in scenarios]
     return hashlib.sha256(json.dumps(rows).encode()).hexdigest()
 
 
 def check(run: Run, source: Feed, about: dict[str, Any], name: str) -> None:
-    """Raises RunError where `source` is not what the run of that name began with, by what its run.json says."""
+    """Raise RunError if `source` differs from the data that run.json (`about`) of run `name` records."""
     before, now = about.get("data"), source.about
     if before is None or now is None or before == now:
         return
@@ -313,7 +311,7 @@ def check(run: Run, source: Feed, about: dict[str, Any], name: str) -> None:
 
 
 def spec(run: Run) -> Spec:
-    """What the environments of `run` take and give, without any data: of driving, not how long episodes are."""
+    """Spec of a run's environments without reading data; for driving without the length of episodes."""
     task = run.environment
     if isinstance(task, Driving):
         return simulator.outline(task.simulator, least=2, most=2, dt=0.1).spec
@@ -321,7 +319,7 @@ def spec(run: Run) -> Spec:
 
 
 def _check(library: Library, task: Driving) -> None:
-    """Raises BadData where some scenario of the library can't be driven, before it is due."""
+    """Raise BadData early if some scenario of the library cannot be driven."""
     driven, wanted = library.sizes["A"], task.simulator.control
     if driven.min() < task.simulator.agents:
         raise BadData(
@@ -329,8 +327,8 @@ def _check(library: Library, task: Driving) -> None:
             f"agents, fewer than {task.simulator.agents}: convert the logs again with --agents {task.simulator.agents}"
         )
     if task.simulator.agents == 1:
-        return  # the ego, whatever it is
-    others = np.array([not agrees(each, wanted) for each in CONTROLS])[library.control]
+        return  # any kind of ego is driven
+    others = np.array([not agrees(control, wanted) for control in CONTROLS])[library.control]
     if others.any():
         first = int(others.argmax())
         where = f"{' '.join(task.data)}: scenario {first}"

@@ -1,4 +1,4 @@
-"""What a policy scores on whole episodes, beside the policies that one wants to see it beside."""
+"""Evaluation of a policy on whole episodes against baseline policies."""
 
 from __future__ import annotations
 
@@ -25,44 +25,43 @@ from longhaul.training import reasoning_setup
 from longhaul.types import Environment, Params
 
 POLICIES = ("run", "untrained", "idm", "log", "constant")
-"""Who can be evaluated: the run's policy, the same before training, and drivers that no learning made."""
+"""Policies that can be evaluated: the run's, the same before training, and rule-based drivers."""
 
 
 TRAFFICS = (*config.TRAFFICS, "self")
-"""Who the others are, where an evaluation says so: replayed by "log" and the like around the ego alone; with "self" the
-policy drives all that can be driven."""
+"""Traffic in an evaluation: the simulator's kinds around the ego alone, or "self", where the policy drives all agents.
+"""
 
 
 MOST = 64
-"""Agents that a policy drives at most in one scenario with "self"."""
+"""Largest number of agents that the policy drives in one scenario with "self"."""
 
 
 EVENTS = ("collision", "offroad", "red_light", "goal")
 
 
 class Scores(NamedTuple):
-    """An agent's episode a row, [E] each; `names` [E] says of which scenario ("" where there is none)."""
+    """Metrics of E agent episodes, a row each; `names` [E] are the scenarios' ("" if there is none)."""
 
     metrics: dict[str, Measure]  # NumPy: value float64, valid bool
     names: list[str]
-    scenario: np.ndarray | None = None  # int [E]: its number; None where every episode is by itself
-    agent: np.ndarray | None = None  # int [E]: the agent, an index into the scenario's
+    scenario: np.ndarray | None = None  # number of the scenario; None if all episodes are independent
+    agent: np.ndarray | None = None  # index of the agent in its scenario
 
     def groups(self) -> np.ndarray:
-        """int [E]: equal for episodes of one scenario."""
+        """Group of each episode, int [E]: equal for episodes of one scenario."""
         return np.arange(len(self.names)) if self.scenario is None else self.scenario
 
     def means(self) -> dict[str, Any]:
-        """The means over the episodes that tell a metric (left out where none does), and how many `episodes` there
-        were."""
-        told = {name: float(np.mean(m.value[m.valid])) for name, m in self.metrics.items() if m.valid.any()}
-        return told | {"episodes": len(self.names)}
+        """Means over the episodes that report it (left out if none does), and the number of `episodes`."""
+        means = {name: float(np.mean(m.value[m.valid])) for name, m in self.metrics.items() if m.valid.any()}
+        return means | {"episodes": len(self.names)}
 
 
 def classic_player(run: Run, environment: Environment, episodes: int) -> Callable[..., Scores]:
-    """(policy, seed) -> what it scores by its mode in `episodes` episodes, whose starts do not depend on training.
+    """(policy, seed) -> scores of the policy's mode in `episodes` episodes, whose starts do not depend on training.
 
-    The seed is by default the run's. Compiles once.
+    The seed is the run's by default. Compiles once.
     """
     algorithm = registry.make(environment.spec, run.algorithm, Context(updates=1, mean=meshes.identity))
     limit = environment.spec.max_steps
@@ -72,15 +71,15 @@ def classic_player(run: Run, environment: Environment, episodes: int) -> Callabl
     begin = jax.jit(rollout.starts, static_argnums=(0, 2))
 
     def play(policy: Params, seed: int = run.seed) -> Scores:
-        begun = begin(environment, jax.random.key(seed + 10_000), episodes)
-        played, _ = player(policy, begun, None, jax.random.key(seed + 20_000))
+        starts = begin(environment, jax.random.key(seed + 10_000), episodes)
+        played, _ = player(policy, starts, None, jax.random.key(seed + 20_000))
         return _scores(played, [""] * episodes)
 
     return play
 
 
 def player(run: Run, environment: Environment, episodes: int) -> Callable[..., Scores]:
-    """As `classic_player`, of environments on the host, too."""
+    """Player as `classic_player`, also for environments on the host."""
     if not isinstance(environment, SpecStub):
         return classic_player(run, environment, episodes)
     algorithm = registry.make(environment.spec, run.algorithm, Context(updates=1, mean=meshes.identity))
@@ -96,34 +95,34 @@ SAMPLES = 8
 
 
 SHOWN = 12
-"""Chains that are told, of as many problems."""
+"""Chains shown in a report, each of another problem."""
 
 
 def reasoner(run: Run, count: int) -> Callable[..., tuple[Scores, list[dict[str, Any]]]]:
-    """(policy, seed) -> (how well it reasons about `count` problems held out, the same for all runs of a task; chains).
+    """(policy, seed) -> (scores on `count` held-out problems, the same for all runs of a task; example chains).
 
-    A row a problem, over `SAMPLES` completions, at the run's temperature. Compiles once.
+    Each row is a problem, over `SAMPLES` completions at the run's temperature. Compiles once.
     """
     task, config = run.environment, run.algorithm
     assert isinstance(task, Reasoning) and isinstance(config, Reasoner)
-    made, asked, words = (
+    held_out, asked, words = (
         problem_sets.held_out_task(task),
         problem_sets.held_out(task, count),
         reasoning_setup.words(run),
     )
-    bank = sampler.bank(made, asked, np.random.default_rng(problem_sets.HELD_OUT), run.num_steps, words)
+    bank = sampler.bank(held_out, asked, np.random.default_rng(problem_sets.HELD_OUT), run.num_steps, words)
     how = sampler.Sampling(run.num_steps, SAMPLES, config.temperature, task.wave)
     evaluate = quality.evaluate_reasoning(config.model, how) if task.exact else (
-        host_verifier.evaluating(made, asked, config.model, how, words)
+        host_verifier.evaluating(held_out, asked, config.model, how, words)
     )  # fmt: skip
 
     def score(policy: Params, seed: int = run.seed) -> tuple[Scores, list[dict[str, Any]]]:
-        found, drawn = jax.device_get(evaluate(policy.params, bank, jax.random.key(seed + 10_000)))
-        told = np.ones(count, bool)
-        metrics = {name: Measure(np.asarray(value, np.float64), told) for name, value in found._asdict().items()}
+        scores, drawn = jax.device_get(evaluate(policy.params, bank, jax.random.key(seed + 10_000)))
+        valid = np.ones(count, bool)
+        metrics = {name: Measure(np.asarray(value, np.float64), valid) for name, value in scores._asdict().items()}
         firsts = (words.decode(row) for row in drawn.token[: SHOWN * SAMPLES : SAMPLES])
         chains = [
-            {"prompt": problem.prompt, "chain": text, "right": made.reward(problem, text) == 1.0}
+            {"prompt": problem.prompt, "chain": text, "right": held_out.reward(problem, text) == 1.0}
             for problem, text in zip(asked, firsts, strict=False)
         ]
         return Scores(metrics, [problem.prompt for problem in asked]), chains
@@ -132,7 +131,7 @@ def reasoner(run: Run, count: int) -> Callable[..., tuple[Scores, list[dict[str,
 
 
 def play_classic(run: Run, environment: Environment, policy: Params, episodes: int) -> Scores:
-    """One policy, as `player` has it."""
+    """Scores of one policy by `player`."""
     return player(run, environment, episodes)(policy)
 
 

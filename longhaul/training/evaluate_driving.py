@@ -31,21 +31,21 @@ from longhaul.types import Environment, Params
 
 
 class Drives(NamedTuple):
-    """A set of scenarios to be driven by one policy after the other."""
+    """Scenarios to be driven by several policies."""
 
     run: Run
     scenarios: list[Scenario]
     bank: Bank
-    files: tuple[str, ...] = ()  # where each is from; () where they were generated
+    files: tuple[str, ...] = ()  # file of each scenario; () if generated
 
     def simulator(self, driver: str, **changes: Any) -> simulator.Simulator:
-        """The environment of the scenarios, as the run has it but for `changes` of its configuration."""
+        """Environment of the scenarios: the run's, with `changes` to its configuration."""
         task = self.run.environment
         assert isinstance(task, Driving)
         return simulator.driving(self.bank, dataclasses.replace(task.simulator, driver=driver, **changes))
 
     def actor(self, environment: Environment, driver: str) -> tuple[rollout.Act, Callable[[int], Any]]:
-        """(act, memory) of the run's policy, or of nobody where the simulator drives."""
+        """(act, memory) of the run's policy; a placeholder if the simulator drives."""
         if driver != "policy":
             return _hands_off, lambda count: ()
         algorithm = registry.make(environment.spec, self.run.algorithm, Context(updates=1, mean=meshes.identity))
@@ -54,9 +54,9 @@ class Drives(NamedTuple):
     def player(
         self, driver: str, record: Sequence[int] = ()
     ) -> Callable[[Params | None], tuple[Scores, list[Recording]]]:
-        """policy -> what it scores on each scenario once, and recordings of those that `record` numbers.
+        """policy -> (its scores on each scenario, recordings of the scenarios numbered in `record`).
 
-        `driver` is the simulator's: "policy", or one that needs none: "idm", "log", "constant". Compiles once.
+        `driver` is the simulator's: "policy", or a rule: "idm", "log", "constant". Compiles once.
         """
         environment = self.simulator(driver)
         act, memory = self.actor(environment, driver)
@@ -80,23 +80,23 @@ class Drives(NamedTuple):
         return play
 
     def play(self, policy: Params | None, driver: str, record: Sequence[int] = ()) -> tuple[Scores, list[Recording]]:
-        """One policy, as `player` has it."""
+        """Scores and recordings of one policy, as from `player`."""
         return self.player(driver, record)(policy)
 
-    def _scored(self, found: Scores, valid: np.ndarray) -> Scores:
-        """Of whom each row is, and the benchmarks' scores beside what was measured."""
+    def _scored(self, scores: Scores, valid: np.ndarray) -> Scores:
+        """Scores with the agent of each row and the benchmarks' aggregates."""
         scenario, slot = np.nonzero(valid)
         agent = np.array([self.scenarios[i].controlled[j] for i, j in zip(scenario, slot, strict=True)], int)
-        return Scores(benchmark_scores.aggregates(found.metrics) | found.metrics, found.names, scenario, agent)
+        return Scores(benchmark_scores.aggregates(scores.metrics) | scores.metrics, scores.names, scenario, agent)
 
     def some(self, which: Sequence[int]) -> Drives:
-        """The drives in these scenarios alone."""
+        """Drives restricted to these scenarios."""
         chosen = [self.scenarios[i] for i in which]
         files = tuple(self.files[i] for i in which) if self.files else ()
         return Drives(self.run, chosen, stack(chosen, agents=self.bank.controlled.shape[1]), files)
 
     def _film(self, frames: Any, i: int, which: int, label: str) -> Recording:
-        """The recording of scenario `which` from the stacked frames [T+1, E, ...] of episode i."""
+        """Recording of scenario `which` from the stacked frames [T+1, E, ...] of episode i."""
         frame, active, metrics = jax.tree.map(lambda leaf: leaf[:, i], frames)
         scenario = self.scenarios[which]
         playing = np.any(active, axis=-1)
@@ -115,29 +115,29 @@ class Drives(NamedTuple):
 
 
 def _verdict(agent: int, slot: int, end: int, metrics: dict[str, Measure]) -> Verdict:
-    """What an agent did and scored until frame `end`; metrics are [T+1, A]."""
-    told = {name: float(m.value[end - 1, slot]) for name, m in metrics.items() if m.valid[end - 1, slot]}
+    """Events and scores of an agent until frame `end`; metrics are [T+1, A]."""
+    scores = {name: float(m.value[end - 1, slot]) for name, m in metrics.items() if m.valid[end - 1, slot]}
     happened = {name: metrics[name].value[:end, slot] for name in EVENTS if name in metrics}
-    events = {name: _first(values) if name in told else None for name, values in happened.items()}
-    return Verdict(agent, events, told)
+    events = {name: _first(values) if name in scores else None for name, values in happened.items()}
+    return Verdict(agent, events, scores)
 
 
 def _hands_off(policy: Params, memory: Any, observation: Any, key: Any) -> tuple[jax.Array, Any, Any]:
-    """Who acts where the simulator drives: its actions are not looked at."""
+    """Placeholder policy where the simulator drives; its actions are ignored."""
     count = jax.tree.leaves(observation)[0].shape[0]
     return jnp.zeros((count, 2), jnp.int32), memory, ()
 
 
 def _first(values: np.ndarray) -> int | None:
-    """The first frame at which a metric that starts at 0 is above it."""
+    """First frame at which a metric that starts at 0 is above it."""
     return int(np.argmax(values > 0)) if np.any(values > 0) else None
 
 
 def drives(run: Run, data: Sequence[str] = (), count: int | None = None, traffic: str | None = None) -> Drives:
-    """The scenarios of `data`; else those of the run's own data; else generated ones that no run trains in.
+    """Scenarios of `data`, else of the run's own data, else generated ones that no run trains in.
 
-    At most `count` are made; without it, all of `data`, or as many as the run says. `traffic` is one of `TRAFFICS`, by
-    default the run's own, with the agents that it trains. Raises BadData, one line, where data can't be used.
+    At most `count` are compiled; by default all of `data`, or the run's number. `traffic` is one of `TRAFFICS`, by
+    default the run's own with the agents that it trains. Raises BadData, one line, if data cannot be used.
     """
     task = run.environment
     assert isinstance(task, Driving)
@@ -149,15 +149,15 @@ def drives(run: Run, data: Sequence[str] = (), count: int | None = None, traffic
     paths = tuple(data) or task.data
     files: tuple[str, ...] = ()
     if paths:
-        found = _from_files(task, paths, count if data else count or run.evaluation_episodes)
-        files, scenarios = tuple(file for file, _ in found), [scenario for _, scenario in found]
+        loaded = _from_files(task, paths, count if data else count or run.evaluation_episodes)
+        files, scenarios = tuple(file for file, _ in loaded), [scenario for _, scenario in loaded]
     else:
         count = count or run.evaluation_episodes or 128
         scenarios = scenario_source.generated(
             scenario_source.HELD_OUT, count, agents=settings.agents, horizon=task.horizon, workers=cores(),
             control=settings.control,
         )  # fmt: skip
-    if traffic == "self":  # no slots that nobody has
+    if traffic == "self":  # no empty slots
         most = max(int(np.sum(scenario.controlled >= 0)) for scenario in scenarios)
         task = dataclasses.replace(task, simulator=dataclasses.replace(settings, agents=max(most, 1)))
     run = dataclasses.replace(run, environment=task)
@@ -165,20 +165,20 @@ def drives(run: Run, data: Sequence[str] = (), count: int | None = None, traffic
 
 
 def _from_files(task: Driving, paths: Sequence[str], count: int | None) -> list[tuple[str, Scenario]]:
-    """The first `count` scenarios of the files at `paths`, each with the path of its file; no more are compiled."""
-    found: list[tuple[str, Scenario]] = []
+    """First `count` scenarios of the files at `paths`, each with its file; no more are compiled."""
+    loaded: list[tuple[str, Scenario]] = []
     for path in readers.expand(paths):
-        left = None if count is None else count - len(found)
+        left = None if count is None else count - len(loaded)
         if left == 0:
             break
-        made = scenario_source.from_logs(
+        scenarios = scenario_source.from_logs(
             [str(path)], agents=task.simulator.agents, horizon=task.horizon, objects=task.objects, count=left,
             control=task.simulator.control,
         )  # fmt: skip
-        found += [(str(path), scenario) for scenario in made]
-    if not found:
+        loaded += [(str(path), scenario) for scenario in scenarios]
+    if not loaded:
         raise BadData(f"{', '.join(map(str, paths))}: no scenario to evaluate in; give other data")
-    return found
+    return loaded
 
 
 def label(recordings: Sequence[Recording], policy: str) -> list[Recording]:

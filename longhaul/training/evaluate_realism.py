@@ -1,4 +1,4 @@
-"""How real a policy's driving is: each scenario simulated again and again, against its log (`driving.realism`)."""
+"""Realism of a policy's driving: repeated simulations of each scenario against its log (`evaluation.realism`)."""
 
 from __future__ import annotations
 
@@ -17,21 +17,21 @@ from longhaul.training.evaluate_driving import Drives
 from longhaul.types import Params
 
 ROLLOUTS = 32
-"""As many as the Waymo Open Sim Agents Challenge asks for."""
+"""Rollouts of a scenario, the number of the Waymo Open Sim Agents Challenge."""
 
 
 class Rollouts(NamedTuple):
-    """One scenario simulated R times: [R, T, N, ...] from its first frame on."""
+    """R simulations of one scenario, [R, T, N, ...] from its first frame on."""
 
     pose: np.ndarray  # float32 [R, T, N, 3]
     present: np.ndarray  # bool [R, T, N]
 
 
 def simulate(drives: Drives, policy: Params | None, driver: str, count: int) -> Callable[[int], Rollouts]:
-    """A function from a scenario's number to `count` rollouts of it; compiles once.
+    """Function from a scenario's number to `count` rollouts of it; compiles once.
 
-    The policy's actions are samples; nothing ends before the log does, since realism asks for whole rollouts. A driver
-    that draws nothing ("idm", "log", "constant") drives once, and the rollouts are copies.
+    The policy's actions are samples. Nothing ends before the log, since realism needs whole rollouts. A deterministic
+    driver ("idm", "log", "constant") drives once, and the rollouts are copies.
     """
     if count < 1:
         raise ValueError(f"rollouts is {count}; realism needs at least 1")
@@ -49,8 +49,8 @@ def simulate(drives: Drives, policy: Params | None, driver: str, count: int) -> 
 
     @jax.jit
     def program(params: Params | None, which: jax.Array, key: jax.Array) -> Any:
-        begun = jax.vmap(environment.start)(jnp.broadcast_to(which, (worlds,)))
-        return through(params, begun, key if driver == "policy" else None, key)[1]
+        starts = jax.vmap(environment.start)(jnp.broadcast_to(which, (worlds,)))
+        return through(params, starts, key if driver == "policy" else None, key)[1]
 
     def play(which: int) -> Rollouts:
         scenario = drives.scenarios[which]
@@ -64,7 +64,7 @@ def simulate(drives: Drives, policy: Params | None, driver: str, count: int) -> 
 
 
 def score(drives: Drives, policy: Params | None, driver: str, count: int = ROLLOUTS) -> Scores:
-    """The realism of each scenario, a row each: the names of `realism.realism`."""
+    """Realism of each scenario, a row each; metrics have the names of `realism.realism`."""
     play = simulate(drives, policy, driver, count)
     rows = [realism(scenario, *play(i)) for i, scenario in enumerate(drives.scenarios)]
     metrics = {

@@ -1,4 +1,4 @@
-"""The end of a run: it is evaluated, and its report and result are written."""
+"""End of a run: evaluation, report and result."""
 
 from __future__ import annotations
 
@@ -28,12 +28,14 @@ from longhaul.types import Params
 def finish(
     run: Run, folder: Path, assembly: Assembly, policy: Params, untrained: Params, clock: Clock, stop: Stop
 ) -> dict[str, Any]:
-    """Evaluates, and writes report.html and result.json. Raises Stopped."""
+    """Evaluate, and write report.html and result.json. Raises Stopped."""
     seconds = clock.read()
     both = jax.device_put((policy, untrained), jax.local_devices()[0])
     recordings: list[Recording] = []
     if run.many:
-        told = population_report.evaluated(run, assembly.members, both[0], both[1], lambda: stop.look(assembly.updates))
+        outcome = population_report.evaluated(
+            run, assembly.members, both[0], both[1], lambda: stop.look(assembly.updates)
+        )
         parameters = actor_critic.count(policy.params) // len(assembly.members)
     else:
         scores: dict[str, Any] = {}
@@ -43,18 +45,18 @@ def finish(
             scores[name] = {key: value for key, value in means.items() if key != "chains"}
             recordings += films
             stop.look(assembly.updates)
-        told, parameters = {"evaluation": scores}, actor_critic.count(policy.params)
-        told |= {"chains": chains} if chains else {}
+        outcome, parameters = {"evaluation": scores}, actor_critic.count(policy.params)
+        outcome |= {"chains": chains} if chains else {}
     result = _facts(assembly, clock, seconds) | {
-        "params_sha256": params_sha256(policy.params), "parameters": parameters, "memory": _memory(folder), **told,
+        "params_sha256": params_sha256(policy.params), "parameters": parameters, "memory": _memory(folder), **outcome,
     }  # fmt: skip
     write_report(folder, result, recordings, population_report.section(run, folder, result) if run.many else "")
-    write_json(folder / "result.json", result)  # last: who sees it sees a run that is complete
+    write_json(folder / "result.json", result)  # last: its presence means that the run is complete
     return result
 
 
 def _facts(assembly: Assembly, clock: Clock, seconds: Seconds) -> dict[str, Any]:
-    """How far and how fast; steps are those of each run, and `sps` is of all together."""
+    """Totals and speed; steps are those of each run, `sps` is the sum over all."""
     steps, ledger = assembly.agent_steps(assembly.updates), clock.ledger
     return {
         "status": "done",
@@ -71,14 +73,14 @@ def _facts(assembly: Assembly, clock: Clock, seconds: Seconds) -> dict[str, Any]
 
 
 def _memory(folder: Path) -> dict[str, Any] | None:
-    """What the run takes of a device, as it was told before its first update."""
+    """Device memory of the run, as measured before its first update."""
     path = folder / footprints.FILE
-    found: dict[str, Any] | None = json.loads(path.read_text()) if path.exists() else None
-    return found
+    memory: dict[str, Any] | None = json.loads(path.read_text()) if path.exists() else None
+    return memory
 
 
 def evaluations(run: Run, policy: Params, untrained: Params) -> Iterator[tuple[str, dict[str, Any], list[Recording]]]:
-    """Of each policy its name, the means that it scores, and for driving some recordings."""
+    """Name, mean scores and, for driving, recordings of each policy."""
     assert run.evaluation_episodes is not None
     if isinstance(run.environment, Reasoning):
         each = evaluate.reasoner(run, run.evaluation_episodes)

@@ -1,4 +1,4 @@
-"""A run's inference server: made from the Run, with the actors that it begins, and the updates from what they bring."""
+"""Central inference for a run: server, actors, and updates from their trajectories."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ from longhaul.types import Metrics, Progress
 
 
 class Serving(NamedTuple):
-    """A run's policy, compiled, and what holds its trajectories."""
+    """A run's compiled policy and the buffer of its trajectories."""
 
     inference: Inference
     book: Book
@@ -44,21 +44,21 @@ class Serving(NamedTuple):
 
 
 class Prepared(NamedTuple):
-    """A run's learner, compiled, and what serves its actors."""
+    """A run's compiled learner, and the serving of its actors."""
 
     program: learner.Program
     serving: Serving
 
 
 def description(run: Run) -> Description:
-    """The environment of a run, as its actors make it."""
+    """Description from which actors build the run's environment."""
     assert isinstance(run.environment, Named)
     name = run.environment.env
     return registry.describe(name if is_hosted(name) else f"jax/{name}")
 
 
 def _layout(run: Run, groups: int) -> frames.Layout:
-    """What travels between a run and its actors."""
+    """Layout of the messages between a run and its actors."""
     assert isinstance(run.environment, Named)
     columns = run.num_envs // groups * agents(run)
     if is_hosted(run.environment.env):
@@ -70,7 +70,7 @@ def _layout(run: Run, groups: int) -> frames.Layout:
 
 
 def _keeps(run: Run, groups: int) -> Keeps:
-    """Which states travel: those of a run without staleness, which goes on exactly."""
+    """Environment states sent with messages; only a run without staleness needs them, to resume exactly."""
     assert isinstance(run.environment, Named)
     if run.acting.staleness != 0:
         return NOTHING
@@ -79,14 +79,14 @@ def _keeps(run: Run, groups: int) -> Keeps:
 
 
 def prepare(run: Run, assembly: Assembly, progress: Progress) -> Prepared:
-    """Compiles what a run like `progress` needs."""
+    """Compile the programs for a run whose state looks like `progress`."""
     serving = serves(run, assembly, progress)
     data = serving.store.batch(serving.book.version)[0]
     return Prepared(learner.compiled(assembly.algorithm, data, progress, assembly.mesh), serving)
 
 
 def serves(run: Run, assembly: Assembly, progress: Progress) -> Serving:
-    """The same without a learner."""
+    """Serving without a learner."""
     if run.acting.actor_kind == "ray":
         ray_cluster.check(run.acting.ray_address, ray_cluster.ACTORS)
     assert run.acting.actors is not None
@@ -111,15 +111,15 @@ def serves(run: Run, assembly: Assembly, progress: Progress) -> Serving:
 def opened(
     run: Run, serving: Serving, begun: int, closed: ExitStack, note: Callable[[str], None]
 ) -> tuple[Server, Callable[[], list[int | None]]]:
-    """A server with its actors, until `closed`; and a function that tells the processes that were begun.
+    """Server with its actors, until `closed`; and a function that returns the ids of the actors' processes.
 
-    `begun` updates are finished: no life's seeds are another's, nor those before a checkpoint those after it.
+    `begun` updates are finished. Seeds depend on it and on the actor's restarts, so none repeats across a checkpoint.
     """
     assert run.acting.actors is not None
     slots = run.central.slots
 
     def seeds(actor: int, life: int) -> list[int]:
-        again = run.acting.staleness == 0  # whoever is begun anew in the first batch does the same
+        again = run.acting.staleness == 0  # a restarted actor repeats its first batch
         sequence = np.random.SeedSequence([run.seed, begun, actor, 1 if again else life])
         return [int(seed) >> 1 for seed in sequence.generate_state(slots, np.uint32)]
 
@@ -144,7 +144,7 @@ def opened(
 def calls(
     run: Run, assembly: Assembly, prepared: Prepared, progress: Progress, note: Callable[[str], None]
 ) -> Generator[tuple[Progress, int, Metrics]]:
-    """All updates that are left, as `fused.fused` has them. Close it: then neither server nor actor is left."""
+    """All remaining updates, as in `fused.fused`. Closing it stops the server and its actors."""
     policy = learner.local(jax.jit(assembly.algorithm.policy)(progress.state))
     with ExitStack() as closed:
         server, _ = opened(run, prepared.serving, int(progress.updates), closed, note)
@@ -152,7 +152,7 @@ def calls(
 
 
 def _command(run: Run, address: str) -> str:
-    """What begins an actor on another machine."""
+    """Command that starts an actor on another machine."""
     assert isinstance(run.environment, Named) and run.acting.actors is not None
     worlds = run.num_envs // (run.acting.actors * run.central.slots)
     words = f"longhaul actor --connect {address} --env {run.environment.env}"
@@ -162,7 +162,7 @@ def _command(run: Run, address: str) -> str:
 
 
 def _found(run: Run) -> tuple[str, Credentials]:
-    """(where the server listens, what it shows and asks for)."""
+    """(address to listen at, credentials to show and ask for)."""
     try:
         given = load(run.central)
         if run.acting.actor_kind == "ray":
@@ -198,8 +198,8 @@ def _pool(run: Run, codec: Codec, lane: Lane, at: tuple[str, Credentials]) -> Ac
             ends = lane.join(actor)
             return Orders(about | {"ends": list(ends)}, ends[:3])
         assert isinstance(lane, GrpcLane)
-        found = {"address": lane.address, "token_file": run.central.token_file, "authority": run.central.tls_cert}
-        return Orders(about | found)
+        connection = {"address": lane.address, "token_file": run.central.token_file, "authority": run.central.tls_cert}
+        return Orders(about | connection)
 
     start = ray_actor.starter(at[1]) if run.acting.actor_kind == "ray" else process
     return ActorPool(run.acting.actors, orders, lane.cut, start)

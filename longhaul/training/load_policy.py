@@ -1,4 +1,4 @@
-"""The policy of a run's folder, from its newest intact checkpoint."""
+"""Policy of a run's folder, from its newest intact checkpoint."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ from longhaul.types import Params, Progress
 
 
 def restore_policy(folder: Path, member: int | None = None) -> tuple[Run, Params, Params]:
-    """(run, its policy from the newest intact checkpoint, the untrained policy), on the host, to evaluate.
+    """(run, its policy from the newest intact checkpoint, the untrained policy), on the host, for evaluation.
 
-    The policy alone is restored, so that no scenario to train in is made again: any tells what it sees and does. Of a
-    folder of many runs it is that of `member`, and the run returned has its seed. Raises RunError where there is none.
+    Only the policy is restored, without training data. In a folder of many runs it is that of `member`, and the
+    returned run has its seed. Raises RunError if there is none.
     """
     run = load_run(folder)
     which = population.chosen(run, member, folder.name) if run.many or member is not None else None
@@ -37,7 +37,7 @@ def restore_policy(folder: Path, member: int | None = None) -> tuple[Run, Params
         algorithm, begun = population.begun(run, feeds.spec(run))
     else:
         algorithm = registry.make(feeds.spec(run), run.algorithm, Context(updates=1, mean=meshes.identity))
-        begun = jax.jit(algorithm.init)(jax.random.split(jax.random.key(run.seed), 3)[0])  # as `fused.start` has it
+        begun = jax.jit(algorithm.init)(jax.random.split(jax.random.key(run.seed), 3)[0])  # key as in `fused.start`
         begun = reasoning_setup.loaded(run, begun)
     progress = Progress(begun, (), (), jnp.int32(0))  # type: ignore[arg-type]
     with closing(Checkpoints(folder / "checkpoints")) as checkpoints:

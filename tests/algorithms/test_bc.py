@@ -237,7 +237,7 @@ def test_a_run_that_has_nobody_to_imitate_is_refused(run: Run, message: str) -> 
 
 
 def test_without_a_record_nobody_is_there_to_imitate() -> None:
-    with pytest.raises(RunError, match="nobody to imitate in cartpole; give --recorded"):
+    with pytest.raises(RunError, match="no expert in cartpole; give --recorded"):
         feed(runs.resolve(Run("x", Named("cartpole"), BCConfig(), devices=1)))
 
 
