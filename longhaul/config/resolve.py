@@ -274,10 +274,6 @@ def parts(run: Run, devices: int) -> int:
 def named(environment: Named) -> Environment:
     """The environment of that name; RunError with the nearest names where there is none."""
     try:
-        return (
-            spec_stub(environment.env)
-            if is_hosted(environment.env)
-            else environments.make(environment.env)
-        )
+        return spec_stub(environment.env) if is_hosted(environment.env) else environments.make(environment.env)
     except ValueError as error:
         raise RunError(str(error)) from error

@@ -1,0 +1,11 @@
+"""The example of the architecture learns CartPole."""
+
+from __future__ import annotations
+
+from examples import ppo_from_parts
+
+
+def test_it_learns() -> None:
+    returns = ppo_from_parts.train()
+    assert returns[0] < 100
+    assert max(returns) > 400
