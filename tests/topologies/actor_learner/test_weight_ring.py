@@ -15,6 +15,7 @@ from longhaul.runtime import shared_memory
 from longhaul.runtime.shared_memory import Leaf, Wakeup, wakeup
 from longhaul.topologies.actor_learner import weight_ring
 from longhaul.topologies.actor_learner.weight_ring import WeightRing
+from tests.helpers.weights_conformance import check_weights
 
 SIZE, PLACES = 1 << 16, 3
 
@@ -29,6 +30,14 @@ while True:
     mine.publish(version, np.full({SIZE}, version % 251, np.uint8))
     version += 1
 """
+
+
+def test_a_ring_does_what_weights_must() -> None:
+    planned = shared_memory.plan(weight_ring.regions(64, PLACES))
+    block = shared_memory.create(planned.size)
+    learner, actor = (WeightRing(shared_memory.arrays(block, planned)) for _ in range(2))
+    os.close(block)
+    check_weights(learner, actor, lambda version: np.full(64, version, np.uint8), stays=False)
 
 
 def test_arrays_have_lines_of_their_own_and_are_the_same_memory() -> None:
