@@ -3,22 +3,21 @@ a wrong version served."""
 
 from __future__ import annotations
 
-import errno
 import hashlib
-import threading
+import signal
+import sys
 import time
 from contextlib import closing
 from pathlib import Path
 
-import numpy as np
 import pytest
 
-from longhaul.weight_sync.protocol import NOTHING, ProtocolError, Settings
+from longhaul.weight_sync.protocol import NOTHING, Settings
 from longhaul.weight_sync.publisher import Publisher
 from longhaul.weight_sync.receiver import Receiver
-from longhaul.weight_sync.transports import safetensors_files, shared_memory, tcp
-from longhaul.weight_sync.transports.folder import FolderSource, FolderTransport
-from tests.helpers.weight_sync_transports import is_whole, receivers, tensors, until, way
+from longhaul.weight_sync.transports import safetensors_files, tcp
+from longhaul.weight_sync.transports.folder import FolderTransport
+from tests.helpers.weight_sync_transports import is_whole, process, receivers, tensors, until, way
 
 QUICK = Settings(lease=3.0, deadline=3.0, retries=1)
 
@@ -58,23 +57,6 @@ def test_who_takes_nothing_is_dropped_by_the_deadline_and_memory_is_bounded(quor
         assert sender.peak_bytes <= 3 * image and sender.skipped == 0
 
 
-def test_a_wrong_base_and_a_stale_offer_are_refused_and_nothing_changes() -> None:
-    name = f"@longhaul-test-faults-{time.monotonic_ns()}"
-    with Publisher("run", epoch=4, transports=[shared_memory.serve(name)]) as sender:
-        sender.publish(5, tensors(5))
-        with Receiver(lambda: shared_memory.connect(name, "one")) as receiver:
-            assert receiver.wait(5, 20)
-            with closing(shared_memory.connect(name, "two")) as source:
-                source.bind(NOTHING, 5.0)
-                parcel = source.ask(NOTHING, 5.0)
-                assert parcel is not None
-                for change in ({"base": 4}, {"epoch": 3, "version": 9}, {}, {"run": "other", "version": 9}):
-                    bent = parcel._replace(offer=parcel.offer._replace(**change))
-                    with pytest.raises(ProtocolError):
-                        receiver._take(source, bent)
-            assert is_whole(*receiver.latest())
-
-
 def test_a_close_writes_what_was_taken_and_an_error_ends_at_once(tmp_path: Path) -> None:
     with Publisher("run", epoch=1, transports=[FolderTransport(tmp_path / "whole")]) as sender:
         assert sender.publish(1, tensors(1))
@@ -102,96 +84,6 @@ def test_a_close_writes_what_was_taken_and_an_error_ends_at_once(tmp_path: Path)
     with pytest.raises(KeyError, match="True"):
         fails()
     assert time.monotonic() - began < 5.0
-
-
-def test_of_two_writers_of_a_folder_the_later_epoch_wins(tmp_path: Path) -> None:
-    old = Publisher("run", epoch=1, transports=[FolderTransport(tmp_path, durable=False)], settings=QUICK)
-    with old, Receiver(lambda: FolderSource(tmp_path)) as receiver:
-        old.publish(50, tensors(50))
-        assert receiver.wait(50, 20), receiver.errors
-        with Publisher("run", epoch=2, transports=[FolderTransport(tmp_path, durable=False)], settings=QUICK) as new:
-            new.publish(3, tensors(3))
-            until(lambda: receiver.held.epoch == 2)
-            old.publish(51, tensors(51))
-            until(lambda: any("epoch" in why for _, why in old.status()["dropped"]))
-            assert safetensors_files.newest(tmp_path) == (2, 3)
-            assert receiver.held.epoch == 2 and is_whole(*receiver.latest())
-
-
-def test_a_full_disk_holds_nobody_up_and_is_got_over(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    pour, full = safetensors_files._pour, threading.Event()
-
-    def limited(file, shard, image):  # type: ignore[no-untyped-def]
-        if full.is_set() and shard.name.startswith("model-00002"):
-            file.write(b"half of it")
-            raise OSError(errno.ENOSPC, "No space left on device")
-        pour(file, shard, image)
-
-    monkeypatch.setattr(safetensors_files, "_pour", limited)
-    lane = FolderTransport(tmp_path / "folder", shard=3000, durable=False)
-    there = way("tcp", tmp_path)
-    with Publisher("run", transports=[lane, there.serve()], settings=QUICK) as sender, receivers(there) as (receiver,):
-        sender.publish(1, tensors(1))
-        assert receiver.wait(1, 20)
-        until(lambda: lane.latest and lane.latest.name.endswith("-1"))
-        full.set()
-        sender.publish(2, tensors(2))
-        assert receiver.wait(2, 20), receiver.errors  # who has memory goes on
-        until(lambda: any("the disk is full" in line for line in lane.errors))
-        assert (
-            lane.latest is not None and safetensors_files.read_manifest(lane.latest).version == 1
-        )  # whole, and the latest
-        assert not list((tmp_path / "folder").glob("*/*.part"))
-        full.clear()
-        until(lambda: lane.latest and lane.latest.name.endswith("-2"))  # by itself
-        with Receiver(lambda: FolderSource(tmp_path / "folder")) as reader:
-            assert reader.wait(2, 20) and is_whole(*reader.latest())
-
-
-def test_an_interrupted_version_goes_on_with_its_complete_shards(tmp_path: Path) -> None:
-    with Publisher("run", epoch=1, transports=[FolderTransport(tmp_path / "a", shard=3000, durable=False)]) as sender:
-        sender.publish(1, tensors(1))
-        assert sender.wait(1, 20)
-        until(lambda: safetensors_files.newest(tmp_path / "a"))
-    whole = tmp_path / "a" / safetensors_files.folder_name(1, 1)
-    manifest = safetensors_files.read_manifest(whole)
-    image = np.zeros(manifest.size, np.uint8)
-    safetensors_files.read(whole, manifest, image, lambda *_: None)
-    staging = safetensors_files.stage(manifest, image, tmp_path / "b", 3000, durable=False)
-    first, second = (staging / shard.name for shard in safetensors_files.shards(manifest, 3000))
-    at = first.stat().st_mtime_ns
-    data = second.read_bytes()
-    for bad in (data[:-1], data[:-1] + bytes([data[-1] ^ 1]), b"", None):
-        if bad is None:
-            second.unlink()
-        else:
-            second.write_bytes(bad)
-        assert safetensors_files.stage(manifest, image, tmp_path / "b", 3000, durable=False) == staging
-        assert second.read_bytes() == data and first.stat().st_mtime_ns == at
-    image[0] ^= 1
-    first.unlink()
-    with pytest.raises(safetensors_files.Damaged):
-        safetensors_files.stage(manifest, image, tmp_path / "b", 3000, durable=False)
-    assert not first.exists()
-
-
-def test_a_spoilt_file_is_not_served(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("longhaul.weight_sync.transports.folder.PAUSE", 0.01)
-    with Publisher("run", epoch=1, transports=[FolderTransport(tmp_path, shard=3000, durable=False)]) as sender:
-        with Receiver(lambda: FolderSource(tmp_path)) as receiver:
-            sender.publish(1, tensors(1))
-            assert receiver.wait(1, 20)
-        sender.publish(2, tensors(2))
-        until(lambda: safetensors_files.newest(tmp_path) == (1, 2))
-        path = tmp_path / safetensors_files.folder_name(1, 2) / "model-00001-of-00002.safetensors"
-        data = bytearray(path.read_bytes())
-        data[-5] ^= 1
-        path.write_bytes(data)
-        with Receiver(lambda: FolderSource(tmp_path)) as receiver:
-            until(lambda: any("damaged: a" in line for line in receiver.errors))
-            assert receiver.served is None
-            sender.publish(3, tensors(3))
-            assert receiver.wait(3, 20) and is_whole(*receiver.latest())
 
 
 # -------------------------------------------------------------------------------------------------------- many
@@ -249,3 +141,115 @@ def test_thirty_receivers_end_with_the_newest(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_three_hundred_receivers_end_with_the_newest(tmp_path: Path) -> None:
     crowd(300, tmp_path)
+
+
+RECEIVER = """
+import sys, threading, time
+from longhaul.weight_sync.transports import socket_server as sockets
+from longhaul.weight_sync.receiver import follow
+address, phase, version = sys.argv[1], sys.argv[2], int(sys.argv[3])
+first = threading.Lock()
+def say():  # once, whichever thread comes first
+    if first.acquire(blocking=False):
+        print("here", flush=True)
+def hang(name, after):
+    before = getattr(sockets.SocketSource, name)
+    def hung(self, *args):
+        told = [each for each in args if getattr(getattr(each, "offer", each), "version", each) == version]
+        found = before(self, *args) if after else None
+        if told:
+            say()
+            time.sleep(600)
+        return before(self, *args) if not after else found
+    setattr(sockets.SocketSource, name, hung)
+if phase != "serving":
+    hang(*{"asked": ("fetch", False), "fetched": ("fetch", True), "staged": ("ready", False), "ready": ("ready", True),
+           "committed": ("done", False)}[phase])
+receiver = follow([address], name="victim")
+assert receiver.wait(version, 60)
+held = receiver.latest()
+say()
+time.sleep(600)
+"""
+
+
+@pytest.mark.parametrize(
+    ("kind", "phase"),
+    [("shared", phase) for phase in ("fetched", "ready", "serving")]
+    + [("tcp", phase) for phase in ("asked", "staged", "committed")],
+)
+def test_a_receiver_killed_in_any_phase_holds_nobody_up(kind: str, phase: str, tmp_path: Path) -> None:
+    there = way(kind, tmp_path)
+    lane = there.serve()
+    with Publisher("run", transports=[lane], settings=Settings(deadline=30.0)) as sender, receivers(there) as (other,):
+        sender.publish(1, tensors(1))
+        assert other.wait(1, 20)
+        with process(sys.executable, "-c", RECEIVER, lane.address, phase, "2") as victim:
+            assert victim.stdout is not None
+            until(lambda: len(sender.status()["receivers"]) == 2)
+            until(lambda: {each["version"] for each in sender.status()["receivers"]} == {1})
+            sender.publish(2, tensors(2))
+            assert victim.stdout.readline() == "here\n"
+            victim.send_signal(signal.SIGKILL)
+            victim.wait()
+        began = time.monotonic()
+        assert sender.wait(2, 20) and other.wait(2, 20), other.errors
+        for version in range(3, 9):  # every image serves again
+            sender.publish(version, tensors(version))
+            assert other.wait(version, 20), other.errors
+            assert is_whole(*other.latest())
+        assert time.monotonic() - began < 25
+        assert sender.peak_bytes <= 4 * sender.status()["image_bytes"]
+
+
+SENDER = """
+import sys, time
+import numpy as np
+from longhaul.weight_sync import publisher as engine
+from longhaul.weight_sync.transports import framing as wire
+from longhaul.weight_sync.transports import serve
+address, phase = sys.argv[1:]
+def hang(*_):
+    print("here", flush=True)
+    time.sleep(600)
+lane = serve(address)
+sender = engine.Publisher("run", epoch=1, transports=[lane])
+def tensors(v):
+    return {"a": np.full(200_000, v, np.int32), "b": np.full((7, 3), v, np.float32), "c": np.array(v, np.uint8)}
+sender.publish(1, tensors(1))
+assert sys.stdin.readline() == "go\\n"
+if phase == "pouring":
+    def half(self, data, seconds):
+        self.sock.sendall(data[: len(data) // 2])
+        hang()
+    wire.Wire.pour = half
+elif phase == "deciding":
+    engine.Publisher.ready = hang
+elif phase == "offering":
+    engine.Publisher.ask = hang
+sender.publish(2, tensors(2))
+time.sleep(600)
+"""
+
+
+@pytest.mark.parametrize(("kind", "phase"), [("tcp", "pouring"), ("tcp", "deciding"), ("shared", "deciding")])
+def test_a_sender_killed_in_any_phase_leaves_the_old_version_served(kind: str, phase: str, tmp_path: Path) -> None:
+    there = way(kind, tmp_path)
+    lane = there.serve()
+    address = lane.address
+    lane.close()
+    with receivers(there) as (receiver,):
+        with process(sys.executable, "-c", SENDER, address, phase) as sender:
+            assert sender.stdin is not None and sender.stdout is not None
+            assert receiver.wait(1, 30), receiver.errors
+            sender.stdin.write("go\n")
+            sender.stdin.flush()
+            assert sender.stdout.readline() == "here\n"
+            sender.send_signal(signal.SIGKILL)
+            sender.wait()
+        time.sleep(0.1)
+        assert receiver.latest()[0] == 1 and is_whole(*receiver.latest())
+        with Publisher("run", epoch=2, transports=[there.serve()]) as again:
+            again.publish(1, tensors(1, 200_000))
+            until(lambda: receiver.held.epoch == 2)
+            assert is_whole(*receiver.latest())

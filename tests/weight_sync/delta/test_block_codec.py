@@ -8,9 +8,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-from numba import njit
 
-from longhaul.weight_sync.delta import block_codec, numba_kernels
+from longhaul.weight_sync.delta import block_codec
 from longhaul.weight_sync.delta.block_codec import CLASSES, Mode
 from tests.helpers.delta_oracle import LOOPS, loops
 
@@ -170,14 +169,3 @@ def test_both_kinds_of_loops_read_any_block_alike(dtype: type) -> None:
         assert np.array_equal(found[0], found[1])
         made += isinstance(found[0], np.ndarray)
     assert 30 <= made <= 145  # of both sorts there are enough
-
-
-def test_bits_are_placed_without_the_processors_help(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As where there is no PDEP."""
-    draw = np.random.default_rng(0)
-    monkeypatch.setattr(numba_kernels, "BMI2", False)
-    place = njit(numba_kernels.place.py_func)
-    for mask in draw.integers(1, 1 << 64, 100, np.uint64, endpoint=False):
-        bits = [at for at in range(64) if int(mask) >> at & 1]
-        assert [place(mask, rank) for rank in range(len(bits))] == bits
-    assert "pdep" not in next(iter(place.inspect_llvm().values()))

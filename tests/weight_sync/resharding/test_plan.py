@@ -158,14 +158,6 @@ def test_from_fully_sharded_training_to_tensor_parallel_replicas() -> None:
     ]
 
 
-def test_uneven_parts_are_the_first_ones_larger_and_small_tensors_leave_ranks_empty() -> None:
-    made = layout.sharded({"a": ((10, 3), "uint8"), "b": ((2,), "uint8"), "c": ((), "uint8")}, 4)
-    a, b, c = made.tensors
-    assert [box[0] for _, box in a.boxes] == [(0, 3), (3, 6), (6, 8), (8, 10)]
-    assert b.boxes == ((0, ((0, 1),)), (1, ((1, 2),)))
-    assert c.boxes == tuple((rank, ()) for rank in range(4))
-
-
 @pytest.mark.parametrize("speeds", [None, {0: 1.0, 1: 1.0, 2: 2.0, 3: 4.0}])
 def test_copies_share_the_work_by_their_links(speeds: dict[int, float] | None) -> None:
     shapes = {f"layer{i}": ((64, 8 + i), "float32") for i in range(12)}

@@ -1,0 +1,193 @@
+"""vLLM's four phases, against a fake engine."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import threading
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, HTTPServer
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from longhaul.weight_sync import vllm
+from longhaul.weight_sync.producer import named
+from longhaul.weight_sync.publisher import Publisher
+from longhaul.weight_sync.vllm import Announced, Http, Phase, PhaseError, Rollout, Worker
+from tests.helpers import reference_logits as reference
+from tests.helpers.weight_sync_transports import until, way
+
+TINY = dataclasses.replace(reference.CONFIGS["qwen3"], layers=2)
+
+
+class Fake:
+    """vLLM as its trainers see it: a server whose workers each load into a dictionary of their own."""
+
+    def __init__(self, count: int = 2) -> None:
+        self.models: list[dict[str, np.ndarray]] = [{} for _ in range(count)]
+        self.flushed: list[int] = []
+        self.fail = 0  # calls of update_weights from now until one fails in the last worker
+        self.workers = [
+            Worker(
+                lambda pairs, into=into: into.update((n, t.clone()) for n, t in pairs), on_commit=self.flushed.append
+            )
+            for into in self.models
+        ]
+
+    def init_weight_transfer_engine(self, init_info: dict[str, Any]) -> None:
+        for worker in self.workers:
+            worker.init_transfer_engine(**init_info)
+
+    def start_weight_update(self) -> None:
+        for worker in self.workers:
+            worker.start_weight_update()
+
+    def update_weights(self, update_info: dict[str, Any]) -> None:
+        self.fail -= 1
+        for worker in self.workers:
+            if self.fail == 0 and worker is self.workers[-1]:
+                raise RuntimeError("a worker has died")
+            worker.receive_weights(Announced(**update_info))
+
+    def finish_weight_update(self) -> None:
+        for worker in self.workers:
+            worker.finish_weight_update()
+
+    def close(self) -> None:
+        for worker in self.workers:
+            worker.shutdown()
+
+
+@pytest.fixture
+def plain_tensors(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where there is no torch, its tensors are NumPy's: the phases are tested all the same."""
+    try:
+        import torch  # noqa: F401
+    except ImportError:
+
+        class Array(np.ndarray):
+            def clone(self) -> np.ndarray:
+                return np.array(self)
+
+        monkeypatch.setattr(vllm, "torch_tensor", lambda array: array.view(Array))
+
+
+@pytest.fixture
+def fake() -> Iterator[Fake]:
+    engine = Fake()
+    yield engine
+    engine.close()
+
+
+def filled(version: int) -> dict[str, np.ndarray]:
+    return {f"layer.{i}": np.full((4, 8), 100 * version + i, np.float32) for i in range(5)}
+
+
+def loaded(fake: Fake, version: int) -> bool:
+    return all(
+        list(model) == list(filled(version)) and all(np.array_equal(model[n], a) for n, a in filled(version).items())
+        for model in fake.models
+    )
+
+
+@pytest.mark.usefixtures("plain_tensors")
+def test_vllm_is_brought_to_a_version_in_its_four_phases(
+    fake: Fake, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(vllm, "CHUNK", 300)  # two tensors of 128 bytes a call
+    lane = way("shared", tmp_path).serve()
+    with Publisher("run", transports=[lane]) as sender:
+        rollout = Rollout(sender, fake, [lane.address])
+        for version in (1, 2):
+            rollout.update(version, filled(version), 20)
+            assert loaded(fake, version) and fake.flushed == sorted(2 * list(range(1, version + 1)))
+        fake.fail = 2
+        with pytest.raises(RuntimeError, match="died"):
+            rollout.update(3, filled(3), 20)
+        assert [worker.version for worker in fake.workers] == [2, 2] and len(fake.flushed) == 4
+        with pytest.raises(PhaseError, match="start it again"):
+            fake.finish_weight_update()
+        rollout.update(4, filled(4), 20)  # all of it is loaded anew
+        assert loaded(fake, 4) and [worker.version for worker in fake.workers] == [4, 4]
+
+
+@pytest.mark.usefixtures("plain_tensors")
+def test_phases_out_of_order_and_other_versions_are_refused(tmp_path: Path) -> None:
+    got: dict[str, Any] = {}
+    worker = Worker(lambda pairs: got.update(pairs))
+    lane = way("shared", tmp_path).serve()
+    for call in (worker.start_weight_update, worker.finish_weight_update):
+        with pytest.raises(PhaseError, match="not initialised"):
+            call()
+    with Publisher("run", transports=[lane]) as sender:
+        worker.init_transfer_engine([lane.address])
+        with pytest.raises(PhaseError, match="shut it down"):
+            worker.init_transfer_engine([lane.address])
+        until(lambda: sender.status()["receivers"])
+        sender.publish(1, filled(1))
+        assert sender.wait(1, 20)
+        root = sender.status()["root"]
+        with pytest.raises(PhaseError, match="start_weight_update before"):
+            worker.receive_weights(Announced(1, root, 0, 5))
+        for told, error in (
+            (Announced(1, root, 0, 6), "missing, or already loaded"),
+            (Announced(2, "00", 0, 5, 0.05), "version 2 did not come"),
+        ):
+            worker.start_weight_update()
+            with pytest.raises((PhaseError, TimeoutError), match=error):
+                worker.receive_weights(told)
+            assert worker.phase is Phase.BROKEN
+            with pytest.raises(PhaseError):
+                worker.receive_weights(Announced(1, root, 0, 5))
+        worker.start_weight_update()
+        worker.receive_weights(Announced(1, root, 0, 4))
+        with pytest.raises(PhaseError, match="1 tensors are missing"):
+            worker.finish_weight_update()
+        worker.start_weight_update()
+        worker.receive_weights(Announced(1, root, 0, 4))
+        with pytest.raises(PhaseError, match="already loaded"):
+            worker.receive_weights(Announced(1, root, 3, 5))
+        worker.shutdown()
+        got.clear()
+    assert worker.phase is Phase.CLOSED and worker.version == -1
+
+
+def test_the_routes_are_those_of_vllm() -> None:
+    asked: list[tuple[str, Any]] = []
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_POST(self) -> None:
+            asked.append((self.path, json.loads(self.rfile.read(int(self.headers["Content-Length"])))))
+            self.send_response(200)
+            self.end_headers()
+
+        def log_message(self, *_: object) -> None: ...
+
+    with HTTPServer(("127.0.0.1", 0), Handler) as server:
+        thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
+        thread.start()
+        http = Http(f"http://127.0.0.1:{server.server_port}/")
+        http.init_weight_transfer_engine({"addresses": ["shm:@w"], "token": None})
+        http.start_weight_update()
+        http.update_weights(Announced(1, "ab", 0, 5)._asdict())
+        http.finish_weight_update()
+        server.shutdown()
+        thread.join()
+    assert [route for route, _ in asked] == [
+        *("/init_weight_transfer_engine", "/start_weight_update", "/update_weights", "/finish_weight_update"),
+        "/reset_prefix_cache",
+    ]
+    assert asked[2][1] == {"update_info": {"version": 1, "root": "ab", "begin": 0, "end": 5, "seconds": 60.0}}
+    with pytest.raises(ValueError, match="no address of a server"):
+        Http("127.0.0.1:8000")
+    with pytest.raises(ValueError, match="vLLM"):
+        vllm.register()
+
+
+def test_chunks_cut_a_row_by_bytes() -> None:
+    assert list(vllm.chunks([5, 5, 5, 20, 1], 10)) == [(0, 2), (2, 3), (3, 4), (4, 5)]
+    assert list(vllm.chunks([], 10)) == []
+    assert named({"a": 1})["a"] == 1
