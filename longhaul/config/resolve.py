@@ -26,7 +26,7 @@ from longhaul.runtime.devices import cores, default_threads, on_cpu
 from longhaul.runtime.errors import RunError
 from longhaul.runtime.mesh_shape import MeshShape
 from longhaul.topologies.actor_learner import config as layouts
-from longhaul.topologies.actor_learner.config import Acting
+from longhaul.topologies.actor_learner.config import ActorConfig
 from longhaul.topologies.inference_server import config as lanes
 from longhaul.types import Environment
 
@@ -115,7 +115,7 @@ def _absolute(paths: Sequence[str]) -> tuple[str, ...]:
     return tuple(os.path.abspath(os.path.expanduser(path)) for path in paths)
 
 
-def _acting(run: Run, devices: int) -> Acting:
+def _acting(run: Run, devices: int) -> ActorConfig:
     """Who acts, where that is no matter of the learner's program."""
     if run.topology == "fused":
         if isinstance(run.environment, Named) and is_hosted(run.environment.env):
@@ -142,7 +142,7 @@ def _acting(run: Run, devices: int) -> Acting:
         raise RunError(f"--{flag(name)} {rest}") from error
 
 
-def _served(run: Run, devices: int) -> Acting:
+def _served(run: Run, devices: int) -> ActorConfig:
     """Who acts by central inference."""
     if isinstance(run.environment, Driving):
         raise RunError("--topology is central, whose actors have no scenarios; choose fused or actors for driving")

@@ -11,8 +11,8 @@ from longhaul.driving.sim import simulator
 from longhaul.reasoning.config import Reasoning
 from longhaul.runtime.mesh_shape import MeshShape
 from longhaul.telemetry.health import Bounds
-from longhaul.topologies.actor_learner.config import Acting
-from longhaul.topologies.inference_server.config import Central
+from longhaul.topologies.actor_learner.config import ActorConfig
+from longhaul.topologies.inference_server.config import ServerConfig
 
 TOPOLOGIES = ("fused", "actors", "central")
 
@@ -50,8 +50,8 @@ class Run:
     environment: Named | Driving | Reasoning
     algorithm: AlgorithmConfig = field(default_factory=PPOConfig)
     topology: str = "fused"
-    acting: Acting = field(default_factory=Acting)  # of the topologies `actors` and `central`
-    central: Central = field(default_factory=Central)  # of the topology `central`
+    acting: ActorConfig = field(default_factory=ActorConfig)  # of the topologies `actors` and `central`
+    central: ServerConfig = field(default_factory=ServerConfig)  # of the topology `central`
     population: Population = field(default_factory=Population)  # runs side by side; sizes and steps are of each
     total_steps: int = 1_000_000
     num_envs: int = 64  # worlds

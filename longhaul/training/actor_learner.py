@@ -45,14 +45,14 @@ EVERY = 1.0
 """Seconds between two writes of `LIVE`."""
 
 
-class Prepared(NamedTuple):
+class CompiledActorLearner(NamedTuple):
     """A run's compiled learner and the specification of its actors."""
 
     program: learner.Program
     acting: learner.CompiledActor
 
 
-def prepare(run: Run, assembly: Assembly, context: PyTree, progress: Progress) -> Prepared:
+def prepare(run: Run, assembly: Assembly, context: PyTree, progress: Progress) -> CompiledActorLearner:
     """Compile the learner for a run whose state looks like `progress`."""
     if run.acting.actor_kind == "ray":
         ray_cluster.check(run.acting.ray_address, ray_cluster.ACTORS)
@@ -63,7 +63,7 @@ def prepare(run: Run, assembly: Assembly, context: PyTree, progress: Progress) -
     program = learner.compiled(
         assembly.algorithm, acting, together, progress, assembly.mesh, actors=run.acting.actors
     )  # fmt: skip
-    return Prepared(program, acting)
+    return CompiledActorLearner(program, acting)
 
 
 def process(plain: dict[str, Any], actor: int) -> Collect:
@@ -109,7 +109,9 @@ class Opened(NamedTuple):
         return [row["process"] for row in self.pool.report()["actors"] if row["process"] not in (0, os.getpid())]
 
 
-def opened(run: Run, assembly: Assembly, prepared: Prepared, progress: Progress, closed: ExitStack) -> Opened:
+def opened(
+    run: Run, assembly: Assembly, prepared: CompiledActorLearner, progress: Progress, closed: ExitStack
+) -> Opened:
     """Start a run's actors; closing `closed` stops them."""
     policy = jax.eval_shape(assembly.algorithm.policy, progress.state)
 
@@ -128,7 +130,12 @@ def opened(run: Run, assembly: Assembly, prepared: Prepared, progress: Progress,
 
 
 def calls(
-    run: Run, folder: Path, assembly: Assembly, prepared: Prepared, progress: Progress, note: Callable[[str], None]
+    run: Run,
+    folder: Path,
+    assembly: Assembly,
+    prepared: CompiledActorLearner,
+    progress: Progress,
+    note: Callable[[str], None],
 ) -> Generator[tuple[Progress, int, Metrics]]:
     """All remaining updates, as in `fused.fused`. Notes news of actors and writes `LIVE`. Closing it stops them."""
     with ExitStack() as closed:

@@ -23,12 +23,12 @@ from longhaul.topologies.inference_server.actor_pool import ActorPool, Orders, p
 from longhaul.topologies.inference_server.config import load
 from longhaul.topologies.inference_server.env_state import NOTHING, Keeps
 from longhaul.topologies.inference_server.frames import Codec
-from longhaul.topologies.inference_server.grpc_transport import GrpcLane
-from longhaul.topologies.inference_server.policy import Inference
+from longhaul.topologies.inference_server.grpc_transport import GrpcTransport
+from longhaul.topologies.inference_server.policy import BatchedPolicy
 from longhaul.topologies.inference_server.server import Server
-from longhaul.topologies.inference_server.shm_transport import SharedLane
-from longhaul.topologies.inference_server.trajectory_buffer import Trajectories
-from longhaul.topologies.inference_server.transport import Held, Lane
+from longhaul.topologies.inference_server.shm_transport import ShmTransport
+from longhaul.topologies.inference_server.trajectory_buffer import TrajectoryBuffer
+from longhaul.topologies.inference_server.transport import Held, Transport
 from longhaul.topologies.staleness import Book, Rule
 from longhaul.training.assemble import Assembly
 from longhaul.types import Metrics, Progress
@@ -37,13 +37,13 @@ from longhaul.types import Metrics, Progress
 class Serving(NamedTuple):
     """A run's compiled policy and the buffer of its trajectories."""
 
-    inference: Inference
+    inference: BatchedPolicy
     book: Book
-    store: Trajectories
+    store: TrajectoryBuffer
     codec: Codec
 
 
-class Prepared(NamedTuple):
+class CompiledServer(NamedTuple):
     """A run's compiled learner, and the serving of its actors."""
 
     program: learner.Program
@@ -78,11 +78,11 @@ def _keeps(run: Run, groups: int) -> Keeps:
     return Keeps(size, run.num_steps if size else 0)
 
 
-def prepare(run: Run, assembly: Assembly, progress: Progress) -> Prepared:
+def prepare(run: Run, assembly: Assembly, progress: Progress) -> CompiledServer:
     """Compile the programs for a run whose state looks like `progress`."""
     serving = serves(run, assembly, progress)
     data = serving.store.batch(serving.book.version)[0]
-    return Prepared(learner.compiled(assembly.algorithm, data, progress, assembly.mesh), serving)
+    return CompiledServer(learner.compiled(assembly.algorithm, data, progress, assembly.mesh), serving)
 
 
 def serves(run: Run, assembly: Assembly, progress: Progress) -> Serving:
@@ -95,13 +95,13 @@ def serves(run: Run, assembly: Assembly, progress: Progress) -> Serving:
     columns = codec.layout.columns
     algorithm = assembly.algorithm
     policy = learner.local(jax.jit(algorithm.policy)(progress.state))
-    inference = Inference(
+    inference = BatchedPolicy(
         algorithm.act, algorithm.memory, learner.acting_key(progress), policy, assembly.spec.observation,
         groups=groups, columns=columns, fixed=run.acting.staleness == 0,
     )  # fmt: skip
     rule = Rule(groups, run.acting.staleness, until=assembly.updates)
     book = staleness.opened(rule, int(progress.updates))
-    store = Trajectories(
+    store = TrajectoryBuffer(
         inference.shapes, rooms=rule.ahead + 1, steps=run.num_steps, places=groups, columns=columns,
         interval=assembly.spec.truncation_interval,
     )  # fmt: skip
@@ -132,7 +132,7 @@ def opened(
     pool = None
     if on_ray or run.central.bind is None:
         pool = closed.enter_context(closing(_pool(run, serving.codec, lane, at)))
-    elif isinstance(lane, GrpcLane):
+    elif isinstance(lane, GrpcTransport):
         note(f"waits for {run.acting.actors} actors: {_command(run, lane.address)}")
     server = Server(
         lane, serving.inference, serving.book, serving.store, slots=slots,
@@ -142,7 +142,7 @@ def opened(
 
 
 def calls(
-    run: Run, assembly: Assembly, prepared: Prepared, progress: Progress, note: Callable[[str], None]
+    run: Run, assembly: Assembly, prepared: CompiledServer, progress: Progress, note: Callable[[str], None]
 ) -> Generator[tuple[Progress, int, Metrics]]:
     """All remaining updates, as in `fused.fused`. Closing it stops the server and its actors."""
     policy = learner.local(jax.jit(assembly.algorithm.policy)(progress.state))
@@ -174,17 +174,19 @@ def _found(run: Run) -> tuple[str, Credentials]:
 
 def _lane(
     run: Run, codec: Codec, seeds: Callable[[int, int], list[int]], at: tuple[str, Credentials], kept: Held
-) -> Lane:  # fmt: skip
+) -> Transport:  # fmt: skip
     assert run.acting.actors is not None
     if run.central.lane == "shm":
-        return SharedLane(codec, run.acting.actors, run.central.slots, seeds, kept)
+        return ShmTransport(codec, run.acting.actors, run.central.slots, seeds, kept)
     try:
-        return GrpcLane(codec, run.acting.actors, run.central.slots, seeds, bind=at[0], credentials=at[1], held=kept)
+        return GrpcTransport(
+            codec, run.acting.actors, run.central.slots, seeds, bind=at[0], credentials=at[1], held=kept
+        )
     except ValueError as error:
         raise RunError(str(error)) from error
 
 
-def _pool(run: Run, codec: Codec, lane: Lane, at: tuple[str, Credentials]) -> ActorPool:
+def _pool(run: Run, codec: Codec, lane: Transport, at: tuple[str, Credentials]) -> ActorPool:
     """Actors on this machine, or on the nodes of a Ray cluster."""
     assert run.acting.actors is not None
     groups = run.acting.actors * run.central.slots
@@ -194,10 +196,10 @@ def _pool(run: Run, codec: Codec, lane: Lane, at: tuple[str, Credentials]) -> Ac
     }  # fmt: skip
 
     def orders(actor: int) -> Orders:
-        if isinstance(lane, SharedLane):
+        if isinstance(lane, ShmTransport):
             ends = lane.join(actor)
             return Orders(about | {"ends": list(ends)}, ends[:3])
-        assert isinstance(lane, GrpcLane)
+        assert isinstance(lane, GrpcTransport)
         connection = {"address": lane.address, "token_file": run.central.token_file, "authority": run.central.tls_cert}
         return Orders(about | connection)
 

@@ -217,7 +217,7 @@ def _loop(
     # Of each process: all wait for the one that compiles.
     print(f"compiled in {seconds.compile - clock.before.compile:.1f} s, {seconds.trace - clock.before.trace:.1f} s of "
           f"that traced; {clock.ledger.found}", file=sys.stderr, flush=True)  # fmt: skip
-    if isinstance(program, actor_learner.Prepared | inference_server.Prepared):
+    if isinstance(program, actor_learner.CompiledActorLearner | inference_server.CompiledServer):
         on_device = footprints.parts(assembly.algorithm, progress._replace(carry=()), ())
         _weigh(folder, program.program, on_device)
     else:
@@ -236,9 +236,9 @@ def _loop(
         waiting: tuple[int, int, Any] | None = None
         stopping = False
         tell(heartbeat.WORKS)
-        if isinstance(program, actor_learner.Prepared):
+        if isinstance(program, actor_learner.CompiledActorLearner):
             calls = actor_learner.calls(run, folder, assembly, program, progress, out.note)
-        elif isinstance(program, inference_server.Prepared):
+        elif isinstance(program, inference_server.CompiledServer):
             calls = inference_server.calls(run, assembly, program, progress, out.note)
         elif run.many:
             calls = _together(run, assembly, feeding, progress, program)
@@ -336,7 +336,7 @@ def _outlets(
 
 def _compiled(
     run: Run, assembly: Assembly, feeding: Feeding, progress: Progress, clock: Clock, sooner: precompile.Ahead | None
-) -> fused.Program | actor_learner.Prepared | inference_server.Prepared:
+) -> fused.Program | actor_learner.CompiledActorLearner | inference_server.CompiledServer:
     assert run.block is not None
     collector_in, context = assembly.collector_in, feeding.now.context
     with clock.compiling():

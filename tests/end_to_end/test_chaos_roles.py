@@ -23,9 +23,9 @@ import pytest
 from longhaul.cli import launch
 from longhaul.config.run import Named, Run
 from longhaul.runtime.devices import prepare_devices
-from longhaul.topologies.actor_learner.config import Acting
+from longhaul.topologies.actor_learner.config import ActorConfig
 from longhaul.topologies.inference_server import learner as central
-from longhaul.topologies.inference_server.config import Central
+from longhaul.topologies.inference_server.config import ServerConfig
 from longhaul.topologies.inference_server.grpc_transport import PATH
 from longhaul.training import actor_learner, inference_server
 from longhaul.training.assemble import assemble
@@ -241,7 +241,7 @@ def opened(run: Run, closed: ExitStack) -> tuple[Iterator[Any], Callable[[], lis
 @pytest.mark.parametrize(("topology", "lane"), [("actors", "shm"), ("central", "shm"), ("central", "grpc")])
 def test_nobody_grows_while_they_learn(topology: str, lane: str) -> None:
     """Neither who learns, or serves, nor an actor."""
-    given = {"acting": Acting(2, staleness=1), "central": Central(lane)}
+    given = {"acting": ActorConfig(2, staleness=1), "central": ServerConfig(lane)}
     sizes_of = {"num_envs": WORLDS, "num_steps": STEPS, "total_steps": WORLDS * STEPS * WARM * TIMES}
     run = small(environment=Named(POLES), topology=topology, **sizes_of, **given)
     sizes: list[list[float]] = []

@@ -12,9 +12,9 @@ import pytest
 from longhaul.config.run import Named, Run
 from longhaul.runtime.errors import RunError
 from longhaul.telemetry.aggregate import Sums
-from longhaul.topologies.actor_learner.config import Acting
+from longhaul.topologies.actor_learner.config import ActorConfig
 from longhaul.topologies.inference_server import learner as topology
-from longhaul.topologies.inference_server.config import Central
+from longhaul.topologies.inference_server.config import ServerConfig
 from longhaul.training import finish, loop
 from tests.helpers.inference_server_runs import POLES, processes
 from tests.helpers.small_runs import after, begin, records, result, resume, small
@@ -22,7 +22,7 @@ from tests.helpers.small_runs import after, begin, records, result, resume, smal
 
 def in_processes(**changes: Any) -> Run:
     settings: dict[str, Any] = {
-        "environment": Named(str(POLES)), "topology": "central", "acting": Acting(2, staleness=1), "num_envs": 16,
+        "environment": Named(str(POLES)), "topology": "central", "acting": ActorConfig(2, staleness=1), "num_envs": 16,
         "total_steps": 8 * 16 * 60, "num_steps": 8,
     }  # fmt: skip
     return small(**(settings | changes))
@@ -67,7 +67,8 @@ def test_a_run_without_staleness_that_was_stopped_ends_as_one_that_was_not(
     env: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(finish, "evaluations", lambda *args: iter(()))
-    run = in_processes(environment=Named(env), acting=Acting(2, staleness=0), total_steps=8 * 16 * 12, log_interval=1)
+    acting = ActorConfig(2, staleness=0)
+    run = in_processes(environment=Named(env), acting=acting, total_steps=8 * 16 * 12, log_interval=1)
     assert begin(run, tmp_path / "whole").code == 0
     with monkeypatch.context() as patch:
         patch.setattr(Sums, "add", after(5, lambda: signal.raise_signal(signal.SIGINT), Sums.add))
@@ -87,15 +88,18 @@ def kept(record: dict[str, Any]) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({"acting": Acting(3)}, "--num-envs is 16, which 3 actors with 2 groups each .* choose a multiple of 6"),
-        ({"acting": Acting(2, pin=True, staleness=1)}, "--pin is on, and central inference acts with the newest"),
-        ({"acting": Acting(2, staleness=-1)}, "--staleness is -1; it must be at least 0, or none"),
-        ({"central": Central(slots=0)}, "--slots is 0; it must lie in 1 to 8"),
-        ({"central": Central(slots=0), "acting": Acting()}, "--slots is 0; it must lie in 1 to 8"),
-        ({"central": Central("pigeon")}, "--lane is 'pigeon'; it must be one of shm, grpc"),
-        ({"central": Central(bind="127.0.0.1:1")}, "--bind is given, and --lane is shm, which has no address"),
-        ({"central": Central("grpc", bind="0.0.0.0:1")}, "--bind is 0.0.0.0:1, .* give --token-file and --tls-cert"),
-        ({"central": Central("grpc", bind="nowhere")}, "^--bind 'nowhere' is no address; write HOST:PORT"),
+        ({"acting": ActorConfig(3)}, "--num-envs is 16, which 3 actors with 2 groups each .* choose a multiple of 6"),
+        ({"acting": ActorConfig(2, pin=True, staleness=1)}, "--pin is on, and central inference acts with the newest"),
+        ({"acting": ActorConfig(2, staleness=-1)}, "--staleness is -1; it must be at least 0, or none"),
+        ({"central": ServerConfig(slots=0)}, "--slots is 0; it must lie in 1 to 8"),
+        ({"central": ServerConfig(slots=0), "acting": ActorConfig()}, "--slots is 0; it must lie in 1 to 8"),
+        ({"central": ServerConfig("pigeon")}, "--lane is 'pigeon'; it must be one of shm, grpc"),
+        ({"central": ServerConfig(bind="127.0.0.1:1")}, "--bind is given, and --lane is shm, which has no address"),
+        (
+            {"central": ServerConfig("grpc", bind="0.0.0.0:1")},
+            "--bind is 0.0.0.0:1, .* give --token-file and --tls-cert",
+        ),
+        ({"central": ServerConfig("grpc", bind="nowhere")}, "^--bind 'nowhere' is no address; write HOST:PORT"),
     ],
 )
 def test_runs_that_can_not_be_are_named(changes: dict[str, Any], words: str) -> None:

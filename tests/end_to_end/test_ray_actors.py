@@ -18,8 +18,8 @@ from longhaul.runtime import credentials
 from longhaul.runtime.errors import RunError
 from longhaul.runtime.launch import ray_cluster
 from longhaul.runtime.process_group import HostsError
-from longhaul.topologies.actor_learner.config import Acting
-from longhaul.topologies.inference_server.config import Central
+from longhaul.topologies.actor_learner.config import ActorConfig
+from longhaul.topologies.inference_server.config import ServerConfig
 from tests.helpers.small_runs import records, result, small
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -45,13 +45,13 @@ def test_without_ray_or_a_cluster_a_line_says_the_remedy(monkeypatch: pytest.Mon
 @pytest.mark.parametrize(
     ("central", "message"),
     [
-        (Central("shm"), "--lane is shm, and --actor-kind is ray"),
-        (Central("grpc", bind="192.0.2.1:0", tls_cert="cert.pem"), "--tls-cert and --tls-key belong together"),
+        (ServerConfig("shm"), "--lane is shm, and --actor-kind is ray"),
+        (ServerConfig("grpc", bind="192.0.2.1:0", tls_cert="cert.pem"), "--tls-cert and --tls-key belong together"),
     ],
 )
-def test_lanes_that_nodes_can_not_use_are_refused(central: Central, message: str) -> None:
+def test_lanes_that_nodes_can_not_use_are_refused(central: ServerConfig, message: str) -> None:
     with pytest.raises(RunError, match=message):
-        small(topology="central", acting=Acting(2, "ray"), central=central)
+        small(topology="central", acting=ActorConfig(2, "ray"), central=central)
 
 
 @pytest.mark.parametrize(("host", "known"), [("192.0.2.7", True), ("learner.example", True), ("192.0.2.8", False)])

@@ -21,7 +21,7 @@ from longhaul.config.run import Run
 from longhaul.reasoning import host_verifier, huggingface, problem_sets, sampler, tasks, tokenizer, transformer
 from longhaul.reasoning.config import ModelConfig, Reasoning
 from longhaul.runtime.errors import RunError
-from longhaul.topologies.actor_learner.config import Acting
+from longhaul.topologies.actor_learner.config import ActorConfig
 from longhaul.training import evaluate, load_policy, reasoning_setup
 from tests.helpers.small_runs import begin, make_quick, records
 
@@ -62,7 +62,7 @@ def asking(folder: Path, **changes: Any) -> Run:
     settings: dict[str, Any] = {
         "environment": Reasoning(task="questions", questions=str(folder / "sums.jsonl"), template="{question}"),
         "algorithm": GRPOConfig(model_folder=str(folder), group=8, lr=2e-2, warmup=0, num_minibatches=1),
-        "topology": "actors", "acting": Acting(1, "thread"), "total_steps": 60 * 64 * LENGTH, "num_envs": 8,
+        "topology": "actors", "acting": ActorConfig(1, "thread"), "total_steps": 60 * 64 * LENGTH, "num_envs": 8,
         "num_steps": LENGTH, "devices": 1, "log_interval": 1, "evaluation_episodes": 2,
     }  # fmt: skip
     return runs.resolve(Run("small-questions", **(settings | changes)))
@@ -89,7 +89,7 @@ def test_a_run_two_updates_behind_ends_no_lower_than_one_that_is_not(folder: Pat
     ends: dict[int, list[float]] = {0: [], 2: []}
     for seed in (0, 1):
         for staleness, found in ends.items():
-            acting, steps = Acting(2, "thread", staleness), 120 * 64 * LENGTH
+            acting, steps = ActorConfig(2, "thread", staleness), 120 * 64 * LENGTH
             run = asking(folder, algorithm=algorithm, acting=acting, seed=seed, total_steps=steps)
             assert begin(run, tmp_path / f"{staleness}-{seed}").code == 0
             rows = records(tmp_path / f"{staleness}-{seed}")
@@ -237,7 +237,7 @@ def test_countdown_is_imitated_and_rewarded(tmp_path: Path) -> None:
     """Two numbers: imitation alone learns to answer, of which the host says what is right."""
     run = runs.resolve(Run(
         "small-countdown", Reasoning(task="countdown", most=2, problems=512),
-        GRPOConfig(model=ModelConfig(), group=8, taught=60), topology="actors", acting=Acting(1, "thread"),
+        GRPOConfig(model=ModelConfig(), group=8, taught=60), topology="actors", acting=ActorConfig(1, "thread"),
         total_steps=80 * 64 * 16, num_envs=8, num_steps=16, devices=1, log_interval=1, evaluation_episodes=16,
     ))  # fmt: skip
     assert begin(run, tmp_path / "run").code == 0

@@ -28,7 +28,7 @@ from longhaul.reasoning import problem_sets, sampler, tasks, tokenizer
 from longhaul.reasoning.config import ModelConfig, Reasoning
 from longhaul.runtime.errors import RunError
 from longhaul.telemetry.aggregate import Sums
-from longhaul.topologies.actor_learner.config import Acting
+from longhaul.topologies.actor_learner.config import ActorConfig
 from longhaul.training import evaluate, load_policy, loop
 from longhaul.training.checkpoint.checkpoint import Checkpoints
 from tests.helpers.small_runs import after, begin, checkpoints, make_quick, records, result, resume
@@ -106,7 +106,7 @@ def test_samplers_in_processes_change_no_number_also_when_one_is_killed(
 ) -> None:
     """Against two threads, whose programs are the same; one process is killed in the middle of 20 updates."""
     sizes: dict[str, Any] = {"topology": "actors", "total_steps": 20 * 8 * LENGTH}
-    assert begin(small(acting=Acting(2, "thread"), **sizes), tmp_path / "threads").code == 0
+    assert begin(small(acting=ActorConfig(2, "thread"), **sizes), tmp_path / "threads").code == 0
 
     def kill() -> None:
         told = json.loads((tmp_path / "processes" / "live.json").read_text())
@@ -114,7 +114,7 @@ def test_samplers_in_processes_change_no_number_also_when_one_is_killed(
 
     with monkeypatch.context() as patch:
         patch.setattr(Sums, "add", after(8, kill, Sums.add))
-        assert begin(small(acting=Acting(2, "process"), **sizes), tmp_path / "processes").code == 0
+        assert begin(small(acting=ActorConfig(2, "process"), **sizes), tmp_path / "processes").code == 0
     assert "actor 1: it was ended by SIGKILL" in capfd.readouterr().err
     one, other = ([row["episode/return"] for row in records(tmp_path / name)] for name in ("threads", "processes"))
     assert one == other
@@ -124,7 +124,7 @@ def test_samplers_in_processes_change_no_number_also_when_one_is_killed(
 @pytest.mark.slow
 def test_a_learner_that_is_killed_and_goes_on_ends_as_one_that_was_not(tmp_path: Path) -> None:
     """Two processes sample with weights of two updates before; the learner is killed behind its third checkpoint."""
-    run = small(topology="actors", acting=Acting(2, "process", 2, True), total_steps=20 * 8 * LENGTH)
+    run = small(topology="actors", acting=ActorConfig(2, "process", 2, True), total_steps=20 * 8 * LENGTH)
     assert begin(run, tmp_path / "whole").code == 0
     folder = tmp_path / "killed"
     program = f"""
@@ -135,7 +135,7 @@ from tests.end_to_end import test_reasoning_runs as here
 from tests.helpers.small_runs import after, begin
 
 Checkpoints.wait = after(4, lambda: os.kill(os.getpid(), signal.SIGKILL), Checkpoints.wait)
-run = here.small(topology="actors", acting=here.Acting(2, "process", 2, True), total_steps=20 * 8 * here.LENGTH)
+run = here.small(topology="actors", acting=here.ActorConfig(2, "process", 2, True), total_steps=20 * 8 * here.LENGTH)
 begin(run, Path({str(folder)!r}))
 """
     done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, check=False)

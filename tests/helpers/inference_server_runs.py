@@ -21,12 +21,12 @@ from longhaul.topologies.inference_server.actor import play, play_shared
 from longhaul.topologies.inference_server.env_state import NOTHING, Keeps
 from longhaul.topologies.inference_server.frames import Codec
 from longhaul.topologies.inference_server.grpc_streams import run
-from longhaul.topologies.inference_server.grpc_transport import GrpcLane, GrpcLine
-from longhaul.topologies.inference_server.policy import Inference
+from longhaul.topologies.inference_server.grpc_transport import GrpcActorTransport, GrpcTransport
+from longhaul.topologies.inference_server.policy import BatchedPolicy
 from longhaul.topologies.inference_server.server import Server
-from longhaul.topologies.inference_server.shm_transport import SharedLane, SharedLine
-from longhaul.topologies.inference_server.trajectory_buffer import Trajectories
-from longhaul.topologies.inference_server.transport import Lane
+from longhaul.topologies.inference_server.shm_transport import ShmActorTransport, ShmTransport
+from longhaul.topologies.inference_server.trajectory_buffer import TrajectoryBuffer
+from longhaul.topologies.inference_server.transport import Transport
 from longhaul.topologies.staleness import Rule
 from longhaul.types import Algorithm, Spec
 
@@ -57,8 +57,8 @@ class Site(NamedTuple):
     """A server, what it acts with, and the way to begin an actor in a thread."""
 
     server: Server
-    lane: Lane
-    store: Trajectories
+    lane: Transport
+    store: TrajectoryBuffer
     begin: Callable[[int], threading.Thread]
 
 
@@ -83,18 +83,18 @@ def site(
     with ExitStack() as closed:
         threads: list[threading.Thread] = []
         closed.callback(lambda: [thread.join(20.0) for thread in threads])
-        ways: Lane
+        ways: Transport
         if lane == "shm":
-            ways = SharedLane(codec, sizes.actors, sizes.slots, seeds(sizes), kept)
+            ways = ShmTransport(codec, sizes.actors, sizes.slots, seeds(sizes), kept)
         else:
-            ways = GrpcLane(codec, sizes.actors, sizes.slots, seeds(sizes), held=kept)
+            ways = GrpcTransport(codec, sizes.actors, sizes.slots, seeds(sizes), held=kept)
         closed.enter_context(closing(ways))
         rule = Rule(sizes.groups, sizes.staleness, until=UNTIL)
-        inference = Inference(
+        inference = BatchedPolicy(
             algorithm.act, algorithm.memory, jax.random.key(7) if key is None else key, policy, spec.observation,
             groups=sizes.groups, columns=host.columns, fixed=sizes.staleness == 0,
         )  # fmt: skip
-        store = Trajectories(
+        store = TrajectoryBuffer(
             inference.shapes, rooms=rule.ahead + 1, steps=sizes.steps, places=sizes.groups, columns=host.columns,
             interval=spec.truncation_interval,
         )  # fmt: skip
@@ -105,13 +105,13 @@ def site(
 
         def begin(actor: int) -> threading.Thread:
             vectors = [make(actor, slot) for slot in range(sizes.slots)]
-            if isinstance(ways, SharedLane):
-                line: Any = SharedLine(codec, sizes.slots, ways.join(actor))
+            if isinstance(ways, ShmTransport):
+                line: Any = ShmActorTransport(codec, sizes.slots, ways.join(actor))
                 work: Any = lambda: play_shared(line, vectors)  # noqa: E731
             else:
-                assert isinstance(ways, GrpcLane)
+                assert isinstance(ways, GrpcTransport)
                 told = Codec(layout, Keeps(size))  # when it is wanted, the server says
-                line = GrpcLine(told, sizes.slots, ways.address, actor=actor, credentials=NOBODY)
+                line = GrpcActorTransport(told, sizes.slots, ways.address, actor=actor, credentials=NOBODY)
                 work = lambda: run(play(line, vectors))  # noqa: E731
             thread = threading.Thread(target=_until_gone, args=(work, line), daemon=True)
             thread.start()
@@ -130,7 +130,7 @@ def _until_gone(work: Callable[[], None], line: Any) -> None:
     except (ConnectionError, frames.WireError, Gone):
         pass
     finally:
-        if isinstance(line, SharedLine):
+        if isinstance(line, ShmActorTransport):
             line.close()
 
 

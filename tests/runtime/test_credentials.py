@@ -20,7 +20,7 @@ from longhaul.spaces import Box, Discrete, Leaf
 from longhaul.topologies.inference_server import frames
 from longhaul.topologies.inference_server.frames import Codec, WireError
 from longhaul.topologies.inference_server.grpc_streams import run
-from longhaul.topologies.inference_server.grpc_transport import PATH, GrpcLane, GrpcLine
+from longhaul.topologies.inference_server.grpc_transport import PATH, GrpcActorTransport, GrpcTransport
 from longhaul.topologies.inference_server.transport import Lost
 from tests.helpers.malformed_frames import BARE, CODEC, COLUMNS, SLOTS, hello, observe
 
@@ -28,7 +28,7 @@ pytest.importorskip("grpc")
 
 
 @contextmanager
-def turning(lane: GrpcLane) -> Iterator[GrpcLane]:
+def turning(lane: GrpcTransport) -> Iterator[GrpcTransport]:
     """A lane whose streams are heard, in a thread; what comes is left for who asks later."""
     over = threading.Event()
 
@@ -46,21 +46,21 @@ def turning(lane: GrpcLane) -> Iterator[GrpcLane]:
 
 
 @pytest.fixture
-def lane() -> Iterator[GrpcLane]:
-    with closing(GrpcLane(CODEC, 5, SLOTS, lambda actor, life: [actor, life])) as made, turning(made):
+def lane() -> Iterator[GrpcTransport]:
+    with closing(GrpcTransport(CODEC, 5, SLOTS, lambda actor, life: [actor, life])) as made, turning(made):
         yield made
 
 
-async def greet(lane: GrpcLane, credentials: Credentials = NOBODY, codec: Codec = BARE) -> None:
-    """Says HELLO and is welcome; raises what GrpcLine.open raises."""
-    line = GrpcLine(codec, SLOTS, lane.address, actor=0, credentials=credentials)
+async def greet(lane: GrpcTransport, credentials: Credentials = NOBODY, codec: Codec = BARE) -> None:
+    """Says HELLO and is welcome; raises what GrpcActorTransport.open raises."""
+    line = GrpcActorTransport(codec, SLOTS, lane.address, actor=0, credentials=credentials)
     try:
         await line.open()
     finally:
         await line.close()
 
 
-def test_another_environment_is_refused_with_the_difference(lane: GrpcLane) -> None:
+def test_another_environment_is_refused_with_the_difference(lane: GrpcTransport) -> None:
     others = {
         "columns 7": frames.layout(HostSpec(CODEC.layout.form, Discrete(4)), 7),
         "observation/1 float64 5": frames.layout(
@@ -73,11 +73,11 @@ def test_another_environment_is_refused_with_the_difference(lane: GrpcLane) -> N
             run(greet(lane, codec=Codec(layout)))
 
 
-def test_an_actor_that_is_here_is_not_pushed_out_by_another_process(lane: GrpcLane) -> None:
+def test_an_actor_that_is_here_is_not_pushed_out_by_another_process(lane: GrpcTransport) -> None:
     import grpc
 
     async def both() -> str:
-        line = GrpcLine(BARE, SLOTS, lane.address, actor=2, credentials=Credentials())
+        line = GrpcActorTransport(BARE, SLOTS, lane.address, actor=2, credentials=Credentials())
         await line.open()
         async with grpc.aio.insecure_channel(lane.address) as channel:
             call = channel.stream_stream(PATH)()
@@ -91,7 +91,7 @@ def test_an_actor_that_is_here_is_not_pushed_out_by_another_process(lane: GrpcLa
     assert run(both()) == "actor 2 is here already"
 
 
-def test_who_sends_more_than_is_due_is_ended_at_once(lane: GrpcLane) -> None:
+def test_who_sends_more_than_is_due_is_ended_at_once(lane: GrpcTransport) -> None:
     import grpc
 
     async def flood() -> int:
@@ -112,7 +112,7 @@ def test_who_sends_more_than_is_due_is_ended_at_once(lane: GrpcLane) -> None:
     assert lane.take() == [Lost(1, f"a frame of group {SLOTS}, of which none is due")]
 
 
-def test_frames_longer_than_any_of_the_layout_are_not_received(lane: GrpcLane) -> None:
+def test_frames_longer_than_any_of_the_layout_are_not_received(lane: GrpcTransport) -> None:
     import grpc
 
     async def shout() -> Any:
@@ -131,7 +131,7 @@ SECRET = "0123456789abcdef-correct"
 
 def test_a_wrong_token_is_refused() -> None:
     with (
-        closing(GrpcLane(CODEC, 1, SLOTS, lambda a, life: [0, 0], credentials=Credentials(SECRET))) as lane,
+        closing(GrpcTransport(CODEC, 1, SLOTS, lambda a, life: [0, 0], credentials=Credentials(SECRET))) as lane,
         turning(lane),
     ):
         run(greet(lane, Credentials(SECRET)))
@@ -161,7 +161,7 @@ def test_with_tls_only_who_knows_the_server_speaks_to_it(certificate: tuple[Path
     token.write_text(SECRET + "\n")
     theirs = load(str(token), cert, key)
     ours = load(str(token), tls_ca=cert)
-    with closing(GrpcLane(CODEC, 1, SLOTS, lambda a, life: [0, 0], credentials=theirs)) as lane, turning(lane):
+    with closing(GrpcTransport(CODEC, 1, SLOTS, lambda a, life: [0, 0], credentials=theirs)) as lane, turning(lane):
         run(greet(lane, ours))
         with pytest.raises(WireError, match="token"):
             run(greet(lane, ours._replace(token="0123456789abcdef-another")))

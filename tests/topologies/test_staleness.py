@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as some
 
 from longhaul.topologies import staleness
-from longhaul.topologies.actor_learner.config import Acting, decided
+from longhaul.topologies.actor_learner.config import ActorConfig, decided
 from longhaul.topologies.staleness import AHEAD, LATEST, Book, Rule, Ticket
 
 BOUNDS = some.sampled_from([None, 0, 1, 2, 5])
@@ -189,19 +189,19 @@ def test_a_negative_bound_is_refused() -> None:
 @pytest.mark.parametrize(
     ("acting", "words"),
     [
-        (Acting(3), "actors is 3, which can't share 8 worlds evenly"),
-        (Acting(1), "the learner's 2 devices"),
-        (Acting(0), "actors is 0; it must lie in 1"),
-        (Acting(2, "fibre"), "actor_kind is 'fibre'"),
-        (Acting(2, staleness=-1), "staleness is -1"),
-        (Acting(2, staleness=None, pin=True), "give a --staleness"),
+        (ActorConfig(3), "actors is 3, which can't share 8 worlds evenly"),
+        (ActorConfig(1), "the learner's 2 devices"),
+        (ActorConfig(0), "actors is 0; it must lie in 1"),
+        (ActorConfig(2, "fibre"), "actor_kind is 'fibre'"),
+        (ActorConfig(2, staleness=-1), "staleness is -1"),
+        (ActorConfig(2, staleness=None, pin=True), "give a --staleness"),
     ],
 )
-def test_settings_that_can_not_be_are_named(acting: Acting, words: str) -> None:
+def test_settings_that_can_not_be_are_named(acting: ActorConfig, words: str) -> None:
     with pytest.raises(ValueError, match=words):
         decided(acting, envs=8, devices=2, cores=4)
 
 
 def test_actors_are_as_many_as_cores_that_can_share_the_work() -> None:
-    assert [decided(Acting(), envs=n, devices=1, cores=4).actors for n in (8, 6, 5)] == [4, 3, 1]
-    assert decided(Acting(), envs=8, devices=2, cores=1).actors == 2
+    assert [decided(ActorConfig(), envs=n, devices=1, cores=4).actors for n in (8, 6, 5)] == [4, 3, 1]
+    assert decided(ActorConfig(), envs=8, devices=2, cores=1).actors == 2

@@ -18,7 +18,7 @@ from longhaul.cli import main
 from longhaul.runtime import mesh as meshes
 from longhaul.runtime.errors import RunError
 from longhaul.runtime.provenance import params_sha256
-from longhaul.topologies.actor_learner.config import Acting
+from longhaul.topologies.actor_learner.config import ActorConfig
 from longhaul.training import loop, publish
 from longhaul.training.publish import Publishing, chosen
 from longhaul.weight_sync import manifest
@@ -61,7 +61,7 @@ def trained(folder: Path) -> tuple[str, Any]:
 
 def published(topology: str, folder: Path) -> Any:
     """Trains 12 updates, each second of which is published, into `folder`; -> the policy at the end."""
-    acting = Acting() if topology == "fused" else Acting(2, "thread", 1)
+    acting = ActorConfig() if topology == "fused" else ActorConfig(2, "thread", 1)
     train(small(topology=topology, acting=acting, total_steps=8 * 16 * 12), folder, Publishing(("run",), every=2))
     found, tensors = held(folder / "weights")
     assert found.version == 12 and all(

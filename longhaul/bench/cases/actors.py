@@ -15,7 +15,7 @@ from longhaul.bench.cases.training import Prepared
 from longhaul.config.resolve import resolve
 from longhaul.config.run import Named, Run
 from longhaul.runtime.devices import prepare_devices
-from longhaul.topologies.actor_learner.config import Acting
+from longhaul.topologies.actor_learner.config import ActorConfig
 from longhaul.training import actor_learner
 from longhaul.training.assemble import assemble
 from longhaul.training.data import Feeding, feed
@@ -47,7 +47,7 @@ def actors(
     made = resolve(
         Run(
             "bench", Named(env), LEARNERS[learner], topology="actors",
-            acting=Acting(actors, actor_kind, staleness), total_steps=steps * 1_000_000, num_envs=num_envs,
+            acting=ActorConfig(actors, actor_kind, staleness), total_steps=steps * 1_000_000, num_envs=num_envs,
             num_steps=num_steps, devices=1,
         )
     )  # fmt: skip

@@ -25,13 +25,13 @@ from longhaul.runtime import shared_memory
 from longhaul.runtime.devices import prepare_devices
 from longhaul.runtime.launch.process import DROP, PIPE, Process, end_with_parent
 from longhaul.spaces import Discrete, Leaf
-from longhaul.topologies.actor_learner.config import Acting
+from longhaul.topologies.actor_learner.config import ActorConfig
 from longhaul.topologies.inference_server import frames
-from longhaul.topologies.inference_server.config import Central
+from longhaul.topologies.inference_server.config import ServerConfig
 from longhaul.topologies.inference_server.frames import Codec
 from longhaul.topologies.inference_server.grpc_streams import run
-from longhaul.topologies.inference_server.grpc_transport import GrpcLane
-from longhaul.topologies.inference_server.shm_transport import Ends, SharedLane, SharedLine
+from longhaul.topologies.inference_server.grpc_transport import GrpcTransport
+from longhaul.topologies.inference_server.shm_transport import Ends, ShmActorTransport, ShmTransport
 from longhaul.topologies.inference_server.transport import Answer, Arrival
 from longhaul.training import inference_server
 from longhaul.training.assemble import assemble
@@ -47,8 +47,8 @@ def central(env: str, actors: int, worlds: int, slots: int, lane: str, num_steps
     steps = num_envs * num_steps
     made = resolve(
         Run(
-            "bench", Named(env), PPOConfig(), topology="central", acting=Acting(actors, staleness=None),
-            central=Central(lane, slots), total_steps=steps * 1_000_000, num_envs=num_envs, num_steps=num_steps,
+            "bench", Named(env), PPOConfig(), topology="central", acting=ActorConfig(actors, staleness=None),
+            central=ServerConfig(lane, slots), total_steps=steps * 1_000_000, num_envs=num_envs, num_steps=num_steps,
             devices=1, threads=1,  # as each actor has: a second one's waking costs more than it does
         )
     )  # fmt: skip
@@ -95,7 +95,7 @@ shared_client(*map(int, sys.argv[1:]))
 def shared_client(memory: int, reads: int, writes: int, rows: int, width: int, streams: int) -> None:
     """An actor with so many groups, which posts its next step as soon as it has its actions."""
     end_with_parent()
-    line = SharedLine(_codec(rows, width), streams, Ends(memory, reads, writes, (0,) * streams))
+    line = ShmActorTransport(_codec(rows, width), streams, Ends(memory, reads, writes, (0,) * streams))
     seen = np.ones((rows, width), np.float32)
     with suppress(ConnectionError):
         for slot, block in enumerate(line.blocks):
@@ -114,7 +114,7 @@ def shared_transport(rows: int, width: int, streams: int, messages: int, copies:
     The other process copies them in; with two `copies` this one copies them out, too. A unit is a row: the step of one
     environment.
     """
-    lane = SharedLane(_codec(rows, width), 1, streams, lambda actor, life: [0] * streams)
+    lane = ShmTransport(_codec(rows, width), 1, streams, lambda actor, life: [0] * streams)
     ends = lane.join(0)
     numbers = [ends.memory, ends.reads, ends.writes, rows, width, streams]
     command = [sys.executable, "-c", SHARED_CLIENT, *map(str, numbers)]
@@ -169,10 +169,10 @@ def client(what: str, address: str, rows: int, width: int, streams: int) -> None
     process that began it, by which it may be stopped at the time."""
     end_with_parent()
     from longhaul.runtime.credentials import NOBODY
-    from longhaul.topologies.inference_server.grpc_transport import GrpcLine
+    from longhaul.topologies.inference_server.grpc_transport import GrpcActorTransport
 
     async def ours(number: int) -> None:
-        line = GrpcLine(_codec(rows, width), 1, address, actor=number, credentials=NOBODY)
+        line = GrpcActorTransport(_codec(rows, width), 1, address, actor=number, credentials=NOBODY)
         await line.open()
         while True:
             line.post(0, 0)
@@ -304,7 +304,7 @@ def serve(what: str, descriptor: int, rows: int, width: int, streams: int) -> No
 
 def _ours(count: np.ndarray, rows: int, width: int, streams: int) -> None:
     """Copies each step and answers it."""
-    lane = GrpcLane(_codec(rows, width), streams, 1, lambda actor, life: [0])
+    lane = GrpcTransport(_codec(rows, width), streams, 1, lambda actor, life: [0])
     staging, action = np.empty((streams, rows, width), np.float32), np.zeros(rows, np.int32)
     print(lane.address, flush=True)
     while True:

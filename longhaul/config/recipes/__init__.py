@@ -24,7 +24,7 @@ from longhaul.config.run import Named, Run
 from longhaul.reasoning.config import ModelConfig, Reasoning
 from longhaul.runtime.errors import RunError
 from longhaul.telemetry.health import Bounds
-from longhaul.topologies.actor_learner.config import Acting
+from longhaul.topologies.actor_learner.config import ActorConfig
 
 
 def cartpole() -> Run:
@@ -94,7 +94,7 @@ def impala_pong() -> Run:
             reward_clip="unit",
         ),
         topology="actors",
-        acting=Acting(staleness=1),
+        acting=ActorConfig(staleness=1),
         total_steps=50_000_000,
         num_envs=32,
         num_steps=20,
@@ -357,7 +357,7 @@ def reasoning_questions() -> Run:
         Reasoning(task="questions"),
         GRPOConfig(loss="dapo", group=8, lr=1e-5),
         topology="actors",
-        acting=Acting(actor_kind="thread"),
+        acting=ActorConfig(actor_kind="thread"),
         total_steps=200 * 16 * 8 * 256,
         num_envs=16,
         num_steps=256,

@@ -14,7 +14,7 @@ MOST = 1024
 
 
 @dataclass(frozen=True)
-class Acting:
+class ActorConfig:
     """Of the topology `actors`; None is chosen by `decided`."""
 
     actors: int | None = None  # each has an equal share of the worlds
@@ -24,7 +24,7 @@ class Acting:
     ray_address: str = "auto"  # of the cluster, where actor_kind is "ray"
 
 
-def decided(acting: Acting, *, envs: int, devices: int, cores: int) -> Acting:
+def decided(acting: ActorConfig, *, envs: int, devices: int, cores: int) -> ActorConfig:
     """With a number of actors, for so many worlds and a learner on so many devices.
 
     Raises ValueError naming the field, its value, the bound and the remedy.
@@ -51,7 +51,7 @@ def decided(acting: Acting, *, envs: int, devices: int, cores: int) -> Acting:
     return acting
 
 
-def rule(acting: Acting, updates: int, oldest: int = 0) -> tickets.Rule:
+def rule(acting: ActorConfig, updates: int, oldest: int = 0) -> tickets.Rule:
     """The tickets' rule of a decided run from update `oldest` to `updates`."""
     assert acting.actors is not None
     return tickets.Rule(acting.actors, acting.staleness, acting.pin, updates, oldest)

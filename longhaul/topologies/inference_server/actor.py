@@ -26,8 +26,8 @@ from longhaul.runtime.launch.process import end_with_parent
 from longhaul.topologies.inference_server import env_state, frames
 from longhaul.topologies.inference_server.env_state import NOTHING, Keeps
 from longhaul.topologies.inference_server.frames import Codec, WireError
-from longhaul.topologies.inference_server.shm_transport import Ends, SharedLine
-from longhaul.topologies.inference_server.transport import Blocks, Line
+from longhaul.topologies.inference_server.shm_transport import Ends, ShmActorTransport
+from longhaul.topologies.inference_server.transport import ActorBlocks, ActorTransport
 
 PATIENCE = 600.0
 """Seconds that an actor looks for its server before it gives up."""
@@ -36,7 +36,7 @@ FIRST, LONGEST = 0.2, 5.0
 """Seconds between two tries: the first, doubled with each up to the last, and shaken."""
 
 
-async def play(line: Line, vectors: Sequence[HostVector]) -> None:
+async def play(line: ActorTransport, vectors: Sequence[HostVector]) -> None:
     """Steps group i of environments, `vectors[i]`, as the server answers over gRPC, for ever."""
     outs = start(line, vectors, await line.open())
     for slot in range(len(vectors)):
@@ -46,7 +46,7 @@ async def play(line: Line, vectors: Sequence[HostVector]) -> None:
         line.post(slot, step(line, vectors[slot], slot, action, outs[slot]))
 
 
-def play_shared(line: SharedLine, vectors: Sequence[HostVector]) -> None:
+def play_shared(line: ShmActorTransport, vectors: Sequence[HostVector]) -> None:
     """The same through shared memory, where waiting blocks this thread."""
     outs = start(line, vectors, line.open())
     for slot in range(len(vectors)):
@@ -56,7 +56,7 @@ def play_shared(line: SharedLine, vectors: Sequence[HostVector]) -> None:
         line.post(slot, step(line, vectors[slot], slot, action, outs[slot]))
 
 
-def start(line: Blocks, vectors: Sequence[HostVector], seeds: Sequence[int]) -> list[Slot]:
+def start(line: ActorBlocks, vectors: Sequence[HostVector], seeds: Sequence[int]) -> list[Slot]:
     """First observations of all groups, written to their blocks; -> where their steps go."""
     outs = []
     for slot, (vector, block, seed) in enumerate(zip(vectors, line.blocks, seeds, strict=True)):
@@ -70,7 +70,7 @@ def start(line: Blocks, vectors: Sequence[HostVector], seeds: Sequence[int]) -> 
     return outs
 
 
-def step(line: Blocks, vector: HostVector, slot: int, action: np.ndarray, out: Slot) -> int:
+def step(line: ActorBlocks, vector: HostVector, slot: int, action: np.ndarray, out: Slot) -> int:
     """One step of a group, written to its block; -> how many episodes ended in it."""
     finals = vector.step(action, out=out).finals
     count = len(finals.columns)
@@ -88,7 +88,7 @@ def step(line: Blocks, vector: HostVector, slot: int, action: np.ndarray, out: S
     return count
 
 
-async def stay(connect: Callable[[], Line], vectors: Sequence[HostVector], patience: float) -> None:
+async def stay(connect: Callable[[], ActorTransport], vectors: Sequence[HostVector], patience: float) -> None:
     """Plays, and connects again where the server went away. ConnectionError once it was away for `patience` seconds.
 
     Raises WireError where the server refuses: another try would be refused, too.
@@ -128,12 +128,12 @@ def remote(
 ) -> None:  # fmt: skip
     """An actor for a server elsewhere. Raises WireError, ConnectionError, ValueError."""
     from longhaul.topologies.inference_server.grpc_streams import run
-    from longhaul.topologies.inference_server.grpc_transport import GrpcLine
+    from longhaul.topologies.inference_server.grpc_transport import GrpcActorTransport
 
     vectors, codec = make(description, worlds, slots)
 
-    def connect() -> Line:
-        return GrpcLine(codec, slots, address, actor=actor, credentials=credentials)
+    def connect() -> ActorTransport:
+        return GrpcActorTransport(codec, slots, address, actor=actor, credentials=credentials)
 
     run(stay(connect, vectors, patience))
 
@@ -149,7 +149,7 @@ def main() -> int:
     try:
         if lane == "shm":
             vectors, codec = make(description, worlds, slots, about["scores"], about["every"])
-            play_shared(SharedLine(codec, slots, Ends(*about["ends"])), vectors)
+            play_shared(ShmActorTransport(codec, slots, Ends(*about["ends"])), vectors)
         else:
             authority = None if about["authority"] is None else Path(about["authority"]).read_bytes()
             credentials = load(about["token_file"])._replace(authority=authority)

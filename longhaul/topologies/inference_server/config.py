@@ -13,8 +13,8 @@ MOST_SLOTS = 8
 
 
 @dataclass(frozen=True)
-class Central:
-    """Of the topology `central`, beside the actors and the staleness of `actors.settings.Acting`."""
+class ServerConfig:
+    """Of the topology `central`, beside the actors and the staleness of `actors.settings.ActorConfig`."""
 
     lane: str = "shm"
     slots: int = 2  # groups of environments of an actor: it steps one while the others wait
@@ -24,7 +24,7 @@ class Central:
     tls_key: str | None = None
 
 
-def check(central: Central, *, envs: int, actors: int, kind: str) -> None:
+def check(central: ServerConfig, *, envs: int, actors: int, kind: str) -> None:
     """Raises ValueError naming the field, its value, the bound and the remedy."""
     if central.lane not in LANES:
         raise ValueError(f"lane is {central.lane!r}; it must be one of {', '.join(LANES)}")
@@ -55,6 +55,6 @@ def check_installed() -> None:
         raise ValueError("lane is grpc, which needs grpcio: pip install 'longhaul[cluster]'")
 
 
-def load(central: Central) -> credentials.Credentials:
+def load(central: ServerConfig) -> credentials.Credentials:
     """What the server shows and asks for. ValueError where a file can't be used."""
     return credentials.load(central.token_file, central.tls_cert, central.tls_key)

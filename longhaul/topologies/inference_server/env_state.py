@@ -28,7 +28,7 @@ class Keeps(NamedTuple):
 NOTHING = Keeps()
 
 
-class Standing(NamedTuple):
+class EnvSnapshot(NamedTuple):
     """Where G groups of C columns are between two batches: what a run without staleness needs to go on exactly."""
 
     there: np.ndarray  # uint8 [1]: 0 where it means nothing, and new episodes begin

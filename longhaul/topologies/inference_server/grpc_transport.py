@@ -83,8 +83,8 @@ class _Life:
         self.over.set()
 
 
-class GrpcLane:
-    """The server's side; a `lane.Lane`. Raises ValueError where it may not or can't be bound."""
+class GrpcTransport:
+    """The server's side; a `lane.Transport`. Raises ValueError where it may not or can't be bound."""
 
     def __init__(
         self, codec: Codec, actors: int, slots: int, seeds: Seeds, *, bind: str = "127.0.0.1:0",
@@ -297,8 +297,8 @@ class GrpcLane:
             self._loop.rest()
 
 
-class GrpcLine:
-    """The actor's side, a `lane.Line`: one stream, in one event loop."""
+class GrpcActorTransport:
+    """The actor's side, a `lane.ActorTransport`: one stream, in one event loop."""
 
     def __init__(self, codec: Codec, slots: int, address: str, *, actor: int, credentials: Credentials) -> None:
         """`codec` is of a layout without scores: which are wanted, the server says."""

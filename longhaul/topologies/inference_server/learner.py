@@ -25,7 +25,7 @@ from longhaul.runtime import mesh as meshes
 from longhaul.runtime.batch_shards import part
 from longhaul.topologies import fused
 from longhaul.topologies.inference_server import env_state
-from longhaul.topologies.inference_server.env_state import Standing
+from longhaul.topologies.inference_server.env_state import EnvSnapshot
 from longhaul.topologies.inference_server.server import Server
 from longhaul.topologies.inference_server.trajectory_buffer import Sums
 from longhaul.types import LEARNING, Algorithm, Environment, Key, Metrics, Params, Progress, PyTree, Rollout, Successors
@@ -55,11 +55,11 @@ def local(policy: Params) -> Params:
     return jax.tree.map(lambda leaf: leaf.addressable_data(0), policy)
 
 
-def _nowhere(size: int, algorithm: Algorithm, groups: int, columns: int) -> Standing:
+def _nowhere(size: int, algorithm: Algorithm, groups: int, columns: int) -> EnvSnapshot:
     """Where environments stand that nobody has begun. `size`: bytes of the state of a group."""
     memory = jax.tree.leaves(jax.eval_shape(lambda: algorithm.memory(groups * columns)))
     many = groups, columns
-    return Standing(
+    return EnvSnapshot(
         np.zeros(1, np.uint8), np.zeros((groups, size), np.uint8), np.zeros(many, bool), np.zeros(many),
         np.zeros(many, np.int64), [np.zeros(leaf.shape, leaf.dtype) for leaf in memory],
     )  # fmt: skip
@@ -127,7 +127,7 @@ def central(
     """Goes on from `progress`, whose policy is `policy`, to `updates` finished updates; yields (progress, 1, metrics)
     after each, as `fused.fused` does.
 
-    `progress` is taken back (donated) when the iterator is advanced: save it before. Its carry is a `Standing` where
+    `progress` is taken back (donated) when the iterator is advanced: save it before. Its carry is a `EnvSnapshot` where
     the run has no staleness and its environments tell their state; else they are the actors' matter, and who goes on
     from a checkpoint begins them anew.
     """

@@ -40,7 +40,7 @@ class _Stage(NamedTuple):
     leaves: list[np.ndarray]  # [n x C, ...]: of the observations
 
 
-class Inference:
+class BatchedPolicy:
     """`groups` groups of `columns` environments each, of which any number is inferred at once."""
 
     def __init__(

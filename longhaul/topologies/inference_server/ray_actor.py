@@ -22,7 +22,7 @@ from longhaul.topologies.inference_server import actor as client
 from longhaul.topologies.inference_server.actor_pool import Orders
 from longhaul.topologies.inference_server.frames import WireError
 from longhaul.topologies.inference_server.grpc_streams import run
-from longhaul.topologies.inference_server.grpc_transport import GrpcLine
+from longhaul.topologies.inference_server.grpc_transport import GrpcActorTransport
 
 
 class Remote:
@@ -38,14 +38,14 @@ class Remote:
         slots, address = about["slots"], about["address"]
         try:
             vectors, codec = client.make(Description(*about["environment"]), about["worlds"], slots)
-            line = GrpcLine(codec, slots, address, actor=about["actor"], credentials=credentials)
+            line = GrpcActorTransport(codec, slots, address, actor=about["actor"], credentials=credentials)
             run(_once(line, vectors))
         except (WireError, ConnectionError, ValueError) as error:
             return str(error)
         return "it ended"
 
 
-async def _once(line: GrpcLine, vectors: Any) -> None:
+async def _once(line: GrpcActorTransport, vectors: Any) -> None:
     try:
         await client.play(line, vectors)
     finally:

@@ -19,18 +19,18 @@ from longhaul.runtime.heartbeat import Silence
 from longhaul.topologies import staleness
 from longhaul.topologies.actor_process import STARTING
 from longhaul.topologies.inference_server import batcher
-from longhaul.topologies.inference_server.env_state import Standing
+from longhaul.topologies.inference_server.env_state import EnvSnapshot
 from longhaul.topologies.inference_server.frames import Block
-from longhaul.topologies.inference_server.policy import Inference
+from longhaul.topologies.inference_server.policy import BatchedPolicy
 from longhaul.topologies.inference_server.trajectory_buffer import (
     Overrun,
     Running,
     Sums,
-    Trajectories,
+    TrajectoryBuffer,
     count_episodes,
     fresh,
 )
-from longhaul.topologies.inference_server.transport import Answer, Arrival, Lane, Lost
+from longhaul.topologies.inference_server.transport import Answer, Arrival, Lost, Transport
 from longhaul.topologies.staleness import Book, Ticket
 from longhaul.types import Params, Rollout
 
@@ -87,12 +87,12 @@ class Server:
     """`slots` groups of `inference.columns` environments for each of so many actors."""
 
     def __init__(
-        self, lane: Lane, inference: Inference, book: Book, store: Trajectories, *, slots: int,
+        self, lane: Transport, inference: BatchedPolicy, book: Book, store: TrajectoryBuffer, *, slots: int,
         scores: tuple[str, ...], pool: ActorPool | None = None, deadline: float = batcher.DEADLINE,
         note: Callable[[str], None] = lambda line: None, kept: dict[int, np.ndarray] | None = None,
     ) -> None:  # fmt: skip
         """`kept`: group -> the state with which its trajectory began, as actors tell them; the lane hands them on."""
-        self._lane, self._inference, self.book, self._store = lane, inference, book, store
+        self._transport, self._inference, self.book, self._store = lane, inference, book, store
         self._pool, self._note, self._slots, self._scores = pool, note, slots, scores
         n, self._c = book.rule.places, inference.columns
         self._rule = batcher.Rule(slots, n, deadline)
@@ -135,18 +135,18 @@ class Server:
         return len(self._held) < len(self._groups)
 
     @property
-    def standing(self) -> Standing | None:
+    def standing(self) -> EnvSnapshot | None:
         """Between two batches of a run without staleness: where all groups are; None where they can't tell."""
         if len(self._kept) < len(self._groups):
             return None
         groups, whole = self._groups, range(len(self._groups))
-        return Standing(
+        return EnvSnapshot(
             np.ones(1, np.uint8), np.stack([self._kept[g] for g in whole]), self._begins.copy(),
             np.stack([group.running.earned for group in groups]), np.stack([group.running.length for group in groups]),
             self._inference.memory,
         )  # fmt: skip
 
-    def stand(self, at: Standing) -> None:
+    def stand(self, at: EnvSnapshot) -> None:
         """Goes on from there; before any actor is begun."""
         self._begins[:] = at.begins
         for g, group in enumerate(self._groups):
@@ -168,7 +168,7 @@ class Server:
         if take:
             self._infer(take)
         else:
-            self._lane.wait(min(most, wait if self._waiting else most))
+            self._transport.wait(min(most, wait if self._waiting else most))
             self.meter = self.meter._replace(waited=self.meter.waited + time.monotonic() - now)
         self._left = time.monotonic()
 
@@ -181,14 +181,14 @@ class Server:
                     group.owes += away
 
     def _take(self) -> None:
-        for event in self._lane.take():
+        for event in self._transport.take():
             if isinstance(event, Lost):
                 self._lose(event)
             else:
                 try:
                     self._arrive(event)
                 except Overrun as error:
-                    self._lane.cut(event.group // self._slots, str(error))
+                    self._transport.cut(event.group // self._slots, str(error))
 
     def _lose(self, lost: Lost) -> None:
         for g in range(lost.actor * self._slots, (lost.actor + 1) * self._slots):
@@ -305,7 +305,7 @@ class Server:
             answers.append(Answer(g, group.life, action))
             group.step, group.owes, group.acted = None, now, True
             del self._waiting[g]
-        self._lane.answer(answers)
+        self._transport.answer(answers)
         meter, n = self.meter, len(take)
         self.meter = meter._replace(
             steps=meter.steps + n * c, batches=meter.batches + 1,
@@ -318,13 +318,13 @@ class Server:
         self._looked = now
         if self._pool is not None:
             self._pool.look(now)
-        live = self._lane.live()
+        live = self._transport.live()
         for g, group in enumerate(self._groups):
             if group.owes is None or g // self._slots not in live:
                 continue
             silence = Silence(group.owes, group.longest, resting=not group.longest)
             if (hang := silence.hang(now, STARTING)) is not None:
                 why = f"it {hang}"
-                self._lane.cut(g // self._slots, why)
+                self._transport.cut(g // self._slots, why)
                 if self._pool is not None:
                     self._pool.end(g // self._slots, why)

@@ -76,8 +76,8 @@ class _Life:
         self.waits = [False] * slots  # for an answer
 
 
-class SharedLane:
-    """The server's side; a `lane.Lane`. A process that is to be actor a gets `join(a)`; `cut` belongs to its end."""
+class ShmTransport:
+    """Server's side, a `Transport`. The process of actor a gets `join(a)`; `cut` belongs to its end."""
 
     def __init__(self, codec: Codec, actors: int, slots: int, seeds: Any, held: Held = NOBODY) -> None:
         self._codec, self._slots, self._seeds, self._held = codec, slots, seeds, held
@@ -163,8 +163,8 @@ class SharedLane:
         self._wakeup.close()
 
 
-class SharedLine:
-    """Actor's side, a `transport.Blocks`, over the descriptors of `Ends`. ConnectionError once the server is gone."""
+class ShmActorTransport:
+    """Actor's side, an `ActorBlocks`, over the descriptors of `Ends`. ConnectionError once the server is gone."""
 
     def __init__(self, codec: Codec, slots: int, ends: Ends) -> None:
         self.codec = codec

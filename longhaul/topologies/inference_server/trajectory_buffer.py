@@ -50,7 +50,7 @@ class Room(NamedTuple):
     sums: Sums  # of the episodes that ended
 
 
-class Trajectories:
+class TrajectoryBuffer:
     """`rooms` batches of `steps` steps, of `places` groups of `columns` columns."""
 
     def __init__(

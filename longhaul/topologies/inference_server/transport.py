@@ -47,7 +47,7 @@ class Lost(NamedTuple):
     why: str
 
 
-class Lane(Protocol):
+class Transport(Protocol):
     """The server's side, for one thread. No method waits but `wait`."""
 
     def wait(self, seconds: float) -> None:
@@ -68,7 +68,7 @@ class Lane(Protocol):
     def close(self) -> None: ...
 
 
-class Blocks(Protocol):
+class ActorBlocks(Protocol):
     """The actor's side, whichever transport: a step is written to `blocks[slot]`, and its ended episodes to the block
     of `ended`; then it is posted."""
 
@@ -87,8 +87,8 @@ class Blocks(Protocol):
         """Sends the step; does not wait."""
 
 
-class Line(Blocks, Protocol):
-    """Actor's side where waiting suspends a coroutine. `shm_transport.SharedLine` has the same methods, and blocks."""
+class ActorTransport(ActorBlocks, Protocol):
+    """Actor's side where waiting suspends a coroutine. `ShmActorTransport` has the same methods, and blocks instead."""
 
     async def open(self) -> list[int]:
         """Begins a life -> a seed for each group. Raises WireError where it is refused, OSError where nobody is."""

@@ -17,7 +17,7 @@ from longhaul.envs.host.spec_stub import spec_stub
 from longhaul.runtime.errors import RunError
 from longhaul.telemetry.aggregate import Sums
 from longhaul.topologies.actor_learner import host_rollout
-from longhaul.topologies.actor_learner.config import Acting
+from longhaul.topologies.actor_learner.config import ActorConfig
 from longhaul.topologies.actor_learner.host_rollout import Carry, Sizes
 from longhaul.topologies.actor_learner.learner import CompiledActor as Does
 from longhaul.topologies.actor_learner.learner import tree
@@ -142,7 +142,7 @@ def test_only_actors_step_on_the_host() -> None:
     with pytest.raises(RunError, match="choose --topology actors"):
         small(environment=Named(CARTPOLE))
     with pytest.raises(RunError, match="nowhere"):
-        small(environment=Named("numpy/nowhere:cartpole"), topology="actors", acting=Acting(2))
+        small(environment=Named("numpy/nowhere:cartpole"), topology="actors", acting=ActorConfig(2))
     with pytest.raises(ValueError, match="choose --topology actors"):
         spec_stub(CARTPOLE).reset(jax.random.key(0))
 
@@ -152,7 +152,8 @@ def test_a_run_on_the_host_that_was_stopped_ends_as_one_that_was_not(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     make_quick(monkeypatch)
-    made = small(environment=Named(CARTPOLE), topology="actors", acting=Acting(2, "thread"), total_steps=8 * 16 * 20)
+    acting = ActorConfig(2, "thread")
+    made = small(environment=Named(CARTPOLE), topology="actors", acting=acting, total_steps=8 * 16 * 20)
     begin(made, tmp_path / "whole")
     with monkeypatch.context() as patch:
         patch.setattr(Sums, "add", after(9, lambda: signal.raise_signal(signal.SIGINT), Sums.add))

@@ -30,7 +30,7 @@ from longhaul.telemetry.aggregate import Sums
 from longhaul.topologies import fused
 from longhaul.topologies.actor_learner import learner
 from longhaul.topologies.actor_learner.actor_pool import ActorPool
-from longhaul.topologies.actor_learner.config import Acting
+from longhaul.topologies.actor_learner.config import ActorConfig
 from longhaul.topologies.staleness import Rule, Ticket
 from longhaul.training import actor_learner, loop
 from longhaul.types import Algorithm, Progress
@@ -174,10 +174,10 @@ def test_joined_rollouts_are_those_of_one_wide_collector() -> None:
 def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
     """See `make_quick`; the learner, too, is compiled once."""
     make_quick(monkeypatch)
-    made: list[actor_learner.Prepared] = []
+    made: list[actor_learner.CompiledActorLearner] = []
     prepare = actor_learner.prepare
 
-    def once(*args: Any) -> actor_learner.Prepared:
+    def once(*args: Any) -> actor_learner.CompiledActorLearner:
         made.extend([] if made else [prepare(*args)])
         return made[0]
 
@@ -190,7 +190,8 @@ def test_a_pinned_run_that_was_stopped_ends_as_one_that_was_not(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """With two versions behind the newest in its checkpoints, and a record of every update."""
-    made = small(topology="actors", acting=Acting(2, "thread", 2, pin=True), total_steps=8 * 16 * 20, log_interval=1)
+    acting = ActorConfig(2, "thread", 2, pin=True)
+    made = small(topology="actors", acting=acting, total_steps=8 * 16 * 20, log_interval=1)
     begin(made, tmp_path / "whole")
     with monkeypatch.context() as patch:
         patch.setattr(Sums, "add", after(9, lambda: signal.raise_signal(signal.SIGINT), Sums.add))
@@ -221,7 +222,7 @@ def test_processes_end_as_fused_does_also_when_an_actor_is_killed(
 
     with monkeypatch.context() as patch:
         patch.setattr(Sums, "add", after(40, kill, Sums.add))
-        begin(small(topology="actors", acting=Acting(2, "process"), **sizes), tmp_path / "acted")
+        begin(small(topology="actors", acting=ActorConfig(2, "process"), **sizes), tmp_path / "acted")
     assert "actor 1: it was ended by SIGKILL" in capfd.readouterr().err
     one, other = result(tmp_path / "fused"), result(tmp_path / "acted")
     assert one["params_sha256"] == other["params_sha256"]
@@ -248,7 +249,7 @@ def test_actors_find_the_values_of_the_probes(name: str, algorithm: str, bound: 
             num_minibatches=2,
         )  # fmt: skip
     made = small(
-        environment=Named(f"probe/{name}"), algorithm=config, topology="actors", acting=Acting(2, "thread", bound),
+        environment=Named(f"probe/{name}"), algorithm=config, topology="actors", acting=ActorConfig(2, "thread", bound),
         num_envs=16, num_steps=32, total_steps=16 * 32 * 300 * (probe.environment.spec.agents or 1), save_interval=None,
     )  # fmt: skip
     begin(made, tmp_path / "run")
@@ -263,9 +264,9 @@ def test_actors_find_the_values_of_the_probes(name: str, algorithm: str, bound: 
     ("changes", "words"),
     [
         ({"topology": "sebulba"}, "--topology is 'sebulba'"),
-        ({"acting": Acting(3)}, "--actors is 3, which can't share 8 worlds"),
-        ({"acting": Acting(2, "fork")}, "--actor-kind is 'fork'"),
-        ({"acting": Acting(2, staleness=None, pin=True)}, "--pin is on and --staleness is none"),
+        ({"acting": ActorConfig(3)}, "--actors is 3, which can't share 8 worlds"),
+        ({"acting": ActorConfig(2, "fork")}, "--actor-kind is 'fork'"),
+        ({"acting": ActorConfig(2, staleness=None, pin=True)}, "--pin is on and --staleness is none"),
     ],
 )
 def test_runs_that_can_not_be_are_named(changes: dict[str, Any], words: str) -> None:

@@ -15,7 +15,7 @@ import pytest
 from longhaul.runtime.credentials import Credentials
 from longhaul.topologies.inference_server import frames as wire
 from longhaul.topologies.inference_server.grpc_streams import run
-from longhaul.topologies.inference_server.grpc_transport import PATH, GrpcLane, GrpcLine
+from longhaul.topologies.inference_server.grpc_transport import PATH, GrpcActorTransport, GrpcTransport
 from longhaul.topologies.inference_server.transport import Answer, Arrival, Lost
 from tests.helpers.malformed_frames import BARE, CODEC, COLUMNS, SLOTS, hello, malformed, observe
 
@@ -30,7 +30,7 @@ def resident() -> int:
 class Echo:
     """A server that answers each group with its first reward's bits, in a thread; and what it saw."""
 
-    def __init__(self, lane: GrpcLane) -> None:
+    def __init__(self, lane: GrpcTransport) -> None:
         self.lane, self.arrivals, self.lost, self.most = lane, 0, 0, 0
         self._over = threading.Event()
         self._thread = threading.Thread(target=self._run)
@@ -57,15 +57,15 @@ class Echo:
 
 
 @pytest.fixture
-def silent() -> Iterator[GrpcLane]:
+def silent() -> Iterator[GrpcTransport]:
     """A lane that nobody turns yet."""
-    with closing(GrpcLane(CODEC, 5, SLOTS, lambda actor, life: [actor, life])) as lane:
+    with closing(GrpcTransport(CODEC, 5, SLOTS, lambda actor, life: [actor, life])) as lane:
         yield lane
 
 
 async def play_well(address: str, over: asyncio.Event, life: int) -> int:
     """Actor 0, which must get the answers to its own steps, in order, whatever others do; -> steps."""
-    rng, line = np.random.default_rng(5), GrpcLine(BARE, SLOTS, address, actor=0, credentials=Credentials())
+    rng, line = np.random.default_rng(5), GrpcActorTransport(BARE, SLOTS, address, actor=0, credentials=Credentials())
     assert await line.open() == [0, life], "another one was actor 0 meanwhile"
     wanted, done = [0, 0], 0
 
@@ -136,7 +136,7 @@ async def attack(address: str, frames: int, life: int = 1, more: int = 0) -> int
     return await good
 
 
-def under_attack(lane: GrpcLane, frames: int, more: int = 0) -> None:
+def under_attack(lane: GrpcTransport, frames: int, more: int = 0) -> None:
     with closing(Echo(lane)) as echo:
         run(attack(lane.address, 200))  # all that is made once
         before = resident()
@@ -147,12 +147,12 @@ def under_attack(lane: GrpcLane, frames: int, more: int = 0) -> None:
         assert echo.most <= 5 * (SLOTS + 2), "more waited than one step for each group"
 
 
-def test_malformed_frames_harm_nobody_else(silent: GrpcLane) -> None:
+def test_malformed_frames_harm_nobody_else(silent: GrpcTransport) -> None:
     under_attack(silent, 2_000)
 
 
 @pytest.mark.slow
-def test_very_many_malformed_frames_harm_nobody_else(silent: GrpcLane) -> None:
+def test_very_many_malformed_frames_harm_nobody_else(silent: GrpcTransport) -> None:
     """Many in each stream, whose end the sender does not wait for."""
     under_attack(silent, 100_000, more=49)
 
@@ -181,7 +181,7 @@ class Fed:
         self.answers.append(frame)
 
 
-def refused(lane: GrpcLane, streams: int) -> None:
+def refused(lane: GrpcTransport, streams: int) -> None:
     """Each stream's second frame is malformed: it ends with a reason, and nothing of it arrives."""
     rng, before = np.random.default_rng(3), 0
     for number in range(streams):
@@ -198,10 +198,10 @@ def refused(lane: GrpcLane, streams: int) -> None:
     assert resident() - before < 16 * 2**20, "memory grows with what is refused"
 
 
-def test_a_malformed_frame_ends_its_stream(silent: GrpcLane) -> None:
+def test_a_malformed_frame_ends_its_stream(silent: GrpcTransport) -> None:
     refused(silent, 1_000)
 
 
 @pytest.mark.slow
-def test_each_of_very_many_malformed_frames_ends_its_stream(silent: GrpcLane) -> None:
+def test_each_of_very_many_malformed_frames_ends_its_stream(silent: GrpcTransport) -> None:
     refused(silent, 100_000)

@@ -297,9 +297,9 @@ def test_garbage_in_shared_memory_ends_its_actor_alone(what: str) -> None:
     with site(algorithm, spec, poles, Sizes(actors=2, staleness=None), begun=False) as here:
         ends = here.lane.join(1)  # type: ignore[attr-defined]
         codec = frames.Codec(frames.layout(poles(0, 0).spec, 3))
-        from longhaul.topologies.inference_server.shm_transport import FINALS, POSTED, SharedLine
+        from longhaul.topologies.inference_server.shm_transport import FINALS, POSTED, ShmActorTransport
 
-        line = SharedLine(codec, 2, ends)
+        line = ShmActorTransport(codec, 2, ends)
         line.post(0, 0)
         here.server.serve(0.05)
         here.server.serve(0.05)
