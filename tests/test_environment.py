@@ -10,6 +10,7 @@ import pytest
 from longhaul.environment import time_limit, vectorise
 from longhaul.spaces import Discrete, Measure
 from longhaul.types import Spec, transition
+from tests.helpers.quick import quick
 
 
 @dataclass(frozen=True)
@@ -46,7 +47,7 @@ def roll(environment, worlds, steps, starts=4):
     many = vectorise(environment, worlds)
     state, observation = many.reset(jax.random.key(0))
     bank = many.fresh(jax.random.key(1), starts)
-    step, tally, rows = jax.jit(many.step), many.tally(), []
+    step, tally, rows = quick(many.step), many.tally(), []
     for t in range(steps):
         action = jnp.zeros((many.columns,), jnp.int32)
         state, tally, led_to = step(state, tally, action, jax.random.key(t), bank)
@@ -118,7 +119,7 @@ def test_a_start_drawn_when_a_world_ends_is_the_one_drawn_ahead():
     many = vectorise(Counter(end=2, high=1.25), 8)
     state, _ = many.reset(jax.random.key(0))
     state = state._replace(state=state.state + jnp.arange(8.0)[:, None] % 2)  # every other one ends with this step
-    step, action = jax.jit(many.step), jnp.zeros(8, jnp.int32)
+    step, action = quick(many.step), jnp.zeros(8, jnp.int32)
     for key in (jax.random.key(2), jax.random.key(3)):
         ahead, late = (
             step(state, many.tally(), action, jax.random.key(1), starts) for starts in (many.fresh(key, 1), key)

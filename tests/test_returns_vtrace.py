@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 
 from longhaul import returns
+from tests.helpers.quick import quick
 
 INF = math.inf
 
@@ -55,7 +56,7 @@ def vtrace(data: tuple[Any, ...], **numbers: Any) -> returns.VTrace:
 @cache
 def _compiled(**numbers: Any) -> Any:
     """Compiling takes far longer than what is compiled."""
-    return jax.jit(functools.partial(returns.vtrace, **numbers), compiler_options={"xla_backend_optimization_level": 0})
+    return quick(functools.partial(returns.vtrace, **numbers))
 
 
 CASES = [
@@ -202,7 +203,7 @@ def test_without_clips_it_is_importance_sampling() -> None:
 
 @pytest.mark.parametrize("clip", [0.5, 1.0, 1.5, 10.0])
 def test_its_fixed_point_is_the_value_of_the_clipped_policy(clip: float) -> None:
-    """Of pi_rho, which is min(rho mu, pi) normalised (equation 3): between the actor's and the one that learns."""
+    """Value of pi_rho, min(rho mu, pi) normalised (equation 3): between the actor's policy and the learner's."""
     pi, mu, reward = np.array([0.7, 0.2, 0.1]), np.array([0.2, 0.3, 0.5]), np.array([1.0, -2.0, 5.0])
     clipped = np.minimum(clip * mu, pi)
     value = np.full(3, clipped @ reward / clipped.sum())

@@ -11,6 +11,7 @@ from longhaul import returns
 from longhaul.environment import vectorise
 from longhaul.rollout import collector, play, starts
 from tests.helpers.checkable_environment import Chaos, decode, follow
+from tests.helpers.quick import quick
 
 STEPS, WORLDS = 24, 6
 
@@ -104,8 +105,8 @@ def test_a_rollout_is_what_its_observations_and_actions_say(environment):
     collect = collector(vectorise(environment, WORLDS), act, no_memory, steps=STEPS)
     columns = WORLDS * (environment.agents or 1)
     assert (collect.steps, collect.env_steps) == (STEPS * columns, STEPS * WORLDS)
-    run = jax.jit(collect.collect)
-    carry = collect.start(jax.random.key(0))
+    run = quick(collect.collect)
+    carry = quick(collect.start)(jax.random.key(0))
     rollouts, metrics = [], []
     for i in range(2):
         carry, data, sums = run((), carry, jax.random.key(i + 1), jnp.int32(i))
@@ -167,8 +168,8 @@ def check_episodes(environment: Chaos, begun: Any, episodes: Any, frames: np.nda
 
 @pytest.mark.parametrize("environment", [Chaos(), Chaos(agents=3)], ids=["alone", "agents"])
 def test_play_scores_whole_episodes_and_stops_at_their_ends(environment):
-    begun = starts(environment, jax.random.key(3), 16)
-    run = jax.jit(play(environment, act, no_memory, steps=9, observe=lambda state: state.n))
+    begun = quick(lambda key: starts(environment, key, 16))(jax.random.key(3))
+    run = quick(play(environment, act, no_memory, steps=9, observe=lambda state: state.n))
     episodes, frames = run((), begun, None, jax.random.key(5))
     check_episodes(environment, begun, episodes, np.asarray(frames))
     finished = np.asarray(episodes.finished)[np.asarray(episodes.valid)]
@@ -176,8 +177,8 @@ def test_play_scores_whole_episodes_and_stops_at_their_ends(environment):
 
 
 def test_play_without_observe_has_no_frames_and_samples_with_a_key():
-    begun = starts(Chaos(), jax.random.key(3), 16)
-    run = jax.jit(play(Chaos(), act, no_memory, steps=9))
+    begun = quick(lambda key: starts(Chaos(), key, 16))(jax.random.key(3))
+    run = quick(play(Chaos(), act, no_memory, steps=9))
     (one, frames), (same, _), (other, _) = (run((), begun, jax.random.key(k), jax.random.key(5)) for k in (1, 1, 2))
     assert frames == ()
     np.testing.assert_array_equal(one.scores["return"].value, same.scores["return"].value)

@@ -148,21 +148,21 @@ def look(moments: normalise.Moments | tuple[()], observation: PyTree) -> tuple[P
     return visible, mask
 
 
-def starting(made: Parts, config: Any, optimiser: optax.GradientTransformation) -> Callable[[Key], State]:
+def starting(parts: Parts, config: Any, optimiser: optax.GradientTransformation) -> Callable[[Key], State]:
     """Function of a key to the state before the first update."""
 
     def init(key: Key) -> State:
-        params = made.network.init(key)
-        moments = normalise.start(made.seen) if config.normalise_observation else ()
+        params = parts.network.init(key)
+        moments = normalise.start(parts.seen) if config.normalise_observation else ()
         return State(params, optimiser.init(params), moments, jnp.int32(0))
 
     return init
 
 
-def acting(made: Parts, config: Any) -> Callable[..., tuple[jax.Array, PyTree, PyTree]]:
+def acting(parts: Parts, config: Any) -> Callable[..., tuple[jax.Array, PyTree, PyTree]]:
     """`Algorithm.act`. Its extras are the raw action and its log-probability, and the value where it costs nothing (one
     torso, no memory)."""
-    _, policy, network = made
+    _, policy, network = parts
     free = config.shared and not config.memory
 
     def act(acting: Policy, memory: PyTree, observation: PyTree, key: Key | None) -> tuple[jax.Array, PyTree, Any]:

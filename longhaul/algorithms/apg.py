@@ -44,10 +44,10 @@ def apg(spec: Spec, config: APGConfig, context: Context) -> Algorithm:
     """Analytic policy gradient for environments of `spec`. `learn` takes the data of `rollout.pathwise`."""
     if not isinstance(spec.action, Box):
         raise ValueError(f"APG learns a vector, and this environment takes {spec.action}; --actions continuous, say")
-    made = actor_critic.parts(spec, config)
+    parts = actor_critic.parts(spec, config)
     optimiser = optax.chain(optax.clip_by_global_norm(config.max_grad_norm), optax.scale_by_adam(eps=config.adam_eps))
     rate = actor_critic.annealing(context)(config.lr, 0.0 if config.anneal else config.lr)
-    acting = actor_critic.acting(made, config)
+    acting = actor_critic.acting(parts, config)
 
     def act(params: Policy, memory: PyTree, observation: PyTree, key: Key | None) -> tuple[jax.Array, PyTree, Any]:
         action, memory, _ = acting(params, memory, observation, key)
@@ -62,6 +62,6 @@ def apg(spec: Spec, config: APGConfig, context: Context) -> Algorithm:
         return State(params, opt_state, state.moments, state.updates + 1), {f"apg/{k}": v for k, v in metrics.items()}
 
     return Algorithm(
-        actor_critic.starting(made, config, optimiser), lambda state: Policy(state.params, state.moments),
-        made.network.memory, act, learn,
+        actor_critic.starting(parts, config, optimiser), lambda state: Policy(state.params, state.moments),
+        parts.network.memory, act, learn,
     )  # fmt: skip

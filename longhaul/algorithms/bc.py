@@ -92,13 +92,13 @@ def bc(spec: Spec, config: BCConfig, context: Context) -> Algorithm:
     """Behaviour cloning for environments of `spec`."""
     mean, isolated = context.mean, context.isolated
     masked = isinstance(spec.observation, Masked)
-    made = actor_critic.parts(spec, config)
-    network, policy = made.network, made.policy
+    parts = actor_critic.parts(spec, config)
+    network, policy = parts.network, parts.policy
     optimiser = optax.chain(optax.clip_by_global_norm(config.max_grad_norm), optax.scale_by_adam(eps=config.adam_eps))
     optimise = minibatch.optimiser_steps(
         _loss(network, policy, spec.action), network.live, optimiser, _passes(config), context, PARTS
     )
-    acting = actor_critic.acting(made, config)
+    acting = actor_critic.acting(parts, config)
 
     def act(params: Policy, memory: PyTree, observation: PyTree, key: Key | None) -> tuple[jax.Array, PyTree, Any]:
         action, memory, _ = acting(params, memory, observation, key)
@@ -125,6 +125,6 @@ def bc(spec: Spec, config: BCConfig, context: Context) -> Algorithm:
         return State(params, opt_state, moments, state.updates + 1), {f"bc/{k}": v for k, v in metrics.items()}
 
     return Algorithm(
-        actor_critic.starting(made, config, optimiser), lambda state: Policy(state.params, state.moments),
+        actor_critic.starting(parts, config, optimiser), lambda state: Policy(state.params, state.moments),
         network.memory, act, learn,
     )  # fmt: skip

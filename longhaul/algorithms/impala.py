@@ -122,8 +122,8 @@ def impala(spec: Spec, config: IMPALAConfig, context: Context) -> Algorithm:
     """IMPALA for environments of `spec`."""
     mean, isolated = context.mean, context.isolated
     masked = isinstance(spec.observation, Masked)
-    made = actor_critic.parts(spec, config)
-    network, policy = made.network, made.policy
+    parts = actor_critic.parts(spec, config)
+    network, policy = parts.network, parts.policy
     optimiser = _optimiser(config)
     told = ["policy_loss", "value_loss", "entropy", "approx_kl"]
     told += [] if config.clip_eps is None else ["clip_fraction"]
@@ -177,8 +177,8 @@ def impala(spec: Spec, config: IMPALAConfig, context: Context) -> Algorithm:
         return State(params, opt_state, moments, state.updates + 1), {f"impala/{k}": v for k, v in metrics.items()}
 
     return Algorithm(
-        actor_critic.starting(made, config, optimiser), lambda state: Policy(state.params, state.moments),
-        network.memory, actor_critic.acting(made, config), learn,
+        actor_critic.starting(parts, config, optimiser), lambda state: Policy(state.params, state.moments),
+        network.memory, actor_critic.acting(parts, config), learn,
     )  # fmt: skip
 
 

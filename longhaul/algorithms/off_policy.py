@@ -93,42 +93,52 @@ def design(config: Any) -> Design:
 
 def check(config: Any, *, shards: int, columns: int, steps: int, shares: Sequence[str] = ()) -> None:
     """Raises ValueError, with value, bound and remedy, for impossible settings; `shares` must lie in 0 to 1."""
-    made = design(config)
+    settings = design(config)
     for name in ("batch_size", "gradient_steps", "n_step", "hidden_dim", "num_layers", "replay_size"):
-        if getattr(made, name) < 1:
-            raise ValueError(f"{name} is {getattr(made, name)}; it must be at least 1")
+        if getattr(settings, name) < 1:
+            raise ValueError(f"{name} is {getattr(settings, name)}; it must be at least 1")
     for name in ("lr", "learning_starts", "max_grad_norm", "priority_exponent", "importance_exponent"):
-        value = getattr(made, name)
+        value = getattr(settings, name)
         if value is not None and not value >= 0:
             raise ValueError(f"{name} is {value}; it must be at least 0")
     for name in ("gamma", "tau", *shares):
         if not 0.0 <= getattr(config, name) <= 1.0:
             raise ValueError(f"{name} is {getattr(config, name)}; it must lie in 0 to 1")
-    if not made.adam_eps > 0.0:
-        raise ValueError(f"adam_eps is {made.adam_eps}; it must be above 0")
-    if made.batch_size % shards:
+    if not settings.adam_eps > 0.0:
+        raise ValueError(f"adam_eps is {settings.adam_eps}; it must be above 0")
+    if settings.batch_size % shards:
         raise ValueError(
-            f"batch_size is {made.batch_size}, which {shards} devices can't share evenly; choose a multiple of {shards}"
+            f"batch_size is {settings.batch_size}, which {shards} devices can't share evenly; "
+            f"choose a multiple of {shards}"
         )
-    if made.replay_precision not in STORES:
-        raise ValueError(f"replay_precision is {made.replay_precision!r}; it must be one of {', '.join(STORES)}")
-    room = replay.rows_of(made.replay_size, Sizes(shards, columns, steps)) * shards * columns
-    if not steps * columns * shards <= made.learning_starts <= room:
+    if settings.replay_precision not in STORES:
+        raise ValueError(f"replay_precision is {settings.replay_precision!r}; it must be one of {', '.join(STORES)}")
+    room = replay.rows_of(settings.replay_size, Sizes(shards, columns, steps)) * shards * columns
+    if not steps * columns * shards <= settings.learning_starts <= room:
         raise ValueError(
-            f"learning_starts is {made.learning_starts}; it must lie between the steps of an update, "
+            f"learning_starts is {settings.learning_starts}; it must lie between the steps of an update, "
             f"{steps * columns * shards}, and what the replay holds, {room}"
         )
-    if not made.n_step < room // (shards * columns):
-        raise ValueError(f"n_step is {made.n_step}; it must be below the replay's {room // (shards * columns)} rows")
+    if not settings.n_step < room // (shards * columns):
+        raise ValueError(
+            f"n_step is {settings.n_step}; it must be below the replay's {room // (shards * columns)} rows"
+        )
 
 
 def tower(config: Any, seen: PyTree, outputs: int, scale: float = 1.0) -> actor_critic.Tower:
     """Network of a config."""
-    made = design(config)
+    settings = design(config)
     return actor_critic.tower(
-        seen, outputs, torso=made.torso, sizes=(made.hidden_dim,) * made.num_layers, activation=made.activation,
-        precision=made.precision, remat=made.remat, init=made.init, scale=scale,
-    )  # fmt: skip
+        seen,
+        outputs,
+        torso=settings.torso,
+        sizes=(settings.hidden_dim,) * settings.num_layers,
+        activation=settings.activation,
+        precision=settings.precision,
+        remat=settings.remat,
+        init=settings.init,
+        scale=scale,
+    )
 
 
 class Sight(NamedTuple):
@@ -213,14 +223,14 @@ def algorithm(
     spec: Spec, config: Any, parts: Parts, act: Callable[..., tuple[jax.Array, PyTree, PyTree]], context: Context
 ) -> Algorithm:
     """The algorithm of these parts; without `context.sizes` it cannot learn."""
-    made, updates, mean, sizes = design(config), context.updates, context.mean, context.sizes
+    settings, updates, mean, sizes = design(config), context.updates, context.mean, context.sizes
     # Both have the same state, so that a run may continue with the other; only the second reads the gradients.
-    cut = optax.identity() if made.max_grad_norm is None else optax.clip_by_global_norm(made.max_grad_norm)
-    lr = optax.linear_schedule(made.lr, 0.0 if made.anneal else made.lr, updates * made.gradient_steps)
-    optimiser = optax.chain(cut, optax.adam(lr, eps=made.adam_eps))
+    cut = optax.identity() if settings.max_grad_norm is None else optax.clip_by_global_norm(settings.max_grad_norm)
+    lr = optax.linear_schedule(settings.lr, 0.0 if settings.anneal else settings.lr, updates * settings.gradient_steps)
+    optimiser = optax.chain(cut, optax.adam(lr, eps=settings.adam_eps))
     store = None if sizes is None else replay.replay(
-        spec, parts.kept, sizes, made.replay_size, n_step=made.n_step, half=made.replay_precision == "bf16",
-        prioritised=made.priority_exponent is not None,
+        spec, parts.kept, sizes, settings.replay_size, n_step=settings.n_step, half=settings.replay_precision == "bf16",
+        prioritised=settings.priority_exponent is not None,
     )  # fmt: skip
 
     def init(key: Key) -> State:
@@ -235,19 +245,19 @@ def algorithm(
         return cursor.filled * (sizes.shards * sizes.columns if sizes else 1)
 
     def policy(state: State) -> Policy:
-        learns = held(state.cursor) >= made.learning_starts
+        learns = held(state.cursor) >= settings.learning_starts
         return Policy(state.params[parts.acts], jnp.where(learns, parts.explore(state.updates), 1.0))
 
     def learn(state: State, data: Rollout, key: Key) -> tuple[State, Metrics]:
         assert store is not None and sizes is not None and isinstance(state.replay, Local), "no sizes: it can only act"
         ring = jax.tree.map(lambda x: x[0], state.replay.value)
         ring, cursor = store.add(ring, state.cursor, data._replace(action=parts.mark(parts.keep(data.action), data)))
-        rows = made.batch_size // sizes.shards
+        rows = settings.batch_size // sizes.shards
         key_samples, key_losses = jax.vmap(lambda each: prng.split(each, 2), out_axes=1)(
-            prng.split(key, made.gradient_steps)
+            prng.split(key, settings.gradient_steps)
         )
         passed = jnp.minimum(state.updates / updates, 1.0)
-        beta = made.importance_exponent + (1.0 - made.importance_exponent) * passed
+        beta = settings.importance_exponent + (1.0 - settings.importance_exponent) * passed
 
         def choose(ring: Ring, key: Key) -> Chosen:
             return store.choose(ring, cursor, key, rows, beta)
@@ -255,7 +265,7 @@ def algorithm(
         # Random numbers are drawn before the loop: inside, XLA would compute them again in each of a dozen uses. The
         # replay is read in the loop alone: outside, XLA would read the ring before the new row is written, and copy all
         # of it to write that row. The barrier hides from XLA that the loop returns the ring unchanged.
-        ahead = jax.vmap(functools.partial(choose, ring))(key_samples) if made.priority_exponent is None else None
+        ahead = jax.vmap(functools.partial(choose, ring))(key_samples) if settings.priority_exponent is None else None
         noises = jax.vmap(lambda key: parts.noise(key, rows))(key_losses)
 
         def step(i: jax.Array, carried: Any) -> Any:
@@ -270,14 +280,14 @@ def algorithm(
             changes = {name: optimiser.update(grads[name], opt_state[name], old) for name, old in params.items()}
             params = {name: optax.apply_updates(old, changes[name][0]) for name, old in params.items()}
             opt_state = {name: after for name, (_, after) in changes.items()}
-            target = {name: optax.incremental_update(params[name], old, made.tau) for name, old in target.items()}
+            target = {name: optax.incremental_update(params[name], old, settings.tau) for name, old in target.items()}
             if parts.interval > 1:
                 params, opt_state, target = _rarely(parts, (params, opt_state, target), before, i)
-            if made.priority_exponent is not None:
-                ring = store.prioritise(ring, batch, (jnp.abs(error) + 1e-6) ** made.priority_exponent)
+            if settings.priority_exponent is not None:
+                ring = store.prioritise(ring, batch, (jnp.abs(error) + 1e-6) ** settings.priority_exponent)
             return params, target, opt_state, ring, {name: sums.get(name, 0.0) + x for name, x in now.items()}
 
-        steps = jnp.where(held(cursor) >= made.learning_starts, made.gradient_steps, 0)
+        steps = jnp.where(held(cursor) >= settings.learning_starts, settings.gradient_steps, 0)
         begun = state.params, state.target, state.opt_state, ring
         nothing = {name: jnp.float32(0.0) for name in jax.eval_shape(step, 0, (*begun, {}))[-1]}
         params, target, opt_state, ring, sums = jax.lax.fori_loop(0, steps, step, (*begun, nothing))

@@ -96,11 +96,11 @@ def ppo(spec: Spec, config: PPOConfig, context: Context) -> Algorithm:
     """PPO for environments of `spec`."""
     mean, isolated = context.mean, context.isolated
     masked = isinstance(spec.observation, Masked)
-    made = actor_critic.parts(spec, config)
-    network = made.network
+    parts = actor_critic.parts(spec, config)
+    network = parts.network
     optimiser = optax.chain(optax.clip_by_global_norm(config.max_grad_norm), optax.scale_by_adam(eps=config.adam_eps))
     optimise = minibatch.optimiser_steps(
-        _loss(network, made.policy, config), network.live, optimiser, config, context, PARTS
+        _loss(network, parts.policy, config), network.live, optimiser, config, context, PARTS
     )
 
     def see(state: State, data: Rollout) -> Batch:
@@ -139,6 +139,6 @@ def ppo(spec: Spec, config: PPOConfig, context: Context) -> Algorithm:
         return State(params, opt_state, moments, state.updates + 1), {f"ppo/{k}": v for k, v in metrics.items()}
 
     return Algorithm(
-        actor_critic.starting(made, config, optimiser), lambda state: Policy(state.params, state.moments),
-        network.memory, actor_critic.acting(made, config), learn,
+        actor_critic.starting(parts, config, optimiser), lambda state: Policy(state.params, state.moments),
+        network.memory, actor_critic.acting(parts, config), learn,
     )  # fmt: skip

@@ -58,8 +58,8 @@ def _make(spec: Spec, config: PQNConfig) -> Parts:
     greatest of them."""
     if not isinstance(spec.action, Discrete):
         raise ValueError(f"PQN learns one choice, and this environment takes {spec.action}")
-    made = actor_critic.parts(spec, config, norm=config.layer_norm)
-    inner = made.network
+    parts = actor_critic.parts(spec, config, norm=config.layer_norm)
+    inner = parts.network
 
     def apply(params: Params, memory: PyTree, looked: PyTree) -> tuple[jax.Array, jax.Array, PyTree]:
         seen, mask = looked
@@ -69,7 +69,7 @@ def _make(spec: Spec, config: PQNConfig) -> Parts:
         q = q if mask is None else jnp.where(mask, q, jnp.finfo(jnp.float32).min)
         return q, jnp.max(q, axis=-1), memory
 
-    return made._replace(network=inner._replace(apply=apply, both=apply))
+    return parts._replace(network=inner._replace(apply=apply, both=apply))
 
 
 def _of(q: jax.Array, choice: jax.Array) -> jax.Array:
@@ -97,8 +97,8 @@ def _loss(network: networks.ActorCritic) -> Callable[..., tuple[jax.Array, Metri
 def pqn(spec: Spec, config: PQNConfig, context: Context) -> Algorithm:
     """PQN for environments of `spec`."""
     updates, mean, isolated, first, done = context[:5]
-    made = _make(spec, config)
-    network = made.network
+    parts = _make(spec, config)
+    network = parts.network
     optimiser = optax.chain(optax.clip_by_global_norm(config.max_grad_norm), optax.scale_by_radam(eps=config.adam_eps))
     passes = minibatch.Passes(
         config.lr, config.anneal, config.warmup, config.num_minibatches, config.update_epochs, config.memory,
@@ -142,17 +142,17 @@ def pqn(spec: Spec, config: PQNConfig, context: Context) -> Algorithm:
     def policy(state: State) -> Policy:
         return Policy(state.params, state.moments, explore(state.updates))
 
-    starting = actor_critic.starting(made, config, optimiser)
-    return Algorithm(starting, policy, network.memory, _acting(made, config, spec.action), learn)
+    starting = actor_critic.starting(parts, config, optimiser)
+    return Algorithm(starting, policy, network.memory, _acting(parts, config, spec.action), learn)
 
 
-def _acting(made: Parts, config: PQNConfig, action: Any) -> Callable[..., tuple[jax.Array, PyTree, Any]]:
+def _acting(parts: Parts, config: PQNConfig, action: Any) -> Callable[..., tuple[jax.Array, PyTree, Any]]:
     """`Algorithm.act`: the choice of the greatest value, or a random one. Its extra is that value, which costs nothing
     where there is no memory."""
 
     def act(acting: Policy, memory: PyTree, observation: PyTree, key: Key | None) -> tuple[jax.Array, PyTree, Any]:
         looked = actor_critic.look(acting.moments, observation)
-        q, ahead, memory = made.network.apply(acting.params, memory, looked)
+        q, ahead, memory = parts.network.apply(acting.params, memory, looked)
         best = jnp.argmax(q, axis=-1).astype(jnp.int32)
         extras = {} if config.memory else {"value": ahead}
         if key is None:

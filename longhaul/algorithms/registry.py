@@ -107,5 +107,5 @@ def network(spec: Spec, config: AlgorithmConfig) -> networks.ActorCritic:
 
 def critic(spec: Spec, config: AlgorithmConfig) -> Callable[[Any, PyTree, PyTree], jax.Array]:
     """Function (policy, memory, observation [B, ...]) -> the learner's value, float32 [B]."""
-    made = network(spec, config)
-    return lambda policy, memory, observation: made.apply(policy, memory, observation)[1]
+    actor = network(spec, config)
+    return lambda policy, memory, observation: actor.apply(policy, memory, observation)[1]

@@ -108,10 +108,10 @@ def _imitated(config: SACConfig, batch: Transitions, log_prob: Callable[[jax.Arr
     return config.imitation * scaled, {"imitation_loss": scaled, "expert": expert.astype(jnp.float32)}
 
 
-def _of_vectors(config: SACConfig, made: _Networks, box: Box) -> Loss:
+def _of_vectors(config: SACConfig, networks: _Networks, box: Box) -> Loss:
     """Losses of Haarnoja et al.; noise is that of (current actions, next ones). Entropies are of actions within -1 to
     1."""
-    policy, look = made.policy, made.sight.look
+    policy, look = networks.policy, networks.sight.look
     moved = policy.moved
     assert moved is not None, "a vector's distribution has it"
     half = (np.asarray(box.high, np.float32) - np.asarray(box.low, np.float32)) / 2
@@ -127,15 +127,17 @@ def _of_vectors(config: SACConfig, made: _Networks, box: Box) -> Loss:
         now, next_ = noise
         seen, following = look(batch.observation)[0], look(batch.successor)[0]
         alpha = _temperature(config, params)
-        action, log_prob = drawn(made.actor.apply(params["actor"], following), next_)
-        ahead = jnp.min(off_policy.pair(made.critic, target["critics"], following, action), axis=0) - alpha * log_prob
+        action, log_prob = drawn(networks.actor.apply(params["actor"], following), next_)
+        ahead = (
+            jnp.min(off_policy.pair(networks.critic, target["critics"], following, action), axis=0) - alpha * log_prob
+        )
         reward, discount = replay.discounted(batch, config.gamma)
         goal = config.reward_scale * reward + discount * ahead
-        q = off_policy.pair(made.critic, params["critics"], seen, batch.action[..., : len(half)])
-        parameters = made.actor.apply(params["actor"], seen)
+        q = off_policy.pair(networks.critic, params["critics"], seen, batch.action[..., : len(half)])
+        parameters = networks.actor.apply(params["actor"], seen)
         action, log_prob = drawn(parameters, now)
         frozen = jax.lax.stop_gradient(params["critics"])
-        worth = jnp.min(off_policy.pair(made.critic, frozen, seen, action), axis=0)
+        worth = jnp.min(off_policy.pair(networks.critic, frozen, seen, action), axis=0)
         rows, metrics, error = _together(config, params, q, goal, alpha * log_prob - worth, -log_prob - wanted)
         imitated, more = _imitated(
             config, batch,
@@ -146,13 +148,13 @@ def _of_vectors(config: SACConfig, made: _Networks, box: Box) -> Loss:
     return loss
 
 
-def _of_choices(config: SACConfig, made: _Networks) -> Loss:
+def _of_choices(config: SACConfig, networks: _Networks) -> Loss:
     """Losses of Christodoulou, with legal choices only."""
-    look = made.sight.look
+    look = networks.sight.look
 
     def chances(params: Params, seen: PyTree, mask: jax.Array | None) -> tuple[jax.Array, jax.Array]:
         """(probabilities [n, choices], their logarithms, 0 where a choice is not legal)."""
-        logits = made.actor.apply(params, seen)
+        logits = networks.actor.apply(params, seen)
         logits = logits if mask is None else jnp.where(mask, logits, jnp.finfo(jnp.float32).min)
         log_p = jax.nn.log_softmax(logits)
         return jnp.exp(log_p), log_p if mask is None else jnp.where(mask, log_p, 0.0)
@@ -162,10 +164,10 @@ def _of_choices(config: SACConfig, made: _Networks) -> Loss:
         following, mask_next = look(batch.successor)
         alpha = _temperature(config, params)
         p, log_p = chances(params["actor"], following, mask_next)
-        ahead = jnp.min(_twins(made.critic, target["critics"], following), axis=0)
+        ahead = jnp.min(_twins(networks.critic, target["critics"], following), axis=0)
         reward, discount = replay.discounted(batch, config.gamma)
         goal = config.reward_scale * reward + discount * jnp.sum(p * (ahead - alpha * log_p), axis=-1)
-        all_q = _twins(made.critic, params["critics"], seen)
+        all_q = _twins(networks.critic, params["critics"], seen)
         chosen = jax.nn.one_hot(batch.action, all_q.shape[-1], dtype=bool)
         q = jnp.sum(jnp.where(chosen, all_q, 0.0), axis=-1)
         p, log_p = chances(params["actor"], seen, mask)
@@ -182,15 +184,15 @@ def _of_choices(config: SACConfig, made: _Networks) -> Loss:
 
 def sac(spec: Spec, config: SACConfig, context: Context) -> Algorithm:
     """SAC for environments of `spec`; without `context.sizes` it acts and cannot learn."""
-    made = _Networks(spec, config)
+    networks = _Networks(spec, config)
     box = spec.action if isinstance(spec.action, Box) else None
 
     def init(key: Key) -> dict[str, Params]:
         actor, *critics = jax.random.split(key, 3)
-        params = {"actor": made.actor.init(actor), "critics": tuple(map(made.critic.init, critics))}
+        params = {"actor": networks.actor.init(actor), "critics": tuple(map(networks.critic.init, critics))}
         return params | ({"temperature": jnp.float32(0.0)} if config.temperature is None else {})
 
-    loss = _of_vectors(config, made, box) if box else _of_choices(config, made)
+    loss = _of_vectors(config, networks, box) if box else _of_choices(config, networks)
     keep, kept = _keeping(spec)
     parts = Parts("sac", init, ("critics",), loss, keep, kept, "actor", lambda updates: jnp.float32(0.0))
     if box is not None:
@@ -199,7 +201,7 @@ def sac(spec: Spec, config: SACConfig, context: Context) -> Algorithm:
         if box is None:
             raise ValueError(f"imitation is {config.imitation}, and it needs a vector of actions: --actions continuous")
         parts = parts._replace(kept=jax.ShapeDtypeStruct((len(box.low) + 1,), jnp.float32), mark=_mark)
-    return off_policy.algorithm(spec, config, parts, _acting(spec, made), context)
+    return off_policy.algorithm(spec, config, parts, _acting(spec, networks), context)
 
 
 def _noise(key: Key, shape: tuple[int, ...]) -> tuple[jax.Array, jax.Array]:
@@ -223,13 +225,13 @@ def _mark(kept: jax.Array, data: Rollout) -> jax.Array:
     return jnp.concatenate([kept, data.extras.followed[..., None].astype(kept.dtype)], axis=-1)
 
 
-def _acting(spec: Spec, made: _Networks) -> Callable[..., tuple[jax.Array, PyTree, PyTree]]:
+def _acting(spec: Spec, networks: _Networks) -> Callable[..., tuple[jax.Array, PyTree, PyTree]]:
     """`Algorithm.act`, without extras: learning needs the action alone."""
-    policy = made.policy
+    policy = networks.policy
 
     def act(acting: Policy, memory: PyTree, observation: PyTree, key: Key | None) -> tuple[jax.Array, PyTree, PyTree]:
-        seen, mask = made.sight.look(observation)
-        parameters = made.actor.apply(acting.params, seen)
+        seen, mask = networks.sight.look(observation)
+        parameters = networks.actor.apply(acting.params, seen)
         if key is None:
             return policy.action(policy.mode(parameters, mask)), memory, ()
         key_policy, key_even, key_which = prng.split(key, 3)
@@ -247,26 +249,26 @@ def _acting(spec: Spec, made: _Networks) -> Callable[..., tuple[jax.Array, PyTre
 def critic(spec: Spec, config: SACConfig) -> Callable[[State, PyTree], jax.Array]:
     """Function (state, observation [B, ...]) -> the smaller critic's value without entropy, float32 [B]: that of the
     policy's mode (a vector), or the mean over the policy (choices)."""
-    made = _Networks(spec, config)
+    networks = _Networks(spec, config)
 
     def value(state: State, observation: PyTree) -> jax.Array:
-        seen, mask = made.sight.look(observation)
-        parameters = made.actor.apply(state.params["actor"], seen)
+        seen, mask = networks.sight.look(observation)
+        parameters = networks.actor.apply(state.params["actor"], seen)
         if isinstance(spec.action, Box):
-            action = jnp.tanh(made.policy.mode(parameters, None))
-            return jnp.min(off_policy.pair(made.critic, state.params["critics"], seen, action), axis=0)
+            action = jnp.tanh(networks.policy.mode(parameters, None))
+            return jnp.min(off_policy.pair(networks.critic, state.params["critics"], seen, action), axis=0)
         p = jax.nn.softmax(parameters if mask is None else jnp.where(mask, parameters, -jnp.inf))
-        return jnp.sum(p * jnp.min(_twins(made.critic, state.params["critics"], seen), axis=0), axis=-1)
+        return jnp.sum(p * jnp.min(_twins(networks.critic, state.params["critics"], seen), axis=0), axis=-1)
 
     return value
 
 
 def network(spec: Spec, config: SACConfig) -> actor_critic.ActorCritic:
     """Actor whose `apply` takes a `Policy`. Its value is 0: only the critics have one."""
-    made = _Networks(spec, config)
+    networks = _Networks(spec, config)
 
     def apply(policy: Policy, memory: PyTree, observation: PyTree) -> tuple[jax.Array, jax.Array, PyTree]:
-        parameters = made.actor.apply(policy.params, made.sight.look(observation)[0])
+        parameters = networks.actor.apply(policy.params, networks.sight.look(observation)[0])
         return parameters, jnp.zeros(parameters.shape[:-1], jnp.float32), memory
 
-    return actor_critic.ActorCritic(made.actor.init, apply, lambda columns: (), apply)
+    return actor_critic.ActorCritic(networks.actor.init, apply, lambda columns: (), apply)

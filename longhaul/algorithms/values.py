@@ -98,8 +98,8 @@ def judgements(
 
     def of_steps() -> tuple[jax.Array, jax.Array]:
         rows = jax.tree.map(lambda x: x.reshape(t * b, *x.shape[2:]), (steps, taken))
-        found: tuple[jax.Array, jax.Array] = jax.tree.map(lambda x: x.reshape(t, b), by_chunks(judge, rows, chunk))
-        return found
+        judged: tuple[jax.Array, jax.Array] = jax.tree.map(lambda x: x.reshape(t, b), by_chunks(judge, rows, chunk))
+        return judged
 
     if "value" in data.extras:  # acting computed both: they are used if its parameters were the same
         known = data.extras["log_prob"], data.extras["value"]

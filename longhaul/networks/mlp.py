@@ -124,8 +124,8 @@ def perceptron(
         for name in names:
             x = through(params["torso"][name], x)
         heads = jax.tree.map(lambda *parts: jnp.concatenate(parts, -1), params["policy"], params["value"])
-        found = affine(**heads, x=x).reshape(outputs + 1, *lead)
-        parameters, value = jnp.moveaxis(found[:outputs], 0, -1), found[outputs]
+        outputs_by_row = affine(**heads, x=x).reshape(outputs + 1, *lead)
+        parameters, value = jnp.moveaxis(outputs_by_row[:outputs], 0, -1), outputs_by_row[outputs]
         if free:
             extra = jnp.broadcast_to(params["log_std"], (*lead, free))
             parameters = jnp.concatenate([parameters, extra], axis=-1)

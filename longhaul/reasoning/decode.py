@@ -58,16 +58,16 @@ def prepare(config: ModelConfig, params: Params, slots: int, adapters: transform
     """Kernels of steps within `slots` slots."""
     dtype = PRECISIONS[config.precision]
     layers = transformer.merged(params, adapters or {})["layers"]
-    made = dict(layers)
+    kernels = dict(layers)
     for joined, names in JOINED.items():
-        made[joined] = jnp.concatenate([made.pop(name) for name in names], axis=-1)
+        kernels[joined] = jnp.concatenate([kernels.pop(name) for name in names], axis=-1)
         if config.biased and joined == "enter":
-            made["enter_bias"] = jnp.concatenate([made.pop(f"{name}_bias") for name in names], axis=-1)
-    made = {name: jnp.swapaxes(x, 1, 2).astype(dtype) if x.ndim == 3 else x for name, x in made.items()}
+            kernels["enter_bias"] = jnp.concatenate([kernels.pop(f"{name}_bias") for name in names], axis=-1)
+    kernels = {name: jnp.swapaxes(x, 1, 2).astype(dtype) if x.ndim == 3 else x for name, x in kernels.items()}
     embedding = params["embedding"]
     kernel = embedding if config.tied else params["unembedding"].T
     angles = jnp.arange(slots, dtype=jnp.float32)[:, None] * transformer.frequencies(config)[None]
-    each = tuple({name: x[number] for name, x in made.items()} for number in range(config.layers))
+    each = tuple({name: x[number] for name, x in kernels.items()} for number in range(config.layers))
     return Kernels(embedding.astype(dtype), kernel.astype(jnp.float32), params["final_norm"], each,
                    (jnp.cos(angles), jnp.sin(angles)))  # fmt: skip
 
@@ -115,11 +115,11 @@ def _heads(
     config: ModelConfig, own: dict[str, jax.Array], x: jax.Array, turn: tuple[jax.Array, ...]
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Query [heads, head_dim, B], key and value [kv_heads, head_dim, B] of a layer's normalised input [width, B]."""
-    made = own["enter"] @ x
+    joined = own["enter"] @ x
     if config.biased:
-        made = made + own["enter_bias"].astype(made.dtype)[:, None]
-    made = made.reshape(-1, config.head_dim, x.shape[1])
-    query, key, value = jnp.split(made, (config.heads, config.heads + config.kv_heads))
+        joined = joined + own["enter_bias"].astype(joined.dtype)[:, None]
+    joined = joined.reshape(-1, config.head_dim, x.shape[1])
+    query, key, value = jnp.split(joined, (config.heads, config.heads + config.kv_heads))
     if config.normed:
         query = rms_norm(query, own["query_norm"], config.eps, FEATURES)
         key = rms_norm(key, own["key_norm"], config.eps, FEATURES)

@@ -36,18 +36,18 @@ def questions(path: Path | str, *, check: str = "numeric", mark: str = "####", t
     if QUESTION not in template:
         raise ValueError(f"template is {template!r}; it must have {QUESTION} where the question stands")
     reward = checker(check, mark)
-    found: dict[str, tuple[Problem, str]] = {}
+    known: dict[str, tuple[Problem, str]] = {}
     for line_number, line in _lines(Path(path)):
         question, answer = _question(line, f"{path}:{line_number}", mark)
-        found.setdefault(question.prompt, (question, answer))
-    if not found:
+        known.setdefault(question.prompt, (question, answer))
+    if not known:
         raise ValueError(f"{path}: holds no question")
 
     def prompted(problem: Problem) -> Problem:
         return problem._replace(prompt=template.replace(QUESTION, problem.prompt))
 
-    asked = {name: prompted(question) for name, (question, _) in found.items()}
-    bare = {asked[name].prompt: each for name, each in found.items()}
+    asked = {name: prompted(question) for name, (question, _) in known.items()}
+    bare = {asked[name].prompt: each for name, each in known.items()}
     listed = tuple(asked.values())
 
     def solution(problem: Problem, rng: np.random.Generator) -> str:
@@ -78,8 +78,8 @@ def _lines(path: Path) -> list[tuple[int, str]]:
 
 def _question(line: str, where: str, mark: str) -> tuple[Problem, str]:
     try:
-        told = json.loads(line)
-        question, solution = told["question"], told["answer"]
+        fields = json.loads(line)
+        question, solution = fields["question"], fields["answer"]
     except (ValueError, KeyError, TypeError) as error:
         raise ValueError(f"{where}: {error!r}; each line is an object with question and answer") from error
     if not isinstance(question, str) or not isinstance(solution, str):
@@ -98,12 +98,12 @@ def checker(check: str, mark: str = "####") -> Callable[[Problem, str], float]:
     if not colon:
         raise ValueError(f"check is {check!r}; it must be numeric, exact, or package.module:function")
     try:
-        found: Any = getattr(importlib.import_module(module), name)
+        function: Any = getattr(importlib.import_module(module), name)
     except (ImportError, AttributeError, ValueError) as error:
         raise ValueError(f"check is {check!r}: {error}") from error
-    if not callable(found):
+    if not callable(function):
         raise ValueError(f"check is {check!r}, which is no function")
-    return lambda problem, completion: float(found(problem, completion))
+    return lambda problem, completion: float(function(problem, completion))
 
 
 def _final(completion: str, mark: str) -> str | None:
@@ -140,8 +140,8 @@ def _same_number(final: str | None, completion: str, answer: str) -> bool:
 
 def _last(completion: str) -> str:
     """Last number of a text; "" where there is none."""
-    found = re.findall(r"-?[\d,]*\.?\d+", completion, re.ASCII)
-    return found[-1] if found else ""
+    numbers = re.findall(r"-?[\d,]*\.?\d+", completion, re.ASCII)
+    return numbers[-1] if numbers else ""
 
 
 def calculated(problem: Problem, completion: str) -> float:

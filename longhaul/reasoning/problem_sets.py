@@ -70,27 +70,27 @@ def held_out_task(config: Reasoning) -> Task:
 
 def held_out(config: Reasoning, count: int) -> list[Problem]:
     """First `count` distinct held-out problems. Raises ValueError where there are fewer."""
-    rng, made = np.random.default_rng(HELD_OUT), held_out_task(config)
-    if not made.listed:
-        return tasks.problems(made, rng, count, distinct=True)
-    if count > len(made.listed):
-        raise ValueError(f"{made.name} has {len(made.listed)} questions, and {count} are to be held out; give "
+    rng, source = np.random.default_rng(HELD_OUT), held_out_task(config)
+    if not source.listed:
+        return tasks.problems(source, rng, count, distinct=True)
+    if count > len(source.listed):
+        raise ValueError(f"{source.name} has {len(source.listed)} questions, and {count} are to be held out; give "
                          "--evaluation-episodes fewer")  # fmt: skip
-    return [made.listed[place] for place in rng.permutation(len(made.listed))[:count]]
+    return [source.listed[place] for place in rng.permutation(len(source.listed))[:count]]
 
 
 def asked(config: Reasoning, rng: np.random.Generator, without: int) -> list[Problem]:
     """Problems that a run trains on, without the first `without` held-out ones, those of few steps first."""
-    made, never = task(config), {problem.prompt for problem in held_out(config, without)}
-    if made.listed:
-        left = [problem for problem in made.listed if problem.prompt not in never]
+    source, never = task(config), {problem.prompt for problem in held_out(config, without)}
+    if source.listed:
+        left = [problem for problem in source.listed if problem.prompt not in never]
         if not left:
-            raise ValueError(f"{made.name} has {len(made.listed)} questions, and all are held out; give "
+            raise ValueError(f"{source.name} has {len(source.listed)} questions, and all are held out; give "
                              "--evaluation-episodes fewer, or --held-out-questions another file")  # fmt: skip
-        found = [left[place] for place in rng.permutation(len(left))[: config.problems]]
+        chosen = [left[place] for place in rng.permutation(len(left))[: config.problems]]
     else:
-        found = tasks.problems(made, rng, config.problems, without=never)
-    return sorted(found, key=lambda problem: len(problem.steps))
+        chosen = tasks.problems(source, rng, config.problems, without=never)
+    return sorted(chosen, key=lambda problem: len(problem.steps))
 
 
 def training(

@@ -108,17 +108,17 @@ def init(key: Key, config: ModelConfig) -> Params:
     named = [(number, path[-1].key, shape) for number, (path, shape) in enumerate(flat)]
     kernels = [(number, shape) for number, name, shape in named if not name.endswith(("norm", "bias"))]
     drawn = dict(zip((number for number, _ in kernels), _normals(key, kernels), strict=True))
-    made = []
+    arrays = []
     for number, name, shape in named:
         if name.endswith("norm"):
-            made.append(jnp.ones(shape, jnp.float32))
+            arrays.append(jnp.ones(shape, jnp.float32))
         elif name.endswith("bias"):
-            made.append(jnp.zeros(shape, jnp.float32))
+            arrays.append(jnp.zeros(shape, jnp.float32))
         else:
             deviation = 1.0 / math.sqrt(shape[-1] if name == "embedding" else shape[-2])
             deviation /= math.sqrt(2 * config.layers) if name in ("out", "narrow") else 1.0
-            made.append(deviation * drawn[number])
-    return jax.tree.unflatten(tree, made)
+            arrays.append(deviation * drawn[number])
+    return jax.tree.unflatten(tree, arrays)
 
 
 def _normals(key: Key, kernels: list[tuple[int, tuple[int, ...]]]) -> list[jax.Array]:
@@ -143,14 +143,16 @@ def lora(
     kernels = [name for name, shape in layer.items() if len(shape) == 3]
     if rank < 1:
         raise ValueError(f"rank is {rank}; it must be at least 1")
-    made = {}
+    adapters = {}
     for number, name in enumerate(names):
         if name not in kernels:
             raise ValueError(f"no kernel is named {name!r}; there are {', '.join(kernels)}")
         count, inputs, outputs = layer[name]
         down = jax.random.normal(jax.random.fold_in(key, number), (count, inputs, rank), jnp.float32)
-        made[name] = Adapter(down * (alpha / rank / math.sqrt(inputs)), jnp.zeros((count, rank, outputs), jnp.float32))
-    return made
+        adapters[name] = Adapter(
+            down * (alpha / rank / math.sqrt(inputs)), jnp.zeros((count, rank, outputs), jnp.float32)
+        )
+    return adapters
 
 
 def merged(params: Params, adapters: Lora) -> Params:

@@ -23,6 +23,7 @@ from longhaul.runtime import mesh as meshes
 from longhaul.runtime.errors import RunError
 from longhaul.spaces import Box, Discrete, Measure
 from longhaul.types import Key, Spec, TimeStep, transition
+from tests.helpers.quick import quick
 
 PUSH, COST, STEPS, GAMMA = 0.5, 1.0, 8, 0.95
 
@@ -55,7 +56,7 @@ REGULATOR = time_limit(Regulator(), STEPS)
 
 
 def cost(gain: np.ndarray) -> np.ndarray:
-    """What a = -gain x costs in an episode, the mean over its beginnings: E[x^2] of -1 .. 1 is 1/3."""
+    """Cost of a = -gain x in an episode, the mean over its beginnings: E[x^2] of -1 .. 1 is 1/3."""
     shrinks = (1.0 - PUSH * gain[:, None]) ** 2
     each = (GAMMA * shrinks) ** np.arange(STEPS) * (shrinks + COST * gain[:, None] ** 2)
     return np.asarray(each.sum(axis=1) / 3.0)
@@ -68,7 +69,7 @@ def collected() -> Any:
     algorithm = registry.make(REGULATOR.spec, config, Context(updates=300, mean=meshes.identity))
     collect = pathwise(vectorise(REGULATOR, 32), algorithm.act, algorithm.memory, steps=STEPS, gamma=GAMMA)
     begun = algorithm.init(jax.random.key(0)), collect.start(jax.random.key(1))
-    return algorithm, begun, jax.jit(lambda policy, carry, key: collect.collect(policy, carry, key, jnp.int32(0))[:2])
+    return algorithm, begun, quick(lambda policy, carry, key: collect.collect(policy, carry, key, jnp.int32(0))[:2])
 
 
 def test_the_gradient_is_that_of_finite_differences(collected: Any) -> None:
@@ -95,11 +96,11 @@ def test_the_gradient_is_that_of_finite_differences(collected: Any) -> None:
 def test_it_finds_the_best_gain(collected: Any) -> None:
     """Known by trying all. Who looks one step ahead only would pay 32 % more."""
     algorithm, (state, carry), collect = collected
-    learn = jax.jit(algorithm.learn)
+    learn = quick(algorithm.learn)
     for i in range(300):
         carry, data = collect(algorithm.policy(state), carry, jax.random.key(i))
         state, _ = learn(state, data, jax.random.key(0))
-    act = jax.jit(lambda x: algorithm.act(algorithm.policy(state), (), x, None)[0])
+    act = quick(lambda x: algorithm.act(algorithm.policy(state), (), x, None)[0])
     x = np.linspace(-1.0, 1.0, 201, dtype=np.float32)[:, None]
     paid, weight = 0.0, np.full_like(x, 1.0 / 200)  # the mean over -1 .. 1, by the trapezoidal rule
     weight[[0, -1]] /= 2.0

@@ -1,4 +1,4 @@
-"""What follows from the size of a batch, against the trainer's own numbers and by identities."""
+"""Minibatches, epochs and learning rates by batch size, against the trainer's own numbers and by identities."""
 
 from __future__ import annotations
 
@@ -20,6 +20,7 @@ from longhaul.config.run import Named, Run
 from longhaul.envs import classic_control
 from longhaul.runtime.errors import RunError
 from longhaul.training import assemble
+from tests.helpers.quick import quick
 
 
 def trainers(batch: int) -> Passes:
@@ -151,7 +152,7 @@ def test_a_warm_up_rises_to_the_rate() -> None:
         algorithm = ppo.ppo(spec, config, Context(updates=10, mean=lambda x: x))
         state = algorithm.init(jax.random.key(0))
         data = _rollout(algorithm, state)
-        learn = jax.jit(algorithm.learn)
+        learn = quick(algorithm.learn)
         rates = [learn(state._replace(updates=jnp.int32(i)), data, jax.random.key(1))[1]["ppo/lr"] for i in range(10)]
         found[warmup] = [float(rate) for rate in rates]
     expected = [rate * min(1.0, (i + 1) / 4) for i, rate in enumerate(found[0])]

@@ -30,6 +30,7 @@ from longhaul.topologies import fused
 from longhaul.training import assemble, offline_data
 from longhaul.training.data import feed
 from longhaul.types import Guided, Rollout, Successors, TimeStep
+from tests.helpers.quick import quick
 
 # ---------------------------------------------------------------------------------------------- the expert of a log
 
@@ -41,7 +42,7 @@ FOLLOWED = {
 
 @pytest.fixture(scope="module")
 def logged() -> Motion:
-    """Where four are on a winding road, with changing speeds, [T, E]; by fine integration."""
+    """Positions of four on a winding road, with changing speeds, [T, E]; by fine integration."""
     fine = np.arange(6000)[:, None] / 1000.0
     phase = np.array([0.0, 1.0, 2.0, 4.0])
     heading, speed = 0.4 * np.sin(0.9 * fine + phase), 7.0 + 4.0 * np.sin(0.7 * fine + 2.0 * phase)
@@ -70,7 +71,7 @@ def _replayed(model: str, actions: str, begin: Motion, logged: Motion) -> jax.Ar
 
     nothing = jnp.zeros_like(begin.x[0])
     first = Drive(jax.tree.map(lambda x: x[0], begin), nothing, nothing)
-    return jax.jit(lambda: jax.lax.scan(step, first, jax.tree.map(lambda x: x[1:], logged))[1])()
+    return quick(lambda: jax.lax.scan(step, first, jax.tree.map(lambda x: x[1:], logged))[1])()
 
 
 # -------------------------------------------------------------------------------------------------------- cloning
@@ -116,7 +117,7 @@ def test_an_expert_is_asked_everywhere_and_followed_in_his_worlds() -> None:
     guide = Guide(advising(environment, 8), 0.5)
     collect = collector(vectorise(environment, 8), algorithm.act, algorithm.memory, steps=16, guide=guide)
     policy = algorithm.policy(algorithm.init(jax.random.key(0)))
-    run = jax.jit(lambda key: collect.collect(policy, collect.start(key), key, jnp.int32(0))[1])
+    run = quick(lambda key: collect.collect(policy, collect.start(key), key, jnp.int32(0))[1])
     data = jax.device_get(run(jax.random.key(1)))
     extras = data.extras
     assert isinstance(extras, Guided) and extras.own == ()
@@ -129,7 +130,7 @@ def test_an_expert_is_asked_everywhere_and_followed_in_his_worlds() -> None:
 
 @pytest.mark.slow
 def test_a_vector_is_cloned_where_it_is_known() -> None:
-    """By the likelihood: the mean is the expert's, at a bound of the range, too; who is not known may be no number."""
+    """Maximum likelihood: the mean is the expert's, also at a bound of the range; an unknown action may be NaN."""
     seen = jnp.asarray(np.eye(4, dtype=np.float32)[np.arange(64) % 4]).reshape(4, 16, 4)
     best = jnp.array([[0.5, 1.0], [-1.0, 4.0], [0.0, 2.0], [jnp.nan, 1e9]], jnp.float32)
     known = seen[..., 3] == 0.0
@@ -159,7 +160,7 @@ def test_a_vector_is_cloned_where_it_is_known() -> None:
 
 
 def test_recorded_steps_are_cloned_by_a_run(tmp_path: Path) -> None:
-    """Who is recorded pushes the pole's cart where it leans; two files, of [T, B] and [N] steps."""
+    """Recorded expert: it pushes the pole's cart where it leans; two files, of [T, B] and [N] steps."""
     rng = np.random.default_rng(0)
     seen = rng.uniform(-0.2, 0.2, (40, 10, 4)).astype(np.float32)
     action = (seen[..., 2] + 0.5 * seen[..., 3] > 0).astype(np.int64)

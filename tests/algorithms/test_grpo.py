@@ -18,6 +18,7 @@ from longhaul.algorithms.context import Context
 from longhaul.reasoning import sampler, tokenizer, transformer
 from longhaul.reasoning.config import ModelConfig
 from longhaul.runtime import mesh as meshes
+from tests.helpers.quick import quick
 
 TINY = ModelConfig(width=16, layers=1, heads=1, kv_heads=1, head_dim=16, hidden=16)
 ROWS, LENGTH, GROUP = 8, 6, 4
@@ -77,7 +78,7 @@ def first(settings: GRPOConfig, data: sampler.Completions, params: Any) -> tuple
     weight = grpo.weights(data.taken, informative, loss.over, meshes.identity)
     batch = grpo.Batch(data, advantage, weight, jnp.zeros(data.token.shape))
     gradient = grpo.in_pieces(jax.grad(grpo.objective(settings), has_aux=True), settings.accumulate)
-    return jax.jit(gradient)(params, batch)
+    return quick(gradient)(params, batch)
 
 
 def reinforce(params: Any, data: sampler.Completions, loss: Loss) -> Any:
@@ -99,7 +100,7 @@ def reinforce(params: Any, data: sampler.Completions, loss: Loss) -> Any:
         rows = kept.any(axis=1)
         return jnp.mean((jnp.sum(each, axis=1) / jnp.asarray(np.maximum(kept.sum(axis=1), 1)))[rows])
 
-    return jax.jit(jax.grad(total))(params)
+    return quick(jax.grad(total))(params)
 
 
 def near(found: Any, wanted: Any, tolerance: float) -> None:
@@ -152,22 +153,33 @@ def test_ratios_are_clipped_as_each_loss_says() -> None:
 
 @functools.cache
 def learnt() -> tuple[Any, Any, Any]:
-    """One update, with KL and two minibatches: from rewards, from demonstrations, from rewards that are all equal."""
+    """Results of one update, with KL and two minibatches: from rewards, from demonstrations, from equal rewards."""
     settings = config(kl_coef=0.1, num_minibatches=2, taught=1, warmup=0, lr=1e-2, lr_taught=1e-2)
     made = grpo.grpo(None, settings, Context(updates=2, mean=meshes.identity))
     params, data = completions()
     begun = made.init(jax.random.key(1))
     state = begun._replace(params=params, updates=jnp.int32(1), imitated=jnp.int32(1))
-    learn = jax.jit(made.learn)
+    learn = quick(made.learn)
     equal = data._replace(reward=jnp.ones(ROWS))
     cases = data, data._replace(lesson=jnp.full(ROWS, sampler.DEMONSTRATED)), equal
     return state, [learn(state, each, jax.random.key(2)) for each in cases], learn
 
 
+@functools.cache
+def _log_probs() -> Any:
+    data = completions()[1]
+    return quick(lambda params: sampler.log_probs(TINY, params, data.prompt, data.token, 1.0)[0])
+
+
+def log_probs(params: Any) -> jax.Array:
+    """Log-probabilities of all tokens of the completions."""
+    return _log_probs()(params)
+
+
 def test_an_update_raises_what_was_rewarded_and_tells_how_far_the_sampler_is() -> None:
     state, ((after, told), *_), learn = learnt()
     params, data = completions()
-    before, now = (sampler.log_probs(TINY, each, data.prompt, data.token, 1.0)[0] for each in (params, after.params))
+    before, now = (log_probs(each) for each in (params, after.params))
     gain = np.asarray(jnp.sum((now - before) * data.taken, axis=1))
     assert gain[0] > 0 > gain[1] + gain[2]
     assert float(told["grpo/mismatch"]) < 1e-5
@@ -180,7 +192,7 @@ def test_an_update_raises_what_was_rewarded_and_tells_how_far_the_sampler_is() -
 def test_demonstrations_are_imitated_whatever_their_reward() -> None:
     _, (_, (after, told), _), _ = learnt()
     params, data = completions()
-    before, now = (sampler.log_probs(TINY, each, data.prompt, data.token, 1.0)[0] for each in (params, after.params))
+    before, now = (log_probs(each) for each in (params, after.params))
     gain = np.asarray(jnp.sum((now - before) * data.taken, axis=1))
     assert gain.sum() > 0.5
     assert float(told["grpo/loss"]) == 0.0
@@ -206,7 +218,7 @@ def test_two_shards_are_one_batch() -> None:
     P = jax.sharding.PartitionSpec
     specs = sampler.Completions(*[P("data")] * 10)
     split = meshes.per_shard(lambda s, d: parts.learn(s, d, jax.random.key(0)), mesh, (P(), specs), (P(), P()))
-    (_, one), (_, two) = jax.jit(whole.learn)(state, data, jax.random.key(0)), jax.jit(split)(state, data)
+    (_, one), (_, two) = quick(whole.learn)(state, data, jax.random.key(0)), quick(split)(state, data)
     for name in ("loss", "entropy", "grad_norm"):
         assert float(two[f"grpo/{name}"]) == pytest.approx(float(one[f"grpo/{name}"]), rel=1e-4, abs=1e-6), name
 
@@ -235,7 +247,7 @@ def test_a_warm_start_comes_from_the_easiest_quarter_to_all() -> None:
 
 
 def test_the_rate_falls_to_a_tenth_in_the_last_third() -> None:
-    """Of the updates from rewards: 2 taught, 30 more, two steps of the optimiser each."""
+    """Updates from rewards: 2 taught, 30 more, two steps of the optimiser each."""
     rewards = SimpleNamespace(lesson=jnp.zeros(4, jnp.int32))
 
     def at(updates: int, step: int = 0, **changes: Any) -> float:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import math
 from dataclasses import replace
 from functools import cache
@@ -25,8 +24,9 @@ from longhaul.rollout import collector
 from longhaul.runtime import mesh as meshes
 from longhaul.telemetry import health, wandb_process
 from longhaul.types import Algorithm, Rollout
-from tests.algorithms.test_ppo import QUICK, STEPS, WORLDS, assert_close, gradient, stirred, values_by_hand
+from tests.algorithms.test_ppo import STEPS, WORLDS, assert_close, gradient, stirred, values_by_hand
 from tests.helpers.checkable_environment import BOX, Chaos
+from tests.helpers.quick import quick
 from tests.test_returns_vtrace import oracle
 
 SMALL = IMPALAConfig(hidden_dim=8, num_layers=1, lr=0.0, gamma=0.9, vtrace_lambda=0.9, rho_clip=1.2, c_clip=0.8)
@@ -59,9 +59,9 @@ def case(kind: str) -> Case:
     before = jax.tree.map(lambda x: x + jnp.asarray(rng.normal(scale=0.2, size=x.shape), jnp.float32), state.params)
     collect = collector(vectorise(environment, WORLDS), algorithm.act, algorithm.memory, steps=STEPS)
 
-    @functools.partial(jax.jit, compiler_options=QUICK)
+    @quick
     def second(policy: Any) -> Rollout:
-        """Of a fresh run by this policy: it begins in the middle of episodes."""
+        """Rollout of a fresh run by this policy: it begins in the middle of episodes."""
 
         def one(carry: Any, key: jax.Array) -> tuple[Any, Rollout]:
             return collect.collect(policy, carry, key, jnp.int32(0))[:2]
@@ -71,12 +71,12 @@ def case(kind: str) -> Case:
 
     own = second(algorithm.policy(state))._replace(version=jnp.int32(VERSION))
     old = second(algorithm.policy(state._replace(params=before)))
-    return Case(environment, config, algorithm, state, own, old, jax.jit(algorithm.learn, compiler_options=QUICK))
+    return Case(environment, config, algorithm, state, own, old, quick(algorithm.learn))
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_at_learning_rate_zero_nothing_moves_and_who_acts_is_who_learns(kind: str) -> None:
-    """So log-probabilities of acting are reproduced exactly, over ends inside the rollout, by memory too."""
+    """Log-probabilities of acting are reproduced exactly, over ends inside the rollout, by memory too."""
     made = case(kind)
     after, metrics = made.learn(made.state, made.own, jax.random.key(2))
     assert abs(metrics["impala/approx_kl"]) < 1e-6
@@ -93,7 +93,7 @@ def log_probs_by_hand(made: Case, data: Rollout) -> np.ndarray:
     policy, memory = distribution(made.environment.action), data.memory
     acting = made.algorithm.policy(made.state)
 
-    @functools.partial(jax.jit, compiler_options=QUICK)
+    @quick
     def step(memory: Any, seen: Any, raw: jax.Array) -> tuple[jax.Array, Any]:
         mask = seen.mask if made.environment.masked else None
         parameters, _, memory = network.apply(acting, memory, seen)
@@ -185,7 +185,7 @@ ONE_STEP = replace(
     SMALL, optimiser="adam", max_grad_norm=1e9, lr=1e-2, anneal=False, ent_coef=0.3, vf_coef=0.7, rho_clip=1.0,
     c_clip=1.0, vtrace_lambda=1.0,
 )  # fmt: skip
-"""One optimiser step on the whole batch: Adam's first moment is then a tenth of the gradient."""
+"""Single step on the whole batch: Adam's first moment is then a tenth of the gradient."""
 
 
 @cache
@@ -193,7 +193,7 @@ def learning(config: Any) -> tuple[Algorithm, Any]:
     """The algorithm of a config in the world of "categorical", and its compiled `learn`."""
     make = impala.impala if isinstance(config, IMPALAConfig) else ppo.ppo
     algorithm = make(Chaos(interval=4).spec, config, Context(10, meshes.identity))
-    return algorithm, jax.jit(algorithm.learn, compiler_options=QUICK)
+    return algorithm, quick(algorithm.learn)
 
 
 def step_of(config: Any, data: Rollout) -> State:
@@ -211,7 +211,7 @@ def one_step() -> State:
 
 
 def test_the_gradient_is_that_of_the_papers_loss() -> None:
-    """Of the loss written out with the oracle's targets and advantages, from old data."""
+    """Gradient of the loss written out with the oracle's targets and advantages, from old data."""
     made = case("categorical")
     made = made._replace(config=replace(ONE_STEP, reward_scale=1.0))
     *_, target, advantage = (jnp.asarray(x, jnp.float32) for x in judged_by_hand(made, made.old))
@@ -264,7 +264,7 @@ def test_accumulated_and_computed_again_it_is_the_gradient_of_one_big_batch(monk
 
 
 def test_rmsprop_divides_by_the_root_of_its_moment() -> None:
-    """One step from nothing: lr g / sqrt((1 - decay) g^2 + eps)."""
+    """First step: lr g / sqrt((1 - decay) g^2 + eps)."""
     config = replace(ONE_STEP, optimiser="rmsprop", rms_decay=0.9, rms_eps=1e-4)
     after = step_of(config, case("categorical").old)
     flat = jax.flatten_util.ravel_pytree
@@ -283,7 +283,7 @@ def test_two_shards_have_the_gradient_of_one_with_all_columns() -> None:
     state = jax.tree.map(lambda x: jnp.zeros_like(x), one_step())
     state = state._replace(params=made.state.params, updates=jnp.int32(VERSION))
     learn = meshes.per_shard(algorithm.learn, meshes.make_mesh(2), (everywhere, layout, everywhere), everywhere)
-    split, told = jax.jit(learn, compiler_options=QUICK)(state, data, jax.random.key(2))
+    split, told = quick(learn)(state, data, jax.random.key(2))
     assert_close(gradient(split), gradient(one_step()), 1e-6)
     _, log_ratio, *_ = judged_by_hand(made, data)
     assert float(told["impala/rho"]) == pytest.approx(np.exp(log_ratio).mean(), rel=1e-4)
@@ -326,7 +326,7 @@ def test_possible_settings_pass() -> None:
 
 
 def test_its_metrics_are_known_by_what_follows_the_slash() -> None:
-    """To health, whose bounds are any algorithm's, and to dashboards."""
+    """Metrics for health, whose bounds are any algorithm's, and for dashboards."""
     records = [
         {"update": i, "agent_steps": i * 8, "impala/entropy": 0.001, "episode/entropy": 1.0, "impala/approx_kl": 0.5}
         for i in range(1, 100)

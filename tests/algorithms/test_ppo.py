@@ -26,11 +26,10 @@ from longhaul.runtime import mesh as meshes
 from longhaul.spaces import Discrete, Masked
 from longhaul.types import Algorithm, Rollout, Spec
 from tests.helpers.checkable_environment import BOX, PAIR, Chaos
+from tests.helpers.quick import quick
 
 STEPS, WORLDS = 12, 8
 SMALL = PPOConfig(hidden_dim=8, num_layers=1, num_minibatches=2, update_epochs=2, gamma=0.9, gae_lambda=0.8)
-QUICK = {"xla_backend_optimization_level": 0}
-"""Most of these programs run once; compiling them takes longer than running them ever does."""
 
 
 def gather(environment: Chaos, algorithm: Algorithm, state: Any) -> Rollout:
@@ -43,7 +42,7 @@ def gather(environment: Chaos, algorithm: Algorithm, state: Any) -> Rollout:
         return carry, data
 
     keys = jax.random.split(jax.random.key(1), 2)
-    last = jax.jit(lambda: jax.lax.scan(two, collect.start(jax.random.key(0)), keys)[1], compiler_options=QUICK)()
+    last = quick(lambda: jax.lax.scan(two, collect.start(jax.random.key(0)), keys)[1])()
     return jax.tree.map(lambda x: x[1], last)
 
 
@@ -84,7 +83,7 @@ def case(kind: str) -> tuple[Chaos, PPOConfig, Algorithm, State, Rollout, Any]:
     environment, config = KINDS[kind]
     config = replace(config, lr=0.0)
     algorithm, state, data = made(environment, config)
-    learn = jax.jit(algorithm.learn, compiler_options=QUICK)
+    learn = quick(algorithm.learn)
     return environment, config, algorithm, state, data, learn
 
 
@@ -95,7 +94,7 @@ DAILY = ("categorical", "masked", "tanh_gaussian-memory")
     "kind", [pytest.param(kind, marks=() if kind in DAILY else pytest.mark.slow) for kind in KINDS]
 )
 def test_at_learning_rate_zero_nothing_moves(kind):
-    """So the log-probabilities of acting are reproduced exactly, over ends inside the rollout, by memory too."""
+    """Log-probabilities of acting are reproduced exactly, over ends inside the rollout, by memory too."""
     _, config, _, state, data, learn = case(kind)
     after, metrics = learn(state, data, jax.random.key(2))
     assert abs(metrics["ppo/approx_kl"]) < 1e-6
@@ -112,8 +111,8 @@ def values_by_hand(
     environment: Chaos, config: PPOConfig, algorithm: Algorithm, state: State, data: Rollout
 ) -> tuple[np.ndarray, np.ndarray]:
     """V(observation), V(successor) [T, B], one step after the other, with acting's own memory."""
-    policy, critic = algorithm.policy(state), jax.jit(algorithms_actor_critic.critic(environment.spec, config))
-    act = jax.jit(lambda memory, seen: algorithm.act(policy, memory, seen, None)[1])
+    policy, critic = algorithm.policy(state), quick(algorithms_actor_critic.critic(environment.spec, config))
+    act = quick(lambda memory, seen: algorithm.act(policy, memory, seen, None)[1])
     memory, used = data.memory, np.zeros(data.reward.shape[1], int)
     value, successor = [], []
     for t in range(STEPS):
@@ -256,7 +255,7 @@ def test_the_objective_is_the_papers(clip_value):
 ONE_STEP = replace(
     SMALL, num_minibatches=1, update_epochs=1, max_grad_norm=1e9, lr=1e-2, ent_coef=0.3, ent_coef_final=0.0
 )
-"""One optimiser step on the whole batch: Adam's first moment is then a tenth of the gradient."""
+"""Single step on the whole batch: Adam's first moment is then a tenth of the gradient."""
 
 
 def gradient(state: State) -> jax.Array:
@@ -273,7 +272,7 @@ def assert_close(one: Any, other: Any, tolerance: float) -> None:
 
 
 def learning(config: PPOConfig) -> Any:
-    return jax.jit(ppo.ppo(Chaos().spec, config, Context(10, meshes.identity)).learn, compiler_options=QUICK)
+    return quick(ppo.ppo(Chaos().spec, config, Context(10, meshes.identity)).learn)
 
 
 @pytest.fixture(scope="module")
@@ -300,13 +299,13 @@ def test_two_shards_have_the_gradient_of_one_with_all_columns(one_step):
     layout = layout._replace(successors=layout.successors._replace(last=PartitionSpec("data")))
     learn = ppo.ppo(Chaos().spec, ONE_STEP, Context(updates=10, mean=meshes.mean_over_data)).learn
     learn = meshes.per_shard(learn, mesh, (everywhere, layout, everywhere), everywhere)
-    split, _ = jax.jit(learn, compiler_options=QUICK)(state, data, jax.random.key(2))
+    split, _ = quick(learn)(state, data, jax.random.key(2))
     assert_close(gradient(split), gradient(after), 1e-6)
     assert_close(split.params, after.params, 1e-5)
 
 
 def test_kl_stop_ends_the_update(one_step):
-    """With any change too much, three of four epochs are skipped: the state is that after one step."""
+    """Any change is too much, so three of four epochs are skipped: the state is that after one step."""
     state, data, after, _ = one_step
     stopped, _ = learning(replace(ONE_STEP, kl_stop=1e-9, update_epochs=4))(state, data, jax.random.key(2))
     assert_close(stopped.params, after.params, 1e-5)
@@ -390,7 +389,7 @@ def test_impossible_settings_are_named_with_the_remedy(change, words):
 
 
 def test_possible_settings_pass():
-    """With memory a minibatch is whole columns: as many as there are divide them, one more does not."""
+    """Minibatches with memory are whole columns: their number divides them, one more does not."""
     ppo.check(SMALL, columns=WORLDS, steps=STEPS)
     ppo.check(replace(SMALL, memory=4, num_minibatches=WORLDS), columns=WORLDS, steps=STEPS)
     with pytest.raises(ValueError, match="does not divide"):

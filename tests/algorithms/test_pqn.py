@@ -11,6 +11,7 @@ from longhaul.algorithms import pqn
 from longhaul.algorithms.config import PQNConfig
 from longhaul.algorithms.context import Context
 from longhaul.envs.probes import PROBES, Probe
+from tests.helpers.quick import quick
 
 
 def made(probe: Probe, updates: int = 100, **changes: Any) -> Any:
@@ -39,7 +40,7 @@ def test_choices_are_legal_and_as_random_as_is_told() -> None:
     columns = observation.mask.shape[0]
     many = jax.tree.map(lambda x: jnp.tile(x, (2000, *[1] * (x.ndim - 1))), observation)
     policy = algorithm.policy(algorithm.init(jax.random.key(0)))
-    act = jax.jit(algorithm.act)
+    act = quick(algorithm.act)
     best = algorithm.act(policy, (), observation, None)[0]
     for share in (0.0, 0.5):
         action = np.asarray(act(policy._replace(random=jnp.float32(share)), (), many, jax.random.key(1))[0])

@@ -21,7 +21,7 @@ from longhaul.runtime import mesh as meshes
 from longhaul.spaces import Box
 from longhaul.topologies import fused
 from longhaul.types import Algorithm, Key, Rollout, Spec, Successors, TimeStep
-from tests.algorithms.test_ppo import QUICK
+from tests.helpers.quick import QUICK, quick
 
 UPDATES, WORLDS, STEPS = 120, 16, 8
 
@@ -82,16 +82,16 @@ def check(probe: Probe, settings: OffPolicy, state: Any, algorithm: Algorithm) -
     observations, expected = zip(*probe.value, strict=True)
     batch = jax.tree.map(lambda *leaves: jnp.stack(leaves), *observations)
     if isinstance(settings, SACConfig):
-        found = sac.critic(probe.environment.spec, settings)(state, batch)
+        found = quick(sac.critic(probe.environment.spec, settings))(state, batch)
     elif isinstance(settings, TD3Config):
-        found = td3.critic(probe.environment.spec, settings)(state, batch)
+        found = quick(td3.critic(probe.environment.spec, settings))(state, batch)
     else:
-        found = registry.network(probe.environment.spec, settings).apply(algorithm.policy(state), (), batch)[1]
+        found = quick(registry.network(probe.environment.spec, settings).apply)(algorithm.policy(state), (), batch)[1]
     np.testing.assert_allclose(found, expected, atol=0.05 * max(1.0, *map(abs, expected)))
     if probe.policy is not None:
         environment = probe.environment
-        begun = starts(environment, jax.random.key(1), 64)
-        player = play(environment, algorithm.act, algorithm.memory, steps=environment.spec.max_steps)
+        begun = quick(lambda key: starts(environment, key, 64))(jax.random.key(1))
+        player = quick(play(environment, algorithm.act, algorithm.memory, steps=environment.spec.max_steps))
         episodes, _ = player(algorithm.policy(state), begun, None, jax.random.key(2))
         score = np.asarray(episodes.scores["return"].value)[np.asarray(episodes.valid)]
         assert abs(score.mean() - probe.best_return) <= 0.05 * max(1.0, abs(probe.best_return))

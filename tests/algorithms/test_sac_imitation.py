@@ -31,7 +31,7 @@ def sample(action: Any, weight: Any) -> Transitions:
 
 
 def test_the_loss_is_the_mean_over_the_experts_rows() -> None:
-    """Of four rows two are his, of which one is nobody's step."""
+    """Two of four rows are the expert's, and one of these is nobody's step."""
     batch = sample([[0.1, 1.0], [0.2, 0.0], [0.3, 1.0], [0.4, 1.0]], [1.0, 1.0, 1.0, 0.0])
     rows, told = sac._imitated(SACConfig(imitation=0.5), batch, lambda kept: -10.0 * kept[:, 0])
     np.testing.assert_allclose(rows, 0.5 * np.array([2.0, 0.0, 6.0, 0.0]), rtol=1e-6)

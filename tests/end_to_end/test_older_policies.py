@@ -15,8 +15,8 @@ from longhaul.envs.probes import PROBES, Probe
 from longhaul.rollout import collector
 from longhaul.runtime import mesh as meshes
 from longhaul.types import Algorithm
-from tests.algorithms.test_ppo import QUICK
 from tests.end_to_end.test_algorithm_matrix import LEARNERS, UPDATES, Learner, check
+from tests.helpers.quick import quick
 
 FROZEN = -1
 """Instead of an age: the policy of version 0 acts throughout."""
@@ -43,7 +43,7 @@ def run_old(probe: Probe, learner: Learner, age: int) -> tuple[Any, Algorithm, d
         (state, _, _), metrics = jax.lax.scan(update, begun, keys[2:])
         return algorithm.policy(state), metrics
 
-    policy, metrics = jax.jit(run, compiler_options=QUICK)()
+    policy, metrics = quick(run)()
     return policy, algorithm, metrics
 
 

@@ -28,7 +28,7 @@ class ChaosState(NamedTuple):
 
 
 class Followed(NamedTuple):
-    """What a step leads to."""
+    """Result of a step."""
 
     n: Any
     age: Any

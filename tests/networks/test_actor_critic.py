@@ -9,16 +9,13 @@ import pytest
 
 from longhaul.networks import actor_critic as networks
 from longhaul.networks.actor_critic import ActorCritic, actor_critic
+from tests.helpers.quick import quick
 
 SEEN = {
     "ego": jax.ShapeDtypeStruct((3,), jnp.float32),
     "items": jax.ShapeDtypeStruct((5, 4), jnp.float32),
     "grid": jax.ShapeDtypeStruct((2, 2, 2), jnp.int32),
 }
-
-
-QUICK = {"xla_backend_optimization_level": 0}
-"""Most of these programs run once; compiling them takes longer than running them ever does."""
 
 
 def observation(*lead: int, seed: int = 0) -> dict[str, jax.Array]:
@@ -45,7 +42,7 @@ def drawn(network: ActorCritic, seed: int = 0) -> Any:
 def test_leading_axes_are_free_and_rows_do_not_mix(torso, memory):
     network = actor_critic(SEEN, 3, free=2, torso=torso, sizes=(8, 7), memory=memory)
     params = drawn(network)
-    apply = jax.jit(network.apply, compiler_options=QUICK)
+    apply = quick(network.apply)
     seen = observation(4)
     remembered = network.memory(4)
     assert remembered == () if not memory else remembered.shape == (4, 6)
@@ -67,8 +64,8 @@ def test_without_memory_actor_and_critic_share_nothing():
     network = actor_critic(SEEN, 3, sizes=(8,))
     params, seen = drawn(network), observation(4)
     assert set(params) == {"actor", "critic", "policy", "value"}
-    of_value = jax.grad(lambda p: jnp.sum(network.apply(p, (), seen)[1]))(params)
-    of_policy = jax.grad(lambda p: jnp.sum(network.apply(p, (), seen)[0] ** 2))(params)
+    of_value = quick(jax.grad(lambda p: jnp.sum(network.apply(p, (), seen)[1])))(params)
+    of_policy = quick(jax.grad(lambda p: jnp.sum(network.apply(p, (), seen)[0] ** 2)))(params)
     size = lambda tree: sum(float(jnp.abs(x).sum()) for x in jax.tree.leaves(tree))  # noqa: E731
     assert size(of_value["actor"]) == size(of_value["policy"]) == 0.0
     assert size(of_policy["critic"]) == size(of_policy["value"]) == 0.0
@@ -81,7 +78,7 @@ def test_a_shared_set_serves_policy_and_value():
     params, seen = drawn(network), observation(4)
     assert set(params) == {"torso", "policy", "value"}
     for pick, idle in ((0, "value"), (1, "policy")):
-        slope = jax.grad(lambda p, pick=pick: jnp.sum(network.apply(p, (), seen)[pick] ** 2))(params)
+        slope = quick(jax.grad(lambda p, pick=pick: jnp.sum(network.apply(p, (), seen)[pick] ** 2)))(params)
         size = {name: sum(float(jnp.abs(x).sum()) for x in jax.tree.leaves(slope[name])) for name in slope}
         assert size[idle] == 0.0
         assert size["torso"] > 0.0
@@ -91,7 +88,7 @@ def test_a_shared_set_serves_policy_and_value():
 def test_layers_begin_as_flax_has_it(options):
     """lecun_normal: mean 0, variance 1 / inputs, cut at two deviations of the normal before; biases 0; heads, too."""
     seen = jax.ShapeDtypeStruct((40, 16), jnp.float32)
-    params = actor_critic(seen, 50, sizes=(128, 128), init="lecun", **options).init(jax.random.key(0))
+    params = quick(actor_critic(seen, 50, sizes=(128, 128), init="lecun", **options).init)(jax.random.key(0))
     assert set(params) >= {"policy", "value"}
     for path, leaf in jax.tree_util.tree_leaves_with_path(params):
         if path[-1].key == "bias":
@@ -110,13 +107,13 @@ def test_an_encoder_by_attention_is_shared_and_each_head_has_a_layer_of_its_own(
     params, seen = drawn(network), observation(4)
     assert set(params) == {"torso", "policy_hidden", "value_hidden", "policy", "value"}
     slope = jax.grad(lambda p: jnp.sum(network.apply(p, (), seen)[1]))
-    of_value = jax.jit(slope, compiler_options=QUICK)(params)
+    of_value = quick(slope)(params)
     size = lambda tree: sum(float(jnp.abs(x).sum()) for x in jax.tree.leaves(tree))  # noqa: E731
     assert size(of_value["policy_hidden"]) == size(of_value["policy"]) == 0.0
     assert size(of_value["torso"]) > 0
     assert size(of_value["value_hidden"]) > 0
     begin = lambda key: network.apply(network.init(key), (), observation(64))[0]  # noqa: E731
-    parameters = jax.jit(begin, compiler_options=QUICK)(jax.random.key(0))
+    parameters = quick(begin)(jax.random.key(0))
     assert float(jnp.abs(parameters).max()) < 0.1, "whatever is seen, a new policy chooses almost evenly"
 
 
@@ -133,7 +130,7 @@ def test_bf16_is_in_the_torso_alone(torso, memory):
     for network in (full, low):
         apply = lambda p, network=network: network.apply(p, network.memory(16), seen)  # noqa: E731
         slope = jax.grad(lambda p, apply=apply: jnp.sum(apply(p)[1]))
-        both = jax.jit(lambda p, apply=apply, slope=slope: (apply(p), slope(p)), compiler_options=QUICK)
+        both = quick(lambda p, apply=apply, slope=slope: (apply(p), slope(p)))
         out, gradient = both(params)
         assert all(leaf.dtype == jnp.float32 for leaf in jax.tree.leaves((out, gradient)))
         found.append((out, gradient))
@@ -182,7 +179,7 @@ def test_a_set_has_no_order_and_what_is_not_there_does_not_count():
     network = actor_critic(SEEN, 3, torso="deepset", sizes=(16, 8))
     params = drawn(network)
     seen = observation(6)
-    run = jax.jit(lambda items: network.apply(params, (), seen | {"items": items})[:2])
+    run = quick(lambda items: network.apply(params, (), seen | {"items": items})[:2])
     parameters, value = run(seen["items"])
     turned = run(seen["items"][:, jnp.array([4, 2, 0, 3, 1])])
     np.testing.assert_array_equal(turned[0], parameters)
@@ -215,11 +212,11 @@ def test_of_a_set_each_feature_is_the_greatest_of_the_items_that_are_there(activ
     for name in ("layer_0", "layer_1"):
         x = through(params["critic"][name], x)
     value = (x @ params["value"]["kernel"])[:, 0] + params["value"]["bias"]
-    np.testing.assert_allclose(network.apply(params, (), seen)[1], value, rtol=1e-5, atol=1e-5)
+    np.testing.assert_allclose(quick(network.apply)(params, (), seen)[1], value, rtol=1e-5, atol=1e-5)
 
 
 def test_a_rising_activation_is_taken_of_the_greatest_alone():
-    """Of each item it costs as many times as much as there are items: most of a set's time on a CPU."""
+    """Activating every item costs a factor of the number of items: most of a set's time on a CPU."""
     network = actor_critic(SEEN, 3, torso="deepset", sizes=(16, 8))
     params, seen = drawn(network), observation(6)
     program = str(jax.make_jaxpr(network.apply)(params, (), seen))
@@ -244,7 +241,7 @@ def test_both_towers_at_once_are_what_they_are_apart(monkeypatch, options):
             assert memory == ()
             return jnp.sum(jnp.sin(parameters)) + jnp.sum(jnp.cos(value)), (parameters, value)
 
-        return jax.grad(total, has_aux=True)(params)
+        return quick(jax.grad(total, has_aux=True))(params)
 
     both, apart = told(network.both), told(network.apply)
     near = {"rtol": 1e-5, "atol": 1e-5} if not options.get("precision") else {"rtol": 0.05, "atol": 0.05}
@@ -253,7 +250,8 @@ def test_both_towers_at_once_are_what_they_are_apart(monkeypatch, options):
 
 def test_layers_begin_orthogonal_with_their_scales():
     network = actor_critic(SEEN["ego"], 3, free=2, sizes=(16, 16))
-    params = network.init(jax.random.key(0))
+    init = quick(network.init)
+    params = init(jax.random.key(0))
     for name, scale in (("policy", 0.01), ("value", 1.0)):
         kernel = np.asarray(params[name]["kernel"])
         np.testing.assert_allclose(kernel.T @ kernel, scale**2 * np.eye(kernel.shape[1]), atol=1e-6)
@@ -262,7 +260,7 @@ def test_layers_begin_orthogonal_with_their_scales():
         np.testing.assert_allclose(kernel.T @ kernel, 2.0 * np.eye(16), atol=1e-5)
         np.testing.assert_array_equal(params[tower]["layer_1"]["bias"], 0.0)
     np.testing.assert_array_equal(params["log_std"], [-0.5, -0.5])
-    other = network.init(jax.random.key(1))
+    other = init(jax.random.key(1))
     assert np.any(params["actor"]["layer_0"]["kernel"] != other["actor"]["layer_0"]["kernel"])
     assert np.any(params["actor"]["layer_0"]["kernel"] != params["critic"]["layer_0"]["kernel"])
 
@@ -274,7 +272,7 @@ def test_activations_by_name(name, function):
     p = jax.tree.map(np.asarray, params)
     hidden = function(np.asarray(seen) @ p["critic"]["layer_0"]["kernel"] + p["critic"]["layer_0"]["bias"])
     expected = hidden @ p["value"]["kernel"][:, 0] + p["value"]["bias"]
-    np.testing.assert_allclose(network.apply(params, (), seen)[1], expected, rtol=1e-4, atol=1e-5)
+    np.testing.assert_allclose(quick(network.apply)(params, (), seen)[1], expected, rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize(
@@ -295,24 +293,22 @@ def test_impossible_networks_are_named(options, words):
 
 
 def test_a_tower_in_bf16_rounds_factors_and_nothing_else() -> None:
-    """Beside one in float32, and by the types of all its products."""
+    """Compared with a tower in float32, and by the types of all its products."""
     seen = {"a": jax.ShapeDtypeStruct((3,), jnp.float32), "b": jax.ShapeDtypeStruct((2, 2), jnp.float32)}
     options: dict[str, Any] = {
         "torso": "mlp", "sizes": (16, 16), "activation": "relu", "remat": "none", "init": "lecun"
     }  # fmt: skip
     full, low = (networks.tower(seen, 2, precision=precision, **options) for precision in ("fp32", "bf16"))
-    params = full.init(jax.random.key(0))
-    jax.tree.map(np.testing.assert_array_equal, params, low.init(jax.random.key(0)))
+    params = quick(full.init)(jax.random.key(0))
+    jax.tree.map(np.testing.assert_array_equal, params, quick(low.init)(jax.random.key(0)))
     keys = jax.random.split(jax.random.key(1))
     shown = {"a": jax.random.normal(keys[0], (5, 4, 3)), "b": jax.random.normal(keys[1], (5, 4, 2, 2))}
 
     def slope(tower: networks.Tower) -> Any:
         return jax.value_and_grad(lambda params: jnp.sum(jnp.square(tower.apply(params, shown))))
 
-    (value, gradient), (rounded, near) = (
-        jax.jit(slope(tower), compiler_options=QUICK)(params) for tower in (full, low)
-    )
-    assert low.apply(params, shown).shape == (5, 4, 2)
+    (value, gradient), (rounded, near) = (quick(slope(tower))(params) for tower in (full, low))
+    assert jax.eval_shape(low.apply, params, shown).shape == (5, 4, 2)
     assert 0.0 < abs(value - rounded) < 0.02 * value
     for exact, other in zip(jax.tree.leaves(gradient), jax.tree.leaves(near), strict=True):
         assert other.dtype == jnp.float32

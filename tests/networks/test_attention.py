@@ -13,16 +13,13 @@ import pytest
 from longhaul.config import recipes
 from longhaul.config.resolve import resolve
 from longhaul.config.run import Driving
-from longhaul.driving.sim.observation import shapes
-from longhaul.networks import actor_critic, attention, sizing
+from longhaul.networks import attention
 from longhaul.networks.attention import ENCODERS, HEAD, NEIGHBOURS, Encoder, encoder
 from longhaul.telemetry import sinks
 from longhaul.training import loop
+from tests.helpers.quick import quick
 
 ITEMS = 20
-QUICK = {"xla_backend_optimization_level": 0}
-"""Most of these programs run once; compiling them takes longer than running them ever does."""
-
 KINDS = [pytest.param(kind, marks=pytest.mark.slow if kind == "wayformer" else ()) for kind in ENCODERS]
 
 SEEN = {
@@ -31,7 +28,6 @@ SEEN = {
     "items": jax.ShapeDtypeStruct((ITEMS, 5), jnp.float32),
     "others": jax.ShapeDtypeStruct((4, 2), jnp.float32),
 }
-DRIVING = shapes(8, 10, 200)
 
 
 def observation(*lead: int, seed: int = 0, present: float = 0.7) -> dict[str, jax.Array]:
@@ -54,7 +50,7 @@ def observation(*lead: int, seed: int = 0, present: float = 0.7) -> dict[str, ja
 def made(kind: str, width: int = 40, depth: int = 2, dtype: Any = jnp.float32, remat: str = "none") -> tuple[Any, ...]:
     """(apply, compiled; parameters with life in all of them; apply itself)."""
     built = encoder(SEEN, kind, width, depth, dtype=dtype, remat=remat)
-    return jax.jit(built.apply, compiler_options=QUICK), lively(built), built.apply
+    return quick(built.apply), lively(built), built.apply
 
 
 def lively(built: Encoder) -> Any:
@@ -176,7 +172,7 @@ def test_padding_counts_for_nothing_whatever_it_holds_and_however_much_there_is(
     noise = noise.at[..., 0].set(jnp.where(there[..., 0], noise[..., 0], jnp.nan))
     np.testing.assert_array_equal(apply(params, seen | {"items": noise}), apply(params, seen))
     longer = SEEN | {"items": jax.ShapeDtypeStruct((ITEMS + 9, 5), jnp.float32)}
-    wider = jax.jit(encoder(longer, kind, 40, 2, dtype=jnp.float32).apply, compiler_options=QUICK)
+    wider = quick(encoder(longer, kind, 40, 2, dtype=jnp.float32).apply)
     padded = seen | {"items": jnp.pad(seen["items"], ((0, 0), (0, 9), (0, 0)))}
     np.testing.assert_allclose(wider(params, padded), apply(params, seen), rtol=1e-4, atol=1e-5)
 
@@ -191,7 +187,7 @@ def test_an_empty_set_is_finite_and_gets_no_gradient(kind):
     def loss(params: Any, items: jax.Array, others: jax.Array) -> jax.Array:
         return jnp.sum(apply(params, seen | {"items": items, "others": others}) * target)
 
-    slope = jax.jit(jax.value_and_grad(loss, (0, 1, 2)), compiler_options=QUICK)
+    slope = quick(jax.value_and_grad(loss, (0, 1, 2)))
     value, (of_params, of_items, of_others) = slope(params, seen["items"], seen["others"])
     assert np.isfinite(value)
     assert all(np.all(np.isfinite(leaf)) for leaf in jax.tree.leaves(of_params))
@@ -206,7 +202,7 @@ def test_an_observation_of_nothing_but_an_empty_set_is_finite(kind):
     built = encoder(SEEN["items"], kind, 32, 1, dtype=jnp.float32)
     params = lively(built)
     empty = jnp.zeros((2, ITEMS, 5))
-    slope = jax.jit(jax.value_and_grad(lambda p: jnp.sum(built.apply(p, empty)[..., 0])), compiler_options=QUICK)
+    slope = quick(jax.value_and_grad(lambda p: jnp.sum(built.apply(p, empty)[..., 0])))
     features, of_params = slope(params)
     assert np.isfinite(features)
     assert all(np.all(np.isfinite(leaf)) for leaf in jax.tree.leaves(of_params))
@@ -230,29 +226,6 @@ def test_local_attention_looks_at_the_nearest_that_are_there():
 # --------------------------------------------------------------------------------------------- sizes and precision
 
 
-@pytest.mark.parametrize(
-    ("kind", "size"),
-    [
-        *(("wayformer", size) for size in (0.3, 1.0, 3.0, 10.0, 25.0)),
-        *((kind, size) for kind in ("latent", "mtr") for size in (0.3, 3.0, 25.0)),
-        *((kind, size) for kind in ("deepset", "mlp") for size in (0.3, 25.0)),
-    ],
-)
-def test_the_dial_gives_as_many_parameters_as_asked(kind, size):
-    shape = sizing.shape(DRIVING, 91, size, torso=kind)
-    network = actor_critic.actor_critic(DRIVING, 91, torso=kind, sizes=(shape.width,) * shape.depth)
-    count = actor_critic.count(jax.eval_shape(network.init, jax.random.key(0)))
-    assert abs(count / (size * 1e6) - 1.0) <= 0.1
-    assert shape.depth == {0.3: 2, 1.0: 3, 3.0: 4, 10.0: 6, 25.0: 9}[size]
-
-
-def test_the_dial_names_sizes_that_it_can_not_give():
-    with pytest.raises(ValueError, match=r"model_size is 0; it must lie in 0.01 to 1000"):
-        sizing.shape(DRIVING, 91, 0)
-    with pytest.raises(ValueError, match=r"model_size is 0.01, and the nearest network .* has 0.0\d+ million"):
-        sizing.shape(DRIVING, 91, 0.01, torso="mlp")
-
-
 @pytest.mark.parametrize("kind", KINDS)
 def test_bf16_is_close(kind):
     apply, params, _ = made(kind)
@@ -272,7 +245,7 @@ def test_with_remat_the_gradient_is_the_same_and_blocks_are_computed_twice():
     for remat in ("none", "full"):
         _, params, apply = made("latent", remat=remat)
         slope = jax.grad(lambda p, f=apply: jnp.sum(f(p, seen) * weights))
-        found.append(jax.tree.leaves(jax.jit(slope, compiler_options=QUICK)(params)))
+        found.append(jax.tree.leaves(quick(slope)(params)))
         products.append(str(jax.make_jaxpr(slope)(params)).count("dot_general"))
     for kept, again in zip(*found, strict=True):
         np.testing.assert_allclose(kept, again, rtol=1e-3, atol=1e-4)
@@ -291,7 +264,7 @@ def test_an_untrained_encoder_tells_observations_apart(kind):
         params = built.init(key)
         return params, built.apply(params, both)
 
-    params, found = jax.jit(begin, compiler_options=QUICK)(jax.random.key(7))
+    params, found = quick(begin)(jax.random.key(7))
     assert all(leaf.dtype == jnp.float32 for leaf in jax.tree.leaves(params))
     assert np.any(params["blocks"]["wide"][0] != params["blocks"]["wide"][1])
     for features, least in zip(found, (0.2, 0.05)):

@@ -8,6 +8,7 @@ import pytest
 from longhaul.networks import actor_critic, conv
 from longhaul.networks.precision import REMATS
 from longhaul.runtime import partition
+from tests.helpers.quick import quick
 
 ATARI = jax.ShapeDtypeStruct((4, 84, 84), jnp.uint8)
 
@@ -28,7 +29,7 @@ def _by_loops(x: np.ndarray, kernel: np.ndarray, stride: int, before: int, after
 
 def _network(kind: str, seen: jax.ShapeDtypeStruct = ATARI, **options: object) -> actor_critic.ActorCritic:
     made = actor_critic.actor_critic(seen, 6, torso=kind, init="lecun", **options)  # type: ignore[arg-type]
-    return made._replace(init=jax.jit(made.init), apply=jax.jit(made.apply))
+    return made._replace(init=quick(made.init), apply=quick(made.apply))
 
 
 @pytest.mark.parametrize("padding", ["VALID", "SAME"])
@@ -39,11 +40,14 @@ def test_both_ways_agree_with_the_definition(length: int, side: int, stride: int
     around = max((-(-length // stride) - 1) * stride + side - length, 0) if padding == "SAME" else 0
     wanted = _by_loops(x, kernel, stride, around // 2, around - around // 2)
     given = jnp.float32(x), jnp.float32(kernel)
-    direct = jax.lax.conv_general_dilated(
-        *given, (stride, stride), padding, dimension_numbers=("NHWC", "HWIO", "NHWC")
-    )  # fmt: skip
-    np.testing.assert_allclose(direct, wanted, rtol=1e-4, atol=1e-4)
-    np.testing.assert_allclose(conv.by_product(*given, stride, padding), wanted, rtol=1e-4, atol=1e-4)
+
+    def both(x: jax.Array, kernel: jax.Array) -> tuple[jax.Array, jax.Array]:
+        axes = ("NHWC", "HWIO", "NHWC")
+        direct = jax.lax.conv_general_dilated(x, kernel, (stride, stride), padding, dimension_numbers=axes)
+        return direct, conv.by_product(x, kernel, stride, padding)
+
+    for found in quick(both)(*given):
+        np.testing.assert_allclose(found, wanted, rtol=1e-4, atol=1e-4)
 
 
 def test_the_greatest_is_over_three_by_three() -> None:
@@ -101,7 +105,7 @@ def test_rematerialised_gradients_are_the_same_and_bf16_is_near(kind: str) -> No
 
     def gradient(**options: object) -> object:
         network = _network(kind, seen, **options)
-        return jax.jit(jax.grad(lambda p: jnp.sum(network.apply(p, (), frames)[1] ** 2)))(params)
+        return quick(jax.grad(lambda p: jnp.sum(network.apply(p, (), frames)[1] ** 2)))(params)
 
     plain = gradient()
     assert all(float(jnp.max(jnp.abs(leaf))) > 0 for leaf in jax.tree.leaves(plain["torso"]))  # type: ignore[index]

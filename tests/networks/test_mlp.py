@@ -9,8 +9,7 @@ import pytest
 
 from longhaul.networks.actor_critic import actor_critic
 from longhaul.networks.mlp import affine
-
-QUICK = {"xla_backend_optimization_level": 0}
+from tests.helpers.quick import quick
 
 INPUTS, LIVE = 12, (9, 2, 3, 7, 11, 0)
 """An observation has 12 numbers, of which 6 can differ from 0; they come in an order of their own."""
@@ -50,7 +49,7 @@ def both(network: Any, params: Any, seen: Any) -> Any:
         parameters, value, _ = network.apply(p, (), seen)
         return jnp.sum(jnp.sin(parameters)) + jnp.sum(value**2), (parameters, value)
 
-    gradient, found = jax.jit(jax.grad(mixed, has_aux=True), compiler_options=QUICK)(params)
+    gradient, found = quick(jax.grad(mixed, has_aux=True))(params)
     return found, gradient
 
 

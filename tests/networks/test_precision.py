@@ -12,30 +12,18 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 import pytest
 
-from longhaul.algorithms import minibatch, ppo
-from longhaul.algorithms.actor_critic import State
-from longhaul.algorithms.config import PPOConfig
-from longhaul.algorithms.context import Context
 from longhaul.cli import flags, main, run_flags
 from longhaul.config import recipes
-from longhaul.config.resolve import resolve
 from longhaul.diagnostics.compiled_run import Subject, subject
 from longhaul.networks import actor_critic
 from longhaul.networks.precision import POLICIES, REMATS
 from longhaul.runtime import device_memory
-from longhaul.runtime import mesh as meshes
-from longhaul.runtime.errors import RunError
-from longhaul.spaces import Discrete
 from longhaul.topologies import fused
 from longhaul.training import finish, run_dir
-from longhaul.types import Rollout, Spec, Successors
+from tests.helpers.quick import QUICK, quick
 from tests.helpers.small_runs import begin, small
-
-QUICK = {"xla_backend_optimization_level": 0}
-"""Most of these programs run once; compiling them takes longer than running them ever does."""
 
 SEEN = {"ego": jax.ShapeDtypeStruct((3,), jnp.float32), "items": jax.ShapeDtypeStruct((5, 4), jnp.float32)}
 ROWS = 24
@@ -79,7 +67,7 @@ def kept(kind: str, remat: str) -> int:
 
 
 def relative(one: Any, other: Any) -> float:
-    """How far two pytrees lie apart, against the length of the other."""
+    """Relative distance of two pytrees."""
     pairs = list(zip(jax.tree.leaves(one), jax.tree.leaves(other), strict=True))
     apart = sum(float(np.sum(np.square(np.asarray(a, np.float64) - np.asarray(b)))) for a, b in pairs)
     return (apart / sum(float(np.sum(np.square(np.asarray(b, np.float64)))) for _, b in pairs)) ** 0.5
@@ -101,7 +89,7 @@ def descended(kind: str, remat: str) -> Any:
     params, loss = objective(kind, remat)
     slope = jax.grad(loss)
     assert ("remat" in str(jax.make_jaxpr(slope)(params))) == (remat != "none")
-    return jax.jit(slope, compiler_options=QUICK)(params)
+    return quick(slope)(params)
 
 
 @pytest.mark.parametrize(("kind", "remat"), CASES)
@@ -158,93 +146,6 @@ def test_run_files_from_before_still_say_how_to_go_on(tmp_path: Path, then: bool
 
 # -------------------------------------------------------------------------------------------------------- accumulation
 
-STEPS, COLUMNS = 6, 8
-STEP = PPOConfig(
-    hidden_dim=16, num_layers=1, num_minibatches=1, update_epochs=1, max_grad_norm=1e9, lr=1e-2, chunk=4096
-)  # fmt: skip
-"""One step on the whole batch: Adam's first moment is then a tenth of the gradient."""
-
-LEARNERS = {
-    "mlp": STEP,
-    "memory": replace(STEP, memory=6),
-    "encoder": replace(STEP, torso="latent", hidden_dim=32),
-    "lean": replace(STEP, shared=True, precision="bf16", remat="full"),
-}
-
-
-def learner(config: PPOConfig) -> tuple[Any, State, Rollout]:
-    """(learn, a state, experience of which some steps do not count)."""
-    spec = Spec(SEEN, Discrete(3), agents=2)
-    algorithm = ppo.ppo(spec, config, Context(updates=10, mean=meshes.identity))
-    state = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), jax.eval_shape(algorithm.init, jax.random.key(0)))
-    state = state._replace(params=drawn(state.params, scale=0.3))
-    rng = np.random.default_rng(3)
-    raw = jnp.asarray(rng.integers(0, 3, (STEPS, COLUMNS)), jnp.int32)
-    ends = jnp.asarray(rng.random((STEPS, COLUMNS)) < 0.2)
-    data = Rollout(
-        drawn(SEEN, STEPS, COLUMNS, seed=4), raw, drawn(jnp.zeros(()), STEPS, COLUMNS, seed=5), ends,
-        jnp.zeros_like(ends), jnp.asarray(rng.random((STEPS, COLUMNS)) < 0.7),
-        {"raw": raw, "log_prob": jnp.log(jnp.asarray(rng.uniform(0.2, 0.5, (STEPS, COLUMNS)), jnp.float32))},
-        Successors(drawn(SEEN, COLUMNS, seed=6), drawn(SEEN, 1, COLUMNS)),
-        drawn(jax.eval_shape(lambda: algorithm.memory(COLUMNS)), seed=7), jnp.int32(0),
-    )  # fmt: skip
-    return jax.jit(algorithm.learn, compiler_options=QUICK), state, data
-
-
-def gradient(state: State) -> Any:
-    return next(x.mu for x in jax.tree.leaves(state.opt_state, is_leaf=lambda x: hasattr(x, "mu")) if hasattr(x, "mu"))
-
-
-@pytest.mark.parametrize(
-    "kind", ["lean", *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("mlp", "memory", "encoder"))]
-)
-def test_accumulated_it_is_the_gradient_of_one_big_batch(kind: str) -> None:
-    """Also where pieces have different numbers of steps that count; parameters and moments are float32 throughout."""
-    config = LEARNERS[kind]
-    learn, state, data = learner(config)
-    whole, told = learn(state, data, jax.random.key(2))
-    pieces, parts = learner(replace(config, accumulate=4))[0](state, data, jax.random.key(2))
-    assert float(optax.tree.norm(gradient(whole))) > 1e-3
-    assert all(leaf.dtype in (jnp.float32, jnp.int32) for leaf in jax.tree.leaves(pieces))
-    assert relative(gradient(pieces), gradient(whole)) < 1e-6
-    assert relative(pieces.params, whole.params) < 1e-6
-    for name in told:
-        np.testing.assert_allclose(parts[name], told[name], rtol=1e-5, atol=1e-7, err_msg=name)
-
-
-@pytest.mark.parametrize(
-    ("accumulate", "chunk", "pieces"), [(None, 4096, 1), (None, 6, 8), (4, 4096, 4), (4, 6, 8), (3, 5, 12)]
-)
-def test_pieces_are_as_many_as_asked_for_and_no_larger_than_a_chunk(
-    accumulate: int | None, chunk: int, pieces: int
-) -> None:
-    seen: list[int] = []
-    chunk_of = minibatch.chunk_of
-
-    def noted(n: int, most: int) -> int:
-        seen.append(STEPS * COLUMNS // chunk_of(n, most))
-        return chunk_of(n, most)
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(minibatch, "chunk_of", noted)
-        learn, state, data = learner(replace(STEP, accumulate=accumulate, chunk=chunk))
-        jax.eval_shape(learn, state, data, jax.random.key(2))
-    assert seen == [pieces]
-
-
-@pytest.mark.parametrize(
-    ("change", "words"),
-    [
-        ({"accumulate": 5}, "--accumulate is 5, .* the 64 steps of a minibatch; choose one of 1, 2, 4, 8, 16, 32, 64$"),
-        ({"accumulate": 3, "memory": 4}, "the 4 environments of a minibatch; choose one of 1, 2, 4$"),
-        ({"accumulate": 0}, "--accumulate is 0; it must be at least 1"),
-    ],
-)
-def test_pieces_that_do_not_divide_are_named_with_those_that_do(change: dict[str, Any], words: str) -> None:
-    run = small()
-    with pytest.raises(RunError, match=words):
-        resolve(replace(run, algorithm=replace(run.algorithm, **change)))
-
 
 @pytest.mark.slow
 def test_memory_falls_as_shapes_foretell() -> None:
@@ -280,7 +181,7 @@ def made() -> Subject:
 
 @pytest.mark.slow
 def test_all_of_progress_is_donated(made: Subject) -> None:
-    """By the compiled program itself: each part of it has its result in its place, and no byte is there twice."""
+    """Compiled program: each part has its result in its place, and no byte exists twice."""
     progress = made.start(0)
     text = made.text().splitlines()[0]
     aliases = re.findall(r"\{[\d,\s]*\}: \((\d+), \{\}, (?:may|must)-alias\)", text)

@@ -7,6 +7,7 @@ import pytest
 
 from longhaul.networks.actor_critic import actor_critic
 from longhaul.networks.set_pooling import greatest
+from tests.helpers.quick import quick
 
 
 def drawn(rows, items, inputs, features, seed=0):
@@ -27,7 +28,8 @@ def test_it_is_the_greatest_and_so_are_its_gradients(rows, items, inputs, featur
     weight = jnp.asarray(np.random.default_rng(1).normal(size=(rows, features)), jnp.float32)
 
     def told(function):
-        return jax.value_and_grad(lambda *parts: jnp.sum(weight * jnp.sin(function(*parts))), argnums=(0, 1, 2))(*parts)
+        total = lambda *parts: jnp.sum(weight * jnp.sin(function(*parts)))  # noqa: E731
+        return quick(jax.value_and_grad(total, argnums=(0, 1, 2)))(*parts)
 
     found, expected = told(greatest), told(at_once)
     there = parts[2][..., -1:]  # of several that are not, each is as much the greatest as the others
@@ -40,28 +42,31 @@ def test_it_is_the_greatest_and_so_are_its_gradients(rows, items, inputs, featur
 def test_what_is_not_there_is_zero_and_has_no_gradient():
     kernel, bias, items = drawn(6, 4, 3, 5)
     items = items.at[..., -1].set(0.0).at[:3, 1, -1].set(1.0)
-    np.testing.assert_array_equal(greatest(kernel, bias, items)[3:], 0.0)
-    of_kernel = jax.grad(lambda kernel: jnp.sum(greatest(kernel, bias, items[3:])))(kernel)
+    pooled = quick(greatest)
+    np.testing.assert_array_equal(pooled(kernel, bias, items)[3:], 0.0)
+    of_kernel = quick(jax.grad(lambda kernel: jnp.sum(greatest(kernel, bias, items[3:]))))(kernel)
     np.testing.assert_array_equal(of_kernel, 0.0)
     changed = items.at[:, 2, :-1].add(100.0)
-    np.testing.assert_array_equal(greatest(kernel, bias, changed), greatest(kernel, bias, items))
+    np.testing.assert_array_equal(pooled(kernel, bias, changed), pooled(kernel, bias, items))
 
 
 def test_of_equal_items_one_has_the_whole_gradient():
     kernel, bias, items = drawn(4, 1, 3, 5)
     items = items.at[..., -1].set(1.0)
     twice = jnp.concatenate([items, items], axis=1)
-    one, two = (jax.grad(lambda k, x: jnp.sum(greatest(k, bias, x)))(kernel, x) for x in (items, twice))
+    slope = quick(jax.grad(lambda k, x: jnp.sum(greatest(k, bias, x))))
+    one, two = (slope(kernel, x) for x in (items, twice))
     np.testing.assert_allclose(one, two, rtol=1e-6)
 
 
 def test_many_networks_at_once():
-    """As a population has them: parameters [N, ...], each with what it sees."""
+    """Networks of a population: parameters [N, ...], each with its own observation."""
     each = [drawn(3, 4, 3, 5, seed) for seed in range(4)]
     parts = [jnp.stack(leaves) for leaves in zip(*each)]
-    found = jax.vmap(jax.grad(lambda *parts: jnp.sum(jnp.cos(greatest(*parts)))))(*parts)
+    slope = jax.grad(lambda *parts: jnp.sum(jnp.cos(greatest(*parts))))
+    found, single = quick(jax.vmap(slope))(*parts), quick(slope)
     for i, own in enumerate(each):
-        alone = jax.grad(lambda *parts: jnp.sum(jnp.cos(greatest(*parts))))(*own)
+        alone = single(*own)
         np.testing.assert_allclose(found[i], alone, rtol=1e-5, atol=1e-6)
 
 
@@ -86,12 +91,12 @@ def test_networks_are_the_same_on_a_cpu_and_elsewhere(monkeypatch, options):
     for backend in ("cpu", "gpu"):
         monkeypatch.setattr(jax, "default_backend", lambda backend=backend: backend)
         network = actor_critic(seen, 2, torso="deepset", sizes=(16, 8), **options)
-        params = network.init(jax.random.key(3))
+        params = quick(network.init)(jax.random.key(3))
 
         def told(params, network=network):
             parameters, value, _ = network.apply(params, network.memory(6), observed)
             return jnp.sum(jnp.sin(parameters)) + jnp.sum(jnp.cos(value))
 
-        found.append((params, jax.value_and_grad(told)(params)))
+        found.append((params, quick(jax.value_and_grad(told))(params)))
     jax.tree.map(np.testing.assert_array_equal, found[0][0], found[1][0])
     jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, rtol=1e-4, atol=1e-5), found[0][1], found[1][1])

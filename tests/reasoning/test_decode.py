@@ -13,6 +13,7 @@ import pytest
 from longhaul.reasoning import decode, sampler, tokenizer, transformer
 from longhaul.reasoning.config import ModelConfig
 from tests.helpers import reference_logits as reference
+from tests.helpers.quick import quick
 
 PROMPT, WHOLE = 6, 10
 MASK = np.arange(WHOLE)[None, :] >= np.array([[0], [4]])
@@ -29,7 +30,7 @@ def rolled(monkeypatch: pytest.MonkeyPatch) -> None:
 def both(config: ModelConfig, adapters: transformer.Lora | None = None) -> tuple[jax.Array, jax.Array]:
     """Logits [2, 4, V] of what follows each token behind the prompt: of the full forward, and step by step."""
 
-    @jax.jit
+    @quick
     def run(params: Any) -> tuple[jax.Array, jax.Array]:
         whole, _ = transformer.forward(config, params, jnp.asarray(ROWS), jnp.asarray(MASK), None, adapters)
         mask, empty = jnp.asarray(MASK[:, :PROMPT]), transformer.empty(config, 2, PROMPT)
@@ -52,7 +53,7 @@ def relative(found: jax.Array, wanted: jax.Array) -> float:
 
 
 FEW = ("llama3-rope", "qwen2", "qwen3-untied")
-"""What of the families is not slow."""
+"""Families that are not slow."""
 
 
 @pytest.mark.parametrize(
@@ -86,7 +87,7 @@ def test_attention_is_the_same_by_products_and_written_out(monkeypatch: pytest.M
     np.testing.assert_allclose(wanted[..., 0], jnp.repeat(value[0, :, None, :, 0], 3, axis=1), rtol=1e-6)
     for piece in (64, 4):
         monkeypatch.setattr(decode, "PIECE", piece)
-        found = jax.jit(lambda *x: decode.written_out(*x))(query, key, value, seen)
+        found = quick(lambda *x: decode.written_out(*x))(query, key, value, seen)
         np.testing.assert_allclose(found, wanted, rtol=1e-5, atol=1e-6)
 
 

@@ -18,9 +18,10 @@ from longhaul.reasoning import reward_gate, sampler
 from longhaul.reasoning.config import GateConfig
 from longhaul.runtime import mesh as meshes
 from tests.algorithms.test_grpo import ROWS, TINY, completions, config
+from tests.helpers.quick import quick
 
 SETTINGS = GateConfig(threshold=0.6, hysteresis=0.1, patience=3, rise=0.05, every=4)
-LOOK = jax.jit(lambda now, level: reward_gate.look(SETTINGS, now, level))
+LOOK = quick(lambda now, level: reward_gate.look(SETTINGS, now, level))
 
 
 def looks(levels: Sequence[float]) -> list[reward_gate.Gate]:
@@ -86,7 +87,7 @@ def test_while_it_is_closed_chains_are_due_but_for_looks() -> None:
 def test_a_look_at_a_closed_gate_changes_nothing_but_the_gate() -> None:
     made, (params, data) = learner(), completions()
     state = made.init(jax.random.key(0))._replace(params=params, updates=jnp.int32(2), imitated=jnp.int32(2))
-    learn = jax.jit(made.learn)
+    learn = quick(made.learn)
     shut, told = learn(state, data, jax.random.key(1))  # soundness 0.25 on the mean
     jax.tree.map(np.testing.assert_array_equal, (shut.params, shut.opt_state), (state.params, state.opt_state))
     assert float(shut.gate.level) == pytest.approx(0.25)
@@ -112,7 +113,7 @@ def test_own_chains_are_imitated_where_there_are_enough() -> None:
     state = made.init(jax.random.key(0))._replace(params=params)
     due = [int(made.policy(state._replace(updates=jnp.int32(u))).lesson) for u in (0, 1)]
     assert due == [sampler.SAMPLED, sampler.OWN]
-    learn = jax.jit(made.learn)
+    learn = quick(made.learn)
 
     def learnt(chains: jax.Array, token: jax.Array) -> Any:
         own = data._replace(lesson=jnp.full(ROWS, sampler.OWN), taken=data.taken & chains[:, None], token=token)

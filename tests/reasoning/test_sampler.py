@@ -14,6 +14,7 @@ from longhaul.reasoning import device_verifier, sampler, tasks, tokenizer, trans
 from longhaul.reasoning.config import ModelConfig
 from longhaul.runtime import mesh as meshes
 from longhaul.runtime import partition
+from tests.helpers.quick import quick
 
 CONFIG = ModelConfig(width=32, layers=1, heads=2, kv_heads=1, head_dim=16, hidden=48)
 LENGTH = 21
@@ -33,7 +34,7 @@ def params() -> Any:
     return transformer.init(jax.random.key(0), CONFIG)
 
 
-SAMPLE = jax.jit(sampler.sampler(CONFIG, LENGTH, 0.7))
+SAMPLE = quick(sampler.sampler(CONFIG, LENGTH, 0.7))
 
 
 @functools.cache
@@ -41,40 +42,7 @@ def drawn(budget: int) -> sampler.Drawn:
     return SAMPLE(params(), drawn_problems()[1].prompt, jax.random.key(1), jnp.int32(budget))
 
 
-def padded(texts: list[str]) -> np.ndarray:
-    return np.array([(tokenizer.encode(text) + [tokenizer.PAD] * 40)[:40] for text in texts], np.int32)
-
-
 # ----------------------------------------------------------------------------------------------------------- checkers
-
-
-def garbled(rng: np.random.Generator, text: str) -> str:
-    """A completion that is right, cut, or has some characters changed, put in or left out."""
-    characters = list(text)
-    for _ in range(int(rng.integers(0, 4))):
-        place = int(rng.integers(len(characters)))
-        characters[place : place + int(rng.integers(0, 2))] = str(rng.choice(list(";>$0123+=")))
-    text = "".join(characters)[: int(rng.integers(1, 40)) if rng.random() < 0.3 else 38]
-    head, end, _ = text.partition("$")
-    return head + end
-
-
-def test_checkers_on_the_device_say_what_those_on_the_host_do() -> None:
-    rng, rows, seen = np.random.default_rng(3), [], set()
-    for task in (ARITHMETIC, tasks.addition(1, 3, direct=0.0)):
-        for problem in tasks.problems(task, rng, 400):
-            text = garbled(rng, tasks.write(problem.steps, problem.answer))
-            rows.append((problem, text, task.reward(problem, text), task.soundness(problem, text)))
-    solution = padded([tasks.write(problem.steps, problem.answer) for problem, *_ in rows])
-    text = padded([row[1] for row in rows])
-    reward, sound, steps = (np.asarray(x) for x in jax.jit(device_verifier.checked)(solution, text))
-    for i, (problem, written, wanted_reward, wanted_sound) in enumerate(rows):
-        read = tasks.read(written)
-        assert reward[i] == wanted_reward, (problem, written)
-        assert sound[i] == pytest.approx(wanted_sound), (problem, written)
-        assert steps[i] == len(read.steps) + read.unfinished, (problem, written)
-        seen.add((wanted_reward, min(wanted_sound, 0.99) // 0.34))
-    assert len(seen) == 6, "every kind of completion was asked"
 
 
 # ----------------------------------------------------------------------------------------------------------- sampling
@@ -82,7 +50,7 @@ def test_checkers_on_the_device_say_what_those_on_the_host_do() -> None:
 
 def test_what_is_recorded_is_what_the_learner_computes() -> None:
     bank, found = drawn_problems()[1], drawn(sampler.UNBOUNDED)
-    log_prob, entropy = jax.jit(functools.partial(sampler.log_probs, CONFIG, temperature=0.7))(
+    log_prob, entropy = quick(functools.partial(sampler.log_probs, CONFIG, temperature=0.7))(
         params(), bank.prompt, found.token
     )
     taken = np.asarray(found.taken)
@@ -126,7 +94,7 @@ def test_a_budget_of_steps_is_kept_and_what_it_forces_is_not_chosen(budget: int)
 def test_waves_change_no_number_at_temperature_0() -> None:
     sample, prompt = sampler.sampler(CONFIG, LENGTH, 0.0), drawn_problems()[1].prompt[:12]
     arguments = params(), prompt, jax.random.key(2), jnp.int32(sampler.UNBOUNDED)
-    whole, waves = (jax.jit(sampler.in_waves(sample, wave))(*arguments) for wave in (12, 5))  # 5: three of 4
+    whole, waves = (quick(sampler.in_waves(sample, wave))(*arguments) for wave in (12, 5))  # 5: three of 4
     np.testing.assert_array_equal(whole.token, waves.token)
     logits, _ = transformer.forward(CONFIG, params(), prompt, prompt != tokenizer.PAD)
     np.testing.assert_array_equal(whole.token[:, 0], 1 + np.argmax(logits[:, -1, 1:], axis=-1))
@@ -140,7 +108,7 @@ def test_a_model_on_two_devices_samples_what_one_does() -> None:
     nowhere = jax.sharding.PartitionSpec()
     sample = meshes.per_shard(sampler.sampler(CONFIG, LENGTH, 0.7), mesh, (nowhere,) * 4, nowhere)
     arguments = drawn_problems()[1].prompt, jax.random.key(1), jnp.int32(1)
-    found, one = jax.jit(sample)(laid, *meshes.everywhere(arguments, mesh)), drawn(1)
+    found, one = quick(sample)(laid, *meshes.everywhere(arguments, mesh)), drawn(1)
     np.testing.assert_array_equal(found.token, one.token)
     np.testing.assert_allclose(found.log_prob, one.log_prob, atol=2e-5)
 
@@ -149,7 +117,7 @@ def test_the_collector_teaches_and_then_samples_in_groups() -> None:
     _, bank = drawn_problems()
     settings = sampler.Sampling(LENGTH, group=4, wave=16)
     made = sampler.collector(CONFIG, bank, settings, prompts=8)
-    collect = jax.jit(made.collect)
+    collect = quick(made.collect)
     assert (made.steps, made.env_steps) == (32 * LENGTH, 8 * LENGTH)
     solution = {bytes(np.asarray(p)): np.asarray(s) for p, s in zip(bank.prompt, bank.solution, strict=True)}
     for version, lesson in ((1, sampler.DEMONSTRATED), (2, sampler.SAMPLED), (3, sampler.SOLVED)):

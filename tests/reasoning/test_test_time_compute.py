@@ -1,4 +1,4 @@
-"""What more thinking is worth, of completions written by hand: by steps, by samples, and by an early stop."""
+"""Test-time compute of completions written by hand: by steps, by samples, and with an early stop."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ TASK = tasks.arithmetic(1, 2)
 LENGTH, GROUP = 16, 4
 RIGHT = {"1+1=": "1+1=2;>2$", "3+4-2=": "3+4=2;2-2=0;>0$"}
 WRONG = {"1+1=": [0], "3+4-2=": [3]}
-"""Which of four samples are wrong."""
+"""Wrong ones of four samples."""
 
 
 def scripted(*_: Any) -> Any:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import functools
 import importlib.util
-import json
 import subprocess
 import sys
 from pathlib import Path
@@ -17,23 +16,24 @@ import numpy as np
 import pytest
 from jax.sharding import PartitionSpec
 
-from longhaul.reasoning import huggingface, tokenizer, transformer
+from longhaul.reasoning import transformer
 from longhaul.reasoning.config import ModelConfig
 from longhaul.runtime import mesh as meshes
 from longhaul.runtime import partition
 from tests.helpers import reference_logits as reference
+from tests.helpers.quick import quick
 
 TINY = dataclasses.replace(reference.CONFIGS["qwen3"], layers=2)
 FEW = ("llama", "llama3-rope", "qwen2", "qwen3-untied")
-"""What of the families is not slow."""
+"""Families that are not slow."""
 SLOW = pytest.mark.slow
 ALL = np.ones(reference.TOKENS.shape, bool)
-forward = jax.jit(transformer.forward, static_argnums=0)
+forward = quick(transformer.forward, static_argnums=0)
 
 
 @pytest.fixture(autouse=True)
 def rolled(monkeypatch: pytest.MonkeyPatch) -> None:
-    """All layers in one loop: that compiles sooner. One test below has them one by one."""
+    """Layers in one loop, which compiles faster. A test below has them one by one."""
     monkeypatch.setattr(transformer, "UNROLLED", 0)
 
 
@@ -65,76 +65,6 @@ def test_what_is_stored_is_what_transformers_gives(tmp_path: Path) -> None:
     with np.load(file) as now, np.load(reference.STORED) as stored:
         for name in reference.CONFIGS:
             assert relative(now[name], stored[name]) < 1e-5
-
-
-@pytest.mark.parametrize(("dtype", "shard_bytes"), [("float32", 10**9), ("float32", 40_000), ("bfloat16", 30_000)])
-def test_what_was_saved_is_loaded(tmp_path: Path, dtype: str, shard_bytes: int) -> None:
-    for config in (reference.CONFIGS["qwen2"], reference.CONFIGS["llama3-rope"], reference.CONFIGS["qwen3-untied"]):
-        params = reference.params(config)
-        huggingface.save(tmp_path, config, params, dtype=dtype, shard_bytes=shard_bytes)
-        found, loaded = huggingface.load(tmp_path, dtype)
-        assert found == config
-        wanted = jax.tree.map(lambda x: x.astype(jnp.dtype(dtype)), params)
-        jax.tree.map(np.testing.assert_array_equal, loaded, wanted)
-        assert ((tmp_path / huggingface.INDEX).exists(), (tmp_path / huggingface.ONE).exists()) == (
-            (False, True) if shard_bytes == 10**9 else (True, False)
-        )
-
-
-@pytest.mark.parametrize(
-    ("change", "words"),
-    [
-        ({"model_type": "mixtral"}, "model_type is 'mixtral'"),
-        ({"use_sliding_window": True}, "use_sliding_window is True"),
-        ({"attention_bias": True}, "attention_bias is True"),
-        ({"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, "rope type is 'yarn'"),
-        ({"num_key_value_heads": 3}, "kv_heads is 3; it must divide heads, 4"),
-        ({"hidden_size": 32}, "config.json asks for"),
-        ({"num_hidden_layers": 4}, "11 arrays are missing, model.layers.3"),
-        ({"num_hidden_layers": 2}, "has no place"),
-    ],
-)
-def test_what_can_not_be_read_is_named(tmp_path: Path, change: dict[str, Any], words: str) -> None:
-    config = reference.CONFIGS["qwen3"]
-    huggingface.save(tmp_path, config, reference.params(config))
-    file = tmp_path / "config.json"
-    file.write_text(json.dumps(json.loads(file.read_text()) | change))
-    with pytest.raises(huggingface.HubError, match=words.replace("[", r"\[")):
-        huggingface.load(tmp_path)
-
-
-def test_rope_is_read_as_transformers_4_and_5_write_it() -> None:
-    told = huggingface.fields_of(reference.CONFIGS["llama3-rope"])
-    five = {k: v for k, v in told.items() if k not in ("rope_theta", "rope_scaling")}
-    five["rope_parameters"] = told["rope_scaling"] | {"rope_theta": told["rope_theta"]}
-    assert huggingface.config_of(five) == huggingface.config_of(told) == reference.CONFIGS["llama3-rope"]
-
-
-def test_a_tokeniser_gives_back_the_text(tmp_path: Path) -> None:
-    made = pytest.importorskip("tokenizers", reason="tokenizers is not installed")
-    inner = made.Tokenizer(
-        made.models.WordLevel({word: i for i, word in enumerate(["[UNK]", "two", "and", "one"])}, "[UNK]")
-    )
-    inner.pre_tokenizer = made.pre_tokenizers.Whitespace()
-    inner.save(str(tmp_path / "tokenizer.json"))
-    found = huggingface.tokeniser(tmp_path)
-    assert (found.size, found.encode("one and two"), found.decode([3, 2, 1])) == (4, [3, 2, 1], "one and two")
-
-
-def test_a_folder_without_a_tokeniser_is_named(tmp_path: Path) -> None:
-    pytest.importorskip("tokenizers", reason="tokenizers is not installed")
-    with pytest.raises(huggingface.HubError, match=r"tokenizer\.json is not there"):
-        huggingface.tokeniser(tmp_path)
-
-
-def test_the_vocabulary_gives_back_its_texts() -> None:
-    assert len(tokenizer.CHARACTERS) == len(set(tokenizer.CHARACTERS)) == tokenizer.TOKENISER.size == 23
-    text = "3+4-2=3+4=2;>(0)$"
-    numbers = tokenizer.encode(text)
-    assert tokenizer.decode([tokenizer.PAD, tokenizer.PAD, *numbers, 3, 4]) == text
-    assert tokenizer.decode([*numbers[:4], tokenizer.PAD, 5]) == text[:4]
-    with pytest.raises(ValueError, match="'x' is no character"):
-        tokenizer.encode("3x4")
 
 
 # -------------------------------------------------------------------------------------------------- cache and padding
@@ -177,7 +107,7 @@ def test_layers_one_by_one_are_the_loop(monkeypatch: pytest.MonkeyPatch) -> None
     params = reference.params(TINY)
     wanted, _ = forward(TINY, params, reference.TOKENS, ALL)
     monkeypatch.setattr(transformer, "UNROLLED", 4)
-    found, _ = jax.jit(lambda params: transformer.forward(TINY, params, reference.TOKENS, jnp.asarray(ALL)))(params)
+    found, _ = quick(lambda params: transformer.forward(TINY, params, reference.TOKENS, jnp.asarray(ALL)))(params)
     assert relative(found, wanted) < 2e-6
 
 
@@ -209,7 +139,7 @@ def test_adapters_add_nothing_first_and_then_what_merged_kernels_do() -> None:
 def test_rematerialisation_changes_no_gradient_and_bfloat16_little() -> None:
     params, rows = reference.params(TINY), reference.TOKENS
 
-    @functools.partial(jax.jit, static_argnums=0)
+    @functools.partial(quick, static_argnums=0)
     def gradient(config: ModelConfig, params: Any) -> Any:
         def loss(params: Any) -> jax.Array:
             logits, _ = transformer.forward(config, params, rows, jnp.asarray(ALL))

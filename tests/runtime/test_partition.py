@@ -8,11 +8,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 import pytest
 from jax.sharding import PartitionSpec
 
-from longhaul.algorithms import minibatch, ppo
+from longhaul.algorithms import ppo
 from longhaul.algorithms.config import PPOConfig
 from longhaul.algorithms.context import Context
 from longhaul.networks import attention
@@ -104,18 +103,3 @@ def test_kernels_of_an_encoder_come_in_pairs() -> None:
     axes = {name: each.index("model") for name, each in blocks.items() if isinstance(each, PartitionSpec) and each}
     kernels = {name: axis for name, axis in axes.items() if "bias" not in name}
     assert kernels == {"query": 2, "key": 2, "value": 2, "wide": 2, "out": 1, "narrow": 1}
-
-
-def test_an_optimisers_state_as_one_vector_is_that_of_optax() -> None:
-    """`flat.pack` makes what `optax.flatten` would have made, after some steps too; `unpack` takes it back."""
-    rng = np.random.default_rng(1)
-    params = {"a": {"kernel": jnp.asarray(rng.normal(size=(3, 4)), jnp.float32)}, "b": jnp.ones(5), "c": jnp.ones(())}
-    inner = optax.chain(optax.clip_by_global_norm(1e6), optax.scale_by_adam())
-    outer = optax.flatten(inner)
-    leafwise, whole = inner.init(params), outer.init(params)
-    for _ in range(3):
-        grads = jax.tree.map(lambda x: jnp.asarray(rng.normal(size=x.shape), jnp.float32), params)
-        leafwise, whole = inner.update(grads, leafwise)[1], outer.update(grads, whole)[1]
-        packed = minibatch.pack(leafwise, params)
-        jax.tree.map(np.testing.assert_array_equal, packed, whole)
-        jax.tree.map(np.testing.assert_array_equal, minibatch.unpack(whole, leafwise, params), leafwise)

@@ -1,0 +1,13 @@
+"""Compilation without optimisation, for programs that run once or are small: compiling takes longer than running."""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+
+QUICK = {"xla_backend_optimization_level": 0}
+
+
+def quick(function: Callable[..., Any], **options: Any) -> Any:
+    """`jax.jit` with these options, without optimisation."""
+    return jax.jit(function, compiler_options=QUICK, **options)

@@ -1,0 +1,101 @@
+"""Layers against NumPy, and against Flax where it is installed: the same initial values and results, bit for bit."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from longhaul.networks import layers
+from longhaul.networks.layers import NamedKey
+from tests.helpers.quick import quick
+
+X = np.random.default_rng(0).normal(2.0, 1.5, size=(3, 4, 6)).astype(np.float32)
+
+
+def alive(params, seed=1):
+    rng = np.random.default_rng(seed)
+    return jax.tree.map(lambda leaf: jnp.asarray(rng.normal(scale=0.5, size=leaf.shape), jnp.float32), params)
+
+
+@pytest.mark.parametrize("norm", [layers.layer_norm, layers.one_pass_layer_norm])
+def test_layer_norm_has_mean_bias_and_deviation_scale(norm):
+    params = alive(layers.init_norm(6))
+    wide = X.astype(np.float64)
+    wanted = (wide - wide.mean(-1, keepdims=True)) / np.sqrt(wide.var(-1, keepdims=True) + layers.EPSILON)
+    wanted = wanted * np.asarray(params["scale"]) + np.asarray(params["bias"])
+    np.testing.assert_allclose(quick(norm)(params, X), wanted, rtol=1e-4, atol=1e-4)
+    assert jax.eval_shape(norm, params, jnp.asarray(X, jnp.bfloat16)).dtype == jnp.bfloat16
+
+
+@pytest.mark.parametrize("axis", [-1, -2])
+def test_rms_norm_divides_by_the_root_of_the_mean_square(axis):
+    scale = np.arange(1.0, 1.0 + X.shape[axis]).astype(np.float32)
+    wanted = X / np.sqrt(np.mean(X.astype(np.float64) ** 2, axis=axis, keepdims=True) + 1e-6)
+    wanted = np.moveaxis(np.moveaxis(wanted, axis, -1) * scale, -1, axis)
+    found = quick(lambda x: layers.rms_norm(x, jnp.asarray(scale), 1e-6, axis))(X)
+    np.testing.assert_allclose(found, wanted, rtol=1e-5)
+
+
+def test_a_recurrent_unit_by_hand():
+    params = alive(jax.eval_shape(lambda key: layers.init_gru(NamedKey(key), 6, 5), jax.random.key(0)))
+    memory = np.random.default_rng(2).normal(size=(3, 4, 5)).astype(np.float32)
+    p = jax.tree.map(lambda leaf: np.asarray(leaf, np.float64), params)
+
+    def of(name, x):
+        return x @ p[name]["kernel"] + p[name].get("bias", 0.0)
+
+    reset, keep = (1 / (1 + np.exp(-(of("i" + gate, X) + of("h" + gate, memory)))) for gate in "rz")
+    wanted = (1 - keep) * np.tanh(of("in", X) + reset * of("hn", memory)) + keep * memory
+    for found in quick(layers.gru)(params, memory, X):
+        np.testing.assert_allclose(found, wanted, rtol=1e-4, atol=1e-5)
+    assert set(params["hr"]) == {"kernel"}
+    assert set(params["hn"]) == {"kernel", "bias"}
+
+
+def test_a_product_of_rounded_factors_has_exact_sums_and_its_own_gradients():
+    rng = np.random.default_rng(3)
+    x, kernel, bias = (jnp.asarray(rng.normal(size=size), jnp.float32) for size in ((7, 6), (6, 5), (5,)))
+    round_off = lambda part: part.astype(jnp.bfloat16).astype(jnp.float32)  # noqa: E731
+    found, back = jax.vjp(layers.mixed_affine, x, kernel, bias)
+    np.testing.assert_allclose(found, round_off(x) @ round_off(kernel) + bias[None], rtol=1e-5, atol=1e-5)
+    g = round_off(jnp.asarray(rng.normal(size=(7, 5)), jnp.float32))
+    for own, wanted in zip(back(g), (g @ round_off(kernel).T, round_off(x).T @ g, g.sum(0)), strict=True):
+        np.testing.assert_allclose(own, wanted, rtol=1e-5, atol=1e-5)
+
+
+def test_keys_differ_by_path_and_stay_the_same():
+    """The rule of Flax 0.12: runs of earlier versions began with these numbers."""
+    root = NamedKey(jax.random.key(5))
+    keys = [root.draw(), root.child("actor").draw(), root.child("actor").child("layer_0").draw()]
+    data = [jax.random.key_data(key).tolist() for key in keys]
+    assert len({tuple(each) for each in data}) == 3
+    assert data[2] == jax.random.key_data(jax.random.fold_in(jax.random.key(5), np.uint32(0x02E94469))).tolist()
+
+
+@pytest.mark.parametrize("init", layers.INITS)
+def test_parameters_and_results_are_those_of_flax(init):
+    nn = pytest.importorskip("flax.linen")
+
+    class Both(nn.Module):
+        @nn.compact
+        def __call__(self, memory, x):
+            kernels = layers.kernel_init(init, 1.5)
+            x = nn.LayerNorm(name="first_norm")(nn.Dense(5, kernel_init=kernels, name="first")(x))
+            return nn.GRUCell(7, name="memory")(memory, x)
+
+    memory, key = jnp.ones((3, 4, 7)), jax.random.key(4)
+    root = NamedKey(key)
+    params = {
+        "first": layers.init_dense(root.child("first").draw(), (6, 5), layers.kernel_init(init, 1.5)),
+        "first_norm": layers.init_norm(5),
+        "memory": layers.init_gru(root.child("memory"), 5, 7),
+    }
+    jax.tree.map(np.testing.assert_array_equal, params, Both().init(key, memory, X)["params"])
+    params = alive(params)
+
+    def ours(params, x):
+        y = layers.one_pass_layer_norm(params["first_norm"], layers.dense(params["first"], x))
+        return layers.gru(params["memory"], memory, y)
+
+    theirs = quick(lambda params, x: Both().apply({"params": params}, memory, x))
+    jax.tree.map(np.testing.assert_array_equal, quick(ours)(params, X), theirs(params, X))

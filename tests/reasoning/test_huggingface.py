@@ -1,0 +1,75 @@
+"""Models and tokenisers in Hugging Face's files."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from longhaul.reasoning import huggingface
+from tests.helpers import reference_logits as reference
+
+
+@pytest.mark.parametrize(("dtype", "shard_bytes"), [("float32", 10**9), ("float32", 40_000), ("bfloat16", 30_000)])
+def test_what_was_saved_is_loaded(tmp_path: Path, dtype: str, shard_bytes: int) -> None:
+    for config in (reference.CONFIGS["qwen2"], reference.CONFIGS["llama3-rope"], reference.CONFIGS["qwen3-untied"]):
+        params = reference.params(config)
+        huggingface.save(tmp_path, config, params, dtype=dtype, shard_bytes=shard_bytes)
+        found, loaded = huggingface.load(tmp_path, dtype)
+        assert found == config
+        wanted = jax.tree.map(lambda x: x.astype(jnp.dtype(dtype)), params)
+        jax.tree.map(np.testing.assert_array_equal, loaded, wanted)
+        assert ((tmp_path / huggingface.INDEX).exists(), (tmp_path / huggingface.ONE).exists()) == (
+            (False, True) if shard_bytes == 10**9 else (True, False)
+        )
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"model_type": "mixtral"}, "model_type is 'mixtral'"),
+        ({"use_sliding_window": True}, "use_sliding_window is True"),
+        ({"attention_bias": True}, "attention_bias is True"),
+        ({"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, "rope type is 'yarn'"),
+        ({"num_key_value_heads": 3}, "kv_heads is 3; it must divide heads, 4"),
+        ({"hidden_size": 32}, "config.json asks for"),
+        ({"num_hidden_layers": 4}, "11 arrays are missing, model.layers.3"),
+        ({"num_hidden_layers": 2}, "has no place"),
+    ],
+)
+def test_what_can_not_be_read_is_named(tmp_path: Path, change: dict[str, Any], words: str) -> None:
+    config = reference.CONFIGS["qwen3"]
+    huggingface.save(tmp_path, config, reference.params(config))
+    file = tmp_path / "config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | change))
+    with pytest.raises(huggingface.HubError, match=words.replace("[", r"\[")):
+        huggingface.load(tmp_path)
+
+
+def test_rope_is_read_as_transformers_4_and_5_write_it() -> None:
+    told = huggingface.fields_of(reference.CONFIGS["llama3-rope"])
+    five = {k: v for k, v in told.items() if k not in ("rope_theta", "rope_scaling")}
+    five["rope_parameters"] = told["rope_scaling"] | {"rope_theta": told["rope_theta"]}
+    assert huggingface.config_of(five) == huggingface.config_of(told) == reference.CONFIGS["llama3-rope"]
+
+
+def test_a_tokeniser_gives_back_the_text(tmp_path: Path) -> None:
+    made = pytest.importorskip("tokenizers", reason="tokenizers is not installed")
+    inner = made.Tokenizer(
+        made.models.WordLevel({word: i for i, word in enumerate(["[UNK]", "two", "and", "one"])}, "[UNK]")
+    )
+    inner.pre_tokenizer = made.pre_tokenizers.Whitespace()
+    inner.save(str(tmp_path / "tokenizer.json"))
+    found = huggingface.tokeniser(tmp_path)
+    assert (found.size, found.encode("one and two"), found.decode([3, 2, 1])) == (4, [3, 2, 1], "one and two")
+
+
+def test_a_folder_without_a_tokeniser_is_named(tmp_path: Path) -> None:
+    pytest.importorskip("tokenizers", reason="tokenizers is not installed")
+    with pytest.raises(huggingface.HubError, match=r"tokenizer\.json is not there"):
+        huggingface.tokeniser(tmp_path)
