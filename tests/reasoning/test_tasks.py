@@ -112,7 +112,3 @@ def test_aimless_demonstrations_of_countdown_miss_sometimes() -> None:
     rewards, sound = np.array(drawn).T
     assert 0.02 < np.mean(rewards) < 0.5
     assert np.all(sound == 1.0)
-
-
-def always(problem: Problem, completion: str) -> bool:
-    return "yes" in completion
