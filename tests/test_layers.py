@@ -37,7 +37,7 @@ FORBIDDEN = {
 NO_JAX = (
     *("driving/datasets", "driving/scenario", "driving/shards", "driving/generator", "driving/scenario_source"),
     *("runtime/launch", "runtime/process_group", "runtime/credentials", "runtime/shared_memory", "runtime/worker_pool"),
-    *("spaces", "reasoning/tasks", "reasoning/tokenizer", "reasoning/jsonl_task", "reasoning/self_consistency"),
+    *("spaces", "reasoning/tasks", "reasoning/tokenizer", "reasoning/jsonl_task"),
     *("envs/host/registry", "envs/host/vector", "envs/host/gymnasium_vector", "envs/host/gymnasium_spaces"),
     *("envs/host/numpy_vector", "envs/host/numpy_cartpole", "envs/host/torch_vector", "envs/gymnasium_export"),
     *("topologies/actor_process", "topologies/staleness"),
