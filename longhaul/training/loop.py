@@ -1,7 +1,7 @@
-"""The loop around a topology: logs, saves, stops, goes on, evaluates, reports.
+"""Training loop around a topology: logging, checkpoints, stopping, resuming, evaluation and report.
 
-Exactness: metrics up to a checkpoint are on disk before it is saved, and those after it are dropped on resume; every
-random number comes from the run's seed and the update's number; so a run killed anywhere and resumed ends with the same
+Exactness: metrics up to a checkpoint are on disk before it is saved, and those after it are dropped on resume. Every
+random number comes from the run's seed and the update's number. So a run killed anywhere and resumed ends with the same
 parameters, bit by bit, and a metrics file without gap or repeat.
 """
 
@@ -65,7 +65,7 @@ from longhaul.training.run_dir import load_run as load_run
 from longhaul.types import Params, Progress
 
 STOPPED = 75
-"""Exit code of a run that a signal stopped after it had saved: resume me."""
+"""Exit code of a run that saved and stopped after a signal: it can be resumed."""
 
 
 class Outcome(NamedTuple):
@@ -74,12 +74,12 @@ class Outcome(NamedTuple):
 
 
 def train(run: Run, folder: Path, *, resumed: bool, source: Feed | None = None) -> Outcome:
-    """Trains the resolved `run` in `folder` to its end, from its newest intact checkpoint if `resumed`.
+    """Train the resolved `run` in `folder` to its end, from its newest intact checkpoint if `resumed`.
 
-    `source` is what it trains in, where that has been made already. Of several processes all call this, with the same
-    run; process 0 writes whatever is written once, evaluates, and alone has a result.
+    `source` is the run's training data if already opened. All processes of a run call this with the same run. Process 0
+    writes what is written once, evaluates, and alone has a result.
 
-    A signal before the folder is that of a run raises KeyboardInterrupt, as one without this function would.
+    A signal before the folder holds a run raises KeyboardInterrupt, as without this function.
     """
     process_group.tell("folder", {"folder": str(folder.absolute()), "resumed": resumed})
     with alone(folder), listening() as stop:
@@ -97,7 +97,8 @@ def train(run: Run, folder: Path, *, resumed: bool, source: Feed | None = None) 
 
 
 def _through(run: Run, folder: Path, stop: Stop, source: Feed | None, *, resumed: bool) -> dict[str, Any]:
-    """The result, around updates whose numbers are not finite; raises Stopped, and RunError where they come again."""
+    """Result of the run, with rollbacks of updates that are not finite. Raises Stopped; RunError when rollbacks run
+    out."""
     detours = process_group.share("detours", lambda: nan_rollback.detours(folder)) if resumed else 0
     turn = 0
     while True:
@@ -114,12 +115,12 @@ def _through(run: Run, folder: Path, stop: Stop, source: Feed | None, *, resumed
 def _train(
     run: Run, folder: Path, stop: Stop, source: Feed | None, *, resumed: bool, turn: int, detours: int
 ) -> dict[str, Any]:
-    """The result; raises Stopped and Poisoned. This is attempt `turn` of the process, on the last of the `detours`."""
+    """Result of attempt `turn` of this process, after `detours` rollbacks. Raises Stopped and Poisoned."""
     if resumed and (folder / "result.json").exists():
         _say(f"run {folder.name} is done already")
         result: dict[str, Any] = json.loads((folder / "result.json").read_text())
         return result
-    # The other topologies wait for each program at once, or in a thread of their own.
+    # Other topologies wait for each program at once, or in a thread of their own.
     prepare_devices(run.all_devices, run.threads, run.topology != "fused" and run.all_devices == 1)
     saving = Checkpoints(folder / "checkpoints", keep=run.keep, every=run.keep_every, turn=turn)
     with closing(saving) as checkpoints, ExitStack() as closed:
@@ -170,14 +171,14 @@ def _train(
 
 
 def _parameters(assembly: Assembly) -> int:
-    """How many numbers are learnt."""
+    """Number of learnt parameters."""
     algorithm = assembly.algorithm
     acting = jax.eval_shape(lambda: algorithm.policy(algorithm.init(jax.random.key(0))))
     return actor_critic.count((acting.state if assembly.members else acting).params)
 
 
 def _sums(assembly: Assembly, pending: dict[str, Any] | None = None) -> Sums | population_metrics.MemberSums:
-    """Of a run, or of those of a population."""
+    """Metric sums of one run, or of all members of a population."""
     siblings = len(assembly.members)
     return population_metrics.MemberSums(siblings, pending) if siblings else Sums(pending)
 
@@ -188,13 +189,13 @@ def _say(line: str) -> None:
 
 
 def _look(stop: Stop, done: int, assembly: Assembly) -> None:
-    """Raises Stopped if a signal came, to whichever process; `done` updates are saved."""
+    """Raise Stopped if any process received a signal; `done` updates are saved."""
     if any(meshes.asking(assembly.mesh)(stop.signal is not None)):
         raise Stopped(done)
 
 
 def _on_host(policy: Params, mesh: Mesh | None = None) -> Params:
-    """A copy of its own: what device_get gives may lie in a buffer that is donated next. On a mesh all must ask."""
+    """Copy on the host: a buffer of device_get may be donated next. On a mesh every process must call this."""
     policy = policy if mesh is None else meshes.gathered(policy, mesh)
     return jax.tree.map(np.array, jax.device_get(policy))
 
@@ -204,7 +205,7 @@ def _loop(
     stop: Stop, clock: Clock, sums: Sums | population_metrics.MemberSums, sooner: precompile.Ahead | None, *,
     resumed: bool, about: dict[str, Any],
 ) -> Progress:  # fmt: skip
-    """All updates that are left; what was done is saved, with `about` beside. Raises Stopped and Poisoned."""
+    """Run all remaining updates; each checkpoint holds `about` too. Raises Stopped and Poisoned."""
     assert run.block is not None and run.log_interval is not None
     done, metrics, writes = int(progress.updates), folder / "metrics.jsonl", process_group.index() == 0
     last = sinks.truncate_after(metrics, done) if writes else None
@@ -214,7 +215,7 @@ def _loop(
         _say(f"{metrics} lacks records before update {done}; the run goes on without them")
     program = _compiled(run, assembly, feeding, progress, clock, sooner)
     seconds = clock.read()
-    # Of each process: all wait for the one that compiles.
+    # Printed by each process: all wait for the one that compiles.
     print(f"compiled in {seconds.compile - clock.before.compile:.1f} s, {seconds.trace - clock.before.trace:.1f} s of "
           f"that traced; {clock.ledger.found}", file=sys.stderr, flush=True)  # fmt: skip
     if isinstance(program, actor_learner.CompiledActorLearner | inference_server.CompiledServer):
@@ -246,11 +247,11 @@ def _loop(
             calls = _calls(run, assembly, feeding, progress, program, tell)
         for progress, n, rows in closed.enter_context(closing(calls)):
             publish(done + n, n, progress.state)
-            if waiting is not None:  # of the call before: the device works meanwhile
+            if waiting is not None:  # rows of the previous call: the device works meanwhile
                 log(*waiting, progress)
             done, waiting = done + n, (done + n, n, rows)
             due = writes and time.perf_counter() - saved_at >= 60.0 * run.save_interval_minutes
-            if due:  # all hear of it, of several processes one call later
+            if due:  # all processes learn of it, with several one call later
                 saved_at = time.perf_counter()
             due, stopping = ask(due, stop.signal is not None)
             if run.save_interval is not None:
@@ -269,7 +270,7 @@ def _loop(
         checkpoints.wait()
     if stopping:
         raise Stopped(done)
-    if writes:  # the others wait for what this process does
+    if writes:  # the other processes wait for this one
         stop.look(done)
     return progress
 
@@ -277,14 +278,14 @@ def _loop(
 def _save(
     checkpoints: Checkpoints, done: int, progress: Progress, about: dict[str, Any], out: Outlets, *, last: bool
 ) -> None:
-    """Begins to save. Where that fails the run trains on, as a later one may do; the `last` raises CheckpointError."""
+    """Start a save. If it fails, training goes on and a later save may succeed; the `last` raises CheckpointError."""
 
     def warn(error: CheckpointError) -> None:
         out.note(f"warning: {error}; until then it trains on, and tries to save when that is due")
 
     try:
         checkpoints.wait()
-    except CheckpointError as error:  # of the save before
+    except CheckpointError as error:  # of the previous save
         warn(error)
     try:
         checkpoints.save(done, progress, about, before=out.settle)
@@ -295,22 +296,22 @@ def _save(
 
 
 class Outlets(NamedTuple):
-    """Where a run writes what it tells."""
+    """Outputs of a run: records and notes."""
 
     sink: sinks.Sink
     note: Callable[[str], None]  # takes a line beside the progress
-    settle: Callable[[], None]  # makes the records durable; OSError where some wait for room
-    members: sinks.Sink | sinks.Patient  # of a population's records, run by run
+    settle: Callable[[], None]  # makes the records durable; OSError while some wait for disk space
+    members: sinks.Sink | sinks.Patient  # records of each member of a population
 
 
 SILENT = Outlets(sinks.fan(), lambda line: None, lambda: None, sinks.fan())
-"""Of a process that is not the first."""
+"""Outputs of every process but the first."""
 
 
 def _outlets(
     run: Run, folder: Path, assembly: Assembly, closed: ExitStack, stop: Stop, done: int, *, resumed: bool
 ) -> Outlets:
-    """Where the records of a run that has made `done` updates go, until `closed`."""
+    """Outputs of a run that has done `done` updates, open until `closed`."""
     steps, total = (assembly.agent_steps(updates) for updates in (done, assembly.updates))
     console = closed.enter_context(closing(sinks.console(total, start=steps)))
     metrics = folder / "metrics.jsonl"
@@ -364,11 +365,11 @@ def _compiled(
 
 
 def _weigh(folder: Path, program: fused.Program | acted.Program | learner.Program, parts: dict[str, int]) -> None:
-    """Tells what the run takes of a device's memory, before its first update. Raises RunError where it can't fit."""
+    """Report the run's device memory before its first update. Raises RunError if it cannot fit."""
     found = footprints.footprint(program.executable, program.mesh, parts)
     if found is None:
         return
-    if refusal := found.refusal():  # nothing is written: a run that never began leaves no folder
+    if refusal := found.refusal():  # nothing is written: a run that never started leaves no folder
         raise RunError(refusal)
     _say(found.line())
     if warning := found.warning():
@@ -380,12 +381,12 @@ def _weigh(folder: Path, program: fused.Program | acted.Program | learner.Progra
 def _calls(
     run: Run, assembly: Assembly, feeding: Feeding, progress: Progress, program: fused.Program, tell: heartbeat.Tell
 ) -> Generator[tuple[Progress, int, Any]]:
-    """All calls that are left, as `fused.fused` has them, through one context after the other."""
+    """All remaining calls, as in `fused.fused`, through one context after the other."""
     assert run.block is not None
     done = int(progress.updates)
     while done < assembly.updates:
         if feeding.ends(done):
-            jax.block_until_ready(progress.updates)  # nothing computes any more with the context that is given up
+            jax.block_until_ready(progress.updates)  # no program uses the old context any more
             tell(heartbeat.RESTS)
             feeding.turn(done)
             tell(heartbeat.WORKS)
@@ -399,7 +400,7 @@ def _calls(
 def _together(
     run: Run, assembly: Assembly, feeding: Feeding, progress: Progress, program: fused.Program
 ) -> Generator[tuple[Progress, int, Any]]:
-    """All calls that are left of a population, in its one context."""
+    """All remaining calls of a population, in its one context."""
     assert run.block is not None
     evolve = populations.evolving(pbt.evolve(population.bounds(assembly.members)), assembly.mesh)
     every = run.population.pbt_interval
@@ -410,7 +411,7 @@ def _together(
 
 
 def _sync(path: Path) -> None:
-    """Makes a file durable, which a checkpoint is too: a machine that fails must not lose the one alone."""
+    """Make a file durable, like the checkpoint: a machine failure must not lose one of them alone."""
     with open(path, "rb") as file:
         os.fsync(file.fileno())
 
@@ -423,8 +424,10 @@ def _logger(
     clock: Clock,
     tell: heartbeat.Tell,
 ) -> Callable[[int, int, Any, Progress], None]:
-    """(update, n, rows, progress) -> counts the n updates up to `update`, waiting for them; writes the record that they
-    end. Raises Poisoned where their numbers are not finite, with the `progress` there is."""
+    """(update, n, rows, progress) -> count the n updates up to `update` and write a record when one is complete.
+
+    Waits for the updates. Raises Poisoned with `progress` if their numbers are not finite.
+    """
     assert run.log_interval is not None
     interval = run.log_interval
     last = clock.read().wall

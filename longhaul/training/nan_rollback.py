@@ -1,11 +1,11 @@
-"""Updates that end in numbers which are not finite: noticed, kept for a look, gone around.
+"""Rollback of updates whose numbers are not finite.
 
-Whether all is finite is computed on the device, in the compiled call, and read with the metrics. A run with such an
-update goes back to the checkpoint before it and on with other random numbers, a *detour*: its number is folded into the
-run's key, stands in run.json from then on, and in every checkpoint that follows, so that going on stays exact.
+Finiteness is computed on the device inside the compiled call and read with the metrics. A run with such an update goes
+back to the checkpoint before it and continues with other random numbers, a *detour*: the number of detours is folded
+into the run's key and stored in run.json and every later checkpoint, so that resuming stays exact.
 
-`poison/UPDATE` in the run's folder is a run itself, at that checkpoint and without detours left: going on with it
-repeats the update.
+`poison/UPDATE` in the run's folder is itself a run at that checkpoint, with no detours left: resuming it repeats the
+update.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from longhaul.types import Progress, PyTree
 FOLDER = "poison"
 
 DETOURS = 2**32 - 2
-"""What the run's key is folded with for detours: no update has this number, nor `fused.ENTRIES`."""
+"""Constant folded into the run's key for detours: no update has this number, nor `fused.ENTRIES`."""
 
 
 class Poisoned(Exception):
@@ -47,7 +47,7 @@ class Poisoned(Exception):
         super().__init__(update)
         self.update = update
         self.metrics = metrics
-        self.progress = progress  # some updates later, perhaps
+        self.progress = progress  # possibly some updates later
         self.before: Found | None = None  # the newest intact checkpoint
 
     def names(self) -> str:
@@ -56,8 +56,8 @@ class Poisoned(Exception):
 
 
 def look(rows: Mapping[str, np.ndarray], n: int, update: int, progress: Progress) -> dict[str, np.ndarray]:
-    """The rows without what says whether all is finite. Raises Poisoned for the first of the n up to `update` that is
-    not."""
+    """Rows without the finiteness row. Raises Poisoned for the first of the n updates up to `update` that is not
+    finite."""
     sound, rest = rows[fused.FINITE], {name: values for name, values in rows.items() if name != fused.FINITE}
     if not np.all(sound[:n]):
         first = int(np.argmin(sound[:n]))
@@ -67,12 +67,12 @@ def look(rows: Mapping[str, np.ndarray], n: int, update: int, progress: Progress
 
 
 def detours(folder: Path) -> int:
-    """How many a run has made."""
+    """Number of detours of a run so far."""
     return len(json.loads((folder / "run.json").read_text()).get("detours", ()))
 
 
 def around(progress: Progress, found: Found | None, detours: int, mesh: Mesh) -> Progress:
-    """The progress of a checkpoint (None: of the beginning), on the last of the run's detours."""
+    """Progress of a checkpoint (None: of the start) after the run's last detour."""
     if detours == (found.metadata.get("detours", 0) if found else 0):
         return progress
     key = jax.random.fold_in(jax.random.fold_in(progress.key, DETOURS), detours)
@@ -80,9 +80,9 @@ def around(progress: Progress, found: Found | None, detours: int, mesh: Mesh) ->
 
 
 def keep(run: Run, folder: Path, poisoned: Poisoned) -> tuple[int, str]:
-    """Keeps what there is for a look, and notes one more detour; -> (how many, what to say).
+    """Keep the evidence and record one more detour; -> (number of detours, message).
 
-    Raises RunError where there were `run.rollbacks` of them already.
+    Raises RunError after `run.rollbacks` detours.
     """
     path = folder / "run.json"
     about: dict[str, Any] = json.loads(path.read_text())
@@ -108,7 +108,7 @@ def keep(run: Run, folder: Path, poisoned: Poisoned) -> tuple[int, str]:
 
 
 def _told(poisoned: Poisoned) -> dict[str, Any]:
-    """What poison.json says."""
+    """Content of poison.json."""
     progress = poisoned.progress
     state = jax.tree.map(meshes.here, progress.state)
     metrics = {name: value if math.isfinite(value) else str(value) for name, value in poisoned.metrics.items()}
@@ -118,7 +118,7 @@ def _told(poisoned: Poisoned) -> dict[str, Any]:
 
 
 def _odd(state: PyTree) -> dict[str, str]:
-    """How many numbers of each leaf are not finite."""
+    """Number of elements of each leaf that are not finite."""
     counts = {
         name: (int(np.sum(~np.isfinite(leaf.astype(np.float32)))), leaf.size)
         for name, leaf in named_leaves.name(state).items()
@@ -139,7 +139,7 @@ def _new_folder(parent: Path, update: int) -> Path:
 
 
 def _link(source: Path, target: Path) -> None:
-    """A checkpoint's files have one place on disk and two names; what is written on, is copied."""
+    """Link a checkpoint's files, which never change; copy files that grow."""
     if not source.is_dir():
         shutil.copy2(source, target)
         return

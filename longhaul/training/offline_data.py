@@ -1,12 +1,12 @@
-"""What somebody did, recorded: arrays of observations and actions, to be imitated by `algorithms/bc.py`.
+"""Recorded demonstrations: arrays of observations and actions for imitation (`algorithms/bc.py`).
 
-A file `.npz`, or a folder of `.npy` files, holds `observation` [N, ...] and `action` [N, ...] by these names: steps of
-anybody in any order, as the environment gives and takes them. Of an observation of several arrays each is
-`observation/NAME`; where actions can be illegal, `mask` [N, n] says which are not (without it all are legal). Leading
-axes are free, [T, B, ...] say, and equal in all. A folder of `.npz` files is all of them.
+A file `.npz`, or a folder of `.npy` files, holds `observation` [N, ...] and `action` [N, ...] by these names: steps in
+any order, in the environment's format. Each array of a composite observation is `observation/NAME`; where actions can
+be illegal, `mask` [N, n] marks the legal ones (without it all are legal). Leading axes are free, for example [T, B],
+and equal in all arrays. A folder of `.npz` files is their concatenation.
 
-`read` says, in one line, what does not fit the environment. Rows lie on the device, and a rollout of them is drawn
-evenly, with replacement.
+`read` reports in one line what does not fit the environment. Rows lie on the device, and rollouts draw them uniformly
+with replacement.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ from longhaul.spaces import Action, Box, Discrete, Masked, action_shape
 from longhaul.types import Collector, Guided, Key, Metrics, Params, PyTree, Rollout, Spec, Successors
 
 LOOSE = 1e-3
-"""How far, as a share of its range, a vector may lie out of its bounds: what rounding does."""
+"""Tolerance of a bound as a share of its range, for rounding."""
 
 
 class Recorded(NamedTuple):
-    """N steps of whom one imitates."""
+    """N demonstrated steps."""
 
-    observation: PyTree  # [N, ...], as the environment gives it
+    observation: PyTree  # [N, ...], in the environment's format
     action: Any  # [N, ...]
 
     @property
@@ -40,7 +40,7 @@ class Recorded(NamedTuple):
 
 
 def save(path: Path | str, observation: PyTree, action: Any) -> None:
-    """Writes steps as `read` takes them: an observation [..., *shape] (`Masked` or not), and actions [..., *shape]."""
+    """Write steps in `read`'s format: an observation [..., *shape] (`Masked` or not), and actions [..., *shape]."""
     seen, mask = observation if isinstance(observation, Masked) else (observation, None)
     arrays: dict[str, Any] = {name: np.asarray(leaf) for name, leaf in _leaves(seen).items()}
     arrays |= {"action": np.asarray(action)} | ({} if mask is None else {"mask": np.asarray(mask)})
@@ -48,14 +48,14 @@ def save(path: Path | str, observation: PyTree, action: Any) -> None:
 
 
 def read(paths: Sequence[str], spec: Spec) -> Recorded:
-    """All steps at `paths`, which are files and folders. Raises BadData, one line, where they don't fit `spec`."""
+    """All steps in the files and folders `paths`. Raises BadData, one line, if they do not fit `spec`."""
     found = [_checked(where, arrays, spec) for path in paths for where, arrays in _open(Path(path).expanduser())]
     recorded: Recorded = jax.tree.map(lambda *parts: np.concatenate(parts), *found)
     return recorded
 
 
 def _open(path: Path) -> list[tuple[Path, Mapping[str, np.ndarray]]]:
-    """(where, its arrays by name) of each record at `path`."""
+    """(path, arrays by name) of each record at `path`."""
     if not path.exists():
         raise BadData(f"{path}: there is no such file or folder")
     if path.is_dir():
@@ -84,7 +84,7 @@ def _load(path: Path) -> Any:
 def _of(path: Path, found: Any, name: str) -> np.ndarray:
     try:
         array: np.ndarray = found[name]
-    except Exception as error:  # zipfile's and zlib's own are many
+    except Exception as error:  # zipfile and zlib raise many kinds
         raise BadData(f"{path}: {name} can't be read: {error}".splitlines()[0]) from error
     return array
 
@@ -96,7 +96,7 @@ def _leaves(observation: PyTree) -> dict[str, Any]:
 
 
 def _key(key: Any) -> Any:
-    """What one writes for a step of a path in a tree."""
+    """Name or index of one step of a pytree path."""
     match key:
         case jax.tree_util.GetAttrKey():
             return key.name
@@ -108,7 +108,7 @@ def _key(key: Any) -> Any:
 
 
 def _checked(where: Path, arrays: Mapping[str, np.ndarray], spec: Spec) -> Recorded:
-    """The rows of one record. Raises BadData."""
+    """Rows of one record. Raises BadData."""
     wanted = spec.observation.observation if isinstance(spec.observation, Masked) else spec.observation
     names = _leaves(wanted)
     shape, dtype = action_shape(spec.action)
@@ -161,7 +161,7 @@ def _inner(shape: tuple[int, ...]) -> str:
 
 
 def collector(recorded: Recorded, *, columns: int, steps: int) -> Collector:
-    """Rollouts [steps, columns] of rows that are drawn evenly: nobody acts, and no episode ends."""
+    """Rollouts [steps, columns] of uniformly drawn rows: no policy acts, and no episode ends."""
 
     def collect(params: Params, carry: PyTree, key: Key, version: jax.Array) -> tuple[PyTree, Rollout, Metrics]:
         index = jax.random.randint(key, (steps, columns), 0, recorded.action.shape[0])

@@ -1,4 +1,4 @@
-"""From a Run to the runs that it trains side by side: who they are, and the one algorithm that all of them share."""
+"""Members of a population run, and the algorithm that they share."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from longhaul.types import Algorithm, Key, PyTree, Spec
 
 
 def tuned(make: Make, members: tuple[Member, ...]) -> tuple[Algorithm, Callable[[PyTree, Key], Tuned]]:
-    """`population.tuned` of the hyperparameters in which `members` differ; RunError where one can't be an argument."""
+    """Algorithm with the members' differing hyperparameters as arguments; RunError if one cannot be an argument."""
     try:
         return population.tuned(make, tuple(members[0].values))
     except ValueError as error:
@@ -29,12 +29,12 @@ def tuned(make: Make, members: tuple[Member, ...]) -> tuple[Algorithm, Callable[
 
 
 def keys(members: tuple[Member, ...]) -> Key:
-    """[M]: what each draws all its random numbers from."""
+    """Random key [M] of each member, from its seed."""
     return jax.vmap(jax.random.key)(jnp.array([member.seed for member in members], jnp.uint32))
 
 
 def begun(run: Run, spec: Spec) -> tuple[Algorithm, PyTree]:
-    """(the algorithm of a population, its states before training [M, ...]): what a checkpoint is restored into."""
+    """(algorithm of a population, its initial states [M, ...]), the target of a restore."""
     found = members_of(run)
     sizes = Sizes(1, run.num_envs * (spec.agents or 1), run.num_steps)
     algorithm, init = tuned(
@@ -43,13 +43,13 @@ def begun(run: Run, spec: Spec) -> tuple[Algorithm, PyTree]:
         ),
         found,
     )  # fmt: skip
-    first = jax.vmap(lambda key: jax.random.split(key, 3)[0])(keys(found))  # as a population's start has it
+    first = jax.vmap(lambda key: jax.random.split(key, 3)[0])(keys(found))  # keys as in a population's start
     states = jax.jit(lambda members: jax.lax.map(lambda member: init(*member), members))((own(found), first))
     return algorithm, states
 
 
 def chosen(run: Run, member: int | None, name: str) -> Member:
-    """The member of a run's folder `name` that is asked for. Raises RunError where there is none, or none was named."""
+    """Member number `member` of run `name`. Raises RunError if it does not exist, or None is given."""
     found = members_of(run)
     if member is None or not 0 <= member < len(found):
         said = "give" if member is None else f"--member is {member}; it must be"

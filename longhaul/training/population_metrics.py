@@ -1,9 +1,9 @@
-"""Metrics of runs that are trained side by side: of all together as one record, and of each in a file beside.
+"""Metrics of a population: one record over all members, and a file of each member's.
 
-`metrics.jsonl` has the mean over the runs under a metric's own name, and their standard deviation (n - 1) as NAME_std.
-`members.jsonl` has the same records with a list of values, one a run, for every metric.
+`metrics.jsonl` has the mean over the members under a metric's own name, and their standard deviation (n - 1) as
+NAME_std. `members.jsonl` has the same records with a list of values, one a member, for every metric.
 
-A run whose numbers are not finite is null there and counts in no mean; the others go on, for none hears of another.
+A member with non-finite metrics is recorded as null and excluded from means; members are independent.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from longhaul.telemetry.sinks import read
 FILE = "members.jsonl"
 
 FINITE = "finite"
-"""`topologies.fused.FINITE`: the row that says whether an update's numbers are."""
+"""Name of `topologies.fused.FINITE`, the row with the finiteness of each update."""
 
 
 class MemberSums:
-    """`records.Sums` of M runs at once; `each` is what the last record was made of."""
+    """Sums of M members, as `aggregate.Sums`; `each` holds the members' values of the last record."""
 
     def __init__(self, members: int, pending: Mapping[str, Any] | None = None):
         self.members = members
@@ -35,7 +35,7 @@ class MemberSums:
         self._totals = {name: np.array(values, float) for name, values in pending["totals"].items()} if pending else {}
 
     def add(self, n: int, rows: Mapping[str, np.ndarray]) -> None:
-        """Adds the first n updates of `rows`, arrays [n or more, M] by name, as `records.Sums.add` does."""
+        """Add the first n updates of `rows`, arrays [n or more, M] by name."""
         for name, values in rows.items():
             mine = np.asarray(values[:n], np.float64)
             if is_peak(name):
@@ -46,11 +46,11 @@ class MemberSums:
         self.updates += n
 
     def pending(self) -> dict[str, Any]:
-        """As JSON can hold it, every bit: what is not finite, as a word."""
+        """The sums as exact JSON; non-finite values as words."""
         return {"updates": self.updates, "totals": {name: _words(values) for name, values in self._totals.items()}}
 
     def take(self) -> Record:
-        """The record of at least one update, over all runs; begins anew. `each` has that of every run."""
+        """Record of at least one update over all members; resets the sums and sets `each`."""
         totals, updates = self._totals, self.updates
         episodes = totals.pop("episodes")
         counts = {name: totals.pop(name) for name in list(totals) if name.startswith("episodes/")}
@@ -70,7 +70,7 @@ class MemberSums:
 
 
 def _summary(name: str, values: np.ndarray) -> list[tuple[str, float]]:
-    """A metric's mean and deviation over the runs that tell it."""
+    """Mean and deviation of a metric over the members that report it."""
     known = values[np.isfinite(values)]
     mean = float(known.mean()) if len(known) else math.nan
     return [(name, mean), (f"{name}_std", float(known.std(ddof=1)) if len(known) > 1 else 0.0)]
@@ -81,14 +81,14 @@ def _words(values: np.ndarray) -> list[float | str]:
 
 
 class Watch:
-    """Notices runs whose numbers are not finite, and says so once, and once more where one has recovered."""
+    """Monitor of non-finite members: one note when a member turns non-finite, one when it recovers."""
 
     def __init__(self, members: int, note: Callable[[str], None]):
         self._sound = np.ones(members, bool)
         self._note = note
 
     def look(self, rows: Mapping[str, np.ndarray], n: int, update: int) -> dict[str, np.ndarray]:
-        """The rows without what says whether all is finite, after the n updates up to `update`."""
+        """Rows without the finiteness row, after the n updates up to `update`."""
         sound: np.ndarray = np.all(rows[FINITE][:n], axis=0)
         for member in np.flatnonzero(sound != self._sound).tolist():
             state = "is finite again" if sound[member] else "has numbers that are not finite; the others go on"
@@ -100,7 +100,6 @@ class Watch:
 
 
 def plain(record: Mapping[str, Any]) -> dict[str, Any]:
-    """A record of lists as JSON can hold it."""
 
     def one(value: Any) -> Any:
         if isinstance(value, list):
@@ -111,7 +110,7 @@ def plain(record: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def columns(folder: Path, name: str) -> tuple[np.ndarray, np.ndarray]:
-    """(agent steps [P], values of a metric [P, M]) of a population's records; NaN where a run told none."""
+    """(agent steps [P], values of a metric [P, M]) of a population's records; NaN where a member reported none."""
     records = [record for record in read(folder / FILE) if name in record] if (folder / FILE).exists() else []
     steps = np.array([record["agent_steps"] for record in records], float)
     rows = [[math.nan if value is None else value for value in record[name]] for record in records]

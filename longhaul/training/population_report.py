@@ -1,4 +1,4 @@
-"""The end of runs that were trained side by side: each is evaluated as if alone, and they are set beside each other."""
+"""Evaluation and report of a population: each member is evaluated as if alone, and all are compared."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from longhaul.training import confidence, evaluate, evaluate_driving, population
 from longhaul.types import Params
 
 MOST_LINES = 5
-"""Settings that a figure draws a line of each; of more the best ones."""
+"""Largest number of settings drawn in a figure, the best ones."""
 
 RETURN = "episode/return"
 
@@ -29,8 +29,11 @@ RETURN = "episode/return"
 def evaluated(
     run: Run, members: tuple[Member, ...], policy: Any, untrained: Any, look: Callable[[], None]
 ) -> dict[str, Any]:
-    """What result.json says of a population, whose policies [M, ...] are given: the means over its runs, their
-    deviation (n - 1), and each run's own. `look` is called between two runs, and may raise."""
+    """Population part of result.json, from policies [M, ...]: means over members, deviations (n - 1), and each
+    member's.
+
+    `look` is called between two members, and may raise.
+    """
     play = _player(run)
     rows: list[dict[str, Any]] = []
     for i, member in enumerate(members):
@@ -54,7 +57,7 @@ def evaluated(
 
 
 def _player(run: Run) -> Callable[[Params, int], dict[str, Any]]:
-    """(policy, seed) -> the means that it scores, compiled once."""
+    """(policy, seed) -> mean scores, compiled once."""
     assert run.evaluation_episodes is not None
     if isinstance(run.environment, Driving):
         drive = evaluate_driving.drives(run).player("policy")
@@ -67,7 +70,7 @@ def _player(run: Run) -> Callable[[Params, int], dict[str, Any]]:
 
 
 def _over(scores: list[dict[str, Any]]) -> tuple[dict[str, Any], dict[str, float]]:
-    """(means over runs, with all their `episodes`; deviations)."""
+    """(means over members, with all their `episodes`; deviations)."""
     names = [name for name in scores[0] if name != "episodes"]
     told = {name: np.array([score[name] for score in scores if name in score]) for name in names}
     means = {name: float(values.mean()) for name, values in told.items()}
@@ -76,14 +79,14 @@ def _over(scores: list[dict[str, Any]]) -> tuple[dict[str, Any], dict[str, float
 
 
 def settings(rows: list[Mapping[str, Any]]) -> Iterator[tuple[str, list[int]]]:
-    """(label, numbers of its runs) of each setting of the swept hyperparameters, in order."""
+    """(label, numbers of its members) of each setting of the swept hyperparameters, in order."""
     for _, some in itertools.groupby(rows, key=lambda row: sorted(row["hyperparameters"].items())):
         group = list(some)
         yield Member(0, dict(group[0]["hyperparameters"])).label(), [row["member"] for row in group]
 
 
 def section(run: Run, folder: Path, result: Mapping[str, Any]) -> str:
-    """The report's part on the runs, as HTML: a figure of their returns with 95 % intervals, and a table."""
+    """HTML section on the members: a figure of returns with 95 % intervals, and a table."""
     steps, values = population_metrics.columns(folder, RETURN)
     rows = list(result["members"])
     lines = []
@@ -99,7 +102,7 @@ def section(run: Run, folder: Path, result: Mapping[str, Any]) -> str:
 
 
 def _best(rows: list[Mapping[str, Any]]) -> list[tuple[str, list[int]]]:
-    """The settings to draw, in order."""
+    """Settings to draw, in order."""
     found = list(settings(rows))
     scores = {label: np.mean([_return(rows[i]) for i in which]) for label, which in found}
     kept = sorted(scores, key=lambda label: -scores[label])[:MOST_LINES]
@@ -111,7 +114,7 @@ def _return(row: Mapping[str, Any]) -> float:
 
 
 def columns(rows: list[Mapping[str, Any]]) -> tuple[list[str], list[list[Any]], list[Any]]:
-    """(header, a row a run, the means with their intervals): the table on stdout and in the report."""
+    """(header, a row a member, means with intervals): the table on stdout and in the report."""
     names = list(rows[0]["hyperparameters"])
     metrics = [name for name in rows[0]["evaluation"]["trained"] if name != "episodes"]
     header = ["run", "seed", *(name.replace("_", "-") for name in names), *metrics]

@@ -1,7 +1,7 @@
-"""A run's program compiled in a thread, while the data of its first context are read.
+"""Compilation of a run's program in a thread, while its first data are read.
 
-Possible where a feed knows what its contexts look like before the first is read (`Feed.like`): of shards, whose index
-has all sizes. Elsewhere sizes follow from the data, and the compiler waits for them.
+Possible if a feed knows the shapes of its contexts before reading (`Feed.like`): shards, whose index has all sizes.
+Otherwise sizes follow from the data, and the compiler waits for them.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from longhaul.training.data import Feed, Feeding
 from longhaul.types import Progress, PyTree
 
 THREAD = "compiling ahead"
-"""The name of the thread that does."""
+"""Name of the compiling thread."""
 
 
 class Ahead:
-    """The program of a resolved run, under way; `close` it."""
+    """Compilation under way of a resolved run's program; `close` it."""
 
     def __init__(self, run: Run, assembly: Assembly, context: PyTree):
         assert run.block is not None
@@ -38,14 +38,14 @@ class Ahead:
                 self._made = fused.compiled(
                     assembly.algorithm, assembly.collector_in, progress, context, assembly.mesh, **how
                 )
-            except BaseException as error:  # of the compiler: whoever asks for the program hears of it
+            except BaseException as error:  # raised where the program is asked for
                 self._error = error
 
         self._thread = threading.Thread(target=work, name=THREAD)
         self._thread.start()
 
     def program(self, progress: Progress, context: PyTree) -> fused.Program | None:
-        """The program, awaited, for what is like this; None where it was compiled for something else."""
+        """The compiled program, awaited; None if it was compiled for other shapes."""
         if not alike((progress, context), self._like):
             return None
         self._thread.join()
@@ -54,14 +54,14 @@ class Ahead:
         return self._made
 
     def close(self) -> None:
-        """Waits for the compiler, which can't be stopped."""
+        """Wait for the compiler, which cannot be stopped."""
         self._thread.join()
 
 
 def opened(run: Run, source: Feed, origin: Origin, closed: ExitStack) -> tuple[Feeding, Assembly, Ahead | None]:
-    """The data of a resolved run from `origin` on, its functions, and its program, if that is under way.
+    """Data of a resolved run from `origin` on, its functions, and its compilation if under way.
 
-    Of several runs side by side, of several processes and of other topologies than `fused` it is not.
+    None is under way for populations, several processes, and other topologies than `fused`.
     """
     if source.like is None:
         feeding = closed.enter_context(closing(Feeding(source, origin)))
@@ -74,7 +74,7 @@ def opened(run: Run, source: Feed, origin: Origin, closed: ExitStack) -> tuple[F
 
 
 def alike(tree: PyTree, like: PyTree) -> bool:
-    """Whether arrays have the structure, shapes, types and places that a program was compiled for."""
+    """True if arrays have the structure, shapes, types and shardings that a program was compiled for."""
     (leaves, one), (others, other) = jax.tree.flatten(tree), jax.tree.flatten(like)
     if bool(one != other):  # type: ignore[operator]  # JAX says nothing of their types
         return False

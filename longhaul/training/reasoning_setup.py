@@ -1,4 +1,4 @@
-"""A run on prompts: its vocabulary, the files of its model, its problems, and who checks what it writes."""
+"""Setup of a run on prompts: vocabulary, model files, problems and verifier."""
 
 from __future__ import annotations
 
@@ -20,14 +20,12 @@ from longhaul.types import Params, PyTree, Spec
 
 
 def words(run: Run) -> Tokeniser:
-    """The vocabulary of a resolved run."""
     _, config = both(run)
     return tokeniser(config.model_folder) if reads_file(run) else tokenizer.TOKENISER
 
 
 def loaded(run: Run, state: PyTree) -> PyTree:
-    """An algorithm's state that begins with the weights of the run's model's files, where there are any; laid out as it
-    was."""
+    """Algorithm state with the weights of the run's model files, if any, in the same layout."""
     if not isinstance(run.algorithm, GRPOConfig) or not run.algorithm.model_folder:
         return state
     try:
@@ -35,14 +33,14 @@ def loaded(run: Run, state: PyTree) -> PyTree:
     except huggingface.HubError as error:
         raise RunError(f"--model-folder: {error}") from error
 
-    def like(old: Params) -> Params:  # each its own copy: an update takes back what it was given
+    def like(old: Params) -> Params:  # copied: an update donates its arguments
         return jax.tree.map(lambda new, was: jax.device_put(jnp.array(new, was.dtype), was.sharding), found, old)
 
     return state._replace(params=like(state.params), reference=like(state.reference) if state.reference else ())
 
 
 def bank(run: Run) -> Bank:
-    """The problems of a resolved run, as the device has them. Raises RunError where there are not enough."""
+    """Problems of a resolved run in the device's format. Raises RunError if there are too few."""
     task, _ = both(run)
     assert run.evaluation_episodes is not None
     try:
@@ -54,18 +52,18 @@ def bank(run: Run) -> Bank:
 
 
 def spec(run: Run) -> Spec:
-    """What takes the place of an environment's."""
+    """Spec in place of an environment's."""
     _, config = both(run)
     return problem_sets.spec(run.num_steps, config.model.vocabulary)
 
 
 def world(run: Run, made: Bank) -> World:
-    """What of an environment a run on prompts has."""
+    """World of a run on prompts, in place of an environment."""
     return World(spec(run), made)
 
 
 def checker(run: Run) -> Marking | None:
-    """Who checks the completions of a resolved run on the host; None where the device does."""
+    """Host verifier of the completions of a resolved run; None if the device verifies."""
     if not isinstance(run.environment, Reasoning) or run.environment.exact:
         return None
     task, config = both(run)

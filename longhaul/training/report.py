@@ -1,7 +1,7 @@
-"""A run's report: one self-contained page with key figures, evaluation, driving, learning curves and configuration.
+"""Report of a run: one self-contained page with key figures, evaluation, driving, learning curves and configuration.
 
-It is made from the files of a run as they are (`run.json`, `metrics.jsonl`, `result.json`), any of which may be empty
-or hold NaN or null: what is missing is left out.
+Built from the run's files (`run.json`, `metrics.jsonl`, `result.json`), any of which may be empty or hold NaN or null:
+missing parts are left out.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ from longhaul.telemetry import html as pages
 from longhaul.telemetry.health import Finding
 
 COUNTERS = ("update", "env_steps", "agent_steps", "wall_seconds")
-"""Fields of a record that count how far it is; all others are metrics."""
+"""Fields of a record that count progress; all others are metrics."""
 
 AXIS = ("agent_steps", "env_steps", "update")
-"""What curves run over: the first of these that the records have."""
+"""Candidates for the curves' axis: the first that the records have."""
 
 HIGHER = (
     *("return", "accuracy", "progress", "goal", "comfort", "vmax_score", "nuplan_score", "puffer_score", "completion"),
@@ -39,26 +39,26 @@ LOWER = (
     *("collision", "offroad", "red_light", "at_fault_collision", "wrong_way", "off_route", "log_divergence"),
     *("final_divergence", "kinematic_infeasibility", "truncated"),
 )
-"""Metrics of an evaluation of which more, or less, is better, in the order of columns; of others no best is marked."""
+"""Metrics of an evaluation whose best is the highest, or the lowest, in the order of columns; others have no best."""
 
 MAIN = (*HIGHER[:7], *LOWER[:3], "length", *HIGHER[-4:], "steps")
-"""Metrics that are shown at once; a table of the others is folded."""
+"""Metrics shown at once; the others are in a folded table."""
 
 POLICIES = ("trained", "untrained", "idm", "log", "constant")
-"""The order of an evaluation's rows."""
+"""Order of an evaluation's rows."""
 
 PROVENANCE = ("commit", "machine", "host", "platform", "cpus", "backend", "devices", "python", "versions")
-"""Fields of run.json that say what made a run, beside its command."""
+"""Fields of run.json shown as provenance, beside the command."""
 
 SHOWN = ("return", "accuracy", "progress", "pass_at_1")
-"""Of the trained policy's metrics, those among the key figures."""
+"""Metrics of the trained policy among the key figures."""
 
 DASH = "–"
-"""What stands where there is no value."""
+"""Placeholder of a missing value."""
 
 
 class Panel(NamedTuple):
-    """One figure: the metrics whose last part (of "group/name") is among `names`."""
+    """A figure: the metrics whose last part (of "group/name") is among `names`."""
 
     title: str
     names: tuple[str, ...]
@@ -91,14 +91,12 @@ def write_report(
     findings: Sequence[Finding] = (),
     runs: str = "",
 ) -> None:
-    """Writes `path`, at once or not at all.
+    """Write `path` atomically.
 
-    `run` is run.json: read are `id`, `recipe`, `command` and those of `PROVENANCE`, at its top or within `provenance`,
-    all optional; all of it is shown as the configuration. `records` are the objects of metrics.jsonl in order, `result`
-    is result.json (`{}` before the run's end). Every text is escaped. Raises ValueError where a recording's arrays do
-    not fit together.
-
-    `runs` is what to say of runs side by side, as HTML.
+    `run` is run.json: `id`, `recipe`, `command` and the fields of `PROVENANCE` are read at its top or within
+    `provenance`, all optional; all of it is shown as the configuration. `records` are the objects of metrics.jsonl in
+    order, `result` is result.json (`{}` before the run's end), `runs` the HTML section of a population. Every text is
+    escaped. Raises ValueError if a recording's arrays do not fit together.
     """
     whole, run = run, {**_mapping(run.get("provenance")), **run}
     name = str(run.get("id") or Path(path).absolute().parent.name)
@@ -161,7 +159,7 @@ def _key_figures(records: Sequence[Mapping[str, Any]], result: Mapping[str, Any]
 
 
 def _evaluation(evaluation: Any) -> str:
-    """The table of means: a row a policy, a column a metric, the best of a column marked."""
+    """Table of means: a row a policy, a column a metric, the best of a column marked."""
     rows = {str(policy): _mapping(means) for policy, means in _mapping(evaluation).items()}
     rows = {policy: rows[policy] for policy in sorted(rows, key=lambda name: _rank(name, POLICIES)) if rows[policy]}
     present = {str(key) for means in rows.values() for key, value in means.items() if _number(value) is not None}
@@ -179,7 +177,7 @@ def _evaluation(evaluation: Any) -> str:
 
 
 def _chains(chains: Any) -> str:
-    """What a trained language model wrote about problems held out, one completion of each."""
+    """Table of a language model's completions of held-out problems, one each."""
     if not chains:
         return ""
     body = "".join(
@@ -211,13 +209,13 @@ def _cell(value: Any, digits: int, best: bool) -> str:
 
 
 def _digits(values: Sequence[float | None]) -> int:
-    """Decimals for a column: four digits of its greatest value, at most three of them after the point."""
+    """Decimals of a column: four digits of its greatest value, at most three after the point."""
     size = max((abs(value) for value in values if value is not None), default=0.0)
     return next((digits for bound, digits in ((10, 3), (100, 2), (1000, 1)) if size < bound), 0)
 
 
 def best_policies(column: str, rows: Mapping[str, Mapping[str, Any]]) -> set[str]:
-    """The policies with the best value of a metric; none where nothing says which end is better or all are equal."""
+    """Policies with the best value of a metric; none if its direction is unknown or all are equal."""
     values = {policy: value for policy, means in rows.items() if (value := _number(means.get(column))) is not None}
     if column not in HIGHER + LOWER or len(set(values.values())) < 2:
         return set()
@@ -226,7 +224,7 @@ def best_policies(column: str, rows: Mapping[str, Mapping[str, Any]]) -> set[str
 
 
 def _health(findings: Sequence[Finding]) -> str:
-    """What went wrong, from which update to which."""
+    """Table of health findings: from which update to which."""
     if not findings:
         return ""
     heads = "".join(f'<th scope="col">{name}</th>' for name in ("what", "from update", "to", "remedy"))
@@ -241,7 +239,7 @@ def _health(findings: Sequence[Finding]) -> str:
 
 
 def _curves(records: Sequence[Mapping[str, Any]]) -> list[str]:
-    """The known panels, and folded below them a panel for every other metric."""
+    """Known panels, then the other metrics folded."""
     axis = next((name for name in AXIS if any(_number(record.get(name)) is not None for record in records)), "")
     lines = {line.name: line for line in series(records, axis)}
     label = _words(axis) or "log points"
@@ -268,7 +266,7 @@ def _curves(records: Sequence[Mapping[str, Any]]) -> list[str]:
 
 
 def series(records: Sequence[Mapping[str, Any]], axis: str) -> list[charts.Series]:
-    """A line for each metric of the records over `axis` (their number where it is empty); NaN where one lacks it."""
+    """A line for each metric of the records over `axis` (their number if empty); NaN where a record lacks it."""
     steps = [_number(record.get(axis)) for record in records] if axis else [float(i) for i in range(len(records))]
     chosen = [(step, record) for step, record in zip(steps, records, strict=True) if step is not None]
     x = np.array([step for step, _ in chosen], float)
@@ -292,7 +290,7 @@ def _provenance(run: Mapping[str, Any]) -> str:
 
 
 def _forecast(records: Sequence[Mapping[str, Any]]) -> str:
-    """Where the reward of a reasoning run ends, which is bounded."""
+    """Forecast of a reasoning run's final reward, which is bounded."""
     rows = forecast.said(records) if any(forecast.TAUGHT in record for record in records) else []
     told = "".join(f"<dt>{_text(name)}</dt><dd>{_text(line)}</dd>" for name, line in rows)
     return f'<dl class="card provenance">{told}</dl>' if told else ""
@@ -306,7 +304,7 @@ def _folded(title: str, value: Mapping[str, Any]) -> str:
 
 
 def _flat(value: Any) -> str:
-    """A mapping on one line, "jax 0.10.2, numpy 2.4"; other values as they print."""
+    """A mapping on one line, "jax 0.10.2, numpy 2.4"; other values as text."""
     if isinstance(value, Mapping):
         return ", ".join(f"{_words(str(key))} {_flat(inner)}" for key, inner in value.items() if inner is not None)
     if isinstance(value, list | tuple):
@@ -351,7 +349,7 @@ def _words(name: str) -> str:
 
 
 def _shortest(name: str, own: Sequence[str]) -> str:
-    """What tells a metric "group/last" from the others of its panel: the group, the last part, or else both."""
+    """Shortest distinguishing label of a metric "group/last" in its panel: the group, the last part, or both."""
     group, _, last = name.rpartition("/")
     if len({other.rpartition("/")[2] for other in own}) == 1:
         return group or last

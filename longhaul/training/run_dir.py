@@ -1,6 +1,6 @@
-"""The folder of a run: made, found, locked, written and read.
+"""Folder of a run: creation, lookup, locking, reading and writing.
 
-`run.json` holds the Run with every default resolved, so that a folder alone says how to go on, evaluate and repeat.
+`run.json` holds the Run with every default resolved, so that the folder is enough to resume, evaluate and repeat.
 """
 
 from __future__ import annotations
@@ -25,16 +25,16 @@ from longhaul.runtime.errors import RunError
 from longhaul.telemetry import wandb
 
 RUNS = Path("runs")
-"""Where runs are if nobody says."""
+"""Default folder of runs."""
 
 FORMAT = 1
-"""Of run.json and what lies beside it; a folder of another format is refused."""
+"""Version of run.json and the files beside it; folders of other versions are refused."""
 
 
 def new_folder(runs_dir: Path, run: Run, name: str | None, suffix: str | None = None) -> Path:
-    """Makes the folder of a new run. Raises RunError where `name` is taken or is no name.
+    """Create the folder of a new run. Raises RunError if `name` is taken or malformed.
 
-    Without a name it is called after recipe and time, and `suffix`.
+    Without a name it is called after recipe, time and `suffix`.
     """
     for flag, word in (("run-name", name), ("run-suffix", suffix)):
         if word is not None and not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}", word):
@@ -61,7 +61,7 @@ def new_folder(runs_dir: Path, run: Run, name: str | None, suffix: str | None = 
 
 
 def find_folder(runs_dir: Path, run_id: str) -> Path:
-    """The folder of a run by its name, path or W&B id; RunError with the nearest names where there is none."""
+    """Folder of a run by its name, path or W&B id; RunError with the nearest names if there is none."""
     import difflib
 
     for folder in (runs_dir / run_id, Path(run_id)):
@@ -77,14 +77,14 @@ def find_folder(runs_dir: Path, run_id: str) -> Path:
 
 
 def called(folder: Path) -> str:
-    """What --resume takes for a run's folder, to be pasted: its name, or its path where it is not in ./runs."""
+    """Argument of --resume for a run's folder, quoted for a shell: its name, or its path outside ./runs."""
     usual = os.path.abspath(folder.parent) == os.path.abspath(RUNS)
     return folder.name if usual else shlex.quote(str(folder))
 
 
 @contextmanager
 def alone(folder: Path) -> Iterator[None]:
-    """Within it no other process trains in `folder`; RunError where one does. A process that is killed lets go too.
+    """Lock of `folder` against other trainers; RunError if one trains there. A killed process releases it.
 
     Of processes that train together, the first one locks it.
     """
@@ -98,14 +98,14 @@ def alone(folder: Path) -> Iterator[None]:
         except BlockingIOError:
             raise RunError(f"another process trains in {folder}; let it end, or stop it, before --resume") from None
         except OSError:
-            pass  # a file system without locks: no harm as long as only one comes
+            pass  # a file system without locks
         yield
     finally:
         os.close(descriptor)
 
 
 def write_json(path: Path, value: Any) -> None:
-    """Writes at once or not at all; what is not finite becomes null, since JSON has no word for it."""
+    """Write atomically; non-finite numbers become null, since JSON cannot hold them."""
     partial_path = path.with_name(path.name + ".partial")
     with files.naming(path):
         with open(partial_path, "w") as file:
@@ -117,25 +117,24 @@ def write_json(path: Path, value: Any) -> None:
 
 
 def save_run(folder: Path, run: Run, about: dict[str, Any]) -> None:
-    """Writes run.json."""
     head = {"format": FORMAT, "id": folder.name, "recipe": run.recipe, "run": to_dict(run)}
     write_json(folder / "run.json", head | about)
 
 
 def _as_now(run: dict[str, Any]) -> dict[str, Any]:
-    """A Run of a run.json with the fields of this version: what was not there yet is as if it still were not."""
+    """Run of an older run.json with the fields of this version; a missing field gets its old behaviour."""
     algorithm = run["algorithm"]
     if not isinstance(algorithm, dict):
         raise TypeError(f"its algorithm is {algorithm!r}")
-    if algorithm.get("kind", "ppo") in ("ppo", "impala"):  # of one that learns from a replay nothing was written before
+    if algorithm.get("kind", "ppo") in ("ppo", "impala"):  # algorithms with replay have always written it
         algorithm = {"accumulate": None} | algorithm
-    if isinstance(algorithm.get("remat"), bool):  # a switch, once
+    if isinstance(algorithm.get("remat"), bool):  # once a switch
         algorithm["remat"] = "full" if algorithm["remat"] else "none"
     return {"population": to_dict(Population())} | run | {"algorithm": algorithm}
 
 
 def load_run(folder: Path) -> Run:
-    """The Run of a folder. Raises RunError where run.json can't be read or is of another version."""
+    """Run of a folder. Raises RunError if run.json cannot be read or is of another version."""
     path = folder / "run.json"
     try:
         data = json.loads(path.read_text())

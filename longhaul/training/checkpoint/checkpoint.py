@@ -1,17 +1,17 @@
-"""Save the progress of a run, and restore the newest checkpoint that is intact, bit for bit.
+"""Save the progress of a run, and restore the newest intact checkpoint, bit for bit.
 
-Orbax writes the arrays; it restores flipped bits silently and does not fall back, so what is intact is decided here.
+Orbax writes the arrays; it restores flipped bits silently and has no fallback, so integrity is checked here.
 
     checkpoints/20/progress/...      Orbax: one array a leaf, named by its path in the pytree (".state.params['w']")
     checkpoints/20/manifest.json     size and SHA-256 of each file, the table of the leaves, the caller's metadata
 
-A checkpoint is written as `20.partial` and takes its name only after its files and then its manifest are on disk. So
-a folder whose name is a number was complete once, and a process that is killed leaves the checkpoints before it. A step
-that is saved again becomes `20.1`, `20.2`, ... and the older ones of its step go after that.
+A checkpoint is written as `20.partial` and renamed only after its files and then its manifest are on disk. So a folder
+whose name is a number was complete once, and a killed process leaves the checkpoints before it. A step saved again
+becomes `20.1`, `20.2`, ...; the older ones of that step are removed after that.
 
-Keys, Python numbers and arrays of no elements, which Orbax refuses, are `leaves`' matter. One run writes a folder: of
-its processes, each writes and reads what lies on its devices, and all call `save`, `latest` and `wait` alike. The first
-one makes folders, decides what is intact, and writes the manifest when all have written their parts.
+`runtime.named_leaves` handles keys, Python numbers and empty arrays, which Orbax refuses. One run writes a folder. Each
+of its processes writes and reads the data on its devices, and all call `save`, `latest` and `wait` alike. The first
+process makes folders, checks integrity, and writes the manifest when all have written their parts.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ MANIFEST = "manifest.json"
 ARRAYS = "progress"
 PARTIAL = ".partial"
 MARGIN = 1 << 20
-"""Bytes that a checkpoint may take beside its arrays'."""
+"""Bytes of a checkpoint beyond its arrays, an upper bound."""
 
 
 class CheckpointError(OSError):
@@ -48,7 +48,7 @@ class CheckpointError(OSError):
 
 
 class Damaged(Exception):
-    """What is wrong with one checkpoint."""
+    """Reason why one checkpoint is damaged."""
 
 
 class Restored(NamedTuple):
@@ -58,7 +58,7 @@ class Restored(NamedTuple):
 
 
 class Found(NamedTuple):
-    """A checkpoint each of whose bytes is as it was written."""
+    """A verified checkpoint: each byte is as written."""
 
     name: str
     manifest: dict[str, Any]
@@ -74,10 +74,10 @@ class Found(NamedTuple):
 
 
 class Checkpoints:
-    """The checkpoints of one run. Reading changes nothing on disk; the first save removes what a killed process left.
+    """Checkpoints of one run. Reading changes nothing on disk; the first save removes a killed process's remains.
 
-    One save is under way at a time, in a thread of its own; its failure is raised by the next `save`, `wait`, `latest`
-    or `close`. Call `close` (or use `contextlib.closing`) at the end.
+    One save is under way at a time, in a thread; its failure is raised by the next `save`, `wait`, `latest` or `close`.
+    Call `close` (or use `contextlib.closing`) at the end.
 
         checkpoints = Checkpoints("runs/ID/checkpoints", keep=3)
         restored = checkpoints.latest(like=progress)      # None in an empty folder
@@ -91,8 +91,8 @@ class Checkpoints:
     ):  # fmt: skip
         """`keep` newest steps stay, at least 1; `warn` takes a line on each damaged checkpoint (default: stderr).
 
-        With `every` there stays, too, the first one at or after each multiple of so many steps. `turn` tells apart the
-        Checkpoints of processes that open some one after the other.
+        With `every` the first one at or after each multiple of that many steps stays too. `turn` distinguishes the
+        Checkpoints that a process opens one after the other.
         """
         if keep < 1:
             raise ValueError(f"keep is {keep}, and at least 1 checkpoint must be kept: set keep >= 1")
@@ -110,11 +110,11 @@ class Checkpoints:
         self, step: int, progress: PyTree, metadata: dict[str, Any] | None = None, *,
         before: Callable[[], object] | None = None,
     ) -> None:  # fmt: skip
-        """Begins to save; returns when `progress` may be changed or donated. `metadata` is what JSON can hold.
+        """Start a save; returns when `progress` may be changed or donated. `metadata` must fit JSON.
 
-        A step may be saved again; the last one counts. Waits for the save before this one. `before` is done by the
-        first process, in time to fail the save in all. Raises ValueError for what
-        cannot be saved; CheckpointError where the disk is full or cannot be written, and leaves no partial step then.
+        Waits for the previous save. A step may be saved again; the last one counts. The first process calls `before`;
+        if it raises, the save fails in all. Raises ValueError if `progress` cannot be saved; CheckpointError if the
+        disk is full or not writable, and then leaves no partial step.
         """
         if step < 0:
             raise ValueError(f"step is {step}, and steps of checkpoints are >= 0")
@@ -135,7 +135,7 @@ class Checkpoints:
         self._thread.start()
 
     def wait(self) -> None:
-        """Returns when all saves are durable. Raises CheckpointError where one failed."""
+        """Wait until all saves are durable. Raises CheckpointError if one failed."""
         if self._thread is not None:
             self._thread.join()
             self._thread = None
@@ -144,36 +144,36 @@ class Checkpoints:
             raise error
 
     def saving(self) -> bool:
-        """Whether a save is under way."""
+        """True while a save is under way."""
         return self._thread is not None and self._thread.is_alive()
 
     def latest(self, like: PyTree, *, part: bool = False) -> Restored | None:
-        """The newest intact checkpoint, or None where there is none at all.
+        """Newest intact checkpoint; None if there is none at all.
 
         `like` has the structure, shapes and dtypes, as arrays or `jax.ShapeDtypeStruct`s; restored leaves take its
-        shardings. Each damaged checkpoint is named by a warning and skipped for the one before. Raises CheckpointError
-        where all are damaged, ValueError where the newest intact one does not fit `like`.
+        shardings. Each damaged checkpoint is reported by a warning and skipped. Raises CheckpointError if all are
+        damaged, ValueError if the newest intact one does not fit `like`.
 
-        With `part` the checkpoint may have leaves that `like` has not: `progress._replace(carry=(), key=())` restores
-        the algorithm's state without the collector's.
+        With `part` the checkpoint may have leaves that `like` lacks: `progress._replace(carry=(), key=())` restores the
+        algorithm's state without the collector's.
         """
         found = self.newest()
         return None if found is None else self.restore(found, like, part=part)
 
     def newest(self) -> Found | None:
-        """The newest intact checkpoint with its metadata, not restored yet; warns and raises as `latest` does."""
+        """Newest intact checkpoint with its metadata, not restored yet; warns and raises as `latest`."""
         self.wait()
         self._asked += 1
         newest = process_group.share(f"newest checkpoint {self._turn}/{self._asked}", self._newest)
         return None if newest is None else Found(*newest)
 
     def restore(self, found: Found, like: PyTree, *, part: bool = False) -> Restored:
-        """What `newest` found, as `latest` has it."""
+        """Restored progress of a checkpoint from `newest`."""
         progress = _restore(self._folder / found.name, found.manifest, like, part)
         return Restored(found.step, progress, found.metadata)
 
     def _newest(self) -> tuple[str, dict[str, Any]] | None:
-        """(name, manifest) of the newest intact checkpoint, None where there is none at all."""
+        """(name, manifest) of the newest intact checkpoint, None if there is none at all."""
         found = _steps(self._folder)
         reasons = []
         for step, path in found:
@@ -191,7 +191,7 @@ class Checkpoints:
         return None
 
     def close(self) -> None:
-        """Waits for the last save and frees Orbax's threads. Raises as `wait` does."""
+        """Wait for the last save and free Orbax's threads. Raises as `wait`."""
         try:
             self.wait()
         finally:
@@ -200,7 +200,7 @@ class Checkpoints:
                 writer.close()
 
     def _prepare(self, partial: Path, size: int, before: Callable[[], object] | None) -> None:
-        """Makes the folders, and removes what an interrupted save left."""
+        """Make the folders, and remove an interrupted save's remains."""
         if before is not None:
             before()
         if not self._folder.is_dir():
@@ -209,11 +209,11 @@ class Checkpoints:
         for left in self._folder.glob(f"*{PARTIAL}"):
             shutil.rmtree(left)
         partial.mkdir()
-        if _free_bytes(self._folder) < size + MARGIN:  # Orbax would find out too, but litter stderr
+        if _free_bytes(self._folder) < size + MARGIN:  # Orbax would fail too, but litter stderr
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     def _finish(self, contents: dict[str, Any], partial: Path) -> None:
-        """The rest of a save, in its thread: waits for Orbax, makes all durable, names the step, removes old ones."""
+        """Rest of a save, in its thread: wait for Orbax, make all durable, rename the step, remove old ones."""
         try:
             self._writer.wait_until_finished()  # all processes wrote their parts
             if process_group.index() > 0:
@@ -234,10 +234,10 @@ class Checkpoints:
             self._warn(f"cannot remove old checkpoints in {self._folder}: {_reason(error)}")
 
     def _prune(self, step: int, final: Path) -> None:
-        """Removes those found damaged, and of the steps up to `step` all but the `keep` newest and those that stay;
-        `final` is intact and is one of them.
+        """Remove damaged checkpoints, and steps up to `step` beyond the `keep` newest and the `every` ones; keep
+        `final`.
 
-        Each is renamed first, so that one half removed does not pass for a checkpoint.
+        Each is renamed first, so that a half-removed one does not pass for a checkpoint.
         """
         kept: set[int] = set()
         found = _steps(self._folder)
@@ -258,11 +258,11 @@ class Checkpoints:
                 kept.add(number)
 
     def _failure(self, contents: dict[str, Any], partial: Path, error: Exception) -> CheckpointError:
-        """Removes the partial step; -> the error to raise."""
+        """Remove the partial step; -> the error to raise."""
         if self._writer is not None:
             try:
                 self._writer.wait_until_finished()
-            except Exception as later:  # of several faults, a full disk is the one to name
+            except Exception as later:  # a full disk is the fault to report
                 error = later if _is_full(later) else error
         shutil.rmtree(partial, ignore_errors=True)
         remedy = "make room and resume" if _is_full(error) else "see to the folder and resume"
@@ -274,7 +274,7 @@ class Checkpoints:
 
 
 def _restore(path: Path, manifest: dict[str, Any], like: PyTree, part: bool) -> PyTree:
-    """The pytree of a verified checkpoint, placed as `like` is."""
+    """Pytree of a verified checkpoint, placed as `like`."""
     table, named = manifest["leaves"], named_leaves.name(like)
     where = f"checkpoint {path.name} in {path.parent}"
     named_leaves.fit(table, named, where, part=part)
@@ -303,7 +303,7 @@ def _steps(folder: Path) -> list[tuple[int, Path]]:
 
 
 def _free_name(folder: Path, step: int) -> str:
-    """`20`, or the next of `20.1`, `20.2`, ... where there is one already."""
+    """`20`, or the next of `20.1`, `20.2`, ... if taken."""
     taken = [path.name for number, path in _steps(folder) if number == step]
     return str(step) if not taken else f"{step}.{int((taken[0].split('.') + ['0'])[1]) + 1}"
 
@@ -325,7 +325,7 @@ def _digest(path: Path, *, sync: bool = False) -> list[Any]:
 
 
 def _verify(path: Path, step: int) -> dict[str, Any]:
-    """The manifest of a checkpoint each of whose bytes is as it was written. Raises Damaged."""
+    """Manifest of a checkpoint after comparing every byte. Raises Damaged."""
     try:
         data = (path / MANIFEST).read_bytes()
         manifest = _parse(data)
@@ -354,13 +354,13 @@ def _verify(path: Path, step: int) -> dict[str, Any]:
 
 
 def _render(contents: dict[str, Any]) -> bytes:
-    """A manifest's bytes: its contents with their own SHA-256, one way to write each."""
+    """Bytes of a manifest: its contents with their SHA-256, in a unique form."""
     digest = hashlib.sha256(json.dumps(contents).encode()).hexdigest()
     return json.dumps({"sha256": digest, "contents": contents}, indent=1).encode() + b"\n"
 
 
 def _parse(data: bytes) -> dict[str, Any]:
-    """The contents of a manifest. Raises Damaged where a byte differs from what `_render` made."""
+    """Contents of a manifest. Raises Damaged if a byte differs from `_render`'s."""
     try:
         contents: dict[str, Any] = json.loads(data)["contents"]
         intact = _render(contents) == data
@@ -372,7 +372,7 @@ def _parse(data: bytes) -> dict[str, Any]:
 
 
 def _plain(metadata: dict[str, Any]) -> dict[str, Any]:
-    """The metadata as it will be read. Raises ValueError where JSON cannot hold it."""
+    """The metadata as JSON returns it. Raises ValueError if JSON cannot hold it."""
     try:
         plain: dict[str, Any] = json.loads(json.dumps(metadata))
     except (TypeError, ValueError) as error:
@@ -381,7 +381,7 @@ def _plain(metadata: dict[str, Any]) -> dict[str, Any]:
 
 
 def _write(path: Path, data: bytes) -> None:
-    """Writes a file durably under another name first, so that `path` is whole where it is there."""
+    """Write a file durably under another name first, so that `path` is always whole."""
     other = path.with_name(path.name + PARTIAL)
     with open(other, "wb") as file:
         file.write(data)
@@ -392,7 +392,7 @@ def _write(path: Path, data: bytes) -> None:
 
 
 def _sync(folder: Path) -> None:
-    """Makes the names in a folder durable."""
+    """Make the names in a folder durable."""
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -407,7 +407,7 @@ def _free_bytes(folder: Path) -> int:
 
 
 def _code(error: BaseException) -> int | None:
-    """The system's number of a failure. TensorStore raises ValueErrors that quote it."""
+    """System error number of a failure. TensorStore raises ValueErrors that quote it."""
     quoted = re.search(r"os_error_code='(\d+)'", str(error))
     return int(quoted[1]) if quoted else error.errno if isinstance(error, OSError) else None
 
@@ -430,7 +430,7 @@ def _print(line: str) -> None:
 
 
 def _read(path: Path, targets: dict[str, Any]) -> dict[str, Any]:
-    """The arrays of `targets`, of all that Orbax wrote."""
+    """Arrays of `targets` from Orbax's files."""
     import orbax.checkpoint as ocp
 
     places = ocp.checkpoint_utils.construct_restore_args(targets)
@@ -441,7 +441,7 @@ def _read(path: Path, targets: dict[str, Any]) -> dict[str, Any]:
 
 
 def _checkpointer() -> Any:
-    """What writes. Orbax is imported late, as that takes a while; it logs tracebacks of failures, which we raise."""
+    """Orbax writer, imported late as that takes seconds. It logs tracebacks of failures, which we raise instead."""
     import orbax.checkpoint as ocp
 
     logger = logging.getLogger("absl")

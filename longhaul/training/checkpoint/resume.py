@@ -1,12 +1,12 @@
-"""Going on with a run, also with other sizes than it had: what carries over, what is dropped, and where that is said.
+"""Resuming a run, also with other sizes: carried state, dropped state, and their record in run.json.
 
-A run counts in steps: an update of another size is another share of its total. So each checkpoint says with which sizes
-it was made and how far the run was; where they are not those that the run has now, the run counts from there (its
-`Origin`), the environments begin anew where their states do not fit, and the rest goes on.
+A run counts in steps: an update of another size is another share of its total. So each checkpoint records its sizes and
+steps. If the run's sizes have changed, it counts from there (its `Origin`), environments restart where their states do
+not fit, and the rest goes on.
 
-The order that a kill can't harm: the sizes in run.json change after the checkpoint was restored with them, and before
-the first update. A run killed in between has a checkpoint of the old sizes and a run.json of the new ones, which is
-how it was when it was gone on with; and so it goes on alike.
+Order safe against a kill: run.json gets the new sizes after the checkpoint was restored with them, and before the first
+update. A run killed in between has a checkpoint of the old sizes and a run.json of the new ones, as at the time of the
+resume, and resumes alike.
 """
 
 from __future__ import annotations
@@ -38,25 +38,25 @@ PERIOD = "the updates in these scenarios are counted anew"
 
 
 class Standing(NamedTuple):
-    """Where a run stands that is gone on with."""
+    """State of a run at a resume."""
 
-    origin: Origin  # from where it counts
-    resized: dict[str, tuple[int, int]]  # name -> (size of the checkpoint, size now), where they differ
+    origin: Origin  # where it counts from
+    resized: dict[str, tuple[int, int]]  # name -> (checkpoint's size, current size), where they differ
     updates: int = 0  # made
     agent_steps: int = 0
 
 
 def counted(run: Run, assembly: Assembly, updates: int) -> dict[str, Any]:
-    """What a checkpoint after `updates` updates says of sizes and steps, as JSON can hold it."""
+    """Sizes and steps for the metadata of a checkpoint after `updates` updates."""
     sizes = {name: getattr(run, name) for name in SIZES}
     steps = {"agent_steps": assembly.agent_steps(updates), "env_steps": assembly.env_steps(updates)}
     return {"sizes": sizes, "steps": steps, "origin": assembly.origin._asdict()}
 
 
 def standing(run: Run, found: Found | None) -> Standing:
-    """Where the resolved `run` stands at a checkpoint; at its beginning where there is none yet.
+    """Standing of the resolved `run` at a checkpoint; at its start if there is none.
 
-    Raises RunError where no whole update of the new sizes is left, and one of the old sizes is.
+    Raises RunError if no whole update of the new sizes is left, but one of the old sizes is.
     """
     if found is None:
         return Standing(BEGINNING, {})
@@ -91,7 +91,7 @@ def restored(
     checkpoints: Checkpoints, found: Found, begun: Progress, now: Standing, source: Feed, assembly: Assembly,
     context: PyTree,
 ) -> Progress:  # fmt: skip
-    """The progress of the checkpoint in the likeness of `begun`, on the mesh of now, in the run's `context`."""
+    """Progress of the checkpoint in the layout of `begun`, on the current mesh, in the run's `context`."""
     if not begins_anew(now, source):
         whole: Progress = checkpoints.restore(found, begun).progress
         return whole
@@ -100,12 +100,12 @@ def restored(
 
 
 def begins_anew(now: Standing, source: Feed) -> bool:
-    """Whether the environments' states of the checkpoint do not fit the run's sizes, or its place in the data."""
+    """True if the checkpoint's environment states do not fit the run's sizes, or its place in the data."""
     return "num_envs" in now.resized or ("num_steps" in now.resized and source.period is not None)
 
 
 def dropped(now: Standing, source: Feed) -> list[str]:
-    """What does not carry over."""
+    """Lines on state that is not carried over."""
     counts = source.period is not None and bool(now.resized.keys() & {"num_envs", "num_steps"})
     return [BEGIN_ANEW] * begins_anew(now, source) + [PERIOD] * counts
 
@@ -127,10 +127,9 @@ def _word(value: Any) -> str:
 
 
 def fewer(shards: int, there: Sequence[int], envs: int, model: int = 1) -> int:
-    """Of `shards`, of `model` devices each, how many a run of `envs` worlds can have where each process has so many
-    devices as `there` says.
+    """Largest number up to `shards`, of `model` devices each, that share `envs` worlds evenly.
 
-    As many devices of each process, sharing the worlds evenly. Raises RunError where there are none.
+    `there` is the number of devices of each process; each gives equally many. Raises RunError if there is none.
     """
     devices = shards * model
     for own in range(min(*there, devices // len(there)), 0, -1):
@@ -158,14 +157,14 @@ def _changes(before: Mapping[str, Any], now: Mapping[str, Any]) -> dict[str, lis
 
 
 def record(folder: Path, run: Run, now: Standing, source: Feed, about: Mapping[str, Any]) -> None:
-    """Where the run goes on with other settings: says so in a line, and writes them to run.json.
+    """Print and write to run.json the changed settings of a resumed run.
 
-    Its history gets what changed, when, after which update, and what was dropped; `about` is what else it says of them.
+    Its history gets the changes, time, update and dropped state; `about` are further fields of run.json.
     """
     changed = changes(load_run(folder), run)
     if changed or now.resized:
         _say(now, run, changed, source)
-    if not changed:  # or recorded already, by a process that was killed before it saved
+    if not changed:  # or recorded already, by a process killed before it saved
         return
     path = folder / "run.json"
     before: dict[str, Any] = json.loads(path.read_text())
@@ -181,13 +180,13 @@ def record(folder: Path, run: Run, now: Standing, source: Feed, about: Mapping[s
 
 
 OPEN = (("log_interval", "block"), ("threads",), ("num_minibatches", "update_epochs"), ("bank_updates",))
-"""Fields of a Run that `resolve` decides, those together that are decided together."""
+"""Fields of a Run that `resolve` decides, grouped as they are decided."""
 
 
 def reopened(run: Run, given: frozenset[str]) -> Run:
-    """The resolved `run` with open again what `resolve` had decided, so that it follows from other sizes.
+    """The resolved `run` with derived fields reset, so that they follow from other sizes.
 
-    That is what it would decide so again; what a user chose otherwise stays, and so does what `given` names.
+    Fields are reset only where `resolve` would decide the same again: a user's choice and fields in `given` stay.
     """
     opened = run
     for names in OPEN:

@@ -1,9 +1,8 @@
-"""A copy of arrays on CPU devices in memory that is kept for the next one: what a save reads while training goes on.
+"""Copy of arrays on CPU devices in reused memory, which a save reads while training goes on.
 
-On the CPU what is saved and what trains are the same memory. A buffer that is still being read can't be donated, so
-that XLA would copy it in the next update, into fresh pages: that takes about four times as long as copying into pages
-that are there already, and training stands meanwhile. Elsewhere Orbax itself copies from the device before it returns,
-and nothing is done here.
+On the CPU, saved and trained arrays share memory. A buffer under read cannot be donated, so XLA would copy it in the
+next update into fresh pages, which takes about four times as long as copying into existing pages, and training waits.
+On other devices Orbax itself copies before it returns, and nothing is done here.
 """
 
 from __future__ import annotations
@@ -17,14 +16,14 @@ import jax
 import numpy as np
 
 LEAST = 1 << 20
-"""Bytes of an array below which its copy is not worth the while."""
+"""Bytes of the smallest array that is worth a copy."""
 
 ALIGNED = 64
-"""Bytes to which memory must be aligned for JAX to use it as it is."""
+"""Alignment in bytes that JAX needs to use memory without a copy."""
 
 
 class Staging:
-    """Memory for one copy of some arrays; the copy before is overwritten."""
+    """Memory for one copy of some arrays; each copy overwrites the one before."""
 
     def __init__(self) -> None:
         self._memory: dict[tuple[Any, ...], np.ndarray] = {}
@@ -47,7 +46,7 @@ class Staging:
         return dict(arrays) | {name: _like(arrays[name], name, memory) for name in large}
 
     def _place(self, key: tuple[Any, ...], source: np.ndarray) -> np.ndarray:
-        """Memory for a copy of `source`: that of the copy before, where it fits."""
+        """Memory for a copy of `source`: the previous copy's if it fits."""
         before = self._memory.get(key)
         if before is not None and (before.shape, before.dtype) == (source.shape, source.dtype):
             return before
@@ -57,7 +56,7 @@ class Staging:
 
 
 def _is_large(array: Any) -> bool:
-    """Whether it is an array of CPU devices that is worth a copy here, of a dtype that NumPy lays out alike."""
+    """True for a large array of CPU devices with a dtype that NumPy lays out alike."""
     if not isinstance(array, jax.Array) or array.nbytes < LEAST or array.is_deleted():
         return False
     on_cpu = all(shard.device.platform == "cpu" for shard in array.addressable_shards)
