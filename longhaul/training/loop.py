@@ -46,14 +46,12 @@ from longhaul.training import (
     finish,
     inference_server,
     nan_rollback,
-    population_metrics,
     precompile,
     reasoning_setup,
 )
 from longhaul.training import data as feeds
-from longhaul.training import (
-    publish as publishing,
-)
+from longhaul.training import population as members
+from longhaul.training import publish as publishing
 from longhaul.training.assemble import Assembly, decisions
 from longhaul.training.checkpoint import resume
 from longhaul.training.checkpoint.checkpoint import CheckpointError, Checkpoints
@@ -177,10 +175,10 @@ def _parameters(assembly: Assembly) -> int:
     return actor_critic.count((acting.state if assembly.members else acting).params)
 
 
-def _sums(assembly: Assembly, pending: dict[str, Any] | None = None) -> Sums | population_metrics.MemberSums:
+def _sums(assembly: Assembly, pending: dict[str, Any] | None = None) -> Sums | members.MemberSums:
     """Metric sums of one run, or of all members of a population."""
     siblings = len(assembly.members)
-    return population_metrics.MemberSums(siblings, pending) if siblings else Sums(pending)
+    return members.MemberSums(siblings, pending) if siblings else Sums(pending)
 
 
 def _say(line: str) -> None:
@@ -202,7 +200,7 @@ def _on_host(policy: Params, mesh: Mesh | None = None) -> Params:
 
 def _loop(
     run: Run, folder: Path, assembly: Assembly, feeding: Feeding, progress: Progress, checkpoints: Checkpoints,
-    stop: Stop, clock: Clock, sums: Sums | population_metrics.MemberSums, sooner: precompile.Ahead | None, *,
+    stop: Stop, clock: Clock, sums: Sums | members.MemberSums, sooner: precompile.Ahead | None, *,
     resumed: bool, about: dict[str, Any],
 ) -> Progress:  # fmt: skip
     """Run all remaining updates; each checkpoint holds `about` too. Raises Stopped and Poisoned."""
@@ -210,7 +208,7 @@ def _loop(
     done, metrics, writes = int(progress.updates), folder / "metrics.jsonl", process_group.index() == 0
     last = sinks.truncate_after(metrics, done) if writes else None
     if run.many:
-        sinks.truncate_after(folder / population_metrics.FILE, done)
+        sinks.truncate_after(folder / members.FILE, done)
     if writes and (last["update"] if last else 0) != done - sums.updates:
         _say(f"{metrics} lacks records before update {done}; the run goes on without them")
     program = _compiled(run, assembly, feeding, progress, clock, sooner)
@@ -319,7 +317,7 @@ def _outlets(
     lines, events = (closed.enter_context(closing(sinks.patient(file, console.note))) for file in files)
     single: sinks.Sink | sinks.Patient = sinks.fan()
     if run.many:
-        apart = sinks.jsonl(folder / population_metrics.FILE, population_metrics.plain)
+        apart = sinks.jsonl(folder / members.FILE, members.plain)
         single = closed.enter_context(closing(sinks.patient(apart, console.note)))
     plan = health_log.plan(assembly.spec, assembly.updates, run.num_steps)
     health = closed.enter_context(closing(health_log.watch(folder, plan, run.health, console.note)))
@@ -330,7 +328,7 @@ def _outlets(
         _sync(metrics)
         if isinstance(single, sinks.Patient):
             single.flush()
-            _sync(folder / population_metrics.FILE)
+            _sync(folder / members.FILE)
 
     return Outlets(sinks.fan(lines, events, health, mirror, console), console.note, settle, single)
 
@@ -420,7 +418,7 @@ def _logger(
     run: Run,
     assembly: Assembly,
     out: Outlets,
-    sums: Sums | population_metrics.MemberSums,
+    sums: Sums | members.MemberSums,
     clock: Clock,
     tell: heartbeat.Tell,
 ) -> Callable[[int, int, Any, Progress], None]:
@@ -433,7 +431,7 @@ def _logger(
     last = clock.read().wall
     fresh = 0  # updates since `last`
     runs = max(1, len(assembly.members))
-    watched = population_metrics.Watch(runs, out.note) if run.many else None
+    watched = members.Watch(runs, out.note) if run.many else None
 
     def log(update: int, n: int, rows: Any, progress: Progress) -> None:
         nonlocal last, fresh
@@ -453,7 +451,7 @@ def _logger(
             "sps": fresh * runs * assembly.steps_per_update / max(now - last, 1e-9),
         }
         out.sink.write(record | sums.take())
-        if isinstance(sums, population_metrics.MemberSums):
+        if isinstance(sums, members.MemberSums):
             out.members.write(record | sums.each)
         last, fresh = now, 0
 

@@ -1,12 +1,22 @@
-"""Members of a population run, and the algorithm that they share."""
+"""Members of a population run: their shared algorithm, their metrics and records.
+
+`metrics.jsonl` has the mean over the members under a metric's own name, and their standard deviation (n - 1) as
+NAME_std. `members.jsonl` has the same records with a list of values, one a member, for every metric.
+
+A member with non-finite metrics is recorded as null and excluded from means; members are independent.
+"""
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from longhaul.algorithms import population, registry
 from longhaul.algorithms.context import Context
@@ -17,7 +27,14 @@ from longhaul.config.run import Run
 from longhaul.replay import Sizes
 from longhaul.runtime import mesh as meshes
 from longhaul.runtime.errors import RunError
+from longhaul.telemetry.aggregate import Record, is_peak
+from longhaul.telemetry.sinks import read
 from longhaul.types import Algorithm, Key, PyTree, Spec
+
+FILE = "members.jsonl"
+
+FINITE = "finite"
+"""Name of `topologies.fused.FINITE`, the row with the finiteness of each update."""
 
 
 def tuned(make: Make, members: tuple[Member, ...]) -> tuple[Algorithm, Callable[[PyTree, Key], Tuned]]:
@@ -56,3 +73,95 @@ def chosen(run: Run, member: int | None, name: str) -> Member:
         raise RunError(f"run {name} holds {len(found)} runs; {said} --member 0 to {len(found) - 1}"
                        if member is None else f"{said} 0 to {len(found) - 1}, of run {name}")  # fmt: skip
     return found[member]
+
+
+class MemberSums:
+    """Sums of M members, as `aggregate.Sums`; `each` holds the members' values of the last record."""
+
+    def __init__(self, members: int, pending: Mapping[str, Any] | None = None):
+        self.members = members
+        self.updates: int = pending["updates"] if pending else 0
+        self.each: dict[str, list[float]] = {}
+        self._totals = {name: np.array(values, float) for name, values in pending["totals"].items()} if pending else {}
+
+    def add(self, n: int, rows: Mapping[str, np.ndarray]) -> None:
+        """Add the first n updates of `rows`, arrays [n or more, M] by name."""
+        for name, values in rows.items():
+            mine = np.asarray(values[:n], np.float64)
+            if is_peak(name):
+                before = self._totals.get(name, np.full(self.members, -math.inf))
+                self._totals[name] = np.maximum(before, np.max(mine, axis=0, initial=-math.inf))
+            else:
+                self._totals[name] = self._totals.get(name, np.zeros(self.members)) + mine.sum(0)
+        self.updates += n
+
+    def pending(self) -> dict[str, Any]:
+        """The sums as exact JSON; non-finite values as words."""
+        return {"updates": self.updates, "totals": {name: _words(values) for name, values in self._totals.items()}}
+
+    def take(self) -> Record:
+        """Record of at least one update over all members; resets the sums and sets `each`."""
+        totals, updates = self._totals, self.updates
+        episodes = totals.pop("episodes")
+        counts = {name: totals.pop(name) for name in list(totals) if name.startswith("episodes/")}
+        found = {"episode/count": episodes}
+        for name, total in sorted(totals.items()):
+            if is_peak(name):
+                found[name] = total
+                continue
+            count: Any = updates
+            if name.startswith("episode/"):
+                count = counts.get("episodes/" + name.removeprefix("episode/"), episodes)
+            with np.errstate(divide="ignore", invalid="ignore"):
+                found[name] = np.where(np.asarray(count) > 0, total / count, np.nan)
+        self.updates, self._totals = 0, {}
+        self.each = {name: values.tolist() for name, values in found.items()}
+        return {key: number for name, values in found.items() for key, number in _summary(name, values)}
+
+
+def _summary(name: str, values: np.ndarray) -> list[tuple[str, float]]:
+    """Mean and deviation of a metric over the members that report it."""
+    known = values[np.isfinite(values)]
+    mean = float(known.mean()) if len(known) else math.nan
+    return [(name, mean), (f"{name}_std", float(known.std(ddof=1)) if len(known) > 1 else 0.0)]
+
+
+def _words(values: np.ndarray) -> list[float | str]:
+    return [value if math.isfinite(value) else str(value) for value in values.tolist()]
+
+
+class Watch:
+    """Monitor of non-finite members: one note when a member turns non-finite, one when it recovers."""
+
+    def __init__(self, members: int, note: Callable[[str], None]):
+        self._sound = np.ones(members, bool)
+        self._note = note
+
+    def look(self, rows: Mapping[str, np.ndarray], n: int, update: int) -> dict[str, np.ndarray]:
+        """Rows without the finiteness row, after the n updates up to `update`."""
+        sound: np.ndarray = np.all(rows[FINITE][:n], axis=0)
+        for member in np.flatnonzero(sound != self._sound).tolist():
+            state = "is finite again" if sound[member] else "has numbers that are not finite; the others go on"
+            self._note(f"run {member} {state} (updates {update - n + 1} to {update})")
+        self._sound = sound
+        if not sound.any():
+            raise RunError("no run has finite numbers any more; lower --lr or --max-grad-norm, or see to the rewards")
+        return {name: values for name, values in rows.items() if name != FINITE}
+
+
+def plain(record: Mapping[str, Any]) -> dict[str, Any]:
+
+    def one(value: Any) -> Any:
+        if isinstance(value, list):
+            return [one(x) for x in value]
+        return None if isinstance(value, float) and not math.isfinite(value) else value
+
+    return {name: one(value) for name, value in record.items()}
+
+
+def columns(folder: Path, name: str) -> tuple[np.ndarray, np.ndarray]:
+    """(agent steps [P], values of a metric [P, M]) of a population's records; NaN where a member reported none."""
+    records = [record for record in read(folder / FILE) if name in record] if (folder / FILE).exists() else []
+    steps = np.array([record["agent_steps"] for record in records], float)
+    rows = [[math.nan if value is None else value for value in record[name]] for record in records]
+    return steps, np.array(rows, float).reshape(len(rows), -1)

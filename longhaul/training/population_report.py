@@ -17,7 +17,7 @@ from longhaul.config.run import Driving, Run
 from longhaul.reasoning.config import Reasoning
 from longhaul.runtime.provenance import params_sha256
 from longhaul.telemetry import charts
-from longhaul.training import confidence, evaluate, evaluate_driving, population_metrics
+from longhaul.training import confidence, evaluate, evaluate_driving, population
 from longhaul.types import Params
 
 MOST_LINES = 5
@@ -87,7 +87,7 @@ def settings(rows: list[Mapping[str, Any]]) -> Iterator[tuple[str, list[int]]]:
 
 def section(run: Run, folder: Path, result: Mapping[str, Any]) -> str:
     """HTML section on the members: a figure of returns with 95 % intervals, and a table."""
-    steps, values = population_metrics.columns(folder, RETURN)
+    steps, values = population.columns(folder, RETURN)
     rows = list(result["members"])
     lines = []
     for label, which in _best(rows):

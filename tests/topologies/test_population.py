@@ -22,7 +22,8 @@ from longhaul.config.resolve import resolve
 from longhaul.config.run import Named, Run
 from longhaul.runtime.errors import RunError
 from longhaul.telemetry import sinks
-from longhaul.training import loop, population_metrics, run_dir
+from longhaul.training import loop, run_dir
+from longhaul.training import population as training_population
 from longhaul.training.checkpoint import resume as resumption
 from longhaul.training.checkpoint.checkpoint import Found
 from tests.helpers import small_runs
@@ -49,7 +50,7 @@ def four(tmp_path_factory: pytest.TempPathFactory) -> tuple[Run, Path]:
 
 
 def member_lines(folder: Path) -> list[dict[str, Any]]:
-    found = sinks.read(folder / population_metrics.FILE)
+    found = sinks.read(folder / training_population.FILE)
     return [{k: v for k, v in line.items() if k not in small_runs.TIMES} for line in found]
 
 
@@ -115,9 +116,9 @@ def test_a_stopped_population_goes_on_to_the_same_end(
 ) -> None:
     run, folder = four
     cut = tmp_path / "four"
-    take = small_runs.after(2, lambda: os.kill(os.getpid(), signal.SIGTERM), population_metrics.MemberSums.add)
+    take = small_runs.after(2, lambda: os.kill(os.getpid(), signal.SIGTERM), training_population.MemberSums.add)
     with monkeypatch.context() as patch:
-        patch.setattr(population_metrics.MemberSums, "add", take)
+        patch.setattr(training_population.MemberSums, "add", take)
         assert begin(run, cut).code == loop.STOPPED
     assert not (cut / "result.json").exists()
     assert resume(cut).code == 0
@@ -214,11 +215,11 @@ def test_a_run_json_from_before_is_of_one_run(four: tuple[Run, Path], tmp_path: 
 
 def test_a_run_that_diverges_harms_no_other() -> None:
     lines: list[str] = []
-    watch, sums = population_metrics.Watch(3, lines.append), population_metrics.MemberSums(3)
+    watch, sums = training_population.Watch(3, lines.append), training_population.MemberSums(3)
     finite = np.array([[True, True, True], [True, False, True]])
     rows = {"finite": finite, "episodes": np.ones((2, 3)), "episode/return": np.array([[1.0, 2, 3], [1, np.nan, 5]])}
     sums.add(2, watch.look(rows, 2, 2))
-    again = population_metrics.MemberSums(3, json.loads(json.dumps(sums.pending())))
+    again = training_population.MemberSums(3, json.loads(json.dumps(sums.pending())))
     record = again.take()
     assert record["episode/return"] == 2.5 and record["episode/return_std"] == pytest.approx(np.sqrt(4.5))
     assert "finite" not in again.each and lines == [
