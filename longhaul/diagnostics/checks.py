@@ -1,4 +1,4 @@
-"""The scaling checklist as measurements, a verdict each: what to know of a recipe before it runs on many devices."""
+"""Scaling checklist of a recipe: measurements with verdicts before a run on many devices."""
 
 from __future__ import annotations
 
@@ -38,35 +38,36 @@ from longhaul.training.assemble import learning_rate
 from longhaul.training.data import Feeding
 
 STILL = 1e-6
-"""approx_kl in nats that a learning rate of 0 may give: rounding."""
+"""Bound of approx_kl in nats at a learning rate of 0: rounding alone."""
 
 COARSE = 100.0
-"""Times that, where less precise products are taken; a mistake gives far more."""
+"""Factor on `STILL` for less precise products; a mistake gives far more."""
 
 SHORT = 4
 """Updates of a short run."""
 
 SMALL_BYTES, SMALL_COUNT = 16_384, 16
-"""What an update may send beside its gradients: sums of metrics, moments of advantages and observations."""
+"""Bounds in bytes and count of an update's small collectives: sums of metrics, moments of advantages and observations.
+"""
 
 WARM = 0.25
-"""Share of a cold compilation that loading it again may take."""
+"""Largest share of a cold compilation that loading from the cache may take."""
 
 SLOW_COLLECTIVES, SLOWER_COLLECTIVES = 0.2, 0.5
-"""Shares of an update that its all-reduces may take."""
+"""Shares of an update spent in all-reduces that warn, and that fail."""
 
 STALLED, MORE_STALLED = 0.05, 0.25
-"""Shares of the time that a device may wait for the host."""
+"""Shares of the time that devices wait for the host that warn, and that fail."""
 
 PATIENCE = 20.0
-"""Seconds of training, at most, in which the next chunk may be made."""
+"""Seconds of training simulated, at most, while the next chunk is prepared."""
 
 GROWN = 4.0
-"""Times the recipe's batch from which on the learning rate should have been thought of."""
+"""Multiple of the recipe's batch from which an unchanged learning rate warns."""
 
 
 def sizes(run: Run) -> tuple[Check, Run | None]:
-    """Whether the sizes can work; and the resolved run."""
+    """Validity of the sizes; and the resolved run."""
     try:
         resolved = resolve(run)
     except RunError as error:
@@ -100,7 +101,7 @@ def batch(run: Run) -> int:
 
 
 def rate(run: Run) -> Check:
-    """The learning rate's rule and the effective batch."""
+    """Learning rate's rule and effective batch."""
     assert run.devices is not None
     config, steps = registry.on_policy(run.algorithm), batch(run)
     assert config.num_minibatches is not None and config.update_epochs is not None
@@ -128,9 +129,9 @@ def rate(run: Run) -> Check:
 
 
 def still(run: Run) -> Check:
-    """At a learning rate of 0 the policy that learns is the one that acted: their divergence is 0.
+    """Divergence of the learner's policy from the actor's at a learning rate of 0, which must be 0.
 
-    Asked of random weights: what begins close to uniform says much the same of any observation, and hides a mistake.
+    Parameters are random: a policy close to uniform gives similar outputs for any observation, which hides a mistake.
     """
     assert run.devices is not None
     made = subject(resolve(smaller(run, devices=run.devices, lr=0.0, ent_coef_final=None, kl_stop=None)))
@@ -148,7 +149,7 @@ def still(run: Run) -> Check:
 
 
 def _scattered(state: Any, seed: int) -> Any:
-    """An algorithm's state with random parameters, of the size that keeps activations as they are."""
+    """An algorithm's state with random parameters, scaled such that activations keep their size."""
     rng = np.random.default_rng(seed)
 
     def scatter(leaf: jax.Array) -> jax.Array:
@@ -160,7 +161,7 @@ def _scattered(state: Any, seed: int) -> Any:
 
 
 def compilation(run: Run) -> tuple[list[Check], Subject]:
-    """Seconds cold, and again from a persistent cache; and the program."""
+    """Seconds of compilation, cold and from a persistent cache; and the program."""
     with fresh_cache():
         cold = subject(run)
         again = subject(run, cold.source)
@@ -182,7 +183,7 @@ def compilation(run: Run) -> tuple[list[Check], Subject]:
 
 
 def memory(made: Subject) -> Check:
-    """What the program needs on a device against what that has."""
+    """Memory of the program against the device's."""
     found = device_memory.footprint(made.executable, made.assembly.mesh)
     if found is None:
         return skipped("memory", "the compiler does not say", "watch the first update")
@@ -196,7 +197,7 @@ def memory(made: Subject) -> Check:
 
 
 def host(made: Subject) -> Check:
-    """The program goes to the host at its end, with its metrics, and at no other time."""
+    """Transfers to the host inside the program: none but the metrics at its end."""
     calls = hlo_collectives.host_calls(made.text())
     rows = jax.tree.leaves(made.executable.out_info[1])
     home = sum(leaf.size * leaf.dtype.itemsize for leaf in rows)
@@ -206,10 +207,10 @@ def host(made: Subject) -> Check:
 
 
 def crossings(made: Subject) -> Check:
-    """One mean of the gradients an optimiser step, some numbers an update, and nothing else crosses shards.
+    """Collectives over shards: one mean of the gradients an optimiser step, some numbers an update, nothing else.
 
-    A mean is an all-reduce; of a deterministic run, an all-to-all and an all-gather (`shards.mean_in_order`). What
-    devices say to each other that share the parameters follows from how these are split; it is told, not judged.
+    A mean is an all-reduce; in a deterministic run an all-to-all and an all-gather (`batch_shards.mean_in_order`).
+    Collectives among the devices that share the parameters follow from their partition; they are reported, not judged.
     """
     data, model = made.assembly.mesh.shape[meshes.DATA], made.assembly.mesh.shape[meshes.MODEL]
     every, wanted = hlo_collectives.crossings(made.text()), made.optimiser_steps
@@ -217,7 +218,7 @@ def crossings(made: Subject) -> Check:
     within_shard = [each for each in every if not each.over_shards(model)]
     size = 4 * made.parameters // model
     ways, whole = {"all-reduce": size}, made.own_bytes
-    if made.run.deterministic:  # slices of all shards' gradients to each device, and the sum of a slice to all
+    if made.run.deterministic:  # slices of all shards' gradients to each device, then each summed slice to all
         ways = {"all-to-all": size * VIRTUAL // data, "all-gather": size}
         whole = sum(ways.values())
     gradients = [each for each in found if each.bytes >= ways.get(each.operation, math.inf)]
@@ -227,7 +228,7 @@ def crossings(made: Subject) -> Check:
     extra, moved = sum(each.times() * each.bytes for each in others), sum(e.times() * e.bytes for e in gradients)
     odd = sorted({each.operation for each in others} - {"all-reduce", *ways})
     fits = set(counts.values()) == {wanted} and moved <= wanted * (whole + len(ways) * SMALL_BYTES)
-    steps = 1 + (registry.on_policy(made.run.algorithm).kl_stop is not None) * wanted  # which asks at each step
+    steps = 1 + (registry.on_policy(made.run.algorithm).kl_stop is not None) * wanted  # the KL stop reduces too
     most = SMALL_COUNT * len(ways)
     good = fits and not odd and extra <= SMALL_BYTES * steps and count <= most * steps
     named = " and ".join(f"{way}s" for way in ways)
@@ -251,7 +252,7 @@ def crossings(made: Subject) -> Check:
 
 
 def determinism(made: Subject) -> tuple[Check, float]:
-    """Two runs of the same seed, digit by digit; and the seconds of an update."""
+    """Equality of two runs of the same seed, bit by bit; and the seconds of an update."""
     digests = []
     for _ in range(2):
         progress, _ = made.updates(made.start(made.run.seed), SHORT)
@@ -264,7 +265,7 @@ def determinism(made: Subject) -> tuple[Check, float]:
 
 
 def update_seconds(made: Subject) -> float:
-    """What an update takes, after the first ones."""
+    """Seconds of an update, after the first ones."""
     progress, _ = made.updates(made.start(made.run.seed), 1)
     began = time.perf_counter()
     made.updates(progress, SHORT)
@@ -272,7 +273,7 @@ def update_seconds(made: Subject) -> float:
 
 
 def all_reduce(made: Subject, update_seconds: float) -> Check:
-    """The time of a mean of all gradients over the mesh, and its share of an update."""
+    """Time of a mean of all gradients over the mesh, and its share of an update."""
     mesh, shards, n, size = made.assembly.mesh, made.assembly.shards, 10, made.own_bytes // 4
     if mesh.shape[meshes.DATA] < 2:
         return skipped("all-reduce", "one device", "ask again with --mesh data=N on a machine with several devices")
@@ -296,7 +297,7 @@ def all_reduce(made: Subject, update_seconds: float) -> Check:
 
 
 def stalls(made: Subject, update_seconds: float, *, calls: int = 6) -> Check:
-    """How long devices wait for the host: between calls, and where the next chunk of streamed data comes."""
+    """Time that devices wait for the host: between calls, and at the next chunk of streamed data."""
     assert made.run.block is not None
     block = made.run.block
     waited, total = _between_calls(made, calls)
@@ -317,7 +318,7 @@ def stalls(made: Subject, update_seconds: float, *, calls: int = 6) -> Check:
 
 
 def _between_calls(made: Subject, calls: int) -> tuple[float, float]:
-    """(seconds that devices waited, seconds in all) of calls made as training makes them, logged one behind."""
+    """(seconds that devices waited, seconds in all) of calls in the order of training, logged one behind."""
     ready: list[float] = []
     waiting: queue.Queue[Any] = queue.Queue()
 
@@ -347,7 +348,7 @@ def _between_calls(made: Subject, calls: int) -> tuple[float, float]:
 
 
 def _turn(made: Subject, train: float) -> float:
-    """Seconds from the end of one chunk to the beginning of the next, which was made while `train` seconds passed."""
+    """Seconds from the end of a chunk to the start of the next, prepared during `train` seconds."""
     assert made.source.period is not None
     with closing(Feeding(made.source)) as feeding:
         progress = made.start(made.run.seed)
@@ -362,7 +363,7 @@ def _turn(made: Subject, train: float) -> float:
 
 
 def convergence(one: Subject, many: Subject, *, seeds: int, updates: int) -> Check:
-    """Short curves of one device and of many at the same batch, over seeds."""
+    """Short curves of one device against many at the same batch, over seeds."""
     sides = [[permutation_test.curve(each, seed, updates) for seed in range(seeds)] for each in (one, many)]
     found, devices = permutation_test.compare(*sides), many.assembly.mesh.size
     if found is None:

@@ -1,7 +1,7 @@
-"""What chips can do at most: operations and bytes a second, memory, links; from their makers' data sheets.
+"""Peak rates of accelerators from data sheets: operations and bytes a second, memory, links.
 
-Dense products without sparsity. Prices are what clouds asked for about on demand, an hour a chip, in dollars; they
-change: give your own where they matter.
+Dense products without sparsity. Prices are about the clouds' on-demand prices in dollars an hour a chip; they change:
+give your own if they matter.
 """
 
 from __future__ import annotations
@@ -15,8 +15,6 @@ import numpy as np
 
 
 class Chip(NamedTuple):
-    """One device, as JAX counts them."""
-
     name: str
     bf16: float  # operations a second
     fp32: float  # of products whose inputs are float32, at JAX's default precision
@@ -47,19 +45,19 @@ KINDS = {
     "l4": "l4", "a100": "a100", "h100": "h100", "h200": "h200", "b200": "b200", "tpu v4": "tpu-v4",
     "tpu v5 lite": "tpu-v5e", "tpu v5e": "tpu-v5e", "tpu v5p": "tpu-v5p", "tpu v5": "tpu-v5p", "tpu v6": "tpu-v6e",
 }  # fmt: skip
-"""A part of what JAX calls a device -> its name here; the first that fits counts."""
+"""Part of JAX's device name -> name here; the first match counts."""
 
 
 def known(kind: str) -> Chip | None:
-    """The chip that JAX calls `kind` ("NVIDIA H100 80GB HBM3", "TPU v4"), None where it is not listed."""
+    """Chip of JAX's device kind ("NVIDIA H100 80GB HBM3", "TPU v4"); None if not listed."""
     words = kind.lower()
     return next((CHIPS[name] for part, name in KINDS.items() if part in words), None)
 
 
 def here(devices: int = 1) -> Chip:
-    """The device that this process has: listed, or else measured in about a second.
+    """Chip of this process: listed, else measured in about a second.
 
-    A CPU is shared by `devices` devices, each of which gets its part.
+    A CPU is shared evenly by `devices` devices.
     """
     device = jax.devices()[0]
     chip = known(device.device_kind)
@@ -89,7 +87,7 @@ def _best(work: jax.stages.Compiled, *arguments: jax.Array) -> float:
 
 
 def _products() -> float:
-    """Operations a second of float32 products of the size that torsos have."""
+    """Operations a second of float32 products at the size of torsos."""
     x, w = jnp.ones((4096, 1024), jnp.float32), jnp.ones((1024, 1024), jnp.float32)
     work = jax.jit(jnp.matmul).lower(x, w).compile()
     return 2.0 * x.size * w.shape[1] / _best(work, x, w)

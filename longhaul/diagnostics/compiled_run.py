@@ -1,4 +1,4 @@
-"""A recipe's compiled program on a bench: made, run for some updates, timed. What the doctor's checks look at."""
+"""Compiled program of a recipe with its timings, the subject of the doctor's checks."""
 
 from __future__ import annotations
 
@@ -37,17 +37,17 @@ class Subject(NamedTuple):
     source: Feed
     context: PyTree
     executable: jax.stages.Compiled
-    start_seconds: float  # to make its first state
+    start_seconds: float  # to build its first state
     trace_seconds: float
     compile_seconds: float
-    hit: bool  # it came from the persistent compilation cache
+    hit: bool  # loaded from the persistent compilation cache
     parameters: int
-    own_bytes: int  # of the parameters, on a device
-    begin: Callable[[Key], Progress]  # like `Assembly.start`, compiled once
+    own_bytes: int  # bytes of the parameters on a device
+    begin: Callable[[Key], Progress]  # as `Assembly.start`, compiled once
 
     @property
     def optimiser_steps(self) -> int:
-        """Of an update."""
+        """Optimiser steps of an update."""
         config = registry.on_policy(self.run.algorithm)
         assert config.num_minibatches is not None and config.update_epochs is not None
         return config.num_minibatches * config.update_epochs
@@ -56,13 +56,13 @@ class Subject(NamedTuple):
         return self.begin(jax.random.key(seed))
 
     def call(self, progress: Progress, n: int) -> tuple[Progress, dict[str, Any]]:
-        """`n` more updates, at most a block of them, unawaited; takes `progress` back."""
+        """`n` more updates, at most a block, not awaited; donates `progress`."""
         count = meshes.everywhere(jnp.int32(n), self.assembly.mesh)
         progress, rows = self.executable(progress, self.context, count)
         return progress, rows
 
     def updates(self, progress: Progress, n: int) -> tuple[Progress, dict[str, np.ndarray]]:
-        """`n` more updates, waited for, and their rows of metrics, [n] each."""
+        """`n` more updates, awaited, and their rows of metrics, [n] each."""
         assert self.run.block is not None
         parts = []
         while n > 0:
@@ -73,16 +73,16 @@ class Subject(NamedTuple):
         return progress, {name: np.concatenate([part[name] for part in parts]) for name in parts[0]}
 
     def text(self) -> str:
-        """The compiled program's, as XLA writes it."""
+        """Text of the compiled program, XLA's HLO."""
         return self.executable.as_text() or ""
 
     def digest(self, progress: Progress) -> str:
-        """Of the parameters, as in result.json."""
+        """SHA-256 of the parameters, as in result.json."""
         return params_sha256(jax.device_get(self.assembly.algorithm.policy(progress.state).params))
 
 
 def subject(run: Run, source: Feed | None = None) -> Subject:
-    """The program of a resolved run, as `longhaul train` compiles it. Devices have been prepared."""
+    """Program of a resolved run, as `longhaul train` compiles it. Call `prepare_devices` first."""
     if run.many:
         raise RunError("this looks at one run; leave --seeds and --sweep out")
     assert run.block is not None
@@ -95,7 +95,7 @@ def subject(run: Run, source: Feed | None = None) -> Subject:
     init = jax.jit(algorithm.init, out_shardings=layout)
 
     def begin(key: Key) -> Progress:
-        key_state, key_carry, key_run = jax.random.split(key, 3)  # as `fused.start` has it
+        key_state, key_carry, key_run = jax.random.split(key, 3)  # keys as in `fused.start`
         state, rest = init(key_state), meshes.everywhere((key_run, jnp.int32(0)), mesh)
         return Progress(state, assembly.enter(key_carry, context), *rest)
 
@@ -117,9 +117,9 @@ def subject(run: Run, source: Feed | None = None) -> Subject:
 
 
 def smaller(run: Run, *, devices: int, batch: int = 2048, **algorithm: Any) -> Run:
-    """`run` with the same network and environment, and a batch of about `batch` steps, on `devices`; not resolved.
+    """`run` with the same network and environment and a batch of about `batch` steps on `devices`; not resolved.
 
-    For what does not depend on sizes. Its compiled call makes two updates.
+    For checks that do not depend on sizes. Its compiled call makes two updates.
     """
     share = parts(run, devices)
     envs = share * max(1, min(run.num_envs, batch // run.num_steps) // share)
@@ -141,7 +141,7 @@ def smaller(run: Run, *, devices: int, batch: int = 2048, **algorithm: Any) -> R
 
 @contextmanager
 def fresh_cache() -> Iterator[Path]:
-    """Within it programs are kept in an empty persistent cache of their own, whatever the user's settings are."""
+    """Context with an empty persistent compilation cache, whatever the user's settings are."""
     from jax.experimental.compilation_cache import compilation_cache
 
     names = ("jax_enable_compilation_cache", "jax_compilation_cache_dir", "jax_persistent_cache_min_compile_time_secs",
@@ -163,7 +163,7 @@ def fresh_cache() -> Iterator[Path]:
 
 
 def seconds_of(work: Callable[[], Any], repeats: int = 5) -> float:
-    """The least wall time of `work` after one to warm up: what it takes where nothing disturbs it."""
+    """Least wall time of `work` after one warm-up."""
     work()
     taken = []
     for _ in range(repeats):

@@ -1,19 +1,19 @@
-"""A compute planner: what a training run takes on 1 to 1,024 devices, from a short measured run and a cost model.
+"""Compute planner: cost of a training run on 1 to 1,024 devices, from a short measured run and a cost model.
 
-The model, in which every number is a measurement, a data sheet's or an assumption that is printed:
+Each number of the model is a measurement, a data sheet's, or a printed assumption:
 
-- A device's update takes what it took here without its collectives; on other hardware the sum over the instructions
-  that ran of the longest of (operations / peak, bytes / bandwidth, launch), with the peaks taken at `efficiency`
-  (Williams et al. 2009).
-- An all-reduce of b bytes over N devices takes 2 (N - 1) / N x b / link, which is what a ring needs (Patarasuk and Yuan
-  2009), and 2 ceil(log2 N) x latency; what only gathers or only scatters, half of both. Nothing of it is hidden behind
-  other work. Within a host the link is the chip's, beyond it the network's. Which there are is read from the program of
-  two shards, compiled where there is one device, too.
-- M devices may share the parameters (`--mesh data=N,model=M`). They are neighbours, and speak of activations; the
-  gradient meets over the N shards.
-- weak: every device keeps its batch, so that an update has N times the steps. strong: the batch is shared; what a
-  device computes shrinks with it, the launches do not. That as many steps teach as much from larger batches is an
-  assumption, too, and fails beyond some size (McCandlish et al. 2018).
+- A device's update takes its time here without collectives. On other hardware it is the sum over executed instructions
+  of the longest of (operations / peak, bytes / bandwidth, launch), with peaks scaled by `efficiency` (Williams et al.
+  2009).
+- An all-reduce of b bytes over N devices takes 2 (N - 1) / N x b / link, the bound of a ring (Patarasuk and Yuan 2009),
+  and 2 ceil(log2 N) x latency; gathers and scatters half of both. None of it overlaps with other work. Within a host
+  the link is the chip's, beyond it the network's. The collectives are read from the program of two shards, compiled
+  also where there is one device.
+- M neighbouring devices may share the parameters (`--mesh data=N,model=M`) and exchange activations; gradients are
+  reduced over the N shards.
+- weak: every device keeps its batch, so an update has N times the steps. strong: the batch is shared; compute shrinks
+  with it, launches do not. It is assumed that equally many steps teach equally much at larger batches, which fails
+  beyond some size (McCandlish et al. 2018).
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ from longhaul.diagnostics.hlo_collectives import Crossing
 from longhaul.diagnostics.hlo_costs import COLLECTIVES, CONTROL, Instruction
 
 LAUNCH = {"cpu": 0.0, "gpu": 4e-6, "tpu": 1e-6}
-"""Seconds that an instruction takes at least, by kind of chip. On a CPU launching is in what was measured."""
+"""Least seconds of an instruction, by kind of chip. The measured time of a CPU includes its launches."""
 
 
 class Collective(NamedTuple):
-    """An operation in which devices meet, as often as one update has it."""
+    """A collective of the program with its number of runs in an update."""
 
     operation: str  # "all-reduce"
     runs: float
@@ -41,20 +41,20 @@ class Collective(NamedTuple):
 
 
 class Measured(NamedTuple):
-    """A short run here: seconds of one update without its collectives, and what each device does in it."""
+    """Measurement of a short run: seconds of an update without collectives, and the work of each device in it."""
 
     compute_seconds: float
     steps: int  # agent steps of an update on one shard of the data
     work: tuple[tuple[float, float, float], ...]  # (runs, operations of one, bytes of one) of each instruction
     collectives: tuple[Collective, ...]
     memory: float  # bytes a device needs
-    state_bytes: float  # of a checkpoint, once a run
+    state_bytes: float  # needed by a device
     carry_bytes: float  # of a checkpoint, once a shard
     model: int = 1  # devices that share the parameters, and make a shard together
 
 
 class Assumptions(NamedTuple):
-    """What nobody measured."""
+    """Assumptions that are not measured."""
 
     network: float = 50e9  # bytes a second to other hosts, a device: 400 Gb/s
     latency: float = 5e-6  # seconds of a message
@@ -65,7 +65,7 @@ class Assumptions(NamedTuple):
 
 
 class Row(NamedTuple):
-    """The plan for so many devices."""
+    """Plan for one number of devices."""
 
     devices: int
     batch: int  # agent steps of an update, over all devices
@@ -84,7 +84,7 @@ class Row(NamedTuple):
 def work(
     updates: int, devices: int, runs: Mapping[str, int], program: Mapping[str, Instruction]
 ) -> tuple[tuple[float, float, float], ...]:
-    """From a profile: `runs` of each instruction in `updates` updates on `devices` devices, without collectives."""
+    """Work of a profile: `runs` of each instruction in `updates` updates on `devices` devices, without collectives."""
     found = []
     for name, count in runs.items():
         each = program.get(name)
@@ -94,7 +94,7 @@ def work(
 
 
 def collectives(crossings: Sequence[Crossing], model: int) -> tuple[Collective, ...]:
-    """What crosses devices in a program of several shards, each of `model` devices; like ones are counted together."""
+    """Collectives of a program of several shards of `model` devices each; equal ones are counted together."""
     runs: Counter[tuple[str, int, bool]] = Counter()
     for each in crossings:
         runs[each.operation, each.bytes, not each.over_shards(model)] += each.times()
@@ -102,7 +102,7 @@ def collectives(crossings: Sequence[Crossing], model: int) -> tuple[Collective, 
 
 
 def compute_seconds(what: Measured, chip: Chip, assumed: Assumptions, *, bf16: bool, share: float = 1.0) -> float:
-    """One update of one device on `chip` by the roofline, with `share` of its batch."""
+    """Seconds of one update of one device on `chip` by the roofline, with `share` of its batch."""
     kind = "tpu" if chip.name.startswith("tpu") else "gpu" if chip.price else "cpu"
     peak, bandwidth = (
         (chip.bf16 if bf16 else chip.fp32) * assumed.efficiency,
@@ -115,14 +115,14 @@ def compute_seconds(what: Measured, chip: Chip, assumed: Assumptions, *, bf16: b
 
 
 def communication_seconds(what: Measured, chip: Chip, assumed: Assumptions, devices: int) -> float:
-    """All collectives of one update over `devices`, a multiple of `what.model`."""
+    """Seconds of all collectives of an update over `devices`, a multiple of `what.model`."""
     total = 0.0
     for each in what.collectives:
         meet, reach = (what.model, what.model) if each.within else (devices // what.model, devices)
         if meet == 1:
             continue
         link = chip.link if reach <= chip.per_host else min(chip.link, assumed.network)
-        # Of a sum each device has its part summed and then gathered; of what is scattered alone it keeps one of `meet`.
+        # An all-reduce is a reduce-scatter and an all-gather; a reduce-scatter's result is one of `meet` parts.
         ways = 2.0 if each.operation == "all-reduce" else 1.0
         whole = each.bytes * (meet if each.operation == "reduce-scatter" else 1)
         total += each.runs * ways * ((meet - 1) / meet * whole / link + math.ceil(math.log2(meet)) * assumed.latency)
@@ -133,7 +133,7 @@ def row(
     what: Measured, chip: Chip, assumed: Assumptions, devices: int, steps: float, *, here: bool, bf16: bool,
     strong: bool,
 ) -> Row:  # fmt: skip
-    """The plan for `steps` agent steps; `here`: on the hardware that was measured."""
+    """Plan for `steps` agent steps; `here`: on the measured hardware."""
     shards = devices // what.model
     share = 1.0 / shards if strong else 1.0
     if here:
@@ -160,12 +160,12 @@ def plan(
     what: Measured, chip: Chip, assumed: Assumptions, devices: Sequence[int], steps: float, *, here: bool, bf16: bool,
     strong: bool,
 ) -> list[Row]:  # fmt: skip
-    """A row for each number of devices."""
+    """One row for each number of devices."""
     return [row(what, chip, assumed, n, steps, here=here, bf16=bf16, strong=strong) for n in devices]
 
 
 def said(chip: Chip, assumed: Assumptions, *, here: bool, bf16: bool, strong: bool) -> list[tuple[str, str]]:
-    """The assumptions in words."""
+    """Assumptions in words."""
     price = chip.price if assumed.price is None else assumed.price
     peak, bandwidth = chip.bf16 if bf16 else chip.fp32, chip.memory_bandwidth
     peaks = f"{peak / 1e12:,.0f} T operations/s and {bandwidth / 1e9:,.0f} GB/s"
@@ -184,5 +184,5 @@ def said(chip: Chip, assumed: Assumptions, *, here: bool, bf16: bool, strong: bo
 
 
 def plain(rows: Sequence[Row]) -> list[dict[str, Any]]:
-    """As JSON can hold it."""
+    """The rows as JSON can hold them."""
     return [each._asdict() for each in rows]

@@ -1,8 +1,8 @@
-"""What crosses devices, or leaves for the host, in a compiled program: read from its text (`compiled.as_text()`, HLO).
+"""Collectives and host transfers of a compiled program, read from its text (`compiled.as_text()`, HLO).
 
-An instruction stands in a computation; computations call others, and loops call their bodies. So what an operation
-costs an update is what it moves times the trips of all loops around it. XLA writes the number of trips beside a loop
-where it knows it; of the loop over updates, whose length is an argument, it does not.
+Instructions stand in computations; computations call others, and loops call their bodies. So an operation's cost in an
+update is its bytes times the trips of all loops around it. XLA writes a loop's number of trips where it is known; the
+loop over updates, whose length is an argument, has none.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ BITS = {
     "pred": 8, "s2": 2, "u2": 2, "s4": 4, "u4": 4, "s8": 8, "u8": 8, "s16": 16, "u16": 16, "f16": 16, "bf16": 16,
     "s32": 32, "u32": 32, "f32": 32, "s64": 64, "u64": 64, "f64": 64, "c64": 64, "c128": 128,
 }  # fmt: skip
-"""Bits of an element by its kind; of kinds like f8e4m3fn the number after the first letter says it."""
+"""Bits of an element by type; in types like f8e4m3fn the number after the first letter."""
 
 _HEAD = re.compile(r"^(ENTRY )?%?([\w.\-]+) \(.*\{\s*$")
 _LINE = re.compile(r"^\s+(?:ROOT )?%?([\w.\-]+) = (.*)$")
@@ -41,12 +41,10 @@ _MESH = re.compile(
 )
 _HOST_TARGET = re.compile(r"callback|HostExecute|MoveToHost", re.IGNORECASE)
 HOST_SPACE = "S(5)"
-"""How a layout says that an array lies in the host's memory."""
+"""Mark of a layout in the host's memory."""
 
 
 class Line(NamedTuple):
-    """One instruction."""
-
     name: str
     opcode: str
     result: str  # its type: "f32[4,64]{1,0}"
@@ -54,24 +52,22 @@ class Line(NamedTuple):
 
 
 class Crossing(NamedTuple):
-    """A collective operation."""
-
     operation: str  # one of COLLECTIVES
     bytes: int  # of its result on one device, each time
     loops: tuple[int | None, ...]  # trips of the loops around it, the outermost first; None where XLA knows none
     group: tuple[int, ...] = ()  # devices of the first group that meets, by their number in the mesh; () is all
 
     def times(self) -> int:
-        """How often it runs within one trip of the loops whose length is not known."""
+        """Runs within one trip of the loops of unknown length."""
         return math.prod(trips for trips in self.loops if trips is not None)
 
     def over_shards(self, model: int) -> bool:
-        """Whether devices of different shards meet in it, where `model` devices side by side make a shard."""
+        """True if devices of different shards take part, where `model` neighbouring devices make a shard."""
         return model == 1 or len({device // model for device in self.group or (0, model)}) > 1
 
 
 def crossings(text: str) -> list[Crossing]:
-    """All collectives that a program runs, in its order; one in both branches of a condition counts twice."""
+    """All collectives of a program in order; one in both branches of a condition counts twice."""
     found = []
     for line, loops in _visit(computations(text)):
         operation = line.opcode.removesuffix("-start")
@@ -81,8 +77,8 @@ def crossings(text: str) -> list[Crossing]:
 
 
 def _group(line: Line) -> tuple[int, ...]:
-    """The first of its groups. XLA writes "{{0,2},{1,3}}", a table whose rows they are, "[2,2]<=[2,2]T(1,0)", or a
-    table and along which of its axes they lie, "mesh['a'=2,'b'=2], device_ids=([2,2]T(1,0)) {'b'}": all are (0, 2)."""
+    """First replica group. XLA writes "{{0,2},{1,3}}", a table whose rows are groups, "[2,2]<=[2,2]T(1,0)", or a table
+    with the axes of the groups, "mesh['a'=2,'b'=2], device_ids=([2,2]T(1,0)) {'b'}": all of these give (0, 2)."""
     listed = _GROUPS.search(line.rest)
     if listed:
         return tuple(int(each) for each in listed.group(1).split(","))
@@ -104,13 +100,13 @@ def _elements_of(text: str | None) -> list[int]:
 
 
 def _devices(shape: list[int], sizes: list[int], order: list[int]) -> np.ndarray:
-    """All devices in their order, as a table of `sizes` whose axes are put into `order`, and that read as `shape`."""
+    """Device numbers as a table of `sizes` with axes in `order`, reshaped to `shape`."""
     devices = np.arange(math.prod(sizes)).reshape(sizes)
     return (devices.transpose(order) if order else devices).reshape(shape)
 
 
 def host_calls(text: str) -> list[str]:
-    """What a program sends to the host, or asks of it, while it runs; its arguments and results are no such thing."""
+    """Transfers between a program and the host while it runs, without its arguments and results."""
     found = []
     for line, _ in _visit(computations(text)):
         target = _TARGET.search(line.rest)
@@ -131,7 +127,7 @@ def size(result: str) -> int:
 
 
 def computations(text: str) -> dict[str, list[Line]]:
-    """The instructions of each computation; that of the program itself is named "" too."""
+    """Instructions of each computation; the entry computation is also named ""."""
     found: dict[str, list[Line]] = {}
     lines: list[Line] | None = None
     for row in text.splitlines():
@@ -149,7 +145,7 @@ def computations(text: str) -> dict[str, list[Line]]:
 
 
 def _split(text: str) -> tuple[str, str]:
-    """What follows "name = " -> (type, the rest)."""
+    """Text after "name = " -> (type, the rest)."""
     if not text.startswith("("):
         result, _, rest = text.partition(" ")
         return result, rest
@@ -168,7 +164,7 @@ def _visit(parts: dict[str, list[Line]], name: str = "", loops: tuple[int | None
     for line in parts.get(name, ()):
         yield line, loops
         if line.opcode.removesuffix("-start") in COLLECTIVES or line.opcode.endswith(("-done", "-update")):
-            continue  # what they name is how to add two numbers, or what their start has run already
+            continue  # they name a reduction, or a computation that their start has run
         if line.opcode == "while":
             trips = _TRIPS.search(line.rest)
             for _, inner in _LOOP.findall(line.rest):
@@ -181,7 +177,7 @@ def _visit(parts: dict[str, list[Line]], name: str = "", loops: tuple[int | None
 
 
 def _moved(line: Line, operation: str) -> int:
-    """Bytes of a collective's result. One that is started apart may hold its operand, too, in a pair."""
+    """Bytes of a collective's result. An asynchronous start may hold its operand too, in a pair."""
     if line.opcode == operation or operation == "all-reduce":
         return size(line.result)
     return max((size(f"{kind}[{dims}]") for kind, dims in _ARRAY.findall(_plain(line.result))), default=0)

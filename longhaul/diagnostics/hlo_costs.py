@@ -1,8 +1,8 @@
-"""What a compiled program does, read from its text (`compiled.as_text()`, XLA's HLO): one row an instruction.
+"""Operations and bytes of a compiled program's instructions, read from its text (`compiled.as_text()`, XLA's HLO).
 
-Operations are counted for matrix products and convolutions alone, which are what a roofline is about; bytes are those
-of what an instruction reads and writes, as if nothing stayed in a cache. Of a large operand of which a fusion takes a
-slice, the slice counts. Loop bodies count once: how often they ran, only a trace tells.
+Operations are counted for matrix products and convolutions only, the subject of a roofline. Bytes are those read and
+written, as if nothing stayed in a cache; of a large operand of which a fusion takes a slice, the slice counts. Loop
+bodies count once: only a trace has the number of trips.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ CONTROL = {
     "while", "call", "conditional", "tuple", "get-tuple-element", "parameter", "bitcast", "constant", "after-all",
     "async-start", "async-update", "async-done", "opt-barrier", "partition-id", "replica-id",
 }  # fmt: skip
-"""What moves no data by itself: it holds other instructions, or none."""
+"""Opcodes that move no data themselves."""
 
 COLLECTIVES = ("all-reduce", "all-gather", "all-to-all", "reduce-scatter", "collective-permute", "collective-broadcast")
 
@@ -39,14 +39,12 @@ _LABELS = re.compile(r"dim_labels=\w+_(\w+)->")
 
 
 class Instruction(NamedTuple):
-    """One instruction of a program."""
-
     name: str
     opcode: str
-    scope: str  # "jit(run)/.../learning/dot_general": where it comes from, "" where that is not known
+    scope: str  # origin, "jit(run)/.../learning/dot_general"; "" if unknown
     result: str  # its type, "f32[1024,64]{1,0}"
-    operations: float  # of its products and convolutions, a run of it
-    bytes: float  # read and written, a run of it
+    operations: float  # of its products and convolutions, each run
+    bytes: float  # read and written, each run
 
 
 class _Raw(NamedTuple):
@@ -106,7 +104,7 @@ def _computations(text: str) -> dict[str, list[_Raw]]:
 
 
 def _raw(name: str, text: str) -> _Raw | None:
-    """An instruction by the text after "name = ": a type, "opcode(operands)", attributes."""
+    """Instruction from the text after "name = ": a type, "opcode(operands)", attributes."""
     result, rest = _balanced(text) if text.startswith("(") else text.partition(" ")[::2]
     match = _OPCODE.match(rest.strip())
     if match is None:
@@ -117,7 +115,7 @@ def _raw(name: str, text: str) -> _Raw | None:
 
 
 def _balanced(text: str) -> tuple[str, str]:
-    """A text that begins with a parenthesis -> (up to the one that closes it, the rest)."""
+    """A text that starts with a parenthesis -> (up to the matching one, the rest)."""
     depth = 0
     for i, letter in enumerate(text):
         depth += (letter == "(") - (letter == ")")
@@ -127,7 +125,7 @@ def _balanced(text: str) -> tuple[str, str]:
 
 
 def _operations(raw: _Raw, types: Mapping[str, str]) -> float:
-    """A multiplication and an addition for each element of each sum of a product."""
+    """Operations: a multiplication and an addition for each element of each sum of a product."""
     shapes = [_sizes(dims) for _, dims in _ARRAY.findall(raw.result)]
     if not shapes or not raw.operands:
         return 0.0
@@ -167,13 +165,13 @@ def _moved(raw: _Raw, types: Mapping[str, str], called: Mapping[str, _Raw]) -> f
 
 
 def _taken(parameter: str, called: Mapping[str, _Raw]) -> float:
-    """Bytes of a fusion's parameter that are read, if by slices alone; else no bound."""
+    """Bytes read of a fusion's parameter, if only slices are; else infinity."""
     users = [each for each in called.values() if parameter in each.operands]
     slices: Sequence[str] = ("dynamic-slice", "gather", "slice")
     if users and all(each.opcode in slices and each.operands[0] == parameter for each in users):
         return sum(size(each.result) for each in users)
     if users and all(each.opcode == "dynamic-update-slice" and each.operands[0] == parameter for each in users):
-        return 0.0  # it is written in place
+        return 0.0  # written in place
     return math.inf
 
 
@@ -187,6 +185,6 @@ def _written(raw: _Raw, called: Mapping[str, _Raw]) -> float:
 
 
 def _inner_scope(called: Mapping[str, _Raw]) -> str:
-    """The scope of most of what a fusion without a scope holds."""
+    """Most frequent scope inside a fusion without a scope."""
     scopes = [scope for each in called.values() if (scope := _first(_SCOPE, each.rest))]
     return max(scopes, key=scopes.count) if scopes else ""

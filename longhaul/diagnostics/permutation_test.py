@@ -1,9 +1,9 @@
-"""Do two ways to train learn the same? Returns of several seeds each, compared by an exact permutation test.
+"""Exact permutation test of two training setups: returns of several seeds each.
 
-Runs on other numbers of devices draw other random numbers, so that only the distributions over seeds can be compared.
-Where both were the same, every way to deal the values to the two sides would be as likely (Fisher 1935): the share of
-those whose means differ at least as much is the chance of what was seen. It needs no normal distribution and no equal
-variances, and with few seeds it can never be very small.
+Runs on other numbers of devices draw other random numbers, so only distributions over seeds can be compared. If both
+were the same, every assignment of the values to the two sides would be equally likely (Fisher 1935); the chance is the
+share of assignments whose means differ at least as much. The test needs no normal distribution and no equal variances;
+with few seeds the chance can never be very small.
 """
 
 from __future__ import annotations
@@ -19,24 +19,24 @@ import numpy as np
 from longhaul.diagnostics.compiled_run import Subject
 
 LEAST_SEEDS = 5
-"""Of each side: the smallest chance that 5 against 5 can give is 0.008."""
+"""Seeds of each side: the smallest chance that 5 against 5 can give is 0.008."""
 
 UNLIKELY = 0.01
-"""A chance below which two sides differ."""
+"""Chance below which two sides count as different."""
 
 LITTLE = 0.1
-"""Share of what was learnt by which the sides may differ, however sure it is."""
+"""Share of the gain by which the sides may differ, however sure the difference is."""
 
 
 class Comparison(NamedTuple):
     difference: float  # of the means, second less first
     chance: float  # of a difference at least as large, if both were the same
-    gained: float  # how far the return came on average, from the first update on
+    gained: float  # mean gain of the return from the first update on
     spread: float  # standard error of the difference
 
 
 def curve(subject: Subject, seed: int, updates: int) -> np.ndarray:
-    """The mean return of the episodes that ended in each update, NaN where none did: float64 [updates]."""
+    """Mean return of the episodes that ended in each update, NaN if none did: float64 [updates]."""
     _, rows = subject.updates(subject.start(seed), updates)
     counts = rows.get("episodes/return", rows["episodes"])
     with np.errstate(invalid="ignore", divide="ignore"):
@@ -44,13 +44,13 @@ def curve(subject: Subject, seed: int, updates: int) -> np.ndarray:
 
 
 def level(curve_: np.ndarray) -> float:
-    """The mean return over the second half of a curve; NaN where no episode ended in it."""
+    """Mean return over the second half of a curve; NaN if no episode ended in it."""
     later = curve_[len(curve_) // 2 :]
     return float(np.nanmean(later)) if np.any(np.isfinite(later)) else math.nan
 
 
 def permutation_chance(first: Sequence[float], second: Sequence[float]) -> float:
-    """The share of all ways to deal the values to two such sides whose means differ at least as much."""
+    """Share of all assignments of the values to two such sides whose means differ at least as much."""
     both, n = np.array([*first, *second], np.float64), len(first)
     seen = abs(both[:n].mean() - both[n:].mean())
     total = both.sum()
@@ -60,7 +60,7 @@ def permutation_chance(first: Sequence[float], second: Sequence[float]) -> float
 
 
 def compare(first: Sequence[np.ndarray], second: Sequence[np.ndarray]) -> Comparison | None:
-    """Curves of two sides, at least two each; None where some curve has no episode in its second half."""
+    """Comparison of two sides' curves, at least two each; None if a curve has no episode in its second half."""
     one, other = ([level(each) for each in side] for side in (first, second))
     if not all(map(math.isfinite, (*one, *other))):
         return None

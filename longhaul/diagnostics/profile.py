@@ -1,9 +1,9 @@
-"""Where the time of a recipe's updates goes: some calls of its compiled program, traced and read back.
+"""Time profile of a recipe's updates: some calls of its compiled program, traced and read back.
 
-The program is the one that `longhaul train` runs. Instructions are told apart by the scopes that `rollout` and `fused`
-give them; collectives and copies count as such wherever they stand. A gap is when a device ran nothing: what comes
-between instructions (on a CPU, launching each of many small ones), and the host between two calls. Products and bytes
-are counted from the program's text (instructions.py) times how often each instruction ran.
+The program is the one that `longhaul train` runs. Instructions are classified by the scopes of `rollout` and `fused`;
+collectives and copies count as such anywhere. A gap is a time in which a device ran nothing: between instructions (on a
+CPU, the launches of many small ones) and between calls. Products and bytes are counted from the program's text
+(hlo_costs.py) times the runs of each instruction.
 """
 
 from __future__ import annotations
@@ -31,10 +31,10 @@ from longhaul.training.data import Feeding, feed
 from longhaul.types import ENVIRONMENT, INFERENCE, LEARNING, Progress, PyTree
 
 PARTS = (ENVIRONMENT, INFERENCE, LEARNING, "collectives", "copies", "other", "gaps")
-"""What a device's time is shared among."""
+"""Parts of a device's time."""
 
 TOP = 10
-"""Instructions that are listed."""
+"""Instructions in the list of the longest."""
 
 
 class Sample(NamedTuple):
@@ -48,7 +48,7 @@ class Sample(NamedTuple):
     compile_seconds: float
 
     def call(self, progress: Progress) -> tuple[Progress, float]:
-        """Runs one compiled call of `run.block` updates, awaited; -> (progress, seconds)."""
+        """Run one compiled call of `run.block` updates, awaited; -> (progress, seconds)."""
         count = jax.device_put(jnp.int32(self.run.block or 1), meshes.replicated(self.assembly.mesh))
         began = time.perf_counter()
         progress, metrics = self.executable(progress, self.context, count)
@@ -57,7 +57,7 @@ class Sample(NamedTuple):
 
 
 def sample(run: Run) -> Sample:
-    """`run` (resolved) made ready as `longhaul train` would make it."""
+    """Sample of `run` (resolved), prepared as `longhaul train` does."""
     assert run.block is not None
     prepare_devices(run.all_devices, run.threads)
     source = feed(run)
@@ -78,7 +78,7 @@ def sample(run: Run) -> Sample:
 
 
 def part(instruction: Instruction | None) -> str:
-    """Which of PARTS an instruction belongs to."""
+    """Part of `PARTS` that an instruction belongs to."""
     if instruction is None:
         return "other"
     if instruction.opcode.startswith(COLLECTIVES):
@@ -90,21 +90,21 @@ def part(instruction: Instruction | None) -> str:
 
 
 class Traced(NamedTuple):
-    """Some calls of a run's program, as they were measured and traced."""
+    """Some calls of a run's program, measured and traced."""
 
     sample: Sample
     program: dict[str, Instruction]
     events: list[trace.Event]
-    updates: int  # that the events are of
-    update_seconds: float  # of one update, without a trace
+    updates: int  # covered by the events
+    update_seconds: float  # seconds of one update, without a trace
 
 
 def measure(run: Run, folder: Path, calls: int) -> Traced:
-    """Traces `calls` compiled calls of a resolved run into `folder`, after as many without a trace."""
+    """Trace `calls` compiled calls of a resolved run into `folder`, after equally many without a trace."""
     ready = sample(run)
     text = ready.executable.as_text()
     assert text is not None and run.block is not None
-    progress, _ = ready.call(ready.progress)  # the first one allocates
+    progress, _ = ready.call(ready.progress)  # the first call allocates
     plain = []
     for _ in range(calls):
         progress, seconds = ready.call(progress)
@@ -118,7 +118,7 @@ def measure(run: Run, folder: Path, calls: int) -> Traced:
 
 
 def profile(run: Run, folder: Path, calls: int) -> dict[str, Any]:
-    """What `calls` compiled calls of a resolved run took, traced into `folder`; as JSON can hold it."""
+    """Profile of `calls` compiled calls of a resolved run, traced into `folder`; as JSON can hold it."""
     traced = measure(run, folder, calls)
     devices, updates = traced.sample.assembly.mesh.size, traced.updates
     steps, seconds = traced.sample.assembly.steps_per_update * updates, traced.update_seconds * updates
@@ -138,7 +138,7 @@ def profile(run: Run, folder: Path, calls: int) -> dict[str, Any]:
 
 
 def memory(executable: jax.stages.Compiled) -> dict[str, int]:
-    """Bytes that a compiled program takes on each device: what goes in, what is donated, what it needs meanwhile."""
+    """Bytes of a compiled program on each device: arguments, donated ones, temporaries."""
     found = device_memory.need(executable)
     if found is None:
         return {}
@@ -147,9 +147,9 @@ def memory(executable: jax.stages.Compiled) -> dict[str, int]:
 
 
 def reading(found: list[trace.Event], program: Mapping[str, Instruction]) -> dict[str, Any]:
-    """The trace of a program -> shares of its time by part, what it computed and moved, and its longest instructions.
+    """Shares of a traced program's time by part, its operations and bytes, and its longest instructions.
 
-    Raises ValueError where the trace holds none of its instructions.
+    Raises ValueError if the trace holds none of its instructions.
     """
     work = [event for event in found if _opcode(program.get(event.instruction)) not in CONTROL]
     if not work:
@@ -159,7 +159,7 @@ def reading(found: list[trace.Event], program: Mapping[str, Instruction]) -> dic
     whole = sum(span for _, span in by_device.values())
     gaps = whole - sum(busy for busy, _ in by_device.values())
     seconds = trace.shares(taken, lambda name: part(program.get(name)))
-    # Where instructions of a device overlap in time, they share it.
+    # Instructions that overlap on a device share the time.
     factor = (whole - gaps) / max(sum(seconds.values()), 1e-12)
     shared = {name: seconds.get(name, 0.0) * factor / whole for name in PARTS} | {"gaps": gaps / whole}
     known = {name: program[name] for name in taken if name in program}
@@ -184,14 +184,14 @@ def _opcode(instruction: Instruction | None) -> str:
 
 
 def _short(scope: str) -> str:
-    """The end of a scope, from the part that it belongs to on."""
+    """End of a scope, from its part on."""
     names = scope.split("/")
     starts = [i for i, name in enumerate(names) if name in (LEARNING, INFERENCE, ENVIRONMENT)]
     return "/".join(names[starts[-1] :] if starts else names[-2:])
 
 
 def roofline(operations: float, moved: float, seconds: float, chip: Chip, devices: int) -> dict[str, float | str]:
-    """What was computed and moved against what the devices could (Williams et al. 2009): the shares of both peaks.
+    """Shares of the devices' peak operations and bandwidth that were reached (Williams et al. 2009).
 
     `operations` and `moved` (bytes) are those of all devices, in `seconds` of calls without a trace.
     """

@@ -1,12 +1,11 @@
-"""A grid of runs, of each size of model on each number of scenarios, and the law through what they score.
+"""Grid of runs over sizes of model and numbers of scenarios, and the scaling law through their failure rates.
 
-Every cell is the folder of an ordinary run inside the grid's: it can be looked at, evaluated and drawn like any other.
-A grid that was stopped goes on with the run it was in; finished runs are not run again. After each cell `scaling.json`
-and `scaling.html` tell what is known.
+Every cell is the folder of an ordinary run inside the grid's. A stopped grid resumes the run it was in; finished runs
+are not repeated. After each cell `scaling.json` and `scaling.html` are written.
 
-The failure rate of a policy is the share of scenarios never trained in of which it does not score `metric`: with the
-metric `goal` where every fault ends an episode, those it does not finish without fault. Runs of the same cell (seeds)
-are pooled. So that a rate of 0 has a logarithm, half a failure in one more episode is added to each (Jeffreys' prior).
+The failure rate of a policy is the share of held-out scenarios without `metric`: with the metric `goal` where every
+fault ends an episode, those not finished without fault. Runs of the same cell (seeds) are pooled. Half a failure in one
+more episode is added to each, so that a rate of 0 has a logarithm (Jeffreys' prior).
 """
 
 from __future__ import annotations
@@ -33,11 +32,11 @@ from longhaul.training import loop
 from longhaul.training.run_dir import alone, load_run, write_json
 
 FORMAT = 1
-"""Of grid.json; another is refused."""
+"""Version of grid.json; others are refused."""
 
 
 METRICS = ("goal", "accuracy")
-"""What can be the opposite of failing."""
+"""Metrics whose absence is a failure."""
 
 
 class Cell(NamedTuple):
@@ -47,7 +46,6 @@ class Cell(NamedTuple):
 
     @property
     def name(self) -> str:
-        """The name of its folder."""
         return f"{self.size:g}M-{self.scenarios}-seed{self.seed}"
 
 
@@ -58,7 +56,7 @@ def cells(grid: Grid) -> list[Cell]:
 
 
 def run_of(grid: Grid, cell: Cell) -> Run:
-    """The resolved Run of a cell. Raises RunError."""
+    """Resolved Run of a cell. Raises RunError."""
     task = grid.base.environment
     assert isinstance(task, Driving)
     algorithm = dataclasses.replace(registry.on_policy(grid.base.algorithm), model_size=cell.size)
@@ -67,7 +65,7 @@ def run_of(grid: Grid, cell: Cell) -> Run:
 
 
 def check(grid: Grid) -> None:
-    """Raises RunError, one line, before anything is run."""
+    """Raise RunError, one line, if the grid cannot run."""
     task = grid.base.environment
     if not isinstance(task, Driving) or task.data:
         raise RunError("a grid over numbers of scenarios is of generated driving; leave --data out")
@@ -87,7 +85,7 @@ def save_grid(folder: Path, grid: Grid) -> None:
 
 
 def load_grid(folder: Path) -> Grid:
-    """The grid of a folder. Raises RunError where there is none, or one of another version."""
+    """Grid of a folder. Raises RunError if there is none, or one of another version."""
     try:
         stored = json.loads((folder / "grid.json").read_text())
         if stored["format"] != FORMAT:
@@ -99,7 +97,7 @@ def load_grid(folder: Path) -> Grid:
 
 
 def run_grid(folder: Path, grid: Grid) -> int:
-    """Runs what is not finished yet, and writes what is known after each cell; -> the exit code."""
+    """Run unfinished cells, and write the results after each; -> the exit code."""
     todo = cells(grid)
     with alone(folder):
         for i, cell in enumerate(todo):
@@ -112,13 +110,13 @@ def run_grid(folder: Path, grid: Grid) -> int:
                 code = loop.train(run, where, resumed=resumed).code
                 if code:
                     return code
-                jax.clear_caches()  # no later cell runs the programs of an earlier one
+                jax.clear_caches()  # no later cell runs an earlier one's programs
             write(folder, grid)
     return 0
 
 
 def write(folder: Path, grid: Grid) -> dict[str, Any]:
-    """Writes scaling.json and scaling.html; -> what the first holds."""
+    """Write scaling.json and scaling.html; -> the content of scaling.json."""
     found = summary(folder, grid)
     write_json(folder / "scaling.json", found)
     scaling_page.write(folder / "scaling.html", folder.name, found)
@@ -126,7 +124,7 @@ def write(folder: Path, grid: Grid) -> dict[str, Any]:
 
 
 def summary(folder: Path, grid: Grid) -> dict[str, Any]:
-    """Every finished cell, the points that they pool to, and the law through them (null, and why, where none is)."""
+    """Finished cells, their pooled points, and the law through them (null, with the reason, if there is none)."""
     rows = list(_rows(folder, grid))
     points = _pooled(rows)
     fitted, why = None, None

@@ -1,9 +1,9 @@
-"""A scaling law through measured losses: loss(N, D) = E + A N^-alpha + B D^-beta, by a robust fit with intervals.
+"""Scaling law through measured losses: loss(N, D) = E + A N^-alpha + B D^-beta, a robust fit with intervals.
 
 N is the size of the model, D that of its data (Hoffmann et al. 2022, arXiv 2203.15556, section 3.3). As there, the
-Huber loss of the residuals of log loss is minimised from a grid of starts; we differ in how (damped Gauss-Newton steps
-with Huber's weights, all starts at once) and in giving intervals: residuals of the fit are drawn anew onto it and
-fitted again, which leaves the grid of (N, D) as it is (with nine cells, drawing cells would often leave too few).
+Huber loss of the residuals of log loss is minimised from a grid of starts. We differ in the minimiser (damped
+Gauss-Newton steps with Huber's weights, all starts at once) and in giving intervals: residuals of the fit are resampled
+and fitted again, which keeps the grid of (N, D) (with nine cells, resampled cells would often be too few).
 """
 
 from __future__ import annotations
@@ -15,28 +15,28 @@ from typing import NamedTuple
 import numpy as np
 
 HUBER = 1e-3
-"""The residual of log loss from which on it counts linearly (the paper's delta)."""
+"""Residual of log loss from which it counts linearly (the paper's delta)."""
 
 STEPS = 150
 
 LEAST_CELLS, LEAST_KINDS = 6, 3
-"""Five numbers are fitted; and an exponent needs three different sizes to tell it from a floor."""
+"""Least cells, as five numbers are fitted; least different sizes, which separate an exponent from a floor."""
 
 FLOOR, STEEPEST = 1e-6, 3.0
-"""Bounds of E relative to the least loss, and of the exponents."""
+"""Lower bound of E relative to the least loss; upper bound of the exponents."""
 
 
 class Law(NamedTuple):
-    """Loss in the unit of the data; N and D in the units that were fitted."""
+    """Loss in the unit of the data; N and D in the fitted units."""
 
-    e: float  # what neither model nor data reduce
+    e: float  # irreducible loss
     a: float
     alpha: float
     b: float
     beta: float
 
     def at(self, n: np.ndarray | float, d: np.ndarray | float) -> np.ndarray:
-        """The loss of models of size n on data of size d."""
+        """Loss of models of size n on data of size d."""
         n, d = np.asarray(n, float), np.asarray(d, float)
         return self.e + self.a * n**-self.alpha + self.b * d**-self.beta
 
@@ -44,15 +44,15 @@ class Law(NamedTuple):
 class Fit(NamedTuple):
     law: Law
     error: float  # root mean square of the residuals of log loss
-    intervals: dict[str, tuple[float, float]]  # of each number of the law, where 90 % of the draws lie
+    intervals: dict[str, tuple[float, float]]  # of each number of the law, 90 % of the draws
 
 
 class TooFew(ValueError):
-    """Not enough cells, or too few different sizes, for a law."""
+    """Too few cells, or too few different sizes, for a law."""
 
 
 def fit(n: np.ndarray, d: np.ndarray, loss: np.ndarray, *, draws: int = 200, seed: int = 0) -> Fit:
-    """The law through `loss` [cells] > 0, measured at `n` and `d` [cells] > 0. Raises TooFew, or ValueError."""
+    """Law through `loss` [cells] > 0, measured at `n` and `d` [cells] > 0. Raises TooFew, or ValueError."""
     n, d, loss = (np.asarray(x, float) for x in (n, d, loss))
     if not (n.shape == d.shape == loss.shape and n.ndim == 1):
         raise ValueError(f"n, d and loss have shapes {n.shape}, {d.shape} and {loss.shape}; give three equal vectors")
@@ -64,7 +64,7 @@ def fit(n: np.ndarray, d: np.ndarray, loss: np.ndarray, *, draws: int = 200, see
             f"{len(loss)} cells with {len(np.unique(n))} sizes of model and {len(np.unique(d))} of data; a law needs "
             f"{LEAST_CELLS} cells and {LEAST_KINDS} of each"
         )
-    # In logarithms about their middle: the numbers are then of one size, and their normal equations well conditioned.
+    # Centred logarithms: numbers of one size, and well-conditioned normal equations.
     middle = np.log(n).mean(), np.log(d).mean()
     x, y = np.log(n) - middle[0], np.log(d) - middle[1]
     target = np.log(loss)
@@ -72,7 +72,7 @@ def fit(n: np.ndarray, d: np.ndarray, loss: np.ndarray, *, draws: int = 200, see
     best = found[np.argmin(cost)]
     residual = target - _log_loss(best[None], x, y)[0][0]
     rng = np.random.default_rng(seed)
-    spread = residual * np.sqrt(len(loss) / max(len(loss) - 5, 1))  # a fit leaves less than there was
+    spread = residual * np.sqrt(len(loss) / max(len(loss) - 5, 1))  # a fit lowers its residuals
     drawn = (target - residual)[None] + rng.choice(spread, (draws, len(loss)))
     around = best[None] + rng.normal(scale=0.1, size=(draws, 5))
     again = np.array([_law(p, middle) for p in _minimise(x, y, drawn, around)[0]])
@@ -83,7 +83,7 @@ def fit(n: np.ndarray, d: np.ndarray, loss: np.ndarray, *, draws: int = 200, see
 
 
 def _law(p: np.ndarray, middle: tuple[float, float]) -> Law:
-    """(log E, log A, alpha, log B, beta) about the middle, as a law."""
+    """Law of (log E, log A, alpha, log B, beta) about the middle."""
     e, a, alpha, b, beta = (float(v) for v in p)
     return Law(math.exp(e), math.exp(a + alpha * middle[0]), alpha, math.exp(b + beta * middle[1]), beta)
 
@@ -113,16 +113,16 @@ def _log_loss(p: np.ndarray, x: np.ndarray, y: np.ndarray) -> tuple[np.ndarray, 
 
 
 def _cost(residual: np.ndarray) -> np.ndarray:
-    """The Huber loss, summed over cells."""
+    """Huber loss, summed over cells."""
     size = np.abs(residual)
     return np.where(size <= HUBER, 0.5 * size**2, HUBER * (size - 0.5 * HUBER)).sum(-1)
 
 
 def _minimise(x: np.ndarray, y: np.ndarray, target: np.ndarray, p: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """From starts `p` [S, 5] to minima for `target` ([S, cells], or one for all), and their cost [S].
+    """Minima for `target` ([S, cells], or one for all) from starts `p` [S, 5], and their cost [S].
 
-    A step solves for residuals weighted as Huber's loss has them; one that makes things worse is not taken, and the
-    next is damped more (Levenberg-Marquardt).
+    A step solves for residuals weighted by Huber's loss. A step that increases the cost is rejected, and the next is
+    damped more (Levenberg-Marquardt).
     """
     damping = np.full(len(p), 1e-2)
     low = np.array([target.min() + np.log(FLOOR), -np.inf, 0.0, -np.inf, 0.0])

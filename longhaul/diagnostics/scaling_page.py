@@ -1,4 +1,4 @@
-"""The page of a scaling grid: failure over size and over data on logarithmic axes, the law, and every run."""
+"""Page of a scaling grid: failure over size and over data on logarithmic axes, the law, and every run."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ NUMBERS = {
 
 
 def write(path: Path, name: str, summary: Mapping[str, Any]) -> None:
-    """Writes `path`, self-contained, from what scaling.json holds, at once or not at all."""
+    """Write `path`, self-contained, from the content of scaling.json, atomically."""
     points = summary["points"]
     law = None if summary["law"] is None else Law(*(summary["law"][field] for field in Law._fields))
     lines = (
@@ -49,10 +49,10 @@ def write(path: Path, name: str, summary: Mapping[str, Any]) -> None:
 
 
 def figure(title: str, points: Sequence[Mapping[str, Any]], along: str, by: str, label: str, law: Law | None) -> str:
-    """A `<figure>` of failure over `along`, a line for each value of `by`; empty where there are no points.
+    """A `<figure>` of failure over `along`, a line for each value of `by`; empty if there are no points.
 
-    Discs are measured, whiskers reach from the least to the greatest of the seeds, lines are the law (without one:
-    they join the points).
+    Discs are measured, whiskers reach from the least to the greatest of the seeds, lines are the law (without one they
+    join the points).
     """
     if not points:
         return ""
@@ -73,7 +73,7 @@ def figure(title: str, points: Sequence[Mapping[str, Any]], along: str, by: str,
 
 
 def _line(own: Sequence[Mapping[str, Any]], along: str, by: str, law: Law | None, axes: Axes, colour: int) -> str:
-    """The points of one line, and the law through them."""
+    """Points of one line, and the law through them."""
     if law is None:
         x, y = (np.array([point[name] for point in own], float) for name in (along, "failure"))
     else:
@@ -94,7 +94,7 @@ def _line(own: Sequence[Mapping[str, Any]], along: str, by: str, law: Law | None
 
 
 def decades(low: float, high: float) -> list[float]:
-    """Round values between 10^low and 10^high: 1, 2 and 5 times powers of ten, or powers alone over four decades."""
+    """Round values between 10^low and 10^high: 1, 2 and 5 times powers of ten; powers alone over four decades."""
     factors = (1, 2, 5) if high - low < 4 else (1,)
     powers = range(math.floor(low), math.ceil(high) + 1)
     values = [factor * 10.0**power for power in powers for factor in factors]
@@ -119,7 +119,7 @@ def _grid(axes: Axes, label: str) -> str:
 
 
 def _law(summary: Mapping[str, Any]) -> str:
-    """The fitted numbers with their intervals, or why there are none."""
+    """Fitted numbers with their intervals, or the reason why there are none."""
     law = summary["law"]
     if law is None:
         note = f'<p class="muted note">No law yet: {html.escape(str(summary["why"]))}.</p>'

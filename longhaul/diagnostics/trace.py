@@ -1,8 +1,8 @@
-"""A trace of a program's run, read back: what each instruction took, on each device.
+"""Trace of a program's run: time of each instruction on each device.
 
-JAX writes it (`jax.profiler.trace`) as an `xplane.pb`, which its own reader understands. An event of an instruction
-carries the statistic "hlo_op". Loops and calls hold others, and are left out. Of a CUDA graph that XLA made of several
-instructions the statistic names the graph, and the event its kernel, called as its instruction is.
+JAX writes it (`jax.profiler.trace`) as an `xplane.pb`, and reads it. An event of an instruction carries the statistic
+"hlo_op". Loops and calls contain others and are left out. For a CUDA graph of several instructions the statistic names
+the graph, and the event its kernel, named like its instruction.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import NamedTuple
 import jax
 
 GRAPH = "command_buffer"
-"""Begins what XLA calls a CUDA graph of instructions."""
+"""Prefix of XLA's name of a CUDA graph."""
 
 
 class Event(NamedTuple):
@@ -23,21 +23,21 @@ class Event(NamedTuple):
 
     instruction: str
     device: int
-    start: float  # seconds by the trace's clock
+    start: float  # seconds on the trace's clock
     end: float
 
 
 class Spent(NamedTuple):
-    """Of all runs of an instruction, over all devices."""
+    """Total over all runs of an instruction and all devices."""
 
     seconds: float
     runs: int
 
 
 def events(folder: Path, module: str) -> list[Event]:
-    """The runs of instructions of programs named `module` ("jit_run") in the newest trace of `folder`.
+    """Runs of instructions of programs named `module` ("jit_run") in the newest trace of `folder`.
 
-    Raises FileNotFoundError where there is no trace.
+    Raises FileNotFoundError if there is no trace.
     """
     files = sorted(Path(folder).glob("plugins/profile/*/*.xplane.pb"))
     if not files:
@@ -58,10 +58,10 @@ def events(folder: Path, module: str) -> list[Event]:
 
 
 def attributed(found: Iterable[Event], instructions: Iterable[str]) -> list[Event]:
-    """`found` with kernels of graphs under the names of their instructions, where these have them.
+    """Events with kernels of graphs under the names of their instructions, where known.
 
-    A kernel's name has underscores for what C++ does not allow. Instructions that compute the same share one kernel:
-    one of them is charged with all of its runs.
+    A kernel's name has underscores for characters that C++ does not allow. Equal instructions share one kernel: one of
+    them is charged with all of its runs.
     """
     known = set(instructions)
     of_kernel = {re.sub(r"\W", "_", name): name for name in known}
@@ -74,7 +74,6 @@ def attributed(found: Iterable[Event], instructions: Iterable[str]) -> list[Even
 
 
 def spent(found: Iterable[Event]) -> dict[str, Spent]:
-    """Instruction -> what it took."""
     total: dict[str, Spent] = {}
     for event in found:
         before = total.get(event.instruction, Spent(0.0, 0))
@@ -83,7 +82,7 @@ def spent(found: Iterable[Event]) -> dict[str, Spent]:
 
 
 def busy(found: Iterable[Event]) -> dict[int, tuple[float, float]]:
-    """Device -> (seconds in which it ran something, seconds from its first instruction to its last one's end)."""
+    """Device -> (busy seconds, seconds from its first instruction to the end of its last)."""
     by_device: dict[int, list[tuple[float, float]]] = {}
     for event in found:
         by_device.setdefault(event.device, []).append((event.start, event.end))

@@ -1,5 +1,6 @@
-"""What a program says of two shards where there is one device: it is compiled on forced CPU devices in a process of its
-own. Its collectives are the compiler's choice, and follow from what the program asks for, not from the chip.
+"""Collectives of a two-shard program where there is one device: compiled on forced CPU devices in another process.
+
+The collectives are the compiler's choice and follow from the program, not from the chip.
 """
 
 from __future__ import annotations
@@ -25,8 +26,10 @@ WORKER = f"from {{module}} import {{name}}; from {HERE} import serve; serve({{na
 
 
 def ask(run: Run, module: str, name: str) -> Any:
-    """What the function `name` of `module` finds of `run`, not resolved, on CPU devices as many as
-    it wants. Raises RunError with the last line of a process that failed."""
+    """Result of function `name` of `module` for `run`, not resolved, in a process with as many CPU devices as it wants.
+
+    Raises RunError with the last line of a failed process.
+    """
     devices = (run.devices or 1) * run.model
     environment = os.environ | {"JAX_PLATFORMS": "cpu", "NPROC": str(devices)}
     command = [sys.executable, "-c", WORKER.format(module=module, name=name)]
@@ -39,19 +42,19 @@ def ask(run: Run, module: str, name: str) -> Any:
 
 
 def serve(work: Callable[[Run], Any]) -> None:
-    """What that process does: reads a Run, prints what `work` finds of it, as JSON."""
+    """Body of that process: read a Run, print the result of `work` as JSON."""
     run = resolve(from_dict(Run, json.loads(sys.stdin.read())))
     prepare_devices(run.all_devices, run.all_devices)
     print(json.dumps(work(run)))
 
 
 def two_shards(run: Run) -> list[Crossing]:
-    """What crosses devices in `run` (resolved, of one shard) if there were two, each with the batch of the one."""
+    """Collectives of `run` (resolved, one shard) on two shards, each with the batch of the one."""
     twice = 2 * run.total_steps  # as many updates, each of twice the steps
     two = dataclasses.replace(run, devices=2, num_envs=2 * run.num_envs, total_steps=twice, threads=None)
     return [Crossing(each[0], each[1], tuple(each[2]), tuple(each[3])) for each in ask(two, HERE, "crossings")]
 
 
 def crossings(run: Run) -> list[Crossing]:
-    """What crosses devices in the program of a resolved run."""
+    """Collectives in the program of a resolved run."""
     return hlo_collectives.crossings(profile.sample(run).executable.as_text() or "")

@@ -1,4 +1,4 @@
-"""What a check found: a verdict, what was measured, the bound, and what to do; as a row, as JSON, as an exit code."""
+"""Result of a check: verdict, measured value, bound and remedy."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 PASS, WARN, FAIL, SKIP = "pass", "warn", "fail", "skip"
 VERDICTS = (PASS, WARN, FAIL, SKIP)
-"""`SKIP`: it was not measured, and `remedy` says what that takes."""
+"""Verdicts of a check. `SKIP` means not measured; `remedy` says what is needed."""
 
 HEADER = ("check", "verdict", "value", "bound", "remedy")
 
@@ -17,23 +17,23 @@ class Check(NamedTuple):
 
     name: str
     verdict: str  # one of VERDICTS
-    value: str  # what was measured, in words with its unit
+    value: str  # measured value in words with its unit
     bound: str = ""
-    remedy: str = ""  # one sentence, where the verdict is not `pass`
-    figures: Mapping[str, Any] = {}  # the same for machines
+    remedy: str = ""  # one sentence, unless the verdict is `pass`
+    figures: Mapping[str, Any] = {}  # the value for programs
 
     def plain(self) -> dict[str, Any]:
-        """As JSON can hold it."""
+        """The check as JSON can hold it."""
         return {**dict(zip(HEADER, self[:5])), "figures": dict(self.figures)}
 
 
 def failed(checks: Iterable[Check]) -> list[str]:
-    """The names of the checks that fail."""
+    """Names of failed checks."""
     return [check.name for check in checks if check.verdict == FAIL]
 
 
 def within(name: str, value: str, bound: str, remedy: str, *, good: bool, **figures: Any) -> Check:
-    """`pass` without a remedy, or `fail` with it."""
+    """Check that passes without a remedy, or fails with it."""
     return Check(name, PASS if good else FAIL, value, bound, "" if good else remedy, figures)
 
 
