@@ -1,18 +1,41 @@
-"""Devices, cores and threads of this machine, and the choice of how many JAX shows."""
+"""Cores, memory and devices of this machine, and the choice of how many devices JAX shows.
+
+JAX is imported inside functions: launchers ask for cores and memory without it.
+"""
 
 from __future__ import annotations
 
 import os
 from pathlib import Path
 
-import jax
+import psutil
 
-from longhaul.runtime import compile_cache, process_group
+from longhaul.runtime import process_group
 from longhaul.runtime.errors import RunError
+
+CGROUP = Path("/sys/fs/cgroup")
+"""Limits of a container (cgroup version 2)."""
 
 
 def cores() -> int:
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    """Number of cores that this process may use: its affinity, and its container's share of the machine."""
+    own = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    quota, _, period = _limit("cpu.max").partition(" ")
+    return max(1, min(own, -(-int(quota) // int(period)))) if quota.isdigit() and period.isdigit() else own
+
+
+def machine_memory() -> int:
+    """Bytes of memory of this machine, or of its container."""
+    total, limit = int(psutil.virtual_memory().total), _limit("memory.max")
+    return min(total, int(limit)) if limit.isdigit() else total
+
+
+def _limit(name: str) -> str:
+    """Text of a limit of the container; "" where there is none."""
+    try:
+        return (CGROUP / name).read_text().strip()
+    except OSError:
+        return ""
 
 
 def on_cpu() -> bool:
@@ -41,6 +64,10 @@ def prepare_devices(devices: int, threads: int | None = None, inline: bool = Fal
     programs run in the thread that calls them: where small ones follow on each other, handing each to a thread of JAX's
     and waiting for it costs as much as what it computes.
     """
+    import jax
+
+    from longhaul.runtime import compile_cache
+
     if inline:
         jax.config.update("jax_cpu_enable_async_dispatch", False)
     processes, all_devices = process_group.count(), devices
