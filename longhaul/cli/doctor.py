@@ -20,8 +20,8 @@ from longhaul.config.resolve import agents, resolve
 from longhaul.config.run import Run
 from longhaul.config.serialize import to_dict
 from longhaul.diagnostics import checks, permutation_test, two_shard_probe
+from longhaul.diagnostics.checks import FAIL, HEADER, PASS, VERDICTS, WARN, Check, failed, skipped
 from longhaul.diagnostics.compiled_run import smaller, subject
-from longhaul.diagnostics.verdict import FAIL, HEADER, PASS, VERDICTS, WARN, Check, failed, skipped
 from longhaul.runtime import mesh as meshes
 from longhaul.runtime.devices import prepare_devices
 from longhaul.runtime.errors import RunError

@@ -9,10 +9,10 @@ import queue
 import tempfile
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import closing
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -25,7 +25,6 @@ from longhaul.config.resolve import agents, resolve
 from longhaul.config.run import Run
 from longhaul.diagnostics import hlo_collectives, permutation_test
 from longhaul.diagnostics.compiled_run import Subject, fresh_cache, seconds_of, smaller, subject
-from longhaul.diagnostics.verdict import FAIL, PASS, WARN, Check, skipped, within
 from longhaul.runtime import device_memory
 from longhaul.runtime import mesh as meshes
 from longhaul.runtime.batch_shards import VIRTUAL
@@ -36,6 +35,12 @@ from longhaul.telemetry.aggregate import Sums
 from longhaul.topologies import fused
 from longhaul.training.assemble import learning_rate
 from longhaul.training.data import Feeding
+
+PASS, WARN, FAIL, SKIP = "pass", "warn", "fail", "skip"
+VERDICTS = (PASS, WARN, FAIL, SKIP)
+"""Verdicts of a check. `SKIP` means not measured; `remedy` says what is needed."""
+
+HEADER = ("check", "verdict", "value", "bound", "remedy")
 
 STILL = 1e-6
 """Bound of approx_kl in nats at a learning rate of 0: rounding alone."""
@@ -64,6 +69,35 @@ PATIENCE = 20.0
 
 GROWN = 4.0
 """Multiple of the recipe's batch from which an unchanged learning rate warns."""
+
+
+class Check(NamedTuple):
+    """One row of `longhaul doctor`."""
+
+    name: str
+    verdict: str  # one of VERDICTS
+    value: str  # measured value in words with its unit
+    bound: str = ""
+    remedy: str = ""  # one sentence, unless the verdict is `pass`
+    figures: Mapping[str, Any] = {}  # the value for programs
+
+    def plain(self) -> dict[str, Any]:
+        """The check as JSON can hold it."""
+        return {**dict(zip(HEADER, self[:5])), "figures": dict(self.figures)}
+
+
+def failed(checks: Iterable[Check]) -> list[str]:
+    """Names of failed checks."""
+    return [check.name for check in checks if check.verdict == FAIL]
+
+
+def within(name: str, value: str, bound: str, remedy: str, *, good: bool, **figures: Any) -> Check:
+    """Check that passes without a remedy, or fails with it."""
+    return Check(name, PASS if good else FAIL, value, bound, "" if good else remedy, figures)
+
+
+def skipped(name: str, why: str, remedy: str, **figures: Any) -> Check:
+    return Check(name, SKIP, why, "", remedy, figures)
 
 
 def sizes(run: Run) -> tuple[Check, Run | None]:

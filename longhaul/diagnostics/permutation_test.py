@@ -64,8 +64,8 @@ def compare(first: Sequence[np.ndarray], second: Sequence[np.ndarray]) -> Compar
     one, other = ([level(each) for each in side] for side in (first, second))
     if not all(map(math.isfinite, (*one, *other))):
         return None
-    begun = [float(each[np.isfinite(each)][0]) for each in (*first, *second)]
-    gained = statistics.fmean((*one, *other)) - statistics.fmean(begun)
+    starts = [float(each[np.isfinite(each)][0]) for each in (*first, *second)]
+    gained = statistics.fmean((*one, *other)) - statistics.fmean(starts)
     spread = math.sqrt(statistics.variance(one) / len(one) + statistics.variance(other) / len(other))
     difference = statistics.fmean(other) - statistics.fmean(one)
     return Comparison(difference, permutation_chance(one, other), gained, spread)

@@ -135,7 +135,7 @@ def _law(summary: Mapping[str, Any]) -> str:
         "<section><h2>Law</h2><p>failure = E + A · parameters<sup>−α</sup> + B · scenarios<sup>−β</sup></p>"
         f"{_table(('', 'value', '90 % interval', ''), rows)}"
         f'<p class="muted note">Root mean square of the residuals of log failure: {law["error"]:.3g}. Intervals: '
-        "residuals drawn anew onto the fit, fitted again.</p></section>"
+        "residuals resampled onto the fit and fitted again.</p></section>"
     )
 
 

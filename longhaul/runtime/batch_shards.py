@@ -1,8 +1,8 @@
-"""The parts that a batch is computed in, and how they meet: one a device, or a fixed number that devices share.
+"""Shards of a batch and their reductions: one a device, or a fixed number that devices share.
 
-A mean over devices is a sum in an order that their number decides, and so are its last bits, from which rollouts soon
-part. Where runs must be the same on 1, 2, 4 and 8 devices, the batch has `VIRTUAL` parts on any of them: each device
-computes its share of them one after the other, and their sums are taken in one fixed order (see `virtual`).
+A mean over devices is a sum whose order, and so whose last bits, depend on their number, and rollouts soon diverge from
+them. Where runs must be equal on 1, 2, 4 and 8 devices, the batch has `VIRTUAL` shards on any of them: each device
+computes its share one after the other, and sums are taken in one fixed order (see `virtual`).
 """
 
 from __future__ import annotations
@@ -20,16 +20,16 @@ from longhaul.runtime.mesh import DATA, MODEL
 from longhaul.types import Local, PyTree, is_local
 
 VIRTUAL = 8
-"""Virtual shards of a deterministic run, a power of two: the most devices that it can have."""
+"""Number of virtual shards of a deterministic run, a power of two: the most devices that it can use."""
 
 AXIS = "virtual"
-"""The axis of a device's own virtual shards."""
+"""Axis of a device's own virtual shards."""
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 
 
 def refusal(devices: int, worlds: int) -> str | None:
-    """Why so many devices and worlds can't make virtual shards, in a line; None where they can."""
+    """Error line if the devices and worlds cannot form virtual shards, else None."""
     if VIRTUAL % devices:
         fit = ", ".join(str(n) for n in range(1, VIRTUAL + 1) if VIRTUAL % n == 0)
         return (
@@ -45,38 +45,37 @@ def refusal(devices: int, worlds: int) -> str | None:
 
 
 class Shards(NamedTuple):
-    """What code written for one shard is given to run on all. Within `each`: `mean`, `most`, `apart`."""
+    """Functions through which code for one shard runs on all. Within `each`: `mean`, `most`, `apart`."""
 
     number: int  # over all devices
     mean: Callable[[PyTree], PyTree]
-    most: Callable[[PyTree], PyTree]  # the greatest
+    most: Callable[[PyTree], PyTree]  # maximum
     apart: Callable[[Callable[..., Any]], Callable[..., Any]]
-    """A pure function of its arguments, which no collective is in -> the same, as far as it must not be computed
-    together with what is around it. It may close over numbers, not over arrays."""
+    """Function of its arguments without collectives -> the same, compiled apart from its surroundings where needed. It
+    may close over numbers, not over arrays."""
     each: Callable[[Callable[..., Any]], Callable[..., Any]]
-    """f(number of the shard, its carry) -> (carry, what is the same on all shards), for one shard -> the same, of
-    carries [columns of the device, ...]."""
+    """f(number of the shard, its carry) -> (carry, value equal on all shards), for one shard -> the same for carries
+    [columns of the device, ...]."""
 
 
 def part(state: PyTree) -> tuple[PyTree, list[PyTree]]:
-    """(what all shards have of an algorithm's state, with `()` for what each has for itself; that)."""
+    """(an algorithm's state with `()` in place of each shard's own parts; those parts)."""
     own = [x.value for x in jax.tree.leaves(state, is_leaf=is_local) if is_local(x)]
     return jax.tree.map(lambda x: Local(()) if is_local(x) else x, state, is_leaf=is_local), own
 
 
 def whole(common: PyTree, own: list[PyTree]) -> PyTree:
-    """The inverse of `part`."""
     rest = iter(own)
     return jax.tree.map(lambda x: Local(next(rest)) if is_local(x) else x, common, is_leaf=is_local)
 
 
 def together(function: Function) -> Function:
-    """What `apart` is where one program is all there will be."""
+    """`apart` where one program is all there will be."""
     return function
 
 
 def by_device(mesh: Mesh) -> Shards:
-    """A shard a device."""
+    """One shard a device."""
 
     def each(function: Callable[..., Any]) -> Callable[..., Any]:
         return lambda carry: function(meshes.shard_index(), carry)
@@ -86,7 +85,7 @@ def by_device(mesh: Mesh) -> Shards:
 
 
 def alone() -> Shards:
-    """One shard that meets no other: a run beside others, on a device that all of it lies on."""
+    """One shard without others: a member of a population, whole on a device."""
 
     def each(function: Callable[..., Any]) -> Callable[..., Any]:
         return lambda carry: function(jnp.int32(0), carry)
@@ -95,11 +94,11 @@ def alone() -> Shards:
 
 
 def virtual(mesh: Mesh) -> Shards:
-    """`VIRTUAL` shards, whatever the devices: the same numbers on any of them, bit for bit.
+    """`VIRTUAL` shards on any number of devices: the same numbers bit for bit.
 
-    Two things make them so. Sums over shards are taken in one order, as a tree of pairs. And whatever is computed of a
-    shard alone is a program of its own, `apart`: how XLA adds and rounds depends on a batch's shape and on what it
-    fuses, so neither may depend on how many shards a device has.
+    Two rules make them equal. Sums over shards are taken in one order, as a tree of pairs. And the computation of one
+    shard is a program of its own, `apart`: XLA's additions and rounding depend on a batch's shape and on fusion, so
+    neither may depend on the number of shards on a device.
     """
     devices = mesh.shape[DATA]
     if VIRTUAL % devices:
@@ -122,13 +121,12 @@ def virtual(mesh: Mesh) -> Shards:
 
 
 def mean_in_order(tree: PyTree, devices: int) -> PyTree:
-    """The mean over all virtual shards, each of the `devices` having as many, in one order.
+    """Mean over all virtual shards, equally many on each of the `devices`, in one order.
 
-    Each device adds up a slice of all shards' numbers: that moves twice what a mean by all-reduce does at least, not
-    `VIRTUAL` times.
+    Each device sums a slice of all shards' numbers: that moves twice the bytes of an all-reduce, not `VIRTUAL` times.
     """
     vector, whole = ravel_pytree(tree)
-    rows = jax.lax.all_gather(vector, AXIS)  # [own shards, numbers], of this device
+    rows = jax.lax.all_gather(vector, AXIS)  # [own shards, numbers] of this device
     if devices == 1:
         return _alone(lambda rows: whole(_sum(rows) / VIRTUAL))(rows)
     size = -(-vector.size // devices)
@@ -139,14 +137,14 @@ def mean_in_order(tree: PyTree, devices: int) -> PyTree:
 
 
 def _sum(rows: jax.Array) -> jax.Array:
-    """Over the leading axis, a power of two long, by pairs: XLA keeps to an order of additions that is written out."""
+    """Sum over the leading axis, a power of two long, by pairs: XLA keeps a written-out order of additions."""
     while len(rows) > 1:
         rows = rows[0::2] + rows[1::2]
     return rows[0]
 
 
 def apart(function: Callable[..., Any]) -> Callable[..., Any]:
-    """`function`, compiled as if there were nothing else; of several shards, one after the other."""
+    """`function` compiled as if alone; several shards run one after the other."""
     function = _alone(jax.jit(function, inline=True))  # traced once for all uses
     alone = jax.custom_batching.custom_vmap(function)
 
@@ -170,7 +168,7 @@ def _alone(function: Callable[..., Any]) -> Callable[..., Any]:
     """`function` as a branch that XLA does not know to be always taken: it neither fuses across nor moves code out."""
 
     def run(*args: PyTree) -> PyTree:
-        taken = jax.lax.optimization_barrier(jnp.bool_(True))  # which XLA takes for a variable until it has fused
+        taken = jax.lax.optimization_barrier(jnp.bool_(True))  # a variable to XLA until after fusion
         shapes = jax.eval_shape(function, *args)
         return jax.lax.cond(taken, function, lambda *_: jax.tree.map(_blank, shapes), *args)
 

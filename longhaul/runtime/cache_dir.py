@@ -1,8 +1,8 @@
-"""Folders of caches: compiled programs and generated scenarios, which cost time to make and can be made again.
+"""Cache folders of compiled programs and generated scenarios, which can be rebuilt.
 
     LONGHAUL_CACHE     off, or a folder; else $XDG_CACHE_HOME/longhaul, which is ~/.cache/longhaul
 
-A fault of such a folder stops no run: what it does not hold is computed again.
+A fault of such a folder stops no run: missing entries are computed again.
 """
 
 from __future__ import annotations
@@ -12,16 +12,16 @@ import sys
 from pathlib import Path
 
 MOST_BYTES = 2 << 30
-"""Of one folder, unless it has a bound of its own."""
+"""Default bound of one folder in bytes."""
 
 
 def named() -> str | None:
-    """What the user says of caches: "off", a folder, or nothing."""
+    """User's setting: "off", a folder, or None."""
     return os.environ.get("LONGHAUL_CACHE") or None
 
 
 def folder(name: str) -> Path | None:
-    """Where what is called `name` is kept; None where that is switched off."""
+    """Folder of the cache `name`; None if caches are off."""
     given = named()
     if given == "off":
         return None
@@ -32,12 +32,12 @@ def folder(name: str) -> Path | None:
 
 
 def trim(store: Path, pattern: str, most: int = MOST_BYTES) -> None:
-    """Removes the files like `pattern` that were not used for longest until they have at most `most` bytes."""
+    """Remove the least recently used files like `pattern` until they have at most `most` bytes."""
     found = []
     for path in store.rglob(pattern):
         try:
             about = path.stat()
-        except FileNotFoundError:  # another process trims, too
+        except FileNotFoundError:  # another process trims too
             continue
         found.append((max(about.st_atime, about.st_mtime), about.st_size, path))
     total = sum(size for _, size, _ in found)
@@ -49,5 +49,5 @@ def trim(store: Path, pattern: str, most: int = MOST_BYTES) -> None:
 
 
 def say(line: str) -> None:
-    """To the user, of what a cache could not do."""
+    """Report a cache fault to the user."""
     print(line, file=sys.stderr, flush=True)

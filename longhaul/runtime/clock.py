@@ -1,4 +1,4 @@
-"""How long a run took, over all the processes that it ran in."""
+"""Duration of a run over all its processes."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ LOADED = time.perf_counter()
 
 
 class Seconds(NamedTuple):
-    """Of the whole run, over all its resumes; what a kill undid counts not."""
+    """Totals over all resumes; work lost to a kill is not counted."""
 
     train: float = 0.0  # in updates, logging and saving
     compile: float = 0.0
     wall: float = 0.0  # these, and preparing data
-    trace: float = 0.0  # of `compile`: what came before the compiler
+    trace: float = 0.0  # part of `compile` before the compiler
     start: float = 0.0  # from the start of the newest process to the end of its first call
 
 
 def age() -> float:
-    """Seconds since this process began; since this file was loaded where the system does not say."""
+    """Seconds since this process started; since this file was loaded if the system does not report it."""
     try:
         ticks = int(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19])
         uptime = float(Path("/proc/uptime").read_text().split()[0])
@@ -35,10 +35,7 @@ def age() -> float:
 
 
 class Clock:
-    """Reads the Seconds of a run, of which `before` passed in earlier processes.
-
-    What is compiled, `ledger` writes up.
-    """
+    """Clock of a run, of which `before` passed in earlier processes; `ledger` counts compilation."""
 
     def __init__(self, ledger: Ledger) -> None:
         self.before = Seconds()
@@ -56,11 +53,11 @@ class Clock:
         self._trace += max(0.0, took - (self.ledger.seconds - compiled))
 
     def train(self) -> None:
-        """Training begins."""
+        """Start of training."""
         self._training = time.perf_counter()
 
     def started(self) -> None:
-        """Its first call is done; later ones change nothing."""
+        """End of its first call; later ones change nothing."""
         self._start = self._start or age()
 
     def read(self) -> Seconds:

@@ -1,19 +1,19 @@
-"""Compiled programs kept on disk, so that a run which is started again need not wait for the compiler.
+"""Persistent cache of compiled programs, so that a restarted run need not wait for the compiler.
 
-The store is JAX's own persistent cache. What is decided here: where it lies, how large it gets, that nothing wrong with
-it stops a run, and what is told of it.
+The store is JAX's own persistent cache. Decided here: its place, its size, its reports, and that no fault of it stops a
+run.
 
-    LONGHAUL_CACHE              off, or a folder (caches.py)
-    JAX_COMPILATION_CACHE_DIR   a folder, where LONGHAUL_CACHE says nothing; else $XDG_CACHE_HOME/longhaul/xla,
+    LONGHAUL_CACHE              off, or a folder (cache_dir.py)
+    JAX_COMPILATION_CACHE_DIR   a folder, if LONGHAUL_CACHE is unset; else $XDG_CACHE_HOME/longhaul/xla,
                                 which is ~/.cache/longhaul/xla
 
-Entries are told apart by program, compiler, options and device, but for two things that a CPU's programs depend on,
-too: the number of threads, by which sums are cut (and with them their last bits), and the processor. So those of each
-have a folder of their own. JAX does not bound the store without a further package; here the entries that were not used
-for longest go when a process starts. Who can write to the folder can have us run anything, so it is the user's alone.
+JAX's keys cover program, compiler, options and device. A CPU's programs also depend on the number of threads, by which
+sums are cut (and with them their last bits), and on the processor, so each combination has its own folder. JAX does not
+bound the store without a further package; here the least recently used entries are removed at a process's start. A
+writer of the folder could make us run anything, so only the user has access.
 
 Of several processes JAX lets only the first write. On GPUs and TPUs that is enough: all have the same keys. On the CPU
-each process's programs have keys of their own, so each keeps its own here, in a folder of its own.
+each process's programs have their own keys, so each process has its own folder.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ FAULT = r"Error (reading|writing) persistent compilation cache entry for '([^']*
 
 
 def root() -> Path | None:
-    """The folder of the store; None where it is switched off."""
+    """Folder of the store; None if it is off."""
     place = named() or os.environ.get("JAX_COMPILATION_CACHE_DIR")
     if place == "off":
         return None
@@ -49,7 +49,7 @@ def root() -> Path | None:
 
 
 def part(threads: int, *, on_cpu: bool, process: int = 0) -> str:
-    """The folder below `root` of programs for this machine, and on the CPU for the process of this number."""
+    """Folder below `root` of programs for this machine, and on the CPU for this process number."""
     if not on_cpu:
         return ""
     mine = f"cpu-{threads}-threads-{_processor()}"
@@ -57,7 +57,7 @@ def part(threads: int, *, on_cpu: bool, process: int = 0) -> str:
 
 
 def _processor() -> str:
-    """What tells this processor from another, as far as programs for one may not run on the other."""
+    """Digest of this processor's model and features: programs of one may not run on another."""
     about = [platform.machine()]
     try:
         text = Path("/proc/cpuinfo").read_text().split("\n\n")[0]
@@ -69,9 +69,9 @@ def _processor() -> str:
 
 
 def keep(threads: int, *, on_cpu: bool, process: int = 0) -> Path | None:
-    """From now on programs are kept, and found again; -> the folder, None where that is off or not possible.
+    """Enable the cache; -> its folder, None if it is off or not possible.
 
-    `threads` are those of the CPU's programs, `process` is the number of this one. Changes nothing the second time.
+    `threads` are those of the CPU's programs, `process` is this process's number. A second call changes nothing.
     """
     store = root()
     if store is None:
@@ -101,9 +101,9 @@ def keep(threads: int, *, on_cpu: bool, process: int = 0) -> Path | None:
 
 
 def _write_too() -> bool:
-    """Has this process write what it compiled, though it is not the first; -> whether this JAX lets it.
+    """Let this process write too, though it is not the first; -> False if this JAX does not allow it.
 
-    JAX 0.10 to 0.12 have no option for it: what writes an entry returns at once in all processes but 0.
+    JAX 0.10 to 0.12 have no option for it: their writer returns at once in all processes but 0.
     """
     try:
         from jax._src import compilation_cache, compiler
@@ -117,11 +117,11 @@ def _write_too() -> bool:
         return False
 
     def mine(key: str, seconds: float, name: str, backend: Any, executable: Any, callbacks: Any = ()) -> None:
-        if callbacks:  # of Python: they are lost with the process
+        if callbacks:  # callbacks of Python are lost with the process
             return
         try:
             put(key, name, executable, backend, int(seconds))
-        except Exception as error:  # in JAX's own words, which `_quieten` knows
+        except Exception as error:  # in JAX's words, which `_quieten` knows
             reason = f"{type(error).__name__}: {error}"
             warnings.warn(f"Error writing persistent compilation cache entry for '{name}': {reason}", stacklevel=2)
 
@@ -130,7 +130,7 @@ def _write_too() -> bool:
 
 
 def _quieten(folder: Path) -> None:
-    """What JAX warns of, a program at a time, becomes one line; a broken entry goes, to be written again next time."""
+    """Turn JAX's warning of a program into one line; remove a broken entry, so that it is written again."""
     before, said = warnings.showwarning, False
 
     def show(message: Any, category: Any, filename: str, lineno: int, file: Any = None, line: Any = None) -> None:
@@ -140,7 +140,7 @@ def _quieten(folder: Path) -> None:
             before(message, category, filename, lineno, file, line)
             return
         verb, name, reason = fault.groups()
-        for broken in folder.glob(f"{name}-*-cache"):  # a torn one is never replaced by JAX
+        for broken in folder.glob(f"{name}-*-cache"):  # JAX never replaces a torn one
             try:
                 broken.unlink(missing_ok=True)
             except OSError:
@@ -155,10 +155,10 @@ def _quieten(folder: Path) -> None:
 
 
 class Ledger:
-    """What was compiled since it was opened, in this process; `close` it."""
+    """Compilations of this process since it was opened; `close` it."""
 
     def __init__(self) -> None:
-        self.seconds = 0.0  # in the compiler, or in reading what it made before
+        self.seconds = 0.0  # in the compiler, or reading the cache
         self.hits = 0
         self.misses = 0
         jax.monitoring.register_event_duration_secs_listener(self._took)
@@ -174,7 +174,7 @@ class Ledger:
 
     @property
     def found(self) -> str:
-        """Where the programs came from."""
+        """Origin of the programs in words."""
         if not self.hits + self.misses:
             return "no compilation cache"
         return f"{self.hits} of {self.hits + self.misses} programs from the compilation cache"

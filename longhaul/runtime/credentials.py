@@ -1,4 +1,4 @@
-"""Who may speak with the inference server: a token, and TLS; both are asked for beyond loopback."""
+"""Credentials of the inference server: a token and TLS, both required beyond loopback."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 
 class Credentials(NamedTuple):
-    """What a side brings. Server: `certificate` and its `key`. Actor: `authority`, by which it knows the server."""
+    """Credentials of one side. Server: `certificate` and its `key`. Actor: `authority`, which verifies the server."""
 
     token: str | None = None
     certificate: bytes | None = None  # PEM, as the others
@@ -20,13 +20,13 @@ class Credentials(NamedTuple):
 
 
 NOBODY = Credentials()
-"""Without any: enough on loopback."""
+"""No credentials, enough on loopback."""
 
 
 def load(
     token_file: str | None = None, tls_cert: str | None = None, tls_key: str | None = None, tls_ca: str | None = None
 ) -> Credentials:
-    """The credentials in files. ValueError, one line, where one can't be used."""
+    """Credentials from files. ValueError, one line, if a file cannot be used."""
     token = None if token_file is None else _read("--token-file", token_file).decode(errors="replace").strip()
     if token is not None and (len(token) < 16 or not token.isascii() or not token.isprintable()):
         raise ValueError(
@@ -51,11 +51,11 @@ def _check_form(flag: str, path: str | None, held: bytes) -> None:
 
 
 def _check_pair(certificate: str, key: str) -> None:
-    """Raises ValueError where a server can't show the certificate with the key; gRPC would not say why."""
+    """Raise ValueError if the key does not fit the certificate; gRPC would not give the reason."""
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-    context.set_ciphers("DEFAULT:@SECLEVEL=0")  # how strong they are is for who made them
+    context.set_ciphers("DEFAULT:@SECLEVEL=0")  # their strength is the owner's choice
     try:
-        context.load_cert_chain(certificate, key, password="")  # or it would ask for one of a key that is encrypted
+        context.load_cert_chain(certificate, key, password="")  # without it OpenSSL prompts for one
     except ssl.SSLError as error:
         if error.reason == "KEY_VALUES_MISMATCH":
             raise ValueError(f"--tls-key {key} is not the key of --tls-cert {certificate}; give its own") from error
@@ -73,7 +73,7 @@ def _read(flag: str, path: str) -> bytes:
 
 
 def split(address: str) -> tuple[str, int]:
-    """HOST:PORT. ValueError where it is none."""
+    """Host and port of HOST:PORT. ValueError if malformed."""
     host, colon, port = address.rpartition(":")
     if not colon or not host or not port.isascii() or not port.isdigit() or int(port) > 65_535:
         raise ValueError(f"{address!r} is no address; write HOST:PORT, such as 127.0.0.1:7777")
@@ -87,7 +87,7 @@ def split(address: str) -> tuple[str, int]:
 
 
 def is_loopback(host: str) -> bool:
-    """Whether only this machine can reach it. A name counts only if it is localhost: others may change."""
+    """True if only this machine can reach it. Of names only localhost counts: others may change."""
     if host == "localhost":
         return True
     try:
@@ -97,16 +97,16 @@ def is_loopback(host: str) -> bool:
 
 
 def self_signed(host: str) -> Credentials:
-    """A key and a certificate for a server at an address or name, made anew; good for a year.
+    """New key and certificate for a server at an address or name, valid for a year.
 
-    ValueError where OpenSSL's program, which makes them, is not there.
+    ValueError if OpenSSL's program is missing.
     """
     try:
         ipaddress.ip_address(host)
         kind = "IP"
     except ValueError:
         kind = "DNS"
-    with tempfile.TemporaryDirectory() as folder:  # readable by us alone
+    with tempfile.TemporaryDirectory() as folder:  # only we can read it
         key, certificate = Path(folder, "key.pem"), Path(folder, "certificate.pem")
         made = ["openssl", "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes"]
         made += ["-days", "365", "-subj", "/CN=longhaul", "-addext", f"subjectAltName={kind}:{host}"]
@@ -122,7 +122,7 @@ def self_signed(host: str) -> Credentials:
 
 
 def check_bind(address: str, credentials: Credentials) -> None:
-    """Raises ValueError where a server may not listen there."""
+    """Raise ValueError if a server may not listen there."""
     try:
         host, _ = split(address)
     except ValueError as error:
@@ -138,7 +138,7 @@ def check_bind(address: str, credentials: Credentials) -> None:
 
 
 def server_credentials(credentials: Credentials) -> Any:
-    """What gRPC takes for them; None without TLS."""
+    """gRPC's credentials; None without TLS."""
     import grpc
 
     if credentials.certificate is None:
@@ -147,7 +147,7 @@ def server_credentials(credentials: Credentials) -> Any:
 
 
 def channel(address: str, credentials: Credentials, options: list[tuple[str, int]]) -> Any:
-    """A channel of grpc.aio to a server; with TLS where it is known by an authority, or is not on this machine."""
+    """Channel of grpc.aio to a server; with TLS if an authority is given, or if it is not on this machine."""
     import grpc
 
     host, _ = split(address)

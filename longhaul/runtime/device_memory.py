@@ -1,7 +1,7 @@
-"""What a compiled program takes of each device's memory, told before it runs.
+"""Device memory of a compiled program, reported before it runs.
 
-The sums are the compiler's own (`memory_analysis`); what of its arguments is what, follows from their shards. What lies
-beside the program on the device (another process, what the host holds where the CPU is the device) is not counted.
+The sums are the compiler's own (`memory_analysis`); the parts of its arguments follow from their shards. Other users of
+the device's memory (another process, the host's data where the CPU is the device) are not counted.
 """
 
 from __future__ import annotations
@@ -12,25 +12,25 @@ from typing import Any, NamedTuple
 import jax
 from jax.sharding import Mesh
 
-from longhaul.runtime.devices import machine_memory
+from longhaul.runtime.worker_pool import machine_memory
 from longhaul.types import Algorithm, Progress, PyTree, is_local
 
 FILE = "memory.json"
-"""In a run's folder: `Footprint.plain` of the last start."""
+"""File of a run's folder: `Footprint.plain` of the last start."""
 
 FULL, TIGHT = 1.0, 0.9
-"""Shares of a device's memory: more can't run, more may not."""
+"""Shares of a device's memory: above the first a run is refused, above the second it is warned."""
 
 REMEDY = "fewer --num-envs or --num-steps, --accumulate N, --remat full, or more devices by --mesh data=N"
 
 
 class Need(NamedTuple):
-    """Bytes that a compiled program takes on each device."""
+    """Bytes of a compiled program on each device."""
 
     arguments: int
     outputs: int
-    donated: int  # of the arguments, in whose place outputs lie
-    temporaries: int  # while it computes
+    donated: int  # of the arguments, reused by outputs
+    temporaries: int  # during computation
     code: int
 
     @property
@@ -39,16 +39,16 @@ class Need(NamedTuple):
 
 
 class Footprint(NamedTuple):
-    """A program's need against what a device has."""
+    """Memory need of a program against a device's capacity."""
 
     need: Need
-    parts: dict[str, int]  # bytes of a device's arguments, by what they are
-    capacity: int | None  # bytes that a device has; None where nobody says
+    parts: dict[str, int]  # bytes of a device's arguments by kind
+    capacity: int | None  # bytes of a device; None if unknown
     devices: int
 
     @property
     def share(self) -> float:
-        """Of what a device has; 0 where that is unknown."""
+        """Share of the device's memory; 0 if unknown."""
         return self.need.total / self.capacity if self.capacity else 0.0
 
     def line(self) -> str:
@@ -57,7 +57,7 @@ class Footprint(NamedTuple):
         return f"memory a device: {whole}: {', '.join(f'{name} {n}' for name, n in inner)}; {donated} donated"
 
     def rows(self) -> list[tuple[str, str]]:
-        """The need, what it is made of, and what of it is donated, each as (what, bytes)."""
+        """Need, its parts and its donated bytes, each as (name, bytes)."""
         known = f" of {size(self.capacity)}" if self.capacity else ""
         inner = self.parts | {"temporaries": self.need.temporaries, "code": self.need.code}
         inner["the rest"] = self.need.total - sum(inner.values())
@@ -65,13 +65,13 @@ class Footprint(NamedTuple):
         return [("memory a device", size(self.need.total) + known), *within, ("donated", size(self.need.donated))]
 
     def warning(self) -> str | None:
-        """A line where it is tight."""
+        """Warning line if memory is tight."""
         if not TIGHT < self.share <= FULL:
             return None
         return f"warning: that is {self.share:.0%} of what a device has, and more than {TIGHT:.0%} may fail: {REMEDY}"
 
     def refusal(self) -> str | None:
-        """A line where it can't fit."""
+        """Error line if the program cannot fit."""
         if self.capacity is None or self.share <= FULL:
             return None
         return (
@@ -80,7 +80,7 @@ class Footprint(NamedTuple):
         )
 
     def plain(self) -> dict[str, Any]:
-        """As JSON holds it."""
+        """The footprint as JSON can hold it."""
         return {
             "devices": self.devices, "needed": self.need.total, "capacity": self.capacity,
             "share": self.share if self.capacity else None, **self.need._asdict(), "parts": self.parts,
@@ -88,19 +88,19 @@ class Footprint(NamedTuple):
 
 
 def footprint(executable: jax.stages.Compiled, mesh: Mesh, parts: dict[str, int] | None = None) -> Footprint | None:
-    """The footprint of a program on `mesh`; None where the compiler does not say."""
+    """Footprint of a program on `mesh`; None if the compiler does not report it."""
     found = need(executable)
     if found is None:
         return None
     device = mesh.local_devices[0]
     total = memory_of(device)
-    if total is not None and device.platform == "cpu":  # all of them are this machine
+    if total is not None and device.platform == "cpu":  # all CPU devices share this machine
         total //= len(mesh.local_devices)
     return Footprint(found, parts or {}, total, mesh.size)
 
 
 def need(executable: jax.stages.Compiled) -> Need | None:
-    """What the compiler says of a program; None where it does not."""
+    """Memory need by the compiler; None if not reported."""
     about = executable.memory_analysis()
     if about is None:
         return None
@@ -109,9 +109,9 @@ def need(executable: jax.stages.Compiled) -> Need | None:
 
 
 def parts(algorithm: Algorithm, progress: Progress, context: PyTree) -> dict[str, int]:
-    """Bytes on one device of what a run carries from update to update, and of the context that it reads.
+    """Bytes on one device of the state that a run carries from update to update, and of its context.
 
-    `optimiser` is all of a learner's state but what acts: Adam's moments, and counters.
+    `optimiser` is all of a learner's state except the acting parameters: Adam's moments, and counters.
     """
     parameters = held(algorithm.policy(progress.state))
     replay = held([x for x in jax.tree.leaves(progress.state, is_leaf=is_local) if is_local(x)])
@@ -130,7 +130,7 @@ def held(tree: PyTree) -> int:
 
 
 def memory_of(device: jax.Device) -> int | None:
-    """Bytes that a device has; of a CPU device all of this machine's memory. None where nobody says."""
+    """Bytes of a device; of a CPU device all of this machine's memory. None if unknown."""
     counted = device.memory_stats() if device.platform != "cpu" else None
     if counted and "bytes_limit" in counted:
         return int(counted["bytes_limit"])

@@ -1,50 +1,27 @@
-"""Cores, memory and devices of this machine, and the choice of how many devices JAX shows.
-
-JAX is imported inside functions: launchers ask for cores and memory without it.
-"""
+"""Devices, cores and threads of this machine, and the number of devices that JAX shows."""
 
 from __future__ import annotations
 
 import os
 from pathlib import Path
 
-import psutil
+import jax
 
-from longhaul.runtime import process_group
+from longhaul.runtime import compile_cache, process_group
 from longhaul.runtime.errors import RunError
-
-CGROUP = Path("/sys/fs/cgroup")
-"""Limits of a container (cgroup version 2)."""
 
 
 def cores() -> int:
-    """Number of cores that this process may use: its affinity, and its container's share of the machine."""
-    own = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    quota, _, period = _limit("cpu.max").partition(" ")
-    return max(1, min(own, -(-int(quota) // int(period)))) if quota.isdigit() and period.isdigit() else own
-
-
-def machine_memory() -> int:
-    """Bytes of memory of this machine, or of its container."""
-    total, limit = int(psutil.virtual_memory().total), _limit("memory.max")
-    return min(total, int(limit)) if limit.isdigit() else total
-
-
-def _limit(name: str) -> str:
-    """Text of a limit of the container; "" where there is none."""
-    try:
-        return (CGROUP / name).read_text().strip()
-    except OSError:
-        return ""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def on_cpu() -> bool:
-    """Whether a run computes on the CPU, told without starting JAX."""
+    """True if a run computes on the CPU, without starting JAX."""
     return os.environ.get("JAX_PLATFORMS", "").startswith("cpu") or not _has_accelerator()
 
 
 def _has_accelerator() -> bool:
-    """Whether a GPU or TPU is there, told without starting JAX (which then could not make several CPU devices)."""
+    """True if a GPU or TPU is present, without starting JAX (which then could not create several CPU devices)."""
     return any(Path(place).exists() for place in ("/dev/nvidia0", "/dev/kfd", "/dev/accel0", "/dev/vfio/0"))
 
 
@@ -52,22 +29,17 @@ def default_threads(devices: int) -> int:
     given = os.environ.get("NPROC", "")
     if given.isdecimal() and int(given) > 0:
         return int(given)
-    # One thread: a pool of them only gets in the way of many small kernels (1.4 times slower at 4 environments).
-    # Where kernels are an accelerator's, threads of the host compile them.
+    # One thread: a pool only slows many small kernels (1.4 times at 4 environments). On an accelerator the host's
+    # threads compile.
     return 1 if devices == 1 and on_cpu() else max(cores(), devices)
 
 
 def prepare_devices(devices: int, threads: int | None = None, inline: bool = False) -> None:
-    """Makes the CPU show `devices` devices, with `threads` in all. Call it before JAX runs; then it changes nothing.
+    """Make the CPU show `devices` devices with `threads` in all. Call it before JAX starts; later it changes nothing.
 
-    They are those of both axes of the mesh; of several processes each has an equal part of both. `inline`: the CPU's
-    programs run in the thread that calls them: where small ones follow on each other, handing each to a thread of JAX's
-    and waiting for it costs as much as what it computes.
+    `devices` counts both axes of the mesh; several processes share them evenly. With `inline` the CPU's programs run in
+    the calling thread: handing small ones to a thread of JAX's and waiting costs as much as their computation.
     """
-    import jax
-
-    from longhaul.runtime import compile_cache
-
     if inline:
         jax.config.update("jax_cpu_enable_async_dispatch", False)
     processes, all_devices = process_group.count(), devices

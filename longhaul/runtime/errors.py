@@ -1,7 +1,7 @@
-"""Errors that a user can mend."""
+"""Errors that a user can fix."""
 
 from __future__ import annotations
 
 
 class RunError(ValueError):
-    """A run that can't be made, found or gone on with; the message is one line."""
+    """A run that cannot be created, found or resumed; the message is one line."""

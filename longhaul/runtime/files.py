@@ -1,4 +1,4 @@
-"""Files written at once or not at all, and values as JSON can hold them."""
+"""Atomic writing of files, and values as JSON can hold them."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any
 
 
 def finite(value: Any) -> Any:
-    """A value as JSON can hold it: what is not finite becomes null, since JSON has no word for it."""
+    """A value as JSON can hold it: non-finite numbers become null."""
     if isinstance(value, dict):
         return {name: finite(inner) for name, inner in value.items()}
     if isinstance(value, (list, tuple)):
@@ -20,7 +20,7 @@ def finite(value: Any) -> Any:
 
 
 def write(path: Path | str, content: str | bytes) -> None:
-    """Writes a file at once or not at all: a reader sees the old one or the new one. Missing folders are made."""
+    """Write a file atomically: a reader sees the old one or the new one. Missing folders are made."""
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
@@ -29,13 +29,13 @@ def write(path: Path | str, content: str | bytes) -> None:
             partial.write_bytes(content.encode("utf-8") if isinstance(content, str) else content)
             os.replace(partial, path)
     finally:
-        with suppress(OSError):  # on a disk that takes nothing: the failure to write is the one to tell
+        with suppress(OSError):  # on a full disk the failed write is the error to report
             partial.unlink(missing_ok=True)
 
 
 @contextmanager
 def naming(path: Path | str) -> Iterator[None]:
-    """Within it an OSError names `path`: a full disk's names nothing, others what is written for the time being."""
+    """Context in which an OSError names `path`: a full disk's names nothing, others name the partial file."""
     try:
         yield
     except OSError as error:

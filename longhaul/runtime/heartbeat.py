@@ -1,7 +1,7 @@
-"""Heartbeat of a process that trains, and the rule by which silence means that it hangs.
+"""Heartbeat of a process that trains, and the rule that tells a hang from silence.
 
-The training loop itself gives the signs of life, at each compiled call that is done: a thread beside it would go on
-while the loop hangs. Starting, compiling, saving and evaluating are announced, and have a bound of their own.
+The training loop itself sends a sign of life after each compiled call: a separate thread would go on while the loop
+hangs. Starting, compiling, saving and evaluating are announced, and have a limit of their own.
 """
 
 from __future__ import annotations
@@ -13,17 +13,17 @@ from pathlib import Path
 from typing import NamedTuple
 
 DESCRIPTOR = "LONGHAUL_PULSE"
-"""Environment variable: a file descriptor that takes signs of life, one byte each."""
+"""Environment variable: file descriptor that takes signs of life, one byte each."""
 
 RESTS, WORKS, CALL = b"r", b"w", b"c"
-"""Signs: something else than updates begins; updates begin; a call of them is done."""
+"""Signs: a phase other than updates starts; updates start; one call of them is done."""
 
 SILENCE, TIMES = 15.0, 4.0
-"""A process that works hangs when it gives no sign for so many seconds, and for so many times its longest work so far.
-Launched processes, actors and the inference server's actors are judged by the same numbers."""
+"""Seconds of silence, and multiple of the longest work so far, after both of which a working process counts as hung.
+Launched processes, actors and the inference server's actors use the same numbers."""
 
 FROZEN = 5.0
-"""Seconds that a process may be stopped (by SIGSTOP, say)."""
+"""Seconds that a process may be stopped, for example by SIGSTOP."""
 
 Tell = Callable[[bytes], None]
 
@@ -36,11 +36,11 @@ def teller(environment: Mapping[str, str]) -> Tell:
     descriptor = int(word)
 
     def tell(sign: bytes) -> None:
-        with contextlib.suppress(OSError):  # nobody listens any more
+        with contextlib.suppress(OSError):  # the launcher is gone
             os.write(descriptor, sign)
 
     with contextlib.suppress(OSError):
-        os.set_blocking(descriptor, False)  # a launcher that is stopped holds up nobody
+        os.set_blocking(descriptor, False)  # a stopped launcher delays nobody
     return tell
 
 
@@ -49,19 +49,19 @@ class Silence(NamedTuple):
 
     at: float  # of the last sign
     longest: float = 0.0  # seconds of its longest work so far
-    resting: bool = True  # it starts, compiles or saves, which takes as long as it takes
-    frozen: float | None = None  # since when it is stopped
+    resting: bool = True  # it starts, compiles or saves, without a time limit of its own
+    frozen: float | None = None  # time since which it is stopped
 
     def bound(self, starting: float) -> float:
-        """Seconds of silence that are too many now; `starting`: of a process that rests."""
+        """Limit of silence in seconds; `starting` applies to a resting process."""
         return starting if self.resting else max(SILENCE, TIMES * self.longest)
 
     def stopped(self, stopped: bool, now: float) -> Silence:
-        """After a look whether the process is stopped."""
+        """State after a check for a stopped process."""
         return self._replace(frozen=None if not stopped else now if self.frozen is None else self.frozen)
 
     def hang(self, now: float, starting: float) -> str | None:
-        """What is wrong with the process; None where nothing is."""
+        """Reason why the process counts as hung, else None."""
         if self.frozen is not None and now - self.frozen > FROZEN:
             return f"was stopped for {now - self.frozen:.0f} s"
         silent = now - self.at
@@ -73,10 +73,10 @@ class Silence(NamedTuple):
 
 
 class Listener:
-    """Signs that one training process gave so far, and whether it has been silent for too long."""
+    """Signs of life of one training process, and its hang rule."""
 
     def __init__(self, now: float, deadline: float):
-        """`deadline`: seconds that anything but updates may take."""
+        """`deadline` is the limit in seconds of phases other than updates."""
         self._deadline = deadline
         self._silence = Silence(now)
         self._rests, self._calls = True, 0
@@ -89,24 +89,24 @@ class Listener:
             self._silence = self._silence._replace(at=now, longest=longest, resting=resting)
 
     def see(self, stopped: bool, now: float) -> None:
-        """Whether the process is stopped now."""
+        """Record if the process is stopped now."""
         self._silence = self._silence.stopped(stopped, now)
 
     def forgive(self, now: float) -> None:
-        """The listener itself was away: silence counts from now."""
+        """Restart the silence after the listener itself was away."""
         self._silence = self._silence._replace(at=now, frozen=None)
 
     def bound(self) -> float:
-        """Seconds of silence that are too many now."""
+        """Current limit of silence in seconds."""
         return self._silence.bound(self._deadline)
 
     def verdict(self, now: float) -> str | None:
-        """What is wrong with it; None where nothing is."""
+        """Reason why the process counts as hung, else None."""
         return self._silence.hang(now, self._deadline)
 
 
 def stopped(process: int) -> bool:
-    """Whether the process of this id is stopped; False where the system does not report it."""
+    """True if the process of this id is stopped; False if the system does not report it."""
     try:
         return Path(f"/proc/{process}/stat").read_bytes().rpartition(b")")[2].split()[0] in (b"T", b"t")
     except (OSError, IndexError):

@@ -1,9 +1,9 @@
-"""The mesh of devices: a `data` axis for environments and learning, a `model` axis for parameters (partition.py).
+"""Device mesh: a `data` axis for environments and learning, a `model` axis for parameters (partition.py).
 
-Programs are written for one shard of `data` and meet in collectives of their own; over `model` they are written as for
-one device, and the compiler splits them as their parameters lie (GSPMD; Xu et al. 2021, arXiv 2105.04663).
+Programs are written for one shard of `data` and use explicit collectives. Over `model` they are written as for one
+device, and the compiler splits them by the layout of their parameters (GSPMD; Xu et al. 2021, arXiv 2105.04663).
 
-Wraps what moved between JAX versions; nothing else in the package names `shard_map` or a mesh.
+Wraps API that moved between JAX versions; nothing else in the package names `shard_map` or a mesh.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ DATA, MODEL = "data", "model"
 
 
 PACKED = 2**18
-"""Bytes from which an array is worth a message of its own."""
+"""Bytes from which an array is sent by itself."""
 
 
 def make_mesh(data: int | None = None, model: int = 1) -> Mesh:
-    """A mesh over `data` x `model` devices, of each process the first ones; all by default.
+    """Mesh over `data` x `model` devices, the first ones of each process; all by default.
 
-    The parts of the parameters lie side by side, and so in one process where its devices are enough for them.
+    The parts of the parameters are neighbours, in one process if it has enough devices.
     """
     devices, processes = jax.devices(), jax.process_count()
     if model < 1:
@@ -45,7 +45,7 @@ def make_mesh(data: int | None = None, model: int = 1) -> Mesh:
 
 
 def _over_processes(data: int, model: int, processes: int) -> Mesh:
-    """A mesh with as many devices of each process, side by side."""
+    """Mesh with equally many devices of each process, side by side."""
     own = [[device for device in jax.devices() if device.process_index == i] for i in range(processes)]
     most, count = processes * min(map(len, own)), data * model
     if count % processes or not 1 <= count <= most:
@@ -66,11 +66,11 @@ def _words(data: int, model: int) -> str:
 
 
 def mean_over_data(tree: PyTree) -> PyTree:
-    """The mean over the shards of the `data` axis: where gradients meet.
+    """Mean over the shards of the `data` axis, for gradients.
 
     Leaves of fewer than `PACKED` bytes travel in one buffer a type, as in buckets of data-parallel training (Li et al.
-    2020, arXiv 2006.15704): each array of its own costs a round trip more, on a CPU over gloo ten times the work. A
-    shard that is alone sends nothing: a CPU would copy every gradient.
+    2020, arXiv 2006.15704): each separate array costs a further round trip, on a CPU over gloo ten times the work. A
+    single shard sends nothing: a CPU would copy every gradient.
     """
     if jax.lax.axis_size(DATA) == 1:
         return tree
@@ -90,17 +90,17 @@ def mean_over_data(tree: PyTree) -> PyTree:
 
 
 def mean_of_each(tree: PyTree) -> PyTree:
-    """The same, each leaf by itself: where leaves lie split over `model`, one buffer would bring them together."""
+    """Mean over `data` leaf by leaf: for leaves split over `model`, which one buffer would gather."""
     return tree if jax.lax.axis_size(DATA) == 1 else jax.lax.pmean(tree, DATA)
 
 
 def max_over_data(tree: PyTree) -> PyTree:
-    """The greatest over the shards of the `data` axis."""
+    """Maximum over the shards of the `data` axis."""
     return tree if jax.lax.axis_size(DATA) == 1 else jax.lax.pmax(tree, DATA)
 
 
 def identity(tree: PyTree) -> PyTree:
-    """Where gradients meet on one device."""
+    """Mean of a single device."""
     return tree
 
 
@@ -109,8 +109,8 @@ def shard_index() -> jax.Array:
 
 
 def per_shard(function: Callable[..., Any], mesh: Mesh, in_specs: PyTree, out_specs: PyTree) -> Callable[..., Any]:
-    """`function` run on each shard of `data` with its part of the arguments; the specs are of that axis alone."""
-    # Where nothing is split over `model` the compiler shall not look for what could be.
+    """`function` run on each shard of `data` with its part of the arguments; the specs name that axis alone."""
+    # An unsplit `model` axis is excluded, so that the compiler does not search for a split.
     manual = {DATA} if mesh.shape[MODEL] > 1 else {DATA, MODEL}
     return jax.shard_map(
         function, mesh=mesh, in_specs=in_specs, out_specs=out_specs, axis_names=manual, check_vma=False
@@ -122,12 +122,12 @@ def replicated(mesh: Mesh) -> NamedSharding:
 
 
 def sharded(mesh: Mesh) -> NamedSharding:
-    """Split along the leading axis."""
+    """Sharding along the leading axis."""
     return NamedSharding(mesh, PartitionSpec(DATA))
 
 
 def everywhere(tree: PyTree, mesh: Mesh) -> PyTree:
-    """`tree`, which all processes have alike, on each device of `mesh`."""
+    """`tree`, equal in all processes, on each device of `mesh`."""
     layout = replicated(mesh)
     if not mesh.is_multi_process:
         return jax.device_put(tree, layout)
@@ -135,14 +135,14 @@ def everywhere(tree: PyTree, mesh: Mesh) -> PyTree:
 
 
 def gathered(tree: PyTree, mesh: Mesh) -> PyTree:
-    """`tree`, which may be split over the mesh, whole on each of its devices. All processes ask alike."""
+    """`tree`, possibly split over the mesh, whole on each of its devices. All processes must call this alike."""
     if all(leaf.is_fully_replicated for leaf in jax.tree.leaves(tree)):
         return tree
     return jax.jit(lambda tree: tree, out_shardings=replicated(mesh))(tree)
 
 
 def here(leaf: jax.Array) -> np.ndarray:
-    """An array, which may be split over the mesh, as far as it lies in this process; 0 where it does not."""
+    """Part of a possibly split array in this process; 0 elsewhere."""
     first = leaf.addressable_data(0)
     if first.shape == leaf.shape:
         return np.asarray(first)
@@ -153,18 +153,18 @@ def here(leaf: jax.Array) -> np.ndarray:
 
 
 Ask = Callable[..., tuple[bool, ...]]
-"""Answers of this process, yes or no -> to each, whether any process says yes; all processes learn the same."""
+"""Yes-no answers of this process -> for each, True if any process says yes; equal in all processes."""
 
 
 def asking(mesh: Mesh, *, late: bool = False) -> Ask:
-    """How processes agree, at points that all of them reach in the same order. Alone: what a process says, holds.
+    """Agreement of processes at points that all reach in the same order; a single process's answers hold.
 
-    With `late` they learn of one time what they were asked the time before, and so need not wait for what runs.
+    With `late` each call returns the answers of the previous one, and so need not wait for running programs.
     """
     if not mesh.is_multi_process:
         return lambda *answers: answers
     count = jax.jit(lambda votes: jnp.sum(votes, axis=0), out_shardings=replicated(mesh))
-    each = NamedSharding(mesh, PartitionSpec(mesh.axis_names))  # a vote of each device
+    each = NamedSharding(mesh, PartitionSpec(mesh.axis_names))  # one vote a device
     before: list[jax.Array] = []
 
     def ask(*answers: bool) -> tuple[bool, ...]:

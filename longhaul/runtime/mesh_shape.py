@@ -6,11 +6,11 @@ from typing import NamedTuple
 
 
 class MeshShape(NamedTuple):
-    """So many shards of the worlds, and so many parts of the parameters; a device holds one of each."""
+    """Numbers of shards of the worlds and of parts of the parameters; a device holds one of each."""
 
     data: int | None  # None: as many as there are devices for
     model: int = 1
 
     def __str__(self) -> str:
-        """As `--mesh` takes it."""
+        """The shape as `--mesh` takes it."""
         return f"data={self.data or 'all'}" + f",model={self.model}" * (self.model > 1)

@@ -1,8 +1,8 @@
-"""The leaves of a pytree under their names: a table of what they are, arrays of what they hold, and the way back.
+"""Leaves of a pytree by name: a table of their types, arrays of their values, and the way back.
 
 A leaf's name is its path, `jax.tree_util.keystr`: ".state.params['w']". `None`, `()`, `{}` are structure, not leaves.
 Leaves are JAX arrays, typed keys, NumPy arrays and scalars, and Python's bool, int and float. Typed keys become their
-data; Python numbers and arrays of no elements, which a file of arrays need not hold, stand in the table alone.
+data; Python numbers and empty arrays, which a file of arrays need not hold, are in the table alone.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from longhaul.types import PyTree
 REMEDY = "resume with the settings in the run's run.json, or start a new run"
 
 Entry = dict[str, Any]
-"""One leaf in the table, as JSON can hold it: "dtype", "shape"; "value" of a Python number, "key" (the generator of a
-typed key), "weak" (whether a JAX array's dtype is weak)."""
+"""One leaf in the table, as JSON can hold it: "dtype", "shape"; "value" of a Python number, "key" (generator of a typed
+key), "weak" (true for a JAX array of weak dtype)."""
 
 
 def name(tree: PyTree) -> dict[str, Any]:
-    """The leaves by their names. Raises ValueError where two have the same."""
+    """Leaves by name. Raises ValueError if two have the same."""
     leaves = jax.tree_util.tree_flatten_with_path(tree)[0]
     named = {jax.tree_util.keystr(path) or "(the whole)": leaf for path, leaf in leaves}
     if len(named) != len(leaves):
@@ -33,7 +33,7 @@ def name(tree: PyTree) -> dict[str, Any]:
 
 
 def describe(leaf_name: str, leaf: Any) -> Entry:
-    """dtype and shape of a leaf or a `jax.ShapeDtypeStruct`. Raises ValueError for what is no array and no number."""
+    """dtype and shape of a leaf or a `jax.ShapeDtypeStruct`. Raises ValueError for anything but arrays and numbers."""
     if isinstance(leaf, (bool, int, float)) and not isinstance(leaf, np.generic):
         return {"dtype": f"Python {type(leaf).__name__}", "shape": []}
     remedy = "arrays, keys and Python numbers can be saved; put it into the metadata"
@@ -61,19 +61,19 @@ def split(tree: PyTree) -> tuple[dict[str, Any], dict[str, Entry]]:
         elif _is_key(leaf):
             values, entry["key"] = jax.random.key_data(leaf), str(jax.random.key_impl(leaf))
         else:
-            values, entry["weak"] = leaf, leaf.weak_type  # lost, it would change promotions after resuming
+            values, entry["weak"] = leaf, leaf.weak_type  # a lost weak type would change promotions after resuming
         if is_stored(entry):
             arrays[leaf_name] = values
     return arrays, table
 
 
 def is_stored(entry: Entry) -> bool:
-    """Whether the leaf's values are among the arrays of `split`, not in the table."""
+    """True if the leaf's values are among the arrays of `split`, not in the table."""
     return "value" not in entry and 0 not in entry["shape"]
 
 
 def fit(table: dict[str, Entry], like: dict[str, Any], where: str, *, part: bool = False) -> None:
-    """Raises ValueError, naming the leaf, where the table does not describe the named leaves of `like`.
+    """Raise ValueError with the leaf's name if the table does not fit the named leaves of `like`.
 
     With `part` the table may have more.
     """
@@ -92,7 +92,7 @@ def fit(table: dict[str, Entry], like: dict[str, Any], where: str, *, part: bool
 
 
 def target(leaf: Any, entry: Entry) -> Any:
-    """What a reader shall make of a stored leaf: a JAX array where it has a place of its own, else a NumPy array."""
+    """Target of a stored leaf for a reader: a JAX array if it has a placement, else a NumPy array."""
     if "key" not in entry and _sharding(leaf) is not None:
         return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=_sharding(leaf))
     data = _key_data(leaf) if "key" in entry else leaf
@@ -100,9 +100,9 @@ def target(leaf: Any, entry: Entry) -> Any:
 
 
 def place(value: Any, leaf: Any, entry: Entry) -> Any:
-    """The leaf that was saved, in the likeness of `leaf`: Python, NumPy or JAX, with its sharding.
+    """Saved leaf in the form of `leaf`: Python, NumPy or JAX, with its sharding.
 
-    `value` is what was read for `target`; None where the leaf is not stored.
+    `value` is the array read for `target`; None if the leaf is not stored.
     """
     if "value" in entry:
         text = entry["value"]
@@ -121,9 +121,8 @@ def place(value: Any, leaf: Any, entry: Entry) -> Any:
 
 
 def put(value: Any, sharding: jax.sharding.Sharding) -> jax.Array:
-    """An array, NumPy's or JAX's, laid out so. Where other processes have a part of it, all have the same value, and
-    each takes its own part of that: none asks the others, or waits for them.
-    """
+    """Array, NumPy's or JAX's, in this layout. All processes of the layout pass the same value, and each takes its own
+    part without communication."""
     if sharding.is_fully_addressable:
         return jax.device_put(value, sharding)
     if isinstance(value, jax.Array) and value.sharding == sharding:
@@ -140,20 +139,20 @@ def _is_key(leaf: Any) -> bool:
 
 
 def _key_data(leaf: Any) -> jax.ShapeDtypeStruct:
-    """The shape of a key array's data; `leaf` may be a shape itself."""
+    """Shape of a key array's data; `leaf` may itself be a shape."""
     data: jax.ShapeDtypeStruct = jax.eval_shape(jax.random.key_data, jax.ShapeDtypeStruct(leaf.shape, leaf.dtype))
     return data
 
 
 def _sharding(leaf: Any) -> jax.sharding.Sharding | None:
-    """Where a leaf must go; None: to the default device and free to move (uncommitted), like a fresh array."""
+    """Sharding that a leaf must have; None: default device and free to move (uncommitted), like a fresh array."""
     if isinstance(leaf, jax.Array):
         return leaf.sharding if leaf.committed else None
     return leaf.sharding if isinstance(leaf, jax.ShapeDtypeStruct) else None
 
 
 def _weaken(value: np.ndarray) -> jax.Array:
-    """A weakly typed JAX array of these bits. An indexed update keeps the weak type of what it updates."""
+    """Weakly typed JAX array of these bits: an indexed update keeps the weak type of its target."""
     zero = jnp.asarray(np.zeros((), value.dtype).item())
     return jnp.broadcast_to(zero, value.shape).at[...].set(jnp.asarray(value))
 

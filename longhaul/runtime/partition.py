@@ -1,14 +1,13 @@
-"""How the parameters of a model are split over the `model` axis of a mesh: a rule from names and shapes, and no more.
+"""Partition of a model's parameters over the `model` axis of a mesh, by names and shapes alone.
 
-A kernel [inputs, outputs] is split by its outputs, or by its inputs where these are what a kernel split by its outputs
-gives, so that a pair of layers needs one sum over the devices and no exchange between them (Megatron-LM, Shoeybi et al.
-2019, arXiv 1909.08053). Where neither can be split evenly, and for what is no kernel, the longest axis that can be is
-(ZeRO's third stage, Rajbhandari et al. 2020, arXiv 1910.02054). What is small lies whole on every device: to ask for it
-would take longer than to keep it.
+A kernel [inputs, outputs] is split by its outputs, or by its inputs if these are the outputs of a split kernel, so that
+a pair of layers needs one sum over the devices and no exchange between them (Megatron-LM, Shoeybi et al. 2019, arXiv
+1909.08053). If neither can be split evenly, and for leaves other than kernels, it is the longest axis that can be
+(ZeRO's third stage, Rajbhandari et al. 2020, arXiv 1910.02054). Small leaves are whole on every device: fetching them
+would take longer than keeping them.
 
 Where we differ: the rule sees one leaf at a time, by the end of its name and its shape. So Adam's moments, whose names
-end as their parameter's, lie beside it. What the layout costs is the compiler's matter; it changes no number but by the
-order of sums.
+end like their parameter's, have its layout. The layout changes no number except by the order of sums.
 """
 
 from __future__ import annotations
@@ -25,14 +24,14 @@ from longhaul.runtime.mesh_shape import MeshShape
 from longhaul.types import PyTree, is_local
 
 LEAST = 1024
-"""Numbers of a leaf below which each device has it whole."""
+"""Number of elements below which each device has the whole leaf."""
 
 _ROWS = re.compile(r"out|narrow|layer_\d*[13579]")
 """Names of layers whose inputs are the outputs of a layer that is split by these."""
 
 
 def spec(path: tuple[str, ...], shape: tuple[int, ...], model: int) -> PartitionSpec:
-    """How a leaf lies over `model` devices: `path` is its names from the root, its last two axes a kernel's.
+    """Layout of a leaf over `model` devices: `path` is its names from the root, its last two axes a kernel's.
 
     Example: (..., "layer_0", "kernel") of shape (8, 256) over 2 -> P(None, "model"), and "layer_1" -> P("model", None).
     """
@@ -50,7 +49,7 @@ def spec(path: tuple[str, ...], shape: tuple[int, ...], model: int) -> Partition
 
 
 def specs(tree: PyTree, model: int) -> PyTree:
-    """`spec` of each leaf of a pytree of arrays or shapes. What is `Local` is not split over `model`."""
+    """`spec` of each leaf of a pytree of arrays or shapes. `Local` parts are not split over `model`."""
 
     def one(path: tuple[Any, ...], leaf: Any) -> PyTree:
         if is_local(leaf):
@@ -61,7 +60,7 @@ def specs(tree: PyTree, model: int) -> PyTree:
 
 
 def shardings(tree: PyTree, mesh: Mesh) -> PyTree:
-    """The layout of each leaf of an algorithm's state on the mesh: what is `Local` lies where its shard is."""
+    """Layout of each leaf of an algorithm's state on the mesh; `Local` parts lie with their shard."""
     laid = jax.tree.map(lambda each: NamedSharding(mesh, each), specs(tree, mesh.shape[MODEL]), is_leaf=_is_spec)
     own = NamedSharding(mesh, PartitionSpec(DATA))
     return jax.tree.map(lambda x: jax.tree.map(lambda _: own, x) if is_local(x) else x, laid, is_leaf=is_local)
@@ -75,14 +74,14 @@ class Shares(NamedTuple):
 
 
 def shares(tree: PyTree, model: int) -> Shares:
-    """How much of a pytree of shapes lies on each of `model` devices."""
+    """Bytes of a pytree of shapes on each of `model` devices."""
     sizes = [leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(tree)]
     split = [MODEL in each for each in jax.tree.leaves(specs(tree, model), is_leaf=_is_spec)]
     return Shares(sum(sizes), sum(size // (model if apart else 1) for size, apart in zip(sizes, split, strict=True)))
 
 
 def check(tree: PyTree, mesh: MeshShape) -> None:
-    """Raises ValueError where a mesh shall split an algorithm's state (its shapes), and nothing of it can be."""
+    """Raise ValueError if a mesh shall split an algorithm's state (its shapes), and no leaf can be split."""
     if mesh.model == 1:
         return
     share = shares(tree, mesh.model)
@@ -95,7 +94,7 @@ def check(tree: PyTree, mesh: MeshShape) -> None:
 
 
 def describe(tree: PyTree, mesh: MeshShape) -> list[str]:
-    """A line on what of an algorithm's state (its shapes) lies on a device, where it is split."""
+    """Line on the share of an algorithm's state (its shapes) on a device, if it is split."""
     if mesh.model == 1:
         return []
     whole, own = shares(tree, mesh.model)
@@ -110,5 +109,5 @@ def _is_spec(value: Any) -> bool:
 
 
 def names(path: tuple[Any, ...]) -> tuple[str, ...]:
-    """The keys of a path in a pytree, as words."""
+    """Keys of a path in a pytree, as words."""
     return tuple(str(getattr(key, "key", getattr(key, "name", getattr(key, "idx", key)))) for key in path)

@@ -1,12 +1,12 @@
-"""Who this process is among those that train together, and how they speak to one another.
+"""Group of processes that train together: identification, joining and messages.
 
-`find` reads it from the environment: what `longhaul launch` set, SLURM, Open MPI, a Kubernetes job or a TPU pod.
-`start` joins the processes: afterwards `jax.devices()` are those of all, and programs run on all at once. Where nothing
-is found this process is alone, and `jax.distributed` is never touched.
+`find` reads this process's place from the environment: `longhaul launch`, SLURM, Open MPI, a Kubernetes job or a TPU
+pod. `start` joins the processes: afterwards `jax.devices()` are those of all, and programs run on all at once. If the
+environment names no group, this process is alone, and `jax.distributed` is never touched.
 
-Process 0 decides: it reads the command line, makes the folder, writes whatever is written once. The others hear of it
-through the key-value store of JAX's coordination service, which process 0 runs. Where one process dies, that service
-ends the others within about `HEARTBEAT` seconds; whoever started them starts them again.
+Process 0 decides: it reads the command line, makes the folder, writes what is written once. The others receive its
+messages through the key-value store of JAX's coordination service, which process 0 runs. If one process dies, that
+service ends the others within about `HEARTBEAT` seconds, and their launcher restarts them.
 """
 
 from __future__ import annotations
@@ -30,22 +30,22 @@ from longhaul.runtime.launch.process import end_with_parent
 T = TypeVar("T")
 
 COORDINATOR, INDEX, COUNT = "LONGHAUL_COORDINATOR", "LONGHAUL_PROCESS_ID", "LONGHAUL_NUM_PROCESSES"
-"""Host and port of process 0, the process's number, how many there are: these come before what a cluster says."""
+"""Host and port of process 0, number of this process, number of processes; these override a cluster's."""
 
 SERVICE = "LONGHAUL_SERVICE"
-"""The headless service of a Kubernetes job, by which its pods find one another."""
+"""Headless service of a Kubernetes job, by which its pods find one another."""
 
 DEVICES = "LONGHAUL_LOCAL_DEVICES"
-"""CPU devices of each process, where --mesh does not say how many there are in all."""
+"""CPU devices of each process, if --mesh does not give their number."""
 
 AUTO = "auto"
-"""As the coordinator: JAX finds out by itself."""
+"""Coordinator's value for detection by JAX itself."""
 
 PORT = 8476
-"""Of the coordination service on process 0, where nobody says which."""
+"""Default port of the coordination service on process 0."""
 
 PATIENCE = 300
-"""Seconds in which all processes must have come."""
+"""Seconds within which all processes must join."""
 
 HEARTBEAT = 15
 """Seconds without a sign of life after which a process counts as dead."""
@@ -57,19 +57,19 @@ GRACE = 10
 """Seconds that a process has to end after process 0 did."""
 
 ALIKE = 2.0
-"""Seconds in which processes fail of the same."""
+"""Failures within this many seconds are taken to have one cause."""
 
 LISTEN = 0.5
-"""Seconds between two looks for signals while a process waits to be told something."""
+"""Seconds between two checks for signals while a process waits for a message."""
 
 
 class HostsError(ValueError):
-    """Processes that can't be told or joined; the message is one line."""
+    """Processes that cannot be identified or joined; the message is one line."""
 
 
 @dataclass(frozen=True)
 class Hosts:
-    """This process among `count`. `count` 0: JAX finds out."""
+    """This process among `count`. `count` 0: JAX detects it."""
 
     index: int = 0
     count: int = 1
@@ -84,30 +84,30 @@ ALONE = Hosts()
 
 
 def find(environment: Mapping[str, str], *, tpu: bool = False) -> Hosts:
-    """Who this process is by its environment; `tpu`: whether it runs on a TPU's machine.
+    """Place of this process by its environment; `tpu`: True on a TPU's machine.
 
-    Raises HostsError, one line, where the environment says a part, or what can't be.
+    Raises HostsError, one line, if the environment is incomplete or impossible.
     """
     if environment.get(COUNT) == "1":
         return ALONE
     if environment.get(COORDINATOR) == AUTO:
         return Hosts(0, 0, AUTO, COORDINATOR)
-    told = _slurm(environment) or _open_mpi(environment) or _kubernetes(environment) or _tpu(environment)
+    hosts = _slurm(environment) or _open_mpi(environment) or _kubernetes(environment) or _tpu(environment)
     given = [name for name in (COORDINATOR, INDEX, COUNT) if environment.get(name)]
-    if told is None and not given:
+    if hosts is None and not given:
         return Hosts(0, 0, AUTO, "TPU") if tpu else ALONE
-    told = told or Hosts(-1, 0, "", ", ".join(given))
-    index, count = (_number(environment, name, known) for name, known in ((INDEX, told.index), (COUNT, told.count)))
-    coordinator = environment.get(COORDINATOR) or told.coordinator
+    hosts = hosts or Hosts(-1, 0, "", ", ".join(given))
+    index, count = (_number(environment, name, known) for name, known in ((INDEX, hosts.index), (COUNT, hosts.count)))
+    coordinator = environment.get(COORDINATOR) or hosts.coordinator
     lacking = [n for n, lacks in ((COORDINATOR, not coordinator), (INDEX, index < 0), (COUNT, count < 1)) if lacks]
     if lacking:
         raise HostsError(
-            f"{told.told_by} is set, and {' and '.join(lacking)} not; set all of {COORDINATOR} (HOST:PORT of "
+            f"{hosts.told_by} is set, and {' and '.join(lacking)} not; set all of {COORDINATOR} (HOST:PORT of "
             f"process 0), {INDEX} and {COUNT}, or none"
         )
     if index >= count:
         raise HostsError(f"{INDEX} is {index}, and there are {count} processes; it must lie in 0 to {count - 1}")
-    return ALONE if count == 1 else Hosts(index, count, _with_port(coordinator), told.told_by)
+    return ALONE if count == 1 else Hosts(index, count, _with_port(coordinator), hosts.told_by)
 
 
 def _number(environment: Mapping[str, str], name: str, known: int) -> int:
@@ -127,7 +127,7 @@ def _with_port(coordinator: str) -> str:
 
 
 def _slurm(environment: Mapping[str, str]) -> Hosts | None:
-    """A task of `srun`. A batch script outside of `srun` is alone, however many tasks its job has."""
+    """Task of `srun`. A batch script outside of `srun` is alone, however many tasks its job has."""
     names = ("SLURM_JOB_ID", "SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_STEP_NODELIST")
     job, index, count, nodes = (environment.get(name, "") for name in names)
     if not (job.isdecimal() and index.isdecimal() and count.isdecimal() and nodes) or int(count) < 2:
@@ -137,7 +137,7 @@ def _slurm(environment: Mapping[str, str]) -> Hosts | None:
 
 
 def first_node(nodes: str) -> str:
-    """The first of a list of nodes as SLURM writes it: "a[007-015,020],b" -> "a007"."""
+    """First of a list of nodes in SLURM's notation: "a[007-015,020],b" -> "a007"."""
     found = re.match(r"(?:[^,\[]|\[[^\]]*\])+", nodes)
     if found is None:
         raise HostsError(f"SLURM_STEP_NODELIST is {nodes!r}, which names no node; set {COORDINATOR}")
@@ -145,7 +145,7 @@ def first_node(nodes: str) -> str:
 
 
 def _open_mpi(environment: Mapping[str, str]) -> Hosts | None:
-    """A process of `mpirun`; its host counts as that of process 0 unless LONGHAUL_COORDINATOR says otherwise."""
+    """Process of `mpirun`; its host counts as that of process 0 unless LONGHAUL_COORDINATOR is set."""
     index, count = (environment.get(f"OMPI_COMM_WORLD_{name}", "") for name in ("RANK", "SIZE"))
     if not (index.isdecimal() and count.isdecimal()) or int(count) < 2:
         return None
@@ -155,7 +155,7 @@ def _open_mpi(environment: Mapping[str, str]) -> Hosts | None:
 
 
 def _kubernetes(environment: Mapping[str, str]) -> Hosts | None:
-    """A pod of an indexed job whose manifest says the number of pods; else indices may mean anything."""
+    """Pod of an indexed job whose manifest gives the number of pods; other indices may mean anything."""
     index, count = environment.get("JOB_COMPLETION_INDEX", ""), environment.get(COUNT, "")
     if not (index.isdecimal() and count):
         return None
@@ -165,7 +165,7 @@ def _kubernetes(environment: Mapping[str, str]) -> Hosts | None:
 
 
 def _tpu(environment: Mapping[str, str]) -> Hosts | None:
-    """A worker of a TPU pod that knows the others by name, as under Kubernetes on Google's cloud."""
+    """Worker of a TPU pod that knows the others by name, as under Kubernetes on Google's cloud."""
     index, names = environment.get("TPU_WORKER_ID", ""), environment.get("TPU_WORKER_HOSTNAMES", "")
     workers = [name for name in names.split(",") if name]
     if not index.isdecimal() or len(workers) < 2 or environment.get("MEGASCALE_COORDINATOR_ADDRESS"):
@@ -174,7 +174,7 @@ def _tpu(environment: Mapping[str, str]) -> Hosts | None:
 
 
 def on_tpu(environment: Mapping[str, str]) -> bool:
-    """Whether this machine has a TPU that JAX will use."""
+    """True if this machine has a TPU that JAX will use."""
     there = any(Path(place).exists() for place in ("/dev/accel0", "/dev/vfio/0"))
     wanted = "tpu" in environment.get("JAX_PLATFORMS", "tpu")
     return there and wanted and importlib.util.find_spec("libtpu") is not None
@@ -184,18 +184,18 @@ def on_tpu(environment: Mapping[str, str]) -> bool:
 
 
 def start(hosts: Hosts) -> None:
-    """Joins the processes, before JAX runs; does nothing where this one is alone. Raises HostsError."""
+    """Join the processes, before JAX runs; does nothing for a single one. Raises HostsError."""
     end_with_parent()
     if hosts.count == 1:
         return
     import jax
 
     _redirect()
-    # JAX's own listener would take SIGTERM away from the run, which saves when it hears it.
+    # JAX's own listener would take SIGTERM away from the run, which saves on it.
     jax.config.update("jax_enable_preemption_service", False)
     jax.config.update("jax_cpu_collectives_implementation", "gloo")
     known = hosts.coordinator != AUTO
-    here = hosts.coordinator.startswith(("127.0.0.1:", "localhost:"))  # then nobody else's business
+    here = hosts.coordinator.startswith(("127.0.0.1:", "localhost:"))  # reachable from this machine only
     who = f"process {hosts.index} of {hosts.count} (by {hosts.told_by})"
     late = threading.Timer(PATIENCE, _give_up, [f"{who}: not all have met at {hosts.coordinator} in {PATIENCE} s"])
     late.daemon = True
@@ -222,7 +222,7 @@ def start(hosts: Hosts) -> None:
 
 
 def _check_port(coordinator: str, *, here: bool) -> None:
-    """Raises HostsError where another process listens at our port, on which JAX would crash."""
+    """Raise HostsError if another process listens at our port, on which JAX would crash."""
     host, _, port = coordinator.rpartition(":")
     with socket.socket() as tried:
         tried.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -235,13 +235,13 @@ def _check_port(coordinator: str, *, here: bool) -> None:
 
 
 def _give_up(line: str) -> None:
-    """Ends this process with one line, before JAX does with many."""
+    """End this process with one line, before JAX does with many."""
     print(f"longhaul: error: {line}; see to the others, and to the address", file=sys.stderr, flush=True)
     os._exit(1)
 
 
 def _redirect() -> None:
-    """What C++ prints of its connections goes to stderr: stdout is for results."""
+    """Redirect C++'s messages on its connections to stderr: stdout is for results."""
     sys.stdout.flush()
     ours = os.dup(1)
     os.dup2(2, 1)
@@ -253,24 +253,24 @@ def _short(error: BaseException) -> str:
 
 
 def together() -> bool:
-    """Whether this process was joined with others."""
+    """True if this process was joined with others."""
     import jax
 
     return bool(jax.distributed.is_initialized())
 
 
 def index() -> int:
-    """Of this process; 0 where it is alone. Does not start JAX's devices, as `jax.process_index` would."""
+    """Number of this process; 0 if alone. Does not start JAX's devices, as `jax.process_index` would."""
     return int(_state().process_id) if together() else 0
 
 
 def count() -> int:
-    """Processes that were joined; 1 where this one is alone."""
+    """Number of joined processes; 1 if alone."""
     return int(_state().num_processes) if together() else 1
 
 
 def _state() -> Any:
-    """JAX's own: there is no public way to the key-value store."""
+    """JAX's private state: there is no public way to the key-value store."""
     from jax._src import distributed
 
     return distributed.global_state
@@ -280,9 +280,9 @@ def _state() -> Any:
 
 
 def share(name: str, make: Callable[[], T]) -> T:
-    """What `make` returns in process 0, in all processes; it must be what JSON can hold. Each name once.
+    """Result of `make` in process 0, returned in all processes; it must fit JSON. Each name is used once.
 
-    Where it raises, it raises in process 0, and HostsError in the others.
+    An error of `make` is raised in process 0, and HostsError in the others.
     """
     if not together():
         return make()
@@ -298,7 +298,7 @@ def share(name: str, make: Callable[[], T]) -> T:
 
 
 def tell(name: str, value: Any) -> None:
-    """What the others `hear` of process 0 under this name, which is used once; elsewhere, or alone, nothing."""
+    """Send a message from process 0 to the others' `hear`; each name is used once. Elsewhere, or alone: nothing."""
     if together() and index() == 0:
         _tell(name, {"value": value})
 
@@ -308,14 +308,14 @@ def _tell(name: str, message: dict[str, Any]) -> None:
 
 
 def hear(name: str) -> Any:
-    """In another process: waits for what process 0 tells, as long as that lives. Raises HostsError where it failed."""
+    """Message of process 0, awaited in another process. Raises HostsError if process 0 failed."""
     while True:
         try:
             message = json.loads(_state().client.blocking_key_value_get(f"longhaul/{name}", int(1000 * LISTEN)))
         except RuntimeError as error:
             if "DEADLINE_EXCEEDED" not in str(error):
                 raise HostsError(f"process 0 is gone: {_short(error)}") from error
-            continue  # Python has looked for signals meanwhile
+            continue  # Python has handled signals meanwhile
         if "error" in message:
             raise HostsError(f"process 0 failed: {message['error']}")
         return message["value"]
@@ -325,7 +325,7 @@ END, BAD_INPUT, STOPPED = "end", 2, 75
 
 
 def lead(work: Callable[[], int]) -> int:
-    """`work` in process 0; -> its exit code, which the others hear, whatever happens. Alone: just `work`."""
+    """Run `work` in process 0; -> its exit code, which is sent to the others in any case. Alone: just `work`."""
     code = 1
     try:
         code = work()
@@ -341,10 +341,10 @@ def lead(work: Callable[[], int]) -> int:
 
 
 def follow(work: Callable[[], object]) -> int:
-    """`work` in another process; -> the exit code of process 0, when that has ended.
+    """Run `work` in another process; -> the exit code of process 0, once that has ended.
 
-    Where process 0 ends before `work` does, which may wait for it in vain, this process ends too: at once where process
-    0 failed, else `GRACE` seconds later.
+    If process 0 ends first, for which `work` may wait in vain, this process ends too: at once if process 0 failed, else
+    `GRACE` seconds later.
     """
     heard: list[int] = []
 
@@ -367,7 +367,7 @@ def follow(work: Callable[[], object]) -> int:
             listener.join(LISTEN)
         return heard[0]
     except BaseException as error:
-        listener.join(ALIKE)  # which ends this process if process 0 failed, too: most likely of the same
-        if not heard:  # without a farewell, for which process 0 may not come
+        listener.join(ALIKE)  # it ends this process if process 0 failed too: most likely one cause
+        if not heard:  # no farewell: process 0 may not answer
             print(f"longhaul: error: process {index()}: {_short(error)}", file=sys.stderr, flush=True)
         os._exit(heard[0] if heard else 1)

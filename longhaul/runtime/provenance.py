@@ -1,4 +1,4 @@
-"""What made a result: versions, machine, commit and command line; and a digest that says which parameters it has."""
+"""Provenance of a result: versions, machine, commit, command line, and a digest of the parameters."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ PACKAGES = ("jax", "jaxlib", "numpy", "optax", "orbax-checkpoint")
 
 
 def provenance() -> dict[str, Any]:
-    """As JSON can hold it; starts JAX's backend, to name the devices. What is unknown is None."""
+    """Provenance as JSON can hold it; unknown values are None. Starts JAX's backend, to name the devices."""
     devices = [device.device_kind for device in jax.devices()]
     return {
         "versions": {"longhaul": longhaul.__version__, **{name: _version(name) for name in PACKAGES}},
@@ -38,9 +38,9 @@ def provenance() -> dict[str, Any]:
 
 
 def commit(package: Path) -> str | None:
-    """The commit of the checkout whose root holds the folder `package`, with "+" where its files differ from it.
+    """Commit of the checkout whose root holds the folder `package`, with "+" if its files differ from it.
 
-    None where it is no checkout of its own: installed packages may lie below somebody else's.
+    None outside a checkout of its own: installed packages may lie below another one.
     """
     root = package.parent
     if not (root / ".git").exists():
@@ -55,7 +55,7 @@ def commit(package: Path) -> str | None:
 def params_sha256(params: PyTree) -> str:
     """SHA-256 over names, dtypes, shapes and bytes of the leaves in sorted order of names.
 
-    It is equal exactly where the parameters are, bit for bit, wherever they lie. Names are the leaves' paths.
+    Equal exactly if the parameters are equal bit for bit, on any device. Names are the leaves' paths.
     """
     arrays, table = named_leaves.split(params)
     digest = hashlib.sha256()
@@ -76,7 +76,7 @@ def _version(package: str) -> str | None:
 
 
 def _git(root: Path, *words: str) -> str | None:
-    """What git answers; None where there is no git, or it refuses."""
+    """Git's output; None if there is no git, or it fails."""
     try:
         done = subprocess.run(
             ["git", "-C", str(root), *words],

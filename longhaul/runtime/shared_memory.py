@@ -1,9 +1,9 @@
-"""Shared memory without a name, and wake-up pipes between the processes that map it.
+"""Anonymous shared memory, and wake-up pipes between the processes that map it.
 
-One process creates a block and hands its descriptor to its children; the system frees it when the last of them ends,
-however that ends. A `Plan` gives the position of each named array in a block. No lock lies in it: a process that dies
-can't hold what another one waits for. The only order is that of words of 8 bytes with one writer each, written after
-the data that they announce (stores are seen in order on x86-64; elsewhere the system calls of a `Wakeup` order them).
+One process creates a block and passes its descriptor to its children; the system frees it when the last of them ends,
+in any way. A `Plan` gives the position of each named array in a block. It has no lock: a dead process cannot hold one.
+Order comes only from words of 8 bytes with one writer each, written after the data that they announce (stores are seen
+in order on x86-64; elsewhere the system calls of a `Wakeup` order them).
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class Plan(NamedTuple):
 
 
 def plan(named: Iterable[tuple[str, Leaf]]) -> Plan:
-    """Arrays one after the other, each at the start of a cache line."""
+    """Plan of arrays one after the other, each at the start of a cache line."""
     regions: dict[str, Region] = {}
     size = 0
     for name, leaf in named:
@@ -59,7 +59,7 @@ def plan(named: Iterable[tuple[str, Leaf]]) -> Plan:
 
 
 def create(size: int) -> int:
-    """Descriptor of `size` bytes of zeros, which no path names."""
+    """Descriptor of `size` zero bytes without a path."""
     if hasattr(os, "memfd_create"):
         descriptor = os.memfd_create("longhaul", os.MFD_CLOEXEC)
     else:
@@ -81,10 +81,10 @@ def arrays(descriptor: int, planned: Plan) -> dict[str, np.ndarray]:
 
 
 class Wakeup:
-    """Pipe by which any number of processes or threads wake one that waits; wake-ups before it looks count as one.
+    """Pipe by which any number of processes or threads wake a waiting one; wake-ups before it looks count as one.
 
-    `reads` and `writes` are the ends; -1 where that end is in another process. A pipe whose other end is gone reports
-    it at once, so that nobody waits for a process that died.
+    `reads` and `writes` are the ends; -1 for an end in another process. A pipe reports at once that its other end is
+    gone, so that nobody waits for a dead process.
     """
 
     def __init__(self, reads: int, writes: int) -> None:
@@ -97,12 +97,12 @@ class Wakeup:
             os.set_blocking(writes, False)
 
     def wake(self) -> None:
-        """Wakes the waiting side; does nothing where the pipe is full or the other side is gone."""
+        """Wake the waiting side; does nothing if the pipe is full or the other side is gone."""
         with contextlib.suppress(BlockingIOError, BrokenPipeError):
             os.write(self.writes, b"!")
 
     def wait(self, seconds: float) -> bool:
-        """Sleeps until woken, or for so long; -> False where nobody is left who could wake it."""
+        """Sleep until woken, or for `seconds`; -> False if nobody is left to wake it."""
         if not self._poll.poll(seconds * 1000.0):
             return True
         try:
@@ -118,5 +118,5 @@ class Wakeup:
 
 
 def wakeup() -> Wakeup:
-    """A new one, with both ends."""
+    """Pipe with both ends."""
     return Wakeup(*os.pipe())

@@ -1,4 +1,4 @@
-"""Signals that ask a run to stop: noted when they come, heeded where all that was done is saved."""
+"""Stop signals of a run: noted on arrival, obeyed where all finished work is saved."""
 
 from __future__ import annotations
 
@@ -10,8 +10,7 @@ from contextlib import contextmanager
 from typing import Any
 
 MOMENT = 0.5
-"""Seconds in which signals count as one: `timeout`, say, sends its own to the process, and to the group that it is in.
-"""
+"""Seconds within which signals count as one: `timeout` sends its own to the process and to its group."""
 
 
 class Stopped(Exception):
@@ -23,10 +22,10 @@ class Stopped(Exception):
 
 
 class Stop:
-    """Whether SIGINT or SIGTERM came. A second one, not of the same moment, ends the process at once.
+    """Record of SIGINT or SIGTERM. A second one, after the same moment, ends the process at once.
 
-    It is noted, for what was done is to be saved first; where it is looked at, the run ends. Within `at_once` it raises
-    KeyboardInterrupt; not while a program compiles, which JAX may answer by a crash at the end of the process.
+    The run ends where it checks the record, so that finished work is saved first. Within `at_once` a signal raises
+    KeyboardInterrupt; not during compilation, which JAX may answer by a crash at the end of the process.
     """
 
     def __init__(self) -> None:
@@ -45,7 +44,7 @@ class Stop:
             raise KeyboardInterrupt
 
     def look(self, done: int) -> None:
-        """Raises Stopped if a signal came; `done` updates are saved."""
+        """Raise Stopped if a signal came; `done` updates are saved."""
         if self.signal is not None:
             raise Stopped(done)
 
@@ -60,7 +59,7 @@ class Stop:
 
 @contextmanager
 def listening() -> Iterator[Stop]:
-    """Signals go to the main thread alone: in another one, nothing is heard."""
+    """Context that records signals. They go to the main thread alone: in another thread, none is recorded."""
     stop = Stop()
     if threading.current_thread() is not threading.main_thread():
         yield stop

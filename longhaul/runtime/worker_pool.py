@@ -1,4 +1,4 @@
-"""Worker processes that make data with NumPy, beside a parent that may run JAX."""
+"""Worker processes for NumPy work, beside a parent that may run JAX."""
 
 from __future__ import annotations
 
@@ -9,31 +9,43 @@ from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager
 from multiprocessing import get_context, parent_process
+from pathlib import Path
 
 GRACE = 5.0
 """Seconds after SIGTERM until a worker ends by itself."""
 
 
 def pool(workers: int) -> ProcessPoolExecutor:
-    """A pool of fresh processes (a fork of one that runs JAX's threads may hang), one thread of arithmetic each."""
+    """Pool of fresh processes with one arithmetic thread each; a fork of a process with JAX's threads may hang."""
     os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
     return ProcessPoolExecutor(workers, mp_context=get_context("spawn"), initializer=attend)
 
 
 @contextmanager
 def ending(made: ProcessPoolExecutor) -> Iterator[ProcessPoolExecutor]:
-    """Waits for a pool at the end; what it has not begun when there is an error it never does."""
+    """Context that waits for a pool at its end; on an error, pending work is cancelled."""
     try:
         yield made
     finally:
         made.shutdown(cancel_futures=True)
 
 
-def attend() -> None:
-    """In a worker: leaves Ctrl-C and SIGTERM to its parent, and ends when that ends, be it killed.
+def machine_memory() -> int | None:
+    """Bytes of this machine's memory, or of its container's. None if unknown."""
+    if not hasattr(os, "sysconf"):
+        return None
+    total = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    limit = Path("/sys/fs/cgroup/memory.max")  # a container's limit
+    if limit.exists() and (text := limit.read_text().strip()).isdigit():
+        total = min(total, int(text))
+    return total
 
-    Both come to whole groups of processes. A parent that hears them ends its pool, which would be broken if workers
-    died before. A pool that is broken ends its workers by SIGTERM: so that is heeded after `GRACE`, too.
+
+def attend() -> None:
+    """Worker's initialiser: leaves Ctrl-C and SIGTERM to its parent, and ends with the parent, even if killed.
+
+    Both signals come to whole groups of processes. A parent ends its pool on them, which would break if workers died
+    first. A broken pool ends its workers by SIGTERM, so that is obeyed after `GRACE`.
     """
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, _end_soon)

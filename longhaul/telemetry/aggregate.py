@@ -1,4 +1,4 @@
-"""Updates' rows of metrics summed up as records, so that what a run logs does not grow with its length."""
+"""Aggregation of updates' metric rows into records, so that a run's log does not grow with its length."""
 
 from __future__ import annotations
 
@@ -12,23 +12,23 @@ Record = dict[str, float]
 
 
 def is_peak(name: str) -> bool:
-    """Whether the greatest counts, not the mean."""
+    """True if the maximum counts, not the mean."""
     return name.startswith("peak/") or name.endswith("_max")
 
 
 class Sums:
-    """Sums over the updates since the last record. What is `pending` goes with a checkpoint, and comes back with it."""
+    """Sums over the updates since the last record; checkpoints hold them as `pending`."""
 
     def __init__(self, pending: Mapping[str, Any] | None = None):
         self.updates: int = pending["updates"] if pending else 0
         self._totals: Record = dict(pending["totals"]) if pending else {}
 
     def add(self, n: int, rows: Mapping[str, np.ndarray]) -> None:
-        """Adds the first n updates of `rows`, arrays [n or more] by name.
+        """Add the first n updates of `rows`, arrays [n or more] by name.
 
-        "episodes" counts those that ended, "episode/NAME" sums over those of them that tell it: "episodes/NAME", or
-        all where there is no such count. "peak/NAME" is the greatest of an update, -inf where there was none, and
-        so is "NAME_max". The others are an update's own.
+        "episodes" counts the ended episodes. "episode/NAME" is a sum over those that report it: "episodes/NAME" of
+        them, or all without such a count. "peak/NAME" and "NAME_max" are an update's maxima, -inf if there was none.
+        All others are one value an update.
         """
         for name, values in rows.items():
             if is_peak(name):
@@ -41,13 +41,13 @@ class Sums:
         self.updates += n
 
     def pending(self) -> dict[str, Any]:
-        """As JSON can hold it, every bit."""
+        """The sums as exact JSON."""
         return {"updates": self.updates, "totals": dict(self._totals)}
 
     def take(self) -> Record:
-        """The record of at least one update: an episode's mean, the greatest of peaks, the rest's mean; begins anew.
+        """Record of at least one update: means over episodes, maxima of peaks, means of the rest. Resets the sums.
 
-        Where no episode ended, its return is NaN; a metric that no episode told is left out.
+        Without an ended episode the return is NaN; a metric that no episode reported is left out.
         """
         totals, updates = self._totals, self.updates
         episodes = totals.pop("episodes")
@@ -57,9 +57,9 @@ class Sums:
             if is_peak(name):
                 record[name] = total
                 continue
-            told = "episodes/" + name.removeprefix("episode/")
-            count = counts.get(told, episodes) if name.startswith("episode/") else updates
-            if count or told not in counts:
+            reporting = "episodes/" + name.removeprefix("episode/")
+            count = counts.get(reporting, episodes) if name.startswith("episode/") else updates
+            if count or reporting not in counts:
                 record[name] = total / count if count else math.nan
         self.updates, self._totals = 0, {}
         return record

@@ -1,4 +1,4 @@
-"""Learning curves as SVG, made on the server side: no script is needed to read them, a small one shows values on hover.
+"""Learning curves as static SVG; a small script shows values on hover.
 
 Text and lines take their colours from the page (assets/page.css, assets/curves.css).
 """
@@ -13,14 +13,14 @@ from typing import NamedTuple
 import numpy as np
 
 POINTS = 2000
-"""Points that a line keeps at most; longer ones keep the least and the greatest of each stretch."""
+"""Largest number of points of a line; longer ones keep the minimum and maximum of each stretch."""
 
 SMOOTH_FROM = 80
-"""Points from which a line is drawn faint with its running mean over it."""
+"""Number of points from which a line is drawn faint under its running mean."""
 
 WIDTH, HEIGHT = 360, 210
 LEFT, RIGHT, TOP, BOTTOM = 46, 10, 10, 34
-"""The figure and the margins around its axes, in SVG units (pixels at the usual size)."""
+"""Size of the figure and margins around its axes, in SVG units (pixels at the usual size)."""
 
 PREFIXES = ((1e9, "G"), (1e6, "M"), (1e3, "k"))
 
@@ -31,12 +31,12 @@ class Series(NamedTuple):
     name: str
     x: np.ndarray  # float64 [P]
     y: np.ndarray  # float64 [P]
-    low: np.ndarray | None = None  # float64 [P]: of a band around the line, drawn up to `high`
+    low: np.ndarray | None = None  # float64 [P]: lower edge of a band around the line, up to `high`
     high: np.ndarray | None = None
 
 
 class Axes(NamedTuple):
-    """From values to places in the figure."""
+    """Map from values to positions in the figure."""
 
     left: float
     right: float
@@ -53,7 +53,7 @@ class Axes(NamedTuple):
 
 
 def figure(title: str, series: Sequence[Series], x_label: str, unit: str = "") -> str:
-    """A `<figure>` with the curves of `series`, or an empty string where no line has a finite value."""
+    """A `<figure>` with the curves of `series`; empty if no line has a finite value."""
     drawn = [thin(line) for line in series if np.isfinite(line.y).any()]
     if not drawn:
         return ""
@@ -75,7 +75,7 @@ def figure(title: str, series: Sequence[Series], x_label: str, unit: str = "") -
 
 
 def thin(line: Series, limit: int = POINTS) -> Series:
-    """At most `limit` points, a stretch's least and greatest value kept, so that no spike is lost."""
+    """Line of at most `limit` points, with the minimum and maximum of each stretch, so that no spike is lost."""
     count = len(line.x)
     if count <= limit:
         return line
@@ -91,7 +91,7 @@ def thin(line: Series, limit: int = POINTS) -> Series:
 
 
 def smooth(y: np.ndarray, window: int) -> np.ndarray:
-    """The mean of the finite values within `window` points (odd) around each; NaN where there are none."""
+    """Mean of the finite values within `window` points (odd) around each; NaN if there are none."""
     known = np.isfinite(y)
     kernel = np.ones(window)
     total = np.convolve(np.where(known, y, 0.0), kernel, "same")
@@ -111,7 +111,7 @@ def ticks(low: float, high: float, count: int = 5) -> list[float]:
 
 
 def short(value: float, step: float | None = None) -> str:
-    """A number for an axis: 1.5M, 200k, 0.25, 3e-4; with a `step`, just the digits that tell its multiples apart."""
+    """Number for an axis: 1.5M, 200k, 0.25, 3e-4; with a `step`, just the digits that separate its multiples."""
     if value == 0:
         return "0"
     size = abs(value)
@@ -134,7 +134,7 @@ def _axes(series: Sequence[Series]) -> Axes:
     if high - low < 1e-9 * max(abs(high), abs(low), 1e-6):
         low, high = low - 0.5 * max(abs(low), 1e-3), high + 0.5 * max(abs(high), 1e-3)
     margin = 0.06 * (high - low)
-    # a quantity that is never negative keeps its axis there, so that a glance at it is not misled
+    # zero stays in view for a quantity that is never negative
     bottom = 0.0 if 0 <= low < 0.25 * high else low - margin
     return Axes(left, right, bottom, high + margin)
 
@@ -187,7 +187,7 @@ def _path(x: np.ndarray, y: np.ndarray, axes: Axes) -> str:
 
 
 def _dots(line: Series, axes: Axes, colour: int) -> str:
-    """Discs at points without neighbours, of which a line shows nothing."""
+    """Discs at points without neighbours, which a line would not show."""
     known = np.concatenate([[False], np.isfinite(line.y), [False]])
     alone = known[1:-1] & ~known[:-2] & ~known[2:]
     xs, ys = axes.x(line.x[alone]).tolist(), axes.y(line.y[alone]).tolist()

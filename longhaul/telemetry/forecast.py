@@ -1,7 +1,7 @@
-"""What more training is forecast to bring a run, of its records: the ceiling of its return, and whether to go on.
+"""Forecast of a run's return from its records: its ceiling, and the gain of further training.
 
-Compute is agent steps since rewards began to teach: a warm start that imitates is left out. Long runs are averaged in
-parts of equal length. A run whose return has not bent has no forecast, and is told so.
+Compute is agent steps since rewards are learnt from, without an imitating warm start. Long runs are averaged over parts
+of equal length. A run whose return has not bent yet gets no forecast.
 """
 
 from __future__ import annotations
@@ -17,34 +17,34 @@ from longhaul.telemetry.reward_ceiling import Fit
 RETURN, STEPS, TAUGHT = "episode/return", "agent_steps", "grpo/taught"
 
 POINTS = 200
-"""Most points that are fitted."""
+"""Largest number of fitted points."""
 
 WORTH = 0.01
-"""Of the way from the first return to the ceiling: what twice the steps must be forecast to bring."""
+"""Least gain worth twice the steps, as a share of the way from the first return to the ceiling."""
 
 
 class Forecast(NamedTuple):
-    """Returns in their own units; `steps` are agent steps from rewards."""
+    """Returns in their own units; `steps` are agent steps since rewards are learnt from."""
 
     fit: Fit
-    steps: float  # behind
-    now: float  # the fitted return there
-    doubled: float  # after twice as many
-    go_on: bool  # the stop rule's opposite
+    steps: float  # so far
+    now: float  # fitted return there
+    doubled: float  # fitted return after twice as many
+    go_on: bool  # opposite of the stop rule
 
 
 def points(records: Sequence[Mapping[str, Any]]) -> tuple[np.ndarray, np.ndarray]:
-    """(agent steps since rewards began, return) of the records that have one, in at most `POINTS` parts."""
-    begun, rows = 0.0, []
+    """(agent steps since rewards are learnt from, return) of the records with a return, in at most `POINTS` parts."""
+    first, rows = 0.0, []
     for record in records:
         steps, value, taught = (record.get(name) for name in (STEPS, RETURN, TAUGHT))
         if not isinstance(steps, int | float):
             continue
         if isinstance(taught, int | float) and taught > 0.0:
-            begun = float(steps)
-        elif isinstance(value, int | float) and np.isfinite(value) and steps > begun:
+            first = float(steps)
+        elif isinstance(value, int | float) and np.isfinite(value) and steps > first:
             rows.append((float(steps), float(value)))
-    kept = np.array([(steps - begun, value) for steps, value in rows if steps > begun]).reshape(-1, 2)
+    kept = np.array([(steps - first, value) for steps, value in rows if steps > first]).reshape(-1, 2)
     if len(kept) > POINTS:
         parts = np.array_split(kept, POINTS)
         kept = np.array([part.mean(axis=0) for part in parts])
@@ -52,7 +52,7 @@ def points(records: Sequence[Mapping[str, Any]]) -> tuple[np.ndarray, np.ndarray
 
 
 def forecast(records: Sequence[Mapping[str, Any]]) -> Forecast:
-    """What lies ahead of a run. Raises ValueError, one line, where nothing can be told yet."""
+    """Forecast of a run. Raises ValueError, one line, if there are too few records."""
     steps, value = points(records)
     if len(steps) < reward_ceiling.LEAST:
         raise ValueError(
@@ -65,7 +65,7 @@ def forecast(records: Sequence[Mapping[str, Any]]) -> Forecast:
 
 
 def said(records: Sequence[Mapping[str, Any]]) -> list[tuple[str, str]]:
-    """The forecast in words, a name and a line each; none where records have no return."""
+    """Forecast in words, a name and a line each; none if records have no return."""
     if not len(points(records)[0]):
         return []
     try:
@@ -73,6 +73,6 @@ def said(records: Sequence[Mapping[str, Any]]) -> list[tuple[str, str]]:
     except ValueError as error:
         return [("ceiling", f"none yet: {error}")]
     low, high = found.fit.intervals["ceiling"]
-    told = f"{found.fit.law.ceiling:.4g} (90 %: {low:.4g} to {high:.4g}); the return is at {found.now:.4g}"
+    line = f"{found.fit.law.ceiling:.4g} (90 %: {low:.4g} to {high:.4g}); the return is at {found.now:.4g}"
     worth = "worth it" if found.go_on else f"less than {WORTH:.0%} of the way: stop"
-    return [("ceiling", told), ("twice the steps", f"{found.doubled - found.now:+.3g} forecast, {worth}")]
+    return [("ceiling", line), ("twice the steps", f"{found.doubled - found.now:+.3g} forecast, {worth}")]

@@ -1,25 +1,24 @@
-"""Is a run healthy? From its records, one after the other, to findings that begin and end.
+"""Health checks of a run: findings that begin and end, from its records one after the other.
 
-A finding begins where a value has passed its bound and ends where it is well back within it, so that a value at the
-bound is not said again and again. Values are medians of a few records: one odd record is no finding. Whether a return
-still rises is asked of the means of `BLOCKS` stretches of the window, by Mann and Kendall's test for a trend (Mann
-1945, Kendall 1975) and Theil and Sen's slope (Sen 1968), which neither an outlier nor a change of spread deceives.
+A finding begins when a value passes its bound and ends when it is well back within it, so that a value at the bound is
+reported once. Values are medians of a few records: one odd record is no finding. A rising return is detected from the
+means of `BLOCKS` stretches of the window by Mann and Kendall's trend test (Mann 1945, Kendall 1975) and Theil and Sen's
+slope (Sen 1968), which are robust to outliers and to changes of spread.
 
-All is a function of the records: a run that goes on from a checkpoint feeds those before it again, and stands where it
-stood.
+All is a function of the records: a resumed run replays the earlier ones and reaches the same state.
 """
 
 from __future__ import annotations
 
+import itertools
 import math
 import statistics
 from collections import deque
-from collections.abc import Callable, Container, Iterable, Mapping
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from longhaul.telemetry.sinks import of_learning
-from longhaul.telemetry.trend import trend
 
 Record = Mapping[str, Any]
 
@@ -27,95 +26,95 @@ BLOCKS = 12
 """Stretches of the window whose mean returns are compared."""
 
 WARM_UP = 0.03
-"""Share of a run at whose begin numbers are extreme in good health."""
+"""Share of a run at its start in which a healthy run has extreme values."""
 
 SMOOTH, MOST_SMOOTH = 0.02, 5
-"""A value is the median over this share of the run's records, at most so many of them."""
+"""Share of the run's records in the median of a value, and the most records in it."""
 
 MEMORY = 1024
-"""Records that medians of the past go over."""
+"""Records kept for medians of the past."""
 
 USUAL = {"sps": "speed", "value_loss": "value loss"}
 """Metrics whose past is kept, with the check that compares them with it."""
 
 BACK = 0.8
-"""Below this share of an upper bound a finding ends."""
+"""Share of an upper bound below which a finding ends."""
 
 FLAT, CERTAIN = 1.0, 2.33
-"""Standard deviations of Kendall's S: below the first there is no trend; 1 % of curves without a trend pass the other.
+"""Standard deviations of Kendall's S: below the first there is no trend; 1 % of curves without a trend pass the second.
 """
 
 LITTLE = 0.05
-"""Share of all that was gained: a smaller gain over the window is none."""
+"""Share of the total gain below which a gain over the window counts as none."""
 
 COOL = 0.25
-"""Below this share of the largest learning rate a return that stands still is what annealing is for."""
+"""Share of the largest learning rate below which a flat return is the effect of annealing."""
 
 LONGER, LOST = 1.2, 0.5
-"""How much longer episodes must get to count as stalling; the share of the gain that must be lost to be a loss."""
+"""Growth of episodes' length that counts as stalling; share of the gain whose loss counts as a loss of return."""
 
 SLOW, SLOW_SECONDS = 0.5, 30.0
-"""Share of its own median below which speed is low, and for how long it must be."""
+"""Share of its own median below which speed is low, and the seconds for which it must be."""
 
 SILENCE = 0.1
 """Share of a run in which some episode should end."""
 
 NOTHING = -0.1
-"""Explained variance of a critic that says less than its targets' mean does, of which it is 0."""
+"""Explained variance of a critic that is worse than its targets' mean, whose value is 0."""
 
 EXPLODES = 100.0
-"""Times its own median that the value loss may be."""
+"""Multiple of its own median at which the value loss counts as exploding."""
 
 
 @dataclass(frozen=True)
 class Bounds:
-    """What a healthy run keeps to. None leaves a check out, or has its bound chosen."""
+    """Bounds of a healthy run. None disables a check, or chooses its bound."""
 
     watch: bool = True
-    entropy: float | None = None  # nats, at least; None: chosen by the space of actions
+    entropy: float | None = None  # nats, at least; None: by the action space
     kl: float | None = 0.06  # approx_kl in nats, at most
-    clip: float | None = 0.30  # share of ratios that are clipped, at most
+    clip: float | None = 0.30  # share of clipped ratios, at most
     window: float | None = 0.25  # share of the run in which the return should rise
-    solved: float | None = None  # a return from which on it need not rise
+    solved: float | None = None  # return that need not rise further
 
 
 class Plan(NamedTuple):
-    """What a run sets out to do."""
+    """Planned size of a run."""
 
     updates: int
-    entropy: float | None = None  # nats below which a policy of these actions has collapsed
-    longest: int = 0  # updates that the longest episode takes; 0: not known
+    entropy: float | None = None  # nats below which a policy with these actions has collapsed
+    longest: int = 0  # updates in the longest episode; 0: unknown
 
 
 class Reading(NamedTuple):
-    """One check at one record."""
+    """Result of one check at one record."""
 
     value: float
     bound: float
     bad: bool  # a finding begins
-    good: bool  # it ends; where neither, all stays as it is
+    good: bool  # a finding ends; if neither, the state stays
     says: str  # "entropy is 0.01 nats, below 0.03"
-    since: int | None = None  # update; None: that of the record
+    since: int | None = None  # update; None: the record's
 
 
 class Finding(NamedTuple):
     check: str
-    value: float  # at its beginning
+    value: float  # at its start
     bound: float
     says: str
     remedy: str
     since: int  # update
-    until: int | None = None  # update at which it ended; None: it lasts
+    until: int | None = None  # update at which it ended; None while it lasts
 
 
 class Event(NamedTuple):
-    """A finding begins (`until` is None) or ends."""
+    """Start (`until` is None) or end of a finding."""
 
     update: int
     finding: Finding
 
     def line(self) -> str:
-        """As one would say it."""
+        """The event as one line."""
         found = self.finding
         if found.until is None:
             return f"warning: {found.says} (since update {found.since}); {found.remedy}"
@@ -123,7 +122,7 @@ class Event(NamedTuple):
 
 
 class Block(NamedTuple):
-    """The episodes that ended in a stretch of updates."""
+    """Episodes that ended in a stretch of updates."""
 
     update: int  # of its first record
     returns: float
@@ -138,20 +137,20 @@ REMEDIES = {
     "clip": "most steps are cut off: lower --lr or --update-epochs, or enlarge the batch",
     "value loss": "lower --lr, or scale the rewards with --reward-scale",
     "critic": "values say less than their mean: scale the rewards with --reward-scale, or lower --lr",
-    "episodes": "nothing is told of returns: see that episodes end, or that they have a time limit",
+    "episodes": "no return is reported: see that episodes end, or that they have a time limit",
     "plateau": "stop where that is good enough; else change --ent-coef or --lr, or enlarge the batch",
     "stalling": "the agent plays for time: reward what ends an episode well, or make waiting cost something",
     "loss of return": "go back to a checkpoint before, with a lower --lr or a smaller --clip-eps",
     "speed": "see what else runs on this machine, and longhaul doctor RECIPE",
 }
-"""Every check with what to do, in the order in which they are told."""
+"""Remedy of every check, in the order of reports."""
 
 GRAVE = ("finite", "lr", "entropy", "kl", "clip", "value loss", "critic", "episodes", "loss of return")
-"""Findings that make a run fail where they last to its end; the others are for a human to judge."""
+"""Findings that fail a run if they last to its end; the others are for a human to judge."""
 
 
 class Past:
-    """What checks need to know of the records so far."""
+    """State of the checks after the records so far."""
 
     def __init__(self, plan: Plan, bounds: Bounds):
         self.plan, self.bounds = plan, bounds
@@ -163,7 +162,7 @@ class Past:
         self._smooth: int | None = None
         self._steps = 0.0
         self.lr, self.largest_lr = math.inf, 0.0
-        self.heard = 0  # the last update that an episode's end was told of
+        self.heard = 0  # last update with an ended episode
         self.first: Block | None = None
         self.best = -math.inf  # median of three blocks
         self.blocks: deque[Block] = deque(maxlen=BLOCKS)
@@ -174,27 +173,27 @@ class Past:
         return self.update > WARM_UP * self.plan.updates
 
     def add(self, record: Record, ill: Container[str]) -> None:
-        """Takes one more record, while the checks named in `ill` have findings that last: what is usual stays then."""
+        """Add one more record; a series with a lasting finding (`ill`) leaves its usual values as they are."""
         self.now = {name: _number(value) for name, value in record.items() if not isinstance(value, str)}
         since, self.update = self.update, int(record["update"])
         if self._smooth is None:
             planned = self.plan.updates / max(self.update, 1)
             self._smooth = int(min(max(SMOOTH * planned, 1), MOST_SMOOTH))
-        told = self.now | {short: value for name, value in self.now.items() if (short := of_learning(name))}
-        self.lr = told.get("lr", math.inf)
-        self._recent.append(told)
+        metrics = self.now | {short: value for name, value in self.now.items() if (short := of_learning(name))}
+        self.lr = metrics.get("lr", math.inf)
+        self._recent.append(metrics)
         for name, series in self._series.items():
-            if self.warm and USUAL[name] not in ill and math.isfinite(value := told.get(name, math.nan)):
+            if self.warm and USUAL[name] not in ill and math.isfinite(value := metrics.get(name, math.nan)):
                 series.append(value)
         steps, sps = self.now.get("agent_steps", math.nan), self.now.get("sps", math.nan)
         if steps > self._steps and sps > 0:
             self._calls.append((steps - self._steps, (steps - self._steps) / sps))
         self._steps = steps
-        self.largest_lr = max(self.largest_lr, told.get("lr", 0.0))
+        self.largest_lr = max(self.largest_lr, metrics.get("lr", 0.0))
         self._hear(since)
 
     def _hear(self, since: int) -> None:
-        """Episodes that ended, into blocks."""
+        """Add ended episodes to blocks."""
         count, returns = self.now.get("episode/count", 0.0), self.now.get("episode/return", math.nan)
         if count > 0:
             self.heard = self.update
@@ -211,21 +210,20 @@ class Past:
             self._open = []
 
     def recent(self, name: str) -> float | None:
-        """The median of the last records' values; None where there is none. A metric of learning goes without the name
-        of the algorithm."""
+        """Median of the last records' values; None if there is none. Learning metrics lack the algorithm's name."""
         values = [record[name] for record in list(self._recent)[-(self._smooth or 1) :] if name in record]
         values = [value for value in values if math.isfinite(value)]
         return statistics.median(values) if values else None
 
     def usual(self, name: str) -> float | None:
-        """The median over the past of a series that is kept; None where there is too little of it."""
+        """Median over the past of a kept series; None if it is too short."""
         series = self._series[name]
         return statistics.median(series) if len(series) >= 4 * MOST_SMOOTH else None
 
     def speed(self) -> float | None:
-        """The median of agent steps a second over the records of the last `SLOW_SECONDS`, some at least; None before.
+        """Median of agent steps a second over the records of the last `SLOW_SECONDS`; None before there are enough.
 
-        One record that took long (a laptop that slept) does not count, nor do many short ones in one bad moment.
+        Neither one long record (a laptop that slept) nor many short ones in one bad moment change it.
         """
         rates, seconds = [], 0.0
         for steps, passed in reversed(self._calls):
@@ -236,21 +234,42 @@ class Past:
         return None
 
     def level(self) -> float:
-        """The median return of the last three blocks, of which there must be three."""
+        """Median return of the last three blocks, which must exist."""
         return statistics.median(block.returns for block in list(self.blocks)[-3:])
 
     def gained(self) -> float:
-        """How far the return has come since the first block, at best; of three blocks at least."""
+        """Largest gain of the return since the first block, over three blocks at least."""
         return self.best - self.first.returns if self.first and math.isfinite(self.best) else 0.0
 
     def solved(self) -> bool:
-        """The return of the last blocks is one from which on it need not rise."""
+        """True if the return of the last blocks need not rise further."""
         wanted = self.bounds.solved
         return wanted is not None and len(self.blocks) >= 3 and self.level() >= wanted
 
 
+class Trend(NamedTuple):
+    """Mann and Kendall's trend test of a curve, with Theil and Sen's slope."""
+
+    z: float  # Kendall's S in standard deviations, above 0 for rising values
+    gain: float  # Sen's slope from the first value to the last
+    noise: float  # deviation of a value from its neighbours'
+
+
+def trend(values: Sequence[float]) -> Trend:
+    """Trend of at least three values at equal distances; ties count as neither rise nor fall."""
+    n = len(values)
+    pairs = [(j - i, values[j] - values[i]) for i, j in itertools.combinations(range(n), 2)]
+    s = sum((rise > 0) - (rise < 0) for _, rise in pairs)
+    ties = [len(list(same)) for _, same in itertools.groupby(sorted(values))]
+    variance = (n * (n - 1) * (2 * n + 5) - sum(t * (t - 1) * (2 * t + 5) for t in ties)) / 18
+    z = (s - (s > 0) + (s < 0)) / math.sqrt(variance) if variance > 0 else 0.0
+    steps = [abs(b - a) for a, b in itertools.pairwise(values)]
+    noise = 1.4826 * statistics.median(steps) / math.sqrt(2.0)
+    return Trend(z, (n - 1) * statistics.median(rise / apart for apart, rise in pairs), noise)
+
+
 def _number(value: Any) -> float:
-    """NaN for null, which is what a file has for it."""
+    """NaN for null, as files have it."""
     return math.nan if value is None else float(value)
 
 
@@ -258,7 +277,7 @@ def _number(value: Any) -> float:
 
 
 def _most(past: Past, metric: str, bound: float | None, name: str, unit: str = "") -> Reading | None:
-    """A value that must stay below a bound."""
+    """Reading of a value that must stay below a bound."""
     value = past.recent(metric)
     if bound is None or value is None or not past.warm:
         return None
@@ -299,7 +318,7 @@ def _value_loss(past: Past) -> Reading | None:
 
 
 def _critic(past: Past) -> Reading | None:
-    """Where the return has risen, values that say little do no harm: targets of a solved task hardly differ."""
+    """Explained variance; harmless once the return has risen: targets of a solved task hardly differ."""
     value = past.recent("explained_variance")
     if value is None or len(past.blocks) < BLOCKS:
         return None
@@ -377,11 +396,11 @@ CHECKS: dict[str, Callable[[Past], Reading | None]] = {
     "loss of return": _lost,
     "speed": _speed,
 }
-"""name -> what it reads off the past; None where it can't say (yet)."""
+"""Check by name; None means no reading yet."""
 
 
 class Watch:
-    """Findings of a run, record by record. `readings` are the last that each check gave."""
+    """Findings of a run, record by record. `readings` are the last of each check."""
 
     def __init__(self, plan: Plan, bounds: Bounds):
         self._past = Past(plan, bounds)
@@ -390,7 +409,7 @@ class Watch:
         self.readings: dict[str, Reading] = {}
 
     def look(self, record: Record) -> list[Event]:
-        """What begins or ends with this record."""
+        """Events of this record."""
         self._past.add(record, self._lasting)
         update, events = self._past.update, []
         for check, read in CHECKS.items():
@@ -411,12 +430,12 @@ class Watch:
         return events
 
     def findings(self) -> list[Finding]:
-        """All so far, by their beginning; those that are over too."""
+        """All findings so far, ended ones too, by their start."""
         return sorted([*self._over, *self._lasting.values()], key=lambda found: found.since)
 
 
 def review(records: Iterable[Record], plan: Plan, bounds: Bounds) -> Watch:
-    """A Watch that has looked at all `records`."""
+    """Watch after all `records`."""
     watch = Watch(plan, bounds)
     for record in records:
         watch.look(record)

@@ -1,7 +1,7 @@
-"""A run's health while it runs: a sink of records that says what begins and what ends, and keeps it in `health.jsonl`.
+"""Health of a running run: a sink of records that reports findings and stores them in `health.jsonl`.
 
-What it keeps follows from the records of `metrics.jsonl` and the bounds alone: a run that goes on has both made again
-from the records that stay.
+The file follows from the records of `metrics.jsonl` and the bounds alone: a resumed run rebuilds it from the records
+that remain.
 """
 
 from __future__ import annotations
@@ -24,19 +24,19 @@ from longhaul.types import Spec
 FILE = "health.jsonl"
 
 SHARE = 0.02
-"""Of the largest entropy of a choice: below it the policy has all but decided, whatever it sees."""
+"""Share of a choice's largest entropy below which a policy is nearly deterministic."""
 
 NATS = 6.0
-"""Below a uniform distribution over an action's range, for each of its numbers: a deviation of 0.06 % of the range."""
+"""Nats below a uniform distribution over the range of each number of an action: a deviation of 0.06 % of the range."""
 
 
 def plan(spec: Spec, updates: int, num_steps: int) -> Plan:
-    """What a run of `updates` updates, of `num_steps` steps each, sets out to do in environments of `spec`."""
+    """Plan of a run of `updates` updates of `num_steps` steps in environments of `spec`."""
     return Plan(updates, least_entropy(spec.action), math.ceil((spec.max_steps or 0) / num_steps))
 
 
 def least_entropy(action: Action) -> float:
-    """Entropy in nats below which a policy of such actions has collapsed."""
+    """Entropy in nats below which a policy with these actions has collapsed."""
     match action:
         case Discrete(n):
             return SHARE * math.log(n)
@@ -48,10 +48,9 @@ def least_entropy(action: Action) -> float:
 
 
 def watch(folder: Path, plan: Plan, bounds: Bounds, note: Callable[[str], None]) -> sinks.Sink:
-    """The sink of a run in `folder`, whose records so far are in metrics.jsonl there; `note` takes a line of text.
+    """Sink of a run in `folder`, whose records so far are in metrics.jsonl there; `note` takes a line of text.
 
-    Findings that last from before are said once more: who goes on with a run should know. An event is in the file
-    before it is said.
+    Lasting findings are reported again at a resume. An event is in the file before it is reported.
     """
     if not bounds.watch:
         return sinks.Sink(lambda record: None, lambda: None)
@@ -62,7 +61,7 @@ def watch(folder: Path, plan: Plan, bounds: Bounds, note: Callable[[str], None])
     for finding in seen.findings():
         if finding.until is None:
             note(Event(finding.since, finding).line())
-    out: list[sinks.Patient] = []  # opened with the first event: a run in good health has no such file
+    out: list[sinks.Patient] = []  # opened with the first event: a healthy run has no such file
 
     def write(record: Record) -> None:
         for event in seen.look(record):
@@ -75,7 +74,7 @@ def watch(folder: Path, plan: Plan, bounds: Bounds, note: Callable[[str], None])
 
 
 def _rewrite(path: Path, events: Sequence[Event]) -> None:
-    """What a run that is gone on with has said until there, no more."""
+    """Rewrite the file of a resumed run with the events up to there."""
     path.unlink(missing_ok=True)
     if events:
         text = "".join(json.dumps(plain(event)) + "\n" for event in events)
@@ -96,7 +95,7 @@ def _finite(value: Any) -> Any:
 
 
 def read(folder: Path) -> list[Finding]:
-    """The findings of a folder's file, by their beginning; none where there is no file."""
+    """Findings of a folder's file, by their start; none without a file."""
     path = folder / FILE
     lines = sinks.read(path) if path.exists() else []
     found: dict[tuple[str, int], Finding] = {}

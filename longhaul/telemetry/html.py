@@ -1,4 +1,4 @@
-"""Parts of self-contained HTML pages: the package's assets, data that is safe inside a script, atomic writing."""
+"""Self-contained HTML pages: assets of the package, and data that is safe inside a script."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ def asset(name: str, package: str = "longhaul.telemetry") -> str:
 
 
 def embed(value: Any) -> str:
-    """`value` as JSON that may stand inside `<script type="application/json">`, whatever its strings hold.
+    """JSON that may stand inside `<script type="application/json">`, whatever its strings hold.
 
-    NaN and infinities have no JSON: replace them by None before. Raises ValueError where one is left.
+    NaN and infinities have no JSON: replace them by None before. Raises ValueError if one is left.
     """
     text = json.dumps(value, allow_nan=False, separators=(",", ":"), ensure_ascii=True)
     return text.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")
 
 
 def page(title: str, body: str, *, styles: Sequence[str], scripts: Sequence[str] = ()) -> str:
-    """A whole HTML document that needs nothing from outside. `body`, `styles` and `scripts` are put in as they are."""
+    """Complete HTML document without external resources. `body`, `styles` and `scripts` are inserted unescaped."""
     style = "\n".join(styles)
     script = "\n".join(f"<script>\n{code}</script>" for code in scripts)
     return (

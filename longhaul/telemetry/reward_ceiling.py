@@ -1,10 +1,10 @@
-"""The ceiling of a run: reward over compute as a sigmoid, R(C) = R0 + (A - R0) / (1 + (Cmid / C)^B), with intervals.
+"""Reward ceiling of a run: a sigmoid in compute, R(C) = R0 + (A - R0) / (1 + (Cmid / C)^B), with intervals.
 
-ScaleRL (Khatri et al. 2025, arXiv 2510.13786): A is what a recipe ends at, B how steeply it gets there, Cmid the
-compute at half way. Any reward that is bounded will do, of driving as of reasoning, and any measure of compute.
+ScaleRL (Khatri et al. 2025, arXiv 2510.13786): A is the final reward of a recipe, B the steepness, Cmid the compute at
+half way. Any bounded reward will do, of driving or of reasoning, and any measure of compute.
 
-Least squares by damped Gauss-Newton steps from a grid of starts, all at once; R0 is given, as there. Intervals are of
-fits to residuals drawn anew. A curve that has not bent has no ceiling that could be told from another, and is refused.
+Least squares by damped Gauss-Newton steps from a grid of starts, all at once; R0 is given, as in the paper. Intervals
+come from fits to resampled residuals. A curve that has not bent has no identifiable ceiling and is refused.
 """
 
 from __future__ import annotations
@@ -17,16 +17,17 @@ import numpy as np
 STEPS = 100
 
 LEAST = 6
-"""Points of a curve; three numbers are fitted."""
+"""Least number of points of a curve; three numbers are fitted."""
 
 BENT, UNSURE = 0.5, 0.5
-"""Of the way to the ceiling, the share that must lie behind, and the width of its interval that is too much."""
+"""Least share of the way to the ceiling that must be covered, and largest width of the ceiling's interval as a share.
+"""
 
 STEEPEST = 8.0
 
 
 class Ceiling(NamedTuple):
-    """Reward and compute in the units that were fitted."""
+    """Reward and compute in the fitted units."""
 
     start: float  # R0
     ceiling: float  # A
@@ -34,7 +35,7 @@ class Ceiling(NamedTuple):
     middle: float  # Cmid
 
     def at(self, compute: np.ndarray | float) -> np.ndarray:
-        """The reward after so much compute."""
+        """Reward after `compute`."""
         ratio = (self.middle / np.maximum(np.asarray(compute, float), 1e-300)) ** self.steepness
         return self.start + (self.ceiling - self.start) / (1.0 + ratio)
 
@@ -42,17 +43,17 @@ class Ceiling(NamedTuple):
 class Fit(NamedTuple):
     law: Ceiling
     error: float  # root mean square of the residuals
-    intervals: dict[str, tuple[float, float]]  # of each fitted number, where 90 % of the draws lie
+    intervals: dict[str, tuple[float, float]]  # of each fitted number, 90 % of the draws
 
 
 class NotBent(ValueError):
-    """The curve does not say yet where it ends."""
+    """The curve has not bent enough to show its ceiling."""
 
 
 def fit(compute: np.ndarray, reward: np.ndarray, *, start: float, draws: int = 200, seed: int = 0) -> Fit:
-    """The sigmoid through `reward` [points] at `compute` [points] > 0, from `start` on.
+    """Sigmoid through `reward` [points] at `compute` [points] > 0, from `start` on.
 
-    Raises NotBent where no ceiling can be told, and ValueError for points that can't be.
+    Raises NotBent if the ceiling cannot be identified, and ValueError for invalid points.
     """
     compute, reward = np.asarray(compute, float), np.asarray(reward, float)
     if compute.shape != reward.shape or compute.ndim != 1 or len(compute) < LEAST:
@@ -90,21 +91,21 @@ def _refuse(law: Ceiling, intervals: dict[str, tuple[float, float]], last: float
 
 
 def worth_going_on(law: Ceiling, compute: float, least: float, factor: float = 2.0) -> bool:
-    """Whether `factor` times the compute so far is forecast to gain `least` reward: the stop rule's opposite."""
+    """True if `factor` times the compute is forecast to gain `least` reward: the opposite of the stop rule."""
     return bool(law.at(factor * compute) - law.at(compute) >= least)
 
 
 def _value(p: np.ndarray, x: np.ndarray) -> np.ndarray:
-    """The gains [S, points] of (A - R0, log B, log Cmid) [S, 3] at log compute."""
+    """Gains [S, points] of (A - R0, log B, log Cmid) [S, 3] at log compute."""
     return p[:, :1] / (1.0 + np.exp(np.clip(np.exp(p[:, 1:2]) * (p[:, 2:3] - x[None]), -60.0, 60.0)))
 
 
 def _minimise(
     x: np.ndarray, target: np.ndarray, p: np.ndarray, span: tuple[float, float]
 ) -> tuple[np.ndarray, np.ndarray]:
-    """From starts `p` [S, 3] to minima for `target` ([S, points], or one for all), and their sums of squares [S].
+    """Minima for `target` ([S, points], or one for all) from starts `p` [S, 3], and their sums of squares [S].
 
-    A step that makes things worse is not taken, and the next is damped more (Levenberg-Marquardt).
+    A step that increases the sum is rejected, and the next is damped more (Levenberg-Marquardt).
     """
     low, high = np.array([-np.inf, np.log(0.1), span[0]]), np.array([np.inf, np.log(STEEPEST), span[1]])
     damping, p = np.full(len(p), 1e-2), np.clip(p, low, high)

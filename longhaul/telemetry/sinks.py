@@ -1,13 +1,12 @@
-"""Where a run's metrics go: a file of JSON lines, TensorBoard, and the console.
+"""Metric sinks of a run: a file of JSON lines, TensorBoard, and the console.
 
-A record is a flat dict: "update", "env_steps", "agent_steps", "wall_seconds", "sps", then "group/name" metrics; its
-values are numbers (Python's, NumPy's or JAX's scalars) or strings. A sink is a pair of functions, `write(record)` and
-`close()`; `fan` makes one of several. What is not finite becomes null in JSON, which has no other word for it, and is
-left out of TensorBoard.
+A record is a flat dict: "update", "env_steps", "agent_steps", "wall_seconds", "sps", then "group/name" metrics. Values
+are numbers (Python's, NumPy's or JAX's scalars) or strings. A sink is a pair of functions, `write(record)` and
+`close()`; `fan` combines several. Non-finite numbers become null in JSON, and are left out of TensorBoard.
 
 Exact resume: `truncate_after(path, update)` before `jsonl(path)`, and `tensorboard(folder, after=agent_steps)`, with
-the numbers of the checkpoint. Each record up to a checkpoint must have been written before that is saved. A line or an
-event is with the operating system when `write` returns: a killed process loses none.
+the numbers of the checkpoint. Each record up to a checkpoint must be written before the checkpoint is saved. A line or
+an event is with the operating system when `write` returns: a killed process loses none.
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ from typing import Any, NamedTuple, TextIO
 Record = Mapping[str, Any]
 
 MOST_WAITING = 10_000
-"""Records that wait for room on a disk."""
+"""Largest number of records that wait for disk space."""
 
 COUNTS = ("update", "env_steps", "agent_steps")
 
@@ -44,7 +43,7 @@ class Sink(NamedTuple):
 
 
 class Console(NamedTuple):
-    """A sink that shows progress; `note` prints one line beside it."""
+    """Sink that shows progress; `note` prints one line beside it."""
 
     write: Callable[[Record], None]
     close: Callable[[], None]
@@ -52,7 +51,7 @@ class Console(NamedTuple):
 
 
 class Patient(NamedTuple):
-    """A sink that outlasts a full disk; `flush` writes what waits, and raises OSError where there is no room yet."""
+    """Sink that survives a full disk; `flush` writes waiting records, and raises OSError while there is no space."""
 
     write: Callable[[Record], None]
     close: Callable[[], None]
@@ -60,9 +59,9 @@ class Patient(NamedTuple):
 
 
 def patient(sink: Sink, warn: Callable[[str], None]) -> Patient:
-    """`sink`, whose records wait in memory while the disk is full; `warn` takes a line when they begin to.
+    """Sink whose records wait in memory while the disk is full; `warn` takes a line when waiting starts.
 
-    At most `MOST_WAITING` of them do. `close` raises MetricsError where there is still no room.
+    At most `MOST_WAITING` records wait. `close` raises MetricsError if there is still no space.
     """
     waiting: deque[Record] = deque()
 
@@ -98,7 +97,7 @@ def patient(sink: Sink, warn: Callable[[str], None]) -> Patient:
 
 
 def fan(*sinks: Sink | Patient | Console) -> Sink:
-    """One sink that writes to all. `close` closes all, also where one fails, and raises the first failure."""
+    """Sink that writes to all. `close` closes all, even if one fails, and raises the first failure."""
 
     def write(record: Record) -> None:
         for sink in sinks:
@@ -121,8 +120,7 @@ def fan(*sinks: Sink | Patient | Console) -> Sink:
 
 
 def jsonl(path: str | os.PathLike[str], plain: Callable[[Record], dict[str, Any]] | None = None) -> Sink:
-    """Appends one line a record, as `plain` makes it fit for JSON. A torn last line of a killed process is cut off
-    first."""
+    """Sink that appends one line a record, converted by `plain`. A torn last line of a killed process goes first."""
     plain = plain or _plain
     file = Path(path)
     with _clear(file):
@@ -137,14 +135,14 @@ def jsonl(path: str | os.PathLike[str], plain: Callable[[Record], dict[str, Any]
 
 
 def read(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
-    """The records of a file; a torn last line is left out. Raises ValueError where another line is no record."""
+    """Records of a file without a torn last line. Raises ValueError if another line is no record."""
     return [record for _, record in _lines(Path(path))]
 
 
 def truncate_after(path: str | os.PathLike[str], update: int) -> dict[str, Any] | None:
-    """Drops the records after `update`, and a torn last line; -> the last one kept, None where none is.
+    """Drop the records after `update` and a torn last line; -> the last record kept, or None.
 
-    The file is replaced by one that is whole, so that being killed here changes nothing. A missing file stays missing.
+    The file is replaced atomically, so that a kill here changes nothing. A missing file stays missing.
     """
     file = Path(path)
     if not file.exists():
@@ -201,7 +199,7 @@ def _number(record: dict[str, Any], name: str, file: Path) -> int:
 
 
 def _whole(descriptor: int) -> int:
-    """The size in bytes up to the end of the last whole line."""
+    """Size in bytes up to the end of the last whole line."""
     end = os.fstat(descriptor).st_size
     while end:
         start = max(0, end - 65536)
@@ -213,11 +211,11 @@ def _whole(descriptor: int) -> int:
 
 
 def _append(descriptor: int, file: Path, data: bytes) -> None:
-    """Appends all of `data` or nothing."""
+    """Append all of `data` or nothing."""
     before = os.fstat(descriptor).st_size
     try:
         written = os.write(descriptor, data)
-        if written < len(data):  # a disk that fills takes a part first; the next call says why
+        if written < len(data):  # a filling disk takes a part first; the next call has the reason
             written += os.write(descriptor, data[written:])
         if written < len(data):
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
@@ -227,7 +225,7 @@ def _append(descriptor: int, file: Path, data: bytes) -> None:
 
 
 def _closer(descriptor: int) -> Callable[[], None]:
-    """Closes once; a second call does nothing."""
+    """Function that closes once; a second call does nothing."""
     open_ones = [descriptor]
 
     def close() -> None:
@@ -239,7 +237,7 @@ def _closer(descriptor: int) -> Callable[[], None]:
 
 @contextmanager
 def _clear(file: Path) -> Iterator[None]:
-    """Within it, an OSError becomes a MetricsError that names `file`."""
+    """Context in which an OSError becomes a MetricsError that names `file`."""
     try:
         yield
     except OSError as error:
@@ -260,11 +258,11 @@ def _error(file: Path, error: OSError) -> MetricsError:
 
 
 def tensorboard(folder: str | os.PathLike[str], *, after: int | None = None) -> Sink:
-    """Writes an event file in which a step is an agent step.
+    """Sink of a TensorBoard event file in which a step is an agent step.
 
-    On resuming, `after` is the checkpoint's agent steps: what older files have beyond it, TensorBoard then forgets.
-    tensorboardX gives the format. Its writer is not used: its thread loses the last events of a killed process, and
-    waits for ever where the disk is full.
+    On resuming, `after` is the checkpoint's agent steps: TensorBoard then drops later steps of older files.
+    tensorboardX encodes the events. Its writer is not used: its thread loses the last events of a killed process, and
+    waits for ever on a full disk.
     """
     from tensorboardX.proto.event_pb2 import Event, SessionLog
     from tensorboardX.proto.summary_pb2 import Summary
@@ -294,7 +292,7 @@ def tensorboard(folder: str | os.PathLike[str], *, after: int | None = None) -> 
 
 
 def _event_file(folder: Path) -> Path:
-    """A new name that sorts after those there, since TensorBoard reads files in that order."""
+    """Name that sorts after existing ones, since TensorBoard reads files in that order."""
     taken = [int(path.name.split(".")[3]) for path in folder.glob("events.out.tfevents.[0-9]*.*")]
     seconds = max(int(time.time()), max(taken, default=0) + 1)
     return folder / f"events.out.tfevents.{seconds}.{socket.gethostname()}"
@@ -310,7 +308,7 @@ class Rate:
         self._reports: deque[tuple[float, float]] = deque(maxlen=window + 1)
 
     def update(self, steps: float, seconds: float) -> float:
-        """Steps so far, at `seconds` by any clock; -> the rate, 0 until two reports differ in time."""
+        """Rate after `steps` steps at `seconds` by any clock; 0 until two reports differ in time."""
         self._reports.append((steps, seconds))
         (first_steps, first_seconds), (last_steps, last_seconds) = self._reports[0], self._reports[-1]
         passed = last_seconds - first_seconds
@@ -327,14 +325,14 @@ def console(
 ) -> Console:
     """Progress towards `total_steps` agent steps on `stream` (stderr), from `start` on, with rate and time left.
 
-    `show` is the metric beside it. On a terminal: a bar, in colours unless NO_COLOR is set. Elsewhere: one plain line
-    a record, without control characters, with `SHOWN` too, so that a log alone tells how a run is doing.
+    `show` is the metric beside it. On a terminal: a bar, in colours unless NO_COLOR is set. Otherwise: one plain line a
+    record, without control characters, with `SHOWN` too, so that a log alone shows the state of a run.
     """
     stream = sys.stderr if stream is None else stream
     rate = Rate()
 
     def words(record: Record) -> tuple[int, str]:
-        """-> (agent steps, what to say of them)."""
+        """-> (agent steps, text on them)."""
         plain = _plain(record)
         steps = plain["agent_steps"]
         speed = rate.update(steps, clock()) or plain.get("sps") or 0.0
@@ -348,17 +346,17 @@ def console(
 
 
 EPISODES = ("episode", "episodes", "peak")
-"""Groups of metrics that tell of episodes."""
+"""Groups of metrics on episodes."""
 
 
 def of_learning(name: str) -> str | None:
-    """ "ppo/entropy" -> "entropy", as every algorithm calls it; None for a metric that is not of learning."""
+    """Common name of a learning metric, "ppo/entropy" -> "entropy"; None for other metrics."""
     group, slash, rest = name.partition("/")
     return rest if slash and group not in EPISODES else None
 
 
 SHOWN = {"episode/length": "length", "entropy": "entropy", "approx_kl": "kl", "clip_fraction": "clip"}
-"""Metrics on a plain line, those of learning without the algorithm's name, and what they are called there."""
+"""Metrics on a plain line with their labels; learning metrics go without the algorithm's name."""
 
 
 def _plain_lines(total_steps: int, stream: TextIO, words: Callable[[Record], tuple[int, str]]) -> Console:

@@ -1,9 +1,8 @@
-"""Weights & Biases beside a run: what is tracked where, and the process that sends it.
+"""Weights & Biases tracking of a run: settings, and the process that sends records.
 
-W&B is kept out of the run's process: `longhaul.telemetry.wandb_process` follows metrics.jsonl from a process of its
-own. So a W&B that
-is slow, that crashes or that catches signals cannot hold up, end or change a run; and what W&B lacks after any kill is
-sent from metrics.jsonl when the run goes on, neither twice nor never. Nothing here imports wandb.
+W&B stays out of the run's process: `longhaul.telemetry.wandb_process` follows metrics.jsonl from its own. So a W&B that
+is slow, crashes or catches signals cannot delay, end or change a run. Records that W&B lacks after a kill are sent from
+metrics.jsonl at the resume, exactly once. Nothing here imports wandb.
 """
 
 from __future__ import annotations
@@ -29,38 +28,38 @@ from longhaul.telemetry.sinks import Record, Sink
 MODES = ("online", "offline", "disabled")
 
 FILE = "wandb.json"
-"""Of a run's folder: how it is tracked."""
+"""File of a run's folder with its tracking settings."""
 
 LOG = "wandb.log"
-"""Of a run's folder: what wandb and the tracker have to say."""
+"""File of a run's folder with the output of wandb and the tracker."""
 
 PATIENCE, HASTE = 60.0, 10.0
-"""Seconds that a run which is done, or which a signal stops, waits at its end for W&B."""
+"""Seconds that a finished run, or one stopped by a signal, waits at its end for W&B."""
 
 Note = Callable[[str], None]
 
 
 class TrackingError(ValueError):
-    """A run that cannot be tracked as it is asked for; the message is one line."""
+    """A run that cannot be tracked as requested; the message is one line."""
 
 
 class Tracking(NamedTuple):
-    """How a run is tracked, as its folder keeps it."""
+    """Tracking settings of a run, stored in its folder."""
 
-    id: str  # W&B's, the same whenever the run goes on
+    id: str  # W&B's id, the same at each resume
     on: bool
     project: str
-    entity: str | None = None  # None: the user's own
-    mode: str | None = None  # one of MODES; None: told anew each time
+    entity: str | None = None  # None: the user's default
+    mode: str | None = None  # one of MODES; None: chosen at each start
 
 
 def run_id(name: str) -> str:
-    """The W&B id of the run of that name: 8 hexadecimal digits, as HackMatrix's own trainer has them."""
+    """W&B id of the run of that name: 8 hexadecimal digits, as in HackMatrix's own trainer."""
     return hashlib.md5(name.encode(), usedforsecurity=False).hexdigest()[:8]
 
 
 def load(folder: Path) -> Tracking | None:
-    """How the run in `folder` is tracked; None where it never was. Raises TrackingError where the file is damaged."""
+    """Tracking settings of the run in `folder`; None if never tracked. Raises TrackingError if the file is damaged."""
     try:
         return Tracking(**json.loads((folder / FILE).read_text()))
     except FileNotFoundError:
@@ -70,7 +69,7 @@ def load(folder: Path) -> Tracking | None:
 
 
 def known_id(folder: Path) -> str | None:
-    """The W&B id that the run in `folder` has; None where it has none that can be read."""
+    """W&B id of the run in `folder`; None if there is none that can be read."""
     with suppress(TrackingError):
         tracking = load(folder)
         return tracking.id if tracking is not None else None
@@ -80,10 +79,10 @@ def known_id(folder: Path) -> str | None:
 def chosen(
     values: Mapping[str, Any], given: frozenset[str], recipe: str, before: Tracking | None = None
 ) -> Tracking | None:
-    """What the flags and the environment ask for, after `before`; None where nothing was and is to be tracked.
+    """Tracking settings by flags and environment, after `before`; None if tracking was and is off.
 
-    Raises TrackingError where W&B is wanted and not installed, or WANDB_MODE is none of MODES. The id is "" for a run
-    that has none yet.
+    Raises TrackingError if W&B is requested but not installed, or WANDB_MODE is none of MODES. The id of a new run is
+    "".
     """
     on = values["wandb"] if "wandb" in given or before is None else before.on
     if before is None and not on:
@@ -93,19 +92,19 @@ def chosen(
     mode = values["wandb-mode"] if "wandb-mode" in given else known.mode
     tracking = known._replace(on=on, mode=mode, **changes)
     if on and resolved(tracking.mode) != "disabled" and importlib.util.find_spec("wandb") is None:
-        raise TrackingError("--wandb needs wandb: pip install 'longhaul-rl[logging]', or leave it out (--no-wandb)")
+        raise TrackingError("--wandb needs wandb: pip install 'longhaul[logging]', or leave --wandb out (--no-wandb)")
     return tracking
 
 
 def unused(given: frozenset[str], tracking: Tracking | None) -> list[str]:
-    """The flags that were given and do nothing, since the run is not tracked."""
+    """Given flags without effect, since the run is not tracked."""
     if tracking is not None and tracking.on:
         return []
     return [f"--{name}" for name in ("project", "entity", "wandb-mode") if name in given]
 
 
 def save(folder: Path, tracking: Tracking | None) -> None:
-    """Keeps how the run in `folder` is tracked, with an id of its own."""
+    """Store the tracking settings of the run in `folder`, with an id."""
     if tracking is not None:
         tracking = tracking._replace(id=tracking.id or os.environ.get("WANDB_RUN_ID") or run_id(folder.name))
         files.write(folder / FILE, json.dumps(tracking._asdict(), indent=2) + "\n")
@@ -115,7 +114,7 @@ def save(folder: Path, tracking: Tracking | None) -> None:
 
 
 def resolved(mode: str | None) -> str:
-    """One of MODES: as asked for, else by WANDB_MODE, else by whether there are credentials."""
+    """Mode of MODES: as requested, else by WANDB_MODE, else by credentials."""
     mode = mode or os.environ.get("WANDB_MODE") or ("online" if has_credentials() else "offline")
     mode = {"dryrun": "offline", "run": "online"}.get(mode, mode)
     if mode not in MODES:
@@ -124,8 +123,8 @@ def resolved(mode: str | None) -> str:
 
 
 def has_credentials() -> bool:
-    """Whether wandb would find credentials: in the environment, its settings or the netrc file. Their worth, the server
-    tells."""
+    """True if wandb would find credentials in the environment, its settings or the netrc file; only the server can
+    check them."""
     if os.environ.get("WANDB_API_KEY") or os.environ.get("WANDB_IDENTITY_TOKEN_FILE"):
         return True
     settings = configparser.ConfigParser(interpolation=None)
@@ -149,10 +148,10 @@ def has_credentials() -> bool:
 
 @contextmanager
 def mirror(folder: Path, note: Note, stopping: Callable[[], bool]) -> Iterator[Sink]:
-    """Within it, W&B gets the records of the run's metrics.jsonl: each is to be written there first, then to the sink.
+    """Sink through which W&B gets the run's records; each is written to metrics.jsonl first, then to this sink.
 
-    `note` says one line; `stopping` tells whether a signal came, and then the end waits but shortly. Where the run is
-    not tracked, the sink does nothing. No failure of W&B is an exception.
+    `note` takes one line. `stopping` reports a signal, after which the end waits only briefly. The sink of an untracked
+    run does nothing. No failure of W&B raises.
     """
     tracking = load(folder)
     mode = resolved(tracking.mode) if tracking is not None and tracking.on else "disabled"
@@ -188,7 +187,7 @@ def mirror(folder: Path, note: Note, stopping: Callable[[], bool]) -> Iterator[S
 
 
 def _begun(folder: Path, mode: str, note: Note) -> Process | None:
-    """The tracker's process, out of reach of the terminal's Ctrl-C."""
+    """Tracker process, out of reach of the terminal's Ctrl-C."""
     package = str(Path(__file__).resolve().parents[2])
     path = os.pathsep.join([package, *filter(None, [os.environ.get("PYTHONPATH")])])
     try:
@@ -196,7 +195,7 @@ def _begun(folder: Path, mode: str, note: Note) -> Process | None:
             process = Process(
                 [sys.executable, "-m", "longhaul.telemetry.wandb_process", str(folder), mode, str(os.getpid())],
                 variables=os.environ | {"PYTHONPATH": path}, talks=True, out=PIPE, error=log, session=True,
-                tied=False,  # it sends what a run that is killed has written
+                tied=False,  # it sends the records of a killed run
             )  # fmt: skip
     except OSError as error:
         note(f"W&B can't be started ({error.strerror}); the run goes on without it")
@@ -207,7 +206,7 @@ def _begun(folder: Path, mode: str, note: Note) -> Process | None:
 
 
 def _relay(process: Process, said: list[bytes], note: Note) -> None:
-    """Notes the whole lines that the tracker has said."""
+    """Note the tracker's whole lines."""
     assert process.out is not None
     with suppress(BlockingIOError):
         while part := os.read(process.out.fileno(), 65536):
@@ -219,7 +218,7 @@ def _relay(process: Process, said: list[bytes], note: Note) -> None:
 
 
 def _finish(process: Process, word: bytes, end: str, stopping: Callable[[], bool]) -> None:
-    """Tells the tracker the end, and waits for its own as long as there is time; then it is killed."""
+    """Announce the end to the tracker, wait for it within the time limit, then kill it."""
     process.say(word)
     process.hang_up()
     begun = time.monotonic()

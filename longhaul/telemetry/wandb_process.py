@@ -1,13 +1,12 @@
-"""The process that sends a run's metrics.jsonl to Weights & Biases: `python -m longhaul.telemetry.wandb_process
-FOLDER MODE PID`.
+"""Process that sends a run's metrics.jsonl to W&B: `python -m longhaul.telemetry.wandb_process FOLDER MODE PID`.
 
-A line on stdin says that there are more records, a word that the run ends, the end of stdin that it is gone. What is
-said on stdout, a line each, the run shows.
+A line on stdin reports new records, a word the run's end; the end of stdin means that the run is gone. The run shows
+each line of stdout.
 
-What W&B lacks is all that this process ever sends. Online, W&B says how far it came, and the rest of the file follows.
-Offline, nothing can be asked, and what a killed wandb had in memory is lost: so each session writes the whole history
-anew, and takes away the offline folder of the session before, whose records it has. Either way the history has each
-record once, in order, be the run killed when it may; the step of W&B is the number of updates.
+Only records that W&B lacks are sent. Online, W&B reports its last record, and the rest of the file follows. Offline,
+nothing can be queried, and a killed wandb loses its memory: so each session writes the whole history again, and removes
+the offline folder of the session before. Either way the history has each record once, in order, whenever the run is
+killed. W&B's step is the number of updates.
 """
 
 from __future__ import annotations
@@ -30,10 +29,10 @@ from longhaul.telemetry.sinks import Record, of_learning
 from longhaul.telemetry.wandb import Tracking
 
 MOST_SECONDS = 600.0
-"""How long it outlives a run that was killed, to send the rest."""
+"""Seconds that it outlives a killed run, to send the rest."""
 
 MARK = "longhaul-run"
-"""A file in an offline folder that names the run's folder."""
+"""File in an offline folder that names the run's folder."""
 
 NAMES = {
     "episode/return": "train/mean_episode_return",
@@ -45,7 +44,7 @@ NAMES = {
     "update": "train/update_step",
     "sps": "train/steps_per_second",
 }
-"""A record's names -> those of HackMatrix's own trainer, for dashboards and sweeps that know them."""
+"""Names of records -> those of HackMatrix's own trainer, for its dashboards and sweeps."""
 
 LEARNING = {
     "policy_loss": "train/pg_loss",
@@ -55,13 +54,13 @@ LEARNING = {
     "approx_kl": "train/approx_kl",
     "clip_fraction": "train/clip_frac",
 }
-"""The same of metrics of learning, without the algorithm's name."""
+"""Names of learning metrics, without the algorithm's name -> that trainer's."""
 
 PARTS = "episode/reward_", "reward/"
-"""Parts of an episode's return -> of a step's reward."""
+"""Prefix of the parts of an episode's return -> prefix of the parts of a step's reward."""
 
 KEYS = ("mean_reward", "mean_episode_return", "mean_episode_length")
-"""Of train/, under key/ too."""
+"""Names under train/ that are copied under key/."""
 
 SETTINGS = {
     "num_envs": "num_envs", "num_steps": "num_steps", "total_steps": "total_timesteps", "seed": "seed",
@@ -74,38 +73,38 @@ ALGORITHM = {"lr": "learning_rate"} | {
         "hidden_dim", "num_layers",
     )
 }  # fmt: skip
-"""What a Run calls it -> what that trainer's config did."""
+"""Settings of a Run -> names in that trainer's config."""
 
 
 def renamed(record: Record, before: Record | None = None) -> dict[str, Any]:
-    """A record by the names of HackMatrix's own trainer; what it had no name for keeps ours, what is null goes.
+    """Record with the names of HackMatrix's own trainer; unknown names stay, nulls are dropped.
 
-    `before` is the record before, None for the first. Means of a step are over the steps of the episodes that ended.
+    `before` is the previous record, None for the first. Means of a step are over the steps of ended episodes.
     """
-    told = {name: value for name, value in record.items() if value is not None}
-    length, returned = told.get("episode/length"), told.get("episode/return")
+    metrics = {name: value for name, value in record.items() if value is not None}
+    length, returned = metrics.get("episode/length"), metrics.get("episode/return")
     mine, theirs = PARTS
-    found: dict[str, Any] = {}
-    for name, value in told.items():
+    fields: dict[str, Any] = {}
+    for name, value in metrics.items():
         if name.startswith(mine) and length:
-            found[theirs + name.removeprefix(mine)] = value / length
+            fields[theirs + name.removeprefix(mine)] = value / length
         elif name != "episode/count":
-            found[NAMES.get(name) or LEARNING.get(of_learning(name) or "", name)] = value
+            fields[NAMES.get(name) or LEARNING.get(of_learning(name) or "", name)] = value
     updates = record["update"] - (before["update"] if before else 0)
     steps = record["agent_steps"] - (before["agent_steps"] if before else 0)
-    if "episode/count" in told:
-        found["train/num_episodes"] = told["episode/count"] / updates
-    if "train/entropy" in found:
-        found["train/ent_loss"] = -found["train/entropy"]
-    if "sps" in told and steps:
-        found["train/updates_per_second"] = told["sps"] * updates / steps
+    if "episode/count" in metrics:
+        fields["train/num_episodes"] = metrics["episode/count"] / updates
+    if "train/entropy" in fields:
+        fields["train/ent_loss"] = -fields["train/entropy"]
+    if "sps" in metrics and steps:
+        fields["train/updates_per_second"] = metrics["sps"] * updates / steps
     if returned is not None and length:
-        found["train/mean_reward"] = returned / length
-    return found | {f"key/{name}": found[f"train/{name}"] for name in KEYS if f"train/{name}" in found}
+        fields["train/mean_reward"] = returned / length
+    return fields | {f"key/{name}": fields[f"train/{name}"] for name in KEYS if f"train/{name}" in fields}
 
 
 def config(about: Mapping[str, Any]) -> dict[str, Any]:
-    """What run.json holds, and beside it the settings by the names of HackMatrix's own trainer."""
+    """Config of W&B: run.json, and the settings by the names of HackMatrix's own trainer."""
     run = about.get("run", {})
     algorithm = run.get("algorithm", {})
     flat = {name: run[mine] for mine, name in SETTINGS.items() if mine in run}
@@ -113,7 +112,7 @@ def config(about: Mapping[str, Any]) -> dict[str, Any]:
 
 
 class Records:
-    """The records of a metrics file as they come."""
+    """Records of a growing metrics file."""
 
     def __init__(self, path: Path):
         self._path = path
@@ -121,7 +120,7 @@ class Records:
         self._rest = b""
 
     def new(self) -> Iterator[dict[str, Any]]:
-        """Those that were written since the last call."""
+        """Records written since the last call."""
         if self._file is None:
             if not self._path.exists():
                 return
@@ -132,7 +131,7 @@ class Records:
 
 
 def follow(records: Records, words: BinaryIO, log: Callable[[dict[str, Any], int], None], sent: int) -> str:
-    """Logs every record after the update `sent`, until `words` end; -> the last word, "killed" if there is none."""
+    """Log every record after the update `sent`, until `words` end; -> the last word, "killed" if there is none."""
     end, before = "killed", None
     while True:
         word = words.readline()
@@ -149,7 +148,7 @@ def follow(records: Records, words: BinaryIO, log: Callable[[dict[str, Any], int
 
 
 def begin(folder: Path, tracked: Tracking, mode: str, pid: int) -> tuple[Any, int]:
-    """(the W&B run, the last update that it has); whatever the server says, there is one."""
+    """(W&B run, last update that it has); offline if the server refuses."""
     import wandb
 
     about = json.loads((folder / "run.json").read_text())
@@ -157,7 +156,7 @@ def begin(folder: Path, tracked: Tracking, mode: str, pid: int) -> tuple[Any, in
     where.mkdir(parents=True, exist_ok=True)
     options: dict[str, Any] = {"console": "off", "silent": True}
     if "x_stats_pid" in getattr(wandb.Settings, "model_fields", {}):
-        options["x_stats_pid"] = pid  # the figures of the machine are to be the run's
+        options["x_stats_pid"] = pid  # machine metrics of the run's process
     common: dict[str, Any] = {
         "id": tracked.id, "name": folder.name, "project": tracked.project, "entity": tracked.entity,
         "config": config(about), "dir": str(where), "settings": wandb.Settings(**options),
@@ -180,7 +179,7 @@ def begin(folder: Path, tracked: Tracking, mode: str, pid: int) -> tuple[Any, in
 
 
 def _forget(folder: Path, where: Path, name: str) -> None:
-    """Removes the offline folders of this very run: each record of theirs is written again."""
+    """Remove the offline folders of this run: each of their records is written again."""
     for place in where.glob(f"wandb/offline-run-*-{name}"):
         mark = place / MARK
         if mark.is_file() and mark.read_text() == str(folder.resolve()):
@@ -192,13 +191,13 @@ def _first_line(error: BaseException) -> str:
 
 
 def say(line: str) -> None:
-    """For the run to show."""
+    """Print a line, which the run shows."""
     print(line, flush=True)
 
 
 @contextmanager
 def _alone(folder: Path) -> Iterator[None]:
-    """Within it, no other process tracks this run: that of a run that was killed first sends what it has."""
+    """Lock of the run's tracking: a killed run's tracker first sends its remaining records."""
     with open(folder / tracking.LOG, "ab") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
         yield
@@ -211,7 +210,7 @@ def _exit_in(seconds: float) -> None:
 
 
 def main(words: list[str]) -> int:
-    """The whole life of the process; its exit code."""
+    """Body of the process; -> its exit code."""
     folder, mode, pid = Path(words[0]), words[1], int(words[2])
     for number in (signal.SIGINT, signal.SIGTERM):  # the run decides when all is sent
         signal.signal(number, signal.SIG_IGN)

@@ -89,7 +89,7 @@ def keep(run: Run, folder: Path, poisoned: Poisoned) -> tuple[int, str]:
     made, since = about.get("detours", []), poisoned.before
     where = _new_folder(folder / FOLDER, poisoned.update)
     back = since.step if since else 0
-    write_json(where / "poison.json", _told(poisoned) | {"checkpoint": back, "detours": len(made)})
+    write_json(where / "poison.json", _facts(poisoned) | {"checkpoint": back, "detours": len(made)})
     for name in ("metrics.jsonl", *([f"checkpoints/{since.name}"] if since else [])):
         if (folder / name).exists():
             _link(folder / name, where / name)
@@ -107,14 +107,14 @@ def keep(run: Run, folder: Path, poisoned: Poisoned) -> tuple[int, str]:
     return count, f"{what}; goes on from update {back} with other random numbers ({count} of {run.rollbacks})"
 
 
-def _told(poisoned: Poisoned) -> dict[str, Any]:
+def _facts(poisoned: Poisoned) -> dict[str, Any]:
     """Content of poison.json."""
     progress = poisoned.progress
     state = jax.tree.map(meshes.here, progress.state)
     metrics = {name: value if math.isfinite(value) else str(value) for name, value in poisoned.metrics.items()}
     after = int(progress.updates.addressable_data(0))
-    told = {"after": after, "sha256": params_sha256(state), "not_finite": _odd(state)}
-    return {"update": poisoned.update, "metrics": metrics, "state": told}
+    facts = {"after": after, "sha256": params_sha256(state), "not_finite": _odd(state)}
+    return {"update": poisoned.update, "metrics": metrics, "state": facts}
 
 
 def _odd(state: PyTree) -> dict[str, str]:

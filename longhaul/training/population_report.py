@@ -37,8 +37,8 @@ def evaluated(
     play = _player(run)
     rows: list[dict[str, Any]] = []
     for i, member in enumerate(members):
-        mine, begun = (jax.tree.map(lambda x: x[i], each) for each in (policy, untrained))  # noqa: B023
-        scores = {"trained": play(mine, member.seed), "untrained": play(begun, member.seed)}
+        mine, untaught = (jax.tree.map(lambda x: x[i], each) for each in (policy, untrained))  # noqa: B023
+        scores = {"trained": play(mine, member.seed), "untrained": play(untaught, member.seed)}
         digest = params_sha256(jax.device_get(mine.params))
         rows.append(
             {
@@ -72,9 +72,9 @@ def _player(run: Run) -> Callable[[Params, int], dict[str, Any]]:
 def _over(scores: list[dict[str, Any]]) -> tuple[dict[str, Any], dict[str, float]]:
     """(means over members, with all their `episodes`; deviations)."""
     names = [name for name in scores[0] if name != "episodes"]
-    told = {name: np.array([score[name] for score in scores if name in score]) for name in names}
-    means = {name: float(values.mean()) for name, values in told.items()}
-    spread = {name: float(values.std(ddof=1)) if len(values) > 1 else 0.0 for name, values in told.items()}
+    values_of = {name: np.array([score[name] for score in scores if name in score]) for name in names}
+    means = {name: float(values.mean()) for name, values in values_of.items()}
+    spread = {name: float(values.std(ddof=1)) if len(values) > 1 else 0.0 for name, values in values_of.items()}
     return means | {"episodes": sum(score["episodes"] for score in scores)}, spread
 
 

@@ -292,8 +292,8 @@ def _provenance(run: Mapping[str, Any]) -> str:
 def _forecast(records: Sequence[Mapping[str, Any]]) -> str:
     """Forecast of a reasoning run's final reward, which is bounded."""
     rows = forecast.said(records) if any(forecast.TAUGHT in record for record in records) else []
-    told = "".join(f"<dt>{_text(name)}</dt><dd>{_text(line)}</dd>" for name, line in rows)
-    return f'<dl class="card provenance">{told}</dl>' if told else ""
+    items = "".join(f"<dt>{_text(name)}</dt><dd>{_text(line)}</dd>" for name, line in rows)
+    return f'<dl class="card provenance">{items}</dl>' if items else ""
 
 
 def _folded(title: str, value: Mapping[str, Any]) -> str:

@@ -18,10 +18,9 @@ from longhaul.config import recipes
 from longhaul.config.resolve import resolve
 from longhaul.config.run import Named, Run
 from longhaul.diagnostics import checks, hlo_collectives, permutation_test
-from longhaul.diagnostics import verdict as verdicts
+from longhaul.diagnostics.checks import Check
 from longhaul.diagnostics.compiled_run import Subject, fresh_cache, smaller, subject
 from longhaul.diagnostics.hlo_collectives import Crossing
-from longhaul.diagnostics.verdict import Check
 from longhaul.runtime import device_memory
 from longhaul.training import assemble
 
@@ -49,7 +48,7 @@ def alone() -> Subject:
 
 def test_an_update_sends_its_gradients_once_a_step_of_the_optimiser(pair: Subject) -> None:
     found = checks.crossings(pair)
-    assert found.verdict == verdicts.PASS
+    assert found.verdict == checks.PASS
     assert found.figures["gradients"] == 2 * 3
     assert found.figures["gradient_bytes"] == 2 * 3 * 4 * pair.parameters
     assert found.figures["operations"] == ["all-reduce"]
@@ -59,31 +58,31 @@ def test_what_else_crosses_devices_fails(pair: Subject, monkeypatch: pytest.Monk
     real = hlo_collectives.crossings(pair.text())
     for extra in (Crossing("all-gather", 64, (None,)), Crossing("all-reduce", 10**6, (None, 3))):
         monkeypatch.setattr(hlo_collectives, "crossings", lambda text, extra=extra: [*real, extra])
-        assert checks.crossings(pair).verdict == verdicts.FAIL
+        assert checks.crossings(pair).verdict == checks.FAIL
     monkeypatch.setattr(hlo_collectives, "crossings", lambda text: real[:1])
-    assert checks.crossings(pair).verdict == verdicts.FAIL
+    assert checks.crossings(pair).verdict == checks.FAIL
 
 
 def test_a_program_stays_on_its_devices_and_fits(pair: Subject) -> None:
     home = checks.host(pair)
-    assert home.verdict == verdicts.PASS
+    assert home.verdict == checks.PASS
     rows = pair.executable.out_info[1]
     assert home.figures["metrics_bytes"] == 4 * (4 * (len(rows) - 1) + 1), "of each update: float32, and one bool"
     need = checks.memory(pair)
-    assert need.verdict == verdicts.PASS
+    assert need.verdict == checks.PASS
     assert need.figures["needed"] > 4 * 3 * pair.parameters, "parameters and two moments"
 
 
 def test_memory_that_is_not_there_fails(pair: Subject, monkeypatch: pytest.MonkeyPatch) -> None:
     needed = checks.memory(pair).figures["needed"]
-    for total, verdict in ((needed // 2, verdicts.FAIL), (int(needed * 1.1), verdicts.WARN)):
+    for total, verdict in ((needed // 2, checks.FAIL), (int(needed * 1.1), checks.WARN)):
         monkeypatch.setattr(device_memory, "memory_of", lambda device, total=total: 2 * total)
         assert checks.memory(pair).verdict == verdict
 
 
 def test_the_same_seed_gives_the_same_parameters_and_another_others(pair: Subject) -> None:
     found, seconds = checks.determinism(pair)
-    assert found.verdict == verdicts.PASS and seconds > 0.0
+    assert found.verdict == checks.PASS and seconds > 0.0
     assert found.figures["digests"][0] == pair.digest(pair.updates(pair.start(pair.run.seed), checks.SHORT)[0])
     assert found.figures["digests"][0] != pair.digest(pair.updates(pair.start(pair.run.seed + 1), checks.SHORT)[0])
 
@@ -91,14 +90,14 @@ def test_the_same_seed_gives_the_same_parameters_and_another_others(pair: Subjec
 def test_a_sum_that_differs_from_run_to_run_fails(pair: Subject, monkeypatch: pytest.MonkeyPatch) -> None:
     seeds = iter((0, 1, 0))
     monkeypatch.setattr(Subject, "start", lambda self, seed: self.begin(jax.random.key(next(seeds))))
-    assert checks.determinism(pair)[0].verdict == verdicts.FAIL
+    assert checks.determinism(pair)[0].verdict == checks.FAIL
 
 
 def test_times_are_shares(pair: Subject, alone: Subject) -> None:
     reduced = checks.all_reduce(pair, 1.0)
     assert 0.0 < reduced.figures["share"] == pytest.approx(reduced.figures["seconds"] * 6)
-    assert checks.all_reduce(pair, 1e-9).verdict == verdicts.FAIL
-    assert checks.all_reduce(alone, 1.0).verdict == verdicts.SKIP
+    assert checks.all_reduce(pair, 1e-9).verdict == checks.FAIL
+    assert checks.all_reduce(alone, 1.0).verdict == checks.SKIP
     stalled = checks.stalls(pair, 1.0, calls=3)
     assert 0.0 <= stalled.figures["between_calls"] <= 1.0
 
@@ -114,12 +113,12 @@ def test_a_device_that_waits_for_the_host_is_seen(alone: Subject, monkeypatch: p
         return take(self)
 
     monkeypatch.setattr(checks.Sums, "take", slow)
-    assert checks.stalls(alone, 1.0, calls=5).verdict == verdicts.FAIL
+    assert checks.stalls(alone, 1.0, calls=5).verdict == checks.FAIL
 
 
 def test_one_device_and_two_learn_the_same(alone: Subject, pair: Subject) -> None:
     found = checks.convergence(alone, pair, seeds=5, updates=24)
-    assert found.verdict == verdicts.PASS
+    assert found.verdict == checks.PASS
     assert found.figures["gained"] > 0.0
     assert np.shape(found.figures["curves"]) == (2, 5, 24)
 
@@ -134,7 +133,7 @@ def test_devices_that_learn_something_else_fail(alone: Subject, monkeypatch: pyt
 
     monkeypatch.setattr(permutation_test, "curve", curve)
     found = checks.convergence(alone, alone._replace(parameters=1), seeds=5, updates=24)
-    assert found.verdict == verdicts.FAIL
+    assert found.verdict == checks.FAIL
     assert found.figures["chance"] == pytest.approx(2 / math.comb(10, 5))
 
 
@@ -152,7 +151,7 @@ def test_a_learning_rate_of_zero_leaves_the_policy_where_it_is(monkeypatch: pyte
     """And a rollout that keeps another observation than the policy saw is found: HackMatrix's own trainer did that."""
     run = resolve(tiny(devices=1))
     assert checks.still(run) == Check(
-        "lr 0", verdicts.PASS, "approx_kl 0.0e+00", "< 1e-06", "", {"approx_kl": 0.0}
+        "lr 0", checks.PASS, "approx_kl 0.0e+00", "< 1e-06", "", {"approx_kl": 0.0}
     )  # fmt: skip
     made = rollout.collector
 
@@ -167,7 +166,7 @@ def test_a_learning_rate_of_zero_leaves_the_policy_where_it_is(monkeypatch: pyte
 
     monkeypatch.setattr(assemble, "collector", mixed_up)
     found = checks.still(run)
-    assert found.verdict == verdicts.FAIL
+    assert found.verdict == checks.FAIL
     assert found.figures["approx_kl"] > checks.COARSE * checks.STILL
 
 
@@ -182,16 +181,16 @@ def test_the_doctors_cache_is_its_own_and_empty() -> None:
 
 def test_sizes_and_the_learning_rate_are_said() -> None:
     found, resolved = checks.sizes(tiny(num_envs=12, devices=None))
-    assert found.verdict == verdicts.PASS and resolved is not None
+    assert found.verdict == checks.PASS and resolved is not None
     assert found.figures == {"steps": 12 * 32, "devices": [1, 2, 4]}
     found, resolved = checks.sizes(tiny(num_envs=7))
-    assert (found.verdict, resolved) == (verdicts.FAIL, None)
+    assert (found.verdict, resolved) == (checks.FAIL, None)
     assert "multiple of 2" in found.remedy
     grown = dataclasses.replace(recipes.recipe("cartpole"), num_envs=256, devices=2)
-    assert checks.rate(resolve(grown)).verdict == verdicts.WARN
+    assert checks.rate(resolve(grown)).verdict == checks.WARN
     ruled = dataclasses.replace(grown, lr_rule="sqrt", base_batch=2048)
     said = checks.rate(resolve(ruled))
-    assert said.verdict == verdicts.PASS
+    assert said.verdict == checks.PASS
     assert said.figures["lr"] == pytest.approx(2.5e-3 * math.sqrt(8))
     assert said.figures["batch"] == 8 * 2048
 
@@ -211,5 +210,5 @@ def test_every_recipe_has_a_smaller_self(name: str) -> None:
 @pytest.mark.slow
 def test_collectives_are_counted_in_another_process_where_one_device_is_all() -> None:
     found = doctor.of_two_shards(tiny(devices=1))
-    assert (found.verdict, found.figures["gradients"]) == (verdicts.PASS, 6)
+    assert (found.verdict, found.figures["gradients"]) == (checks.PASS, 6)
     assert found.figures["devices"] == 2

@@ -20,7 +20,7 @@ from longhaul.cli.flags import FlagError
 from longhaul.config import recipes
 from longhaul.config import resolve as runs
 from longhaul.config.run import Driving, Run
-from longhaul.diagnostics import checks, hlo_collectives, verdict
+from longhaul.diagnostics import checks, hlo_collectives
 from longhaul.diagnostics.compiled_run import Subject, subject
 from longhaul.runtime import mesh as meshes
 from longhaul.runtime import partition
@@ -168,7 +168,7 @@ def test_gradients_meet_once_an_optimiser_step_in_parts(pair: tuple[Made, Made])
 def test_the_doctor_tells_parts_from_shards(pair: tuple[Made, Made]) -> None:
     for made, model in zip(pair, (1, 2), strict=True):
         found = checks.crossings(made.subject)
-        assert found.verdict == verdict.PASS, found
+        assert found.verdict == checks.PASS, found
         assert found.figures["gradients"] == made.subject.optimiser_steps
         assert (found.figures["within"] > 0) == (model == 2)
         assert ("among 2 parts of the model" in found.value) == (model == 2)

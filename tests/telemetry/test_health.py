@@ -15,8 +15,7 @@ import pytest
 from longhaul.config import recipes
 from longhaul.spaces import Box, Discrete, MultiDiscrete
 from longhaul.telemetry import health, health_log, sinks
-from longhaul.telemetry.health import CHECKS, GRAVE, REMEDIES, Bounds, Finding, Plan, review
-from longhaul.telemetry.trend import trend
+from longhaul.telemetry.health import CHECKS, GRAVE, REMEDIES, Bounds, Finding, Plan, review, trend
 from longhaul.training import report
 
 UPDATES = 400

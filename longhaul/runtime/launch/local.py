@@ -9,7 +9,6 @@ import sys
 from collections.abc import Mapping, Sequence
 
 from longhaul.runtime import heartbeat, process_group
-from longhaul.runtime.devices import cores
 from longhaul.runtime.launch.process import DROP, Process, Take
 from longhaul.runtime.launch.supervisor import Look, Printed
 
@@ -19,8 +18,12 @@ LOOK = 0.05
 """Seconds between two looks at the processes."""
 
 
+def cores() -> int:
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
 def environment(base: Mapping[str, str], index: int, count: int, port: int, devices: int | None) -> dict[str, str]:
-    """Environment of process `index` of `count`; by default each of several gets its share of the cores as devices."""
+    """Environment of process `index` of `count`; by default several share the cores evenly as devices."""
     ours = {
         process_group.COORDINATOR: f"127.0.0.1:{port}",
         process_group.INDEX: str(index),
@@ -28,13 +31,13 @@ def environment(base: Mapping[str, str], index: int, count: int, port: int, devi
     }
     if count > 1 or devices is not None:
         ours[process_group.DEVICES] = str(devices or max(1, cores() // count))
-    if devices is not None and count > 1:  # heeded by GPUs alone
+    if devices is not None and count > 1:  # obeyed by GPUs only
         ours["JAX_LOCAL_DEVICE_IDS"] = ",".join(str(index * devices + i) for i in range(devices))
     return {**base, **ours}
 
 
 def local(words: Sequence[str], printed: Printed, *, count: int, devices: int | None) -> Local:
-    """Starts `longhaul WORDS` in `count` processes with so many devices each."""
+    """Start `longhaul WORDS` in `count` processes of `devices` devices each."""
     port = free_port()
     command = [*PROGRAM, *words]
     started = Local()
@@ -65,7 +68,7 @@ class Local:
             member.process.send(number)
 
     def end(self) -> None:
-        for member in self.members:  # all of them, before any is waited for
+        for member in self.members:  # all are signalled before any is awaited
             member.process.kill()
         for member in self.members:
             member.end()
@@ -80,7 +83,7 @@ class TrainingProcess:
     ):  # fmt: skip
         self._signs, signs = os.pipe()
         ours = {heartbeat.DESCRIPTOR: str(signs), "PYTHONUNBUFFERED": "1"}
-        try:  # in a session of its own: its launcher alone heeds the terminal, and kills what it started
+        try:  # a session of its own: its launcher alone handles the terminal, and kills its children
             self.process = Process(
                 command, variables={**variables, **ours}, descriptors=[signs], out=DROP if out is None else out,
                 error=error, folder=folder, session=True,
@@ -99,13 +102,13 @@ class TrainingProcess:
         return Look(code, signs, self.process.stopped())
 
     def end(self) -> None:
-        """Nothing is left of it after this, and all that it printed was taken."""
+        """End the process and its children, after taking all that it printed."""
         self.process.end()
         os.close(self._signs)
 
 
 def free_port(host: str = "127.0.0.1") -> int:
-    """A port on which nobody listens now."""
+    """Port on which nobody listens now."""
     with socket.socket() as found:
         found.bind((host, 0))
         return int(found.getsockname()[1])

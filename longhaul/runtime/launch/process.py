@@ -1,7 +1,7 @@
-"""Child processes: started with what they must know, watched, ended for good, and started again with a growing pause.
+"""Child processes: start, supervision, end, and restarts with growing pauses.
 
 Launched training processes, actors, the W&B follower and benchmarks are all a `Process`. A child that calls
-`end_with_parent` never outlives its parent, however that ends.
+`end_with_parent` never outlives its parent.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ from typing import IO, NamedTuple
 from longhaul.runtime import heartbeat
 
 LIFELINE = "LONGHAUL_LIFELINE"
-"""Environment variable: a file descriptor that is at its end when the parent has ended; the child then ends too."""
+"""Environment variable: file descriptor that reaches its end when the parent ends; the child then ends too."""
 
 INHERIT, DROP, PIPE = None, subprocess.DEVNULL, subprocess.PIPE
-"""Where a child's output goes: to the parent's own, nowhere, or to a stream that the parent reads."""
+"""Destination of a child's output: the parent's own, none, or a stream that the parent reads."""
 
 Take = Callable[[bytes], None]
-"""Receives a child's output line by line, in a thread."""
+"""Receiver of a child's output line by line, in a thread."""
 
 Output = int | Take | IO[bytes] | None
 
@@ -43,10 +43,10 @@ class Process:
         talks: bool = False, descriptors: Sequence[int] = (), out: Output = INHERIT, error: Output = INHERIT,
         folder: str | None = None, session: bool = False, tied: bool = True,
     ) -> None:  # fmt: skip
-        """`variables`: its whole environment; None: ours. `payload`: all that it reads on standard input; where it
-        `talks`, its input stays open for `say`. `descriptors`: inherited under the same numbers. `session`: it gets a
-        session of its own, out of reach of a terminal's signals, and is killed with everything that it started.
-        `tied`: it ends with this process, once it calls `end_with_parent`."""
+        """`variables` is its whole environment; None: ours. `payload` is its standard input; with `talks` the input
+        stays open for `say`. `descriptors` are inherited under the same numbers. With `session` it gets its own
+        session, out of reach of a terminal's signals, and is killed with all its children. `tied`: it ends with this
+        process, once it calls `end_with_parent`."""
         self._session, self._tied = session, tied
         lifeline, self._line = os.pipe() if tied else (-1, -1)
         given = dict(os.environ if variables is None else variables) | ({LIFELINE: str(lifeline)} if tied else {})
@@ -68,30 +68,30 @@ class Process:
         pumps = [(process.stdout, out), (process.stderr, error)]
         self._pumps = [_pump(stream, take) for stream, take in pumps if stream is not None and callable(take)]
         if process.stdin is not None and not talks:
-            with contextlib.suppress(BrokenPipeError), process.stdin as pipe:  # where it ended at once, `ended` says it
+            with contextlib.suppress(BrokenPipeError), process.stdin as pipe:  # `ended` reports an early end
                 pipe.write(payload or b"")
         elif process.stdin is not None:
             os.set_blocking(process.stdin.fileno(), False)
 
     @property
     def code(self) -> int | None:
-        """Exit code; negative: the signal that killed it; None while it runs."""
+        """Exit code; negative: signal that killed it; None while it runs."""
         return self._process.poll()
 
     def ended(self) -> str | None:
-        """How it ended; None while it runs."""
+        """Reason of its end in words; None while it runs."""
         code = self.code
         if code is None:
             return None
         return f"it was ended by {signal.Signals(-code).name}" if code < 0 else f"it ended with code {code}"
 
     def stopped(self) -> bool:
-        """Whether it is stopped, by SIGSTOP, say."""
+        """True while it is stopped, for example by SIGSTOP."""
         return self.code is None and heartbeat.stopped(self.id)
 
     def say(self, words: bytes) -> bool:
-        """Writes to its standard input without waiting; -> False where it is gone. A full pipe drops the words: it has
-        thousands to read yet."""
+        """Write to its standard input without waiting; -> False if it is gone. A full pipe drops the words: thousands
+        are unread."""
         assert self._process.stdin is not None
         try:
             os.write(self._process.stdin.fileno(), words)
@@ -102,18 +102,18 @@ class Process:
         return self.code is None
 
     def hang_up(self) -> None:
-        """Closes its standard input."""
+        """Close its standard input."""
         if self._process.stdin is not None:
             with contextlib.suppress(BrokenPipeError):
                 self._process.stdin.close()
 
     def send(self, number: int) -> None:
-        """Sends a signal; does nothing where it has ended."""
+        """Send a signal; does nothing after its end."""
         with contextlib.suppress(ProcessLookupError):
             self._process.send_signal(number)
 
     def kill(self) -> None:
-        """Kills it without waiting; with a session of its own, also all that it started."""
+        """Kill it without waiting; with a session of its own, also its children."""
         if not self._session:
             self._process.kill()
             return
@@ -121,7 +121,7 @@ class Process:
             os.killpg(self.id, signal.SIGKILL)
 
     def wait(self, within: float | None = None) -> bool:
-        """Whether it has ended within so many seconds; None: waits as long as it takes."""
+        """True if it ended within so many seconds; None waits without limit."""
         try:
             self._process.wait(timeout=within)
         except subprocess.TimeoutExpired:
@@ -129,10 +129,10 @@ class Process:
         return True
 
     def end(self, within: float = 0.0) -> None:
-        """Waits so many seconds for its end, then kills it. All its lines were taken and nothing of it is left after
-        this; what it started and was not killed may hold its output open, which is not waited for."""
+        """Wait so many seconds for its end, then kill it. Afterwards all its lines are taken and nothing of it is left;
+        a child of its own that was not killed may hold its output open, which is not awaited."""
         running = not self.wait(within)
-        if running or (self._session and self._tied):  # what an untied child started may go on, as it may
+        if running or (self._session and self._tied):  # an untied child's children may go on
             self.kill()
         self.wait()
         for pump in self._pumps:
@@ -146,10 +146,10 @@ class Process:
 
 
 def _pump(stream: IO[bytes], take: Take) -> threading.Thread:
-    """A thread that gives each line of `stream` to `take`, to its end."""
+    """Thread that passes each line of `stream` to `take`."""
 
     def run() -> None:
-        with stream, contextlib.suppress(OSError):  # nobody reads what we print any more
+        with stream, contextlib.suppress(OSError):  # the reader of our output is gone
             for line in stream:
                 take(line)
 
@@ -159,7 +159,7 @@ def _pump(stream: IO[bytes], take: Take) -> threading.Thread:
 
 
 def end_with_parent() -> None:
-    """This process ends at once when its parent does, be that killed; nothing where no parent asked for it."""
+    """End this process at once when its parent ends, even if killed; does nothing without such a parent."""
     if LIFELINE not in os.environ:
         return
     lifeline = int(os.environ.pop(LIFELINE))

@@ -1,10 +1,10 @@
-"""Processes of one training run on the nodes of a Ray cluster (Moritz et al. 2018), looked after by `launch`.
+"""Processes of one training run on the nodes of a Ray cluster (Moritz et al. 2018), supervised by `launch`.
 
-Ray places, and says what is there; that is all that it does for us. Each process is the child of a small actor, which
-holds its lifeline and its pipes, and hands on what they tell. The launcher owns the actors, never a process that
-trains, so that the end of any of those takes nothing else along; Ray restarts none of them (`max_restarts` 0), because
-all must begin again together. Ray notices a node that hangs after a minute or more, and a method that hangs never; here
-an actor that does not answer for `MUTE` seconds is lost, and signs of life from the training loop itself say the rest.
+Ray only places processes and lists nodes. Each process is the child of a small actor, which holds its lifeline and its
+pipes and forwards their output. The launcher owns the actors, never a training process, so that the end of one takes
+nothing else along. Ray restarts none of them (`max_restarts` 0), because all must restart together. Ray notices a hung
+node after a minute or more, and a hung method never; here an actor that does not answer for `MUTE` seconds is lost, and
+the training loop's signs of life cover the rest.
 """
 
 from __future__ import annotations
@@ -23,22 +23,22 @@ from longhaul.runtime.launch.supervisor import Gang, Look, Printed
 from longhaul.runtime.process_group import HostsError
 
 MUTE = 15.0
-"""Seconds without an answer after which an actor counts as lost, be it on a node that hangs."""
+"""Seconds without an answer after which an actor counts as lost."""
 
 ANSWER = 20.0
-"""Seconds that placing takes at most; Ray goes on placing for some time on a node that has died."""
+"""Seconds that placing may take; Ray goes on placing on a dead node for some time."""
 
 ENDING = 10.0
-"""Seconds that actors have to end their processes before they are killed, by which those end too."""
+"""Seconds that actors have to end their processes before they are killed, which ends those too."""
 
 PASSED = ("JAX_", "XLA_", "LONGHAUL_", "NCCL_", "NPROC")
-"""Variables of the launcher, by how they begin, that its processes find; else they find those of their node."""
+"""Prefixes of the launcher's variables that its processes get; all others are their node's."""
 
 
 class Wanted(NamedTuple):
     number: int  # of processes
-    fewest: int  # of them, with which a run may go on
-    devices: int | None  # of each; None: all that a node has, or its share of them
+    fewest: int  # of processes, with which a run may go on
+    devices: int | None  # of each; None: all of a node's, or its share of them
     place: str  # strict, spread, pack
     patience: float  # seconds that a start waits for nodes
 
@@ -50,7 +50,7 @@ class Node(NamedTuple):
 
 
 class Layout(NamedTuple):
-    """What is asked of Ray: `number` bundles, each for a process of so many devices."""
+    """Request to Ray: `number` bundles, each for a process of `devices` devices."""
 
     number: int
     devices: int
@@ -62,25 +62,24 @@ class Layout(NamedTuple):
 
 
 def room(nodes: Sequence[Node], devices: int, *, strict: bool) -> int:
-    """How many processes of so many devices fit: GPUs, where there are any, or else the cores that Ray counts."""
+    """Number of processes of `devices` devices that fit: GPUs if there are any, else the cores that Ray counts."""
     capacities = _capacities(nodes)
     return sum(capacity >= devices if strict else capacity // devices for capacity in capacities)
 
 
 def _capacities(nodes: Sequence[Node]) -> list[int]:
-    """Devices of each node."""
     gpus = any(node.gpus for node in nodes)
     return [node.cpus if not gpus else node.gpus if node.cpus else 0 for node in nodes]
 
 
 def share(nodes: Sequence[Node], count: int, *, strict: bool) -> int:
-    """The most devices a process with which `count` of them fit; 1 where they don't at all."""
+    """Largest number of devices a process with which `count` processes fit; 1 if none do."""
     most = max(_capacities(nodes), default=1)
     return next((n for n in range(most, 1, -1) if room(nodes, n, strict=strict) >= count), 1)
 
 
 def layout(nodes: Sequence[Node], wanted: Wanted, devices: int) -> Layout | None:
-    """As many processes as there is room for now, at most those wanted; None where it is for too few.
+    """Layout of as many processes as fit now, at most those wanted; None if too few fit.
 
     On the CPU a run keeps its number of devices, which fewer processes must be able to share evenly.
     """
@@ -97,7 +96,7 @@ def layout(nodes: Sequence[Node], wanted: Wanted, devices: int) -> Layout | None
 
 
 def variables(count: int, devices: int, address: str, given: Mapping[str, str]) -> list[dict[str, str]]:
-    """What each process finds beside its node's variables; `address` is of process 0, `given` are the launcher's."""
+    """Variables of each process beside its node's; `address` is process 0's, `given` are the launcher's."""
     passed = {name: value for name, value in given.items() if name.startswith(PASSED)}
     about = {process_group.COORDINATOR: address, process_group.COUNT: str(count), process_group.DEVICES: str(devices)}
     return [passed | about | {process_group.INDEX: str(i)} for i in range(count)]
@@ -107,7 +106,7 @@ def variables(count: int, devices: int, address: str, given: Mapping[str, str]) 
 
 
 class Host:
-    """An actor, and the process that it holds."""
+    """Actor that holds one process."""
 
     def __init__(self) -> None:
         self._member: local.TrainingProcess | None = None
@@ -115,13 +114,13 @@ class Host:
         self._lock = threading.Lock()
 
     def where(self) -> tuple[str, str, int]:
-        """(the node's name, its address, a port that is free there)."""
+        """(node's name, its address, a free port there)."""
         import ray
 
         return ray.get_runtime_context().get_node_id(), ray.util.get_node_ip_address(), local.free_port("")
 
     def begin(self, program: Sequence[str], variables: dict[str, str], folder: str) -> None:
-        """Starts `program` with this node's Python in `folder`, where that is here."""
+        """Start `program` with this node's Python in `folder`, if that exists here."""
         given = {**os.environ, **variables}
         python = local.PROGRAM[0]
         there = folder if os.path.isdir(folder) else None
@@ -137,7 +136,7 @@ class Host:
         return take
 
     def look(self) -> tuple[Look, list[tuple[bool, bytes]]]:
-        """What is to be seen, and the lines printed since: (whether to standard output, line)."""
+        """Current look at the process, and the lines printed since the last: (True for standard output, line)."""
         assert self._member is not None
         seen = self._member.look()
         with self._lock:
@@ -149,7 +148,7 @@ class Host:
             self._member.process.send(number)
 
     def end(self) -> list[tuple[bool, bytes]]:
-        """Ends the process; -> the lines that are left."""
+        """End the process; -> the remaining lines."""
         if self._member is not None:
             self._member.end()
         return self._lines
@@ -159,7 +158,8 @@ class Host:
 
 
 def starter(wanted: Wanted, say: Callable[[str], None]) -> Callable[[Sequence[str], Printed], Gang]:
-    """What starts `longhaul WORDS` on the cluster that was joined; `say` takes a line where it can't be as wanted."""
+    """Function that starts `longhaul WORDS` on the joined cluster; `say` takes a line if fewer processes fit than
+    wanted."""
     devices = wanted.devices
 
     def start(words: Sequence[str], printed: Printed) -> Gang:
@@ -214,7 +214,7 @@ class Placed(NamedTuple):
 
 
 def _place(found: Layout) -> Placed | None:
-    """Actors on their nodes; None where Ray can't, or not in time."""
+    """Actors on their nodes; None if Ray cannot place them in time."""
     import ray
     from ray.util.placement_group import placement_group, remove_placement_group
     from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
@@ -234,35 +234,35 @@ def _place(found: Layout) -> Placed | None:
             ray.kill(actor)
         remove_placement_group(group)
         return None
-    # Processes of a node have numbers next to each other: most of what they exchange stays there.
+    # Processes of a node have neighbouring numbers: most of their communication stays there.
     order = sorted(range(found.number), key=lambda i: (where[i][0], i))
     _, host, port = where[order[0]]
     return Placed([actors[i] for i in order], [where[i][1] for i in order], f"{host}:{port}", group)
 
 
 def _begin(placed: Placed, found: Layout, words: Sequence[str], printed: Printed) -> Gang:
-    """The processes of the actors."""
+    """Start the processes of the actors."""
     all_variables = variables(found.number, found.devices, placed.address, os.environ)
     program = [*local.PROGRAM[1:], *words]
     started = OnRay(placed, printed)
     for actor, each in zip(placed.actors, all_variables, strict=True):
-        actor.begin.remote(program, each, os.getcwd())  # where it fails, the next look does
+        actor.begin.remote(program, each, os.getcwd())  # a failure shows in the next look
     return started
 
 
 class OnRay:
-    """Processes on a cluster, as a `gang.Gang`."""
+    """Processes on a cluster, as a `supervisor.Gang`."""
 
     pause = 0.1
 
     def __init__(self, placed: Placed, printed: Printed):
         self._placed, self._printed = placed, printed
         self._seen = [Look() for _ in placed.actors]
-        self._asked: dict[int, tuple[Any, float]] = {}  # process -> (an answer that will come, since when)
+        self._asked: dict[int, tuple[Any, float]] = {}  # process -> (pending answer, time of the request)
         self._errors = [printed.error(i) for i in range(len(placed.actors))]
 
     def look(self) -> list[Look]:
-        """Asks all that run, and takes what has been answered; who has not answered yet is as it was."""
+        """Looks at all processes: actors without an answer yet keep their last look."""
         import ray
 
         now = time.monotonic()

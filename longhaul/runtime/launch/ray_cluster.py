@@ -1,4 +1,4 @@
-"""This process as a member of a Ray cluster: joined for a while, and left without a trace."""
+"""Temporary membership of this process in a Ray cluster, left without a trace."""
 
 from __future__ import annotations
 
@@ -14,22 +14,22 @@ from typing import Any
 from longhaul.runtime.process_group import HostsError
 
 ACTORS = "--actor-kind ray"
-"""The option by which a run has its actors on a cluster."""
+"""Option by which a run has its actors on a cluster."""
 
 ANSWER = 0.5
-"""Seconds that a node has to take a connection, when it is asked whether it is there."""
+"""Seconds within which a node must accept a connection to count as alive."""
 
 
 def check(address: str, wants: str) -> str:
-    """The cluster that `address` means, where there may be one. HostsError, one line, where there is none; `wants` is
-    the option that needs it.
+    """Address of the cluster that `address` means. HostsError, one line, if none can be there; `wants` is the option
+    that needs it.
 
-    Ray itself tries for minutes to reach an address at which nobody is.
+    Ray itself tries for minutes to reach an address without a cluster.
     """
     try:
         import ray  # noqa: F401
     except ImportError as error:
-        raise HostsError(f"{wants} needs Ray ({error}); install longhaul-rl[cluster]") from error
+        raise HostsError(f"{wants} needs Ray ({error}); install longhaul[cluster]") from error
     named = (os.environ.get("RAY_ADDRESS") or "auto") if address == "auto" else address
     if ":" in named and "://" not in named:
         host, _, port = named.rpartition(":")
@@ -50,9 +50,9 @@ def _nobody(address: str, error: Exception, wants: str) -> HostsError:
 
 @contextlib.contextmanager
 def joined(address: str, wants: str = "--on ray") -> Iterator[None]:
-    """Within it this process is a driver of the cluster at `address`; of a new one, on this machine, for "local".
+    """Context in which this process is a driver of the cluster at `address`; of a new local one for "local".
 
-    One that is a driver already stays what it is. HostsError, one line, where no cluster can be joined.
+    A process that is already a driver stays one. HostsError, one line, if no cluster can be joined.
     """
     named = check(address, wants)
     import ray
@@ -67,7 +67,7 @@ def joined(address: str, wants: str = "--on ray") -> Iterator[None]:
     except (OSError, ValueError, RuntimeError) as error:  # a ConnectionError is an OSError
         raise _nobody(named, error, wants) from error
     finally:
-        for number, handler in before.items():  # Ray takes SIGTERM, by which a run saves and stops
+        for number, handler in before.items():  # Ray takes over SIGTERM, by which a run saves and stops
             signal.signal(number, handler)
     _quieten()
     try:
@@ -77,9 +77,9 @@ def joined(address: str, wants: str = "--on ray") -> Iterator[None]:
 
 
 def placement(turn: int) -> Any:
-    """Ray's scheduling strategy for the `turn`-th actor that is begun: spread, over nodes that are there.
+    """Ray's scheduling strategy for the `turn`-th started actor: spread over live nodes.
 
-    Ray takes a node that was killed for alive, and idle, for about 13 s; until then one that answers is chosen here.
+    Ray takes a killed node for alive and idle for about 13 s; until then one that answers is chosen here.
     """
     import ray
     from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
@@ -92,11 +92,11 @@ def placement(turn: int) -> Any:
 
 
 class Lost(Exception):
-    """A call that gives nothing any more; the message says why."""
+    """A call that will return nothing; the message has the reason."""
 
 
 def placed(what: type, turn: int) -> Any:
-    """The `turn`-th of Ray's actors of this class: alone on a core, on a node that is there, and begun by Ray once."""
+    """The `turn`-th Ray actor of this class: alone on a core, on a live node, and started by Ray once."""
     import ray
 
     alone = {"num_cpus": 1, "max_restarts": 0, "max_task_retries": 0}
@@ -105,7 +105,7 @@ def placed(what: type, turn: int) -> Any:
 
 
 def fetched(coming: Any) -> Any:
-    """What a call gave that is done. Raises Lost where it gave nothing."""
+    """Result of a finished call. Raises Lost if it has none."""
     import ray
 
     try:
@@ -117,7 +117,7 @@ def fetched(coming: Any) -> Any:
 
 
 def _answering(nodes: Sequence[Mapping[str, Any]]) -> list[str]:
-    """The names of those that take a connection, in order."""
+    """Names of the nodes that accept a connection, in order."""
     found = []
     for node in nodes:
         with contextlib.suppress(OSError):
@@ -128,14 +128,14 @@ def _answering(nodes: Sequence[Mapping[str, Any]]) -> list[str]:
 
 
 def _handlers() -> dict[int, Any]:
-    """What this process does on signals to end; nothing that a thread beside the main one could put back."""
+    """This process's handlers of stop signals; none outside the main thread, which alone could restore them."""
     if threading.current_thread() is not threading.main_thread():
         return {}
     return {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
 
 
 def _quieten() -> None:
-    """Keeps what Ray tells of its nodes, which is in its own logs, out of standard output, which is for results."""
+    """Keep Ray's reports on its nodes, which are in its own logs, out of standard output, which is for results."""
     with contextlib.suppress(ImportError):
         from ray._private import worker
 

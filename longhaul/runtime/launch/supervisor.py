@@ -1,7 +1,7 @@
-"""Processes that train together, looked at from outside: who died or hangs, what that means for all, what they print.
+"""Supervision of processes that train together: failures and hangs, their consequence for all, and the output.
 
-Wherever they run, on this machine (`processes`) or a cluster (`cluster`), they are looked after by the same `watch`.
-Where one dies the others abort or hang, so that a failure of one ends all.
+`watch` supervises them on this machine (`local`) and on a cluster (`ray`). If one dies, the others abort or hang, so
+one failure ends all.
 """
 
 from __future__ import annotations
@@ -18,46 +18,46 @@ from longhaul.runtime import heartbeat
 STOPPED = 75
 
 LINGER, HANGING, LOST = 15.0, 3.0, 0.3
-"""Seconds that processes have to end after one of them did; after one failed, which the others may wait for in vain;
-after one was killed, of which they can have nothing to say."""
+"""Seconds that processes have to end after one ended; after one failed, for which the others may wait in vain; after
+one was killed, which the others cannot explain."""
 
 KILLED = (-signal.SIGKILL, -signal.SIGSEGV, -signal.SIGBUS)
 
 AWAY = 5.0
-"""Seconds between two looks after which whoever looks was away itself: a laptop that slept, say."""
+"""Seconds between two looks after which the launcher itself was suspended, for example on a sleeping laptop."""
 
 
 class Look(NamedTuple):
-    """What is to be seen of one process."""
+    """State of one process at a look."""
 
-    code: int | None = None  # how it ended; negative: the signal that killed it; None: it runs, or nobody knows
-    signs: bytes = b""  # of life, since the look before
+    code: int | None = None  # exit code; negative: the signal that killed it; None: it runs, or unknown
+    signs: bytes = b""  # signs of life since the last look
     stopped: bool = False
-    lost: str = ""  # what is wrong where nothing can be seen any more: it counts as dead
+    lost: str = ""  # reason why the process cannot be observed any more: it counts as dead
 
 
 class Gang(Protocol):
-    """The processes of one start."""
+    """Processes of one start."""
 
     pause: float
     """Seconds between two looks."""
 
     def look(self) -> list[Look]:
-        """At each; what they printed is passed on meanwhile."""
+        """Look at each process; its output is forwarded meanwhile."""
 
     def send(self, number: int) -> None:
-        """A signal to all that run."""
+        """Send a signal to all that run."""
 
     def end(self) -> None:
-        """No process is left after this, nor any that they started; all that they printed was passed on."""
+        """End all processes and their children, after forwarding all their output."""
 
 
 class Death(NamedTuple):
-    """How a process ended that should have gone on."""
+    """Unexpected end of a process."""
 
     process: int
     code: int  # of the process; negative: the signal that killed it
-    why: str = ""  # it lived, or was out of reach, and was killed for that
+    why: str = ""  # reason for which a live or lost process was killed
 
     def words(self) -> str:
         if self.why:
@@ -72,16 +72,16 @@ class Death(NamedTuple):
 
 
 class Ended(NamedTuple):
-    """How all processes ended."""
+    """End of all processes."""
 
     codes: tuple[int | None, ...]  # None: it had to be killed
     first: Death | None  # the first that failed
 
 
 class Printed:
-    """Passes on what processes print: standard error with their numbers, standard output of process 0.
+    """Forwarding of output: standard error with process numbers, standard output of process 0.
 
-    The first line of the latter is the run's folder, which whoever reads all starts needs once.
+    The first line of standard output is the run's folder, which is forwarded once over all starts.
     """
 
     def __init__(self) -> None:
@@ -89,11 +89,11 @@ class Printed:
         self._first = True
 
     def begin(self) -> None:
-        """Before each start."""
+        """Reset before each start."""
         self._first = True
 
     def out(self, line: bytes) -> None:
-        """A line of process 0."""
+        """Forward a line of process 0."""
         text = line.decode(errors="replace")
         folder, first, self._first = Path(text.strip()), self._first, False
         if first and self.folder == folder:
@@ -103,7 +103,7 @@ class Printed:
         print(text, end="", flush=True)
 
     def error(self, process: int) -> Callable[[bytes], None]:
-        """What takes the lines that `process` writes to standard error."""
+        """Receiver of the lines that `process` writes to standard error."""
 
         def take(line: bytes) -> None:
             text = line.decode(errors="replace").rstrip("\r\n")
@@ -114,11 +114,11 @@ class Printed:
 
 
 def watch(gang: Gang, asked: Sequence[int], deadline: float) -> Ended:
-    """Waits for the end of all; passes on the signals that come to `asked`, and ends what is left when one has ended.
+    """Wait for the end of all; forward the signals in `asked`, and end the rest after one has ended.
 
-    `deadline`: seconds that anything but updates may take.
+    `deadline` is the limit in seconds of phases other than updates.
     """
-    passed, first, until = 0, None, None  # what came during the start is passed on, too
+    passed, first, until = 0, None, None  # signals during the start are forwarded too
     vigil: Vigil | None = None
     try:
         while True:
@@ -127,7 +127,7 @@ def watch(gang: Gang, asked: Sequence[int], deadline: float) -> Ended:
             vigil = vigil or Vigil(len(looks), deadline, time.monotonic())
             first = first or first_to_fail(codes)
             lost = [Death(i, -signal.SIGKILL, look.lost) for i, look in enumerate(looks) if look.lost]
-            if lost and (first is None or first.code == -signal.SIGABRT):  # the others abort for its sake
+            if lost and (first is None or first.code == -signal.SIGABRT):  # the others abort because of it
                 first = lost[0]
                 break
             if None not in codes:
@@ -152,14 +152,14 @@ def watch(gang: Gang, asked: Sequence[int], deadline: float) -> Ended:
 
 
 class Vigil:
-    """What the signs of life of some processes say."""
+    """Hang detection of several processes by their signs of life."""
 
     def __init__(self, count: int, deadline: float, now: float):
         self._looked = now
         self._listeners = [heartbeat.Listener(now, deadline) for _ in range(count)]
 
     def hung(self, looks: Sequence[Look], now: float) -> Death | None:
-        """A process that lives and does not go on; one that is stopped before those that wait for it."""
+        """A live process that hangs; a stopped one before those that wait for it."""
         away, self._looked = now - self._looked > AWAY, now
         for listener, look in zip(self._listeners, looks, strict=True):
             if look.signs:
@@ -175,6 +175,6 @@ class Vigil:
 
 
 def first_to_fail(codes: Sequence[int | None]) -> Death | None:
-    """Who failed, of those that have ended; one that was killed before one that aborts because of it."""
+    """First failed process of those that ended; a killed one before one that aborts because of it."""
     failed = [Death(i, code) for i, code in enumerate(codes) if code not in (None, 0, STOPPED)]
     return min(failed, key=lambda death: (death.code == -signal.SIGABRT, death.code > 0), default=None)

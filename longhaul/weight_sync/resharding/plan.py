@@ -177,14 +177,14 @@ def _class(
     places = functools.cache(lambda part, whole: runs(part, whole, itemsize))  # replicas have the same ones
     cuts = functools.cache(lambda box: [(part, volume(part) * itemsize) for part in _parts(box, bucket // itemsize)])
     ranks = functools.cache(lambda holders: tuple(held[j][0] for j in holders))
-    parts = []
+    found = []
     for i, box, holders in pieces:
         rank, mine = needed[i]
         theirs, whose = held[holders[0]][1], ranks(holders)
-        parts += [
+        found += [
             _Part(rank, part, nbytes, whose, places(part, theirs), places(part, mine)) for part, nbytes in cuts(box)
         ]
-    return tuple(parts)
+    return tuple(found)
 
 
 def _matching(held: Tensor | None, needed: Tensor) -> Tensor:
