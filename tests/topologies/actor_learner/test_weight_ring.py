@@ -1,4 +1,4 @@
-"""Shared memory between two processes: what is read was written whole, also where the writer is killed meanwhile."""
+"""Ring of weights: what is read was written whole, also where the writer is killed meanwhile."""
 
 from __future__ import annotations
 
@@ -12,7 +12,6 @@ import numpy as np
 import pytest
 
 from longhaul.runtime import shared_memory
-from longhaul.runtime.shared_memory import Leaf, Wakeup, wakeup
 from longhaul.topologies.actor_learner import weight_ring
 from longhaul.topologies.actor_learner.weight_ring import WeightRing
 from tests.helpers.weights_conformance import check_weights
@@ -38,23 +37,6 @@ def test_a_ring_does_what_weights_must() -> None:
     learner, actor = (WeightRing(shared_memory.arrays(block, planned)) for _ in range(2))
     os.close(block)
     check_weights(learner, actor, lambda version: np.full(64, version, np.uint8), stays=False)
-
-
-def test_arrays_have_lines_of_their_own_and_are_the_same_memory() -> None:
-    named = [("a", Leaf((3,), "int8")), ("none", Leaf((0, 4), "float32")), ("b", Leaf((2, 2), "float64"))]
-    planned = shared_memory.plan(named)
-    assert [region.offset % shared_memory.LINE for region in planned.regions.values()] == [0, 0, 0]
-    assert planned.size == 128
-    block = shared_memory.create(planned.size)
-    one, other = shared_memory.arrays(block, planned), shared_memory.arrays(block, planned)
-    os.close(block)
-    one["b"][1, 0] = 4.5
-    one["a"][:] = [1, 2, 3]
-    assert other["b"].tolist() == [[0.0, 0.0], [4.5, 0.0]]
-    assert other["a"].tolist() == [1, 2, 3]
-    assert other["none"].shape == (0, 4)
-    with pytest.raises(ValueError, match="two arrays"):
-        shared_memory.plan([("a", Leaf((), "int8"))] * 2)
 
 
 def test_weights_are_read_whole_while_another_process_writes_and_when_it_is_killed() -> None:
@@ -113,24 +95,3 @@ def test_weights_that_are_not_what_was_published_are_refused() -> None:
             mine.read(version, out)
     mine.publish(5, weights)
     assert mine.read(-1, out) == 5
-
-
-def test_a_bell_is_heard_once_and_tells_that_nobody_is_left() -> None:
-    door = wakeup()
-    for _ in range(200_000):  # more than a pipe holds
-        door.wake()
-    assert door.wait(1.0)
-    while door._poll.poll(0):
-        door.wait(0.0)
-    began = time.monotonic()
-    assert door.wait(0.05)
-    assert time.monotonic() - began >= 0.04
-    os.close(door.writes)
-    door.writes = -1
-    assert not door.wait(5.0)
-    door.close()
-    gone = Wakeup(*os.pipe())
-    os.close(gone.reads)
-    gone.reads = -1
-    gone.wake()
-    gone.close()

@@ -1,0 +1,80 @@
+"""Child processes: what they read and print, how they end, and that none outlives its parent."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from longhaul.runtime.launch.process import DROP, PIPE, Process, Restarts
+
+ECHO = [sys.executable, "-c", "import sys; data = sys.stdin.read(); print(data); print(len(data), file=sys.stderr)"]
+
+
+def test_a_payload_is_all_that_it_reads_and_all_its_lines_are_taken() -> None:
+    out: list[bytes] = []
+    error: list[bytes] = []
+    before = len(os.listdir("/proc/self/fd"))
+    process = Process(ECHO, payload=b"one\ntwo", out=out.append, error=error.append)
+    assert process.wait(30.0)
+    process.end()
+    assert (out, error) == ([b"one\n", b"two\n"], [b"7\n"])
+    assert process.ended() == "it ended with code 0"
+    assert len(os.listdir("/proc/self/fd")) == before
+
+
+def test_it_is_killed_when_it_takes_too_long_and_may_be_talked_to() -> None:
+    program = "import sys\nfor line in sys.stdin: print(line.strip()[::-1], flush=True)"
+    process = Process([sys.executable, "-c", program], talks=True, out=PIPE)
+    assert process.out is not None
+    assert process.say(b"abc\n")
+    assert process.out.readline() == b"cba\n"
+    process.end(within=0.05)
+    assert process.ended() == "it was ended by SIGKILL"
+
+
+PARENT = """
+import sys, time
+from longhaul.runtime.launch.process import Process
+child = "from longhaul.runtime.launch.process import end_with_parent as tie; import time; tie(); time.sleep(60)"
+print(Process([sys.executable, "-c", child]).id, flush=True)
+time.sleep(60)
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="a stopped process runs no thread that could end it")
+@pytest.mark.parametrize("stopped", [False, True])
+def test_a_child_ends_with_a_parent_that_is_killed(stopped: bool) -> None:
+    parent = Process([sys.executable, "-c", PARENT], out=PIPE, error=DROP)
+    assert parent.out is not None
+    child = int(parent.out.readline())
+    if stopped:
+        time.sleep(1.0)  # until it has asked for it
+        os.kill(child, signal.SIGSTOP)
+    parent.end()
+    deadline = time.monotonic() + 20.0
+    while _lives(child) and time.monotonic() < deadline:
+        time.sleep(0.02)
+    assert not _lives(child)
+
+
+def _lives(process: int) -> bool:
+    try:
+        return Path(f"/proc/{process}/stat").read_bytes().rpartition(b")")[2].split()[0] not in (b"Z", b"X")
+    except OSError:
+        return False
+
+
+def test_pauses_double_up_to_a_bound_and_progress_starts_them_again() -> None:
+    history, pauses = Restarts(allowed=3, first=1.0, most=3.0), []
+    for _ in range(3):
+        history = history.failed(progress=False)
+        pauses.append(history.pause)
+    assert pauses == [1.0, 2.0, 3.0]
+    assert not history.exhausted
+    assert history.failed(progress=False).exhausted
+    assert history.failed(progress=True).pause == 1.0
