@@ -31,7 +31,7 @@ from longhaul.driving.datasets.log import BadData
 from longhaul.driving.scenario import bank as banks
 from longhaul.driving.scenario.bank import Sizes
 from longhaul.driving.scenario.scenario import Scenario
-from longhaul.driving.scenario_files import agrees, disagreement
+from longhaul.driving.scenario_source import agrees, disagreement
 from longhaul.driving.shards import stream
 from longhaul.driving.shards.record import CONTROLS
 from longhaul.driving.shards.stream import Library, Position

@@ -24,7 +24,8 @@ from typing import Any
 import google_crc32c
 import numpy as np
 
-from longhaul.driving.datasets import protobuf, tfrecord
+from longhaul.driving.datasets import protobuf, readers, tfrecord
+from longhaul.driving.datasets.log import Malformed
 from longhaul.driving.scenario.compile import compile_log
 from longhaul.driving.shards import record as packing
 from longhaul.driving.shards import shard
@@ -92,7 +93,7 @@ def damage_fields(payload: bytes, random: np.random.Generator) -> bytes:
     for _ in range(random.integers(1, 6)):
         try:
             found = list(protobuf.fields(payload, start, stop))
-        except protobuf.Malformed:
+        except Malformed:
             break
         if not found:
             break
@@ -422,7 +423,7 @@ def shelved(record: bytes, entry: bytes) -> bytes:
     row["offset"], row["length"], row["crc"] = shard.HEAD_BYTES, len(record), google_crc32c.value(record)
     index = row.tobytes() + b'["straight"]'
     check, end = google_crc32c.value(index), shard.HEAD_BYTES + len(record)
-    head = shard.HEAD.pack(shard.MAGIC, shard.VERSION, 1, end, len(index), check)
+    head = shard.HEAD.pack(readers.SHARD_MAGIC, shard.VERSION, 1, end, len(index), check)
     return head + struct.pack("<I", google_crc32c.value(head)) + record + index
 
 

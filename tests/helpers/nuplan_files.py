@@ -15,9 +15,9 @@ from typing import Any
 
 import numpy as np
 
+from longhaul.driving.datasets.geopackage import utm
 from longhaul.driving.datasets.log import LANE_STREET, Log
 from longhaul.driving.datasets.nuplan import EGO_CENTRE
-from longhaul.driving.datasets.projection import utm
 
 ORIGIN = np.array([664_000.0, 3_998_000.0, 0.0])
 EPSG = 32611

@@ -10,8 +10,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from longhaul.driving.datasets.log import EDGE_BOUNDARY, Feature
-from longhaul.driving.datasets.protobuf import Malformed
+from longhaul.driving.datasets.log import EDGE_BOUNDARY, Feature, Malformed
 
 PIECE, ASIDE = 1.0, 0.25
 """Metres: edges are looked at in pieces of this length, so far beside them."""

@@ -91,3 +91,12 @@ class Log:
 
 class BadData(ValueError):
     """A data file that can't be used. The message is one line: the path, what is wrong, what to do."""
+
+
+class Malformed(ValueError):
+    """Bytes that are no such message. Readers of files turn it into `BadData` with the path."""
+
+
+def told(error: Malformed) -> str:
+    """What is wrong, on one line: a file's own words may be long, or control a terminal."""
+    return "".join(letter if letter.isprintable() else "?" for letter in str(error)[:300])

@@ -33,9 +33,10 @@ from longhaul.driving.datasets.log import (
     BadData,
     Lights,
     Log,
+    Malformed,
     Tracks,
+    told,
 )
-from longhaul.driving.datasets.protobuf import Malformed, told
 from longhaul.driving.datasets.validate import check
 from longhaul.driving.datasets.womd_example import STEP, by_lane, no_lights
 

@@ -29,11 +29,18 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from longhaul.driving.datasets import geopackage
-from longhaul.driving.datasets.geopackage import Shape
+from longhaul.driving.datasets.geopackage import Shape, utm
 from longhaul.driving.datasets.lane_boundaries import edges
-from longhaul.driving.datasets.log import CROSSWALK, LANE_BIKE, LANE_STREET, SPEED_BUMP, STOP_SIGN, BadData, Feature
-from longhaul.driving.datasets.projection import utm
-from longhaul.driving.datasets.protobuf import Malformed
+from longhaul.driving.datasets.log import (
+    CROSSWALK,
+    LANE_BIKE,
+    LANE_STREET,
+    SPEED_BUMP,
+    STOP_SIGN,
+    BadData,
+    Feature,
+    Malformed,
+)
 from longhaul.driving.datasets.validate import FASTEST
 
 FOLDER = "LONGHAUL_NUPLAN_MAPS"

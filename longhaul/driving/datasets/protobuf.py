@@ -13,20 +13,13 @@ from typing import NamedTuple
 
 import numpy as np
 
+from longhaul.driving.datasets.log import Malformed
+
 VARINT, FIXED64, BYTES, FIXED32 = 0, 1, 2, 5
 """Wire types."""
 
 TEMPLATES = 16
 """Layouts that `table` looks for among messages of one length before it reads the rest one by one."""
-
-
-class Malformed(ValueError):
-    """Bytes that are no such message. Readers of files turn it into `BadData` with the path."""
-
-
-def told(error: Malformed) -> str:
-    """What is wrong, on one line: a file's own words may be long, or control a terminal."""
-    return "".join(letter if letter.isprintable() else "?" for letter in str(error)[:300])
 
 
 class Field(NamedTuple):

@@ -25,9 +25,8 @@ from longhaul.driving.datasets import (
     womd_example,
     womd_scenario,
 )
-from longhaul.driving.datasets.log import BadData, Log
-from longhaul.driving.datasets.protobuf import BYTES, Malformed, fields, told
-from longhaul.driving.shards import shard
+from longhaul.driving.datasets.log import BadData, Log, Malformed, told
+from longhaul.driving.datasets.protobuf import BYTES, fields
 
 Found = TypeVar("Found")
 
@@ -36,11 +35,19 @@ GPUDRIVE, SCENARIONET, ARGOVERSE = "gpudrive", "scenarionet", "argoverse2"
 NUPLAN = "nuplan"
 TFRECORD = "tfrecord"
 SHARD = "shard"
-"""Scenarios that are compiled already: no logs; `scenarios` reads them."""
+"""Scenarios that are compiled already: no logs; `shards.shard` reads them."""
+
+SHARD_SUFFIX = ".lhs"
+
+SHARD_INDEX = "index.json"
+"""File beside the shards of a conversion: its totals, no log."""
+
+SHARD_MAGIC = b"\x89LHSHRD\n"
+"""First bytes of a shard of any version: the first is no text, and a transfer that changes line ends is detected."""
 
 KNOWN = (
     "a TFRecord (WOMD tf.Example or Scenario), GPUDrive JSON, a ScenarioNet pickle, an Argoverse 2 parquet, "
-    f"a nuPlan .db, a {shard.SUFFIX} shard of converted logs"
+    f"a nuPlan .db, a {SHARD_SUFFIX} shard of converted logs"
 )
 
 LARGEST = 1 << 28
@@ -103,10 +110,10 @@ def _known(path: Path) -> bool:
     if name.startswith("."):
         return False
     if name.endswith(".json"):
-        return name != shard.INDEX and not name.startswith(argoverse.MAP_PREFIX)
+        return name != SHARD_INDEX and not name.startswith(argoverse.MAP_PREFIX)
     if name.endswith(".pkl"):
         return name not in scenarionet.SUMMARIES
-    return ".tfrecord" in name or name.endswith((".tfrecords", ".parquet", ".db", shard.SUFFIX))
+    return ".tfrecord" in name or name.endswith((".tfrecords", ".parquet", ".db", SHARD_SUFFIX))
 
 
 def load(paths: Sequence[str], limit: int | None = None) -> list[Log]:
@@ -193,7 +200,7 @@ def detect(path: Path) -> str:
         raise BadData(
             f"{path}: record 0 at byte 0: the length's checksum is wrong: no TFRecord, or damaged; {tfrecord.REMEDY}"
         )
-    if shard.begins(head):
+    if head.startswith(SHARD_MAGIC):
         return SHARD
     if head.startswith(geopackage.MAGIC):
         if head[geopackage.APPLICATION] == b"GPKG":

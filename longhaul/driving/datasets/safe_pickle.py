@@ -20,7 +20,7 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from longhaul.driving.datasets.protobuf import Malformed
+from longhaul.driving.datasets.log import Malformed
 
 WRONG = (KeyError, IndexError, TypeError, ValueError, AttributeError, OverflowError, RecursionError)
 """What Python and NumPy raise where a document has another structure than expected."""

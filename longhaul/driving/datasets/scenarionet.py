@@ -33,9 +33,9 @@ from longhaul.driving.datasets.log import (
     Feature,
     Lights,
     Log,
+    Malformed,
     Tracks,
 )
-from longhaul.driving.datasets.protobuf import Malformed
 from longhaul.driving.datasets.safe_pickle import WRONG, Array, unpickle
 from longhaul.driving.datasets.validate import check
 from longhaul.driving.datasets.womd_example import STEP, no_lights

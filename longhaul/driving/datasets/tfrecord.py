@@ -15,13 +15,12 @@ from pathlib import Path
 import google_crc32c
 import numpy as np
 
-from longhaul.driving.datasets.log import BadData
+from longhaul.driving.datasets.log import BadData, Malformed
 from longhaul.driving.datasets.protobuf import (
     BYTES,
     FIXED32,
     VARINT,
     Field,
-    Malformed,
     encode,
     encode_varint,
     fields,

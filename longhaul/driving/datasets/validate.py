@@ -7,8 +7,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from longhaul.driving.datasets.log import Log
-from longhaul.driving.datasets.protobuf import Malformed
+from longhaul.driving.datasets.log import Log, Malformed
 
 FARTHEST = 1e8
 """Metres from the origin of the source's coordinates. Map projections stay below 2e7."""

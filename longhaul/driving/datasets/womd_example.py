@@ -20,10 +20,10 @@ from longhaul.driving.datasets.log import (
     Feature,
     Lights,
     Log,
+    Malformed,
     Path,
     Tracks,
 )
-from longhaul.driving.datasets.protobuf import Malformed
 from longhaul.driving.datasets.validate import MOST_STEPS, check
 
 STEP = 0.1

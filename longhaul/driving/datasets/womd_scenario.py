@@ -10,14 +10,23 @@ from typing import NamedTuple
 
 import numpy as np
 
-from longhaul.driving.datasets.log import CROSSWALK, DRIVEWAY, SPEED_BUMP, STOP_SIGN, Feature, Lights, Log, Tracks
+from longhaul.driving.datasets.log import (
+    CROSSWALK,
+    DRIVEWAY,
+    SPEED_BUMP,
+    STOP_SIGN,
+    Feature,
+    Lights,
+    Log,
+    Malformed,
+    Tracks,
+)
 from longhaul.driving.datasets.protobuf import (
     BYTES,
     FIXED32,
     FIXED64,
     VARINT,
     Field,
-    Malformed,
     Run,
     fields,
     runs,

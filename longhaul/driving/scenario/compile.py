@@ -22,7 +22,6 @@ from longhaul.driving.datasets.log import (
     BadData,
     Log,
 )
-from longhaul.driving.scenario.guides import guide
 from longhaul.driving.scenario.lane_graph import BRIDGE, LEVEL, SLOPE, lay_grid, make_road
 from longhaul.driving.scenario.road_edges import distance_field, make_edges, simplify
 from longhaul.driving.scenario.routes import (
@@ -33,6 +32,7 @@ from longhaul.driving.scenario.routes import (
     at,
     continuation,
     find_lanes,
+    guide,
     lane_at,
     lights_disputed,
     make_lane,

@@ -29,7 +29,7 @@ from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
-from longhaul.driving import scenario_files
+from longhaul.driving import scenario_source
 from longhaul.driving.datasets import readers
 from longhaul.driving.datasets.log import BadData
 from longhaul.driving.scenario.compile import ROUTES
@@ -115,7 +115,7 @@ def convert(
     with _alone(out):
         stamps = [stamp(path) for path in files]
         lines = resume(out, settings, stamps)
-        (out / shard.INDEX).unlink(missing_ok=True)
+        (out / readers.SHARD_INDEX).unlink(missing_ok=True)
         rewrite(out, settings, lines)
         if not (lines and lines[-1].last):
             lines += _run(out, files, stamps, lines, settings, workers, progress)
@@ -161,7 +161,7 @@ def _run(
 
     def close(taken: int, begun: Stamp | None, last: bool) -> None:
         """Writes the next shard, then the line that says so."""
-        name = f"shard-{number + len(made):05d}{shard.SUFFIX}" if waiting else ""
+        name = f"shard-{number + len(made):05d}{readers.SHARD_SUFFIX}" if waiting else ""
         part = waiting[: settings.per_shard]
         size = shard.write_records(out / name, part) if name else 0
         made.append(Line(name, len(part), size, list(ended), taken, begun, last))
@@ -191,7 +191,7 @@ def pack_file(path: Path, settings: Settings) -> Packed:
     """The records of all scenarios of a file, and what is wrong with it; never raises."""
     packed = Packed([], [])
     try:
-        for make in scenario_files.makers(
+        for make in scenario_source.makers(
             path, agents=settings.agents, horizon=settings.horizon, control=settings.control, routes=settings.routes
         ):
             try:
@@ -281,5 +281,5 @@ def _finish(out: Path, files: list[Path], settings: Settings, lines: list[Line])
         "shards": [{"name": each.shard, "scenarios": each.scenarios, "bytes": each.bytes} for each in written],
         "errors": [{"path": path, "message": message} for path, message in errors],
     }
-    replace_text(out / shard.INDEX, json.dumps(document, indent=1) + "\n")
+    replace_text(out / readers.SHARD_INDEX, json.dumps(document, indent=1) + "\n")
     return report

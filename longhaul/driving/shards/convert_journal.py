@@ -12,6 +12,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import NamedTuple
 
+from longhaul.driving.datasets import readers
 from longhaul.driving.datasets.log import BadData
 from longhaul.driving.shards import shard as shards
 
@@ -68,7 +69,7 @@ def resume(out: Path, settings: Settings, stamps: list[Stamp]) -> list[Line]:
     """The lines of the state that still hold: their shards are there, and their inputs are what they were."""
     path = out / STATE
     if not path.exists():
-        foreign = next(out.glob(f"*{shards.SUFFIX}"), None)
+        foreign = next(out.glob(f"*{readers.SHARD_SUFFIX}"), None)
         if foreign is not None:
             raise BadData(f"{out}: holds {foreign.name}, but no {STATE} of a conversion: name another folder")
         return []
@@ -118,7 +119,7 @@ def rewrite(out: Path, settings: Settings, lines: list[Line]) -> None:
     text = json.dumps({"settings": asdict(settings)}) + "\n" + "".join(map(_text, lines))
     replace_text(out / STATE, text)
     kept = {line.shard for line in lines}
-    for path in out.glob(f"shard-*{shards.SUFFIX}"):
+    for path in out.glob(f"shard-*{readers.SHARD_SUFFIX}"):
         if path.name not in kept:
             path.unlink()
 

@@ -28,10 +28,10 @@ from typing import NamedTuple
 
 import numpy as np
 
-from longhaul.driving.datasets.protobuf import Malformed
+from longhaul.driving.datasets.log import Malformed
 from longhaul.driving.scenario import compile
 from longhaul.driving.scenario import scenario as scenario_scenario
-from longhaul.driving.scenario.extents import Extents, extents
+from longhaul.driving.scenario.bank import Extents, extents
 from longhaul.driving.scenario.lane_graph import (
     FINE,
     HALF_MOST,

@@ -31,19 +31,11 @@ from pathlib import Path
 import google_crc32c
 import numpy as np
 
-from longhaul.driving.datasets.log import BadData
-from longhaul.driving.datasets.protobuf import Malformed
-from longhaul.driving.scenario.extents import Extents
+from longhaul.driving.datasets.log import BadData, Malformed
+from longhaul.driving.datasets.readers import SHARD_MAGIC, SHARD_SUFFIX
+from longhaul.driving.scenario.bank import Extents
 from longhaul.driving.scenario.scenario import Scenario
 from longhaul.driving.shards.record import LETTERS, outline, pack, unpack
-
-SUFFIX = ".lhs"
-
-INDEX = "index.json"
-"""Beside the shards of a conversion: its totals, no log."""
-
-MAGIC = b"\x89LHSHRD\n"
-"""The first byte is no text, and a transfer that changes line ends is seen."""
 
 VERSION = 4
 """Of the file and of the records: grows with every change of `packing.COLUMNS`."""
@@ -103,11 +95,6 @@ class Shard:
         self.view.close()
 
 
-def begins(head: bytes) -> bool:
-    """Whether `head`, the first bytes of a file, is the start of a shard of any version."""
-    return head.startswith(MAGIC)
-
-
 def write(path: Path, scenarios: Iterable[Scenario]) -> int:
     """Writes a shard of `scenarios`; -> its size in bytes. `ValueError` where one can't be stored."""
     return write_records(path, ((scenario.id, pack(scenario)) for scenario in scenarios))
@@ -128,7 +115,7 @@ def write_records(path: Path, records: Iterable[tuple[str, bytes]]) -> int:
                 offset += len(record)
             index = np.array(entries, ENTRY).tobytes() + json.dumps(ids, ensure_ascii=False).encode()
             file.write(index)
-            head = HEAD.pack(MAGIC, VERSION, len(ids), offset, len(index), google_crc32c.value(index))
+            head = HEAD.pack(SHARD_MAGIC, VERSION, len(ids), offset, len(index), google_crc32c.value(index))
             file.seek(0)
             file.write(head + struct.pack("<I", google_crc32c.value(head)))
             file.flush()
@@ -172,8 +159,10 @@ def open(path: Path) -> Shard:
 
 def _index(path: Path, head: bytes, size: int, view: mmap.mmap) -> tuple[tuple[str, ...], np.ndarray]:
     magic, version, count, offset, length, crc = HEAD.unpack_from(head)
-    if magic != MAGIC:
-        raise BadData(f"{path}: is no shard of compiled scenarios; give a {SUFFIX} file that `data convert` wrote")
+    if magic != SHARD_MAGIC:
+        raise BadData(
+            f"{path}: is no shard of compiled scenarios; give a {SHARD_SUFFIX} file that `data convert` wrote"
+        )
     if version != VERSION:
         raise BadData(f"{path}: is of version {version}; this program reads version {VERSION}: {REMEDY}")
     if struct.pack("<I", google_crc32c.value(head[: HEAD.size])) != head[HEAD.size :]:

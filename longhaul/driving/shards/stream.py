@@ -33,9 +33,9 @@ import numpy as np
 
 from longhaul.driving.datasets import readers
 from longhaul.driving.datasets.log import BadData
-from longhaul.driving.scenario.extents import Extents
+from longhaul.driving.scenario.bank import Extents
 from longhaul.driving.scenario.scenario import Scenario
-from longhaul.driving.scenario_files import cut
+from longhaul.driving.scenario_source import cut
 from longhaul.driving.shards import shard as shards
 from longhaul.driving.shards.record import LETTERS
 

@@ -24,7 +24,6 @@ from longhaul.driving.sim import (
     controllers,
     dynamics,
     goal_behaviour,
-    kinds,
     reward_conditioning,
     traffic,
 )
@@ -342,7 +341,7 @@ class Simulator:
         """What the controlled agents can do."""
         kind, length = self._bodies(scenario)
         if self.config.control == "all":
-            return kinds.limits_of(kind, length)
+            return dynamics.limits_of(kind, length)
         return dynamics.VEHICLE._replace(wheelbase=WHEELBASE * length)
 
     def _weights(self, state: State) -> Weights:

@@ -2,9 +2,13 @@
 
 One step of one world reads one slice of everybody's motion, two windows of each route, and a few dozen cells of the
 distance field. So what is read together lies together, agents or points last, where arithmetic runs along them.
-Numbers are int16 (see `codes`) or int8 (see `tiles`); only the slices that a step reads become float32. Nothing is
+Numbers are int16 or int8 (see `distance_field`); only the slices that a step reads become float32. Nothing is
 padded to the largest scenario: steps, points, lights and tiles of all scenarios lie one behind the other, and a
 scenario has offsets. Routes get points before their beginning and after their end, that no window has to be cut.
+
+Positions are whole multiples of a scale of their scenario: 2 cm or finer where everything lies within 655 m of the
+origin. Floats of 16 bits would have steps of half a metre there. Angles are 65,536ths of a turn, so that addition wraps
+by itself. Encoding is NumPy; decoding takes arrays of either kind.
 
 Nobody else depends on the packing: read through `slice_at`, `logged_at`, `window`, `place_on`, `lights_at`, `field`.
 """
@@ -20,13 +24,11 @@ from jax import lax
 
 from longhaul.driving.datasets.log import VEHICLE
 from longhaul.driving.scenario import distance_field
-from longhaul.driving.scenario.bank import Bank
-from longhaul.driving.scenario.extents import MOVES, arc_lengths
-from longhaul.driving.scenario.extents import courses as different
+from longhaul.driving.scenario.bank import MOVES, Bank, arc_lengths
+from longhaul.driving.scenario.bank import courses as different
 from longhaul.driving.scenario.lane_graph import Roadmap
 from longhaul.driving.scenario.scenario import ONWARD, ONWARD_SPACING, ROUTE_SPACING
 from longhaul.driving.sim.geometry import Field, wrap
-from longhaul.driving.sim.quantise import MOST, NOTHING, TURN, decode, encode, encode_angle, scale_for
 
 Array = Any  # numpy.ndarray while tables are made, jax.Array then
 
@@ -49,11 +51,23 @@ EXTENSION = 30.0
 """Metres that the path of a vehicle still under way when the log sees it last goes straight on, where no lane is
 known that it could follow."""
 
+TURN = np.float32(2.0 * np.pi / 65536.0)
+"""Radians of one unit of an angle."""
+
+MOST = 32767
+"""The largest int16."""
+
+NOTHING = -32768
+"""The int16 that no number is encoded as, so that it can say that there is none."""
+
+FINEST = 1e-3
+"""The smallest scale: a millimetre, or a millimetre a second, is finer than any log."""
+
 
 class Lines(NamedTuple):
     """Polylines of all scenarios, M a scenario, one behind the other."""
 
-    points: Array  # int16 [3, points]: x, y (units of `scale`), heading (units of codes.TURN)
+    points: Array  # int16 [3, points]: x, y (units of `scale`), heading (units of TURN)
     start: Array  # int32 [S, M]: the first point of a line
     count: Array  # int32 [S, M]: how many it has
     scale: Array  # float32 [S], m
@@ -399,3 +413,25 @@ def ahead_of(
     low, high = points[:, BEHIND + offsets], points[:, BEHIND + 1 + offsets]
     step = high - low
     return low[0] + part * step[0], low[1] + part * step[1], low[2] + part * wrap(step[2])
+
+
+def scale_for(values: np.ndarray) -> np.ndarray:
+    """float32 [S]: the scale at which all of `values` [S, ...] fit; FINEST where they are small."""
+    largest = np.abs(values.reshape(len(values), -1)).max(1, initial=0.0)
+    return np.maximum(largest.astype(np.float64) / MOST, FINEST).astype(np.float32)
+
+
+def encode(values: np.ndarray, scale: np.ndarray) -> np.ndarray:
+    """int16: `values` as multiples of `scale`, which broadcasts against them; never NOTHING."""
+    return np.clip(np.rint(values / scale.astype(np.float64)), -MOST, MOST).astype(np.int16)
+
+
+def encode_angle(angle: np.ndarray) -> np.ndarray:
+    """int16: angles, rad, of any number of turns."""
+    units = np.rint(np.asarray(angle, np.float64) / (2.0 * np.pi) * 65536.0)
+    return (np.mod(units + 32768.0, 65536.0) - 32768.0).astype(np.int16)
+
+
+def decode(units: Array, scale: Array) -> Array:
+    """float32: what `encode` made `units` of."""
+    return units.astype(np.float32) * scale

@@ -23,7 +23,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from longhaul.driving.datasets.log import VEHICLE
-from longhaul.driving.scenario.extents import STIR
+from longhaul.driving.scenario.bank import STIR
 from longhaul.driving.sim.dynamics import MAX_ACCELERATION, Motion, travel
 from longhaul.driving.sim.geometry import FREE, into, wrap
 from longhaul.driving.sim.tables import PATH_SPACING, PATH_WINDOW, Paths, Tables, sighted_at, slice_at, stretch

@@ -14,9 +14,8 @@ import pytest
 
 from longhaul.driving import inspect_logs
 from longhaul.driving.datasets import geopackage, lane_boundaries, nuplan, nuplan_map, readers
-from longhaul.driving.datasets.log import CROSSWALK, EDGE_BOUNDARY, STOP_SIGN, BadData, Log
-from longhaul.driving.datasets.projection import transverse_mercator, utm
-from longhaul.driving.datasets.protobuf import Malformed
+from longhaul.driving.datasets.geopackage import transverse_mercator, utm
+from longhaul.driving.datasets.log import CROSSWALK, EDGE_BOUNDARY, STOP_SIGN, BadData, Log, Malformed
 from longhaul.driving.scenario.bank import sample
 from longhaul.driving.scenario.compile import compile_log
 from longhaul.driving.scenario.road_edges import make_edges, signed_distance

@@ -5,12 +5,12 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from longhaul.driving.datasets.log import Malformed
 from longhaul.driving.datasets.protobuf import (
     FIXED32,
     FIXED64,
     VARINT,
     Field,
-    Malformed,
     Run,
     encode,
     encode_varint,

@@ -20,8 +20,8 @@ from longhaul.driving.datasets import (
     womd_example,
     womd_scenario,
 )
-from longhaul.driving.datasets.log import EDGE_BOUNDARY, LANE_STREET, BadData, Feature, Lights, Path
-from longhaul.driving.datasets.protobuf import Malformed, encode
+from longhaul.driving.datasets.log import EDGE_BOUNDARY, LANE_STREET, BadData, Feature, Lights, Malformed, Path
+from longhaul.driving.datasets.protobuf import encode
 from tests.helpers import argoverse_files
 from tests.helpers import log_files as made
 

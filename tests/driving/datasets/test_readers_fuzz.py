@@ -15,8 +15,7 @@ import numpy as np
 import pytest
 
 from longhaul.driving.datasets import readers, tfrecord
-from longhaul.driving.datasets.log import LANE_STREET, BadData, Feature, Log
-from longhaul.driving.datasets.protobuf import Malformed
+from longhaul.driving.datasets.log import LANE_STREET, BadData, Feature, Log, Malformed
 from longhaul.driving.scenario import compile, lane_graph
 from longhaul.driving.shards.record import pack, unpack
 from tests.helpers import argoverse_files, damaged_inputs

@@ -14,8 +14,7 @@ import numpy as np
 import pytest
 
 from longhaul.driving.datasets import readers, safe_pickle, scenarionet
-from longhaul.driving.datasets.log import BadData
-from longhaul.driving.datasets.protobuf import Malformed
+from longhaul.driving.datasets.log import BadData, Malformed
 from longhaul.driving.datasets.safe_pickle import Array, unpickle, weigh
 from tests.helpers import log_files as made
 

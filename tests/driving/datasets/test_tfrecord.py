@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 from longhaul.driving.datasets import tfrecord
-from longhaul.driving.datasets.log import BadData
-from longhaul.driving.datasets.protobuf import Malformed, encode
+from longhaul.driving.datasets.log import BadData, Malformed
+from longhaul.driving.datasets.protobuf import encode
 
 
 def slow_masked_crc(data: bytes) -> int:

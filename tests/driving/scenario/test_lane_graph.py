@@ -12,8 +12,7 @@ import pytest
 
 from longhaul.driving.datasets import log as logs
 from longhaul.driving.datasets import readers
-from longhaul.driving.datasets.log import Feature, Log
-from longhaul.driving.datasets.protobuf import Malformed
+from longhaul.driving.datasets.log import Feature, Log, Malformed
 from longhaul.driving.generator.generate import generate
 from longhaul.driving.scenario import lane_graph
 from longhaul.driving.scenario.compile import compile_log

@@ -16,7 +16,7 @@ from pathlib import Path
 
 import pytest
 
-from longhaul.driving import inspect_logs, scenario_files
+from longhaul.driving import inspect_logs, scenario_source
 from longhaul.driving.datasets import readers, tfrecord
 from longhaul.driving.datasets.log import BadData
 from longhaul.driving.scenario.compile import compile_log
@@ -240,7 +240,7 @@ def test_shards_are_data_as_logs_are(tmp_path: Path) -> None:
     folder = logs_in(tmp_path / "in")
     convert.convert([str(folder)], tmp_path / "out", per_shard=5, agents=3)
     both = [str(tmp_path / "out"), str(folder / "0.tfrecord")]
-    found = scenario_files.load(both, agents=2, horizon=24)
+    found = scenario_source.from_logs(both, agents=2, horizon=24)
     assert [each.id for each in found] == [*IDS, *IDS[:3]]
     stored, compiled = found[0], found[12]
     assert (stored.steps, stored.controlled.tolist()) == (24, compiled.controlled.tolist())
@@ -249,7 +249,7 @@ def test_shards_are_data_as_logs_are(tmp_path: Path) -> None:
     assert stored.pose.shape == compiled.pose.shape
     assert stored.light_state.shape[2] == 24
     with pytest.raises(BadData, match=r"shard-00000.lhs: record 0 of 5: was compiled for 3 .* fewer than 4"):
-        scenario_files.load(both, agents=4)
+        scenario_source.from_logs(both, agents=4)
     convert.convert([str(tmp_path / "out")], tmp_path / "again", per_shard=5, agents=3)
     names = [f"shard-0000{number}.lhs" for number in range(3)]
     assert [contents(tmp_path / "again")[name] for name in names] == [

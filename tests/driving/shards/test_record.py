@@ -13,8 +13,7 @@ import numpy as np
 import pytest
 
 from longhaul.driving.datasets import readers
-from longhaul.driving.datasets.log import BadData
-from longhaul.driving.datasets.protobuf import Malformed
+from longhaul.driving.datasets.log import BadData, Malformed
 from longhaul.driving.generator.generate import generate
 from longhaul.driving.scenario.compile import compile_log
 from longhaul.driving.scenario.scenario import Road, Scenario
@@ -254,7 +253,9 @@ def test_an_index_that_points_elsewhere(tmp_path: Path) -> None:
     _, _, count, offset, length, _ = shards.HEAD.unpack_from(data)
 
     def rewritten(index: bytes) -> None:
-        head = shards.HEAD.pack(shards.MAGIC, shards.VERSION, count, offset, len(index), google_crc32c.value(index))
+        head = shards.HEAD.pack(
+            readers.SHARD_MAGIC, shards.VERSION, count, offset, len(index), google_crc32c.value(index)
+        )
         path.write_bytes(head + struct.pack("<I", google_crc32c.value(head)) + data[len(head) + 4 : offset] + index)
 
     good = bytes(data[offset : offset + length])

@@ -12,7 +12,7 @@ import pytest
 
 from longhaul.driving.datasets import readers
 from longhaul.driving.datasets.log import CYCLIST, PEDESTRIAN, VEHICLE
-from longhaul.driving.sim import dynamics, kinds
+from longhaul.driving.sim import dynamics
 from longhaul.driving.sim.actions import make_actions
 from longhaul.driving.sim.config import ACTIONS
 from longhaul.driving.sim.dynamics import MAX_CURVATURE, MAX_LATERAL, MAX_SPEED, MODELS, Drive, Limits, Motion
@@ -200,9 +200,9 @@ def test_standing_still_lasts() -> None:
 @pytest.mark.parametrize("name", MODELS)
 def test_everybody_stays_within_the_limits_of_its_kind(name: str) -> None:
     kind = np.repeat([VEHICLE, PEDESTRIAN, CYCLIST, 4, 0], 40)
-    limits = kinds.limits_of(jnp.asarray(kind, jnp.int32), jnp.full(200, 4.0))
+    limits = dynamics.limits_of(jnp.asarray(kind, jnp.int32), jnp.full(200, 4.0))
     for row, number in ((0, VEHICLE), (40, PEDESTRIAN), (80, CYCLIST), (120, VEHICLE), (160, VEHICLE)):
-        wanted = kinds.LIMITS.get(number, dynamics.VEHICLE)._replace(wheelbase=2.4)
+        wanted = dynamics.LIMITS.get(number, dynamics.VEHICLE)._replace(wheelbase=2.4)
         np.testing.assert_allclose([float(field[row]) for field in limits], wanted, rtol=1e-6)
     model = MODELS[name]()
     zeros = jnp.zeros(200)
@@ -253,7 +253,7 @@ def follow(name: str, actions: str | None, tracks: Any) -> tuple[np.ndarray, np.
     """Errors of position, m [T-1, N], of log -> actions -> motion, -1 where unknown: after each step alone, and when a
     track is followed from its beginning on. `actions` None takes the commands as they are."""
     motion, valid, kind, length = tracks
-    model, limits = MODELS[name](), kinds.limits_of(jnp.asarray(kind, jnp.int32), jnp.asarray(length))
+    model, limits = MODELS[name](), dynamics.limits_of(jnp.asarray(kind, jnp.int32), jnp.asarray(length))
     chosen = None if actions is None else make_actions(actions, model.grids)
 
     def drive(now: Drive, logged: Motion, limits: Limits) -> Drive:

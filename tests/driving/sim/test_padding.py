@@ -13,7 +13,7 @@ from longhaul.config.run import Driving
 from longhaul.driving import scenario_source
 from longhaul.driving.datasets.log import PEDESTRIAN, VEHICLE, BadData
 from longhaul.driving.scenario import bank as banks
-from longhaul.driving.scenario_files import cut
+from longhaul.driving.scenario_source import cut
 from longhaul.driving.shards import shard, stream
 from longhaul.driving.sim import tables
 from longhaul.driving.sim.padding import lengths, needs, padded

@@ -16,7 +16,7 @@ from longhaul.driving.scenario import distance_field
 from longhaul.driving.scenario.bank import Bank, sample, stack
 from longhaul.driving.scenario.compile import compile_log
 from longhaul.driving.scenario.scenario import CELL, Scenario
-from longhaul.driving.sim import quantise, tables
+from longhaul.driving.sim import tables
 from longhaul.driving.sim.geometry import clearance
 from longhaul.driving.sim.tables import AHEAD, BEHIND, Tables
 from tests.helpers.driving_scenarios import bank, line, scenario
@@ -174,12 +174,12 @@ def test_reactive_paths_and_walls_are_kept(whole) -> None:
 
 def test_angles_wrap_and_scales_are_exact_enough() -> None:
     angle = np.linspace(-20.0, 20.0, 1001)
-    found = quantise.decode(quantise.encode_angle(angle), quantise.TURN)
+    found = tables.decode(tables.encode_angle(angle), tables.TURN)
     np.testing.assert_allclose(np.exp(1j * found), np.exp(1j * angle), atol=6e-5)
     values = np.array([[0.0, 1.0, -3.0], [655.34, -200.0, 0.01]])
-    scale = quantise.scale_for(values)
+    scale = tables.scale_for(values)
     np.testing.assert_allclose(scale, [0.001, 0.02], rtol=1e-4)
-    found = quantise.decode(quantise.encode(values, scale[:, None]), scale[:, None])
+    found = tables.decode(tables.encode(values, scale[:, None]), scale[:, None])
     np.testing.assert_allclose(found, values, atol=0.0101)
 
 
