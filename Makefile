@@ -6,6 +6,7 @@ BENCH ?= ppo-cartpole
 WORKERS ?= 2
 BIN := .venv/bin
 STAMP := .venv/.installed
+TESTS := .venv/.installed-tests
 PYTEST := $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile
 
 .DEFAULT_GOAL := help
@@ -21,13 +22,14 @@ help:
 NEW_ENOUGH := import sys; sys.exit(sys.version_info < (3, 11))
 
 # A .venv that works is kept (and brought up to date); a broken or half-made one is replaced.
-$(STAMP): pyproject.toml constraints.txt
+# `make train` installs what training needs; `make test` the tools and extras of the tests on top.
+$(STAMP) $(TESTS): pyproject.toml constraints.txt
 	@$(PYTHON) -c '$(NEW_ENOUGH)' 2>/dev/null || { \
 	  echo "longhaul needs Python 3.11 or newer, but '$(PYTHON)' is older or does not run: make PYTHON=/path/to/python3.12 $(MAKECMDGOALS)" >&2; \
 	  exit 1; }
 	@echo "installing into .venv (about a minute)"
 	@$(BIN)/python -c 'import pip; $(NEW_ENOUGH)' 2>/dev/null || { rm -rf .venv; $(PYTHON) -m venv .venv; }
-	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[test]'
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.$(if $(filter $(TESTS),$@),[test])'
 	@touch $@
 
 train: $(STAMP)
@@ -42,7 +44,7 @@ test-all: lint
 bench: $(STAMP)
 	$(BIN)/longhaul bench $(BENCH) $(ARGS)
 
-lint: $(STAMP)
+lint: $(TESTS)
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 

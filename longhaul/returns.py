@@ -1,7 +1,8 @@
 """Returns and advantages of one stream of experience [T]; batch them with `jax.vmap(..., in_axes=1, out_axes=1)`.
 
 Every function takes `terminated` and `truncated` separately: the first ends the task (nothing follows), the second
-only the watching (the successor's value counts, but the next step of the stream belongs to another episode).
+only the watching (the successor's value counts, but the next step of the stream belongs to another episode). Arrays are
+[T]: float32, and bool for `terminated` and `truncated`.
 """
 
 from __future__ import annotations
@@ -10,19 +11,18 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float
 
 
 def gae(
-    reward: Float[Array, " T"],
-    value: Float[Array, " T"],
-    successor_value: Float[Array, " T"],
-    terminated: Bool[Array, " T"],
-    truncated: Bool[Array, " T"],
+    reward: jax.Array,
+    value: jax.Array,
+    successor_value: jax.Array,
+    terminated: jax.Array,
+    truncated: jax.Array,
     *,
     gamma: float,
     lam: float,
-) -> Float[Array, " T"]:
+) -> jax.Array:
     """Generalised advantage estimates (Schulman et al. 2016, equation 16); add `value` for the lambda-return.
 
     `successor_value[t]` is the value of the observation that step t led to. The sum stops at both kinds of end.
@@ -41,14 +41,14 @@ def gae(
 
 
 def q_lambda(
-    reward: Float[Array, " T"],
-    successor_value: Float[Array, " T"],
-    terminated: Bool[Array, " T"],
-    truncated: Bool[Array, " T"],
+    reward: jax.Array,
+    successor_value: jax.Array,
+    terminated: jax.Array,
+    truncated: jax.Array,
     *,
     gamma: float,
     lam: float,
-) -> Float[Array, " T"]:
+) -> jax.Array:
     """Returns of Q-learning over lambda: r_t + gamma ((1 - lam) max_a Q(s_{t+1}, a) + lam the next step's return).
 
     Peng's Q(lambda) (Peng and Williams 1996), as in PQN (Gallici et al. 2024): `successor_value[t]` is the greatest
@@ -75,12 +75,12 @@ class VTrace(NamedTuple):
 
 
 def vtrace(
-    log_ratio: Float[Array, " T"],
-    reward: Float[Array, " T"],
-    value: Float[Array, " T"],
-    successor_value: Float[Array, " T"],
-    terminated: Bool[Array, " T"],
-    truncated: Bool[Array, " T"],
+    log_ratio: jax.Array,
+    reward: jax.Array,
+    value: jax.Array,
+    successor_value: jax.Array,
+    terminated: jax.Array,
+    truncated: jax.Array,
     *,
     gamma: float,
     lam: float = 1.0,
@@ -126,11 +126,11 @@ def vtrace(
 
 
 def successor_values(
-    value: Float[Array, "T B"],
-    last: Float[Array, " B"],
-    truncated_value: Float[Array, "K B"],
-    truncated: Bool[Array, "T B"],
-) -> Float[Array, "T B"]:
+    value: jax.Array,
+    last: jax.Array,
+    truncated_value: jax.Array,
+    truncated: jax.Array,
+) -> jax.Array:
     """Value of each step's successor, from the values of a rollout and of its `types.Successors`."""
     following = jnp.concatenate([value[1:], last[None]], axis=0)
     count = jnp.cumsum(truncated.astype(jnp.int32), axis=0) - truncated

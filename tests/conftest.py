@@ -42,21 +42,10 @@ if os.environ.get("QUICK_COMPILE") and version("jax").startswith("0.10."):
 DEVICES = 4
 
 import jax  # noqa: E402  (the environment must be set first)
-from jaxtyping import install_import_hook  # noqa: E402
 
 jax.config.update("jax_num_cpu_devices", DEVICES)
 jax.config.update("jax_numpy_rank_promotion", "raise")
 assert len(jax.devices()) == DEVICES  # from here on: a run that a test makes must not be the one that decides
-
-# Shapes in annotations are checked where a file states any. Not in all files: beartype would look at every other
-# annotation there too, and stumbles over Protocols, which must not be made checkable at run time for a test's sake.
-SHAPED = [
-    "longhaul." + ".".join(path.relative_to(ROOT / "longhaul").with_suffix("").parts)
-    for path in (ROOT / "longhaul").rglob("*.py")
-    if "from jaxtyping import" in path.read_text()
-]
-install_import_hook(SHAPED, "beartype.beartype")
-
 
 TOGETHER = {
     f"tests/envs/hackmatrix/swift_rules/test_{part}.py": "swift_rules"

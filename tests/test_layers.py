@@ -36,7 +36,14 @@ FORBIDDEN = {
 
 NO_JAX = (
     *("driving/datasets", "driving/scenario", "driving/shards", "driving/generator", "driving/scenario_source"),
-    *("runtime/launch", "runtime/process_group", "runtime/credentials", "runtime/shared_memory", "runtime/worker_pool"),
+    *(
+        "runtime/devices",
+        "runtime/launch",
+        "runtime/process_group",
+        "runtime/credentials",
+        "runtime/shared_memory",
+        "runtime/worker_pool",
+    ),
     *("spaces", "reasoning/tasks", "reasoning/tokenizer", "reasoning/jsonl_task"),
     *("envs/host/registry", "envs/host/vector", "envs/host/gymnasium_vector", "envs/host/gymnasium_spaces"),
     *("envs/host/numpy_vector", "envs/host/numpy_cartpole", "envs/host/torch_vector", "envs/gymnasium_export"),
@@ -58,15 +65,15 @@ NO_JAX = (
 """Files and folders that start fast and run in worker processes: NumPy only, transitively."""
 
 CORE = {
-    *("jax", "optax", "orbax", "numpy", "tyro", "rich", "jaxtyping", "google_crc32c", "tensorboardX", "PIL"),
-    *("ml_dtypes", "psutil", "scipy", "google"),
+    *("jax", "optax", "orbax", "numpy", "tyro", "rich", "google_crc32c", "tensorboardX", "PIL"),
+    *("ml_dtypes", "psutil", "scipy"),
 }
 OPTIONAL = {
     *("stoa", "gymnax", "brax", "jumanji", "mujoco_playground", "navix", "craftax", "gymnasium", "ale_py", "envpool"),
     *("xminigrid", "pgx", "flax"),
     *("torch", "stable_baselines3", "vllm", "nixl"),
     *("ray", "grpc", "pyarrow", "tensorboard", "wandb", "tokenizers", "safetensors", "tensorflow"),
-    *("beartype", "imageio_ffmpeg", "shapely"),
+    *("imageio_ffmpeg", "shapely"),
     *("numba", "llvmlite", "xxhash", "zstandard"),
 }
 """Import names: what pyproject.toml asks for always, and with an extra."""

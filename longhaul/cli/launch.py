@@ -20,11 +20,11 @@ from typing import Any
 from longhaul.cli import flags
 from longhaul.cli.flags import DEBUG, FLOAT, INT, TEXT, Flag, FlagError, choice
 from longhaul.runtime import heartbeat
+from longhaul.runtime.devices import machine_memory
 from longhaul.runtime.launch import local, supervisor
 from longhaul.runtime.launch.process import Restarts
 from longhaul.runtime.launch.supervisor import STOPPED, Death, Ended, Gang, Printed
 from longhaul.runtime.process_group import HostsError
-from longhaul.runtime.worker_pool import machine_memory
 
 BAD_INPUT, FAILED = 2, 1
 
@@ -65,7 +65,7 @@ def launch(words: Sequence[str]) -> int:
     words = list(words)
     cut = words.index("--") if "--" in words else len(words)
     own, command = words[:cut], words[cut + 1 :]
-    groups = {"": list(FLAGS), "ray: With --on ray, which needs longhaul[cluster].": list(RAY)}
+    groups = {"": list(FLAGS), "ray: With --on ray, which needs longhaul-rl[cluster].": list(RAY)}
     given = flags.parse("launch", ABOUT, groups, own)
     values = given.values
     if command[:1] != ["train"]:
@@ -88,7 +88,7 @@ def launch(words: Sequence[str]) -> int:
 def _check_room(count: int) -> None:
     """Raises FlagError where this machine's memory can't hold so many processes: they would take it down together."""
     total = machine_memory()
-    if total is not None and count > (most := max(1, total // FOOTPRINT)):
+    if count > (most := max(1, total // FOOTPRINT)):
         raise FlagError(
             f"--hosts is {count}; this machine's {total / 1e9:.1f} GB hold at most {most} processes, "
             f"of {FOOTPRINT / 1e9:.1f} GB or more each; choose fewer, or a cluster by --on ray"

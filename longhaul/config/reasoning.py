@@ -59,7 +59,7 @@ def tokeniser(folder: str) -> Tokeniser:
     try:
         return huggingface.tokeniser(folder) if folder else tokenizer.BYTES
     except ImportError as error:
-        raise RunError(f"--model-folder {folder} needs {error.name}; pip install 'longhaul[llm]'") from error
+        raise RunError(f"--model-folder {folder} needs {error.name}; pip install 'longhaul-rl[llm]'") from error
     except huggingface.HubError as error:
         raise RunError(f"--model-folder: {error}") from error
 

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import jax
 from jax.sharding import Mesh
 
-from longhaul.runtime.worker_pool import machine_memory
+from longhaul.runtime.devices import machine_memory
 from longhaul.types import Algorithm, Progress, PyTree, is_local
 
 FILE = "memory.json"

@@ -1,18 +1,41 @@
-"""Devices, cores and threads of this machine, and the number of devices that JAX shows."""
+"""Cores, memory and devices of this machine, and the number of devices that JAX shows.
+
+JAX is imported inside functions: launchers need cores and memory without it.
+"""
 
 from __future__ import annotations
 
 import os
 from pathlib import Path
 
-import jax
+import psutil
 
-from longhaul.runtime import compile_cache, process_group
+from longhaul.runtime import process_group
 from longhaul.runtime.errors import RunError
+
+CGROUP = Path("/sys/fs/cgroup")
+"""Limits of a container (cgroup version 2)."""
 
 
 def cores() -> int:
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    """Number of cores that this process may use: its affinity, and its container's share of the machine."""
+    own = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    quota, _, period = _limit("cpu.max").partition(" ")
+    return max(1, min(own, -(-int(quota) // int(period)))) if quota.isdigit() and period.isdigit() else own
+
+
+def machine_memory() -> int:
+    """Bytes of memory of this machine, or of its container."""
+    total, limit = int(psutil.virtual_memory().total), _limit("memory.max")
+    return min(total, int(limit)) if limit.isdigit() else total
+
+
+def _limit(name: str) -> str:
+    """Text of a limit of the container; "" where there is none."""
+    try:
+        return (CGROUP / name).read_text().strip()
+    except OSError:
+        return ""
 
 
 def on_cpu() -> bool:
@@ -40,6 +63,10 @@ def prepare_devices(devices: int, threads: int | None = None, inline: bool = Fal
     `devices` counts both axes of the mesh; several processes share them evenly. With `inline` the CPU's programs run in
     the calling thread: handing small ones to a thread of JAX's and waiting costs as much as their computation.
     """
+    import jax
+
+    from longhaul.runtime import compile_cache
+
     if inline:
         jax.config.update("jax_cpu_enable_async_dispatch", False)
     processes, all_devices = process_group.count(), devices

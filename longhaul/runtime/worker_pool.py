@@ -9,7 +9,6 @@ from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager
 from multiprocessing import get_context, parent_process
-from pathlib import Path
 
 GRACE = 5.0
 """Seconds after SIGTERM until a worker ends by itself."""
@@ -28,17 +27,6 @@ def ending(made: ProcessPoolExecutor) -> Iterator[ProcessPoolExecutor]:
         yield made
     finally:
         made.shutdown(cancel_futures=True)
-
-
-def machine_memory() -> int | None:
-    """Bytes of this machine's memory, or of its container's. None if unknown."""
-    if not hasattr(os, "sysconf"):
-        return None
-    total = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    limit = Path("/sys/fs/cgroup/memory.max")  # a container's limit
-    if limit.exists() and (text := limit.read_text().strip()).isdigit():
-        total = min(total, int(text))
-    return total
 
 
 def attend() -> None:

@@ -92,7 +92,7 @@ def chosen(
     mode = values["wandb-mode"] if "wandb-mode" in given else known.mode
     tracking = known._replace(on=on, mode=mode, **changes)
     if on and resolved(tracking.mode) != "disabled" and importlib.util.find_spec("wandb") is None:
-        raise TrackingError("--wandb needs wandb: pip install 'longhaul[logging]', or leave --wandb out (--no-wandb)")
+        raise TrackingError("--wandb needs wandb: pip install 'longhaul-rl[logging]', or leave it out (--no-wandb)")
     return tracking
 
 

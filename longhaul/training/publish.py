@@ -79,7 +79,7 @@ def chosen(values: Mapping[str, Any], given: frozenset[str], before: Publishing 
         flags |= dict.fromkeys(("zstandard", "numba"), f"--publish-anchor {found.anchor}")
     for library, flag in flags.items():
         if importlib.util.find_spec(library) is None:
-            raise RunError(f"{flag} needs {library}: pip install 'longhaul[sync]'")
+            raise RunError(f"{flag} needs {library}: pip install 'longhaul-rl[sync]'")
     return found._replace(to=to)
 
 

@@ -7,10 +7,7 @@ import warnings
 
 import jax
 import jax.numpy as jnp
-import jaxtyping
 import pytest
-
-from longhaul import returns
 
 
 def test_there_are_four_devices_on_the_cpu() -> None:
@@ -26,9 +23,3 @@ def test_rank_promotion_is_forbidden() -> None:
 def test_warnings_are_errors() -> None:
     with pytest.raises(DeprecationWarning):
         warnings.warn("old", DeprecationWarning, stacklevel=1)
-
-
-def test_shapes_of_annotations_are_checked() -> None:
-    reward, flag = jnp.ones(3), jnp.zeros(3, bool)
-    with pytest.raises(jaxtyping.TypeCheckError, match="successor_value"):
-        returns.gae(reward, reward, jnp.ones(4), flag, flag, gamma=0.9, lam=0.9)

@@ -88,7 +88,7 @@ def test_without_the_package_it_is_said_before_anything_is_made(
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(wandb.importlib.util, "find_spec", lambda name: None)  # type: ignore[attr-defined]
     assert main(["train", "cartpole", "--wandb"]) == 2
-    assert "--wandb needs wandb: pip install 'longhaul[logging]'" in capsys.readouterr().err
+    assert "--wandb needs wandb: pip install 'longhaul-rl[logging]'" in capsys.readouterr().err
     assert list(tmp_path.iterdir()) == []
 
 

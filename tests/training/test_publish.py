@@ -192,5 +192,5 @@ def test_what_publishing_needs_is_asked_for_before_a_run(
     """Without it no version would come, or only the first, and the run would train to its end."""
     monkeypatch.setitem(sys.modules, library, None)
     words = "train cartpole --total-steps 512 --num-envs 16 --num-steps 32 --publish out --publish-anchor 8"
-    assert_refused(longhaul(*words.split()), f"{flag} needs {library}: pip install 'longhaul[sync]'")
+    assert_refused(longhaul(*words.split()), f"{flag} needs {library}: pip install 'longhaul-rl[sync]'")
     assert tree(tmp_path) == []

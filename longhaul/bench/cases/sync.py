@@ -19,7 +19,7 @@ import numpy as np
 
 from longhaul.bench.cases.training import Prepared
 from longhaul.bench.machine_rates import Sample
-from longhaul.runtime import worker_pool
+from longhaul.runtime import devices
 from longhaul.runtime.devices import cores
 from longhaul.runtime.launch.process import PIPE, Process
 from longhaul.weight_sync import cost_model, model_shapes
@@ -71,7 +71,7 @@ def together(children: list[Child], line: str) -> list[dict[str, Any]]:
 def check(model: str, receivers: int) -> None:
     """Raises ValueError where the machine's memory does not hold the trainer's tensors, the limit's, the sender's
     images, and one image a receiver, the least that any transport takes."""
-    size, room = layout(model_shapes.forms(model))[1], worker_pool.machine_memory()
+    size, room = layout(model_shapes.forms(model))[1], devices.machine_memory()
     needed = (2 + PLACES + receivers) * size
     if room is not None and needed > room:
         raise ValueError(

@@ -109,7 +109,7 @@ def _parquet(path: Path) -> dict[str, list[Any]]:
         import pyarrow as pa
         import pyarrow.parquet as parquet
     except ImportError as error:
-        raise BadData(f'{path}: Argoverse 2 needs pyarrow: pip install "longhaul[data]"') from error
+        raise BadData(f'{path}: Argoverse 2 needs pyarrow: pip install "longhaul-rl[data]"') from error
     try:
         with parquet.ParquetFile(path) as file:
             if file.metadata.num_rows > MOST_ROWS:  # few bytes can stand for many equal rows

@@ -32,23 +32,23 @@ class Kind(NamedTuple):
 
 KINDS: dict[str, Kind] = {
     "gymnasium": Kind(
-        "longhaul.envs.host.gymnasium_vector", "gymnasium", ("gymnasium",), "longhaul[host]", "gymnasium/CartPole-v1",
-        "Gymnasium's registry: its own vector form where there is one, else a loop",
+        "longhaul.envs.host.gymnasium_vector", "gymnasium", ("gymnasium",), "longhaul-rl[host]",
+        "gymnasium/CartPole-v1", "Gymnasium's registry: its own vector form where there is one, else a loop",
     ),
     "vector": Kind(
-        "longhaul.envs.host.gymnasium_vector", "vector", ("gymnasium",), "longhaul[host]", "vector/my_package:make",
+        "longhaul.envs.host.gymnasium_vector", "vector", ("gymnasium",), "longhaul-rl[host]", "vector/my_package:make",
         "any Gymnasium vector environment, in any autoreset mode",
     ),
     "ale": Kind(
-        "longhaul.envs.host.gymnasium_vector", "ale", ("gymnasium", "ale_py"), "longhaul[host]", "ale/pong",
+        "longhaul.envs.host.gymnasium_vector", "ale", ("gymnasium", "ale_py"), "longhaul-rl[host]", "ale/pong",
         "Atari by ale_py's vector environment",
     ),
     "envpool": Kind(
-        "longhaul.envs.host.gymnasium_vector", "envpool", ("gymnasium", "envpool"), "longhaul[envpool]",
+        "longhaul.envs.host.gymnasium_vector", "envpool", ("gymnasium", "envpool"), "longhaul-rl[envpool]",
         "envpool/Pong-v5", "EnvPool, synchronous",
     ),
     "torch": Kind(
-        "longhaul.envs.host.torch_vector", "torch", ("gymnasium", "torch"), "longhaul[host] torch",
+        "longhaul.envs.host.torch_vector", "torch", ("gymnasium", "torch"), "longhaul-rl[host] torch",
         "torch/my_package:make", "vector environments of torch tensors, as Isaac Lab has them",
     ),
     "numpy": Kind(

@@ -9,6 +9,7 @@ import sys
 from collections.abc import Mapping, Sequence
 
 from longhaul.runtime import heartbeat, process_group
+from longhaul.runtime.devices import cores
 from longhaul.runtime.launch.process import DROP, Process, Take
 from longhaul.runtime.launch.supervisor import Look, Printed
 
@@ -16,10 +17,6 @@ PROGRAM = (sys.executable, "-m", "longhaul")
 
 LOOK = 0.05
 """Seconds between two looks at the processes."""
-
-
-def cores() -> int:
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def environment(base: Mapping[str, str], index: int, count: int, port: int, devices: int | None) -> dict[str, str]:

@@ -29,7 +29,7 @@ def check(address: str, wants: str) -> str:
     try:
         import ray  # noqa: F401
     except ImportError as error:
-        raise HostsError(f"{wants} needs Ray ({error}); install longhaul[cluster]") from error
+        raise HostsError(f"{wants} needs Ray ({error}); install longhaul-rl[cluster]") from error
     named = (os.environ.get("RAY_ADDRESS") or "auto") if address == "auto" else address
     if ":" in named and "://" not in named:
         host, _, port = named.rpartition(":")

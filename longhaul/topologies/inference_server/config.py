@@ -52,7 +52,7 @@ def check(central: ServerConfig, *, envs: int, actors: int, kind: str) -> None:
 def check_installed() -> None:
     """Raises ValueError where the lane `grpc` lacks a library."""
     if importlib.util.find_spec("grpc") is None:
-        raise ValueError("lane is grpc, which needs grpcio: pip install 'longhaul[cluster]'")
+        raise ValueError("lane is grpc, which needs grpcio: pip install 'longhaul-rl[cluster]'")
 
 
 def load(central: ServerConfig) -> credentials.Credentials:
