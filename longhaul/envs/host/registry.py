@@ -66,6 +66,10 @@ KINDS: dict[str, Kind] = {
 }  # fmt: skip
 
 
+FORMER = {"longhaul.envs.batched:cartpole": "longhaul.envs.host.numpy_cartpole:cartpole"}
+"""Names in run folders of earlier versions -> the names of today."""
+
+
 def is_hosted(name: str) -> bool:
     """Whether a name is that of an environment on the host: "kind/name"."""
     return name.partition("/")[0] in KINDS
@@ -80,6 +84,7 @@ def describe(name: str, **options: Any) -> Description:
     kind, _, rest = path.partition("/")
     if kind not in KINDS or not rest:
         raise ValueError(f"{name!r} is no environment on the host; write KIND/NAME, KIND one of {', '.join(KINDS)}")
+    rest = FORMER.get(rest, rest)
     told = dict(pair.split("=", 1) for pair in query.split("&")) if query else {}
     return Description(
         kind, rest, tuple(sorted(({key: _literal(text) for key, text in told.items()} | options).items()))

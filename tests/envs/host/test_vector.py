@@ -271,6 +271,12 @@ def test_a_description_is_plain_data_and_processes_start_without_jax() -> None:
     assert (done.stdout, done.stderr) == ("False False\n", "")
 
 
+def test_a_name_of_an_earlier_version_is_that_of_today() -> None:
+    assert host.describe("numpy/longhaul.envs.batched:cartpole?max_steps=9") == host.describe(
+        "numpy/longhaul.envs.host.numpy_cartpole:cartpole", max_steps=9
+    )
+
+
 def test_options_may_stand_in_a_name_and_other_question_marks_are_a_path() -> None:
     named = host.describe("ale/pong?img_height=42&episodic_life=True&roms=here")
     assert named == host.describe("ale/pong", img_height=42, episodic_life=True, roms="here")
