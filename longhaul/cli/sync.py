@@ -151,20 +151,20 @@ def status(words: Sequence[str]) -> int:
     except OSError as error:
         return _failed(f"nobody answers at {where}: {error.strerror or error}; is it served there?")
     try:
-        found = source.status()
+        state = source.status()
     finally:
         source.close()
     if given["json"] is not None:
-        tables.write_json(given["json"], found)
+        tables.write_json(given["json"], state)
     if given["json"] != "-":
         about_it = (
-            f"version {found['version']} of epoch {found['epoch']}" if found["version"] >= 0 else "no version yet"
+            f"version {state['version']} of epoch {state['epoch']}" if state["version"] >= 0 else "no version yet"
         )
-        print(tables.clean(f"run {found['run'] or 'unknown'}: {about_it}, {found['image_bytes']:,} bytes"))
+        print(tables.clean(f"run {state['run'] or 'unknown'}: {about_it}, {state['image_bytes']:,} bytes"))
         names = ("name", "version", "phase", "target", "failures")
-        if found["receivers"]:
-            tables.table(names, [[tables.clean(str(each[name])) for name in names] for each in found["receivers"]])
-        for name, why in found.get("dropped", []):
+        if state["receivers"]:
+            tables.table(names, [[tables.clean(str(each[name])) for name in names] for each in state["receivers"]])
+        for name, why in state.get("dropped", []):
             print(tables.clean(f"dropped {name}: {why}"))
     return 0
 

@@ -32,15 +32,15 @@ class Latest(Protocol):
 
 
 def fitting(
-    found: Mapping[str, tuple[tuple[int, ...], str]], wanted: Mapping[str, tuple[tuple[int, ...], str]]
+    offered: Mapping[str, tuple[tuple[int, ...], str]], wanted: Mapping[str, tuple[tuple[int, ...], str]]
 ) -> None:
     """Raises ValueError for the first tensor that is missing, or of another shape or dtype than wanted."""
     for name, form in wanted.items():
-        if name not in found:
-            near = ", ".join(list(found)[:3])
+        if name not in offered:
+            near = ", ".join(list(offered)[:3])
             raise ValueError(f"{name} is not in the version, whose tensors are {near} ...; give names that map to them")
-        if found[name] != form:
-            theirs, ours = (f"{dtype} {list(shape)}" for shape, dtype in (found[name], form))
+        if offered[name] != form:
+            theirs, ours = (f"{dtype} {list(shape)}" for shape, dtype in (offered[name], form))
             raise ValueError(f"{name} is {theirs} in the version, and {ours} here; publish it so, or cast it first")
 
 

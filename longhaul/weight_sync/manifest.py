@@ -160,20 +160,20 @@ def from_bytes(data: bytes) -> Manifest:
     return manifest
 
 
-def _parsed(found: Any) -> Manifest:
-    if not isinstance(found, dict) or set(found) != set(Manifest._fields):
+def _parsed(values: Any) -> Manifest:
+    if not isinstance(values, dict) or set(values) != set(Manifest._fields):
         raise ValueError("its fields are others")
-    numbers = {name: _whole(found[name]) for name in ("epoch", "version", "base", "size")}
-    if not isinstance(found["run"], str) or not isinstance(found["tensors"], list):
+    numbers = {name: _whole(values[name]) for name in ("epoch", "version", "base", "size")}
+    if not isinstance(values["run"], str) or not isinstance(values["tensors"], list):
         raise ValueError("run is no text, or tensors no list")
     tensors = []
-    for row in found["tensors"]:
+    for row in values["tensors"]:
         name, shape, dtype, offset, sharding, hexed = row
         if not all(isinstance(each, str) for each in (name, dtype, sharding, hexed)):
             raise ValueError("a name, dtype, sharding or digest is no text")
         sizes = tuple(_whole(each) for each in shape)
         tensors.append(Tensor(name, sizes, dtype, _whole(offset), sharding, bytes.fromhex(hexed)))
-    return Manifest(run=found["run"], tensors=tuple(tensors), **numbers)
+    return Manifest(run=values["run"], tensors=tuple(tensors), **numbers)
 
 
 def _whole(number: Any) -> int:

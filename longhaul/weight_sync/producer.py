@@ -54,7 +54,7 @@ def of_torch(given: Any) -> dict[str, np.ndarray]:
     import torch
 
     state = given.state_dict() if isinstance(given, torch.nn.Module) else given
-    found: dict[str, np.ndarray] = {}
+    tensors: dict[str, np.ndarray] = {}
     seen: set[tuple[Any, ...]] = set()
     for name, tensor in state.items():
         if not isinstance(tensor, torch.Tensor):
@@ -65,8 +65,8 @@ def of_torch(given: Any) -> dict[str, np.ndarray]:
         if tensor.numel() and place in seen:
             continue
         seen.add(place)
-        found[name] = torch_array(tensor, name)
-    return found
+        tensors[name] = torch_array(tensor, name)
+    return tensors
 
 
 class Producer:
@@ -75,7 +75,7 @@ class Producer:
     `take` turns the given parameters into tensors, in that thread: by default `named`. A version for which it returns
     None is left out. Each kind of error there is reported to `note` once, and never stops training. Example:
 
-        with Publisher("run-7", lanes=[...]) as publisher, Producer(publisher) as weights:
+        with Publisher("run-7", transports=[...]) as publisher, Producer(publisher) as weights:
             weights.publish(version, params)  # returns at once; params must stay as they are
     """
 

@@ -118,12 +118,12 @@ class _Walk:
 
     def _verify(self, at: int) -> None:
         began = time.perf_counter()
-        found = [digests.digest(self._image[each.offset : each.end]) for each in self._portions[at]]
+        actual = [digests.digest(self._image[each.offset : each.end]) for each in self._portions[at]]
         self._took += time.perf_counter() - began
         self._read += self._bytes(at)
         row, now = self._rows[at], time.monotonic_ns()
-        row["at"], row["note"] = now, np.frombuffer(self._note(now, found), np.uint8)
-        self._damaged += [each.name for each, got in zip(self._portions[at], found, strict=True) if got != each.digest]
+        row["at"], row["note"] = now, np.frombuffer(self._note(now, actual), np.uint8)
+        self._damaged += [each.name for each, got in zip(self._portions[at], actual, strict=True) if got != each.digest]
 
     def _done(self, at: int) -> bool:
         """True where another process found the right digests for a portion."""
@@ -133,8 +133,8 @@ class _Walk:
             return False
         return row["note"].tobytes() == self._note(now, [each.digest for each in self._portions[at]])
 
-    def _note(self, now: int, found: Sequence[bytes]) -> bytes:
-        return digest(b"".join([self._root, now.to_bytes(8, "little"), *found]))
+    def _note(self, now: int, tensor_digests: Sequence[bytes]) -> bytes:
+        return digest(b"".join([self._root, now.to_bytes(8, "little"), *tensor_digests]))
 
     def _bytes(self, at: int) -> int:
         return sum(each.nbytes for each in self._portions[at])

@@ -69,7 +69,7 @@ def measure(model: str, source: str, destination: str, delta_ratio: float = 50.0
     shapes = {name: (shape, dtype) for name, shape, dtype in model_shapes.forms(model, layers=1) if ".layers." in name}
     held, needed = layout_of(source, shapes), layout_of(destination, shapes)
     used, began = time.process_time(), time.perf_counter()
-    found = plan(held, needed)
+    moves = plan(held, needed)
     planned = {"plan_seconds": time.perf_counter() - began, "plan_cpu_seconds": time.process_time() - used}
     setting = cost_model.Setting(float(params), 2.0, m * n, count, each, delta_ratio=delta_ratio)
     about = provenance()
@@ -82,12 +82,12 @@ def measure(model: str, source: str, destination: str, delta_ratio: float = 50.0
         },
         "layer_bytes": held.nbytes,
         **planned,
-        "moves": sum(len(bucket) for bucket in found.buckets),
-        "buckets": len(found.buckets),
-        "moved_bytes": found.nbytes,
-        "most_sent_bytes": max((size for _, size in found.sent), default=0),
-        "most_received_bytes": max((size for _, size in found.received), default=0),
-        "verified": _size(held) + _size(needed) <= SMALL and _moved(found, held, needed),
+        "moves": sum(len(bucket) for bucket in moves.buckets),
+        "buckets": len(moves.buckets),
+        "moved_bytes": moves.nbytes,
+        "most_sent_bytes": max((size for _, size in moves.sent), default=0),
+        "most_received_bytes": max((size for _, size in moves.received), default=0),
+        "verified": _size(held) + _size(needed) <= SMALL and _moved(moves, held, needed),
         "model_seconds": {each.name: each.pipelined for each in cost_model.costs(setting)},
         **{key: about[key] for key in ("versions", "commit")},
     }  # fmt: skip

@@ -44,8 +44,9 @@ class CheckpointSource:
         while True:
             latest = self._latest()
             if latest is not None and latest > (held.epoch, held.version):
-                found, _ = self._restored(latest)
-                return Parcel(Offer(found.run, found.epoch, found.version, -1, found.root, SECONDS), found)
+                manifest, _ = self._restored(latest)
+                offer = Offer(manifest.run, manifest.epoch, manifest.version, -1, manifest.root, SECONDS)
+                return Parcel(offer, manifest)
             left = until - time.monotonic()
             if left <= 0:
                 return None
@@ -72,13 +73,13 @@ class CheckpointSource:
 
     def status(self) -> dict[str, Any]:
         latest = self._latest()
-        found = None if latest is None else self._restored(latest)[0]
+        manifest = None if latest is None else self._restored(latest)[0]
         return {
             "run": self.folder.name,
-            "epoch": -1 if found is None else found.epoch,
-            "version": -1 if found is None else found.version,
-            "root": "" if found is None else found.root.hex(),
-            "image_bytes": 0 if found is None else found.size,
+            "epoch": -1 if manifest is None else manifest.epoch,
+            "version": -1 if manifest is None else manifest.version,
+            "root": "" if manifest is None else manifest.root.hex(),
+            "image_bytes": 0 if manifest is None else manifest.size,
             "receivers": [],
         }
 
@@ -92,12 +93,12 @@ class CheckpointSource:
         """(epoch, version) of the newest checkpoint, intact or not; None where there is none."""
         whole = (path.parent for path in self.folder.glob("checkpoints/*/manifest.json"))
         numbers = ((path, path.name.split(".")) for path in whole)
-        found = [
+        versions = [
             ((path / "manifest.json").stat().st_mtime_ns, int(parts[0]))
             for path, parts in numbers
             if all(part.isdigit() for part in parts)  # and no .partial
         ]
-        return max(found, default=None)
+        return max(versions, default=None)
 
     def _restored(self, latest: tuple[int, int]) -> tuple[Manifest, np.ndarray]:
         """The policy of the newest intact checkpoint, as a manifest and an image; restored once."""
@@ -115,5 +116,5 @@ def imaged(run: str, epoch: int, version: int, tensors: dict[str, Any]) -> tuple
     planned, size = images.describe(tensors)
     image = np.zeros(size, np.uint8)
     with ThreadPoolExecutor(1) as pool:
-        found: Sequence[Any] = images.gather(tensors, planned, image, pool, 1)
-    return Manifest(run, epoch, version, -1, size, tuple(found)), image
+        gathered: Sequence[Any] = images.gather(tensors, planned, image, pool, 1)
+    return Manifest(run, epoch, version, -1, size, tuple(gathered)), image

@@ -118,10 +118,10 @@ def decode(base: Patterns, out: Patterns, data: memoryview) -> None:
     elif mode is Mode.PLANES:
         out[:] = _from_planes(data, out)
     else:
-        found = _changes(data, out.size)
+        changes = _changes(data, out.size)
         short = out.size < LEAST
         now = _padded(base) if short else out
-        if not kernels().patch(now if short else base, now, found):
+        if not kernels().patch(now if short else base, now, changes):
             raise ValueError("the delta is damaged: its gaps lead outside of the block")
         if short:
             out[:] = now[: out.size]
@@ -137,19 +137,19 @@ def _padded(patterns: Patterns) -> Patterns:
 # ------------------------------------------------------------------------------------------------------------ deltas
 
 
-def _delta(found: Changes) -> bytes:
+def _delta(changes: Changes) -> bytes:
     """Bounds; numbers (counts, low bits, numbers of rare values, lengths of streams); streams; raw bits and words."""
-    ends = np.cumsum(found.counts).tolist()
-    spans = [slice(end - count, end) for end, count in zip(ends, found.counts.tolist())]
-    lows = [_low(found.gaps[span]) for span in spans]
-    highs, bits, gaps = zip(*(kernels().pack_gaps(found.gaps[span], low) for span, low in zip(spans, lows)))
-    halves, more, steps = zip(*(kernels().pack_steps(found.steps[span]) for span in spans))
+    ends = np.cumsum(changes.counts).tolist()
+    spans = [slice(end - count, end) for end, count in zip(ends, changes.counts.tolist())]
+    lows = [_low(changes.gaps[span]) for span in spans]
+    highs, bits, gaps = zip(*(kernels().pack_gaps(changes.gaps[span], low) for span, low in zip(spans, lows)))
+    halves, more, steps = zip(*(kernels().pack_steps(changes.steps[span]) for span in spans))
     squeezed = [_squeeze(stream) for stream in (*highs, *halves, np.concatenate(more))]
     rare = [sum(map(len, each)) for each in (gaps, more, steps)]
     lengths = [len(data) << 1 | packed for packed, data in squeezed]
-    numbers = _varints([*found.counts.tolist(), *lows, *rare, *lengths])
+    numbers = _varints([*changes.counts.tolist(), *lows, *rare, *lengths])
     raw = [array.tobytes() for array in (*bits, *gaps, *steps)]
-    return b"".join([bytes([Mode.DELTA]), found.bounds.tobytes(), numbers, *(data for _, data in squeezed), *raw])
+    return b"".join([bytes([Mode.DELTA]), changes.bounds.tobytes(), numbers, *(data for _, data in squeezed), *raw])
 
 
 def _low(gaps: NDArray[np.uint32]) -> int:

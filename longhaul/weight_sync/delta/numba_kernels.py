@@ -521,12 +521,12 @@ def changes(base: Patterns, new: Patterns) -> Changes:
     return Changes(bounds, ends - starts, *joined)
 
 
-def patch(base: Patterns, out: Patterns, found: Changes) -> bool:
+def patch(base: Patterns, out: Patterns, change: Changes) -> bool:
     """Makes `out`, which may be `base` itself, what the changes lead to. False where their gaps lead outside."""
     apart = base.ctypes.data != out.ctypes.data
     read_only = base[:]  # so that kernels are compiled for one kind of array alone
     read_only.flags.writeable = False
-    return bool(called(_patch, read_only, out, _packed(found.bounds), *found[1:], apart))
+    return bool(called(_patch, read_only, out, _packed(change.bounds), *change[1:], apart))
 
 
 def pack_gaps(gaps: NDArray[np.uint32], low: int) -> tuple[NDArray[np.uint8], NDArray[np.uint8], NDArray[np.uint32]]:

@@ -176,10 +176,10 @@ def _base(head: Delta, base: Buffer | None, known: bytes | None) -> Patterns:
     return patterns(base, head.width)
 
 
-def _check(head: Delta, found: bytes) -> None:
+def _check(head: Delta, actual: bytes) -> None:
     """Raises ValueError where a digest is not that of the base that the frame needs."""
-    if found != head.base:
-        raise ValueError(f"the delta needs the base {head.base.hex()} of {head.nbytes} bytes; here is {found.hex()}")
+    if actual != head.base:
+        raise ValueError(f"the delta needs the base {head.base.hex()} of {head.nbytes} bytes; here is {actual.hex()}")
 
 
 def _writable(out: Buffer, head: Delta) -> Patterns:
@@ -203,10 +203,10 @@ def width_of(dtype: Any) -> int:
 
 def patterns(data: Buffer, width: int) -> Patterns:
     """Bytes of `data` as read-only unsigned integers of `width` bytes; copied only where they are not aligned."""
-    given = _bytes(data)
-    if given.nbytes % width:
-        raise ValueError(f"{given.nbytes} bytes are no whole number of elements of {width} bytes")
-    found = np.frombuffer(given, WIDTHS[width])
+    raw = _bytes(data)
+    if raw.nbytes % width:
+        raise ValueError(f"{raw.nbytes} bytes are no whole number of elements of {width} bytes")
+    found = np.frombuffer(raw, WIDTHS[width])
     if not found.flags.aligned:
         found = found.copy()
     found.flags.writeable = False  # so that kernels are compiled for one kind of array alone

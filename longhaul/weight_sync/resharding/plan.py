@@ -177,14 +177,14 @@ def _class(
     places = functools.cache(lambda part, whole: runs(part, whole, itemsize))  # replicas have the same ones
     cuts = functools.cache(lambda box: [(part, volume(part) * itemsize) for part in _parts(box, bucket // itemsize)])
     ranks = functools.cache(lambda holders: tuple(held[j][0] for j in holders))
-    found = []
+    parts = []
     for i, box, holders in pieces:
         rank, mine = needed[i]
         theirs, whose = held[holders[0]][1], ranks(holders)
-        found += [
+        parts += [
             _Part(rank, part, nbytes, whose, places(part, theirs), places(part, mine)) for part, nbytes in cuts(box)
         ]
-    return tuple(found)
+    return tuple(parts)
 
 
 def _matching(held: Tensor | None, needed: Tensor) -> Tensor:

@@ -131,9 +131,9 @@ class Wire:
         got, extra, _, _ = self.sock.recvmsg_into([into], room, getattr(socket, "MSG_CMSG_CLOEXEC", 0))
         for level, kind, data in extra:
             if level == socket.SOL_SOCKET and kind == socket.SCM_RIGHTS:
-                found = array.array("i")
-                found.frombytes(data[: len(data) - len(data) % found.itemsize])
-                descriptors.extend(found)
+                received = array.array("i")
+                received.frombytes(data[: len(data) - len(data) % received.itemsize])
+                descriptors.extend(received)
         return got
 
     def draw(self, into: memoryview, until: float, arrived: Callable[[int], None]) -> None:

@@ -230,11 +230,11 @@ class SocketSource:
         if answer.kind == "nothing":
             return None
         try:
-            found = manifest.from_bytes(answer.blob)
+            offered = manifest.from_bytes(answer.blob)
             base, seconds = int(answer.words["base"]), float(answer.words["seconds"])
         except (ValueError, KeyError, TypeError) as error:
             raise WireError(f"an offer that means nothing: {error}") from error
-        return Parcel(Offer(found.run, found.epoch, found.version, base, found.root, seconds), found)
+        return Parcel(Offer(offered.run, offered.epoch, offered.version, base, offered.root, seconds), offered)
 
     def fetch(self, parcel: Parcel, target: ReceiveTarget, seconds: float) -> np.ndarray:
         return self._collection.collect(self.wire, parcel, target, seconds)

@@ -51,18 +51,18 @@ def _bound(address: str, token: str | None) -> socket.socket:
     check_token(token)
     if token is None and not credentials.is_loopback(host):
         raise ValueError(f"{address} can be reached by other machines: give a token, or serve 127.0.0.1")
-    found = None
+    bound = None
     try:
         family, kind, protocol, _, where = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
-        found = socket.socket(family, kind, protocol)
-        found.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        found.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, BUFFER)
-        found.bind(where)
+        bound = socket.socket(family, kind, protocol)
+        bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        bound.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, BUFFER)
+        bound.bind(where)
     except OSError as error:
-        if found is not None:
-            found.close()
+        if bound is not None:
+            bound.close()
         raise ValueError(f"{address} can't be served: {error.strerror}; give another one") from error
-    return found
+    return bound
 
 
 def connect(address: str, receiver: str, token: str | None = None) -> SocketSource:
