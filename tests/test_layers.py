@@ -60,7 +60,10 @@ NO_JAX = (
         )
     ),
     "weight_sync",
+    *("algorithms/config", "networks/config", "reasoning/config", "driving/sim/config"),
+    *("config/run", "config/recipes", "config/population", "config/serialize", "config/validate", "training/run_dir"),
     *("cli/main", "cli/flags", "cli/tables", "cli/launch", "cli/sync", "cli/sync_plan"),
+    *("cli/run_flags", "cli/train", "cli/status", "cli/list"),
 )
 """Files and folders that start fast and run in worker processes: NumPy only, transitively."""
 

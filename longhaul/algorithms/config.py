@@ -41,7 +41,7 @@ class PPOConfig:
     chunk: int | None = None  # most rows of a minibatch whose gradient is taken at once; None: what suits the device
     accumulate: int | None = None  # pieces, at least, in which it is taken; None: as `chunk` has it
     precision: str = "fp32"  # of the torso; "bf16": in bfloat16, with parameters, heads and losses in float32
-    remat: str = "none"  # what of the torso is computed again for the gradient instead of kept: precision.REMATS
+    remat: str = "none"  # what of the torso is computed again for the gradient instead of kept: networks.config.REMATS
 
 
 OPTIMISERS = ("rmsprop", "adam")
@@ -90,7 +90,7 @@ class IMPALAConfig:
     chunk: int | None = None  # most rows of a minibatch whose gradient is taken at once; None: what suits the device
     accumulate: int | None = None  # pieces, at least, in which it is taken; None: as `chunk` has it
     precision: str = "fp32"  # of the torso; "bf16": in bfloat16, with parameters, heads and losses in float32
-    remat: str = "none"  # what of the torso is computed again for the gradient instead of kept: precision.REMATS
+    remat: str = "none"  # what of the torso is computed again for the gradient instead of kept: networks.config.REMATS
 
 
 @dataclass(frozen=True)
@@ -123,7 +123,7 @@ class PQNConfig:
     chunk: int | None = None  # most rows of a minibatch whose gradient is taken at once; None: what suits the device
     accumulate: int | None = None  # pieces, at least, in which it is taken; None: as `chunk` has it
     precision: str = "fp32"  # of the torso; "bf16": in bfloat16, with parameters, heads and losses in float32
-    remat: str = "none"  # what of the torso is computed again for the gradient instead of kept: precision.REMATS
+    remat: str = "none"  # what of the torso is computed again for the gradient instead of kept: networks.config.REMATS
 
     @property
     def shared(self) -> bool:
@@ -165,7 +165,7 @@ class DQNConfig:
     activation: str = "relu"  # of mlp and deepset
     init: str = "lecun"  # of mlp, deepset and heads
     precision: str = "fp32"  # of the torso
-    remat: str = "none"  # what of the torso is computed again for the gradient: precision.REMATS
+    remat: str = "none"  # what of the torso is computed again for the gradient: networks.config.REMATS
 
 
 @dataclass(frozen=True)
@@ -197,7 +197,7 @@ class SACConfig:
     activation: str = "relu"  # of mlp and deepset
     init: str = "lecun"  # of mlp, deepset and heads
     precision: str = "fp32"  # of the torso
-    remat: str = "none"  # what of the torso is computed again for the gradient: precision.REMATS
+    remat: str = "none"  # what of the torso is computed again for the gradient: networks.config.REMATS
 
 
 @dataclass(frozen=True)
@@ -229,7 +229,7 @@ class TD3Config:
     activation: str = "relu"  # of mlp and deepset
     init: str = "lecun"  # of mlp, deepset and heads
     precision: str = "fp32"  # of the torso
-    remat: str = "none"  # what of the torso is computed again for the gradient: precision.REMATS
+    remat: str = "none"  # what of the torso is computed again for the gradient: networks.config.REMATS
 
 
 @dataclass(frozen=True)
@@ -259,7 +259,7 @@ class BCConfig:
     chunk: int | None = None  # most rows of a minibatch whose gradient is taken at once; None: what suits the device
     accumulate: int | None = None  # pieces, at least, in which it is taken; None: as `chunk` has it
     precision: str = "fp32"  # of the torso; "bf16": in bfloat16, with parameters, heads and losses in float32
-    remat: str = "none"  # what of the torso is computed again for the gradient instead of kept: precision.REMATS
+    remat: str = "none"  # what of the torso is computed again for the gradient instead of kept: networks.config.REMATS
 
 
 @dataclass(frozen=True)
@@ -281,7 +281,7 @@ class APGConfig:
     init: str = "orthogonal"  # of mlp, deepset and heads; "lecun" is Flax's default
     memory: int = 0  # width of the recurrent unit; 0: none
     precision: str = "fp32"  # of the torso; "bf16": in bfloat16, with parameters, heads and losses in float32
-    remat: str = "none"  # what of the torso is computed again for the gradient instead of kept: precision.REMATS
+    remat: str = "none"  # what of the torso is computed again for the gradient instead of kept: networks.config.REMATS
 
     @property
     def normalise_observation(self) -> bool:
@@ -368,3 +368,16 @@ NAMES: dict[type, str] = {
     GRPOConfig: "grpo",
 }
 """Name of each algorithm in run.json and in front of its metrics ("ppo/entropy")."""
+
+TITLES: dict[type, str] = {
+    PPOConfig: "PPO",
+    IMPALAConfig: "IMPALA, or APPO",
+    PQNConfig: "PQN",
+    BCConfig: "behaviour cloning",
+    APGConfig: "analytic policy gradient",
+    DQNConfig: "DQN",
+    SACConfig: "SAC",
+    TD3Config: "TD3",
+    GRPOConfig: "GRPO, or one of its kin",
+}
+"""Name of each algorithm in help texts and messages."""

@@ -14,6 +14,7 @@ import jax
 from longhaul.algorithms import actor_critic, apg, bc, dqn, grpo, impala, ppo, pqn, sac, td3
 from longhaul.algorithms.config import (
     NAMES,
+    TITLES,
     AlgorithmConfig,
     APGConfig,
     BCConfig,
@@ -44,15 +45,15 @@ class Learner(NamedTuple):
 
 
 LEARNERS: dict[type, Learner] = {
-    PPOConfig: Learner(NAMES[PPOConfig], "PPO", ppo.ppo, ppo.check, actor_critic.network),
-    IMPALAConfig: Learner(NAMES[IMPALAConfig], "IMPALA, or APPO", impala.impala, impala.check, actor_critic.network),
-    PQNConfig: Learner(NAMES[PQNConfig], "PQN", pqn.pqn, pqn.check, pqn.network),
-    BCConfig: Learner(NAMES[BCConfig], "behaviour cloning", bc.bc, bc.check, actor_critic.network),
-    APGConfig: Learner(NAMES[APGConfig], "analytic policy gradient", apg.apg, apg.check, actor_critic.network),
-    DQNConfig: Learner(NAMES[DQNConfig], "DQN", dqn.dqn, dqn.check, dqn.network),
-    SACConfig: Learner(NAMES[SACConfig], "SAC", sac.sac, sac.check, sac.network),
-    TD3Config: Learner(NAMES[TD3Config], "TD3", td3.td3, td3.check, td3.network),
-    GRPOConfig: Learner(NAMES[GRPOConfig], "GRPO, or one of its kin", grpo.grpo, grpo.check, grpo.network),
+    PPOConfig: Learner(NAMES[PPOConfig], TITLES[PPOConfig], ppo.ppo, ppo.check, actor_critic.network),
+    IMPALAConfig: Learner(NAMES[IMPALAConfig], TITLES[IMPALAConfig], impala.impala, impala.check, actor_critic.network),
+    PQNConfig: Learner(NAMES[PQNConfig], TITLES[PQNConfig], pqn.pqn, pqn.check, pqn.network),
+    BCConfig: Learner(NAMES[BCConfig], TITLES[BCConfig], bc.bc, bc.check, actor_critic.network),
+    APGConfig: Learner(NAMES[APGConfig], TITLES[APGConfig], apg.apg, apg.check, actor_critic.network),
+    DQNConfig: Learner(NAMES[DQNConfig], TITLES[DQNConfig], dqn.dqn, dqn.check, dqn.network),
+    SACConfig: Learner(NAMES[SACConfig], TITLES[SACConfig], sac.sac, sac.check, sac.network),
+    TD3Config: Learner(NAMES[TD3Config], TITLES[TD3Config], td3.td3, td3.check, td3.network),
+    GRPOConfig: Learner(NAMES[GRPOConfig], TITLES[GRPOConfig], grpo.grpo, grpo.check, grpo.network),
 }
 
 

@@ -7,6 +7,7 @@ What is heavy is imported where it is needed, so that `longhaul --help` and `lon
 from __future__ import annotations
 
 import errno
+import importlib
 import io
 import os
 import signal
@@ -46,6 +47,22 @@ COMMANDS = {
     "sync bench": "how long a version takes from one process to others, by stages, beside the machine's limits",
     "bench": "a benchmark by its name, one JSON object per figure",
 }
+
+ENTRIES = {
+    "train": ("train", "train"),
+    "evaluate": ("evaluate", "evaluate"),
+    "render": ("evaluate", "render"),
+    "play": ("play.command", "play"),
+    "reason": ("reason", "reason"),
+    "recipes": ("list", "show_recipes"),
+    "envs": ("list", "show_envs"),
+    "status": ("status", "status"),
+    "doctor": ("doctor", "doctor"),
+    "scaling": ("scaling", "scaling"),
+    "profile": ("profile", "profile"),
+    "plan": ("plan", "command"),
+}
+"""Command -> (module of `longhaul.cli`, function in it)."""
 
 FLAGS = ("--help", "--version", "--debug")
 
@@ -136,28 +153,14 @@ def _run(words: list[str]) -> int:
 
         return launch.launch(rest[1:])
     with _ending_at_once():
-        return _heavy(command)(rest[1:])
+        return _entry(command)(rest[1:])
 
 
-def _heavy(command: str) -> Callable[[Sequence[str]], int]:
-    """A command that needs JAX."""
-    from longhaul.cli import doctor, evaluate, plan, profile, reason, scaling, train
-    from longhaul.cli.play import command as play
-
-    return {
-        "train": train.train,
-        "evaluate": evaluate.evaluate,
-        "render": evaluate.render,
-        "play": play.play,
-        "reason": reason.reason,
-        "recipes": train.show_recipes,
-        "envs": train.show_envs,
-        "status": train.status,
-        "doctor": doctor.doctor,
-        "scaling": scaling.scaling,
-        "profile": profile.profile,
-        "plan": plan.command,
-    }[command]
+def _entry(command: str) -> Callable[[Sequence[str]], int]:
+    """Function of a command, from its own module alone: most modules import JAX, which takes seconds."""
+    module, name = ENTRIES[command]
+    function: Callable[[Sequence[str]], int] = getattr(importlib.import_module(f"longhaul.cli.{module}"), name)
+    return function
 
 
 @contextmanager

@@ -10,26 +10,22 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from longhaul.algorithms import batch_scaling, registry
-from longhaul.algorithms.config import LOSSES, OPTIMISERS, REWARD_CLIPS, STORES
+from longhaul.algorithms import batch_scaling
+from longhaul.algorithms.config import LOSSES, OPTIMISERS, REWARD_CLIPS, STORES, TITLES
 from longhaul.cli import flags
 from longhaul.cli.flags import DEBUG, FLOAT, INT, PATH, SWITCH, TEXT, Flag, FlagError, Kind, choice, optional
 from longhaul.cli.meanings import HELP
-from longhaul.config.resolve import agents
-from longhaul.config.run import TOPOLOGIES, Run
+from longhaul.config.run import PUBLISHED, TOPOLOGIES, Run
 from longhaul.config.validate import check_topology
 from longhaul.driving.sim import config
 from longhaul.driving.sim.config import EVENTS
-from longhaul.networks import actor_critic
-from longhaul.networks.precision import PRECISIONS, REMATS
+from longhaul.networks.config import ACTIVATIONS, INITS, PRECISIONS, REMATS, TORSOS
 from longhaul.reasoning.config import CHAINS, FAMILIES, TASKS
 from longhaul.runtime.errors import RunError
 from longhaul.runtime.mesh_shape import MeshShape
 from longhaul.telemetry import wandb
 from longhaul.topologies.actor_learner.config import KINDS
 from longhaul.topologies.inference_server.config import LANES
-from longhaul.training import publish
-from longhaul.training.checkpoint import resume
 from longhaul.training.run_dir import called, load_run
 
 CHOICES: dict[str, tuple[str, ...]] = {
@@ -46,16 +42,16 @@ CHOICES: dict[str, tuple[str, ...]] = {
     "goal": config.GOALS,
     "crash": config.CRASHES,
     "terminations": EVENTS,
-    "torso": actor_critic.TORSOS,
-    "activation": tuple(actor_critic.ACTIVATIONS),
-    "init": actor_critic.INITS,
+    "torso": TORSOS,
+    "activation": ACTIVATIONS,
+    "init": INITS,
     "optimiser": OPTIMISERS,
     "reward-clip": REWARD_CLIPS,
-    "precision": tuple(PRECISIONS),
+    "precision": PRECISIONS,
     "replay-precision": STORES,
     "remat": REMATS,
     "model-family": FAMILIES,
-    "model-precision": tuple(PRECISIONS),
+    "model-precision": PRECISIONS,
     "model-remat": REMATS,
     "task": TASKS,
     "loss": tuple(LOSSES),
@@ -146,7 +142,7 @@ PUBLISHING = (
     Flag("publish", TEXT, (), "tcp:HOST:PORT, shm:NAME, a folder, or run: RUN/weights; a run that goes on keeps to it; "
          "none: stop", True, shown=""),
     Flag("publish-every", INT, 1, "updates from one version to the next"),
-    Flag("publish-precision", choice(publish.PRECISIONS), "as-is", "what parameters of fp32 are published in"),
+    Flag("publish-precision", choice(PUBLISHED), "as-is", "what parameters of fp32 are published in"),
     Flag("publish-token-file", optional(PATH), None, "a file with the token that receivers must know", shown=""),
     Flag("publish-anchor", INT, 1, "of versions in a folder each so manyth is whole, the others what changed"),
 )  # fmt: skip
@@ -229,7 +225,7 @@ MESH = Kind("data=N", "data=N or data=N,model=M with N and M at least 1", _mesh)
 
 def table(run: Run) -> dict[str, list[Flag]]:
     """All flags of `longhaul train RECIPE` by heading, as `flags.parse` takes them."""
-    headings = GROUPS | {"algorithm": f"How it learns: {registry.of(run.algorithm).title}."}
+    headings = GROUPS | {"algorithm": f"How it learns: {TITLES[type(run.algorithm)]}."}
     groups: dict[str, list[Flag]] = {f"{name}: {about}": [] for name, about in headings.items()}
     for setting in settings(run):
         groups[f"{setting.group}: {headings[setting.group]}"].append(setting.flag)
@@ -260,6 +256,8 @@ def _replace(value: Any, path: tuple[str, ...], new: Any) -> Any:
 
 def chosen(recipe: Run, parsed: flags.Parsed) -> Run:
     """The recipe's Run as the flags change it. Raises RunError where a flag would change nothing."""
+    from longhaul.config.resolve import agents
+
     usual = {setting.flag.name: setting.flag.default for setting in settings(recipe)}
     base = recipe.num_envs * agents(recipe) * recipe.num_steps  # before --num-envs and the like change it
     recipe = dataclasses.replace(recipe, base_batch=recipe.base_batch or base)
@@ -274,6 +272,8 @@ def resumed(folder: Path, recipe: str, parsed: flags.Parsed) -> Run:
 
     What `FREE` and `CHANGEABLE` name is taken from the flags; what was not chosen then follows from it again.
     """
+    from longhaul.training.checkpoint import resume
+
     stored = load_run(folder)
     if stored.recipe != recipe:
         raise RunError(

@@ -10,7 +10,7 @@ from typing import Any
 from longhaul.cli import flags, run_flags, tables
 from longhaul.cli.flags import FLOAT, INT, Flag, FlagError, Kind, choice
 from longhaul.config import recipes
-from longhaul.config.recipes.grid import Grid
+from longhaul.config.recipes.driving import Grid
 from longhaul.config.run import Run
 from longhaul.diagnostics import scaling_grid as grids
 from longhaul.diagnostics.scaling_grid import METRICS

@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from longhaul.algorithms.config import AlgorithmConfig, PPOConfig
 from longhaul.config.population import Population
-from longhaul.driving.sim import simulator
+from longhaul.driving.sim import config as sim
 from longhaul.reasoning.config import Reasoning
 from longhaul.runtime.mesh_shape import MeshShape
 from longhaul.telemetry.health import Bounds
@@ -16,6 +16,8 @@ from longhaul.topologies.inference_server.config import ServerConfig
 
 TOPOLOGIES = ("fused", "actors", "central")
 
+PUBLISHED = ("as-is", "bf16")
+"""Precisions in which a run publishes parameters of fp32."""
 
 MOST = 2**31 - 1
 """Of what JAX counts in int32."""
@@ -39,7 +41,7 @@ class Driving:
     horizon: int | None = None  # most steps of a scenario; None: to the log's end
     objects: int = 128  # most agents of a scenario
     least: int = 1  # agents that a generated scenario must have to control, to be trained in
-    simulator: simulator.Config = field(default_factory=simulator.Config)
+    simulator: sim.Config = field(default_factory=sim.Config)
 
 
 @dataclass(frozen=True)

@@ -6,13 +6,10 @@ import math
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from longhaul.algorithms import batch_scaling, registry
-from longhaul.algorithms.config import Reasoner
+from longhaul.algorithms import batch_scaling
+from longhaul.algorithms.config import TITLES, Reasoner
 from longhaul.config.run import MOST, TOPOLOGIES, Driving, Run
 from longhaul.config.serialize import to_dict
-from longhaul.driving.scenario_source import HELD_OUT
-from longhaul.driving.sim import simulator
-from longhaul.reasoning import problem_sets
 from longhaul.reasoning.config import Reasoning
 from longhaul.runtime.errors import RunError
 
@@ -67,8 +64,11 @@ def check_numbers(run: Run) -> None:
 
 def check_driving(task: Driving) -> None:
     """Likewise of what is driven in."""
+    from longhaul.driving.scenario_source import HELD_OUT
+    from longhaul.driving.sim.config import check_settings
+
     try:
-        simulator.check_settings(task.simulator)
+        check_settings(task.simulator)
     except ValueError as error:
         name, _, rest = str(error).partition(" ")
         raise RunError(f"--{flag(name)} {rest}") from error
@@ -92,6 +92,8 @@ def check_driving(task: Driving) -> None:
 
 def check_reasoning(run: Run) -> None:
     """Likewise of what is reasoned about, and that prompts and their algorithms come together."""
+    from longhaul.reasoning import problem_sets
+
     if isinstance(run.environment, Reasoning) != isinstance(run.algorithm, Reasoner):
         raise RunError(f"recipe {run.recipe}: GRPO and its kin learn from prompts, and nothing else does")
     if not isinstance(run.environment, Reasoning):
@@ -110,6 +112,8 @@ def check_reasoning(run: Run) -> None:
 
 def check_expert(run: Run) -> None:
     """Likewise of whom a Run imitates, and of gradients through environments."""
+    from longhaul.algorithms import registry
+
     share, files, task = registry.guidance(run.algorithm), registry.recorded(run.algorithm), run.environment
     if registry.pathwise(run.algorithm) and run.topology != "fused":
         raise RunError(
@@ -117,7 +121,7 @@ def check_expert(run: Run) -> None:
         )
     if share is None and not files:
         return
-    title = registry.of(run.algorithm).title
+    title = TITLES[type(run.algorithm)]
     if run.topology != "fused":
         raise RunError(f"--topology is {run.topology}, and {title} asks an expert in the same program: choose fused")
     if files and isinstance(task, Driving):

@@ -27,9 +27,10 @@ import jax.numpy as jnp
 import numpy as np
 
 from longhaul.networks import attention, conv, layers, set_pooling
-from longhaul.networks.layers import INITS, NamedKey
+from longhaul.networks.config import CONVOLUTIONS, ENCODERS, INITS, REMATS, TORSOS
+from longhaul.networks.layers import NamedKey
 from longhaul.networks.mlp import perceptron
-from longhaul.networks.precision import PRECISIONS, REMATS, rematerialised
+from longhaul.networks.precision import PRECISIONS, rematerialised
 from longhaul.types import Key, Params, PyTree
 
 ACTIVATIONS: dict[str, Callable[[jax.Array], jax.Array]] = {
@@ -41,8 +42,7 @@ ACTIVATIONS: dict[str, Callable[[jax.Array], jax.Array]] = {
 RISING = ("tanh", "relu")
 """Activations that never fall, and are 0 at 0."""
 
-TORSOS = ("mlp", "deepset", *attention.ENCODERS, *conv.CONVOLUTIONS)
-ENCODED = (*attention.ENCODERS, *conv.CONVOLUTIONS)
+ENCODED = (*ENCODERS, *CONVOLUTIONS)
 """Torsos that are nearly all of the work, and which actor and critic share."""
 
 HIDDEN_SCALE, POLICY_SCALE, VALUE_SCALE = math.sqrt(2.0), 0.01, 1.0
@@ -102,11 +102,11 @@ def _torso(
     observation: PyTree, kind: str, sizes: Sequence[int], activation: str, dtype: Any, remat: str, init: str, norm: bool
 ) -> _Torso:
     """The torso for observations like `observation` (a pytree of ShapeDtypeStruct)."""
-    if kind in conv.CONVOLUTIONS:
+    if kind in CONVOLUTIONS:
         kernels = layers.kernel_init(init, HIDDEN_SCALE)
         image = conv.encoder(observation, kind, kernels, dtype=dtype, remat=remat, norm=norm)
         return _encoding(image, conv.FEATURES[kind])
-    if kind in attention.ENCODERS:
+    if kind in ENCODERS:
         return _encoding(attention.encoder(observation, kind, sizes[0], len(sizes), dtype=dtype, remat=remat), sizes[0])
     shapes = [tuple(leaf.shape) for leaf in jax.tree.leaves(observation)]
     ranks = [len(shape) for shape in shapes]
@@ -180,7 +180,7 @@ def tower(
     """
     _check(observation, torso, sizes, activation, precision, remat, init)
     trunk = _torso(observation, torso, sizes, activation, PRECISIONS[precision], remat, init, norm=False)
-    attends = torso in attention.ENCODERS
+    attends = torso in ENCODERS
 
     def init_params(key: Key) -> Params:
         root = NamedKey(key)
@@ -240,7 +240,7 @@ def _check(
             raise ValueError(f"{name} is {value!r}; it must be one of {', '.join(allowed)}")
     if not sizes or min(sizes) < 1:
         raise ValueError(f"sizes are {tuple(sizes)}; give at least one, all positive")
-    if torso in conv.CONVOLUTIONS:
+    if torso in CONVOLUTIONS:
         conv.check(observation, torso)
 
 
@@ -263,8 +263,8 @@ def actor_critic(
     """The network for observations like `observation` (a pytree of ShapeDtypeStruct) and `outputs` policy parameters.
 
     `free` more parameters do not depend on the observation. `memory` is the width of the recurrent unit, 0 for none.
-    `remat`, one of precision.REMATS: parts computed again for the gradient; less memory, up to a third more work.
-    `init` is one of layers.INITS. `norm` normalises layers. `live`, where `takes_live` allows it: places of the inputs
+    `remat`, one of config.REMATS: parts computed again for the gradient; less memory, up to a third more work.
+    `init` is one of config.INITS. `norm` normalises layers. `live`, where `takes_live` allows it: places of the inputs
     that are not 0 in every observation; the network is applied to these alone.
     """
     if not sizes or min(sizes) < 1 or memory < 0:
@@ -286,7 +286,7 @@ def actor_critic(
         return ActorCritic(mlp.init, plain, lambda _: (), plain, mlp.live)
     assert live is None, "live is given for a network that `takes_live` excludes"
     trunk = _torso(observation, torso, sizes, activation, dtype, remat, init, norm)
-    attends, apart = torso in attention.ENCODERS, not memory and not shared and torso not in ENCODED
+    attends, apart = torso in ENCODERS, not memory and not shared and torso not in ENCODED
     towers = ("actor", "critic") if apart else ("torso",)
 
     def init_params(key: Key) -> Params:

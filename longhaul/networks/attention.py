@@ -34,11 +34,10 @@ import jax.numpy as jnp
 import numpy as np
 
 from longhaul import prng
+from longhaul.networks.config import ENCODERS
 from longhaul.networks.layers import affine, along_last, init_norm, layer_norm
 from longhaul.networks.precision import rematerialised
 from longhaul.types import Key, Params, PyTree
-
-ENCODERS = ("latent", "wayformer", "mtr")
 
 HEAD = 32
 """Features of an attention head."""
@@ -88,7 +87,7 @@ def encoder(observation: PyTree, kind: str, width: int, depth: int, *, dtype: An
     """The encoder for observations like `observation` (a pytree of ShapeDtypeStruct).
 
     `width` features of a token, `depth` blocks of self-attention. Computing is in `dtype`, parameters are float32.
-    `remat`, one of precision.REMATS: parts of tokens and blocks that are computed again for the gradient.
+    `remat`, one of config.REMATS: parts of tokens and blocks that are computed again for the gradient.
     """
     if kind not in ENCODERS:
         raise ValueError(f"encoder is {kind!r}; it must be one of {', '.join(ENCODERS)}")

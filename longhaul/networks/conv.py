@@ -26,11 +26,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from longhaul.networks.config import CONVOLUTIONS
 from longhaul.networks.layers import EPSILON, Initialise, affine, along_last, init_dense, init_norm
 from longhaul.networks.precision import rematerialised
 from longhaul.types import Key, Params, PyTree
-
-CONVOLUTIONS = ("nature", "impala", "minatar")
 
 Stage = tuple[int, int, int]
 
@@ -125,7 +124,7 @@ def encoder(
 ) -> Encoder:
     """The encoder for observations like `observation` (a pytree of ShapeDtypeStruct).
 
-    Computing is in `dtype`, parameters are float32. `remat`, one of precision.REMATS: parts of a stack's layer, or of a
+    Computing is in `dtype`, parameters are float32. `remat`, one of config.REMATS: parts of a stack's layer, or of a
     section of `impala`, that are computed again for the gradient. `norm` normalises the channels after each convolution
     of a stack, and all features, before ReLU. ValueError where the observation is no such image.
     """

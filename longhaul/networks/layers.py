@@ -20,9 +20,6 @@ from longhaul.types import Key, Params
 Initialise = Callable[[Key, tuple[int, ...], Any], jax.Array]
 """(key, shape [..., inputs, outputs], dtype) -> kernel."""
 
-INITS = ("orthogonal", "lecun")
-"""Initialisers of kernels: orthogonal with a scale for each layer (0.01 for the policy's), or LeCun's normal."""
-
 EPSILON = 1e-6
 """Number added to a variance before its root is taken."""
 

@@ -85,10 +85,10 @@ def perceptron(
     live: Sequence[int] | None = None,
     remat: str = "none",
 ) -> Perceptron:
-    """The perceptron for observations of `inputs` numbers in leaves of `ranks`; `init` is one of layers.INITS.
+    """The perceptron for observations of `inputs` numbers in leaves of `ranks`; `init` is one of config.INITS.
 
     `outputs` policy parameters depend on the observation, and `free` more do not. With `live` an observation has one
-    leaf: the inputs at these places. `remat`, one of precision.REMATS: parts of a layer that are computed again.
+    leaf: the inputs at these places. `remat`, one of config.REMATS: parts of a layer that are computed again.
     """
     cut = (lambda kernel: kernel) if live is None else _cut(live, inputs)
     count = inputs if live is None else len(live)

@@ -28,14 +28,11 @@ POLICIES: dict[str, Callable[..., Any]] = {
 }
 """Values of a part kept beside its input: none; all products; products with a kernel, but not attention's."""
 
-REMATS = ("none", *POLICIES)
-
-
 Function = TypeVar("Function", bound=Callable[..., Any])
 
 
 def rematerialised(part: Function, remat: str, *, scanned: bool = False) -> Function:
-    """Part of a network whose gradient computes it again by the rule `remat`, one of REMATS.
+    """Part of a network whose gradient computes it again by the rule `remat`, one of config.REMATS.
 
     `scanned`: it is the body of a loop. Its gradient is another loop, so XLA cannot merge the two computations, and the
     barrier that keeps them apart elsewhere would only cost time.

@@ -103,7 +103,7 @@ class ModelConfig:
     context: int = 4096  # tokens that it was trained on; told to others, and no bound here
     pad: int = 0  # the token that pads, and is never chosen; -1: none of the vocabulary, and -1 pads
     precision: str = "fp32"  # of the layers; parameters and logits are as they are
-    remat: str = "none"  # what of a layer is computed again for the gradient: precision.REMATS
+    remat: str = "none"  # what of a layer is computed again for the gradient: networks.config.REMATS
 
     @property
     def biased(self) -> bool:

@@ -20,8 +20,9 @@ import jax
 import jax.numpy as jnp
 
 from longhaul import prng
+from longhaul.networks.config import REMATS
 from longhaul.networks.layers import affine, along_last, rms_norm
-from longhaul.networks.precision import PRECISIONS, REMATS, rematerialised
+from longhaul.networks.precision import PRECISIONS, rematerialised
 from longhaul.reasoning.config import FAMILIES, ModelConfig
 from longhaul.types import Key, Params, PyTree
 

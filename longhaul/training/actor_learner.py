@@ -34,12 +34,10 @@ from longhaul.runtime.launch import ray_cluster
 from longhaul.topologies.actor_learner import config, host_rollout, learner
 from longhaul.topologies.actor_learner.actor import Collect
 from longhaul.topologies.actor_learner.actor_pool import ActorPool
+from longhaul.topologies.actor_learner.config import LIVE
 from longhaul.training import reasoning_setup
 from longhaul.training.assemble import Assembly, completing
 from longhaul.types import Algorithm, Collector, Metrics, Progress, PyTree
-
-LIVE = "live.json"
-"""File of a run's folder with the actors' current state; removed when the run ends."""
 
 EVERY = 1.0
 """Seconds between two writes of `LIVE`."""

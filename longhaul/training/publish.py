@@ -35,8 +35,6 @@ FILE = "publish.json"
 FOLDER = "weights"
 """Folder of a run's versions, where it publishes to `run`."""
 
-PRECISIONS = ("as-is", "bf16")
-
 FLAGS = ("publish", "publish-every", "publish-precision", "publish-token-file", "publish-anchor")
 """Flags of `longhaul train`, in the order of `Publishing`'s fields."""
 

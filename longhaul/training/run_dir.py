@@ -17,9 +17,9 @@ from pathlib import Path
 from typing import Any
 
 from longhaul.config.population import Population
-from longhaul.config.resolve import resolve
 from longhaul.config.run import Run
 from longhaul.config.serialize import from_dict, to_dict
+from longhaul.config.validate import check_numbers
 from longhaul.runtime import files, process_group
 from longhaul.runtime.errors import RunError
 from longhaul.telemetry import wandb
@@ -29,6 +29,9 @@ RUNS = Path("runs")
 
 FORMAT = 1
 """Version of run.json and the files beside it; folders of other versions are refused."""
+
+
+UNDECIDED = "what it leaves open was decided in the run that wrote it"
 
 
 def new_folder(runs_dir: Path, run: Run, name: str | None, suffix: str | None = None) -> Path:
@@ -135,6 +138,19 @@ def _as_now(run: dict[str, Any]) -> dict[str, Any]:
 
 def load_run(folder: Path) -> Run:
     """Run of a folder. Raises RunError if run.json cannot be read or is of another version."""
+    from longhaul.config.resolve import resolve
+
+    run = read_run(folder)
+    try:
+        if resolve(run) != run:
+            raise TypeError(UNDECIDED)
+    except (KeyError, TypeError, ValueError) as error:
+        raise _foreign(folder, error) from error
+    return run
+
+
+def read_run(folder: Path) -> Run:
+    """Run of a folder as `load_run` has it, without JAX: bounds are checked, but not that sizes fit each other."""
     path = folder / "run.json"
     try:
         data = json.loads(path.read_text())
@@ -145,8 +161,13 @@ def load_run(folder: Path) -> Run:
         raise RunError(f"{path} has format {found}, and this version reads {FORMAT}; use the one that wrote it")
     try:
         run: Run = from_dict(Run, _as_now(data["run"]))
-        if resolve(run) != run:
-            raise TypeError("what it leaves open was decided in the run that wrote it")
+        check_numbers(run)
+        if None in (run.devices, run.threads, run.log_interval, run.block, run.base_batch, run.evaluation_episodes):
+            raise TypeError(UNDECIDED)
     except (KeyError, TypeError, ValueError) as error:
-        raise RunError(f"{path} is no run of this version ({error}); use the version that wrote it") from error
+        raise _foreign(folder, error) from error
     return run
+
+
+def _foreign(folder: Path, error: Exception) -> RunError:
+    return RunError(f"{folder / 'run.json'} is no run of this version ({error}); use the version that wrote it")

@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 
-from longhaul.cli import main, train
+from longhaul.cli import list as listing
+from longhaul.cli import main
 from longhaul.config import recipes
 from longhaul.config.resolve import resolve
 from longhaul.training.run_dir import save_run
@@ -179,5 +180,5 @@ def test_what_goes_wrong_decides_the_exit_code(
     def fail(words: Sequence[str]) -> int:
         raise error
 
-    monkeypatch.setattr(train, "show_envs", fail)
+    monkeypatch.setattr(listing, "show_envs", fail)
     assert longhaul("envs") == (code, "", f"longhaul: error: {line}\n")

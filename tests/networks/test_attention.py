@@ -14,7 +14,8 @@ from longhaul.config import recipes
 from longhaul.config.resolve import resolve
 from longhaul.config.run import Driving
 from longhaul.networks import attention
-from longhaul.networks.attention import ENCODERS, HEAD, NEIGHBOURS, Encoder, encoder
+from longhaul.networks.attention import HEAD, NEIGHBOURS, Encoder, encoder
+from longhaul.networks.config import ENCODERS
 from longhaul.telemetry import sinks
 from longhaul.training import loop
 from tests.helpers.quick import quick

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from longhaul.networks import actor_critic, conv
-from longhaul.networks.precision import REMATS
+from longhaul.networks.config import CONVOLUTIONS, REMATS
 from longhaul.runtime import partition
 from tests.helpers.quick import quick
 
@@ -80,7 +80,7 @@ def test_parameters_are_as_many_as_the_papers_have() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", conv.CONVOLUTIONS)
+@pytest.mark.parametrize("kind", CONVOLUTIONS)
 def test_an_image_is_the_same_with_channels_first_or_last_in_bytes_or_shares(kind: str) -> None:
     rng = np.random.default_rng(2)
     first = rng.integers(0, 256, (2, 3, 4, 36, 40)).astype(np.uint8)  # [T, B, C, H, W]
@@ -97,7 +97,7 @@ def test_an_image_is_the_same_with_channels_first_or_last_in_bytes_or_shares(kin
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", conv.CONVOLUTIONS)
+@pytest.mark.parametrize("kind", CONVOLUTIONS)
 def test_rematerialised_gradients_are_the_same_and_bf16_is_near(kind: str) -> None:
     seen = jax.ShapeDtypeStruct((36, 36, 2), jnp.uint8)
     frames = jnp.asarray(np.random.default_rng(3).integers(0, 256, (3, *seen.shape)), jnp.uint8)

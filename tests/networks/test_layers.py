@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from longhaul.networks import layers
+from longhaul.networks.config import INITS
 from longhaul.networks.layers import NamedKey
 from tests.helpers.quick import quick
 
@@ -72,7 +73,7 @@ def test_keys_differ_by_path_and_stay_the_same():
     assert data[2] == jax.random.key_data(jax.random.fold_in(jax.random.key(5), np.uint32(0x02E94469))).tolist()
 
 
-@pytest.mark.parametrize("init", layers.INITS)
+@pytest.mark.parametrize("init", INITS)
 def test_parameters_and_results_are_those_of_flax(init):
     nn = pytest.importorskip("flax.linen")
 

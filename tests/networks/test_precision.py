@@ -18,7 +18,8 @@ from longhaul.cli import flags, main, run_flags
 from longhaul.config import recipes
 from longhaul.diagnostics.compiled_run import Subject, subject
 from longhaul.networks import actor_critic
-from longhaul.networks.precision import POLICIES, REMATS
+from longhaul.networks.config import REMATS
+from longhaul.networks.precision import POLICIES
 from longhaul.runtime import device_memory
 from longhaul.topologies import fused
 from longhaul.training import finish, run_dir

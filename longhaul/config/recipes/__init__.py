@@ -6,7 +6,6 @@ import dataclasses
 import difflib
 from collections.abc import Callable
 
-from longhaul.algorithms import registry
 from longhaul.algorithms.config import (
     APGConfig,
     BCConfig,
@@ -19,7 +18,7 @@ from longhaul.algorithms.config import (
     TD3Config,
 )
 from longhaul.config.recipes import driving
-from longhaul.config.recipes.grid import Grid
+from longhaul.config.recipes.driving import Grid
 from longhaul.config.run import Named, Run
 from longhaul.reasoning.config import ModelConfig, Reasoning
 from longhaul.runtime.errors import RunError
@@ -315,10 +314,11 @@ def hackmatrix_best() -> Run:
     and 6 the highest; 1.7 % of the actions are siphons, 0.1 % programs. Curve: benchmarks/results/hackmatrix-best.json.
     """
     theirs = hackmatrix()
+    assert isinstance(theirs.algorithm, PPOConfig)
     return dataclasses.replace(
         theirs, recipe="hackmatrix-best", environment=Named("hackmatrix-fixed"), num_steps=32,
         algorithm=dataclasses.replace(
-            registry.on_policy(theirs.algorithm), lr=1e-3, anneal=True, ent_coef=0.05, ent_coef_final=0.005,
+            theirs.algorithm, lr=1e-3, anneal=True, ent_coef=0.05, ent_coef_final=0.005,
             reward_scale=0.1,
         ),
         total_steps=20_000_000,

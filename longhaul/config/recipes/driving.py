@@ -3,13 +3,23 @@
 from __future__ import annotations
 
 import dataclasses
+from dataclasses import dataclass
 
-from longhaul.algorithms import registry
 from longhaul.algorithms.config import BCConfig, PPOConfig, SACConfig
-from longhaul.config.recipes.grid import Grid
 from longhaul.config.run import Driving, Run
-from longhaul.driving.sim import simulator
+from longhaul.driving.sim import config as sim
 from longhaul.telemetry.health import Bounds
+
+
+@dataclass(frozen=True)
+class Grid:
+    """What is run: `base` with each of `sizes` (million parameters) x `scenarios` x seeds base.seed + 0 .. seeds-1."""
+
+    base: Run
+    sizes: tuple[float, ...]
+    scenarios: tuple[int, ...]
+    seeds: int = 1
+    metric: str = "goal"
 
 
 def driving() -> Run:
@@ -64,7 +74,7 @@ def driving_sac() -> Run:
     """
     return Run(
         "driving-sac",
-        Driving(simulator=simulator.Config(actions="continuous")),
+        Driving(simulator=sim.Config(actions="continuous")),
         SACConfig(
             lr=5e-4, gamma=0.98, tau=0.01, batch_size=256, gradient_steps=8, learning_starts=5_000,
             replay_size=400_000, replay_precision="bf16", torso="deepset", hidden_dim=128, num_layers=2,
@@ -102,7 +112,7 @@ def selfplay() -> Run:
     """
     return Run(
         "driving-selfplay",
-        Driving(scenarios=2048, least=12, simulator=simulator.Config(agents=16)),
+        Driving(scenarios=2048, least=12, simulator=sim.Config(agents=16)),
         PPOConfig(
             lr=5e-4, gamma=0.98, gae_lambda=0.95, ent_coef=0.005, ent_coef_final=0.0, clip_value=False,
             num_minibatches=8, update_epochs=4, hidden_dim=128, num_layers=2, activation="tanh", torso="deepset",
@@ -123,7 +133,7 @@ def logged() -> Run:
     """
     return Run(
         "driving-log",
-        Driving(scenarios=4096, objects=64, simulator=simulator.Config(neighbours=16)),
+        Driving(scenarios=4096, objects=64, simulator=sim.Config(neighbours=16)),
         PPOConfig(
             lr=3e-4, gamma=0.98, gae_lambda=0.95, ent_coef=0.005, ent_coef_final=0.0, clip_value=False,
             num_minibatches=8, update_epochs=4, hidden_dim=256, num_layers=2, activation="tanh", torso="deepset",
@@ -142,7 +152,7 @@ def large() -> Run:
     """
     return Run(
         "driving-large",
-        Driving(scenarios=10_000, simulator=simulator.Config(neighbours=16, waypoints=20, road_points=200)),
+        Driving(scenarios=10_000, simulator=sim.Config(neighbours=16, waypoints=20, road_points=200)),
         PPOConfig(
             lr=2e-4, gamma=0.98, gae_lambda=0.95, ent_coef=0.005, ent_coef_final=0.0, clip_value=False,
             num_minibatches=8, update_epochs=3, torso="wayformer", model_size=10.0, precision="bf16", chunk=2048,
@@ -155,8 +165,8 @@ def large() -> Run:
 
 def driving_scaling() -> Grid:
     """A law: failure of driving over a model's size and the number of scenarios it was trained in."""
-    base = dataclasses.replace(
-        driving(), recipe="driving-scaling", evaluation_episodes=1024,
-        algorithm=dataclasses.replace(registry.on_policy(driving().algorithm), model_size=0.3),
-    )  # fmt: skip
+    single = driving()
+    assert isinstance(single.algorithm, PPOConfig)
+    algorithm = dataclasses.replace(single.algorithm, model_size=0.3)
+    base = dataclasses.replace(single, recipe="driving-scaling", evaluation_episodes=1024, algorithm=algorithm)
     return Grid(base, sizes=(0.03, 0.1, 0.3, 1.0), scenarios=(16, 64, 256, 1024), seeds=2)

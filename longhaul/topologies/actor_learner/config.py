@@ -4,13 +4,18 @@ from __future__ import annotations
 
 import dataclasses
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
-from longhaul.topologies import staleness as tickets
+if TYPE_CHECKING:
+    from longhaul.topologies.staleness import Rule
 
 KINDS = ("process", "thread", "ray")
 
 MOST = 1024
 """Actors of one run."""
+
+LIVE = "live.json"
+"""File of a run's folder with the actors' current state; removed when the run ends."""
 
 
 @dataclass(frozen=True)
@@ -51,7 +56,9 @@ def decided(acting: ActorConfig, *, envs: int, devices: int, cores: int) -> Acto
     return acting
 
 
-def rule(acting: ActorConfig, updates: int, oldest: int = 0) -> tickets.Rule:
+def rule(acting: ActorConfig, updates: int, oldest: int = 0) -> Rule:
     """The tickets' rule of a decided run from update `oldest` to `updates`."""
+    from longhaul.topologies.staleness import Rule
+
     assert acting.actors is not None
-    return tickets.Rule(acting.actors, acting.staleness, acting.pin, updates, oldest)
+    return Rule(acting.actors, acting.staleness, acting.pin, updates, oldest)

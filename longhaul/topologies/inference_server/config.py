@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import importlib.util
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
-from longhaul.runtime import credentials
+if TYPE_CHECKING:
+    from longhaul.runtime.credentials import Credentials
 
 LANES = ("shm", "grpc")
 
@@ -26,6 +28,8 @@ class ServerConfig:
 
 def check(central: ServerConfig, *, envs: int, actors: int, kind: str) -> None:
     """Raises ValueError naming the field, its value, the bound and the remedy."""
+    from longhaul.runtime import credentials
+
     if central.lane not in LANES:
         raise ValueError(f"lane is {central.lane!r}; it must be one of {', '.join(LANES)}")
     if not 1 <= central.slots <= MOST_SLOTS:
@@ -55,6 +59,8 @@ def check_installed() -> None:
         raise ValueError("lane is grpc, which needs grpcio: pip install 'longhaul-rl[cluster]'")
 
 
-def load(central: ServerConfig) -> credentials.Credentials:
+def load(central: ServerConfig) -> Credentials:
     """What the server shows and asks for. ValueError where a file can't be used."""
+    from longhaul.runtime import credentials
+
     return credentials.load(central.token_file, central.tls_cert, central.tls_key)

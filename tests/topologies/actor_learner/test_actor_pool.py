@@ -18,7 +18,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from longhaul.cli import live_status
+from longhaul.cli import status
 from longhaul.runtime import heartbeat
 from longhaul.topologies import actor_process
 from longhaul.topologies.actor_learner import shared_buffers as buffers
@@ -228,7 +228,7 @@ def test_what_actors_are_at_is_told_in_rows_and_a_table(tmp_path: Path, capsys: 
     told |= {"staleness": 1, "kind": "thread", "metrics": dict.fromkeys(names, 0.25)}
     told["bottleneck"] = actor_learner.bottleneck(told["metrics"] | {"learner_wait": 0.5})
     (tmp_path / "live.json").write_text(json.dumps(told | {"time": told["time"] - 60.0}))
-    live_status.show(tmp_path)
+    status.show_live(tmp_path)
     shown = capsys.readouterr().out
     for words in (
         "0.25, bound 1",
@@ -239,7 +239,7 @@ def test_what_actors_are_at_is_told_in_rows_and_a_table(tmp_path: Path, capsys: 
     ):
         assert words in shown
     assert shown.count("\n") == 7 + 3
-    live_status.show(tmp_path / "nowhere")
+    status.show_live(tmp_path / "nowhere")
     assert capsys.readouterr().out == ""
 
 

@@ -1,0 +1,140 @@
+"""The command `status`: records, checkpoints and result of a run, and its actors' current state. Without JAX."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from longhaul.cli import flags, tables
+from longhaul.cli.flags import DEBUG, TEXT, Flag, FlagError
+from longhaul.cli.run_flags import RUNS_DIR
+from longhaul.config.run import Driving, Named, Run
+from longhaul.telemetry import forecast, sinks, wandb
+from longhaul.topologies.actor_learner.config import LIVE
+from longhaul.training.run_dir import called, find_folder, read_run
+
+RUN = Flag("RUN", TEXT, None, "a run's name or folder", shown="")
+
+OLD = 10.0
+"""Seconds after which what was told is said to be old."""
+
+HEADER = ["actor", "process", "state", "for", "rollouts", "waiting", "queue", "restarts"]
+
+
+def status(words: Sequence[str]) -> int:
+    """`longhaul status RUN`."""
+    parsed = flags.parse("status", "How far a run is.", {"": [RUN, RUNS_DIR, DEBUG]}, words).values
+    if parsed["RUN"] is None:
+        raise FlagError("which run? longhaul status RUN")
+    folder = find_folder(Path(parsed["runs-dir"]), parsed["RUN"])
+    run = read_run(folder)
+    about = json.loads((folder / "run.json").read_text())
+    found = _records(folder / "metrics.jsonl")
+    last, lines = (found[-1] if found else {}), len(found)
+    result = folder / "result.json"
+    saved = sorted({int(name) for path in folder.glob("checkpoints/*") if (name := path.name.split(".")[0]).isdigit()})
+    update = run.num_envs * _agents(run, found) * run.num_steps
+    done = last.get("agent_steps", 0)
+    total = done + (run.total_steps - done) // update * update  # `done` may be in updates of other sizes
+    going_on = f"not done; longhaul train {run.recipe} --resume {called(folder)} goes on"
+    rows = [
+        ("run", str(folder)),
+        ("recipe", run.recipe),
+        ("topology", run.topology),
+        ("commit", str(about.get("commit") or "unknown")),
+        ("state", "done" if result.is_file() else going_on),
+        ("agent steps", f"{done:,} of {total:,} ({done / total:.1%})"),
+        ("updates", f"{last.get('update', 0)}, in {lines} records"),
+        ("checkpoints", ", ".join(map(str, saved)) or "none"),
+    ]
+    tracked = wandb.load(folder)
+    if tracked is not None:
+        rows.append(("W&B", f"{tracked.id} in project {tracked.project}{'' if tracked.on else ', no more'}"))
+    shown = ("wall_seconds", "sps", "episode/return")
+    rows += [(name, f"{last[name]:,.1f}") for name in shown if last.get(name) is not None]
+    rows += forecast.said(found)
+    if about.get("detours"):
+        rows.append(("detours", f"{len(about['detours'])} of {run.rollbacks}, around numbers that were not finite"))
+    if lines:
+        age = time.time() - (folder / "metrics.jsonl").stat().st_mtime
+        rows.append(("last record", f"{max(0, round(age))} s ago"))
+    tables.listing(rows)
+    show_live(folder)
+    if result.is_file():
+        show_result(json.loads(result.read_text()))
+    return 0
+
+
+def _records(path: Path) -> list[dict[str, Any]]:
+    """The whole records of a metrics file; none where there is no file."""
+    return sinks.read(path) if path.is_file() else []
+
+
+def _agents(run: Run, records: Sequence[Mapping[str, Any]]) -> int:
+    """Columns of the batch that one world makes, from the records where there are any: `resolve.agents` needs JAX."""
+    if isinstance(run.environment, Named) and records and records[-1].get("env_steps"):
+        return int(records[-1]["agent_steps"]) // int(records[-1]["env_steps"])
+    if isinstance(run.environment, Driving):
+        return run.environment.simulator.agents
+    from longhaul.config.resolve import agents
+
+    return agents(run)
+
+
+def show_result(result: dict[str, Any]) -> None:
+    """The table of a result: of policies, or of runs."""
+    if "members" not in result:
+        tables.scores(result["evaluation"])
+        return
+    from longhaul.training import population_report
+
+    header, rows, footer = population_report.columns(result["members"])
+    tables.table(header, [[tables.number(value) for value in row] for row in rows], footer=footer)
+
+
+def read_live(folder: Path) -> dict[str, Any] | None:
+    """What a run told last; None where it has no actors at work."""
+    try:
+        told: dict[str, Any] = json.loads((folder / LIVE).read_text())
+    except (OSError, ValueError):
+        return None
+    return told
+
+
+def live_rows(told: dict[str, Any], now: float) -> list[tuple[str, str]]:
+    """Lines on the whole: how stale, how full, who waits for whom."""
+    metrics, bound = told["metrics"], told["staleness"]
+    age = max(0.0, now - told["time"])
+    return [
+        ("actors", f"{len(told['actors'])}, {told['kind']}"),
+        ("staleness", f"{metrics['staleness_mean']:.2f}, bound {'none' if bound is None else bound}"),
+        ("queue", f"{told['queue']} rollouts"),
+        ("waits", f"learner {metrics['learner_wait']:.0%}, actors {metrics['actor_wait']:.0%} of their time"),
+        ("bottleneck", told["bottleneck"]),
+        ("restarts", str(int(metrics["restarts"]))),
+        ("told", f"{age:.0f} s ago" + (", which is long: the learner waits, is stopped, or was killed" * (age > OLD))),
+    ]
+
+
+def actor_rows(told: dict[str, Any]) -> list[list[str]]:
+    """A row for each actor, as `HEADER` has it."""
+    found = []
+    for row in told["actors"]:
+        whole = row["seconds_acting"] + row["seconds_waiting"]
+        waiting = f"{row['seconds_waiting'] / whole:.0%}" if whole else ""
+        numbers = [row["rollouts"], waiting, row["queue"], row["restarts"]]
+        found.append(
+            [str(row["actor"]), str(row["process"]), row["state"], f"{row['since']:.1f} s", *map(str, numbers)]
+        )
+    return found
+
+
+def show_live(folder: Path) -> None:
+    """Prints what a run's actors are at; nothing where it has none at work."""
+    told = read_live(folder)
+    if told is not None:
+        tables.listing(live_rows(told, time.time()))
+        tables.table(HEADER, actor_rows(told))

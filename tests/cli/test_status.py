@@ -1,0 +1,60 @@
+"""Commands that start without JAX: `status`, and what shares its start with it."""
+
+from __future__ import annotations
+
+import dataclasses
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from longhaul.cli import status
+from longhaul.config import recipes
+from longhaul.config.resolve import agents, resolve
+from longhaul.config.run import Run
+from longhaul.training.run_dir import save_run
+
+PROGRAM = (
+    "import sys\n"
+    "from longhaul.cli import main\n"
+    "code = main.main(sys.argv[1:])\n"
+    "assert code == 0, code\n"
+    "heavy = {'jax', 'orbax', 'scipy'} & set(sys.modules)\n"
+    "assert not heavy, heavy\n"
+)
+
+
+def run_of(recipe: str, **changes: Any) -> Run:
+    return resolve(dataclasses.replace(recipes.recipe(recipe), devices=1, **changes))
+
+
+@pytest.mark.parametrize("words", ["recipes", "train --help", "train cartpole --help", "status driving", "status pole"])
+def test_what_only_prints_imports_no_jax(words: str, tmp_path: Path) -> None:
+    for name, recipe in (("driving", "driving"), ("pole", "cartpole")):
+        (tmp_path / "runs" / name).mkdir(parents=True)
+        save_run(tmp_path / "runs" / name, run_of(recipe), {})
+    (tmp_path / "runs/pole/metrics.jsonl").write_text('{"update": 1, "env_steps": 2048, "agent_steps": 2048}\n')
+    command = [sys.executable, "-c", PROGRAM, *words.split()]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout
+
+
+@pytest.mark.parametrize("recipe", ["cartpole", "driving-selfplay", "reasoning-arithmetic"])
+def test_agents_are_those_of_the_run_with_and_without_records(recipe: str) -> None:
+    run = run_of(recipe)
+    records = [{"env_steps": 6, "agent_steps": 6 * agents(run)}]
+    assert status._agents(run, records) == status._agents(run, []) == agents(run)
+
+
+@pytest.mark.parametrize("field", ["num_envs", "devices"])
+def test_a_damaged_run_is_refused(longhaul: Any, tmp_path: Path, field: str) -> None:
+    change: dict[str, Any] = {"num_envs": -1, "devices": None}
+    damaged = dataclasses.replace(run_of("cartpole"), **{field: change[field]})
+    (tmp_path / "runs" / "a").mkdir(parents=True)
+    save_run(tmp_path / "runs" / "a", damaged, {})
+    code, out, error = longhaul("status", "a", "--runs-dir", str(tmp_path / "runs"))
+    assert (code, out) == (2, "")
+    assert "is no run of this version" in error
