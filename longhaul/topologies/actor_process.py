@@ -1,4 +1,4 @@
-"""Actors as processes, whichever topology: started, ended for good, and started again with a growing pause."""
+"""Actor processes of both topologies: started, ended for good, and restarted after a growing pause."""
 
 from __future__ import annotations
 
@@ -14,31 +14,31 @@ FEW = {
     "JAX_PLATFORMS": "cpu", "NPROC": "1", "OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1",
     "JAX_CPU_ENABLE_ASYNC_DISPATCH": "false",
 }  # fmt: skip
-"""Environment variables of an actor's process: it computes on the CPU with one thread, in which JAX's programs run, too
-(`runtime.devices.prepare_devices` says why)."""
+"""Environment variables of an actor process: CPU only, one thread, and JAX programs run in the calling thread
+(reason: `runtime.devices.prepare_devices`)."""
 
 STARTING = 600.0
-"""Seconds that an actor may take until its first work is done: it compiles, and a cluster must find a place for it."""
+"""Seconds an actor may take until its first result: it compiles, and a cluster must find a free core for it."""
 
 RESTARTS = Restarts(allowed=4, first=0.1, most=10.0)
 """The fifth failure in a row ends the run."""
 
 
 class ActorError(RuntimeError):
-    """Actors that can't go on; one line."""
+    """Repeated failure of an actor; the message is one line."""
 
 
 class ActorHandle(Protocol):
-    """One life of an actor: a `Process`, a thread, or an actor of Ray's."""
+    """Incarnation of an actor: a `Process`, a thread, or a Ray actor."""
 
     def ended(self) -> str | None:
-        """How it ended; None while it lives."""
+        """Reason of its end; None while it runs."""
 
     def kill(self) -> None:
-        """Ends it at once, as far as it can be; does not wait."""
+        """End it at once, if possible, without waiting."""
 
     def end(self, within: float = 0.0) -> None:
-        """Waits so many seconds for its end, then kills it. It writes nothing more after this."""
+        """Wait up to `within` seconds for its end, then kill it. It writes nothing afterwards."""
 
 
 class _Seat(NamedTuple):
@@ -50,20 +50,19 @@ class _Seat(NamedTuple):
 
 
 class Actors:
-    """Actors 0 .. N-1, each kept alive. Call `close` at the end.
+    """Actors 0 .. N-1, each kept running. Call `close` at the end.
 
-    An actor is ended for good before another takes its place, so that two never write to one place. The owner calls
-    `failed` for each that `look` reports, and for those that it ended itself.
+    An actor is ended for good before its successor starts, so two never write to one place. The owner calls `failed`
+    for each actor that `look` reports or that the owner ended.
     """
 
     def __init__(self, count: int, start: Callable[[int], ActorHandle], without: str) -> None:
-        """`start(a)`: a new life of actor a. `without`: what an actor that fails for good did not reach, for its
-        error."""
+        """`start(a)` starts actor a. `without` ends the error message: the progress that a failing actor lacks."""
         self._start, self._without = start, without
         self._seats = [_Seat(RESTARTS) for _ in range(count)]
 
     def look(self, now: float) -> list[tuple[int, str]]:
-        """Starts who is due; -> (actor, how it ended) of those that ended."""
+        """Start the actors that are due; -> (actor, reason) of those that ended."""
         gone = []
         for actor, seat in enumerate(self._seats):
             if seat.handle is None:
@@ -74,15 +73,15 @@ class Actors:
         return gone
 
     def end(self, actor: int) -> bool:
-        """Ends an actor for good; -> whether it lived."""
+        """End an actor for good; -> whether it was running."""
         handle = self._seats[actor].handle
         if handle is not None:
             handle.end()
         return handle is not None
 
     def failed(self, actor: int, why: str, *, progress: bool) -> float:
-        """Notes the end of an actor; -> seconds until another takes its place. Raises ActorError once it has failed too
-        often in a row without progress."""
+        """Record the end of an actor; -> seconds until its successor starts. ActorError after too many failures in a
+        row without progress."""
         seat = self._seats[actor]
         if seat.handle is not None:
             seat.handle.end()
@@ -94,7 +93,7 @@ class Actors:
         return restarts.pause
 
     def started(self, actor: int) -> float:
-        """Time of an actor's last start, by the monotonic clock."""
+        """Monotonic time of an actor's last start."""
         return self._seats[actor].started
 
     def count(self, actor: int) -> int:
@@ -102,7 +101,7 @@ class Actors:
         return self._seats[actor].again
 
     def handles(self) -> list[ActorHandle | None]:
-        """Lives of all actors; None where one is yet to start."""
+        """Handles of all actors; None for one not started yet."""
         return [seat.handle for seat in self._seats]
 
     @property
@@ -111,14 +110,14 @@ class Actors:
         return sum(seat.again for seat in self._seats)
 
     def close(self, within: Callable[[int], float] = lambda actor: 0.0) -> None:
-        """Ends all actors; nothing of them is left. `within(a)`: seconds that actor a may take by itself."""
+        """End all actors. `within(a)`: seconds that actor a may take to end by itself."""
         alive = [(actor, seat.handle) for actor, seat in enumerate(self._seats) if seat.handle is not None]
         for actor, handle in alive:
             if not within(actor):
                 handle.kill()  # all of them, before any is waited for
         for actor, handle in alive:
             handle.end(within(actor))
-        self._start = _closed  # the owner's memory is free at once: no circle of references holds it
+        self._start = _closed  # breaks a reference cycle, so the owner's memory is freed at once
         self._seats = [_Seat(seat.restarts, due=float("inf"), again=seat.again) for seat in self._seats]
 
 
@@ -127,7 +126,6 @@ def _closed(actor: int) -> ActorHandle:
 
 
 def process(module: str, payload: bytes, descriptors: Sequence[int] = ()) -> Process:
-    """An actor in a process of its own, `python -m MODULE`. `payload`: all that it reads; the descriptors are its own,
-    too."""
+    """Actor in its own process, `python -m MODULE`. `payload` is its standard input; it inherits `descriptors`."""
     command = [sys.executable, "-m", module]
     return Process(command, variables=os.environ | FEW, payload=payload, descriptors=descriptors)

@@ -1,14 +1,13 @@
 """The `fused` topology: environments, policy and learning in one compiled program on the device (Anakin; Hessel et al.
 2021).
 
-One compiled call runs up to `block` updates in a loop whose length is an argument, so that a run compiles once, and
-where it is cut (for saving, at its end) changes no number. All that varies from update to update is drawn from the
-run's key and the update's number. Over a mesh each shard has its own environments; gradients meet in the algorithm's
-`mean`.
+One compiled call runs up to `block` updates in a loop whose length is an argument: a run compiles once, and the place
+of a cut (a save, the end) changes no number. Randomness comes from the run's key and the number of the update. On a
+mesh each shard has its own environments; gradients are averaged by the algorithm's `mean`.
 
-What environments read and never write (a bank of scenarios) is the *context*: an argument of the compiled program, the
-same on every shard, that may change between two calls as long as its shapes do not. What it is, only `collector_in`
-knows: the collector in a context, made while the program is traced.
+The *context* is read-only data of the environments (a bank of scenarios): an argument of the compiled program, equal on
+every shard. It may change between two calls if its shapes do not. Only `collector_in` reads it: it returns the
+collector in a context while the program is traced.
 """
 
 from __future__ import annotations
@@ -31,9 +30,9 @@ CollectorIn = Callable[[PyTree], Collector]
 
 
 class Program(NamedTuple):
-    """(progress, context, n) -> (progress, metrics [block, ...]): n <= block updates, of which the first n rows tell.
+    """(progress, context, n) -> (progress, metrics [block, ...]): n <= block updates; the first n rows are valid.
 
-    Donates its progress, and leaves the context as it is.
+    Donates its progress, not the context.
     """
 
     executable: jax.stages.Compiled
@@ -45,19 +44,19 @@ class Program(NamedTuple):
 
 
 Enter = Callable[[Key, PyTree], PyTree]
-"""(key, context) -> a carry that begins in it, laid out on the mesh."""
+"""(key, context) -> initial carry in the context, laid out on the mesh."""
 
 ENTRIES = 2**32 - 1
-"""What the run's key is folded with for the keys of new contexts: no update has this number."""
+"""Number folded into the run's key when a context is entered; no update has it."""
 
 FINITE = "finite"
-"""Beside the metrics of an update: whether its state and what it told of learning are finite numbers throughout."""
+"""Metric: 1 if the state and the learning metrics are all finite after the update."""
 
 EVERYWHERE: PartitionSpec = PartitionSpec()
 
 
 def start(algorithm: Algorithm, enter: Enter, context: PyTree, key: Key, mesh: Mesh) -> Progress:
-    """The progress of a run that has made no update yet, laid out on `mesh`."""
+    """Progress of a run before its first update, laid out on `mesh`."""
     key_state, key_carry, key_run = jax.random.split(key, 3)
     everywhere = meshes.replicated(mesh)
     layouts = partition.shardings(jax.eval_shape(algorithm.init, key_state), mesh), everywhere, everywhere
@@ -68,7 +67,7 @@ def start(algorithm: Algorithm, enter: Enter, context: PyTree, key: Key, mesh: M
 
 
 def outline(algorithm: Algorithm, enter: Enter, context: PyTree, mesh: Mesh) -> Progress:
-    """The shapes of what `start` gives in contexts like `context`, which may be shapes itself, laid out on `mesh`."""
+    """Shapes and shardings of the result of `start`; `context` may consist of shapes."""
     key, everywhere = jax.eval_shape(jax.random.key, 0), meshes.replicated(mesh)
     state, carry = jax.eval_shape(algorithm.init, key), jax.eval_shape(enter, key, context)
     made = Progress(state, carry, key, jax.ShapeDtypeStruct((), jnp.int32))  # type: ignore[arg-type]
@@ -78,13 +77,13 @@ def outline(algorithm: Algorithm, enter: Enter, context: PyTree, mesh: Mesh) -> 
 
 
 def is_finite(tree: PyTree) -> jax.Array:
-    """Whether all floating-point numbers of a pytree are finite."""
+    """True if all floating-point numbers of a pytree are finite."""
     numbers = [leaf for leaf in jax.tree.leaves(tree) if jnp.issubdtype(leaf.dtype, jnp.floating)]
     return functools.reduce(jnp.logical_and, (jnp.all(jnp.isfinite(leaf)) for leaf in numbers), jnp.bool_(True))
 
 
 def entering(collector_in: CollectorIn, mesh: Mesh, shards: Shards | None = None) -> Enter:
-    """How a run gets into a context. Compiles once for contexts of the same shapes. `shards`: else one a device."""
+    """Function that enters a context. Compiles once per shape of context. `shards` defaults to one per device."""
     begin = beginning(collector_in, shards or by_device(mesh))
     shard = meshes.per_shard(begin, mesh, (EVERYWHERE, EVERYWHERE), PartitionSpec(meshes.DATA))
     program = jax.jit(shard, out_shardings=meshes.sharded(mesh))
@@ -92,7 +91,7 @@ def entering(collector_in: CollectorIn, mesh: Mesh, shards: Shards | None = None
 
 
 def beginning(collector_in: CollectorIn, shards: Shards) -> Enter:
-    """(key, context) -> the carry of one device's shards, which begins in the context."""
+    """(key, context) -> initial carry of one device's shards in the context."""
     start = shards.apart(lambda context, key: collector_in(context).start(key))
 
     def begin(key: Key, context: PyTree) -> PyTree:
@@ -102,17 +101,17 @@ def beginning(collector_in: CollectorIn, shards: Shards) -> Enter:
 
 
 def entered(progress: Progress, enter: Enter, context: PyTree) -> Progress:
-    """`progress` with all worlds at the beginning of episodes in another context; those under way end unfinished.
+    """`progress` in another context, with new episodes in all worlds; running episodes are dropped.
 
-    The last rollout before has counted them as going on. The new ones are drawn from the run's key and its updates.
+    New episodes are drawn from the run's key and its number of updates.
     """
     key = jax.random.fold_in(jax.random.fold_in(progress.key, ENTRIES), progress.updates)
     return progress._replace(carry=enter(key, context))
 
 
 def layout(progress: Progress) -> Progress:
-    """How a Progress lies along `data`: the carry is split by its leading axis, and so is what of the state is `Local`;
-    the rest is in every shard."""
+    """Partition of a Progress along `data`: the carry and `Local` parts of the state by their leading axis, the rest
+    replicated."""
     split = PartitionSpec(meshes.DATA)
     state = jax.tree.map(lambda x: split if is_local(x) else EVERYWHERE, progress.state, is_leaf=is_local)
     return Progress(state, split, EVERYWHERE, EVERYWHERE)  # type: ignore[arg-type]
@@ -128,8 +127,7 @@ def compiled(
     block: int,
     shards: Shards | None = None,
 ) -> Program:
-    """The program for runs like `progress` in contexts like `context`, compiled ahead: it can't compile again, whatever
-    comes."""
+    """Program for runs like `progress` in contexts like `context`, compiled ahead of time; it never recompiles."""
     program = lowered(algorithm, collector_in, progress, context, mesh, block=block, shards=shards)
     return Program(program.compile(), mesh)
 
@@ -144,9 +142,9 @@ def lowered(
     block: int,
     shards: Shards | None = None,
 ) -> jax.stages.Lowered:
-    """The program traced but not compiled yet: what a test or a profile reads. A context lies on each device of `mesh`.
+    """Program traced but not compiled, for a test or a profile. The context is replicated on `mesh`.
 
-    `shards` say in which parts a batch is computed; else in one a device.
+    `shards` are the parts in which a batch is computed; default: one per device.
     """
     shards = shards or by_device(mesh)
     if block < 1:
@@ -161,7 +159,7 @@ def lowered(
 
 
 Update = Callable[[PyTree, Progress], tuple[Progress, Metrics]]
-"""(context, progress) -> the progress one update later, and what it told."""
+"""(context, progress) -> (progress after one update, metrics)."""
 
 
 def updating(
@@ -170,7 +168,7 @@ def updating(
     shards: Shards,
     keep: Callable[[Progress], Progress] = lambda progress: progress,
 ) -> Update:
-    """One update: every shard of it collects, then learns. `keep` is put around the progress that it leads to."""
+    """Update function: every shard collects, then learns. `keep` constrains the layout of the resulting progress."""
     collect = shards.apart(lambda context, *args: collector_in(context).collect(*args))
 
     def update(context: PyTree, progress: Progress) -> tuple[Progress, Metrics]:
@@ -181,7 +179,7 @@ def updating(
         def shard(number: jax.Array, mine: PyTree) -> tuple[PyTree, tuple[PyTree, Metrics]]:
             carry, own = mine
             before = whole(common, own)
-            # Shards draw and shuffle apart from each other; the same order everywhere would tie their columns together.
+            # Shards draw and shuffle independently; one order for all would correlate their columns.
             key_data, key_learn = jax.random.split(jax.random.fold_in(key, number))
             policy = algorithm.policy(before)
             carry, data, scores = collect(context, policy, carry, key_data, progress.updates)
@@ -192,7 +190,7 @@ def updating(
             peaks = {name: shards.most(scores.pop(name)) for name in list(scores) if name.startswith("peak/")}
             sums = shards.number * shards.mean(jnp.stack(list(scores.values())))
             told = metrics | dict(zip(scores, sums)) | peaks
-            # A replay is as large as it is, and what is not finite in it shows in what is learnt from it.
+            # A replay buffer is too large to check; its non-finite values appear in the learning metrics.
             return (carry, own), (after, told | {FINITE: is_finite((after, metrics))})
 
         (carry, own), (common, told) = shards.each(shard)((progress.carry, own))
@@ -202,7 +200,7 @@ def updating(
 
 
 def repeating(update: Update, block: int) -> Callable[[Progress, PyTree, jax.Array], tuple[Progress, Metrics]]:
-    """(progress, context, n) -> n <= block updates later; of metrics [block, ...] the first n rows tell."""
+    """(progress, context, n) -> progress after n <= block updates, metrics [block, ...] with n valid rows."""
 
     def run(progress: Progress, context: PyTree, n: jax.Array) -> tuple[Progress, Metrics]:
         once = jax.jit(lambda progress: update(context, progress), inline=True)  # traced once, for both uses
@@ -220,7 +218,7 @@ def repeating(update: Update, block: int) -> Callable[[Progress, PyTree, jax.Arr
 
 
 def _over_model(progress: Progress, mesh: Mesh) -> tuple[Any, Callable[[Progress], Progress]]:
-    """(the layout of what a call gives, where it must be said; what keeps a Progress in it from update to update)."""
+    """(output layout of a call, None without a model axis; constraint that keeps a Progress in it between updates)."""
     model = mesh.shape[meshes.MODEL]
     if model == 1:
         return None, lambda progress: progress
@@ -229,7 +227,7 @@ def _over_model(progress: Progress, mesh: Mesh) -> tuple[Any, Callable[[Progress
     state = partition.shardings(progress.state, mesh)
 
     def keep(progress: Progress) -> Progress:
-        """Else the compiler might split worlds over `model`, or put parameters together."""
+        """Constraint without which the compiler might split worlds over `model`, or gather parameters."""
         state = jax.lax.with_sharding_constraint(progress.state, specs)
         carry = jax.lax.with_sharding_constraint(progress.carry, EVERYWHERE)
         return progress._replace(state=state, carry=carry)
@@ -241,11 +239,11 @@ def _over_model(progress: Progress, mesh: Mesh) -> tuple[Any, Callable[[Progress
 def fused(
     program: Program, progress: Progress, context: PyTree, *, updates: int, block: int
 ) -> Iterator[tuple[Progress, int, Metrics]]:
-    """Goes on from `progress` to `updates` finished updates in one context; yields (progress, n, metrics) after each
-    call of n, unawaited.
+    """Iterator over calls from `progress` to `updates` finished updates in one context: (progress, n, metrics), not yet
+    computed.
 
-    `metrics` are device arrays [block, ...] whose first n rows count: read them one call late and the device never
-    waits. `progress` is taken back (donated) when the iterator is advanced: save it before.
+    `metrics` are device arrays [block, ...] with n valid rows: read them one call late, and the device never waits.
+    `progress` is donated when the iterator advances: save it before.
     """
     done = int(progress.updates)
     while done < updates:

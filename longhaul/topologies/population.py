@@ -1,11 +1,11 @@
-"""The `fused` topology for many runs at once: each member of a population is a run, and none hears of another.
+"""The `fused` topology for many runs at once: each member of a population is an independent run.
 
-A member's update is that of `fused` on one shard. Members lie side by side along the leading axis of state, carry and
-key, which the mesh cuts: a device has its own members, and between devices nothing travels. On a device `width` of them
-are computed together (`vmap`), one such group after the other; in a group's turn all updates of a call are made.
+A member's update is that of `fused` on one shard. Members lie along the leading axis of state, carry and key, and the
+mesh splits this axis: each device has its own members and communicates with none. A device computes `width` members
+together (`vmap`), group after group; each group makes all updates of a call.
 
-Why members aren't simply one large `vmap`: on a CPU that is no faster, its last bits are not those of a run alone, and
-on two cores such programs were seen to wait for ever (docs/seeds.md).
+One `vmap` over all members is no alternative on a CPU: it is no faster, its last bits differ from a single run, and on
+two cores such programs deadlocked (docs/seeds.md).
 """
 
 from __future__ import annotations
@@ -25,36 +25,35 @@ from longhaul.types import Algorithm, Key, Metrics, Progress, PyTree
 MEMBERS, ALL = PartitionSpec(meshes.DATA), PartitionSpec()
 
 Start = Callable[[PyTree, Key, PyTree], Progress]
-"""(what is a member's own, its key, context) -> its progress before the first update."""
+"""(member's own data, its key, context) -> its progress before the first update."""
 
 Evolve = Callable[[PyTree, jax.Array, Key], PyTree]
-"""(states [M, ...], scores float32 [M], key) -> the states that go on."""
+"""(states [M, ...], scores float32 [M], key) -> states [M, ...] after selection."""
 
 
 class Scored(NamedTuple):
-    """A member's carry, and what its episodes returned since the population last evolved."""
+    """Carry of a member, and the returns of its episodes since the last evolution."""
 
     carry: PyTree
     total: jax.Array  # float32: of returns
     episodes: jax.Array  # float32
 
     def mean(self) -> jax.Array:
-        """The mean return of an episode; -inf where none ended."""
+        """Mean return of an episode; -inf if none ended."""
         return jnp.where(self.episodes > 0, self.total / jnp.maximum(self.episodes, 1.0), -jnp.inf)
 
 
 def layout() -> Progress:
-    """How a population's Progress lies along `data`: members are split, the number of updates is everybody's."""
+    """Partition of a population's Progress along `data`: members are split, the number of updates is replicated."""
     return Progress(MEMBERS, MEMBERS, MEMBERS, ALL)  # type: ignore[arg-type]
 
 
 def starting(
     init: Callable[[PyTree, Key], PyTree], collector_in: fused.CollectorIn, mesh: Mesh
 ) -> Callable[[PyTree, Key, PyTree], Progress]:
-    """(own [M, ...], keys [M], context) -> the progress of a population that has made no update yet, laid out on
-    `mesh`. `init` makes a member's state of what is its own and a key.
+    """(own [M, ...], keys [M], context) -> progress of a population before its first update, laid out on `mesh`.
 
-    A member draws as `fused.start` does for a run with its key on one device.
+    `init`: (member's own data, key) -> its state. A member draws as `fused.start` does with its key on one device.
     """
     begin = fused.beginning(collector_in, batch_shards.alone())
 
@@ -82,8 +81,7 @@ def compiled(
     block: int,
     width: int,
 ) -> fused.Program:
-    """The program of a population like `progress`: its metrics are [block, M]. `width` members of a device are computed
-    together, 1 being one after the other."""
+    """Program of a population like `progress`, with metrics [block, M]. A device computes `width` members together."""
     if block < 1 or width < 1:
         raise ValueError(f"a compiled call of {block} updates, {width} members together; at least 1 is needed")
     once = fused.updating(algorithm, collector_in, batch_shards.alone())
@@ -121,8 +119,8 @@ def _by_groups(one: Callable[[Any], Any], members: PyTree, count: int, width: in
 
 
 def evolving(evolve: Evolve, mesh: Mesh) -> Callable[[Progress], Progress]:
-    """A population between two updates, after those who do badly have learnt from those who do well; scores begin
-    anew. What is drawn follows from the first member's key and the number of updates."""
+    """Evolution step between two updates; it resets the scores. Its key is the first member's key folded with the
+    number of updates."""
 
     def step(progress: Progress) -> Progress:
         key = jax.random.fold_in(jax.random.fold_in(progress.key[0], fused.ENTRIES), progress.updates)
@@ -145,9 +143,9 @@ def populations(
     evolve: Callable[[Progress], Progress] | None = None,
     every: int | None = None,
 ) -> Iterator[tuple[Progress, int, Metrics]]:
-    """As `fused.fused`; with `evolve` a population evolves after each `every` updates, but for its last.
+    """Iterator as `fused.fused`; with `evolve` the population evolves after each `every` updates except the last.
 
-    What is yielded at such an update has not evolved yet: so a checkpoint of it is gone on with alike.
+    The progress yielded at such an update has not evolved yet, so a run resumed from its checkpoint evolves equally.
     """
     done = int(progress.updates)
     while done < updates:

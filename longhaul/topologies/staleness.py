@@ -19,10 +19,10 @@ from __future__ import annotations
 from typing import NamedTuple
 
 AHEAD = 2
-"""Batches beside the learner's that may be collected where no staleness bounds them: one fills while one waits."""
+"""Batches after the learner's that may be collected without a staleness bound: one fills while one waits."""
 
 LATEST = -1
-"""Version of a ticket that is acted with the newest weights."""
+"""Version number in a ticket that means the newest weights."""
 
 
 class Ticket(NamedTuple):
@@ -33,7 +33,7 @@ class Ticket(NamedTuple):
 
 
 class Rule(NamedTuple):
-    """How far acting may run ahead of learning. Raises nothing; `opened` checks it."""
+    """Bound on the lead of acting over learning; validated by `opened`."""
 
     places: int  # N, tickets of a batch; as many as actors
     staleness: int | None  # S; None: no bound but memory
@@ -48,46 +48,46 @@ class Rule(NamedTuple):
 
     @property
     def rooms(self) -> int:
-        """Batches in memory at once: those that are collected, and the last one learnt."""
+        """Batches in memory at once: those being collected, and the last one learnt."""
         return self.ahead + 2
 
     @property
     def versions(self) -> int:
-        """Versions of the weights in memory at once: all that may still act, and the one that is written."""
+        """Versions of the weights in memory at once: those that may still act, and the one being written."""
         return self.ahead + 2
 
     @property
     def pinned(self) -> int:
-        """Versions before the newest one that a resumed run needs to go on exactly."""
+        """Versions before the newest one that an exact resume needs."""
         return (self.staleness or 0) if self.pin else 0
 
     @property
     def turns(self) -> int:
-        """Rollouts of one environment whose final states are kept, the last one learnt among them."""
+        """Rollouts of one environment whose final states are kept, including the last one learnt."""
         return self.ahead + 2
 
 
 class Book(NamedTuple):
-    """Tickets of each actor. `given[a]` are those of actor a that are not learnt yet, oldest first, of which the first
-    `done[a]` are finished."""
+    """Tickets of each actor. `given[a]`: those of actor a not learnt yet, oldest first; the first `done[a]` are
+    finished."""
 
     rule: Rule
     version: int  # finished updates
     given: tuple[tuple[Ticket, ...], ...]
     done: tuple[int, ...]
     turn: tuple[int, ...]  # of each actor's next ticket
-    following: int  # number of the next new ticket, where nobody owns places
-    free: tuple[int, ...] = ()  # numbers of tickets that were given back, ascending, where nobody owns places
+    following: int  # number of the next new ticket, if places have no owners
+    free: tuple[int, ...] = ()  # returned ticket numbers, ascending, if places have no owners
     there: int = 0  # finished tickets of the learner's next batch
 
     @property
     def whole(self) -> bool:
-        """Whether the learner's next batch is complete."""
+        """True if the learner's next batch is complete."""
         return self.there == self.rule.places
 
 
 def opened(rule: Rule, version: int) -> Book:
-    """The book of a run after `version` updates; no ticket is handed out yet."""
+    """Book of a run after `version` updates, without tickets."""
     if rule.staleness is not None and rule.staleness < 0:
         raise ValueError(f"staleness is {rule.staleness}; it must be at least 0, or none")
     if rule.pin and rule.staleness is None:
@@ -99,7 +99,7 @@ def opened(rule: Rule, version: int) -> Book:
 
 
 def begin(book: Book, actor: int) -> tuple[Book, Ticket | None]:
-    """The next ticket of an actor; None while it must wait for the learner."""
+    """Next ticket of an actor; None while it must wait for the learner."""
     rule, number = book.rule, book.following
     if rule.staleness is None:
         if book.free:
@@ -122,7 +122,7 @@ def begin(book: Book, actor: int) -> tuple[Book, Ticket | None]:
 
 
 def hand_out(book: Book) -> tuple[Book, list[tuple[int, Ticket]]]:
-    """Every ticket that may start now, with the actor that gets it, in order."""
+    """All tickets that may start now, each with its actor, in order."""
     out: list[tuple[int, Ticket]] = []
     for actor in _owners(book):
         if actor is None:
@@ -137,7 +137,7 @@ def hand_out(book: Book) -> tuple[Book, list[tuple[int, Ticket]]]:
 
 
 def _owners(book: Book) -> list[int | None]:
-    """Whose tickets may start, in order of the tickets; None: whoever is least busy."""
+    """Owners of the tickets that may start, in ticket order; None: the least busy actor."""
     rule = book.rule
     last = min(book.version + rule.ahead, rule.until - 1)
     if rule.staleness is None:
@@ -151,7 +151,7 @@ def _unfinished(book: Book, actor: int) -> int:
 
 
 def finished(book: Book, actor: int) -> tuple[Book, Ticket]:
-    """The actor finished its oldest unfinished ticket, which is returned. ValueError where it has none."""
+    """Mark the oldest unfinished ticket of an actor as finished; -> that ticket. ValueError if it has none."""
     given, done = book.given[actor], book.done[actor]
     if done == len(given):
         raise ValueError(f"actor {actor} finished a rollout that nobody asked for")
@@ -160,7 +160,7 @@ def finished(book: Book, actor: int) -> tuple[Book, Ticket]:
 
 
 def lose(book: Book, actor: int) -> tuple[Book, bool]:
-    """The actor gives its unfinished tickets back, to be started again; -> whether it had any."""
+    """Return the unfinished tickets of an actor, to be started again; -> whether it had any."""
     given, done = book.given[actor], book.done[actor]
     lost = given[done:]
     if not lost:
@@ -175,7 +175,7 @@ def lose(book: Book, actor: int) -> tuple[Book, bool]:
 
 
 def missing(book: Book) -> list[int]:
-    """Actors whom the learner's next batch waits for; none: it is whole."""
+    """Actors that the learner's next batch waits for; empty if it is complete."""
     if book.whole:
         return []
     waited = {
@@ -192,7 +192,7 @@ def queue(book: Book) -> int:
 
 
 def learnt(book: Book) -> Book:
-    """The next update is finished. ValueError where its batch was not whole."""
+    """Mark the next update as finished. ValueError if its batch was incomplete."""
     if not book.whole:
         raise ValueError(f"batch {book.version} was learnt before it was whole")
     over = [sum(t.batch == book.version for t in given) for given in book.given]

@@ -287,7 +287,7 @@ class ActorPool:
         self.news.append(f"actor {actor}: {why}; another takes its place in {pause:.1f} s")
 
     def _hang(self, actor: int, handle: ActorHandle, now: float) -> str | None:
-        """What is wrong with an actor that lives; None where nothing is."""
+        """Reason to end a running actor; None if it is healthy."""
         vitals = self.shared.vitals[actor]
         state, longest = vitals[buffers.STATE], vitals[buffers.LONGEST_NS] / 1e9
         waits = state == buffers.WAITS

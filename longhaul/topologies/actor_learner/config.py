@@ -1,4 +1,4 @@
-"""How a run lays out acting: plain data, and what may be chosen."""
+"""Configuration of the actor-learner topology and its validation."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 KINDS = ("process", "thread", "ray")
 
 MOST = 1024
-"""Actors of one run."""
+"""Largest number of actors in a run."""
 
 LIVE = "live.json"
 """File of a run's folder with the actors' current state; removed when the run ends."""
@@ -20,7 +20,7 @@ LIVE = "live.json"
 
 @dataclass(frozen=True)
 class ActorConfig:
-    """Of the topology `actors`; None is chosen by `decided`."""
+    """Options of the topology `actors`; `decided` resolves None."""
 
     actors: int | None = None  # each has an equal share of the worlds
     actor_kind: str = "process"
@@ -30,9 +30,9 @@ class ActorConfig:
 
 
 def decided(acting: ActorConfig, *, envs: int, devices: int, cores: int) -> ActorConfig:
-    """With a number of actors, for so many worlds and a learner on so many devices.
+    """Options with the number of actors resolved for `envs` worlds, the learner's devices and this machine's cores.
 
-    Raises ValueError naming the field, its value, the bound and the remedy.
+    ValueError: names the field, its value, the bound and the remedy.
     """
     if acting.actor_kind not in KINDS:
         raise ValueError(f"actor_kind is {acting.actor_kind!r}; it must be one of {', '.join(KINDS)}")
@@ -57,7 +57,7 @@ def decided(acting: ActorConfig, *, envs: int, devices: int, cores: int) -> Acto
 
 
 def rule(acting: ActorConfig, updates: int, oldest: int = 0) -> Rule:
-    """The tickets' rule of a decided run from update `oldest` to `updates`."""
+    """Staleness rule of a resolved run from update `oldest` to `updates`."""
     from longhaul.topologies.staleness import Rule
 
     assert acting.actors is not None

@@ -1,11 +1,10 @@
-"""Rollouts and evaluation in environments on the host: NumPy steps, a compiled policy, the same `Rollout`s as on the
-device.
+"""Rollouts and evaluation of environments on the host: NumPy steps, a compiled policy, the `Rollout`s of the device.
 
-The state of the environments travels with the rollouts where a vector can tell it (`HostVector.state`): then whoever
-goes on, goes on exactly. Else a new life of an actor begins new episodes, which is said in its scores.
+The state of the environments travels with the rollouts if the vector reports it (`HostVector.state`): a restarted actor
+then continues exactly. Otherwise it starts new episodes, and its scores count them (`actors/begun_anew`).
 
-A vector may have steps that were none (`vectors`), so that what is learnt from it is weighted by `valid`: its spec says
-one agent where an ordinary environment's says None.
+A vector may contain steps that do not count (auto-reset), so its data are weighted by `valid`: its spec has one agent
+where the spec of an ordinary environment has None.
 """
 
 from __future__ import annotations
@@ -32,9 +31,9 @@ from longhaul.types import Algorithm, Key, PyTree, Rollout, Spec, Successors
 
 
 class Carry(NamedTuple):
-    """What one rollout hands to the next."""
+    """State carried from one rollout to the next."""
 
-    state: PyTree  # the vector's; () where it can't be told
+    state: PyTree  # of the vector; () if it reports none
     observation: PyTree  # [B, ...]
     episode_return: np.ndarray  # float32 [B], of the running episode
     episode_length: np.ndarray  # int32 [B]
@@ -47,7 +46,7 @@ class Sizes(NamedTuple):
 
 
 def entering(name: str, algorithm: Algorithm, sizes: Sizes, count: int) -> Callable[[Key, PyTree], PyTree]:
-    """As `actors.entering` of so many actors: the carry of all, one actor's after the other's, in a tuple."""
+    """Initial carry of `count` actors in host environments, stacked as by `learner.entering`."""
 
     def enter(key: Key, context: PyTree) -> PyTree:
         each = []
@@ -76,7 +75,7 @@ def _begun(vector: HostVector, algorithm: Algorithm, seed: int) -> Carry:
 
 
 def acting(name: str, algorithm: Algorithm, policy: PyTree, sizes: Sizes) -> CompiledActor:
-    """What an actor does that steps `sizes.worlds` worlds. The vector is made when it first acts."""
+    """Actor that steps `sizes.worlds` host worlds. The vector is created at its first rollout."""
     spec, columns, likeness = _likeness(name, algorithm, sizes)
     key = jax.random.key(0)
     drawn = jax.eval_shape(algorithm.act, policy, likeness.memory, likeness.observation, key)
@@ -107,11 +106,11 @@ def acting(name: str, algorithm: Algorithm, policy: PyTree, sizes: Sizes) -> Com
 
 SCORES = ("episodes", "episode/return", "episode/length", "actors/environment_seconds", "actors/inference_seconds",
           "actors/begun_anew")  # fmt: skip
-"""Of a rollout: sums over the episodes that ended in it; where its time went; worlds whose course was broken off."""
+"""Scores of a rollout: sums over its finished episodes, seconds by use, and worlds restarted without their state."""
 
 
 def _likeness(name: str, algorithm: Algorithm, sizes: Sizes) -> tuple[Spec, int, Carry]:
-    """(spec, columns, a carry) of an actor's worlds."""
+    """(spec, columns, example carry) of an actor's worlds."""
     vector = registry.make(registry.describe(name), sizes.worlds)
     try:
         return spec_stub(name).spec, vector.columns, _begun(vector, algorithm, 0)
@@ -120,7 +119,7 @@ def _likeness(name: str, algorithm: Algorithm, sizes: Sizes) -> tuple[Spec, int,
 
 
 class _Collector:
-    """A `Collect` with its vector and memory for one rollout."""
+    """A `Collect` with its vector and its buffers for one rollout."""
 
     def __init__(
         self, name: str, algorithm: Algorithm, sizes: Sizes, likeness: Carry, data: Rollout, act: Callable[..., Any]
@@ -128,7 +127,7 @@ class _Collector:
         self._name, self._algorithm, self._sizes, self._act = name, algorithm, sizes, act
         self._form = jax.tree.structure(likeness)
         self._data = jax.tree.map(lambda x: np.zeros(x.shape, x.dtype), data)
-        # One row more than a rollout has: what its last step led to is written where the others are.
+        # One row more than a rollout has, for the observation after its last step.
         self._seen = jax.tree.map(lambda x: np.zeros((sizes.steps + 1, *x.shape), x.dtype), likeness.observation)
         self._initial = likeness.memory
         self._vector: HostVector | None = None
@@ -209,14 +208,14 @@ class _Collector:
 
 
 def _put_back(begins: np.ndarray, memory: Any, initial: Any) -> np.ndarray:
-    """The memory of columns whose episode begins is the initial one."""
+    """Memory with the initial value in columns whose episode begins."""
     now = np.array(memory)
     now[begins] = np.asarray(initial)[begins]
     return now
 
 
 def play(name: str, algorithm: Algorithm, policy: PyTree, episodes: int, seed: int) -> dict[str, Measure]:
-    """What a policy scores by its mode in the first `episodes` episodes that end of as many worlds, float64 [E]."""
+    """Scores of a policy that acts by its mode, float64 [E]: each world's first episode, over `episodes` worlds."""
     vector = registry.make(registry.describe(name), max(1, -(-episodes // (spec_stub(name).spec.agents or 1))), seed)
     act = jax.jit(lambda memory, seen: algorithm.act(policy, memory, seen, None)[:2])
     try:
@@ -245,4 +244,4 @@ def play(name: str, algorithm: Algorithm, policy: PyTree, episodes: int, seed: i
 
 
 MOST = 27_000
-"""Steps of an episode that is evaluated, where nothing bounds it: half an hour of Atari at four frames a step."""
+"""Step limit of an evaluated episode without a limit of its own: half an hour of Atari at four frames a step."""

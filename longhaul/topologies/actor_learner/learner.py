@@ -1,12 +1,12 @@
-"""The `actors` topology: N actors gather experience, a learner on the mesh learns from it (IMPALA, Espeholt et al.
+"""The `actors` topology: N actors collect experience, a learner on the mesh learns from it (IMPALA, Espeholt et al.
 2018).
 
-Where we differ: how stale experience may be is a number S that holds by construction (`actors.tickets`); every random
-key comes from (run, batch, place in it), never from an actor; environments' states travel with the rollouts. So with
-S = 0 a run is that of `fused` on a mesh of N devices, bit for bit where the compiled programs round alike, whoever
-acts, in threads or processes, and whoever is killed meanwhile.
+Where we differ: the staleness S of experience is bounded by construction (`staleness`); every random key comes from
+(run, batch, place in it), never from an actor; the states of environments travel with the rollouts. So a run with S = 0
+equals `fused` on a mesh of N devices, bit for bit if the compiled programs round alike. Threads, processes and killed
+actors change no number.
 
-Batches lie in shared memory as the learner takes them; it moves them and never looks inside.
+Batches lie in shared memory in the learner's layout; it moves them without reading them.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ from longhaul.topologies.staleness import Ticket
 from longhaul.types import LEARNING, Algorithm, Collector, Key, Metrics, Params, Progress, PyTree
 
 Join = Callable[[Sequence[PyTree]], PyTree]
-"""Rollouts of several actors as one, side by side."""
+"""Rollouts of several actors joined along the batch axis."""
 
 
 class CompiledActor(NamedTuple):
-    """What one actor does, and what that gives."""
+    """Rollout function of one actor, and the shapes of its results."""
 
     collect: Collect
     shapes: Shapes
@@ -44,17 +44,17 @@ class CompiledActor(NamedTuple):
 
 
 class PinnedCarry(NamedTuple):
-    """The carry of a pinned run: what it needs beside the environments' states to go on exactly."""
+    """Carry of a pinned run: the environments' states, and the older weights that an exact resume needs."""
 
     carry: PyTree
     weights: tuple[np.ndarray, ...]  # bytes of the S versions before the newest, oldest first
 
 
 class Program(NamedTuple):
-    """The learner's compiled update; donates the state.
+    """Compiled update of the learner; donates the state.
 
-    `executable`: (state, key, updates, data, scores) -> (state, updates, metrics, weights), of which data and scores
-    are flat lists of [N, ...], and weights are bytes.
+    `executable`: (state, key, updates, data, scores) -> (state, updates, metrics, weights). Data and scores are flat
+    lists of [N, ...]; weights are bytes.
     """
 
     executable: jax.stages.Compiled
@@ -65,12 +65,11 @@ class Program(NamedTuple):
 
 
 Finish = Callable[[PyTree, Metrics], tuple[PyTree, Metrics]]
-"""(data, scores) as they were collected -> as they are handed over; NumPy's arrays of the same shapes."""
+"""(data, scores) as collected -> (data, scores) as delivered; NumPy arrays of the same shapes."""
 
 
 def acting(collector: Collector, policy: Params, finish: Finish | None = None) -> CompiledActor:
-    """An actor that runs a compiled collector with a policy of these shapes; what the host has to do with it, if
-    anything, is `finish`."""
+    """Actor that runs a compiled collector with a policy of these shapes. `finish` is the host's last step, if any."""
     version = jax.ShapeDtypeStruct((), jnp.int32)
     carry = jax.eval_shape(collector.start, jax.random.key(0))
     data, scores = jax.eval_shape(collector.collect, policy, carry, jax.random.key(0), version)[1:]
@@ -79,7 +78,7 @@ def acting(collector: Collector, policy: Params, finish: Finish | None = None) -
     def program(weights: Leaves, state: Leaves, key: jax.Array, where: tuple[Any, Any, Any]) -> Any:
         batch, place, version = where
         drawn = jax.random.fold_in(jax.random.fold_in(jax.random.wrap_key_data(key), batch), place)
-        key_data, _ = jax.random.split(drawn)  # the other is what a shard of `fused` learns with
+        key_data, _ = jax.random.split(drawn)  # the second is the learning key of a shard of `fused`
         after, data, scores = collector.collect(tree(policy, weights), tree(carry, state), key_data, version)
         return _raw(after), _raw(data), _raw(scores)
 
@@ -99,7 +98,7 @@ def acting(collector: Collector, policy: Params, finish: Finish | None = None) -
 
 
 def shapes(policy: PyTree, carry: PyTree, data: PyTree, scores: PyTree) -> Shapes:
-    """What travels, of the shapes of these pytrees. NumPy's leaves keep their 64 bits, which JAX would cut."""
+    """Shapes of the arrays that travel, from those of the pytrees. NumPy leaves keep 64 bits; JAX would use 32."""
 
     def of(tree: PyTree) -> tuple[Leaf, ...]:
         leaves = jax.tree.leaves(tree)
@@ -113,12 +112,12 @@ def _is_key(x: Any) -> bool:
 
 
 def _raw(tree: PyTree) -> list[Any]:
-    """A pytree's leaves, keys as their data."""
+    """Leaves of a pytree, with keys as their data."""
     return [jax.random.key_data(x) if _is_key(x) else x for x in jax.tree.leaves(tree)]
 
 
 def tree(shapes: PyTree, leaves: Leaves) -> PyTree:
-    """The inverse of `_raw`."""
+    """Inverse of `_raw`."""
     likes, structure = jax.tree.flatten(shapes)
     pairs = zip(likes, leaves, strict=True)
     return jax.tree.unflatten(structure, [jax.random.wrap_key_data(x) if _is_key(like) else x for like, x in pairs])
@@ -129,8 +128,9 @@ def _leaf(shape: Any) -> Leaf:
 
 
 def entering(collector_in: fused.CollectorIn, actors: int) -> fused.Enter:
-    """How a run with so many actors gets into a context: the states of all their environments, as NumPy arrays, one
-    actor's after the other's, [N, ...]: that of `fused` on a mesh of as many devices, cut.
+    """Initial carry of a run with `actors` actors: the states of their environments, NumPy arrays [N, ...].
+
+    They equal the shards of `fused` on a mesh of N devices.
     """
 
     def enter(key: Key, context: PyTree) -> PyTree:
@@ -144,7 +144,7 @@ def entering(collector_in: fused.CollectorIn, actors: int) -> fused.Enter:
 
 
 def kept(enter: fused.Enter, pinned: int, algorithm: Algorithm) -> fused.Enter:
-    """`enter` of a run that keeps so many versions of the weights: its carry is a PinnedCarry where they are any."""
+    """`enter` of a run that keeps `pinned` older weights; its carry is a PinnedCarry unless that is 0."""
     if not pinned:
         return enter
 
@@ -162,7 +162,7 @@ def kept(enter: fused.Enter, pinned: int, algorithm: Algorithm) -> fused.Enter:
 def compiled(
     algorithm: Algorithm, acting: CompiledActor, join: Join, progress: Progress, mesh: Mesh, *, actors: int
 ) -> Program:
-    """The learner's update for runs like `progress`, compiled ahead."""
+    """Update of the learner for runs like `progress`, compiled ahead of time."""
     executable = lowered(algorithm, acting, join, progress, mesh, actors=actors).compile()
     return Program(executable, mesh)
 
@@ -170,7 +170,7 @@ def compiled(
 def lowered(
     algorithm: Algorithm, acting: CompiledActor, join: Join, progress: Progress, mesh: Mesh, *, actors: int
 ) -> jax.stages.Lowered:
-    """The update traced but not compiled yet."""
+    """Update of the learner, traced but not compiled."""
 
     def update(state: PyTree, key: Key, updates: jax.Array, data: Leaves, scores: Leaves) -> Any:
         drawn = jax.random.fold_in(jax.random.fold_in(key, updates), meshes.shard_index())
@@ -197,7 +197,7 @@ def lowered(
 
 
 def _scored(scores: Metrics, mesh: Mesh) -> Metrics:
-    """The scores [n] of a shard's rollouts, over all shards: sums, or the greatest of "peak/"."""
+    """Scores [n] of a shard's rollouts reduced over all shards: the maximum of "peak/", the sum of the others."""
     scores = {name: (jnp.max if name.startswith("peak/") else jnp.sum)(x, axis=0) for name, x in scores.items()}
     peaks = {name: meshes.max_over_data(scores.pop(name)) for name in list(scores) if name.startswith("peak/")}
     sums = mesh.size * meshes.mean_over_data(jnp.stack(list(scores.values())))
@@ -205,13 +205,13 @@ def _scored(scores: Metrics, mesh: Mesh) -> Metrics:
 
 
 def _bytes(leaves: list[jax.Array]) -> jax.Array:
-    """Arrays one after the other as bytes, in words of 4 where all have such."""
+    """Arrays concatenated as bytes, or as 4-byte words if all items have 4 bytes."""
     unit = jnp.uint32 if all(x.dtype.itemsize == 4 for x in leaves) else jnp.uint8
     return jnp.concatenate([jax.lax.bitcast_convert_type(x, unit).ravel() for x in leaves])
 
 
 def weights_of(algorithm: Algorithm) -> Callable[[PyTree], np.ndarray]:
-    """state -> its policy's bytes, as the lane takes them."""
+    """state -> bytes of its policy, as `ActorPool` publishes them."""
     flat = jax.jit(lambda state: _bytes(_raw(algorithm.policy(state))))
     return lambda state: _on_host(flat(state))
 
@@ -223,10 +223,9 @@ def _on_host(weights: jax.Array) -> np.ndarray:
 def actors(
     program: Program, pool: ActorPool, progress: Progress, publish: Callable[[PyTree], np.ndarray], *, updates: int
 ) -> Iterator[tuple[Progress, int, Metrics]]:
-    """Goes on from `progress` to `updates` finished updates; yields (progress, 1, metrics) after each, as `fused.fused`
-    does.
+    """Iterator over updates from `progress` to `updates` finished ones: (progress, 1, metrics), as `fused.fused`.
 
-    `progress` is taken back when the iterator is advanced, its carry too: save it before.
+    `progress` and its carry are donated when the iterator advances: save them before.
     """
     pinned = pool.rule.pinned
     held = progress.carry if pinned else PinnedCarry(progress.carry, ())
@@ -243,7 +242,7 @@ def actors(
         data, scores = jax.device_put((batch.data, batch.scores), layout)
         state, count, rows, made = program.executable(state, key, count, data, scores)
         versions = [head.version for head in batch.heads]
-        pool.learnt(_on_host(made))  # waits for the update, which ends with it
+        pool.learnt(_on_host(made))  # waits until the update has finished
         told = meter.read(done, versions)
         done += 1
         carry = jax.tree.unflatten(structure, pool.carry())

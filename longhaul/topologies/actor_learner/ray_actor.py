@@ -1,11 +1,10 @@
-"""Actors on the nodes of a Ray cluster (Moritz et al. 2018): a thread here for each, which has its orders done there.
+"""Actors on the nodes of a Ray cluster (Moritz et al. 2018): one local thread each sends its orders to a node.
 
-The thread is an actor as any other: its tickets, versions, slots and vitals are those of `actor.work`, so that what
-holds of actors in threads holds of these. Of each rollout one call goes out and one answer comes back, whose arrays Ray
-keeps in shared memory on both sides; weights are put there once a version, and fetched once a node. Ray restarts no
-actor and repeats no call: the pool does, which knows what an actor owes.
+The thread runs `actor.work` as every actor does, with the same tickets, versions, slots and vitals. A rollout is one
+call and one reply, whose arrays Ray keeps in shared memory on both sides. Weights are stored once a version and fetched
+once a node. Ray restarts no actor and repeats no call: the pool does, because it knows the open tickets.
 
-An answer that comes after its actor was given up is read by nobody.
+A reply that arrives after its actor was given up is ignored.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ from longhaul.topologies.actor_process import FEW
 from longhaul.topologies.staleness import Ticket
 
 LOOK = 0.1
-"""Seconds between two looks whether an actor that is waited for was given up."""
+"""Seconds between two checks, while a call runs, whether its actor was given up."""
 
 
 class GivenUp(Exception):
@@ -35,10 +34,10 @@ class GivenUp(Exception):
 
 
 class Remote:
-    """An actor's environment and policy, on a node."""
+    """Environment and policy of an actor, on a node."""
 
     def begin(self, made: bytes, shapes: Shapes, actor: int) -> int:
-        """Makes what actor `actor` does, from a pickled maker; -> its process."""
+        """Create the rollout function of actor `actor` from a pickled maker; -> process id."""
         os.environ |= FEW  # before anything imports JAX
         make: Callable[[int], Collect] = pickle.loads(made)
         self._collect, self._shapes = make(actor), shapes
@@ -50,7 +49,7 @@ class Remote:
     def collect(
         self, version: int, weights: Sequence[Any], state: Leaves | None, key: np.ndarray, ticket: Ticket
     ) -> tuple[Leaves, tuple[Leaves, Leaves]]:
-        """-> state after, (data, scores). `state` None: as the last rollout left it. `weights`: [reference]."""
+        """Rollout: state after, (data, scores). `state` None: that after the last rollout. `weights`: [reference]."""
         import ray
 
         if version != self._version:
@@ -66,7 +65,7 @@ def _plain(leaves: Leaves) -> list[np.ndarray]:
 
 
 class RayWeights:
-    """`types.Weights` in the object store of the cluster that was joined; the newest versions are kept."""
+    """`types.Weights` in the object store of the joined cluster; keeps the newest versions."""
 
     def __init__(self, versions: int) -> None:
         self._kept = versions
@@ -89,28 +88,28 @@ class RayWeights:
         return version, ray.get(self._references[version])
 
     def reference(self, version: int) -> Any:
-        """Ray's reference to a version, to hand to its actors."""
+        """Ray reference of a version, for its actors."""
         return self._references[version]
 
 
 class Board:
-    """How all actors of a run are made on the cluster, and the weights for them."""
+    """Factory of a run's actors on the cluster, and their weights."""
 
     def __init__(self, make: Callable[[int], Collect], shapes: Shapes, versions: int) -> None:
-        """`make` is importable; so many versions of the weights are kept."""
+        """`make` is importable. `versions`: number of weight versions kept."""
         self._made, self._shapes = pickle.dumps(make), shapes
         self.weights = RayWeights(versions)
         self._turn = 0
 
     def place(self, actor: int) -> tuple[Any, Any]:
-        """A new actor, on a node that is there -> (it, its process, which will come)."""
+        """New actor on a live node -> (actor, future of its process id)."""
         remote = ray_cluster.placed(Remote, self._turn)
         self._turn += 1
         return remote, remote.begin.remote(self._made, self._shapes, actor)
 
 
 class RayActor:
-    """One life of an actor on a node; an `ActorHandle`."""
+    """Incarnation of an actor on a node; an `ActorHandle`."""
 
     def __init__(self, shared: SharedBuffers, actor: int, board: Board, orders: Wakeup, learner: Wakeup) -> None:
         self._board, self._orders = board, orders
@@ -146,7 +145,7 @@ class RayActor:
         ray.kill(self._remote)
 
     def end(self, within: float = 0.0) -> None:
-        """Its thread has ended afterwards, so that it writes nothing more, whatever its node still does."""
+        """The thread has ended on return, so nothing more is written, even if the node is still working."""
         self._orders.wake()
         self._thread.join(within)
         self.kill()
@@ -155,8 +154,8 @@ class RayActor:
     def _collect(
         self, weights: list[np.ndarray], state: Leaves, key: np.ndarray, ticket: Ticket, version: int
     ) -> tuple[Leaves, Leaves, Leaves]:
-        """An `actor.Collect` that has it done on the node."""
-        sent = None if state is self._after else list(state)  # it knows where it is itself
+        """An `actor.Collect` that runs on the node."""
+        sent = None if state is self._after else list(state)  # the node still has this state
         reference = [self._board.weights.reference(version)]  # in a list: else Ray would fetch it with each call
         after, made = self._remote.collect.options(num_returns=2).remote(version, reference, sent, key, ticket)
         data, scores = self._answer(made)
@@ -164,7 +163,7 @@ class RayActor:
         return self._after, data, scores
 
     def _answer(self, coming: Any) -> Any:
-        """Result of a call. Raises GivenUp as soon as the pool gives the actor up, and `ray_cluster.Lost`."""
+        """Result of a call. Raises GivenUp once the pool gives the actor up, and `ray_cluster.Lost`."""
         import ray
 
         while not ray.wait([coming], timeout=LOOK)[0]:

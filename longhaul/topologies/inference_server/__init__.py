@@ -1,1 +1,1 @@
-"""What central inference is made of: frames, lanes for them, a batcher, the policy, trajectories, and the actor."""
+"""Inference-server topology: actors step environments, the server computes their actions in batches."""

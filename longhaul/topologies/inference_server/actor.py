@@ -1,9 +1,9 @@
-"""The actor: it steps environments, and knows nothing of policies. As a process, `python -m
+"""Actor of the inference server: steps environments, without a policy; `python -m
 longhaul.topologies.inference_server.actor`.
 
-Without JAX, unless its environments need it. A process that the run begins reads what it is to do from standard input,
-as JSON, and ends with its parent, be that killed. One that was begun by hand (`longhaul actor`) connects again and
-again where the server is away.
+It imports JAX only if its environments need it. An actor started by the run reads its orders from standard input, as
+JSON, and ends with its parent, even if that is killed. An actor started by hand (`longhaul actor`) reconnects while the
+server is away.
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ from longhaul.topologies.inference_server.shm_transport import Ends, ShmActorTra
 from longhaul.topologies.inference_server.transport import ActorBlocks, ActorTransport
 
 PATIENCE = 600.0
-"""Seconds that an actor looks for its server before it gives up."""
+"""Seconds without a server after which an actor gives up."""
 
 FIRST, LONGEST = 0.2, 5.0
-"""Seconds between two tries: the first, doubled with each up to the last, and shaken."""
+"""Seconds between two attempts to connect: first and longest, doubled in between, with random jitter."""
 
 
 async def play(line: ActorTransport, vectors: Sequence[HostVector]) -> None:
-    """Steps group i of environments, `vectors[i]`, as the server answers over gRPC, for ever."""
+    """Step the groups `vectors` with the server's actions over gRPC, until an error."""
     outs = start(line, vectors, await line.open())
     for slot in range(len(vectors)):
         line.post(slot, 0)
@@ -47,7 +47,7 @@ async def play(line: ActorTransport, vectors: Sequence[HostVector]) -> None:
 
 
 def play_shared(line: ShmActorTransport, vectors: Sequence[HostVector]) -> None:
-    """The same through shared memory, where waiting blocks this thread."""
+    """Step the groups through shared memory; waiting blocks this thread."""
     outs = start(line, vectors, line.open())
     for slot in range(len(vectors)):
         line.post(slot, 0)
@@ -57,7 +57,7 @@ def play_shared(line: ShmActorTransport, vectors: Sequence[HostVector]) -> None:
 
 
 def start(line: ActorBlocks, vectors: Sequence[HostVector], seeds: Sequence[int]) -> list[Slot]:
-    """First observations of all groups, written to their blocks; -> where their steps go."""
+    """Write the first observations of all groups to their blocks; -> output slots of their steps."""
     outs = []
     for slot, (vector, block, seed) in enumerate(zip(vectors, line.blocks, seeds, strict=True)):
         block.reward[:] = 0.0
@@ -71,7 +71,7 @@ def start(line: ActorBlocks, vectors: Sequence[HostVector], seeds: Sequence[int]
 
 
 def step(line: ActorBlocks, vector: HostVector, slot: int, action: np.ndarray, out: Slot) -> int:
-    """One step of a group, written to its block; -> how many episodes ended in it."""
+    """Step a group and write the result to its block; -> number of episodes that ended."""
     finals = vector.step(action, out=out).finals
     count = len(finals.columns)
     if count:
@@ -89,9 +89,9 @@ def step(line: ActorBlocks, vector: HostVector, slot: int, action: np.ndarray, o
 
 
 async def stay(connect: Callable[[], ActorTransport], vectors: Sequence[HostVector], patience: float) -> None:
-    """Plays, and connects again where the server went away. ConnectionError once it was away for `patience` seconds.
+    """Play, and reconnect after the server went away. ConnectionError once it was away for `patience` seconds.
 
-    Raises WireError where the server refuses: another try would be refused, too.
+    WireError if the server refuses the actor: another attempt would be refused too.
     """
     wait, last = FIRST, time.monotonic()
     while True:
@@ -101,7 +101,7 @@ async def stay(connect: Callable[[], ActorTransport], vectors: Sequence[HostVect
             await play(line, vectors)
         except ConnectionError as error:
             now = time.monotonic()
-            if now - began > 10.0:  # it was there
+            if now - began > 10.0:  # it was connected
                 wait, last = FIRST, now
             if now - last > patience:
                 raise ConnectionError(f"{error}; nobody was there for {patience:.0f} s") from error
@@ -114,7 +114,7 @@ async def stay(connect: Callable[[], ActorTransport], vectors: Sequence[HostVect
 def make(
     description: Description, worlds: int, slots: int, scores: Sequence[str] = (), every: int | None = None
 ) -> tuple[list[HostVector], Codec]:
-    """The environments of an actor, `slots` groups of `worlds`. `every`: of `Keeps`; None: the server will say."""
+    """Environments of an actor: `slots` groups of `worlds`. `every`: as in `Keeps`; None: the server will send it."""
     from longhaul.envs.host import registry
 
     vectors = [registry.make(description, worlds) for _ in range(slots)]
@@ -126,7 +126,7 @@ def remote(
     address: str, description: Description, worlds: int, slots: int, *, actor: int = frames.ANY,
     credentials: Credentials = NOBODY, patience: float = PATIENCE,
 ) -> None:  # fmt: skip
-    """An actor for a server elsewhere. Raises WireError, ConnectionError, ValueError."""
+    """Run an actor for a remote server. Raises WireError, ConnectionError, ValueError."""
     from longhaul.topologies.inference_server.grpc_streams import run
     from longhaul.topologies.inference_server.grpc_transport import GrpcActorTransport
 
@@ -139,7 +139,7 @@ def remote(
 
 
 def main() -> int:
-    """A process that a run began."""
+    """Main function of an actor process started by a run."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the run's, which ends us
     end_with_parent()
     about = json.load(sys.stdin)
@@ -161,7 +161,7 @@ def main() -> int:
 
 
 def _plain(value: Any) -> Any:
-    """JSON's lists as the tuples that they were."""
+    """Value with JSON lists as tuples."""
     return tuple(_plain(v) for v in value) if isinstance(value, list) else value
 
 

@@ -1,4 +1,4 @@
-"""Actors that a run starts itself for its inference server: watched, and restarted."""
+"""Pool of actors that a run starts for its inference server, watches and restarts."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ from longhaul.topologies import actor_process
 from longhaul.topologies.actor_process import ActorHandle, Actors
 
 SOON = 60.0
-"""Seconds: an actor that fails later than this after its start has worked, and is restarted without a count."""
+"""Seconds after its start during which a failure counts against an actor; later failures restart the count."""
 
 
 class Orders(NamedTuple):
-    """What an actor's process is told, as JSON can hold it, and the descriptors that it inherits."""
+    """Orders for an actor process: JSON data, and the descriptors it inherits."""
 
     about: dict[str, Any]
     descriptors: tuple[int, ...] = ()  # closed here once it has them
 
 
 def process(actor: int, orders: Orders) -> Process:
-    """An actor in a process of this machine."""
+    """Actor in a process of this machine."""
     try:
         payload = json.dumps(orders.about | {"actor": actor}).encode()
         return actor_process.process("longhaul.topologies.inference_server.actor", payload, orders.descriptors)
@@ -34,14 +34,13 @@ def process(actor: int, orders: Orders) -> Process:
 
 
 class ActorPool:
-    """So many actors, processes of this machine unless `start` makes others; a `server.ActorPool`. Call `close` at the
-    end."""
+    """Pool of `actors` actors, local processes by default; a `server.ActorPool`. Call `close` at the end."""
 
     def __init__(
         self, actors: int, orders: Callable[[int], Orders], lost: Callable[[int, str], None],
         start: Callable[[int, Orders], ActorHandle] = process,
     ) -> None:  # fmt: skip
-        """`orders(a)`: what a new actor a is told. `lost(a, why)`: its life has ended."""
+        """`orders(a)`: orders for a new actor a. `lost(a, why)` is called after actor a ended."""
         self._actors = Actors(
             actors, lambda actor: start(actor, orders(actor)), f"within {SOON:.0f} s of its beginning"
         )  # fmt: skip
@@ -52,7 +51,7 @@ class ActorPool:
         return self._actors.restarts
 
     def ids(self) -> list[int | None]:
-        """Process numbers of the actors on this machine; None where one is yet to start, or is elsewhere."""
+        """Process ids of the actors; None for one that has not started or runs on another machine."""
         return [handle.id if isinstance(handle, Process) else None for handle in self._actors.handles()]
 
     def look(self, now: float) -> None:
@@ -69,5 +68,5 @@ class ActorPool:
         self._actors.failed(actor, why, progress=worked)
 
     def close(self) -> None:
-        """Ends all actors; nothing of them is left."""
+        """End all actors."""
         self._actors.close()

@@ -1,8 +1,8 @@
-"""When to infer, and on what: all that waits, as soon as waiting for more is not worth it.
+"""Batching rule of the inference server: the time and the groups of the next inference.
 
-A batch that must be exactly full before it is inferred stands still for ever when one actor has died (SEED RL's and
-Acme's rule). Here it is taken when every actor that could still send something has something waiting, or when the
-oldest has waited for `deadline`; and padded to one of a few sizes, each of which the policy is compiled for.
+A rule that waits for a full batch (SEED RL, Acme) stops for ever when an actor dies. Here a batch is due when every
+actor that still owes a step has one waiting, or when the oldest step has waited for `deadline`. The batch is padded to
+one of a few sizes, for each of which the policy is compiled.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from collections.abc import Collection, Mapping
 from typing import NamedTuple
 
 DEADLINE = 0.002
-"""Seconds."""
+"""Longest wait of a step for its batch, in seconds."""
 
 
 class Rule(NamedTuple):
@@ -21,15 +21,15 @@ class Rule(NamedTuple):
 
 
 class Decision(NamedTuple):
-    take: tuple[int, ...]  # groups, the longest waiting first; none: not yet
+    take: tuple[int, ...]  # groups, longest waiting first; empty: wait
     wait: float  # seconds until the deadline, where there is nothing to take
 
 
 def decide(rule: Rule, waiting: Mapping[int, float], owing: Collection[int], now: float) -> Decision:
-    """What to infer now.
+    """Groups to infer now, or the seconds to wait.
 
-    `waiting`: group -> when it came. `owing`: the groups that are to send a step, of living actors alone: who is dead,
-    or waits for the learner, is waited for by nobody.
+    `waiting`: group -> time of arrival. `owing`: groups of running actors that still owe a step; groups of dead actors,
+    and groups that wait for the learner, are not among them.
     """
     if not waiting:
         return Decision((), rule.deadline)
@@ -43,8 +43,8 @@ def decide(rule: Rule, waiting: Mapping[int, float], owing: Collection[int], now
 
 
 def buckets(groups: int, *, fixed: bool) -> tuple[int, ...]:
-    """The sizes of batches, in groups: 1, 2, 3, 4, 6, 8, 12 ... up to all of them, so that a third of one may be filled
-    up at most; `fixed`: all of them alone."""
+    """Batch sizes in groups: 1, 2, 3, 4, 6, 8, 12 ... up to `groups`, so that padding is at most a third of a batch.
+    `fixed`: `groups` only."""
     if fixed:
         return (groups,)
     powers = [1 << i for i in range(groups.bit_length())]
@@ -52,5 +52,5 @@ def buckets(groups: int, *, fixed: bool) -> tuple[int, ...]:
 
 
 def bucket(sizes: tuple[int, ...], count: int) -> int:
-    """The smallest size that holds so many groups."""
+    """Smallest batch size for `count` groups."""
     return next(size for size in sizes if size >= count)

@@ -1,4 +1,4 @@
-"""How a run lays out central inference: plain data, and what may be chosen."""
+"""Configuration of the inference-server topology and its validation."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ MOST_SLOTS = 8
 
 @dataclass(frozen=True)
 class ServerConfig:
-    """Of the topology `central`, beside the actors and the staleness of `actors.settings.ActorConfig`."""
+    """Options of the topology `central`; number of actors and staleness are in `actor_learner.config.ActorConfig`."""
 
     lane: str = "shm"
     slots: int = 2  # groups of environments of an actor: it steps one while the others wait
-    bind: str | None = None  # HOST:PORT; None: actors are begun by the run, on this machine
+    bind: str | None = None  # HOST:PORT; None: the run starts its actors on this machine
     token_file: str | None = None
     tls_cert: str | None = None
     tls_key: str | None = None
 
 
 def check(central: ServerConfig, *, envs: int, actors: int, kind: str) -> None:
-    """Raises ValueError naming the field, its value, the bound and the remedy."""
+    """Validation; ValueError names the field, its value, the bound and the remedy."""
     from longhaul.runtime import credentials
 
     if central.lane not in LANES:
@@ -49,18 +49,18 @@ def check(central: ServerConfig, *, envs: int, actors: int, kind: str) -> None:
     if central.lane == "grpc":
         check_installed()
     held = load(central)
-    if central.bind is not None and kind != "ray":  # whose run makes what lacks
+    if central.bind is not None and kind != "ray":  # a run on Ray creates missing credentials
         credentials.check_bind(central.bind, held)
 
 
 def check_installed() -> None:
-    """Raises ValueError where the lane `grpc` lacks a library."""
+    """Check that `--lane grpc` finds its library; else ValueError."""
     if importlib.util.find_spec("grpc") is None:
         raise ValueError("lane is grpc, which needs grpcio: pip install 'longhaul-rl[cluster]'")
 
 
 def load(central: ServerConfig) -> Credentials:
-    """What the server shows and asks for. ValueError where a file can't be used."""
+    """Credentials of the server. ValueError for an unusable file."""
     from longhaul.runtime import credentials
 
     return credentials.load(central.token_file, central.tls_cert, central.tls_key)

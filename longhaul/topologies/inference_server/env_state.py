@@ -1,7 +1,7 @@
-"""A group of worlds between two trajectories, as bytes: what its actor tells there, and another one can go on from.
+"""State of a group of worlds between two trajectories, as bytes: sent by its actor, restored by a successor.
 
-All that decides what comes is in them, and the observation that the next action is chosen on. Who reads them knows from
-worlds of its own what they are made of; no byte says so.
+The bytes hold the whole state and the observation for the next action. They do not describe their layout: the reader
+derives it from its own worlds.
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ from longhaul.spaces import Tree, leaves, mapped
 
 
 class Keeps(NamedTuple):
-    """How much travels, and when."""
+    """Size and schedule of the states that actors send."""
 
-    size: int = 0  # bytes of a group's state; 0: it can't be told
-    every: int = 0  # it follows on the steps that end a trajectory of so many; 0: on none
+    size: int = 0  # bytes of a group's state; 0: none is reported
+    every: int = 0  # trajectory length: the state follows its last step; 0: never
 
     def after(self, step: int) -> int:
-        """Bytes that follow on a life's step of this number."""
+        """Bytes that follow step number `step` of a life."""
         return self.size if self.every and step and not step % self.every else 0
 
 
@@ -29,9 +29,9 @@ NOTHING = Keeps()
 
 
 class EnvSnapshot(NamedTuple):
-    """Where G groups of C columns are between two batches: what a run without staleness needs to go on exactly."""
+    """State of G groups of C columns between two batches: a run without staleness resumes from it exactly."""
 
-    there: np.ndarray  # uint8 [1]: 0 where it means nothing, and new episodes begin
+    there: np.ndarray  # uint8 [1]: 0 if empty; new episodes begin then
     states: np.ndarray  # uint8 [G, size]
     begins: np.ndarray  # bool [G, C]: memory is put back
     earned: np.ndarray  # float64 [G, C], of the episodes that run
@@ -40,19 +40,19 @@ class EnvSnapshot(NamedTuple):
 
 
 def size(vector: HostVector, observation: Tree) -> int:
-    """Bytes of a vector's state, which was reset; 0 where it can't be told."""
+    """Bytes of the state of a vector that was reset; 0 if it reports none."""
     state = vector.state()
     return 0 if state is None else sum(np.asarray(leaf).nbytes for leaf in leaves((state, observation)))
 
 
 def write(into: np.ndarray, vector: HostVector, observation: Tree) -> None:
-    """The state to memory, uint8 [size]. ValueError where it is of another size."""
+    """Write the state to memory, uint8 [size]. ValueError if its size differs."""
     rows = [np.ascontiguousarray(leaf).reshape(-1).view(np.uint8) for leaf in leaves((vector.state(), observation))]
     np.concatenate(rows, out=into)
 
 
 def restore(data: np.ndarray, vector: HostVector, observation: Tree) -> None:
-    """The reverse, for a vector that was reset; the observation's leaves are written to."""
+    """Inverse of `write`, for a vector that was reset; overwrites the leaves of `observation`."""
     at = 0
 
     def read(like: np.ndarray) -> np.ndarray:

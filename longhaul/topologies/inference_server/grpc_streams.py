@@ -1,5 +1,4 @@
-"""What streams of gRPC need in Python to cost little: an event loop of their own, a reader and a writer that no task
-waits for."""
+"""Cheap gRPC streams in Python: an event loop of their own, and a reader and a writer without a task."""
 
 from __future__ import annotations
 
@@ -17,16 +16,15 @@ Read = Callable[[], Coroutine[Any, Any, Any]]
 Write = Callable[[bytes], Coroutine[Any, Any, None]]
 
 _HEARING = threading.Lock()
-"""Held while gRPC's bell is heard, of which a process has one for all its loops."""
+"""Lock around reads of gRPC's wake-up socket, which all loops of a process share."""
 
 
 class Loop(asyncio.SelectorEventLoop):
-    """An event loop for gRPC alone. gRPC rings a bell for each thing that is done, a byte into a socket, and in a turn
-    of the loop it hears one ring and looks at all that is done: turns for the other rings find nothing. Here rings are
-    heard together.
+    """Event loop for gRPC alone. gRPC writes one byte to a socket per event; a turn of the loop reads one byte and
+    handles all events, so the turns for the other bytes find nothing. This loop reads all bytes at once.
 
-    Other loops of a process that uses gRPC must be of this kind, too (`run`): gRPC gives up looking where a plain one
-    that it has news for is closed, and the rings for the rest have been heard."""
+    All loops of a process that uses gRPC must be of this class (`run`). With a plain closed loop, gRPC stops handling
+    events at the first one for that loop, and the bytes for the rest have been read."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -34,7 +32,7 @@ class Loop(asyncio.SelectorEventLoop):
         self._alarm: asyncio.TimerHandle | None = None
 
     def turn(self, seconds: float) -> None:
-        """Runs until gRPC was heard, or for so long; 0: what is there to do, once. It may be over earlier."""
+        """Run until a gRPC event or for `seconds`; 0: one pass over the work that is due. It may return earlier."""
         if seconds <= 0.0:
             self.call_soon(self.stop)
         else:
@@ -46,12 +44,12 @@ class Loop(asyncio.SelectorEventLoop):
             self._turning = False
 
     def rest(self) -> None:
-        """A turn that is under way ends when what is due now is done."""
+        """End the current turn after the work that is due."""
         if self._turning:
             self.stop()
 
     def _wake(self, when: float) -> None:
-        """One alarm serves many turns: setting one for each costs as much as the rest of it."""
+        """Set the timer, which serves many turns: a new timer each turn would double the cost of a turn."""
         if self._alarm is not None:
             if self._alarm.when() <= when:
                 return
@@ -64,13 +62,13 @@ class Loop(asyncio.SelectorEventLoop):
 
     def add_reader(self, fd: Any, callback: Callable[..., Any], *args: Any) -> None:  # type: ignore[override]
         def hear() -> None:
-            # One loop at a time: two that drain at once leave no ring for either, and what is done is not looked at.
+            # One loop at a time: two that read at once would leave no byte, and the events would not be handled.
             with _HEARING:
                 try:
                     rings = len(fd.recv(4096, socket.MSG_PEEK))
                     if rings > 1:
                         fd.recv(rings - 1)
-                except BlockingIOError:  # another loop of this process was faster, and looks
+                except BlockingIOError:  # another loop of this process reads the events
                     return
                 callback(*args)
             self.rest()
@@ -78,8 +76,8 @@ class Loop(asyncio.SelectorEventLoop):
         super().add_reader(fd, hear if isinstance(fd, socket.socket) else callback)
 
     def call_soon_threadsafe(self, callback: Callable[..., Any], *args: Any, context: Any = None) -> asyncio.Handle:  # type: ignore[override]
-        """Loops of one process hear each other's bell, and hand on what is another's. What is for one that is closed is
-        for nobody: an error would keep gRPC from looking at the rest, for which the bell has been rung already."""
+        """Callbacks for a closed loop are dropped: loops of a process read each other's events, and an error here would
+        keep gRPC from handling the rest, whose bytes have been read."""
 
         def heard() -> None:
             callback(*args)
@@ -94,22 +92,21 @@ class Loop(asyncio.SelectorEventLoop):
 
 
 def run(work: Coroutine[Any, Any, T]) -> T:
-    """As `asyncio.run`, in a `Loop`."""
+    """`asyncio.run` in a `Loop`."""
     with asyncio.Runner(loop_factory=Loop) as runner:
         return runner.run(work)
 
 
 class Reader:
-    """What a server hears in a stream: frame after frame, taken by who looks whether one is there. A task that is woken
-    for each costs as much as what it does."""
+    """Frames received in a stream, polled by the server: waking a task for each frame would double its cost."""
 
     def __init__(self, read: Read) -> None:
         self._read = read
-        self.until: asyncio.Future[Any] | None = None  # there is something to take when this is done, or none
+        self.until: asyncio.Future[Any] | None = None  # when done or None, `take` may return a frame
         self.begin()
 
     def begin(self) -> None:
-        """Listens for the next one. Raises where the stream is gone."""
+        """Start to read the next frame. Raises if the stream is gone."""
         self._work = self._read()
         try:
             self.until = self._work.send(None)
@@ -117,7 +114,7 @@ class Reader:
             self.until, self._found = None, done.value
 
     def take(self) -> Any:
-        """What came; then begin again. None: nothing after all. Raises where the stream is gone."""
+        """Received frame, after which `begin` follows; None: no frame yet. Raises if the stream is gone."""
         if self.until is None:
             return self._found
         try:
@@ -127,49 +124,49 @@ class Reader:
         return None
 
     def stop(self) -> None:
-        """Nobody listens any more. The read that is under way comes to its end: gRPC writes to what it holds."""
+        """Stop reading. A pending read still completes, because gRPC writes to its memory."""
         if self.until is not None:
             self.until.add_done_callback(self._stopped)
 
     def _stopped(self, until: asyncio.Future[Any]) -> None:
         if not until.cancelled():
-            until.exception()  # which is no news
+            until.exception()  # the end of the stream is known
 
 
 class Writer:
-    """What is said in a stream: frame after frame, one at a time as gRPC wants it. Who says one does not wait.
+    """Frames to send in a stream, one at a time as gRPC requires; `say` does not wait.
 
-    A write that is done is looked at when there is more to say: a task for each costs as much as what it does. What
-    waits is bounded by the protocol: a frame for each group.
+    A finished write is noticed at the next one: a task for each would double the cost. The protocol bounds the queue:
+    one frame per group.
     """
 
     def __init__(self, write: Write, failed: Callable[[BaseException], None]) -> None:
-        """`failed`: the stream is gone, which who reads may not notice."""
+        """`failed` is called if the stream is gone: the reader may not notice."""
         self._write, self._failed = write, failed
         self._later: deque[bytes] = deque()
-        self._work: Coroutine[Any, Any, None] | None = None  # the write that is under way
-        self._until: asyncio.Future[Any] | None = None  # it goes on when this is done
+        self._work: Coroutine[Any, Any, None] | None = None  # the pending write
+        self._until: asyncio.Future[Any] | None = None  # `_work` continues when this is done
 
     def say(self, frame: bytes) -> None:
         self._later.append(frame)
         self._go_on()
 
     def stop(self) -> None:
-        """Drops what waits; the write that is under way comes to its end."""
+        """Drop the queue; a pending write still completes."""
         self._later.clear()
         self._go_on()
         if self._until is not None:
             self._until.add_done_callback(self._go_on)
 
     async def stopped(self) -> None:
-        """The same, and waits for that end."""
+        """Stop, and wait for the pending write."""
         self.stop()
         while self._until is not None:
             await asyncio.wait((self._until,))
             self._go_on()
 
     def _go_on(self, _: Any = None) -> None:
-        """Writes up to where it must wait: in a loop, for this is done for each frame."""
+        """Write until it must wait; a loop, because this runs once per frame."""
         while (until := self._until) is None or until.done():
             if until is None:
                 if not self._later:

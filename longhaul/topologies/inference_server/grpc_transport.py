@@ -1,13 +1,12 @@
-"""The lane between machines: frames over bidirectional gRPC streams, one for each actor (as in SEED RL; Espeholt et al.
+"""Transport between machines: frames over bidirectional gRPC streams, one per actor (as in SEED RL; Espeholt et al.
 2020).
 
-The server's event loop runs in the thread that infers, whenever that waits or answers: handing each frame from a thread
-to another costs more than all else that is done with it. What the network needs meanwhile, gRPC's own threads do. Only
-whole steps that are due come out. A stream that says anything else is ended with the reason, and nobody else hears of
-it. What waits is bounded: one step for each group, and frames that gRPC refuses above the longest that the layout has.
+The server's event loop runs in the inference thread, while that waits or answers: passing each frame between threads
+would cost more than its processing. gRPC's own threads serve the network meanwhile. Only complete steps that are due
+are delivered. Any other frame ends its stream, with the reason; other streams are unaffected. Memory is bounded: one
+step per group, and gRPC refuses frames longer than the layout allows.
 
-No protobuf: messages are the frames' bytes. A token travels in the call's metadata, and is looked at before anything
-is read.
+No protobuf: messages are the bytes of frames. The token is metadata of the call and is checked before any read.
 """
 
 from __future__ import annotations
@@ -33,23 +32,23 @@ SERVICE, METHOD = "longhaul.Central", "Play"
 PATH = f"/{SERVICE}/{METHOD}"
 
 TOKEN = "longhaul-token"
-"""The metadata's name of the token."""
+"""Metadata key of the token."""
 
 GREETING = 10.0
-"""Seconds that a stream may take until it says HELLO."""
+"""Seconds a stream may take to send HELLO."""
 
 SPARE = 8
-"""Streams beside those of the actors, which are there to be refused."""
+"""Extra streams, so that surplus actors get a refusal with its reason."""
 
 NAME = int.from_bytes(os.urandom(8), "little")
-"""By which a server knows this process again when it comes back in another stream."""
+"""Random id of this process, by which a server recognises it in another stream."""
 
 Seeds = Callable[[int, int], Sequence[int]]
-"""(actor, life) -> a seed for each of its groups."""
+"""(actor, life) -> one seed per group."""
 
 
 def _options(most: int) -> list[tuple[str, int]]:
-    """Of both sides. A peer that is gone without a word is noticed within half a minute."""
+    """Channel options of both sides. A silently lost peer is noticed within 30 s (keepalive 20 s + 10 s)."""
     return [
         ("grpc.max_receive_message_length", most),
         ("grpc.max_send_message_length", most),
@@ -63,16 +62,16 @@ def _options(most: int) -> list[tuple[str, int]]:
 
 
 class Busy(WireError):
-    """Refused for now; who tries again later may find room."""
+    """Temporary refusal: a later attempt may succeed."""
 
 
 class _Life:
-    """One stream of an actor, from HELLO to its end."""
+    """Stream of an actor, from HELLO to its end."""
 
     def __init__(self, actor: int, number: int, slots: int, name: int, write: Write) -> None:
         self.actor, self.number, self.name = actor, number, name
         self.first = actor * slots  # its first group
-        self.step = [0] * slots  # of the frame that is due, or was the last to come
+        self.step = [0] * slots  # number of the frame that is due, or came last
         self.due = [True] * slots
         self.writer = Writer(write, lambda error: self.end(f"its stream ended: {error}"))
         self.over = asyncio.Event()
@@ -84,7 +83,7 @@ class _Life:
 
 
 class GrpcTransport:
-    """The server's side; a `lane.Transport`. Raises ValueError where it may not or can't be bound."""
+    """Server side; a `transport.Transport`. ValueError if the address is not allowed or cannot be bound."""
 
     def __init__(
         self, codec: Codec, actors: int, slots: int, seeds: Seeds, *, bind: str = "127.0.0.1:0",
@@ -112,7 +111,7 @@ class GrpcTransport:
             self._turn(seconds)
 
     def _turn(self, seconds: float) -> None:
-        """A turn of the event loop, which says what there is to say; and takes what came by it."""
+        """Turn of the event loop, which sends queued frames; then take the frames received."""
         self._answered = False
         self._loop.turn(seconds)
         for life, reader in list(self._heard.items()):
@@ -161,7 +160,7 @@ class GrpcTransport:
     # ----------------------------------------------------------------------------------------------------- inside
 
     async def _serve(self, bind: str) -> tuple[Any, str]:
-        """-> (server, address)."""
+        """Started server and its address."""
         import grpc
 
         handler = grpc.stream_stream_rpc_method_handler(self._play)
@@ -178,12 +177,12 @@ class GrpcTransport:
         return server, f"{bind.rpartition(':')[0]}:{port}"
 
     async def _play(self, _: Any, context: Any) -> None:
-        """One stream."""
+        """Handler of one stream."""
         import grpc
 
         if not self._admits(context):
             await context.abort(grpc.StatusCode.UNAUTHENTICATED, "the token is missing or wrong")
-        await context.send_initial_metadata(())  # which the other side waits for
+        await context.send_initial_metadata(())  # the client waits for it
         life: _Life | None = None
         try:
             async with asyncio.timeout(GREETING):
@@ -195,7 +194,7 @@ class GrpcTransport:
             self._heard[life] = Reader(context.read)
             await life.over.wait()
             if not context.cancelled():
-                raise (Busy if self._ending else WireError)(life.ended)  # who ends may begin again
+                raise (Busy if self._ending else WireError)(life.ended)  # a server that ends may be restarted
         except WireError as error:
             why = str(error)
             if life is not None:
@@ -224,7 +223,7 @@ class GrpcTransport:
         return hmac.compare_digest(found, wanted.encode())
 
     def _greet(self, data: bytes, write: Write) -> _Life:
-        """A new life for an actor that says HELLO. WireError where it can't play."""
+        """New life for the actor of a HELLO. WireError if it is refused."""
         head = wire.read(data, self._codec.most)
         if head.kind != wire.HELLO:
             raise WireError(f"a stream begins with a frame of kind {head.kind}; it must begin with HELLO, {wire.HELLO}")
@@ -261,7 +260,7 @@ class GrpcTransport:
         return wire.frame(head._replace(finals=self._slots, digest=self._codec.digest), b"".join(parts))
 
     def _hear(self, life: _Life, reader: Reader) -> None:
-        """Takes a frame that came; ends the life where it is none that is due, or the stream's end."""
+        """Take a received frame; end the life if the frame is not due or the stream ended."""
         if life.ended is not None:
             return
         try:
@@ -277,7 +276,7 @@ class GrpcTransport:
             life.end(f"its stream ended: {error}")
 
     def _check(self, life: _Life, data: bytes) -> None:
-        """Raises WireError where a frame is not a step that is due."""
+        """Check that a frame is a step that is due, and queue it; else WireError."""
         codec, head = self._codec, wire.read(data, self._codec.most)
         slot = head.group - life.first
         if not 0 <= slot < self._slots or not life.due[slot]:
@@ -298,10 +297,10 @@ class GrpcTransport:
 
 
 class GrpcActorTransport:
-    """The actor's side, a `lane.ActorTransport`: one stream, in one event loop."""
+    """Actor side, a `transport.ActorTransport`: one stream, in one event loop."""
 
     def __init__(self, codec: Codec, slots: int, address: str, *, actor: int, credentials: Credentials) -> None:
-        """`codec` is of a layout without scores: which are wanted, the server says."""
+        """`codec` has a layout without scores: WELCOME names those the server wants."""
         self.codec, self._slots, self._address = codec, slots, address
         self._actor, self._credentials = actor, credentials
         self._steps, self._held = [0] * slots, dict[int, np.ndarray]()
@@ -317,11 +316,11 @@ class GrpcActorTransport:
         self._channel = channel(self._address, self._credentials, _options(codec.most))
         token = self._credentials.token
         self._call = self._channel.stream_stream(PATH)(metadata=() if token is None else ((TOKEN, token),))
-        await self._call.initial_metadata()  # the server's, or the end
+        await self._call.initial_metadata()  # from the server, or the end of the stream
         if self._call.done():
             raise self._gone(await self._call.code(), await self._call.details())
         hello = Head(wire.HELLO, self._actor, 0, NAME, codec.layout.columns, self._slots, codec.digest)
-        # Who reads hears why the stream ended, whatever a write says of it.
+        # Errors of writes are ignored: the reader gets the reason.
         self._writer = Writer(self._call.write, lambda error: None)
         self._writer.say(wire.frame(hello, codec.layout.text.encode()))
         data, head = await self._read()
@@ -380,14 +379,14 @@ class GrpcActorTransport:
             await self._channel.close()
 
     def _gone(self, code: Any, details: str | None) -> Exception:
-        """How a stream's end is told: as a refusal where trying again won't help."""
+        """Exception for the end of a stream: WireError if another attempt is useless, else ConnectionError."""
         import grpc
 
         fatal = code in (grpc.StatusCode.UNAUTHENTICATED, grpc.StatusCode.UNIMPLEMENTED)
         return (WireError if fatal else ConnectionError)(f"{self._address}: {details or 'the stream ended'}")
 
     async def _read(self) -> tuple[bytes, Head]:
-        """The next frame. WireError with the server's reason where it refuses; ConnectionError where it is gone."""
+        """Next frame. WireError with the reason if the server refuses; ConnectionError if it is gone."""
         try:
             data = await self._call.read()
         except self._grpc.RpcError as error:

@@ -1,10 +1,10 @@
-"""The `central` topology: actors step environments and nothing else; the policy acts for all of them on the learner's
-device, in the learner's process (SEED RL; Espeholt et al. 2020).
+"""The `central` topology: actors only step environments; the policy acts for all of them on the learner's device, in
+the learner's process (SEED RL; Espeholt et al. 2020).
 
-Where we differ: how stale experience may be is a number S that holds by construction (`central.places`); with S = 0
-nothing acts while the learner learns. With more, actors are served while the device learns.
+Where we differ: the staleness S of experience is bounded by construction (`staleness`). With S = 0 nothing acts during
+an update; with S > 0 actors are served while the device learns.
 
-Batches lie in memory as the learner takes them; it moves them and never looks inside.
+Batches lie in memory in the learner's layout; it moves them without reading them.
 """
 
 from __future__ import annotations
@@ -31,14 +31,14 @@ from longhaul.topologies.inference_server.trajectory_buffer import Sums
 from longhaul.types import LEARNING, Algorithm, Environment, Key, Metrics, Params, Progress, PyTree, Rollout, Successors
 
 ACTING = 2**32 - 2
-"""What the run's key is folded with for the keys of actions: no update has this number."""
+"""Number folded into the run's key for the keys of actions; no update has it."""
 
 AROUND = 0.005
-"""Seconds that the server may wait for actors before it looks whether the learner is done."""
+"""Seconds the server may wait for actors before it checks whether the learner is done."""
 
 
 class Program(NamedTuple):
-    """The learner's compiled update; donates the state. `executable`: (state, key, updates, data) -> (state, updates,
+    """Compiled update of the learner; donates the state. `executable`: (state, key, updates, data) -> (state, updates,
     metrics, policy)."""
 
     executable: jax.stages.Compiled
@@ -46,17 +46,17 @@ class Program(NamedTuple):
 
 
 def acting_key(progress: Progress) -> Key:
-    """Of all actions of a run."""
+    """Key of all actions of a run."""
     return jax.random.fold_in(progress.key, ACTING)
 
 
 def local(policy: Params) -> Params:
-    """A policy that lies on every device of a mesh, as it lies on the first."""
+    """Copy on the first device of a policy replicated on a mesh."""
     return jax.tree.map(lambda leaf: leaf.addressable_data(0), policy)
 
 
 def _nowhere(size: int, algorithm: Algorithm, groups: int, columns: int) -> EnvSnapshot:
-    """Where environments stand that nobody has begun. `size`: bytes of the state of a group."""
+    """Empty snapshot of environments that have not started. `size`: bytes of a group's state."""
     memory = jax.tree.leaves(jax.eval_shape(lambda: algorithm.memory(groups * columns)))
     many = groups, columns
     return EnvSnapshot(
@@ -68,8 +68,7 @@ def _nowhere(size: int, algorithm: Algorithm, groups: int, columns: int) -> EnvS
 def entering(
     name: str, environment: Environment, algorithm: Algorithm, groups: int, worlds: int
 ) -> Callable[[Key, PyTree], PyTree]:
-    """Initial carry of a run whose `groups` groups of so many worlds are stepped for a server; () where they can't
-    report their state."""
+    """Initial carry of a run with `groups` groups of `worlds` worlds; () if they report no state."""
 
     def enter(key: Key, context: PyTree) -> PyTree:
         size, columns = state_size(name, environment, worlds), worlds * (environment.spec.agents or 1)
@@ -79,11 +78,11 @@ def entering(
 
 
 def state_size(name: str, environment: Environment, worlds: int) -> int:
-    """Bytes of the state of so many worlds, as `env_state` writes it; 0 where they can't report it."""
+    """Bytes of the state of `worlds` worlds, as `env_state` writes it; 0 if they report none."""
     if not is_hosted(name):
         return jax_vector.state_size(environment, worlds)
     size = 0
-    for count in (1, worlds):  # one is asked first: many may take long to make
+    for count in (1, worlds):  # one world first: many may be slow to create
         vector = registry.make(registry.describe(name), count)
         try:
             size = env_state.size(vector, vector.reset(0))
@@ -95,13 +94,13 @@ def state_size(name: str, environment: Environment, worlds: int) -> int:
 
 
 def _layout() -> Rollout:
-    """How a rollout is cut among shards: by its columns."""
+    """Partition of a rollout among shards, by columns."""
     wide, narrow = PartitionSpec(None, meshes.DATA), PartitionSpec(meshes.DATA)
     return Rollout(*(wide,) * 7, Successors(narrow, wide), narrow, fused.EVERYWHERE)  # type: ignore[arg-type]
 
 
 def compiled(algorithm: Algorithm, data: Rollout, progress: Progress, mesh: Mesh) -> Program:
-    """The learner's update for runs like `progress`, of rollouts like `data`, compiled ahead."""
+    """Update of the learner for runs like `progress` and rollouts like `data`, compiled ahead of time."""
 
     def update(state: PyTree, key: Key, updates: jax.Array, data: Rollout) -> Any:
         drawn = jax.random.fold_in(jax.random.fold_in(key, updates), meshes.shard_index())
@@ -109,7 +108,7 @@ def compiled(algorithm: Algorithm, data: Rollout, progress: Progress, mesh: Mesh
         with jax.named_scope(LEARNING):
             state, metrics = algorithm.learn(state, data, key_learn)
         told = metrics | {fused.FINITE: fused.is_finite((part(state)[0], metrics))}
-        # The policy is what actors act with until the next one is there, which takes the state's memory.
+        # A copy: actors act with this policy until the next update is done, and that update donates the state.
         policy = jax.tree.map(jnp.copy, algorithm.policy(state))
         return state, updates + 1, jax.tree.map(lambda x: x[None], told), policy
 
@@ -124,12 +123,11 @@ def compiled(algorithm: Algorithm, data: Rollout, progress: Progress, mesh: Mesh
 def central(
     program: Program, server: Server, progress: Progress, policy: Params, *, updates: int
 ) -> Iterator[tuple[Progress, int, Metrics]]:
-    """Goes on from `progress`, whose policy is `policy`, to `updates` finished updates; yields (progress, 1, metrics)
-    after each, as `fused.fused` does.
+    """Iterator over updates from `progress`, with its policy `policy`, to `updates` finished ones: (progress, 1,
+    metrics), as `fused.fused`.
 
-    `progress` is taken back (donated) when the iterator is advanced: save it before. Its carry is a `EnvSnapshot` where
-    the run has no staleness and its environments tell their state; else they are the actors' matter, and who goes on
-    from a checkpoint begins them anew.
+    `progress` is donated when the iterator advances: save it before. Its carry is an `EnvSnapshot` if the run has no
+    staleness and its environments report their state; else a resumed run starts new episodes.
     """
     state, key, count = progress.state, progress.key, progress.updates
     done, kept = int(count), bool(progress.carry)
@@ -156,14 +154,14 @@ def central(
 
 
 class _Telling:
-    """What the server did between two updates, as metrics."""
+    """Metrics of the server's work between two updates."""
 
     def __init__(self, server: Server) -> None:
         self._server, self._before, self._began = server, server.meter, time.perf_counter()
         self._waited = 0.0
 
     def gathered(self) -> None:
-        """The learner's batch is whole."""
+        """Note that the learner's batch is complete."""
         self._waited = time.perf_counter() - self._began
 
     def read(self, update: int, sums: Sums, versions: np.ndarray) -> Metrics:

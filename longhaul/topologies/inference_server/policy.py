@@ -1,7 +1,7 @@
-"""The policy as the server runs it: compiled once for each size of a batch, all environments' memory on the device.
+"""Policy of the inference server: compiled once per batch size, with the memory of all environments on the device.
 
-Every action is drawn by a key of its own, fold_in of (run, batch, step, column): so what an environment is answered
-depends on no other one, nor on which of them happened to be inferred together.
+Every action has its own key, fold_in of (run, batch, step, column): it depends neither on other environments nor on the
+groups that are inferred together.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ from longhaul.topologies.inference_server.trajectory_buffer import Shapes
 from longhaul.types import INFERENCE, Key, Params, PyTree
 
 GROUP, PLACE, BATCH, STEP = range(4)
-"""Of what is said about a group: which it is, its place in which batch, and the step of its trajectory."""
+"""Columns of `about`, one row per group: its number, its place, its batch, and the step of its trajectory."""
 
 Act = Callable[[Params, PyTree, PyTree, Key | None], tuple[jax.Array, PyTree, PyTree]]
 
 
 class Inferred(NamedTuple):
-    """Of so many groups, [n x C, ...] each, as NumPy arrays."""
+    """Results for n groups, NumPy arrays [n x C, ...]."""
 
     action: np.ndarray
     extras: list[np.ndarray]
@@ -33,22 +33,22 @@ class Inferred(NamedTuple):
 
 
 class _Stage(NamedTuple):
-    """What the program takes of a batch of n groups, beside what it always takes."""
+    """Input buffers of the program for a batch of n groups."""
 
     about: np.ndarray  # int32 [n, 4]
-    begins: np.ndarray | None  # bool [n, C]: memory is put back; None where there is none
-    leaves: list[np.ndarray]  # [n x C, ...]: of the observations
+    begins: np.ndarray | None  # bool [n, C]: reset the memory; None without memory
+    leaves: list[np.ndarray]  # observations, [n x C, ...]
 
 
 class BatchedPolicy:
-    """`groups` groups of `columns` environments each, of which any number is inferred at once."""
+    """Policy for `groups` groups of `columns` environments; any number of groups is inferred at once."""
 
     def __init__(
         self, act: Act, memory: Callable[[int], PyTree], key: Key, policy: Params, observation: PyTree,
         *, groups: int, columns: int, fixed: bool,
     ) -> None:  # fmt: skip
-        """`observation` is of one column, in ShapeDtypeStructs. Compiles all sizes; `fixed`: there is only one, so that
-        every row is rounded alike, whoever else is there."""
+        """Compile all batch sizes. `observation`: ShapeDtypeStructs of one column. `fixed`: one size only, so that the
+        rounding of a row never depends on the size of its batch."""
         self.columns, self.sizes, self._fixed = columns, batcher.buckets(groups, fixed=fixed), fixed
         self._memory = memory(groups * columns)
         self.remembers = bool(jax.tree.leaves(self._memory))
@@ -63,7 +63,7 @@ class BatchedPolicy:
         self.shapes = Shapes(observation, action, extras, before)  # of one column
 
     def _stage(self, size: int, leaves: list[Any]) -> _Stage:
-        """Memory for what is said of a batch, and for what its groups see."""
+        """Input buffers for a batch of `size` groups."""
         c = self.columns
         begins = np.zeros((size, c), bool) if self.remembers else None
         return _Stage(
@@ -75,7 +75,7 @@ class BatchedPolicy:
         self, policy: Params, memory: PyTree, key: jax.Array, about: jax.Array, begins: jax.Array | None,
         leaves: list[jax.Array],
     ) -> tuple[jax.Array, PyTree, PyTree, PyTree]:  # fmt: skip
-        """-> action, extras, memory before the step [n x C, ...], and that of all environments after it."""
+        """Action, extras and memory before the step, [n x C, ...]; memory of all environments after it."""
         observation = jax.tree.unflatten(self._form, leaves)
         column = jnp.arange(self.columns)[None]
         mine = (about[:, GROUP, None] * self.columns + column).ravel()
@@ -95,18 +95,19 @@ class BatchedPolicy:
                 return jax.tree.map(lambda leaf: leaf[0], self._act(policy, held, seen, key))
 
             action, after, extras = jax.vmap(one)(before, observation, drawn)
-            # Groups that fill up a size are none: theirs are beyond the end, and dropped.
+            # Padding groups have indices beyond the end; their memory is dropped.
             kept = jax.tree.map(lambda all_, new: all_.at[mine].set(new, mode="drop"), memory, after)
         return action, extras, before, kept
 
     def run(
         self, policy: Params, about: np.ndarray, begins: np.ndarray, leaves: Sequence[Sequence[np.ndarray]]
     ) -> Inferred:
-        """`about` int32 [n, 4]; `begins` bool [n, C]: memory is put back; `leaves`: the observations of each group."""
+        """Actions of n groups. `about` int32 [n, 4]; `begins` bool [n, C]: reset the memory; `leaves`: observations of
+        each group."""
         n, c = len(about), self.columns
         size = batcher.bucket(self.sizes, n)
         stage = self._stages[size]
-        # Where there is one size, each group has rows of its own: how a row is rounded may depend on where it lies.
+        # With one size each group has fixed rows: the rounding of a row may depend on its position.
         rows = about[:, GROUP] if self._fixed else np.arange(n)
         if n < size:
             stage.about[:, GROUP] = self._absent
@@ -118,7 +119,7 @@ class BatchedPolicy:
             for into, leaf in zip(stage.leaves, group, strict=True):
                 into[row * c : (row + 1) * c] = leaf
         action, extras, before, self._memory = self._program(policy, self._memory, self._key, *stage)
-        # Waits, so that the stage may be written again.
+        # Waits for the program, so that the stage may be overwritten.
         found = [np.asarray(action)], *([np.asarray(x) for x in jax.tree.leaves(tree)] for tree in (extras, before))
         if n < size:
             picked = (rows[:, None] * c + np.arange(c)).ravel() if self._fixed else slice(n * c)
@@ -128,15 +129,15 @@ class BatchedPolicy:
 
     @property
     def memory(self) -> list[np.ndarray]:
-        """Of all environments, [groups x C, ...]; copies."""
+        """Memory of all environments, [groups x C, ...]; copies."""
         return [np.array(leaf) for leaf in jax.tree.leaves(self._memory)]
 
     def remember(self, memory: Sequence[np.ndarray]) -> None:
-        """The reverse."""
+        """Set the memory of all environments."""
         self._memory = jax.tree.unflatten(jax.tree.structure(self._memory), [jnp.array(leaf) for leaf in memory])
 
     def put(self, group: int, memory: Sequence[np.ndarray]) -> None:
-        """The memory of one group's environments, [C, ...]."""
+        """Set the memory of one group's environments, [C, ...]."""
         all_ = self.memory
         for into, leaf in zip(all_, memory, strict=True):
             into[group * self.columns : (group + 1) * self.columns] = leaf
@@ -144,7 +145,7 @@ class BatchedPolicy:
 
 
 def _fold(key: Any, data: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """`jax.random.fold_in` of keys' two words, as they lie beside the whole numbers [...]."""
+    """`jax.random.fold_in` of the integers `data` [...] into keys given as two words."""
     low = data.astype(jnp.uint32)
     return prng.threefry(key, jnp.zeros_like(low), low)
 

@@ -1,8 +1,8 @@
-"""Actors of the inference server on the nodes of a Ray cluster (Moritz et al. 2018), which speak gRPC with it.
+"""Actors of the inference server on the nodes of a Ray cluster (Moritz et al. 2018), connected by gRPC.
 
-Ray places them, reports when one is gone, and carries what they must know: the address, a token that is made for the
-run, and the certificate by which they know the server. Steps never go through Ray. Each life is one stream: an actor
-whose stream ends ends, and the pool starts another, elsewhere where its node has died.
+Ray places them, reports their loss, and sends them the address, a token of the run, and the server's certificate.
+Steps never go through Ray. An actor ends with its stream, and the pool starts another, on another node if the first
+one died.
 """
 
 from __future__ import annotations
@@ -26,15 +26,15 @@ from longhaul.topologies.inference_server.grpc_transport import GrpcActorTranspo
 
 
 class Remote:
-    """An actor on a node."""
+    """Actor on a node."""
 
     def begin(self) -> int:
-        """-> its process."""
+        """Process id."""
         os.environ |= FEW  # before anything imports JAX
         return os.getpid()
 
     def play(self, about: dict[str, Any], credentials: Credentials) -> str:
-        """Steps environments until the stream ends; -> the reason."""
+        """Step environments until the stream ends; -> the reason."""
         slots, address = about["slots"], about["address"]
         try:
             vectors, codec = client.make(Description(*about["environment"]), about["worlds"], slots)
@@ -53,10 +53,10 @@ async def _once(line: GrpcActorTransport, vectors: Any) -> None:
 
 
 class RayActor:
-    """One life of an actor on a node; an `ActorHandle`."""
+    """Incarnation of an actor on a node; an `ActorHandle`."""
 
     def __init__(self, about: dict[str, Any], credentials: Credentials, turn: int) -> None:
-        """`turn`: lives that were started before."""
+        """`turn`: number of actors started before."""
         self._remote = ray_cluster.placed(Remote, turn)
         self._begun: Any = self._remote.begin.remote()
         self._since = time.monotonic()
@@ -86,22 +86,22 @@ class RayActor:
         ray.kill(self._remote)
 
     def end(self, within: float = 0.0) -> None:
-        """Does not wait: the server has closed its stream, and hears nothing of it any more."""
+        """No wait: the server has closed the stream and reads no more of it."""
         self.kill()
 
 
 def starter(credentials: Credentials) -> Callable[[int, Orders], RayActor]:
-    """(actor, orders) -> a new life of it, which shows the token and knows the server by its certificate."""
+    """(actor, orders) -> new actor, with the run's token and the server's certificate."""
     shown = Credentials(credentials.token, authority=credentials.certificate)
     turns = itertools.count()
     return lambda actor, orders: RayActor(orders.about | {"actor": actor}, shown, next(turns))
 
 
 def reachable(bind: str | None, given: Credentials) -> tuple[str, Credentials]:
-    """(where to listen, what to show and ask for) so that the nodes of the cluster that was joined can reach it.
+    """(address, credentials) at which all nodes of the joined cluster reach the server.
 
-    On this machine alone it is loopback, and plain; else this node's address by TLS, with a certificate that is made
-    for the run where none is given. Always with a token. ValueError where there can be none.
+    A cluster of one machine uses loopback without TLS. Otherwise this node's address is used with TLS, and a
+    certificate is created if none is given. A token is always required. ValueError if no certificate can be created.
     """
     import ray
 

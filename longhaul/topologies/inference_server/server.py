@@ -1,10 +1,10 @@
-"""The inference server: observations in, actions out, and whole batches of trajectories for the learner beside it
-(SEED RL; Espeholt et al. 2020).
+"""Inference server: observations in, actions out, and complete batches of trajectories for the learner beside it (SEED
+RL; Espeholt et al. 2020).
 
-One thread does it all: takes what came, infers on what the batcher chooses, answers, and fills trajectories in place.
-Where we differ from SEED: no batch waits for an actor that is gone; how far acting may run ahead of learning is bounded
-(`staleness`); a step acted by other weights than the one before it is known by its version; and what an actor that died
-had begun counts nowhere, so that nothing is counted twice.
+One thread takes the arrivals, infers on the groups that the batcher chooses, answers, and fills trajectories in place.
+Where we differ from SEED: no batch waits for a lost actor; the lead of acting over learning is bounded (`staleness`);
+every step records the version of its weights; the unfinished trajectories of a lost actor are discarded, so nothing is
+counted twice.
 """
 
 from __future__ import annotations
@@ -35,63 +35,63 @@ from longhaul.topologies.staleness import Book, Ticket
 from longhaul.types import Params, Rollout
 
 LOOK = 0.2
-"""Seconds between two looks at the actors' health."""
+"""Seconds between two health checks of the actors."""
 
 
 class ActorPool(Protocol):
-    """Starts actors, and restarts them; remote actors have none."""
+    """Starter and restarter of actors; remote actors have none."""
 
     def look(self, now: float) -> None:
-        """Starts actors that are due. Raises ActorError where that helps no more."""
+        """Start the actors that are due. ActorError once restarts are exhausted."""
 
     def end(self, actor: int, why: str) -> None:
-        """Ends an actor's process for good, if there is one; another follows."""
+        """End an actor's process for good, if there is one; a successor follows."""
 
 
 NOBODY = fresh(0)
 
 
 class _Group:
-    """One group of environments."""
+    """State of a group of environments."""
 
     def __init__(self) -> None:
         self.life = 0
-        self.ticket: Ticket | None = None  # the trajectory that it fills
-        self.t = 0  # step of its trajectory that is to be acted, or was
-        self.acted = False  # its first one
-        self.step: Block | None = None  # what it waits with for an answer
-        self.owes: float | None = None  # since when it is to send a step
+        self.ticket: Ticket | None = None  # of the trajectory that it fills
+        self.t = 0  # step of its trajectory that is acted next, or was acted last
+        self.acted = False  # its first step was acted
+        self.step: Block | None = None  # step that waits for an answer
+        self.owes: float | None = None  # time since when it owes a step
         self.longest = 0.0  # seconds between an answer and its step
-        self.sums: Sums = {}  # of what episodes that ended in its trajectory scored
-        self.running: Running = NOBODY  # at the beginning of its trajectory
-        self.begins: np.ndarray | None = None  # as it began, where its state is kept
+        self.sums: Sums = {}  # scores of episodes that ended in its trajectory
+        self.running: Running = NOBODY  # episodes at the start of its trajectory
+        self.begins: np.ndarray | None = None  # row of `_begins` at that start, if its state is kept
 
 
 class Meter(NamedTuple):
-    """What was counted since the server began."""
+    """Counters since the server started."""
 
-    steps: int = 0  # of environments, that were inferred
+    steps: int = 0  # environment steps inferred
     batches: int = 0
-    rows: int = 0  # of batches, with what fills them up
-    discarded: int = 0  # steps of trajectories that were lost
+    rows: int = 0  # rows of all batches, with padding
+    discarded: int = 0  # environment steps of lost trajectories
     lost: int = 0  # lives of actors
     waited: float = 0.0  # seconds without anything to infer
     inferred: float = 0.0  # seconds of inference
 
     def since(self, before: Meter) -> Meter:
-        """What was counted since then."""
+        """Counters since `before`."""
         return Meter(*(now - then for now, then in zip(self, before, strict=True)))  # type: ignore[arg-type]
 
 
 class Server:
-    """`slots` groups of `inference.columns` environments for each of so many actors."""
+    """Server of `slots` groups per actor, of `inference.columns` environments each."""
 
     def __init__(
         self, lane: Transport, inference: BatchedPolicy, book: Book, store: TrajectoryBuffer, *, slots: int,
         scores: tuple[str, ...], pool: ActorPool | None = None, deadline: float = batcher.DEADLINE,
         note: Callable[[str], None] = lambda line: None, kept: dict[int, np.ndarray] | None = None,
     ) -> None:  # fmt: skip
-        """`kept`: group -> the state with which its trajectory began, as actors tell them; the lane hands them on."""
+        """`kept`: group -> state at the start of its trajectory, as actors report it; shared with the transport."""
         self._transport, self._inference, self.book, self._store = lane, inference, book, store
         self._pool, self._note, self._slots, self._scores = pool, note, slots, scores
         n, self._c = book.rule.places, inference.columns
@@ -108,17 +108,17 @@ class Server:
     # ---------------------------------------------------------------------------------------------- the learner's
 
     def acts_with(self, policy: Params) -> None:
-        """The policy of `version`, from the next batch on."""
+        """Act with `policy`, that of `version`, from the next batch on."""
         self._policy = policy
 
     def gather(self) -> tuple[Rollout, Sums, np.ndarray]:
-        """Serves until the learner's next batch is whole -> (its rollout, sums of its episodes, versions)."""
+        """Serve until the learner's next batch is complete; -> (rollout, sums of its episodes, versions)."""
         while not self.book.whole:
             self.serve()
         return self._store.batch(self.version)
 
     def learnt(self, policy: Params) -> None:
-        """The update is finished, and nothing reads its batch any more."""
+        """Note a finished update; nothing reads its batch any more."""
         self._store.empty(self.version)
         self.book = staleness.learnt(self.book)
         self.acts_with(policy)
@@ -126,17 +126,17 @@ class Server:
 
     @property
     def version(self) -> int:
-        """Finished updates, which number the weights that act."""
+        """Number of finished updates; the version of the acting weights."""
         return self.book.version
 
     @property
     def can_act(self) -> bool:
-        """Whether actors may do anything before the learner is done."""
+        """True while an actor may act before the learner is done."""
         return len(self._held) < len(self._groups)
 
     @property
     def standing(self) -> EnvSnapshot | None:
-        """Between two batches of a run without staleness: where all groups are; None where they can't tell."""
+        """Snapshot of all groups between two batches of a run without staleness; None if one reported no state."""
         if len(self._kept) < len(self._groups):
             return None
         groups, whole = self._groups, range(len(self._groups))
@@ -147,7 +147,7 @@ class Server:
         )  # fmt: skip
 
     def stand(self, at: EnvSnapshot) -> None:
-        """Goes on from there; before any actor is begun."""
+        """Restore a snapshot, before any actor starts."""
         self._begins[:] = at.begins
         for g, group in enumerate(self._groups):
             self._kept[g], group.begins = at.states[g], at.begins[g]
@@ -157,7 +157,7 @@ class Server:
     # ------------------------------------------------------------------------------------------------ the actors'
 
     def serve(self, most: float = LOOK) -> None:
-        """One round: takes what came, and infers if it is time; waits at most so many seconds."""
+        """Serve one round: take the arrivals, and infer if a batch is due; wait at most `most` seconds."""
         self._back()
         self._take()
         now = time.monotonic()
@@ -173,7 +173,7 @@ class Server:
         self._left = time.monotonic()
 
     def _back(self) -> None:
-        """Nobody was late while nobody listened: who learns in this thread may have been away for a minute."""
+        """Extend the deadlines of groups by the time this thread was away, for example in an update."""
         away = time.monotonic() - self._left
         if away > LOOK:
             for group in self._groups:
@@ -193,20 +193,20 @@ class Server:
     def _lose(self, lost: Lost) -> None:
         for g in range(lost.actor * self._slots, (lost.actor + 1) * self._slots):
             self._drop(g)
-        self._release()  # without a bound others fill what it had begun
+        self._release()  # without a bound other groups take its tickets
         self.meter = self.meter._replace(lost=self.meter.lost + 1)
         self._note(f"actor {lost.actor}: {lost.why}")
         if self._pool is not None:
             self._pool.end(lost.actor, lost.why)
 
     def _drop(self, g: int) -> None:
-        """What a group has begun counts nowhere."""
+        """Discard the unfinished trajectory of a group."""
         group = self._groups[g]
         ticket = group.ticket
         self.book, lost = staleness.lose(self.book, g)
         if lost:
             self.meter = self.meter._replace(discarded=self.meter.discarded + group.t * self._c)
-        if ticket is not None and group.begins is not None:  # its successor goes on from there
+        if ticket is not None and group.begins is not None:  # its successor continues from that state
             self._begins[g] = group.begins
             if self._inference.remembers and group.acted:
                 self._inference.put(g, self._store.memory(ticket))
@@ -221,7 +221,7 @@ class Server:
         if event.first:
             self._drop(event.group)
             group.life = event.life
-            if event.group not in self._kept:  # else it goes on from where its trajectory began
+            if event.group not in self._kept:  # else it continues from the start of its trajectory
                 group.running = fresh(self._c)
                 self._begins[event.group] = True
         else:
@@ -249,13 +249,13 @@ class Server:
             self._fill(g, group, step)
 
     def _score(self, sums: Sums, step: Block) -> None:
-        """What the environment says of the episodes that ended."""
+        """Add the environment's scores of the episodes that ended."""
         for name, value, known in zip(self._scores, step.scores, step.known, strict=True):
             for key, found in ((f"episode/{name}", value[known].sum()), (f"episodes/{name}", known.sum())):
                 sums[key] = sums.get(key, 0.0) + float(found)
 
     def _fill(self, g: int, group: _Group, step: Block) -> None:
-        """A group's trajectory is whole; what ended in it is counted."""
+        """Finish a group's trajectory, and count the episodes that ended in it."""
         assert group.ticket is not None
         self.book, _ = staleness.finished(self.book, g)
         reward, (terminated, truncated, valid) = self._store.filled(group.ticket, step.observation)
@@ -266,13 +266,13 @@ class Server:
         group.ticket, group.sums = None, {}
 
     def _release(self) -> None:
-        """Who waited for a place may have one now."""
+        """Retry the groups that waited for a ticket."""
         held, self._held = self._held, []
         for group in held:
             self._begin(group)
 
     def _begin(self, g: int) -> None:
-        """A group begins its next trajectory, or waits for the learner."""
+        """Begin a group's next trajectory, or let it wait for the learner."""
         group = self._groups[g]
         self.book, ticket = staleness.begin(self.book, g)
         if ticket is None:
@@ -314,7 +314,7 @@ class Server:
         )  # fmt: skip
 
     def _look(self, now: float) -> None:
-        """Ends who hangs. What they sent has been taken: who still owes a step is late."""
+        """End the actors that hang. All arrivals have been taken, so a group that still owes a step is late."""
         self._looked = now
         if self._pool is not None:
             self._pool.look(now)

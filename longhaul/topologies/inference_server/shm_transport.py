@@ -1,8 +1,8 @@
-"""The lane on one machine: the blocks of the wire in shared memory, and wake-up pipes.
+"""Transport on one machine: the blocks of the wire format in shared memory, and wake-up pipes.
 
-Each life of an actor has a memory of its own, without a name: one that was killed, or is killed later, can't write what
-its successor writes, and nothing is left when both are gone. A word of a slot says which step was posted, another which
-one was answered; the actor writes the one, the server the other. No lock is held by anyone.
+Each life of an actor has its own unnamed memory: a killed actor cannot write to its successor's memory, and the memory
+is freed when both sides are gone. Each slot has a counter of posted steps, written by the actor, and one of answered
+steps, written by the server. There are no locks.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ from longhaul.topologies.inference_server.frames import Block, Codec, WireError
 from longhaul.topologies.inference_server.transport import NOBODY, Answer, Arrival, Held, Lost
 
 POSTED, FINALS = 0, 1
-"""Of a slot's words that the actor writes: steps posted; episodes that ended in the last of them."""
+"""Actor's words of a slot: number of steps posted; episodes that ended in the last one."""
 
 ANSWERED, HELD = 0, 1
-"""Of those that the server writes: steps answered; 1 where a life goes on from the state that lies there."""
+"""Server's words of a slot: number of steps answered; 1 if the life starts from the state in memory."""
 
 
 class Ends(NamedTuple):
-    """What a process needs to be an actor: descriptors of its memory and wake-up pipes; and its seeds."""
+    """Actor's ends of the transport: descriptors of its memory and wake-up pipes, and its seeds."""
 
     memory: int
     reads: int
@@ -37,7 +37,7 @@ class Ends(NamedTuple):
 
 
 def _plan(codec: Codec, slots: int) -> shared_memory.Plan:
-    """One life's memory. Words of either side have lines of their own."""
+    """Memory plan of one life. The words of the two sides lie on different cache lines."""
     size, state = codec.block_bytes(codec.layout.columns), codec.keeps.size
     words = ("theirs", Leaf((slots, 8), "int64")), ("ours", Leaf((slots, 8), "int64"))
     return shared_memory.plan(
@@ -51,7 +51,7 @@ def _plan(codec: Codec, slots: int) -> shared_memory.Plan:
 
 
 class _Views:
-    """One life's memory, as either side sees it."""
+    """Views of one life's memory, for both sides."""
 
     def __init__(self, descriptor: int, codec: Codec, slots: int) -> None:
         self.codec = codec
@@ -77,7 +77,7 @@ class _Life:
 
 
 class ShmTransport:
-    """Server's side, a `Transport`. The process of actor a gets `join(a)`; `cut` belongs to its end."""
+    """Server side, a `Transport`. The process of actor a gets `join(a)`; call `cut` at its end."""
 
     def __init__(self, codec: Codec, actors: int, slots: int, seeds: Any, held: Held = NOBODY) -> None:
         self._codec, self._slots, self._seeds, self._held = codec, slots, seeds, held
@@ -87,7 +87,7 @@ class ShmTransport:
         self._wakeup = wakeup()
 
     def join(self, actor: int) -> Ends:
-        """A new life of an actor, whose descriptors the caller closes once its process has them."""
+        """Start a life of an actor. The caller closes the descriptors once the process has inherited them."""
         if actor in self._lives:
             self.cut(actor, "another one takes its place")
         self._numbers[actor] += 1
@@ -124,7 +124,7 @@ class ShmTransport:
         return found
 
     def _step(self, life: _Life, slot: int, posted: int) -> Block:
-        """The step that was posted. WireError where none was due, or it contradicts itself."""
+        """Posted step of a slot. WireError if none was due, or if it is inconsistent."""
         taken, finals = life.taken[slot], int(life.views.theirs[slot, FINALS])
         if posted != taken + 1 or life.waits[slot]:
             raise WireError(f"step {posted - 1} of slot {slot} was posted after step {taken - 1}")
@@ -164,7 +164,7 @@ class ShmTransport:
 
 
 class ShmActorTransport:
-    """Actor's side, an `ActorBlocks`, over the descriptors of `Ends`. ConnectionError once the server is gone."""
+    """Actor side, an `ActorBlocks`, over the descriptors of `Ends`. ConnectionError once the server is gone."""
 
     def __init__(self, codec: Codec, slots: int, ends: Ends) -> None:
         self.codec = codec

@@ -1,8 +1,7 @@
-"""Trajectories, assembled in place: batches of [T, B, ...] in memory that is made once and written again and again.
+"""Trajectories, assembled in place: batches of [T, B, ...] in memory that is allocated once and reused.
 
-Column k x C + i of a batch is environment i of the group that fills place k. What a group wrote counts only once its
-place is full; a group that is lost leaves rows that are written over. Successors of truncated steps are kept as
-`types.Successors` has them.
+Column k x C + i of a batch is environment i of the group that fills place k. A place counts once it is full; the rows
+of a lost group are overwritten. Successors of truncated steps are stored as in `types.Successors`.
 """
 
 from __future__ import annotations
@@ -19,15 +18,15 @@ from longhaul.topologies.staleness import Ticket
 from longhaul.types import PyTree, Rollout, Successors
 
 Sums = dict[str, float]
-"""Of the episodes that ended: "episodes", "episode/return" ..., as `records.Sums` takes them."""
+"""Sums over finished episodes: "episodes", "episode/return" ..., as `records.Sums` takes them."""
 
 
 class Overrun(ValueError):
-    """An environment that is truncated more often than its spec promises."""
+    """Error: an environment was truncated more often than its spec allows."""
 
 
 class Shapes(NamedTuple):
-    """Of one column, ShapeDtypeStructs."""
+    """ShapeDtypeStructs of one column."""
 
     observation: PyTree
     action: Any
@@ -36,7 +35,7 @@ class Shapes(NamedTuple):
 
 
 class Room(NamedTuple):
-    """A batch; leaves in JAX's order."""
+    """Memory of one batch; leaves in JAX's order."""
 
     observation: list[np.ndarray]  # [T, B, ...]
     action: np.ndarray
@@ -51,7 +50,7 @@ class Room(NamedTuple):
 
 
 class TrajectoryBuffer:
-    """`rooms` batches of `steps` steps, of `places` groups of `columns` columns."""
+    """Buffer of `rooms` batches of `steps` steps, for `places` groups of `columns` columns."""
 
     def __init__(
         self, shapes: Shapes, *, rooms: int, steps: int, places: int, columns: int, interval: int | None
@@ -75,7 +74,7 @@ class TrajectoryBuffer:
         self._used = np.zeros((rooms, b), np.int32)  # successors kept of each column
 
     def begin(self, ticket: Ticket) -> None:
-        """A place is filled from its beginning."""
+        """Begin to fill a place."""
         self._used[ticket.batch % len(self.rooms), self._span(ticket.place)] = 0
 
     def _span(self, place: int) -> slice:
@@ -85,7 +84,7 @@ class TrajectoryBuffer:
         self, ticket: Ticket, t: int, observation: Sequence[np.ndarray], action: np.ndarray,
         extras: Sequence[np.ndarray], version: int,
     ) -> None:  # fmt: skip
-        """What was seen and done at step t."""
+        """Store the observation and the action of step t."""
         room, span = self.rooms[ticket.batch % len(self.rooms)], self._span(ticket.place)
         for into, leaf in zip(room.observation, observation, strict=True):
             into[t, span] = leaf
@@ -95,24 +94,24 @@ class TrajectoryBuffer:
         room.version[t, ticket.place] = version
 
     def remembered(self, ticket: Ticket, memory: Sequence[np.ndarray]) -> None:
-        """The memory that a trajectory begins with."""
+        """Store the policy's memory at the start of a trajectory."""
         for into, leaf in zip(self.rooms[ticket.batch % len(self.rooms)].memory, memory, strict=True):
             into[self._span(ticket.place)] = leaf
 
     def memory(self, ticket: Ticket) -> list[np.ndarray]:
-        """The same again, [C, ...]."""
+        """Policy's memory at the start of a trajectory, [C, ...]."""
         return [leaf[self._span(ticket.place)] for leaf in self.rooms[ticket.batch % len(self.rooms)].memory]
 
     def led_to(self, ticket: Ticket, t: int, step: Block) -> None:
-        """What step t led to. Raises Overrun."""
+        """Store the result of step t. Raises Overrun."""
         number = ticket.batch % len(self.rooms)
         room, span = self.rooms[number], self._span(ticket.place)
         room.reward[t, span] = step.reward
         room.flags[:, t, span] = step.flags
         ended = step.columns
-        if not len(ended) or not step.flags[1].any():  # the most end by themselves
+        if not len(ended) or not step.flags[1].any():  # most episodes end without truncation
             return
-        # A step that did both is an end: its value is zero, and it needs no successor.
+        # A step with both flags is terminated: its value is zero, and it needs no successor.
         terminated, truncated = step.flags[:2, ended]
         cut = truncated & ~terminated
         if not cut.any():
@@ -126,8 +125,8 @@ class TrajectoryBuffer:
         self._used[number, columns] += 1
 
     def filled(self, ticket: Ticket, last: Sequence[np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
-        """A place is full; `last` is what its last step led to. -> reward [T, C]; flags [3, T, C], which agree now:
-        nothing ends that is not valid, nor in both ways."""
+        """Finish a place; `last` is the observation after its last step. -> reward [T, C]; flags [3, T, C], made
+        consistent: an invalid step does not end, and none is both terminated and truncated."""
         room, span = self.rooms[ticket.batch % len(self.rooms)], self._span(ticket.place)
         for into, leaf in zip(room.last, last, strict=True):
             into[span] = leaf
@@ -137,13 +136,13 @@ class TrajectoryBuffer:
         return room.reward[:, span], flags
 
     def told(self, batch: int, sums: Sums) -> None:
-        """Of the episodes that ended in a place that is full."""
+        """Add the sums over the episodes that ended in a full place."""
         room = self.rooms[batch % len(self.rooms)]
         for name, value in sums.items():
             room.sums[name] = room.sums.get(name, 0.0) + value
 
     def batch(self, number: int) -> tuple[Rollout, Sums, np.ndarray]:
-        """A whole batch: (rollout, sums, versions [T, places]); views, which hold until its room is begun again."""
+        """Complete batch: (rollout, sums, versions [T, places]); views, valid until its memory is reused."""
         room, shapes = self.rooms[number % len(self.rooms)], self._shapes
         oldest = np.int32(room.version.min())
 
@@ -158,7 +157,7 @@ class TrajectoryBuffer:
         return Rollout(*parts), room.sums, room.version
 
     def empty(self, number: int) -> None:
-        """A batch was learnt from; its room may be begun again."""
+        """Free the memory of a batch after its update."""
         self.rooms[number % len(self.rooms)].sums.clear()
 
 
@@ -166,14 +165,14 @@ class TrajectoryBuffer:
 
 
 class Running(NamedTuple):
-    """Reward and length so far of the episode that runs in each column."""
+    """Return and length so far of the running episode of each column."""
 
     earned: np.ndarray  # float64 [C]
     length: np.ndarray  # int64 [C]
 
 
 class Ended(NamedTuple):
-    """Sums over the episodes that ended."""
+    """Sums over finished episodes."""
 
     episodes: int
     earned: float
@@ -181,16 +180,15 @@ class Ended(NamedTuple):
 
 
 def fresh(columns: int) -> Running:
-    """Episodes that begin."""
+    """Running episodes at their start."""
     return Running(np.zeros(columns), np.zeros(columns, np.int64))
 
 
 def count_episodes(running: Running, reward: np.ndarray, over: np.ndarray, valid: np.ndarray) -> tuple[Ended, Running]:
-    """-> (sums, what runs after it). All are [T, C]: float, and bool; `over` only where `valid`.
+    """Count of finished episodes, and the running ones after it. Arrays are [T, C]; `over` only where `valid`.
 
-    Counted once a trajectory is whole, for all its columns together: step by step it would cost as much as all else
-    that the server does with a step. Steps up to a column's last end belong to episodes that ended, those after it to
-    the one that runs.
+    Counting is done once per complete trajectory, for all columns: per step it would double the server's cost of a
+    step. Steps up to a column's last end belong to finished episodes, later ones to the running episode.
     """
     ends = over.any(axis=0)
     last = np.where(ends, len(over) - 1 - over[::-1].argmax(axis=0), -1)

@@ -1,8 +1,8 @@
-"""What the server asks of a lane, whichever: frames over gRPC, or the same blocks in shared memory.
+"""Transport between actors and server: interface of gRPC frames and of the same blocks in shared memory.
 
 An actor has `slots` groups of environments, and steps one while the other waits for its actions (double buffering).
-Group g is slot g % slots of actor g // slots. A life of an actor begins with step 0 of each of its groups; when its
-stream ends, for whatever reason, the lane says so once, and nothing of that life arrives after.
+Group g is slot g % slots of actor g // slots. A life of an actor begins with step 0 of each of its groups. The end of
+its stream is reported once, and nothing of that life arrives afterwards.
 """
 
 from __future__ import annotations
@@ -16,17 +16,17 @@ from longhaul.topologies.inference_server.frames import Block, Codec
 
 
 class Arrival(NamedTuple):
-    """One step of a group, checked; its views hold until the group is answered or its actor lost."""
+    """Checked step of a group; its views are valid until the group is answered or its actor lost."""
 
     group: int
     life: int
-    first: bool  # the life begins: reward and flags say nothing
+    first: bool  # first step of a life: reward and flags mean nothing
     step: Block
-    state: np.ndarray | None = None  # uint8, where the step ends a trajectory and states are wanted; a copy
+    state: np.ndarray | None = None  # uint8, a copy; at the end of a trajectory, if states are wanted
 
 
 class Answer(NamedTuple):
-    """To an arrival, by whose group and life it is known."""
+    """Answer to the arrival of the same group and life."""
 
     group: int
     life: int
@@ -34,66 +34,66 @@ class Answer(NamedTuple):
 
 
 Held = Mapping[int, np.ndarray]
-"""Group -> the state that its next life goes on from; the others begin new episodes."""
+"""Group -> state from which its next life continues; other groups begin new episodes."""
 
 
 NOBODY: Held = {}
 
 
 class Lost(NamedTuple):
-    """The end of an actor's stream."""
+    """End of an actor's stream."""
 
     actor: int
     why: str
 
 
 class Transport(Protocol):
-    """The server's side, for one thread. No method waits but `wait`."""
+    """Server side, for one thread. Only `wait` waits."""
 
     def wait(self, seconds: float) -> None:
-        """Until something may have come, or for so long."""
+        """Wait for an event, at most `seconds`; it may return early."""
 
     def take(self) -> list[Arrival | Lost]:
-        """What came since, in order."""
+        """Events since the last call, in order."""
 
     def answer(self, answers: Sequence[Answer]) -> None:
-        """To groups that arrived and wait; actions are copied. To a life that is lost nothing is said."""
+        """Answer waiting groups; actions are copied. Answers to a lost life are dropped."""
 
     def cut(self, actor: int, why: str) -> None:
-        """Ends an actor's stream; `take` says so later."""
+        """End an actor's stream; `take` reports it later."""
 
     def live(self) -> frozenset[int]:
-        """The actors whose streams are open."""
+        """Actors with an open stream."""
 
     def close(self) -> None: ...
 
 
 class ActorBlocks(Protocol):
-    """The actor's side, whichever transport: a step is written to `blocks[slot]`, and its ended episodes to the block
-    of `ended`; then it is posted."""
+    """Actor side of both transports: write a step to `blocks[slot]`, its finished episodes to the block of `ended`,
+    then call `post`."""
 
-    codec: Codec  # with the scores that are wanted, once it is open; as the blocks
+    codec: Codec  # with the wanted scores once open; so are the blocks
     blocks: list[Block]
 
     def held(self, slot: int) -> np.ndarray | None:
-        """The state that a group goes on from; None: new episodes."""
+        """State from which a group continues; None: new episodes."""
 
     def ended(self, slot: int, finals: int) -> Block: ...
 
     def keeps(self, slot: int, finals: int) -> np.ndarray | None:
-        """Memory for the group's state, which the server wants with the step that is posted next; None: it does not."""
+        """Memory for the group's state, if the server wants it with the next posted step; else None."""
 
     def post(self, slot: int, finals: int) -> None:
-        """Sends the step; does not wait."""
+        """Send the step without waiting."""
 
 
 class ActorTransport(ActorBlocks, Protocol):
-    """Actor's side where waiting suspends a coroutine. `ShmActorTransport` has the same methods, and blocks instead."""
+    """Actor side with coroutines. `ShmActorTransport` has the same methods, and blocks instead."""
 
     async def open(self) -> list[int]:
-        """Begins a life -> a seed for each group. Raises WireError where it is refused, OSError where nobody is."""
+        """Begin a life; -> one seed per group. WireError if it is refused, OSError if there is no server."""
 
     async def next(self) -> tuple[int, np.ndarray]:
-        """-> (slot, actions [C, ...]), which hold until that slot is posted again."""
+        """Next (slot, actions [C, ...]), valid until that slot is posted again."""
 
     async def close(self) -> None: ...
