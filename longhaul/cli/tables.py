@@ -21,6 +21,15 @@ FIRST = (
 MOST = len(FIRST)
 """Columns of metrics that a table can have; where there are more, those of FIRST are shown."""
 
+FAILED, BAD_INPUT = 1, 2
+"""Exit codes of a command that did not do what it was asked for."""
+
+
+def say(line: str, code: int) -> int:
+    """Prints an error's line; -> the exit code."""
+    print(f"longhaul: error: {line}", file=sys.stderr, flush=True)
+    return code
+
 
 def table(header: Sequence[str], rows: Sequence[Sequence[str]], *, footer: Sequence[str] | None = None) -> None:
     """Prints rows of text; the first column to the left, the others to the right. `footer` is a last row set apart.

@@ -10,11 +10,11 @@ import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import pytest
 
-from longhaul.cli import main, meanings, run_flags
+from longhaul.cli import main, run_flags
 from longhaul.config import recipes
 from longhaul.config.resolve import resolve
 from longhaul.training.run_dir import save_run
@@ -62,7 +62,7 @@ def test_the_help_of_a_recipe_has_each_flag_with_its_default(longhaul: Any, reci
         assert f"{heading} options" in words
     for setting in run_flags.settings(recipes.recipe(recipe)):
         assert f"--{setting.flag.name}" in words
-        assert "".join(meanings.HELP[setting.flag.name].split()) in "".join(words.split())
+        assert "".join(run_flags.HELP[setting.flag.name].split()) in "".join(words.split())
     assert f"agent steps to train for (default: {recipes.recipe(recipe).total_steps})" in words
     assert ("--data PATH..." in words) == (recipe == "driving")
     assert ("--env TEXT" in words) == (recipe == "cartpole")
@@ -75,59 +75,6 @@ def test_the_help_and_the_reading_of_logs_start_without_jax() -> None:
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, check=False)
     assert done.returncode == 0, done.stderr
-
-
-# ------------------------------------------------------------------------------------------------------------- data
-
-
-def test_inspect_counts_and_names_errors(longhaul: Any, tmp_path: Path) -> None:
-    log = log_files.make_log()
-    paths = log_files.write_all(log, tmp_path)
-    code, out, err = longhaul("data", "inspect", paths["gpudrive"].name, paths["womd-example"].name, "--json", "r.json")
-    assert (code, err) == (0, "")
-    report = json.loads((tmp_path / "r.json").read_text())
-    assert [file["format"] for file in report["files"]] == ["gpudrive", "womd-example"]
-    assert [s["tracks"] for file in report["files"] for s in file["scenarios"]] == [6, 6]
-    head, header, row = out.splitlines()[:3]
-    assert head == f"{paths['gpudrive'].name}: gpudrive, 1 scenario"
-    assert dict(zip(header.split(), row.split()))["vehicles"] == "3"
-
-    paths["gpudrive"].write_bytes(paths["gpudrive"].read_bytes()[:-50])
-    code, out, err = longhaul("data", "inspect", str(tmp_path), "--json", "-")
-    assert code == 1
-    files = {Path(file["path"]).name: file["error"] for file in json.loads(out)["files"]}
-    assert [name for name, error in files.items() if error] == ["gpudrive.json", "r.json"]
-    assert err.count("\n") == 2
-    assert str(paths["gpudrive"]) in err.splitlines()[0]
-
-
-# ------------------------------------------------------------------------------------------------------------ bench
-
-
-def test_bench_prints_an_object_a_line(longhaul: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    class Bench:
-        NAMES: ClassVar = {"ppo-cartpole": "speed of PPO"}
-
-        @staticmethod
-        def sizes(name: str) -> frozenset[str]:
-            return frozenset()
-
-        @staticmethod
-        def run(name: str) -> Any:
-            yield {"name": name, "per_second": 1.5}
-            yield {"name": name, "per_second": float("nan")}
-
-    import longhaul.bench as package
-
-    monkeypatch.setitem(sys.modules, "longhaul.bench.harness", Bench)
-    monkeypatch.setattr(package, "harness", Bench, raising=False)
-    code, out, _ = longhaul("bench", "ppo-cartpole", "--json", "b.json")
-    assert code == 0
-    figures = [{"name": "ppo-cartpole", "per_second": 1.5}, {"name": "ppo-cartpole", "per_second": None}]
-    assert [json.loads(line) for line in out.splitlines()] == figures
-    assert json.loads((tmp_path / "b.json").read_text()) == figures
-    assert longhaul("bench")[:2] == (0, "ppo-cartpole  speed of PPO\n")
-    assert_refused(longhaul("bench", "ppo-cartpol"), "no benchmark is named 'ppo-cartpol'; did you mean ppo-cartpole?")
 
 
 # ------------------------------------------------------------------------------------------------- real processes
@@ -197,21 +144,6 @@ def test_a_signal_saves_and_the_last_line_says_how_to_go_on(tmp_path: Path) -> N
     out, err = process.communicate(timeout=120)
     assert (process.returncode, out) == (75, ""), err
     assert "go on with --resume a" in err.splitlines()[-1]
-
-
-def test_convert_packs_what_can_be_read_and_names_what_can_not(longhaul: Any, tmp_path: Path) -> None:
-    (tmp_path / "logs").mkdir()
-    paths = log_files.write_all(log_files.make_log(), tmp_path / "logs")
-    (tmp_path / "logs" / "broken.json").write_text("{")
-    code, out, err = longhaul("data", "convert", str(tmp_path / "logs"), "packed", "--workers", "1")
-    assert code == 1 and f"{len(paths)} scenarios in 1 shards" in out
-    assert "broken.json" in err.splitlines()[-1]
-    code, out, err = longhaul("data", "inspect", "packed", "--json", "-")
-    assert code == 0 and json.loads(out)["scenarios"] == len(paths)
-    assert_refused(longhaul("data", "convert", "logs", "--control", "nobody"), "one of vehicles, all")
-    assert_refused(longhaul("data", "convert", "logs", "packed", "--control", "all"), "made with control = vehicles")
-    assert_refused(longhaul("data", "convert", "logs"), "from where to where?")
-    assert_refused(longhaul("data", "convert", "nowhere", "out"), "nowhere: no such file or folder")
 
 
 @pytest.mark.slow

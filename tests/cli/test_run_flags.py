@@ -10,7 +10,7 @@ from typing import Any
 import jax
 import pytest
 
-from longhaul.cli import meanings, run_flags
+from longhaul.cli import run_flags
 from longhaul.config import recipes
 from longhaul.config.resolve import resolve
 from longhaul.config.run import Driving, Named, Run
@@ -46,7 +46,7 @@ def stored(tmp_path: Path) -> Path:
 
 def test_every_field_of_a_run_is_a_flag_with_a_help() -> None:
     names = {s.flag.name for make in recipes.RECIPES.values() for s in run_flags.settings(make())}
-    assert names == set(meanings.HELP)
+    assert names == set(run_flags.HELP)
 
     def leaves(value: Any, name: str = "") -> list[str]:
         if isinstance(value, dict):

@@ -1,0 +1,133 @@
+"""The commands `data inspect` and `data convert`: driving logs, counted and packed."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from longhaul.cli import flags, tables
+from longhaul.cli.flags import DEBUG, INT, PATH, Flag, FlagError
+from longhaul.cli.tables import FAILED, say
+
+DATA_USAGE = (
+    "longhaul data inspect PATH... [--json FILE] [--picture FILE] [--pictures FOLDER], longhaul data convert SRC... OUT"
+)
+
+
+def data(words: Sequence[str]) -> int:
+    """`longhaul data inspect` and `longhaul data convert`."""
+    if words and words[0] in ("inspect", "convert"):
+        return {"inspect": _inspect, "convert": _convert}[words[0]](words[1:])
+    if words and words[0] in ("-h", "--help"):
+        print(f"usage: {DATA_USAGE.replace(', ', chr(10) + '       ')}")
+        return 0
+    given = f"longhaul data has no command {words[0]!r}" if words else "name what to do with the data"
+    raise FlagError(f"{given}; there are {DATA_USAGE}")
+
+
+def _convert(words: Sequence[str]) -> int:
+    """`longhaul data convert SRC... OUT`; files with errors are counted and listed, with exit code 1."""
+    from longhaul.driving.scenario.compile import ROUTES
+    from longhaul.driving.scenario.scenario import CONTROLS
+
+    paths = Flag("PATH", PATH, (), "files, folders, globs; the last is the folder to write", many=True, shown="")
+    workers = Flag("workers", INT, None, "processes", shown="one a core")
+    per_shard = Flag("per_shard", INT, 256, "scenarios of a shard")
+    agents = Flag("agents", INT, 1, "controlled agents of a scenario, at most")
+    horizon = Flag("horizon", INT, None, "most steps of a scenario", shown="to the log's end")
+    about = "Packs driving logs into shards to train on: compact and checked. Goes on where it was stopped."
+    control = Flag("control", flags.choice(tuple(CONTROLS)), "vehicles", "whom they may be: vehicles, or all that move")
+    routes = Flag("routes", flags.choice(ROUTES), "log", "along what routes lead: the logged ways, or lanes")
+    sizes = [workers, per_shard, agents, horizon, control, routes]
+    parsed = flags.parse("data convert", about, {"": [paths, *sizes, DEBUG]}, words).values
+    if len(parsed["PATH"]) < 2:
+        raise FlagError("from where to where? longhaul data convert SRC... OUT")
+
+    from longhaul.driving.shards.convert import Progress, convert
+
+    def show(now: Progress) -> None:
+        print(f"{now.files:,} of {now.of:,} files, {now.scenarios:,} scenarios", file=sys.stderr, flush=True)
+
+    *given, out = parsed["PATH"]
+    sizes_given = {name: parsed[name] for name in ("per_shard", "agents", "horizon", "control", "routes")}
+    count = os.cpu_count() or 1 if parsed["workers"] is None else parsed["workers"]
+    report = convert(given, Path(out), workers=count, progress=show, **sizes_given)
+    print(f"{out}: {report.scenarios:,} scenarios in {len(report.shards)} shards, {report.bytes:,} bytes")
+    for path, message in report.errors:
+        say(tables.clean(f"{path}: {message}" if path not in message else message), FAILED)
+    return FAILED if report.errors else 0
+
+
+def _inspect(words: Sequence[str]) -> int:
+    """`longhaul data inspect PATH... [--json FILE] [--picture FILE] [--pictures FOLDER]`."""
+    paths = Flag("PATH", PATH, (), "files, folders, globs", many=True, shown="")
+    out = Flag("json", PATH, None, "write the counts and ranges to this file; - is stdout", shown="")
+    one = Flag("picture", PATH, None, "draw the first scenario to this .png, .svg or .html", shown="")
+    each = Flag("pictures", PATH, None, "draw every scenario to this folder, as .png", shown="")
+    about = "Counts and ranges of what is in driving logs, as they have it."
+    parsed = flags.parse("data inspect", about, {"": [paths, out, one, each, DEBUG]}, words).values
+    if not parsed["PATH"]:
+        raise FlagError("which logs? longhaul data inspect PATH... [--json FILE] [--picture FILE]")
+    tables.check_json(parsed["json"])
+
+    from longhaul.driving import inspect_logs
+    from longhaul.driving.datasets import readers
+
+    readers.expand(parsed["PATH"])  # a path that means nothing is bad input; a bad file is a finding
+    report = inspect_logs.inspect(parsed["PATH"], _drawing(parsed["picture"], parsed["pictures"]))
+    if parsed["json"] != "-":
+        _print_files(report["files"])
+    if parsed["json"] is not None:
+        tables.write_json(parsed["json"], report)
+    for file in report["files"]:
+        if file["error"] is not None:
+            say(tables.clean(file["error"]), FAILED)
+    return FAILED if report["errors"] else 0
+
+
+def _drawing(one: str | None, folder: str | None) -> Callable[[Path, Any], None] | None:
+    """What draws each scenario that is inspected; None where no picture is asked for."""
+    if one is None and folder is None:
+        return None
+
+    from longhaul.driving.render import log_picture
+
+    if one is not None and Path(one).suffix.lower() not in log_picture.SUFFIXES:
+        raise FlagError(f"--picture {one}: name a file that ends in {', '.join(log_picture.SUFFIXES)}")
+    drawn: set[str] = set()
+
+    def draw(_: Path, shown: Any) -> None:
+        if one is not None and not drawn:
+            log_picture.save(shown, Path(one))
+        name = "".join(letter if letter.isalnum() or letter in "-_." else "_" for letter in shown.id)[:100]
+        while name in drawn:
+            name += "-again"
+        drawn.add(name)
+        if folder is not None:
+            log_picture.save(shown, Path(folder) / f"{name}.png")
+
+    return draw
+
+
+def _print_files(files: Sequence[dict[str, Any]]) -> None:
+    """A row a scenario, a table a file; then a table of ranges."""
+    for file in files:
+        scenarios = file["scenarios"]
+        what = f"{len(scenarios)} scenario{'' if len(scenarios) == 1 else 's'}"
+        print(tables.clean(f"{file['path']}: {file['format'] or 'unknown format'}, {what}"))
+        if scenarios:
+            names = [name for name in scenarios[0] if name not in ("id", "ranges")]
+            rows = [[str(each["id"]), *(tables.number(each[name]) for name in names)] for each in scenarios]
+            tables.table(["scenario", *names], rows)
+            names = [name for name in scenarios[0]["ranges"] if name != "sizes"]
+            rows = [[str(each["id"]), *(tables.span(each["ranges"][name]) for name in names)] for each in scenarios]
+            tables.table(["scenario", *names], rows)
+            rows = [
+                [str(each["id"]), kind, *(tables.span(box.get(side)) for side in ("length", "width", "height"))]
+                for each in scenarios
+                for kind, box in each["ranges"]["sizes"].items()
+            ]
+            tables.table(["scenario", "kind", "length", "width", "height"], rows)
