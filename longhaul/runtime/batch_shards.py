@@ -70,12 +70,12 @@ def whole(common: PyTree, own: list[PyTree]) -> PyTree:
 
 
 def together(function: Function) -> Function:
-    """`apart` where one program is all there will be."""
+    """Identity: `apart` if there is only one program."""
     return function
 
 
 def by_device(mesh: Mesh) -> Shards:
-    """One shard a device."""
+    """Shards with one per device."""
 
     def each(function: Callable[..., Any]) -> Callable[..., Any]:
         return lambda carry: function(meshes.shard_index(), carry)
@@ -85,7 +85,7 @@ def by_device(mesh: Mesh) -> Shards:
 
 
 def alone() -> Shards:
-    """One shard without others: a member of a population, whole on a device."""
+    """Single shard: a member of a population, computed on one device."""
 
     def each(function: Callable[..., Any]) -> Callable[..., Any]:
         return lambda carry: function(jnp.int32(0), carry)

@@ -19,7 +19,7 @@ from longhaul.types import PyTree
 REMEDY = "resume with the settings in the run's run.json, or start a new run"
 
 Entry = dict[str, Any]
-"""One leaf in the table, as JSON can hold it: "dtype", "shape"; "value" of a Python number, "key" (generator of a typed
+"""Table entry of a leaf, as JSON can hold it: "dtype", "shape"; "value" of a Python number, "key" (generator of a typed
 key), "weak" (true for a JAX array of weak dtype)."""
 
 

@@ -69,7 +69,7 @@ class HostsError(ValueError):
 
 @dataclass(frozen=True)
 class Hosts:
-    """This process among `count`. `count` 0: JAX detects it."""
+    """Index of this process among `count`. `count` 0: JAX detects both."""
 
     index: int = 0
     count: int = 1

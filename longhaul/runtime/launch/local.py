@@ -72,7 +72,7 @@ class Local:
 
 
 class TrainingProcess:
-    """One process with a heartbeat. `out` and `error` take the lines that it prints."""
+    """Training process with a heartbeat. `out` and `error` receive the lines that it prints."""
 
     def __init__(
         self, command: Sequence[str], variables: Mapping[str, str], *, out: Take | None, error: Take,

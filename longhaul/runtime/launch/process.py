@@ -30,7 +30,7 @@ Output = int | Take | IO[bytes] | None
 
 
 class Process:
-    """One child process.
+    """Child process.
 
         process = Process(command, payload=b"...", out=print)
         while process.ended() is None:

@@ -128,7 +128,7 @@ def _answering(nodes: Sequence[Mapping[str, Any]]) -> list[str]:
 
 
 def _handlers() -> dict[int, Any]:
-    """This process's handlers of stop signals; none outside the main thread, which alone could restore them."""
+    """Handlers of this process for stop signals; empty outside the main thread, which alone can restore them."""
     if threading.current_thread() is not threading.main_thread():
         return {}
     return {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}

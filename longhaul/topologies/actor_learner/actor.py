@@ -1,7 +1,7 @@
 """Actor: takes orders, acts with the published weights, writes rollouts to shared memory; in a thread or a process.
 
-A process is started as `python -m longhaul.topologies.actor_learner.actor`, with a pickled description on its standard
-input of how to make its environment and policy; nothing is pickled after that.
+The process is `python -m longhaul.topologies.actor_learner.actor`. It reads a pickled `Description` of its environment
+and policy from standard input; nothing is pickled after that.
 """
 
 from __future__ import annotations
@@ -21,18 +21,17 @@ from longhaul.topologies.actor_learner.shared_buffers import Shapes, SharedBuffe
 from longhaul.topologies.staleness import Ticket
 
 BEAT = 0.5
-"""Seconds between two signs of life of an actor that waits."""
+"""Seconds between two heartbeats of a waiting actor."""
 
 Leaves = Sequence[Any]
-"""Arrays, NumPy's or what NumPy can read without a copy."""
+"""NumPy arrays, or arrays that NumPy reads without a copy."""
 
 Collect = Callable[[list[np.ndarray], Leaves, np.ndarray, Ticket, int], tuple[Leaves, Leaves, Leaves]]
-"""(weights, state of the environments, the run's key, ticket, version) -> (state after, data, scores), which it waits
-for."""
+"""(weights, state of the environments, run's key, ticket, version) -> (state after, data, scores), all computed."""
 
 
 class Description(NamedTuple):
-    """Everything that an actor's process is told."""
+    """Input of an actor process."""
 
     actor: int
     make: Callable[[int], Collect]  # importable; takes the actor's number
@@ -44,10 +43,10 @@ class Description(NamedTuple):
 
 
 def work(shared: SharedBuffers, actor: int, collect: Collect, orders: Wakeup, learner: Wakeup) -> None:
-    """Collects the rollouts that are ordered, until the buffers are closed or the learner is gone."""
+    """Collect the ordered rollouts until the buffers are closed or the learner is gone."""
     vitals = shared.vitals[actor]
     ring = shared.weights.reader()
-    kept: Leaves | None = None  # the state after this life's last turn
+    kept: Leaves | None = None  # state after the last turn of this life
     kept_turn = 0
     since = shared.at(actor, buffers.WAITS)
     while not shared.closed[0]:
@@ -74,7 +73,7 @@ def work(shared: SharedBuffers, actor: int, collect: Collect, orders: Wakeup, le
 
 
 def split(buffer: np.ndarray, shapes: Shapes) -> list[np.ndarray]:
-    """The policy's arrays in a flat buffer."""
+    """Arrays of the policy in a flat buffer; views."""
     arrays, offset = [], 0
     for leaf in shapes.weights:
         arrays.append(buffer[offset : offset + leaf.nbytes].view(leaf.dtype).reshape(leaf.shape))
@@ -83,12 +82,12 @@ def split(buffer: np.ndarray, shapes: Shapes) -> list[np.ndarray]:
 
 
 def failed(shared: SharedBuffers, actor: int, error: BaseException) -> None:
-    """Notes why an actor ends."""
+    """Store the error that ends an actor."""
     shared.say(actor, f"{type(error).__name__}: {error}")
 
 
 def main() -> int:
-    """A process that is an actor."""
+    """Main function of an actor process."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the learner, which ends us
     end_with_parent()
     about: Description = pickle.load(sys.stdin.buffer)

@@ -1,8 +1,8 @@
-"""Pool of actors: started, watched and restarted, and their finished rollouts handed to the learner in order.
+"""Pool of actors: starts, watches and restarts them, and hands finished rollouts to the learner in order.
 
-An actor that ended, hangs, or writes another rollout than it was asked for is ended for good before another takes its
-place. Its successor goes on where it left off, because its orders and the states of its environments lie in the shared
-buffers. An actor that fails again and again without a rollout ends the run, with its last error.
+An actor that ended, hangs, or wrote a wrong rollout is ended for good before its successor starts. The successor
+continues at the same place, because orders and states of environments lie in the shared buffers. An actor that keeps
+failing without finishing a rollout ends the run; its last error is reported.
 """
 
 from __future__ import annotations
@@ -34,14 +34,14 @@ if TYPE_CHECKING:
     from longhaul.types import Weights
 
 WATCH = 0.2
-"""Seconds between two looks at the actors."""
+"""Seconds between two health checks of the actors."""
 
 LEAVE = 3.0
-"""Seconds for all actors to leave by themselves, at the end of a run."""
+"""Seconds for all actors to end by themselves at the end of a run."""
 
 
 class ActorThread:
-    """An actor in a thread of this process; an `ActorHandle`."""
+    """Actor in a thread of this process; an `ActorHandle`."""
 
     def __init__(
         self, shared: SharedBuffers, actor: int, make: Callable[[int], Collect], orders: Wakeup, learner: Wakeup
@@ -64,7 +64,7 @@ class ActorThread:
         return None if self._thread.is_alive() else self._failed or "it ended"
 
     def kill(self) -> None:
-        """Asks only: a thread can't be killed."""
+        """Only a request: a thread cannot be killed."""
         self._orders.wake()
 
     def end(self, within: float = 0.0) -> None:
@@ -73,7 +73,7 @@ class ActorThread:
 
 
 class Batch(NamedTuple):
-    """A whole batch, as views of [N, ...] arrays, which hold until the update that learns from it is finished."""
+    """Complete batch: views [N, ...], valid until its update has finished."""
 
     data: list[np.ndarray]
     scores: list[np.ndarray]
@@ -93,12 +93,12 @@ class ActorPool:
     def __init__(
         self, rule: Rule, shapes: Shapes, make: Callable[[int], Collect], *, kind: str, weights: Sequence[Weights] = ()
     ) -> None:
-        """`make` gives what actor a does; for processes (`kind` "process", or "ray" for those on a cluster that was
-        joined; else "thread") it is importable. `weights`: where else than in shared memory versions are published."""
+        """`make(a)`: rollout function of actor a; importable unless `kind` is "thread". `kind`: "process", "thread", or
+        "ray" on the joined cluster. `weights`: places besides shared memory in which versions are published."""
         self._make, self._kind = make, kind
         self._board = ray_actor.Board(make, shapes, rule.versions) if kind == "ray" else None
         self.news: list[str] = []
-        """Lines on the failures of actors; the reader removes them."""
+        """Messages about failures of actors; the reader removes them."""
         self._size = Size(rule.places, rule.rooms, rule.turns, rule.versions)
         self.rule = rule
         self._memory = shared_memory.create(buffers.planned(shapes, self._size).size)
@@ -107,7 +107,7 @@ class ActorPool:
         self._learner = wakeup()
         self._orders = [wakeup() for _ in range(rule.places)]
         self._actors = Actors(rule.places, self._start, "without one rollout")
-        self._rollouts = [0] * rule.places  # of each actor when its life began
+        self._rollouts = [0] * rule.places  # of each actor at its last start
         self._silence = [Silence(0.0)] * rule.places
         self._heads: dict[Ticket, Head] = {}
         self._looked = 0.0
@@ -115,8 +115,8 @@ class ActorPool:
         self.book: Book = staleness.opened(rule, 0)
 
     def open(self, version: int, key: np.ndarray, weights: Sequence[np.ndarray], carry: Sequence[np.ndarray]) -> None:
-        """Starts after `version` updates, with the run's key, its weights (the last is that of `version`, those before
-        them of earlier versions) and the states of the environments, [N, ...] each."""
+        """Start after `version` updates. `weights`: consecutive versions, `version` last. `carry`: states of the
+        environments, [N, ...] each."""
         self.book = staleness.opened(self.rule, version)
         self.shared.key[: key.size] = key.ravel()
         self.shared.set_carry([turn - 1 for turn in self.book.turn], carry)
@@ -127,7 +127,7 @@ class ActorPool:
         self._watch(time.monotonic())
 
     def take(self) -> Batch:
-        """The learner's next batch; waits until it is whole."""
+        """Next batch of the learner; waits until it is complete."""
         began = time.perf_counter()
         while True:
             self._drain()
@@ -144,20 +144,19 @@ class ActorPool:
         return Batch(data, scores, [self._heads.pop(ticket) for ticket in mine])
 
     def learnt(self, weights: np.ndarray) -> None:
-        """The update is finished and nothing reads its batch any more; `weights` are the new ones."""
+        """Note a finished update, whose batch nothing reads any more; `weights` are the new ones."""
         self.book = staleness.learnt(self.book)
         self._publish(self.book.version, weights)
         self._hand_out()
 
     def carry(self) -> list[np.ndarray]:
-        """The states of the environments after the last batch that was learnt from, [N, ...] each: views, which hold
-        until the next one is."""
+        """States of the environments after the last learnt batch [N, ...]; views, valid until the next `learnt`."""
         turns = [turn - len(given) - 1 for turn, given in zip(self.book.turn, self.book.given)]
         return self.shared.carry(turns)
 
     @property
     def queue(self) -> int:
-        """Rollouts that wait for the learner."""
+        """Finished rollouts that wait for the learner."""
         return staleness.queue(self.book)
 
     @property
@@ -166,7 +165,7 @@ class ActorPool:
         return self._actors.restarts
 
     def worked(self) -> tuple[float, float]:
-        """Seconds that actors spent in rollouts, and waiting for orders, all together since they began."""
+        """Seconds spent in rollouts and waiting for orders, summed over all actors since the start."""
         acted, waited = self.shared.vitals[:, [buffers.ACTED_NS, buffers.WAITED_NS]].sum(axis=0)
         return acted / 1e9, waited / 1e9
 
@@ -191,12 +190,12 @@ class ActorPool:
         return {"time": time.time(), "updates": self.book.version, "queue": self.queue, "actors": rows}
 
     def past(self) -> tuple[np.ndarray, ...]:
-        """The weights of the versions before the newest one that a pinned run needs to go on: views, as `carry`'s."""
+        """Weights before the newest version that a pinned run needs to resume; views, valid as those of `carry`."""
         newest = self.book.version
         return tuple(self.shared.weights.held(newest - back) for back in range(self.rule.pinned, 0, -1))
 
     def close(self) -> None:
-        """Ends all actors; nothing of them is left."""
+        """End all actors and free the shared memory."""
         self.shared.closed[0] = 1
         for door in self._orders:
             door.wake()
@@ -225,7 +224,7 @@ class ActorPool:
             self._orders[actor].wake()
 
     def _drain(self) -> None:
-        """Notes the rollouts that were finished since."""
+        """Record the rollouts finished since the last call."""
         moved = False
         for actor in range(self.rule.places):
             while self._finished(actor) < self.shared.finished[actor]:
@@ -241,17 +240,17 @@ class ActorPool:
             self._hand_out()
 
     def _finished(self, actor: int) -> int:
-        """Rollouts of an actor that were noted, in all."""
+        """Number of an actor's rollouts recorded so far."""
         return int(self.shared.ordered[actor]) - len(self.book.given[actor]) + self.book.done[actor]
 
     def _reject(self, actor: int, why: str) -> None:
-        """A rollout that is not what was asked for does not count; another actor does it again."""
+        """Reject a wrong rollout and end its actor; the successor repeats it."""
         self._actors.end(actor)
         self.shared.finished[actor] = self._finished(actor)
         self._failed(actor, why)
 
     def _watch(self, now: float) -> None:
-        """Starts actors that are due, and ends those that hang."""
+        """Start actors that are due, and end those that hang."""
         self._looked = now
         for actor, how in self._actors.look(now):
             self._failed(actor, f"{how}: {words}" if (words := self.shared.said(actor)) else how)
@@ -281,7 +280,7 @@ class ActorPool:
         return started
 
     def _failed(self, actor: int, why: str) -> None:
-        """An actor has ended; another is started after a pause. Raises ActorError where that has not helped."""
+        """Record the end of an actor; its successor starts after a pause. ActorError once restarts are exhausted."""
         progress = int(self.shared.vitals[actor, buffers.ROLLOUTS]) > self._rollouts[actor]
         pause = self._actors.failed(actor, why, progress=progress)
         self.news.append(f"actor {actor}: {why}; another takes its place in {pause:.1f} s")

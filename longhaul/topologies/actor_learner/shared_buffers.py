@@ -1,12 +1,11 @@
 """Shared buffers between actors and learner: orders, rollouts, states of environments and vitals, in one memory.
 
-Every word has one writer. An order is a ticket, which its actor finds when `ordered` has grown; a rollout belongs to
-the learner when `finished` has grown. So an actor that dies at any instruction leaves its orders to its successor, and
-the slot that it was writing, which nobody has read, is written again.
+Every word has one writer. An order is a ticket; its actor reads it once `ordered` has grown. A rollout belongs to the
+learner once `finished` has grown. So an actor may die at any instruction: its orders stay for its successor, which
+rewrites the unfinished slot.
 
-Slots of a batch lie side by side, [rooms, N, ...] an array: the learner takes a batch as an array [N, ...] that is
-there already, without a copy on the host. The environment's state after turn j lies at j % turns, so that a rollout
-that is done again begins where the first one began.
+Slots of a batch are adjacent, [rooms, N, ...] per array: the learner takes a batch [N, ...] without a copy on the host.
+The environment's state after turn j lies at j % turns, so a repeated rollout starts from the same state.
 """
 
 from __future__ import annotations
@@ -29,12 +28,12 @@ STARTS, WAITS, ACTS, WRITES, ENDED = range(5)
 STATES = ("starts", "waits", "acts", "writes", "ended")
 
 INCARNATION, STATE, BEAT, ACTED_NS, WAITED_NS, STEPPED_NS, ROLLOUTS, LONGEST_NS, PROCESS = range(9)
-"""Vitals of an actor: number of its life; its state, and since when (ns of the monotonic clock); ns in rollouts, in
-waiting, of the rollouts those in the environment where that is known; rollouts; ns of the longest; its process."""
+"""Vitals of an actor: number of its life; its state and the time of its last change (ns of the monotonic clock); ns in
+rollouts, ns of waiting, ns in the environment if known; rollouts; ns of the longest one; process id."""
 
 BEGUN, WRITTEN, OWNER, ACTED_BY = range(4)
-"""Head of a slot: the ticket's number plus 1 when writing began, and when it ended; who wrote, in which life; the
-version that acted."""
+"""Head of a slot: the ticket's number plus 1, set when writing begins and again when it ends; actor and life of the
+writer; version of the weights that acted."""
 
 
 class Shapes(NamedTuple):
@@ -52,8 +51,8 @@ class Shapes(NamedTuple):
 
 class Size(NamedTuple):
     actors: int
-    rooms: int  # batches that lie in memory at once
-    turns: int  # states of each environment that do
+    rooms: int  # batches in memory at once
+    turns: int  # states of each environment in memory at once
     versions: int  # of the weights
 
 
@@ -66,7 +65,7 @@ class Head(NamedTuple):
 
 
 class Garbage(ValueError):
-    """A slot that holds another rollout than was asked for."""
+    """Error: a slot holds a rollout that was not ordered."""
 
 
 def planned(shapes: Shapes, size: Size) -> Plan:
@@ -111,12 +110,12 @@ class SharedBuffers:
     # ------------------------------------------------------------------------------------------------- the learner's
 
     def order(self, actor: int, ticket: Ticket) -> None:
-        """Hands a ticket to an actor; there is room for as many as it may have unlearnt."""
+        """Give a ticket to an actor; the memory holds all tickets that it may have open."""
         self._orders[actor, int(self.ordered[actor]) % self.size.turns, :4] = ticket
         self.ordered[actor] += 1
 
     def check(self, actor: int, ticket: Ticket) -> Head:
-        """The head of a finished rollout. Raises Garbage where it is not the one that was asked for."""
+        """Head of a finished rollout. Raises Garbage if it is not the one that was ordered."""
         head = self._heads[ticket.batch % self.size.rooms, ticket.place]
         number = _number(ticket, self.size.actors)
         owner, incarnation = divmod(int(head[OWNER]), 2**32)
@@ -131,19 +130,19 @@ class SharedBuffers:
         return Head(owner, incarnation, version)
 
     def batch(self, number: int) -> tuple[list[np.ndarray], list[np.ndarray]]:
-        """(data, scores) of a whole batch, [N, ...] each: views, which hold until its room is used again."""
+        """(data, scores) of a complete batch, [N, ...] each; views, valid until its memory is reused."""
         room = number % self.size.rooms
         return [x[room] for x in self._data], [x[room] for x in self._scores]
 
     def carry(self, turns: Sequence[int]) -> list[np.ndarray]:
-        """The states of all environments after these turns (one a life's environment), [N, ...] each."""
+        """States of all environments after these turns (one per actor), [N, ...] each."""
         places = [turn % self.size.turns for turn in turns]
         if len(set(places)) == 1:
             return [x[places[0]] for x in self._carry]
         return [np.stack([x[place, a] for a, place in enumerate(places)]) for x in self._carry]
 
     def set_carry(self, turns: Sequence[int], leaves: Sequence[np.ndarray]) -> None:
-        """The inverse of `carry`."""
+        """Inverse of `carry`."""
         for x, leaf in zip(self._carry, leaves, strict=True):
             for actor, turn in enumerate(turns):
                 x[turn % self.size.turns, actor] = leaf[actor]
@@ -155,21 +154,21 @@ class SharedBuffers:
     # --------------------------------------------------------------------------------------------------- the actors'
 
     def asked(self, actor: int) -> Ticket | None:
-        """The oldest order that is not finished."""
+        """Oldest unfinished order; None if there is none."""
         finished = int(self.finished[actor])
         if finished >= self.ordered[actor]:
             return None
         return Ticket(*(int(word) for word in self._orders[actor, finished % self.size.turns, :4]))
 
     def state(self, actor: int, turn: int) -> list[np.ndarray]:
-        """The state of an actor's environment before a turn."""
+        """State of an actor's environment before a turn."""
         return [x[(turn - 1) % self.size.turns, actor] for x in self._carry]
 
     def deliver(
         self, actor: int, ticket: Ticket, version: int, data: Sequence[np.ndarray], scores: Sequence[np.ndarray],
         carry: Sequence[np.ndarray],
     ) -> None:  # fmt: skip
-        """Writes a rollout to its slot, and hands it to the learner."""
+        """Write a rollout to its slot, and hand it to the learner."""
         room, number = ticket.batch % self.size.rooms, _number(ticket, self.size.actors)
         head = self._heads[room, ticket.place]
         head[BEGUN] = number
@@ -184,13 +183,13 @@ class SharedBuffers:
         self.finished[actor] += 1
 
     def say(self, actor: int, words: str) -> None:
-        """Notes why an actor fails."""
+        """Store the error of an actor."""
         encoded = words.encode()[: self._words.shape[1]]
         self._words[actor] = 0
         self._words[actor, : len(encoded)] = np.frombuffer(encoded, np.uint8)
 
     def at(self, actor: int, state: int) -> int:
-        """Notes the state of an actor; -> ns of the monotonic clock."""
+        """Set the state of an actor; -> ns of the monotonic clock."""
         now = time.monotonic_ns()
         self.vitals[actor, BEAT] = now
         self.vitals[actor, STATE] = state

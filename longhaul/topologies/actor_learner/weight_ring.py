@@ -1,9 +1,9 @@
-"""Ring of weights: versions of a policy in shared memory, one flat buffer each; written once, read by any number.
+"""Ring of weights: versions of a policy in shared memory, one flat buffer each; one writer, any number of readers.
 
-Version v lies in place v % H, so that the H newest ones can be read. The writer never waits: it makes the place's mark
-odd, copies, and makes it even again (a sequence lock; Lameter, "Effective synchronization on Linux/NUMA systems",
-2005). A reader copies, and compares the mark before and after; where it changed, it copies again. A copy whose checksum
-differs from the published one (CRC-32C) is refused: nobody acts by weights that no learner made.
+Version v lies in place v % H, so the H newest versions can be read. The writer never waits: it makes the mark of the
+place odd, copies, and makes it even again (a sequence lock; Lameter, "Effective synchronization on Linux/NUMA systems",
+2005). A reader copies, and repeats the copy if the mark changed meanwhile. A copy whose checksum (CRC-32C) differs from
+the published one is refused, so no actor uses damaged weights.
 """
 
 from __future__ import annotations
@@ -16,18 +16,18 @@ import numpy as np
 from longhaul.runtime.shared_memory import Leaf
 
 PATIENCE = 1000
-"""Copies that a reader tries before it reports that the ring is broken."""
+"""Number of copies a reader tries before it reports that the weights change too fast."""
 
 
 def regions(size: int, places: int) -> Iterator[tuple[str, Leaf]]:
-    """Arrays that a ring for policies of `size` bytes needs in shared memory."""
+    """Shared arrays of a ring for policies of `size` bytes."""
     yield "weights/newest", Leaf((8,), "int64")
     yield "weights/marks", Leaf((places, 8), "int64")
     yield "weights/bytes", Leaf((places, size), "uint8")
 
 
 class WeightRing:
-    """`types.Weights` for flat policies, uint8 [size], between processes of one machine. One process publishes."""
+    """`types.Weights` of flat policies, uint8 [size], between processes of one machine. Only one process publishes."""
 
     def __init__(self, arrays: dict[str, np.ndarray]) -> None:
         self._arrays = arrays
@@ -36,11 +36,11 @@ class WeightRing:
         self._buffer, self._read = np.empty(0, np.uint8), -1
 
     def reader(self) -> WeightRing:
-        """The same ring for another thread: each needs a copy of its own."""
+        """Reader of the same ring for another thread, with its own buffer."""
         return WeightRing(self._arrays)
 
     def publish(self, version: int, params: np.ndarray) -> None:
-        """`params` are as many bytes as the ring is wide. Versions grow, or start again before anyone reads."""
+        """Publish `params`, uint8 [size], as `version`. Versions ascend."""
         place = version % len(self._weights)
         mark = self._marks[place]
         mark[0] |= 1  # being written
@@ -52,35 +52,35 @@ class WeightRing:
 
     @property
     def newest(self) -> int:
-        """The newest version; -1 where there is none."""
+        """Newest version; -1 if there is none."""
         return int(self._newest[0]) - 1
 
     def latest(self) -> tuple[int, np.ndarray]:
-        """(version, bytes) of the newest version, copied where they are new; the same memory each time."""
+        """(version, bytes) of the newest version, in the reader's buffer; copied only if the version is new."""
         return self.at(-1)
 
     def at(self, version: int) -> tuple[int, np.ndarray]:
-        """The same of a version; the newest where it is negative."""
+        """(version, bytes) of a version, or of the newest if it is negative."""
         wanted = self.newest if version < 0 else version
         if wanted < 0 or wanted != self._read:
             if not len(self._buffer):
                 self._buffer = np.empty(self._weights.shape[1], np.uint8)
-            self._read = -1  # until it was read whole
+            self._read = -1  # invalid until the read is complete
             self._read = self.read(version, self._buffer)
         return self._read, self._buffer
 
     def held(self, version: int) -> np.ndarray:
-        """View of a version's bytes, for the publisher: valid until it publishes as many as there are places. Zeros
-        where there was no such version."""
+        """View of a version's bytes, for the publisher; valid until its place is overwritten. Zeros if the version is
+        absent."""
         place = version % len(self._weights)
         if version < 0 or int(self._marks[place, 1]) != version:
             return np.zeros_like(self._weights[0])
         return self._weights[place]
 
     def read(self, version: int, out: np.ndarray) -> int:
-        """Copies a version, or the newest where it is negative, to `out`; -> which one.
+        """Copy a version, or the newest if it is negative, to `out`; -> the version.
 
-        LookupError where it is not there: it never was, has been written over, or is damaged.
+        LookupError if it was never published, has been overwritten, or is damaged.
         """
         for _ in range(PATIENCE):
             wanted = self.newest if version < 0 else version

@@ -41,17 +41,17 @@ HELLO, WELCOME, OBSERVE, ACT, REFUSE = range(1, 6)
 """Kinds of frames."""
 
 ANY = 2**32 - 1
-"""Actor number of a HELLO that takes whichever number is free."""
+"""Actor number in a HELLO that asks for any free number."""
 
 MOST_TEXT, MOST_GROUPS = 65_536, 64
-"""Bounds of what is read from a stranger: bytes of a text (a layout, a reason); groups of an actor."""
+"""Bounds on untrusted input: bytes of a text (layout, reason); groups of an actor."""
 
 HEAD = struct.Struct("<4sHHIIQIIQQ")
 HEAD_BYTES = HEAD.size
 
 
 class WireError(ValueError):
-    """A frame that is not the one that is due; one line."""
+    """Frame that is not due or is malformed; the message is one line."""
 
 
 class Head(NamedTuple):
@@ -94,12 +94,12 @@ class Layout(NamedTuple):
     columns: int
     observation: tuple[Field, ...]  # the leaves, in order
     action: Field
-    scores: tuple[str, ...]  # what the server wants to know of an episode that ended
-    form: Tree  # of Leaf: the tree that the leaves make
+    scores: tuple[str, ...]  # scores of a finished episode that the server wants
+    form: Tree  # tree of Leaf: structure of the observation
 
     @property
     def text(self) -> str:
-        """Everything that two sides must agree on before they exchange steps."""
+        """Text that both sides must agree on before they exchange steps."""
         fields = [*self.observation, self.action]
         lines = [f"{name} {dtype} {'x'.join(map(str, shape)) or 'scalar'}" for name, dtype, shape in fields]
         return "\n".join([f"columns {self.columns}", *lines])
@@ -109,7 +109,7 @@ class Layout(NamedTuple):
         return int.from_bytes(hashlib.sha256("\n".join([self.text, *self.scores]).encode()).digest()[:8], "little")
 
     def tree(self, arrays: list[np.ndarray]) -> Tree:
-        """The observation's tree of these leaves."""
+        """Observation tree of these leaves."""
         left = iter(arrays)
         return mapped(lambda leaf: next(left), self.form)
 
@@ -120,14 +120,14 @@ class Block(NamedTuple):
     observation: list[np.ndarray]  # [C, ...]
     reward: np.ndarray  # float32 [C]
     flags: np.ndarray  # bool [3, C]: terminated, truncated, valid
-    columns: np.ndarray  # int32 [F], ascending: whose episode ended
-    final: list[np.ndarray]  # [F, ...], what their last steps led to
+    columns: np.ndarray  # int32 [F], ascending: columns whose episode ended
+    final: list[np.ndarray]  # [F, ...], observations after their last steps
     scores: np.ndarray  # float32 [names, F]
     known: np.ndarray  # bool [names, F]: where they are valid
 
 
 def layout(spec: HostSpec, columns: int, scores: tuple[str, ...] = ()) -> Layout:
-    """Layout for groups of so many columns of an environment."""
+    """Layout of groups of `columns` columns of an environment."""
     found: list[Leaf] = leaves(spec.observation)
     shape, dtype = action_shape(spec.action)
     observed = tuple(_field(f"observation/{i}", leaf.dtype, leaf.shape) for i, leaf in enumerate(found))
@@ -151,14 +151,14 @@ class _Part(NamedTuple):
 
 
 class Codec:
-    """A layout with the positions of its arrays in a block, and the states that travel."""
+    """Layout with the positions of its arrays in a block, and with the schedule of states."""
 
     def __init__(self, layout: Layout, keeps: Keeps = NOTHING) -> None:
         self.layout, self.digest, self._columns, self.keeps = layout, layout.digest, layout.columns, keeps
         self.action_bytes = _padded(layout.columns * layout.action.nbytes)
         self._action = np.dtype(layout.action.dtype), (layout.columns, *layout.action.shape)
         self._known: dict[int, tuple[list[_Part], int]] = {}  # by finals: at most columns + 1
-        self._unended: tuple[Any, ...] = ()  # of steps that ended nothing: what a block has of ends
+        self._unended: tuple[Any, ...] = ()  # fields of a block about finished episodes, if none finished
         self._unended = self.block(bytearray(self.block_bytes(0)), 0)[3:]
         self._first = self._parts(0)[0][: len(layout.observation) + 2]
         self._calm = np.frombuffer(_quiet(layout.columns), bool).reshape(3, -1)
@@ -166,7 +166,7 @@ class Codec:
         self.most = HEAD_BYTES + max(most, MOST_TEXT + MOST_GROUPS * keeps.size)
 
     def _parts(self, finals: int) -> tuple[list[_Part], int]:
-        """Observation, reward, flags, columns, final, scores, known; and the bytes of them all."""
+        """Observation, reward, flags, columns, final, scores, known; and the total bytes."""
         if finals in self._known:
             return self._known[finals]
         layout, names = self.layout, len(self.layout.scores)
@@ -183,11 +183,11 @@ class Codec:
         return self._known.setdefault(finals, (parts, offset))
 
     def block_bytes(self, finals: int) -> int:
-        """Bytes of a step in which so many episodes ended."""
+        """Bytes of a step in which `finals` episodes ended."""
         return self._parts(finals)[1]
 
     def block(self, memory: Any, finals: int, offset: int = 0) -> Block:
-        """Views of a step in `memory`, from `offset` on; read-only where that is."""
+        """Views of a step in `memory`, from `offset` on; read-only if the memory is."""
         parts, n = self._parts(finals)[0], len(self.layout.observation)
         if not finals and self._unended:
             *seen, reward, flags = [np.ndarray(shape, dtype, memory, offset + at) for at, dtype, shape in self._first]
@@ -196,24 +196,24 @@ class Codec:
         return Block(views[:n], views[n], views[n + 1], views[n + 2], views[n + 3 : 2 * n + 3], views[-2], views[-1])
 
     def _calm_block(self, data: bytes, offset: int) -> Block | None:
-        """The same block where no episode ended and all columns are valid; else None."""
+        """Views of a step in which no episode ended and all columns are valid; None for any other step."""
         *seen, reward, flags = self._first
         begin = offset + flags.offset
         if data[begin : begin + self._calm.size] != _quiet(self._columns):
             return None
         leaves = []
-        for at, dtype, shape in seen:  # a comprehension would be another call, for every frame
+        for at, dtype, shape in seen:  # a comprehension would cost another call per frame
             leaves.append(np.ndarray(shape, dtype, data, offset + at))
         earned = np.ndarray(reward.shape, reward.dtype, data, offset + reward.offset)
         return Block(leaves, earned, self._calm, *self._unended)
 
     def action(self, memory: Any, offset: int = 0) -> np.ndarray:
-        """A view of actions [C, ...] in `memory`."""
+        """View of actions [C, ...] in `memory`."""
         dtype, shape = self._action
         return np.ndarray(shape, dtype, memory, offset)
 
     def check_head(self, head: Head, due: Due) -> None:
-        """Raises WireError where a frame is not the one that is due, or its counts do not give its length."""
+        """Check that a frame is due and that its counts give its length; else WireError."""
         if head[:4] != due:
             raise WireError(f"a frame is {tuple(head[:4])} (kind, group, life, step), and {tuple(due)} is due")
         if head.digest != self.digest or head.columns != self._columns:
@@ -226,26 +226,26 @@ class Codec:
             raise WireError(f"a payload of {head.length} bytes, where the layout gives {wanted}")
 
     def length(self, due: Due, finals: int) -> int:
-        """Bytes of the payload of a frame that is due."""
+        """Payload bytes of a due frame."""
         if due.kind != OBSERVE:
             return self.action_bytes
         return self.block_bytes(finals) + self.keeps.after(due.step)
 
     def write_head(self, memory: bytearray, due: Due, finals: int) -> int:
-        """Writes the head of a frame whose payload lies behind it in `memory`; -> bytes of the frame."""
+        """Write the head of a frame before its payload in `memory`; -> bytes of the frame."""
         length = self.length(due, finals)
         HEAD.pack_into(memory, 0, MAGIC, VERSION, *due, self._columns, finals, self.digest, length)
         return HEAD_BYTES + length
 
     def act_frame(self, due: Due, action: np.ndarray) -> bytes:
-        """The frame of actions [C, ...]."""
+        """Frame of actions [C, ...]."""
         memory = bytearray(HEAD_BYTES + self.action_bytes)
         self.write_head(memory, due, 0)
         self.action(memory, HEAD_BYTES)[...] = action
         return bytes(memory)
 
     def observed(self, data: bytes, finals: int, *, first: bool) -> Block:
-        """The step in a frame whose head was checked; views of its bytes. WireError where it contradicts itself."""
+        """Step in a frame whose head was checked; views of its bytes. WireError if it is inconsistent."""
         step = None if finals else self._calm_block(data, HEAD_BYTES)
         if step is None:
             step = self.block(data, finals, HEAD_BYTES)
@@ -255,7 +255,7 @@ class Codec:
         return step
 
     def state(self, memory: Any, finals: int, offset: int = 0) -> np.ndarray:
-        """A view of the state [size] that follows on a step in `memory`."""
+        """View of the state [size] after a step in `memory`."""
         return np.frombuffer(memory, np.uint8, self.keeps.size, offset + self.block_bytes(finals))
 
 
@@ -265,27 +265,27 @@ def _padded(size: int) -> int:
 
 @functools.cache
 def _others(count: int) -> int:
-    """All bits of so many bytes but the lowest of each."""
+    """Mask of `count` bytes without the lowest bit of each."""
     return int.from_bytes(b"\xfe" * count, "little")
 
 
 @functools.cache
 def _quiet(columns: int) -> bytes:
-    """The flags of a step that ended nothing, of columns that all count."""
+    """Flags of a step without ends, all columns valid."""
     return bytes(2 * columns) + b"\1" * columns
 
 
 def check_block(step: Block, *, first: bool) -> None:
-    """Raises WireError where a step contradicts itself. `first`: it begins a life, and ends nothing."""
+    """Check that a step is consistent; else WireError. `first`: it begins a life, so no episode may end."""
     _check_flags(step, first=first)
     if not first:
         _check_reward(step.reward)
 
 
 def _check_flags(step: Block, *, first: bool) -> None:
-    """The same for the flags, and the columns whose episode ended."""
-    # As bytes: a bool that is neither 0 nor 1 is no bool, and NumPy does not look. A row of them as one long number: of
-    # so few, Python's arithmetic is several times as fast as NumPy's calls.
+    """Check the flags and the columns whose episode ended."""
+    # Bytes, because NumPy does not notice a bool that is neither 0 nor 1. Each row is one long integer: for so few
+    # flags Python's arithmetic is several times as fast as NumPy calls.
     rows, columns = step.flags.tobytes(), step.flags.shape[1]
     if rows == _quiet(columns) and not len(step.columns):
         return
@@ -305,8 +305,8 @@ def _check_flags(step: Block, *, first: bool) -> None:
 
 
 def _check_reward(reward: np.ndarray) -> None:
-    """The same for rewards [C]."""
-    # One number that tells of all; it may overflow where no reward is at fault.
+    """Check the rewards [C]."""
+    # One number tests all rewards; it may overflow with finite rewards, so they are checked again.
     if not math.isfinite(reward.dot(reward)) and not np.isfinite(reward).all():
         raise WireError("a reward is not finite")
 
@@ -315,13 +315,13 @@ def _check_reward(reward: np.ndarray) -> None:
 
 
 def frame(head: Head, payload: bytes = b"") -> bytes:
-    """Bytes of a frame; the head's length is the payload's."""
+    """Bytes of a frame; its head gets the length of the payload."""
     return HEAD.pack(MAGIC, VERSION, *head[:-1], len(payload)) + payload
 
 
 def read(data: bytes, most: int) -> Head:
-    """Head of a whole frame: right magic, version and kind, and as long as it says. Raises WireError; nothing is read
-    of a frame that is longer than `most`."""
+    """Head of a complete frame, with magic, version, kind and length checked; else WireError. A frame longer than
+    `most` is not read."""
     if not HEAD_BYTES <= len(data) <= most:
         raise WireError(f"a frame of {len(data)} bytes; it must have {HEAD_BYTES} to {most}")
     magic, version, *numbers = HEAD.unpack_from(data)
