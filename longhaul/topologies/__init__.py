@@ -1,1 +1,1 @@
-"""Topologies: where environments and policies run, and what travels between them."""
+"""Topologies: placement of environments and policies, and the data sent between them."""

@@ -186,7 +186,7 @@ def updating(
             with jax.named_scope(LEARNING):
                 state, metrics = algorithm.learn(before, data, key_learn)
             after, own = part(state)
-            # As one vector: a score that no shard can have would cross devices alone, as a constant.
+            # One vector, one collective: a constant score would otherwise cross devices separately.
             peaks = {name: shards.most(scores.pop(name)) for name in list(scores) if name.startswith("peak/")}
             sums = shards.number * shards.mean(jnp.stack(list(scores.values())))
             told = metrics | dict(zip(scores, sums)) | peaks

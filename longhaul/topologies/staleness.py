@@ -1,16 +1,16 @@
-"""Staleness bound: which rollout an actor may collect next, so that no update learns from weights that are too old.
+"""Staleness bound: order of the rollouts of actors such that no update learns from too old weights.
 
 Rollouts are tickets 0, 1, 2, ...; N of them make a batch, and ticket i is place i % N of batch i // N. With v updates
-finished, a ticket of batch b may start only when b <= v + S, and the learner takes batches in order. So what update b
-learns from was acted by version b - S or a later one: S = 0 is the synchronous loop, S > 0 is stale-synchronous (Ho et
-al., "More effective distributed ML via a stale synchronous parallel parameter server", NeurIPS 2013; the capacity rule
-of AReaL, made deterministic by the order). Place k of each batch then belongs to actor k.
+finished, a ticket of batch b may start only when b <= v + S, and the learner takes batches in order. So the data of
+update b come from version b - S or a later one: S = 0 is the synchronous loop, S > 0 is stale-synchronous (Ho et al.,
+"More effective distributed ML via a stale synchronous parallel parameter server", NeurIPS 2013; the capacity rule of
+AReaL, made deterministic by the order). Place k of each batch then belongs to actor k.
 
-Without a bound (S None) an actor that is free takes the next ticket; only memory limits how far it runs ahead.
+Without a bound (S None) a free actor takes the next ticket; only memory limits its lead.
 
-Both topologies use this rule. The learner of `actor_learner` hands tickets out ahead (`hand_out`); a successor of a
+Both topologies use this rule. The learner of `actor_learner` hands tickets out ahead (`hand_out`); the successor of a
 dead actor finishes the same tickets. The inference server gives each group of environments one ticket at a time
-(`begin`); a group that is lost gives its ticket back (`lose`), because the server assembles the rollouts itself.
+(`begin`); a lost group returns its ticket (`lose`), because the server assembles the rollouts itself.
 All functions are pure: they take a `Book` and return the next one.
 """
 
@@ -35,7 +35,7 @@ class Ticket(NamedTuple):
 class Rule(NamedTuple):
     """Bound on the lead of acting over learning; validated by `opened`."""
 
-    places: int  # N, tickets of a batch; as many as actors
+    places: int  # N, tickets of a batch, one per actor
     staleness: int | None  # S; None: no bound but memory
     pin: bool = False  # act with exactly version b - S
     until: int = 2**62  # batches of the run; no ticket of a later batch is handed out

@@ -1,1 +1,1 @@
-"""Actor-learner topology: actors collect with a policy of their own, a learner learns from their rollouts."""
+"""Actor-learner topology: actors collect rollouts with their own copy of the policy, one learner trains on them."""

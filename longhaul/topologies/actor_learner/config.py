@@ -22,10 +22,10 @@ LIVE = "live.json"
 class ActorConfig:
     """Options of the topology `actors`; `decided` resolves None."""
 
-    actors: int | None = None  # each has an equal share of the worlds
+    actors: int | None = None  # each steps an equal share of the worlds
     actor_kind: str = "process"
-    staleness: int | None = 0  # updates that what is learnt from may be behind; None: no bound
-    pin: bool = False  # act with exactly the weights that the bound allows, so that a run can be repeated
+    staleness: int | None = 0  # updates that the learnt data may lag behind; None: no bound
+    pin: bool = False  # act with exactly the oldest weights allowed, so a run is repeatable
     ray_address: str = "auto"  # of the cluster, where actor_kind is "ray"
 
 

@@ -1,7 +1,7 @@
 """Rollouts and evaluation of environments on the host: NumPy steps, a compiled policy, the `Rollout`s of the device.
 
 The state of the environments travels with the rollouts if the vector reports it (`HostVector.state`): a restarted actor
-then continues exactly. Otherwise it starts new episodes, and its scores count them (`actors/begun_anew`).
+then continues exactly. Otherwise it starts new episodes, and its scores count those worlds.
 
 A vector may contain steps that do not count (auto-reset), so its data are weighted by `valid`: its spec has one agent
 where the spec of an ordinary environment has None.

@@ -19,7 +19,7 @@ class ServerConfig:
     """Options of the topology `central`; number of actors and staleness are in `actor_learner.config.ActorConfig`."""
 
     lane: str = "shm"
-    slots: int = 2  # groups of environments of an actor: it steps one while the others wait
+    slots: int = 2  # groups of environments per actor: it steps one while the others wait
     bind: str | None = None  # HOST:PORT; None: the run starts its actors on this machine
     token_file: str | None = None
     tls_cert: str | None = None

@@ -3,7 +3,7 @@
 A frame is a head of 48 bytes, little-endian, and a payload. Both sides derive the layout (names, dtypes, shapes) from
 their own environment, and the first frame compares the two; no later frame describes its arrays, because lengths follow
 from the layout and from two counts in the head. Nothing is pickled, parsed or allocated by a count that a frame claims.
-A frame that differs from the one that is due raises `WireError`, and its stream ends. There is no checksum: TCP and TLS
+A frame that is not due raises `WireError`, and its stream ends. There is no checksum: TCP and TLS
 guarantee the integrity of a stream.
 
     HELLO    actor -> server   I am actor `group`, with `finals` groups of `columns` columns; `step` is a number by
@@ -15,9 +15,9 @@ guarantee the integrity of a stream.
     ACT      server -> actor   the actions that follow on it
     REFUSE   server -> actor   the stream ends; payload: the reason, as text; `step` 1: trying again later may help
 
-Step 0 of a life is the observation that it begins with, whose reward and flags mean nothing. The payload of OBSERVE is
-one step of a `HostVector`, with the final observations and scores of the `finals` columns whose episode ended; where it
-ends a trajectory and states are wanted, the group's state follows (`env_state`).
+Step 0 of a life is its first observation; reward and flags mean nothing there. The payload of OBSERVE is one step of a
+`HostVector`, with final observations and scores of the `finals` columns whose episode ended. The group's state follows
+(`env_state`) if the step ends a trajectory and states are wanted.
 Arrays lie at multiples of 8 bytes; the same blocks lie in shared memory, where no frame is copied.
 """
 

@@ -200,7 +200,7 @@ class GrpcTransport:
             if life is not None:
                 life.end(why)
             head = Head(wire.REFUSE, step=int(isinstance(error, Busy)))
-            with contextlib.suppress(Exception):  # it may be gone
+            with contextlib.suppress(Exception):  # the stream may be gone
                 async with asyncio.timeout(1.0):
                     if life is not None:
                         await life.writer.stopped()
@@ -244,7 +244,7 @@ class GrpcTransport:
         if actor in self._lives:
             if self._lives[actor].name != head.step:
                 raise Busy(f"actor {actor} is here already")
-            self._leave(self._lives[actor], "it came back in another stream")  # before we knew that it was gone
+            self._leave(self._lives[actor], "it came back in another stream")  # its end was not noticed yet
         self._numbers[actor] += 1
         life = _Life(actor, self._numbers[actor], self._slots, head.step, write)
         self._lives[actor] = life
