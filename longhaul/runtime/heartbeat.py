@@ -1,4 +1,4 @@
-"""Heartbeat of a process that trains, and the rule that tells a hang from silence.
+"""Heartbeat of a process that trains, and the rule that separates a hang from silence.
 
 The training loop itself sends a sign of life after each compiled call: a separate thread would go on while the loop
 hangs. Starting, compiling, saving and evaluating are announced, and have a limit of their own.

@@ -185,7 +185,7 @@ class Restarts(NamedTuple):
     failures: int = 0
 
     def failed(self, *, progress: bool) -> Restarts:
-        """After another failure; `progress`: it had done something worth a new start."""
+        """State after another failure; `progress`: the failed process had worked, so the count restarts."""
         return self._replace(failures=1 if progress else self.failures + 1)
 
     @property

@@ -26,7 +26,7 @@ MUTE = 15.0
 """Seconds without an answer after which an actor counts as lost."""
 
 ANSWER = 20.0
-"""Seconds that placing may take; Ray goes on placing on a dead node for some time."""
+"""Seconds that placing may take; Ray continues to place on a dead node for some time."""
 
 ENDING = 10.0
 """Seconds that actors have to end their processes before they are killed, which ends those too."""

@@ -40,7 +40,7 @@ class WeightRing:
         return WeightRing(self._arrays)
 
     def publish(self, version: int, params: np.ndarray) -> None:
-        """Publish `params`, uint8 [size], as `version`. Versions ascend."""
+        """Publish `params`, uint8 [size], as `version`. Versions ascend, or restart before the first read."""
         place = version % len(self._weights)
         mark = self._marks[place]
         mark[0] |= 1  # being written

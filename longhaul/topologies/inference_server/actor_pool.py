@@ -13,7 +13,7 @@ from longhaul.topologies import actor_process
 from longhaul.topologies.actor_process import ActorHandle, Actors
 
 SOON = 60.0
-"""Seconds after its start during which a failure counts against an actor; later failures restart the count."""
+"""Seconds after its start during which a failure counts against an actor; a later failure restarts the count at one."""
 
 
 class Orders(NamedTuple):
