@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import signal
+import subprocess
 import sys
 import tempfile
 import threading
@@ -187,15 +188,20 @@ def bench(words: Sequence[str]) -> int:
         True,
         "",
     )
+    peers = Flag(
+        "peers", flags.ALONE, False, "instead: sockets, gRPC, Orbax and others beside ours, in a clone of the project"
+    )
     out = Flag("json", PATH, None, "write the figures as a list to this file, too", shown="")
     about = "Measures a version from one process to others, by stages, beside the limits of memory and sockets."
-    groups = {"": [model, receivers, lane, repeats, rate, layouts, out, DEBUG]}
+    groups = {"": [model, receivers, lane, repeats, rate, layouts, peers, out, DEBUG]}
     given = flags.parse("sync bench", about, groups, words).values
     tables.check_json(given["json"])
     if given["receivers"] < 1:
         raise FlagError(f"--receivers is {given['receivers']}; at least 1")
 
     model_shapes.forms(given["model"])
+    if given["peers"]:
+        return _peers(given)
 
     sizes = {name: given[name] for name in ("model", "receivers", "lane", "repeats") if given[name] not in ((), [])}
     figures = []
@@ -205,6 +211,20 @@ def bench(words: Sequence[str]) -> int:
     if given["json"] not in (None, "-"):
         tables.write_json(given["json"], figures)
     return 0
+
+
+def _peers(given: Mapping[str, Any]) -> int:
+    """Exit code of `python -m benchmarks.peers.sync`, which only a clone of the project has."""
+    clone = Path(__file__).resolve().parents[2]
+    if not (clone / "benchmarks/peers/sync.py").is_file():
+        raise FlagError(
+            "--peers runs benchmarks/peers/sync.py, which no installation has; run it in a clone of the project"
+        )
+    if given["lane"] or given["layouts"] or given["learning-rate"] is not None:
+        raise FlagError("--peers has transports of its own; leave --lane, --layouts and --learning-rate out")
+    words = ["--model", given["model"], "--repeats", str(given["repeats"])]
+    words += [] if given["json"] in (None, "-") else ["--json", str(Path(given["json"]).absolute())]
+    return subprocess.run([sys.executable, "-m", "benchmarks.peers.sync", *words], cwd=clone, check=False).returncode
 
 
 def _figures(sizes: dict[str, Any], given: Mapping[str, Any]) -> Iterator[dict[str, Any]]:

@@ -8,6 +8,8 @@ import subprocess
 import sys
 import threading
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -16,6 +18,7 @@ from longhaul.cli import main, sync
 from longhaul.weight_sync.publisher import Publisher
 from longhaul.weight_sync.transports import safetensors_files
 from longhaul.weight_sync.transports.folder import FolderTransport
+from tests.helpers.command_line import assert_refused
 from tests.helpers.weight_sync_transports import is_whole, tensors, until
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -146,3 +149,18 @@ def test_of_two_servers_at_one_port_the_second_ends(tmp_path: Path) -> None:
                     server.terminate()
             assert ended.returncode == 1 and ended.stderr is not None
             assert f"{address} can't be served: Address already in use; give another one" in ended.stderr.read()
+
+
+def test_other_libraries_are_measured_by_a_program_of_the_clone(
+    monkeypatch: pytest.MonkeyPatch, longhaul: Any, tmp_path: Path
+) -> None:
+    asked: list[list[str]] = []
+    monkeypatch.setattr(
+        sync.subprocess, "run", lambda words, **_: (asked.append(words[1:]), SimpleNamespace(returncode=0))[1]
+    )
+    assert longhaul("sync", "bench", "--peers", "--repeats", "7", "--json", "p.json")[0] == 0
+    file = str(tmp_path / "p.json")
+    assert asked == [["-m", "benchmarks.peers.sync", "--model", "qwen3-0.6b", "--repeats", "7", "--json", file]]
+    assert_refused(longhaul("sync", "bench", "--peers", "--lane", "tcp"), "--peers has transports of its own")
+    monkeypatch.setattr(sync, "__file__", str(tmp_path / "a/b/c.py"))
+    assert_refused(longhaul("sync", "bench", "--peers"), "run it in a clone of the project")
