@@ -50,7 +50,7 @@ COMMANDS = {
 ENTRIES = {
     "train": ("train", "train"),
     "evaluate": ("evaluate", "evaluate"),
-    "render": ("evaluate", "render"),
+    "render": ("render", "render"),
     "play": ("play.command", "play"),
     "reason": ("reason", "reason"),
     "recipes": ("list", "show_recipes"),
