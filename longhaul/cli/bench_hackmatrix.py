@@ -209,7 +209,7 @@ def _all(words: Any) -> str:
 
 
 def placed(path: str, name: str, text: str) -> str:
-    """What the file at `path` is to hold: `text` between its lines that name it; alone where there is no such file.
+    """New content of the file at `path`: `text` between its lines that name it; alone where there is no such file.
 
     Raises FlagError where the file has no such lines: nothing is overwritten that was not written here.
     """

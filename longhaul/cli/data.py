@@ -89,7 +89,7 @@ def _inspect(words: Sequence[str]) -> int:
 
 
 def _drawing(one: str | None, folder: str | None) -> Callable[[Path, Any], None] | None:
-    """What draws each scenario that is inspected; None where no picture is asked for."""
+    """Function that draws each inspected scenario; None without --picture and --pictures."""
     if one is None and folder is None:
         return None
 

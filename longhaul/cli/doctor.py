@@ -52,7 +52,7 @@ WORDS = {
     "loss of return": ("{:.0%} of what was gained", "<= {:.0%}"),
     "speed": ("{:,.0f} agent steps a second", ">= {:,.0f}"),
 }
-"""How a table says the value and the bound of each health check."""
+"""Formats of the value and the bound of each health check in a table."""
 
 WIDE = 90
 """Characters to which values are filled up; longer ones push their bound to the right."""
@@ -125,7 +125,7 @@ def _run(words: Sequence[str]) -> int:
 
 
 def _files(folder: Path, records: Sequence[health.Record]) -> Iterator[Check]:
-    """Whether records and checkpoints are whole."""
+    """Check that records and checkpoints are whole."""
     updates = [record["update"] for record in records]
     repeated = [b for a, b in itertools.pairwise(updates) if b <= a]
     last = updates[-1] if updates else 0
@@ -249,7 +249,7 @@ def checkup(run: Run, *, quick: bool, seeds: int, updates: int | None) -> Iterat
 
 
 def _guarded(name: str, work: Callable[[], Any]) -> Iterator[Any]:
-    """What `work` gives; where the device can't do it, a check that fails."""
+    """Result of `work`; a failed check where the device can't do it."""
     try:
         yield work()
     except (jax.errors.JaxRuntimeError, RunError) as error:

@@ -42,7 +42,7 @@ WORST = ("html", "gif")
 
 
 class Result(NamedTuple):
-    """What an evaluation found."""
+    """Result of an evaluation."""
 
     scores: Scores
     estimates: dict[str, Estimate]
@@ -160,7 +160,7 @@ def policy_of(folder: Path, who: str, member: int | None = None) -> tuple[Run, A
 
 
 def named_task(run: Run) -> str:
-    """What a run trains in, in a word."""
+    """Name of a run's environment or task."""
     task = run.environment
     return task.env if isinstance(task, Named) else task.task if isinstance(task, Reasoning) else "driving"
 
@@ -252,7 +252,7 @@ def _write_csv(path: str, result: Result) -> None:
 
 
 def _report(run_id: str, parsed: dict[str, Any], result: Result) -> dict[str, Any]:
-    """What --json holds. With several agents a scenario has as many entries."""
+    """Content of --json. With several agents a scenario has as many entries."""
     estimates, known = (
         result.estimates,
         {n: m.value[m.valid] for n, m in result.scores.metrics.items() if m.valid.any()},

@@ -21,7 +21,7 @@ class FlagError(ValueError):
 
 
 class Kind(NamedTuple):
-    """What the words after a flag may be."""
+    """Kind of a flag's value: its words, and how they are read."""
 
     metavar: str
     allowed: str  # "a whole number"
@@ -158,7 +158,7 @@ def _identifier(flag: Flag) -> str:
 
 
 def _dataclass(groups: Mapping[str, Sequence[Flag]]) -> type:
-    """What tyro asks for: a dataclass of the flags, those of a group in one of their own."""
+    """Dataclass of the flags for tyro, those of a group in one of their own."""
     import tyro
 
     root: list[tuple[str, Any, Any]] = []
@@ -294,12 +294,12 @@ def _check(command: str, flags: Sequence[Flag], words: Sequence[str]) -> frozens
 
 
 def _is_value(following: Sequence[str]) -> bool:
-    """Whether there is a word, and it is no flag: "-" and "-0.5" are none."""
+    """True if a word follows that is a value: "-" and "-0.5" are values."""
     return bool(following) and not re.match(r"-[^\d.]", following[0])
 
 
 def _unknown(command: str, flags: Sequence[Flag], unknown: Sequence[str]) -> str:
-    """What is wrong with the words that tyro did not take."""
+    """Error line on the words that tyro did not take."""
     first = next((word for word in unknown if word.startswith("-")), None)
     if first is None:
         return f"{unknown[0]!r} is one word too many; see longhaul {command} --help"

@@ -111,7 +111,7 @@ def _check_curve(parsed: dict[str, Any], task: Reasoning) -> None:
 
 
 def _curve(folder: Path, parsed: dict[str, Any], settings: self_consistency.Config) -> int:
-    """What more thinking is worth to a run's policy, on problems that it never trained on."""
+    """Gain of a run's policy from more thinking, on problems that it never trained on."""
     run, policy, _ = loop.restore_policy(folder)
     task = run.environment
     assert isinstance(task, Reasoning)
@@ -150,7 +150,7 @@ def _show(solution: Solution, *, known: bool) -> None:
 
 
 def _plain(solution: Solution) -> dict[str, Any]:
-    """As JSON can hold it."""
+    """Value in a form that JSON can hold."""
     plain = solution._asdict()
     plain["chain"] = None if solution.chain is None else solution.chain._asdict()
     plain["chains"] = [chain._asdict() for chain in solution.chains]

@@ -249,7 +249,7 @@ SIDE_BY_SIDE = ("seeds", "sweep", "pbt-interval", "together")
 """Flags that make many runs of one."""
 
 PREFIXES = {"gate": "gate", "model": "model", "weights": "reward"}
-"""Of the flags of what lies within a field."""
+"""Prefixes of the flags of nested settings."""
 
 AUTO = (
     *("mesh", "together", "actors", "threads", "bank-updates", "evaluation-episodes"),
@@ -293,7 +293,7 @@ ALIASES = {"total-steps": ("total-timesteps",), "accumulate": ("micro-batches",)
 """Other words for flags of a Run: those of PureJaxRL and of HackMatrix's own trainer, and what others call them."""
 
 BARE = {"remat": ("full", "none")}
-"""What --remat and --no-remat mean, alone: it was a switch once."""
+"""Values of --remat and --no-remat without a value: the flag was a switch once."""
 
 RUNS_DIR = Flag(
     "runs-dir", PATH, "runs", "folder of all runs; a run's is NAME in it, and its checkpoints are in NAME/checkpoints",
@@ -319,7 +319,7 @@ TRACKING = (
         shown="WANDB_MODE, or online where there are credentials, else offline",
     ),
 )  # fmt: skip
-"""How a run is tracked: no part of a Run, since no number depends on it."""
+"""Flags of tracking: not part of a Run, since no number depends on them."""
 
 PUBLISHING = (
     Flag("publish", TEXT, (), "tcp:HOST:PORT, shm:NAME, a folder, or run: RUN/weights; a run that goes on keeps to it; "
@@ -329,7 +329,7 @@ PUBLISHING = (
     Flag("publish-token-file", optional(PATH), None, "a file with the token that receivers must know", shown=""),
     Flag("publish-anchor", INT, 1, "of versions in a folder each so manyth is whole, the others what changed"),
 )  # fmt: skip
-"""What a run publishes: likewise."""
+"""Flags of publication: not part of a Run either."""
 
 
 class Setting(NamedTuple):

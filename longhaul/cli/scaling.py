@@ -18,7 +18,7 @@ from longhaul.runtime.errors import RunError
 from longhaul.training.run_dir import new_folder
 
 NAMES = {"driving": "driving-scaling"}
-"""What `longhaul scaling` knows, and the grid's recipe of each."""
+"""Grids of `longhaul scaling`, with the recipe of each."""
 
 VARIED = ("model-size", "scenarios", "data", *run_flags.SIDE_BY_SIDE)
 """Flags of a run that a grid sets itself."""

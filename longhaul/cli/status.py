@@ -19,7 +19,7 @@ from longhaul.training.run_dir import called, find_folder, read_run
 RUN = Flag("RUN", TEXT, None, "a run's name or folder", shown="")
 
 OLD = 10.0
-"""Seconds after which what was told is said to be old."""
+"""Seconds after which the actors' state is called old."""
 
 HEADER = ["actor", "process", "state", "for", "rollouts", "waiting", "queue", "restarts"]
 
@@ -96,7 +96,7 @@ def show_result(result: dict[str, Any]) -> None:
 
 
 def read_live(folder: Path) -> dict[str, Any] | None:
-    """What a run told last; None where it has no actors at work."""
+    """Last `LIVE` of a run; None where no actors are at work."""
     try:
         told: dict[str, Any] = json.loads((folder / LIVE).read_text())
     except (OSError, ValueError):
@@ -105,7 +105,7 @@ def read_live(folder: Path) -> dict[str, Any] | None:
 
 
 def live_rows(told: dict[str, Any], now: float) -> list[tuple[str, str]]:
-    """Lines on the whole: how stale, how full, who waits for whom."""
+    """Lines on all actors: staleness, queue, waits, bottleneck."""
     metrics, bound = told["metrics"], told["staleness"]
     age = max(0.0, now - told["time"])
     return [
@@ -120,7 +120,7 @@ def live_rows(told: dict[str, Any], now: float) -> list[tuple[str, str]]:
 
 
 def actor_rows(told: dict[str, Any]) -> list[list[str]]:
-    """A row for each actor, as `HEADER` has it."""
+    """Rows of the actors, in the columns of `HEADER`."""
     found = []
     for row in told["actors"]:
         whole = row["seconds_acting"] + row["seconds_waiting"]
@@ -133,7 +133,7 @@ def actor_rows(told: dict[str, Any]) -> list[list[str]]:
 
 
 def show_live(folder: Path) -> None:
-    """Prints what a run's actors are at; nothing where it has none at work."""
+    """Prints the state of a run's actors; nothing where none are at work."""
     told = read_live(folder)
     if told is not None:
         tables.listing(live_rows(told, time.time()))

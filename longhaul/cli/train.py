@@ -45,7 +45,7 @@ def train(words: Sequence[str]) -> int:
 
 
 def _follow() -> None:
-    """What process 0 was told to train."""
+    """Training of a process other than 0: the run that process 0 was asked for."""
     import jax
 
     from longhaul.training import loop

@@ -55,7 +55,7 @@ def _absolute(path: str) -> str:
 
 
 def tokeniser(folder: str) -> Tokeniser:
-    """Of a model's folder; without one, bytes."""
+    """Tokeniser of a model's folder; bytes where there is no folder."""
     try:
         return huggingface.tokeniser(folder) if folder else tokenizer.BYTES
     except ImportError as error:

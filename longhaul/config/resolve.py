@@ -1,4 +1,4 @@
-"""A Run with all decided and checked, and its assembly into functions."""
+"""Resolution of a Run: every open field decided, every size checked."""
 
 from __future__ import annotations
 
@@ -35,11 +35,11 @@ MOST_RECORDS = 4096
 
 
 EPISODES = {Driving: 128, Reasoning: 256}
-"""Of an evaluation: scenarios, problems; 100 elsewhere."""
+"""Episodes of an evaluation: scenarios, problems; 100 elsewhere."""
 
 
 VISITS, EPISODE = 8, 80
-"""How often a scenario of a bank is driven before others come, taking an episode to have so many steps."""
+"""Visits of each scenario of a bank before others come; steps that an episode is taken to have."""
 
 
 def resolve(run: Run) -> Run:
@@ -116,7 +116,7 @@ def _absolute(paths: Sequence[str]) -> tuple[str, ...]:
 
 
 def _acting(run: Run, devices: int) -> ActorConfig:
-    """Who acts, where that is no matter of the learner's program."""
+    """Actors of the run, checked against its topology, environment and devices."""
     if run.topology == "fused":
         if isinstance(run.environment, Named) and is_hosted(run.environment.env):
             raise RunError(f"--env {run.environment.env} is stepped on the host; choose --topology actors or central")
@@ -143,7 +143,7 @@ def _acting(run: Run, devices: int) -> ActorConfig:
 
 
 def _served(run: Run, devices: int) -> ActorConfig:
-    """Who acts by central inference."""
+    """Actors of central inference, checked."""
     if isinstance(run.environment, Driving):
         raise RunError("--topology is central, whose actors have no scenarios; choose fused or actors for driving")
     if run.acting.pin:

@@ -1,4 +1,4 @@
-"""One whole experiment as plain data: a Run, and what JSON says of it. `run.py` decides what is open, and assembles."""
+"""Run: one whole experiment as plain data. `config/resolve.py` decides what it leaves open."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ PUBLISHED = ("as-is", "bf16")
 """Precisions in which a run publishes parameters of fp32."""
 
 MOST = 2**31 - 1
-"""Of what JAX counts in int32."""
+"""Largest number that JAX counts to in int32."""
 
 
 @dataclass(frozen=True)
@@ -82,7 +82,7 @@ class Run:
 
     @property
     def many(self) -> bool:
-        """Whether it is a population of runs."""
+        """True for a population of runs."""
         return self.population.many
 
     @property

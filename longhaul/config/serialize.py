@@ -12,7 +12,7 @@ from longhaul.config.run import Driving, Named
 from longhaul.reasoning.config import Reasoning
 
 KINDS: dict[type, str] = {Named: "Named", Driving: "Driving", Reasoning: "Reasoning"} | NAMES
-"""What JSON calls a class, where a field may have several; a value that does not say is of the field's first."""
+"""Names of classes in JSON, where a field may have several; a value without a name is of the field's first class."""
 
 
 def to_dict(value: Any) -> Any:

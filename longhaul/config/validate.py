@@ -1,4 +1,4 @@
-"""What no Run may ask for: numbers out of bounds, said with value, bound and remedy before anything is computed."""
+"""Bounds of a Run's settings, checked before anything is computed; errors name value, bound and remedy."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def check_numbers(run: Run) -> None:
 
 
 def check_driving(task: Driving) -> None:
-    """Likewise of what is driven in."""
+    """Raises RunError where settings of driving are out of bounds."""
     from longhaul.driving.scenario_source import HELD_OUT
     from longhaul.driving.sim.config import check_settings
 
@@ -91,7 +91,7 @@ def check_driving(task: Driving) -> None:
 
 
 def check_reasoning(run: Run) -> None:
-    """Likewise of what is reasoned about, and that prompts and their algorithms come together."""
+    """Raises RunError where settings of reasoning are out of bounds, or do not fit the algorithm and topology."""
     from longhaul.reasoning import problem_sets
 
     if isinstance(run.environment, Reasoning) != isinstance(run.algorithm, Reasoner):
@@ -111,7 +111,7 @@ def check_reasoning(run: Run) -> None:
 
 
 def check_expert(run: Run) -> None:
-    """Likewise of whom a Run imitates, and of gradients through environments."""
+    """Raises RunError where imitation, or gradients through environments, do not fit the topology and task."""
     from longhaul.algorithms import registry
 
     share, files, task = registry.guidance(run.algorithm), registry.recorded(run.algorithm), run.environment

@@ -13,7 +13,7 @@ from longhaul.telemetry.health import Bounds
 
 @dataclass(frozen=True)
 class Grid:
-    """What is run: `base` with each of `sizes` (million parameters) x `scenarios` x seeds base.seed + 0 .. seeds-1."""
+    """Runs of a law: `base` with each of `sizes` (million parameters), of `scenarios` and of `seeds` seeds."""
 
     base: Run
     sizes: tuple[float, ...]
