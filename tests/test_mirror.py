@@ -1,0 +1,200 @@
+"""Tests mirror the package: `longhaul/a/b.py` is tested by `tests/a/test_b.py` or `tests/a/test_b_ASPECT.py`.
+
+The two tables list the files without one. A new file gets a test of its own; a line leaves when its file has one.
+"""
+
+from __future__ import annotations
+
+import ast
+from pathlib import Path
+
+import pytest
+
+TESTS = Path(__file__).resolve().parent
+PACKAGE = TESTS.parent / "longhaul"
+
+ELSEWHERE = {
+    "algorithms/actor_critic.py": "algorithms/test_ppo.py",
+    "algorithms/config.py": "algorithms/test_ppo.py",
+    "algorithms/context.py": "algorithms/test_ppo.py",
+    "algorithms/registry.py": "algorithms/test_sac_imitation.py",
+    "algorithms/values.py": "bench/cases/test_training.py",
+    "bench/harness.py": "bench/cases/test_training.py",
+    "cli/bench_hackmatrix.py": "bench/cases/test_hackmatrix_grid.py",
+    "cli/evaluate.py": "training/test_evaluate.py",
+    "cli/plan.py": "diagnostics/test_compute_plan.py",
+    "cli/play/episodes.py": "cli/play/test_console.py",
+    "cli/play/session.py": "cli/play/test_console.py",
+    "cli/reason.py": "end_to_end/test_reasoning_runs.py",
+    "cli/train.py": "cli/test_flags.py",
+    "config/population.py": "topologies/test_population.py",
+    "config/recipes/driving.py": "diagnostics/test_scaling_law.py",
+    "config/serialize.py": "cli/test_run_flags.py",
+    "diagnostics/chips.py": "diagnostics/test_profile.py",
+    "diagnostics/compiled_run.py": "diagnostics/test_checks.py",
+    "diagnostics/hlo_costs.py": "diagnostics/test_profile.py",
+    "diagnostics/permutation_test.py": "diagnostics/test_checks.py",
+    "diagnostics/scaling_grid.py": "diagnostics/test_scaling_law.py",
+    "diagnostics/scaling_page.py": "diagnostics/test_scaling_law.py",
+    "diagnostics/trace.py": "diagnostics/test_profile.py",
+    "driving/datasets/argoverse.py": "driving/datasets/test_readers_formats.py",
+    "driving/datasets/geopackage.py": "driving/datasets/test_nuplan.py",
+    "driving/datasets/gpudrive.py": "driving/datasets/test_readers_formats.py",
+    "driving/datasets/lane_boundaries.py": "driving/datasets/test_nuplan.py",
+    "driving/datasets/log.py": "driving/generator/test_generate.py",
+    "driving/datasets/nuplan_map.py": "driving/datasets/test_nuplan.py",
+    "driving/datasets/scenarionet.py": "driving/datasets/test_safe_pickle.py",
+    "driving/datasets/womd_example.py": "driving/datasets/test_readers_formats.py",
+    "driving/datasets/womd_scenario.py": "driving/datasets/test_readers_formats.py",
+    "driving/evaluation/realism_features.py": "driving/evaluation/test_realism.py",
+    "driving/generator/overlap.py": "driving/generator/test_generate.py",
+    "driving/generator/roads.py": "driving/generator/test_generate.py",
+    "driving/generator/traffic.py": "driving/generator/test_generate.py",
+    "driving/render/log_picture.py": "driving/test_inspect_logs.py",
+    "driving/render/polylines.py": "driving/render/test_frames.py",
+    "driving/render/recording.py": "driving/render/test_frames.py",
+    "driving/render/save.py": "driving/render/test_frames.py",
+    "driving/scenario/bank.py": "driving/scenario/test_compile.py",
+    "driving/scenario/distance_field.py": "driving/sim/test_tables.py",
+    "driving/scenario/scenario.py": "driving/scenario/test_lane_graph.py",
+    "driving/shards/generated_cache.py": "driving/test_scenario_source.py",
+    "driving/shards/shard.py": "driving/shards/test_record.py",
+    "driving/sim/actions.py": "driving/sim/test_dynamics.py",
+    "driving/sim/config.py": "driving/sim/test_perception.py",
+    "driving/sim/controllers.py": "algorithms/test_bc.py",
+    "driving/sim/features.py": "driving/sim/test_perception.py",
+    "driving/sim/interactions.py": "driving/sim/test_metrics.py",
+    "driving/sim/observation.py": "driving/sim/test_simulator.py",
+    "driving/sim/reward.py": "driving/sim/test_simulator.py",
+    "driving/sim/reward_conditioning.py": "driving/sim/test_goal_behaviour.py",
+    "envs/hackmatrix/board_generation.py": "envs/hackmatrix/test_environment_play.py",
+    "envs/hackmatrix/hints.py": "envs/hackmatrix/test_screen.py",
+    "envs/hackmatrix/observation.py": "envs/hackmatrix/test_environment_play.py",
+    "envs/hackmatrix/reward.py": "envs/hackmatrix/test_environment.py",
+    "envs/hackmatrix/state.py": "envs/hackmatrix/test_environment.py",
+    "envs/hackmatrix/swift_rules/board_generation.py": "envs/hackmatrix/swift_rules/test_environment_play.py",
+    "envs/hackmatrix/swift_rules/enemy_turn.py": "envs/hackmatrix/swift_rules/test_environment_play.py",
+    "envs/hackmatrix/swift_rules/state.py": "envs/hackmatrix/swift_rules/test_environment_play.py",
+    "envs/hackmatrix/view.py": "envs/hackmatrix/test_screen.py",
+    "envs/host/driving_vector.py": "envs/test_gymnasium_export.py",
+    "envs/host/gymnasium_spaces.py": "envs/host/test_vector.py",
+    "envs/host/gymnasium_vector.py": "envs/host/test_vector.py",
+    "envs/host/jax_vector.py": "topologies/inference_server/test_server.py",
+    "envs/host/numpy_cartpole.py": "envs/host/test_vector.py",
+    "envs/host/registry.py": "envs/host/test_vector.py",
+    "envs/host/spec_stub.py": "topologies/actor_learner/test_host_rollout.py",
+    "envs/host/torch_vector.py": "envs/host/test_vector.py",
+    "envs/suite_adapters.py": "envs/test_suites.py",
+    "reasoning/config.py": "end_to_end/test_reasoning_questions.py",
+    "reasoning/evaluate.py": "reasoning/test_test_time_compute.py",
+    "reasoning/host_verifier.py": "end_to_end/test_reasoning_questions.py",
+    "runtime/batch_shards.py": "end_to_end/test_deterministic.py",
+    "runtime/cache_dir.py": "runtime/test_compile_cache.py",
+    "runtime/clock.py": "runtime/test_compile_cache.py",
+    "runtime/device_memory.py": "networks/test_precision.py",
+    "runtime/devices.py": "runtime/test_process_group.py",
+    "runtime/errors.py": "config/test_resolve.py",
+    "runtime/launch/local.py": "runtime/test_process_group.py",
+    "runtime/launch/ray_cluster.py": "runtime/launch/test_ray.py",
+    "runtime/mesh_shape.py": "training/checkpoint/test_resume_fewer_devices.py",
+    "spaces.py": "envs/host/test_vector.py",
+    "telemetry/aggregate.py": "training/test_loop.py",
+    "telemetry/charts.py": "training/test_report.py",
+    "telemetry/health_log.py": "telemetry/test_health.py",
+    "telemetry/html.py": "training/test_report.py",
+    "topologies/actor_learner/config.py": "topologies/test_staleness.py",
+    "topologies/actor_learner/shared_buffers.py": "topologies/actor_learner/test_actor_pool.py",
+    "topologies/actor_process.py": "topologies/actor_learner/test_actor_pool.py",
+    "topologies/inference_server/config.py": "end_to_end/test_inference_server_runs.py",
+    "topologies/inference_server/learner.py": "end_to_end/test_chaos_roles.py",
+    "topologies/inference_server/shm_transport.py": "topologies/inference_server/test_server.py",
+    "topologies/inference_server/transport.py": "topologies/inference_server/test_grpc_transport.py",
+    "training/actor_learner.py": "topologies/actor_learner/test_actor_pool.py",
+    "training/assemble.py": "algorithms/test_batch_scaling.py",
+    "training/confidence.py": "training/test_evaluate.py",
+    "training/evaluate_driving.py": "training/test_evaluate.py",
+    "training/evaluate_realism.py": "training/test_evaluate.py",
+    "training/finish.py": "end_to_end/test_deterministic.py",
+    "training/inference_server.py": "end_to_end/test_chaos_roles.py",
+    "training/load_policy.py": "end_to_end/test_reasoning_questions.py",
+    "training/offline_data.py": "algorithms/test_bc.py",
+    "training/population.py": "topologies/test_population.py",
+    "training/precompile.py": "training/test_data.py",
+    "training/reasoning_setup.py": "end_to_end/test_reasoning_questions.py",
+    "training/run_dir.py": "config/test_resolve.py",
+    "types.py": "algorithms/test_ppo.py",
+    "weight_sync/model_shapes.py": "bench/cases/test_sync_layouts.py",
+    "weight_sync/transports/shared_memory.py": "weight_sync/test_receiver.py",
+    "weight_sync/transports/tcp.py": "weight_sync/transports/test_framing.py",
+}
+"""Source file -> the test file that imports it and tests it."""
+
+THROUGH = {
+    "__main__.py": "the entry point: every test that starts the command runs it",
+    "algorithms/off_policy.py": "the common part of DQN, SAC and TD3, by their tests",
+    "bench/cases/actors.py": "a measurement; names and sizes of all cases in bench/cases/test_training.py",
+    "bench/cases/central.py": "a measurement, as bench/cases/actors.py",
+    "bench/cases/reasoning.py": "a measurement, as bench/cases/actors.py",
+    "bench/cases/replay.py": "a measurement, as bench/cases/actors.py",
+    "bench/cases/training_peers.py": "programs of other libraries, which are not installed here",
+    "bench/sync_receiver.py": "the receiving process of bench/cases/test_sync.py",
+    "cli/actor.py": "the process of an actor on another machine, by end_to_end/test_inference_server_runs.py",
+    "cli/profile.py": "by diagnostics/test_profile.py, through the command",
+    "cli/render.py": "by cli/test_main.py, through the command",
+    "cli/scaling.py": "by diagnostics/test_scaling_law.py, through the command",
+    "config/reasoning.py": "by end_to_end/test_reasoning_questions.py, through whole runs",
+    "config/validate.py": "by config/test_resolve.py and end_to_end/test_bad_input.py, through `resolve`",
+    "diagnostics/two_shard_probe.py": "a process of its own, by diagnostics/test_checks.py",
+    "driving/datasets/validate.py": "by driving/datasets/test_readers_fuzz.py, through the readers",
+    "driving/shards/convert_journal.py": "by driving/shards/test_convert.py, through conversions that are killed",
+    "envs/hackmatrix/actions.py": "by envs/hackmatrix/test_environment.py, by rule cases",
+    "envs/hackmatrix/enemy_turn.py": "by envs/hackmatrix/test_environment.py, by rule cases",
+    "envs/hackmatrix/swift_rules/reward.py": "by envs/hackmatrix/swift_rules/test_environment.py, by rule cases",
+    "envs/hackmatrix/swift_rules/undo.py": "by envs/hackmatrix/swift_rules/test_environment.py, by rule cases",
+    "envs/host/numpy_vector.py": "by envs/host/test_vector.py, through the contract of host vectors",
+    "runtime/files.py": "atomic writes, by training/test_report.py and every run's folder",
+    "runtime/signals.py": "by end_to_end/test_resume.py, through signals to real runs",
+    "runtime/worker_pool.py": "by driving/test_scenario_source.py, through pools that are killed",
+    "topologies/actor_learner/ray_actor.py": "needs a Ray cluster: end_to_end/test_ray_actors.py",
+    "topologies/inference_server/actor.py": "by topologies/inference_server/test_server.py, through real actors",
+    "topologies/inference_server/actor_pool.py": "by end_to_end/test_inference_server_runs.py, through whole runs",
+    "topologies/inference_server/env_state.py": "by topologies/inference_server/test_server.py",
+    "topologies/inference_server/policy.py": "by topologies/inference_server/test_server.py",
+    "topologies/inference_server/ray_actor.py": "needs a Ray cluster: end_to_end/test_ray_actors.py",
+    "training/checkpoint/weight_source.py": "by training/test_publish.py, which pulls a run's checkpoints",
+    "training/population_report.py": "by topologies/test_population.py, in the report of a whole run",
+    "weight_sync/transports/socket_server.py": "by weight_sync/transports/test_base.py, which runs every transport",
+}
+"""Source file -> the reason why no test imports it: its tests go through others."""
+
+SOURCES = sorted(str(path.relative_to(PACKAGE)) for path in PACKAGE.rglob("*.py") if path.name != "__init__.py")
+
+
+def own(source: str) -> list[Path]:
+    """Test files of a source file's name."""
+    path = TESTS / source
+    return [*path.parent.glob(f"test_{path.stem}.py"), *path.parent.glob(f"test_{path.stem}_*.py")]
+
+
+def imported(test: Path) -> set[str]:
+    """Modules of the package that a test file imports, whole or in part."""
+    names: set[str] = set()
+    for node in ast.walk(ast.parse(test.read_text())):
+        if isinstance(node, ast.ImportFrom) and node.module:
+            names |= {node.module, *(f"{node.module}.{alias.name}" for alias in node.names)}
+    return names
+
+
+def test_every_source_file_has_its_test_or_a_line_here() -> None:
+    assert [source for source in SOURCES if not own(source) and source not in ELSEWHERE | THROUGH] == []
+
+
+def test_no_line_is_stale() -> None:
+    assert [source for source in ELSEWHERE | THROUGH if source not in SOURCES or own(source)] == []
+    assert not ELSEWHERE.keys() & THROUGH.keys()
+
+
+@pytest.mark.parametrize("source", ELSEWHERE)
+def test_the_named_test_imports_the_file(source: str) -> None:
+    module = "longhaul." + source.removesuffix(".py").replace("/", ".")
+    assert module in imported(TESTS / ELSEWHERE[source])
