@@ -93,7 +93,7 @@ def check(size: str, value: Any) -> None:
 
 
 def sizes(name: str) -> frozenset[str]:
-    """What `run` takes beside the name, of one benchmark."""
+    """Sizes that `run` takes for a benchmark."""
     mine = frozenset(inspect.signature(CASES[name]).parameters)
     return mine | sizes("driving-step") if "sizes" in mine else mine
 
@@ -153,7 +153,7 @@ def figure(
 
 
 def medians(about: dict[str, Any], rows: Sequence[dict[str, float]]) -> dict[str, Any]:
-    """What a record says of one program's repeats; `about` is what its worker said."""
+    """Record of one program's repeats; `about` is what its worker said."""
     middle = {key: statistics.median(row[key] for row in rows) for key in rows[0]}
     wall, cpu, steps = middle.pop("wall_seconds"), middle.pop("cpu_seconds"), about["steps"]
     return {
@@ -217,7 +217,7 @@ class Worker:
 
 
 def serve() -> None:
-    """What a worker of ours does, to its end, be that an error: no thread that a figure has begun outlives it."""
+    """Loop of one of our workers, to its end, be that an error: no thread that a figure has begun outlives it."""
     try:
         _serve()
     except BaseException:
@@ -252,7 +252,7 @@ def measure(prepared: Prepared, number: int) -> dict[str, float]:
 
 
 def cpu_seconds() -> float:
-    """Of all threads of the process, and of children that ended."""
+    """CPU-seconds of all threads of the process, and of children that ended."""
     both = resource.getrusage(resource.RUSAGE_SELF), resource.getrusage(resource.RUSAGE_CHILDREN)
     return sum(usage.ru_utime + usage.ru_stime for usage in both)
 
@@ -443,4 +443,5 @@ WORKLOADS: dict[str, Callable[..., Prepared]] = {
     "sync": sync.sync,
     "transport-grpc": central.transport,
 }
-"""Of `hackmatrix` the whole figure is made by `scaling.speed`; here it is its training alone."""
+"""Names of all benchmarks. Of `hackmatrix` the whole figure is made by `scaling.speed`; here it is its training
+alone."""

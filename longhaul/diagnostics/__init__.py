@@ -1,1 +1,1 @@
-"""How results grow with a model's size and its data: the grid of runs, the law through them, the page."""
+"""Growth of results with a model's size and its data: the grid of runs, the law through them, the page."""

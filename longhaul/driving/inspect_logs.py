@@ -1,4 +1,4 @@
-"""What is in driving logs: the counts and ranges that each source has, before any padding or thinning.
+"""Content of driving logs: the counts and ranges that each source has, before any padding or thinning.
 
 `road_points` are the points of polylines, outlines and lists of points as the source keeps them; the bare position of
 a stop sign (Scenario protos and ScenarioNet have it apart) is none. Features are counted by distinct id.
@@ -49,10 +49,10 @@ COUNTS = (
     *("id", "steps", "tracks", "vehicles", "pedestrians", "cyclists", "others", "valid_steps", "sdc_index"),
     *("road_points", *FEATURES, "lights_max", "tracks_to_predict"),
 )
-"""What is told of each scenario, in this order."""
+"""Counts of each scenario, in this order."""
 
 ABSENT = {readers.ARGOVERSE: ("stop_signs", "speed_bumps"), readers.NUPLAN: ("tracks_to_predict",)}
-"""What a format has no place for."""
+"""Counts that a format does not have."""
 
 
 FLAT = (readers.ARGOVERSE, readers.NUPLAN)
@@ -61,7 +61,7 @@ FLAT = (readers.ARGOVERSE, readers.NUPLAN)
 NAMES = {VEHICLE: "vehicle", PEDESTRIAN: "pedestrian", CYCLIST: "cyclist", OTHER: "other"}
 
 RANGES = ("duration", "dt", "x", "y", "z", "speed", "sizes", "valid_share", "speed_limit", "track_ids", "feature_ids")
-"""What `ranges` tells of each scenario: s, m (of valid steps), m/s; sizes by kind as {"length": [m, m], ...}. A range
+"""Ranges of each scenario: s, m (of valid steps), m/s; sizes by kind as {"length": [m, m], ...}. A range
 is [least, greatest], and null where there is nothing."""
 
 

@@ -139,12 +139,12 @@ def _stored(shard: shards.Shard, index: int, agents: int, horizon: int | None, o
 
 
 def agrees(compiled: str, control: str) -> bool:
-    """Whether a scenario that was compiled with one `control` is what another asks for, of more than the ego."""
+    """True if a scenario that was compiled with one `control` is what another asks for, of more than the ego."""
     return compiled in (control, CHOSEN)
 
 
 def disagreement(where: str, compiled: str, control: str) -> str:
-    """What to say where `agrees` does not hold. Nothing is cut to fit: who is left of all that were near is not who
+    """Error text where `agrees` does not hold. Nothing is cut to fit: who is left of all that were near is not who
     compiling would choose."""
     return (
         f"{where}: was compiled for the control of {compiled}, not {control}: convert the logs again with "

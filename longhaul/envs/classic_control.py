@@ -55,7 +55,7 @@ class Classic:
         return ClassicState(physics, steps), transition(self.observe(physics), reward, terminated, truncated)
 
     def active(self, state: ClassicState) -> jax.Array:
-        """Whether an episode is running."""
+        """True if an episode is running."""
         return ~self.ended(state.physics) & (state.steps < self.max_steps)
 
     def metrics(self, state: ClassicState) -> dict[str, Measure]:
@@ -149,7 +149,7 @@ def _pendulum_ended(physics: jax.Array) -> jax.Array:
 
 
 def _pendulum_score(physics: jax.Array, action: jax.Array, terminated: jax.Array) -> jax.Array:
-    """Of the state BEFORE the step and the clipped torque, as in Gymnasium."""
+    """Reward of the state BEFORE the step and the clipped torque, as in Gymnasium."""
     angle, torque = _wrap(physics[0]), jnp.clip(action[0], -TORQUE_MAX, TORQUE_MAX)
     return -(angle * angle + 0.1 * physics[1] * physics[1] + 0.001 * torque * torque)
 

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 NAMESPACE = "longhaul"
 
 VERSION = 0
-"""Of the names: longhaul/cartpole-v0."""
+"""Version of the names: longhaul/cartpole-v0."""
 
 
 def describe(name: str, **options: Any) -> host.Description:
@@ -181,7 +181,7 @@ def _objects(batch: Any, columns: np.ndarray, count: int) -> np.ndarray:
 
 
 def _scores(scores: dict[str, Any], columns: np.ndarray, count: int) -> dict[str, np.ndarray]:
-    """What episodes scored, as Gymnasium's infos have it: a value and, with an underscore, whether it is one."""
+    """Scores of episodes, as Gymnasium's infos have it: a value and, with an underscore, whether it is one."""
     found: dict[str, np.ndarray] = {}
     for name, measure in scores.items():
         value, valid = np.zeros(count, np.float32), np.zeros(count, bool)

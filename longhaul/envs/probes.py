@@ -28,7 +28,7 @@ NEVER = 2**30
 """The truncation interval of a world that is never truncated."""
 
 ON, END, CUT = 0, 1, 2
-"""How a move leaves the episode: it goes on, is terminated, is truncated."""
+"""State of the episode after a move: it goes on, is terminated, is truncated."""
 
 
 @dataclass(frozen=True)
@@ -52,7 +52,7 @@ class Probe:
 
 
 class Move(NamedTuple):
-    """What an action at a place does."""
+    """Effect of an action at a place."""
 
     to: int
     reward: float
@@ -60,7 +60,7 @@ class Move(NamedTuple):
 
 
 class WalkState(NamedTuple):
-    """Where each agent is, and whether its episode runs; scalars, or [A]."""
+    """Place of each agent, and whether its episode runs; scalars, or [A]."""
 
     place: jax.Array  # int32
     playing: jax.Array  # bool
@@ -328,7 +328,7 @@ class Aim:
         return AimState(state.sign, never), transition(state.sign[None], reward, state.playing, never)
 
     def active(self, state: AimState) -> jax.Array:
-        """Whether the episode runs."""
+        """True if the episode runs."""
         return state.playing
 
     def metrics(self, state: AimState) -> dict[str, Measure]:

@@ -20,7 +20,7 @@ from longhaul.types import Key, PyTree
 
 
 class Step(NamedTuple):
-    """What a step of a suite's own led to."""
+    """Result of a step of a suite's own."""
 
     state: PyTree
     observation: PyTree
@@ -113,7 +113,7 @@ def playground_names() -> list[str]:
 
 
 def _physics(env: Any, see: Callable[[Any], Any], limit: int, repeat: int = 1) -> World:
-    """What Brax and Playground have in common: the state is all, and `done` is an end."""
+    """Common part of Brax and Playground: the state is all, and `done` is an end."""
 
     def begin(key: Key) -> tuple[PyTree, PyTree]:
         state = env.reset(key)

@@ -49,7 +49,7 @@ class Adapted:
 
     @functools.cached_property
     def form(self) -> PyTree:
-        """Of the suite's own state at an episode's start, which later ones are brought into."""
+        """Form of the suite's own state at an episode's start, which later ones are brought into."""
         return jax.eval_shape(self.world.begin, jax.random.key(0))[0]
 
     def reset(self, key: Key) -> tuple[State, PyTree]:
@@ -68,7 +68,7 @@ class Adapted:
         return after, transition(_clean(led_to.observation), reward, terminated, truncated)
 
     def active(self, state: State) -> jax.Array:
-        """Whether an episode is running."""
+        """True if an episode is running."""
         return ~state.over
 
     def metrics(self, state: State) -> dict[str, Measure]:
@@ -92,7 +92,7 @@ def _formed(state: PyTree, form: PyTree) -> PyTree:
 
 
 class Suite(NamedTuple):
-    """Where environments of a kind come from."""
+    """Source of environments of a kind."""
 
     module: str  # what must be importable
     package: str  # what pip calls it
@@ -145,7 +145,7 @@ def adapted(world: World, most: int | None = None) -> Adapted:
 
 
 def is_suite(name: str) -> bool:
-    """Whether an environment's name is of a suite."""
+    """True if an environment's name is of a suite."""
     return name.partition("/")[0] in SUITES
 
 

@@ -35,7 +35,7 @@ LEARNERS: dict[str, PPOConfig | IMPALAConfig] = {
     "impala": IMPALAConfig(lr=5e-3, anneal=False),
     "appo": IMPALAConfig(lr=2.5e-3, anneal=False, optimiser="adam", clip_eps=0.2, update_epochs=2, max_grad_norm=0.5),
 }
-"""What `actors` may train by; APPO as others have it by default, twice over each batch."""
+"""Learners of the benchmark `actors`; APPO as others have it by default, twice over each batch."""
 
 
 def actors(

@@ -1,4 +1,4 @@
-"""How fast a recipe trains over sizes of its batch and precisions, and how fast it starts: a table's cells.
+"""Training speed of a recipe over sizes of its batch and precisions, and how fast it starts: a table's cells.
 
 The table that the specification "Training Speedups" of charleseff/hack-matrix asks for (256x128 to 2048x256, float32
 and bfloat16, with and without a compilation cache), and its goals. A cell runs the program that `longhaul train` runs,
@@ -55,7 +55,8 @@ GOAL_PER_SECOND, GOAL_STEPS, GOAL_HOURS = 18_000.0, 100_000_000, 2.0
 PART_REPEATS = 3
 
 STARTS = ("seconds", "cpu_seconds", "ready_cpu_seconds")
-"""Of a start, from that of the process: to the end of the first update, twice, and until its program is ready."""
+"""Seconds of a start, from that of the process: to the end of the first update, twice, and until its program is
+ready."""
 
 
 class Cell(NamedTuple):
@@ -78,7 +79,7 @@ class Cell(NamedTuple):
         )  # fmt: skip
 
     def same(self, figure: dict[str, Any]) -> bool:
-        """Whether `figure` is of this cell."""
+        """True if `figure` is of this cell."""
         return figure["cell"] == self._asdict()
 
 
@@ -134,7 +135,7 @@ def _load() -> float | None:
 
 
 def shares(environment: float, collect: float, update: float) -> dict[str, float]:
-    """Of an update, from the seconds of a rollout by random actions, of one by the policy, and of an update."""
+    """Shares of an update, from the seconds of a rollout by random actions, of one by the policy, and of an update."""
     whole = max(update, collect, environment)
     return {
         "environment": environment / whole,
@@ -157,7 +158,7 @@ class Ready(NamedTuple):
 
 
 def serve() -> None:
-    """What a worker does: makes a cell's program ready, then repeats an update, or measures parts, for every line."""
+    """Loop of a worker: makes a cell's program ready, then repeats an update, or measures parts, for every line."""
     cell = Cell(*json.loads(sys.argv[1]))
     ready, progress = prepare(cell)
     about = provenance()

@@ -1,4 +1,4 @@
-"""What the benchmark of reasoning measures: tokens that a small language model samples, and those that it learns from.
+"""Benchmark of reasoning: tokens that a small language model samples, and those that it learns from.
 
 transformers does the same under its own Python, with a model of the same sizes: `generate` of the same rows, prompts
 and new tokens, of which none ends early on either side; and a training step of torch, with the same loss, logits of the

@@ -1,4 +1,4 @@
-"""What the benchmarks of the replay, and of what learns from it, measure.
+"""Benchmarks of the replay, and of learning from it.
 
 Of the replay: rows added and samples drawn in turn, in one compiled loop. flashbax, another library's replay, does the
 same work under its own Python: rows of the same size into a buffer of as many steps, samples of as many pairs,
@@ -182,7 +182,7 @@ def cases(
     *, columns: int = 64, width: int = 64, size: int = 1_000_000, batch: int = 256, iterations: int = 2_000,
     half: bool = False, fill: Sequence[float] | float = (0.01, 1.0),
 ) -> list[dict[str, Any]]:  # fmt: skip
-    """Of `replay`."""
+    """Cases of `replay`."""
     sizes = {"columns": columns, "width": width, "size": size, "batch": batch, "iterations": iterations, "half": half}
     fills = (fill,) if isinstance(fill, float) else fill
     kinds = {"prioritised": False, "bare": True}, {"prioritised": False}, {"prioritised": True}
@@ -194,7 +194,7 @@ def sac_cases(
     gradient_steps: Sequence[int] = (1, 16), batch: int = 256, size: int | None = None, fill: float = 0.0,
     precision: str = "fp32",
 ) -> list[dict[str, Any]]:  # fmt: skip
-    """Of `sac`."""
+    """Cases of `sac`."""
     sizes: dict[str, Any] = {"devices": devices, "num_envs": num_envs}
     if not env:
         return [sizes | {"total_steps": total_steps or 10_000, "env": None, "gradient_steps": 8}]

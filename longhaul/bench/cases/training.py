@@ -1,4 +1,4 @@
-"""What the benchmarks measure: programs with their inputs, ready to be repeated.
+"""Benchmark cases: programs with their inputs, ready to be repeated.
 
 What a repeat computes is returned, so that no compiler leaves it out.
 """
@@ -392,7 +392,7 @@ def _key(mesh: Any, number: int) -> jax.Array:
 
 
 def _prepare(batch: int, devices: int | None) -> int:
-    """As many devices as a training run with so many environments takes, if it is not said."""
+    """Devices: as many as a training run with so many environments takes, if it is not said."""
     settings = PPOConfig(num_minibatches=1)
     run = Run("bench", Named(), settings, total_steps=batch, num_envs=batch, num_steps=1, devices=devices)
     found = resolve(run).devices

@@ -199,7 +199,7 @@ def _print_line(text: str) -> None:
 
 
 def _silent(text: str) -> None:
-    """Where stdout is for JSON."""
+    """Guard of stdout, which is for JSON."""
 
 
 # ------------------------------------------------------------------------------------------------------------- results
@@ -221,7 +221,7 @@ def _print(records: Sequence[Record]) -> None:
 
 
 def _report(name: str, values: dict[str, Any], agent: Agent | None, records: Sequence[Record]) -> dict[str, Any]:
-    """What --json holds."""
+    """Content of --json."""
     episodes = []
     for r in records:
         row = {"episode": r.episode, "return": round(r.total, 6), "length": r.length}

@@ -30,7 +30,7 @@ Write = Callable[[str], None]
 
 
 class Look(NamedTuple):
-    """How games are shown."""
+    """Style in which games are shown."""
 
     title: str
     style: screen.Style
@@ -49,7 +49,7 @@ def lines(
 
 
 def ended(playing: Playing) -> str:
-    """How a game ended, in words; "" while it goes on."""
+    """Outcome of a game, in words; "" while it goes on."""
     view = playing.view
     if playing.end == "won":
         return f"won with {view.score} points"

@@ -21,7 +21,7 @@ from longhaul.types import Environment, Key, PyTree
 
 
 class Agent(NamedTuple):
-    """Who plays: a policy, and how its network is made."""
+    """Player: a policy, and how its network is made."""
 
     label: str
     config: AlgorithmConfig
@@ -37,7 +37,7 @@ class Moment(NamedTuple):
 
 
 class Led(NamedTuple):
-    """What a step led to."""
+    """Result of a step."""
 
     moment: Moment
     reward: jax.Array
@@ -46,7 +46,7 @@ class Led(NamedTuple):
 
 
 class Choice(NamedTuple):
-    """What an agent makes of a moment."""
+    """Choice of an agent at a moment."""
 
     action: jax.Array  # int32
     probabilities: jax.Array  # float32 [n]; 0 where an action is not legal

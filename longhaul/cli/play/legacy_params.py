@@ -25,7 +25,7 @@ from longhaul.spaces import Discrete
 from longhaul.types import Params, Spec
 
 MOST_BYTES = 1 << 30
-"""Of all arrays of a file."""
+"""Most bytes of all arrays of a file."""
 
 MOST_ARRAYS = 256
 

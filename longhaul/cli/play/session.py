@@ -30,7 +30,7 @@ class Playing(NamedTuple):
 
 
 class Choice(NamedTuple):
-    """What an agent makes of a game."""
+    """Choice of an agent in a game."""
 
     action: int
     opinion: screen.Opinion
@@ -149,7 +149,7 @@ def table(
 
 
 def ends(records: Sequence[Record]) -> dict[str, int]:
-    """How many games ended how."""
+    """Number of games by outcome."""
     return {end: sum(record.end == end for record in records) for end in ("won", "died", "cut", "left")}
 
 

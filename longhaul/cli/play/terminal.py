@@ -40,7 +40,7 @@ END = "end of input"
 
 
 ROWS = 24
-"""Of a terminal that does not say."""
+"""Rows to assume where the terminal's size is unknown."""
 
 
 PATIENCE = 0.05
@@ -65,12 +65,12 @@ def paint(line: Line) -> str:
 
 
 def has_colour() -> bool:
-    """Whether styles are wanted: NO_COLOR is not set."""
+    """True if styles are wanted: NO_COLOR is not set."""
     return not os.environ.get("NO_COLOR")
 
 
 def is_unicode(stream: TextIO) -> bool:
-    """Whether a stream can show what lies beyond ASCII."""
+    """True if a stream can show what lies beyond ASCII."""
     return (getattr(stream, "encoding", None) or "").lower().replace("-", "") == "utf8"
 
 
@@ -96,7 +96,7 @@ def decode(waiting: bytes, complete: bool) -> tuple[str | None, bytes]:
 
 
 def _ready(descriptor: int, seconds: float | None) -> bool:
-    """Whether there is something to read, after so many seconds at most; None: for ever.
+    """True if there is something to read, after so many seconds at most; None: for ever.
 
     In slices: a signal that comes just before the wait begins is heard at its end.
     """

@@ -22,7 +22,7 @@ from longhaul.driving.datasets.log import Malformed
 
 MAGIC = b"SQLite format 3\x00"
 APPLICATION = slice(68, 72)
-"""Where a file's head has its application's id: "GPKG" in a GeoPackage."""
+"""Offset in a file's head of its application's id: "GPKG" in a GeoPackage."""
 
 LONGEST_VALUE = 1 << 26
 """Bytes of one text or blob."""
@@ -33,12 +33,12 @@ FEWEST_STEPS, STEPS_PER_BYTE = 20_000_000, 100
 STEPS_PER_CALL, ROWS_PER_CALL = 100_000, 8192
 
 ENVELOPES = {0: 0, 1: 4, 2: 6, 3: 6, 4: 8}
-"""How many doubles of envelope follow a geometry's head, by its code."""
+"""Number of doubles of envelope that follow a geometry's head, by its code."""
 
 POINT, LINE, POLYGON, MULTI = 1, 2, 3, (4, 5, 6)
 
 BROKEN = (sqlite3.Error, UnicodeError, OverflowError, MemoryError)
-"""What sqlite3 raises for damaged files; UnicodeError where its own message quotes the damage."""
+"""Errors that sqlite3 raises for damaged files; UnicodeError where its own message quotes the damage."""
 
 Shape = list[np.ndarray]
 """A line or a point as one array [P, 2]; a polygon as its rings: the outline, then its holes."""
@@ -81,7 +81,7 @@ def tables(connection: sqlite3.Connection) -> set[str]:
 
 
 def rows(connection: sqlite3.Connection, names: Sequence[str], query: str) -> Iterator[list[tuple]]:
-    """What a query on the tables `names` gives, some thousand rows at a time; `Malformed` where one is missing, or is
+    """Rows of a query on the tables `names`, some thousand rows at a time; `Malformed` where one is missing, or is
     damaged."""
     missing = set(names) - tables(connection)
     if missing:

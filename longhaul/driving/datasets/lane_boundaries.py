@@ -95,7 +95,7 @@ def _pieces(ring: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 
 
 def inside(points: np.ndarray, rings: Sequence[np.ndarray]) -> np.ndarray:
-    """Whether points [P, 2] lie within the area of closed rings [R, 2]: by the parity of a ray's crossings."""
+    """True if points [P, 2] lie within the area of closed rings [R, 2]: by the parity of a ray's crossings."""
     result = np.zeros(len(points), bool)
     begin, end = (np.concatenate([ring[cut] for ring in rings]) for cut in (slice(None, -1), slice(1, None)))
     (x0, y0), (x1, y1) = begin.T, end.T

@@ -28,7 +28,7 @@ LIGHT_GREEN = (3, 6)
 
 @dataclass(frozen=True)
 class Tracks:
-    """What moved. Values of invalid steps mean nothing (readers write zeros)."""
+    """Tracks of all objects. Values of invalid steps mean nothing (readers write zeros)."""
 
     id: np.ndarray  # int64 [N]
     kind: np.ndarray  # int8 [N]
@@ -98,5 +98,5 @@ class Malformed(ValueError):
 
 
 def told(error: Malformed) -> str:
-    """What is wrong, on one line: a file's own words may be long, or control a terminal."""
+    """Description of a fault on one line: a file's own words may be long, or control a terminal."""
     return "".join(letter if letter.isprintable() else "?" for letter in str(error)[:300])

@@ -82,7 +82,7 @@ class Frames(NamedTuple):
 
 
 class Boxes(NamedTuple):
-    """What was seen, by step, M boxes."""
+    """Boxes that were seen, by step, M of them."""
 
     step: np.ndarray  # int64 [M], sorted
     track: np.ndarray  # int64 [M]

@@ -102,7 +102,8 @@ def _version(path: Path) -> tuple[list[int], str]:
 
 
 def read(path: Path, low: np.ndarray, high: np.ndarray) -> Map:
-    """What the map at `path` has within, or reaching into, the box `low` .. `high` (metres, [2]); `Malformed` where it
+    """Content of the map at `path` within, or reaching into, the box `low` .. `high` (metres, [2]); `Malformed` where
+    it
     is no map."""
     with closing(geopackage.connect(path)) as connection:
         layers = geopackage.layers(connection)

@@ -94,7 +94,8 @@ def fields(data: bytes, start: int, stop: int) -> Iterator[Field]:
 
 
 def runs(data: bytes, view: np.ndarray, start: int, stop: int) -> Iterator[Field | Run]:
-    """As `fields`, with every length-delimited field as part of a `Run`; `view` is `data` as uint8."""
+    """Fields as `fields` gives them, with every length-delimited field as part of a `Run`; `view` is `data` as
+    uint8."""
     at = start
     while at < stop:
         field = header(data, at, stop)

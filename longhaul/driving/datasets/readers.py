@@ -105,7 +105,7 @@ def _unreadable(error: OSError) -> None:
 
 
 def _known(path: Path) -> bool:
-    """Whether a file that nobody named may be a log: by its name alone."""
+    """True if a file that nobody named may be a log: by its name alone."""
     name = path.name.lower()
     if name.startswith("."):
         return False
@@ -163,7 +163,7 @@ def scan(path: Path) -> Iterator[tuple[str, Log]]:
 
 
 def _guarded(reader: Callable[[], Found], where: str) -> Found:
-    """What `reader` gives, its `Malformed` as `BadData`."""
+    """Result of `reader`, its `Malformed` as `BadData`."""
     try:
         with np.errstate(all="ignore"):  # numbers out of range are found by their value
             return reader()

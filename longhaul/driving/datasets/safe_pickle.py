@@ -23,7 +23,7 @@ import numpy as np
 from longhaul.driving.datasets.log import Malformed
 
 WRONG = (KeyError, IndexError, TypeError, ValueError, AttributeError, OverflowError, RecursionError)
-"""What Python and NumPy raise where a document has another structure than expected."""
+"""Errors of Python and NumPy where a document has another structure than expected."""
 
 
 class Bag(dict):
@@ -152,7 +152,7 @@ MOST_VALUES = 1 << 24
 """Values that a pickle may stand for; a file of real logs has some 100,000."""
 
 PLAIN_KEYS = (str, int, float, bytes, type(None), Array)
-"""What may be a key or an element of a set."""
+"""Types that may be a key or an element of a set."""
 
 CONTAINERS = (dict, list, tuple, set, frozenset, Array)
 
@@ -217,7 +217,7 @@ class Unpickler(pickle._Unpickler):
 
 
 def weigh(document: Any) -> int:
-    """How many values `document` stands for, what is referred to twice counted twice; `Malformed` where a container
+    """Number of values `document` stands for, what is referred to twice counted twice; `Malformed` where a container
     holds itself."""
     weights: dict[int, int] = {}  # of finished containers, by identity: all are alive as long as the document
     open_: set[int] = set()
@@ -240,7 +240,7 @@ def weigh(document: Any) -> int:
 
 
 def _inner(value: Any) -> list[Any] | None:
-    """What a container holds; None where `value` is none."""
+    """Content of a container; None where `value` is none."""
     if isinstance(value, dict):
         return [*value, *value.values()]
     if isinstance(value, list | tuple | set | frozenset):

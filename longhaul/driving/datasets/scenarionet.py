@@ -69,7 +69,7 @@ FEATURES = {
     "DRIVEWAY": DRIVEWAY,
 }
 PREFIXES = {"LANE": LANE_STREET, "ROAD_LINE": ROAD_LINES[0], "ROAD_EDGE": EDGE_BOUNDARY}
-"""What a type that begins so becomes, where `FEATURES` does not have it; any other is 0, which means nothing."""
+"""Types by their prefix, where `FEATURES` does not have it; any other is 0, which means nothing."""
 
 SIGNALS = (
     "UNKNOWN",

@@ -41,7 +41,7 @@ def masked_crc(data: bytes) -> int:
 
 
 def begins(head: bytes) -> bool:
-    """Whether `head`, the first bytes of a file, is the start of a TFRecord."""
+    """True if `head`, the first bytes of a file, is the start of a TFRecord."""
     return len(head) >= 12 and masked_crc(head[:8]) == struct.unpack_from("<I", head, 8)[0]
 
 

@@ -1,4 +1,4 @@
-"""What every log must satisfy, whatever its source; each reader's last step.
+"""Conditions that every log must satisfy, whatever its source; each reader's last step.
 
 A log that passes has consistent shapes and finite numbers, so that nothing behind the readers needs to ask again.
 """

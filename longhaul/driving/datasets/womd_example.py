@@ -144,7 +144,7 @@ def _tracks(example: tfrecord.Example) -> tuple[Tracks, int]:
 
 
 def _has(example: tfrecord.Example, name: str) -> bool:
-    """Whether the feature is there and not empty."""
+    """True if the feature is there and not empty."""
     return len(example.get(name, ())) > 0
 
 

@@ -34,7 +34,7 @@ Columns = Mapping[str, Measure]
 
 NUPLAN_WEIGHTS = {"time_to_collision": 5.0, "progress": 5.0, "speed_limit": 4.0, "comfortable": 2.0}
 VMAX_WEIGHTS = NUPLAN_WEIGHTS | {"lanes": 3.0}
-"""What a weighted mean is made of; each is 1 at best."""
+"""Terms of the weighted mean; each is 1 at best."""
 
 NUPLAN_FAULTS = ("at_fault_collision", "offroad")
 VMAX_FAULTS = (*NUPLAN_FAULTS, "red_light")

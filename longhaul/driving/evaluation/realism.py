@@ -1,4 +1,4 @@
-"""How likely the log is among what a simulator does: realism in the manner of the Waymo Open Sim Agents Challenge.
+"""Likelihood of the log among what a simulator does: realism in the manner of the Waymo Open Sim Agents Challenge.
 
 The world is simulated R times from one beginning. Of each simulated agent a few features are measured, their
 distribution over the rollouts is estimated, and the log's own values are looked up in it (Montali et al., "The Waymo
@@ -31,7 +31,7 @@ WEIGHTS = {
     "distance_to_object": 0.1, "time_to_collision": 0.1, "distance_to_road_edge": 0.05,
     "collision": 0.25, "offroad": 0.25, "red_light": 0.05,
 }  # fmt: skip
-"""Of the challenge of 2025; they sum to 1."""
+"""Weights of the challenge of 2025; they sum to 1."""
 
 BINS = {
     "linear_speed": (0.0, 30.0, 30),  # m/s

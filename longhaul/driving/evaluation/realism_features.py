@@ -1,4 +1,4 @@
-"""What agents do in rollouts of one world, as features over time: how they move, what is near, where the road ends.
+"""Features over time of agents in rollouts of one world: how they move, what is near, where the road ends.
 
 The features of the Waymo Open Sim Agents Challenge (arXiv 2305.12032), measured on trajectories alone, so that the log
 and any simulator are measured alike: speed and yaw rate and their change by central differences, the exact distance
@@ -23,7 +23,7 @@ HORIZON = 5.0
 """Time to collision, s, of who nears nobody: more than this is not looked at."""
 
 ALIGNED = np.cos(np.deg2rad(45.0))
-"""Who is ahead counts as followed where its heading differs by less than 45 degrees."""
+"""An object ahead counts as followed where its heading differs by less than 45 degrees."""
 
 BEYOND_LINE = 5.0
 """A stop line holds for who passes within this lateral distance, m, of its route, as in `driving.features`."""
@@ -35,7 +35,7 @@ CHUNK = 1 << 19
 
 
 class Scene(NamedTuple):
-    """What is the same in every rollout, and who of it is simulated."""
+    """Constants of all rollouts, and which objects are simulated."""
 
     dt: float
     size: np.ndarray  # float [N, 2]: length, width
@@ -48,7 +48,7 @@ class Scene(NamedTuple):
 
 
 class Features(NamedTuple):
-    """What agents did."""
+    """Features of agents' motion."""
 
     series: dict[str, Measure]  # [R, T, A] each, by the names of `realism.BINS`
     events: dict[str, Measure]  # [R, A] each: "collision", "offroad", "red_light"

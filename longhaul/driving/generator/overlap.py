@@ -61,7 +61,7 @@ def contacts(bodies: Bodies, first: np.ndarray, clearance: float) -> np.ndarray:
 
 
 def clean(bodies: Bodies, edges: Edges) -> bool:
-    """Whether the ego touches nobody and keeps all its corners on the road, at every step."""
+    """True if the ego touches nobody and keeps all its corners on the road, at every step."""
     if contacts(bodies, np.array([0]), CLEARANCE).any() or not bodies.valid[0].all():
         return False
     outline = corners(bodies.pose[0], np.broadcast_to(bodies.size[0, :2], (bodies.pose.shape[1], 2)))

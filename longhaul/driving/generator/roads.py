@@ -16,7 +16,7 @@ from longhaul.driving.datasets.log import EDGE_BOUNDARY, EDGE_MEDIAN
 
 KINDS = ("straight", "curve", "crossing", "tee", "merge", "roundabout")
 SHARES = (0.12, 0.24, 0.28, 0.16, 0.10, 0.10)
-"""How often each kind is drawn."""
+"""Frequency with which each kind is drawn."""
 WHITE_BROKEN, WHITE_SOLID, YELLOW_SOLID_DOUBLE = 6, 7, 12
 """Kinds of road line, numbered as in the Waymo Open Motion Dataset."""
 CROSSWALK_ROOM = 5.0
@@ -185,7 +185,7 @@ def marks(middle: np.ndarray, profile: Profile) -> list[tuple[int, np.ndarray]]:
 
 
 def stop_radii(angles: np.ndarray, legs: list[Profile], corner: float) -> list[float]:
-    """How far from the middle each leg's stop line lies, so that every corner has room for its radius."""
+    """Distance from the middle at which each leg's stop line lies, so that every corner has room for its radius."""
     reach = [corner + 6.0] * len(legs)
     for k in range(len(legs)):
         j = (k + 1) % len(legs)
@@ -215,7 +215,7 @@ class Leg(NamedTuple):
 
 
 def dress(legs: list[Leg], *, crosswalks: bool) -> dict[str, list]:
-    """What legs have beside lanes: medians, lines, crosswalks, kerbs, pavements."""
+    """Details of legs beside lanes: medians, lines, crosswalks, kerbs, pavements."""
     out: dict[str, list] = {"edges": [], "lines": [], "crosswalks": [], "kerbs": [], "walks": []}
     for leg in legs:
         p = leg.profile

@@ -49,7 +49,7 @@ class Network(NamedTuple):
 
 
 class Vehicles(NamedTuple):
-    """Where N vehicles start; `urge` [N, T] is the share of the allowed speed that each wants."""
+    """Starts of N vehicles; `urge` [N, T] is the share of the allowed speed that each wants."""
 
     path: np.ndarray  # int [N]
     s: np.ndarray  # [N], of the middle

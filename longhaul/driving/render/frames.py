@@ -23,7 +23,7 @@ PIXELS = 8
 """Pixels a metre of a finished frame."""
 
 FINE = 2
-"""How many times finer a frame is drawn than shown."""
+"""Factor by which a frame is drawn finer than shown."""
 
 SIZE = (int(VIEW[0] * PIXELS), int(VIEW[1] * PIXELS))
 KINDS = {log.VEHICLE: "vehicle", log.PEDESTRIAN: "pedestrian", log.CYCLIST: "cyclist", log.OTHER: "other"}
@@ -70,7 +70,7 @@ def frames(recording: Recording, chosen: Sequence[int] | np.ndarray) -> Iterator
 
 
 def map_strokes(drawing: tuple[tuple[int, np.ndarray], ...]) -> list[Stroke]:
-    """What to draw of a map, in order: areas and lanes first, lines on them, edges last."""
+    """Strokes of a map, in order: areas and lanes first, lines on them, edges last."""
     order: list[tuple[int, Stroke]] = []
     for kind, points in drawing:
         line = np.asarray(points, float)[:, :2]

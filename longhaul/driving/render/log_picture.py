@@ -48,7 +48,7 @@ class Mark(NamedTuple):
 
 
 class Sketch(NamedTuple):
-    """What is drawn, in its order, and the rectangle that is shown."""
+    """Shapes in drawing order, and the rectangle that is shown."""
 
     id: str
     marks: tuple[Mark, ...]
@@ -110,7 +110,7 @@ def sketch(shown: Log | Scenario) -> Sketch:
 
 
 def middle(log: Log) -> np.ndarray:
-    """Where the ego is at the current step, float64 [2], or first where it is not known then."""
+    """Position of the ego at the current step, float64 [2], or first where it is not known then."""
     known = log.tracks.valid[log.sdc]
     return log.tracks.position[log.sdc, log.current if known[log.current] else int(known.argmax()), :2]
 

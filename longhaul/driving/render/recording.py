@@ -34,7 +34,7 @@ DARK = {role: dark for role, (_, dark) in ROLES.items()}
 
 
 class Verdict(NamedTuple):
-    """What an agent other than the ego did and scored."""
+    """Events and scores of an agent other than the ego."""
 
     agent: int  # index into N
     events: dict[str, int | None]  # as those of a Recording

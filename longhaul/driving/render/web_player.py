@@ -64,7 +64,7 @@ def colours() -> str:
 
 
 def encode(recordings: Sequence[Recording]) -> dict[str, Any]:
-    """What `assets/player.js` reads: {"maps": [...], "recordings": [...]}, fit for JSON."""
+    """Data that `assets/player.js` reads: {"maps": [...], "recordings": [...]}, fit for JSON."""
     maps: list[dict[str, Any]] = []
     episodes = []
     known: dict[str, int] = {}

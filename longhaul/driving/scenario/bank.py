@@ -61,7 +61,7 @@ class Bank(NamedTuple):
 
 
 class Sizes(NamedTuple):
-    """What the scenarios of a bank are padded to."""
+    """Sizes to which the scenarios of a bank are padded."""
 
     steps: int  # T
     objects: int  # N

@@ -42,7 +42,7 @@ from longhaul.driving.scenario.routes import (
 from longhaul.driving.scenario.scenario import CONTROLS, ONWARD, ONWARD_SPACING, ROUTE_SPACING, Scenario
 
 CHOSEN = "chosen"
-"""What a scenario says of tracks that were controlled by their number."""
+"""Mark of scenarios whose tracks were chosen by number."""
 
 
 MOVES = 2.0
@@ -158,7 +158,8 @@ def compile_log(
 def onward(
     position: np.ndarray, heading: np.ndarray, valid: np.ndarray, kind: np.ndarray, lanes: dict[int, Lane]
 ) -> dict[str, np.ndarray]:
-    """How vehicles go on along the lanes from where the log sees them last; those that stand, or are on no lane, do
+    """Continuation of vehicles along the lanes from where the log sees them last; those that stand, or are on no
+    lane, do
     not."""
     which, ways = [], []
     where = ONWARD_SPACING * np.arange(1, ONWARD + 1)
@@ -195,7 +196,7 @@ def given(log: Log, origin: np.ndarray) -> list[Lane]:
 
 
 def usable_steps(log: Log, horizon: int | None) -> int:
-    """How many steps from the current one on can be simulated; `BadData` if it is fewer than 2."""
+    """Number of steps from the current one on can be simulated; `BadData` if it is fewer than 2."""
     total = log.tracks.valid.shape[1]
     if not (0 <= log.sdc < len(log.tracks.id) and 0 <= log.current < total):
         raise BadData(
@@ -276,7 +277,8 @@ def signals_of(
 
 
 def disputes(log: Log) -> tuple[int, int]:
-    """How many lights the ego's route meets, and how many of them it disputes by driving through them while red."""
+    """Number of lights that the ego's route meets, and how many of them it disputes by driving through them while
+    red."""
     steps = usable_steps(log, None)
     window = slice(log.current, log.current + steps)
     origin = log.tracks.position[log.sdc, log.current]
@@ -331,7 +333,8 @@ def road_field(log: Log, routes: list[Route], origin: np.ndarray, margin: float)
 
 
 def approach(points: np.ndarray, near: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """How far each of `points` [P, 2] is from the nearest of `near` [R, 2], and that one's index; in bounded memory."""
+    """Distance of each of `points` [P, 2] is from the nearest of `near` [R, 2], and that one's index; in bounded
+    memory."""
     block = max(1, PAIRS // len(near))
     parts = [points[begin : begin + block] for begin in range(0, len(points), block)]
     closest = np.concatenate([((part[:, None] - near[None]) ** 2).sum(-1).argmin(1) for part in parts])

@@ -53,7 +53,7 @@ def decode(code: np.ndarray) -> np.ndarray:
 
 
 def across(samples: int) -> int:
-    """How many tiles cover a side of `samples` samples."""
+    """Number of tiles that cover a side of `samples` samples."""
     return -(-(samples - 1) // TILE)
 
 

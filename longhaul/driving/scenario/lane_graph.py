@@ -60,7 +60,7 @@ MOST_ROWS, MOST_PLACE, MOST_PARTS = 32767, 32700, 1 << 20
 
 
 LEVEL, SLOPE, BRIDGE = 3.0, 0.08, 5.0
-"""What is of another level of the road: its height differs from the nearest route point's by more than `LEVEL` metres
+"""Objects on another level of the road: its height differs from the nearest route point's by more than `LEVEL` metres
 and `SLOPE` of the distance to it, since roads climb; in any case by more than `BRIDGE`."""
 
 
@@ -91,7 +91,7 @@ CODES = {
     SPEED_BUMP: BUMP,
     STOP_SIGN: STOP,
 }
-"""What a row is, three numbers of two bits: lane, barrier, special; of each, a larger one binds more. A passing line
+"""Kinds of a row, three numbers of two bits: lane, barrier, special; of each, a larger one binds more. A passing line
 (13) may be crossed like a broken one. Driveways are left out."""
 
 
@@ -104,7 +104,7 @@ BLOCK, FINE = 16.0, 5
 
 
 PROBES = ((0.0, 0.0), *((i, j) for i in (-1.0, 0.0, 1.0) for j in (-1.0, 0.0, 1.0) if i or j))
-"""Where the lanes nearest to a cell are looked for, in halves of its side from its middle."""
+"""Points from which the lanes nearest to a cell are searched, in halves of its side from its middle."""
 
 
 MARGIN = 8.0
@@ -192,7 +192,7 @@ def lattice(points: np.ndarray) -> np.ndarray:
 
 
 def around(points: np.ndarray, near: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Of points [P, 3]: the distance [P], m, in the plane to the nearest of `near` [Q, 3], and whether they are of its
+    """For points [P, 3]: the distance [P], m, in the plane to the nearest of `near` [Q, 3], and whether they are of its
     level."""
     away, closest = np.full(len(points), np.inf), np.zeros(len(points), np.int64)
     for begin in range(0, len(points), 512):

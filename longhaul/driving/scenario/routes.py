@@ -31,11 +31,11 @@ STANDING = 0.5
 BEYOND = 50.0
 """Metres that a route goes on at least after the logged path."""
 LANE_AWAY, LANE_TURN = 2.0, np.radians(30.0)
-"""How far beside a lane, and how turned against it, a path may end to go on along it."""
+"""Distance beside a lane and angle to it at which a path may end to go on along it."""
 BLEND = 15.0
 """Metres in which a route that goes on along a lane moves over to its centre."""
 LIGHT_AWAY, LIGHT_TURN = 3.0, np.radians(60.0)
-"""How far beside the route a light's stop point may lie, and how turned against it its lane."""
+"""Distance beside the route at which a light's stop point may lie, and how turned against it its lane."""
 LANE_SHARED, LANE_SCORE, LANE_TIE, SAME_STOP = 20.0, 2.0, 0.5, 8.0
 """Metres: how far a light's lane is compared with the route; the mean deviation allowed; how much worse than the best
 one another light at the same stop may be; how far apart along the route lights belong to the same stop."""
@@ -194,7 +194,7 @@ def lane_at(place: np.ndarray, heading: float, lanes: dict[int, Lane]) -> tuple[
 
 
 def project(line: np.ndarray, s: np.ndarray, place: np.ndarray) -> tuple[float, float, float, int]:
-    """Where a polyline [P, 2+] is nearest to `place` [2+]: (arc length, distance, direction there, index of the
+    """Point where a polyline [P, 2+] is nearest to `place` [2+]: (arc length, distance, direction there, index of the
     segment)."""
     start, chord = line[:-1, :2], np.diff(line[:, :2], axis=0)
     relative = place[:2] - start
@@ -225,7 +225,7 @@ def follow(lane: Lane, s: float, distance: float, lanes: Mapping[int, Lane]) -> 
 
 
 def turn_of(lane: Lane) -> float:
-    """By how much a lane turns between its ends, rad."""
+    """Angle by which a lane turns between its ends, rad."""
     first, last = lane.points[1] - lane.points[0], lane.points[-1] - lane.points[-2]
     return wrap(float(np.arctan2(last[1], last[0]) - np.arctan2(first[1], first[0])))
 
@@ -275,7 +275,7 @@ def lights_disputed(front: np.ndarray, light_s: np.ndarray, light_state: np.ndar
 AWAY, PATH_AWAY = 2.0, 5.0
 """Metres by which a log may be beside its line: of lanes, and of a given path (beyond, WOMD calls it off route)."""
 TURN = np.radians(60.0)
-"""By how much a lane may be turned against the log where a line begins."""
+"""Angle by which a lane may be turned against the log where a line begins."""
 SHORTEST = 5.0
 """Metres that a log must go to be guided."""
 JOIN = 1.0

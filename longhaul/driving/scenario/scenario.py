@@ -1,4 +1,4 @@
-"""What the simulator runs on: one log compiled to fixed shapes, and a bank of many.
+"""Scenarios that the simulator runs on: one log compiled to fixed shapes, and a bank of many.
 
 A `Scenario` is local: the origin is the ego's position at the log's current step, axes stay those of the source,
 float32. N agents (padded), T steps **from the current step on** (t = 0 is where simulation starts), A controlled
@@ -59,7 +59,7 @@ NO_ROAD = Road(
     near=np.zeros((0, 0), np.int16),
     near_lanes=np.zeros((0, 0, 0), np.int16),
 )
-"""Where the source has no map."""
+"""Road of a source without a map."""
 
 
 class Scenario(NamedTuple):

@@ -56,7 +56,7 @@ AHEAD = 2
 
 
 class Progress(NamedTuple):
-    """How far a conversion is."""
+    """Progress of a conversion."""
 
     files: int  # done
     of: int
@@ -65,7 +65,7 @@ class Progress(NamedTuple):
 
 
 class Packed(NamedTuple):
-    """What one input file gave."""
+    """Result of one input file."""
 
     records: list[tuple[str, bytes]]  # id, record
     errors: list[str]
@@ -213,7 +213,7 @@ def _told(path: Path, error: Exception) -> str:
 
 
 def _results(files: Sequence[Path], work: Callable[[Path], Packed], workers: int) -> Iterator[Packed]:
-    """What `work` gives for each of `files`, in their order."""
+    """Results of `work` for each of `files`, in their order."""
     if workers == 1 or len(files) < 2:
         yield from map(work, files)
         return
@@ -252,7 +252,7 @@ def _done(future: Future[Packed]) -> bool:
 
 
 def _apart(path: Path, work: Callable[[Path], Packed]) -> Packed:
-    """What a process of its own makes of a file, be it that it dies."""
+    """Result of a file by a process of its own, be it that it dies."""
     alone: ProcessPoolExecutor = pool(1)
     try:
         return alone.submit(work, path).result()

@@ -1,4 +1,4 @@
-"""What a conversion has finished, so that it can go on after it was killed: one line of JSON for each shard.
+"""Journal of a conversion, so that it can go on after it was killed: one line of JSON for each shard.
 
 The first line holds the settings. A line is added after its shard is complete under its name, so what the lines say is
 on the disk; a line that a kill cut short does not count.
@@ -24,7 +24,7 @@ Stamp = tuple[str, int, int]
 
 @dataclass(frozen=True)
 class Settings:
-    """What the shards depend on beside the inputs."""
+    """Settings on which the shards depend beside the inputs."""
 
     version: int
     per_shard: int

@@ -30,7 +30,7 @@ BLOCK = 32
 SUFFIX = ".npz"
 
 ROAD, DRAWING, SHAPES = "road.", "drawing.", ".shapes"
-"""How the names of their arrays begin, and of what tells the scenarios' parts of one array apart."""
+"""Prefixes of array names, and of what tells the scenarios' parts of one array apart."""
 
 
 class Store:
@@ -41,7 +41,7 @@ class Store:
         self._complained = False
 
     def path(self, first: int) -> Path:
-        """Of the block that begins with the seed `first`."""
+        """Path of the block that begins with the seed `first`."""
         return self.folder / f"{maker()}-{self.about}-{first}{SUFFIX}"
 
     def load(self, first: int) -> list[Scenario] | None:
@@ -85,7 +85,7 @@ class Store:
 
 
 def open(about: str) -> Store | None:
-    """Where such scenarios are kept; None where caches are switched off, or the code can't be read."""
+    """Store of such scenarios; None where caches are switched off, or the code can't be read."""
     folder = cache_dir.folder("scenarios")
     if folder is None:
         return None
@@ -142,4 +142,4 @@ NAMES = tuple(
     + [ROAD + name for name in Road._fields]
     + [DRAWING + name for name in ("kinds", "points", "lines")]
 )
-"""Of a scenario's arrays in a file."""
+"""Names of a scenario's arrays in a file."""

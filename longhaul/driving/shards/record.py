@@ -61,7 +61,7 @@ METRE, MILLI, TURN = 0.01, 0.001, 2 * math.pi / 65536
 
 
 class Column(NamedTuple):
-    """How an array is stored; letters of `shape` as in `Scenario`, M rows, V lanes, B blocks with Q parts and Y rows by
+    """Storage of an array; letters of `shape` as in `Scenario`, M rows, V lanes, B blocks with Q parts and Y rows by
     X columns of cells of the road, K ways after the log's with E points together, and G polylines with P points drawn.
     """
 
@@ -109,7 +109,7 @@ COLUMNS = {
 LETTERS = "TNARLHWMVBYXQKEGP"
 
 STORED = tuple(name for name in Road._fields if name != "near")
-"""What is stored of a road; the rest follows from it."""
+"""Stored fields of a road; the rest follows from it."""
 
 CONTROLS = (*scenario_scenario.CONTROLS, compile.CHOSEN)
 """A record has the number of `Scenario.control` here."""
@@ -120,7 +120,7 @@ HEAD = struct.Struct(f"<{len(LETTERS)}I{len(Extents._fields)}IIdIIH")
 
 
 class Outline(NamedTuple):
-    """What a record's head says."""
+    """Head of a record."""
 
     sizes: tuple[int, ...]  # in the order of `LETTERS`
     extents: Extents
@@ -193,7 +193,7 @@ def _packed(array: np.ndarray, column: Column) -> tuple[bytes, bool]:
 
 
 def outline(record: bytes) -> Outline:
-    """What the head of a record says."""
+    """Head of a record, parsed."""
     *counts, control, dt, _, _, _ = HEAD.unpack_from(record)
     many = len(LETTERS)
     return Outline(tuple(counts[:many]), Extents(*counts[many:]), control, dt)
@@ -236,7 +236,7 @@ def unpack(record: bytes) -> Scenario:
 
 
 def _bytes(count: int, column: Column, wide: bool) -> int:
-    """How many bytes a column of `count` numbers takes before compression."""
+    """Number of bytes that a column of `count` numbers takes before compression."""
     if column.dtype == "?":
         return -(-count // 8)
     return count * ((4 if wide else 2) if column.unit else np.dtype(column.dtype).itemsize)
@@ -276,7 +276,7 @@ def _unpacked(data: bytes, column: Column, shape: tuple[int, ...], wide: bool) -
 
 
 def _check(arrays: dict[str, np.ndarray], dt: float) -> None:
-    """What the simulator relies on, so that no index of damaged data leads anywhere."""
+    """Checks of what the simulator relies on, so that no index of damaged data leads anywhere."""
     agents, points = len(arrays["kind"]), arrays["route"].shape[1]
     lane, cells, directory = arrays["road_lane"], arrays["road_cells"], arrays["road_directory"]
     near = arrays["road_near_lanes"]

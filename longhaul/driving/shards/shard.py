@@ -38,7 +38,7 @@ from longhaul.driving.scenario.scenario import Scenario
 from longhaul.driving.shards.record import LETTERS, outline, pack, unpack
 
 VERSION = 4
-"""Of the file and of the records: grows with every change of `packing.COLUMNS`."""
+"""Version of the file and of the records: grows with every change of `packing.COLUMNS`."""
 
 HEAD = struct.Struct("<8sIIQQI")
 HEAD_BYTES = HEAD.size + 4
@@ -101,7 +101,7 @@ def write(path: Path, scenarios: Iterable[Scenario]) -> int:
 
 
 def write_records(path: Path, records: Iterable[tuple[str, bytes]]) -> int:
-    """As `write`, of (id, record) that are packed already."""
+    """Shard of (id, record) pairs that are packed already; see `write`."""
     beside = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
         with beside.open("wb") as file:

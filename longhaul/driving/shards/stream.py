@@ -54,7 +54,7 @@ PATIENCE = 0.1
 
 
 class Position(NamedTuple):
-    """Where a host's stream stands: how many scenarios of its share of this epoch it gave."""
+    """Position of a host's stream: how many scenarios of its share of this epoch it gave."""
 
     epoch: int
     given: int
@@ -151,7 +151,7 @@ def picks(
 
 
 def largest(values: np.ndarray, size: int, count: int, *, seed: int, hosts: int = 1) -> np.ndarray:
-    """Of `values` [K, scenarios] the greatest sums [K] over one of the first `count` batches of `size` scenarios, on
+    """For `values` [K, scenarios]: the greatest sums [K] over one of the first `count` batches of `size` scenarios, on
     any host."""
     greatest = np.zeros(len(values), values.dtype)
     together = max(1, TOGETHER // size)

@@ -1,4 +1,4 @@
-"""What a policy chooses, as commands of a model of motion: numbers, a choice for each of them, or one choice of all.
+"""Choices of a policy, as commands of a model of motion: numbers, a choice for each of them, or one choice of all.
 
 - `continuous`: a `Box` of shares, -1 .. 1 of what the agent can do; what is outside is clipped.
 - `discrete`: a `MultiDiscrete`, an index into each grid of the model.
@@ -22,7 +22,7 @@ from longhaul.spaces import Action, Box, Discrete, MultiDiscrete
 
 
 class Actions(NamedTuple):
-    """How actions say shares. `read` and `write` take and give arrays [..., D], or [...] for joint choices."""
+    """Coding of shares as actions. `read` and `write` take and give arrays [..., D], or [...] for joint choices."""
 
     action: Action
     read: Callable[[jax.Array], Command]  # action -> shares

@@ -1,4 +1,4 @@
-"""How one drives in a bank: every setting of the simulator, and what is none."""
+"""Simulator configuration and its validation."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ CRASHES = ("remove", "stop")
 
 
 class Sight(NamedTuple):
-    """How well agents see. The defaults see everything."""
+    """Limits of what agents see. The defaults see everything."""
 
     noise: tuple[float, float, float] = (0.0, 0.0, 0.0)  # standard deviations: position m, heading rad, velocity m/s
     mask: float = 0.0  # the chance that one of the others, or a piece of road, is missed in a step
@@ -30,7 +30,7 @@ class Sight(NamedTuple):
 
     @property
     def draws(self) -> bool:
-        """Whether a key is needed."""
+        """True if a key is needed."""
         return any(self.noise) or self.mask > 0.0
 
     @property
@@ -61,7 +61,7 @@ EVENTS = ("collision", "offroad", "red_light", "goal")
 
 @dataclass(frozen=True)
 class Weights:
-    """What things are worth. Events count once an episode."""
+    """Reward weights. Events count once an episode."""
 
     progress: float = 0.1  # a metre along the route, not beyond its end
     collision: float = -4.0
@@ -93,27 +93,28 @@ class Config:
     """The others: "log" replays them, with "idm" vehicles react along their logged way, with "constant" everybody keeps
     his first velocity."""
     driver: str = "policy"
-    """Who drives the agents: the "policy", or a baseline that ignores actions: "log", "idm", "constant" (speed)."""
+    """Driver of the agents: the "policy", or a baseline that ignores actions: "log", "idm", "constant" (speed)."""
     expert: str = "log"
     """Whom algorithms imitate that do: the driver of the "log" (in generated scenarios that of the traffic), or "idm",
     the Intelligent Driver Model along the route, which has an answer off the log, too."""
     control: str = "vehicles"
     """Whom scenarios offer to be controlled: "vehicles", or "all" that move, cyclists and pedestrians too."""
     dynamics: str = "bicycle"
-    """How agents move: "bicycle", "steering", "delta" or "jerk"; see `dynamics`."""
+    """Model of motion: "bicycle", "steering", "delta" or "jerk"; see `dynamics`."""
     actions: str = "discrete"
     """"discrete": an index for each number of a command; "joint": one for all; "continuous": all within [-1, 1]."""
     terminations: tuple[str, ...] = EVENTS
     """The events that end an episode."""
     goal: str = "remove"
-    """Who reaches its goal: "remove", "stop" (it stands there) or "respawn" (it begins anew); see `goals`."""
+    """Fate of an agent that reaches its goal: "remove", "stop" (it stands there) or "respawn" (it begins anew); see
+    `goals`."""
     crash: str = "remove"
-    """Who ends by another event: "remove" or "stop"."""
+    """Fate of an agent that ends by another event: "remove" or "stop"."""
     conditioning: bool = False
     """Each driver of an episode draws weights of its own, which it sees; see `conditioning`."""
     weights: Weights = field(default_factory=Weights)
     neighbours: int = 8
-    """How many of the nearest others an agent sees."""
+    """Number of the nearest others that an agent sees."""
     waypoints: int = 10
     """Points of the route ahead that it sees."""
     road_points: int = 0
@@ -132,7 +133,7 @@ class Config:
 
 
 def sight_of(config: Config) -> Sight:
-    """How agents see."""
+    """Limits of sight of a configuration."""
     reach = np.inf if config.view_range is None else config.view_range
     return Sight(config.observation_noise, config.observation_mask, reach, config.view_angle, config.view_occlusion)
 

@@ -1,4 +1,4 @@
-"""Who moves the controlled agents: the policy's actions, the log, or IDM along the route; what action would have done
+"""Controllers of the agents: the policy's actions, the log, or IDM along the route; what action would have done
 the same; and how it feels.
 
 Each function takes how the agents [A] moved until now and gives how they move in the step that follows.
@@ -77,7 +77,7 @@ ASTRAY, TURNED = 5.0, 0.5
 
 
 def steer_back(now: Motion, aim: Motion, dt: jax.Array) -> Motion:
-    """What to aim at, a step on, so as to come (back) to the way that leads through `aim`: its speed and heading alone
+    """Aim one step ahead, so as to come (back) to the way that leads through `aim`: its speed and heading alone
     would leave beside it whoever is beside it. The lateral part is Stanley's (Hoffmann et al. 2007)."""
     ahead, left = into(aim.x - now.x, aim.y - now.y, jnp.cos(aim.heading), jnp.sin(aim.heading))
     behind = ahead - 0.5 * (now.speed + aim.speed) * dt
@@ -112,7 +112,7 @@ def halt(drive: Drive, stands: jax.Array) -> Drive:
 
 
 def feel(now: Drive, drive: Drive, first: jax.Array, dt: jax.Array) -> Ride:
-    """How a step felt; the `first` of an episode has no jerk, for nothing is known of what was before."""
+    """Comfort of a step; the `first` of an episode has no jerk, for nothing is known of what was before."""
     before, after = now.motion, drive.motion
     longitudinal = (after.speed - before.speed) / dt
     yaw = wrap(after.heading - before.heading) / dt

@@ -1,4 +1,4 @@
-"""How driven agents move: four models of motion, each a few pure functions that hold a command over one step.
+"""Dynamics of driven agents: four models of motion, each a few pure functions that hold a command over one step.
 
 An agent is the centre of its box, as in the logs. The models, by name:
 
@@ -57,13 +57,13 @@ STEERINGS = np.array([np.sign(k) * (k / 6) ** 2 for k in range(-6, 7)], np.float
 """The discrete choices of steering, as a part of what is possible at this speed; finer around 0."""
 
 MOVES = np.array([-0.1, *((k / 20) ** 1.5 for k in range(21))], np.float32)
-"""Those of moving on, as a part of what the top speed allows (backwards: of what reversing allows)."""
+"""Choices of moving on, as a part of what the top speed allows (backwards: of what reversing allows)."""
 
 SLIPS = np.array([-1.0, -0.25, 0.0, 0.25, 1.0], np.float32)
-"""Those of moving sideways."""
+"""Choices of moving sideways."""
 
 JERKS = np.array([-1.0, -4.0 / 15.0, 0.0, 1.0], np.float32)
-"""Those of longitudinal jerk: -15, -4, 0 and 4 m/s^3."""
+"""Choices of longitudinal jerk: -15, -4, 0 and 4 m/s^3."""
 
 SMALL = 1e-2
 """m: who moves by less has no curvature."""
@@ -92,7 +92,7 @@ class Drive(NamedTuple):
 
 
 class Limits(NamedTuple):
-    """What an agent can do; numbers, or arrays of the motion's shape."""
+    """Limits of an agent's motion; numbers, or arrays of the motion's shape."""
 
     speed: Number  # m/s, forwards
     acceleration: Number  # m/s^2
@@ -108,7 +108,7 @@ class Limits(NamedTuple):
 VEHICLE = Limits(MAX_SPEED, MAX_ACCELERATION, MAX_ACCELERATION, MAX_CURVATURE, MAX_LATERAL, 5.0, 1.5, 1.5, 2.8)
 
 Command = tuple[jax.Array, ...]
-"""What is held over a step, in metres, radians and seconds; two or three numbers by the model."""
+"""Command held over a step, in metres, radians and seconds; two or three numbers by the model."""
 
 
 class Model(NamedTuple):
@@ -158,7 +158,8 @@ def travel(
 
 
 def invert(before: Motion, after: Motion, dt: jax.Array, limits: Limits = VEHICLE) -> tuple[jax.Array, jax.Array]:
-    """What leads from one motion to the next: acceleration, curvature; the reverse of `advance` where it met no bound.
+    """Command that leads from one motion to the next: acceleration, curvature; the reverse of `advance` where it met
+    no bound.
 
     Where the agent hardly moves, its curvature is 0. Bounded like the actions; so a log that exceeds them is followed
     only roughly.
@@ -325,7 +326,7 @@ LIMITS: dict[int, Limits] = {
     PEDESTRIAN: Limits(7.0, 4.0, 6.0, 3.0, 4.0, 2.0, 2.0, 6.0, 0.4),
     CYCLIST: Limits(15.0, 3.0, 5.0, 0.7, 5.0, 1.0, 1.0, 2.5, 1.1),
 }
-"""By kind of track; all others have `VEHICLE`."""
+"""Limits by kind of track; all others have `VEHICLE`."""
 
 HIGHEST = max(limits.speed for limits in (VEHICLE, *LIMITS.values()))
 """Top speed of any kind, m/s."""

@@ -31,7 +31,7 @@ FAN = np.array(
     + [(28.0, 0.0), (42.0, 0.0), (-6.0, 0.0)],
     np.float32,
 )
-"""Where the road's clearance is felt, in the agent's frame: three arcs, two points far ahead, one behind."""
+"""Points where the road's clearance is measured, in the agent's frame: three arcs, two points far ahead, one behind."""
 
 CORRIDOR = np.concatenate([np.arange(1, 17), np.arange(18, bank.AHEAD - 1, 2)])
 """Metres ahead along the route at which the corridor is tested."""
@@ -43,7 +43,7 @@ RED = 1
 
 
 class Features(NamedTuple):
-    """What one controlled agent has around it; [N] are the others, in its frame."""
+    """Surroundings of one controlled agent; [N] are the others, in its frame."""
 
     x: jax.Array  # [N], of centres, m
     y: jax.Array
@@ -76,7 +76,7 @@ class Features(NamedTuple):
 
 
 class Pose(NamedTuple):
-    """What `extract` needs of one controlled agent."""
+    """Pose of one controlled agent, as `extract` needs it."""
 
     x: jax.Array
     y: jax.Array

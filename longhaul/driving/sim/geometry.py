@@ -36,7 +36,7 @@ class Field(NamedTuple):
 
 
 class Projection(NamedTuple):
-    """Where a pose is along a route."""
+    """Position of a pose along a route."""
 
     s: jax.Array  # arc length, m
     lateral: jax.Array  # offset to the left, m

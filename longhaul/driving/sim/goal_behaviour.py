@@ -1,4 +1,4 @@
-"""What becomes of agents that reach their goal, or fail.
+"""Fate of agents that reach their goal, or fail.
 
 A world's agents are each in one stage, a number kept in the state:
 

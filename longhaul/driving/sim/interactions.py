@@ -1,4 +1,4 @@
-"""How an agent behaves towards others and on its lanes at one moment: what metrics need, in closed form.
+"""Behaviour of an agent towards others and on its lanes at one moment: what metrics need, in closed form.
 
 Everything is for one agent (batches come from `jax.vmap`); `measures` says what is made of it over an episode.
 

@@ -1,4 +1,4 @@
-"""What an episode's driving was worth: the metrics of the field's benchmarks, summed up step by step on the device.
+"""Metrics of an episode: those of the field's benchmarks, summed up step by step on the device.
 
 A metric is a value with its validity (`types.Measure`): a log without lights tells nothing about red lights. `Tally` is
 what is kept of each controlled agent, 33 bytes; `score` adds a step, `metrics` reads it. Steps of agents that do not
@@ -80,7 +80,7 @@ FLAGS = (
 """The low bits of `Tally.marks`, what has ever been; "touching": in the last step."""
 
 STRADDLED, TTC = 16, 24
-"""Where in `Tally.marks` the 8 bits of these begin."""
+"""Positions in `Tally.marks` at which the 8 bits of these begin."""
 
 TTC_UNIT, LONG_UNIT, PART_UNIT = 0.02, 0.02, 0.01  # s, m, m
 EXCESS_UNIT, FINAL_UNIT = 1e-3, 1e-2  # m
@@ -88,7 +88,7 @@ FELT_UNIT, TURN_UNIT = 1e-3, 1e-4  # m/s^2 and m/s^3; rad/s
 
 
 class Tally(NamedTuple):
-    """What an episode has scored so far, each [A]. Numbers of fewer than 32 bits stop at their ends."""
+    """Score of an episode so far, each [A]. Numbers of fewer than 32 bits stop at their ends."""
 
     marks: jax.Array  # uint32: FLAGS; steps in several lanes; the smallest time to collision, TTC_UNIT
     furthest: jax.Array  # float32, m along the route
@@ -123,7 +123,7 @@ class Tally(NamedTuple):
 
 
 class Course(NamedTuple):
-    """What a step's score needs beside events, features and ride."""
+    """Inputs of a step's score beside events, features and ride."""
 
     t: jax.Array  # int32 scalar: steps since the scenario's beginning
     dt: jax.Array  # s, scalar
@@ -248,7 +248,7 @@ def _whole(value: jax.Array, unit: float) -> jax.Array:
 
 
 class Trip(NamedTuple):
-    """What metrics need beside the tally."""
+    """Inputs of the metrics beside the tally."""
 
     s: jax.Array  # m along the route [A], now
     start: jax.Array  # the log's at its beginning [A]

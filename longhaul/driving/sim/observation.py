@@ -1,4 +1,5 @@
-"""What a driver sees: a few dozen numbers about itself, its route, the road, the lights and its nearest neighbours.
+"""Observation of a driver: a few dozen numbers about itself, its route, the road, the lights and its nearest
+neighbours.
 
 All in the agent's own frame and within about [-1, 1]. Distances are squashed, d / (scale + |d|), so that a metre
 counts more nearby than far away; nothing is cut off. Whoever comes closest within the next seconds, if all keep their
@@ -57,7 +58,7 @@ class Observation(NamedTuple):
 
 
 class Motives(NamedTuple):
-    """What an agent knows of itself beside its features, float32 scalars."""
+    """Knowledge of an agent about itself beside its features, float32 scalars."""
 
     speed: jax.Array  # m/s
     acceleration: jax.Array  # m/s^2, in the last step
@@ -156,7 +157,7 @@ def view_lights(features: Features, speed: jax.Array) -> jax.Array:
 
 
 def approach(x: jax.Array, y: jax.Array, vx: jax.Array, vy: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Where others are at their closest approach within HORIZON, if all keep their velocity, and when, s."""
+    """Positions of others at their closest approach within HORIZON, if all keep their velocity, and when, s."""
     when = jnp.clip(-(x * vx + y * vy) / jnp.maximum(vx * vx + vy * vy, 1e-2), 0.0, HORIZON)
     return x + when * vx, y + when * vy, when
 

@@ -1,4 +1,4 @@
-"""How long the flat arrays of `tables` get, by what the index of a shard says of its scenarios; and tables that are
+"""Lengths of the flat arrays of `tables`, by what the index of a shard says of its scenarios; and tables that are
 padded to that."""
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from longhaul.driving.scenario.scenario import ONWARD, ONWARD_SPACING
 from longhaul.driving.sim.tables import AHEAD, BEHIND, EXTENSION, FLAT, PATH_SPACING, PATH_WINDOW, Tables
 
 Room = Mapping[str, int]
-"""How long each array of `tables.FLAT` is."""
+"""Length of each array of `tables.FLAT`."""
 
 
 class Needs(NamedTuple):
@@ -33,7 +33,7 @@ def needs(
     horizon: int | None,
     reactive: bool,
 ) -> Needs:
-    """What scenarios need, int64 [scenarios] all, whose shapes are `sizes` (letters as of `packing.LETTERS`) and whose
+    """Needs of scenarios, int64 [scenarios] all, whose shapes are `sizes` (letters as of `packing.LETTERS`) and whose
     `Extents` are `extents`, cut to `agents` controlled agents and `horizon` steps, to any number of objects.
 
     Exact, but for routes where some agents are cut, for lights where steps or agents are, and for paths: those count as
@@ -79,12 +79,12 @@ def needs(
 
 
 def tiled(side: np.ndarray) -> np.ndarray:
-    """As `tiles.across`, int64, of many sides."""
+    """Tiles across many sides, int64."""
     return -(-(side - 1) // distance_field.TILE)
 
 
 def lengths(host: Tables) -> dict[str, int]:
-    """How long the flat arrays of some tables are."""
+    """Lengths of the flat arrays of some tables."""
     return {name: leaf.shape[FLAT[name]] for name, leaf in _leaves(host) if name in FLAT}
 
 

@@ -1,4 +1,5 @@
-"""What an agent can perceive of the others: measured with noise, some missed, only within reach, not behind others.
+"""Perception of an agent: what it sees of the others: measured with noise, some missed, only within reach, not behind
+others.
 
 The truth decides about rewards, ends and scores; only what is observed goes through here. An agent perceives a scene
 of its own, in which whoever it does not see is absent; so nothing that is derived from the scene (gaps, headways,

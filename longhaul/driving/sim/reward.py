@@ -1,4 +1,4 @@
-"""What a driver is to do and to leave: events and reward.
+"""Events and reward of a driver.
 
 Events, of one agent in one step (after its motion, t >= 1):
 
@@ -46,11 +46,11 @@ STILL = 0.5
 
 
 STAY = 2.0
-"""How far, m, whoever has nothing to reach may be from its route's beginning at the end."""
+"""Distance, m, at which an agent with nothing to reach may be from its route's beginning at the end."""
 
 
 class Events(NamedTuple):
-    """What happened in one step, each bool [A]."""
+    """Events of one step, each bool [A]."""
 
     collision: jax.Array
     offroad: jax.Array
@@ -59,7 +59,7 @@ class Events(NamedTuple):
 
 
 class Ride(NamedTuple):
-    """How a step felt, each [A]."""
+    """Comfort of a step, each [A]."""
 
     longitudinal: jax.Array  # m/s^2
     lateral: jax.Array  # m/s^2
@@ -80,7 +80,7 @@ def judge(features: Features, route_length: jax.Array, over: jax.Array) -> Event
 
 
 def excess(ride: Ride) -> jax.Array:
-    """By how much of themselves the limits of comfort are exceeded, each at most twice, summed [A]."""
+    """Share by which the limits of comfort are exceeded, each at most twice, summed [A]."""
     parts = (
         jnp.abs(ride.lateral) / MAX_COMFORT_LATERAL,
         ride.longitudinal / MAX_COMFORT_LONGITUDINAL,

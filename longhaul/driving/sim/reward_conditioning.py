@@ -30,7 +30,7 @@ RANGES: dict[str, float] = {
     "lateral": 4.0,
     "heading": 4.0,
 }
-"""By term of `Weights`: the factor, up and down, within which its weight is drawn."""
+"""Range by term of `Weights`: the factor, up and down, within which its weight is drawn."""
 
 
 def draws(episode: jax.Array, agents: int) -> jax.Array:

@@ -41,7 +41,7 @@ HALF_SCALE, NEAR = 5.0, 10.0
 
 
 class Place(NamedTuple):
-    """Where a point is in the grid of its scenario."""
+    """Place of a point in the grid of its scenario."""
 
     head: jax.Array  # int32 [6], see `Roadmap`
     block: jax.Array  # int32
@@ -72,7 +72,7 @@ class LanesHere(NamedTuple):
 
 
 def place(roadmap: Roadmap, scenario: jax.Array, x: jax.Array, y: jax.Array) -> Place:
-    """Where (x, y) is in the grid of a scenario; beyond its border, at the border."""
+    """Place of (x, y) in the grid of a scenario; beyond its border, at the border."""
     head, corner = roadmap.head[scenario], roadmap.corner[scenario]
     most = head[3:5].astype(jnp.float32) * np.float32(FINE) - 1.0
     row = jnp.clip(jnp.floor((y - corner[1]) * np.float32(FINE / BLOCK)), 0.0, most[0]).astype(jnp.int32)

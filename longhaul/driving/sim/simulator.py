@@ -80,7 +80,7 @@ class State(NamedTuple):
 
 
 class Frame(NamedTuple):
-    """What a picture of one world needs."""
+    """Data of a picture of one world."""
 
     pose: jax.Array  # float32 [N, 3]: x, y, heading
     size: jax.Array  # float32 [N, 2]: length, width
@@ -211,7 +211,7 @@ class Simulator:
         return state.playing
 
     def demonstrate(self, state: State) -> tuple[jax.Array, jax.Array]:
-        """What `Config.expert` would do, as `spec.action` says it, [A, ...], and for whom that is known, bool [A]: by
+        """Action of `Config.expert`, as `spec.action` says it, [A, ...], and for whom that is known, bool [A]: by
         the log for who is near it and will be there in the next step."""
         config, scenario, dt = self.config, state.scenario, self.tables.dt[state.scenario]
         if config.expert == "idm":
@@ -262,7 +262,7 @@ class Simulator:
         )
 
     def _logged(self, scenario: jax.Array, t: jax.Array) -> tuple[Motion, jax.Array]:
-        """Where the log has the controlled agents at step t, and whether it has them: each [A]."""
+        """Logged positions of the controlled agents at step t, and whether it has them: each [A]."""
         controlled = self.tables.controlled[scenario]
         x, y, heading, vx, vy, present = banks.logged_at(self.tables, scenario, t, jnp.maximum(controlled, 0))
         return Motion(x, y, heading, jnp.hypot(vx, vy)), (present > 0.5) & (controlled >= 0)
@@ -338,14 +338,14 @@ class Simulator:
         return kind.astype(jnp.int32), 2.0 * half_length
 
     def _limits(self, scenario: jax.Array) -> Limits:
-        """What the controlled agents can do."""
+        """Limits of the controlled agents."""
         kind, length = self._bodies(scenario)
         if self.config.control == "all":
             return dynamics.limits_of(kind, length)
         return dynamics.VEHICLE._replace(wheelbase=WHEELBASE * length)
 
     def _weights(self, state: State) -> Weights:
-        """What things are worth to each agent."""
+        """Reward weights of each agent."""
         if state.episode is None:
             return self.config.weights
         return reward_conditioning.weigh(
@@ -390,7 +390,7 @@ def _shapes(config: Config) -> Observation:
 
 
 def _payable(state: State) -> Events:
-    """What happened before a step, with each goal as if it were the first where agents begin anew."""
+    """Events before a step, with each goal as if it were the first where agents begin anew."""
     happened = state.tally.happened
     if state.goals is None:
         return happened

@@ -153,7 +153,7 @@ def tabulate(bank: Bank, agents: int, reactive: bool) -> Tables:
 
 
 def arrange(bank: Bank, agents: int, reactive: bool) -> Tables:
-    """As `tabulate`, of NumPy arrays."""
+    """Tables of NumPy arrays; see `tabulate`."""
     bank = bank._replace(pose=tidy(bank.pose, bank.present), velocity=tidy(bank.velocity, bank.present))
     controlled = bank.controlled[:, :agents].astype(np.int32)
     slot = np.full(bank.kind.shape, -1, np.int32)

@@ -1,4 +1,4 @@
-"""Who is where in a world: replayed logs, vehicles that react, and the agents that are driven.
+"""Objects of a world and their positions: replayed logs, vehicles that react, and the agents that are driven.
 
 Reactive vehicles keep to their logged way, go on along the lanes where it ends, and choose their speed by the
 Intelligent Driver Model (Treiber, Hennecke and Helbing, "Congested traffic states in empirical observations and
@@ -43,7 +43,8 @@ STRIDE = 2  # every second point of a way is looked at
 OUTSIDE = -1.0  # m, as arc length: not in the world yet
 S_UNIT, SPEED_UNIT, SPEED_BITS = np.float32(2e-3), np.float32(1e-2), 12  # m, m/s
 NOT_YET = np.uint32(0xFFFFFFFF)
-"""How `Reactive` packs its numbers: a world of 64 vehicles and agents is 4 kB. Of a speed, what is below half a unit
+"""Packing of the numbers of `Reactive`: a world of 64 vehicles and agents is 4 kB. Of a speed, what is below half a
+unit
 is lost: IDM's last 0.05 m/s^2 at steps of 0.1 s."""
 
 
@@ -65,7 +66,7 @@ class Scene(NamedTuple):
 
 
 class Reactive(NamedTuple):
-    """Where the reactive vehicles are on their ways; means nothing for the others. Made by `reacting`."""
+    """Positions of the reactive vehicles on their ways; means nothing for the others. Made by `reacting`."""
 
     word: jax.Array  # uint32 [N]: 20 bits of S_UNIT, 12 bits of SPEED_UNIT; NOT_YET before they appear
 
@@ -264,7 +265,7 @@ def respond(paths: Paths, scenario: jax.Array, here: Scene, state: Reactive) -> 
 
 
 class Survey(NamedTuple):
-    """What lies on each of N ways because of each of N others, m along the way from where its vehicle is, or FREE."""
+    """Objects on each of N ways because of each of N others, m along the way from where its vehicle is, or FREE."""
 
     near: jax.Array  # [N, N]: where the other stands in the corridor
     crossing: jax.Array  # [N, N]: where it will cross the corridor
@@ -272,7 +273,7 @@ class Survey(NamedTuple):
 
 
 def survey(points: jax.Array, along: jax.Array, here: Scene, pace: jax.Array, margin: jax.Array) -> Survey:
-    """Of ways of M points [N, 3, M], `along` [N, M] metres ahead: the first in each other's box, larger by
+    """For ways of M points [N, 3, M], `along` [N, M] metres ahead: the first in each other's box, larger by
     PATH_SPACING and `margin` [N, N], and the first in the band that the other sweeps in HORIZON seconds at its `pace`
     [N], where the two are not almost parallel. Unrolled as `geometry.blocked` is, with one look at every point."""
     cos, sin = here.cos[None, :], here.sin[None, :]

@@ -1,4 +1,4 @@
-"""What the player may do, and what it does ([J]): moves, the siphon, and 23 programs."""
+"""Actions of the player and their effects ([J]): moves, the siphon, and 23 programs."""
 
 from __future__ import annotations
 
@@ -121,7 +121,7 @@ def paid(stock: jax.Array, costs: np.ndarray) -> jax.Array:
 
 
 def _neighbours(state: State, row: jax.Array | np.ndarray, col: jax.Array | np.ndarray) -> jax.Array:
-    """Whether cells are among the eight around the player."""
+    """True if cells are among the eight around the player."""
     return jnp.maximum(jnp.abs(row - state.row), jnp.abs(col - state.col)) == 1
 
 
@@ -146,7 +146,7 @@ def w_at(table: np.ndarray, action: jax.Array) -> jax.Array:
 
 
 def ends_turn(action: jax.Array) -> jax.Array:
-    """Whether the enemies move after an action."""
+    """True if the enemies move after an action."""
     return (action <= w.SIPHON) | (action == w.WAIT)
 
 
@@ -251,7 +251,7 @@ def send(
 
 
 def _program(state: State, cells: Cells, action: jax.Array, words: jax.Array) -> State:
-    """What programs do beside harming enemies."""
+    """Effects of programs beside harming enemies."""
     e, p = state.enemies, state.pending
     away_row, away_col = jnp.sign(e.row - state.row), jnp.sign(e.col - state.col)
     shift = jnp.where(action == w.PUSH, 1, jnp.where(action == w.PULL, -1, 0))

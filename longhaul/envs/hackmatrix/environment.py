@@ -127,7 +127,8 @@ class Game:
         self, before: State, acted: State, turned: State, after: State, completed: jax.Array, way: jax.Array,
         missed: jax.Array,
     ) -> reward.Events:  # fmt: skip
-        """What the reward asks for: from before the step, after the action, the enemies' turn and the next stage."""
+        """Events that the reward asks for: from before the step, after the action, the enemies' turn and the next
+        stage."""
         way_after = self._way(after)
         if "shaping" in self.fixes:
             way_after = jnp.where(completed, 0, way_after)
@@ -172,7 +173,7 @@ class Game:
         return SIDE * state.row + state.col == jnp.asarray(w.CORNERS)[state.exit]
 
     def active(self, state: State) -> jax.Array:
-        """Whether the game goes on."""
+        """True if the game goes on."""
         return ~state.over
 
     def _cells(self, state: State) -> Cells:

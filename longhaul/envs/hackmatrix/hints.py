@@ -1,4 +1,4 @@
-"""What a player of HackMatrix needs to be told: the keys, what actions do, and why one is not legal.
+"""Hints for a player of HackMatrix: the keys, what actions do, and why one is not legal.
 
 The mask of legal actions decides; what is said here only explains it, for both rule sets.
 """
@@ -68,7 +68,7 @@ NEEDS = {
     w.ATK: "it was used twice in this stage, or the attack is at its most",
     w.HACK: "there is no siphoned block",
 }
-"""What is wrong where a program that is owned and paid for is not legal."""
+"""Reason where a program that is owned and paid for is not legal."""
 
 
 def why(view: View, action: int) -> str | None:
@@ -94,7 +94,7 @@ def why(view: View, action: int) -> str | None:
 
 
 def cost(action: int) -> str:
-    """What an action costs: "3c2e", "2e", "" for nothing."""
+    """Cost of an action: "3c2e", "2e", "" for nothing."""
     parts = ((w.CREDITS[action], "c"), (w.ENERGY[action], "e"))
     return "".join(f"{amount}{unit}" for amount, unit in parts if amount)
 

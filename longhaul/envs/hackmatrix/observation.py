@@ -1,4 +1,4 @@
-"""What the player sees: 222 bytes in a rollout, 1,545 numbers in a network.
+"""Observation of the player: 222 bytes in a rollout, 1,545 numbers in a network.
 
 The numbers are those of the game's own trainer, in its order: 10 about the player, 23 programs, then 42 channels of
 each cell, row by row from the bottom.
@@ -121,7 +121,7 @@ OF_BLOCKS = (7, 8, QUESTION, 10, *range(12, 36))
 
 
 def compact(corner: frozenset[int], inner: frozenset[int]) -> Compact:
-    """What networks take, without the channels `corner` of corner cells and `inner` of the others."""
+    """Channels that networks take, without the channels `corner` of corner cells and `inner` of the others."""
     groups = []
     for cells, dead in ((w.CORNERS.tolist(), corner), (sorted({*range(CELLS)} - {*w.CORNERS.tolist()}), inner)):
         groups.append((np.array(cells), [channel for channel in range(CHANNELS) if channel not in dead]))
@@ -175,4 +175,4 @@ def expand(packed: Packed) -> jax.Array:
 
 
 TRAINER = compact(frozenset({*OF_BLOCKS, SIPHONED, CREDITS, ENERGY}), frozenset({QUESTION, PICKUP, EXIT}))
-"""By the rules [J] corners have neither blocks nor resources, and nothing else has exits and data siphons."""
+"""Channels by the rules [J]: corners have neither blocks nor resources, and nothing else has exits and data siphons."""

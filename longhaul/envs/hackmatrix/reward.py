@@ -21,13 +21,13 @@ PARTS = (
 )  # fmt: skip
 
 STAGE = np.array([1, 2, 4, 8, 16, 32, 64, 100], np.float32)
-"""What completing a stage is worth."""
+"""Reward of completing a stage."""
 LOST = -0.5 * np.concatenate([[0.0], np.cumsum(STAGE)]).astype(np.float32)
-"""What dying costs, by completed stages."""
+"""Cost of dying, by completed stages."""
 
 
 class Events(NamedTuple):
-    """What a step led to, beside its state."""
+    """Results of a step, beside its state."""
 
     died: jax.Array
     completed: jax.Array

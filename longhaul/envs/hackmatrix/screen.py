@@ -58,7 +58,7 @@ class Last(NamedTuple):
 
 
 class Opinion(NamedTuple):
-    """What an agent thinks of a game."""
+    """Opinion of an agent on a game."""
 
     probabilities: tuple[float, ...]  # by action; 0 where it is not legal
     value: float
@@ -129,7 +129,7 @@ def _who(view: View, row: int, col: int, style: Style, reveal: bool) -> list[Spa
 
 
 def _fit(spans: list[Span], room: int) -> list[Span]:
-    """As many spans as there is room for; "+4" stands for four more."""
+    """Spans that fit; "+4" stands for four more."""
     if _length(spans) <= room:
         return spans
     for kept in range(len(spans) - 1, -1, -1):
@@ -218,7 +218,7 @@ def _moves(view: View) -> Line:
 
 
 def _opinion(opinion: Opinion) -> Line:
-    """What an agent would do, likeliest first, and what it thinks the rest of the game is worth."""
+    """Actions of an agent, likeliest first, and what it believes the rest of the game is worth."""
     ranked = sorted(range(w.ACTIONS), key=lambda action: -opinion.probabilities[action])
     chances = [(w.NAMES[a], opinion.probabilities[a]) for a in ranked[:4] if opinion.probabilities[a] >= 0.005]
     said = "  ".join(f"{name} {100 * p:.0f} %" for name, p in chances)

@@ -17,14 +17,14 @@ from jax import lax
 SIDE = 6
 CELLS = SIDE * SIDE
 SLOTS = 20
-"""Of enemies, and of transmissions."""
+"""Slots of enemies, and of transmissions."""
 
 CORNERS = np.array([0, 5, 30, 35], np.int32)
 STAGES = 8
 
 VIRUS, DAEMON, GLITCH, CRYPTOG = 0, 1, 2, 3
 HEALTH = np.array([2, 3, 2, 2], np.int32)
-"""Of a fresh enemy by kind."""
+"""Health of a fresh enemy by kind."""
 
 NONE, DATA, PROGRAM, QUESTION = 0, 1, 2, 3
 """Kinds of block."""
@@ -46,12 +46,12 @@ NAMES = (
 )  # fmt: skip
 
 CREDITS = np.array([0, 0, 0, 0, 0, 0, 0, 3, 2, 1, 0, 3, 3, 3, 1, 0, 5, 4, 2, 0, 2, 3, 1, 3, 0, 2, 4, 2], np.int32)
-"""What an action costs."""
+"""Cost of an action."""
 ENERGY = np.array([0, 0, 0, 0, 0, 2, 2, 2, 2, 1, 1, 0, 1, 1, 0, 3, 0, 0, 0, 4, 4, 0, 2, 0, 5, 1, 4, 2], np.int32)
 
 DROW = np.array([1, -1, 0, 0], np.int32)
 DCOL = np.array([0, 0, -1, 1], np.int32)
-"""Of the four moves."""
+"""Columns of the four moves."""
 
 FAR = 1 << 20
 
@@ -113,7 +113,7 @@ class State(NamedTuple):
 
 
 class Tally(NamedTuple):
-    """What a game has scored so far."""
+    """Score of a game so far."""
 
     parts: jax.Array  # float32 [15]: sums of the parts of the reward
     moves: jax.Array  # int32

@@ -71,7 +71,7 @@ class View(NamedTuple):
 
 
 def view(state: Any, seen: np.ndarray, mask: np.ndarray) -> View:
-    """What the player sees of a game: its state, the 1,545 numbers and the legal actions, all on the host."""
+    """View of a game: its state, the 1,545 numbers and the legal actions, all on the host."""
     names = ("row", "col", "hp", "credits", "energy", "siphons", "attack", "score", "stage", "turn", "next_task")
     numbers: dict[str, Any] = {name: int(getattr(state, name)) for name in names}
     flags: dict[str, Any] = {name: bool(getattr(state, name)) for name in ("show", "calm", "step", "over")}

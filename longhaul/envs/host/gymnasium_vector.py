@@ -133,7 +133,7 @@ class Vector:
         return HostStep(*out, finals)
 
     def _last(self, observation: Any, infos: dict[str, Any], rows: np.ndarray) -> Tree:
-        """What the steps of these rows truly led to, in memory of its own, typed as the spec says."""
+        """Observations that the steps of these rows truly led to, in memory of its own, typed as the spec says."""
         if self._mode != SAME_STEP:
             found = take(self._form.read(observation, infos), rows)
         else:
@@ -307,7 +307,7 @@ def _vector(
 
 
 def load(name: str) -> Callable[..., Any]:
-    """What "module:function" names; ValueError, one line, where there is none."""
+    """Object that "module:function" names; ValueError, one line, where there is none."""
     module, _, function = name.partition(":")
     if not module or not function:
         raise ValueError(f"{name!r} names no function; write module:function")

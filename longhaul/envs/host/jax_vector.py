@@ -24,7 +24,7 @@ EPISODES, STEPS = 0, 1
 
 
 class Running(NamedTuple):
-    """Where all worlds are."""
+    """State of all worlds."""
 
     state: PyTree  # [W, ...]
     key: jax.Array  # uint32 [W, 2]: data of each world's key
@@ -41,7 +41,7 @@ def host_spec(environment: Environment) -> HostSpec:
 
 
 class Programs:
-    """What is compiled for `worlds` worlds of `environment`: vectors of the same may share it."""
+    """Programs compiled for `worlds` worlds of `environment`: vectors of the same may share it."""
 
     def __init__(self, environment: Environment, worlds: int) -> None:
         self.environment, self.worlds, self.spec = environment, worlds, host_spec(environment)
@@ -150,7 +150,7 @@ class JaxVector:
         return None if self._running is None else jax.tree.leaves(jax.tree.map(_plain, self._running))
 
     def restore(self, state: Tree) -> None:
-        """Of any vector of the same environment and size; ValueError where it is of another."""
+        """Snapshot of any vector of the same environment and size; ValueError where it is of another."""
         wanted, form = jax.tree.flatten(self.programs.likeness)
         stored = [jax.eval_shape(jax.random.key_data, x) if _is_key(x) else x for x in wanted]
         if [(x.shape, x.dtype) for x in stored] != [(x.shape, x.dtype) for x in state]:

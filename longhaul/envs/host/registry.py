@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 class Kind(NamedTuple):
-    """How environments of one kind are made."""
+    """Maker of environments of one kind."""
 
     module: str  # with a function (name, num_envs, seed, **options) -> HostVector
     function: str
@@ -71,7 +71,7 @@ FORMER = {"longhaul.envs.batched:cartpole": "longhaul.envs.host.numpy_cartpole:c
 
 
 def is_hosted(name: str) -> bool:
-    """Whether a name is that of an environment on the host: "kind/name"."""
+    """True if a name is that of an environment on the host: "kind/name"."""
     return name.partition("/")[0] in KINDS
 
 
@@ -120,14 +120,14 @@ def make(description: Description, num_envs: int, seed: int = 0) -> HostVector:
 
 
 def specification(vector: HostVector) -> types.Spec:
-    """What algorithms are told of a vector: of our own environments all they say, packed observations among it."""
+    """Spec of a vector for algorithms: of our own environments all they say, packed observations among it."""
     from longhaul.envs.host.jax_vector import JaxVector
 
     return vector.programs.environment.spec if isinstance(vector, JaxVector) else vectors.specification(vector.spec)
 
 
 def missing(kind: Kind) -> list[str]:
-    """What of its needs is not installed."""
+    """Needed modules that are not installed."""
     return [name for name in kind.needs if importlib.util.find_spec(name) is None]
 
 

@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
 
 class Description(NamedTuple):
-    """What to make, as plain data: pickles, hashes, and fits on a command line."""
+    """Description of an environment as plain data: pickles, hashes, and fits on a command line."""
 
     kind: str  # "gymnasium", "ale", "jax" ...
     name: str  # "CartPole-v1", "pong", "module:factory" ...
@@ -47,7 +47,7 @@ class Description(NamedTuple):
 
 @dataclass(frozen=True)
 class HostSpec:
-    """What a vector takes and gives, without JAX; `specification` makes a `types.Spec` of it.
+    """Spec of a vector, without JAX; `specification` makes a `types.Spec` of it.
 
     `observation` is a tree of `Leaf` for ONE column (a `Masked` where actions can be illegal). `agents` is the A of
     columns = worlds x A, None for ordinary environments. `truncation_interval` and `max_steps` are `types.Spec`'s.
@@ -74,7 +74,7 @@ class Slot(NamedTuple):
 
 
 class Finals(NamedTuple):
-    """How episodes ended: the columns where `valid & (terminated | truncated)`, ascending, F of them."""
+    """Ends of episodes: the columns where `valid & (terminated | truncated)`, ascending, F of them."""
 
     columns: np.ndarray  # int32 [F]
     observation: Tree  # [F, ...], what the step truly led to
@@ -82,7 +82,7 @@ class Finals(NamedTuple):
 
 
 class HostStep(NamedTuple):
-    """What a step led to. Arrays are those of the `Slot` that was given; else they are good until the next call."""
+    """Result of a step. Arrays are those of the `Slot` that was given; else they are good until the next call."""
 
     observation: Tree  # [B, ...], what the next action is chosen on
     reward: np.ndarray  # float32 [B]
@@ -129,7 +129,7 @@ def slot(spec: HostSpec, columns: int) -> Slot:
 
 
 def no_finals(spec: HostSpec) -> Finals:
-    """Of a step that ended nothing."""
+    """Finals of a step that ended nothing."""
     observation = mapped(lambda leaf: np.zeros((0, *leaf.shape), leaf.dtype), spec.observation)
     return Finals(np.zeros(0, np.int32), observation, {})
 

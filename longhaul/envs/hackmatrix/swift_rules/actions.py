@@ -1,4 +1,4 @@
-"""What the player may do, and what it does, in the canonical game ([S])."""
+"""Actions of the player and their effects in the canonical game ([S])."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from longhaul.envs.hackmatrix.swift_rules.state import Cells, Enemies, Ground, S
 
 
 class Outcome(NamedTuple):
-    """What an action led to, beside the state."""
+    """Result of an action, beside the state."""
 
     reached: jax.Array  # bool: the exit
     killed: jax.Array  # int32: enemies and transmissions, without scheduled ones
@@ -171,7 +171,7 @@ def _siphon(state: State, ground: Ground, action: jax.Array) -> State:
 
 
 def _buy(state: State, action: jax.Array) -> State:
-    """What programs change that is neither a place nor an enemy."""
+    """Changes by programs that is neither a place nor an enemy."""
     return state._replace(
         hp=jnp.where(action == w.RESET, w.MOST_HP, state.hp),
         energy=state.energy + jnp.where(action == w.EXCH, 4, 0),

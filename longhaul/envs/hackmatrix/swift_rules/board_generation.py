@@ -40,7 +40,7 @@ class Bank(NamedTuple):
 
     @property
     def shelves(self) -> int:
-        """Of one exit and number of blocks."""
+        """Shelves of one exit and number of blocks."""
         return len(self.blocks) // (CLASSES * SHELF)
 
 

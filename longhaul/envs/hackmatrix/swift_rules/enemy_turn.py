@@ -62,7 +62,7 @@ def _arrive(state: State) -> State:
 
 
 class _Round(NamedTuple):
-    """What the loop over the enemies of a game carries."""
+    """State of the loop over the enemies of a game."""
 
     number: jax.Array  # int32: enemies that have had their move
     foes: jax.Array  # int32 [SLOTS]

@@ -37,7 +37,7 @@ FIXES = {
     "undo": "UNDO does not go back into an earlier stage, whose exit would count once more",
     "steps": "of equally good steps enemies take the first (up, down, left, right), as the Swift program comes to do",
 }
-"""What can be changed, one by one; nothing is by default.
+"""Changes to the rules, one by one; nothing is by default.
 
 The first two are defects of the Swift game. The third is the other way round: that its search marks cells when it
 queues them leaves one first step only, so that the preferences and the chance of the rules never come to bear there.
@@ -47,7 +47,7 @@ EXIT_SIDES = np.array(
     [[[(1 << 1) | (1 << 6), 0], [1 << 7, 0]], [[(1 << 4) | (1 << 11), 0], [1 << 10, 0]],
      [[0, (1 << 6) | (1 << 13)], [0, 1 << 7]], [[0, (1 << 11) | (1 << 16)], [0, 1 << 10]]], np.uint32,
 )  # fmt: skip
-"""By corner: the set of the two cells beside it, and that of the cell diagonal to it."""
+"""Sides by corner: the set of the two cells beside it, and that of the cell diagonal to it."""
 
 CORNER_BITS = np.array([[1, 0], [1 << 5, 0], [0, 1 << 12], [0, 1 << 17]], np.uint32)
 """The sets of the single corners."""
@@ -56,7 +56,7 @@ CORNER_BITS = np.array([[1, 0], [1 << 5, 0], [0, 1 << 12], [0, 1 << 17]], np.uin
 SHORT = observation.compact(
     frozenset({*observation.OF_BLOCKS, observation.SIPHONED}), frozenset({observation.PICKUP, observation.EXIT})
 )
-"""What networks take: corners have no blocks, other cells neither exits nor data siphons."""
+"""Channels that networks take: corners have no blocks, other cells neither exits nor data siphons."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -183,7 +183,7 @@ class Canonical:
         return place.astype(jnp.int32), removed | diagonal
 
     def active(self, state: State) -> jax.Array:
-        """Whether the game goes on."""
+        """True if the game goes on."""
         return ~state.over
 
     def metrics(self, state: State) -> dict[str, Measure]:

@@ -14,7 +14,7 @@ from longhaul.envs.hackmatrix.swift_rules.state import Ground, State, beside, ce
 
 
 class Events(NamedTuple):
-    """What a step led to, beside its state."""
+    """Results of a step, beside its state."""
 
     valid: jax.Array  # whether the action was legal
     died: jax.Array

@@ -48,7 +48,7 @@ class Cells(NamedTuple):
         return Cells(~self.low & _HALF, ~self.high & _HALF)
 
     def any(self) -> jax.Array:
-        """Whether it has a cell."""
+        """True if it has a cell."""
         return (self.low | self.high) > 0
 
     def only(self, yes: jax.Array) -> Cells:
@@ -66,7 +66,7 @@ class Cells(NamedTuple):
         return ((word >> (place % 18).astype(np.uint32)) & 1).astype(bool)
 
     def has(self, row: jax.Array, col: jax.Array) -> jax.Array:
-        """Whether cells, of any shape, are in it."""
+        """True if cells, of any shape, are in it."""
         upper = row >= 3
         place = SIDE * (row - jnp.where(upper, 3, 0)) + col
         return ((jnp.where(upper, self.high, self.low) >> place.astype(jnp.uint32)) & 1).astype(bool)
@@ -126,7 +126,7 @@ def line(start: Cells, stops: Cells, move: Callable[[Cells], Cells]) -> Cells:
 
 
 class Enemies(NamedTuple):
-    """What the codes of enemies say, each [SLOTS]."""
+    """Enemies, from their codes, each [SLOTS]."""
 
     alive: Any  # bool
     kind: Any  # int32
@@ -139,7 +139,7 @@ class Enemies(NamedTuple):
 
 
 class Pending(NamedTuple):
-    """What the codes of transmissions say, each [SLOTS]."""
+    """Transmissions, from their codes, each [SLOTS]."""
 
     turns: Any  # int32, left; 0 is a free slot
     kind: Any  # int32

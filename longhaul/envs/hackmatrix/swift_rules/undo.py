@@ -1,4 +1,4 @@
-"""What UNDO goes back to in the canonical game ([S]): the ends of past enemies' turns.
+"""States to which UNDO goes back in the canonical game ([S]): the ends of past enemies' turns.
 
 An UNDO right after such an end gives back only its own cost, the next one goes back a turn, and so on. It restores
 the player, enemies, transmissions and the board, also that of an earlier stage with its exit; not the number of the
