@@ -4,10 +4,27 @@ from __future__ import annotations
 
 import importlib.util
 
+import numpy as np
 import pytest
 
 from longhaul.weight_sync import image as images
 from longhaul.weight_sync.digest import digest as digests
+
+
+@pytest.fixture(scope="session", autouse=True)
+def compiled_deltas() -> None:
+    """Compiled loops of deltas: in a fresh clone numba takes 10 s for them, which no test's patience should pay."""
+    if any(importlib.util.find_spec(name) is None for name in ("numba", "zstandard", "xxhash")):
+        return
+    from longhaul.weight_sync.delta import tensor_delta
+
+    for dtype in (np.uint8, np.float16, np.float32):
+        base = np.arange(5000).astype(dtype)
+        new = base.copy()
+        new[::7] += 1
+        out = bytearray(base.tobytes())
+        tensor_delta.apply(out, tensor_delta.encode(base.tobytes(), new.tobytes(), dtype))
+        assert bytes(out) == new.tobytes()
 
 
 @pytest.fixture(params=[False, True], ids=["library", "streams"])
