@@ -33,7 +33,7 @@ MARK = "LONGHAUL_TEST_OF"
 
 def test_without_ray_or_a_cluster_a_line_says_the_remedy(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "ray", None)
-    with pytest.raises(HostsError, match=r"--actor-kind ray needs Ray .*install longhaul\[cluster\]"):
+    with pytest.raises(HostsError, match=r"--actor-kind ray needs Ray .*install longhaul-rl\[cluster\]"):
         ray_cluster.check("auto", ray_cluster.ACTORS)
     monkeypatch.undo()
     pytest.importorskip("ray")

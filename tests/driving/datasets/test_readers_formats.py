@@ -258,7 +258,7 @@ def test_argoverse_says_what_is_missing(tmp_path: FilePath, monkeypatch: pytest.
     with pytest.raises(BadData, match=r"its map log_map_archive_straight\.json cannot be read.*put it beside"):
         list(readers.read(path))
     monkeypatch.setitem(__import__("sys").modules, "pyarrow", None)
-    with pytest.raises(BadData, match=r'pip install "longhaul\[data\]"'):
+    with pytest.raises(BadData, match=r'pip install "longhaul-rl\[data\]"'):
         list(readers.read(path))
 
 

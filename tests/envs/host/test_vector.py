@@ -367,7 +367,7 @@ def test_no_environments_are_refused() -> None:
 
 def test_what_is_missing_is_named_with_its_remedy(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(host.KINDS, "envpool", host.KINDS["envpool"]._replace(needs=("json", "not_there")))
-    with pytest.raises(ValueError, match=r"envpool/Pong-v5 needs not_there: pip install longhaul\[envpool\]"):
+    with pytest.raises(ValueError, match=r"envpool/Pong-v5 needs not_there: pip install longhaul-rl\[envpool\]"):
         made("envpool/Pong-v5")
     assert any("needs not_there" in line for _, line in host.names())
 
