@@ -43,6 +43,7 @@ NO_JAX = (
         "runtime/credentials",
         "runtime/shared_memory",
         "runtime/worker_pool",
+        "runtime/settings",
     ),
     *("spaces", "reasoning/tasks", "reasoning/tokenizer", "reasoning/jsonl_task"),
     *("envs/host/registry", "envs/host/vector", "envs/host/gymnasium_vector", "envs/host/gymnasium_spaces"),

@@ -257,7 +257,6 @@ def test_ten_million_steps_of_64_floats_are_below_3_gib_and_stay_in_place() -> N
     assert memory.temp_size_in_bytes < 0.01 * held  # and no copy of it is made on the way
 
 
-@pytest.mark.parametrize(("size", "word"), [(2**33, "replay_size")])
-def test_what_can_not_be_counted_is_refused(size: int, word: str) -> None:
-    with pytest.raises(ValueError, match=word):
-        replay.rows_of(size, Sizes(1, 4, 2))
+def test_what_can_not_be_counted_is_refused() -> None:
+    with pytest.raises(ValueError, match="a replay of 8589934592 steps is 8589934592 a device; it must be at most"):
+        replay.rows_of(2**33, Sizes(1, 4, 2))

@@ -6,7 +6,7 @@ A config of such an algorithm has the fields of `Design`.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -17,6 +17,7 @@ from longhaul import normalise
 from longhaul.algorithms.context import Context, Isolate
 from longhaul.distributions import Distribution, distribution
 from longhaul.networks import actor_critic, sizing
+from longhaul.runtime.errors import FieldError
 from longhaul.spaces import Masked
 from longhaul.types import Key, Params, PyTree, Spec
 
@@ -51,41 +52,22 @@ class Design(NamedTuple):
     normalise_observation: bool
 
 
-def check(config: Any, *, columns: int, steps: int, shares: Sequence[str], least: Sequence[str]) -> None:
-    """Raises ValueError, with value, bound and remedy, for impossible sizes of one shard.
-
-    The fields in `shares` must lie in 0 to 1; those in `least` must be at least 0, or None where that is allowed.
-    """
+def check(config: Any, *, columns: int, steps: int) -> None:
+    """Raises FieldError for impossible sizes of one shard."""
     rows, unit = (columns, "environments") if config.memory else (columns * steps, "steps of a batch")
-    for name in ("num_minibatches", "update_epochs", "chunk", "accumulate", "hidden_dim", "num_layers"):
-        value = getattr(config, name)
-        if value is not None and value < 1:
-            raise ValueError(f"{name} is {getattr(config, name)}; it must be at least 1")
-    if config.warmup < 0:
-        raise ValueError(f"warmup is {config.warmup}; it must be at least 0")
     if rows % (config.num_minibatches or 1):
-        raise ValueError(
-            f"num_minibatches is {config.num_minibatches}, which does not divide the {rows} {unit} of one device; "
-            f"choose a divisor of {rows}, or change num_envs or num_steps"
+        raise FieldError(
+            "num_minibatches",
+            f"{config.num_minibatches}, which does not divide the {rows} {unit} of one device",
+            f"choose a divisor of {rows}, or change num_envs or num_steps",
         )
     minibatch = rows // (config.num_minibatches or 1)
     if config.accumulate is not None and minibatch % config.accumulate:
         divisors = [str(n) for n in range(1, minibatch + 1) if minibatch % n == 0]
-        raise ValueError(
-            f"accumulate is {config.accumulate}, which does not divide the {minibatch} {unit.split()[0]} of a "
-            f"minibatch; choose one of {', '.join(divisors[:8])}{', ...' if len(divisors) > 8 else ''}"
-        )
-    for name in shares:
-        if not 0.0 <= getattr(config, name) <= 1.0:
-            raise ValueError(f"{name} is {getattr(config, name)}; it must lie in 0 to 1")
-    for name in least:
-        value = getattr(config, name)
-        if value is not None and not value >= 0.0:
-            raise ValueError(f"{name} is {value}; it must be at least 0")
-    if config.model_size is not None and not sizing.LEAST <= config.model_size <= sizing.MOST:
-        raise ValueError(
-            f"model_size is {config.model_size}; it must lie in {sizing.LEAST:g} to {sizing.MOST:g} (millions of "
-            "parameters)"
+        raise FieldError(
+            "accumulate",
+            f"{config.accumulate}, which does not divide the {minibatch} {unit.split()[0]} of a minibatch",
+            f"choose one of {', '.join(divisors[:8])}{', ...' if len(divisors) > 8 else ''}",
         )
 
 

@@ -26,20 +26,6 @@ from longhaul.spaces import Box
 from longhaul.types import Algorithm, Key, Metrics, Pathwise, PyTree, Spec
 
 
-def check(config: APGConfig, *, columns: int, steps: int) -> None:
-    """Raises ValueError, with value, bound and remedy, for impossible settings."""
-    for name in ("hidden_dim", "num_layers"):
-        if getattr(config, name) < 1:
-            raise ValueError(f"{name} is {getattr(config, name)}; it must be at least 1")
-    if not 0.0 <= config.gamma <= 1.0:
-        raise ValueError(f"gamma is {config.gamma}; it must lie in 0 to 1")
-    for name in ("lr", "max_grad_norm"):
-        if not getattr(config, name) >= 0.0:
-            raise ValueError(f"{name} is {getattr(config, name)}; it must be at least 0")
-    if not config.adam_eps > 0.0:
-        raise ValueError(f"adam_eps is {config.adam_eps}; it must be above 0")
-
-
 def apg(spec: Spec, config: APGConfig, context: Context) -> Algorithm:
     """Analytic policy gradient for environments of `spec`. `learn` takes the data of `rollout.pathwise`."""
     if not isinstance(spec.action, Box):

@@ -10,9 +10,6 @@ from __future__ import annotations
 import math
 from typing import NamedTuple
 
-SCALINGS = ("none", "batch")
-LR_RULES = ("none", "linear", "sqrt")
-
 LARGE = 32_768
 """Agent steps of a batch above which the rule "batch" has an effect."""
 

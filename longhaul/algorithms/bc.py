@@ -24,6 +24,7 @@ from longhaul.algorithms.config import BCConfig
 from longhaul.algorithms.context import Context
 from longhaul.distributions import Distribution
 from longhaul.networks import actor_critic as networks
+from longhaul.runtime.errors import FieldError
 from longhaul.spaces import Action, Box, Discrete, Masked
 from longhaul.types import Algorithm, Guided, Key, Metrics, Params, PyTree, Rollout, Spec
 
@@ -45,12 +46,10 @@ share of choices that differ from the expert's, or the mean distance in a vector
 
 
 def check(config: BCConfig, *, columns: int, steps: int) -> None:
-    """Raises ValueError, with value, bound and remedy, for impossible settings or sizes of one shard."""
-    actor_critic.check(config, columns=columns, steps=steps, shares=("expert_share",), least=("lr", "max_grad_norm"))
-    if not config.adam_eps > 0.0:
-        raise ValueError(f"adam_eps is {config.adam_eps}; it must be above 0")
+    """Raises FieldError for impossible sizes of one shard."""
+    actor_critic.check(config, columns=columns, steps=steps)
     if config.recorded and config.memory:
-        raise ValueError(f"memory is {config.memory}, and what was recorded is drawn step by step; take 0")
+        raise FieldError("memory", f"{config.memory}, and what was recorded is drawn step by step", "take 0")
 
 
 def _loss(

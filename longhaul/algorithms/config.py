@@ -2,46 +2,132 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import NamedTuple
 
+from longhaul.networks.config import ACTIVATIONS, INITS, LARGEST, PRECISIONS, REMATS, SMALLEST, TORSOS
 from longhaul.reasoning.config import GateConfig, ModelConfig
+from longhaul.runtime.settings import CHANGEABLE, Setting, nested, setting
+
+SCALINGS = ("none", "batch")
+"""Rules by which minibatches and epochs follow from the batch; see `batch_scaling`."""
+
+LR_RULES = ("none", "linear", "sqrt")
+"""Rules by which the learning rate does."""
+
+STORES = ("fp32", "bf16")
+"""Types of float32 observations in the replay."""
+
+LR = Setting("learning rate", least=0, resume=CHANGEABLE)
+ANNEAL = Setting("let the learning rate fall to 0 over the run, linearly", resume=CHANGEABLE)
+WARMUP = Setting("updates over which the learning rate rises to lr at the beginning", least=0, resume=CHANGEABLE)
+GAMMA = Setting("discount of a step", least=0, most=1, resume=CHANGEABLE)
+MINIBATCHES = Setting(
+    "minibatches of an epoch, which must divide a device's batch; none: by --scaling", least=1, resume=CHANGEABLE
+)
+EPOCHS = Setting("passes over the batch of an update; none: by --scaling", least=1, resume=CHANGEABLE)
+VF_COEF = Setting("weight of the value's loss", resume=CHANGEABLE)
+ENT_COEF = Setting("weight of the entropy", resume=CHANGEABLE)
+ENT_COEF_FINAL = Setting("what ent-coef goes to over the run, linearly; none: constant", resume=CHANGEABLE)
+MAX_GRAD_NORM = Setting("longer gradients are cut to it", least=0, resume=CHANGEABLE)
+ADAM_EPS = Setting("what Adam adds to the root of its second moment", above=0)  # 0: 0 / 0 for an input that is always 0
+NORMALISE_ADVANTAGE = Setting("advantages of a batch get mean 0 and deviation 1", resume=CHANGEABLE)
+NORMALISE_OBSERVATION = Setting("observations by running mean and deviation")
+REWARD_SCALE = Setting("factor on rewards for learning", resume=CHANGEABLE)
+KL_STOP = Setting("end an update once approx_kl passed it", resume=CHANGEABLE)
+TORSO = Setting(
+    "network before the heads; deepset: neighbours without order; latent, wayformer, mtr: by attention", choices=TORSOS
+)
+HIDDEN_DIM = Setting("width of a layer", least=1)
+NUM_LAYERS = Setting("layers of the torso, or blocks of an encoder by attention", least=1)
+MODEL_SIZE = Setting(
+    "millions of parameters, 0.3 to 25, from which hidden-dim and num-layers follow; none: they count",
+    least=SMALLEST,
+    most=LARGEST,
+    why=" (millions of parameters)",
+)
+ACTIVATION = Setting("between layers of mlp and deepset", choices=ACTIVATIONS)
+SHARED = Setting("actor and critic of mlp and deepset have one torso, without memory, too")
+INIT = Setting("first weights of mlp, deepset and heads; lecun: Flax's default", choices=INITS)
+MEMORY = Setting("width of the recurrent unit; 0: none", least=0)
+CHUNK = Setting(
+    "rows of a minibatch whose gradient is taken at once; a matter of speed; none: what suits the device",
+    least=1,
+    resume=CHANGEABLE,
+)
+ACCUMULATE = Setting(
+    "pieces of a minibatch, at least, over which its gradient is summed: the same one, in less memory",
+    least=1,
+    resume=CHANGEABLE,
+    aliases=("micro-batches",),
+)
+PRECISION = Setting("what the torso computes in; parameters and losses are fp32", choices=PRECISIONS, resume=CHANGEABLE)
+REMAT = Setting(
+    "what of the torso is computed again for its gradient, in less memory: nothing, all, all but products",
+    choices=REMATS,
+    resume=CHANGEABLE,
+    bare=("full", "none"),  # the flag was a switch once
+)
+CLIP_EPS = Setting("how far the policy's ratio may move", least=0, resume=CHANGEABLE)
+EPSILON = Setting("share of random actions when learning begins", least=0, most=1, resume=CHANGEABLE)
+EPSILON_FINAL = Setting("what it goes to", least=0, most=1, resume=CHANGEABLE)
+EXPLORATION = Setting("share of the run over which it goes there", least=0, most=1, resume=CHANGEABLE)
+DUELLING = Setting("the network of DQN or PQN has a value, and advantages about it")
+TAU = Setting("how far target networks follow, a step of the optimiser", least=0, most=1, resume=CHANGEABLE)
+N_STEP = Setting("rewards that a target sums before it trusts a critic", least=1)
+BATCH_SIZE = Setting(
+    "steps of a step of the optimiser, drawn from the replay, over all devices", least=1, resume=CHANGEABLE
+)
+GRADIENT_STEPS = Setting("of the optimiser, an update", least=1, resume=CHANGEABLE)
+LEARNING_STARTS = Setting("steps in the replay before learning; until then actions are drawn evenly", least=0)
+REPLAY_SIZE = Setting("steps that the replay holds, over all devices", least=1)
+REPLAY_PRECISION = Setting("how float observations are kept in the replay; bf16 takes half the memory", choices=STORES)
+PRIORITY_EXPONENT = Setting("of the error, for the chance of a step to be sampled; none: all alike", least=0)
+IMPORTANCE_EXPONENT = Setting(
+    "of the weights that make up for priorities; rises to 1 over the run", least=0, resume=CHANGEABLE
+)
+EXPERT_SHARE = Setting(
+    "of the worlds that the expert drives; in the others the policy does, and he says what he would",
+    least=0,
+    most=1,
+    resume=CHANGEABLE,
+)
 
 
 @dataclass(frozen=True)
 class PPOConfig:
     """PPO's hyperparameters; the defaults are PureJaxRL's."""
 
-    lr: float = 2.5e-4
-    anneal: bool = True  # the learning rate falls to 0 over the run, linearly
-    warmup: int = 0  # updates over which the learning rate rises to it at the beginning, linearly
-    gamma: float = 0.99
-    gae_lambda: float = 0.95
-    num_minibatches: int | None = 4  # None: chosen by `run.resolve`, else 4, or what divides the batch
-    update_epochs: int | None = 4
-    clip_eps: float = 0.2
-    clip_value: bool = True
-    vf_coef: float = 0.5
-    ent_coef: float = 0.01
-    ent_coef_final: float | None = None  # annealed to, linearly; None: constant
-    max_grad_norm: float = 0.5
-    adam_eps: float = 1e-5  # added to the root of Adam's second moment
-    normalise_advantage: bool = True
-    normalise_observation: bool = False
-    reward_scale: float = 1.0
-    kl_stop: float | None = None  # no further step of an update once approx_kl passed it
-    torso: str = "mlp"
-    hidden_dim: int = 64
-    num_layers: int = 2
-    model_size: float | None = None  # millions of parameters, from which hidden_dim and num_layers follow
-    activation: str = "tanh"  # of mlp and deepset
-    shared: bool = False  # actor and critic of mlp and deepset have one torso, without memory, too
-    init: str = "orthogonal"  # of mlp, deepset and heads; "lecun" is Flax's default
-    memory: int = 0  # width of the recurrent unit; 0: none
-    chunk: int | None = None  # most rows of a minibatch whose gradient is taken at once; None: what suits the device
-    accumulate: int | None = None  # pieces, at least, in which it is taken; None: as `chunk` has it
-    precision: str = "fp32"  # of the torso; "bf16": in bfloat16, with parameters, heads and losses in float32
-    remat: str = "none"  # what of the torso is computed again for the gradient instead of kept: networks.config.REMATS
+    lr: float = LR.field(2.5e-4)
+    anneal: bool = ANNEAL.field(True)
+    warmup: int = WARMUP.field(0)
+    gamma: float = GAMMA.field(0.99)
+    gae_lambda: float = setting(0.95, "lambda of the advantage estimate", least=0, most=1, resume=CHANGEABLE)
+    num_minibatches: int | None = MINIBATCHES.field(4)
+    update_epochs: int | None = EPOCHS.field(4)
+    clip_eps: float = CLIP_EPS.field(0.2)
+    clip_value: bool = setting(True, "clip the value's loss, too", resume=CHANGEABLE)
+    vf_coef: float = VF_COEF.field(0.5)
+    ent_coef: float = ENT_COEF.field(0.01)
+    ent_coef_final: float | None = ENT_COEF_FINAL.field(None)
+    max_grad_norm: float = MAX_GRAD_NORM.field(0.5)
+    adam_eps: float = ADAM_EPS.field(1e-5)
+    normalise_advantage: bool = NORMALISE_ADVANTAGE.field(True)
+    normalise_observation: bool = NORMALISE_OBSERVATION.field(False)
+    reward_scale: float = REWARD_SCALE.field(1.0)
+    kl_stop: float | None = KL_STOP.field(None)
+    torso: str = TORSO.field("mlp")
+    hidden_dim: int = HIDDEN_DIM.field(64)
+    num_layers: int = NUM_LAYERS.field(2)
+    model_size: float | None = MODEL_SIZE.field(None)
+    activation: str = ACTIVATION.field("tanh")
+    shared: bool = SHARED.field(False)
+    init: str = INIT.field("orthogonal")
+    memory: int = MEMORY.field(0)
+    chunk: int | None = CHUNK.field(None)
+    accumulate: int | None = ACCUMULATE.field(None)
+    precision: str = PRECISION.field("fp32")
+    remat: str = REMAT.field("none")
 
 
 OPTIMISERS = ("rmsprop", "adam")
@@ -55,75 +141,97 @@ REWARD_CLIPS = ("none", "unit", "asymmetric")
 class IMPALAConfig:
     """IMPALA's hyperparameters. None for a clip leaves ratios as they are."""
 
-    lr: float = 6e-4
-    anneal: bool = True  # the learning rate falls to 0 over the run, linearly
-    warmup: int = 0  # updates over which the learning rate rises to it at the beginning, linearly
-    optimiser: str = "rmsprop"  # or "adam"
-    rms_decay: float = 0.99
-    rms_eps: float = 1e-5  # added to RMSProp's second moment, within the root
-    momentum: float = 0.0  # of RMSProp
-    adam_eps: float = 1e-5  # added to the root of Adam's second moment
-    gamma: float = 0.99
-    vtrace_lambda: float = 1.0
-    rho_clip: float | None = 1.0  # of the ratio in temporal differences and in the policy's gradient
-    c_clip: float | None = 1.0  # of the ratio in the trace
-    clip_eps: float | None = None  # APPO's clip; None: IMPALA's policy gradient
-    num_minibatches: int | None = 1
-    update_epochs: int | None = 1
-    vf_coef: float = 0.5
-    ent_coef: float = 0.01
-    ent_coef_final: float | None = None  # annealed to, linearly; None: constant
-    max_grad_norm: float = 40.0
-    normalise_advantage: bool = False
-    normalise_observation: bool = False
-    reward_scale: float = 1.0
-    reward_clip: str = "none"  # of what reward_scale made; one of REWARD_CLIPS
-    kl_stop: float | None = None  # no further step of an update once approx_kl passed it
-    torso: str = "mlp"
-    hidden_dim: int = 64
-    num_layers: int = 2
-    model_size: float | None = None  # millions of parameters, from which hidden_dim and num_layers follow
-    activation: str = "tanh"  # of mlp and deepset
-    shared: bool = False  # actor and critic of mlp and deepset have one torso, without memory, too
-    init: str = "orthogonal"  # of mlp, deepset and heads; "lecun" is Flax's default
-    memory: int = 0  # width of the recurrent unit; 0: none
-    chunk: int | None = None  # most rows of a minibatch whose gradient is taken at once; None: what suits the device
-    accumulate: int | None = None  # pieces, at least, in which it is taken; None: as `chunk` has it
-    precision: str = "fp32"  # of the torso; "bf16": in bfloat16, with parameters, heads and losses in float32
-    remat: str = "none"  # what of the torso is computed again for the gradient instead of kept: networks.config.REMATS
+    lr: float = LR.field(6e-4)
+    anneal: bool = ANNEAL.field(True)
+    warmup: int = WARMUP.field(0)
+    optimiser: str = setting("rmsprop", "RMSProp, or Adam", choices=OPTIMISERS)
+    rms_decay: float = setting(
+        0.99, "share of its past that RMSProp's second moment keeps in a step", least=0, most=1, resume=CHANGEABLE
+    )
+    rms_eps: float = setting(
+        1e-5, "what RMSProp adds to its second moment, within the root", above=0, resume=CHANGEABLE
+    )
+    momentum: float = setting(0.0, "of RMSProp's steps", least=0, most=1)
+    adam_eps: float = ADAM_EPS.field(1e-5)
+    gamma: float = GAMMA.field(0.99)
+    vtrace_lambda: float = setting(
+        1.0, "lambda of V-trace: below 1 its targets reach less far", least=0, most=1, resume=CHANGEABLE
+    )
+    rho_clip: float | None = setting(
+        1.0,
+        "most that the policy's ratio to the actor's may be in errors and gradients; none: any",
+        least=0,
+        resume=CHANGEABLE,
+    )
+    c_clip: float | None = setting(1.0, "most that it may be in the trace; none: any", least=0, resume=CHANGEABLE)
+    clip_eps: float | None = CLIP_EPS.field(None)
+    num_minibatches: int | None = MINIBATCHES.field(1)
+    update_epochs: int | None = EPOCHS.field(1)
+    vf_coef: float = VF_COEF.field(0.5)
+    ent_coef: float = ENT_COEF.field(0.01)
+    ent_coef_final: float | None = ENT_COEF_FINAL.field(None)
+    max_grad_norm: float = MAX_GRAD_NORM.field(40.0)
+    normalise_advantage: bool = NORMALISE_ADVANTAGE.field(False)
+    normalise_observation: bool = NORMALISE_OBSERVATION.field(False)
+    reward_scale: float = REWARD_SCALE.field(1.0)
+    reward_clip: str = setting(
+        "none",
+        "rewards within -1 and 1, or 0.3 min(tanh r, 0) + 5 max(tanh r, 0)",
+        choices=REWARD_CLIPS,
+        resume=CHANGEABLE,
+    )
+    kl_stop: float | None = KL_STOP.field(None)
+    torso: str = TORSO.field("mlp")
+    hidden_dim: int = HIDDEN_DIM.field(64)
+    num_layers: int = NUM_LAYERS.field(2)
+    model_size: float | None = MODEL_SIZE.field(None)
+    activation: str = ACTIVATION.field("tanh")
+    shared: bool = SHARED.field(False)
+    init: str = INIT.field("orthogonal")
+    memory: int = MEMORY.field(0)
+    chunk: int | None = CHUNK.field(None)
+    accumulate: int | None = ACCUMULATE.field(None)
+    precision: str = PRECISION.field("fp32")
+    remat: str = REMAT.field("none")
 
 
 @dataclass(frozen=True)
 class PQNConfig:
     """PQN's hyperparameters. Steps are agent steps."""
 
-    lr: float = 2.5e-4
-    anneal: bool = True  # the learning rate falls to 0 over the run, linearly
-    warmup: int = 0  # updates over which the learning rate rises to it at the beginning, linearly
-    adam_eps: float = 1e-8  # added to the root of the second moment of rectified Adam
-    gamma: float = 0.99
-    q_lambda: float = 0.65
-    epsilon: float = 1.0  # share of random actions at the beginning
-    epsilon_final: float = 0.05  # and after `exploration`
-    exploration: float = 0.2  # share of the run over which the one goes to the other
-    num_minibatches: int | None = 4  # None: chosen by `run.resolve`, else 4, or what divides the batch
-    update_epochs: int | None = 4
-    max_grad_norm: float = 10.0
-    duelling: bool = False  # a value, and advantages about it
-    layer_norm: bool = True
-    normalise_observation: bool = False
-    reward_scale: float = 1.0
-    torso: str = "mlp"
-    hidden_dim: int = 128
-    num_layers: int = 2
-    model_size: float | None = None  # millions of parameters, from which hidden_dim and num_layers follow
-    activation: str = "relu"  # of mlp and deepset
-    init: str = "lecun"  # of mlp, deepset and heads
-    memory: int = 0  # width of the recurrent unit; 0: none
-    chunk: int | None = None  # most rows of a minibatch whose gradient is taken at once; None: what suits the device
-    accumulate: int | None = None  # pieces, at least, in which it is taken; None: as `chunk` has it
-    precision: str = "fp32"  # of the torso; "bf16": in bfloat16, with parameters, heads and losses in float32
-    remat: str = "none"  # what of the torso is computed again for the gradient instead of kept: networks.config.REMATS
+    lr: float = LR.field(2.5e-4)
+    anneal: bool = ANNEAL.field(True)
+    warmup: int = WARMUP.field(0)
+    adam_eps: float = ADAM_EPS.field(1e-8)
+    gamma: float = GAMMA.field(0.99)
+    q_lambda: float = setting(
+        0.65,
+        "lambda of PQN's returns: 0 looks a step ahead, 1 to the rollout's end",
+        least=0,
+        most=1,
+        resume=CHANGEABLE,
+    )
+    epsilon: float = EPSILON.field(1.0)
+    epsilon_final: float = EPSILON_FINAL.field(0.05)
+    exploration: float = EXPLORATION.field(0.2)
+    num_minibatches: int | None = MINIBATCHES.field(4)
+    update_epochs: int | None = EPOCHS.field(4)
+    max_grad_norm: float = MAX_GRAD_NORM.field(10.0)
+    duelling: bool = DUELLING.field(False)
+    layer_norm: bool = setting(True, "layers are normalised, which PQN needs to be stable")
+    normalise_observation: bool = NORMALISE_OBSERVATION.field(False)
+    reward_scale: float = REWARD_SCALE.field(1.0)
+    torso: str = TORSO.field("mlp")
+    hidden_dim: int = HIDDEN_DIM.field(128)
+    num_layers: int = NUM_LAYERS.field(2)
+    model_size: float | None = MODEL_SIZE.field(None)
+    activation: str = ACTIVATION.field("relu")
+    init: str = INIT.field("lecun")
+    memory: int = MEMORY.field(0)
+    chunk: int | None = CHUNK.field(None)
+    accumulate: int | None = ACCUMULATE.field(None)
+    precision: str = PRECISION.field("fp32")
+    remat: str = REMAT.field("none")
 
     @property
     def shared(self) -> bool:
@@ -131,157 +239,171 @@ class PQNConfig:
         return True
 
 
-STORES = ("fp32", "bf16")
-"""Types of float32 observations in the replay."""
-
-
 @dataclass(frozen=True)
 class DQNConfig:
     """DQN's hyperparameters. Steps are agent steps."""
 
-    lr: float = 1e-3
-    anneal: bool = True  # the learning rate falls to 0 over the run, linearly
-    adam_eps: float = 1e-8
-    max_grad_norm: float | None = 10.0  # None: gradients are not cut
-    gamma: float = 0.99
-    tau: float = 0.01  # how far targets follow, a step of the optimiser
-    n_step: int = 3  # rewards that a target sums before it trusts the network
-    double: bool = True  # the network chooses, its target judges
-    duelling: bool = True  # a value, and advantages about it
-    epsilon: float = 1.0  # share of random actions at the beginning
-    epsilon_final: float = 0.05  # and after `exploration`
-    exploration: float = 0.25  # share of the run over which the one goes to the other
-    batch_size: int = 128  # of a step of the optimiser, over all devices
-    gradient_steps: int = 1  # of the optimiser, an update
-    learning_starts: int = 1000  # steps in the replay before learning; until then actions are drawn evenly
-    replay_size: int = 100_000  # steps that the replay holds, over all devices
-    replay_precision: str = "fp32"  # how float observations are kept: off_policy.STORES
-    priority_exponent: float | None = 0.6  # of the error, for the chance of a step to be sampled; None: all alike
-    importance_exponent: float = 0.4  # of the weights that make up for it; rises to 1 over the run
-    reward_scale: float = 1.0
-    torso: str = "mlp"
-    hidden_dim: int = 128
-    num_layers: int = 2
-    activation: str = "relu"  # of mlp and deepset
-    init: str = "lecun"  # of mlp, deepset and heads
-    precision: str = "fp32"  # of the torso
-    remat: str = "none"  # what of the torso is computed again for the gradient: networks.config.REMATS
+    lr: float = LR.field(1e-3)
+    anneal: bool = ANNEAL.field(True)
+    adam_eps: float = ADAM_EPS.field(1e-8)
+    max_grad_norm: float | None = MAX_GRAD_NORM.field(10.0)
+    gamma: float = GAMMA.field(0.99)
+    tau: float = TAU.field(0.01)
+    n_step: int = N_STEP.field(3)
+    double: bool = setting(True, "DQN's target has the network choose, and its target network judge", resume=CHANGEABLE)
+    duelling: bool = DUELLING.field(True)
+    epsilon: float = EPSILON.field(1.0)
+    epsilon_final: float = EPSILON_FINAL.field(0.05)
+    exploration: float = EXPLORATION.field(0.25)
+    batch_size: int = BATCH_SIZE.field(128)
+    gradient_steps: int = GRADIENT_STEPS.field(1)
+    learning_starts: int = LEARNING_STARTS.field(1000)
+    replay_size: int = REPLAY_SIZE.field(100_000)
+    replay_precision: str = REPLAY_PRECISION.field("fp32")
+    priority_exponent: float | None = PRIORITY_EXPONENT.field(0.6)
+    importance_exponent: float = IMPORTANCE_EXPONENT.field(0.4)
+    reward_scale: float = REWARD_SCALE.field(1.0)
+    torso: str = TORSO.field("mlp")
+    hidden_dim: int = HIDDEN_DIM.field(128)
+    num_layers: int = NUM_LAYERS.field(2)
+    activation: str = ACTIVATION.field("relu")
+    init: str = INIT.field("lecun")
+    precision: str = PRECISION.field("fp32")
+    remat: str = REMAT.field("none")
 
 
 @dataclass(frozen=True)
 class SACConfig:
     """SAC's hyperparameters. Steps are agent steps."""
 
-    lr: float = 3e-4
-    anneal: bool = False  # the learning rate falls to 0 over the run, linearly
-    adam_eps: float = 1e-8
-    max_grad_norm: float | None = None  # of the actor's and the critics' gradients, each; None: they are not cut
-    gamma: float = 0.99
-    tau: float = 0.005  # how far targets follow, a step of the optimiser
-    n_step: int = 1  # rewards that a target sums before it trusts a critic
-    temperature: float | None = None  # the entropy's weight; None: learnt
-    target_entropy: float | None = None  # nats that the learnt one aims at; None: -1 a dimension, half of log n
-    batch_size: int = 256  # of a step of the optimiser, over all devices
-    gradient_steps: int = 1  # of the optimiser, an update
-    learning_starts: int = 1000  # steps in the replay before learning; until then actions are drawn evenly
-    replay_size: int = 1_000_000  # steps that the replay holds, over all devices
-    replay_precision: str = "fp32"  # how float observations are kept: off_policy.STORES
-    priority_exponent: float | None = None  # of the error, for the chance of a step to be sampled; None: all alike
-    importance_exponent: float = 0.4  # of the weights that make up for it; rises to 1 over the run
-    reward_scale: float = 1.0
-    imitation: float = 0.0  # weight of the expert's negative log-likelihood (BC-SAC's lambda); 0: nobody is asked
-    expert_share: float = 0.25  # of the worlds, which the expert drives where there is imitation
-    torso: str = "mlp"
-    hidden_dim: int = 256
-    num_layers: int = 2
-    activation: str = "relu"  # of mlp and deepset
-    init: str = "lecun"  # of mlp, deepset and heads
-    precision: str = "fp32"  # of the torso
-    remat: str = "none"  # what of the torso is computed again for the gradient: networks.config.REMATS
+    lr: float = LR.field(3e-4)
+    anneal: bool = ANNEAL.field(False)
+    adam_eps: float = ADAM_EPS.field(1e-8)
+    max_grad_norm: float | None = MAX_GRAD_NORM.field(None)
+    gamma: float = GAMMA.field(0.99)
+    tau: float = TAU.field(0.005)
+    n_step: int = N_STEP.field(1)
+    temperature: float | None = setting(None, "weight of SAC's entropy; none: learnt", least=0, why=", or none")
+    target_entropy: float | None = setting(
+        None,
+        "nats that SAC's temperature aims at; none: -1 a dimension, or half of what choices allow",
+        resume=CHANGEABLE,
+    )
+    batch_size: int = BATCH_SIZE.field(256)
+    gradient_steps: int = GRADIENT_STEPS.field(1)
+    learning_starts: int = LEARNING_STARTS.field(1000)
+    replay_size: int = REPLAY_SIZE.field(1_000_000)
+    replay_precision: str = REPLAY_PRECISION.field("fp32")
+    priority_exponent: float | None = PRIORITY_EXPONENT.field(None)
+    importance_exponent: float = IMPORTANCE_EXPONENT.field(0.4)
+    reward_scale: float = REWARD_SCALE.field(1.0)
+    imitation: float = setting(
+        0.0, "weight of how unlikely SAC finds what an expert did (BC-SAC); 0: nobody is asked", least=0
+    )
+    expert_share: float = EXPERT_SHARE.field(0.25)
+    torso: str = TORSO.field("mlp")
+    hidden_dim: int = HIDDEN_DIM.field(256)
+    num_layers: int = NUM_LAYERS.field(2)
+    activation: str = ACTIVATION.field("relu")
+    init: str = INIT.field("lecun")
+    precision: str = PRECISION.field("fp32")
+    remat: str = REMAT.field("none")
 
 
 @dataclass(frozen=True)
 class TD3Config:
     """TD3's hyperparameters. Steps are agent steps; noise is of actions within -1 to 1."""
 
-    lr: float = 1e-3
-    anneal: bool = False  # the learning rate falls to 0 over the run, linearly
-    adam_eps: float = 1e-8
-    max_grad_norm: float | None = None  # of the actor's and the critics' gradients, each; None: they are not cut
-    gamma: float = 0.99
-    tau: float = 0.005  # how far targets follow, each time the actor steps
-    n_step: int = 1  # rewards that a target sums before it trusts a critic
-    noise: float = 0.1  # deviation of what is added to actions
-    target_noise: float = 0.2  # and to the target actor's, for critics that are smooth in actions
-    noise_clip: float = 0.5  # at most
-    actor_interval: int = 2  # steps of the optimiser, of which the actor and the targets join one
-    batch_size: int = 256  # of a step of the optimiser, over all devices
-    gradient_steps: int = 2  # of the optimiser, an update
-    learning_starts: int = 1000  # steps in the replay before learning; until then actions are drawn evenly
-    replay_size: int = 1_000_000  # steps that the replay holds, over all devices
-    replay_precision: str = "fp32"  # how float observations are kept: off_policy.STORES
-    priority_exponent: float | None = None  # of the error, for the chance of a step to be sampled; None: all alike
-    importance_exponent: float = 0.4  # of the weights that make up for it; rises to 1 over the run
-    reward_scale: float = 1.0
-    torso: str = "mlp"
-    hidden_dim: int = 256
-    num_layers: int = 2
-    activation: str = "relu"  # of mlp and deepset
-    init: str = "lecun"  # of mlp, deepset and heads
-    precision: str = "fp32"  # of the torso
-    remat: str = "none"  # what of the torso is computed again for the gradient: networks.config.REMATS
+    lr: float = LR.field(1e-3)
+    anneal: bool = ANNEAL.field(False)
+    adam_eps: float = ADAM_EPS.field(1e-8)
+    max_grad_norm: float | None = MAX_GRAD_NORM.field(None)
+    gamma: float = GAMMA.field(0.99)
+    tau: float = TAU.field(0.005)
+    n_step: int = N_STEP.field(1)
+    noise: float = setting(
+        0.1, "deviation of what TD3 adds to actions, of which the range is -1 to 1", least=0, resume=CHANGEABLE
+    )
+    target_noise: float = setting(
+        0.2, "and to its target's, for critics that are smooth in actions", least=0, resume=CHANGEABLE
+    )
+    noise_clip: float = setting(0.5, "most that is added to its target's", least=0, resume=CHANGEABLE)
+    actor_interval: int = setting(
+        2, "steps of the optimiser, of which TD3's actor and its targets join one", least=1, resume=CHANGEABLE
+    )
+    batch_size: int = BATCH_SIZE.field(256)
+    gradient_steps: int = GRADIENT_STEPS.field(2)
+    learning_starts: int = LEARNING_STARTS.field(1000)
+    replay_size: int = REPLAY_SIZE.field(1_000_000)
+    replay_precision: str = REPLAY_PRECISION.field("fp32")
+    priority_exponent: float | None = PRIORITY_EXPONENT.field(None)
+    importance_exponent: float = IMPORTANCE_EXPONENT.field(0.4)
+    reward_scale: float = REWARD_SCALE.field(1.0)
+    torso: str = TORSO.field("mlp")
+    hidden_dim: int = HIDDEN_DIM.field(256)
+    num_layers: int = NUM_LAYERS.field(2)
+    activation: str = ACTIVATION.field("relu")
+    init: str = INIT.field("lecun")
+    precision: str = PRECISION.field("fp32")
+    remat: str = REMAT.field("none")
 
 
 @dataclass(frozen=True)
 class BCConfig:
     """Behaviour cloning's hyperparameters."""
 
-    recorded: tuple[str, ...] = ()  # files of what was recorded (recordings.py); (): the environment's expert shows it
-    expert_share: float = 1.0  # of the worlds that the expert drives; in the others he says what he would do
-    lr: float = 1e-3
-    anneal: bool = True  # the learning rate falls to 0 over the run, linearly
-    warmup: int = 0  # updates over which the learning rate rises to it at the beginning, linearly
-    num_minibatches: int | None = 4
-    update_epochs: int | None = 1
-    ent_coef: float = 0.0
-    ent_coef_final: float | None = None  # annealed to, linearly; None: constant
-    max_grad_norm: float = 0.5
-    adam_eps: float = 1e-5  # added to the root of Adam's second moment
-    normalise_observation: bool = False
-    torso: str = "mlp"
-    hidden_dim: int = 64
-    num_layers: int = 2
-    model_size: float | None = None  # millions of parameters, from which hidden_dim and num_layers follow
-    activation: str = "tanh"  # of mlp and deepset
-    shared: bool = False  # actor and critic of mlp and deepset have one torso, without memory, too
-    init: str = "orthogonal"  # of mlp, deepset and heads; "lecun" is Flax's default
-    memory: int = 0  # width of the recurrent unit; 0: none
-    chunk: int | None = None  # most rows of a minibatch whose gradient is taken at once; None: what suits the device
-    accumulate: int | None = None  # pieces, at least, in which it is taken; None: as `chunk` has it
-    precision: str = "fp32"  # of the torso; "bf16": in bfloat16, with parameters, heads and losses in float32
-    remat: str = "none"  # what of the torso is computed again for the gradient instead of kept: networks.config.REMATS
+    recorded: tuple[str, ...] = setting(
+        (),
+        "what to imitate: .npz files of observation and action, or folders of them; none: the expert shows it",
+        path=True,
+    )
+    expert_share: float = EXPERT_SHARE.field(1.0)
+    lr: float = LR.field(1e-3)
+    anneal: bool = ANNEAL.field(True)
+    warmup: int = WARMUP.field(0)
+    num_minibatches: int | None = MINIBATCHES.field(4)
+    update_epochs: int | None = EPOCHS.field(1)
+    ent_coef: float = ENT_COEF.field(0.0)
+    ent_coef_final: float | None = ENT_COEF_FINAL.field(None)
+    max_grad_norm: float = MAX_GRAD_NORM.field(0.5)
+    adam_eps: float = ADAM_EPS.field(1e-5)
+    normalise_observation: bool = NORMALISE_OBSERVATION.field(False)
+    torso: str = TORSO.field("mlp")
+    hidden_dim: int = HIDDEN_DIM.field(64)
+    num_layers: int = NUM_LAYERS.field(2)
+    model_size: float | None = MODEL_SIZE.field(None)
+    activation: str = ACTIVATION.field("tanh")
+    shared: bool = SHARED.field(False)
+    init: str = INIT.field("orthogonal")
+    memory: int = MEMORY.field(0)
+    chunk: int | None = CHUNK.field(None)
+    accumulate: int | None = ACCUMULATE.field(None)
+    precision: str = PRECISION.field("fp32")
+    remat: str = REMAT.field("none")
 
 
 @dataclass(frozen=True)
 class APGConfig:
     """Analytic policy gradient's hyperparameters."""
 
-    lr: float = 1e-3
-    anneal: bool = True  # the learning rate falls to 0 over the run, linearly
-    gamma: float = 0.99  # discount of a step, from the rollout's beginning
-    detach: bool = False  # the gradient does not pass through what the policy sees, only through what it does
-    max_grad_norm: float = 1.0
-    adam_eps: float = 1e-8  # added to the root of Adam's second moment
-    torso: str = "mlp"
-    hidden_dim: int = 64
-    num_layers: int = 2
-    model_size: float | None = None  # millions of parameters, from which hidden_dim and num_layers follow
-    activation: str = "tanh"  # of mlp and deepset
-    shared: bool = False  # actor and critic of mlp and deepset have one torso, without memory, too
-    init: str = "orthogonal"  # of mlp, deepset and heads; "lecun" is Flax's default
-    memory: int = 0  # width of the recurrent unit; 0: none
-    precision: str = "fp32"  # of the torso; "bf16": in bfloat16, with parameters, heads and losses in float32
-    remat: str = "none"  # what of the torso is computed again for the gradient instead of kept: networks.config.REMATS
+    lr: float = LR.field(1e-3)
+    anneal: bool = ANNEAL.field(True)
+    gamma: float = GAMMA.field(0.99)
+    detach: bool = setting(
+        False, "APG's gradient passes through what the policy does, and not through what it sees", resume=CHANGEABLE
+    )
+    max_grad_norm: float = MAX_GRAD_NORM.field(1.0)
+    adam_eps: float = ADAM_EPS.field(1e-8)
+    torso: str = TORSO.field("mlp")
+    hidden_dim: int = HIDDEN_DIM.field(64)
+    num_layers: int = NUM_LAYERS.field(2)
+    model_size: float | None = MODEL_SIZE.field(None)
+    activation: str = ACTIVATION.field("tanh")
+    shared: bool = SHARED.field(False)
+    init: str = INIT.field("orthogonal")
+    memory: int = MEMORY.field(0)
+    precision: str = PRECISION.field("fp32")
+    remat: str = REMAT.field("none")
 
     @property
     def normalise_observation(self) -> bool:
@@ -313,27 +435,46 @@ LOSSES = {
 class GRPOConfig:
     """GRPO's hyperparameters."""
 
-    loss: str = "dapo"  # one of LOSSES
-    clip_low: float | None = None  # None: the loss's own
-    clip_high: float | None = None
-    lr: float = 2e-4
-    anneal: bool = True  # it falls to a tenth in the last third of the updates after the warm start
-    lr_taught: float = 6e-3  # of the warm start; it falls to a tenth in its last third
-    lr_scaffold: float = 1e-3  # of imitation while the gate is closed
-    warmup: int = 20  # steps of the optimiser over which each of these rates rises
-    adam_b2: float = 0.98
-    max_grad_norm: float = 1.0
-    kl_coef: float = 0.0  # of the KL divergence to the policy that imitation ended with
-    temperature: float = 1.0  # at which completions are sampled
-    group: int = 16  # completions of a problem
-    taught: int = 0  # updates of the warm start, in which demonstrations are imitated
-    curriculum: float = 0.3  # share of the warm start over which harder ones join the easiest quarter; 0: all at once
-    gate: GateConfig = field(default_factory=GateConfig)
-    num_minibatches: int | None = 2
-    update_epochs: int | None = 1
-    accumulate: int = 1  # pieces in which a minibatch's gradient is taken
-    model_folder: str = ""  # of Hugging Face's files: the model that learning begins with; "": random weights
-    model: ModelConfig = field(default_factory=ModelConfig)
+    loss: str = setting("dapo", "how groups of completions are learnt from", choices=tuple(LOSSES))
+    clip_low: float | None = setting(
+        None, "how far below 1 a ratio may be; none: the loss's own", least=0, resume=CHANGEABLE
+    )
+    clip_high: float | None = setting(None, "how far above 1 it may be", least=0, resume=CHANGEABLE)
+    lr: float = setting(2e-4, "learning rate", above=0, resume=CHANGEABLE)
+    anneal: bool = setting(
+        True,
+        "let the learning rate fall to a tenth, in the last third of the updates after the warm start",
+        resume=CHANGEABLE,
+    )
+    lr_taught: float = setting(
+        6e-3, "learning rate of the warm start, which falls to a tenth in its last third", above=0, resume=CHANGEABLE
+    )
+    lr_scaffold: float = setting(
+        1e-3, "learning rate of imitation while the gate is closed", above=0, resume=CHANGEABLE
+    )
+    warmup: int = setting(20, "steps of the optimiser over which each of these rates rises", least=0, resume=CHANGEABLE)
+    adam_b2: float = setting(0.98, "share of its past that Adam's second moment keeps in a step")
+    max_grad_norm: float = setting(1.0, "longer gradients are cut to it", above=0, resume=CHANGEABLE)
+    kl_coef: float = setting(
+        0.0, "weight of the KL divergence to the policy before the first update from rewards", least=0
+    )
+    temperature: float = setting(1.0, "at which completions are sampled", above=0)
+    group: int = setting(16, "completions of a problem", least=2, why=": an advantage is over the group's mean")
+    taught: int = setting(0, "updates of the warm start, which imitates demonstrations", least=0)
+    curriculum: float = setting(
+        0.3,
+        "share of the warm start over which harder demonstrations join the easiest quarter; 0: all at once",
+        least=0,
+        most=1,
+    )
+    gate: GateConfig = nested(GateConfig, "gate_")
+    num_minibatches: int | None = MINIBATCHES.field(2)
+    update_epochs: int | None = EPOCHS.field(1)
+    accumulate: int = ACCUMULATE.field(1)
+    model_folder: str = setting(
+        "", "a model in Hugging Face's files that learning begins with, and its sizes; none: random weights"
+    )
+    model: ModelConfig = nested(ModelConfig, "model_")
 
     @property
     def precision(self) -> str:

@@ -24,13 +24,6 @@ from longhaul.replay import Transitions
 from longhaul.spaces import Discrete
 from longhaul.types import Algorithm, Key, Params, PyTree, Spec
 
-
-def check(config: DQNConfig, *, shards: int, columns: int, steps: int) -> None:
-    """Raises ValueError, with value, bound and remedy, for impossible settings or sizes."""
-    shares = ("epsilon", "epsilon_final", "exploration")
-    off_policy.check(config, shards=shards, columns=columns, steps=steps, shares=shares)
-
-
 Values = Callable[[Params, PyTree, jax.Array | None], jax.Array]
 """(params, input, mask of legal choices) -> value of each choice, float32 [..., n]; the least float if not legal."""
 

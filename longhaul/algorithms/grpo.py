@@ -29,6 +29,7 @@ from longhaul.algorithms.context import Context
 from longhaul.reasoning import reward_gate as gates
 from longhaul.reasoning import transformer
 from longhaul.reasoning.sampler import DEMONSTRATED, OWN, SAMPLED, SOLVED, Completions, Speaker, log_probs
+from longhaul.runtime.errors import FieldError
 from longhaul.types import Algorithm, Key, Metrics, Params, PyTree
 
 
@@ -51,36 +52,23 @@ class Batch(NamedTuple):
 
 
 def check(config: GRPOConfig, *, columns: int, steps: int) -> None:
-    """Raises ValueError, with value, bound and remedy, for impossible settings or sizes of one shard."""
-    if config.loss not in LOSSES:
-        raise ValueError(f"loss is {config.loss!r}; it must be one of {', '.join(LOSSES)}")
-    for name in ("lr", "lr_taught", "lr_scaffold", "max_grad_norm", "temperature"):
-        if not getattr(config, name) > 0.0:
-            raise ValueError(f"{name} is {getattr(config, name)}; it must be above 0")
-    for name in ("clip_low", "clip_high", "kl_coef", "warmup", "taught"):
-        value = getattr(config, name)
-        if value is not None and value < 0:
-            raise ValueError(f"{name} is {value}; it must be at least 0")
-    if not 0.0 <= config.curriculum <= 1.0:
-        raise ValueError(f"curriculum is {config.curriculum}; it must lie in 0 to 1")
-    for name in ("num_minibatches", "update_epochs", "accumulate"):
-        if getattr(config, name) is None or getattr(config, name) < 1:
-            raise ValueError(f"{name} is {getattr(config, name)}; it must be at least 1")
-    if config.group < 2:
-        raise ValueError(f"group is {config.group}; it must be at least 2: an advantage is over the group's mean")
+    """Raises FieldError for impossible settings or sizes of one shard."""
     if columns % config.group:
-        raise ValueError(f"group is {config.group}; it must divide the completions of a shard, {columns}")
+        raise FieldError("group", config.group, f"it must divide the completions of a shard, {columns}")
+    for name in ("num_minibatches", "update_epochs"):
+        if getattr(config, name) is None:
+            raise FieldError(name, None, "it must be at least 1")
     assert config.num_minibatches is not None
     if columns % (config.num_minibatches * config.accumulate):
-        raise ValueError(
-            f"num_minibatches is {config.num_minibatches}; with accumulate {config.accumulate} it must divide the "
-            f"completions of a shard, {columns}"
+        raise FieldError(
+            "num_minibatches",
+            config.num_minibatches,
+            f"with accumulate {config.accumulate} it must divide the completions of a shard, {columns}",
         )
-    gates.check(config.gate)
     try:
         transformer.check(config.model)
-    except ValueError as error:
-        raise ValueError(f"model_{error}") from error
+    except FieldError as error:
+        raise error.within("model_") from error
 
 
 def advantages(reward: jax.Array, group: int, *, scaled: bool) -> tuple[jax.Array, jax.Array]:

@@ -25,7 +25,7 @@ import optax
 from longhaul import normalise, returns
 from longhaul.algorithms import actor_critic, minibatch, values
 from longhaul.algorithms.actor_critic import Policy, State, look, moments_of
-from longhaul.algorithms.config import OPTIMISERS, REWARD_CLIPS, IMPALAConfig
+from longhaul.algorithms.config import IMPALAConfig
 from longhaul.algorithms.context import Context, Isolate
 from longhaul.distributions import Distribution
 from longhaul.networks import actor_critic as networks
@@ -49,20 +49,6 @@ class Batch(NamedTuple):
     weight: jax.Array | None  # float32; None where every row counts alike
     begins: jax.Array | None  # bool [T, columns]: an episode begins here, so memory is reset
     memory: PyTree  # [columns, width] or ()
-
-
-def check(config: IMPALAConfig, *, columns: int, steps: int) -> None:
-    """Raises ValueError, with value, bound and remedy, for impossible settings or sizes of one shard."""
-    for name, allowed in (("optimiser", OPTIMISERS), ("reward_clip", REWARD_CLIPS)):
-        if getattr(config, name) not in allowed:
-            raise ValueError(f"{name} is {getattr(config, name)!r}; it must be one of {', '.join(allowed)}")
-    actor_critic.check(
-        config, columns=columns, steps=steps, shares=("gamma", "vtrace_lambda", "rms_decay", "momentum"),
-        least=("lr", "max_grad_norm", "rho_clip", "c_clip", "clip_eps"),
-    )  # fmt: skip
-    for name in ("adam_eps", "rms_eps"):
-        if not getattr(config, name) > 0.0:  # 0 / 0 where an input is never there
-            raise ValueError(f"{name} is {getattr(config, name)}; it must be above 0")
 
 
 def _optimiser(config: IMPALAConfig) -> optax.GradientTransformation:

@@ -19,10 +19,10 @@ import numpy as np
 import optax
 
 from longhaul import prng, replay
-from longhaul.algorithms.config import STORES
 from longhaul.algorithms.context import Context
 from longhaul.networks import actor_critic
 from longhaul.replay import Chosen, Cursor, Ring, Sizes, Transitions
+from longhaul.runtime.errors import FieldError
 from longhaul.spaces import Box, Discrete, Masked
 from longhaul.types import Algorithm, Key, Local, Metrics, Params, PyTree, Rollout, Spec
 
@@ -91,38 +91,27 @@ def design(config: Any) -> Design:
     return Design(*(getattr(config, name) for name in Design._fields))
 
 
-def check(config: Any, *, shards: int, columns: int, steps: int, shares: Sequence[str] = ()) -> None:
-    """Raises ValueError, with value, bound and remedy, for impossible settings; `shares` must lie in 0 to 1."""
+def check(config: Any, *, shards: int, columns: int, steps: int) -> None:
+    """Raises FieldError for impossible sizes."""
     settings = design(config)
-    for name in ("batch_size", "gradient_steps", "n_step", "hidden_dim", "num_layers", "replay_size"):
-        if getattr(settings, name) < 1:
-            raise ValueError(f"{name} is {getattr(settings, name)}; it must be at least 1")
-    for name in ("lr", "learning_starts", "max_grad_norm", "priority_exponent", "importance_exponent"):
-        value = getattr(settings, name)
-        if value is not None and not value >= 0:
-            raise ValueError(f"{name} is {value}; it must be at least 0")
-    for name in ("gamma", "tau", *shares):
-        if not 0.0 <= getattr(config, name) <= 1.0:
-            raise ValueError(f"{name} is {getattr(config, name)}; it must lie in 0 to 1")
-    if not settings.adam_eps > 0.0:
-        raise ValueError(f"adam_eps is {settings.adam_eps}; it must be above 0")
     if settings.batch_size % shards:
-        raise ValueError(
-            f"batch_size is {settings.batch_size}, which {shards} devices can't share evenly; "
-            f"choose a multiple of {shards}"
+        raise FieldError(
+            "batch_size",
+            f"{settings.batch_size}, which {shards} devices can't share evenly",
+            f"choose a multiple of {shards}",
         )
-    if settings.replay_precision not in STORES:
-        raise ValueError(f"replay_precision is {settings.replay_precision!r}; it must be one of {', '.join(STORES)}")
-    room = replay.rows_of(settings.replay_size, Sizes(shards, columns, steps)) * shards * columns
+    try:
+        room = replay.rows_of(settings.replay_size, Sizes(shards, columns, steps)) * shards * columns
+    except ValueError as error:
+        raise FieldError("replay_size", settings.replay_size, str(error)) from error
     if not steps * columns * shards <= settings.learning_starts <= room:
-        raise ValueError(
-            f"learning_starts is {settings.learning_starts}; it must lie between the steps of an update, "
-            f"{steps * columns * shards}, and what the replay holds, {room}"
+        raise FieldError(
+            "learning_starts",
+            settings.learning_starts,
+            f"it must lie between an update's steps, {steps * columns * shards}, and what the replay holds, {room}",
         )
     if not settings.n_step < room // (shards * columns):
-        raise ValueError(
-            f"n_step is {settings.n_step}; it must be below the replay's {room // (shards * columns)} rows"
-        )
+        raise FieldError("n_step", settings.n_step, f"it must be below the replay's {room // (shards * columns)} rows")
 
 
 def tower(config: Any, seen: PyTree, outputs: int, scale: float = 1.0) -> actor_critic.Tower:

@@ -45,15 +45,6 @@ class Batch(NamedTuple):
     memory: PyTree  # [columns, width] or ()
 
 
-def check(config: PPOConfig, *, columns: int, steps: int) -> None:
-    """Raises ValueError, with value, bound and remedy, for impossible settings or sizes of one shard."""
-    actor_critic.check(
-        config, columns=columns, steps=steps, shares=("gamma", "gae_lambda"), least=("lr", "clip_eps", "max_grad_norm")
-    )
-    if not config.adam_eps > 0.0:  # 0 / 0 for an input that is always 0
-        raise ValueError(f"adam_eps is {config.adam_eps}; it must be above 0")
-
-
 PARTS = ("policy_loss", "value_loss", "entropy", "approx_kl", "clip_fraction")
 """Reported parts of the loss."""
 

@@ -45,14 +45,6 @@ class Batch(NamedTuple):
     memory: PyTree  # [columns, width] or ()
 
 
-def check(config: PQNConfig, *, columns: int, steps: int) -> None:
-    """Raises ValueError, with value, bound and remedy, for impossible settings or sizes of one shard."""
-    shares = ("gamma", "q_lambda", "epsilon", "epsilon_final", "exploration")
-    actor_critic.check(config, columns=columns, steps=steps, shares=shares, least=("lr", "max_grad_norm"))
-    if not config.adam_eps > 0.0:  # 0 / 0 for an input that is always 0
-        raise ValueError(f"adam_eps is {config.adam_eps}; it must be above 0")
-
-
 def _make(spec: Spec, config: PQNConfig) -> Parts:
     """Parts whose network takes (input, mask): the values of choices, the least float where one is not legal, and the
     greatest of them."""

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 import jax
 
-from longhaul.algorithms import actor_critic, apg, bc, dqn, grpo, impala, ppo, pqn, sac, td3
+from longhaul.algorithms import actor_critic, apg, bc, dqn, grpo, impala, off_policy, ppo, pqn, sac, td3
 from longhaul.algorithms.config import (
     NAMES,
     TITLES,
@@ -31,6 +31,7 @@ from longhaul.algorithms.config import (
 from longhaul.algorithms.context import Context
 from longhaul.networks import actor_critic as networks
 from longhaul.replay import Sizes
+from longhaul.runtime import settings
 from longhaul.types import Algorithm, PyTree, Spec
 
 
@@ -40,17 +41,23 @@ class Learner(NamedTuple):
     name: str  # in run.json, and the prefix of its metrics: "ppo/entropy"
     title: str  # shown to users
     make: Callable[[Spec, Any, Context], Algorithm]
-    check: Callable[..., None]  # (config, *, columns, steps), off-policy shards, too; raises ValueError
+    check: Callable[..., None]  # (config, *, columns, steps), off-policy shards, too; raises FieldError
     network: Callable[[Spec, Any], networks.ActorCritic]  # its `apply` takes a policy for parameters
 
 
+def _any(config: APGConfig, *, columns: int, steps: int) -> None:
+    """Every size is possible."""
+
+
 LEARNERS: dict[type, Learner] = {
-    PPOConfig: Learner(NAMES[PPOConfig], TITLES[PPOConfig], ppo.ppo, ppo.check, actor_critic.network),
-    IMPALAConfig: Learner(NAMES[IMPALAConfig], TITLES[IMPALAConfig], impala.impala, impala.check, actor_critic.network),
-    PQNConfig: Learner(NAMES[PQNConfig], TITLES[PQNConfig], pqn.pqn, pqn.check, pqn.network),
+    PPOConfig: Learner(NAMES[PPOConfig], TITLES[PPOConfig], ppo.ppo, actor_critic.check, actor_critic.network),
+    IMPALAConfig: Learner(
+        NAMES[IMPALAConfig], TITLES[IMPALAConfig], impala.impala, actor_critic.check, actor_critic.network
+    ),
+    PQNConfig: Learner(NAMES[PQNConfig], TITLES[PQNConfig], pqn.pqn, actor_critic.check, pqn.network),
     BCConfig: Learner(NAMES[BCConfig], TITLES[BCConfig], bc.bc, bc.check, actor_critic.network),
-    APGConfig: Learner(NAMES[APGConfig], TITLES[APGConfig], apg.apg, apg.check, actor_critic.network),
-    DQNConfig: Learner(NAMES[DQNConfig], TITLES[DQNConfig], dqn.dqn, dqn.check, dqn.network),
+    APGConfig: Learner(NAMES[APGConfig], TITLES[APGConfig], apg.apg, _any, actor_critic.network),
+    DQNConfig: Learner(NAMES[DQNConfig], TITLES[DQNConfig], dqn.dqn, off_policy.check, dqn.network),
     SACConfig: Learner(NAMES[SACConfig], TITLES[SACConfig], sac.sac, sac.check, sac.network),
     TD3Config: Learner(NAMES[TD3Config], TITLES[TD3Config], td3.td3, td3.check, td3.network),
     GRPOConfig: Learner(NAMES[GRPOConfig], TITLES[GRPOConfig], grpo.grpo, grpo.check, grpo.network),
@@ -96,7 +103,8 @@ def make(spec: Spec, config: AlgorithmConfig, context: Context) -> Algorithm:
 
 
 def check(config: AlgorithmConfig, sizes: Sizes) -> None:
-    """Raises ValueError, with value, bound and remedy, for impossible settings or sizes."""
+    """Raises FieldError for impossible settings or sizes."""
+    settings.check(config)
     shards = {"shards": sizes.shards} if isinstance(config, OffPolicy) else {}
     of(config).check(config, columns=sizes.columns, steps=sizes.steps, **shards)
 

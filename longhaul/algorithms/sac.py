@@ -29,19 +29,16 @@ from longhaul.algorithms.off_policy import Parts, Policy, Sight, State
 from longhaul.distributions import Distribution, distribution
 from longhaul.networks import actor_critic
 from longhaul.replay import Transitions
+from longhaul.runtime.errors import FieldError
 from longhaul.spaces import Box, Discrete
 from longhaul.types import Algorithm, Guided, Key, Metrics, Params, PyTree, Rollout, Spec
 
 
 def check(config: SACConfig, *, shards: int, columns: int, steps: int) -> None:
-    """Raises ValueError, with value, bound and remedy, for impossible settings or sizes."""
-    off_policy.check(config, shards=shards, columns=columns, steps=steps, shares=("expert_share",))
-    if not config.imitation >= 0.0:
-        raise ValueError(f"imitation is {config.imitation}; it must be at least 0")
+    """Raises FieldError for impossible sizes."""
+    off_policy.check(config, shards=shards, columns=columns, steps=steps)
     if config.imitation and config.expert_share == 0.0:
-        raise ValueError("expert_share is 0.0, and imitation needs worlds that the expert drives; take 0.25")
-    if config.temperature is not None and not config.temperature >= 0.0:
-        raise ValueError(f"temperature is {config.temperature}; it must be at least 0, or none")
+        raise FieldError("expert_share", "0.0, and imitation needs worlds that the expert drives", "take 0.25")
 
 
 class _Networks:

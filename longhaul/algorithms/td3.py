@@ -18,19 +18,17 @@ from longhaul.algorithms.context import Context
 from longhaul.algorithms.off_policy import Parts, Policy, Sight, State
 from longhaul.networks import actor_critic
 from longhaul.replay import Transitions
+from longhaul.runtime.errors import FieldError
 from longhaul.spaces import Box
 from longhaul.types import Algorithm, Key, Params, PyTree, Spec
 
 
 def check(config: TD3Config, *, shards: int, columns: int, steps: int) -> None:
-    """Raises ValueError, with value, bound and remedy, for impossible settings or sizes."""
+    """Raises FieldError for impossible sizes."""
     off_policy.check(config, shards=shards, columns=columns, steps=steps)
-    for name in ("noise", "target_noise", "noise_clip"):
-        if not getattr(config, name) >= 0.0:
-            raise ValueError(f"{name} is {getattr(config, name)}; it must be at least 0")
-    if not 1 <= config.actor_interval <= config.gradient_steps:
-        raise ValueError(
-            f"actor_interval is {config.actor_interval}; it must lie in 1 to gradient_steps, {config.gradient_steps}"
+    if config.actor_interval > config.gradient_steps:
+        raise FieldError(
+            "actor_interval", config.actor_interval, f"it must lie in 1 to gradient_steps, {config.gradient_steps}"
         )
 
 

@@ -10,7 +10,7 @@ from typing import Any
 from longhaul.cli import flags, run_flags, tables
 from longhaul.cli.flags import FLOAT, INT, Flag, FlagError, Kind, choice
 from longhaul.config import recipes
-from longhaul.config.recipes.driving import Grid
+from longhaul.config.recipes import Grid
 from longhaul.config.run import Run
 from longhaul.diagnostics import scaling_grid as grids
 from longhaul.diagnostics.scaling_grid import METRICS
@@ -96,7 +96,7 @@ def _said(value: Any) -> str:
 
 
 def _chosen(default: Grid, parsed: flags.Parsed) -> Grid:
-    names = {setting.flag.name for setting in run_flags.settings(default.base)} - set(VARIED)
+    names = {flag.name for flag in run_flags.run_flags(default.base)} - set(VARIED)
     base: Run = run_flags.apply(default.base, {name: parsed.values[name] for name in names & parsed.given})
     given = {flag.name: parsed.values[flag.name] for flag in GRID if flag.name in parsed.given}
     return dataclasses.replace(default, base=base, **given)

@@ -11,6 +11,10 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from longhaul.runtime import settings
+from longhaul.runtime.errors import FieldError
+from longhaul.runtime.settings import setting
+
 MOST_MEMBERS = 4096
 """Members of a population."""
 
@@ -22,10 +26,19 @@ FORMS = "NAME=LOW..HIGH:COUNT, or NAME=VALUE,VALUE,..."
 class Population:
     """Which runs are trained side by side."""
 
-    seeds: int = 1  # runs of each setting: with the run's seed, the next, ...
-    sweep: tuple[str, ...] = ()  # settings: FORMS; of several, every combination
-    pbt_interval: int | None = None  # updates between two steps of population-based training; None: none
-    together: int | None = None  # members of a device computed at once; None: 1 on a CPU, else all
+    seeds: int = setting(1, "runs side by side in one program, each as if alone: with the seed, the next, ...", least=1)
+    sweep: tuple[str, ...] = setting(
+        (), "runs side by side, too: lr=1e-4..1e-3:8, lr=1e-4,3e-4; of several hyperparameters every combination"
+    )
+    pbt_interval: int | None = setting(
+        None, "updates after which a sweep's worst runs go on from its best ones, with values beside theirs", least=1
+    )
+    together: int | None = setting(
+        None,
+        "of the runs on a device, how many are computed at once; a matter of speed, and of last bits",
+        least=1,
+        auto=True,
+    )
 
     @property
     def many(self) -> bool:
@@ -42,14 +55,14 @@ class Member(NamedTuple):
 
 
 def members(population: Population, seed: int) -> tuple[Member, ...]:
-    """The members in order: all seeds of the first setting, then of the next. Raises ValueError as `sweeps` does."""
+    """The members in order: all seeds of the first setting, then of the next. Raises FieldError as `sweeps` does."""
     swept = sweeps(population.sweep)
     settings = [dict(zip(swept, values, strict=True)) for values in itertools.product(*swept.values())]
     return tuple(Member(seed + i, values) for values in settings for i in range(population.seeds))
 
 
 def sweeps(words: tuple[str, ...]) -> dict[str, tuple[float, ...]]:
-    """Field -> its values, of each word. Raises ValueError, naming the word and the forms there are."""
+    """Field -> its values, of each word. Raises FieldError."""
     found: dict[str, tuple[float, ...]] = {}
     for word in words:
         name, _, said = word.partition("=")
@@ -57,9 +70,9 @@ def sweeps(words: tuple[str, ...]) -> dict[str, tuple[float, ...]]:
         try:
             values = _values(said)
         except ValueError as error:
-            raise ValueError(f"sweep is {word!r} ({error}); give {FORMS}, lr=1e-4..1e-3:8 say") from None
+            raise FieldError("sweep", f"{word!r} ({error})", f"give {FORMS}, lr=1e-4..1e-3:8 say") from None
         if not name or name in found:
-            raise ValueError(f"sweep is {word!r}; name each hyperparameter once: {FORMS}")
+            raise FieldError("sweep", repr(word), f"name each hyperparameter once: {FORMS}")
         found[name] = values
     return found
 
@@ -84,26 +97,25 @@ def _values(said: str) -> tuple[float, ...]:
 
 
 def check(population: Population, config: Any, seed: int) -> tuple[Member, ...]:
-    """The members. Raises ValueError, naming value, bound and remedy, where `config` has no such hyperparameters."""
-    if population.seeds < 1:
-        raise ValueError(f"seeds is {population.seeds}; it must be at least 1")
+    """The members. Raises FieldError where `config` has no such hyperparameters."""
+    settings.check(population)
     found = members(population, seed)
     if len(found) > MOST_MEMBERS:
-        raise ValueError(f"sweep and seeds make {len(found)} runs; at most {MOST_MEMBERS} are trained side by side")
+        raise FieldError(
+            "sweep", f"of {len(found)} runs, with --seeds", f"at most {MOST_MEMBERS} are trained side by side"
+        )
     hints = typing.get_type_hints(type(config))
     known = [field.name for field in dataclasses.fields(config) if float in (hints[field.name], *_args(hints, field))]
     for name in sweeps(population.sweep):
         if name not in known:
             there = ", ".join(known).replace("_", "-")
-            raise ValueError(f"sweep names {name.replace('_', '-')!r}, no number that can be swept; there are {there}")
-    if population.together is not None and population.together < 1:
-        raise ValueError(f"together is {population.together}; it must be at least 1")
-    if population.pbt_interval is None:
-        return found
-    if population.pbt_interval < 1:
-        raise ValueError(f"pbt_interval is {population.pbt_interval}; it must be at least 1 update")
-    if not population.sweep or len(found) < 2:
-        raise ValueError("pbt_interval needs a population to choose from, and a hyperparameter to change: give --sweep")
+            raise FieldError(
+                "sweep", f"of {name.replace('_', '-')!r}, no number that can be swept", f"there are {there}"
+            )
+    if population.pbt_interval is not None and (not population.sweep or len(found) < 2):
+        raise FieldError(
+            "pbt_interval", f"{population.pbt_interval}, and there is no population to choose from", "give --sweep"
+        )
     return found
 
 

@@ -13,17 +13,17 @@ from longhaul.algorithms import batch_scaling, registry
 from longhaul.algorithms.config import AlgorithmConfig, APGConfig, BCConfig, OffPolicy, Reasoner
 from longhaul.config import reasoning
 from longhaul.config.population import Member, check
-from longhaul.config.run import MOST, TOPOLOGIES, Driving, Named, Run
-from longhaul.config.validate import check_driving, check_expert, check_numbers, check_reasoning, flag
+from longhaul.config.run import MOST, Driving, Named, Run
+from longhaul.config.validate import check_driving, check_expert, check_reasoning
 from longhaul.envs import registry as environments
 from longhaul.envs import suites
 from longhaul.envs.host.registry import is_hosted
 from longhaul.envs.host.spec_stub import spec_stub
 from longhaul.reasoning.config import Reasoning
 from longhaul.replay import Sizes
-from longhaul.runtime import batch_shards, process_group
+from longhaul.runtime import batch_shards, process_group, settings
 from longhaul.runtime.devices import cores, default_threads, on_cpu
-from longhaul.runtime.errors import RunError
+from longhaul.runtime.errors import FieldError, RunError
 from longhaul.runtime.mesh_shape import MeshShape
 from longhaul.topologies.actor_learner import config as layouts
 from longhaul.topologies.actor_learner.config import ActorConfig
@@ -44,13 +44,20 @@ VISITS, EPISODE = 8, 80
 
 def resolve(run: Run) -> Run:
     """`run` with every None decided and every size checked. Raises RunError naming value, bound and remedy."""
-    check_numbers(run)
+    try:
+        return _resolved(run)
+    except FieldError as error:
+        raise error.of_flag() from error
+
+
+def _resolved(run: Run) -> Run:
+    if run.model < 1:
+        raise FieldError("mesh", run.mesh, "model must be at least 1")
+    settings.check(run)
     if isinstance(run.environment, Driving):
         check_driving(run.environment)
     check_reasoning(run)
     run = reasoning.fitted(run)
-    if run.topology not in TOPOLOGIES:
-        raise RunError(f"--topology is {run.topology!r}; it must be one of {', '.join(TOPOLOGIES)}")
     check_expert(run)
     siblings = members_of(run)
     runs = len(siblings)
@@ -79,13 +86,9 @@ def resolve(run: Run) -> Run:
         )
     steps = run.num_envs * agents(run) * run.num_steps
     algorithm = _learning(run, steps, columns)
-    try:
-        sizes = Sizes(parts(run, devices), columns, run.num_steps)
-        for values in ({}, *(member.values for member in siblings if run.population.sweep)):
-            registry.check(with_values(algorithm, values), sizes)
-    except ValueError as error:
-        name, _, rest = str(error).partition(" ")
-        raise RunError(f"--{flag(name)} {rest}") from error
+    sizes = Sizes(parts(run, devices), columns, run.num_steps)
+    for values in ({}, *(member.values for member in siblings if run.population.sweep)):
+        registry.check(with_values(algorithm, values), sizes)
     updates = run.total_steps // steps
     if not 1 <= updates <= MOST:
         raise RunError(
@@ -135,11 +138,7 @@ def _acting(run: Run, devices: int) -> ActorConfig:
         if run.acting.actor_kind != "thread":
             kind = run.acting.actor_kind
             raise RunError(f"--actor-kind is {kind}, and driving's scenarios lie in one; choose --actor-kind thread")
-    try:
-        return layouts.decided(run.acting, envs=run.num_envs, devices=devices, cores=cores())
-    except ValueError as error:
-        name, _, rest = str(error).partition(" ")
-        raise RunError(f"--{flag(name)} {rest}") from error
+    return layouts.decided(run.acting, envs=run.num_envs, devices=devices, cores=cores())
 
 
 def _served(run: Run, devices: int) -> ActorConfig:
@@ -148,8 +147,6 @@ def _served(run: Run, devices: int) -> ActorConfig:
         raise RunError("--topology is central, whose actors have no scenarios; choose fused or actors for driving")
     if run.acting.pin:
         raise RunError("--pin is on, and central inference acts with the newest weights; choose --topology actors")
-    if not 1 <= run.central.slots <= lanes.MOST_SLOTS:
-        raise RunError(f"--slots is {run.central.slots}; it must lie in 1 to {lanes.MOST_SLOTS}")
     groups = run.central.slots * devices  # columns of a batch are cut among devices, and among groups
     acting = run.acting
     if acting.actors is None:
@@ -157,14 +154,11 @@ def _served(run: Run, devices: int) -> ActorConfig:
         acting = dataclasses.replace(acting, actors=fit[-1] if fit else 1)
     assert acting.actors is not None
     try:
-        if not 1 <= acting.actors <= layouts.MOST:
-            raise ValueError(f"actors is {acting.actors}; it must lie in 1 to {layouts.MOST}")
-        if acting.staleness is not None and acting.staleness < 0:
-            raise ValueError(f"staleness is {acting.staleness}; it must be at least 0, or none")
         lanes.check(run.central, envs=run.num_envs, actors=acting.actors, kind=acting.actor_kind)
-    except ValueError as error:
-        name, _, rest = str(error).partition(" ")
-        raise RunError(str(error) if name.startswith("--") else f"--{flag(name)} {rest}") from error
+    except FieldError:
+        raise
+    except ValueError as error:  # of a file of credentials
+        raise RunError(str(error)) from error
     return acting
 
 
@@ -232,11 +226,7 @@ def with_values(config: AlgorithmConfig, values: Mapping[str, Any]) -> Algorithm
 
 def members_of(run: Run) -> tuple[Member, ...]:
     """The runs of a population; of any other run it alone. Raises RunError where they can't be trained together."""
-    try:
-        found = check(run.population, run.algorithm, run.seed)
-    except ValueError as error:
-        name, _, rest = str(error).partition(" ")
-        raise RunError(f"--{name.replace('_', '-')} {rest}") from error
+    found = check(run.population, run.algorithm, run.seed)
     if not run.many:
         return found
     clashes = {

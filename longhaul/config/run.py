@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import NamedTuple
 
-from longhaul.algorithms.config import AlgorithmConfig, PPOConfig
+from longhaul.algorithms.config import LR_RULES, SCALINGS, AlgorithmConfig, PPOConfig
 from longhaul.config.population import Population
 from longhaul.driving.sim import config as sim
+from longhaul.driving.sim.config import HELD_OUT
 from longhaul.reasoning.config import Reasoning
 from longhaul.runtime.mesh_shape import MeshShape
+from longhaul.runtime.settings import CHANGEABLE, FREE, nested, setting
 from longhaul.telemetry.health import Bounds
 from longhaul.topologies.actor_learner.config import ActorConfig
 from longhaul.topologies.inference_server.config import ServerConfig
@@ -27,21 +29,32 @@ MOST = 2**31 - 1
 class Named:
     """An environment of the registry."""
 
-    env: str = "cartpole"
+    env: str = setting("cartpole", "the environment; longhaul envs lists them")
 
 
 @dataclass(frozen=True)
 class Driving:
     """Driving in logs, or in generated scenarios where `data` is empty."""
 
-    data: tuple[str, ...] = ()  # files, folders, globs
-    bank: int | None = None  # scenarios of `data` that are held at once; None: all
-    bank_updates: int | None = None  # updates in the same ones
-    scenarios: int = 1024  # generated ones to train in
-    horizon: int | None = None  # most steps of a scenario; None: to the log's end
-    objects: int = 128  # most agents of a scenario
-    least: int = 1  # agents that a generated scenario must have to control, to be trained in
-    simulator: sim.Config = field(default_factory=sim.Config)
+    data: tuple[str, ...] = setting(
+        (), "driving logs to train in: files, folders, globs; without: generated scenarios", path=True
+    )
+    bank: int | None = setting(
+        None,
+        "scenarios of the shards in --data that are held at once, others after --bank-updates; none: all",
+        least=1,
+    )
+    bank_updates: int | None = setting(None, "updates in the same scenarios of the bank", least=1, auto=True)
+    scenarios: int = setting(
+        1024, "generated scenarios to train in", least=1, most=HELD_OUT, why=" (those after are for evaluation)"
+    )
+    horizon: int | None = setting(None, "most steps of a scenario; none: to the log's end", least=2)
+    objects: int = setting(128, "most agents of a scenario, the nearest to the ego's path")
+    least: int = setting(1, "agents that a generated scenario must have to control, to be trained in", least=1)
+    simulator: sim.Config = nested(sim.Config)
+
+
+SAVING = {"resume": FREE, "group": "saving"}
 
 
 @dataclass(frozen=True)
@@ -50,31 +63,66 @@ class Run:
 
     recipe: str
     environment: Named | Driving | Reasoning
-    algorithm: AlgorithmConfig = field(default_factory=PPOConfig)
-    topology: str = "fused"
-    acting: ActorConfig = field(default_factory=ActorConfig)  # of the topologies `actors` and `central`
-    central: ServerConfig = field(default_factory=ServerConfig)  # of the topology `central`
-    population: Population = field(default_factory=Population)  # runs side by side; sizes and steps are of each
-    total_steps: int = 1_000_000
-    num_envs: int = 64  # worlds
-    num_steps: int = 128  # of each world an update
-    scaling: str = "none"  # rule by which minibatches and epochs that are None follow from the batch
-    lr_rule: str = "none"  # how the learning rate follows from the batch
-    base_batch: int | None = None  # steps of the batch that the learning rate is meant for; None: the run's own
-    seed: int = 0
-    devices: int | None = None  # shards of the `data` axis
-    model: int = 1  # parts that parameters and optimiser are split into, a device each: those of the `model` axis
-    deterministic: bool = False  # the same numbers on any number of devices that divides `shards.VIRTUAL`
-    threads: int | None = None  # of the CPU; how sums are cut, and so their last bits, depends on it
-    log_interval: int | None = None  # updates that a record of metrics sums up
-    block: int | None = None  # updates of a compiled call: a run logs, saves and stops between calls
-    save_interval_minutes: float = 10.0
-    save_interval: int | None = None  # updates, instead of minutes
-    keep: int = 3  # checkpoints
-    keep_every: int | None = None  # updates, of each of which a checkpoint stays for good
-    rollbacks: int = 3  # how often the run goes back from numbers that are not finite, and on with other random ones
-    evaluation_episodes: int | None = None
-    health: Bounds = field(default_factory=Bounds)
+    algorithm: AlgorithmConfig = nested(PPOConfig)
+    topology: str = setting("fused", "how acting and learning are laid out", choices=TOPOLOGIES)
+    acting: ActorConfig = nested(ActorConfig)
+    central: ServerConfig = nested(ServerConfig)
+    population: Population = nested(Population)  # sizes and steps are of each member
+    total_steps: int = setting(1_000_000, "agent steps to train for", least=1, aliases=("total-timesteps",))
+    num_envs: int = setting(64, "worlds that are stepped at once", least=1, resume=CHANGEABLE)
+    num_steps: int = setting(128, "steps of each world between two updates", least=1, resume=CHANGEABLE)
+    scaling: str = setting(
+        "none",
+        "minibatches and epochs that are not given: 4 and 4, or by the batch where it is above 32,768 steps",
+        choices=SCALINGS,
+        resume=CHANGEABLE,
+    )
+    lr_rule: str = setting(
+        "none",
+        "how lr follows from the batch, against that of --base-batch: not, linearly, by the square root",
+        choices=LR_RULES,
+        resume=CHANGEABLE,
+    )
+    base_batch: int | None = setting(
+        None, "agent steps of the update that lr is meant for", least=1, auto=True, resume=CHANGEABLE
+    )
+    seed: int = setting(0, "all random numbers come from it", least=0, most=MOST)
+    devices: int | None = setting(
+        None,
+        "devices: data=N of them share the worlds; with model=M each of these is M, which share the parameters",
+        least=1,
+        auto=True,
+        flag="mesh",
+        resume=CHANGEABLE,
+    )
+    model: int = 1  # parts that parameters and optimiser are split into, a device each; the second part of --mesh
+    deterministic: bool = setting(False, "the same parameters on 1, 2, 4 and 8 devices, bit for bit")
+    threads: int | None = setting(
+        None, "of the CPU, in all; the last bits of sums depend on it", least=1, auto=True, resume=CHANGEABLE
+    )
+    log_interval: int | None = setting(None, "updates of a record of metrics", least=1, auto=True, **SAVING)
+    block: int | None = setting(
+        None, "updates of a compiled call; between calls a run logs, saves and stops", least=1, auto=True, **SAVING
+    )
+    save_interval_minutes: float = setting(10.0, "minutes between two checkpoints", above=0, **SAVING)
+    save_interval: int | None = setting(None, "updates between two checkpoints, instead of minutes", least=1, **SAVING)
+    keep: int = setting(3, "newest checkpoints that stay", least=1, **SAVING)
+    keep_every: int | None = setting(
+        None,
+        "of each so many updates one checkpoint stays for good, beside the newest; none: only those",
+        least=1,
+        **SAVING,
+    )
+    rollbacks: int = setting(
+        3,
+        "goings back from updates with NaN or infinity, each on with other random numbers; then the run fails",
+        least=0,
+        **SAVING,
+    )
+    evaluation_episodes: int | None = setting(
+        None, "episodes, or scenarios never trained in, of the evaluation at the end", least=1, auto=True
+    )
+    health: Bounds = nested(Bounds, "health_")
 
     @property
     def mesh(self) -> MeshShape:

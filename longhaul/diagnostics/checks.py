@@ -20,6 +20,7 @@ import numpy as np
 from jax.sharding import PartitionSpec
 
 from longhaul.algorithms import batch_scaling, registry
+from longhaul.algorithms.config import LR_RULES
 from longhaul.config import recipes
 from longhaul.config.resolve import agents, resolve
 from longhaul.config.run import Run
@@ -148,7 +149,7 @@ def rate(run: Run) -> Check:
     figures = {
         "lr": lr, "rule": run.lr_rule, "batch": steps, "devices": run.devices, "minibatch": minibatch,
         "optimiser_steps": made, "eight_times": {rule: lr * batch_scaling.lr_factor(rule, 8, 1)
-                                                 for rule in batch_scaling.LR_RULES},
+                                                 for rule in LR_RULES},
     }  # fmt: skip
     usual = batch(recipes.recipe(run.recipe)) if run.recipe in recipes.RECIPES else steps
     same = (

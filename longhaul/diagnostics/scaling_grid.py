@@ -22,7 +22,7 @@ import jax
 import numpy as np
 
 from longhaul.algorithms import registry
-from longhaul.config.recipes.driving import Grid
+from longhaul.config.recipes import Grid
 from longhaul.config.resolve import resolve
 from longhaul.config.run import Driving, Run
 from longhaul.config.serialize import from_dict, to_dict

@@ -20,9 +20,6 @@ from longhaul.driving.shards import shard as shards
 from longhaul.driving.shards.generated_cache import BLOCK, Store
 from longhaul.runtime import worker_pool as processes
 
-HELD_OUT = 1_000_000
-"""Generated seeds from here on are for evaluation only; a run trains on seeds below."""
-
 TRIED = 50
 """Seeds for one scenario that is good enough before giving up."""
 

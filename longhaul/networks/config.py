@@ -15,6 +15,9 @@ ACTIVATIONS = ("tanh", "relu", "silu", "gelu")
 INITS = ("orthogonal", "lecun")
 """Initialisers of kernels: orthogonal with a scale for each layer (0.01 for the policy's), or LeCun's normal."""
 
+SMALLEST, LARGEST = 0.01, 1000
+"""Bounds of a network's size, in millions of parameters; the rule is tested from 0.3 to 25."""
+
 PRECISIONS = ("fp32", "bf16")
 """Types that a torso computes in."""
 

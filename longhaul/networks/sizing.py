@@ -16,10 +16,8 @@ from typing import Any, NamedTuple
 import jax
 
 from longhaul.networks import actor_critic
+from longhaul.networks.config import LARGEST, SMALLEST
 from longhaul.types import PyTree
-
-LEAST, MOST = 0.01, 1000.0
-"""Bounds of the size, in millions of parameters; the rule is tested from 0.3 to 25."""
 
 
 class Shape(NamedTuple):
@@ -33,8 +31,8 @@ def shape(observation: PyTree, outputs: int, size: float, **options: Any) -> Sha
     `outputs` and `options` are those of `actor_critic`, without `sizes`. Raises ValueError where no network is within a
     third of the size: its fixed part (layers on a long observation, for example) may already be larger.
     """
-    if not LEAST <= size <= MOST:
-        raise ValueError(f"model_size is {size}; it must lie in {LEAST:g} to {MOST:g} (millions of parameters)")
+    if not SMALLEST <= size <= LARGEST:
+        raise ValueError(f"model_size is {size}; it must lie in {SMALLEST} to {LARGEST} (millions of parameters)")
     leaves, tree = jax.tree.flatten(observation)
     described = tuple((tuple(leaf.shape), str(leaf.dtype)) for leaf in leaves)
     return _shape(described, tree, outputs, size, tuple(sorted(options.items())))

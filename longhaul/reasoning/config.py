@@ -5,8 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from longhaul.networks.config import PRECISIONS, REMATS
 from longhaul.reasoning import tasks
 from longhaul.reasoning.tasks import Task
+from longhaul.runtime.settings import setting
 
 MADE: dict[str, Callable[[int, int], Task]] = {
     "arithmetic": tasks.arithmetic,
@@ -32,16 +34,23 @@ class Reasoning:
     """Problems with answers that a program checks. Of a run, `num_envs` are problems of an update, a group of
     completions each, and `num_steps` the most tokens of one."""
 
-    task: str = "arithmetic"
-    fewest: int = 1  # operations of a problem, or digits
-    most: int = 4  # likewise; or numbers of countdown
-    held_out_fewest: int = 2  # of a problem held out
-    problems: int = 16_384  # to train on
-    wave: int = 128  # completions that are sampled together
-    questions: str = ""  # of the task "questions": a JSONL file (`questions.questions`)
-    held_out_questions: str = ""  # another, of those held out; "": they are taken from the first
-    check: str = "numeric"  # how answers are compared
-    template: str = "{question}\n"  # what is around a question
+    task: str = setting("arithmetic", "what problems are about; longhaul reason shows them", choices=TASKS)
+    fewest: int = setting(1, "operations of a problem, or digits of a number; at most --most", least=1)
+    most: int = setting(4, "likewise, at most; or numbers of countdown", least=1, most=64)
+    held_out_fewest: int = setting(2, "of problems held out, on which a run is evaluated", least=1)
+    problems: int = setting(16_384, "to train on", least=1, most=2**24)
+    wave: int = setting(128, "completions that are sampled together; a matter of speed", least=1, most=2**20)
+    questions: str = setting(
+        "", "of --task questions: a JSONL file with a question and an answer a line, in GSM8K's format"
+    )
+    held_out_questions: str = setting(
+        "", "another such file, to be evaluated on; none: questions of the first, held out there"
+    )
+    check: str = setting(
+        "numeric",
+        "how an answer is compared: numeric, exact, or package.module:function, (problem, completion) -> reward",
+    )
+    template: str = setting("{question}\n", "what is around a question, where {question} stands for it")
 
     @property
     def exact(self) -> bool:
@@ -56,13 +65,24 @@ CHAINS = ("solver", "own")
 class GateConfig:
     """Gate between imitation and rewards."""
 
-    threshold: float = 0.0  # soundness from which on rewards teach; 0: always
-    hysteresis: float = 0.1  # so far below the threshold it must fall to be taught again
-    patience: int = 10  # looks without a rise until the gate stays open
-    rise: float = 0.01  # of the best soundness since the gate closed, to count as one
-    every: int = 10  # updates between two looks while it is closed
-    chains: str = "solver"  # whose chains are imitated then: one of CHAINS
-    fewest: int = 4  # own chains of a shard's update, below which nothing is learnt from them
+    threshold: float = setting(
+        0.0,
+        "soundness below which the policy imitates verified chains; 0: rewards teach always",
+        least=0,
+        most=1,
+    )
+    hysteresis: float = setting(0.1, "how far below the threshold it must fall to be taught again", least=0, most=1)
+    patience: int = setting(10, "looks without a rise after which the gate stays open", least=1)
+    rise: float = setting(0.01, "of the best soundness since the gate closed, to count as one", least=0, most=1)
+    every: int = setting(10, "updates between two looks while it is closed", least=1)
+    chains: str = setting(
+        "solver",
+        "whose verified chains it imitates: a solver's, or its own samples that are right and sound",
+        choices=CHAINS,
+    )
+    fewest: int = setting(
+        4, "own chains of a device's share of an update, below which it learns nothing from them", least=1
+    )
 
 
 FAMILIES = ("llama", "qwen2", "qwen3")
@@ -88,22 +108,24 @@ class RopeScaling:
 class ModelConfig:
     """Architecture of a language model. `huggingface.config_of` reads it from a config.json."""
 
-    family: str = "qwen3"
+    family: str = setting(
+        "qwen3", "of the language model: Llama, Qwen2 (biases), Qwen3 (normalised queries and keys)", choices=FAMILIES
+    )
     vocabulary: int = 23
-    width: int = 64
-    layers: int = 2
-    heads: int = 2
-    kv_heads: int = 2  # heads of keys and values, each shared by heads / kv_heads heads of queries
-    head_dim: int = 32
-    hidden: int = 192  # of the gated perceptron
-    eps: float = 1e-6  # of the root mean square normalisation
-    theta: float = 10_000.0  # base of the rotary frequencies
+    width: int = setting(64, "of its residual", least=1)
+    layers: int = setting(2, "of attention and a gated perceptron each", least=1)
+    heads: int = setting(2, "of queries", least=1)
+    kv_heads: int = setting(2, "of keys and values, each shared by as many heads of queries", least=1)
+    head_dim: int = setting(32, "width of a head", least=1)
+    hidden: int = setting(192, "width of the gated perceptron", least=1)
+    eps: float = setting(1e-6, "of the root mean square normalisation")
+    theta: float = setting(10_000.0, "base of the rotary frequencies")
     rope_scaling: RopeScaling | None = None
-    tied: bool = True  # the embedding is the output's kernel, too
-    context: int = 4096  # tokens that it was trained on; told to others, and no bound here
+    tied: bool = setting(True, "the embedding is the output's kernel, too")
+    context: int = setting(4096, "tokens that it is said to be trained on; no bound here")
     pad: int = 0  # the token that pads, and is never chosen; -1: none of the vocabulary, and -1 pads
-    precision: str = "fp32"  # of the layers; parameters and logits are as they are
-    remat: str = "none"  # what of a layer is computed again for the gradient: networks.config.REMATS
+    precision: str = setting("fp32", "what its layers compute in; parameters and logits are fp32", choices=PRECISIONS)
+    remat: str = setting("none", "what of a layer is computed again for the gradient, in less memory", choices=REMATS)
 
     @property
     def biased(self) -> bool:

@@ -14,10 +14,12 @@ import jax.numpy as jnp
 import numpy as np
 
 from longhaul.reasoning import jsonl_task, tasks, tokenizer
-from longhaul.reasoning.config import MADE, QUESTIONS, TASKS, Reasoning
+from longhaul.reasoning.config import MADE, QUESTIONS, Reasoning
 from longhaul.reasoning.sampler import Bank, bank
 from longhaul.reasoning.tasks import Problem, Task
 from longhaul.reasoning.tokenizer import Tokeniser
+from longhaul.runtime import settings
+from longhaul.runtime.errors import FieldError
 from longhaul.spaces import Discrete
 from longhaul.types import Spec
 
@@ -33,19 +35,15 @@ class World(NamedTuple):
 
 
 def check(config: Reasoning) -> None:
-    """Raises ValueError, with value, bound and remedy."""
-    if config.task not in TASKS:
-        raise ValueError(f"task is {config.task!r}; it must be one of {', '.join(TASKS)}")
+    """Raises FieldError where a setting is out of bounds, or does not fit the others."""
+    settings.check(config)
     if config.task == "countdown" and config.most < 2:
-        raise ValueError(f"most is {config.most}; countdown needs at least 2 numbers")
+        raise FieldError("most", config.most, "countdown needs at least 2 numbers")
     if jsonl_task.QUESTION not in config.template:
-        raise ValueError(f"template is {config.template!r}; it must have {jsonl_task.QUESTION} for the question")
+        raise FieldError("template", repr(config.template), f"it must have {jsonl_task.QUESTION} for the question")
     for name in ("fewest", "held_out_fewest"):
-        if not 1 <= getattr(config, name) <= config.most:
-            raise ValueError(f"{name} is {getattr(config, name)}; it must lie in 1 to --most, {config.most}")
-    for name, most in (("most", 64), ("problems", 2**24), ("wave", 2**20)):
-        if not 1 <= getattr(config, name) <= most:
-            raise ValueError(f"{name} is {getattr(config, name)}; it must lie in 1 to {most}")
+        if getattr(config, name) > config.most:
+            raise FieldError(name, getattr(config, name), f"it must lie in 1 to --most, {config.most}")
 
 
 def task(config: Reasoning, *, fewest: int | None = None) -> Task:

@@ -19,7 +19,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from longhaul.reasoning.config import CHAINS, GateConfig
+from longhaul.reasoning.config import GateConfig
 
 
 class Gate(NamedTuple):
@@ -31,19 +31,6 @@ class Gate(NamedTuple):
     best: jax.Array  # float32, since it closed
     waited: jax.Array  # int32: looks since `best` rose
     visits: jax.Array  # int32: how often it closed
-
-
-def check(config: GateConfig) -> None:
-    """Raises ValueError, with value, bound and remedy."""
-    for name in ("threshold", "hysteresis", "rise"):
-        value = getattr(config, name)
-        if not 0.0 <= value <= 1.0:
-            raise ValueError(f"gate_{name} is {value}; it must lie in 0 to 1")
-    if config.chains not in CHAINS:
-        raise ValueError(f"gate_chains is {config.chains!r}; it must be one of {', '.join(CHAINS)}")
-    for name in ("patience", "every", "fewest"):
-        if getattr(config, name) < 1:
-            raise ValueError(f"gate_{name} is {getattr(config, name)}; it must be at least 1")
 
 
 def begin(config: GateConfig) -> Gate:

@@ -20,10 +20,11 @@ import jax
 import jax.numpy as jnp
 
 from longhaul import prng
-from longhaul.networks.config import REMATS
 from longhaul.networks.layers import affine, along_last, rms_norm
 from longhaul.networks.precision import PRECISIONS, rematerialised
-from longhaul.reasoning.config import FAMILIES, ModelConfig
+from longhaul.reasoning.config import ModelConfig
+from longhaul.runtime import settings
+from longhaul.runtime.errors import FieldError
 from longhaul.types import Key, Params, PyTree
 
 UNROLLED = 4
@@ -59,19 +60,16 @@ Lora = dict[str, Adapter]
 
 
 def check(config: ModelConfig) -> None:
-    """Raises ValueError, with value, bound and remedy, for an impossible model."""
-    for name, allowed in (("family", FAMILIES), ("precision", tuple(PRECISIONS)), ("remat", REMATS)):
-        if getattr(config, name) not in allowed:
-            raise ValueError(f"{name} is {getattr(config, name)!r}; it must be one of {', '.join(allowed)}")
-    for name in ("vocabulary", "width", "layers", "heads", "kv_heads", "head_dim", "hidden"):
-        if getattr(config, name) < 1:
-            raise ValueError(f"{name} is {getattr(config, name)}; it must be at least 1")
+    """Raises FieldError for an impossible model."""
+    settings.check(config)
+    if config.vocabulary < 1:
+        raise FieldError("vocabulary", config.vocabulary, "it must be at least 1")
     if config.heads % config.kv_heads:
-        raise ValueError(f"kv_heads is {config.kv_heads}; it must divide heads, {config.heads}")
+        raise FieldError("kv_heads", config.kv_heads, f"it must divide heads, {config.heads}")
     if config.head_dim % 2:
-        raise ValueError(f"head_dim is {config.head_dim}; it must be even, as rotary positions turn pairs")
+        raise FieldError("head_dim", config.head_dim, "it must be even, as rotary positions turn pairs")
     if config.rope_scaling is not None and config.rope_scaling.kind not in ("linear", "llama3"):
-        raise ValueError(f"rope scaling is {config.rope_scaling.kind!r}; it must be linear or llama3")
+        raise FieldError("rope_scaling", repr(config.rope_scaling.kind), "it must be linear or llama3")
 
 
 def shapes(config: ModelConfig) -> dict[str, Any]:

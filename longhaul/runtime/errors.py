@@ -2,6 +2,26 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 
 class RunError(ValueError):
     """A run that cannot be created, found or resumed; the message is one line."""
+
+
+class FieldError(ValueError):
+    """A setting out of bounds: the field, its value, what to do about it."""
+
+    def __init__(self, field: str, value: Any, remedy: str) -> None:
+        super().__init__(f"{field} is {value}; {remedy}")
+        self.field = field
+        self.value = value
+        self.remedy = remedy
+
+    def within(self, prefix: str) -> FieldError:
+        """The error of a nested config, whose fields have a prefix outside."""
+        return FieldError(prefix + self.field, self.value, self.remedy)
+
+    def of_flag(self) -> RunError:
+        """The error for a user who sets fields by flags."""
+        return RunError(f"--{self.field.replace('_', '-')} is {self.value}; {self.remedy}")

@@ -18,7 +18,7 @@ from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from longhaul.telemetry.sinks import of_learning
+from longhaul.runtime.settings import FREE, setting
 
 Record = Mapping[str, Any]
 
@@ -66,16 +66,32 @@ EXPLODES = 100.0
 """Multiple of its own median at which the value loss counts as exploding."""
 
 
+EPISODES = ("episode", "episodes", "peak")
+"""Groups of metrics on episodes."""
+
+
+def of_learning(name: str) -> str | None:
+    """Common name of a learning metric, "ppo/entropy" -> "entropy"; None for other metrics."""
+    group, slash, rest = name.partition("/")
+    return rest if slash and group not in EPISODES else None
+
+
 @dataclass(frozen=True)
 class Bounds:
     """Bounds of a healthy run. None disables a check, or chooses its bound."""
 
-    watch: bool = True
-    entropy: float | None = None  # nats, at least; None: by the action space
-    kl: float | None = 0.06  # approx_kl in nats, at most
-    clip: float | None = 0.30  # share of clipped ratios, at most
-    window: float | None = 0.25  # share of the run in which the return should rise
-    solved: float | None = None  # return that need not rise further
+    watch: bool = setting(True, "say it when a run falls ill, or gets well again", resume=FREE, flag="health")
+    entropy: float | None = setting(
+        None, "nats below which the policy has collapsed; none: chosen by the actions", resume=FREE
+    )
+    kl: float | None = setting(0.06, "approx_kl above which the policy moves too far an update; none: any", resume=FREE)
+    clip: float | None = setting(0.30, "clip fraction above which too many steps are cut off; none: any", resume=FREE)
+    window: float | None = setting(
+        0.25, "share of the run in which the return should rise; none: it need not", resume=FREE
+    )
+    solved: float | None = setting(
+        None, "mean return from which on it need not rise; none: there is no such", resume=FREE
+    )
 
 
 class Plan(NamedTuple):

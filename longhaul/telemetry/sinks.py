@@ -25,6 +25,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple, TextIO
 
+from longhaul.telemetry.health import of_learning
+
 Record = Mapping[str, Any]
 
 MOST_WAITING = 10_000
@@ -343,16 +345,6 @@ def console(
 
     terminal = stream.isatty() and os.environ.get("TERM") not in ("dumb", "unknown")
     return _bar(total_steps, stream, start, words) if terminal else _plain_lines(total_steps, stream, words)
-
-
-EPISODES = ("episode", "episodes", "peak")
-"""Groups of metrics on episodes."""
-
-
-def of_learning(name: str) -> str | None:
-    """Common name of a learning metric, "ppo/entropy" -> "entropy"; None for other metrics."""
-    group, slash, rest = name.partition("/")
-    return rest if slash and group not in EPISODES else None
 
 
 SHOWN = {"episode/length": "length", "entropy": "entropy", "approx_kl": "kl", "clip_fraction": "clip"}

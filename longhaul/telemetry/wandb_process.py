@@ -25,7 +25,8 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from longhaul.telemetry import wandb as tracking
-from longhaul.telemetry.sinks import Record, of_learning
+from longhaul.telemetry.health import of_learning
+from longhaul.telemetry.sinks import Record
 from longhaul.telemetry.wandb import Tracking
 
 MOST_SECONDS = 600.0

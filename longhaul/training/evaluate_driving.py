@@ -23,6 +23,7 @@ from longhaul.driving.render.recording import Recording, Verdict
 from longhaul.driving.scenario.bank import Bank, stack
 from longhaul.driving.scenario.scenario import Scenario
 from longhaul.driving.sim import simulator
+from longhaul.driving.sim.config import HELD_OUT
 from longhaul.runtime import mesh as meshes
 from longhaul.runtime.devices import cores
 from longhaul.spaces import Measure
@@ -154,7 +155,7 @@ def drives(run: Run, data: Sequence[str] = (), count: int | None = None, traffic
     else:
         count = count or run.evaluation_episodes or 128
         scenarios = scenario_source.generated(
-            scenario_source.HELD_OUT, count, agents=settings.agents, horizon=task.horizon, workers=cores(),
+            HELD_OUT, count, agents=settings.agents, horizon=task.horizon, workers=cores(),
             control=settings.control,
         )  # fmt: skip
     if traffic == "self":  # no empty slots

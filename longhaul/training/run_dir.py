@@ -19,8 +19,7 @@ from typing import Any
 from longhaul.config.population import Population
 from longhaul.config.run import Run
 from longhaul.config.serialize import from_dict, to_dict
-from longhaul.config.validate import check_numbers
-from longhaul.runtime import files, process_group
+from longhaul.runtime import files, process_group, settings
 from longhaul.runtime.errors import RunError
 from longhaul.telemetry import wandb
 
@@ -161,7 +160,7 @@ def read_run(folder: Path) -> Run:
         raise RunError(f"{path} has format {found}, and this version reads {FORMAT}; use the one that wrote it")
     try:
         run: Run = from_dict(Run, _as_now(data["run"]))
-        check_numbers(run)
+        settings.check(run)
         if None in (run.devices, run.threads, run.log_interval, run.block, run.base_batch, run.evaluation_episodes):
             raise TypeError(UNDECIDED)
     except (KeyError, TypeError, ValueError) as error:

@@ -11,7 +11,7 @@ import pytest
 
 from longhaul.algorithms import batch_scaling, ppo
 from longhaul.algorithms.batch_scaling import Passes
-from longhaul.algorithms.config import PPOConfig
+from longhaul.algorithms.config import LR_RULES, PPOConfig
 from longhaul.algorithms.context import Context
 from longhaul.cli import flags, run_flags
 from longhaul.config import recipes
@@ -90,7 +90,7 @@ def test_learning_rates() -> None:
     assert batch_scaling.lr_factor("none", 262_144, 32_768) == 1.0
     assert batch_scaling.lr_factor("linear", 262_144, 32_768) == 8.0
     assert batch_scaling.lr_factor("sqrt", 262_144, 32_768) == pytest.approx(math.sqrt(8))
-    for rule in batch_scaling.LR_RULES:
+    for rule in LR_RULES:
         assert batch_scaling.lr_factor(rule, 4096, 4096) == 1.0
         product = batch_scaling.lr_factor(rule, 300, 100) * batch_scaling.lr_factor(rule, 100, 300)
         assert product == pytest.approx(1.0)

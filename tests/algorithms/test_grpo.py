@@ -12,11 +12,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from longhaul.algorithms import grpo
+from longhaul.algorithms import grpo, registry
 from longhaul.algorithms.config import LOSSES, GRPOConfig, Loss
 from longhaul.algorithms.context import Context
 from longhaul.reasoning import sampler, tokenizer, transformer
 from longhaul.reasoning.config import ModelConfig
+from longhaul.replay import Sizes
 from longhaul.runtime import mesh as meshes
 from tests.helpers.quick import quick
 
@@ -236,7 +237,7 @@ def test_two_shards_are_one_batch() -> None:
 )
 def test_sizes_that_can_not_work_are_named(changes: dict[str, Any], words: str) -> None:
     with pytest.raises(ValueError, match=words.replace("[", r"\[")):
-        grpo.check(config(**changes), columns=ROWS, steps=LENGTH)
+        registry.check(config(**changes), Sizes(1, ROWS, LENGTH))
 
 
 def test_a_warm_start_comes_from_the_easiest_quarter_to_all() -> None:

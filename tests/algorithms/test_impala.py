@@ -14,12 +14,13 @@ import numpy as np
 import pytest
 from jax.sharding import PartitionSpec
 
-from longhaul.algorithms import actor_critic, impala, minibatch, ppo
+from longhaul.algorithms import actor_critic, impala, minibatch, ppo, registry
 from longhaul.algorithms.actor_critic import State
 from longhaul.algorithms.config import IMPALAConfig, PPOConfig
 from longhaul.algorithms.context import Context
 from longhaul.distributions import distribution
 from longhaul.environment import vectorise
+from longhaul.replay import Sizes
 from longhaul.rollout import collector
 from longhaul.runtime import mesh as meshes
 from longhaul.telemetry import health, wandb_process
@@ -308,21 +309,20 @@ def test_rewards_are_shaped_as_the_paper_has_it() -> None:
         ({"vtrace_lambda": 1.5}, "vtrace_lambda is 1.5; it must lie in 0 to 1"),
         ({"rms_decay": -0.1}, "rms_decay is -0.1; it must lie in 0 to 1"),
         ({"rho_clip": -1.0}, "rho_clip is -1.0; it must be at least 0"),
-        ({"c_clip": float("nan")}, "c_clip is nan; it must be at least 0"),
+        ({"c_clip": float("nan")}, "c_clip is nan; it must be finite"),
         ({"clip_eps": -0.1}, "clip_eps is -0.1; it must be at least 0"),
         ({"rms_eps": 0.0}, "rms_eps is 0.0; it must be above 0"),
     ],
 )
 def test_impossible_settings_are_named_with_the_remedy(change: dict[str, Any], words: str) -> None:
     with pytest.raises(ValueError, match=words) as error:
-        impala.check(replace(SMALL, **change), columns=WORLDS, steps=STEPS)
+        registry.check(replace(SMALL, **change), Sizes(1, WORLDS, STEPS))
     assert "\n" not in str(error.value)
 
 
 def test_possible_settings_pass() -> None:
-    impala.check(
-        replace(SMALL, rho_clip=None, c_clip=0.0, clip_eps=None, memory=4, num_minibatches=8), columns=8, steps=9
-    )
+    config = replace(SMALL, rho_clip=None, c_clip=0.0, clip_eps=None, memory=4, num_minibatches=8)
+    registry.check(config, Sizes(1, 8, 9))
 
 
 def test_its_metrics_are_known_by_what_follows_the_slash() -> None:

@@ -12,7 +12,7 @@ from jax.sharding import PartitionSpec
 
 from longhaul import normalise
 from longhaul.algorithms import actor_critic as algorithms_actor_critic
-from longhaul.algorithms import ppo
+from longhaul.algorithms import ppo, registry
 from longhaul.algorithms.actor_critic import Policy, State
 from longhaul.algorithms.config import PPOConfig
 from longhaul.algorithms.context import Context
@@ -21,6 +21,7 @@ from longhaul.distributions import distribution
 from longhaul.environment import vectorise
 from longhaul.networks import actor_critic as networks
 from longhaul.networks.actor_critic import actor_critic
+from longhaul.replay import Sizes
 from longhaul.rollout import collector
 from longhaul.runtime import mesh as meshes
 from longhaul.spaces import Discrete, Masked
@@ -375,7 +376,7 @@ def test_illegal_actions_are_never_taken():
         ({"hidden_dim": 0}, "hidden_dim is 0"),
         ({"gamma": 1.5}, "gamma is 1.5; it must lie in 0 to 1"),
         ({"gae_lambda": -0.1}, "gae_lambda is -0.1"),
-        ({"lr": float("nan")}, "lr is nan; it must be at least 0"),
+        ({"lr": float("nan")}, "lr is nan; it must be finite"),
         ({"clip_eps": -1.0}, "clip_eps is -1.0"),
         ({"adam_eps": 0.0}, "adam_eps is 0.0; it must be above 0"),
         ({"max_grad_norm": -1.0}, "max_grad_norm is -1.0"),
@@ -384,16 +385,16 @@ def test_illegal_actions_are_never_taken():
 )
 def test_impossible_settings_are_named_with_the_remedy(change, words):
     with pytest.raises(ValueError, match=words) as error:
-        ppo.check(replace(SMALL, **change), columns=WORLDS, steps=STEPS)
+        registry.check(replace(SMALL, **change), Sizes(1, WORLDS, STEPS))
     assert "\n" not in str(error.value)
 
 
 def test_possible_settings_pass():
     """Minibatches with memory are whole columns: their number divides them, one more does not."""
-    ppo.check(SMALL, columns=WORLDS, steps=STEPS)
-    ppo.check(replace(SMALL, memory=4, num_minibatches=WORLDS), columns=WORLDS, steps=STEPS)
+    registry.check(SMALL, Sizes(1, WORLDS, STEPS))
+    registry.check(replace(SMALL, memory=4, num_minibatches=WORLDS), Sizes(1, WORLDS, STEPS))
     with pytest.raises(ValueError, match="does not divide"):
-        ppo.check(replace(SMALL, memory=4, num_minibatches=WORLDS + 1), columns=WORLDS, steps=STEPS)
+        registry.check(replace(SMALL, memory=4, num_minibatches=WORLDS + 1), Sizes(1, WORLDS, STEPS))
 
 
 SET = Spec(

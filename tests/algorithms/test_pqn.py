@@ -7,10 +7,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from longhaul.algorithms import pqn
+from longhaul.algorithms import pqn, registry
 from longhaul.algorithms.config import PQNConfig
 from longhaul.algorithms.context import Context
 from longhaul.envs.probes import PROBES, Probe
+from longhaul.replay import Sizes
 from tests.helpers.quick import quick
 
 
@@ -59,6 +60,6 @@ def test_what_can_not_work_is_refused() -> None:
         ({"lr": -1.0}, "lr"),
     ):
         with pytest.raises(ValueError, match=word):
-            pqn.check(PQNConfig(**changes), columns=8, steps=8)
+            registry.check(PQNConfig(**changes), Sizes(1, 8, 8))
     with pytest.raises(ValueError, match="PQN learns one choice"):
         made(PROBES["continuous"]())

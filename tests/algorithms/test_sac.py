@@ -204,4 +204,4 @@ def test_an_update_copies_nothing_of_the_replay() -> None:
 )
 def test_what_can_not_work_is_refused(changes: dict[str, Any], word: str) -> None:
     with pytest.raises(ValueError, match=word):
-        sac.check(config(probes.constant(), **changes), shards=2, columns=8, steps=STEPS)
+        registry.check(config(probes.constant(), **changes), Sizes(2, 8, STEPS))

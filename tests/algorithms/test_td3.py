@@ -6,10 +6,11 @@ import jax
 import numpy as np
 import pytest
 
-from longhaul.algorithms import td3
+from longhaul.algorithms import registry, td3
 from longhaul.algorithms.config import TD3Config
 from longhaul.algorithms.context import Context
 from longhaul.envs.probes import PROBES, Probe
+from longhaul.replay import Sizes
 from tests.algorithms.test_sac import STEPS, UPDATES, WORLDS, check, steered, trained
 
 
@@ -45,7 +46,7 @@ def test_it_bootstraps_from_the_true_successor(name: str) -> None:
 def test_what_can_not_work_is_refused() -> None:
     for changes, word in (({"actor_interval": 9}, "actor_interval"), ({"noise": -1.0}, "noise")):
         with pytest.raises(ValueError, match=word):
-            td3.check(config(PROBES["continuous"](), **changes), shards=1, columns=8, steps=STEPS)
+            registry.check(config(PROBES["continuous"](), **changes), Sizes(1, 8, STEPS))
     probe = PROBES["action"]()
     with pytest.raises(ValueError, match="TD3 learns a vector"):
         td3.td3(probe.environment.spec, config(probe), Context(updates=1, mean=lambda x: x))

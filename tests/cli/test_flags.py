@@ -139,7 +139,7 @@ def test_every_recipe_has_the_old_flags(begun: list[tuple[Run, Path]], recipe: s
     more = "--wandb --project mine --entity us --run-suffix big --checkpoint-dir there --mesh data=1"
     assert commands.train([recipe, *words.split(), *more.split()]) == loop.STOPPED
     run, folder = begun[0]
-    found = {setting.flag.name: setting.flag.default for setting in run_flags.settings(run)}
+    found = {flag.name: flag.default for flag in run_flags.run_flags(run)}
     found["total-timesteps"] = found["total-steps"]
     assert {name: found[name] for name in old} == old
     assert folder.parent == Path("there")

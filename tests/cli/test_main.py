@@ -60,9 +60,9 @@ def test_the_help_of_a_recipe_has_each_flag_with_its_default(longhaul: Any, reci
     words = " ".join(out.replace("│", " ").split())
     for heading in run_flags.GROUPS:
         assert f"{heading} options" in words
-    for setting in run_flags.settings(recipes.recipe(recipe)):
-        assert f"--{setting.flag.name}" in words
-        assert "".join(run_flags.HELP[setting.flag.name].split()) in "".join(words.split())
+    for flag in run_flags.run_flags(recipes.recipe(recipe)):
+        assert f"--{flag.name}" in words
+        assert "".join(flag.help.split()) in "".join(words.split())
     assert f"agent steps to train for (default: {recipes.recipe(recipe).total_steps})" in words
     assert ("--data PATH..." in words) == (recipe == "driving")
     assert ("--env TEXT" in words) == (recipe == "cartpole")

@@ -16,6 +16,7 @@ from longhaul.config.resolve import resolve
 from longhaul.config.run import Driving, Named, Run
 from longhaul.config.serialize import to_dict
 from longhaul.envs import suites
+from longhaul.runtime.settings import CHANGEABLE, FIXED, FREE, walk
 from longhaul.training import loop
 from longhaul.training.run_dir import save_run
 from tests.helpers import installed_recipes, log_files
@@ -44,18 +45,30 @@ def stored(tmp_path: Path) -> Path:
     return folder
 
 
-def test_every_field_of_a_run_is_a_flag_with_a_help() -> None:
-    names = {s.flag.name for make in recipes.RECIPES.values() for s in run_flags.settings(make())}
-    assert names == set(run_flags.HELP)
+HIDDEN = {"recipe", "kind", "driver", "model", "vocabulary", "pad", "rope_scaling"}
+"""Fields that are no flag: the recipe is named before, who learns drives by the policy, --mesh says both sizes, a
+tokeniser the vocabulary and what pads, and rope scaling is of models from elsewhere."""
 
+
+def test_every_field_of_a_run_is_a_flag_with_a_help() -> None:
     def leaves(value: Any, name: str = "") -> list[str]:
         if isinstance(value, dict):
             return [leaf for key, inner in value.items() for leaf in leaves(inner, key)]
         return [name]
 
     for make in recipes.RECIPES.values():
-        fields = [name for name in leaves(to_dict(make())) if name not in ("kind", *run_flags.HIDDEN)]
-        assert len(fields) == len(run_flags.settings(make())) == len({s.flag.name for s in run_flags.settings(make())})
+        found = run_flags.run_flags(make())
+        assert all(flag.help for flag in found)
+        fields = [name for name in leaves(to_dict(make())) if name not in HIDDEN]
+        assert len(fields) == len(found) == len({flag.name for flag in found})
+
+
+def test_a_field_that_may_change_at_a_resume_says_so() -> None:
+    """The rule decides what a resumed run may be asked for; these change numbers, or none, or what the run is."""
+    rules = {leaf.name: leaf.setting.resume for leaf in walk(recipes.recipe("driving"))}
+    assert {rules[name] for name in ("num_envs", "mesh", "lr", "precision")} == {CHANGEABLE}
+    assert {rules[name] for name in ("block", "keep", "lane", "bind", "health_kl")} == {FREE}
+    assert {rules[name] for name in ("seed", "topology", "hidden_dim", "total_steps", "staleness")} == {FIXED}
 
 
 def suite_of(recipe: str) -> str:

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from longhaul.cli import main
-from longhaul.config.recipes.driving import Grid, driving_scaling
+from longhaul.config.recipes import Grid, driving_scaling
 from longhaul.config.run import Driving, Run
 from longhaul.config.serialize import from_dict, to_dict
 from longhaul.diagnostics import scaling_grid as grids

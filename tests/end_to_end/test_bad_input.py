@@ -82,7 +82,7 @@ BAD = [
     ("train driving --agents 0", ["--agents is 0; it must be at least 1"]),
     ("train driving --scenarios 0", ["--scenarios is 0"]),
     ("train driving --horizon 1", ["--horizon is 1"]),
-    ("train driving --waypoints 50", ["--waypoints is 50; it must be at most 20"]),
+    ("train driving --waypoints 50", ["--waypoints is 50; it must lie in 1 to 20"]),
     ("train driving --data", ["--data has no value"]),
     ("train driving --data a --data b", ["--data is given twice"]),
     ("train driving --data missing.json", ["missing.json: no such file or folder"]),

@@ -110,7 +110,7 @@ def test_a_policy_keeps_what_it_says(kind: str) -> None:
 
 
 def test_every_policy_has_a_flag_and_an_unknown_one_is_named() -> None:
-    assert run_flags.CHOICES["remat"] == ("none", *POLICIES)
+    assert ("none", *POLICIES) == REMATS
     with pytest.raises(ValueError, match="remat is 'some'; it must be one of none, full, dots, dots-no-batch"):
         actor_critic.actor_critic(SEEN, 3, remat="some")
 

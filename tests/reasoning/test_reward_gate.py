@@ -12,10 +12,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from longhaul.algorithms import grpo
+from longhaul.algorithms import grpo, registry
 from longhaul.algorithms.context import Context
 from longhaul.reasoning import reward_gate, sampler
 from longhaul.reasoning.config import GateConfig
+from longhaul.replay import Sizes
 from longhaul.runtime import mesh as meshes
 from tests.algorithms.test_grpo import ROWS, TINY, completions, config
 from tests.helpers.quick import quick
@@ -65,7 +66,7 @@ def test_without_a_threshold_it_is_open_for_good() -> None:
 )
 def test_what_it_can_not_be_is_named(name: str, value: float) -> None:
     with pytest.raises(ValueError, match=f"gate_{name} is {value}"):
-        grpo.check(config(gate=dataclasses.replace(SETTINGS, **{name: value})), columns=ROWS, steps=6)
+        registry.check(config(gate=dataclasses.replace(SETTINGS, **{name: value})), Sizes(1, ROWS, 6))
 
 
 def learner(**changes: Any) -> Any:

@@ -156,7 +156,7 @@ def test_several_sweeps_and_seeds_make_every_combination() -> None:
         ({"population": Population(sweep=("lr=1e-3..1e-4:3",))}, "LOW < HIGH"),
         ({"population": Population(sweep=("lr=1e-3..1e-2",))}, "COUNT"),
         ({"population": Population(sweep=("lr=",))}, "--sweep is"),
-        ({"population": Population(sweep=("hidden-dim=32,64",))}, "--sweep names 'hidden-dim'"),
+        ({"population": Population(sweep=("hidden-dim=32,64",))}, "--sweep is of 'hidden-dim'"),
         ({"population": Population(sweep=("gamma=0.5,1.5",))}, "--gamma is 1.5"),
         ({"population": Population(seeds=0)}, "--seeds is 0"),
         ({"population": Population(seeds=3, pbt_interval=4)}, "give --sweep"),

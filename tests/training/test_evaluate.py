@@ -17,14 +17,15 @@ import pytest
 from longhaul.algorithms import ppo
 from longhaul.algorithms.context import Context
 from longhaul.cli import evaluate
+from longhaul.config import recipes
 from longhaul.config import resolve as runs
-from longhaul.config.recipes import driving as driving_recipes
 from longhaul.config.run import Driving, Named, Run
 from longhaul.driving import scenario_source
 from longhaul.driving.datasets.log import BadData
 from longhaul.driving.evaluation import benchmark_scores as benchmarks
 from longhaul.driving.render import recording
 from longhaul.driving.sim import simulator
+from longhaul.driving.sim.config import HELD_OUT
 from longhaul.envs import probes
 from longhaul.spaces import Box, Discrete, Measure
 from longhaul.training import confidence, evaluate_driving, evaluate_realism
@@ -126,7 +127,7 @@ def test_what_may_never_end_is_refused() -> None:
 
 
 def driving(**changes: Any) -> Run:
-    recipe = driving_recipes.driving()
+    recipe = recipes.recipe("driving")
     algorithm = dataclasses.replace(recipe.algorithm, hidden_dim=8, num_layers=1)
     return runs.resolve(dataclasses.replace(recipe, algorithm=algorithm, devices=1, **changes))
 
@@ -137,7 +138,7 @@ def generated() -> Drives:
 
 
 def test_generated_scenarios_are_those_that_no_run_trains_in(generated: Drives) -> None:
-    wanted = scenario_source.generated(scenario_source.HELD_OUT, 4, agents=1, horizon=None, workers=1)
+    wanted = scenario_source.generated(HELD_OUT, 4, agents=1, horizon=None, workers=1)
     assert [s.id for s in generated.scenarios] == [s.id for s in wanted]
     train = scenario_source.generated(0, 4, agents=1, horizon=None, workers=1)
     assert not {s.id for s in train} & {s.id for s in wanted}
@@ -348,7 +349,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.chdir(tmp_path)
     made = tmp_path / "runs" / "d"
     made.mkdir(parents=True)
-    environment = dataclasses.replace(driving_recipes.driving().environment, horizon=25)
+    environment = dataclasses.replace(recipes.recipe("driving").environment, horizon=25)
     save_run(made, driving(evaluation_episodes=2, environment=environment), {})
     return made
 

@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import NamedTuple
 
-import numpy as np
-
 from longhaul.driving.scenario.scenario import CANDIDATES, CONTROLS
+from longhaul.runtime import settings
+from longhaul.runtime.errors import FieldError
+from longhaul.runtime.settings import nested, setting
 
 MAX_WAYPOINTS = 20
+
+
+HELD_OUT = 1_000_000
+"""Generated seeds from here on are for evaluation only; a run trains on seeds below."""
 
 
 GOALS = ("remove", "stop", "respawn")
@@ -42,20 +47,6 @@ class Sight(NamedTuple):
         return not (self.draws or self.limited or self.occlusion)
 
 
-def check_sight(sight: Sight) -> None:
-    """Raises ValueError, `name is value: remedy` by the names of the simulator's config, where nothing can see so."""
-    if len(sight.noise) != 3 or not all(0.0 <= deviation < math.inf for deviation in sight.noise):
-        raise ValueError(
-            f"observation_noise is {sight.noise}; give three standard deviations of at least 0: m, rad, m/s"
-        )
-    if not 0.0 <= sight.mask <= 1.0:
-        raise ValueError(f"observation_mask is {sight.mask}; it must be 0 .. 1")
-    if not sight.reach > 0.0:
-        raise ValueError(f"view_range is {sight.reach}; it must be above 0")
-    if not 0.0 < sight.angle <= 2.0 * math.pi:
-        raise ValueError(f"view_angle is {sight.angle}; it must be above 0 and at most 2 pi")
-
-
 EVENTS = ("collision", "offroad", "red_light", "goal")
 
 
@@ -63,15 +54,15 @@ EVENTS = ("collision", "offroad", "red_light", "goal")
 class Weights:
     """Reward weights. Events count once an episode."""
 
-    progress: float = 0.1  # a metre along the route, not beyond its end
-    collision: float = -4.0
-    offroad: float = -4.0
-    red_light: float = -4.0
-    goal: float = 2.0
-    discomfort: float = -0.01  # each limit of comfort exceeded by itself, at most twice
-    haste: float = -0.05  # needed braking (`Features.braking`) above HARD, in parts of HARD, at most twice
-    lateral: float = -0.01  # a metre beside the route, at most 4
-    heading: float = -0.02  # 1 - cos of the angle to the route
+    progress: float = setting(0.1, "for a metre along the route, not beyond its end")
+    collision: float = setting(-4.0, "for a collision")
+    offroad: float = setting(-4.0, "for leaving the road")
+    red_light: float = setting(-4.0, "for running a red light")
+    goal: float = setting(2.0, "for reaching the goal")
+    discomfort: float = setting(-0.01, "for each exceeded limit of comfort, a step, at most twice")
+    haste: float = setting(-0.05, "for needing to brake hard, a step, by how hard, at most twice")
+    lateral: float = setting(-0.01, "for a metre beside the route, a step, at most 4")
+    heading: float = setting(-0.02, "for 1 - cos of the angle to the route, a step")
 
 
 ACTIONS = ("discrete", "continuous", "joint")
@@ -87,80 +78,71 @@ DYNAMICS = ("bicycle", "steering", "delta", "jerk")
 class Config:
     """One way to drive in a bank."""
 
-    agents: int = 1
-    """Controlled agents of a world; 1 is the ego alone. The bank must have as many."""
-    traffic: str = "log"
-    """The others: "log" replays them, with "idm" vehicles react along their logged way, with "constant" everybody keeps
-    his first velocity."""
+    agents: int = setting(1, "controlled agents of a world; 1 is the ego alone", least=1)
+    traffic: str = setting(
+        "log",
+        "the others replay the log, react by the Intelligent Driver Model, or keep their velocity",
+        choices=TRAFFICS,
+    )
     driver: str = "policy"
     """Driver of the agents: the "policy", or a baseline that ignores actions: "log", "idm", "constant" (speed)."""
-    expert: str = "log"
-    """Whom algorithms imitate that do: the driver of the "log" (in generated scenarios that of the traffic), or "idm",
-    the Intelligent Driver Model along the route, which has an answer off the log, too."""
-    control: str = "vehicles"
-    """Whom scenarios offer to be controlled: "vehicles", or "all" that move, cyclists and pedestrians too."""
-    dynamics: str = "bicycle"
-    """Model of motion: "bicycle", "steering", "delta" or "jerk"; see `dynamics`."""
-    actions: str = "discrete"
+    expert: str = setting(
+        "log", "whom imitation learns from: the log, or the Intelligent Driver Model along the route", choices=EXPERTS
+    )
+    control: str = setting(
+        "vehicles",
+        "whom the agents may be: vehicles, or all that move, cyclists and pedestrians too",
+        choices=tuple(CONTROLS),
+    )
+    dynamics: str = setting(
+        "bicycle",
+        "how agents move, and what actions are: acceleration and curvature, or wheels, moves, jerks",
+        choices=DYNAMICS,
+    )
+    actions: str = setting("discrete", "what the policy chooses from", choices=ACTIONS)
     """"discrete": an index for each number of a command; "joint": one for all; "continuous": all within [-1, 1]."""
-    terminations: tuple[str, ...] = EVENTS
-    """The events that end an episode."""
-    goal: str = "remove"
-    """Fate of an agent that reaches its goal: "remove", "stop" (it stands there) or "respawn" (it begins anew); see
-    `goals`."""
-    crash: str = "remove"
-    """Fate of an agent that ends by another event: "remove" or "stop"."""
-    conditioning: bool = False
-    """Each driver of an episode draws weights of its own, which it sees; see `conditioning`."""
-    weights: Weights = field(default_factory=Weights)
-    neighbours: int = 8
-    """Number of the nearest others that an agent sees."""
-    waypoints: int = 10
-    """Points of the route ahead that it sees."""
-    road_points: int = 0
-    """Pieces of road around it that it sees: lanes, lines, edges and signs; see `roadmap`. 0: none; 200 reach some 60
-    m."""
-    observation_noise: tuple[float, float, float] = (0.0, 0.0, 0.0)
-    """Standard deviations of the others' positions (m), headings (rad) and velocities (m/s) as it sees them."""
-    observation_mask: float = 0.0
-    """The chance that it misses one of the others, or a piece of road, in a step."""
-    view_range: float | None = None
-    """Metres from it beyond which it sees neither others nor pieces of road; None: any."""
-    view_angle: float = 2.0 * np.pi
-    """Radians of its field of view for these, around straight ahead."""
-    view_occlusion: bool = False
-    """Boxes hide whose middle is behind them. All five change what is seen, and nothing else: see `perception`."""
+    terminations: tuple[str, ...] = setting(EVENTS, "events that end an episode", choices=EVENTS)
+    goal: str = setting(
+        "remove", "an agent that reaches its goal is removed, stops there, or begins anew", choices=GOALS
+    )
+    crash: str = setting("remove", "an agent that ends by another event is removed, or stops there", choices=CRASHES)
+    conditioning: bool = setting(False, "drivers draw reward weights of their own, and see them")
+    weights: Weights = nested(Weights, "reward_")
+    neighbours: int = setting(8, "nearest others that an agent sees", least=1)
+    waypoints: int = setting(10, "points of the route ahead that it sees", least=1, most=MAX_WAYPOINTS)
+    road_points: int = setting(
+        0,
+        "pieces of road around an agent that it sees: lanes, lines, edges and signs; 200 reach about 60 m",
+        least=0,
+        most=CANDIDATES,
+    )
+    observation_noise: tuple[float, float, float] = setting(
+        (0.0, 0.0, 0.0),
+        "deviations of others' position (m), heading (rad) and velocity (m/s) as an agent sees them",
+        least=0,
+    )
+    observation_mask: float = setting(
+        0.0, "chance that an agent misses one of the others, or a piece of road, in a step", least=0, most=1
+    )
+    view_range: float | None = setting(
+        None, "metres beyond which an agent sees neither others nor road; none: any", above=0
+    )
+    view_angle: float = setting(
+        2.0 * math.pi, "radians of an agent's field of view, around straight ahead", above=0, most=2.0 * math.pi
+    )
+    view_occlusion: bool = setting(False, "boxes hide who is behind them")
 
 
 def sight_of(config: Config) -> Sight:
     """Limits of sight of a configuration."""
-    reach = np.inf if config.view_range is None else config.view_range
+    reach = math.inf if config.view_range is None else config.view_range
     return Sight(config.observation_noise, config.observation_mask, reach, config.view_angle, config.view_occlusion)
 
 
 def check_settings(config: Config) -> None:
-    """Raises ValueError, `name is value: remedy`, where a setting is none, whatever the bank."""
-    if config.agents < 1:
-        raise ValueError(f"agents is {config.agents}; it must be at least 1")
-    for name, value, known in (
-        ("traffic", config.traffic, TRAFFICS),
-        ("driver", config.driver, DRIVERS),
-        ("expert", config.expert, EXPERTS),
-        ("actions", config.actions, ACTIONS),
-        ("control", config.control, CONTROLS),
-        ("dynamics", config.dynamics, DYNAMICS),
-        ("goal", config.goal, GOALS),
-        ("crash", config.crash, CRASHES),
-        *(("terminations", value, EVENTS) for value in config.terminations),
-    ):
-        if value not in known:
-            raise ValueError(f"{name} is {value!r}: choose from {', '.join(known)}")
-    if config.neighbours < 1:
-        raise ValueError(f"neighbours is {config.neighbours}; it must be at least 1")
-    if config.waypoints < 1:
-        raise ValueError(f"waypoints is {config.waypoints}; it must be at least 1")
-    if config.waypoints > MAX_WAYPOINTS:
-        raise ValueError(f"waypoints is {config.waypoints}; it must be at most {MAX_WAYPOINTS}")
-    if not 0 <= config.road_points <= CANDIDATES:
-        raise ValueError(f"road_points is {config.road_points}; it must be 0 .. {CANDIDATES}")
-    check_sight(sight_of(config))
+    """Raises FieldError where a setting is out of bounds, whatever the bank."""
+    if config.driver not in DRIVERS:
+        raise FieldError("driver", repr(config.driver), f"it must be one of {', '.join(DRIVERS)}")
+    if len(config.observation_noise) != 3:
+        raise FieldError("observation_noise", config.observation_noise, "give three deviations: m, rad, m/s")
+    settings.check(config)

@@ -6,8 +6,15 @@ import dataclasses
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from longhaul.runtime import settings
+from longhaul.runtime.errors import FieldError
+from longhaul.runtime.settings import FREE, setting
+
 if TYPE_CHECKING:
     from longhaul.topologies.staleness import Rule
+
+DISTRIBUTED = ("actors", "central")
+"""Topologies whose actors are not the learner."""
 
 KINDS = ("process", "thread", "ray")
 
@@ -22,36 +29,60 @@ LIVE = "live.json"
 class ActorConfig:
     """Options of the topology `actors`; `decided` resolves None."""
 
-    actors: int | None = None  # each steps an equal share of the worlds
-    actor_kind: str = "process"
-    staleness: int | None = 0  # updates that the learnt data may lag behind; None: no bound
-    pin: bool = False  # act with exactly the oldest weights allowed, so a run is repeatable
-    ray_address: str = "auto"  # of the cluster, where actor_kind is "ray"
+    actors: int | None = setting(
+        None,
+        "of the topologies actors and central: who share the worlds",
+        least=1,
+        most=MOST,
+        auto=True,
+        topologies=DISTRIBUTED,
+    )
+    actor_kind: str = setting(
+        "process",
+        "actors in processes of their own, in threads of the learner's, or on the nodes of a Ray cluster",
+        choices=KINDS,
+        resume=FREE,
+        topologies=DISTRIBUTED,
+    )
+    staleness: int | None = setting(
+        0,
+        "updates that the weights which acted may be behind; 0: none, as fused; none: without bound",
+        least=0,
+        why=", or none",
+        topologies=DISTRIBUTED,
+    )
+    pin: bool = setting(
+        False,
+        "act with exactly the weights that --staleness allows, so that the run can be repeated bit for bit",
+        topologies=("actors",),
+    )
+    ray_address: str = setting(
+        "auto",
+        "HOST:PORT of the cluster of --actor-kind ray; auto: RAY_ADDRESS, or one here; local: a new one",
+        resume=FREE,
+        topologies=DISTRIBUTED,
+    )
 
 
 def decided(acting: ActorConfig, *, envs: int, devices: int, cores: int) -> ActorConfig:
     """Options with the number of actors resolved for `envs` worlds, the learner's devices and this machine's cores.
 
-    ValueError: names the field, its value, the bound and the remedy.
+    FieldError: the number of actors does not fit.
     """
-    if acting.actor_kind not in KINDS:
-        raise ValueError(f"actor_kind is {acting.actor_kind!r}; it must be one of {', '.join(KINDS)}")
-    if acting.staleness is not None and acting.staleness < 0:
-        raise ValueError(f"staleness is {acting.staleness}; it must be at least 0, or none")
+    settings.check(acting)
     if acting.pin and acting.staleness is None:
-        raise ValueError("pin is on and --staleness is none; exact versions need a bound: give a --staleness")
+        raise FieldError("pin", "on and --staleness is none", "exact versions need a bound: give a --staleness")
     actors = acting.actors
     if actors is None:
         fit = [n for n in range(devices, max(cores, devices) + 1, devices) if envs % n == 0]
         return dataclasses.replace(acting, actors=fit[-1])
-    if not 1 <= actors <= MOST:
-        raise ValueError(f"actors is {actors}; it must lie in 1 to {MOST}")
     if envs % actors:
-        raise ValueError(f"actors is {actors}, which can't share {envs} worlds evenly; choose a divisor of {envs}")
+        raise FieldError("actors", f"{actors}, which can't share {envs} worlds evenly", f"choose a divisor of {envs}")
     if actors % devices:
-        raise ValueError(
-            f"actors is {actors}, and the learner's {devices} devices can't share their rollouts evenly; choose a "
-            f"multiple of {devices}, or another --mesh"
+        raise FieldError(
+            "actors",
+            f"{actors}, and the learner's {devices} devices can't share their rollouts evenly",
+            f"choose a multiple of {devices}, or another --mesh",
         )
     return acting
 

@@ -6,6 +6,10 @@ import importlib.util
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from longhaul.runtime import settings
+from longhaul.runtime.errors import FieldError
+from longhaul.runtime.settings import FREE, setting
+
 if TYPE_CHECKING:
     from longhaul.runtime.credentials import Credentials
 
@@ -13,39 +17,67 @@ LANES = ("shm", "grpc")
 
 MOST_SLOTS = 8
 
+CENTRAL = ("central",)
+"""Topologies with an inference server."""
+
 
 @dataclass(frozen=True)
 class ServerConfig:
     """Options of the topology `central`; number of actors and staleness are in `actor_learner.config.ActorConfig`."""
 
-    lane: str = "shm"
-    slots: int = 2  # groups of environments per actor: it steps one while the others wait
-    bind: str | None = None  # HOST:PORT; None: the run starts its actors on this machine
-    token_file: str | None = None
-    tls_cert: str | None = None
-    tls_key: str | None = None
+    lane: str = setting(
+        "shm",
+        "of the topology central, how observations come: by shared memory, or by gRPC",
+        choices=LANES,
+        resume=FREE,
+        topologies=CENTRAL,
+    )
+    slots: int = setting(
+        2,
+        "groups of worlds of an actor of the topology central: it steps one while the others wait for actions",
+        least=1,
+        most=MOST_SLOTS,
+        topologies=CENTRAL,
+    )
+    bind: str | None = setting(
+        None,
+        "HOST:PORT at which --lane grpc waits for longhaul actor; none: the run begins its actors itself",
+        resume=FREE,
+        topologies=CENTRAL,
+    )
+    token_file: str | None = setting(
+        None, "a file with the token that actors must show", path=True, resume=FREE, topologies=CENTRAL
+    )
+    tls_cert: str | None = setting(
+        None,
+        "the server's certificate (PEM); needed beyond loopback, with its key and a token",
+        path=True,
+        resume=FREE,
+        topologies=CENTRAL,
+    )
+    tls_key: str | None = setting(None, "the certificate's key (PEM)", path=True, resume=FREE, topologies=CENTRAL)
 
 
 def check(central: ServerConfig, *, envs: int, actors: int, kind: str) -> None:
-    """Validation; ValueError names the field, its value, the bound and the remedy."""
+    """Validation; raises FieldError, and ValueError for an unusable file of credentials."""
     from longhaul.runtime import credentials
 
-    if central.lane not in LANES:
-        raise ValueError(f"lane is {central.lane!r}; it must be one of {', '.join(LANES)}")
-    if not 1 <= central.slots <= MOST_SLOTS:
-        raise ValueError(f"slots is {central.slots}; it must lie in 1 to {MOST_SLOTS}")
+    settings.check(central)
     groups = actors * central.slots
     if envs % groups:
-        raise ValueError(
-            f"num_envs is {envs}, which {actors} actors with {central.slots} groups each can't share evenly; choose a "
-            f"multiple of {groups}"
+        raise FieldError(
+            "num_envs",
+            f"{envs}, which {actors} actors with {central.slots} groups each can't share evenly",
+            f"choose a multiple of {groups}",
         )
     if kind == "ray" and central.lane != "grpc":
-        raise ValueError(f"lane is {central.lane}, and --actor-kind is ray, without shared memory; choose --lane grpc")
+        raise FieldError(
+            "lane", f"{central.lane}, and --actor-kind is ray, without shared memory", "choose --lane grpc"
+        )
     if central.lane == "shm":
         for name in ("bind", "token_file", "tls_cert", "tls_key"):
             if getattr(central, name) is not None:
-                raise ValueError(f"{name} is given, and --lane is shm, which has no address; choose --lane grpc")
+                raise FieldError(name, "given, and --lane is shm, which has no address", "choose --lane grpc")
     if central.lane == "grpc":
         check_installed()
     held = load(central)
@@ -54,9 +86,9 @@ def check(central: ServerConfig, *, envs: int, actors: int, kind: str) -> None:
 
 
 def check_installed() -> None:
-    """Check that `--lane grpc` finds its library; else ValueError."""
+    """Check that `--lane grpc` finds its library; else FieldError."""
     if importlib.util.find_spec("grpc") is None:
-        raise ValueError("lane is grpc, which needs grpcio: pip install 'longhaul-rl[cluster]'")
+        raise FieldError("lane", "grpc, which needs grpcio", "pip install 'longhaul-rl[cluster]'")
 
 
 def load(central: ServerConfig) -> Credentials:

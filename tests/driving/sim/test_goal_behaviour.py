@@ -165,7 +165,7 @@ def test_control_says_who_may_be_controlled() -> None:
      ("actions", "discrete, continuous, joint"), ("control", "vehicles, all")],
 )  # fmt: skip
 def test_settings_that_are_none_are_refused(setting: str, known: str) -> None:
-    with pytest.raises(ValueError, match=f"{setting} is 'none': choose from {known}"):
+    with pytest.raises(ValueError, match=f"{setting} is 'none'; it must be one of {known}"):
         driving(bank(scenario([line((0, 0), (6, 0), 5)])), Config(**{setting: "none"}))  # type: ignore[arg-type]
 
 

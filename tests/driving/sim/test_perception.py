@@ -139,9 +139,9 @@ def test_the_mask_misses_its_share() -> None:
 @pytest.mark.parametrize(
     ("setting", "message"),
     [
-        ({"road_points": 385}, "road_points is 385; it must be 0 .. 384"),
+        ({"road_points": 385}, "road_points is 385; it must lie in 0 to 384"),
         ({"observation_noise": (0.1, -1.0, 0.0)}, "observation_noise is"),
-        ({"observation_mask": 1.5}, "observation_mask is 1.5; it must be 0 .. 1"),
+        ({"observation_mask": 1.5}, "observation_mask is 1.5; it must lie in 0 to 1"),
         ({"view_range": 0.0}, "view_range is 0.0; it must be above 0"),
         ({"view_angle": 7.0}, "view_angle is 7.0"),
     ],

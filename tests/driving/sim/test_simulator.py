@@ -342,7 +342,7 @@ def test_waypoints_are_as_many_as_asked_for(count: int) -> None:
     ("change", "message"),
     [
         ({"agents": 2}, "agents is 2"),
-        ({"traffic": "none"}, "traffic is 'none': choose from log, idm"),
+        ({"traffic": "none"}, "traffic is 'none'; it must be one of log, idm"),
         ({"driver": "me"}, "driver is 'me'"),
         ({"actions": "both"}, "actions is 'both'"),
         ({"terminations": ("crash",)}, "terminations is 'crash'"),

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import shutil
 import signal
@@ -14,7 +13,7 @@ import jax
 import numpy as np
 import pytest
 
-from longhaul.algorithms import actor_critic, registry
+from longhaul.algorithms import actor_critic
 from longhaul.algorithms.config import PPOConfig
 from longhaul.algorithms.context import Context
 from longhaul.cli import flags, run_flags
@@ -275,13 +274,6 @@ def test_what_is_chosen_stays(tmp_path: Path) -> None:
 def test_what_the_run_is_cannot_change(stopped: Path, words: tuple[str, str]) -> None:
     with pytest.raises(RunError, match=f"{words[0]} is .*, and run run has .*; leave {words[0]} out"):
         change(stopped, *words)
-
-
-def test_every_flag_that_may_change_is_one() -> None:
-    of_any = (dataclasses.replace(small(), algorithm=config()) for config in registry.LEARNERS)
-    names = {setting.flag.name for run in of_any for setting in run_flags.settings(run)}
-    assert set(run_flags.CHANGEABLE) <= names
-    assert not set(run_flags.CHANGEABLE) & set(run_flags.FREE)
 
 
 # ------------------------------------------------------------------------------------------------------------- data
