@@ -259,17 +259,18 @@ def sound(scenario: Any) -> None:
 def real(path: Path) -> Any:
     """A maker of damaged copies of a real file; TFRecords are damaged inside their frames."""
     from longhaul.driving.datasets import readers as sources
-    from longhaul.driving.datasets import tfrecord
+    from longhaul.driving.datasets import womd
     from tests.helpers import damaged_inputs as mutations
+    from tests.helpers import log_files as made
 
     data = path.read_bytes()
     beside = {other.name: other.read_bytes() for other in path.parent.glob("log_map_archive_*") if other != path}
-    payload = next(tfrecord.read(path))[1] if sources.detect(path) == sources.TFRECORD else None
+    payload = next(womd.records(path))[1] if sources.detect(path) == sources.TFRECORD else None
 
     def make(random: np.random.Generator) -> dict[str, bytes]:
         if payload is not None:
             pick = mutations.damage if random.integers(0, 2) else mutations.damage_fields
-            return {path.name: mutations.framed(pick(payload, random))}
+            return {path.name: made.framed([pick(payload, random)])}
         if beside and random.integers(0, 2):
             return {path.name: data} | {name: mutations.damage(other, random) for name, other in beside.items()}
         return {path.name: mutations.damage(data, random)} | beside

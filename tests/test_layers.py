@@ -76,7 +76,7 @@ OPTIONAL = {
     *("stoa", "gymnax", "brax", "jumanji", "mujoco_playground", "navix", "craftax", "gymnasium", "ale_py", "envpool"),
     *("xminigrid", "pgx", "flax"),
     *("torch", "stable_baselines3", "vllm", "nixl"),
-    *("ray", "grpc", "pyarrow", "tensorboard", "wandb", "tokenizers", "safetensors", "tensorflow"),
+    *("ray", "grpc", "pyarrow", "google", "tensorboard", "wandb", "tokenizers", "safetensors", "tensorflow"),
     *("imageio_ffmpeg", "shapely"),
     *("numba", "llvmlite", "xxhash", "zstandard"),
 }

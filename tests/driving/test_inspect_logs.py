@@ -13,7 +13,7 @@ import pytest
 from PIL import Image
 
 from longhaul.driving import inspect_logs
-from longhaul.driving.datasets import readers, tfrecord
+from longhaul.driving.datasets import readers
 from longhaul.driving.render import log_picture
 from longhaul.driving.render.frames import COLOURS
 from longhaul.driving.scenario.compile import compile_log
@@ -151,7 +151,7 @@ def test_errors_are_reported_by_file_and_never_raised(tmp_path: Path) -> None:
     log = made.make_log(11, 5)
     good, cut, foreign = (tmp_path / name for name in ("good.json", "cut.tfrecord", "foreign.dat"))
     good.write_text(json.dumps(made.gpudrive(log)))
-    tfrecord.write(cut, [made.scenario(log)] * 2)
+    made.write_records(cut, [made.scenario(log)] * 2)
     cut.write_bytes(cut.read_bytes()[:-1])
     foreign.write_bytes(b"something else")
     report = inspect_logs.inspect([str(good), str(cut), str(foreign), str(tmp_path / "none"), str(good)])

@@ -24,12 +24,11 @@ from typing import Any
 import google_crc32c
 import numpy as np
 
-from longhaul.driving.datasets import protobuf, readers, tfrecord
-from longhaul.driving.datasets.log import Malformed
+from longhaul.driving.datasets import readers
 from longhaul.driving.scenario.compile import compile_log
 from longhaul.driving.shards import record as packing
 from longhaul.driving.shards import shard
-from tests.helpers import argoverse_files, nuplan_files
+from tests.helpers import argoverse_files, nuplan_files, wire
 from tests.helpers import log_files as made
 
 Files = dict[str, bytes]
@@ -92,15 +91,15 @@ def damage_fields(payload: bytes, random: np.random.Generator) -> bytes:
     start, stop, spans = 0, len(payload), []
     for _ in range(random.integers(1, 6)):
         try:
-            found = list(protobuf.fields(payload, start, stop))
-        except Malformed:
+            found = wire.fields(payload, start, stop)
+        except ValueError:
             break
         if not found:
             break
         begins = [start, *(field.stop for field in found[:-1])]
         choice = int(random.integers(0, len(found)))
         spans = [(begins[choice], found[choice]), *spans]
-        if found[choice].wire != protobuf.BYTES:
+        if found[choice].wire != wire.BYTES:
             break
         start, stop = found[choice].start, found[choice].stop
     if not spans:
@@ -112,25 +111,24 @@ def damage_fields(payload: bytes, random: np.random.Generator) -> bytes:
         b"",
         whole * 2,
         whole * 200,
-        protobuf.encode(number, int(random.integers(-(2**62), 2**62))),
-        protobuf.encode(number, float(random.choice([np.nan, np.inf, 1e308, -1e8, 0.0]))),
-        protobuf.encode(number, np.float32(random.choice([np.nan, np.inf, 1e30, -1.0]))),
-        protobuf.encode(number, random.bytes(int(random.integers(0, 100)))),
-        protobuf.encode(number, b"\x80" * 1000),
-        protobuf.encode(number, whole),
-        protobuf.encode_varint(field.number << 3 | protobuf.BYTES)
-        + protobuf.encode_varint(2 ** int(random.integers(20, 64))),
+        wire.encode(number, int(random.integers(-(2**62), 2**62))),
+        wire.encode(number, float(random.choice([np.nan, np.inf, 1e308, -1e8, 0.0]))),
+        wire.encode(number, np.float32(random.choice([np.nan, np.inf, 1e30, -1.0]))),
+        wire.encode(number, random.bytes(int(random.integers(0, 100)))),
+        wire.encode(number, b"\x80" * 1000),
+        wire.encode(number, whole),
+        wire.encode_varint(field.number << 3 | wire.BYTES) + wire.encode_varint(2 ** int(random.integers(20, 64))),
     ]
     data = payload[:begin] + replaced[int(random.integers(0, len(replaced)))] + payload[field.stop :]
     return data if random.integers(0, 2) else _relength(data, [each for _, each in spans], len(data) - len(payload))
 
 
-def _relength(data: bytes, spans: list[protobuf.Field], change: int) -> bytes:
+def _relength(data: bytes, spans: list[wire.Field], change: int) -> bytes:
     """Lengths of the messages around a change set right where they keep their width: the damage gets to the inside."""
     out = bytearray(data)
     for field in spans:
-        old = protobuf.encode_varint(field.stop - field.start)
-        new = protobuf.encode_varint(max(field.stop - field.start + change, 0))
+        old = wire.encode_varint(field.stop - field.start)
+        new = wire.encode_varint(max(field.stop - field.start + change, 0))
         if len(old) == len(new) and bytes(out[field.start - len(old) : field.start]) == old:
             out[field.start - len(old) : field.start] = new
     return bytes(out)
@@ -391,9 +389,9 @@ class Sources:
         def make(random: np.random.Generator) -> Files:
             payload = self.payloads[kind]
             if random.integers(0, 20) == 0:  # the framing itself
-                return {"a.tfrecord": damage(framed(payload), random)}
+                return {"a.tfrecord": damage(made.framed([payload]), random)}
             data = damage(payload, random) if random.integers(0, 2) else damage_fields(payload, random)
-            return {"a.tfrecord": framed(data)}
+            return {"a.tfrecord": made.framed([data])}
 
         return make
 
@@ -425,10 +423,3 @@ def shelved(record: bytes, entry: bytes) -> bytes:
     check, end = google_crc32c.value(index), shard.HEAD_BYTES + len(record)
     head = shard.HEAD.pack(readers.SHARD_MAGIC, shard.VERSION, 1, end, len(index), check)
     return head + struct.pack("<I", google_crc32c.value(head)) + record + index
-
-
-def framed(payload: bytes) -> bytes:
-    """A TFRecord file of one record."""
-    length = struct.pack("<Q", len(payload))
-    checks = [struct.pack("<I", tfrecord.masked_crc(part)) for part in (length, payload)]
-    return length + checks[0] + payload + checks[1]

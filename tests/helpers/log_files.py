@@ -9,13 +9,14 @@ from __future__ import annotations
 import io
 import json
 import pickle
+import struct
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import fields, replace
 from pathlib import Path as FilePath
 from typing import Any
 
 import numpy as np
 
-from longhaul.driving.datasets import tfrecord
 from longhaul.driving.datasets.log import (
     CROSSWALK,
     CYCLIST,
@@ -34,7 +35,8 @@ from longhaul.driving.datasets.log import (
     Path,
     Tracks,
 )
-from longhaul.driving.datasets.protobuf import encode, encode_varint
+from longhaul.driving.datasets.womd import masked_crc
+from tests.helpers.wire import encode, encode_varint
 
 LENGTH = 200.0
 EAST, WEST = -1.75, 1.75
@@ -153,6 +155,34 @@ def assert_same(found: Log, expected: Log, *, times: float = 1e-6) -> None:
         assert one.junction == other.junction
         assert one.speed_limit == other.speed_limit or abs(one.speed_limit - other.speed_limit) < 1e-9
         np.testing.assert_array_equal(one.points, other.points)
+
+
+def framed(payloads: Iterable[bytes]) -> bytes:
+    """A TFRecord file of `payloads`."""
+    out = bytearray()
+    for payload in payloads:
+        for part in (struct.pack("<Q", len(payload)), payload):
+            out += part + struct.pack("<I", masked_crc(part))
+    return bytes(out)
+
+
+def write_records(path: FilePath, payloads: Iterable[bytes]) -> None:
+    path.write_bytes(framed(payloads))
+
+
+def serialise(features: Mapping[str, np.ndarray | Sequence[bytes]]) -> bytes:
+    """A tf.Example of `features`, names sorted: float arrays as float32, other arrays as int64, lists of bytes."""
+    entries = bytearray()
+    for name in sorted(features):
+        values = features[name]
+        if isinstance(values, np.ndarray) and values.dtype.kind == "f":
+            kind = encode(2, encode(1, values.astype("<f4").tobytes()))
+        elif isinstance(values, np.ndarray):
+            kind = encode(3, encode(1, b"".join(map(encode_varint, values.reshape(-1).tolist()))))
+        else:
+            kind = encode(1, b"".join(encode(1, value) for value in values))
+        entries += encode(1, encode(1, name.encode()) + encode(2, kind))
+    return encode(1, bytes(entries))
 
 
 def example(log: Log, *, spare: int = 3, slots: int = 4) -> dict[str, np.ndarray | list[bytes]]:
@@ -394,7 +424,7 @@ def payloads(log: Log) -> dict[str, bytes]:
     buffer = io.BytesIO()
     pickle.dump(scenarionet(log), buffer, protocol=4)
     return {
-        "womd-example": tfrecord.serialise(example(log)),
+        "womd-example": serialise(example(log)),
         "womd-scenario": scenario(log),
         "gpudrive": json.dumps(gpudrive(log)).encode(),
         "scenarionet": buffer.getvalue(),
@@ -413,7 +443,7 @@ def write_all(log: Log, folder: FilePath) -> dict[str, FilePath]:
     for kind, payload in payloads(log).items():
         paths[kind] = folder / f"{kind}{suffixes[kind]}"
         if "tfrecord" in suffixes[kind]:
-            tfrecord.write(paths[kind], [payload])
+            write_records(paths[kind], [payload])
         else:
             paths[kind].write_bytes(payload)
     return paths

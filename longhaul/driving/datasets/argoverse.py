@@ -23,16 +23,17 @@ from longhaul.driving.datasets.log import (
     LANE_STREET,
     OTHER,
     PEDESTRIAN,
+    STEP,
     VEHICLE,
     BadData,
     Feature,
     Log,
     Malformed,
     Tracks,
+    check,
+    no_lights,
 )
 from longhaul.driving.datasets.safe_pickle import WRONG
-from longhaul.driving.datasets.validate import check
-from longhaul.driving.datasets.womd_example import STEP, no_lights
 
 MAP_PREFIX = "log_map_archive_"
 

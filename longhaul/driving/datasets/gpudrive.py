@@ -30,6 +30,7 @@ from longhaul.driving.datasets.log import (
     PEDESTRIAN,
     ROAD_LINES,
     SPEED_BUMP,
+    STEP,
     STOP_SIGN,
     VEHICLE,
     Feature,
@@ -37,10 +38,11 @@ from longhaul.driving.datasets.log import (
     Log,
     Malformed,
     Tracks,
+    by_lane,
+    check,
+    no_lights,
 )
 from longhaul.driving.datasets.safe_pickle import WRONG
-from longhaul.driving.datasets.validate import check
-from longhaul.driving.datasets.womd_example import STEP, by_lane, no_lights
 
 CURRENT = 10
 """The current step of a WOMD scenario, which the format does not repeat."""

@@ -29,16 +29,18 @@ from longhaul.driving.datasets.log import (
     LIGHT_UNKNOWN,
     OTHER,
     PEDESTRIAN,
+    STEP,
     VEHICLE,
     BadData,
     Lights,
     Log,
     Malformed,
     Tracks,
+    by_lane,
+    check,
+    no_lights,
     told,
 )
-from longhaul.driving.datasets.validate import check
-from longhaul.driving.datasets.womd_example import STEP, by_lane, no_lights
 
 EGO_SIZE = (5.176, 2.297, 1.777)
 """Length, width, height, metres, of the recording vehicle."""

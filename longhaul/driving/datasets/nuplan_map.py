@@ -33,6 +33,7 @@ from longhaul.driving.datasets.geopackage import Shape, utm
 from longhaul.driving.datasets.lane_boundaries import edges
 from longhaul.driving.datasets.log import (
     CROSSWALK,
+    FASTEST,
     LANE_BIKE,
     LANE_STREET,
     SPEED_BUMP,
@@ -41,7 +42,6 @@ from longhaul.driving.datasets.log import (
     Feature,
     Malformed,
 )
-from longhaul.driving.datasets.validate import FASTEST
 
 FOLDER = "LONGHAUL_NUPLAN_MAPS"
 """The environment variable that says where the maps are."""

@@ -21,16 +21,13 @@ from longhaul.driving.datasets import (
     gpudrive,
     nuplan,
     scenarionet,
-    tfrecord,
-    womd_example,
-    womd_scenario,
+    womd,
 )
 from longhaul.driving.datasets.log import BadData, Log, Malformed, told
-from longhaul.driving.datasets.protobuf import BYTES, fields
 
 Found = TypeVar("Found")
 
-WOMD_EXAMPLE, WOMD_SCENARIO = "womd-example", "womd-scenario"
+WOMD_EXAMPLE, WOMD_SCENARIO = womd.EXAMPLE, womd.SCENARIO
 GPUDRIVE, SCENARIONET, ARGOVERSE = "gpudrive", "scenarionet", "argoverse2"
 NUPLAN = "nuplan"
 TFRECORD = "tfrecord"
@@ -139,14 +136,14 @@ def scan(path: Path) -> Iterator[tuple[str, Log]]:
     if kind == SHARD:
         raise BadData(f"{path}: holds compiled scenarios, no logs: give the logs that it was converted from")
     if kind == TFRECORD:
-        for number, (offset, payload) in enumerate(tfrecord.read(path)):
-            kind = _message(payload)
+        for number, (offset, payload) in enumerate(womd.records(path)):
+            kind = womd.kind_of(payload)
             where = f"{path}: record {number} at byte {offset}"
             if kind == "":
                 raise BadData(
                     f"{where}: is neither a WOMD tf.Example nor a WOMD Scenario; give a file of the motion dataset"
                 )
-            reader = womd_example.read if kind == WOMD_EXAMPLE else womd_scenario.read
+            reader = womd.read_example if kind == WOMD_EXAMPLE else womd.read_scenario
             yield kind, _guarded(partial(reader, payload), f"{where}: no usable {kind} record")
         return
     if kind == NUPLAN:
@@ -194,11 +191,11 @@ def detect(path: Path) -> str:
         ) from error
     if not head:
         raise BadData(f"{path}: is empty; fetch or write it again")
-    if tfrecord.begins(head):
+    if womd.begins(head):
         return TFRECORD
     if ".tfrecord" in path.name.lower():
         raise BadData(
-            f"{path}: record 0 at byte 0: the length's checksum is wrong: no TFRecord, or damaged; {tfrecord.REMEDY}"
+            f"{path}: record 0 at byte 0: the length's checksum is wrong: no TFRecord, or damaged; {womd.REMEDY}"
         )
     if head.startswith(SHARD_MAGIC):
         return SHARD
@@ -213,19 +210,3 @@ def detect(path: Path) -> str:
     if head.removeprefix(b"\xef\xbb\xbf").lstrip()[:1] in (b"{", b"["):
         return GPUDRIVE
     raise BadData(f"{path}: is none of: {KNOWN}; check what it is, or convert it to one of these")
-
-
-def _message(payload: bytes) -> str:
-    """Which message a record holds, "" for neither: a tf.Example has field 1 alone, a map from names."""
-    try:
-        outer = list(fields(payload, 0, len(payload)))
-        if outer and all(field.number == 1 and field.wire == BYTES for field in outer):
-            entry = next(fields(payload, outer[0].start, outer[0].stop), None)
-            name = entry and entry.wire == BYTES and next(fields(payload, entry.start, entry.stop), None)
-            if entry and entry.number == 1 and name and name.number in (1, 2) and name.wire == BYTES:
-                return WOMD_EXAMPLE
-        if {field.number for field in outer} & {2, 5, 6, 8}:
-            return WOMD_SCENARIO
-    except Malformed:
-        pass
-    return ""

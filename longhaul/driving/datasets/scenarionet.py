@@ -24,10 +24,12 @@ from longhaul.driving.datasets.log import (
     LIGHT_CAUTION,
     LIGHT_GO,
     LIGHT_STOP,
+    MPH,
     OTHER,
     PEDESTRIAN,
     ROAD_LINES,
     SPEED_BUMP,
+    STEP,
     STOP_SIGN,
     VEHICLE,
     Feature,
@@ -35,11 +37,10 @@ from longhaul.driving.datasets.log import (
     Log,
     Malformed,
     Tracks,
+    check,
+    no_lights,
 )
 from longhaul.driving.datasets.safe_pickle import WRONG, Array, unpickle
-from longhaul.driving.datasets.validate import check
-from longhaul.driving.datasets.womd_example import STEP, no_lights
-from longhaul.driving.datasets.womd_scenario import MPH
 
 SUMMARIES = ("dataset_summary.pkl", "dataset_mapping.pkl")
 """Files of a ScenarioNet folder that hold no scenario."""

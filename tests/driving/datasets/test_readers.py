@@ -7,12 +7,13 @@ import shutil
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 
-from longhaul.driving.datasets import readers, tfrecord
+from longhaul.driving.datasets import readers
 from longhaul.driving.datasets.log import BadData
-from longhaul.driving.datasets.protobuf import encode
 from tests.helpers import log_files as made
+from tests.helpers.wire import encode
 
 
 def some(folder: Path) -> dict[str, Path]:
@@ -78,7 +79,7 @@ def test_the_home_of_nobody_is_bad_data() -> None:
 def test_load_reads_in_order_up_to_a_limit(tmp_path: Path) -> None:
     log = made.make_log(11, 5)
     many = [made.scenario(replace(log, id=f"s{number}")) for number in range(5)]
-    tfrecord.write(tmp_path / "b.tfrecord", many)
+    made.write_records(tmp_path / "b.tfrecord", many)
     shutil.copy(some(tmp_path)["gpudrive"], tmp_path / "a.json")
     given = [str(tmp_path / "b.tfrecord"), str(tmp_path / "a.json")]
     assert [each.id for each in readers.load(given)] == ["s0", "s1", "s2", "s3", "s4", "straight"]
@@ -127,7 +128,7 @@ def test_files_that_are_no_logs(tmp_path: Path, name: str, content: bytes, messa
 def test_records_that_are_no_scenarios(tmp_path: Path) -> None:
     path = tmp_path / "a.tfrecord"
     good = made.scenario(made.make_log(11, 5))
-    image = tfrecord.serialise({"image/encoded": [b"png"], "label": tfrecord.np.array([3])})
+    image = made.serialise({"image/encoded": [b"png"], "label": np.array([3])})
     for payload, message in [
         (image, "no usable womd-example record: it has no state/is_sdc"),
         (b"some text", "neither a WOMD tf.Example nor a WOMD Scenario"),
@@ -135,7 +136,7 @@ def test_records_that_are_no_scenarios(tmp_path: Path) -> None:
         (encode(5, b"id"), "no usable womd-scenario record: it names no ego"),
         (encode(5, b"id") + encode(6, 0), "it has no tracks"),
     ]:
-        tfrecord.write(path, [good, payload])
+        made.write_records(path, [good, payload])
         read = readers.read(path)
         assert next(read).id == "straight"
         with pytest.raises(BadData, match=message) as caught:

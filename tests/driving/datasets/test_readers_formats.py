@@ -16,14 +16,12 @@ from longhaul.driving.datasets import (
     lane_boundaries,
     readers,
     scenarionet,
-    tfrecord,
-    womd_example,
-    womd_scenario,
+    womd,
 )
 from longhaul.driving.datasets.log import EDGE_BOUNDARY, LANE_STREET, BadData, Feature, Lights, Malformed, Path
-from longhaul.driving.datasets.protobuf import encode
 from tests.helpers import argoverse_files
 from tests.helpers import log_files as made
+from tests.helpers.wire import encode
 
 HERE = FilePath("here.json")
 
@@ -56,7 +54,7 @@ def test_tfexample_keeps_the_indices_of_the_file() -> None:
     features = made.example(log, spare=122)
     for name in ("past", "current", "future"):
         features[f"state/{name}/valid"].reshape(128, -1)[1] = 0
-    found = womd_example.read(tfrecord.serialise(features))
+    found = womd.read_example(made.serialise(features))
     assert found.sdc == 2
     assert found.tracks.valid.shape == (6, 91)
     assert not found.tracks.valid[1].any()
@@ -67,12 +65,12 @@ def test_tfexample_takes_times_from_the_ego_or_falls_back() -> None:
     log = made.make_log()
     uneven = made.single(log.times + 0.01 * np.sin(np.arange(91)))
     features = made.example(replace(log, times=uneven))
-    np.testing.assert_allclose(womd_example.read(tfrecord.serialise(features)).times, uneven - uneven[0], atol=1e-6)
+    np.testing.assert_allclose(womd.read_example(made.serialise(features)).times, uneven - uneven[0], atol=1e-6)
     features["state/past/timestamp_micros"][:] = -1
-    np.testing.assert_allclose(womd_example.read(tfrecord.serialise(features)).times, np.arange(91) * 0.1)
+    np.testing.assert_allclose(womd.read_example(made.serialise(features)).times, np.arange(91) * 0.1)
     for name in ("past", "current", "future"):
         del features[f"state/{name}/timestamp_micros"]
-    np.testing.assert_allclose(womd_example.read(tfrecord.serialise(features)).times, np.arange(91) * 0.1)
+    np.testing.assert_allclose(womd.read_example(made.serialise(features)).times, np.arange(91) * 0.1)
 
 
 def test_tfexample_gives_the_paths_of_the_ego() -> None:
@@ -80,24 +78,24 @@ def test_tfexample_gives_the_paths_of_the_ego() -> None:
     ways = (np.stack([x, 0.0 * x, x * 0.25], 1), np.stack([x, x, 0.0 * x], 1)[:7], np.zeros((1, 3)))
     log = replace(made.make_log(), paths=tuple(Path(way, i == 1) for i, way in enumerate(ways)))
     features = made.example(log)
-    found = womd_example.read(tfrecord.serialise(features))
+    found = womd.read_example(made.serialise(features))
     made.assert_same(found, made.bare(log))
     assert [path.on_route for path in found.paths] == [False, True]  # the third has one point: it is no way
     for path, way in zip(found.paths, ways[:2], strict=True):
         np.testing.assert_array_equal(path.points, way)
     del features["path_samples/valid"]
     with pytest.raises(Malformed, match="path_samples/valid"):
-        womd_example.read(tfrecord.serialise(features))
+        womd.read_example(made.serialise(features))
     features = made.example(log) | {"path_samples/on_route": np.array([1, 0])}
     features["path_samples/valid"] = features["path_samples/valid"][:-1]
     with pytest.raises(Malformed, match="path_samples has"):
-        womd_example.read(tfrecord.serialise(features))
+        womd.read_example(made.serialise(features))
 
 
 def test_tfexample_lives_without_lights_and_map() -> None:
     features = made.example(made.make_log())
     less = {name: values for name, values in features.items() if name.startswith(("state/", "scenario/"))}
-    found = womd_example.read(tfrecord.serialise(less))
+    found = womd.read_example(made.serialise(less))
     assert not found.has_lights
     assert found.lights.state.shape == (0, 91)
     assert found.features == ()
@@ -107,7 +105,7 @@ def test_road_points_are_grouped_by_id_and_type_in_order() -> None:
     identity = np.array([5, 5, 9, 5, 5, 9, 5])
     kind = np.array([2, 2, 15, 2, 15, 15, 0])
     points = np.arange(21.0).reshape(7, 3)
-    found = womd_example.group(identity, kind, points)
+    found = womd.group(identity, kind, points)
     assert [(each.id, each.kind) for each in found] == [(5, 2), (9, 15), (5, 15), (5, LANE_STREET)]
     assert [each.points[:, 0].tolist() for each in found] == [[0, 3, 9], [6, 15], [12], [18]]
 
@@ -117,7 +115,7 @@ def test_scenario_has_no_limit_of_tracks() -> None:
     many = np.arange(300) % 6
     tracks = replace(log.tracks, **{name: getattr(log.tracks, name)[many] for name in log.tracks.__dataclass_fields__})
     log = replace(log, tracks=tracks, sdc=299, predict=(298,))
-    made.assert_same(womd_scenario.read(made.scenario(log)), log)
+    made.assert_same(womd.read_scenario(made.scenario(log)), log)
 
 
 def test_scenario_reads_points_with_missing_and_foreign_fields() -> None:
@@ -125,7 +123,7 @@ def test_scenario_reads_points_with_missing_and_foreign_fields() -> None:
     log = made.make_log()
     odd = encode(2, 5.0) + encode(3, 1.0) + encode(9, b"more")
     line = encode(1, 1) + encode(2, encode(1, 3.0) + encode(2, 4.0) + encode(3, 1.0)) + encode(2, odd)
-    found = womd_scenario.read(made.scenario(log) + encode(8, encode(1, 55) + encode(5, line)) + encode(12, b"lidar"))
+    found = womd.read_scenario(made.scenario(log) + encode(8, encode(1, 55) + encode(5, line)) + encode(12, b"lidar"))
     assert (found.features[-1].id, found.features[-1].kind) == (55, EDGE_BOUNDARY)
     np.testing.assert_array_equal(found.features[-1].points, [[3, 4, 1], [0, 5, 1]])
     assert len(found.features) == len(log.features) + 1
@@ -301,11 +299,11 @@ def test_points_inside_a_ring() -> None:
 def test_tfexample_says_what_does_not_fit(change: dict[str, np.ndarray], message: str) -> None:
     features = made.example(made.make_log()) | change
     with pytest.raises(Malformed, match=message), np.errstate(all="ignore"):
-        womd_example.read(tfrecord.serialise(features))
+        womd.read_example(made.serialise(features))
 
 
 def test_features_without_points_are_no_features() -> None:
     log = made.make_log()
     empty = replace(log, features=(*log.features, Feature(77, 12, np.zeros((0, 3)))))
-    made.assert_same(womd_scenario.read(made.scenario(empty)), log)
+    made.assert_same(womd.read_scenario(made.scenario(empty)), log)
     assert len(gpudrive.read(json.dumps(made.gpudrive(empty)).encode(), HERE).features) == len(log.features)

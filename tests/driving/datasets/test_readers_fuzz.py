@@ -14,7 +14,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from longhaul.driving.datasets import readers, tfrecord
+from longhaul.driving.datasets import readers
 from longhaul.driving.datasets.log import LANE_STREET, BadData, Feature, Log, Malformed
 from longhaul.driving.scenario import compile, lane_graph
 from longhaul.driving.shards.record import pack, unpack
@@ -82,7 +82,7 @@ def test_damaged_payloads(kind: str, tmp_path: Path) -> None:
     for _ in range(600):
         data = damaged(payload, random)
         if kind.startswith("womd"):
-            tfrecord.write(path, [data])
+            made.write_records(path, [data])
         else:
             path.write_bytes(data)
         read += attempt(path)
@@ -95,7 +95,7 @@ def test_payloads_cut_anywhere(kind: str, tmp_path: Path) -> None:
     path = tmp_path / "damaged"
     for cut in np.linspace(0, len(payload) - 1, 150).astype(int).tolist():
         if kind.startswith("womd"):
-            tfrecord.write(path, [payload[:cut]])
+            made.write_records(path, [payload[:cut]])
         else:
             path.write_bytes(payload[:cut])
         attempt(path)

@@ -17,7 +17,7 @@ from pathlib import Path
 import pytest
 
 from longhaul.driving import inspect_logs, scenario_source
-from longhaul.driving.datasets import readers, tfrecord
+from longhaul.driving.datasets import readers
 from longhaul.driving.datasets.log import BadData
 from longhaul.driving.scenario.compile import compile_log
 from longhaul.driving.shards import convert, shard
@@ -37,7 +37,7 @@ def logs_in(folder: Path) -> Path:
         if count == 1:
             (folder / f"{number}.json").write_text(json.dumps(made.gpudrive(named[0])))
         else:
-            tfrecord.write(folder / f"{number}.tfrecord", map(made.scenario, named))
+            made.write_records(folder / f"{number}.tfrecord", map(made.scenario, named))
     return folder
 
 
@@ -116,7 +116,7 @@ def test_a_killed_process_leaves_what_goes_on(tmp_path: Path) -> None:
     """SIGKILL, in the middle of many small shards, with workers; its orphans end by themselves."""
     folder = logs_in(tmp_path / "in")
     for number in range(5, 25):
-        tfrecord.write(folder / f"{number:02d}.tfrecord", [made.scenario(replace(LOG, id=f"{number}"))] * 3)
+        made.write_records(folder / f"{number:02d}.tfrecord", [made.scenario(replace(LOG, id=f"{number}"))] * 3)
     call = "from longhaul.driving.shards.convert import convert; from pathlib import Path; import sys\n"
     call += "if __name__ == '__main__': convert([sys.argv[1]], Path(sys.argv[2]), workers=2, per_shard=4)"
     program = tmp_path / "program.py"
@@ -174,7 +174,7 @@ def test_errors_are_listed_and_never_fatal(tmp_path: Path) -> None:
     hidden = LOG.tracks.valid.copy()
     hidden[LOG.sdc, LOG.current] = False
     blind = replace(LOG, id="blind", tracks=replace(LOG.tracks, valid=hidden))
-    tfrecord.write(folder / "5.tfrecord", [made.scenario(each) for each in (LOG, blind, replace(LOG, id="last"))])
+    made.write_records(folder / "5.tfrecord", [made.scenario(each) for each in (LOG, blind, replace(LOG, id="last"))])
     report = convert.convert([str(folder)], tmp_path / "out", per_shard=4)
     assert [*chain(*ids(tmp_path / "out"))] == [*IDS[:6], "3-0", "4-0", "4-1", "straight", "last"]
     assert [Path(path).name for path, _ in report.errors] == ["1b.json", "2.tfrecord", "5.tfrecord"]

@@ -8,9 +8,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from longhaul.driving.datasets import tfrecord
+from longhaul.driving.datasets import womd
 from longhaul.driving.datasets.log import BadData, Malformed
-from longhaul.driving.datasets.protobuf import encode
+from tests.helpers import log_files as made
+from tests.helpers.wire import encode, encode_varint, fields
 
 
 def slow_masked_crc(data: bytes) -> int:
@@ -26,33 +27,33 @@ def slow_masked_crc(data: bytes) -> int:
 
 def test_checksum_is_masked_crc32c() -> None:
     for data in (b"", b"123456789", bytes(range(256))):
-        assert tfrecord.masked_crc(data) == slow_masked_crc(data)
+        assert womd.masked_crc(data) == slow_masked_crc(data)
 
 
 def test_framing_is_the_published_one(tmp_path: Path) -> None:
     path = tmp_path / "a.tfrecord"
-    tfrecord.write(path, [b"abc", b""])
+    made.write_records(path, [b"abc", b""])
     expected = b""
     for payload in (b"abc", b""):
         length = struct.pack("<Q", len(payload))
         expected += length + struct.pack("<I", slow_masked_crc(length)) + payload
         expected += struct.pack("<I", slow_masked_crc(payload))
     assert path.read_bytes() == expected
-    assert list(tfrecord.read(path)) == [(0, b"abc"), (19, b"")]
+    assert list(womd.records(path)) == [(0, b"abc"), (19, b"")]
 
 
 def test_every_cut_and_every_flipped_bit_is_found(tmp_path: Path) -> None:
     path = tmp_path / "a.tfrecord"
-    tfrecord.write(path, [b"first", b"second record"])
+    made.write_records(path, [b"first", b"second record"])
     whole = path.read_bytes()
     second = 16 + len(b"first")
     for cut in range(len(whole)):
         path.write_bytes(whole[:cut])
         if cut == second:  # a whole file of one record
-            assert len(list(tfrecord.read(path))) == 1
+            assert len(list(womd.records(path))) == 1
             continue
         with pytest.raises(BadData) as caught:
-            list(tfrecord.read(path))
+            list(womd.records(path))
         message = str(caught.value)
         assert str(path) in message
         assert "\n" not in message
@@ -66,21 +67,21 @@ def test_every_cut_and_every_flipped_bit_is_found(tmp_path: Path) -> None:
         damaged[bit // 8] ^= 1 << bit % 8
         path.write_bytes(damaged)
         with pytest.raises(BadData, match=f"record {int(bit // 8 >= second)} at byte"):
-            list(tfrecord.read(path))
+            list(womd.records(path))
 
 
 def test_a_forged_length_allocates_nothing(tmp_path: Path) -> None:
     path = tmp_path / "a.tfrecord"
     length = struct.pack("<Q", 1 << 60)
-    path.write_bytes(length + struct.pack("<I", tfrecord.masked_crc(length)) + b"x" * 50)
+    path.write_bytes(length + struct.pack("<I", womd.masked_crc(length)) + b"x" * 50)
     with pytest.raises(BadData, match="cut off: the record needs 1152921504606846980 bytes more, 50 are left"):
-        list(tfrecord.read(path))
+        list(womd.records(path))
 
 
 def test_missing_file_and_folder(tmp_path: Path) -> None:
     for path in (tmp_path, tmp_path / "none"):
         with pytest.raises(BadData, match="cannot be read"):
-            list(tfrecord.read(path))
+            list(womd.records(path))
 
 
 def test_example_gives_back_what_was_written() -> None:
@@ -90,7 +91,7 @@ def test_example_gives_back_what_was_written() -> None:
         "texts": [b"a", b"", b"\x00\xff"],
         "none": np.zeros(0, np.int64),
     }
-    found = tfrecord.parse(tfrecord.serialise(features))
+    found = womd.parse_example(made.serialise(features))
     assert sorted(found) == sorted(features)
     np.testing.assert_array_equal(found["floats"], features["floats"])
     np.testing.assert_array_equal(found["ints"], features["ints"])
@@ -105,17 +106,34 @@ def test_example_reads_lists_packed_unpacked_and_mixed() -> None:
 
     ints = encode(3, encode(1, -5) + encode(1, b"\x01\x02") + encode(1, 300))
     floats = encode(2, encode(1, np.float32(0.5)) + encode(1, np.array([1, 2], "<f4").tobytes()))
-    found = tfrecord.parse(encode(1, feature("ints", ints) + feature("floats", floats) + feature("empty", b"")))
+    found = womd.parse_example(encode(1, feature("ints", ints) + feature("floats", floats) + feature("empty", b"")))
     assert found["ints"].tolist() == [-5, 1, 2, 300]
     assert found["floats"].tolist() == [0.5, 1.0, 2.0]
     assert len(found["empty"]) == 0
 
 
+def test_the_wire_format_is_the_specification_s() -> None:
+    """Examples of protobuf.dev/programming-guides/encoding: 150, -2, field 1 = 150, a string, packed numbers."""
+    assert encode_varint(150) == bytes.fromhex("9601")
+    assert encode_varint(-2) == bytes.fromhex("feffffffffffffffff01")
+    assert encode(1, 150) == bytes.fromhex("089601")
+    assert encode(2, b"testing") == bytes.fromhex("120774657374696e67")
+    message = encode(6, bytes.fromhex("038e029ea705"))
+    assert [(field.number, field.stop) for field in fields(message, 0, len(message))] == [(6, len(message))]
+    ints = encode(1, encode(1, b"n") + encode(2, encode(3, encode(1, message[2:]))))
+    assert womd.parse_example(encode(1, ints))["n"].tolist() == [3, 270, 86942]
+
+
+@pytest.mark.parametrize("data", ["08", "0a05", "0aff01", "09000000", "0d00", "00", "0f", "0affffffffffffffffff01"])
+@pytest.mark.parametrize("name", ["Example", "Scenario"])
+def test_messages_that_are_none(name: str, data: str) -> None:
+    with pytest.raises(Malformed, match=f"bytes are no message {name}"):
+        womd.parse(name, bytes.fromhex(data))
+
+
 @pytest.mark.parametrize(
     "payload",
     [
-        b"\x08\x01",
-        encode(2, b"x"),
         encode(1, encode(1, b"\xff")),
         encode(1, encode(1, encode(1, b"\xff\xfe"))),
         encode(1, encode(1, encode(1, b"a") + encode(2, encode(2, encode(1, b"abc"))))),
@@ -124,4 +142,4 @@ def test_example_reads_lists_packed_unpacked_and_mixed() -> None:
 )
 def test_no_example(payload: bytes) -> None:
     with pytest.raises(Malformed):
-        tfrecord.parse(payload)
+        womd.parse_example(payload)
