@@ -69,7 +69,7 @@ NO_JAX = (
 """Files and folders that start fast and run in worker processes: NumPy only, transitively."""
 
 CORE = {
-    *("jax", "optax", "orbax", "numpy", "tyro", "rich", "google_crc32c", "tensorboardX", "PIL"),
+    *("jax", "optax", "orbax", "numpy", "rich", "google_crc32c", "tensorboardX", "PIL"),
     *("ml_dtypes", "psutil", "scipy"),
 }
 OPTIONAL = {
@@ -254,7 +254,7 @@ def test_the_rules_can_fail(name: str, line: str, word: str) -> None:
     [
         ("distributions", "from longhaul import returns"),
         ("driving/datasets/argoverse", "def f():\n    import pyarrow"),
-        ("cli/main", "import tyro\nfrom longhaul.config.recipes import find"),
+        ("cli/main", "import rich\nfrom longhaul.config.recipes import find"),
         ("driving/scenario/bank", "from .scenario import Scenario"),
     ],
 )

@@ -86,7 +86,7 @@ def main(words: Sequence[str] | None = None) -> int:
         code = _run(words)
         sys.stdout.flush()
         return code
-    except SystemExit as end:  # tyro's, after a help
+    except SystemExit as end:  # after a help
         return end.code if isinstance(end.code, int) else 0
     except BrokenPipeError:  # whoever read our output has enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
