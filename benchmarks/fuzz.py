@@ -245,7 +245,7 @@ def taken(path: Path) -> str:
 def sound(scenario: Any) -> None:
     """What the simulator relies on; AssertionError where it is not so. Packs and stacks it, too."""
     from longhaul.driving.scenario.bank import stack
-    from longhaul.driving.shards.record import pack, unpack
+    from longhaul.driving.shards.shard import pack, unpack
 
     for name in ("pose", "velocity", "size", "route", "route_length", "expert_s", "field_origin"):
         assert np.isfinite(getattr(scenario, name)).all(), f"{name} is not finite"

@@ -33,7 +33,7 @@ from longhaul.driving.scenario.bank import Sizes
 from longhaul.driving.scenario.scenario import Scenario
 from longhaul.driving.scenario_source import agrees, disagreement
 from longhaul.driving.shards import stream
-from longhaul.driving.shards.record import CONTROLS
+from longhaul.driving.shards.shard import CONTROLS
 from longhaul.driving.shards.stream import Library, Position
 from longhaul.driving.sim import simulator, tables
 from longhaul.driving.sim.padding import Room, needs, padded

@@ -16,7 +16,6 @@ import pytest
 from longhaul.driving import scenario_source
 from longhaul.driving.datasets.log import BadData
 from longhaul.driving.scenario.scenario import Scenario
-from longhaul.driving.shards import generated_cache
 
 SLOW = """
 import os, sys, time
@@ -54,8 +53,7 @@ def test_workers_make_what_one_process_makes() -> None:
 def store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A folder in which blocks of four seeds are kept."""
     monkeypatch.setenv("LONGHAUL_CACHE", str(tmp_path))
-    for module in (scenario_source, generated_cache):
-        monkeypatch.setattr(module, "BLOCK", 4)
+    monkeypatch.setattr(scenario_source, "BLOCK", 4)
     return tmp_path / "scenarios"
 
 
@@ -87,7 +85,7 @@ def test_what_was_made_once_is_found_again(store: Path, monkeypatch: pytest.Monk
     _same(first, again)
     assert _made(monkeypatch, 4, 4, horizon=20)[1] == [4, 5, 6, 7]
     assert _made(monkeypatch, 4, 4)[1] == []
-    monkeypatch.setattr(generated_cache, "maker", lambda: "other code")
+    monkeypatch.setattr(scenario_source, "maker", lambda: "other code")
     assert _made(monkeypatch, 4, 4)[1] == [4, 5, 6, 7]
 
 
@@ -121,8 +119,7 @@ def test_a_store_that_is_no_folder_costs_a_line(
 ) -> None:
     (tmp_path / "scenarios").write_text("")
     monkeypatch.setenv("LONGHAUL_CACHE", str(tmp_path))
-    for module in (scenario_source, generated_cache):
-        monkeypatch.setattr(module, "BLOCK", 2)
+    monkeypatch.setattr(scenario_source, "BLOCK", 2)
     assert _made(monkeypatch, 0, 4)[1] == [0, 1, 2, 3]
     assert capsys.readouterr().err.count("are of no use") == 1
 

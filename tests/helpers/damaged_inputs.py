@@ -26,7 +26,6 @@ import numpy as np
 
 from longhaul.driving.datasets import readers
 from longhaul.driving.scenario.compile import compile_log
-from longhaul.driving.shards import record as packing
 from longhaul.driving.shards import shard
 from tests.helpers import argoverse_files, nuplan_files, wire
 from tests.helpers import log_files as made
@@ -337,16 +336,16 @@ def damage_record(record: bytes, random: np.random.Generator) -> bytes:
     choice = random.integers(0, 3)
     if choice == 0:
         return damage(record, random)
-    size = packing.HEAD.size
+    size = shard.RECORD_HEAD.size
     if choice == 1:
         return damage(record[:size], random) + record[size:]
     letters = struct.unpack_from("<H", record, size - 2)[0]
     body = damage(zlib.decompress(record[size + letters :]), random)
     head = record[:size]
     if random.integers(0, 2):  # the head agrees about the length
-        values = list(packing.HEAD.unpack(head))
+        values = list(shard.RECORD_HEAD.unpack(head))
         values[-3] = len(body)
-        head = packing.HEAD.pack(*values)
+        head = shard.RECORD_HEAD.pack(*values)
     return head + record[size : size + letters] + zlib.compress(body, 1)
 
 
@@ -358,7 +357,7 @@ class Sources:
         self.canary = folder / "canary"
         self.payloads = made.payloads(log)
         self.document = json.dumps(made.gpudrive(log))
-        self.record = packing.pack(compile_log(log, agents=2, route_margin=3.0))
+        self.record = shard.pack(compile_log(log, agents=2, route_margin=3.0))
         where = folder / "sound"
         where.mkdir(exist_ok=True)
         argoverse = argoverse_files.write(log, where)

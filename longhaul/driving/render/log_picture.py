@@ -20,8 +20,7 @@ from longhaul.driving.render import polylines
 from longhaul.driving.render import save as render
 from longhaul.driving.render.frames import COLOURS, KINDS, Colour, map_strokes
 from longhaul.driving.render.recording import replay
-from longhaul.driving.scenario.compile import compile_log
-from longhaul.driving.scenario.routes import STATES
+from longhaul.driving.scenario.compile import STATES, compile_log
 from longhaul.driving.scenario.scenario import Scenario
 from longhaul.runtime import files as pages
 

@@ -31,7 +31,7 @@ from longhaul.driving.datasets.log import (
     STOP_SIGN,
     Feature,
 )
-from longhaul.driving.scenario.road_edges import segment_distance, simplify
+from longhaul.driving.scenario.distance_field import segment_distance, simplify
 from longhaul.driving.scenario.scenario import CANDIDATES, NEARBY, NO_ROAD, Road
 
 Array = Any  # numpy.ndarray or jax.Array

@@ -3,14 +3,15 @@
 Scenarios keep the order of their files and of the records in them; every shard but the last holds `per_shard`. In the
 output folder:
 
-    shard-00000.lhs ...   the scenarios (`shards`)
-    state.jsonl           what is finished (`journal`): for each shard the inputs that ended in it, with their size and
-                          time of change, and how far it reaches into the next one
+    shard-00000.lhs ...   the scenarios (`shard`)
+    state.jsonl           the journal: the settings, then for each finished shard the inputs that ended in it, with
+                          their size and time of change, and how far it reaches into the next one
     index.json            totals and errors, written last: present means done
 
-Run again with the same settings, a conversion goes on behind the last shard whose inputs, up to there, are what they
-were; so files that were added or changed are converted anew from the first of them on. Of Argoverse 2 and nuPlan only
-the logs are watched for changes, not their maps.
+A line of the journal is added after its shard is complete under its name, so what the lines say is on the disk; a line
+that a kill cut short does not count. Run again with the same settings, a conversion goes on behind the last shard whose
+inputs, up to there, are what they were; so files that were added or changed are converted anew from the first of them
+on. Of Argoverse 2 and nuPlan only the logs are watched for changes, not their maps.
 
 A file that can't be used is an error in the report, and so is a scenario; neither ends the conversion, not even when
 the process that reads a file dies of it.
@@ -19,6 +20,7 @@ the process that reads a file dies of it.
 from __future__ import annotations
 
 import json
+import os
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
@@ -35,19 +37,134 @@ from longhaul.driving.datasets.log import BadData
 from longhaul.driving.scenario.compile import ROUTES
 from longhaul.driving.scenario.scenario import CONTROLS
 from longhaul.driving.shards import shard
-from longhaul.driving.shards.convert_journal import (
-    Input,
-    Line,
-    Settings,
-    Stamp,
-    add,
-    replace_text,
-    resume,
-    rewrite,
-    stamp,
-)
-from longhaul.driving.shards.record import pack
 from longhaul.runtime.worker_pool import pool
+
+STATE = "state.jsonl"
+
+Stamp = tuple[str, int, int]
+"""An input as it was: its path, its bytes, the time of its last change in ns."""
+
+
+@dataclass(frozen=True)
+class Settings:
+    """Settings on which the shards depend beside the inputs."""
+
+    version: int
+    per_shard: int
+    agents: int
+    horizon: int | None
+    control: str
+    routes: str
+
+
+class Input(NamedTuple):
+    """An input file that all shards up to some point have used up."""
+
+    path: str
+    bytes: int
+    changed: int  # ns
+    scenarios: int
+    errors: list[str]
+
+
+class Line(NamedTuple):
+    """A finished shard, as the state has it."""
+
+    shard: str  # "" where the inputs ended with the shard before
+    scenarios: int
+    bytes: int
+    inputs: list[Input]
+    taken: int  # records of the input after them
+    partial: Stamp | None  # that input's path, bytes and time of change; None where none was begun
+    last: bool
+
+
+def stamp(path: Path) -> Stamp:
+    """Path, bytes and time of change; zeros for a file that is gone, which reading it will say."""
+    try:
+        found = path.stat()
+        return str(path.resolve()), found.st_size, found.st_mtime_ns
+    except OSError:
+        return str(path.resolve()), 0, 0
+
+
+def resume(out: Path, settings: Settings, stamps: list[Stamp]) -> list[Line]:
+    """The lines of the state that still hold: their shards are there, and their inputs are what they were."""
+    path = out / STATE
+    if not path.exists():
+        foreign = next(out.glob(f"*{readers.SHARD_SUFFIX}"), None)
+        if foreign is not None:
+            raise BadData(f"{out}: holds {foreign.name}, but no {STATE} of a conversion: name another folder")
+        return []
+    try:
+        first, *rest = path.read_text(encoding="utf-8").splitlines(keepends=True) or ["{}"]
+        before = dict(json.loads(first)["settings"])
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise BadData(f"{path}: is no state of a conversion: remove the folder, or name another") from error
+    if before != asdict(settings):
+        differ = [name for name, value in asdict(settings).items() if before.get(name) != value]
+        changed = ", ".join(f"{name} = {before.get(name)}" for name in differ)
+        raise BadData(f"{out}: holds shards made with {changed}: name another folder, or remove this one")
+    lines: list[Line] = []
+    at = 0
+    for text in rest:
+        line = _parse(text)
+        if line is None:
+            break
+        ends = at + len(line.inputs)
+        same = [each[:3] for each in line.inputs] == stamps[at:ends]
+        if line.last:
+            same &= ends == len(stamps)
+        elif line.partial:
+            same &= ends < len(stamps) and line.partial == stamps[ends]
+        written = out / line.shard
+        if not same or (line.shard and not (written.is_file() and written.stat().st_size == line.bytes)):
+            break
+        at = ends
+        lines.append(line)
+    return lines
+
+
+def _parse(text: str) -> Line | None:
+    """A line of the state; None where a kill cut it."""
+    if not text.endswith("\n"):
+        return None
+    try:
+        line = Line(**json.loads(text))
+        begun = line.partial and (str(line.partial[0]), int(line.partial[1]), int(line.partial[2]))
+        return line._replace(inputs=[Input(*each) for each in line.inputs], partial=begun)
+    except (ValueError, TypeError, IndexError):
+        return None
+
+
+def rewrite(out: Path, settings: Settings, lines: list[Line]) -> None:
+    """Writes the state anew with the lines that hold, and removes the shards of the others."""
+    rows = [{"settings": asdict(settings)}, *(line._asdict() for line in lines)]
+    replace_text(out / STATE, "".join(json.dumps(row) + "\n" for row in rows))
+    kept = {line.shard for line in lines}
+    for path in out.glob(f"shard-*{readers.SHARD_SUFFIX}"):
+        if path.name not in kept:
+            path.unlink()
+
+
+def add(out: Path, line: Line) -> None:
+    """Adds a line to the state; it is on the disk when this returns."""
+    with (out / STATE).open("a", encoding="utf-8") as file:
+        file.write(json.dumps(line._asdict()) + "\n")
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def replace_text(path: Path, text: str) -> None:
+    """Writes a file so that it is there whole, or as it was."""
+    beside = path.with_name(f".{path.name}.tmp")
+    with beside.open("w", encoding="utf-8") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+    beside.replace(path)
+    shard.settle(path.parent)
+
 
 LOCK = ".lock"
 
@@ -196,7 +313,7 @@ def pack_file(path: Path, settings: Settings) -> Packed:
         ):
             try:
                 scenario = make()
-                packed.records.append((scenario.id, pack(scenario)))
+                packed.records.append((scenario.id, shard.pack(scenario)))
             except Exception as error:
                 packed.errors.append(_told(path, error))
     except Exception as error:
@@ -233,7 +350,9 @@ def _results(files: Sequence[Path], work: Callable[[Path], Packed], workers: int
                 processes.shutdown(wait=False, cancel_futures=True)
                 yield _apart(path, work)
                 processes = pool(workers)
-                running = deque((each, one if _done(one) else _submit(processes, work, each)) for each, one in running)
+                for place, (each, one) in enumerate(running):
+                    if not one.done() or one.cancelled() or one.exception() is not None:
+                        running[place] = each, _submit(processes, work, each)
     finally:
         processes.shutdown(wait=False, cancel_futures=True)
 
@@ -245,10 +364,6 @@ def _submit(processes: ProcessPoolExecutor, work: Callable[[Path], Packed], path
         broken: Future[Packed] = Future()
         broken.set_exception(error)
         return broken
-
-
-def _done(future: Future[Packed]) -> bool:
-    return future.done() and not future.cancelled() and future.exception() is None
 
 
 def _apart(path: Path, work: Callable[[Path], Packed]) -> Packed:

@@ -37,7 +37,6 @@ from longhaul.driving.scenario.bank import Extents
 from longhaul.driving.scenario.scenario import Scenario
 from longhaul.driving.scenario_source import cut
 from longhaul.driving.shards import shard as shards
-from longhaul.driving.shards.record import LETTERS
 
 Batch = TypeVar("Batch")
 
@@ -66,9 +65,9 @@ class Library:
 
     paths: tuple[Path, ...]
     ends: np.ndarray  # int64 [shards]: how many scenarios lie up to the end of each
-    sizes: dict[str, np.ndarray]  # int64 [scenarios] for each of `packing.LETTERS`
+    sizes: dict[str, np.ndarray]  # int64 [scenarios] for each of `shard.LETTERS`
     extents: dict[str, np.ndarray]  # int64 [scenarios] for each field of `Extents`
-    control: np.ndarray  # int64 [scenarios], indices into `packing.CONTROLS`
+    control: np.ndarray  # int64 [scenarios], indices into `shard.CONTROLS`
     dt: np.ndarray  # float64 [scenarios], s
     digest: str  # SHA-256 of all ids and checksums, in order: other data have another
     opened: OrderedDict[int, shards.Shard] = field(default_factory=OrderedDict, repr=False, compare=False)
@@ -105,7 +104,7 @@ def open(paths: Sequence[str]) -> Library:
     if not found:
         raise BadData(f"{', '.join(map(str, paths))}: the shards hold no scenario; convert some logs first")
     every = np.concatenate(entries)
-    sizes = {letter: every["sizes"][:, i].astype(np.int64) for i, letter in enumerate(LETTERS)}
+    sizes = {letter: every["sizes"][:, i].astype(np.int64) for i, letter in enumerate(shards.LETTERS)}
     extents = {name: every["extents"][:, i].astype(np.int64) for i, name in enumerate(Extents._fields)}
     ends, control = np.cumsum([len(each) for each in entries]), every["control"].astype(np.int64)
     return Library(tuple(found), ends, sizes, extents, control, every["dt"], digest.hexdigest())

@@ -18,7 +18,7 @@ from longhaul.driving.datasets.geopackage import transverse_mercator, utm
 from longhaul.driving.datasets.log import CROSSWALK, EDGE_BOUNDARY, STOP_SIGN, BadData, Log, Malformed
 from longhaul.driving.scenario.bank import sample
 from longhaul.driving.scenario.compile import compile_log
-from longhaul.driving.scenario.road_edges import make_edges, signed_distance
+from longhaul.driving.scenario.distance_field import make_edges, signed_distance
 from tests.driving.datasets.test_readers_fuzz import damaged
 from tests.helpers import log_files as made
 from tests.helpers import nuplan_files as fixture

@@ -17,7 +17,7 @@ import pytest
 from longhaul.driving.datasets import readers
 from longhaul.driving.datasets.log import LANE_STREET, BadData, Feature, Log, Malformed
 from longhaul.driving.scenario import compile, lane_graph
-from longhaul.driving.shards.record import pack, unpack
+from longhaul.driving.shards.shard import pack, unpack
 from tests.helpers import argoverse_files, damaged_inputs
 from tests.helpers import log_files as made
 

@@ -20,10 +20,10 @@ from longhaul.driving.datasets.log import (
     VEHICLE,
     Log,
 )
-from longhaul.driving.generator import overlap as bodies
+from longhaul.driving.generator import generate as generator
 from longhaul.driving.generator import roads, traffic
 from longhaul.driving.generator.generate import generate, generate_many
-from longhaul.driving.scenario.road_edges import make_edges, signed_distance
+from longhaul.driving.scenario.distance_field import make_edges, signed_distance
 
 SEEDS = range(40)
 
@@ -256,7 +256,7 @@ def test_the_box_check_agrees_with_the_oracle() -> None:
     rng = np.random.default_rng(1)
     pose = np.concatenate([rng.uniform(-4, 4, (400, 2, 2)), rng.uniform(-4, 4, (400, 2, 1))], -1)
     size = rng.uniform(0.5, 5.0, (400, 2, 2))
-    got = bodies.touch(pose[:, 0], size[:, 0], pose[:, 1], size[:, 1])
-    corners = bodies.corners(pose, size)[..., [0, 3, 2, 1], :]  # counter-clockwise
+    got = generator.touch(pose[:, 0], size[:, 0], pose[:, 1], size[:, 1])
+    corners = generator.corners(pose, size)[..., [0, 3, 2, 1], :]  # counter-clockwise
     assert (got == [overlap(a, b) for a, b in corners]).all()
     assert 50 < got.sum() < 350

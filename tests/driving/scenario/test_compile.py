@@ -10,8 +10,7 @@ import pytest
 
 from longhaul.driving.datasets import readers
 from longhaul.driving.datasets.log import EDGE_BOUNDARY, LANE_STREET, LIGHT_STOP, STOP_SIGN, BadData, Feature
-from longhaul.driving.generator.generate import generate
-from longhaul.driving.generator.overlap import corners
+from longhaul.driving.generator.generate import corners, generate
 from longhaul.driving.scenario.bank import bucket, sample, stack
 from longhaul.driving.scenario.compile import compile_log, disputes
 from tests.helpers.short_logs import lights_at, make_log, on_route, polyline, straight

@@ -16,9 +16,9 @@ from longhaul.driving.datasets.log import Feature, Log, Malformed
 from longhaul.driving.generator.generate import generate
 from longhaul.driving.scenario import lane_graph
 from longhaul.driving.scenario.compile import compile_log
-from longhaul.driving.scenario.road_edges import segment_distance
+from longhaul.driving.scenario.distance_field import segment_distance
 from longhaul.driving.scenario.scenario import CANDIDATES, NO_ROAD, Road, Scenario
-from longhaul.driving.shards import record as packing
+from longhaul.driving.shards import shard
 from tests.helpers import log_files as made
 from tests.helpers.short_logs import ORIGIN, make_log, straight
 
@@ -237,12 +237,12 @@ def test_damaged_roads_are_refused(column: str, value: float, message: str) -> N
     scenario = case("generated 3")[1]
     array = getattr(scenario.road, column).copy()
     array.reshape(-1)[-1] = value
-    record = packing.pack(scenario._replace(road=scenario.road._replace(**{column: array})))
+    record = shard.pack(scenario._replace(road=scenario.road._replace(**{column: array})))
     with pytest.raises(Malformed, match=message):
-        packing.unpack(record)
+        shard.unpack(record)
     backwards = scenario.road._replace(lane=scenario.road.lane[::-1].copy())
     with pytest.raises(Malformed, match="lanes that are out of order"):
-        packing.unpack(packing.pack(scenario._replace(road=backwards)))
+        shard.unpack(shard.pack(scenario._replace(road=backwards)))
 
 
 def test_a_bank_of_roads_and_of_none() -> None:

@@ -21,7 +21,7 @@ from longhaul.driving.datasets import readers
 from longhaul.driving.datasets.log import BadData
 from longhaul.driving.scenario.compile import compile_log
 from longhaul.driving.shards import convert, shard
-from tests.driving.shards.test_record import assert_close
+from tests.driving.shards.test_shard import assert_close
 from tests.helpers import log_files as made
 
 LOG = made.make_log(31, 5)

@@ -16,7 +16,7 @@ from longhaul.driving.datasets.log import BadData
 from longhaul.driving.scenario import bank
 from longhaul.driving.scenario.compile import compile_log
 from longhaul.driving.shards import shard, stream
-from longhaul.driving.shards.record import pack
+from longhaul.driving.shards.shard import pack
 from tests.helpers import log_files as made
 
 COUNT = 37

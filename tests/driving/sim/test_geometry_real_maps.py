@@ -16,7 +16,7 @@ from longhaul.driving.datasets import readers
 from longhaul.driving.datasets.log import EDGE_BOUNDARY, EDGE_MEDIAN, Log
 from longhaul.driving.scenario import compile
 from longhaul.driving.scenario.bank import stack
-from longhaul.driving.scenario.routes import Route
+from longhaul.driving.scenario.compile import Route
 from longhaul.driving.scenario.scenario import CELL, Scenario
 from longhaul.driving.sim import tables
 from longhaul.driving.sim.geometry import clearance, into, separation

@@ -6,9 +6,8 @@ import numpy as np
 import pytest
 
 from longhaul.driving.datasets.log import LANE_STREET, LIGHT_CAUTION, LIGHT_GO, LIGHT_STOP, Feature, Lights
-from longhaul.driving.scenario.compile import compile_log, disputes
-from longhaul.driving.scenario.road_edges import make_edges, signed_distance
-from longhaul.driving.scenario.routes import lights_disputed
+from longhaul.driving.scenario.compile import compile_log, disputes, lights_disputed
+from longhaul.driving.scenario.distance_field import make_edges, signed_distance
 from tests.helpers.short_logs import lights_at, make_log, on_route, polyline, straight
 
 # --- routes

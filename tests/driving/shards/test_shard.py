@@ -17,7 +17,6 @@ from longhaul.driving.datasets.log import BadData, Malformed
 from longhaul.driving.generator.generate import generate
 from longhaul.driving.scenario.compile import compile_log
 from longhaul.driving.scenario.scenario import Road, Scenario
-from longhaul.driving.shards import record as packing
 from longhaul.driving.shards import shard as shards
 from tests.helpers import log_files as made
 
@@ -83,8 +82,8 @@ def test_a_round_trip_keeps_the_bounds(tmp_path: Path, agents: int) -> None:
 
 
 def test_packing_what_was_unpacked_gives_the_same_bytes() -> None:
-    record = packing.pack(small())
-    assert packing.pack(packing.unpack(record)) == record
+    record = shards.pack(small())
+    assert shards.pack(shards.unpack(record)) == record
 
 
 def test_what_16_bits_do_not_hold_takes_32() -> None:
@@ -95,9 +94,9 @@ def test_what_16_bits_do_not_hold_takes_32() -> None:
     pose[::2, 0, 1] -= 20000.0
     pose[:, 1, 2] += 40.0
     given = given._replace(pose=pose, field=np.where(np.arange(12).reshape(3, 4) % 2, 32000, -32000).astype(np.int16))
-    found = packing.unpack(packing.pack(given))
+    found = shards.unpack(shards.pack(given))
     assert_close(found, given)
-    assert len(packing.pack(given)) < 2 * len(packing.pack(small()))
+    assert len(shards.pack(given)) < 2 * len(shards.pack(small()))
 
 
 def test_no_agents_lights_field_or_drawing() -> None:
@@ -108,11 +107,11 @@ def test_no_agents_lights_field_or_drawing() -> None:
         field=np.zeros((0, 0), np.int16),
         drawing=(),
     )
-    assert_close(packing.unpack(packing.pack(given)), given)
+    assert_close(shards.unpack(shards.pack(given)), given)
 
 
 def test_every_part_of_a_scenario_is_stored() -> None:
-    stored = set(packing.COLUMNS) | {"id", "steps", "dt", "drawing", "road", "control"}
+    stored = set(shards.COLUMNS) | {"id", "steps", "dt", "drawing", "road", "control"}
     assert {f"road_{name}" for name in Road._fields} - stored == {"road_near"}
     assert set(Scenario._fields) <= stored
 
@@ -128,7 +127,7 @@ def test_every_part_of_a_scenario_is_stored() -> None:
 )
 def test_what_can_not_be_stored(change: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        packing.pack(small()._replace(**change))
+        shards.pack(small()._replace(**change))
 
 
 def test_the_same_scenarios_give_the_same_bytes_and_nothing_else_is_left(tmp_path: Path) -> None:
@@ -219,8 +218,8 @@ def framed(path: Path, records: list[bytes]) -> None:
 def test_records_that_lie_give_an_error_or_a_scenario(tmp_path: Path) -> None:
     """Bits of the head, and of what was compressed, flipped behind right checksums."""
     path = tmp_path / "a.lhs"
-    record = packing.pack(small())
-    head = packing.HEAD.size + len("straight")
+    record = shards.pack(small())
+    head = shards.RECORD_HEAD.size + len("straight")
     body = zlib.decompress(record[head:])
     random = np.random.default_rng(6)
     read = 0
@@ -236,14 +235,14 @@ def test_records_that_lie_give_an_error_or_a_scenario(tmp_path: Path) -> None:
 
 def test_a_record_can_not_ask_for_much_memory() -> None:
     """Sizes that multiply to 2^60 bytes, and a kilobyte that would inflate to 64 MiB and more."""
-    record = packing.pack(small(1))
-    huge = list(packing.HEAD.unpack_from(record))
+    record = shards.pack(small(1))
+    huge = list(shards.RECORD_HEAD.unpack_from(record))
     huge[1] = huge[6] = huge[7] = 2**30
     with pytest.raises(Malformed, match="are possible"):
-        packing.unpack(packing.HEAD.pack(*huge) + record[packing.HEAD.size :])
-    bomb = record[: packing.HEAD.size + 8] + zlib.compress(bytes(1 << 26), 9)
+        shards.unpack(shards.RECORD_HEAD.pack(*huge) + record[shards.RECORD_HEAD.size :])
+    bomb = record[: shards.RECORD_HEAD.size + 8] + zlib.compress(bytes(1 << 26), 9)
     with pytest.raises(Malformed, match="does not hold"):
-        packing.unpack(bomb)
+        shards.unpack(bomb)
 
 
 def test_an_index_that_points_elsewhere(tmp_path: Path) -> None:
