@@ -26,7 +26,7 @@ ELSEWHERE = {
     "cli/play/episodes.py": "cli/play/test_console.py",
     "cli/play/session.py": "cli/play/test_console.py",
     "cli/reason.py": "end_to_end/test_reasoning_runs.py",
-    "cli/train.py": "cli/test_flags.py",
+    "cli/train.py": "cli/test_run_flags.py",
     "config/population.py": "topologies/test_population.py",
     "config/recipes.py": "cli/test_run_flags.py",
     "config/serialize.py": "cli/test_run_flags.py",

@@ -10,29 +10,52 @@ from typing import Any
 import jax
 import pytest
 
-from longhaul.cli import run_flags
+from longhaul.algorithms.config import OnPolicy, PPOConfig
+from longhaul.cli import flags, run_flags
+from longhaul.cli import train as commands
+from longhaul.cli.main import main
 from longhaul.config import recipes
 from longhaul.config.resolve import resolve
 from longhaul.config.run import Driving, Named, Run
 from longhaul.config.serialize import to_dict
-from longhaul.envs import suites
 from longhaul.runtime.settings import CHANGEABLE, FIXED, FREE, walk
+from longhaul.telemetry import wandb
 from longhaul.training import loop
 from longhaul.training.run_dir import save_run
 from tests.helpers import installed_recipes, log_files
 from tests.helpers.command_line import tree
 
+DOCUMENT = "--wandb --total-timesteps 100000000 --num-envs 2048 --num-steps 256 --checkpoint-dir checkpoints"
+"""The command of the specification, after the name of the script."""
+
+OLD = {
+    "num-envs": 512, "num-steps": 64, "total-timesteps": 2**21, "lr": 1e-3, "gamma": 0.9, "gae-lambda": 0.8,
+    "num-minibatches": 8, "update-epochs": 2, "clip-eps": 0.1, "vf-coef": 0.25, "ent-coef": 0.05, "max-grad-norm": 1.5,
+    "hidden-dim": 32, "num-layers": 1, "log-interval": 4, "seed": 7, "save-interval-minutes": 10.0, "save-interval": 3,
+}  # fmt: skip
+"""The old trainer's flags of numbers, each with a value that is not its default."""
+
+ON_POLICY = [
+    pytest.param(name, marks=[*installed_recipes.marks(name)])
+    for name in recipes.RECIPES
+    if isinstance(recipes.recipe(name).algorithm, OnPolicy) and name != "pendulum"
+]
+
 
 @pytest.fixture
-def trained(monkeypatch: pytest.MonkeyPatch) -> list[Run]:
-    """The Runs that `longhaul train` would train, of which nothing is trained."""
-    runs: list[Run] = []
+def begun(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[tuple[Run, Path]]:
+    """The runs that `longhaul train` would train in an empty folder, without W&B's say."""
+    runs: list[tuple[Run, Path]] = []
 
     def train(run: Run, folder: Path, *, resumed: bool, source: Any = None) -> loop.Outcome:
-        runs.append(run)
+        runs.append((run, folder))
         return loop.Outcome(loop.STOPPED, None)
 
     monkeypatch.setattr(loop, "train", train)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("WANDB_MODE", "disabled")  # so that wandb need not be installed
+    for name in ("WANDB_PROJECT", "WANDB_ENTITY", "WANDB_RUN_ID"):
+        monkeypatch.delenv(name, raising=False)
     return runs
 
 
@@ -71,35 +94,38 @@ def test_a_field_that_may_change_at_a_resume_says_so() -> None:
     assert {rules[name] for name in ("seed", "topology", "hidden_dim", "total_steps", "staleness")} == {FIXED}
 
 
-def suite_of(recipe: str) -> str:
-    """The suite of a recipe's environment; "" where it is ours."""
-    task = recipes.recipe(recipe).environment
-    kind = task.env.partition("/")[0] if isinstance(task, Named) else ""
-    return kind if kind in suites.SUITES else ""
+def chosen(recipe: str, *words: str) -> Run:
+    base = recipes.recipe(recipe)
+    return resolve(run_flags.chosen(base, flags.parse(f"train {recipe}", "", run_flags.table(base), words)))
+
+
+@pytest.mark.parametrize("recipe", installed_recipes.RECIPES)
+def test_without_flags_a_recipe_is_what_it_says(recipe: str) -> None:
+    assert chosen(recipe) == resolve(recipes.recipe(recipe))
 
 
 @pytest.mark.parametrize(
-    "recipe",
-    # Suites warn when they are imported, and promote ranks.
+    ("recipe", "suite"),
     [
-        pytest.param(
-            n, marks=[*installed_recipes.marks(n), *([pytest.mark.filterwarnings("ignore")] if suite_of(n) else [])]
-        )
-        for n in recipes.RECIPES
+        ("driving", ""),
+        ("reasoning-arithmetic", ""),
+        pytest.param("impala-pong", "", marks=installed_recipes.ATARI),
+        # Suites warn when they are imported, and promote ranks.
+        pytest.param("minatar-dqn", "gymnax", marks=pytest.mark.filterwarnings("ignore")),
+        pytest.param("brax-ant", "brax", marks=pytest.mark.filterwarnings("ignore")),
     ],
 )
-def test_without_flags_a_recipe_is_what_it_says(longhaul: Any, trained: list[Run], recipe: str) -> None:
-    suite = suite_of(recipe)
+def test_the_command_trains_the_recipe(longhaul: Any, begun: list[tuple[Run, Path]], recipe: str, suite: str) -> None:
     with jax.numpy_rank_promotion("allow" if suite else "raise"):
         code, out, err = longhaul("train", recipe, "--run-name", "a")
         if suite and "pip install" in err:
             pytest.skip(err.strip())  # it is not installed, or too old
         assert code == 75, err
-        assert (out.splitlines()[-1], trained) == ("runs/a", [resolve(recipes.recipe(recipe))])
+        assert (out.splitlines()[-1], begun) == ("runs/a", [(resolve(recipes.recipe(recipe)), Path("runs/a"))])
         assert suite or out == "runs/a\n", "only a suite may print"
 
 
-def test_flags_change_their_fields_and_no_other(longhaul: Any, trained: list[Run]) -> None:
+def test_flags_change_their_fields_and_no_other(longhaul: Any, begun: list[tuple[Run, Path]]) -> None:
     words = (
         "--total-steps 1e6 --num_envs=16 --num-steps 16 --seed 3 --mesh data=2,model=1 --save-interval 7 --keep 2 "
         "--lr 1e-3 --no-anneal --ent-coef -0.1 --kl-stop 0.02 --memory 16 --evaluation-episodes 5 --topology fused "
@@ -115,28 +141,28 @@ def test_flags_change_their_fields_and_no_other(longhaul: Any, trained: list[Run
         evaluation_episodes=5, log_interval=3, save_interval_minutes=0.5, algorithm=algorithm,
         base_batch=base.num_envs * base.num_steps,
     )  # fmt: skip
-    assert trained == [resolve(expected)]
+    assert [run for run, _ in begun] == [resolve(expected)]
 
 
 def test_flags_of_another_topology_are_refused_where_they_say_something(
-    longhaul: Any, trained: list[Run], stored: Path
+    longhaul: Any, begun: list[tuple[Run, Path]], stored: Path
 ) -> None:
     usual = "--staleness 0 --lane shm --slots 2 --actor-kind process --ray-address auto --no-pin --bind none"
     assert longhaul("train", "cartpole", *usual.split())[0] == 75
     assert longhaul("train", "cartpole", "--resume", str(stored), "--lane", "shm")[0] == 75
-    assert [(run.topology, run.acting.staleness) for run in trained] == [("fused", 0), ("fused", 0)]
+    assert [(run.topology, run.acting.staleness) for run, _ in begun] == [("fused", 0), ("fused", 0)]
     code, out, err = longhaul("train", "cartpole", "--resume", str(stored), "--lane", "grpc")
     assert (code, out) == (2, "") and "--lane is grpc, and --topology fused has none" in err
-    assert len(trained) == 2
+    assert len(begun) == 2
 
 
 @installed_recipes.ATARI
-def test_what_a_recipe_says_of_another_topology_is_not_refused(longhaul: Any, trained: list[Run]) -> None:
+def test_what_a_recipe_says_of_another_topology_is_not_refused(longhaul: Any, begun: list[tuple[Run, Path]]) -> None:
     assert longhaul("train", "impala-pong", "--env", "cartpole", "--torso", "mlp", "--topology", "fused")[0] == 75
-    assert [(run.topology, run.acting.staleness) for run in trained] == [("fused", 1)]
+    assert [(run.topology, run.acting.staleness) for run, _ in begun] == [("fused", 1)]
 
 
-def test_flags_of_driving(longhaul: Any, trained: list[Run], tmp_path: Path) -> None:
+def test_flags_of_driving(longhaul: Any, begun: list[tuple[Run, Path]], tmp_path: Path) -> None:
     for name in ("one", "two"):
         (tmp_path / name).mkdir()
         log_files.write_all(log_files.make_log(), tmp_path / name)
@@ -145,7 +171,7 @@ def test_flags_of_driving(longhaul: Any, trained: list[Run], tmp_path: Path) -> 
         "--reward-red-light -2 --terminations collision goal --horizon 40 --ent-coef-final none"
     )
     assert longhaul("train", "driving", *words.split())[0] == 75
-    (run,) = trained
+    ((run, _),) = begun
     task = run.environment
     assert isinstance(task, Driving)
     assert task.data == (str(tmp_path / "one"), str(tmp_path / "two/*.json"))
@@ -156,27 +182,29 @@ def test_flags_of_driving(longhaul: Any, trained: list[Run], tmp_path: Path) -> 
     assert run.algorithm.ent_coef_final is None
 
 
-def test_the_general_recipe_takes_any_environment(longhaul: Any, trained: list[Run]) -> None:
+def test_the_general_recipe_takes_any_environment(longhaul: Any, begun: list[tuple[Run, Path]]) -> None:
     assert longhaul("train", "ppo", "--env", "probe/two_step")[0] == 75
-    assert trained[0].environment == Named("probe/two_step")
+    assert begun[0][0].environment == Named("probe/two_step")
 
 
-def test_a_folder_is_named_after_recipe_and_time_and_kept(longhaul: Any, trained: list[Run], tmp_path: Path) -> None:
+def test_a_folder_is_named_after_recipe_and_time_and_kept(
+    longhaul: Any, begun: list[tuple[Run, Path]], tmp_path: Path
+) -> None:
     _, out, _ = longhaul("train", "cartpole", "--runs-dir", "my/runs")
     folder = Path(out.strip())
     assert folder.parent == Path("my/runs")
     assert folder.name.startswith("cartpole-")
-    assert json.loads((tmp_path / folder / "run.json").read_text())["run"] == to_dict(trained[0])
+    assert json.loads((tmp_path / folder / "run.json").read_text())["run"] == to_dict(begun[0][0])
 
 
-def test_resuming_takes_the_run_of_the_folder(longhaul: Any, trained: list[Run], stored: Path) -> None:
-    begun = resolve(recipes.recipe("cartpole"))
+def test_resuming_takes_the_run_of_the_folder(longhaul: Any, begun: list[tuple[Run, Path]], stored: Path) -> None:
+    run = resolve(recipes.recipe("cartpole"))
     words = "--resume cartpole --total-steps 500000 --lr 2.5e-3 --anneal --keep 9 --save-interval 4"
     code, out, _ = longhaul("train", "cartpole", *words.split())
     assert (code, out) == (75, "runs/cartpole\n")
-    assert trained == [resolve(dataclasses.replace(begun, keep=9, save_interval=4))]
+    assert [now for now, _ in begun] == [resolve(dataclasses.replace(run, keep=9, save_interval=4))]
     assert longhaul("train", "cartpole", "--resume", str(stored))[0] == 75
-    assert trained[1] == begun
+    assert begun[1][0] == run
 
 
 def test_a_finished_run_tells_its_result_again(longhaul: Any, stored: Path) -> None:
@@ -191,3 +219,72 @@ def test_a_finished_run_tells_its_result_again(longhaul: Any, stored: Path) -> N
     assert row.split() == ["trained", "500.000", "500.000", "100"]
     assert report == "report: runs/cartpole/report.html"
     assert tree(stored) == before
+
+
+def test_the_command_of_the_specification_starts_and_is_gone_on_with(begun: list[tuple[Run, Path]]) -> None:
+    assert commands.train(["hackmatrix", *DOCUMENT.split()]) == loop.STOPPED
+    ((run, folder),) = begun
+    assert (run.total_steps, run.num_envs, run.num_steps) == (100_000_000, 2048, 256)
+    assert folder.parent == Path("checkpoints")
+    assert wandb.load(folder) == wandb.Tracking(wandb.run_id(folder.name), True, "hackmatrix")
+    words = ["hackmatrix", "--resume-run", wandb.run_id(folder.name), "--checkpoint-dir", "checkpoints"]
+    assert commands.train([*words, "--no-wandb"]) == loop.STOPPED
+    assert begun[1] == (run, folder)
+    tracked = wandb.load(folder)
+    assert tracked is not None
+    assert not tracked.on
+
+
+def _old(recipe: str) -> dict[str, Any]:
+    """The old trainer's flags that an algorithm has: GAE's lambda is PPO's."""
+    ppo = isinstance(recipes.recipe(recipe).algorithm, PPOConfig)
+    return {name: value for name, value in OLD.items() if ppo or name != "gae-lambda"}
+
+
+@pytest.mark.parametrize("recipe", ON_POLICY)
+def test_every_recipe_has_the_old_flags(recipe: str) -> None:
+    old = _old(recipe)
+    run = chosen(
+        recipe, "--mesh", "data=1", *(word for name, value in old.items() for word in (f"--{name}", str(value)))
+    )
+    values = {flag.name: flag.default for flag in run_flags.run_flags(run)}
+    values["total-timesteps"] = values["total-steps"]
+    assert {name: values[name] for name in old} == old
+
+
+def test_the_old_command_trains_where_it_is_asked_to(begun: list[tuple[Run, Path]]) -> None:
+    words = [word for name, value in _old("pendulum").items() for word in (f"--{name}", str(value))]
+    more = "--wandb --project mine --entity us --run-suffix big --checkpoint-dir there --mesh data=1"
+    assert commands.train(["pendulum", *words, *more.split()]) == loop.STOPPED
+    ((run, folder),) = begun
+    assert run == chosen("pendulum", *words, "--mesh", "data=1")
+    assert folder.parent == Path("there")
+    assert folder.name.startswith("pendulum-20")
+    assert folder.name.endswith("-big")
+    tracked = wandb.load(folder)
+    assert tracked is not None
+    assert tracked[:4] == (wandb.run_id(folder.name), True, "mine", "us")
+
+
+def test_the_help_shows_each_other_word(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["train", "pendulum", "--help"]) == 0
+    text = " ".join(capsys.readouterr().out.replace("│", " ").split())
+    for other, own in (("total-timesteps", "total-steps"), ("checkpoint-dir", "runs-dir"), ("resume-run", "resume")):
+        assert f"--{other} " in text
+        assert f"--{own} " in text
+    assert "{online,offline,disabled}" in text
+
+
+def test_flags_of_a_run_that_is_not_tracked_are_said_to_do_nothing(
+    begun: list[tuple[Run, Path]], capsys: pytest.CaptureFixture[str]
+) -> None:
+    commands.train(["cartpole", "--project", "mine"])
+    assert capsys.readouterr().err == "--project does nothing without --wandb\n"
+    commands.train(["cartpole", "--project", "mine", "--wandb"])
+    assert capsys.readouterr().err == ""
+
+
+def test_a_name_and_a_suffix_exclude_each_other(begun: list[tuple[Run, Path]]) -> None:
+    with pytest.raises(ValueError, match="--run-suffix b and --run-name a are both given; leave one out"):
+        commands.train(["cartpole", "--run-name", "a", "--run-suffix", "b"])
+    assert begun == []

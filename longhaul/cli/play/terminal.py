@@ -15,9 +15,10 @@ import time
 import tty
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from typing import Any, NamedTuple, TextIO
+from typing import TYPE_CHECKING, Any, NamedTuple, TextIO
 
-from longhaul.envs.hackmatrix.screen import Line
+if TYPE_CHECKING:
+    from longhaul.envs.hackmatrix.screen import Line
 
 STYLES = {
     "bold": "1", "dim": "2", "reverse": "7", "red": "31", "green": "32", "yellow": "33", "blue": "34",
