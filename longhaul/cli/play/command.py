@@ -170,7 +170,7 @@ def _by_hand(values: dict[str, Any], environment: Environment) -> list[Record]:
         _say("compiling the game ...")
     game = session.game(environment, values["seed"])
     if live:
-        with terminal.screen(sys.stdin, sys.stdout) as there:
+        with terminal.screen() as there:
             return console.by_keys(game, look, there)
     write = _silent if values["json"] == "-" else _print_line
     return console.by_words(game, look, console.split(sys.stdin), write)
@@ -189,7 +189,7 @@ def _by_agent(values: dict[str, Any], environment: Environment, agent: Agent) ->
     game = session.game(environment, values["seed"], agent, greedy=greedy)
     look = _look(values, f", {tables.clean(agent.label)}")
     if show == "boards" and live:
-        with terminal.screen(sys.stdin, sys.stdout) as there:
+        with terminal.screen() as there:
             return console.watched(game, look, there, episodes=episodes, limit=limit, delay=values["delay"])
     return console.printed(game, look, episodes=episodes, limit=limit, boards=show == "boards", write=_print_line)
 

@@ -17,7 +17,7 @@ from longhaul.cli.play.episodes import Moment
 from longhaul.cli.play.session import Choice, Game, Playing
 from longhaul.envs.hackmatrix import screen
 from longhaul.envs.hackmatrix import state as w
-from tests.cli.play.test_terminal import Terminal
+from tests.cli.play.test_terminal import ENTER, KEYPAD_OFF, LEAVE, Terminal
 from tests.envs.hackmatrix.test_screen import made
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -134,9 +134,9 @@ def on_terminal(*words: str, **options: Any) -> Iterator[Terminal]:
 @pytest.mark.slow
 def test_on_a_terminal_keys_play_the_game_and_q_gives_the_terminal_back() -> None:
     with on_terminal("-m", "longhaul", "play", "hackmatrix", NO_COLOR="1") as there:
-        there.until(terminal.ENTER, 300)
+        there.until(ENTER, 300)
         there.until("stage 1 of 8  turn 0")
-        there.send("\x1b[A")
+        there.send("\x1bOA")
         there.until("up: +0.04")
         there.send("ll")
         there.until("turn 3")
@@ -146,7 +146,7 @@ def test_on_a_terminal_keys_play_the_game_and_q_gives_the_terminal_back() -> Non
         code, text = there.end()
         assert code == 0
         assert there.is_as_before()
-        after = text[text.index(terminal.LEAVE) + len(terminal.LEAVE) :]
+        after = text[text.index(LEAVE) :].split(KEYPAD_OFF)[-1]
         assert "\x1b" not in after
         assert after.split()[:2] == ["1", "game"]
         assert "0.120" in after
@@ -165,14 +165,14 @@ def test_q_ctrl_c_and_an_error_give_the_terminal_back() -> None:
         there.send("\x03")
         code, text = there.end()
         assert code == 1
-        assert text.index(terminal.LEAVE) < text.index("longhaul: error: interrupted")
+        assert text.index(LEAVE) < text.index("longhaul: error: interrupted")
         assert there.is_as_before()
     with on_terminal("-c", program, NO_COLOR="1") as there:
         there.until("stage 1 of 8", 300)
-        there.send("\x1b[C\x1b[Cq")
+        there.send("\x1bOC\x1bOCq")
         code, text = there.end()
         assert code == 0
-        after = text[text.index(terminal.LEAVE) + len(terminal.LEAVE) :]
+        after = text[text.index(LEAVE) :].split(KEYPAD_OFF)[-1]
         assert "\x1b" not in after
         assert after.split()[:2] == ["1", "game"]
         assert there.is_as_before()
@@ -182,5 +182,5 @@ def test_q_ctrl_c_and_an_error_give_the_terminal_back() -> None:
         there.send("l")
         code, text = there.end()
         assert code == 1
-        assert text.index(terminal.LEAVE) < text.index("longhaul: error: TypeError")
+        assert text.index(LEAVE) < text.index("longhaul: error: TypeError")
         assert there.is_as_before()
