@@ -42,7 +42,6 @@ ELSEWHERE = {
     "driving/datasets/gpudrive.py": "driving/datasets/test_readers_formats.py",
     "driving/datasets/lane_boundaries.py": "driving/datasets/test_nuplan.py",
     "driving/datasets/log.py": "driving/generator/test_generate.py",
-    "driving/datasets/nuplan_map.py": "driving/datasets/test_nuplan.py",
     "driving/datasets/scenarionet.py": "driving/datasets/test_safe_pickle.py",
     "driving/evaluation/realism_features.py": "driving/evaluation/test_realism.py",
     "driving/generator/roads.py": "driving/generator/test_generate.py",

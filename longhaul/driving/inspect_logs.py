@@ -54,7 +54,6 @@ COUNTS = (
 ABSENT = {readers.ARGOVERSE: ("stop_signs", "speed_bumps"), readers.NUPLAN: ("tracks_to_predict",)}
 """Counts that a format does not have."""
 
-
 FLAT = (readers.ARGOVERSE, readers.NUPLAN)
 """Formats without heights."""
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from longhaul.driving.datasets.log import VEHICLE, Feature, Lights, Log, Tracks
-from longhaul.driving.scenario.scenario import Scenario
+from longhaul.driving.scenario.scenario import CELL, Scenario
 
 ORIGIN = np.array([4321.5, -987.25, 12.0])
 
@@ -63,3 +63,21 @@ def lights_at(stops: list[tuple[int, tuple[float, float], int]], steps: int) -> 
         np.array([[state] * steps for _, _, state in stops], np.int8),
         np.ones((len(stops), steps), bool),
     )
+
+
+def sample(field: np.ndarray, origin: np.ndarray, points: np.ndarray) -> np.ndarray:
+    """The signed distance, m [...], of `points` [..., 2] by bilinear interpolation in a scenario's `field`.
+
+    Points outside of the field take the value of its border; an empty field is -320 m everywhere.
+    """
+    height, width = field.shape
+    if height < 2 or width < 2:
+        return np.full(points.shape[:-1], -320.0)
+    place = (np.asarray(points, np.float64) - origin) / CELL
+    place = np.clip(place, 0.0, np.array([width - 1, height - 1], np.float64))
+    corner = np.minimum(place.astype(np.int64), np.array([width - 2, height - 2]))
+    fx, fy = np.moveaxis(place - corner, -1, 0)
+    x, y = np.moveaxis(corner, -1, 0)
+    low = field[y, x] * (1 - fx) + field[y, x + 1] * fx
+    high = field[y + 1, x] * (1 - fx) + field[y + 1, x + 1] * fx
+    return (low * (1 - fy) + high * fy) / 100.0

@@ -14,30 +14,16 @@ from typing import Any
 
 import numpy as np
 
+from longhaul.driving.datasets import log
 from longhaul.driving.datasets.gpudrive import coordinates, number
-from longhaul.driving.datasets.lane_boundaries import edges
-from longhaul.driving.datasets.log import (
-    CROSSWALK,
-    CYCLIST,
-    LANE_BIKE,
-    LANE_STREET,
-    OTHER,
-    PEDESTRIAN,
-    STEP,
-    VEHICLE,
-    BadData,
-    Feature,
-    Log,
-    Malformed,
-    Tracks,
-    check,
-    no_lights,
-)
+from longhaul.driving.datasets.lane_boundaries import edges, flat
+from longhaul.driving.datasets.log import BadData, Feature, Log, Malformed, Tracks, check, no_lights
 from longhaul.driving.datasets.safe_pickle import WRONG
 
 MAP_PREFIX = "log_map_archive_"
 
 EGO = "AV"
+
 
 SIZES = {
     "vehicle": (4.6, 1.9, 1.7),
@@ -53,11 +39,11 @@ SMALL = (0.6, 0.6, 1.0)
 """The size of whatever is not in `SIZES`: static, background, construction, unknown."""
 
 KINDS = {
-    "vehicle": VEHICLE,
-    "bus": VEHICLE,
-    "motorcyclist": CYCLIST,
-    "cyclist": CYCLIST,
-    "pedestrian": PEDESTRIAN,
+    "vehicle": log.VEHICLE,
+    "bus": log.VEHICLE,
+    "motorcyclist": log.CYCLIST,
+    "cyclist": log.CYCLIST,
+    "pedestrian": log.PEDESTRIAN,
 }
 
 SCORED = 2
@@ -162,7 +148,7 @@ def _log(columns: dict[str, list[Any]], identity: str, document: dict[str, Any])
     sizes = np.array([SIZES.get(str(types[name]), SMALL) for name in names], np.float32)
     tracks = Tracks(
         id=np.array([number(name, -1) for name in names], np.int64),
-        kind=np.array([KINDS.get(str(types[name]), OTHER) for name in names], np.int8),
+        kind=np.array([KINDS.get(str(types[name]), log.OTHER) for name in names], np.int8),
         position=np.concatenate([column("position_x", "position_y"), np.zeros((len(names), steps, 1))], axis=-1),
         heading=column("heading")[..., 0].astype(np.float32),
         velocity=column("velocity_x", "velocity_y").astype(np.float32),
@@ -172,7 +158,7 @@ def _log(columns: dict[str, list[Any]], identity: str, document: dict[str, Any])
     return Log(
         id=identity,
         source="argoverse2",
-        times=np.arange(steps) * STEP,
+        times=np.arange(steps) * log.STEP,
         current=int(observed.max(initial=0)),
         tracks=tracks,
         sdc=rows[EGO],
@@ -183,10 +169,9 @@ def _log(columns: dict[str, list[Any]], identity: str, document: dict[str, Any])
     )
 
 
-def _flat(points: Any) -> np.ndarray:
+def _outline(points: Any) -> np.ndarray:
     """A list of {x, y, z} as float64 [P, 3] with z = 0."""
-    plane = coordinates(points, ("x", "y"))
-    return np.concatenate([plane, np.zeros((len(plane), 1))], axis=1)
+    return flat(coordinates(points, ("x", "y")))
 
 
 def _features(document: dict[str, Any]) -> tuple[Feature, ...]:
@@ -194,12 +179,15 @@ def _features(document: dict[str, Any]) -> tuple[Feature, ...]:
     features: list[Feature] = []
     lines = 0
     for lane in document["lane_segments"].values():
-        left, right = _flat(lane["left_lane_boundary"]), _flat(lane["right_lane_boundary"])
+        left, right = (
+            _outline(lane["left_lane_boundary"]),
+            _outline(lane["right_lane_boundary"]),
+        )
         features.append(
             Feature(
                 id=int(lane["id"]),
-                kind=LANE_BIKE if lane["lane_type"] == "BIKE" else LANE_STREET,
-                points=_flat(lane["centerline"]) if lane.get("centerline") else _between(left, right),
+                kind=log.LANE_BIKE if lane["lane_type"] == "BIKE" else log.LANE_STREET,
+                points=_outline(lane["centerline"]) if lane.get("centerline") else _between(left, right),
                 entry=tuple(int(each) for each in lane["predecessors"]),
                 exit=tuple(int(each) for each in lane["successors"]),
                 junction=lane.get("is_intersection") is True,
@@ -210,10 +198,10 @@ def _features(document: dict[str, Any]) -> tuple[Feature, ...]:
                 lines += 1
                 features.append(Feature(-lines, MARKS[mark], points))
     areas = document["drivable_areas"].values()
-    features += edges([int(area["id"]) for area in areas], [[_flat(area["area_boundary"])[:, :2]] for area in areas])
+    features += edges([int(area["id"]) for area in areas], [[_outline(area["area_boundary"])[:, :2]] for area in areas])
     for crossing in document["pedestrian_crossings"].values():
-        points = np.concatenate([_flat(crossing["edge1"]), _flat(crossing["edge2"])[::-1]])
-        features.append(Feature(int(crossing["id"]), CROSSWALK, points))
+        points = np.concatenate([_outline(crossing["edge1"]), _outline(crossing["edge2"])[::-1]])
+        features.append(Feature(int(crossing["id"]), log.CROSSWALK, points))
     return tuple(features)
 
 

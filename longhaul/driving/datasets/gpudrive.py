@@ -17,31 +17,8 @@ from typing import Any
 
 import numpy as np
 
-from longhaul.driving.datasets.log import (
-    CROSSWALK,
-    CYCLIST,
-    DRIVEWAY,
-    EDGE_BOUNDARY,
-    EDGE_MEDIAN,
-    LANE_BIKE,
-    LANE_FREEWAY,
-    LANE_STREET,
-    OTHER,
-    PEDESTRIAN,
-    ROAD_LINES,
-    SPEED_BUMP,
-    STEP,
-    STOP_SIGN,
-    VEHICLE,
-    Feature,
-    Lights,
-    Log,
-    Malformed,
-    Tracks,
-    by_lane,
-    check,
-    no_lights,
-)
+from longhaul.driving.datasets import log
+from longhaul.driving.datasets.log import Feature, Lights, Log, Malformed, Tracks, by_lane, check, no_lights
 from longhaul.driving.datasets.safe_pickle import WRONG
 
 CURRENT = 10
@@ -53,30 +30,18 @@ FILLER = -10000.0
 RADIANS = 7.0
 """Headings beyond this are degrees: WOMD's lie within -2 pi .. 2 pi."""
 
-KINDS = {"vehicle": VEHICLE, "pedestrian": PEDESTRIAN, "cyclist": CYCLIST, "other": OTHER}
+KINDS = {"vehicle": log.VEHICLE, "pedestrian": log.PEDESTRIAN, "cyclist": log.CYCLIST, "other": log.OTHER}
 
 ROADS: dict[str, tuple[int, ...]] = {
-    "lane": (LANE_STREET, LANE_FREEWAY, LANE_BIKE),
-    "road_line": ROAD_LINES,
-    "road_edge": (EDGE_BOUNDARY, EDGE_MEDIAN),
-    "stop_sign": (STOP_SIGN,),
-    "crosswalk": (CROSSWALK,),
-    "speed_bump": (SPEED_BUMP,),
-    "driveway": (DRIVEWAY,),
+    "lane": (log.LANE_STREET, log.LANE_FREEWAY, log.LANE_BIKE),
+    "road_line": log.ROAD_LINES,
+    "road_edge": (log.EDGE_BOUNDARY, log.EDGE_MEDIAN),
+    "stop_sign": (log.STOP_SIGN,),
+    "crosswalk": (log.CROSSWALK,),
+    "speed_bump": (log.SPEED_BUMP,),
+    "driveway": (log.DRIVEWAY,),
 }
 """The kinds that a road of each type may have in `map_element_id`; the first where it has none of them."""
-
-STATES = (
-    "unknown",
-    "arrow_stop",
-    "arrow_caution",
-    "arrow_go",
-    "stop",
-    "caution",
-    "go",
-    "flashing_stop",
-    "flashing_caution",
-)
 
 
 def read(text: bytes, path: Path) -> Log:
@@ -106,7 +71,7 @@ def _log(document: dict[str, Any], path: Path) -> Log:
     return Log(
         id=str(document.get("scenario_id") or document.get("name") or path.stem),
         source="gpudrive",
-        times=np.arange(steps) * STEP,
+        times=np.arange(steps) * log.STEP,
         current=min(int(metadata.get("current_time_index", CURRENT)), steps - 1),
         tracks=tracks,
         sdc=_ego(document["objects"], metadata),
@@ -162,7 +127,7 @@ def _tracks(objects: list[Any]) -> Tracks:
         heading = np.deg2rad(heading)
     return Tracks(
         id=np.array([number(each.get("id"), index) for index, each in enumerate(objects)], np.int64),
-        kind=np.array([KINDS.get(str(each.get("type")), OTHER) for each in objects], np.int8),
+        kind=np.array([KINDS.get(str(each.get("type")), log.OTHER) for each in objects], np.int8),
         position=np.where(valid[..., None], position, 0.0),
         heading=np.where(valid, heading, 0.0).astype(np.float32),
         velocity=np.where(valid[..., None], velocity, np.float32(0)),
@@ -191,21 +156,20 @@ def number(value: object, default: int) -> int:
 
 
 def state(value: object) -> int:
-    """A light's state by name ("arrow_stop", "LANE_STATE_ARROW_STOP") or number; unknown otherwise."""
+    """A light's state by name ("arrow_stop", "LANE_STATE_ARROW_STOP") or number, alone or in a list; else unknown."""
+    value = value[0] if isinstance(value, list) else value
     if isinstance(value, str):
         name = value.lower().removeprefix("lane_state_")
-        return STATES.index(name) if name in STATES else 0
+        return log.LIGHT_STATES.index(name) if name in log.LIGHT_STATES else 0
     result = number(value, 0)
-    return result if 0 <= result < len(STATES) else 0
+    return result if 0 <= result < len(log.LIGHT_STATES) else 0
 
 
 def _lights(document: Any, steps: int) -> Lights:
     """Lights by lane from either layout."""
     if isinstance(document, list):
         sightings = [(lane, step, light) for step, lights in enumerate(document) for lane, light in lights.items()]
-        rows = [
-            (number(lane, 0), step, state(_one(light["state"])), _point(light, 0)) for lane, step, light in sightings
-        ]
+        rows = [(number(lane, 0), step, state(light["state"]), _point(light, 0)) for lane, step, light in sightings]
     else:
         rows = []
         for index, (lane, light) in enumerate(document.items()):
@@ -224,10 +188,6 @@ def _lights(document: Any, steps: int) -> Lights:
     if not all(0 <= each < steps for each in step):
         raise Malformed(f"a light has a state at a step outside 0 .. {steps - 1}")
     return by_lane(np.array(lane, np.int64), np.array(step), np.array(states), np.array(points, np.float64), steps)
-
-
-def _one(value: Any) -> Any:
-    return value[0] if isinstance(value, list) else value
 
 
 def _point(light: dict[str, Any], place: int) -> tuple[float, ...]:

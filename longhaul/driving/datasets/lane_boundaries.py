@@ -10,7 +10,8 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from longhaul.driving.datasets.log import EDGE_BOUNDARY, Feature, Malformed
+from longhaul.driving.datasets import log
+from longhaul.driving.datasets.log import Feature, Malformed
 
 PIECE, ASIDE = 1.0, 0.25
 """Metres: edges are looked at in pieces of this length, so far beside them."""
@@ -35,11 +36,16 @@ def edges(ids: Sequence[int], areas: Sequence[Sequence[np.ndarray]]) -> list[Fea
         others = [shapes[other][1] for other in np.flatnonzero(near) if other != place]
         for ring in rings:
             stretches, looked = _free(ring, others)
-            features += [Feature(identity, EDGE_BOUNDARY, points) for points in stretches]
+            features += [Feature(identity, log.EDGE_BOUNDARY, points) for points in stretches]
             pairs += looked
             if pairs > MOST_PAIRS:
                 raise Malformed(f"its {len(shapes)} drivable areas overlap too much to find their border")
     return features
+
+
+def flat(points: np.ndarray) -> np.ndarray:
+    """Points [P, 2] as [P, 3] with z = 0."""
+    return np.concatenate([points, np.zeros((len(points), 1))], axis=1)
 
 
 def _oriented(rings: Sequence[np.ndarray]) -> list[np.ndarray]:
@@ -79,7 +85,7 @@ def _free(ring: np.ndarray, others: list[list[np.ndarray]]) -> tuple[list[np.nda
         if not within[run[0]]:
             kept = np.concatenate([run[:1], run[1:][corner[run[1:]]]])
             points = np.concatenate([begins[kept], ends[run[-1:]]])
-            stretches.append(np.concatenate([points, np.zeros((len(points), 1))], axis=1))
+            stretches.append(flat(points))
     return stretches, pairs
 
 

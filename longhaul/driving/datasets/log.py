@@ -32,6 +32,12 @@ STEP = 0.1
 MPH = 0.44704
 """Metres per second in a mile per hour."""
 
+LIGHT_STATES = (
+    *("unknown", "arrow_stop", "arrow_caution", "arrow_go", "stop", "caution", "go"),
+    *("flashing_stop", "flashing_caution"),
+)
+"""Their names, in files that write them."""
+
 MOST_SIGHTINGS = 1 << 26
 """States of lights, seen or not, that one log may have."""
 
@@ -124,6 +130,13 @@ def no_lights(steps: int) -> Lights:
     """No lights over `steps` steps."""
     empty = np.zeros((0, steps))
     return Lights(np.zeros(0, np.int64), np.zeros((0, 3)), empty.astype(np.int8), empty.astype(bool))
+
+
+def times_of(stamps: np.ndarray, steps: int, unit: float = 1.0) -> np.ndarray:
+    """Seconds from the first of `steps` steps, by time stamps in `unit` s; STEP apart where they do not grow."""
+    if stamps.shape == (steps,) and np.isfinite(stamps).all() and (np.diff(stamps) > 0).all():
+        return (stamps - stamps[0]).astype(np.float64) * unit
+    return np.arange(steps) * STEP
 
 
 def by_lane(lane: np.ndarray, step: np.ndarray, state: np.ndarray, position: np.ndarray, steps: int) -> Lights:

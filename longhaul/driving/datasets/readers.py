@@ -90,15 +90,17 @@ def _expand(given: str) -> list[Path]:
 
 def _within(folder: Path) -> list[Path]:
     """The files under a folder that look like logs, sorted."""
+
+    def refuse(error: OSError) -> None:
+        raise BadData(
+            f"{error.filename}: this folder cannot be read: {error.strerror}; change its permissions"
+        ) from error
+
     files = []
-    for parent, folders, names in os.walk(folder, onerror=_unreadable):
+    for parent, folders, names in os.walk(folder, onerror=refuse):
         folders.sort()
         files += [Path(parent) / name for name in sorted(names) if _known(Path(name))]
     return files
-
-
-def _unreadable(error: OSError) -> None:
-    raise BadData(f"{error.filename}: this folder cannot be read: {error.strerror}; change its permissions") from error
 
 
 def _known(path: Path) -> bool:
@@ -111,17 +113,6 @@ def _known(path: Path) -> bool:
     if name.endswith(".pkl"):
         return name not in scenarionet.SUMMARIES
     return ".tfrecord" in name or name.endswith((".tfrecords", ".parquet", ".db", SHARD_SUFFIX))
-
-
-def load(paths: Sequence[str], limit: int | None = None) -> list[Log]:
-    """All logs of `paths` in their order, at most `limit` of them; `BadData` at the first that cannot be read."""
-    logs: list[Log] = []
-    for path in expand(paths):
-        for log in read(path):
-            if limit is not None and len(logs) >= limit:
-                return logs
-            logs.append(log)
-    return logs
 
 
 def read(path: Path) -> Iterator[Log]:

@@ -11,35 +11,10 @@ from typing import Any
 
 import numpy as np
 
+from longhaul.driving.datasets import log
 from longhaul.driving.datasets.gpudrive import number
-from longhaul.driving.datasets.log import (
-    CROSSWALK,
-    CYCLIST,
-    DRIVEWAY,
-    EDGE_BOUNDARY,
-    EDGE_MEDIAN,
-    LANE_BIKE,
-    LANE_FREEWAY,
-    LANE_STREET,
-    LIGHT_CAUTION,
-    LIGHT_GO,
-    LIGHT_STOP,
-    MPH,
-    OTHER,
-    PEDESTRIAN,
-    ROAD_LINES,
-    SPEED_BUMP,
-    STEP,
-    STOP_SIGN,
-    VEHICLE,
-    Feature,
-    Lights,
-    Log,
-    Malformed,
-    Tracks,
-    check,
-    no_lights,
-)
+from longhaul.driving.datasets.lane_boundaries import flat
+from longhaul.driving.datasets.log import Feature, Lights, Log, Malformed, Tracks, check, no_lights, times_of
 from longhaul.driving.datasets.safe_pickle import WRONG, Array, unpickle
 
 SUMMARIES = ("dataset_summary.pkl", "dataset_mapping.pkl")
@@ -48,12 +23,12 @@ SUMMARIES = ("dataset_summary.pkl", "dataset_mapping.pkl")
 MOST_STATES = 1 << 22
 """Tracks times steps, points of the map, lights times steps: what a file could repeat by reference."""
 
-KINDS = {"VEHICLE": VEHICLE, "PEDESTRIAN": PEDESTRIAN, "CYCLIST": CYCLIST}
+KINDS = {"VEHICLE": log.VEHICLE, "PEDESTRIAN": log.PEDESTRIAN, "CYCLIST": log.CYCLIST}
 
 FEATURES = {
-    "LANE_FREEWAY": LANE_FREEWAY,
-    "LANE_SURFACE_STREET": LANE_STREET,
-    "LANE_BIKE_LANE": LANE_BIKE,
+    "LANE_FREEWAY": log.LANE_FREEWAY,
+    "LANE_SURFACE_STREET": log.LANE_STREET,
+    "LANE_BIKE_LANE": log.LANE_BIKE,
     "ROAD_LINE_BROKEN_SINGLE_WHITE": 6,
     "ROAD_LINE_SOLID_SINGLE_WHITE": 7,
     "ROAD_LINE_SOLID_DOUBLE_WHITE": 8,
@@ -62,31 +37,20 @@ FEATURES = {
     "ROAD_LINE_SOLID_SINGLE_YELLOW": 11,
     "ROAD_LINE_SOLID_DOUBLE_YELLOW": 12,
     "ROAD_LINE_PASSING_DOUBLE_YELLOW": 13,
-    "ROAD_EDGE_BOUNDARY": EDGE_BOUNDARY,
-    "ROAD_EDGE_MEDIAN": EDGE_MEDIAN,
-    "STOP_SIGN": STOP_SIGN,
-    "CROSSWALK": CROSSWALK,
-    "SPEED_BUMP": SPEED_BUMP,
-    "DRIVEWAY": DRIVEWAY,
+    "ROAD_EDGE_BOUNDARY": log.EDGE_BOUNDARY,
+    "ROAD_EDGE_MEDIAN": log.EDGE_MEDIAN,
+    "STOP_SIGN": log.STOP_SIGN,
+    "CROSSWALK": log.CROSSWALK,
+    "SPEED_BUMP": log.SPEED_BUMP,
+    "DRIVEWAY": log.DRIVEWAY,
 }
-PREFIXES = {"LANE": LANE_STREET, "ROAD_LINE": ROAD_LINES[0], "ROAD_EDGE": EDGE_BOUNDARY}
+PREFIXES = {"LANE": log.LANE_STREET, "ROAD_LINE": log.ROAD_LINES[0], "ROAD_EDGE": log.EDGE_BOUNDARY}
 """Types by their prefix, where `FEATURES` does not have it; any other is 0, which means nothing."""
 
-SIGNALS = (
-    "UNKNOWN",
-    "ARROW_STOP",
-    "ARROW_CAUTION",
-    "ARROW_GO",
-    "STOP",
-    "CAUTION",
-    "GO",
-    "FLASHING_STOP",
-    "FLASHING_CAUTION",
-)
-STATES = {f"LANE_STATE_{name}": state for state, name in enumerate(SIGNALS)} | {
-    "TRAFFIC_LIGHT_RED": LIGHT_STOP,
-    "TRAFFIC_LIGHT_YELLOW": LIGHT_CAUTION,
-    "TRAFFIC_LIGHT_GREEN": LIGHT_GO,
+STATES = {f"LANE_STATE_{name.upper()}": state for state, name in enumerate(log.LIGHT_STATES)} | {
+    "TRAFFIC_LIGHT_RED": log.LIGHT_STOP,
+    "TRAFFIC_LIGHT_YELLOW": log.LIGHT_CAUTION,
+    "TRAFFIC_LIGHT_GREEN": log.LIGHT_GO,
 }
 
 
@@ -109,24 +73,22 @@ def _log(document: dict[str, Any]) -> Log:
     places = {str(key): index for index, key in enumerate(named)}
     ego = places.get(str(metadata.get("sdc_id")), number(metadata.get("sdc_track_index"), -1))
     predict = metadata.get("tracks_to_predict") or ()
-    lights = document.get("dynamic_map_states")
+    lights, stamps = document.get("dynamic_map_states"), metadata.get("ts")
     return Log(
         id=str(document["id"]),
         source="scenarionet",
-        times=_times(metadata.get("ts"), steps),
+        times=times_of(np.zeros(0) if stamps is None else values(stamps), steps),
         current=number(metadata.get("current_time_index"), 0),
         tracks=_tracks(named, steps),
         sdc=ego,
-        predict=tuple(_place(each, places) for each in listed(predict)),
+        # each is given by its id or as {"track_index": ...}
+        predict=tuple(
+            int(each["track_index"]) if isinstance(each, dict) else places[str(each)] for each in listed(predict)
+        ),
         features=_features(document["map_features"]),
         lights=no_lights(steps) if lights is None else _lights(lights, steps),
         has_lights=lights is not None,
     )
-
-
-def _place(each: Any, places: dict[str, int]) -> int:
-    """The index of a track to predict, given by its id or as {"track_index": ...}."""
-    return int(each["track_index"]) if isinstance(each, dict) else places[str(each)]
 
 
 def listed(value: Any) -> list[Any]:
@@ -148,14 +110,6 @@ def values(value: Any) -> np.ndarray:
     return np.array(float(value))
 
 
-def _times(stamps: Any, steps: int) -> np.ndarray:
-    if stamps is not None:
-        times = values(stamps)
-        if times.shape == (steps,) and np.isfinite(times).all() and (np.diff(times) > 0).all():
-            return times - times[0]
-    return np.arange(steps) * STEP
-
-
 def _tracks(named: dict[Any, Any], steps: int) -> Tracks:
     n = len(named)
     if not n or steps < 1 or n * steps > MOST_STATES:
@@ -167,10 +121,10 @@ def _tracks(named: dict[Any, Any], steps: int) -> Tracks:
     def column(name: str, width: int) -> np.ndarray:
         return np.where(valid[..., None], np.stack([_column(state, name, steps, width) for state in states]), 0.0)
 
-    kind = np.array([KINDS.get(str(track["type"]), OTHER) for track in named.values()], np.int8)
+    kind = np.array([KINDS.get(str(track["type"]), log.OTHER) for track in named.values()], np.int8)
     size = np.concatenate([column(name, 1) for name in ("length", "width", "height")], axis=-1)
     # The nuScenes converter writes the ego's width as its length: no vehicle is wider than it is long.
-    crosswise = (kind == VEHICLE)[:, None] & (size[..., 0] < size[..., 1])
+    crosswise = (kind == log.VEHICLE)[:, None] & (size[..., 0] < size[..., 1])
     size[..., :2] = np.where(crosswise[..., None], size[..., 1::-1], size[..., :2])
     return Tracks(
         id=np.array([number(key, index) for index, key in enumerate(named)], np.int64),
@@ -193,7 +147,7 @@ def _column(state: dict[str, Any], name: str, steps: int, width: int) -> np.ndar
     if len(array) == 1 and width == 1:
         array = np.repeat(array, steps, axis=0)
     if array.shape == (steps, 2) and width == 3:
-        array = np.concatenate([array, np.zeros((steps, 1))], axis=1)
+        array = flat(array)
     if array.shape[0] != steps or array.shape[1] < width:
         raise Malformed(f"a track's {name} has shape {array.shape}, not ({steps}, {width})")
     return array[:, :width]
@@ -232,13 +186,13 @@ def _shape(feature: dict[str, Any]) -> np.ndarray:
             points = points.reshape(1, -1) if points.ndim == 1 and len(points) else points
             if points.ndim != 2 or points.shape[1] not in (2, 3):
                 return np.zeros((0, 3))
-            return points if points.shape[1] == 3 else np.concatenate([points, np.zeros((len(points), 1))], axis=1)
+            return points if points.shape[1] == 3 else flat(points)
     return np.zeros((0, 3))
 
 
 def _limit(feature: dict[str, Any]) -> float | None:
     """The speed limit, m/s."""
-    for name, unit in (("speed_limit_mph", MPH), ("speed_limit_kmh", 1 / 3.6)):
+    for name, unit in (("speed_limit_mph", log.MPH), ("speed_limit_kmh", 1 / 3.6)):
         if feature.get(name) is not None:
             return float(values(feature[name]).reshape(-1)[0]) * unit
     return None

@@ -35,7 +35,6 @@ from longhaul.driving.datasets import log
 from longhaul.driving.datasets.log import (
     MOST_STEPS,
     MPH,
-    STEP,
     BadData,
     Feature,
     Lights,
@@ -45,6 +44,7 @@ from longhaul.driving.datasets.log import (
     by_lane,
     check,
     no_lights,
+    times_of,
 )
 
 EXAMPLE, SCENARIO = "womd-example", "womd-scenario"
@@ -226,12 +226,16 @@ def read_example(payload: bytes) -> Log:
     predict = (
         _ints(example, "state/tracks_to_predict")[:n] if "state/tracks_to_predict" in example else np.zeros(0, int)
     )
+    stamps = np.zeros(0)
+    if _has(example, "state/current/timestamp_micros"):
+        slots = len(_ints(example, "state/is_sdc"))
+        stamps = np.concatenate(_epochs(example, "state", "timestamp_micros", slots), axis=1)[ego[0]]
     lights = _example_lights(example, steps)
     return check(
         Log(
             id=identity[0].decode(errors="replace") if isinstance(identity, list) and identity else "",
             source="womd",
-            times=_example_times(example, int(ego[0]), steps),
+            times=times_of(stamps, steps, 1e-6),
             current=current,
             tracks=tracks,
             sdc=int(ego[0]),
@@ -319,16 +323,6 @@ def _has(example: Example, name: str) -> bool:
     return len(example.get(name, ())) > 0
 
 
-def _example_times(example: Example, ego: int, steps: int) -> np.ndarray:
-    """Seconds from the first step by the ego's time stamps; 0.1 s steps where they are missing or do not grow."""
-    if _has(example, "state/current/timestamp_micros"):
-        slots = len(_ints(example, "state/is_sdc"))
-        stamps = np.concatenate(_epochs(example, "state", "timestamp_micros", slots), axis=1)[ego]
-        if len(stamps) == steps and (np.diff(stamps) > 0).all():
-            return (stamps - stamps[0]).astype(np.float64) * 1e-6
-    return np.arange(steps) * STEP
-
-
 def _example_features(example: Example) -> tuple[Feature, ...]:
     """The map's points joined to features by (id, type), both in the file's order."""
     if not _has(example, "roadgraph_samples/xyz"):
@@ -400,9 +394,6 @@ def read_scenario(payload: bytes) -> Log:
         raise Malformed("it names no ego (sdc_track_index)")
     tracks = _scenario_tracks(message.tracks)
     steps = tracks.valid.shape[1]
-    times = np.array(message.times)
-    if not (len(times) == steps and np.isfinite(times).all() and (np.diff(times) > 0).all()):
-        times = np.arange(steps) * STEP
     sightings = [(light, step) for step, lights in enumerate(message.lights[:steps]) for light in lights.lights]
     lane, state = (np.array([getattr(light, name) for light, _ in sightings], np.int64) for name in ("lane", "state"))
     stops = _columns([[light.stop for light, _ in sightings]], "x", "y", "z")
@@ -411,7 +402,7 @@ def read_scenario(payload: bytes) -> Log:
         Log(
             id=message.id.decode(errors="replace"),
             source="womd",
-            times=times - times[0],
+            times=times_of(np.array(message.times), steps),
             current=message.current,
             tracks=tracks,
             sdc=message.ego,

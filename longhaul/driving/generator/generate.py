@@ -10,28 +10,13 @@ The check of boxes is exact and the host's own; the simulator has another, for m
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from concurrent.futures import ProcessPoolExecutor
-from functools import partial
-from multiprocessing import get_context
+from collections.abc import Callable
 from typing import NamedTuple
 
 import numpy as np
 
-from longhaul.driving.datasets.log import (
-    CROSSWALK,
-    CYCLIST,
-    LANE_STREET,
-    LIGHT_CAUTION,
-    LIGHT_GO,
-    LIGHT_STOP,
-    PEDESTRIAN,
-    VEHICLE,
-    Feature,
-    Lights,
-    Log,
-    Tracks,
-)
+from longhaul.driving.datasets import log
+from longhaul.driving.datasets.log import Feature, Lights, Log, Tracks
 from longhaul.driving.generator import roads, traffic
 from longhaul.driving.generator.roads import World
 from longhaul.driving.scenario.distance_field import Edges, make_edges, signed_distance
@@ -153,17 +138,6 @@ def generate(seed: int, *, density: float | None = None, steps: int = 91, curren
     )
 
 
-def generate_many(
-    seeds: Iterable[int], *, density: float | None = None, steps: int = 91, current: int = 10, workers: int = 1
-) -> list[Log]:
-    """The logs of `seeds`, in their order; see `generate`. With `workers` > 1 in so many processes."""
-    make = partial(generate, density=density, steps=steps, current=current)
-    if workers <= 1:
-        return [make(seed) for seed in seeds]
-    with ProcessPoolExecutor(workers, mp_context=get_context("spawn")) as pool:
-        return list(pool.map(make, seeds, chunksize=8))
-
-
 def draw_scene(rng: np.random.Generator, world: World, net: traffic.Network, level: float, steps: int) -> Scene:
     """Traffic at the first step, the lights' programme, and who walks and stands beside the road."""
     turns = np.array([p.turn for p in world.paths])
@@ -210,7 +184,7 @@ def draw_lights(rng: np.random.Generator, world: World, leg: int, steps: int) ->
     own = float(rng.uniform(low, high)) - groups[leg] * (-green - yellow - clear)
     time = np.arange(steps) * DT
     phase = (time[None] + own - groups[:, None] * (green + yellow + clear)) % period
-    state = np.where(phase < green, LIGHT_GO, np.where(phase < green + yellow, LIGHT_CAUTION, LIGHT_STOP))
+    state = np.where(phase < green, log.LIGHT_GO, np.where(phase < green + yellow, log.LIGHT_CAUTION, log.LIGHT_STOP))
     return state.astype(np.int8), mode == 3
 
 
@@ -274,7 +248,7 @@ def first_speeds(
         members = np.flatnonzero(lane == group)
         members = members[np.argsort(-(s[members] - net.offset[path[members], group]), kind="stable")]
         for ahead, i in zip([-1, *members[:-1]], members, strict=True):
-            if lights is not None and part[i] == 0 and lights[net.leg[path[i]], 0] != LIGHT_GO:
+            if lights is not None and part[i] == 0 and lights[net.leg[path[i]], 0] != log.LIGHT_GO:
                 room = net.bound[path[i], 0] - s[i] - length[i] / 2 - 1.5
                 speed[i] = min(speed[i], np.sqrt(3.0 * max(room, 0.0)))
             if ahead >= 0:
@@ -300,7 +274,7 @@ def draw_walkers(
         direction = (b - a) / size
         way = np.clip((time - begin) * pace, 0.0, size + 5.0) - 2.5
         crossing = (way > -0.5) & (way < size + 0.5)
-        if lights is not None and (lights[leg, crossing] != LIGHT_STOP).any():
+        if lights is not None and (lights[leg, crossing] != log.LIGHT_STOP).any():
             continue
         out.append(a + way[:, None] * direction)
     return np.array(out) if out else np.zeros((0, steps, 2))
@@ -317,15 +291,15 @@ def draw_beside(
             spots = np.cumsum(6.5 + rng.exponential(25.0, 8)) + rng.uniform(0.0, 60.0)
             for spot in spots:
                 size = (float(rng.uniform(4.1, 4.9)), float(rng.uniform(1.7, 1.9)), 1.6)
-                out.append((VEHICLE, glide(kerb, spot, 0.0, steps), size))
+                out.append((log.VEHICLE, glide(kerb, spot, 0.0, steps), size))
         elif choice < 0.75:
             ride = glide(kerb, float(rng.uniform(10.0, 90.0)), float(rng.uniform(3.0, 6.0)), steps)
-            out.append((CYCLIST, ride, (1.8, 0.7, 1.7)))
+            out.append((log.CYCLIST, ride, (1.8, 0.7, 1.7)))
     for walk in world.walks:
         for _ in range(int(rng.integers(0, 1 + round(2 * level) + 1))):
             side = walk if rng.random() < 0.5 else walk[::-1]
             stroll = glide(side, float(rng.uniform(5.0, 120.0)), float(rng.uniform(0.9, 1.6)), steps)
-            out.append((PEDESTRIAN, stroll, (0.6, 0.6, 1.75)))
+            out.append((log.PEDESTRIAN, stroll, (0.6, 0.6, 1.75)))
     return out
 
 
@@ -355,14 +329,14 @@ def fit(net: traffic.Network, scene: Scene, s: np.ndarray, v: np.ndarray, curren
     state = scene.lights[net.leg[scene.cars.path[0]]]
     step = int((front >= stop).argmax())
     passes = front[0] < stop <= front[-1]
-    return not (passes and LIGHT_STOP in state[max(step - 2, 0) : step + 2])
+    return not (passes and log.LIGHT_STOP in state[max(step - 2, 0) : step + 2])
 
 
 def embody(net: traffic.Network, scene: Scene, s: np.ndarray, v: np.ndarray) -> Bodies:
     """The scene's vehicles, walkers and bystanders as boxes over time."""
     cars, steps = scene.cars, s.shape[1]
     path = np.broadcast_to(cars.path[:, None], s.shape)
-    poses, speeds, kinds = [traffic.pose(net, path, s)], [v], [VEHICLE] * len(s)
+    poses, speeds, kinds = [traffic.pose(net, path, s)], [v], [log.VEHICLE] * len(s)
     sizes = [(float(a), float(b), 1.5 if a < 5.5 else 2.8) for a, b in zip(cars.length, scene.width, strict=True)]
     valids = [s < net.length[cars.path][:, None] - cars.length[:, None] / 2]
     for walk in scene.walkers:
@@ -371,7 +345,7 @@ def embody(net: traffic.Network, scene: Scene, s: np.ndarray, v: np.ndarray) -> 
         heading = np.full((steps, 1), np.arctan2(ahead[1], ahead[0]))
         poses.append(np.concatenate([walk, heading], 1)[None])
         speeds.append(np.hypot(*step.T)[None])
-        kinds, sizes = [*kinds, PEDESTRIAN], [*sizes, (0.6, 0.6, 1.75)]
+        kinds, sizes = [*kinds, log.PEDESTRIAN], [*sizes, (0.6, 0.6, 1.75)]
     for kind, glided, size in scene.beside:
         poses.append(glided[None, :, :3])
         speeds.append(glided[None, :, 3])
@@ -430,8 +404,8 @@ def describe(world: World, placed: Callable[[np.ndarray], np.ndarray]) -> tuple[
             leave[a].add(b + 1)
             entry[b].add(a + 1)
     lanes = [
-        Feature(i + 1, LANE_STREET, placed(line), tuple(sorted(entry[i])), tuple(sorted(leave[i])), world.limit)
+        Feature(i + 1, log.LANE_STREET, placed(line), tuple(sorted(entry[i])), tuple(sorted(leave[i])), world.limit)
         for i, line in enumerate(world.lanes)
     ]
-    others = [*world.edges, *world.lines, *((CROSSWALK, c) for c in world.crosswalks)]
+    others = [*world.edges, *world.lines, *((log.CROSSWALK, c) for c in world.crosswalks)]
     return (*lanes, *(Feature(len(lanes) + 1 + i, kind, placed(line)) for i, (kind, line) in enumerate(others)))

@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from longhaul.driving.datasets.log import EDGE_BOUNDARY, EDGE_MEDIAN
+from longhaul.driving.datasets import log
 
 KINDS = ("straight", "curve", "crossing", "tee", "merge", "roundabout")
 SHARES = (0.12, 0.24, 0.28, 0.16, 0.10, 0.10)
@@ -144,9 +144,9 @@ def link(rng: np.random.Generator, kind: str, more: float) -> World:
     lanes = [offset(middle, -profile.lane(i)) for i in range(profile.right)]
     lanes += [offset(middle, profile.lane(i))[::-1] for i in range(profile.left)]
     right, left = -profile.half(profile.right), profile.half(profile.left)
-    edges = [(EDGE_BOUNDARY, offset(middle, right)), (EDGE_BOUNDARY, offset(middle, left)[::-1])]
+    edges = [(log.EDGE_BOUNDARY, offset(middle, right)), (log.EDGE_BOUNDARY, offset(middle, left)[::-1])]
     if profile.median:
-        edges.append((EDGE_MEDIAN, island(middle, profile.median / 2 - 0.3)))
+        edges.append((log.EDGE_MEDIAN, island(middle, profile.median / 2 - 0.3)))
     kerbs = [offset(middle, right + profile.shoulder / 2)]
     kerbs += [offset(middle, left - profile.shoulder / 2)[::-1]] if profile.left else []
     walks = [offset(middle, right - 2.0), offset(middle, left + 2.0)[::-1]]
@@ -222,7 +222,7 @@ def dress(legs: list[Leg], *, crosswalks: bool) -> dict[str, list]:
         middle = ray(leg.angle, leg.stop + 1.0, leg.far, 0.0)
         out["lines"] += marks(middle, p)
         if p.median:
-            out["edges"].append((EDGE_MEDIAN, island(middle, p.median / 2 - 0.3)))
+            out["edges"].append((log.EDGE_MEDIAN, island(middle, p.median / 2 - 0.3)))
         into, outof = p.half(p.left), p.half(p.right)
         out["kerbs"] += [ray(leg.angle, leg.far, leg.stop + 12.0, into - p.shoulder / 2)]
         out["kerbs"] += [ray(leg.angle, leg.stop + 12.0, leg.far, p.shoulder / 2 - outof)]
@@ -277,7 +277,7 @@ def crossing(rng: np.random.Generator, kind: str, more: float) -> World:
                 connector = add(lanes, through(lanes[entrances[k][i]], lanes[exits[j][o]]))
                 paths.append(Path((entrances[k][i], connector, exits[j][o]), k, turn, base + (2, 0, 1)[turn]))
     furniture = dress(legs, crosswalks=lights or rng.random() < 0.3)
-    furniture["edges"] += [(EDGE_BOUNDARY, corner_edge(legs[k], legs[(k + 1) % count])) for k in range(count)]
+    furniture["edges"] += [(log.EDGE_BOUNDARY, corner_edge(legs[k], legs[(k + 1) % count])) for k in range(count)]
     limit, shoulder = float(rng.uniform(8.0, 16.0)), min(main.shoulder, side.shoulder)
     return World(kind, lanes, paths, **furniture, signals=groups if lights else None, limit=limit, shoulder=shoulder)
 
@@ -323,7 +323,7 @@ def merge(rng: np.random.Generator, more: float) -> World:
     edges = [np.concatenate([ramp_right, taper]), np.concatenate(gore), top]
     lines = [(WHITE_BROKEN, np.array([[-170.0, -i * width], [far, -i * width]])) for i in range(1, count)]
     lines.append((WHITE_BROKEN, np.array([[0.0, right], [room + 10.0, right]])))
-    return World("merge", lanes, paths, [(EDGE_BOUNDARY, e) for e in edges], lines, [], [], [], None, limit, 0.5)
+    return World("merge", lanes, paths, [(log.EDGE_BOUNDARY, e) for e in edges], lines, [], [], [], None, limit, 0.5)
 
 
 def roundabout(rng: np.random.Generator, more: float) -> World:
@@ -355,7 +355,7 @@ def roundabout(rng: np.random.Generator, more: float) -> World:
         arc = circle(outer, leg.angle + swing, leg.angle + swing + (other.angle - leg.angle - 2 * swing) % (2 * np.pi))
         approach = ray(leg.angle, leg.far, leg.stop, profile.half(1))
         edge = joined(joined(approach, arc), ray(other.angle, other.stop, other.far, -profile.half(1)))
-        furniture["edges"].append((EDGE_BOUNDARY, edge))
-    furniture["edges"].append((EDGE_MEDIAN, circle(ring - width / 2 - 0.8, 2 * np.pi, 0.0)))
+        furniture["edges"].append((log.EDGE_BOUNDARY, edge))
+    furniture["edges"].append((log.EDGE_MEDIAN, circle(ring - width / 2 - 0.8, 2 * np.pi, 0.0)))
     limit = float(rng.uniform(8.0, 12.0))
     return World("roundabout", lanes, paths, **furniture, signals=None, limit=limit, shoulder=0.6)

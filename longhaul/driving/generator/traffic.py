@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from longhaul.driving.datasets.log import LIGHT_CAUTION, LIGHT_GO
+from longhaul.driving.datasets import log
 from longhaul.driving.generator.roads import World
 
 CLOSE = 2.7
@@ -174,8 +174,8 @@ def run(
         held = np.zeros(n, bool)
         if lights is not None:
             state = lights[net.leg[path], t]
-            limit = np.where(state == LIGHT_CAUTION, 2.8, 6.0)
-            held = (state != LIGHT_GO) & (front <= stop) & (brakes2 <= limit * np.maximum(stop - front, 0.05))
+            limit = np.where(state == log.LIGHT_CAUTION, 2.8, 6.0)
+            held = (state != log.LIGHT_GO) & (front <= stop) & (brakes2 <= limit * np.maximum(stop - front, 0.05))
             line = np.where(held, stop - front, np.inf)
         wait = yields(front, rear, v, enter, leave, held, there, senior, ahead_of)
         line = np.minimum(line, np.where(wait, enter - 1.0 - front[:, None], np.inf).min(1))

@@ -15,10 +15,10 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from longhaul.driving.datasets.log import CYCLIST, PEDESTRIAN, VEHICLE
+from longhaul.driving.datasets import log
 from longhaul.driving.scenario import distance_field
 from longhaul.driving.scenario.lane_graph import Roadmap, join
-from longhaul.driving.scenario.scenario import CELL, ONWARD, ROUTE_SPACING, Scenario
+from longhaul.driving.scenario.scenario import ONWARD, ROUTE_SPACING, Scenario
 
 Array = Any  # numpy.ndarray or jax.Array
 
@@ -180,25 +180,6 @@ def extend(route: np.ndarray, count: np.ndarray, points: int) -> np.ndarray:
     return out
 
 
-def sample(field: np.ndarray, origin: np.ndarray, points: np.ndarray) -> np.ndarray:
-    """The signed distance, m [...], of `points` [..., 2] by bilinear interpolation in a scenario's `field` (NumPy;
-    host only).
-
-    Points outside of the field take the value of its border; an empty field is -320 m everywhere.
-    """
-    height, width = field.shape
-    if height < 2 or width < 2:
-        return np.full(points.shape[:-1], -320.0)
-    place = (np.asarray(points, np.float64) - origin) / CELL
-    place = np.clip(place, 0.0, np.array([width - 1, height - 1], np.float64))
-    corner = np.minimum(place.astype(np.int64), np.array([width - 2, height - 2]))
-    fx, fy = np.moveaxis(place - corner, -1, 0)
-    x, y = np.moveaxis(corner, -1, 0)
-    low = field[y, x] * (1 - fx) + field[y, x + 1] * fx
-    high = field[y + 1, x] * (1 - fx) + field[y + 1, x + 1] * fx
-    return (low * (1 - fy) + high * fy) / 100.0
-
-
 STIR = 0.5
 """A logged vehicle that moves by less than this, m, stands still: trackers jitter."""
 
@@ -226,9 +207,9 @@ def extents(scenario: Scenario, pose: np.ndarray) -> Extents:
     """The extents of `scenario` whose `pose` is as a shard gives it back: rounded to its units."""
     driven = scenario.controlled >= 0
     kinds = np.where(driven, scenario.kind[np.maximum(scenario.controlled, 0)], 0)
-    slow = 1 + np.flatnonzero(np.isin(kinds[1:], (CYCLIST, PEDESTRIAN)))
+    slow = 1 + np.flatnonzero(np.isin(kinds[1:], (log.CYCLIST, log.PEDESTRIAN)))
     length = arc_lengths(pose[None], scenario.present[None])[0, -1]
-    moves = (scenario.kind == VEHICLE) & (length >= MOVES)
+    moves = (scenario.kind == log.VEHICLE) & (length >= MOVES)
     field = scenario.field
     cells = 0 if min(field.shape) < 2 else len(distance_field.tile([field]).cells) - 2 * distance_field.COARSE
     return Extents(

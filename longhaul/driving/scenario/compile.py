@@ -320,7 +320,8 @@ def guide(
     if expert_s[-1] < SHORTEST:
         return None
     begin = float(heading[0])
-    for lines, away in ((path_lines(knots, paths), PATH_AWAY), (lane_lines(knots, begin, lanes), AWAY)):
+    ways = (each.points for each in paths if project(each.points, each.s, knots[-1])[0] < each.s[-1] - 0.01)
+    for lines, away in ((ways, PATH_AWAY), (lane_lines(knots, begin, lanes), AWAY)):
         measured = [(offsets(knots, line), line) for line in lines]
         fitting = [(float(offset.mean()), line) for offset, line in measured if offset.max() < away]
         if fitting:
@@ -328,13 +329,6 @@ def guide(
             if found is not None:
                 return found
     return None
-
-
-def path_lines(knots: np.ndarray, paths: Sequence[Lane]) -> Iterator[np.ndarray]:
-    """The paths [P, 3] that go on to where the log ends and farther."""
-    for path in paths:
-        if project(path.points, path.s, knots[-1])[0] < path.s[-1] - 0.01:
-            yield path.points
 
 
 def lane_lines(knots: np.ndarray, heading: float, lanes: Mapping[int, Lane]) -> Iterator[np.ndarray]:
@@ -411,35 +405,27 @@ def along(position: np.ndarray, valid: np.ndarray, travelled: np.ndarray, line: 
 CHOSEN = "chosen"
 """Mark of scenarios whose tracks were chosen by number."""
 
-
 MOVES = 2.0
 """Metres that an agent beside the ego must travel in the log to be worth controlling."""
-
 
 ROUTES = ("log", "lanes")
 """Along what routes may run."""
 
-
 FAR = 100.0
 """Metres from the ego's path beyond which a standing agent is left out."""
-
 
 FIELD_BEYOND = 15.0
 """Metres of a route after its logged part that the distance field still covers."""
 
-
 DRAWN, DRAWN_TOLERANCE = 80.0, 0.1
 """Metres around the routes that are drawn, and by how much drawn lines may be simplified."""
-
 
 LONGEST, MOST_AREA = 2e4, 4e6
 """Metres of one agent's path, and square metres of the box around all routes: who is farther is no traffic, but an
 error of the source, and would take the memory of thousands of scenarios."""
 
-
 UNDER_WAY = 0.3
 """Metres within the last half second before a vehicle is lost, above which it goes on."""
-
 
 PAIRS = 1 << 20
 """Pairs of points that are looked at together."""
@@ -450,7 +436,6 @@ class Signals(NamedTuple):
 
     s: np.ndarray  # float64 [L]
     state: np.ndarray  # int8 [L, T], unknown throughout where disputed
-    disputed: np.ndarray  # bool [L]
 
 
 def compile_log(
@@ -492,11 +477,11 @@ def compile_log(
         fit = np.isin(chosen, control)
     driven = controlled(position[chosen], valid[chosen], fit, agents)
     lanes = find_lanes(log.features, origin)
-    found = [
-        route_of(position[i], heading[i], valid[i], lanes, given(log, origin) if i == log.sdc else [], routes)
-        for i in chosen[driven]
-    ]
-    size = first_size(tracks.size[chosen][:, window], valid[chosen])
+    found = []
+    for i in chosen[driven]:
+        agent = position[i], heading[i], valid[i], lanes, given(log, origin) if i == log.sdc else []
+        found.append((guide(*agent) if routes == "lanes" else None) or make_route(*agent))
+    size = tracks.size[chosen, log.current + valid[chosen].argmax(1), :2]  # at its first valid step
     signals = [signals_of(log, window, r, size[i, 0] / 2, origin, lanes) for r, i in zip(found, driven, strict=True)]
     field, field_origin = road_field(log, found, origin, route_margin)
     pose = np.concatenate([position[chosen, :, :2], heading[chosen][..., None]], -1)
@@ -541,19 +526,6 @@ def onward(
         ways.append(at(line, arc_length(line), where))
     points = np.concatenate([np.zeros((0, 2)), *ways]).astype(np.float32)
     return {"onward_of": np.array(which, np.int16), "onward": points}
-
-
-def route_of(
-    position: np.ndarray,
-    heading: np.ndarray,
-    valid: np.ndarray,
-    lanes: dict[int, Lane],
-    paths: list[Lane],
-    routes: str,
-) -> Route:
-    """One agent's route; see `compile_log`."""
-    guided = guide(position, heading, valid, lanes, paths) if routes == "lanes" else None
-    return guided or make_route(position, heading, valid, lanes, paths)
 
 
 def given(log: Log, origin: np.ndarray) -> list[Lane]:
@@ -624,11 +596,6 @@ def controlled(position: np.ndarray, valid: np.ndarray, fit: np.ndarray, agents:
     return [0, *(int(i) for i in np.flatnonzero(fit) if i > 0)][:agents]
 
 
-def first_size(size: np.ndarray, valid: np.ndarray) -> np.ndarray:
-    """Length and width [N, 2] at each agent's first valid step."""
-    return size[np.arange(len(size)), valid.argmax(1), :2]
-
-
 def signals_of(
     log: Log, window: slice, route: Route, half_length: float, origin: np.ndarray, lanes: dict[int, Lane]
 ) -> Signals:
@@ -640,21 +607,7 @@ def signals_of(
     known = np.where(lights.valid[index, window], lights.state[index, window], 0)
     state = STATES[np.clip(known, 0, len(STATES) - 1)]
     disputed = lights_disputed(route.expert_s + half_length, s, state)
-    return Signals(s, np.where(disputed[:, None], np.int8(0), state), disputed)
-
-
-def disputes(log: Log) -> tuple[int, int]:
-    """Number of lights that the ego's route meets, and how many of them it disputes by driving through them while
-    red."""
-    steps = usable_steps(log, None)
-    window = slice(log.current, log.current + steps)
-    origin = log.tracks.position[log.sdc, log.current]
-    lanes = find_lanes(log.features, origin)
-    known = np.ones(steps, bool)
-    heading = log.tracks.heading[log.sdc, window].astype(np.float64)
-    route = make_route(log.tracks.position[log.sdc, window] - origin, heading, known, lanes)
-    signals = signals_of(log, window, route, log.tracks.size[log.sdc, log.current, 0] / 2, origin, lanes)
-    return len(signals.s), int(signals.disputed.sum())
+    return Signals(s, np.where(disputed[:, None], np.int8(0), state))
 
 
 def pad_routes(routes: list[Route], signals: list[Signals], agents: int, steps: int) -> dict[str, np.ndarray]:

@@ -19,18 +19,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from longhaul.driving.datasets.log import (
-    CROSSWALK,
-    EDGE_BOUNDARY,
-    EDGE_MEDIAN,
-    LANE_BIKE,
-    LANE_FREEWAY,
-    LANE_STREET,
-    ROAD_LINES,
-    SPEED_BUMP,
-    STOP_SIGN,
-    Feature,
-)
+from longhaul.driving.datasets import log
+from longhaul.driving.datasets.log import Feature
 from longhaul.driving.scenario.distance_field import segment_distance, simplify
 from longhaul.driving.scenario.scenario import CANDIDATES, NEARBY, NO_ROAD, Road
 
@@ -40,92 +30,71 @@ Array = Any  # numpy.ndarray or jax.Array
 LONGEST, MERGE = 10.0, 0.1
 """Metres of the longest row (a little more where the source's points lie so), and by which merging may move it."""
 
-
 REACH = 70.0
 """Metres from the routes beyond which rows are left out."""
-
 
 PLACE_UNIT, HALF_UNIT = 0.02, 0.002
 """Metres: the units of a row's middle (int16, from the origin) and of its half (13 bits)."""
 
-
 HALF_MOST = 4095
-
 
 LIMIT_UNIT, LIMIT_MOST = 0.02, 4095
 """The unit, m/s, of a speed limit (12 bits)."""
 
-
 MOST_ROWS, MOST_PLACE, MOST_PARTS = 32767, 32700, 1 << 20
-
 
 LEVEL, SLOPE, BRIDGE = 3.0, 0.08, 5.0
 """Objects on another level of the road: its height differs from the nearest route point's by more than `LEVEL` metres
 and `SLOPE` of the distance to it, since roads climb; in any case by more than `BRIDGE`."""
 
-
 MPH = 0.44704
 
-
-INFERRED = {LANE_FREEWAY: 70.0 * MPH, LANE_STREET: 45.0 * MPH}
+INFERRED = {log.LANE_FREEWAY: 70.0 * MPH, log.LANE_STREET: 45.0 * MPH}
 """Speed limits, m/s, by a lane's kind where the source has none (as V-Max takes them)."""
-
 
 BIKE, STREET, FREEWAY = 1, 2, 3
 
-
 BROKEN, SOLID, EDGE = 1 << 2, 2 << 2, 3 << 2
-
 
 CROSSING, BUMP, STOP = 1 << 4, 2 << 4, 3 << 4
 
-
 CODES = {
-    LANE_BIKE: BIKE,
-    LANE_STREET: STREET,
-    LANE_FREEWAY: FREEWAY,
-    **{kind: BROKEN if kind in (6, 9, 10, 13) else SOLID for kind in ROAD_LINES},
-    EDGE_BOUNDARY: EDGE,
-    EDGE_MEDIAN: EDGE,
-    CROSSWALK: CROSSING,
-    SPEED_BUMP: BUMP,
-    STOP_SIGN: STOP,
+    log.LANE_BIKE: BIKE,
+    log.LANE_STREET: STREET,
+    log.LANE_FREEWAY: FREEWAY,
+    **{kind: BROKEN if kind in (6, 9, 10, 13) else SOLID for kind in log.ROAD_LINES},
+    log.EDGE_BOUNDARY: EDGE,
+    log.EDGE_MEDIAN: EDGE,
+    log.CROSSWALK: CROSSING,
+    log.SPEED_BUMP: BUMP,
+    log.STOP_SIGN: STOP,
 }
 """Kinds of a row, three numbers of two bits: lane, barrier, special; of each, a larger one binds more. A passing line
 (13) may be crossed like a broken one. Driveways are left out."""
 
-
 LIMIT_INFERRED, JUNCTION = 1, 2
 """Bits of `Road.lane_flags`."""
-
 
 BLOCK, FINE = 16.0, 5
 """Metres of a block; cells along its side."""
 
-
 PROBES = ((0.0, 0.0), *((i, j) for i in (-1.0, 0.0, 1.0) for j in (-1.0, 0.0, 1.0) if i or j))
 """Points from which the lanes nearest to a cell are searched, in halves of its side from its middle."""
-
 
 MARGIN = 8.0
 """Metres around the routes that have blocks."""
 
-
 GOES_ON = 20.0
 """Metres of a route after its goal that still have blocks."""
-
 
 RANGE = 60.0
 """Metres from a block's middle within which its candidates lie."""
 
-
 NEAREST, SECOND = 9, 3
 """Rows of a cell's list of lanes; by how many ranks a lane's second row comes later."""
 
-
 MOST_LANES = 512
 """Lanes' rows of a block that are looked at; the densest junctions have some 200."""
-
 
 FARTHEST, MOST_BLOCKS = 720.0, 1024
 """Metres from the rows' origin beyond which there are no blocks; and the most of them: the ego's come first."""
@@ -160,7 +129,8 @@ def make_road(features: Sequence[Feature], near: np.ndarray, origin: np.ndarray)
     Where there are more than `MOST_ROWS`, or rows farther than 650 m from the middle of the routes, the farthest are
     left out.
     """
-    near = lattice(near)
+    # one point from each box of 4 x 4 x 2 m is enough
+    near = near[np.sort(np.unique(np.floor(near / np.array([4.0, 4.0, 2.0])), axis=0, return_index=True)[1])]
     rows = segments(features, near, origin)
     middle = 0.5 * (rows.start + rows.end)
     away, level = around(middle, near)
@@ -185,12 +155,6 @@ def make_road(features: Sequence[Feature], near: np.ndarray, origin: np.ndarray)
     )
 
 
-def lattice(points: np.ndarray) -> np.ndarray:
-    """One of `points` [Q, 3] from each box of 4 x 4 x 2 m."""
-    _, first = np.unique(np.floor(points / np.array([4.0, 4.0, 2.0])), axis=0, return_index=True)
-    return points[np.sort(first)]
-
-
 def around(points: np.ndarray, near: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """For points [P, 3]: the distance [P], m, in the plane to the nearest of `near` [Q, 3], and whether they are of its
     level."""
@@ -210,7 +174,7 @@ def segments(features: Sequence[Feature], near: np.ndarray, origin: np.ndarray) 
     low, high = near[:, :2].min(0) - REACH, near[:, :2].max(0) + REACH
     pieces: list[np.ndarray] = []
     kinds, lanes = [], []
-    order = sorted(range(len(features)), key=lambda i: features[i].kind > LANE_BIKE)
+    order = sorted(range(len(features)), key=lambda i: features[i].kind > log.LANE_BIKE)
     for i in order:
         feature = features[i]
         code = CODES.get(feature.kind)
@@ -219,7 +183,7 @@ def segments(features: Sequence[Feature], near: np.ndarray, origin: np.ndarray) 
         points = feature.points - origin
         if (points[:, :2].max(0) < low).any() or (points[:, :2].min(0) > high).any():
             continue
-        if feature.kind in (CROSSWALK, SPEED_BUMP) and len(points) > 2:
+        if feature.kind in (log.CROSSWALK, log.SPEED_BUMP) and len(points) > 2:
             points = np.concatenate([points, points[:1]])
         cut = [points[:1].repeat(2, 0)] if code == STOP else chop(points)
         pieces += cut

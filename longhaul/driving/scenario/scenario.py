@@ -21,7 +21,6 @@ ROUTE_SPACING = 1.0
 CELL = 0.5
 """Metres between two samples of a distance field."""
 
-
 ONWARD, ONWARD_SPACING = 16, 2.5
 """Points, and metres between them, of a vehicle's way after the log's last sight of it."""
 
@@ -98,7 +97,6 @@ class Scenario(NamedTuple):
 
 CONTROLS = {"vehicles": (VEHICLE,), "all": (VEHICLE, CYCLIST, PEDESTRIAN)}
 """Whom to control beside the ego, by kind."""
-
 
 CANDIDATES, NEARBY = 384, 256
 """Rows of a block's list for observations. Where more lie within RANGE, NEARBY of them are the nearest and the rest are

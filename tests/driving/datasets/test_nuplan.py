@@ -13,20 +13,20 @@ import numpy as np
 import pytest
 
 from longhaul.driving import inspect_logs
-from longhaul.driving.datasets import geopackage, lane_boundaries, nuplan, nuplan_map, readers
+from longhaul.driving.datasets import geopackage, lane_boundaries, nuplan, readers
 from longhaul.driving.datasets.geopackage import transverse_mercator, utm
 from longhaul.driving.datasets.log import CROSSWALK, EDGE_BOUNDARY, STOP_SIGN, BadData, Log, Malformed
-from longhaul.driving.scenario.bank import sample
 from longhaul.driving.scenario.compile import compile_log
 from longhaul.driving.scenario.distance_field import make_edges, signed_distance
 from tests.driving.datasets.test_readers_fuzz import damaged
 from tests.helpers import log_files as made
 from tests.helpers import nuplan_files as fixture
+from tests.helpers.short_logs import sample
 
 
 @pytest.fixture(autouse=True)
 def no_maps_of_the_user(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv(nuplan_map.FOLDER, raising=False)
+    monkeypatch.delenv(nuplan.FOLDER, raising=False)
 
 
 @pytest.mark.parametrize(
@@ -285,20 +285,20 @@ def test_where_maps_are_looked_for(tmp_path: Path, monkeypatch: pytest.MonkeyPat
         BadData, match=rf"its map '{fixture.CITY}' or 'las_vegas' is not beside it: set LONGHAUL_NUPLAN"
     ):
         list(readers.read(path))
-    monkeypatch.setenv(nuplan_map.FOLDER, str(tmp_path / "elsewhere"))
+    monkeypatch.setenv(nuplan.FOLDER, str(tmp_path / "elsewhere"))
     assert len(list(readers.read(path))) == 1
     city = tmp_path / "elsewhere" / fixture.CITY
     for version in ("9.9.1", "9.17.2"):
         (city / version).mkdir()
         (city / version / "map.gpkg").write_bytes(b"")
-    assert nuplan_map.find(path, [fixture.CITY]).parent.name == "9.17.2"
+    assert nuplan.find_map(path, [fixture.CITY]).parent.name == "9.17.2"
     with pytest.raises(BadData, match=r"9.17.2/map.gpkg: no usable map of nuPlan"):
         list(readers.read(path))
-    monkeypatch.setenv(nuplan_map.FOLDER, str(tmp_path / "nowhere"))
+    monkeypatch.setenv(nuplan.FOLDER, str(tmp_path / "nowhere"))
     with pytest.raises(BadData, match=r"is not in .*nowhere, which LONGHAUL_NUPLAN_MAPS names"):
         list(readers.read(path))
     with pytest.raises(BadData, match="the log names none"):
-        nuplan_map.find(path, ["../../etc", "/etc", ".", ""])
+        nuplan.find_map(path, ["../../etc", "/etc", ".", ""])
 
 
 def test_counts(tmp_path: Path) -> None:
@@ -379,7 +379,7 @@ def test_layers_that_a_map_may_lack(tmp_path: Path) -> None:
     path = fixture.write(made.make_log(31, 0), tmp_path)
     (where,) = tmp_path.glob("maps/*/*/map.gpkg")
     with closing(sqlite3.connect(where)) as db, db:
-        for layer in ("crosswalks", "stop_polygons", "boundaries", *nuplan_map.DRIVABLE[:3]):
+        for layer in ("crosswalks", "stop_polygons", "boundaries", *nuplan.DRIVABLE[:3]):
             db.execute("DELETE FROM gpkg_geometry_columns WHERE table_name = ?", (layer,))
     (log,) = readers.read(path)
     assert {each.id for each in log.features} == {101, 102, 103}

@@ -22,7 +22,7 @@ from longhaul.driving.datasets.log import (
 )
 from longhaul.driving.generator import generate as generator
 from longhaul.driving.generator import roads, traffic
-from longhaul.driving.generator.generate import generate, generate_many
+from longhaul.driving.generator.generate import generate
 from longhaul.driving.scenario.distance_field import make_edges, signed_distance
 
 SEEDS = range(40)
@@ -30,7 +30,7 @@ SEEDS = range(40)
 
 @pytest.fixture(scope="module")
 def logs() -> list[Log]:
-    return generate_many(range(100))
+    return [generate(seed) for seed in range(100)]
 
 
 def arrays(value: object) -> list[np.ndarray]:
@@ -96,12 +96,6 @@ def off_road(point: np.ndarray, segments: np.ndarray) -> bool:
 def test_the_same_seed_gives_the_same_log(logs: list[Log]) -> None:
     assert same(generate(7), logs[7])
     assert not same(generate(7), dataclasses.replace(logs[8], id=logs[7].id))
-
-
-def test_other_processes_give_the_same_logs_in_order(logs: list[Log]) -> None:
-    made = generate_many(range(3, 6), workers=2)
-    assert [log.id for log in made] == [log.id for log in logs[3:6]]
-    assert all(same(a, b) for a, b in zip(made, logs[3:6], strict=True))
 
 
 @pytest.mark.parametrize("seed", SEEDS)
@@ -199,7 +193,7 @@ def test_lanes_lie_on_the_road_and_lead_into_each_other(logs: list[Log]) -> None
 
 def test_density_is_obeyed() -> None:
     def moving(density: float) -> float:
-        made = generate_many(range(200, 212), density=density)
+        made = [generate(seed, density=density) for seed in range(200, 212)]
         return float(np.mean([(np.hypot(*log.tracks.velocity[:, 0].T) > 2.0).sum() for log in made]))
 
     empty, some, full = moving(0.0), moving(0.3), moving(1.0)

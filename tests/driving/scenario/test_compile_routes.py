@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from longhaul.driving.datasets.log import LANE_STREET, LIGHT_CAUTION, LIGHT_GO, LIGHT_STOP, Feature, Lights
-from longhaul.driving.scenario.compile import compile_log, disputes, lights_disputed
+from longhaul.driving.scenario.compile import compile_log, lights_disputed
 from longhaul.driving.scenario.distance_field import make_edges, signed_distance
 from tests.helpers.short_logs import lights_at, make_log, on_route, polyline, straight
 
@@ -140,7 +140,6 @@ def test_a_red_light_that_the_log_itself_passes_is_unknown(x: float, disputed: b
     scenario = compile_log(log)
     assert scenario.light_s.shape == (1, 1)
     assert (scenario.light_state == (0 if disputed else 1)).all()
-    assert disputes(log) == (1, int(disputed))
 
 
 def test_a_light_is_disputed_only_around_the_crossing() -> None:

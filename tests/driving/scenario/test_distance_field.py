@@ -7,11 +7,10 @@ import dataclasses
 import numpy as np
 
 from longhaul.driving.datasets.log import EDGE_BOUNDARY, Feature
-from longhaul.driving.scenario.bank import sample
 from longhaul.driving.scenario.compile import compile_log
 from longhaul.driving.scenario.distance_field import distance_field, make_edges, signed_distance, simplify
 from longhaul.driving.scenario.scenario import CELL
-from tests.helpers.short_logs import make_log, polyline, straight
+from tests.helpers.short_logs import make_log, polyline, sample, straight
 
 
 def oracle(points: np.ndarray, lines: list[np.ndarray]) -> np.ndarray:

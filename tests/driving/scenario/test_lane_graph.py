@@ -37,7 +37,7 @@ def case(name: str, agents: int = 16) -> tuple[Log, Scenario]:
     else:
         if not (DATA / name).exists():
             pytest.skip(f"no real log {name}: set LONGHAUL_DATA")
-        found = readers.load([str(DATA / name)])[0]
+        found = next(readers.read(DATA / name))
     return found, compile_log(found, agents=agents)
 
 

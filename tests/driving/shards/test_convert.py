@@ -9,17 +9,20 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import replace
 from itertools import chain
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from longhaul.driving import inspect_logs, scenario_source
 from longhaul.driving.datasets import readers
-from longhaul.driving.datasets.log import BadData
+from longhaul.driving.datasets.log import BadData, Log
 from longhaul.driving.scenario.compile import compile_log
+from longhaul.driving.scenario.scenario import Scenario
 from longhaul.driving.shards import convert, shard
 from tests.driving.shards.test_shard import assert_close
 from tests.helpers import log_files as made
@@ -27,6 +30,22 @@ from tests.helpers import log_files as made
 LOG = made.make_log(31, 5)
 COUNTS = (3, 1, 5, 1, 2)
 """Scenarios of the files that `logs_in` writes, in their order."""
+
+
+@pytest.fixture(autouse=True, scope="module")
+def compiled_once() -> Iterator[None]:
+    """Most tests convert the same logs: each is compiled once for each way of compiling, in this process."""
+    known: dict[Any, Scenario] = {}
+
+    def remember(log: Log, **how: Any) -> Scenario:
+        key = log.id, log.source, len(log.features[0].exit), *how.items()
+        if key not in known:
+            known[key] = compile_log(log, **how)
+        return known[key]
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(scenario_source, "compile_log", remember)
+        yield
 
 
 def logs_in(folder: Path) -> Path:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import struct
 import zlib
 from dataclasses import replace
@@ -34,6 +35,7 @@ BOUNDS = {
 }
 
 
+@functools.cache
 def small(agents: int = 2, name: str = "straight") -> Scenario:
     return compile_log(replace(made.make_log(), id=name), agents=agents)
 

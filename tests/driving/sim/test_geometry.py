@@ -8,7 +8,6 @@ import numpy as np
 import pytest
 
 from longhaul.driving.scenario import distance_field
-from longhaul.driving.scenario.bank import sample
 from longhaul.driving.scenario.scenario import CELL
 from longhaul.driving.sim.geometry import (
     FREE,
@@ -24,6 +23,7 @@ from longhaul.driving.sim.geometry import (
     separation,
     wrap,
 )
+from tests.helpers.short_logs import sample
 
 
 def box(x: float, y: float, heading: float, half: tuple[float, float]) -> np.ndarray:

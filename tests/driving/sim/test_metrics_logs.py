@@ -31,7 +31,7 @@ def shared_logs() -> list[Log]:
     found = [str(path) for folder, name in names.items() for path in sorted((DATA / folder).glob(name))]
     if not found:
         pytest.skip("the shared logs are not here")
-    return readers.load(found)
+    return [log for path in readers.expand(found) for log in readers.read(path)]
 
 
 def drive_all(environment: Simulator, seed: int) -> tuple[Any, Any, Any]:

@@ -364,7 +364,7 @@ def test_a_scenario_of_one_step_is_refused() -> None:
 def test_real_logs_replayed_are_clean(logs: Path) -> None:
     from longhaul.driving.datasets import readers
 
-    found = readers.load([str(logs / "womd"), str(logs / "gpudrive")])
+    found = [log for path in readers.expand([str(logs / "womd"), str(logs / "gpudrive")]) for log in readers.read(path)]
     worlds = driving(stack([compile_log(log) for log in found]), Config(driver="log"))
 
     def whole(index: jax.Array) -> dict[str, Measure]:

@@ -13,13 +13,14 @@ import pytest
 from longhaul.driving.datasets import readers
 from longhaul.driving.generator.generate import generate
 from longhaul.driving.scenario import distance_field
-from longhaul.driving.scenario.bank import Bank, sample, stack
+from longhaul.driving.scenario.bank import Bank, stack
 from longhaul.driving.scenario.compile import compile_log
 from longhaul.driving.scenario.scenario import CELL, Scenario
 from longhaul.driving.sim import tables
 from longhaul.driving.sim.geometry import clearance
 from longhaul.driving.sim.tables import AHEAD, BEHIND, Tables
 from tests.helpers.driving_scenarios import bank, line, scenario
+from tests.helpers.short_logs import sample
 
 EXAMPLE = Path(os.environ.get("LONGHAUL_DATA", "../shared/data")) / "womd" / "motion_data_one_example.tfrecord"
 
