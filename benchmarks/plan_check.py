@@ -141,21 +141,20 @@ def resolved(recipe: list[str], devices: int) -> Any:
 def updates(recipe: list[str], devices: int) -> Iterator[tuple[float, float, int]]:
     """Calls of the compiled program without an end; -> (seconds of an update, CPU-seconds of it, its steps) of each."""
     import jax
-    import jax.numpy as jnp
 
-    from longhaul.diagnostics import profile
-    from longhaul.runtime import mesh as meshes
+    from longhaul.diagnostics.program import compiled
+    from longhaul.runtime.devices import prepare_devices
 
     run = resolved(recipe, devices)
-    ready = profile.sample(run)
-    progress = ready.progress
+    prepare_devices(run.all_devices, run.threads)
+    program = compiled(run)
+    progress = program.start(run.seed)
     while True:
-        count = meshes.everywhere(jnp.int32(run.block), ready.assembly.mesh)
         began, used = time.perf_counter(), time.process_time()
-        progress, rows = ready.executable(progress, ready.context, count)
+        progress, rows = program.call(progress, run.block)
         jax.block_until_ready((progress, rows))
         seconds = time.perf_counter() - began, time.process_time() - used
-        yield seconds[0] / run.block, seconds[1] / run.block, ready.assembly.steps_per_update
+        yield seconds[0] / run.block, seconds[1] / run.block, program.assembly.steps_per_update
 
 
 def timed(recipe: list[str], calls: int, devices: int = 1) -> dict[str, Any]:

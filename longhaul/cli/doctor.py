@@ -19,9 +19,9 @@ from longhaul.config import recipes
 from longhaul.config.resolve import agents, resolve
 from longhaul.config.run import Run
 from longhaul.config.serialize import to_dict
-from longhaul.diagnostics import checks, permutation_test, two_shard_probe
+from longhaul.diagnostics import checks, two_shard_probe
 from longhaul.diagnostics.checks import FAIL, HEADER, PASS, VERDICTS, WARN, Check, failed, skipped
-from longhaul.diagnostics.compiled_run import smaller, subject
+from longhaul.diagnostics.program import compiled, smaller
 from longhaul.runtime import mesh as meshes
 from longhaul.runtime.devices import prepare_devices
 from longhaul.runtime.errors import RunError
@@ -33,7 +33,7 @@ from longhaul.training.run_dir import find_folder, load_run
 
 JSON = Flag("json", PATH, None, "write the table to this file, too; - is stdout, without the table", shown="")
 QUICK = Flag("quick", ALONE, False, "only what the compiled program shows, without training", shown="")
-SEEDS = Flag("seeds", INT, permutation_test.LEAST_SEEDS, "runs on each side of the test of convergence")
+SEEDS = Flag("seeds", INT, checks.LEAST_SEEDS, "runs on each side of the test of convergence")
 UPDATES = Flag("updates", INT, None, "updates of each of them", shown="what a minute allows")
 
 USAGE = "longhaul doctor RUN [--json FILE], or longhaul doctor RECIPE [--quick] [--json FILE] [--flags of train]"
@@ -193,10 +193,8 @@ def _recipe(words: Sequence[str]) -> int:
     parsed = flags.parse(f"doctor {recipe.recipe}", "Is this recipe fit for many devices?", groups, words[1:])
     values = parsed.values
     tables.check_json(values["json"])
-    if values["seeds"] < permutation_test.LEAST_SEEDS:
-        raise FlagError(
-            f"--seeds is {values['seeds']}; {permutation_test.LEAST_SEEDS} are the fewest that can tell anything"
-        )
+    if values["seeds"] < checks.LEAST_SEEDS:
+        raise FlagError(f"--seeds is {values['seeds']}; {checks.LEAST_SEEDS} are the fewest that can tell anything")
     if values["updates"] is not None and values["updates"] < 2:
         raise FlagError(f"--updates is {values['updates']}; it must be at least 2")
     run = run_flags.chosen(recipe, parsed)
@@ -229,7 +227,7 @@ def checkup(run: Run, *, quick: bool, seeds: int, updates: int | None) -> Iterat
     yield checks.host(made)
     many = made if made.assembly.mesh.shape[meshes.DATA] > 1 else None
     if many is None and several:
-        many = subject(resolve(dataclasses.replace(run, devices=several)))
+        many = compiled(resolve(dataclasses.replace(run, devices=several)))
     yield checks.crossings(many) if many else of_two_shards(run)
     if quick:
         return
@@ -242,7 +240,7 @@ def checkup(run: Run, *, quick: bool, seeds: int, updates: int | None) -> Iterat
         yield skipped("convergence", "one device", "ask again on a machine with several devices")
         return
     yield checks.all_reduce(many, seconds if many is made else checks.update_seconds(many))
-    one = made if made.assembly.mesh.shape[meshes.DATA] == 1 else subject(resolve(dataclasses.replace(run, devices=1)))
+    one = made if made.assembly.mesh.shape[meshes.DATA] == 1 else compiled(resolve(dataclasses.replace(run, devices=1)))
     fitting = int(MINUTE / (2 * seeds * max(seconds, 1e-6)))
     n = updates or min(max(fitting, LEAST_UPDATES), MOST_UPDATES)
     yield checks.convergence(one, many, seeds=seeds, updates=n)
@@ -285,4 +283,4 @@ def of_two_shards(run: Run) -> Check:
 
 def collectives(run: Run) -> dict[str, Any]:
     """The check of a resolved run, as JSON can hold it: what that process does."""
-    return checks.crossings(subject(run)).plain()
+    return checks.crossings(compiled(run)).plain()

@@ -17,7 +17,7 @@ from longhaul.cli.flags import FLOAT, INT, PATH, Flag, FlagError, choice, option
 from longhaul.config import recipes
 from longhaul.config.resolve import resolve
 from longhaul.config.run import Run
-from longhaul.diagnostics import chips, compute_plan, hlo_collectives, profile, two_shard_probe
+from longhaul.diagnostics import chips, compute_plan, hlo, profile, two_shard_probe
 from longhaul.diagnostics.chips import CHIPS
 from longhaul.diagnostics.compute_plan import Assumptions, Measured
 from longhaul.runtime import mesh as meshes
@@ -121,18 +121,17 @@ def short_run(run: Run, calls: int) -> tuple[Measured, int]:
     """A short measured run of a resolved `run`; -> (what the model needs of it, its devices)."""
     with tempfile.TemporaryDirectory() as folder:
         traced = profile.measure(run, Path(folder), calls)
-    sample, mesh = traced.sample, traced.sample.assembly.mesh
+    program, mesh = traced.program, traced.program.assembly.mesh
     devices, shards, model = mesh.size, mesh.shape[meshes.DATA], mesh.shape[meshes.MODEL]
-    shares = profile.reading(traced.events, traced.program)["shares"]
-    memory = profile.memory(sample.executable)
-    begun = sample.assembly.start(run.seed, sample.context)
+    shares = profile.reading(traced.events, traced.instructions)["shares"]
+    memory = profile.memory(program.executable)
+    begun = program.start(run.seed)
     runs = Counter(event.instruction for event in traced.events)
-    crossings = (
-        hlo_collectives.crossings(sample.executable.as_text() or "") if shards > 1 else two_shard_probe.two_shards(run)
-    )
+    crossings = hlo.crossings(program.text()) if shards > 1 else two_shard_probe.two_shards(run)
     what = Measured(
-        traced.update_seconds * (1.0 - shares["collectives"]), sample.assembly.steps_per_update // shards,
-        compute_plan.work(traced.updates, devices, runs, traced.program), compute_plan.collectives(crossings, model),
+        traced.update_seconds * (1.0 - shares["collectives"]), program.assembly.steps_per_update // shards,
+        compute_plan.work(traced.updates, devices, runs, traced.instructions),
+        compute_plan.collectives(crossings, model),
         float(memory.get("peak", 0)), _bytes(begun.state), _bytes(begun.carry) / shards, model,
     )  # fmt: skip
     return what, devices

@@ -130,7 +130,7 @@ def _there(run: Run) -> Run:
 def _dry(runs_dir: Path, recipe: Run, parsed: flags.Parsed) -> int:
     """Compiles the run that is asked for, and prints what it takes of a device's memory; leaves no folder."""
     from longhaul.config.resolve import named, resolve
-    from longhaul.diagnostics.compiled_run import subject
+    from longhaul.diagnostics.program import compiled
     from longhaul.runtime import device_memory
     from longhaul.training import loop
 
@@ -145,7 +145,7 @@ def _dry(runs_dir: Path, recipe: Run, parsed: flags.Parsed) -> int:
     loop.prepare_devices(run.devices, run.threads)
     if isinstance(run.environment, Named):
         named(run.environment)
-    made = subject(run)
+    made = compiled(run)
     parts = device_memory.parts(made.assembly.algorithm, made.start(run.seed), made.context)
     found = device_memory.footprint(made.executable, made.assembly.mesh, parts)
     if found is None:

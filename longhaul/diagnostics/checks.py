@@ -6,6 +6,7 @@ import dataclasses
 import itertools
 import math
 import queue
+import statistics
 import tempfile
 import threading
 import time
@@ -24,8 +25,8 @@ from longhaul.algorithms.config import LR_RULES
 from longhaul.config import recipes
 from longhaul.config.resolve import agents, resolve
 from longhaul.config.run import Run
-from longhaul.diagnostics import hlo_collectives, permutation_test
-from longhaul.diagnostics.compiled_run import Subject, fresh_cache, seconds_of, smaller, subject
+from longhaul.diagnostics import hlo
+from longhaul.diagnostics.program import Program, compiled, fresh_cache, seconds_of, smaller
 from longhaul.runtime import device_memory
 from longhaul.runtime import mesh as meshes
 from longhaul.runtime.batch_shards import VIRTUAL
@@ -67,6 +68,15 @@ STALLED, MORE_STALLED = 0.05, 0.25
 
 PATIENCE = 20.0
 """Seconds of training simulated, at most, while the next chunk is prepared."""
+
+LEAST_SEEDS = 5
+"""Seeds of each side: the smallest chance that 5 against 5 can give is 0.008."""
+
+UNLIKELY = 0.01
+"""Chance below which two sides count as different."""
+
+LITTLE = 0.1
+"""Share of the gain by which the sides may differ, however sure the difference is."""
 
 GROWN = 4.0
 """Multiple of the recipe's batch from which an unchanged learning rate warns."""
@@ -141,14 +151,14 @@ def rate(run: Run) -> Check:
     config, steps = registry.on_policy(run.algorithm), batch(run)
     assert config.num_minibatches is not None and config.update_epochs is not None
     lr = learning_rate(run)
-    made, minibatch = config.num_minibatches * config.update_epochs, steps // config.num_minibatches
+    taken, minibatch = config.num_minibatches * config.update_epochs, steps // config.num_minibatches
     value = (
         f"lr {lr:.4g} (rule {run.lr_rule}); batch {steps:,}, {steps // run.devices:,} a device; "
-        f"{made} steps of the optimiser an update, of {minibatch:,} each"
+        f"{taken} steps of the optimiser an update, of {minibatch:,} each"
     )
     figures = {
         "lr": lr, "rule": run.lr_rule, "batch": steps, "devices": run.devices, "minibatch": minibatch,
-        "optimiser_steps": made, "eight_times": {rule: lr * batch_scaling.lr_factor(rule, 8, 1)
+        "optimiser_steps": taken, "eight_times": {rule: lr * batch_scaling.lr_factor(rule, 8, 1)
                                                  for rule in LR_RULES},
     }  # fmt: skip
     usual = batch(recipes.recipe(run.recipe)) if run.recipe in recipes.RECIPES else steps
@@ -169,9 +179,9 @@ def still(run: Run) -> Check:
     Parameters are random: a policy close to uniform gives similar outputs for any observation, which hides a mistake.
     """
     assert run.devices is not None
-    made = subject(resolve(smaller(run, devices=run.devices, lr=0.0, ent_coef_final=None, kl_stop=None)))
-    progress = made.start(run.seed)
-    _, rows = made.updates(progress._replace(state=_scattered(progress.state, run.seed)), SHORT)
+    program = compiled(resolve(smaller(run, devices=run.devices, lr=0.0, ent_coef_final=None, kl_stop=None)))
+    progress = program.start(run.seed)
+    _, rows = program.updates(progress._replace(state=_scattered(progress.state, run.seed)), SHORT)
     kl = float(abs(rows[f"{registry.of(run.algorithm).name}/approx_kl"]).max())
     bound = STILL if run.algorithm.precision == "fp32" else COARSE * STILL
     verdict = PASS if kl < bound else WARN if kl < COARSE * bound else FAIL
@@ -195,11 +205,11 @@ def _scattered(state: Any, seed: int) -> Any:
     return state._replace(params=jax.tree.map(scatter, state.params))
 
 
-def compilation(run: Run) -> tuple[list[Check], Subject]:
+def compilation(run: Run) -> tuple[list[Check], Program]:
     """Seconds of compilation, cold and from a persistent cache; and the program."""
     with fresh_cache():
-        cold = subject(run)
-        again = subject(run, cold.source)
+        cold = compiled(run)
+        again = compiled(run, cold.source)
     figures = {
         "trace_seconds": cold.trace_seconds, "compile_seconds": cold.compile_seconds, "cached": again.hit,
         "cached_seconds": again.compile_seconds,
@@ -217,9 +227,9 @@ def compilation(run: Run) -> tuple[list[Check], Subject]:
     return [Check("compilation", WARN if slow else PASS, value, bound, remedy if slow else "", figures)], cold
 
 
-def memory(made: Subject) -> Check:
+def memory(program: Program) -> Check:
     """Memory of the program against the device's."""
-    found = device_memory.footprint(made.executable, made.assembly.mesh)
+    found = device_memory.footprint(program.executable, program.assembly.mesh)
     if found is None:
         return skipped("memory", "the compiler does not say", "watch the first update")
     value = f"{_bytes(found.need.total)} a device, {_bytes(found.need.temporaries)} of it while it computes"
@@ -231,29 +241,29 @@ def memory(made: Subject) -> Check:
     return Check("memory", verdict, value, bound, device_memory.REMEDY if verdict != PASS else "", figures)
 
 
-def host(made: Subject) -> Check:
+def host(program: Program) -> Check:
     """Transfers to the host inside the program: none but the metrics at its end."""
-    calls = hlo_collectives.host_calls(made.text())
-    rows = jax.tree.leaves(made.executable.out_info[1])
+    calls = hlo.host_calls(program.text())
+    rows = jax.tree.leaves(program.executable.out_info[1])
     home = sum(leaf.size * leaf.dtype.itemsize for leaf in rows)
-    value = f"{len(calls)} inside; {_bytes(home)} of metrics after a call of {made.run.block} updates"
+    value = f"{len(calls)} inside; {_bytes(home)} of metrics after a call of {program.run.block} updates"
     remedy = f"take the callback out of what is compiled: {', '.join(sorted(set(calls)))}"
     return within("host copies", value, "0 inside", remedy, good=not calls, calls=calls, metrics_bytes=home)
 
 
-def crossings(made: Subject) -> Check:
+def crossings(program: Program) -> Check:
     """Collectives over shards: one mean of the gradients an optimiser step, some numbers an update, nothing else.
 
     A mean is an all-reduce; in a deterministic run an all-to-all and an all-gather (`batch_shards.mean_in_order`).
     Collectives among the devices that share the parameters follow from their partition; they are reported, not judged.
     """
-    data, model = made.assembly.mesh.shape[meshes.DATA], made.assembly.mesh.shape[meshes.MODEL]
-    every, wanted = hlo_collectives.crossings(made.text()), made.optimiser_steps
+    data, model = program.assembly.mesh.shape[meshes.DATA], program.assembly.mesh.shape[meshes.MODEL]
+    every, wanted = hlo.crossings(program.text()), program.optimiser_steps
     found = [each for each in every if each.over_shards(model)]
     within_shard = [each for each in every if not each.over_shards(model)]
-    size = 4 * made.parameters // model
-    ways, whole = {"all-reduce": size}, made.own_bytes
-    if made.run.deterministic:  # slices of all shards' gradients to each device, then each summed slice to all
+    size = 4 * program.parameters // model
+    ways, whole = {"all-reduce": size}, program.own_bytes
+    if program.run.deterministic:  # slices of all shards' gradients to each device, then each summed slice to all
         ways = {"all-to-all": size * VIRTUAL // data, "all-gather": size}
         whole = sum(ways.values())
     gradients = [each for each in found if each.bytes >= ways.get(each.operation, math.inf)]
@@ -263,7 +273,7 @@ def crossings(made: Subject) -> Check:
     extra, moved = sum(each.times() * each.bytes for each in others), sum(e.times() * e.bytes for e in gradients)
     odd = sorted({each.operation for each in others} - {"all-reduce", *ways})
     fits = set(counts.values()) == {wanted} and moved <= wanted * (whole + len(ways) * SMALL_BYTES)
-    steps = 1 + (registry.on_policy(made.run.algorithm).kl_stop is not None) * wanted  # the KL stop reduces too
+    steps = 1 + (registry.on_policy(program.run.algorithm).kl_stop is not None) * wanted  # the KL stop reduces too
     most = SMALL_COUNT * len(ways)
     good = fits and not odd and extra <= SMALL_BYTES * steps and count <= most * steps
     named = " and ".join(f"{way}s" for way in ways)
@@ -280,36 +290,36 @@ def crossings(made: Subject) -> Check:
     )  # fmt: skip
     bound = f"{wanted} {named} of {_bytes(whole)}, <= {most} others"
     return within(
-        "collectives", value, bound, remedy, good=good, devices=made.assembly.mesh.size, gradients=times,
+        "collectives", value, bound, remedy, good=good, devices=program.assembly.mesh.size, gradients=times,
         gradient_bytes=moved, others=count, other_bytes=extra,
         operations=sorted({e.operation for e in found}), within=sum(e.times() * e.bytes for e in within_shard),
     )  # fmt: skip
 
 
-def determinism(made: Subject) -> tuple[Check, float]:
+def determinism(program: Program) -> tuple[Check, float]:
     """Equality of two runs of the same seed, bit by bit; and the seconds of an update."""
     digests = []
     for _ in range(2):
-        progress, _ = made.updates(made.start(made.run.seed), SHORT)
-        digests.append(made.digest(progress))
-    seconds = update_seconds(made)
+        progress, _ = program.updates(program.start(program.run.seed), SHORT)
+        digests.append(program.digest(progress))
+    seconds = update_seconds(program)
     value = f"{digests[0][:12]} and {digests[1][:12]} after {SHORT} updates, {seconds:.3g} s each"
     remedy = "some sum is taken in an order that changes: on a GPU, XLA_FLAGS=--xla_gpu_deterministic_ops=true"
     good = digests[0] == digests[1]
     return within("determinism", value, "equal", remedy, good=good, digests=digests, update_seconds=seconds), seconds
 
 
-def update_seconds(made: Subject) -> float:
+def update_seconds(program: Program) -> float:
     """Seconds of an update, after the first ones."""
-    progress, _ = made.updates(made.start(made.run.seed), 1)
+    progress, _ = program.updates(program.start(program.run.seed), 1)
     began = time.perf_counter()
-    made.updates(progress, SHORT)
+    program.updates(progress, SHORT)
     return (time.perf_counter() - began) / SHORT
 
 
-def all_reduce(made: Subject, update_seconds: float) -> Check:
+def all_reduce(program: Program, update_seconds: float) -> Check:
     """Time of a mean of all gradients over the mesh, and its share of an update."""
-    mesh, shards, n, size = made.assembly.mesh, made.assembly.shards, 10, made.own_bytes // 4
+    mesh, shards, n, size = program.assembly.mesh, program.assembly.shards, 10, program.own_bytes // 4
     if mesh.shape[meshes.DATA] < 2:
         return skipped("all-reduce", "one device", "ask again with --mesh data=N on a machine with several devices")
 
@@ -320,10 +330,10 @@ def all_reduce(made: Subject, update_seconds: float) -> Check:
         return times
 
     everywhere = PartitionSpec()
-    program = jax.jit(meshes.per_shard(shard, mesh, (everywhere,), everywhere))
+    work = jax.jit(meshes.per_shard(shard, mesh, (everywhere,), everywhere))
     x = meshes.everywhere(jnp.zeros(size, jnp.float32), mesh)
-    one = seconds_of(lambda: jax.block_until_ready(program(x))) / n
-    share = one * made.optimiser_steps / update_seconds
+    one = seconds_of(lambda: jax.block_until_ready(work(x))) / n
+    share = one * program.optimiser_steps / update_seconds
     verdict = FAIL if share > SLOWER_COLLECTIVES else WARN if share > SLOW_COLLECTIVES else PASS
     value = f"{1e3 * one:.3g} ms for {_bytes(4 * size)}, {share:.1%} of an update on {mesh.size} devices"
     remedy = "larger minibatches (fewer --num-minibatches or --update-epochs, more --num-envs), or fewer devices"
@@ -331,20 +341,20 @@ def all_reduce(made: Subject, update_seconds: float) -> Check:
     return Check("all-reduce", verdict, value, f"<= {SLOW_COLLECTIVES:.0%}", "" if verdict == PASS else remedy, figures)
 
 
-def stalls(made: Subject, update_seconds: float, *, calls: int = 6) -> Check:
+def stalls(program: Program, update_seconds: float, *, calls: int = 6) -> Check:
     """Time that devices wait for the host: between calls, and at the next chunk of streamed data."""
-    assert made.run.block is not None
-    block = made.run.block
-    waited, total = _between_calls(made, calls)
+    assert program.run.block is not None
+    block = program.run.block
+    waited, total = _between_calls(program, calls)
     figures: dict[str, Any] = {"between_calls": waited / total, "calls": calls, "block": block}
     share = waited / total
     value = f"{share:.1%} between calls of {block} updates"
-    if made.source.period is not None:
-        train = made.source.period * update_seconds
-        turn = _turn(made, min(train, PATIENCE))
+    if program.source.period is not None:
+        train = program.source.period * update_seconds
+        turn = _turn(program, min(train, PATIENCE))
         figures |= {"turn_seconds": turn, "turn_share": turn / (turn + train)}
         share += turn / (turn + train)
-        value += f", {turn:.2g} s for the next chunk each {made.source.period} updates"
+        value += f", {turn:.2g} s for the next chunk each {program.source.period} updates"
     verdict = FAIL if share > MORE_STALLED else WARN if share > STALLED else PASS
     remedy = (
         "more updates a call (--block, --log-interval), or of streamed data a larger --bank, a longer --bank-updates"
@@ -352,7 +362,7 @@ def stalls(made: Subject, update_seconds: float, *, calls: int = 6) -> Check:
     return Check("stalls", verdict, value, f"<= {STALLED:.0%}", "" if verdict == PASS else remedy, figures)
 
 
-def _between_calls(made: Subject, calls: int) -> tuple[float, float]:
+def _between_calls(program: Program, calls: int) -> tuple[float, float]:
     """(seconds that devices waited, seconds in all) of calls in the order of training, logged one behind."""
     ready: list[float] = []
     waiting: queue.Queue[Any] = queue.Queue()
@@ -364,16 +374,16 @@ def _between_calls(made: Subject, calls: int) -> tuple[float, float]:
 
     thread = threading.Thread(target=watch, name="doctor")
     thread.start()
-    assert made.run.block is not None
+    assert program.run.block is not None
     sent, sums, behind = [], Sums(), None
-    progress, rows = made.updates(made.start(made.run.seed), made.run.block)
+    progress, rows = program.updates(program.start(program.run.seed), program.run.block)
     with tempfile.TemporaryDirectory() as folder, closing(sinks.jsonl(Path(folder) / "metrics.jsonl")) as sink:
         for i in range(calls):
             sent.append(time.perf_counter())
-            progress, rows = made.call(progress, made.run.block)
+            progress, rows = program.call(progress, program.run.block)
             waiting.put(rows)
             if behind is not None:
-                sums.add(made.run.block, jax.device_get(behind))
+                sums.add(program.run.block, jax.device_get(behind))
                 sink.write({"update": i, "env_steps": i, "agent_steps": i} | sums.take())
             behind = rows
         waiting.put(None)
@@ -382,29 +392,81 @@ def _between_calls(made: Subject, calls: int) -> tuple[float, float]:
     return waited, ready[-1] - sent[0]
 
 
-def _turn(made: Subject, train: float) -> float:
+def _turn(program: Program, train: float) -> float:
     """Seconds from the end of a chunk to the start of the next, prepared during `train` seconds."""
-    assert made.source.period is not None
-    with closing(Feeding(made.source)) as feeding:
-        progress = made.start(made.run.seed)
-        count = meshes.everywhere(jnp.int32(1), made.assembly.mesh)
-        jax.block_until_ready(made.executable(progress, feeding.now.context, count))
+    assert program.source.period is not None
+    with closing(Feeding(program.source)) as feeding:
+        progress = program.start(program.run.seed)
+        count = meshes.everywhere(jnp.int32(1), program.assembly.mesh)
+        jax.block_until_ready(program.executable(progress, feeding.now.context, count))
         time.sleep(train)
-        progress = made.start(made.run.seed)
+        progress = program.start(program.run.seed)
         began = time.perf_counter()
-        feeding.turn(made.source.period)
-        jax.block_until_ready(fused.entered(progress, made.assembly.enter, feeding.now.context))
+        feeding.turn(program.source.period)
+        jax.block_until_ready(fused.entered(progress, program.assembly.enter, feeding.now.context))
         return time.perf_counter() - began
 
 
-def convergence(one: Subject, many: Subject, *, seeds: int, updates: int) -> Check:
-    """Short curves of one device against many at the same batch, over seeds."""
-    sides = [[permutation_test.curve(each, seed, updates) for seed in range(seeds)] for each in (one, many)]
-    found, devices = permutation_test.compare(*sides), many.assembly.mesh.size
+# ---------------------------------------------------------------------------------------------------- convergence
+
+
+class Comparison(NamedTuple):
+    difference: float  # of the means, second less first
+    chance: float  # of a difference at least as large, if both were the same
+    gained: float  # mean gain of the return from the first update on
+    spread: float  # standard error of the difference
+
+
+def curve(program: Program, seed: int, updates: int) -> np.ndarray:
+    """Mean return of the episodes that ended in each update, NaN if none did: float64 [updates]."""
+    _, rows = program.updates(program.start(seed), updates)
+    counts = rows.get("episodes/return", rows["episodes"])
+    with np.errstate(invalid="ignore", divide="ignore"):
+        return np.where(counts > 0, np.asarray(rows["episode/return"], np.float64) / counts, np.nan)
+
+
+def level(curve_: np.ndarray) -> float:
+    """Mean return over the second half of a curve; NaN if no episode ended in it."""
+    later = curve_[len(curve_) // 2 :]
+    return float(np.nanmean(later)) if np.any(np.isfinite(later)) else math.nan
+
+
+def permutation_chance(first: Sequence[float], second: Sequence[float]) -> float:
+    """Share of all assignments of the values to two such sides whose means differ at least as much (Fisher 1935).
+
+    It needs no normal distribution and no equal variances; with few seeds it can never be very small.
+    """
+    both, n = np.array([*first, *second], np.float64), len(first)
+    seen = abs(both[:n].mean() - both[n:].mean())
+    total = both.sum()
+    picked = np.array([both[list(some)].sum() for some in itertools.combinations(range(len(both)), n)])
+    apart = np.abs(picked / n - (total - picked) / (len(both) - n))
+    return float(np.mean(apart >= seen * (1.0 - 1e-9)))
+
+
+def compare(first: Sequence[np.ndarray], second: Sequence[np.ndarray]) -> Comparison | None:
+    """Comparison of two sides' curves, at least two each; None if a curve has no episode in its second half."""
+    one, other = ([level(each) for each in side] for side in (first, second))
+    if not all(map(math.isfinite, (*one, *other))):
+        return None
+    starts = [float(each[np.isfinite(each)][0]) for each in (*first, *second)]
+    gained = statistics.fmean((*one, *other)) - statistics.fmean(starts)
+    spread = math.sqrt(statistics.variance(one) / len(one) + statistics.variance(other) / len(other))
+    difference = statistics.fmean(other) - statistics.fmean(one)
+    return Comparison(difference, permutation_chance(one, other), gained, spread)
+
+
+def convergence(one: Program, many: Program, *, seeds: int, updates: int) -> Check:
+    """Short curves of one device against many at the same batch: an exact permutation test over seeds.
+
+    Other numbers of devices draw other random numbers, so only distributions over seeds can be compared.
+    """
+    sides = [[curve(each, seed, updates) for seed in range(seeds)] for each in (one, many)]
+    found, devices = compare(*sides), many.assembly.mesh.size
     if found is None:
         return skipped("convergence", f"no episode ended in {updates} updates", "give more --updates")
-    enough = permutation_test.LITTLE * abs(found.gained)
-    good = found.chance > permutation_test.UNLIKELY or abs(found.difference) <= enough
+    enough = LITTLE * abs(found.gained)
+    good = found.chance > UNLIKELY or abs(found.difference) <= enough
     value = (
         f"{found.difference:+.3g} +- {found.spread:.2g} in return on {devices} devices (chance {found.chance:.2g}), "
         f"of {found.gained:+.3g} gained in {updates} updates by {seeds} seeds"
@@ -412,5 +474,5 @@ def convergence(one: Subject, many: Subject, *, seeds: int, updates: int) -> Che
     remedy = "devices learn something else together: look at what is averaged over them, and what each draws"
     figures = {**found._asdict(), "seeds": seeds, "updates": updates, "devices": devices,
                "curves": [[each.tolist() for each in side] for side in sides]}  # fmt: skip
-    bound = f"chance > {permutation_test.UNLIKELY:g}, or a difference within {permutation_test.LITTLE:.0%} of the gain"
+    bound = f"chance > {UNLIKELY:g}, or a difference within {LITTLE:.0%} of the gain"
     return within("convergence", value, bound, remedy, good=good, **figures)

@@ -24,8 +24,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from longhaul.diagnostics.chips import Chip
-from longhaul.diagnostics.hlo_collectives import Crossing
-from longhaul.diagnostics.hlo_costs import COLLECTIVES, CONTROL, Instruction
+from longhaul.diagnostics.hlo import COLLECTIVES, CONTROL, Crossing, Instruction
 
 LAUNCH = {"cpu": 0.0, "gpu": 4e-6, "tpu": 1e-6}
 """Least seconds of an instruction, by kind of chip. The measured time of a CPU includes its launches."""

@@ -3,32 +3,29 @@
 The program is the one that `longhaul train` runs. Instructions are classified by the scopes of `rollout` and `fused`;
 collectives and copies count as such anywhere. A gap is a time in which a device ran nothing: between instructions (on a
 CPU, the launches of many small ones) and between calls. Products and bytes are counted from the program's text
-(hlo_costs.py) times the runs of each instruction.
+(hlo.py) times the runs of each instruction.
 """
 
 from __future__ import annotations
 
+import re
 import statistics
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
-import jax.numpy as jnp
 
 from longhaul.config.run import Run
-from longhaul.diagnostics import chips, hlo_costs, trace
+from longhaul.diagnostics import chips, hlo
 from longhaul.diagnostics.chips import Chip
-from longhaul.diagnostics.hlo_costs import COLLECTIVES, CONTROL, Instruction
+from longhaul.diagnostics.hlo import COLLECTIVES, CONTROL, Instruction
+from longhaul.diagnostics.program import Program, compiled
 from longhaul.runtime import device_memory
-from longhaul.runtime import mesh as meshes
 from longhaul.runtime.devices import prepare_devices
 from longhaul.runtime.provenance import provenance
-from longhaul.topologies import fused
-from longhaul.training.assemble import Assembly, assemble
-from longhaul.training.data import Feeding, feed
-from longhaul.types import ENVIRONMENT, INFERENCE, LEARNING, Progress, PyTree
+from longhaul.types import ENVIRONMENT, INFERENCE, LEARNING
 
 PARTS = (ENVIRONMENT, INFERENCE, LEARNING, "collectives", "copies", "other", "gaps")
 """Parts of a device's time."""
@@ -36,45 +33,8 @@ PARTS = (ENVIRONMENT, INFERENCE, LEARNING, "collectives", "copies", "other", "ga
 TOP = 10
 """Instructions in the list of the longest."""
 
-
-class Sample(NamedTuple):
-    """A resolved run, compiled, with the progress of its first update."""
-
-    run: Run
-    assembly: Assembly
-    context: PyTree
-    progress: Progress
-    executable: jax.stages.Compiled
-    compile_seconds: float
-
-    def call(self, progress: Progress) -> tuple[Progress, float]:
-        """Run one compiled call of `run.block` updates, awaited; -> (progress, seconds)."""
-        count = jax.device_put(jnp.int32(self.run.block or 1), meshes.replicated(self.assembly.mesh))
-        began = time.perf_counter()
-        progress, metrics = self.executable(progress, self.context, count)
-        jax.block_until_ready((progress, metrics))
-        return progress, time.perf_counter() - began
-
-
-def sample(run: Run) -> Sample:
-    """Sample of `run` (resolved), prepared as `longhaul train` does."""
-    assert run.block is not None
-    prepare_devices(run.all_devices, run.threads)
-    source = feed(run)
-    feeding = Feeding(source)
-    try:
-        context = feeding.now.context
-        assembly = assemble(run, source.within, context)
-        progress = assembly.start(run.seed, context)
-        began = time.perf_counter()
-        lowered = fused.lowered(
-            assembly.algorithm, assembly.collector_in, progress, context, assembly.mesh, block=run.block,
-            shards=assembly.shards,
-        )  # fmt: skip
-        executable = lowered.compile()
-        return Sample(run, assembly, context, progress, executable, time.perf_counter() - began)
-    finally:
-        feeding.close()
+GRAPH = "command_buffer"
+"""Prefix of XLA's name of a CUDA graph."""
 
 
 def part(instruction: Instruction | None) -> str:
@@ -92,43 +52,45 @@ def part(instruction: Instruction | None) -> str:
 class Traced(NamedTuple):
     """Some calls of a run's program, measured and traced."""
 
-    sample: Sample
-    program: dict[str, Instruction]
-    events: list[trace.Event]
+    program: Program
+    instructions: dict[str, Instruction]
+    events: list[Event]
     updates: int  # covered by the events
     update_seconds: float  # seconds of one update, without a trace
 
 
 def measure(run: Run, folder: Path, calls: int) -> Traced:
     """Trace `calls` compiled calls of a resolved run into `folder`, after equally many without a trace."""
-    ready = sample(run)
-    text = ready.executable.as_text()
-    assert text is not None and run.block is not None
-    progress, _ = ready.call(ready.progress)  # the first call allocates
-    plain = []
+    prepare_devices(run.all_devices, run.threads)
+    program, block = compiled(run), run.block
+    assert block is not None
+    text, seconds = program.text(), []
+    # The first call allocates.
+    progress = jax.block_until_ready(program.call(program.start(run.seed), block))[0]
     for _ in range(calls):
-        progress, seconds = ready.call(progress)
-        plain.append(seconds)
+        began = time.perf_counter()
+        progress = jax.block_until_ready(program.call(progress, block))[0]
+        seconds.append(time.perf_counter() - began)
     with jax.profiler.trace(str(folder)):
         for _ in range(calls):
-            progress, _ = ready.call(progress)
-    program = hlo_costs.read(text)
-    found = trace.attributed(trace.events(folder, text.split(None, 2)[1].rstrip(",")), program)
-    return Traced(ready, program, found, calls * run.block, statistics.median(plain) / run.block)
+            progress = jax.block_until_ready(program.call(progress, block))[0]
+    instructions = hlo.read(text)
+    found = attributed(events(folder, text.split(None, 2)[1].rstrip(",")), instructions)
+    return Traced(program, instructions, found, calls * block, statistics.median(seconds) / block)
 
 
 def profile(run: Run, folder: Path, calls: int) -> dict[str, Any]:
     """Profile of `calls` compiled calls of a resolved run, traced into `folder`; as JSON can hold it."""
     traced = measure(run, folder, calls)
-    devices, updates = traced.sample.assembly.mesh.size, traced.updates
-    steps, seconds = traced.sample.assembly.steps_per_update * updates, traced.update_seconds * updates
-    read = reading(traced.events, traced.program)
+    program, updates = traced.program, traced.updates
+    devices, steps = program.assembly.mesh.size, program.assembly.steps_per_update * updates
+    seconds, read = traced.update_seconds * updates, reading(traced.events, traced.instructions)
     chip = chips.here(devices)
     machine = provenance()
     return {
         "recipe": run.recipe, "devices": devices, "chip": chip.name, "updates": updates, "agent_steps": steps,
         "agent_steps_per_second": steps / seconds, "seconds_per_update": traced.update_seconds,
-        "compile_seconds": traced.sample.compile_seconds, "memory": memory(traced.sample.executable),
+        "compile_seconds": program.trace_seconds + program.compile_seconds, "memory": memory(program.executable),
         "trace": str(folder),
         **read,
         "operations_per_step": read["operations"] / steps, "bytes_per_step": read["bytes"] / steps,
@@ -146,7 +108,7 @@ def memory(executable: jax.stages.Compiled) -> dict[str, int]:
     return parts | {"peak": found.total}
 
 
-def reading(found: list[trace.Event], program: Mapping[str, Instruction]) -> dict[str, Any]:
+def reading(found: list[Event], program: Mapping[str, Instruction]) -> dict[str, Any]:
     """Shares of a traced program's time by part, its operations and bytes, and its longest instructions.
 
     Raises ValueError if the trace holds none of its instructions.
@@ -154,11 +116,11 @@ def reading(found: list[trace.Event], program: Mapping[str, Instruction]) -> dic
     work = [event for event in found if _opcode(program.get(event.instruction)) not in CONTROL]
     if not work:
         raise ValueError("the trace holds no instruction of the program; more than one program ran, or none")
-    taken = trace.spent(work)
-    by_device = trace.busy(work)
+    taken = spent(work)
+    by_device = busy(work)
     whole = sum(span for _, span in by_device.values())
-    gaps = whole - sum(busy for busy, _ in by_device.values())
-    seconds = trace.shares(taken, lambda name: part(program.get(name)))
+    gaps = whole - sum(ran for ran, _ in by_device.values())
+    seconds = shares(taken, lambda name: part(program.get(name)))
     # Instructions that overlap on a device share the time.
     factor = (whole - gaps) / max(sum(seconds.values()), 1e-12)
     shared = {name: seconds.get(name, 0.0) * factor / whole for name in PARTS} | {"gaps": gaps / whole}
@@ -205,3 +167,93 @@ def roofline(operations: float, moved: float, seconds: float, chip: Chip, device
         "share_of_peak_bytes": memory / seconds,
         "bound_by": "operations" if compute >= memory else "bytes",
     }
+
+
+# -------------------------------------------------------------------------------------------------------------- trace
+
+
+class Event(NamedTuple):
+    """One run of one instruction."""
+
+    instruction: str
+    device: int
+    start: float  # seconds on the trace's clock
+    end: float
+
+
+class Spent(NamedTuple):
+    """Total over all runs of an instruction and all devices."""
+
+    seconds: float
+    runs: int
+
+
+def events(folder: Path, module: str) -> list[Event]:
+    """Runs of instructions of programs named `module` ("jit_run") in the newest trace of `folder`.
+
+    Raises FileNotFoundError if there is no trace.
+    """
+    files = sorted(Path(folder).glob("plugins/profile/*/*.xplane.pb"))
+    if not files:
+        raise FileNotFoundError(f"{folder} has no trace (plugins/profile/*/*.xplane.pb)")
+    found = []
+    for place, plane in enumerate(jax.profiler.ProfileData.from_file(str(files[-1])).planes):
+        for line in plane.lines:
+            for event in line.events:
+                about = dict(event.stats)
+                name = about.get("hlo_op")
+                if name is None or not str(about.get("hlo_module", module)).startswith(module):
+                    continue
+                device = about.get("device_ordinal", place)
+                start = event.start_ns * 1e-9
+                name = event.name if str(name).startswith(GRAPH) else name
+                found.append(Event(str(name), int(device), start, start + event.duration_ns * 1e-9))
+    return found
+
+
+def attributed(found: Iterable[Event], instructions: Iterable[str]) -> list[Event]:
+    """Events with kernels of graphs under the names of their instructions, where known.
+
+    A kernel's name has underscores for characters that C++ does not allow. Equal instructions share one kernel: one of
+    them is charged with all of its runs.
+    """
+    known = set(instructions)
+    of_kernel = {re.sub(r"\W", "_", name): name for name in known}
+    return [
+        event
+        if event.instruction in known
+        else event._replace(instruction=of_kernel.get(event.instruction, event.instruction))
+        for event in found
+    ]
+
+
+def spent(found: Iterable[Event]) -> dict[str, Spent]:
+    total: dict[str, Spent] = {}
+    for event in found:
+        before = total.get(event.instruction, Spent(0.0, 0))
+        total[event.instruction] = Spent(before.seconds + event.end - event.start, before.runs + 1)
+    return total
+
+
+def busy(found: Iterable[Event]) -> dict[int, tuple[float, float]]:
+    """Device -> (busy seconds, seconds from its first instruction to the end of its last)."""
+    by_device: dict[int, list[tuple[float, float]]] = {}
+    for event in found:
+        by_device.setdefault(event.device, []).append((event.start, event.end))
+    return {device: _union(sorted(spans)) for device, spans in by_device.items()}
+
+
+def _union(spans: list[tuple[float, float]]) -> tuple[float, float]:
+    covered, until = 0.0, spans[0][0]
+    for start, end in spans:
+        covered += max(end - max(start, until), 0.0)
+        until = max(until, end)
+    return covered, until - spans[0][0]
+
+
+def shares(taken: dict[str, Spent], group: Callable[[str], str]) -> dict[str, float]:
+    """Group -> seconds of the instructions in it."""
+    total: dict[str, float] = {}
+    for name, each in taken.items():
+        total[group(name)] = total.get(group(name), 0.0) + each.seconds
+    return total

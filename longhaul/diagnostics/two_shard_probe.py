@@ -16,8 +16,9 @@ from typing import Any
 from longhaul.config.resolve import resolve
 from longhaul.config.run import Run
 from longhaul.config.serialize import from_dict, to_dict
-from longhaul.diagnostics import hlo_collectives, profile
-from longhaul.diagnostics.hlo_collectives import Crossing
+from longhaul.diagnostics import hlo
+from longhaul.diagnostics.hlo import Crossing
+from longhaul.diagnostics.program import compiled
 from longhaul.runtime.devices import prepare_devices
 from longhaul.runtime.errors import RunError
 
@@ -57,4 +58,5 @@ def two_shards(run: Run) -> list[Crossing]:
 
 def crossings(run: Run) -> list[Crossing]:
     """Collectives in the program of a resolved run."""
-    return hlo_collectives.crossings(profile.sample(run).executable.as_text() or "")
+    prepare_devices(run.all_devices, run.threads)
+    return hlo.crossings(compiled(run).text())

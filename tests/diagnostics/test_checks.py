@@ -17,10 +17,10 @@ from longhaul.cli import doctor
 from longhaul.config import recipes
 from longhaul.config.resolve import resolve
 from longhaul.config.run import Named, Run
-from longhaul.diagnostics import checks, hlo_collectives, permutation_test
+from longhaul.diagnostics import checks, hlo
 from longhaul.diagnostics.checks import Check
-from longhaul.diagnostics.compiled_run import Subject, fresh_cache, smaller, subject
-from longhaul.diagnostics.hlo_collectives import Crossing
+from longhaul.diagnostics.hlo import Crossing
+from longhaul.diagnostics.program import Program, compiled, fresh_cache, smaller
 from longhaul.runtime import device_memory
 from longhaul.training import assemble
 
@@ -36,17 +36,17 @@ def tiny(**changes: Any) -> Run:
 
 
 @pytest.fixture(scope="module")
-def pair() -> Subject:
+def pair() -> Program:
     """On two devices."""
-    return subject(resolve(tiny()))
+    return compiled(resolve(tiny()))
 
 
 @pytest.fixture(scope="module")
-def alone() -> Subject:
-    return subject(resolve(tiny(devices=1)))
+def alone() -> Program:
+    return compiled(resolve(tiny(devices=1)))
 
 
-def test_an_update_sends_its_gradients_once_a_step_of_the_optimiser(pair: Subject) -> None:
+def test_an_update_sends_its_gradients_once_a_step_of_the_optimiser(pair: Program) -> None:
     found = checks.crossings(pair)
     assert found.verdict == checks.PASS
     assert found.figures["gradients"] == 2 * 3
@@ -54,16 +54,16 @@ def test_an_update_sends_its_gradients_once_a_step_of_the_optimiser(pair: Subjec
     assert found.figures["operations"] == ["all-reduce"]
 
 
-def test_what_else_crosses_devices_fails(pair: Subject, monkeypatch: pytest.MonkeyPatch) -> None:
-    real = hlo_collectives.crossings(pair.text())
+def test_what_else_crosses_devices_fails(pair: Program, monkeypatch: pytest.MonkeyPatch) -> None:
+    real = hlo.crossings(pair.text())
     for extra in (Crossing("all-gather", 64, (None,)), Crossing("all-reduce", 10**6, (None, 3))):
-        monkeypatch.setattr(hlo_collectives, "crossings", lambda text, extra=extra: [*real, extra])
+        monkeypatch.setattr(hlo, "crossings", lambda text, extra=extra: [*real, extra])
         assert checks.crossings(pair).verdict == checks.FAIL
-    monkeypatch.setattr(hlo_collectives, "crossings", lambda text: real[:1])
+    monkeypatch.setattr(hlo, "crossings", lambda text: real[:1])
     assert checks.crossings(pair).verdict == checks.FAIL
 
 
-def test_a_program_stays_on_its_devices_and_fits(pair: Subject) -> None:
+def test_a_program_stays_on_its_devices_and_fits(pair: Program) -> None:
     home = checks.host(pair)
     assert home.verdict == checks.PASS
     rows = pair.executable.out_info[1]
@@ -73,27 +73,27 @@ def test_a_program_stays_on_its_devices_and_fits(pair: Subject) -> None:
     assert need.figures["needed"] > 4 * 3 * pair.parameters, "parameters and two moments"
 
 
-def test_memory_that_is_not_there_fails(pair: Subject, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_memory_that_is_not_there_fails(pair: Program, monkeypatch: pytest.MonkeyPatch) -> None:
     needed = checks.memory(pair).figures["needed"]
     for total, verdict in ((needed // 2, checks.FAIL), (int(needed * 1.1), checks.WARN)):
         monkeypatch.setattr(device_memory, "memory_of", lambda device, total=total: 2 * total)
         assert checks.memory(pair).verdict == verdict
 
 
-def test_the_same_seed_gives_the_same_parameters_and_another_others(pair: Subject) -> None:
+def test_the_same_seed_gives_the_same_parameters_and_another_others(pair: Program) -> None:
     found, seconds = checks.determinism(pair)
     assert found.verdict == checks.PASS and seconds > 0.0
     assert found.figures["digests"][0] == pair.digest(pair.updates(pair.start(pair.run.seed), checks.SHORT)[0])
     assert found.figures["digests"][0] != pair.digest(pair.updates(pair.start(pair.run.seed + 1), checks.SHORT)[0])
 
 
-def test_a_sum_that_differs_from_run_to_run_fails(pair: Subject, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_sum_that_differs_from_run_to_run_fails(pair: Program, monkeypatch: pytest.MonkeyPatch) -> None:
     seeds = iter((0, 1, 0))
-    monkeypatch.setattr(Subject, "start", lambda self, seed: self.begin(jax.random.key(next(seeds))))
+    monkeypatch.setattr(Program, "start", lambda self, seed: self.begin(jax.random.key(next(seeds))))
     assert checks.determinism(pair)[0].verdict == checks.FAIL
 
 
-def test_times_are_shares(pair: Subject, alone: Subject) -> None:
+def test_times_are_shares(pair: Program, alone: Program) -> None:
     reduced = checks.all_reduce(pair, 1.0)
     assert 0.0 < reduced.figures["share"] == pytest.approx(reduced.figures["seconds"] * 6)
     assert checks.all_reduce(pair, 1e-9).verdict == checks.FAIL
@@ -102,7 +102,7 @@ def test_times_are_shares(pair: Subject, alone: Subject) -> None:
     assert 0.0 <= stalled.figures["between_calls"] <= 1.0
 
 
-def test_a_device_that_waits_for_the_host_is_seen(alone: Subject, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_device_that_waits_for_the_host_is_seen(alone: Program, monkeypatch: pytest.MonkeyPatch) -> None:
     """A host that sleeps far longer than a call takes leaves the device idle for most of the time."""
     import time
 
@@ -116,22 +116,22 @@ def test_a_device_that_waits_for_the_host_is_seen(alone: Subject, monkeypatch: p
     assert checks.stalls(alone, 1.0, calls=5).verdict == checks.FAIL
 
 
-def test_one_device_and_two_learn_the_same(alone: Subject, pair: Subject) -> None:
+def test_one_device_and_two_learn_the_same(alone: Program, pair: Program) -> None:
     found = checks.convergence(alone, pair, seeds=5, updates=24)
     assert found.verdict == checks.PASS
     assert found.figures["gained"] > 0.0
     assert np.shape(found.figures["curves"]) == (2, 5, 24)
 
 
-def test_devices_that_learn_something_else_fail(alone: Subject, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_devices_that_learn_something_else_fail(alone: Program, monkeypatch: pytest.MonkeyPatch) -> None:
     """The second side is given a curve that stays where it began."""
-    real = permutation_test.curve
+    real = checks.curve
 
-    def curve(made: Subject, seed: int, updates: int) -> np.ndarray:
+    def curve(made: Program, seed: int, updates: int) -> np.ndarray:
         found = real(made, seed, updates)
         return found if made is alone else np.full_like(found, 10.0 + 0.1 * seed)
 
-    monkeypatch.setattr(permutation_test, "curve", curve)
+    monkeypatch.setattr(checks, "curve", curve)
     found = checks.convergence(alone, alone._replace(parameters=1), seeds=5, updates=24)
     assert found.verdict == checks.FAIL
     assert found.figures["chance"] == pytest.approx(2 / math.comb(10, 5))
@@ -139,10 +139,10 @@ def test_devices_that_learn_something_else_fail(alone: Subject, monkeypatch: pyt
 
 def test_the_chance_of_a_permutation_is_exact() -> None:
     """Of 20 ways to deal 3 and 3, two are as extreme as 1 2 3 against 4 5 6."""
-    assert permutation_test.permutation_chance([1.0, 2.0, 3.0], [4.0, 5.0, 6.0]) == pytest.approx(2 / 20)
-    assert permutation_test.permutation_chance([1.0, 2.0], [2.0, 1.0]) == 1.0
+    assert checks.permutation_chance([1.0, 2.0, 3.0], [4.0, 5.0, 6.0]) == pytest.approx(2 / 20)
+    assert checks.permutation_chance([1.0, 2.0], [2.0, 1.0]) == 1.0
     rng = np.random.default_rng(0)
-    chances = [permutation_test.permutation_chance(*rng.normal(size=(2, 5)).tolist()) for _ in range(400)]
+    chances = [checks.permutation_chance(*rng.normal(size=(2, 5)).tolist()) for _ in range(400)]
     assert np.mean(np.array(chances) <= 0.05) < 0.09, "no more often than it says"
 
 

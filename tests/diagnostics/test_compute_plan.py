@@ -8,7 +8,7 @@ import pytest
 
 from longhaul.cli import plan as plan_command
 from longhaul.cli.main import main
-from longhaul.diagnostics import compute_plan, hlo_collectives, hlo_costs
+from longhaul.diagnostics import compute_plan, hlo
 from longhaul.diagnostics.chips import Chip
 from longhaul.diagnostics.compute_plan import Assumptions, Collective, Measured
 
@@ -94,15 +94,15 @@ def test_what_does_not_fit_is_said() -> None:
 
 def test_a_profile_becomes_the_work_of_one_device_in_one_update() -> None:
     program = {
-        "dot": hlo_costs.Instruction("dot", "dot", "", "f32[2]", 100.0, 16.0),
-        "sum": hlo_costs.Instruction("sum", "all-reduce", "", "(f32[3]{0}, f32[2]{0})", 0.0, 40.0),
-        "loop": hlo_costs.Instruction("loop", "while", "", "f32[2]", 0.0, 0.0),
+        "dot": hlo.Instruction("dot", "dot", "", "f32[2]", 100.0, 16.0),
+        "sum": hlo.Instruction("sum", "all-reduce", "", "(f32[3]{0}, f32[2]{0})", 0.0, 40.0),
+        "loop": hlo.Instruction("loop", "while", "", "f32[2]", 0.0, 0.0),
     }
     assert compute_plan.work(5, 2, {"dot": 30, "sum": 10, "loop": 10, "gone": 1}, program) == ((3.0, 100.0, 16.0),)
 
 
 def test_like_collectives_are_counted_together() -> None:
-    crossing = hlo_collectives.Crossing("all-reduce", 20, (None, 4), (0, 2))
+    crossing = hlo.Crossing("all-reduce", 20, (None, 4), (0, 2))
     found = compute_plan.collectives([crossing, crossing, crossing._replace(group=(0, 1))], model=2)
     assert found == (Collective("all-reduce", 8, 20), Collective("all-reduce", 4, 20, within=True))
 

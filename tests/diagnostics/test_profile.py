@@ -10,8 +10,8 @@ import jax.numpy as jnp
 import pytest
 
 from longhaul.cli.main import main
-from longhaul.diagnostics import chips, hlo_costs, profile, trace
-from longhaul.diagnostics.trace import Event
+from longhaul.diagnostics import chips, hlo, profile
+from longhaul.diagnostics.profile import Event
 
 TEXT = """HloModule jit_run, is_scheduled=true
 
@@ -51,7 +51,7 @@ ENTRY %main (a: f32[100,64], b: f32[1,64], i: s32[], x: f32[8,4], w: f32[4,16]) 
 
 
 def test_operations_and_bytes_of_instructions_are_those_of_their_shapes() -> None:
-    found = hlo_costs.read(TEXT)
+    found = hlo.read(TEXT)
     assert found["dot_fusion"].operations == found["gemm"].operations == 2 * 8 * 16 * 4
     assert found["dot_fusion"].bytes == 4 * (8 * 4 + 4 * 16 + 8 * 16)
     assert found["slice_fusion"].bytes == 4 * (64 + 64) + 4  # of the hundred rows one is read, one written
@@ -61,7 +61,7 @@ def test_operations_and_bytes_of_instructions_are_those_of_their_shapes() -> Non
 
 
 def test_an_instruction_knows_its_scope_and_part() -> None:
-    found = hlo_costs.read(TEXT)
+    found = hlo.read(TEXT)
     parts = {name: profile.part(found[name]) for name in ("slice_fusion", "dot_fusion", "copy.1", "all-reduce")}
     assert parts == {
         "slice_fusion": "environment", "dot_fusion": "learning", "copy.1": "copies", "all-reduce": "collectives",
@@ -73,7 +73,7 @@ def test_kernels_of_a_cuda_graph_count_for_their_instructions() -> None:
     """As an H100 told them: an event of a graph is named as its kernel, with underscores; others stay as they are."""
     named = ["loop_add_fusion_17", "copy_1", "copy.1", "memcpy32_post"]
     found = [Event(name, 0, float(i), i + 0.5) for i, name in enumerate(named)]
-    told = trace.attributed(found, ["loop_add_fusion.17", "copy.1"])
+    told = profile.attributed(found, ["loop_add_fusion.17", "copy.1"])
     assert [event.instruction for event in told] == ["loop_add_fusion.17", "copy.1", "copy.1", "memcpy32_post"]
     assert [event[1:] for event in told] == [event[1:] for event in found]
 
@@ -89,14 +89,14 @@ def test_a_real_program_counts_its_products() -> None:
     x, w = jnp.ones((32, 48)), jnp.ones((48, 48))
     text = jax.jit(work).lower(x, w).compile().as_text()
     assert text is not None
-    found = [each for each in hlo_costs.read(text).values() if each.operations and each.opcode != "call"]
+    found = [each for each in hlo.read(text).values() if each.operations and each.opcode != "call"]
     outer = [each for each in found if each.opcode == "fusion"] or found
     assert sum(each.operations for each in outer) == 2 * 32 * 48 * 48  # once: how often, the trace tells
     assert {profile.part(each) for each in outer} == {"inference"}
 
 
 def test_time_is_shared_among_parts_and_gaps() -> None:
-    program = hlo_costs.read(TEXT)
+    program = hlo.read(TEXT)
     found = [
         Event("slice_fusion", 0, 0.0, 2.0), Event("dot_fusion", 0, 3.0, 6.0), Event("copy.1", 0, 6.0, 7.0),
         Event("dot_fusion", 1, 0.0, 5.0), Event("all-reduce", 1, 5.0, 10.0),
@@ -113,7 +113,7 @@ def test_time_is_shared_among_parts_and_gaps() -> None:
 
 
 def test_instructions_that_overlap_share_their_time() -> None:
-    program = hlo_costs.read(TEXT)
+    program = hlo.read(TEXT)
     found = [Event("slice_fusion", 0, 0.0, 4.0), Event("dot_fusion", 0, 0.0, 4.0)]
     shares = profile.reading(found, program)["shares"]
     assert (shares["environment"], shares["learning"], shares["gaps"]) == pytest.approx((0.5, 0.5, 0.0))
@@ -121,7 +121,7 @@ def test_instructions_that_overlap_share_their_time() -> None:
 
 def test_a_trace_without_the_program_is_refused() -> None:
     with pytest.raises(ValueError, match="no instruction of the program"):
-        profile.reading([], hlo_costs.read(TEXT))
+        profile.reading([], hlo.read(TEXT))
 
 
 def test_the_roofline_is_the_slower_of_both_bounds() -> None:

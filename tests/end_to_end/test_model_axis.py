@@ -20,8 +20,8 @@ from longhaul.cli.flags import FlagError
 from longhaul.config import recipes
 from longhaul.config import resolve as runs
 from longhaul.config.run import Driving, Run
-from longhaul.diagnostics import checks, hlo_collectives
-from longhaul.diagnostics.compiled_run import Subject, subject
+from longhaul.diagnostics import checks, hlo
+from longhaul.diagnostics.program import Program, compiled
 from longhaul.runtime import mesh as meshes
 from longhaul.runtime import partition
 from longhaul.runtime.errors import RunError
@@ -37,18 +37,18 @@ UPDATES = 3
 
 
 class Made(NamedTuple):
-    subject: Subject
+    program: Program
     begun: Any  # the state at the beginning, on the host
     progress: Progress  # after some updates
     rows: dict[str, np.ndarray]  # of the last one
 
     @property
     def assembly(self) -> Assembly:
-        return self.subject.assembly
+        return self.program.assembly
 
     @property
     def executable(self) -> jax.stages.Compiled:
-        return self.subject.executable
+        return self.program.executable
 
 
 def cartpole(**changes: Any) -> Run:
@@ -71,7 +71,7 @@ def make(run: Run) -> Made:
     """`run` after its first updates, as training makes them."""
     jax.config.update("jax_disable_most_optimizations", True)  # compiling takes longer than these runs ever do
     try:
-        made = subject(run)
+        made = compiled(run)
         progress = made.start(run.seed)
     finally:
         jax.config.update("jax_disable_most_optimizations", False)
@@ -130,7 +130,7 @@ def test_who_acts_is_who_learns(pair: tuple[Made, Made]) -> None:
     progress = jax.tree.map(lambda x: x.copy(), made.progress)
     end = meshes.everywhere(jnp.int32(made.assembly.updates), made.assembly.mesh)
     progress = progress._replace(state=progress.state._replace(updates=end))
-    still, rows = made.subject.updates(progress, 2)
+    still, rows = made.program.updates(progress, 2)
     jax.tree.map(np.testing.assert_array_equal, *(jax.device_get(p.state.params) for p in (made.progress, still)))
     assert np.all(np.abs(rows["ppo/approx_kl"]) < 1e-6)
     assert np.all(rows["ppo/clip_fraction"] == 0.0)
@@ -155,7 +155,7 @@ def test_each_device_holds_its_part(pair: tuple[Made, Made]) -> None:
 
 def test_gradients_meet_once_an_optimiser_step_in_parts(pair: tuple[Made, Made]) -> None:
     for made, model in zip(pair, (1, 2), strict=True):
-        found = [each for each in hlo_collectives.crossings(made.executable.as_text()) if each.over_shards(model)]
+        found = [each for each in hlo.crossings(made.executable.as_text()) if each.over_shards(model)]
         assert {each.operation for each in found} == {"all-reduce"}
         params = made.assembly.algorithm.policy(made.progress.state).params
         n, own = (partition.shares(params, m) for m in (1, model))
@@ -167,9 +167,9 @@ def test_gradients_meet_once_an_optimiser_step_in_parts(pair: tuple[Made, Made])
 
 def test_the_doctor_tells_parts_from_shards(pair: tuple[Made, Made]) -> None:
     for made, model in zip(pair, (1, 2), strict=True):
-        found = checks.crossings(made.subject)
+        found = checks.crossings(made.program)
         assert found.verdict == checks.PASS, found
-        assert found.figures["gradients"] == made.subject.optimiser_steps
+        assert found.figures["gradients"] == made.program.optimiser_steps
         assert (found.figures["within"] > 0) == (model == 2)
         assert ("among 2 parts of the model" in found.value) == (model == 2)
 

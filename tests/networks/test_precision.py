@@ -16,7 +16,7 @@ import pytest
 
 from longhaul.cli import flags, main, run_flags
 from longhaul.config import recipes
-from longhaul.diagnostics.compiled_run import Subject, subject
+from longhaul.diagnostics.program import Program, compiled
 from longhaul.networks import actor_critic
 from longhaul.networks.config import REMATS
 from longhaul.networks.precision import POLICIES
@@ -174,14 +174,14 @@ def test_memory_falls_as_shapes_foretell() -> None:
 
 
 @pytest.fixture(scope="module")
-def made() -> Subject:
+def made() -> Program:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("NPROC", "4")
-        return subject(small(devices=2))
+        return compiled(small(devices=2))
 
 
 @pytest.mark.slow
-def test_all_of_progress_is_donated(made: Subject) -> None:
+def test_all_of_progress_is_donated(made: Program) -> None:
     """Compiled program: each part has its result in its place, and no byte exists twice."""
     progress = made.start(0)
     text = made.text().splitlines()[0]
@@ -193,7 +193,7 @@ def test_all_of_progress_is_donated(made: Subject) -> None:
     assert need.arguments - need.donated == device_memory.held(made.context) + 4, "the bank, and the number of updates"
 
 
-def test_parts_are_those_of_one_device(made: Subject) -> None:
+def test_parts_are_those_of_one_device(made: Program) -> None:
     progress = made.start(0)
     parts = device_memory.parts(made.assembly.algorithm, progress, made.context)
     assert parts["parameters"] == 4 * made.parameters
@@ -204,7 +204,7 @@ def test_parts_are_those_of_one_device(made: Subject) -> None:
 
 
 def test_the_footprint_is_told_before_the_first_update(
-    made: Subject, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    made: Program, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """One line and memory.json; a warning where it is tight; an error, exit code 2 and no folder where it can't fit."""
     need = device_memory.need(made.executable)

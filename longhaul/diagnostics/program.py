@@ -1,4 +1,4 @@
-"""Compiled program of a recipe with its timings, the subject of the doctor's checks."""
+"""Compiled program of a run with its timings, of which the doctor, the profile and the planner measure."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from longhaul.training.data import Feed, Feeding, feed
 from longhaul.types import Key, Progress, PyTree
 
 
-class Subject(NamedTuple):
+class Program(NamedTuple):
     """A resolved run and its program."""
 
     run: Run
@@ -81,7 +81,7 @@ class Subject(NamedTuple):
         return params_sha256(jax.device_get(self.assembly.algorithm.policy(progress.state).params))
 
 
-def subject(run: Run, source: Feed | None = None) -> Subject:
+def compiled(run: Run, source: Feed | None = None) -> Program:
     """Program of a resolved run, as `longhaul train` compiles it. Call `prepare_devices` first."""
     if run.many:
         raise RunError("this looks at one run; leave --seeds and --sweep out")
@@ -108,10 +108,10 @@ def subject(run: Run, source: Feed | None = None) -> Subject:
     traced = time.perf_counter()
     with closing(Ledger()) as ledger:
         executable = lowered.compile()
-    compiled = time.perf_counter()
+    ended = time.perf_counter()
     params = algorithm.policy(progress.state).params
-    return Subject(
-        run, assembly, source, context, executable, started - began, traced - started, compiled - traced,
+    return Program(
+        run, assembly, source, context, executable, started - began, traced - started, ended - traced,
         ledger.hits > 0, actor_critic.count(params), partition.shares(params, mesh.shape[meshes.MODEL]).own, begin,
     )  # fmt: skip
 

@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 from jax.sharding import PartitionSpec
 
-from longhaul.diagnostics import hlo_collectives
-from longhaul.diagnostics.hlo_collectives import Crossing
+from longhaul.diagnostics import hlo
+from longhaul.diagnostics.hlo import Crossing
 from longhaul.runtime import mesh as meshes
 
 EVERYWHERE, SPLIT = PartitionSpec(), PartitionSpec(meshes.DATA)
@@ -29,8 +29,8 @@ def on_two(function: Callable[..., Any], *, out: PartitionSpec = EVERYWHERE) -> 
 
 def test_a_mean_is_one_all_reduce_of_its_bytes() -> None:
     text = text_of(on_two(lambda x: meshes.mean_over_data(jnp.sum(x, axis=0))), jnp.ones((4, 7)))
-    assert hlo_collectives.crossings(text) == [Crossing("all-reduce", 7 * 4, (), (0, 1))]
-    assert hlo_collectives.host_calls(text) == []
+    assert hlo.crossings(text) == [Crossing("all-reduce", 7 * 4, (), (0, 1))]
+    assert hlo.host_calls(text) == []
 
 
 def test_what_stands_in_loops_counts_with_their_trips() -> None:
@@ -46,7 +46,7 @@ def test_what_stands_in_loops_counts_with_their_trips() -> None:
         return jax.lax.fori_loop(0, n, lambda i, y: jax.lax.scan(outer, y, None, length=7)[0], x)
 
     program = meshes.per_shard(steps, meshes.make_mesh(2), (EVERYWHERE, EVERYWHERE), EVERYWHERE)
-    (found,) = hlo_collectives.crossings(text_of(program, jnp.eye(6), jnp.int32(3)))
+    (found,) = hlo.crossings(text_of(program, jnp.eye(6), jnp.int32(3)))
     assert found == Crossing("all-reduce", 6 * 6 * 4, (None, 7, 5), (0, 1))
     assert found.times() == 35
 
@@ -54,11 +54,11 @@ def test_what_stands_in_loops_counts_with_their_trips() -> None:
 def test_each_kind_of_collective_is_found_with_the_bytes_of_its_result() -> None:
     x = jnp.ones((4, 2, 3))
     gathered = text_of(on_two(lambda x: jax.lax.all_gather(x[0], meshes.DATA)), x)
-    assert [(each.operation, each.bytes) for each in hlo_collectives.crossings(gathered)] == [("all-gather", 2 * 6 * 4)]
+    assert [(each.operation, each.bytes) for each in hlo.crossings(gathered)] == [("all-gather", 2 * 6 * 4)]
     swapped = text_of(on_two(lambda x: jax.lax.ppermute(x, meshes.DATA, [(0, 1), (1, 0)]), out=SPLIT), x)
-    assert [(each.operation, each.bytes) for each in hlo_collectives.crossings(swapped)] == [("collective-permute", 48)]
+    assert [(each.operation, each.bytes) for each in hlo.crossings(swapped)] == [("collective-permute", 48)]
     dealt = text_of(on_two(lambda x: jax.lax.all_to_all(x[0], meshes.DATA, 0, 0, tiled=True), out=SPLIT), x)
-    assert "all-to-all" in {each.operation for each in hlo_collectives.crossings(dealt)}
+    assert "all-to-all" in {each.operation for each in hlo.crossings(dealt)}
 
 
 def test_a_call_of_the_host_is_found_wherever_it_stands() -> None:
@@ -74,9 +74,9 @@ def test_a_call_of_the_host_is_found_wherever_it_stands() -> None:
         return jax.lax.cond(x[0] > 0, lambda v: jax.pure_callback(np.sin, shape, v), lambda v: v, x)
 
     for function in (told, asked):
-        (name,) = hlo_collectives.host_calls(text_of(function, jnp.ones(3)))
+        (name,) = hlo.host_calls(text_of(function, jnp.ones(3)))
         assert "callback" in name
-    assert hlo_collectives.host_calls(text_of(lambda x: jnp.sort(x) @ x, jnp.ones(30))) == []
+    assert hlo.host_calls(text_of(lambda x: jnp.sort(x) @ x, jnp.ones(30))) == []
 
 
 GPU = """\
@@ -122,12 +122,12 @@ backend_config={"known_trip_count":{"n":"12"},"other":1}
 
 
 def test_operations_that_are_started_apart_count_once() -> None:
-    assert hlo_collectives.crossings(GPU) == [
+    assert hlo.crossings(GPU) == [
         Crossing("all-reduce", 1024 * 4 * 2, (12,)),
         Crossing("all-gather", 64, (), (0, 1)),
         Crossing("all-gather", 64, ()),
     ]
-    assert hlo_collectives.host_calls(GPU) == ["copy-start to the host's memory", "send of the host"]
+    assert hlo.host_calls(GPU) == ["copy-start to the host's memory", "send of the host"]
 
 
 @pytest.mark.parametrize(
@@ -148,13 +148,13 @@ def test_operations_that_are_started_apart_count_once() -> None:
 def test_who_meets_in_a_collective_is_read(groups: str, first: tuple[int, ...], over: bool) -> None:
     """And whether they are of different shards, where two devices side by side make one."""
     line = f"%r = f32[2]{{0}} all-reduce(%a), channel_id=1, replica_groups={groups}, to_apply=%add"
-    (found,) = hlo_collectives.crossings(f"ENTRY %main (a: f32[2]) -> f32[2] {{\n  ROOT {line}\n}}\n")
+    (found,) = hlo.crossings(f"ENTRY %main (a: f32[2]) -> f32[2] {{\n  ROOT {line}\n}}\n")
     assert found == Crossing("all-reduce", 8, (), first)
     assert found.over_shards(2) is over
     assert found.over_shards(1)
 
 
 def test_sizes_of_types() -> None:
-    assert hlo_collectives.size("(f32[4]{0}, pred[], /*index=2*/bf16[2,3]{1,0:T(8,128)(2,1)})") == 16 + 1 + 12
-    assert hlo_collectives.size("f8e4m3fn[10]") == 10
-    assert hlo_collectives.size("(s4[3], token[], u32[])") == 2 + 4
+    assert hlo.size("(f32[4]{0}, pred[], /*index=2*/bf16[2,3]{1,0:T(8,128)(2,1)})") == 16 + 1 + 12
+    assert hlo.size("f8e4m3fn[10]") == 10
+    assert hlo.size("(s4[3], token[], u32[])") == 2 + 4
