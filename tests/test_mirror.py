@@ -126,7 +126,6 @@ THROUGH = {
     "bench/cases/central.py": "a measurement, as bench/cases/actors.py",
     "bench/cases/reasoning.py": "a measurement, as bench/cases/actors.py",
     "bench/cases/replay.py": "a measurement, as bench/cases/actors.py",
-    "bench/cases/training_peers.py": "programs of other libraries, which are not installed here",
     "bench/sync_receiver.py": "the receiving process of bench/cases/test_sync.py",
     "cli/actor.py": "the process of an actor on another machine, by end_to_end/test_inference_server_runs.py",
     "cli/profile.py": "by diagnostics/test_profile.py, through the command",

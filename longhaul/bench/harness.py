@@ -25,7 +25,7 @@ from typing import Any
 import jax
 
 from longhaul.bench.cases import actors as acting_workloads
-from longhaul.bench.cases import central, reasoning, replay, sync, training, training_peers
+from longhaul.bench.cases import central, reasoning, replay, sync, training
 from longhaul.bench.cases.training import Prepared
 from longhaul.config.run import MOST
 from longhaul.runtime.launch.process import PIPE, Process
@@ -55,6 +55,13 @@ LEAST_REPEATS = 5
 
 REFERENCE = {4: 158_668.0, 512: 208_800.0, 2048: 133_700.0}
 """PureJaxRL's env steps per second by environments, once measured on two idle cores of another machine."""
+
+PEERS = Path(__file__).resolve().parents[2] / "benchmarks/peers"
+PEER_OF = {
+    "ppo-cartpole": "purejaxrl_ppo", "seeds": "purejaxrl_ppo", "replay": "flashbax_replay", "sac": "brax_sac",
+    "reasoning": "transformers_reasoning",
+}  # fmt: skip
+"""Name -> program of another library that does the same, in `PEERS`; only a clone of the project has it."""
 
 FROM_ZERO = ("road_points", "staleness")
 """Sizes that may be 0; all others are 1 or more."""
@@ -113,30 +120,22 @@ def figure(
     """
     if repeats < LEAST_REPEATS:
         raise ValueError(f"{repeats} repeats; a median of fewer than {LEAST_REPEATS} says little")
+    compared = peer_python is not None and name in PEER_OF and not case.get("bare")
+    compared &= name != "sac" or (case["env"] or "").startswith("brax/")
+    compared &= PEER_OF.get(name) != "purejaxrl_ppo" or peer_path is not None
+    if compared and not PEERS.is_dir():
+        raise ValueError("a peer runs a program of benchmarks/peers, which no installation has; use a clone's command")
     with ExitStack() as workers:
         command = [sys.executable, "-c", OURS, json.dumps([name, case])]
         ours = workers.enter_context(Worker(command, {"LONGHAUL_CACHE": "off"}))  # compile_seconds are the compiler's
         others = None
-        if name in ("ppo-cartpole", "seeds") and peer_python is not None and peer_path is not None:
-            command = [
-                peer_python,
-                "-c",
-                training_peers.PUREJAXRL,
-                str(Path(peer_path).resolve()),
-                json.dumps(ours.about),
-            ]
+        if compared:
             # One thread where we have one, as `run.prepare_devices` says. With two it may hang where seeds are vmapped.
-            few = {"NPROC": "1"} if ours.about["config"]["devices"] == 1 else {}
+            few = {"NPROC": "1"} if ours.about["config"].get("devices") == 1 else {}
             few |= {"NPROC": "4"} if name == "seeds" else {}
+            words = [str(Path(peer_path).resolve())] if peer_path is not None else []
+            command = [str(peer_python), str(PEERS / f"{PEER_OF[name]}.py"), json.dumps(ours.about), *words]
             others = workers.enter_context(Worker(command, few))
-        peer = {"replay": replay.PEER, "reasoning": reasoning.PEER}.get(name)
-        if peer is not None and peer_python is not None and not case.get("bare"):
-            others = workers.enter_context(Worker([peer_python, "-c", peer, json.dumps(ours.about)], {}))
-        if name == "sac" and peer_python is not None and (case["env"] or "").startswith("brax/"):
-            few = {"NPROC": "1"} if ours.about["config"]["devices"] == 1 else {}
-            others = workers.enter_context(
-                Worker([peer_python, "-c", training_peers.BRAX_SAC, json.dumps(ours.about)], few)
-            )
         pairs = [(ours.ask(), others.ask() if others else None) for _ in range(repeats)]
     mine, theirs = [one for one, _ in pairs], [other for _, other in pairs if other is not None]
     about = {key: ours.about[key] for key in ("versions", "commit", "device")}

@@ -11,6 +11,7 @@ loop bodies count once: only a trace has the number of trips.
 
 from __future__ import annotations
 
+import functools
 import math
 import re
 from collections.abc import Iterator, Mapping
@@ -115,6 +116,7 @@ def size(result: str) -> int:
     return sum(_array_bytes(kind, dims) for kind, dims in _arrays(result))
 
 
+@functools.cache
 def _arrays(result: str) -> list[tuple[str, str]]:
     """(kind, sizes) of a type's arrays; layouts, whose tiles look like arrays, are left out."""
     return _ARRAY.findall(re.sub(r"\{[^}]*\}", "", result))
