@@ -200,7 +200,7 @@ def attempt(path: Path) -> tuple[str, str | None]:
         return taken(path), None
     except BadData as error:
         message = str(error)
-        clear = message.isprintable() and len(message) < 1000
+        clear = message.isprintable() and len(message) < 1000 and str(path.parent) in message
         return "refused", None if clear else f"unclear: {message[:300]!r}"
     except AssertionError as error:
         return "unsound", f"unsound: {error}"

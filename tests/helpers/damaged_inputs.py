@@ -265,13 +265,11 @@ def damage_rows(data: bytes, random: np.random.Generator) -> bytes:
             values: tuple[Any, ...] = (None, -1, 2**62, 1e308, float("inf"), "text", b"\x00\xff", "x" * 5000, 0, 1e7)
             wrong = values[int(random.integers(0, len(values)))]
             (rows,) = db.execute(f"SELECT count(*) FROM {table}").fetchone()
-            row = int(random.integers(0, max(rows, 1)))
+            one = f"SELECT rowid FROM {table} LIMIT 1 OFFSET {int(random.integers(0, max(rows, 1)))}"
             try:
                 match random.integers(0, 8):
                     case 0:
-                        db.execute(
-                            f"DELETE FROM {table} WHERE rowid IN (SELECT rowid FROM {table} LIMIT 1 OFFSET {row})"
-                        )
+                        db.execute(f"DELETE FROM {table} WHERE rowid IN ({one})")
                     case 1:
                         db.execute(f"ALTER TABLE {table} RENAME TO gone")
                         endless = "WITH RECURSIVE n(i) AS (SELECT 1 UNION ALL SELECT i + 1 FROM n) SELECT i FROM n"
@@ -281,20 +279,11 @@ def damage_rows(data: bytes, random: np.random.Generator) -> bytes:
                         db.execute(f"ALTER TABLE {table} RENAME COLUMN {column} TO other")
                     case 3:
                         db.execute(f"UPDATE {table} SET {column} = ?", (wrong,))
-                    case 4:
-                        blob = db.execute(f"SELECT {column} FROM {table} LIMIT 1 OFFSET {row}").fetchone()
-                        wrong = damage(blob[0], random) if blob and isinstance(blob[0], bytes) else wrong
-                        db.execute(
-                            f"UPDATE {table} SET {column} = ? WHERE rowid IN "
-                            f"(SELECT rowid FROM {table} LIMIT 1 OFFSET {row})",
-                            (wrong,),
-                        )
-                    case _:
-                        db.execute(
-                            f"UPDATE {table} SET {column} = ? WHERE rowid IN "
-                            f"(SELECT rowid FROM {table} LIMIT 1 OFFSET {row})",
-                            (wrong,),
-                        )
+                    case choice:
+                        blob = db.execute(f"SELECT {column} FROM {table} WHERE rowid IN ({one})").fetchone()
+                        if choice == 4 and blob and isinstance(blob[0], bytes):
+                            wrong = damage(blob[0], random)
+                        db.execute(f"UPDATE {table} SET {column} = ? WHERE rowid IN ({one})", (wrong,))
             except sqlite3.Error:
                 continue
         db.commit()

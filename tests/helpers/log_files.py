@@ -53,15 +53,8 @@ ROAD_NAMES = {
     DRIVEWAY: "driveway",
 }
 SIGNALS = (
-    "unknown",
-    "arrow_stop",
-    "arrow_caution",
-    "arrow_go",
-    "stop",
-    "caution",
-    "go",
-    "flashing_stop",
-    "flashing_caution",
+    *("unknown", "arrow_stop", "arrow_caution", "arrow_go", "stop", "caution", "go"),
+    *("flashing_stop", "flashing_caution"),
 )
 
 
@@ -431,18 +424,20 @@ def payloads(log: Log) -> dict[str, bytes]:
     }
 
 
+SUFFIXES = {
+    "womd-example": ".tfrecord",
+    "womd-scenario": ".tfrecord-00000-of-00001",
+    "gpudrive": ".json",
+    "scenarionet": ".pkl",
+}
+
+
 def write_all(log: Log, folder: FilePath) -> dict[str, FilePath]:
     """The log as a file of each of these formats -> format: path."""
-    suffixes = {
-        "womd-example": ".tfrecord",
-        "womd-scenario": ".tfrecord-00000-of-00001",
-        "gpudrive": ".json",
-        "scenarionet": ".pkl",
-    }
     paths = {}
     for kind, payload in payloads(log).items():
-        paths[kind] = folder / f"{kind}{suffixes[kind]}"
-        if "tfrecord" in suffixes[kind]:
+        paths[kind] = folder / f"{kind}{SUFFIXES[kind]}"
+        if "tfrecord" in SUFFIXES[kind]:
             write_records(paths[kind], [payload])
         else:
             paths[kind].write_bytes(payload)

@@ -4,14 +4,10 @@ from __future__ import annotations
 
 import numpy as np
 
-from longhaul.driving.datasets.log import VEHICLE, Feature, Lights, Log, Tracks
+from longhaul.driving.datasets.log import VEHICLE, Feature, Lights, Log, Tracks, no_lights
 from longhaul.driving.scenario.scenario import CELL, Scenario
 
 ORIGIN = np.array([4321.5, -987.25, 12.0])
-
-
-def no_lights(steps: int) -> Lights:
-    return Lights(np.zeros(0, np.int64), np.zeros((0, 3)), np.zeros((0, steps), np.int8), np.zeros((0, steps), bool))
 
 
 def make_log(

@@ -17,16 +17,7 @@ from longhaul.driving.datasets import readers, safe_pickle, scenarionet
 from longhaul.driving.datasets.log import BadData, Malformed
 from longhaul.driving.datasets.safe_pickle import Array, unpickle, weigh
 from tests.helpers import log_files as made
-
-
-class Calls:
-    """Pickles as a call of `function` on `arguments`."""
-
-    def __init__(self, function: Any, *arguments: Any) -> None:
-        self.function, self.arguments = function, arguments
-
-    def __reduce__(self) -> tuple[Any, tuple[Any, ...]]:
-        return self.function, self.arguments
+from tests.helpers.damaged_inputs import Call, bomb
 
 
 @pytest.mark.parametrize("protocol", range(6))
@@ -34,13 +25,13 @@ def test_nothing_of_a_malicious_pickle_runs(tmp_path: Path, protocol: int) -> No
     mark = tmp_path / "mark"
     document = made.scenarionet(made.make_log(11, 5))
     for bad in (
-        Calls(os.system, f"touch {mark}"),
-        Calls(eval, f"open({str(mark)!r}, 'w')"),
-        Calls(getattr, os, "system") if protocol < 0 else Calls(exec, f"open({str(mark)!r}, 'w')"),
-        Calls(open, str(mark), "w"),
-        Calls(__import__, "os"),
-        Calls(pickle.loads, pickle.dumps(Calls(os.mkdir, str(mark)))),
-        Calls(np.fromfile, str(mark)),
+        Call(os.system, (f"touch {mark}",)),
+        Call(eval, (f"open({str(mark)!r}, 'w')",)),
+        Call(exec, (f"open({str(mark)!r}, 'w')",)),
+        Call(open, (str(mark), "w")),
+        Call(__import__, ("os",)),
+        Call(pickle.loads, (pickle.dumps(Call(os.mkdir, (str(mark),))),)),
+        Call(np.fromfile, (str(mark),)),
         Path(mark),
     ):
         path = tmp_path / "a.pkl"
@@ -167,10 +158,7 @@ def test_arrays_that_do_not_fit_together() -> None:
 def test_references_cannot_stand_for_more_than_there_is_memory() -> None:
     log = made.make_log(11, 5)
     document = made.scenarionet(log)
-    doubled: list[Any] = [0.0, 0.0, 0.0]
-    for _ in range(40):
-        doubled = [doubled, doubled, doubled]
-    document["map_features"]["101"] = {"type": "LANE_FREEWAY", "polyline": doubled}
+    document["map_features"]["101"] = {"type": "LANE_FREEWAY", "polyline": list(bomb(40))}
     with pytest.raises(Malformed):
         scenarionet.read(pickle.dumps(document))
     row = [0.0, 0.0] * 5000
@@ -190,14 +178,6 @@ def test_references_cannot_stand_for_more_than_there_is_memory() -> None:
         scenarionet.read(pickle.dumps(document))
 
 
-def doubled(depth: int) -> tuple:
-    """A few references that stand for 2 ** depth numbers."""
-    value: tuple = (0.0, 0.0)
-    for _ in range(depth - 1):
-        value = (value, value)
-    return value
-
-
 def test_no_key_takes_for_ever_to_hash_and_no_name_to_be_written_out() -> None:
     pair = b"K\x00" + b"2\x86" * 45  # a number, then 45 times: the pair of what is there and itself
     for program in (
@@ -215,7 +195,7 @@ def test_no_key_takes_for_ever_to_hash_and_no_name_to_be_written_out() -> None:
         holder: Any = document
         for key in path[:-1]:
             holder = holder[key]
-        before, holder[path[-1]] = holder[path[-1]], doubled(40)
+        before, holder[path[-1]] = holder[path[-1]], bomb(40)
         with pytest.raises(Malformed, match="stands for"):
             scenarionet.read(pickle.dumps(document))
         holder[path[-1]] = before
@@ -227,7 +207,7 @@ def test_a_shape_that_is_none_is_not_written_out() -> None:
     program = pickle.dumps(array, 2)
     assert unpickle(program).real().tolist() == [0, 1, 2, 3]
     forged_ = Array()
-    forged_.__setstate__((1, (doubled(40),), None, False, b""))
+    forged_.__setstate__((1, (bomb(40),), None, False, b""))
     with pytest.raises(Malformed):
         forged_.real()
 
@@ -245,6 +225,6 @@ def test_what_holds_itself_and_text_made_bytes_again_and_again_are_refused() -> 
 def test_a_document_weighs_what_it_stands_for() -> None:
     shared = [1, 2, 3]
     assert weigh({"a": shared, "b": shared}) == 1 + 2 + 2 * 4
-    assert weigh(doubled(20)) == 2**21 - 1
+    assert weigh(bomb(20)) == 2**21 - 1
     assert weigh(["x" * 80, b"y" * 16]) == 1 + 11 + 3
     assert weigh(5) == 1

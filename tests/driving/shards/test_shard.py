@@ -212,29 +212,6 @@ def test_another_version_and_no_shard(tmp_path: Path) -> None:
         shards.open(tmp_path / "none.lhs")
 
 
-def framed(path: Path, records: list[bytes]) -> None:
-    """A shard whose checksums are right, whatever the records are."""
-    shards.write_records(path, [("x", record) for record in records])
-
-
-def test_records_that_lie_give_an_error_or_a_scenario(tmp_path: Path) -> None:
-    """Bits of the head, and of what was compressed, flipped behind right checksums."""
-    path = tmp_path / "a.lhs"
-    record = shards.pack(small())
-    head = shards.RECORD_HEAD.size + len("straight")
-    body = zlib.decompress(record[head:])
-    random = np.random.default_rng(6)
-    read = 0
-    for turn in range(400):
-        one, other = bytearray(record[:head]), bytearray(body)
-        target = one if turn % 2 else other
-        for _ in range(int(random.integers(1, 4))):
-            target[int(random.integers(0, len(target)))] ^= 1 << int(random.integers(0, 8))
-        framed(path, [bytes(one) + zlib.compress(other, 1)])
-        read += attempt(path)
-    assert 0 < read < 400
-
-
 def test_a_record_can_not_ask_for_much_memory() -> None:
     """Sizes that multiply to 2^60 bytes, and a kilobyte that would inflate to 64 MiB and more."""
     record = shards.pack(small(1))
