@@ -25,7 +25,7 @@ from longhaul.algorithms.config import Reasoner
 from longhaul.algorithms.context import Context
 from longhaul.runtime import mesh as meshes
 from longhaul.runtime.devices import prepare_devices
-from longhaul.telemetry import reward_ceiling, sinks
+from longhaul.telemetry import forecast, sinks
 from longhaul.training import data, evaluate
 from longhaul.training.checkpoint import checkpoint
 from longhaul.training.checkpoint.checkpoint import Checkpoints, Found
@@ -75,7 +75,7 @@ def curve(folder: Path, checkpoints: bool) -> dict[str, Any]:
     try:
         updates = np.array([point["update"] - taught for point in rewarded], float)
         rewards = np.array([point["reward"] for point in rewarded])
-        fit = reward_ceiling.fit(updates, rewards, start=float(rewards[0]) if len(rewards) else 0.0)
+        fit = forecast.fit(updates, rewards, start=float(rewards[0]) if len(rewards) else 0.0)
         told["ceiling"] = {**fit.law._asdict(), "error": fit.error, "intervals": fit.intervals}
     except ValueError as error:
         told["why"] = str(error)

@@ -142,6 +142,7 @@ THROUGH = {
     "runtime/files.py": "atomic writes, by training/test_report.py and every run's folder",
     "runtime/signals.py": "by end_to_end/test_resume.py, through signals to real runs",
     "runtime/worker_pool.py": "by driving/test_scenario_source.py, through pools that are killed",
+    "telemetry/curve_fit.py": "by telemetry/test_forecast.py and diagnostics/test_scaling_law.py, through both fits",
     "topologies/actor_learner/ray_actor.py": "needs a Ray cluster: end_to_end/test_ray_actors.py",
     "topologies/inference_server/actor.py": "by topologies/inference_server/test_server.py, through real actors",
     "topologies/inference_server/actor_pool.py": "by end_to_end/test_inference_server_runs.py, through whole runs",

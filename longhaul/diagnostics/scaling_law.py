@@ -2,7 +2,7 @@
 
 N is the size of the model, D that of its data (Hoffmann et al. 2022, arXiv 2203.15556, section 3.3). As there, the
 Huber loss of the residuals of log loss is minimised from a grid of starts. We differ in the minimiser (damped
-Gauss-Newton steps with Huber's weights, all starts at once) and in giving intervals: residuals of the fit are resampled
+Gauss-Newton steps with Huber's weights) and in giving intervals: residuals of the fit are resampled
 and fitted again, which keeps the grid of (N, D) (with nine cells, resampled cells would often be too few).
 """
 
@@ -13,6 +13,8 @@ import math
 from typing import NamedTuple
 
 import numpy as np
+
+from longhaul.telemetry.curve_fit import minimise
 
 HUBER = 1e-3
 """Residual of log loss from which it counts linearly (the paper's delta)."""
@@ -68,14 +70,29 @@ def fit(n: np.ndarray, d: np.ndarray, loss: np.ndarray, *, draws: int = 200, see
     middle = np.log(n).mean(), np.log(d).mean()
     x, y = np.log(n) - middle[0], np.log(d) - middle[1]
     target = np.log(loss)
-    found, cost = _minimise(x, y, target[None], _starts(target))
-    best = found[np.argmin(cost)]
-    residual = target - _log_loss(best[None], x, y)[0][0]
+    low = np.array([target.min() + np.log(FLOOR), -np.inf, 0.0, -np.inf, 0.0])
+    high = np.array([target.max(), np.inf, STEEPEST, np.inf, STEEPEST])
+
+    def log_loss(p: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """(log loss [S, cells], its slopes [S, cells, 5]) of (log E, log A, alpha, log B, beta) [S, 5]."""
+        floor = np.broadcast_to(p[:, :1], (len(p), len(x)))
+        terms = np.stack([floor, p[:, 1:2] - p[:, 2:3] * x[None], p[:, 3:4] - p[:, 4:5] * y[None]])
+        top = terms.max(0)
+        total = top + np.log(np.exp(terms - top).sum(0))
+        floor, model, data = np.exp(terms - total)
+        return total, np.stack([floor, model, -x[None] * model, data, -y[None] * data], axis=-1)
+
+    def minima(target: np.ndarray, starts: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        return minimise(log_loss, target, starts, (low, high), steps=STEPS, longest=2.0, huber=HUBER)
+
+    fitted, cost = minima(target[None], _starts(target))
+    best = fitted[np.argmin(cost)]
+    residual = target - log_loss(best[None])[0][0]
     rng = np.random.default_rng(seed)
     spread = residual * np.sqrt(len(loss) / max(len(loss) - 5, 1))  # a fit lowers its residuals
     drawn = (target - residual)[None] + rng.choice(spread, (draws, len(loss)))
     around = best[None] + rng.normal(scale=0.1, size=(draws, 5))
-    again = np.array([_law(p, middle) for p in _minimise(x, y, drawn, around)[0]])
+    again = np.array([_law(p, middle) for p in minima(drawn, around)[0]])
     ends = np.quantile(again, (0.05, 0.95), axis=0)
     names = Law._fields
     intervals = {name: (float(ends[0, i]), float(ends[1, i])) for i, name in enumerate(names)}
@@ -96,51 +113,3 @@ def _starts(target: np.ndarray) -> np.ndarray:
         (0.2, 0.6, 1.2),
     )  # fmt: skip
     return np.array(list(grid))
-
-
-def _log_loss(p: np.ndarray, x: np.ndarray, y: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """(log loss [S, cells], its shares of the floor, of the model and of the data [3, S, cells])."""
-    terms = np.stack(
-        [
-            np.broadcast_to(p[:, :1], (len(p), len(x))),
-            p[:, 1:2] - p[:, 2:3] * x[None],
-            p[:, 3:4] - p[:, 4:5] * y[None],
-        ]
-    )
-    top = terms.max(0)
-    total = top + np.log(np.exp(terms - top).sum(0))
-    return total, np.exp(terms - total)
-
-
-def _cost(residual: np.ndarray) -> np.ndarray:
-    """Huber loss, summed over cells."""
-    size = np.abs(residual)
-    return np.where(size <= HUBER, 0.5 * size**2, HUBER * (size - 0.5 * HUBER)).sum(-1)
-
-
-def _minimise(x: np.ndarray, y: np.ndarray, target: np.ndarray, p: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Minima for `target` ([S, cells], or one for all) from starts `p` [S, 5], and their cost [S].
-
-    A step solves for residuals weighted by Huber's loss. A step that increases the cost is rejected, and the next is
-    damped more (Levenberg-Marquardt).
-    """
-    damping = np.full(len(p), 1e-2)
-    low = np.array([target.min() + np.log(FLOOR), -np.inf, 0.0, -np.inf, 0.0])
-    high = np.array([target.max(), np.inf, STEEPEST, np.inf, STEEPEST])
-    p = np.clip(p, low, high)
-    cost = _cost(target - _log_loss(p, x, y)[0])
-    for _ in range(STEPS):
-        value, (floor, model, data) = _log_loss(p, x, y)
-        residual = target - value
-        slope = np.stack([floor, model, -x[None] * model, data, -y[None] * data], axis=-1)  # [S, cells, 5]
-        weight = HUBER / np.maximum(np.abs(residual), HUBER)
-        normal = np.einsum("sci,sc,scj->sij", slope, weight, slope)
-        scale = np.einsum("sii->si", normal) + 1e-9
-        damped = normal + damping[:, None, None] * (scale[:, :, None] * np.eye(5))
-        step = np.linalg.solve(damped, np.einsum("sci,sc->si", slope, weight * residual)[..., None])[..., 0]
-        tried = np.clip(p + np.clip(step, -2.0, 2.0), low, high)
-        cost_tried = _cost(target - _log_loss(tried, x, y)[0])
-        better = cost_tried < cost
-        p, cost = np.where(better[:, None], tried, p), np.where(better, cost_tried, cost)
-        damping = np.clip(np.where(better, damping / 3.0, damping * 4.0), 1e-9, 1e6)
-    return p, cost

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import html
-import math
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -13,7 +12,7 @@ import numpy as np
 from longhaul.diagnostics.scaling_law import Law
 from longhaul.runtime import files
 from longhaul.telemetry import html as pages
-from longhaul.telemetry.charts import BOTTOM, HEIGHT, LEFT, RIGHT, TOP, WIDTH, Axes, short
+from longhaul.telemetry.charts import HEIGHT, WIDTH, Axes, grid, short
 
 SAMPLES = 60
 """Points of a drawn law."""
@@ -59,7 +58,7 @@ def figure(title: str, points: Sequence[Mapping[str, Any]], along: str, by: str,
     x = np.log10([point[along] for point in points])
     ends = [point[name] for point in points for name in ("failure", "least", "greatest") if point[name] > 0]
     y = np.log10([*ends, *([law.e] if law is not None and law.e > min(ends) / 10 else [])])
-    axes = Axes(x.min() - 0.1, x.max() + 0.1, y.min() - 0.08, y.max() + 0.08)
+    axes = Axes(x.min() - 0.1, x.max() + 0.1, y.min() - 0.08, y.max() + 0.08, log=True)
     parts, entries = [], []
     for i, value in enumerate(sorted({point[by] for point in points})):
         own = sorted((point for point in points if point[by] == value), key=lambda point: point[along])
@@ -68,7 +67,7 @@ def figure(title: str, points: Sequence[Mapping[str, Any]], along: str, by: str,
     return (
         f'<figure class="curve"><figcaption><span>{html.escape(title)}</span></figcaption>'
         f'<svg viewBox="0 0 {WIDTH} {HEIGHT}" role="img" aria-label="{html.escape(title)}">'
-        f"{_grid(axes, label)}{''.join(parts)}</svg><ul>{''.join(entries)}</ul></figure>"
+        f"{grid(axes, label)}{''.join(parts)}</svg><ul>{''.join(entries)}</ul></figure>"
     )
 
 
@@ -81,41 +80,16 @@ def _line(own: Sequence[Mapping[str, Any]], along: str, by: str, law: Law | None
         sides = {along: x, by: np.full(SAMPLES, float(own[0][by]))}
         y = law.at(sides["parameters"], sides["scenarios"])
     inside = np.log10(y) <= axes.high
-    places = zip(axes.x(np.log10(x[inside])).tolist(), axes.y(np.log10(y[inside])).tolist(), strict=True)
+    places = zip(axes.x(x[inside]).tolist(), axes.y(y[inside]).tolist(), strict=True)
     path = "L".join(f"{px:.2f} {py:.2f}" for px, py in places)
     marks = [f'<path class="line s{colour}" d="M{path}"/>' if path else ""]
     for point in own:
-        px, py = float(axes.x(math.log10(point[along]))), float(axes.y(math.log10(point["failure"])))
+        px, py = float(axes.x(point[along])), float(axes.y(point["failure"]))
         marks.append(f'<circle class="s{colour}" cx="{px:.2f}" cy="{py:.2f}" r="3"/>')
         if 0 < point["least"] < point["greatest"]:
-            low, high = (float(axes.y(math.log10(point[name]))) for name in ("least", "greatest"))
+            low, high = (float(axes.y(point[name])) for name in ("least", "greatest"))
             marks.append(f'<path class="faint s{colour}" d="M{px:.2f} {low:.2f}L{px:.2f} {high:.2f}"/>')
     return "".join(marks)
-
-
-def decades(low: float, high: float) -> list[float]:
-    """Round values between 10^low and 10^high: 1, 2 and 5 times powers of ten; powers alone over four decades."""
-    factors = (1, 2, 5) if high - low < 4 else (1,)
-    powers = range(math.floor(low), math.ceil(high) + 1)
-    values = [factor * 10.0**power for power in powers for factor in factors]
-    return [value for value in values if low - 1e-9 <= math.log10(value) <= high + 1e-9]
-
-
-def _grid(axes: Axes, label: str) -> str:
-    base, parts = HEIGHT - BOTTOM, []
-    for value in decades(axes.low, axes.high):
-        y = float(axes.y(math.log10(value)))
-        parts.append(f'<line class="grid" x1="{LEFT}" x2="{WIDTH - RIGHT}" y1="{y:.1f}" y2="{y:.1f}"/>')
-        parts.append(f'<text class="up" x="{LEFT - 6}" y="{y + 3.5:.1f}">{short(value)}</text>')
-    for value in decades(axes.left, axes.right):
-        x = float(axes.x(math.log10(value)))
-        parts.append(f'<line class="tick" x1="{x:.1f}" x2="{x:.1f}" y1="{base}" y2="{base + 4}"/>')
-        parts.append(f'<text class="across" x="{x:.1f}" y="{base + 15}">{short(value)}</text>')
-    parts.append(f'<line class="axis" x1="{LEFT}" x2="{LEFT}" y1="{TOP}" y2="{base}"/>')
-    parts.append(f'<line class="axis" x1="{LEFT}" x2="{WIDTH - RIGHT}" y1="{base}" y2="{base}"/>')
-    middle = (LEFT + WIDTH - RIGHT) / 2
-    parts.append(f'<text class="across label" x="{middle}" y="{HEIGHT - 4}">{html.escape(label)}</text>')
-    return "".join(parts)
 
 
 def _law(summary: Mapping[str, Any]) -> str:
@@ -133,7 +107,7 @@ def _law(summary: Mapping[str, Any]) -> str:
         )
     return (
         "<section><h2>Law</h2><p>failure = E + A · parameters<sup>−α</sup> + B · scenarios<sup>−β</sup></p>"
-        f"{_table(('', 'value', '90 % interval', ''), rows)}"
+        f"{pages.table(('', 'value', '90 % interval', ''), rows)}"
         f'<p class="muted note">Root mean square of the residuals of log failure: {law["error"]:.3g}. Intervals: '
         "residuals resampled onto the fit and fitted again.</p></section>"
     )
@@ -150,9 +124,4 @@ def _runs(cells: Sequence[Mapping[str, Any]]) -> str:
         run = html.escape(str(cell["run"]), quote=True)
         rows.append(f'<tr><th scope="row"><a href="{run}/report.html">{run}</a></th>{values}</tr>')
     heads = ("run", *(name.replace("_", " ") for name, _ in columns))
-    return f"<section><h2>Runs</h2>{_table(heads, rows)}</section>" if rows else ""
-
-
-def _table(heads: Sequence[str], rows: Sequence[str]) -> str:
-    top = "".join(f'<th scope="col">{head}</th>' for head in heads)
-    return f'<div class="card table"><table><thead><tr>{top}</tr></thead><tbody>{"".join(rows)}</tbody></table></div>'
+    return f"<section><h2>Runs</h2>{pages.table(heads, rows)}</section>" if rows else ""

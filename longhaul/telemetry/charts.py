@@ -36,20 +36,24 @@ class Series(NamedTuple):
 
 
 class Axes(NamedTuple):
-    """Map from values to positions in the figure."""
+    """Map from values to positions in the figure; with `log`, the ends are decimal logarithms."""
 
     left: float
     right: float
     low: float
     high: float
+    log: bool = False
 
     def x(self, values: np.ndarray | float) -> np.ndarray:
-        share = (np.asarray(values) - self.left) / (self.right - self.left)
+        share = (self._scaled(values) - self.left) / (self.right - self.left)
         return LEFT + share * (WIDTH - LEFT - RIGHT)
 
     def y(self, values: np.ndarray | float) -> np.ndarray:
-        share = (np.asarray(values) - self.low) / (self.high - self.low)
+        share = (self._scaled(values) - self.low) / (self.high - self.low)
         return HEIGHT - BOTTOM - share * (HEIGHT - TOP - BOTTOM)
+
+    def _scaled(self, values: np.ndarray | float) -> np.ndarray:
+        return np.log10(values) if self.log else np.asarray(values)
 
 
 def figure(title: str, series: Sequence[Series], x_label: str, unit: str = "") -> str:
@@ -68,7 +72,7 @@ def figure(title: str, series: Sequence[Series], x_label: str, unit: str = "") -
     return (
         f'<figure class="curve"><figcaption><span>{heading}</span><output></output></figcaption>'
         f'<svg viewBox="0 0 {WIDTH} {HEIGHT}" role="img" aria-label="{html.escape(title)}" {bounds} {frame}>'
-        f"{_grid(axes, x_label)}{lines}"
+        f"{grid(axes, x_label)}{lines}"
         f'<line class="cursor" y1="{TOP}" y2="{HEIGHT - BOTTOM}"/></svg>'
         f"{legend}</figure>"
     )
@@ -110,6 +114,14 @@ def ticks(low: float, high: float, count: int = 5) -> list[float]:
     return [i * step for i in range(first, last + 1)]
 
 
+def decades(low: float, high: float) -> list[float]:
+    """Round values between 10^low and 10^high: 1, 2 and 5 times powers of ten; powers alone over four decades."""
+    factors = (1, 2, 5) if high - low < 4 else (1,)
+    powers = range(math.floor(low), math.ceil(high) + 1)
+    values = [factor * 10.0**power for power in powers for factor in factors]
+    return [value for value in values if low - 1e-9 <= math.log10(value) <= high + 1e-9]
+
+
 def short(value: float, step: float | None = None) -> str:
     """Number for an axis: 1.5M, 200k, 0.25, 3e-4; with a `step`, just the digits that separate its multiples."""
     if value == 0:
@@ -139,21 +151,25 @@ def _axes(series: Sequence[Series]) -> Axes:
     return Axes(left, right, bottom, high + margin)
 
 
-def _grid(axes: Axes, x_label: str) -> str:
-    across, up = ticks(axes.left, axes.right, 4), ticks(axes.low, axes.high, 4)
-    steps = [marks[1] - marks[0] if len(marks) > 1 else None for marks in (across, up)]
-    parts = []
+def grid(axes: Axes, x_label: str) -> str:
+    """Axes with their ticks, lines across, and the name of what is on x."""
+    steps: list[float | None] = [None, None]
+    if axes.log:
+        across, up = decades(axes.left, axes.right), decades(axes.low, axes.high)
+    else:
+        across, up = ticks(axes.left, axes.right, 4), ticks(axes.low, axes.high, 4)
+        steps = [marks[1] - marks[0] if len(marks) > 1 else None for marks in (across, up)]
+    base, parts = HEIGHT - BOTTOM, []
     for value in up:
         y = float(axes.y(value))
         parts.append(f'<line class="grid" x1="{LEFT}" x2="{WIDTH - RIGHT}" y1="{y:.1f}" y2="{y:.1f}"/>')
         parts.append(f'<text class="up" x="{LEFT - 6}" y="{y + 3.5:.1f}">{short(value, steps[1])}</text>')
     for value in across:
         x = float(axes.x(value))
-        parts.append(
-            f'<line class="tick" x1="{x:.1f}" x2="{x:.1f}" y1="{HEIGHT - BOTTOM}" y2="{HEIGHT - BOTTOM + 4}"/>'
-        )
-        parts.append(f'<text class="across" x="{x:.1f}" y="{HEIGHT - BOTTOM + 15}">{short(value, steps[0])}</text>')
-    base = HEIGHT - BOTTOM
+        parts.append(f'<line class="tick" x1="{x:.1f}" x2="{x:.1f}" y1="{base}" y2="{base + 4}"/>')
+        parts.append(f'<text class="across" x="{x:.1f}" y="{base + 15}">{short(value, steps[0])}</text>')
+    if axes.log:
+        parts.append(f'<line class="axis" x1="{LEFT}" x2="{LEFT}" y1="{TOP}" y2="{base}"/>')
     parts.append(f'<line class="axis" x1="{LEFT}" x2="{WIDTH - RIGHT}" y1="{base}" y2="{base}"/>')
     middle = (LEFT + WIDTH - RIGHT) / 2
     parts.append(f'<text class="across label" x="{middle}" y="{HEIGHT - 4}">{html.escape(x_label)}</text>')

@@ -23,6 +23,12 @@ def embed(value: Any) -> str:
     return text.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")
 
 
+def table(heads: Sequence[str], rows: Sequence[str]) -> str:
+    """Table of rows, `<tr>` each; heads and rows are inserted unescaped."""
+    top = "".join(f'<th scope="col">{head}</th>' for head in heads)
+    return f'<div class="card table"><table><thead><tr>{top}</tr></thead><tbody>{"".join(rows)}</tbody></table></div>'
+
+
 def page(title: str, body: str, *, styles: Sequence[str], scripts: Sequence[str] = ()) -> str:
     """Complete HTML document without external resources. `body`, `styles` and `scripts` are inserted unescaped."""
     style = "\n".join(styles)

@@ -17,6 +17,7 @@ from longhaul.config.run import Driving, Run
 from longhaul.reasoning.config import Reasoning
 from longhaul.runtime.provenance import params_sha256
 from longhaul.telemetry import charts
+from longhaul.telemetry import html as pages
 from longhaul.training import confidence, evaluate, evaluate_driving, population
 from longhaul.types import Params
 
@@ -137,6 +138,5 @@ def _table(rows: list[Mapping[str, Any]]) -> str:
     def cell(value: Any) -> str:
         return html.escape(f"{value:,.3f}" if isinstance(value, float) else str(value))
 
-    heads = "".join(f'<th scope="col">{cell(name)}</th>' for name in header)
-    lines = "".join(f"<tr>{''.join(f'<td>{cell(value)}</td>' for value in row)}</tr>" for row in [*body, footer])
-    return f'<div class="card table"><table><thead><tr>{heads}</tr></thead><tbody>{lines}</tbody></table></div>'
+    lines = [f"<tr>{''.join(f'<td>{cell(value)}</td>' for value in row)}</tr>" for row in [*body, footer]]
+    return pages.table([cell(name) for name in header], lines)

@@ -180,17 +180,16 @@ def _chains(chains: Any) -> str:
     """Table of a language model's completions of held-out problems, one each."""
     if not chains:
         return ""
-    body = "".join(
+    rows = [
         f'<tr><th scope="row"><code>{_text(each["prompt"])}</code></th><td><code>{_text(each["chain"])}</code></td>'
         f"<td>{'right' if each['right'] else 'wrong'}</td></tr>"
         for each in chains
-    )
-    heads = "".join(f'<th scope="col">{name}</th>' for name in ("problem", "chain", "answer"))
-    return f'<div class="card table"><table><thead><tr>{heads}</tr></thead><tbody>{body}</tbody></table></div>'
+    ]
+    return pages.table(("problem", "chain", "answer"), rows)
 
 
 def _table(rows: Mapping[str, Mapping[str, Any]], columns: Sequence[str]) -> str:
-    heads = "".join(f'<th scope="col">{_text(_words(column))}{_arrow(column)}</th>' for column in columns)
+    heads = [f"{_text(_words(column))}{_arrow(column)}" for column in columns]
     body = []
     best = {column: best_policies(column, rows) for column in columns}
     digits = {column: _digits([_number(means.get(column)) for means in rows.values()]) for column in columns}
@@ -198,8 +197,7 @@ def _table(rows: Mapping[str, Mapping[str, Any]], columns: Sequence[str]) -> str
         cells = "".join(_cell(means.get(column), digits[column], policy in best[column]) for column in columns)
         episodes = _text(_count(_number(means.get("episodes"))) or DASH)
         body.append(f'<tr><th scope="row">{_text(policy)}</th>{cells}<td class="muted">{episodes}</td></tr>')
-    top = f'<thead><tr><th scope="col">policy</th>{heads}<th scope="col">episodes</th></tr></thead>'
-    return f'<div class="card table"><table>{top}<tbody>{"".join(body)}</tbody></table></div>'
+    return pages.table(("policy", *heads, "episodes"), body)
 
 
 def _cell(value: Any, digits: int, best: bool) -> str:
