@@ -12,34 +12,19 @@ from typing import Any
 
 import numpy as np
 
+from longhaul.driving.datasets import log as kinds
 from longhaul.driving.datasets import readers
-from longhaul.driving.datasets.log import (
-    CROSSWALK,
-    CYCLIST,
-    EDGE_BOUNDARY,
-    EDGE_MEDIAN,
-    LANE_BIKE,
-    LANE_FREEWAY,
-    LANE_STREET,
-    OTHER,
-    PEDESTRIAN,
-    ROAD_LINES,
-    SPEED_BUMP,
-    STOP_SIGN,
-    VEHICLE,
-    BadData,
-    Log,
-)
+from longhaul.driving.datasets.log import BadData, Log
 from longhaul.driving.scenario.scenario import Scenario
 from longhaul.driving.shards import shard
 
 FEATURES = {
-    "lanes": (LANE_FREEWAY, LANE_STREET, LANE_BIKE),
-    "road_lines": ROAD_LINES,
-    "road_edges": (EDGE_BOUNDARY, EDGE_MEDIAN),
-    "crosswalks": (CROSSWALK,),
-    "stop_signs": (STOP_SIGN,),
-    "speed_bumps": (SPEED_BUMP,),
+    "lanes": (kinds.LANE_FREEWAY, kinds.LANE_STREET, kinds.LANE_BIKE),
+    "road_lines": kinds.ROAD_LINES,
+    "road_edges": (kinds.EDGE_BOUNDARY, kinds.EDGE_MEDIAN),
+    "crosswalks": (kinds.CROSSWALK,),
+    "stop_signs": (kinds.STOP_SIGN,),
+    "speed_bumps": (kinds.SPEED_BUMP,),
 }
 
 BARE_SIGNS = (readers.WOMD_SCENARIO, readers.SCENARIONET)
@@ -57,7 +42,7 @@ ABSENT = {readers.ARGOVERSE: ("stop_signs", "speed_bumps"), readers.NUPLAN: ("tr
 FLAT = (readers.ARGOVERSE, readers.NUPLAN)
 """Formats without heights."""
 
-NAMES = {VEHICLE: "vehicle", PEDESTRIAN: "pedestrian", CYCLIST: "cyclist", OTHER: "other"}
+NAMES = {kinds.VEHICLE: "vehicle", kinds.PEDESTRIAN: "pedestrian", kinds.CYCLIST: "cyclist", kinds.OTHER: "other"}
 
 RANGES = ("duration", "dt", "x", "y", "z", "speed", "sizes", "valid_share", "speed_limit", "track_ids", "feature_ids")
 """Ranges of each scenario: s, m (of valid steps), m/s; sizes by kind as {"length": [m, m], ...}. A range
@@ -111,10 +96,9 @@ def _file(path: Path, seen_each: Callable[[Path, Log | Scenario], None] | None) 
 
 def compiled(scenario: Scenario) -> dict[str, Any]:
     """The counts of a scenario in a shard: steps from the current one on, agents that were kept; None for the rest."""
-    kinds = scenario.kind[scenario.kind > 0]
-    known: dict[str, Any] = {"id": scenario.id, "steps": scenario.steps, "tracks": len(kinds), "sdc_index": 0}
-    for name, kind in (("vehicles", VEHICLE), ("pedestrians", PEDESTRIAN), ("cyclists", CYCLIST), ("others", OTHER)):
-        known[name] = (kinds == kind).sum().item()
+    kept = scenario.kind[scenario.kind > 0]
+    known: dict[str, Any] = {"id": scenario.id, "steps": scenario.steps, "tracks": len(kept), "sdc_index": 0}
+    known |= _by_kind(kept)
     known["valid_steps"] = scenario.present.sum().item()
     present, real = scenario.present[:, : len(scenario.kind)], scenario.kind > 0
     place, velocity = scenario.pose[..., :2][present], scenario.velocity[present]
@@ -128,6 +112,10 @@ def compiled(scenario: Scenario) -> dict[str, Any]:
         "valid_share": round(float(present[:, real].mean()), 6) if real.any() else None,
     }
     return dict.fromkeys(COUNTS) | known | {"ranges": ranges}
+
+
+def _by_kind(kind: np.ndarray) -> dict[str, int]:
+    return {f"{name}s": (kind == number).sum().item() for number, name in NAMES.items()}
 
 
 def span(values: np.ndarray) -> list[float] | None:
@@ -172,17 +160,13 @@ def ranges_of(log: Log, kind: str) -> dict[str, Any]:
 def summary(log: Log, kind: str) -> dict[str, Any]:
     """The counts of one log of the format `kind`; None where the format has no such thing."""
     used = log.tracks.valid.any(axis=1)
-    kinds = log.tracks.kind[used]
-    vehicles, pedestrians, cyclists = ((kinds == each).sum().item() for each in (VEHICLE, PEDESTRIAN, CYCLIST))
-    points = sum(len(each.points) for each in log.features if kind not in BARE_SIGNS or each.kind != STOP_SIGN)
+    kept = log.tracks.kind[used]
+    points = sum(len(each.points) for each in log.features if kind not in BARE_SIGNS or each.kind != kinds.STOP_SIGN)
     report: dict[str, Any] = {
         "id": log.id,
         "steps": len(log.times),
         "tracks": used.sum().item(),
-        "vehicles": vehicles,
-        "pedestrians": pedestrians,
-        "cyclists": cyclists,
-        "others": len(kinds) - vehicles - pedestrians - cyclists,
+        **_by_kind(np.where(np.isin(kept, list(NAMES)), kept, kinds.OTHER)),
         "valid_steps": log.tracks.valid.sum().item(),
         "sdc_index": log.sdc,
         "road_points": points,

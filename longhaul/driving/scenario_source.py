@@ -26,7 +26,7 @@ import numpy as np
 
 from longhaul import driving
 from longhaul.driving.datasets import readers
-from longhaul.driving.datasets.log import BadData, Log
+from longhaul.driving.datasets.log import BadData
 from longhaul.driving.generator.generate import generate
 from longhaul.driving.scenario.compile import CHOSEN, compile_log
 from longhaul.driving.scenario.scenario import ONWARD, Road, Scenario
@@ -36,6 +36,10 @@ from longhaul.runtime import worker_pool as processes
 
 TRIED = 50
 """Seeds for one scenario that is good enough before giving up."""
+
+
+def _generate(seed: int, *, agents: int, horizon: int | None, control: str) -> Scenario:
+    return compile_log(generate(seed), agents=agents, horizon=horizon, control=control)
 
 
 def generated(
@@ -87,11 +91,6 @@ def _of(
         yield from scenarios
 
 
-def _generate(seed: int, *, agents: int, horizon: int | None, control: str) -> Scenario:
-    log: Log = generate(seed)
-    return compile_log(log, agents=agents, horizon=horizon, control=control)
-
-
 OBJECTS = 128
 """Agents that are kept of a scenario, if nothing else is said."""
 
@@ -103,23 +102,12 @@ def from_logs(
     """Every scenario of the files at `paths`, in their order, or the first `count`: with `agents` controlled agents of
     at most `objects`, for at most `horizon` steps. `BadData`, one line, at the first that can't be used, and where
     there is none."""
-    each = (
-        scenario
-        for path in readers.expand(paths)
-        for scenario in read(path, agents=agents, horizon=horizon, objects=objects, control=control)
-    )
+    settings = {"agents": agents, "horizon": horizon, "objects": objects, "control": control}
+    each = (make() for path in readers.expand(paths) for make in makers(path, **settings))  # type: ignore[arg-type]
     found = list(islice(each, count))
     if not found:
         raise BadData(f"{', '.join(map(str, paths))}: the files hold no scenario; give other data")
     return found
-
-
-def read(
-    path: Path, *, agents: int = 1, horizon: int | None = None, objects: int = OBJECTS, control: str = "vehicles"
-) -> Iterator[Scenario]:
-    """The scenarios of one file, one at a time."""
-    for make in makers(path, agents=agents, horizon=horizon, objects=objects, control=control):
-        yield make()
 
 
 def makers(
@@ -130,19 +118,18 @@ def makers(
     may raise `BadData` without an end to the others; where the file itself is damaged, going on raises it."""
     if readers.detect(path) == readers.SHARD:
         shard = shards.open(path)
-        for index in range(len(shard)):
-            yield partial(_stored, shard, index, agents, horizon, objects, control)
+
+        def stored(index: int) -> Scenario:
+            where = f"{path}: record {index} of {len(shard)}"
+            scenario = shard[index]
+            if agents > 1 and not agrees(scenario.control, control):
+                raise BadData(disagreement(where, scenario.control, control))
+            return cut(scenario, agents=agents, horizon=horizon, objects=objects, where=where)
+
+        yield from (partial(stored, index) for index in range(len(shard)))
         return
     for log in readers.read(path):
         yield partial(compile_log, log, agents=agents, horizon=horizon, objects=objects, control=control, routes=routes)
-
-
-def _stored(shard: shards.Shard, index: int, agents: int, horizon: int | None, objects: int, control: str) -> Scenario:
-    where = f"{shard.path}: record {index} of {len(shard)}"
-    scenario = shard[index]
-    if agents > 1 and not agrees(scenario.control, control):
-        raise BadData(disagreement(where, scenario.control, control))
-    return cut(scenario, agents=agents, horizon=horizon, objects=objects, where=where)
 
 
 def agrees(compiled: str, control: str) -> bool:
@@ -226,8 +213,13 @@ class Store:
             return None
         try:
             with np.load(path, allow_pickle=False) as file:
-                columns = {name: _apart(file[name], file[name + SHAPES]) for name in NAMES}
-            found = [_scenario({name: columns[name][i] for name in NAMES}) for i in range(BLOCK)]
+                arrays = {name: (file[name], file[name + SHAPES]) for name in NAMES}
+            rows: list[dict[str, np.ndarray]] = [{} for _ in range(BLOCK)]
+            for name, (values, shapes) in arrays.items():  # the arrays of one name lie one behind the other
+                ends = np.cumsum(np.prod(shapes, axis=1, dtype=np.int64))
+                for row, part, shape in zip(rows, np.split(values, ends[:-1]), shapes.astype(int), strict=True):
+                    row[name] = part.reshape(shape)
+            found = [_scenario(row) for row in rows]
             os.utime(path)  # what is used stays; many file systems don't note a reading
         except (OSError, ValueError, LookupError, EOFError, zipfile.BadZipFile, zlib.error) as error:
             self._complain(error)
@@ -283,23 +275,20 @@ def maker() -> str:
     return digest.hexdigest()[:12]
 
 
-def _apart(values: np.ndarray, shapes: np.ndarray) -> list[np.ndarray]:
-    """The arrays of these shapes that lie one behind the other."""
-    ends = np.cumsum(np.prod(shapes, axis=1, dtype=np.int64))
-    each = np.split(values, ends[:-1])
-    return [part.reshape(shape) for part, shape in zip(each, shapes.astype(int).tolist(), strict=True)]
-
-
 def _arrays(scenario: Scenario) -> dict[str, np.ndarray]:
     """All that a scenario holds, by name. Lines of the drawing lie one behind the other."""
     plain = {name: np.asarray(value) for name, value in scenario._asdict().items() if name not in ("road", "drawing")}
     road = {ROAD + name: value for name, value in scenario.road._asdict().items()}
-    kinds, lines = [kind for kind, _ in scenario.drawing], [line for _, line in scenario.drawing]
-    drawing = {
-        "kinds": np.array(kinds, np.int64), "points": np.array([len(line) for line in lines], np.int64),
-        "lines": np.concatenate(lines) if lines else np.zeros((0, 2), np.float32),
-    }  # fmt: skip
-    return plain | road | {DRAWING + name: value for name, value in drawing.items()}
+    lines = [line for _, line in scenario.drawing]
+    return (
+        plain
+        | road
+        | {
+            DRAWING + "kinds": np.array([kind for kind, _ in scenario.drawing], np.int64),
+            DRAWING + "points": np.array([len(line) for line in lines], np.int64),
+            DRAWING + "lines": np.concatenate(lines) if lines else np.zeros((0, 2), np.float32),
+        }
+    )
 
 
 def _scenario(arrays: Mapping[str, np.ndarray]) -> Scenario:

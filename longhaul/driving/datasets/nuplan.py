@@ -78,13 +78,6 @@ class Map(NamedTuple):
     starts: dict[int, np.ndarray]  # of each lane: float64 [3]
 
 
-class Row(NamedTuple):
-    """One row of a layer: its values by column, and its shapes in metres."""
-
-    values: dict[str, Any]
-    shapes: list[Shape]
-
-
 def find_map(log: Path, names: Sequence[str]) -> Path:
     """The map.gpkg of the first of `names` (of maps or places) that has one, for the log at `log`; `BadData`
     where none is found. Of several versions the highest."""
@@ -140,14 +133,14 @@ def _projection(connection: sqlite3.Connection) -> int:
     raise Malformed("its table meta does not name the projection (projectedCoordSystem)")
 
 
-def _layer(reader: _Reader, layer: str, *, needed: bool = False) -> list[Row]:
-    """The rows of a layer whose shapes reach into the box; none where there is no such layer."""
+def _layer(reader: _Reader, layer: str, *, needed: bool = False) -> list[tuple[dict[str, Any], list[Shape]]]:
+    """The rows of a layer that reach into the box: values by column, shapes in metres; none without such a layer."""
     if layer not in reader.layers:
         if needed:
             raise Malformed(f"it has no layer {layer}")
         return []
     column, system = reader.layers[layer]
-    kept: list[Row] = []
+    kept = []
     for values in _table(reader.connection, layer):
         blob = values.pop(column, None)
         if blob is None:
@@ -161,7 +154,7 @@ def _layer(reader: _Reader, layer: str, *, needed: bool = False) -> list[Row]:
         found = [[_metres(part, system, reader.projection) for part in shape] for shape in geopackage.shapes(blob)]
         found = [shape for shape in found if len(shape[0]) and _meet(shape[0], reader.low, reader.high)]
         if found:
-            kept.append(Row(values, found))
+            kept.append((values, found))
     return kept
 
 
@@ -222,11 +215,11 @@ def _map_lanes(reader: _Reader) -> list[Feature]:
             leave[identity].append(after)
             entry[after].append(identity)
     features = []
-    for row in _layer(reader, "baseline_paths", needed=True):
-        identity = _whole(row.values.get("lane_fid"))
+    for values, shapes in _layer(reader, "baseline_paths", needed=True):
+        identity = _whole(values.get("lane_fid"))
         if identity is None:
-            identity = _whole(row.values.get("lane_connector_fid"))
-        points = row.shapes[0][0]
+            identity = _whole(values.get("lane_connector_fid"))
+        points = shapes[0][0]
         if identity is None or len(points) < 2:
             continue
         about = lanes.get(identity) or connectors.get(identity) or {}
@@ -249,19 +242,19 @@ def _map_lanes(reader: _Reader) -> list[Feature]:
 def _map_areas(reader: _Reader) -> list[Feature]:
     """Lines, outlines, stop signs and road edges."""
     features = []
-    for row in _layer(reader, "boundaries"):
-        mark = _whole(row.values.get("boundary_type_fid"))
+    for values, shapes in _layer(reader, "boundaries"):
+        mark = _whole(values.get("boundary_type_fid"))
         if mark in LINES:
-            features += [Feature(row.values["fid"], LINES[mark], flat(line)) for (line, *_) in row.shapes]
+            features += [Feature(values["fid"], LINES[mark], flat(line)) for (line, *_) in shapes]
     for layer, kind in (("crosswalks", log.CROSSWALK), ("speed_bumps", log.SPEED_BUMP)):
-        for row in _layer(reader, layer):
-            features += [Feature(row.values["fid"], kind, flat(_open(outline))) for (outline, *_) in row.shapes]
-    for row in _layer(reader, "stop_polygons"):
-        if _whole(row.values.get("stop_polygon_type_fid")) == STOP_TYPE:
-            middle = _open(row.shapes[0][0]).mean(0, keepdims=True)
-            features.append(Feature(row.values["fid"], log.STOP_SIGN, flat(middle)))
-    shapes = [(row.values["fid"], shape) for layer in DRIVABLE for row in _layer(reader, layer) for shape in row.shapes]
-    return features + edges([identity for identity, _ in shapes], [shape for _, shape in shapes])
+        for values, shapes in _layer(reader, layer):
+            features += [Feature(values["fid"], kind, flat(_open(outline))) for (outline, *_) in shapes]
+    for values, shapes in _layer(reader, "stop_polygons"):
+        if _whole(values.get("stop_polygon_type_fid")) == STOP_TYPE:
+            middle = _open(shapes[0][0]).mean(0, keepdims=True)
+            features.append(Feature(values["fid"], log.STOP_SIGN, flat(middle)))
+    areas = [(row["fid"], area) for layer in DRIVABLE for row, found in _layer(reader, layer) for area in found]
+    return features + edges([identity for identity, _ in areas], [area for _, area in areas])
 
 
 EGO_SIZE = (5.176, 2.297, 1.777)

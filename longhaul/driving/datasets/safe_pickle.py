@@ -26,6 +26,10 @@ WRONG = (KeyError, IndexError, TypeError, ValueError, AttributeError, OverflowEr
 """Errors of Python and NumPy where a document has another structure than expected."""
 
 
+def _no_state(self: object, state: object) -> None:
+    raise Malformed(f"{type(self).__name__}: a dictionary, a name or bytes with attributes of its own")
+
+
 class Bag(dict):
     """Stands for defaultdict and OrderedDict; what they are made with is passed over."""
 
@@ -34,8 +38,7 @@ class Bag(dict):
     def __init__(self, *_: object) -> None:
         super().__init__()
 
-    def __setstate__(self, state: object) -> None:
-        raise Malformed("a dictionary with attributes of its own")
+    __setstate__ = _no_state
 
 
 class Blank:
@@ -46,8 +49,7 @@ class Blank:
     def __init__(self, *_: object) -> None:
         pass
 
-    def __setstate__(self, state: object) -> None:
-        raise Malformed("a bare object with a state")
+    __setstate__ = _no_state
 
 
 class Latin(bytes):
@@ -60,8 +62,7 @@ class Latin(bytes):
             raise Malformed("bytes made of something else than text")
         return super().__new__(cls, text.encode("latin1"))
 
-    def __setstate__(self, state: object) -> None:
-        raise Malformed("bytes with a state")
+    __setstate__ = _no_state
 
 
 class Dtype:
@@ -229,7 +230,9 @@ def weigh(document: Any) -> int:
             continue
         if finished:
             open_.discard(id(value))
-            weights[id(value)] = 1 + sum(weights.get(id(each), _weight(each)) for each in inner)
+            weights[id(value)] = 1 + sum(
+                weights.get(id(each)) or 1 + (len(each) // 8 if isinstance(each, str | bytes) else 0) for each in inner
+            )
             continue
         if id(value) in open_:
             raise Malformed("a value that holds itself")
@@ -248,10 +251,6 @@ def _inner(value: Any) -> list[Any] | None:
     if isinstance(value, Array):
         return list(value.parts) if isinstance(value.parts, tuple) else [value.parts]
     return None
-
-
-def _weight(value: Any) -> int:
-    return 1 + len(value) // 8 if isinstance(value, str | bytes) else 1
 
 
 def unpickle(data: bytes) -> Any:

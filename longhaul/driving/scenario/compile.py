@@ -24,22 +24,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from longhaul.driving.datasets.log import (
-    CROSSWALK,
-    DRIVEWAY,
-    EDGE_BOUNDARY,
-    EDGE_MEDIAN,
-    LANE_FREEWAY,
-    LANE_STREET,
-    LIGHT_GREEN,
-    LIGHT_RED,
-    LIGHT_YELLOW,
-    SPEED_BUMP,
-    VEHICLE,
-    BadData,
-    Feature,
-    Log,
-)
+from longhaul.driving.datasets import log as kinds
+from longhaul.driving.datasets.log import BadData, Feature, Log
 from longhaul.driving.scenario.distance_field import distance_field, make_edges, simplify
 from longhaul.driving.scenario.lane_graph import BRIDGE, LEVEL, SLOPE, lay_grid, make_road
 from longhaul.driving.scenario.scenario import CONTROLS, ONWARD, ONWARD_SPACING, ROUTE_SPACING, Scenario
@@ -62,7 +48,7 @@ LANE_SHARED, LANE_SCORE, LANE_TIE, SAME_STOP = 20.0, 2.0, 0.5, 8.0
 one another light at the same stop may be; how far apart along the route lights belong to the same stop."""
 
 STATES = np.zeros(9, np.int8)
-STATES[list(LIGHT_RED)], STATES[list(LIGHT_YELLOW)], STATES[list(LIGHT_GREEN)] = 1, 2, 3
+STATES[list(kinds.LIGHT_RED)], STATES[list(kinds.LIGHT_YELLOW)], STATES[list(kinds.LIGHT_GREEN)] = 1, 2, 3
 """From a log's states to `Scenario.light_state`."""
 
 
@@ -83,7 +69,7 @@ def find_lanes(features: Sequence[Feature], origin: np.ndarray) -> dict[int, Lan
     """The lanes for motor vehicles, by id, relative to `origin` [3]."""
     lanes = {}
     for feature in features:
-        if feature.kind not in (LANE_FREEWAY, LANE_STREET):
+        if feature.kind not in (kinds.LANE_FREEWAY, kinds.LANE_STREET):
             continue
         lane = make_lane(feature.id, feature.points - origin, feature.exit)
         if lane is not None:
@@ -515,7 +501,7 @@ def onward(
     not."""
     which, ways = [], []
     where = ONWARD_SPACING * np.arange(1, ONWARD + 1)
-    for i in np.flatnonzero(kind == VEHICLE):
+    for i in np.flatnonzero(kind == kinds.VEHICLE):
         last = valid.shape[1] - 1 - int(valid[i, ::-1].argmax())
         end, turn = position[i, last], float(heading[i, last])
         before = position[i, max(last - 5, 0)]
@@ -643,7 +629,7 @@ def road_field(log: Log, routes: list[Route], origin: np.ndarray, margin: float)
         )
     lines = []
     for feature in log.features:
-        if feature.kind not in (EDGE_BOUNDARY, EDGE_MEDIAN) or len(feature.points) < 2:
+        if feature.kind not in (kinds.EDGE_BOUNDARY, kinds.EDGE_MEDIAN) or len(feature.points) < 2:
             continue
         points = feature.points - origin
         away, closest = approach(points[:, :2], near[::5, :2])
@@ -670,16 +656,17 @@ def runs(flags: np.ndarray) -> list[slice]:
 def draw(log: Log, routes: list[Route], origin: np.ndarray) -> tuple[tuple[int, np.ndarray], ...]:
     """The features within `DRAWN` metres of the routes, polygons whole, simplified: ((kind, float32 [P, 2]), ...)."""
     near = np.concatenate([r.points[::10, :2] for r in routes])
-    kinds, lines = [], []
+    lines: list[np.ndarray] = []
+    kind_of: list[int] = []
     for feature in log.features:
         if not len(feature.points):
             continue
         points = feature.points[:, :2] - origin[:2]
         close = approach(points, near)[0] < DRAWN
-        if feature.kind in (CROSSWALK, SPEED_BUMP, DRIVEWAY):
+        if feature.kind in (kinds.CROSSWALK, kinds.SPEED_BUMP, kinds.DRIVEWAY):
             close[:] = close.any()
         pieces = [points[run] for run in runs(close)]
         lines += pieces
-        kinds += [feature.kind] * len(pieces)
+        kind_of += [feature.kind] * len(pieces)
     thin = simplify(lines, DRAWN_TOLERANCE)
-    return tuple((int(kind), line.astype(np.float32)) for kind, line in zip(kinds, thin, strict=True))
+    return tuple((kind, line.astype(np.float32)) for kind, line in zip(kind_of, thin, strict=True))

@@ -145,15 +145,6 @@ RECORD_HEAD = struct.Struct(f"<{len(LETTERS)}I{len(Extents._fields)}IIdIIH")
 32 bits, bytes of the id."""
 
 
-class Outline(NamedTuple):
-    """Head of a record."""
-
-    sizes: tuple[int, ...]  # in the order of `LETTERS`
-    extents: Extents
-    control: int  # index into CONTROLS
-    dt: float  # s
-
-
 LONGEST_ID = 1 << 12
 
 
@@ -218,13 +209,6 @@ def _packed(array: np.ndarray, column: Column) -> tuple[bytes, bool]:
     return folded.reshape(-1, 1).view(np.uint8).T.tobytes(), wide
 
 
-def outline(record: bytes) -> Outline:
-    """Head of a record, parsed."""
-    *counts, control, dt, _, _, _ = RECORD_HEAD.unpack_from(record)
-    many = len(LETTERS)
-    return Outline(tuple(counts[:many]), Extents(*counts[many:]), control, dt)
-
-
 def unpack(record: bytes) -> Scenario:
     """The scenario of a record; `Malformed` where it is none."""
     if len(record) < RECORD_HEAD.size:
@@ -238,10 +222,11 @@ def unpack(record: bytes) -> Scenario:
     shapes = {
         name: tuple(sizes[x] if x in LETTERS else int(x) for x in column.shape) for name, column in COLUMNS.items()
     }
-    lengths = [
-        _bytes(math.prod(shapes[name]), column, bool(wide >> place & 1))
-        for place, (name, column) in enumerate(COLUMNS.items())
-    ]
+    lengths = []  # in bytes, before compression
+    for place, (name, column) in enumerate(COLUMNS.items()):
+        width = (4 if wide >> place & 1 else 2) if column.unit else np.dtype(column.dtype).itemsize
+        count = math.prod(shapes[name])
+        lengths.append(-(-count // 8) if column.dtype == "?" else count * width)
     if sum(lengths) != total or total > LARGEST:
         raise Malformed(f"its arrays have {sum(lengths)} bytes; it says {total}, and {LARGEST} are possible")
     identity = record[RECORD_HEAD.size : RECORD_HEAD.size + letters].decode(errors="ignore")
@@ -259,13 +244,6 @@ def unpack(record: bytes) -> Scenario:
     road = NO_ROAD._replace(**{name: arrays.pop(f"road_{name}") for name in STORED})
     road, chosen = look_around(road, road.near_lanes), CONTROLS[control]
     return Scenario(id=identity, steps=sizes["T"], dt=dt, drawing=drawing, road=road, control=chosen, **arrays)
-
-
-def _bytes(count: int, column: Column, wide: bool) -> int:
-    """Number of bytes that a column of `count` numbers takes before compression."""
-    if column.dtype == "?":
-        return -(-count // 8)
-    return count * ((4 if wide else 2) if column.unit else np.dtype(column.dtype).itemsize)
 
 
 def _inflate(data: bytes, total: int) -> bytes:
@@ -410,8 +388,9 @@ def write_records(path: Path, records: Iterable[tuple[str, bytes]]) -> int:
             ids, entries, offset = [], [], HEAD_BYTES
             for identity, record in records:
                 ids.append(identity.encode(errors="replace").decode())
-                known, crc = outline(record), google_crc32c.value(record)
-                entries.append((offset, len(record), crc, known.dt, known.control, known.sizes, known.extents))
+                *counts, control, dt, _, _, _ = RECORD_HEAD.unpack_from(record)
+                sizes, known = counts[: len(LETTERS)], counts[len(LETTERS) :]
+                entries.append((offset, len(record), google_crc32c.value(record), dt, control, sizes, known))
                 file.write(record)
                 offset += len(record)
             index = np.array(entries, ENTRY).tobytes() + json.dumps(ids, ensure_ascii=False).encode()
