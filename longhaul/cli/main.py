@@ -13,8 +13,8 @@ import os
 import signal
 import sys
 import threading
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 
 import longhaul
 from longhaul.cli import flags, tables
@@ -48,20 +48,16 @@ COMMANDS = {
 }
 
 ENTRIES = {
-    "train": ("train", "train"),
-    "evaluate": ("evaluate", "evaluate"),
-    "render": ("render", "render"),
     "play": ("play.command", "play"),
-    "reason": ("reason", "reason"),
     "recipes": ("list", "show_recipes"),
     "envs": ("list", "show_envs"),
-    "status": ("status", "status"),
-    "doctor": ("doctor", "doctor"),
-    "scaling": ("scaling", "scaling"),
-    "profile": ("profile", "profile"),
     "plan": ("plan", "command"),
+    "sync": ("sync_plan", "sync"),
 }
-"""Command -> (module of `longhaul.cli`, function in it)."""
+"""Command -> (module of `longhaul.cli`, function in it), where they are not called like the command."""
+
+OWN_INTERRUPT = ("data", "sync", "bench", "launch")
+"""Commands that handle Ctrl-C themselves, or by an exception."""
 
 FLAGS = ("--help", "--version", "--debug")
 
@@ -122,41 +118,16 @@ def _run(words: list[str]) -> int:
     if rest[0] == "--version":
         print(f"longhaul {longhaul.__version__}")
         return 0
-    if rest[0] == "data":
-        from longhaul.cli import data
-
-        return data.data(rest[1:])
-    if rest[0] == "sync":
-        from longhaul.cli import sync_plan
-
-        return sync_plan.sync(rest[1:])
-    command, names = rest[0], [name for name in COMMANDS if " " not in name]
+    command, names = rest[0], list(dict.fromkeys(name.split()[0] for name in COMMANDS))
     if command not in names:
-        what, there = ("flag", list(FLAGS)) if command.startswith("-") else ("command", [*names, "data", "sync"])
+        what, there = ("flag", list(FLAGS)) if command.startswith("-") else ("command", names)
         otherwise = f"there are {', '.join(FLAGS if what == 'flag' else COMMANDS)}"
         raise FlagError(f"longhaul has no {what} {command!r}; {flags.suggestion(command, there, otherwise)}")
-    if command == "bench":
-        from longhaul.cli import bench
-
-        return bench.bench(rest[1:])
-    if command == "actor":
-        from longhaul.cli import actor
-
-        with _ending_at_once():
-            return actor.actor(rest[1:])
-    if command == "launch":
-        from longhaul.cli import launch
-
-        return launch.launch(rest[1:])
-    with _ending_at_once():
-        return _entry(command)(rest[1:])
-
-
-def _entry(command: str) -> Callable[[Sequence[str]], int]:
-    """Function of a command, from its own module alone: most modules import JAX, which takes seconds."""
-    module, name = ENTRIES[command]
-    function: Callable[[Sequence[str]], int] = getattr(importlib.import_module(f"longhaul.cli.{module}"), name)
-    return function
+    module, name = ENTRIES.get(command, (command, command))
+    with nullcontext() if command in OWN_INTERRUPT else _ending_at_once():
+        # From its own module alone: most modules import JAX, which takes seconds.
+        code: int = getattr(importlib.import_module(f"longhaul.cli.{module}"), name)(rest[1:])
+        return code
 
 
 @contextmanager

@@ -14,10 +14,9 @@ import numpy as np
 
 from longhaul.cli import flags, tables
 from longhaul.cli.flags import ALONE, DEBUG, FLOAT, INT, PATH, TEXT, Flag, FlagError, choice
-from longhaul.cli.play import console, legacy_params, session, terminal
+from longhaul.cli.play import console, games, legacy_params, terminal
 from longhaul.cli.play.console import Look
-from longhaul.cli.play.episodes import Agent
-from longhaul.cli.play.session import Record
+from longhaul.cli.play.games import Agent, Record
 from longhaul.cli.run_flags import RUNS_DIR
 from longhaul.config.resolve import named
 from longhaul.config.run import MOST, Named
@@ -168,7 +167,7 @@ def _by_hand(values: dict[str, Any], environment: Environment) -> list[Record]:
     live = _is_live()
     if live:
         _say("compiling the game ...")
-    game = session.game(environment, values["seed"])
+    game = games.game(environment, values["seed"])
     if live:
         with terminal.screen() as there:
             return console.by_keys(game, look, there)
@@ -183,10 +182,10 @@ def _by_agent(values: dict[str, Any], environment: Environment, agent: Agent) ->
     if show == "auto":
         show = "boards" if live else "table"
     if show == "table" or (values["json"] == "-" and not live):
-        return list(session.table(environment, values["seed"], agent, episodes=episodes, greedy=greedy, limit=limit))
+        return list(games.table(environment, values["seed"], agent, episodes=episodes, greedy=greedy, limit=limit))
     if live:
         _say("compiling the game ...")
-    game = session.game(environment, values["seed"], agent, greedy=greedy)
+    game = games.game(environment, values["seed"], agent, greedy=greedy)
     look = _look(values, f", {tables.clean(agent.label)}")
     if show == "boards" and live:
         with terminal.screen() as there:
@@ -214,10 +213,9 @@ def _print(records: Sequence[Record]) -> None:
         ("highest stage", [r.stage for r in records]), ("score", [r.score for r in records]),
     )  # fmt: skip
     rows = [[name, *(tables.number(float(f(of))) for f in (np.mean, np.min, np.max))] for name, of in columns]
-    games = f"{len(records)} game{'' if len(records) == 1 else 's'}"
-    tables.table([games, "mean", "least", "most"], rows)
-    counts = session.ends(records)
-    print(", ".join(f"{count} {end}" for end, count in counts.items() if count))
+    count = f"{len(records)} game{'' if len(records) == 1 else 's'}"
+    tables.table([count, "mean", "least", "most"], rows)
+    print(", ".join(f"{count} {end}" for end, count in games.ends(records).items() if count))
 
 
 def _report(name: str, values: dict[str, Any], agent: Agent | None, records: Sequence[Record]) -> dict[str, Any]:
@@ -231,4 +229,4 @@ def _report(name: str, values: dict[str, Any], agent: Agent | None, records: Seq
         episodes.append(row | told | acted)
     head = {"game": name, "fixes": list(values["fixes"]), "seed": values["seed"]}
     who = {"agent": None if agent is None else agent.label, "greedy": not values["sample"]}
-    return {**head, **who, "summary": session.summary(records), "episodes": episodes}
+    return {**head, **who, "summary": games.summary(records), "episodes": episodes}

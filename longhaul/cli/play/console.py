@@ -10,8 +10,8 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import NamedTuple
 
-from longhaul.cli.play import session
-from longhaul.cli.play.session import Choice, Game, Playing, Record
+from longhaul.cli.play import games
+from longhaul.cli.play.games import Choice, Game, Playing, Record
 from longhaul.cli.play.terminal import END, Screen, plain
 from longhaul.envs.hackmatrix import hints, screen
 from longhaul.envs.hackmatrix import state as w
@@ -100,7 +100,7 @@ def _tried(game: Game, playing: Playing, action: int | None, word: str) -> tuple
 
 def _left(playing: Playing) -> list[Record]:
     """The record of a game that is left; none where nothing was done."""
-    return [session.record(playing)] if playing.actions else []
+    return [games.record(playing)] if playing.actions else []
 
 
 def by_words(game: Game, look: Look, words: Iterable[str], write: Write) -> list[Record]:
@@ -210,7 +210,7 @@ def printed(
             time.sleep(delay)
         if boards:
             _write(lines(playing, look, message=ended(playing)), write)
-        records.append(session.record(playing))
+        records.append(games.record(playing))
     return records
 
 
@@ -232,5 +232,5 @@ def _choice(game: Game, playing: Playing) -> Choice:
 
 def _followed(game: Game, playing: Playing, choice: Choice, limit: int) -> Playing:
     """The game after the agent's choice; cut at the most steps."""
-    after = game.step(session.remembered(playing, choice), choice.action)
+    after = game.step(games.remembered(playing, choice), choice.action)
     return after if after.end or len(after.actions) < limit else after._replace(end="cut")

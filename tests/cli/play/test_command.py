@@ -24,8 +24,8 @@ from longhaul.algorithms.actor_critic import Policy
 from longhaul.algorithms.context import Context
 from longhaul.cli import main
 from longhaul.cli.play import command as play
-from longhaul.cli.play import session
-from longhaul.cli.play.session import Game
+from longhaul.cli.play import games
+from longhaul.cli.play.games import Game
 from longhaul.config import recipes
 from longhaul.config.resolve import resolve
 from longhaul.envs import registry
@@ -37,7 +37,7 @@ from longhaul.training.run_dir import save_run
 from longhaul.types import Progress
 from tests.cli.play.test_legacy_params import arrays
 
-COMPILE = session.game
+COMPILE = games.game
 
 
 @functools.cache
@@ -57,7 +57,7 @@ def longhaul(
     def game(environment: Any, seed: int, agent: Any = None, *, greedy: bool = True) -> Game:
         return by_hand() if agent is None and seed == 0 else COMPILE(environment, seed, agent, greedy=greedy)
 
-    monkeypatch.setattr(session, "game", game)
+    monkeypatch.setattr(games, "game", game)
 
     def run(*words: str, given: str = "") -> tuple[int, str, str]:
         monkeypatch.setattr(sys, "stdin", io.StringIO(given))

@@ -13,8 +13,7 @@ import pytest
 
 from longhaul.cli.play import console, terminal
 from longhaul.cli.play.console import Look
-from longhaul.cli.play.episodes import Moment
-from longhaul.cli.play.session import Choice, Game, Playing
+from longhaul.cli.play.games import Choice, Game, Moment, Playing
 from longhaul.envs.hackmatrix import screen
 from longhaul.envs.hackmatrix import state as w
 from tests.cli.play.test_terminal import ENTER, KEYPAD_OFF, LEAVE, Terminal
@@ -115,7 +114,7 @@ STAND_IN = """
 import sys
 sys.path.insert(0, {root!r})
 from longhaul.cli import main as cli
-from longhaul.cli.play import session as spectating
+from longhaul.cli.play import games as spectating
 from tests.cli.play import test_console
 spectating.game = lambda *_, **__: test_console.corridor(5)
 sys.exit(cli.main(["play", "hackmatrix"]))

@@ -1,4 +1,8 @@
-"""A game of HackMatrix on the host, between two steps, for whoever looks at it; and records of whole games."""
+"""Games of HackMatrix: one between two steps for whoever looks at it, or many at once, step by step the same.
+
+Episode i of a seed begins and goes on by random numbers of its own, whoever plays and however many others there are:
+so a game that was watched counts in a table, and a person can play the very game that an agent played.
+"""
 
 from __future__ import annotations
 
@@ -9,13 +13,122 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from longhaul.cli.play import episodes as matches
-from longhaul.cli.play.episodes import Agent, Moment
+from longhaul.algorithms import registry
+from longhaul.algorithms.actor_critic import Policy
+from longhaul.algorithms.config import AlgorithmConfig
+from longhaul.distributions import distribution
 from longhaul.envs.hackmatrix import reward, screen
 from longhaul.envs.hackmatrix import view as views
-from longhaul.types import Environment
+from longhaul.spaces import Masked
+from longhaul.types import Environment, Key, PyTree
 
 VICTORY = reward.PARTS.index("victory")
+
+
+class Agent(NamedTuple):
+    """Player: a policy, and how its network is made."""
+
+    label: str
+    config: AlgorithmConfig
+    policy: Policy
+
+
+class Moment(NamedTuple):
+    """A game between two steps."""
+
+    state: PyTree
+    observation: Masked
+    memory: PyTree  # the agent's; () for a person
+
+
+class Led(NamedTuple):
+    """Result of a step."""
+
+    moment: Moment
+    reward: jax.Array
+    terminated: jax.Array
+    truncated: jax.Array
+
+
+class Decision(NamedTuple):
+    """Choice of an agent at a moment, on the device."""
+
+    action: jax.Array  # int32
+    probabilities: jax.Array  # float32 [n]; 0 where an action is not legal
+    value: jax.Array
+    memory: PyTree
+
+
+class Played(NamedTuple):
+    """A whole game."""
+
+    total: jax.Array  # the sum of its rewards
+    length: jax.Array
+    state: PyTree  # the last
+    terminated: jax.Array  # it ended, and was not cut
+
+
+def keys(seed: int | jax.Array, episode: jax.Array | int) -> Key:
+    """All random numbers of an episode come of it."""
+    return jax.random.fold_in(jax.random.key(seed), episode)
+
+
+def begin(environment: Environment, key: Key) -> Moment:
+    """The start of the game of `key`, for a person or for an agent without a memory."""
+    state, observation = environment.reset(jax.random.fold_in(key, 0))
+    return Moment(state, observation, ())
+
+
+def step(environment: Environment, key: Key, t: jax.Array, moment: Moment, action: jax.Array) -> Led:
+    """Step t, counted from 0, of the game of `key`."""
+    key_world = jax.random.fold_in(key, 2 * t + 1)
+    state, led = environment.step(key_world, moment.state, action)
+    return Led(Moment(state, led.observation, moment.memory), led.reward, led.terminated, led.truncated)
+
+
+def chooser(
+    environment: Environment, config: AlgorithmConfig, greedy: bool
+) -> tuple[Callable[[Moment], Moment], Callable[[Policy, Key, jax.Array, Moment], Decision]]:
+    """(moment -> the same with the agent's memory at the start, (policy, key, t, moment) -> what it does)."""
+    network = registry.network(environment.spec, config)
+    policy_of = distribution(environment.spec.action)
+
+    def choose(policy: Policy, key: Key, t: jax.Array, moment: Moment) -> Decision:
+        one = jax.tree.map(lambda leaf: leaf[None], moment.observation)
+        logits, value, memory = network.apply(policy, moment.memory, one)
+        key_act = jax.random.fold_in(key, 2 * t + 2)
+        raw = policy_of.mode(logits, one.mask) if greedy else policy_of.sample(logits, one.mask, key_act)
+        chances = jax.nn.softmax(jnp.where(one.mask, logits, -jnp.inf))
+        return Decision(raw[0], chances[0], value[0], memory)
+
+    return lambda moment: moment._replace(memory=network.memory(1)), choose
+
+
+def player(
+    environment: Environment, config: AlgorithmConfig, *, greedy: bool, limit: int
+) -> Callable[[Policy, int | jax.Array, jax.Array], Played]:
+    """A function (policy, seed, numbers [E]) -> the games of those numbers, all at once, of at most `limit` steps."""
+    remember, choose = chooser(environment, config, greedy)
+
+    def one(policy: Policy, seed: int | jax.Array, episode: jax.Array) -> Played:
+        key = keys(seed, episode)
+
+        def goes_on(carried: Any) -> jax.Array:
+            t, _, _, terminated, truncated = carried
+            return (t < limit) & ~terminated & ~truncated
+
+        def turn(carried: Any) -> Any:
+            t, moment, total, _, _ = carried
+            choice = choose(policy, key, t, moment)
+            led = step(environment, key, t, moment._replace(memory=choice.memory), choice.action)
+            return t + 1, led.moment, total + led.reward, led.terminated, led.truncated
+
+        no = jnp.bool_(False)
+        begun = (jnp.int32(0), remember(begin(environment, key)), jnp.float32(0.0), no, no)
+        t, moment, total, terminated, _ = jax.lax.while_loop(goes_on, turn, begun)
+        return Played(total, t, moment.state, terminated)
+
+    return jax.jit(jax.vmap(one, in_axes=(None, None, 0)))
 
 
 class Playing(NamedTuple):
@@ -62,29 +175,30 @@ def game(environment: Environment, seed: int, agent: Agent | None = None, *, gre
     """The games of a seed in HackMatrix, for a person or an agent. Compiles, which takes some seconds."""
     expand = environment.spec.expand
     assert expand is not None
-    remember: Callable[[Moment], Moment] = _unchanged
+    remember: Callable[[Moment], Moment] | None = None
     if agent is not None:
-        remember, chooser = matches.chooser(environment, agent.config, greedy)
-        chosen = jax.jit(lambda policy, i, t, moment: chooser(policy, matches.keys(seed, i), t, moment))
+        remember, decide = chooser(environment, agent.config, greedy)
+        chosen = jax.jit(lambda policy, i, t, moment: decide(policy, keys(seed, i), t, moment))
 
     def seen(moment: Moment) -> Any:
         return moment.state, expand(moment.observation.observation), moment.observation.mask
 
     def begin_on_device(i: jax.Array) -> Any:
-        moment = remember(matches.begin(environment, matches.keys(seed, i)))
+        moment = begin(environment, keys(seed, i))
+        moment = moment if remember is None else remember(moment)
         return moment, seen(moment)
 
     def step_on_device(i: jax.Array, t: jax.Array, moment: Moment, action: jax.Array) -> Any:
-        led = matches.step(environment, matches.keys(seed, i), t, moment, action)
+        led = step(environment, keys(seed, i), t, moment, action)
         return led.moment, seen(led.moment), led.reward, led.terminated, led.truncated
 
     begun, stepped = jax.jit(begin_on_device), jax.jit(step_on_device)
 
-    def begin(number: int) -> Playing:
+    def begun_game(number: int) -> Playing:
         moment, there = begun(jnp.int32(number))
         return Playing(number, moment, views.view(*jax.device_get(there)))
 
-    def step(playing: Playing, action: int) -> Playing:
+    def stepped_game(playing: Playing, action: int) -> Playing:
         t, before = jnp.int32(len(playing.actions)), playing.view
         moment, there, gained, terminated, truncated = stepped(
             jnp.int32(playing.number), t, playing.moment, jnp.int32(action)
@@ -101,16 +215,11 @@ def game(environment: Environment, seed: int, agent: Agent | None = None, *, gre
         action, chances, value = jax.device_get((found.action, found.probabilities, found.value))
         return Choice(int(action), screen.Opinion(tuple(map(float, chances)), float(value)), found.memory)
 
-    first = begin(0)
-    step(first, 0)  # compiled now: later a screen waits
-    if agent is None:
-        return Game(begin, step, None)
-    choose(first)
-    return Game(begin, step, choose)
-
-
-def _unchanged(moment: Moment) -> Moment:
-    return moment
+    first = begun_game(0)
+    stepped_game(first, 0)  # compiled now: later a screen waits
+    if agent is not None:
+        choose(first)
+    return Game(begun_game, stepped_game, None if agent is None else choose)
 
 
 def _end(parts: Sequence[float], terminated: bool, truncated: bool) -> str:
@@ -138,7 +247,7 @@ def table(
     environment: Environment, seed: int, agent: Agent, *, episodes: int, greedy: bool, limit: int
 ) -> Iterator[Record]:
     """The records of the first `episodes` games of a seed, all played at once."""
-    play = matches.player(environment, agent.config, greedy=greedy, limit=limit)
+    play = player(environment, agent.config, greedy=greedy, limit=limit)
     played = jax.device_get(play(agent.policy, jnp.int32(seed), jnp.arange(episodes, dtype=jnp.int32)))
     tally = played.state.tally
     for i in range(episodes):
