@@ -18,8 +18,15 @@ ABOUT = "Steps environments for a run elsewhere: longhaul train ... --topology c
 FLAGS = [
     Flag("connect", TEXT, None, "HOST:PORT of the run's server", shown=""),
     Flag("env", TEXT, None, "the run's environment: its --env", shown=""),
-    Flag("worlds", INT, None, "worlds of a group: the run's num-envs over actors and slots; the run says it", shown=""),
-    Flag("slots", INT, 2, "groups of worlds: the run's --slots"),
+    Flag(
+        "worlds",
+        INT,
+        None,
+        "worlds of a group: the run's num-envs over actors and slots; the run says it",
+        shown="",
+        least=1,
+    ),
+    Flag("slots", INT, 2, "groups of worlds: the run's --slots", least=1),
     Flag("number", INT, None, "which of the run's actors this is", shown="one that is missing"),
     Flag("token-file", flags.optional(PATH), None, "a file with the run's token", shown=""),
     Flag("tls-ca", flags.optional(PATH), None, "the certificate (PEM) by which to know the server", shown=""),
@@ -35,9 +42,6 @@ def actor(words: Sequence[str]) -> int:
             raise FlagError(f"--{name} is missing; longhaul actor --connect HOST:PORT --env NAME --worlds N")
     check_installed()
     credentials.split(given["connect"])
-    for name in ("worlds", "slots"):
-        if given[name] < 1:
-            raise FlagError(f"--{name} is {given[name]}; it must be at least 1")
     name = given["env"]
     description = registry.describe(name if name.partition("/")[0] in registry.KINDS else f"jax/{name}")
     held = credentials.load(given["token-file"], tls_ca=given["tls-ca"])

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from longhaul.cli import flags, tables
-from longhaul.cli.flags import DEBUG, FLOAT, INT, PATH, TEXT, Flag, FlagError, choice
+from longhaul.cli.flags import DEBUG, FLOAT, INT, OUTPUT, PATH, TEXT, Flag, FlagError, choice
 
 
 def bench(words: Sequence[str]) -> int:
@@ -15,7 +15,7 @@ def bench(words: Sequence[str]) -> int:
 
         return bench_hackmatrix.run(words[1:])
     name = Flag("NAME", TEXT, None, "which; without: lists them", shown="")
-    out = Flag("json", PATH, None, "write the figures as a list to this file, too", shown="")
+    out = Flag("json", OUTPUT, None, "write the figures as a list to this file, too", shown="")
     driving = [
         Flag("data", PATH, (), "of driving-step, driving-env: the logs; without: generated scenarios", True, ""),
         Flag("objects", INT, (), "likewise: objects at most, a figure for each; a power of two", True, "32, 64"),
@@ -60,7 +60,6 @@ def bench(words: Sequence[str]) -> int:
     about = "Measures; one JSON object per figure. longhaul bench hackmatrix has flags of its own: --grid --num-envs "
     about += "--num-steps --precision --devices --repeats --json --page; see longhaul bench hackmatrix --help."
     parsed = flags.parse("bench", about, groups, words).values
-    tables.check_json(parsed["json"])
 
     from longhaul.bench import harness
 

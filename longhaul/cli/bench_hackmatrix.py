@@ -12,7 +12,7 @@ from longhaul.bench import harness
 from longhaul.bench.cases import hackmatrix_grid
 from longhaul.bench.cases.hackmatrix_grid import Cell
 from longhaul.cli import flags, tables
-from longhaul.cli.flags import DEBUG, INT, PATH, Flag, FlagError, choice
+from longhaul.cli.flags import DEBUG, INT, OUTPUT, Flag, FlagError, choice
 
 NAME = "hackmatrix"
 
@@ -35,8 +35,10 @@ FLAGS = (
     ),
     Flag("devices", INT, None, "devices", shown="as a training run"),
     Flag("repeats", INT, harness.LEAST_REPEATS, "updates that a figure is the median of"),
-    Flag("json", PATH, None, "keep the figures in this file: those that it has are not measured again", shown=""),
-    Flag("page", PATH, None, "write the table into this Markdown file, where it marks its place, else alone", shown=""),
+    Flag("json", OUTPUT, None, "keep the figures in this file: those that it has are not measured again", shown=""),
+    Flag(
+        "page", OUTPUT, None, "write the table into this Markdown file, where it marks its place, else alone", shown=""
+    ),
     DEBUG,
 )
 
@@ -53,8 +55,6 @@ Measure = Callable[[Cell], dict[str, Any]]
 def run(words: Sequence[str]) -> int:
     """`longhaul bench hackmatrix [--grid] [--flags]`."""
     parsed = flags.parse(f"bench {NAME}", f"Measures {ABOUT}.", {"": FLAGS}, words).values
-    tables.check_json(parsed["json"])
-    tables.check_output("page", parsed["page"])
     if parsed["repeats"] < harness.LEAST_REPEATS:
         raise FlagError(f"--repeats is {parsed['repeats']}; a median of fewer than {harness.LEAST_REPEATS} says little")
     cells = chosen(parsed)

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from longhaul.cli import flags, tables
-from longhaul.cli.flags import DEBUG, INT, PATH, Flag, FlagError
+from longhaul.cli.flags import DEBUG, INT, OUTPUT, PATH, Flag, FlagError
 from longhaul.cli.tables import FAILED, say
 
 DATA_USAGE = (
@@ -64,24 +64,20 @@ def _convert(words: Sequence[str]) -> int:
 def _inspect(words: Sequence[str]) -> int:
     """`longhaul data inspect PATH... [--json FILE] [--picture FILE] [--pictures FOLDER]`."""
     paths = Flag("PATH", PATH, (), "files, folders, globs", many=True, shown="")
-    out = Flag("json", PATH, None, "write the counts and ranges to this file; - is stdout", shown="")
+    out = Flag("json", OUTPUT, None, "write the counts and ranges to this file; - is stdout", shown="")
     one = Flag("picture", PATH, None, "draw the first scenario to this .png, .svg or .html", shown="")
     each = Flag("pictures", PATH, None, "draw every scenario to this folder, as .png", shown="")
     about = "Counts and ranges of what is in driving logs, as they have it."
     parsed = flags.parse("data inspect", about, {"": [paths, out, one, each, DEBUG]}, words).values
     if not parsed["PATH"]:
         raise FlagError("which logs? longhaul data inspect PATH... [--json FILE] [--picture FILE]")
-    tables.check_json(parsed["json"])
 
     from longhaul.driving import inspect_logs
     from longhaul.driving.datasets import readers
 
     readers.expand(parsed["PATH"])  # a path that means nothing is bad input; a bad file is a finding
     report = inspect_logs.inspect(parsed["PATH"], _drawing(parsed["picture"], parsed["pictures"]))
-    if parsed["json"] != "-":
-        _print_files(report["files"])
-    if parsed["json"] is not None:
-        tables.write_json(parsed["json"], report)
+    tables.report(parsed["json"], report, lambda: _print_files(report["files"]))
     for file in report["files"]:
         if file["error"] is not None:
             say(tables.clean(file["error"]), FAILED)

@@ -13,7 +13,7 @@ import jax
 
 from longhaul.algorithms import registry
 from longhaul.cli import flags, run_flags, tables
-from longhaul.cli.flags import ALONE, DEBUG, INT, PATH, Flag, FlagError
+from longhaul.cli.flags import ALONE, DEBUG, INT, OUTPUT, Flag, FlagError
 from longhaul.cli.run_flags import RUNS_DIR
 from longhaul.config import recipes
 from longhaul.config.resolve import agents, resolve
@@ -31,10 +31,10 @@ from longhaul.telemetry.health import Finding, Reading
 from longhaul.training import data as feeds
 from longhaul.training.run_dir import find_folder, load_run
 
-JSON = Flag("json", PATH, None, "write the table to this file, too; - is stdout, without the table", shown="")
+JSON = Flag("json", OUTPUT, None, "write the table to this file, too; - is stdout, without the table", shown="")
 QUICK = Flag("quick", ALONE, False, "only what the compiled program shows, without training", shown="")
 SEEDS = Flag("seeds", INT, checks.LEAST_SEEDS, "runs on each side of the test of convergence")
-UPDATES = Flag("updates", INT, None, "updates of each of them", shown="what a minute allows")
+UPDATES = Flag("updates", INT, None, "updates of each of them", shown="what a minute allows", least=2)
 
 USAGE = "longhaul doctor RUN [--json FILE], or longhaul doctor RECIPE [--quick] [--json FILE] [--flags of train]"
 
@@ -110,7 +110,6 @@ def _run(words: Sequence[str]) -> int:
     """`longhaul doctor RUN`: its records and findings."""
     run_flag = Flag("RUN", flags.TEXT, None, "a run's name or folder, or a recipe", shown="")
     parsed = flags.parse("doctor", "Is this run in good health?", {"": [run_flag, RUNS_DIR, JSON, DEBUG]}, words).values
-    tables.check_json(parsed["json"])
     try:
         folder = find_folder(Path(parsed["runs-dir"]), parsed["RUN"])
     except RunError as error:
@@ -192,11 +191,8 @@ def _recipe(words: Sequence[str]) -> int:
     groups[""] = [QUICK, SEEDS, UPDATES, JSON, *groups[""]]
     parsed = flags.parse(f"doctor {recipe.recipe}", "Is this recipe fit for many devices?", groups, words[1:])
     values = parsed.values
-    tables.check_json(values["json"])
     if values["seeds"] < checks.LEAST_SEEDS:
         raise FlagError(f"--seeds is {values['seeds']}; {checks.LEAST_SEEDS} are the fewest that can tell anything")
-    if values["updates"] is not None and values["updates"] < 2:
-        raise FlagError(f"--updates is {values['updates']}; it must be at least 2")
     run = run_flags.chosen(recipe, parsed)
     found = []
     for check in checkup(run, quick=values["quick"], seeds=values["seeds"], updates=values["updates"]):

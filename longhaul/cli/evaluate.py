@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from longhaul.cli import flags, tables
-from longhaul.cli.flags import DEBUG, INT, PATH, TEXT, Flag, FlagError, choice
+from longhaul.cli.flags import DEBUG, INT, OUTPUT, PATH, TEXT, Flag, FlagError, choice
 from longhaul.cli.run_flags import RUNS_DIR
 from longhaul.config.resolve import named
 from longhaul.config.run import Driving, Named, Run
@@ -32,7 +32,7 @@ from longhaul.training.run_dir import find_folder, load_run
 RUN = Flag("RUN", TEXT, None, "a run's name or folder", shown="")
 MEMBER = Flag("member", INT, None, "which of the runs that --seeds and --sweep trained in one folder", shown="")
 DATA = Flag("data", PATH, (), "driving logs: files, folders, globs", many=True, shown="")
-JSON = Flag("json", PATH, None, "write the result to this file; - is stdout", shown="")
+JSON = Flag("json", OUTPUT, None, "write the result to this file; - is stdout", shown="")
 TRAFFIC = Flag(
     "traffic", choice(evaluation.TRAFFICS), None,
     "the others around the ego; with self, the policy drives all that can be driven", shown="as in the run",
@@ -84,12 +84,12 @@ def _evaluate_flags() -> dict[str, list[Flag]]:
             Flag("policy", choice(evaluation.POLICIES), "run", "the run's policy, the untrained one, or a driver"),
             DATA,
             TRAFFIC,
-            Flag("episodes", INT, None, per_scenario, shown="as in the run"),
+            Flag("episodes", INT, None, per_scenario, shown="as in the run", least=1),
             JSON,
-            Flag("csv", PATH, None, "write a row an episode to this file; - is stdout", shown=""),
+            Flag("csv", OUTPUT, None, "write a row an episode to this file; - is stdout", shown=""),
             Flag("realism", flags.ALONE, False, "how likely the log is among rollouts of each scenario", shown=""),
-            Flag("rollouts", INT, evaluate_realism.ROLLOUTS, "of a scenario, for --realism"),
-            Flag("worst", INT, 0, "draw as many of the worst scenarios", shown="none"),
+            Flag("rollouts", INT, evaluate_realism.ROLLOUTS, "of a scenario, for --realism", least=1),
+            Flag("worst", INT, 0, "draw as many of the worst scenarios", shown="none", least=0),
             Flag("worst-dir", PATH, None, "the folder to draw them in", shown="worst, in the run's folder"),
             Flag("worst-as", choice(WORST), "html", "pages with a player, or animations"),
             RUNS_DIR,
@@ -106,13 +106,8 @@ def _folder(parsed: dict[str, Any]) -> Path:
 
 def _check_evaluate(parsed: dict[str, Any]) -> None:
     """Raises before work is done for nothing."""
-    for name in ("json", "csv"):
-        tables.check_output(name, parsed[name])
     if parsed["json"] == parsed["csv"] == "-":
         raise FlagError("--json and --csv are both stdout; write one of them to a file")
-    for name, least in (("episodes", 1), ("rollouts", 1), ("worst", 0)):
-        if parsed[name] is not None and parsed[name] < least:
-            raise FlagError(f"--{name} is {parsed[name]}; it must be at least {least}")
     where = parsed["worst-dir"]
     if where is not None and not parsed["worst"]:
         raise FlagError(f"--worst-dir is {where!r}, and nothing is to be drawn; give --worst 3, say")

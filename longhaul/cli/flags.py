@@ -10,6 +10,7 @@ import difflib
 import math
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
 from typing import Any, NamedTuple
 
 
@@ -37,6 +38,9 @@ class Flag(NamedTuple):
     shown: str | None = None  # what the help says of the default, where its value does not say it
     aliases: tuple[str, ...] = ()  # other words for it: "total-timesteps"
     bare: tuple[str, ...] = ()  # what --name without a value, or with true, and --no-name, or false, mean
+
+    least: float | None = None  # smallest value
+    most: float | None = None  # largest value
 
     @property
     def positional(self) -> bool:
@@ -79,6 +83,15 @@ SWITCH = Kind("", "", str)
 
 ALONE = Kind("", "", str)
 """--name without a value; False where it is not given."""
+
+
+def _output(word: str) -> str:
+    if word != "-" and (Path(word).is_dir() or not Path(word).absolute().parent.is_dir()):
+        raise ValueError(word)
+    return word
+
+
+OUTPUT = Kind("PATH", "a file in a folder that exists, or - for stdout", _output)
 
 
 def choice(names: Sequence[str]) -> Kind:
@@ -231,11 +244,16 @@ def _plain(value: Any) -> str:
 def _read(flag: Flag, word: str) -> Any:
     """The value of one word; FlagError, naming flag, value and what is allowed."""
     try:
-        return flag.kind.read(word)
+        value = flag.kind.read(word)
     except (ValueError, OverflowError):
         near = nearest(word, flag.kind.choices)
         hint = f"; did you mean {' or '.join(near)}?" if near else ""
         raise FlagError(f"{flag.option} is {word!r}; it must be {flag.kind.allowed}{hint}") from None
+    low, high = flag.least, flag.most
+    if value is not None and ((low is not None and value < low) or (high is not None and value > high)):
+        bound = f"be at least {_plain(low)}" if high is None else f"lie in {_plain(low)} to {_plain(high)}"
+        raise FlagError(f"{flag.option} is {_plain(value)}; it must {bound}")
+    return value
 
 
 def _without_value(flag: Flag) -> str:

@@ -39,10 +39,16 @@ PAUSES = (1.0, 60.0)
 ABOUT = "Several processes of one training run, looked after: longhaul launch --hosts N -- train RECIPE ..."
 
 FLAGS = (
-    Flag("hosts", INT, 2, "processes, each of which stands for a host"),
-    Flag("devices_per_host", INT, None, "devices of each process", shown="the machine's cores, shared"),
-    Flag("restarts", INT, 0, "new starts from the newest checkpoint, after deaths without a new one between"),
-    Flag("deadline", FLOAT, DEADLINE, "seconds in which a process must get from its start, or a save, to updates"),
+    Flag("hosts", INT, 2, "processes, each of which stands for a host", least=1),
+    Flag("devices_per_host", INT, None, "devices of each process", shown="the machine's cores, shared", least=1),
+    Flag("restarts", INT, 0, "new starts from the newest checkpoint, after deaths without a new one between", least=0),
+    Flag(
+        "deadline",
+        FLOAT,
+        DEADLINE,
+        "seconds in which a process must get from its start, or a save, to updates",
+        least=heartbeat.SILENCE,
+    ),
     Flag("on", choice(("here", "ray")), "here", "where: on this machine, or on the nodes of a Ray cluster"),
     DEBUG,
 )
@@ -52,8 +58,8 @@ RAY = (
          "of the cluster: HOST:PORT; auto: RAY_ADDRESS, or one on this machine; local: a new one"),
     Flag("place", choice(("strict", "spread", "pack")), "strict",
          "strict: each process has a node of its own; spread: on as many nodes as there are; pack: on few"),
-    Flag("fewest", INT, None, "processes with which a run may go on where nodes are gone", shown="all"),
-    Flag("patience", FLOAT, 60.0, "seconds that a start waits for nodes"),
+    Flag("fewest", INT, None, "processes with which a run may go on where nodes are gone", shown="all", least=1),
+    Flag("patience", FLOAT, 60.0, "seconds that a start waits for nodes", least=0),
 )  # fmt: skip
 
 Start = Callable[[Sequence[str], Printed], Gang]
@@ -70,11 +76,6 @@ def launch(words: Sequence[str]) -> int:
     values = given.values
     if command[:1] != ["train"]:
         raise FlagError("what is to be launched? longhaul launch --hosts N -- train RECIPE ...")
-    for name, least in (("hosts", 1), ("devices_per_host", 1), ("restarts", 0), ("fewest", 1), ("patience", 0)):
-        if values[name] is not None and values[name] < least:
-            raise FlagError(f"--{name.replace('_', '-')} is {values[name]:g}; it must be at least {least}")
-    if not values["deadline"] >= heartbeat.SILENCE:
-        raise FlagError(f"--deadline is {values['deadline']:g}; it must be at least {heartbeat.SILENCE:g}")
     count, devices, restarts, deadline = (values[n] for n in ("hosts", "devices_per_host", "restarts", "deadline"))
     if values["on"] == "ray":
         return _on_ray(command, values)

@@ -12,9 +12,8 @@ from typing import Any
 import jax
 
 from longhaul.algorithms.values import OF_AN_ACCELERATOR
-from longhaul.cli import flags, run_flags, tables
-from longhaul.cli.flags import FLOAT, INT, PATH, Flag, FlagError, choice, optional
-from longhaul.config import recipes
+from longhaul.cli import run_flags, tables
+from longhaul.cli.flags import FLOAT, INT, OUTPUT, Flag, FlagError, choice, optional
 from longhaul.config.resolve import resolve
 from longhaul.config.run import Run
 from longhaul.diagnostics import chips, compute_plan, hlo, profile, two_shard_probe
@@ -27,51 +26,27 @@ DEVICES = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024)
 ABOUT = "What a run takes on 1 to 1,024 devices: time, money, memory, checkpoints; from a short run and a model."
 
 FLAGS = [
-    Flag("steps", FLOAT, None, "agent steps of the run", shown="the recipe's"),
+    Flag("steps", FLOAT, None, "agent steps of the run", shown="the recipe's", least=1.0),
     Flag("hardware", choice(("here", *CHIPS)), "here", "the devices to plan for"),
-    Flag("on", INT, (), "numbers of devices", shown="1 2 4 ... 1024", many=True),
+    Flag("on", INT, (), "numbers of devices", shown="1 2 4 ... 1024", many=True, least=1, most=1_000_000),
     Flag("share", choice(("weak", "strong")), "weak", "weak: every device keeps its batch; strong: they share it"),
-    Flag("network", FLOAT, 400.0, "gigabits a second between hosts, a device"),
-    Flag("latency", FLOAT, 5.0, "microseconds of a message between devices"),
-    Flag("efficiency", FLOAT, 0.4, "share of the chip's peaks that is reached, on other hardware"),
-    Flag("price", optional(FLOAT), None, "dollars an hour a device", shown="of a list"),
-    Flag("calls", INT, 3, "compiled calls that are measured"),
-    Flag("json", PATH, None, "write the plan to this file; - is stdout", shown=""),
+    Flag("network", FLOAT, 400.0, "gigabits a second between hosts, a device", least=1e-3),
+    Flag("latency", FLOAT, 5.0, "microseconds of a message between devices", least=0.0),
+    Flag(
+        "efficiency", FLOAT, 0.4, "share of the chip's peaks that is reached, on other hardware", least=1e-3, most=1.0
+    ),
+    Flag("price", optional(FLOAT), None, "dollars an hour a device", shown="of a list", least=0.0),
+    Flag("calls", INT, 3, "compiled calls that are measured", least=1),
+    Flag("json", OUTPUT, None, "write the plan to this file; - is stdout", shown=""),
 ]
 
 
 def command(words: Sequence[str]) -> int:
     """`longhaul plan RECIPE [--steps N] [--hardware NAME] [--on N...] [--flags of longhaul train]`."""
-    if not words or words[0].startswith("-"):
-        if words and words[0] in ("-h", "--help"):
-            flags.parse("plan RECIPE", f"{ABOUT} All flags of longhaul train count, too.", {"": FLAGS}, words)
-        raise FlagError(f"name a recipe first: longhaul plan RECIPE; there are {', '.join(recipes.RECIPES)}")
-    recipe = recipes.recipe(words[0])
-    groups = run_flags.table(recipe)
-    groups[""] = [*FLAGS, *groups[""]]
-    parsed = flags.parse(f"plan {recipe.recipe}", ABOUT, groups, words[1:])
-    values = parsed.values
-    _check(values)
-    run = resolve(run_flags.chosen(recipe, parsed))
-    found = planned(run, values)
-    if values["json"] != "-":
-        show(found)
-    if values["json"] is not None:
-        tables.write_json(values["json"], found)
+    recipe, parsed = run_flags.of_recipe("plan", ABOUT, FLAGS, words)
+    found = planned(resolve(run_flags.chosen(recipe, parsed)), parsed.values)
+    tables.report(parsed.values["json"], found, lambda: show(found))
     return 0
-
-
-def _check(values: dict[str, Any]) -> None:
-    """Raises FlagError, before anything is measured."""
-    for name, least in (("calls", 1), ("steps", 1.0), ("network", 1e-3), ("latency", 0.0), ("price", 0.0)):
-        if values[name] is not None and values[name] < least:
-            raise FlagError(f"--{name} is {values[name]:g}; it must be at least {least:g}")
-    if not 0.0 < values["efficiency"] <= 1.0:
-        raise FlagError(f"--efficiency is {values['efficiency']:g}; it must lie in 0 to 1")
-    for devices in values["on"]:
-        if not 1 <= devices <= 1_000_000:
-            raise FlagError(f"--on is {devices}; it must lie in 1 to 1,000,000")
-    tables.check_json(values["json"])
 
 
 def planned(run: Run, values: dict[str, Any]) -> dict[str, Any]:

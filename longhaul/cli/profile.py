@@ -6,41 +6,28 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from longhaul.cli import flags, run_flags, tables
-from longhaul.cli.flags import INT, PATH, Flag, FlagError
-from longhaul.config import recipes
+from longhaul.cli import run_flags, tables
+from longhaul.cli.flags import INT, OUTPUT, PATH, Flag
 from longhaul.config.resolve import resolve
 
 ABOUT = "Traces some updates of a recipe and says where their time goes."
 
-OUT = Flag("out", PATH, "profile", "folder of the trace, for TensorBoard and Perfetto")
-CALLS = Flag("calls", INT, 3, "compiled calls that are traced, each of --block updates")
-JSON = Flag("json", PATH, None, "write what was found to this file; - is stdout", shown="")
+FLAGS = (
+    Flag("out", PATH, "profile", "folder of the trace, for TensorBoard and Perfetto"),
+    Flag("calls", INT, 3, "compiled calls that are traced, each of --block updates", least=1),
+    Flag("json", OUTPUT, None, "write what was found to this file; - is stdout", shown=""),
+)
 
 
 def profile(words: Sequence[str]) -> int:
     """`longhaul profile RECIPE [--out FOLDER] [--calls N] [--json FILE] [--flags of longhaul train]`."""
-    if not words or words[0].startswith("-"):
-        if words and words[0] in ("-h", "--help"):
-            about = f"{ABOUT} All flags of longhaul train count, too."
-            flags.parse("profile RECIPE", about, {"": [OUT, CALLS, JSON]}, words)
-        raise FlagError(f"name a recipe first: longhaul profile RECIPE; there are {', '.join(recipes.RECIPES)}")
-    recipe = recipes.recipe(words[0])
-    groups = run_flags.table(recipe)
-    groups[""] = [OUT, CALLS, JSON, *groups[""]]
-    parsed = flags.parse(f"profile {recipe.recipe}", ABOUT, groups, words[1:])
-    if parsed.values["calls"] < 1:
-        raise FlagError(f"--calls is {parsed.values['calls']}; it must be at least 1")
-    tables.check_json(parsed.values["json"])
+    recipe, parsed = run_flags.of_recipe("profile", ABOUT, FLAGS, words)
     run = resolve(run_flags.chosen(recipe, parsed))
 
     from longhaul.diagnostics import profile as profiles
 
     found = profiles.profile(run, Path(parsed.values["out"]), parsed.values["calls"])
-    if parsed.values["json"] != "-":
-        show(found)
-    if parsed.values["json"] is not None:
-        tables.write_json(parsed.values["json"], found)
+    tables.report(parsed.values["json"], found, lambda: show(found))
     return 0
 
 

@@ -15,7 +15,7 @@ import numpy as np
 
 from longhaul.algorithms.config import Reasoner
 from longhaul.cli import flags, tables
-from longhaul.cli.flags import DEBUG, FLOAT, INT, PATH, TEXT, Flag, FlagError, choice
+from longhaul.cli.flags import DEBUG, FLOAT, INT, OUTPUT, TEXT, Flag, FlagError, choice
 from longhaul.cli.run_flags import RUNS_DIR
 from longhaul.config.run import Run
 from longhaul.reasoning import problem_sets, self_consistency, test_time_compute
@@ -40,8 +40,15 @@ GROUPS = {
         Flag("steps", INT, None, "most steps of a chain, after which it must answer", shown="any"),
         Flag("temperature", FLOAT, None, "of sampling; 0: always the likeliest token", shown="the run's"),
         Flag("seed", INT, 0, "of sampling"),
-        Flag("curve", INT, None, "instead: accuracy by steps and by samples, on so many problems held out", shown=""),
-        Flag("json", PATH, None, "write the solutions, or the curve, to this file; - is stdout", shown=""),
+        Flag(
+            "curve",
+            INT,
+            None,
+            "instead: accuracy by steps and by samples, on so many problems held out",
+            shown="",
+            least=1,
+        ),
+        Flag("json", OUTPUT, None, "write the solutions, or the curve, to this file; - is stdout", shown=""),
         RUNS_DIR,
         DEBUG,
     ]
@@ -53,7 +60,6 @@ def reason(words: Sequence[str]) -> int:
     parsed = flags.parse("reason", "A run's policy thinks about problems.", GROUPS, words).values
     if parsed["RUN"] is None:
         raise FlagError('which run? longhaul reason RUN "3+4-2="')
-    tables.check_json(parsed["json"])
     settings = self_consistency.Config(parsed["samples"], parsed["wave"], parsed["lead"], parsed["select"])
     try:
         self_consistency.check(settings)
@@ -82,11 +88,12 @@ def reason(words: Sequence[str]) -> int:
         max_reasoning_steps=UNBOUNDED if parsed["steps"] is None else parsed["steps"], words=reasoning_setup.words(run),
     )  # fmt: skip
     found = self_consistency.ReasoningOptimizer(made, draw, settings).solve(asked)
-    if parsed["json"] != "-":
+
+    def show() -> None:
         for prompt, solution in zip(asked, found, strict=True):
             _show(solution, known=made.posed is None or made.posed(prompt).answer != "")
-    if parsed["json"] is not None:
-        tables.write_json(parsed["json"], [_plain(solution) for solution in found])
+
+    tables.report(parsed["json"], [_plain(solution) for solution in found], show)
     return 0
 
 
@@ -102,8 +109,6 @@ def _temperature(run: Run, parsed: dict[str, Any]) -> float:
 def _check_curve(parsed: dict[str, Any], task: Reasoning) -> None:
     if not task.exact:
         raise FlagError(f"--curve is of problems with one right answer, and the run's are of {task.task}; leave it out")
-    if parsed["curve"] < 1:
-        raise FlagError(f"--curve is {parsed['curve']}; it must be at least 1")
     if parsed["PROBLEM"]:
         raise FlagError("--curve is of problems held out; leave PROBLEM out")
     if parsed["steps"] is not None:

@@ -6,14 +6,15 @@ import dataclasses
 import os
 import types
 import typing
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any
 
 from longhaul.algorithms.config import TITLES
 from longhaul.cli import flags
-from longhaul.cli.flags import DEBUG, FLOAT, INT, PATH, SWITCH, TEXT, Flag, Kind, choice, optional
+from longhaul.cli.flags import DEBUG, FLOAT, INT, PATH, SWITCH, TEXT, Flag, FlagError, Kind, choice, optional
+from longhaul.config import recipes
 from longhaul.config.population import Population
 from longhaul.config.run import PUBLISHED, Run
 from longhaul.config.validate import check_topology
@@ -132,6 +133,18 @@ def table(run: Run) -> dict[str, list[Flag]]:
     groups["tracking: Weights & Biases, beside the run's own metrics.jsonl."] = list(TRACKING)
     groups[""] = [DEBUG]
     return groups
+
+
+def of_recipe(command: str, about: str, own: Sequence[Flag], words: Sequence[str]) -> tuple[Run, flags.Parsed]:
+    """The recipe that `words` begin with, and its flags: the command's own, and all of `longhaul train`."""
+    if not words or words[0].startswith("-"):
+        if words and words[0] in ("-h", "--help"):
+            flags.parse(f"{command} RECIPE", f"{about} All flags of longhaul train count, too.", {"": own}, words)
+        raise FlagError(f"name a recipe first: longhaul {command} RECIPE; there are {', '.join(recipes.RECIPES)}")
+    recipe = recipes.recipe(words[0])
+    groups = table(recipe)
+    groups[""] = [*own, *groups[""]]
+    return recipe, flags.parse(f"{command} {recipe.recipe}", about, groups, words[1:])
 
 
 def apply(run: Run, values: Mapping[str, Any]) -> Run:

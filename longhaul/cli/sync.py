@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from longhaul.cli import flags, tables
-from longhaul.cli.flags import DEBUG, FLOAT, INT, PATH, TEXT, Flag, FlagError, choice
+from longhaul.cli.flags import DEBUG, FLOAT, INT, OUTPUT, PATH, TEXT, Flag, FlagError, choice
 from longhaul.runtime import credentials
 from longhaul.weight_sync import model_shapes, transports
 from longhaul.weight_sync.relay import Relay
@@ -134,12 +134,11 @@ def _failed(line: str) -> int:
 def status(words: Sequence[str]) -> int:
     """`longhaul sync status ADDRESS`."""
     address = Flag("ADDRESS", TEXT, None, WHERE, shown="")
-    out = Flag("json", PATH, None, "write it to this file; - is stdout", shown="")
+    out = Flag("json", OUTPUT, None, "write it to this file; - is stdout", shown="")
     about = "Prints the version that a sender serves, and its receivers."
     given = flags.parse("sync status", about, {"": [address, out, TOKEN, DEBUG]}, words).values
     if given["ADDRESS"] is None:
         raise FlagError("ADDRESS is missing: longhaul sync status ADDRESS")
-    tables.check_json(given["json"])
 
     where, token = _address(given["ADDRESS"]), _token(given["token-file"])
     kind, _, path = where.partition(":")
@@ -191,11 +190,10 @@ def bench(words: Sequence[str]) -> int:
     peers = Flag(
         "peers", flags.ALONE, False, "instead: sockets, gRPC, Orbax and others beside ours, in a clone of the project"
     )
-    out = Flag("json", PATH, None, "write the figures as a list to this file, too", shown="")
+    out = Flag("json", OUTPUT, None, "write the figures as a list to this file, too", shown="")
     about = "Measures a version from one process to others, by stages, beside the limits of memory and sockets."
     groups = {"": [model, receivers, lane, repeats, rate, layouts, peers, out, DEBUG]}
     given = flags.parse("sync bench", about, groups, words).values
-    tables.check_json(given["json"])
     if given["receivers"] < 1:
         raise FlagError(f"--receivers is {given['receivers']}; at least 1")
 

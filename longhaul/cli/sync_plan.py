@@ -9,7 +9,7 @@ from typing import Any
 
 from longhaul.cli import flags, tables
 from longhaul.cli import sync as sync_shell
-from longhaul.cli.flags import ALONE, DEBUG, FLOAT, INT, PATH, SWITCH, TEXT, Flag, FlagError, Kind, choice
+from longhaul.cli.flags import ALONE, DEBUG, FLOAT, INT, OUTPUT, SWITCH, TEXT, Flag, FlagError, Kind, choice
 from longhaul.weight_sync import cost_model, model_shapes
 from longhaul.weight_sync.cost_model import Cost, Setting
 
@@ -64,7 +64,7 @@ FLAGS = [
     Flag("core-decode", RATE, 2e9, "dense bytes that a core decodes a second", shown="2GB/s"),
     Flag("check", ALONE, False, "measure runs on this machine, and print the model's error", shown=""),
     Flag("model", TEXT, "qwen3-0.6b", "with --check: the model whose parameters are sent, by its name"),
-    Flag("json", PATH, None, "write everything to this file; - is stdout", shown=""),
+    Flag("json", OUTPUT, None, "write everything to this file; - is stdout", shown=""),
     DEBUG,
 ]
 
@@ -88,7 +88,6 @@ def plan(words: Sequence[str]) -> int:
         return check(values["model"], values["json"])
     if values["params"] is None:
         raise FlagError("--params is missing: longhaul sync plan --params 1e12")
-    tables.check_json(values["json"])
     replicas, each = values["receivers"]
     setting = Setting(
         values["params"], ITEMSIZES[values["dtype"]], values["trainers"], replicas, each, values["nic"],
@@ -97,17 +96,13 @@ def plan(words: Sequence[str]) -> int:
         values["core-encode"], values["core-decode"],
     )  # fmt: skip
     found = cost_model.costs(setting)
-    if values["json"] != "-":
-        show(setting, found)
-    if values["json"] is not None:
-        tables.write_json(values["json"], as_json(setting, found))
+    tables.report(values["json"], as_json(setting, found), lambda: show(setting, found))
     return 0
 
 
 def check(model: str, out: str | None) -> int:
     """`longhaul sync plan --check`: predictions of `cost_model.local` for this machine beside measured runs."""
     model_shapes.forms(model)
-    tables.check_json(out)
     from longhaul.bench import harness
 
     figures = list(harness.run("sync", model=model))

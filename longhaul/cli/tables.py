@@ -6,8 +6,7 @@ import json
 import os
 import shutil
 import sys
-from collections.abc import Iterable, Sequence
-from pathlib import Path
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, TextIO
 
 from longhaul.runtime import files
@@ -109,17 +108,12 @@ def is_terminal(stream: TextIO) -> bool:
     return stream.isatty() and os.environ.get("TERM") not in ("dumb", "unknown")
 
 
-def check_json(path: str | None) -> None:
-    """`check_output` of --json."""
-    check_output("json", path)
-
-
-def check_output(flag: str, path: str | None) -> None:
-    """Raises ValueError where `--flag path` can't be written, before work is done for it."""
-    if path is None or path == "-":
-        return
-    if Path(path).is_dir() or not Path(path).absolute().parent.is_dir():
-        raise ValueError(f"--{flag} is {path!r}; it must be a file in a folder that exists, or - for stdout")
+def report(path: str | None, value: Any, show: Callable[[], None]) -> None:
+    """Shows a result to people, unless stdout is for JSON, and writes it to `path` where that is given."""
+    if path != "-":
+        show()
+    if path is not None:
+        write_json(path, value)
 
 
 def write_json(path: str, value: Any) -> None:

@@ -128,8 +128,8 @@ def test_a_real_run_is_planned(mesh: str, capsys: pytest.CaptureFixture[str]) ->
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (["--efficiency", "1.5"], "--efficiency is 1.5; it must lie in 0 to 1"),
-        (["--on", "0"], "--on is 0; it must lie in 1 to 1,000,000"),
+        (["--efficiency", "1.5"], "--efficiency is 1.5; it must lie in 0.001 to 1"),
+        (["--on", "0"], "--on is 0; it must lie in 1 to 1000000"),
         (["--hardware", "h101"], "did you mean h100"),
     ],
 )

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from longhaul.cli import flags, tables
-from longhaul.cli.flags import ALONE, DEBUG, FLOAT, INT, PATH, TEXT, Flag, FlagError, choice
+from longhaul.cli.flags import ALONE, DEBUG, FLOAT, INT, OUTPUT, PATH, TEXT, Flag, FlagError, choice
 from longhaul.cli.play import console, games, legacy_params, terminal
 from longhaul.cli.play.console import Look
 from longhaul.cli.play.games import Agent, Record
@@ -43,10 +43,7 @@ def play(words: Sequence[str]) -> int:
     _check(values)
     name, environment, agent = _who(values, parsed.given)
     records = _by_hand(values, environment) if agent is None else _by_agent(values, environment, agent)
-    if values["json"] != "-":
-        _print(records)
-    if values["json"] is not None:
-        tables.write_json(values["json"], _report(name, values, agent, records))
+    tables.report(values["json"], _report(name, values, agent, records), lambda: _print(records))
     return 0
 
 
@@ -55,11 +52,11 @@ def _flags() -> dict[str, list[Flag]]:
         Flag("run", TEXT, None, "watch the newest policy of this run, its name or folder", shown=""),
         Flag("latest", ALONE, False, "watch the newest policy of all runs of the game", shown=""),
         Flag("params", PATH, None, "watch a params_STEP.npz of the game's own trainer, or a folder's newest", shown=""),
-        Flag("episodes", INT, 3, "games to watch"),
+        Flag("episodes", INT, 3, "games to watch", least=1, most=MOST),
         Flag("greedy", ALONE, False, "do what is likeliest, the default", shown=""),
         Flag("sample", ALONE, False, "draw from the policy instead of doing what is likeliest", shown=""),
-        Flag("max-steps", INT, 1000, "steps after which a game is cut"),
-        Flag("delay", FLOAT, 0.3, "seconds a step on a terminal"),
+        Flag("max-steps", INT, 1000, "steps after which a game is cut", least=1, most=MOST),
+        Flag("delay", FLOAT, 0.3, "seconds a step on a terminal", least=0.0, most=60.0),
         Flag("show", choice(SHOW), "auto", "boards, a line a step, or the table alone; auto: boards on a terminal"),
     ]  # fmt: skip
     return {
@@ -67,9 +64,9 @@ def _flags() -> dict[str, list[Flag]]:
             Flag("GAME", choice(GAMES), None, "which game", shown=""),
             Flag("rules", choice(tuple(RULES)), None, "those of the game's own trainer, or of the game", shown="jax"),
             Flag("fixes", TEXT, (), "defects of the rules to put right, by name", many=True, shown=""),
-            Flag("seed", INT, 0, "boards and chance come from it, and from the game's number"),
+            Flag("seed", INT, 0, "boards and chance come from it, and from the game's number", least=0, most=MOST),
             Flag("reveal", ALONE, False, "show cryptogs that the player does not see", shown=""),
-            Flag("json", PATH, None, "write what was played to this file; - is stdout", shown=""),
+            Flag("json", OUTPUT, None, "write what was played to this file; - is stdout", shown=""),
             RUNS_DIR,
             DEBUG,
         ],
@@ -81,17 +78,9 @@ def _check(values: dict[str, Any]) -> None:
     """Raises FlagError for flags that mean nothing, before work is done."""
     if values["GAME"] is None:
         raise FlagError("which game? longhaul play hackmatrix [--run RUN | --params FILE | --latest]")
-    tables.check_json(values["json"])
     for pair in (("run", "params"), ("run", "latest"), ("params", "latest"), ("greedy", "sample")):
         if all(values[name] for name in pair):
             raise FlagError(f"--{pair[0]} and --{pair[1]} are both given; leave one out")
-    for name in ("episodes", "max-steps"):
-        if not 1 <= values[name] <= MOST:
-            raise FlagError(f"--{name} is {values[name]}; it must lie in 1 to {MOST}")
-    if not 0 <= values["seed"] <= MOST:
-        raise FlagError(f"--seed is {values['seed']}; it must lie in 0 to {MOST}")
-    if not 0.0 <= values["delay"] <= 60.0:
-        raise FlagError(f"--delay is {values['delay']:g}; it must lie in 0 to 60 seconds")
     if values["rules"] is not None and values["GAME"] not in ("hackmatrix", RULES[values["rules"]]):
         raise FlagError(f"--rules is {values['rules']}, and {values['GAME']} has others; leave one out")
 

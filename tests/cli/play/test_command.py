@@ -196,7 +196,7 @@ def test_the_canonical_rules_begin_with_a_gift_and_a_board(longhaul: Any, tmp_pa
         ("hackmatrix --episodes 0", "--episodes is 0; it must lie in 1 to"),
         ("hackmatrix --max-steps 0", "--max-steps is 0; it must lie in 1 to"),
         ("hackmatrix --seed -1", "--seed is -1; it must lie in 0 to"),
-        ("hackmatrix --delay -0.1", "--delay is -0.1; it must lie in 0 to 60 seconds"),
+        ("hackmatrix --delay -0.1", "--delay is -0.1; it must lie in 0 to 60"),
         ("hackmatrix --run nobody", "no run 'nobody' in runs"),
         ("hackmatrix --latest", "no run of hackmatrix in runs has a checkpoint; longhaul train hackmatrix makes one"),
         ("hackmatrix --json nowhere/x.json", "--json is 'nowhere/x.json'"),

@@ -174,6 +174,7 @@ def test_an_error_puts_everything_back_before_it_is_told(on_terminal: Any) -> No
 def test_a_stopped_process_leaves_the_terminal_and_draws_again_when_it_goes_on(on_terminal: Any) -> None:
     there = on_terminal("-c", PROGRAM, session=False)  # nobody stops the only group of a session
     there.until("frame 0")
+    time.sleep(0.3)  # curses ignores the signal while it draws
     there.process.send_signal(signal.SIGTSTP)
     there.until(LEAVE)
     assert os.WIFSTOPPED(os.waitpid(there.process.pid, os.WUNTRACED)[1])
