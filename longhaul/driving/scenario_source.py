@@ -138,8 +138,7 @@ def agrees(compiled: str, control: str) -> bool:
 
 
 def disagreement(where: str, compiled: str, control: str) -> str:
-    """Error text where `agrees` does not hold. Nothing is cut to fit: who is left of all that were near is not who
-    compiling would choose."""
+    """Error text where `agrees` does not hold: who is left of all that were near is not who compiling would choose."""
     return (
         f"{where}: was compiled for the control of {compiled}, not {control}: convert the logs again with "
         f"--control {control}, or choose --control {compiled}"

@@ -81,8 +81,7 @@ def tables(connection: sqlite3.Connection) -> set[str]:
 
 
 def rows(connection: sqlite3.Connection, names: Sequence[str], query: str) -> Iterator[list[tuple]]:
-    """Rows of a query on the tables `names`, some thousand rows at a time; `Malformed` where one is missing, or is
-    damaged."""
+    """Rows of a query on the tables `names`, some thousand at a time; `Malformed` where one is missing or damaged."""
     missing = set(names) - tables(connection)
     if missing:
         raise Malformed(f"it has no table {', '.join(sorted(missing))}")
@@ -197,8 +196,7 @@ ZONES_NORTH, ZONES_SOUTH = 32600, 32700
 
 
 def utm(longitude: np.ndarray, latitude: np.ndarray, epsg: int) -> tuple[np.ndarray, np.ndarray]:
-    """Easting and northing, metres, of places in degrees, in the projection EPSG:`epsg`; `ValueError` where it is no
-    zone of UTM on WGS 84."""
+    """Easting and northing, m, of places in degrees, in EPSG:`epsg`; `ValueError` if that is no zone of UTM."""
     south = ZONES_SOUTH < epsg <= ZONES_SOUTH + 60
     zone = epsg - (ZONES_SOUTH if south else ZONES_NORTH)
     if not 1 <= zone <= 60:

@@ -79,8 +79,7 @@ class Map(NamedTuple):
 
 
 def find_map(log: Path, names: Sequence[str]) -> Path:
-    """The map.gpkg of the first of `names` (of maps or places) that has one, for the log at `log`; `BadData`
-    where none is found. Of several versions the highest."""
+    """The map.gpkg, of the highest version, of the first of `names` (maps or places) that has one; else `BadData`."""
 
     def version(path: Path) -> tuple[list[int], str]:
         return [int(part) for part in re.findall(r"\d+", path.parent.name)], str(path)
@@ -104,9 +103,7 @@ def find_map(log: Path, names: Sequence[str]) -> Path:
 
 
 def read_map(path: Path, low: np.ndarray, high: np.ndarray) -> Map:
-    """Content of the map at `path` within, or reaching into, the box `low` .. `high` (metres, [2]); `Malformed` where
-    it
-    is no map."""
+    """The map at `path`, as far as it reaches into the box `low` .. `high`, m [2]; `Malformed` where it is none."""
     with closing(geopackage.connect(path)) as connection:
         layers = geopackage.layers(connection)
         reader = _Reader(connection, layers, _projection(connection), low, high)
@@ -125,11 +122,10 @@ class _Reader(NamedTuple):
 
 
 def _projection(connection: sqlite3.Connection) -> int:
-    for part in geopackage.rows(connection, ["meta"], "SELECT key, value FROM meta"):
-        for key, value in part:
-            number = re.fullmatch(r"epsg:(\d{1,6})", str(value).strip().lower())
-            if key == "projectedCoordSystem" and number:
-                return int(number[1])
+    for key, value in _all(connection, ["meta"], "SELECT key, value FROM meta"):
+        number = re.fullmatch(r"epsg:(\d{1,6})", str(value).strip().lower())
+        if key == "projectedCoordSystem" and number:
+            return int(number[1])
     raise Malformed("its table meta does not name the projection (projectedCoordSystem)")
 
 
@@ -166,9 +162,9 @@ def _table(connection: sqlite3.Connection, name: str) -> list[dict[str, Any]]:
     try:
         columns = [str(row[1]) for row in connection.execute(f"PRAGMA table_info({quoted})")]
     except geopackage.BROKEN as error:
-        raise Malformed(f"table {name} cannot be read_map: {error}") from error
-    parts = geopackage.rows(connection, [name], f"SELECT rowid, * FROM {quoted}")
-    return [dict(zip(columns, row[1:])) | {"fid": row[0]} for part in parts for row in part]
+        raise Malformed(f"table {name} cannot be read: {error}") from error
+    rows = _all(connection, [name], f"SELECT rowid, * FROM {quoted}")
+    return [dict(zip(columns, row[1:])) | {"fid": row[0]} for row in rows]
 
 
 def _metres(points: np.ndarray, system: int, projection: int) -> np.ndarray:
@@ -319,11 +315,7 @@ class Signals(NamedTuple):
 def read(path: Path) -> Iterator[Log]:
     """The logs of one .db; `Malformed` where it, or its map, is none, `BadData` where the map is not found."""
     with closing(geopackage.connect(path)) as connection:
-        named = [
-            row
-            for part in geopackage.rows(connection, ["log"], "SELECT map_version, location FROM log")
-            for row in part
-        ]
+        named = _all(connection, ["log"], "SELECT map_version, location FROM log")
         frames = _frames(connection)
         boxes = _boxes(connection, frames)
         signals = _signals(connection, frames)
@@ -398,9 +390,7 @@ def _boxes(connection: sqlite3.Connection, frames: Frames) -> Boxes:
             step.append(np.array([steps[row[0]] for row in kept]))
             track.append(np.array([tracks.setdefault(row[1], len(tracks)) for row in kept]))
             values.append(_numbers(kept, slice(2, None), "lidar_box"))
-    named = {
-        row[0]: str(row[1]) for part in geopackage.rows(connection, ["track", "category"], CATEGORIES) for row in part
-    }
+    named = {token: str(name) for token, name in _all(connection, ["track", "category"], CATEGORIES)}
     kinds = np.array([KINDS.get(named.get(name, ""), log.OTHER) for name in tracks], np.int8)
     if not step:
         return Boxes(np.zeros(0, int), np.zeros(0, int), np.zeros((0, 8)), [], kinds)
@@ -415,8 +405,7 @@ def _signals(connection: sqlite3.Connection, frames: Frames) -> Signals:
     steps = {token: index for index, token in enumerate(frames.tokens)}
     found = [
         (steps[token], lane, STATES.get(str(status).lower(), log.LIGHT_UNKNOWN))
-        for part in geopackage.rows(connection, ["traffic_light_status"], SIGNALS)
-        for token, lane, status in part
+        for token, lane, status in _all(connection, ["traffic_light_status"], SIGNALS)
         if token in steps and isinstance(lane, int)
     ]
     columns = np.array(sorted(found, key=lambda row: row[0]), np.int64).reshape(-1, 3)

@@ -174,8 +174,7 @@ def _load_bytes(unpickler: Any) -> None:
 
 
 def _hashing(code: bytes, keys: slice) -> Callable[[Any], None]:
-    """The instruction `code`, which hashes `stack[keys]`, for plain ones alone: a tuple of tuples of one another takes
-    for ever to hash."""
+    """The instruction `code`, which hashes `stack[keys]`, for plain ones alone: tuples of one another take for ever."""
     act = pickle._Unpickler.dispatch[code[0]]
 
     def load(unpickler: Any) -> None:
@@ -218,8 +217,7 @@ class Unpickler(pickle._Unpickler):
 
 
 def weigh(document: Any) -> int:
-    """Number of values `document` stands for, what is referred to twice counted twice; `Malformed` where a container
-    holds itself."""
+    """Number of values that `document` stands for, with repetitions; `Malformed` where a container holds itself."""
     weights: dict[int, int] = {}  # of finished containers, by identity: all are alive as long as the document
     open_: set[int] = set()
     left: list[tuple[Any, bool]] = [(document, False)]

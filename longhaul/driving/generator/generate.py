@@ -314,8 +314,7 @@ def glide(line: np.ndarray, begin: float, pace: float, steps: int) -> np.ndarray
 
 
 def fit(net: traffic.Network, scene: Scene, s: np.ndarray, v: np.ndarray, current: int) -> bool:
-    """True if the ego's drive is worth having: it moves, brakes within reason, stays within the map, and stops at red
-    lights."""
+    """True if the ego's drive is worth having: it moves, brakes within reason, stays on the map, stops at red."""
     moved = s[0, -1] - s[0, current]
     least = 25.0 if scene.lights is None else 12.0
     seconds = (s.shape[1] - 1 - current) * DT

@@ -155,8 +155,7 @@ def link(rng: np.random.Generator, kind: str, more: float) -> World:
 
 
 def reference(rng: np.random.Generator, length: float, least: float) -> np.ndarray:
-    """A curving middle line: arcs and straights whose heading stays within 75 degrees, so that it never meets
-    itself."""
+    """A curving middle line whose heading stays within 75 degrees, so that it never meets itself."""
     curvature: list[np.ndarray] = [np.zeros(int(rng.uniform(20, 70)))]
     heading = 0.0
     while sum(map(len, curvature)) < length:

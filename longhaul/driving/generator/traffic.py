@@ -141,8 +141,7 @@ def pose(net: Network, path: np.ndarray, s: np.ndarray) -> np.ndarray:
 def run(
     net: Network, cars: Vehicles, lights: np.ndarray | None, walkers: np.ndarray, steps: int, dt: float = 0.1
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Arc length and speed [N, T] of each vehicle; `lights` [legs, T] are a log's states. Past its path's end a
-    vehicle waits unseen."""
+    """Arc length and speed [N, T] of vehicles; `lights` [legs, T] as in a log. Past its path's end one waits unseen."""
     n = len(cars.path)
     s, v = cars.s.copy(), cars.speed.copy()
     path, half = cars.path, cars.length / 2
@@ -216,8 +215,7 @@ def yields(
 def acceleration(
     v: np.ndarray, wanted: np.ndarray, gap: np.ndarray, leader: np.ndarray, line: np.ndarray
 ) -> np.ndarray:
-    """The Intelligent Driver Model's acceleration, m/s^2 [N], behind a vehicle `gap` ahead of speed `leader`, and a
-    line to stop at."""
+    """The driver model's acceleration, m/s^2 [N], at `gap` behind one of speed `leader`, and before a line."""
     share = v / np.maximum(wanted, 0.1)
     slower = -COMFORT * np.minimum(4.0 * (share - 1.0), 1.2)
     free = np.where(share > 1.0, slower, PUSH * (1.0 - np.square(np.square(share))))

@@ -31,8 +31,7 @@ from longhaul.driving.scenario.lane_graph import BRIDGE, LEVEL, SLOPE, lay_grid,
 from longhaul.driving.scenario.scenario import CONTROLS, ONWARD, ONWARD_SPACING, ROUTE_SPACING, Scenario
 
 NOISE = 0.3
-"""Metres between two points of a logged path that are told apart; below, a standing vehicle's noise would give
-directions."""
+"""Metres between two points of a logged path; below, a standing vehicle's noise would give directions."""
 STANDING = 0.5
 """Metres of path below which a vehicle counts as standing."""
 BEYOND = 50.0
@@ -124,8 +123,7 @@ def make_route(
 
 
 def lay(line: np.ndarray, length: float, expert_s: np.ndarray) -> Route:
-    """The route on a line [P, 3] from its beginning on, whose goal is after `length` metres; straight on beyond the
-    line."""
+    """The route on a line [P, 3] from its beginning, with its goal after `length` m; straight on beyond the line."""
     s = arc_length(line)
     missing = length + BEYOND + 2.0 - s[-1]
     if missing > 0.0:
@@ -168,8 +166,7 @@ def trace(position: np.ndarray, heading: np.ndarray, valid: np.ndarray) -> tuple
 
 
 def continuation(end: np.ndarray, heading: float, lanes: dict[int, Lane]) -> np.ndarray:
-    """Points [P, 3] after `end` [3], for more than `BEYOND` metres: along the lane there, if one fits, else straight
-    on."""
+    """Points [P, 3] after `end` [3] for more than `BEYOND` m: along the lane there, if one fits, else straight on."""
     line, wanted = end[None], BEYOND + 5.0
     found = lane_at(end, heading, lanes)
     if found is not None:
@@ -201,8 +198,7 @@ def lane_at(place: np.ndarray, heading: float, lanes: dict[int, Lane]) -> tuple[
 
 
 def project(line: np.ndarray, s: np.ndarray, place: np.ndarray) -> tuple[float, float, float, int]:
-    """Point where a polyline [P, 2+] is nearest to `place` [2+]: (arc length, distance, direction there, index of the
-    segment)."""
+    """The point of a polyline [P, 2+] nearest to `place` [2+]: (arc length, distance, direction, segment's index)."""
     start, chord = line[:-1, :2], np.diff(line[:, :2], axis=0)
     relative = place[:2] - start
     share = np.clip((relative * chord).sum(-1) / np.maximum((chord**2).sum(-1), 1e-12), 0.0, 1.0)
@@ -218,8 +214,7 @@ def wrap(angle: float) -> float:
 
 
 def follow(lane: Lane, s: float, distance: float, lanes: Mapping[int, Lane]) -> np.ndarray:
-    """Points [P, 3] along `lane` from arc length `s` on, and along the straightest of its exits, for `distance` m if
-    they reach."""
+    """Points [P, 3] along `lane` from arc length `s` on and its straightest exits, for `distance` m if they reach."""
     parts, seen = [at(lane.points, lane.s, np.array([s]))], {lane.id}
     while True:
         parts.append(lane.points[lane.s > s + 1e-6])
@@ -370,8 +365,7 @@ def offsets(points: np.ndarray, line: np.ndarray) -> np.ndarray:
 
 
 def along(position: np.ndarray, valid: np.ndarray, travelled: np.ndarray, line: np.ndarray) -> Route | None:
-    """The route on `line` of an agent at `position` [T, 3] that has come `travelled` [T] metres; None if its progress
-    along the line is not about that."""
+    """The route on `line` of an agent at `position` [T, 3]; None if it is not about as long as `travelled` [T], m."""
     s = arc_length(line)
     begin = project(line, s, position[0])[0]
     reached, last, before = np.zeros(len(position)), begin, 0.0
@@ -496,9 +490,7 @@ def compile_log(
 def onward(
     position: np.ndarray, heading: np.ndarray, valid: np.ndarray, kind: np.ndarray, lanes: dict[int, Lane]
 ) -> dict[str, np.ndarray]:
-    """Continuation of vehicles along the lanes from where the log sees them last; those that stand, or are on no
-    lane, do
-    not."""
+    """Ways of vehicles along the lanes from where the log sees them last; none for those that stand or are on none."""
     which, ways = [], []
     where = ONWARD_SPACING * np.arange(1, ONWARD + 1)
     for i in np.flatnonzero(kind == kinds.VEHICLE):
@@ -551,8 +543,7 @@ def usable_steps(log: Log, horizon: int | None) -> int:
 
 
 def fill(values: np.ndarray, valid: np.ndarray) -> np.ndarray:
-    """`values` [N, T, ...] with those of the nearest earlier valid step (else the first one) where not `valid` [N,
-    T]."""
+    """`values` [N, T, ...]; where not `valid` [N, T], those of the nearest earlier valid step, else of the first."""
     step = np.where(valid, np.arange(valid.shape[1]), -1)
     last = np.maximum.accumulate(step, axis=1)
     last = np.where(last < 0, valid.argmax(1)[:, None], last)
@@ -574,8 +565,7 @@ def choose(position: np.ndarray, valid: np.ndarray, sdc: int, objects: int) -> n
 
 
 def controlled(position: np.ndarray, valid: np.ndarray, fit: np.ndarray, agents: int) -> list[int]:
-    """The ego, 0, and up to `agents` - 1 others, nearest to its path first, that are `fit` [N], there at step 0, and
-    move."""
+    """The ego, 0, and up to `agents` - 1 others that are `fit` [N], there at step 0, and move; nearest first."""
     path = np.hypot(*np.diff(position[..., :2], axis=1).transpose(2, 0, 1)).sum(1)
     far = np.hypot(*(position[:, -1, :2] - position[:, 0, :2]).T)
     fit = valid[:, 0] & fit & (np.minimum(path, far) >= MOVES) & (valid.sum(1) > 1) & (path < LONGEST)
@@ -639,8 +629,7 @@ def road_field(log: Log, routes: list[Route], origin: np.ndarray, margin: float)
 
 
 def approach(points: np.ndarray, near: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Distance of each of `points` [P, 2] is from the nearest of `near` [R, 2], and that one's index; in bounded
-    memory."""
+    """Distance of `points` [P, 2] from the nearest of `near` [R, 2], and its index; in bounded memory."""
     block = max(1, PAIRS // len(near))
     parts = [points[begin : begin + block] for begin in range(0, len(points), block)]
     closest = np.concatenate([((part[:, None] - near[None]) ** 2).sum(-1).argmin(1) for part in parts])

@@ -118,15 +118,13 @@ def distinct(line: np.ndarray) -> np.ndarray:
 
 
 def vertex_normal(normal: np.ndarray, neighbour: np.ndarray) -> np.ndarray:
-    """Sum of each segment's normal and its neighbour's; its own where they cancel (an edge that turns back on
-    itself)."""
+    """Sum of each segment's normal and its neighbour's; its own where they cancel, where an edge turns back."""
     total = normal + normal[neighbour]
     return np.where((total**2).sum(-1, keepdims=True) < 1e-8, normal, total)
 
 
 def signed_distance(points: np.ndarray, edges: Edges) -> np.ndarray:
-    """Signed distance, m [...], of points [..., 2] to the nearest of `edges`, by looking at each; inf below zero
-    without any."""
+    """Signed distance, m [...], of points [..., 2] to the nearest of `edges`; minus infinity without any."""
     flat = points.reshape(-1, 2)
     if not len(edges.start):
         return np.full(points.shape[:-1], -np.inf)

@@ -156,8 +156,7 @@ def make_road(features: Sequence[Feature], near: np.ndarray, origin: np.ndarray)
 
 
 def around(points: np.ndarray, near: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """For points [P, 3]: the distance [P], m, in the plane to the nearest of `near` [Q, 3], and whether they are of its
-    level."""
+    """For points [P, 3]: the distance [P], m, in the plane to the nearest of `near` [Q, 3]; whether on its level."""
     away, closest = np.full(len(points), np.inf), np.zeros(len(points), np.int64)
     for begin in range(0, len(points), 512):
         part = slice(begin, begin + 512)
@@ -215,8 +214,7 @@ def chop(points: np.ndarray) -> list[np.ndarray]:
 
 
 def divide(rows: Rows, length: np.ndarray) -> Rows:
-    """Rows with those longer than 1.5 LONGEST cut into equal parts; a kilometre is left out if they are absurdly
-    many."""
+    """Rows with those longer than 1.5 LONGEST cut into equal parts; kilometres are left out if absurdly many."""
     parts = np.where(length > 1.5 * LONGEST, np.ceil(length / LONGEST), 1).astype(np.int64)
     if (parts == 1).all():
         return rows
@@ -279,8 +277,7 @@ def lay_grid(road: Road, route: np.ndarray, route_length: np.ndarray, route_poin
 
 
 def look_around(road: Road, near_lanes: np.ndarray | None = None) -> Road:
-    """`road`, which has cells, with the lists of what is near them; `near_lanes` where it is known already: it takes
-    most of the work."""
+    """`road`, which has cells, with the lists of what is near them; `near_lanes`, most of the work, if known."""
     if not len(road.cells):
         return NO_ROAD
     centre = road.corner + np.float32(BLOCK) * (road.cells + np.float32(0.5))
@@ -291,8 +288,7 @@ def look_around(road: Road, near_lanes: np.ndarray | None = None) -> Road:
 
 
 def candidates(middle: np.ndarray, half: np.ndarray, centre: np.ndarray) -> np.ndarray:
-    """The rows within RANGE of each block's middle [G, 2], nearest first, or thinned where they are too many: int16 [G,
-    CANDIDATES], -1 is none."""
+    """Rows within RANGE of each block's middle [G, 2], nearest first or thinned: int16 [G, CANDIDATES]; -1: none."""
     out = np.full((len(centre), CANDIDATES), -1, np.int16)
     share = np.arange(CANDIDATES) % 3 < 2
     spread = CANDIDATES - NEARBY
@@ -312,8 +308,7 @@ def candidates(middle: np.ndarray, half: np.ndarray, centre: np.ndarray) -> np.n
 
 
 def nearest_lanes(middle: np.ndarray, half: np.ndarray, lane: np.ndarray, centre: np.ndarray) -> np.ndarray:
-    """The lanes' rows nearest to each cell of each block: int16 [G, FINE * FINE, NEAREST], -1 is none; see `lanes_at`
-    of `roadmap`."""
+    """The lanes' rows nearest to each cell of each block: int16 [G, FINE * FINE, NEAREST], -1 is none."""
     out = np.full((len(centre), FINE * FINE, NEAREST), -1, np.int16)
     count = int((lane >= 0).sum())
     size = BLOCK / FINE

@@ -419,8 +419,7 @@ def settle(folder: Path) -> None:
 
 
 def open(path: Path) -> Shard:
-    """The shard at `path`; `BadData` where it is none, of another version, damaged or cut. Records are checked when
-    they are read."""
+    """The shard at `path`; `BadData` where it is none, damaged or of another version. Records are checked when read."""
     try:
         with path.open("rb") as file:
             size = os.fstat(file.fileno()).st_size

@@ -91,8 +91,7 @@ class Library:
 
 
 def open(paths: Sequence[str]) -> Library:
-    """The shards at `paths`: files, folders (what `data convert` wrote), patterns. `BadData` where there is none, or
-    where something else is named."""
+    """The shards at `paths`: files, folders, patterns. `BadData` where there is none, or something else is named."""
     found, entries, digest = [], [], hashlib.sha256()
     for path in readers.expand(paths):
         shard = shards.open(path)
@@ -150,8 +149,7 @@ def picks(
 
 
 def largest(values: np.ndarray, size: int, count: int, *, seed: int, hosts: int = 1) -> np.ndarray:
-    """For `values` [K, scenarios]: the greatest sums [K] over one of the first `count` batches of `size` scenarios, on
-    any host."""
+    """For `values` [K, scenarios]: the greatest sums [K] over one of the first `count` batches of any host."""
     greatest = np.zeros(len(values), values.dtype)
     together = max(1, TOGETHER // size)
     for host in range(hosts):
@@ -223,8 +221,9 @@ def prefetch(items: Iterator[Batch], ahead: int) -> Generator[Batch]:
 
     def work() -> None:
         try:
-            while _acquire(room, unwanted):
-                ready.put(("item", next(items)))  # held nowhere else: what is given away can be freed
+            while not unwanted.is_set():
+                if room.acquire(timeout=PATIENCE):
+                    ready.put(("item", next(items)))  # held nowhere else: what is given away can be freed
         except StopIteration:
             ready.put(("end", None))
         except Exception as error:
@@ -246,11 +245,3 @@ def prefetch(items: Iterator[Batch], ahead: int) -> Generator[Batch]:
     finally:
         unwanted.set()
         thread.join()
-
-
-def _acquire(room: threading.Semaphore, unwanted: threading.Event) -> bool:
-    """Waits for room; False as soon as nothing more is wanted."""
-    while not unwanted.is_set():
-        if room.acquire(timeout=PATIENCE):
-            return True
-    return False
