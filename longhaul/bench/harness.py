@@ -8,7 +8,7 @@ compare CPU-seconds.
 
 from __future__ import annotations
 
-import inspect
+import itertools
 import json
 import os
 import resource
@@ -20,36 +20,142 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 
-from longhaul.bench.cases import actors as acting_workloads
+from longhaul.bench.cases import actors as acting
 from longhaul.bench.cases import central, reasoning, replay, sync, training
 from longhaul.bench.cases.training import Prepared
 from longhaul.config.run import MOST
 from longhaul.runtime.launch.process import PIPE, Process
 from longhaul.runtime.provenance import provenance
 
-NAMES = {
-    "ppo-cartpole": "PPO at PureJaxRL's CartPole settings, with 4, 512 and 2,048 environments",
-    "seeds": "16 runs of PPO in one program, each with PureJaxRL's CartPole settings and 4 environments",
-    "deterministic": "the same training without and with --deterministic, on 1 device and on 8",
-    "driving-step": "dynamics, collision and off-road of all objects of driving worlds",
-    "driving-env": "whole environment steps of driving: observation, reward, ends, metrics, resets",
-    "driving-train": "training by the driving recipe",
-    "replay": "rows added and steps sampled in turn, evenly and by priority, beside bare look-ups; --peer-python",
-    "sac": "training by the pendulum-sac recipe; --env brax/NAME --peer-python: beside Brax's SAC",
-    "hackmatrix-ppo": "training by the hackmatrix recipe, with peak memory",
-    "hackmatrix": "the same with its starts, cold and warm, and shares; --grid: over sizes and precisions",
-    "hackmatrix-env": "whole steps of HackMatrix by random legal actions: mask, observation, reward, resets",
-    "reasoning": "tokens sampled by a small language model, and learnt from; --peer-python: beside transformers",
-    "transport": "steps and actions between two processes through shared memory, 64 x 128 float32 each",
-    "actors": "CartPole by actors on the host, training included; --actors --staleness --env --num-envs",
-    "central": "central inference for actors' processes, no learner; --env --actors --worlds --slots --lane",
-    "sync": "a model's parameters to other processes, by lane; beside the limits; --model --receivers --lane",
-    "transport-grpc": "the same by gRPC, in turn with a bare gRPC echo of as many bytes",
-}
+
+class Benchmark(NamedTuple):
+    about: str
+    work: Callable[..., Prepared]
+    sizes: Mapping[str, Any]  # with their defaults; of several values each has a figure
+    each: Mapping[str, Sequence[Any]] = {}  # what nobody chooses: each value has a figure
+
+
+HOST_CARTPOLES = (
+    "numpy/longhaul.envs.host.numpy_cartpole:cartpole",
+    "gymnasium/CartPole-v1",
+    "gymnasium/CartPole-v1?vectorised=False",  # one by one, as peers step them
+    "cartpole",
+)
+
+DRIVING = {"objects": (32, 64), "batch": 256, "num_steps": 256, "scenarios": 64, "devices": None, "data": ()}
+HACKMATRIX = {"num_envs": 256, "num_steps": 128, "precision": "fp32", "total_steps": None, "devices": None}
+
+BENCHMARKS = {
+    "ppo-cartpole": Benchmark(
+        "PPO at PureJaxRL's CartPole settings, with 4, 512 and 2,048 environments",
+        training.ppo_cartpole,
+        {"num_envs": (4, 512, 2048), "total_steps": None, "devices": None},
+    ),
+    "seeds": Benchmark(
+        "16 runs of PPO in one program, each with PureJaxRL's CartPole settings and 4 environments",
+        training.seeds,
+        {"runs": 16, "num_envs": 4, "num_steps": 128, "total_steps": 102_400, "devices": None, "together": None},
+    ),
+    "deterministic": Benchmark(
+        "the same training without and with --deterministic, on 1 device and on 8",
+        training.ppo_cartpole,
+        {"num_envs": 512, "total_steps": 262_144},
+        {"devices": (1, 8), "deterministic": (False, True)},
+    ),
+    "driving-step": Benchmark(
+        "dynamics, collision and off-road of all objects of driving worlds",
+        training.driving_step,
+        DRIVING,
+    ),
+    "driving-env": Benchmark(
+        "whole environment steps of driving: observation, reward, ends, metrics, resets",
+        training.driving_env,
+        DRIVING | {"agents": (1,), "road_points": 0},
+    ),
+    "driving-train": Benchmark(
+        "training by the driving recipe",
+        training.driving_train,
+        {"total_steps": 131_072, "num_envs": 256, "scenarios": 256, "devices": None},
+    ),
+    "replay": Benchmark(
+        "rows added and steps sampled in turn, evenly and by priority, beside bare look-ups; --peer-python",
+        replay.replay,
+        {
+            "columns": 64, "width": 64, "size": 1_000_000, "batch": 256, "iterations": 2_000, "half": False,
+            "fill": (0.01, 1.0),
+        },
+        {"kind": ("bare", "even", "prioritised")},
+    ),
+    "sac": Benchmark(
+        "training by the pendulum-sac recipe; --env brax/NAME --peer-python: beside Brax's SAC",
+        replay.sac,
+        {
+            "total_steps": None, "devices": None, "env": (), "num_envs": 64, "gradient_steps": (1, 16), "batch": 256,
+            "size": None, "fill": 0.0, "precision": "fp32",
+        },
+    ),
+    "hackmatrix-ppo": Benchmark(
+        "training by the hackmatrix recipe, with peak memory",
+        training.hackmatrix_ppo,
+        HACKMATRIX,
+    ),
+    "hackmatrix": Benchmark(
+        "the same with its starts, cold and warm, and shares; --grid: over sizes and precisions",
+        training.hackmatrix_ppo,
+        HACKMATRIX,
+    ),
+    "hackmatrix-env": Benchmark(
+        "whole steps of HackMatrix by random legal actions: mask, observation, reward, resets",
+        training.hackmatrix_env,
+        {"num_envs": 256, "num_steps": 32, "rollouts": 20, "devices": None, "rules": "jax"},
+    ),
+    "reasoning": Benchmark(
+        "tokens sampled by a small language model, and learnt from; --peer-python: beside transformers",
+        reasoning.reasoning,
+        {"rows": 64, "prompt": 16, "length": 48, "width": 64, "layers": 2, "calls": 8},
+        {"what": ("sample", "train")},
+    ),
+    "transport": Benchmark(
+        "steps and actions between two processes through shared memory, 64 x 128 float32 each",
+        central.shared_transport,
+        {"rows": 64, "width": 128, "streams": 16, "messages": 100_000},
+        {"copies": (1, 2)},
+    ),
+    "actors": Benchmark(
+        "CartPole by actors on the host, training included; --actors --staleness --env --num-envs",
+        acting.actors,
+        {
+            "env": HOST_CARTPOLES, "num_envs": 512, "num_steps": 64, "actors": 2, "actor_kind": "process",
+            "staleness": 1, "updates": 20,
+        },
+    ),
+    "central": Benchmark(
+        "central inference for actors' processes, no learner; --env --actors --worlds --slots --lane",
+        central.central,
+        {
+            "env": HOST_CARTPOLES[:2], "actors": 2, "worlds": 256, "slots": 2, "lane": ("shm", "grpc"),
+            "num_steps": 64, "batches": 6,
+        },
+    ),
+    "sync": Benchmark(
+        "a model's parameters to other processes, by lane; beside the limits; --model --receivers --lane",
+        sync.sync,
+        {"model": "qwen3-0.6b", "receivers": 2, "learning_rate": None, "lane": ("shm", "tcp")},
+    ),
+    "transport-grpc": Benchmark(
+        "the same by gRPC, in turn with a bare gRPC echo of as many bytes",
+        central.transport,
+        {"rows": 64, "width": 128, "streams": 16, "messages": 4_000},
+    ),
+}  # fmt: skip
+"""By name. `devices` None: as many as a training run takes. Of `hackmatrix` this is the training alone; its whole
+figure is made by `hackmatrix_grid`."""
+
+LANES = {"central": ("shm", "grpc"), "sync": ("shm", "tcp", "folder")}
 
 LEAST_REPEATS = 5
 
@@ -73,20 +179,39 @@ MARK = "figure "
 def run(name: str, **options: Any) -> Iterator[dict[str, Any]]:
     """The figures of a benchmark, one after the other, as `longhaul bench` prints them.
 
-    Options are the benchmark's sizes (see CASES), and those of `figure`. Raises ValueError for a name that is not in
-    NAMES, for sizes that can't be and for too few repeats.
+    Options are the benchmark's sizes, and those of `figure`. Raises ValueError for an unknown name, for sizes that
+    can't be and for too few repeats.
     """
-    if name not in NAMES:
-        raise ValueError(f"no benchmark is named {name!r}; there are {', '.join(NAMES)}")
+    if name not in BENCHMARKS:
+        raise ValueError(f"no benchmark is named {name!r}; there are {', '.join(BENCHMARKS)}")
     common = {key: options.pop(key) for key in ("repeats", "peer_python", "peer_path") if key in options}
     for size, value in options.items():  # all that is known, before anything starts
         check(size, value)
-    cases = CASES[name](**options)
-    for case in cases:
+    several = cases(name, **options)
+    for case in several:
         if "objects" in case:
             training.check_bank(case["objects"])
-    for case in cases:
+        if name == "sync":
+            sync.check(case["model"], case["receivers"])
+    for case in several:
         yield figure(name, case, **common)
+
+
+def cases(name: str, **sizes: Any) -> list[dict[str, Any]]:
+    """Arguments of a benchmark's work, one case a figure. Raises ValueError for sizes that it does not have."""
+    benchmark = BENCHMARKS[name]
+    if unknown := sizes.keys() - benchmark.sizes.keys():
+        raise ValueError(f"{name} has no {', '.join(sorted(unknown))}; its sizes are {', '.join(benchmark.sizes)}")
+    chosen = {**benchmark.each, **benchmark.sizes, **sizes}
+    for lane in chosen.get("lane", ()):
+        if lane not in LANES[name]:
+            raise ValueError(f"lane is {lane!r}; this benchmark has {', '.join(LANES[name])}")
+    if name == "sac" and not chosen["env"]:  # the recipe's
+        chosen |= {"env": (None,), "gradient_steps": 8}
+    if "data" in chosen:  # all of them are one figure's
+        chosen["data"] = [list(chosen["data"])]
+    values = [value if isinstance(value, tuple | list) else (value,) for value in chosen.values()]
+    return [dict(zip(chosen, each, strict=True)) for each in itertools.product(*values)]
 
 
 def check(size: str, value: Any) -> None:
@@ -97,12 +222,6 @@ def check(size: str, value: Any) -> None:
             raise ValueError(f"{flag} is {each}; it must lie in 0 to 1")
         if isinstance(each, int) and not isinstance(each, bool) and size != "fill" and not least <= each <= MOST:
             raise ValueError(f"{flag} is {each}; it must lie in {least} to {MOST}")
-
-
-def sizes(name: str) -> frozenset[str]:
-    """Sizes that `run` takes for a benchmark."""
-    mine = frozenset(inspect.signature(CASES[name]).parameters)
-    return mine | sizes("driving-step") if "sizes" in mine else mine
 
 
 def figure(
@@ -120,7 +239,7 @@ def figure(
     """
     if repeats < LEAST_REPEATS:
         raise ValueError(f"{repeats} repeats; a median of fewer than {LEAST_REPEATS} says little")
-    compared = peer_python is not None and name in PEER_OF and not case.get("bare")
+    compared = peer_python is not None and name in PEER_OF and case.get("kind") != "bare"
     compared &= name != "sac" or (case["env"] or "").startswith("brax/")
     compared &= PEER_OF.get(name) != "purejaxrl_ppo" or peer_path is not None
     if compared and not PEERS.is_dir():
@@ -229,7 +348,7 @@ def _serve() -> None:
     """Prepares the case in its arguments, then repeats it for every line that comes in."""
     name, case = json.loads(sys.argv[1])
     try:
-        prepared = WORKLOADS[name](**case)
+        prepared = BENCHMARKS[name].work(**case)
     except ValueError as error:  # bad input, as for any command: a log that can't be read, sizes that don't fit
         tell({"refused": str(error)})
         os._exit(1)
@@ -259,188 +378,3 @@ def cpu_seconds() -> float:
 def tell(what: dict[str, Any]) -> None:
     """A worker's answer."""
     print(MARK + json.dumps(what), flush=True)
-
-
-# ------------------------------------------------------------------------------------------------------------ sizes
-
-
-def _ppo_cartpole(
-    *, num_envs: Sequence[int] | int = (4, 512, 2048), total_steps: int | None = None, devices: int | None = None
-) -> list[dict[str, Any]]:
-    num_envs = (num_envs,) if isinstance(num_envs, int) else num_envs
-    steps = {n: total_steps or (499_712 if n < 64 else 2_097_152) for n in num_envs}
-    return [{"num_envs": n, "total_steps": steps[n], "devices": devices} for n in num_envs]
-
-
-def _seeds(
-    *, runs: int = 16, num_envs: int = 4, num_steps: int = 128, total_steps: int = 102_400, devices: int | None = None,
-    together: int | None = None,
-) -> list[dict[str, Any]]:  # fmt: skip
-    sizes = {"runs": runs, "num_envs": num_envs, "num_steps": num_steps, "total_steps": total_steps}
-    return [sizes | {"devices": devices, "together": together}]
-
-
-def _deterministic(*, num_envs: Sequence[int] | int = 512, total_steps: int = 262_144) -> list[dict[str, Any]]:
-    return [
-        case | {"deterministic": flag}
-        for devices in (1, 8)
-        for case in _ppo_cartpole(num_envs=num_envs, total_steps=total_steps, devices=devices)
-        for flag in (False, True)
-    ]
-
-
-def _driving(
-    *,
-    objects: Sequence[int] = (32, 64),
-    batch: int = 256,
-    num_steps: int = 256,
-    scenarios: int = 64,
-    devices: int | None = None,
-    data: Sequence[str] = (),
-) -> list[dict[str, Any]]:
-    sizes = {"batch": batch, "num_steps": num_steps, "scenarios": scenarios, "devices": devices, "data": list(data)}
-    return [{"objects": n} | sizes for n in objects]
-
-
-def _driving_env(
-    *, agents: Sequence[int] = (1,), road_points: int = 0, objects: Sequence[int] = (32, 64), **sizes: Any
-) -> list[dict[str, Any]]:
-    cases = _driving(objects=objects, **sizes)
-    return [case | {"agents": n, "road_points": road_points} for case in cases for n in agents]
-
-
-def _driving_train(
-    *, total_steps: int = 131_072, num_envs: int = 256, scenarios: int = 256, devices: int | None = None
-) -> list[dict[str, Any]]:
-    return [{"total_steps": total_steps, "num_envs": num_envs, "scenarios": scenarios, "devices": devices}]
-
-
-def _hackmatrix_env(
-    *, num_envs: int = 256, num_steps: int = 32, rollouts: int = 20, devices: int | None = None, rules: str = "jax"
-) -> list[dict[str, Any]]:
-    sizes = {"num_envs": num_envs, "num_steps": num_steps, "rollouts": rollouts, "devices": devices}
-    return [sizes | {"rules": rules}]
-
-
-def _hackmatrix_ppo(
-    *,
-    num_envs: int = 256,
-    num_steps: int = 128,
-    precision: str = "fp32",
-    total_steps: int | None = None,
-    devices: int | None = None,
-) -> list[dict[str, Any]]:
-    sizes = {"num_envs": num_envs, "num_steps": num_steps, "precision": precision}
-    return [sizes | {"total_steps": total_steps, "devices": devices}]
-
-
-def _transport(*, rows: int = 64, width: int = 128, streams: int = 16, messages: int = 100_000) -> list[dict[str, Any]]:
-    sizes = {"rows": rows, "width": width, "streams": streams, "messages": messages}
-    return [sizes | {"copies": copies} for copies in (1, 2)]
-
-
-def _actors(
-    *,
-    env: Sequence[str] = (
-        "numpy/longhaul.envs.host.numpy_cartpole:cartpole",
-        "gymnasium/CartPole-v1",
-        "gymnasium/CartPole-v1?vectorised=False",  # one by one, as peers step them
-        "cartpole",
-    ),
-    num_envs: int = 512,
-    num_steps: int = 64,
-    actors: int = 2,
-    actor_kind: str = "process",
-    staleness: int = 1,
-    updates: int = 20,
-) -> list[dict[str, Any]]:
-    sizes = {"num_envs": num_envs, "num_steps": num_steps, "actors": actors, "actor_kind": actor_kind}
-    return [sizes | {"env": name, "staleness": staleness, "updates": updates} for name in env]
-
-
-def _central(
-    *,
-    env: Sequence[str] = ("numpy/longhaul.envs.host.numpy_cartpole:cartpole", "gymnasium/CartPole-v1"),
-    actors: int = 2,
-    worlds: int = 256,
-    slots: int = 2,
-    lane: Sequence[str] = ("shm", "grpc"),
-    num_steps: int = 64,
-    batches: int = 6,
-) -> list[dict[str, Any]]:
-    sizes = {"actors": actors, "worlds": worlds, "slots": slots, "num_steps": num_steps, "batches": batches}
-    return [sizes | {"env": name, "lane": by} for name in env for by in _lanes(lane, "shm", "grpc")]
-
-
-def _lanes(wanted: Sequence[str], *there: str) -> Sequence[str]:
-    """`wanted`, where all of them are `there`; else ValueError."""
-    for name in wanted:
-        if name not in there:
-            raise ValueError(f"lane is {name!r}; this benchmark has {', '.join(there)}")
-    return wanted
-
-
-def _transport_grpc(
-    *,
-    rows: int = 64,
-    width: int = 128,
-    streams: int = 16,
-    messages: int = 4_000,
-) -> list[dict[str, Any]]:
-    return [{"rows": rows, "width": width, "streams": streams, "messages": messages}]
-
-
-def _sync(
-    *,
-    model: str = "qwen3-0.6b",
-    receivers: int = 2,
-    lane: Sequence[str] = ("shm", "tcp"),
-    learning_rate: float | None = None,
-) -> list[dict[str, Any]]:
-    sizes = {"model": model, "receivers": receivers, "learning_rate": learning_rate}
-    sync.check(model, receivers)
-    return [sizes | {"lane": by} for by in _lanes(lane, "shm", "tcp", "folder")]
-
-
-CASES: dict[str, Callable[..., list[dict[str, Any]]]] = {
-    "ppo-cartpole": _ppo_cartpole,
-    "seeds": _seeds,
-    "deterministic": _deterministic,
-    "driving-step": _driving,
-    "driving-env": _driving_env,
-    "driving-train": _driving_train,
-    "replay": replay.cases,
-    "sac": replay.sac_cases,
-    "hackmatrix-ppo": _hackmatrix_ppo,
-    "hackmatrix": _hackmatrix_ppo,
-    "hackmatrix-env": _hackmatrix_env,
-    "reasoning": reasoning.cases,
-    "transport": _transport,
-    "actors": _actors,
-    "central": _central,
-    "sync": _sync,
-    "transport-grpc": _transport_grpc,
-}
-"""Name -> (sizes) -> the workload's arguments, one case a figure. `devices` None: as many as a training run takes."""
-
-WORKLOADS: dict[str, Callable[..., Prepared]] = {
-    "ppo-cartpole": training.ppo_cartpole,
-    "seeds": training.seeds,
-    "deterministic": training.ppo_cartpole,
-    "driving-step": training.driving_step,
-    "driving-env": training.driving_env,
-    "driving-train": training.driving_train,
-    "replay": replay.replay,
-    "sac": replay.sac,
-    "hackmatrix-ppo": training.hackmatrix_ppo,
-    "hackmatrix": training.hackmatrix_ppo,
-    "hackmatrix-env": training.hackmatrix_env,
-    "reasoning": reasoning.reasoning,
-    "transport": central.shared_transport,
-    "actors": acting_workloads.actors,
-    "central": central.central,
-    "sync": sync.sync,
-    "transport-grpc": central.transport,
-}
-"""Names of all benchmarks. Of `hackmatrix` the whole figure is made by `scaling.speed`; here it is its training
-alone."""

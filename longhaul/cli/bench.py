@@ -64,14 +64,14 @@ def bench(words: Sequence[str]) -> int:
     from longhaul.bench import harness
 
     if parsed["NAME"] is None:
-        tables.listing(harness.NAMES.items())
+        tables.listing((name, benchmark.about) for name, benchmark in harness.BENCHMARKS.items())
         return 0
-    if parsed["NAME"] not in harness.NAMES:
-        hint = flags.suggestion(parsed["NAME"], list(harness.NAMES), f"there are {', '.join(harness.NAMES)}")
+    if parsed["NAME"] not in harness.BENCHMARKS:
+        hint = flags.suggestion(parsed["NAME"], list(harness.BENCHMARKS), f"there are {', '.join(harness.BENCHMARKS)}")
         raise FlagError(f"no benchmark is named {parsed['NAME']!r}; {hint}")
     sizes = {f.name: parsed[f.name] for f in driving if parsed[f.name] not in (None, (), [])}
     compared = ("replay", "sac", "reasoning")
-    known = harness.sizes(parsed["NAME"]) | ({"peer_python"} if parsed["NAME"] in compared else set())
+    known = {*harness.BENCHMARKS[parsed["NAME"]].sizes, *(["peer_python"] if parsed["NAME"] in compared else [])}
     unknown = [name for name in sizes if name not in known]
     if unknown:
         raise FlagError(f"{parsed['NAME']} has no --{unknown[0].replace('_', '-')}; see longhaul bench --help")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, ClassVar
 
 import pytest
@@ -14,11 +15,7 @@ from tests.helpers.command_line import assert_refused
 
 def test_bench_prints_an_object_a_line(longhaul: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     class Bench:
-        NAMES: ClassVar = {"ppo-cartpole": "speed of PPO"}
-
-        @staticmethod
-        def sizes(name: str) -> frozenset[str]:
-            return frozenset()
+        BENCHMARKS: ClassVar = {"ppo-cartpole": SimpleNamespace(about="speed of PPO", sizes={})}
 
         @staticmethod
         def run(name: str) -> Any:

@@ -11,14 +11,12 @@ import jax
 import numpy as np
 
 from longhaul.algorithms.config import IMPALAConfig, PPOConfig
-from longhaul.bench.cases.training import Prepared
+from longhaul.bench.cases.training import Prepared, assembled
 from longhaul.config.resolve import resolve
 from longhaul.config.run import Named, Run
 from longhaul.runtime.devices import prepare_devices
 from longhaul.topologies.actor_learner.config import ActorConfig
 from longhaul.training import actor_learner
-from longhaul.training.assemble import assemble
-from longhaul.training.data import Feeding, feed
 
 
 def cpu_of(processes: list[int]) -> float:
@@ -52,9 +50,7 @@ def actors(
         )
     )  # fmt: skip
     prepare_devices(1, made.threads, True)
-    source = feed(made)
-    context = Feeding(source).now.context
-    assembly = assemble(made, source.within, context)
+    context, assembly = assembled(made)
     began = time.perf_counter()
     progress = assembly.start(made.seed, context)
     prepared = actor_learner.prepare(made, assembly, context, progress)

@@ -17,7 +17,7 @@ import numpy as np
 
 from longhaul.algorithms.config import PPOConfig
 from longhaul.bench.cases.actors import cpu_of
-from longhaul.bench.cases.training import Prepared
+from longhaul.bench.cases.training import Prepared, assembled
 from longhaul.config.resolve import resolve
 from longhaul.config.run import Named, Run
 from longhaul.envs.host.vector import HostSpec
@@ -34,8 +34,6 @@ from longhaul.topologies.inference_server.grpc_transport import GrpcTransport
 from longhaul.topologies.inference_server.shm_transport import Ends, ShmActorTransport, ShmTransport
 from longhaul.topologies.inference_server.transport import Answer, Arrival
 from longhaul.training import inference_server
-from longhaul.training.assemble import assemble
-from longhaul.training.data import Feeding, feed
 
 
 def central(env: str, actors: int, worlds: int, slots: int, lane: str, num_steps: int, batches: int) -> Prepared:
@@ -53,9 +51,7 @@ def central(env: str, actors: int, worlds: int, slots: int, lane: str, num_steps
         )
     )  # fmt: skip
     prepare_devices(1, made.threads, True)
-    source = feed(made)
-    context = Feeding(source).now.context
-    assembly = assemble(made, source.within, context)
+    context, assembly = assembled(made)
     began = time.perf_counter()
     progress = assembly.start(made.seed, context)
     served = inference_server.serves(made, assembly, progress)

@@ -25,14 +25,6 @@ from longhaul.runtime import mesh as meshes
 from longhaul.runtime.devices import prepare_devices
 
 
-def cases(
-    *, rows: int = 64, prompt: int = 16, length: int = 48, width: int = 64, layers: int = 2, calls: int = 8
-) -> list[dict[str, Any]]:
-    """One figure of sampling, one of learning."""
-    sizes = {"rows": rows, "prompt": prompt, "length": length, "width": width, "layers": layers, "calls": calls}
-    return [sizes | {"what": what} for what in ("sample", "train")]
-
-
 def reasoning(rows: int, prompt: int, length: int, width: int, layers: int, calls: int, what: str) -> Prepared:
     """`calls` times: `rows` completions of `length` tokens sampled, or as many learnt from in one step of DAPO."""
     prepare_devices(1)

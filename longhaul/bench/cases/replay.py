@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import dataclasses
 import time
-from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -34,15 +33,15 @@ INTERVAL = 1000
 
 
 def replay(
-    columns: int, width: int, size: int, batch: int, iterations: int, prioritised: bool, half: bool, fill: float,
-    bare: bool = False,
+    columns: int, width: int, size: int, batch: int, iterations: int, half: bool, fill: float, kind: str
 ) -> Prepared:  # fmt: skip
     """`iterations` times: a row of `columns` steps of `width` floats added, `batch` steps sampled and summed.
 
     Before that a share `fill` of the ring of `size` steps is taken to be filled; of random numbers, which cost as much.
     """
-    if bare:
+    if kind == "bare":
         return _gathers(columns, width, size, batch, iterations, half, fill)
+    prioritised = kind == "prioritised"
     spec = Spec(jax.ShapeDtypeStruct((width,), jnp.float32), Discrete(18), None, INTERVAL, None)
     action = jax.ShapeDtypeStruct((), jnp.uint8)
     store = replays.replay(spec, action, Sizes(1, columns, 1), size, half=half, prioritised=prioritised)
@@ -133,8 +132,8 @@ def _gathers(columns: int, width: int, size: int, batch: int, iterations: int, h
 
 
 def sac(
-    total_steps: int, devices: int | None, env: str | None, num_envs: int, gradient_steps: int, batch: int = 256,
-    size: int | None = None, fill: float = 0.0, precision: str = "fp32",
+    total_steps: int | None, devices: int | None, env: str | None, num_envs: int, gradient_steps: int, batch: int,
+    size: int | None, fill: float, precision: str,
 ) -> Prepared:  # fmt: skip
     """Training by the recipe `pendulum-sac`; in another environment with Brax's networks, on one device if not told.
 
@@ -142,8 +141,9 @@ def sac(
     same whatever it is, but some replays are dearer once they are full.
     """
     if env is None:
-        made = dataclasses.replace(recipes.recipe("pendulum-sac"), total_steps=total_steps, devices=devices)
+        made = dataclasses.replace(recipes.recipe("pendulum-sac"), total_steps=total_steps or 10_000, devices=devices)
         return training(made, "env steps", {})
+    total_steps = total_steps or 256 * num_envs // gradient_steps
     settings = SACConfig(
         batch_size=batch, hidden_dim=256, num_layers=2, gradient_steps=gradient_steps, learning_starts=num_envs,
         replay_size=size or max(total_steps, 65_536), precision=precision,
@@ -173,34 +173,3 @@ def filled(state: off_policy.State, fill: float) -> off_policy.State:
     rows = ring.reward.shape[1]
     last = jnp.int32(min(int(fill * rows), rows - 1))
     return state._replace(replay=Local(ring), cursor=Cursor(last, last))
-
-
-# ------------------------------------------------------------------------------------------------------------ cases
-
-
-def cases(
-    *, columns: int = 64, width: int = 64, size: int = 1_000_000, batch: int = 256, iterations: int = 2_000,
-    half: bool = False, fill: Sequence[float] | float = (0.01, 1.0),
-) -> list[dict[str, Any]]:  # fmt: skip
-    """Cases of `replay`."""
-    sizes = {"columns": columns, "width": width, "size": size, "batch": batch, "iterations": iterations, "half": half}
-    fills = (fill,) if isinstance(fill, float) else fill
-    kinds = {"prioritised": False, "bare": True}, {"prioritised": False}, {"prioritised": True}
-    return [sizes | kind | {"fill": share} for kind in kinds for share in fills]
-
-
-def sac_cases(
-    *, total_steps: int | None = None, devices: int | None = None, env: Sequence[str] = (), num_envs: int = 64,
-    gradient_steps: Sequence[int] = (1, 16), batch: int = 256, size: int | None = None, fill: float = 0.0,
-    precision: str = "fp32",
-) -> list[dict[str, Any]]:  # fmt: skip
-    """Cases of `sac`."""
-    sizes: dict[str, Any] = {"devices": devices, "num_envs": num_envs}
-    if not env:
-        return [sizes | {"total_steps": total_steps or 10_000, "env": None, "gradient_steps": 8}]
-    sizes |= {"batch": batch, "size": size, "fill": fill, "precision": precision}
-    return [
-        sizes | {"total_steps": total_steps or 256 * num_envs // n, "env": name, "gradient_steps": n}
-        for name in env
-        for n in gradient_steps
-    ]

@@ -43,7 +43,7 @@ from longhaul.runtime.devices import cores, prepare_devices
 from longhaul.spaces import MultiDiscrete
 from longhaul.topologies import fused
 from longhaul.topologies import population as populations
-from longhaul.training.assemble import assemble
+from longhaul.training.assemble import Assembly, assemble
 from longhaul.training.data import Feeding, feed
 from longhaul.types import PyTree
 
@@ -62,7 +62,8 @@ class Prepared(NamedTuple):
     work: Callable[[Any], dict[str, float]]  # waits for all its results
 
 
-def ppo_cartpole(num_envs: int, total_steps: int, devices: int | None, deterministic: bool = False) -> Prepared:
+def ppo_cartpole(num_envs: int, total_steps: int | None, devices: int | None, deterministic: bool = False) -> Prepared:
+    total_steps = total_steps or (499_712 if num_envs < 64 else 2_097_152)
     made = Run(
         "bench", Named("cartpole"), PPOConfig(), total_steps=total_steps, num_envs=num_envs, num_steps=128,
         devices=devices, deterministic=deterministic,
@@ -121,15 +122,20 @@ def peak_bytes() -> float:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1.0 if sys.platform == "darwin" else 1024.0)
 
 
+def assembled(run: Run) -> tuple[PyTree, Assembly]:
+    """(context, assembly) of a resolved run with the first chunk of its data."""
+    source = feed(run)
+    context = Feeding(source).now.context
+    return context, assemble(run, source.within, context)
+
+
 def training(made: Run, unit: str, more: dict[str, Any]) -> Prepared:
     """Whole runs of `made`, without files: blocks of updates, whose metrics the host reads one call late."""
     made = resolve(made)
     assert made.devices is not None
     assert made.block is not None
     prepare_devices(made.devices)
-    source = feed(made)
-    context = Feeding(source).now.context
-    assembly = assemble(made, source.within, context)
+    context, assembly = assembled(made)
     began = time.perf_counter()
     start = assembly.start(made.seed, context)
     if made.many:

@@ -1,5 +1,6 @@
 """Benchmarks at tiny sizes: the records' fields, their arithmetic, the peer's turn, and that the work is done."""
 
+import inspect
 import json
 import math
 import os
@@ -47,7 +48,7 @@ def make_train(config):
 def check(record: dict[str, Any]) -> None:
     assert [field for field in record if field in FIELDS] == FIELDS
     assert json.loads(json.dumps(record)) == record
-    assert record["name"] in harness.NAMES
+    assert record["name"] in harness.BENCHMARKS
     assert record["unit"] in ("env steps", "agent steps", "world steps", "bytes")
     assert record["repeats"] >= 5
     for field in ("wall_seconds", "cpu_seconds", "compile_seconds"):
@@ -196,13 +197,20 @@ def test_sizes_that_can_not_be_are_refused_before_anything_starts(
         list(harness.run(name, **sizes))
 
 
-def test_every_benchmark_has_sizes_a_workload_and_a_line() -> None:
-    assert list(harness.NAMES) == list(harness.CASES) == list(harness.WORKLOADS)
+def test_every_benchmark_has_cases_that_its_work_takes() -> None:
+    for name, benchmark in harness.BENCHMARKS.items():
+        for case in harness.cases(name):
+            inspect.signature(benchmark.work).bind(**case)
+    assert len(harness.cases("replay")) == 6
+    assert [case["env"] for case in harness.cases("sac")] == [None]
+    assert len(harness.cases("sac", env=["brax/ant"])) == 2
+    with pytest.raises(ValueError, match="transport has no worlds; its sizes are rows, width, streams, messages"):
+        harness.cases("transport", worlds=3)
 
 
 def test_figures_of_an_accelerator_are_ones_that_there_are() -> None:
     for _, name, sizes in gpu.FIGURES:
-        assert harness.CASES[name](**sizes), name
+        assert harness.cases(name, **sizes), name
 
 
 @pytest.mark.parametrize(("backend", "rows"), [("cpu", 1_024), ("gpu", 65_536), ("tpu", 65_536)])
