@@ -28,11 +28,11 @@ MINIBATCHES = Setting(
 EPOCHS = Setting("passes over the batch of an update; none: by --scaling", least=1, resume=CHANGEABLE)
 VF_COEF = Setting("weight of the value's loss", resume=CHANGEABLE)
 ENT_COEF = Setting("weight of the entropy", resume=CHANGEABLE)
-ENT_COEF_FINAL = Setting("what ent-coef goes to over the run, linearly; none: constant", resume=CHANGEABLE)
-MAX_GRAD_NORM = Setting("longer gradients are cut to it", least=0, resume=CHANGEABLE)
-ADAM_EPS = Setting("what Adam adds to the root of its second moment", above=0)  # 0: 0 / 0 for an input that is always 0
-NORMALISE_ADVANTAGE = Setting("advantages of a batch get mean 0 and deviation 1", resume=CHANGEABLE)
-NORMALISE_OBSERVATION = Setting("observations by running mean and deviation")
+ENT_COEF_FINAL = Setting("value of ent-coef at the run's end, approached linearly; none: constant", resume=CHANGEABLE)
+MAX_GRAD_NORM = Setting("norm to which longer gradients are cut", least=0, resume=CHANGEABLE)
+ADAM_EPS = Setting("term added to the root of Adam's second moment", above=0)  # 0: 0 / 0 for an input that is always 0
+NORMALISE_ADVANTAGE = Setting("normalise advantages of a batch to mean 0 and deviation 1", resume=CHANGEABLE)
+NORMALISE_OBSERVATION = Setting("normalise observations by running mean and deviation")
 REWARD_SCALE = Setting("factor on rewards for learning", resume=CHANGEABLE)
 KL_STOP = Setting("end an update once approx_kl passed it", resume=CHANGEABLE)
 TORSO = Setting(
@@ -46,12 +46,12 @@ MODEL_SIZE = Setting(
     most=LARGEST,
     why=" (millions of parameters)",
 )
-ACTIVATION = Setting("between layers of mlp and deepset", choices=ACTIVATIONS)
-SHARED = Setting("actor and critic of mlp and deepset have one torso, without memory, too")
+ACTIVATION = Setting("activation between layers of mlp and deepset", choices=ACTIVATIONS)
+SHARED = Setting("one torso for actor and critic of mlp and deepset, without memory, too")
 INIT = Setting("first weights of mlp, deepset and heads; lecun: Flax's default", choices=INITS)
 MEMORY = Setting("width of the recurrent unit; 0: none", least=0)
 CHUNK = Setting(
-    "rows of a minibatch whose gradient is taken at once; a matter of speed; none: what suits the device",
+    "rows of a minibatch whose gradient is taken at once; affects speed; none: by the device",
     least=1,
     resume=CHANGEABLE,
 )
@@ -61,33 +61,33 @@ ACCUMULATE = Setting(
     resume=CHANGEABLE,
     aliases=("micro-batches",),
 )
-PRECISION = Setting("what the torso computes in; parameters and losses are fp32", choices=PRECISIONS, resume=CHANGEABLE)
+PRECISION = Setting(
+    "type of the torso's computation; parameters and losses are fp32", choices=PRECISIONS, resume=CHANGEABLE
+)
 REMAT = Setting(
-    "what of the torso is computed again for its gradient, in less memory: nothing, all, all but products",
+    "parts of the torso computed again for its gradient, which saves memory: none, all, all but products",
     choices=REMATS,
     resume=CHANGEABLE,
     bare=("full", "none"),  # the flag was a switch once
 )
-CLIP_EPS = Setting("how far the policy's ratio may move", least=0, resume=CHANGEABLE)
+CLIP_EPS = Setting("clip range of the policy's ratio about 1", least=0, resume=CHANGEABLE)
 EPSILON = Setting("share of random actions when learning begins", least=0, most=1, resume=CHANGEABLE)
-EPSILON_FINAL = Setting("what it goes to", least=0, most=1, resume=CHANGEABLE)
-EXPLORATION = Setting("share of the run over which it goes there", least=0, most=1, resume=CHANGEABLE)
-DUELLING = Setting("the network of DQN or PQN has a value, and advantages about it")
-TAU = Setting("how far target networks follow, a step of the optimiser", least=0, most=1, resume=CHANGEABLE)
+EPSILON_FINAL = Setting("share of random actions at the end", least=0, most=1, resume=CHANGEABLE)
+EXPLORATION = Setting("share of the run over which epsilon falls to epsilon-final", least=0, most=1, resume=CHANGEABLE)
+DUELLING = Setting("duelling heads of DQN or PQN: a value, and advantages about it")
+TAU = Setting("share by which target networks follow, a step of the optimiser", least=0, most=1, resume=CHANGEABLE)
 N_STEP = Setting("rewards that a target sums before it trusts a critic", least=1)
 BATCH_SIZE = Setting(
     "steps of a step of the optimiser, drawn from the replay, over all devices", least=1, resume=CHANGEABLE
 )
-GRADIENT_STEPS = Setting("of the optimiser, an update", least=1, resume=CHANGEABLE)
+GRADIENT_STEPS = Setting("steps of the optimiser an update", least=1, resume=CHANGEABLE)
 LEARNING_STARTS = Setting("steps in the replay before learning; until then actions are drawn evenly", least=0)
 REPLAY_SIZE = Setting("steps that the replay holds, over all devices", least=1)
-REPLAY_PRECISION = Setting("how float observations are kept in the replay; bf16 takes half the memory", choices=STORES)
-PRIORITY_EXPONENT = Setting("of the error, for the chance of a step to be sampled; none: all alike", least=0)
-IMPORTANCE_EXPONENT = Setting(
-    "of the weights that make up for priorities; rises to 1 over the run", least=0, resume=CHANGEABLE
-)
+REPLAY_PRECISION = Setting("type of float observations in the replay; bf16 takes half the memory", choices=STORES)
+PRIORITY_EXPONENT = Setting("exponent of the error in a step's sampling probability; none: uniform", least=0)
+IMPORTANCE_EXPONENT = Setting("exponent of the importance weights; rises to 1 over the run", least=0, resume=CHANGEABLE)
 EXPERT_SHARE = Setting(
-    "of the worlds that the expert drives; in the others the policy does, and he says what he would",
+    "share of the worlds that the expert drives; in the others the policy drives and the expert labels",
     least=0,
     most=1,
     resume=CHANGEABLE,
@@ -148,10 +148,8 @@ class IMPALAConfig:
     rms_decay: float = setting(
         0.99, "share of its past that RMSProp's second moment keeps in a step", least=0, most=1, resume=CHANGEABLE
     )
-    rms_eps: float = setting(
-        1e-5, "what RMSProp adds to its second moment, within the root", above=0, resume=CHANGEABLE
-    )
-    momentum: float = setting(0.0, "of RMSProp's steps", least=0, most=1)
+    rms_eps: float = setting(1e-5, "term added to RMSProp's second moment, within the root", above=0, resume=CHANGEABLE)
+    momentum: float = setting(0.0, "momentum of RMSProp", least=0, most=1)
     adam_eps: float = ADAM_EPS.field(1e-5)
     gamma: float = GAMMA.field(0.99)
     vtrace_lambda: float = setting(
@@ -159,11 +157,11 @@ class IMPALAConfig:
     )
     rho_clip: float | None = setting(
         1.0,
-        "most that the policy's ratio to the actor's may be in errors and gradients; none: any",
+        "upper bound of the policy's ratio to the actor's in errors and gradients; none: any",
         least=0,
         resume=CHANGEABLE,
     )
-    c_clip: float | None = setting(1.0, "most that it may be in the trace; none: any", least=0, resume=CHANGEABLE)
+    c_clip: float | None = setting(1.0, "upper bound of that ratio in the trace; none: any", least=0, resume=CHANGEABLE)
     clip_eps: float | None = CLIP_EPS.field(None)
     num_minibatches: int | None = MINIBATCHES.field(1)
     update_epochs: int | None = EPOCHS.field(1)
@@ -218,7 +216,7 @@ class PQNConfig:
     update_epochs: int | None = EPOCHS.field(4)
     max_grad_norm: float = MAX_GRAD_NORM.field(10.0)
     duelling: bool = DUELLING.field(False)
-    layer_norm: bool = setting(True, "layers are normalised, which PQN needs to be stable")
+    layer_norm: bool = setting(True, "layer normalisation, which PQN needs to be stable")
     normalise_observation: bool = NORMALISE_OBSERVATION.field(False)
     reward_scale: float = REWARD_SCALE.field(1.0)
     torso: str = TORSO.field("mlp")
@@ -250,7 +248,9 @@ class DQNConfig:
     gamma: float = GAMMA.field(0.99)
     tau: float = TAU.field(0.01)
     n_step: int = N_STEP.field(3)
-    double: bool = setting(True, "DQN's target has the network choose, and its target network judge", resume=CHANGEABLE)
+    double: bool = setting(
+        True, "double DQN: the network chooses the target's action, the target network values it", resume=CHANGEABLE
+    )
     duelling: bool = DUELLING.field(True)
     epsilon: float = EPSILON.field(1.0)
     epsilon_final: float = EPSILON_FINAL.field(0.05)
@@ -298,7 +298,7 @@ class SACConfig:
     importance_exponent: float = IMPORTANCE_EXPONENT.field(0.4)
     reward_scale: float = REWARD_SCALE.field(1.0)
     imitation: float = setting(
-        0.0, "weight of how unlikely SAC finds what an expert did (BC-SAC); 0: nobody is asked", least=0
+        0.0, "weight of the expert's negative log-likelihood in SAC (BC-SAC); 0: no expert", least=0
     )
     expert_share: float = EXPERT_SHARE.field(0.25)
     torso: str = TORSO.field("mlp")
@@ -322,14 +322,14 @@ class TD3Config:
     tau: float = TAU.field(0.005)
     n_step: int = N_STEP.field(1)
     noise: float = setting(
-        0.1, "deviation of what TD3 adds to actions, of which the range is -1 to 1", least=0, resume=CHANGEABLE
+        0.1, "deviation of TD3's action noise; actions range from -1 to 1", least=0, resume=CHANGEABLE
     )
     target_noise: float = setting(
-        0.2, "and to its target's, for critics that are smooth in actions", least=0, resume=CHANGEABLE
+        0.2, "deviation of the noise of target actions, which smooths critics", least=0, resume=CHANGEABLE
     )
-    noise_clip: float = setting(0.5, "most that is added to its target's", least=0, resume=CHANGEABLE)
+    noise_clip: float = setting(0.5, "bound of the noise of target actions", least=0, resume=CHANGEABLE)
     actor_interval: int = setting(
-        2, "steps of the optimiser, of which TD3's actor and its targets join one", least=1, resume=CHANGEABLE
+        2, "steps of the critics for one of TD3's actor and targets", least=1, resume=CHANGEABLE
     )
     batch_size: int = BATCH_SIZE.field(256)
     gradient_steps: int = GRADIENT_STEPS.field(2)
@@ -354,7 +354,7 @@ class BCConfig:
 
     recorded: tuple[str, ...] = setting(
         (),
-        "what to imitate: .npz files of observation and action, or folders of them; none: the expert shows it",
+        "recordings to imitate: .npz files of observation and action, or folders of them; none: the expert acts",
         path=True,
     )
     expert_share: float = EXPERT_SHARE.field(1.0)
@@ -390,7 +390,7 @@ class APGConfig:
     anneal: bool = ANNEAL.field(True)
     gamma: float = GAMMA.field(0.99)
     detach: bool = setting(
-        False, "APG's gradient passes through what the policy does, and not through what it sees", resume=CHANGEABLE
+        False, "stop APG's gradient at observations: it passes through actions only", resume=CHANGEABLE
     )
     max_grad_norm: float = MAX_GRAD_NORM.field(1.0)
     adam_eps: float = ADAM_EPS.field(1e-8)
@@ -435,11 +435,13 @@ LOSSES = {
 class GRPOConfig:
     """GRPO's hyperparameters."""
 
-    loss: str = setting("dapo", "how groups of completions are learnt from", choices=tuple(LOSSES))
+    loss: str = setting("dapo", "loss on groups of completions", choices=tuple(LOSSES))
     clip_low: float | None = setting(
-        None, "how far below 1 a ratio may be; none: the loss's own", least=0, resume=CHANGEABLE
+        None, "clip range of a ratio below 1; none: the loss's own", least=0, resume=CHANGEABLE
     )
-    clip_high: float | None = setting(None, "how far above 1 it may be", least=0, resume=CHANGEABLE)
+    clip_high: float | None = setting(
+        None, "clip range of a ratio above 1; none: the loss's own", least=0, resume=CHANGEABLE
+    )
     lr: float = setting(2e-4, "learning rate", above=0, resume=CHANGEABLE)
     anneal: bool = setting(
         True,
@@ -454,11 +456,11 @@ class GRPOConfig:
     )
     warmup: int = setting(20, "steps of the optimiser over which each of these rates rises", least=0, resume=CHANGEABLE)
     adam_b2: float = setting(0.98, "share of its past that Adam's second moment keeps in a step")
-    max_grad_norm: float = setting(1.0, "longer gradients are cut to it", above=0, resume=CHANGEABLE)
+    max_grad_norm: float = setting(1.0, "norm to which longer gradients are cut", above=0, resume=CHANGEABLE)
     kl_coef: float = setting(
         0.0, "weight of the KL divergence to the policy before the first update from rewards", least=0
     )
-    temperature: float = setting(1.0, "at which completions are sampled", above=0)
+    temperature: float = setting(1.0, "temperature at which completions are sampled", above=0)
     group: int = setting(16, "completions of a problem", least=2, why=": an advantage is over the group's mean")
     taught: int = setting(0, "updates of the warm start, which imitates demonstrations", least=0)
     curriculum: float = setting(

@@ -39,8 +39,10 @@ def _convert(words: Sequence[str]) -> int:
     agents = Flag("agents", INT, 1, "controlled agents of a scenario, at most")
     horizon = Flag("horizon", INT, None, "most steps of a scenario", shown="to the log's end")
     about = "Packs driving logs into shards to train on: compact and checked. Goes on where it was stopped."
-    control = Flag("control", flags.choice(tuple(CONTROLS)), "vehicles", "whom they may be: vehicles, or all that move")
-    routes = Flag("routes", flags.choice(ROUTES), "log", "along what routes lead: the logged ways, or lanes")
+    control = Flag(
+        "control", flags.choice(tuple(CONTROLS)), "vehicles", "kinds of controlled agents: vehicles, or all that move"
+    )
+    routes = Flag("routes", flags.choice(ROUTES), "log", "source of routes: the logged ways, or lanes")
     sizes = [workers, per_shard, agents, horizon, control, routes]
     parsed = flags.parse("data convert", about, {"": [paths, *sizes, DEBUG]}, words).values
     if len(parsed["PATH"]) < 2:

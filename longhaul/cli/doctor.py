@@ -109,7 +109,7 @@ def _say(line: str) -> None:
 def _run(words: Sequence[str]) -> int:
     """`longhaul doctor RUN`: its records and findings."""
     run_flag = Flag("RUN", flags.TEXT, None, "a run's name or folder, or a recipe", shown="")
-    parsed = flags.parse("doctor", "Is this run in good health?", {"": [run_flag, RUNS_DIR, JSON, DEBUG]}, words).values
+    parsed = flags.parse("doctor", "Health of a run.", {"": [run_flag, RUNS_DIR, JSON, DEBUG]}, words).values
     try:
         folder = find_folder(Path(parsed["runs-dir"]), parsed["RUN"])
     except RunError as error:
@@ -189,7 +189,7 @@ def _recipe(words: Sequence[str]) -> int:
         for title, group in run_flags.table(recipe).items()
     }
     groups[""] = [QUICK, SEEDS, UPDATES, JSON, *groups[""]]
-    parsed = flags.parse(f"doctor {recipe.recipe}", "Is this recipe fit for many devices?", groups, words[1:])
+    parsed = flags.parse(f"doctor {recipe.recipe}", "Fitness of a recipe for many devices.", groups, words[1:])
     values = parsed.values
     if values["seeds"] < checks.LEAST_SEEDS:
         raise FlagError(f"--seeds is {values['seeds']}; {checks.LEAST_SEEDS} are the fewest that can tell anything")

@@ -30,7 +30,7 @@ from longhaul.training.evaluate_driving import Drives
 from longhaul.training.run_dir import find_folder, load_run
 
 RUN = Flag("RUN", TEXT, None, "a run's name or folder", shown="")
-MEMBER = Flag("member", INT, None, "which of the runs that --seeds and --sweep trained in one folder", shown="")
+MEMBER = Flag("member", INT, None, "number of a run that --seeds or --sweep trained in one folder", shown="")
 DATA = Flag("data", PATH, (), "driving logs: files, folders, globs", many=True, shown="")
 JSON = Flag("json", OUTPUT, None, "write the result to this file; - is stdout", shown="")
 TRAFFIC = Flag(
@@ -55,7 +55,7 @@ class Result(NamedTuple):
 
 def evaluate(words: Sequence[str]) -> int:
     """`longhaul evaluate RUN [--policy ...] [--data PATH...] [--traffic ...] [--json FILE] [--csv FILE] ...`."""
-    about = "What a policy scores on whole episodes, with 95 % intervals."
+    about = "Scores of a policy on whole episodes, with 95 % intervals."
     parsed = flags.parse("evaluate", about, _evaluate_flags(), words).values
     folder = _folder(parsed)
     _check_evaluate(parsed)
@@ -76,7 +76,7 @@ def evaluate(words: Sequence[str]) -> int:
 
 
 def _evaluate_flags() -> dict[str, list[Flag]]:
-    per_scenario = "how many scenarios; with --data, at most as many as it holds"
+    per_scenario = "scenarios; with --data, at most as many as it holds"
     return {
         "": [
             RUN,
@@ -87,9 +87,9 @@ def _evaluate_flags() -> dict[str, list[Flag]]:
             Flag("episodes", INT, None, per_scenario, shown="as in the run", least=1),
             JSON,
             Flag("csv", OUTPUT, None, "write a row an episode to this file; - is stdout", shown=""),
-            Flag("realism", flags.ALONE, False, "how likely the log is among rollouts of each scenario", shown=""),
-            Flag("rollouts", INT, evaluate_realism.ROLLOUTS, "of a scenario, for --realism", least=1),
-            Flag("worst", INT, 0, "draw as many of the worst scenarios", shown="none", least=0),
+            Flag("realism", flags.ALONE, False, "likelihood of the log among rollouts of each scenario", shown=""),
+            Flag("rollouts", INT, evaluate_realism.ROLLOUTS, "rollouts of a scenario, for --realism", least=1),
+            Flag("worst", INT, 0, "worst scenarios to draw", shown="none", least=0),
             Flag("worst-dir", PATH, None, "the folder to draw them in", shown="worst, in the run's folder"),
             Flag("worst-as", choice(WORST), "html", "pages with a player, or animations"),
             RUNS_DIR,

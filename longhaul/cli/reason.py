@@ -36,7 +36,7 @@ GROUPS = {
         Flag("samples", INT, 16, "chains of a problem, at most"),
         Flag("wave", INT, 4, "chains that are drawn before votes are counted"),
         Flag("lead", FLOAT, 2.0, "votes ahead at which it stops; 0: never early"),
-        Flag("select", choice(self_consistency.SELECTIONS), "majority", "which chain's answer is given"),
+        Flag("select", choice(self_consistency.SELECTIONS), "majority", "rule that selects the answer"),
         Flag("steps", INT, None, "most steps of a chain, after which it must answer", shown="any"),
         Flag("temperature", FLOAT, None, "of sampling; 0: always the likeliest token", shown="the run's"),
         Flag("seed", INT, 0, "of sampling"),

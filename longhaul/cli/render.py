@@ -25,7 +25,7 @@ PICTURES = (".gif", ".mp4", ".html", ".png")
 
 def render(words: Sequence[str]) -> int:
     """`longhaul render RUN|--policy ... [--data PATH...] [--scenario ID] [--traffic ...] --out FILE`."""
-    policy = Flag("policy", choice(evaluation.POLICIES), "run", "who drives; without RUN: idm, log or constant")
+    policy = Flag("policy", choice(evaluation.POLICIES), "run", "driver; without RUN: idm, log or constant")
     scenario = Flag("scenario", TEXT, None, "the scenario's id", shown="the first")
     out = Flag("out", PATH, None, ".gif, .mp4, .html (a page with a player) or .png (a film strip)", shown="needed")
     groups = {"": [RUN, MEMBER, policy, DATA, scenario, TRAFFIC, out, RUNS_DIR, DEBUG]}

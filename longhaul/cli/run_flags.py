@@ -63,9 +63,9 @@ PUBLISHING = (
     Flag("publish", TEXT, (), "tcp:HOST:PORT, shm:NAME, a folder, or run: RUN/weights; a run that goes on keeps to it; "
          "none: stop", True, shown=""),
     Flag("publish-every", INT, 1, "updates from one version to the next"),
-    Flag("publish-precision", choice(PUBLISHED), "as-is", "what parameters of fp32 are published in"),
+    Flag("publish-precision", choice(PUBLISHED), "as-is", "type in which fp32 parameters are published"),
     Flag("publish-token-file", optional(PATH), None, "a file with the token that receivers must know", shown=""),
-    Flag("publish-anchor", INT, 1, "of versions in a folder each so manyth is whole, the others what changed"),
+    Flag("publish-anchor", INT, 1, "versions in a folder from one full snapshot to the next; the others are deltas"),
 )  # fmt: skip
 """Flags of publication: not part of a Run either."""
 

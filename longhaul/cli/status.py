@@ -26,7 +26,7 @@ HEADER = ["actor", "process", "state", "for", "rollouts", "waiting", "queue", "r
 
 def status(words: Sequence[str]) -> int:
     """`longhaul status RUN`."""
-    parsed = flags.parse("status", "How far a run is.", {"": [RUN, RUNS_DIR, DEBUG]}, words).values
+    parsed = flags.parse("status", "Progress of a run.", {"": [RUN, RUNS_DIR, DEBUG]}, words).values
     if parsed["RUN"] is None:
         raise FlagError("which run? longhaul status RUN")
     folder = find_folder(Path(parsed["runs-dir"]), parsed["RUN"])

@@ -26,7 +26,7 @@ from longhaul.training.run_dir import find_folder, load_run, new_folder, save_ru
 if TYPE_CHECKING:
     from longhaul.training.loop import Outcome
 
-DRY_RUN = Flag("dry-run", ALONE, False, "compile, tell the memory that it takes, and stop", shown="")
+DRY_RUN = Flag("dry-run", ALONE, False, "compile, print the memory needed, and stop", shown="")
 
 SEEN = 30.0
 """Seconds in which a folder that one host made must appear on the others."""

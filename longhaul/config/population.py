@@ -26,7 +26,9 @@ FORMS = "NAME=LOW..HIGH:COUNT, or NAME=VALUE,VALUE,..."
 class Population:
     """Which runs are trained side by side."""
 
-    seeds: int = setting(1, "runs side by side in one program, each as if alone: with the seed, the next, ...", least=1)
+    seeds: int = setting(
+        1, "runs side by side in one program, each as if alone: with the seed, the next one, ...", least=1
+    )
     sweep: tuple[str, ...] = setting(
         (), "runs side by side, too: lr=1e-4..1e-3:8, lr=1e-4,3e-4; of several hyperparameters every combination"
     )
@@ -35,7 +37,7 @@ class Population:
     )
     together: int | None = setting(
         None,
-        "of the runs on a device, how many are computed at once; a matter of speed, and of last bits",
+        "runs of a device that are computed at once; affects speed, and last bits",
         least=1,
         auto=True,
     )

@@ -64,7 +64,7 @@ class Run:
     recipe: str
     environment: Named | Driving | Reasoning
     algorithm: AlgorithmConfig = nested(PPOConfig)
-    topology: str = setting("fused", "how acting and learning are laid out", choices=TOPOLOGIES)
+    topology: str = setting("fused", "layout of acting and learning", choices=TOPOLOGIES)
     acting: ActorConfig = nested(ActorConfig)
     central: ServerConfig = nested(ServerConfig)
     population: Population = nested(Population)  # sizes and steps are of each member
@@ -79,14 +79,14 @@ class Run:
     )
     lr_rule: str = setting(
         "none",
-        "how lr follows from the batch, against that of --base-batch: not, linearly, by the square root",
+        "rule by which lr follows the batch, relative to --base-batch: none, linear, or square root",
         choices=LR_RULES,
         resume=CHANGEABLE,
     )
     base_batch: int | None = setting(
         None, "agent steps of the update that lr is meant for", least=1, auto=True, resume=CHANGEABLE
     )
-    seed: int = setting(0, "all random numbers come from it", least=0, most=MOST)
+    seed: int = setting(0, "source of all random numbers", least=0, most=MOST)
     devices: int | None = setting(
         None,
         "devices: data=N of them share the worlds; with model=M each of these is M, which share the parameters",
@@ -98,7 +98,7 @@ class Run:
     model: int = 1  # parts that parameters and optimiser are split into, a device each; the second part of --mesh
     deterministic: bool = setting(False, "the same parameters on 1, 2, 4 and 8 devices, bit for bit")
     threads: int | None = setting(
-        None, "of the CPU, in all; the last bits of sums depend on it", least=1, auto=True, resume=CHANGEABLE
+        None, "CPU threads in all; the last bits of sums depend on it", least=1, auto=True, resume=CHANGEABLE
     )
     log_interval: int | None = setting(None, "updates of a record of metrics", least=1, auto=True, **SAVING)
     block: int | None = setting(
@@ -109,13 +109,13 @@ class Run:
     keep: int = setting(3, "newest checkpoints that stay", least=1, **SAVING)
     keep_every: int | None = setting(
         None,
-        "of each so many updates one checkpoint stays for good, beside the newest; none: only those",
+        "updates between checkpoints that stay for good, beside the newest; none: only the newest stay",
         least=1,
         **SAVING,
     )
     rollbacks: int = setting(
         3,
-        "goings back from updates with NaN or infinity, each on with other random numbers; then the run fails",
+        "returns to a checkpoint from NaN or infinity, each with other random numbers, before the run fails",
         least=0,
         **SAVING,
     )

@@ -34,23 +34,23 @@ class Reasoning:
     """Problems with answers that a program checks. Of a run, `num_envs` are problems of an update, a group of
     completions each, and `num_steps` the most tokens of one."""
 
-    task: str = setting("arithmetic", "what problems are about; longhaul reason shows them", choices=TASKS)
+    task: str = setting("arithmetic", "task of the problems; longhaul reason shows them", choices=TASKS)
     fewest: int = setting(1, "operations of a problem, or digits of a number; at most --most", least=1)
-    most: int = setting(4, "likewise, at most; or numbers of countdown", least=1, most=64)
-    held_out_fewest: int = setting(2, "of problems held out, on which a run is evaluated", least=1)
-    problems: int = setting(16_384, "to train on", least=1, most=2**24)
-    wave: int = setting(128, "completions that are sampled together; a matter of speed", least=1, most=2**20)
+    most: int = setting(4, "most operations or digits; numbers of countdown", least=1, most=64)
+    held_out_fewest: int = setting(2, "fewest operations of a held-out problem, on which a run is evaluated", least=1)
+    problems: int = setting(16_384, "problems to train on", least=1, most=2**24)
+    wave: int = setting(128, "completions that are sampled together; affects speed", least=1, most=2**20)
     questions: str = setting(
-        "", "of --task questions: a JSONL file with a question and an answer a line, in GSM8K's format"
+        "", "file of --task questions: JSONL with a question and an answer a line, in GSM8K's format"
     )
     held_out_questions: str = setting(
         "", "another such file, to be evaluated on; none: questions of the first, held out there"
     )
     check: str = setting(
         "numeric",
-        "how an answer is compared: numeric, exact, or package.module:function, (problem, completion) -> reward",
+        "comparison of answers: numeric, exact, or package.module:function, (problem, completion) -> reward",
     )
-    template: str = setting("{question}\n", "what is around a question, where {question} stands for it")
+    template: str = setting("{question}\n", "text around a question, with {question} in its place")
 
     @property
     def exact(self) -> bool:
@@ -71,18 +71,18 @@ class GateConfig:
         least=0,
         most=1,
     )
-    hysteresis: float = setting(0.1, "how far below the threshold it must fall to be taught again", least=0, most=1)
+    hysteresis: float = setting(
+        0.1, "fall of soundness below the threshold after which imitation begins again", least=0, most=1
+    )
     patience: int = setting(10, "looks without a rise after which the gate stays open", least=1)
-    rise: float = setting(0.01, "of the best soundness since the gate closed, to count as one", least=0, most=1)
+    rise: float = setting(0.01, "rise of the best soundness since the gate closed that counts", least=0, most=1)
     every: int = setting(10, "updates between two looks while it is closed", least=1)
     chains: str = setting(
         "solver",
-        "whose verified chains it imitates: a solver's, or its own samples that are right and sound",
+        "source of imitated chains: a solver, or own samples that are right and sound",
         choices=CHAINS,
     )
-    fewest: int = setting(
-        4, "own chains of a device's share of an update, below which it learns nothing from them", least=1
-    )
+    fewest: int = setting(4, "fewest own chains of a device's share of an update that are learnt from", least=1)
 
 
 FAMILIES = ("llama", "qwen2", "qwen3")
@@ -109,23 +109,27 @@ class ModelConfig:
     """Architecture of a language model. `huggingface.config_of` reads it from a config.json."""
 
     family: str = setting(
-        "qwen3", "of the language model: Llama, Qwen2 (biases), Qwen3 (normalised queries and keys)", choices=FAMILIES
+        "qwen3",
+        "family of the language model: Llama, Qwen2 (biases), Qwen3 (normalised queries and keys)",
+        choices=FAMILIES,
     )
     vocabulary: int = 23
-    width: int = setting(64, "of its residual", least=1)
-    layers: int = setting(2, "of attention and a gated perceptron each", least=1)
-    heads: int = setting(2, "of queries", least=1)
-    kv_heads: int = setting(2, "of keys and values, each shared by as many heads of queries", least=1)
+    width: int = setting(64, "width of the residual stream", least=1)
+    layers: int = setting(2, "layers of attention and a gated perceptron", least=1)
+    heads: int = setting(2, "heads of queries", least=1)
+    kv_heads: int = setting(2, "heads of keys and values, each shared by equally many heads of queries", least=1)
     head_dim: int = setting(32, "width of a head", least=1)
     hidden: int = setting(192, "width of the gated perceptron", least=1)
-    eps: float = setting(1e-6, "of the root mean square normalisation")
+    eps: float = setting(1e-6, "epsilon of the root mean square normalisation")
     theta: float = setting(10_000.0, "base of the rotary frequencies")
     rope_scaling: RopeScaling | None = None
-    tied: bool = setting(True, "the embedding is the output's kernel, too")
-    context: int = setting(4096, "tokens that it is said to be trained on; no bound here")
+    tied: bool = setting(True, "tie the output's kernel to the embedding")
+    context: int = setting(4096, "context length in the model's files; no bound here")
     pad: int = 0  # the token that pads, and is never chosen; -1: none of the vocabulary, and -1 pads
-    precision: str = setting("fp32", "what its layers compute in; parameters and logits are fp32", choices=PRECISIONS)
-    remat: str = setting("none", "what of a layer is computed again for the gradient, in less memory", choices=REMATS)
+    precision: str = setting(
+        "fp32", "type of the layers' computation; parameters and logits are fp32", choices=PRECISIONS
+    )
+    remat: str = setting("none", "parts of a layer computed again for the gradient, which saves memory", choices=REMATS)
 
     @property
     def biased(self) -> bool:

@@ -80,7 +80,7 @@ def of_learning(name: str) -> str | None:
 class Bounds:
     """Bounds of a healthy run. None disables a check, or chooses its bound."""
 
-    watch: bool = setting(True, "say it when a run falls ill, or gets well again", resume=FREE, flag="health")
+    watch: bool = setting(True, "report when a run becomes unhealthy, or recovers", resume=FREE, flag="health")
     entropy: float | None = setting(
         None, "nats below which the policy has collapsed; none: chosen by the actions", resume=FREE
     )

@@ -54,15 +54,15 @@ EVENTS = ("collision", "offroad", "red_light", "goal")
 class Weights:
     """Reward weights. Events count once an episode."""
 
-    progress: float = setting(0.1, "for a metre along the route, not beyond its end")
-    collision: float = setting(-4.0, "for a collision")
-    offroad: float = setting(-4.0, "for leaving the road")
-    red_light: float = setting(-4.0, "for running a red light")
-    goal: float = setting(2.0, "for reaching the goal")
-    discomfort: float = setting(-0.01, "for each exceeded limit of comfort, a step, at most twice")
-    haste: float = setting(-0.05, "for needing to brake hard, a step, by how hard, at most twice")
-    lateral: float = setting(-0.01, "for a metre beside the route, a step, at most 4")
-    heading: float = setting(-0.02, "for 1 - cos of the angle to the route, a step")
+    progress: float = setting(0.1, "reward for a metre along the route, not beyond its end")
+    collision: float = setting(-4.0, "reward for a collision")
+    offroad: float = setting(-4.0, "reward for leaving the road")
+    red_light: float = setting(-4.0, "reward for running a red light")
+    goal: float = setting(2.0, "reward for reaching the goal")
+    discomfort: float = setting(-0.01, "reward for each exceeded limit of comfort, a step, at most twice")
+    haste: float = setting(-0.05, "reward for needed hard braking, a step, by its excess, at most twice")
+    lateral: float = setting(-0.01, "reward for a metre beside the route, a step, at most 4")
+    heading: float = setting(-0.02, "reward for 1 - cos of the angle to the route, a step")
 
 
 ACTIONS = ("discrete", "continuous", "joint")
@@ -81,32 +81,30 @@ class Config:
     agents: int = setting(1, "controlled agents of a world; 1 is the ego alone", least=1)
     traffic: str = setting(
         "log",
-        "the others replay the log, react by the Intelligent Driver Model, or keep their velocity",
+        "behaviour of the others: replay of the log, Intelligent Driver Model, or constant velocity",
         choices=TRAFFICS,
     )
     driver: str = "policy"
     """Driver of the agents: the "policy", or a baseline that ignores actions: "log", "idm", "constant" (speed)."""
     expert: str = setting(
-        "log", "whom imitation learns from: the log, or the Intelligent Driver Model along the route", choices=EXPERTS
+        "log", "expert of imitation: the log, or the Intelligent Driver Model along the route", choices=EXPERTS
     )
     control: str = setting(
         "vehicles",
-        "whom the agents may be: vehicles, or all that move, cyclists and pedestrians too",
+        "kinds of agents: vehicles, or all that move, cyclists and pedestrians too",
         choices=tuple(CONTROLS),
     )
     dynamics: str = setting(
         "bicycle",
-        "how agents move, and what actions are: acceleration and curvature, or wheels, moves, jerks",
+        "model of motion and of actions: acceleration and curvature, steering wheel, displacement, or jerk",
         choices=DYNAMICS,
     )
-    actions: str = setting("discrete", "what the policy chooses from", choices=ACTIONS)
+    actions: str = setting("discrete", "action space of the policy", choices=ACTIONS)
     """"discrete": an index for each number of a command; "joint": one for all; "continuous": all within [-1, 1]."""
     terminations: tuple[str, ...] = setting(EVENTS, "events that end an episode", choices=EVENTS)
-    goal: str = setting(
-        "remove", "an agent that reaches its goal is removed, stops there, or begins anew", choices=GOALS
-    )
-    crash: str = setting("remove", "an agent that ends by another event is removed, or stops there", choices=CRASHES)
-    conditioning: bool = setting(False, "drivers draw reward weights of their own, and see them")
+    goal: str = setting("remove", "fate of an agent at its goal: removed, stopped, or given a new one", choices=GOALS)
+    crash: str = setting("remove", "fate of an agent that ends by another event: removed, or stopped", choices=CRASHES)
+    conditioning: bool = setting(False, "reward weights drawn per driver, and observed by it")
     weights: Weights = nested(Weights, "reward_")
     neighbours: int = setting(8, "nearest others that an agent sees", least=1)
     waypoints: int = setting(10, "points of the route ahead that it sees", least=1, most=MAX_WAYPOINTS)
@@ -130,7 +128,7 @@ class Config:
     view_angle: float = setting(
         2.0 * math.pi, "radians of an agent's field of view, around straight ahead", above=0, most=2.0 * math.pi
     )
-    view_occlusion: bool = setting(False, "boxes hide who is behind them")
+    view_occlusion: bool = setting(False, "occlusion: boxes hide agents behind them")
 
 
 def sight_of(config: Config) -> Sight:

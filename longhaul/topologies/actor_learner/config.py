@@ -31,7 +31,7 @@ class ActorConfig:
 
     actors: int | None = setting(
         None,
-        "of the topologies actors and central: who share the worlds",
+        "actors, which share the worlds, in the topologies actors and central",
         least=1,
         most=MOST,
         auto=True,

@@ -27,7 +27,7 @@ class ServerConfig:
 
     lane: str = setting(
         "shm",
-        "of the topology central, how observations come: by shared memory, or by gRPC",
+        "transport of observations in the topology central: shared memory, or gRPC",
         choices=LANES,
         resume=FREE,
         topologies=CENTRAL,
