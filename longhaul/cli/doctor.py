@@ -99,10 +99,6 @@ def table(found: Sequence[Check]) -> list[str]:
     return lines
 
 
-def _say(line: str) -> None:
-    print(line, file=sys.stderr, flush=True)
-
-
 # ------------------------------------------------------------------------------------------------------------- a run
 
 
@@ -196,7 +192,7 @@ def _recipe(words: Sequence[str]) -> int:
     run = run_flags.chosen(recipe, parsed)
     found = []
     for check in checkup(run, quick=values["quick"], seeds=values["seeds"], updates=values["updates"]):
-        _say(f"{check.name}: {check.verdict}, {check.value}")
+        print(f"{check.name}: {check.verdict}, {check.value}", file=sys.stderr, flush=True)
         found.append(check)
     about = {"recipe": run.recipe, "run": to_dict(run), "provenance": provenance()}
     return _show(found, about, values["json"])

@@ -40,6 +40,24 @@ TRAFFIC = Flag(
 
 WORST = ("html", "gif")
 
+FLAGS = (
+    RUN,
+    MEMBER,
+    Flag("policy", choice(evaluation.POLICIES), "run", "the run's policy, the untrained one, or a driver"),
+    DATA,
+    TRAFFIC,
+    Flag("episodes", INT, None, "scenarios; with --data, at most as many as it holds", shown="as in the run", least=1),
+    JSON,
+    Flag("csv", OUTPUT, None, "write a row an episode to this file; - is stdout", shown=""),
+    Flag("realism", flags.ALONE, False, "likelihood of the log among rollouts of each scenario", shown=""),
+    Flag("rollouts", INT, evaluate_realism.ROLLOUTS, "rollouts of a scenario, for --realism", least=1),
+    Flag("worst", INT, 0, "worst scenarios to draw", shown="none", least=0),
+    Flag("worst-dir", PATH, None, "the folder to draw them in", shown="worst, in the run's folder"),
+    Flag("worst-as", choice(WORST), "html", "pages with a player, or animations"),
+    RUNS_DIR,
+    DEBUG,
+)
+
 
 class Result(NamedTuple):
     """Result of an evaluation."""
@@ -56,8 +74,10 @@ class Result(NamedTuple):
 def evaluate(words: Sequence[str]) -> int:
     """`longhaul evaluate RUN [--policy ...] [--data PATH...] [--traffic ...] [--json FILE] [--csv FILE] ...`."""
     about = "Scores of a policy on whole episodes, with 95 % intervals."
-    parsed = flags.parse("evaluate", about, _evaluate_flags(), words).values
-    folder = _folder(parsed)
+    parsed = flags.parse("evaluate", about, {"": FLAGS}, words).values
+    if parsed["RUN"] is None:
+        raise FlagError("which run? longhaul evaluate RUN [--flags]: RUN first, or before --data")
+    folder = find_folder(Path(parsed["runs-dir"]), parsed["RUN"])
     _check_evaluate(parsed)
     run, acting = policy_of(folder, parsed["policy"], parsed["member"])
     if isinstance(run.environment, Driving):
@@ -73,35 +93,6 @@ def evaluate(words: Sequence[str]) -> int:
     if parsed["worst"]:
         _draw_worst(result, acting, parsed, Path(parsed["worst-dir"] or folder / "worst"))
     return 0
-
-
-def _evaluate_flags() -> dict[str, list[Flag]]:
-    per_scenario = "scenarios; with --data, at most as many as it holds"
-    return {
-        "": [
-            RUN,
-            MEMBER,
-            Flag("policy", choice(evaluation.POLICIES), "run", "the run's policy, the untrained one, or a driver"),
-            DATA,
-            TRAFFIC,
-            Flag("episodes", INT, None, per_scenario, shown="as in the run", least=1),
-            JSON,
-            Flag("csv", OUTPUT, None, "write a row an episode to this file; - is stdout", shown=""),
-            Flag("realism", flags.ALONE, False, "likelihood of the log among rollouts of each scenario", shown=""),
-            Flag("rollouts", INT, evaluate_realism.ROLLOUTS, "rollouts of a scenario, for --realism", least=1),
-            Flag("worst", INT, 0, "worst scenarios to draw", shown="none", least=0),
-            Flag("worst-dir", PATH, None, "the folder to draw them in", shown="worst, in the run's folder"),
-            Flag("worst-as", choice(WORST), "html", "pages with a player, or animations"),
-            RUNS_DIR,
-            DEBUG,
-        ]
-    }
-
-
-def _folder(parsed: dict[str, Any]) -> Path:
-    if parsed["RUN"] is None:
-        raise FlagError("which run? longhaul evaluate RUN [--flags]: RUN first, or before --data")
-    return find_folder(Path(parsed["runs-dir"]), parsed["RUN"])
 
 
 def _check_evaluate(parsed: dict[str, Any]) -> None:

@@ -70,8 +70,7 @@ def reason(words: Sequence[str]) -> int:
     if not isinstance(task, Reasoning):
         raise RunError(f"run {folder.name} is no language model's; name one of a recipe reasoning-...")
     if parsed["curve"] is not None:
-        _check_curve(parsed, task)
-        return _curve(folder, parsed, settings)
+        return _curve(folder, task, parsed, settings)
     made, asked = (
         problem_sets.held_out_task(task),
         list(parsed["PROBLEM"]) or [problem_sets.held_out(task, 1)[0].prompt],
@@ -106,20 +105,15 @@ def _temperature(run: Run, parsed: dict[str, Any]) -> float:
     return _model(run).temperature if parsed["temperature"] is None else float(parsed["temperature"])
 
 
-def _check_curve(parsed: dict[str, Any], task: Reasoning) -> None:
+def _curve(folder: Path, task: Reasoning, parsed: dict[str, Any], settings: self_consistency.Config) -> int:
+    """Gain of a run's policy from more thinking, on problems that it never trained on."""
     if not task.exact:
         raise FlagError(f"--curve is of problems with one right answer, and the run's are of {task.task}; leave it out")
     if parsed["PROBLEM"]:
         raise FlagError("--curve is of problems held out; leave PROBLEM out")
     if parsed["steps"] is not None:
         raise FlagError(f"--steps is {parsed['steps']}, and --curve goes through all budgets; leave --steps out")
-
-
-def _curve(folder: Path, parsed: dict[str, Any], settings: self_consistency.Config) -> int:
-    """Gain of a run's policy from more thinking, on problems that it never trained on."""
     run, policy, _ = loop.restore_policy(folder)
-    task = run.environment
-    assert isinstance(task, Reasoning)
     made, asked = problem_sets.task(task), problem_sets.held_out(task, parsed["curve"])
     posed = bank(made, asked, np.random.default_rng(problem_sets.HELD_OUT), run.num_steps)
     how = Sampling(run.num_steps, settings.samples, _temperature(run, parsed), task.wave)

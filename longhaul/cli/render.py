@@ -31,7 +31,10 @@ def render(words: Sequence[str]) -> int:
     groups = {"": [RUN, MEMBER, policy, DATA, scenario, TRAFFIC, out, RUNS_DIR, DEBUG]}
     parsed = flags.parse("render", "Draws one scenario as a policy drives it.", groups, words).values
     who = parsed["policy"]
-    _check_out(parsed["out"])
+    if parsed["out"] is None:
+        raise FlagError("where to? give --out drive.gif (or .mp4, .html, .png)")
+    if Path(parsed["out"]).suffix.lower() not in PICTURES:
+        raise FlagError(f"--out is {parsed['out']!r}; its suffix must be one of {', '.join(PICTURES)}")
     if parsed["RUN"] is not None:
         folder = find_folder(Path(parsed["runs-dir"]), parsed["RUN"])
         stored = load_run(folder)
@@ -47,14 +50,6 @@ def render(words: Sequence[str]) -> int:
     pictures.save([recording], parsed["out"], fps=max(1, min(50, round(1 / recording.dt))))
     print(parsed["out"])
     return 0
-
-
-def _check_out(out: str | None) -> None:
-    """Raises FlagError before work is done for nothing."""
-    if out is None:
-        raise FlagError("where to? give --out drive.gif (or .mp4, .html, .png)")
-    if Path(out).suffix.lower() not in PICTURES:
-        raise FlagError(f"--out is {out!r}; its suffix must be one of {', '.join(PICTURES)}")
 
 
 def _film(run: Run, acting: Any, parsed: dict[str, Any]) -> Recording:

@@ -82,17 +82,16 @@ def run(recipe: str, words: Sequence[str], command: str) -> int:
 
 def _table(default: Grid) -> dict[str, list[Flag]]:
     """The flags of the grid, and those of a run that it does not set itself."""
-    values = {flag.name: getattr(default, flag.name) for flag in GRID}
-    own = [flag._replace(default=values[flag.name], shown=_said(values[flag.name])) for flag in GRID]
+    own = []
+    for flag in GRID:
+        value = getattr(default, flag.name)
+        shown = ",".join(f"{each:g}" for each in value) if isinstance(value, tuple) else str(value)
+        own.append(flag._replace(default=value, shown=shown))
     rest = {
         title: [flag for flag in group if flag.name not in VARIED]
         for title, group in run_flags.table(default.base).items()
     }
     return {"grid: What is run.": own, **rest}
-
-
-def _said(value: Any) -> str:
-    return ",".join(f"{each:g}" for each in value) if isinstance(value, tuple) else str(value)
 
 
 def _chosen(default: Grid, parsed: flags.Parsed) -> Grid:

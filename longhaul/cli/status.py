@@ -32,7 +32,8 @@ def status(words: Sequence[str]) -> int:
     folder = find_folder(Path(parsed["runs-dir"]), parsed["RUN"])
     run = read_run(folder)
     about = json.loads((folder / "run.json").read_text())
-    found = _records(folder / "metrics.jsonl")
+    metrics = folder / "metrics.jsonl"
+    found = sinks.read(metrics) if metrics.is_file() else []
     last, lines = (found[-1] if found else {}), len(found)
     result = folder / "result.json"
     saved = sorted({int(name) for path in folder.glob("checkpoints/*") if (name := path.name.split(".")[0]).isdigit()})
@@ -59,18 +60,13 @@ def status(words: Sequence[str]) -> int:
     if about.get("detours"):
         rows.append(("detours", f"{len(about['detours'])} of {run.rollbacks}, around numbers that were not finite"))
     if lines:
-        age = time.time() - (folder / "metrics.jsonl").stat().st_mtime
+        age = time.time() - metrics.stat().st_mtime
         rows.append(("last record", f"{max(0, round(age))} s ago"))
     tables.listing(rows)
     show_live(folder)
     if result.is_file():
         show_result(json.loads(result.read_text()))
     return 0
-
-
-def _records(path: Path) -> list[dict[str, Any]]:
-    """The whole records of a metrics file; none where there is no file."""
-    return sinks.read(path) if path.is_file() else []
 
 
 def _agents(run: Run, records: Sequence[Mapping[str, Any]]) -> int:
@@ -93,15 +89,6 @@ def show_result(result: dict[str, Any]) -> None:
 
     header, rows, footer = population_report.columns(result["members"])
     tables.table(header, [[tables.number(value) for value in row] for row in rows], footer=footer)
-
-
-def read_live(folder: Path) -> dict[str, Any] | None:
-    """Last `LIVE` of a run; None where no actors are at work."""
-    try:
-        told: dict[str, Any] = json.loads((folder / LIVE).read_text())
-    except (OSError, ValueError):
-        return None
-    return told
 
 
 def live_rows(told: dict[str, Any], now: float) -> list[tuple[str, str]]:
@@ -134,7 +121,9 @@ def actor_rows(told: dict[str, Any]) -> list[list[str]]:
 
 def show_live(folder: Path) -> None:
     """Prints the state of a run's actors; nothing where none are at work."""
-    told = read_live(folder)
-    if told is not None:
-        tables.listing(live_rows(told, time.time()))
-        tables.table(HEADER, actor_rows(told))
+    try:
+        state: dict[str, Any] = json.loads((folder / LIVE).read_text())
+    except (OSError, ValueError):
+        return
+    tables.listing(live_rows(state, time.time()))
+    tables.table(HEADER, actor_rows(state))

@@ -107,7 +107,11 @@ def check(population: Population, config: Any, seed: int) -> tuple[Member, ...]:
             "sweep", f"of {len(found)} runs, with --seeds", f"at most {MOST_MEMBERS} are trained side by side"
         )
     hints = typing.get_type_hints(type(config))
-    known = [field.name for field in dataclasses.fields(config) if float in (hints[field.name], *_args(hints, field))]
+    known = [
+        field.name
+        for field in dataclasses.fields(config)
+        if float in (hints[field.name], *typing.get_args(hints[field.name]))
+    ]
     for name in sweeps(population.sweep):
         if name not in known:
             there = ", ".join(known).replace("_", "-")
@@ -119,10 +123,6 @@ def check(population: Population, config: Any, seed: int) -> tuple[Member, ...]:
             "pbt_interval", f"{population.pbt_interval}, and there is no population to choose from", "give --sweep"
         )
     return found
-
-
-def _args(hints: dict[str, Any], field: dataclasses.Field[Any]) -> tuple[Any, ...]:
-    return typing.get_args(hints[field.name])
 
 
 def own(found: tuple[Member, ...]) -> dict[str, np.ndarray]:

@@ -242,9 +242,10 @@ def test_a_launcher_that_was_away_forgives(
 
 def test_a_signal_is_passed_to_all(dummies: None, tmp_path: Path) -> None:
     program = (
-        "import sys; from longhaul.runtime.launch import local as processes\n"
-        "processes.PROGRAM = (sys.executable, '-c', sys.argv[1])\n"
-        "from tests.cli.test_launch import supervise; sys.exit(supervise([sys.argv[2], 'listen'], 2, 3))"
+        "import functools, sys; from longhaul.cli import launch; from longhaul.runtime.launch import local\n"
+        "local.PROGRAM = (sys.executable, '-c', sys.argv[1])\n"  # without JAX: a launcher imports none
+        "start = functools.partial(local.local, count=2, devices=None)\n"
+        "sys.exit(launch.supervise([sys.argv[2], 'listen'], start, 3))"
     )
     command = [sys.executable, "-c", program, PROCESS, str(tmp_path)]
     with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as launcher:
