@@ -131,19 +131,25 @@ def _lives(process: int) -> bool:
         return False
 
 
-@pytest.mark.skipif(not Path("/proc/self").exists(), reason="processes are looked at in /proc")
-def test_workers_end_with_a_process_that_is_killed(tmp_path: Path) -> None:
-    script = tmp_path / "slow.py"
-    script.write_text(SLOW)
-    started = tmp_path / "started"
+def _run(tmp_path: Path, program: str) -> tuple[subprocess.Popen[str], list[int]]:
+    """A process in a group of its own whose two workers have begun, and the workers' ids."""
+    script, started = tmp_path / "slow.py", tmp_path / "started"
+    script.write_text(program)
     started.mkdir()
-    process = subprocess.Popen([sys.executable, str(script), str(started)])
+    command = [sys.executable, str(script), str(started)]
+    pipe = subprocess.PIPE
+    process = subprocess.Popen(command, stdout=pipe, stderr=pipe, start_new_session=True, text=True)
     while len(list(started.iterdir())) < 2:
         assert process.poll() is None
         time.sleep(0.01)
-    workers = [int(path.name) for path in started.iterdir()]
+    return process, [int(path.name) for path in started.iterdir()]
+
+
+@pytest.mark.skipif(not Path("/proc/self").exists(), reason="processes are looked at in /proc")
+def test_workers_end_with_a_process_that_is_killed(tmp_path: Path) -> None:
+    process, workers = _run(tmp_path, SLOW)
     process.kill()
-    process.wait()
+    process.communicate()
     deadline = time.monotonic() + 60
     while any(map(_lives, workers)):
         assert time.monotonic() < deadline, "workers live on"
@@ -153,23 +159,13 @@ def test_workers_end_with_a_process_that_is_killed(tmp_path: Path) -> None:
 @pytest.mark.skipif(not Path("/proc/self").exists(), reason="processes are looked at in /proc")
 def test_a_signal_to_the_whole_group_ends_workers_without_a_word(tmp_path: Path) -> None:
     """As `timeout` sends it: twice to us, once to each worker, whose death would break the pool."""
-    script = tmp_path / "slow.py"
-    script.write_text(SLOW.replace("3600", "0.2").replace(CALL, STOPPABLE))
-    started = tmp_path / "started"
-    started.mkdir()
-    process = subprocess.Popen(
-        [sys.executable, str(script), str(started)], stdout=subprocess.PIPE, stderr=subprocess.PIPE,
-        start_new_session=True, text=True,
-    )  # fmt: skip
-    while len(list(started.iterdir())) < 2:
-        assert process.poll() is None
-        time.sleep(0.01)
+    process, workers = _run(tmp_path, SLOW.replace("3600", "0.2").replace(CALL, STOPPABLE))
     process.terminate()
     time.sleep(0.1)  # so that this one is heard already
     os.killpg(process.pid, signal.SIGTERM)
     out, err = process.communicate(timeout=60)
     assert (process.returncode, out, err) == (0, "heard\n", "")
-    assert not any(_lives(int(path.name)) for path in started.iterdir())
+    assert not any(map(_lives, workers))
 
 
 def test_files_without_a_scenario_are_refused(tmp_path: Path) -> None:

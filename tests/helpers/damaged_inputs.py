@@ -17,17 +17,18 @@ import struct
 import subprocess
 import zlib
 from collections.abc import Callable
-from contextlib import closing
+from contextlib import closing, suppress
 from pathlib import Path
 from typing import Any
 
 import google_crc32c
 import numpy as np
+from google.protobuf.message import DecodeError
 
-from longhaul.driving.datasets import readers
+from longhaul.driving.datasets import readers, womd
 from longhaul.driving.scenario.compile import compile_log
 from longhaul.driving.shards import shard
-from tests.helpers import argoverse_files, nuplan_files, wire
+from tests.helpers import argoverse_files, nuplan_files
 from tests.helpers import log_files as made
 
 Files = dict[str, bytes]
@@ -86,51 +87,36 @@ def damage(payload: bytes, random: np.random.Generator) -> bytes:
 
 
 def damage_fields(payload: bytes, random: np.random.Generator) -> bytes:
-    """One field of a protocol-buffer message, at any depth, doubled, lost, moved, made huge or another one."""
-    start, stop, spans = 0, len(payload), []
-    for _ in range(random.integers(1, 6)):
-        try:
-            found = wire.fields(payload, start, stop)
-        except ValueError:
+    """One field of a Waymo message, at any depth, doubled, lost, of another value or type; lengths around it fit."""
+    message = womd.parse("Example" if womd.kind_of(payload) == womd.EXAMPLE else "Scenario", payload)
+    holder = message
+    for _ in range(random.integers(0, 5)):
+        parts = [(field, value) for field, value in holder.ListFields() if field.message_type]
+        inner = [each for field, value in parts for each in (value if field.is_repeated else [value])]
+        inner = [each for each in inner if each.ListFields()]
+        if not inner:
             break
-        if not found:
-            break
-        begins = [start, *(field.stop for field in found[:-1])]
-        choice = int(random.integers(0, len(found)))
-        spans = [(begins[choice], found[choice]), *spans]
-        if found[choice].wire != wire.BYTES:
-            break
-        start, stop = found[choice].start, found[choice].stop
-    if not spans:
-        return damage(payload, random)
-    begin, field = spans[int(random.integers(0, len(spans)))]
-    whole = payload[begin : field.stop]
+        holder = inner[int(random.integers(0, len(inner)))]
+    known = holder.ListFields()
+    field = known[int(random.integers(0, len(known)))][0]
     number = int(random.choice([field.number, field.number + 1, 1, 2, 2**28]))
-    replaced: list[bytes] = [
-        b"",
-        whole * 2,
-        whole * 200,
-        wire.encode(number, int(random.integers(-(2**62), 2**62))),
-        wire.encode(number, float(random.choice([np.nan, np.inf, 1e308, -1e8, 0.0]))),
-        wire.encode(number, np.float32(random.choice([np.nan, np.inf, 1e30, -1.0]))),
-        wire.encode(number, random.bytes(int(random.integers(0, 100)))),
-        wire.encode(number, b"\x80" * 1000),
-        wire.encode(number, whole),
-        wire.encode_varint(field.number << 3 | wire.BYTES) + wire.encode_varint(2 ** int(random.integers(20, 64))),
-    ]
-    data = payload[:begin] + replaced[int(random.integers(0, len(replaced)))] + payload[field.stop :]
-    return data if random.integers(0, 2) else _relength(data, [each for _, each in spans], len(data) - len(payload))
-
-
-def _relength(data: bytes, spans: list[wire.Field], change: int) -> bytes:
-    """Lengths of the messages around a change set right where they keep their width: the damage gets to the inside."""
-    out = bytearray(data)
-    for field in spans:
-        old = wire.encode_varint(field.stop - field.start)
-        new = wire.encode_varint(max(field.stop - field.start + change, 0))
-        if len(old) == len(new) and bytes(out[field.start - len(old) : field.start]) == old:
-            out[field.start - len(old) : field.start] = new
-    return bytes(out)
+    whole = holder.SerializeToString()
+    match random.integers(0, 10):
+        case 0:
+            holder.ClearField(field.name)
+        case 1 if field.is_repeated:
+            del getattr(holder, field.name)[int(random.integers(0, len(getattr(holder, field.name)))) :]
+        case choice:
+            added: list[bytes] = [
+                *(made.encode(number, whole) * count for count in (1, 200)),
+                made.encode(number, int(random.integers(-(2**62), 2**62))),
+                made.encode(number, float(random.choice([np.nan, np.inf, 1e308, -1e8, 0.0]))),
+                made.encode(number, np.float32(random.choice([np.nan, np.inf, 1e30, -1.0]))),
+                made.encode(number, b"\x80" * int(random.choice([1, 1000]))),
+            ]
+            with suppress(DecodeError):
+                holder.MergeFromString(added[choice % len(added)])
+    return message.SerializeToString()
 
 
 def bomb(depth: int) -> Any:

@@ -36,7 +36,6 @@ from longhaul.driving.datasets.log import (
     Tracks,
 )
 from longhaul.driving.datasets.womd import masked_crc
-from tests.helpers.wire import encode, encode_varint
 
 LENGTH = 200.0
 EAST, WEST = -1.75, 1.75
@@ -148,6 +147,30 @@ def assert_same(found: Log, expected: Log, *, times: float = 1e-6) -> None:
         assert one.junction == other.junction
         assert one.speed_limit == other.speed_limit or abs(one.speed_limit - other.speed_limit) < 1e-9
         np.testing.assert_array_equal(one.points, other.points)
+
+
+def encode_varint(value: int) -> bytes:
+    """An int64 or uint64 as a varint."""
+    value &= 0xFFFFFFFFFFFFFFFF
+    out = bytearray()
+    while value > 0x7F:
+        out.append(value & 0x7F | 0x80)
+        value >>= 7
+    return bytes([*out, value])
+
+
+def encode(number: int, value: int | float | bytes | np.float32) -> bytes:
+    """One field: an int as a varint, a float as fixed64, np.float32 as fixed32, bytes with their length.
+
+    Written by hand (protobuf.dev/programming-guides/encoding), as an oracle for what protobuf reads.
+    """
+    if isinstance(value, bytes):
+        return encode_varint(number << 3 | 2) + encode_varint(len(value)) + value
+    if isinstance(value, np.float32):
+        return encode_varint(number << 3 | 5) + struct.pack("<f", value)
+    if isinstance(value, float):
+        return encode_varint(number << 3 | 1) + struct.pack("<d", value)
+    return encode_varint(number << 3) + encode_varint(int(value))
 
 
 def framed(payloads: Iterable[bytes]) -> bytes:

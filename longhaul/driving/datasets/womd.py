@@ -336,6 +336,12 @@ def _example_features(example: Example) -> tuple[Feature, ...]:
     return group(identity[valid == 1], kind[valid == 1], points.reshape(-1, 3)[valid == 1])
 
 
+def _known(kind: int) -> int:
+    """The kind of a map feature; 0, which means nothing, for what no byte holds."""
+    kind = UNDEFINED.get(kind, kind)
+    return kind if 0 <= kind < 128 else 0
+
+
 def group(identity: np.ndarray, kind: np.ndarray, points: np.ndarray) -> tuple[Feature, ...]:
     """Features from points [P, 3] that carry ids [P] and kinds [P]; both in the order of appearance."""
     if not len(points):
@@ -346,8 +352,7 @@ def group(identity: np.ndarray, kind: np.ndarray, points: np.ndarray) -> tuple[F
     firsts = first[inverse.reshape(-1)][order]
     bounds = np.flatnonzero(np.diff(firsts)) + 1
     return tuple(
-        Feature(int(identity[part[0]]), UNDEFINED.get(int(kind[part[0]]), int(kind[part[0]])), points[part])
-        for part in np.split(order, bounds)
+        Feature(int(identity[part[0]]), _known(int(kind[part[0]])), points[part]) for part in np.split(order, bounds)
     )
 
 
@@ -451,7 +456,7 @@ def _scenario_features(rows: Sequence[Any]) -> tuple[Feature, ...]:
     features = []
     for (identity, field, shape), part in zip(named, np.split(points, ends)):
         kind = SHAPES[field] + (shape.kind if field in ("lane", "line", "edge") else 0)
-        feature = Feature(identity, UNDEFINED.get(kind, kind), part)
+        feature = Feature(identity, _known(kind), part)
         if field == "lane":
             limit = shape.speed_limit * MPH if shape.HasField("speed_limit") else None
             more = tuple(shape.entry), tuple(shape.exit), limit, shape.interpolating != 0

@@ -13,7 +13,7 @@ import pytest
 from longhaul.driving.datasets import readers
 from longhaul.driving.datasets.log import BadData
 from tests.helpers import log_files as made
-from tests.helpers.wire import encode
+from tests.helpers.log_files import encode
 
 
 def some(folder: Path) -> dict[str, Path]:

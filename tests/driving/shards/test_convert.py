@@ -60,6 +60,12 @@ def logs_in(folder: Path) -> Path:
     return folder
 
 
+@pytest.fixture(scope="module")
+def given(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+    """The folder of twelve scenarios, for tests that only read it."""
+    return [str(logs_in(tmp_path_factory.mktemp("logs") / "in"))]
+
+
 IDS = [f"{number}-{record}" for number, count in enumerate(COUNTS) for record in range(count)]
 
 
@@ -72,9 +78,9 @@ def ids(folder: Path) -> list[list[str]]:
     return [list(shard.open(path).ids) for path in sorted(folder.glob("*.lhs"))]
 
 
-def test_scenarios_keep_their_order_and_fill_the_shards(tmp_path: Path) -> None:
+def test_scenarios_keep_their_order_and_fill_the_shards(given: list[str], tmp_path: Path) -> None:
     seen: list[convert.Progress] = []
-    report = convert.convert([str(logs_in(tmp_path / "in"))], tmp_path / "out", per_shard=5, progress=seen.append)
+    report = convert.convert(given, tmp_path / "out", per_shard=5, progress=seen.append)
     assert ids(tmp_path / "out") == [IDS[:5], IDS[5:10], IDS[10:]]
     assert (report.files, report.scenarios, report.errors) == (5, 12, ())
     assert report.shards == ("shard-00000.lhs", "shard-00001.lhs", "shard-00002.lhs")
@@ -87,14 +93,13 @@ def test_scenarios_keep_their_order_and_fill_the_shards(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("per_shard", [1, 3, 4, 12, 100])
-def test_shards_of_any_size_hold_everything_once(tmp_path: Path, per_shard: int) -> None:
-    report = convert.convert([str(logs_in(tmp_path / "in"))], tmp_path / "out", per_shard=per_shard)
+def test_shards_of_any_size_hold_everything_once(given: list[str], tmp_path: Path, per_shard: int) -> None:
+    report = convert.convert(given, tmp_path / "out", per_shard=per_shard)
     assert [*chain(*ids(tmp_path / "out"))] == IDS
     assert len(report.shards) == -(-12 // per_shard)
 
 
-def test_workers_change_nothing(tmp_path: Path) -> None:
-    given = [str(logs_in(tmp_path / "in"))]
+def test_workers_change_nothing(given: list[str], tmp_path: Path) -> None:
     convert.convert(given, tmp_path / "one", per_shard=5)
     convert.convert(given, tmp_path / "two", per_shard=5, workers=2)
     assert contents(tmp_path / "one") == contents(tmp_path / "two")
@@ -106,10 +111,9 @@ class Killed(BaseException):
 
 @pytest.mark.parametrize("writes", [1, 2, 3, 4, 5, 6, 7])
 def test_a_conversion_stopped_at_any_write_goes_on(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, writes: int
+    given: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, writes: int
 ) -> None:
     """Stopped before or after each shard gets its name, twice; then run to the end."""
-    given = [str(logs_in(tmp_path / "in"))]
     whole = convert.convert(given, tmp_path / "whole", per_shard=5)
     settle, left = shard.settle, writes
 
@@ -155,8 +159,7 @@ def test_a_killed_process_leaves_what_goes_on(tmp_path: Path) -> None:
     assert first.stat().st_ino == before  # what was done was kept
 
 
-def test_a_finished_conversion_does_nothing(tmp_path: Path) -> None:
-    given = [str(logs_in(tmp_path / "in"))]
+def test_a_finished_conversion_does_nothing(given: list[str], tmp_path: Path) -> None:
     report = convert.convert(given, tmp_path / "out", per_shard=5)
     before = {path.name: path.stat().st_ino for path in (tmp_path / "out").glob("*.lhs")}
     assert convert.convert(given, tmp_path / "out", per_shard=5, progress=lambda _: pytest.fail("read again")) == report
@@ -226,8 +229,7 @@ def test_nothing_usable_is_a_report_too(tmp_path: Path) -> None:
     assert (report.scenarios, report.shards, len(report.errors)) == (0, (), 1)
 
 
-def test_what_is_asked_wrongly(tmp_path: Path) -> None:
-    given = [str(logs_in(tmp_path / "in"))]
+def test_what_is_asked_wrongly(given: list[str], tmp_path: Path) -> None:
     for wrong in ({"workers": 0}, {"per_shard": 0}, {"agents": 0}, {"horizon": 1}):
         with pytest.raises(ValueError, match=next(iter(wrong))):
             convert.convert(given, tmp_path / "out", **wrong)
@@ -284,9 +286,9 @@ def test_shards_are_data_as_logs_are(tmp_path: Path) -> None:
     assert list(first) == list(inspect_logs.inspect([str(folder / "1.json")])["files"][0]["scenarios"][0])
 
 
-def test_settings_are_those_of_compiling(tmp_path: Path) -> None:
+def test_settings_are_those_of_compiling(given: list[str], tmp_path: Path) -> None:
     """Whom to control and where routes run: each as `compile_log` has it, and no shard of one passes for the other."""
-    given, base = [str(logs_in(tmp_path / "in"))], {"control": "vehicles", "routes": "log"}
+    base = {"control": "vehicles", "routes": "log"}
     for changes in ({}, {"control": "all"}, {"routes": "lanes"}):
         settings = base | changes
         out = tmp_path / "-".join(settings.values())
@@ -304,9 +306,8 @@ def test_settings_are_those_of_compiling(tmp_path: Path) -> None:
             convert.convert(given, tmp_path / "out", **base | {name: "none"})  # type: ignore[arg-type]
 
 
-def test_a_shard_keeps_whom_it_controls(tmp_path: Path) -> None:
+def test_a_shard_keeps_whom_it_controls(given: list[str], tmp_path: Path) -> None:
     """Converted again with another control its scenarios are errors, unless the ego is all that is kept."""
-    given = [str(logs_in(tmp_path / "in"))]
     convert.convert(given, tmp_path / "all", agents=4, control="all")
     again = convert.convert([str(tmp_path / "all")], tmp_path / "again", agents=4, control="all")
     assert (again.scenarios, again.errors) == (12, ())
