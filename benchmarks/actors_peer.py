@@ -17,7 +17,6 @@ to the better of its two programs are `best_ratio` and `best_cpu_ratio`. Learnin
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import statistics
@@ -26,8 +25,8 @@ from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from typing import Any
 
+from benchmarks import results
 from longhaul.bench import harness
-from longhaul.cli import tables
 
 RLLIB = """
 import json, os, sys, time, warnings
@@ -102,13 +101,12 @@ Row = Mapping[str, float]
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = results.parser(__doc__)
     parser.add_argument("--python", required=True, help="a Python that can import ray.rllib and torch")
     parser.add_argument("--algorithms", nargs="+", choices=("impala", "appo"), default=["impala", "appo"])
     parser.add_argument("--actors", type=int, default=2, help="processes that act, on both sides")
     parser.add_argument("--steps", type=int, default=16_000, help="least environment steps of a repeat")
     parser.add_argument("--repeats", type=int, default=harness.LEAST_REPEATS)
-    parser.add_argument("--json", help="add the lines to this file, too")
     asked = parser.parse_args()
     if asked.repeats < harness.LEAST_REPEATS:
         parser.error(f"--repeats is {asked.repeats}; a median of fewer than {harness.LEAST_REPEATS} says little")
@@ -116,10 +114,7 @@ def main() -> int:
         parser.error(f"--actors is {asked.actors}; choose a divisor of the {LIKE['num_envs']} worlds")
     for learner in asked.algorithms:
         for record in figures(learner, asked.python, asked.actors, asked.steps, asked.repeats):
-            tables.write_line(record)
-            if asked.json:
-                with open(asked.json, "a") as file:
-                    file.write(json.dumps(record) + "\n")
+            results.emit(record, asked.json)
     return 0
 
 

@@ -18,13 +18,14 @@ each byte compared. Prints one JSON object.
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import statistics
 import tempfile
 import time
 from pathlib import Path
 from typing import Any
+
+from benchmarks import results
 
 STALL = 0.05
 """The most of a save's own time that it may hold up training."""
@@ -43,7 +44,7 @@ def main() -> int:
     jax.config.update("jax_num_cpu_devices", given.devices)
     with tempfile.TemporaryDirectory(dir=given.folder) as folder:
         found = measure(Path(folder), int(given.bytes), given.devices, given.repeats)
-    print(json.dumps(found))
+    results.emit(found)
     return int(found["stall"] >= STALL or not found["exact"])
 
 
@@ -52,7 +53,6 @@ def measure(folder: Path, size: int, devices: int, repeats: int) -> dict[str, An
     import jax.numpy as jnp
 
     from longhaul.runtime import mesh as meshes
-    from longhaul.runtime.provenance import provenance
     from longhaul.training.checkpoint.checkpoint import Checkpoints
 
     mesh = meshes.make_mesh(devices)
@@ -101,12 +101,11 @@ def measure(folder: Path, size: int, devices: int, repeats: int) -> dict[str, An
         assert restored is not None and kept is not None
         for name, leaf in restored.progress.items():
             exact &= leaf.sharding == layout and jax.device_get(leaf).tobytes() == kept[name].tobytes()
-    about = provenance()
     middle = {name: round(statistics.median(row[name] for row in taken[1:]), 4) for name in taken[0]}
     return {
         "name": "checkpoint-stall", "bytes": sum(jnp.size(x) * 4 for x in tree.values()), "devices": devices,
         "repeats": repeats, **middle, "worst_stall": round(max(row["stall"] for row in taken[1:]), 4), "bar": STALL,
-        "exact": exact, "load": os.getloadavg()[0], "versions": about["versions"], "commit": about["commit"],
+        "exact": exact,
     }  # fmt: skip
 
 

@@ -9,14 +9,12 @@ named, too. With a PureJaxRL (`longhaul.bench.harness.figure`) both take turns o
 
 from __future__ import annotations
 
-import argparse
-import json
 import os
 import sys
 import time
-from pathlib import Path
 from typing import Any
 
+from benchmarks import results
 from longhaul.bench import harness
 
 FIGURES: tuple[tuple[str, str, dict[str, Any]], ...] = (
@@ -43,11 +41,10 @@ SHARED = {"XLA_PYTHON_CLIENT_MEM_FRACTION": "0.4"}
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = results.parser(__doc__)
     names = [name for name, *_ in FIGURES]
     parser.add_argument("--only", nargs="+", default=names, choices=names, metavar="NAME", help=", ".join(names))
     parser.add_argument("--minutes", type=float, default=60.0, help="no figure begins after so many")
-    parser.add_argument("--json", type=Path, help="the figures are added to this file, one a line")
     parser.add_argument("--peer-python", help="the Python of an environment with PureJaxRL's dependencies")
     parser.add_argument("--peer-path", help="the folder of PureJaxRL's ppo.py")
     given = parser.parse_args()
@@ -60,25 +57,17 @@ def main() -> None:
         if name not in given.only:
             continue
         if time.monotonic() > ends:
-            print(json.dumps({"name": name, "left_out": f"{given.minutes:g} minutes were over"}), flush=True)
+            results.emit({"name": name, "left_out": f"{given.minutes:g} minutes were over"})
             continue
         began = time.monotonic()
         try:
             for figure in harness.run(benchmark, **sizes, **(peer if benchmark in ("ppo-cartpole", "seeds") else {})):
-                _keep(figure, given.json)
+                results.emit(figure, given.json)
         except RuntimeError as error:  # a worker's, whose own message is above
             failed = True
-            print(json.dumps({"name": name, "config": sizes, "error": str(error)}), flush=True)
+            results.emit({"name": name, "config": sizes, "error": str(error)})
         print(f"{name}: {time.monotonic() - began:.0f} s", file=sys.stderr, flush=True)
     sys.exit(int(failed))
-
-
-def _keep(figure: dict[str, Any], file: Path | None) -> None:
-    line = json.dumps(figure)
-    print(line, flush=True)
-    if file is not None:
-        with file.open("a") as out:
-            out.write(line + "\n")
 
 
 if __name__ == "__main__":

@@ -15,7 +15,6 @@ the start of the process to the end of the first run of its program.
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import statistics
@@ -27,6 +26,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from benchmarks import results
 from longhaul.bench import harness
 from longhaul.bench.cases import hackmatrix_grid
 from longhaul.cli import bench_hackmatrix, tables
@@ -111,7 +111,7 @@ HEADER = ("program", "cores", "CPU-µs a step: theirs", "ours", "times", "steps/
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = results.parser(__doc__)
     parser.add_argument("--trainer", required=True, help="the folder that holds their package hackmatrix")
     parser.add_argument("--python", required=True, help="a Python that can import it")
     parser.add_argument("--commit", help="of the checkout; asked of git without")
@@ -119,7 +119,6 @@ def main() -> int:
     parser.add_argument("--what", nargs="+", choices=tuple(WHAT), default=list(WHAT))
     parser.add_argument("--num-envs", type=int, default=256)
     parser.add_argument("--repeats", type=int, default=harness.LEAST_REPEATS)
-    parser.add_argument("--json", help="add the lines to this file, too")
     parser.add_argument("--page", help="write the table of all lines of --json into this Markdown file, at its marks")
     asked = parser.parse_args()
     trainer = Path(asked.trainer).resolve()
@@ -136,11 +135,7 @@ def main() -> int:
         record = figure(what, asked.python, trainer, asked.num_envs, asked.repeats)
         record["peer"] |= {"commit": theirs}
         record["config"] |= {"cores": cores}
-        record["load"] = round(os.getloadavg()[0], 2)
-        tables.write_line(record)
-        if asked.json:
-            with open(asked.json, "a") as file:
-                file.write(json.dumps(record) + "\n")
+        results.emit(record, asked.json)
     if asked.page:
         records = [json.loads(line) for line in Path(asked.json).read_text().splitlines()]
         tables.write_text(asked.page, bench_hackmatrix.placed(asked.page, TABLE, page(records)))
@@ -157,7 +152,7 @@ def figure(what: str, python: str, trainer: Path, envs: int, repeats: int) -> di
     name = WHAT[what]
     if what == "env":
         sizes = (envs, 32, 1)
-        mine = harness.OURS, [name, {"num_envs": envs, "num_steps": 32, "rollouts": 20, "devices": None}]
+        mine = harness.OURS, [name, harness.cases(name, num_envs=envs)[0]]
     else:
         sizes = (envs, 128, 1)
         mine = hackmatrix_grid.OURS, hackmatrix_grid.Cell(name, envs, 128, "fp32")

@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import argparse
 import itertools
-import json
 import statistics
 import sys
 from collections.abc import Iterator
@@ -27,6 +26,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from benchmarks import results
 from longhaul.algorithms import actor_critic as algorithms_actor_critic
 from longhaul.algorithms import ppo
 from longhaul.algorithms.actor_critic import Policy
@@ -36,7 +36,7 @@ from longhaul.bench.harness import cpu_seconds
 from longhaul.config import recipes
 from longhaul.driving.sim import observation
 from longhaul.networks import actor_critic
-from longhaul.runtime import device_memory, files, mesh
+from longhaul.runtime import device_memory, mesh
 from longhaul.runtime.provenance import provenance
 from longhaul.spaces import Discrete
 from longhaul.types import Algorithm, PyTree, Rollout, Spec, Successors
@@ -153,7 +153,7 @@ def figure(asked: argparse.Namespace, precision: str, accumulate: int, remat: st
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = results.parser(__doc__)
     parser.add_argument("--torso", default="latent", choices=actor_critic.TORSOS)
     parser.add_argument("--size", type=float, default=0.3, help="million parameters")
     parser.add_argument("--rows", type=int, default=1024, help="agent steps of a minibatch")
@@ -161,16 +161,9 @@ def main() -> int:
     parser.add_argument("--accumulate", nargs="+", type=int, default=[1, 4])
     parser.add_argument("--remat", nargs="+", default=["none", "full"])
     parser.add_argument("--seconds", action="store_true", help="run them, too")
-    parser.add_argument("--json", help="the file to write, too")
     asked = parser.parse_args()
-    about = provenance()
-    shared = {"versions": about["versions"], "commit": about["commit"], "device": about["devices"]}
-    lines = []
     for each in itertools.product(asked.precision, asked.accumulate, asked.remat):
-        lines.append(json.dumps(figure(asked, *each) | shared))
-        print(lines[-1], flush=True)
-        if asked.json:
-            files.write(asked.json, "\n".join(lines) + "\n")
+        results.emit(figure(asked, *each) | {"device": provenance()["devices"]}, asked.json)
     return 0
 
 

@@ -26,6 +26,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from benchmarks import results
 from longhaul.runtime import process_group
 from longhaul.runtime.launch.local import free_port
 
@@ -46,7 +47,7 @@ def main(words: Sequence[str]) -> int:
         alone.append(start("alone", recipe, calls, 1))
         pair.append(start("pair", recipe, calls, 2))
     crossing = start("counted", recipe, calls, 1)
-    print(json.dumps(compare(recipe, alone, pair, crossing)))
+    results.emit(compare(recipe, alone, pair, crossing))
     return 0
 
 
@@ -56,7 +57,6 @@ def compare(
     """What the planner says of two processes, and what they did."""
     from longhaul.diagnostics import compute_plan
     from longhaul.diagnostics.chips import Chip
-    from longhaul.runtime.provenance import provenance
 
     def middle(rows: list[dict[str, Any]], name: str) -> float:
         return float(statistics.median(row[name] for row in rows))
@@ -71,7 +71,6 @@ def compare(
     assumed = compute_plan.Assumptions(network=link, latency=small / 2)
     one, two = (compute_plan.row(what, chip, assumed, n, 1e6, here=True, bf16=False, strong=False) for n in (1, 2))
     measured = pair[0]["steps"] / middle(pair, "update_seconds")
-    about = provenance()
     return {
         "name": "plan-check", "recipe": recipe, "turns": len(pair), "steps_per_update": [one.batch, two.batch],
         "alone_steps_per_second": one.steps_per_second, "predicted_steps_per_second": two.steps_per_second,
@@ -80,7 +79,6 @@ def compare(
         "cpu_efficiency": middle(alone, "cpu_seconds") / middle(pair, "cpu_seconds"),
         "latency_seconds": assumed.latency, "link_bytes_per_second": link, "collectives": crossing["collectives"],
         "alone": alone, "pair": pair,
-        "load": os.getloadavg()[0], "versions": about["versions"], "commit": about["commit"],
     }  # fmt: skip
 
 

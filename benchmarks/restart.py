@@ -9,8 +9,6 @@ after the new start are taken. Prints one JSON object. `--base FOLDER` measures 
 
 from __future__ import annotations
 
-import argparse
-import json
 import os
 import re
 import signal
@@ -22,6 +20,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+from benchmarks import results
 from longhaul.cli.launch import newest_step
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -33,7 +32,7 @@ TRAIN = ("--num-envs", "8", "--num-steps", "16", "--block", "2", "--log-interval
 def main() -> None:
     words = sys.argv[1:]
     split = words.index("--") if "--" in words else len(words)
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = results.parser(__doc__, file=False)
     parser.add_argument("--hosts", type=int, default=2)
     parser.add_argument("--kills", type=int, default=4)
     parser.add_argument("--base", type=Path, help="another checkout, measured after this one")
@@ -45,9 +44,8 @@ def main() -> None:
         found = {
             name: kills(checkout, homes[name], given.hosts, victims, train)[1:] for name, checkout in checkouts.items()
         }
-    load = os.getloadavg()[0]
     rows = {name: {"median": statistics.median(some), "seconds": some} for name, some in found.items()}
-    print(json.dumps({"name": "restart", "hosts": given.hosts, "train": train, "load": load} | rows))
+    results.emit({"name": "restart", "hosts": given.hosts, "train": train} | rows)
 
 
 def kills(checkout: Path, home: Path, hosts: int, victims: list[int], words: list[str]) -> list[float]:

@@ -11,19 +11,18 @@ published length, in which the replay is full once so many steps were made.
 
 from __future__ import annotations
 
-import argparse
 import json
 import statistics
 import sys
 from collections.abc import Callable
 from contextlib import ExitStack
-from pathlib import Path
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
+from benchmarks import results
 from longhaul.algorithms import registry
 from longhaul.algorithms.config import SACConfig
 from longhaul.algorithms.context import Context
@@ -180,30 +179,23 @@ def measure(name: str, peer_python: str, repeats: int) -> dict[str, Any]:
             costs[fill] = {who: 1e3 * statistics.median(row[who] for row in rows) / UPDATES for who in workers}
     share = sizes["size"] / sizes["run"]  # of the run's steps, at the end of which the replay is full
     costs["whole"] = {who: share * costs["empty"][who] + (1.0 - share) * costs["full"][who] for who in commands}
-    load = Path("/proc/loadavg")
     return {
         "name": f"sac-update-{name}", "config": sizes, "repeats": repeats,
         "cpu_milliseconds": {fill: {who: round(x, 2) for who, x in row.items()} for fill, row in costs.items()},
         "peer_cpu_ratio": {
             fill: {who: round(row["brax"] / row[who], 3) for who in ("fp32", "bf16")} for fill, row in costs.items()
         },
-        "load": float(load.read_text().split()[0]) if load.exists() else None,
         "jax": jax.__version__,
     }  # fmt: skip
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = results.parser(__doc__)
     parser.add_argument("settings", choices=tuple(SETTINGS))
     parser.add_argument("--peer-python", required=True)
     parser.add_argument("--repeats", type=int, default=harness.LEAST_REPEATS)
-    parser.add_argument("--json", type=Path)
     given = parser.parse_args()
-    found = json.dumps(measure(given.settings, given.peer_python, given.repeats))
-    print(found)
-    if given.json:
-        with given.json.open("a") as file:
-            file.write(found + "\n")
+    results.emit(measure(given.settings, given.peer_python, given.repeats), given.json)
 
 
 if __name__ == "__main__":

@@ -14,9 +14,7 @@ it); `decode-unknown` (the base is digested, too); `apply` (in place, known). By
 
 from __future__ import annotations
 
-import argparse
 import itertools
-import json
 import statistics
 import sys
 import time
@@ -26,7 +24,7 @@ from typing import Any
 import numpy as np
 import zstandard
 
-from benchmarks import sync_training
+from benchmarks import results, sync_training
 from longhaul.bench import harness
 from longhaul.runtime.provenance import provenance
 from longhaul.weight_sync.delta import tensor_delta
@@ -41,20 +39,17 @@ LEAST = 100 * 10**6
 
 
 def main(words: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = results.parser(__doc__)
     parser.add_argument("--rates", type=float, nargs="+", default=RATES)
     parser.add_argument("--updates", type=int, default=UPDATES)
     parser.add_argument("--pretraining", type=int, default=sync_training.PRETRAINING)
     parser.add_argument("--repeats", type=int, default=7)
-    parser.add_argument("--json", help="write the figures as lines to this file, too")
     given = parser.parse_args(words)
     used = harness.cpu_seconds()
     params, loss = sync_training.pretrained(given.pretraining)
-    about = provenance()
-    about = {key: about[key] for key in ("versions", "commit")} | {"device": ", ".join(about["devices"])}
+    device = ", ".join(provenance()["devices"])
     config = {"params": sum(map(np.size, params.values())), "updates": given.updates, "loss": loss}
     config |= {"pretraining": given.pretraining, "pretraining_cpu_seconds": harness.cpu_seconds() - used}
-    lines = []
     for rate in given.rates:
         used = harness.cpu_seconds()
         taken = list(sync_training.snapshots(params, rate, given.updates))
@@ -62,11 +57,7 @@ def main(words: Sequence[str] | None = None) -> int:
         found = sizes(taken[given.updates // 2 :])
         for operation, row in speeds(taken[-2], taken[-1], given.repeats).items():
             line = {"name": "sync-delta", "config": config | training | {"operation": operation}} | row
-            lines.append(json.dumps(line | {"repeats": given.repeats} | found | about))
-            print(lines[-1], flush=True)
-    if given.json:
-        with open(given.json, "w") as file:
-            file.writelines(f"{line}\n" for line in lines)
+            results.emit(line | {"repeats": given.repeats, **found, "device": device}, given.json)
     return 0
 
 
