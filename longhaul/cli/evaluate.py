@@ -22,10 +22,9 @@ from longhaul.driving.render.recording import Recording
 from longhaul.reasoning.config import Reasoning
 from longhaul.runtime import files as runtime_files
 from longhaul.spaces import Measure
-from longhaul.training import confidence, evaluate_driving, evaluate_realism, loop
 from longhaul.training import evaluate as evaluation
-from longhaul.training.confidence import Estimate
-from longhaul.training.evaluate import Scores
+from longhaul.training import evaluate_driving, loop
+from longhaul.training.evaluate import Estimate, Scores
 from longhaul.training.evaluate_driving import Drives
 from longhaul.training.run_dir import find_folder, load_run
 
@@ -50,7 +49,7 @@ FLAGS = (
     JSON,
     Flag("csv", OUTPUT, None, "write a row an episode to this file; - is stdout", shown=""),
     Flag("realism", flags.ALONE, False, "likelihood of the log among rollouts of each scenario", shown=""),
-    Flag("rollouts", INT, evaluate_realism.ROLLOUTS, "rollouts of a scenario, for --realism", least=1),
+    Flag("rollouts", INT, evaluate_driving.ROLLOUTS, "rollouts of a scenario, for --realism", least=1),
     Flag("worst", INT, 0, "worst scenarios to draw", shown="none", least=0),
     Flag("worst-dir", PATH, None, "the folder to draw them in", shown="worst, in the run's folder"),
     Flag("worst-as", choice(WORST), "html", "pages with a player, or animations"),
@@ -119,17 +118,17 @@ def _play(run: Run, acting: Any, parsed: dict[str, Any], folder: Path) -> Result
         scores, _ = evaluation.reasoner(run, count)(acting)
     else:
         scores = evaluation.play_classic(run, named(run.environment), acting, count)
-    return Result(scores, confidence.bootstrap(scores.metrics, scores.groups()))
+    return Result(scores, evaluation.bootstrap(scores.metrics, scores.groups()))
 
 
 def _drive(run: Run, acting: Any, parsed: dict[str, Any]) -> Result:
     drives = evaluate_driving.drives(run, parsed["data"], parsed["episodes"], parsed["traffic"])
     who = driver_of(parsed["policy"])
     scores, _ = drives.play(acting, who)
-    estimates = confidence.bootstrap(scores.metrics, scores.groups())
+    estimates = evaluation.bootstrap(scores.metrics, scores.groups())
     if not parsed["realism"]:
         return Result(scores, estimates, drives)
-    return Result(scores, estimates, drives, evaluate_realism.score(drives, acting, who, parsed["rollouts"]))
+    return Result(scores, estimates, drives, evaluate_driving.score(drives, acting, who, parsed["rollouts"]))
 
 
 def policy_of(folder: Path, who: str, member: int | None = None) -> tuple[Run, Any]:
@@ -184,7 +183,7 @@ def _print(result: Result) -> None:
     _print_estimates("metric", result.estimates)
     if result.realism is not None:
         print()
-        _print_estimates("realism", confidence.bootstrap(result.realism.metrics, result.realism.groups()))
+        _print_estimates("realism", evaluation.bootstrap(result.realism.metrics, result.realism.groups()))
 
 
 def _print_groups(title: str, group: np.ndarray, titles: Sequence[str], scores: Scores, names: Sequence[str]) -> None:
@@ -256,7 +255,7 @@ def _report(run_id: str, parsed: dict[str, Any], result: Result) -> dict[str, An
     }
     if result.realism is None:
         return report
-    real = confidence.bootstrap(result.realism.metrics, result.realism.groups())
+    real = evaluation.bootstrap(result.realism.metrics, result.realism.groups())
     return report | {
         "realism": {
             "rollouts": parsed["rollouts"],

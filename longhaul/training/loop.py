@@ -12,8 +12,9 @@ import json
 import os
 import signal
 import sys
+import threading
 import time
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Iterator
 from contextlib import ExitStack, closing
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -24,8 +25,11 @@ from jax.sharding import Mesh
 
 from longhaul.algorithms import population as pbt
 from longhaul.config import population
-from longhaul.config.run import Run
+from longhaul.config.resolve import named
+from longhaul.config.run import Driving, Origin, Run
+from longhaul.driving.render.recording import Recording
 from longhaul.networks import actor_critic
+from longhaul.reasoning.config import Reasoning
 from longhaul.runtime import device_memory as footprints
 from longhaul.runtime import heartbeat, partition, process_group
 from longhaul.runtime import mesh as meshes
@@ -33,7 +37,7 @@ from longhaul.runtime.clock import Clock, Seconds
 from longhaul.runtime.compile_cache import Ledger
 from longhaul.runtime.devices import prepare_devices
 from longhaul.runtime.errors import RunError
-from longhaul.runtime.provenance import provenance
+from longhaul.runtime.provenance import params_sha256, provenance
 from longhaul.runtime.signals import Stop, Stopped, listening
 from longhaul.telemetry import health_log, sinks, wandb
 from longhaul.telemetry.aggregate import Sums
@@ -43,16 +47,18 @@ from longhaul.topologies.actor_learner import learner as acted
 from longhaul.topologies.inference_server import learner
 from longhaul.training import (
     actor_learner,
-    finish,
+    evaluate,
+    evaluate_driving,
     inference_server,
     nan_rollback,
-    precompile,
+    population_report,
     reasoning_setup,
+    report,
 )
 from longhaul.training import data as feeds
 from longhaul.training import population as members
 from longhaul.training import publish as publishing
-from longhaul.training.assemble import Assembly, decisions
+from longhaul.training.assemble import Assembly, assemble, decisions
 from longhaul.training.checkpoint import resume
 from longhaul.training.checkpoint.checkpoint import CheckpointError, Checkpoints
 from longhaul.training.data import Feed, Feeding, feed
@@ -60,7 +66,7 @@ from longhaul.training.load_policy import restore_policy as restore_policy
 from longhaul.training.nan_rollback import Poisoned
 from longhaul.training.run_dir import alone, called, save_run, write_json
 from longhaul.training.run_dir import load_run as load_run
-from longhaul.types import Params, Progress
+from longhaul.types import Params, Progress, PyTree
 
 STOPPED = 75
 """Exit code of a run that saved and stopped after a signal: it can be resumed."""
@@ -129,7 +135,7 @@ def _train(
             source = source or feed(run, now.origin)
             if resumed:
                 feeds.check(run, source, json.loads((folder / "run.json").read_text()), folder.name)
-            feeding, assembly, sooner = precompile.opened(run, source, now.origin, closed)
+            feeding, assembly, sooner = opened(run, source, now.origin, closed)
         shapes = jax.eval_shape(assembly.algorithm.init, jax.random.key(run.seed))
         decided = [*decisions(run), *partition.describe(shapes, run.mesh)]
         about = {"data": source.about, "parameters": _parameters(assembly), "decisions": decided}
@@ -165,7 +171,7 @@ def _train(
         if process_group.index() > 0:
             return {}
         _say("evaluating")
-        return finish.finish(run, folder, assembly, policy, untrained, clock, stop)
+        return finish(run, folder, assembly, policy, untrained, clock, stop)
 
 
 def _parameters(assembly: Assembly) -> int:
@@ -200,7 +206,7 @@ def _on_host(policy: Params, mesh: Mesh | None = None) -> Params:
 
 def _loop(
     run: Run, folder: Path, assembly: Assembly, feeding: Feeding, progress: Progress, checkpoints: Checkpoints,
-    stop: Stop, clock: Clock, sums: Sums | members.MemberSums, sooner: precompile.Ahead | None, *,
+    stop: Stop, clock: Clock, sums: Sums | members.MemberSums, sooner: Ahead | None, *,
     resumed: bool, about: dict[str, Any],
 ) -> Progress:  # fmt: skip
     """Run all remaining updates; each checkpoint holds `about` too. Raises Stopped and Poisoned."""
@@ -334,7 +340,7 @@ def _outlets(
 
 
 def _compiled(
-    run: Run, assembly: Assembly, feeding: Feeding, progress: Progress, clock: Clock, sooner: precompile.Ahead | None
+    run: Run, assembly: Assembly, feeding: Feeding, progress: Progress, clock: Clock, sooner: Ahead | None
 ) -> fused.Program | actor_learner.CompiledActorLearner | inference_server.CompiledServer:
     assert run.block is not None
     collector_in, context = assembly.collector_in, feeding.now.context
@@ -456,3 +462,159 @@ def _logger(
         last, fresh = now, 0
 
     return log
+
+
+def finish(
+    run: Run, folder: Path, assembly: Assembly, policy: Params, untrained: Params, clock: Clock, stop: Stop
+) -> dict[str, Any]:
+    """Evaluate, and write report.html and result.json. Raises Stopped."""
+    seconds = clock.read()
+    both = jax.device_put((policy, untrained), jax.local_devices()[0])
+    recordings: list[Recording] = []
+    if run.many:
+        outcome = population_report.evaluated(
+            run, assembly.members, both[0], both[1], lambda: stop.look(assembly.updates)
+        )
+        parameters = actor_critic.count(policy.params) // len(assembly.members)
+    else:
+        scores: dict[str, Any] = {}
+        chains: list[dict[str, Any]] = []
+        for name, means, films in evaluations(run, *both):
+            chains = chains or means.pop("chains", [])
+            scores[name] = {key: value for key, value in means.items() if key != "chains"}
+            recordings += films
+            stop.look(assembly.updates)
+        outcome, parameters = {"evaluation": scores}, actor_critic.count(policy.params)
+        outcome |= {"chains": chains} if chains else {}
+    result = _facts(assembly, clock, seconds) | {
+        "params_sha256": params_sha256(policy.params), "parameters": parameters, "memory": _memory(folder), **outcome,
+    }  # fmt: skip
+    write_report(folder, result, recordings, population_report.section(run, folder, result) if run.many else "")
+    write_json(folder / "result.json", result)  # last: its presence means that the run is complete
+    return result
+
+
+def _facts(assembly: Assembly, clock: Clock, seconds: Seconds) -> dict[str, Any]:
+    """Totals and speed; steps are those of each run, `sps` is the sum over all."""
+    steps, ledger = assembly.agent_steps(assembly.updates), clock.ledger
+    return {
+        "status": "done",
+        "agent_steps": steps,
+        "env_steps": assembly.env_steps(assembly.updates),
+        "train_seconds": seconds.train,
+        "compile_seconds": seconds.compile,
+        "trace_seconds": seconds.trace,
+        "wall_seconds": seconds.wall,
+        "start_seconds": seconds.start,
+        "cache": {"hits": ledger.hits, "misses": ledger.misses} if ledger.hits + ledger.misses else None,
+        "sps": steps * max(1, len(assembly.members)) / max(seconds.train, 1e-9),
+    }
+
+
+def _memory(folder: Path) -> dict[str, Any] | None:
+    """Device memory of the run, as measured before its first update."""
+    path = folder / footprints.FILE
+    memory: dict[str, Any] | None = json.loads(path.read_text()) if path.exists() else None
+    return memory
+
+
+def evaluations(run: Run, policy: Params, untrained: Params) -> Iterator[tuple[str, dict[str, Any], list[Recording]]]:
+    """Name, mean scores and, for driving, recordings of each policy."""
+    assert run.evaluation_episodes is not None
+    if isinstance(run.environment, Reasoning):
+        each = evaluate.reasoner(run, run.evaluation_episodes)
+        for name, params in (("trained", policy), ("untrained", untrained)):
+            scores, chains = each(params)
+            yield name, scores.means() | {"chains": chains}, []
+        return
+    if not isinstance(run.environment, Driving):
+        once = evaluate.player(run, named(run.environment), run.evaluation_episodes)
+        for name, params in (("trained", policy), ("untrained", untrained)):
+            yield name, once(params).means(), []
+        return
+    drives = evaluate_driving.drives(run)
+    shown = range(min(6, len(drives.scenarios)))
+    by_policy, idm, log = drives.player("policy", shown), drives.player("idm", shown), drives.player("log")
+    for name, play, params in (
+        ("trained", by_policy, policy), ("untrained", by_policy, untrained), ("idm", idm, None), ("log", log, None),
+    ):  # fmt: skip
+        scores, films = play(params)
+        yield name, scores.means(), evaluate_driving.label(films, name) if films else []
+
+
+def write_report(folder: Path, result: dict[str, Any], recordings: list[Recording], runs: str = "") -> None:
+    about = json.loads((folder / "run.json").read_text())
+    records = sinks.read(folder / "metrics.jsonl")
+    report.write_report(
+        folder / "report.html", run=about, records=records, result=result, recordings=recordings,
+        findings=health_log.read(folder), runs=runs,
+    )  # fmt: skip
+
+
+THREAD = "compiling ahead"
+"""Name of the compiling thread."""
+
+
+class Ahead:
+    """Compilation of a resolved run's program in a thread, while its first data are read; `close` it.
+
+    Possible if a feed knows the shapes of its contexts before reading (`Feed.like`): shards, whose index has all sizes.
+    """
+
+    def __init__(self, run: Run, assembly: Assembly, context: PyTree):
+        assert run.block is not None
+        how: dict[str, Any] = {"block": run.block, "shards": assembly.shards}
+        self._like = fused.outline(assembly.algorithm, assembly.enter, context, assembly.mesh), context
+        self._made: fused.Program | None = None
+        self._error: BaseException | None = None
+
+        def work() -> None:
+            try:
+                progress, context = self._like
+                self._made = fused.compiled(
+                    assembly.algorithm, assembly.collector_in, progress, context, assembly.mesh, **how
+                )
+            except BaseException as error:  # raised where the program is asked for
+                self._error = error
+
+        self._thread = threading.Thread(target=work, name=THREAD)
+        self._thread.start()
+
+    def program(self, progress: Progress, context: PyTree) -> fused.Program | None:
+        """The compiled program, awaited; None if it was compiled for other shapes."""
+        if not alike((progress, context), self._like):
+            return None
+        self._thread.join()
+        if self._error is not None:
+            raise self._error
+        return self._made
+
+    def close(self) -> None:
+        """Wait for the compiler, which cannot be stopped."""
+        self._thread.join()
+
+
+def opened(run: Run, source: Feed, origin: Origin, closed: ExitStack) -> tuple[Feeding, Assembly, Ahead | None]:
+    """Data of a resolved run from `origin` on, its functions, and its compilation if under way.
+
+    None is under way for populations, several processes, and other topologies than `fused`.
+    """
+    if source.like is None:
+        feeding = closed.enter_context(closing(Feeding(source, origin)))
+        return feeding, assemble(run, source.within, feeding.now.context, origin), None
+    assembly = assemble(run, source.within, source.like, origin)
+    sooner = None
+    if run.topology == "fused" and not run.many and not assembly.mesh.is_multi_process:
+        sooner = closed.enter_context(closing(Ahead(run, assembly, source.like)))
+    return closed.enter_context(closing(Feeding(source, origin))), assembly, sooner
+
+
+def alike(tree: PyTree, like: PyTree) -> bool:
+    """True if arrays have the structure, shapes, types and shardings that a program was compiled for."""
+    (leaves, one), (others, other) = jax.tree.flatten(tree), jax.tree.flatten(like)
+    if bool(one != other):  # type: ignore[operator]  # JAX says nothing of their types
+        return False
+    pairs = zip(leaves, others, strict=True)
+    return all(
+        (x.shape, x.dtype) == (y.shape, y.dtype) and x.sharding.is_equivalent_to(y.sharding, x.ndim) for x, y in pairs
+    )

@@ -18,7 +18,7 @@ from longhaul.reasoning.config import Reasoning
 from longhaul.runtime.provenance import params_sha256
 from longhaul.telemetry import charts
 from longhaul.telemetry import html as pages
-from longhaul.training import confidence, evaluate, evaluate_driving, population
+from longhaul.training import evaluate, evaluate_driving, population
 from longhaul.types import Params
 
 MOST_LINES = 5
@@ -92,7 +92,7 @@ def section(run: Run, folder: Path, result: Mapping[str, Any]) -> str:
     rows = list(result["members"])
     lines = []
     for label, which in _best(rows):
-        mean, low, high = confidence.around(values[:, which]) if len(steps) else (np.zeros(0),) * 3
+        mean, low, high = evaluate.around(values[:, which]) if len(steps) else (np.zeros(0),) * 3
         lines.append(charts.Series(label or f"mean of {len(which)} runs", steps, mean, low, high))
     drawn = charts.figure("Return of the runs", lines, "agent steps", "per episode; band: 95 %")
     note = (
@@ -127,7 +127,7 @@ def columns(rows: list[Mapping[str, Any]]) -> tuple[list[str], list[list[Any]], 
     footer: list[Any] = [f"mean of {len(rows)}", "", *("" for _ in names)]
     for name in metrics:
         values = np.array([row["evaluation"]["trained"].get(name, np.nan) for row in rows], float)
-        mean, low, high = (float(edge[0]) for edge in confidence.around(values[None]))
+        mean, low, high = (float(edge[0]) for edge in evaluate.around(values[None]))
         footer.append(f"{mean:.3f}" if np.isnan(low) else f"{mean:.3f} [{low:.3f}, {high:.3f}]")
     return header, body, footer
 

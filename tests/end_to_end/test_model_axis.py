@@ -26,7 +26,7 @@ from longhaul.runtime import mesh as meshes
 from longhaul.runtime import partition
 from longhaul.runtime.errors import RunError
 from longhaul.topologies import fused
-from longhaul.training import assemble, loop, precompile, run_dir
+from longhaul.training import assemble, loop, run_dir
 from longhaul.training import data as feeds
 from longhaul.training.assemble import Assembly
 from longhaul.training.checkpoint.checkpoint import Checkpoints
@@ -234,7 +234,7 @@ def test_a_run_is_gone_on_with_whole(
         return fused.Program(split.executable, assembly.mesh)
 
     make_quick(monkeypatch)
-    monkeypatch.setattr(precompile, "assemble", lambda run, *_: cartpoles[run.model - 1].assembly)
+    monkeypatch.setattr(loop, "assemble", lambda run, *_: cartpoles[run.model - 1].assembly)
     monkeypatch.setattr(loop, "_compiled", compiled_before)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Checkpoints, "save", after(1, lambda: signal.raise_signal(signal.SIGTERM), Checkpoints.save))

@@ -24,7 +24,7 @@ from longhaul.runtime.errors import RunError
 from longhaul.telemetry import sinks
 from longhaul.telemetry.sinks import MetricsError
 from longhaul.topologies import fused
-from longhaul.training import finish, loop, run_dir
+from longhaul.training import loop, run_dir
 from longhaul.training.checkpoint import checkpoint
 from longhaul.training.checkpoint.checkpoint import CheckpointError, Checkpoints
 from tests.helpers.small_runs import after, begin, checkpoints, make_quick, records, result, resume, small
@@ -205,7 +205,7 @@ def test_a_signal_before_the_first_update_or_in_the_evaluation_ends_the_run(
     assert stopped(loop, "feed") == f"SIGTERM: nothing was left to save; go on with --resume {folder}"
     assert stopped(fused, "compiled") == f"SIGTERM: stopped before its first update; go on with --resume {folder}"
     assert not (folder / "checkpoints").exists()
-    assert stopped(finish, "evaluations") == f"SIGTERM: saved after update 60; go on with --resume {folder}"
+    assert stopped(loop, "evaluations") == f"SIGTERM: saved after update 60; go on with --resume {folder}"
     assert checkpoints(folder)[-1] == 60
     assert not (folder / "result.json").exists()
     with monkeypatch.context() as patch:  # all updates are made: nothing is compiled, nothing is trained

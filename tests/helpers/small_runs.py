@@ -17,7 +17,7 @@ from longhaul.runtime.provenance import params_sha256
 from longhaul.telemetry import sinks
 from longhaul.topologies import fused
 from longhaul.training import assemble as training_assemble
-from longhaul.training import finish, loop, precompile, run_dir
+from longhaul.training import loop, run_dir
 from longhaul.training.assemble import Assembly
 
 TIMES = ("wall_seconds", "sps")
@@ -104,8 +104,8 @@ def make_quick(patch: pytest.MonkeyPatch) -> None:
         for name, params in (("trained", policy), ("untrained", untrained)):
             yield name, {"digest": params_sha256(params)}, []
 
-    patch.setattr(precompile, "assemble", assemble_once)
-    patch.setattr(finish, "evaluations", digests)
+    patch.setattr(loop, "assemble", assemble_once)
+    patch.setattr(loop, "evaluations", digests)
     patch.setattr(fused, "compiled", compiled_once)
     patch.setattr(Assembly, "start", start_once)
 

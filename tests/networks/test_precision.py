@@ -22,7 +22,7 @@ from longhaul.networks.config import REMATS
 from longhaul.networks.precision import POLICIES
 from longhaul.runtime import device_memory
 from longhaul.topologies import fused
-from longhaul.training import finish, run_dir
+from longhaul.training import loop, run_dir
 from tests.helpers.quick import QUICK, quick
 from tests.helpers.small_runs import begin, small
 
@@ -211,7 +211,7 @@ def test_the_footprint_is_told_before_the_first_update(
     assert need is not None
     program = fused.Program(made.executable, made.assembly.mesh)
     monkeypatch.setattr(fused, "compiled", lambda *args, **words: program)
-    monkeypatch.setattr(finish, "evaluations", lambda *args: iter(()))
+    monkeypatch.setattr(loop, "evaluations", lambda *args: iter(()))
     monkeypatch.setattr(device_memory, "memory_of", lambda device: 2 * need.total * 20 // 19)
     run = small(devices=2, total_steps=8 * 16 * 2)
     found = begin(run, tmp_path / "tight").result

@@ -31,7 +31,7 @@ from longhaul.driving.sim import simulator, tables
 from longhaul.runtime.errors import RunError
 from longhaul.spaces import Discrete, Measure
 from longhaul.topologies import fused
-from longhaul.training import assemble, loop, precompile
+from longhaul.training import assemble, loop
 from longhaul.training import data as feeds
 from longhaul.training.checkpoint.checkpoint import Checkpoints
 from longhaul.training.data import Feeding, Place
@@ -166,8 +166,8 @@ def test_what_chunks_look_like_is_known_before_one_is_read(data: Path, traffic: 
     for bank in (1, 2, 5):
         run = streaming(data, bank=bank, simulator=dataclasses.replace(EGO, traffic=traffic))
         (fed,) = contexts(run, 1)
-        assert precompile.alike(fed.context, feeds.feed(run).like)
-        assert not precompile.alike(fed.context, feeds.feed(streaming(data, bank=3)).like)
+        assert loop.alike(fed.context, feeds.feed(run).like)
+        assert not loop.alike(fed.context, feeds.feed(streaming(data, bank=3)).like)
 
 
 def test_a_place_leads_to_the_same_chunk_also_from_json(data: Path) -> None:
@@ -295,7 +295,7 @@ def thread() -> str:
 
 
 def test_the_program_is_compiled_once_beside_the_reading(whole: Path) -> None:
-    assert WHO == [precompile.THREAD]
+    assert WHO == [loop.THREAD]
 
 
 def ended_the_same(folder: Path, whole: Path) -> bool:

@@ -28,8 +28,8 @@ from longhaul.driving.sim import simulator
 from longhaul.driving.sim.config import HELD_OUT
 from longhaul.envs import probes
 from longhaul.spaces import Box, Discrete, Measure
-from longhaul.training import confidence, evaluate_driving, evaluate_realism
 from longhaul.training import evaluate as evaluation
+from longhaul.training import evaluate_driving
 from longhaul.training.evaluate import Scores
 from longhaul.training.evaluate_driving import Drives
 from longhaul.training.run_dir import save_run
@@ -213,7 +213,7 @@ def test_an_interval_is_that_of_the_mean() -> None:
     held = 0
     for seed in range(100):
         values = draw.normal(3.0, 2.0, 200)
-        found = confidence.bootstrap({"a": told(values)}, np.arange(200), seed=seed)["a"]
+        found = evaluation.bootstrap({"a": told(values)}, np.arange(200), seed=seed)["a"]
         assert found.mean == pytest.approx(values.mean())
         assert found.high - found.low == pytest.approx(2 * 1.96 * values.std() / np.sqrt(200), rel=0.2)
         held += found.low <= 3.0 <= found.high
@@ -222,18 +222,18 @@ def test_an_interval_is_that_of_the_mean() -> None:
 
 def test_two_scenarios_have_three_means() -> None:
     """Of 0 and 1 a resample makes 0, 0.5 or 1, an end with one chance in four each: the interval is all of it."""
-    found = confidence.bootstrap({"a": told([0.0, 1.0])}, np.array([7, 3]))["a"]
-    assert found == confidence.Estimate(0.5, 0.0, 1.0, 2)
+    found = evaluation.bootstrap({"a": told([0.0, 1.0])}, np.array([7, 3]))["a"]
+    assert found == evaluation.Estimate(0.5, 0.0, 1.0, 2)
 
 
 def test_agents_of_one_scenario_are_no_more_evidence_than_one() -> None:
     """Each scenario's score fifty times over: resampled by scenario nothing changes; by agent it would be narrow."""
     draw = np.random.default_rng(1)
     values, scenario = draw.normal(0.0, 1.0, 40), np.arange(40)
-    one = confidence.bootstrap({"a": told(values)}, scenario)["a"]
-    many = confidence.bootstrap({"a": told(np.repeat(values, 50))}, np.repeat(scenario, 50))["a"]
+    one = evaluation.bootstrap({"a": told(values)}, scenario)["a"]
+    many = evaluation.bootstrap({"a": told(np.repeat(values, 50))}, np.repeat(scenario, 50))["a"]
     assert many[:3] == pytest.approx(one[:3])
-    alone = confidence.bootstrap({"a": told(np.repeat(values, 50))}, np.arange(2000))["a"]
+    alone = evaluation.bootstrap({"a": told(np.repeat(values, 50))}, np.arange(2000))["a"]
     assert alone.high - alone.low < 0.3 * (one.high - one.low)
 
 
@@ -243,25 +243,25 @@ def test_what_is_not_told_counts_nowhere_and_seeds_repeat() -> None:
         "once": told([5.0, 1.0, 1.0, 1.0], [True, False, False, False]),
         "never": told(np.zeros(4), np.zeros(4)),
     }
-    found = confidence.bootstrap(metrics, np.arange(4))
+    found = evaluation.bootstrap(metrics, np.arange(4))
     assert found.keys() == {"a", "once"}
     assert (found["a"].mean, found["a"].low, found["a"].high, found["a"].episodes) == (2.0, 1.0, 3.0, 2)
     assert found["once"].mean == 5.0
     assert np.isnan(found["once"].low) and np.isnan(found["once"].high)  # of one scenario nothing can be said
     backwards = dict(reversed(metrics.items()))
-    assert confidence.bootstrap(backwards, np.arange(4))["a"] == found["a"]
-    assert confidence.bootstrap({}, np.zeros(0, int)) == {}
+    assert evaluation.bootstrap(backwards, np.arange(4))["a"] == found["a"]
+    assert evaluation.bootstrap({}, np.zeros(0, int)) == {}
     draw = np.random.default_rng(2).normal(size=30)
-    first, again, other = (confidence.bootstrap({"a": told(draw)}, np.arange(30), seed=s)["a"] for s in (0, 0, 1))
+    first, again, other = (evaluation.bootstrap({"a": told(draw)}, np.arange(30), seed=s)["a"] for s in (0, 0, 1))
     assert first == again != other
 
 
 def test_blocks_of_resamples_are_all_there(monkeypatch: pytest.MonkeyPatch) -> None:
     """However few draws are held at a time, there are as many means, and the interval is as wide."""
     values = np.random.default_rng(3).normal(size=50)
-    whole = confidence.bootstrap({"a": told(values)}, np.arange(50))["a"]
-    monkeypatch.setattr(confidence, "BLOCK", 50 * 7)
-    parts = confidence.bootstrap({"a": told(values)}, np.arange(50))["a"]
+    whole = evaluation.bootstrap({"a": told(values)}, np.arange(50))["a"]
+    monkeypatch.setattr(evaluate, "BLOCK", 50 * 7)
+    parts = evaluation.bootstrap({"a": told(values)}, np.arange(50))["a"]
     assert parts == pytest.approx(whole)  # the same draws, one after the other
 
 
@@ -333,7 +333,7 @@ def test_only_as_many_scenarios_are_made_as_are_asked_for(logs: dict[str, Path],
 @pytest.mark.slow
 def test_the_log_is_more_real_than_who_goes_straight_on(generated: Drives) -> None:
     few = generated.some([0, 3])
-    log, constant = (evaluate_realism.score(few, None, who, 4) for who in ("log", "constant"))
+    log, constant = (evaluate_driving.score(few, None, who, 4) for who in ("log", "constant"))
     assert log.names == [s.id for s in few.scenarios]
     assert np.all(log.metrics["realism"].valid)
     assert np.all(log.metrics["realism"].value > constant.metrics["realism"].value)

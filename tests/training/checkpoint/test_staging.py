@@ -11,8 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from longhaul.runtime import mesh as meshes
-from longhaul.training.checkpoint.checkpoint import Checkpoints
-from longhaul.training.checkpoint.staging import LEAST, Staging
+from longhaul.training.checkpoint.checkpoint import LEAST, Checkpoints, Staging
 
 ROWS = LEAST // 4 // 256
 
