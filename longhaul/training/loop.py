@@ -16,6 +16,7 @@ import threading
 import time
 from collections.abc import Callable, Generator, Iterator
 from contextlib import ExitStack, closing
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -138,7 +139,9 @@ def _train(
             feeding, assembly, sooner = opened(run, source, now.origin, closed)
         shapes = jax.eval_shape(assembly.algorithm.init, jax.random.key(run.seed))
         decided = [*decisions(run), *partition.describe(shapes, run.mesh)]
-        about = {"data": source.about, "parameters": _parameters(assembly), "decisions": decided}
+        policy = jax.eval_shape(lambda: assembly.algorithm.policy(assembly.algorithm.init(jax.random.key(0))))
+        parameters = actor_critic.count((policy.state if assembly.members else policy).params)
+        about = {"data": source.about, "parameters": parameters, "decisions": decided}
         if not resumed and process_group.index() == 0:  # not before: bad data or sizes are an error, not a run
             save_run(folder, run, provenance() | about)
         for line in decided:
@@ -147,7 +150,7 @@ def _train(
             progress = assembly.start(run.seed, feeding.now.context)
         progress = progress._replace(state=reasoning_setup.loaded(run, progress.state))
         untrained = _on_host(assembly.policy(progress.state), assembly.mesh)
-        _say(f"{about['parameters']:,} parameters" + f" in each of {len(assembly.members)} runs" * run.many)
+        _say(f"{parameters:,} parameters" + f" in each of {len(assembly.members)} runs" * run.many)
         sums = _sums(assembly)
         if found is not None:
             clock.before, sums = Seconds(**found.metadata["seconds"]), _sums(assembly, found.metadata["pending"])
@@ -160,10 +163,10 @@ def _train(
         _look(stop, int(progress.updates), assembly)
         if int(progress.updates) < assembly.updates:
             try:
-                progress = _loop(
-                    run, folder, assembly, feeding, progress, checkpoints, stop, clock, sums, sooner, resumed=resumed,
+                progress = Loop(
+                    run, folder, assembly, feeding, progress, checkpoints, stop, clock, sums, resumed,
                     about={"detours": detours},
-                )  # fmt: skip
+                ).train(sooner)  # fmt: skip
             except Poisoned as poisoned:
                 poisoned.before = checkpoints.newest()
                 raise
@@ -172,13 +175,6 @@ def _train(
             return {}
         _say("evaluating")
         return finish(run, folder, assembly, policy, untrained, clock, stop)
-
-
-def _parameters(assembly: Assembly) -> int:
-    """Number of learnt parameters."""
-    algorithm = assembly.algorithm
-    acting = jax.eval_shape(lambda: algorithm.policy(algorithm.init(jax.random.key(0))))
-    return actor_critic.count((acting.state if assembly.members else acting).params)
 
 
 def _sums(assembly: Assembly, pending: dict[str, Any] | None = None) -> Sums | members.MemberSums:
@@ -202,101 +198,6 @@ def _on_host(policy: Params, mesh: Mesh | None = None) -> Params:
     """Copy on the host: a buffer of device_get may be donated next. On a mesh every process must call this."""
     policy = policy if mesh is None else meshes.gathered(policy, mesh)
     return jax.tree.map(np.array, jax.device_get(policy))
-
-
-def _loop(
-    run: Run, folder: Path, assembly: Assembly, feeding: Feeding, progress: Progress, checkpoints: Checkpoints,
-    stop: Stop, clock: Clock, sums: Sums | members.MemberSums, sooner: Ahead | None, *,
-    resumed: bool, about: dict[str, Any],
-) -> Progress:  # fmt: skip
-    """Run all remaining updates; each checkpoint holds `about` too. Raises Stopped and Poisoned."""
-    assert run.block is not None and run.log_interval is not None
-    done, metrics, writes = int(progress.updates), folder / "metrics.jsonl", process_group.index() == 0
-    last = sinks.truncate_after(metrics, done) if writes else None
-    if run.many:
-        sinks.truncate_after(folder / members.FILE, done)
-    if writes and (last["update"] if last else 0) != done - sums.updates:
-        _say(f"{metrics} lacks records before update {done}; the run goes on without them")
-    program = _compiled(run, assembly, feeding, progress, clock, sooner)
-    seconds = clock.read()
-    # Printed by each process: all wait for the one that compiles.
-    print(f"compiled in {seconds.compile - clock.before.compile:.1f} s, {seconds.trace - clock.before.trace:.1f} s of "
-          f"that traced; {clock.ledger.found}", file=sys.stderr, flush=True)  # fmt: skip
-    if isinstance(program, actor_learner.CompiledActorLearner | inference_server.CompiledServer):
-        on_device = footprints.parts(assembly.algorithm, progress._replace(carry=()), ())
-        _weigh(folder, program.program, on_device)
-    else:
-        _weigh(folder, program, footprints.parts(assembly.algorithm, progress, feeding.now.context))
-    with ExitStack() as closed:
-        out = _outlets(run, folder, assembly, closed, stop, done, resumed=resumed) if writes else SILENT
-        tell = heartbeat.teller(os.environ)
-        publish = closed.enter_context(
-            publishing.publishing(folder, assembly.policy, assembly.mesh, out.note, lambda: stop.signal is not None)
-        )
-        log = _logger(run, assembly, out, sums, clock, tell)
-        _look(stop, done, assembly)
-        ask = meshes.asking(assembly.mesh, late=True)
-        clock.train()
-        saved_at = time.perf_counter()
-        waiting: tuple[int, int, Any] | None = None
-        stopping = False
-        tell(heartbeat.WORKS)
-        if isinstance(program, actor_learner.CompiledActorLearner):
-            calls = actor_learner.calls(run, folder, assembly, program, progress, out.note)
-        elif isinstance(program, inference_server.CompiledServer):
-            calls = inference_server.calls(run, assembly, program, progress, out.note)
-        elif run.many:
-            calls = _together(run, assembly, feeding, progress, program)
-        else:
-            calls = _calls(run, assembly, feeding, progress, program, tell)
-        for progress, n, rows in closed.enter_context(closing(calls)):
-            publish(done + n, n, progress.state)
-            if waiting is not None:  # rows of the previous call: the device works meanwhile
-                log(*waiting, progress)
-            done, waiting = done + n, (done + n, n, rows)
-            due = writes and time.perf_counter() - saved_at >= 60.0 * run.save_interval_minutes
-            if due:  # all processes learn of it, with several one call later
-                saved_at = time.perf_counter()
-            due, stopping = ask(due, stop.signal is not None)
-            if run.save_interval is not None:
-                due = done // run.save_interval > (done - n) // run.save_interval
-            if due or stopping or done == assembly.updates:
-                log(*waiting, progress)
-                waiting = None
-                now = about | {"seconds": clock.read()._asdict(), "pending": sums.pending()}
-                now |= {"place": feeding.place(done).plain()} | resume.counted(run, assembly, done)
-                tell(heartbeat.RESTS)
-                _save(checkpoints, done, progress, now, out, last=stopping or done == assembly.updates)
-                tell(heartbeat.WORKS)
-            if stopping:
-                break
-        tell(heartbeat.RESTS)
-        checkpoints.wait()
-    if stopping:
-        raise Stopped(done)
-    if writes:  # the other processes wait for this one
-        stop.look(done)
-    return progress
-
-
-def _save(
-    checkpoints: Checkpoints, done: int, progress: Progress, about: dict[str, Any], out: Outlets, *, last: bool
-) -> None:
-    """Start a save. If it fails, training goes on and a later save may succeed; the `last` raises CheckpointError."""
-
-    def warn(error: CheckpointError) -> None:
-        out.note(f"warning: {error}; until then it trains on, and tries to save when that is due")
-
-    try:
-        checkpoints.wait()
-    except CheckpointError as error:  # of the previous save
-        warn(error)
-    try:
-        checkpoints.save(done, progress, about, before=out.settle)
-    except CheckpointError as error:
-        if last:
-            raise
-        warn(error)
 
 
 class Outlets(NamedTuple):
@@ -337,6 +238,180 @@ def _outlets(
             _sync(folder / members.FILE)
 
     return Outlets(sinks.fan(lines, events, health, mirror, console), console.note, settle, single)
+
+
+@dataclass
+class Loop:
+    """Remaining updates of a run from `progress` on; each checkpoint holds `about` too."""
+
+    run: Run
+    folder: Path
+    assembly: Assembly
+    feeding: Feeding
+    progress: Progress
+    checkpoints: Checkpoints
+    stop: Stop
+    clock: Clock
+    sums: Sums | members.MemberSums
+    resumed: bool
+    about: dict[str, Any]
+    tell: heartbeat.Tell = field(default_factory=lambda: heartbeat.teller(os.environ))
+    out: Outlets = SILENT
+
+    def train(self, sooner: Ahead | None) -> Progress:
+        """Run all updates. Raises Stopped and Poisoned."""
+        run, assembly, clock = self.run, self.assembly, self.clock
+        done, writes, stopping = int(self.progress.updates), process_group.index() == 0, False
+        if writes:
+            self._drop_records_after(done)
+        program = _compiled(run, assembly, self.feeding, self.progress, clock, sooner)
+        seconds = clock.read()
+        # Printed by each process: all wait for the one that compiles.
+        print(f"compiled in {seconds.compile - clock.before.compile:.1f} s, {seconds.trace - clock.before.trace:.1f} s "
+              f"of that traced; {clock.ledger.found}", file=sys.stderr, flush=True)  # fmt: skip
+        if isinstance(program, actor_learner.CompiledActorLearner | inference_server.CompiledServer):
+            on_device = footprints.parts(assembly.algorithm, self.progress._replace(carry=()), ())
+            _weigh(self.folder, program.program, on_device)
+        else:
+            _weigh(self.folder, program, footprints.parts(assembly.algorithm, self.progress, self.feeding.now.context))
+        with ExitStack() as closed:
+            if writes:
+                self.out = _outlets(run, self.folder, assembly, closed, self.stop, done, resumed=self.resumed)
+            publish = closed.enter_context(publishing.publishing(
+                self.folder, assembly.policy, assembly.mesh, self.out.note, lambda: self.stop.signal is not None
+            ))  # fmt: skip
+            log = self._logger()
+            _look(self.stop, done, assembly)
+            ask = meshes.asking(assembly.mesh, late=True)
+            clock.train()
+            saved_at = time.perf_counter()
+            waiting: tuple[int, int, Any] | None = None
+            self.tell(heartbeat.WORKS)
+            for self.progress, n, rows in closed.enter_context(closing(self._calls(program))):
+                publish(done + n, n, self.progress.state)
+                if waiting is not None:  # rows of the previous call: the device works meanwhile
+                    log(*waiting)
+                done, waiting = done + n, (done + n, n, rows)
+                due = writes and time.perf_counter() - saved_at >= 60.0 * run.save_interval_minutes
+                if due:  # all processes learn of it, with several one call later
+                    saved_at = time.perf_counter()
+                due, stopping = ask(due, self.stop.signal is not None)
+                if run.save_interval is not None:
+                    due = done // run.save_interval > (done - n) // run.save_interval
+                if due or stopping or done == assembly.updates:
+                    log(*waiting)
+                    waiting = None
+                    self._save(done, last=stopping or done == assembly.updates)
+                if stopping:
+                    break
+            self.tell(heartbeat.RESTS)
+            self.checkpoints.wait()
+        if stopping:
+            raise Stopped(done)
+        if writes:  # the other processes wait for this one
+            self.stop.look(done)
+        return self.progress
+
+    def _drop_records_after(self, done: int) -> None:
+        metrics = self.folder / "metrics.jsonl"
+        last = sinks.truncate_after(metrics, done)
+        if self.run.many:
+            sinks.truncate_after(self.folder / members.FILE, done)
+        if (last["update"] if last else 0) != done - self.sums.updates:
+            _say(f"{metrics} lacks records before update {done}; the run goes on without them")
+
+    def _calls(self, program: Any) -> Generator[tuple[Progress, int, Any]]:
+        """All remaining calls of the run's topology, as in `fused.fused`."""
+        run, assembly, feeding, progress = self.run, self.assembly, self.feeding, self.progress
+        if run.topology == "actors":
+            yield from actor_learner.calls(run, self.folder, assembly, program, progress, self.out.note)
+            return
+        if run.topology == "central":
+            yield from inference_server.calls(run, assembly, program, progress, self.out.note)
+            return
+        assert run.block is not None
+        if run.many:
+            every = run.population.pbt_interval
+            evolve = populations.evolving(pbt.evolve(population.bounds(assembly.members)), assembly.mesh)
+            yield from populations.populations(
+                program, progress, feeding.now.context, updates=assembly.updates, block=run.block,
+                evolve=evolve if every else None, every=every,
+            )  # fmt: skip
+            return
+        done = int(progress.updates)
+        while done < assembly.updates:  # through one context after the other
+            if feeding.ends(done):
+                jax.block_until_ready(progress.updates)  # no program uses the old context any more
+                self.tell(heartbeat.RESTS)
+                feeding.turn(done)
+                self.tell(heartbeat.WORKS)
+                progress = fused.entered(progress, assembly.enter, feeding.now.context)
+            until = min(assembly.updates, feeding.until(done) or assembly.updates)
+            context = feeding.now.context
+            for progress, n, rows in fused.fused(program, progress, context, updates=until, block=run.block):
+                done += n
+                yield progress, n, rows
+
+    def _save(self, done: int, *, last: bool) -> None:
+        """Start a save. If it fails, training goes on and a later save may succeed; the `last` raises
+        CheckpointError."""
+
+        def warn(error: CheckpointError) -> None:
+            self.out.note(f"warning: {error}; until then it trains on, and tries to save when that is due")
+
+        about = self.about | {"seconds": self.clock.read()._asdict(), "pending": self.sums.pending()}
+        about |= {"place": self.feeding.place(done).plain()} | resume.counted(self.run, self.assembly, done)
+        self.tell(heartbeat.RESTS)
+        try:
+            self.checkpoints.wait()
+        except CheckpointError as error:  # of the previous save
+            warn(error)
+        try:
+            self.checkpoints.save(done, self.progress, about, before=self.out.settle)
+        except CheckpointError as error:
+            if last:
+                raise
+            warn(error)
+        self.tell(heartbeat.WORKS)
+
+    def _logger(self) -> Callable[[int, int, Any], None]:
+        """(update, n, rows) -> count the n updates up to `update` and write a record when one is complete.
+
+        Waits for the updates. Raises Poisoned with `progress` if their numbers are not finite.
+        """
+        run, assembly, sums, clock = self.run, self.assembly, self.sums, self.clock
+        assert run.log_interval is not None
+        interval = run.log_interval
+        last = clock.read().wall
+        fresh = 0  # updates since `last`
+        runs = max(1, len(assembly.members))
+        watched = members.Watch(runs, self.out.note) if run.many else None
+
+        def log(update: int, n: int, rows: Any) -> None:
+            nonlocal last, fresh
+            found = jax.device_get(rows)
+            sums.add(
+                n, watched.look(found, n, update) if watched else nan_rollback.look(found, n, update, self.progress)
+            )
+            self.tell(heartbeat.CALL)
+            clock.started()
+            fresh += n
+            if sums.updates < interval and update < assembly.updates:
+                return
+            now = clock.read().wall
+            record = {
+                "update": update,
+                "env_steps": assembly.env_steps(update),
+                "agent_steps": assembly.agent_steps(update),
+                "wall_seconds": now,
+                "sps": fresh * runs * assembly.steps_per_update / max(now - last, 1e-9),
+            }
+            self.out.sink.write(record | sums.take())
+            if isinstance(sums, members.MemberSums):
+                self.out.members.write(record | sums.each)
+            last, fresh = now, 0
+
+        return log
 
 
 def _compiled(
@@ -382,86 +457,10 @@ def _weigh(folder: Path, program: fused.Program | acted.Program | learner.Progra
         write_json(folder / footprints.FILE, found.plain())
 
 
-def _calls(
-    run: Run, assembly: Assembly, feeding: Feeding, progress: Progress, program: fused.Program, tell: heartbeat.Tell
-) -> Generator[tuple[Progress, int, Any]]:
-    """All remaining calls, as in `fused.fused`, through one context after the other."""
-    assert run.block is not None
-    done = int(progress.updates)
-    while done < assembly.updates:
-        if feeding.ends(done):
-            jax.block_until_ready(progress.updates)  # no program uses the old context any more
-            tell(heartbeat.RESTS)
-            feeding.turn(done)
-            tell(heartbeat.WORKS)
-            progress = fused.entered(progress, assembly.enter, feeding.now.context)
-        until = min(assembly.updates, feeding.until(done) or assembly.updates)
-        for progress, n, rows in fused.fused(program, progress, feeding.now.context, updates=until, block=run.block):
-            done += n
-            yield progress, n, rows
-
-
-def _together(
-    run: Run, assembly: Assembly, feeding: Feeding, progress: Progress, program: fused.Program
-) -> Generator[tuple[Progress, int, Any]]:
-    """All remaining calls of a population, in its one context."""
-    assert run.block is not None
-    evolve = populations.evolving(pbt.evolve(population.bounds(assembly.members)), assembly.mesh)
-    every = run.population.pbt_interval
-    yield from populations.populations(
-        program, progress, feeding.now.context, updates=assembly.updates, block=run.block,
-        evolve=evolve if every else None, every=every,
-    )  # fmt: skip
-
-
 def _sync(path: Path) -> None:
     """Make a file durable, like the checkpoint: a machine failure must not lose one of them alone."""
     with open(path, "rb") as file:
         os.fsync(file.fileno())
-
-
-def _logger(
-    run: Run,
-    assembly: Assembly,
-    out: Outlets,
-    sums: Sums | members.MemberSums,
-    clock: Clock,
-    tell: heartbeat.Tell,
-) -> Callable[[int, int, Any, Progress], None]:
-    """(update, n, rows, progress) -> count the n updates up to `update` and write a record when one is complete.
-
-    Waits for the updates. Raises Poisoned with `progress` if their numbers are not finite.
-    """
-    assert run.log_interval is not None
-    interval = run.log_interval
-    last = clock.read().wall
-    fresh = 0  # updates since `last`
-    runs = max(1, len(assembly.members))
-    watched = members.Watch(runs, out.note) if run.many else None
-
-    def log(update: int, n: int, rows: Any, progress: Progress) -> None:
-        nonlocal last, fresh
-        found = jax.device_get(rows)
-        sums.add(n, watched.look(found, n, update) if watched else nan_rollback.look(found, n, update, progress))
-        tell(heartbeat.CALL)
-        clock.started()
-        fresh += n
-        if sums.updates < interval and update < assembly.updates:
-            return
-        now = clock.read().wall
-        record = {
-            "update": update,
-            "env_steps": assembly.env_steps(update),
-            "agent_steps": assembly.agent_steps(update),
-            "wall_seconds": now,
-            "sps": fresh * runs * assembly.steps_per_update / max(now - last, 1e-9),
-        }
-        out.sink.write(record | sums.take())
-        if isinstance(sums, members.MemberSums):
-            out.members.write(record | sums.each)
-        last, fresh = now, 0
-
-    return log
 
 
 def finish(

@@ -391,7 +391,7 @@ def test_what_can_not_be_streamed_is_one_line(data: Path) -> None:
         (Driving((str(data),), bank=0), "--bank is 0; it must be at least 1"),
         (Driving(bank=4), "--bank is 4, and there is no --data"),
         (Driving((str(data),), bank=4, bank_updates=0), "--bank-updates is 0; it must be at least 1"),
-        (Driving((str(data),), bank_updates=3), "and needs --bank"),
+        (Driving((str(data),), bank_updates=3), "it needs --bank"),
         (Driving(objects=1, simulator=simulator.Config(agents=2)), "--objects is 1; it must be at least --agents, 2"),
     ]:
         with pytest.raises(RunError, match=message):

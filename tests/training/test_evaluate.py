@@ -260,7 +260,7 @@ def test_blocks_of_resamples_are_all_there(monkeypatch: pytest.MonkeyPatch) -> N
     """However few draws are held at a time, there are as many means, and the interval is as wide."""
     values = np.random.default_rng(3).normal(size=50)
     whole = evaluation.bootstrap({"a": told(values)}, np.arange(50))["a"]
-    monkeypatch.setattr(evaluate, "BLOCK", 50 * 7)
+    monkeypatch.setattr(evaluation, "BLOCK", 50 * 7)
     parts = evaluation.bootstrap({"a": told(values)}, np.arange(50))["a"]
     assert parts == pytest.approx(whole)  # the same draws, one after the other
 
