@@ -80,13 +80,6 @@ def _error(policy: Distribution, action: Action, mode: jax.Array, raw: jax.Array
     return differs if isinstance(action, Discrete) else jnp.mean(differs, axis=-1)
 
 
-def _passes(config: BCConfig) -> minibatch.Passes:
-    return minibatch.Passes(
-        config.lr, config.anneal, config.warmup, config.num_minibatches, config.update_epochs, config.memory,
-        config.chunk, config.accumulate, ent_coef=config.ent_coef, ent_coef_final=config.ent_coef_final,
-    )  # fmt: skip
-
-
 def bc(spec: Spec, config: BCConfig, context: Context) -> Algorithm:
     """Behaviour cloning for environments of `spec`."""
     mean, isolated = context.mean, context.isolated
@@ -94,9 +87,12 @@ def bc(spec: Spec, config: BCConfig, context: Context) -> Algorithm:
     parts = actor_critic.parts(spec, config)
     network, policy = parts.network, parts.policy
     optimiser = optax.chain(optax.clip_by_global_norm(config.max_grad_norm), optax.scale_by_adam(eps=config.adam_eps))
-    optimise = minibatch.optimiser_steps(
-        _loss(network, policy, spec.action), network.live, optimiser, _passes(config), context, PARTS
-    )
+    passes = minibatch.Passes(
+        config.lr, config.anneal, config.warmup, config.num_minibatches, config.update_epochs, config.memory,
+        config.chunk, config.accumulate, ent_coef=config.ent_coef, ent_coef_final=config.ent_coef_final,
+    )  # fmt: skip
+    loss = _loss(network, policy, spec.action)
+    optimise = minibatch.optimiser_steps(loss, network.live, optimiser, passes, context, PARTS)
     acting = actor_critic.acting(parts, config)
 
     def act(params: Policy, memory: PyTree, observation: PyTree, key: Key | None) -> tuple[jax.Array, PyTree, Any]:

@@ -64,11 +64,6 @@ def _make(spec: Spec, config: PQNConfig) -> Parts:
     return parts._replace(network=inner._replace(apply=apply, both=apply))
 
 
-def _of(q: jax.Array, choice: jax.Array) -> jax.Array:
-    """Value of one choice, as a masked sum, whose gradient is no scatter."""
-    return jnp.sum(jnp.where(jax.nn.one_hot(choice, q.shape[-1], dtype=bool), q, 0.0), axis=-1)
-
-
 def _loss(network: networks.ActorCritic) -> Callable[..., tuple[jax.Array, Metrics]]:
     """Function (params, batch, unused) -> sums over rows of the loss (the paper's equation 14) and of its metrics."""
 
@@ -77,7 +72,8 @@ def _loss(network: networks.ActorCritic) -> Callable[..., tuple[jax.Array, Metri
             q, _, _ = network.apply(params, (), batch.seen)
         else:
             q, _, _ = values.along_time(network, params, batch.memory, batch.seen, batch.begins)
-        q = _of(q, batch.action)
+        # A masked sum: the gradient of an index is a scatter.
+        q = jnp.sum(jnp.where(jax.nn.one_hot(batch.action, q.shape[-1], dtype=bool), q, 0.0), axis=-1)
         total = 0.5 * jnp.square(q - batch.target)
         if batch.weight is not None:
             total, q = total * batch.weight, q * batch.weight

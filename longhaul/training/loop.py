@@ -485,9 +485,13 @@ def finish(
             stop.look(assembly.updates)
         outcome, parameters = {"evaluation": scores}, actor_critic.count(policy.params)
         outcome |= {"chains": chains} if chains else {}
+    measured = folder / footprints.FILE  # device memory, before the first update
     result = _facts(assembly, clock, seconds) | {
-        "params_sha256": params_sha256(policy.params), "parameters": parameters, "memory": _memory(folder), **outcome,
-    }  # fmt: skip
+        "params_sha256": params_sha256(policy.params),
+        "parameters": parameters,
+        "memory": json.loads(measured.read_text()) if measured.exists() else None,
+        **outcome,
+    }
     write_report(folder, result, recordings, population_report.section(run, folder, result) if run.many else "")
     write_json(folder / "result.json", result)  # last: its presence means that the run is complete
     return result
@@ -508,13 +512,6 @@ def _facts(assembly: Assembly, clock: Clock, seconds: Seconds) -> dict[str, Any]
         "cache": {"hits": ledger.hits, "misses": ledger.misses} if ledger.hits + ledger.misses else None,
         "sps": steps * max(1, len(assembly.members)) / max(seconds.train, 1e-9),
     }
-
-
-def _memory(folder: Path) -> dict[str, Any] | None:
-    """Device memory of the run, as measured before its first update."""
-    path = folder / footprints.FILE
-    memory: dict[str, Any] | None = json.loads(path.read_text()) if path.exists() else None
-    return memory
 
 
 def evaluations(run: Run, policy: Params, untrained: Params) -> Iterator[tuple[str, dict[str, Any], list[Recording]]]:

@@ -97,7 +97,11 @@ class MemberSums:
 
     def pending(self) -> dict[str, Any]:
         """The sums as exact JSON; non-finite values as words."""
-        return {"updates": self.updates, "totals": {name: _words(values) for name, values in self._totals.items()}}
+        totals = {
+            name: [value if math.isfinite(value) else str(value) for value in values.tolist()]
+            for name, values in self._totals.items()
+        }
+        return {"updates": self.updates, "totals": totals}
 
     def take(self) -> Record:
         """Record of at least one update over all members; resets the sums and sets `each`."""
@@ -124,10 +128,6 @@ def _summary(name: str, values: np.ndarray) -> list[tuple[str, float]]:
     known = values[np.isfinite(values)]
     mean = float(known.mean()) if len(known) else math.nan
     return [(name, mean), (f"{name}_std", float(known.std(ddof=1)) if len(known) > 1 else 0.0)]
-
-
-def _words(values: np.ndarray) -> list[float | str]:
-    return [value if math.isfinite(value) else str(value) for value in values.tolist()]
 
 
 class Watch:

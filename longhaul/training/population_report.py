@@ -90,8 +90,11 @@ def section(run: Run, folder: Path, result: Mapping[str, Any]) -> str:
     """HTML section on the members: a figure of returns with 95 % intervals, and a table."""
     steps, values = population.columns(folder, RETURN)
     rows = list(result["members"])
-    lines = []
-    for label, which in _best(rows):
+    lines, groups = [], list(settings(rows))
+    returns = [float(row["evaluation"]["trained"].get("return", -np.inf)) for row in rows]
+    scores = {label: np.mean([returns[i] for i in which]) for label, which in groups}
+    best = sorted(scores, key=lambda label: -scores[label])[:MOST_LINES]
+    for label, which in (group for group in groups if group[0] in best):
         mean, low, high = evaluate.around(values[:, which]) if len(steps) else (np.zeros(0),) * 3
         lines.append(charts.Series(label or f"mean of {len(which)} runs", steps, mean, low, high))
     drawn = charts.figure("Return of the runs", lines, "agent steps", "per episode; band: 95 %")
@@ -100,18 +103,6 @@ def section(run: Run, folder: Path, result: Mapping[str, Any]) -> str:
         "these means, over the seeds. Each run was evaluated as if it were alone.</p>"
     )
     return f'<div class="curves">{drawn}</div>{note * bool(drawn)}{_table(rows)}'
-
-
-def _best(rows: list[Mapping[str, Any]]) -> list[tuple[str, list[int]]]:
-    """Settings to draw, in order."""
-    found = list(settings(rows))
-    scores = {label: np.mean([_return(rows[i]) for i in which]) for label, which in found}
-    kept = sorted(scores, key=lambda label: -scores[label])[:MOST_LINES]
-    return [(label, which) for label, which in found if label in kept]
-
-
-def _return(row: Mapping[str, Any]) -> float:
-    return float(row["evaluation"]["trained"].get("return", -np.inf))
 
 
 def columns(rows: list[Mapping[str, Any]]) -> tuple[list[str], list[list[Any]], list[Any]]:
