@@ -36,10 +36,7 @@ class Population:
         None, "updates after which a sweep's worst runs go on from its best ones, with values beside theirs", least=1
     )
     together: int | None = setting(
-        None,
-        "runs of a device that are computed at once; affects speed, and last bits",
-        least=1,
-        auto=True,
+        None, "runs of a device that are computed at once; affects speed, and last bits", least=1, auto=True
     )
 
     @property

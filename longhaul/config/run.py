@@ -40,9 +40,7 @@ class Driving:
         (), "driving logs to train in: files, folders, globs; without: generated scenarios", path=True
     )
     bank: int | None = setting(
-        None,
-        "scenarios of the shards in --data that are held at once, others after --bank-updates; none: all",
-        least=1,
+        None, "scenarios of the shards in --data that are held at once, others after --bank-updates; none: all", least=1
     )
     bank_updates: int | None = setting(None, "updates in the same scenarios of the bank", least=1, auto=True)
     scenarios: int = setting(
@@ -108,16 +106,10 @@ class Run:
     save_interval: int | None = setting(None, "updates between two checkpoints, instead of minutes", least=1, **SAVING)
     keep: int = setting(3, "newest checkpoints that stay", least=1, **SAVING)
     keep_every: int | None = setting(
-        None,
-        "updates between checkpoints that stay for good, beside the newest; none: only the newest stay",
-        least=1,
-        **SAVING,
+        None, "updates between checkpoints that stay for good; none: only the newest stay", least=1, **SAVING
     )
     rollbacks: int = setting(
-        3,
-        "returns to a checkpoint from NaN or infinity, each with other random numbers, before the run fails",
-        least=0,
-        **SAVING,
+        3, "returns from NaN or infinity to a checkpoint, with other random numbers, before failure", least=0, **SAVING
     )
     evaluation_episodes: int | None = setting(
         None, "episodes, or scenarios never trained in, of the evaluation at the end", least=1, auto=True

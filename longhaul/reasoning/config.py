@@ -47,8 +47,7 @@ class Reasoning:
         "", "another such file, to be evaluated on; none: questions of the first, held out there"
     )
     check: str = setting(
-        "numeric",
-        "comparison of answers: numeric, exact, or package.module:function, (problem, completion) -> reward",
+        "numeric", "comparison of answers: numeric, exact, or package.module:function, (problem, completion) -> reward"
     )
     template: str = setting("{question}\n", "text around a question, with {question} in its place")
 
@@ -66,10 +65,7 @@ class GateConfig:
     """Gate between imitation and rewards."""
 
     threshold: float = setting(
-        0.0,
-        "soundness below which the policy imitates verified chains; 0: rewards teach always",
-        least=0,
-        most=1,
+        0.0, "soundness below which the policy imitates verified chains; 0: rewards teach always", least=0, most=1
     )
     hysteresis: float = setting(
         0.1, "fall of soundness below the threshold after which imitation begins again", least=0, most=1
@@ -78,9 +74,7 @@ class GateConfig:
     rise: float = setting(0.01, "rise of the best soundness since the gate closed that counts", least=0, most=1)
     every: int = setting(10, "updates between two looks while it is closed", least=1)
     chains: str = setting(
-        "solver",
-        "source of imitated chains: a solver, or own samples that are right and sound",
-        choices=CHAINS,
+        "solver", "source of imitated chains: a solver, or own samples that are right and sound", choices=CHAINS
     )
     fewest: int = setting(4, "fewest own chains of a device's share of an update that are learnt from", least=1)
 
@@ -109,9 +103,7 @@ class ModelConfig:
     """Architecture of a language model. `huggingface.config_of` reads it from a config.json."""
 
     family: str = setting(
-        "qwen3",
-        "family of the language model: Llama, Qwen2 (biases), Qwen3 (normalised queries and keys)",
-        choices=FAMILIES,
+        "qwen3", "family of the model: Llama, Qwen2 (biases), Qwen3 (normalised queries and keys)", choices=FAMILIES
     )
     vocabulary: int = 23
     width: int = setting(64, "width of the residual stream", least=1)

@@ -8,7 +8,7 @@ import pytest
 
 from longhaul.cli import flags, run_flags
 
-FLAGS = {"": [flags.Flag("count", flags.INT, 1, "how many", aliases=("total-count", "n")), run_flags.RUNS_DIR]}
+FLAGS = {"": [flags.Flag("count", flags.INT, 1, "how many", aliases=("total-count", "n"), least=1), run_flags.RUNS_DIR]}
 
 KINDS = {
     "one": flags.Flag("one", flags.INT, 1, "a number"),
@@ -29,6 +29,8 @@ KINDS = {
         ("--one 1e3", {"one": 1000}, "one"),
         ("--one 1 --one 2", {"one": 2}, "one"),
         ("--maybe .5", {"maybe": 0.5}, "maybe"),
+        ("--maybe -1e-3 x", {"maybe": -0.001, "FILE": "x"}, "maybe"),
+        ("--many red --on x", {"many": ("red",), "FILE": "x"}, "many on"),
         ("--maybe none", {}, "maybe"),
         ("--many blue red --no-on", {"many": ("blue", "red"), "on": False}, "many on"),
         ("--on", {}, "on"),
@@ -62,6 +64,9 @@ def test_each_name_means_the_same(words: str) -> None:
         ("--n=8 --total-count 7", "--n is 8 and --total-count, another word for it, is 7; give one of them"),
         ("--total-count x", "--count is 'x'; it must be a whole number"),
         ("--total-count", "--count has no value; it must be a whole number"),
+        ("--count=", "--count has no value; it must be a whole number"),
+        ("--count 0", "--count is 0; it must be at least 1"),
+        ("x", "'x' is one word too many; see longhaul try --help"),
         ("--total-cuont 3", "longhaul try has no flag --total-cuont; did you mean --total-count"),
     ],
 )

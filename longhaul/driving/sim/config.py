@@ -80,24 +80,16 @@ class Config:
 
     agents: int = setting(1, "controlled agents of a world; 1 is the ego alone", least=1)
     traffic: str = setting(
-        "log",
-        "behaviour of the others: replay of the log, Intelligent Driver Model, or constant velocity",
-        choices=TRAFFICS,
+        "log", "behaviour of the others: the log, Intelligent Driver Model, or constant velocity", choices=TRAFFICS
     )
     driver: str = "policy"
     """Driver of the agents: the "policy", or a baseline that ignores actions: "log", "idm", "constant" (speed)."""
     expert: str = setting(
         "log", "expert of imitation: the log, or the Intelligent Driver Model along the route", choices=EXPERTS
     )
-    control: str = setting(
-        "vehicles",
-        "kinds of agents: vehicles, or all that move, cyclists and pedestrians too",
-        choices=tuple(CONTROLS),
-    )
+    control: str = setting("vehicles", "kinds of agents: vehicles, or all that move", choices=tuple(CONTROLS))
     dynamics: str = setting(
-        "bicycle",
-        "model of motion and of actions: acceleration and curvature, steering wheel, displacement, or jerk",
-        choices=DYNAMICS,
+        "bicycle", "model of motion: by acceleration and curvature, steering, displacement, or jerk", choices=DYNAMICS
     )
     actions: str = setting("discrete", "action space of the policy", choices=ACTIONS)
     """"discrete": an index for each number of a command; "joint": one for all; "continuous": all within [-1, 1]."""
@@ -109,15 +101,10 @@ class Config:
     neighbours: int = setting(8, "nearest others that an agent sees", least=1)
     waypoints: int = setting(10, "points of the route ahead that it sees", least=1, most=MAX_WAYPOINTS)
     road_points: int = setting(
-        0,
-        "pieces of road around an agent that it sees: lanes, lines, edges and signs; 200 reach about 60 m",
-        least=0,
-        most=CANDIDATES,
+        0, "pieces of road that an agent sees around it; 200 reach about 60 m", least=0, most=CANDIDATES
     )
     observation_noise: tuple[float, float, float] = setting(
-        (0.0, 0.0, 0.0),
-        "deviations of others' position (m), heading (rad) and velocity (m/s) as an agent sees them",
-        least=0,
+        (0.0, 0.0, 0.0), "deviations of others' observed position (m), heading (rad) and velocity (m/s)", least=0
     )
     observation_mask: float = setting(
         0.0, "chance that an agent misses one of the others, or a piece of road, in a step", least=0, most=1
