@@ -1,8 +1,8 @@
 """Speed of two checkouts: `python -m benchmarks.in_turn OLD_CHECKOUT [--only NAME ...] [--rounds N]`.
 
-Each case is a `longhaul bench` of the code of OLD_CHECKOUT and of this one, in turn: old first in one round, new first in
-the next. A figure's work per CPU-second is compared by its best round: other load only takes away. Compilation is outside
-the figures.
+Each case is a `longhaul bench` of the code of OLD_CHECKOUT and of this one, in turn: old first in one round, new first
+in the next. A figure's work per CPU-second is compared by its best round, because other load only takes away.
+Compilation is outside the figures.
 
 Prints one JSON line for each figure: `ratio` is the new code's work per CPU-second over the old code's. The exit code
 is 1 if a ratio is below 0.95.
