@@ -108,7 +108,7 @@ ELSEWHERE = {
     "training/reasoning_setup.py": "end_to_end/test_reasoning_questions.py",
     "training/run_dir.py": "config/test_resolve.py",
     "types.py": "algorithms/test_ppo.py",
-    "weight_sync/model_shapes.py": "bench/cases/test_sync_layouts.py",
+    "weight_sync/model_shapes.py": "bench/cases/test_sync.py",
     "weight_sync/transports/shared_memory.py": "weight_sync/test_receiver.py",
     "weight_sync/transports/tcp.py": "weight_sync/transports/test_framing.py",
 }

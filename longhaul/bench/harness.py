@@ -335,30 +335,33 @@ class Worker:
 
 
 def serve() -> None:
-    """Loop of one of our workers, to its end, be that an error: no thread that a figure has begun outlives it."""
+    """Prepares the case in its arguments, then repeats it for every line that comes in.
+
+    Its end may be an error: no thread that a figure has begun outlives it.
+    """
+    name, case = json.loads(sys.argv[1])
     try:
-        _serve()
+        try:
+            prepared = BENCHMARKS[name].work(**case)
+        except ValueError as error:  # bad input, as for any command: a log that can't be read, sizes that don't fit
+            tell({"refused": str(error)})
+            os._exit(1)
+        prepared.work(prepared.begin(0))
+        tell(introduction(prepared))
+        for i, _ in enumerate(sys.stdin):
+            tell(measure(prepared, i + 1))
     except BaseException:
         traceback.print_exc()
         sys.stderr.flush()
         os._exit(1)
 
 
-def _serve() -> None:
-    """Prepares the case in its arguments, then repeats it for every line that comes in."""
-    name, case = json.loads(sys.argv[1])
-    try:
-        prepared = BENCHMARKS[name].work(**case)
-    except ValueError as error:  # bad input, as for any command: a log that can't be read, sizes that don't fit
-        tell({"refused": str(error)})
-        os._exit(1)
-    prepared.work(prepared.begin(0))
+def introduction(prepared: Prepared) -> dict[str, Any]:
+    """What a worker tells when its program is ready."""
     about = provenance()
     device = ", ".join(f"{count} x {kind}" for kind, count in about["devices"].items())
-    ready = {"config": prepared.config, "steps": prepared.steps, "unit": prepared.unit, "device": device}
-    tell(ready | {key: about[key] for key in ("versions", "commit")} | {"compile_seconds": prepared.compile_seconds})
-    for i, _ in enumerate(sys.stdin):
-        tell(measure(prepared, i + 1))
+    origin = {"device": device, "versions": about["versions"], "commit": about["commit"]}
+    return {name: getattr(prepared, name) for name in ("config", "steps", "unit", "compile_seconds")} | origin
 
 
 def measure(prepared: Prepared, number: int) -> dict[str, float]:

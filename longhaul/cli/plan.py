@@ -75,7 +75,7 @@ def planned(run: Run, values: dict[str, Any]) -> dict[str, Any]:
             "collectives": [each._asdict() for each in what.collectives], "model": what.model,
         },
         "assumptions": dict(compute_plan.said(chip, assumed, here=here, bf16=bf16, strong=strong)),
-        "plan": compute_plan.plain(rows),
+        "plan": [row._asdict() for row in rows],
     }  # fmt: skip
 
 

@@ -232,9 +232,9 @@ def _figures(sizes: dict[str, Any], given: Mapping[str, Any]) -> Iterator[dict[s
     if layouts:
         if len(layouts) != 2 or rate is not None or given["lane"]:
             raise FlagError("--layouts takes two, of trainers and receivers, without --lane and --learning-rate")
-        from longhaul.bench.cases import sync_layouts
+        from longhaul.bench.cases import sync
 
-        return sync_layouts.measure(given["model"], *layouts)
+        return sync.layouts(given["model"], *layouts)
     if rate is not None:
         if any(lane != "tcp" for lane in given["lane"]):
             raise FlagError("--learning-rate needs --lane tcp, which alone sends changes; leave --lane out")

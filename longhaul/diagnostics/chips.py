@@ -7,11 +7,13 @@ give your own if they matter.
 from __future__ import annotations
 
 import time
-from typing import NamedTuple
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
+
+from longhaul.runtime.devices import machine_memory
 
 
 class Chip(NamedTuple):
@@ -63,38 +65,28 @@ def here(devices: int = 1) -> Chip:
     chip = known(device.device_kind)
     if chip is not None:
         return chip
-    memory = (device.memory_stats() or {}).get("bytes_limit") or _host_memory()
+    memory = (device.memory_stats() or {}).get("bytes_limit") or machine_memory()
     products, stream = _products() / devices, _stream() / devices
     return Chip(device.platform, products, products, stream, memory / devices, stream, devices, 0.0)
 
 
-def _host_memory() -> float:
-    try:
-        with open("/proc/meminfo") as lines:
-            return 1024.0 * next(float(line.split()[1]) for line in lines if line.startswith("MemTotal"))
-    except (OSError, StopIteration):
-        return 16e9
-
-
-def _best(work: jax.stages.Compiled, *arguments: jax.Array) -> float:
-    """Seconds of the fastest of five runs."""
-    taken = []
+def least_seconds(work: Callable[..., Any], *arguments: Any) -> float:
+    """Wall time of the fastest of five runs, after one to warm up."""
+    seconds = []
     for _ in range(6):
         began = time.perf_counter()
         jax.block_until_ready(work(*arguments))
-        taken.append(time.perf_counter() - began)
-    return min(taken[1:])
+        seconds.append(time.perf_counter() - began)
+    return min(seconds[1:])
 
 
 def _products() -> float:
     """Operations a second of float32 products at the size of torsos."""
     x, w = jnp.ones((4096, 1024), jnp.float32), jnp.ones((1024, 1024), jnp.float32)
-    work = jax.jit(jnp.matmul).lower(x, w).compile()
-    return 2.0 * x.size * w.shape[1] / _best(work, x, w)
+    return 2.0 * x.size * w.shape[1] / least_seconds(jax.jit(jnp.matmul), x, w)
 
 
 def _stream() -> float:
     """Bytes a second of reading one large array and writing another."""
-    x = jnp.asarray(np.zeros(32 * 2**20, np.float32))
-    work = jax.jit(lambda x: x + 1.0).lower(x).compile()
-    return 2.0 * x.nbytes / _best(work, x)
+    x = jnp.zeros(32 * 2**20, jnp.float32)
+    return 2.0 * x.nbytes / least_seconds(jax.jit(lambda x: x + 1.0), x)

@@ -21,7 +21,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from longhaul.diagnostics.chips import Chip
 from longhaul.diagnostics.hlo import COLLECTIVES, CONTROL, Crossing, Instruction
@@ -180,8 +180,3 @@ def said(chip: Chip, assumed: Assumptions, *, here: bool, bf16: bool, strong: bo
         ("checkpoints", f"every {assumed.save_minutes:g} minutes, of which {assumed.keep} stay"),
         ("failures", "none; each costs what was done since the last save, and a start"),
     ]  # fmt: skip
-
-
-def plain(rows: Sequence[Row]) -> list[dict[str, Any]]:
-    """The rows as JSON can hold them."""
-    return [each._asdict() for each in rows]

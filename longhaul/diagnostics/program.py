@@ -157,17 +157,3 @@ def fresh_cache() -> Iterator[Path]:
             for name, value in before.items():
                 jax.config.update(name, value)
             compilation_cache.reset_cache()
-
-
-# ------------------------------------------------------------------------------------------------------------ timing
-
-
-def seconds_of(work: Callable[[], Any], repeats: int = 5) -> float:
-    """Least wall time of `work` after one warm-up."""
-    work()
-    taken = []
-    for _ in range(repeats):
-        began = time.perf_counter()
-        work()
-        taken.append(time.perf_counter() - began)
-    return min(taken)

@@ -204,12 +204,6 @@ def _alone(folder: Path) -> Iterator[None]:
         yield
 
 
-def _exit_in(seconds: float) -> None:
-    timer = threading.Timer(seconds, os._exit, (1,))
-    timer.daemon = True
-    timer.start()
-
-
 def main(words: list[str]) -> int:
     """Body of the process; -> its exit code."""
     folder, mode, pid = Path(words[0]), words[1], int(words[2])
@@ -225,7 +219,9 @@ def main(words: list[str]) -> int:
             end = follow(
                 Records(folder / "metrics.jsonl"), sys.stdin.buffer, lambda row, step: run.log(row, step=step), sent
             )
-            _exit_in(MOST_SECONDS)
+            timer = threading.Timer(MOST_SECONDS, os._exit, (1,))
+            timer.daemon = True
+            timer.start()
             if end == "stopped":
                 run.mark_preempting()
             run.finish(exit_code=0 if end == "done" else 75 if end == "stopped" else 1)

@@ -30,6 +30,7 @@ from longhaul import rollout
 from longhaul.algorithms import registry
 from longhaul.bench import harness
 from longhaul.bench.cases import training
+from longhaul.bench.cases.training import Prepared
 from longhaul.config import recipes
 from longhaul.config.resolve import resolve
 from longhaul.config.run import Run
@@ -37,7 +38,6 @@ from longhaul.distributions import distribution
 from longhaul.environment import vectorise
 from longhaul.runtime import mesh as meshes
 from longhaul.runtime.devices import prepare_devices
-from longhaul.runtime.provenance import provenance
 from longhaul.spaces import Masked
 from longhaul.topologies import fused
 from longhaul.training.assemble import Assembly, assemble
@@ -161,25 +161,23 @@ def serve() -> None:
     """Loop of a worker: makes a cell's program ready, then repeats an update, or measures parts, for every line."""
     cell = Cell(*json.loads(sys.argv[1]))
     ready, progress = prepare(cell)
-    about = provenance()
-    device = ", ".join(f"{count} x {kind}" for kind, count in about["devices"].items())
     names = ("num_envs", "num_steps", "devices", "threads")
     config = {"recipe": cell.recipe} | {name: getattr(ready.run, name) for name in names}
-    harness.tell(
-        {
-            "config": config | dataclasses.asdict(ready.run.algorithm), "steps": ready.assembly.steps_per_update,
-            "unit": "env steps", "device": device, "versions": about["versions"], "commit": about["commit"],
-            "compile_seconds": ready.start["trace_seconds"] + ready.start["compile_seconds"], "start": ready.start,
-        }
-    )  # fmt: skip
+    config |= dataclasses.asdict(ready.run.algorithm)
+    compiled = ready.start["trace_seconds"] + ready.start["compile_seconds"]
+
+    def work(_: Any) -> dict[str, float]:
+        nonlocal progress
+        progress = ready.update(progress)
+        return {"peak_bytes": training.peak_bytes()}
+
+    prepared = Prepared(config, ready.assembly.steps_per_update, "env steps", compiled, lambda number: (), work)
+    harness.tell(harness.introduction(prepared) | {"start": ready.start})
     for line in sys.stdin:
         if line.strip() == "parts":
             harness.tell(parts(ready, progress))
             break
-        used, began = harness.cpu_seconds(), time.perf_counter()
-        progress = ready.update(progress)
-        taken = {"wall_seconds": time.perf_counter() - began, "cpu_seconds": harness.cpu_seconds() - used}
-        harness.tell(taken | {"peak_bytes": training.peak_bytes()})
+        harness.tell(harness.measure(prepared, 0))
 
 
 def prepare(cell: Cell) -> tuple[Ready, Progress]:
