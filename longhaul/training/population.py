@@ -120,14 +120,12 @@ class MemberSums:
                 found[name] = np.where(np.asarray(count) > 0, total / count, np.nan)
         self.updates, self._totals = 0, {}
         self.each = {name: values.tolist() for name, values in found.items()}
-        return {key: number for name, values in found.items() for key, number in _summary(name, values)}
-
-
-def _summary(name: str, values: np.ndarray) -> list[tuple[str, float]]:
-    """Mean and deviation of a metric over the members that report it."""
-    known = values[np.isfinite(values)]
-    mean = float(known.mean()) if len(known) else math.nan
-    return [(name, mean), (f"{name}_std", float(known.std(ddof=1)) if len(known) > 1 else 0.0)]
+        record: Record = {}
+        for name, values in found.items():  # over the members that report it
+            known = values[np.isfinite(values)]
+            record[name] = float(known.mean()) if len(known) else math.nan
+            record[f"{name}_std"] = float(known.std(ddof=1)) if len(known) > 1 else 0.0
+        return record
 
 
 class Watch:

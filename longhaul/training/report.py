@@ -126,7 +126,7 @@ def write_report(
 
 
 def _header(name: str, run: Mapping[str, Any], result: Mapping[str, Any]) -> str:
-    facts = [str(run[key]) for key in ("recipe",) if run.get(key)]
+    facts = [str(run["recipe"])] if run.get("recipe") else []
     if run.get("commit"):
         facts.append(f"commit {str(run['commit'])[:12]}")
     status = result.get("status")
@@ -153,7 +153,8 @@ def _key_figures(records: Sequence[Mapping[str, Any]], result: Mapping[str, Any]
         ("steps a second", _count(known("sps", "sps"))),
     ]
     trained = _mapping(_mapping(result.get("evaluation")).get("trained"))
-    figures += [(f"{name}, trained", _value(_number(trained.get(name)))) for name in SHOWN]
+    scores = {name: value for name in SHOWN if (value := _number(trained.get(name))) is not None}
+    figures += [(f"{k}, trained", f"{v:,.{_digits([v])}f}".replace("-", "−")) for k, v in scores.items()]
     cards = "".join(f"<div><dt>{_text(name)}</dt><dd>{_text(value)}</dd></div>" for name, value in figures if value)
     return f'<dl class="figures">{cards}</dl>' if cards else ""
 
@@ -189,7 +190,8 @@ def _chains(chains: Any) -> str:
 
 
 def _table(rows: Mapping[str, Mapping[str, Any]], columns: Sequence[str]) -> str:
-    heads = [f"{_text(_words(column))}{_arrow(column)}" for column in columns]
+    arrows = dict.fromkeys(HIGHER, " ↑") | dict.fromkeys(LOWER, " ↓")
+    heads = [_text(_words(column)) + arrows.get(column, "") for column in columns]
     body = []
     best = {column: best_policies(column, rows) for column in columns}
     digits = {column: _digits([_number(means.get(column)) for means in rows.values()]) for column in columns}
@@ -225,15 +227,13 @@ def _health(findings: Sequence[Finding]) -> str:
     """Table of health findings: from which update to which."""
     if not findings:
         return ""
-    heads = "".join(f'<th scope="col">{name}</th>' for name in ("what", "from update", "to", "remedy"))
     body = []
     for found in findings:
         until = "the end" if found.until is None else _count(float(found.until))
         cells = (_count(float(found.since)), until, _text(found.remedy))
         row = "".join(f"<td>{cell}</td>" for cell in cells)
         body.append(f'<tr><th scope="row">{_text(found.says)}</th>{row}</tr>')
-    table = f"<table><thead><tr>{heads}</tr></thead><tbody>{''.join(body)}</tbody></table>"
-    return f'<div class="card table">{table}</div>'
+    return pages.table(("what", "from update", "to", "remedy"), body)
 
 
 def _curves(records: Sequence[Mapping[str, Any]]) -> list[str]:
@@ -329,10 +329,6 @@ def _count(value: float | None) -> str:
     return "" if value is None else f"{value:,.0f}"
 
 
-def _value(value: float | None) -> str:
-    return "" if value is None else f"{value:,.{_digits([value])}f}".replace("-", "−")
-
-
 def _duration(seconds: float | None) -> str:
     if seconds is None:
         return ""
@@ -356,7 +352,3 @@ def _shortest(name: str, own: Sequence[str]) -> str:
 
 def _rank(name: str, order: tuple[str, ...]) -> tuple[int, str]:
     return (order.index(name) if name in order else len(order), name)
-
-
-def _arrow(column: str) -> str:
-    return " ↑" if column in HIGHER else " ↓" if column in LOWER else ""
