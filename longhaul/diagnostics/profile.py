@@ -113,7 +113,8 @@ def reading(found: list[Event], program: Mapping[str, Instruction]) -> dict[str,
 
     Raises ValueError if the trace holds none of its instructions.
     """
-    work = [event for event in found if _opcode(program.get(event.instruction)) not in CONTROL]
+    control = {name for name, each in program.items() if each.opcode in CONTROL}
+    work = [event for event in found if event.instruction not in control]
     if not work:
         raise ValueError("the trace holds no instruction of the program; more than one program ran, or none")
     taken = spent(work)
@@ -139,10 +140,6 @@ def reading(found: list[Event], program: Mapping[str, Instruction]) -> dict[str,
             for name in longest
         ],
     }  # fmt: skip
-
-
-def _opcode(instruction: Instruction | None) -> str:
-    return instruction.opcode if instruction is not None else "?"
 
 
 def _short(scope: str) -> str:

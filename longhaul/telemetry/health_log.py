@@ -6,16 +6,15 @@ that remain.
 
 from __future__ import annotations
 
-import itertools
 import json
 import math
-import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from longhaul.runtime import files
 from longhaul.spaces import Action, Box, Discrete, MultiDiscrete
 from longhaul.telemetry import sinks
 from longhaul.telemetry.health import Bounds, Event, Finding, Plan, Record, Watch
@@ -57,7 +56,10 @@ def watch(folder: Path, plan: Plan, bounds: Bounds, note: Callable[[str], None])
     path, metrics = folder / FILE, folder / "metrics.jsonl"
     seen = Watch(plan, bounds)
     before = sinks.read(metrics) if metrics.exists() else []
-    _rewrite(path, list(itertools.chain.from_iterable(map(seen.look, before))))
+    past = [json.dumps(plain(event)) + "\n" for record in before for event in seen.look(record)]
+    path.unlink(missing_ok=True)
+    if past:
+        files.write(path, "".join(past))
     for finding in seen.findings():
         if finding.until is None:
             note(Event(finding.since, finding).line())
@@ -73,25 +75,10 @@ def watch(folder: Path, plan: Plan, bounds: Bounds, note: Callable[[str], None])
     return sinks.Sink(write, lambda: out[0].close() if out else None)
 
 
-def _rewrite(path: Path, events: Sequence[Event]) -> None:
-    """Rewrite the file of a resumed run with the events up to there."""
-    path.unlink(missing_ok=True)
-    if events:
-        text = "".join(json.dumps(plain(event)) + "\n" for event in events)
-        partial = path.with_name(path.name + ".partial")
-        partial.write_text(text)
-        os.replace(partial, path)
-
-
 def plain(event: Event) -> dict[str, Any]:
     """An event as a line of the file."""
-    found = event.finding
-    state = {"update": event.update, "event": "begins" if found.until is None else "ends"}
-    return state | {name: _finite(value) for name, value in found._asdict().items()}
-
-
-def _finite(value: Any) -> Any:
-    return None if isinstance(value, float) and not math.isfinite(value) else value
+    state = {"update": event.update, "event": "begins" if event.finding.until is None else "ends"}
+    return state | files.finite(event.finding._asdict())
 
 
 def read(folder: Path) -> list[Finding]:
