@@ -28,6 +28,7 @@ from benchmarks import results, sync_training
 from longhaul.bench import harness
 from longhaul.runtime.provenance import provenance
 from longhaul.weight_sync.delta import tensor_delta
+from longhaul.weight_sync.digest import digest
 from tests.helpers import delta_oracle
 
 RATES = (1e-6, 3e-6, 1e-5, 1e-4, 3e-4)
@@ -101,7 +102,7 @@ def speeds(before: dict[str, np.ndarray], after: dict[str, np.ndarray], repeats:
     base, new = (np.concatenate([leaf.reshape(-1) for leaf in tree.values()]) for tree in (before, after))
     times = -(-LEAST // base.nbytes)
     base, new = np.tile(base, times).view(np.uint16), np.tile(new, times).view(np.uint16)
-    known, out, staging = tensor_delta.digest(base), np.empty_like(base), base.copy()
+    known, out, staging = digest(base), np.empty_like(base), base.copy()
     frame = tensor_delta.encode(base, new, "bfloat16")
     work: dict[str, Callable[[], Any]] = {
         "encode": lambda: tensor_delta.encode(base, new, "bfloat16"),

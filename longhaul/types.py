@@ -217,7 +217,7 @@ class Progress(NamedTuple):
 class Weights(Protocol):
     """Transfer of parameters from a learner to its actors; versions only grow.
 
-    Between hosts it is `weight_sync.weights.SyncWeights`.
+    Between hosts it is `weight_sync.consumers.SyncWeights`.
     """
 
     def publish(self, version: int, params: Params) -> None: ...

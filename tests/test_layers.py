@@ -82,7 +82,7 @@ OPTIONAL = {
 }
 """Import names: what pyproject.toml asks for always, and with an extra."""
 
-COMPILED = ("weight_sync/delta/numba_kernels", "weight_sync/digest")
+COMPILED = ("weight_sync/delta/numba_kernels", "weight_sync/xxh3_kernels")
 """Files of numba's functions: they load numba at import, so they are themselves imported inside functions alone."""
 
 

@@ -110,7 +110,7 @@ ELSEWHERE = {
     "types.py": "algorithms/test_ppo.py",
     "weight_sync/model_shapes.py": "bench/cases/test_sync.py",
     "weight_sync/transports/shared_memory.py": "weight_sync/test_receiver.py",
-    "weight_sync/transports/tcp.py": "weight_sync/transports/test_framing.py",
+    "weight_sync/transports/tcp.py": "weight_sync/transports/test_sockets.py",
 }
 """Source file -> the test file that imports it and tests it."""
 
@@ -146,7 +146,6 @@ THROUGH = {
     "topologies/inference_server/ray_actor.py": "needs a Ray cluster: end_to_end/test_ray_actors.py",
     "training/checkpoint/weight_source.py": "by training/test_publish.py, which pulls a run's checkpoints",
     "training/population_report.py": "by topologies/test_population.py, in the report of a whole run",
-    "weight_sync/transports/socket_server.py": "by weight_sync/transports/test_base.py, which runs every transport",
 }
 """Source file -> the reason why no test imports it: its tests go through others."""
 

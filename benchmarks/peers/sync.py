@@ -30,7 +30,8 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 
 from longhaul.bench.cases.sync import check
-from longhaul.weight_sync import manifest, model_shapes, transports
+from longhaul.weight_sync import model_shapes, transports
+from longhaul.weight_sync.digest import hasher
 from longhaul.weight_sync.manifest import LINE
 from longhaul.weight_sync.publisher import Publisher
 from longhaul.weight_sync.receiver import follow
@@ -68,7 +69,7 @@ class Memory:
 
     def digest(self, tensors: Iterable[np.ndarray]) -> str:
         """Digest of tensors in the model's order."""
-        running = manifest.hasher()()
+        running = hasher()()
         for each in tensors:
             running.update(np.asarray(each).reshape(-1).view(np.uint8))
         return running.hexdigest()

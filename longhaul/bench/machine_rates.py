@@ -9,12 +9,12 @@ from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 
-from longhaul.weight_sync import image
+from longhaul.weight_sync import packing
 from longhaul.weight_sync.buffers import Block
 from longhaul.weight_sync.cost_model import Rates
 from longhaul.weight_sync.digest import digest
 from longhaul.weight_sync.manifest import LINE, Manifest
-from longhaul.weight_sync.transports.framing import Wire
+from longhaul.weight_sync.transports.sockets import Wire
 from longhaul.weight_sync.transports.tcp import NEAR
 
 PARTS = 8
@@ -31,7 +31,7 @@ class Sample:
         self.together = together = min(2, cores)
         self.pairs = min(float(together), max(1.0, cores / 2))  # pairs of cores that carry streams
         self._given = {str(i): np.ones(nbytes // PARTS, np.uint8) for i in range(PARTS)}
-        self._planned, self.size = image.describe(self._given)
+        self._planned, self.size = packing.describe(self._given)
         self._block = Block(self.size, 0)
         assert self._block.map is not None
         self._image = np.frombuffer(self._block.map, np.uint8, self.size)
@@ -63,10 +63,10 @@ class Sample:
         return self.size / min(seconds)
 
     def _gather(self) -> None:
-        image.gather(self._given, self._planned, self._image, self._pool, self.together)
+        packing.gather(self._given, self._planned, self._image, self._pool, self.together)
 
     def _digest(self) -> None:
-        list(self._pool.map(lambda _: digest.digest(self._image), range(self.together)))
+        list(self._pool.map(lambda _: digest(self._image), range(self.together)))
 
     def _streams(self) -> None:
         """Sends the sample through TCP sockets of this machine, one a thread, digested as it arrives."""
@@ -85,7 +85,7 @@ class Sample:
 
     def _drawn(self, wire: Wire, into: np.ndarray) -> None:
         wire.sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, NEAR)
-        arrival = image.Arrival(self._form)
+        arrival = packing.Arrival(self._form)
         wire.draw(into.data, time.monotonic() + PATIENCE, lambda count: arrival.arrived(into, count))
 
 

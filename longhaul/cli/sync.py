@@ -239,13 +239,9 @@ def _figures(sizes: dict[str, Any], given: Mapping[str, Any]) -> Iterator[dict[s
         if any(lane != "tcp" for lane in given["lane"]):
             raise FlagError("--learning-rate needs --lane tcp, which alone sends changes; leave --lane out")
         sizes |= {"lane": ("tcp",), "learning_rate": rate}
-    return _lanes(**sizes)
+    from longhaul.bench import harness
 
-
-def _lanes(**sizes: Any) -> Iterator[dict[str, Any]]:
-    from longhaul.bench import harness as benches
-
-    return benches.run("sync", **sizes)
+    return harness.run("sync", **sizes)
 
 
 COMMANDS: dict[str, Callable[[Sequence[str]], int]] = {"serve": serve, "pull": pull, "status": status, "bench": bench}

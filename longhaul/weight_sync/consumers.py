@@ -13,16 +13,13 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from longhaul.weight_sync.producer import named
-from longhaul.weight_sync.torch_arrays import torch_tensor
+from longhaul.weight_sync.producer import Producer, named
 
 Arrays = Mapping[str, np.ndarray]
 """Version: read-only arrays by name."""
 
-Form = tuple[tuple[int, ...], str]
-"""Shape and dtype."""
-
-Forms = Mapping[str, Form]
+Forms = Mapping[str, tuple[tuple[int, ...], str]]
+"""Shape and dtype by name."""
 
 
 class Latest(Protocol):
@@ -31,9 +28,7 @@ class Latest(Protocol):
     def latest(self) -> tuple[int, Arrays]: ...
 
 
-def fitting(
-    offered: Mapping[str, tuple[tuple[int, ...], str]], wanted: Mapping[str, tuple[tuple[int, ...], str]]
-) -> None:
+def fitting(offered: Forms, wanted: Forms) -> None:
     """Raises ValueError for the first tensor that is missing, or of another shape or dtype than wanted."""
     for name, form in wanted.items():
         if name not in offered:
@@ -44,7 +39,7 @@ def fitting(
             raise ValueError(f"{name} is {theirs} in the version, and {ours} here; publish it so, or cast it first")
 
 
-def forms(tensors: Mapping[str, Any]) -> dict[str, Form]:
+def forms(tensors: Mapping[str, Any]) -> Forms:
     """Name -> (shape, dtype) of arrays, or of objects with both."""
     return {name: (tuple(each.shape), str(each.dtype).removeprefix("torch.")) for name, each in tensors.items()}
 
@@ -74,7 +69,7 @@ def to_jax(tensors: Arrays, like: Any) -> Any:
 
 
 class JaxWeights:
-    """Received versions as pytrees for JAX, placed on the devices once a version; see `weights.SyncWeights`."""
+    """Received versions as pytrees for JAX, placed on the devices once a version; see `SyncWeights`."""
 
     def __init__(self, receiver: Latest, like: Any) -> None:
         self._receiver, self._like = receiver, like
@@ -90,7 +85,55 @@ class JaxWeights:
             return self._held
 
 
+class SyncWeights:
+    """One end of `longhaul.types.Weights`: a learner's with a producer, or an actor's with received weights.
+
+    A process that both publishes and acts may have both. Example:
+
+        learner = SyncWeights(producer=Producer(Publisher("run-7", transports=[transports.serve("tcp:HOST:7171")])))
+        actor = SyncWeights(received=JaxWeights(follow(["tcp:HOST:7171"]), like=params))
+    """
+
+    def __init__(self, producer: Producer | None = None, received: JaxWeights | None = None) -> None:
+        if producer is None and received is None:
+            raise ValueError("weights without an end: give a producer, or received weights")
+        self._producer, self._received = producer, received
+
+    def publish(self, version: int, params: Any) -> None:
+        """Hands over a version and returns at once; `params` must not change afterwards. RuntimeError at an actor."""
+        if self._producer is None:
+            raise RuntimeError("this end receives weights; publish at the learner's")
+        self._producer.publish(version, params)
+
+    def latest(self) -> tuple[int, Any]:
+        """Newest (version, params) that was committed here. LookupError before the first; RuntimeError at a learner."""
+        if self._received is None:
+            raise RuntimeError("this end publishes weights; receive them at an actor's")
+        return self._received.latest()
+
+
 # ---------------------------------------------------------------------------------------------------------------- torch
+
+
+class _Window:
+    """Memory of an array for `numpy.asarray`, not marked read-only: torch has no such mark, and warns."""
+
+    def __init__(self, array: np.ndarray) -> None:
+        place = (array.__array_interface__["data"][0], False)
+        self.__array_interface__ = {"data": place, "shape": (array.nbytes,), "typestr": "|u1", "version": 3}
+        self._array = array  # keeps the memory alive
+
+
+def torch_tensor(array: np.ndarray) -> Any:
+    """Torch tensor of a read-only array, over the same memory where that is contiguous. It must not be written."""
+    import torch
+
+    array = np.ascontiguousarray(array).reshape(array.shape)
+    dtype = getattr(torch, str(array.dtype))
+    if not array.size:
+        return torch.empty(array.shape, dtype=dtype)
+    flat = torch.from_numpy(np.asarray(_Window(array)))
+    return flat.view(dtype).reshape(array.shape)
 
 
 def to_torch(tensors: Arrays, module: Any) -> list[str]:

@@ -10,12 +10,12 @@ from __future__ import annotations
 import functools
 import json
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from longhaul.weight_sync.digest.digest import library
+from longhaul.weight_sync.digest import digest
 
 LINE = 64
 """Bytes of a cache line, at whose multiples tensors begin."""
@@ -77,16 +77,14 @@ class Manifest(NamedTuple):
         return digest(text(self))
 
 
-def layout(
-    named: Iterable[tuple[str, tuple[int, ...], str]], shardings: Mapping[str, str] | None = None
-) -> tuple[tuple[Tensor, ...], int]:
+def layout(named: Iterable[tuple[str, tuple[int, ...], str]]) -> tuple[tuple[Tensor, ...], int]:
     """(tensors with their places, bytes of the image) for (name, shape, dtype) in the order of layers.
 
     ValueError for names, shapes or dtypes that can't be.
     """
     tensors, offset = [], 0
     for name, shape, dtype in named:
-        tensor = Tensor(name, tuple(shape), dtype, offset, (shardings or {}).get(name, ""))
+        tensor = Tensor(name, tuple(shape), dtype, offset)
         _check_tensor(tensor)
         tensors.append(tensor)
         offset += -(-tensor.nbytes // LINE) * LINE
@@ -200,16 +198,6 @@ def _check_tensor(tensor: Tensor) -> None:
 
 def _is_text(words: str, most: int) -> bool:
     return len(words) <= most and words.isprintable()
-
-
-def digest(data: Any) -> bytes:
-    """xxh3-128 of bytes, or of an array's bytes."""
-    return hasher()(data).digest()
-
-
-def hasher() -> Any:
-    """Class of running xxh3-128 digests. ValueError where the library is not installed."""
-    return library("xxhash").xxh3_128
 
 
 def numpy_dtype(name: str) -> np.dtype:

@@ -14,9 +14,8 @@ from typing import Any
 
 import numpy as np
 
-from longhaul.weight_sync.manifest import ITEMSIZES
+from longhaul.weight_sync.manifest import ITEMSIZES, numpy_dtype
 from longhaul.weight_sync.publisher import Publisher
-from longhaul.weight_sync.torch_arrays import torch_array
 
 PATIENCE = 60.0
 """Seconds that `Producer.drain` waits by default for receivers that still take the last version."""
@@ -65,7 +64,11 @@ def of_torch(given: Any) -> dict[str, np.ndarray]:
         if tensor.numel() and place in seen:
             continue
         seen.add(place)
-        tensors[name] = torch_array(tensor, name)
+        dtype = str(tensor.dtype).removeprefix("torch.")
+        if dtype not in ITEMSIZES:
+            raise ValueError(f"{name} has dtype {dtype}; there are {', '.join(ITEMSIZES)}")
+        flat = tensor.cpu().contiguous().reshape(-1).view(torch.uint8)
+        tensors[name] = flat.numpy().view(numpy_dtype(dtype)).reshape(tuple(tensor.shape))
     return tensors
 
 
@@ -86,10 +89,9 @@ class Producer:
         note: Callable[[str], None] = lambda line: None,
     ) -> None:
         self.publisher, self._take, self._note = publisher, take, note
-        self.published, self.passed = 0, 0  # versions that were taken, and versions that newer ones overtook
+        self.published = 0
         self.newest = -1
-        self.seconds: list[float] = []  # of the newest versions: from `publish` until the copy
-        self._waiting: tuple[int, Any, float] | None = None
+        self._waiting: tuple[int, Any] | None = None
         self._busy, self._closed = False, False
         self._noted: set[str] = set()
         self._changed = threading.Condition()
@@ -101,8 +103,7 @@ class Producer:
         with self._changed:
             if self._closed:
                 raise ValueError("the producer is closed")
-            self.passed += self._waiting is not None
-            self._waiting = (version, params, time.perf_counter())
+            self._waiting = (version, params)
             self._changed.notify_all()
 
     def drain(self, seconds: float = PATIENCE) -> bool:
@@ -113,15 +114,7 @@ class Producer:
             self._changed.wait_for(lambda: self._waiting is None and not self._busy, seconds)
         if self.newest < 0:
             return True
-        settled = self.publisher.wait(self.newest, max(0.0, until - time.monotonic()))
-        while settled:
-            status = self.publisher.status()
-            if all(each["version"] >= status["version"] for each in status["receivers"]):
-                return True
-            if time.monotonic() > until:
-                return False
-            time.sleep(0.01)
-        return False
+        return self.publisher.flush(until - time.monotonic()) and self.publisher.wait(self.newest, 0.0)
 
     def close(self) -> None:
         """Stops; a version that waits is dropped. Idempotent."""
@@ -145,21 +138,16 @@ class Producer:
                 self._changed.wait_for(lambda: self._waiting is not None or self._closed)
                 if self._waiting is None:
                     return
-                (version, params, began), self._waiting = self._waiting, None
+                (version, params), self._waiting = self._waiting, None
                 self._busy = True
             try:
-                self._one(version, params)
+                tensors = self._take(params)
+                if tensors is not None and self.publisher.publish(version, tensors, patience=5.0):
+                    self.published += 1
+                    self.newest = version
+                del tensors
             except Exception as error:  # training goes on, and a later version may succeed
                 if (kind := f"{type(error).__name__}: {error}"[:60]) not in self._noted:
                     self._noted.add(kind)
                     self._note(f"version {version} is not published: {error}")
             del params  # or its memory would be held until the next version
-            self.seconds = [*self.seconds, time.perf_counter() - began][-64:]
-
-    def _one(self, version: int, params: Any) -> None:
-        tensors = self._take(params)
-        if tensors is None:
-            return
-        if self.publisher.publish(version, tensors, patience=5.0):
-            self.published += 1
-            self.newest = version

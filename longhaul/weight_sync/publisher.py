@@ -13,12 +13,11 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NamedTuple
 
-from longhaul.weight_sync import image as images
-from longhaul.weight_sync import protocol
+from longhaul.weight_sync import packing, protocol
 from longhaul.weight_sync.buffers import Image, Pool
 from longhaul.weight_sync.delta import version_delta
 from longhaul.weight_sync.delta.version_delta import Changes
-from longhaul.weight_sync.digest.digest import library
+from longhaul.weight_sync.digest import library
 from longhaul.weight_sync.manifest import Manifest, Tensor
 from longhaul.weight_sync.protocol import STANDARD, Held, Settings, Verdict
 from longhaul.weight_sync.transports.base import Parcel, Transport
@@ -91,15 +90,11 @@ class Publisher:
         self._thread.start()
         try:
             for transport in transports:
-                self.add(transport)
+                transport.open(self)
+                self._transports.append(transport)
         except BaseException:
             self.close(0.0)
             raise
-
-    def add(self, transport: Transport) -> None:
-        """Serves by one more transport from now on."""
-        transport.open(self)
-        self._transports.append(transport)
 
     # ---------------------------------------------------------------------------------------------- for the trainer
 
@@ -201,7 +196,7 @@ class Publisher:
             raise ValueError(
                 f"version {version} after {self._newest}: versions grow; a restarted trainer has a new epoch"
             )
-        planned = images.describe(tensors)
+        planned = packing.describe(tensors)
         if self._planned is None:
             size = planned[1]
             usual = (IMAGES + self._encodes) * size
@@ -219,7 +214,7 @@ class Publisher:
             return None
         began = time.perf_counter()
         planned, size = self._planned
-        gathered = images.gather(tensors, planned, image.array, self._copiers, self._threads)
+        gathered = packing.gather(tensors, planned, image.array, self._copiers, self._threads)
         self.seconds["gather"] = time.perf_counter() - began
         return _Version(Manifest(self.run, self.epoch, version, -1, size, gathered), image)
 

@@ -16,8 +16,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from longhaul.weight_sync import image as images
-from longhaul.weight_sync import manifest, protocol, shared_verification
+from longhaul.weight_sync import manifest, packing, protocol, shared_verification
 from longhaul.weight_sync.buffers import Block, Pool
 from longhaul.weight_sync.manifest import Manifest
 from longhaul.weight_sync.protocol import ProtocolError, ReceiverSide, Verdict
@@ -237,7 +236,7 @@ class Receiver:
                 parcel.manifest, array, target.marks, seconds, self._hashers, self._threads
             )
         else:
-            damaged = images.verify(parcel.manifest, array, self._hashers, self._threads)
+            damaged = packing.verify(parcel.manifest, array, self._hashers, self._threads)
         if damaged:
             raise LookupError(f"version {parcel.offer.version} came {DAMAGED}: {', '.join(damaged[:3])}")
         self.seconds |= {"fetch": fetched - began, "verify": time.perf_counter() - fetched}
@@ -268,7 +267,7 @@ class _Target:
     def __init__(self, receiver: Receiver, manifest: Manifest, patience: float) -> None:
         served = receiver.served
         self.base = None if served is None else (served.manifest, served.image)
-        self.arrival = images.Arrival(manifest)
+        self.arrival = packing.Arrival(manifest)
         self.block: Block | None = None
         self.marks: VerifiedMarks | None = None
         self._receiver, self._patience = receiver, patience

@@ -21,8 +21,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from longhaul.weight_sync.digest import digest as digests
-from longhaul.weight_sync.manifest import Manifest, Tensor, digest
+from longhaul.weight_sync.digest import digest
+from longhaul.weight_sync.manifest import Manifest, Tensor
 
 ROWS = 1024
 """Notes of an image."""
@@ -73,8 +73,10 @@ def portions(manifest: Manifest) -> list[list[Tensor]]:
 def verify(
     manifest: Manifest, image: np.ndarray, shared: VerifiedMarks, seconds: float, pool: ThreadPoolExecutor, parts: int
 ) -> list[str]:
-    """Names of damaged tensors, as `image.verify` returns them; each tensor is read by one of the processes that share
-    the image. Notes are believed for `seconds`. Runs in `parts` threads."""
+    """Names of damaged tensors; each tensor is read by one of the processes that share the image, in `parts` threads.
+
+    Notes are believed for `seconds`.
+    """
     root, groups = manifest.root, portions(manifest)
     turns = range(shared.turn * parts, (shared.turn + 1) * parts)
     walks = [_Walk(image, shared.rows, root, groups, turn, seconds) for turn in turns]
@@ -118,7 +120,7 @@ class _Walk:
 
     def _verify(self, at: int) -> None:
         began = time.perf_counter()
-        actual = [digests.digest(self._image[each.offset : each.end]) for each in self._portions[at]]
+        actual = [digest(self._image[each.offset : each.end]) for each in self._portions[at]]
         self._took += time.perf_counter() - began
         self._read += self._bytes(at)
         row, now = self._rows[at], time.monotonic_ns()

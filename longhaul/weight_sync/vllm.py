@@ -20,9 +20,9 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from enum import StrEnum
 from typing import Any, NamedTuple, Protocol
 
+from longhaul.weight_sync.consumers import torch_tensor
 from longhaul.weight_sync.publisher import Publisher
 from longhaul.weight_sync.receiver import Receiver, follow
-from longhaul.weight_sync.torch_arrays import torch_tensor
 
 CHUNK = 1 << 30
 """Bytes of tensors that one call of update_weights names, at most, unless one tensor is larger."""
@@ -181,7 +181,8 @@ class Rollout:
             )
         root = self._publisher.status()["root"]
         self._engine.start_weight_update()
-        for begin, end in chunks([_nbytes(each) for each in tensors.values()], CHUNK):
+        sizes = [int(each.size) * int(each.dtype.itemsize) for each in tensors.values()]
+        for begin, end in chunks(sizes, CHUNK):
             self._engine.update_weights(Announced(version, root, begin, end, seconds)._asdict())
         self._engine.finish_weight_update()
 
@@ -196,10 +197,6 @@ def chunks(sizes: Sequence[int], most: int) -> Iterator[tuple[int, int]]:
         taken += size
     if sizes:
         yield begin, len(sizes)
-
-
-def _nbytes(array: Any) -> int:
-    return int(array.size) * int(array.dtype.itemsize)
 
 
 class Http:

@@ -17,7 +17,8 @@ from typing import Any, NamedTuple
 import numpy as np
 import pytest
 
-from longhaul.weight_sync.manifest import Manifest, digest
+from longhaul.weight_sync.digest import digest
+from longhaul.weight_sync.manifest import Manifest
 from longhaul.weight_sync.receiver import Receiver
 from longhaul.weight_sync.transports import connect, shared_memory, tcp
 from longhaul.weight_sync.transports.base import Source, Transport

@@ -7,8 +7,7 @@ import importlib.util
 import numpy as np
 import pytest
 
-from longhaul.weight_sync import image as images
-from longhaul.weight_sync.digest import digest as digests
+from longhaul.weight_sync import digest, packing
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -29,11 +28,10 @@ def compiled_deltas() -> None:
 
 @pytest.fixture(params=[False, True], ids=["library", "streams"])
 def past(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> bool:
-    """Whether all is large here: images are written past the caches, and digested by the compiled loops."""
+    """Whether all is large here: images are written past the caches, by the compiled loops."""
     if request.param and importlib.util.find_spec("numba") is None:
         pytest.skip("numba, of the extra sync, is not installed")
-    monkeypatch.setattr(digests, "LEAST", 241)
-    monkeypatch.setattr(digests, "LARGE", 241 if request.param else 1 << 60)
-    monkeypatch.setattr(digests, "PIECE", 4096)
-    monkeypatch.setattr(images, "LARGE", 0 if request.param else 1 << 60)
+    monkeypatch.setattr(digest, "LEAST", 241)
+    monkeypatch.setattr(digest, "PIECE", 4096)
+    monkeypatch.setattr(packing, "LARGE", 0 if request.param else 1 << 60)
     return request.param

@@ -15,10 +15,13 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from longhaul.runtime import mesh as meshes
 from longhaul.weight_sync import vllm
-from longhaul.weight_sync.consumers import JaxWeights, TorchWeights, to_jax, to_torch
+from longhaul.weight_sync.consumers import JaxWeights, SyncWeights, TorchWeights, to_jax, to_torch, torch_tensor
+from longhaul.weight_sync.producer import Producer
 from longhaul.weight_sync.publisher import Publisher
+from longhaul.weight_sync.receiver import Receiver
 from tests.helpers import reference_logits as reference
 from tests.helpers.weight_sync_transports import way
+from tests.helpers.weights_conformance import check_weights, params_of
 
 TINY = dataclasses.replace(reference.CONFIGS["qwen3"], layers=2)
 
@@ -127,3 +130,44 @@ def test_a_torch_module_is_written_in_place_and_its_tied_parameters_once() -> No
         with pytest.raises(ValueError, match=told):
             to_torch({**sent, "0.weight": sent["0.weight"] * 0, **odd}, target)
     assert all(torch.equal(tensor, before[name]) for name, tensor in target.state_dict().items())
+
+
+def test_torch_reads_an_array_of_any_dtype_where_it_lies() -> None:
+    pytest.importorskip("torch", reason="torch is not installed")
+    for dtype in (ml_dtypes.bfloat16, np.float16, np.float64, np.int8, np.bool_, ml_dtypes.float8_e4m3fn):
+        array = np.arange(6).astype(dtype).reshape(2, 3)
+        array.flags.writeable = False
+        found = torch_tensor(array)
+        assert found.data_ptr() == array.__array_interface__["data"][0] and tuple(found.shape) == (2, 3)
+        assert found.float().tolist() == array.astype(np.float32).tolist()
+    assert torch_tensor(np.zeros((0, 2), np.int32)).shape == (0, 2) and torch_tensor(np.array(3)).item() == 3
+
+
+# -------------------------------------------------------------------------------------------------------------- Weights
+
+
+@pytest.mark.parametrize("kind", ["shared", "tcp", "folder"])
+def test_both_ends_do_what_weights_must(kind: str, tmp_path: Path) -> None:
+    there = way(kind, tmp_path)
+    with (
+        Publisher("run", transports=[there.serve()]) as publisher,
+        Producer(publisher) as producer,
+        Receiver(there.connect) as receiver,
+    ):
+        check_weights(SyncWeights(producer), SyncWeights(received=JaxWeights(receiver, params_of(0))))
+
+
+def test_an_end_does_not_do_the_others_part(tmp_path: Path) -> None:
+    with (
+        Publisher("run") as publisher,
+        Producer(publisher) as producer,
+        pytest.raises(RuntimeError, match="receive them at an actor's"),
+    ):
+        SyncWeights(producer).latest()
+    with (
+        Receiver(way("folder", tmp_path).connect) as receiver,
+        pytest.raises(RuntimeError, match="publish at the learner's"),
+    ):
+        SyncWeights(received=JaxWeights(receiver, params_of(0))).publish(1, params_of(1))
+    with pytest.raises(ValueError, match="without an end"):
+        SyncWeights()

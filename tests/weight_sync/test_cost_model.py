@@ -6,9 +6,8 @@ import dataclasses
 
 import pytest
 
-from longhaul.weight_sync import cost_model
+from longhaul.weight_sync import cost_model, resharding
 from longhaul.weight_sync.cost_model import GB, Setting
-from longhaul.weight_sync.resharding import layout, plan
 
 IDEAL = Setting(params=1e12, efficiency=1.0)
 
@@ -65,7 +64,7 @@ def test_a_trillion_parameters_in_seconds() -> None:
 def test_the_model_counts_the_bytes_that_a_plan_moves() -> None:
     shapes = {f"layer{i}": ((64, 64), "float32") for i in range(4)}
     of = Setting(params=4 * 64 * 64, itemsize=4.0, trainers=8, replicas=4, per_replica=2, nic=1.0, efficiency=1.0)
-    made = plan.plan(layout.sharded(shapes, 8), layout.replicas(layout.sharded(shapes, 2, 1), 4))
+    made = resharding.plan(resharding.sharded(shapes, 8), resharding.replicas(resharding.sharded(shapes, 2, 1), 4))
     full = cost_model.full(dataclasses.replace(of, relay=False))
     assert max(sent for _, sent in made.sent) == seconds(full, "sender NIC")
     assert {received for _, received in made.received} == {seconds(full, "receiver NIC")}

@@ -9,7 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from longhaul.weight_sync import image as images
+from longhaul.weight_sync import packing
+from longhaul.weight_sync.digest import digest
 from longhaul.weight_sync.manifest import (
     DIGEST,
     ITEMSIZES,
@@ -17,7 +18,6 @@ from longhaul.weight_sync.manifest import (
     Manifest,
     Tensor,
     check,
-    digest,
     from_bytes,
     layout,
     numpy_dtype,
@@ -145,25 +145,25 @@ def test_an_image_holds_every_bit_of_its_tensors(parts: int) -> None:
     from concurrent.futures import ThreadPoolExecutor
 
     tensors = arrays()
-    planned, size = images.describe(tensors)
+    planned, size = packing.describe(tensors)
     image = np.zeros(size, np.uint8)
     with ThreadPoolExecutor(parts) as pool:
-        found = images.gather(tensors, planned, image, pool, parts)
+        found = packing.gather(tensors, planned, image, pool, parts)
         made = Manifest("run", 0, 0, -1, size, found)
         for name, view in views(made, image).items():
             assert view.shape == tensors[name].shape and view.dtype == tensors[name].dtype
             assert view.tobytes() == tensors[name].tobytes(), name
             assert digest(tensors[name].tobytes()) == next(each.digest for each in found if each.name == name)
-        assert images.verify(made, image, pool, parts) == []
+        assert packing.verify(made, image, pool, parts) == []
         image[planned[3].offset] ^= 1
-        assert images.verify(made, image, pool, parts) == [planned[3].name]
+        assert packing.verify(made, image, pool, parts) == [planned[3].name]
 
 
 @given(st.lists(st.integers(0, 1 << 20), max_size=12))
 @settings(max_examples=20, deadline=None)
 def test_what_arrives_in_any_pieces_is_verified(cuts: list[int]) -> None:
     tensors = arrays()
-    planned, size = images.describe(tensors)
+    planned, size = packing.describe(tensors)
     image = np.zeros(size, np.uint8)
     for tensor in planned:
         image[tensor.offset : tensor.end] = np.frombuffer(
@@ -173,7 +173,7 @@ def test_what_arrives_in_any_pieces_is_verified(cuts: list[int]) -> None:
     for spoilt in (None, planned[0], planned[-1]):
         if spoilt is not None:
             image[spoilt.offset] ^= 4
-        arrival = images.Arrival(Manifest("run", 0, 0, -1, size, found))
+        arrival = packing.Arrival(Manifest("run", 0, 0, -1, size, found))
         for cut in sorted(cut for cut in cuts if cut < size):
             arrival.arrived(image, cut)
         arrival.arrived(image, size)

@@ -145,7 +145,7 @@ def test_three_hundred_receivers_end_with_the_newest(tmp_path: Path) -> None:
 
 RECEIVER = """
 import sys, threading, time
-from longhaul.weight_sync.transports import socket_server as sockets
+from longhaul.weight_sync.transports import sockets
 from longhaul.weight_sync.receiver import follow
 address, phase, version = sys.argv[1], sys.argv[2], int(sys.argv[3])
 first = threading.Lock()
@@ -206,7 +206,7 @@ SENDER = """
 import sys, time
 import numpy as np
 from longhaul.weight_sync import publisher as engine
-from longhaul.weight_sync.transports import framing as wire
+from longhaul.weight_sync.transports import sockets as wire
 from longhaul.weight_sync.transports import serve
 address, phase = sys.argv[1:]
 def hang(*_):

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from longhaul.weight_sync import image as images
+from longhaul.weight_sync import packing
 from longhaul.weight_sync.protocol import Settings
 from longhaul.weight_sync.publisher import Publisher
 from longhaul.weight_sync.receiver import Receiver
@@ -53,7 +53,7 @@ def test_a_tree_of_relays_feeds_who_the_sender_does_not_know(tmp_path: Path) -> 
 def test_what_is_damaged_above_is_not_served_below(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The sender is gone in between, and comes again; then it sends a damaged version, and a good one after it."""
     above, below, seen = way("tcp", tmp_path), way(kind, tmp_path).serve(), list[int]()
-    gather, spoilt = images.gather, threading.Event()
+    gather, spoilt = packing.gather, threading.Event()
 
     def spoiling(given, planned, image, *rest):  # type: ignore[no-untyped-def]
         gathered = gather(given, planned, image, *rest)
@@ -61,7 +61,7 @@ def test_what_is_damaged_above_is_not_served_below(kind: str, tmp_path: Path, mo
             image[planned[0].offset + 300] ^= 0x10
         return gathered
 
-    monkeypatch.setattr(images, "gather", spoiling)
+    monkeypatch.setattr(packing, "gather", spoiling)
     with (
         Relay(above.connect, transports=[below]) as relay,
         Receiver(lambda: connect(below.address), on_commit=seen.append) as receiver,

@@ -10,8 +10,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from longhaul.weight_sync import image, shared_verification
-from longhaul.weight_sync.digest import digest as digests
+from longhaul.weight_sync import packing, shared_verification
+from longhaul.weight_sync.digest import digest
 from longhaul.weight_sync.manifest import Manifest
 from longhaul.weight_sync.publisher import Publisher
 from tests.helpers.weight_sync_transports import receivers, until, way
@@ -25,17 +25,17 @@ class Host:
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         draw = np.random.default_rng(0)
         given = {f"t{i}": draw.integers(0, 256, 500 + 64 * i, np.uint8) for i in range(COUNT)}
-        planned, size = image.describe(given)
+        planned, size = packing.describe(given)
         self.image, self.notes = np.empty(size, np.uint8), np.zeros(shared_verification.SIZE, np.uint8)
         self.pool = ThreadPoolExecutor(1)
-        self.manifest = Manifest("run", 0, 1, -1, size, image.gather(given, planned, self.image, self.pool, 1))
-        self.nbytes, self.read, digest = sum(each.nbytes for each in given.values()), 0, digests.digest
+        self.manifest = Manifest("run", 0, 1, -1, size, packing.gather(given, planned, self.image, self.pool, 1))
+        self.nbytes, self.read = sum(each.nbytes for each in given.values()), 0
 
-        def counted(data: np.ndarray) -> bytes:
-            self.read += data.size
+        def counted(data: np.ndarray | bytes) -> bytes:
+            self.read += data.size if isinstance(data, np.ndarray) else 0
             return digest(data)
 
-        monkeypatch.setattr(digests, "digest", counted)
+        monkeypatch.setattr(shared_verification, "digest", counted)
         monkeypatch.setattr(shared_verification, "PORTION", 1)
 
     def verify(self, turn: int = 0, seconds: float = 60.0, manifest: Manifest | None = None) -> tuple[list[str], int]:
@@ -119,7 +119,7 @@ def test_portions_have_all_tensors_in_few_rows(host: Host, monkeypatch: pytest.M
         found = shared_verification.portions(host.manifest)
         assert [each for group in found for each in group] == list(host.manifest.tensors)
         assert all(sum(each.nbytes for each in group) >= least for group in found[:-1])
-    many = image.describe({f"t{i}": np.empty(0, np.uint8) for i in range(3000)})
+    many = packing.describe({f"t{i}": np.empty(0, np.uint8) for i in range(3000)})
     assert len(shared_verification.portions(Manifest("run", 0, 1, -1, many[1], many[0]))) <= shared_verification.ROWS
 
 

@@ -30,8 +30,17 @@ from longhaul.weight_sync.cost_model import Rates
 from longhaul.weight_sync.manifest import layout, numpy_dtype
 from longhaul.weight_sync.protocol import Settings
 from longhaul.weight_sync.publisher import Publisher
-from longhaul.weight_sync.resharding.layout import Box, Layout, Shapes, replicas, replicated, sharded
-from longhaul.weight_sync.resharding.plan import Plan, execute_numpy, plan
+from longhaul.weight_sync.resharding import (
+    Box,
+    Layout,
+    Plan,
+    Shapes,
+    execute_numpy,
+    plan,
+    replicas,
+    replicated,
+    sharded,
+)
 from longhaul.weight_sync.transports import serve
 
 PLACES = 3

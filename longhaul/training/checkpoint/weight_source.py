@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from longhaul.weight_sync import image as images
+from longhaul.weight_sync import packing
 from longhaul.weight_sync.manifest import Manifest
 from longhaul.weight_sync.producer import named
 from longhaul.weight_sync.protocol import Held, Offer, Verdict
@@ -113,8 +113,8 @@ class CheckpointSource:
 
 def imaged(run: str, epoch: int, version: int, tensors: dict[str, Any]) -> tuple[Manifest, np.ndarray]:
     """Tensors as a version: its manifest and its image."""
-    planned, size = images.describe(tensors)
+    planned, size = packing.describe(tensors)
     image = np.zeros(size, np.uint8)
     with ThreadPoolExecutor(1) as pool:
-        gathered: Sequence[Any] = images.gather(tensors, planned, image, pool, 1)
+        gathered: Sequence[Any] = packing.gather(tensors, planned, image, pool, 1)
     return Manifest(run, epoch, version, -1, size, tuple(gathered)), image

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from longhaul.weight_sync.digest.digest import library
+from longhaul.weight_sync.digest import library
 
 Patterns = NDArray[np.uint8] | NDArray[np.uint16] | NDArray[np.uint32]
 """Elements as bit patterns, [n]."""

@@ -30,7 +30,7 @@ from numba.extending import intrinsic
 from numpy.typing import NDArray
 
 from longhaul.weight_sync.delta.block_codec import CLASSES, LEAST, Changes, Patterns, Streams
-from longhaul.weight_sync.digest.xxh3_kernels import called
+from longhaul.weight_sync.xxh3_kernels import called, read_only
 
 LANES = 64
 """Elements of a chunk: one bit each of a 64-bit mask."""
@@ -503,7 +503,7 @@ def _unpack(lows, highs, bits, halves, more, rest, whole, gaps, steps):
 
 def changes(base: Patterns, new: Patterns) -> Changes:
     """Changes from `base` to `new`, both of the same size, LEAST elements or more."""
-    size = base.size
+    base, new, size = read_only(base), read_only(new), base.size
     differs = np.empty(-(-size // LEAST), np.uint64)
     members, changed = np.zeros(256, np.int64), np.zeros(256, np.int64)
     every = max(1, size // SAMPLE)
@@ -524,9 +524,7 @@ def changes(base: Patterns, new: Patterns) -> Changes:
 def patch(base: Patterns, out: Patterns, change: Changes) -> bool:
     """Makes `out`, which may be `base` itself, what the changes lead to. False where their gaps lead outside."""
     apart = base.ctypes.data != out.ctypes.data
-    read_only = base[:]  # so that kernels are compiled for one kind of array alone
-    read_only.flags.writeable = False
-    return bool(called(_patch, read_only, out, _packed(change.bounds), *change[1:], apart))
+    return bool(called(_patch, read_only(base), out, _packed(change.bounds), *change[1:], apart))
 
 
 def pack_gaps(gaps: NDArray[np.uint32], low: int) -> tuple[NDArray[np.uint8], NDArray[np.uint8], NDArray[np.uint32]]:

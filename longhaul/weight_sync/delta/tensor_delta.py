@@ -26,8 +26,7 @@ import numpy as np
 
 from longhaul.weight_sync.delta import block_codec
 from longhaul.weight_sync.delta.block_codec import Patterns
-from longhaul.weight_sync.digest import digest as digests
-from longhaul.weight_sync.digest.digest import library
+from longhaul.weight_sync.digest import Running, digest, library
 
 Buffer = Any
 """Object with contiguous bytes: bytes, memoryview, or a NumPy array of any dtype."""
@@ -55,18 +54,8 @@ class Delta(NamedTuple):
     blocks: tuple[memoryview, ...]
 
 
-def digest(data: Buffer) -> bytes:
-    """xxh3-128 of the bytes of `data`, 16 bytes. It detects damage, not malice."""
-    return digests.digest(np.frombuffer(_bytes(data), np.uint8))
-
-
 def encode(
-    base: Buffer | None,
-    new: Buffer,
-    dtype: Any,
-    *,
-    known: bytes | None = None,
-    pool: Executor | None = None,
+    base: Buffer | None, new: Buffer, dtype: Any, *, known: bytes | None = None, pool: Executor | None = None
 ) -> bytes:
     """Frame that leads from `base` to `new`, both elements of `dtype`; without a base it holds `new` itself.
 
@@ -74,7 +63,8 @@ def encode(
     (threads suffice: the work releases Python's lock). Raises ValueError where base and new differ in size, or are no
     whole number of elements.
     """
-    width = width_of(dtype)
+    size = np.dtype(dtype).itemsize
+    width = size if size in WIDTHS else 4 if size % 4 == 0 else 1  # wider elements are taken in pieces
     after = patterns(new, width)
     before = None if base is None else patterns(base, width)
     if before is not None and before.size != after.size:
@@ -83,7 +73,7 @@ def encode(
         functools.partial(block_codec.encode, None if before is None else before[s], after[s]) for s in _spans(after)
     ]
     unknown = [] if before is None or known else [before]
-    running = [digests.Running(each.view(np.uint8)) for each in (after, *unknown)]
+    running = [Running(each.view(np.uint8)) for each in (after, *unknown)]
     blocks, (target, *needed) = _done(work, after, running, pool)
     base_digest = NOTHING if before is None else known or needed[0]
     lengths = struct.pack(f"<{len(blocks)}I", *map(len, blocks))
@@ -118,12 +108,7 @@ def read(frame: Buffer) -> Delta:
 
 
 def decode(
-    base: Buffer | None,
-    frame: Buffer,
-    out: Buffer,
-    *,
-    known: bytes | None = None,
-    pool: Executor | None = None,
+    base: Buffer | None, frame: Buffer, out: Buffer, *, known: bytes | None = None, pool: Executor | None = None
 ) -> None:
     """Writes the result of `frame` upon `base` to `out`, a writable buffer of the same size, or `base` itself.
 
@@ -133,14 +118,25 @@ def decode(
     place; `out` is worthless where the error is found later, so it should not be what serves. Nothing is ever written
     outside `out`, and it never returns with other bytes than were encoded.
     """
-    head = read(frame)
-    now = _writable(out, head)
+    head, given = read(frame), _bytes(out)
+    if given.nbytes != head.nbytes:
+        raise ValueError(f"the delta makes {head.nbytes} bytes; there is room for {given.nbytes}")
+    if given.readonly:
+        raise ValueError("the buffer to write to is read-only")
+    now = np.frombuffer(given, WIDTHS[head.width])
+    if not now.flags.aligned:
+        raise ValueError(f"the buffer to write to is not aligned to elements of {head.width} bytes")
     if head.base == NOTHING:
         _decoded(head, patterns(out, head.width), now, pool)
         return
-    before = _base(head, base, known)
+    size = None if base is None else _bytes(base).nbytes
+    if base is None or size != head.nbytes:
+        here = "there is none" if base is None else f"here are {size}"
+        raise ValueError(f"the delta needs the base {head.base.hex()} of {head.nbytes} bytes; {here}")
+    before = patterns(base, head.width)
     if not known and np.may_share_memory(before, now):
         known = digest(before)
+    if known:
         _check(head, known)
     try:
         _decoded(head, before, now, pool)
@@ -154,7 +150,7 @@ def _decoded(head: Delta, before: Patterns, now: Patterns, pool: Executor | None
     """Writes the result to `now`; ValueError where it is not the frame's target."""
     spans = zip(_spans(now), head.blocks)
     work = [functools.partial(block_codec.decode, before[span], now[span], block) for span, block in spans]
-    target = _done(work, now, [digests.Running(now.view(np.uint8))], pool)[1][0]
+    target = _done(work, now, [Running(now.view(np.uint8))], pool)[1][0]
     if target != head.target:
         raise ValueError(f"the delta is damaged: its result is {target.hex()}, not {head.target.hex()}")
 
@@ -164,41 +160,10 @@ def apply(staging: Buffer, frame: Buffer, **options: Any) -> None:
     decode(staging, frame, staging, **options)
 
 
-def _base(head: Delta, base: Buffer | None, known: bytes | None) -> Patterns:
-    """Patterns of the base; ValueError where it can't be the one that the frame needs."""
-    needs = f"the delta needs the base {head.base.hex()} of {head.nbytes} bytes"
-    if base is None:
-        raise ValueError(f"{needs}; there is none")
-    if (size := _bytes(base).nbytes) != head.nbytes:
-        raise ValueError(f"{needs}; here are {size}")
-    if known:
-        _check(head, known)
-    return patterns(base, head.width)
-
-
 def _check(head: Delta, actual: bytes) -> None:
     """Raises ValueError where a digest is not that of the base that the frame needs."""
     if actual != head.base:
         raise ValueError(f"the delta needs the base {head.base.hex()} of {head.nbytes} bytes; here is {actual.hex()}")
-
-
-def _writable(out: Buffer, head: Delta) -> Patterns:
-    """Writable patterns of the buffer; ValueError where it can't take the result."""
-    given = _bytes(out)
-    if given.nbytes != head.nbytes:
-        raise ValueError(f"the delta makes {head.nbytes} bytes; there is room for {given.nbytes}")
-    if given.readonly:
-        raise ValueError("the buffer to write to is read-only")
-    now = np.frombuffer(given, WIDTHS[head.width])
-    if not now.flags.aligned:
-        raise ValueError(f"the buffer to write to is not aligned to elements of {head.width} bytes")
-    return now
-
-
-def width_of(dtype: Any) -> int:
-    """Bytes of a pattern for elements of `dtype`; wider elements are taken in pieces of four bytes."""
-    size = np.dtype(dtype).itemsize
-    return size if size in WIDTHS else 4 if size % 4 == 0 else 1
 
 
 def patterns(data: Buffer, width: int) -> Patterns:
@@ -229,10 +194,7 @@ def _spans(of: Patterns) -> list[slice]:
 
 
 def _done(
-    work: Sequence[Callable[[], Any]],
-    of: Patterns,
-    running: Sequence[digests.Running],
-    pool: Executor | None,
+    work: Sequence[Callable[[], Any]], of: Patterns, running: Sequence[Running], pool: Executor | None
 ) -> tuple[list[Any], list[bytes]]:
     """(results of each block's work, digests afterwards). Without a pool, a block is digested while in the cache."""
     if pool is not None and len(work) > 1:

@@ -14,7 +14,7 @@ from typing import NamedTuple, TypeAlias
 import numpy as np
 
 from longhaul.weight_sync.delta import tensor_delta
-from longhaul.weight_sync.digest import digest
+from longhaul.weight_sync.digest import PIECE, Running
 from longhaul.weight_sync.manifest import ITEMSIZES, Manifest, Tensor
 
 WORTH = 0.5
@@ -52,7 +52,9 @@ def make(
         if old.digest == new.digest:
             continue
         place = slice(new.offset, new.end)
-        frame = tensor_delta.encode(before[place], after[place], _width(new), known=old.digest, pool=pool)
+        frame = tensor_delta.encode(
+            before[place], after[place], f"u{min(ITEMSIZES[new.dtype], 4)}", known=old.digest, pool=pool
+        )
         if tensor_delta.HEAD.unpack_from(frame)[-1] != new.digest:
             return None  # the image is damaged: the receiver finds that in the whole image
         parts += [HEAD.pack(number, len(frame)), frame]
@@ -113,21 +115,10 @@ def apply(
         changed.add(tensor.name)
     for tensor in manifest.tensors:
         if tensor.name not in changed:
-            _copied(tensor, before[tensor.offset : tensor.end], after[tensor.offset : tensor.end])
-
-
-def _copied(tensor: Tensor, before: np.ndarray, after: np.ndarray) -> None:
-    """Copies a tensor that did not change; ValueError where its digest is not the manifest's."""
-    running = digest.Running(after)
-    for begin in range(0, after.size, digest.PIECE):
-        end = min(begin + digest.PIECE, after.size)
-        after[begin:end] = before[begin:end]
-        running.upto(end)
-    if running.end() != tensor.digest:
-        raise ValueError(f"{tensor.name} is not what it was in the version before, and not among the changes")
-
-
-def _width(tensor: Tensor) -> np.dtype:
-    """Unsigned dtype of the elements' width: the codec compares bit patterns alone."""
-    size = ITEMSIZES[tensor.dtype]
-    return np.dtype(f"u{min(size, 4)}")
+            running = Running(after[tensor.offset : tensor.end])
+            for begin in range(tensor.offset, tensor.end, PIECE):
+                end = min(begin + PIECE, tensor.end)
+                after[begin:end] = before[begin:end]
+                running.upto(end - tensor.offset)
+            if running.end() != tensor.digest:
+                raise ValueError(f"{tensor.name} is not what it was in the version before, and not among the changes")

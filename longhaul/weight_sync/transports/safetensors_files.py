@@ -19,7 +19,8 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from longhaul.weight_sync import manifest as manifests
-from longhaul.weight_sync.manifest import Manifest, Tensor, digest
+from longhaul.weight_sync.digest import digest, hasher
+from longhaul.weight_sync.manifest import Manifest, Tensor
 
 DTYPES = {
     "bool": "BOOL",
@@ -172,7 +173,7 @@ def _is_whole(path: Path, shard: Shard) -> bool:
             if file.read(len(head)) != head:
                 return False
             for tensor in shard.tensors:
-                running, left = manifests.hasher()(), tensor.nbytes
+                running, left = hasher()(), tensor.nbytes
                 while left:
                     data = file.read(min(left, 1 << 22))
                     if not data:

@@ -16,7 +16,6 @@ import socket
 import stat
 import struct
 import weakref
-from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -25,8 +24,7 @@ from longhaul.weight_sync import shared_verification
 from longhaul.weight_sync.buffers import Block, Image
 from longhaul.weight_sync.protocol import ProtocolError
 from longhaul.weight_sync.transports.base import Parcel, PublisherSide, ReceiveTarget
-from longhaul.weight_sync.transports.framing import Wire, WireError
-from longhaul.weight_sync.transports.socket_server import PATIENCE, SocketSource, SocketTransport, expect
+from longhaul.weight_sync.transports.sockets import PATIENCE, SocketSource, SocketTransport, Wire, WireError, expect
 
 
 def serve(name: str) -> SocketTransport:
@@ -168,7 +166,12 @@ class SharedCollection:
             for gone in words["forget"]:
                 self._maps.pop(gone, None)
             if words["fresh"]:
-                self._maps[serial] = _mapped(descriptors, size)
+                sizes = [os.fstat(each).st_size for each in descriptors]
+                if len(sizes) != 2 or not 0 < size <= sizes[0] or sizes[1] != shared_verification.SIZE:
+                    raise WireError("an image came without its memory")
+                notes_map = mmap.mmap(descriptors[1], shared_verification.SIZE)
+                image_map = mmap.mmap(descriptors[0], size, mmap.MAP_SHARED, mmap.PROT_READ)
+                self._maps[serial] = image_map, np.frombuffer(notes_map, np.uint8)
             mapped, notes = self._maps[serial]
             if len(mapped) < parcel.manifest.size or turn < 0:
                 raise WireError("an image came in memory that is too small")
@@ -184,12 +187,3 @@ class SharedCollection:
 
     def close(self) -> None:
         self._maps.clear()  # a map that is read stays until its last reader is gone
-
-
-def _mapped(descriptors: Sequence[int], size: int) -> tuple[mmap.mmap, np.ndarray]:
-    """(memory of an image, read-only; memory of its notes). WireError where they did not come."""
-    sizes = [os.fstat(each).st_size for each in descriptors]
-    if len(sizes) != 2 or not 0 < size <= sizes[0] or sizes[1] != shared_verification.SIZE:
-        raise WireError("an image came without its memory")
-    image = mmap.mmap(descriptors[0], size, mmap.MAP_SHARED, mmap.PROT_READ)
-    return image, np.frombuffer(mmap.mmap(descriptors[1], shared_verification.SIZE), np.uint8)

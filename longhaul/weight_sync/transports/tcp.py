@@ -25,8 +25,15 @@ from longhaul.weight_sync.buffers import Image
 from longhaul.weight_sync.delta import version_delta
 from longhaul.weight_sync.manifest import Manifest
 from longhaul.weight_sync.transports.base import DAMAGED, Parcel, PublisherSide, ReceiveTarget
-from longhaul.weight_sync.transports.framing import Wire, WireError, check_token
-from longhaul.weight_sync.transports.socket_server import PATIENCE, SocketSource, SocketTransport, expect
+from longhaul.weight_sync.transports.sockets import (
+    PATIENCE,
+    SocketSource,
+    SocketTransport,
+    Wire,
+    WireError,
+    check_token,
+    expect,
+)
 
 BUFFER = 4 << 20
 """Bytes of a socket's buffer between hosts: what is on its way on a fast link."""
@@ -40,13 +47,6 @@ def serve(address: str = "127.0.0.1:0", token: str | None = None) -> SocketTrans
 
     ValueError for an address that can't be served, and where other machines reach it and there is no token.
     """
-    bound, host = _bound(address, token), credentials.split(address)[0]
-    named = f"tcp:{f'[{host}]' if ':' in host else host}:{bound.getsockname()[1]}"
-    return SocketTransport(bound, named, token, TcpDelivery)
-
-
-def _bound(address: str, token: str | None) -> socket.socket:
-    """Bound socket that does not listen yet. ValueError as `serve`."""
     host, port = credentials.split(address)
     check_token(token)
     if token is None and not credentials.is_loopback(host):
@@ -62,7 +62,8 @@ def _bound(address: str, token: str | None) -> socket.socket:
         if bound is not None:
             bound.close()
         raise ValueError(f"{address} can't be served: {error.strerror}; give another one") from error
-    return bound
+    named = f"tcp:{f'[{host}]' if ':' in host else host}:{bound.getsockname()[1]}"
+    return SocketTransport(bound, named, token, TcpDelivery)
 
 
 def connect(address: str, receiver: str, token: str | None = None) -> SocketSource:
@@ -111,14 +112,6 @@ class TcpDelivery:
         """Nothing is kept."""
 
 
-def _lengths(words: dict[str, Any], size: int, room: int) -> tuple[int, int]:
-    """(bytes of all changes, bytes of the longest frame); WireError where they exceed `size` or `room`."""
-    total, most = words.get("size"), words.get("most")
-    if not (isinstance(total, int) and isinstance(most, int) and 0 <= total <= size and 0 <= most <= room):
-        raise WireError(f"changes of {total} bytes in frames of {most}; at most {size} and {room}")
-    return total, most
-
-
 class TcpCollection:
     """Receiver's part: the stream goes into the target's memory."""
 
@@ -134,9 +127,11 @@ class TcpCollection:
         connection.send("fetch", PATIENCE, {"version": parcel.offer.version, "room": room})
         frame = expect(connection, seconds, "whole", "changes")  # changes may have to be encoded first
         if frame.kind == "changes" and base is not None:
-            lengths = _lengths(frame.words, size, room)
-            target.spare(lengths[1])
-            self._change(connection, lengths, base, parcel, image, until)
+            total, most = frame.words.get("size"), frame.words.get("most")
+            if not (isinstance(total, int) and isinstance(most, int) and 0 <= total <= size and 0 <= most <= room):
+                raise WireError(f"changes of {total} bytes in frames of {most}; at most {size} and {room}")
+            target.spare(most)
+            self._change(connection, (total, most), base, parcel, image, until)
             target.verified()
             return image
         if frame.kind != "whole" or frame.words.get("size") != size:

@@ -11,7 +11,7 @@ from longhaul.bench.cases import sync
 from longhaul.bench.cases.sync import Trained
 from longhaul.cli import main
 from longhaul.weight_sync import model_shapes
-from longhaul.weight_sync.resharding.layout import sharded
+from longhaul.weight_sync.resharding import sharded
 
 
 def test_a_step_goes_as_far_as_the_rate_on_average():

@@ -13,6 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from longhaul.weight_sync.delta import block_codec, tensor_delta
+from longhaul.weight_sync.digest import digest
 from tests.helpers import delta_oracle
 from tests.helpers.delta_oracle import LOOPS, loops
 
@@ -217,18 +218,18 @@ def test_a_delta_is_for_its_base_alone_and_for_once() -> None:
     with pytest.raises(ValueError, match="needs the base"):
         tensor_delta.apply(staging, frame)
     np.testing.assert_array_equal(staging, new)  # and nothing was written
-    for other, known in ((None, None), (base[:-1], None), (base, tensor_delta.digest(new))):
+    for other, known in ((None, None), (base[:-1], None), (base, digest(new))):
         out = np.full_like(base, 7)
         with pytest.raises(ValueError, match="needs the base"):
             tensor_delta.decode(other, frame, out, known=known)
         assert (out == 7).all()
     for other in (np.zeros_like(base), new, new[::-1].copy()):  # which is only known when all is made
-        with pytest.raises(ValueError, match=f"needs the base .*; here is {tensor_delta.digest(other).hex()}"):
+        with pytest.raises(ValueError, match=f"needs the base .*; here is {digest(other).hex()}"):
             tensor_delta.decode(other, frame, np.empty_like(base))
     # Who claims to know the digest of another base is found out by what comes of it.
     with pytest.raises(ValueError, match="damaged"):
-        tensor_delta.decode(new, frame, np.empty_like(base), known=tensor_delta.digest(base))
-    assert frame == tensor_delta.encode(base, new, "bfloat16", known=tensor_delta.digest(base))
+        tensor_delta.decode(new, frame, np.empty_like(base), known=digest(base))
+    assert frame == tensor_delta.encode(base, new, "bfloat16", known=digest(base))
 
 
 def test_buffers_that_do_not_fit() -> None:

@@ -7,7 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 import numpy as np
 import pytest
 
-from longhaul.weight_sync import image as images
+from longhaul.weight_sync import packing
 from longhaul.weight_sync.delta import version_delta
 from longhaul.weight_sync.manifest import Manifest
 from tests.helpers.weight_sync_transports import (
@@ -20,12 +20,12 @@ def test_changes_are_verified_in_the_making() -> None:
     """A bit of the base that flipped since it was verified is found, in what changes and in what does not."""
     draw = np.random.default_rng(0)
     given = {"w": draw.integers(0, 1 << 16, 4000, np.uint16), "still": draw.random(500), "none": np.empty(0, np.uint8)}
-    planned, size = images.describe(given)
+    planned, size = packing.describe(given)
     before, after, made = (np.zeros(size, np.uint8) for _ in range(3))
     with ThreadPoolExecutor(1) as pool:
-        base = Manifest("run", 0, 1, -1, size, images.gather(given, planned, before, pool, 1))
+        base = Manifest("run", 0, 1, -1, size, packing.gather(given, planned, before, pool, 1))
         given["w"][::100] += 1
-        new = Manifest("run", 0, 2, -1, size, images.gather(given, planned, after, pool, 1))
+        new = Manifest("run", 0, 2, -1, size, packing.gather(given, planned, after, pool, 1))
     found = version_delta.make(base, before, new, after)
     assert found is not None
 

@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from longhaul.weight_sync import image as images
+from longhaul.weight_sync import packing
 from longhaul.weight_sync.delta import version_delta
 from longhaul.weight_sync.protocol import Settings
 from longhaul.weight_sync.publisher import Publisher
@@ -118,7 +118,7 @@ def test_a_reader_keeps_its_version_while_others_come_and_go(lane: Way) -> None:
 
 
 def test_damage_is_found_and_the_old_version_served(lane: Way, monkeypatch: pytest.MonkeyPatch) -> None:
-    gather = images.gather
+    gather = packing.gather
 
     def spoilt(given, planned, image, *rest):  # type: ignore[no-untyped-def]
         found = gather(given, planned, image, *rest)
@@ -126,7 +126,7 @@ def test_damage_is_found_and_the_old_version_served(lane: Way, monkeypatch: pyte
             image[planned[1].offset + 3] ^= 0x10
         return found
 
-    monkeypatch.setattr(images, "gather", spoilt)
+    monkeypatch.setattr(packing, "gather", spoilt)
     settings = Settings(retries=1)
     with Publisher("run", transports=[lane.serve()], settings=settings) as sender, receivers(lane) as (receiver,):
         sender.publish(1, tensors(1))
@@ -298,7 +298,7 @@ def test_changes_come_only_where_the_receivers_budget_has_room_for_them(
     there = way("tcp", tmp_path)
     draw = np.random.default_rng(0)
     given = {name: draw.integers(0, 1 << 16, 20_000, np.uint16) for name in ("v", "w")}
-    size = 2 * images.describe(given)[1]  # of two images
+    size = 2 * packing.describe(given)[1]  # of two images
     for room, changed in ((0, 0), (size, 2)):
         with (
             Publisher("run", transports=[there.serve()], send_changes=True) as sender,

@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 from jax.sharding import NamedSharding, PartitionSpec
 
 from longhaul.runtime import mesh as meshes
-from longhaul.weight_sync.resharding import layout, plan
-from longhaul.weight_sync.resharding.layout import Box, Layout
+from longhaul.weight_sync import resharding
+from longhaul.weight_sync.resharding import Box, Layout
 
 Values = dict[str, np.ndarray]
 
@@ -53,7 +53,7 @@ def placed(draw: st.DrawFn, shapes: dict[str, tuple[tuple[int, ...], str]], rank
         if whole and len(boxes) == ranks:
             boxes = [tuple((0, size) for size in shape)] * ranks
         held[name] += list(zip(owners, boxes))
-    return layout.make(shapes, lambda name, _: held[name])
+    return resharding.make(shapes, lambda name, _: held[name])
 
 
 @st.composite
@@ -88,12 +88,12 @@ def blank(parts: dict[int, Values]) -> dict[int, Values]:
     return {rank: {name: np.zeros_like(part) for name, part in held.items()} for rank, held in parts.items()}
 
 
-def check(source: Layout, destination: Layout, bucket: int, **options: bool) -> plan.Plan:
+def check(source: Layout, destination: Layout, bucket: int, **options: bool) -> resharding.Plan:
     """What holds of every plan."""
-    made = plan.plan(source, destination, bucket=bucket, **options)
+    made = resharding.plan(source, destination, bucket=bucket, **options)
     whole = values(source)
     wanted, found = cut(whole, destination), blank(cut(whole, destination))
-    plan.execute_numpy(made, cut(whole, source), found)
+    resharding.execute_numpy(made, cut(whole, source), found)
     written: dict[tuple[int, str], np.ndarray] = {
         (rank, name): np.zeros(part.nbytes, int) for rank, held in found.items() for name, part in held.items()
     }
@@ -129,7 +129,7 @@ def test_what_arrives_is_what_numpy_slices(given_pair: tuple[Layout, Layout, int
 def test_what_a_rank_has_it_takes_from_itself(given_pair: tuple[Layout, Layout, int]) -> None:
     source, destination, bucket = given_pair
     check(source, destination, bucket, together=True)
-    stays = plan.plan(destination, destination, bucket=bucket, together=True)
+    stays = resharding.plan(destination, destination, bucket=bucket, together=True)
     assert all(move.source == move.destination for move in stays.moves)
     assert stays.sent == stays.received == ()
 
@@ -147,14 +147,14 @@ def by_name(name: str, shape: tuple[int, ...]) -> int | None:
 
 
 def test_from_fully_sharded_training_to_tensor_parallel_replicas() -> None:
-    source = layout.sharded(MODEL, 8)
-    serving = layout.sharded(MODEL, 4, by_name)
-    made = check(source, layout.replicas(serving, 3), 10**9)
-    held = sum(layout.volume(box) * t.itemsize for t in serving.tensors for _, box in t.boxes)
+    source = resharding.sharded(MODEL, 8)
+    serving = resharding.sharded(MODEL, 4, by_name)
+    made = check(source, resharding.replicas(serving, 3), 10**9)
+    held = sum(resharding.volume(box) * t.itemsize for t in serving.tensors for _, box in t.boxes)
     assert made.nbytes == 3 * held  # no byte more than what the destinations hold
-    assert [sum(1 for _ in plan.plan(source, source).moves), plan.plan(source, source).nbytes] == [
+    assert [sum(1 for _ in resharding.plan(source, source).moves), resharding.plan(source, source).nbytes] == [
         sum(len(t.boxes) for t in source.tensors),
-        sum(layout.volume(box) * t.itemsize for t in source.tensors for _, box in t.boxes),
+        sum(resharding.volume(box) * t.itemsize for t in source.tensors for _, box in t.boxes),
     ]
 
 
@@ -162,7 +162,7 @@ def test_from_fully_sharded_training_to_tensor_parallel_replicas() -> None:
 def test_copies_share_the_work_by_their_links(speeds: dict[int, float] | None) -> None:
     shapes = {f"layer{i}": ((64, 8 + i), "float32") for i in range(12)}
     bucket = 1024
-    made = plan.plan(layout.replicated(shapes, 4), layout.replicated(shapes, 3), speeds, bucket=bucket)
+    made = resharding.plan(resharding.replicated(shapes, 4), resharding.replicated(shapes, 3), speeds, bucket=bucket)
     seconds = [sent / (speeds or {}).get(rank, 1.0) for rank, sent in made.sent]
     assert len(seconds) == 4
     # Never further apart than one move on the slowest link takes.
@@ -172,34 +172,34 @@ def test_copies_share_the_work_by_their_links(speeds: dict[int, float] | None) -
 
 def test_what_nobody_holds_is_named() -> None:
     shapes = {"kernel": ((4, 6), "float32")}
-    half = layout.make(shapes, lambda *_: [(0, ((0, 2), (0, 6))), (1, ((2, 4), (0, 3)))])
+    half = resharding.make(shapes, lambda *_: [(0, ((0, 2), (0, 6))), (1, ((2, 4), (0, 3)))])
     with pytest.raises(ValueError, match=r"kernel: no source holds \[2:4, 3:6\], which a destination needs"):
-        plan.plan(half, layout.replicated(shapes, 1))
+        resharding.plan(half, resharding.replicated(shapes, 1))
     with pytest.raises(ValueError, match="bias: no source holds a tensor of this name"):
-        plan.plan(half, layout.replicated({"bias": ((4,), "float32")}, 1))
+        resharding.plan(half, resharding.replicated({"bias": ((4,), "float32")}, 1))
     with pytest.raises(ValueError, match="kernel: dtype float32 at the source, bfloat16 at the destination"):
-        plan.plan(half, layout.replicated({"kernel": ((4, 6), "bfloat16")}, 1))
+        resharding.plan(half, resharding.replicated({"kernel": ((4, 6), "bfloat16")}, 1))
     with pytest.raises(ValueError, match=r"rank 0 holds \[0:5\], which is no part of the shape \(4,\)"):
-        layout.make({"bias": ((4,), "float32")}, lambda *_: [(0, ((0, 5),))])
+        resharding.make({"bias": ((4,), "float32")}, lambda *_: [(0, ((0, 5),))])
     with pytest.raises(ValueError, match="a bucket of 3 bytes; it must hold at least one element, 4 bytes"):
-        plan.plan(half, half, bucket=3)
+        resharding.plan(half, half, bucket=3)
     with pytest.raises(ValueError, match="named twice"):
-        layout.make({"bias": ((4,), "float32")}, lambda *_: 2 * [(0, ((0, 4),))])
+        resharding.make({"bias": ((4,), "float32")}, lambda *_: 2 * [(0, ((0, 4),))])
 
 
 def test_plans_are_remembered_by_what_the_layouts_are() -> None:
-    first = plan.plan(layout.sharded(MODEL, 5), layout.replicated(MODEL, 2))
-    assert plan.plan(layout.sharded(MODEL, 5), layout.replicated(MODEL, 2)) is first
-    assert plan.plan(layout.sharded(MODEL, 4), layout.replicated(MODEL, 2)) is not first
-    assert layout.digest(layout.sharded(MODEL, 5)) != layout.digest(layout.sharded(MODEL, 5, 1))
+    first = resharding.plan(resharding.sharded(MODEL, 5), resharding.replicated(MODEL, 2))
+    assert resharding.plan(resharding.sharded(MODEL, 5), resharding.replicated(MODEL, 2)) is first
+    assert resharding.plan(resharding.sharded(MODEL, 4), resharding.replicated(MODEL, 2)) is not first
+    assert resharding.plan(resharding.sharded(MODEL, 5, 1), resharding.replicated(MODEL, 2)) is not first
 
 
 def test_runs_are_as_long_as_memory_allows() -> None:
     whole = ((0, 4), (0, 6), (0, 8))
-    assert plan.runs(((1, 3), (0, 6), (0, 8)), whole, 2) == plan.Runs(96, 192, ())
-    assert plan.runs(((1, 3), (2, 5), (0, 8)), whole, 2) == plan.Runs(128, 48, ((2, 96),))
-    assert plan.runs(((1, 3), (2, 4), (3, 4)), whole, 2) == plan.Runs(134, 2, ((2, 96), (2, 16)))
-    assert plan.runs((), (), 4) == plan.Runs(0, 4, ())
+    assert resharding.runs(((1, 3), (0, 6), (0, 8)), whole, 2) == resharding.Runs(96, 192, ())
+    assert resharding.runs(((1, 3), (2, 5), (0, 8)), whole, 2) == resharding.Runs(128, 48, ((2, 96),))
+    assert resharding.runs(((1, 3), (2, 4), (3, 4)), whole, 2) == resharding.Runs(134, 2, ((2, 96), (2, 16)))
+    assert resharding.runs((), (), 4) == resharding.Runs(0, 4, ())
 
 
 def test_layouts_of_jax_are_where_its_shards_are() -> None:
@@ -209,15 +209,15 @@ def test_layouts_of_jax_are_where_its_shards_are() -> None:
     generator = np.random.default_rng(0)
     made_of = {name: jnp.asarray(generator.random(shape), jnp.bfloat16) for name, shape in shapes.items()}
     arrays = {name: jax.device_put(made_of[name], NamedSharding(mesh, spec)) for name, spec in specs.items()}
-    made = layout.of_jax(arrays)
+    made = resharding.of_jax(arrays)
     parts = {
         shard.device.id: {name: np.asarray(a.addressable_data(i)) for name, a in arrays.items()}
         for i, shard in enumerate(arrays["a"].addressable_shards)
     }
     whole = {name: np.asarray(array) for name, array in arrays.items()}
-    target = layout.sharded({n: (a.shape, a.dtype) for n, a in arrays.items()}, 3)
+    target = resharding.sharded({n: (a.shape, a.dtype) for n, a in arrays.items()}, 3)
     found = blank(cut(whole, target))
-    plan.execute_numpy(plan.plan(made, target), parts, found)
+    resharding.execute_numpy(resharding.plan(made, target), parts, found)
     for rank, held in cut(whole, target).items():
         for name, part in held.items():
             assert found[rank][name].tobytes() == part.tobytes()
@@ -227,7 +227,7 @@ def test_the_source_that_is_done_first_is_found_without_asking_all() -> None:
     """Against the definition, over sets of ranks that overlap, with links of several speeds."""
     draw = np.random.default_rng(3)
     links = {rank: float(draw.choice([1.0, 2.0, 3.5])) for rank in range(6)}
-    choose, busy = plan._Chooser(links), np.zeros(8)
+    choose, busy = resharding._Chooser(links), np.zeros(8)
     for _ in range(400):
         ranks = tuple(sorted(draw.choice(8, draw.integers(1, 8), replace=False).tolist()))
         nbytes = int(draw.integers(1, 50)) * 7  # so that sums are exact in binary
@@ -238,5 +238,13 @@ def test_the_source_that_is_done_first_is_found_without_asking_all() -> None:
 
 def test_many_small_copies_between_many_ranks_are_shared_out_evenly() -> None:
     shapes = {f"layers.{i}.norm": ((512,), "bfloat16") for i in range(100)}
-    found = plan.plan(layout.replicated(shapes, 256), layout.replicated(shapes, 256))
+    found = resharding.plan(resharding.replicated(shapes, 256), resharding.replicated(shapes, 256))
     assert {sent for _, sent in found.sent} == {received for _, received in found.received} == {100 * 1024}
+
+
+def test_uneven_parts_are_the_first_ones_larger_and_small_tensors_leave_ranks_empty() -> None:
+    made = resharding.sharded({"a": ((10, 3), "uint8"), "b": ((2,), "uint8"), "c": ((), "uint8")}, 4)
+    a, b, c = made.tensors
+    assert [box[0] for _, box in a.boxes] == [(0, 3), (3, 6), (6, 8), (8, 10)]
+    assert b.boxes == ((0, ((0, 1),)), (1, ((1, 2),)))
+    assert c.boxes == tuple((rank, ()) for rank in range(4))

@@ -14,7 +14,7 @@ import pytest
 def test_compiling_holds_on_to_nothing_of_its_callers() -> None:
     """Else an image whose digest compiled the loop would count as read until somebody collects garbage."""
     numba = pytest.importorskip("numba")
-    from longhaul.weight_sync.digest import xxh3_kernels
+    from longhaul.weight_sync import xxh3_kernels
 
     def digested(call: Callable[..., Any]) -> weakref.ref[np.ndarray]:
         image = np.arange(8, dtype=np.uint8)

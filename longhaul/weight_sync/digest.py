@@ -1,8 +1,4 @@
-"""Digests of memory, xxh3-128: of arrays, of arrays while they fill, and of arrays while they are copied.
-
-Memory that is in a cache goes through the library, a piece at a time. Large memory that is not goes through
-`xxh3_kernels`, where numba is installed: the same digest with fewer passes over memory.
-"""
+"""Digests of memory, xxh3-128 (Collet, xxHash): of arrays, of arrays while they fill, and while they are copied."""
 
 from __future__ import annotations
 
@@ -17,9 +13,6 @@ import numpy as np
 LEAST = 64 << 10
 """Bytes of a tensor from which the compiled copy is used: below, its call costs more than it saves."""
 
-LARGE = 2 << 20
-"""Bytes of a tensor from which the compiled digest is used: smaller versions are not worth the second to load numba."""
-
 PIECE = 1 << 18
 """Bytes that are copied and digested together by the library: they fit in the second-level cache."""
 
@@ -32,10 +25,13 @@ def library(name: str) -> Any:
         raise ValueError(f"longhaul.weight_sync needs {name}: pip install 'longhaul-rl[sync]'") from None
 
 
-def digest(data: np.ndarray) -> bytes:
-    """Digest, 16 bytes, of uint8 [n], contiguous and no longer in a cache."""
-    if data.size >= LARGE and (kernels := _kernels()) is not None:
-        return kernels.digest(data)
+def hasher() -> Any:
+    """Class of running xxh3-128 digests. ValueError where the library is not installed."""
+    return library("xxhash").xxh3_128
+
+
+def digest(data: Any) -> bytes:
+    """Digest, 16 bytes, of contiguous bytes: an array's, or a buffer's. It detects damage, not malice."""
     return library("xxhash").xxh3_128_digest(data)
 
 
@@ -43,7 +39,7 @@ class Running:
     """Running digest of an array, uint8 [n], that fills from its beginning on."""
 
     def __init__(self, data: np.ndarray) -> None:
-        self._data, self._done, self._running = data, 0, library("xxhash").xxh3_128()
+        self._data, self._done, self._running = data, 0, hasher()()
 
     def upto(self, count: int) -> None:
         """Takes the bytes up to `count`, which are in place and will not change."""
@@ -57,13 +53,14 @@ class Running:
         return self._running.digest()
 
 
-def poured(source: np.ndarray, target: np.ndarray, past: bool) -> bytes:
+def copied(source: np.ndarray, target: np.ndarray, past: bool = False) -> bytes:
     """Digest of `source`, uint8 [n], which is copied to `target` on the way; both are contiguous.
 
-    `past`: written past the caches, for a target that does not fit in them, or is not read again soon.
+    `past`: written past the caches where numba is installed, for a target that does not fit in them, or is not read
+    again soon.
     """
     if past and source.size >= LEAST and (kernels := _kernels()) is not None and not target.ctypes.data % 64:
-        return kernels.poured(source, target)
+        return kernels.copied(source, target)
     running = Running(source)
     for begin in range(0, source.size, PIECE):
         end = min(begin + PIECE, source.size)
@@ -77,6 +74,6 @@ def _kernels() -> Any:
     """Module of the compiled loops; None where numba is not installed, or the machine is big-endian."""
     if sys.byteorder != "little" or not importlib.util.find_spec("numba"):
         return None
-    from longhaul.weight_sync.digest import xxh3_kernels
+    from longhaul.weight_sync import xxh3_kernels
 
     return xxh3_kernels

@@ -15,15 +15,15 @@ import pytest
 from longhaul.weight_sync.protocol import NOTHING, Settings
 from longhaul.weight_sync.publisher import Publisher
 from longhaul.weight_sync.receiver import Receiver
-from longhaul.weight_sync.transports import framing, tcp
+from longhaul.weight_sync.transports import sockets, tcp
 from tests.helpers.weight_sync_transports import is_whole, tensors
 
 QUICK = Settings(lease=3.0, deadline=3.0, retries=1)
 
 
-def pair() -> tuple[framing.Wire, framing.Wire]:
+def pair() -> tuple[sockets.Wire, sockets.Wire]:
     a, b = socket.socketpair()
-    mine, other = framing.Wire(a), framing.Wire(b)
+    mine, other = sockets.Wire(a), sockets.Wire(b)
     mine.session = other.session = 77
     return mine, other
 
@@ -100,7 +100,7 @@ def test_a_large_stream_is_told_of_as_it_comes() -> None:
 
     with socket.create_server(("127.0.0.1", 0)) as server:
         near, far = socket.create_connection(server.getsockname()), server.accept()[0]
-    with closing(framing.Wire(near)) as mine, closing(framing.Wire(far)) as other:
+    with closing(sockets.Wire(near)) as mine, closing(sockets.Wire(far)) as other:
         mine.session = other.session = 5
         for _ in range(2):
             counts.clear()
@@ -123,11 +123,11 @@ def test_an_image_is_awaited_until_the_deadline_however_it_trickles_in() -> None
     """Silence, a byte now and then, an end, and a connection that another thread closes: none is a hang."""
     into = memoryview(bytearray(1 << 20))
 
-    def drawn(wire: framing.Wire, seconds: float) -> None:
+    def drawn(wire: sockets.Wire, seconds: float) -> None:
         wire.draw(into, time.monotonic() + seconds, lambda count: None)
 
     near, far = socket.socketpair()
-    with closing(framing.Wire(near)) as mine, closing(framing.Wire(far)) as other:
+    with closing(sockets.Wire(near)) as mine, closing(sockets.Wire(far)) as other:
         with pytest.raises(TimeoutError):
             drawn(mine, 0.05)
         ended = threading.Event()
@@ -147,7 +147,7 @@ def test_an_image_is_awaited_until_the_deadline_however_it_trickles_in() -> None
 
 def test_who_sends_an_image_is_freed_when_another_thread_closes() -> None:
     near, far = socket.socketpair()
-    with closing(framing.Wire(near)) as mine, closing(framing.Wire(far)):
+    with closing(sockets.Wire(near)) as mine, closing(sockets.Wire(far)):
         closer = threading.Timer(0.1, mine.close)
         closer.start()
         with pytest.raises(OSError, match=r"Broken pipe|Bad file"):
@@ -220,7 +220,7 @@ class Meddler:
 def test_whatever_happens_between_them_what_is_served_is_whole(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("longhaul.weight_sync.receiver.LONGEST_PAUSE", 0.02)
     monkeypatch.setattr("longhaul.weight_sync.receiver.FIRST_PAUSE", 0.01)
-    monkeypatch.setattr("longhaul.weight_sync.transports.socket_server.PATIENCE", 0.3)
+    monkeypatch.setattr("longhaul.weight_sync.transports.sockets.PATIENCE", 0.3)
     lane = tcp.serve()
     with Publisher("run", transports=[lane], settings=Settings(0, deadline=0.5, lease=1.0)) as sender:
         meddler = Meddler(lane.address.removeprefix("tcp:"), seed=3, faults=20)

@@ -1,4 +1,4 @@
-"""Images: tensors gathered into one block of memory with their digests in one pass, and verified as they arrive."""
+"""Packing of tensors into one image, a flat block of memory, with their digests in one pass, and its verification."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from longhaul.weight_sync.digest import digest
+from longhaul.weight_sync.digest import Running, copied, digest
 from longhaul.weight_sync.manifest import Manifest, Tensor, layout
 
 LARGE = 64 << 20
@@ -42,9 +42,9 @@ def gather(
         into = image[tensor.offset : tensor.end]
         if not source.flags.c_contiguous:
             into.view(source.dtype).reshape(tensor.shape)[...] = source
-            return tensor._replace(digest=digest.digest(into))
+            return tensor._replace(digest=digest(into))
         given = source.reshape(-1).view(np.uint8) if source.size else np.empty(0, np.uint8)
-        return tensor._replace(digest=digest.poured(given, into, past=len(image) >= LARGE))
+        return tensor._replace(digest=copied(given, into, past=len(image) >= LARGE))
 
     done = {tensor.name: tensor for tensor in _divided(planned, one, pool, parts)}
     return tuple(done[tensor.name] for tensor in planned)
@@ -54,7 +54,7 @@ def verify(manifest: Manifest, image: np.ndarray, pool: ThreadPoolExecutor, part
     """Names of the tensors whose bytes do not match their digests; in `parts` threads."""
 
     def one(tensor: Tensor) -> str:
-        return "" if digest.digest(image[tensor.offset : tensor.end]) == tensor.digest else tensor.name
+        return "" if digest(image[tensor.offset : tensor.end]) == tensor.digest else tensor.name
 
     return [name for name in _divided(manifest.tensors, one, pool, parts) if name]
 
@@ -81,7 +81,7 @@ class Arrival:
     def __init__(self, manifest: Manifest) -> None:
         self._tensors = sorted(manifest.tensors, key=lambda each: each.offset)
         self._next = 0
-        self._running: digest.Running | None = None  # of the next tensor, while it arrives
+        self._running: Running | None = None  # of the next tensor, while it arrives
         self.damaged: list[str] = []
 
     def arrived(self, image: np.ndarray, count: int) -> None:
@@ -89,7 +89,7 @@ class Arrival:
         while self._next < len(self._tensors):
             tensor = self._tensors[self._next]
             if self._running is None:
-                self._running = digest.Running(image[tensor.offset : tensor.end])
+                self._running = Running(image[tensor.offset : tensor.end])
             if count < tensor.end:
                 self._running.upto(max(0, count - tensor.offset))
                 break

@@ -6,9 +6,10 @@ from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 
-from longhaul.weight_sync import image as images
+from longhaul.weight_sync import packing
 from longhaul.weight_sync.buffers import Pool
-from longhaul.weight_sync.manifest import Manifest, digest
+from longhaul.weight_sync.digest import digest
+from longhaul.weight_sync.manifest import Manifest
 
 
 def test_an_image_has_what_was_given_and_its_digests(past: bool) -> None:
@@ -19,11 +20,11 @@ def test_an_image_has_what_was_given_and_its_digests(past: bool) -> None:
     given["turned"] = draw.integers(0, 1 << 16, (60, 90), np.uint16).T
     given["read-only"] = draw.random(5000)
     given["read-only"].flags.writeable = False
-    planned, size = images.describe(given)
+    planned, size = packing.describe(given)
     image = Pool(size, 2 * size).take()
     assert image is not None
     with ThreadPoolExecutor(2) as pool:
-        found = images.gather(given, planned, image.array, pool, 2)
+        found = packing.gather(given, planned, image.array, pool, 2)
     for tensor in found:
         held = np.ascontiguousarray(given[tensor.name]).tobytes()
         assert image.array[tensor.offset : tensor.end].tobytes() == held
@@ -34,14 +35,14 @@ def test_what_is_flipped_on_the_way_is_found(past: bool) -> None:
     """Any one bit, in any place of a block, a stripe and what is behind them, however the bytes come."""
     draw = np.random.default_rng(2)
     given = {"a": draw.integers(0, 256, 5001, np.uint8), "b": draw.integers(0, 256, 300, np.uint8)}
-    planned, size = images.describe(given)
+    planned, size = packing.describe(given)
     image = np.empty(size, np.uint8)
     with ThreadPoolExecutor(1) as pool:
-        tensors = images.gather(given, planned, image, pool, 1)
+        tensors = packing.gather(given, planned, image, pool, 1)
     manifest = Manifest("run", 0, 1, -1, size, tensors)
     for at in (*range(0, 5001, 97), 4095, 4096, 5000, tensors[1].offset, tensors[1].end - 1):
         image[at] ^= 1 << at % 8
-        arrival = images.Arrival(manifest)
+        arrival = packing.Arrival(manifest)
         for count in (100, 1500, 4096, 5001, size):
             arrival.arrived(image, count)
         assert arrival.complete and arrival.damaged == ["a" if at < 5001 else "b"]

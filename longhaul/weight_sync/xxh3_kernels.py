@@ -1,13 +1,13 @@
-"""Numba kernels of xxh3-128 over memory that is in no cache: read once, prefetched, and copied on the way if asked.
+"""Numba kernel of xxh3-128 over memory that is copied past the caches: read once, digested in registers, written.
 
 A usual copy with a digest beside it takes four passes over memory: the source is read, the target is read to be owned
 and written, and one of them is read again. Here a cache line is loaded, enters the digest in registers, and is written
 by a non-temporal store that reads nothing, while later lines are prefetched. The digest is that of the library (Collet,
 xxHash; after its specification), for data of 241 bytes or more.
 
-Kept because it saves more than 15 % (`sync bench --model qwen3-0.6b --receivers 2 --lane shm`, 2 cores, in turn with
-the library alone, two rounds of 5 repeats, 2026-11-23): CPU-seconds 0.123, 0.120 with it, 0.134, 0.157 without; over
-those of a private copy in each receiver 0.98 and 1.03, 1.17 and 1.22. Over TCP it changed nothing, and is not used.
+Kept because a copy takes more than 15 % less (128 MiB, 2 cores, medians of 9 in turn, 2026-11-23): 6.0 ms of CPU time,
+9.2 by the library in pieces that fit in a cache, 8.8 by the library beside non-temporal stores. A digest without a copy
+takes 4.0 ms here and by the library, which does it. Over TCP it changed nothing, and is not used.
 """
 
 # mypy: disable-error-code="no-untyped-def, call-arg"
@@ -69,40 +69,6 @@ def _at(context: Any, builder: Any, kind: Any, array: Any, place: Any, what: Any
     return builder.bitcast(builder.gep(struct.data, [place]), ir.PointerType(what))
 
 
-def _stripe(builder: Any, sums: Any, line: Any, secret: Any) -> Any:
-    """Sums after a line: each adds its neighbour's word, and the product of the halves of its own keyed word."""
-    key = builder.xor(line, secret)
-    product = builder.mul(builder.and_(key, _all(0xFFFFFFFF)), builder.lshr(key, _all(32)))
-    neighbours = builder.shuffle_vector(line, line, ir.Constant(ir.VectorType(I32, 8), [1, 0, 3, 2, 5, 4, 7, 6]))
-    return builder.add(builder.add(sums, neighbours), product)
-
-
-def _block(context: Any, builder: Any, kinds: Any, source: Any, place: Any, sums: Any, target: Any = None) -> None:
-    """Adds a block of `source` to the sums, and copies it past the caches to the same place of `target`, if there is
-    one.
-
-    `kinds` are the types of the arrays.
-    """
-    fetch = ir.FunctionType(ir.VoidType(), [ir.PointerType(I8), I32, I32, I32])
-    fetch = builder.module.declare_intrinsic("llvm.prefetch", [ir.PointerType(I8)], fetch)
-    held = _at(context, builder, kinds[2], sums, I64(0), LINE)
-    now = builder.load(held, typ=LINE)
-    now.align = 8
-    for i in range(STRIPES):
-        at = builder.add(place, I64(i * STRIPE))
-        further = _at(context, builder, kinds[0], source, builder.add(at, I64(AHEAD)), I8)
-        builder.call(fetch, [further, I32(0), I32(2), I32(1)])
-        line = builder.load(_at(context, builder, kinds[0], source, at, LINE), typ=LINE)
-        line.align = 1
-        if target is not None:
-            stored = builder.store(line, _at(context, builder, kinds[3], target, at, LINE))
-            stored.align = STRIPE
-            stored.set_metadata("nontemporal", builder.module.add_metadata([ir.Constant(I32, 1)]))
-        now = _stripe(builder, now, line, _words(8 * i))
-    now = builder.xor(builder.xor(now, builder.lshr(now, _all(47))), _words(len(SECRET) - STRIPE))
-    builder.store(builder.mul(now, _all(P32_1)), held).align = 8
-
-
 @intrinsic
 def _pour_block(typing: Any, source: Any, place: Any, sums: Any, target: Any) -> Any:
     """Adds a block of uint8 `source` from a byte on to the sums, and copies it to `target`, aligned to cache lines."""
@@ -114,15 +80,29 @@ def _pour_block(typing: Any, source: Any, place: Any, sums: Any, target: Any) ->
     return types.void(source, types.int64, sums, target), build
 
 
-@intrinsic
-def _scan_block(typing: Any, source: Any, place: Any, sums: Any) -> Any:
-    """Adds a block of uint8 from a byte on to the sums."""
-
-    def build(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        _block(context, builder, signature.args, *arguments)
-        return context.get_dummy_value()
-
-    return types.void(source, types.int64, sums), build
+def _block(context: Any, builder: Any, kinds: Any, source: Any, place: Any, sums: Any, target: Any) -> None:
+    """Code of `_pour_block`; `kinds` are the types of the arrays."""
+    fetch = ir.FunctionType(ir.VoidType(), [ir.PointerType(I8), I32, I32, I32])
+    fetch = builder.module.declare_intrinsic("llvm.prefetch", [ir.PointerType(I8)], fetch)
+    held = _at(context, builder, kinds[2], sums, I64(0), LINE)
+    now = builder.load(held, typ=LINE)
+    now.align = 8
+    neighbours = ir.Constant(ir.VectorType(I32, 8), [1, 0, 3, 2, 5, 4, 7, 6])
+    for i in range(STRIPES):
+        at = builder.add(place, I64(i * STRIPE))
+        further = _at(context, builder, kinds[0], source, builder.add(at, I64(AHEAD)), I8)
+        builder.call(fetch, [further, I32(0), I32(2), I32(1)])
+        line = builder.load(_at(context, builder, kinds[0], source, at, LINE), typ=LINE)
+        line.align = 1
+        stored = builder.store(line, _at(context, builder, kinds[3], target, at, LINE))
+        stored.align = STRIPE
+        stored.set_metadata("nontemporal", builder.module.add_metadata([ir.Constant(I32, 1)]))
+        # Each sum adds its neighbour's word, and the product of the halves of its own keyed word.
+        key = builder.xor(line, _words(8 * i))
+        product = builder.mul(builder.and_(key, _all(0xFFFFFFFF)), builder.lshr(key, _all(32)))
+        now = builder.add(builder.add(now, builder.shuffle_vector(line, line, neighbours)), product)
+    now = builder.xor(builder.xor(now, builder.lshr(now, _all(47))), _words(len(SECRET) - STRIPE))
+    builder.store(builder.mul(now, _all(P32_1)), held).align = 8
 
 
 @intrinsic
@@ -161,13 +141,6 @@ def _pour(source, target, count, sums):
     for place in range(0, count, BLOCK):
         _pour_block(source, place, sums, target)
     _fence()
-
-
-@jit
-def _scan(source, count, sums):
-    """Adds source[:count], uint8 in whole blocks, to the sums (uint64 [8])."""
-    for place in range(0, count, BLOCK):
-        _scan_block(source, place, sums)
 
 
 LENGTH = len(SECRET)
@@ -224,29 +197,20 @@ def _finish(data, sums, words):
     words[1] = _merged(sums, 11, np.uint64(size) * LOW)
 
 
-def digest(data: np.ndarray) -> bytes:
-    """Digest of uint8 [n], contiguous, 241 bytes or more."""
-    data, sums = _read_only(data), START.copy()
-    called(_scan, data, (data.size - 1) // BLOCK * BLOCK, sums)
-    return _finished(data, sums)
+def copied(source: np.ndarray, target: np.ndarray) -> bytes:
+    """Digest of `source`, uint8 [n], contiguous, 241 bytes or more, which is copied past the caches to `target`.
 
-
-def poured(source: np.ndarray, target: np.ndarray) -> bytes:
-    """Digest of `source` as by `digest`; copies it past the caches to `target`, which is aligned to cache lines."""
-    source, sums = _read_only(source), START.copy()
+    `target` is aligned to cache lines.
+    """
+    source, sums, words = read_only(source), START.copy(), np.empty(2, np.uint64)
     whole = (source.size - 1) // BLOCK * BLOCK
     called(_pour, source, target, whole, sums)
     target[whole:] = source[whole:]
-    return _finished(source, sums)
-
-
-def _finished(data: np.ndarray, sums: np.ndarray) -> bytes:
-    words = np.empty(2, np.uint64)
-    called(_finish, data, sums, words)
+    called(_finish, source, sums, words)
     return words.astype(">u8").tobytes()
 
 
-def _read_only(data: np.ndarray) -> np.ndarray:
+def read_only(data: np.ndarray) -> np.ndarray:
     """View that can't be written: kernels are compiled for one kind of array alone."""
     view = data[:]
     view.flags.writeable = False
