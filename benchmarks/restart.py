@@ -21,7 +21,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from benchmarks import results
-from longhaul.cli.launch import newest_step
+from longhaul.runtime.launch.supervisor import newest_step
 
 ROOT = Path(__file__).resolve().parent.parent
 

@@ -21,7 +21,7 @@ from longhaul.cli import launch, main
 from longhaul.cli.flags import FlagError
 from longhaul.runtime import heartbeat
 from longhaul.runtime.launch import local, supervisor
-from longhaul.runtime.launch.supervisor import Death, Ended
+from longhaul.runtime.launch.supervisor import DEADLINE
 from longhaul.runtime.provenance import params_sha256
 from longhaul.training import loop
 from tests.helpers.small_runs import records, result, resume
@@ -32,60 +32,6 @@ KILL, TERM, ABORT = -signal.SIGKILL, -signal.SIGTERM, -signal.SIGABRT
 
 
 # ------------------------------------------------------------------------------------------------------------ tables
-
-
-@pytest.mark.parametrize(
-    ("codes", "asked", "there", "code"),
-    [
-        ((0, 0), [], True, 0),
-        ((75, 75), [15], True, 75),
-        ((0, 75), [], True, 75),
-        ((75, None), [], True, 75),  # one that did not hear of it
-        ((0, None), [], True, 1),
-        ((KILL, ABORT), [], True, 1),
-        ((2, 2), [], False, 2),  # bad input, which process 0 says
-        ((0, 2), [], False, 1),
-        ((1, None), [], True, 1),
-        ((TERM, TERM), [15], True, 75),  # before they listened, in a run that can be gone on with
-        ((TERM, TERM), [15], False, 1),
-        ((TERM, ABORT), [], True, 1),
-        ((2, 1), [15], True, 2),  # say, a full disk
-    ],
-)
-def test_the_exit_code_of_all(codes: tuple[int | None, ...], asked: list[int], there: bool, code: int) -> None:
-    assert launch.verdict(Ended(codes, supervisor.first_to_fail(codes)), asked, there) == code
-
-
-def test_who_died_of_what_is_one_line() -> None:
-    """A killed process comes before those that abort for its sake, and those before one that complains."""
-    assert supervisor.first_to_fail([ABORT, KILL, 1]) == Death(1, KILL)
-    assert supervisor.first_to_fail([None, ABORT]) == Death(1, ABORT)
-    assert supervisor.first_to_fail([0, 75, None]) is None
-    said = launch.report(Ended((ABORT, KILL, None), Death(1, KILL)))
-    assert said == "process 1 was ended by SIGKILL; after it: process 0 was ended by SIGABRT, 2 had to be killed"
-    assert launch.report(Ended((3, 0), Death(0, 3))) == "process 0 ended with exit code 3"
-    assert "process 1 did not end after the others" in launch.report(Ended((0, None), None))
-
-
-@pytest.mark.parametrize(
-    ("command", "words"),
-    [
-        ("train cartpole --seed 1", "train cartpole --seed 1 --resume runs/x"),
-        ("train cartpole --run-name x --seed 1", "train cartpole --seed 1 --resume runs/x"),
-        ("train cartpole --seed 1 --run-name=x", "train cartpole --seed 1 --resume runs/x"),
-        ("train cartpole --resume x --seed 1", "train cartpole --resume x --seed 1"),
-        ("train cartpole --resume=x", "train cartpole --resume=x"),
-    ],
-)
-def test_a_new_start_goes_on_with_the_run(command: str, words: str) -> None:
-    assert launch.again(command.split(), Path("runs/x")) == words.split()
-
-
-def test_the_newest_step_is_that_of_a_whole_checkpoint(tmp_path: Path) -> None:
-    assert launch.newest_step(tmp_path) == -1
-    for name in ("4", "12", "12.1", "20.partial", "notes"):
-        (tmp_path / "checkpoints" / name).mkdir(parents=True)
-    assert launch.newest_step(tmp_path) == 12
 
 
 @pytest.mark.parametrize(
@@ -161,11 +107,11 @@ def dummies(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(local, "PROGRAM", (sys.executable, "-c", PROCESS))
     monkeypatch.setattr(supervisor, "HANGING", 0.3)
     monkeypatch.setattr(supervisor, "LINGER", 0.3)
-    monkeypatch.setattr(launch, "PAUSES", (0.01, 0.02))
+    monkeypatch.setattr(supervisor, "PAUSES", (0.01, 0.02))
 
 
-def supervise(words: list[str], count: int, restarts: int, deadline: float = launch.DEADLINE) -> int:
-    return launch.supervise(words, partial(local.local, count=count, devices=None), restarts, deadline)
+def supervise(words: list[str], count: int, restarts: int, deadline: float = DEADLINE) -> int:
+    return supervisor.supervise(words, partial(local.local, count=count, devices=None), restarts, deadline)
 
 
 def assert_gone(folder: Path) -> None:
@@ -306,7 +252,7 @@ def test_two_processes_of_two_devices_train_as_one_of_four_and_stop_together(tmp
         out, err = launcher.communicate()
     assert launcher.returncode == loop.STOPPED, err
     assert out.splitlines() == [str(both)]
-    stopped = launch.newest_step(both)
+    stopped = supervisor.newest_step(both)
     assert f"[0] SIGTERM: saved after update {stopped}; go on with --resume {both}\n" in err
     assert "[1] SIGTERM" not in err
     assert [r["update"] for r in records(both)] == list(range(4, stopped + 1, 4))
@@ -339,7 +285,7 @@ def pids(runs_name: str) -> dict[int, int]:
 
 def kill(folder: Path, step: int, victim: int) -> None:
     """kill -9 to a process, once there is a checkpoint of `step` or later."""
-    wait_for(lambda: launch.newest_step(folder) >= step)
+    wait_for(lambda: supervisor.newest_step(folder) >= step)
     os.kill(pids(folder.name)[victim], signal.SIGKILL)
 
 
@@ -356,14 +302,14 @@ def test_killed_processes_end_the_launch_and_the_run_goes_on_bit_identical(tmp_p
     with spawned(tmp_path, 1, updates, "--run-name", "killed", "--save-interval", "6", restarts=1) as launcher:
         kill(folder, 12, 1)
         kill(folder, 36, 0)  # counts as the first death: there is a new checkpoint
-        wait_for(lambda: launch.newest_step(folder) >= 60)
+        wait_for(lambda: supervisor.newest_step(folder) >= 60)
         launcher.terminate()
         out, err = launcher.communicate()
     assert launcher.returncode == loop.STOPPED, err
     assert out.splitlines() == [str(folder)]
     assert err.count("starts again (1 of 1)") == 2
     with spawned(tmp_path, 1, updates, "--resume", "killed") as launcher:
-        kill(folder, launch.newest_step(folder) + 6, 1)
+        kill(folder, supervisor.newest_step(folder) + 6, 1)
         began = time.monotonic()
         out, err = launcher.communicate()
     assert launcher.returncode == 1

@@ -20,9 +20,9 @@ import jax
 import numpy as np
 import pytest
 
-from longhaul.cli import launch
 from longhaul.config.run import Named, Run
 from longhaul.runtime.devices import prepare_devices
+from longhaul.runtime.launch import supervisor
 from longhaul.topologies.actor_learner.config import ActorConfig
 from longhaul.topologies.inference_server import learner as central
 from longhaul.topologies.inference_server.config import ServerConfig
@@ -154,8 +154,10 @@ class Storm:
 
     def wait(self, launcher: subprocess.Popen[bytes]) -> None:
         """For a new save, so that hits are spread over the run."""
-        wanted = launch.newest_step(self.folder) + 8
-        launch_faults.wait_for(lambda: launch.newest_step(self.folder) >= wanted or launcher.poll() is not None, 900.0)
+        wanted = supervisor.newest_step(self.folder) + 8
+        launch_faults.wait_for(
+            lambda: supervisor.newest_step(self.folder) >= wanted or launcher.poll() is not None, 900.0
+        )
 
 
 def segments() -> set[str]:
@@ -186,7 +188,7 @@ def test_twenty_hits_in_all_roles_end_at_the_target_with_nothing_left(topology: 
             storm.wait(launcher)
             assert launcher.poll() is None, f"it ended before {what}: {log.read_text()}"
             with open(log, "a") as file:
-                file.write(f"--- {what} after checkpoint {launch.newest_step(storm.folder)}\n")
+                file.write(f"--- {what} after checkpoint {supervisor.newest_step(storm.folder)}\n")
             storm.hit(what)
         assert launcher.wait(timeout=1800) == 0, log.read_text()
     found = result(storm.folder)

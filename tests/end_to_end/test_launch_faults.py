@@ -12,7 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from longhaul.cli import launch, main
+from longhaul.cli import main
+from longhaul.runtime.launch import supervisor
 from longhaul.telemetry import sinks
 from longhaul.training import loop
 from tests.helpers import launch_faults, nan_environment
@@ -57,7 +58,7 @@ class Storm:
                     self.wait(launcher)
                     hit = hits.pop(0)
                     with open(self.log, "a") as log:
-                        log.write(f"--- {hit} after checkpoint {launch.newest_step(self.folder)}\n")
+                        log.write(f"--- {hit} after checkpoint {supervisor.newest_step(self.folder)}\n")
                     HITS[hit](self, launcher)
                     if hit in ("terminate", "launcher"):
                         break
@@ -71,9 +72,9 @@ class Storm:
 
     def wait(self, launcher: subprocess.Popen[bytes]) -> None:
         """For one to three new checkpoints, and a little longer."""
-        before = launch.newest_step(self.folder)
+        before = supervisor.newest_step(self.folder)
         wanted = before + 6 * self.rng.randint(1, 2)
-        launch_faults.wait_for(lambda: launch.newest_step(self.folder) >= wanted or launcher.poll() is not None)
+        launch_faults.wait_for(lambda: supervisor.newest_step(self.folder) >= wanted or launcher.poll() is not None)
         end = self.rng.uniform(0.0, 0.3)
         if launcher.poll() is None:
             try:

@@ -1,21 +1,34 @@
 """Supervision of processes that train together: failures and hangs, their consequence for all, and the output.
 
-`watch` supervises them on this machine (`local`) and on a cluster (`ray`). If one dies, the others abort or hang, so
-one failure ends all.
+`watch` supervises one start on this machine (`local`) or on a cluster (`ray`). If one dies, the others abort or hang,
+so one failure ends all. `supervise` starts them again from the newest checkpoint.
 """
 
 from __future__ import annotations
 
+import contextlib
 import signal
 import sys
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from longhaul.runtime import heartbeat
+from longhaul.runtime.launch.process import Restarts
+from longhaul.runtime.process_group import HostsError
 
-STOPPED = 75
+STOPPED, BAD_INPUT, FAILED = 75, 2, 1
+"""Exit codes."""
+
+DEADLINE = 1800.0
+"""Seconds in which a process must get from its start, or a save, to updates."""
+
+PAUSES = (1.0, 60.0)
+"""Seconds before the first new start, which double with each, and their bound."""
+
+LOOK = 0.05
+"""Seconds between two looks at the signals during a pause."""
 
 LINGER, HANGING, LOST = 15.0, 3.0, 0.3
 """Seconds that processes have to end after one ended; after one failed, for which the others may wait in vain; after
@@ -178,3 +191,106 @@ def first_to_fail(codes: Sequence[int | None]) -> Death | None:
     """First failed process of those that ended; a killed one before one that aborts because of it."""
     failed = [Death(i, code) for i, code in enumerate(codes) if code not in (None, 0, STOPPED)]
     return min(failed, key=lambda death: (death.code == -signal.SIGABRT, death.code > 0), default=None)
+
+
+Start = Callable[[Sequence[str], Printed], Gang]
+"""Starts `longhaul WORDS` in all processes. Raises HostsError, one line, where there is no room for them."""
+
+
+def supervise(command: Sequence[str], start: Start, restarts: int, deadline: float = DEADLINE) -> int:
+    """Run of `longhaul COMMAND` in all processes to its end; -> its exit code."""
+    asked: list[int] = []  # signals that came
+    printed = Printed()
+    history, before, words = Restarts(restarts, *PAUSES), -1, list(command)
+    with _listening(asked):
+        while True:
+            printed.begin()
+            try:
+                started = start(words, printed)
+            except HostsError as error:
+                if not history.failures:
+                    raise
+                say(str(error))
+                return FAILED
+            ended = watch(started, asked, deadline)
+            folder = printed.folder
+            there = folder is not None and (folder / "run.json").is_file()
+            code = verdict(ended, asked, there)
+            if code != FAILED:
+                return code
+            newest = newest_step(folder) if folder is not None and there else -1
+            history = history.failed(progress=newest > before)
+            before = newest
+            say(report(ended))
+            if not history.exhausted:
+                _rest(history.pause, asked)
+            if asked or history.exhausted:
+                return code
+            words = again(command, folder) if folder is not None and there else list(command)
+            say(f"starts again ({history.failures} of {restarts}), from update {max(newest, 0)}")
+
+
+def verdict(ended: Ended, asked: Sequence[int], there: bool) -> int:
+    """Exit code of all: 0 done, 75 stopped by a signal, 2 bad input, 1 something died.
+
+    `asked` are signals that came, `there` says whether there is a run to go on with.
+    """
+    if ended.first is None:
+        return STOPPED if STOPPED in ended.codes else FAILED if None in ended.codes else 0
+    if there and -ended.first.code in asked:  # it had not begun to listen
+        return STOPPED
+    return BAD_INPUT if ended.first == Death(0, BAD_INPUT) else FAILED
+
+
+def report(ended: Ended) -> str:
+    """One line on a failure."""
+    if ended.first is None:
+        return f"process {ended.codes.index(None)} did not end after the others, and was killed"
+    if ended.first.why:  # the others had to wait for it
+        return ended.first.words()
+    others = [Death(i, code).words() for i, code in enumerate(ended.codes) if code not in (0, None)]
+    others = [words for words in others if words != ended.first.words()]
+    killed = [str(i) for i, code in enumerate(ended.codes) if code is None]
+    after = [*others, *([f"{', '.join(killed)} had to be killed"] if killed else [])]
+    return ended.first.words() + (f"; after it: {', '.join(after)}" if after else "")
+
+
+def again(command: Sequence[str], folder: Path) -> list[str]:
+    """Command that resumes the run in `folder`."""
+    if any(word == "--resume" or word.startswith("--resume=") for word in command):
+        return list(command)
+    words, skip = [], False
+    for word in command:
+        if not skip and word != "--run-name" and not word.startswith("--run-name="):
+            words.append(word)
+        skip = not skip and word == "--run-name"
+    return [*words, "--resume", str(folder)]
+
+
+def newest_step(folder: Path) -> int:
+    """Update of the newest checkpoint; -1 without one."""
+    names = (path.name.split(".")[0] for path in (folder / "checkpoints").glob("*") if "partial" not in path.name)
+    return max((int(name) for name in names if name.isdecimal()), default=-1)
+
+
+@contextlib.contextmanager
+def _listening(asked: list[int]) -> Any:
+    """Context in which SIGINT and SIGTERM are noted in `asked`."""
+    numbers = (signal.SIGINT, signal.SIGTERM)
+    before = {number: signal.signal(number, lambda number, frame: asked.append(number)) for number in numbers}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def _rest(seconds: float, asked: list[int]) -> None:
+    """Pause that a signal ends."""
+    end = time.monotonic() + seconds
+    while not asked and time.monotonic() < end:
+        time.sleep(LOOK)
+
+
+def say(line: str) -> None:
+    print(f"longhaul launch: {line}", file=sys.stderr, flush=True)

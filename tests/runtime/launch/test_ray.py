@@ -16,7 +16,7 @@ from longhaul.cli import launch
 from longhaul.cli.flags import FlagError
 from longhaul.runtime import process_group
 from longhaul.runtime.launch import ray as cluster
-from longhaul.runtime.launch import ray_cluster
+from longhaul.runtime.launch import ray_cluster, supervisor
 from longhaul.runtime.launch.ray import Layout, Node, Wanted
 from longhaul.runtime.process_group import Hosts, HostsError
 from longhaul.training import loop
@@ -119,10 +119,10 @@ from longhaul.runtime.launch import local as processes
 if sys.argv[1]:
     processes.PROGRAM = (sys.executable, "-c", sys.argv[1])
 from longhaul.cli import main as cli
-from longhaul.cli import launch
+from longhaul.runtime.launch import supervisor
 if sys.argv[1]:
-    launch.PAUSES = (0.01, 0.02)
-    launch.again = lambda command, folder: [*command, "--resume", str(folder)]
+    supervisor.PAUSES = (0.01, 0.02)
+    supervisor.again = lambda command, folder: [*command, "--resume", str(folder)]
 sys.exit(cli.main(["launch", *sys.argv[2:]]))
 """
 
@@ -201,7 +201,7 @@ def test_two_nodes_train_as_one_machine_and_through_the_loss_of_one(tmp_path: Pa
         with launched(tmp_path / "log", "", *own, *words(tmp_path, updates, "--run-name", "calm")) as launcher:
             assert launcher.wait(900) == 0, (tmp_path / "log").read_text()
         with launched(tmp_path / "log2", "", *own, *words(tmp_path, updates, "--run-name", "hit")) as launcher:
-            wait_for(lambda: launch.newest_step(hit) >= 12, 900.0)
+            wait_for(lambda: supervisor.newest_step(hit) >= 12, 900.0)
             there.kill(1)
             assert launcher.wait(900) == 0, (tmp_path / "log2").read_text()
         assert not launch_faults.pids("hit")
@@ -225,9 +225,9 @@ def test_a_signal_saves_and_a_killed_process_comes_back(tmp_path: Path) -> None:
         own = ["--on", "ray", "--address", there.address, "--devices-per-host", "1", "--hosts", "2"]
         own += ["--restarts", "2", "--place", "spread", "--"]
         with launched(log, "", *own, *words(tmp_path, updates, "--run-name", "hit")) as launcher:
-            wait_for(lambda: launch.newest_step(folder) >= 12, 900.0)
+            wait_for(lambda: supervisor.newest_step(folder) >= 12, 900.0)
             launch_faults.send("hit", signal.SIGKILL, (1,))
-            wait_for(lambda: launch.newest_step(folder) >= 36, 900.0)
+            wait_for(lambda: supervisor.newest_step(folder) >= 36, 900.0)
             launcher.terminate()
             assert launcher.wait(600) == loop.STOPPED, log.read_text()
         assert "process 1 was ended by SIGKILL" in log.read_text()

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import signal
+from pathlib import Path
 
 import pytest
 
-from longhaul.cli import launch
 from longhaul.runtime.launch import supervisor
-from longhaul.runtime.launch.supervisor import Death, Ended, Look, watch
+from longhaul.runtime.launch.supervisor import FAILED, Death, Ended, Look, watch
 
 RUNS, KILLED, ABORTED = Look(), Look(code=-signal.SIGKILL), Look(code=-signal.SIGABRT)
 LOST = Look(lost="on 10.0.0.2 is lost: no answer for 16 s")
@@ -56,8 +56,8 @@ def test_who_is_to_blame(rows: list[tuple[Look, ...]], ended: Ended, monkeypatch
 
 def test_a_lost_process_is_said_in_a_line_and_all_may_start_again() -> None:
     ended = watch(Scripted((RUNS, LOST)), [], 60.0)
-    assert launch.report(ended) == "process 1 on 10.0.0.2 is lost: no answer for 16 s"
-    assert launch.verdict(ended, [], True) == launch.FAILED
+    assert supervisor.report(ended) == "process 1 on 10.0.0.2 is lost: no answer for 16 s"
+    assert supervisor.verdict(ended, [], True) == FAILED
 
 
 def test_signals_are_passed_once_those_too_that_came_during_the_start() -> None:
@@ -72,3 +72,60 @@ def test_all_are_ended_where_looking_fails() -> None:
     with pytest.raises(IndexError):
         watch(scripted, [], 60.0)
     assert scripted.ended == 1
+
+
+KILL, TERM, ABORT = -signal.SIGKILL, -signal.SIGTERM, -signal.SIGABRT
+
+
+@pytest.mark.parametrize(
+    ("codes", "asked", "there", "code"),
+    [
+        ((0, 0), [], True, 0),
+        ((75, 75), [15], True, 75),
+        ((0, 75), [], True, 75),
+        ((75, None), [], True, 75),  # one that did not hear of it
+        ((0, None), [], True, 1),
+        ((KILL, ABORT), [], True, 1),
+        ((2, 2), [], False, 2),  # bad input, which process 0 says
+        ((0, 2), [], False, 1),
+        ((1, None), [], True, 1),
+        ((TERM, TERM), [15], True, 75),  # before they listened, in a run that can be gone on with
+        ((TERM, TERM), [15], False, 1),
+        ((TERM, ABORT), [], True, 1),
+        ((2, 1), [15], True, 2),  # say, a full disk
+    ],
+)
+def test_the_exit_code_of_all(codes: tuple[int | None, ...], asked: list[int], there: bool, code: int) -> None:
+    assert supervisor.verdict(Ended(codes, supervisor.first_to_fail(codes)), asked, there) == code
+
+
+def test_who_died_of_what_is_one_line() -> None:
+    """A killed process comes before those that abort for its sake, and those before one that complains."""
+    assert supervisor.first_to_fail([ABORT, KILL, 1]) == Death(1, KILL)
+    assert supervisor.first_to_fail([None, ABORT]) == Death(1, ABORT)
+    assert supervisor.first_to_fail([0, 75, None]) is None
+    said = supervisor.report(Ended((ABORT, KILL, None), Death(1, KILL)))
+    assert said == "process 1 was ended by SIGKILL; after it: process 0 was ended by SIGABRT, 2 had to be killed"
+    assert supervisor.report(Ended((3, 0), Death(0, 3))) == "process 0 ended with exit code 3"
+    assert "process 1 did not end after the others" in supervisor.report(Ended((0, None), None))
+
+
+@pytest.mark.parametrize(
+    ("command", "words"),
+    [
+        ("train cartpole --seed 1", "train cartpole --seed 1 --resume runs/x"),
+        ("train cartpole --run-name x --seed 1", "train cartpole --seed 1 --resume runs/x"),
+        ("train cartpole --seed 1 --run-name=x", "train cartpole --seed 1 --resume runs/x"),
+        ("train cartpole --resume x --seed 1", "train cartpole --resume x --seed 1"),
+        ("train cartpole --resume=x", "train cartpole --resume=x"),
+    ],
+)
+def test_a_new_start_goes_on_with_the_run(command: str, words: str) -> None:
+    assert supervisor.again(command.split(), Path("runs/x")) == words.split()
+
+
+def test_the_newest_step_is_that_of_a_whole_checkpoint(tmp_path: Path) -> None:
+    assert supervisor.newest_step(tmp_path) == -1
+    for name in ("4", "12", "12.1", "20.partial", "notes"):
+        (tmp_path / "checkpoints" / name).mkdir(parents=True)
+    assert supervisor.newest_step(tmp_path) == 12
