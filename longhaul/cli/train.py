@@ -141,8 +141,7 @@ def _dry(runs_dir: Path, recipe: Run, parsed: flags.Parsed) -> int:
     else:
         folder = find_folder(runs_dir, parsed.values["resume"])
         run = resolve(run_flags.resumed(folder, recipe.recipe, _fitting(parsed, folder)))
-    assert run.devices is not None
-    loop.prepare_devices(run.devices, run.threads)
+    loop.prepare_devices(run.all_devices, run.threads)
     if isinstance(run.environment, Named):
         named(run.environment)
     made = compiled(run)

@@ -21,6 +21,7 @@ from longhaul.networks import actor_critic
 from longhaul.networks.config import REMATS
 from longhaul.networks.precision import POLICIES
 from longhaul.runtime import device_memory
+from longhaul.runtime.errors import RunError
 from longhaul.topologies import fused
 from longhaul.training import loop, run_dir
 from tests.helpers.quick import QUICK, quick
@@ -243,3 +244,15 @@ def test_a_dry_run_tells_and_leaves_nothing(tmp_path: Path, capsys: pytest.Captu
     assert rows["parameters"] == "428 B", "two towers of 4 x 8 + 8, and heads of 8 x 2 + 2 and 8 + 1"
     assert rows["memory a device"].endswith(f"of {device_memory.size(device_memory.memory_of(jax.devices()[0]) or 0)}")
     assert not (tmp_path / "runs").exists()
+
+
+def test_a_dry_run_prepares_the_devices_of_both_axes(monkeypatch: pytest.MonkeyPatch) -> None:
+    prepared = []
+
+    def prepare(devices: int, threads: int | None) -> None:
+        prepared.append(devices)
+        raise RunError("far enough")
+
+    monkeypatch.setattr(loop, "prepare_devices", prepare)
+    assert main.main(["train", "cartpole", "--dry-run", "--mesh", "data=1,model=2"]) == 2
+    assert prepared == [2]
