@@ -55,10 +55,7 @@ NO_JAX = (
     ),
     *(
         f"topologies/inference_server/{name}"
-        for name in (
-            *("actor", "actor_pool", "batcher", "config", "env_state", "frames", "grpc_streams", "grpc_transport"),
-            *("ray_actor", "shm_transport", "transport"),
-        )
+        for name in ("actor", "actor_pool", "config", "grpc_transport", "shm_transport", "wire")
     ),
     "weight_sync",
     *("algorithms/config", "networks/config", "reasoning/config", "driving/sim/config"),

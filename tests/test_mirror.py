@@ -97,7 +97,6 @@ ELSEWHERE = {
     "topologies/inference_server/config.py": "end_to_end/test_inference_server_runs.py",
     "topologies/inference_server/learner.py": "end_to_end/test_chaos_roles.py",
     "topologies/inference_server/shm_transport.py": "topologies/inference_server/test_server.py",
-    "topologies/inference_server/transport.py": "topologies/inference_server/test_grpc_transport.py",
     "training/actor_learner.py": "topologies/actor_learner/test_actor_pool.py",
     "training/assemble.py": "algorithms/test_batch_scaling.py",
     "training/evaluate_driving.py": "training/test_evaluate.py",
@@ -141,9 +140,6 @@ THROUGH = {
     "topologies/actor_learner/ray_actor.py": "needs a Ray cluster: end_to_end/test_ray_actors.py",
     "topologies/inference_server/actor.py": "by topologies/inference_server/test_server.py, through real actors",
     "topologies/inference_server/actor_pool.py": "by end_to_end/test_inference_server_runs.py, through whole runs",
-    "topologies/inference_server/env_state.py": "by topologies/inference_server/test_server.py",
-    "topologies/inference_server/policy.py": "by topologies/inference_server/test_server.py",
-    "topologies/inference_server/ray_actor.py": "needs a Ray cluster: end_to_end/test_ray_actors.py",
     "training/checkpoint/weight_source.py": "by training/test_publish.py, which pulls a run's checkpoints",
     "training/population_report.py": "by topologies/test_population.py, in the report of a whole run",
 }

@@ -11,7 +11,7 @@ from longhaul.envs.host import registry
 from longhaul.runtime import credentials
 from longhaul.topologies.inference_server import actor as client
 from longhaul.topologies.inference_server.config import check_installed
-from longhaul.topologies.inference_server.frames import ANY, WireError
+from longhaul.topologies.inference_server.wire import ANY, WireError
 
 ABOUT = "Steps environments for a run elsewhere: longhaul train ... --topology central --lane grpc --bind HOST:PORT."
 

@@ -18,17 +18,15 @@ from longhaul.runtime.credentials import Credentials
 from longhaul.runtime.errors import RunError
 from longhaul.runtime.launch import ray_cluster
 from longhaul.topologies import staleness
-from longhaul.topologies.inference_server import frames, learner, ray_actor
+from longhaul.topologies.inference_server import actor_pool, learner, wire
 from longhaul.topologies.inference_server.actor_pool import ActorPool, Orders, process
 from longhaul.topologies.inference_server.config import load
-from longhaul.topologies.inference_server.env_state import NOTHING, Keeps
-from longhaul.topologies.inference_server.frames import Codec
 from longhaul.topologies.inference_server.grpc_transport import GrpcTransport
 from longhaul.topologies.inference_server.policy import BatchedPolicy
 from longhaul.topologies.inference_server.server import Server
 from longhaul.topologies.inference_server.shm_transport import ShmTransport
 from longhaul.topologies.inference_server.trajectory_buffer import TrajectoryBuffer
-from longhaul.topologies.inference_server.transport import Held, Transport
+from longhaul.topologies.inference_server.wire import NOTHING, Codec, Held, Keeps, Transport
 from longhaul.topologies.staleness import Book, Rule
 from longhaul.training.assemble import Assembly
 from longhaul.types import Metrics, Progress
@@ -57,16 +55,16 @@ def description(run: Run) -> Description:
     return registry.describe(name if is_hosted(name) else f"jax/{name}")
 
 
-def _layout(run: Run, groups: int) -> frames.Layout:
+def _layout(run: Run, groups: int) -> wire.Layout:
     """Layout of the messages between a run and its actors."""
     assert isinstance(run.environment, Named)
     columns = run.num_envs // groups * agents(run)
     if is_hosted(run.environment.env):
         with closing(registry.make(description(run), 1)) as vector:
-            return frames.layout(vector.spec, columns)
+            return wire.layout(vector.spec, columns)
     environment = named(run.environment)
     names = jax.eval_shape(lambda key: environment.metrics(environment.reset(key)[0]), jax.random.key(0))
-    return frames.layout(jax_vector.host_spec(environment), columns, tuple(names))
+    return wire.layout(jax_vector.host_spec(environment), columns, tuple(names))
 
 
 def _keeps(run: Run, groups: int) -> Keeps:
@@ -166,7 +164,7 @@ def _found(run: Run) -> tuple[str, Credentials]:
     try:
         given = load(run.central)
         if run.acting.actor_kind == "ray":
-            return ray_actor.reachable(run.central.bind, given)
+            return actor_pool.reachable(run.central.bind, given)
         return run.central.bind or "127.0.0.1:0", given
     except ValueError as error:
         raise RunError(str(error)) from error
@@ -203,5 +201,5 @@ def _pool(run: Run, codec: Codec, lane: Transport, at: tuple[str, Credentials]) 
         connection = {"address": lane.address, "token_file": run.central.token_file, "authority": run.central.tls_cert}
         return Orders(about | connection)
 
-    start = ray_actor.starter(at[1]) if run.acting.actor_kind == "ray" else process
+    start = actor_pool.starter(at[1]) if run.acting.actor_kind == "ray" else process
     return ActorPool(run.acting.actors, orders, lane.cut, start)

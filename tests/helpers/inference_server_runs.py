@@ -16,17 +16,14 @@ from longhaul.envs.host import registry
 from longhaul.envs.host.vector import HostVector
 from longhaul.runtime.credentials import NOBODY
 from longhaul.topologies import staleness
-from longhaul.topologies.inference_server import env_state, frames
-from longhaul.topologies.inference_server.actor import play, play_shared
-from longhaul.topologies.inference_server.env_state import NOTHING, Keeps
-from longhaul.topologies.inference_server.frames import Codec
-from longhaul.topologies.inference_server.grpc_streams import run
-from longhaul.topologies.inference_server.grpc_transport import GrpcActorTransport, GrpcTransport
+from longhaul.topologies.inference_server import wire
+from longhaul.topologies.inference_server.actor import play, play_shared, state_size
+from longhaul.topologies.inference_server.grpc_transport import GrpcActorTransport, GrpcTransport, run
 from longhaul.topologies.inference_server.policy import BatchedPolicy
 from longhaul.topologies.inference_server.server import Server
 from longhaul.topologies.inference_server.shm_transport import ShmActorTransport, ShmTransport
 from longhaul.topologies.inference_server.trajectory_buffer import TrajectoryBuffer
-from longhaul.topologies.inference_server.transport import Transport
+from longhaul.topologies.inference_server.wire import NOTHING, Codec, Keeps, Transport
 from longhaul.topologies.staleness import Rule
 from longhaul.types import Algorithm, Spec
 
@@ -76,8 +73,8 @@ def site(
     """Open until the block is left; then all its threads have ended."""
     host = make(0, 0)
     names: tuple[str, ...] = ()
-    size, kept = env_state.size(host, host.reset(0)) if sizes.staleness == 0 else 0, dict[int, np.ndarray]()
-    layout = frames.layout(host.spec, host.columns, names)
+    size, kept = state_size(host, host.reset(0)) if sizes.staleness == 0 else 0, dict[int, np.ndarray]()
+    layout = wire.layout(host.spec, host.columns, names)
     codec = Codec(layout, Keeps(size, sizes.steps) if size else NOTHING)
     policy = algorithm.policy(jax.jit(algorithm.init)(jax.random.key(0)))
     with ExitStack() as closed:
@@ -127,7 +124,7 @@ def site(
 def _until_gone(work: Callable[[], None], line: Any) -> None:
     try:
         work()
-    except (ConnectionError, frames.WireError, Gone):
+    except (ConnectionError, wire.WireError, Gone):
         pass
     finally:
         if isinstance(line, ShmActorTransport):

@@ -6,13 +6,13 @@ import numpy as np
 
 from longhaul.envs.host.vector import HostSpec
 from longhaul.spaces import Discrete, Leaf
-from longhaul.topologies.inference_server import frames
-from longhaul.topologies.inference_server.frames import Codec, Head
+from longhaul.topologies.inference_server import wire
+from longhaul.topologies.inference_server.wire import Codec, Head
 
 COLUMNS, SLOTS = 6, 2
 
 CODEC = Codec(
-    frames.layout(
+    wire.layout(
         HostSpec({"map": Leaf((2, 3), np.dtype(np.uint8)), "speed": Leaf((5,), np.dtype(np.float32))}, Discrete(4)),
         COLUMNS,
         ("goal", "crash"),
@@ -39,8 +39,8 @@ def step(rng: np.random.Generator, codec: Codec = CODEC, *, first: bool = False)
 
 
 def hello(actor: int, codec: Codec = CODEC, name: int = 7) -> bytes:
-    head = Head(frames.HELLO, actor, 0, name, codec.layout.columns, SLOTS, codec.digest)
-    return frames.frame(head, codec.layout.text.encode())
+    head = Head(wire.HELLO, actor, 0, name, codec.layout.columns, SLOTS, codec.digest)
+    return wire.frame(head, codec.layout.text.encode())
 
 
 def observe(
@@ -48,12 +48,12 @@ def observe(
 ) -> tuple[Head, bytes]:  # fmt: skip
     """The head and the payload of a whole step."""
     finals, payload = step(rng, codec, first=number == 0)
-    return Head(frames.OBSERVE, group, life, number, codec.layout.columns, finals, codec.digest), payload
+    return Head(wire.OBSERVE, group, life, number, codec.layout.columns, finals, codec.digest), payload
 
 
 def malformed(rng: np.random.Generator, head: Head, payload: bytes) -> bytes:
     """A frame that is not the one of this head and payload."""
-    whole = frames.frame(head, payload)
+    whole = wire.frame(head, payload)
     match rng.integers(9):
         case 0:  # any bytes
             return rng.bytes(int(rng.integers(0, 2 * len(whole))))
@@ -62,7 +62,7 @@ def malformed(rng: np.random.Generator, head: Head, payload: bytes) -> bytes:
         case 2:  # longer
             return whole + rng.bytes(int(rng.integers(1, 64)))
         case 3:  # some bits of the head turned, but the group's, which may name another one that is due
-            bad, where = bytearray(whole), [*range(8), *range(12, frames.HEAD_BYTES)]
+            bad, where = bytearray(whole), [*range(8), *range(12, wire.HEAD_BYTES)]
             for _ in range(int(rng.integers(1, 8))):
                 bad[rng.choice(where)] ^= 1 << int(rng.integers(8))
             return bytes(bad) if bytes(bad) != whole else b""
@@ -73,17 +73,17 @@ def malformed(rng: np.random.Generator, head: Head, payload: bytes) -> bytes:
             value = int(near[int(rng.integers(3))]) % 2**wide
             if value == getattr(head, field):
                 return b""
-            return frames.frame(head._replace(**{field: value}), payload)
+            return wire.frame(head._replace(**{field: value}), payload)
         case 5:  # a length that is not its own
             bad = bytearray(whole)
             bad[40:48] = int(rng.integers(2**62)).to_bytes(8, "little")
             return bytes(bad)
         case 6:  # a payload of another size
-            return frames.frame(head, rng.bytes(int(rng.integers(0, 2 * len(payload) + 9))) + b"\0" * 3)
+            return wire.frame(head, rng.bytes(int(rng.integers(0, 2 * len(payload) + 9))) + b"\0" * 3)
         case 7:  # a flag that is none
-            return frames.frame(head, _spoilt(payload, "flags", head, rng))
+            return wire.frame(head, _spoilt(payload, "flags", head, rng))
         case _:  # ends of others, or a reward that is no number
-            return frames.frame(head, _spoilt(payload, "other", head, rng))
+            return wire.frame(head, _spoilt(payload, "other", head, rng))
 
 
 def _spoilt(payload: bytes, what: str, head: Head, rng: np.random.Generator) -> bytes:

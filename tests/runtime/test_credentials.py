@@ -17,11 +17,9 @@ import pytest
 from longhaul.envs.host.vector import HostSpec
 from longhaul.runtime.credentials import NOBODY, Credentials, check_bind, load, self_signed, split
 from longhaul.spaces import Box, Discrete, Leaf
-from longhaul.topologies.inference_server import frames
-from longhaul.topologies.inference_server.frames import Codec, WireError
-from longhaul.topologies.inference_server.grpc_streams import run
-from longhaul.topologies.inference_server.grpc_transport import PATH, GrpcActorTransport, GrpcTransport
-from longhaul.topologies.inference_server.transport import Lost
+from longhaul.topologies.inference_server import wire
+from longhaul.topologies.inference_server.grpc_transport import PATH, GrpcActorTransport, GrpcTransport, run
+from longhaul.topologies.inference_server.wire import Codec, Lost, WireError
 from tests.helpers.malformed_frames import BARE, CODEC, COLUMNS, SLOTS, hello, observe
 
 pytest.importorskip("grpc")
@@ -62,11 +60,11 @@ async def greet(lane: GrpcTransport, credentials: Credentials = NOBODY, codec: C
 
 def test_another_environment_is_refused_with_the_difference(lane: GrpcTransport) -> None:
     others = {
-        "columns 7": frames.layout(HostSpec(CODEC.layout.form, Discrete(4)), 7),
-        "observation/1 float64 5": frames.layout(
+        "columns 7": wire.layout(HostSpec(CODEC.layout.form, Discrete(4)), 7),
+        "observation/1 float64 5": wire.layout(
             HostSpec(CODEC.layout.form | {"speed": Leaf((5,), np.dtype(float))}, Discrete(4)), COLUMNS
         ),
-        "action float32 1": frames.layout(HostSpec(CODEC.layout.form, Box((0.0,), (1.0,))), COLUMNS),
+        "action float32 1": wire.layout(HostSpec(CODEC.layout.form, Box((0.0,), (1.0,))), COLUMNS),
     }  # fmt: skip
     for word, layout in others.items():
         with pytest.raises(WireError, match=f"another environment: the server has .* where the actor has '{word}'"):
@@ -84,9 +82,9 @@ def test_an_actor_that_is_here_is_not_pushed_out_by_another_process(lane: GrpcTr
             await call.write(hello(2, name=99))
             answer = await call.read()
         await line.close()
-        head = frames.read(answer, CODEC.most)
-        assert (head.kind, head.step) == (frames.REFUSE, 1), "it may try again later"
-        return frames.text(answer)
+        head = wire.read(answer, CODEC.most)
+        assert (head.kind, head.step) == (wire.REFUSE, 1), "it may try again later"
+        return wire.text(answer)
 
     assert run(both()) == "actor 2 is here already"
 
@@ -100,7 +98,7 @@ def test_who_sends_more_than_is_due_is_ended_at_once(lane: GrpcTransport) -> Non
             call = channel.stream_stream(PATH)()
             await call.write(hello(1))
             await call.read()
-            frame = frames.frame(*observe(rng, SLOTS, 1, 0))
+            frame = wire.frame(*observe(rng, SLOTS, 1, 0))
             try:
                 for sent in range(1, 100_000):
                     await call.write(frame)

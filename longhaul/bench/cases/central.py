@@ -26,13 +26,11 @@ from longhaul.runtime.devices import prepare_devices
 from longhaul.runtime.launch.process import DROP, PIPE, Process, end_with_parent
 from longhaul.spaces import Discrete, Leaf
 from longhaul.topologies.actor_learner.config import ActorConfig
-from longhaul.topologies.inference_server import frames
+from longhaul.topologies.inference_server import wire
 from longhaul.topologies.inference_server.config import ServerConfig
-from longhaul.topologies.inference_server.frames import Codec
-from longhaul.topologies.inference_server.grpc_streams import run
-from longhaul.topologies.inference_server.grpc_transport import GrpcTransport
+from longhaul.topologies.inference_server.grpc_transport import GrpcTransport, run
 from longhaul.topologies.inference_server.shm_transport import Ends, ShmActorTransport, ShmTransport
-from longhaul.topologies.inference_server.transport import Answer, Arrival
+from longhaul.topologies.inference_server.wire import Answer, Arrival, Codec
 from longhaul.training import inference_server
 
 
@@ -150,7 +148,7 @@ PATH = "/bare.Echo/Play"
 
 
 def _codec(rows: int, width: int) -> Codec:
-    return Codec(frames.layout(HostSpec(Leaf((width,), np.dtype(np.float32)), Discrete(2)), rows))
+    return Codec(wire.layout(HostSpec(Leaf((width,), np.dtype(np.float32)), Discrete(2)), rows))
 
 
 CLIENT = """
@@ -176,7 +174,7 @@ def client(what: str, address: str, rows: int, width: int, streams: int) -> None
 
     async def bare(channel: Any) -> None:
         call = channel.stream_stream(PATH)()
-        memory = bytearray(frames.HEAD_BYTES + _codec(rows, width).block_bytes(0))
+        memory = bytearray(wire.HEAD_BYTES + _codec(rows, width).block_bytes(0))
         while True:
             await call.write(bytes(memory))
             await call.read()
@@ -318,7 +316,7 @@ async def _bare(count: np.ndarray, rows: int) -> None:
     """grpcio's own server, in one event loop."""
     import grpc
 
-    answer = bytes(frames.HEAD_BYTES + 4 * rows)
+    answer = bytes(wire.HEAD_BYTES + 4 * rows)
 
     async def play(_: Any, context: Any) -> None:
         while await context.read() is not grpc.aio.EOF:

@@ -23,11 +23,10 @@ import numpy as np
 from longhaul.envs.host.vector import Description, HostVector, Slot, write
 from longhaul.runtime.credentials import NOBODY, Credentials, load
 from longhaul.runtime.launch.process import end_with_parent
-from longhaul.topologies.inference_server import env_state, frames
-from longhaul.topologies.inference_server.env_state import NOTHING, Keeps
-from longhaul.topologies.inference_server.frames import Codec, WireError
+from longhaul.spaces import Tree, leaves, mapped
+from longhaul.topologies.inference_server import wire
 from longhaul.topologies.inference_server.shm_transport import Ends, ShmActorTransport
-from longhaul.topologies.inference_server.transport import ActorBlocks, ActorTransport
+from longhaul.topologies.inference_server.wire import NOTHING, ActorBlocks, ActorTransport, Codec, Keeps, WireError
 
 PATIENCE = 600.0
 """Seconds without a server after which an actor gives up."""
@@ -66,7 +65,7 @@ def start(line: ActorBlocks, vectors: Sequence[HostVector], seeds: Sequence[int]
         vector.reset(seed, out=outs[slot])
         held = line.held(slot)
         if held is not None:
-            env_state.restore(held, vector, outs[slot].observation)
+            restore_state(held, vector, outs[slot].observation)
     return outs
 
 
@@ -84,8 +83,34 @@ def step(line: ActorBlocks, vector: HostVector, slot: int, action: np.ndarray, o
                 block.scores[i], block.known[i] = finals.scores[name]
     kept = line.keeps(slot, count)
     if kept is not None:
-        env_state.write(kept, vector, out.observation)
+        write_state(kept, vector, out.observation)
     return count
+
+
+def state_size(vector: HostVector, observation: Tree) -> int:
+    """Bytes of the state of a vector that was reset; 0 if it reports none."""
+    state = vector.state()
+    return 0 if state is None else sum(np.asarray(leaf).nbytes for leaf in leaves((state, observation)))
+
+
+def write_state(into: np.ndarray, vector: HostVector, observation: Tree) -> None:
+    """Write the state and the observation for the next action to memory, uint8 [size]: the reader derives the layout
+    from its own worlds. ValueError if the size differs."""
+    rows = [np.ascontiguousarray(leaf).reshape(-1).view(np.uint8) for leaf in leaves((vector.state(), observation))]
+    np.concatenate(rows, out=into)
+
+
+def restore_state(data: np.ndarray, vector: HostVector, observation: Tree) -> None:
+    """Inverse of `write_state`, for a vector that was reset; overwrites the leaves of `observation`."""
+    at = 0
+
+    def read(like: np.ndarray) -> np.ndarray:
+        nonlocal at
+        begin, at = at, at + np.asarray(like).nbytes
+        return np.frombuffer(data[begin:at].tobytes(), np.asarray(like).dtype).reshape(np.shape(like)).copy()
+
+    vector.restore(mapped(read, vector.state()))
+    mapped(lambda to: np.copyto(to, read(to)), observation)
 
 
 async def stay(connect: Callable[[], ActorTransport], vectors: Sequence[HostVector], patience: float) -> None:
@@ -118,17 +143,16 @@ def make(
     from longhaul.envs.host import registry
 
     vectors = [registry.make(description, worlds) for _ in range(slots)]
-    keeps = NOTHING if every == 0 else Keeps(env_state.size(vectors[0], vectors[0].reset(0)), every or 0)
-    return vectors, Codec(frames.layout(vectors[0].spec, vectors[0].columns, tuple(scores)), keeps)
+    keeps = NOTHING if every == 0 else Keeps(state_size(vectors[0], vectors[0].reset(0)), every or 0)
+    return vectors, Codec(wire.layout(vectors[0].spec, vectors[0].columns, tuple(scores)), keeps)
 
 
 def remote(
-    address: str, description: Description, worlds: int, slots: int, *, actor: int = frames.ANY,
+    address: str, description: Description, worlds: int, slots: int, *, actor: int = wire.ANY,
     credentials: Credentials = NOBODY, patience: float = PATIENCE,
 ) -> None:  # fmt: skip
     """Run an actor for a remote server. Raises WireError, ConnectionError, ValueError."""
-    from longhaul.topologies.inference_server.grpc_streams import run
-    from longhaul.topologies.inference_server.grpc_transport import GrpcActorTransport
+    from longhaul.topologies.inference_server.grpc_transport import GrpcActorTransport, run
 
     vectors, codec = make(description, worlds, slots)
 

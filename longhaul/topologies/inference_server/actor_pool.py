@@ -1,16 +1,30 @@
-"""Pool of actors that a run starts for its inference server, watches and restarts."""
+"""Pool of actors that a run starts for its inference server, watches and restarts, here or on a Ray cluster.
+
+Ray (Moritz et al. 2018) places actors on its nodes, reports their loss, and sends them the address, a token of the run,
+and the server's certificate.
+Steps never go through Ray. An actor ends with its stream, and the pool starts another, on another node if the first
+one died.
+"""
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
+import secrets
 import time
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
+from longhaul.envs.host.vector import Description
+from longhaul.runtime.credentials import Credentials, is_loopback, self_signed, split
+from longhaul.runtime.launch import ray_cluster
 from longhaul.runtime.launch.process import Process
 from longhaul.topologies import actor_process
-from longhaul.topologies.actor_process import ActorHandle, Actors
+from longhaul.topologies.actor_process import FEW, STARTING, ActorHandle, Actors
+from longhaul.topologies.inference_server import actor as client
+from longhaul.topologies.inference_server.grpc_transport import GrpcActorTransport, run
+from longhaul.topologies.inference_server.wire import WireError
 
 SOON = 60.0
 """Seconds after its start during which a failure counts against an actor; a later failure restarts the count at one."""
@@ -70,3 +84,95 @@ class ActorPool:
     def close(self) -> None:
         """End all actors."""
         self._actors.close()
+
+
+# ----------------------------------------------------------------------------------------------------- on a Ray cluster
+
+
+class Remote:
+    """Actor on a node."""
+
+    def begin(self) -> int:
+        """Process id."""
+        os.environ |= FEW  # before anything imports JAX
+        return os.getpid()
+
+    def play(self, about: dict[str, Any], credentials: Credentials) -> str:
+        """Step environments until the stream ends; -> the reason."""
+        slots, address = about["slots"], about["address"]
+        try:
+            vectors, codec = client.make(Description(*about["environment"]), about["worlds"], slots)
+            line = GrpcActorTransport(codec, slots, address, actor=about["actor"], credentials=credentials)
+            run(_once(line, vectors))
+        except (WireError, ConnectionError, ValueError) as error:
+            return str(error)
+        return "it ended"
+
+
+async def _once(line: GrpcActorTransport, vectors: Any) -> None:
+    try:
+        await client.play(line, vectors)
+    finally:
+        await line.close()
+
+
+class RayActor:
+    """Incarnation of an actor on a node; an `ActorHandle`."""
+
+    def __init__(self, about: dict[str, Any], credentials: Credentials, turn: int) -> None:
+        """`turn`: number of actors started before."""
+        self._remote = ray_cluster.placed(Remote, turn)
+        self._begun: Any = self._remote.begin.remote()
+        self._since = time.monotonic()
+        self._why = self._remote.play.remote(about, credentials)
+        self._ended: str | None = None
+
+    def ended(self) -> str | None:
+        import ray
+
+        if self._begun is not None:
+            if ray.wait([self._begun], timeout=0.0)[0]:
+                self._begun = None
+            elif time.monotonic() - self._since > STARTING:
+                self._ended = f"no node of the cluster had a core free for it for {STARTING:.0f} s"
+                self.kill()
+        if self._ended is None and ray.wait([self._why], timeout=0.0)[0]:
+            try:
+                self._ended = ray_cluster.fetched(self._why)
+            except ray_cluster.Lost as error:
+                self._ended = str(error)
+            self.kill()  # it would keep its core
+        return self._ended
+
+    def kill(self) -> None:
+        import ray
+
+        ray.kill(self._remote)
+
+    def end(self, within: float = 0.0) -> None:
+        """No wait: the server has closed the stream and reads no more of it."""
+        self.kill()
+
+
+def starter(credentials: Credentials) -> Callable[[int, Orders], RayActor]:
+    """(actor, orders) -> new actor, with the run's token and the server's certificate."""
+    shown = Credentials(credentials.token, authority=credentials.certificate)
+    turns = itertools.count()
+    return lambda actor, orders: RayActor(orders.about | {"actor": actor}, shown, next(turns))
+
+
+def reachable(bind: str | None, given: Credentials) -> tuple[str, Credentials]:
+    """(address, credentials) at which all nodes of the joined cluster reach the server.
+
+    A cluster of one machine uses loopback without TLS. Otherwise this node's address is used with TLS, and a
+    certificate is created if none is given. A token is always required. ValueError if no certificate can be created.
+    """
+    import ray
+
+    here = ray.util.get_node_ip_address()
+    if bind is None:
+        others = {node["NodeManagerAddress"] for node in ray.nodes() if node["Alive"]} - {here}
+        bind = f"{here if others else '127.0.0.1'}:0"
+    host, _ = split(bind)
+    held = given if given.certificate or is_loopback(host) else self_signed(host)
+    return bind, held._replace(token=given.token or secrets.token_urlsafe(32))

@@ -24,9 +24,8 @@ from longhaul.envs.host.registry import is_hosted
 from longhaul.runtime import mesh as meshes
 from longhaul.runtime.batch_shards import part
 from longhaul.topologies import fused
-from longhaul.topologies.inference_server import env_state
-from longhaul.topologies.inference_server.env_state import EnvSnapshot
-from longhaul.topologies.inference_server.server import Server
+from longhaul.topologies.inference_server import actor
+from longhaul.topologies.inference_server.server import EnvSnapshot, Server
 from longhaul.topologies.inference_server.trajectory_buffer import Sums
 from longhaul.types import LEARNING, Algorithm, Environment, Key, Metrics, Params, Progress, PyTree, Rollout, Successors
 
@@ -78,14 +77,14 @@ def entering(
 
 
 def state_size(name: str, environment: Environment, worlds: int) -> int:
-    """Bytes of the state of `worlds` worlds, as `env_state` writes it; 0 if they report none."""
+    """Bytes of the state of `worlds` worlds, as an actor writes it; 0 if they report none."""
     if not is_hosted(name):
         return jax_vector.state_size(environment, worlds)
     size = 0
     for count in (1, worlds):  # one world first: many may be slow to create
         vector = registry.make(registry.describe(name), count)
         try:
-            size = env_state.size(vector, vector.reset(0))
+            size = actor.state_size(vector, vector.reset(0))
         finally:
             vector.close()
         if not size:

@@ -1,12 +1,16 @@
-"""Policy of the inference server: compiled once per batch size, with the memory of all environments on the device.
+"""Policy of the inference server, compiled once per batch size, and the rule that says when which groups are inferred.
 
-Every action has its own key, fold_in of (run, batch, step, column): it depends neither on other environments nor on the
-groups that are inferred together.
+The memory of all environments lies on the device. Every action has its own key, fold_in of (run, batch, step, column):
+it depends neither on other environments nor on the groups that are inferred together.
+
+A rule that waits for a full batch (SEED RL, Acme) stops for ever when an actor dies. Here a batch is due when every
+actor that still owes a step has one waiting, or when the oldest step has waited for `deadline`. The batch is padded to
+one of a few sizes.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -14,7 +18,6 @@ import jax.numpy as jnp
 import numpy as np
 
 from longhaul import prng
-from longhaul.topologies.inference_server import batcher
 from longhaul.topologies.inference_server.trajectory_buffer import Shapes
 from longhaul.types import INFERENCE, Key, Params, PyTree
 
@@ -22,6 +25,52 @@ GROUP, PLACE, BATCH, STEP = range(4)
 """Columns of `about`, one row per group: its number, its place, its batch, and the step of its trajectory."""
 
 Act = Callable[[Params, PyTree, PyTree, Key | None], tuple[jax.Array, PyTree, PyTree]]
+
+
+DEADLINE = 0.002
+"""Longest wait of a step for its batch, in seconds."""
+
+
+class Rule(NamedTuple):
+    slots: int  # groups of an actor
+    most: int  # groups of one batch
+    deadline: float = DEADLINE
+
+
+class Decision(NamedTuple):
+    take: tuple[int, ...]  # groups, longest waiting first; empty: wait
+    wait: float  # seconds until the deadline, where there is nothing to take
+
+
+def decide(rule: Rule, waiting: Mapping[int, float], owing: Collection[int], now: float) -> Decision:
+    """Groups to infer now, or the seconds to wait.
+
+    `waiting`: group -> time of arrival. `owing`: groups of running actors that still owe a step; groups of dead actors,
+    and groups that wait for the learner, are not among them.
+    """
+    if not waiting:
+        return Decision((), rule.deadline)
+    order = sorted(waiting, key=waiting.__getitem__)
+    here = {group // rule.slots for group in waiting}
+    missed = any(group // rule.slots not in here for group in owing)
+    left = rule.deadline - (now - waiting[order[0]])
+    if missed and len(order) < rule.most and left > 0.0:
+        return Decision((), left)
+    return Decision(tuple(order[: rule.most]), 0.0)
+
+
+def buckets(groups: int, *, fixed: bool) -> tuple[int, ...]:
+    """Batch sizes in groups: 1, 2, 3, 4, 6, 8, 12 ... up to `groups`, so that padding is at most a third of a batch.
+    `fixed`: `groups` only."""
+    if fixed:
+        return (groups,)
+    powers = [1 << i for i in range(groups.bit_length())]
+    return (*sorted({size for size in (*powers, *(3 * power for power in powers)) if size < groups}), groups)
+
+
+def bucket(sizes: tuple[int, ...], count: int) -> int:
+    """Smallest batch size for `count` groups."""
+    return next(size for size in sizes if size >= count)
 
 
 class Inferred(NamedTuple):
@@ -49,7 +98,7 @@ class BatchedPolicy:
     ) -> None:  # fmt: skip
         """Compile all batch sizes. `observation`: ShapeDtypeStructs of one column. `fixed`: one size only, so that the
         rounding of a row never depends on the size of its batch."""
-        self.columns, self.sizes, self._fixed = columns, batcher.buckets(groups, fixed=fixed), fixed
+        self.columns, self.sizes, self._fixed = columns, buckets(groups, fixed=fixed), fixed
         self._memory = memory(groups * columns)
         self.remembers = bool(jax.tree.leaves(self._memory))
         self._act, self._initial, self._absent = act, memory, groups
@@ -105,7 +154,7 @@ class BatchedPolicy:
         """Actions of n groups. `about` int32 [n, 4]; `begins` bool [n, C]: reset the memory; `leaves`: observations of
         each group."""
         n, c = len(about), self.columns
-        size = batcher.bucket(self.sizes, n)
+        size = bucket(self.sizes, n)
         stage = self._stages[size]
         # With one size each group has fixed rows: the rounding of a row may depend on its position.
         rows = about[:, GROUP] if self._fixed else np.arange(n)

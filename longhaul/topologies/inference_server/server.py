@@ -1,7 +1,7 @@
 """Inference server: observations in, actions out, and complete batches of trajectories for the learner beside it (SEED
 RL; Espeholt et al. 2020).
 
-One thread takes the arrivals, infers on the groups that the batcher chooses, answers, and fills trajectories in place.
+One thread takes the arrivals, infers on the groups that are due, answers, and fills trajectories in place.
 Where we differ from SEED: no batch waits for a lost actor; the lead of acting over learning is bounded (`staleness`);
 every step records the version of its weights; the unfinished trajectories of a lost actor are discarded, so nothing is
 counted twice.
@@ -18,9 +18,7 @@ import numpy as np
 from longhaul.runtime.heartbeat import Silence
 from longhaul.topologies import staleness
 from longhaul.topologies.actor_process import STARTING
-from longhaul.topologies.inference_server import batcher
-from longhaul.topologies.inference_server.env_state import EnvSnapshot
-from longhaul.topologies.inference_server.frames import Block
+from longhaul.topologies.inference_server import policy as policies
 from longhaul.topologies.inference_server.policy import BatchedPolicy
 from longhaul.topologies.inference_server.trajectory_buffer import (
     Overrun,
@@ -30,12 +28,23 @@ from longhaul.topologies.inference_server.trajectory_buffer import (
     count_episodes,
     fresh,
 )
-from longhaul.topologies.inference_server.transport import Answer, Arrival, Lost, Transport
+from longhaul.topologies.inference_server.wire import Answer, Arrival, Block, Lost, Transport
 from longhaul.topologies.staleness import Book, Ticket
 from longhaul.types import Params, Rollout
 
 LOOK = 0.2
 """Seconds between two health checks of the actors."""
+
+
+class EnvSnapshot(NamedTuple):
+    """State of G groups of C columns between two batches: a run without staleness resumes from it exactly."""
+
+    there: np.ndarray  # uint8 [1]: 0 if empty; new episodes begin then
+    states: np.ndarray  # uint8 [G, size]
+    begins: np.ndarray  # bool [G, C]: memory is put back
+    earned: np.ndarray  # float64 [G, C], of the episodes that run
+    length: np.ndarray  # int64 [G, C]
+    memory: list[np.ndarray]  # [G x C, ...]
 
 
 class ActorPool(Protocol):
@@ -88,14 +97,14 @@ class Server:
 
     def __init__(
         self, lane: Transport, inference: BatchedPolicy, book: Book, store: TrajectoryBuffer, *, slots: int,
-        scores: tuple[str, ...], pool: ActorPool | None = None, deadline: float = batcher.DEADLINE,
+        scores: tuple[str, ...], pool: ActorPool | None = None, deadline: float = policies.DEADLINE,
         note: Callable[[str], None] = lambda line: None, kept: dict[int, np.ndarray] | None = None,
     ) -> None:  # fmt: skip
         """`kept`: group -> state at the start of its trajectory, as actors report it; shared with the transport."""
         self._transport, self._inference, self.book, self._store = lane, inference, book, store
         self._pool, self._note, self._slots, self._scores = pool, note, slots, scores
         n, self._c = book.rule.places, inference.columns
-        self._rule = batcher.Rule(slots, n, deadline)
+        self._rule = policies.Rule(slots, n, deadline)
         self._groups = [_Group() for _ in range(n)]
         self._waiting: dict[int, float] = {}
         self._held: list[int] = []  # for the learner
@@ -164,7 +173,7 @@ class Server:
         if now - self._looked >= LOOK:
             self._look(now)
         owing = [g for g, group in enumerate(self._groups) if group.owes is not None]
-        take, wait = batcher.decide(self._rule, self._waiting, owing, now)
+        take, wait = policies.decide(self._rule, self._waiting, owing, now)
         if take:
             self._infer(take)
         else:
@@ -309,7 +318,7 @@ class Server:
         meter, n = self.meter, len(take)
         self.meter = meter._replace(
             steps=meter.steps + n * c, batches=meter.batches + 1,
-            rows=meter.rows + c * batcher.bucket(self._inference.sizes, n),
+            rows=meter.rows + c * policies.bucket(self._inference.sizes, n),
             inferred=meter.inferred + time.perf_counter() - began,
         )  # fmt: skip
 

@@ -16,9 +16,8 @@ import numpy as np
 
 from longhaul.runtime import shared_memory
 from longhaul.runtime.shared_memory import Leaf, Wakeup, wakeup
-from longhaul.topologies.inference_server import frames
-from longhaul.topologies.inference_server.frames import Block, Codec, WireError
-from longhaul.topologies.inference_server.transport import NOBODY, Answer, Arrival, Held, Lost
+from longhaul.topologies.inference_server import wire
+from longhaul.topologies.inference_server.wire import NONE_HELD, Answer, Arrival, Block, Codec, Held, Lost, WireError
 
 POSTED, FINALS = 0, 1
 """Actor's words of a slot: number of steps posted; episodes that ended in the last one."""
@@ -79,7 +78,7 @@ class _Life:
 class ShmTransport:
     """Server side, a `Transport`. The process of actor a gets `join(a)`; call `cut` at its end."""
 
-    def __init__(self, codec: Codec, actors: int, slots: int, seeds: Any, held: Held = NOBODY) -> None:
+    def __init__(self, codec: Codec, actors: int, slots: int, seeds: Any, held: Held = NONE_HELD) -> None:
         self._codec, self._slots, self._seeds, self._held = codec, slots, seeds, held
         self._lives: dict[int, _Life] = {}
         self._numbers = [0] * actors
@@ -131,7 +130,7 @@ class ShmTransport:
         if not 0 <= finals <= self._codec.layout.columns:
             raise WireError(f"{finals} final observations of {self._codec.layout.columns} columns")
         step = life.views.block(slot, finals)
-        frames.check_block(step, first=taken == 0)
+        wire.check_block(step, first=taken == 0)
         return step
 
     def answer(self, answers: Sequence[Answer]) -> None:

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-from longhaul.topologies.inference_server.frames import Block
+from longhaul.topologies.inference_server.wire import Block
 from longhaul.topologies.staleness import Ticket
 from longhaul.types import PyTree, Rollout, Successors
 

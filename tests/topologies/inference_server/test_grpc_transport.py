@@ -13,10 +13,9 @@ import numpy as np
 import pytest
 
 from longhaul.runtime.credentials import Credentials
-from longhaul.topologies.inference_server import frames as wire
-from longhaul.topologies.inference_server.grpc_streams import run
-from longhaul.topologies.inference_server.grpc_transport import PATH, GrpcActorTransport, GrpcTransport
-from longhaul.topologies.inference_server.transport import Answer, Arrival, Lost
+from longhaul.topologies.inference_server import wire
+from longhaul.topologies.inference_server.grpc_transport import PATH, GrpcActorTransport, GrpcTransport, run
+from longhaul.topologies.inference_server.wire import Answer, Arrival, Lost
 from tests.helpers.malformed_frames import BARE, CODEC, COLUMNS, SLOTS, hello, malformed, observe
 
 pytest.importorskip("grpc")

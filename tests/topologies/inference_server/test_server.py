@@ -21,7 +21,7 @@ from longhaul.envs.host.jax_vector import JaxVector, Programs
 from longhaul.envs.host.vector import HostStep, HostVector, Slot, specification
 from longhaul.envs.probes import PROBES, Probe
 from longhaul.runtime import heartbeat
-from longhaul.topologies.inference_server import frames
+from longhaul.topologies.inference_server import wire
 from longhaul.topologies.staleness import AHEAD
 from longhaul.types import Algorithm
 from tests.end_to_end.test_algorithm_matrix import LEARNERS, check
@@ -296,7 +296,7 @@ def test_garbage_in_shared_memory_ends_its_actor_alone(what: str) -> None:
     spec, algorithm = of_poles()
     with site(algorithm, spec, poles, Sizes(actors=2, staleness=None), begun=False) as here:
         ends = here.lane.join(1)  # type: ignore[attr-defined]
-        codec = frames.Codec(frames.layout(poles(0, 0).spec, 3))
+        codec = wire.Codec(wire.layout(poles(0, 0).spec, 3))
         from longhaul.topologies.inference_server.shm_transport import FINALS, POSTED, ShmActorTransport
 
         line = ShmActorTransport(codec, 2, ends)

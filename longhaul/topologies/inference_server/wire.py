@@ -1,4 +1,4 @@
-"""Frames between environment-only actors and the inference server: a fixed head, then arrays of a layout both have.
+"""Exchange between environment-only actors and the inference server: frames, and the interface of their transports.
 
 A frame is a head of 48 bytes, little-endian, and a payload. Both sides derive the layout (names, dtypes, shapes) from
 their own environment, and the first frame compares the two; no later frame describes its arrays, because lengths follow
@@ -17,8 +17,12 @@ guarantee the integrity of a stream.
 
 Step 0 of a life is its first observation; reward and flags mean nothing there. The payload of OBSERVE is one step of a
 `HostVector`, with final observations and scores of the `finals` columns whose episode ended. The group's state follows
-(`env_state`) if the step ends a trajectory and states are wanted.
+(`actor.write_state`) if the step ends a trajectory and states are wanted.
 Arrays lie at multiples of 8 bytes; the same blocks lie in shared memory, where no frame is copied.
+
+An actor has `slots` groups of environments, and steps one while the other waits for its actions (double buffering).
+Group g is slot g % slots of actor g // slots. A life of an actor begins with step 0 of each of its groups. The end of
+its stream is reported once, and nothing of that life arrives afterwards.
 """
 
 from __future__ import annotations
@@ -27,13 +31,13 @@ import functools
 import hashlib
 import math
 import struct
-from typing import Any, NamedTuple
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
 from longhaul.envs.host.vector import HostSpec
 from longhaul.spaces import Leaf, Tree, action_shape, leaves, mapped
-from longhaul.topologies.inference_server.env_state import NOTHING, Keeps
 
 MAGIC, VERSION = b"LHCI", 3
 
@@ -52,6 +56,20 @@ HEAD_BYTES = HEAD.size
 
 class WireError(ValueError):
     """Frame that is not due or is malformed; the message is one line."""
+
+
+class Keeps(NamedTuple):
+    """Size and schedule of the states that actors send."""
+
+    size: int = 0  # bytes of a group's state; 0: none is reported
+    every: int = 0  # trajectory length: the state follows its last step; 0: never
+
+    def after(self, step: int) -> int:
+        """Bytes that follow step number `step` of a life."""
+        return self.size if self.every and step and not step % self.every else 0
+
+
+NOTHING = Keeps()
 
 
 class Head(NamedTuple):
@@ -356,3 +374,89 @@ def difference(mine: str, theirs: str) -> str:
         if ours != yours:
             return f"the server has {ours[:100]!r} where the actor has {yours[:100]!r}"
     return "nothing"
+
+
+# ----------------------------------------------------------------------------------------------------------- transports
+
+
+class Arrival(NamedTuple):
+    """Checked step of a group; its views are valid until the group is answered or its actor lost."""
+
+    group: int
+    life: int
+    first: bool  # first step of a life: reward and flags mean nothing
+    step: Block
+    state: np.ndarray | None = None  # uint8, a copy; at the end of a trajectory, if states are wanted
+
+
+class Answer(NamedTuple):
+    """Answer to the arrival of the same group and life."""
+
+    group: int
+    life: int
+    action: np.ndarray  # [C, ...]
+
+
+Held = Mapping[int, np.ndarray]
+"""Group -> state from which its next life continues; other groups begin new episodes."""
+
+NONE_HELD: Held = {}
+
+
+class Lost(NamedTuple):
+    """End of an actor's stream."""
+
+    actor: int
+    why: str
+
+
+class Transport(Protocol):
+    """Server side, for one thread. Only `wait` waits."""
+
+    def wait(self, seconds: float) -> None:
+        """Wait for an event, at most `seconds`; it may return early."""
+
+    def take(self) -> list[Arrival | Lost]:
+        """Events since the last call, in order."""
+
+    def answer(self, answers: Sequence[Answer]) -> None:
+        """Answer waiting groups; actions are copied. Answers to a lost life are dropped."""
+
+    def cut(self, actor: int, why: str) -> None:
+        """End an actor's stream; `take` reports it later."""
+
+    def live(self) -> frozenset[int]:
+        """Actors with an open stream."""
+
+    def close(self) -> None: ...
+
+
+class ActorBlocks(Protocol):
+    """Actor side of both transports: write a step to `blocks[slot]`, its finished episodes to the block of `ended`,
+    then call `post`."""
+
+    codec: Codec  # with the wanted scores once open; so are the blocks
+    blocks: list[Block]
+
+    def held(self, slot: int) -> np.ndarray | None:
+        """State from which a group continues; None: new episodes."""
+
+    def ended(self, slot: int, finals: int) -> Block: ...
+
+    def keeps(self, slot: int, finals: int) -> np.ndarray | None:
+        """Memory for the group's state, if the server wants it with the next posted step; else None."""
+
+    def post(self, slot: int, finals: int) -> None:
+        """Send the step without waiting."""
+
+
+class ActorTransport(ActorBlocks, Protocol):
+    """Actor side with coroutines. `ShmActorTransport` has the same methods, and blocks instead."""
+
+    async def open(self) -> list[int]:
+        """Begin a life; -> one seed per group. WireError if it is refused, OSError if there is no server."""
+
+    async def next(self) -> tuple[int, np.ndarray]:
+        """Next (slot, actions [C, ...]), valid until that slot is posted again."""
+
+    async def close(self) -> None: ...

@@ -7,8 +7,8 @@ import pytest
 
 from longhaul.envs.host.vector import HostSpec
 from longhaul.spaces import Box, Discrete, Leaf, Masked, MultiDiscrete
-from longhaul.topologies.inference_server import frames
-from longhaul.topologies.inference_server.frames import Codec, Due, WireError
+from longhaul.topologies.inference_server import wire
+from longhaul.topologies.inference_server.wire import Codec, Due, WireError
 from tests.helpers.malformed_frames import CODEC, COLUMNS, malformed, observe
 
 
@@ -28,22 +28,22 @@ def random_spec(rng: np.random.Generator) -> HostSpec:
 def test_what_goes_in_comes_out_bit_for_bit(seed: int) -> None:
     rng = np.random.default_rng(seed)
     names = tuple(f"score{i}" for i in range(rng.integers(3)))
-    codec = Codec(frames.layout(random_spec(rng), int(rng.integers(1, 40)), names))
+    codec = Codec(wire.layout(random_spec(rng), int(rng.integers(1, 40)), names))
     for number in range(4):
         head, payload = observe(rng, 3, 2, number, codec)
-        data = frames.frame(head, payload)
-        found = frames.read(data, codec.most)
+        data = wire.frame(head, payload)
+        found = wire.read(data, codec.most)
         assert found == head._replace(length=len(payload))
-        due = Due(frames.OBSERVE, 3, 2, number)
+        due = Due(wire.OBSERVE, 3, 2, number)
         codec.check_head(found, due)
-        memory = bytearray(bytes(frames.HEAD_BYTES) + payload)
+        memory = bytearray(bytes(wire.HEAD_BYTES) + payload)
         assert codec.write_head(memory, due, head.finals) == len(data)
         assert memory == data
-        act = Due(frames.ACT, 3, 2, number)
+        act = Due(wire.ACT, 3, 2, number)
         action = codec.action(rng.bytes(codec.action_bytes))
         answer = codec.act_frame(act, action)
-        codec.check_head(frames.read(answer, codec.most), act)
-        assert codec.action(answer, frames.HEAD_BYTES).tobytes() == action.tobytes()
+        codec.check_head(wire.read(answer, codec.most), act)
+        assert codec.action(answer, wire.HEAD_BYTES).tobytes() == action.tobytes()
         sent, came = codec.block(payload, head.finals), codec.observed(data, head.finals, first=number == 0)
         for a, b in zip((*sent.observation, *sent.final, *sent[1:4]), (*came.observation, *came.final, *came[1:4])):
             assert (a.dtype, a.shape, a.tobytes()) == (b.dtype, b.shape, b.tobytes())
@@ -68,7 +68,7 @@ def test_arrays_of_a_block_do_not_overlap_and_fill_it() -> None:
 def accepted(data: bytes, due: Due) -> bool:
     """Whether a frame passes all checks; anything but WireError escapes."""
     try:
-        head = frames.read(data, CODEC.most)
+        head = wire.read(data, CODEC.most)
         CODEC.check_head(head, due)
         CODEC.observed(data, head.finals, first=due.step == 0)
     except WireError:
@@ -81,8 +81,8 @@ def reject(count: int, seed: int) -> None:
     for i in range(count):
         number = int(rng.integers(3))
         head, payload = observe(rng, 3, 1, number)
-        due = Due(frames.OBSERVE, 3, 1, number)
-        assert accepted(frames.frame(head, payload), due)
+        due = Due(wire.OBSERVE, 3, 1, number)
+        assert accepted(wire.frame(head, payload), due)
         bad = malformed(rng, head, payload)
         assert not accepted(bad, due), f"malformed frame {i} of seed {seed} passed: {bad.hex()}"
 

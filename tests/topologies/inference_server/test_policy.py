@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from longhaul.topologies.inference_server.batcher import Rule, bucket, buckets, decide
+from longhaul.topologies.inference_server.policy import Rule, bucket, buckets, decide
 
 RULE = Rule(slots=2, most=8, deadline=0.002)
 

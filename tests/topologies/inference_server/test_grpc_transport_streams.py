@@ -8,7 +8,7 @@ import threading
 import time
 from collections import deque
 
-from longhaul.topologies.inference_server.grpc_streams import Loop
+from longhaul.topologies.inference_server.grpc_transport import Loop
 
 
 class _Slow(socket.socket):
