@@ -49,10 +49,7 @@ NO_JAX = (
     *("envs/host/registry", "envs/host/vector", "envs/host/gymnasium_vector", "envs/host/gymnasium_spaces"),
     *("envs/host/numpy_vector", "envs/host/numpy_cartpole", "envs/host/torch_vector", "envs/gymnasium_export"),
     *("topologies/actor_process", "topologies/staleness"),
-    *(
-        f"topologies/actor_learner/{name}"
-        for name in ("actor", "actor_pool", "config", "ray_actor", "shared_buffers", "weight_ring")
-    ),
+    *(f"topologies/actor_learner/{name}" for name in ("actor", "actor_pool", "config", "shared_buffers")),
     *(
         f"topologies/inference_server/{name}"
         for name in ("actor", "actor_pool", "config", "grpc_transport", "shm_transport", "wire")

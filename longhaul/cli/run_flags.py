@@ -19,8 +19,8 @@ from longhaul.config.population import Population
 from longhaul.config.run import PUBLISHED, Run
 from longhaul.config.validate import check_topology
 from longhaul.runtime import settings
+from longhaul.runtime.devices import MeshShape
 from longhaul.runtime.errors import RunError
-from longhaul.runtime.mesh_shape import MeshShape
 from longhaul.runtime.settings import CHANGEABLE, FIXED, Leaf, Setting
 from longhaul.telemetry import wandb
 from longhaul.training.run_dir import called, load_run

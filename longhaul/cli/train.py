@@ -17,9 +17,8 @@ from longhaul.config import recipes
 from longhaul.config.run import Driving, Named, Run
 from longhaul.config.serialize import from_dict, to_dict
 from longhaul.runtime import heartbeat, process_group
-from longhaul.runtime.devices import on_cpu
+from longhaul.runtime.devices import MeshShape, on_cpu
 from longhaul.runtime.errors import RunError
-from longhaul.runtime.mesh_shape import MeshShape
 from longhaul.telemetry import wandb
 from longhaul.training.run_dir import find_folder, load_run, new_folder, save_run
 

@@ -22,9 +22,8 @@ from longhaul.envs.host.spec_stub import spec_stub
 from longhaul.reasoning.config import Reasoning
 from longhaul.replay import Sizes
 from longhaul.runtime import batch_shards, process_group, settings
-from longhaul.runtime.devices import cores, default_threads, on_cpu
+from longhaul.runtime.devices import MeshShape, cores, default_threads, on_cpu
 from longhaul.runtime.errors import FieldError, RunError
-from longhaul.runtime.mesh_shape import MeshShape
 from longhaul.topologies.actor_learner import config as layouts
 from longhaul.topologies.actor_learner.config import ActorConfig
 from longhaul.topologies.inference_server import config as lanes

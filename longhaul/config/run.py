@@ -10,7 +10,7 @@ from longhaul.config.population import Population
 from longhaul.driving.sim import config as sim
 from longhaul.driving.sim.config import HELD_OUT
 from longhaul.reasoning.config import Reasoning
-from longhaul.runtime.mesh_shape import MeshShape
+from longhaul.runtime.devices import MeshShape
 from longhaul.runtime.settings import CHANGEABLE, FREE, nested, setting
 from longhaul.telemetry.health import Bounds
 from longhaul.topologies.actor_learner.config import ActorConfig

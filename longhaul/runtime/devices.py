@@ -1,4 +1,4 @@
-"""Cores, memory and devices of this machine, and the number of devices that JAX shows.
+"""Cores, memory and devices of this machine, the mesh of a run as plain data, and the number of devices that JAX shows.
 
 JAX is imported inside functions: launchers need cores and memory without it.
 """
@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
+from typing import NamedTuple
 
 import psutil
 
@@ -15,6 +16,17 @@ from longhaul.runtime.errors import RunError
 
 CGROUP = Path("/sys/fs/cgroup")
 """Limits of a container (cgroup version 2)."""
+
+
+class MeshShape(NamedTuple):
+    """Numbers of shards of the worlds and of parts of the parameters; a device holds one of each."""
+
+    data: int | None  # None: as many as there are devices for
+    model: int = 1
+
+    def __str__(self) -> str:
+        """The shape as `--mesh` takes it."""
+        return f"data={self.data or 'all'}" + f",model={self.model}" * (self.model > 1)
 
 
 def cores() -> int:

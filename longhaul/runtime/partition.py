@@ -19,8 +19,8 @@ from typing import Any, NamedTuple
 import jax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from longhaul.runtime.devices import MeshShape
 from longhaul.runtime.mesh import DATA, MODEL
-from longhaul.runtime.mesh_shape import MeshShape
 from longhaul.types import PyTree, is_local
 
 LEAST = 1024

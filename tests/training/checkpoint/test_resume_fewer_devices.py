@@ -9,8 +9,8 @@ import pytest
 from longhaul.cli import flags, run_flags, train
 from longhaul.config import recipes
 from longhaul.runtime import heartbeat
+from longhaul.runtime.devices import MeshShape
 from longhaul.runtime.errors import RunError
-from longhaul.runtime.mesh_shape import MeshShape
 from longhaul.training import run_dir
 from longhaul.training.checkpoint import resume
 from tests.helpers.small_runs import small

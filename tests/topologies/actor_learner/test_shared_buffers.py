@@ -12,18 +12,18 @@ import numpy as np
 import pytest
 
 from longhaul.runtime import shared_memory
-from longhaul.topologies.actor_learner import weight_ring
-from longhaul.topologies.actor_learner.weight_ring import WeightRing
+from longhaul.topologies.actor_learner import shared_buffers
+from longhaul.topologies.actor_learner.shared_buffers import WeightRing
 from tests.helpers.weights_conformance import check_weights
 
 SIZE, PLACES = 1 << 16, 3
 
 WRITER = f"""
 import sys, numpy as np
-from longhaul.topologies.actor_learner import weight_ring
+from longhaul.topologies.actor_learner import shared_buffers
 from longhaul.runtime import shared_memory as memory
-arrays = memory.arrays(int(sys.argv[1]), memory.plan(weight_ring.regions({SIZE}, {PLACES})))
-mine = weight_ring.WeightRing(arrays)
+arrays = memory.arrays(int(sys.argv[1]), memory.plan(shared_buffers.weight_regions({SIZE}, {PLACES})))
+mine = shared_buffers.WeightRing(arrays)
 version = 0
 while True:
     mine.publish(version, np.full({SIZE}, version % 251, np.uint8))
@@ -32,7 +32,7 @@ while True:
 
 
 def test_a_ring_does_what_weights_must() -> None:
-    planned = shared_memory.plan(weight_ring.regions(64, PLACES))
+    planned = shared_memory.plan(shared_buffers.weight_regions(64, PLACES))
     block = shared_memory.create(planned.size)
     learner, actor = (WeightRing(shared_memory.arrays(block, planned)) for _ in range(2))
     os.close(block)
@@ -40,7 +40,7 @@ def test_a_ring_does_what_weights_must() -> None:
 
 
 def test_weights_are_read_whole_while_another_process_writes_and_when_it_is_killed() -> None:
-    planned = shared_memory.plan(weight_ring.regions(SIZE, PLACES))
+    planned = shared_memory.plan(shared_buffers.weight_regions(SIZE, PLACES))
     block = shared_memory.create(planned.size)
     mine, out = WeightRing(shared_memory.arrays(block, planned)), np.empty(SIZE, np.uint8)
     with pytest.raises(LookupError, match="no weights"):
@@ -66,7 +66,7 @@ def test_weights_are_read_whole_while_another_process_writes_and_when_it_is_kill
 
 
 def test_versions_are_kept_as_long_as_there_are_places() -> None:
-    planned = shared_memory.plan(weight_ring.regions(4, PLACES))
+    planned = shared_memory.plan(shared_buffers.weight_regions(4, PLACES))
     block = shared_memory.create(planned.size)
     mine, out = WeightRing(shared_memory.arrays(block, planned)), np.empty(4, np.uint8)
     os.close(block)
@@ -81,7 +81,7 @@ def test_versions_are_kept_as_long_as_there_are_places() -> None:
 
 
 def test_weights_that_are_not_what_was_published_are_refused() -> None:
-    planned = shared_memory.plan(weight_ring.regions(SIZE, PLACES))
+    planned = shared_memory.plan(shared_buffers.weight_regions(SIZE, PLACES))
     block = shared_memory.create(planned.size)
     arrays = shared_memory.arrays(block, planned)
     mine, out = WeightRing(arrays), np.empty(SIZE, np.uint8)
