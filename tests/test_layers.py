@@ -45,7 +45,7 @@ NO_JAX = (
         "runtime/worker_pool",
         "runtime/settings",
     ),
-    *("spaces", "reasoning/tasks", "reasoning/tokenizer", "reasoning/jsonl_task"),
+    *("spaces", "reasoning/tasks", "reasoning/tokenizer"),
     *("envs/host/registry", "envs/host/vector", "envs/host/gymnasium_vector", "envs/host/gymnasium_spaces"),
     *("envs/host/numpy_vector", "envs/host/numpy_cartpole", "envs/host/torch_vector", "envs/gymnasium_export"),
     *("topologies/actor_process", "topologies/staleness"),

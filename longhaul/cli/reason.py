@@ -18,10 +18,10 @@ from longhaul.cli import flags, tables
 from longhaul.cli.flags import DEBUG, FLOAT, INT, OUTPUT, TEXT, Flag, FlagError, choice
 from longhaul.cli.run_flags import RUNS_DIR
 from longhaul.config.run import Run
-from longhaul.reasoning import problem_sets, self_consistency, test_time_compute
+from longhaul.reasoning import problem_sets, test_time_compute
 from longhaul.reasoning.config import QUESTIONS, Reasoning
 from longhaul.reasoning.sampler import UNBOUNDED, Sampling, bank
-from longhaul.reasoning.self_consistency import Solution, drawing
+from longhaul.reasoning.test_time_compute import Solution, drawing
 from longhaul.runtime.errors import RunError
 from longhaul.training import loop, reasoning_setup
 from longhaul.training.run_dir import find_folder, load_run
@@ -36,7 +36,7 @@ GROUPS = {
         Flag("samples", INT, 16, "chains of a problem, at most"),
         Flag("wave", INT, 4, "chains that are drawn before votes are counted"),
         Flag("lead", FLOAT, 2.0, "votes ahead at which it stops; 0: never early"),
-        Flag("select", choice(self_consistency.SELECTIONS), "majority", "rule that selects the answer"),
+        Flag("select", choice(test_time_compute.SELECTIONS), "majority", "rule that selects the answer"),
         Flag("steps", INT, None, "most steps of a chain, after which it must answer", shown="any"),
         Flag("temperature", FLOAT, None, "of sampling; 0: always the likeliest token", shown="the run's"),
         Flag("seed", INT, 0, "of sampling"),
@@ -60,9 +60,9 @@ def reason(words: Sequence[str]) -> int:
     parsed = flags.parse("reason", "A run's policy thinks about problems.", GROUPS, words).values
     if parsed["RUN"] is None:
         raise FlagError('which run? longhaul reason RUN "3+4-2="')
-    settings = self_consistency.Config(parsed["samples"], parsed["wave"], parsed["lead"], parsed["select"])
+    settings = test_time_compute.Config(parsed["samples"], parsed["wave"], parsed["lead"], parsed["select"])
     try:
-        self_consistency.check(settings)
+        test_time_compute.check(settings)
     except ValueError as error:
         raise FlagError(f"--{error}") from error
     folder = find_folder(Path(parsed["runs-dir"]), parsed["RUN"])
@@ -86,7 +86,7 @@ def reason(words: Sequence[str]) -> int:
         temperature=_temperature(run, parsed),
         max_reasoning_steps=UNBOUNDED if parsed["steps"] is None else parsed["steps"], words=reasoning_setup.words(run),
     )  # fmt: skip
-    found = self_consistency.ReasoningOptimizer(made, draw, settings).solve(asked)
+    found = test_time_compute.ReasoningOptimizer(made, draw, settings).solve(asked)
 
     def show() -> None:
         for prompt, solution in zip(asked, found, strict=True):
@@ -105,7 +105,7 @@ def _temperature(run: Run, parsed: dict[str, Any]) -> float:
     return _model(run).temperature if parsed["temperature"] is None else float(parsed["temperature"])
 
 
-def _curve(folder: Path, task: Reasoning, parsed: dict[str, Any], settings: self_consistency.Config) -> int:
+def _curve(folder: Path, task: Reasoning, parsed: dict[str, Any], settings: test_time_compute.Config) -> int:
     """Gain of a run's policy from more thinking, on problems that it never trained on."""
     if not task.exact:
         raise FlagError(f"--curve is of problems with one right answer, and the run's are of {task.task}; leave it out")

@@ -13,7 +13,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from longhaul.reasoning import jsonl_task, tasks, tokenizer
+from longhaul.reasoning import tasks, tokenizer
+from longhaul.reasoning import tasks as jsonl_task
 from longhaul.reasoning.config import MADE, QUESTIONS, Reasoning
 from longhaul.reasoning.sampler import Bank, bank
 from longhaul.reasoning.tasks import Problem, Task

@@ -8,9 +8,9 @@ import jax
 import numpy as np
 import pytest
 
-from longhaul.reasoning import self_consistency, tasks, tokenizer, transformer
+from longhaul.reasoning import tasks, test_time_compute, tokenizer, transformer
 from longhaul.reasoning.config import ModelConfig
-from longhaul.reasoning.self_consistency import Chain, Config, ReasoningOptimizer, drawing
+from longhaul.reasoning.test_time_compute import Chain, Config, ReasoningOptimizer, drawing
 
 TASK = tasks.arithmetic(1, 4)
 PROMPT = "3+4-2="  # 3+4=2;2-2=0;>0$
@@ -34,26 +34,26 @@ TABLE = [
 
 @pytest.mark.parametrize(("select", "place"), [("majority", 0), ("weighted", 2), ("verified", 2), ("best_of_n", 2)])
 def test_chains_are_chosen_as_it_says(select: str, place: int) -> None:
-    assert self_consistency.choose(TABLE, select) is TABLE[place]
+    assert test_time_compute.choose(TABLE, select) is TABLE[place]
 
 
 def test_votes_by_hand() -> None:
-    assert self_consistency.votes(TABLE, "majority") == {"1": 3.0, "0": 2.0}
-    assert list(self_consistency.votes(TABLE, "weighted")) == ["0", "1"]
-    assert self_consistency.votes([chain("b"), chain("a"), chain("a"), chain("b")], "majority") == {"b": 2, "a": 2}
-    assert self_consistency.choose([chain(None)], "majority") is None
-    assert self_consistency.choose([chain("2"), chain("2")], "verified") is not None  # none is accepted: the leader
+    assert test_time_compute.votes(TABLE, "majority") == {"1": 3.0, "0": 2.0}
+    assert list(test_time_compute.votes(TABLE, "weighted")) == ["0", "1"]
+    assert test_time_compute.votes([chain("b"), chain("a"), chain("a"), chain("b")], "majority") == {"b": 2, "a": 2}
+    assert test_time_compute.choose([chain(None)], "majority") is None
+    assert test_time_compute.choose([chain("2"), chain("2")], "verified") is not None  # none is accepted: the leader
 
 
 def test_a_vote_is_settled_when_it_leads_or_can_not_be_caught() -> None:
     one, two = chain("1"), chain("2")
-    assert not self_consistency.settled([one], Config(samples=8))
-    assert self_consistency.settled([one, one], Config(samples=8))
-    assert not self_consistency.settled([one, one, two], Config(samples=8))
-    assert self_consistency.settled([one, one, two], Config(samples=3))  # nothing is left to be drawn
-    assert self_consistency.settled([one, one, one, two, two], Config(samples=5, lead=3.0))
-    assert not self_consistency.settled([one] * 6, Config(samples=8, lead=0.0))
-    assert self_consistency.settled([one, chain("0", 1.0, 1.0)], Config(samples=8, select="verified"))
+    assert not test_time_compute.settled([one], Config(samples=8))
+    assert test_time_compute.settled([one, one], Config(samples=8))
+    assert not test_time_compute.settled([one, one, two], Config(samples=8))
+    assert test_time_compute.settled([one, one, two], Config(samples=3))  # nothing is left to be drawn
+    assert test_time_compute.settled([one, one, one, two, two], Config(samples=5, lead=3.0))
+    assert not test_time_compute.settled([one] * 6, Config(samples=8, lead=0.0))
+    assert test_time_compute.settled([one, chain("0", 1.0, 1.0)], Config(samples=8, select="verified"))
 
 
 class Script:

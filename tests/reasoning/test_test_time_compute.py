@@ -12,7 +12,7 @@ import pytest
 from longhaul.reasoning import (
     evaluate as quality,
 )
-from longhaul.reasoning import sampler, self_consistency, tasks, test_time_compute, tokenizer
+from longhaul.reasoning import sampler, tasks, test_time_compute, tokenizer
 from longhaul.reasoning.config import ModelConfig
 
 TASK = tasks.arithmetic(1, 2)
@@ -46,7 +46,7 @@ def test_steps_samples_and_the_early_stop_by_hand(monkeypatch: pytest.MonkeyPatc
     asked = [TASK.posed(prompt) for prompt in RIGHT]
     bank = sampler.bank(TASK, asked, np.random.default_rng(0), LENGTH)
     how = sampler.Sampling(LENGTH, GROUP)
-    settings = self_consistency.Config(samples=GROUP, wave=1, lead=2.0)
+    settings = test_time_compute.Config(samples=GROUP, wave=1, lead=2.0)
     found = test_time_compute.think(TASK, asked, bank, {}, jax.random.key(0), config=ModelConfig(), sampling=how,
                            settings=settings)  # fmt: skip
     # Three of four samples are right where the budget reaches the problem's one or two steps.
@@ -61,4 +61,4 @@ def test_steps_samples_and_the_early_stop_by_hand(monkeypatch: pytest.MonkeyPatc
 def test_samples_that_are_not_the_group_are_named() -> None:
     with pytest.raises(ValueError, match="samples is 8; it must be the group, 4"):
         test_time_compute.think(TASK, [], None, {}, jax.random.key(0), config=ModelConfig(),  # type: ignore[arg-type]
-                       sampling=sampler.Sampling(group=4), settings=self_consistency.Config(samples=8))  # fmt: skip
+                       sampling=sampler.Sampling(group=4), settings=test_time_compute.Config(samples=8))  # fmt: skip
