@@ -51,13 +51,9 @@ def _limit(name: str) -> str:
 
 
 def on_cpu() -> bool:
-    """True if a run computes on the CPU, without starting JAX."""
-    return os.environ.get("JAX_PLATFORMS", "").startswith("cpu") or not _has_accelerator()
-
-
-def _has_accelerator() -> bool:
-    """True if a GPU or TPU is present, without starting JAX (which then could not create several CPU devices)."""
-    return any(Path(place).exists() for place in ("/dev/nvidia0", "/dev/kfd", "/dev/accel0", "/dev/vfio/0"))
+    """True if a run computes on the CPU, without starting JAX (which then could not create several CPU devices)."""
+    accelerators = "/dev/nvidia0", "/dev/kfd", "/dev/accel0", "/dev/vfio/0"
+    return os.environ.get("JAX_PLATFORMS", "").startswith("cpu") or not any(map(os.path.exists, accelerators))
 
 
 def default_threads(devices: int) -> int:

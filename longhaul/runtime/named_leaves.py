@@ -115,7 +115,9 @@ def place(value: Any, leaf: Any, entry: Entry) -> Any:
     if "key" in entry:
         value = jax.random.wrap_key_data(jnp.asarray(value), impl=entry["key"])
     elif entry.get("weak"):
-        value = _weaken(np.asarray(value))
+        # An indexed update keeps the weak type of its target, and these bits.
+        zero = jnp.asarray(np.zeros((), value.dtype).item())
+        value = jnp.broadcast_to(zero, value.shape).at[...].set(jnp.asarray(value))
     sharding = _sharding(leaf)
     return jnp.asarray(value) if sharding is None else put(value, sharding)
 
@@ -149,12 +151,6 @@ def _sharding(leaf: Any) -> jax.sharding.Sharding | None:
     if isinstance(leaf, jax.Array):
         return leaf.sharding if leaf.committed else None
     return leaf.sharding if isinstance(leaf, jax.ShapeDtypeStruct) else None
-
-
-def _weaken(value: np.ndarray) -> jax.Array:
-    """Weakly typed JAX array of these bits: an indexed update keeps the weak type of its target."""
-    zero = jnp.asarray(np.zeros((), value.dtype).item())
-    return jnp.broadcast_to(zero, value.shape).at[...].set(jnp.asarray(value))
 
 
 def _words(entry: Entry) -> str:

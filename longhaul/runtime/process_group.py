@@ -190,7 +190,10 @@ def start(hosts: Hosts) -> None:
         return
     import jax
 
-    _redirect()
+    sys.stdout.flush()  # C++'s messages on its connections go to stderr: stdout is for results
+    ours = os.dup(1)
+    os.dup2(2, 1)
+    sys.stdout = os.fdopen(ours, "w", errors="replace")
     # JAX's own listener would take SIGTERM away from the run, which saves on it.
     jax.config.update("jax_enable_preemption_service", False)
     jax.config.update("jax_cpu_collectives_implementation", "gloo")
@@ -238,14 +241,6 @@ def _give_up(line: str) -> None:
     """End this process with one line, before JAX does with many."""
     print(f"longhaul: error: {line}; see to the others, and to the address", file=sys.stderr, flush=True)
     os._exit(1)
-
-
-def _redirect() -> None:
-    """Redirect C++'s messages on its connections to stderr: stdout is for results."""
-    sys.stdout.flush()
-    ours = os.dup(1)
-    os.dup2(2, 1)
-    sys.stdout = os.fdopen(ours, "w", errors="replace")
 
 
 def _short(error: BaseException) -> str:

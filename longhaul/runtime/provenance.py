@@ -25,7 +25,7 @@ def provenance() -> dict[str, Any]:
     """Provenance as JSON can hold it; unknown values are None. Starts JAX's backend, to name the devices."""
     devices = [device.device_kind for device in jax.devices()]
     return {
-        "versions": {"longhaul": longhaul.__version__, **{name: _version(name) for name in PACKAGES}},
+        "versions": {"longhaul": longhaul.__version__, **{name: metadata.version(name) for name in PACKAGES}},
         "python": platform.python_version(),
         "platform": platform.platform(),
         "host": platform.node(),
@@ -66,13 +66,6 @@ def params_sha256(params: PyTree) -> str:
             digest.update(part.encode() + b"\0")
         digest.update(len(data).to_bytes(8, "little") + data)
     return digest.hexdigest()
-
-
-def _version(package: str) -> str | None:
-    try:
-        return metadata.version(package)
-    except metadata.PackageNotFoundError:
-        return None
 
 
 def _git(root: Path, *words: str) -> str | None:

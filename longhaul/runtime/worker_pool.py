@@ -35,19 +35,18 @@ def attend() -> None:
     Both signals come to whole groups of processes. A parent ends its pool on them, which would break if workers died
     first. A broken pool ends its workers by SIGTERM, so that is obeyed after `GRACE`.
     """
+
+    def end_soon(number: int, frame: object) -> None:
+        late = threading.Timer(GRACE, os._exit, [1])
+        late.daemon = True
+        late.start()
+
+    def end_with_parent() -> None:
+        parent = parent_process()
+        if parent is not None:
+            parent.join()
+            os._exit(1)
+
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    signal.signal(signal.SIGTERM, _end_soon)
-    threading.Thread(target=_end_with_parent, daemon=True).start()
-
-
-def _end_soon(number: int, frame: object) -> None:
-    late = threading.Timer(GRACE, os._exit, [1])
-    late.daemon = True
-    late.start()
-
-
-def _end_with_parent() -> None:
-    parent = parent_process()
-    if parent is not None:
-        parent.join()
-        os._exit(1)
+    signal.signal(signal.SIGTERM, end_soon)
+    threading.Thread(target=end_with_parent, daemon=True).start()

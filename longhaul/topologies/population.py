@@ -11,7 +11,7 @@ two cores such programs deadlocked (docs/seeds.md).
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -102,7 +102,10 @@ def compiled(
 
         member = progress.state, progress.carry, progress.key
         own = progress.key.shape[0]
-        (state, carry, key), rows = _by_groups(one, member, own, min(width, own))
+        if width >= own > 1:
+            (state, carry, key), rows = jax.vmap(one)(member)
+        else:
+            (state, carry, key), rows = jax.lax.map(one, member, batch_size=None if 1 in (width, own) else width)
         rows = jax.tree.map(lambda row: jnp.moveaxis(row, 0, 1), rows)
         return Progress(state, carry, key, progress.updates + n), rows
 
@@ -110,12 +113,6 @@ def compiled(
     mapped = meshes.per_shard(shard, mesh, specs, (layout(), PartitionSpec(None, meshes.DATA)))
     lowered = jax.jit(mapped, donate_argnums=0).lower(progress, context, meshes.everywhere(jnp.int32(block), mesh))
     return fused.Program(lowered.compile(), mesh)
-
-
-def _by_groups(one: Callable[[Any], Any], members: PyTree, count: int, width: int) -> Any:
-    if width == count:
-        return jax.vmap(one)(members) if count > 1 else jax.lax.map(one, members)
-    return jax.lax.map(one, members, batch_size=None if width == 1 else width)
 
 
 def evolving(evolve: Evolve, mesh: Mesh) -> Callable[[Progress], Progress]:

@@ -8,7 +8,7 @@ import os
 import signal
 import socket
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator
 from typing import Any
 
 from longhaul.runtime.process_group import HostsError
@@ -61,7 +61,8 @@ def joined(address: str, wants: str = "--on ray") -> Iterator[None]:
         yield
         return
     more: dict[str, Any] = {"include_dashboard": False} if named == "local" else {}
-    before = _handlers()
+    ours = threading.current_thread() is threading.main_thread()  # which alone can restore its handlers
+    before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT) if ours}
     try:
         ray.init(address=named, log_to_driver=False, logging_level=logging.ERROR, **more)
     except (OSError, ValueError, RuntimeError) as error:  # a ConnectionError is an OSError
@@ -85,10 +86,15 @@ def placement(turn: int) -> Any:
     from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
     nodes = [node for node in ray.nodes() if node["Alive"] and node["Resources"].get("CPU", 0.0) >= 1.0]
-    answering = _answering(nodes)
+    answering = []
+    for node in nodes:
+        with contextlib.suppress(OSError):
+            address = node["NodeManagerAddress"], int(node["NodeManagerPort"])
+            socket.create_connection(address, timeout=ANSWER).close()
+            answering.append(str(node["NodeID"]))
     if len(answering) == len(nodes) or not answering:
         return "SPREAD"
-    return NodeAffinitySchedulingStrategy(answering[turn % len(answering)], soft=True)
+    return NodeAffinitySchedulingStrategy(sorted(answering)[turn % len(answering)], soft=True)
 
 
 class Lost(Exception):
@@ -114,24 +120,6 @@ def fetched(coming: Any) -> Any:
         raise Lost(f"it failed: {type(error.cause).__name__}: {error.cause}") from error
     except ray.exceptions.RayError as error:
         raise Lost(f"it is lost with its process or node ({type(error).__name__} of Ray)") from error
-
-
-def _answering(nodes: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Names of the nodes that accept a connection, in order."""
-    found = []
-    for node in nodes:
-        with contextlib.suppress(OSError):
-            address = node["NodeManagerAddress"], int(node["NodeManagerPort"])
-            socket.create_connection(address, timeout=ANSWER).close()
-            found.append(str(node["NodeID"]))
-    return sorted(found)
-
-
-def _handlers() -> dict[int, Any]:
-    """Handlers of this process for stop signals; empty outside the main thread, which alone can restore them."""
-    if threading.current_thread() is not threading.main_thread():
-        return {}
-    return {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
 
 
 def _quieten() -> None:

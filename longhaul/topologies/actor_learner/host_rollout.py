@@ -53,16 +53,13 @@ def entering(name: str, algorithm: Algorithm, sizes: Sizes, count: int) -> Calla
         for actor in range(count):
             vector = registry.make(registry.describe(name), sizes.worlds)
             try:
-                each.append(_begun(vector, algorithm, _seed(jax.random.fold_in(key, actor))))
+                words = np.asarray(jax.random.key_data(jax.random.fold_in(key, actor)))
+                each.append(_begun(vector, algorithm, int(words.ravel()[-1]) >> 1))
             finally:
                 vector.close()
         return jax.tree.map(lambda *leaves: np.stack(leaves), *each)
 
     return enter
-
-
-def _seed(key: Key) -> int:
-    return int(np.asarray(jax.random.key_data(key)).ravel()[-1]) >> 1
 
 
 def _begun(vector: HostVector, algorithm: Algorithm, seed: int) -> Carry:

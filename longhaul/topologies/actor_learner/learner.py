@@ -163,14 +163,6 @@ def compiled(
     algorithm: Algorithm, acting: CompiledActor, join: Join, progress: Progress, mesh: Mesh, *, actors: int
 ) -> Program:
     """Update of the learner for runs like `progress`, compiled ahead of time."""
-    executable = lowered(algorithm, acting, join, progress, mesh, actors=actors).compile()
-    return Program(executable, mesh)
-
-
-def lowered(
-    algorithm: Algorithm, acting: CompiledActor, join: Join, progress: Progress, mesh: Mesh, *, actors: int
-) -> jax.stages.Lowered:
-    """Update of the learner, traced but not compiled."""
 
     def update(state: PyTree, key: Key, updates: jax.Array, data: Leaves, scores: Leaves) -> Any:
         drawn = jax.random.fold_in(jax.random.fold_in(key, updates), meshes.shard_index())
@@ -193,7 +185,7 @@ def lowered(
         [jax.ShapeDtypeStruct((actors, *leaf.shape), leaf.dtype, sharding=layout) for leaf in leaves]
         for leaves in (acting.shapes.data, acting.shapes.scores)
     ]
-    return program.lower(progress.state, progress.key, progress.updates, *flat)
+    return Program(program.lower(progress.state, progress.key, progress.updates, *flat).compile(), mesh)
 
 
 def _scored(scores: Metrics, mesh: Mesh) -> Metrics:

@@ -54,24 +54,21 @@ def local(policy: Params) -> Params:
     return jax.tree.map(lambda leaf: leaf.addressable_data(0), policy)
 
 
-def _nowhere(size: int, algorithm: Algorithm, groups: int, columns: int) -> EnvSnapshot:
-    """Empty snapshot of environments that have not started. `size`: bytes of a group's state."""
-    memory = jax.tree.leaves(jax.eval_shape(lambda: algorithm.memory(groups * columns)))
-    many = groups, columns
-    return EnvSnapshot(
-        np.zeros(1, np.uint8), np.zeros((groups, size), np.uint8), np.zeros(many, bool), np.zeros(many),
-        np.zeros(many, np.int64), [np.zeros(leaf.shape, leaf.dtype) for leaf in memory],
-    )  # fmt: skip
-
-
 def entering(
     name: str, environment: Environment, algorithm: Algorithm, groups: int, worlds: int
 ) -> Callable[[Key, PyTree], PyTree]:
-    """Initial carry of a run with `groups` groups of `worlds` worlds; () if they report no state."""
+    """Initial carry of a run with `groups` groups of `worlds` worlds before their start; () if they report no state."""
 
     def enter(key: Key, context: PyTree) -> PyTree:
         size, columns = state_size(name, environment, worlds), worlds * (environment.spec.agents or 1)
-        return _nowhere(size, algorithm, groups, columns) if size else ()
+        if not size:
+            return ()
+        memory = jax.tree.leaves(jax.eval_shape(lambda: algorithm.memory(groups * columns)))
+        many = groups, columns
+        return EnvSnapshot(
+            np.zeros(1, np.uint8), np.zeros((groups, size), np.uint8), np.zeros(many, bool), np.zeros(many),
+            np.zeros(many, np.int64), [np.zeros(leaf.shape, leaf.dtype) for leaf in memory],
+        )  # fmt: skip
 
     return enter
 
@@ -92,12 +89,6 @@ def state_size(name: str, environment: Environment, worlds: int) -> int:
     return size
 
 
-def _layout() -> Rollout:
-    """Partition of a rollout among shards, by columns."""
-    wide, narrow = PartitionSpec(None, meshes.DATA), PartitionSpec(meshes.DATA)
-    return Rollout(*(wide,) * 7, Successors(narrow, wide), narrow, fused.EVERYWHERE)  # type: ignore[arg-type]
-
-
 def compiled(algorithm: Algorithm, data: Rollout, progress: Progress, mesh: Mesh) -> Program:
     """Update of the learner for runs like `progress` and rollouts like `data`, compiled ahead of time."""
 
@@ -113,7 +104,9 @@ def compiled(algorithm: Algorithm, data: Rollout, progress: Progress, mesh: Mesh
 
     everywhere = fused.EVERYWHERE
     laid = fused.layout(progress).state
-    specs = laid, everywhere, everywhere, _layout()
+    wide, narrow = PartitionSpec(None, meshes.DATA), PartitionSpec(meshes.DATA)  # a rollout is cut by columns
+    cut = Rollout(*(wide,) * 7, Successors(narrow, wide), narrow, everywhere)  # type: ignore[arg-type]
+    specs = laid, everywhere, everywhere, cut
     results = laid, everywhere, everywhere, everywhere
     program = jax.jit(meshes.per_shard(update, mesh, specs, results), donate_argnums=0)
     return Program(program.lower(progress.state, progress.key, progress.updates, data).compile(), mesh)
