@@ -14,7 +14,6 @@ import jax.numpy as jnp
 import numpy as np
 
 from longhaul.reasoning import tasks, tokenizer
-from longhaul.reasoning import tasks as jsonl_task
 from longhaul.reasoning.config import MADE, QUESTIONS, Reasoning
 from longhaul.reasoning.sampler import Bank, bank
 from longhaul.reasoning.tasks import Problem, Task
@@ -40,8 +39,8 @@ def check(config: Reasoning) -> None:
     settings.check(config)
     if config.task == "countdown" and config.most < 2:
         raise FieldError("most", config.most, "countdown needs at least 2 numbers")
-    if jsonl_task.QUESTION not in config.template:
-        raise FieldError("template", repr(config.template), f"it must have {jsonl_task.QUESTION} for the question")
+    if tasks.QUESTION not in config.template:
+        raise FieldError("template", repr(config.template), f"it must have {tasks.QUESTION} for the question")
     for name in ("fewest", "held_out_fewest"):
         if getattr(config, name) > config.most:
             raise FieldError(name, getattr(config, name), f"it must lie in 1 to --most, {config.most}")
@@ -57,7 +56,7 @@ def task(config: Reasoning, *, fewest: int | None = None) -> Task:
 def _read(config: Reasoning, path: str) -> Task:
     if not path:
         raise ValueError("no file is given; give --questions FILE.jsonl, with a question and an answer a line")
-    return jsonl_task.questions(path, check=config.check, template=config.template)
+    return tasks.questions(path, check=config.check, template=config.template)
 
 
 def held_out_task(config: Reasoning) -> Task:
