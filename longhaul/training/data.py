@@ -35,9 +35,9 @@ from longhaul.driving.scenario_source import agrees, disagreement
 from longhaul.driving.shards import stream
 from longhaul.driving.shards.shard import CONTROLS
 from longhaul.driving.shards.stream import Library, Position
-from longhaul.driving.sim import simulator, tables
+from longhaul.driving.sim import device_bank, simulator
+from longhaul.driving.sim.device_bank import FLAT, DeviceBank
 from longhaul.driving.sim.padding import Room, needs, padded
-from longhaul.driving.sim.tables import FLAT, Tables
 from longhaul.reasoning.config import Reasoning
 from longhaul.reasoning.problem_sets import World
 from longhaul.runtime import mesh as meshes
@@ -182,7 +182,7 @@ def _resident(run: Run, task: Driving) -> Feed:
     bank = banks.stack(scenarios, agents=agents)
     simulator.check(bank, task.simulator)
     span = (int(bank.steps.min()), int(bank.steps.max()), float(bank.dt.max()))
-    host = tables.arrange(bank, agents, task.simulator.traffic == "idm")
+    host = device_bank.arrange(bank, agents, task.simulator.traffic == "idm")
     return Feed(_within(task, *span), once(_send(run, host)), about=about)
 
 
@@ -203,7 +203,7 @@ def _streamed(run: Run, task: Driving, library: Library, origin: Origin = BEGINN
     return Feed(within, contexts, task.bank_updates, about, _outline(run, task, library, sizes, room))
 
 
-def _outline(run: Run, task: Driving, library: Library, sizes: Sizes, room: Room) -> Tables:
+def _outline(run: Run, task: Driving, library: Library, sizes: Sizes, room: Room) -> DeviceBank:
     """Shapes of every chunk, extrapolated from one and two scenarios."""
     assert task.bank is not None
     few = [stream.load(library, i % len(library), task.simulator.agents, task.horizon, task.objects) for i in range(2)]
@@ -216,15 +216,15 @@ def _outline(run: Run, task: Driving, library: Library, sizes: Sizes, room: Room
             grown[FLAT[name]] = room[name]
         return jax.ShapeDtypeStruct(tuple(grown), jax.dtypes.canonicalize_dtype(a.dtype), sharding=where)
 
-    shapes: Tables = jax.tree_util.tree_map_with_path(shape, one, two)
+    shapes: DeviceBank = jax.tree_util.tree_map_with_path(shape, one, two)
     return shapes
 
 
-def _arranged(task: Driving, scenarios: list[Scenario], sizes: Sizes) -> Tables:
+def _arranged(task: Driving, scenarios: list[Scenario], sizes: Sizes) -> DeviceBank:
     """Scenarios in the simulator's layout, on the host."""
     bank = banks.stack(scenarios, agents=task.simulator.agents, sizes=sizes)
     simulator.check(bank, task.simulator)
-    return tables.arrange(bank, task.simulator.agents, task.simulator.traffic == "idm")
+    return device_bank.arrange(bank, task.simulator.agents, task.simulator.traffic == "idm")
 
 
 def room_for(run: Run, task: Driving, library: Library, origin: Origin = BEGINNING) -> Room:
@@ -249,7 +249,7 @@ def _chunks(run: Run, task: Driving, library: Library, sizes: Sizes, room: Room,
     agents, size = task.simulator.agents, task.bank
     assert size is not None
 
-    def make(scenarios: list[Scenario]) -> Tables:
+    def make(scenarios: list[Scenario]) -> DeviceBank:
         return _send(run, padded(_arranged(task, scenarios, sizes), room))
 
     batches = stream.batches(

@@ -13,8 +13,8 @@ from longhaul.driving.datasets.log import VEHICLE
 from longhaul.driving.scenario.bank import Bank, stack
 from longhaul.driving.scenario.scenario import CELL, Scenario
 from longhaul.driving.sim.config import Config
+from longhaul.driving.sim.device_bank import DeviceBank
 from longhaul.driving.sim.simulator import Simulator, driving
-from longhaul.driving.sim.tables import Tables
 
 LANE = 5.0
 """Metres from the middle of the road to its edge."""
@@ -111,7 +111,7 @@ class Trip:
         self.valid = {name: valid for name, (_, valid) in told.items()}
 
 
-def same_shapes(tables: Tables) -> Tables:
+def same_shapes(tables: DeviceBank) -> DeviceBank:
     """The tables of one scenario, padded so that all tests of one configuration share one compiled program."""
 
     def pad(array: Any, axis: int, size: int) -> np.ndarray:
@@ -142,7 +142,7 @@ def same_shapes(tables: Tables) -> Tables:
 def _program(config: Config, search: int) -> Any:
     """(tables, actions [MOST - 1, A, 2]) -> first observation; states, time steps and metrics by step."""
 
-    def roll(tables: Tables, plan: jax.Array) -> Any:
+    def roll(tables: DeviceBank, plan: jax.Array) -> Any:
         environment = Simulator(config, tables, None, search)  # type: ignore[arg-type]
         state, observation = environment.start(0)
 

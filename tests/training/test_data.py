@@ -27,7 +27,7 @@ from longhaul.config.run import Driving, Run
 from longhaul.driving.scenario import bank as banks
 from longhaul.driving.scenario.scenario import Scenario
 from longhaul.driving.shards import shard, stream
-from longhaul.driving.sim import simulator, tables
+from longhaul.driving.sim import device_bank, simulator
 from longhaul.runtime.errors import RunError
 from longhaul.spaces import Discrete, Measure
 from longhaul.topologies import fused
@@ -188,15 +188,15 @@ def test_room_is_where_scenarios_lie_one_behind_the_other_and_nowhere_else() -> 
     seen: set[str] = set()
     for reactive in (False, True):
         few, many = (
-            tables.arrange(banks.stack(some, agents=2, sizes=sizes), 2, reactive)
+            device_bank.arrange(banks.stack(some, agents=2, sizes=sizes), 2, reactive)
             for some in ([SCENARIOS[0], SCENARIOS[2]], [SCENARIOS[5], SCENARIOS[6]])
         )
         for (path, one), other in zip(jax.tree_util.tree_leaves_with_path(few), jax.tree.leaves(many), strict=True):
             name = jax.tree_util.keystr(path)
             seen |= {name}
             for axis in range(one.ndim):
-                assert one.shape[axis] == other.shape[axis] or axis == tables.FLAT.get(name), name
-    assert tables.FLAT.keys() <= seen
+                assert one.shape[axis] == other.shape[axis] or axis == device_bank.FLAT.get(name), name
+    assert device_bank.FLAT.keys() <= seen
 
 
 @pytest.mark.slow

@@ -32,9 +32,9 @@ from longhaul.driving.datasets.log import Log
 from longhaul.driving.scenario.bank import Bank, stack
 from longhaul.driving.scenario.compile import compile_log
 from longhaul.driving.scenario.scenario import CELL, Scenario
-from longhaul.driving.sim import dynamics, geometry, simulator, tables
+from longhaul.driving.sim import device_bank, dynamics, geometry, simulator
+from longhaul.driving.sim.device_bank import DeviceBank
 from longhaul.driving.sim.dynamics import Motion
-from longhaul.driving.sim.tables import Tables
 from longhaul.environment import vectorise
 from longhaul.envs.hackmatrix import environment
 from longhaul.envs.hackmatrix import state as world
@@ -229,7 +229,7 @@ def driving_step(
     objects: int, batch: int, num_steps: int, scenarios: int, devices: int | None, data: Sequence[str] = ()
 ) -> Prepared:
     devices = _prepare(batch, devices)
-    known = tables.tabulate(_bank(objects, scenarios, data=data, covering=True), 1, False)
+    known = device_bank.tabulate(_bank(objects, scenarios, data=data, covering=True), 1, False)
     sizes = {
         "objects": objects, "batch": batch, "num_steps": num_steps, "scenarios": known.scenarios, "devices": devices,
         "data": list(data), "scenario_bytes": _bytes(known) // known.scenarios,
@@ -238,7 +238,7 @@ def driving_step(
     def shard(key: jax.Array) -> dict[str, jax.Array]:
         key = jax.random.fold_in(key, meshes.shard_index())
         scenario = jax.random.randint(key, (batch // devices,), 0, known.scenarios)
-        logged = jax.vmap(lambda s: tables.slice_at(known, s, jnp.int32(0)))(scenario)
+        logged = jax.vmap(lambda s: device_bank.slice_at(known, s, jnp.int32(0)))(scenario)
         begun = Motion(logged[:, 0], logged[:, 1], logged[:, 2], jnp.hypot(logged[:, 3], logged[:, 4]))
         throttle, steering = (prng.normal(k, begun.x.shape) for k in jax.random.split(key))
 
@@ -262,7 +262,7 @@ def driving_step(
 
 
 def _all_objects(
-    known: Tables, scenario: jax.Array, motion: Motion, acceleration: jax.Array, curvature: jax.Array
+    known: DeviceBank, scenario: jax.Array, motion: Motion, acceleration: jax.Array, curvature: jax.Array
 ) -> tuple[Motion, jax.Array, jax.Array]:
     """One step of all [N] objects of one world: their motion, who overlaps another, who left the road."""
     body = known.body[scenario]
@@ -278,7 +278,9 @@ def _all_objects(
     pair = present[None, :] & present[:, None] & ~np.eye(x.shape[0], dtype=bool)
     corner_x, corner_y = jax.vmap(geometry.corners)(*half)
     corner_x, corner_y = geometry.out_of(corner_x, corner_y, *mine)
-    road = geometry.clearance(tables.field(known, scenario), corner_x + motion.x[:, None], corner_y + motion.y[:, None])
+    road = geometry.clearance(
+        device_bank.field(known, scenario), corner_x + motion.x[:, None], corner_y + motion.y[:, None]
+    )
     return motion, jnp.any(pair & (gap < 0.0), axis=-1), present & jnp.any(road > 0.0, axis=-1)
 
 

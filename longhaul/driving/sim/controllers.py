@@ -10,13 +10,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from longhaul.driving.sim import dynamics, tables, traffic
+from longhaul.driving.sim import device_bank, dynamics, traffic
 from longhaul.driving.sim.actions import make_actions
+from longhaul.driving.sim.device_bank import DeviceBank
 from longhaul.driving.sim.dynamics import MODELS, Drive, Limits, Motion
 from longhaul.driving.sim.features import RED, Features
 from longhaul.driving.sim.geometry import into, wrap
 from longhaul.driving.sim.reward import Ride
-from longhaul.driving.sim.tables import Tables
 
 
 def act(now: Drive, action: jax.Array, limits: Limits, dt: jax.Array, model: str, actions: str) -> Drive:
@@ -39,7 +39,7 @@ def replay(now: Drive, logged: Motion, present: jax.Array, dt: jax.Array) -> Dri
     return Drive(motion, *dynamics.invert(now.motion, motion, dt))
 
 
-def follow(known: Tables, scenario: jax.Array, now: Drive, features: Features, dt: jax.Array) -> Drive:
+def follow(known: DeviceBank, scenario: jax.Array, now: Drive, features: Features, dt: jax.Array) -> Drive:
     """IDM along the own route: behind leaders, before red lights, slowly through bends."""
     speed = now.motion.speed
     hindrance = traffic.interaction(speed, features.gap, jnp.maximum(features.leader_speed, 0.0))
@@ -49,15 +49,15 @@ def follow(known: Tables, scenario: jax.Array, now: Drive, features: Features, d
     red = ((features.light_state == RED) & (braking < 8.0)) | ((features.light_state == RED + 1) & (braking < 3.0))
     halt = traffic.interaction(speed, stop + 1.0, jnp.zeros_like(stop))
     hindrance = jnp.maximum(hindrance, jnp.where(red, halt, 0.0))
-    offsets = np.arange(tables.AHEAD, dtype=np.float32)
-    bend = traffic.bend_speed(features.route[:, 2, tables.BEHIND :], 1.0, offsets)
+    offsets = np.arange(device_bank.AHEAD, dtype=np.float32)
+    bend = traffic.bend_speed(features.route[:, 2, device_bank.BEHIND :], 1.0, offsets)
     desired = jnp.minimum(known.desired[scenario], bend)
     distance, after = dynamics.travel(speed, traffic.idm(speed, desired, hindrance), dt)
     s = features.s + distance
 
     def place(slot: jax.Array, s: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
-        points, first = tables.window(known, scenario, slot, s, 2)
-        x, y, heading = tables.ahead_of(points, first, s, np.zeros(1, np.int64))
+        points, first = device_bank.window(known, scenario, slot, s, 2)
+        x, y, heading = device_bank.ahead_of(points, first, s, np.zeros(1, np.int64))
         return x[0], y[0], wrap(heading[0])
 
     x, y, heading = jax.vmap(place)(jnp.arange(len(s), dtype=jnp.int32), s)

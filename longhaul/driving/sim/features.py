@@ -8,7 +8,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from longhaul.driving.sim import tables as bank
+from longhaul.driving.sim import device_bank
+from longhaul.driving.sim.device_bank import DeviceBank
 from longhaul.driving.sim.geometry import (
     FREE,
     blocked,
@@ -23,7 +24,6 @@ from longhaul.driving.sim.geometry import (
 )
 from longhaul.driving.sim.interactions import OnLanes, Towards, on_lanes, towards
 from longhaul.driving.sim.road_lookup import lanes_at
-from longhaul.driving.sim.tables import Tables
 from longhaul.driving.sim.traffic import MARGIN, Scene
 
 FAN = np.array(
@@ -33,7 +33,7 @@ FAN = np.array(
 )
 """Points where the road's clearance is measured, in the agent's frame: three arcs, two points far ahead, one behind."""
 
-CORRIDOR = np.concatenate([np.arange(1, 17), np.arange(18, bank.AHEAD - 1, 2)])
+CORRIDOR = np.concatenate([np.arange(1, 17), np.arange(18, device_bank.AHEAD - 1, 2)])
 """Metres ahead along the route at which the corridor is tested."""
 
 BEYOND_LINE = 5.0
@@ -86,7 +86,7 @@ class Pose(NamedTuple):
     object: jax.Array  # int32, index into N; -1 is an empty slot
 
 
-def extract(tables: Tables, search: int, scenario: jax.Array, t: jax.Array, here: Scene, pose: Pose) -> Features:
+def extract(tables: DeviceBank, search: int, scenario: jax.Array, t: jax.Array, here: Scene, pose: Pose) -> Features:
     """The features of one controlled agent at step t; its route is searched `search` metres ahead of where it was."""
     own = jnp.maximum(pose.object, 0)
     half = (here.half_length[own], here.half_width[own])
@@ -100,13 +100,13 @@ def extract(tables: Tables, search: int, scenario: jax.Array, t: jax.Array, here
     box_x, box_y = corners(*half)
     felt_x, felt_y = jnp.concatenate([box_x, FAN[:, 0]]), jnp.concatenate([box_y, FAN[:, 1]])
     felt_x, felt_y = out_of(felt_x, felt_y, cos, sin)
-    road = clearance(bank.field(tables, scenario), felt_x + pose.x, felt_y + pose.y)
+    road = clearance(device_bank.field(tables, scenario), felt_x + pose.x, felt_y + pose.y)
 
-    near, first = bank.window(tables, scenario, pose.slot, pose.s, search)
+    near, first = device_bank.window(tables, scenario, pose.slot, pose.s, search)
     place = project(near, first, pose.x, pose.y)
-    route, first = bank.window(tables, scenario, pose.slot, place.s, bank.AHEAD)
+    route, first = device_bank.window(tables, scenario, pose.slot, place.s, device_bank.AHEAD)
 
-    ahead = bank.ahead_of(route, first, place.s, CORRIDOR)
+    ahead = device_bank.ahead_of(route, first, place.s, CORRIDOR)
     boxes = (here.x, here.y, here.cos, here.sin)
     margin = half[1] + MARGIN
     offset = jnp.asarray(CORRIDOR, jnp.float32)
@@ -115,8 +115,8 @@ def extract(tables: Tables, search: int, scenario: jax.Array, t: jax.Array, here
     leader = nearest(near, 1)[0]
     along = ahead[2][jnp.minimum(jnp.sum(offset < near[leader]), len(CORRIDOR) - 1)]
 
-    stop, lights = bank.lights_at(tables, scenario, t, pose.slot)
-    _, lights_before = bank.lights_at(tables, scenario, t - 1, pose.slot)
+    stop, lights = device_bank.lights_at(tables, scenario, t, pose.slot)
+    _, lights_before = device_bank.lights_at(tables, scenario, t - 1, pose.slot)
     front, front_before = place.s + half[0], pose.s + half[0]
     passed = (front_before < stop) & (stop <= front) & (lights == RED) & (lights_before == RED)
     heading_error = wrap(pose.heading - place.heading)

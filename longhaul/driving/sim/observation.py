@@ -19,11 +19,11 @@ import jax.numpy as jnp
 import numpy as np
 
 from longhaul.driving.datasets.log import CYCLIST, PEDESTRIAN, VEHICLE
+from longhaul.driving.sim.device_bank import AHEAD, ahead_of
 from longhaul.driving.sim.dynamics import MAX_ACCELERATION, MAX_CURVATURE, steerable
 from longhaul.driving.sim.features import FAN, Features, Pose
 from longhaul.driving.sim.geometry import FREE, into, nearest, pick
 from longhaul.driving.sim.road_lookup import ROAD
-from longhaul.driving.sim.tables import AHEAD, ahead_of
 from longhaul.driving.sim.traffic import Scene
 
 EGO = 22

@@ -12,7 +12,7 @@ import numpy as np
 from longhaul.driving.scenario import distance_field
 from longhaul.driving.scenario.lane_graph import FINE
 from longhaul.driving.scenario.scenario import ONWARD, ONWARD_SPACING
-from longhaul.driving.sim.tables import AHEAD, BEHIND, EXTENSION, FLAT, PATH_SPACING, PATH_WINDOW, Tables
+from longhaul.driving.sim.device_bank import AHEAD, BEHIND, EXTENSION, FLAT, PATH_SPACING, PATH_WINDOW, DeviceBank
 
 Room = Mapping[str, int]
 """Length of each array of `tables.FLAT`."""
@@ -83,12 +83,12 @@ def tiled(side: np.ndarray) -> np.ndarray:
     return -(-(side - 1) // distance_field.TILE)
 
 
-def lengths(host: Tables) -> dict[str, int]:
+def lengths(host: DeviceBank) -> dict[str, int]:
     """Lengths of the flat arrays of some tables."""
     return {name: leaf.shape[FLAT[name]] for name, leaf in _leaves(host) if name in FLAT}
 
 
-def padded(host: Tables, room: Room) -> Tables:
+def padded(host: DeviceBank, room: Room) -> DeviceBank:
     """The tables with zeros where there is room behind the last scenario. ValueError where there is too little."""
 
     def pad(path: Any, leaf: np.ndarray) -> np.ndarray:
@@ -104,9 +104,9 @@ def padded(host: Tables, room: Room) -> Tables:
         widths[FLAT[name]] = (0, room[name] - long)
         return np.pad(leaf, widths)
 
-    longer: Tables = jax.tree_util.tree_map_with_path(pad, host)
+    longer: DeviceBank = jax.tree_util.tree_map_with_path(pad, host)
     return longer
 
 
-def _leaves(host: Tables) -> Iterator[tuple[str, np.ndarray]]:
+def _leaves(host: DeviceBank) -> Iterator[tuple[str, np.ndarray]]:
     return ((jax.tree_util.keystr(path), leaf) for path, leaf in jax.tree_util.tree_leaves_with_path(host))

@@ -22,6 +22,7 @@ from longhaul.driving.datasets.log import CYCLIST, PEDESTRIAN
 from longhaul.driving.scenario.bank import Bank
 from longhaul.driving.sim import (
     controllers,
+    device_bank,
     dynamics,
     goal_behaviour,
     reward_conditioning,
@@ -33,9 +34,9 @@ from longhaul.driving.sim import (
 from longhaul.driving.sim import (
     reward as objectives,
 )
-from longhaul.driving.sim import tables as banks
 from longhaul.driving.sim.actions import make_actions
 from longhaul.driving.sim.config import Config, Sight, Weights, check_settings, sight_of
+from longhaul.driving.sim.device_bank import DeviceBank
 from longhaul.driving.sim.dynamics import MODELS, WHEELBASE, Drive, Limits, Motion
 from longhaul.driving.sim.features import Features, Pose, extract
 from longhaul.driving.sim.metrics import Course, Tally
@@ -43,7 +44,6 @@ from longhaul.driving.sim.observation import Motives, Observation, observe, shap
 from longhaul.driving.sim.perception import perceive, perceive_road
 from longhaul.driving.sim.reward import Events
 from longhaul.driving.sim.road_lookup import describe, pieces
-from longhaul.driving.sim.tables import Tables
 from longhaul.driving.sim.traffic import Reactive, Scene
 from longhaul.spaces import Measure
 from longhaul.types import Key, Spec, TimeStep, transition
@@ -99,7 +99,7 @@ class Simulator:
     """An `Environment`; made by `driving`."""
 
     config: Config
-    tables: Tables
+    tables: DeviceBank
     spec: Spec
     search: int  # metres of route in which an agent is looked for after a step
 
@@ -245,9 +245,9 @@ class Simulator:
         """A picture of the world as it is now."""
         tables, here = self.tables, self._scene(state)
         logged, _ = self._logged(state.scenario, state.t)
-        stop, lights = banks.lights_at(tables, state.scenario, state.t, jnp.int32(0))
+        stop, lights = device_bank.lights_at(tables, state.scenario, state.t, jnp.int32(0))
         place = jnp.floor(jnp.where(jnp.isfinite(stop), stop, 0.0))
-        line = jax.vmap(lambda s: banks.place_on(tables, state.scenario, jnp.int32(0), s))(place)[:, :2]
+        line = jax.vmap(lambda s: device_bank.place_on(tables, state.scenario, jnp.int32(0), s))(place)[:, :2]
         return Frame(
             pose=jnp.stack([here.x, here.y, here.heading], -1),
             size=2.0 * jnp.stack([here.half_length, here.half_width], -1),
@@ -264,7 +264,7 @@ class Simulator:
     def _logged(self, scenario: jax.Array, t: jax.Array) -> tuple[Motion, jax.Array]:
         """Logged positions of the controlled agents at step t, and whether it has them: each [A]."""
         controlled = self.tables.controlled[scenario]
-        x, y, heading, vx, vy, present = banks.logged_at(self.tables, scenario, t, jnp.maximum(controlled, 0))
+        x, y, heading, vx, vy, present = device_bank.logged_at(self.tables, scenario, t, jnp.maximum(controlled, 0))
         return Motion(x, y, heading, jnp.hypot(vx, vy)), (present > 0.5) & (controlled >= 0)
 
     def _scene(self, state: State) -> Scene:
@@ -408,7 +408,7 @@ def driving(bank: Bank, config: Config | None = None) -> Simulator:
     # all: JAX 0.11 can't lower programs of others (Brax) with it, whose functions compiled by themselves hold arrays.
     jax.config.update("jax_use_simplified_jaxpr_constants", True)
     made = outline(config, least=int(bank.steps.min()), most=int(bank.steps.max()), dt=float(bank.dt.max()))
-    return replace(made, tables=banks.tabulate(bank, config.agents, config.traffic == "idm"))
+    return replace(made, tables=device_bank.tabulate(bank, config.agents, config.traffic == "idm"))
 
 
 def outline(config: Config, *, least: int, most: int, dt: float) -> Simulator:

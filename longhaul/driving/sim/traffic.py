@@ -24,9 +24,9 @@ import numpy as np
 
 from longhaul.driving.datasets.log import VEHICLE
 from longhaul.driving.scenario.bank import STIR
+from longhaul.driving.sim.device_bank import PATH_SPACING, PATH_WINDOW, DeviceBank, Paths, sighted_at, slice_at, stretch
 from longhaul.driving.sim.dynamics import MAX_ACCELERATION, Motion, travel
 from longhaul.driving.sim.geometry import FREE, into, wrap
-from longhaul.driving.sim.tables import PATH_SPACING, PATH_WINDOW, Paths, Tables, sighted_at, slice_at, stretch
 
 HEADWAY = 1.2  # s
 STANDSTILL = 2.0  # m
@@ -91,7 +91,7 @@ def reacting(s: jax.Array, speed: jax.Array) -> Reactive:
 
 
 def scene(
-    tables: Tables,
+    tables: DeviceBank,
     scenario: jax.Array,
     t: jax.Array,
     motion: Motion,
@@ -136,7 +136,7 @@ def scene(
     )
 
 
-def adrift(tables: Tables, scenario: jax.Array, t: jax.Array) -> tuple[jax.Array, ...]:
+def adrift(tables: DeviceBank, scenario: jax.Array, t: jax.Array) -> tuple[jax.Array, ...]:
     """x, y, heading, velocity x and y [N] of everybody who keeps the velocity of his first logged step."""
     x, y, heading, vx, vy, _ = sighted_at(tables, scenario)
     moves = jnp.hypot(vx, vy) > STILL
@@ -197,7 +197,7 @@ def read(paths: Paths, scenario: jax.Array, index: jax.Array, size: int) -> jax.
     return jax.vmap(one)(jnp.arange(index.shape[0], dtype=jnp.int32), index)
 
 
-def begin(tables: Tables, scenario: jax.Array) -> Reactive | None:
+def begin(tables: DeviceBank, scenario: jax.Array) -> Reactive | None:
     """Reactive vehicles as the log has them at its first step; None where nobody reacts."""
     if tables.paths is None:
         return None
@@ -206,7 +206,7 @@ def begin(tables: Tables, scenario: jax.Array) -> Reactive | None:
     return reacting(jnp.where(there, logged[6], OUTSIDE), jnp.hypot(logged[3], logged[4]))
 
 
-def react(tables: Tables, scenario: jax.Array, t: jax.Array, here: Scene, state: Reactive) -> Reactive:
+def react(tables: DeviceBank, scenario: jax.Array, t: jax.Array, here: Scene, state: Reactive) -> Reactive:
     """Reactive vehicles one step on, from step t, where everybody is as in the scene `here`."""
     paths = tables.paths
     assert paths is not None

@@ -16,7 +16,7 @@ from benchmarks import gpu
 from longhaul.algorithms import values
 from longhaul.bench import harness
 from longhaul.bench.cases import training
-from longhaul.driving.sim import tables
+from longhaul.driving.sim import device_bank
 from longhaul.driving.sim.dynamics import Motion
 from tests.helpers.driving_scenarios import bank, line, scenario
 
@@ -149,8 +149,8 @@ def test_whole_training_works(name: str, sizes: dict[str, Any], steps: int) -> N
 def test_all_objects_are_judged_and_absent_ones_are_not() -> None:
     """Two cars in one place, one beside the road, one alone; the rest of the slots is empty."""
     poses = [line(start, (5.0, 0.0), 3) for start in ((0.0, 0.0), (2.0, 0.5), (30.0, 8.0), (60.0, 0.0))]
-    known = tables.tabulate(bank(scenario(poses)), 1, False)
-    logged = tables.slice_at(known, jnp.int32(0), jnp.int32(0))
+    known = device_bank.tabulate(bank(scenario(poses)), 1, False)
+    logged = device_bank.slice_at(known, jnp.int32(0), jnp.int32(0))
     motion = Motion(logged[0], logged[1], logged[2], jnp.hypot(logged[3], logged[4]))
     zeros = jnp.zeros_like(logged[0])
     moved, hit, off = jax.jit(lambda *a: training._all_objects(known, *a))(jnp.int32(0), motion, zeros, zeros)

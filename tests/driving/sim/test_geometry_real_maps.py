@@ -18,7 +18,7 @@ from longhaul.driving.scenario import compile
 from longhaul.driving.scenario.bank import stack
 from longhaul.driving.scenario.compile import Route
 from longhaul.driving.scenario.scenario import CELL, Scenario
-from longhaul.driving.sim import tables
+from longhaul.driving.sim import device_bank
 from longhaul.driving.sim.geometry import clearance, into, separation
 
 MAPS = (
@@ -197,7 +197,7 @@ def verdicts(log: Log, agents: int, count: int, monkeypatch: pytest.MonkeyPatch)
     boxes = sample_boxes(made, lines, count, np.random.default_rng(agents))
     points = corners(boxes)
     expected = signed_distances(points.reshape(-1, 2), lines).reshape(len(boxes), 4)
-    field = tables.field(tables.tabulate(stack([made], agents=agents), agents, False), jnp.int32(0))
+    field = device_bank.field(device_bank.tabulate(stack([made], agents=agents), agents, False), jnp.int32(0))
     measure = jax.jit(lambda at: clearance(field, at[..., 0], at[..., 1]))
     found = np.asarray(measure(jnp.asarray(points, jnp.float32)))
     off = expected.max(1) > 0.0

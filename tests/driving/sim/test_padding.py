@@ -15,7 +15,7 @@ from longhaul.driving.datasets.log import PEDESTRIAN, VEHICLE, BadData
 from longhaul.driving.scenario import bank as banks
 from longhaul.driving.scenario_source import cut
 from longhaul.driving.shards import shard, stream
-from longhaul.driving.sim import tables
+from longhaul.driving.sim import device_bank
 from longhaul.driving.sim.padding import lengths, needs, padded
 from longhaul.training import data as feeds
 from tests.helpers.driving_scenarios import line, scenario
@@ -30,11 +30,11 @@ def test_the_room_is_known_before_any_chunk_is_read(tmp_path: Path, traffic: str
     assert isinstance(run.environment, Driving)
     library = stream.open([str(tmp_path)])
     room = feeds.room_for(run, run.environment, library)
-    assert room.keys() == tables.FLAT.keys() - ({".paths.lines.points"} if traffic == "log" else set())
+    assert room.keys() == device_bank.FLAT.keys() - ({".paths.lines.points"} if traffic == "log" else set())
     most = dict.fromkeys(room, 0)
     for chosen in np.split(stream.picks(COUNT, 61 * BANK, (0, 0), seed=run.seed)[0], 61):
         some = [cut(library[i], agents=1, **{"horizon": None, "objects": None} | cuts) for i in chosen]
-        found = lengths(tables.arrange(banks.stack(some), 1, traffic == "idm"))
+        found = lengths(device_bank.arrange(banks.stack(some), 1, traffic == "idm"))
         most = {name: max(length, found[name]) for name, length in most.items()}
     bounds = {".paths.lines.points", ".lights.states"} | ({".routes.points"} if cuts else set())
     for name, length in most.items():
@@ -54,7 +54,7 @@ def test_what_a_shard_says_of_a_road_is_what_it_takes(tmp_path: Path, cuts: dict
     gaps = set()
     for i, compiled in enumerate(made):
         one = banks.stack([cut(library[i], **cuts)], agents=cuts["agents"])  # type: ignore[arg-type]
-        for name, length in lengths(tables.arrange(one, cuts["agents"], True)).items():
+        for name, length in lengths(device_bank.arrange(one, cuts["agents"], True)).items():
             room = needed.shared[name] + int(needed.each[name][i])
             assert length <= room, (compiled.id, name)
             assert room <= 2 * length or name == ".paths.lines.points", (compiled.id, name)
@@ -67,7 +67,7 @@ def test_what_a_shard_says_of_a_road_is_what_it_takes(tmp_path: Path, cuts: dict
 
 def test_a_chunk_that_needs_more_than_its_shards_say_is_one_line(tmp_path: Path) -> None:
     library = stream.open([str(written(tmp_path))])
-    host = tables.arrange(banks.stack([library[3]]), 1, False)
+    host = device_bank.arrange(banks.stack([library[3]]), 1, False)
     room = lengths(host)
     assert_same(padded(host, room), host)
     with pytest.raises(ValueError, match=r"\.cells has \d+ places; by the index of the shards it should have 9"):

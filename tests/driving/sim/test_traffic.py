@@ -9,7 +9,7 @@ import pytest
 
 from longhaul.driving.datasets.log import PEDESTRIAN, VEHICLE
 from longhaul.driving.scenario.scenario import ONWARD, ONWARD_SPACING, Scenario
-from longhaul.driving.sim import tables, traffic
+from longhaul.driving.sim import device_bank, traffic
 from longhaul.driving.sim.config import Config
 from longhaul.driving.sim.dynamics import Motion
 from longhaul.driving.sim.simulator import driving
@@ -107,7 +107,7 @@ def test_arc_lengths_leave_out_the_jitter_of_a_standing_vehicle() -> None:
     pose[0, :, 1, 0] = np.arange(50) * 0.8  # drives
     present = np.ones((1, 50, 2), bool)
     present[0, :10, 1] = False
-    travelled = tables.arc_lengths(pose, present)
+    travelled = device_bank.arc_lengths(pose, present)
     assert travelled[0, -1, 0] == 0.0
     assert travelled[0, 10, 1] == 0.0
     assert travelled[0, -1, 1] == pytest.approx(0.8 * 39, abs=1e-4)
@@ -186,7 +186,7 @@ def test_a_vehicle_goes_on_along_its_lane_where_the_log_ends() -> None:
         np.testing.assert_allclose([x, y], [20 * np.sin(s / 20), 20 - 20 * np.cos(s / 20)], atol=0.1)
         assert heading == pytest.approx(s / 20, abs=0.1)
     straight = driving(bank(made._replace(onward=arc + 50.0)), Config(traffic="idm")).tables.paths  # not where it ends
-    assert float(straight.end[0, 1]) == pytest.approx(24.0 + tables.EXTENSION, abs=0.1)
+    assert float(straight.end[0, 1]) == pytest.approx(24.0 + device_bank.EXTENSION, abs=0.1)
 
 
 def test_a_vehicle_that_is_held_up_does_not_vanish_on_its_way_and_stops_at_its_end() -> None:

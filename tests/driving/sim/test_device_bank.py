@@ -1,4 +1,4 @@
-"""Tables: what they are read back as, and in how many bytes."""
+"""Device bank: read back as it was laid out, in so many bytes."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ from longhaul.driving.scenario import distance_field
 from longhaul.driving.scenario.bank import Bank, stack
 from longhaul.driving.scenario.compile import compile_log
 from longhaul.driving.scenario.scenario import CELL, Scenario
-from longhaul.driving.sim import tables
+from longhaul.driving.sim import device_bank
+from longhaul.driving.sim.device_bank import AHEAD, BEHIND, DeviceBank
 from longhaul.driving.sim.geometry import clearance
-from longhaul.driving.sim.tables import AHEAD, BEHIND, Tables
 from tests.helpers.driving_scenarios import bank, line, scenario
 from tests.helpers.short_logs import sample
 
 EXAMPLE = Path(os.environ.get("LONGHAUL_DATA", "../shared/data")) / "womd" / "motion_data_one_example.tfrecord"
 
 
-def size(known: Tables) -> float:
+def size(known: DeviceBank) -> float:
     """Bytes a scenario."""
     return sum(leaf.nbytes for leaf in jax.tree.leaves(known)) / known.scenarios
 
@@ -36,14 +36,14 @@ def made() -> list[Scenario]:
 
 
 @pytest.fixture(scope="module")
-def whole(made: list[Scenario]) -> tuple[Bank, Tables]:
+def whole(made: list[Scenario]) -> tuple[Bank, DeviceBank]:
     stacked = stack(made, agents=8)
-    return stacked, tables.tabulate(stacked, 8, True)
+    return stacked, device_bank.tabulate(stacked, 8, True)
 
 
 def test_motion_is_read_back_within_half_a_unit_at_every_step_of_scenarios_of_any_length(whole) -> None:
     stacked, known = whole
-    read = jax.jit(lambda i, t: tables.slice_at(known, i, t))
+    read = jax.jit(lambda i, t: device_bank.slice_at(known, i, t))
     for i, steps in enumerate(stacked.steps):
         unit = np.asarray(known.scale[i])
         assert (unit <= 0.02).all()
@@ -62,8 +62,8 @@ def test_logged_at_is_a_part_of_the_slice(whole) -> None:
     _, known = whole
     objects = jnp.array([3, 0, 5])
     np.testing.assert_array_equal(
-        tables.logged_at(known, jnp.int32(1), jnp.int32(9), objects),
-        tables.slice_at(known, jnp.int32(1), jnp.int32(9))[:6, objects],
+        device_bank.logged_at(known, jnp.int32(1), jnp.int32(9), objects),
+        device_bank.slice_at(known, jnp.int32(1), jnp.int32(9))[:6, objects],
     )
 
 
@@ -71,19 +71,19 @@ def test_the_unit_grows_with_the_extent_so_that_nothing_is_cut() -> None:
     """2 cm at 655 m, 6 cm at 2 km: and the walls of others, which are nowhere, stay nowhere."""
     for away, unit in ((655.0, 0.02), (2000.0, 0.0611)):
         other = line((away, 3), (0, 0), 11)
-        host = tables.arrange(bank(scenario([line((0, 0), (5, 0), 11), other])), 1, True)
+        host = device_bank.arrange(bank(scenario([line((0, 0), (5, 0), 11), other])), 1, True)
         known = jax.tree.map(jnp.asarray, host)
-        found = np.asarray(tables.slice_at(known, jnp.int32(0), jnp.int32(4)))
+        found = np.asarray(device_bank.slice_at(known, jnp.int32(0), jnp.int32(4)))
         assert float(known.scale[0, 0]) == pytest.approx(unit, rel=1e-2)
         np.testing.assert_allclose(found[:2, 1], [away, 3.0], atol=0.51 * unit)
         np.testing.assert_allclose(found[0, 0], 2.0, atol=0.51 * unit)
-        assert found[7, 0] == tables.NOWHERE
+        assert found[7, 0] == device_bank.NOWHERE
         assert found[6, 0] == pytest.approx(2.0, abs=1e-2)
 
 
 def test_flat_routes_are_the_padded_ones_with_points_before_and_after(whole) -> None:
     stacked, known = whole
-    read = jax.jit(lambda i, a, s: tables.window(known, i, a, s, AHEAD))
+    read = jax.jit(lambda i, a, s: device_bank.window(known, i, a, s, AHEAD))
     for i, a in zip(*np.nonzero(stacked.controlled >= 0), strict=True):
         route, count = stacked.route[i, a], int(stacked.route_points[i, a])
         unit = float(known.routes.scale[i])
@@ -100,9 +100,9 @@ def test_flat_routes_are_the_padded_ones_with_points_before_and_after(whole) -> 
 
 
 def test_places_on_a_route_lie_between_its_points() -> None:
-    known = tables.tabulate(bank(scenario([line((3, 1), (5, 0), 11)])), 1, False)
+    known = device_bank.tabulate(bank(scenario([line((3, 1), (5, 0), 11)])), 1, False)
     found = np.asarray(
-        jax.vmap(lambda s: tables.place_on(known, jnp.int32(0), jnp.int32(0), s))(jnp.array([0.0, 7.25]))
+        jax.vmap(lambda s: device_bank.place_on(known, jnp.int32(0), jnp.int32(0), s))(jnp.array([0.0, 7.25]))
     )
     np.testing.assert_allclose(found, [[3.0, 1.0, 0.0], [10.25, 1.0, 0.0]], atol=1e-2)
 
@@ -114,9 +114,11 @@ def test_lights_are_stored_once_and_read_by_whoever_meets_them() -> None:
     first = scenario(poses, drivers=2, lights=[(24.0, red), (40.0, late)])
     state = first.light_state.copy()
     state[1, 1] = 0  # the second vehicle's log disputes it
-    known = tables.tabulate(bank(first._replace(light_state=state), scenario(poses, drivers=2), agents=2), 2, False)
+    known = device_bank.tabulate(
+        bank(first._replace(light_state=state), scenario(poses, drivers=2), agents=2), 2, False
+    )
     np.testing.assert_array_equal(known.lights.courses, [3, 1])  # dark, red, and late
-    read = jax.jit(lambda i, t, a: tables.lights_at(known, i, t, a))
+    read = jax.jit(lambda i, t, a: device_bank.lights_at(known, i, t, a))
     for t in (0, 4, 5, 10):
         s, states = read(0, t, 0)
         np.testing.assert_allclose(s, [24.0, 40.0, np.inf, np.inf])
@@ -137,9 +139,9 @@ def test_a_code_keeps_the_sign_and_is_finest_at_the_edge() -> None:
 
 def test_tiles_answer_as_the_whole_field_does(whole) -> None:
     stacked, known = whole
-    read = jax.jit(lambda i, x, y: clearance(tables.field(known, i), x, y))
+    read = jax.jit(lambda i, x, y: clearance(device_bank.field(known, i), x, y))
     rng = np.random.default_rng(0)
-    for i, whole_field in enumerate(tables.fields_of(stacked)):
+    for i, whole_field in enumerate(device_bank.fields_of(stacked)):
         origin = stacked.field_origin[i].astype(np.float64)
         top = origin + CELL * (np.array(whole_field.shape[::-1]) - 1)
         points = rng.uniform(origin, top, (20_000, 2))
@@ -165,27 +167,27 @@ def test_what_is_far_from_all_edges_takes_no_memory() -> None:
 
 def test_reactive_paths_and_walls_are_kept(whole) -> None:
     stacked, known = whole
-    travelled = tables.arc_lengths(stacked.pose, stacked.present)
-    walls = tables.walls(stacked, travelled)
+    travelled = device_bank.arc_lengths(stacked.pose, stacked.present)
+    walls = device_bank.walls(stacked, travelled)
     for i, steps in enumerate(stacked.steps):
-        found = np.asarray(tables.slice_at(known, jnp.int32(i), jnp.int32(steps - 1)))
+        found = np.asarray(device_bank.slice_at(known, jnp.int32(i), jnp.int32(steps - 1)))
         np.testing.assert_allclose(found[6], travelled[i, steps - 1], atol=0.51 * float(known.scale[i, 2]) + 1e-5)
         np.testing.assert_allclose(found[7], walls[i, steps - 1], atol=0.51 * float(known.scale[i, 2]) + 1e-5)
 
 
 def test_angles_wrap_and_scales_are_exact_enough() -> None:
     angle = np.linspace(-20.0, 20.0, 1001)
-    found = tables.decode(tables.encode_angle(angle), tables.TURN)
+    found = device_bank.decode(device_bank.encode_angle(angle), device_bank.TURN)
     np.testing.assert_allclose(np.exp(1j * found), np.exp(1j * angle), atol=6e-5)
     values = np.array([[0.0, 1.0, -3.0], [655.34, -200.0, 0.01]])
-    scale = tables.scale_for(values)
+    scale = device_bank.scale_for(values)
     np.testing.assert_allclose(scale, [0.001, 0.02], rtol=1e-4)
-    found = tables.decode(tables.encode(values, scale[:, None]), scale[:, None])
+    found = device_bank.decode(device_bank.encode(values, scale[:, None]), scale[:, None])
     np.testing.assert_allclose(found, values, atol=0.0101)
 
 
 def test_generated_scenarios_are_small(made: list[Scenario]) -> None:
-    assert size(tables.tabulate(stack(made, agents=8), 8, False)) < 200_000
+    assert size(device_bank.tabulate(stack(made, agents=8), 8, False)) < 200_000
 
 
 @pytest.mark.skipif(not EXAMPLE.exists(), reason="no shared logs")
@@ -193,4 +195,4 @@ def test_generated_scenarios_are_small(made: list[Scenario]) -> None:
 def test_a_real_scenario_takes_at_most_350_kilobytes(agents: int, objects: int) -> None:
     (log,) = readers.read(EXAMPLE)
     scenarios = [compile_log(log, agents=agents, objects=objects)]
-    assert size(tables.tabulate(stack(scenarios, agents=agents), agents, False)) <= 350_000
+    assert size(device_bank.tabulate(stack(scenarios, agents=agents), agents, False)) <= 350_000

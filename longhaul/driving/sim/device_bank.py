@@ -1,4 +1,4 @@
-"""A bank laid out for the simulator's gathers, on its device, in as few bytes as it can be read from at once.
+"""Device bank: a bank laid out for the gathers of the simulator, in few bytes.
 
 One step of one world reads one slice of everybody's motion, two windows of each route, and a few dozen cells of the
 distance field. So what is read together lies together, agents or points last, where arithmetic runs along them.
@@ -95,7 +95,7 @@ class Lights(NamedTuple):
     courses: Array  # int32 [S]: K
 
 
-class Tables(NamedTuple):
+class DeviceBank(NamedTuple):
     """A bank on the device. C is 5, or 7 with reactive traffic."""
 
     motion: Array  # int16 [steps of all scenarios, C, N]: x, y, heading, velocity x (NOTHING: absent) and y, (arc
@@ -143,7 +143,7 @@ FLAT = {
 they may be longer than they need to be."""
 
 
-def tabulate(bank: Bank, agents: int, reactive: bool) -> Tables:
+def tabulate(bank: Bank, agents: int, reactive: bool) -> DeviceBank:
     """The tables of a bank of NumPy arrays, for its first `agents` controlled agents, with `Paths` if others react; on
     the default device."""
     host = arrange(bank, agents, reactive)
@@ -152,8 +152,8 @@ def tabulate(bank: Bank, agents: int, reactive: bool) -> Tables:
     return jax.tree.map(jnp.asarray, host)
 
 
-def arrange(bank: Bank, agents: int, reactive: bool) -> Tables:
-    """Tables of NumPy arrays; see `tabulate`."""
+def arrange(bank: Bank, agents: int, reactive: bool) -> DeviceBank:
+    """Device bank of NumPy arrays; see `tabulate`."""
     bank = bank._replace(pose=tidy(bank.pose, bank.present), velocity=tidy(bank.velocity, bank.present))
     controlled = bank.controlled[:, :agents].astype(np.int32)
     slot = np.full(bank.kind.shape, -1, np.int32)
@@ -169,7 +169,7 @@ def arrange(bank: Bank, agents: int, reactive: bool) -> Tables:
     half = 0.5 * bank.size
     count = np.where(controlled >= 0, bank.route_points[:, :agents] + BEHIND + AHEAD, 0)
     edges = distance_field.tile(fields_of(bank))
-    return Tables(
+    return DeviceBank(
         motion=motion[known],
         start=(np.cumsum(bank.steps) - bank.steps).astype(np.int32),
         scale=scale,
@@ -194,7 +194,7 @@ def arrange(bank: Bank, agents: int, reactive: bool) -> Tables:
 
 
 def record(bank: Bank, arcs: list[np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
-    """`Tables.motion`, as [S, T, C, N], and its scales [S, 3]; `arcs`: nothing, or arc lengths and walls [S, T, N]."""
+    """`motion` [S, T, C, N] with its scales [S, 3]; `arcs`: nothing, or arc lengths and walls [S, T, N]."""
     wall = [np.where(values < NOWHERE, values, 0.0) for values in arcs]
     none = np.zeros((len(bank.steps), 1), np.float32)
     known = (bank.pose[..., :2], bank.velocity, np.stack(wall, 1) if arcs else none)
@@ -332,7 +332,7 @@ def walls(bank: Bank, travelled: np.ndarray) -> np.ndarray:
     return wall
 
 
-def slice_at(tables: Tables, scenario: jax.Array, t: jax.Array) -> jax.Array:
+def slice_at(tables: DeviceBank, scenario: jax.Array, t: jax.Array) -> jax.Array:
     """float32 [C + 1, N]: everybody's logged motion at step t, at most the last one: x, y, heading, velocity x and y,
     present (0 or 1), and with reactive traffic arc length and wall."""
     zero = jnp.zeros_like(t)
@@ -340,23 +340,23 @@ def slice_at(tables: Tables, scenario: jax.Array, t: jax.Array) -> jax.Array:
     return _decode(tables, scenario, lax.dynamic_slice(tables.motion, (_row(tables, scenario, t), zero, zero), size)[0])
 
 
-def sighted_at(tables: Tables, scenario: jax.Array) -> jax.Array:
+def sighted_at(tables: DeviceBank, scenario: jax.Array) -> jax.Array:
     """float32 [6, N]: the first rows of `slice_at`, of everybody at the step at which the log sees him first."""
     first = tables.first[scenario].astype(jnp.int32)
     objects = jnp.arange(first.shape[0], dtype=jnp.int32)
     return _decode(tables, scenario, tables.motion[_row(tables, scenario, first), :5, objects].T)
 
 
-def logged_at(tables: Tables, scenario: jax.Array, t: jax.Array, objects: jax.Array) -> jax.Array:
+def logged_at(tables: DeviceBank, scenario: jax.Array, t: jax.Array, objects: jax.Array) -> jax.Array:
     """float32 [6, M]: the first rows of `slice_at` for `objects` [M] alone."""
     return _decode(tables, scenario, tables.motion[_row(tables, scenario, t), :5, objects].T)
 
 
-def _row(tables: Tables, scenario: jax.Array, t: jax.Array) -> jax.Array:
+def _row(tables: DeviceBank, scenario: jax.Array, t: jax.Array) -> jax.Array:
     return tables.start[scenario] + jnp.clip(t, 0, tables.steps[scenario] - 1)
 
 
-def _decode(tables: Tables, scenario: jax.Array, units: jax.Array) -> jax.Array:
+def _decode(tables: DeviceBank, scenario: jax.Array, units: jax.Array) -> jax.Array:
     metre, speed, arc = (tables.scale[scenario, i] for i in range(3))
     scales = (metre, metre, TURN, speed, speed, arc, arc)
     values = [decode(row, scale) for row, scale in zip(units, scales[: units.shape[0]], strict=True)]
@@ -367,13 +367,13 @@ def _decode(tables: Tables, scenario: jax.Array, units: jax.Array) -> jax.Array:
     return jnp.stack([*values[:5], present.astype(jnp.float32), *values[5:]])
 
 
-def field(tables: Tables, scenario: jax.Array) -> Field:
+def field(tables: DeviceBank, scenario: jax.Array) -> Field:
     """The distance field of a scenario."""
     start, shape, origin = tables.field_start[scenario], tables.field_shape[scenario], tables.field_origin[scenario]
     return Field(tables.cells, tables.tiles, start, shape, origin)
 
 
-def lights_at(tables: Tables, scenario: jax.Array, t: jax.Array, agent: jax.Array) -> tuple[jax.Array, jax.Array]:
+def lights_at(tables: DeviceBank, scenario: jax.Array, t: jax.Array, agent: jax.Array) -> tuple[jax.Array, jax.Array]:
     """The lights of an agent's route: arc lengths of their stop lines, float32 [L], inf where there is none, and
     their states at step t, int8 [L]."""
     lights = tables.lights
@@ -382,7 +382,7 @@ def lights_at(tables: Tables, scenario: jax.Array, t: jax.Array, agent: jax.Arra
 
 
 def window(
-    tables: Tables, scenario: jax.Array, agent: jax.Array, s: jax.Array, size: int
+    tables: DeviceBank, scenario: jax.Array, agent: jax.Array, s: jax.Array, size: int
 ) -> tuple[jax.Array, jax.Array]:
     """-> points [3, BEHIND + size] of a route around arc length `s`, and the index of the first (-BEHIND at s = 0)."""
     last = tables.routes.count[scenario, agent] - BEHIND - size
@@ -398,7 +398,7 @@ def stretch(lines: Lines, scenario: jax.Array, line: jax.Array, first: jax.Array
     return jnp.stack([units[0] * metre, units[1] * metre, units[2] * TURN])
 
 
-def place_on(tables: Tables, scenario: jax.Array, agent: jax.Array, s: jax.Array) -> jax.Array:
+def place_on(tables: DeviceBank, scenario: jax.Array, agent: jax.Array, s: jax.Array) -> jax.Array:
     """float32 [3]: x, y, heading of a route at arc length `s` >= 0."""
     points, first = window(tables, scenario, agent, s, 2)
     return jnp.stack(ahead_of(points, first, s, np.zeros(1, np.int64)))[:, 0]
