@@ -34,7 +34,7 @@ for variable in ("JAX_COMPILATION_CACHE_DIR", "JAX_ENABLE_X64", "JAX_DISABLE_JIT
     os.environ.pop(variable, None)
 # Most of what tests take is the compiler's. LLVM's loop strength reduction is half of a program with a replay; it moves
 # the arithmetic of addresses, and no number. JAX 0.10's newer emitters of fusions take a third of all (test_ppo.py and
-# test_driving_simulator.py: 170 CPU-seconds, 113 without), and LLVM's optimisation another quarter of the simulator's
+# driving/sim/test_simulator.py: 170 CPU-seconds, 113 without). LLVM's optimisation is a quarter of the simulator's
 # (test_simulator.py and test_metrics.py: 71, 51 without). `make test` does without them; `make test-all` and pytest by
 # itself compile as users do. A flag that an XLA does not know ends the process, so only where it is known.
 os.environ["XLA_FLAGS"] = "--xla_backend_extra_options=-disable-lsr"

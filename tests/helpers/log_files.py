@@ -1,4 +1,4 @@
-"""A small log made by hand, and writers of it in the formats that are one file (Argoverse: fixtures_argoverse.py).
+"""A small log made by hand, and writers of it in the formats that are one file (Argoverse: argoverse_files.py).
 
 The road runs from x = 0 to 200 m, one lane each way (y = -1.75 eastwards, +1.75 westwards), with a light at x = 120 m.
 All numbers can be held by float32, so that what a format stores as float32 comes back unchanged.
