@@ -23,6 +23,7 @@ from longhaul.runtime.devices import MeshShape
 from longhaul.runtime.errors import RunError
 from longhaul.runtime.settings import CHANGEABLE, FIXED, Leaf, Setting
 from longhaul.telemetry import wandb
+from longhaul.training.run_dir import asked as load_asked
 from longhaul.training.run_dir import called, load_run
 
 GROUPS = {
@@ -177,6 +178,12 @@ def chosen(recipe: Run, parsed: flags.Parsed) -> Run:
     return run
 
 
+def asked(run: Run, parsed: flags.Parsed) -> dict[str, Any]:
+    """Settings of `run` that the words gave, by field, as JSON holds them."""
+    given = {leaf.name: parsed.values[name_of(leaf)] for leaf in settings.walk(run) if name_of(leaf) in parsed.given}
+    return {name: str(value) if isinstance(value, MeshShape | Path) else value for name, value in given.items()}
+
+
 def resumed(folder: Path, recipe: str, parsed: flags.Parsed) -> Run:
     """The Run of a folder that is gone on with. Raises RunError where a flag was given that says otherwise.
 
@@ -207,7 +214,7 @@ def resumed(folder: Path, recipe: str, parsed: flags.Parsed) -> Run:
                 f"leave --{name} out, or start a new run without --resume"
             )
     if any(value != before[name] for name, value in free.items() if known[name].setting.resume == CHANGEABLE):
-        stored = resume.reopened(stored, frozenset(known[name].path[-1] for name in free))
+        stored = resume.reopened(stored, frozenset(known[name].path[-1] for name in free) | load_asked(folder).keys())
     run = apply(stored, free)
     check_topology(run, {name: value for name, value in free.items() if value != before[name]})
     return run

@@ -101,7 +101,7 @@ def _train(words: Sequence[str]) -> int:
         publish.save(folder, published)
         _say_unused(parsed, tracked)
         print(folder, flush=True)
-        outcome = loop.train(run, folder, resumed=True)
+        outcome = loop.train(run, folder, resumed=True, asked=run_flags.asked(run, parsed))
     else:
         tracked = wandb.chosen(parsed.values, parsed.given, recipe.recipe)
         publish.chosen(parsed.values, parsed.given)
@@ -218,7 +218,7 @@ def _begin(runs_dir: Path, run: Run, parsed: flags.Parsed, tracked: wandb.Tracki
         algorithm = registry.make(spec(run), run.algorithm, Context(updates=1, mean=identity))
         partition.check(jax.eval_shape(algorithm.init, jax.random.key(0)), run.mesh)
     source = feed(run) if isinstance(task, Driving) and task.data else None
-    about = provenance() | {"data": source.about if source else None}
+    about = provenance() | {"data": source.about if source else None, "asked": run_flags.asked(run, parsed)}
     folder = new_folder(runs_dir, run, parsed.values["run-name"], parsed.values["run-suffix"])
     try:
         wandb.save(folder, tracked)

@@ -14,7 +14,7 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Callable, Generator, Iterator, Mapping
 from contextlib import ExitStack, closing
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -55,6 +55,7 @@ from longhaul.training import (
     population_report,
     reasoning_setup,
     report,
+    run_dir,
 )
 from longhaul.training import data as feeds
 from longhaul.training import population as members
@@ -78,10 +79,13 @@ class Outcome(NamedTuple):
     result: dict[str, Any] | None
 
 
-def train(run: Run, folder: Path, *, resumed: bool, source: Feed | None = None) -> Outcome:
+def train(
+    run: Run, folder: Path, *, resumed: bool, source: Feed | None = None, asked: Mapping[str, Any] | None = None
+) -> Outcome:
     """Train the resolved `run` in `folder` to its end, from its newest intact checkpoint if `resumed`.
 
-    `source` is the run's training data if already opened. All processes of a run call this with the same run. Process 0
+    `source` is the run's training data if already opened; `asked` are the settings that a resume's user gave, for
+    run.json. All processes of a run call this with the same run. Process 0
     writes what is written once, evaluates, and alone has a result.
 
     A signal before the folder holds a run raises KeyboardInterrupt, as without this function.
@@ -89,7 +93,7 @@ def train(run: Run, folder: Path, *, resumed: bool, source: Feed | None = None) 
     process_group.tell("folder", {"folder": str(folder.absolute()), "resumed": resumed})
     with alone(folder), listening() as stop:
         try:
-            return Outcome(0, _through(run, folder, stop, source, resumed=resumed))
+            return Outcome(0, _through(run, folder, stop, source, asked or {}, resumed=resumed))
         except Stopped as stopped:
             where = f"saved after update {stopped.done}" if stopped.done else "stopped before its first update"
         except KeyboardInterrupt:
@@ -101,14 +105,16 @@ def train(run: Run, folder: Path, *, resumed: bool, source: Feed | None = None) 
         return Outcome(STOPPED, None)
 
 
-def _through(run: Run, folder: Path, stop: Stop, source: Feed | None, *, resumed: bool) -> dict[str, Any]:
+def _through(
+    run: Run, folder: Path, stop: Stop, source: Feed | None, asked: Mapping[str, Any], *, resumed: bool
+) -> dict[str, Any]:
     """Result of the run, with rollbacks of updates that are not finite. Raises Stopped; RunError when rollbacks run
     out."""
     detours = process_group.share("detours", lambda: nan_rollback.detours(folder)) if resumed else 0
     turn = 0
     while True:
         try:
-            return _train(run, folder, stop, source, resumed=resumed, turn=turn, detours=detours)
+            return _train(run, folder, stop, source, asked, resumed=resumed, turn=turn, detours=detours)
         except Poisoned as poisoned:
             detours, line = process_group.share(
                 f"detour {turn}", functools.partial(nan_rollback.keep, run, folder, poisoned)
@@ -118,7 +124,15 @@ def _through(run: Run, folder: Path, stop: Stop, source: Feed | None, *, resumed
 
 
 def _train(
-    run: Run, folder: Path, stop: Stop, source: Feed | None, *, resumed: bool, turn: int, detours: int
+    run: Run,
+    folder: Path,
+    stop: Stop,
+    source: Feed | None,
+    asked: Mapping[str, Any],
+    *,
+    resumed: bool,
+    turn: int,
+    detours: int,
 ) -> dict[str, Any]:
     """Result of attempt `turn` of this process, after `detours` rollbacks. Raises Stopped and Poisoned."""
     if resumed and (folder / "result.json").exists():
@@ -143,7 +157,7 @@ def _train(
         parameters = actor_critic.count((policy.state if assembly.members else policy).params)
         about = {"data": source.about, "parameters": parameters, "decisions": decided}
         if not resumed and process_group.index() == 0:  # not before: bad data or sizes are an error, not a run
-            save_run(folder, run, provenance() | about)
+            save_run(folder, run, provenance() | about | {"asked": run_dir.asked(folder)})
         for line in decided:
             _say(line)
         with clock.compiling():
@@ -159,7 +173,9 @@ def _train(
             progress = resume.restored(checkpoints, found, progress, now, source, assembly, feeding.now.context)
         progress = nan_rollback.around(progress, found, detours, assembly.mesh)
         if resumed and process_group.index() == 0:
-            resume.record(folder, run, now, source, {"decisions": decided})
+            resume.record(
+                folder, run, now, source, {"decisions": decided, "asked": run_dir.asked(folder) | dict(asked)}
+            )
         _look(stop, int(progress.updates), assembly)
         if int(progress.updates) < assembly.updates:
             try:

@@ -1,6 +1,7 @@
 """Folder of a run: creation, lookup, locking, reading and writing.
 
-`run.json` holds the Run with every default resolved, so that the folder is enough to resume, evaluate and repeat.
+`run.json` holds the Run with every default resolved, so that the folder is enough to resume, evaluate and repeat; and
+in `asked` the settings that the user gave, by their fields.
 """
 
 from __future__ import annotations
@@ -121,6 +122,13 @@ def write_json(path: Path, value: Any) -> None:
 def save_run(folder: Path, run: Run, about: dict[str, Any]) -> None:
     head = {"format": FORMAT, "id": folder.name, "recipe": run.recipe, "run": to_dict(run)}
     write_json(folder / "run.json", head | about)
+
+
+def asked(folder: Path) -> dict[str, Any]:
+    """Settings that a run's user gave, by field; empty for a run that an older version wrote, or that has no folder."""
+    path = folder / "run.json"
+    given: dict[str, Any] = json.loads(path.read_text()).get("asked", {}) if path.is_file() else {}
+    return given
 
 
 def _as_now(run: dict[str, Any]) -> dict[str, Any]:

@@ -20,7 +20,7 @@ from longhaul.config.run import Driving, Named, Run
 from longhaul.config.serialize import to_dict
 from longhaul.runtime.settings import CHANGEABLE, FIXED, FREE, walk
 from longhaul.telemetry import wandb
-from longhaul.training import loop
+from longhaul.training import loop, run_dir
 from longhaul.training.run_dir import save_run
 from tests.helpers import installed_recipes, log_files
 from tests.helpers.command_line import tree
@@ -47,7 +47,7 @@ def begun(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[tuple[Run, Pa
     """The runs that `longhaul train` would train in an empty folder, without W&B's say."""
     runs: list[tuple[Run, Path]] = []
 
-    def train(run: Run, folder: Path, *, resumed: bool, source: Any = None) -> loop.Outcome:
+    def train(run: Run, folder: Path, *, resumed: bool, source: Any = None, asked: Any = None) -> loop.Outcome:
         runs.append((run, folder))
         return loop.Outcome(loop.STOPPED, None)
 
@@ -141,7 +141,15 @@ def test_flags_change_their_fields_and_no_other(longhaul: Any, begun: list[tuple
         evaluation_episodes=5, log_interval=3, save_interval_minutes=0.5, algorithm=algorithm,
         base_batch=base.num_envs * base.num_steps,
     )  # fmt: skip
-    assert [run for run, _ in begun] == [resolve(expected)]
+    ((run, folder),) = begun
+    assert run == resolve(expected)
+    asked = json.loads((folder / "run.json").read_text())["asked"]
+    assert asked == {
+        "total_steps": 1_000_000, "num_envs": 16, "num_steps": 16, "seed": 3, "mesh": "data=2", "save_interval": 7,
+        "keep": 2, "lr": 1e-3, "anneal": False, "ent_coef": -0.1, "kl_stop": 0.02, "memory": 16,
+        "evaluation_episodes": 5, "topology": "fused", "log_interval": 3, "save_interval_minutes": 0.5,
+        "clip_value": True,
+    }  # fmt: skip
 
 
 def test_flags_of_another_topology_are_refused_where_they_say_something(
@@ -195,6 +203,7 @@ def test_a_folder_is_named_after_recipe_and_time_and_kept(
     assert folder.parent == Path("my/runs")
     assert folder.name.startswith("cartpole-")
     assert json.loads((tmp_path / folder / "run.json").read_text())["run"] == to_dict(begun[0][0])
+    assert run_dir.asked(tmp_path / folder) == {}
 
 
 def test_resuming_takes_the_run_of_the_folder(longhaul: Any, begun: list[tuple[Run, Path]], stored: Path) -> None:

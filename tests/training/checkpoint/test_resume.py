@@ -70,7 +70,7 @@ def change(folder: Path, *words: str) -> Run:
     return runs.resolve(run_flags.resumed(folder, "small", parsed))
 
 
-def first_call(run: Run, folder: Path) -> Any:
+def first_call(run: Run, folder: Path, **asked: Any) -> Any:
     """The progress with which a run goes on, which is then killed."""
     seen: list[Any] = []
 
@@ -81,7 +81,7 @@ def first_call(run: Run, folder: Path) -> Any:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(loop, "_compiled", noting)
         with pytest.raises(Enough):
-            loop.train(run, folder, resumed=True)
+            loop.train(run, folder, resumed=True, asked=asked)
     return jax.tree.map(np.array, jax.device_get(seen[0]))
 
 
@@ -144,7 +144,7 @@ def test_what_was_dropped_is_said_and_recorded(
     stopped: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     folder = shutil.copytree(stopped, tmp_path / "run")
-    first_call(change(folder, "--num-envs", "16", "--lr", "1e-3"), folder)
+    first_call(change(folder, "--num-envs", "16", "--lr", "1e-3"), folder, num_envs=16, lr=1e-3)
     lines = [line for line in capfd.readouterr().err.splitlines() if line.startswith("goes on")]
     assert len(lines) == 1
     assert "after update 20, 2,560 of 7,680 steps, with num_envs 16 (was 8), lr 0.001 (was 0.003)" in lines[0]
@@ -155,6 +155,7 @@ def test_what_was_dropped_is_said_and_recorded(
     assert entry["changed"] == {"num_envs": [8, 16], "lr": [0.003, 0.001]}
     assert entry["dropped"] == [resumption.BEGIN_ANEW]
     assert about["run"]["num_envs"] == 16
+    assert about["asked"] == {"num_envs": 16, "lr": 1e-3}
     assert about["id"] == "run" and about["versions"], "the rest of run.json stays"
 
 
@@ -266,6 +267,19 @@ def test_what_is_chosen_stays(tmp_path: Path) -> None:
     larger = change(folder, "--num-envs", "16")
     kept = ("log_interval", "block", "save_interval", "seed", "devices", "total_steps", "algorithm")
     assert [getattr(larger, name) for name in kept] == [getattr(run, name) for name in kept]
+
+
+def test_what_was_asked_stays_though_it_is_what_would_be_decided(tmp_path: Path) -> None:
+    """`asked` in run.json tells a choice from a decision; a folder of an older version has none."""
+    config = PPOConfig(num_minibatches=None, update_epochs=None)
+    run = runs.resolve(Run("small", Named("cartpole"), config, num_envs=256, num_steps=128, scaling="batch"))
+    folder = tmp_path / "run"
+    folder.mkdir()
+    decided = run.algorithm.num_minibatches
+    run_dir.save_run(folder, run, {})
+    assert change(folder, "--num-envs", "2048").algorithm.num_minibatches != decided
+    run_dir.save_run(folder, run, {"asked": {"num_minibatches": decided}})
+    assert change(folder, "--num-envs", "2048").algorithm.num_minibatches == decided
 
 
 @pytest.mark.parametrize(
