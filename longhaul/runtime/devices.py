@@ -11,7 +11,6 @@ from typing import NamedTuple
 
 import psutil
 
-from longhaul.runtime import process_group
 from longhaul.runtime.errors import RunError
 
 CGROUP = Path("/sys/fs/cgroup")
@@ -73,7 +72,7 @@ def prepare_devices(devices: int, threads: int | None = None, inline: bool = Fal
     """
     import jax
 
-    from longhaul.runtime import compile_cache
+    from longhaul.runtime import compile_cache, process_group
 
     if inline:
         jax.config.update("jax_cpu_enable_async_dispatch", False)
