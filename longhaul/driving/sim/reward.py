@@ -16,10 +16,12 @@ end is told by `measures`.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from longhaul.driving.datasets.log import PEDESTRIAN
 from longhaul.driving.sim.config import EVENTS, Weights
@@ -111,3 +113,43 @@ def reward(
         first = getattr(events, name) & ~getattr(happened, name)
         total = total + getattr(weights, name) * first.astype(jnp.float32)
     return total
+
+
+RANGES: dict[str, float] = {
+    "progress": 2.0,
+    "collision": 3.0,
+    "offroad": 3.0,
+    "red_light": 3.0,
+    "goal": 2.0,
+    "discomfort": 8.0,
+    "haste": 4.0,
+    "lateral": 4.0,
+    "heading": 4.0,
+}
+"""Range by term of `Weights`: the factor, up and down, within which its weight is drawn."""
+
+
+def draws(episode: jax.Array, agents: int) -> jax.Array:
+    """float32 [A, len(RANGES)] within -1 .. 1, for the uint32 scalar `episode`."""
+    count = agents * len(RANGES)
+    number = jnp.arange(1, count + 1, dtype=jnp.uint32) * np.uint32(0x9E3779B9)
+    drawn = mix(mix(number ^ episode) + episode) >> 8
+    share = drawn.astype(jnp.float32) * np.float32(2.0**-23) - 1.0
+    return jnp.where(episode == 0, 0.0, share).reshape(agents, len(RANGES))
+
+
+def mix(bits: jax.Array) -> jax.Array:
+    """uint32 -> uint32, a bijection in which each bit of the input moves half of the output (the finaliser of
+    Appleby's MurmurHash3)."""
+    bits = (bits ^ (bits >> 16)) * np.uint32(0x85EBCA6B)
+    bits = (bits ^ (bits >> 13)) * np.uint32(0xC2B2AE35)
+    return bits ^ (bits >> 16)
+
+
+def weigh(weights: Weights, drawn: jax.Array) -> Weights:
+    """The weights of agents, arrays [A], given their draws [A, len(RANGES)]; terms without a range stay numbers."""
+    terms = {
+        name: getattr(weights, name) * jnp.exp(np.log(factor) * drawn[:, i])
+        for i, (name, factor) in enumerate(RANGES.items())
+    }
+    return replace(weights, **terms)

@@ -25,7 +25,6 @@ from longhaul.driving.sim import (
     device_bank,
     dynamics,
     goal_behaviour,
-    reward_conditioning,
     traffic,
 )
 from longhaul.driving.sim import (
@@ -316,9 +315,7 @@ class Simulator:
         )
         if state.episode is None:
             return seen
-        return seen._replace(
-            ego=jnp.concatenate([seen.ego, reward_conditioning.draws(state.episode, config.agents)], -1)
-        )
+        return seen._replace(ego=jnp.concatenate([seen.ego, objectives.draws(state.episode, config.agents)], -1))
 
     def _drive(self, state: State, here: Scene | None, action: jax.Array, dt: jax.Array) -> Drive:
         """The next motion of the controlled agents; `here` for IDM alone."""
@@ -348,9 +345,7 @@ class Simulator:
         """Reward weights of each agent."""
         if state.episode is None:
             return self.config.weights
-        return reward_conditioning.weigh(
-            self.config.weights, reward_conditioning.draws(state.episode, self.config.agents)
-        )
+        return objectives.weigh(self.config.weights, objectives.draws(state.episode, self.config.agents))
 
     def _spared(self, state: State, events: Events) -> Events:
         """The events without those that mean nothing: ghosts collide with nobody, and people may leave the road."""
@@ -385,7 +380,7 @@ class Simulator:
 def _shapes(config: Config) -> Observation:
     """The shapes of one agent's observation."""
     seen = shapes(config.neighbours, config.waypoints, config.road_points)
-    more = len(reward_conditioning.RANGES) if config.conditioning else 0
+    more = len(objectives.RANGES) if config.conditioning else 0
     return seen._replace(ego=jax.ShapeDtypeStruct((seen.ego.shape[0] + more,), jnp.float32))
 
 

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from longhaul.driving.datasets.log import PEDESTRIAN, VEHICLE
-from longhaul.driving.evaluation import realism, realism_features
+from longhaul.driving.evaluation import realism
 from longhaul.driving.generator.generate import generate
 from longhaul.driving.scenario.compile import compile_log
 from longhaul.driving.scenario.scenario import Scenario
@@ -40,7 +40,7 @@ def test_boxes_are_as_far_apart_as_their_outlines_and_overlap_by_what_parts_them
     half, other = draw.uniform(0.3, 3.0, (2, count, 2))
 
     def apart(x: np.ndarray, y: np.ndarray) -> np.ndarray:
-        return realism_features.boxes_apart(x, y, np.cos(turn), np.sin(turn), half, other)
+        return realism.boxes_apart(x, y, np.cos(turn), np.sin(turn), half, other)
 
     found = apart(x, y)
     assert 50 < np.sum(found > 0) < count - 50
@@ -49,7 +49,7 @@ def test_boxes_are_as_far_apart_as_their_outlines_and_overlap_by_what_parts_them
         assert found[i] == pytest.approx(min(outline_distance(*pair), outline_distance(*pair[::-1])), abs=1e-3)
     # the other way round it is the same
     cos, sin = np.cos(turn), np.sin(turn)
-    back = realism_features.boxes_apart(-(x * cos + y * sin), x * sin - y * cos, cos, -sin, other, half)
+    back = realism.boxes_apart(-(x * cos + y * sin), x * sin - y * cos, cos, -sin, other, half)
     np.testing.assert_allclose(back, found, atol=1e-9)
     # of all ways of one length, some way as long as the overlap parts two boxes, and no shorter one does
     ways = np.linspace(-np.pi, np.pi, 721)[:, None]
@@ -60,9 +60,9 @@ def test_boxes_are_as_far_apart_as_their_outlines_and_overlap_by_what_parts_them
     assert np.all(shorter.max(0)[found < 0] < 0)
 
 
-def measured(made: Scenario, pose: np.ndarray | None = None) -> realism_features.Features:
+def measured(made: Scenario, pose: np.ndarray | None = None) -> realism.Features:
     pose = made.pose if pose is None else pose
-    return realism_features.measure(realism_features.scene(made), pose[None], made.present[None])
+    return realism.measure(realism.scene(made), pose[None], made.present[None])
 
 
 def test_motion_on_a_circle() -> None:
@@ -99,7 +99,7 @@ def test_motion_that_changes_and_agents_that_come_and_go() -> None:
         np.testing.assert_allclose(series[name].value[0, known, 0], value, atol=1e-3, err_msg=name)
 
 
-def follow(gap: float, own: float, other: float, **changes: Any) -> realism_features.Features:
+def follow(gap: float, own: float, other: float, **changes: Any) -> realism.Features:
     """A vehicle behind another one, `gap` metres from bumper to bumper, at these speeds, and a pedestrian far off."""
     poses = [worlds.line((0, 0), (own, 0), 41), worlds.line((gap + 4, 0.5), (other, 0), 41),
              worlds.line((300, 0), (0, 0), 41)]  # fmt: skip
@@ -113,11 +113,11 @@ def test_who_follows_is_as_near_as_the_gap_and_the_speeds_say() -> None:
     near, soon = (features.series[name] for name in ("distance_to_object", "time_to_collision"))
     np.testing.assert_allclose(near.value[0, 1:, 0], gap[1:], atol=1e-4)
     np.testing.assert_allclose(soon.value[0, 1:-1, 0], gap[1:-1] / 5.0, atol=1e-3)
-    np.testing.assert_allclose(soon.value[0, 1:-1, 1], realism_features.HORIZON)  # nobody is ahead of the first
+    np.testing.assert_allclose(soon.value[0, 1:-1, 1], realism.HORIZON)  # nobody is ahead of the first
     assert not soon.valid[..., 2].any()  # a pedestrian has no such thing
     assert not features.events["collision"].value.any()
     # at the same speed nobody nears, and who touches collides
-    assert np.all(follow(20.0, 5.0, 5.0).series["time_to_collision"].value[0, 1:-1, 0] == realism_features.HORIZON)
+    assert np.all(follow(20.0, 5.0, 5.0).series["time_to_collision"].value[0, 1:-1, 0] == realism.HORIZON)
     np.testing.assert_array_equal(follow(20.0, 10.0, 4.0).events["collision"].value[0], [True, True, False])
 
 
@@ -251,7 +251,7 @@ def test_a_likelihood_does_not_depend_on_chunks_or_on_the_order_of_rollouts(
     made = generated[0]
     pose, there = drive(made, "random"), np.repeat(made.present[None], 8, 0)
     found = realism.realism(made, pose, there)
-    monkeypatch.setattr(realism_features, "CHUNK", 1)
+    monkeypatch.setattr(realism, "CHUNK", 1)
     assert realism.realism(made, pose[::-1], there) == found
 
 

@@ -17,7 +17,7 @@ from longhaul.driving import scenario_source
 from longhaul.driving.datasets.log import CYCLIST, PEDESTRIAN, VEHICLE
 from longhaul.driving.scenario.compile import compile_log
 from longhaul.driving.scenario.scenario import Scenario
-from longhaul.driving.sim import goal_behaviour, reward_conditioning
+from longhaul.driving.sim import goal_behaviour, reward
 from longhaul.driving.sim.config import Config, Weights
 from longhaul.driving.sim.goal_behaviour import ARRIVED, GHOST, GONE, PLAYING, STANDING
 from longhaul.driving.sim.simulator import driving
@@ -134,7 +134,7 @@ def test_people_may_leave_the_road_and_run_no_faster_than_they_can() -> None:
     assert speed[0] == pytest.approx(np.hypot(6, 1) + 4.0 * 5.0, abs=0.05)
     assert speed[1] == pytest.approx(7.0, abs=1e-4)
     # episodes that are chosen, not drawn, have the configured weights, which are seen as zeros
-    assert not driven.first.ego[:, -len(reward_conditioning.RANGES) :].any()
+    assert not driven.first.ego[:, -len(reward.RANGES) :].any()
 
 
 def test_control_says_who_may_be_controlled() -> None:
@@ -189,8 +189,8 @@ def test_scenarios_have_the_agents_that_are_asked_for(monkeypatch: pytest.Monkey
 
 def test_draws_are_uniform_and_differ_by_episode_agent_and_term() -> None:
     episodes = jnp.arange(1, 2001, dtype=jnp.uint32)
-    drawn = np.asarray(jax.vmap(lambda e: reward_conditioning.draws(e, 4))(episodes))
-    assert drawn.shape == (2000, 4, len(reward_conditioning.RANGES))
+    drawn = np.asarray(jax.vmap(lambda e: reward.draws(e, 4))(episodes))
+    assert drawn.shape == (2000, 4, len(reward.RANGES))
     assert drawn.min() >= -1.0
     assert drawn.max() < 1.0
     flat = drawn.reshape(2000, -1)
@@ -204,17 +204,17 @@ def test_draws_are_uniform_and_differ_by_episode_agent_and_term() -> None:
 
 
 def test_weights_lie_within_their_ranges_around_the_configured_ones() -> None:
-    drawn = jnp.stack([jnp.full(len(reward_conditioning.RANGES), d) for d in (-1.0, 0.0, 1.0)])
+    drawn = jnp.stack([jnp.full(len(reward.RANGES), d) for d in (-1.0, 0.0, 1.0)])
     given = Weights()
-    found = reward_conditioning.weigh(given, drawn)
+    found = reward.weigh(given, drawn)
     for field in fields(Weights):
         value, wanted = getattr(found, field.name), getattr(given, field.name)
-        factor = reward_conditioning.RANGES.get(field.name)
+        factor = reward.RANGES.get(field.name)
         if factor is None:
             assert value == wanted
         else:
             np.testing.assert_allclose(value, [wanted / factor, wanted, wanted * factor], rtol=1e-5)
-    assert not reward_conditioning.draws(jnp.uint32(0), 3).any()
+    assert not reward.draws(jnp.uint32(0), 3).any()
 
 
 @pytest.mark.slow
@@ -223,11 +223,11 @@ def test_each_driver_of_a_drawn_episode_sees_weights_of_its_own() -> None:
     keys = jax.random.split(jax.random.key(0), 2)
     states, seen = jax.jit(jax.vmap(environment.reset))(keys)
     assert (states.episode != 0).all()
-    count = len(reward_conditioning.RANGES)
+    count = len(reward.RANGES)
     assert seen.ego.shape[2:] == environment.spec.observation.ego.shape
     shown = np.asarray(seen.ego)[..., -count:]
     assert len(np.unique(shown)) == shown.size
-    np.testing.assert_array_equal(shown[0], reward_conditioning.draws(states.episode[0], 2))
+    np.testing.assert_array_equal(shown[0], reward.draws(states.episode[0], 2))
 
 
 def test_the_state_stays_small() -> None:

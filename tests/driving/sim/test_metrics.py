@@ -13,8 +13,9 @@ import pytest
 from longhaul.driving.datasets.log import CYCLIST, LANE_BIKE, LANE_STREET, PEDESTRIAN, Feature
 from longhaul.driving.scenario.lane_graph import lay_grid, make_road
 from longhaul.driving.scenario.scenario import Scenario
-from longhaul.driving.sim import interactions, metrics
+from longhaul.driving.sim import metrics
 from longhaul.driving.sim.config import Config
+from longhaul.driving.sim.features import front_inside, time_to_contact
 from longhaul.driving.sim.simulator import driving
 from tests.helpers import reference_driving_metrics as reference
 from tests.helpers.driving_scenarios import DT, GREEN, RED, Trip, bank, line, scenario, trip
@@ -303,9 +304,7 @@ def test_time_to_contact_against_small_steps() -> None:
     x, y = rng.uniform(-25, 25, (2, count))
     angle, vx, vy = rng.uniform(-np.pi, np.pi, count), *rng.uniform(-12, 12, (2, count))
     half, other = (2.3, 1.0), tuple(rng.uniform(0.3, 3.0, (2, count)))
-    told = interactions.time_to_contact(
-        *(jnp.float32(v) for v in (x, y, np.cos(angle), np.sin(angle), vx, vy)), half, other
-    )
+    told = time_to_contact(*(jnp.float32(v) for v in (x, y, np.cos(angle), np.sin(angle), vx, vy)), half, other)
     mine = reference.corners((0.0, 0.0, 0.0, *half))
     touched = 0
     for i in range(count):
@@ -330,7 +329,7 @@ def test_the_bumper_inside_a_box() -> None:
         x, y, angle = *rng.uniform(-6, 6, 2), rng.uniform(-np.pi, np.pi)
         half, other = (2.3, 1.0), tuple(rng.uniform(0.3, 3.0, 2))
         args = [np.float32(v) for v in (x, y, np.cos(angle), np.sin(angle))]
-        told = bool(interactions.front_inside(*args, half, other))  # type: ignore[arg-type]
+        told = bool(front_inside(*args, half, other))  # type: ignore[arg-type]
         bumper = reference.corners((0.0, 0.0, 0.0, *half))[:2]
         gap = reference.gap(bumper, reference.corners((x, y, angle, *other)))
         if abs(gap) > 1e-4:
