@@ -16,7 +16,7 @@ import optax
 from longhaul import normalise
 from longhaul.algorithms.context import Context, Isolate
 from longhaul.distributions import Distribution, distribution
-from longhaul.networks import actor_critic, sizing
+from longhaul.networks import actor_critic
 from longhaul.runtime.errors import FieldError
 from longhaul.spaces import Masked
 from longhaul.types import Key, Params, PyTree, Spec
@@ -101,7 +101,7 @@ def parts(spec: Spec, config: Any, *, norm: bool = False) -> Parts:
     }  # fmt: skip
     width, depth = design.hidden_dim, design.num_layers
     if design.model_size is not None:
-        width, depth = sizing.shape(seen, policy.size, design.model_size, **options)
+        width, depth = actor_critic.width_and_depth(seen, policy.size, design.model_size, **options)
     expand, live = spec.expand, None
     if spec.compact is not None and actor_critic.takes_live(design.torso, design.shared, design.memory, norm):
         expand, live = spec.compact

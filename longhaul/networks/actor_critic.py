@@ -20,17 +20,17 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from functools import cache
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from longhaul.networks import attention, conv, layers, set_pooling
-from longhaul.networks.config import CONVOLUTIONS, ENCODERS, INITS, REMATS, TORSOS
-from longhaul.networks.layers import NamedKey
+from longhaul.networks import attention, conv, layers
+from longhaul.networks.config import CONVOLUTIONS, ENCODERS, INITS, LARGEST, REMATS, SMALLEST, TORSOS
+from longhaul.networks.layers import PRECISIONS, NamedKey, rematerialised
 from longhaul.networks.mlp import perceptron
-from longhaul.networks.precision import PRECISIONS, rematerialised
 from longhaul.types import Key, Params, PyTree
 
 ACTIVATIONS: dict[str, Callable[[jax.Array], jax.Array]] = {
@@ -128,7 +128,7 @@ def _torso(
     def pool(own: Params, scale: Params | None, x: jax.Array) -> jax.Array:
         """The maximum of each feature over the items [..., items, features] that are present."""
         if rising and not norm and jax.default_backend() == "cpu":
-            most = set_pooling.greatest(own["kernel"], own["bias"], x.reshape(-1, *x.shape[-2:]).astype(dtype))
+            most = layers.greatest(own["kernel"], own["bias"], x.reshape(-1, *x.shape[-2:]).astype(dtype))
             return activate(most.reshape(*x.shape[:-2], -1).astype(dtype))
         present = x[..., -1:].astype(dtype)
         if not rising:
@@ -338,3 +338,53 @@ def actor_critic(
 def takes_live(torso: str, shared: bool, memory: int, norm: bool = False) -> bool:
     """True for a network that can leave out inputs that are always 0."""
     return torso == "mlp" and shared and not memory and not norm
+
+
+def width_and_depth(observation: PyTree, outputs: int, size: float, **options: Any) -> tuple[int, int]:
+    """Width and depth of the network of about `size` million parameters for observations like `observation`.
+
+    depth = round(2 x (size / 0.3)^(1/3)), at least 1: 2, 3, 4, 6 and 9 at 0.3, 1, 3, 10 and 25 million. The width, a
+    multiple of 8 (of 4 below 96), is the one whose network comes nearest to the size. Heads and latents follow from
+    these (attention.py): a head every 32 features, 4 latents a block of `latent`, 8 a block of `wayformer`. With a
+    transformer's 12 x depth x width^2 parameters, width / depth stays between 35 and 60, in which the shape matters
+    little (Kaplan et al. 2020, arXiv 2001.08361, section 3.1).
+
+    `outputs` and `options` are those of `actor_critic`, without `sizes`. Raises ValueError where no network is within a
+    third of the size: its fixed part (layers on a long observation, for example) may already be larger.
+    """
+    if not SMALLEST <= size <= LARGEST:
+        raise ValueError(f"model_size is {size}; it must lie in {SMALLEST} to {LARGEST} (millions of parameters)")
+    leaves, tree = jax.tree.flatten(observation)
+    described = tuple((tuple(leaf.shape), str(leaf.dtype)) for leaf in leaves)
+    return _width_and_depth(described, tree, outputs, size, tuple(sorted(options.items())))
+
+
+@cache
+def _width_and_depth(
+    leaves: Any, tree: Any, outputs: int, size: float, options: tuple[tuple[str, Any], ...]
+) -> tuple[int, int]:
+    observation = jax.tree.unflatten(tree, [jax.ShapeDtypeStruct(*leaf) for leaf in leaves])
+    depth = max(1, round(2.0 * (size / 0.3) ** (1.0 / 3.0)))
+
+    def parameters(width: int) -> int:
+        network = actor_critic(observation, outputs, sizes=(width,) * depth, **dict(options))
+        return count(jax.eval_shape(network.init, jax.random.key(0)))
+
+    # The count grows like a power of the width between 1 and 2: each guess takes the power 2.
+    wanted, tried, guess = size * 1e6, {}, _rounded(math.sqrt(size * 1e6 / (12 * (depth + 2))))
+    while guess not in tried:
+        tried[guess] = parameters(guess)
+        guess = _rounded(guess * math.sqrt(wanted / tried[guess]))
+    best = min(tried, key=lambda width: abs(math.log(tried[width] / wanted)))
+    if not 2 / 3 <= tried[best] / wanted <= 3 / 2:
+        raise ValueError(
+            f"model_size is {size}, and the nearest network for this observation has {tried[best] / 1e6:.3g} million "
+            f"parameters; give that, or hidden_dim and num_layers"
+        )
+    return best, depth
+
+
+def _rounded(width: float) -> int:
+    """The nearest width that is allowed."""
+    step = 8 if width >= 96 else 4
+    return max(step, step * round(width / step))

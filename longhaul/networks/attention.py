@@ -35,8 +35,7 @@ import numpy as np
 
 from longhaul import prng
 from longhaul.networks.config import ENCODERS
-from longhaul.networks.layers import affine, along_last, init_norm, layer_norm
-from longhaul.networks.precision import rematerialised
+from longhaul.networks.layers import affine, along_last, init_norm, layer_norm, rematerialised
 from longhaul.types import Key, Params, PyTree
 
 HEAD = 32

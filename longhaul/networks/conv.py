@@ -27,8 +27,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from longhaul.networks.config import CONVOLUTIONS
-from longhaul.networks.layers import EPSILON, Initialise, affine, along_last, init_dense, init_norm
-from longhaul.networks.precision import rematerialised
+from longhaul.networks.layers import EPSILON, Initialise, affine, along_last, init_dense, init_norm, rematerialised
 from longhaul.types import Key, Params, PyTree
 
 Stage = tuple[int, int, int]

@@ -1,16 +1,26 @@
-"""Layers that the networks share, in plain JAX: products, normalisations, a recurrent unit, and their initial values.
+"""Layers that the networks share, in plain JAX: products, normalisations, a recurrent unit, the maximum over a set;
+their initial values, their precision and what of them is computed again.
 
 The parameters of a layer are float32 arrays, kernels [inputs, outputs]; the leading axes of its input are free.
 
 Initial values are those of Flax 0.12, bit for bit, because earlier versions of this package used it: a run with the
 same seed begins with the same numbers. Flax folds into the network's key a hash of the parameter's path (`NamedKey`).
+
+bfloat16 has the exponents of float32, so that no gradient vanishes and no loss is scaled (Micikevicius et al. 2018,
+arXiv 1710.03740, scale theirs for float16). Parameters, the optimiser, gradients, normalisation, memory, heads and
+losses stay in float32; only the factors of a torso's products are rounded.
+
+Rematerialisation (Chen et al. 2016, arXiv 1604.06174) computes a part of the network again for its gradient instead of
+keeping its results. The parts are a layer of a perceptron, the embedding of a set's items, a step of the recurrent
+unit, a block of an encoder. A part's input is always kept, so the memory needed is that of all inputs and of the widest
+part's inside. Numbers change in their last bits at most.
 """
 
 from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -19,6 +29,18 @@ from longhaul.types import Key, Params
 
 Initialise = Callable[[Key, tuple[int, ...], Any], jax.Array]
 """(key, shape [..., inputs, outputs], dtype) -> kernel."""
+
+PRECISIONS = {"fp32": jnp.float32, "bf16": jnp.bfloat16}
+"""Types that a torso computes in."""
+
+POLICIES: dict[str, Callable[..., Any]] = {
+    "full": jax.checkpoint_policies.nothing_saveable,
+    "dots": jax.checkpoint_policies.dots_saveable,
+    "dots-no-batch": jax.checkpoint_policies.dots_with_no_batch_dims_saveable,
+}
+"""Values of a part kept beside its input: none; all products; products with a kernel, but not attention's."""
+
+Function = TypeVar("Function", bound=Callable[..., Any])
 
 EPSILON = 1e-6
 """Number added to a variance before its root is taken."""
@@ -152,3 +174,74 @@ def gru(params: Mapping[str, Params], memory: jax.Array, x: jax.Array) -> tuple[
     fresh, old = gate("n")
     memory = (1.0 - keep) * jnp.tanh(fresh + reset * old) + keep * memory
     return memory, memory
+
+
+def rematerialised(part: Function, remat: str, *, scanned: bool = False) -> Function:
+    """Part of a network whose gradient computes it again by the rule `remat`, one of config.REMATS.
+
+    `scanned`: it is the body of a loop. Its gradient is another loop, so XLA cannot merge the two computations, and the
+    barrier that keeps them apart elsewhere would only cost time.
+    """
+    if remat == "none":
+        return part
+    return jax.checkpoint(part, policy=POLICIES[remat], prevent_cse=not scanned)  # type: ignore[return-value]
+
+
+def _embedded(kernel: jax.Array, bias: jax.Array, item: jax.Array) -> jax.Array:
+    """Embedding float32 [rows, features] of one item [rows, inputs], whose last input is its presence."""
+    return (contract(item, kernel.astype(item.dtype), 1, 0) + bias[None]) * item[:, -1:].astype(jnp.float32)
+
+
+@jax.custom_vjp
+def greatest(kernel: jax.Array, bias: jax.Array, items: jax.Array) -> jax.Array:
+    """Maximum over items of (items @ kernel + bias) * (their last input), float32 [rows, features]; for CPUs.
+
+    kernel [inputs, features], bias [features], items [rows, items, inputs]. Factors of products have the items' type.
+    The first of equal items has the gradient.
+
+    All items at once make an array [rows, items, features], which no cache holds and whose gradient takes five passes.
+    Here a loop over the items keeps the maximum so far and its item; the gradient needs nothing else. Measured on one
+    core with 1,024 rows of 64 features, gradient included: 8 items take 0.64 ms instead of 2.6, 64 items 5.1 instead of
+    51. On a GPU, which starts one kernel as fast as eight, all items at once are faster.
+    """
+    return _greatest_forward(kernel, bias, items)[0]
+
+
+def _greatest_forward(kernel: jax.Array, bias: jax.Array, items: jax.Array) -> tuple[jax.Array, Any]:
+    each = jnp.moveaxis(items, 1, 0)
+
+    def step(so_far: tuple[jax.Array, jax.Array], numbered: tuple[jax.Array, jax.Array]) -> tuple[Any, None]:
+        (most, which), (i, item) = so_far, numbered
+        value = _embedded(kernel, bias, item)
+        return (jnp.maximum(most, value), jnp.where(value > most, i, which)), None
+
+    first = _embedded(kernel, bias, each[0])
+    start = first, jnp.zeros(first.shape, jnp.int32)
+    (most, which), _ = jax.lax.scan(step, start, (jnp.arange(1, len(each), dtype=jnp.int32), each[1:]))
+    return most, (kernel, bias, items, which)
+
+
+def _greatest_backward(kept: Any, g: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+    kernel, bias, items, which = kept
+    each, numbers = jnp.moveaxis(items, 1, 0), jnp.arange(items.shape[1], dtype=jnp.int32)
+
+    def step(total: tuple[jax.Array, jax.Array], numbered: tuple[jax.Array, jax.Array]) -> tuple[Any, None]:
+        (kernel_gradient, bias_gradient), (i, item) = total, numbered
+        own = jnp.where(which == i, g, 0.0) * item[:, -1:].astype(jnp.float32)
+        return (
+            kernel_gradient + contract(item, own.astype(item.dtype), 0, 0),
+            bias_gradient + jnp.sum(own, axis=0),
+        ), None
+
+    zeros = jnp.zeros(kernel.shape, jnp.float32), jnp.zeros(bias.shape, jnp.float32)
+    (kernel_gradient, bias_gradient), _ = jax.lax.scan(step, zeros, (numbers, each))
+    # The gradient of the items is rarely used; the compiler then leaves all of this out.
+    own = jnp.where(which[:, None] == numbers[None, :, None], g[:, None], 0.0)  # [rows, items, features]
+    through = (own * items[..., -1:].astype(jnp.float32)).astype(items.dtype)
+    items_gradient = contract(through, kernel.astype(items.dtype), 2, 1)
+    plain = contract(items, kernel.astype(items.dtype), 2, 0) + bias[None, None]
+    items_gradient = items_gradient.at[..., -1].add(jnp.sum(own * plain, axis=-1))
+    return kernel_gradient, bias_gradient, items_gradient.astype(items.dtype)
+
+
+greatest.defvjp(_greatest_forward, _greatest_backward)

@@ -18,8 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from longhaul.networks import layers
-from longhaul.networks.layers import contract
-from longhaul.networks.precision import rematerialised
+from longhaul.networks.layers import contract, rematerialised
 from longhaul.types import Key, Params, PyTree
 
 

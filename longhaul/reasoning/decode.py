@@ -18,8 +18,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from longhaul.networks.layers import rms_norm
-from longhaul.networks.precision import PRECISIONS
+from longhaul.networks.layers import PRECISIONS, rms_norm
 from longhaul.reasoning import transformer
 from longhaul.reasoning.config import ModelConfig
 from longhaul.types import Params

@@ -20,8 +20,7 @@ import jax
 import jax.numpy as jnp
 
 from longhaul import prng
-from longhaul.networks.layers import affine, along_last, rms_norm
-from longhaul.networks.precision import PRECISIONS, rematerialised
+from longhaul.networks.layers import PRECISIONS, affine, along_last, rematerialised, rms_norm
 from longhaul.reasoning.config import ModelConfig
 from longhaul.runtime import settings
 from longhaul.runtime.errors import FieldError

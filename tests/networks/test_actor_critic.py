@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from longhaul.driving.sim.observation import shapes
 from longhaul.networks import actor_critic as networks
 from longhaul.networks.actor_critic import ActorCritic, actor_critic
 from tests.helpers.quick import quick
@@ -30,7 +31,7 @@ def observation(*lead: int, seed: int = 0) -> dict[str, jax.Array]:
     }
 
 
-def drawn(network: ActorCritic, seed: int = 0) -> Any:
+def drawn(network: ActorCritic | networks.Tower, seed: int = 0) -> Any:
     """Parameters of the right shapes, without the work of making layers orthogonal."""
     rng = np.random.default_rng(seed)
     shapes = jax.eval_shape(network.init, jax.random.key(0))
@@ -299,10 +300,10 @@ def test_a_tower_in_bf16_rounds_factors_and_nothing_else() -> None:
         "torso": "mlp", "sizes": (16, 16), "activation": "relu", "remat": "none", "init": "lecun"
     }  # fmt: skip
     full, low = (networks.tower(seen, 2, precision=precision, **options) for precision in ("fp32", "bf16"))
-    params = quick(full.init)(jax.random.key(0))
-    jax.tree.map(np.testing.assert_array_equal, params, quick(low.init)(jax.random.key(0)))
-    keys = jax.random.split(jax.random.key(1))
-    shown = {"a": jax.random.normal(keys[0], (5, 4, 3)), "b": jax.random.normal(keys[1], (5, 4, 2, 2))}
+    assert str(jax.make_jaxpr(full.init)(jax.random.key(0))) == str(jax.make_jaxpr(low.init)(jax.random.key(0)))
+    params = drawn(full)
+    rng = np.random.default_rng(1)
+    shown = jax.tree.map(lambda x: jnp.asarray(rng.normal(size=(5, 4, *x.shape)), jnp.float32), seen)
 
     def slope(tower: networks.Tower) -> Any:
         return jax.value_and_grad(lambda params: jnp.sum(jnp.square(tower.apply(params, shown))))
@@ -317,3 +318,30 @@ def test_a_tower_in_bf16_rounds_factors_and_nothing_else() -> None:
     rounded_ones = [eqn for eqn in dots if all(x.aval.dtype == jnp.bfloat16 for x in eqn.invars)]
     assert (len(rounded_ones), len(dots)) == (6, 9), "three a layer, and the head's own three in float32"
     assert all(eqn.outvars[0].aval.dtype == jnp.float32 for eqn in dots)
+
+
+# ----------------------------------------------------------------------------------------- width and depth by size
+
+DRIVING = shapes(8, 10, 200)
+
+
+@pytest.mark.parametrize(
+    ("kind", "size"),
+    [
+        *(("deepset", size) for size in (0.3, 1.0, 3.0, 10.0, 25.0)),
+        *((kind, size) for kind in ("wayformer", "latent", "mtr", "mlp") for size in (0.3, 25.0)),
+    ],
+)
+def test_a_model_size_gives_as_many_parameters_as_asked(kind, size):
+    width, depth = networks.width_and_depth(DRIVING, 91, size, torso=kind)
+    network = actor_critic(DRIVING, 91, torso=kind, sizes=(width,) * depth)
+    count = networks.count(jax.eval_shape(network.init, jax.random.key(0)))
+    assert abs(count / (size * 1e6) - 1.0) <= 0.1
+    assert depth == {0.3: 2, 1.0: 3, 3.0: 4, 10.0: 6, 25.0: 9}[size]
+
+
+def test_a_model_size_that_no_network_has_is_named():
+    with pytest.raises(ValueError, match=r"model_size is 0; it must lie in 0.01 to 1000"):
+        networks.width_and_depth(DRIVING, 91, 0)
+    with pytest.raises(ValueError, match=r"model_size is 0.01, and the nearest network .* has 0.0\d+ million"):
+        networks.width_and_depth(DRIVING, 91, 0.01, torso="mlp")

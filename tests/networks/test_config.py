@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from longhaul.networks import actor_critic, config, precision
+from longhaul.networks import actor_critic, config, layers
 
 
 def test_each_name_has_its_function() -> None:
     assert tuple(actor_critic.ACTIVATIONS) == config.ACTIVATIONS
-    assert tuple(precision.PRECISIONS) == config.PRECISIONS
-    assert ("none", *precision.POLICIES) == config.REMATS
+    assert tuple(layers.PRECISIONS) == config.PRECISIONS
+    assert ("none", *layers.POLICIES) == config.REMATS

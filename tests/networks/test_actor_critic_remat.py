@@ -1,9 +1,8 @@
-"""Less memory for the same numbers: rematerialisation, accumulation, bfloat16, donation, and what is told of it."""
+"""Rematerialisation: the same gradient of fewer kept numbers, its flags, and runs from before there were several."""
 
 from __future__ import annotations
 
 import json
-import re
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
@@ -14,18 +13,15 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from longhaul.cli import flags, main, run_flags
+from longhaul.cli import flags, run_flags
 from longhaul.config import recipes
-from longhaul.diagnostics.program import Program, compiled
 from longhaul.networks import actor_critic
 from longhaul.networks.config import REMATS
-from longhaul.networks.precision import POLICIES
+from longhaul.networks.layers import POLICIES
 from longhaul.runtime import device_memory
-from longhaul.runtime.errors import RunError
-from longhaul.topologies import fused
-from longhaul.training import loop, run_dir
+from longhaul.training import run_dir
 from tests.helpers.quick import QUICK, quick
-from tests.helpers.small_runs import begin, small
+from tests.helpers.small_runs import small
 
 SEEN = {"ego": jax.ShapeDtypeStruct((3,), jnp.float32), "items": jax.ShapeDtypeStruct((5, 4), jnp.float32)}
 ROWS = 24
@@ -146,9 +142,6 @@ def test_run_files_from_before_still_say_how_to_go_on(tmp_path: Path, then: bool
     assert run_dir.load_run(tmp_path) == replace(run, algorithm=replace(run.algorithm, remat=now, accumulate=None))
 
 
-# -------------------------------------------------------------------------------------------------------- accumulation
-
-
 @pytest.mark.slow
 def test_memory_falls_as_shapes_foretell() -> None:
     """A quarter of the rows at once need a quarter of what is kept; blocks computed again keep their inputs alone."""
@@ -169,90 +162,3 @@ def test_memory_falls_as_shapes_foretell() -> None:
         need[remat, accumulate] = found.temporaries
     assert 0.2 < need["none", 4] / need["none", 1] < 0.35
     assert need["full", 1] < 0.6 * need["none", 1]
-
-
-# ---------------------------------------------------------------------------------------------- donation and footprint
-
-
-@pytest.fixture(scope="module")
-def made() -> Program:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("NPROC", "4")
-        return compiled(small(devices=2))
-
-
-@pytest.mark.slow
-def test_all_of_progress_is_donated(made: Program) -> None:
-    """Compiled program: each part has its result in its place, and no byte exists twice."""
-    progress = made.start(0)
-    text = made.text().splitlines()[0]
-    aliases = re.findall(r"\{[\d,\s]*\}: \((\d+), \{\}, (?:may|must)-alias\)", text)
-    assert sorted(map(int, aliases)) == list(range(len(jax.tree.leaves(progress))))
-    need = device_memory.need(made.executable)
-    assert need is not None
-    assert need.donated == device_memory.held(progress)
-    assert need.arguments - need.donated == device_memory.held(made.context) + 4, "the bank, and the number of updates"
-
-
-def test_parts_are_those_of_one_device(made: Program) -> None:
-    progress = made.start(0)
-    parts = device_memory.parts(made.assembly.algorithm, progress, made.context)
-    assert parts["parameters"] == 4 * made.parameters
-    assert 2 * parts["parameters"] < parts["optimiser"] < 2 * parts["parameters"] + 64, "two moments and some counters"
-    whole = sum(leaf.nbytes for leaf in jax.tree.leaves(progress.carry))
-    assert 2 * parts["environments"] == whole, "each of two devices has half of them"
-    assert parts["bank"] == 0
-
-
-def test_the_footprint_is_told_before_the_first_update(
-    made: Program, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """One line and memory.json; a warning where it is tight; an error, exit code 2 and no folder where it can't fit."""
-    need = device_memory.need(made.executable)
-    assert need is not None
-    program = fused.Program(made.executable, made.assembly.mesh)
-    monkeypatch.setattr(fused, "compiled", lambda *args, **words: program)
-    monkeypatch.setattr(loop, "evaluations", lambda *args: iter(()))
-    monkeypatch.setattr(device_memory, "memory_of", lambda device: 2 * need.total * 20 // 19)
-    run = small(devices=2, total_steps=8 * 16 * 2)
-    found = begin(run, tmp_path / "tight").result
-    told = capsys.readouterr().err
-    assert told.index("memory a device: ") < told.index("agent steps"), "before the first record"
-    assert "warning: that is 95% of what a device has" in told
-    written = json.loads((tmp_path / "tight" / device_memory.FILE).read_text())
-    assert found is not None
-    assert found["memory"] == written
-    assert written["needed"] == need.total
-    assert written["share"] == pytest.approx(0.95, rel=1e-3)
-
-    monkeypatch.setattr(device_memory, "memory_of", lambda device: 2 * (need.total - 1))
-    words = ["train", "cartpole", "--runs-dir", str(tmp_path / "runs"), "--run-name", "large", "--mesh", "data=2"]
-    words += ["--num-envs", "8", "--num-steps", "16", "--hidden-dim", "8", "--num-minibatches", "2", "--block", "2"]
-    assert main.main(words) == 2
-    line = capsys.readouterr().err.splitlines()[-1]
-    assert f"needs {need.total:,} bytes on each of 2 device(s), and one has {need.total - 1:,}" in line
-    assert all(remedy in line for remedy in ("--num-envs", "--accumulate", "--remat", "--mesh"))
-    assert not (tmp_path / "runs" / "large").exists()
-
-
-@pytest.mark.slow
-def test_a_dry_run_tells_and_leaves_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    words = ["train", "cartpole", "--dry-run", "--runs-dir", str(tmp_path / "runs"), "--mesh", "data=1"]
-    words += ["--num-envs", "4", "--num-steps", "8", "--hidden-dim", "8", "--num-layers", "1"]
-    assert main.main(words) == 0
-    rows = dict(re.split(r"\s{2,}", line) for line in capsys.readouterr().out.splitlines())
-    assert rows["parameters"] == "428 B", "two towers of 4 x 8 + 8, and heads of 8 x 2 + 2 and 8 + 1"
-    assert rows["memory a device"].endswith(f"of {device_memory.size(device_memory.memory_of(jax.devices()[0]) or 0)}")
-    assert not (tmp_path / "runs").exists()
-
-
-def test_a_dry_run_prepares_the_devices_of_both_axes(monkeypatch: pytest.MonkeyPatch) -> None:
-    prepared = []
-
-    def prepare(devices: int, threads: int | None) -> None:
-        prepared.append(devices)
-        raise RunError("far enough")
-
-    monkeypatch.setattr(loop, "prepare_devices", prepare)
-    assert main.main(["train", "cartpole", "--dry-run", "--mesh", "data=1,model=2"]) == 2
-    assert prepared == [2]
