@@ -54,8 +54,11 @@ gc.set_threshold(50_000, 20, 50)
 assert len(jax.devices()) == DEVICES  # from here on: a run that a test makes must not be the one that decides
 
 TOGETHER = {
-    f"tests/envs/hackmatrix/swift_rules/test_{part}.py": "swift_rules"
-    for part in ("actions", "environment", "environment_play")
+    "tests/envs/hackmatrix/test_environment.py": "trainer_rules",
+    "tests/envs/hackmatrix/test_environment_play.py": "trainer_rules",
+    "tests/envs/hackmatrix/swift_rules/test_actions.py": "swift_rules",
+    "tests/envs/hackmatrix/swift_rules/test_environment.py": "swift_rules",
+    "tests/envs/hackmatrix/swift_rules/test_environment_play.py": "swift_rules",
 }
 """Files whose tests share compiled programs, which take a quarter of a minute to compile: one worker runs them all."""
 

@@ -10,9 +10,8 @@ import inspect
 from collections.abc import Callable
 from typing import Any
 
-from longhaul.envs import classic_control, probes, suites
-from longhaul.envs.hackmatrix import environment as game
-from longhaul.envs.hackmatrix.swift_rules import environment
+from longhaul.envs import classic_control, hackmatrix, probes, suites
+from longhaul.envs.hackmatrix.swift_rules.environment import canonical
 from longhaul.types import Environment
 
 TABLE: dict[str, tuple[Callable[..., Environment], str]] = {
@@ -23,10 +22,10 @@ TABLE: dict[str, tuple[Callable[..., Environment], str]] = {
         classic_control.mountaincar_continuous,
         "MountainCarContinuous-v0: the same with a force; 1 continuous action, 999 steps",
     ),
-    "hackmatrix": (game.hackmatrix, "HackMatrix: a turn-based game of 8 stages; 28 masked actions, no time limit"),
-    "hackmatrix-fixed": (game.fixed, "HackMatrix with eight defects of its trainer's rules put right"),
+    "hackmatrix": (hackmatrix.make, "HackMatrix: a turn-based game of 8 stages; 28 masked actions, no time limit"),
+    "hackmatrix-fixed": (hackmatrix.fixed, "HackMatrix with eight defects of its trainer's rules put right"),
     "hackmatrix-canonical": (
-        environment.canonical,
+        canonical,
         "HackMatrix by the rules of the game itself: enemies stay, plan their way, and hit first",
     ),
     "acrobot": (classic_control.acrobot, "Acrobot-v1: swing a two-link arm up; 3 actions, 500 steps"),

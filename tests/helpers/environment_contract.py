@@ -6,7 +6,6 @@ random legal actions, resetting those that ended, so it wants an environment who
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -20,20 +19,24 @@ WORLDS = 3
 
 
 class Compiled(NamedTuple):
-    """An environment's functions for several worlds, each compiled once for all checks."""
+    """An environment's functions for several worlds as two programs, compiled once for all checks."""
 
-    reset: Any
-    step: Any
-    active: Any
-    act: Any  # (keys, observation) -> random legal actions
+    renew: Any  # (keys, which bool [WORLDS], states, observations) -> the same, fresh in these worlds; who is active
+    step: Any  # (keys, states, observations) -> random legal actions, states, time steps, who is active
 
 
 def _compile(environment: Environment) -> Compiled:
-    def act(key: jax.Array, seen: Any) -> jax.Array:
-        return sample_action(environment.spec, key, seen)
+    def renew(key: jax.Array, fresh: jax.Array, state: Any, seen: Any) -> Any:
+        new = environment.reset(key)
+        state, seen = jax.tree.map(lambda a, b: jnp.where(fresh, a, b), new, (state, seen))
+        return state, seen, environment.active(state)
 
-    functions: tuple[Callable[..., Any], ...] = (environment.reset, environment.step, environment.active, act)
-    return Compiled(*(jax.jit(jax.vmap(function)) for function in functions))
+    def step(key: jax.Array, state: Any, seen: Any) -> Any:
+        action = sample_action(environment.spec, key, seen)
+        state, result = environment.step(key, state, action)
+        return action, state, result, environment.active(state)
+
+    return Compiled(jax.jit(jax.vmap(renew)), jax.jit(jax.vmap(step)))
 
 
 def check_environment(environment: Environment, steps: int = 64) -> None:
@@ -44,8 +47,10 @@ def check_environment(environment: Environment, steps: int = 64) -> None:
     _check_shapes(environment)
     _check_object(environment)
     compiled = _compile(environment)
-    _check_keys(environment, compiled)
-    _check_roll(environment.spec, compiled, steps)
+    state, seen = jax.eval_shape(jax.vmap(environment.reset), jax.random.split(jax.random.key(0), WORLDS))
+    blank = jax.tree.map(_blank, (state, seen))
+    _check_keys(environment, compiled, blank)
+    _check_roll(environment.spec, compiled, blank, steps)
 
 
 def sample_action(spec: Spec, key: jax.Array, observation: Any) -> jax.Array:
@@ -138,41 +143,49 @@ def _assert_equal(one: Any, other: Any, what: str, tolerance: float = 0.0) -> No
         np.testing.assert_allclose(np.asarray(a), np.asarray(b), rtol=tolerance, atol=tolerance, err_msg=what)
 
 
-def _check_keys(environment: Environment, many: Compiled) -> None:
+def _blank(leaf: jax.ShapeDtypeStruct) -> jax.Array:
+    if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
+        return jnp.broadcast_to(jax.random.key(0), leaf.shape)
+    return jnp.zeros(leaf.shape, leaf.dtype)
+
+
+def _check_keys(environment: Environment, many: Compiled, blank: Any) -> None:
     """The same key gives the same bits; vectorised calls agree with single ones."""
+
+    @jax.jit
+    def alone(key: jax.Array) -> Any:
+        state, seen = environment.reset(key)
+        return (state, seen), environment.step(key, state, sample_action(environment.spec, key, seen))
+
     keys = jax.random.split(jax.random.key(4), WORLDS)
-    reset, step = jax.jit(environment.reset), jax.jit(environment.step)
-    states, seen = many.reset(keys)
-    actions = many.act(keys, seen)
-    nexts = many.step(keys, states, actions)
+    state, seen, _ = many.renew(keys, np.ones(WORLDS, bool), *blank)
+    _, *following, _ = many.step(keys, state, seen)
     for i in range(WORLDS):
-        alone = reset(keys[i])
-        _assert_equal(alone, reset(keys[i]), "reset with the same key differs")
-        mine = jax.tree.map(lambda leaf, i=i: leaf[i], (states, seen))
-        _assert_equal(mine, alone, "reset under vmap differs from reset alone", 1e-5)
-        after = step(keys[i], mine[0], actions[i])
-        _assert_equal(after, step(keys[i], mine[0], actions[i]), "step with the same key differs")
-        _assert_equal(jax.tree.map(lambda leaf, i=i: leaf[i], nexts), after, "step under vmap differs", 1e-5)
+        begun, after = alone(keys[i])
+        again, after_again = alone(keys[i])
+        _assert_equal(begun, again, "reset with the same key differs")
+        _assert_equal(after, after_again, "step with the same key differs")
+        mine, its_after = jax.tree.map(lambda leaf, i=i: leaf[i], ((state, seen), following))
+        _assert_equal(mine, begun, "reset under vmap differs from reset alone", 1e-5)
+        _assert_equal(its_after, after, "step under vmap differs", 1e-5)
 
 
-def _check_roll(spec: Spec, many: Compiled, steps: int) -> None:
+def _check_roll(spec: Spec, many: Compiled, blank: Any, steps: int) -> None:
     """Worlds rolled by random legal actions and reset when no agent plays: flags, ends and limits are as promised."""
     lead = () if spec.agents is None else (spec.agents,)
-    reset, step, active, act = many
-    mix = jax.jit(lambda fresh, old, new: jax.tree.map(lambda a, b: _select(fresh, a, b), new, old))
-
-    state, seen = reset(jax.random.split(jax.random.key(5), WORLDS))
-    playing = np.asarray(active(state))
+    renew, step = many
+    everywhere = np.ones(WORLDS, bool)
+    state, seen, active = renew(jax.random.split(jax.random.key(5), WORLDS), everywhere, *blank)
+    playing = np.asarray(active)
     assert playing.reshape(WORLDS, -1).any(axis=1).all(), "after reset nobody plays"
     length = np.zeros((WORLDS,), np.int64)
     # Counted in steps of the agent's world, over resets: long ago to begin with.
     since = np.full((WORLDS, *lead), spec.truncation_interval, np.int64)
     for t in range(steps):
         keys = jax.random.split(jax.random.fold_in(jax.random.key(6), t), WORLDS)
-        state, result = step(keys, state, act(keys, seen))
+        _, state, result, active = step(keys, state, seen)
         length, since = length + 1, since + 1
-        terminated, truncated = np.asarray(result.terminated), np.asarray(result.truncated)
-        after = np.asarray(active(state))
+        terminated, truncated, after = (np.asarray(x) for x in (result.terminated, result.truncated, active))
         ended = (terminated | truncated) & playing
         np.testing.assert_array_equal(
             after, playing & ~ended, err_msg="active is not: played before, and not ended now"
@@ -186,19 +199,14 @@ def _check_roll(spec: Spec, many: Compiled, steps: int) -> None:
         over = ~after.reshape(WORLDS, -1).any(axis=1)
         if spec.max_steps is not None:
             assert (over | (length < spec.max_steps)).all(), f"an episode goes on after max_steps = {spec.max_steps}"
-        fresh, fresh_seen = reset(keys)
-        state, seen = mix(jnp.asarray(over), (state, result.observation), (fresh, fresh_seen))
+        state, seen, active = renew(keys, over, state, result.observation)
+        playing, length = np.asarray(active), np.where(over, 0, length)
         if isinstance(seen, Masked):
             legal = np.asarray(seen.mask).any(axis=-1)
-            assert legal[np.asarray(active(state))].all(), "an agent plays without a legal action"
-        playing, length = np.asarray(active(state)), np.where(over, 0, length)
+            assert legal[playing].all(), "an agent plays without a legal action"
     # Uncommitted and committed inputs, or a weak type, would each show as a second program.
     assert step._cache_size() == 1, f"step was compiled {step._cache_size()} times"
-    assert reset._cache_size() == 1, f"reset was compiled {reset._cache_size()} times"
-
-
-def _select(fresh: jax.Array, new: jax.Array, old: jax.Array) -> jax.Array:
-    return jnp.where(fresh.reshape(fresh.shape + (1,) * (new.ndim - 1)), new, old)
+    assert renew._cache_size() == 1, f"reset was compiled {renew._cache_size()} times"
 
 
 def _check_finite(result: TimeStep, playing: np.ndarray) -> None:

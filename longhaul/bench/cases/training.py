@@ -36,7 +36,7 @@ from longhaul.driving.sim import device_bank, dynamics, geometry, simulator
 from longhaul.driving.sim.device_bank import DeviceBank
 from longhaul.driving.sim.dynamics import Motion
 from longhaul.environment import vectorise
-from longhaul.envs.hackmatrix import environment
+from longhaul.envs import hackmatrix
 from longhaul.envs.hackmatrix import state as world
 from longhaul.runtime import mesh as meshes
 from longhaul.runtime.devices import cores, prepare_devices
@@ -345,7 +345,7 @@ def driving_env(
 def hackmatrix_env(num_envs: int, num_steps: int, rollouts: int, devices: int | None, rules: str) -> Prepared:
     """Whole steps of the game by random legal actions, with observation, mask and reset; `rollouts` times num_steps."""
     devices = _prepare(num_envs, devices)
-    many = vectorise(environment.hackmatrix(rules=rules), num_envs // devices)
+    many = vectorise(hackmatrix.make(rules=rules), num_envs // devices)
 
     def shard(key: jax.Array) -> dict[str, jax.Array]:
         key_reset, key_run = jax.random.split(jax.random.fold_in(key, meshes.shard_index()))

@@ -13,7 +13,7 @@ from typing import NamedTuple
 from longhaul.cli.play import games
 from longhaul.cli.play.games import Choice, Game, Playing, Record
 from longhaul.cli.play.terminal import END, Screen, plain
-from longhaul.envs.hackmatrix import hints, screen
+from longhaul.envs.hackmatrix import screen
 from longhaul.envs.hackmatrix import state as w
 from longhaul.envs.hackmatrix.screen import Line
 
@@ -81,7 +81,7 @@ def by_keys(game: Game, look: Look, there: Screen) -> list[Record]:
         elif key == "?":
             _help(look, there)
         else:
-            playing, message = _tried(game, playing, hints.ACTION_OF.get(key.lower()), key)
+            playing, message = _tried(game, playing, screen.ACTION_OF.get(key.lower()), key)
 
 
 def _help(look: Look, there: Screen) -> None:
@@ -94,7 +94,7 @@ def _tried(game: Game, playing: Playing, action: int | None, word: str) -> tuple
     """The game after an action, or as it is and why."""
     if action is None:
         return playing, f"{word!r} is no action; ? shows what there is" if word else ""
-    refused = hints.why(playing.view, action)
+    refused = screen.why(playing.view, action)
     return (playing, refused) if refused is not None else (game.step(playing, action), "")
 
 
@@ -119,8 +119,8 @@ def by_words(game: Game, look: Look, words: Iterable[str], write: Write) -> list
                 _write(page, write)
             continue
         else:
-            action = hints.action_of(word)
-            action = hints.ACTION_OF.get(word.lower()) if action is None else action
+            action = screen.action_of(word)
+            action = screen.ACTION_OF.get(word.lower()) if action is None else action
             before = playing
             playing, message = _tried(game, playing, action, word)
             if playing is before:

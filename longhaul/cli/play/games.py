@@ -18,7 +18,6 @@ from longhaul.algorithms.actor_critic import Policy
 from longhaul.algorithms.config import AlgorithmConfig
 from longhaul.distributions import distribution
 from longhaul.envs.hackmatrix import reward, screen
-from longhaul.envs.hackmatrix import view as views
 from longhaul.spaces import Masked
 from longhaul.types import Environment, Key, PyTree
 
@@ -136,7 +135,7 @@ class Playing(NamedTuple):
 
     number: int  # the episode's
     moment: Moment  # on the device
-    view: views.View
+    view: screen.View
     last: screen.Last | None = None
     actions: tuple[int, ...] = ()
     end: str = ""  # "won", "died", "cut" at the most steps; "" while it goes on
@@ -196,14 +195,14 @@ def game(environment: Environment, seed: int, agent: Agent | None = None, *, gre
 
     def begun_game(number: int) -> Playing:
         moment, there = begun(jnp.int32(number))
-        return Playing(number, moment, views.view(*jax.device_get(there)))
+        return Playing(number, moment, screen.view(*jax.device_get(there)))
 
     def stepped_game(playing: Playing, action: int) -> Playing:
         t, before = jnp.int32(len(playing.actions)), playing.view
         moment, there, gained, terminated, truncated = stepped(
             jnp.int32(playing.number), t, playing.moment, jnp.int32(action)
         )
-        view = views.view(*jax.device_get(there))
+        view = screen.view(*jax.device_get(there))
         parts = tuple(after - so_far for after, so_far in zip(view.parts, before.parts, strict=True))
         end = _end(view.parts, bool(terminated), bool(truncated))
         last = screen.Last(action, float(gained), parts)

@@ -7,7 +7,6 @@ stage begins with a lookup; nothing in a step searches, sorts or scans.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Literal, overload
 
 import jax
 import jax.numpy as jnp
@@ -20,14 +19,11 @@ from longhaul.envs.hackmatrix import enemy_turn, observation, reward
 from longhaul.envs.hackmatrix import state as w
 from longhaul.envs.hackmatrix.actions import Cells, act, ends_turn, legal, unpack
 from longhaul.envs.hackmatrix.state import SIDE, SLOTS, Enemies, Pending, State, Tally
-from longhaul.envs.hackmatrix.swift_rules.environment import Canonical, canonical
-from longhaul.spaces import Discrete, Masked, Measure
+from longhaul.spaces import Masked, Measure
 from longhaul.types import Key, Spec, TimeStep, transition
 
 WORDS = 8
 """Random words of a step."""
-
-RULES = ("jax", "canonical")
 
 CORNER_BITS = np.array([[1, 0], [1 << 5, 0], [0, 1 << 12], [0, 1 << 17]], np.uint32)
 """The sets of the single corners."""
@@ -49,13 +45,6 @@ Left as they are: enemies' greedy walk (D3) and what programs do (D9), which are
 all-false mask (D10) is always repaired, see `actions.legal`; siphoning blocks of no value (D12) cannot happen, since
 no board has any.
 """
-
-
-def check_fixes(fixes: tuple[str, ...]) -> None:
-    """Raises ValueError for a name that is not in FIXES."""
-    for name in fixes:
-        if name not in FIXES:
-            raise ValueError(f"fixes names {name!r}; there are {', '.join(FIXES)}")
 
 
 @dataclass(frozen=True, eq=False)
@@ -110,16 +99,8 @@ class Game:
             state = _with_past(state, before, action, completed)
         over = died | (state.stage > w.STAGES)
         parts = reward.parts(before, state, action, self._events(before, acted, turned, state, completed, way, missed))
-        tally = Tally(
-            state.tally.parts + parts,
-            state.tally.moves + (action < 4),
-            state.tally.siphons + (action == w.SIPHON),
-            state.tally.programs + (action > w.SIPHON),
-            jnp.maximum(state.tally.stage, jnp.minimum(state.stage, w.STAGES + 1)),
-        )
-        late = jnp.zeros_like(over)
-        if self.spec.max_steps is not None:
-            late = ~over & (tally.moves + tally.siphons + tally.programs >= self.spec.max_steps)
+        tally = state.tally.add(parts, action, jnp.minimum(state.stage, w.STAGES + 1))
+        late = tally.late(over, self.spec.max_steps)
         state = state._replace(over=over | late, tally=tally)
         return state, transition(self._see(state), jnp.sum(parts), over, late)
 
@@ -204,48 +185,16 @@ def _with_past(state: State, before: State, action: jax.Array, completed: jax.Ar
     return chosen._replace(past=kept)
 
 
-@overload
 def hackmatrix(
-    boards: int = ..., board_seed: int = ..., max_steps: int | None = ..., fixes: tuple[str, ...] = ...,
-    rules: Literal["jax"] = ...,
-) -> Game: ...  # fmt: skip
-@overload
-def hackmatrix(
-    boards: int = ..., board_seed: int = ..., max_steps: int | None = ..., fixes: tuple[str, ...] = ..., *,
-    rules: Literal["canonical"],
-) -> Canonical: ...  # fmt: skip
-@overload
-def hackmatrix(
-    boards: int = ..., board_seed: int = ..., max_steps: int | None = ..., fixes: tuple[str, ...] = ...,
-    rules: str = ...,
-) -> Game | Canonical: ...  # fmt: skip
-def hackmatrix(
-    boards: int = drawn.BOARDS,
-    board_seed: int = 0,
-    max_steps: int | None = 1000,
-    fixes: tuple[str, ...] = (),
-    rules: str = "jax",
-) -> Game | Canonical:
+    boards: int = drawn.BOARDS, board_seed: int = 0, max_steps: int | None = 1000, fixes: tuple[str, ...] = ()
+) -> Game:
     """The game on `boards` boards drawn from `board_seed`; `fixes`: some of FIXES.
 
     The trainer's rules end no game early; `max_steps`, at which its evaluation stops, truncates ours (None: nothing).
-    `rules`: "jax", those of the trainer [J], or "canonical", those of the Swift game [S], whose fixes are its own
-    (`canonical.FIXES`); also registered as hackmatrix-canonical.
+    Raises ValueError for a name that is not in FIXES.
     """
-    if rules not in RULES:
-        raise ValueError(f"rules is {rules!r}; there are {', '.join(RULES)}")
-    if rules == "canonical":
-        return canonical(boards, board_seed, max_steps, fixes)
-    check_fixes(fixes)
-    if max_steps is not None and max_steps < 1:
-        raise ValueError(f"max_steps is {max_steps}; at least 1 is needed")
-    mask: Any = jax.ShapeDtypeStruct((w.ACTIONS,), jnp.bool_)
-    seen = Masked(observation.shapes(), mask)
-    forms = observation.expand, observation.TRAINER
-    spec = Spec(seen, Discrete(w.ACTIONS), None, max_steps, max_steps, *forms, peaks=("stage",))
+    for name in fixes:
+        if name not in FIXES:
+            raise ValueError(f"fixes names {name!r}; there are {', '.join(FIXES)}")
+    spec = observation.spec(max_steps, observation.TRAINER)
     return Game(drawn.draw(board_seed, boards, connected="boards" in fixes), spec, fixes)
-
-
-def fixed(boards: int = drawn.BOARDS, board_seed: int = 0, max_steps: int | None = 1000) -> Game:
-    """The game by the trainer's rules with all of FIXES."""
-    return hackmatrix(boards, board_seed, max_steps, tuple(FIXES), "jax")

@@ -17,7 +17,8 @@ from jax import lax
 from longhaul.envs.hackmatrix import state as w
 from longhaul.envs.hackmatrix.actions import Cells
 from longhaul.envs.hackmatrix.state import CELLS, SIDE, SLOTS, State
-from longhaul.types import Compact
+from longhaul.spaces import Discrete, Masked
+from longhaul.types import Compact, Spec
 
 CHANNELS = 42
 SIZE = 10 + w.PROGRAMS + CELLS * CHANNELS
@@ -42,21 +43,34 @@ def shapes() -> Packed:
     )
 
 
-def observe(state: State, cells: Cells) -> Packed:
-    """The packed observation of a game."""
-    player = w.join(
+def spec(max_steps: int | None, compact: Compact) -> Spec:
+    """Spec of the game, which `max_steps` truncates (None: nothing does)."""
+    if max_steps is not None and max_steps < 1:
+        raise ValueError(f"max_steps is {max_steps}; at least 1 is needed")
+    mask: Any = jax.ShapeDtypeStruct((w.ACTIONS,), jnp.bool_)
+    seen = Masked(shapes(), mask)
+    return Spec(seen, Discrete(w.ACTIONS), None, max_steps, max_steps, expand, compact, peaks=("stage",))
+
+
+def about(state: Any) -> jax.Array:
+    """int16 [9]: `Packed.player` of a game of either rule set."""
+    return w.join(
         [
             state.row, state.col, state.hp, jnp.minimum(state.credits, 50), jnp.minimum(state.energy, 50), state.stage,
             state.siphons, state.attack, state.show.astype(jnp.int32) | state.calm.astype(jnp.int32) << 1,
         ]
-    )  # fmt: skip
+    ).astype(jnp.int16)  # fmt: skip
+
+
+def observe(state: State, cells: Cells) -> Packed:
+    """The packed observation of a game."""
     corner = jnp.asarray(w.CORNERS)[state.exit]
     board = cells.block | cells.points << 2 | cells.program << 6 | state.spawn.astype(jnp.int32) << 11
     board = board | cells.credits << 15 | cells.energy << 17
     for place, words in ((19, state.siphoned), (20, state.centre), (21, state.pickup)):
         board = board | w.spread_bits(words).astype(jnp.int32) << place
     board = board | (np.arange(CELLS) == corner).astype(jnp.int32) << 22
-    return Packed(player.astype(jnp.int16), state.programs, board, _life(state))
+    return Packed(about(state), state.programs, board, _life(state))
 
 
 def _life(state: State) -> jax.Array:

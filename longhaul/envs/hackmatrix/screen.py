@@ -1,17 +1,233 @@
-"""The screen of HackMatrix: a view of a game -> styled lines, 80 columns by 24 rows. Pure; nothing is printed here.
+"""The screen of HackMatrix: one game as a player sees it (`View`), the keys and reasons that a player is told (hints),
+and styled lines, 80 columns by 24 rows. Pure; nothing is printed here.
 
-A cell shows who is in it above and what is in it below. V2 is a virus with 2 health, D, G and C the other kinds, "~"
-behind one is stunned; t1 a transmission that comes in one turn; x5 what siphoning the block sends.
+A view's cells come from the 1,545 numbers that a network sees, which are the same for both rule sets; enemies and
+transmissions from their slots, since several may share a cell. The mask of legal actions decides what is legal; hints
+only explain it.
+
+A cell of the screen shows who is in it above and what is in it below. V2 is a virus with 2 health, D, G and C the other
+kinds, "~" behind one is stunned; t1 a transmission that comes in one turn; x5 what siphoning the block sends.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
-from longhaul.envs.hackmatrix import hints, reward
+import numpy as np
+
+from longhaul.envs.hackmatrix import reward
 from longhaul.envs.hackmatrix import state as w
-from longhaul.envs.hackmatrix.view import Cell, View
+
+
+class Cell(NamedTuple):
+    """One cell. Its content is what may be known: a question block tells none."""
+
+    kind: int  # NONE, DATA, PROGRAM, QUESTION
+    points: int
+    program: int  # action id, -1 for none
+    spawn: int
+    credits: int
+    energy: int
+    siphoned: bool
+    centre: bool
+    pickup: bool
+    exit: bool
+
+
+class Enemy(NamedTuple):
+    kind: int
+    hp: int
+    row: int
+    col: int
+    stunned: bool
+    hidden: bool  # a cryptog that the player does not see
+
+
+class Sent(NamedTuple):
+    """A transmission."""
+
+    turns: int  # left
+    row: int
+    col: int
+
+
+class View(NamedTuple):
+    row: int
+    col: int
+    hp: int
+    credits: int
+    energy: int
+    siphons: int
+    attack: int
+    score: int
+    stage: int
+    turn: int
+    next_task: int
+    show: bool
+    calm: bool
+    step: bool
+    over: bool
+    steps: int
+    programs: tuple[int, ...]  # action ids
+    legal: tuple[bool, ...]  # by action
+    cells: tuple[Cell, ...]  # row by row from the bottom
+    enemies: tuple[Enemy, ...]
+    sent: tuple[Sent, ...]
+    parts: tuple[float, ...]  # sums of the parts of the reward so far
+
+
+def view(state: Any, seen: np.ndarray, mask: np.ndarray) -> View:
+    """View of a game: its state, the 1,545 numbers and the legal actions, all on the host."""
+    names = ("row", "col", "hp", "credits", "energy", "siphons", "attack", "score", "stage", "turn", "next_task")
+    numbers: dict[str, Any] = {name: int(getattr(state, name)) for name in names}
+    flags: dict[str, Any] = {name: bool(getattr(state, name)) for name in ("show", "calm", "step", "over")}
+    tally = state.tally
+    e, p = state.enemies, state.pending
+    enemies = []
+    for i in np.flatnonzero(e.alive).tolist():
+        place = int(e.row[i]), int(e.col[i])
+        inline = place[0] == numbers["row"] or place[1] == numbers["col"]
+        hidden = int(e.kind[i]) == w.CRYPTOG and not inline and not flags["show"]
+        enemies.append(Enemy(int(e.kind[i]), int(e.hp[i]), *place, bool(e.stunned[i]), hidden))
+    owned = int(state.programs)
+    return View(
+        **numbers,
+        **flags,
+        steps=int(tally.moves) + int(tally.siphons) + int(tally.programs),
+        programs=tuple(w.FIRST_PROGRAM + i for i in range(w.PROGRAMS) if owned >> i & 1),
+        legal=tuple(bool(flag) for flag in mask),
+        cells=cells(seen),
+        enemies=tuple(enemies),
+        sent=tuple(Sent(int(p.turns[i]), int(p.row[i]), int(p.col[i])) for i in np.flatnonzero(p.turns > 0).tolist()),
+        parts=tuple(float(part) for part in tally.parts),
+    )
+
+
+def cells(seen: np.ndarray) -> tuple[Cell, ...]:
+    """The cells of an observation, float32 [1545]."""
+    grid = np.asarray(seen, np.float64)[10 + w.PROGRAMS :].reshape(w.CELLS, -1)
+    board = []
+    for channels in grid:
+        block, programs = channels[7:10] > 0.5, channels[12:35] > 0.5
+        board.append(
+            Cell(
+                kind=int(np.argmax(block)) + 1 if block.any() else w.NONE,
+                points=round(9 * channels[10]),
+                program=w.FIRST_PROGRAM + int(np.argmax(programs)) if programs.any() else -1,
+                spawn=round(9 * channels[35]),
+                credits=round(3 * channels[37]),
+                energy=round(3 * channels[38]),
+                siphoned=bool(channels[11] > 0.5),
+                centre=bool(channels[41] > 0.5),
+                pickup=bool(channels[39] > 0.5),
+                exit=bool(channels[40] > 0.5),
+            )
+        )
+    return tuple(board)
+
+
+# ---------------------------------------------------------------------------------------------------------------- hints
+
+KEYS = {
+    w.SIPHON: "s", w.PUSH: "p", w.PULL: "f", w.CRASH: "c", w.WARP: "w", w.POLY: "y", w.WAIT: ".", w.DEBUG: "d",
+    w.ROW: "r", w.COL: "o", w.UNDO: "u", w.STEP: "t", w.SIPH: "i", w.EXCH: "x", w.SHOW: "v", w.RESET: "e",
+    w.CALM: "m", w.D_BOM: "b", w.DELAY: "z", w.ANTI_V: "a", w.SCORE: "$", w.REDUC: "-", w.ATK: "+", w.HACK: "g",
+}  # fmt: skip
+"""The key of each action but the moves; h, j, k, l, n and q are taken."""
+
+ACTION_OF = {key: action for action, key in KEYS.items()} | {
+    "up": w.UP, "down": w.DOWN, "left": w.LEFT, "right": w.RIGHT,
+    "k": w.UP, "j": w.DOWN, "h": w.LEFT, "l": w.RIGHT, " ": w.SIPHON,
+}  # fmt: skip
+
+DOES = {
+    w.PUSH: "every enemy goes one cell away from you",
+    w.PULL: "every enemy comes one cell nearer",
+    w.CRASH: "harms enemies; needs something in the eight cells around you",
+    w.WARP: "to a random enemy or transmission, which is removed",
+    w.POLY: "every enemy becomes one of another kind",
+    w.WAIT: "passes the turn",
+    w.DEBUG: "harms enemies on blocks",
+    w.ROW: "harms enemies in your row",
+    w.COL: "harms enemies in your column",
+    w.UNDO: "takes the last step back, as far as the rules let it",
+    w.STEP: "enemies do not move in their next turn",
+    w.SIPH: "a data siphon",
+    w.EXCH: "credits into 4 energy",
+    w.SHOW: "cryptogs are seen, in this stage",
+    w.RESET: "full health",
+    w.CALM: "no more scheduled transmissions",
+    w.D_BOM: "the nearest daemon explodes",
+    w.DELAY: "transmissions come 3 turns later",
+    w.ANTI_V: "harms viruses",
+    w.SCORE: "points, the more the earlier the stage",
+    w.REDUC: "siphoning unsiphoned blocks sends one transmission fewer",
+    w.ATK: "stronger attacks, twice a stage",
+    w.HACK: "harms enemies on siphoned blocks",
+}
+
+NEEDS = {
+    w.PUSH: "there is no enemy",
+    w.PULL: "there is no enemy",
+    w.CRASH: "there is no block, enemy or transmission in the eight cells around you",
+    w.WARP: "there is no enemy and no transmission",
+    w.POLY: "there is no enemy",
+    w.DEBUG: "no enemy stands on a block",
+    w.ROW: "no enemy is in your row",
+    w.COL: "no enemy is in your column",
+    w.UNDO: "there is nothing to take back",
+    w.EXCH: "there are no credits",
+    w.SHOW: "it is on",
+    w.RESET: "your health is full",
+    w.CALM: "it is on",
+    w.D_BOM: "there is no daemon",
+    w.DELAY: "there is no transmission",
+    w.ANTI_V: "there is no virus",
+    w.SCORE: "it is the last stage",
+    w.REDUC: "no unsiphoned block would send anything",
+    w.ATK: "it was used twice in this stage, or the attack is at its most",
+    w.HACK: "there is no siphoned block",
+}
+"""Reason where a program that is owned and paid for is not legal."""
+
+
+def why(view: View, action: int) -> str | None:
+    """Why an action is not legal now; None where it is."""
+    name = w.NAMES[action]
+    if view.over:
+        return "the game is over"
+    if view.legal[action]:
+        return None
+    if action < w.SIPHON:
+        row, col = view.row + int(w.DROW[action]), view.col + int(w.DCOL[action])
+        if not (0 <= row < w.SIDE and 0 <= col < w.SIDE):
+            return f"{name}: the board ends there"
+        return f"{name}: a block is in the way, and there is nothing to strike"
+    if action == w.SIPHON:
+        return "siphon: you have no data siphon"
+    if action not in view.programs:
+        return f"{name}: you do not own it; siphon beside a block that holds it"
+    for what, cost, stock in (("credits", w.CREDITS, view.credits), ("energy", w.ENERGY, view.energy)):
+        if stock < cost[action]:
+            return f"{name}: it costs {cost[action]} {what}, and you have {stock}"
+    return f"{name}: {NEEDS.get(action, 'the rules do not allow it now')}"
+
+
+def cost(action: int) -> str:
+    """Cost of an action: "3c2e", "2e", "" for nothing."""
+    parts = ((w.CREDITS[action], "c"), (w.ENERGY[action], "e"))
+    return "".join(f"{amount}{unit}" for amount, unit in parts if amount)
+
+
+def action_of(word: str) -> int | None:
+    """The action of a word: its name, or its number."""
+    if word.isdecimal() and word.isascii() and int(word) < w.ACTIONS:
+        return int(word)
+    return w.NAMES.index(word.lower()) if word.lower() in w.NAMES else None
+
+
+# ----------------------------------------------------------------------------------------------------------- the screen
 
 Span = tuple[str, str]
 """A text and its style: words of STYLES, "" for none."""
@@ -146,16 +362,16 @@ def _what(cell: Cell, style: Style) -> list[Span]:
         named = cell.kind in (w.PROGRAM, w.QUESTION) and cell.program >= 0
         text = w.NAMES[cell.program].upper() if named else str(cell.points) if cell.kind == w.DATA else "?"
         return [(mark + text, "dim" if cell.siphoned else "cyan" if cell.kind == w.PROGRAM else "blue")]
-    found: list[Span] = []
+    content: list[Span] = []
     if cell.exit:
-        found.append(("EXIT", "bold green"))
+        content.append(("EXIT", "bold green"))
     if cell.pickup:
-        found.append((style.pickup, "bold yellow"))
-    found += [(f"{n}{unit}", "yellow") for n, unit in ((cell.credits, "c"), (cell.energy, "e")) if n]
+        content.append((style.pickup, "bold yellow"))
+    content += [(f"{n}{unit}", "yellow") for n, unit in ((cell.credits, "c"), (cell.energy, "e")) if n]
     if cell.centre or cell.siphoned:
-        found.append((style.centre if cell.centre else style.siphoned, "dim"))
-    spaced = [span for each in found for span in ((" ", ""), each)][1:]
-    return spaced if _length(spaced) <= WIDTH else found
+        content.append((style.centre if cell.centre else style.siphoned, "dim"))
+    spaced = [span for part in content for span in ((" ", ""), part)][1:]
+    return spaced if _length(spaced) <= WIDTH else content
 
 
 # --------------------------------------------------------------------------------------------------- what is beside it
@@ -187,8 +403,8 @@ def panel(view: View) -> list[Line]:
 def _program(view: View, action: int) -> Line:
     """A program with its key, in brackets where it is legal, and its cost: 15 columns."""
     legal = view.legal[action] and not view.over
-    key = f"[{hints.KEYS[action]}]" if legal else f" {hints.KEYS[action]} "
-    return ((f"{key}{w.NAMES[action]:7}{hints.cost(action):5}", "bold" if legal else "dim"),)
+    key = f"[{KEYS[action]}]" if legal else f" {KEYS[action]} "
+    return ((f"{key}{w.NAMES[action]:7}{cost(action):5}", "bold" if legal else "dim"),)
 
 
 # ----------------------------------------------------------------------------------------------------- the lines below
@@ -221,8 +437,8 @@ def _opinion(opinion: Opinion) -> Line:
     """Actions of an agent, likeliest first, and what it believes the rest of the game is worth."""
     ranked = sorted(range(w.ACTIONS), key=lambda action: -opinion.probabilities[action])
     chances = [(w.NAMES[a], opinion.probabilities[a]) for a in ranked[:4] if opinion.probabilities[a] >= 0.005]
-    said = "  ".join(f"{name} {100 * p:.0f} %" for name, p in chances)
-    return ((f"value {opinion.value:+.2f}  ", "bold"), (said, "cyan"))
+    actions = "  ".join(f"{name} {100 * p:.0f} %" for name, p in chances)
+    return ((f"value {opinion.value:+.2f}  ", "bold"), (actions, "cyan"))
 
 
 def pages(style: Style) -> list[list[Line]]:
@@ -243,7 +459,7 @@ def pages(style: Style) -> list[list[Line]]:
     first: list[Line] = [(("HackMatrix: get through 8 stages alive, with a score", "bold"),)]
     first += [((f"  {mark:10}", "bold"), (text, "")) for mark, text in (*keys, *marks)]
     second: list[Line] = [(("Programs: their key, name, cost in credits and energy, and what they do", "bold"),)]
-    for action, text in hints.DOES.items():
-        names = f"{w.NAMES[action]:7}{hints.cost(action):5}"
-        second.append(((f"  {hints.KEYS[action]}  ", "bold"), (names, ""), (text, "dim")))
+    for action, text in DOES.items():
+        names = f"{w.NAMES[action]:7}{cost(action):5}"
+        second.append(((f"  {KEYS[action]}  ", "bold"), (names, ""), (text, "dim")))
     return [first, second]

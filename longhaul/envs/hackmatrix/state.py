@@ -121,6 +121,22 @@ class Tally(NamedTuple):
     programs: jax.Array
     stage: jax.Array  # the highest
 
+    def add(self, parts: jax.Array, action: jax.Array, stage: jax.Array) -> Tally:
+        """The score after one more action, by which the game came to `stage`."""
+        return Tally(
+            self.parts + parts,
+            self.moves + (action < 4),
+            self.siphons + (action == SIPHON),
+            self.programs + (action > SIPHON),
+            jnp.maximum(self.stage, stage),
+        )
+
+    def late(self, over: jax.Array, max_steps: int | None) -> jax.Array:
+        """bool: a game that is not over has had its last step."""
+        if max_steps is None:
+            return jnp.zeros_like(over)
+        return ~over & (self.moves + self.siphons + self.programs >= max_steps)
+
 
 def bits(cell: jax.Array) -> jax.Array:
     """uint32 [2]: the set of one cell."""

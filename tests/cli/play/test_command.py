@@ -29,7 +29,7 @@ from longhaul.cli.play.games import Game
 from longhaul.config import recipes
 from longhaul.config.resolve import resolve
 from longhaul.envs import registry
-from longhaul.envs.hackmatrix import hints, screen
+from longhaul.envs.hackmatrix import screen
 from longhaul.envs.hackmatrix import state as w
 from longhaul.runtime.errors import RunError
 from longhaul.training.checkpoint.checkpoint import Checkpoints
@@ -245,7 +245,7 @@ def test_watching_takes_legal_actions_only_and_the_table_counts_the_same_games(l
         playing = by_hand().begin(episode["episode"])
         for name in episode["actions"]:
             action = w.NAMES.index(name)
-            assert hints.why(playing.view, action) is None
+            assert screen.why(playing.view, action) is None
             playing = by_hand().step(playing, action)
         assert (playing.view.over, playing.end) == (True, "died")
         assert sum(playing.view.parts) == pytest.approx(episode["return"], abs=1e-4)

@@ -2,18 +2,13 @@
 
 from __future__ import annotations
 
-import functools
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from longhaul.envs.hackmatrix import board_generation, reward
 from longhaul.envs.hackmatrix import state as world
-from longhaul.envs.hackmatrix.board_generation import Boards
-from longhaul.envs.hackmatrix.environment import Game, hackmatrix
 from longhaul.envs.hackmatrix.state import (
     ANTI_V,
     ATK,
@@ -47,97 +42,8 @@ from longhaul.envs.hackmatrix.state import (
     VIRUS,
     WAIT,
     WARP,
-    State,
 )
-
-KEY = jax.random.key(0)
-
-
-@functools.cache
-def game() -> Game:
-    return hackmatrix(512)
-
-
-@functools.cache
-def _step() -> Any:
-    def run(bank: Boards, state: State, action: Any, key: Any) -> Any:
-        made = Game(bank, game().spec)
-        return made.step(key, state, action)
-
-    return jax.jit(run)
-
-
-@functools.cache
-def _see() -> Any:
-    return jax.jit(lambda bank, state: Game(bank, game().spec)._see(state))
-
-
-class World:
-    """One game on a board of one's own."""
-
-    def __init__(
-        self, at: tuple[int, int], *, blocks: dict[tuple[int, int], tuple[int, int]] | None = None, **values: Any
-    ) -> None:
-        """`blocks`: cell -> (kind, points or program)."""
-        cell = np.zeros(36, np.int64)
-        for (row, col), (kind, content) in (blocks or {}).items():
-            data = kind == DATA
-            packed = (kind, content, 0, content, 0, 0) if data else (kind, 0, content, 2, 0, 0)
-            cell[6 * row + col] = board_generation.pack(*(np.int64(x) for x in packed))
-        bank = game().bank
-        way = board_generation.distances((cell > 0)[None])
-        self.bank = bank._replace(cell=bank.cell.copy(), distance=bank.distance.copy())
-        self.bank.cell[-1], self.bank.distance[-1] = cell, way[0]
-        state, _ = game().reset(KEY)
-        spawn = jnp.asarray((cell >> 11) & 15, jnp.int8)
-        given = {k: jnp.asarray(v, getattr(state, k).dtype) for k, v in values.items()}
-        self.state = state._replace(row=jnp.int32(at[0]), col=jnp.int32(at[1]), spawn=spawn, **given)
-
-    def enemy(self, slot: int, kind: int, row: int, col: int, hp: int | None = None) -> World:
-        e = self.state.enemies
-        new = (True, kind, row, col, hp or int(world.HEALTH[kind]), False, False)
-        self.state = self.state._replace(enemies=type(e)(*(x.at[slot].set(v) for x, v in zip(e, new, strict=True))))
-        return self
-
-    def sent(self, slot: int, row: int, col: int, turns: int, kind: int = VIRUS) -> World:
-        p = self.state.pending
-        new = (turns, kind, row, col, False)
-        self.state = self.state._replace(pending=type(p)(*(x.at[slot].set(v) for x, v in zip(p, new, strict=True))))
-        return self
-
-    def own(self, *actions: int) -> World:
-        bits = sum(1 << (action - 5) for action in actions)
-        self.state = self.state._replace(programs=jnp.uint32(bits))
-        return self
-
-    def siphoned(self, row: int, col: int) -> World:
-        self.state = self.state._replace(siphoned=self.state.siphoned | world.bits(jnp.int32(6 * row + col)))
-        return self
-
-    def legal(self) -> set[int]:
-        return set(np.flatnonzero(_see()(self.bank, self.state).mask).tolist())
-
-    def do(self, action: int, key: Any = KEY) -> float:
-        self.state, led_to = _step()(self.bank, self.state, jnp.int32(action), key)
-        self.over = bool(led_to.terminated)
-        self.parts = dict(zip(reward.PARTS, np.asarray(self.state.tally.parts).tolist(), strict=True))
-        return round(float(led_to.reward), 4)
-
-    @property
-    def at(self) -> tuple[int, int]:
-        return int(self.state.row), int(self.state.col)
-
-    @property
-    def enemies(self) -> list[tuple[int, int, int, int]]:
-        """(kind, row, col, hp) of those alive, by slot."""
-        e = jax.device_get(self.state.enemies)
-        return [tuple(int(x[i]) for x in (e.kind, e.row, e.col, e.hp)) for i in range(20) if e.alive[i]]  # type: ignore[misc]
-
-    @property
-    def pending(self) -> list[tuple[int, int, int]]:
-        """(row, col, turns) of the transmissions."""
-        p = jax.device_get(self.state.pending)
-        return [(int(p.row[i]), int(p.col[i]), int(p.turns[i])) for i in range(20) if p.turns[i] > 0]
+from tests.helpers.hackmatrix_games import World
 
 
 def test_case_1_a_move_shapes() -> None:
@@ -153,8 +59,7 @@ def test_case_2_the_edge_is_masked() -> None:
 
 
 def test_case_3_a_data_siphon_is_picked_up() -> None:
-    w = World((3, 3))
-    w.state = w.state._replace(pickup=world.bits(jnp.int32(27)))
+    w = World((3, 3)).set(pickup=world.bits(jnp.int32(27)))
     assert w.do(UP) == 1.04
     assert int(w.state.siphons) == 1 and not np.any(w.state.pickup)
 
@@ -250,7 +155,7 @@ def test_case_13_death(stage: int, expected: float) -> None:
 def test_case_14_the_exit() -> None:
     w = World((5, 4), hp=1, credits=10, energy=5)
     gained = w.do(RIGHT)
-    unreachable = 0.05 * (int(Game(w.bank, game().spec)._way(w.state)) == 0)
+    unreachable = 0.05 * (w.way() == 0)
     assert gained == pytest.approx(2.14 + unreachable, abs=1e-4)
     s = w.state
     assert (int(s.stage), int(s.hp), w.at) == (2, 2, (5, 5)) and int(s.exit) != 3
@@ -356,8 +261,8 @@ def test_case_23_delay_and_score() -> None:
 def test_case_24_warp_completes_a_stage() -> None:
     w = World((0, 0), credits=2, energy=2).own(WARP).enemy(0, VIRUS, 5, 5)
     gained = w.do(WARP)
-    way = int(Game(w.bank, game().spec)._way(w.state))  # to the new exit: what is nearer than the old one was counts
-    assert gained == pytest.approx(1.09 + 0.05 * max(0, 10 - way), abs=1e-4)
+    # The way to the new exit counts as far as it is nearer than the old one was.
+    assert gained == pytest.approx(1.09 + 0.05 * max(0, 10 - w.way()), abs=1e-4)
     assert w.at == (5, 5) and int(w.state.stage) == 2 and int(w.state.turn) == 0
 
 

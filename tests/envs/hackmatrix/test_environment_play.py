@@ -20,7 +20,7 @@ from longhaul.algorithms.context import Context
 from longhaul.config import recipes
 from longhaul.environment import vectorise
 from longhaul.envs import registry
-from longhaul.envs.hackmatrix import board_generation, observation, reward
+from longhaul.envs.hackmatrix import board_generation, observation
 from longhaul.envs.hackmatrix import state as world
 from longhaul.envs.hackmatrix.environment import FIXES, Game, hackmatrix
 from longhaul.envs.hackmatrix.state import CELLS, CORNERS, SIPHON, UNDO, UP, WAIT, State
@@ -28,8 +28,9 @@ from longhaul.networks import actor_critic
 from longhaul.rollout import collector
 from longhaul.spaces import Masked
 from longhaul.types import Environment
+from tests.helpers.hackmatrix_games import LANES, World, game, looker, stepper
 
-GAMES, STEPS = 96, 48
+STEPS = 72
 
 
 def _rich(game: Game, key: jax.Array) -> State:
@@ -46,37 +47,36 @@ def _rich(game: Game, key: jax.Array) -> State:
 
 @functools.cache
 def _played(fixes: tuple[str, ...] = ()) -> Any:
-    """(states [T + 1, B], masks, packed observations, actions [T, B], rewards, parts [T, B, 15], ended) of random legal
+    """(states [T, LANES], what is seen, actions, rewards, parts [T, LANES, 15], states after, ended) of random legal
     play, in NumPy."""
-    game = hackmatrix(256, fixes=fixes)
+    made = game(fixes)
 
-    def run(key: jax.Array) -> Any:
-        keys = jax.random.split(key, GAMES)
-        state = jax.vmap(lambda k: _rich(game, k))(keys)
-        if "undo" in fixes:
-            state = state._replace(past=state._replace(past=()))
+    def rich(key: jax.Array) -> State:
+        state = _rich(made, key)
+        return state._replace(past=state._replace(past=())) if "undo" in fixes else state
 
-        def step(state: State, key: jax.Array) -> Any:
-            seen = jax.vmap(game._see)(state)
-            key_act, key_step = jax.random.split(key)
-            action = jax.random.categorical(key_act, jnp.where(seen.mask, 0.0, -jnp.inf)).astype(jnp.int32)
-            after, led_to = jax.vmap(game.step)(jax.random.split(key_step, GAMES), state, action)
-            parts = after.tally.parts - state.tally.parts
-            ended = led_to.terminated
-            fresh = jax.vmap(lambda k: _rich(game, k))(jax.random.split(key_act, GAMES))
-            if "undo" in fixes:
-                fresh = fresh._replace(past=fresh._replace(past=()))
-            kept = jax.tree.map(lambda a, b: jnp.where(ended.reshape(-1, *[1] * (a.ndim - 1)), a, b), fresh, after)
-            row = (state, seen, action, led_to.reward, parts, after, ended)
-            return kept, row
+    begin, rng = jax.jit(jax.vmap(rich)), np.random.default_rng(0)
+    key_begin, key_step = jax.random.split(jax.random.key(1))
+    state = jax.device_get(begin(jax.random.split(key_begin, LANES)))
+    rows = []
+    for number in range(STEPS):
+        seen = jax.device_get(looker()(made.bank, state))
+        action = np.where(seen.mask, rng.random(seen.mask.shape), -1.0).argmax(-1).astype(np.int32)
+        keys = jax.random.split(jax.random.fold_in(key_step, number), LANES)
+        after, led_to = jax.device_get(stepper(fixes)(made.bank, state, action, keys))
+        ended = led_to.terminated
+        rows.append((state, seen, action, led_to.reward, after.tally.parts - state.tally.parts, after, ended))
+        fresh = jax.device_get(begin(jax.random.split(jax.random.fold_in(key_begin, number), LANES)))
 
-        return jax.lax.scan(step, state, jax.random.split(key, STEPS))[1]
+        def chosen(a: Any, b: Any, ended: Any = ended) -> Any:
+            return np.where(ended.reshape(-1, *[1] * (a.ndim - 1)), a, b)
 
-    return jax.device_get(jax.jit(run)(jax.random.key(1))), game
+        state = jax.tree.map(chosen, fresh, after)
+    return jax.tree.map(lambda *leaves: np.stack(leaves), *rows)
 
 
 def test_what_holds_in_any_game() -> None:
-    (state, seen, action, gained, parts, after, _), game = _played()
+    state, seen, action, gained, parts, after, _ = _played()
     assert (state.hp > 0).all()
     assert after.hp.min() >= 0
     assert after.hp.max() <= 3
@@ -101,12 +101,12 @@ def test_what_holds_in_any_game() -> None:
     assert (parts[..., 0] < 0).all()
     assert len(np.unique(action)) > 24, "nearly every action was played"
     assert (after.stage > state.stage).any()
-    assert game.spec.max_steps == 1000
+    assert game().spec.max_steps == 1000
 
 
-def _shown(game: Game, s: Any) -> np.ndarray:
+def _shown(s: Any) -> np.ndarray:
     """The 1,545 numbers of one game by section 9 of the rules, cell by cell and slot by slot."""
-    code = game.bank.cell[s.board]
+    code = game().bank.cell[s.board]
     about = [
         *(s.row / 5, s.col / 5, s.hp / 3, min(s.credits / 50, 1), min(s.energy / 50, 1), (s.stage - 1) / 7),
         *(s.siphons / 10, (s.attack - 1) / 2, float(s.show), float(s.calm)),
@@ -137,18 +137,18 @@ def _shown(game: Game, s: Any) -> np.ndarray:
 
 
 def test_the_observation_is_that_of_the_rules(monkeypatch: pytest.MonkeyPatch) -> None:
-    (state, seen, *_), game = _played()
+    state, seen, *_ = _played()
     expanded = np.asarray(observation.expand(seen.observation))
     with monkeypatch.context() as patch:
         patch.setattr(jax, "default_backend", lambda: "gpu")  # whose words are turned first
         np.testing.assert_array_equal(observation.expand(seen.observation), expanded)
-    assert expanded.shape == (STEPS, GAMES, 1545)
+    assert expanded.shape == (STEPS, LANES, 1545)
     assert expanded.dtype == np.float32
     stunned = 0
     for t in range(0, STEPS, 3):
-        for b in range(0, GAMES, 5):
+        for b in range(0, LANES, 5):
             one = jax.tree.map(operator.itemgetter((t, b)), state)
-            np.testing.assert_allclose(expanded[t, b], _shown(game, one), atol=1e-6)
+            np.testing.assert_allclose(expanded[t, b], _shown(one), atol=1e-6)
             stunned += bool(one.enemies.stunned.any())
     channels = expanded[..., 33:].reshape(-1, 42)
     shown = set(np.flatnonzero(channels.any(0)).tolist())
@@ -163,26 +163,6 @@ def test_a_packed_observation_is_small() -> None:
 # ------------------------------------------------------------------------------------------------------------ fixes
 
 
-def _middle(fixes: tuple[str, ...], **values: Any) -> tuple[Game, State]:
-    game = hackmatrix(64, fixes=fixes)
-    state, _ = game.reset(jax.random.key(0))
-    plain = {name: jnp.asarray(value, getattr(state, name).dtype) for name, value in values.items()}
-    state = state._replace(**plain)
-    return game, state._replace(past=state._replace(past=())) if "undo" in fixes else state
-
-
-def _foe(state: State, row: int, col: int, kind: int = world.VIRUS, hp: int = 2) -> State:
-    e = state.enemies
-    values = (True, kind, row, col, hp, False, False)
-    return state._replace(enemies=type(e)(*(x.at[0].set(v) for x, v in zip(e, values, strict=True))))
-
-
-def _do(game: Game, state: State, action: int) -> tuple[State, dict[str, float]]:
-    after, _ = jax.jit(game.step)(jax.random.key(3), state, jnp.int32(action))
-    parts = np.asarray(after.tally.parts - state.tally.parts)
-    return after, dict(zip(reward.PARTS, (round(float(x), 4) for x in parts), strict=True))
-
-
 def test_the_registered_game_without_defects_has_every_fix() -> None:
     fixed, trainers = (registry.make(name, boards=8) for name in ("hackmatrix-fixed", "hackmatrix"))
     assert isinstance(fixed, Game) and isinstance(trainers, Game)
@@ -195,24 +175,27 @@ def test_an_unknown_fix_is_refused() -> None:
 
 
 def test_fix_start_gives_the_first_stage_a_board() -> None:
-    game, state = _middle(("start",))
-    assert 5 <= (np.asarray(game.bank.cell[state.board]) & 3 > 0).sum() <= 11
+    made = game(("start",))
+    state, _ = made.reset(jax.random.key(0))
+    assert 5 <= (np.asarray(made.bank.cell[state.board]) & 3 > 0).sum() <= 11
     assert int((state.pending.turns > 0).sum()) == 1
     assert np.flatnonzero(world.spread_bits(state.pickup)).tolist() == [5, 30]
     assert (int(state.hp), int(state.stage)) == (3, 1)
-    assert not np.any(np.asarray(game.bank.cell[_middle(())[1].board]))
+    assert not np.any(np.asarray(game().bank.cell[game().reset(jax.random.key(0))[0].board]))
 
 
 @pytest.mark.slow
 def test_fix_undo_goes_back() -> None:
-    game, state = _middle(("undo",), row=3, col=3, programs=1 << UNDO - 5, credits=2)
-    moved, _ = _do(game, state, UP)
-    back, _ = _do(game, moved, UNDO)
-    assert (int(moved.row), int(back.row), int(back.turn), int(back.credits)) == (4, 3, 0, 1)
-    assert not bool(back.undo)
-    done, _ = _do(*_middle(("undo",), row=4, col=5), UP)
-    assert int(done.stage) == 2
-    assert not bool(done.undo), "no way back to an earlier stage"
+    w = World((3, 3), programs=1 << UNDO - 5, credits=2, fixes=("undo",))
+    w.do(UP)
+    assert w.at == (4, 3)
+    w.do(UNDO)
+    assert (w.at, int(w.state.turn), int(w.state.credits)) == ((3, 3), 0, 1)
+    assert not w.state.undo
+    w = World((4, 5), fixes=("undo",))
+    w.do(UP)
+    assert w.state.stage == 2
+    assert not w.state.undo, "no way back to an earlier stage"
 
 
 def test_fix_boards_joins_all_corners() -> None:
@@ -221,71 +204,66 @@ def test_fix_boards_joins_all_corners() -> None:
     assert 0.2 < board_generation.joined(board_generation.draw(0, 400).distance).mean() < 0.9
 
 
-@pytest.mark.parametrize(("fixes", "kills"), [((), 0.3), pytest.param(("kills",), 0.0, marks=pytest.mark.slow)])
-def test_fix_kills_pays_for_no_stage(fixes: tuple[str, ...], kills: float) -> None:
-    game, state = _middle(fixes, row=5, col=4)
-    _, parts = _do(game, _foe(state, 0, 0), world.RIGHT)
-    assert parts["kills"] == kills
+def _fix(name: str) -> Any:
+    """The rules without a fix, and with it: a program more to compile."""
+    return [(), pytest.param((name,), marks=pytest.mark.slow)]
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(("fixes", "hp"), [((), 2), (("exit",), 3)])
-def test_fix_exit_is_safe(fixes: tuple[str, ...], hp: int) -> None:
-    game, state = _middle(fixes, row=5, col=4, hp=2)
-    after, _ = _do(game, _foe(state, 3, 5), world.RIGHT)
-    assert (int(after.stage), int(after.hp)) == (2, hp), "struck on the exit, and one regained"
+@pytest.mark.parametrize("fixes", _fix("kills"))
+def test_fix_kills_pays_for_no_stage(fixes: tuple[str, ...]) -> None:
+    w = World((5, 4), fixes=fixes).enemy(0, world.VIRUS, 0, 0)
+    w.do(world.RIGHT)
+    assert w.parts["kills"] == (0.0 if fixes else 0.3)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(("fixes", "cells"), [((), 1), (("spread",), 2)])
-def test_fix_spread_stacks_nothing(fixes: tuple[str, ...], cells: int) -> None:
-    game, state = _middle(fixes, row=3, col=3, siphons=1)
-    cell = game.bank.cell.copy()
-    cell[-1, 27] = board_generation.pack(*(np.int64(x) for x in (world.PROGRAM, 0, 4, 2, 0, 0)))
-    game = replace(game, bank=game.bank._replace(cell=cell))
-    after, _ = _do(game, state._replace(spawn=state.spawn.at[27].set(2)), SIPHON)
-    sent = np.asarray(after.pending.turns) > 0
-    places = (6 * np.asarray(after.pending.row) + np.asarray(after.pending.col))[sent]
-    assert sent.sum() == 2
-    assert len(set(places.tolist())) == cells
-    assert (27 in places) == (not fixes)
-    assert 21 not in places
+@pytest.mark.parametrize("fixes", _fix("exit"))
+def test_fix_exit_is_safe(fixes: tuple[str, ...]) -> None:
+    w = World((5, 4), hp=2, fixes=fixes).enemy(0, world.VIRUS, 3, 5)
+    w.do(world.RIGHT)
+    assert (w.state.stage, w.state.hp) == (2, 3 if fixes else 2), "struck on the exit, and one regained"
 
 
-@pytest.mark.parametrize(
-    ("fixes", "lost", "won"), [((), 0.0, 0.0), pytest.param(("health",), -1.0, 1.0, marks=pytest.mark.slow)]
-)
-def test_fix_health_tells_both(fixes: tuple[str, ...], lost: float, won: float) -> None:
-    game, state = _middle(fixes, row=5, col=4, hp=2)
-    _, parts = _do(game, _foe(state, 3, 5), world.RIGHT)
-    assert (parts["damage_penalty"], parts["hp_recovery"]) == (lost, won)
+@pytest.mark.parametrize("fixes", _fix("spread"))
+def test_fix_spread_stacks_nothing(fixes: tuple[str, ...]) -> None:
+    w = World((3, 3), blocks={(4, 3): (world.PROGRAM, 4)}, siphons=1, fixes=fixes)
+    w.do(SIPHON)
+    places = [(row, col) for row, col, _ in w.pending]
+    assert len(places) == 2
+    assert len(set(places)) == (2 if fixes else 1)
+    assert ((4, 3) in places) == (not fixes)
+    assert (3, 3) not in places
+
+
+@pytest.mark.parametrize("fixes", _fix("health"))
+def test_fix_health_counts_both(fixes: tuple[str, ...]) -> None:
+    w = World((5, 4), hp=2, fixes=fixes).enemy(0, world.VIRUS, 3, 5)
+    w.do(world.RIGHT)
+    assert (w.parts["damage_penalty"], w.parts["hp_recovery"]) == ((-1.0, 1.0) if fixes else (0.0, 0.0))
 
 
 @pytest.mark.slow
 def test_fix_shaping_pays_the_last_step() -> None:
-    _, parts = _do(*_middle(("shaping",), row=5, col=4), world.RIGHT)
-    assert parts["distance_shaping"] == 0.05
+    w = World((5, 4), fixes=("shaping",))
+    w.do(world.RIGHT)
+    assert w.parts["distance_shaping"] == 0.05
 
 
 @pytest.mark.slow
 def test_all_fixes_together_keep_the_books() -> None:
-    (_, seen, _, gained, parts, after, _), _ = _played(tuple(FIXES))
+    _, seen, _, gained, parts, after, _ = _played(tuple(FIXES))
     np.testing.assert_allclose(parts.sum(-1), gained, atol=2e-3, rtol=1e-5)
     assert min(after.credits.min(), after.energy.min(), after.siphons.min()) >= 0
     assert seen.mask.any(-1).all()
 
 
 def test_boxed_in_the_turn_passes() -> None:
-    game, state = _middle(())
-    cell = game.bank.cell.copy()
-    cell[-1, [1, 6]] = board_generation.pack(*(np.int64(x) for x in (world.DATA, 3, 0, 3, 0, 0)))
-    game = replace(game, bank=game.bank._replace(cell=cell))
-    assert np.flatnonzero(jax.jit(game._see)(state).mask).tolist() == [UP]
-    after, _ = _do(game, _foe(state, 5, 5, world.DAEMON, 3), UP)
-    assert (int(after.row), int(after.col), int(after.turn), int(after.energy)) == (0, 0, 1, 0)
-    assert int(after.enemies.row[0]) == 4
-    rich = state._replace(energy=jnp.int32(9), credits=jnp.int32(9))
-    assert WAIT not in np.flatnonzero(jax.jit(game._see)(rich).mask), "not owned"
+    w = World((0, 0), blocks={(0, 1): (world.DATA, 3), (1, 0): (world.DATA, 3)}).enemy(0, world.DAEMON, 5, 5)
+    assert w.legal() == {UP}
+    rich = World((0, 0), blocks={(0, 1): (world.DATA, 3), (1, 0): (world.DATA, 3)}, energy=9, credits=9)
+    assert WAIT not in rich.legal(), "not owned"
+    w.do(UP)
+    assert (w.at, int(w.state.turn), int(w.state.energy)) == ((0, 0), 1, 0)
+    assert w.enemies[0][1] == 4
 
 
 # ---------------------------------------------------------------------------------------------- packed observations
@@ -352,7 +330,7 @@ def test_ppo_stores_packed_observations_and_learns_the_same() -> None:
 
 
 def test_what_a_network_takes_leaves_out_only_what_is_never_there() -> None:
-    (_, seen, *_), _ = _played()
+    _, seen, *_ = _played()
     packed = seen.observation
     whole, short = np.asarray(observation.expand(packed)), np.asarray(observation.TRAINER.expand(packed))
     places = np.array(observation.TRAINER.places)

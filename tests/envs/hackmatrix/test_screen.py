@@ -9,10 +9,9 @@ import numpy as np
 import pytest
 
 from longhaul.cli.play.terminal import COLOURS, STYLES, plain
-from longhaul.envs.hackmatrix import hints, screen
+from longhaul.envs.hackmatrix import screen
 from longhaul.envs.hackmatrix import state as w
-from longhaul.envs.hackmatrix import view as views
-from longhaul.envs.hackmatrix.view import Cell, Enemy, Sent, View
+from longhaul.envs.hackmatrix.screen import Cell, Enemy, Sent, View
 
 EMPTY = Cell(w.NONE, 0, -1, 0, 0, 0, False, False, False, False)
 
@@ -177,25 +176,25 @@ def test_an_agents_opinion_names_the_likeliest_actions_first() -> None:
     ],
 )
 def test_why_an_action_is_not_legal(changes: dict[str, Any], action: int, reason: str | None) -> None:
-    assert hints.why(made(**changes), action) == reason
+    assert screen.why(made(**changes), action) == reason
 
 
 def test_there_is_a_reason_exactly_where_the_mask_says_no() -> None:
     view = made(programs=tuple(range(5, 28)), credits=9, energy=9, siphons=1, legal=(False,) * 28)
     for action in range(28):
-        assert hints.why(view, action), w.NAMES[action]
+        assert screen.why(view, action), w.NAMES[action]
         legal = tuple(a == action for a in range(28))
-        assert hints.why(view._replace(legal=legal), action) is None
+        assert screen.why(view._replace(legal=legal), action) is None
 
 
 def test_each_action_has_one_key_of_its_own_and_none_of_the_games() -> None:
-    keys = list(hints.KEYS.values())
-    assert set(hints.KEYS) == set(range(w.SIPHON, 28))
+    keys = list(screen.KEYS.values())
+    assert set(screen.KEYS) == set(range(w.SIPHON, 28))
     assert len(set(keys)) == len(keys) == 24
     assert not set(keys) & set("hjklnq?")
     assert all(key == key.lower() and len(key) == 1 for key in keys)
-    assert {action for key, action in hints.ACTION_OF.items()} == set(range(28))
-    assert set(hints.DOES) == set(range(5, 28))
+    assert {action for key, action in screen.ACTION_OF.items()} == set(range(28))
+    assert set(screen.DOES) == set(range(5, 28))
 
 
 @pytest.mark.parametrize(
@@ -212,11 +211,11 @@ def test_each_action_has_one_key_of_its_own_and_none_of_the_games() -> None:
     ],
 )
 def test_words_for_actions(word: str, action: int | None) -> None:
-    assert hints.action_of(word) == action
+    assert screen.action_of(word) == action
 
 
 def test_costs_are_said_as_the_rules_have_them() -> None:
-    assert [hints.cost(a) for a in (w.UP, w.PUSH, w.CRASH, w.SIPH, w.ATK)] == ["", "2e", "3c2e", "5c", "4c4e"]
+    assert [screen.cost(a) for a in (w.UP, w.PUSH, w.CRASH, w.SIPH, w.ATK)] == ["", "2e", "3c2e", "5c", "4c4e"]
 
 
 # ------------------------------------------------------------------------------------------------ from states to views
@@ -265,7 +264,7 @@ def test_a_view_is_what_the_observation_and_the_slots_say() -> None:
         pending=SimpleNamespace(turns=turns, row=row, col=col),
     )  # fmt: skip
     mask = np.arange(28) % 3 == 0
-    view = views.view(state, seen, mask)
+    view = screen.view(state, seen, mask)
     assert view.cells == tuple(grid)
     assert {name: getattr(view, name) for name in numbers} == numbers
     assert view.programs == (w.WAIT, w.HACK)
@@ -277,4 +276,4 @@ def test_a_view_is_what_the_observation_and_the_slots_say() -> None:
     )  # fmt: skip
     assert view.sent == (Sent(2, 2, 2),)
     state.show = True
-    assert not any(enemy.hidden for enemy in views.view(state, seen, mask).enemies)
+    assert not any(enemy.hidden for enemy in screen.view(state, seen, mask).enemies)

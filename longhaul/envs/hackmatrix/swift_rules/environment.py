@@ -9,7 +9,6 @@ all of them as the rules say, while the Swift game's search finds a single one (
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -24,9 +23,8 @@ from longhaul.envs.hackmatrix.swift_rules import board_generation as drawn
 from longhaul.envs.hackmatrix.swift_rules import enemy_turn as turn
 from longhaul.envs.hackmatrix.swift_rules import reward as rewards
 from longhaul.envs.hackmatrix.swift_rules import state as c
-from longhaul.envs.hackmatrix.swift_rules import undo
 from longhaul.envs.hackmatrix.swift_rules.state import Cells, Ground, State
-from longhaul.spaces import Discrete, Masked, Measure
+from longhaul.spaces import Masked, Measure
 from longhaul.types import Key, Spec, TimeStep, transition
 
 WORDS = 66
@@ -80,7 +78,7 @@ class Canonical:
             programs=jnp.zeros((), jnp.uint32), stage=zero + 1, turn=zero, next_task=zero, interval=zero + c.INTERVAL,
             pool=zero, attacks=zero, show=no, calm=no, step=no, over=no, board=zero, exit=zero, door=zero,
             reduced=zero, siphoned=nowhere, centre=nowhere, removed=nowhere, pickup=nowhere, foes=nobody, sent=nobody,
-            history=undo.empty(),
+            history=c.no_history(),
             tally=Tally(jnp.zeros(len(reward.PARTS), jnp.float32), zero, zero, zero, zero + 1),
         )  # fmt: skip
         state = self._enter(state, words[2:5])
@@ -94,7 +92,7 @@ class Canonical:
         valid = jnp.any(player.legal(state, ground) & (np.arange(w.ACTIONS) == action))
         way = self._way(state, ground)
         acted, outcome = player.act(state, ground, action, words[:3])
-        acted = undo.restore(acted, action == w.UNDO)
+        acted = c.restore(acted, action == w.UNDO)
         ended = outcome.reached
         turned, due = turn.respond(acted, ground.blocks, words[3:43], "steps" in self.fixes)
         responds = valid & actions.ends_turn(action) & ~ended
@@ -110,7 +108,7 @@ class Canonical:
         origin = jnp.where(enters, 0, jnp.where(first, 1 << 9, 1 << 8))
         after_ground = self._ground(state)
         state = turn.send(state._replace(pool=state.pool - pool), after_ground.blocks, number, origin, words[43:63])
-        state = state._replace(history=undo.remember(state, plays))
+        state = state._replace(history=c.remember(state, plays))
         if "undo" in self.fixes:
             kept = state.history._replace(depth=jnp.where(enters, 0, state.history.depth))
             state = state._replace(history=kept)
@@ -123,22 +121,9 @@ class Canonical:
             ),
             "victory" in self.fixes,
         )  # fmt: skip
-        return self._close(state, action, parts, ~valid | died | won, won)
-
-    def _close(
-        self, state: State, action: jax.Array, parts: jax.Array, over: jax.Array, won: jax.Array
-    ) -> tuple[State, TimeStep]:
-        """The end of a step: what the game has scored, and whether it is over."""
-        tally = Tally(
-            state.tally.parts + parts,
-            state.tally.moves + (action < 4),
-            state.tally.siphons + (action == w.SIPHON),
-            state.tally.programs + (action > w.SIPHON),
-            jnp.maximum(state.tally.stage, state.stage + won),
-        )
-        late = jnp.zeros_like(over)
-        if self.spec.max_steps is not None:
-            late = ~over & (tally.moves + tally.siphons + tally.programs >= self.spec.max_steps)
+        over = ~valid | died | won
+        tally = state.tally.add(parts, action, state.stage + won)
+        late = tally.late(over, self.spec.max_steps)
         state = state._replace(over=over | late, tally=tally)
         return state, transition(self._see(state), jnp.sum(parts), over, late)
 
@@ -215,12 +200,6 @@ def observe(state: State, ground: Ground) -> observation.Packed:
 
     Program 31 is none.
     """
-    about = w.join(
-        [
-            state.row, state.col, state.hp, jnp.minimum(state.credits, 50), jnp.minimum(state.energy, 50), state.stage,
-            state.siphons, state.attack, state.show.astype(jnp.int32) | state.calm.astype(jnp.int32) << 1,
-        ]
-    )  # fmt: skip
     known = ground.points << 2 | ground.program << 6 | ground.spawn << 11
     board = jnp.where(ground.hidden, w.QUESTION | 31 << 6, ground.kind | known)
     board = board | ground.credits << 15 | ground.energy << 17
@@ -229,7 +208,7 @@ def observe(state: State, ground: Ground) -> observation.Packed:
     sets = (siphoned, c.cells(state.centre), c.cells(state.pickup), door)
     for place, which in zip((19, 20, 21, 22), sets, strict=True):
         board = board | which.flags().astype(jnp.int32) << place
-    return observation.Packed(about.astype(jnp.int16), state.programs, board, _life(state))
+    return observation.Packed(observation.about(state), state.programs, board, _life(state))
 
 
 def _life(state: State) -> jax.Array:
@@ -259,9 +238,4 @@ def canonical(
     for name in fixes:
         if name not in FIXES:
             raise ValueError(f"fixes names {name!r}; the canonical rules have {', '.join(FIXES)}")
-    if max_steps is not None and max_steps < 1:
-        raise ValueError(f"max_steps is {max_steps}; at least 1 is needed")
-    mask: Any = jax.ShapeDtypeStruct((w.ACTIONS,), jnp.bool_)
-    seen = Masked(observation.shapes(), mask)
-    spec = Spec(seen, Discrete(w.ACTIONS), None, max_steps, max_steps, observation.expand, SHORT, peaks=("stage",))
-    return Canonical(drawn.draw(board_seed, boards), spec, fixes)
+    return Canonical(drawn.draw(board_seed, boards), observation.spec(max_steps, SHORT), fixes)

@@ -8,9 +8,8 @@ import jax
 import numpy as np
 import pytest
 
-from longhaul.envs import registry
+from longhaul.envs import hackmatrix, registry
 from longhaul.envs.hackmatrix import state as w
-from longhaul.envs.hackmatrix.environment import hackmatrix
 from longhaul.envs.hackmatrix.state import (
     ATK,
     CRYPTOG,
@@ -395,9 +394,9 @@ def test_an_undo_over_a_stage_brings_its_exit_back() -> None:
 
 
 def test_how_the_rules_are_chosen() -> None:
-    assert isinstance(hackmatrix(8, rules="canonical"), Canonical)
+    assert isinstance(hackmatrix.make(8, rules="canonical"), Canonical)
     assert isinstance(registry.make("hackmatrix-canonical", boards=8), Canonical)
     with pytest.raises(ValueError, match="rules is 'swift'; there are jax, canonical"):
-        hackmatrix(8, rules="swift")
+        hackmatrix.make(8, rules="swift")
     with pytest.raises(ValueError, match="fixes names 'kills'; the canonical rules have victory"):
         canonical(8, fixes=("kills",))
