@@ -36,8 +36,7 @@ from longhaul.driving.shards import stream
 from longhaul.driving.shards.shard import CONTROLS
 from longhaul.driving.shards.stream import Library, Position
 from longhaul.driving.sim import device_bank, simulator
-from longhaul.driving.sim.device_bank import FLAT, DeviceBank
-from longhaul.driving.sim.padding import Room, needs, padded
+from longhaul.driving.sim.device_bank import FLAT, DeviceBank, Room, needs, padded
 from longhaul.reasoning.config import Reasoning
 from longhaul.reasoning.problem_sets import World
 from longhaul.runtime import mesh as meshes

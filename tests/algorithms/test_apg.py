@@ -15,7 +15,7 @@ from longhaul.algorithms.config import APGConfig
 from longhaul.algorithms.context import Context
 from longhaul.config import resolve as runs
 from longhaul.config.run import Named, Run
-from longhaul.driving.sim import controllers, dynamics
+from longhaul.driving.sim import dynamics
 from longhaul.driving.sim.dynamics import Drive, Motion
 from longhaul.environment import time_limit, vectorise
 from longhaul.rollout import pathwise
@@ -123,7 +123,7 @@ def test_drivings_own_dynamics_have_their_gradient() -> None:
     @jax.jit
     @jax.value_and_grad
     def place(actions: jax.Array) -> jax.Array:
-        step = lambda now, action: (controllers.act(now, action, limits, dt, "bicycle", "continuous"), None)  # noqa: E731
+        step = lambda now, action: (dynamics.act(now, action, limits, dt, "bicycle", "continuous"), None)  # noqa: E731
         motion = jax.lax.scan(step, begun, actions)[0].motion
         return motion.x + 2.0 * motion.y
 

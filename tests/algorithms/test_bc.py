@@ -18,7 +18,7 @@ from longhaul.config import resolve as runs
 from longhaul.config.run import Driving, Named, Run
 from longhaul.driving import scenario_source
 from longhaul.driving.datasets.log import BadData
-from longhaul.driving.sim import controllers, dynamics
+from longhaul.driving.sim import dynamics
 from longhaul.driving.sim.dynamics import Drive, Motion
 from longhaul.environment import advising, vectorise
 from longhaul.envs.probes import PROBES
@@ -65,8 +65,8 @@ def _replayed(model: str, actions: str, begin: Motion, logged: Motion) -> jax.Ar
     limits, dt = dynamics.VEHICLE, jnp.float32(0.1)
 
     def step(now: Drive, aim: Motion) -> tuple[Drive, jax.Array]:
-        action = controllers.tell(now, aim, limits, dt, model, actions)
-        after = controllers.act(now, action, limits, dt, model, actions)
+        action = dynamics.tell(now, aim, limits, dt, model, actions)
+        after = dynamics.act(now, action, limits, dt, model, actions)
         return after, jnp.hypot(after.motion.x - aim.x, after.motion.y - aim.y)
 
     nothing = jnp.zeros_like(begin.x[0])

@@ -273,8 +273,9 @@ def _all_objects(
     dx, dy = motion.x[None, :] - motion.x[:, None], motion.y[None, :] - motion.y[:, None]
     x, y = geometry.into(dx, dy, *mine)
     relative = geometry.into(jnp.broadcast_to(cos[None, :], x.shape), jnp.broadcast_to(sin[None, :], x.shape), *mine)
-    wide = [jnp.broadcast_to(h[:, None], x.shape) for h in half], [jnp.broadcast_to(h[None, :], x.shape) for h in half]
-    gap = geometry.separation(x, y, *relative, (wide[0][0], wide[0][1]), (wide[1][0], wide[1][1]))
+    own = (jnp.broadcast_to(half[0][:, None], x.shape), jnp.broadcast_to(half[1][:, None], x.shape))
+    others = (jnp.broadcast_to(half[0][None, :], x.shape), jnp.broadcast_to(half[1][None, :], x.shape))
+    gap = geometry.separation(geometry.Relative(x, y, *relative, own, others))
     pair = present[None, :] & present[:, None] & ~np.eye(x.shape[0], dtype=bool)
     corner_x, corner_y = jax.vmap(geometry.corners)(*half)
     corner_x, corner_y = geometry.out_of(corner_x, corner_y, *mine)

@@ -15,6 +15,7 @@ Nobody else depends on the packing: read through `slice_at`, `logged_at`, `windo
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import jax
@@ -24,9 +25,8 @@ from jax import lax
 
 from longhaul.driving.datasets.log import VEHICLE
 from longhaul.driving.scenario import distance_field
-from longhaul.driving.scenario.bank import MOVES, Bank, arc_lengths
-from longhaul.driving.scenario.bank import courses as different
-from longhaul.driving.scenario.lane_graph import Roadmap
+from longhaul.driving.scenario.bank import MOVES, Bank, arc_lengths, courses
+from longhaul.driving.scenario.lane_graph import FINE, Roadmap
 from longhaul.driving.scenario.scenario import ONWARD, ONWARD_SPACING, ROUTE_SPACING
 from longhaul.driving.sim.geometry import Field, wrap
 
@@ -233,14 +233,14 @@ def share_lights(bank: Bank, agents: int) -> Lights:
     """The lights of all routes, each course of states once a scenario."""
     s, state = bank.light_s[:, :agents].astype(np.float32), bank.light_state[:, :agents]
     course = np.zeros(s.shape, np.int16)
-    parts, courses = [], []
+    parts, count = [], []
     for i, steps in enumerate(bank.steps):
-        each, course[i] = different(s[i], state[i, ..., :steps])
-        parts.append(np.ascontiguousarray(each.T).reshape(-1))
-        courses.append(len(each))
+        different, course[i] = courses(s[i], state[i, ..., :steps])
+        parts.append(np.ascontiguousarray(different.T).reshape(-1))
+        count.append(len(different))
     sizes = np.array([part.size for part in parts])
     start = (np.cumsum(sizes) - sizes).astype(np.int32)
-    return Lights(s, course, np.concatenate(parts).astype(np.int8), start, np.array(courses, np.int32))
+    return Lights(s, course, np.concatenate(parts).astype(np.int8), start, np.array(count, np.int32))
 
 
 def fields_of(bank: Bank) -> list[np.ndarray]:
@@ -435,3 +435,96 @@ def encode_angle(angle: np.ndarray) -> np.ndarray:
 def decode(units: Array, scale: Array) -> Array:
     """float32: what `encode` made `units` of."""
     return units.astype(np.float32) * scale
+
+
+# ------------------------------------------------------------------------------------------------ room of chunks
+
+Room = Mapping[str, int]
+"""Length of each array of `FLAT`."""
+
+
+class Needs(NamedTuple):
+    """Upper bounds, by the names of `FLAT`."""
+
+    shared: dict[str, int]  # what all scenarios of a chunk share
+    each: dict[str, np.ndarray]  # int64 [scenarios]: what a scenario adds
+
+
+def needs(
+    sizes: Mapping[str, np.ndarray],
+    extents: Mapping[str, np.ndarray],
+    *,
+    agents: int,
+    horizon: int | None,
+    reactive: bool,
+) -> Needs:
+    """Needs of scenarios, int64 [scenarios] all, whose shapes are `sizes` (letters as of `packing.LETTERS`) and whose
+    `Extents` are `extents`, cut to `agents` controlled agents and `horizon` steps, to any number of objects.
+
+    Exact, but for routes where some agents are cut, for lights where steps or agents are, and for paths: those count as
+    if nobody were controlled and everybody went on past the log's end.
+    """
+    steps = np.minimum(sizes["T"], horizon or np.iinfo(np.int64).max)
+    driven = np.minimum(extents["routes"], agents)
+    points = np.minimum(extents["points"], driven * sizes["R"])
+    rows, columns = (-(-(sizes[side] - 1) // distance_field.TILE) for side in "HW")
+    blocks = np.where(np.minimum(sizes["H"], sizes["W"]) < 2, 0, rows * columns)
+    shared = {
+        ".motion": 0,
+        ".routes.points": BEHIND + 1 + AHEAD,
+        ".lights.states": 0,
+        ".cells": 2 * distance_field.COARSE,
+        ".tiles": 0,
+        ".map.place": 1,
+        ".map.shape": 1,
+        ".map.lane": 1,
+        ".map.directory": 1,
+        ".map.points": 1,
+        ".map.lanes": FINE * FINE,
+    }
+    each = {
+        ".motion": steps,
+        ".routes.points": points + driven * (BEHIND + AHEAD),
+        ".lights.states": steps * extents["courses"],
+        ".cells": extents["cells"],
+        ".tiles": blocks,
+        ".map.place": sizes["M"],
+        ".map.shape": sizes["M"],
+        ".map.lane": extents["lanes"],
+        ".map.directory": np.where(sizes["B"] > 0, sizes["Y"] * sizes["X"], 0),
+        ".map.points": sizes["B"],
+        ".map.lanes": sizes["B"] * FINE * FINE,
+    }
+    if reactive:
+        # of each way: what is left of a metre and of a step, where it goes on to, both ends, and the window
+        beyond = np.ceil(max(ONWARD * ONWARD_SPACING, EXTENSION) / PATH_SPACING).astype(np.int64) + 2 + PATH_WINDOW
+        shared[".paths.lines.points"] = 1 + PATH_WINDOW
+        ways = np.ceil(extents["way"] / PATH_SPACING).astype(np.int64)
+        each[".paths.lines.points"] = ways + extents["movers"] * beyond
+    return Needs(shared, each)
+
+
+def lengths(host: DeviceBank) -> dict[str, int]:
+    """Lengths of the flat arrays of some tables."""
+    leaves = ((jax.tree_util.keystr(path), leaf) for path, leaf in jax.tree_util.tree_leaves_with_path(host))
+    return {name: leaf.shape[FLAT[name]] for name, leaf in leaves if name in FLAT}
+
+
+def padded(host: DeviceBank, room: Room) -> DeviceBank:
+    """The tables with zeros where there is room behind the last scenario. ValueError where there is too little."""
+
+    def pad(path: Any, leaf: np.ndarray) -> np.ndarray:
+        name = jax.tree_util.keystr(path)
+        if name not in FLAT:
+            return leaf
+        long = leaf.shape[FLAT[name]]
+        if long > room[name]:
+            raise ValueError(
+                f"{name} has {long} places; by the index of the shards it should have {room[name]} at most"
+            )
+        widths = [(0, 0)] * leaf.ndim
+        widths[FLAT[name]] = (0, room[name] - long)
+        return np.pad(leaf, widths)
+
+    longer: DeviceBank = jax.tree_util.tree_map_with_path(pad, host)
+    return longer

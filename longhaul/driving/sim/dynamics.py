@@ -1,4 +1,4 @@
-"""Dynamics of driven agents: four models of motion, each a few pure functions that hold a command over one step.
+"""Dynamics of driven agents: four models of motion, the actions that command them, and the actions that a log tells.
 
 An agent is the centre of its box, as in the logs. The models, by name:
 
@@ -16,7 +16,15 @@ An agent is the centre of its box, as in the logs. The models, by name:
   step, since with a mean of before and after the inverse rings; and the top speed is that of the agent's kind, where
   theirs is 20 m/s.
 
-Each has its inverse, from logged motion to the command that comes nearest. `Limits` are those of each agent's kind.
+Each holds a command over one step, and has its inverse, from logged motion to the command that comes nearest. A
+policy's actions are commands as shares of what the agent can do now:
+
+- `continuous`: a `Box` of shares, -1 .. 1; what is outside is clipped.
+- `discrete`: a `MultiDiscrete`, an index into each grid of the model.
+- `joint`: one `Discrete` of all combinations, the last grid running fastest (7 x 13 = 91 for the bicycle, 4 x 3 = 12
+  for the jerk model, as PufferDrive has them).
+
+`Limits` are those of each agent's kind.
 
 Bounds of vehicles: Waymax's bicycle, the grip of a dry road, and moves of `delta` that a vehicle can make. Cyclists:
 a rider goes over the handlebar at about half of gravity, and 15 m/s is a fast descent (Wilson and Schmidt, "Bicycling
@@ -27,6 +35,7 @@ the bounds are mostly noise of a tracker. Objects of unknown kind count as vehic
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -36,6 +45,7 @@ import numpy as np
 
 from longhaul.driving.datasets.log import CYCLIST, PEDESTRIAN
 from longhaul.driving.sim.geometry import into, out_of, wrap
+from longhaul.spaces import Action, Box, Discrete, MultiDiscrete
 
 MAX_ACCELERATION = 6.0  # m/s^2, either way
 MAX_CURVATURE = 0.3  # 1/m
@@ -321,7 +331,6 @@ MODELS: dict[str, Callable[[], Model]] = {
 }  # fmt: skip
 """Each model with its numbers."""
 
-
 LIMITS: dict[int, Limits] = {
     PEDESTRIAN: Limits(7.0, 4.0, 6.0, 3.0, 4.0, 2.0, 2.0, 6.0, 0.4),
     CYCLIST: Limits(15.0, 3.0, 5.0, 0.7, 5.0, 1.0, 1.0, 2.5, 1.1),
@@ -331,14 +340,8 @@ LIMITS: dict[int, Limits] = {
 HIGHEST = max(limits.speed for limits in (VEHICLE, *LIMITS.values()))
 """Top speed of any kind, m/s."""
 
-
-def tabulate() -> np.ndarray:
-    """float32 [kinds, fields]: the limits by number of the kind."""
-    rows = [LIMITS.get(kind, VEHICLE) for kind in range(max(LIMITS) + 2)]
-    return np.array(rows, np.float32)
-
-
-TABLE = tabulate()
+TABLE = np.array([LIMITS.get(kind, VEHICLE) for kind in range(max(LIMITS) + 2)], np.float32)
+"""The limits [kinds, fields] by number of the kind."""
 
 
 def limits_of(kind: jax.Array, length: jax.Array) -> Limits:
@@ -346,3 +349,90 @@ def limits_of(kind: jax.Array, length: jax.Array) -> Limits:
     row = jnp.asarray(TABLE)[jnp.clip(kind, 0, len(TABLE) - 1)]
     limits = Limits(*(row[..., i] for i in range(len(Limits._fields))))
     return limits._replace(wheelbase=WHEELBASE * length)
+
+
+# ---------------------------------------------------------------------------------------------------- actions
+
+
+class Actions(NamedTuple):
+    """Coding of shares as actions. `read` and `write` take and give arrays [..., D], or [...] for joint choices."""
+
+    action: Action
+    read: Callable[[jax.Array], Command]  # action -> shares
+    write: Callable[[Command], jax.Array]  # shares -> the action that comes nearest
+
+
+def make_actions(name: str, grids: tuple[np.ndarray, ...]) -> Actions:
+    """The actions of that name, one of `config.ACTIONS`, over a model's grids."""
+    sizes = tuple(len(grid) for grid in grids)
+
+    def nearest(shares: Command) -> Command:
+        return tuple(
+            jnp.argmin(jnp.abs(share[..., None] - jnp.broadcast_to(jnp.asarray(grid), (*share.shape, len(grid)))), -1)
+            for share, grid in zip(shares, grids, strict=True)
+        )
+
+    def look_up(indices: Command) -> Command:
+        return tuple(jnp.asarray(grid)[index] for grid, index in zip(grids, indices, strict=True))
+
+    if name == "continuous":
+        ones = (1.0,) * len(grids)
+        return Actions(
+            Box(tuple(-one for one in ones), ones),
+            lambda action: tuple(jnp.clip(action[..., i], -1.0, 1.0) for i in range(len(grids))),
+            lambda shares: jnp.stack(shares, -1),
+        )
+    if name == "discrete":
+        return Actions(
+            MultiDiscrete(sizes),
+            lambda action: look_up(tuple(action[..., i] for i in range(len(grids)))),
+            lambda shares: jnp.stack(nearest(shares), -1).astype(jnp.int32),
+        )
+    return Actions(
+        Discrete(math.prod(sizes)),
+        lambda action: look_up(jnp.unravel_index(action, sizes)),
+        lambda shares: jnp.ravel_multi_index(nearest(shares), sizes, mode="clip").astype(jnp.int32),
+    )
+
+
+def act(now: Drive, action: jax.Array, limits: Limits, dt: jax.Array, model: str, actions: str) -> Drive:
+    """One step on by a policy's action, as `Config.dynamics` and `Config.actions` read it."""
+    moves = MODELS[model]()
+    shares = make_actions(actions, moves.grids).read(action)
+    return moves.advance(now, moves.scale(shares, now, limits, dt), limits, dt)
+
+
+PULL, STEER, SOFT = 1.0, 2.0, 1.0
+"""1/s, 1/s and m/s: what is made up for of a distance to the way that is followed, along it and beside it."""
+
+ASTRAY, TURNED = 5.0, 0.5
+"""m, and rad: an agent farther from where the log has it can't be told by the log what to do."""
+
+
+def steer_back(now: Motion, aim: Motion, dt: jax.Array) -> Motion:
+    """Aim one step ahead, so as to come (back) to the way that leads through `aim`: its speed and heading alone
+    would leave beside it whoever is beside it. The lateral part is Stanley's (Hoffmann et al. 2007)."""
+    ahead, left = into(aim.x - now.x, aim.y - now.y, jnp.cos(aim.heading), jnp.sin(aim.heading))
+    behind = ahead - 0.5 * (now.speed + aim.speed) * dt
+    heading = aim.heading + jnp.arctan(STEER * left / (SOFT + now.speed))
+    return aim._replace(speed=jnp.maximum(aim.speed + PULL * behind, 0.0), heading=wrap(heading))
+
+
+def tell(now: Drive, aim: Motion, limits: Limits, dt: jax.Array, model: str, actions: str) -> jax.Array:
+    """The action that leads nearest to `aim` in a step: inverse dynamics, within what actions can say."""
+    moves = MODELS[model]()
+    after = aim if model == "delta" else steer_back(now.motion, aim, dt)  # whose moves are told by the place itself
+    command = moves.invert(now, after, limits, dt)
+    return make_actions(actions, moves.grids).write(moves.share(command, now, limits, dt))
+
+
+def beside(now: Motion, logged: Motion) -> jax.Array:
+    """bool: near enough to where the log has it for the log to tell what to do."""
+    away = jnp.square(now.x - logged.x) + jnp.square(now.y - logged.y)
+    return (away <= ASTRAY**2) & (jnp.abs(wrap(now.heading - logged.heading)) <= TURNED)
+
+
+def hold(held: jax.Array, motion: Motion, drive: Drive) -> Drive:
+    """`drive`, but those who are `held` [A] have this motion, as if nothing moved them."""
+    zeros = jnp.zeros_like(drive.acceleration)
+    return jax.tree.map(lambda kept, moved: jnp.where(held, kept, moved), Drive(motion, zeros, zeros), drive)

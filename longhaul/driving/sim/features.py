@@ -11,8 +11,10 @@ import numpy as np
 from longhaul.driving.datasets.log import CYCLIST, PEDESTRIAN
 from longhaul.driving.sim import device_bank
 from longhaul.driving.sim.device_bank import DeviceBank
+from longhaul.driving.sim.dynamics import Drive
 from longhaul.driving.sim.geometry import (
     FREE,
+    Relative,
     blocked,
     clearance,
     corners,
@@ -29,32 +31,20 @@ from longhaul.driving.sim.traffic import MARGIN, Scene
 STOPPED = 0.05
 """m/s: who is slower stands (nuPlan, V-Max)."""
 
-
 NARROW = float(np.tan(np.deg2rad(30.0)))
 """Others are ahead, or behind, within 30 degrees of the agent's axis."""
-
 
 NEAR_LANE = 5.0
 """Metres to the nearest lane beyond which nothing is said about lanes."""
 
-
 OPPOSED = -0.5
 """The cosine of the angle to a lane below which an agent drives against it: 120 degrees."""
-
 
 PARALLEL = 0.8
 """The cosine, either way, from which an agent drives along a lane."""
 
-
 SEPARATE = 2.0
 """Metres between the centres of two lanes that are beside each other; nearer ones lie over each other, in junctions."""
-
-
-class Towards(NamedTuple):
-    """An agent and the others."""
-
-    ttc: jax.Array  # s until it touches somebody ahead; FREE if it does not
-    fault: jax.Array  # bool: it touches somebody, and would be at fault if the contact began now
 
 
 class OnLanes(NamedTuple):
@@ -68,23 +58,9 @@ class OnLanes(NamedTuple):
     inferred: jax.Array  # bool: the limit is not the source's, but that of the lane's kind
 
 
-def time_to_contact(
-    x: jax.Array,
-    y: jax.Array,
-    cos: jax.Array,
-    sin: jax.Array,
-    vx: jax.Array,
-    vy: jax.Array,
-    half: tuple[jax.Array, jax.Array],
-    other: tuple[jax.Array, jax.Array],
-) -> jax.Array:
-    """Seconds until boxes touch that go on as they are, 0 where they do; FREE if they never will.
-
-    `x`, `y`, `vx`, `vy`: the other's centre and relative velocity in the frame of the one; `cos`, `sin`: of the
-    difference of headings; `half` and `other`: half length and half width.
-    """
-    length, width = half
-    other_length, other_width = other
+def time_to_contact(boxes: Relative) -> jax.Array:
+    """Seconds until boxes touch that go on as they are, 0 where they do; FREE if they never will."""
+    x, y, cos, sin, (length, width), (other_length, other_width), vx, vy = boxes
     c, s = jnp.abs(cos), jnp.abs(sin)
     u, v = into(x, y, cos, sin)
     du, dv = into(vx, vy, cos, sin)
@@ -105,17 +81,9 @@ def time_to_contact(
     return jnp.where(begins <= ends, jnp.minimum(begins, FREE), FREE)
 
 
-def front_inside(
-    x: jax.Array,
-    y: jax.Array,
-    cos: jax.Array,
-    sin: jax.Array,
-    half: tuple[jax.Array, jax.Array],
-    other: tuple[jax.Array, jax.Array],
-) -> jax.Array:
-    """bool: the front bumper, a line, meets the other's box; arguments as of `time_to_contact`."""
-    length, width = half
-    other_length, other_width = other
+def front_inside(boxes: Relative) -> jax.Array:
+    """bool: the front bumper, a line, meets the other's box."""
+    x, y, cos, sin, (length, width), (other_length, other_width), _, _ = boxes
     c, s = jnp.abs(cos), jnp.abs(sin)
     u, v = into(x - length, y, cos, sin)
     return (
@@ -126,37 +94,20 @@ def front_inside(
     )
 
 
-def towards(
-    x: jax.Array,
-    y: jax.Array,
-    cos: jax.Array,
-    sin: jax.Array,
-    vx: jax.Array,
-    vy: jax.Array,
-    half: tuple[jax.Array, jax.Array],
-    other: tuple[jax.Array, jax.Array],
-    *,
-    seen: jax.Array,
-    touches: jax.Array,
-    kind: jax.Array,
-    speed: jax.Array,
-    straddles: jax.Array,
-) -> Towards:
-    """Towards the others, [N] each; `speed` is the agent's own, `kind` theirs, `touches` whose box overlaps its own.
-
-    Only those ahead count for time to collision, and only while the agent moves.
-    """
+def contact(
+    others: Relative, seen: jax.Array, touches: jax.Array, kind: jax.Array, speed: jax.Array, straddles: jax.Array
+) -> tuple[jax.Array, jax.Array]:
+    """`ttc` and `fault` of an agent among others [N]; `speed` is its own, `kind` theirs, `touches` whose box overlaps
+    its own. Only those ahead count for time to collision, and only while the agent moves."""
     moving = speed >= STOPPED
-    beside = jnp.abs(y)
-    ahead = seen & (beside <= NARROW * x)
-    contact = time_to_contact(x, y, cos, sin, vx, vy, half, other)
-    ttc = jnp.where(moving, jnp.min(jnp.where(ahead, contact, FREE), axis=-1), FREE)
-    stands = jnp.square(vx + speed) + jnp.square(vy) < STOPPED * STOPPED
+    beside = jnp.abs(others.y)
+    ahead = seen & (beside <= NARROW * others.x)
+    ttc = jnp.where(moving, jnp.min(jnp.where(ahead, time_to_contact(others), FREE), axis=-1), FREE)
+    stands = jnp.square(others.vx + speed) + jnp.square(others.vy) < STOPPED * STOPPED
     frail = (kind == PEDESTRIAN) | (kind == CYCLIST)
-    behind = beside <= -NARROW * x
-    front = front_inside(x, y, cos, sin, half, other)
-    fault = touches & (frail | stands | front | (straddles & ~behind))
-    return Towards(ttc, moving & jnp.any(fault, axis=-1))
+    behind = beside <= -NARROW * others.x
+    fault = touches & (frail | stands | front_inside(others) | (straddles & ~behind))
+    return ttc, moving & jnp.any(fault, axis=-1)
 
 
 def on_lanes(
@@ -205,14 +156,9 @@ RED = 1
 
 
 class Features(NamedTuple):
-    """Surroundings of one controlled agent; [N] are the others, in its frame."""
+    """Surroundings of one controlled agent; [N] are the others."""
 
-    x: jax.Array  # [N], of centres, m
-    y: jax.Array
-    cos: jax.Array  # [N], of the difference of headings
-    sin: jax.Array
-    vx: jax.Array  # [N], relative velocity, m/s
-    vy: jax.Array
+    others: Relative  # [N], in its frame
     seen: jax.Array  # bool [N]: present and not the agent itself
     separation: jax.Array  # [N], m, negative where boxes overlap
     blocks: jax.Array  # [N], m ahead of the front bumper at which it stands in the corridor; FREE where it does not
@@ -233,55 +179,55 @@ class Features(NamedTuple):
     ran_red: jax.Array  # bool: the front bumper passed a stop line in this step, red before and after
     lit: jax.Array  # bool: the state of some light of the route is known
     kind: jax.Array  # float32: of the agent, log.VEHICLE ...
-    towards: Towards
+    ttc: jax.Array  # s until it touches somebody ahead; FREE if it does not
+    fault: jax.Array  # bool: it touches somebody, and would be at fault if the contact began now
     lanes: OnLanes
 
 
-class Pose(NamedTuple):
-    """Pose of one controlled agent, as `extract` needs it."""
+class Agent(NamedTuple):
+    """One controlled agent."""
 
-    x: jax.Array
-    y: jax.Array
-    heading: jax.Array
+    drive: Drive
     s: jax.Array  # arc length one step ago
     slot: jax.Array  # int32
     object: jax.Array  # int32, index into N; -1 is an empty slot
 
 
-def extract(tables: DeviceBank, search: int, scenario: jax.Array, t: jax.Array, here: Scene, pose: Pose) -> Features:
+def extract(tables: DeviceBank, search: int, scenario: jax.Array, t: jax.Array, here: Scene, agent: Agent) -> Features:
     """The features of one controlled agent at step t; its route is searched `search` metres ahead of where it was."""
-    own = jnp.maximum(pose.object, 0)
-    half = (here.half_length[own], here.half_width[own])
-    cos, sin = jnp.cos(pose.heading), jnp.sin(pose.heading)
-    x, y = into(here.x - pose.x, here.y - pose.y, cos, sin)
-    relative_cos = here.cos * cos + here.sin * sin
-    relative_sin = here.sin * cos - here.cos * sin
+    own = jnp.maximum(agent.object, 0)
+    half, sizes = (here.half_length[own], here.half_width[own]), (here.half_length, here.half_width)
+    own_x, own_y, own_heading, _ = agent.drive.motion
+    cos, sin = jnp.cos(own_heading), jnp.sin(own_heading)
+    x, y = into(here.x - own_x, here.y - own_y, cos, sin)
+    turn_cos, turn_sin = here.cos * cos + here.sin * sin, here.sin * cos - here.cos * sin
     vx, vy = into(here.vx - here.vx[own], here.vy - here.vy[own], cos, sin)
-    seen = here.present & (here.slot != pose.slot)
+    others = Relative(x, y, turn_cos, turn_sin, half, sizes, vx, vy)
+    seen = here.present & (here.slot != agent.slot)
 
     box_x, box_y = corners(*half)
     felt_x, felt_y = jnp.concatenate([box_x, FAN[:, 0]]), jnp.concatenate([box_y, FAN[:, 1]])
     felt_x, felt_y = out_of(felt_x, felt_y, cos, sin)
-    road = clearance(device_bank.field(tables, scenario), felt_x + pose.x, felt_y + pose.y)
+    road = clearance(device_bank.field(tables, scenario), felt_x + own_x, felt_y + own_y)
 
-    near, first = device_bank.window(tables, scenario, pose.slot, pose.s, search)
-    place = project(near, first, pose.x, pose.y)
-    route, first = device_bank.window(tables, scenario, pose.slot, place.s, device_bank.AHEAD)
+    near, first = device_bank.window(tables, scenario, agent.slot, agent.s, search)
+    place = project(near, first, own_x, own_y)
+    route, first = device_bank.window(tables, scenario, agent.slot, place.s, device_bank.AHEAD)
 
     ahead = device_bank.ahead_of(route, first, place.s, CORRIDOR)
     boxes = (here.x, here.y, here.cos, here.sin)
     margin = half[1] + MARGIN
     offset = jnp.asarray(CORRIDOR, jnp.float32)
-    near = blocked(ahead[:2], offset, boxes, (here.half_length, here.half_width), (margin, margin))
+    near = blocked(ahead[:2], offset, boxes, sizes, (margin, margin))
     near = jnp.where(seen, near, FREE)
     leader = nearest(near, 1)[0]
     along = ahead[2][jnp.minimum(jnp.sum(offset < near[leader]), len(CORRIDOR) - 1)]
 
-    stop, lights = device_bank.lights_at(tables, scenario, t, pose.slot)
-    _, lights_before = device_bank.lights_at(tables, scenario, t - 1, pose.slot)
-    front, front_before = place.s + half[0], pose.s + half[0]
+    stop, lights = device_bank.lights_at(tables, scenario, t, agent.slot)
+    _, lights_before = device_bank.lights_at(tables, scenario, t - 1, agent.slot)
+    front, front_before = place.s + half[0], agent.s + half[0]
     passed = (front_before < stop) & (stop <= front) & (lights == RED) & (lights_before == RED)
-    heading_error = wrap(pose.heading - place.heading)
+    heading_error = wrap(own_heading - place.heading)
     on_route = (jnp.abs(place.lateral) <= BEYOND_LINE) & (jnp.abs(heading_error) < np.float32(np.pi / 2))
     distance = jnp.where(stop > front, stop - front, FREE)
     next_light = nearest(distance, 1)[0]
@@ -294,20 +240,11 @@ def extract(tables: DeviceBank, search: int, scenario: jax.Array, t: jax.Array, 
     headway, closing = jnp.minimum(gap, red), jnp.where(red < gap, speed, speed - leader_speed)
     closing = jnp.where(headway < FREE, closing, 0.0)
     braking = jnp.square(jnp.maximum(closing, 0.0)) / (2.0 * jnp.maximum(headway, 0.5))
-    kind, sizes = here.kind[own], (here.half_length, here.half_width)
-    gaps = separation(x, y, relative_cos, relative_sin, half, sizes)
-    lanes = on_lanes(lanes_at(tables.map, scenario, pose.x, pose.y), cos, sin, half, kind)
-    others = towards(
-        x, y, relative_cos, relative_sin, vx, vy, half, sizes, seen=seen, touches=seen & (gaps < 0.0), kind=here.kind,
-        speed=speed, straddles=lanes.straddles,
-    )  # fmt: skip
+    kind, gaps = here.kind[own], separation(others)
+    lanes = on_lanes(lanes_at(tables.map, scenario, own_x, own_y), cos, sin, half, kind)
+    ttc, fault = contact(others, seen, seen & (gaps < 0.0), here.kind, speed, lanes.straddles)
     return Features(
-        x=x,
-        y=y,
-        cos=relative_cos,
-        sin=relative_sin,
-        vx=vx,
-        vy=vy,
+        others=others,
         seen=seen,
         separation=gaps,
         blocks=jnp.where(near < FREE, near - half[0], FREE),
@@ -328,6 +265,7 @@ def extract(tables: DeviceBank, search: int, scenario: jax.Array, t: jax.Array, 
         ran_red=jnp.any(passed) & on_route,
         lit=jnp.any(jnp.isfinite(stop) & (lights > 0)),
         kind=kind,
-        towards=others,
+        ttc=ttc,
+        fault=fault,
         lanes=lanes,
     )

@@ -7,7 +7,7 @@ x forward, y to the left. Boxes are compared by the separating axes of both (Got
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -19,7 +19,6 @@ from longhaul.driving.scenario.scenario import CELL, ROUTE_SPACING
 
 OPEN = 10.0
 """Metres to the road's edge where a scenario has no edges: the clearance is -OPEN everywhere."""
-
 
 FREE = 1e3
 """Metres to what is ahead, where nothing is."""
@@ -33,6 +32,19 @@ class Field(NamedTuple):
     start: jax.Array  # int32 scalar, the first of this scenario's tiles
     shape: jax.Array  # int32 [2]: rows (y), columns (x) of samples; less than 2 where there are no edges
     origin: jax.Array  # float32 [2]: x, y of the first sample
+
+
+class Relative(NamedTuple):
+    """Boxes in the frame of another box, arrays that broadcast."""
+
+    x: jax.Array  # of the centre, m
+    y: jax.Array
+    cos: jax.Array  # of the difference of headings
+    sin: jax.Array
+    own: tuple[jax.Array, jax.Array]  # half length and half width of the box whose frame it is
+    half: tuple[jax.Array, jax.Array]  # and of these
+    vx: Any = 0.0  # relative velocity, m/s; not needed for where boxes are
+    vy: Any = 0.0
 
 
 class Projection(NamedTuple):
@@ -65,25 +77,13 @@ def corners(half_length: jax.Array, half_width: jax.Array) -> tuple[jax.Array, j
     return half_length * forward, half_width * left
 
 
-def separation(
-    x: jax.Array,
-    y: jax.Array,
-    cos: jax.Array,
-    sin: jax.Array,
-    half: tuple[jax.Array, jax.Array],
-    other: tuple[jax.Array, jax.Array],
-) -> jax.Array:
-    """The largest gap along the four axes of two boxes, m: negative where they overlap, never above their distance.
-
-    `x`, `y`: the other's centre in the frame of the one; `cos`, `sin`: of the difference of headings; `half` and
-    `other`: half length and half width.
-    """
-    length, width = half
-    other_length, other_width = other
-    c, s = jnp.abs(cos), jnp.abs(sin)
-    along = jnp.abs(x) - length - other_length * c - other_width * s
-    beside = jnp.abs(y) - width - other_length * s - other_width * c
-    u, v = into(x, y, cos, sin)
+def separation(boxes: Relative) -> jax.Array:
+    """The largest gap along the four axes of two boxes, m: negative where they overlap, never above their distance."""
+    (length, width), (other_length, other_width) = boxes.own, boxes.half
+    c, s = jnp.abs(boxes.cos), jnp.abs(boxes.sin)
+    along = jnp.abs(boxes.x) - length - other_length * c - other_width * s
+    beside = jnp.abs(boxes.y) - width - other_length * s - other_width * c
+    u, v = into(boxes.x, boxes.y, boxes.cos, boxes.sin)
     their_along = jnp.abs(u) - other_length - length * c - width * s
     their_beside = jnp.abs(v) - other_width - length * s - width * c
     return jnp.maximum(jnp.maximum(along, beside), jnp.maximum(their_along, their_beside))

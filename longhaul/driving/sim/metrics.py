@@ -149,7 +149,7 @@ def begin(agents: int, s: jax.Array) -> Tally:
 
 def score(tally: Tally, counts: jax.Array, events: Events, features: Features, ride: Ride, course: Course) -> Tally:
     """The tally after a step, unchanged for those of whom it does not count."""
-    lanes, ttc = features.lanes, features.towards.ttc
+    lanes, ttc = features.lanes, features.ttc
     felt, jerk, turn, uneasy = feel(tally, ride, course)
     limit = jnp.where(lanes.inferred, jnp.maximum(lanes.limit, course.top), lanes.limit)
     over = jnp.where(limit > 0.0, jnp.maximum(course.speed - limit, 0.0), 0.0) * course.dt
@@ -159,7 +159,7 @@ def score(tally: Tally, counts: jax.Array, events: Events, features: Features, r
     bent = (jnp.abs(ride.yaw) > MAX_BENT * course.speed) & (course.speed >= CRAWLING)
     now = {
         **events._asdict(),
-        "at_fault": events.collision & features.towards.fault & ~tally.has("touching"),
+        "at_fault": events.collision & features.fault & ~tally.has("touching"),
         "touching": events.collision,
         "wrong_way": jnp.minimum(on_way, lanes.along) > WRONG_WAY,
         "off_route": (aside > OFF_ROUTE) | (aside > lanes.along + FARTHER),
@@ -247,21 +247,20 @@ def _whole(value: jax.Array, unit: float) -> jax.Array:
     return jnp.clip(jnp.round(value * np.float32(1.0 / unit)), -32767.0, 32767.0).astype(jnp.int16)
 
 
-class Trip(NamedTuple):
-    """Inputs of the metrics beside the tally."""
-
-    s: jax.Array  # m along the route [A], now
-    start: jax.Array  # the log's at its beginning [A]
-    length: jax.Array  # and at its end [A]
-    kind: jax.Array  # log.VEHICLE ... [A]
-    dt: jax.Array  # s, scalar
-    edged: jax.Array  # bool scalar: the edges of the road are known
-
-
-def metrics(tally: Tally, trip: Trip) -> dict[str, Measure]:
-    """An episode's metrics, [A]."""
-    has, length, dt = tally.has, trip.length, trip.dt
-    moved, walks = length >= STILL, trip.kind == PEDESTRIAN
+def metrics(
+    tally: Tally,
+    *,
+    s: jax.Array,
+    start: jax.Array,
+    length: jax.Array,
+    kind: jax.Array,
+    dt: jax.Array,
+    edged: jax.Array,
+) -> dict[str, Measure]:
+    """An episode's metrics, [A]: of agents of `kind` (log.VEHICLE ...) at arc length `s`, m, where the log's is `start`
+    at its beginning and `length` at its end. `dt`, s, and `edged`, whether the road's edges are known, are scalars."""
+    has = tally.has
+    moved, walks = length >= STILL, kind == PEDESTRIAN
     steps = jnp.maximum(tally.steps, 1).astype(jnp.float32)
     bad = has("collision") | has("offroad") | has("red_light")
     progress = jnp.clip(tally.furthest / jnp.maximum(length, STILL), 0.0, 1.0)
@@ -269,16 +268,16 @@ def metrics(tally: Tally, trip: Trip) -> dict[str, Measure]:
     straddled = tally.straddled().astype(jnp.float32) * dt - 1e-4  # times that are not quite multiples of dt
     exceeded = tally.speeding.astype(jnp.float32) * EXCESS_UNIT
     laned, known, every = has("laned") & ~walks, tally.logged > 0, jnp.ones_like(bad)
-    found = {
+    values = {
         "accuracy": (~bad, every),
         "collision": (has("collision"), every),
         "at_fault_collision": (has("at_fault"), every),
-        "offroad": (has("offroad"), trip.edged & ~walks),
+        "offroad": (has("offroad"), edged & ~walks),
         "red_light": (has("red_light"), has("lit") & ~walks),
         "wrong_way": (has("wrong_way"), laned),
         "off_route": (has("off_route"), every),
         "progress": (progress, every),
-        "progression": ((trip.s - trip.start) / jnp.maximum(length - trip.start, STILL), moved),
+        "progression": ((s - start) / jnp.maximum(length - start, STILL), moved),
         "making_progress": (progress >= MAKING_PROGRESS, every),
         "goal": (has("goal"), every),
         "time_to_collision": (~has("near_collision"), every),
@@ -292,7 +291,7 @@ def metrics(tally: Tally, trip: Trip) -> dict[str, Measure]:
         "final_divergence": (tally.final.astype(jnp.float32) * FINAL_UNIT, known),
         "kinematic_infeasibility": (has("infeasible"), ~walks),
     }
-    return {name: Measure(value.astype(jnp.float32), valid) for name, (value, valid) in found.items()}
+    return {name: Measure(value.astype(jnp.float32), valid) for name, (value, valid) in values.items()}
 
 
 def _grade(some: jax.Array, much: jax.Array) -> jax.Array:

@@ -1,9 +1,14 @@
-"""Observation of a driver: a few dozen numbers about itself, its route, the road, the lights and its nearest
-neighbours.
+"""Observation of a driver: what it perceives of the others, and a few dozen numbers about itself, its route, the road,
+the lights and its nearest neighbours.
 
-All in the agent's own frame and within about [-1, 1]. Distances are squashed, d / (scale + |d|), so that a metre
-counts more nearby than far away; nothing is cut off. Whoever comes closest within the next seconds, if all keep their
-velocity, is among the neighbours even while it is far.
+The truth decides about rewards, ends and scores. An agent perceives a scene of its own: measured with noise, some
+missed, only within reach, not behind others (`config.Sight`). Whoever it does not see is absent there; so nothing that
+is derived from the scene (gaps, headways, closest approaches) tells of the unseen. All is off by default, and then
+costs nothing.
+
+Numbers are in the agent's own frame and within about [-1, 1]. Distances are squashed, d / (scale + |d|), so that a
+metre counts more nearby than far away; nothing is cut off. Whoever comes closest within the next seconds, if all keep
+their velocity, is among the neighbours even while it is far.
 
 The time is not seen. A log's end truncates: its value is that of going on. Where an agent saw the end coming, it never
 acted from there and that value never met a reward; it grew by itself, and policies learnt to wait short of the goal
@@ -12,35 +17,29 @@ acted from there and that value never met a reward; it grew by itself, and polic
 
 from __future__ import annotations
 
+import math
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
+from longhaul import prng
 from longhaul.driving.datasets.log import CYCLIST, PEDESTRIAN, VEHICLE
+from longhaul.driving.sim.config import Sight
 from longhaul.driving.sim.device_bank import AHEAD, ahead_of
-from longhaul.driving.sim.dynamics import MAX_ACCELERATION, MAX_CURVATURE, steerable
-from longhaul.driving.sim.features import FAN, Features, Pose
+from longhaul.driving.sim.dynamics import MAX_ACCELERATION, MAX_CURVATURE, Motion, steerable
+from longhaul.driving.sim.features import FAN, Agent, Features
 from longhaul.driving.sim.geometry import FREE, into, nearest, pick
-from longhaul.driving.sim.road_lookup import ROAD
+from longhaul.driving.sim.road_lookup import ROAD, Pieces
 from longhaul.driving.sim.traffic import Scene
+from longhaul.types import Key
 
-EGO = 22
-
-
-NEIGHBOUR = 18
-
-
-LIGHTS = 6
-
-
-WAYPOINT = 4
-
+EGO, NEIGHBOUR, LIGHTS, WAYPOINT = 22, 18, 6, 4
+"""Numbers of each part of an observation."""
 
 RANGE = 60.0
 """Metres within which neighbours are seen."""
-
 
 HORIZON = 4.0
 """Seconds over which a closest approach is looked for."""
@@ -57,15 +56,80 @@ class Observation(NamedTuple):
     points: Any = None  # [P, ROAD], pieces of road likewise, in no order; None where none are asked for
 
 
-class Motives(NamedTuple):
-    """Knowledge of an agent about itself beside its features, float32 scalars."""
+def perceive(sight: Sight, here: Scene, agent: Agent, key: Key | None) -> Scene:
+    """The scene as one agent perceives it; it knows itself exactly. `key` is of this step: None if nothing is drawn."""
+    own = here.slot == agent.slot
+    present, at = here.present, agent.drive.motion
+    x, y = into(here.x - at.x, here.y - at.y, jnp.cos(at.heading), jnp.sin(at.heading))
+    if sight.limited:
+        present = present & within(sight, x, y)
+    if sight.occlusion:
+        present = present & ~hidden(here, at, here.present & ~own)
+    if sight.mask > 0.0:
+        assert key is not None
+        present = present & (prng.uniform(jax.random.fold_in(key, 0), here.x.shape) >= sight.mask)
+    here = here._replace(present=present | (here.present & own))
+    if not any(sight.noise):
+        return here
+    assert key is not None
+    metre, turn, speed = sight.noise
+    drawn = jnp.where(own, 0.0, prng.normal(jax.random.fold_in(key, 1), (5, *here.x.shape)))
+    heading = here.heading + turn * drawn[2]
+    return here._replace(
+        x=here.x + metre * drawn[0],
+        y=here.y + metre * drawn[1],
+        heading=heading,
+        cos=jnp.cos(heading),
+        sin=jnp.sin(heading),
+        vx=here.vx + speed * drawn[3],
+        vy=here.vy + speed * drawn[4],
+    )
 
-    speed: jax.Array  # m/s
-    acceleration: jax.Array  # m/s^2, in the last step
-    curvature: jax.Array  # 1/m, likewise
-    half_length: jax.Array  # m
-    half_width: jax.Array  # m
-    left: jax.Array  # m of the route to its end
+
+def perceive_road(sight: Sight, pieces: Pieces, key: Key | None) -> Pieces:
+    """The pieces of road that one agent perceives: those within its view and not missed."""
+    there = pieces.there
+    if sight.limited:
+        there = there & within(sight, pieces.x, pieces.y)
+    if sight.mask > 0.0:
+        assert key is not None
+        there = there & (prng.uniform(jax.random.fold_in(key, 2), there.shape) >= sight.mask)
+    return pieces._replace(there=there)
+
+
+def within(sight: Sight, x: jax.Array, y: jax.Array) -> jax.Array:
+    """bool: whether places in an agent's frame are within its reach and field of view."""
+    square = x * x + y * y
+    seen = square <= jnp.float32(min(sight.reach, 1e6) ** 2)
+    if sight.angle < 2.0 * math.pi:
+        seen = seen & (x >= math.cos(0.5 * sight.angle) * jnp.sqrt(square))
+    return seen
+
+
+def hidden(here: Scene, at: Motion, solid: jax.Array) -> jax.Array:
+    """bool [N]: whose middle is not seen from the agent's, because one of the other `solid` [N] boxes stands between.
+
+    Boxes in which the agent's middle lies hide nobody: who is in a collision would see nothing at all.
+    """
+    # the line of sight in each box's frame: row i is looked at, column j may hide it
+    u, v = into(at.x - here.x, at.y - here.y, here.cos, here.sin)
+    du, dv = into((here.x - at.x)[:, None], (here.y - at.y)[:, None], here.cos[None], here.sin[None])
+    enter_u, leave_u = _slab(u[None], du, here.half_length[None])
+    enter_v, leave_v = _slab(v[None], dv, here.half_width[None])
+    enter, leave = jnp.maximum(enter_u, enter_v), jnp.minimum(leave_u, leave_v)
+    crosses = (enter < leave) & (enter > 0.0) & (enter < 1.0)
+    other = ~jnp.eye(here.x.shape[0], dtype=bool)
+    return jnp.any(crosses & other & solid[None], axis=1)
+
+
+def _slab(start: jax.Array, step: jax.Array, half: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """The shares of a line's way at which it enters and leaves |coordinate| <= half."""
+    slope = jnp.where(jnp.abs(step) < 1e-6, 1e-6, step)
+    one, other = (-half - start) / slope, (half - start) / slope
+    return jnp.minimum(one, other), jnp.maximum(one, other)
+
+
+# ------------------------------------------------------------------------------------------------------ numbers
 
 
 def squash(value: jax.Array, scale: float) -> jax.Array:
@@ -73,14 +137,14 @@ def squash(value: jax.Array, scale: float) -> jax.Array:
     return value / (scale + jnp.abs(value))
 
 
-def shapes(neighbours: int, waypoints: int, road_points: int = 0) -> Observation:
-    """The shapes of one agent's observation."""
+def shapes(neighbours: int, waypoints: int, road_points: int = 0, weights: int = 0) -> Observation:
+    """The shapes of one agent's observation; `weights`: of the reward, seen by who is conditioned on them."""
 
     def leaf(*shape: int) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct(shape, jnp.float32)
 
     return Observation(
-        leaf(EGO),
+        leaf(EGO + weights),
         leaf(waypoints * WAYPOINT),
         leaf(len(FAN)),
         leaf(LIGHTS),
@@ -97,40 +161,40 @@ def waypoint_offsets(count: int) -> np.ndarray:
 
 
 def observe(
-    features: Features, here: Scene, pose: Pose, motives: Motives, neighbours: int, offsets: np.ndarray
+    features: Features, here: Scene, agent: Agent, left: jax.Array, neighbours: int, offsets: np.ndarray
 ) -> Observation:
-    """The observation of one agent."""
+    """The observation of one agent, whose route goes on for `left` metres."""
     return Observation(
-        ego=view_self(features, motives),
-        route=view_route(features, pose, offsets),
+        ego=view_self(features, agent, left),
+        route=view_route(features, agent.drive.motion, offsets),
         road=jnp.clip(features.fan_clearance / 5.0, -1.0, 1.0),
-        lights=view_lights(features, motives.speed),
+        lights=view_lights(features, agent.drive.motion.speed),
         agents=view_neighbours(features, here, neighbours),
     )
 
 
-def view_self(features: Features, motives: Motives) -> jax.Array:
+def view_self(features: Features, agent: Agent, left: jax.Array) -> jax.Array:
     """Float32 [EGO]."""
-    speed = motives.speed
-    left = jnp.maximum(motives.left, 0.0)
+    (_, _, _, speed), acceleration, curvature = agent.drive
+    half_length, half_width = features.others.own
     hindered = features.headway < FREE
     closing = jnp.where(hindered, features.closing, 0.0)
     error = features.heading_error
     values = [
         speed / 20.0,
         squash(speed, 3.0),
-        motives.half_length / 4.0,
-        motives.half_width / 2.0,
-        motives.acceleration / MAX_ACCELERATION,
-        motives.curvature / MAX_CURVATURE,
-        motives.curvature / steerable(speed),
-        jnp.clip(motives.curvature * speed * speed / 6.0, -1.5, 1.5),
+        half_length / 4.0,
+        half_width / 2.0,
+        acceleration / MAX_ACCELERATION,
+        curvature / MAX_CURVATURE,
+        curvature / steerable(speed),
+        jnp.clip(curvature * speed * speed / 6.0, -1.5, 1.5),
         jnp.clip(features.lateral / 4.0, -1.5, 1.5),
         squash(features.lateral, 0.5),
         jnp.sin(error),
         jnp.cos(error),
-        squash(left, 10.0),
-        (motives.left > 0.0).astype(jnp.float32),
+        squash(jnp.maximum(left, 0.0), 10.0),
+        (left > 0.0).astype(jnp.float32),
         jnp.where(hindered, squash(features.headway, 8.0), 1.0),
         jnp.clip(closing / 10.0, -1.5, 1.5),
         jnp.clip(features.braking / MAX_ACCELERATION, 0.0, 1.5),
@@ -139,11 +203,11 @@ def view_self(features: Features, motives: Motives) -> jax.Array:
     return jnp.concatenate([jnp.stack(values), jnp.clip(features.corner_clearance / 3.0, -1.0, 1.0)])
 
 
-def view_route(features: Features, pose: Pose, offsets: np.ndarray) -> jax.Array:
+def view_route(features: Features, at: Motion, offsets: np.ndarray) -> jax.Array:
     """Float32 [M * WAYPOINT]: x, y, and the sine and cosine of the heading, of the way ahead."""
     x, y, heading = ahead_of(features.route, features.route_first, features.s, offsets)
-    x, y = into(x - pose.x, y - pose.y, jnp.cos(pose.heading), jnp.sin(pose.heading))
-    turn = heading - pose.heading
+    x, y = into(x - at.x, y - at.y, jnp.cos(at.heading), jnp.sin(at.heading))
+    turn = heading - at.heading
     return jnp.stack([x / AHEAD, squash(y, 5.0), jnp.sin(turn), jnp.cos(turn)]).T.reshape(-1)
 
 
@@ -164,19 +228,20 @@ def approach(x: jax.Array, y: jax.Array, vx: jax.Array, vy: jax.Array) -> tuple[
 
 def view_neighbours(features: Features, here: Scene, count: int) -> jax.Array:
     """Float32 [K, NEIGHBOUR]: the `count` that are nearest, now and at their closest approach."""
-    f = features
-    then_x, then_y, _ = approach(f.x, f.y, f.vx, f.vy)
-    now, then = jnp.sqrt(f.x * f.x + f.y * f.y), jnp.sqrt(then_x * then_x + then_y * then_y)
+    f, others = features, features.others
+    then_x, then_y, _ = approach(others.x, others.y, others.vx, others.vy)
+    now, then = jnp.sqrt(others.x * others.x + others.y * others.y), jnp.sqrt(then_x * then_x + then_y * then_y)
     chosen = nearest(jnp.where(f.seen & (now < RANGE), now + then, FREE), count)
     # first choose, then count: most are not seen
-    x, y, vx, vy, blocks, kind = (pick(v, chosen) for v in (f.x, f.y, f.vx, f.vy, f.blocks, here.kind))
+    known = (others.x, others.y, others.vx, others.vy, f.blocks, here.kind)
+    x, y, vx, vy, blocks, kind = (pick(values, chosen) for values in known)
     then_x, then_y, when = approach(x, y, vx, vy)
     now = jnp.sqrt(x * x + y * y)
     values = [
         squash(x, 10.0),
         squash(y, 10.0),
-        pick(f.cos, chosen),
-        pick(f.sin, chosen),
+        pick(others.cos, chosen),
+        pick(others.sin, chosen),
         vx / 20.0,
         vy / 20.0,
         squash(pick(f.separation, chosen), 2.0),

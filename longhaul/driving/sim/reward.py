@@ -25,27 +25,18 @@ import numpy as np
 
 from longhaul.driving.datasets.log import PEDESTRIAN
 from longhaul.driving.sim.config import EVENTS, Weights
+from longhaul.driving.sim.dynamics import Drive
 from longhaul.driving.sim.features import Features
+from longhaul.driving.sim.geometry import wrap
 
-MAX_COMFORT_LATERAL = 2.0  # m/s^2
-
-
+MAX_COMFORT_LATERAL, MAX_COMFORT_JERK, MAX_COMFORT_YAW = 2.0, 8.3, 0.95  # m/s^2, m/s^3, rad/s
 MIN_COMFORT_LONGITUDINAL, MAX_COMFORT_LONGITUDINAL = -4.05, 2.40  # m/s^2
-
-
-MAX_COMFORT_JERK = 8.3  # m/s^3
-
-
-MAX_COMFORT_YAW = 0.95  # rad/s
-
 
 HARD = 3.0
 """Braking, m/s^2, that nobody should come to need: the sooner a driver feels it, the sooner it learns to stop."""
 
-
 STILL = 0.5
 """A route shorter than this, m, has nothing to reach."""
-
 
 STAY = 2.0
 """Distance, m, at which an agent with nothing to reach may be from its route's beginning at the end."""
@@ -67,6 +58,16 @@ class Ride(NamedTuple):
     lateral: jax.Array  # m/s^2
     jerk: jax.Array  # m/s^3
     yaw: jax.Array  # rad/s
+
+
+def feel(now: Drive, drive: Drive, first: jax.Array, dt: jax.Array) -> Ride:
+    """Comfort of the step from `now` to `drive`; the `first` of an episode has no jerk, for nothing is known of what
+    was before."""
+    before, after = now.motion, drive.motion
+    longitudinal = (after.speed - before.speed) / dt
+    yaw = wrap(after.heading - before.heading) / dt
+    jerk = jnp.where(first, 0.0, (longitudinal - now.acceleration) / dt)
+    return Ride(longitudinal, yaw * 0.5 * (before.speed + after.speed), jerk, yaw)
 
 
 def judge(features: Features, route_length: jax.Array, over: jax.Array) -> Events:

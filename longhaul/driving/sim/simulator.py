@@ -4,8 +4,26 @@ The state holds the scenario's number, the time, the motion of the controlled ag
 is read from the tables, one slice a step. Each geometric quantity is computed once (`features`), and observation,
 reward, termination and metrics share it. A reset is a new scenario number.
 
-An agent ends by one of `Config.terminations`, or is truncated when the log ends. Whoever ended is gone for the others
-from the next step on, if `Config.goal` and `Config.crash` do not say otherwise (`goals`).
+An agent ends by one of `Config.terminations`, or is truncated when the log ends. A world's agents are each in one
+stage, a number kept in the state:
+
+- PLAYING: drives, sees and is seen.
+- GONE: its episode is over (or its slot is empty); it is nowhere.
+- STANDING: its episode is over; it stands where it ended, an obstacle to all, from the step after the event on. It
+  stands at once, whatever its speed was.
+- ARRIVED: reached its goal and is put back in the next step; nowhere meanwhile.
+- GHOST: was put back, and is not free yet. It drives and sees; nobody sees or meets it, and it collides with nobody.
+
+`Config.goal`, for who reaches its goal: "remove" ends its episode, and it is GONE; "stop" ends it, and it is STANDING;
+with "respawn" it goes on: it is paid for the goal, and in the step after it (of which nothing is paid or counted) it is
+put to where and how fast its log begins, its route ahead of it once more, as a GHOST. A ghost becomes real after a step
+in which nobody real was within CLEARANCE, counting for each what it comes nearer in HEED seconds; only the first of
+several in one step, so that two ghosts never become real within each other. An episode then ends by another event or
+with the log. Goals that only the log's end decides (nothing to reach) are as with "remove", and so are all where the
+log drives.
+
+`Config.crash`, for who fails (by any other event that ends an episode): "remove" or "stop", likewise. Where goal and
+failure fall in one step, it failed.
 """
 
 from __future__ import annotations
@@ -20,32 +38,25 @@ import numpy as np
 from longhaul import prng
 from longhaul.driving.datasets.log import CYCLIST, PEDESTRIAN
 from longhaul.driving.scenario.bank import Bank
-from longhaul.driving.sim import (
-    controllers,
-    device_bank,
-    dynamics,
-    goal_behaviour,
-    traffic,
-)
-from longhaul.driving.sim import (
-    metrics as measures,
-)
-from longhaul.driving.sim import (
-    reward as objectives,
-)
-from longhaul.driving.sim.actions import make_actions
+from longhaul.driving.sim import device_bank, dynamics, metrics, reward, traffic
 from longhaul.driving.sim.config import Config, Sight, Weights, check_settings, sight_of
 from longhaul.driving.sim.device_bank import DeviceBank
-from longhaul.driving.sim.dynamics import MODELS, WHEELBASE, Drive, Limits, Motion
-from longhaul.driving.sim.features import Features, Pose, extract
+from longhaul.driving.sim.dynamics import MODELS, VEHICLE, WHEELBASE, Drive, Limits, Motion, hold
+from longhaul.driving.sim.features import RED, Agent, Features, extract
+from longhaul.driving.sim.geometry import wrap
 from longhaul.driving.sim.metrics import Course, Tally
-from longhaul.driving.sim.observation import Motives, Observation, observe, shapes, waypoint_offsets
-from longhaul.driving.sim.perception import perceive, perceive_road
+from longhaul.driving.sim.observation import Observation, observe, perceive, perceive_road, shapes, waypoint_offsets
 from longhaul.driving.sim.reward import Events
 from longhaul.driving.sim.road_lookup import describe, pieces
 from longhaul.driving.sim.traffic import Reactive, Scene
 from longhaul.spaces import Measure
 from longhaul.types import Key, Spec, TimeStep, transition
+
+GONE, STANDING, PLAYING, GHOST, ARRIVED = range(5)
+"""Stages, uint8."""
+
+CLEARANCE, HEED = 0.5, 1.0
+"""m, s."""
 
 
 class State(NamedTuple):
@@ -57,7 +68,7 @@ class State(NamedTuple):
     acceleration: jax.Array  # float16, m/s^2, in the last step
     curvature: jax.Array  # float16, 1/m, likewise
     s: jax.Array  # arc length along the route, m: the cursor
-    stage: jax.Array  # uint8, see `goals`
+    stage: jax.Array  # uint8
     reactive: Reactive | None
     tally: Tally
     goals: jax.Array | None = None  # int8: how often it reached its goal; None unless it begins anew
@@ -66,7 +77,7 @@ class State(NamedTuple):
     @property
     def playing(self) -> jax.Array:
         """bool [A]: whose episode is running."""
-        return goal_behaviour.playing(self.stage)
+        return self.stage >= PLAYING
 
     @property
     def drive(self) -> Drive:
@@ -135,15 +146,15 @@ class Simulator:
             acceleration=zeros.astype(jnp.float16),
             curvature=zeros.astype(jnp.float16),
             s=tables.start_s[scenario],
-            stage=goal_behaviour.begin(there),
+            stage=jnp.where(there, PLAYING, GONE).astype(jnp.uint8),
             reactive=traffic.begin(tables, scenario),
-            tally=measures.begin(agents, zeros),
+            tally=metrics.begin(agents, zeros),
             goals=jnp.zeros(agents, jnp.int8) if self.config.goal == "respawn" else None,
             episode=jnp.asarray(episode, jnp.uint32) if self.config.conditioning else None,
         )
         here = self._scene(state)
         features = self._features(state, here)
-        state = state._replace(s=features.s, tally=measures.begin(agents, features.s))
+        state = state._replace(s=features.s, tally=metrics.begin(agents, features.s))
         if key is None and self.sight.draws:
             key = jax.random.fold_in(jax.random.key(0), scenario)
         return state, self._observe(state, here, features, key)
@@ -159,7 +170,7 @@ class Simulator:
             before = self._scene(state)
         drive = self._drive(state, before if config.driver == "idm" else None, action, dt)
         if held is not None:
-            drive = controllers.rest(state.drive, held, drive)
+            drive = hold(held, state.motion, drive)
         reactive = state.reactive
         if reactive is not None:
             reactive = traffic.react(tables, state.scenario, state.t, before, reactive)
@@ -168,21 +179,23 @@ class Simulator:
         features = self._features(after, here)
         over = after.t >= last
         logged, present = self._logged(state.scenario, after.t)
-        events = objectives.judge(features, length, over)
+        events = reward.judge(features, length, over)
         counts = paid = state.playing if held is None else state.playing & ~held
         if config.driver == "log":  # where the log has lost an agent, nothing can be said about it
             events = jax.tree.map(lambda event: event & present, events)
             counts = counts & present & self._logged(state.scenario, state.t)[1]
         events = self._spared(state, events)
-        ride = controllers.feel(state.drive, drive, state.t == 0, dt)
-        happened, furthest = _payable(state), state.tally.furthest
-        reward = objectives.reward(self._weights(state), events, happened, furthest, features, ride, length)
+        ride = reward.feel(state.drive, drive, state.t == 0, dt)
+        happened, furthest = state.tally.happened, state.tally.furthest
+        if state.goals is not None:  # who begins anew is paid for each goal
+            happened = happened._replace(goal=jnp.zeros_like(happened.goal))
+        pay = reward.reward(self._weights(state), events, happened, furthest, features, ride, length)
         failed, arrived = jnp.zeros_like(state.playing), events.goal & ("goal" in config.terminations)
         for name in config.terminations:
             failed = failed | getattr(events, name) if name != "goal" else failed
         terminated = failed | arrived
         if config.goal == "respawn":
-            arrived = arrived & (length >= objectives.STILL)
+            arrived = arrived & (length >= reward.STILL)
             terminated = failed | (terminated & ~arrived)
         divergence = jnp.hypot(drive.motion.x - logged.x, drive.motion.y - logged.y)
         if state.goals is not None:  # who begins anew has left its log
@@ -191,19 +204,18 @@ class Simulator:
         course = Course(after.t, dt, mean_speed, tables.desired[state.scenario] / 1.1, divergence, present)
         after = after._replace(
             s=features.s,
-            tally=measures.score(state.tally, counts, events, features, ride, course),
-            stage=goal_behaviour.following(
-                state.stage, failed, arrived, over, goal_behaviour.clear(features), config.goal, config.crash
-            ),
+            tally=metrics.score(state.tally, counts, events, features, ride, course),
+            stage=next_stage(state.stage, failed, arrived, over, clear(features), config.goal, config.crash),
         )
         if state.goals is not None:
             after = after._replace(goals=state.goals + (state.playing & events.goal))
         if "stop" in (config.goal, config.crash):
-            after = after.moved(controllers.halt(after.drive, after.stage == goal_behaviour.STANDING))
+            halted = after.motion._replace(speed=jnp.zeros_like(after.motion.speed))
+            after = after.moved(hold(after.stage == STANDING, halted, after.drive))
         terminated = terminated & state.playing
         truncated = state.playing & ~terminated & over
         observation = self._observe(after, here, features, key)
-        return after, transition(observation, jnp.where(paid, reward, 0.0), terminated, truncated)
+        return after, transition(observation, jnp.where(paid, pay, 0.0), terminated, truncated)
 
     def active(self, state: State) -> jax.Array:
         """bool [A]: who still plays."""
@@ -215,30 +227,28 @@ class Simulator:
         config, scenario, dt = self.config, state.scenario, self.tables.dt[state.scenario]
         if config.expert == "idm":
             features = self._features(state, self._scene(state))
-            aim, known = controllers.follow(self.tables, scenario, state.drive, features, dt).motion, state.playing
+            aim, known = follow(self.tables, scenario, state.drive, features, dt).motion, state.playing
         else:
             (logged, _), (aim, there) = self._logged(scenario, state.t), self._logged(scenario, state.t + 1)
-            known = state.playing & there & controllers.beside(state.motion, logged)
+            known = state.playing & there & dynamics.beside(state.motion, logged)
         limits = self._limits(scenario)
-        return controllers.tell(state.drive, aim, limits, dt, config.dynamics, config.actions), known
+        return dynamics.tell(state.drive, aim, limits, dt, config.dynamics, config.actions), known
 
     def metrics(self, state: State) -> dict[str, Measure]:
-        """See `measures`; [A]. Where agents begin anew, how often each reached its goal, too: `goals`."""
+        """See the module `metrics`; [A]. Where agents begin anew, how often each reached its goal, too: `goals`."""
         tables, scenario = self.tables, state.scenario
-        found = measures.metrics(
+        values = metrics.metrics(
             state.tally,
-            measures.Trip(
-                s=state.s,
-                start=tables.start_s[scenario],
-                length=tables.route_length[scenario],
-                kind=self._bodies(scenario)[0],
-                dt=tables.dt[scenario],
-                edged=jnp.min(tables.field_shape[scenario]) >= 2,
-            ),
+            s=state.s,
+            start=tables.start_s[scenario],
+            length=tables.route_length[scenario],
+            kind=self._bodies(scenario)[0],
+            dt=tables.dt[scenario],
+            edged=jnp.min(tables.field_shape[scenario]) >= 2,
         )
         if state.goals is not None:
-            found["goals"] = Measure(state.goals.astype(jnp.float32), jnp.ones(state.goals.shape, bool))
-        return found
+            values["goals"] = Measure(state.goals.astype(jnp.float32), jnp.ones(state.goals.shape, bool))
+        return values
 
     def frame(self, state: State) -> Frame:
         """A picture of the world as it is now."""
@@ -267,67 +277,59 @@ class Simulator:
         return Motion(x, y, heading, jnp.hypot(vx, vy)), (present > 0.5) & (controlled >= 0)
 
     def _scene(self, state: State) -> Scene:
-        there = goal_behaviour.present(state.stage)
+        there = (state.stage == PLAYING) | (state.stage == STANDING)
         if self.config.driver == "log":
             there = there & self._logged(state.scenario, state.t)[1]
         drift = self.config.traffic == "constant"
         return traffic.scene(self.tables, state.scenario, state.t, state.motion, there, state.reactive, drift)
 
-    def _poses(self, state: State) -> Pose:
+    def _agents(self, state: State) -> Agent:
         slots = jnp.arange(self.config.agents, dtype=jnp.int32)
-        motion = state.motion
-        return Pose(motion.x, motion.y, motion.heading, state.s, slots, self.tables.controlled[state.scenario])
+        return Agent(state.drive, state.s, slots, self.tables.controlled[state.scenario])
 
     def _features(self, state: State, here: Scene) -> Features:
-        def one(pose: Pose) -> Features:
-            return extract(self.tables, self.search, state.scenario, state.t, here, pose)
+        def one(agent: Agent) -> Features:
+            return extract(self.tables, self.search, state.scenario, state.t, here, agent)
 
-        return jax.vmap(one)(self._poses(state))
+        return jax.vmap(one)(self._agents(state))
 
     def _observe(self, state: State, here: Scene, features: Features, key: Key | None) -> Observation:
         tables, config, sight = self.tables, self.config, self.sight
-        own = jnp.maximum(tables.controlled[state.scenario], 0)
-        motives = Motives(
-            speed=state.motion.speed,
-            acceleration=state.drive.acceleration,
-            curvature=state.drive.curvature,
-            half_length=here.half_length[own],
-            half_width=here.half_width[own],
-            left=tables.route_length[state.scenario] - features.s,
-        )
         offsets = waypoint_offsets(config.waypoints)
+        left = tables.route_length[state.scenario] - features.s
 
-        def one(features: Features, pose: Pose, motives: Motives, key: Key | None) -> Observation:
+        def one(features: Features, agent: Agent, left: jax.Array, key: Key | None) -> Observation:
             seen = here
             if not sight.perfect:
-                seen = perceive(sight, here, pose, key)
-                features = extract(tables, self.search, state.scenario, state.t, seen, pose)
-            found = observe(features, seen, pose, motives, config.neighbours, offsets)
+                seen = perceive(sight, here, agent, key)
+                features = extract(tables, self.search, state.scenario, state.t, seen, agent)
+            view = observe(features, seen, agent, left, config.neighbours, offsets)
             if not config.road_points:
-                return found
-            cos, sin = jnp.cos(pose.heading), jnp.sin(pose.heading)
-            road = pieces(tables.map, state.scenario, pose.x, pose.y, cos, sin, config.road_points)
-            return found._replace(points=describe(perceive_road(sight, road, key)))
+                return view
+            x, y, heading, _ = agent.drive.motion
+            road = pieces(tables.map, state.scenario, x, y, jnp.cos(heading), jnp.sin(heading), config.road_points)
+            return view._replace(points=describe(perceive_road(sight, road, key)))
 
         keys = prng.split(key, config.agents) if key is not None and sight.draws else None
-        seen = jax.vmap(one, in_axes=(0, 0, 0, None if keys is None else 0))(
-            features, self._poses(state), motives, keys
-        )
+        views = jax.vmap(one, in_axes=(0, 0, 0, None if keys is None else 0))(features, self._agents(state), left, keys)
         if state.episode is None:
-            return seen
-        return seen._replace(ego=jnp.concatenate([seen.ego, objectives.draws(state.episode, config.agents)], -1))
+            return views
+        return views._replace(ego=jnp.concatenate([views.ego, reward.draws(state.episode, config.agents)], -1))
 
     def _drive(self, state: State, here: Scene | None, action: jax.Array, dt: jax.Array) -> Drive:
         """The next motion of the controlled agents; `here` for IDM alone."""
-        config = self.config
-        if config.driver == "log":
-            return controllers.replay(state.drive, *self._logged(state.scenario, state.t + 1), dt)
+        config, now = self.config, state.drive
+        if config.driver == "log":  # to where the log has them next, where it has them
+            logged, present = self._logged(state.scenario, state.t + 1)
+            motion = jax.tree.map(lambda new, old: jnp.where(present, new, old), logged, now.motion)
+            return Drive(motion, *dynamics.invert(now.motion, motion, dt))
         if here is not None:
-            return controllers.follow(self.tables, state.scenario, state.drive, self._features(state, here), dt)
+            return follow(self.tables, state.scenario, now, self._features(state, here), dt)
         if config.driver == "constant":
-            return controllers.coast(state.drive, dt)
+            zeros = jnp.zeros_like(now.motion.speed)
+            return dynamics.arc(now, zeros, zeros, VEHICLE, dt)
         limits = self._limits(state.scenario)
-        return controllers.act(state.drive, action, limits, dt, config.dynamics, config.actions)
+        return dynamics.act(now, action, limits, dt, config.dynamics, config.actions)
 
     def _bodies(self, scenario: jax.Array) -> tuple[jax.Array, jax.Array]:
         """Kind, int32, and length, m, of the controlled agents, each [A]."""
@@ -339,18 +341,18 @@ class Simulator:
         kind, length = self._bodies(scenario)
         if self.config.control == "all":
             return dynamics.limits_of(kind, length)
-        return dynamics.VEHICLE._replace(wheelbase=WHEELBASE * length)
+        return VEHICLE._replace(wheelbase=WHEELBASE * length)
 
     def _weights(self, state: State) -> Weights:
         """Reward weights of each agent."""
         if state.episode is None:
             return self.config.weights
-        return objectives.weigh(self.config.weights, objectives.draws(state.episode, self.config.agents))
+        return reward.weigh(self.config.weights, reward.draws(state.episode, self.config.agents))
 
     def _spared(self, state: State, events: Events) -> Events:
         """The events without those that mean nothing: ghosts collide with nobody, and people may leave the road."""
         if self.config.goal == "respawn":
-            events = events._replace(collision=events.collision & (state.stage != goal_behaviour.GHOST))
+            events = events._replace(collision=events.collision & (state.stage != GHOST))
         if self.config.control == "all":
             events = events._replace(offroad=events.offroad & (self._bodies(state.scenario)[0] != PEDESTRIAN))
         return events
@@ -359,37 +361,65 @@ class Simulator:
         """The state with everybody who arrived at its log's beginning, and who is not driven in this step: bool [A],
         or None where that is nobody for sure."""
         if self.config.goal != "respawn":
-            stands = state.stage == goal_behaviour.STANDING
-            return state, stands if "stop" in (self.config.goal, self.config.crash) else None
-        back = state.stage == goal_behaviour.ARRIVED
+            return state, state.stage == STANDING if "stop" in (self.config.goal, self.config.crash) else None
+        back = state.stage == ARRIVED
         start, _ = self._logged(state.scenario, jnp.zeros_like(state.t))
         s = self.tables.start_s[state.scenario]
-        zeros = jnp.zeros_like(state.acceleration)
-        motion = jax.tree.map(lambda new, old: jnp.where(back, new, old), start, state.motion)
-        state = state._replace(
-            motion=motion,
-            acceleration=jnp.where(back, zeros, state.acceleration),
-            curvature=jnp.where(back, zeros, state.curvature),
+        state = state.moved(hold(back, start, state.drive))._replace(
             s=jnp.where(back, s, state.s),
-            stage=jnp.where(back, goal_behaviour.GHOST, state.stage).astype(jnp.uint8),
+            stage=jnp.where(back, GHOST, state.stage).astype(jnp.uint8),
             tally=state.tally._replace(furthest=jnp.where(back, s, state.tally.furthest)),
         )
-        return state, back | (state.stage == goal_behaviour.STANDING)
+        return state, back | (state.stage == STANDING)
 
 
-def _shapes(config: Config) -> Observation:
-    """The shapes of one agent's observation."""
-    seen = shapes(config.neighbours, config.waypoints, config.road_points)
-    more = len(objectives.RANGES) if config.conditioning else 0
-    return seen._replace(ego=jax.ShapeDtypeStruct((seen.ego.shape[0] + more,), jnp.float32))
+def clear(features: Features) -> jax.Array:
+    """bool [A]: nobody is near, nor comes near soon; `features` have a leading [A]."""
+    others = features.others
+    distance = jnp.maximum(jnp.hypot(others.x, others.y), 0.1)
+    closing = jnp.maximum(-(others.x * others.vx + others.y * others.vy) / distance, 0.0)
+    return ~jnp.any(features.seen & (features.separation - HEED * closing < CLEARANCE), axis=-1)
 
 
-def _payable(state: State) -> Events:
-    """Events before a step, with each goal as if it were the first where agents begin anew."""
-    happened = state.tally.happened
-    if state.goals is None:
-        return happened
-    return happened._replace(goal=jnp.zeros_like(happened.goal))
+def next_stage(
+    stage: jax.Array, failed: jax.Array, arrived: jax.Array, over: jax.Array, free: jax.Array, goal: str, crash: str
+) -> jax.Array:
+    """The stages [A] after a step: who failed, who arrived (each only where that ends an episode or puts back),
+    whether the log is over, and who is `clear`."""
+    plays = stage >= PLAYING
+    if goal == "respawn":
+        ready = (stage == GHOST) & free
+        first = ready & (jnp.arange(len(stage)) == jnp.argmax(ready))
+        stage = jnp.where(first, PLAYING, stage)
+        stage = jnp.where(plays & arrived, ARRIVED, stage)
+        arrived = jnp.zeros_like(arrived)
+    stage = jnp.where(plays & arrived, STANDING if goal == "stop" else GONE, stage)
+    stage = jnp.where(plays & failed, STANDING if crash == "stop" else GONE, stage)
+    return jnp.where(plays & over, GONE, stage).astype(jnp.uint8)
+
+
+def follow(tables: DeviceBank, scenario: jax.Array, now: Drive, features: Features, dt: jax.Array) -> Drive:
+    """One step on by IDM along the own route: behind leaders, before red lights, slowly through bends."""
+    speed, old = now.motion.speed, now.motion
+    hindrance = traffic.interaction(speed, features.gap, jnp.maximum(features.leader_speed, 0.0))
+    # a red light counts while a stop is possible
+    stop = features.light_distance
+    braking = jnp.square(speed) / (2.0 * jnp.maximum(stop, 0.1))
+    red = ((features.light_state == RED) & (braking < 8.0)) | ((features.light_state == RED + 1) & (braking < 3.0))
+    halt = traffic.interaction(speed, stop + 1.0, jnp.zeros_like(stop))
+    hindrance = jnp.maximum(hindrance, jnp.where(red, halt, 0.0))
+    offsets = np.arange(device_bank.AHEAD, dtype=np.float32)
+    bend = traffic.bend_speed(features.route[:, 2, device_bank.BEHIND :], 1.0, offsets)
+    desired = jnp.minimum(tables.desired[scenario], bend)
+    distance, after = dynamics.travel(speed, traffic.idm(speed, desired, hindrance), dt)
+    s = features.s + distance
+    place = jax.vmap(lambda slot, s: device_bank.place_on(tables, scenario, slot, s))
+    x, y, heading = place(jnp.arange(len(s), dtype=jnp.int32), s).T
+    moves = distance > 1e-3  # who stands keeps the pose that the log gave it
+    motion = Motion(
+        jnp.where(moves, x, old.x), jnp.where(moves, y, old.y), jnp.where(moves, wrap(heading), old.heading), after
+    )
+    return Drive(motion, (after - speed) / dt, dynamics.invert(old, motion, dt)[1])
 
 
 def driving(bank: Bank, config: Config | None = None) -> Simulator:
@@ -402,8 +432,8 @@ def driving(bank: Bank, config: Config | None = None) -> Simulator:
     # A bank that a program closes over stays an array beside it; else it is text inside of it, and larger. Not set for
     # all: JAX 0.11 can't lower programs of others (Brax) with it, whose functions compiled by themselves hold arrays.
     jax.config.update("jax_use_simplified_jaxpr_constants", True)
-    made = outline(config, least=int(bank.steps.min()), most=int(bank.steps.max()), dt=float(bank.dt.max()))
-    return replace(made, tables=device_bank.tabulate(bank, config.agents, config.traffic == "idm"))
+    shell = outline(config, least=int(bank.steps.min()), most=int(bank.steps.max()), dt=float(bank.dt.max()))
+    return replace(shell, tables=device_bank.tabulate(bank, config.agents, config.traffic == "idm"))
 
 
 def outline(config: Config, *, least: int, most: int, dt: float) -> Simulator:
@@ -413,9 +443,10 @@ def outline(config: Config, *, least: int, most: int, dt: float) -> Simulator:
     """
     if config.driver == "log" and config.goal == "respawn":  # a log is not driven twice
         config = replace(config, goal="remove")
+    seen = shapes(config.neighbours, config.waypoints, config.road_points, len(reward.RANGES) * config.conditioning)
     spec = Spec(
-        observation=_shapes(config),
-        action=make_actions(config.actions, MODELS[config.dynamics]().grids).action,
+        observation=seen,
+        action=dynamics.make_actions(config.actions, MODELS[config.dynamics]().grids).action,
         agents=config.agents,
         truncation_interval=least - 1,
         max_steps=most - 1,

@@ -13,9 +13,17 @@ import pytest
 from longhaul.driving.datasets import readers
 from longhaul.driving.datasets.log import CYCLIST, PEDESTRIAN, VEHICLE
 from longhaul.driving.sim import dynamics
-from longhaul.driving.sim.actions import make_actions
 from longhaul.driving.sim.config import ACTIONS
-from longhaul.driving.sim.dynamics import MAX_CURVATURE, MAX_LATERAL, MAX_SPEED, MODELS, Drive, Limits, Motion
+from longhaul.driving.sim.dynamics import (
+    MAX_CURVATURE,
+    MAX_LATERAL,
+    MAX_SPEED,
+    MODELS,
+    Drive,
+    Limits,
+    Motion,
+    make_actions,
+)
 from longhaul.spaces import Box, Discrete, MultiDiscrete
 
 DT = jnp.float32(0.1)
@@ -152,8 +160,6 @@ def test_joint_choices_number_as_the_papers() -> None:
     counts = {name: make_actions("joint", MODELS[name]().grids).action for name in MODELS}
     assert counts["bicycle"] == counts["steering"] == Discrete(91)
     assert counts["jerk"] == Discrete(12)
-    with pytest.raises(ValueError, match="actions is 'none': choose from discrete, continuous, joint"):
-        make_actions("none", MODELS["jerk"]().grids)
     assert ACTIONS == ("discrete", "continuous", "joint")
 
 

@@ -13,6 +13,7 @@ from longhaul.driving.sim.geometry import (
     FREE,
     OPEN,
     Field,
+    Relative,
     blocked,
     clearance,
     corners,
@@ -70,7 +71,7 @@ def test_separation_is_negative_exactly_where_boxes_overlap_and_bounds_their_dis
     b = other.astype(np.float32)
     x, y = into(b[:, 0] - a[:, 0], b[:, 1] - a[:, 1], jnp.cos(a[:, 2]), jnp.sin(a[:, 2]))
     cos, sin = np.cos(difference).astype(np.float32), np.sin(difference).astype(np.float32)
-    found = np.asarray(separation(x, y, cos, sin, (a[:, 3], a[:, 4]), (b[:, 3], b[:, 4])))
+    found = np.asarray(separation(Relative(x, y, cos, sin, (a[:, 3], a[:, 4]), (b[:, 3], b[:, 4]))))
     for i in range(count):
         distance = gap(
             box(own[i, 0], own[i, 1], own[i, 2], (own[i, 3], own[i, 4])),

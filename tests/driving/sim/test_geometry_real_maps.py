@@ -19,7 +19,7 @@ from longhaul.driving.scenario.bank import stack
 from longhaul.driving.scenario.compile import Route
 from longhaul.driving.scenario.scenario import CELL, Scenario
 from longhaul.driving.sim import device_bank
-from longhaul.driving.sim.geometry import clearance, into, separation
+from longhaul.driving.sim.geometry import Relative, clearance, into, separation
 
 MAPS = (
     "womd/motion_data_one_example.tfrecord",
@@ -314,7 +314,7 @@ def test_collisions_agree_with_exact_polygons(maps: list[Log], index: int) -> No
         cos, sin = jnp.cos(a[2]), jnp.sin(a[2])
         x, y = into(b[0] - a[0], b[1] - a[1], cos, sin)
         turn = b[2] - a[2]
-        return separation(x, y, jnp.cos(turn), jnp.sin(turn), (a[3] / 2, a[4] / 2), (b[3] / 2, b[4] / 2))
+        return separation(Relative(x, y, jnp.cos(turn), jnp.sin(turn), (a[3] / 2, a[4] / 2), (b[3] / 2, b[4] / 2)))
 
     found = np.asarray(jax.jit(jax.vmap(gap))(jnp.asarray(own, jnp.float32), jnp.asarray(other, jnp.float32)))
     np.testing.assert_array_equal((found < 0.0)[clear], deep[clear])

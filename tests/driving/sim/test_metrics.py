@@ -16,6 +16,7 @@ from longhaul.driving.scenario.scenario import Scenario
 from longhaul.driving.sim import metrics
 from longhaul.driving.sim.config import Config
 from longhaul.driving.sim.features import front_inside, time_to_contact
+from longhaul.driving.sim.geometry import Relative
 from longhaul.driving.sim.simulator import driving
 from tests.helpers import reference_driving_metrics as reference
 from tests.helpers.driving_scenarios import DT, GREEN, RED, Trip, bank, line, scenario, trip
@@ -304,7 +305,8 @@ def test_time_to_contact_against_small_steps() -> None:
     x, y = rng.uniform(-25, 25, (2, count))
     angle, vx, vy = rng.uniform(-np.pi, np.pi, count), *rng.uniform(-12, 12, (2, count))
     half, other = (2.3, 1.0), tuple(rng.uniform(0.3, 3.0, (2, count)))
-    told = time_to_contact(*(jnp.float32(v) for v in (x, y, np.cos(angle), np.sin(angle), vx, vy)), half, other)
+    place = (jnp.float32(v) for v in (x, y, np.cos(angle), np.sin(angle)))
+    told = time_to_contact(Relative(*place, half, other, jnp.float32(vx), jnp.float32(vy)))
     mine = reference.corners((0.0, 0.0, 0.0, *half))
     touched = 0
     for i in range(count):
@@ -328,8 +330,8 @@ def test_the_bumper_inside_a_box() -> None:
     for _ in range(500):
         x, y, angle = *rng.uniform(-6, 6, 2), rng.uniform(-np.pi, np.pi)
         half, other = (2.3, 1.0), tuple(rng.uniform(0.3, 3.0, 2))
-        args = [np.float32(v) for v in (x, y, np.cos(angle), np.sin(angle))]
-        told = bool(front_inside(*args, half, other))  # type: ignore[arg-type]
+        place = [np.float32(v) for v in (x, y, np.cos(angle), np.sin(angle))]
+        told = bool(front_inside(Relative(*place, half, other)))  # type: ignore[arg-type]
         bumper = reference.corners((0.0, 0.0, 0.0, *half))[:2]
         gap = reference.gap(bumper, reference.corners((x, y, angle, *other)))
         if abs(gap) > 1e-4:

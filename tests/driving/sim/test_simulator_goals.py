@@ -17,10 +17,9 @@ from longhaul.driving import scenario_source
 from longhaul.driving.datasets.log import CYCLIST, PEDESTRIAN, VEHICLE
 from longhaul.driving.scenario.compile import compile_log
 from longhaul.driving.scenario.scenario import Scenario
-from longhaul.driving.sim import goal_behaviour, reward
+from longhaul.driving.sim import reward, simulator
 from longhaul.driving.sim.config import Config, Weights
-from longhaul.driving.sim.goal_behaviour import ARRIVED, GHOST, GONE, PLAYING, STANDING
-from longhaul.driving.sim.simulator import driving
+from longhaul.driving.sim.simulator import ARRIVED, GHOST, GONE, PLAYING, STANDING, driving
 from longhaul.runtime.errors import RunError
 from tests.helpers.driving_scenarios import STRAIGHT, bank, line, scenario, trip
 from tests.helpers.log_files import make_log
@@ -83,7 +82,7 @@ def test_who_begins_anew_where_somebody_is_is_a_ghost_until_it_is_free() -> None
     assert stage[19] == ARRIVED
     real = int(np.argmax((stage[20:] == PLAYING) & (gap[20:] > 0.0))) + 20
     assert set(stage[20:real].tolist()) == {GHOST}
-    assert gap[real - 1] < goal_behaviour.CLEARANCE <= gap[real]
+    assert gap[real - 1] < simulator.CLEARANCE <= gap[real]
     assert driven.metrics["collision"] == [0.0, 0.0]
     assert not driven.steps.terminated.any()
 
@@ -91,7 +90,7 @@ def test_who_begins_anew_where_somebody_is_is_a_ghost_until_it_is_free() -> None
 def test_only_one_ghost_becomes_real_in_a_step() -> None:
     stage = jnp.array([GHOST, GHOST, GHOST, PLAYING], jnp.uint8)
     no, yes = jnp.zeros(4, bool), jnp.ones(4, bool)
-    follow = partial(goal_behaviour.following, goal="respawn", crash="remove")
+    follow = partial(simulator.next_stage, goal="respawn", crash="remove")
     after = follow(stage, no, no, no, jnp.array([False, True, True, True]))
     assert after.tolist() == [GHOST, PLAYING, GHOST, PLAYING]
     assert follow(after, no, no, no, yes).tolist() == [PLAYING, PLAYING, GHOST, PLAYING]
@@ -106,15 +105,9 @@ def test_who_ends_goes_or_stands_by_what_ended_it(goal: str, crash: str) -> None
     stage = jnp.array([PLAYING, PLAYING, PLAYING, PLAYING, GONE, STANDING], jnp.uint8)
     failed = jnp.array([False, True, False, True, True, True])
     arrived = jnp.array([False, False, True, True, True, True])
-    after = goal_behaviour.following(stage, failed, arrived, jnp.zeros(6, bool), jnp.ones(6, bool), goal, crash)
+    after = simulator.next_stage(stage, failed, arrived, jnp.zeros(6, bool), jnp.ones(6, bool), goal, crash)
     by = {"remove": GONE, "stop": STANDING}
     assert after.tolist() == [PLAYING, by[crash], by[goal], by[crash], GONE, STANDING]
-    assert goal_behaviour.playing(after).tolist() == [True] + [False] * 5
-    assert goal_behaviour.present(jnp.array([GONE, STANDING, PLAYING, GHOST, ARRIVED])).tolist() == [
-        False,
-        True,
-        True,
-    ] + 2 * [False]
 
 
 # --------------------------------------------------------------------------------------------------------- kinds

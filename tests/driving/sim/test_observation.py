@@ -15,8 +15,9 @@ from longhaul.driving.generator.generate import generate
 from longhaul.driving.scenario.compile import compile_log
 from longhaul.driving.sim import road_lookup
 from longhaul.driving.sim.config import Config, Sight
-from longhaul.driving.sim.features import Pose
-from longhaul.driving.sim.perception import perceive, perceive_road
+from longhaul.driving.sim.dynamics import Drive, Motion
+from longhaul.driving.sim.features import Agent
+from longhaul.driving.sim.observation import perceive, perceive_road
 from longhaul.driving.sim.road_lookup import Pieces
 from longhaul.driving.sim.simulator import driving
 from longhaul.driving.sim.traffic import Scene
@@ -35,9 +36,10 @@ def scene(places: list[tuple[float, float]], headings: list[float] | None = None
     return jax.tree.map(jnp.asarray, made)
 
 
-def looking(heading: float = 0.0, x: float = 0.0, y: float = 0.0) -> Pose:
-    numbers = (jnp.float32(value) for value in (x, y, heading, 0.0))
-    return Pose(*numbers, jnp.int32(0), jnp.int32(0))
+def looking(heading: float = 0.0, x: float = 0.0, y: float = 0.0) -> Agent:
+    zero = jnp.float32(0.0)
+    motion = Motion(jnp.float32(x), jnp.float32(y), jnp.float32(heading), zero)
+    return Agent(Drive(motion, zero, zero), zero, jnp.int32(0), jnp.int32(0))
 
 
 AROUND = [(0.0, 0.0), (10.0, 0.0), (0.0, 10.0), (-10.0, 0.0), (0.0, -10.0), (50.0, 0.0)]
