@@ -28,7 +28,7 @@ from longhaul.algorithms import registry
 from longhaul.algorithms.context import Context
 from longhaul.config import recipes
 from longhaul.envs.host import registry as host
-from longhaul.envs.host.spec_stub import spec_stub
+from longhaul.envs.registry import spec_stub
 from longhaul.runtime import mesh as meshes
 from longhaul.topologies.actor_learner import host_rollout
 from longhaul.topologies.staleness import Ticket

@@ -18,7 +18,7 @@ from longhaul.config.validate import check_driving, check_expert, check_reasonin
 from longhaul.envs import registry as environments
 from longhaul.envs import suites
 from longhaul.envs.host.registry import is_hosted
-from longhaul.envs.host.spec_stub import spec_stub
+from longhaul.envs.registry import spec_stub
 from longhaul.reasoning.config import Reasoning
 from longhaul.replay import Sizes
 from longhaul.runtime import batch_shards, process_group, settings

@@ -5,14 +5,22 @@ A plain table of functions: to add an environment, write the function that makes
 
 from __future__ import annotations
 
+import dataclasses
 import difflib
+import functools
 import inspect
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
+
+import jax
+import jax.numpy as jnp
 
 from longhaul.envs import classic_control, hackmatrix, probes, suites
 from longhaul.envs.hackmatrix.swift_rules.environment import canonical
-from longhaul.types import Environment
+from longhaul.envs.host import registry as host
+from longhaul.spaces import Measure
+from longhaul.types import Environment, Key, PyTree, Spec, TimeStep
 
 TABLE: dict[str, tuple[Callable[..., Environment], str]] = {
     "cartpole": (classic_control.cartpole, "CartPole-v1: keep a pole upright; 2 actions, 500 steps"),
@@ -58,6 +66,37 @@ def make(name: str, **options: Any) -> Environment:
             raise ValueError(f"{name} has no option {option!r}; {_suggest(option, takes)}")
     made = maker(**options)
     return made.environment if isinstance(made, probes.Probe) else made
+
+
+@dataclass(frozen=True)
+class SpecStub:
+    """Stand-in for an environment on the host where one of JAX is expected: it has the spec alone; actors step it."""
+
+    name: str
+    spec: Spec
+
+    def reset(self, key: Key) -> tuple[PyTree, PyTree]:
+        raise ValueError(f"{self.name} is stepped on the host; choose --topology actors")
+
+    def step(self, key: Key, state: PyTree, action: jax.Array) -> tuple[PyTree, TimeStep]:
+        raise ValueError(f"{self.name} is stepped on the host; choose --topology actors")
+
+    def active(self, state: PyTree) -> jax.Array:
+        return jnp.bool_(True)
+
+    def metrics(self, state: PyTree) -> dict[str, Measure]:
+        return {}
+
+
+@functools.cache
+def spec_stub(name: str) -> SpecStub:
+    """Stub of the environment of that name. ValueError, one line, where it can't be made."""
+    vector = host.make(host.describe(name), 1)
+    try:
+        spec = host.specification(vector)
+        return SpecStub(name, dataclasses.replace(spec, agents=spec.agents or 1))
+    finally:
+        vector.close()
 
 
 def _suggest(given: str, known: list[str]) -> str:

@@ -3,10 +3,10 @@ Craftax, XLand-MiniGrid, Pgx.
 
     make("brax/ant"), make("brax/ant?backend=spring&max_steps=500")
 
-Each suite is one function in `suite_worlds`, from a name to a world that never resets. What is the same for all is done
-once, in `Adapted`: the clock, the time limit, who is still playing. So an episode's last observation is never lost (a
-suite's own automatic reset is left aside), and a time limit is a truncation wherever the suite lets us tell it from an
-end.
+Each suite is one function from a name to a `World`, which never resets; what a suite does at an episode's end is said
+there, where it differs from what its name suggests. What is the same for all is done once, in `Adapted`: the clock, the
+time limit, who is still playing. So an episode's last observation is never lost (a suite's own automatic reset is left
+aside), and a time limit is a truncation wherever the suite lets us tell it from an end.
 
 Nothing of a suite is imported before an environment of it is made.
 """
@@ -16,21 +16,42 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import functools
+import importlib
 import importlib.metadata
 import importlib.util
+import warnings
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
-from longhaul.envs import suite_adapters as worlds
-from longhaul.envs.suite_adapters import World
-from longhaul.spaces import Measure
+from longhaul.spaces import Action, Box, Discrete, Masked, Measure, MultiDiscrete
 from longhaul.types import Environment, Key, PyTree, Spec, TimeStep, transition
 
 LIMIT = 1000
 """Steps of an episode where a suite names no limit, and none is given."""
+
+
+class Step(NamedTuple):
+    """Result of a step of a suite's own."""
+
+    state: PyTree
+    observation: PyTree
+    reward: jax.Array
+    terminated: jax.Array
+    truncated: jax.Array | bool = False  # beside the time limit, which `Adapted` knows
+
+
+class World(NamedTuple):
+    """One environment of a suite."""
+
+    action: Action
+    begin: Callable[[Key], tuple[PyTree, PyTree]]  # -> (state, observation)
+    step: Callable[[Key, PyTree, jax.Array], Step]
+    limit: int | None = None  # steps of an episode; None: none that is known
+    interval: int | None = None  # least steps between two truncations of its own; None: it has none
 
 
 class State(NamedTuple):
@@ -124,7 +145,7 @@ def make(name: str, **given: Any) -> Environment:
         raise ValueError(f"{name}: max_steps is {most!r}; it must be a whole number of at least 1")
     if inner not in suite.names():
         near = difflib.get_close_matches(inner, suite.names(), n=3, cutoff=0.3)
-        hint = f"did you mean {' or '.join(f'{kind}/{each}' for each in near)}?" if near else f"longhaul envs {kind}"
+        hint = f"did you mean {' or '.join(f'{kind}/{match}' for match in near)}?" if near else f"longhaul envs {kind}"
         raise ValueError(f"{suite.package} has no environment {inner!r}; {hint}")
     try:
         world = suite.make(inner, **options)
@@ -151,17 +172,17 @@ def is_suite(name: str) -> bool:
 
 def rows() -> list[tuple[str, str]]:
     """An example of each suite, with its version, or what to install."""
-    found = []
+    lines = []
     for kind, suite in SUITES.items():
         if importlib.util.find_spec(suite.module) is None:
-            found.append((suite.example, f"{suite.about}; pip install {suite.package}"))
+            lines.append((suite.example, f"{suite.about}; pip install {suite.package}"))
             continue
         try:
             version = importlib.metadata.version(suite.package)
         except importlib.metadata.PackageNotFoundError:
             version = "of unknown version"
-        found.append((suite.example, f"{suite.about}; {suite.package} {version} is here: longhaul envs {kind}"))
-    return found
+        lines.append((suite.example, f"{suite.about}; {suite.package} {version} is here: longhaul envs {kind}"))
+    return lines
 
 
 def names(kind: str) -> list[str]:
@@ -174,29 +195,273 @@ def names(kind: str) -> list[str]:
     return [f"{kind}/{name}" for name in suite.names()]
 
 
+# ------------------------------------------------------------------------------------------------------ one suite each
+
+
+def _import(module: str) -> Any:
+    with warnings.catch_warnings():  # of what a suite imports, which its user can't help
+        warnings.simplefilter("ignore")
+        return importlib.import_module(module)
+
+
+def _box(low: Any, high: Any, shape: tuple[int, ...]) -> Box:
+    """Bounds as one vector; a bound without end becomes 1."""
+    sides = [np.broadcast_to(np.asarray(bound, np.float32), shape).reshape(-1) for bound in (low, high)]
+    finite = [np.where(np.isfinite(side), side, sign) for side, sign in zip(sides, (-1.0, 1.0), strict=True)]
+    return Box(*(tuple(float(x) for x in side) for side in finite))
+
+
+# ----------------------------------------------------------------------------------------------------------- gymnax
+
+
+def gymnax(name: str) -> World:
+    """gymnax 1.x, whose `step_env` neither resets nor counts a time limit as an end."""
+    env, params = _import("gymnax").make(name)
+    if not hasattr(env, "is_truncated"):
+        raise ValueError("gymnax before 1.0 does not tell truncation from an end: pip install 'gymnax>=1.0'")
+    space = env.action_space(params)
+    whole = hasattr(space, "n")
+    action: Action = Discrete(int(space.n)) if whole else _box(space.low, space.high, tuple(space.shape))
+    shape = tuple(space.shape)
+
+    def begin(key: Key) -> tuple[PyTree, PyTree]:
+        observation, state = env.reset_env(key, params)
+        return state, observation
+
+    def step(key: Key, state: PyTree, action: jax.Array) -> Step:
+        chosen = action if whole else action.reshape(shape)
+        observation, state, reward, terminated, _ = env.step_env(key, state, chosen, params)
+        return Step(state, observation, reward, terminated, env.is_truncated(state, params))
+
+    limit = int(params.max_steps_in_episode)
+    return World(action, begin, step, limit, limit)
+
+
+def gymnax_names() -> list[str]:
+    return list(_import("gymnax").registered_envs)
+
+
+# ------------------------------------------------------------------------------------------------ Brax and Playground
+
+
+def brax(name: str, backend: str | None = None) -> World:
+    """Brax without its wrappers, of which the one for episodes cuts after 1,000 steps, as we do."""
+    env = _import("brax.envs").get_environment(name, **({"backend": backend} if backend else {}))
+    return _physics(env, lambda seen: seen, 1000)
+
+
+def brax_names() -> list[str]:
+    return list(_import("brax.envs")._envs)
+
+
+def playground(name: str, impl: str = "jax") -> World:
+    """MuJoCo Playground in MJX's JAX form, for its default needs Warp.
+
+    The policy sees `state`, where what only a critic may see is apart.
+    """
+    registry = _import("mujoco_playground").registry
+    config = registry.get_default_config(name)
+    overrides = {"impl": impl} if "impl" in config else {}
+    env = registry.load(name, config=config, config_overrides=overrides)
+    repeat = int(config.get("action_repeat", 1))
+    return _physics(env, lambda seen: seen["state"] if isinstance(seen, dict) else seen, config.episode_length, repeat)
+
+
+def playground_names() -> list[str]:
+    return list(_import("mujoco_playground").registry.ALL_ENVS)
+
+
+def _physics(env: Any, see: Callable[[Any], Any], limit: int, repeat: int = 1) -> World:
+    """Common part of Brax and Playground: the state is all, and `done` is an end."""
+
+    def begin(key: Key) -> tuple[PyTree, PyTree]:
+        state = env.reset(key)
+        return state, see(state.obs)
+
+    def step(key: Key, state: PyTree, action: jax.Array) -> Step:
+        total, over = jnp.float32(0.0), jnp.bool_(False)
+        for _ in range(repeat):
+            after = env.step(state, jnp.clip(action, -1.0, 1.0))
+            total = total + jnp.where(over, 0.0, after.reward)
+            state = after if repeat == 1 else _unless(over, after, state)
+            over = over | (state.done > 0)
+        return Step(state, see(state.obs), total, over)
+
+    size = int(env.action_size)
+    return World(Box((-1.0,) * size, (1.0,) * size), begin, step, max(1, int(limit) // repeat))
+
+
+def _unless(over: jax.Array, new: PyTree, old: PyTree) -> PyTree:
+    return jax.tree.map(lambda x, y: jnp.where(over, y, x), new, old)
+
+
+# ---------------------------------------------------------------------------------------------------------- Jumanji
+
+
+def jumanji(name: str) -> World:
+    """Jumanji, whose last step is an end where its discount is 0, and a truncation elsewhere. Nearly all of its
+    environments call their time limit an end, so they are told of none: it is kept outside, as a truncation. A mask of
+    one choice becomes ours; of several it stays among what is observed."""
+    env = _import("jumanji").make(name)
+    limit = getattr(env, "time_limit", None)
+    if limit is not None:  # of its own episodes: what it made for so many steps is large enough
+        env.time_limit = np.iinfo(np.int32).max
+    spec = env.action_spec
+    if hasattr(spec, "num_values"):
+        sizes = np.asarray(spec.num_values)
+        counts = tuple(int(n) for n in sizes.ravel())
+        action: Action = Discrete(counts[0]) if sizes.ndim == 0 else MultiDiscrete(counts)
+    else:
+        action = _box(spec.minimum, spec.maximum, tuple(spec.shape))
+    if np.prod(env.reward_spec.shape, dtype=int) != 1:
+        raise ValueError(f"jumanji/{name} has a reward for each of several agents, which can't be trained here")
+    shape = tuple(spec.shape)
+
+    def see(observation: Any) -> Any:
+        fields = dict(observation._asdict()) if hasattr(observation, "_asdict") else {"observation": observation}
+        mask = fields.get("action_mask")
+        if mask is not None and isinstance(action, Discrete) and mask.shape == (action.n,):
+            del fields["action_mask"]
+            return Masked(fields, mask)
+        return fields
+
+    def begin(key: Key) -> tuple[PyTree, PyTree]:
+        state, timestep = env.reset(key)
+        return state, see(timestep.observation)
+
+    def step(key: Key, state: PyTree, action: jax.Array) -> Step:
+        state, timestep = env.step(state, action.reshape(shape))
+        over, cut = timestep.last(), jnp.all(timestep.discount > 0)
+        return Step(state, see(timestep.observation), timestep.reward, over & ~cut, over & cut)
+
+    return World(action, begin, step, limit, limit or 1)
+
+
+def jumanji_names() -> list[str]:
+    return list(_import("jumanji").registered_environments())
+
+
+# ------------------------------------------------------------------------------------------------------- grid worlds
+
+
+def navix(name: str) -> World:
+    """Navix, whose `step` begins anew after an end, and gives nothing of the step asked for: its inner one does not."""
+    env = _import("navix").make(name)
+
+    def begin(key: Key) -> tuple[PyTree, PyTree]:
+        timestep = env.reset(key)
+        return timestep, timestep.observation
+
+    def step(key: Key, timestep: PyTree, action: jax.Array) -> Step:
+        running = timestep.replace(step_type=jnp.zeros_like(timestep.step_type))
+        after = env.step(running, action)
+        kind = after.step_type
+        return Step(after, after.observation, after.reward, kind == 2, kind == 1)
+
+    return World(Discrete(len(env.action_set)), begin, step, int(env.max_steps), int(env.max_steps))
+
+
+def navix_names() -> list[str]:
+    return list(_import("navix").registry())
+
+
+def craftax(name: str) -> World:
+    """Craftax, which calls its time limit an end: what ends in no other way is a truncation here."""
+    env = _import("craftax.craftax_env").make_craftax_env_from_name(name, auto_reset=False)
+    params = env.default_params
+    endless = params.replace(max_timesteps=np.iinfo(np.int32).max)
+
+    def begin(key: Key) -> tuple[PyTree, PyTree]:
+        observation, state = env.reset_env(key, params)
+        return state, observation
+
+    def step(key: Key, state: PyTree, action: jax.Array) -> Step:
+        observation, state, reward, _, _ = env.step_env(key, state, action, params)
+        return Step(state, observation, reward, env.is_terminal(state, endless), state.timestep >= limit)
+
+    limit = int(params.max_timesteps)
+    return World(Discrete(int(env.action_space(params).n)), begin, step, limit, limit)
+
+
+def craftax_names() -> list[str]:
+    kinds = ("Craftax", "Craftax-Classic")
+    return [f"{kind}-{form}-v1" for kind in kinds for form in ("Symbolic", "Pixels")]
+
+
+def minigrid(name: str) -> World:
+    """XLand-MiniGrid; its observations are tiles and colours by number. A goal reached in the last step is an end."""
+    env, params = _import("xminigrid").make(name)
+
+    def begin(key: Key) -> tuple[PyTree, PyTree]:
+        timestep = env.reset(params, key)
+        return timestep, see(timestep)
+
+    def see(timestep: Any) -> jax.Array:
+        return timestep.observation.astype(jnp.uint8)
+
+    def step(key: Key, timestep: PyTree, action: jax.Array) -> Step:
+        after = env.step(params, timestep, action)
+        over, ended = after.last(), after.discount == 0
+        return Step(after, see(after), after.reward, over & ended, over & ~ended)
+
+    limit = int(params.max_steps)
+    return World(Discrete(int(env.num_actions(params))), begin, step, limit, limit)
+
+
+def minigrid_names() -> list[str]:
+    return list(_import("xminigrid").registered_environments())
+
+
+# -------------------------------------------------------------------------------------------------------------- Pgx
+
+
+def pgx(name: str) -> World:
+    """Pgx's games of one player, with the mask of what is legal. A step that finds a game over gives no reward."""
+    env = _import("pgx").make(name)
+    if env.num_players != 1:
+        raise ValueError(f"pgx/{name} is a game of {env.num_players}, and only games of one can be trained in here")
+
+    def see(state: Any) -> Masked:
+        return Masked(state.observation, state.legal_action_mask)
+
+    def begin(key: Key) -> tuple[PyTree, PyTree]:
+        state = env.init(key)
+        return state, see(state)
+
+    def step(key: Key, state: PyTree, action: jax.Array) -> Step:
+        after = env.step(state, action, key)
+        return Step(after, see(after), after.rewards[0], after.terminated, after.truncated)
+
+    return World(Discrete(int(env.num_actions)), begin, step, None, 1)
+
+
+def pgx_names() -> list[str]:
+    return list(_import("pgx").available_envs())
+
+
 SUITES: dict[str, Suite] = {
     "gymnax": Suite(
-        "gymnax", "gymnax", worlds.gymnax, worlds.gymnax_names, "gymnax/CartPole-v1", "classic control, bsuite, MinAtar"
+        "gymnax", "gymnax", gymnax, gymnax_names, "gymnax/CartPole-v1", "classic control, bsuite, MinAtar"
     ),
     "brax": Suite(
-        "brax", "brax", worlds.brax, worlds.brax_names, "brax/ant", "robots; ?backend=spring, positional, generalized"
+        "brax", "brax", brax, brax_names, "brax/ant", "robots; ?backend=spring, positional, generalized"
     ),
     "playground": Suite(
-        "mujoco_playground", "playground", worlds.playground, worlds.playground_names, "playground/CartpoleBalance",
+        "mujoco_playground", "playground", playground, playground_names, "playground/CartpoleBalance",
         "robots by MuJoCo MJX",
     ),
     "jumanji": Suite(
-        "jumanji", "jumanji", worlds.jumanji, worlds.jumanji_names, "jumanji/Snake-v1", "games, packing, routing"
+        "jumanji", "jumanji", jumanji, jumanji_names, "jumanji/Snake-v1", "games, packing, routing"
     ),
-    "navix": Suite("navix", "navix", worlds.navix, worlds.navix_names, "navix/Navix-Empty-5x5-v0", "MiniGrid"),
+    "navix": Suite("navix", "navix", navix, navix_names, "navix/Navix-Empty-5x5-v0", "MiniGrid"),
     "craftax": Suite(
-        "craftax", "craftax", worlds.craftax, worlds.craftax_names, "craftax/Craftax-Classic-Symbolic-v1",
+        "craftax", "craftax", craftax, craftax_names, "craftax/Craftax-Classic-Symbolic-v1",
         "Crafter and NetHack",
     ),
     "xminigrid": Suite(
-        "xminigrid", "xminigrid", worlds.minigrid, worlds.minigrid_names, "xminigrid/MiniGrid-Empty-5x5",
+        "xminigrid", "xminigrid", minigrid, minigrid_names, "xminigrid/MiniGrid-Empty-5x5",
         "MiniGrid and XLand",
     ),
-    "pgx": Suite("pgx", "pgx", worlds.pgx, worlds.pgx_names, "pgx/minatar-breakout", "board games of one player"),
+    "pgx": Suite("pgx", "pgx", pgx, pgx_names, "pgx/minatar-breakout", "board games of one player"),
 }  # fmt: skip
-"""A plain table: to add a suite, write a function in `suite_worlds` and one row here."""
+"""A plain table: to add a suite, write its function and one row here."""

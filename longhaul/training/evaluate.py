@@ -14,7 +14,7 @@ from longhaul.algorithms.config import Reasoner
 from longhaul.algorithms.context import Context
 from longhaul.config.run import Run
 from longhaul.driving.sim import config
-from longhaul.envs.host.spec_stub import SpecStub
+from longhaul.envs.registry import SpecStub
 from longhaul.reasoning import evaluate as quality
 from longhaul.reasoning import host_verifier, problem_sets, sampler
 from longhaul.reasoning.config import Reasoning

@@ -18,7 +18,7 @@ import pytest
 
 from longhaul.cli import main
 from longhaul.envs import registry, suites
-from longhaul.envs.suite_adapters import Step, World
+from longhaul.envs.suites import Step, World
 from longhaul.spaces import Discrete, Masked
 from tests.helpers.environment_contract import check_environment, sample_action
 
@@ -205,7 +205,7 @@ import jax
 from longhaul.cli import train as commands
 from longhaul.config import resolve as runs
 from longhaul.envs import suites
-from longhaul.envs.suite_adapters import Step, World
+from longhaul.envs.suites import Step, World
 from longhaul.types import Discrete
 
 def make(name):

@@ -1,4 +1,4 @@
-"""Longhaul's own environments as a `HostVector`: all worlds step in one compiled call, and go on exactly.
+"""Longhaul's own environments, driving too, as a `HostVector`: all worlds step in one compiled call, and go on exactly.
 
 Every random number follows from (seed, world, episode) or (seed, world, step), so that no world's course depends on
 how many others there are, and a state put back goes on with the same bits. Fresh episodes are computed for the worlds
@@ -8,7 +8,8 @@ that ended, a few at a time, by a second compiled call.
 from __future__ import annotations
 
 import functools
-from typing import Any, NamedTuple
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -18,6 +19,12 @@ from longhaul.envs import registry
 from longhaul.envs.host.vector import Finals, HostSpec, HostStep, Slot, check_action, no_finals, slot, take, write
 from longhaul.spaces import Leaf, Measure, Tree, action_shape, mapped
 from longhaul.types import Environment, Key, PyTree, TimeStep
+
+if TYPE_CHECKING:
+    from longhaul.driving.sim.simulator import Simulator
+
+GENERATED = "generated"
+"""The name of generated scenarios, beside paths of logs."""
 
 EPISODES, STEPS = 0, 1
 """Streams of a world's random numbers."""
@@ -189,10 +196,48 @@ def _again(value: np.ndarray, like: Any) -> jax.Array:
 
 
 @functools.cache
-def _programs(name: str, worlds: int, options: tuple[tuple[str, Any], ...]) -> Programs:
-    return Programs(registry.make(name, **dict(options)), worlds)
+def _programs(
+    make: Callable[..., Environment], name: str, worlds: int, options: tuple[tuple[str, Any], ...]
+) -> Programs:
+    return Programs(make(name, **dict(options)), worlds)
 
 
 def named(name: str, num_envs: int, seed: int, **options: Any) -> JaxVector:
     """An environment of `envs.registry` by name, with its options; what is compiled is shared with others like it."""
-    return JaxVector(_programs(name, num_envs, tuple(sorted(options.items()))))
+    return JaxVector(_programs(registry.make, name, num_envs, tuple(sorted(options.items()))))
+
+
+def driving_environment(
+    name: str = GENERATED, *, scenarios: int = 64, first: int = 0, horizon: int | None = None, objects: int = 128,
+    least: int = 1, **settings: Any,
+) -> Simulator:  # fmt: skip
+    """Driving in `scenarios` generated ones from seed `first` on, or in the files that the path `name` means.
+
+    `settings` are those of `driving.sim.config.Config`: agents, traffic, dynamics ...; `horizon`, `objects` and `least`
+    those of `run.Driving`. Raises ValueError or BadData, one line, where they can't be used.
+    """
+    from longhaul.driving import scenario_source
+    from longhaul.driving.scenario import bank
+    from longhaul.driving.sim import simulator
+    from longhaul.driving.sim.config import Config
+
+    if name == GENERATED and scenarios < 1:
+        raise ValueError(f"scenarios is {scenarios}; at least 1 is needed")
+    try:
+        config = Config(**settings)
+    except TypeError as error:
+        raise ValueError(f"driving: {error}") from error
+    if name == GENERATED:
+        compiled = scenario_source.generated(
+            first, scenarios, agents=config.agents, horizon=horizon, workers=1, control=config.control, least=least
+        )
+    else:
+        compiled = scenario_source.from_logs(
+            [name], agents=config.agents, horizon=horizon, objects=objects, control=config.control
+        )
+    return simulator.driving(bank.stack(compiled, agents=config.agents), config)
+
+
+def driving(name: str, num_envs: int, seed: int, **options: Any) -> JaxVector:
+    """`driving_environment(name, **options)`, each agent a column; equal ones share scenarios and programs."""
+    return JaxVector(_programs(driving_environment, name, num_envs, tuple(sorted(options.items()))))

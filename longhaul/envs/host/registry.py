@@ -60,7 +60,7 @@ KINDS: dict[str, Kind] = {
         "Longhaul's own environments, stepped in batches by a compiled call",
     ),
     "driving": Kind(
-        "longhaul.envs.host.driving_vector", "driving", (), "", "driving/generated",
+        "longhaul.envs.host.jax_vector", "driving", (), "", "driving/generated",
         "driving in generated scenarios, or driving/PATH in logs; an agent is a column",
     ),
 }  # fmt: skip

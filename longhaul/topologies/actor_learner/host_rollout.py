@@ -20,8 +20,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from longhaul.envs.host import registry
-from longhaul.envs.host.spec_stub import spec_stub
 from longhaul.envs.host.vector import HostVector, Slot
+from longhaul.envs.registry import spec_stub
 from longhaul.spaces import Measure
 from longhaul.topologies.actor_learner import learner
 from longhaul.topologies.actor_learner.actor import Leaves

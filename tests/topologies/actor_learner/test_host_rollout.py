@@ -13,7 +13,7 @@ import pytest
 
 from longhaul import returns
 from longhaul.config.run import Named
-from longhaul.envs.host.spec_stub import spec_stub
+from longhaul.envs.registry import spec_stub
 from longhaul.runtime.errors import RunError
 from longhaul.telemetry.aggregate import Sums
 from longhaul.topologies.actor_learner import host_rollout
