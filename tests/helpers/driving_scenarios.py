@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import asdict, replace
 from functools import lru_cache
 from typing import Any
 
@@ -12,7 +13,7 @@ import numpy as np
 from longhaul.driving.datasets.log import VEHICLE
 from longhaul.driving.scenario.bank import Bank, stack
 from longhaul.driving.scenario.scenario import CELL, Scenario
-from longhaul.driving.sim.config import Config
+from longhaul.driving.sim.config import Config, Weights
 from longhaul.driving.sim.device_bank import DeviceBank
 from longhaul.driving.sim.simulator import Simulator, driving
 
@@ -102,7 +103,8 @@ class Trip:
         count = int(tables.steps[0]) - 1
         plan = np.zeros((MOST - 1, config.agents, 2), np.int32)
         plan[:count] = actions
-        first, states, steps, metrics = _program(config, environment.search)(tables, plan)
+        program = _program(replace(config, weights=Weights()), environment.search)
+        first, states, steps, metrics = program(tables, plan, asdict(config.weights))
         self.first = jax.tree.map(np.asarray, first)  # the observation before the first step
         self.states = jax.tree.map(lambda x: np.asarray(x)[:count], states)  # after each step, [T, ...]
         self.steps = jax.tree.map(lambda x: np.asarray(x)[:count], steps)
@@ -140,10 +142,12 @@ def same_shapes(tables: DeviceBank) -> DeviceBank:
 
 @lru_cache
 def _program(config: Config, search: int) -> Any:
-    """(tables, actions [MOST - 1, A, 2]) -> first observation; states, time steps and metrics by step."""
+    """(tables, actions [MOST - 1, A, 2], weights of the reward) -> first observation; states, time steps and metrics by
+    step."""
 
-    def roll(tables: DeviceBank, plan: jax.Array) -> Any:
-        environment = Simulator(config, tables, None, search)  # type: ignore[arg-type]
+    def roll(tables: DeviceBank, plan: jax.Array, weights: dict[str, jax.Array]) -> Any:
+        known = replace(config, weights=Weights(**weights))  # type: ignore[arg-type]
+        environment = Simulator(known, tables, None, search)  # type: ignore[arg-type]
         state, observation = environment.start(0)
 
         def body(state: Any, action: jax.Array) -> Any:

@@ -14,23 +14,7 @@ from longhaul.driving.scenario.compile import compile_log
 from longhaul.driving.scenario.scenario import Scenario
 from longhaul.spaces import Measure
 from tests.helpers import driving_scenarios as worlds
-
-
-def polygon(x: float, y: float, heading: float, half: np.ndarray) -> np.ndarray:
-    """Corners [4, 2]."""
-    corner = np.array([(1, 1), (-1, 1), (-1, -1), (1, -1)]) * half
-    cos, sin = np.cos(heading), np.sin(heading)
-    return corner @ np.array([[cos, sin], [-sin, cos]]) + (x, y)
-
-
-def outline_distance(one: np.ndarray, other: np.ndarray) -> float:
-    """The least distance of 400 points a side on one outline to the other's four sides."""
-    share = np.linspace(0, 1, 400)[:, None]
-    points = np.concatenate([a + share * (b - a) for a, b in zip(one, np.roll(one, -1, 0), strict=True)])
-    starts, along = other, np.roll(other, -1, 0) - other
-    relative = points[:, None] - starts
-    t = np.clip((relative * along).sum(-1) / (along**2).sum(-1), 0, 1)
-    return float(np.linalg.norm(relative - t[..., None] * along, axis=-1).min())
+from tests.helpers import polygons
 
 
 def test_boxes_are_as_far_apart_as_their_outlines_and_overlap_by_what_parts_them() -> None:
@@ -44,9 +28,9 @@ def test_boxes_are_as_far_apart_as_their_outlines_and_overlap_by_what_parts_them
 
     found = apart(x, y)
     assert 50 < np.sum(found > 0) < count - 50
-    for i in np.flatnonzero(found > 0):
-        pair = polygon(0, 0, 0, half[i]), polygon(x[i], y[i], turn[i], other[i])
-        assert found[i] == pytest.approx(min(outline_distance(*pair), outline_distance(*pair[::-1])), abs=1e-3)
+    own, others = np.zeros((count, 3)), np.stack([x, y, turn], -1)
+    pair = (polygons.corners(np.concatenate([pose, 2 * size], -1)) for pose, size in ((own, half), (others, other)))
+    np.testing.assert_allclose(np.maximum(found, 0.0), polygons.distance(*pair), atol=1e-9)
     # the other way round it is the same
     cos, sin = np.cos(turn), np.sin(turn)
     back = realism.boxes_apart(-(x * cos + y * sin), x * sin - y * cos, cos, -sin, other, half)

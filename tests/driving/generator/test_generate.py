@@ -24,6 +24,7 @@ from longhaul.driving.generator import generate as generator
 from longhaul.driving.generator import roads, traffic
 from longhaul.driving.generator.generate import generate
 from longhaul.driving.scenario.distance_field import make_edges, signed_distance
+from tests.helpers import polygons
 
 SEEDS = range(40)
 
@@ -51,36 +52,6 @@ def same(a: Log, b: Log) -> bool:
     )
 
 
-def outline(log: Log, i: int, t: int) -> np.ndarray:
-    """The corners [4, 2] of track i's box at step t, around it; written independently of the package."""
-    x, y = log.tracks.position[i, t, :2]
-    length, width = (float(v) / 2 for v in log.tracks.size[i, t, :2])
-    turn = np.exp(1j * float(log.tracks.heading[i, t]))
-    z = np.array([length + 1j * width, -length + 1j * width, -length - 1j * width, length - 1j * width]) * turn
-    return np.stack([x + z.real, y + z.imag], -1)
-
-
-def inside(points: np.ndarray, polygon: np.ndarray) -> bool:
-    """Whether one of `points` lies in a convex polygon that runs counter-clockwise."""
-    edge = np.roll(polygon, -1, 0) - polygon
-    to = points[:, None] - polygon[None]
-    return bool((edge[None, :, 0] * to[..., 1] - edge[None, :, 1] * to[..., 0] > 0).all(1).any())
-
-
-def overlap(a: np.ndarray, b: np.ndarray) -> bool:
-    """Whether two convex polygons meet: a corner of one in the other, or sides that cross. No separating axes here."""
-    if inside(a, b) or inside(b, a):
-        return True
-    p, r = a, np.roll(a, -1, 0) - a
-    q, s = b, np.roll(b, -1, 0) - b
-    gap = q[None] - p[:, None]
-    cross = r[:, None, 0] * s[None, :, 1] - r[:, None, 1] * s[None, :, 0]
-    with np.errstate(divide="ignore", invalid="ignore"):
-        t = (gap[..., 0] * s[None, :, 1] - gap[..., 1] * s[None, :, 0]) / cross
-        u = (gap[..., 0] * r[:, None, 1] - gap[..., 1] * r[:, None, 0]) / cross
-        return bool(((t >= 0) & (t <= 1) & (u >= 0) & (u <= 1)).any())
-
-
 def off_road(point: np.ndarray, segments: np.ndarray) -> bool:
     """Whether `point` is right of its nearest segment [M, 2, 2]; of those that tie, the farthest line decides."""
     start, chord = segments[:, 0], segments[:, 1] - segments[:, 0]
@@ -102,15 +73,15 @@ def test_the_same_seed_gives_the_same_log(logs: list[Log]) -> None:
 def test_the_egos_log_is_clean(logs: list[Log], seed: int) -> None:
     log = logs[seed]
     tracks, ego, steps = log.tracks, log.sdc, len(log.times)
+    boxes = np.concatenate([tracks.position[..., :2], tracks.heading[..., None], tracks.size[..., :2]], -1)
+    bodies = polygons.corners(boxes)
     assert tracks.valid[ego].all()
     edges = [f.points[:, :2] for f in log.features if f.kind in (EDGE_BOUNDARY, EDGE_MEDIAN)]
     segments = np.concatenate([np.stack([e[:-1], e[1:]], 1) for e in edges])
     for t in range(0, steps, 2):
-        box = outline(log, ego, t)
-        assert not any(off_road(corner, segments) for corner in box), t
-        away = np.hypot(*(tracks.position[:, t, :2] - tracks.position[ego, t, :2]).T)
-        for i in np.flatnonzero((away < 12.0) & tracks.valid[:, t]):
-            assert i == ego or not overlap(box, outline(log, i, t)), (t, i)
+        assert not any(off_road(corner, segments) for corner in bodies[ego, t]), t
+        others = bodies[tracks.valid[:, t] & (np.arange(len(bodies)) != ego), t]
+        assert not polygons.overlap(bodies[ego, t], others).any(), t
 
 
 def test_the_ego_never_passes_a_red_light(logs: list[Log]) -> None:
@@ -252,5 +223,5 @@ def test_the_box_check_agrees_with_the_oracle() -> None:
     size = rng.uniform(0.5, 5.0, (400, 2, 2))
     got = generator.touch(pose[:, 0], size[:, 0], pose[:, 1], size[:, 1])
     corners = generator.corners(pose, size)[..., [0, 3, 2, 1], :]  # counter-clockwise
-    assert (got == [overlap(a, b) for a, b in corners]).all()
+    np.testing.assert_array_equal(got, polygons.overlap(corners[:, 0], corners[:, 1]))
     assert 50 < got.sum() < 350

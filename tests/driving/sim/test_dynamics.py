@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -19,14 +20,30 @@ from longhaul.driving.sim.dynamics import (
     MAX_LATERAL,
     MAX_SPEED,
     MODELS,
+    Actions,
     Drive,
     Limits,
+    Model,
     Motion,
     make_actions,
 )
 from longhaul.spaces import Box, Discrete, MultiDiscrete
 
 DT = jnp.float32(0.1)
+advance = jax.jit(dynamics.advance)
+
+
+@cache
+def compiled(name: str) -> Model:
+    """A model of motion whose functions are compiled."""
+    grids, *functions = MODELS[name]()
+    return Model(grids, *map(jax.jit, functions))
+
+
+def coding(name: str, grids: tuple[np.ndarray, ...]) -> Actions:
+    """Actions whose functions are compiled."""
+    action, read, write = make_actions(name, grids)
+    return Actions(action, jax.jit(read), jax.jit(write))
 
 
 def integrate(
@@ -50,7 +67,7 @@ def drives(count: int, seed: int = 0, low: float = 3.0, high: float = 20.0) -> D
     speed = rng.uniform(low, high, count)
     curvature = rng.uniform(-0.5, 0.5, count) * np.minimum(0.2, 6.0 / speed**2)
     numbers = (x, y, heading, speed, rng.uniform(-2, 2, count), curvature)
-    x, y, heading, speed, acceleration, curvature = (jnp.asarray(v, jnp.float32) for v in numbers)
+    x, y, heading, speed, acceleration, curvature = (v.astype(np.float32) for v in numbers)
     return Drive(Motion(x, y, heading, speed), acceleration, curvature)
 
 
@@ -68,7 +85,7 @@ def drives(count: int, seed: int = 0, low: float = 3.0, high: float = 20.0) -> D
 )
 def test_a_step_solves_the_equation_exactly(speed: float, acceleration: float, curvature: float, dt: float) -> None:
     begin = Motion(*(jnp.float32(v) for v in (3.0, -2.0, 0.7, speed)))
-    end = dynamics.advance(begin, jnp.float32(acceleration), jnp.float32(curvature), jnp.float32(dt))
+    end = advance(begin, jnp.float32(acceleration), jnp.float32(curvature), jnp.float32(dt))
     x, y, h, v = integrate(3.0, -2.0, 0.7, speed, acceleration, curvature, dt)
     np.testing.assert_allclose([end.x, end.y, end.speed], [x, y, v], atol=2e-4)
     assert np.cos(float(end.heading) - h) == pytest.approx(1.0, abs=1e-6)
@@ -99,7 +116,7 @@ def reference(name: str, now: list[float], command: list[float], dt: float, whee
 @pytest.mark.parametrize("name", MODELS)
 def test_a_step_of_each_model_is_that_of_its_definition(name: str) -> None:
     now, limits = drives(6, low=0.5), dynamics.VEHICLE._replace(wheelbase=3.1)
-    model = MODELS[name]()
+    model = compiled(name)
     rng = np.random.default_rng(1)
     shares = tuple(jnp.asarray(rng.uniform(-1, 1, 6), jnp.float32) for _ in model.grids)
     command = model.scale(shares, now, limits, DT)
@@ -114,7 +131,7 @@ def test_a_step_of_each_model_is_that_of_its_definition(name: str) -> None:
 
 @pytest.mark.parametrize("name", MODELS)
 def test_inversion_gives_back_the_command(name: str) -> None:
-    now, model = drives(300), MODELS[name]()
+    now, model = drives(300), compiled(name)
     rng = np.random.default_rng(2)
     shares = tuple(jnp.asarray(rng.uniform(-0.9, 0.9, 300), jnp.float32) for _ in model.grids)
     if name == "jerk":  # the wheels are as quick as the command asks for above walking pace only
@@ -133,39 +150,39 @@ def test_inversion_gives_back_the_command(name: str) -> None:
 
 @pytest.mark.parametrize("name", MODELS)
 def test_shares_and_choices_are_told_and_read_alike(name: str) -> None:
-    model, now = MODELS[name](), drives(1)
+    model, now = compiled(name), drives(1)
     sizes = tuple(len(grid) for grid in model.grids)
-    every = jnp.stack(jnp.meshgrid(*(jnp.arange(n) for n in sizes), indexing="ij"), -1).reshape(-1, len(sizes))
-    joint, many = (make_actions(kind, model.grids) for kind in ("joint", "discrete"))
+    every = np.indices(sizes).reshape(len(sizes), -1).T
+    joint, many = (coding(kind, model.grids) for kind in ("joint", "discrete"))
     assert joint.action == Discrete(len(every))
     assert many.action == MultiDiscrete(sizes)
     shares = many.read(every)
     np.testing.assert_array_equal(many.write(shares), every)
     np.testing.assert_array_equal(joint.write(shares), np.arange(len(every)))
-    for one, other in zip(joint.read(jnp.arange(len(every))), shares, strict=True):
+    for one, other in zip(joint.read(np.arange(len(every))), shares, strict=True):
         np.testing.assert_array_equal(one, other)
-    free = make_actions("continuous", model.grids)
+    free = coding("continuous", model.grids)
     assert free.action == Box((-1.0,) * len(sizes), (1.0,) * len(sizes))
-    for one, other in zip(free.read(2.0 * free.write(shares) - free.write(shares)), shares, strict=True):
+    for one, other in zip(free.read(free.write(shares)), shares, strict=True):
         np.testing.assert_array_equal(one, other)
-    assert float(free.read(jnp.full((1, len(sizes)), 7.0))[0][0]) == 1.0  # what is outside is clipped
+    assert float(free.read(np.full((1, len(sizes)), 7.0, np.float32))[0][0]) == 1.0  # what is outside is clipped
     if name != "jerk":  # whose shares near 0 end at 0
-        begun = jax.tree.map(lambda x: jnp.broadcast_to(x, len(every)), now)
+        begun = jax.tree.map(lambda x: np.repeat(x, len(every)), now)
         told = model.share(model.scale(shares, begun, dynamics.VEHICLE, DT), begun, dynamics.VEHICLE, DT)
         for one, other in zip(told, shares, strict=True):
             np.testing.assert_allclose(one, other, atol=1e-6)
 
 
 def test_joint_choices_number_as_the_papers() -> None:
-    counts = {name: make_actions("joint", MODELS[name]().grids).action for name in MODELS}
+    counts = {name: make_actions("joint", compiled(name).grids).action for name in MODELS}
     assert counts["bicycle"] == counts["steering"] == Discrete(91)
     assert counts["jerk"] == Discrete(12)
     assert ACTIONS == ("discrete", "continuous", "joint")
 
 
 def test_the_default_choices_are_the_numbers_that_policies_were_trained_with() -> None:
-    model, now = MODELS["bicycle"](), drives(91)
-    shares = make_actions("joint", model.grids).read(jnp.arange(91))
+    model, now = compiled("bicycle"), drives(91)
+    shares = coding("joint", model.grids).read(np.arange(91))
     acceleration, curvature = model.scale(shares, now, dynamics.VEHICLE, DT)
     np.testing.assert_array_equal(acceleration, np.repeat(dynamics.ACCELERATIONS, 13))
     np.testing.assert_array_equal(curvature, np.tile(dynamics.STEERINGS, 7) * dynamics.steerable(now.motion.speed))
@@ -177,7 +194,7 @@ def test_grip_bounds_the_curvature() -> None:
     speed = jnp.linspace(0.0, 35.0, 50)
     now = jax.tree.map(lambda x: jnp.zeros(50), drives(1))._replace(motion=Motion(*jnp.zeros((3, 50)), speed))
     for name in ("bicycle", "steering"):
-        model = MODELS[name]()
+        model = compiled(name)
         for side in (-1.0, 1.0):
             shares = (jnp.ones(50), jnp.full(50, side))
             end = model.advance(now, model.scale(shares, now, dynamics.VEHICLE, DT), dynamics.VEHICLE, DT)
@@ -187,7 +204,7 @@ def test_grip_bounds_the_curvature() -> None:
 
 
 def test_a_jerk_given_as_a_share_ends_at_nothing_where_it_would_cross_it() -> None:
-    model = MODELS["jerk"]()
+    model = compiled("jerk")
     begun = drives(3, low=10.0, high=10.0)
     now = begun._replace(acceleration=jnp.array([0.3, -1.0, 2.0]), curvature=jnp.array([1e-4, -1e-4, 1e-2]))
     shares = (jnp.array([-1.0, 1.0, -1.0]), jnp.array([-1.0, 1.0, -1.0]))
@@ -199,7 +216,7 @@ def test_a_jerk_given_as_a_share_ends_at_nothing_where_it_would_cross_it() -> No
 
 def test_standing_still_lasts() -> None:
     begin = Motion(*(jnp.float32(v) for v in (1.0, 2.0, 0.5, 0.0)))
-    end = dynamics.advance(begin, jnp.float32(-6.0), jnp.float32(0.3), jnp.float32(0.1))
+    end = advance(begin, jnp.float32(-6.0), jnp.float32(0.3), DT)
     np.testing.assert_allclose(np.asarray(end), np.asarray(begin), atol=1e-6)
 
 
@@ -210,7 +227,7 @@ def test_everybody_stays_within_the_limits_of_its_kind(name: str) -> None:
     for row, number in ((0, VEHICLE), (40, PEDESTRIAN), (80, CYCLIST), (120, VEHICLE), (160, VEHICLE)):
         wanted = dynamics.LIMITS.get(number, dynamics.VEHICLE)._replace(wheelbase=2.4)
         np.testing.assert_allclose([float(field[row]) for field in limits], wanted, rtol=1e-6)
-    model = MODELS[name]()
+    model = compiled(name)
     zeros = jnp.zeros(200)
     now = Drive(Motion(zeros, zeros, zeros, zeros), zeros, zeros)
     shares = jax.random.uniform(jax.random.key(0), (200, len(model.grids), 200), minval=-0.1, maxval=1.0)
@@ -259,7 +276,7 @@ def follow(name: str, actions: str | None, tracks: Any) -> tuple[np.ndarray, np.
     """Errors of position, m [T-1, N], of log -> actions -> motion, -1 where unknown: after each step alone, and when a
     track is followed from its beginning on. `actions` None takes the commands as they are."""
     motion, valid, kind, length = tracks
-    model, limits = MODELS[name](), dynamics.limits_of(jnp.asarray(kind, jnp.int32), jnp.asarray(length))
+    model, limits = compiled(name), dynamics.limits_of(jnp.asarray(kind, jnp.int32), jnp.asarray(length))
     chosen = None if actions is None else make_actions(actions, model.grids)
 
     def drive(now: Drive, logged: Motion, limits: Limits) -> Drive:

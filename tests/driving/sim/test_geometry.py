@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -24,78 +26,39 @@ from longhaul.driving.sim.geometry import (
     separation,
     wrap,
 )
+from tests.helpers import polygons
 from tests.helpers.short_logs import sample
-
-
-def box(x: float, y: float, heading: float, half: tuple[float, float]) -> np.ndarray:
-    """Corners [4, 2], float64, counter-clockwise."""
-    own = np.array([[1, 1], [-1, 1], [-1, -1], [1, -1]]) * np.asarray(half)
-    turn = np.array([[np.cos(heading), -np.sin(heading)], [np.sin(heading), np.cos(heading)]])
-    return own @ turn.T + [x, y]
-
-
-def gap(a: np.ndarray, b: np.ndarray) -> float:
-    """Distance of two convex polygons by all edges and corners; 0 where they overlap."""
-
-    def inside(point: np.ndarray, polygon: np.ndarray) -> bool:
-        edge, to = np.roll(polygon, -1, 0) - polygon, point - polygon
-        return bool((edge[:, 0] * to[:, 1] - edge[:, 1] * to[:, 0] >= 0).all())
-
-    def crosses(p: np.ndarray, q: np.ndarray, r: np.ndarray, s: np.ndarray) -> bool:
-        def side(a: np.ndarray, b: np.ndarray, c: np.ndarray) -> float:
-            return float((b[0] - a[0]) * (c[1] - a[1]) - (b[1] - a[1]) * (c[0] - a[0]))
-
-        return side(p, q, r) * side(p, q, s) < 0 and side(r, s, p) * side(r, s, q) < 0
-
-    if any(inside(p, b) for p in a) or any(inside(p, a) for p in b):
-        return 0.0
-    best = np.inf
-    for i in range(4):
-        for j in range(4):
-            p, q, r, s = a[i], a[(i + 1) % 4], b[j], b[(j + 1) % 4]
-            if crosses(p, q, r, s):
-                return 0.0
-            for point, start, end in ((p, r, s), (r, p, q)):
-                along = np.clip(np.dot(point - start, end - start) / np.dot(end - start, end - start), 0, 1)
-                best = min(best, float(np.linalg.norm(point - start - along * (end - start))))
-    return best
 
 
 def test_separation_is_negative_exactly_where_boxes_overlap_and_bounds_their_distance() -> None:
     rng = np.random.default_rng(0)
-    count, hits = 2000, 0
-    own = rng.uniform([-5, -5, -4, 0.2, 0.2], [5, 5, 4, 3, 2], (count, 5))
-    other = rng.uniform([-5, -5, -4, 0.2, 0.2], [5, 5, 4, 3, 2], (count, 5))
+    own, other = rng.uniform([-5, -5, -4, 0.2, 0.2], [5, 5, 4, 3, 2], (2, 2000, 5))
     difference = other[:, 2] - own[:, 2]
     a = own.astype(np.float32)
     b = other.astype(np.float32)
-    x, y = into(b[:, 0] - a[:, 0], b[:, 1] - a[:, 1], jnp.cos(a[:, 2]), jnp.sin(a[:, 2]))
+    x, y = into(b[:, 0] - a[:, 0], b[:, 1] - a[:, 1], np.cos(a[:, 2]), np.sin(a[:, 2]))
     cos, sin = np.cos(difference).astype(np.float32), np.sin(difference).astype(np.float32)
-    found = np.asarray(separation(Relative(x, y, cos, sin, (a[:, 3], a[:, 4]), (b[:, 3], b[:, 4]))))
-    for i in range(count):
-        distance = gap(
-            box(own[i, 0], own[i, 1], own[i, 2], (own[i, 3], own[i, 4])),
-            box(other[i, 0], other[i, 1], other[i, 2], (other[i, 3], other[i, 4])),
-        )
-        hits += distance == 0.0
-        assert (found[i] < 0) == (distance == 0.0) or abs(found[i]) < 1e-5
-        assert found[i] <= distance + 1e-5
-    assert 300 < hits < 1700  # both verdicts were put to the test
+    found = np.asarray(jax.jit(separation)(Relative(x, y, cos, sin, (a[:, 3], a[:, 4]), (b[:, 3], b[:, 4]))))
+    whole = np.array([1.0, 1.0, 1.0, 2.0, 2.0])  # half lengths and widths
+    away = polygons.distance(polygons.corners(own * whole), polygons.corners(other * whole))
+    assert (((found < 0) == (away == 0.0)) | (np.abs(found) < 1e-5)).all()
+    assert (found <= away + 1e-5).all()
+    assert 300 < (away == 0.0).sum() < 1700  # both verdicts were put to the test
 
 
 def test_corners_go_round_the_box_and_frames_undo_each_other() -> None:
-    x, y = corners(jnp.float32(2.0), jnp.float32(1.0))
-    assert np.asarray(x).tolist() == [2, 2, -2, -2]
-    assert np.asarray(y).tolist() == [1, -1, -1, 1]
-    angle = jnp.float32(0.7)
-    back = into(*out_of(x, y, jnp.cos(angle), jnp.sin(angle)), jnp.cos(angle), jnp.sin(angle))
+    x, y = corners(np.float32(2.0), np.float32(1.0))
+    assert x.tolist() == [2, 2, -2, -2]
+    assert y.tolist() == [1, -1, -1, 1]
+    turn = np.cos(np.float32(0.7)), np.sin(np.float32(0.7))
+    back = into(*out_of(x, y, *turn), *turn)
     np.testing.assert_allclose(back[0], x, atol=1e-6)
     np.testing.assert_allclose(back[1], y, atol=1e-6)
 
 
 def test_wrap_keeps_the_angle_and_stays_within_half_a_turn() -> None:
     angle = np.linspace(-20, 20, 1001, dtype=np.float32)
-    wrapped = np.asarray(wrap(jnp.asarray(angle)))
+    wrapped = np.asarray(jax.jit(wrap)(angle))
     assert (np.abs(wrapped) <= np.pi + 1e-5).all()
     np.testing.assert_allclose(np.exp(1j * wrapped), np.exp(1j * angle.astype(np.float64)), atol=1e-5)
 
@@ -112,8 +75,7 @@ def fields() -> tuple[Field, list[np.ndarray], list[np.ndarray]]:
     return flat, coded, origins
 
 
-def one(fields: Field, i: int) -> Field:
-    return Field(fields.cells, fields.tiles, fields.start[i], fields.shape[i], fields.origin[i])
+measure = jax.jit(clearance)
 
 
 @pytest.mark.parametrize("i", [0, 1, 2])
@@ -124,16 +86,17 @@ def test_clearance_is_bilinear_between_samples_and_grows_outside(fields, i: int)
     points = np.random.default_rng(2).uniform(origin - 2, top + 2, (500, 2))
     nearest = np.clip(points, origin, top)
     expected = sample(grid, origin, nearest) + np.abs(points - nearest).sum(-1)
-    measure = jax.jit(clearance)
-    found = measure(one(flat, i), *jnp.asarray(points.T, jnp.float32))
+    field = Field(flat.cells, flat.tiles, flat.start[i], flat.shape[i], flat.origin[i])
+    points[0], expected[0] = origin + CELL, grid[1, 1] / 100
+    found = measure(field, *points.T.astype(np.float32))
     np.testing.assert_allclose(found, expected, atol=2e-3)
-    exact = measure(one(flat, i), *jnp.broadcast_to(jnp.asarray(origin + CELL, jnp.float32)[:, None], (2, 500)))[0]
-    assert float(exact) == pytest.approx(grid[1, 1] / 100, abs=1e-4)
+    assert float(found[0]) == pytest.approx(expected[0], abs=1e-4)
 
 
 def test_no_edges_means_on_the_road_everywhere() -> None:
-    empty = Field(jnp.zeros(1, jnp.int8), jnp.zeros(1, jnp.int32), jnp.int32(0), jnp.zeros(2, jnp.int32), jnp.zeros(2))
-    assert np.asarray(clearance(empty, jnp.array([0.0, 1e3]), jnp.array([5.0, -1e3]))).tolist() == [-OPEN, -OPEN]
+    none = np.zeros(2, np.int32)
+    empty = Field(np.zeros(1, np.int8), none[:1], np.int32(0), none, np.zeros(2, np.float32))
+    assert measure(empty, np.float32([0.0, 1e3]), np.float32([5.0, -1e3])).tolist() == [-OPEN, -OPEN]
 
 
 def test_projection_is_the_nearest_of_ten_thousand_points() -> None:
@@ -146,17 +109,15 @@ def test_projection_is_the_nearest_of_ten_thousand_points() -> None:
     curve = np.stack([np.interp(fine, s, line[0]), np.interp(fine, s, line[1])])
     window = jnp.asarray(np.concatenate([line, heading[None]]), jnp.float32)
     rng = np.random.default_rng(3)
-    place = jax.jit(project)
-    for _ in range(200):
-        j, side = rng.uniform(1.0, 11.0), rng.uniform(-3.0, 3.0)
-        i = int(j)
-        normal = np.array([-np.sin(heading[i]), np.cos(heading[i])])
-        point = curve[:, np.searchsorted(fine, j)] + side * normal
+    at, side = rng.uniform(1.0, 11.0, 200), rng.uniform(-3.0, 3.0, 200)
+    turn = heading[at.astype(int)]
+    points = curve[:, np.searchsorted(fine, at)] + side * np.stack([-np.sin(turn), np.cos(turn)])
+    places = jax.jit(jax.vmap(lambda x, y: project(window, jnp.int32(20), x, y)))(*points.astype(np.float32))
+    for point, aside, s, lateral in zip(points.T, side, np.asarray(places.s), np.asarray(places.lateral), strict=True):
         away = np.hypot(*(curve - point[:, None]))
-        found = place(window, jnp.int32(20), *jnp.asarray(point, jnp.float32))
-        assert float(found.s) - 20 == pytest.approx(fine[away.argmin()], abs=5e-3)
-        assert abs(float(found.lateral)) == pytest.approx(away.min(), abs=5e-2)  # the line's, not the joint's
-        assert np.sign(float(found.lateral)) == np.sign(side) or away.min() < 1e-3
+        assert s - 20 == pytest.approx(fine[away.argmin()], abs=5e-3)
+        assert abs(lateral) == pytest.approx(away.min(), abs=5e-2)  # the line's, not the joint's
+        assert np.sign(lateral) == np.sign(aside) or away.min() < 1e-3
 
 
 def test_blocked_finds_the_first_point_of_a_way_in_each_enlarged_box() -> None:
@@ -181,20 +142,12 @@ def test_blocked_finds_the_first_point_of_a_way_in_each_enlarged_box() -> None:
     assert (found == FREE).any()
 
 
-def test_projection_works_in_a_batch() -> None:
-    window = jnp.stack([jnp.arange(6.0), jnp.zeros(6), jnp.zeros(6)])
-    x = jnp.array([0.25, 2.5, 4.75])
-    batch = jax.vmap(lambda x: project(window, jnp.int32(0), x, jnp.float32(1.0)))(x)
-    np.testing.assert_allclose(batch.s, x, atol=1e-6)
-    np.testing.assert_allclose(batch.lateral, np.ones(3), atol=1e-6)
-
-
 def test_nearest_ranks_as_a_stable_sort_does_and_takes_zero_and_infinity() -> None:
     rng = np.random.default_rng(6)
     values = np.round(rng.uniform(0.0, 100.0, (50, 37)), 1).astype(np.float32)  # with ties
     values[:, rng.integers(0, 37, 4)] = np.inf
     values[:, 11] = 0.0
-    found = np.asarray(jax.vmap(lambda row: nearest(row, 8))(jnp.asarray(values)))
+    found = np.asarray(jax.jit(jax.vmap(partial(nearest, count=8)))(values))
     np.testing.assert_array_equal(found, np.argsort(values, axis=1, kind="stable")[:, :8])
-    assert np.asarray(nearest(jnp.array([3.0, jnp.inf, 1.0]), 5)).tolist() == [2, 0, 1]
+    assert np.asarray(jax.jit(partial(nearest, count=5))(jnp.array([3.0, jnp.inf, 1.0]))).tolist() == [2, 0, 1]
     assert np.asarray(nearest(jnp.array([7.0]), 1)).tolist() == [0]

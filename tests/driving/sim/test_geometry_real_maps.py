@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
@@ -20,6 +19,7 @@ from longhaul.driving.scenario.compile import Route
 from longhaul.driving.scenario.scenario import CELL, Scenario
 from longhaul.driving.sim import device_bank
 from longhaul.driving.sim.geometry import Relative, clearance, into, separation
+from tests.helpers import polygons
 
 MAPS = (
     "womd/motion_data_one_example.tfrecord",
@@ -32,8 +32,8 @@ MAPS = (
 JOINED = 0.1
 """Metres between the end of one edge and the start of another that belong together."""
 
-ALL, FEW = 100_000, 20_000
-"""Boxes of the slow test and of the other one."""
+ALL = 100_000
+"""Boxes of a test."""
 
 
 class Segments(NamedTuple):
@@ -136,17 +136,6 @@ def signed(points: np.ndarray, edges: Segments) -> np.ndarray:
     return np.where(left, -1.0, 1.0) * away[rows, nearest]
 
 
-def corners(boxes: np.ndarray, grow: float = 0.0) -> np.ndarray:
-    """[B, 4, 2], counter-clockwise, of boxes x, y, heading, length, width [B, 5], larger by `grow` on each side."""
-    x, y, heading, length, width = boxes.T
-    forward = np.stack([np.cos(heading), np.sin(heading)], -1) * (length / 2 + grow)[:, None]
-    left = np.stack([-np.sin(heading), np.cos(heading)], -1) * (width / 2 + grow)[:, None]
-    centre = np.stack([x, y], -1)
-    return np.stack(
-        [centre + forward + left, centre - forward + left, centre - forward - left, centre + forward - left], 1
-    )
-
-
 def sample_boxes(made: Scenario, lines: Segments, count: int, random: np.random.Generator) -> np.ndarray:
     """Boxes [B, 5] near edges, along routes, anywhere, and where the log has its agents; within the field."""
     quarter = count // 4
@@ -168,7 +157,7 @@ def sample_boxes(made: Scenario, lines: Segments, count: int, random: np.random.
     sizes = made.size[made.kind > 0].astype(np.float64)
     heading = np.append(random.uniform(-np.pi, np.pi, count - quarter), logged[:, 2])
     boxes = np.concatenate([place, heading[:, None], sizes[random.integers(0, len(sizes), count)]], 1)
-    whole = corners(boxes)
+    whole = polygons.corners(boxes)
     return boxes[((whole > low) & (whole < high)).all((1, 2))]
 
 
@@ -180,7 +169,7 @@ def maps(logs: Path) -> list[Log]:
     return found
 
 
-def verdicts(log: Log, agents: int, count: int, monkeypatch: pytest.MonkeyPatch) -> Iterator[np.ndarray]:
+def verdicts(log: Log, agents: int, count: int, monkeypatch: pytest.MonkeyPatch) -> tuple[np.ndarray, np.ndarray]:
     """Of sampled boxes: whether the simulator's verdict, any corner off the road, is another one than the reference's;
     and whether this is so farther than 0.1 m from an edge. There, the exact sign itself jumps within a cell."""
     near: list[np.ndarray] = []
@@ -195,7 +184,7 @@ def verdicts(log: Log, agents: int, count: int, monkeypatch: pytest.MonkeyPatch)
         made = compile.compile_log(log, agents=agents)
     lines = segments(edges(log, np.concatenate(near), log.tracks.position[log.sdc, log.current]))
     boxes = sample_boxes(made, lines, count, np.random.default_rng(agents))
-    points = corners(boxes)
+    points = polygons.corners(boxes)
     expected = signed_distances(points.reshape(-1, 2), lines).reshape(len(boxes), 4)
     field = device_bank.field(device_bank.tabulate(stack([made], agents=agents), agents, False), jnp.int32(0))
     measure = jax.jit(lambda at: clearance(field, at[..., 0], at[..., 1]))
@@ -208,29 +197,21 @@ def verdicts(log: Log, agents: int, count: int, monkeypatch: pytest.MonkeyPatch)
         differ = (found[box] > 0.0) != (expected[box] > 0.0)
         assert torn(points[box][differ], lines).all()
     print(f"{log.id}, {agents} agents: {len(boxes)} boxes, {wrong.sum()} differ, {far.sum()} farther than 0.1 m")
-    yield from (wrong, far)
+    return wrong, far
 
 
-def offroad_agrees(maps: list[Log], agents: int, count: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    parts = [tuple(verdicts(log, agents, count // len(maps), monkeypatch)) for log in maps]
+@pytest.mark.slow
+@pytest.mark.parametrize(("agents", "count"), [(1, 2 * ALL), (64, ALL + ALL // 10)])  # some leave the field
+def test_offroad_of_a_hundred_thousand_boxes_agrees_with_the_exact_distance(
+    maps: list[Log], agents: int, count: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    parts = [verdicts(log, agents, count // len(maps), monkeypatch) for log in maps]
     wrong, far = (np.concatenate(column) for column in zip(*parts))
     assert len(wrong) > count // 2
     assert wrong.mean() <= 0.001
     # behind the free end of an edge, and half way between two edges that contradict each other, nobody can say where
     # the road is; around the ego's route there is none of this
     assert far.mean() <= (0.0 if agents == 1 else 0.0003)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("agents", [1, 64])
-def test_offroad_agrees_with_the_exact_distance(maps: list[Log], agents: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    offroad_agrees(maps, agents, FEW // 2, monkeypatch)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("agents", [1, 64])
-def test_offroad_of_a_hundred_thousand_boxes(maps: list[Log], agents: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    offroad_agrees(maps, agents, 2 * ALL if agents == 1 else ALL + ALL // 10, monkeypatch)  # some leave the field
 
 
 def torn(points: np.ndarray, lines: Segments) -> np.ndarray:
@@ -263,20 +244,6 @@ def test_the_reference_itself_by_hand() -> None:
     assert torn(np.array([[13.0, 0.05], [5.0, 0.05]]), free).tolist() == [True, False]
 
 
-def overlap(own: np.ndarray, other: np.ndarray) -> np.ndarray:
-    """Whether pairs of convex polygons [B, 4, 2], counter-clockwise, share a point: two edges cross, or one has a
-    corner of the other within."""
-
-    def side(a: np.ndarray, b: np.ndarray, c: np.ndarray) -> np.ndarray:
-        return (b[..., 0] - a[..., 0]) * (c[..., 1] - a[..., 1]) - (b[..., 1] - a[..., 1]) * (c[..., 0] - a[..., 0])
-
-    p, q = own[:, :, None], np.roll(own, -1, 1)[:, :, None]
-    r, s = other[:, None], np.roll(other, -1, 1)[:, None]
-    crosses = (side(p, q, r) * side(p, q, s) < 0) & (side(r, s, p) * side(r, s, q) < 0)
-    within = (side(p, q, r) >= 0).all(1).any(1) | (side(r, s, p) >= 0).all(2).any(1)
-    return crosses.any((1, 2)) | within
-
-
 def pairs(log: Log, count: int, random: np.random.Generator) -> tuple[np.ndarray, np.ndarray]:
     """Boxes [B, 5] of two agents at one step of the log, near each other, a half of them shaken; and made ones."""
     tracks, origin = log.tracks, log.tracks.position[log.sdc, log.current]
@@ -304,8 +271,10 @@ def pairs(log: Log, count: int, random: np.random.Generator) -> tuple[np.ndarray
 def test_collisions_agree_with_exact_polygons(maps: list[Log], index: int) -> None:
     """Of 100,000 pairs in all: the verdict is the exact one wherever a centimetre more or less does not change that."""
     own, other = pairs(maps[index], ALL // len(MAPS), np.random.default_rng(3))
-    touch = overlap(corners(own, 0.005), corners(other, 0.005))
-    deep = overlap(corners(own, -0.005), corners(other, -0.005))
+    touch, deep = (
+        polygons.overlap(polygons.corners(own + larger), polygons.corners(other + larger))
+        for larger in ([0.0, 0.0, 0.0, 0.01, 0.01], [0.0, 0.0, 0.0, -0.01, -0.01])
+    )
     clear = touch == deep
     assert clear.mean() > 0.95
     assert 0.05 < deep.mean() < 0.95

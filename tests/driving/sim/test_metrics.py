@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -13,13 +12,10 @@ import pytest
 from longhaul.driving.datasets.log import CYCLIST, LANE_BIKE, LANE_STREET, PEDESTRIAN, Feature
 from longhaul.driving.scenario.lane_graph import lay_grid, make_road
 from longhaul.driving.scenario.scenario import Scenario
-from longhaul.driving.sim import metrics
-from longhaul.driving.sim.config import Config
 from longhaul.driving.sim.features import front_inside, time_to_contact
 from longhaul.driving.sim.geometry import Relative
-from longhaul.driving.sim.simulator import driving
 from tests.helpers import reference_driving_metrics as reference
-from tests.helpers.driving_scenarios import DT, GREEN, RED, Trip, bank, line, scenario, trip
+from tests.helpers.driving_scenarios import DT, GREEN, RED, Trip, line, scenario, trip
 from tests.helpers.measured_drives import compare, lane_of, motions, world_of
 
 T = 51
@@ -336,13 +332,3 @@ def test_the_bumper_inside_a_box() -> None:
         gap = reference.gap(bumper, reference.corners((x, y, angle, *other)))
         if abs(gap) > 1e-4:
             assert told == (gap < 0.0)
-
-
-def test_the_state_is_small() -> None:
-    """4,096 bytes for a world of 64 agents, whatever becomes of those who arrive."""
-    made = scenario([line((0, 0), (6, 0), T)] * 3)
-    for config in (Config(agents=64), Config(agents=64, goal="respawn", conditioning=True)):
-        environment = driving(bank(made, agents=64), config)
-        state = jax.eval_shape(environment.reset, jax.random.key(0))[0]
-        assert sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(state)) <= 4096
-    assert sum(leaf.dtype.itemsize for leaf in metrics.begin(1, jnp.zeros(1))) == 33

@@ -223,13 +223,6 @@ def test_each_driver_of_a_drawn_episode_sees_weights_of_its_own() -> None:
     np.testing.assert_array_equal(shown[0], reward.draws(states.episode[0], 2))
 
 
-def test_the_state_stays_small() -> None:
-    made = scenario([line((0, 4 * i), (6, 0), 5) for i in range(64)], drivers=64, road=None)
-    config = Config(agents=64, goal="respawn", conditioning=True)
-    state, _ = jax.eval_shape(driving(bank(made, agents=64), config).start, 0)
-    assert sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(state)) <= 4096
-
-
 # ------------------------------------------------------------------------------------------------------- recipes
 
 

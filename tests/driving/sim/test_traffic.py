@@ -216,11 +216,13 @@ def still() -> Motion:
     return Motion(*(jnp.zeros(1) for _ in Motion._fields))
 
 
+inside = jax.jit(jax.vmap(traffic.inside, in_axes=(None, None, 0, 0)))
+
+
 def presence(made: Scenario) -> np.ndarray:
     """bool [T]: whether agent 1 is in the world after each step."""
     paths, states = driving(bank(made), Config(traffic="idm")).tables.paths, trip(made, traffic="idm").states
-    there = jax.vmap(lambda t, state: traffic.inside(paths, jnp.int32(0), t, state)[1])
-    return np.asarray(there(jnp.asarray(states.t), jax.tree.map(jnp.asarray, states.reactive))) > 0.5
+    return np.asarray(inside(paths, jnp.int32(0), states.t, states.reactive))[:, 1] > 0.5
 
 
 def test_who_appears_waits_until_his_place_is_free() -> None:
